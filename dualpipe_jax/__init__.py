@@ -1,0 +1,1 @@
+"""Pipeline and expert parallelism for mixture-of-experts training in JAX."""

@@ -1,0 +1,171 @@
+"""What a schedule is made of: operations, actions, slots, placements.
+
+A schedule is a value. It says, for each rank, in which order that rank works on which
+(stage, microbatch); it holds no clock, no device and no array.
+"""
+
+import dataclasses
+import enum
+import functools
+import re
+from typing import NamedTuple
+
+
+class Op(enum.StrEnum):
+    """A kind of work on one microbatch at one stage (PyTorch's letters; many papers write B for our I)."""
+
+    F = "F"
+    """Forward."""
+    B = "B"
+    """Full backward: I, then W."""
+    I = "I"
+    """Backward for the input."""
+    W = "W"
+    """Backward for the weights."""
+
+
+_ACTION = re.compile(r"(\d+)([FBIW])(\d+)")
+
+
+class Action(NamedTuple):
+    """One operation on one microbatch at one stage; prints as ``3F0`` and parses back.
+
+    Stages are numbered through all pipes, microbatches within their pipe.
+
+    >>> print(Action(3, Op.F, 0))
+    3F0
+    >>> Action.parse("12W7")
+    Action(stage=12, op=<Op.W: 'W'>, microbatch=7)
+    """
+
+    stage: int
+    op: Op
+    microbatch: int
+
+    def __str__(self) -> str:
+        return f"{self.stage}{self.op.value}{self.microbatch}"
+
+    @classmethod
+    def parse(cls, text: str) -> "Action":
+        """Read what ``str`` printed. Raises ValueError on anything else."""
+        match = _ACTION.fullmatch(text.strip())
+        if match is None:
+            raise ValueError(f"not an action: {text!r}; expected stage, one of F B I W, microbatch, such as '3F0'")
+        return cls(int(match[1]), Op(match[2]), int(match[3]))
+
+
+Slot = tuple[Action, ...]
+"""One action, or an overlapped pair ``(forward, backward)`` of independent microbatches."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Placement:
+    """Which rank holds which stage: ``pipes[p][depth]`` is the rank of pipe p's stage at that depth.
+
+    Every pipe walks the whole model, so all pipes are equally deep and the stage of pipe p at
+    depth d, numbered ``p * depth_of_a_pipe + d``, holds the model's slice d.
+    """
+
+    pipes: tuple[tuple[int, ...], ...]
+
+    def __post_init__(self):
+        if not self.pipes or not self.pipes[0]:
+            raise ValueError("Placement needs at least one pipe with at least one stage")
+        if len({len(pipe) for pipe in self.pipes}) > 1:
+            raise ValueError(f"Placement: pipes differ in depth: {[len(pipe) for pipe in self.pipes]}")
+        used = {rank for pipe in self.pipes for rank in pipe}
+        if used != set(range(len(used))):
+            raise ValueError(f"Placement: ranks must be 0..{len(used) - 1} with none left out, got {sorted(used)}")
+
+    @classmethod
+    def linear(cls, num_ranks: int) -> "Placement":
+        """One pipe, one stage a rank: (0, 1, 2, 3)."""
+        return cls((tuple(range(num_ranks)),))
+
+    @classmethod
+    def v(cls, num_ranks: int) -> "Placement":
+        """One pipe there and back: (0, 1, 2, 3, 3, 2, 1, 0)."""
+        there = tuple(range(num_ranks))
+        return cls((there + there[::-1],))
+
+    @classmethod
+    def bidirectional(cls, num_ranks: int) -> "Placement":
+        """Two pipes in opposite directions: (0, 1, 2, 3), (3, 2, 1, 0)."""
+        there = tuple(range(num_ranks))
+        return cls((there, there[::-1]))
+
+    @property
+    def num_pipes(self) -> int:
+        """Chains of stages that microbatches walk."""
+        return len(self.pipes)
+
+    @property
+    def num_model_stages(self) -> int:
+        """Stages of one pipe, which is how many slices the model is cut into."""
+        return len(self.pipes[0])
+
+    @property
+    def num_stages(self) -> int:
+        """Stages of all pipes together."""
+        return self.num_pipes * self.num_model_stages
+
+    @functools.cached_property
+    def num_ranks(self) -> int:
+        """Positions on the mesh's pp axis."""
+        return 1 + max(max(pipe) for pipe in self.pipes)
+
+    @functools.cached_property
+    def rank_of(self) -> tuple[int, ...]:
+        """The rank of each stage."""
+        return tuple(rank for pipe in self.pipes for rank in pipe)
+
+    @functools.cached_property
+    def stages_on(self) -> tuple[tuple[int, ...], ...]:
+        """The stages of each rank, in ascending order; their positions are the rank's local stages."""
+        held: list[list[int]] = [[] for _ in range(self.num_ranks)]
+        for stage, rank in enumerate(self.rank_of):
+            held[rank].append(stage)
+        return tuple(map(tuple, held))
+
+    def pipe_of(self, stage: int) -> int:
+        """The pipe that a stage belongs to."""
+        return stage // self.num_model_stages
+
+    def model_stage(self, stage: int) -> int:
+        """The slice of the model that a stage holds: its depth in its pipe."""
+        return stage % self.num_model_stages
+
+    def is_first(self, stage: int) -> bool:
+        """Whether microbatches enter here."""
+        return self.model_stage(stage) == 0
+
+    def is_last(self, stage: int) -> bool:
+        """Whether microbatches end here."""
+        return self.model_stage(stage) == self.num_model_stages - 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Schedule:
+    """Who does what in which order.
+
+    Attributes:
+      name: how people call it.
+      placement: which rank holds which stage.
+      num_microbatches: microbatches of the step, over all pipes together.
+      orders: ``orders[rank]`` is the sequence of slots that the rank works through.
+    """
+
+    name: str
+    placement: Placement
+    num_microbatches: int
+    orders: tuple[tuple[Slot, ...], ...]
+
+    @property
+    def num_ranks(self) -> int:
+        """Positions on the mesh's pp axis."""
+        return self.placement.num_ranks
+
+    @property
+    def microbatches_per_pipe(self) -> int:
+        """Microbatches that enter each pipe; pipe p's microbatch m is number ``p * this + m`` of the batch."""
+        return self.num_microbatches // self.placement.num_pipes
