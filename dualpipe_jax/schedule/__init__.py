@@ -1,0 +1,29 @@
+"""Schedules as values: made, checked, simulated and printed with Python and NumPy alone."""
+
+from collections.abc import Callable
+
+from dualpipe_jax.schedule.classic import gpipe, one_f_one_b
+from dualpipe_jax.schedule.dualpipe import dualpipe, dualpipe_v
+from dualpipe_jax.schedule.ir import Action, Op, Placement, Schedule, Slot
+from dualpipe_jax.schedule.simulate import CostModel, Timeline, simulate
+from dualpipe_jax.schedule.zero_bubble import zb_h1
+
+ALL_SCHEDULES: tuple[Callable[[int, int], Schedule], ...] = (gpipe, one_f_one_b, zb_h1, dualpipe, dualpipe_v)
+"""Every schedule, as a function of (num_ranks, num_microbatches)."""
+
+__all__ = [
+    "ALL_SCHEDULES",
+    "Action",
+    "CostModel",
+    "Op",
+    "Placement",
+    "Schedule",
+    "Slot",
+    "Timeline",
+    "dualpipe",
+    "dualpipe_v",
+    "gpipe",
+    "one_f_one_b",
+    "simulate",
+    "zb_h1",
+]
