@@ -1,5 +1,29 @@
 """JAX collectives and the mesh they run on; knows no schedules."""
 
+from dualpipe_jax.parallel.expert import (
+    Handle,
+    capacity_for,
+    combine,
+    count,
+    dispatch,
+    expert_matmul,
+    plan_capacity,
+    plan_dropless,
+)
+from dualpipe_jax.parallel.expert_matmul import grouped_matmul
 from dualpipe_jax.parallel.mesh import EP, PP, make_mesh
 
-__all__ = ["EP", "PP", "make_mesh"]
+__all__ = [
+    "EP",
+    "PP",
+    "Handle",
+    "capacity_for",
+    "combine",
+    "count",
+    "dispatch",
+    "expert_matmul",
+    "grouped_matmul",
+    "make_mesh",
+    "plan_capacity",
+    "plan_dropless",
+]

@@ -46,7 +46,8 @@ def _too_few(num_pp: int, num_ep: int, found: list[jax.Device], *, given: bool) 
     where = "were given" if given else "are visible to JAX"
     kind = f" (platform {', '.join(platforms)})" if platforms else ""
     return (
-        f"make_mesh: num_pp {num_pp} x num_ep {num_ep} = {needed} devices, but {len(found)} {where}{kind}.\n\n"
+        f"make_mesh: num_pp {num_pp} x num_ep {num_ep} = {needed} devices, "
+        f"but {len(found)} {where}{kind}.\n\n"
         "For virtual CPU devices, set these before JAX is imported:\n"
         f'  JAX_PLATFORMS=cpu XLA_FLAGS="--xla_force_host_platform_device_count={needed}"'
     )

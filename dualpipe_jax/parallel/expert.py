@@ -1,0 +1,362 @@
+"""Expert dispatch: bring every token to the experts its router chose, and bring their answers back.
+
+Four pieces, called one by one so that a schedule may put other work between them::
+
+    handle = plan_capacity(topk_TK, num_experts, capacity, axis_name)   # or plan_dropless(...)
+    routed = dispatch(x_TD, handle)               # one all_to_all
+    y = expert_matmul(routed, w_LDF, handle)      # as often as the expert needs
+    out_TD = combine(y, weights_TK, handle)       # one all_to_all back
+
+A handle serves both directions of both passes: the backward of ``dispatch`` is a ``combine`` with unit
+weights, the backward of ``combine`` is a ``dispatch``. Rows are only ever gathered, through the permutation
+or its inverse; nothing is scatter-added. The only collective is ``all_to_all`` over ``axis_name``, so all of
+it may stand in a branch that other pipeline ranks do not take.
+
+Shape suffixes: T tokens of this device, K experts per token, E experts, N devices on the axis, L = E / N
+local experts, C capacity, S slots to send, R rows received, D model dim. An *assignment* is a (token, k)
+pair, numbered token * K + k; a *slot* is a row of the buffer that is sent.
+"""
+
+import functools
+import math
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from dualpipe_jax.parallel.expert_matmul import grouped_matmul, vary_alike
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=("slot_TK", "assignment_S", "dropped", "arrival_R", "departure_R", "group_sizes_L"),
+    meta_fields=("capacity", "num_devices", "axis_name"),
+)
+@dataclass(frozen=True)
+class Handle:
+    """Where every assignment goes; what ``dispatch`` and ``combine`` share.
+
+    Attributes:
+      slot_TK: int32, the slot of each assignment; S if it was dropped.
+      assignment_S: int32, the assignment in each slot; T * K if the slot is empty.
+      dropped: int32 [], how many of this device's assignments found no slot.
+      arrival_R: int32, for each row in expert order, the row of the received buffer it comes from; R if the
+        row is empty. None if rows arrive in expert order.
+      departure_R: int32, the inverse of arrival_R; R if the received row is empty. None with arrival_R.
+      group_sizes_L: int32, rows of each local expert. None for ``plan_capacity``: every expert has as many.
+      capacity: C, static; None for ``plan_dropless``.
+      num_devices: N, static.
+      axis_name: the mesh axis; None without one.
+
+    """
+
+    slot_TK: Array
+    assignment_S: Array
+    dropped: Array
+    arrival_R: Array | None
+    departure_R: Array | None
+    group_sizes_L: Array | None
+    capacity: int | None
+    num_devices: int
+    axis_name: str | None
+
+
+def plan_capacity(
+    topk_TK: Array, num_experts: int, capacity: int | None = None, axis_name: str | None = None
+) -> Handle:
+    """Plan a dispatch where every device may send each expert at most ``capacity`` tokens.
+
+    All shapes are static and every expert gets the same number of rows, so the experts are one batched
+    matmul. Assignments beyond the capacity are dropped (they add nothing to the output), those of later
+    tokens first, and counted in ``handle.dropped``. See ``capacity_for`` for usual values.
+
+    Args:
+      topk_TK: int32, each token's chosen experts, distinct within a token.
+      num_experts: E, over all devices; device n holds experts n * L to (n + 1) * L - 1.
+      capacity: C, for each (expert, source device) pair. None means T, with which nothing is dropped.
+      axis_name: the mesh axis the experts lie on; None if this device holds them all.
+
+    Returns:
+      A handle with which ``dispatch`` returns [L, N * C, D].
+
+    Raises:
+      ValueError: experts do not divide over devices, or capacity is below 1.
+
+    """
+    num_devices = _num_devices(num_experts, axis_name)
+    T, K = topk_TK.shape
+    C = T if capacity is None else min(capacity, T)
+    if C < 1:
+        raise ValueError(f"plan_capacity: capacity must be at least 1, got {capacity}.")
+    L = num_experts // num_devices
+    order_A, rank_A, starts_E, counts_E = _by_expert(topk_TK, num_experts)
+    expert_A = topk_TK.reshape(-1)
+    place_A = rank_A - starts_E[expert_A]
+    # Slots are laid out [L, N, C]: with the all_to_all over dim 1, rows arrive in expert order.
+    lane_A = expert_A % L * num_devices + expert_A // L
+    slots = num_experts * C
+    slot_A = jnp.where(place_A < C, lane_A * C + place_A, slots)
+
+    expert_LN = jnp.arange(num_experts, dtype=jnp.int32).reshape(num_devices, L).T
+    place_C = jnp.arange(C, dtype=jnp.int32)
+    index_LNC = starts_E[expert_LN][..., None] + place_C
+    filled_LNC = place_C < counts_E[expert_LN][..., None]
+    assignment_S = jnp.where(filled_LNC, order_A.at[index_LNC].get(mode="clip"), T * K).reshape(-1)
+    dropped = jnp.sum(jnp.maximum(counts_E - C, 0), dtype=jnp.int32)
+    slot_TK = slot_A.reshape(T, K)
+    return Handle(slot_TK, assignment_S, dropped, None, None, None, C, num_devices, axis_name)
+
+
+def capacity_for(num_tokens: int, top_k: int, num_experts: int, factor: float) -> int:
+    """Return the capacity for ``factor`` times an even load, at least 1 and at most ``num_tokens``."""
+    return max(1, min(num_tokens, math.ceil(factor * num_tokens * top_k / num_experts)))
+
+
+def plan_dropless(
+    topk_TK: Array, num_experts: int, axis_name: str | None = None, buffer_factor: float | None = None
+) -> Handle:
+    """Plan a dispatch that sorts assignments by expert and sends each device what it is due.
+
+    Rows arrive grouped by expert in groups of unequal sizes, for ``grouped_matmul``. Between devices the
+    buffers are padded, not the experts: each device sends each other one a fixed number of rows, by default
+    enough for the worst case, T * min(K, L), so that nothing can be dropped. A ``buffer_factor`` bounds them
+    to so many times an even load; what does not fit is dropped, highest experts of a device first, and
+    counted in ``handle.dropped``. (``lax.ragged_all_to_all`` does not exist on XLA:CPU.)
+
+    Args:
+      topk_TK: int32, each token's chosen experts, distinct within a token.
+      num_experts: E, over all devices; device n holds experts n * L to (n + 1) * L - 1.
+      axis_name: the mesh axis the experts lie on; None if this device holds them all.
+      buffer_factor: None for the worst case.
+
+    Returns:
+      A handle with which ``dispatch`` returns [R, D]: the rows of local expert 0, then 1, ..., then zeros.
+
+    Raises:
+      ValueError: experts do not divide over devices, or buffer_factor is not positive.
+
+    """
+    num_devices = _num_devices(num_experts, axis_name)
+    if buffer_factor is not None and buffer_factor <= 0:
+        raise ValueError(f"plan_dropless: buffer_factor must be positive, got {buffer_factor}.")
+    T, K = topk_TK.shape
+    L = num_experts // num_devices
+    width = T * min(K, L)
+    if buffer_factor is not None:
+        width = max(1, min(width, math.ceil(buffer_factor * T * K / num_devices)))
+
+    order_A, rank_A, starts_E, counts_E = _by_expert(topk_TK, num_experts)
+    starts_N = starts_E.reshape(num_devices, L)[:, 0]
+    device_A = topk_TK.reshape(-1) // L
+    place_A = rank_A - starts_N[device_A]
+    slot_A = jnp.where(place_A < width, device_A * width + place_A, num_devices * width)
+
+    ends_NL = jnp.minimum(jnp.cumsum(counts_E.reshape(num_devices, L), axis=1), width)
+    place_W = jnp.arange(width, dtype=jnp.int32)
+    filled_NW = place_W < ends_NL[:, -1:]
+    assignment_NW = order_A.at[starts_N[:, None] + place_W].get(mode="clip")
+    assignment_S = jnp.where(filled_NW, assignment_NW, T * K).reshape(-1)
+    dropped = T * K - jnp.sum(ends_NL[:, -1], dtype=jnp.int32)
+
+    slot_TK = slot_A.reshape(T, K)
+    sent_NL = jnp.diff(ends_NL, axis=1, prepend=0)
+    if num_devices == 1:
+        return Handle(slot_TK, assignment_S, dropped, None, None, sent_NL[0], None, 1, axis_name)
+    received_NL = lax.all_to_all(sent_NL, axis_name, 0, 0, tiled=True)
+    arrival_R, departure_R = _sort_arrivals(received_NL, width)
+    sizes_L = jnp.sum(received_NL, axis=0, dtype=jnp.int32)
+    return Handle(
+        slot_TK, assignment_S, dropped, arrival_R, departure_R, sizes_L, None, num_devices, axis_name
+    )
+
+
+def dispatch(x_TD: Array, handle: Handle) -> Array:
+    """Send each token to its experts.
+
+    Returns:
+      Rows on the devices of their experts, zeros where a slot is empty: [L, N * C, D] if the handle comes
+      from ``plan_capacity``, [R, D] grouped by expert if from ``plan_dropless``.
+
+    """
+    T = handle.slot_TK.shape[0]
+    if x_TD.ndim != 2 or x_TD.shape[0] != T:
+        raise ValueError(f"dispatch: the handle was planned for {T} tokens, x has shape {x_TD.shape}.")
+    sent_SD = _spread(*vary_alike(x_TD, handle.assignment_S, handle.slot_TK))
+    rows = _exchange(sent_SD, handle)
+    if handle.capacity is not None:
+        return rows.reshape(-1, handle.num_devices * handle.capacity, rows.shape[-1])
+    if handle.arrival_R is not None and handle.departure_R is not None:
+        rows = _permute(*vary_alike(rows, handle.arrival_R, handle.departure_R))
+    return rows
+
+
+def combine(y: Array, weights_TK: Array, handle: Handle) -> Array:
+    """Bring the experts' outputs back and sum them for each token by ``weights_TK``.
+
+    The sum is taken in float32 and returned in y's dtype.
+
+    Args:
+      y: rows in the layout that ``dispatch`` returned, [L, N * C, D] or [R, D].
+      weights_TK: floating; the weight of a dropped assignment has no effect and no gradient.
+      handle: the one given to ``dispatch``.
+
+    Returns:
+      [T, D].
+
+    """
+    if weights_TK.shape != handle.slot_TK.shape:
+        raise ValueError(
+            f"combine: the handle was planned for {handle.slot_TK.shape} assignments, "
+            f"weights have shape {weights_TK.shape}."
+        )
+    rows = y.reshape(-1, y.shape[-1])
+    if handle.arrival_R is not None and handle.departure_R is not None:
+        rows = _permute(*vary_alike(rows, handle.departure_R, handle.arrival_R))
+    back_SD = _exchange(rows, handle)
+    return _collect(*vary_alike(back_SD, weights_TK, handle.assignment_S, handle.slot_TK))
+
+
+def expert_matmul(rows: Array, w_LDF: Array, handle: Handle) -> Array:
+    """Multiply each dispatched row by its expert's matrix; rows as ``dispatch`` returned them."""
+    if handle.group_sizes_L is None:
+        return jnp.einsum("lsd,ldf->lsf", rows, w_LDF)
+    return grouped_matmul(rows, w_LDF, handle.group_sizes_L)
+
+
+def _num_devices(num_experts: int, axis_name: str | None) -> int:
+    num_devices = 1 if axis_name is None else lax.axis_size(axis_name)
+    if num_experts % num_devices:
+        raise ValueError(
+            f"{num_experts} experts do not divide over the {num_devices} devices of axis {axis_name!r}: "
+            f"{num_experts} % {num_devices} = {num_experts % num_devices}."
+        )
+    return num_devices
+
+
+def _by_expert(topk_TK: Array, num_experts: int) -> tuple[Array, Array, Array, Array]:
+    """Sort assignments by expert, stably; return the order, its inverse, and experts' starts and counts."""
+    expert_A = topk_TK.reshape(-1).astype(jnp.int32)
+    iota_A = jnp.arange(expert_A.size, dtype=jnp.int32)
+    if expert_A.size * num_experts < 2**31:
+        # One sort of unique keys: several times cheaper on CPU than a stable argsort.
+        order_A = jnp.sort(expert_A * expert_A.size + iota_A) % expert_A.size
+    else:
+        order_A = jnp.argsort(expert_A, stable=True)
+    rank_A = jnp.zeros_like(expert_A).at[order_A].set(iota_A, unique_indices=True)
+    counts_E = count(topk_TK, num_experts)
+    return order_A, rank_A, jnp.cumsum(counts_E) - counts_E, counts_E
+
+
+def count(topk_TK: Array, num_experts: int) -> Array:
+    """Count the tokens that chose each expert, on this device: int32 [E]. Exact; dropped ones included."""
+    chosen = topk_TK.reshape(-1, 1) == jnp.arange(num_experts, dtype=topk_TK.dtype)
+    return jnp.sum(chosen, axis=0, dtype=jnp.int32)
+
+
+def _sort_arrivals(received_NL: Array, width: int) -> tuple[Array, Array]:
+    """From rows [N, width], each source's sorted by expert, to rows grouped by expert; and the inverse."""
+    N, L = received_NL.shape
+    R = N * width
+    source_N = jnp.arange(N, dtype=jnp.int32) * width
+    ends_NL = jnp.cumsum(received_NL, axis=1)
+    from_NL = source_N[:, None] + ends_NL - received_NL
+    into_LN = jnp.cumsum(received_NL.T.reshape(-1)).reshape(L, N) - received_NL.T
+
+    row_R = jnp.arange(R, dtype=jnp.int32)
+    # Runs (expert, source) in expert order; empty runs share their start with the next one, side="right"
+    # passes over them.
+    run_R = jnp.searchsorted(into_LN.reshape(-1), row_R, side="right", method="scan_unrolled")
+    run_R = run_R.astype(jnp.int32) - 1
+    shift_LN = from_NL.T - into_LN
+    arrival_R = jnp.where(row_R < received_NL.sum(), row_R + shift_LN.reshape(-1)[run_R], R)
+
+    place_W = jnp.arange(width, dtype=jnp.int32)
+    expert_NW = jnp.sum(place_W[None, :, None] >= ends_NL[:, None, :], axis=-1, dtype=jnp.int32)
+    shift_NW = jnp.take_along_axis(shift_LN.T, jnp.minimum(expert_NW, L - 1), axis=1)
+    departure_NW = jnp.where(expert_NW < L, source_N[:, None] + place_W - shift_NW, R)
+    return arrival_R, departure_NW.reshape(-1)
+
+
+def _exchange(rows_SD: Array, handle: Handle) -> Array:
+    """Swap rows between devices, to the experts or back: the exchange is its own inverse."""
+    if handle.num_devices == 1:
+        return rows_SD
+    if handle.capacity is None:
+        return lax.all_to_all(rows_SD, handle.axis_name, 0, 0, tiled=True)
+    rows_LNCD = rows_SD.reshape(-1, handle.num_devices, handle.capacity, rows_SD.shape[-1])
+    return lax.all_to_all(rows_LNCD, handle.axis_name, 1, 1).reshape(rows_SD.shape)
+
+
+def _rows(array_RD: Array, index: Array) -> Array:
+    """Gather rows; zeros where the index lies past the end."""
+    return array_RD.at[index].get(mode="fill", fill_value=0)
+
+
+@jax.custom_vjp
+def _permute(rows_RD: Array, index_R: Array, inverse_R: Array) -> Array:
+    del inverse_R
+    return _rows(rows_RD, index_R)
+
+
+def _permute_fwd(rows_RD: Array, index_R: Array, inverse_R: Array):
+    return _permute(rows_RD, index_R, inverse_R), (index_R, inverse_R)
+
+
+def _permute_bwd(saved: tuple[Array, Array], d_RD: Array):
+    index_R, inverse_R = saved
+    return _permute(d_RD, inverse_R, index_R), None, None
+
+
+_permute.defvjp(_permute_fwd, _permute_bwd)
+
+
+@jax.custom_vjp
+def _spread(x_TD: Array, assignment_S: Array, slot_TK: Array) -> Array:
+    """Copy each token into the slots of its assignments."""
+    return _rows(x_TD, assignment_S // slot_TK.shape[1])
+
+
+def _spread_fwd(x_TD: Array, assignment_S: Array, slot_TK: Array):
+    return _spread(x_TD, assignment_S, slot_TK), slot_TK
+
+
+def _spread_bwd(slot_TK: Array, d_SD: Array):
+    # One gather per k: several times faster on CPU than one gather [T, K, D] and its sum.
+    parts = (_rows(d_SD, slot_TK[:, k]).astype(jnp.float32) for k in range(slot_TK.shape[1]))
+    return functools.reduce(jnp.add, parts).astype(d_SD.dtype), None, None
+
+
+_spread.defvjp(_spread_fwd, _spread_bwd)
+
+
+@jax.custom_vjp
+def _collect(rows_SD: Array, weights_TK: Array, assignment_S: Array, slot_TK: Array) -> Array:
+    """Sum for each token the slots of its assignments, weighted."""
+    del assignment_S
+    weights_KT = weights_TK.astype(jnp.float32).T
+    parts = (
+        _rows(rows_SD, slot_TK[:, k]).astype(jnp.float32) * weights_KT[k, :, None]
+        for k in range(slot_TK.shape[1])
+    )
+    return functools.reduce(jnp.add, parts).astype(rows_SD.dtype)
+
+
+def _collect_fwd(rows_SD: Array, weights_TK: Array, assignment_S: Array, slot_TK: Array):
+    out_TD = _collect(rows_SD, weights_TK, assignment_S, slot_TK)
+    return out_TD, (rows_SD, weights_TK, assignment_S, slot_TK)
+
+
+def _collect_bwd(saved: tuple[Array, Array, Array, Array], d_TD: Array):
+    rows_SD, weights_TK, assignment_S, slot_TK = saved
+    weight_S = _rows(weights_TK.reshape(-1), assignment_S).astype(jnp.float32)
+    d_SD = _rows(d_TD, assignment_S // slot_TK.shape[1]).astype(jnp.float32)
+    products = (
+        jnp.sum(_rows(rows_SD, slot_TK[:, k]).astype(jnp.float32) * d_TD.astype(jnp.float32), axis=-1)
+        for k in range(slot_TK.shape[1])
+    )
+    d_rows_SD = (d_SD * weight_S[:, None]).astype(rows_SD.dtype)
+    return d_rows_SD, jnp.stack(list(products), axis=-1).astype(weights_TK.dtype), None, None
+
+
+_collect.defvjp(_collect_fwd, _collect_bwd)

@@ -1,0 +1,152 @@
+"""Grouped matmul: rows in groups of unequal sizes, each group with its own matrix.
+
+``lax.ragged_dot`` computes the same, and is what runs on other platforms; on CPU XLA expands it into one
+masked matmul per group, G times the work. Here the CPU walks blocks of rows instead: the number of blocks
+follows the group sizes at run time, so the work is that of the rows present, plus at most one part-filled
+block per group.
+
+Shape suffixes: R rows, G groups, D in, F out; B rows of a block.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+
+def vary_alike(*arrays: Array) -> tuple[Array, ...]:
+    """Let all arrays vary over the mesh axes that any of them varies over.
+
+    Inside ``shard_map`` with ``check_vma=True`` a ``custom_vjp`` must return cotangents that vary as its
+    arguments do; cast outside of it, the casts' own transposes then sum what is owed.
+    """
+    axes = frozenset[str]().union(*(_varying(array) for array in arrays))
+    return tuple(_vary(array, axes) for array in arrays)
+
+
+def _varying(array: Array) -> frozenset[str]:
+    return jax.typeof(array).manual_axis_type.varying
+
+
+def _vary(array: Array, axes: frozenset[str]) -> Array:
+    missing = tuple(sorted(axes - _varying(array)))
+    return lax.pcast(array, missing, to="varying") if missing else array
+
+
+def grouped_matmul(x_RD: Array, w_GDF: Array, group_sizes_G: Array, *, block: int | None = None) -> Array:
+    """Multiply each group of consecutive rows by its own matrix.
+
+    Args:
+      x_RD: the rows of group 0, then of group 1, ...; rows past the last group are ignored.
+      w_GDF: one matrix per group, of x's dtype.
+      group_sizes_G: int32, rows of each group; the sum must not exceed R.
+      block: rows that the CPU multiplies at once. By default a power of two near a quarter of the mean group
+        if all R rows were filled, between 8 and 64.
+
+    Returns:
+      [R, F] of x's dtype; zeros past the last group. The gradients are exact, accumulated in float32.
+
+    Raises:
+      ValueError: the shapes do not fit together.
+
+    """
+    R, D = x_RD.shape
+    G = group_sizes_G.shape[0]
+    if w_GDF.shape[:2] != (G, D):
+        raise ValueError(
+            f"grouped_matmul: x {x_RD.shape} and group_sizes {group_sizes_G.shape} ask for w of shape "
+            f"({G}, {D}, F), got {w_GDF.shape}."
+        )
+    if block is None:
+        block = 8
+        while block < 64 and 4 * 2 * block <= R // max(G, 1):
+            block *= 2
+    return _grouped(min(block, R), *vary_alike(x_RD, w_GDF, group_sizes_G))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _grouped(block: int, x_RD: Array, w_GDF: Array, sizes_G: Array) -> Array:
+    return lax.platform_dependent(
+        x_RD, w_GDF, sizes_G, cpu=functools.partial(_by_blocks, block), default=_by_ragged_dot
+    )
+
+
+def _grouped_fwd(block: int, x_RD: Array, w_GDF: Array, sizes_G: Array):
+    return _grouped(block, x_RD, w_GDF, sizes_G), (x_RD, w_GDF, sizes_G)
+
+
+def _grouped_bwd(block: int, saved: tuple[Array, Array, Array], dy_RF: Array):
+    x_RD, w_GDF, sizes_G = saved
+    dx_RD = _grouped(block, dy_RF, w_GDF.swapaxes(1, 2), sizes_G)
+    dw_GDF = lax.platform_dependent(
+        x_RD,
+        dy_RF,
+        sizes_G,
+        cpu=functools.partial(_outer_by_blocks, block),
+        default=_outer_by_ragged_dot,
+    )
+    return dx_RD, dw_GDF.astype(w_GDF.dtype), None
+
+
+_grouped.defvjp(_grouped_fwd, _grouped_bwd)
+
+
+def _by_ragged_dot(x_RD: Array, w_GDF: Array, sizes_G: Array) -> Array:
+    return lax.ragged_dot(x_RD, w_GDF, sizes_G)
+
+
+def _outer_by_ragged_dot(x_RD: Array, dy_RF: Array, sizes_G: Array) -> Array:
+    ragged = lax.RaggedDotDimensionNumbers(
+        dot_dimension_numbers=(((0,), (0,)), ((), ())), lhs_ragged_dimensions=[0], rhs_group_dimensions=[]
+    )
+    return lax.ragged_dot_general(x_RD, dy_RF, sizes_G, ragged, preferred_element_type=jnp.float32)
+
+
+def _by_blocks(block: int, x_RD: Array, w_GDF: Array, sizes_G: Array) -> Array:
+    ends_G = jnp.cumsum(sizes_G)
+
+    def group(g, y_RF):
+        w_DF, end, size = w_GDF[g], ends_G[g], sizes_G[g]
+
+        def one(b, y_RF):
+            start, here_B = _window(block, y_RF.shape[0], end - size, end, b)
+            y_BF = lax.dynamic_slice_in_dim(x_RD, start, block) @ w_DF
+            # The window may reach into other groups: their rows stay as they are.
+            old_BF = lax.dynamic_slice_in_dim(y_RF, start, block)
+            return lax.dynamic_update_slice_in_dim(
+                y_RF, jnp.where(here_B[:, None], y_BF, old_BF), start, axis=0
+            )
+
+        return lax.fori_loop(0, -(-size // block), one, y_RF)
+
+    zeros_RF = jnp.zeros((x_RD.shape[0], w_GDF.shape[2]), x_RD.dtype)
+    return lax.fori_loop(0, sizes_G.shape[0], group, _vary(zeros_RF, _varying(x_RD)))
+
+
+def _outer_by_blocks(block: int, x_RD: Array, dy_RF: Array, sizes_G: Array) -> Array:
+    ends_G = jnp.cumsum(sizes_G)
+
+    def group(g):
+        end, size = ends_G[g], sizes_G[g]
+
+        def one(b, dw_DF):
+            start, here_B = _window(block, x_RD.shape[0], end - size, end, b)
+            x_BD = lax.dynamic_slice_in_dim(x_RD, start, block)
+            dy_BF = lax.dynamic_slice_in_dim(dy_RF, start, block)
+            x_BD = jnp.where(here_B[:, None], x_BD, 0)
+            return dw_DF + jnp.einsum("bd,bf->df", x_BD, dy_BF, preferred_element_type=jnp.float32)
+
+        zeros_DF = jnp.zeros((x_RD.shape[1], dy_RF.shape[1]), jnp.float32)
+        return lax.fori_loop(0, -(-size // block), one, _vary(zeros_DF, _varying(x_RD)))
+
+    return lax.map(group, jnp.arange(sizes_G.shape[0]))
+
+
+def _window(block: int, num_rows: int, start: Array, end: Array, b: Array) -> tuple[Array, Array]:
+    """Return where block b of the group start..end is read, and which of its rows it answers for."""
+    first = start + b * block
+    # Near the end of the buffer the window is moved back, as dynamic_slice would: count no row twice.
+    read = jnp.minimum(first, num_rows - block)
+    row_B = read + jnp.arange(block, dtype=read.dtype)
+    return read, (row_B >= first) & (row_B < end)
