@@ -1,11 +1,14 @@
-"""Schedules as values: made, checked, simulated and printed with Python and NumPy alone."""
+"""Schedules as values: made, checked, simulated, printed and lowered with Python and NumPy alone."""
 
 from collections.abc import Callable
 
 from dualpipe_jax.schedule.classic import gpipe, one_f_one_b
 from dualpipe_jax.schedule.dualpipe import dualpipe, dualpipe_v
 from dualpipe_jax.schedule.ir import Action, Op, Placement, Schedule, Slot
+from dualpipe_jax.schedule.lower import TickTable, lower
 from dualpipe_jax.schedule.simulate import CostModel, Timeline, simulate
+from dualpipe_jax.schedule.text import format_grid, parse_grid
+from dualpipe_jax.schedule.validate import ScheduleError, validate
 from dualpipe_jax.schedule.zero_bubble import zb_h1
 
 ALL_SCHEDULES: tuple[Callable[[int, int], Schedule], ...] = (gpipe, one_f_one_b, zb_h1, dualpipe, dualpipe_v)
@@ -18,12 +21,18 @@ __all__ = [
     "Op",
     "Placement",
     "Schedule",
+    "ScheduleError",
     "Slot",
+    "TickTable",
     "Timeline",
     "dualpipe",
     "dualpipe_v",
+    "format_grid",
     "gpipe",
+    "lower",
     "one_f_one_b",
+    "parse_grid",
     "simulate",
+    "validate",
     "zb_h1",
 ]

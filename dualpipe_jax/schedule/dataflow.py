@@ -1,14 +1,18 @@
-"""What an action makes, what it needs, and how far a schedule can run."""
+"""What an action makes, what it needs, and how far given orders can run."""
 
+from collections.abc import Iterable, Sequence
 from typing import Literal
 
-from dualpipe_jax.schedule.ir import Action, Op, Placement, Schedule
+from dualpipe_jax.schedule.ir import Action, Op, Placement, Slot
 
 Value = tuple[Literal["y", "dx"], int, int]
 """What one action hands to another: ("y" or "dx", stage that made it, microbatch).
 
 A forward makes its stage's y; a backward, full or for the input, its stage's dx.
 """
+
+Orders = Sequence[Sequence[Slot]]
+"""The slots of each rank, in order: ``Schedule.orders``, or a piece of them."""
 
 
 def made_by(action: Action) -> Value | None:
@@ -30,29 +34,32 @@ def needed_by(placement: Placement, action: Action) -> tuple[Value, ...]:
     return (own,) if placement.is_last(stage) else (own, ("dx", stage + 1, microbatch))
 
 
-def execution_order(schedule: Schedule) -> list[tuple[int, int]]:
+def execution_order(
+    placement: Placement, orders: Orders, made: Iterable[Value] = ()
+) -> list[tuple[int, int]]:
     """The (rank, slot index) of every slot that can run, in an order in which they can run.
 
-    A slot runs when its predecessor on the rank has run and all that it needs exists. In a schedule that
-    hangs, the slots that never run are left out.
+    A slot runs when its predecessor on the rank has run and all that it needs exists, made by slots that
+    ran before or among ``made`` from the start. Where orders hang, the slots that never run are left out.
     """
-    made: set[Value] = set()
+    exists = set(made)
     waiting: dict[Value, list[int]] = {}
-    at = [0] * schedule.num_ranks
-    ready = list(range(schedule.num_ranks))[::-1]
+    at = [0] * len(orders)
+    ready = list(range(len(orders)))[::-1]
     ran: list[tuple[int, int]] = []
     while ready:
         rank = ready.pop()
-        order = schedule.orders[rank]
+        order = orders[rank]
         while at[rank] < len(order):
             slot = order[at[rank]]
-            missing = next((v for a in slot for v in needed_by(schedule.placement, a) if v not in made), None)
-            if missing is not None:
-                waiting.setdefault(missing, []).append(rank)
+            missing = [v for action in slot for v in needed_by(placement, action) if v not in exists]
+            if missing:
+                waiting.setdefault(missing[0], []).append(rank)
                 break
             ran.append((rank, at[rank]))
             at[rank] += 1
-            for value in filter(None, map(made_by, slot)):
-                made.add(value)
-                ready += waiting.pop(value, ())
+            for value in map(made_by, slot):
+                if value is not None:
+                    exists.add(value)
+                    ready += waiting.pop(value, ())
     return ran

@@ -23,6 +23,8 @@ class Op(enum.StrEnum):
     W = "W"
     """Backward for the weights."""
 
+    __hash__ = str.__hash__  # the same value as Enum's, which is Python code and slow in large schedules
+
 
 _ACTION = re.compile(r"(\d+)([FBIW])(\d+)")
 
@@ -50,7 +52,9 @@ class Action(NamedTuple):
         """Read what ``str`` printed. Raises ValueError on anything else."""
         match = _ACTION.fullmatch(text.strip())
         if match is None:
-            raise ValueError(f"not an action: {text!r}; expected stage, one of F B I W, microbatch, such as '3F0'")
+            raise ValueError(
+                f"not an action: {text!r}; expected stage, one of F B I W, microbatch, such as '3F0'"
+            )
         return cls(int(match[1]), Op(match[2]), int(match[3]))
 
 
@@ -75,7 +79,9 @@ class Placement:
             raise ValueError(f"Placement: pipes differ in depth: {[len(pipe) for pipe in self.pipes]}")
         used = {rank for pipe in self.pipes for rank in pipe}
         if used != set(range(len(used))):
-            raise ValueError(f"Placement: ranks must be 0..{len(used) - 1} with none left out, got {sorted(used)}")
+            raise ValueError(
+                f"Placement: ranks must be 0..{len(used) - 1} with none left out, got {sorted(used)}"
+            )
 
     @classmethod
     def linear(cls, num_ranks: int) -> "Placement":
@@ -99,7 +105,7 @@ class Placement:
         """Chains of stages that microbatches walk."""
         return len(self.pipes)
 
-    @property
+    @functools.cached_property
     def num_model_stages(self) -> int:
         """Stages of one pipe, which is how many slices the model is cut into."""
         return len(self.pipes[0])
@@ -167,5 +173,5 @@ class Schedule:
 
     @property
     def microbatches_per_pipe(self) -> int:
-        """Microbatches that enter each pipe; pipe p's microbatch m is number ``p * this + m`` of the batch."""
+        """Microbatches entering each pipe; pipe p's microbatch m is number ``p * this + m`` of the batch."""
         return self.num_microbatches // self.placement.num_pipes

@@ -2,9 +2,10 @@
 
 import dataclasses
 import math
+from collections.abc import Iterable
 
-from dualpipe_jax.schedule.dataflow import Value, execution_order, made_by, needed_by
-from dualpipe_jax.schedule.ir import Op, Schedule, Slot
+from dualpipe_jax.schedule.dataflow import Orders, Value, execution_order, made_by, needed_by
+from dualpipe_jax.schedule.ir import Op, Placement, Schedule, Slot
 
 
 @dataclasses.dataclass(frozen=True)
@@ -114,27 +115,38 @@ def simulate(schedule: Schedule, costs: CostModel | None = None) -> Timeline:
       ValueError: if the schedule hangs; ``validate`` says where and why.
     """
     costs = CostModel() if costs is None else costs
-    placement = schedule.placement
-    ran = execution_order(schedule)
+    ran = execution_order(schedule.placement, schedule.orders)
     if len(ran) < sum(map(len, schedule.orders)):
         raise ValueError(f"simulate: {schedule.name} never ends; call validate(schedule) to see why")
-    starts: list[list[float]] = [[] for _ in schedule.orders]
-    ends: list[list[float]] = [[] for _ in schedule.orders]
-    made_at: dict[Value, float] = {}
+    starts, ends = clock(schedule.placement, schedule.orders, ran, costs)
+    peaks = zip(*map(_peaks, schedule.orders), strict=True)
+    return Timeline(schedule, costs, tuple(map(tuple, starts)), tuple(map(tuple, ends)), *peaks)
+
+
+def clock(
+    placement: Placement,
+    orders: Orders,
+    ran: Iterable[tuple[int, int]],
+    costs: CostModel,
+    made: Iterable[Value] = (),
+) -> tuple[list[list[float]], list[list[float]]]:
+    """Start and end of the slots that ``execution_order`` found to run; what was ``made`` is there at 0."""
+    starts: list[list[float]] = [[] for _ in orders]
+    ends: list[list[float]] = [[] for _ in orders]
+    made_at = dict.fromkeys(made, 0.0)
     for rank, index in ran:
-        slot = schedule.orders[rank][index]
+        slot = orders[rank][index]
         start = ends[rank][-1] if index else 0.0
         for action in slot:
             for value in needed_by(placement, action):
                 delay = costs.send if placement.rank_of[value[1]] != rank else 0.0
                 start = max(start, made_at[value] + delay)
         end = start + costs.of(slot)
-        for value in filter(None, map(made_by, slot)):
-            made_at[value] = end
+        for made_value in filter(None, map(made_by, slot)):
+            made_at[made_value] = end
         starts[rank].append(start)
         ends[rank].append(end)
-    peaks = zip(*map(_peaks, schedule.orders), strict=True)
-    return Timeline(schedule, costs, tuple(map(tuple, starts)), tuple(map(tuple, ends)), *peaks)
+    return starts, ends
 
 
 def _peaks(order: tuple[Slot, ...]) -> tuple[int, int, int]:

@@ -1,0 +1,149 @@
+"""Schedules as text that people read and programs read back."""
+
+import itertools
+import math
+import re
+from collections.abc import Iterable, Mapping, Sequence
+
+from dualpipe_jax.schedule.ir import Action, Placement, Schedule, Slot
+from dualpipe_jax.schedule.simulate import CostModel, simulate
+
+_HEADER = re.compile(
+    r"#\s*(?:(?P<name>.*?),\s*)?ranks\s+(?P<ranks>\d+),\s*microbatches\s+(?P<microbatches>\d+)"
+    r"(?:,\s*pipes\s+(?P<pipes>\([\d ()]*\)))?\s*"
+)
+
+
+def format_grid(schedule: Schedule, costs: CostModel | None = None) -> str:
+    """Print a schedule, one line per rank; ``parse_grid`` reads it back.
+
+    Without costs, column i holds each rank's i-th slot. With costs, the columns are time: a slot starts
+    where it starts in the simulated step, and dots fill the time in which a rank waits.
+
+    >>> from dualpipe_jax.schedule import one_f_one_b
+    >>> print(format_grid(one_f_one_b(2, 2)))
+    # one_f_one_b, ranks 2, microbatches 2, pipes (0 1)
+    rank 0: 0F0 0F1 0B0 0B1
+    rank 1: 1F0 1B0 1F1 1B1
+    >>> print(format_grid(one_f_one_b(2, 2), CostModel(F=1, I=1, W=1)))
+    # one_f_one_b, ranks 2, microbatches 2, pipes (0 1)
+    rank 0: 0F0 0F1 ....... 0B0     .... 0B1
+    rank 1: ... 1F0 1B0     1F1 1B1
+
+    Raises:
+      ValueError: with costs, if the schedule hangs or a slot takes no time and so has no room.
+    """
+    pipes = " ".join(f"({' '.join(map(str, pipe))})" for pipe in schedule.placement.pipes)
+    header = f"# {schedule.name}, ranks {schedule.num_ranks}, microbatches {schedule.num_microbatches}, "
+    rows = [[_cell(slot) for slot in order] for order in schedule.orders]
+    lines = _aligned(rows) if costs is None else _drawn(schedule, rows, costs)
+    return "\n".join([f"{header}pipes {pipes}", *_labelled(range(schedule.num_ranks), lines)])
+
+
+def parse_grid(text: str, placement: Placement | None = None, name: str | None = None) -> Schedule:
+    """Read a schedule that ``format_grid`` printed, or bare lines of slots, one per rank.
+
+    The first line may be ``# name, ranks 4, microbatches 8, pipes (0 1 2 3) (3 2 1 0)``. What it leaves
+    out comes from the arguments, and the number of microbatches from the actions. Labels ``rank 0:`` are
+    optional, dots are idle time, blank lines count for nothing. The result is not validated.
+
+    >>> parse_grid("0F0 0B0", Placement.linear(1)).orders[0][1]
+    (Action(stage=0, op=<Op.B: 'B'>, microbatch=0),)
+
+    Args:
+      text: the grid.
+      placement: which rank holds which stage; needed where the header does not name the pipes.
+      name: name of the schedule, unless the header has one.
+
+    Raises:
+      ValueError: if a line cannot be read (says which), or header, placement and lines disagree.
+    """
+    numbered = [(i, line.strip()) for i, line in enumerate(text.splitlines(), 1) if line.strip()]
+    header = _HEADER.fullmatch(numbered[0][1]) if numbered else None
+    orders = tuple(_parse_line(i, line) for i, line in numbered if not line.startswith("#"))
+    if header and header["pipes"]:
+        stated = Placement(
+            tuple(tuple(map(int, pipe.split())) for pipe in re.findall(r"\(([^()]*)\)", header["pipes"]))
+        )
+        if placement not in (None, stated):
+            raise ValueError(f"parse_grid: the header says {stated}, the argument {placement}; drop either")
+        placement = stated
+    if placement is None:
+        raise ValueError(
+            "parse_grid: where do the stages live? Pass placement=, such as Placement.linear(4), or begin "
+            "the text with '# name, ranks 4, microbatches 8, pipes (0 1 2 3)'"
+        )
+    counts = {len(orders), placement.num_ranks} | ({int(header["ranks"])} if header else set())
+    if len(counts) > 1:
+        raise ValueError(
+            f"parse_grid: {len(orders)} lines of slots, {placement.num_ranks} ranks in the placement"
+            + (f", {header['ranks']} in the header" if header else "")
+            + "; they must be the same number, one line for each rank"
+        )
+    highest = max((a.microbatch for order in orders for slot in order for a in slot), default=-1)
+    microbatches = int(header["microbatches"]) if header else (highest + 1) * placement.num_pipes
+    return Schedule((header and header["name"]) or name or "parsed", placement, microbatches, orders)
+
+
+def excerpt(schedule: Schedule, around: Mapping[int, int], culprit: int, index: int | None) -> str:
+    """Lines of some ranks, each near its slot ``around[rank]``; the culprit marked, its slot in brackets."""
+    rows = []
+    for rank in sorted(around):
+        order = schedule.orders[rank]
+        first = max(0, min(around[rank] - 3, len(order) - 8))
+        cells = ["..."] if first else []
+        for i in range(first, min(first + 8, len(order))):
+            cells.append(f"[{_cell(order[i])}]" if (rank, i) == (culprit, index) else _cell(order[i]))
+        rows.append([*cells, *(["..."] if first + 8 < len(order) else [])])
+    lines = [
+        f"{line}  <-- here" if rank == culprit else line
+        for rank, line in zip(sorted(around), _aligned(rows), strict=True)
+    ]
+    return "\n".join(_labelled(sorted(around), lines))
+
+
+def _cell(slot: Slot) -> str:
+    return "+".join(map(str, slot)) if type(slot) is tuple else str(slot)
+
+
+def _labelled(ranks: Sequence[int], lines: Iterable[str]) -> list[str]:
+    width = len(str(max(ranks, default=0)))
+    return [f"rank {rank:<{width}}: {line}".rstrip() for rank, line in zip(ranks, lines, strict=True)]
+
+
+def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    widths = [max(map(len, column)) for column in itertools.zip_longest(*rows, fillvalue="")]
+    return [" ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
+
+
+def _drawn(schedule: Schedule, rows: Sequence[Sequence[str]], costs: CostModel) -> list[str]:
+    timeline = simulate(schedule, costs)
+    durations = {cell: costs.of(slot) for row, order in zip(rows, schedule.orders, strict=True)
+                 for cell, slot in zip(row, order, strict=True)}  # fmt: skip
+    free = next((cell for cell, duration in durations.items() if not duration), None)
+    if free is not None:
+        raise ValueError(
+            f"format_grid: {free} takes no time under {costs}; to draw time, all costs must be above 0"
+        )
+    scale = max(((len(cell) + 1) / duration for cell, duration in durations.items()), default=1.0)
+
+    def column(time: float) -> int:
+        return math.floor(time * scale + 1e-6)
+
+    lines = []
+    for row, starts, ends in zip(rows, timeline.starts, timeline.ends, strict=True):
+        line = ""
+        for cell, start, end in zip(row, starts, ends, strict=True):
+            wait = column(start) - len(line)
+            line += "." * (wait - 1) + " " * (wait > 0)
+            line += cell.ljust(column(end) - column(start))
+        lines.append(line)
+    return lines
+
+
+def _parse_line(number: int, line: str) -> tuple[Slot, ...]:
+    cells = re.sub(r"^rank\s+\d+\s*:", "", line).split()
+    try:
+        return tuple(tuple(map(Action.parse, cell.split("+"))) for cell in cells if cell.strip("."))
+    except ValueError as error:
+        raise ValueError(f"parse_grid: line {number}: {error}") from None

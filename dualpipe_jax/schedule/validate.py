@@ -1,0 +1,277 @@
+"""Is a schedule one that computes the gradients, and ends?"""
+
+import collections
+import itertools
+from collections.abc import Iterable
+from typing import NoReturn
+
+from dualpipe_jax.schedule.dataflow import Value, execution_order, made_by, needed_by
+from dualpipe_jax.schedule.ir import Action, Op, Schedule, Slot
+from dualpipe_jax.schedule.simulate import CostModel, clock
+from dualpipe_jax.schedule.text import excerpt
+
+_RULE = "A stage runs F, then B (or I, later W), and hands over in pipe order."
+
+_ONCE = "Each stage runs each microbatch of its pipe once: F, and B or both I and W."
+
+_Where = dict[Action, int]
+"""On one rank: the slot of each action."""
+
+
+class ScheduleError(ValueError):
+    """A schedule that cannot be run; the message shows the culprit in the grid and names the rule."""
+
+
+def validate(schedule: Schedule) -> Schedule:
+    """Check that a schedule is complete, in order and free of deadlock; return it.
+
+    Every stage runs every microbatch of its pipe once (F, and B or both I and W) on the rank that holds
+    it, after what it needs; a pair is an F and a B of independent microbatches; and the ranks, each
+    working through its order, all reach their ends.
+
+    >>> from dualpipe_jax.schedule import dualpipe
+    >>> validate(dualpipe(4, 8)).name
+    'dualpipe'
+
+    Raises:
+      ScheduleError: at the first fault. It points at the slot at fault rather than at those that wait for
+        it. In a deadlock the orders of several ranks contradict each other; then it points at the one
+        whose correction gives the shortest step.
+    """
+    _check_counts(schedule)
+    places = [_check_slots(schedule, rank) for rank in range(schedule.num_ranks)]
+    for rank, where in enumerate(places):
+        _check_complete(schedule, rank, where)
+        _check_rank_order(schedule, rank, where)
+    _check_ends(schedule, places)
+    return schedule
+
+
+def _check_counts(schedule: Schedule) -> None:
+    pipes, microbatches = schedule.placement.num_pipes, schedule.num_microbatches
+    if len(schedule.orders) != schedule.num_ranks:
+        raise ScheduleError(
+            f"{schedule.name}: has orders for {len(schedule.orders)} ranks, but its placement "
+            f"{schedule.placement.pipes} has {schedule.num_ranks}; give one order for each rank"
+        )
+    if microbatches < 1 or microbatches % pipes:
+        raise ScheduleError(
+            f"{schedule.name}: {microbatches} microbatches cannot be shared by {pipes} pipe(s); "
+            f"num_microbatches counts those of all pipes and must be a positive multiple of {pipes}"
+        )
+
+
+def _check_slots(schedule: Schedule, rank: int) -> _Where:
+    """Look at each slot of a rank by itself, then at what stood before it; return where everything is."""
+    placement = schedule.placement
+    here, known = set(placement.stages_on[rank]), range(schedule.microbatches_per_pipe)
+    where: _Where = {}
+    for index, slot in enumerate(schedule.orders[rank]):
+        _check_shape(schedule, rank, index, slot)
+        for action in slot:
+            if action.stage not in here or action.microbatch not in known:
+                _refuse_place(schedule, rank, index, action)
+            if action in where:
+                fault = f"runs {action} again; slot {where[action]} ran it already"
+                _refuse(schedule, rank, index, fault, f"{_ONCE} Drop one of the two.")
+            rivals = () if action.op is Op.F else (Op.I, Op.W) if action.op is Op.B else (Op.B,)
+            for rival in (Action(action.stage, op, action.microbatch) for op in rivals):
+                if rival in where:
+                    fault = f"runs {action}, though slot {where[rival]} runs {rival}"
+                    _refuse(schedule, rank, index, fault, f"{_ONCE} B is I and W in one.")
+            where[action] = index
+    return where
+
+
+def _check_shape(schedule: Schedule, rank: int, index: int, slot: Slot) -> None:
+    actions = type(slot) is tuple and slot and all(type(a) is Action and type(a.op) is Op for a in slot)
+    if not actions:
+        fault = f"is {slot!r}, not a tuple of actions"
+        _refuse(schedule, rank, index, fault, "A slot is (action,) or (forward, backward), of Action and Op.")
+    if len(slot) == 1:
+        return
+    pipes = {schedule.placement.pipe_of(action.stage) for action in slot}
+    advice = "A pair is one F, then one B, of two microbatches that do not wait for each other."
+    if [action.op for action in slot] != [Op.F, Op.B]:
+        _refuse(
+            schedule, rank, index, "pairs what cannot be paired", f"{advice} Give each a slot of its own."
+        )
+    if len(pipes) == 1 and slot[0].microbatch == slot[1].microbatch:
+        fault = f"pairs {slot[0]} with {slot[1]}, one microbatch with itself"
+        _refuse(
+            schedule, rank, index, fault, f"{advice} Pair it with another, or run them one after the other."
+        )
+
+
+def _refuse_place(schedule: Schedule, rank: int, index: int, action: Action) -> NoReturn:
+    placement = schedule.placement
+    if not 0 <= action.stage < placement.num_stages:
+        fault = f"runs {action}, but there is no stage {action.stage}"
+        advice = f"Stages are 0 to {placement.num_stages - 1}."
+    elif placement.rank_of[action.stage] != rank:
+        owner = placement.rank_of[action.stage]
+        fault = f"runs {action}, but stage {action.stage} lives on rank {owner}"
+        advice = f"Rank {rank} holds {_stages(schedule, rank)}. Move {action} to the order of rank {owner}."
+    else:
+        fault = f"runs {action}, but there is no microbatch {action.microbatch}"
+        advice = (
+            f"Microbatches count from 0 within each pipe, to {schedule.microbatches_per_pipe - 1} here: "
+            f"{schedule.num_microbatches} over {placement.num_pipes} pipe(s)."
+        )
+    _refuse(schedule, rank, index, fault, advice)
+
+
+def _check_complete(schedule: Schedule, rank: int, where: _Where) -> None:
+    ops = collections.Counter(action.op for action in where)
+    due = len(schedule.placement.stages_on[rank]) * schedule.microbatches_per_pipe
+    if ops[Op.F] == ops[Op.B] + ops[Op.I] == due and ops[Op.I] == ops[Op.W]:
+        return  # B rules out I and W, and nothing is there twice: so nothing is missing
+    for stage in schedule.placement.stages_on[rank]:
+        for microbatch in range(schedule.microbatches_per_pipe):
+            f, b, i, w = (Action(stage, op, microbatch) for op in (Op.F, Op.B, Op.I, Op.W))
+            if f in where and (b in where or (i in where and w in where)):
+                continue
+            missing = f if f not in where else i if w in where else w if i in where else b
+            near = next((where[action] for action in (i, w, b, f) if action in where), None)
+            though = "" if near is None else f", though slot {near} runs {_text(schedule.orders[rank][near])}"
+            either = f" (nor {i} and {w})" if missing is b else ""
+            _refuse(schedule, rank, near, f"never runs {missing}{either}{though}", f"{_ONCE} Add {missing}.")
+
+
+def _check_rank_order(schedule: Schedule, rank: int, where: _Where) -> None:
+    """What one rank does for one microbatch must go forward through its pipe, then back."""
+    placement = schedule.placement
+    turn = 2 * placement.num_model_stages - 1
+    pipe_and_depth = {s: (placement.pipe_of(s), placement.model_stage(s)) for s in placement.stages_on[rank]}
+    last: dict[tuple[int, int], tuple[int, Action]] = {}
+    for action in where:
+        stage, op, microbatch = action
+        if op is Op.W:
+            early, late = action, Action(stage, Op.I, microbatch)
+            wrong = where[early] < where[late]
+        else:
+            pipe, depth = pipe_and_depth[stage]
+            step = depth if op is Op.F else turn - depth
+            before, early = last.get((pipe, microbatch), (-1, action))
+            late, wrong = action, step < before
+            last[pipe, microbatch] = step, action
+        if wrong:
+            advice = f"{_RULE} Check the order given to rank {rank}."
+            _refuse(schedule, rank, where[early], f"runs {early} before {late}", advice)
+
+
+def _check_ends(schedule: Schedule, places: list[_Where]) -> None:
+    """Find the knot, if any: a circle of ranks each of which waits for a later slot of the next."""
+    placement, orders = schedule.placement, schedule.orders
+    ran = execution_order(placement, orders)
+    if len(ran) == sum(map(len, orders)):
+        return
+
+    at = [0] * len(orders)
+    made: set[Value] = set()
+    for rank, index in ran:
+        at[rank] = index + 1
+        made.update(filter(None, map(made_by, orders[rank][index])))
+    makers = {made_by(action): (rank, i) for rank, where in enumerate(places) for action, i in where.items()}
+    circle: dict[int, tuple[Value, int, int]] = {}
+    rank = next(rank for rank, order in enumerate(orders) if at[rank] < len(order))
+    while rank not in circle:
+        slot = orders[rank][at[rank]]
+        value = next(v for action in slot for v in needed_by(placement, action) if v not in made)
+        circle[rank] = value, *makers[value]
+        rank = circle[rank][1]
+    while next(iter(circle)) != rank:  # those that lead to the knot only wait for it
+        del circle[next(iter(circle))]
+    late = {waited: index for _, waited, index in circle.values()}
+    culprit = min(circle, key=lambda rank: _blame(schedule, at, made, rank, late[rank]))
+    _refuse_knot(schedule, at, circle, culprit)
+
+
+def _blame(
+    schedule: Schedule, at: list[int], made: set[Value], rank: int, late: int
+) -> tuple[bool, int, float]:
+    """Sort key: the rank with the least is at fault. Does it keep the microbatches of a stage in sequence?
+
+    Then, what is left of the trouble if it alone gives way: slots that still hang, length of what runs.
+    Tried on a window of slots from where all are stuck: the slot that the rank is stuck at and the one that
+    the others wait for trade places, or either moves past the other.
+    """
+    length, late = 4 * len(at) + late - at[rank], late - at[rank]
+    window = [list(order[i : i + length]) for order, i in zip(schedule.orders, at, strict=True)]
+    stuck, wanted = window[rank][0], window[rank][late]
+    between, rest = window[rank][1:late], window[rank][late + 1 :]
+    in_sequence = _in_sequence(schedule.orders[rank][: at[rank] + length])
+    outcomes = []
+    for piece in ([wanted, *between, stuck], [wanted, stuck, *between], [*between, wanted, stuck]):
+        window[rank] = piece + rest
+        ran = execution_order(schedule.placement, window, made)
+        _, ends = clock(schedule.placement, window, ran, CostModel(), made)
+        hanging = sum(map(len, window)) - len(ran)
+        outcomes.append((hanging, max((end[-1] for end in ends if end), default=0.0)))
+    return in_sequence, *min(outcomes)
+
+
+def _in_sequence(order: Iterable[Slot]) -> bool:
+    highest: dict[tuple[int, bool], int] = {}
+    for stage, op, microbatch in itertools.chain.from_iterable(order):
+        if op is Op.W:
+            continue
+        key = stage, op is Op.F
+        if highest.setdefault(key, microbatch) > microbatch:
+            return False
+        highest[key] = microbatch
+    return True
+
+
+def _refuse_knot(
+    schedule: Schedule, at: list[int], circle: dict[int, tuple[Value, int, int]], culprit: int
+) -> NoReturn:
+    chain: list[str] = []
+    rank = culprit
+    while not chain or rank != culprit:
+        _, waited, index = circle[rank]
+        stuck, wanted = schedule.orders[rank][at[rank]], schedule.orders[waited][index]
+        chain.append(
+            f"Rank {rank}, slot {at[rank]} ({_text(stuck)}) waits for "
+            f"rank {waited}, slot {index} ({_text(wanted)})."
+        )
+        rank = waited
+    late_index = next(index for _, waited, index in circle.values() if waited == culprit)
+    early, late = (schedule.orders[culprit][i] for i in (at[culprit], late_index))
+    shown = chain if len(chain) <= 6 else [*chain[:3], f"... {len(chain) - 5} more ...", *chain[-2:]]
+    _refuse(
+        schedule,
+        culprit,
+        at[culprit],
+        f"runs {_text(early)} before {_text(late)}, and so waits for itself",
+        "\n".join(
+            [*shown, f"{_RULE} Check the order given to rank {culprit}: {_text(late)} must come first."]
+        ),
+        {rank: at[rank] for rank in circle},
+    )
+
+
+def _refuse(
+    schedule: Schedule,
+    rank: int,
+    index: int | None,
+    fault: str,
+    advice: str,
+    involved: dict[int, int] | None = None,
+) -> NoReturn:
+    """Raise the error that points at one slot of one rank, or at the rank where a slot is missing."""
+    centre = len(schedule.orders[rank]) if index is None else index
+    around = {r: centre for r in range(max(0, rank - 2), min(schedule.num_ranks, rank + 3))}
+    around |= dict(list((involved or {}).items())[:6])
+    place = f"rank {rank}" if index is None else f"rank {rank}, slot {index}"
+    grid = excerpt(schedule, around | {rank: centre}, rank, index)
+    raise ScheduleError(f"{schedule.name}: {place} {fault}.\n\n{grid}\n\n{advice}")
+
+
+def _text(slot: Slot) -> str:
+    return "+".join(map(str, slot))
+
+
+def _stages(schedule: Schedule, rank: int) -> str:
+    held = schedule.placement.stages_on[rank]
+    return f"stage {held[0]}" if len(held) == 1 else f"stages {', '.join(map(str, held))}"
