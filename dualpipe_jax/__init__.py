@@ -1,1 +1,35 @@
-"""Pipeline and expert parallelism for mixture-of-experts training in JAX."""
+"""Pipeline and expert parallelism for mixture-of-experts training in JAX.
+
+The front door is lazy, so that ``import dualpipe_jax.schedule`` never loads JAX.
+"""
+
+import importlib
+from typing import Any
+
+_ROOM_OF = {
+    name: "dualpipe_jax.engine"
+    for name in (
+        "PipelineModel",
+        "PlacedStages",
+        "pipeline_apply",
+        "pipeline_loss",
+        "pipeline_value_and_grad",
+        "place_stages",
+        "sequential_loss",
+        "sequential_value_and_grad",
+        "split_backward",
+        "unplace_stages",
+    )
+} | {"make_mesh": "dualpipe_jax.parallel"}
+
+__all__ = sorted(_ROOM_OF)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _ROOM_OF:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(_ROOM_OF[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(set(globals()) | set(__all__))

@@ -1,0 +1,20 @@
+"""Runs a lowered schedule: the SPMD engine, the split of the backward, and the oracle they answer to."""
+
+from dualpipe_jax.engine.model import PipelineModel
+from dualpipe_jax.engine.pipeline import pipeline_apply, pipeline_loss, pipeline_value_and_grad
+from dualpipe_jax.engine.reference import sequential_loss, sequential_value_and_grad
+from dualpipe_jax.engine.split import split_backward
+from dualpipe_jax.engine.stages import PlacedStages, place_stages, unplace_stages
+
+__all__ = [
+    "PipelineModel",
+    "PlacedStages",
+    "pipeline_apply",
+    "pipeline_loss",
+    "pipeline_value_and_grad",
+    "place_stages",
+    "sequential_loss",
+    "sequential_value_and_grad",
+    "split_backward",
+    "unplace_stages",
+]

@@ -10,7 +10,7 @@ from dualpipe_jax.engine.model import PipelineModel, Tree
 
 
 def sequential_loss(model: PipelineModel, *, has_aux: bool = False) -> Callable[[Tree, Tree, Tree], Tree]:
-    """``loss(params, inputs, targets)``, or ``(loss, aux)``: each microbatch through every stage, then the mean.
+    """``loss(params, inputs, targets)``, or ``(loss, aux)``: each microbatch through every stage; the mean.
 
     Same arguments and results as the pipelined loss, on one device. The model's collectives over "ep" see an
     axis of size one. Differentiable as any JAX function; microbatches are accumulated by a scan.

@@ -1,0 +1,175 @@
+"""What users call: a model, a schedule and a mesh become a step."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from dualpipe_jax.engine import checks
+from dualpipe_jax.engine.model import PipelineModel, Tree
+from dualpipe_jax.engine.spmd import Engine
+from dualpipe_jax.engine.stages import PlacedStages, broadcast_specs, from_placed, to_placed
+from dualpipe_jax.engine.trees import with_float0
+from dualpipe_jax.schedule import CostModel, Schedule
+
+Step = Callable[[Tree, Tree, Tree], tuple[Any, Tree]]
+
+
+def pipeline_value_and_grad(
+    model: PipelineModel,
+    schedule: Schedule,
+    mesh: Mesh,
+    *,
+    param_specs: Tree = None,
+    has_aux: bool = False,
+    costs: CostModel | None = None,
+    accumulate_dtype: Any = None,
+    check_vma: bool = False,
+    debug_nans: bool = False,
+) -> Step:
+    """Loss and gradients of a model, computed in the order of a schedule on the ranks of a mesh.
+
+    Returns ``step(params, inputs, targets) -> (loss, grads)``, or ``((loss, aux), grads)``, to be called
+    under ``jax.jit``. It computes what ``jax.value_and_grad`` of the plain model does; the oracle
+    ``sequential_value_and_grad`` is that function.
+
+    params: {"embed", "stages", "head"}; leaves of "stages" have a leading stage dim in model order (as many
+      stages as a pipe of the schedule), or are what ``place_stages`` returned. Gradients have the same form.
+    inputs, targets: leaves [num_microbatches, microbatch size, ...]; the microbatch size is sharded over
+      "ep". A schedule with two pipes sends the first half of the microbatches into pipe 0.
+    loss: float32, the mean of ``head_loss`` over microbatches and over "ep".
+    aux: what the stages returned besides x, summed over microbatches, stages and "ep"; integers stay exact.
+
+    Arguments:
+      model: plain functions; see ``PipelineModel``.
+      schedule: any that ``validate`` accepts and whose ranks hold equally many stages.
+      mesh: with the axes "pp" (the schedule's ranks) and "ep"; see ``make_mesh``.
+      param_specs: PartitionSpec over "ep" of each leaf of params, without the stage dim; a prefix of the tree
+        will do, None (the default) means replicated. A replicated leaf's gradient is summed over "ep".
+      has_aux: whether a stage returns ``(x, aux)``.
+      costs: relative costs by which actions are placed on ticks; changes the speed, not the result.
+      accumulate_dtype: dtype of the gradients, summed over microbatches; None keeps each parameter's own.
+      check_vma: let ``shard_map`` check over which axes values vary.
+      debug_nans: raise when the loss is not finite, naming the microbatch and stage where it first appears.
+
+    Raises ValueError, with all that is wrong at once, for a mesh or arguments that do not fit.
+    """
+    engine = _engine(model, schedule, mesh, has_aux, costs, accumulate_dtype, check_vma, debug_nans)
+
+    def step(params: Tree, inputs: Tree, targets: Tree) -> tuple[Any, Tree]:
+        placed, specs = _prepare(engine, params, param_specs, inputs, targets)
+        loss, aux, lists, first_bad = engine.value_and_grad(placed, specs, inputs, targets)
+        if debug_nans:
+            checks.report_first_bad(loss, first_bad, schedule)
+        return ((loss, aux) if has_aux else loss), _as_params(params, lists, schedule)
+
+    return jax.jit(step)
+
+
+def pipeline_apply(
+    model: PipelineModel,
+    schedule: Schedule,
+    mesh: Mesh,
+    *,
+    param_specs: Tree = None,
+    has_aux: bool = False,
+    costs: CostModel | None = None,
+    check_vma: bool = False,
+    debug_nans: bool = False,
+) -> Step:
+    """Forward only: ``apply(params, inputs, targets) -> (loss, outputs)``, or ``((loss, aux), outputs)``.
+
+    Runs the forwards of the schedule in its order, keeps no residuals and computes no gradients.
+    ``outputs`` is what the last stage returned, [num_microbatches, microbatch size, ...]. Arguments and errors as in
+    ``pipeline_value_and_grad``.
+    """
+    engine = _engine(model, schedule, mesh, has_aux, costs, None, check_vma, debug_nans)
+
+    def apply(params: Tree, inputs: Tree, targets: Tree) -> tuple[Any, Tree]:
+        placed, specs = _prepare(engine, params, param_specs, inputs, targets)
+        loss, aux, outputs, first_bad = engine.forward(placed, specs, inputs, targets)
+        if debug_nans:
+            checks.report_first_bad(loss, first_bad, schedule)
+        return ((loss, aux) if has_aux else loss), outputs
+
+    return jax.jit(apply)
+
+
+def pipeline_loss(
+    model: PipelineModel,
+    schedule: Schedule,
+    mesh: Mesh,
+    *,
+    param_specs: Tree = None,
+    has_aux: bool = False,
+    **options,
+) -> Callable[[Tree, Tree, Tree], Any]:
+    """The pipelined loss as a function that ``jax.grad`` and ``jax.value_and_grad`` differentiate.
+
+    Returns ``loss(params, inputs, targets)``, or ``(loss, aux)``. Not differentiated it runs forward only;
+    differentiated, its forward does the whole pipelined step and keeps the gradients, which the backward
+    scales: so it may be a term of a larger loss, at the cost of one step.
+
+    Only params are differentiable: differentiating by inputs or targets raises. Options as in
+    ``pipeline_value_and_grad``.
+    """
+    step = pipeline_value_and_grad(model, schedule, mesh, param_specs=param_specs, has_aux=has_aux, **options)
+    options.pop("accumulate_dtype", None)
+    apply = pipeline_apply(model, schedule, mesh, param_specs=param_specs, has_aux=has_aux, **options)
+
+    @jax.custom_vjp
+    def loss(params, inputs, targets):
+        return apply(params, inputs, targets)[0]
+
+    def forward(params, inputs, targets):
+        if any(leaf.perturbed for leaf in jax.tree.leaves((inputs, targets))):
+            raise ValueError("pipeline_loss: differentiable by params only; stop_gradient inputs and targets")
+        value, gradients = step(*jax.tree.map(lambda leaf: leaf.value, (params, inputs, targets)))
+        return value, jax.tree.map(lambda g, p: _scalable(g, p.value.dtype), gradients, params)
+
+    def backward(gradients, cotangent):
+        scale = cotangent[0] if has_aux else cotangent
+        if isinstance(scale, jax.custom_derivatives.SymbolicZero):
+            scale = jnp.zeros(scale.shape, scale.dtype)
+        return jax.tree.map(lambda g: g * scale.astype(g.dtype), gradients), None, None
+
+    loss.defvjp(forward, backward, symbolic_zeros=True)
+    return loss
+
+
+def _engine(model, schedule, mesh, has_aux, costs, accumulate_dtype, check_vma, debug_nans) -> Engine:
+    checks.check_mesh(schedule, mesh)
+    costs = CostModel() if costs is None else costs
+    return Engine(
+        PipelineModel(*model), schedule, mesh, has_aux, costs, accumulate_dtype, check_vma, debug_nans
+    )
+
+
+def _prepare(
+    engine: Engine, params: Tree, param_specs: Tree, inputs: Tree, targets: Tree
+) -> tuple[Tree, Tree]:
+    """Check the arguments and bring the stages to their ranks; parameters and their specs."""
+    checks.check_arguments(engine.schedule, engine.mesh, params, inputs, targets)
+    placement = engine.schedule.placement
+    given = param_specs or {}
+    specs = {part: broadcast_specs(given.get(part), params[part]) for part in ("embed", "head")}
+    stages = to_placed(params["stages"], placement)
+    specs["stages"] = PlacedStages(tuple(broadcast_specs(given.get("stages"), tree) for tree in stages.local))
+    return params | {"stages": stages}, specs
+
+
+def _scalable(gradient: Any, dtype: Any) -> Any:
+    """A gradient in its parameter's dtype, as a cotangent must be; None for an integer parameter's."""
+    return None if gradient.dtype == jax.dtypes.float0 else gradient.astype(dtype)
+
+
+def _as_params(params: Tree, lists: Tree, schedule: Schedule) -> Tree:
+    """Gradient lists in the form of params."""
+    gradients = {part: with_float0(params[part], lists[part]) for part in ("embed", "head")}
+    stages = params["stages"]
+    if isinstance(stages, PlacedStages):
+        local = zip(stages.local, lists["stages"].local, strict=True)
+        return gradients | {"stages": PlacedStages(tuple(with_float0(*pair) for pair in local))}
+    return gradients | {"stages": with_float0(stages, from_placed(lists["stages"], schedule.placement))}

@@ -1,0 +1,145 @@
+"""Where a model's stages live: from model order to the ranks, and the second copy of a bidirectional pipe."""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from dualpipe_jax.engine.model import Tree
+from dualpipe_jax.parallel import PP
+from dualpipe_jax.parallel.p2p import send
+from dualpipe_jax.schedule.ir import Placement, Schedule
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["local"], meta_fields=[])
+@dataclasses.dataclass(frozen=True)
+class PlacedStages:
+    """Stage parameters as the ranks own them.
+
+    Attributes:
+      local: one tree for each stage that a rank owns; the leading dim of every leaf is the rank, sharded
+        over pp. On a V, ``local[0]`` holds stages 0..R-1 and ``local[1]`` stages 2R-1..R.
+    """
+
+    local: tuple[Any, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Homes:
+    """Who owns and who borrows which slice of the model.
+
+    Attributes:
+      owned: int [num_owned, ranks], the model's slice of each rank's owned stages.
+      borrowed: for each further local stage, the owned stage it copies and the (owner, borrower) pairs.
+    """
+
+    owned: np.ndarray
+    borrowed: tuple[tuple[int, tuple[tuple[int, int], ...]], ...]
+
+
+def homes(placement: Placement) -> Homes:
+    """Pipe 0's stages are owned where they stand; those of further pipes are borrowed for the step.
+
+    Raises ValueError where ranks hold unequal numbers of stages: one program runs on all of them.
+    """
+    held = placement.stages_on
+    if len({len(stages) for stages in held}) > 1:
+        raise ValueError(
+            f"placement {placement.pipes}: ranks hold {[len(s) for s in held]} stages; need equal numbers"
+        )
+    slices = np.array([[placement.model_stage(stage) for stage in stages] for stages in held]).T
+    pipes = np.array([[placement.pipe_of(stage) for stage in stages] for stages in held]).T
+    num_owned = len(slices) // placement.num_pipes
+    owned = slices[:num_owned]
+    if pipes[:num_owned].any():
+        raise ValueError(f"placement {placement.pipes}: every rank must hold {num_owned} stages of pipe 0")
+    home = {int(owned[j, rank]): (j, rank) for j in range(num_owned) for rank in range(placement.num_ranks)}
+    borrowed = []
+    for row in slices[num_owned:]:
+        sources = {home[int(model_stage)][0] for model_stage in row}
+        if len(sources) > 1:
+            raise ValueError(
+                f"placement {placement.pipes}: mirrored stages must come from one owned stage a rank"
+            )
+        pairs = tuple((home[int(model_stage)][1], rank) for rank, model_stage in enumerate(row))
+        borrowed.append((sources.pop(), pairs))
+    return Homes(owned, tuple(borrowed))
+
+
+def to_placed(stages: Tree, placement: Placement) -> PlacedStages:
+    """Model order to ranks; a gather only where the order differs. What is placed already stays as it is."""
+    if isinstance(stages, PlacedStages):
+        return stages
+
+    def pick(model_stages):
+        in_order = np.array_equal(model_stages, np.arange(placement.num_model_stages))
+        return stages if in_order else jax.tree.map(lambda leaf: jnp.take(leaf, model_stages, axis=0), stages)
+
+    return PlacedStages(tuple(pick(row) for row in homes(placement).owned))
+
+
+def from_placed(placed: PlacedStages, placement: Placement) -> Tree:
+    """Ranks to model order: every leaf regains its leading stage dim."""
+    owned = homes(placement).owned
+    back = np.argsort(owned.reshape(-1))
+    if len(owned) == 1 and np.array_equal(back, np.arange(back.size)):
+        return placed.local[0]
+    return jax.tree.map(lambda *leaves: jnp.concatenate(leaves)[back], *placed.local)
+
+
+def borrow(own: tuple[Tree, ...], placement: Placement) -> tuple[Tree, ...]:
+    """The second copy that a bidirectional pipe works with, for the time of a step: one exchange over pp."""
+    return tuple(send(own[source], pairs) for source, pairs in homes(placement).borrowed)
+
+
+def give_back(gradients: list[Tree], placement: Placement) -> list[Tree]:
+    """Send the borrowed stages' gradients home and add them to the owners'; one tree for each owned stage."""
+    where = homes(placement)
+    own = list(gradients[: len(where.owned)])
+    for (source, pairs), borrowed in zip(where.borrowed, gradients[len(where.owned) :], strict=True):
+        returned = send(borrowed, [(borrower, owner) for owner, borrower in pairs])
+        own[source] = jax.tree.map(jnp.add, own[source], returned)
+    return own
+
+
+def place_stages(stages: Tree, schedule: Schedule, mesh: Mesh, param_specs: Tree = None) -> PlacedStages:
+    """Put stage parameters on the ranks that work with them, once, before a training loop.
+
+    Arguments:
+      stages: leaves [num_stages, ...] in model order.
+      schedule: says where stages live.
+      mesh: with axes "pp" and "ep".
+      param_specs: PartitionSpec over "ep" of each leaf of ``stages`` without its stage dim; a prefix of the
+        tree will do, None means replicated.
+
+    Returns params["stages"] as ``pipeline_value_and_grad``'s step takes them with no resharding; gradients
+    come back in the same form, and any optimizer that maps over leaves works on it. The optimizer's state is
+    that of one copy, whatever the schedule.
+    """
+    specs = broadcast_specs(param_specs, stages)
+    placed = to_placed(stages, schedule.placement)
+
+    def put(leaf, spec):
+        return jax.device_put(leaf, NamedSharding(mesh, PartitionSpec(PP, *spec)))
+
+    return PlacedStages(tuple(jax.tree.map(put, tree, specs) for tree in placed.local))
+
+
+def unplace_stages(placed: PlacedStages, schedule: Schedule) -> Tree:
+    """The inverse of ``place_stages``: leaves [num_stages, ...] in model order."""
+    return jax.jit(from_placed, static_argnums=1)(placed, schedule.placement)
+
+
+def broadcast_specs(specs: Tree, tree: Tree) -> Tree:
+    """A PartitionSpec for every leaf of ``tree`` from a prefix of it; None stands for replicated."""
+
+    def is_spec(node):
+        return node is None or isinstance(node, PartitionSpec)
+
+    return jax.tree.map(
+        lambda spec, part: jax.tree.map(lambda _: spec or PartitionSpec(), part), specs, tree, is_leaf=is_spec
+    )
