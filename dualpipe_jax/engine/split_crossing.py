@@ -1,0 +1,152 @@
+"""What is handed from an early part to a late one: the fewest bytes, by a minimum cut.
+
+Late equations that are cheap may run early instead (a [D]-sized sum crosses in place of what it sums), and
+early equations that only move or cast data may run again late (their root crosses in place of their result).
+"""
+
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass
+
+from dualpipe_jax.engine.mincut import FlowGraph
+from dualpipe_jax.engine.split_graph import Atom, Node, Value, definitions, is_view, prune, values
+
+_EARLY, _LATE = "early", "late"
+
+
+@dataclass(frozen=True, eq=False)
+class Crossing:
+    """``values`` are computed (or given) early and read late; ``early`` and ``late`` are the equations."""
+
+    values: tuple[Value, ...]
+    early: tuple[Node, ...]
+    late: tuple[Node, ...]
+
+
+def nbytes(value: Value) -> int:
+    """The weight of a value that is stored once."""
+    return value.nbytes
+
+
+def stay(node: Node) -> bool:
+    """Move nothing."""
+    del node
+    return False
+
+
+def choose_crossing(
+    early: Sequence[Node],
+    late: Sequence[Node],
+    wanted: Iterable[Atom],
+    *,
+    free: Collection[Value],
+    late_inputs: Collection[Value] = (),
+    weight: Callable[[Value], int] = nbytes,
+    movable: Callable[[Node], bool] = stay,
+) -> Crossing:
+    """Decides what crosses from ``early`` to ``late``.
+
+    Args:
+      wanted: what ``late`` must compute.
+      free: values that both parts have or may compute for themselves: they never cross.
+      late_inputs: values that only ``late`` has.
+      weight: the cost of a value that crosses.
+      movable: which late nodes may run early.
+    """
+    wanted = values(wanted)
+    graph = _graph(early, late, wanted, free, late_inputs, weight, movable)
+    side = graph.source_side(_EARLY, _LATE)
+    moved = {node for node in late if node in side}
+    kept = [node for node in late if node not in moved]
+    crossing = [v for v in _in_order(early, late, side) if (v, "read") not in side]
+    moved |= _makers(late, values(v for node in moved for v in node.inputs), have=())
+    early = (*early, *(node for node in late if node in moved))
+    repeated = _repeat(early, kept, wanted, crossing)
+    kept = list(prune((*repeated, *kept), wanted)[0])
+    return Crossing(tuple(crossing), tuple(early), tuple(kept))
+
+
+def _in_order(early: Sequence[Node], late: Sequence[Node], side: Collection[object]) -> list[Value]:
+    """The values that are there early, in order of first use."""
+    order: dict[Value, None] = {}
+    for node in (*early, *late):
+        order.update(dict.fromkeys((*values(node.inputs), *node.outputs)))
+    named = dict.fromkeys(key[0] for key in side if isinstance(key, tuple))
+    return [v for v in (*order, *(v for v in named if v not in order)) if (v, "made") in side]
+
+
+def _graph(
+    early: Sequence[Node],
+    late: Sequence[Node],
+    wanted: Sequence[Value],
+    free: Collection[Value],
+    late_inputs: Collection[Value],
+    weight: Callable[[Value], int],
+    movable: Callable[[Node], bool],
+) -> FlowGraph:
+    """Each value is an edge from (value, "made") to (value, "read"), cut if the value crosses.
+
+    A node or value on the source's side is early. "made" is early if the value is computed early and not
+    again late; "read" is early if nobody late reads it.
+    """
+    graph = FlowGraph()
+    made_early, made_late = definitions(early), definitions(late)
+    asked: set[Value] = set()
+
+    def ask(value: Value) -> None:
+        """Some late node reads this value, which is not made late."""
+        if value in asked:
+            return
+        asked.add(value)
+        graph.connect((value, "made"), (value, "read"), weight(value) + 1)
+        maker = made_early.get(value)
+        if maker is None or not is_view(maker):
+            graph.connect(_EARLY, (value, "made"))
+            return
+        for root in values(maker.inputs):
+            if root not in free:
+                graph.connect((root, "read"), (value, "made"))
+                ask(root)
+
+    for node in late:
+        read = [v for v in values(node.inputs) if v not in free]
+        if not movable(node) or any(v in late_inputs for v in read):
+            graph.connect(node, _LATE)
+        for value in dict.fromkeys(v for v in read if v not in late_inputs):
+            graph.connect((value, "read"), node)
+            if value in made_late:
+                graph.connect(node, made_late[value])
+            else:
+                ask(value)
+        for value in node.outputs:
+            if value not in free:
+                graph.connect(node, (value, "made"))
+                graph.connect((value, "made"), (value, "read"), weight(value) + 1)
+    for value in wanted:
+        if value not in free and value not in late_inputs:
+            graph.connect((value, "read"), _LATE)
+            if value not in made_late:
+                ask(value)
+    return graph
+
+
+def _repeat(
+    early: Sequence[Node], late: Sequence[Node], wanted: Iterable[Value], crossing: Collection[Value]
+) -> list[Node]:
+    """The early nodes that the late part runs again, in order."""
+    have = {*crossing, *(output for node in late for output in node.outputs)}
+    needed = _makers(early, [*wanted, *(v for node in late for v in values(node.inputs))], have)
+    return [node for node in early if node in needed]
+
+
+def _makers(nodes: Sequence[Node], wanted: Iterable[Value], have: Collection[Value]) -> set[Node]:
+    """Those of ``nodes`` that compute ``wanted`` from what we ``have``."""
+    made = definitions(nodes)
+    needed: set[Node] = set()
+    todo = list(wanted)
+    while todo:
+        value = todo.pop()
+        maker = made.get(value)
+        if value not in have and maker is not None and maker not in needed:
+            needed.add(maker)
+            todo.extend(values(maker.inputs))
+    return needed

@@ -1,0 +1,329 @@
+"""Splitting a list of equations in two, through scans and conds.
+
+``split_equations`` cuts a backward into the part that dx needs and the rest. ``relink`` makes the least of what
+a forward hands to its backward. Both split the bodies of loops and choices in the same way, and leave what
+crosses at each level to ``choose_crossing``.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import replace
+
+from dualpipe_jax.engine.split_crossing import Crossing, choose_crossing, nbytes, stay
+from dualpipe_jax.engine.split_graph import (
+    Atom,
+    Binding,
+    Cond,
+    Constant,
+    Equation,
+    Node,
+    Program,
+    Scan,
+    Stacked,
+    Value,
+    branch_known,
+    derived,
+    inner_known,
+    is_cheap,
+    is_tied,
+    prune,
+    substitute,
+    trim_cond,
+    trim_scan,
+    values,
+)
+
+Movable = Callable[[Node], bool]
+
+
+def split_equations(
+    nodes: Sequence[Node],
+    early_wanted: Iterable[Atom],
+    late_wanted: Iterable[Atom],
+    given: Collection[Value],
+    *,
+    late_inputs: Collection[Value] = (),
+    weight: Callable[[Value], int] = nbytes,
+    movable: Movable = is_cheap,
+) -> Crossing:
+    """Splits ``nodes`` into what ``early_wanted`` needs and what else ``late_wanted`` needs.
+
+    Collectives and equations with side effects are early, with all they need.
+
+    Args:
+      given: values that both parts have, such as parameters. What is computed from them cheaply is
+        computed in each part.
+      late_inputs: values that only the late part has.
+      weight: the cost of a value that crosses.
+      movable: which equations that only the late part needs may move to the early one.
+    """
+    free = derived(nodes, given, is_cheap)
+    live = set(values(early_wanted))
+    early: list[Node] = []
+    late: list[Node] = []
+    for node in reversed(nodes):
+        first, second = _split_node(node, live, free, movable)
+        if first is not None:
+            early.append(first)
+            live.update(values(first.inputs))
+        if second is not None:
+            late.append(second)
+    late_wanted = list(late_wanted)
+    kept, _ = prune(late[::-1], late_wanted)
+    return choose_crossing(
+        early[::-1],
+        kept,
+        late_wanted,
+        free=free,
+        late_inputs=late_inputs,
+        weight=weight,
+        movable=movable,
+    )
+
+
+def _split_node(
+    node: Node, live: Collection[Value], free: Collection[Value], movable: Movable
+) -> tuple[Node | None, Node | None]:
+    if isinstance(node, Scan):
+        first = trim_scan(node, live, is_tied)
+        return (None, node) if first is None else _split_scan(node, first, free, movable)
+    if isinstance(node, Cond):
+        choice = trim_cond(node, live, is_tied)
+        return (None, node) if choice is None else _split_cond(node, choice, free, movable)
+    is_early = is_tied(node) or any(output in live for output in node.outputs)
+    return (node, None) if is_early else (None, node)
+
+
+def _split_scan(
+    scan: Scan, trimmed: Scan, free: Collection[Value], movable: Movable
+) -> tuple[Scan, Scan | None]:
+    """Splits a scan: the carries of ``trimmed`` run early, and the others late."""
+    ends, ys = {c.end for c in trimmed.carry}, {y.outer for y in trimmed.ys}
+    late_carry = tuple(c for c in scan.carry if c.end not in ends)
+    late_ys = tuple(y for y in scan.ys if y.outer not in ys)
+    parts = split_equations(
+        scan.equations,
+        trimmed.updates,
+        [*(c.update for c in late_carry), *(y.inner for y in late_ys)],
+        inner_known((*scan.consts, *scan.xs), free),
+        late_inputs={c.inner for c in late_carry},
+        weight=_scan_weight(scan),
+        movable=movable,
+    )
+    early = replace(scan, carry=trimmed.carry, ys=trimmed.ys, equations=parts.early)
+    late = replace(scan, carry=late_carry, ys=late_ys, equations=parts.late)
+    return _connect_scans(early, late, parts.values)
+
+
+def _scan_weight(scan: Scan) -> Callable[[Value], int]:
+    """What an inner value weighs outside: a const crosses once, all else once per iteration."""
+    consts = {b.inner for b in scan.consts}
+    return lambda value: value.nbytes * (1 if value in consts else scan.length)
+
+
+def _connect_scans(early: Scan, late: Scan, crossing: Iterable[Value]) -> tuple[Scan, Scan | None]:
+    """Stacks what crosses in ``early``, and lets ``late`` read it; what comes from outside is read there."""
+    consts, xs = _by_inner((*early.consts, *late.consts)), _by_inner((*early.xs, *late.xs))
+    late_inner = {c.inner for c in late.carry}
+    stacked = [
+        Stacked(value, value.stacked(early.length))
+        for value in crossing
+        if value not in consts and value not in xs and value not in late_inner
+    ]
+    extra = tuple(Binding(y.inner, y.outer) for y in stacked if isinstance(y.inner, Value))
+    early = replace(early, ys=(*early.ys, *stacked))
+    late = replace(late, consts=tuple(consts.values()), xs=(*xs.values(), *extra))
+    first = trim_scan(early, early.outputs, is_tied)
+    assert first is not None
+    return first, trim_scan(late, late.outputs)
+
+
+def _by_inner(bindings: Iterable[Binding]) -> dict[Value, Binding]:
+    return {b.inner: b for b in bindings}
+
+
+def _split_cond(
+    cond: Cond, trimmed: Cond, free: Collection[Value], movable: Movable
+) -> tuple[Cond, Cond | None]:
+    """Splits a cond, branch by branch."""
+    early_outputs = set(trimmed.outputs)
+    is_early = [output in early_outputs for output in cond.outputs]
+    parts = []
+    for branch in cond.branches:
+        early = [atom for atom, yes in zip(branch.outputs, is_early, strict=True) if yes]
+        late = [atom for atom, yes in zip(branch.outputs, is_early, strict=True) if not yes]
+        given = branch_known(cond, branch, free)
+        parts.append((early, late, split_equations(branch.equations, early, late, given, movable=movable)))
+    pairs = list(zip(cond.branches, parts, strict=True))
+    first = replace(
+        cond,
+        branches=tuple(Program(b.inputs, p.early, tuple(early)) for b, (early, _, p) in pairs),
+        outputs=tuple(o for o, yes in zip(cond.outputs, is_early, strict=True) if yes),
+    )
+    second = replace(
+        cond,
+        branches=tuple(Program(b.inputs, p.late, tuple(late)) for b, (_, late, p) in pairs),
+        outputs=tuple(o for o, yes in zip(cond.outputs, is_early, strict=True) if not yes),
+    )
+    return _connect_conds(first, second, [p.values for _, _, p in parts])
+
+
+def _connect_conds(
+    early: Cond, late: Cond, crossings: Sequence[Collection[Value]]
+) -> tuple[Cond, Cond | None]:
+    """Hands what crosses in each branch over in places that the branches share, and zeros where one has less."""
+    pairs = list(zip(early.branches, late.branches, strict=True))
+    known = [{*first.inputs, *second.inputs} for first, second in pairs]
+    inner = [[v for v in crossing if v not in have] for crossing, have in zip(crossings, known, strict=True)]
+    places = _share_places(inner)
+    filled = [_fill(places, mine) for mine in inner]
+    first = replace(
+        early,
+        branches=tuple(
+            replace(
+                branch,
+                outputs=(*branch.outputs, *(v or Constant(0, p) for v, p in zip(row, places, strict=True))),
+            )
+            for branch, row in zip(early.branches, filled, strict=True)
+        ),
+        outputs=(*early.outputs, *places),
+    )
+    new = (
+        [place for place, operand in enumerate(early.operands)] if early.operands is not late.operands else []
+    )
+    second = replace(
+        late,
+        operands=(*late.operands, *(early.operands[place] for place in new), *places),
+        branches=tuple(
+            replace(
+                theirs,
+                inputs=(
+                    *theirs.inputs,
+                    *(mine.inputs[place] for place in new),
+                    *(v or p.like() for v, p in zip(row, places, strict=True)),
+                ),
+            )
+            for (mine, theirs), row in zip(pairs, filled, strict=True)
+        ),
+    )
+    trimmed = trim_cond(first, first.outputs, is_tied)
+    assert trimmed is not None
+    return trimmed, trim_cond(second, second.outputs)
+
+
+def _share_places(crossings: Iterable[Iterable[Value]]) -> list[Value]:
+    """As many places of each type as the branch that needs most of them."""
+    most: dict[tuple[object, ...], list[Value]] = {}
+    for crossing in crossings:
+        types = Counter(v.type for v in crossing)
+        examples = {v.type: v for v in crossing}
+        for type_, count in types.items():
+            row = most.setdefault(type_, [])
+            row.extend(examples[type_].like() for _ in range(count - len(row)))
+    return [place for row in most.values() for place in row]
+
+
+def _fill(places: Sequence[Value], crossing: Iterable[Value]) -> list[Value | None]:
+    """One branch's values in the shared places; None where it has none."""
+    left = list(crossing)
+    row: list[Value | None] = []
+    for place in places:
+        row.append(next((v for v in left if v.type == place.type), None))
+        left = [v for v in left if v is not row[-1]]
+    assert not left
+    return row
+
+
+def relink(
+    early: Sequence[Node], late: Sequence[Node], given: Collection[Value]
+) -> tuple[tuple[Node, ...], tuple[Node, ...]]:
+    """Lets late scans and conds compute for themselves what they need not be handed by early ones.
+
+    A forward scan stacks what its backward reads. Inside the bodies it shows that some of it is a parameter, or
+    a cast of one, or a view of something else that is stacked.
+
+    Args:
+      given: values that both parts have.
+    """
+    first, second = list(early), list(late)
+    for place, node in enumerate(second):
+        if isinstance(node, Equation):
+            continue
+        reads = set(values(node.inputs))
+        for source, maker in enumerate(first):
+            if isinstance(maker, Equation) or reads.isdisjoint(maker.outputs):
+                continue
+            free = derived(first, given)
+            current = second[place]
+            if isinstance(maker, Scan) and isinstance(current, Scan) and maker.length == current.length:
+                first[source], second[place] = _relink_scan(maker, current, free)
+            elif isinstance(maker, Cond) and isinstance(current, Cond) and maker.index is current.index:
+                first[source], second[place] = _relink_cond(maker, current, free)
+    return tuple(first), tuple(second)
+
+
+def _relink_scan(early: Scan, late: Scan, free: Collection[Value]) -> tuple[Scan, Scan]:
+    stacked = {y.outer: y.inner for y in early.ys}
+    mapping = {
+        b.inner: stacked[b.outer] for b in late.xs if isinstance(b.outer, Value) and b.outer in stacked
+    }
+    if not mapping:
+        return early, late
+    late = replace(
+        late,
+        xs=tuple(b for b in late.xs if b.inner not in mapping),
+        carry=tuple(c._replace(update=_swap(c.update, mapping)) for c in late.carry),
+        ys=tuple(y._replace(inner=_swap(y.inner, mapping)) for y in late.ys),
+        equations=substitute(late.equations, mapping),
+    )
+    own = (*late.consts, *late.xs)
+    known = inner_known((*early.consts, *early.xs, *own), free)
+    first, second = relink(early.equations, late.equations, known)
+    parts = choose_crossing(
+        first,
+        second,
+        late.updates,
+        free=derived(first, known),
+        late_inputs={b.inner for b in own} | {c.inner for c in late.carry},
+        weight=_scan_weight(early),
+        movable=stay,
+    )
+    ahead, behind = _connect_scans(
+        replace(early, equations=parts.early), replace(late, equations=parts.late), parts.values
+    )
+    assert behind is not None
+    return ahead, behind
+
+
+def _swap(atom: Atom, mapping: dict[Value, Atom]) -> Atom:
+    return mapping.get(atom, atom) if isinstance(atom, Value) else atom
+
+
+def _relink_cond(early: Cond, late: Cond, free: Collection[Value]) -> tuple[Cond, Cond]:
+    outputs = {output: place for place, output in enumerate(early.outputs)}
+    linked = {
+        place: outputs[operand]
+        for place, operand in enumerate(late.operands)
+        if isinstance(operand, Value) and operand in outputs
+    }
+    own = [place for place in range(len(late.operands)) if place not in linked]
+    firsts, seconds, crossings = [], [], []
+    for mine, theirs in zip(early.branches, late.branches, strict=True):
+        mapping = {theirs.inputs[place]: mine.outputs[source] for place, source in linked.items()}
+        wanted = tuple(_swap(atom, mapping) for atom in theirs.outputs)
+        inputs = tuple(theirs.inputs[place] for place in own)
+        known = branch_known(early, mine, free) | branch_known(late, theirs, free)
+        first, second = relink(mine.equations, substitute(theirs.equations, mapping), known)
+        parts = choose_crossing(
+            first, second, wanted, free=derived(first, known), late_inputs=set(inputs), movable=stay
+        )
+        firsts.append(replace(mine, equations=parts.early))
+        seconds.append(Program(inputs, parts.late, wanted))
+        crossings.append(parts.values)
+    ahead, behind = _connect_conds(
+        replace(early, branches=tuple(firsts)),
+        replace(late, branches=tuple(seconds), operands=tuple(late.operands[place] for place in own)),
+        crossings,
+    )
+    assert behind is not None
+    return ahead, behind
