@@ -118,14 +118,13 @@ def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
 
 def _drawn(schedule: Schedule, rows: Sequence[Sequence[str]], costs: CostModel) -> list[str]:
     timeline = simulate(schedule, costs)
-    durations = {cell: costs.of(slot) for row, order in zip(rows, schedule.orders, strict=True)
-                 for cell, slot in zip(row, order, strict=True)}  # fmt: skip
-    free = next((cell for cell, duration in durations.items() if not duration), None)
+    slots = set(itertools.chain.from_iterable(schedule.orders))
+    free = next((slot for slot in slots if not costs.of(slot)), None)
     if free is not None:
         raise ValueError(
-            f"format_grid: {free} takes no time under {costs}; to draw time, all costs must be above 0"
+            f"format_grid: {_cell(free)} takes no time under {costs}; to draw time, all costs must be above 0"
         )
-    scale = max(((len(cell) + 1) / duration for cell, duration in durations.items()), default=1.0)
+    scale = max(((len(_cell(slot)) + 1) / costs.of(slot) for slot in slots), default=1.0)
 
     def column(time: float) -> int:
         return math.floor(time * scale + 1e-6)

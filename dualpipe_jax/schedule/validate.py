@@ -17,6 +17,9 @@ _ONCE = "Each stage runs each microbatch of its pipe once: F, and B or both I an
 _Where = dict[Action, int]
 """On one rank: the slot of each action."""
 
+_Circle = dict[int, tuple[int, int]]
+"""Ranks that wait for each other: for each, the rank and the slot that it waits for, in a ring."""
+
 
 class ScheduleError(ValueError):
     """A schedule that cannot be run; the message shows the culprit in the grid and names the rule."""
@@ -135,7 +138,8 @@ def _check_complete(schedule: Schedule, rank: int, where: _Where) -> None:
             near = next((where[action] for action in (i, w, b, f) if action in where), None)
             though = "" if near is None else f", though slot {near} runs {_text(schedule.orders[rank][near])}"
             either = f" (nor {i} and {w})" if missing is b else ""
-            _refuse(schedule, rank, near, f"never runs {missing}{either}{though}", f"{_ONCE} Add {missing}.")
+            fault = f"never runs {missing}{either}{though}"
+            _refuse(schedule, rank, near, fault, f"{_ONCE} Add {missing}.", place=f"rank {rank}")
 
 
 def _check_rank_order(schedule: Schedule, rank: int, where: _Where) -> None:
@@ -173,16 +177,16 @@ def _check_ends(schedule: Schedule, places: list[_Where]) -> None:
         at[rank] = index + 1
         made.update(filter(None, map(made_by, orders[rank][index])))
     makers = {made_by(action): (rank, i) for rank, where in enumerate(places) for action, i in where.items()}
-    circle: dict[int, tuple[Value, int, int]] = {}
+    circle: _Circle = {}
     rank = next(rank for rank, order in enumerate(orders) if at[rank] < len(order))
     while rank not in circle:
         slot = orders[rank][at[rank]]
         value = next(v for action in slot for v in needed_by(placement, action) if v not in made)
-        circle[rank] = value, *makers[value]
-        rank = circle[rank][1]
+        circle[rank] = makers[value]
+        rank = circle[rank][0]
     while next(iter(circle)) != rank:  # those that lead to the knot only wait for it
         del circle[next(iter(circle))]
-    late = {waited: index for _, waited, index in circle.values()}
+    late = dict(circle.values())
     culprit = min(circle, key=lambda rank: _blame(schedule, at, made, rank, late[rank]))
     _refuse_knot(schedule, at, circle, culprit)
 
@@ -212,32 +216,29 @@ def _blame(
 
 
 def _in_sequence(order: Iterable[Slot]) -> bool:
-    highest: dict[tuple[int, bool], int] = {}
+    latest: dict[tuple[int, bool], int] = {}
     for stage, op, microbatch in itertools.chain.from_iterable(order):
         if op is Op.W:
             continue
         key = stage, op is Op.F
-        if highest.setdefault(key, microbatch) > microbatch:
+        if latest.setdefault(key, microbatch) > microbatch:
             return False
-        highest[key] = microbatch
+        latest[key] = microbatch
     return True
 
 
-def _refuse_knot(
-    schedule: Schedule, at: list[int], circle: dict[int, tuple[Value, int, int]], culprit: int
-) -> NoReturn:
+def _refuse_knot(schedule: Schedule, at: list[int], circle: _Circle, culprit: int) -> NoReturn:
     chain: list[str] = []
     rank = culprit
     while not chain or rank != culprit:
-        _, waited, index = circle[rank]
+        waited, index = circle[rank]
         stuck, wanted = schedule.orders[rank][at[rank]], schedule.orders[waited][index]
         chain.append(
             f"Rank {rank}, slot {at[rank]} ({_text(stuck)}) waits for "
             f"rank {waited}, slot {index} ({_text(wanted)})."
         )
         rank = waited
-    late_index = next(index for _, waited, index in circle.values() if waited == culprit)
-    early, late = (schedule.orders[culprit][i] for i in (at[culprit], late_index))
+    early, late = (schedule.orders[culprit][i] for i in (at[culprit], dict(circle.values())[culprit]))
     shown = chain if len(chain) <= 6 else [*chain[:3], f"... {len(chain) - 5} more ...", *chain[-2:]]
     _refuse(
         schedule,
@@ -247,7 +248,7 @@ def _refuse_knot(
         "\n".join(
             [*shown, f"{_RULE} Check the order given to rank {culprit}: {_text(late)} must come first."]
         ),
-        {rank: at[rank] for rank in circle},
+        ((rank, at[rank]) for rank in circle),
     )
 
 
@@ -257,15 +258,17 @@ def _refuse(
     index: int | None,
     fault: str,
     advice: str,
-    involved: dict[int, int] | None = None,
+    involved: Iterable[tuple[int, int]] = (),
+    place: str = "",
 ) -> NoReturn:
     """Raise the error that points at one slot of one rank, or at the rank where a slot is missing."""
     centre = len(schedule.orders[rank]) if index is None else index
     around = {r: centre for r in range(max(0, rank - 2), min(schedule.num_ranks, rank + 3))}
-    around |= dict(list((involved or {}).items())[:6])
-    place = f"rank {rank}" if index is None else f"rank {rank}, slot {index}"
+    around |= dict(itertools.islice(involved, 6))
     grid = excerpt(schedule, around | {rank: centre}, rank, index)
-    raise ScheduleError(f"{schedule.name}: {place} {fault}.\n\n{grid}\n\n{advice}")
+    raise ScheduleError(
+        f"{schedule.name}: {place or f'rank {rank}, slot {index}'} {fault}.\n\n{grid}\n\n{advice}"
+    )
 
 
 def _text(slot: Slot) -> str:

@@ -1,4 +1,5 @@
 import pytest
+
 from dualpipe_jax.schedule import Action, Op, Placement, Schedule
 
 

@@ -1,0 +1,249 @@
+"""The simulator against a slow one written by hand and against the closed forms of the papers."""
+
+import math
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dualpipe_jax.schedule import (
+    ALL_SCHEDULES,
+    CostModel,
+    Op,
+    Placement,
+    dualpipe,
+    dualpipe_v,
+    gpipe,
+    one_f_one_b,
+    parse_grid,
+    simulate,
+    zb_h1,
+)
+
+times = st.floats(0.1, 4.0)
+
+
+@st.composite
+def cost_models(draw, longest_send=0.0):
+    f, i, w = draw(times), draw(times), draw(times)
+    least = max(f, i + w)
+    return CostModel(
+        f, i, w, FB=least + draw(st.floats(0, 1)) * (f + i + w - least), send=draw(st.floats(0, longest_send))
+    )
+
+
+@st.composite
+def schedules(draw):
+    recipe, ranks, more = (
+        draw(st.sampled_from(ALL_SCHEDULES)),
+        draw(st.integers(1, 6)),
+        draw(st.integers(0, 8)),
+    )
+    if recipe is dualpipe:
+        return dualpipe(2 * ranks, 4 * ranks - 2 + 2 * more)
+    return recipe(ranks, more + (2 * ranks - 1 if recipe is dualpipe_v else 1))
+
+
+def slow_ends(schedule, costs):
+    """When each action ends, by relaxing until nothing moves; no worklist, no shared code."""
+    rank_of, depth = schedule.placement.rank_of, schedule.placement.num_model_stages
+    ends = {action: 0.0 for order in schedule.orders for slot in order for action in slot}
+
+    def backward(stage, microbatch):
+        return next(a for op in (Op.B, Op.I) if (a := (stage, op, microbatch)) in ends)
+
+    def needs(stage, op, microbatch):
+        if op is Op.W:
+            return [(stage, Op.I, microbatch)]
+        if op is Op.F:
+            return [(stage - 1, Op.F, microbatch)] if stage % depth else []
+        last = stage % depth == depth - 1
+        return [(stage, Op.F, microbatch)] + ([] if last else [backward(stage + 1, microbatch)])
+
+    cost = {Op.F: costs.F, Op.B: costs.I + costs.W, Op.I: costs.I, Op.W: costs.W}
+    moved = True
+    while moved:
+        moved = False
+        for rank, order in enumerate(schedule.orders):
+            clock = 0.0
+            for slot in order:
+                for action in slot:
+                    for need in needs(*action):
+                        clock = max(clock, ends[need] + costs.send * (rank_of[need[0]] != rank))
+                clock += costs.FB if len(slot) == 2 else cost[slot[0].op]
+                moved |= any(ends[action] != clock for action in slot)
+                ends.update(dict.fromkeys(slot, clock))
+    return ends
+
+
+@settings(max_examples=60, deadline=None)
+@given(schedules(), cost_models(longest_send=2.0))
+def test_equals_relaxation_by_hand(schedule, costs):
+    timeline, expected = simulate(schedule, costs), slow_ends(schedule, costs)
+    for order, ends in zip(schedule.orders, timeline.ends, strict=True):
+        assert [end for slot, end in zip(order, ends, strict=True) for _ in slot] == pytest.approx(
+            [expected[action] for slot in order for action in slot]
+        )
+    assert timeline.makespan == pytest.approx(max(expected.values()))
+
+
+@settings(max_examples=60, deadline=None)
+@given(schedules(), cost_models(longest_send=2.0))
+def test_slots_of_a_rank_follow_each_other_and_idle_is_what_is_left(schedule, costs):
+    timeline = simulate(schedule, costs)
+    for rank, order in enumerate(schedule.orders):
+        starts, ends = timeline.starts[rank], timeline.ends[rank]
+        assert len(starts) == len(ends) == len(order)
+        assert all(end <= start for end, start in zip(ends, starts[1:], strict=False))
+        assert [end - start for start, end in zip(starts, ends, strict=True)] == pytest.approx(
+            [costs.of(slot) for slot in order]
+        )
+        gaps = sum(starts) - sum(ends[:-1]) + timeline.makespan - ends[-1]
+        assert timeline.idle[rank] == pytest.approx(gaps, abs=1e-6)
+        assert timeline.busy[rank] + timeline.idle[rank] == pytest.approx(timeline.makespan)
+
+
+@settings(max_examples=60, deadline=None)
+@given(schedules(), cost_models())
+def test_peaks_equal_a_count_over_time(schedule, costs):
+    timeline = simulate(schedule, costs)
+    for rank, order in enumerate(schedule.orders):
+        when = {}
+        for slot, start, end in zip(order, timeline.starts[rank], timeline.ends[rank], strict=True):
+            when.update({action: (start, end) for action in slot})
+        live, owed, inputs = [], [], []
+        for (stage, op, microbatch), (start, end) in when.items():
+            if op is Op.F:
+                freed = next(when[a][1] for o in "BI" if (a := (stage, o, microbatch)) in when)
+                dropped = next(when[a][1] for o in "BW" if (a := (stage, o, microbatch)) in when)
+                live.append((start, freed))
+                inputs.append((start, dropped))
+            if op is Op.I:
+                owed.append((end, when[stage, Op.W, microbatch][1]))
+
+        def most(spans):
+            tiny = 1e-9
+            return max(
+                (sum(s <= at + tiny and at + tiny < e for s, e in spans) for at, _ in spans), default=0
+            )
+
+        assert timeline.peak_activations[rank] == most(live)
+        assert timeline.peak_weight_stashes[rank] == most(owed)
+        assert timeline.peak_inputs[rank] == most(inputs)
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.integers(2, 8), st.integers(0, 12), cost_models())
+def test_dualpipe_closed_forms(h, more, c):
+    ranks, pairs = 2 * h, 2 * h - 1 + more  # of microbatches; the fewest is 2 * ranks - 2
+    m = 2 * pairs
+    makespan = (
+        (m - h - 2) * c.FB
+        + ranks * c.F
+        + (h + 2) * c.I
+        + 3 * c.W
+        + max(h * c.F, (h - 1) * c.I)
+        + (h - 1) * max(c.I, c.W)
+    )
+    idle = (h - 1) * (c.FB + max(0, c.W - c.I) - 2 * c.W + max(c.F, c.I))
+    idle -= min(c.F, (h - 1) * max(0, c.I - c.F))
+    for schedule in (dualpipe(ranks, m), dualpipe_v(h, pairs)):
+        timeline = simulate(schedule, c)
+        assert timeline.makespan == pytest.approx(makespan)
+        assert max(timeline.idle) == pytest.approx(idle, abs=1e-6)
+        assert max(timeline.peak_activations) == ranks + 1
+        assert min(timeline.peak_activations) == ranks + 1 or more == 0
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(1, 9), st.integers(1, 24), cost_models())
+def test_classic_bubbles_and_activations(ranks, m, c):
+    for recipe in (gpipe, one_f_one_b):
+        assert simulate(recipe(ranks, m), c).idle == pytest.approx(
+            [(ranks - 1) * (c.F + c.B)] * ranks, abs=1e-6
+        )
+    assert simulate(gpipe(ranks, m), c).peak_activations == (m,) * ranks
+    assert simulate(one_f_one_b(ranks, m), c).peak_activations == tuple(
+        min(m, ranks - r) for r in range(ranks)
+    )
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(1, 9), st.integers(0, 12), times, times, st.floats(0, 1))
+def test_zb_h1_bubble(ranks, more, f, i, share):
+    c = CostModel(f, i, W=share * min(f, i))
+    timeline = simulate(zb_h1(ranks, ranks + more), c)
+    assert max(timeline.idle) == pytest.approx((ranks - 1) * (c.F + c.B - 2 * c.W), abs=1e-6)
+    assert max(timeline.peak_activations) == ranks
+    assert timeline.peak_weight_stashes == tuple(min(r + 1, ranks + more) for r in range(ranks))
+
+
+@pytest.mark.parametrize(("ranks", "m"), [(4, 1), (6, 3), (8, 7)])
+def test_zb_h1_with_few_microbatches_still_beats_1f1b(ranks, m):
+    c = CostModel()
+    less, more = simulate(zb_h1(ranks, m), c).makespan, simulate(one_f_one_b(ranks, m), c).makespan
+    assert less < more
+
+
+def test_owed_weights_of_dualpipe():
+    assert simulate(dualpipe(8, 20)).peak_weight_stashes == (1, 2, 3, 4, 4, 3, 2, 1)
+    assert simulate(dualpipe_v(4, 10)).peak_weight_stashes == (1, 2, 3, 4)
+
+
+def test_figures_for_16_ranks_and_64_microbatches():
+    """The table that decides between schedules: F = I = W = 1, PP 16, M 64."""
+    assert simulate(one_f_one_b(16, 64)).makespan == 237
+    assert simulate(zb_h1(16, 64)).makespan == 207
+    assert simulate(dualpipe(16, 64)).makespan == 206
+    assert simulate(dualpipe(16, 64), CostModel(FB=2.25)).makespan == 165.5
+    assert simulate(dualpipe_v(16, 64), CostModel(0.5, 0.5, 0.5)).makespan == 207
+    uneven = simulate(dualpipe(16, 64), CostModel(FB=2)).idle
+    assert (uneven[0], uneven[7]) == (1, 7)
+
+
+def test_sends_delay_the_receiver_and_nobody_else():
+    c = CostModel(send=10)
+    assert simulate(parse_grid("0F0 1F0 1B0 0B0", Placement(((0, 0),))), c).makespan == 6
+    timeline = simulate(gpipe(2, 2), c)
+    assert timeline.starts[0][:2] == (0, 1)
+    assert timeline.starts[1] == (11, 12, 13, 15)
+    assert timeline.starts[0][2:] == (25, 27)
+
+
+def test_defaults_are_all_one():
+    schedule = dualpipe(4, 8)
+    assert simulate(schedule) == simulate(schedule, CostModel(1, 1, 1, 3, 0))
+
+
+def test_costs():
+    assert CostModel(F=1, I=2, W=3).FB == 6
+    assert CostModel(F=1, I=2, W=3, FB=4.5).FB == 4.5
+    assert CostModel(F=1, I=2, W=3).B == 5
+
+
+@pytest.mark.parametrize("wrong", [-1, math.nan, math.inf])
+def test_costs_that_are_no_durations_are_all_named(wrong):
+    with pytest.raises(ValueError, match=f"finite and at least 0, got I={wrong}, FB=.*, send={wrong}"):
+        CostModel(I=wrong, send=wrong, FB=wrong)
+
+
+def test_a_schedule_that_hangs():
+    with pytest.raises(ValueError, match=r"parsed never ends; call validate\(schedule\)"):
+        simulate(parse_grid("0F0 0B0\n1B0 1F0", Placement.linear(2)))
+
+
+def test_many_ranks_and_microbatches():
+    timeline = simulate(dualpipe(64, 1024))
+    assert (timeline.makespan, max(timeline.idle)) == (3072 + 62, 62)
+
+
+def test_longer_costs_never_shorten_the_step():
+    rng = random.Random(0)
+    for _ in range(40):
+        recipe = rng.choice(ALL_SCHEDULES)
+        schedule = recipe(4, rng.choice([8, 10]))
+        f, i, w, more = (rng.uniform(0.1, 2) for _ in range(4))
+        base = simulate(schedule, CostModel(f, i, w, FB=f + i + w)).makespan
+        assert base <= simulate(schedule, CostModel(f + more, i, w, FB=f + i + w)).makespan
+        assert base <= simulate(schedule, CostModel(f, i, w, FB=f + i + w, send=more)).makespan
