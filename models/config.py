@@ -1,0 +1,222 @@
+"""DeepSeek's configurations: frozen numbers, derived from one another."""
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import jax.numpy as jnp
+
+
+@dataclass(frozen=True)
+class Config:
+    """The numbers that make one model; see ``v3`` for the published values.
+
+    Attributes:
+      vocab: rows of the embedding and of the (untied) output projection.
+      dim: width of the residual stream.
+      num_layers: all blocks, the dense ones included.
+      num_dense_layers: the first blocks, with a dense SwiGLU of ``dense_hidden`` in the experts' place.
+      num_heads: attention heads.
+      q_lora_rank: width of the compressed queries; 0 for one plain query projection.
+      kv_lora_rank: width of the compressed keys and values.
+      qk_nope_dim: per head, the part of query and key without position.
+      qk_rope_dim: per head, the rotated part; its key is shared by all heads.
+      v_head_dim: per head, the value.
+      dense_hidden: hidden width of the dense SwiGLU.
+      expert_hidden: hidden width of one expert.
+      num_experts: routed experts of a layer.
+      num_shared_experts: always-on experts, built as one SwiGLU of so many times ``expert_hidden``.
+      top_k: routed experts per token.
+      num_groups: equal groups of experts; 1 for no group limit.
+      top_groups: groups that a token may reach.
+      score: how logits become scores: "sigmoid" (V3) or "softmax" (V2).
+      normalize_top_k: divide a token's chosen scores by their sum.
+      routed_scale: factor on the routed experts' sum.
+      norm_eps: of every RMSNorm.
+      rope_theta: base of the rotation frequencies.
+      yarn_factor: context extension by YaRN; 1 for none (V3 trains so at 4096).
+      yarn_original_seq: sequence length before the extension.
+      yarn_beta_fast: turns in the original length above which a frequency is kept.
+      yarn_beta_slow: turns below which it is divided by the factor.
+      yarn_mscale: attention temperature of YaRN.
+      init_std: of every weight matrix at the start.
+      compute_dtype: of matmuls and activations; parameters, router, softmaxes and loss are float32.
+
+    Raises:
+      ValueError: numbers that do not fit together; all of them are named.
+
+    """
+
+    vocab: int
+    dim: int
+    num_layers: int
+    num_dense_layers: int
+    num_heads: int
+    q_lora_rank: int
+    kv_lora_rank: int
+    qk_nope_dim: int
+    qk_rope_dim: int
+    v_head_dim: int
+    dense_hidden: int
+    expert_hidden: int
+    num_experts: int
+    num_shared_experts: int
+    top_k: int
+    num_groups: int = 1
+    top_groups: int = 1
+    score: Literal["sigmoid", "softmax"] = "sigmoid"
+    normalize_top_k: bool = True
+    routed_scale: float = 1.0
+    norm_eps: float = 1e-6
+    rope_theta: float = 10000.0
+    yarn_factor: float = 1.0
+    yarn_original_seq: int = 4096
+    yarn_beta_fast: float = 32.0
+    yarn_beta_slow: float = 1.0
+    yarn_mscale: float = 1.0
+    init_std: float = 0.006
+    compute_dtype: Any = jnp.float32
+
+    @property
+    def num_moe_layers(self) -> int:
+        """Blocks with experts: those that the pipeline's stages share."""
+        return self.num_layers - self.num_dense_layers
+
+    def __post_init__(self) -> None:
+        wrong = [text for text, bad in self._complaints() if bad]
+        if wrong:
+            raise ValueError("Config: " + "; ".join(wrong) + ".")
+
+    def _complaints(self) -> list[tuple[str, bool]]:
+        groups = max(self.num_groups, 1)
+        reach = self.num_experts // groups * self.top_groups
+        return [
+            (f"num_groups is {self.num_groups}, must be at least 1", self.num_groups < 1),
+            (
+                f"num_experts {self.num_experts} does not divide into num_groups {groups}",
+                self.num_experts % groups != 0,
+            ),
+            (
+                f"top_groups {self.top_groups} must lie between 1 and num_groups {groups}",
+                not 1 <= self.top_groups <= groups,
+            ),
+            (
+                f"top_k {self.top_k} must lie between 1 and the {reach} experts that top_groups leaves",
+                not 1 <= self.top_k <= reach,
+            ),
+            (
+                f"num_dense_layers {self.num_dense_layers} must lie between 0 and "
+                f"num_layers {self.num_layers}",
+                not 0 <= self.num_dense_layers <= self.num_layers,
+            ),
+            (f"qk_rope_dim {self.qk_rope_dim} must be even", self.qk_rope_dim % 2 != 0),
+            (
+                f"score {self.score!r} must be 'sigmoid' or 'softmax'",
+                self.score not in ("sigmoid", "softmax"),
+            ),
+        ]
+
+
+def v3(**changes: Any) -> Config:
+    """DeepSeek-V3, 671.03 billion parameters without the multi-token prediction module."""
+    config = Config(
+        vocab=129280,
+        dim=7168,
+        num_layers=61,
+        num_dense_layers=3,
+        num_heads=128,
+        q_lora_rank=1536,
+        kv_lora_rank=512,
+        qk_nope_dim=128,
+        qk_rope_dim=64,
+        v_head_dim=128,
+        dense_hidden=18432,
+        expert_hidden=2048,
+        num_experts=256,
+        num_shared_experts=1,
+        top_k=8,
+        num_groups=8,
+        top_groups=4,
+        routed_scale=2.5,
+        compute_dtype=jnp.bfloat16,
+    )
+    return dataclasses.replace(config, **changes)
+
+
+def v2(**changes: Any) -> Config:
+    """DeepSeek-V2, 235.7 billion parameters: softmax scores, not normalised."""
+    ours: dict[str, Any] = dict(
+        vocab=102400,
+        dim=5120,
+        num_layers=60,
+        num_dense_layers=1,
+        dense_hidden=12288,
+        expert_hidden=1536,
+        num_experts=160,
+        num_shared_experts=2,
+        top_k=6,
+        top_groups=3,
+        score="softmax",
+        normalize_top_k=False,
+        routed_scale=16.0,
+    )
+    return v3(**(ours | changes))
+
+
+def v2_lite(**changes: Any) -> Config:
+    """DeepSeek-V2-Lite, 15.71 billion parameters: plain queries, no groups."""
+    ours: dict[str, Any] = dict(
+        dim=2048,
+        num_layers=27,
+        num_heads=16,
+        q_lora_rank=0,
+        dense_hidden=10944,
+        expert_hidden=1408,
+        num_experts=64,
+        num_groups=1,
+        top_groups=1,
+        routed_scale=1.0,
+    )
+    return v2(**(ours | changes))
+
+
+def small(**changes: Any) -> Config:
+    """V3 for a CPU: eight expert layers, so that 1, 2, 4 or 8 stages divide them; about 20 million."""
+    ours: dict[str, Any] = dict(
+        vocab=8192,
+        dim=256,
+        num_layers=9,
+        num_dense_layers=1,
+        num_heads=8,
+        q_lora_rank=128,
+        kv_lora_rank=64,
+        qk_nope_dim=32,
+        qk_rope_dim=16,
+        v_head_dim=32,
+        dense_hidden=688,
+        expert_hidden=128,
+        num_experts=16,
+        top_k=4,
+        num_groups=4,
+        top_groups=2,
+        init_std=0.02,
+        compute_dtype=jnp.float32,
+    )
+    return v3(**(ours | changes))
+
+
+def tiny(**changes: Any) -> Config:
+    """V3 for unit tests, over bytes by default (``vocab=256``); eight expert layers."""
+    ours: dict[str, Any] = dict(
+        vocab=256,
+        dim=64,
+        num_heads=4,
+        q_lora_rank=32,
+        kv_lora_rank=16,
+        qk_nope_dim=16,
+        qk_rope_dim=8,
+        v_head_dim=16,
+        dense_hidden=128,
+        expert_hidden=32,
+    )
+    return small(**(ours | changes))

@@ -1,0 +1,211 @@
+"""From modules to the plain functions that a pipeline runs.
+
+A pipeline wants three functions of (params, x) and parameters in one tree,
+``{"embed": ..., "stages": ..., "head": ...}``, every leaf of "stages" with a leading stage dim. Bring
+modules of Flax nnx or linen and get both::
+
+    functions, init = from_nnx(
+        embed=lambda rngs: Embed(vocab, dim, rngs=rngs),
+        stage=lambda rngs: Layers(dim, rngs=rngs),
+        head=lambda rngs: Head(dim, vocab, rngs=rngs),
+        num_stages=4,
+        loss=cross_entropy,
+    )
+    params = init(jax.random.key(0))           # or jax.eval_shape(init, key): allocates nothing
+    model = PipelineModel(*functions)
+
+Modules are stateless here: what a layer must remember (batch statistics, a random key, routing biases) comes
+in as a parameter or input, and leaves as an output.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import linen, nnx
+from jax import Array, lax
+
+Tree = Any
+"""A pytree of arrays."""
+
+
+class Functions(NamedTuple):
+    """The three functions, in the order that a pipeline model's fields have.
+
+    Attributes:
+      embed: ``embed(params["embed"], inputs) -> x``.
+      stage: ``stage(one stage of params["stages"], x) -> x`` or ``(x, aux)``.
+      head_loss: ``head_loss(params["head"], x, targets) -> scalar``.
+
+    """
+
+    embed: Callable[..., Tree]
+    stage: Callable[..., Any]
+    head_loss: Callable[..., Tree]
+
+
+class Pure(NamedTuple):
+    """A module as two functions: ``init(key) -> params`` and ``apply(params, *args)``."""
+
+    init: Callable[[Array], Tree]
+    apply: Callable[..., Any]
+
+
+def pure_nnx(create: Callable[[nnx.Rngs], nnx.Module]) -> Pure:
+    """Split a module, once, into a function and its parameters.
+
+    Args:
+      create: makes the module; it is called under ``jax.eval_shape`` here, and again by ``init``.
+
+    Returns:
+      ``init``, whose params are a nested dict named like the module's attributes, and ``apply``, which calls
+      the module with them.
+
+    Raises:
+      ValueError: the module holds variables that are not ``nnx.Param``.
+
+    """
+    graphs = []
+
+    def init(key: Array) -> Tree:
+        graph, params, rest = nnx.split(create(nnx.Rngs(key)), nnx.Param, ...)
+        extra = [f"{'.'.join(map(str, path))}: {type(var).__name__}" for path, var in nnx.to_flat_state(rest)]
+        if extra:
+            raise ValueError(
+                "pure_nnx: only nnx.Param can be a parameter, but the module also holds "
+                f"{', '.join(extra)}. Pass such values in as inputs, and out as outputs."
+            )
+        graphs.append(graph)
+        return nnx.to_pure_dict(params)
+
+    jax.eval_shape(init, jax.random.key(0))
+    graph = graphs[0]
+
+    def apply(params: Tree, *args: Any) -> Any:
+        return nnx.merge(graph, params)(*args)
+
+    return Pure(lambda key: init(key), apply)
+
+
+def from_nnx(
+    embed: Callable[[nnx.Rngs], nnx.Module],
+    stage: Callable[[nnx.Rngs], nnx.Module],
+    head: Callable[[nnx.Rngs], nnx.Module],
+    num_stages: int,
+    loss: Callable[[Any, Any], Array] | None = None,
+) -> tuple[Functions, Callable[[Array], Tree]]:
+    """Turn three nnx modules into a pipeline's functions and its parameters' initialiser.
+
+    Args:
+      embed: makes the module called as ``embed(inputs) -> x``.
+      stage: makes the module called as ``stage(x) -> x`` or ``(x, aux)``; x keeps shape and dtype.
+      head: makes the module called as ``head(x, targets) -> loss``, or ``head(x)`` if ``loss`` is given.
+      num_stages: how many stages ``init`` makes, each from its own key.
+      loss: ``loss(head's output, targets) -> scalar``.
+
+    Returns:
+      ``(functions, init)``; ``init(key)`` returns params, ``init`` may be traced.
+
+    """
+    return _assemble(pure_nnx(embed), pure_nnx(stage), pure_nnx(head), num_stages, loss)
+
+
+def from_linen(
+    embed: linen.Module,
+    stage: linen.Module,
+    head: linen.Module,
+    num_stages: int,
+    inputs: Tree,
+    targets: Tree,
+    loss: Callable[[Any, Any], Array] | None = None,
+) -> tuple[Functions, Callable[[Array], Tree]]:
+    """Turn three linen modules into a pipeline's functions and its parameters' initialiser.
+
+    Args:
+      embed: called as ``embed(inputs) -> x``.
+      stage: called as ``stage(x) -> x`` or ``(x, aux)``; x keeps shape and dtype.
+      head: called as ``head(x, targets) -> loss``, or ``head(x)`` if ``loss`` is given.
+      num_stages: how many stages ``init`` makes, each from its own key.
+      inputs: one microbatch's inputs, or their ``jax.ShapeDtypeStruct``; only shapes and dtypes matter.
+      targets: the same for targets.
+      loss: ``loss(head's output, targets) -> scalar``.
+
+    Returns:
+      ``(functions, init)``; ``init(key)`` returns params, ``init`` may be traced.
+
+    Raises:
+      ValueError: (from ``init``) a module has collections other than "params".
+
+    """
+    pure_embed = _pure_linen(embed, inputs)
+    key = jax.random.key(0)
+    x = jax.eval_shape(lambda key, inputs: pure_embed.apply(pure_embed.init(key), inputs), key, inputs)
+    pure_head = _pure_linen(head, x, targets) if loss is None else _pure_linen(head, x)
+    return _assemble(pure_embed, _pure_linen(stage, x), pure_head, num_stages, loss)
+
+
+def model_loss(functions: Functions, params: Tree, inputs: Tree, targets: Tree) -> tuple[Array, Tree]:
+    """Run the whole model on one device, stage after stage, with no pipeline.
+
+    Returns:
+      The loss, and the stages' auxiliary outputs summed (None if there are none).
+
+    """
+    x = functions.embed(params["embed"], inputs)
+    total = None
+    for stage_params in unstack(params["stages"]):
+        out = functions.stage(stage_params, x)
+        x, aux = out if isinstance(out, tuple) else (out, None)
+        total = aux if total is None else jax.tree.map(jnp.add, total, aux)
+    return functions.head_loss(params["head"], x, targets), total
+
+
+def unstack(tree: Tree) -> list[Tree]:
+    """Take a tree apart along its leaves' leading dim. (The transpose is one concatenation per leaf.)"""
+    leaves, treedef = jax.tree.flatten(tree)
+    split = [lax.split(leaf, (1,) * leaf.shape[0]) for leaf in leaves]
+    rows = zip(*([part.reshape(part.shape[1:]) for part in parts] for parts in split), strict=True)
+    return [treedef.unflatten(row) for row in rows]
+
+
+def num_params(params: Tree) -> int:
+    """Count floating-point parameters, of arrays or of the shapes that ``jax.eval_shape`` returns."""
+    leaves = jax.tree.leaves(params)
+    return sum(leaf.size for leaf in leaves if jnp.issubdtype(leaf.dtype, jnp.floating))
+
+
+def _pure_linen(module: linen.Module, *examples: Tree) -> Pure:
+    examples = jax.tree.map(lambda a: jax.ShapeDtypeStruct(jnp.shape(a), jnp.result_type(a)), examples)
+
+    def init(key: Array) -> Tree:
+        variables = module.init(key, *jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), examples))
+        extra = sorted(set(variables) - {"params"})
+        if extra:
+            raise ValueError(
+                f"from_linen: {type(module).__name__} has collections {extra} beside 'params'. Pass such "
+                "values in as inputs, and out as outputs."
+            )
+        return variables.get("params", {})
+
+    return Pure(init, lambda params, *args: module.apply({"params": params}, *args))
+
+
+def _assemble(
+    embed: Pure, stage: Pure, head: Pure, num_stages: int, loss: Callable[[Any, Any], Array] | None
+) -> tuple[Functions, Callable[[Array], Tree]]:
+    if num_stages < 1:
+        raise ValueError(f"num_stages must be at least 1, got {num_stages}.")
+
+    def head_loss(params: Tree, x: Tree, targets: Tree) -> Array:
+        return head.apply(params, x, targets) if loss is None else loss(head.apply(params, x), targets)
+
+    def init(key: Array) -> Tree:
+        embed_key, stage_key, head_key = jax.random.split(key, 3)
+        return {
+            "embed": embed.init(embed_key),
+            "stages": jax.vmap(stage.init)(jax.random.split(stage_key, num_stages)),
+            "head": head.init(head_key),
+        }
+
+    return Functions(embed.apply, stage.apply, head_loss), init

@@ -1,0 +1,192 @@
+"""Mixture of experts as DeepSeek builds it: the router, the experts, and the bias that balances them.
+
+The bias that steers selection is an input of the layer and the counts are an output: nothing is remembered,
+so rematerialisation cannot count twice. The sequence-wise balance loss is left out.
+
+Shape suffixes: B batch, S sequence, T = B * S tokens, D model dim, E experts, K experts per token, G groups,
+M experts of a group, F hidden width of an expert.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import Array
+from jax.ad_checkpoint import checkpoint_name
+
+from dualpipe_jax import parallel
+from models.attention import linear
+from models.config import Config
+
+
+@dataclass(frozen=True)
+class Dispatch:
+    """How tokens travel to experts.
+
+    Attributes:
+      method: "capacity" gives each expert equally many rows, one batched matmul; "dropless" groups of the
+        sizes they come in.
+      factor: room, in multiples of an even load, beyond which assignments are dropped: per expert and source
+        device for "capacity", per pair of devices for "dropless". None drops nothing; for "capacity" that
+        means room for every token at every expert, E / K times the work.
+      axis_name: the mesh axis the experts lie on; None if each device holds them all.
+
+    """
+
+    method: Literal["capacity", "dropless"] = "dropless"
+    factor: float | None = None
+    axis_name: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.method not in ("capacity", "dropless"):
+            raise ValueError(f"Dispatch: method is {self.method!r}, must be 'capacity' or 'dropless'.")
+        if self.factor is not None and self.factor <= 0:
+            raise ValueError(f"Dispatch: factor must be positive or None, got {self.factor}.")
+
+    def plan(self, topk_TK: Array, num_experts: int) -> parallel.Handle:
+        """Plan one layer's dispatch."""
+        if self.method == "dropless":
+            return parallel.plan_dropless(topk_TK, num_experts, self.axis_name, self.factor)
+        T, K = topk_TK.shape
+        capacity = None if self.factor is None else parallel.capacity_for(T, K, num_experts, self.factor)
+        return parallel.plan_capacity(topk_TK, num_experts, capacity, self.axis_name)
+
+
+def route(logits_TE: Array, bias_E: Array, config: Config) -> tuple[Array, Array]:
+    """Choose each token's experts and weigh them (DeepSeek-V3, section 2.1.2).
+
+    The bias takes part in the choice only. Of ``num_groups`` equal groups a token keeps the best
+    ``top_groups``, judged by the sum of a group's two best biased scores (sigmoid) or its best (softmax);
+    experts elsewhere are masked with -inf, which is below any negative bias. Equal scores: the lower index.
+
+    Args:
+      logits_TE: float32.
+      bias_E: float32.
+      config: the model.
+
+    Returns:
+      int32 [T, K] experts, best first, and float32 [T, K] weights: the unbiased scores of the chosen,
+      normalised if the config says so, times ``routed_scale``. Gradients flow through the weights.
+
+    """
+    score = jax.nn.sigmoid if config.score == "sigmoid" else jax.nn.softmax
+    scores_TE = score(logits_TE)
+    choice_TE = jax.lax.stop_gradient(scores_TE + bias_E)
+    if config.top_groups < config.num_groups:
+        choice_TE = _mask_groups(choice_TE, config)
+    _, topk_TK = jax.lax.top_k(choice_TE, config.top_k)
+    # Compare and sum: the backward of a gather here would be a scatter.
+    chosen_TKE = topk_TK[..., None] == jnp.arange(config.num_experts, dtype=topk_TK.dtype)
+    weights_TK = jnp.sum(jnp.where(chosen_TKE, scores_TE[:, None], 0), axis=-1)
+    if config.normalize_top_k:
+        weights_TK = weights_TK / (jnp.sum(weights_TK, axis=-1, keepdims=True) + 1e-20)
+    return topk_TK, weights_TK * config.routed_scale
+
+
+def _mask_groups(choice_TE: Array, config: Config) -> Array:
+    T, E = choice_TE.shape
+    groups = config.num_groups
+    choice_TGM = choice_TE.reshape(T, groups, E // groups)
+    best = min(2, E // groups) if config.score == "sigmoid" else 1
+    group_TG = jnp.sum(jax.lax.top_k(choice_TGM, best)[0], axis=-1)
+    _, kept = jax.lax.top_k(group_TG, config.top_groups)
+    keep_TG = jnp.any(kept[..., None] == jnp.arange(groups, dtype=kept.dtype), axis=1)
+    return jnp.where(keep_TG[..., None], choice_TGM, -jnp.inf).reshape(T, E)
+
+
+def update_bias(bias: Array, counts: Array, rate: float | Array, *, center: bool = False) -> Array:
+    """Move the selection bias against the load: up by ``rate`` below the mean, down above it.
+
+    Call it once per optimizer step, outside the optimizer, with counts summed over everything that step
+    trained on (Wang et al. 2024, "Auxiliary-loss-free load balancing").
+
+    Args:
+      bias: float32 [..., E].
+      counts: integer [..., E], whose sum over E fits its dtype: floating counts round, and signs flip.
+      rate: the step; 0.001 for V3.
+      center: subtract the mean of the steps, so that the bias does not drift. Routing is the same.
+
+    Returns:
+      The new bias.
+
+    Raises:
+      TypeError: counts are not integers.
+
+    """
+    if not jnp.issubdtype(counts.dtype, jnp.integer):
+        raise TypeError(f"update_bias: counts must be integers, got {counts.dtype}.")
+    # sign(mean - count) in integers: count * E could overflow.
+    total, experts = jnp.sum(counts, axis=-1, keepdims=True, dtype=counts.dtype), counts.shape[-1]
+    below, above = counts < -(-total // experts), counts > total // experts
+    step = (below.astype(bias.dtype) - above.astype(bias.dtype)) * jnp.asarray(rate, bias.dtype)
+    if center:
+        step = step - jnp.mean(step, axis=-1, keepdims=True)
+    return bias + step
+
+
+class SwiGLU(nnx.Module):
+    """The dense feed-forward: down(silu(gate(x)) * up(x))."""
+
+    def __init__(self, config: Config, hidden: int, rngs: nnx.Rngs):
+        self.gate_proj = linear(config, config.dim, hidden, rngs)
+        self.up_proj = linear(config, config.dim, hidden, rngs)
+        self.down_proj = linear(config, hidden, config.dim, rngs)
+
+    def __call__(self, x: Array) -> Array:
+        """Apply to the last dim."""
+        return self.down_proj(jax.nn.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class Experts(nnx.Module):
+    """The routed experts' matrices, stacked on their first dim, which ``axis_name`` may shard."""
+
+    def __init__(self, config: Config, rngs: nnx.Rngs):
+        experts, dim, hidden = config.num_experts, config.dim, config.expert_hidden
+        init = jax.nn.initializers.normal(config.init_std)
+        self.gate_proj = nnx.Param(init(rngs.params(), (experts, dim, hidden), jnp.float32))
+        self.up_proj = nnx.Param(init(rngs.params(), (experts, dim, hidden), jnp.float32))
+        self.down_proj = nnx.Param(init(rngs.params(), (experts, hidden, dim), jnp.float32))
+
+    def __call__(self, rows: Array, handle: parallel.Handle) -> Array:
+        """Apply each row's expert; rows as ``parallel.dispatch`` returns them."""
+        gate, up, down = (w[...].astype(rows.dtype) for w in (self.gate_proj, self.up_proj, self.down_proj))
+        hidden = parallel.expert_matmul(rows, gate, handle)
+        hidden = jax.nn.silu(hidden) * parallel.expert_matmul(rows, up, handle)
+        return parallel.expert_matmul(hidden, down, handle)
+
+
+class MoE(nnx.Module):
+    """Routed experts, each token's weighted sum of a few, plus the shared expert, for every token."""
+
+    def __init__(self, config: Config, dispatch: Dispatch, rngs: nnx.Rngs):
+        self.config = config
+        self.dispatch = dispatch
+        init = jax.nn.initializers.normal(config.init_std)
+        self.gate = nnx.Param(init(rngs.params(), (config.dim, config.num_experts), jnp.float32))
+        self.experts = Experts(config, rngs)
+        if config.num_shared_experts:
+            self.shared_experts = SwiGLU(config, config.num_shared_experts * config.expert_hidden, rngs)
+
+    def __call__(self, x_BSD: Array, bias_E: Array) -> tuple[Array, Array, Array]:
+        """Apply the layer to this device's tokens.
+
+        ``jax.checkpoint`` policies may refer to the names "dispatched" and "combined": saving the first
+        spares the recomputation its all_to_all.
+
+        Returns:
+          x's like; int32 [E], how many of this device's tokens chose each expert; int32 [], how many of
+          those choices were dropped.
+
+        """
+        x_TD = x_BSD.reshape(-1, x_BSD.shape[-1])
+        logits_TE = jnp.einsum("td,de->te", x_TD.astype(jnp.float32), self.gate[...])
+        topk_TK, weights_TK = route(logits_TE, bias_E, self.config)
+        handle = self.dispatch.plan(topk_TK, self.config.num_experts)
+        rows = checkpoint_name(parallel.dispatch(x_TD, handle), "dispatched")
+        y_TD = parallel.combine(self.experts(rows, handle), weights_TK, handle)
+        y_BSD = checkpoint_name(y_TD, "combined").reshape(x_BSD.shape)
+        if self.config.num_shared_experts:
+            y_BSD = y_BSD + self.shared_experts(x_BSD)
+        return y_BSD, parallel.count(topk_TK, self.config.num_experts), handle.dropped
