@@ -1,10 +1,8 @@
-"""Everything that touches the inside of a jaxpr, for jax 0.10 to 0.12: reading one, and running it again.
+"""Reads jaxprs into programs, for jax 0.10 to 0.12. This module and jaxprs_run are all that knows their inside.
 
-``trace_backward`` traces a function together with its ``jax.vjp`` into one graph; ``evaluate`` binds the
-equations of a program once more, under whatever trace the caller is in.
+``trace_backward`` traces a function together with its ``jax.vjp`` into one graph.
 """
 
-import contextlib
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -35,11 +33,9 @@ from dualpipe_jax.engine.split_graph import (
 WEIGHT_PART = "dualpipe_weight_part"
 """A jitted function of this name is a part of a weight gradient: the split never moves it into I."""
 
-_INLINED = frozenset(
-    "pjit jit closed_call core_call remat2 checkpoint remat custom_jvp_call custom_vjp_call "
-    "custom_vjp_call_jaxpr".split()
-)
 _REMAT = frozenset({"remat2", "checkpoint", "remat"})
+_CUSTOM = frozenset({"custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr"})
+_INLINED = _REMAT | _CUSTOM | {"pjit", "jit", "closed_call", "core_call"}
 
 # Stands between forward and backward in a joint trace: reads y, gives the cotangents.
 _cotangents_p = jex.Primitive("dualpipe_cotangents")
@@ -75,7 +71,7 @@ def trace_backward(function: Callable[..., Any], params: Any, x: Any, has_aux: b
     box: dict[str, Any] = {}
 
     def joint(params: Any, x: Any) -> tuple[Any, ...]:
-        y, pull, *aux = jax.vjp(function, params, x, has_aux=has_aux)
+        y, pull, *aux = jax.vjp(function, params, x, has_aux=has_aux)  # type: ignore[call-overload]
         y_leaves, box["y_tree"] = jax.tree.flatten(y)
         aux_leaves, box["aux_tree"] = jax.tree.flatten(aux[0] if has_aux else None)
         y_leaves, aux_leaves = [jnp.asarray(v) for v in y_leaves], [jnp.asarray(v) for v in aux_leaves]
@@ -237,10 +233,13 @@ class _Reader:
         return Cond(inputs[0], tuple(inputs[1:]), tuple(branches), outer, scope)
 
 
-def _value(aval: Any) -> Value:
+def _varying(aval: Any) -> frozenset[str]:
     manual = getattr(aval, "manual_axis_type", None)
-    varying = manual.varying if manual is not None else getattr(aval, "vma", frozenset())
-    return Value(getattr(aval, "shape", ()), getattr(aval, "dtype", None), frozenset(varying))
+    return frozenset(manual.varying if manual is not None else getattr(aval, "vma", ()))
+
+
+def _value(aval: Any) -> Value:
+    return Value(getattr(aval, "shape", ()), getattr(aval, "dtype", None), _varying(aval))
 
 
 def _open(jaxpr: Any) -> tuple[Any, Sequence[Any]]:
@@ -318,82 +317,9 @@ def _ragged_flops(eqn: Any, lhs: Sequence[int], out: Sequence[int]) -> int:
     numbers = eqn.params.get("ragged_dot_dimension_numbers")
     if numbers is None:
         return 2 * math.prod(lhs) * out[-1]
-    (contracted, _), (batch, _) = numbers.dot_dimension_numbers
+    (contracted, _), _ = numbers.dot_dimension_numbers
     ragged = numbers.lhs_ragged_dimensions[0]
     inner = math.prod(lhs[dim] for dim in contracted)
     if ragged in contracted:  # out has a leading dim of groups, each fed by a part of the ragged dim
         return 2 * math.prod(out[1:]) * inner
     return 2 * math.prod(out) * inner
-
-
-def evaluate(program: Program, arguments: Sequence[Any]) -> list[Any]:
-    """Runs a program on arrays or tracers; an argument nobody reads may be None."""
-    known = dict(zip(program.inputs, arguments, strict=True))
-    _run(program.equations, known)
-    return [_array(known, atom) for atom in program.outputs]
-
-
-def _run(nodes: Sequence[Node], known: dict[Value, Any]) -> None:
-    for node in nodes:
-        with jax.named_scope(node.scope) if node.scope else contextlib.nullcontext():
-            if isinstance(node, Scan):
-                outputs = _run_scan(node, known)
-            elif isinstance(node, Cond):
-                outputs = _run_cond(node, known)
-            else:
-                outputs = _bind(node, known)
-        known.update(zip(node.outputs, outputs, strict=True))
-
-
-def _bind(equation: Equation, known: dict[Value, Any]) -> Sequence[Any]:
-    inputs = [known[a] if isinstance(a, Value) else _operand(a) for a in equation.inputs]
-    bound = equation.primitive.get_bind_params(equation.params)
-    functions, params = bound if isinstance(bound, tuple) else ((), bound)
-    with equation.context.manager if equation.context is not None else contextlib.nullcontext():
-        outputs = equation.primitive.bind(*functions, *inputs, **params)
-    return outputs if equation.primitive.multiple_results else [outputs]
-
-
-def _run_scan(scan: Scan, known: dict[Value, Any]) -> Sequence[Any]:
-    consts = {b.inner: _array(known, b.outer) for b in scan.consts}
-
-    def body(carry: tuple[Any, ...], xs: tuple[Any, ...]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-        inner = dict(consts)
-        inner.update(zip((c.inner for c in scan.carry), carry, strict=True))
-        inner.update(zip((b.inner for b in scan.xs), xs, strict=True))
-        _run(scan.equations, inner)
-        updates = tuple(_array(inner, c.update) for c in scan.carry)
-        return updates, tuple(_array(inner, y.inner) for y in scan.ys)
-
-    start = tuple(_array(known, c.start) for c in scan.carry)
-    xs = tuple(_array(known, b.outer) for b in scan.xs)
-    carry, ys = lax.scan(body, start, xs, length=scan.length, reverse=scan.reverse, unroll=scan.unroll)
-    return (*carry, *ys)
-
-
-def _run_cond(cond: Cond, known: dict[Value, Any]) -> Sequence[Any]:
-    def branch_function(branch: Program) -> Callable[..., list[Any]]:
-        return lambda *operands: evaluate(branch, operands)
-
-    operands = [_array(known, atom) for atom in cond.operands]
-    return lax.switch(_array(known, cond.index), [branch_function(b) for b in cond.branches], *operands)
-
-
-def _operand(constant: Constant) -> Any:
-    """A constant as a primitive takes it: a literal as it stands in the jaxpr."""
-    return _full(constant) if np.shape(constant.value) != constant.kind.shape else constant.value
-
-
-def _array(known: dict[Value, Any], atom: Atom) -> Any:
-    """A value, or a constant as an array of its own dtype."""
-    if isinstance(atom, Value):
-        return known[atom]
-    return atom.value if isinstance(atom.value, jax.Array) else _full(atom)
-
-
-def _full(constant: Constant) -> Any:
-    kind = constant.kind
-    if np.ndim(constant.value):
-        return jnp.asarray(constant.value, kind.dtype)
-    filled = lax.full(kind.shape, constant.value, kind.dtype)
-    return lax.pcast(filled, tuple(kind.varying), to="varying") if kind.varying else filled

@@ -1,9 +1,9 @@
 """Forward, backward for the input, and backward for the weights, of any function, from its jaxpr.
 
-``jax.vjp`` of a stage gives dx and dparams at once. A pipeline schedule wants dx first: the neighbour waits for
-it, while the weight gradient may fill an idle tick later. Both come out of one graph, so the split is a cut of
-that graph: what dx needs is ``backward_input`` (I), what is left is ``backward_weight`` (W), and the values that
-pass from I to W are the stash.
+``jax.vjp`` of a stage gives dx and dparams at once. A pipeline schedule wants dx first: the neighbour waits
+for it, while the weight gradient may fill an idle tick later. Both come out of one graph, so the split is a
+cut of that graph: what dx needs is ``backward_input`` (I), what is left is ``backward_weight`` (W), and the
+values that pass from I to W are the stash.
 """
 
 import math
@@ -15,22 +15,21 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 import jax
 import numpy as np
 
-from dualpipe_jax.engine import jaxprs
+from dualpipe_jax.engine.jaxprs import JointTrace, trace_backward
+from dualpipe_jax.engine.jaxprs_run import evaluate
 from dualpipe_jax.engine.split_crossing import choose_crossing, stay
 from dualpipe_jax.engine.split_graph import (
     Atom,
-    Equation,
     Node,
     Program,
     Value,
     count_flops,
     count_primitives,
-    derived,
     is_cheap,
-    prune,
     values,
 )
 from dualpipe_jax.engine.split_recursion import relink, split_equations
+from dualpipe_jax.engine.split_slices import derived, prune
 
 Tree: TypeAlias = Any
 Arrays: TypeAlias = list[Any]
@@ -73,8 +72,9 @@ class SplitPlan:
 
     def forward(self, params: Tree, x: Tree) -> tuple[Tree, Tree, Arrays, Arrays]:
         """Gives ``(y, aux, residuals_i, residuals_w)``."""
-        outputs = jaxprs.evaluate(self._programs.forward, [*self._params.leaves(params), *self._x.leaves(x)])
-        y, aux = jax.tree.structure(self.y), jax.tree.structure(self.aux)
+        outputs = evaluate(self._programs.forward, [*self._params.leaves(params), *self._x.leaves(x)])
+        y: Any = jax.tree.structure(self.y)
+        aux: Any = jax.tree.structure(self.aux)
         kept_i, kept_w = len(self.residuals_i), len(self.residuals_w)
         parts = _cut(outputs, y.num_leaves, aux.num_leaves, kept_i, kept_w)
         return y.unflatten(parts[0]), aux.unflatten(parts[1]), parts[2], parts[3]
@@ -84,22 +84,20 @@ class SplitPlan:
     ) -> tuple[Tree, Arrays]:
         """Gives ``(dx, stash)``; x may be None if ``keep_input`` is "F"."""
         arguments = [*self._given(params, x, "I"), *residuals_i, *residuals_w, *self._cotangents(dy)]
-        dx, stash = _cut(
-            jaxprs.evaluate(self._programs.input, arguments), self._x.num_gradients, len(self.stash)
-        )
+        dx, stash = _cut(evaluate(self._programs.input, arguments), self._x.num_gradients, len(self.stash))
         return self._x.gradients(dx), stash
 
     def backward_weight(self, params: Tree, x: Tree, residuals_w: Arrays, stash: Arrays) -> Tree:
         """Gives dparams; x may be None unless ``keep_input`` is "W"."""
         arguments = [*self._given(params, x, "W"), *residuals_w, *stash]
-        return self._params.gradients(jaxprs.evaluate(self._programs.weight, arguments))
+        return self._params.gradients(evaluate(self._programs.weight, arguments))
 
     def backward(
         self, params: Tree, x: Tree, residuals_i: Arrays, residuals_w: Arrays, dy: Tree
     ) -> tuple[Tree, Tree]:
         """Gives ``(dparams, dx)``, as ``jax.vjp`` orders them."""
         arguments = [*self._given(params, x, "I"), *residuals_i, *residuals_w, *self._cotangents(dy)]
-        outputs = jaxprs.evaluate(self._programs.backward, arguments)
+        outputs = evaluate(self._programs.backward, arguments)
         dparams, dx = _cut(outputs, self._params.num_gradients, self._x.num_gradients)
         return self._params.gradients(dparams), self._x.gradients(dx)
 
@@ -180,7 +178,7 @@ class SplitFunction:
         leaves, tree = jax.tree.flatten((params, x))
         key = tree, tuple(map(_type_key, leaves)), jax.sharding.get_abstract_mesh(), _settings()
         if key not in self._plans:
-            joint = jaxprs.trace_backward(self._function, params, x, self._has_aux)
+            joint = trace_backward(self._function, params, x, self._has_aux)
             plan = _plan(joint, params, x)
             if joint.holds_tracers:  # captured from the caller's trace: no use to anyone else
                 return plan
@@ -194,7 +192,8 @@ class SplitFunction:
 
     def backward_input(self, params: Tree, x: Tree, residuals: Any, dy: Tree) -> tuple[Tree, Arrays]:
         """Gives ``(dx, stash)``."""
-        return self.trace(params, x).backward_input(params, x, *residuals, dy)
+        residuals_i, residuals_w = residuals
+        return self.trace(params, x).backward_input(params, x, residuals_i, residuals_w, dy)
 
     def backward_weight(self, params: Tree, x: Tree, residuals: Any, stash: Arrays) -> Tree:
         """Gives dparams."""
@@ -202,15 +201,16 @@ class SplitFunction:
 
     def backward(self, params: Tree, x: Tree, residuals: Any, dy: Tree) -> tuple[Tree, Tree]:
         """Gives ``(dparams, dx)``: I and W at once."""
-        return self.trace(params, x).backward(params, x, *residuals, dy)
+        residuals_i, residuals_w = residuals
+        return self.trace(params, x).backward(params, x, residuals_i, residuals_w, dy)
 
 
 def split_backward(function: Callable[[Tree, Tree], Any], has_aux: bool = False) -> SplitFunction:
     """Splits the backward of ``function(params, x) -> y`` in two, with no change to the function.
 
-    ``dx`` comes from ``backward_input`` alone. ``backward_weight`` holds no collective and recomputes nothing of
-    the dx chain; together they spend the matmul FLOPs of the fused backward. A weight gradient that needs a
-    collective (of an all-gathered or replicated parameter) is computed in ``backward_input`` as far as the
+    ``dx`` comes from ``backward_input`` alone. ``backward_weight`` holds no collective and recomputes nothing
+    of the dx chain; together they spend the matmul FLOPs of the fused backward. A weight gradient that needs
+    a collective (of an all-gathered or replicated parameter) is computed in ``backward_input`` as far as the
     collective. What ``jax.checkpoint`` recomputes for dx is stashed where the weights need it too.
 
     The forward never keeps parameters, what derives from parameters alone, constants, or x a second time.
@@ -241,18 +241,18 @@ def _type_key(leaf: Any) -> Any:
 
 def _settings() -> tuple[Any, ...]:
     """What changes a trace besides its arguments."""
-    config = jax.config
-    return config.jax_enable_x64, config.jax_default_matmul_precision, config.jax_numpy_dtype_promotion
+    names = "jax_enable_x64", "jax_default_matmul_precision", "jax_numpy_dtype_promotion"
+    return tuple(getattr(jax.config, name) for name in names)
 
 
-def _plan(joint: jaxprs.JointTrace, params: Tree, x: Tree) -> SplitPlan:
+def _plan(joint: JointTrace, params: Tree, x: Tree) -> SplitPlan:
     """From the joint graph: what the forward keeps, then what I hands to W."""
     dparams = [g for g in joint.dparams if g is not None]
     dx = [g for g in joint.dx if g is not None]
     dy = [v for v in joint.dy if v is not None]
     wanted = [*dparams, *dx]
     forward, backward = relink(joint.forward, joint.backward, set(joint.params))
-    backward = prune(backward, wanted, _has_effect)[0]
+    backward = prune(backward, wanted)[0]
     kept = choose_crossing(
         forward, backward, wanted, free=derived(forward, joint.params), late_inputs=set(dy), movable=stay
     )
@@ -289,14 +289,10 @@ def _plan(joint: jaxprs.JointTrace, params: Tree, x: Tree) -> SplitPlan:
 
 
 def _program(inputs: Sequence[Value], nodes: Sequence[Node], outputs: Sequence[Atom]) -> Program:
-    equations, needed = prune(nodes, outputs, _has_effect)
+    equations, needed = prune(nodes, outputs)
     missing = needed.difference(inputs)
     assert not missing, f"split: {len(missing)} values are read but never made"
     return Program(tuple(inputs), equations, tuple(outputs))
-
-
-def _has_effect(equation: Equation) -> bool:
-    return equation.effectful
 
 
 def _has(gradients: Iterable[Atom | None]) -> list[bool]:

@@ -8,7 +8,8 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 from dualpipe_jax.engine.mincut import FlowGraph
-from dualpipe_jax.engine.split_graph import Atom, Node, Value, definitions, is_view, prune, values
+from dualpipe_jax.engine.split_graph import Atom, Node, Value, definitions, is_view, values
+from dualpipe_jax.engine.split_slices import prune
 
 _EARLY, _LATE = "early", "late"
 
@@ -28,7 +29,7 @@ def nbytes(value: Value) -> int:
 
 
 def stay(node: Node) -> bool:
-    """Move nothing."""
+    """Neither move nor keep."""
     del node
     return False
 
@@ -60,9 +61,8 @@ def choose_crossing(
     crossing = [v for v in _in_order(early, late, side) if (v, "read") not in side]
     moved |= _makers(late, values(v for node in moved for v in node.inputs), have=())
     early = (*early, *(node for node in late if node in moved))
-    repeated = _repeat(early, kept, wanted, crossing)
-    kept = list(prune((*repeated, *kept), wanted)[0])
-    return Crossing(tuple(crossing), tuple(early), tuple(kept))
+    repeated, _ = prune(_repeat(early, kept, wanted, crossing), prune(kept, wanted)[1], keep=stay)
+    return Crossing(tuple(crossing), early, (*repeated, *kept))
 
 
 def _in_order(early: Sequence[Node], late: Sequence[Node], side: Collection[object]) -> list[Value]:

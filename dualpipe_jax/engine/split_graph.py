@@ -6,8 +6,8 @@ value may be computed by two programs (that is what recomputing means here).
 
 import math
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias
 
 
@@ -42,7 +42,7 @@ class Value:
 
 @dataclass(frozen=True, eq=False)
 class Constant:
-    """A literal or a captured array; a scalar ``value`` of a larger ``kind`` stands for an array full of it."""
+    """A literal or a captured array; a scalar ``value`` of a larger ``kind``: an array full of it."""
 
     value: Any
     kind: Value
@@ -162,20 +162,30 @@ class Cond:
 
 Node: TypeAlias = Equation | Scan | Cond
 
-VIEWS = frozenset(
-    "reshape transpose squeeze expand_dims broadcast_in_dim convert_element_type bitcast_convert_type copy copy_p "
-    "rev slice concatenate pvary pcast reduce_precision stop_gradient optimization_barrier".split()
+
+def _names(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+VIEWS = _names(
+    """
+    bitcast_convert_type broadcast_in_dim concatenate convert_element_type copy copy_p expand_dims
+    optimization_barrier pcast pvary reduce_precision reshape rev slice squeeze stop_gradient transpose
+    """
 )
 """Only move or cast what is there already: recomputing them is free beside storing their result."""
 
-CHEAP = VIEWS | frozenset(
-    "abs acos acosh add add_any and asin asinh atan atan2 atanh cbrt ceil clamp conj cos cosh digamma div empty empty2 "
-    "eq erf erf_inv erfc exp exp2 expm1 floor full ge gt imag integer_pow iota is_finite le lgamma log log1p logistic "
-    "lt max min mul ne neg nextafter not one_minus_square or pad pow real reduce_and reduce_max reduce_min reduce_or "
-    "reduce_prod reduce_sum rem round rsqrt select_n shift_left shift_right_arithmetic shift_right_logical sign sin "
-    "sinh sqrt square sub tan tanh xor axis_index argmax argmin cumsum population_count zeros_like".split()
+CHEAP = VIEWS | _names(
+    """
+    abs acos acosh add add_any and argmax argmin asin asinh atan atan2 atanh axis_index cbrt ceil
+    clamp conj cos cosh cumsum digamma div empty empty2 eq erf erf_inv erfc exp exp2 expm1 floor
+    full ge gt imag integer_pow iota is_finite le lgamma log log1p logistic lt max min mul ne neg
+    nextafter not one_minus_square or pad population_count pow real reduce_and reduce_max reduce_min
+    reduce_or reduce_prod reduce_sum rem round rsqrt select_n shift_left shift_right_arithmetic
+    shift_right_logical sign sin sinh sqrt square sub tan tanh xor
+    """
 )
-"""Elementwise and reductions. An unknown primitive is not cheap: that costs bytes at most, never correctness."""
+"""Elementwise and reductions. An unknown primitive is not cheap: that costs bytes, never correctness."""
 
 
 def values(atoms: Iterable[Atom]) -> list[Value]:
@@ -236,153 +246,6 @@ def count_primitives(nodes: Iterable[Node]) -> Counter[str]:
     return total
 
 
-def never(node: Equation) -> bool:
-    """Keep no equation for its own sake."""
-    del node
-    return False
-
-
-def prune(
-    nodes: Sequence[Node], wanted: Iterable[Atom], keep: Callable[[Equation], bool] = never
-) -> tuple[tuple[Node, ...], set[Value]]:
-    """Drops what ``wanted`` does not need, inside scans and conds too.
-
-    Args:
-      keep: equations to keep although nothing reads them.
-
-    Returns:
-      The nodes kept, and the values they and ``wanted`` read that no kept node defines.
-    """
-    live = set(values(wanted))
-    kept: list[Node] = []
-    for node in reversed(nodes):
-        trimmed = _trim(node, live, keep)
-        if trimmed is None:
-            continue
-        kept.append(trimmed)
-        live.difference_update(trimmed.outputs)
-        live.update(values(trimmed.inputs))
-    return tuple(reversed(kept)), live
-
-
-def _trim(node: Node, live: Collection[Value], keep: Callable[[Equation], bool]) -> Node | None:
-    """The node with what ``live`` needs of it, or None."""
-    if isinstance(node, Scan):
-        return trim_scan(node, live, keep)
-    if isinstance(node, Cond):
-        return trim_cond(node, live, keep)
-    return node if keep(node) or any(output in live for output in node.outputs) else None
-
-
-def trim_scan(scan: Scan, live: Collection[Value], keep: Callable[[Equation], bool] = never) -> Scan | None:
-    """The scan without the carries, ys, consts and xs that ``live`` does not need."""
-    ys = tuple(y for y in scan.ys if y.outer in live)
-    carry = tuple(c for c in scan.carry if c.end in live)
-    while True:
-        wanted = [*(c.update for c in carry), *(y.inner for y in ys)]
-        equations, needed = prune(scan.equations, wanted, keep)
-        grown = tuple(c for c in scan.carry if c in carry or c.inner in needed)
-        if len(grown) == len(carry):
-            break
-        carry = grown
-    if not (carry or ys or equations):
-        return None
-    consts = tuple(b for b in scan.consts if b.inner in needed)
-    xs = tuple(b for b in scan.xs if b.inner in needed)
-    return replace(scan, consts=consts, carry=carry, xs=xs, ys=ys, equations=equations)
-
-
-def trim_cond(cond: Cond, live: Collection[Value], keep: Callable[[Equation], bool] = never) -> Cond | None:
-    """The cond without the outputs and operands that ``live`` does not need."""
-    places = [place for place, output in enumerate(cond.outputs) if output in live]
-    outputs = [[branch.outputs[place] for place in places] for branch in cond.branches]
-    pruned = [prune(b.equations, o, keep) for b, o in zip(cond.branches, outputs, strict=True)]
-    if not places and not any(equations for equations, _ in pruned):
-        return None
-    used = [
-        place
-        for place in range(len(cond.operands))
-        if any(b.inputs[place] in needed for b, (_, needed) in zip(cond.branches, pruned, strict=True))
-    ]
-    branches = tuple(
-        Program(tuple(branch.inputs[place] for place in used), equations, tuple(wanted))
-        for branch, wanted, (equations, _) in zip(cond.branches, outputs, pruned, strict=True)
-    )
-    operands = tuple(cond.operands[place] for place in used)
-    return replace(
-        cond, operands=operands, branches=branches, outputs=tuple(cond.outputs[place] for place in places)
-    )
-
-
-def derived(
-    nodes: Sequence[Node], base: Iterable[Value], allowed: Callable[[Node], bool] = lambda _: True
-) -> set[Value]:
-    """``base``, and every value computed from it and constants alone by ``allowed`` nodes."""
-    known = set(base)
-    for node in nodes:
-        if isinstance(node, Equation):
-            if allowed(node) and not is_tied_to_others(node) and all(v in known for v in values(node.inputs)):
-                known.update(node.outputs)
-        elif allowed(node):
-            known.update(_derived_scan(node, known) if isinstance(node, Scan) else _derived_cond(node, known))
-    return known
-
-
-def is_tied_to_others(node: Equation) -> bool:
-    """Whether running the equation again would be seen outside (a debug print)."""
+def has_effect(node: Equation) -> bool:
+    """Whether running the equation again, or not at all, would be seen outside."""
     return node.effectful
-
-
-def inner_known(bindings: Iterable[Binding], known: Collection[Value]) -> set[Value]:
-    """The inner values whose outer ones are known or constant."""
-    return {b.inner for b in bindings if isinstance(b.outer, Constant) or b.outer in known}
-
-
-def branch_known(cond: Cond, branch: Program, known: Collection[Value]) -> set[Value]:
-    """The branch's inputs whose operands are known or constant."""
-    pairs = zip(branch.inputs, cond.operands, strict=True)
-    return inner_known((Binding(inner, outer) for inner, outer in pairs), known)
-
-
-def _derived_scan(scan: Scan, known: Collection[Value]) -> set[Value]:
-    base = inner_known((*scan.consts, *scan.xs), known)
-    carry = [c for c in scan.carry if isinstance(c.start, Constant) or c.start in known]
-    while True:
-        inner = derived(scan.equations, base | {c.inner for c in carry})
-        still = [c for c in carry if isinstance(c.update, Constant) or c.update in inner]
-        if len(still) == len(carry):
-            break
-        carry = still
-    ys = {y.outer for y in scan.ys if isinstance(y.inner, Constant) or y.inner in inner}
-    return ys | {c.end for c in carry}
-
-
-def _derived_cond(cond: Cond, known: Collection[Value]) -> set[Value]:
-    if isinstance(cond.index, Value) and cond.index not in known:
-        return set()
-    result = set(cond.outputs)
-    for branch in cond.branches:
-        inner = derived(branch.equations, branch_known(cond, branch, known))
-        pairs = zip(branch.outputs, cond.outputs, strict=True)
-        result -= {outer for atom, outer in pairs if isinstance(atom, Value) and atom not in inner}
-    return result
-
-
-def substitute(nodes: Iterable[Node], mapping: dict[Value, Atom]) -> tuple[Node, ...]:
-    """The nodes with the values they read replaced; what is inside scans and conds has names of its own."""
-
-    def swap(atom: Atom) -> Atom:
-        return mapping.get(atom, atom) if isinstance(atom, Value) else atom
-
-    result: list[Node] = []
-    for node in nodes:
-        if isinstance(node, Equation):
-            result.append(replace(node, inputs=tuple(map(swap, node.inputs))))
-        elif isinstance(node, Scan):
-            consts = tuple(Binding(b.inner, swap(b.outer)) for b in node.consts)
-            xs = tuple(Binding(b.inner, swap(b.outer)) for b in node.xs)
-            carry = tuple(c._replace(start=swap(c.start)) for c in node.carry)
-            result.append(replace(node, consts=consts, xs=xs, carry=carry))
-        else:
-            result.append(replace(node, index=swap(node.index), operands=tuple(map(swap, node.operands))))
-    return tuple(result)

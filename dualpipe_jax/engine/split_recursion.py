@@ -1,8 +1,8 @@
 """Splitting a list of equations in two, through scans and conds.
 
-``split_equations`` cuts a backward into the part that dx needs and the rest. ``relink`` makes the least of what
-a forward hands to its backward. Both split the bodies of loops and choices in the same way, and leave what
-crosses at each level to ``choose_crossing``.
+``split_equations`` cuts a backward into the part that dx needs and the rest. ``relink`` makes the least of
+what a forward hands to its backward. Both treat the bodies of loops and choices in the same way, and leave
+what crosses at each level to ``choose_crossing``.
 """
 
 from collections import Counter
@@ -21,16 +21,18 @@ from dualpipe_jax.engine.split_graph import (
     Scan,
     Stacked,
     Value,
+    is_cheap,
+    is_tied,
+    values,
+)
+from dualpipe_jax.engine.split_slices import (
     branch_known,
     derived,
     inner_known,
-    is_cheap,
-    is_tied,
     prune,
     substitute,
     trim_cond,
     trim_scan,
-    values,
 )
 
 Movable = Callable[[Node], bool]
@@ -124,14 +126,11 @@ def _scan_weight(scan: Scan) -> Callable[[Value], int]:
 def _connect_scans(early: Scan, late: Scan, crossing: Iterable[Value]) -> tuple[Scan, Scan | None]:
     """Stacks what crosses in ``early``, and lets ``late`` read it; what comes from outside is read there."""
     consts, xs = _by_inner((*early.consts, *late.consts)), _by_inner((*early.xs, *late.xs))
-    late_inner = {c.inner for c in late.carry}
-    stacked = [
-        Stacked(value, value.stacked(early.length))
-        for value in crossing
-        if value not in consts and value not in xs and value not in late_inner
-    ]
-    extra = tuple(Binding(y.inner, y.outer) for y in stacked if isinstance(y.inner, Value))
-    early = replace(early, ys=(*early.ys, *stacked))
+    have = {y.inner: y for y in early.ys}
+    inner = [value for value in crossing if value not in consts and value not in xs]
+    stacked = [have.get(value, Stacked(value, value.stacked(early.length))) for value in inner]
+    extra = tuple(Binding(value, y.outer) for value, y in zip(inner, stacked, strict=True))
+    early = replace(early, ys=(*early.ys, *(y for y in stacked if y.inner not in have)))
     late = replace(late, consts=tuple(consts.values()), xs=(*xs.values(), *extra))
     first = trim_scan(early, early.outputs, is_tied)
     assert first is not None
@@ -171,7 +170,7 @@ def _split_cond(
 def _connect_conds(
     early: Cond, late: Cond, crossings: Sequence[Collection[Value]]
 ) -> tuple[Cond, Cond | None]:
-    """Hands what crosses in each branch over in places that the branches share, and zeros where one has less."""
+    """Hands over what crosses, in places that the branches share; zeros where a branch has less."""
     pairs = list(zip(early.branches, late.branches, strict=True))
     known = [{*first.inputs, *second.inputs} for first, second in pairs]
     inner = [[v for v in crossing if v not in have] for crossing, have in zip(crossings, known, strict=True)]
@@ -239,8 +238,8 @@ def relink(
 ) -> tuple[tuple[Node, ...], tuple[Node, ...]]:
     """Lets late scans and conds compute for themselves what they need not be handed by early ones.
 
-    A forward scan stacks what its backward reads. Inside the bodies it shows that some of it is a parameter, or
-    a cast of one, or a view of something else that is stacked.
+    A forward scan stacks what its backward reads. Inside the bodies it shows that some of it is a parameter,
+    or a cast of one, or a view of something else that is stacked.
 
     Args:
       given: values that both parts have.
