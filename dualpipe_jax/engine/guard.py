@@ -15,12 +15,15 @@ def run_if(wanted: jax.Array, work: Callable[..., Any], state: Any, *operands: A
       wanted: bool scalar, different on different ranks.
       work: takes the state and the operands, returns the new state.
       state: what work changes, updated in place.
-      operands: what work only reads and could compute with before it reads the state: above all parameters.
+      operands: what work reads and no guard changes: parameters, the row of the table.
 
     A loop and not ``lax.cond``, because a loop's state is updated in place on every platform. The barrier is
     what makes it a guard: without it XLA moves work that does not depend on the state out of the loop, and
-    runs it at every tick on every rank. So everything that work computes with must come through here, except
-    pools that it reads at an index that came through here.
+    runs it at every tick on every rank. So everything that work computes with must come through here.
+
+    Slot pools and sums belong in the state of every guard that touches them, also of one that only reads:
+    as one guard's result is the next one's state, a single buffer passes through all. Closed over, a pool
+    that another guard changes is copied whole at each tick (the CPU time of a 1F1B step rose 3.3 times).
     """
 
     def trip(i, state):

@@ -132,21 +132,21 @@ class Tick:
 
     def _forward(self, state: State, row: Row, k: int) -> State:
         def work(part, here, params):
-            return self._do_forward(part, here, params, self._input(state | part, here))
+            return self._do_forward(part, here, params, self._input(part, here))
 
         wanted = (row["F"] == k) & (row["pair"] == 0)
         return self._guarded(state, self._forward_changes(), wanted, work, row, self.params["stages"][k])
 
     def _full_backward(self, state: State, row: Row, k: int) -> State:
         def work(part, here, params):
-            return self._do_backward(part, here, params, self._saved(state | part, here), k)
+            return self._do_backward(part, here, params, self._saved(part, here), k)
 
         wanted = (row["B"] == k) & (row["pair"] == 0)
         return self._guarded(state, self._backward_changes(k), wanted, work, row, self.params["stages"][k])
 
     def _pair(self, state: State, row: Row, kf: int, kb: int) -> State:
         def work(part, here, forward_params, backward_params):
-            values = (self._saved(state | part, here), self._input(state | part, here))
+            values = (self._saved(part, here), self._input(part, here))
             # The saved values are read out before anything else: the forward's writes to the same pools
             # must follow every read of them, and would chain the two directions that should overlap.
             (saved, x), part = lax.optimization_barrier((values, part))
@@ -160,22 +160,23 @@ class Tick:
 
     def _backward_input(self, state: State, row: Row, k: int) -> State:
         def work(part, here, params):
-            dx, stash = self.plan.backward_input(params, *self._saved(state | part, here))
+            dx, stash = self.plan.backward_input(params, *self._saved(part, here))
             part = part | {"stash": write_slot(part["stash"], here["G_stash"], stash)}
             return self._hand_back(part, here, dx)
 
-        changes = ("stash", "dx_out", *self._handover("dy", "G_dx"))
+        changes = (*self._saved_pools(), "stash", "dx_out")
         return self._guarded(state, changes, row["I"] == k, work, row, self.params["stages"][k])
 
     def _backward_weight(self, state: State, row: Row, k: int, j: int) -> State:
         def work(part, here, params):
-            x = read_slot(state["x"], here[f"W{j}_x"]) if self.table.keep_input == "W" else None
-            residuals = read_slot(state["residual_w"], here[f"W{j}_residual_w"])
-            stash = read_slot(state["stash"], here[f"W{j}_stash"])
+            x = read_slot(part["x"], here[f"W{j}_x"]) if self.table.keep_input == "W" else None
+            residuals = read_slot(part["residual_w"], here[f"W{j}_residual_w"])
+            stash = read_slot(part["stash"], here[f"W{j}_stash"])
             gradients = self.plan.backward_weight(params, x, residuals, stash)
-            return {f"grads{k}": accumulate(part[f"grads{k}"], gradients)}
+            return part | {f"grads{k}": accumulate(part[f"grads{k}"], gradients)}
 
-        return self._guarded(state, (f"grads{k}",), row[f"W{j}"] == k, work, row, self.params["stages"][k])
+        entries = ("x", "residual_w", "stash", f"grads{k}")
+        return self._guarded(state, entries, row[f"W{j}"] == k, work, row, self.params["stages"][k])
 
     def _embed(self, state: State, row: Row) -> State:
         def work(part, here, embed):
@@ -234,7 +235,7 @@ class Tick:
                 "residual_i": write_slot(part["residual_i"], row["F_residual_i"], residuals_i),
                 "residual_w": write_slot(part["residual_w"], row["F_residual_w"], residuals_w),
             }
-        if "x" in part:
+        if self._handover("x", "F_y"):
             part = part | {"x": write_slot(part["x"], row["F_y"], y)}
         total = jax.tree.map(lambda sums, a: sums + vary(a, self.check_vma), part["aux"], aux)
         return part | {"y_out": y, "aux": total}
@@ -245,7 +246,7 @@ class Tick:
         return self._hand_back(part, row, dx)
 
     def _hand_back(self, part: State, row: Row, dx: Tree) -> State:
-        if "dy" in part:
+        if self._handover("dy", "G_dx"):
             part = part | {"dy": write_slot(part["dy"], row["G_dx"], dx)}
         return part | {"dx_out": dx}
 
@@ -279,18 +280,21 @@ class Tick:
 
     def _forward_changes(self) -> tuple[str, ...]:
         kept = () if self.seed is None else ("residual_i", "residual_w")
-        return (*kept, "y_out", "aux", *self._handover("x", "F_y"))
+        return ("x", *kept, "y_out", "aux")
+
+    def _saved_pools(self) -> tuple[str, ...]:
+        return ("x", "residual_i", "residual_w", "dy")
 
     def _backward_changes(self, k: int) -> tuple[str, ...]:
-        return (f"grads{k}", "dx_out", *self._handover("dy", "G_dx"))
+        return (*self._saved_pools(), f"grads{k}", "dx_out")
 
-    def _handover(self, pool: str, column: str) -> tuple[str, ...]:
-        """The pool, if on some rank the next stage is its own."""
+    def _handover(self, pool: str, column: str) -> bool:
+        """Whether on some rank the next stage is its own."""
         slot = self.table.column(column)
         runs = (
             self.table.column("F") if column == "F_y" else self.table.column("B") + self.table.column("I") + 1
         )
-        return (pool,) if (slot[runs >= 0] != self.table.num_slots[pool] - 1).any() else ()
+        return bool((slot[runs >= 0] != self.table.num_slots[pool] - 1).any())
 
     def _stages_of(self, unit: str) -> list[tuple[int, ...]]:
         """The local stages for which some rank runs the unit at some tick: one guard for each.
