@@ -6,23 +6,18 @@ from typing import Literal
 
 import numpy as np
 
+from dualpipe_jax.schedule.flat import Channel, Flat, channels, flatten
 from dualpipe_jax.schedule.ir import Op, Schedule
 from dualpipe_jax.schedule.simulate import CostModel
-from dualpipe_jax.schedule.ticks import (
-    PROGRAM,
-    Channel,
-    Flat,
-    channels,
-    earliest,
-    flatten,
-    makespan,
-    topological,
-)
+from dualpipe_jax.schedule.ticks import makespan, place
 
 __all__ = ["BIN", "Channel", "TickTable", "forward_only", "lower"]
 
 BIN = -1
 """Python index of a pool's last slot: where arrivals that nobody waits for are written."""
+
+PROGRAM = ("B", "I", "W", "F", "FB")
+"""Order of the units in a tick."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,9 +106,8 @@ def lower(
     The placement is the one that ends soonest under ``costs`` of those tried; it never changes the order
     in which a rank works. Raises ValueError when the ranks of the schedule wait for each other.
     """
-    del costs
     flat = flatten(schedule)
-    return tabulate(flat, earliest(flat, topological(flat)), PROGRAM, keep_input)
+    return tabulate(flat, place(flat, costs or CostModel()), PROGRAM, keep_input)
 
 
 def forward_only(schedule: Schedule) -> Schedule:

@@ -1,0 +1,142 @@
+"""A schedule as arrays: slots and values by number, and the channels between ranks."""
+
+import dataclasses
+import itertools
+from typing import Literal
+
+import numpy as np
+
+from dualpipe_jax.schedule.dataflow import execution_order
+from dualpipe_jax.schedule.ir import Op, Schedule
+from dualpipe_jax.schedule.simulate import CostModel
+
+
+@dataclasses.dataclass(frozen=True)
+class Channel:
+    """One collective permute of the tick: a payload and the (source rank, destination rank) pairs it serves.
+
+    ``payload`` is "y" (a forward's output) or "dx" (a backward's). Every rank sends what it last
+    produced on all channels of that payload; the receiver's table says whether it wants it.
+    """
+
+    payload: Literal["y", "dx"]
+    pairs: tuple[tuple[int, int], ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Flat:
+    """A schedule as arrays over its slots, rank by rank, each rank's in order.
+
+    A value is a (stage, microbatch of its pipe), numbered ``stage * microbatches_per_pipe + microbatch``.
+
+    Attributes:
+      schedule: what was flattened.
+      rank: of each slot.
+      begin: index of each rank's first slot; one more entry for the end.
+      f, b, i, w: the value that the slot's F, B, I, W works on, or -1.
+      f_slot, g_slot, w_slot: for each value the slot of its F, of its B or I, of its W, or -1.
+      f_needs, g_needs: the slot that computes what the slot's F, or its B or I, takes in from another
+        stage, or -1.
+    """
+
+    schedule: Schedule
+    rank: np.ndarray
+    begin: np.ndarray
+    f: np.ndarray
+    b: np.ndarray
+    i: np.ndarray
+    w: np.ndarray
+    f_slot: np.ndarray
+    g_slot: np.ndarray
+    w_slot: np.ndarray
+    f_needs: np.ndarray
+    g_needs: np.ndarray
+
+    @property
+    def num_slots(self) -> int:
+        """Slots of all ranks together."""
+        return len(self.rank)
+
+    @property
+    def pair(self) -> np.ndarray:
+        """Which slots are overlapped pairs."""
+        return (self.f >= 0) & (self.b >= 0)
+
+    def costs(self, costs: CostModel) -> np.ndarray:
+        """What each slot costs."""
+        alone = (
+            costs.F * (self.f >= 0)
+            + costs.B * (self.b >= 0)
+            + costs.I * (self.i >= 0)
+            + costs.W * (self.w >= 0)
+        )
+        return np.where(self.pair, costs.FB, alone)
+
+
+def flatten(schedule: Schedule) -> Flat:
+    """Number the slots and link each to those whose outputs it takes in."""
+    placement, per_pipe = schedule.placement, schedule.microbatches_per_pipe
+    begin = np.cumsum([0, *(len(order) for order in schedule.orders)])
+    num_slots, num_values = int(begin[-1]), placement.num_stages * per_pipe
+    slot_of = {op: [-1] * num_values for op in Op}
+    values = {op: [-1] * num_slots for op in Op}
+    number = 0
+    for order in schedule.orders:
+        for slot in order:
+            for stage, op, microbatch in slot:
+                value = stage * per_pipe + microbatch
+                slot_of[op][value] = number
+                values[op][number] = value
+            number += 1
+    slots_of = {op: np.array(found, np.int64) for op, found in slot_of.items()}
+    f, b, i, w = (np.array(values[op], np.int64) for op in (Op.F, Op.B, Op.I, Op.W))
+    f_slot, g_slot = slots_of[Op.F], np.maximum(slots_of[Op.B], slots_of[Op.I])
+
+    stages = np.arange(num_values) // per_pipe
+    first = np.array([placement.is_first(s) for s in range(placement.num_stages)])[stages]
+    last = np.array([placement.is_last(s) for s in range(placement.num_stages)])[stages]
+    f_from = np.where(first, -1, np.roll(f_slot, per_pipe))
+    g_from = np.where(last, -1, np.roll(g_slot, -per_pipe))
+    g = np.maximum(b, i)
+    return Flat(
+        schedule=schedule,
+        rank=np.repeat(np.arange(len(schedule.orders)), np.diff(begin)),
+        begin=begin,
+        f=f,
+        b=b,
+        i=i,
+        w=w,
+        f_slot=f_slot,
+        g_slot=g_slot,
+        w_slot=slots_of[Op.W],
+        f_needs=np.where(f >= 0, f_from[f], -1),
+        g_needs=np.where(g >= 0, g_from[g], -1),
+    )
+
+
+def channels(schedule: Schedule) -> tuple[Channel, ...]:
+    """The permutes of a tick: those that some stage boundary needs, by payload and distance between ranks."""
+    placement = schedule.placement
+    backward = any(action.op is not Op.F for order in schedule.orders for slot in order for action in slot)
+    found: dict[tuple[Literal["y", "dx"], int], set[tuple[int, int]]] = {}
+    for pipe in placement.pipes:
+        for here, there in itertools.pairwise(pipe):
+            if here != there:
+                found.setdefault(("y", (there - here) % placement.num_ranks), set()).add((here, there))
+                if backward:
+                    found.setdefault(("dx", (here - there) % placement.num_ranks), set()).add((there, here))
+    ordered = sorted(found.items(), key=lambda item: (item[0][0] != "y", item[0][1]))
+    return tuple(Channel(payload, tuple(sorted(pairs))) for (payload, _), pairs in ordered)
+
+
+def topological(flat: Flat) -> list[int]:
+    """The slots in an order in which every slot comes after what it needs.
+
+    Raises ValueError if the schedule hangs.
+    """
+    ran = execution_order(flat.schedule.placement, flat.schedule.orders)
+    if len(ran) < flat.num_slots:
+        name = flat.schedule.name
+        raise ValueError(f"lower: {name} never ends; call validate(schedule) to see why")
+    begin = flat.begin.tolist()
+    return [begin[rank] + index for rank, index in ran]
