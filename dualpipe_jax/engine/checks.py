@@ -84,6 +84,41 @@ def _stage_problems(schedule: Schedule, stages: Tree):
             yield f"{name} has shape {leaf.shape}; its leading dim must be {meaning}: [{wanted}, ...]."
 
 
+def check_spec_keys(param_specs: Tree) -> None:
+    """param_specs is a dict over some of params' keys. Raises ValueError."""
+    if not isinstance(param_specs, dict) or not set(param_specs) <= set(PARTS):
+        given = sorted(param_specs) if isinstance(param_specs, dict) else type(param_specs).__name__
+        raise ValueError(f"param_specs must be a dict with keys among {list(PARTS)}, got {given}.")
+
+
+def check_specs(mesh: Mesh, params: Tree, specs: Tree) -> None:
+    """Every spec names "ep" alone, on a dim that ep divides; all failures in one ValueError."""
+    problems = []
+    for part in PARTS:
+        local = part == "stages"  # placed: the leading dim, the rank, has no entry in the spec
+        trees = (params[part].local[0], specs[part].local[0]) if local else (params[part], specs[part])
+        named = _named({f"params['{part}']": trees[0]})
+        for (name, leaf), spec in zip(named, jax.tree.leaves(trees[1]), strict=True):
+            problems += _spec_problems(name, leaf.shape[local:], spec, mesh)
+    if problems:
+        raise ValueError("param_specs do not fit.\n" + "\n".join(f"- {p}" for p in problems))
+
+
+def _spec_problems(name, shape, spec, mesh):
+    if len(spec) > len(shape):
+        yield f"{name} has dims {list(shape)} (without a stage dim), fewer than its spec {spec} has entries."
+    for dim, entry in zip(shape, spec, strict=False):
+        axes = entry if isinstance(entry, tuple) else (entry,)
+        if set(axes) - {EP, None}:
+            where = name.replace("params", "param_specs", 1)
+            yield f"{where} is {spec}: only 'ep' may be named; over 'pp' stages are placed by the schedule."
+        elif EP in axes and dim % mesh.shape[EP]:
+            yield (
+                f"{name} has shape {list(shape)} (without a stage dim), and {dim}, which its spec {spec} shards, "
+                f"is not divisible by the {mesh.shape[EP]} devices of 'ep'."
+            )
+
+
 def check_model(model: PipelineModel, has_aux: bool, params: Tree, inputs: Tree, targets: Tree) -> None:
     """Shapes through the model, and no ppermute in it. Called where its collectives may be traced.
 

@@ -152,12 +152,15 @@ def _prepare(
 ) -> tuple[Tree, Tree]:
     """Check the arguments and bring the stages to their ranks; parameters and their specs."""
     checks.check_arguments(engine.schedule, engine.mesh, params, inputs, targets)
-    placement = engine.schedule.placement
-    given = param_specs or {}
+    given = {} if param_specs is None else param_specs
+    checks.check_spec_keys(given)
+    params = params | {"stages": to_placed(params["stages"], engine.schedule.placement)}
     specs = {part: broadcast_specs(given.get(part), params[part]) for part in ("embed", "head")}
-    stages = to_placed(params["stages"], placement)
-    specs["stages"] = PlacedStages(tuple(broadcast_specs(given.get("stages"), tree) for tree in stages.local))
-    return params | {"stages": stages}, specs
+    specs["stages"] = PlacedStages(
+        tuple(broadcast_specs(given.get("stages"), s) for s in params["stages"].local)
+    )
+    checks.check_specs(engine.mesh, params, specs)
+    return params, specs
 
 
 def _scalable(gradient: Any, dtype: Any) -> Any:

@@ -135,11 +135,21 @@ def unplace_stages(placed: PlacedStages, schedule: Schedule) -> Tree:
 
 
 def broadcast_specs(specs: Tree, tree: Tree) -> Tree:
-    """A PartitionSpec for every leaf of ``tree`` from a prefix of it; None stands for replicated."""
+    """A PartitionSpec for every leaf of ``tree`` from a prefix of it; None stands for replicated.
+
+    Raises ValueError when ``specs`` is no prefix of ``tree``.
+    """
 
     def is_spec(node):
         return node is None or isinstance(node, PartitionSpec)
 
-    return jax.tree.map(
-        lambda spec, part: jax.tree.map(lambda _: spec or PartitionSpec(), part), specs, tree, is_leaf=is_spec
-    )
+    def fill(spec, part):
+        return jax.tree.map(lambda _: spec or PartitionSpec(), part)
+
+    try:
+        return jax.tree.map(fill, specs, tree, is_leaf=is_spec)
+    except ValueError as error:
+        raise ValueError(
+            "param_specs must be params with a PartitionSpec or None in place of leaves or of whole branches, "
+            f"a prefix of the tree; it is not: {error}"
+        ) from error

@@ -1,0 +1,92 @@
+"""Small models for the engine's tests: an MLP, and a mixture of experts whose tokens cross the ep axis."""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import PartitionSpec
+
+from dualpipe_jax import PipelineModel
+
+WIDTH, VOCAB, SEQ, EXPERTS = 8, 11, 3, 4
+
+
+def embed(params, tokens):
+    """Tokens [size, seq] to x [size, seq, width]."""
+    return params[tokens]
+
+
+def head_loss(params, x, targets):
+    """Mean cross entropy."""
+    log_probs = jax.nn.log_softmax(x @ params)
+    return -jnp.mean(jnp.take_along_axis(log_probs, targets[..., None], -1))
+
+
+def mlp(params, x):
+    """Residual MLP; aux counts positive hidden units."""
+    hidden = x @ params["up"] + params["bias"]
+    return x + jnp.tanh(hidden) @ params["down"], jnp.sum(hidden > 0, dtype=jnp.int32)
+
+
+def moe(params, x):
+    """Top-1 experts, as many tokens a device as experts allow: every expert sees every device's tokens.
+
+    Each device holds EXPERTS / ep experts; tokens go to all of them through an all_to_all of copies, gated by
+    the router, so that router, experts and x all get gradients through the exchange.
+    """
+    local = params["w1"].shape[0]
+    num_ep = EXPERTS // local
+    scores = jax.nn.softmax(x @ params["router"])
+    chosen = jnp.argmax(scores, -1)
+    gates = scores * jax.nn.one_hot(chosen, EXPERTS)
+    copies = jnp.einsum("bsd,bse->ebsd", x, (gates > 0).astype(x.dtype))
+    sent = copies.reshape(num_ep, local, *x.shape)
+    arrived = lax.all_to_all(sent, "ep", 0, 0)
+    hidden = jnp.tanh(jnp.einsum("nebsd,edf->nebsf", arrived, params["w1"]))
+    made = lax.all_to_all(jnp.einsum("nebsf,efd->nebsd", hidden, params["w2"]), "ep", 0, 0)
+    out = jnp.einsum("ebsd,bse->bsd", made.reshape(EXPERTS, *x.shape), gates)
+    counts = (
+        jnp.zeros(params["counts"].shape[0], jnp.int32).at[params["stage"]].add(jnp.int32(x.shape[0] * SEQ))
+    )
+    return x + out + params["bias"], {"tokens": counts, "load": jnp.sum(chosen == 0, dtype=jnp.int32)}
+
+
+def model(kind, remat=None):
+    """A PipelineModel of MLP or MoE stages; ``remat`` is a jax.checkpoint policy or "all"."""
+    stage = {"mlp": mlp, "moe": moe}[kind]
+    if remat is not None:
+        stage = jax.checkpoint(stage, policy=None if remat == "all" else remat)
+    return PipelineModel(embed, stage, head_loss)
+
+
+def init(kind, num_stages, seed=0):
+    """Parameters and their specs over ep."""
+    keys = iter(jax.random.split(jax.random.key(seed), 8))
+
+    def normal(*shape):
+        return jax.random.normal(next(keys), shape) / 3
+
+    if kind == "mlp":
+        stages = {
+            "up": normal(num_stages, WIDTH, 2 * WIDTH),
+            "bias": normal(num_stages, 2 * WIDTH),
+            "down": normal(num_stages, 2 * WIDTH, WIDTH),
+        }
+        specs = None
+    else:
+        stages = {
+            "router": normal(num_stages, WIDTH, EXPERTS),
+            "w1": normal(num_stages, EXPERTS, WIDTH, WIDTH),
+            "w2": normal(num_stages, EXPERTS, WIDTH, WIDTH),
+            "bias": normal(num_stages, WIDTH),
+            "stage": jnp.arange(num_stages, dtype=jnp.int32),
+            "counts": jnp.zeros((num_stages, num_stages), jnp.int32),
+        }
+        experts = {"w1", "w2"}
+        specs = {"stages": {name: PartitionSpec("ep") if name in experts else None for name in stages}}
+    return {"embed": normal(VOCAB, WIDTH), "stages": stages, "head": normal(WIDTH, VOCAB)}, specs
+
+
+def data(num_microbatches, size=4, seed=1):
+    """Tokens and targets [num_microbatches, size, seq]."""
+    tokens = jax.random.randint(jax.random.key(seed), (2, num_microbatches, size, SEQ), 0, VOCAB)
+    return tokens[0], tokens[1]

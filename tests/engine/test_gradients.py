@@ -1,0 +1,102 @@
+"""Gradients are the product: every schedule and layout against the plain model, leaf by leaf."""
+
+import functools
+
+import jax
+import numpy as np
+import pytest
+
+from dualpipe_jax import make_mesh, pipeline_value_and_grad, sequential_value_and_grad
+from dualpipe_jax.schedule import ALL_SCHEDULES, dualpipe, dualpipe_v, validate
+from tests.engine import models
+
+POLICIES = {
+    "none": None,
+    "all": "all",
+    "dots": jax.checkpoint_policies.dots_saveable,
+}
+
+
+@functools.cache
+def oracle(kind, num_stages, num_microbatches):
+    params, _ = models.init(kind, num_stages)
+    step = jax.jit(sequential_value_and_grad(models.model(kind), has_aux=True))
+    return jax.device_get(step(params, *models.data(num_microbatches)))
+
+
+def assert_same(result, expected):
+    """Loss, aux and every leaf of the gradients; integers exactly."""
+    (loss, aux), grads = jax.device_get(result)
+    (expected_loss, expected_aux), expected_grads = expected
+    np.testing.assert_allclose(loss, expected_loss, rtol=1e-6)
+    jax.tree.map(np.testing.assert_array_equal, aux, expected_aux)
+    assert jax.tree.structure(grads) == jax.tree.structure(expected_grads)
+    for (path, got), want in zip(
+        jax.tree_util.tree_leaves_with_path(grads), jax.tree.leaves(expected_grads), strict=True
+    ):
+        assert got.dtype == want.dtype and got.shape == want.shape
+        if got.dtype != jax.dtypes.float0:
+            scale = np.abs(want).max()
+            assert scale > 0, jax.tree_util.keystr(path)
+            np.testing.assert_allclose(
+                got / scale, want / scale, atol=2e-6, err_msg=jax.tree_util.keystr(path)
+            )
+
+
+def check(make, num_ranks, num_ep, num_microbatches, kind, remat="none", check_vma=False):
+    schedule = make(num_ranks, num_microbatches)
+    validate(schedule)
+    num_stages = schedule.placement.num_model_stages
+    params, specs = models.init(kind, num_stages)
+    step = pipeline_value_and_grad(
+        models.model(kind, POLICIES[remat]),
+        schedule,
+        make_mesh(num_ranks, num_ep),
+        param_specs=specs,
+        has_aux=True,
+        check_vma=check_vma,
+    )
+    assert_same(step(params, *models.data(num_microbatches)), oracle(kind, num_stages, num_microbatches))
+
+
+def legal(make, num_ranks):
+    """A few legal microbatch counts: the smallest, and one well into the steady state."""
+    if make is dualpipe:
+        return [max(2, 2 * num_ranks - 2), 2 * num_ranks + 4] if num_ranks % 2 == 0 else []
+    if make is dualpipe_v:
+        return [max(2, 2 * num_ranks - 1), 2 * num_ranks + 3]
+    return [1, num_ranks + 3]
+
+
+LAYOUTS = [(1, 1), (1, 2), (2, 1), (2, 2), (4, 1), (4, 2), (8, 1)]
+
+
+@pytest.mark.parametrize("make", ALL_SCHEDULES, ids=lambda make: make.__name__)
+@pytest.mark.parametrize(("num_ranks", "num_ep"), LAYOUTS)
+def test_every_schedule_and_layout(make, num_ranks, num_ep):
+    for position, num_microbatches in enumerate(legal(make, num_ranks)):
+        kind = ("moe", "mlp")[(position + num_ranks + num_ep) % 2]
+        check(make, num_ranks, num_ep, num_microbatches, kind)
+
+
+@pytest.mark.parametrize("check_vma", [False, True])
+@pytest.mark.parametrize("remat", ["all", "dots"])
+@pytest.mark.parametrize("make", ALL_SCHEDULES, ids=lambda make: make.__name__)
+def test_remat_and_vma(make, remat, check_vma):
+    check(make, 4, 2, 8, "moe", remat, check_vma)
+
+
+@pytest.mark.parametrize("make", ALL_SCHEDULES, ids=lambda make: make.__name__)
+def test_vma_without_remat(make):
+    check(make, 4, 2, 8, "mlp", check_vma=True)
+    check(make, 2, 2, 4, "moe", check_vma=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["mlp", "moe"])
+@pytest.mark.parametrize("make", ALL_SCHEDULES, ids=lambda make: make.__name__)
+@pytest.mark.parametrize(("num_ranks", "num_ep"), LAYOUTS)
+@pytest.mark.parametrize("remat", ["none", "all"])
+def test_the_whole_grid(make, num_ranks, num_ep, kind, remat):
+    for num_microbatches in legal(make, num_ranks):
+        check(make, num_ranks, num_ep, num_microbatches, kind, remat, check_vma=True)
