@@ -1,4 +1,4 @@
-"""Reads jaxprs into programs, for jax 0.10 to 0.12. This module and jaxprs_run are all that knows their inside.
+"""Reads jaxprs into programs, for jax 0.10 to 0.12. It and jaxprs_run are all that knows their inside.
 
 ``trace_backward`` traces a function together with its ``jax.vjp`` into one graph.
 """

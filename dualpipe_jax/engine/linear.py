@@ -1,8 +1,8 @@
 """Operations that give the two parts of their backward themselves.
 
-``split_backward`` needs no such help: it finds the weight part of any function in its jaxpr. What it cannot do
-is cut a kernel in two. An operation whose backward is hand-written declares both parts with ``split_vjp``;
-the linear and the grouped expert matmul are given that way.
+``split_backward`` needs no such help: it finds the weight part of any function in its jaxpr. What it cannot
+do is cut a kernel in two. An operation whose backward is hand-written declares both parts with
+``split_vjp``; the linear and the grouped expert matmul are given that way.
 """
 
 import functools

@@ -1,0 +1,145 @@
+"""What every split must satisfy, against ``jax.vjp`` in two programs of its own."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from dualpipe_jax.engine.split import split_backward
+
+COLLECTIVES = (
+    "psum",
+    "psum_invariant",
+    "all_to_all",
+    "all_gather",
+    "reduce_scatter",
+    "ppermute",
+    "pmax",
+    "pmin",
+)
+
+
+def normal(seed, *shape, dtype=jnp.float32):
+    return (0.3 * jax.random.normal(jax.random.key(seed), shape)).astype(dtype)
+
+
+def cotangent(seed, y):
+    def one(leaf):
+        return normal(seed, *leaf.shape).astype(leaf.dtype)
+
+    return jax.tree.map(one, y)
+
+
+def float0_zeros(y, dy):
+    def one(y, dy):
+        return dy if jnp.issubdtype(y.dtype, jnp.inexact) else np.zeros(y.shape, jax.dtypes.float0)
+
+    return jax.tree.map(one, y, dy)
+
+
+def assert_trees_match(want, got, exact, tolerance=1e-6):
+    assert jax.tree.structure(want) == jax.tree.structure(got)
+    for a, b in zip(jax.tree.leaves(want), jax.tree.leaves(got), strict=True):
+        assert (a.shape, a.dtype) == (b.shape, b.dtype)
+        if a.dtype == jax.dtypes.float0:
+            continue
+        a, b = np.asarray(a, dtype=np.float64), np.asarray(b, dtype=np.float64)
+        if exact:
+            np.testing.assert_array_equal(b, a)
+        else:
+            np.testing.assert_allclose(
+                b, a, rtol=tolerance, atol=tolerance * max(1.0, np.abs(a).max(initial=0))
+            )
+
+
+def compiled(function, *arguments):
+    """Runs a function compiled in haste: the tests' time is XLA's."""
+    options = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
+    return jax.jit(function).lower(*arguments).compile(compiler_options=options)(*arguments)
+
+
+def run_parts(plan, params, x, dy):
+    """Forward, I and W, a barrier between them as if each were a program of its own."""
+    y, aux, residuals_i, residuals_w = plan.forward(params, x)
+    kept = lax.optimization_barrier((residuals_i, residuals_w))
+    dx, stash = plan.backward_input(params, x if plan.keep_input in "IW" else None, *kept, dy)
+    handed = lax.optimization_barrier(stash)
+    dparams = plan.backward_weight(params, x if plan.keep_input == "W" else None, kept[1], handed)
+    return (y, aux), (dparams, dx), (residuals_i, residuals_w, stash)
+
+
+def check_split(f, params, x, *, has_aux=False, exact=True, tolerance=1e-6):
+    """Compares every part of the split with ``jax.vjp``; gives the plan."""
+    plan = split_backward(f, has_aux).trace(params, x)
+    dy = cotangent(99, plan.y)
+
+    def reference(params, x, dy):
+        y, pull, *aux = jax.vjp(f, params, x, has_aux=has_aux)
+        return (y, aux[0] if has_aux else None), pull(float0_zeros(y, dy))
+
+    outputs, gradients = compiled(reference, params, x, dy)
+    got_outputs, got_gradients, kept = compiled(lambda *args: run_parts(plan, *args), params, x, dy)
+    assert_trees_match(outputs, got_outputs, exact, tolerance)
+    assert_trees_match(gradients, got_gradients, exact, tolerance)
+    assert_types(plan, *kept)
+    assert_no_parameter_kept(params, (*kept[0], *kept[1]))
+    assert_parts(plan)
+    return plan
+
+
+def assert_types(plan, residuals_i, residuals_w, stash):
+    def types(arrays):
+        return [(a.shape, a.dtype) for a in arrays]
+
+    assert types(plan.residuals_i) == types(residuals_i)
+    assert types(plan.residuals_w) == types(residuals_w)
+    assert types(plan.stash) == types(stash)
+
+
+def assert_parts(plan):
+    """W spends what I does not, and talks to nobody."""
+    assert plan.flops.input + plan.flops.weight == plan.flops.backward
+    counts = plan.counts("weight")
+    assert not [name for name in COLLECTIVES if counts[name]]
+
+
+def assert_no_parameter_kept(params, arrays):
+    """No array holds a parameter's numbers, in whatever order or precision."""
+    for leaf in jax.tree.leaves(params):
+        if leaf.size < 2 or not jnp.issubdtype(leaf.dtype, jnp.floating):
+            continue
+        for kept in arrays:
+            if kept.size == leaf.size and jnp.issubdtype(kept.dtype, jnp.floating):
+                precision = min(kept.dtype, leaf.dtype, key=lambda dtype: dtype.itemsize)
+                ours, theirs = (
+                    np.sort(np.asarray(a.astype(precision), np.float32), None) for a in (kept, leaf)
+                )
+                assert not np.array_equal(ours, theirs), f"a parameter {leaf.shape} is kept as {kept.shape}"
+
+
+BATCH, WIDTH, HIDDEN = 8, 16, 32
+
+
+def block_params(seed=0, num_layers=None):
+    lead = () if num_layers is None else (num_layers,)
+    return {
+        "up": normal(seed, *lead, WIDTH, HIDDEN),
+        "bias": normal(seed + 1, *lead, HIDDEN),
+        "down": normal(seed + 2, *lead, HIDDEN, WIDTH),
+        "scale": 1 + normal(seed + 3, *lead, WIDTH),
+    }
+
+
+def norm(scale, x):
+    centred = x - x.mean(-1, keepdims=True)
+    return centred * jax.lax.rsqrt((centred * centred).mean(-1, keepdims=True) + x.dtype.type(1e-5)) * scale
+
+
+def block(params, x):
+    """A residual block: norm, up, silu, down."""
+    h = jax.nn.silu(norm(params["scale"], x) @ params["up"] + params["bias"])
+    return x + h @ params["down"]
+
+
+def mlp(params, x):
+    return jnp.tanh(x @ params["up"] + params["bias"]) @ params["down"]

@@ -1,0 +1,95 @@
+"""Operations that declare their weight part: the same as those that do not."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from split_checks import BATCH, HIDDEN, WIDTH, assert_trees_match, check_split, norm, normal
+
+from dualpipe_jax.engine.linear import grouped_matmul, linear, split_vjp, weight_part
+from dualpipe_jax.engine.split import split_backward, total_bytes
+
+X = normal(0, 2, BATCH, WIDTH)
+PARAMS = {"up": normal(1, WIDTH, HIDDEN), "down": normal(2, HIDDEN, WIDTH), "scale": 1 + normal(3, WIDTH)}
+GROUPED = {
+    "up": normal(4, 2, WIDTH, HIDDEN),
+    "down": normal(5, 2, HIDDEN, WIDTH),
+    "scale": 1 + normal(3, WIDTH),
+}
+
+
+def plain_grouped(x, w):
+    return jnp.einsum("ecd,edf->ecf", x, w)
+
+
+def layer(matmul):
+    return lambda params, x: (
+        x + matmul(jax.nn.silu(matmul(norm(params["scale"], x), params["up"])), params["down"])
+    )
+
+
+ROUTES = {"linear": (linear, jnp.matmul, PARAMS), "grouped": (grouped_matmul, plain_grouped, GROUPED)}
+
+
+@pytest.mark.parametrize("name", ROUTES)
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.checkpoint], ids=["plain", "remat"])
+def test_both_routes_agree(name, wrap):
+    declared, plain, params = ROUTES[name]
+    ours = check_split(wrap(layer(declared)), params, X, exact=False)
+    theirs = split_backward(wrap(layer(plain))).trace(params, X)
+    for part in ("residuals_i", "residuals_w", "stash"):
+        assert total_bytes(getattr(ours, part)) == total_bytes(getattr(theirs, part)), part
+    assert ours.flops == theirs.flops
+    assert ours.keep_input == theirs.keep_input
+    gradients = [jax.vjp(layer(matmul), params, X)[1](X) for matmul in (declared, plain)]
+    assert_trees_match(*gradients, exact=False)
+
+
+def test_stash_of_its_own():
+    """The input part may hand over what it likes; the weight part gets that and the residuals."""
+
+    @split_vjp
+    def gain(x, weight):
+        return x * weight
+
+    gain.defsplit(
+        lambda x, weight: (x * weight, (x, weight)),
+        lambda residuals, dy: (dy * residuals[1], (dy * residuals[0]).sum(0)),
+        lambda residuals, stash: stash,
+    )
+    plan = check_split(lambda w, x: jnp.sin(gain(x, w)), normal(1, WIDTH), X[0], exact=False)
+    assert [kind.shape for kind in plan.stash] == [(WIDTH,)]
+
+
+def test_marked_equations_are_not_moved():
+    """Unmarked, the sum would run early, for it hands over less."""
+
+    def f(mark):
+        @jax.custom_vjp
+        def gain(x, weight):
+            return x * weight
+
+        weight_gradient = mark(lambda x, dy: (x * dy).sum(0))
+        gain.defvjp(lambda x, w: (x * w, (x, w)), lambda res, dy: (dy * res[1], weight_gradient(res[0], dy)))
+        return lambda w, x: jnp.sin(gain(jnp.cos(x), w))
+
+    marked, free = (
+        split_backward(f(mark)).trace(jnp.ones(WIDTH), X[0]) for mark in (weight_part, lambda g: g)
+    )
+    assert [kind.shape for kind in marked.stash] == [(BATCH, WIDTH)]
+    assert [kind.shape for kind in free.stash] == [(WIDTH,)]
+
+
+def test_bfloat16_gradients_keep_their_dtypes():
+    x, w = X.astype(jnp.bfloat16), PARAMS["up"].astype(jnp.bfloat16)
+    y, pull = jax.vjp(linear, x, w)
+    dx, dw = pull(y)
+    assert (y.dtype, dx.dtype, dw.dtype) == (jnp.bfloat16,) * 3
+
+
+def test_misfits_are_named():
+    with pytest.raises(
+        ValueError, match=r"linear: wants x\[..., D\] and w\[D, F\], got \[2, 8, 16\] and \[32, 16\]"
+    ):
+        linear(X, PARAMS["down"])
+    with pytest.raises(ValueError, match="grouped_matmul: wants"):
+        grouped_matmul(X, PARAMS["up"])

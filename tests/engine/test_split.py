@@ -1,0 +1,356 @@
+"""Every construct a stage may hold: the same gradients as ``jax.vjp``, from two parts."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+from split_checks import (
+    BATCH,
+    HIDDEN,
+    WIDTH,
+    assert_trees_match,
+    block,
+    block_params,
+    check_split,
+    mlp,
+    normal,
+)
+
+from dualpipe_jax.engine.split import split_backward, total_bytes
+
+POLICIES = jax.checkpoint_policies
+X = normal(10, BATCH, WIDTH)
+TOKENS = jnp.arange(BATCH) % 5
+LAYERS = block_params(num_layers=3)
+
+
+def scanned(body):
+    """``body`` once per layer."""
+    return lambda params, x: lax.scan(lambda x, layer: (body(layer, x), None), x, params)[0]
+
+
+def cast(f):
+    """``f`` in bfloat16, of float32 parameters."""
+
+    def half(tree):
+        return jax.tree.map(lambda a: a.astype(jnp.bfloat16), tree)
+
+    return lambda params, x: f(half(params), half(x)).astype(x.dtype)
+
+
+def choose(params, x):
+    return lax.cond(x.sum() > 0, lambda x: block(params, x), lambda x: 2 * mlp(params, x), x)
+
+
+def switch(params, x):
+    branches = [
+        lambda x: block(params, x),
+        lambda x: x,
+        lambda x: mlp(params, x),
+        lambda x: x * params["scale"],
+    ]
+    return lax.switch(TOKENS[2] + (x.sum() > 0).astype(jnp.int32), branches, x)
+
+
+def shared(params, x):
+    for _ in range(3):
+        x = block(params, x)
+    return x
+
+
+def shared_scan(params, x):
+    return lax.scan(lambda x, _: (block(params, x), None), x, None, length=3)[0]
+
+
+def named(params, x):
+    h = checkpoint_name(x @ params["up"], "up")
+    return x + jnp.sin(h) @ params["down"]
+
+
+@jax.custom_jvp
+def softsign(x):
+    return x / (1 + jnp.abs(x))
+
+
+@softsign.defjvp
+def _softsign_jvp(primals, tangents):
+    (x,), (t,) = primals, tangents
+    return softsign(x), t / (1 + jnp.abs(x)) ** 2
+
+
+@jax.custom_vjp
+def scaled_matmul(x, w):
+    return 0.5 * (x @ w)
+
+
+scaled_matmul.defvjp(
+    lambda x, w: (scaled_matmul(x, w), (x, w)), lambda res, dy: (0.5 * (dy @ res[1].T), 0.5 * (res[0].T @ dy))
+)
+
+
+def custom(params, x):
+    return softsign(scaled_matmul(x, params["up"])) @ params["down"]
+
+
+def attention(params, x):
+    """[B, T, D] with two heads and a causal mask."""
+    T = x.shape[1]
+    q, k, v = (jnp.einsum("btd,dhk->bthk", x, params[name]) for name in "qkv")
+    scores = jnp.einsum("bthk,bshk->bhts", q, k)
+    causal = jnp.arange(T)[:, None] >= jnp.arange(T)
+    weights = jax.nn.softmax(jnp.where(causal, scores, -1e9))
+    return x + jnp.einsum("bthk,hkd->btd", jnp.einsum("bhts,bshk->bthk", weights, v), params["o"])
+
+
+ATTENTION = {name: normal(20 + i, WIDTH, 2, 8) for i, name in enumerate("qkv")} | {
+    "o": normal(24, 2, 8, WIDTH)
+}
+
+
+def convolve(params, x):
+    x = lax.conv_general_dilated(x, params["k"], (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
+    return jax.nn.relu(x)
+
+
+def ragged(params, x):
+    return jnp.tanh(lax.ragged_dot(x, params["experts"], jnp.array([3, 1, 4])))
+
+
+def loop(params, x):
+    """A while loop (not differentiated) sets how much a layer counts."""
+    count = lax.while_loop(lambda n: n < 3, lambda n: n + 1, TOKENS[1])
+    return block(params, x) * count.astype(x.dtype)
+
+
+CASES = {
+    "linear": (lambda w, x: x @ w, normal(1, WIDTH, WIDTH), X),
+    "mlp": (mlp, block_params(), X),
+    "block": (block, block_params(), X),
+    "attention": (attention, ATTENTION, normal(30, 2, 6, WIDTH)),
+    "remat": (jax.checkpoint(block), block_params(), X),
+    "nothing_saveable": (jax.checkpoint(block, policy=POLICIES.nothing_saveable), block_params(), X),
+    "dots_saveable": (jax.checkpoint(block, policy=POLICIES.dots_saveable), block_params(), X),
+    "everything_saveable": (jax.checkpoint(block, policy=POLICIES.everything_saveable), block_params(), X),
+    "only_names": (jax.checkpoint(named, policy=POLICIES.save_only_these_names("up")), block_params(), X),
+    "scan": (scanned(block), LAYERS, X),
+    "scan of remat": (scanned(jax.checkpoint(block)), LAYERS, X),
+    "scan of dots_saveable": (
+        scanned(jax.checkpoint(block, policy=POLICIES.dots_saveable, prevent_cse=False)),
+        LAYERS,
+        X,
+    ),
+    "remat of scan": (jax.checkpoint(scanned(block)), LAYERS, X),
+    "nested scan": (scanned(scanned(block)), jax.tree.map(lambda a: jnp.stack([a, -a]), LAYERS), X),
+    "reverse scan": (lambda p, x: lax.scan(lambda x, p: (block(p, x), x), x, p, reverse=True), LAYERS, X),
+    "shared": (shared, block_params(), X),
+    "shared in scan": (shared_scan, block_params(), X),
+    "cond": (choose, block_params(), X),
+    "cond, other branch": (choose, block_params(), -jnp.abs(X)),
+    "switch": (switch, block_params(), jnp.abs(X)),
+    "cond in scan": (scanned(choose), LAYERS, X),
+    "scan in cond": (lambda p, x: lax.cond(x[0, 0] < 9, scanned(block), lambda p, x: x, p, x), LAYERS, X),
+    "remat of cond": (jax.checkpoint(choose), block_params(), X),
+    "custom rules": (custom, block_params(), X),
+    "remat of custom rules": (jax.checkpoint(custom), block_params(), X),
+    "convolution": (convolve, {"k": normal(2, 3, 3, 4, 6)}, normal(3, 2, 5, 5, 4)),
+    "ragged_dot": (ragged, {"experts": normal(4, 3, WIDTH, HIDDEN)}, X),
+    "while": (loop, block_params(), X),
+    "jit inside": (jax.jit(block), block_params(), X),
+    "embedding": (lambda p, t: p["up"][t], block_params(), TOKENS),
+    "embedding and block": (lambda p, t: block(p, p["down"][t]), block_params(), TOKENS),
+    "several inputs": (
+        lambda p, x: {"x": block(p, x["x"]) * x["gain"], "tokens": x["tokens"]},
+        block_params(),
+        {"x": X, "gain": normal(5, WIDTH), "tokens": TOKENS},
+    ),
+    "integer parameter": (lambda p, x: block(p[0], x)[p[1]], (block_params(), TOKENS), X),
+    "unused parameter": (lambda p, x: x * p["scale"], block_params(), X),
+    "unused input": (lambda p, x: p["up"] @ p["down"], block_params(), X),
+    "identity": (lambda p, x: x, block_params(), X),
+    "weight product": (lambda p, x: x @ (p["up"] @ p["down"]), block_params(), X),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_gradients_equal_vjp_bit_for_bit(name):
+    f, params, x = CASES[name]
+    check_split(f, params, x)
+
+
+BFLOAT16_CASES = {
+    "block": (cast(block), block_params()),
+    "scan": (scanned(cast(block)), LAYERS),
+    "scan of remat": (scanned(jax.checkpoint(cast(block))), LAYERS),
+}
+
+
+@pytest.mark.parametrize("name", BFLOAT16_CASES)
+def test_bfloat16_casts(name):
+    """XLA may keep more than bfloat16 within a program, so equality is up to a few of its steps."""
+    f, params = BFLOAT16_CASES[name]
+    plan = check_split(f, params, X, exact=False, tolerance=2e-2)
+    assert all(kept.dtype == jnp.bfloat16 or kept.shape[-2:] == X.shape for kept in plan.residuals_i)
+    assert all(kept.dtype == jnp.bfloat16 for kept in (*plan.residuals_w, *plan.stash))
+
+
+def test_auxiliary_output_of_integer_counts():
+    def f(params, x):
+        return mlp(params, x), {"positive": (x > 0).sum(0), "mean": x.mean()}
+
+    plan = check_split(f, block_params(), X, has_aux=True)
+    assert plan.aux["positive"].dtype == jnp.int32
+
+
+def test_front_door_agrees_with_vjp():
+    split = split_backward(block)
+    params = block_params()
+
+    @jax.jit
+    def both(params, x, dy):
+        y, residuals = split.forward(params, x)
+        dx, stash = split.backward_input(params, x, residuals, dy)
+        dparams = split.backward_weight(params, x, residuals, stash)
+        return y, (dparams, dx), split.backward(params, x, residuals, dy)
+
+    y, ours, fused = both(params, X, X)
+    want_y, pull = jax.vjp(block, params, X)
+    assert_trees_match((want_y, pull(X), pull(X)), (y, ours, fused), exact=False)
+
+
+def test_front_door_gives_aux():
+    split = split_backward(lambda params, x: (mlp(params, x), TOKENS), has_aux=True)
+    (y, aux), _ = split.forward(block_params(), X)
+    assert_trees_match((mlp(block_params(), X), TOKENS), (y, aux), exact=False)
+
+
+def test_plan_is_traced_once_per_type_and_computes_nothing():
+    calls = []
+
+    def f(params, x):
+        calls.append(1)
+        return block(params, x)
+
+    split = split_backward(f)
+    types = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), (block_params(), X))
+    plan = split.trace(*types)
+    assert split.trace(*types) is plan
+    assert len(calls) == 1
+    split.trace(types[0], jax.ShapeDtypeStruct((2, WIDTH), jnp.float32))
+    assert len(calls) == 2
+
+
+def test_captured_tracers_are_not_kept():
+    def outer(scale):
+        split = split_backward(lambda w, x: scale * (x @ w))
+        return split.trace(X, X.T) is split.trace(X, X.T)
+
+    captured = []
+    jax.make_jaxpr(lambda s: captured.append(outer(s)) or s)(1.0)
+    assert captured == [False]
+
+
+def test_works_under_vmap_and_in_a_cond():
+    plan = split_backward(block).trace(block_params(), X)
+
+    def gradients(params, x, dy):
+        _, _, residuals_i, residuals_w = plan.forward(params, x)
+        dx, stash = plan.backward_input(params, x, residuals_i, residuals_w, dy)
+        return plan.backward_weight(params, x, residuals_w, stash), dx
+
+    def guarded(params, x, dy):
+        return lax.cond(x[0, 0] < 9, gradients, lambda params, x, dy: (params, x), params, x, dy)
+
+    xs = jnp.stack([X, 2 * X])
+    ours = jax.jit(jax.vmap(guarded, (None, 0, 0)))(block_params(), xs, xs)
+    theirs = jax.vmap(lambda x: jax.vjp(block, block_params(), x)[1](x))(xs)
+    assert_trees_match(theirs, ours, exact=False, tolerance=2e-6)
+
+
+def test_recomputation_is_not_merged_with_the_forward():
+    """In one program, XLA would undo ``jax.checkpoint`` without the barriers."""
+
+    def num_dots(f):
+        plan = split_backward(f).trace(block_params(), X)
+
+        def step(params, x, dy):
+            y, _, residuals_i, residuals_w = plan.forward(params, x)
+            return y, plan.backward(params, x, residuals_i, residuals_w, dy)
+
+        text = jax.jit(step).lower(block_params(), X, X).compile().as_text()
+        return text.count(" dot(") + text.count("matmul")
+
+    assert num_dots(jax.checkpoint(block)) > num_dots(block)
+
+
+def test_side_effects_happen_once():
+    seen = []
+
+    def f(params, x):
+        jax.debug.callback(lambda v: seen.append(float(v)), x[0, 0])
+        return block(params, x)
+
+    plan = split_backward(f).trace(block_params(), X)
+    _, _, residuals_i, residuals_w = jax.jit(plan.forward)(block_params(), X)
+    _, stash = jax.jit(plan.backward_input)(block_params(), X, residuals_i, residuals_w, X)
+    jax.block_until_ready(plan.backward_weight(block_params(), X, residuals_w, stash))
+    jax.effects_barrier()
+    assert len(seen) == 1
+
+
+def test_wrong_tree_is_named():
+    plan = split_backward(block).trace(block_params(), X)
+    with pytest.raises(ValueError, match="split: params is not the tree that was traced"):
+        plan.forward({"up": X}, X)
+    with pytest.raises(ValueError, match="split: x is not the tree"):
+        plan.forward(block_params(), (X, X))
+
+
+def test_input_part_is_empty_for_integer_inputs():
+    plan = split_backward(lambda p, t: block(p, p["down"][t])).trace(block_params(), TOKENS)
+    assert not plan.counts("input")
+    assert total_bytes(plan.stash) == 4 * BATCH * WIDTH
+
+
+def test_scatter_add_belongs_to_the_weights():
+    def f(params, x):
+        return block(params, x) + params["down"][TOKENS]
+
+    plan = check_split(f, block_params(), X)
+    assert plan.counts("weight")["scatter-add"] == 1
+    assert plan.counts("input")["scatter-add"] == 0
+
+
+def test_dx_needs_no_weight_gradient():
+    """I spends the FLOPs of dx alone."""
+    for f, params in ((block, block_params()), (scanned(block), LAYERS)):
+        plan = split_backward(f).trace(params, X)
+        alone = split_backward(lambda _, x, f=f, params=params: f(params, x)).trace((), X)
+        assert plan.flops.input == alone.flops.backward
+
+
+def test_key_in_the_input():
+    """A random key travels with x; its gradient is float0."""
+
+    def f(params, x):
+        keep = jax.random.bernoulli(x["key"], 0.5, x["x"].shape)
+        return jnp.where(keep, block(params, x["x"]), 0.0)
+
+    plan = split_backward(f).trace(block_params(), {"key": jax.random.key(0), "x": X})
+    x = {"key": jax.random.key(1), "x": X}
+    _, _, residuals_i, residuals_w = plan.forward(block_params(), x)
+    dx, stash = plan.backward_input(block_params(), x, residuals_i, residuals_w, X)
+    dparams = plan.backward_weight(block_params(), x, residuals_w, stash)
+    want = jax.vjp(lambda p, v: f(p, {"key": x["key"], "x": v}), block_params(), X)[1](X)
+    assert dx["key"].dtype == jax.dtypes.float0
+    assert_trees_match(want, (dparams, dx["x"]), exact=False)
+
+
+def test_numpy_arguments_and_constants():
+    mask = np.tril(np.ones((BATCH, BATCH), np.float32))
+    check_split(
+        lambda w, x: mask @ jnp.tanh(x @ w) + np.float32(1),
+        np.asarray(normal(1, WIDTH, WIDTH)),
+        np.asarray(X),
+    )
