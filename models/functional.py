@@ -66,26 +66,25 @@ def pure_nnx(create: Callable[[nnx.Rngs], nnx.Module]) -> Pure:
       ValueError: the module holds variables that are not ``nnx.Param``.
 
     """
-    graphs = []
+    graph, abstract = nnx.split(nnx.eval_shape(lambda: create(nnx.Rngs(0))))
+    extra = [
+        f"{'.'.join(map(str, path))}: {type(variable).__name__}"
+        for path, variable in nnx.to_flat_state(abstract)
+        if not isinstance(variable, nnx.Param)
+    ]
+    if extra:
+        raise ValueError(
+            "pure_nnx: only nnx.Param can be a parameter, but the module also holds "
+            f"{', '.join(extra)}. Pass such values in as inputs, and out as outputs."
+        )
 
     def init(key: Array) -> Tree:
-        graph, params, rest = nnx.split(create(nnx.Rngs(key)), nnx.Param, ...)
-        extra = [f"{'.'.join(map(str, path))}: {type(var).__name__}" for path, var in nnx.to_flat_state(rest)]
-        if extra:
-            raise ValueError(
-                "pure_nnx: only nnx.Param can be a parameter, but the module also holds "
-                f"{', '.join(extra)}. Pass such values in as inputs, and out as outputs."
-            )
-        graphs.append(graph)
-        return nnx.to_pure_dict(params)
-
-    jax.eval_shape(init, jax.random.key(0))
-    graph = graphs[0]
+        return nnx.to_pure_dict(nnx.state(create(nnx.Rngs(key))))
 
     def apply(params: Tree, *args: Any) -> Any:
         return nnx.merge(graph, params)(*args)
 
-    return Pure(lambda key: init(key), apply)
+    return Pure(init, apply)
 
 
 def from_nnx(
@@ -166,7 +165,7 @@ def unstack(tree: Tree) -> list[Tree]:
     leaves, treedef = jax.tree.flatten(tree)
     split = [lax.split(leaf, (1,) * leaf.shape[0]) for leaf in leaves]
     rows = zip(*([part.reshape(part.shape[1:]) for part in parts] for parts in split), strict=True)
-    return [treedef.unflatten(row) for row in rows]
+    return [jax.tree.unflatten(treedef, row) for row in rows]
 
 
 def num_params(params: Tree) -> int:

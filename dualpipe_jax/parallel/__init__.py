@@ -10,7 +10,7 @@ from dualpipe_jax.parallel.expert import (
     plan_capacity,
     plan_dropless,
 )
-from dualpipe_jax.parallel.expert_matmul import grouped_matmul
+from dualpipe_jax.parallel.expert_groups import grouped_matmul
 from dualpipe_jax.parallel.mesh import EP, PP, make_mesh
 
 __all__ = [

@@ -25,7 +25,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from dualpipe_jax.parallel.expert_matmul import grouped_matmul, vary_alike
+from dualpipe_jax.parallel.expert_groups import grouped_matmul, vary_alike
 
 
 @functools.partial(
@@ -290,7 +290,7 @@ def _exchange(rows_SD: Array, handle: Handle) -> Array:
 
 def _rows(array_RD: Array, index: Array) -> Array:
     """Gather rows; zeros where the index lies past the end."""
-    return array_RD.at[index].get(mode="fill", fill_value=0)
+    return jnp.take(array_RD, index, axis=0, mode="fill", fill_value=0)
 
 
 @jax.custom_vjp

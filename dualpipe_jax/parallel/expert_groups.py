@@ -21,7 +21,8 @@ def vary_alike(*arrays: Array) -> tuple[Array, ...]:
     Inside ``shard_map`` with ``check_vma=True`` a ``custom_vjp`` must return cotangents that vary as its
     arguments do; cast outside of it, the casts' own transposes then sum what is owed.
     """
-    axes = frozenset[str]().union(*(_varying(array) for array in arrays))
+    arrays = tuple(map(jnp.asarray, arrays))
+    axes = frozenset[str]().union(*map(_varying, arrays))
     return tuple(_vary(array, axes) for array in arrays)
 
 
@@ -134,7 +135,8 @@ def _outer_by_blocks(block: int, x_RD: Array, dy_RF: Array, sizes_G: Array) -> A
             start, here_B = _window(block, x_RD.shape[0], end - size, end, b)
             x_BD = lax.dynamic_slice_in_dim(x_RD, start, block)
             dy_BF = lax.dynamic_slice_in_dim(dy_RF, start, block)
-            x_BD = jnp.where(here_B[:, None], x_BD, 0)
+            # Both: what lies past the groups may be anything, and 0 * nan is nan.
+            x_BD, dy_BF = (jnp.where(here_B[:, None], rows, 0) for rows in (x_BD, dy_BF))
             return dw_DF + jnp.einsum("bd,bf->df", x_BD, dy_BF, preferred_element_type=jnp.float32)
 
         zeros_DF = jnp.zeros((x_RD.shape[1], dy_RF.shape[1]), jnp.float32)
