@@ -19,6 +19,7 @@ earliest for usual costs.
 
 import bisect
 import heapq
+import itertools
 from collections.abc import Sequence
 
 import numpy as np
@@ -55,7 +56,7 @@ def place(flat: Flat, costs: CostModel, rounds: int = 4) -> np.ndarray:
             reached = best_score[0] <= timeline.makespan + timeline.eps
             if timeline.steps_left <= 0 or (reached and best_score[1] <= 1.03 * fewest):
                 break
-            ticks = earliest(flat, ordered, _settle(timeline, early.tolist()))
+            ticks = earliest(flat, ordered, _settle(timeline, early.tolist(), best_score[0]))
             best_score, best = min((best_score, best), (score(ticks), ticks), key=lambda found: found[0])
     return best
 
@@ -122,7 +123,8 @@ class _Timeline:
     @property
     def makespan(self) -> float:
         """When the last slot ends."""
-        return max(self.end, default=0.0)
+        lasts = [last - 1 for first, last in itertools.pairwise(self.begin) if first < last]
+        return max((self.end[last] for last in lasts), default=0.0)
 
     def _link(self, slot: int, reader: int, ticks: int, delay: float) -> None:
         self.after[slot].append((reader, ticks))
@@ -197,11 +199,11 @@ class _Timeline:
         return touched
 
 
-def _settle(timeline: _Timeline, ticks: list[int]) -> list[int]:
+def _settle(timeline: _Timeline, ticks: list[int], limit: float) -> list[int]:
     """Raise ticks until no constraint is violated; couplings that cannot hold become waits of the timeline.
 
     Slots are visited in the order of time, so that a contradiction is met, and its wait added, before what
-    comes after it is worked out. Out of steps, what is left stays violated.
+    comes after it is worked out. Out of steps, or once the timeline ends after ``limit``, the rest stays violated.
     """
     after, couplings, turn = timeline.after, timeline.couplings, timeline.turn
     parent = [-1] * len(ticks)
@@ -222,6 +224,8 @@ def _settle(timeline: _Timeline, ticks: list[int]) -> list[int]:
                 cycle = _cycle(parent, slot, other)
                 if cycle and (broken := _break(timeline, cycle)) is not None:
                     raised += broken
+                    if timeline.makespan > limit + timeline.eps:
+                        timeline.steps_left = 0
                     continue
                 ticks[other], parent[other] = now - most, slot
                 raised.append(other)
