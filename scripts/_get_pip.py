@@ -27,7 +27,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         wheel = os.path.join(folder, urllib.parse.urlsplit(url).path.rsplit("/", 1)[1])
         urllib.request.urlretrieve(url, wheel)
-        subprocess.run([sys.executable, f"{wheel}/pip", "install", "--quiet", "--no-index", wheel], check=True)
+        subprocess.run(
+            [sys.executable, f"{wheel}/pip", "install", "--quiet", "--no-index", wheel], check=True
+        )
 
 
 if __name__ == "__main__":

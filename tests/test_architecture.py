@@ -1,0 +1,101 @@
+"""Which way imports run (docs and house plan): each part of the project may know only the parts below it."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+
+MAY_IMPORT = {
+    "dualpipe_jax.schedule": (),
+    "dualpipe_jax.parallel": (),
+    "dualpipe_jax.engine": ("dualpipe_jax.schedule", "dualpipe_jax.parallel"),
+    "models": ("dualpipe_jax.parallel",),
+    "train": ("dualpipe_jax", "models"),
+}
+"""Part of the project -> what of ours it may import, besides itself."""
+
+NUMPY_ONLY = "dualpipe_jax.schedule"
+
+
+def sources(part: str) -> list[Path]:
+    return sorted((ROOT / part.replace(".", "/")).rglob("*.py"))
+
+
+def imported(path: Path) -> set[str]:
+    """Full dotted names of all that a file imports, wherever in the file it does."""
+    package = path.relative_to(ROOT).parts[:-1]
+    names = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) + 1 - node.level] if node.level else ()
+            start = ".".join((*base, *filter(None, [node.module])))
+            names |= {f"{start}.{alias.name}" for alias in node.names}
+    return names
+
+
+def is_within(name: str, part: str) -> bool:
+    return name == part or name.startswith(f"{part}.")
+
+
+@pytest.mark.parametrize("part", MAY_IMPORT)
+def test_imports_run_downwards(part):
+    allowed = (part, *MAY_IMPORT[part])
+    assert sources(part), f"{part} has no sources: has it moved?"
+    ours = ("dualpipe_jax", "models", "train", "tests", "benchmarks")
+    wrong = [
+        f"{path.relative_to(ROOT)} imports {name}"
+        for path in sources(part)
+        for name in sorted(imported(path))
+        if any(is_within(name, root) for root in ours) and not any(is_within(name, a) for a in allowed)
+    ]
+    assert not wrong, f"{part} may import only {allowed}:\n" + "\n".join(wrong)
+
+
+def test_nothing_imports_the_trainer():
+    outside = [path for part in ("dualpipe_jax", "models", "benchmarks") for path in sources(part)]
+    wrong = [str(path) for path in outside if any(is_within(name, "train") for name in imported(path))]
+    assert not wrong
+
+
+def test_schedules_need_only_python_and_numpy():
+    foreign = {
+        f"{path.relative_to(ROOT)} imports {name}"
+        for path in sources(NUMPY_ONLY)
+        for name in imported(path)
+        if name.split(".")[0] not in {*sys.stdlib_module_names, "numpy", "dualpipe_jax", "matplotlib"}
+    }
+    assert not foreign
+
+
+def test_importing_schedules_loads_no_jax():
+    code = f"import sys, {NUMPY_ONLY}; print(*sorted({{m.split('.')[0] for m in sys.modules}}))"
+    loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert not {"jax", "jaxlib", "flax", "optax", "matplotlib"} & set(loaded.split())
+
+
+def test_nobody_changes_jax_config_at_import():
+    """A library that changes jax.config changes it for everyone who imports it."""
+    packages = ("dualpipe_jax", "models", "train")
+    changing = [
+        str(path.relative_to(ROOT))
+        for part in packages
+        for path in sources(part)
+        if "jax.config" in path.read_text() or "jax import config" in path.read_text()
+    ]
+    assert not changing
+
+
+def test_importing_everything_leaves_jax_config_alone():
+    code = (
+        "import jax\n"
+        "before = dict(jax.config.values)\n"
+        "import dualpipe_jax.engine, dualpipe_jax.parallel, dualpipe_jax.schedule, models\n"
+        "assert dict(jax.config.values) == before\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)

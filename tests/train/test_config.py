@@ -1,0 +1,94 @@
+"""Options: what is refused, in one line and with exit code 2; the devices asked of JAX."""
+
+import dataclasses
+import subprocess
+import sys
+
+import pytest
+
+from train import config as options
+from train import model
+from train.__main__ import main
+from train.config import ConfigError, TrainConfig, set_devices
+
+REFUSED = {
+    "unknown schedule": (["--schedule", "dualpip"], "did you mean dualpipe? there are gpipe, one_f_one_b"),
+    "counts": (["--microbatches", "4"], "dualpipe: got 4 ranks and 4 microbatches"),
+    "odd ranks": (["--pp", "3"], "must be even"),
+    "devices": (["--pp", "16", "--microbatches", "32"], "--pp 16 --ep 2: needs 32 devices, but"),
+    "zero": (["--steps", "0"], "--steps 0: must be at least 1"),
+    "rate": (["--learning-rate", "0"], "--learning-rate 0.0: must be above 0"),
+    "ep": (["--microbatch-size", "3"], "--microbatch-size 3: --ep 2 devices must share it equally, try 2"),
+    "experts": (["--ep", "3", "--pp", "2", "--microbatch-size", "3"], "--ep 3: must divide the 8 experts"),
+    "layers": (
+        ["--layers", "6"],
+        "4 stages cannot share the 6 layers of --model byte equally; try --layers 4 or 8",
+    ),
+    "model": (["--model", "huge"], "--model huge: there are byte, tiny, small"),
+    "missing data": (["--data", "nowhere.txt"], "--data: cannot read nowhere.txt: No such file or directory"),
+    "short data": (["--data", "{short}"], "--data: 46 bytes to train on, but --sequence"),
+    "empty data": (["--data", "{empty}"], "--data: nothing to read in"),
+    "name taken": (["--name", "taken"], "holds a run already; pick another name"),
+    "name outside": (["--name", "../elsewhere"], "--name ../elsewhere: must be a plain name"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_options_are_refused_in_one_line(case, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "empty").write_bytes(b"")
+    (tmp_path / "short").write_bytes(b"x" * 50)
+    (tmp_path / "runs" / "taken").mkdir(parents=True)
+    (tmp_path / "runs" / "taken" / "metrics.jsonl").write_text("")
+    arguments, message = REFUSED[case]
+    code = main([argument.format(short="short", empty="empty") for argument in arguments])
+    said = capsys.readouterr().err
+    assert code == 2
+    assert said.startswith("error: ") and said.count("\n") == 1, said
+    assert message in said
+
+
+def test_options_that_cannot_be_read_exit_with_2(capsys):
+    for arguments in (["--steps", "many"], ["--no-such-option"]):
+        with pytest.raises(SystemExit) as exit:
+            main(arguments)
+        assert exit.value.code == 2
+
+
+def test_help_names_every_option_without_loading_jax():
+    code = (
+        "import sys; from train.__main__ import main\n"
+        "try: main(['--help'])\n"
+        "finally: assert 'jax' not in sys.modules\n"
+    )
+    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    for field in dataclasses.fields(TrainConfig):
+        assert f"--{field.name.replace('_', '-')}" in said
+    assert "gpipe,one_f_one_b,zb_h1,dualpipe,dualpipe_v" in said
+
+
+def test_the_help_knows_every_model_size():
+    assert tuple(model.SIZES) == options.MODELS
+
+
+def test_virtual_devices_are_asked_for():
+    environ = {"XLA_FLAGS": "--xla_other=1"}
+    set_devices(TrainConfig(pp=2, ep=3), environ)
+    assert environ == {
+        "JAX_PLATFORMS": "cpu",
+        "XLA_FLAGS": "--xla_other=1 --xla_force_host_platform_device_count=6",
+    }
+
+
+def test_the_users_own_device_count_stays():
+    environ = {"XLA_FLAGS": "--xla_force_host_platform_device_count=8"}
+    set_devices(TrainConfig(pp=2, ep=2), environ)
+    assert environ["XLA_FLAGS"] == "--xla_force_host_platform_device_count=8"
+    with pytest.raises(ConfigError, match="needs 10 devices, but XLA_FLAGS asks for 8"):
+        set_devices(TrainConfig(pp=10, ep=1), environ)
+
+
+def test_accelerators_are_left_to_jax():
+    environ = {}
+    set_devices(TrainConfig(devices="accelerator"), environ)
+    assert environ == {}

@@ -1,0 +1,142 @@
+"""The update: who moves what. Optimizer for weights, loads for routing biases."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+
+import models
+from dualpipe_jax.engine import PipelineModel, PlacedStages, sequential_value_and_grad
+from dualpipe_jax.parallel import make_mesh
+from train.step import (
+    balance,
+    init_state,
+    is_decayed,
+    make_optimizer,
+    make_update,
+    max_violation,
+    trainable,
+    warmup_cosine,
+    with_trainable,
+)
+
+SHAPE = (2, 2, 8)
+RATE = 0.25
+
+
+def replicated(tree):
+    return jax.device_put(tree, NamedSharding(make_mesh(1), PartitionSpec()))
+
+
+@pytest.fixture(scope="module")
+def model():
+    config = models.tiny(num_layers=3, dim=16, num_experts=4, top_k=2, num_groups=1, top_groups=1)
+    return models.deepseek(config, 2, ep_axis="ep")
+
+
+@pytest.fixture(scope="module")
+def batch():
+    tokens = np.random.default_rng(0).integers(0, 256, (*SHAPE[:2], SHAPE[2] + 1)).astype(np.int32)
+    return tokens[..., :-1], tokens[..., 1:]
+
+
+@pytest.fixture(scope="module")
+def stepped(model, batch):
+    """One update: params and aux before, state and metrics after."""
+    params = model.init(jax.random.key(0))
+    value_and_grad = sequential_value_and_grad(PipelineModel(*model.functions), has_aux=True)
+    (loss, aux), grads = jax.jit(value_and_grad)(params, *batch)
+    optimizer = make_optimizer(1e-2, clip=1.0, weight_decay=0.1)
+    state = init_state(replicated(model.init(jax.random.key(0))), optimizer)  # donated: not params
+    state, metrics = make_update(value_and_grad, optimizer, RATE, state)(state, *batch)
+    return params, (loss, aux, grads), state, metrics
+
+
+def test_the_optimizer_owns_weights_alone(stepped):
+    params, _, state, _ = stepped
+    weights = {
+        jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(trainable(params))
+    }
+    everything = {jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(params)}
+    assert everything - weights == {"['stages']['routing']['bias']", "['stages']['routing']['stage']"}
+    moments = optax.tree.get(state.opt_state, "mu")
+    assert jax.tree.structure(moments) == jax.tree.structure(trainable(params))
+
+
+def test_weights_move_as_optax_by_hand_moves_them(stepped):
+    params, (_, _, grads), state, metrics = stepped
+    by_hand = optax.chain(
+        optax.clip_by_global_norm(1.0),
+        optax.adamw(1e-2, b1=0.9, b2=0.95, weight_decay=0.1, mask=is_decayed),
+    )
+    weights, grads = trainable(params), trainable(grads)
+    with jax.numpy_dtype_promotion("standard"):
+        updates, _ = by_hand.update(grads, by_hand.init(weights), weights)
+    expected = with_trainable(params, optax.apply_updates(weights, updates))
+    for name in ("embed", "head"):
+        jax.tree.map(
+            lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), expected[name], state.params[name]
+        )
+    np.testing.assert_allclose(metrics["grad_norm"], optax.tree.norm(grads), rtol=1e-5)
+    assert int(state.step) == 1
+
+
+def test_the_bias_moves_once_a_step_by_the_loads(stepped):
+    _, (_, aux, _), state, _ = stepped
+    counts = np.asarray(aux["counts"], np.int64)
+    expected = RATE * np.sign(counts.mean(-1, keepdims=True) - counts)
+    assert np.any(expected)
+    np.testing.assert_array_equal(state.params["stages"]["routing"]["bias"], expected)
+    np.testing.assert_array_equal(state.params["stages"]["routing"]["stage"], [0, 1])
+
+
+def test_placed_biases_find_their_counts():
+    """On a V the second half of the stages lies in reverse."""
+    counts = jnp.array([[[3, 1]], [[1, 3]], [[2, 2]], [[4, 0]]], jnp.int32)
+
+    def stages(numbers):
+        routing = {"bias": jnp.zeros((2, 1, 2)), "stage": jnp.array(numbers, jnp.int32)}
+        return {"layers": {}, "routing": routing}
+
+    placed = PlacedStages((stages([0, 1]), stages([3, 2])))
+    near, far = balance({"stages": placed}, counts, 1.0)["stages"].local
+    np.testing.assert_array_equal(near["routing"]["bias"][:, 0], [[-1, 1], [1, -1]])
+    np.testing.assert_array_equal(far["routing"]["bias"][:, 0], [[-1, 1], [0, 0]])
+
+
+def test_matrices_decay_and_norms_do_not(model):
+    mask = jax.tree_util.tree_leaves_with_path(is_decayed(trainable(model.init(jax.random.key(0)))))
+    kept = {jax.tree_util.keystr(path) for path, decays in mask if not decays}
+    assert kept and all("norm" in name for name in kept)
+    assert any(decays for _, decays in mask)
+
+
+def test_the_gradient_is_clipped():
+    optimizer = make_optimizer(1.0, clip=1.0, weight_decay=0.0)
+    gradient = {"w": jnp.array([30.0, 40.0])}
+    _, state = optimizer.update(gradient, optimizer.init(gradient), gradient)
+    np.testing.assert_allclose(optax.tree.get(state, "mu")["w"], [0.06, 0.08], rtol=1e-6)
+
+
+def test_the_learning_rate_warms_up_and_comes_down():
+    rate = warmup_cosine(2e-3, 100, 10)
+    assert [float(rate(step)) for step in (0, 5, 10, 100)] == pytest.approx([0, 1e-3, 2e-3, 2e-4])
+    assert float(warmup_cosine(1.0, 1, 10)(0)) == 1.0
+
+
+def test_max_violation_is_zero_in_balance():
+    assert float(max_violation(jnp.array([[[4, 4]], [[8, 0]]], jnp.int32))) == 0.5
+
+
+def test_updates_reuse_memory_and_compile_once(model, batch):
+    value_and_grad = sequential_value_and_grad(PipelineModel(*model.functions), has_aux=True)
+    optimizer = make_optimizer(1e-2, clip=1.0, weight_decay=0.1)
+    state = init_state(replicated(model.init(jax.random.key(0))), optimizer)
+    update = make_update(value_and_grad, optimizer, RATE, state)
+    first = state
+    for _ in range(2):
+        state, _ = update(state, *batch)
+    assert all(leaf.is_deleted() for leaf in jax.tree.leaves(first.params["head"]))
+    assert update._cache_size() == 1

@@ -1,0 +1,111 @@
+"""What a run says while it runs: one JSON line a step for programs, a progress display for people."""
+
+import collections
+import json
+import math
+import statistics
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Any, Self
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+from rich.table import Column
+
+
+class MetricsFile:
+    """``metrics.jsonl``: an object a line, flushed at once: a run that is cut short keeps what it wrote."""
+
+    def __init__(self, path: Path):
+        self._file: IO[str] = path.open("w")
+
+    def write(self, record: dict[str, Any]) -> None:
+        """Append a record. Numbers that JSON cannot hold, NaN and infinities, become null."""
+        self._file.write(json.dumps({name: _plain(value) for name, value in record.items()}) + "\n")
+        self._file.flush()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._file.close()
+
+
+class Pace:
+    """How fast a run goes, from its latest steps. The first one compiles, so it is not counted."""
+
+    def __init__(self, window: int = 20):
+        self._seconds: collections.deque[float] = collections.deque(maxlen=window)
+        self._first = True
+
+    def add(self, seconds: float) -> None:
+        """Count a step."""
+        if not self._first:
+            self._seconds.append(seconds)
+        self._first = False
+
+    @property
+    def step_seconds(self) -> float | None:
+        """Median of the latest steps; None before the second step ended."""
+        return statistics.median(self._seconds) if self._seconds else None
+
+    def remaining(self, num_steps: int) -> str:
+        """Estimated time that ``num_steps`` more steps take, as minutes:seconds."""
+        if self.step_seconds is None:
+            return "-:--"
+        minutes, seconds = divmod(round(self.step_seconds * num_steps), 60)
+        return f"{minutes}:{seconds:02d}"
+
+
+class Display:
+    """A progress bar on a terminal; elsewhere a plain line now and then.
+
+    Args:
+      console: where to.
+      num_steps: of the run.
+      every: steps between plain lines.
+    """
+
+    def __init__(self, console: Console, num_steps: int, every: int):
+        self._console, self._num_steps, self._every = console, num_steps, every
+        self._bar: Progress | None = None
+        if console.is_terminal:
+            line = TextColumn("{task.description}", table_column=Column(no_wrap=True, overflow="crop"))
+            self._bar = Progress(BarColumn(bar_width=12), MofNCompleteColumn(), line, console=console)
+            self._task = self._bar.add_task("compiling the step ...", total=num_steps)
+
+    def step(self, step: int, record: dict[str, Any], pace: Pace) -> None:
+        """Show a finished step, the first of which is step 1."""
+        text = describe(record, pace.remaining(self._num_steps - step))
+        if self._bar is not None:
+            self._bar.update(self._task, completed=step, description=text)
+        elif step % self._every == 0 or step in (1, self._num_steps):
+            self._console.print(
+                f"step {step:>{len(str(self._num_steps))}}/{self._num_steps}  {text}",
+                soft_wrap=True,
+                highlight=False,
+            )
+
+    def __enter__(self) -> Self:
+        if self._bar is not None:
+            self._bar.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+
+def describe(record: dict[str, Any], remaining: str) -> str:
+    """A step in one line."""
+    text = (
+        f"loss {record['loss']:.3f}  {record['tokens_per_s']:,.0f} tokens/s  {record['step_s']:.2f} s/step  "
+        f"{remaining} left  grad {record['grad_norm']:.2f}  MaxVio {record['max_vio']:.2f}"
+    )
+    return f"{text}  dropped {record['dropped']}" if record["dropped"] else text
+
+
+def _plain(value: Any) -> Any:
+    return None if isinstance(value, float) and not math.isfinite(value) else value

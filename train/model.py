@@ -1,0 +1,91 @@
+"""Which model a run trains, and where its parameters lie."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+import models
+from dualpipe_jax.engine import place_stages
+from dualpipe_jax.parallel import EP
+from dualpipe_jax.schedule import Schedule
+from train.config import ConfigError, TrainConfig
+
+VOCAB = 256
+"""Tokens are bytes."""
+
+
+def byte(**changes: Any) -> models.Config:
+    """The model of the default run, sized for two CPU cores and a few minutes: eight layers with experts."""
+    ours = dict(
+        num_heads=2,
+        q_lora_rank=0,
+        kv_lora_rank=32,
+        qk_nope_dim=24,
+        qk_rope_dim=8,
+        v_head_dim=32,
+        num_experts=8,
+        top_k=2,
+        num_groups=1,
+        top_groups=1,
+    )
+    return models.tiny(**(ours | changes))
+
+
+SIZES: dict[str, Callable[..., models.Config]] = {"byte": byte, "tiny": models.tiny, "small": models.small}
+
+
+def model_config(config: TrainConfig) -> models.Config:
+    """The model's numbers. Raises ConfigError for a size that there is not."""
+    if config.model not in SIZES:
+        raise ConfigError(f"--model {config.model}: there are {', '.join(SIZES)}")
+    size = SIZES[config.model](vocab=VOCAB, compute_dtype=jnp.dtype(config.precision))
+    if config.layers is None:
+        return size
+    return SIZES[config.model](
+        vocab=VOCAB, compute_dtype=size.compute_dtype, num_layers=config.layers + size.num_dense_layers
+    )
+
+
+def make_model(config: TrainConfig, num_stages: int) -> models.Model:
+    """The model cut into stages, its experts over ep.
+
+    Raises:
+      ConfigError: the stages cannot share the layers equally, nor ep the experts.
+    """
+    numbers = model_config(config)
+    rounds, rest = divmod(numbers.num_moe_layers, num_stages)
+    if rest:
+        fitting = " or ".join(str(n * num_stages) for n in (rounds, rounds + 1) if n)
+        raise ConfigError(
+            f"--schedule {config.schedule} --pp {config.pp}: {num_stages} stages cannot share the "
+            f"{numbers.num_moe_layers} layers of --model {config.model} equally; try --layers {fitting}"
+        )
+    if numbers.num_experts % config.ep:
+        raise ConfigError(f"--ep {config.ep}: must divide the {numbers.num_experts} experts of a layer")
+    factor = config.capacity_factor if config.dispatch == "capacity" else None
+    return models.deepseek(numbers, num_stages, ep_axis=EP, dispatch=config.dispatch, capacity_factor=factor)
+
+
+def place(model: models.Model, params: Any, schedule: Schedule, mesh: Mesh) -> Any:
+    """Params where the engine wants them: stages on their ranks, experts over ep, both ends everywhere."""
+
+    def put(leaf: jax.Array, spec: PartitionSpec) -> jax.Array:
+        return jax.device_put(leaf, NamedSharding(mesh, spec))
+
+    ends = {part: jax.tree.map(put, params[part], model.param_specs[part]) for part in ("embed", "head")}
+    return ends | {"stages": place_stages(params["stages"], schedule, mesh, model.param_specs["stages"])}
+
+
+def count_parameters(numbers: models.Config) -> tuple[int, int]:
+    """Parameters in all, and those that take part in one token's way through the model."""
+    shapes = jax.eval_shape(models.deepseek(numbers, 1).init, jax.random.key(0))
+    routed = sum(
+        leaf.size
+        for path, leaf in jax.tree_util.tree_leaves_with_path(shapes["stages"]["layers"])
+        if "'experts'" in jax.tree_util.keystr(path)
+    )
+    total = models.num_params(shapes) - shapes["stages"]["routing"]["bias"].size
+    return total, total - routed + routed * numbers.top_k // numbers.num_experts
