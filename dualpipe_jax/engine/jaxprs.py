@@ -33,6 +33,7 @@ from dualpipe_jax.engine.split_graph import (
 WEIGHT_PART = "dualpipe_weight_part"
 """A jitted function of this name is a part of a weight gradient: the split never moves it into I."""
 
+_SCALARS = (bool, int, float, complex, np.generic)
 _REMAT = frozenset({"remat2", "checkpoint", "remat"})
 _CUSTOM = frozenset({"custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr"})
 _INLINED = _REMAT | _CUSTOM | {"pjit", "jit", "closed_call", "core_call"}
@@ -103,7 +104,7 @@ def trace_backward(function: Callable[..., Any], params: Any, x: Any, has_aux: b
         dx=tuple(every[num_dparams:]),
         y_tree=box["y_tree"],
         aux_tree=box["aux_tree"],
-        holds_tracers=any(isinstance(c, jax.core.Tracer) for c in closed.consts),
+        holds_tracers=reader.holds_tracers,
     )
 
 
@@ -114,6 +115,7 @@ class _Reader:
         self.nodes: list[Node] = []
         self.boundary = 0
         self.cotangents: tuple[Value, ...] = ()
+        self.holds_tracers = False
         self._pinned = pinned
         self._seen: dict[Any, tuple[Value, ...]] = {}
 
@@ -122,6 +124,7 @@ class _Reader:
         known: dict[Any, Atom] = dict(zip(jaxpr.invars, inputs, strict=True))
         for var, const in zip(jaxpr.constvars, consts, strict=True):
             known[var] = Constant(const, _value(var.aval))
+            self.holds_tracers |= isinstance(const, jax.core.Tracer)
 
         def look(atom: Any) -> Atom:
             return Constant(atom.val, _value(atom.aval)) if isinstance(atom, jex.Literal) else known[atom]
@@ -204,6 +207,7 @@ class _Reader:
         inner = [_value(var.aval) for var in jaxpr.invars]
         body = _Reader(self._pinned)
         updates = body.read(jaxpr, consts, inner)
+        self.holds_tracers |= body.holds_tracers
         outputs = [_value(var.aval) for var in eqn.outvars]
         bindings = [Binding(i, o) for i, o in zip(inner, inputs, strict=True)]
         begun = bindings[num_consts : num_consts + num_carry]
@@ -228,6 +232,7 @@ class _Reader:
             inner = tuple(_value(var.aval) for var in jaxpr.invars)
             body = _Reader(self._pinned)
             outputs = body.read(jaxpr, consts, inner)
+            self.holds_tracers |= body.holds_tracers
             branches.append(Program(inner, tuple(body.nodes), tuple(outputs)))
         outer = tuple(_value(var.aval) for var in eqn.outvars)
         return Cond(inputs[0], tuple(inputs[1:]), tuple(branches), outer, scope)
@@ -271,9 +276,10 @@ def _key(eqn: Any, inputs: Sequence[Atom], pinned: bool) -> Any:
     name = eqn.primitive.name
     if name not in CHEAP or name == "optimization_barrier":
         return None
-    atoms = tuple(a if isinstance(a, Value) else (repr(a.value), a.kind.dtype) for a in inputs)
-    if any(isinstance(a, Constant) and np.ndim(a.value) for a in inputs):
+    if not all(isinstance(a, Value) or isinstance(a.value, _SCALARS) for a in inputs):
         return None
+    # By repr, for 0.0 equals -0.0; and only of scalars, for an array's is not exact.
+    atoms = tuple(a if isinstance(a, Value) else (repr(a.value), a.kind.dtype) for a in inputs)
     key = name, atoms, tuple(sorted(eqn.params.items())), getattr(eqn, "ctx", None), pinned
     try:
         hash(key)

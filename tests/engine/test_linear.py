@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.experimental import pallas as pl
 from split_checks import BATCH, HIDDEN, WIDTH, assert_trees_match, check_split, norm, normal
 
 from dualpipe_jax.engine.linear import grouped_matmul, linear, split_vjp, weight_part
@@ -77,6 +78,44 @@ def test_marked_equations_are_not_moved():
     )
     assert [kind.shape for kind in marked.stash] == [(BATCH, WIDTH)]
     assert [kind.shape for kind in free.stash] == [(WIDTH,)]
+
+
+def pallas_matmul(x, w):
+    def kernel(x_ref, w_ref, out_ref):
+        out_ref[...] = x_ref[...] @ w_ref[...]
+
+    shape = jax.ShapeDtypeStruct((x.shape[0], w.shape[1]), x.dtype)
+    return pl.pallas_call(kernel, out_shape=shape, interpret=True)(x, w)
+
+
+def pallas_both(x, w, dy):
+    """dx and dw from one kernel."""
+
+    def kernel(x_ref, w_ref, dy_ref, dx_ref, dw_ref):
+        dx_ref[...] = dy_ref[...] @ w_ref[...].T
+        dw_ref[...] = x_ref[...].T @ dy_ref[...]
+
+    shapes = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in (x, w)]
+    return pl.pallas_call(kernel, out_shape=shapes, interpret=True)(x, w, dy)
+
+
+def test_kernels():
+    """Two kernels are split; one that gives both gradients is the input part's."""
+
+    @split_vjp
+    def two(x, w):
+        return pallas_matmul(x, w)
+
+    two.defsplit(
+        lambda x, w: (pallas_matmul(x, w), (x, w)),
+        lambda residuals, dy: (pallas_matmul(dy, residuals[1].T), dy),
+        lambda residuals, dy: pallas_matmul(residuals[0].T, dy),
+    )
+    one = jax.custom_vjp(pallas_matmul)
+    one.defvjp(lambda x, w: (pallas_matmul(x, w), (x, w)), lambda residuals, dy: pallas_both(*residuals, dy))
+    for matmul, kernels in ((two, (1, 1)), (one, (1, 0))):
+        plan = check_split(lambda w, x, m=matmul: jnp.sin(m(jnp.sin(x), w)), PARAMS["up"], X[0], exact=False)
+        assert tuple(plan.counts(part)["pallas_call"] for part in ("input", "weight")) == kernels
 
 
 def test_bfloat16_gradients_keep_their_dtypes():

@@ -347,6 +347,18 @@ def test_key_in_the_input():
     assert_trees_match(want, (dparams, dx["x"]), exact=False)
 
 
+def test_captured_scalars_that_print_alike_are_told_apart():
+    near = jnp.float32(0.1), jnp.float32(0.1) + jnp.float32(2**-27)
+    assert near[0] != near[1]
+
+    def f(params, x, captured):
+        return sum(jnp.sin(x * c) for c in captured) @ params["up"] * (0.0 * x[:, :1] + -0.0 * x[:, :1] + 1)
+
+    check_split(lambda params, x: f(params, x, near), block_params(), X)
+    traced = jax.jit(lambda c: split_backward(lambda p, x: f(p, x, (c, 2 * c))).forward(block_params(), X)[0])
+    assert_trees_match(f(block_params(), X, (near[0], 2 * near[0])), traced(near[0]), exact=False)
+
+
 def test_numpy_arguments_and_constants():
     mask = np.tril(np.ones((BATCH, BATCH), np.float32))
     check_split(
