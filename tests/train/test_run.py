@@ -8,28 +8,10 @@ import pytest
 
 from train.config import SCHEDULES
 
-SHORT = [
-    "--pp",
-    "2",
-    "--ep",
-    "2",
-    "--microbatches",
-    "4",
-    "--microbatch-size",
-    "2",
-    "--sequence",
-    "16",
-    "--model",
-    "tiny",
-    "--layers",
-    "2",
-    "--steps",
-    "3",
-    "--eval-batches",
-    "1",
-    "--name",
-    "short",
-]
+SHORT = (
+    *("--pp", "2", "--ep", "2", "--microbatches", "4", "--microbatch-size", "2", "--sequence", "16"),
+    *("--model", "tiny", "--layers", "2", "--steps", "3", "--eval-batches", "1", "--name", "short"),
+)
 
 
 def train(folder, *arguments):
