@@ -82,4 +82,4 @@ def _full(constant: Constant) -> Any:
     if np.ndim(constant.value):
         return jnp.asarray(constant.value, kind.dtype)
     filled = lax.full(kind.shape, constant.value, kind.dtype)
-    return lax.pcast(filled, tuple(kind.varying), to="varying") if kind.varying else filled
+    return lax.pcast(filled, tuple(sorted(kind.varying)), to="varying") if kind.varying else filled

@@ -26,6 +26,7 @@ def pipeline_value_and_grad(
     has_aux: bool = False,
     costs: CostModel | None = None,
     accumulate_dtype: Any = None,
+    fuse_pairs: bool | None = None,
     check_vma: bool = False,
     debug_nans: bool = False,
 ) -> Step:
@@ -51,12 +52,17 @@ def pipeline_value_and_grad(
       has_aux: whether a stage returns ``(x, aux)``.
       costs: relative costs by which actions are placed on ticks; changes the speed, not the result.
       accumulate_dtype: dtype of the gradients, summed over microbatches; None keeps each parameter's own.
+      fuse_pairs: run an overlapped pair as one computation, in which the compiler can hide the all-to-alls of
+        one direction behind the other's work, or as F and B after each other, with the same result. None: fuse
+        but on CPU, which overlaps nothing and would copy every slot pool once a pair.
       check_vma: let ``shard_map`` check over which axes values vary.
       debug_nans: raise when the loss is not finite, naming the microbatch and stage where it first appears.
 
     Raises ValueError, with all that is wrong at once, for a mesh or arguments that do not fit.
     """
-    engine = _engine(model, schedule, mesh, has_aux, costs, accumulate_dtype, check_vma, debug_nans)
+    engine = _engine(
+        model, schedule, mesh, has_aux, costs, accumulate_dtype, fuse_pairs, check_vma, debug_nans
+    )
 
     def step(params: Tree, inputs: Tree, targets: Tree) -> tuple[Any, Tree]:
         placed, specs = _prepare(engine, params, param_specs, inputs, targets)
@@ -85,7 +91,7 @@ def pipeline_apply(
     ``outputs`` is what the last stage returned, [num_microbatches, microbatch size, ...]. Arguments and errors as in
     ``pipeline_value_and_grad``.
     """
-    engine = _engine(model, schedule, mesh, has_aux, costs, None, check_vma, debug_nans)
+    engine = _engine(model, schedule, mesh, has_aux, costs, None, False, check_vma, debug_nans)
 
     def apply(params: Tree, inputs: Tree, targets: Tree) -> tuple[Any, Tree]:
         placed, specs = _prepare(engine, params, param_specs, inputs, targets)
@@ -116,7 +122,8 @@ def pipeline_loss(
     ``pipeline_value_and_grad``.
     """
     step = pipeline_value_and_grad(model, schedule, mesh, param_specs=param_specs, has_aux=has_aux, **options)
-    options.pop("accumulate_dtype", None)
+    for only_for_gradients in ("accumulate_dtype", "fuse_pairs"):
+        options.pop(only_for_gradients, None)
     apply = pipeline_apply(model, schedule, mesh, param_specs=param_specs, has_aux=has_aux, **options)
 
     @jax.custom_vjp
@@ -139,11 +146,30 @@ def pipeline_loss(
     return loss
 
 
-def _engine(model, schedule, mesh, has_aux, costs, accumulate_dtype, check_vma, debug_nans) -> Engine:
+def _engine(
+    model: PipelineModel,
+    schedule: Schedule,
+    mesh: Mesh,
+    has_aux: bool,
+    costs: CostModel | None,
+    accumulate_dtype: Any,
+    fuse_pairs: bool | None,
+    check_vma: bool,
+    debug_nans: bool,
+) -> Engine:
     checks.check_mesh(schedule, mesh)
-    costs = CostModel() if costs is None else costs
+    if fuse_pairs is None:
+        fuse_pairs = mesh.devices.flat[0].platform != "cpu"
     return Engine(
-        PipelineModel(*model), schedule, mesh, has_aux, costs, accumulate_dtype, check_vma, debug_nans
+        model=PipelineModel(*model),
+        schedule=schedule,
+        mesh=mesh,
+        has_aux=has_aux,
+        costs=CostModel() if costs is None else costs,
+        accumulate_dtype=accumulate_dtype,
+        fuse_pairs=fuse_pairs,
+        check_vma=check_vma,
+        debug_nans=debug_nans,
     )
 
 

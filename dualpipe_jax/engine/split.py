@@ -111,7 +111,8 @@ class SplitPlan:
         return [*self._params.leaves(params), *leaves]
 
     def _cotangents(self, dy: Tree) -> list[Any]:
-        leaves = _leaves_like("dy", dy, jax.tree.structure(self.y))
+        types, tree = jax.tree.flatten(self.y)
+        leaves = _leaves_like("dy", dy, tree, types)
         return [leaf for leaf, inexact in zip(leaves, self._floats, strict=True) if inexact]
 
 
@@ -136,7 +137,7 @@ class _Leaves:
         return sum(self.has_gradient)
 
     def leaves(self, tree: Tree) -> list[Any]:
-        return _leaves_like(self.name, tree, self.tree)
+        return _leaves_like(self.name, tree, self.tree, self.types)
 
     def gradients(self, given: Iterable[Any]) -> Tree:
         given = iter(given)
@@ -147,13 +148,21 @@ class _Leaves:
         return self.tree.unflatten(every)
 
 
-def _leaves_like(name: str, tree: Tree, expected: Any) -> list[Any]:
-    leaves, found = jax.tree.flatten(tree)
+def _leaves_like(name: str, tree: Tree, expected: Any, types: Sequence[jax.ShapeDtypeStruct]) -> list[Any]:
+    """The leaves of a tree, which must be as it was when traced."""
+    paths, found = jax.tree.flatten_with_path(tree)
     if found != expected:
         raise ValueError(
             f"split: {name} is not the tree that was traced.\n  traced: {expected}\n  given:  {found}"
         )
-    return leaves
+    wrong = [
+        f"  {name}{jax.tree_util.keystr(path)}: traced {kind.dtype}{list(kind.shape)}, given {jax.typeof(leaf)}"
+        for (path, leaf), kind in zip(paths, types, strict=True)
+        if np.shape(leaf) != kind.shape or jax.typeof(leaf).dtype != kind.dtype
+    ]
+    if wrong:
+        raise ValueError("\n".join(["split: arguments differ from those traced.", *wrong]))
+    return [leaf for _, leaf in paths]
 
 
 def _cut(items: Sequence[Any], *counts: int) -> list[list[Any]]:
@@ -251,8 +260,7 @@ def _plan(joint: JointTrace, params: Tree, x: Tree) -> SplitPlan:
     dx = [g for g in joint.dx if g is not None]
     dy = [v for v in joint.dy if v is not None]
     wanted = [*dparams, *dx]
-    forward, backward = relink(joint.forward, joint.backward, set(joint.params))
-    backward = prune(backward, wanted)[0]
+    forward, backward = relink(joint.forward, prune(joint.backward, wanted)[0], set(joint.params))
     kept = choose_crossing(
         forward, backward, wanted, free=derived(forward, joint.params), late_inputs=set(dy), movable=stay
     )

@@ -58,20 +58,20 @@ def choose_crossing(
     side = graph.source_side(_EARLY, _LATE)
     moved = {node for node in late if node in side}
     kept = [node for node in late if node not in moved]
-    crossing = [v for v in _in_order(early, late, side) if (v, "read") not in side]
+    crossing = [v for v in _in_order(early, late, wanted) if (v, "made") in side and (v, "read") not in side]
     moved |= _makers(late, values(v for node in moved for v in node.inputs), have=())
     early = (*early, *(node for node in late if node in moved))
     repeated, _ = prune(_repeat(early, kept, wanted, crossing), prune(kept, wanted)[1], keep=stay)
     return Crossing(tuple(crossing), early, (*repeated, *kept))
 
 
-def _in_order(early: Sequence[Node], late: Sequence[Node], side: Collection[object]) -> list[Value]:
-    """The values that are there early, in order of first use."""
+def _in_order(early: Sequence[Node], late: Sequence[Node], wanted: Iterable[Value]) -> list[Value]:
+    """All values, in order of first use; never the order of a set, which differs from process to process."""
     order: dict[Value, None] = {}
     for node in (*early, *late):
         order.update(dict.fromkeys((*values(node.inputs), *node.outputs)))
-    named = dict.fromkeys(key[0] for key in side if isinstance(key, tuple))
-    return [v for v in (*order, *(v for v in named if v not in order)) if (v, "made") in side]
+    order.update(dict.fromkeys(wanted))
+    return list(order)
 
 
 def _graph(

@@ -170,14 +170,19 @@ def _split_cond(
 def _connect_conds(
     early: Cond, late: Cond, crossings: Sequence[Collection[Value]]
 ) -> tuple[Cond, Cond | None]:
-    """Hands over what crosses, in places that the branches share; zeros where a branch has less."""
-    pairs = list(zip(early.branches, late.branches, strict=True))
-    known = [{*first.inputs, *second.inputs} for first, second in pairs]
-    inner = [[v for v in crossing if v not in have] for crossing, have in zip(crossings, known, strict=True)]
+    """Hands over what crosses, in places that the branches share; zeros where a branch has less.
+
+    ``late`` has the operands of ``early`` among its own.
+    """
+    inner = [
+        [value for value in crossing if value not in branch.inputs]
+        for crossing, branch in zip(crossings, late.branches, strict=True)
+    ]
     places = _share_places(inner)
     filled = [_fill(places, mine) for mine in inner]
-    first = replace(
+    early = replace(
         early,
+        outputs=(*early.outputs, *places),
         branches=tuple(
             replace(
                 branch,
@@ -185,29 +190,20 @@ def _connect_conds(
             )
             for branch, row in zip(early.branches, filled, strict=True)
         ),
-        outputs=(*early.outputs, *places),
     )
-    new = (
-        [place for place, operand in enumerate(early.operands)] if early.operands is not late.operands else []
-    )
-    second = replace(
+    late = replace(
         late,
-        operands=(*late.operands, *(early.operands[place] for place in new), *places),
+        operands=(*late.operands, *places),
         branches=tuple(
             replace(
-                theirs,
-                inputs=(
-                    *theirs.inputs,
-                    *(mine.inputs[place] for place in new),
-                    *(v or p.like() for v, p in zip(row, places, strict=True)),
-                ),
+                branch, inputs=(*branch.inputs, *(v or p.like() for v, p in zip(row, places, strict=True)))
             )
-            for (mine, theirs), row in zip(pairs, filled, strict=True)
+            for branch, row in zip(late.branches, filled, strict=True)
         ),
     )
-    trimmed = trim_cond(first, first.outputs, is_tied)
-    assert trimmed is not None
-    return trimmed, trim_cond(second, second.outputs)
+    first = trim_cond(early, early.outputs, is_tied)
+    assert first is not None
+    return first, trim_cond(late, late.outputs)
 
 
 def _share_places(crossings: Iterable[Iterable[Value]]) -> list[Value]:
@@ -317,11 +313,12 @@ def _relink_cond(early: Cond, late: Cond, free: Collection[Value]) -> tuple[Cond
             first, second, wanted, free=derived(first, known), late_inputs=set(inputs), movable=stay
         )
         firsts.append(replace(mine, equations=parts.early))
-        seconds.append(Program(inputs, parts.late, wanted))
+        seconds.append(Program((*inputs, *mine.inputs), parts.late, wanted))
         crossings.append(parts.values)
+    operands = (*(late.operands[place] for place in own), *early.operands)
     ahead, behind = _connect_conds(
         replace(early, branches=tuple(firsts)),
-        replace(late, branches=tuple(seconds), operands=tuple(late.operands[place] for place in own)),
+        replace(late, branches=tuple(seconds), operands=operands),
         crossings,
     )
     assert behind is not None

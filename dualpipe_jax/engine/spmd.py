@@ -43,6 +43,7 @@ class Engine:
     has_aux: bool
     costs: CostModel
     accumulate_dtype: Any
+    fuse_pairs: bool
     check_vma: bool
     debug_nans: bool
 
@@ -102,6 +103,7 @@ class Engine:
             targets=targets,
             seed=None if forward else 1 / (self.schedule.num_microbatches * self.mesh.shape[EP]),
             accumulate_dtype=self.accumulate_dtype,
+            fuse_pairs=self.fuse_pairs,
             check_vma=self.check_vma,
             debug_nans=self.debug_nans,
         )

@@ -58,6 +58,7 @@ class Tick:
       inputs, targets: leaves [num_microbatches, local microbatch size, ...].
       seed: the loss's cotangent for each microbatch of each device; None in a forward-only program.
       accumulate_dtype: of the gradients' sums; None keeps each parameter's own.
+      fuse_pairs: whether an overlapped pair is one guarded computation, or its F and its B after each other.
       check_vma: whether values carry types that say over which axes they vary.
       debug_nans: whether to look for values that are not finite.
     """
@@ -70,6 +71,7 @@ class Tick:
     targets: Tree
     seed: float | None
     accumulate_dtype: Any
+    fuse_pairs: bool
     check_vma: bool
     debug_nans: bool
 
@@ -134,27 +136,27 @@ class Tick:
         def work(part, here, params):
             return self._do_forward(part, here, params, self._input(part, here))
 
-        wanted = (row["F"] == k) & (row["pair"] == 0)
+        wanted = (row["F"] == k) & ~self._paired(row)
         return self._guarded(state, self._forward_changes(), wanted, work, row, self.params["stages"][k])
 
     def _full_backward(self, state: State, row: Row, k: int) -> State:
         def work(part, here, params):
             return self._do_backward(part, here, params, self._saved(part, here), k)
 
-        wanted = (row["B"] == k) & (row["pair"] == 0)
+        wanted = (row["B"] == k) & ~self._paired(row)
         return self._guarded(state, self._backward_changes(k), wanted, work, row, self.params["stages"][k])
 
     def _pair(self, state: State, row: Row, kf: int, kb: int) -> State:
         def work(part, here, forward_params, backward_params):
+            # What was saved is read out before anything else: the forward's writes to the same pools must
+            # follow every read of them, and would chain the two directions that should overlap.
             values = (self._saved(part, here), self._input(part, here))
-            # The saved values are read out before anything else: the forward's writes to the same pools
-            # must follow every read of them, and would chain the two directions that should overlap.
             (saved, x), part = lax.optimization_barrier((values, part))
             part = self._do_forward(part, here, forward_params, x)
             return self._do_backward(part, here, backward_params, saved, kb)
 
         changes = dict.fromkeys(self._forward_changes() + self._backward_changes(kb))
-        wanted = (row["F"] == kf) & (row["B"] == kb) & (row["pair"] == 1)
+        wanted = (row["F"] == kf) & (row["B"] == kb) & self._paired(row)
         both = (self.params["stages"][kf], self.params["stages"][kb])
         return self._guarded(state, changes, wanted, work, row, *both)
 
@@ -296,6 +298,10 @@ class Tick:
         )
         return bool((slot[runs >= 0] != self.table.num_slots[pool] - 1).any())
 
+    def _paired(self, row: Row | dict[str, Any]) -> Any:
+        """Whether F and B run as one computation."""
+        return (row["pair"] == 1) & self.fuse_pairs
+
     def _stages_of(self, unit: str) -> list[tuple[int, ...]]:
         """The local stages for which some rank runs the unit at some tick: one guard for each.
 
@@ -303,7 +309,7 @@ class Tick:
         A pair names the forward's and the backward's stage, a W its stage and its place in the row.
         """
         column = self.table.column
-        paired = column("pair") == 1
+        paired = self._paired({"pair": column("pair")})
         if unit == "FB":
             return sorted(set(zip(column("F")[paired].tolist(), column("B")[paired].tolist(), strict=True)))
         if unit == "W":

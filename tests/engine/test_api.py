@@ -87,7 +87,7 @@ def test_loss_composes_with_optax_and_custom_weights():
     model = models.model("mlp")
     model = model._replace(stage=lambda p, x: models.mlp(p, x)[0])
     loss = pipeline_loss(model, schedule, mesh)
-    optimizer = optax.sgd(0.1)
+    optimizer = optax.sgd(0.02)
 
     @jax.jit
     def update(params, state):
