@@ -305,6 +305,11 @@ def test_wrong_tree_is_named():
         plan.forward({"up": X}, X)
     with pytest.raises(ValueError, match="split: x is not the tree"):
         plan.forward(block_params(), (X, X))
+    wrong = block_params() | {"up": X}
+    with pytest.raises(ValueError, match=r"params\['up'\]: traced float32\[16, 32\], given float32\[8,16\]"):
+        plan.forward(wrong, X)
+    with pytest.raises(ValueError, match=r"dy: traced float32\[8, 16\], given bfloat16\[8,16\]"):
+        plan.backward_input(block_params(), X, [], [], X.astype(jnp.bfloat16))
 
 
 def test_input_part_is_empty_for_integer_inputs():
