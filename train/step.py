@@ -51,9 +51,10 @@ def make_optimizer(
 
 
 def warmup_cosine(peak: float, num_steps: int, num_warmup: int) -> optax.Schedule:
-    """Linear from 0 to ``peak``, then a cosine down to a tenth of it at the last step."""
+    """Up in ``num_warmup`` equal steps to ``peak``, then a cosine down to a tenth of it at the last step."""
     num_warmup = min(num_warmup, num_steps - 1)
-    return optax.warmup_cosine_decay_schedule(0.0, peak, num_warmup, num_steps, 0.1 * peak)
+    curve = optax.warmup_cosine_decay_schedule(0.0, peak, num_warmup, num_steps, 0.1 * peak)
+    return lambda step: curve(step + 1)  # the first step is number 0, and should not be idle
 
 
 def init_state(params: Tree, optimizer: optax.GradientTransformation) -> TrainState:

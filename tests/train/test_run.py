@@ -3,11 +3,13 @@
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from train.config import SCHEDULES
 
+ROOT = Path(__file__).parents[2]
 SHORT = (
     *("--pp", "2", "--ep", "2", "--microbatches", "4", "--microbatch-size", "2", "--sequence", "16"),
     *("--model", "tiny", "--layers", "2", "--steps", "3", "--eval-batches", "1", "--name", "short"),
@@ -15,7 +17,7 @@ SHORT = (
 
 
 def train(folder, *arguments):
-    environ = {"PATH": "/usr/bin:/bin", "HOME": str(folder)}
+    environ = {"PATH": "/usr/bin:/bin", "HOME": str(folder), "PYTHONPATH": str(ROOT)}
     return subprocess.run(
         [sys.executable, "-P", "-m", "train", *arguments],
         cwd=folder,
