@@ -9,7 +9,7 @@ from types import TracebackType
 from typing import IO, Any, Self
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+from rich.progress import BarColumn, Progress, TextColumn
 from rich.table import Column
 
 
@@ -71,20 +71,17 @@ class Display:
         self._bar: Progress | None = None
         if console.is_terminal:
             line = TextColumn("{task.description}", table_column=Column(no_wrap=True, overflow="crop"))
-            self._bar = Progress(BarColumn(bar_width=12), MofNCompleteColumn(), line, console=console)
+            self._bar = Progress(BarColumn(bar_width=12), line, console=console)
             self._task = self._bar.add_task("compiling the step ...", total=num_steps)
 
     def step(self, step: int, record: dict[str, Any], pace: Pace) -> None:
         """Show a finished step, the first of which is step 1."""
-        text = describe(record, pace.remaining(self._num_steps - step))
+        count = f"{step:>{len(str(self._num_steps))}}/{self._num_steps}"
+        text = f"{count}  {describe(record, pace.remaining(self._num_steps - step))}"
         if self._bar is not None:
             self._bar.update(self._task, completed=step, description=text)
         elif step % self._every == 0 or step in (1, self._num_steps):
-            self._console.print(
-                f"step {step:>{len(str(self._num_steps))}}/{self._num_steps}  {text}",
-                soft_wrap=True,
-                highlight=False,
-            )
+            self._console.print(f"step {text}", soft_wrap=True, highlight=False)
 
     def __enter__(self) -> Self:
         if self._bar is not None:
