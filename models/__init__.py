@@ -1,9 +1,9 @@
 """Models as pure functions of (params, x); no pipeline in sight."""
 
 from models.config import Config, small, tiny, v2, v2_lite, v3
-from models.deepseek import Model, deepseek, update_routing
 from models.functional import Functions, from_linen, from_nnx, model_loss, num_params, pure_nnx
 from models.moe import Dispatch, update_bias
+from models.transformer import Model, deepseek, update_routing
 
 __all__ = [
     "Config",

@@ -148,16 +148,17 @@ def model_loss(functions: Functions, params: Tree, inputs: Tree, targets: Tree) 
     """Run the whole model on one device, stage after stage, with no pipeline.
 
     Returns:
-      The loss, and the stages' auxiliary outputs summed (None if there are none).
+      The loss, and the stages' auxiliary outputs, summed (None if there are none).
 
     """
-    x = functions.embed(params["embed"], inputs)
-    total = None
-    for stage_params in unstack(params["stages"]):
-        out = functions.stage(stage_params, x)
-        x, aux = out if isinstance(out, tuple) else (out, None)
-        total = aux if total is None else jax.tree.map(jnp.add, total, aux)
-    return functions.head_loss(params["head"], x, targets), total
+
+    def stage(x: Tree, params: Tree) -> tuple[Tree, Tree]:
+        out = functions.stage(params, x)
+        return out if isinstance(out, tuple) else (out, None)
+
+    x, aux = lax.scan(stage, functions.embed(params["embed"], inputs), params["stages"])
+    loss = functions.head_loss(params["head"], x, targets)
+    return loss, jax.tree.map(lambda a: jnp.sum(a, axis=0, dtype=a.dtype), aux)
 
 
 def unstack(tree: Tree) -> list[Tree]:

@@ -250,7 +250,7 @@ def _by_expert(topk_TK: Array, num_experts: int) -> tuple[Array, Array, Array, A
 
 def count(topk_TK: Array, num_experts: int) -> Array:
     """Count the tokens that chose each expert, on this device: int32 [E]. Exact; dropped ones included."""
-    chosen = topk_TK.reshape(-1, 1) == jnp.arange(num_experts, dtype=topk_TK.dtype)
+    chosen = topk_TK.reshape(-1, 1).astype(jnp.int32) == jnp.arange(num_experts, dtype=jnp.int32)
     return jnp.sum(chosen, axis=0, dtype=jnp.int32)
 
 

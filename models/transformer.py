@@ -108,6 +108,7 @@ class Head(nnx.Module):
 def cross_entropy(logits_BSV: Array, targets_BS: Array) -> Array:
     """Return the mean cross entropy per token in nats, computed in float32."""
     logits_BSV = logits_BSV.astype(jnp.float32)
+    targets_BS = jnp.asarray(targets_BS)
     # Compare and sum: the backward of a gather here would be a scatter into [B, S, V].
     hit_BSV = targets_BS[..., None] == jnp.arange(logits_BSV.shape[-1], dtype=targets_BS.dtype)
     picked_BS = jnp.sum(jnp.where(hit_BSV, logits_BSV, 0), axis=-1)

@@ -1,0 +1,120 @@
+"""Attention and its parts, against NumPy written the obvious way."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from models.attention import Attention, RMSNorm, rope, rope_frequencies, softmax_scale
+from models.config import tiny, v3
+from models.functional import pure_nnx
+
+
+def rotate_by_complex_numbers(x_SHR, freqs):
+    """Each adjacent pair is a complex number; position s turns it by s * freq."""
+    z = x_SHR[..., 0::2] + 1j * x_SHR[..., 1::2]
+    z = z * np.exp(1j * np.arange(len(x_SHR))[:, None, None] * freqs)
+    out = np.empty_like(x_SHR)
+    out[..., 0::2], out[..., 1::2] = z.real, z.imag
+    return out
+
+
+@pytest.mark.parametrize("rope_dim, factor", [(8, 1.0), (64, 1.0), (64, 40.0), (2, 1.0)])
+def test_rope_is_multiplication_by_complex_numbers(rope_dim, factor):
+    freqs = rope_frequencies(tiny(qk_rope_dim=rope_dim, yarn_factor=factor))
+    x = np.random.default_rng(0).normal(size=(2, 11, 3, rope_dim)).astype(np.float32)
+    wanted = [rotate_by_complex_numbers(row.astype(np.float64), freqs) for row in x]
+    np.testing.assert_allclose(rope(jnp.asarray(x), freqs), wanted, rtol=1e-5, atol=1e-5)
+
+
+def test_rope_makes_scores_depend_on_distance_only():
+    freqs = rope_frequencies(tiny())
+    q, k = np.random.default_rng(1).normal(size=(2, 1, 1, 1, 8)).astype(np.float32)
+    q, k = (rope(jnp.tile(a, (1, 9, 1, 1)), freqs)[0, :, 0] for a in (q, k))
+    scores = np.asarray(q @ k.T)
+    for distance in range(-4, 5):
+        diagonal = np.diagonal(scores, distance)
+        np.testing.assert_allclose(diagonal, diagonal[0], rtol=1e-4, atol=1e-5)
+
+
+def test_yarn_keeps_fast_turns_and_divides_slow_ones():
+    plain, yarn = rope_frequencies(v3()), rope_frequencies(v3(yarn_factor=40.0))
+    turns = 4096 * plain / (2 * np.pi)
+    ratio = plain / yarn
+    np.testing.assert_allclose(ratio[turns > 64], 1)
+    np.testing.assert_allclose(ratio[turns < 0.5], 40)
+    assert np.all(np.diff(ratio) >= 0)
+    # The published model: mscale 0.1 ln 40 + 1 = 1.3689, squared onto the scale.
+    assert math.isclose(softmax_scale(v3(yarn_factor=40.0)) / softmax_scale(v3()), 1.8739, rel_tol=1e-4)
+    assert math.isclose(softmax_scale(v3()), 192**-0.5)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_rms_norm_has_float32_statistics(dtype):
+    x = jnp.asarray(np.random.default_rng(2).normal(size=(4, 512)) * 30, dtype)
+    norm = RMSNorm(512, 1e-6)
+    norm.weight[...] = jnp.linspace(0.5, 2, 512)
+    out = norm(x)
+    assert out.dtype == dtype
+    wide = np.asarray(x, np.float64)
+    wanted = wide / np.sqrt((wide**2).mean(-1, keepdims=True) + 1e-6) * np.linspace(0.5, 2, 512)
+    np.testing.assert_allclose(
+        np.asarray(out, np.float64), wanted, rtol=1e-5 if dtype == jnp.float32 else 8e-3
+    )
+
+
+def attention_by_loops(p, x_BSD, config):
+    """Position by position, head by head, in float64."""
+    p = jax.tree.map(lambda a: np.asarray(a, np.float64), p)
+    heads, nope, rot, val = config.num_heads, config.qk_nope_dim, config.qk_rope_dim, config.v_head_dim
+    freqs = rope_frequencies(config)
+
+    def norm(x, weight):
+        return x / np.sqrt((x**2).mean(-1, keepdims=True) + config.norm_eps) * weight
+
+    out = np.zeros_like(x_BSD)
+    for b, x in enumerate(x_BSD):
+        if config.q_lora_rank:
+            q = norm(x @ p["q_a_proj"]["kernel"], p["q_a_layernorm"]["weight"]) @ p["q_b_proj"]["kernel"]
+        else:
+            q = x @ p["q_proj"]["kernel"]
+        q = q.reshape(len(x), heads, nope + rot)
+        q_rot = rotate_by_complex_numbers(q[..., nope:].copy(), freqs)
+        both = x @ p["kv_a_proj_with_mqa"]["kernel"]
+        k_rot = rotate_by_complex_numbers(both[:, None, config.kv_lora_rank :].copy(), freqs)[:, 0]
+        kv = norm(both[:, : config.kv_lora_rank], p["kv_a_layernorm"]["weight"]) @ p["kv_b_proj"]["kernel"]
+        kv = kv.reshape(len(x), heads, nope + val)
+        for s in range(len(x)):
+            heard = []
+            for h in range(heads):
+                scores = [
+                    (q[s, h, :nope] @ kv[t, h, :nope] + q_rot[s, h] @ k_rot[t]) * softmax_scale(config)
+                    for t in range(s + 1)
+                ]
+                probs = np.exp(scores - np.max(scores))
+                heard.append(sum(w * kv[t, h, nope:] for t, w in enumerate(probs / probs.sum())))
+            out[b, s] = np.concatenate(heard) @ p["o_proj"]["kernel"]
+    return out
+
+
+@pytest.mark.parametrize("changes", [{}, {"q_lora_rank": 0}, {"yarn_factor": 4.0, "v_head_dim": 12}])
+def test_attention_equals_loops(changes):
+    config = tiny(init_std=0.2, **changes)
+    pure = pure_nnx(lambda rngs: Attention(config, rngs))
+    params = pure.init(jax.random.key(0))
+    params["kv_a_layernorm"]["weight"] += 0.3
+    x = np.random.default_rng(3).normal(size=(2, 7, config.dim))
+    out = jax.jit(pure.apply)(params, jnp.asarray(x, jnp.float32))
+    np.testing.assert_allclose(out, attention_by_loops(params, x, config), rtol=2e-4, atol=2e-4)
+
+
+def test_no_position_sees_the_future():
+    config = tiny(init_std=0.2)
+    attention = Attention(config, nnx.Rngs(0))
+    x = jax.random.normal(jax.random.key(1), (1, 8, config.dim))
+    later = x.at[:, 5:].add(1.0)
+    np.testing.assert_array_equal(attention(x)[:, :5], attention(later)[:, :5])
+    assert np.all(np.abs(attention(x) - attention(later))[:, 5:].max(-1) > 1e-4)

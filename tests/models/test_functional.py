@@ -1,0 +1,119 @@
+"""Anyone's modules as a pipeline's plain functions."""
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import linen, nnx
+
+from models.functional import Functions, from_linen, from_nnx, model_loss, num_params, pure_nnx, unstack
+
+VOCAB, DIM = 11, 8
+TOKENS = jnp.arange(6, dtype=jnp.int32).reshape(2, 3)
+
+
+class Stage(nnx.Module):
+    def __init__(self, rngs):
+        self.layers = nnx.List([nnx.Linear(DIM, DIM, rngs=rngs) for _ in range(2)])
+
+    def __call__(self, x):
+        for layer in self.layers:
+            x = x + jnp.tanh(layer(x))
+        return x, {"seen": jnp.int32(x.shape[0])}
+
+
+class Head(nnx.Module):
+    def __init__(self, rngs):
+        self.out = nnx.Linear(DIM, VOCAB, rngs=rngs)
+
+    def __call__(self, x, targets):
+        return loss_of(self.out(x), targets)
+
+
+def loss_of(logits, targets):
+    return -jnp.mean(jnp.take_along_axis(jax.nn.log_softmax(logits), targets[..., None], -1))
+
+
+class LinenStage(linen.Module):
+    @linen.compact
+    def __call__(self, x):
+        return x + jnp.tanh(linen.Dense(DIM)(x))
+
+
+def nnx_case(num_stages=3):
+    return from_nnx(
+        lambda rngs: nnx.Embed(VOCAB, DIM, rngs=rngs),
+        lambda rngs: Stage(rngs),
+        lambda rngs: Head(rngs),
+        num_stages,
+    )
+
+
+def linen_case(num_stages=3, stage=None):
+    spec = jax.ShapeDtypeStruct(TOKENS.shape, TOKENS.dtype)
+    parts = linen.Embed(VOCAB, DIM), stage or LinenStage(), linen.Dense(VOCAB)
+    return from_linen(*parts, num_stages, spec, spec, loss=loss_of)
+
+
+@pytest.mark.parametrize("case", [nnx_case, linen_case])
+def test_stages_are_stacked_and_differ(case):
+    functions, init = case()
+    params = init(jax.random.key(0))
+    assert isinstance(functions, Functions) and set(params) == {"embed", "stages", "head"}
+    for leaf in jax.tree.leaves(params["stages"]):
+        assert leaf.shape[0] == 3
+        if leaf.ndim > 2:
+            assert not np.allclose(leaf[0], leaf[1])
+    assert all(type(leaf) is not nnx.Param for leaf in jax.tree.leaves(params))
+    chex.assert_trees_all_equal_shapes_and_dtypes(params, jax.eval_shape(init, jax.random.key(0)))
+
+
+@pytest.mark.parametrize("case", [nnx_case, linen_case])
+def test_the_whole_model_has_gradients_everywhere(case):
+    functions, init = case()
+    params = init(jax.random.key(0))
+
+    def loss(params):
+        return model_loss(functions, params, TOKENS, TOKENS + 1)
+
+    (value, aux), grads = jax.jit(jax.value_and_grad(loss, has_aux=True))(params)
+    assert value.shape == () and 1 < value < 4
+    chex.assert_trees_all_equal_shapes_and_dtypes(grads, params)
+    assert all(np.any(np.asarray(g)) for g in jax.tree.leaves(grads))
+    assert aux is None if case is linen_case else int(aux["seen"]) == 3 * 2
+
+
+def test_nnx_functions_equal_the_modules():
+    functions, init = nnx_case(1)
+    params = init(jax.random.key(0))
+    stage = Stage(nnx.Rngs(1))
+    nnx.update(stage, nnx.State(jax.tree.map(lambda a: a[0], params["stages"])))
+    x = jnp.ones((2, DIM))
+    np.testing.assert_array_equal(functions.stage(unstack(params["stages"])[0], x)[0], stage(x)[0])
+
+
+def test_unstack_is_indexing_and_its_transpose_a_concatenation():
+    tree = {"a": jnp.arange(6.0).reshape(3, 2), "b": jnp.arange(3)}
+    for i, row in enumerate(unstack(tree)):
+        chex.assert_trees_all_equal(row, {"a": tree["a"][i], "b": tree["b"][i]})
+    text = str(jax.make_jaxpr(jax.grad(lambda a: sum(jnp.sum(r**2) for r in unstack(a))))(tree["a"]))
+    assert "concatenate" in text and "scatter" not in text and "pad" not in text
+
+
+def test_num_params_counts_floats_of_shapes_and_arrays():
+    params = {"w": jnp.ones((3, 4)), "index": jnp.arange(7), "low": jnp.ones(2, jnp.bfloat16)}
+    assert num_params(params) == num_params(jax.eval_shape(lambda: params)) == 14
+
+
+def test_modules_that_remember_are_refused():
+    with pytest.raises(ValueError, match=r"module also holds mean: BatchStat, var: BatchStat\. Pass such"):
+        pure_nnx(lambda rngs: nnx.BatchNorm(4, rngs=rngs))
+    _, init = linen_case(stage=linen.BatchNorm(use_running_average=False))
+    with pytest.raises(ValueError, match=r"BatchNorm has collections \['batch_stats'\] beside 'params'"):
+        init(jax.random.key(0))
+
+
+def test_no_stages_is_refused():
+    with pytest.raises(ValueError, match="num_stages must be at least 1, got 0"):
+        nnx_case(0)

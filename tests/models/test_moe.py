@@ -1,0 +1,210 @@
+"""The router, the experts and the balancing bias, against loops over tokens."""
+
+import dataclasses
+import functools
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from models.config import tiny
+from models.functional import pure_nnx
+from models.moe import Dispatch, MoE, route, update_bias
+
+CONFIGS = {
+    "v3": tiny(),
+    "one group": tiny(num_groups=1, top_groups=1),
+    "groups of two": tiny(num_groups=8, top_groups=3),
+    "v2": tiny(score="softmax", normalize_top_k=False, routed_scale=16.0),
+    "v2, one group": tiny(score="softmax", num_groups=1, top_groups=1, num_experts=6),
+}
+
+
+def route_by_loops(scores_TE, bias_E, config):
+    """Token by token; of equal scores the lower index wins."""
+    experts, weights = [], []
+    size = config.num_experts // config.num_groups
+    for scores in scores_TE:
+        biased = scores + bias_E
+        groups = biased.reshape(config.num_groups, size)
+        best = np.sort(groups, axis=1)[:, ::-1]
+        group_score = best[:, 0] + best[:, 1] if config.score == "sigmoid" else best[:, 0]
+        kept = sorted(range(config.num_groups), key=lambda g: (-group_score[g], g))[: config.top_groups]
+        allowed = [e for e in range(config.num_experts) if e // size in kept]
+        chosen = sorted(allowed, key=lambda e: (-biased[e], e))[: config.top_k]
+        weight = scores[chosen].astype(np.float64)
+        if config.normalize_top_k:
+            weight = weight / (weight.sum() + 1e-20)
+        experts.append(chosen)
+        weights.append(weight * config.routed_scale)
+    return np.array(experts), np.array(weights)
+
+
+@functools.cache
+def jitted_route(name):
+    return jax.jit(functools.partial(route, config=CONFIGS[name]))
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    name=st.sampled_from(sorted(CONFIGS)),
+    seed=st.integers(0, 2**16),
+    step=st.sampled_from([0.0, 0.5, 2.0]),
+    shift=st.sampled_from([-3.0, 0.0, 1.0]),
+)
+def test_route_equals_a_loop_over_tokens(name, seed, step, shift):
+    """Coarse logits tie often; with a bias of -3 every score is negative, so a mask of 0 would win."""
+    config = CONFIGS[name]
+    rng = np.random.default_rng(seed)
+    logits = rng.normal(size=(20, config.num_experts)).astype(np.float32) * 2
+    logits = np.round(logits / step) * step if step else logits
+    logits = logits.astype(np.float32)
+    bias = (shift + np.round(rng.normal(size=config.num_experts))).astype(np.float32)
+    topk, weights = jitted_route(name)(logits, bias)
+    score = jax.nn.sigmoid if config.score == "sigmoid" else jax.nn.softmax
+    wanted_topk, wanted_weights = route_by_loops(np.asarray(jax.jit(score)(logits)), bias, config)
+    np.testing.assert_array_equal(topk, wanted_topk)
+    np.testing.assert_allclose(weights, wanted_weights, rtol=1e-5)
+    assert (topk.dtype, weights.dtype) == (jnp.int32, jnp.float32)
+
+
+def test_the_bias_chooses_but_does_not_weigh():
+    config = CONFIGS["one group"]
+    logits = jnp.asarray(np.random.default_rng(0).normal(size=(5, 16)), jnp.float32)
+    bias = jnp.zeros(16).at[3].set(10.0)
+    topk, weights = route(logits, bias, config)
+    assert np.all(topk[:, 0] == 3)
+    scores = np.asarray(jax.nn.sigmoid(logits))
+    chosen = np.take_along_axis(scores, np.asarray(topk), axis=1)
+    np.testing.assert_allclose(weights, 2.5 * chosen / chosen.sum(1, keepdims=True), rtol=1e-5)
+    d_logits, d_bias = jax.grad(lambda *a: jnp.sum(route(*a, config)[1][:, 0]), argnums=(0, 1))(logits, bias)
+    np.testing.assert_array_equal(d_bias, 0)
+    assert np.all(np.count_nonzero(d_logits, axis=1) == config.top_k)
+
+
+def moe_by_loops(p, x_BSD, bias_E, config):
+    """Each expert in turn, on every token, counted where it was chosen."""
+    x = x_BSD.reshape(-1, x_BSD.shape[-1])
+    topk, weights = route(x @ p["gate"], bias_E, config)
+
+    def swiglu(x, gate, up, down):
+        return (jax.nn.silu(x @ gate) * (x @ up)) @ down
+
+    shared = [p["shared_experts"][name]["kernel"] for name in ("gate_proj", "up_proj", "down_proj")]
+    out = swiglu(x, *shared)
+    for e in range(config.num_experts):
+        matrices = [p["experts"][name][e] for name in ("gate_proj", "up_proj", "down_proj")]
+        out = out + jnp.where(topk == e, weights, 0).sum(1, keepdims=True) * swiglu(x, *matrices)
+    return out.reshape(x_BSD.shape)
+
+
+SMALL = tiny(dim=16, expert_hidden=8, num_experts=8, top_k=3, init_std=0.4)
+
+
+@pytest.mark.parametrize("dispatch", [Dispatch("capacity"), Dispatch("dropless")])
+def test_moe_equals_a_loop_over_experts_gradients_too(dispatch):
+    pure = pure_nnx(lambda rngs: MoE(SMALL, dispatch, rngs))
+    params = pure.init(jax.random.key(0))
+    rng = np.random.default_rng(1)
+    x, target = (jnp.asarray(rng.normal(size=(2, 9, SMALL.dim)), jnp.float32) for _ in range(2))
+    bias = jnp.asarray(rng.normal(size=8) / 4, jnp.float32)
+
+    def loss(params, x, bias):
+        y, counts, dropped = pure.apply(params, x, bias)
+        return jnp.sum(y * target), (y, counts, dropped)
+
+    def loss_by_loops(params, x, bias):
+        y = moe_by_loops(params, x, bias, SMALL)
+        return jnp.sum(y * target), y
+
+    (_, (y, counts, dropped)), grads = jax.jit(jax.value_and_grad(loss, (0, 1, 2), has_aux=True))(
+        params, x, bias
+    )
+    (_, wanted_y), wanted = jax.jit(jax.value_and_grad(loss_by_loops, (0, 1, 2), has_aux=True))(
+        params, x, bias
+    )
+    np.testing.assert_allclose(y, wanted_y, rtol=1e-4, atol=1e-4)
+    chex.assert_trees_all_close(grads, wanted, rtol=1e-4, atol=2e-4)
+    topk, _ = route(x.reshape(-1, SMALL.dim) @ params["gate"], bias, SMALL)
+    np.testing.assert_array_equal(counts, np.bincount(np.asarray(topk).ravel(), minlength=8))
+    assert int(dropped) == 0 and counts.dtype == jnp.int32
+
+
+def test_gradients_in_bfloat16_follow_those_in_float32():
+    rng = np.random.default_rng(5)
+    x, target = (jnp.asarray(rng.normal(size=(2, 9, SMALL.dim)), jnp.float32) for _ in range(2))
+    bias = 10 * jnp.arange(8.0)  # far apart, so that rounding does not change the choice
+
+    def gradients(dtype):
+        config = dataclasses.replace(SMALL, compute_dtype=dtype)
+        pure = pure_nnx(lambda rngs: MoE(config, Dispatch(), rngs))
+
+        def loss(params, x):
+            y, _, _ = pure.apply(params, x.astype(dtype), bias)
+            assert y.dtype == dtype
+            return jnp.sum(y.astype(jnp.float32) * target)
+
+        return jax.jit(jax.grad(loss, argnums=(0, 1)))(pure.init(jax.random.key(0)), x)
+
+    got, wanted = map(jax.tree.leaves, (gradients(jnp.bfloat16), gradients(jnp.float32)))
+    for g, w in zip(got, wanted, strict=True):
+        assert g.dtype == jnp.float32
+        assert np.linalg.norm(g - w) < 0.03 * np.linalg.norm(w)
+
+
+@pytest.mark.parametrize("method", ["capacity", "dropless"])
+def test_drops_are_reported_and_counts_are_not_reduced_by_them(method):
+    pure = pure_nnx(lambda rngs: MoE(SMALL, Dispatch(method, 0.5), rngs))
+    x = jax.random.normal(jax.random.key(1), (2, 16, SMALL.dim))
+    _, counts, dropped = jax.jit(pure.apply)(pure.init(jax.random.key(0)), x, jnp.zeros(8))
+    assert int(counts.sum()) == 32 * SMALL.top_k
+    assert int(dropped) >= 32 * SMALL.top_k // 2
+
+
+@pytest.mark.parametrize("center", [False, True])
+def test_update_bias_moves_against_the_load(center):
+    bias = jnp.asarray([[0.1, 0.2, 0.3, 0.4]] * 2)
+    counts = jnp.asarray([[10, 0, 4, 6], [5, 5, 5, 5]], jnp.int32)
+    step = np.asarray(update_bias(bias, counts, 0.01, center=center) - bias)
+    wanted = np.array([[-1, 1, 1, -1], [0, 0, 0, 0]]) * 0.01
+    np.testing.assert_allclose(step, wanted, atol=1e-7)
+    uneven = np.asarray(update_bias(bias[0], jnp.asarray([9, 1, 1, 1]), 0.01, center=center) - bias[0])
+    wanted = np.array([-1, 1, 1, 1]) * 0.01 - (0.005 if center else 0)
+    np.testing.assert_allclose(uneven, wanted, atol=1e-7)
+
+
+@given(st.lists(st.integers(0, 500_000_000), min_size=4, max_size=4))
+@settings(max_examples=50, deadline=None)
+def test_update_bias_takes_exact_signs_of_large_counts(counts):
+    """Counts times experts would overflow int32; as floats, counts that differ by one would be equal."""
+    step = update_bias(jnp.zeros(4), jnp.asarray(counts, jnp.int32), 1.0)
+    np.testing.assert_array_equal(step, [np.sign(sum(counts) - 4 * count) for count in counts])
+
+
+def test_repeated_updates_balance_the_load():
+    config = CONFIGS["one group"]
+    rng = np.random.default_rng(2)
+    logits = jnp.asarray(rng.normal(size=(2048, 16)) + np.linspace(-1, 1, 16), jnp.float32)
+
+    @jax.jit
+    def step(bias):
+        counts = jnp.bincount(route(logits, bias, config)[0].reshape(-1), length=16)
+        return update_bias(bias, counts, 0.01), jnp.max(counts / counts.sum()) * 16
+
+    bias, first = step(jnp.zeros(16))
+    for _ in range(100):
+        bias, last = step(bias)
+    assert first > 1.7 and last < 1.1
+
+
+def test_errors():
+    with pytest.raises(TypeError, match="counts must be integers, got float32"):
+        update_bias(jnp.zeros(4), jnp.ones(4), 0.1)
+    with pytest.raises(ValueError, match="method is 'ragged', must be 'capacity' or 'dropless'"):
+        Dispatch("ragged")
+    with pytest.raises(ValueError, match="factor must be positive or None, got 0"):
+        Dispatch("capacity", 0)
