@@ -23,7 +23,7 @@ from rich.table import Table
 from dualpipe_jax import PipelineModel, make_mesh, pipeline_value_and_grad, place_stages
 from dualpipe_jax.schedule import dualpipe, dualpipe_v, one_f_one_b, zb_h1
 
-RANKS, MICROBATCHES, SIZE, SEQ, WIDTH, HEADS, VOCAB = 4, 16, 4, 128, 512, 8, 256
+RANKS, MICROBATCHES, SIZE, SEQ, WIDTH, HEADS, VOCAB = 4, 16, 2, 128, 512, 8, 256
 
 
 def norm(x, scale):
@@ -57,17 +57,24 @@ def model(layers_per_stage):
 
 
 def init(num_stages, layers_per_stage):
-    """Parameters of 8 layers in all, cut into stages."""
-    shapes = {"qkv": (WIDTH, 3 * WIDTH), "out": (WIDTH, WIDTH), "up": (WIDTH, 4 * WIDTH), "down": (4 * WIDTH, WIDTH)}
+    """Parameters of the whole model, cut into stages."""
+    shapes = {
+        "qkv": (WIDTH, 3 * WIDTH),
+        "out": (WIDTH, WIDTH),
+        "up": (WIDTH, 4 * WIDTH),
+        "down": (4 * WIDTH, WIDTH),
+    }
     keys = jax.random.split(jax.random.key(0), 6)
     lead = (num_stages, layers_per_stage)
-    stages = {n: 0.02 * jax.random.normal(k, lead + s) for k, (n, s) in zip(keys, shapes.items(), strict=False)}
+    stages = {
+        n: 0.02 * jax.random.normal(k, lead + s) for k, (n, s) in zip(keys, shapes.items(), strict=False)
+    }
     stages |= {n: jnp.ones((*lead, WIDTH)) for n in ("norm1", "norm2")}
     head = {"norm": jnp.ones(WIDTH), "out": 0.02 * jax.random.normal(keys[4], (WIDTH, VOCAB))}
     return {"embed": jax.random.normal(keys[5], (VOCAB, WIDTH)), "stages": stages, "head": head}
 
 
-def accumulation(functions):
+def accumulation(functions, num_microbatches):
     """Plain gradient accumulation on one device: a scan over microbatches of jax.value_and_grad."""
 
     def loss(params, tokens, targets):
@@ -75,7 +82,7 @@ def accumulation(functions):
         num_stages = jax.tree.leaves(params["stages"])[0].shape[0]
         for s in range(num_stages):
             x = functions.stage(jax.tree.map(lambda leaf, s=s: leaf[s], params["stages"]), x)
-        return functions.head_loss(params["head"], x, targets) / MICROBATCHES
+        return functions.head_loss(params["head"], x, targets) / num_microbatches
 
     def step(params, inputs, targets):
         def one(total, batch):
@@ -94,23 +101,30 @@ def cpu_seconds(step, *args):
     return time.process_time() - before
 
 
+def programs(schedule, num_layers):
+    """The same work twice, as (function, arguments...): plain accumulation, and pipelined; losses compared."""
+    num_microbatches, num_stages = schedule.num_microbatches, schedule.placement.num_model_stages
+    tokens = jax.random.randint(jax.random.key(1), (num_microbatches, SIZE, SEQ), 0, VOCAB)
+    data = (tokens, jnp.roll(tokens, -1, -1))
+    mesh = make_mesh(schedule.num_ranks, 1)
+    functions, params = model(num_layers // num_stages), init(num_stages, num_layers // num_stages)
+    placed = params | {"stages": place_stages(params["stages"], schedule, mesh)}
+    plain = accumulation(functions, num_microbatches)
+    pipelined = pipeline_value_and_grad(functions, schedule, mesh)
+    expected, (loss, _) = plain(params, *data)[0], pipelined(placed, *data)
+    assert abs(float(expected) - float(loss)) < 1e-4, (expected, loss)
+    return (plain, params, *data), (pipelined, placed, *data)
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=5)
     rounds = parser.parse_args().rounds
-    tokens = jax.random.randint(jax.random.key(1), (MICROBATCHES, SIZE, SEQ), 0, VOCAB)
-    data = (tokens, jnp.roll(tokens, -1, -1))
-    mesh = make_mesh(RANKS, 1)
     table = Table("schedule", "CPU s, plain", "CPU s, pipelined", "ratio: min", "median", "max")
     for make in (one_f_one_b, zb_h1, dualpipe, dualpipe_v):
         schedule = make(RANKS, MICROBATCHES)
-        stages = schedule.placement.num_model_stages
-        functions, params = model(8 // stages), init(stages, 8 // stages)
-        placed = params | {"stages": place_stages(params["stages"], schedule, mesh)}
-        plain, pipelined = accumulation(functions), pipeline_value_and_grad(functions, schedule, mesh)
-        expected, (loss, _) = plain(params, *data)[0], pipelined(placed, *data)
-        assert abs(float(expected) - float(loss)) < 1e-4, (expected, loss)
-        pairs = [(cpu_seconds(plain, params, *data), cpu_seconds(pipelined, placed, *data)) for _ in range(rounds)]
+        plain, pipelined = programs(schedule, num_layers=8)
+        pairs = [(cpu_seconds(*plain), cpu_seconds(*pipelined)) for _ in range(rounds)]
         ratios = sorted(b / a for a, b in pairs)
         median = [statistics.median(column) for column in zip(*pairs, strict=True)]
         shown = [f"{v:.2f}" for v in (*median, ratios[0], statistics.median(ratios), ratios[-1])]

@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental.layout import Layout, with_layout_constraint
 
 
 def run_if(wanted: jax.Array, work: Callable[..., Any], state: Any, *operands: Any) -> Any:
@@ -28,6 +29,15 @@ def run_if(wanted: jax.Array, work: Callable[..., Any], state: Any, *operands: A
 
     def trip(i, state):
         _, state, inside = lax.optimization_barrier((i, state, operands))
-        return work(state, *inside)
+        return pin(work(pin(state), *inside))
 
-    return lax.fori_loop(0, wanted.astype(jnp.int32), trip, state)
+    return pin(lax.fori_loop(0, wanted.astype(jnp.int32), trip, pin(state)))
+
+
+def pin(state: Any) -> Any:
+    """Keep every array row-major.
+
+    Left to itself the TPU compiler gives each guard the layouts that suit it, and copies whole pools between
+    guards that differ.
+    """
+    return jax.tree.map(lambda a: with_layout_constraint(a, Layout(tuple(range(a.ndim)))), state)

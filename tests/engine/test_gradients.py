@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from dualpipe_jax import make_mesh, pipeline_value_and_grad, sequential_value_and_grad
-from dualpipe_jax.schedule import ALL_SCHEDULES, dualpipe, dualpipe_v, validate
+from dualpipe_jax.schedule import ALL_SCHEDULES, CostModel, dualpipe, dualpipe_v, validate
 from tests.engine import models
 
 POLICIES = {
@@ -43,7 +43,7 @@ def assert_same(result, expected):
             )
 
 
-def check(make, num_ranks, num_ep, num_microbatches, kind, remat="none", check_vma=False):
+def check(make, num_ranks, num_ep, num_microbatches, kind, remat="none", check_vma=False, **options):
     schedule = make(num_ranks, num_microbatches)
     validate(schedule)
     num_stages = schedule.placement.num_model_stages
@@ -55,6 +55,7 @@ def check(make, num_ranks, num_ep, num_microbatches, kind, remat="none", check_v
         param_specs=specs,
         has_aux=True,
         check_vma=check_vma,
+        **options,
     )
     assert_same(step(params, *models.data(num_microbatches)), oracle(kind, num_stages, num_microbatches))
 
@@ -92,11 +93,21 @@ def test_vma_without_remat(make):
     check(make, 2, 2, 4, "moe", check_vma=True)
 
 
-@pytest.mark.slow
+@pytest.mark.parametrize("make", [dualpipe, dualpipe_v], ids=lambda make: make.__name__)
 @pytest.mark.parametrize("kind", ["mlp", "moe"])
+def test_fused_pairs(make, kind):
+    """As accelerators run them: on CPU pairs are not fused unless asked for."""
+    check(make, 4, 2, 10, kind, fuse_pairs=True)
+
+
+def test_costs_change_the_ticks_and_not_the_result():
+    check(dualpipe, 4, 1, 12, "mlp", costs=CostModel(F=1, I=1.64, W=0.97, FB=2.65, send=0.1))
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("make", ALL_SCHEDULES, ids=lambda make: make.__name__)
 @pytest.mark.parametrize(("num_ranks", "num_ep"), LAYOUTS)
-@pytest.mark.parametrize("remat", ["none", "all"])
-def test_the_whole_grid(make, num_ranks, num_ep, kind, remat):
-    for num_microbatches in legal(make, num_ranks):
-        check(make, num_ranks, num_ep, num_microbatches, kind, remat, check_vma=True)
+def test_every_schedule_and_layout_with_remat_and_vma(make, num_ranks, num_ep):
+    for position, num_microbatches in enumerate(legal(make, num_ranks)):
+        kind = ("mlp", "moe")[(position + num_ranks + num_ep) % 2]
+        check(make, num_ranks, num_ep, num_microbatches, kind, "all", check_vma=True)
