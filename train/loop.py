@@ -33,6 +33,7 @@ def run(config: TrainConfig, console: Console) -> Path:
     make_folder(folder)
     introduce(this, folder, console)
     with MetricsFile(folder / "metrics.jsonl") as file:
+        say(console, "\ncompiling ...")
         before = evaluate(this, this.state.params)
         file.write({"step": 0, "heldout_loss": before})
         say(console, f"held-out loss before training: {before:.3f} nats per byte")
