@@ -29,7 +29,7 @@ def run_if(wanted: jax.Array, work: Callable[..., Any], state: Any, *operands: A
 
     def trip(i, state):
         _, state, inside = lax.optimization_barrier((i, state, operands))
-        return pin(work(pin(state), *inside))
+        return pin(work(pin(state), *pin(inside)))
 
     return pin(lax.fori_loop(0, wanted.astype(jnp.int32), trip, pin(state)))
 

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,26 +11,14 @@ from jax.sharding import Mesh, PartitionSpec
 
 from dualpipe_jax.engine import checks
 from dualpipe_jax.engine.model import PipelineModel, Tree
-from dualpipe_jax.engine.split import SplitPlan, split_backward
+from dualpipe_jax.engine.split import split_backward
 from dualpipe_jax.engine.stages import PlacedStages, borrow, give_back
-from dualpipe_jax.engine.tick import State, Tick
+from dualpipe_jax.engine.tick import ForwardPlan, State, Tick
 from dualpipe_jax.engine.trees import is_floating
 from dualpipe_jax.engine.varying import vary
 from dualpipe_jax.parallel import EP, PP
 from dualpipe_jax.schedule import CostModel, Schedule
 from dualpipe_jax.schedule.lower import forward_only, lower
-
-
-class ForwardPlan(NamedTuple):
-    """A stage that keeps nothing for a backward: the part of a ``SplitPlan`` that a forward needs."""
-
-    stage: Callable[[Tree, Tree], tuple[Tree, Tree]]
-    y: Tree
-    aux: Tree
-
-    def forward(self, params: Tree, x: Tree) -> tuple[Tree, Tree, list[Any], list[Any]]:
-        """Output, aux, and no residuals."""
-        return *self.stage(params, x), [], []
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,7 +81,7 @@ class Engine:
         params = params | {"stages": own + borrow(own, self.schedule.placement)}
         plan = self._plan(params, inputs, targets, forward)
         schedule = forward_only(self.schedule) if forward else self.schedule
-        table = lower(schedule, self.costs, keep_input="F" if forward else plan.keep_input)
+        table = lower(schedule, self.costs, keep_input=plan.keep_input)
         tick = Tick(
             model=self.model,
             table=table,
@@ -112,7 +100,7 @@ class Engine:
         state, _ = lax.scan(tick, tick.initial_state(), vary(ticks, self.check_vma))
         return state
 
-    def _plan(self, params: Tree, inputs: Tree, targets: Tree, forward: bool) -> SplitPlan | ForwardPlan:
+    def _plan(self, params: Tree, inputs: Tree, targets: Tree, forward: bool) -> Any:
         def stage(params, x):
             y, aux = self.model.stage(params, x) if self.has_aux else (self.model.stage(params, x), ())
             return vary(y, self.check_vma), vary(aux, self.check_vma)

@@ -14,7 +14,7 @@ which are updated in place, and reads the others:
 import dataclasses
 import functools
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -46,6 +46,19 @@ class Row:
         return self.values[self.columns.index(name)]
 
 
+class ForwardPlan(NamedTuple):
+    """A stage that keeps nothing for a backward: stands in for a ``SplitPlan`` in a forward-only program."""
+
+    stage: Callable[[Tree, Tree], tuple[Tree, Tree]]
+    y: Tree
+    aux: Tree
+    keep_input: Literal["F"] = "F"
+
+    def forward(self, params: Tree, x: Tree) -> tuple[Tree, Tree, list[Any], list[Any]]:
+        """Output, aux, and no residuals."""
+        return *self.stage(params, x), [], []
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class Tick:
     """What stays the same through all ticks.
@@ -53,7 +66,7 @@ class Tick:
     Attributes:
       model: the user's functions.
       table: the lowered schedule.
-      plan: the split of the stage; a forward-only program (``plan.forward`` alone) keeps no residuals.
+      plan: the split of the stage.
       params: the rank's own: {"embed", "head", "stages": tuple over local stages}.
       inputs, targets: leaves [num_microbatches, local microbatch size, ...].
       seed: the loss's cotangent for each microbatch of each device; None in a forward-only program.
@@ -65,7 +78,7 @@ class Tick:
 
     model: PipelineModel
     table: TickTable
-    plan: SplitPlan
+    plan: SplitPlan  # or a ForwardPlan, when there is no seed
     params: dict[str, Any]
     inputs: Tree
     targets: Tree
@@ -109,7 +122,7 @@ class Tick:
         arrived = [send(state[f"{channel.payload}_out"], channel.pairs) for channel in self.table.channels]
         state = state | {name: self._zeros(self.plan.y) for name in ("y_out", "dx_out") if name in state}
 
-        units = {
+        units: dict[str, Callable[..., State]] = {
             "F": self._forward,
             "FB": self._pair,
             "B": self._full_backward,
@@ -312,10 +325,11 @@ class Tick:
         paired = self._paired({"pair": column("pair")})
         if unit == "FB":
             return sorted(set(zip(column("F")[paired].tolist(), column("B")[paired].tolist(), strict=True)))
-        if unit == "W":
-            runs = [(k, j) for j in range(self.table.num_w) for k in set(column(f"W{j}").ravel().tolist())]
-        else:
-            runs = [(k,) for k in set(column(unit)[~paired].tolist())]
+        runs: list[tuple[int, ...]] = (
+            [(k,) for k in set(column(unit)[~paired].tolist())]
+            if unit != "W"
+            else [(k, j) for j in range(self.table.num_w) for k in set(column(f"W{j}").ravel().tolist())]
+        )
         return sorted(run for run in runs if run[0] >= 0)
 
     def _zeros(self, like: Tree) -> Tree:
