@@ -41,7 +41,7 @@ def main():
     for make in (one_f_one_b, zb_h1, dualpipe, dualpipe_v):
         for num_microbatches in (4, 16):
             schedule = make(RANKS, num_microbatches)
-            plain, pipelined = step_cost.programs(schedule, num_layers=4)
+            plain, pipelined = step_cost.both(schedule, num_layers=4)
             costs = CostModel()
             timeline = simulate(schedule, costs)
             stretch = timeline.makespan / (sum(timeline.busy) / RANKS)

@@ -1,0 +1,53 @@
+"""The public names: a change here is a change for users, and belongs in the changelog."""
+
+import pytest
+
+import dualpipe_jax
+import dualpipe_jax.schedule
+
+FRONT_DOOR = [
+    "PipelineModel",
+    "PlacedStages",
+    "make_mesh",
+    "pipeline_apply",
+    "pipeline_loss",
+    "pipeline_value_and_grad",
+    "place_stages",
+    "sequential_loss",
+    "sequential_value_and_grad",
+    "split_backward",
+    "unplace_stages",
+]
+SCHEDULE = [
+    "ALL_SCHEDULES",
+    "Action",
+    "CostModel",
+    "Op",
+    "Placement",
+    "Schedule",
+    "ScheduleError",
+    "Slot",
+    "TickTable",
+    "Timeline",
+    "dualpipe",
+    "dualpipe_v",
+    "format_grid",
+    "gpipe",
+    "lower",
+    "one_f_one_b",
+    "parse_grid",
+    "simulate",
+    "validate",
+    "zb_h1",
+]
+
+
+@pytest.mark.parametrize(("room", "names"), [(dualpipe_jax, FRONT_DOOR), (dualpipe_jax.schedule, SCHEDULE)])
+def test_public_names(room, names):
+    assert sorted(room.__all__) == names
+    assert all(getattr(room, name).__doc__ for name in names if name[0] != "A" or name == "Action")
+
+
+def test_a_name_that_is_not_there():
+    with pytest.raises(AttributeError, match="has no attribute 'dualpipes'"):
+        dualpipe_jax.dualpipes  # noqa: B018  the access is the test
