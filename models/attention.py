@@ -4,6 +4,7 @@ Shape suffixes: B batch, S sequence (Q and K where queries and keys differ), D m
 of a head without position, R the rotated part, V the value of a head, C compressed keys and values.
 """
 
+import functools
 import math
 
 import jax
@@ -142,5 +143,25 @@ def causal_attention(q_BSHX: Array, k_BSHX: Array, v_BSHV: Array, scale: float) 
     scores_BHQK = jnp.einsum("bqhx,bkhx->bhqk", q_BSHX, k_BSHX, preferred_element_type=jnp.float32) * scale
     S = q_BSHX.shape[1]
     past_QK = np.tril(np.ones((S, S), bool))
-    probs_BHQK = jax.nn.softmax(jnp.where(past_QK, scores_BHQK, -jnp.inf), axis=-1)
-    return jnp.einsum("bhqk,bkhv->bqhv", probs_BHQK.astype(v_BSHV.dtype), v_BSHV)
+    probs_BHQK = _softmax(jnp.where(past_QK, scores_BHQK, -jnp.inf), v_BSHV.dtype)
+    return jnp.einsum("bhqk,bkhv->bqhv", probs_BHQK, v_BSHV)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
+def _softmax(scores: Array, dtype: jnp.dtype) -> Array:
+    """Softmax in float32, returned in ``dtype``. (``jax.nn.softmax`` would keep a second, wide copy.)"""
+    return jax.nn.softmax(scores, axis=-1).astype(dtype)
+
+
+def _softmax_fwd(scores: Array, dtype: jnp.dtype) -> tuple[Array, Array]:
+    probs = _softmax(scores, dtype)
+    return probs, probs
+
+
+def _softmax_bwd(dtype: jnp.dtype, probs: Array, d_probs: Array) -> tuple[Array]:
+    del dtype
+    wide, d_wide = probs.astype(jnp.float32), d_probs.astype(jnp.float32)
+    return (wide * (d_wide - jnp.sum(wide * d_wide, axis=-1, keepdims=True)),)
+
+
+_softmax.defvjp(_softmax_fwd, _softmax_bwd)

@@ -126,6 +126,27 @@ def update_bias(bias: Array, counts: Array, rate: float | Array, *, center: bool
     return bias + step
 
 
+@jax.custom_vjp
+def gated(gate: Array, up: Array) -> Array:
+    """Return silu(gate) * up, float32 inside; keeps its two arguments for the backward, and no more."""
+    wide = gate.astype(jnp.float32)
+    return (wide * jax.nn.sigmoid(wide) * up.astype(jnp.float32)).astype(up.dtype)
+
+
+def _gated_fwd(gate: Array, up: Array) -> tuple[Array, tuple[Array, Array]]:
+    return gated(gate, up), (gate, up)
+
+
+def _gated_bwd(saved: tuple[Array, Array], d: Array) -> tuple[Array, Array]:
+    gate, up, d = (a.astype(jnp.float32) for a in (*saved, d))
+    sigmoid = jax.nn.sigmoid(gate)
+    d_gate, d_up = d * up * sigmoid * (1 + gate * (1 - sigmoid)), d * gate * sigmoid
+    return d_gate.astype(saved[0].dtype), d_up.astype(saved[1].dtype)
+
+
+gated.defvjp(_gated_fwd, _gated_bwd)
+
+
 class SwiGLU(nnx.Module):
     """The dense feed-forward: down(silu(gate(x)) * up(x))."""
 
@@ -136,7 +157,7 @@ class SwiGLU(nnx.Module):
 
     def __call__(self, x: Array) -> Array:
         """Apply to the last dim."""
-        return self.down_proj(jax.nn.silu(self.gate_proj(x)) * self.up_proj(x))
+        return self.down_proj(gated(self.gate_proj(x), self.up_proj(x)))
 
 
 class Experts(nnx.Module):
@@ -152,8 +173,7 @@ class Experts(nnx.Module):
     def __call__(self, rows: Array, handle: parallel.Handle) -> Array:
         """Apply each row's expert; rows as ``parallel.dispatch`` returns them."""
         gate, up, down = (w[...].astype(rows.dtype) for w in (self.gate_proj, self.up_proj, self.down_proj))
-        hidden = parallel.expert_matmul(rows, gate, handle)
-        hidden = jax.nn.silu(hidden) * parallel.expert_matmul(rows, up, handle)
+        hidden = gated(parallel.expert_matmul(rows, gate, handle), parallel.expert_matmul(rows, up, handle))
         return parallel.expert_matmul(hidden, down, handle)
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from models.attention import Attention, RMSNorm, rope, rope_frequencies, softmax_scale
+from models.attention import Attention, RMSNorm, causal_attention, rope, rope_frequencies, softmax_scale
 from models.config import tiny, v3
 from models.functional import pure_nnx
 
@@ -118,3 +118,24 @@ def test_no_position_sees_the_future():
     later = x.at[:, 5:].add(1.0)
     np.testing.assert_array_equal(attention(x)[:, :5], attention(later)[:, :5])
     assert np.all(np.abs(attention(x) - attention(later))[:, 5:].max(-1) > 1e-4)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_attention_gradients_equal_those_of_the_plain_formula(dtype):
+    q, k, v, target = (jax.random.normal(key, (2, 5, 3, 4)) for key in jax.random.split(jax.random.key(2), 4))
+    q, k, v = (a.astype(dtype) for a in (q, k, v))
+
+    def plain(q, k, v):
+        q, k, v = (a.astype(jnp.float32) for a in (q, k, v))
+        scores = jnp.einsum("bqhx,bkhx->bhqk", q, k) * 0.7
+        probs = jax.nn.softmax(jnp.where(jnp.tril(jnp.ones((5, 5), bool)), scores, -jnp.inf))
+        return jnp.sum(jnp.einsum("bhqk,bkhv->bqhv", probs, v) * target)
+
+    def ours(q, k, v):
+        return jnp.sum(causal_attention(q, k, v, 0.7).astype(jnp.float32) * target)
+
+    for got, wanted in zip(*(jax.jit(jax.grad(f, (0, 1, 2)))(q, k, v) for f in (ours, plain)), strict=True):
+        assert got.dtype == dtype
+        tolerance = 1e-5 if dtype == jnp.float32 else 0.05
+        got, wanted = (a.astype(jnp.float32) for a in (got, wanted))
+        np.testing.assert_allclose(got, wanted, rtol=tolerance, atol=tolerance)

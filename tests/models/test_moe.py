@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from models.config import tiny
 from models.functional import pure_nnx
-from models.moe import Dispatch, MoE, route, update_bias
+from models.moe import Dispatch, MoE, gated, route, update_bias
 
 CONFIGS = {
     "v3": tiny(),
@@ -84,6 +84,15 @@ def test_the_bias_chooses_but_does_not_weigh():
     d_logits, d_bias = jax.grad(lambda *a: jnp.sum(route(*a, config)[1][:, 0]), argnums=(0, 1))(logits, bias)
     np.testing.assert_array_equal(d_bias, 0)
     assert np.all(np.count_nonzero(d_logits, axis=1) == config.top_k)
+
+
+def test_gated_is_silu_times_up_and_keeps_two_arrays():
+    gate, up = jax.random.normal(jax.random.key(3), (2, 6, 5)) * 3
+    d = jnp.cos(jnp.arange(30.0)).reshape(6, 5)
+    wanted, vjp = jax.vjp(lambda g, u: jax.nn.silu(g) * u, gate, up)
+    got, our_vjp = jax.vjp(gated, gate, up)
+    chex.assert_trees_all_close((got, our_vjp(d)), (wanted, vjp(d)), rtol=1e-5, atol=1e-6)
+    assert sum(leaf.size for leaf in jax.tree.leaves(our_vjp)) == gate.size + up.size
 
 
 def moe_by_loops(p, x_BSD, bias_E, config):
