@@ -15,6 +15,10 @@ from dualpipe_jax.schedule import ALL_SCHEDULES, Schedule
 SCHEDULES = {recipe.__name__: recipe for recipe in ALL_SCHEDULES}
 MODELS = ("byte", "tiny", "small")
 
+_PATIENCE = (  # virtual devices share the cores: on a busy machine a collective waits long for the last of them
+    "--xla_cpu_collective_call_warn_stuck_timeout_seconds=120",
+    "--xla_cpu_collective_call_terminate_timeout_seconds=600",
+)
 _DEVICE_COUNT = re.compile(r"--xla_force_host_platform_device_count=(\d+)")
 
 
@@ -159,7 +163,8 @@ def set_devices(config: TrainConfig, environ: "os._Environ[str] | dict[str, str]
     flags = environ.get("XLA_FLAGS", "")
     counts = _DEVICE_COUNT.findall(flags)
     if not counts:
-        environ["XLA_FLAGS"] = f"{flags} --xla_force_host_platform_device_count={needed}".strip()
+        ours = f"--xla_force_host_platform_device_count={needed}", *_PATIENCE
+        environ["XLA_FLAGS"] = " ".join([*flags.split(), *ours])
     elif int(counts[-1]) < needed:
         raise ConfigError(too_few_devices(config, int(counts[-1]), "XLA_FLAGS asks for"))
 

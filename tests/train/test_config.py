@@ -74,10 +74,8 @@ def test_the_help_knows_every_model_size():
 def test_virtual_devices_are_asked_for():
     environ = {"XLA_FLAGS": "--xla_other=1"}
     set_devices(TrainConfig(pp=2, ep=3), environ)
-    assert environ == {
-        "JAX_PLATFORMS": "cpu",
-        "XLA_FLAGS": "--xla_other=1 --xla_force_host_platform_device_count=6",
-    }
+    assert environ["JAX_PLATFORMS"] == "cpu"
+    assert environ["XLA_FLAGS"].startswith("--xla_other=1 --xla_force_host_platform_device_count=6 ")
 
 
 def test_the_users_own_device_count_stays():
