@@ -25,6 +25,7 @@ from dualpipe_jax.engine.split_graph import (
     Value,
     count_flops,
     count_primitives,
+    is_arithmetic,
     is_cheap,
     values,
 )
@@ -262,7 +263,12 @@ def _plan(joint: JointTrace, params: Tree, x: Tree) -> SplitPlan:
     wanted = [*dparams, *dx]
     forward, backward = relink(joint.forward, prune(joint.backward, wanted)[0], set(joint.params))
     kept = choose_crossing(
-        forward, backward, wanted, free=derived(forward, joint.params), late_inputs=set(dy), movable=stay
+        forward,
+        backward,
+        wanted,
+        free=derived(forward, joint.params),
+        late_inputs=set(dy),
+        repeatable=is_arithmetic,
     )
     backward = kept.late
     parts = split_equations(backward, dx, dparams, set(joint.params), movable=is_cheap if dx else stay)

@@ -1,7 +1,7 @@
 """What is handed from an early part to a late one: the fewest bytes, by a minimum cut.
 
 Late equations that are cheap may run early instead (a [D]-sized sum crosses in place of what it sums), and
-early equations that only move or cast data may run again late (their root crosses in place of their result).
+early equations that cost next to nothing may run again late (their root crosses in place of their result).
 """
 
 from collections.abc import Callable, Collection, Iterable, Sequence
@@ -43,6 +43,7 @@ def choose_crossing(
     late_inputs: Collection[Value] = (),
     weight: Callable[[Value], int] = nbytes,
     movable: Callable[[Node], bool] = stay,
+    repeatable: Callable[[Node], bool] = is_view,
 ) -> Crossing:
     """Decides what crosses from ``early`` to ``late``.
 
@@ -52,9 +53,10 @@ def choose_crossing(
       late_inputs: values that only ``late`` has.
       weight: the cost of a value that crosses.
       movable: which late nodes may run early.
+      repeatable: which early nodes may run again late.
     """
     wanted = values(wanted)
-    graph = _graph(early, late, wanted, free, late_inputs, weight, movable)
+    graph = _graph(early, late, wanted, free, late_inputs, weight, movable, repeatable)
     side = graph.source_side(_EARLY, _LATE)
     moved = {node for node in late if node in side}
     kept = [node for node in late if node not in moved]
@@ -82,6 +84,7 @@ def _graph(
     late_inputs: Collection[Value],
     weight: Callable[[Value], int],
     movable: Callable[[Node], bool],
+    repeatable: Callable[[Node], bool],
 ) -> FlowGraph:
     """Each value is an edge from (value, "made") to (value, "read"), cut if the value crosses.
 
@@ -99,7 +102,7 @@ def _graph(
         asked.add(value)
         graph.connect((value, "made"), (value, "read"), weight(value) + 1)
         maker = made_early.get(value)
-        if maker is None or not is_view(maker):
+        if maker is None or not repeatable(maker):
             graph.connect(_EARLY, (value, "made"))
             return
         for root in values(maker.inputs):

@@ -175,7 +175,15 @@ VIEWS = _names(
 )
 """Only move or cast what is there already: recomputing them is free beside storing their result."""
 
-CHEAP = VIEWS | _names(
+ARITHMETIC = VIEWS | _names(
+    """
+    abs add add_any and clamp eq ge gt integer_pow le lt max min mul ne neg not one_minus_square or
+    select_n sign square sub xor
+    """
+)
+"""Elementwise, a few instructions each: recomputing them costs less than a trip to memory and back."""
+
+CHEAP = ARITHMETIC | _names(
     """
     abs acos acosh add add_any and argmax argmin asin asinh atan atan2 atanh axis_index cbrt ceil
     clamp conj cos cosh cumsum digamma div empty empty2 eq erf erf_inv erfc exp exp2 expm1 floor
@@ -196,6 +204,11 @@ def values(atoms: Iterable[Atom]) -> list[Value]:
 def is_view(node: Node) -> bool:
     """Whether the node only moves or casts its inputs."""
     return isinstance(node, Equation) and node.name in VIEWS and not node.pinned
+
+
+def is_arithmetic(node: Node) -> bool:
+    """Whether the node is so cheap that the backward may run it again, rather than keep its result."""
+    return isinstance(node, Equation) and node.name in ARITHMETIC and not node.pinned
 
 
 def is_cheap(node: Node) -> bool:

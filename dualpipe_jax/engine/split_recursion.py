@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
 
-from dualpipe_jax.engine.split_crossing import Crossing, choose_crossing, nbytes, stay
+from dualpipe_jax.engine.split_crossing import Crossing, choose_crossing, nbytes
 from dualpipe_jax.engine.split_graph import (
     Atom,
     Binding,
@@ -21,6 +21,7 @@ from dualpipe_jax.engine.split_graph import (
     Scan,
     Stacked,
     Value,
+    is_arithmetic,
     is_cheap,
     is_tied,
     values,
@@ -281,7 +282,7 @@ def _relink_scan(early: Scan, late: Scan, free: Collection[Value]) -> tuple[Scan
         free=derived(first, known),
         late_inputs={b.inner for b in own} | {c.inner for c in late.carry},
         weight=_scan_weight(early),
-        movable=stay,
+        repeatable=is_arithmetic,
     )
     ahead, behind = _connect_scans(
         replace(early, equations=parts.early), replace(late, equations=parts.late), parts.values
@@ -310,7 +311,12 @@ def _relink_cond(early: Cond, late: Cond, free: Collection[Value]) -> tuple[Cond
         known = branch_known(early, mine, free) | branch_known(late, theirs, free)
         first, second = relink(mine.equations, substitute(theirs.equations, mapping), known)
         parts = choose_crossing(
-            first, second, wanted, free=derived(first, known), late_inputs=set(inputs), movable=stay
+            first,
+            second,
+            wanted,
+            free=derived(first, known),
+            late_inputs=set(inputs),
+            repeatable=is_arithmetic,
         )
         firsts.append(replace(mine, equations=parts.early))
         seconds.append(Program((*inputs, *mine.inputs), parts.late, wanted))
