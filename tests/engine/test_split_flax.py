@@ -62,4 +62,6 @@ def test_nnx():
     state = jax.tree.map(lambda a: a + normal(1, *a.shape), state)
     plan = check_split(lambda state, x: nnx.merge(definition, state)(x), state, X, exact=False)
     rows = X.size * 4
-    assert sum(kind.size * 4 for kind in plan.stash) == rows + 2 * 2 * rows + 2 * WIDTH * 4
+    held = sum(kind.size * 4 for kind in (*plan.stash, *plan.residuals_w))
+    inputs, cotangents = rows + 2 * rows, 2 * rows + 2 * rows + rows  # of up and gate; down
+    assert held == inputs + cotangents + 2 * WIDTH * 4
