@@ -1,55 +1,101 @@
-"""Bubbles made visible: two ranks on two cores, one thread each, wall time against the ideal.
+"""Bubbles made visible: two ranks on two cores, wall time against the ideal.
 
-The ideal is half the wall time of the plain program on one thread, times what the schedule's simulated makespan
-has over its busy time (F = I = W): the wall time of a machine whose only loss is the bubble. Needs two idle
-cores. The plain program and the pipelined one take turns; ratios are of neighbours, the median is quoted.
+Each rank is a process of its own, held to one core (on one process XLA would lend an idle rank's core to the
+other, and fill the bubble). The ideal is half the wall time of the plain program on one core, times what the
+schedule's simulated makespan has over its busy time (F = I = W): the time of a machine whose only loss is the
+bubble. Linux only, two idle cores needed; the processes talk over gloo on the loopback.
 
     python benchmarks/bubbles.py [--rounds 5]
 """
 
-import os
-
-os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_cpu_multi_thread_eigen=false"
-
 import argparse
+import json
+import os
+import socket
 import statistics
+import subprocess
+import sys
 import time
 
-import step_cost
-from rich.console import Console
-from rich.table import Table
-
-from dualpipe_jax.schedule import CostModel, dualpipe, dualpipe_v, one_f_one_b, simulate, zb_h1
-
-step_cost.RANKS = RANKS = 2
+RANKS, LAYERS, COUNTS = 2, 4, (4, 16)
+NAMES = ("one_f_one_b", "zb_h1", "dualpipe", "dualpipe_v")
 
 
-def wall_seconds(step, *args):
+def wall_seconds(jax, step, *args):
     """Wall seconds of one call."""
     before = time.perf_counter()
-    step_cost.jax.block_until_ready(step(*args))
+    jax.block_until_ready(step(*args))
     return time.perf_counter() - before
+
+
+def rank(process, port, rounds):
+    """One of the processes: prints {name, count: [(plain, pipelined) seconds]}."""
+    os.sched_setaffinity(0, {sorted(os.sched_getaffinity(0))[process]})
+    os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=1"
+    import step_cost  # sets the flags of its own, of which the last counts
+
+    os.environ["XLA_FLAGS"] += " --xla_force_host_platform_device_count=1"
+    import jax
+    from jax.experimental import multihost_utils
+
+    from dualpipe_jax import schedule
+
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    jax.distributed.initialize(f"127.0.0.1:{port}", RANKS, process)
+    seconds = {}
+    for name in NAMES:
+        for count in COUNTS:
+            table = getattr(schedule, name)(RANKS, count)
+            plain = step_cost.plain_program(table, LAYERS)
+            pipelined = step_cost.pipelined_program(table, LAYERS)
+            pairs = []
+            for _ in range(rounds + 1):
+                alone = wall_seconds(jax, *plain)  # both processes do all of it, each on its core
+                multihost_utils.sync_global_devices("start")
+                pairs.append((alone, wall_seconds(jax, *pipelined)))
+            seconds[f"{name}, {count}"] = pairs[1:]
+    if process == 0:
+        print(json.dumps(seconds))
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=5)
-    rounds = parser.parse_args().rounds
-    table = Table(
-        "schedule, microbatches", "plain, s", "pipelined, s", "ideal, s", "over ideal", "bubble, ideal"
-    )
-    for make in (one_f_one_b, zb_h1, dualpipe, dualpipe_v):
-        for num_microbatches in (4, 16):
-            schedule = make(RANKS, num_microbatches)
-            plain, pipelined = step_cost.both(schedule, num_layers=4)
-            costs = CostModel()
-            timeline = simulate(schedule, costs)
-            stretch = timeline.makespan / (sum(timeline.busy) / RANKS)
-            pairs = [(wall_seconds(*plain), wall_seconds(*pipelined)) for _ in range(rounds + 1)][1:]
-            over = statistics.median(b / (a / RANKS * stretch) for a, b in pairs)
-            seconds = [statistics.median(column) for column in zip(*pairs, strict=True)]
-            shown = [f"{v:.2f}" for v in (*seconds, seconds[0] / RANKS * stretch, over)]
-            table.add_row(f"{schedule.name}, {num_microbatches}", *shown, f"{1 - 1 / stretch:.1%}")
+    parser.add_argument("--rank", type=int, nargs=2, metavar=("PROCESS", "PORT"), help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.rank:
+        rank(*options.rank, options.rounds)
+        return
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [sys.executable, __file__, "--rounds", str(options.rounds), "--rank"]
+    processes = [
+        subprocess.Popen([*command, str(i), str(port)], stdout=subprocess.PIPE, text=True)
+        for i in range(RANKS)
+    ]
+    outputs = [process.communicate()[0] for process in processes]
+    if any(process.returncode for process in processes):
+        sys.exit("a rank failed")
+    show(json.loads(outputs[0].splitlines()[-1]))
+
+
+def show(seconds):
+    """The table: medians, and the median ratio of neighbours."""
+    from rich.console import Console
+    from rich.table import Table
+
+    from dualpipe_jax import schedule
+
+    table = Table("schedule, M", "plain s", "pipelined s", "ideal s", "over ideal", "bubble")
+    for title, pairs in seconds.items():
+        name, count = title.split(", ")
+        timeline = schedule.simulate(getattr(schedule, name)(RANKS, int(count)), schedule.CostModel())
+        stretch = timeline.makespan / (sum(timeline.busy) / RANKS)
+        over = statistics.median(b / (a / RANKS * stretch) for a, b in pairs)
+        alone, pipelined = (statistics.median(column) for column in zip(*pairs, strict=True))
+        shown = [f"{v:.2f}" for v in (alone, pipelined, alone / RANKS * stretch, over)]
+        table.add_row(title, *shown, f"{1 - 1 / stretch:.1%}")
     Console().print(table)
 
 
