@@ -16,7 +16,7 @@ from flax import nnx
 from jax import Array
 from jax.ad_checkpoint import checkpoint_name
 
-from dualpipe_jax import parallel
+import dualpipe_jax.parallel as parallel
 from models.attention import linear
 from models.config import Config
 
