@@ -130,7 +130,8 @@ def test_program_does_not_grow_with_microbatches(make):
 def test_memory_is_what_the_pools_and_sums_need(make):
     """PP + 1 residual sets (with their inputs), stash, sums of gradients, mirrored parameters: and 10 %.
 
-    A full backward holds one stash of its own while it works: XLA orders the weights' parts last.
+    A full backward holds one stash of its own while it works: XLA orders the weights' parts last. Not counting
+    it the bound is missed, and with tanh for gelu DualPipe misses it even so: docs/engine.md has the figures.
     """
     size, num_layers = 64, 10
     schedule, program = compiled(make, 12, size, num_layers)
