@@ -22,6 +22,7 @@ SCHEDULE = [
     "ALL_SCHEDULES",
     "Action",
     "CostModel",
+    "MemoryModel",
     "Op",
     "Placement",
     "Schedule",

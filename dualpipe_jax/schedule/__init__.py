@@ -3,10 +3,11 @@
 from collections.abc import Callable
 
 from dualpipe_jax.schedule.classic import gpipe, one_f_one_b
+from dualpipe_jax.schedule.costs import CostModel, MemoryModel
 from dualpipe_jax.schedule.dualpipe import dualpipe, dualpipe_v
 from dualpipe_jax.schedule.ir import Action, Op, Placement, Schedule, Slot
 from dualpipe_jax.schedule.lower import TickTable, lower
-from dualpipe_jax.schedule.simulate import CostModel, Timeline, simulate
+from dualpipe_jax.schedule.simulate import Timeline, simulate
 from dualpipe_jax.schedule.text import format_grid, parse_grid
 from dualpipe_jax.schedule.validate import ScheduleError, validate
 from dualpipe_jax.schedule.zero_bubble import zb_h1
@@ -18,6 +19,7 @@ __all__ = [
     "ALL_SCHEDULES",
     "Action",
     "CostModel",
+    "MemoryModel",
     "Op",
     "Placement",
     "Schedule",

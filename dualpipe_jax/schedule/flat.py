@@ -6,9 +6,9 @@ from typing import Literal
 
 import numpy as np
 
+from dualpipe_jax.schedule.costs import CostModel
 from dualpipe_jax.schedule.dataflow import execution_order
 from dualpipe_jax.schedule.ir import Op, Schedule
-from dualpipe_jax.schedule.simulate import CostModel
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,13 +64,19 @@ class Flat:
 
     def costs(self, costs: CostModel) -> np.ndarray:
         """What each slot costs."""
-        alone = (
-            costs.F * (self.f >= 0)
-            + costs.B * (self.b >= 0)
-            + costs.I * (self.i >= 0)
-            + costs.W * (self.w >= 0)
+        placement, per_pipe = self.schedule.placement, self.schedule.microbatches_per_pipe
+        more = np.array([costs.more(placement, stage) for stage in range(placement.num_stages)])
+        total = np.where(self.pair, costs.FB - costs.F - costs.B, 0.0)
+        parts = (
+            (self.f, costs.F, 0),
+            (self.b, costs.I, 1),
+            (self.b, costs.W, 2),
+            (self.i, costs.I, 1),
+            (self.w, costs.W, 2),
         )
-        return np.where(self.pair, costs.FB, alone)
+        for values, cost, part in parts:
+            total = total + np.where(values >= 0, cost + more[values // per_pipe, part], 0.0)
+        return total
 
 
 def flatten(schedule: Schedule) -> Flat:

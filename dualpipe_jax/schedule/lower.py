@@ -6,9 +6,9 @@ from typing import Literal
 
 import numpy as np
 
+from dualpipe_jax.schedule.costs import CostModel
 from dualpipe_jax.schedule.flat import Channel, Flat, channels, flatten
 from dualpipe_jax.schedule.ir import Op, Schedule
-from dualpipe_jax.schedule.simulate import CostModel
 from dualpipe_jax.schedule.ticks import makespan, place
 
 __all__ = ["BIN", "Channel", "TickTable", "forward_only", "lower"]
@@ -91,10 +91,20 @@ class TickTable:
         A rank starts tick t + 1 when its own work of tick t is done and what its neighbours sent at
         the start of tick t, ``costs.send`` ago, has arrived.
         """
-        pair = self.column("pair") == 1
-        work = np.where(pair, costs.FB, costs.F * (self.column("F") >= 0))
-        work = work + costs.B * ((self.column("B") >= 0) & ~pair) + costs.I * (self.column("I") >= 0)
-        work = work + costs.W * sum((self.column(f"W{k}") >= 0).astype(int) for k in range(self.num_w))
+        placement = self.schedule.placement
+        local = max(map(len, placement.stages_on))
+        more = np.zeros((self.schedule.num_ranks, local + 1, 3))  # the last row is for "none", which is -1
+        for rank, stages in enumerate(placement.stages_on):
+            more[rank, : len(stages)] = [costs.more(placement, stage) for stage in stages]
+        ranks = np.arange(self.schedule.num_ranks)
+
+        def cost(name: str, alone: float, *parts: int) -> np.ndarray:
+            stage = self.column(name)
+            return alone * (stage >= 0) + sum(more[ranks, stage, part] for part in parts)
+
+        work = cost("F", costs.F, 0) + cost("B", costs.B, 1, 2) + cost("I", costs.I, 1)
+        work = work + sum(cost(f"W{k}", costs.W, 2) for k in range(self.num_w))
+        work = work + np.where(self.column("pair") == 1, costs.FB - costs.F - costs.B, 0.0)
         return makespan(work, self.channels, costs.send)
 
 

@@ -1,58 +1,11 @@
 """Play a schedule against costs: who waits, for how long, and what is live meanwhile."""
 
 import dataclasses
-import math
 from collections.abc import Iterable
 
+from dualpipe_jax.schedule.costs import CostModel, MemoryModel
 from dualpipe_jax.schedule.dataflow import Orders, Value, execution_order, made_by, needed_by
-from dualpipe_jax.schedule.ir import Op, Placement, Schedule, Slot
-
-
-@dataclasses.dataclass(frozen=True)
-class CostModel:
-    """How long each kind of work takes on one stage, in any unit of time.
-
-    Attributes:
-      F: a forward.
-      I: a backward for the input.
-      W: a backward for the weights.
-      FB: an overlapped pair of a forward and a full backward; F + I + W, no gain, unless given.
-      send: a transfer to another rank, which delays only the receiver; a handover on the same rank is free.
-
-    ``dataclasses.replace`` hands on the FB that was worked out; give it anew when F, I or W changes.
-
-    Raises:
-      ValueError: if a cost is negative or not finite.
-    """
-
-    F: float = 1.0
-    I: float = 1.0
-    W: float = 1.0
-    FB: float = None  # type: ignore[assignment]  # a float once constructed
-    send: float = 0.0
-
-    def __post_init__(self):
-        if self.FB is None:
-            object.__setattr__(self, "FB", self.F + self.I + self.W)
-        wrong = [
-            f"{field.name}={getattr(self, field.name)}"
-            for field in dataclasses.fields(self)
-            if not (math.isfinite(getattr(self, field.name)) and getattr(self, field.name) >= 0)
-        ]
-        if wrong:
-            raise ValueError(f"CostModel: costs must be finite and at least 0, got {', '.join(wrong)}")
-
-    @property
-    def B(self) -> float:
-        """A full backward: I + W."""
-        return self.I + self.W
-
-    def of(self, slot: Slot) -> float:
-        """Duration of a slot: FB for a pair, else that of its one action."""
-        if len(slot) == 2:
-            return self.FB
-        op = slot[0].op
-        return self.F if op is Op.F else self.I if op is Op.I else self.W if op is Op.W else self.I + self.W
+from dualpipe_jax.schedule.ir import Action, Op, Placement, Schedule, Slot
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,7 +41,8 @@ class Timeline:
     @property
     def busy(self) -> tuple[float, ...]:
         """Time that each rank worked."""
-        return tuple(sum(map(self.costs.of, order)) for order in self.schedule.orders)
+        placement = self.schedule.placement
+        return tuple(sum(self.costs.of(slot, placement) for slot in order) for order in self.schedule.orders)
 
     @property
     def idle(self) -> tuple[float, ...]:
@@ -96,12 +50,47 @@ class Timeline:
         makespan = self.makespan
         return tuple(makespan - busy for busy in self.busy)
 
+    @property
+    def bubble(self) -> float:
+        """The share of all ranks' time in which they idle."""
+        makespan = self.makespan
+        return sum(self.idle) / (self.schedule.num_ranks * makespan) if makespan else 0.0
+
+    def memory(self, sizes: MemoryModel | None = None) -> tuple[float, ...]:
+        """The most that each rank keeps at once; with no sizes given, its most live activations."""
+        return tuple(max(self.memory_over_time(rank, sizes)[1]) for rank in range(self.schedule.num_ranks))
+
+    def memory_over_time(
+        self, rank: int, sizes: MemoryModel | None = None
+    ) -> tuple[tuple[float, ...], tuple[float, ...]]:
+        """When what a rank keeps changes, and how much it is from then on.
+
+        Returns (times, kept), of the same length: times ascend from 0, where the step starts with the
+        parameters alone.
+        """
+        sizes = MemoryModel() if sizes is None else sizes
+        kept = sizes.parameters * len(self.schedule.placement.stages_on[rank])
+        times, amounts = [0.0], [kept]
+        for slot, start, end in zip(
+            self.schedule.orders[rank], self.starts[rank], self.ends[rank], strict=True
+        ):
+            changes = [sizes.before_and_after[action.op] for action in slot]
+            for time, change in (
+                (start, sum(taken for taken, _ in changes)),
+                (end, -sum(freed for _, freed in changes)),
+            ):
+                if change:
+                    kept += change
+                    times.append(time)
+                    amounts.append(kept)
+        return tuple(times), tuple(amounts)
+
 
 def simulate(schedule: Schedule, costs: CostModel | None = None) -> Timeline:
     """Run every slot as early as its rank's order and the data it needs allow.
 
-    Sends are asynchronous: they cost the receiver ``costs.send`` after the end of the producing slot and
-    the sender nothing. A pair starts when both of its actions can.
+    Sends cost the receiver ``costs.send`` after the end of the producing slot, and the sender nothing
+    unless ``costs.blocking``. A pair starts when both of its actions can.
 
     >>> from dualpipe_jax.schedule import dualpipe
     >>> simulate(dualpipe(4, 8), CostModel(F=1, I=1, W=1)).idle
@@ -134,19 +123,31 @@ def clock(
     starts: list[list[float]] = [[] for _ in orders]
     ends: list[list[float]] = [[] for _ in orders]
     made_at = dict.fromkeys(made, 0.0)
+    free_at = [0.0] * len(orders)
     for rank, index in ran:
         slot = orders[rank][index]
-        start = ends[rank][-1] if index else 0.0
+        start = free_at[rank]
         for action in slot:
             for value in needed_by(placement, action):
                 delay = costs.send if placement.rank_of[value[1]] != rank else 0.0
                 start = max(start, made_at[value] + delay)
-        end = start + costs.of(slot)
+        end = free_at[rank] = start + costs.of(slot, placement)
         for made_value in filter(None, map(made_by, slot)):
             made_at[made_value] = end
+        if costs.blocking and any(_is_sent(placement, action) for action in slot):
+            free_at[rank] += costs.send
         starts[rank].append(start)
         ends[rank].append(end)
     return starts, ends
+
+
+def _is_sent(placement: Placement, action: Action) -> bool:
+    """Whether what an action makes goes to another rank."""
+    stage, op, _ = action
+    if op is Op.W or (placement.is_last(stage) if op is Op.F else placement.is_first(stage)):
+        return False
+    reader = stage + 1 if op is Op.F else stage - 1
+    return placement.rank_of[reader] != placement.rank_of[stage]
 
 
 def _peaks(order: tuple[Slot, ...]) -> tuple[int, int, int]:

@@ -5,8 +5,9 @@ import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 
+from dualpipe_jax.schedule.costs import CostModel
 from dualpipe_jax.schedule.ir import Action, Placement, Schedule, Slot
-from dualpipe_jax.schedule.simulate import CostModel, simulate
+from dualpipe_jax.schedule.simulate import simulate
 
 _HEADER = re.compile(
     r"#\s*(?:(?P<name>.*?),\s*)?ranks\s+(?P<ranks>\d+),\s*microbatches\s+(?P<microbatches>\d+)"
@@ -119,12 +120,12 @@ def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
 def _drawn(schedule: Schedule, rows: Sequence[Sequence[str]], costs: CostModel) -> list[str]:
     timeline = simulate(schedule, costs)
     slots = set(itertools.chain.from_iterable(schedule.orders))
-    free = next((slot for slot in slots if not costs.of(slot)), None)
+    free = next((slot for slot in slots if not costs.of(slot, schedule.placement)), None)
     if free is not None:
         raise ValueError(
             f"format_grid: {_cell(free)} takes no time under {costs}; to draw time, all costs must be above 0"
         )
-    scale = max(((len(_cell(slot)) + 1) / costs.of(slot) for slot in slots), default=1.0)
+    scale = max(((len(_cell(slot)) + 1) / costs.of(slot, schedule.placement) for slot in slots), default=1.0)
 
     def column(time: float) -> int:
         return math.floor(time * scale + 1e-6)

@@ -24,8 +24,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from dualpipe_jax.schedule.costs import CostModel
 from dualpipe_jax.schedule.flat import Channel, Flat, channels, topological
-from dualpipe_jax.schedule.simulate import CostModel
 
 _CHAIN = 256
 """How far back to look for a cycle. Those seen have 4 to 40 slots."""

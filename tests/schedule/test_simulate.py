@@ -97,7 +97,7 @@ def test_slots_of_a_rank_follow_each_other_and_idle_is_what_is_left(schedule, co
         assert len(starts) == len(ends) == len(order)
         assert all(end <= start for end, start in zip(ends, starts[1:], strict=False))
         assert [end - start for start, end in zip(starts, ends, strict=True)] == pytest.approx(
-            [costs.of(slot) for slot in order]
+            [costs.of(slot, schedule.placement) for slot in order]
         )
         gaps = sum(starts) - sum(ends[:-1]) + timeline.makespan - ends[-1]
         assert timeline.idle[rank] == pytest.approx(gaps, abs=1e-6)

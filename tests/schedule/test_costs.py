@@ -1,0 +1,150 @@
+"""Costs of stages and what they keep: extras, division into finer stages, transfers, memory over time."""
+
+import random
+
+import pytest
+
+from dualpipe_jax.schedule import (
+    ALL_SCHEDULES,
+    CostModel,
+    MemoryModel,
+    Op,
+    dualpipe,
+    dualpipe_v,
+    gpipe,
+    one_f_one_b,
+    simulate,
+    zb_h1,
+)
+from dualpipe_jax.schedule.lower import lower
+
+RECIPES = pytest.mark.parametrize("make", ALL_SCHEDULES, ids=lambda make: make.__name__)
+
+
+def test_extras_are_added_wherever_their_stage_works():
+    costs = CostModel(F=1, I=2, W=3, FB=4, extra={0: (0.1, 0.2, 0.3), -1: (10, 20, 30)})
+    for schedule in (gpipe(3, 2), zb_h1(3, 4), dualpipe(4, 8), dualpipe_v(2, 4)):
+        placement = schedule.placement
+        for order in schedule.orders:
+            for slot in order:
+                expected = 4 if len(slot) == 2 else {Op.F: 1, Op.B: 5, Op.I: 2, Op.W: 3}[slot[0].op]
+                for stage, op, _ in slot:
+                    if placement.is_first(stage):
+                        expected += {Op.F: 0.1, Op.B: 0.5, Op.I: 0.2, Op.W: 0.3}[op]
+                    if placement.is_last(stage):
+                        expected += {Op.F: 10, Op.B: 50, Op.I: 20, Op.W: 30}[op]
+                assert costs.of(slot, placement) == pytest.approx(expected)
+
+
+def test_a_stage_that_is_first_and_last_has_both_extras():
+    costs = CostModel(extra={0: (1, 0, 0), -1: (10, 0, 0)})
+    assert simulate(gpipe(1, 1), costs).makespan == 1 + 11 + 2
+
+
+@RECIPES
+def test_the_table_takes_as_long_as_its_slots_where_ranks_do_not_wait(make):
+    """One rank, or two for DualPipe: extras count the same in the lowered table."""
+    costs = CostModel(F=1, I=1.5, W=0.5, FB=2.5, extra={0: (0.1, 0.2, 0.3), -1: (0.7, 0.5, 0.2)})
+    schedule = make(2 if make is dualpipe else 1, 4)
+    busy = simulate(schedule, costs).busy
+    table = lower(schedule, costs)
+    assert table.makespan(costs) >= max(busy) - 1e-9
+    if schedule.num_ranks == 1:
+        assert table.makespan(costs) == pytest.approx(busy[0])
+
+
+def test_a_heavy_last_stage_sets_the_pace():
+    even, heavy = CostModel(), CostModel(extra={-1: (0.5, 0.5, 0.5)})
+    timeline = simulate(one_f_one_b(4, 16), heavy)
+    assert timeline.makespan == pytest.approx(simulate(one_f_one_b(4, 16), even).makespan + 16 * 1.5)
+    assert timeline.idle[3] == pytest.approx(min(timeline.idle))
+
+
+@RECIPES
+def test_finer_stages_with_their_share_of_the_costs_are_the_same_work(make):
+    costs, schedule = CostModel(F=1, I=1.64, W=0.97, FB=3), make(4, 8)
+    for order in schedule.orders:
+        halves = costs.for_schedule(schedule)
+        assert sum(halves.of(slot, schedule.placement) for slot in order) <= 8 * (costs.F + costs.B) + 1e-9
+    assert costs.divided(2) == CostModel(F=0.5, I=0.82, W=0.485, FB=1.5)
+    assert CostModel(send=1, extra={0: (1, 1, 1)}).divided(4).send == 1
+    assert CostModel(send=1, extra={0: (1, 1, 1)}).divided(4).extra == {0: (1, 1, 1)}
+
+
+def test_a_blocking_transfer_keeps_the_sender():
+    """With sends that are waited for, each of DualPipe's steps pays for one: M + 2 PP - 3 of them."""
+    for ranks, microbatches in ((4, 8), (4, 12), (8, 16), (8, 20), (8, 32)):
+        schedule = dualpipe(ranks, microbatches)
+        without, send = simulate(schedule).makespan, 0.01
+        waited = simulate(schedule, CostModel(send=send, blocking=True)).makespan
+        assert (waited - without) / send == pytest.approx(microbatches + 2 * ranks - 3)
+        assert simulate(schedule, CostModel(send=send)).makespan < waited
+
+
+def test_a_blocking_transfer_costs_nothing_on_one_rank():
+    for make in (gpipe, one_f_one_b, zb_h1, dualpipe_v):
+        assert (
+            simulate(make(1, 4), CostModel(send=5, blocking=True)).makespan == simulate(make(1, 4)).makespan
+        )
+
+
+@RECIPES
+def test_memory_counts_activations_unless_told_otherwise(make):
+    timeline = simulate(make(4, 8), CostModel(F=1, I=1.3, W=0.7, FB=2.5))
+    assert timeline.memory() == timeline.peak_activations
+    assert timeline.memory(MemoryModel(residual_i=0, boundary=1)) == timeline.peak_inputs
+    owed = timeline.memory(MemoryModel(residual_i=0, stash=1))
+    # while an I runs, the stash it fills is there already
+    assert all(
+        at_ends <= most <= at_ends + 1
+        for at_ends, most in zip(timeline.peak_weight_stashes, owed, strict=True)
+    )
+
+
+@RECIPES
+def test_memory_over_time_equals_a_count_of_what_is_there(make):
+    rng = random.Random(make.__name__)
+    schedule = make(4, 8)
+    timeline = simulate(schedule, CostModel(F=1, I=rng.uniform(1, 2), W=rng.uniform(0.5, 1), FB=3))
+    sizes = MemoryModel(residual_i=3, residual_w=5, stash=7, boundary=11, parameters=100)
+    for rank, order in enumerate(schedule.orders):
+        when = {}
+        for slot, start, end in zip(order, timeline.starts[rank], timeline.ends[rank], strict=True):
+            when.update({action: (start, end) for action in slot})
+        times, kept = timeline.memory_over_time(rank, sizes)
+        assert times[0] == 0 and list(times) == sorted(times)
+        assert kept[0] == kept[-1] == 100 * len(schedule.placement.stages_on[rank])
+        for k in rng.sample(range(len(times) - 1), min(20, len(times) - 1)):
+            now = (times[k] + times[k + 1]) / 2
+            if now in (times[k], times[k + 1]):
+                continue
+            expected = 100 * len(schedule.placement.stages_on[rank])
+            for (stage, op, microbatch), (start, _) in when.items():
+                if op is not Op.F or start > now:
+                    continue
+                g = next(when[a] for o in "BI" if (a := (stage, o, microbatch)) in when)
+                w = next(when[a] for o in "BW" if (a := (stage, o, microbatch)) in when)
+                expected += 3 * (now < g[1]) + 16 * (now < w[1]) + 7 * (g != w and g[0] < now < w[1])
+            assert kept[k] == expected
+        assert max(kept) == timeline.memory(sizes)[rank]
+
+
+def test_sizes_divide_but_for_the_boundary():
+    sizes = MemoryModel(residual_i=4, residual_w=2, stash=6, boundary=8, parameters=10)
+    assert sizes.divided(2) == MemoryModel(2, 1, 3, 8, 5)
+    assert sizes.for_schedule(dualpipe(4, 8)) == sizes
+    assert sizes.for_schedule(dualpipe_v(4, 8)) == sizes.divided(2)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: CostModel(F=-1, send=float("inf")), r"CostModel: costs.*at least 0, got F=-1, send=inf"),
+        (lambda: CostModel(extra={-1: (1, 2)}), r"extra\[-1\]=\(1, 2\); a stage's extra is \(F, I, W\)"),
+        (lambda: CostModel(extra={0: (1, -2, 0)}), r"extra\[0\]=\(1, -2, 0\)"),
+        (lambda: MemoryModel(stash=float("nan")), r"MemoryModel: sizes must be finite.*got stash=nan"),
+    ],
+)
+def test_what_cannot_be_is_refused(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()
