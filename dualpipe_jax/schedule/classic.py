@@ -1,4 +1,6 @@
-"""GPipe and 1F1B: one pipe, one stage a rank, full backwards."""
+"""GPipe and 1F1B, on a line and interleaved: one pipe in one direction, full backwards."""
+
+from collections.abc import Sequence
 
 from dualpipe_jax.schedule.ir import Action, Op, Placement, Schedule, Slot
 
@@ -36,24 +38,125 @@ def one_f_one_b(num_ranks: int, num_microbatches: int) -> Schedule:
       ValueError: if a count is below 1.
     """
     check_counts("one_f_one_b", num_ranks, num_microbatches)
-
-    def order(stage: int) -> tuple[Slot, ...]:
-        ahead = min(num_ranks - stage, num_microbatches)
-        actions = [Action(stage, Op.F, m) for m in range(ahead)]
-        for m in range(num_microbatches):
-            actions.append(Action(stage, Op.B, m))
-            if ahead + m < num_microbatches:
-                actions.append(Action(stage, Op.F, ahead + m))
-        return tuple((action,) for action in actions)
-
-    orders = tuple(order(stage) for stage in range(num_ranks))
-    return Schedule("one_f_one_b", Placement.linear(num_ranks), num_microbatches, orders)
+    orders = (
+        one_for_one(
+            in_rounds(Op.F, rank, num_ranks, num_microbatches),
+            in_rounds(Op.B, rank, num_ranks, num_microbatches),
+            ahead=num_ranks - rank,
+        )
+        for rank in range(num_ranks)
+    )
+    return Schedule("one_f_one_b", Placement.linear(num_ranks), num_microbatches, tuple(orders))
 
 
-def check_counts(name: str, num_ranks: int, num_microbatches: int) -> None:
-    """Raise ValueError unless there is at least one rank and one microbatch."""
-    if num_ranks < 1 or num_microbatches < 1:
+def interleaved_1f1b(num_ranks: int, num_microbatches: int, num_stages_per_rank: int = 2) -> Schedule:
+    """Interleaved 1F1B: 1F1B over a pipe that walks the ranks v = num_stages_per_rank times.
+
+    Bubble (num_ranks - 1)(F + B) of a stage, which is 1/v of a rank's share of the model, for
+    num_microbatches >= num_ranks; v times the traffic. A rank takes its stages in turn, a group of
+    microbatches through each. Rank 0 has the most activations live, (v + 1) num_ranks - 1 of 1/v the size
+    where num_ranks divides num_microbatches.
+
+    Published code wants groups of num_ranks, or equal ones. Here any number of microbatches is divided into
+    groups of at least num_ranks that are as equal as can be, which keeps the bubble and costs up to
+    (v - 1)(size of a group - num_ranks) more activations.
+
+    Source: Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters Using
+    Megatron-LM" (arXiv 2104.04473).
+
+    >>> [str(slot[0]) for slot in interleaved_1f1b(2, 2).orders[1]]
+    ['1F0', '1F1', '3F0', '3B0', '3F1', '3B1', '1B0', '1B1']
+
+    Raises:
+      ValueError: if a count is below 1.
+    """
+    check_counts("interleaved_1f1b", num_ranks, num_microbatches, num_stages_per_rank)
+    longest = max(groups(num_ranks, num_microbatches))
+    orders = (
+        one_for_one(
+            in_rounds(Op.F, rank, num_ranks, num_microbatches, num_stages_per_rank),
+            in_rounds(Op.B, rank, num_ranks, num_microbatches, num_stages_per_rank),
+            ahead=(num_stages_per_rank - 1) * longest + 2 * (num_ranks - rank) - 1,
+        )
+        for rank in range(num_ranks)
+    )
+    placement = Placement.interleaved(num_ranks, num_stages_per_rank)
+    return Schedule("interleaved_1f1b", placement, num_microbatches, tuple(orders))
+
+
+def looped_bfs(num_ranks: int, num_microbatches: int, num_stages_per_rank: int = 2) -> Schedule:
+    """Breadth-first pipeline: GPipe over a pipe that walks the ranks v = num_stages_per_rank times.
+
+    All microbatches go through a rank's first stage, then through its next; then all come back. Bubble
+    (num_ranks - 1)(F + B) of a stage, which is 1/v of a rank's share of the model, for
+    num_microbatches >= num_ranks; all activations are live at the turn. What it is for: a rank works on
+    one stage at a time, so with sharded parameters each is gathered once a pass.
+
+    Source: Lamy-Poirier, "Breadth-First Pipeline Parallelism" (arXiv 2211.05953).
+
+    >>> [str(slot[0]) for slot in looped_bfs(2, 2).orders[0]]
+    ['0F0', '0F1', '2F0', '2F1', '2B0', '2B1', '0B0', '0B1']
+
+    Raises:
+      ValueError: if a count is below 1.
+    """
+    check_counts("looped_bfs", num_ranks, num_microbatches, num_stages_per_rank)
+
+    def order(rank: int) -> tuple[Slot, ...]:
+        held = range(rank, num_ranks * num_stages_per_rank, num_ranks)
+        turns = [(Op.F, stage) for stage in held] + [(Op.B, stage) for stage in reversed(held)]
+        return tuple((Action(stage, op, m),) for op, stage in turns for m in range(num_microbatches))
+
+    placement = Placement.interleaved(num_ranks, num_stages_per_rank)
+    return Schedule("looped_bfs", placement, num_microbatches, tuple(map(order, range(num_ranks))))
+
+
+def one_for_one(
+    forwards: Sequence[Action], backwards: Sequence[Action], ahead: int, late: int = 0
+) -> tuple[Slot, ...]:
+    """``ahead`` forwards, then one backward for each forward, then the backwards that are left.
+
+    Where the backwards are I's, each W comes right after the I that is ``late`` after its own.
+    """
+    actions = list(forwards[:ahead])
+    split = backwards[0].op is Op.I
+    weights = [action._replace(op=Op.W) for action in backwards] if split else []
+    for done, backward in enumerate(backwards):
+        actions += [backward, *weights[max(0, done - late) : max(0, done - late + 1)]]
+        actions += forwards[ahead + done : ahead + done + 1]
+    actions += weights[max(0, len(backwards) - late) :]
+    return tuple((action,) for action in actions)
+
+
+def in_rounds(
+    op: Op, rank: int, num_ranks: int, num_microbatches: int, num_stages_per_rank: int = 1
+) -> list[Action]:
+    """What one rank of an interleaved placement does: each group of microbatches through all its stages.
+
+    Forwards take the stages in ascending order, backwards in descending.
+    """
+    stages = range(rank, num_ranks * num_stages_per_rank, num_ranks)
+    actions, first = [], 0
+    for size in groups(num_ranks, num_microbatches):
+        for stage in stages if op is Op.F else reversed(stages):
+            actions += [Action(stage, op, m) for m in range(first, first + size)]
+        first += size
+    return actions
+
+
+def groups(num_ranks: int, num_microbatches: int) -> list[int]:
+    """Sizes of as many groups of at least ``num_ranks`` microbatches as there are, nearly equal, in descent."""
+    num_groups = max(1, num_microbatches // num_ranks)
+    size, more = divmod(num_microbatches, num_groups)
+    return [size + 1] * more + [size] * (num_groups - more)
+
+
+def check_counts(name: str, num_ranks: int, num_microbatches: int, num_stages_per_rank: int = 1) -> None:
+    """Raise ValueError unless there is at least one rank, one microbatch and one stage a rank."""
+    if min(num_ranks, num_microbatches, num_stages_per_rank) < 1:
+        stages = "" if num_stages_per_rank > 0 else f" and num_stages_per_rank={num_stages_per_rank}"
+        try_stages = "" if num_stages_per_rank > 0 else " and num_stages_per_rank=1"
         raise ValueError(
-            f"{name}: got {num_ranks} ranks and {num_microbatches} microbatches; it needs at least one of "
-            f"each, try {max(num_ranks, 1)} ranks and {max(num_microbatches, 1)} microbatches"
+            f"{name}: got {num_ranks} ranks and {num_microbatches} microbatches{stages}; it needs at least one "
+            f"of each, try {max(num_ranks, 1)} ranks and {max(num_microbatches, 1)} microbatches{try_stages}"
         )

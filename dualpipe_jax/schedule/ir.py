@@ -89,10 +89,20 @@ class Placement:
         return cls((tuple(range(num_ranks)),))
 
     @classmethod
+    def interleaved(cls, num_ranks: int, num_stages_per_rank: int) -> "Placement":
+        """One pipe that walks the ranks several times, in rounds: (0, 1, 2, 3, 0, 1, 2, 3)."""
+        return cls((tuple(range(num_ranks)) * num_stages_per_rank,))
+
+    @classmethod
     def v(cls, num_ranks: int) -> "Placement":
         """One pipe there and back: (0, 1, 2, 3, 3, 2, 1, 0)."""
         there = tuple(range(num_ranks))
         return cls((there + there[::-1],))
+
+    @classmethod
+    def wave(cls, num_ranks: int, num_waves: int) -> "Placement":
+        """One pipe there and back several times, 2 * num_waves stages a rank: (0, 1, 1, 0, 0, 1, 1, 0)."""
+        return cls((cls.v(num_ranks).pipes[0] * num_waves,))
 
     @classmethod
     def bidirectional(cls, num_ranks: int) -> "Placement":
