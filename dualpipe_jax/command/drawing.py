@@ -1,0 +1,129 @@
+"""A simulated step in a terminal: coloured blocks to scale, in staves as wide as the terminal.
+
+Where whole actions fit on one line they are written out; else, as in the papers' figures, a block says
+its microbatch only, and the colour says what is done to it.
+"""
+
+import itertools
+import math
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+from rich.console import Console
+from rich.text import Text
+
+from dualpipe_jax.schedule import Action, Op, Placement, Slot, Timeline
+
+_SHADES = {
+    Op.F: ("#ffd166", "#f79d4b"),
+    Op.B: ("#8fd18a", "#4fae8c"),
+    Op.I: ("#8ecae6", "#5aa2d6"),
+    Op.W: ("#cdb4db", "#a98cc9"),
+}
+"""Of each operation, for a rank's stages in turn: in two pipes or a V, there and back."""
+
+
+class Block(NamedTuple):
+    """A filled stretch of a rank's line; a pair makes two without a gap."""
+
+    start: int
+    end: int
+    label: str
+    style: str
+
+
+def draw(timeline: Timeline, console: Console) -> Iterator[Text]:
+    """Lines of a picture that is as wide as the console.
+
+    Raises:
+      ValueError: if a slot takes no time and so has no room.
+    """
+    margin = len(f"rank {timeline.schedule.num_ranks - 1} ")
+    wide = _blocks(timeline, brief=False)
+    width = max((line[-1].end for line in wide if line), default=0)
+    if margin + width <= console.width or console.color_system is None:
+        rows, overhang, brief = wide, len("00F00+"), False
+    else:
+        rows, overhang, brief = _blocks(timeline, brief=True), len("000"), True
+        width = max(line[-1].end for line in rows if line)
+    staves = (
+        1
+        if margin + width <= console.width
+        else math.ceil(width / max(20, console.width - margin - overhang))
+    )
+    room = max(1, math.ceil(width / staves))
+    for first in range(0, width, room):
+        for rank, row in enumerate(rows):
+            yield Text(f"rank {rank}".ljust(margin)) + _line(row, first, first + room)
+        if first + room < width:
+            yield Text()
+    yield from _legend(timeline, brief)
+
+
+def _blocks(timeline: Timeline, brief: bool) -> list[list[Block]]:
+    schedule = timeline.schedule
+    placement = schedule.placement
+    slots = set(itertools.chain.from_iterable(schedule.orders))
+    durations = {slot: timeline.costs.of(slot, placement) for slot in slots}
+    free = next((slot for slot, duration in durations.items() if not duration), None)
+    if free is not None:
+        raise ValueError(f"{free[0]} takes no time; to draw time, all costs must be above 0")
+    labels = {slot: _labels(slot, brief) for slot in slots}
+    scale = max((len(" ".join(labels[slot])) + 1) / durations[slot] for slot in slots)
+    styles = {action: _style(placement, action) for slot in slots for action in slot}
+
+    def column(time: float) -> int:
+        return math.floor(time * scale + 1e-6)
+
+    def blocks(slot: Slot, start: int, end: int) -> Iterator[Block]:
+        cuts = [start, end] if len(slot) == 1 else [start, (start + end) // 2, end]
+        for action, label, (left, right) in zip(slot, labels[slot], itertools.pairwise(cuts), strict=True):
+            yield Block(left, right - (right == end), label, styles[action])
+
+    return [
+        [block for slot, a, b in zip(*row, strict=True) for block in blocks(slot, column(a), column(b))]
+        for row in zip(schedule.orders, timeline.starts, timeline.ends, strict=True)
+    ]
+
+
+def _labels(slot: Slot, brief: bool) -> list[str]:
+    if brief:
+        return [str(action.microbatch) for action in slot]
+    return [*(f"{action}+" for action in slot[:-1]), str(slot[-1])]
+
+
+def _style(placement: Placement, action: Action) -> str:
+    stages = placement.stages_on[placement.rank_of[action.stage]]
+    return f"black on {_SHADES[action.op][stages.index(action.stage) % 2]}"
+
+
+def _line(row: list[Block], first: int, last: int) -> Text:
+    """What of a rank's blocks falls between two columns. A label is never cut: it may stand out beyond."""
+    line = Text()
+    for start, end, label, style in row:
+        left, right = max(start, first), min(end, max(last, start + len(label)))
+        if start < last and left < right:
+            line.append(" " * (left - first - len(line)))
+            line.append((label if start >= first else "").ljust(right - left)[: right - left], style)
+    return line
+
+
+def _legend(timeline: Timeline, brief: bool) -> Iterator[Text]:
+    schedule = timeline.schedule
+    used = {action.op for order in schedule.orders for slot in order for action in slot}
+    shades = 2 if any(len(stages) > 1 for stages in schedule.placement.stages_on) else 1
+    meaning = {Op.F: "forward", Op.B: "backward", Op.I: "backward, input", Op.W: "backward, weights"}
+    line = Text("\n")
+    for op in filter(used.__contains__, Op):
+        for shade in _SHADES[op][:shades]:
+            line.append(f" {op} ", f"black on {shade}")
+        line.append(f" {meaning[op]}   ")
+    yield line
+    numbers = "numbers are microbatches" if brief else "3F0 is stage 3, forward, microbatch 0"
+    yield Text(numbers + ("; shades are the rank's stages in turn" if shades == 2 else ""), "dim")
+
+
+def print_drawing(timeline: Timeline, console: Any) -> None:
+    """Draw on a console, never wrapping a line."""
+    for line in draw(timeline, console):
+        console.print(line, no_wrap=True, overflow="crop")

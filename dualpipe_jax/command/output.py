@@ -1,0 +1,139 @@
+"""What subcommands print: drawn by rich in a terminal, plain anywhere else."""
+
+import dataclasses
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from dualpipe_jax.schedule import CostModel
+
+
+@dataclasses.dataclass(frozen=True)
+class Table:
+    """Rows of text under a head; the first column is flush left, the rest flush right.
+
+    Attributes:
+      head: titles of the columns.
+      rows: as many cells each.
+      best: index of a row to bring out in a terminal.
+    """
+
+    head: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+    best: int | None = None
+
+    def plain(self, between: str = "  ") -> str:
+        """Aligned with spaces, so that programs can split it too."""
+        widths = [max(map(len, column)) for column in zip(self.head, *self.rows, strict=True)]
+        lines = (
+            between.join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]).rstrip()
+            for row in (self.head, *self.rows)
+        )
+        return "\n".join(lines)
+
+    def markdown(self) -> str:
+        """A table of GitHub's Markdown."""
+        rule = ("---", *("---:" for _ in self.head[1:]))
+        return "\n".join(f"| {' | '.join(row)} |" for row in (self.head, rule, *self.rows))
+
+    def rich(self) -> Any:
+        """A table of rich."""
+        from rich import box
+        from rich.table import Table as RichTable
+
+        table = RichTable(box=box.SIMPLE_HEAD, pad_edge=False, header_style="bold")
+        for index, title in enumerate(self.head):
+            table.add_column(title, justify="right" if index else "left", overflow="fold")
+        for index, row in enumerate(self.rows):
+            table.add_row(*row, style="bold green" if index == self.best else None)
+        return table
+
+
+@dataclasses.dataclass(frozen=True)
+class Reasons:
+    """Why not: a sentence for each name."""
+
+    title: str
+    of: Mapping[str, str]
+
+    def plain(self) -> str:
+        """A line for each."""
+        width = max(map(len, self.of), default=0)
+        return "\n".join([self.title, *(f"  {name:<{width}}  {why}" for name, why in self.of.items())])
+
+    def rich(self) -> Any:
+        """Wrapped beside the names."""
+        from rich.console import Group
+        from rich.table import Table as RichTable
+
+        grid = RichTable.grid(padding=(0, 2))
+        for name, why in self.of.items():
+            grid.add_row(f" {name}", why, style="dim")
+        return Group(self.title, grid)
+
+
+def in_terminal() -> bool:
+    """Whether a person reads standard output."""
+    return sys.stdout.isatty()
+
+
+def show(*parts: str | Table | Reasons) -> None:
+    """Print text and tables in order."""
+    if in_terminal():
+        console = make_console()
+        for part in parts:
+            console.print(part if isinstance(part, str) else part.rich())
+    else:
+        print("\n".join(part if isinstance(part, str) else part.plain() for part in parts))
+
+
+def make_console() -> Any:
+    """Rich's console on standard output."""
+    from rich.console import Console
+
+    return Console(highlight=False, markup=False)
+
+
+def show_json(value: Mapping[str, Any]) -> None:
+    """Print for programs."""
+    print(json.dumps(value, indent=2))
+
+
+def number(value: float) -> str:
+    """Three decimals where there are any: 165.5, 33, 0.333."""
+    return f"{round(value, 3) + 0.0:.12g}"  # + 0.0: no minus before nothing
+
+
+def amount(value: float) -> str:
+    """Four digits, a large one's thousands as a letter: 5.5, 1.55G."""
+    for letter, unit in (("T", 1e12), ("G", 1e9), ("M", 1e6)):
+        if value >= unit:
+            return f"{value / unit:.4g}{letter}"
+    return f"{value:.4g}" if value < 1000 else f"{value:.0f}"
+
+
+def percent(share: float) -> str:
+    """A share of one in percent."""
+    return f"{100 * share:.1f} %"
+
+
+def describe(costs: CostModel) -> str:
+    """Costs in a few words, those left out that are nothing."""
+    words = [f"{name} {number(getattr(costs, name))}" for name in ("F", "I", "W", "FB")]
+    if costs.send:
+        words.append(f"send {number(costs.send)}{' blocking' if costs.blocking else ''}")
+    for stage, more in sorted(costs.extra.items(), reverse=True):
+        words.append(f"{'last' if stage < 0 else 'first'} +{'/'.join(map(number, more))}")
+    return ", ".join(words)
+
+
+def together(numbers: Sequence[int]) -> str:
+    """Ascending numbers as ranges: 0-3 8 12-15."""
+    runs: list[list[int]] = []
+    for value in numbers:
+        if runs and value == runs[-1][-1] + 1:
+            runs[-1].append(value)
+        else:
+            runs.append([value])
+    return " ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
