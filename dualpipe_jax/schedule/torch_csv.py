@@ -1,0 +1,143 @@
+"""PyTorch's schedule CSV, out and in: one line for each rank, one cell for each slot."""
+
+import csv
+import re
+from collections.abc import Sequence
+
+from dualpipe_jax.schedule.costs import CostModel
+from dualpipe_jax.schedule.ir import Action, Placement, Schedule, Slot
+from dualpipe_jax.schedule.simulate import simulate
+
+_PAIR = re.compile(r"\((.*);(.*)\)OVERLAP_F_B")
+
+_IMPLIED = re.compile(r"\d+(?:(?:SEND|RECV)_[FB]\d+|UNSHARD|RESHARD|REDUCE_GRAD)")
+"""What PyTorch adds when it lowers a schedule: transfers, FSDP's gathering, the last reduction."""
+
+_Row = list[tuple[int, Slot]]
+"""The slots of a line, each with the number of its cell."""
+
+
+def to_torch_csv(schedule: Schedule, aligned: bool = False) -> str:
+    """Write a schedule as ``torch.distributed.pipelining`` reads it, in the format "compute_only".
+
+    PyTorch places the stages by the lines on which they stand and adds the transfers, so that it loads and
+    runs any placement of one pipe: ``_PipelineScheduleRuntime(stages, num_microbatches)._load_csv(file)``,
+    underscores and all, in 2.13. It runs a pair's two actions one after the other, unless a function
+    is registered for OVERLAP_F_B. PyTorch knows no second pipe. Two are written with stages and microbatches as we
+    number them, for people and for ``from_torch_csv``; PyTorch takes the stages for one long pipe and
+    refuses the schedule as malformed.
+
+    >>> from dualpipe_jax.schedule import dualpipe_v
+    >>> print(to_torch_csv(dualpipe_v(2, 3)).splitlines()[0])
+    0F0,0F1,0F2,3F0,3I0,3W0,3F1,3B1,(3F2;0B0)OVERLAP_F_B,3B2,0I1,0W1,0I2,0W2
+
+    Args:
+      schedule: a valid schedule, see ``validate``.
+      aligned: whether column i is time step i, as in the files that PyTorch writes: every slot takes one
+        step, and empty cells fill the steps in which a rank waits. PyTorch reads either.
+
+    Raises:
+      ValueError: with ``aligned``, if the schedule hangs.
+    """
+    rows = [list(map(_cell, order)) for order in schedule.orders]
+    if aligned:
+        rows = _spread(rows, simulate(schedule, _OneStep()).starts)
+    return "".join(f"{','.join(row)}\n" for row in rows)
+
+
+def from_torch_csv(text: str, placement: Placement | None = None, name: str = "parsed") -> Schedule:
+    """Read a schedule in PyTorch's CSV, one line for each rank. The result is not validated.
+
+    Both of PyTorch's formats are read: from "compute_comms" the work is taken, and SEND, RECV, UNSHARD,
+    RESHARD and REDUCE_GRAD are left out, since the order of the work implies them. Empty cells, too, say
+    nothing but that a rank waits. The number of microbatches is told by the highest one.
+
+    >>> from_torch_csv("0F0,,,0B0\\n,1F0,1B0").placement
+    Placement(pipes=((0, 1),))
+
+    Args:
+      text: the CSV; line r is rank r - 1.
+      placement: which rank holds which stage. Left out, there is one pipe, its stages where the lines run
+        them; the text alone cannot tell two pipes from one.
+      name: name of the schedule.
+
+    Raises:
+      ValueError: if a cell cannot be read (says which), or the lines leave the placement open.
+    """
+    lines = text.rstrip().splitlines()
+    rows = [_read_row(line, row) for line, row in enumerate(csv.reader(lines), 1)]
+    if placement is None:
+        placement = _placed(rows)
+    if placement.num_ranks != len(rows):
+        raise ValueError(
+            f"from_torch_csv: {len(rows)} lines, but {placement.num_ranks} ranks in the placement; "
+            "give one line for each rank"
+        )
+    orders = tuple(tuple(slot for _, slot in row) for row in rows)
+    highest = max((a.microbatch for order in orders for slot in order for a in slot), default=-1)
+    return Schedule(name, placement, (highest + 1) * placement.num_pipes, orders)
+
+
+class _OneStep(CostModel):
+    """Every slot takes one step, a pair too; which no choice of F, I, W and FB can say."""
+
+    def of(self, slot: Slot, placement: Placement) -> float:
+        del slot, placement
+        return 1.0
+
+
+def _cell(slot: Slot) -> str:
+    return str(slot[0]) if len(slot) == 1 else f"({';'.join(map(str, slot))})OVERLAP_F_B"
+
+
+def _spread(rows: Sequence[Sequence[str]], starts: Sequence[Sequence[float]]) -> list[list[str]]:
+    """Put every cell into the column of its start."""
+    spread = []
+    for row, columns in zip(rows, starts, strict=True):
+        cells = [""] * (int(max(columns, default=-1)) + 1)
+        for cell, column in zip(row, columns, strict=True):
+            cells[int(column)] = cell
+        spread.append(cells)
+    return spread
+
+
+def _read_row(line: int, row: Sequence[str]) -> _Row:
+    read = ((number, _read_cell(line, number, cell.strip())) for number, cell in enumerate(row, 1))
+    return [(number, slot) for number, slot in read if slot]
+
+
+def _read_cell(line: int, number: int, cell: str) -> Slot:
+    if not cell or _IMPLIED.fullmatch(cell):
+        return ()
+    pair = _PAIR.fullmatch(cell)
+    try:
+        return tuple(map(Action.parse, pair.groups() if pair else [cell]))
+    except ValueError:
+        raise ValueError(
+            f"from_torch_csv: line {line}, cell {number}: cannot read {cell!r}; expected an action such as "
+            "0F0, 2I0, 2W0 or 3B1, a pair such as (0F3;3B1)OVERLAP_F_B, or nothing where the rank waits"
+        ) from None
+
+
+def _placed(rows: Sequence[_Row]) -> Placement:
+    """The one pipe whose stages live where the lines run them."""
+    rank_of: dict[int, int] = {}
+    for rank, row in enumerate(rows):
+        if not row:
+            raise ValueError(f"from_torch_csv: line {rank + 1} runs nothing; drop it, or pass placement=")
+        for number, slot in row:
+            for action in slot:
+                first = rank_of.setdefault(action.stage, rank)
+                if first != rank:
+                    raise ValueError(
+                        f"from_torch_csv: line {rank + 1}, cell {number}: {action}, but line {first + 1} runs "
+                        f"stage {action.stage} already; a stage lives on one rank, so move it there"
+                    )
+    missing = [stage for stage in range(max(rank_of, default=0)) if stage not in rank_of]
+    if missing or not rank_of:
+        given = f"stages {sorted(rank_of)}, but not {missing}" if rank_of else "no lines"
+        raise ValueError(
+            f"from_torch_csv: got {given}; to place them, one line must run each stage from 0 to the last. "
+            "Add what is missing, or pass placement="
+        )
+    return Placement((tuple(rank_of[stage] for stage in range(len(rank_of))),))
