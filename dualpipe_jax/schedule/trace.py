@@ -1,0 +1,165 @@
+"""A simulated step as a trace that Perfetto (ui.perfetto.dev) and chrome://tracing open."""
+
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+from dualpipe_jax.schedule.dataflow import made_by, needed_by
+from dualpipe_jax.schedule.ir import Action, Op, Placement, Slot
+from dualpipe_jax.schedule.simulate import Timeline
+
+_Event = dict[str, Any]
+
+_Microseconds = Callable[[float], int]
+"""From the timeline's time to the trace's."""
+
+_WORK, _SENDS, _MEMORY = 1, 2, 3
+"""The trace's processes: groups of rows. To viewers, 0 is the kernel's idle process, which they hide."""
+
+_FIRST_ROW = 4
+"""Rows are threads, numbered after the processes, whose main threads they would be taken for otherwise."""
+
+_COLOURS = {"F": "rail_idle", "B": "rail_load", "I": "good", "W": "rail_response", "FB": "rail_animation"}
+"""chrome://tracing's names. Perfetto colours by a slice's name without its digits: by op, as it happens."""
+
+
+def to_chrome_trace(timeline: Timeline, unit_us: float = 1000.0) -> dict[str, Any]:
+    """Draw a simulated step in the Chrome trace event format; ``json.dump`` it to a file and open that.
+
+    One row for each rank, named "rank 0", with a slice for each slot: ``0F3``, or ``0F3+7B1`` for a pair. A
+    slice's category is its op, or FB; its arguments are stage, microbatch and pipe, a pair's those of both.
+    Arrows lead from a slice to those on other ranks that read what it made. Where sends take time they have
+    rows of their own, as many for a rank as it has under way at once. Counters tell each rank's live
+    activations. Idle time is blank.
+
+    Args:
+      timeline: from ``simulate``.
+      unit_us: microseconds of the trace for one unit of time of the timeline. The trace's times are whole
+        microseconds, so that neighbours meet and never overlap; choose it large enough for the shortest
+        slot to be seen.
+
+    Raises:
+      ValueError: if ``unit_us`` is not above 0.
+    """
+    if not unit_us > 0:
+        raise ValueError(f"to_chrome_trace: unit_us={unit_us}; it must be above 0, such as 1000.0")
+
+    def us(time: float) -> int:
+        return round(time * unit_us)
+
+    events = [*_slices(timeline, us), *_sends(timeline, us), *_counters(timeline, us), *_arrows(timeline, us)]
+    events.sort(key=lambda event: event["ts"])  # stable: a slice stands before the arrow that it is bound to
+    schedule = timeline.schedule
+    return {
+        "traceEvents": [*_labels(timeline, events), *events],
+        "displayTimeUnit": "ms",
+        "otherData": {
+            "schedule": schedule.name,
+            "ranks": schedule.num_ranks,
+            "microbatches": schedule.num_microbatches,
+            "costs": repr(timeline.costs),
+            "makespan": timeline.makespan,
+            "microseconds for one unit of time": unit_us,
+        },
+    }
+
+
+def _slices(timeline: Timeline, us: _Microseconds) -> Iterator[_Event]:
+    placement = timeline.schedule.placement
+    for rank, order in enumerate(timeline.schedule.orders):
+        for slot, start, end in zip(order, timeline.starts[rank], timeline.ends[rank], strict=True):
+            kind = slot[0].op.value if len(slot) == 1 else "FB"
+            each = [_about(placement, action) for action in slot]
+            args = each[0] if len(each) == 1 else dict(zip(("forward", "backward"), each, strict=True))
+            span = us(start), us(end)
+            drawn = _slice(_WORK, _FIRST_ROW + rank, "+".join(map(str, slot)), kind, span, args)
+            yield drawn | {"cname": _COLOURS[kind]}
+
+
+def _slice(process: int, row: int, name: str, kind: str, span: tuple[int, int], args: _Event) -> _Event:
+    start, end = span
+    return {
+        "ph": "X",
+        "pid": process,
+        "tid": row,
+        "name": name,
+        "cat": kind,
+        "ts": start,
+        "dur": end - start,
+        "args": args,
+    }
+
+
+def _about(placement: Placement, action: Action) -> _Event:
+    stage, op, microbatch = action
+    return {"stage": stage, "op": op.value, "microbatch": microbatch, "pipe": placement.pipe_of(stage)}
+
+
+def _arrows(timeline: Timeline, us: _Microseconds) -> Iterator[_Event]:
+    """A flow for each transfer, bound to the slice around its start and to the one around its finish."""
+    for number, ((rank, index), (reader, at), action) in enumerate(_transfers(timeline)):
+        start, end = us(timeline.starts[rank][index]), us(timeline.ends[rank][index])
+        last = max(start, end - 1)  # at the end itself the rank's next slice may start
+        read = us(timeline.starts[reader][at])
+        arrow = {"pid": _WORK, "id": number, "cat": "data", "name": "y" if action.op is Op.F else "dx"}
+        yield arrow | {"ph": "s", "tid": _FIRST_ROW + rank, "ts": last}
+        yield arrow | {"ph": "f", "bp": "e", "tid": _FIRST_ROW + reader, "ts": read}
+
+
+def _sends(timeline: Timeline, us: _Microseconds) -> Iterator[_Event]:
+    """A slice for each transfer, in the first of its rank's rows where there is room."""
+    if not timeline.costs.send:
+        return
+    ranks, placement = timeline.schedule.num_ranks, timeline.schedule.placement
+    busy_until: dict[int, int] = {}
+    transfers = sorted(_transfers(timeline), key=lambda t: timeline.ends[t[0][0]][t[0][1]])
+    for (rank, index), (reader, _), action in transfers:
+        end = timeline.ends[rank][index]
+        span = us(end), us(end + timeline.costs.send)
+        rows = range(_FIRST_ROW + ranks + rank, sys.maxsize, ranks)  # the first ``ranks`` rows are the work's
+        row = next(row for row in rows if busy_until.get(row, 0) <= span[0])
+        busy_until[row] = span[1]
+        yield _slice(_SENDS, row, f"{action} to rank {reader}", "send", span, _about(placement, action))
+
+
+def _transfers(timeline: Timeline) -> Iterator[tuple[tuple[int, int], tuple[int, int], Action]]:
+    """From which (rank, slot index) to which, and the action whose result goes there; between ranks only."""
+    schedule = timeline.schedule
+    makers = {made_by(action): (place, action) for place, action in _places(schedule.orders)}
+    for (reader, at), action in _places(schedule.orders):
+        for value in needed_by(schedule.placement, action):
+            (rank, index), maker = makers[value]
+            if rank != reader:
+                yield (rank, index), (reader, at), maker
+
+
+def _places(orders: Iterable[Iterable[Slot]]) -> Iterator[tuple[tuple[int, int], Action]]:
+    for rank, order in enumerate(orders):
+        for index, slot in enumerate(order):
+            for action in slot:
+                yield (rank, index), action
+
+
+def _counters(timeline: Timeline, us: _Microseconds) -> Iterator[_Event]:
+    for rank in range(timeline.schedule.num_ranks):
+        times, counts = timeline.memory_over_time(rank)
+        levels = dict(zip(map(us, times), counts, strict=True))
+        for time, live in levels.items():  # of one moment the last counts: what ends makes room first
+            counted = {"live activations": live}
+            yield {"ph": "C", "pid": _MEMORY, "name": f"rank {rank}", "ts": time, "args": counted}
+
+
+def _labels(timeline: Timeline, events: Iterable[_Event]) -> Iterator[_Event]:
+    ranks = timeline.schedule.num_ranks
+    rows = sorted({(event["pid"], event["tid"]) for event in events if event["ph"] == "X"})
+    groups = {_WORK: timeline.schedule.name, _SENDS: "sends", _MEMORY: "live activations"}
+    for process in sorted({process for process, _ in rows} | {_MEMORY}):
+        named = {"ph": "M", "pid": process}
+        yield named | {"name": "process_name", "args": {"name": groups[process]}}
+        yield named | {"name": "process_sort_index", "args": {"sort_index": process}}
+    for process, row in rows:
+        lane, rank = divmod(row - _FIRST_ROW, ranks)
+        name = f"rank {rank}" + (f" ({lane})" if lane > 1 else "")
+        named = {"ph": "M", "pid": process, "tid": row}
+        yield named | {"name": "thread_name", "args": {"name": name}}
+        yield named | {"name": "thread_sort_index", "args": {"sort_index": rank * len(rows) + lane}}
