@@ -70,7 +70,7 @@ def interleaved_1f1b(num_ranks: int, num_microbatches: int, num_stages_per_rank:
     Raises:
       ValueError: if a count is below 1.
     """
-    check_counts("interleaved_1f1b", num_ranks, num_microbatches, num_stages_per_rank)
+    check_counts("interleaved_1f1b", num_ranks, num_microbatches, num_stages_per_rank=num_stages_per_rank)
     longest = max(groups(num_ranks, num_microbatches))
     orders = (
         one_for_one(
@@ -100,7 +100,7 @@ def looped_bfs(num_ranks: int, num_microbatches: int, num_stages_per_rank: int =
     Raises:
       ValueError: if a count is below 1.
     """
-    check_counts("looped_bfs", num_ranks, num_microbatches, num_stages_per_rank)
+    check_counts("looped_bfs", num_ranks, num_microbatches, num_stages_per_rank=num_stages_per_rank)
 
     def order(rank: int) -> tuple[Slot, ...]:
         held = range(rank, num_ranks * num_stages_per_rank, num_ranks)
@@ -151,12 +151,29 @@ def groups(num_ranks: int, num_microbatches: int) -> list[int]:
     return [size + 1] * more + [size] * (num_groups - more)
 
 
-def check_counts(name: str, num_ranks: int, num_microbatches: int, num_stages_per_rank: int = 1) -> None:
-    """Raise ValueError unless there is at least one rank, one microbatch and one stage a rank."""
-    if min(num_ranks, num_microbatches, num_stages_per_rank) < 1:
-        stages = "" if num_stages_per_rank > 0 else f" and num_stages_per_rank={num_stages_per_rank}"
-        try_stages = "" if num_stages_per_rank > 0 else " and num_stages_per_rank=1"
+def check_counts(name: str, num_ranks: int, num_microbatches: int, **others: int) -> None:
+    """Raise ValueError unless there is at least one rank, one microbatch and one of each of the others."""
+    if min(num_ranks, num_microbatches, *others.values()) < 1:
+        more = "".join(f", {key}={count}" for key, count in others.items() if count < 1)
+        try_more = "".join(f", {key}=1" for key, count in others.items() if count < 1)
         raise ValueError(
-            f"{name}: got {num_ranks} ranks and {num_microbatches} microbatches{stages}; it needs at least one "
-            f"of each, try {max(num_ranks, 1)} ranks and {max(num_microbatches, 1)} microbatches{try_stages}"
+            f"{name}: got {num_ranks} ranks and {num_microbatches} microbatches{more}; it needs at least one "
+            f"of each, try {max(num_ranks, 1)} ranks and {max(num_microbatches, 1)} microbatches{try_more}"
+        )
+
+
+def check_two_pipes(name: str, num_ranks: int, num_microbatches: int, instead: str) -> None:
+    """Raise ValueError unless two pipes in opposite directions can share ranks and microbatches equally."""
+    given = f"{name}: got {num_ranks} ranks and {num_microbatches} microbatches"
+    if num_ranks < 2 or num_ranks % 2:
+        try_ranks = "2" if num_ranks < 2 else f"{num_ranks - 1} or {num_ranks + 1}"
+        raise ValueError(
+            f"{given}, but ranks work in mirrored pairs, so their number must be even and at least 2; "
+            f"try {try_ranks} ranks, or {instead}, which takes any number of ranks"
+        )
+    if num_microbatches < 2 or num_microbatches % 2:
+        try_counts = "2" if num_microbatches < 2 else f"{num_microbatches - 1} or {num_microbatches + 1}"
+        raise ValueError(
+            f"{given}, but its two pipes share the microbatches equally, so their number must be even and "
+            f"at least 2; try {try_counts}"
         )

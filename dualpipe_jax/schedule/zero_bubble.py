@@ -68,7 +68,9 @@ def interleaved_zero_bubble(num_ranks: int, num_microbatches: int, num_stages_pe
     Raises:
       ValueError: if a count is below 1.
     """
-    check_counts("interleaved_zero_bubble", num_ranks, num_microbatches, num_stages_per_rank)
+    check_counts(
+        "interleaved_zero_bubble", num_ranks, num_microbatches, num_stages_per_rank=num_stages_per_rank
+    )
     ahead = (num_stages_per_rank - 1) * max(groups(num_ranks, num_microbatches)) + num_ranks
     orders = (
         _split_order(rank, num_ranks, num_microbatches, ahead - rank, rank, num_stages_per_rank)

@@ -280,7 +280,8 @@ def test_no_more_slots_than_the_schedule_has_live():
         assert table.num_slots["residual_i"] == max(peaks.peak_activations)
         assert table.num_slots["residual_w"] <= max(peaks.peak_inputs)
         assert table.num_slots["stash"] <= max(peaks.peak_weight_stashes) + 1
-        if schedule.name == "dualpipe" and schedule.num_ranks >= 4:
+        enough = schedule.num_microbatches >= 2 * schedule.num_ranks - 2
+        if schedule.name == "dualpipe" and schedule.num_ranks >= 4 and enough:
             assert table.num_slots["residual_w"] == schedule.num_ranks + 1
 
 
