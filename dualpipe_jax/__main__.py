@@ -38,7 +38,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 141
     except (ScheduleError, NothingFits) as error:
         return _fail(error, 1)
-    except (ValueError, OSError, ModuleNotFoundError) as error:
+    except OSError as error:
+        return _fail(f"{error.filename}: {error.strerror}" if error.filename else error, 2)
+    except (ValueError, ModuleNotFoundError) as error:
         return _fail(error, 2)
     except KeyboardInterrupt:
         return _fail("interrupted", 130)

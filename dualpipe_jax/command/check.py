@@ -31,7 +31,10 @@ class Check:
 
     def run(self) -> int:
         """Print a summary or the culprit; returns the exit status."""
-        text = sys.stdin.read() if str(self.file) == "-" else self.file.read_text()
+        try:
+            text = sys.stdin.read() if str(self.file) == "-" else self.file.read_text()
+        except UnicodeDecodeError:
+            raise CommandError(f"{self.file}: not a text; give a grid, JSON or PyTorch's CSV") from None
         placement = None if self.pipes is None else parse_pipes(self.pipes)
         try:
             schedule = validate(read(text, placement))

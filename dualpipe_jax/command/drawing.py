@@ -7,7 +7,7 @@ its microbatch only, and the colour says what is done to it.
 import itertools
 import math
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from rich.console import Console
 from rich.text import Text
@@ -32,32 +32,37 @@ class Block(NamedTuple):
     style: str
 
 
-def draw(timeline: Timeline, console: Console) -> Iterator[Text]:
-    """Lines of a picture that is as wide as the console.
+def draw(timeline: Timeline, console: Console) -> tuple[list[Text], Text]:
+    """Lines of a picture no wider than the console, and its legend.
 
     Raises:
       ValueError: if a slot takes no time and so has no room.
     """
     margin = len(f"rank {timeline.schedule.num_ranks - 1} ")
-    wide = _blocks(timeline, brief=False)
-    width = max((line[-1].end for line in wide if line), default=0)
-    if margin + width <= console.width or console.color_system is None:
-        rows, overhang, brief = wide, len("00F00+"), False
-    else:
-        rows, overhang, brief = _blocks(timeline, brief=True), len("000"), True
-        width = max(line[-1].end for line in rows if line)
-    staves = (
-        1
-        if margin + width <= console.width
-        else math.ceil(width / max(20, console.width - margin - overhang))
-    )
-    room = max(1, math.ceil(width / staves))
-    for first in range(0, width, room):
-        for rank, row in enumerate(rows):
-            yield Text(f"rank {rank}".ljust(margin)) + _line(row, first, first + room)
-        if first + room < width:
-            yield Text()
-    yield from _legend(timeline, brief)
+    room = console.width - margin
+    rows = _blocks(timeline, brief=False)
+    brief = _width(rows) > room and console.color_system is not None
+    if brief:
+        rows = _blocks(timeline, brief=True)
+    lines: list[Text] = []
+    for first, last in _staves(rows, room):
+        lines += [Text()] if lines else []
+        lines += [Text(f"rank {r}".ljust(margin)) + _line(row, first, last) for r, row in enumerate(rows)]
+    return lines, _legend(timeline, brief)
+
+
+def _staves(rows: list[list[Block]], room: int) -> Iterator[tuple[int, int]]:
+    """First and last columns of equal staves that leave room for a label to stand out."""
+    width = _width(rows)
+    longest = max((len(block.label) for row in rows for block in row), default=0)
+    count = 1 if width <= room else math.ceil(width / max(20, room - longest))
+    size = math.ceil(width / count)
+    for first in range(0, width, size):
+        yield first, first + size
+
+
+def _width(rows: list[list[Block]]) -> int:
+    return max((row[-1].end for row in rows if row), default=0)
 
 
 def _blocks(timeline: Timeline, brief: bool) -> list[list[Block]]:
@@ -108,22 +113,25 @@ def _line(row: list[Block], first: int, last: int) -> Text:
     return line
 
 
-def _legend(timeline: Timeline, brief: bool) -> Iterator[Text]:
+def _legend(timeline: Timeline, brief: bool) -> Text:
     schedule = timeline.schedule
     used = {action.op for order in schedule.orders for slot in order for action in slot}
     shades = 2 if any(len(stages) > 1 for stages in schedule.placement.stages_on) else 1
     meaning = {Op.F: "forward", Op.B: "backward", Op.I: "backward, input", Op.W: "backward, weights"}
-    line = Text("\n")
+    legend = Text()
     for op in filter(used.__contains__, Op):
         for shade in _SHADES[op][:shades]:
-            line.append(f" {op} ", f"black on {shade}")
-        line.append(f" {meaning[op]}   ")
-    yield line
+            legend.append(f" {op} ", f"black on {shade}")
+        legend.append(f" {meaning[op]}   ")
     numbers = "numbers are microbatches" if brief else "3F0 is stage 3, forward, microbatch 0"
-    yield Text(numbers + ("; shades are the rank's stages in turn" if shades == 2 else ""), "dim")
+    turns = "; shades are the rank's stages in turn" if shades == 2 else ""
+    return legend.append(f"\n{numbers}{turns}", "dim")
 
 
-def print_drawing(timeline: Timeline, console: Any) -> None:
-    """Draw on a console, never wrapping a line."""
-    for line in draw(timeline, console):
+def print_drawing(timeline: Timeline, console: Console) -> None:
+    """Draw on a console; only the legend wraps."""
+    lines, legend = draw(timeline, console)
+    for line in lines:
         console.print(line, no_wrap=True, overflow="crop")
+    console.print()
+    console.print(legend)

@@ -100,8 +100,8 @@ def find(name: str) -> Callable[..., Schedule]:
     found = SCHEDULES.get(spelt.get(_plain(name), ""))
     if found is None:
         near = dict.fromkeys(spelt[word] for word in difflib.get_close_matches(_plain(name), spelt, n=3))
-        meant = f"did you mean {' or '.join(near)}? " if near else ""
-        raise CommandError(f"there is no schedule {name!r}; {meant}There are {', '.join(SCHEDULES)}")
+        meant = f"did you mean {' or '.join(near)}? There" if near else "there"
+        raise CommandError(f"there is no schedule {name!r}; {meant} are {', '.join(SCHEDULES)}")
     return found
 
 

@@ -1,0 +1,324 @@
+import io
+import json
+import os
+import subprocess
+import sys
+import tempfile
+
+import pytest
+from rich.console import Console
+
+from dualpipe_jax.__main__ import COMMANDS, main
+from dualpipe_jax.command.drawing import draw
+from dualpipe_jax.schedule import (
+    ALL_SCHEDULES,
+    CostModel,
+    dualpipe,
+    dualpipe_v,
+    format_grid,
+    parse_grid,
+    simulate,
+    zb_h1,
+)
+from dualpipe_jax.schedule.json_text import from_json
+
+NAMES = [recipe.__name__ for recipe in ALL_SCHEDULES]
+RECIPES = dict(zip(NAMES, ALL_SCHEDULES, strict=True))
+SMALL = ["--ranks", "4", "--microbatches", "8"]
+
+
+def printed(capsys, *arguments):
+    assert main([*arguments]) == 0
+    captured = capsys.readouterr()
+    assert not captured.err
+    return captured.out
+
+
+def refused(capsys, status, *arguments):
+    assert main([*arguments]) == status
+    captured = capsys.readouterr()
+    assert captured.err.startswith("error: ")
+    return captured.err
+
+
+def in_process(*arguments, **options):
+    return subprocess.run(
+        [sys.executable, "-m", "dualpipe_jax", *arguments], capture_output=True, text=True, **options
+    )
+
+
+@pytest.fixture
+def saved(tmp_path):
+    def save(text, name="file"):
+        path = tmp_path / name
+        path.write_text(text)
+        return str(path)
+
+    return save
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_schedule_is_shown_in_every_format_and_checked_back(capsys, saved, name):
+    schedule = RECIPES[name](4, 8)
+    grid = printed(capsys, "show", name, *SMALL, "--FB", "2.25", "--send", ".1")
+    assert parse_grid(grid) == schedule
+    text = printed(capsys, "show", name, *SMALL, "--json")
+    assert from_json(text) == schedule
+    rows = printed(capsys, "show", name, *SMALL, "--format", "csv")
+    pipes = (
+        ["--pipes", " ".join(map(str, schedule.placement.pipes))] if schedule.placement.num_pipes > 1 else []
+    )
+    for file, more in ((grid, ()), (text, ()), (rows, pipes)):
+        assert printed(capsys, "check", saved(file), *more).startswith("valid: ")
+    events = json.loads(printed(capsys, "show", name, *SMALL, "--format", "trace"))["traceEvents"]
+    assert sum(map(len, schedule.orders)) <= sum(event["ph"] == "X" for event in events)
+
+
+def test_shown_in_time_with_the_costs_of_its_stages(capsys):
+    costs = CostModel(F=1, I=1.5, W=0.5, FB=2, send=0.25, extra={-1: (0.5, 1, 1)}, blocking=True)
+    options = ["--F", "1", "--I", "1.5", "--W", ".5", "--FB", "2", "--send", ".25", "--blocking"]
+    out = printed(capsys, "show", "dualpipe_v", *SMALL, *options, "--last", ".5", "1", "1")
+    schedule = dualpipe_v(4, 8)
+    halves = costs.for_schedule(schedule)
+    assert out.startswith(format_grid(schedule, halves) + "\n# makespan ")
+    timeline = simulate(schedule, halves)
+    assert f"# makespan {timeline.makespan:g}, bubble {100 * timeline.bubble:.1f} %\n" in out
+    assert "# cost of a stage: F 0.5, I 0.75, W 0.25, FB 1, send 0.25 blocking, last +0.5/1/1\n" in out
+
+
+def test_the_summary_is_of_a_whole_ranks_share_and_equal_ranks_share_a_row(capsys):
+    costs = ["--FB", "2", "--parameters", "10e9", "--residual-i", "1e9"]
+    assert printed(capsys, "show", "dualpipe_v", *SMALL, *costs).splitlines()[5:] == [
+        "# makespan 22, bubble 5.1 %, memory 14.5G",
+        "# cost of a stage: F 0.5, I 0.5, W 0.5, FB 1",
+        "# ranks  idle  of the step  activations  memory",
+        "# 0       0.5        2.3 %          4.5   14.5G",
+        "# 1         1        4.5 %          4.5   14.5G",
+        "# 2-3     1.5        6.8 %          4.5   14.5G",
+    ]
+
+
+@pytest.mark.parametrize(("ending", "starts"), [("csv", "0F0,"), ("json", "{"), ("txt", "# zb_h1")])
+def test_written_in_the_format_that_the_files_name_says(capsys, tmp_path, ending, starts):
+    path = tmp_path / f"schedule.{ending}"
+    assert printed(capsys, "show", "zb_h1", *SMALL, "-o", str(path)) == ""
+    assert path.read_text().startswith(starts)
+    assert path.read_text().endswith("\n")
+
+
+def test_json_says_what_was_simulated(capsys):
+    facts = json.loads(printed(capsys, "show", "dualpipe_v", *SMALL, "--FB", "2", "--json"))
+    timeline = simulate(dualpipe_v(4, 8), CostModel(0.5, 0.5, 0.5, FB=1))
+    assert facts["makespan"] == timeline.makespan
+    assert tuple(map(tuple, facts["starts"])) == timeline.starts
+    assert facts["peak_activations"] == [peak / 2 for peak in timeline.peak_activations]
+
+
+def test_compared_by_makespan_and_refusals_with_their_reason(capsys):
+    out = printed(capsys, "compare", "dualpipe", "zb_h1", "1F1B", "--ranks", "5", "--microbatches", "10")
+    lines = out.splitlines()
+    assert lines[0] == "5 ranks, 10 microbatches, F 1, I 1, W 1, FB 3"
+    assert lines[1].split() == [
+        "schedule",
+        "makespan",
+        "bubble",
+        "largest",
+        "idle",
+        "activations",
+        "parameters",
+        "pairs",
+    ]
+    assert lines[2].split() == ["zb_h1", "34", "11.8", "%", "4", "5", "1x", "no"]
+    assert lines[3].split() == ["one_f_one_b", "42", "28.6", "%", "12", "5", "1x", "no"]
+    assert lines[4] == "not with these counts:"
+    assert lines[5].startswith(
+        "  dualpipe  got 5 ranks and 10 microbatches, but ranks work in mirrored pairs"
+    )
+
+
+def test_compare_counts_halves_and_copies(capsys):
+    facts = json.loads(
+        printed(capsys, "compare", *SMALL, "--FB", "2", "--parameters", "10", "--boundary", "1", "--json")
+    )
+    rows = {row["name"]: row for row in facts["schedules"]}
+    assert set(rows) | set(facts["refused"]) == set(NAMES)
+    halves = simulate(dualpipe_v(4, 8), CostModel(0.5, 0.5, 0.5, FB=1))
+    assert rows["dualpipe_v"]["makespan"] == halves.makespan
+    assert rows["dualpipe_v"]["activations"] == max(halves.peak_activations) / 2 == 4.5
+    assert (rows["dualpipe_v"]["parameters"], rows["dualpipe"]["parameters"]) == (1, 2)
+    whole = simulate(dualpipe(4, 8), CostModel(FB=2))
+    kept = [2 * 10 + live for live in (whole.peak_activations[0], whole.peak_inputs[0])]
+    assert kept[0] < rows["dualpipe"]["memory"] <= kept[1] + whole.peak_activations[0]
+    assert (rows["dualpipe"]["pairs"], rows["zb_h1"]["pairs"]) == (True, False)
+
+
+def test_compare_writes_markdown(capsys):
+    out = printed(
+        capsys, "compare", "gpipe", "dualpipe", "--ranks", "3", "--microbatches", "4", "--format", "markdown"
+    )
+    table, reason = out.strip().split("\n\n")
+    assert table.splitlines()[:2] == [
+        "| schedule | makespan | bubble | largest idle | activations | parameters | pairs |",
+        "| --- | ---: | ---: | ---: | ---: | ---: | ---: |",
+    ]
+    assert table.splitlines()[2] == "| gpipe | 18 | 33.3 % | 6 | 4 | 1x | no |"
+    assert reason.startswith("Not with these counts: dualpipe: got 3 ranks")
+
+
+def test_an_invalid_schedule_shows_its_culprit(capsys, saved):
+    grid = format_grid(dualpipe_v(2, 3)).replace("1F0 2F0", "2F0 1F0")
+    message = refused(capsys, 1, "check", saved(grid))
+    assert "dualpipe_v: rank 1, slot 0 runs 2F0 before 1F0" in message
+    assert "[2F0]" in message
+    assert "<-- here" in message
+    assert main(["check", saved(grid), "--json"]) == 1
+    told = json.loads(capsys.readouterr().out)
+    assert told["valid"] is False
+    assert "[2F0]" in told["error"]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("# a, ranks 1, microbatches 1, pipes (0)\n0F0 0X0", "parse_grid: line 2: not an action: '0X0'"),
+        ("{", "from_json: not JSON"),
+        ('{"name": "a"}', "num_microbatches, pipes, orders missing; a schedule has name, num_mic"),
+        ("0F0,0X0", "cannot read '0X0'"),
+    ],
+)
+def test_a_file_that_holds_no_schedule(capsys, saved, text, message):
+    assert message in refused(capsys, 1, "check", saved(text))
+
+
+def test_where_stages_live_may_be_said_beside_the_file(capsys, saved):
+    bare = format_grid(dualpipe(2, 4)).partition("\n")[2]
+    message = refused(capsys, 2, "check", saved(bare))
+    assert message == 'error: where do the stages live? Add --pipes, such as --pipes "(0 1 2 3)"\n'
+    out = printed(capsys, "check", saved(bare), "--pipes", "(0 1) (1 0)")
+    assert out.startswith("valid: parsed, 2 ranks, 4 microbatches, 4 stages, 2 pairs; makespan ")
+    assert "expected ranks in brackets" in refused(capsys, 2, "check", saved(bare), "--pipes", "0 1 | 1 0")
+
+
+def test_check_reads_standard_input(capsys, monkeypatch):
+    monkeypatch.setattr("sys.stdin", io.StringIO(format_grid(zb_h1(3, 4), CostModel())))
+    told = json.loads(printed(capsys, "check", "-", "--json"))
+    assert told["valid"] is True
+    assert (told["name"], told["ranks"], told["microbatches"], told["pipes"]) == ("zb_h1", 3, 4, [[0, 1, 2]])
+    assert told["makespan"] == simulate(zb_h1(3, 4)).makespan
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            ["show", "dualpip", *SMALL],
+            "there is no schedule 'dualpip'; did you mean dualpipe or dualpipe_v? There are",
+        ),
+        (["compare", "one_f", *SMALL], "there is no schedule 'one_f'; did you mean one_f_one_b? There are"),
+        (["show", "xyzzy", *SMALL], "there is no schedule 'xyzzy'; there are gpipe, one_f_one_b"),
+        (["show", "dualpipe", "--ranks", "3", "--microbatches", "8"], "try 2 or 4 ranks"),
+        (["show", "gpipe", "--ranks", "0", "--microbatches", "8"], "try 1 ranks"),
+        (["show", "gpipe", *SMALL, "--F", "-1"], "costs must be finite and at least 0, got F=-1.0"),
+        (["show", "zb_h1", *SMALL, "--W", "0"], "all costs must be above 0"),
+        (["show", "gpipe", *SMALL, "--waves", "2"], "gpipe takes no --waves; "),
+        (["show", "gpipe", *SMALL, "--json", "--format", "csv"], "--json and --format csv are two formats"),
+        (
+            ["show", "gpipe", *SMALL, "-o", "/nowhere/to/be.txt"],
+            "/nowhere/to/be.txt: No such file or directory",
+        ),
+        (["check", "/nowhere/to/be.txt"], "/nowhere/to/be.txt: No such file or directory"),
+    ],
+)
+def test_what_cannot_be_done_is_one_clear_message(capsys, arguments, message):
+    assert message in refused(capsys, 2, *arguments)
+
+
+def test_nothing_fits_is_status_1(capsys):
+    message = refused(capsys, 1, "compare", "dualpipe", "--ranks", "5", "--microbatches", "4")
+    assert "no schedule takes 5 ranks, 4 microbatches:\n  dualpipe  got 5 ranks" in message
+
+
+@pytest.mark.parametrize(
+    "arguments", [[], ["shw"], ["show", "gpipe", "--rnaks", "3"], ["show", "gpipe", "--ranks", "x"]]
+)
+def test_bad_usage_is_status_2(arguments):
+    with pytest.raises(SystemExit) as exit:
+        main(arguments)
+    assert exit.value.code == 2
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_help_names_every_option(capsys, name):
+    with pytest.raises(SystemExit) as exit:
+        main([name, "--help"])
+    assert exit.value.code == 0
+    assert "--json" in capsys.readouterr().out
+
+
+def test_starts_without_what_is_slow():
+    code = (
+        "import sys\n"
+        "from dualpipe_jax.__main__ import main\n"
+        "grid = sys.argv[1]\n"
+        "counts = ['--ranks', '4', '--microbatches', '8']\n"
+        "assert not main(['show', 'dualpipe', *counts, '-o', grid])\n"
+        "assert not main(['compare', *counts, '--json'])\n"
+        "assert not main(['check', grid])\n"
+        "print(*sorted({m.split('.')[0] for m in sys.modules}), file=sys.stderr)\n"
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        run = subprocess.run(
+            [sys.executable, "-c", code, f"{folder}/grid.txt"], capture_output=True, text=True, check=True
+        )
+    assert not {"jax", "jaxlib", "flax", "optax", "scipy", "matplotlib"} & set(run.stderr.split())
+
+
+def test_piped_output_is_plain_and_the_status_tells(tmp_path):
+    path = tmp_path / "bad.txt"
+    run = in_process(
+        "show", "dualpipe", "--ranks", "16", "--microbatches", "64", env=os.environ | {"COLUMNS": "40"}
+    )
+    assert run.returncode == 0
+    assert run.stdout.isascii()
+    assert "\x1b" not in run.stdout
+    assert parse_grid(run.stdout) == dualpipe(16, 64)
+    path.write_text(run.stdout.replace("0F0 ", "0F1 ", 1))
+    run = in_process("check", str(path))
+    assert (run.returncode, run.stdout) == (1, "")
+    assert "Traceback" not in run.stderr
+    assert "[0F1]" in run.stderr
+
+
+def test_a_reader_may_stop_early():
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, "-m", "dualpipe_jax", "show", "gpipe", *SMALL]
+    run = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True)
+    os.close(writer)
+    assert (run.returncode, run.stderr) == (141, "")
+
+
+@pytest.mark.parametrize("width", [20, 60, 1000])
+@pytest.mark.parametrize("schedule", [dualpipe(4, 8), dualpipe_v(3, 12), zb_h1(4, 20)], ids=lambda s: s.name)
+def test_a_drawing_keeps_to_the_terminal_and_loses_no_slot(schedule, width):
+    console = Console(file=io.StringIO(), force_terminal=True, color_system="truecolor", width=width)
+    lines = [line.plain for line in draw(simulate(schedule, CostModel(FB=2.25)), console)[0]]
+    assert all(len(line) <= max(width, 40) for line in lines)
+    for rank, order in enumerate(schedule.orders):
+        drawn = " ".join(
+            line.removeprefix(f"rank {rank} ") for line in lines if line.startswith(f"rank {rank} ")
+        )
+        written = "".join("+".join(map(str, slot)) for slot in order)
+        numbers = [str(action.microbatch) for slot in order for action in slot]
+        assert drawn.replace(" ", "") == written if width > 60 else drawn.split() == numbers
+
+
+def test_a_terminal_gets_colours():
+    ours, theirs = os.openpty()
+    command = [sys.executable, "-m", "dualpipe_jax", "compare", "gpipe", "dualpipe", *SMALL]
+    subprocess.run(command, stdout=theirs, env=os.environ | {"TERM": "xterm-256color"}, check=True)
+    os.close(theirs)
+    shown = os.read(ours, 4096).decode()
+    os.close(ours)
+    assert "\x1b[1;32mdualpipe" in shown
+    assert "gpipe" in shown
