@@ -1,0 +1,48 @@
+"""Read compiled programs: what hides behind what, what is copied, what it takes of memory.
+
+Works on any program that JAX compiled, for TPU, GPU or CPU, also ahead of time for devices that are not here:
+
+>>> from dualpipe_jax import inspect
+>>> compiled = jax.jit(step).lower(params, x).compile()  # doctest: +SKIP
+>>> print(inspect.overlap(compiled))  # doctest: +SKIP
+"""
+
+from dualpipe_jax.inspect.copies import Copy, copies
+from dualpipe_jax.inspect.hlo import Array, Call, Computation, Instruction, Module, read
+from dualpipe_jax.inspect.memory import Memory, memory
+from dualpipe_jax.inspect.overlap import overlap
+from dualpipe_jax.inspect.rates import Rates
+from dualpipe_jax.inspect.report import Collective, ComputationTime, Event, OverlapReport, Total, Work
+from dualpipe_jax.inspect.scheduler import (
+    STATISTICS_ENVIRONMENT,
+    SchedulerStatistics,
+    Waste,
+    capture,
+    parse_statistics,
+)
+
+__all__ = [
+    "STATISTICS_ENVIRONMENT",
+    "Array",
+    "Call",
+    "Collective",
+    "Computation",
+    "ComputationTime",
+    "Copy",
+    "Event",
+    "Instruction",
+    "Memory",
+    "Module",
+    "OverlapReport",
+    "Rates",
+    "SchedulerStatistics",
+    "Total",
+    "Waste",
+    "Work",
+    "capture",
+    "copies",
+    "memory",
+    "overlap",
+    "parse_statistics",
+    "read",
+]

@@ -1,0 +1,124 @@
+"""Collectives of a scheduled computation: where each begins and ends.
+
+Compilers print an asynchronous collective in several ways, which all become one ``Pair`` here:
+
+  all-to-all-start ... all-to-all-done       its own opcodes (also permutes, gathers, reductions)
+  async-start ... async-update ... async-done        around a computation that holds the collective
+  call-start ... call-update ... call-done           the same on another core: the TPU's SparseCore
+  all-to-all-start with "is_sync":true in its config          a GPU's blocking call, asynchronous in name only
+
+and a plain ``all-to-all`` is a synchronous one: the compiler found nothing to put in between.
+"""
+
+import re
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from dualpipe_jax.inspect.hlo import Computation, Instruction, Module
+
+KINDS = (
+    "all-to-all",
+    "ragged-all-to-all",
+    "collective-permute",
+    "collective-broadcast",
+    "all-gather",
+    "all-reduce",
+    "reduce-scatter",
+)
+"""Opcodes of collectives, which are also the names of the kinds."""
+
+_IS_SYNC = re.compile(r'"is_sync":\s*true')
+
+
+class Pair(NamedTuple):
+    """One collective of one computation.
+
+    Attributes:
+      kind: one of ``KINDS``.
+      form: ``async``, ``sparsecore`` (asynchronous, run by the TPU's SparseCore) or ``sync``.
+      issued: the instruction that names it: the start, or the whole of a synchronous one.
+      start: position in its computation at which it begins to run; of SparseCore calls that is the update.
+      done: position at which the core waits for it; the computation's length if another one does.
+      payload: bytes of what a device gives or of what it gets, whichever is more.
+    """
+
+    kind: str
+    form: str
+    issued: Instruction
+    start: int
+    done: int
+    payload: int
+
+
+def collectives(module: Module, computation: Computation) -> list[Pair]:
+    """Collectives that a computation issues itself, in the order in which they begin."""
+    waits = _waits(computation)
+    found = []
+    for k, instruction in enumerate(computation):
+        kind = kind_of(module, instruction)
+        if kind is None or instruction.opcode.endswith(("-done", "-update")):
+            continue
+        update, done = waits.get(instruction.name, (None, len(computation.instructions)))
+        payload = _payload(computation, instruction, done)
+        start = k
+        if not instruction.opcode.endswith("-start") or _IS_SYNC.search(instruction.config):
+            form, done = "sync", k
+        elif 'async_execution_thread="sparsecore"' in instruction.attributes:
+            form, start = "sparsecore", k if update is None else update
+        else:
+            form = "async"
+        found.append(Pair(kind, form, instruction, start, done, payload))
+    return sorted(found, key=lambda pair: pair.start)
+
+
+def kind_of(module: Module, instruction: Instruction) -> str | None:
+    """Which collective an instruction is or starts, also one wrapped in a computation; None if none."""
+    base = instruction.opcode.removesuffix("-start").removesuffix("-done").removesuffix("-update")
+    if base in KINDS:
+        return base
+    if base not in ("async", "call", "fusion") or instruction.opcode == "call":
+        return None
+    wrapped = (i for name in instruction.called() for i in module.inside(name))
+    return next((i.opcode for i in wrapped if i.opcode in KINDS), None)
+
+
+def _waits(computation: Computation) -> dict[str, tuple[int | None, int]]:
+    """Name of each start -> (position of its first update or None, position of its done)."""
+    found = {}
+    for k, done in enumerate(computation):
+        if not done.opcode.endswith("-done") or not done.operands:
+            continue
+        update, step = None, computation.by_name.get(done.operands[0])
+        while step is not None and step.opcode.endswith("-update"):
+            update = computation.position[step.name]
+            step = computation.by_name.get(step.operands[0]) if step.operands else None
+        if step is not None:
+            found[step.name] = (update, k)
+    return found
+
+
+def _payload(computation: Computation, issued: Instruction, done: int) -> int:
+    """The larger of what goes in and what comes out; the state of an asynchronous start is neither."""
+    if not issued.opcode.endswith("-start"):
+        got = issued.nbytes
+    else:
+        got = computation.instructions[done].nbytes if done < len(computation.instructions) else 0
+    if issued.opcode == "fusion":
+        return got  # it may read more than the collective does
+    operands = (computation.by_name.get(name) for name in issued.operands)
+    return max(got, sum(operand.nbytes for operand in operands if operand is not None))
+
+
+def is_matmul(instruction: Instruction, targets: re.Pattern[str]) -> bool:
+    """Whether it is by itself a matrix product: dot, convolution, or a call of a kernel that targets names."""
+    if instruction.opcode in ("dot", "convolution", "ragged-dot"):
+        return True
+    return instruction.opcode == "custom-call" and bool(targets.search(instruction.target))
+
+
+def matmuls(module: Module, instruction: Instruction, targets: re.Pattern[str]) -> Iterator[Instruction]:
+    """Matrix products that an instruction runs, itself included; those of loops counted once."""
+    if is_matmul(instruction, targets):
+        yield instruction
+    for name in instruction.called():
+        yield from (i for i in module.inside(name) if is_matmul(i, targets))

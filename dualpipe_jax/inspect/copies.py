@@ -1,0 +1,92 @@
+"""Copies of large buffers, above all those that a loop makes again in every trip."""
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+from dualpipe_jax.inspect.hlo import Array, Computation, Instruction, Module, read
+
+_MOVES = ("copy", "bitcast", "transpose", "reshape", "parameter", "get-tuple-element", "tuple")
+"""Opcodes of which a fusion that only moves data consists."""
+
+
+class Copy(NamedTuple):
+    """One copy of a buffer.
+
+    Attributes:
+      name, opcode: of the instruction; a fusion that does nothing but copy or transpose counts too.
+      array: what is copied, as HLO prints it: ``Array("bf16", (5, 2048, 1024))``.
+      nbytes: of it.
+      computation, context: where; the context is the path of loops and branches from the entry.
+      in_loop: whether some loop repeats it.
+      changes_memory: whether it goes from one memory space to another, as the TPU's prefetch into its
+        vector memory does, rather than making a second buffer in the same one.
+      op_name: JAX's name of what was copied, if the compiler kept it.
+    """
+
+    name: str
+    opcode: str
+    array: Array
+    nbytes: int
+    computation: str
+    context: str
+    in_loop: bool
+    changes_memory: bool
+    op_name: str
+
+
+def copies(program: Any, min_bytes: int = 1 << 20, *, in_loops: bool = True) -> tuple[Copy, ...]:
+    """Copies of buffers of at least min_bytes, largest first.
+
+    A loop that updates slot pools, sums and parameters in place holds none of their shape:
+
+    >>> pool = (5, 2048, 1024)
+    >>> bad = [c for c in copies(compiled) if c.array.dims == pool and not c.changes_memory]  # doctest: +SKIP
+
+    Args:
+      program: what ``overlap`` takes.
+      min_bytes: smaller ones are left out.
+      in_loops: only those that a loop repeats; False gives all.
+    """
+    module = read(program)
+    found = [
+        copy
+        for name, context in module.executed.items()
+        for copy in _copies(module, module.computations[name], context)
+        if copy.nbytes >= min_bytes and (copy.in_loop or not in_loops)
+    ]
+    return tuple(sorted(found, key=lambda copy: -copy.nbytes))
+
+
+def _copies(module: Module, computation: Computation, context: str) -> Iterator[Copy]:
+    in_loop = any(step.endswith((" body", " condition")) for step in context.split("/"))
+    for instruction in computation:
+        if instruction.opcode in ("copy", "copy-start") or _only_moves(module, instruction):
+            made = instruction.arrays[0]
+            source = [computation.by_name[n].shape for n in instruction.operands if n in computation.by_name]
+            yield Copy(
+                instruction.name,
+                instruction.opcode,
+                made,
+                made.nbytes,
+                computation.name,
+                context,
+                in_loop,
+                bool(source) and _memory(instruction.shape) != _memory(source[0]),
+                instruction.op_name,
+            )
+
+
+def _only_moves(module: Module, instruction: Instruction) -> bool:
+    """Whether a fusion copies or transposes something whole, and does nothing else."""
+    if instruction.opcode == "transpose":
+        return True
+    if instruction.opcode != "fusion":
+        return False
+    inside = [i.opcode for name in instruction.called("calls") for i in module.inside(name)]
+    return all(opcode in _MOVES for opcode in inside) and bool({"copy", "transpose"} & set(inside))
+
+
+def _memory(shape: str) -> str:
+    """Memory space of the first array of a shape: ``S(1)`` in ``bf16[8]{0:T(256)S(1)}``."""
+    layout = shape.partition("{")[2].partition("}")[0]
+    return layout[layout.find("S(") :] if "S(" in layout else ""

@@ -1,0 +1,282 @@
+"""A compiled program's text, read into values.
+
+``read`` takes what ``jax.jit(f).lower(...).compile()`` returns, or its ``as_text()``, for TPU, GPU or CPU. In a
+scheduled module (``is_scheduled=true``) the order of a computation's lines is the order in which the device
+issues them, which is what the rest of this package rests on.
+"""
+
+import dataclasses
+import functools
+import math
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+_HEADER = re.compile(r"(ENTRY )?%?([\w.\-$]+) .*\{$")
+_INSTRUCTION = re.compile(r"\s+(ROOT )?%?([\w.\-$]+) = (\(.*?\)|[^\s(]\S*) ([a-z][\w\-]*)\(")
+_CALLED = re.compile(
+    r"\b(calls|to_apply|body|condition|true_computation|false_computation|select|scatter)=%?([\w.\-$]+)"
+    r"|\b(branch_computations|called_computations|calls)=\{([^}]*)\}"
+)
+_OPERAND = re.compile(r"%([\w.\-$]+)")
+_OP_NAME = re.compile(r'op_name="((?:[^"\\]|\\.)*)"')
+_CYCLES = re.compile(r'"estimated_cycles":"?(\d+)')
+_TARGET = re.compile(r'custom_call_target="([^"]*)"')
+_TRIPS = re.compile(r'"known_trip_count":\{"n":"?(\d+)')
+_ARRAY = re.compile(r"\b([a-z]\w*)\[([\d,<= ]*)\]")
+_BITS = re.compile(r"[a-z]+(\d+)")
+_BRANCHES = ("branch_computations", "true_computation", "false_computation")
+
+
+class Array(NamedTuple):
+    """Element type as HLO prints it, and sizes of the dimensions."""
+
+    dtype: str
+    dims: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its elements, packed; the padding of a tiled layout is not counted."""
+        bits = 8 if self.dtype == "pred" else int(m[1]) if (m := _BITS.match(self.dtype)) else 0
+        return math.ceil(math.prod(self.dims) * bits / 8)
+
+
+class Call(NamedTuple):
+    """A computation that an instruction runs: in which role (calls, to_apply, body, condition, branch)."""
+
+    role: str
+    computation: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Instruction:
+    """One line of a computation.
+
+    Attributes:
+      name: its name in the module, without ``%``.
+      opcode: such as ``fusion`` or ``all-to-all-start``.
+      shape: what it makes, as text: ``bf16[8,128]{1,0}`` or a tuple of such.
+      operands: names of the instructions it reads, all of its own computation.
+      calls: computations it runs.
+      op_name: JAX's name stack (``metadata={op_name=...}``), empty where the compiler kept none.
+      cycles: the TPU compiler's ``estimated_cycles``; None where it gave none (copies, Pallas calls, GPU, CPU).
+      attributes: the rest of the line; ``config`` is its ``backend_config``.
+      is_root: whether it makes the computation's result.
+    """
+
+    name: str
+    opcode: str
+    shape: str
+    operands: tuple[str, ...]
+    calls: tuple[Call, ...]
+    op_name: str
+    cycles: int | None
+    attributes: str
+    is_root: bool
+
+    @property
+    def arrays(self) -> tuple[Array, ...]:
+        """Arrays in its shape, those of nested tuples too."""
+        return arrays(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all its arrays."""
+        return sum(a.nbytes for a in self.arrays)
+
+    @property
+    def config(self) -> str:
+        """The compiler's ``backend_config``, as text."""
+        return self.attributes.partition("backend_config=")[2]
+
+    @property
+    def target(self) -> str:
+        """What a custom call calls."""
+        return m[1] if (m := _TARGET.search(self.attributes)) else ""
+
+    @property
+    def trips(self) -> int | None:
+        """How often a loop runs, where the compiler knows."""
+        return int(m[1]) if (m := _TRIPS.search(self.attributes)) else None
+
+    def called(self, *roles: str) -> tuple[str, ...]:
+        """Names of the computations it runs in these roles; in any role when none is named."""
+        return tuple(call.computation for call in self.calls if not roles or call.role in roles)
+
+
+@dataclasses.dataclass(frozen=True)
+class Computation:
+    """Instructions in the order of the text, which in a scheduled module is the order of execution."""
+
+    name: str
+    instructions: tuple[Instruction, ...]
+
+    @functools.cached_property
+    def by_name(self) -> dict[str, Instruction]:
+        """Instructions by name."""
+        return {i.name: i for i in self.instructions}
+
+    @functools.cached_property
+    def position(self) -> dict[str, int]:
+        """Place in the order by name."""
+        return {i.name: k for k, i in enumerate(self.instructions)}
+
+    @property
+    def root(self) -> Instruction | None:
+        """The instruction that makes the result."""
+        return next((i for i in reversed(self.instructions) if i.is_root), None)
+
+    def __iter__(self) -> Iterator[Instruction]:
+        return iter(self.instructions)
+
+
+@dataclasses.dataclass(frozen=True)
+class Module:
+    """A compiled program.
+
+    Attributes:
+      name: such as ``jit_step``.
+      computations: by name, in the order of the text.
+      entry: name of the one that the program runs.
+      is_scheduled: whether the order of instructions is the order of execution.
+    """
+
+    name: str
+    computations: Mapping[str, Computation]
+    entry: str
+    is_scheduled: bool
+
+    @functools.cached_property
+    def executed(self) -> dict[str, str]:
+        """Computations that run line by line, and from where: name -> context.
+
+        The context is the path of loops, branches and calls from the entry, such as
+        ``main/while.3 body/conditional.1 branch 0``. What fusions and asynchronous calls contain is not
+        listed, nor what reductions apply: the device runs those as one instruction.
+        """
+        contexts = {self.entry: self.entry}
+        pending = [self.entry]
+        while pending:
+            name = pending.pop()
+            for instruction in self.computations[name]:
+                for step, called in _steps(instruction):
+                    if called in self.computations and called not in contexts:
+                        contexts[called] = f"{contexts[name]}/{instruction.name} {step}".rstrip()
+                        pending.append(called)
+        return {name: contexts[name] for name in self.computations if name in contexts}
+
+    @functools.cached_property
+    def loops(self) -> dict[str, tuple[str, Instruction]]:
+        """Loop bodies that are executed: body -> (computation that holds the loop, the ``while``)."""
+        return {
+            body: (name, instruction)
+            for name in self.executed
+            for instruction in self.computations[name]
+            if instruction.opcode == "while"
+            for body in instruction.called("body")
+        }
+
+    def inside(self, name: str, enter_loops: bool = True) -> Iterator[Instruction]:
+        """All instructions of a computation and of what it runs: fusions, branches, calls, loops too."""
+        for instruction in self.computations[name].instructions if name in self.computations else ():
+            yield instruction
+            if enter_loops or instruction.opcode != "while":
+                for called in instruction.called():
+                    yield from self.inside(called, enter_loops)
+
+
+def read(program: Any) -> Module:
+    """Parse a compiled program.
+
+    Args:
+      program: ``jax.jit(f).lower(...).compile()``, the text of it, or a ``Module``, which is returned.
+
+    Raises:
+      ValueError: if there is no HLO module in it.
+    """
+    if isinstance(program, Module):
+        return program
+    text = program if isinstance(program, str) else program.as_text()
+    if not isinstance(text, str):
+        raise ValueError("read: the compiler gave no text for this program; as_text() returned None")
+    text = text.lstrip()
+    entry = ""
+    found: dict[str, list[Instruction]] = {}
+    current: list[Instruction] | None = None
+    for line in text.splitlines():
+        if line[:1].isspace():
+            if current is not None and (instruction := _instruction(line)):
+                current.append(instruction)
+        elif (header := _HEADER.match(line.rstrip())) and not line.startswith("HloModule"):
+            current = found.setdefault(header[2], [])
+            entry = header[2] if header[1] else entry
+        else:
+            current = None
+    if not entry:
+        raise ValueError(
+            f"read: no HLO module with an ENTRY computation in the text that begins {text[:40]!r}. Pass what "
+            "jax.jit(f).lower(...).compile() returns, or its as_text(); a lowered program is not compiled yet"
+        )
+    name = m[1] if (m := re.match(r"HloModule ([^\s,]+)", text)) else ""
+    computations = {key: Computation(key, tuple(lines)) for key, lines in found.items()}
+    return Module(name, computations, entry, "is_scheduled=true" in text[: text.find("\n")])
+
+
+def arrays(shape: str) -> tuple[Array, ...]:
+    """Arrays of a shape's text: ``(bf16[2,3]{1,0}, u32[])`` -> (Array("bf16", (2, 3)), Array("u32", ()))."""
+    return tuple(
+        Array(dtype, tuple(int(d.strip("<= ")) for d in dims.split(",") if d.strip()))
+        for dtype, dims in _ARRAY.findall(shape)
+    )
+
+
+def _instruction(line: str) -> Instruction | None:
+    head = _INSTRUCTION.match(line)
+    if head is None:
+        return None
+    end = _close(line, head.end())
+    attributes = line[end + 1 :].lstrip(", ")
+    plain = attributes.partition("backend_config=")[0]
+    name = _OP_NAME.search(plain)
+    cycles = _CYCLES.search(attributes)
+    return Instruction(
+        name=head[2],
+        opcode=head[4],
+        shape=head[3],
+        operands=tuple(_OPERAND.findall(line, head.end(), end)),
+        calls=_calls(plain),
+        op_name=name[1] if name else "",
+        cycles=int(cycles[1]) if cycles else None,
+        attributes=attributes,
+        is_root=head[1] is not None,
+    )
+
+
+def _close(line: str, start: int) -> int:
+    """Where the parenthesis that was opened just before start closes."""
+    end = line.find(")", start)
+    opened = line.count("(", start, end)
+    while opened and end >= 0:
+        after = line.find(")", end + 1)
+        opened += line.count("(", end, after) - 1
+        end = after
+    return end if end >= 0 else len(line)
+
+
+def _calls(attributes: str) -> tuple[Call, ...]:
+    found = []
+    for role, name, group, names in _CALLED.findall(attributes):
+        role = role or group
+        listed = [name] if name else [n.strip().lstrip("%") for n in names.split(",") if n.strip()]
+        found += [Call("branch" if role in _BRANCHES else role, n) for n in listed]
+    return tuple(found)
+
+
+def _steps(instruction: Instruction) -> Iterator[tuple[str, str]]:
+    """Computations that an instruction runs line by line, each with what to call it."""
+    if instruction.opcode == "while":
+        yield from ((call.role, call.computation) for call in instruction.calls)
+    elif instruction.opcode == "conditional":
+        yield from ((f"branch {k}", name) for k, name in enumerate(instruction.called("branch")))
+    elif instruction.opcode == "call":
+        yield from (("", name) for name in instruction.called("to_apply", "calls"))

@@ -1,0 +1,272 @@
+"""How much of its communication a compiled program hides behind computation."""
+
+import dataclasses
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
+
+from dualpipe_jax.inspect.collectives import Pair, collectives, matmuls
+from dualpipe_jax.inspect.hlo import Computation, Instruction, Module, read
+from dualpipe_jax.inspect.rates import Rates
+from dualpipe_jax.inspect.report import Collective, ComputationTime, Event, OverlapReport, Work
+
+FORWARD = (r"\bjvp\(",)
+"""Names that JAX gives to operations of a differentiated forward."""
+
+BACKWARD = (r"\btranspose\(", r"\brematted_computation\b")
+"""Names of its backward, what it recomputes included. They are looked for first."""
+
+MATMUL_CALLS = (
+    r"gemm",
+    r"cublas",
+    r"matmul",
+    r"triton",
+    r"mosaic",
+    r"tpu_custom_call",
+    r"cudnn\$fmha",
+    r"cutlass",
+)
+"""Targets of custom calls that count as matrix products: libraries' own, and Pallas kernels."""
+
+_NOTABLE = 1 << 16
+"""Bytes from which on an instruction that nobody prices is worth a mention."""
+
+_FREE = (
+    *("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "domain"),
+    *("opt-barrier", "add-dependency", "partition-id", "replica-id"),
+)
+"""Opcodes that keep the core busy for no time."""
+
+
+def overlap(
+    program: Any,
+    rates: Rates | None = None,
+    *,
+    forward: Iterable[str] = FORWARD,
+    backward: Iterable[str] = BACKWARD,
+    matmul_calls: Iterable[str] = MATMUL_CALLS,
+    trips: Mapping[str, int] | None = None,
+) -> OverlapReport:
+    """Read from a compiled program what runs while each of its collectives is in flight.
+
+    >>> report = overlap(jax.jit(step).lower(x).compile())     # doctest: +SKIP
+    >>> print(report)                                           # doctest: +SKIP
+
+    The schedule is walked in the compiler's order. An instruction takes the cycles that the compiler
+    estimated for it (TPU), or what ``rates`` says. A collective begins where its start stands, or when the
+    one before it of the same kind has ended, runs for as long as ``rates`` says, and where its done stands
+    the core waits if it has not ended: that wait is what is *exposed*, the rest is *hidden*. A synchronous
+    collective is exposed whole. Without a duration only synchronous collectives have a hidden share, 0; of
+    the others the report says what stands between start and done.
+
+    Every computation is walked by itself and counted once. Inside another one a loop costs its body times
+    its trips, a conditional its longest branch.
+
+    Args:
+      program: ``jax.jit(f).lower(...).compile()``, its text, or a ``Module``; for TPU, GPU or CPU.
+      rates: durations that the text leaves out.
+      forward, backward: regular expressions; an operation whose op_name one of ``backward`` matches belongs
+        to the backward, else if one of ``forward`` does to the forward, else to neither (``unknown``). A
+        fusion belongs where its matrix products do. Named scopes work: ``backward=("my_backward_scope",)``.
+      matmul_calls: regular expressions for targets of custom calls that are matrix products.
+      trips: how often loops run whose number of trips the compiler does not know, by a regular expression
+        searched in the name of the body and the loop's op_name; 1 for those that none matches. For a guard of
+        zero or one trips this picks the tick: ``{"pair": 1, ".": 0}``. The first that is found counts.
+
+    Raises:
+      ValueError: if the program is not compiled, or its text not that of a scheduled module.
+    """
+    module = read(program)
+    if not module.is_scheduled:
+        raise ValueError(
+            f"overlap: module {module.name} is not scheduled, so the order of its lines says nothing; pass what "
+            "jax.jit(f).lower(...).compile() returns, not the text of a pass before scheduling"
+        )
+    reader = _Reader(
+        module,
+        rates or Rates(),
+        re.compile("|".join(forward) or "(?!)"),
+        re.compile("|".join(backward) or "(?!)"),
+        re.compile("|".join(matmul_calls) or "(?!)", re.IGNORECASE),
+        dict(trips or {}),
+    )
+    walks = {name: reader.walk(name) for name in module.executed}
+    return OverlapReport(
+        module=module.name,
+        collectives=tuple(c for walk in walks.values() for c in walk.collectives),
+        computations={name: walk.time for name, walk in walks.items()},
+        timelines={name: walk.events for name, walk in walks.items()},
+    )
+
+
+class _Walk(NamedTuple):
+    time: ComputationTime
+    collectives: tuple[Collective, ...]
+    events: tuple[Event, ...]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Reader:
+    """What a walk needs to know; walks are remembered, for the computations that run others need theirs."""
+
+    module: Module
+    rates: Rates
+    forward: re.Pattern[str]
+    backward: re.Pattern[str]
+    matmul_calls: re.Pattern[str]
+    trips: dict[str, int]
+    walks: dict[str, _Walk] = dataclasses.field(default_factory=dict)
+
+    def walk(self, name: str) -> _Walk:
+        """Lay a computation's instructions end to end."""
+        if name not in self.walks:
+            self.walks[name] = self._walk(self.module.computations[name])
+        return self.walks[name]
+
+    def _walk(self, computation: Computation) -> _Walk:
+        pairs = collectives(self.module, computation)
+        starts, dones = {p.start: p for p in pairs}, {p.done: p for p in pairs}
+        named = {p.issued.name for p in pairs}
+        works = [None if i.name in named else self.work(computation, i) for i in computation]
+        line = _Line()
+        for k, work in enumerate(works):
+            if k in starts:
+                line.issue(starts[k], self.duration(starts[k]), self.direction(starts[k].issued))
+            if k in dones:
+                line.wait(dones[k])
+            if work is not None:
+                line.run(work)
+        found = tuple(self._collective(computation, pair, works, line) for pair in pairs)
+        unpriced = sum(
+            work is not None and work.cycles is None and i.nbytes >= _NOTABLE
+            for i, work in zip(computation, works, strict=True)
+        )
+        context = self.module.executed[computation.name]
+        time = ComputationTime(computation.name, context, line.clock, line.exposed, unpriced)
+        return _Walk(time, found, line.sorted_events())
+
+    def _collective(
+        self, computation: Computation, pair: Pair, works: list[Work | None], line: "_Line"
+    ) -> Collective:
+        between = tuple(work for work in works[pair.start + 1 : pair.done] if work is not None)
+        flight = line.flights[pair.issued.name]
+        return Collective(
+            pair.kind,
+            pair.form,
+            pair.issued.name,
+            computation.name,
+            self.module.executed[computation.name],
+            pair.issued.op_name,
+            self.direction(pair.issued),
+            pair.payload,
+            between,
+            flight.duration,
+            flight.exposed,
+        )
+
+    def duration(self, pair: Pair) -> float | None:
+        """Cycles of a collective; a fusion that holds one may have been priced by the compiler."""
+        known = self.rates.collective(pair.kind, pair.payload)
+        return float(pair.issued.cycles) if known is None and pair.issued.cycles is not None else known
+
+    def work(self, computation: Computation, instruction: Instruction) -> Work | None:
+        """What an instruction keeps the core busy with; None if with nothing."""
+        if instruction.opcode in _FREE or instruction.opcode.endswith(("-start", "-update", "-done")):
+            return None
+        cycles, exposed = self._cost(computation, instruction)
+        products = Counter(
+            self._own_direction(i.op_name) for i in matmuls(self.module, instruction, self.matmul_calls)
+        )
+        direction = self.direction(instruction)
+        return Work(instruction.name, instruction.opcode, cycles, exposed, direction, dict(products))
+
+    def _cost(self, computation: Computation, instruction: Instruction) -> tuple[float | None, float]:
+        """Cycles of an instruction, and how many of them are waits inside it."""
+        times = [self.walk(name).time for name in instruction.called() if name in self.module.executed]
+        if instruction.opcode == "while":
+            trips = self._trips(instruction)
+            return trips * sum(t.cycles for t in times), trips * sum(t.exposed for t in times)
+        if instruction.opcode == "conditional":
+            longest = max(times, key=lambda t: t.cycles)
+            return longest.cycles, longest.exposed
+        if instruction.opcode == "call":
+            return sum(t.cycles for t in times), sum(t.exposed for t in times)
+        return self.rates.instruction(computation, instruction), 0.0
+
+    def _trips(self, loop: Instruction) -> int:
+        if loop.trips is not None:
+            return loop.trips
+        text = f"{' '.join(loop.called('body'))} {loop.op_name}"
+        return next((n for pattern, n in self.trips.items() if re.search(pattern, text)), 1)
+
+    def direction(self, instruction: Instruction) -> str:
+        """Where its matrix products belong if they agree, else where its own name says."""
+        products = {
+            self._own_direction(i.op_name) for i in matmuls(self.module, instruction, self.matmul_calls)
+        }
+        if len(products) == 1:
+            return products.pop()
+        own = self._own_direction(instruction.op_name)
+        if own == "unknown" and instruction.opcode in ("async-start", "call-start"):
+            names = {i.op_name for name in instruction.called() for i in self.module.inside(name)}
+            inner = {self._own_direction(name) for name in names} - {"unknown"}
+            return inner.pop() if len(inner) == 1 else "unknown"
+        return own
+
+    def _own_direction(self, op_name: str) -> str:
+        if self.backward.search(op_name):
+            return "backward"
+        return "forward" if self.forward.search(op_name) else "unknown"
+
+
+@dataclasses.dataclass
+class _Flight:
+    """A collective on its way."""
+
+    begin: float
+    duration: float | None
+    direction: str
+    exposed: float | None = None
+
+
+class _Line:
+    """A clock that walks a schedule."""
+
+    def __init__(self) -> None:
+        self.clock = 0.0
+        self.exposed = 0.0
+        self.free: dict[str, float] = {}  # when the last collective of each kind will have ended
+        self.flights: dict[str, _Flight] = {}
+        self.events: list[Event] = []
+
+    def issue(self, pair: Pair, duration: float | None, direction: str) -> None:
+        """Start a collective, behind those of its kind that are still running."""
+        begin = max(self.clock, self.free.get(pair.kind, 0.0))
+        self.free[pair.kind] = begin + (duration or 0.0)
+        self.flights[pair.issued.name] = _Flight(begin, duration, direction)
+
+    def wait(self, pair: Pair) -> None:
+        """Stand still until it has ended."""
+        name, flight = pair.issued.name, self.flights[pair.issued.name]
+        end = self.clock if flight.duration is None else flight.begin + flight.duration
+        self.events.append(Event(flight.begin, end, name, pair.kind, flight.direction, pair.kind))
+        if flight.duration is None:
+            return
+        flight.exposed = max(0.0, end - self.clock)
+        if flight.exposed:
+            self.events.append(Event(self.clock, end, name, "wait", flight.direction, "compute"))
+        self.exposed += flight.exposed
+        self.clock += flight.exposed
+
+    def run(self, work: Work) -> None:
+        """Do a piece of work."""
+        if work.cycles:
+            end = self.clock + work.cycles
+            self.events.append(Event(self.clock, end, work.name, work.opcode, work.direction, "compute"))
+            self.exposed += work.exposed
+            self.clock = end
+
+    def sorted_events(self) -> tuple[Event, ...]:
+        """All that happened, by start."""
+        return tuple(sorted(self.events, key=lambda event: (event.start, event.end)))

@@ -1,0 +1,304 @@
+"""What ``overlap`` found: collectives, computations, timelines, and the table a person reads."""
+
+import dataclasses
+import json
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
+
+from dualpipe_jax.inspect.table import format_bytes, format_cycles, format_share, format_table
+
+DIRECTIONS = ("forward", "backward", "unknown")
+
+
+class Work(NamedTuple):
+    """An instruction that keeps the core busy.
+
+    Attributes:
+      name, opcode: of the instruction; a loop, a conditional or a call is one piece of work.
+      cycles: how long it takes, with what it runs inside; None where nobody prices it.
+      exposed: cycles of those in which the core only waits (for collectives inside a loop).
+      direction: forward, backward or unknown.
+      matmuls: matrix products in it by direction, those inside loops counted once.
+    """
+
+    name: str
+    opcode: str
+    cycles: float | None
+    exposed: float
+    direction: str
+    matmuls: Mapping[str, int]
+
+
+@dataclasses.dataclass(frozen=True)
+class Collective:
+    """One collective of a program.
+
+    Attributes:
+      kind: such as ``all-to-all``.
+      form: ``async``, ``sparsecore`` (asynchronous, on the TPU's SparseCore) or ``sync``.
+      name: of the instruction that starts it.
+      computation, context: where it stands; the context is the path of loops and branches from the entry.
+      op_name, direction: JAX's name of the operation, and whether it belongs to forward or backward.
+      payload: bytes that a device gives or gets, whichever is more, its own share included.
+      between: work that stands between its start and its done.
+      duration: cycles that it takes by the rates given; None if they do not say.
+      exposed: cycles that the core waits for it; None if that cannot be known.
+    """
+
+    kind: str
+    form: str
+    name: str
+    computation: str
+    context: str
+    op_name: str
+    direction: str
+    payload: int
+    between: tuple[Work, ...]
+    duration: float | None
+    exposed: float | None
+
+    @property
+    def cycles_between(self) -> float:
+        """Cycles of the work between start and done, as far as they are known."""
+        return sum(work.cycles - work.exposed for work in self.between if work.cycles is not None)
+
+    @property
+    def matmuls(self) -> dict[str, int]:
+        """Matrix products between start and done, by direction."""
+        return _counts(work.matmuls for work in self.between)
+
+    @property
+    def matmul_cycles(self) -> dict[str, float]:
+        """Cycles of the instructions between that contain matrix products, by their direction."""
+        found = dict.fromkeys(DIRECTIONS, 0.0)
+        for work in self.between:
+            if work.matmuls and work.cycles is not None:
+                found[work.direction] += work.cycles - work.exposed
+        return found
+
+    @property
+    def opposite_matmuls(self) -> int:
+        """Matrix products between of the other direction: what a pair of forward and backward hides it with."""
+        other = {"forward": "backward", "backward": "forward"}.get(self.direction)
+        return self.matmuls[other] if other else 0
+
+    @property
+    def hidden(self) -> float | None:
+        """Share of its time in which the core works: 1 - exposed / duration, not below 0.
+
+        0 for a synchronous one, whatever it takes; None for another one of unknown duration.
+        """
+        if self.form == "sync":
+            return 0.0
+        if self.duration is None or self.exposed is None:
+            return None
+        return max(0.0, 1 - self.exposed / self.duration) if self.duration else 1.0
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, for JSON."""
+        own = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name != "between"}
+        between = [work._asdict() | {"matmuls": dict(work.matmuls)} for work in self.between]
+        names = ("hidden", "cycles_between", "matmuls", "matmul_cycles", "opposite_matmuls")
+        return own | {name: getattr(self, name) for name in names} | {"between": between}
+
+
+@dataclasses.dataclass(frozen=True)
+class ComputationTime:
+    """Cycles of one computation, run once.
+
+    Attributes:
+      name, context: which, and where it is run from.
+      cycles: from its first instruction to its last, waits and loops inside included.
+      exposed: cycles in which the core only waits for collectives, its own and those of loops inside.
+      unpriced: instructions of 64 KiB or more that neither the compiler nor the rates price: they count 0.
+    """
+
+    name: str
+    context: str
+    cycles: float
+    exposed: float
+    unpriced: int
+
+    @property
+    def work(self) -> float:
+        """Cycles in which the core works."""
+        return self.cycles - self.exposed
+
+
+class Event(NamedTuple):
+    """A stretch of a timeline; times in cycles. The lane is ``compute`` or a kind of collective."""
+
+    start: float
+    end: float
+    name: str
+    kind: str
+    direction: str
+    lane: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Total:
+    """Collectives of one kind together.
+
+    Attributes:
+      kind: such as ``all-to-all``.
+      count, num_sync: how many there are, and how many of them are synchronous.
+      payload: bytes of all.
+      duration, exposed: cycles of all; None if one of them is not known.
+      hidden: 1 - exposed / duration, not below 0; without durations 0 if all are synchronous, else None.
+    """
+
+    kind: str
+    count: int
+    num_sync: int
+    payload: int
+    duration: float | None
+    exposed: float | None
+    hidden: float | None
+
+
+@dataclasses.dataclass(frozen=True)
+class OverlapReport:
+    """Overlap of communication and computation in one compiled program.
+
+    ``print(report)`` gives the table, ``to_json()`` all of it for programs. What is modelled and what is
+    counted stands in ``overlap``'s docstring: this is the compiler's order and its model, not a measurement.
+
+    Attributes:
+      module: the program's name.
+      collectives: in the order of the text; each is listed once however often its loop runs.
+      computations: cycles of each computation that runs line by line, by name.
+      timelines: see ``timeline``.
+    """
+
+    module: str
+    collectives: tuple[Collective, ...]
+    computations: Mapping[str, ComputationTime]
+    timelines: Mapping[str, tuple[Event, ...]] = dataclasses.field(repr=False)
+
+    def select(self, kind: str | None = None, within: str | None = None) -> tuple[Collective, ...]:
+        """Collectives of a kind and of the computations whose context contains ``within``."""
+        return tuple(
+            c
+            for c in self.collectives
+            if (kind is None or c.kind == kind) and (within is None or within in c.context)
+        )
+
+    def totals(self, within: str | None = None) -> tuple[Total, ...]:
+        """Sums by kind over the computations whose context contains ``within``, or over all."""
+        kinds = dict.fromkeys(c.kind for c in self.select(within=within))
+        return tuple(_total(kind, self.select(kind, within)) for kind in kinds)
+
+    def hidden(self, kind: str = "all-to-all", within: str | None = None) -> float | None:
+        """Share of a kind's time that is hidden; None if durations are unknown or there is none of it."""
+        chosen = self.select(kind, within)
+        return _total(kind, chosen).hidden if chosen else None
+
+    def timeline(self, computation: str) -> tuple[Event, ...]:
+        """A computation's schedule laid end to end, sorted by start, beginning at 0.
+
+        Lane ``compute`` holds work, one event an instruction (a loop is one), and waits (kind ``wait``);
+        every kind of collective has a lane of its own. Collectives of unknown duration last from start to
+        done.
+
+        Raises:
+          KeyError: if the program runs no such computation line by line.
+        """
+        if computation not in self.timelines:
+            raise KeyError(f"timeline: no computation {computation!r}; there are {', '.join(self.timelines)}")
+        return self.timelines[computation]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything but the timelines, as plain values."""
+        return {
+            "module": self.module,
+            "totals": [dataclasses.asdict(total) for total in self.totals()],
+            "computations": [dataclasses.asdict(c) | {"work": c.work} for c in self.computations.values()],
+            "collectives": [c.to_dict() for c in self.collectives],
+        }
+
+    def to_json(self, indent: int | None = None) -> str:
+        """``to_dict`` as JSON text."""
+        return json.dumps(self.to_dict(), indent=indent)
+
+    def __str__(self) -> str:
+        if not self.collectives:
+            return f"{self.module}: no collectives"
+        return "\n\n".join([self.module, _collectives_table(self), _totals_table(self), _times_table(self)])
+
+
+def _counts(counts: Iterable[Mapping[str, int]]) -> dict[str, int]:
+    total: Counter[str] = Counter()
+    for count in counts:
+        total.update(count)
+    return {direction: total[direction] for direction in DIRECTIONS}
+
+
+def _total(kind: str, chosen: tuple[Collective, ...]) -> Total:
+    num_sync = sum(c.form == "sync" for c in chosen)
+    durations = [c.duration for c in chosen]
+    exposures = [c.exposed for c in chosen]
+    duration = None if None in durations else sum(d for d in durations if d is not None)
+    exposed = None if None in exposures else sum(e for e in exposures if e is not None)
+    hidden = 0.0 if num_sync == len(chosen) else None
+    if duration and exposed is not None:
+        hidden = max(0.0, 1 - exposed / duration)
+    payload = sum(c.payload for c in chosen)
+    return Total(kind, len(chosen), num_sync, payload, duration, exposed, hidden)
+
+
+def _collectives_table(report: OverlapReport) -> str:
+    header = (
+        "collective",
+        "form",
+        "of",
+        "payload",
+        "takes",
+        "work between",
+        "matmuls F/B/?",
+        "hidden",
+        "where",
+    )
+    rows = [
+        (
+            c.name,
+            c.form,
+            c.direction,
+            format_bytes(c.payload),
+            format_cycles(c.duration),
+            format_cycles(c.cycles_between),
+            "/".join(str(n) for n in c.matmuls.values()),
+            format_share(c.hidden),
+            c.computation,
+        )
+        for c in report.collectives
+    ]
+    return format_table(header, rows, left=(0, 1, 2, 8))
+
+
+def _totals_table(report: OverlapReport) -> str:
+    header = ("kind", "count", "sync", "payload", "takes", "exposed", "hidden")
+    rows = [
+        (
+            t.kind,
+            str(t.count),
+            str(t.num_sync),
+            format_bytes(t.payload),
+            format_cycles(t.duration),
+            format_cycles(t.exposed),
+            format_share(t.hidden),
+        )
+        for t in report.totals()
+    ]
+    return format_table(header, rows, left=(0,))
+
+
+def _times_table(report: OverlapReport) -> str:
+    header = ("computation, run once", "cycles", "exposed", "unpriced", "run from")
+    rows = [
+        (c.name, format_cycles(c.cycles), format_cycles(c.exposed), str(c.unpriced), c.context)
+        for c in report.computations.values()
+        if c.cycles or c.unpriced
+    ]
+    return format_table(header, rows, left=(0, 4))

@@ -1,0 +1,141 @@
+"""The TPU compiler's own account of what its latency-hiding scheduler hid.
+
+The scheduler prints, for every computation, the cycles that it expects the core to waste in waiting for
+collectives, before and after it has ordered the instructions. To see them, libtpu must be loaded with
+``STATISTICS_ENVIRONMENT`` set, so before the process first touches a TPU topology:
+
+    os.environ.update(STATISTICS_ENVIRONMENT)
+    with capture() as log:
+        compiled = lowered.compile()
+    for statistics in parse_statistics(log.text): ...
+
+Passes after the scheduler (memory space assignment, collectives made synchronous again) can still move things:
+the text of the compiled program, which ``overlap`` reads, has the last word on the order.
+"""
+
+import contextlib
+import dataclasses
+import os
+import re
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping
+
+STATISTICS_ENVIRONMENT: Mapping[str, str] = {
+    "TPU_VMODULE": "latency_hiding_scheduler=1",
+    "TPU_STDERR_LOG_LEVEL": "0",
+    "TPU_MIN_LOG_LEVEL": "0",
+}
+"""Environment variables that make libtpu print the statistics."""
+
+_PHASE = re.compile(r"Statistics (before|after) scheduling")
+_COMPUTATION = re.compile(r"For computation: ([^\s,]+)(?:, module ([^\s,]+))?")
+_FIELD = re.compile(
+    r"\] (Total cycles|Total wasted cycles|Wasted cycles for [\w\- ]+|Memory pressure peak \(bytes\)): ([\d.e+]+)"
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Waste:
+    """One computation's statistics at one point.
+
+    Attributes:
+      cycles: from its first instruction to its last, waits included.
+      wasted: cycles of those in which the core waits, by kind of collective; kinds that waste none are left
+        out.
+      peak_bytes: most memory alive at once.
+    """
+
+    cycles: float
+    wasted: Mapping[str, float]
+    peak_bytes: int
+
+    @property
+    def total_wasted(self) -> float:
+        """Waits for all kinds."""
+        return sum(self.wasted.values())
+
+
+@dataclasses.dataclass(frozen=True)
+class SchedulerStatistics:
+    """A computation before and after latency hiding.
+
+    Attributes:
+      module, computation: names in the compiled program.
+      before, after: as first ordered (least memory, overlap by accident), and as scheduled.
+    """
+
+    module: str
+    computation: str
+    before: Waste
+    after: Waste
+
+
+class Captured:
+    """What was printed so far inside ``capture``; complete once the block has ended."""
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+        self._text: str | None = None
+
+    @property
+    def text(self) -> str:
+        """All of it."""
+        if self._text is None:
+            with open(self._path, errors="replace") as file:
+                return file.read()
+        return self._text
+
+    def close(self) -> None:
+        """Keep the text; the file goes."""
+        self._text = self.text
+
+
+@contextlib.contextmanager
+def capture() -> Iterator[Captured]:
+    """Redirect this process's stderr, that of C++ code too, for the length of the block.
+
+    What other threads print to stderr meanwhile lands there as well.
+    """
+    sys.stderr.flush()
+    kept = os.dup(2)
+    with tempfile.NamedTemporaryFile(prefix="dualpipe-stderr-") as file:
+        captured = Captured(file.name)
+        os.dup2(file.fileno(), 2)
+        try:
+            yield captured
+        finally:
+            sys.stderr.flush()
+            os.dup2(kept, 2)
+            os.close(kept)
+            captured.close()
+
+
+def parse_statistics(text: str) -> tuple[SchedulerStatistics, ...]:
+    """Read the statistics out of a libtpu log, in the order in which computations were scheduled.
+
+    Other lines count for nothing. A computation scheduled several times gives its last statistics; one whose
+    log breaks off before the second half is left out.
+    """
+    phase, key = "", ("", "")
+    found: dict[tuple[str, str], dict[str, dict[str, float]]] = {}
+    for line in text.splitlines():
+        if match := _PHASE.search(line):
+            phase, key = match[1], ("", "")
+        elif phase and (match := _COMPUTATION.search(line)):
+            key = (match[2] or "", match[1])
+            found.setdefault(key, {})[phase] = {}
+        elif key[1] and (match := _FIELD.search(line)):
+            found[key][phase][match[1]] = float(match[2])
+    return tuple(
+        SchedulerStatistics(module, computation, _waste(phases["before"]), _waste(phases["after"]))
+        for (module, computation), phases in found.items()
+        if {"before", "after"} <= phases.keys()
+    )
+
+
+def _waste(fields: Mapping[str, float]) -> Waste:
+    prefix = "Wasted cycles for "
+    wasted = {name.removeprefix(prefix): n for name, n in fields.items() if name.startswith(prefix) and n}
+    peak = int(fields.get("Memory pressure peak (bytes)", 0))
+    return Waste(fields.get("Total cycles", 0.0), wasted, peak)
