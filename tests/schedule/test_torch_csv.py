@@ -17,7 +17,6 @@ from dualpipe_jax.schedule import (
     ScheduleError,
     dualpipe,
     dualpipe_v,
-    gpipe,
     one_f_one_b,
     parse_grid,
     validate,
@@ -210,7 +209,8 @@ def test_pytorch_runs_ours(torch_schedules, tmp_path):
     import torch
     from torch_step import make_batch, make_stage
 
-    schedules = {s.name: s for s in (dualpipe_v(3, 8), zb_h1(3, 6), gpipe(3, 4))}
+    schedules = {recipe.__name__: recipe(3, 6) for recipe in ONE_PIPE}
+    assert "OVERLAP_F_B" in to_torch_csv(schedules["dualpipe_v"])
     for name, schedule in schedules.items():
         (tmp_path / f"{name}.csv").write_text(to_torch_csv(schedule))
     counts = {name: (s.placement.rank_of, s.num_microbatches) for name, s in schedules.items()}

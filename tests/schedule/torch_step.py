@@ -78,7 +78,9 @@ def main(directory, num_ranks):
     waiting = {rank.sentinel: rank for rank in ranks}
     while waiting:
         for sentinel in multiprocessing.connection.wait(waiting):
-            if waiting.pop(sentinel).exitcode:
+            ended = waiting.pop(sentinel)
+            ended.join()  # the sentinel may tell a moment before the exit code is there
+            if ended.exitcode:
                 sys.exit(1)
 
 
