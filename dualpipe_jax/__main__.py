@@ -22,14 +22,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Returns the exit status: 1 for an invalid schedule or where nothing fits, 2 for what cannot be done.
     Exits with 2 where the options cannot be read.
     """
-    command = tyro.extras.subcommand_cli_from_dict(
-        COMMANDS,
-        prog="dualpipe",
-        description="Pipeline schedules: drawn, compared, chosen, searched and checked.",
-        args=arguments,
-        config=(tyro.conf.OmitArgPrefixes, tyro.conf.FlagCreatePairsOff),
-    )
     try:
+        command = tyro.extras.subcommand_cli_from_dict(
+            COMMANDS,
+            prog="dualpipe",
+            description="Pipeline schedules: drawn, compared, chosen, searched and checked.",
+            args=arguments,
+            config=(tyro.conf.OmitArgPrefixes, tyro.conf.FlagCreatePairsOff),
+        )
         status = command.run()
         sys.stdout.flush()
         return status

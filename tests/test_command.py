@@ -1,9 +1,11 @@
 import io
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
+import xml.etree.ElementTree
 
 import pytest
 from rich.console import Console
@@ -118,18 +120,20 @@ def test_compared_by_makespan_and_refusals_with_their_reason(capsys):
     out = printed(capsys, "compare", "dualpipe", "zb_h1", "1F1B", "--ranks", "5", "--microbatches", "10")
     lines = out.splitlines()
     assert lines[0] == "5 ranks, 10 microbatches, F 1, I 1, W 1, FB 3"
-    assert lines[1].split() == [
-        "schedule",
-        "makespan",
-        "bubble",
-        "largest",
-        "idle",
-        "activations",
-        "parameters",
-        "pairs",
+    assert [re.split(" {2,}", line) for line in lines[1:4]] == [
+        [
+            "schedule",
+            "makespan",
+            "bubble",
+            "above bound",
+            "largest idle",
+            "activations",
+            "parameters",
+            "pairs",
+        ],
+        ["zb_h1", "34", "11.8 %", "0.0 %", "4", "5", "1x", "no"],
+        ["one_f_one_b", "42", "28.6 %", "23.5 %", "12", "5", "1x", "no"],
     ]
-    assert lines[2].split() == ["zb_h1", "34", "11.8", "%", "4", "5", "1x", "no"]
-    assert lines[3].split() == ["one_f_one_b", "42", "28.6", "%", "12", "5", "1x", "no"]
     assert lines[4] == "not with these counts:"
     assert lines[5].startswith(
         "  dualpipe  got 5 ranks and 10 microbatches, but ranks work in mirrored pairs"
@@ -158,10 +162,10 @@ def test_compare_writes_markdown(capsys):
     )
     table, reason = out.strip().split("\n\n")
     assert table.splitlines()[:2] == [
-        "| schedule | makespan | bubble | largest idle | activations | parameters | pairs |",
-        "| --- | ---: | ---: | ---: | ---: | ---: | ---: |",
+        "| schedule | makespan | bubble | above bound | largest idle | activations | parameters | pairs |",
+        "| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: |",
     ]
-    assert table.splitlines()[2] == "| gpipe | 18 | 33.3 % | 6 | 4 | 1x | no |"
+    assert table.splitlines()[2] == "| gpipe | 18 | 33.3 % | 28.6 % | 6 | 4 | 1x | no |"
     assert reason.startswith("Not with these counts: dualpipe: got 3 ranks")
 
 
@@ -216,6 +220,7 @@ def test_check_reads_standard_input(capsys, monkeypatch):
         ),
         (["compare", "one_f", *SMALL], "there is no schedule 'one_f'; did you mean one_f_one_b? There are"),
         (["show", "xyzzy", *SMALL], "there is no schedule 'xyzzy'; there are gpipe, one_f_one_b"),
+        (["show", "1f1b", "--ranks", "3"], "show one_f_one_b: add --ranks and --microbatches"),
         (["show", "dualpipe", "--ranks", "3", "--microbatches", "8"], "try 2 or 4 ranks"),
         (["show", "gpipe", "--ranks", "0", "--microbatches", "8"], "try 1 ranks"),
         (["show", "gpipe", *SMALL, "--F", "-1"], "costs must be finite and at least 0, got F=-1.0"),
@@ -322,3 +327,29 @@ def test_a_terminal_gets_colours():
     os.close(ours)
     assert "\x1b[1;32mdualpipe" in shown
     assert "gpipe" in shown
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_pictures_are_files(capsys, tmp_path, name):
+    path = tmp_path / "schedule.svg"
+    assert printed(capsys, "show", name, "--ranks", "2", "--microbatches", "4", "-o", str(path)) == ""
+    assert xml.etree.ElementTree.parse(path).getroot().tag.endswith("svg")
+
+
+def test_pictures_are_piped(capsysbinary):
+    assert main(["show", "dualpipe", "--ranks", "2", "--microbatches", "4", "--format", "png"]) == 0
+    assert capsysbinary.readouterr().out.startswith(b"\x89PNG")
+
+
+def test_pictures_are_not_for_terminals(capsys, monkeypatch):
+    monkeypatch.setattr("dualpipe_jax.command.formats.in_terminal", lambda: True)
+    message = refused(capsys, 2, "show", "gpipe", "--ranks", "2", "--microbatches", "4", "--format", "svg")
+    assert "--format svg is not for a terminal; add --output FILE.svg" in message
+
+
+def test_a_file_is_shown_too(capsys, saved):
+    file = saved(format_grid(dualpipe(2, 4)))
+    assert parse_grid(printed(capsys, "show", file, "--FB", "2")) == dualpipe(2, 4)
+    assert "drop --ranks and --microbatches" in refused(capsys, 2, "show", file, *SMALL)
+    broken = saved(format_grid(dualpipe(2, 4)).replace("3F0 0F1", "0F1 3F0").replace("0B0", "0B1"))
+    assert "<-- here" in refused(capsys, 1, "show", broken)

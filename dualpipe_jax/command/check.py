@@ -23,7 +23,7 @@ class Check:
 
     file: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="FILE")]
     """The file, or - for standard input."""
-    pipes: Annotated[str | None, tyro.conf.arg(metavar="PIPES")] = None
+    pipes: Annotated[str | None, tyro.conf.arg(metavar="PIPES", help_behavior_hint="")] = None
     """The rank of each stage, pipe by pipe, such as "(0 1 1 0)", where the file does not say."""
     json: bool = False
     """Print for programs."""

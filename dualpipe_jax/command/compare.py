@@ -8,15 +8,20 @@ import tyro
 from dualpipe_jax.command.options import Costs, Memory, NothingFits, Shape, make_all
 from dualpipe_jax.command.output import Reasons, Table, amount, describe, number, percent, show, show_json
 from dualpipe_jax.schedule import CostModel, MemoryModel, Schedule, simulate
+from dualpipe_jax.schedule.bounds import lower_bound
 
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """What a table says of a schedule; memory in units of a whole rank's share of the model."""
+    """What a table says of a schedule; activations in units of a whole rank's share of the model.
+
+    ``above_bound`` is how much longer the step is than the least that is proven for the same placement.
+    """
 
     name: str
     makespan: float
     bubble: float
+    above_bound: float
     largest_idle: float
     activations: float
     memory: float
@@ -27,10 +32,13 @@ class Row:
     def of(cls, schedule: Schedule, costs: CostModel, sizes: MemoryModel) -> "Row":
         """Simulate a schedule under a whole rank's costs and sizes."""
         timeline = simulate(schedule, costs.for_schedule(schedule))
+        counts = schedule.num_ranks, schedule.num_microbatches
+        bound = lower_bound(*counts, costs, placement=schedule.placement, memory=sizes)
         return cls(
             schedule.name,
             timeline.makespan,
             timeline.bubble,
+            timeline.makespan / bound - 1 if bound else 0.0,
             max(timeline.idle),
             max(timeline.memory(MemoryModel().for_schedule(schedule))),
             max(timeline.memory(sizes.for_schedule(schedule))),
@@ -50,7 +58,9 @@ class Compare:
     """Pipeline ranks."""
     microbatches: int
     """Microbatches of a step, over all pipes."""
-    names: Annotated[tyro.conf.Positional[tuple[str, ...]], tyro.conf.arg(metavar="[NAME ...]")] = ()
+    names: Annotated[
+        tyro.conf.Positional[tuple[str, ...]], tyro.conf.arg(metavar="[NAME ...]", help_behavior_hint="")
+    ] = ()
     """Which schedules; all if none is named."""
     format: Literal["text", "markdown", "json"] = "text"
     """How the table is written."""
@@ -86,10 +96,12 @@ class Compare:
 
     def facts(self, rows: list[Row], refused: dict[str, str]) -> dict[str, Any]:
         """What the table says, for programs."""
+        costs = self.costs.model()
         return {
             "ranks": self.ranks,
             "microbatches": self.microbatches,
-            "costs": dataclasses.asdict(self.costs.model()),
+            "costs": dataclasses.asdict(costs),
+            "lower_bound": lower_bound(self.ranks, self.microbatches, costs),
             "schedules": [dataclasses.asdict(row) for row in rows],
             "refused": refused,
         }
@@ -98,12 +110,22 @@ class Compare:
 def tabulate(rows: list[Row], sizes: MemoryModel) -> Table:
     """A table for people. Memory is a column of its own where sizes were given."""
     counted = sizes != MemoryModel()
-    head = ["schedule", "makespan", "bubble", "largest idle", "activations", "parameters", "pairs"]
+    head = [
+        "schedule",
+        "makespan",
+        "bubble",
+        "above bound",
+        "largest idle",
+        "activations",
+        "parameters",
+        "pairs",
+    ]
     lines = [
         [
             row.name,
             number(row.makespan),
             percent(row.bubble),
+            percent(row.above_bound),
             number(row.largest_idle),
             number(row.activations),
             f"{row.parameters}x",
@@ -113,7 +135,7 @@ def tabulate(rows: list[Row], sizes: MemoryModel) -> Table:
     ]
     if counted:
         for line, row in zip([head, *lines], ["memory", *(amount(row.memory) for row in rows)], strict=True):
-            line.insert(5, row)
+            line.insert(6, row)
     return Table(tuple(head), tuple(map(tuple, lines)), best=0)
 
 

@@ -12,15 +12,8 @@ from typing import NamedTuple
 from rich.console import Console
 from rich.text import Text
 
-from dualpipe_jax.schedule import Action, Op, Placement, Slot, Timeline
-
-_SHADES = {
-    Op.F: ("#ffd166", "#f79d4b"),
-    Op.B: ("#8fd18a", "#4fae8c"),
-    Op.I: ("#8ecae6", "#5aa2d6"),
-    Op.W: ("#cdb4db", "#a98cc9"),
-}
-"""Of each operation, for a rank's stages in turn: in two pipes or a V, there and back."""
+from dualpipe_jax.schedule import Op, Placement, Slot, Timeline
+from dualpipe_jax.schedule.plot import colours, num_shades, shade, shade_names
 
 
 class Block(NamedTuple):
@@ -75,7 +68,11 @@ def _blocks(timeline: Timeline, brief: bool) -> list[list[Block]]:
         raise ValueError(f"{free[0]} takes no time; to draw time, all costs must be above 0")
     labels = {slot: _labels(slot, brief) for slot in slots}
     scale = max((len(" ".join(labels[slot])) + 1) / durations[slot] for slot in slots)
-    styles = {action: _style(placement, action) for slot in slots for action in slot}
+    styles = {
+        (op, stage): _style(placement, op, shade(placement, stage))
+        for op in Op
+        for stage in range(placement.num_stages)
+    }
 
     def column(time: float) -> int:
         return math.floor(time * scale + 1e-6)
@@ -83,7 +80,7 @@ def _blocks(timeline: Timeline, brief: bool) -> list[list[Block]]:
     def blocks(slot: Slot, start: int, end: int) -> Iterator[Block]:
         cuts = [start, end] if len(slot) == 1 else [start, (start + end) // 2, end]
         for action, label, (left, right) in zip(slot, labels[slot], itertools.pairwise(cuts), strict=True):
-            yield Block(left, right - (right == end), label, styles[action])
+            yield Block(left, right - (right == end), label, styles[action.op, action.stage])
 
     return [
         [block for slot, a, b in zip(*row, strict=True) for block in blocks(slot, column(a), column(b))]
@@ -97,9 +94,11 @@ def _labels(slot: Slot, brief: bool) -> list[str]:
     return [*(f"{action}+" for action in slot[:-1]), str(slot[-1])]
 
 
-def _style(placement: Placement, action: Action) -> str:
-    stages = placement.stages_on[placement.rank_of[action.stage]]
-    return f"black on {_SHADES[action.op][stages.index(action.stage) % 2]}"
+def _style(placement: Placement, op: Op, shade: int) -> str:
+    colour = colours(op, num_shades(placement))[shade]
+    red, green, blue = (int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5))
+    dark = 0.21 * red**2.2 + 0.72 * green**2.2 + 0.07 * blue**2.2 < 0.25
+    return f"{'#ffffff' if dark else '#000000'} on {colour}"
 
 
 def _line(row: list[Block], first: int, last: int) -> Text:
@@ -114,18 +113,18 @@ def _line(row: list[Block], first: int, last: int) -> Text:
 
 
 def _legend(timeline: Timeline, brief: bool) -> Text:
-    schedule = timeline.schedule
-    used = {action.op for order in schedule.orders for slot in order for action in slot}
-    shades = 2 if any(len(stages) > 1 for stages in schedule.placement.stages_on) else 1
+    placement, orders = timeline.schedule.placement, timeline.schedule.orders
+    used = {action.op for order in orders for slot in order for action in slot}
+    shades = range(num_shades(placement))
     meaning = {Op.F: "forward", Op.B: "backward", Op.I: "backward, input", Op.W: "backward, weights"}
     legend = Text()
     for op in filter(used.__contains__, Op):
-        for shade in _SHADES[op][:shades]:
-            legend.append(f" {op} ", f"black on {shade}")
+        for at in shades:
+            legend.append(f" {op} ", _style(placement, op, at))
         legend.append(f" {meaning[op]}   ")
     numbers = "numbers are microbatches" if brief else "3F0 is stage 3, forward, microbatch 0"
-    turns = "; shades are the rank's stages in turn" if shades == 2 else ""
-    return legend.append(f"\n{numbers}{turns}", "dim")
+    names = f"; shades: {', '.join(shade_names(placement))}" if len(shades) > 1 else ""
+    return legend.append(f"\n{numbers}{names}", "dim")
 
 
 def print_drawing(timeline: Timeline, console: Console) -> None:

@@ -4,6 +4,7 @@ import dataclasses
 import difflib
 import inspect
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Annotated, Any
 
 import tyro
@@ -14,8 +15,9 @@ SCHEDULES: dict[str, Callable[..., Schedule]] = {recipe.__name__: recipe for rec
 
 _ALSO_CALLED = {"1f1b": "one_f_one_b", "zb1p": "zb_h1", "zb2p": "zb_h2", "wave": "hanayo"}
 
-_Number = Annotated[float | None, tyro.conf.arg(metavar="FLOAT")]
-_Count = Annotated[int | None, tyro.conf.arg(metavar="INT")]
+Number = Annotated[float | None, tyro.conf.arg(metavar="FLOAT", help_behavior_hint="")]
+Count = Annotated[int | None, tyro.conf.arg(metavar="INT", help_behavior_hint="")]
+Output = Annotated[Path | None, tyro.conf.arg(metavar="FILE", aliases=["-o"], help_behavior_hint="")]
 
 
 class CommandError(ValueError):
@@ -37,7 +39,7 @@ class Costs:
     """Backward for the input."""
     W: float = 1.0
     """Backward for the weights."""
-    FB: _Number = None
+    FB: Number = None
     """Overlapped pair of a forward and a full backward; F + I + W, no gain, unless given."""
     send: float = 0.0
     """Transfer to another rank."""
@@ -79,9 +81,9 @@ class Memory:
 class Shape:
     """For the schedules that can be cut finer."""
 
-    stages_per_rank: _Count = None
+    stages_per_rank: Count = None
     """Stages of a rank: interleaved schedules."""
-    waves: _Count = None
+    waves: Count = None
     """Waves: hanayo."""
 
     def given(self) -> dict[str, int]:
@@ -96,13 +98,17 @@ def find(name: str) -> Callable[..., Schedule]:
     Raises:
       CommandError: there is none; says which names are near.
     """
-    spelt = {_plain(known): known for known in SCHEDULES} | _ALSO_CALLED
-    found = SCHEDULES.get(spelt.get(_plain(name), ""))
-    if found is None:
+    if not is_known(name):
+        spelt = _spellings()
         near = dict.fromkeys(spelt[word] for word in difflib.get_close_matches(_plain(name), spelt, n=3))
         meant = f"did you mean {' or '.join(near)}? There" if near else "there"
         raise CommandError(f"there is no schedule {name!r}; {meant} are {', '.join(SCHEDULES)}")
-    return found
+    return SCHEDULES[_spellings()[_plain(name)]]
+
+
+def is_known(name: str) -> bool:
+    """Whether ``find`` finds it."""
+    return _plain(name) in _spellings()
 
 
 def make(name: str, num_ranks: int, num_microbatches: int, shape: Shape) -> Schedule:
@@ -138,6 +144,12 @@ def make_all(
 def _taken(recipe: Callable[..., Schedule], shape: Shape) -> dict[str, Any]:
     known = inspect.signature(recipe).parameters
     return {option: count for option, count in shape.given().items() if option in known}
+
+
+def _spellings() -> dict[str, str]:
+    return {_plain(known): known for known in SCHEDULES} | {
+        other: known for other, known in _ALSO_CALLED.items() if known in SCHEDULES
+    }
 
 
 def _plain(name: str) -> str:
