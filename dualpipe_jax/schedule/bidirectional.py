@@ -1,6 +1,7 @@
 """Chimera and Hanayo: full backwards over a pipe that meets itself, on one clock."""
 
 from dualpipe_jax.schedule.classic import check_counts, check_two_pipes
+from dualpipe_jax.schedule.costs import CostModel
 from dualpipe_jax.schedule.ir import Action, Op, Placement, Schedule, Slot
 
 
@@ -30,6 +31,17 @@ def chimera(num_ranks: int, num_microbatches: int) -> Schedule:
     return Schedule("chimera", placement, num_microbatches, orders)
 
 
+def chimera_bubble(num_ranks: int, num_microbatches: int, costs: CostModel) -> float:
+    """Published bubble of ``chimera``, (num_ranks / 2 - 1)(F + B).
+
+    Exact where F = B and num_ranks divides num_microbatches; otherwise the largest idle is above it. With n
+    units of num_ranks microbatches it is (num_ranks - 2)(max(F, B) + (n - 1)|B - F|) for all costs: on 8
+    ranks with B = 2F it passes that of 1F1B from the third unit on.
+    """
+    del num_microbatches
+    return (num_ranks / 2 - 1) * (costs.F + costs.B)
+
+
 def hanayo(num_ranks: int, num_microbatches: int, num_waves: int = 2) -> Schedule:
     """Hanayo: one pipe there and back over the ranks num_waves times, 2 num_waves stages a rank.
 
@@ -42,7 +54,7 @@ def hanayo(num_ranks: int, num_microbatches: int, num_waves: int = 2) -> Schedul
     Source: Liu et al., "Hanayo" (arXiv 2308.15762).
 
     >>> [str(slot[0]) for slot in hanayo(2, 2, num_waves=1).orders[1]]
-    ['1F0', '2F0', '1F1', '2B0', '2F1', '1B0', '2B1', '1B1']
+    ['1F0', '2F0', '1F1', '2F1', '2B0', '1B0', '2B1', '1B1']
 
     Raises:
       ValueError: if a count is below 1.
@@ -50,6 +62,17 @@ def hanayo(num_ranks: int, num_microbatches: int, num_waves: int = 2) -> Schedul
     check_counts("hanayo", num_ranks, num_microbatches, num_waves=num_waves)
     placement = Placement.wave(num_ranks, num_waves)
     return Schedule("hanayo", placement, num_microbatches, _on_beats(placement, num_microbatches, num_ranks))
+
+
+def hanayo_bubble(num_ranks: int, num_microbatches: int, costs: CostModel) -> float:
+    """Bubble of ``hanayo``, (num_ranks - 1)(F + B) for costs of a stage: the least on a wave placement.
+
+    The last rank waits for num_ranks - 1 forwards at first, and for as many backwards at last. Exact where
+    F = B and num_ranks divides num_microbatches; otherwise the largest idle is above it. With n units of
+    num_ranks microbatches it is 2 (num_ranks - 1)(max(F, B) + (n - 1)|B - F|) for all costs.
+    """
+    del num_microbatches
+    return (num_ranks - 1) * (costs.F + costs.B)
 
 
 def _on_beats(placement: Placement, per_pipe: int, unit: int) -> tuple[tuple[Slot, ...], ...]:

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+from dualpipe_jax.schedule.costs import CostModel
 from dualpipe_jax.schedule.ir import Action, Op, Placement, Schedule, Slot
 
 
@@ -21,6 +22,12 @@ def gpipe(num_ranks: int, num_microbatches: int) -> Schedule:
         for stage in range(num_ranks)
     )
     return Schedule("gpipe", Placement.linear(num_ranks), num_microbatches, tuple(orders))
+
+
+def gpipe_bubble(num_ranks: int, num_microbatches: int, costs: CostModel) -> float:
+    """Published bubble of ``gpipe``, (num_ranks - 1)(F + B): exact for all counts and costs."""
+    del num_microbatches
+    return (num_ranks - 1) * (costs.F + costs.B)
 
 
 def one_f_one_b(num_ranks: int, num_microbatches: int) -> Schedule:
@@ -47,6 +54,11 @@ def one_f_one_b(num_ranks: int, num_microbatches: int) -> Schedule:
         for rank in range(num_ranks)
     )
     return Schedule("one_f_one_b", Placement.linear(num_ranks), num_microbatches, tuple(orders))
+
+
+def one_f_one_b_bubble(num_ranks: int, num_microbatches: int, costs: CostModel) -> float:
+    """Published bubble of ``one_f_one_b``, (num_ranks - 1)(F + B): exact for all counts and costs."""
+    return gpipe_bubble(num_ranks, num_microbatches, costs)
 
 
 def interleaved_1f1b(num_ranks: int, num_microbatches: int, num_stages_per_rank: int = 2) -> Schedule:
@@ -84,6 +96,18 @@ def interleaved_1f1b(num_ranks: int, num_microbatches: int, num_stages_per_rank:
     return Schedule("interleaved_1f1b", placement, num_microbatches, tuple(orders))
 
 
+def interleaved_1f1b_bubble(
+    num_ranks: int, num_microbatches: int, costs: CostModel, num_stages_per_rank: int = 2
+) -> float:
+    """Published bubble of ``interleaved_1f1b``, (num_ranks - 1)(F + B) for costs of a stage.
+
+    Exact for all counts and costs, with what the paper leaves out added: where there are fewer microbatches
+    than ranks, each further round idles F + B for each that is missing.
+    """
+    missing = (num_stages_per_rank - 1) * max(0, num_ranks - num_microbatches)
+    return (num_ranks - 1 + missing) * (costs.F + costs.B)
+
+
 def looped_bfs(num_ranks: int, num_microbatches: int, num_stages_per_rank: int = 2) -> Schedule:
     """Breadth-first pipeline: GPipe over a pipe that walks the ranks v = num_stages_per_rank times.
 
@@ -109,6 +133,16 @@ def looped_bfs(num_ranks: int, num_microbatches: int, num_stages_per_rank: int =
 
     placement = Placement.interleaved(num_ranks, num_stages_per_rank)
     return Schedule("looped_bfs", placement, num_microbatches, tuple(map(order, range(num_ranks))))
+
+
+def looped_bfs_bubble(
+    num_ranks: int, num_microbatches: int, costs: CostModel, num_stages_per_rank: int = 2
+) -> float:
+    """Published bubble of ``looped_bfs``, (num_ranks - 1)(F + B) for costs of a stage.
+
+    Exact for all counts and costs; fewer microbatches than ranks count as in interleaved 1F1B.
+    """
+    return interleaved_1f1b_bubble(num_ranks, num_microbatches, costs, num_stages_per_rank)
 
 
 def one_for_one(

@@ -8,6 +8,7 @@ from collections import Counter, deque
 from collections.abc import Iterable
 
 from dualpipe_jax.schedule.classic import check_counts, check_two_pipes
+from dualpipe_jax.schedule.costs import CostModel
 from dualpipe_jax.schedule.ir import Action, Op, Placement, Schedule, Slot
 
 _Step = tuple[tuple[Op, int], ...]
@@ -44,6 +45,18 @@ def dualpipe(num_ranks: int, num_microbatches: int) -> Schedule:
     return Schedule("dualpipe", Placement.bidirectional(num_ranks), num_microbatches, tuple(orders))
 
 
+def dualpipe_bubble(num_ranks: int, num_microbatches: int, costs: CostModel) -> float:
+    """Published bubble of ``dualpipe``, (num_ranks / 2 - 1)(FB + B - 3W).
+
+    Exact for F = I >= W, max(F, B) <= FB <= F + B and num_microbatches >= 2 num_ranks - 2. With W > I it is
+    far too low, even below zero; with I different from F the largest idle may be on either side of it.
+    With h = num_ranks / 2, whatever F, I and W are, the largest idle is
+    (h - 1)(FB + max(0, W - I) - 2W + max(F, I)) - min(F, (h - 1) max(0, I - F)).
+    """
+    del num_microbatches
+    return (num_ranks / 2 - 1) * (costs.FB + costs.B - 3 * costs.W)
+
+
 def dualpipe_v(num_ranks: int, num_microbatches: int) -> Schedule:
     """DualPipeV: DualPipe cut in half and folded into one pipe, there and back over any number of ranks.
 
@@ -63,6 +76,15 @@ def dualpipe_v(num_ranks: int, num_microbatches: int) -> Schedule:
         for rank in range(num_ranks)
     )
     return Schedule("dualpipe_v", Placement.v(num_ranks), num_microbatches, tuple(orders))
+
+
+def dualpipe_v_bubble(num_ranks: int, num_microbatches: int, costs: CostModel) -> float:
+    """Published bubble of ``dualpipe_v``, (num_ranks - 1)(FB + B - 3W) for costs of a stage, half a rank's.
+
+    It is that of ``dualpipe`` on twice the ranks, exact under the same conditions, here for
+    num_microbatches >= 2 num_ranks - 1.
+    """
+    return dualpipe_bubble(2 * num_ranks, num_microbatches, costs)
 
 
 def _eight_steps(near: int, far: int, hops: int, depth: int, microbatches: int) -> tuple[Slot, ...]:

@@ -1,6 +1,7 @@
 """Zero-bubble schedules: the backward in two halves, the second of which fills the gaps."""
 
 from dualpipe_jax.schedule.classic import check_counts, groups, in_rounds, one_for_one
+from dualpipe_jax.schedule.costs import CostModel
 from dualpipe_jax.schedule.ir import Op, Placement, Schedule, Slot
 
 
@@ -27,6 +28,16 @@ def zb_h1(num_ranks: int, num_microbatches: int) -> Schedule:
     return Schedule("zb_h1", Placement.linear(num_ranks), num_microbatches, tuple(orders))
 
 
+def zb_h1_bubble(num_ranks: int, num_microbatches: int, costs: CostModel) -> float:
+    """Published bubble of ``zb_h1``, (num_ranks - 1)(F + B - 2W).
+
+    Exact for num_microbatches >= num_ranks and W <= min(F, I). Otherwise the largest idle is above it, never
+    below: W's that are longer than the gaps they fill, or too few to fill them, delay everyone.
+    """
+    del num_microbatches
+    return (num_ranks - 1) * (costs.F + costs.B - 2 * costs.W)
+
+
 def zb_h2(num_ranks: int, num_microbatches: int) -> Schedule:
     """ZB-H2 (ZB2P): ZB-H1 with twice the forwards ahead, so that no rank idles between first and last slot.
 
@@ -49,6 +60,17 @@ def zb_h2(num_ranks: int, num_microbatches: int) -> Schedule:
         for rank in range(num_ranks)
     )
     return Schedule("zb_h2", Placement.linear(num_ranks), num_microbatches, tuple(orders))
+
+
+def zb_h2_bubble(num_ranks: int, num_microbatches: int, costs: CostModel) -> float:
+    """Published bubble of ``zb_h2``, (num_ranks - 1)(F + B - 3W): none for F = I = W.
+
+    It counts the gaps inside each rank's own span, and is what rank after rank idles where the optimizer
+    too starts rank by rank. A step that ends for all at once idles (num_ranks - 1) max(F, F + B - 3W), for
+    num_microbatches >= 2 num_ranks - 1 and W <= min(F, I), and never less.
+    """
+    del num_microbatches
+    return (num_ranks - 1) * (costs.F + costs.B - 3 * costs.W)
 
 
 def interleaved_zero_bubble(num_ranks: int, num_microbatches: int, num_stages_per_rank: int = 2) -> Schedule:
@@ -78,6 +100,14 @@ def interleaved_zero_bubble(num_ranks: int, num_microbatches: int, num_stages_pe
     )
     placement = Placement.interleaved(num_ranks, num_stages_per_rank)
     return Schedule("interleaved_zero_bubble", placement, num_microbatches, tuple(orders))
+
+
+def interleaved_zero_bubble_bubble(num_ranks: int, num_microbatches: int, costs: CostModel) -> float:
+    """Bubble of ``interleaved_zero_bubble``: ZB-H1's, (num_ranks - 1)(F + B - 2W), for costs of a stage.
+
+    Exact for num_microbatches >= num_ranks and W <= min(F, I); otherwise the largest idle is above it.
+    """
+    return zb_h1_bubble(num_ranks, num_microbatches, costs)
 
 
 def _split_order(

@@ -36,6 +36,15 @@ def test_a_v_turns_around_on_the_last_rank():
     assert {placement.pipe_of(stage) for stage in range(6)} == {0}
 
 
+def test_rounds_and_waves():
+    assert Placement.interleaved(4, 2).pipes == ((0, 1, 2, 3, 0, 1, 2, 3),)
+    assert Placement.interleaved(4, 2).stages_on == ((0, 4), (1, 5), (2, 6), (3, 7))
+    assert Placement.interleaved(3, 1) == Placement.linear(3)
+    assert Placement.wave(3, 2).pipes == ((0, 1, 2, 2, 1, 0, 0, 1, 2, 2, 1, 0),)
+    assert Placement.wave(3, 2).stages_on[0] == (0, 5, 6, 11)
+    assert Placement.wave(3, 1) == Placement.v(3)
+
+
 @pytest.mark.parametrize(
     ("pipes", "message"),
     [

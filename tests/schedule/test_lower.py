@@ -18,9 +18,12 @@ from dualpipe_jax.schedule import (
     simulate,
     zb_h1,
 )
+from dualpipe_jax.schedule.bidirectional import hanayo
+from dualpipe_jax.schedule.classic import interleaved_1f1b
 from dualpipe_jax.schedule.flat import channels, flatten, topological
 from dualpipe_jax.schedule.lower import PROGRAM, TickTable, forward_only, lower, tabulate
 from dualpipe_jax.schedule.ticks import earliest
+from dualpipe_jax.schedule.zero_bubble import interleaved_zero_bubble
 
 
 def legal_schedules() -> list[Schedule]:
@@ -209,6 +212,22 @@ def test_every_unit_reads_what_it_should(schedule):
         check(lower(schedule, random_costs(seed), keep_input))
 
 
+@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+@pytest.mark.parametrize("num_microbatches", [2, 5])
+def test_rounds_and_waves_over_few_ranks(num_ranks, num_microbatches):
+    """Where a rank hands over to itself, or to the same neighbour in both directions."""
+    for seed, schedule in enumerate(
+        (
+            interleaved_1f1b(num_ranks, num_microbatches, 3),
+            interleaved_zero_bubble(num_ranks, num_microbatches, 4),
+            hanayo(num_ranks, num_microbatches, num_waves=1),
+            hanayo(num_ranks, num_microbatches, num_waves=3),
+        )
+    ):
+        for keep_input in ("F", "I", "W"):
+            check(lower(schedule, random_costs(seed), keep_input))
+
+
 @pytest.mark.parametrize("seed", range(60))
 def test_whatever_the_costs_every_unit_reads_what_it_should(seed):
     draw = random.Random(seed)
@@ -270,6 +289,11 @@ def test_channels_are_those_that_stage_boundaries_need():
     assert told(gpipe(1, 4)) == told(dualpipe_v(1, 2)) == []
     assert told(gpipe(4, 4)) == [("y", there), ("dx", back)]
     assert told(dualpipe(4, 8)) == told(dualpipe_v(4, 8)) == both
+    ring = ((0, 1), (1, 2), (2, 3), (3, 0))
+    assert told(interleaved_1f1b(4, 4)) == [("y", ring), ("dx", tuple(sorted((b, a) for a, b in ring)))]
+    assert told(interleaved_1f1b(1, 4)) == told(hanayo(1, 4)) == []
+    assert told(hanayo(4, 4)) == both
+    assert told(hanayo(2, 4)) == told(interleaved_1f1b(2, 4)) == told(dualpipe(2, 4))
     assert told(dualpipe(2, 4)) == [("y", ((0, 1), (1, 0))), ("dx", ((0, 1), (1, 0)))]
 
 
