@@ -27,6 +27,7 @@ KINDS = (
 )
 """Opcodes of collectives, which are also the names of the kinds."""
 
+_GROUPS = re.compile(r"replica_groups=(?:\[\d+,(\d+)\]|\{\{([\d,]+)\})")
 _IS_SYNC = re.compile(r'"is_sync":\s*true')
 
 
@@ -40,6 +41,7 @@ class Pair(NamedTuple):
       start: position in its computation at which it begins to run; of SparseCore calls that is the update.
       done: position at which the core waits for it; the computation's length if another one does.
       payload: bytes of what a device gives or of what it gets, whichever is more.
+      group_size: devices that take part together; None for permutes, or where the text does not say.
     """
 
     kind: str
@@ -48,6 +50,7 @@ class Pair(NamedTuple):
     start: int
     done: int
     payload: int
+    group_size: int | None
 
 
 def collectives(module: Module, computation: Computation) -> list[Pair]:
@@ -67,7 +70,7 @@ def collectives(module: Module, computation: Computation) -> list[Pair]:
             form, start = "sparsecore", k if update is None else update
         else:
             form = "async"
-        found.append(Pair(kind, form, instruction, start, done, payload))
+        found.append(Pair(kind, form, instruction, start, done, payload, _group_size(module, instruction)))
     return sorted(found, key=lambda pair: pair.start)
 
 
@@ -107,6 +110,15 @@ def _payload(computation: Computation, issued: Instruction, done: int) -> int:
         return got  # it may read more than the collective does
     operands = (computation.by_name.get(name) for name in issued.operands)
     return max(got, sum(operand.nbytes for operand in operands if operand is not None))
+
+
+def _group_size(module: Module, issued: Instruction) -> int | None:
+    """Devices of the first group: ``{{0,1},{2,3}}`` or ``[2,2]<=[4]``."""
+    inside = (i.attributes for name in issued.called() for i in module.inside(name))
+    for attributes in (issued.attributes, *inside):
+        if match := _GROUPS.search(attributes):
+            return int(match[1]) if match[1] else match[2].count(",") + 1
+    return None
 
 
 def is_matmul(instruction: Instruction, targets: re.Pattern[str]) -> bool:

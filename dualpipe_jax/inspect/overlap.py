@@ -10,6 +10,7 @@ from dualpipe_jax.inspect.collectives import Pair, collectives, matmuls
 from dualpipe_jax.inspect.hlo import Computation, Instruction, Module, read
 from dualpipe_jax.inspect.rates import Rates
 from dualpipe_jax.inspect.report import Collective, ComputationTime, Event, OverlapReport, Work
+from dualpipe_jax.inspect.scheduler import SchedulerStatistics
 
 FORWARD = (r"\bjvp\(",)
 """Names that JAX gives to operations of a differentiated forward."""
@@ -47,6 +48,7 @@ def overlap(
     backward: Iterable[str] = BACKWARD,
     matmul_calls: Iterable[str] = MATMUL_CALLS,
     trips: Mapping[str, int] | None = None,
+    statistics: Iterable[SchedulerStatistics] = (),
 ) -> OverlapReport:
     """Read from a compiled program what runs while each of its collectives is in flight.
 
@@ -73,6 +75,8 @@ def overlap(
       trips: how often loops run whose number of trips the compiler does not know, by a regular expression
         searched in the name of the body and the loop's op_name; 1 for those that none matches. For a guard of
         zero or one trips this picks the tick: ``{"pair": 1, ".": 0}``. The first that is found counts.
+      statistics: what ``parse_statistics`` read from the TPU compiler's log of this compilation; stands beside
+        our own figures in the report and changes none.
 
     Raises:
       ValueError: if the program is not compiled, or its text not that of a scheduled module.
@@ -96,6 +100,7 @@ def overlap(
         module=module.name,
         collectives=tuple(c for walk in walks.values() for c in walk.collectives),
         computations={name: walk.time for name, walk in walks.items()},
+        statistics={s.computation: s for s in statistics if s.module == module.name},
         timelines={name: walk.events for name, walk in walks.items()},
     )
 
@@ -160,6 +165,7 @@ class _Reader:
             pair.issued.op_name,
             self.direction(pair.issued),
             pair.payload,
+            pair.group_size,
             between,
             flight.duration,
             flight.exposed,
@@ -167,7 +173,7 @@ class _Reader:
 
     def duration(self, pair: Pair) -> float | None:
         """Cycles of a collective; a fusion that holds one may have been priced by the compiler."""
-        known = self.rates.collective(pair.kind, pair.payload)
+        known = self.rates.collective(pair.kind, pair.payload, pair.group_size)
         return float(pair.issued.cycles) if known is None and pair.issued.cycles is not None else known
 
     def work(self, computation: Computation, instruction: Instruction) -> Work | None:

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
+from dualpipe_jax.inspect.scheduler import SchedulerStatistics
 from dualpipe_jax.inspect.table import format_bytes, format_cycles, format_share, format_table
 
 DIRECTIONS = ("forward", "backward", "unknown")
@@ -41,6 +42,7 @@ class Collective:
       computation, context: where it stands; the context is the path of loops and branches from the entry.
       op_name, direction: JAX's name of the operation, and whether it belongs to forward or backward.
       payload: bytes that a device gives or gets, whichever is more, its own share included.
+      group_size: devices that take part together; None for permutes, or where the text does not say.
       between: work that stands between its start and its done.
       duration: cycles that it takes by the rates given; None if they do not say.
       exposed: cycles that the core waits for it; None if that cannot be known.
@@ -54,6 +56,7 @@ class Collective:
     op_name: str
     direction: str
     payload: int
+    group_size: int | None
     between: tuple[Work, ...]
     duration: float | None
     exposed: float | None
@@ -169,12 +172,14 @@ class OverlapReport:
       module: the program's name.
       collectives: in the order of the text; each is listed once however often its loop runs.
       computations: cycles of each computation that runs line by line, by name.
+      statistics: what the TPU compiler's scheduler said of the computations, by name; empty if not given.
       timelines: see ``timeline``.
     """
 
     module: str
     collectives: tuple[Collective, ...]
     computations: Mapping[str, ComputationTime]
+    statistics: Mapping[str, SchedulerStatistics]
     timelines: Mapping[str, tuple[Event, ...]] = dataclasses.field(repr=False)
 
     def select(self, kind: str | None = None, within: str | None = None) -> tuple[Collective, ...]:
@@ -216,6 +221,7 @@ class OverlapReport:
             "totals": [dataclasses.asdict(total) for total in self.totals()],
             "computations": [dataclasses.asdict(c) | {"work": c.work} for c in self.computations.values()],
             "collectives": [c.to_dict() for c in self.collectives],
+            "statistics": [dataclasses.asdict(s) for s in self.statistics.values()],
         }
 
     def to_json(self, indent: int | None = None) -> str:
@@ -225,7 +231,10 @@ class OverlapReport:
     def __str__(self) -> str:
         if not self.collectives:
             return f"{self.module}: no collectives"
-        return "\n\n".join([self.module, _collectives_table(self), _totals_table(self), _times_table(self)])
+        tables = [_collectives_table(self), _totals_table(self), _times_table(self)]
+        if self.statistics:
+            tables.append(_statistics_table(self))
+        return "\n\n".join([self.module, *tables])
 
 
 def _counts(counts: Iterable[Mapping[str, int]]) -> dict[str, int]:
@@ -302,3 +311,13 @@ def _times_table(report: OverlapReport) -> str:
         if c.cycles or c.unpriced
     ]
     return format_table(header, rows, left=(0, 4))
+
+
+def _statistics_table(report: OverlapReport) -> str:
+    header = ("the scheduler's own account", "cycles before", "waits", "cycles after", "waits")
+    rows = [
+        (name, *(format_cycles(n) for w in (s.before, s.after) for n in (w.cycles, w.total_wasted)))
+        for name, s in report.statistics.items()
+        if s.before.total_wasted
+    ]
+    return format_table(header, rows, left=(0,))

@@ -29,7 +29,7 @@ STATISTICS_ENVIRONMENT: Mapping[str, str] = {
 """Environment variables that make libtpu print the statistics."""
 
 _PHASE = re.compile(r"Statistics (before|after) scheduling")
-_COMPUTATION = re.compile(r"For computation: ([^\s,]+)(?:, module ([^\s,]+))?")
+_COMPUTATION = re.compile(r"For computation: ([^\s,]+)(?:, module ([^\s,(]+)(\(\d+\))?)?")
 _FIELD = re.compile(
     r"\] (Total cycles|Total wasted cycles|Wasted cycles for [\w\- ]+|Memory pressure peak \(bytes\)): ([\d.e+]+)"
 )
@@ -123,7 +123,7 @@ def parse_statistics(text: str) -> tuple[SchedulerStatistics, ...]:
         if match := _PHASE.search(line):
             phase, key = match[1], ("", "")
         elif phase and (match := _COMPUTATION.search(line)):
-            key = (match[2] or "", match[1])
+            key = (match[2] or "", match[1])  # the number behind the module's name is a fresh one each time
             found.setdefault(key, {})[phase] = {}
         elif key[1] and (match := _FIELD.search(line)):
             found[key][phase][match[1]] = float(match[2])
