@@ -341,6 +341,12 @@ def test_pictures_are_piped(capsysbinary):
     assert capsysbinary.readouterr().out.startswith(b"\x89PNG")
 
 
+def test_a_page_is_whole(capsys):
+    page = printed(capsys, "show", "dualpipe_v", "--ranks", "2", "--microbatches", "4", "--format", "html")
+    assert page.lower().startswith("<!doctype html>")
+    assert page.endswith("</html>\n")
+
+
 def test_pictures_are_not_for_terminals(capsys, monkeypatch):
     monkeypatch.setattr("dualpipe_jax.command.formats.in_terminal", lambda: True)
     message = refused(capsys, 2, "show", "gpipe", "--ranks", "2", "--microbatches", "4", "--format", "svg")

@@ -1,6 +1,7 @@
 """`dualpipe compare`: schedules side by side."""
 
 import dataclasses
+from collections.abc import Iterable
 from typing import Annotated, Any, Literal
 
 import tyro
@@ -74,7 +75,7 @@ class Compare:
         """Print the table; returns the exit status."""
         costs, sizes = self.costs.model(), self.memory.model()
         schedules, refused = make_all(self.names, self.ranks, self.microbatches, self.shape)
-        rows = sorted((Row.of(schedule, costs, sizes) for schedule in schedules), key=_by_merit)
+        rows = by_merit(Row.of(schedule, costs, sizes) for schedule in schedules)
         given = f"{self.ranks} ranks, {self.microbatches} microbatches, {describe(costs)}"
         if self.json or self.format == "json":
             show_json(self.facts(rows, refused))
@@ -139,8 +140,9 @@ def tabulate(rows: list[Row], sizes: MemoryModel) -> Table:
     return Table(tuple(head), tuple(map(tuple, lines)), best=0)
 
 
-def _by_merit(row: Row) -> tuple[float, float, str]:
-    return round(row.makespan, 9), row.memory, row.name
+def by_merit(rows: Iterable[Row]) -> list[Row]:
+    """The shortest step first; of equal ones the one that needs least memory."""
+    return sorted(rows, key=lambda row: (round(row.makespan, 9), row.memory, row.name))
 
 
 def _sentence(item: tuple[str, str]) -> str:

@@ -53,7 +53,7 @@ def encode(timeline: Timeline, form: Format, costs: CostModel, sizes: MemoryMode
         "json": lambda: _json(timeline, sizes),
         "csv": lambda: _csv(timeline),
         "trace": lambda: _trace(timeline),
-        "html": lambda: _html(timeline, costs),
+        "html": lambda: _html(timeline, costs, sizes),
     }
     return f"{writers[form]().rstrip()}\n".encode()
 
@@ -115,10 +115,10 @@ def _trace(timeline: Timeline) -> str:
     return json.dumps(to_chrome_trace(timeline))
 
 
-def _html(timeline: Timeline, costs: CostModel) -> str:
+def _html(timeline: Timeline, costs: CostModel, sizes: MemoryModel) -> str:
     from dualpipe_jax.schedule.page import html_page
 
-    return html_page(timeline.schedule, costs)
+    return html_page(timeline.schedule, costs, sizes)
 
 
 def _picture(timeline: Timeline, form: str, sizes: MemoryModel) -> bytes:
