@@ -318,6 +318,18 @@ def test_a_drawing_keeps_to_the_terminal_and_loses_no_slot(schedule, width):
         assert drawn.replace(" ", "") == written if width > 60 else drawn.split() == numbers
 
 
+def test_a_terminal_without_colours_gets_whole_actions(capsys, monkeypatch):
+    for module in ("show", "output"):
+        monkeypatch.setattr(f"dualpipe_jax.command.{module}.in_terminal", lambda: True)
+    monkeypatch.setenv("COLUMNS", "60")
+    monkeypatch.setenv("NO_COLOR", "1")
+    lines = printed(capsys, "show", "zb_h1", "--ranks", "2", "--microbatches", "8").splitlines()
+    assert lines[0].startswith("rank 0 0F0 0F1     0I0 0W0 0F2")
+    assert [line.startswith("rank 0 ") for line in lines[:9]].count(True) == 2
+    assert "zb_h1, 2 ranks, 8 microbatches: makespan 25, bubble 4.0 %" in lines
+    assert all(len(line) <= 60 for line in lines)
+
+
 def test_a_terminal_gets_colours():
     ours, theirs = os.openpty()
     command = [sys.executable, "-m", "dualpipe_jax", "compare", "gpipe", "dualpipe", *SMALL]

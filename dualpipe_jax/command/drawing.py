@@ -34,7 +34,8 @@ def draw(timeline: Timeline, console: Console) -> tuple[list[Text], Text]:
     margin = len(f"rank {timeline.schedule.num_ranks - 1} ")
     room = console.width - margin
     rows = _blocks(timeline, brief=False)
-    brief = _width(rows) > room and console.color_system is not None
+    coloured = console.color_system is not None and not console.no_color
+    brief = coloured and _width(rows) > room
     if brief:
         rows = _blocks(timeline, brief=True)
     lines: list[Text] = []

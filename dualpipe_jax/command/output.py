@@ -115,7 +115,7 @@ def amount(value: float) -> str:
 
 def percent(share: float) -> str:
     """A share of one in percent."""
-    return f"{100 * share:.1f} %"
+    return f"{round(100 * share, 1) + 0.0:.1f} %"
 
 
 def describe(costs: CostModel) -> str:
