@@ -1,0 +1,356 @@
+"""What hides behind what, in texts of real compilers and in small ones written by hand."""
+
+import itertools
+import json
+from pathlib import Path
+
+import pytest
+
+from dualpipe_jax.inspect import Rates, overlap, parse_statistics, read, tpu_rates
+
+TEXTS = Path(__file__).parent / "texts"
+PAYLOAD = 8 << 20
+"""Bytes of every exchange in the stored texts: 1024 tokens of width 4096 in bf16."""
+RATES = Rates(collectives={"all-to-all": PAYLOAD / 400e3, "collective-permute": PAYLOAD / 300e3})
+
+
+def report(name, rates=RATES, **options):
+    return overlap((TEXTS / f"{name}.hlo").read_text(), rates, **options)
+
+
+def module(*lines, more=""):
+    """A scheduled module of these lines; a f32[256] weighs 1 KiB."""
+    body = "\n".join(f"  {line}" for line in lines)
+    return f"""HloModule by_hand, is_scheduled=true
+
+%dot_fusion (p: f32[256]) -> f32[256] {{
+  %p = f32[256]{{0}} parameter(0)
+  ROOT %d = f32[256]{{0}} dot(%p, %p), metadata={{op_name="jit(f)/transpose(jvp())/dot_general"}}
+}}
+{more}
+ENTRY %main (x: f32[256]) -> f32[256] {{
+  %x = f32[256]{{0}} parameter(0)
+{body}
+}}
+"""
+
+
+def work(name, cycles, scope="jvp()", calls=""):
+    metadata = f'metadata={{op_name="jit(f)/{scope}/mul"}}'
+    return f'%{name} = f32[256]{{0}} fusion(%x){calls}, {metadata}, backend_config={{"estimated_cycles":"{cycles}"}}'
+
+
+def start(name, opcode="all-to-all", after="x"):
+    groups = "replica_groups={{0,1,2,3},{4,5,6,7}}"
+    return f"%{name} = ((f32[256]{{0}}), f32[256]{{0}}, u32[]) {opcode}-start(%{after}), {groups}"
+
+
+def done(name, opcode="all-to-all"):
+    return f"%{name}.done = f32[256]{{0}} {opcode}-done(%{name})"
+
+
+BYTE_A_CYCLE = Rates(collectives={"all-to-all": 1.0, "collective-permute": 1.0})
+KIB = 1024
+
+
+# ------------------------------------------------------------------------- texts that compilers wrote
+
+
+def test_pair_on_v5e():
+    found = report("v5e_pair")
+    kinds = [(c.kind, c.form, c.direction, c.payload, c.group_size) for c in found.collectives]
+    assert kinds == [
+        ("all-to-all", "sync", "forward", PAYLOAD, 4),
+        ("all-to-all", "async", "backward", PAYLOAD, 4),
+        ("all-to-all", "async", "forward", PAYLOAD, 4),
+        ("all-to-all", "async", "backward", PAYLOAD, 4),
+        ("collective-permute", "async", "unknown", PAYLOAD, None),
+    ]
+    # Each of the three has one matrix product between, and the compiler's estimate of it stands in the text.
+    assert [c.cycles_between for c in found.collectives] == [0, 271238, 271238, 278532, 271238 + 278532]
+    assert [c.exposed for c in found.collectives] == [400e3, 128762, 128762, 121468, 0]
+    assert [c.opposite_matmuls for c in found.collectives] == [0, 1, 1, 0, 0]
+    assert found.collectives[1].matmuls == {"forward": 1, "backward": 0, "unknown": 0}
+    assert found.collectives[2].matmul_cycles == {"forward": 0, "backward": 271238, "unknown": 0}
+    assert found.hidden() == pytest.approx(1 - (400e3 + 128762 * 2 + 121468) / 1600e3)
+    assert found.hidden("collective-permute") == 1
+    main = found.computations["main.0_spmd"]
+    assert main.work == 319296 + 3 * 271238 + 2 * 278532
+    assert main.exposed == 400e3 + 128762 * 2 + 121468
+
+
+def test_without_the_flag_every_exchange_on_v5e_is_exposed():
+    found = report("v5e_sync")
+    exchanges = found.select("all-to-all")
+    assert [c.form for c in exchanges] == ["sync"] * 4
+    assert found.hidden() == 0 and sum(c.exposed for c in exchanges) == 1600e3
+    assert report("v5e_sync", rates=None).hidden() == 0, "known without any duration"
+
+
+def test_sparse_core_pairs_on_v5p():
+    exchanges = report("v5p_sparse_core").select("all-to-all")
+    assert [(c.form, c.payload, c.group_size) for c in exchanges] == [("sparsecore", PAYLOAD, 4)] * 4
+    assert [c.direction for c in exchanges] == ["forward", "backward", "forward", "backward"]
+    assert [c.opposite_matmuls for c in exchanges] == [0, 1, 1, 0]
+
+
+def test_h100_counts_matmuls_and_believes_is_sync():
+    found = report("h100_pair", rates=None)
+    exchanges = found.select("all-to-all")
+    assert [c.form for c in exchanges] == ["sync", "async", "async", "async"]
+    assert [c.direction for c in exchanges] == ["forward", "backward", "forward", "backward"]
+    assert [c.opposite_matmuls for c in exchanges] == [0, 1, 1, 0]
+    assert [c.hidden for c in exchanges] == [0, None, None, None]
+    assert found.hidden() is None, "one is known to be exposed, of the others nothing is known"
+    assert found.select("collective-permute")[0].matmuls["backward"] == 2
+
+
+def test_send_around_a_guard():
+    found = report("v5e_ticks")
+    (send,) = found.collectives
+    assert send.context == "main.6_spmd/while.24 body"
+    (guard,) = [w for w in send.between if w.opcode == "while"]
+    assert guard.matmuls == {"forward": 1} and guard.direction == "forward"
+    body = found.computations["wide.region_1.1_spmd.sunk"]
+    assert guard.cycles == pytest.approx(body.cycles, rel=0.01) and body.cycles > 300e3
+    idle = report("v5e_ticks", trips={"region_1": 0, "region_0": 5})
+    assert [w.cycles for w in idle.collectives[0].between if w.opcode == "while"] == [0]
+    assert idle.collectives[0].exposed > 0
+    tick = idle.computations["wide.region_0.3_spmd.sunk"].cycles
+    assert idle.computations["main.6_spmd"].cycles == pytest.approx(5 * tick, rel=0.01)
+
+
+def test_cpu_has_only_synchronous_ones():
+    found = report("cpu_ticks", rates=None)
+    assert [(c.kind, c.form, c.hidden) for c in found.collectives] == [("collective-permute", "sync", 0)]
+    assert "ppermute" in str(found)
+
+
+def test_the_schedulers_own_account_stands_beside():
+    statistics = parse_statistics((TEXTS / "v5e_pair.log").read_text())
+    found = report("v5e_pair", statistics=statistics)
+    assert found.statistics["main.0_spmd"].after.wasted == {"all-to-all": 489058.0}
+    assert found.hidden() == report("v5e_pair").hidden()
+    assert "the scheduler's own account" in str(found)
+    assert json.loads(found.to_json())["statistics"][0]["before"]["wasted"]
+
+
+def test_rates_agree_with_the_scheduler():
+    """It priced two all-to-alls and a permute when nothing stood between (log: before scheduling)."""
+    before = parse_statistics((TEXTS / "v5e_pair.log").read_text())[0].before.wasted
+    rates = tpu_rates("v5e:4x4")
+    assert before["collective-permute"] == pytest.approx(
+        rates.collective("collective-permute", PAYLOAD, None), rel=1e-3
+    )
+    assert before["all-to-all"] == pytest.approx(4 * rates.collective("all-to-all", PAYLOAD, 4), rel=1e-3)
+
+
+# ------------------------------------------------------------------------------------ written by hand
+
+
+def test_exposed_is_what_the_work_between_does_not_cover():
+    text = module(start("a"), work("w", 400), done("a"), work("v", 100))
+    (found,) = overlap(text, BYTE_A_CYCLE).collectives
+    assert (found.duration, found.cycles_between, found.exposed) == (KIB, 400, KIB - 400)
+    assert found.hidden == pytest.approx(400 / KIB)
+    time = overlap(text, BYTE_A_CYCLE).computations["main"]
+    assert (time.cycles, time.work, time.exposed) == (KIB + 100, 500, KIB - 400)
+
+
+def test_collectives_of_one_kind_share_their_links():
+    both = module(start("a"), start("b"), work("w", 1500), done("a"), done("b"))
+    found = overlap(both, BYTE_A_CYCLE)
+    assert [c.exposed for c in found.collectives] == [0, 2 * KIB - 1500]
+    other = module(
+        start("a"),
+        start("b", "collective-permute"),
+        work("w", 1500),
+        done("a"),
+        done("b", "collective-permute"),
+    )
+    assert [c.exposed for c in overlap(other, BYTE_A_CYCLE).collectives] == [0, 0]
+
+
+def test_one_wait_hides_another_collective():
+    text = module(start("a"), start("b", "collective-permute"), done("a"), done("b", "collective-permute"))
+    assert [c.exposed for c in overlap(text, BYTE_A_CYCLE).collectives] == [KIB, 0]
+
+
+WRAPPED = """
+%wrapped (p: f32[256]) -> f32[256] {
+  %p.2 = f32[256]{0} parameter(0)
+  ROOT %inner = f32[256]{0} all-to-all(%p.2), replica_groups=[2,4]<=[8], metadata={op_name="transpose(jvp())/a2a"}
+}
+"""
+
+
+@pytest.mark.parametrize("opcode", ["async", "call"])
+def test_wrapped_collectives(opcode):
+    thread = (
+        ', async_execution_thread="sparsecore", to_apply=%wrapped' if opcode == "call" else ", calls=%wrapped"
+    )
+    shape = "((f32[256]{0}), f32[256]{0}, u32[])"
+    text = module(
+        f"%s = {shape} {opcode}-start(%x){thread}",
+        work("before", 100),
+        f"%u = {shape} {opcode}-update(%s){thread}",
+        work("between", 300),
+        f"%d = f32[256]{{0}} {opcode}-done(%u){thread}",
+        more=WRAPPED,
+    )
+    (found,) = overlap(text, BYTE_A_CYCLE).collectives
+    assert (found.kind, found.direction, found.payload, found.group_size) == (
+        "all-to-all",
+        "backward",
+        KIB,
+        4,
+    )
+    if opcode == "call":
+        assert found.form == "sparsecore" and found.cycles_between == 300, "it starts at the update"
+    else:
+        assert found.form == "async" and found.cycles_between == 400
+
+
+def test_a_done_elsewhere_leaves_it_open():
+    (found,) = overlap(module(start("a"), work("w", 10)), BYTE_A_CYCLE).collectives
+    assert found.exposed is None and found.hidden is None and found.cycles_between == 10
+
+
+def test_a_wrapped_thing_that_is_no_collective_is_none():
+    text = module(
+        "%s = ((f32[256]), f32[256], u32[]) async-start(%x), calls=%dot_fusion",
+        "%d = f32[256] async-done(%s)",
+    )
+    assert not overlap(text).collectives
+    assert str(overlap(text)) == "by_hand: no collectives"
+
+
+def test_a_fusion_belongs_where_its_matmuls_do():
+    text = module(start("a"), work("w", 10, "jvp()", ", calls=%dot_fusion"), work("v", 5, "jvp()"), done("a"))
+    first, second = overlap(text).collectives[0].between
+    assert (first.direction, first.matmuls) == ("backward", {"backward": 1})
+    assert (second.direction, second.matmuls) == ("forward", {})
+
+
+def test_directions_are_a_matter_of_patterns():
+    text = module(start("a"), work("w", 10, "mine/back"), work("v", 10, "mine/there"), done("a"))
+    assert [w.direction for w in overlap(text).collectives[0].between] == ["unknown", "unknown"]
+    named = overlap(text, forward=["mine/there"], backward=["mine/back"]).collectives[0].between
+    assert [w.direction for w in named] == ["backward", "forward"]
+    assert not overlap(text, forward=[], backward=[]).collectives[0].opposite_matmuls
+
+
+@pytest.mark.parametrize(
+    "target, counts",
+    {"__cublas$gemm": 1, "tpu_custom_call": 1, "__gpu$xla.gpu.triton": 1, "Sharding": 0, "TopK": 0}.items(),
+)
+def test_kernels_that_count_as_matmuls(target, counts):
+    call = f'%k = f32[256]{{0}} custom-call(%x), custom_call_target="{target}", metadata={{op_name="jit(f)/jvp()/k"}}'
+    (found,) = overlap(module(start("a"), call, done("a"))).collectives
+    assert found.matmuls["forward"] == counts
+    (found,) = overlap(module(start("a"), call, done("a")), matmul_calls=[]).collectives
+    assert found.matmuls["forward"] == 0
+
+
+def test_rates_price_kernels_and_copies():
+    call = (
+        '%k = f32[256]{0} custom-call(%x), custom_call_target="tpu_custom_call", metadata={op_name="flash"}'
+    )
+    text = module(start("a"), call, "%c = f32[256]{0} copy(%k)", done("a"))
+    assert overlap(text).collectives[0].cycles_between == 0
+    priced = overlap(text, Rates(memory=2.0, kernels={"flash": 500.0})).collectives[0]
+    assert [w.cycles for w in priced.between] == [500, 2 * KIB / 2]
+
+
+def test_a_conditional_costs_its_longest_branch():
+    branches = "".join(
+        f"%{name} (p: f32[256]) -> f32[256] {{\n  %x = f32[256]{{0}} parameter(0)\n  ROOT {work('in_' + name, n)}\n}}\n"
+        for name, n in {"short": 10, "long": 70}.items()
+    )
+    text = module("%c = f32[256] conditional(%x, %x, %x), branch_computations={%short, %long}", more=branches)
+    found = overlap(text).computations
+    assert found["main"].cycles == 70 and found["short"].cycles == 10
+    assert found["long"].context == "main/c branch 1"
+
+
+def test_waits_inside_a_loop_are_no_work():
+    lines = [start("a"), work("w", 24), done("a")]
+    body = (
+        "%body (p: f32[256]) -> f32[256] {\n  %x = f32[256]{0} parameter(0)\n"
+        + "".join(f"  {li}\n" for li in lines)
+        + "}\n"
+    )
+    loop = (
+        '%l = f32[256] while(%x), condition=%none, body=%body, backend_config={"known_trip_count":{"n":"3"}}'
+    )
+    text = module(start("s", "collective-permute"), loop, done("s", "collective-permute"), more=body)
+    found = overlap(text, BYTE_A_CYCLE)
+    assert (found.computations["main"].cycles, found.computations["main"].exposed) == (
+        3 * KIB,
+        3 * (KIB - 24),
+    )
+    send = found.select("collective-permute")[0]
+    assert send.exposed == 0 and send.cycles_between == 3 * 24
+    assert found.select(within="l body") == found.select("all-to-all")
+    assert found.hidden("all-to-all", within="l body") == pytest.approx(24 / KIB)
+    assert found.hidden("all-gather") is None
+
+
+def test_timeline_is_laid_end_to_end():
+    text = module(work("v", 10), start("a"), work("w", 400, "transpose(jvp())"), done("a"), work("z", 5))
+    found = overlap(text, BYTE_A_CYCLE)
+    assert [(e.start, e.end, e.name, e.kind, e.direction, e.lane) for e in found.timeline("main")] == [
+        (0, 10, "v", "fusion", "forward", "compute"),
+        (10, 410, "w", "fusion", "backward", "compute"),
+        (10, 10 + KIB, "a", "all-to-all", "unknown", "all-to-all"),
+        (410, 10 + KIB, "a", "wait", "unknown", "compute"),
+        (10 + KIB, 15 + KIB, "z", "fusion", "forward", "compute"),
+    ]
+    unknown = overlap(text).timeline("main")
+    assert [(e.start, e.end) for e in unknown if e.lane == "all-to-all"] == [(10, 410)]
+    with pytest.raises(KeyError, match="no computation 'maine'; there are main"):
+        found.timeline("maine")
+
+
+@pytest.mark.parametrize("path", sorted(TEXTS.glob("*.hlo")), ids=lambda path: path.stem)
+def test_reports_hold_together(path):
+    found = overlap(path.read_text(), RATES)
+    values = json.loads(found.to_json())
+    assert len(values["collectives"]) == len(found.collectives)
+    for line in str(found).splitlines():
+        assert line == line.rstrip()
+    for name, time in found.computations.items():
+        events = [e for e in found.timeline(name) if e.lane == "compute"]
+        assert all(a.end == pytest.approx(b.start) for a, b in itertools.pairwise(events))
+        assert time.cycles == pytest.approx(events[-1].end if events else 0)
+        own = sum(c.exposed for c in found.collectives if c.computation == name)
+        loops = any(body_of == name for body_of, _ in module_of(path).loops.values())
+        assert time.exposed >= own if loops else time.exposed == own
+
+
+def module_of(path):
+    return read(path.read_text())
+
+
+def test_an_unscheduled_module_is_refused():
+    text = module(work("w", 1)).replace(", is_scheduled=true", "")
+    assert read(text).entry == "main"
+    with pytest.raises(
+        ValueError, match="by_hand is not scheduled, so the order of its lines says nothing; pass what"
+    ):
+        overlap(text)
+
+
+@pytest.mark.parametrize(
+    "kind, payloads",
+    {"all-to-all": 1.5, "all-gather": 0.375, "all-reduce": 0.75, "collective-permute": 1}.items(),
+)
+def test_what_crosses_a_link(kind, payloads):
+    assert Rates(link=2.0, latency=7).collective(kind, 4000, 4) == 7 + payloads * 2000
+
+
+def test_an_unknown_tpu_is_refused_by_name():
+    with pytest.raises(
+        ValueError, match=r"'v3:2x2' is none of v4, v5e, v5p, v6e, tpu7x; for other devices use Rates\(link="
+    ):
+        tpu_rates("v3:2x2")
