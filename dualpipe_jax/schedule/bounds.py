@@ -1,0 +1,237 @@
+"""How short can a step be? Lower bounds that hold for every schedule; docs/bounds.md has the proofs."""
+
+import dataclasses
+import itertools
+import math
+
+import numpy as np
+
+from dualpipe_jax.schedule.costs import CostModel, MemoryModel, stages_a_share
+from dualpipe_jax.schedule.ir import Placement
+
+
+@dataclasses.dataclass(frozen=True)
+class Reach:
+    """What one microbatch alone takes around one stage, in the time of the costs given.
+
+    Attributes:
+      head: from the start of the step to the first start of an F here.
+      turn: from the start of an F here to the end of its I: on to the last stage and back.
+      tail: from the end of an I or B here to the end of the step.
+    """
+
+    head: float
+    turn: float
+    tail: float
+    f: float
+    """The shortest slot that can hold an F."""
+    i: float
+    """The shortest slot that can hold an I."""
+    b: float
+    """The shortest that I and W together can take."""
+
+    @property
+    def early(self) -> float:
+        """The first start of an I or B here."""
+        return self.head + self.turn - self.i
+
+    @property
+    def rest(self) -> float:
+        """From the end of an F here to the end of the step."""
+        return self.turn - self.f - self.i + max(self.b, self.i + self.tail)
+
+
+def reaches(placement: Placement, costs: CostModel) -> tuple[Reach, ...]:
+    """The reach of each stage; ``costs`` are those of one stage."""
+    return tuple(reach for pipe in range(placement.num_pipes) for reach in _along(placement, costs, pipe))
+
+
+def _along(placement: Placement, costs: CostModel, pipe: int) -> list[Reach]:
+    ranks, depth = placement.pipes[pipe], placement.num_model_stages
+    more = [costs.more(placement, d) for d in range(depth)]
+    f = [min(costs.F, costs.FB) + m[0] for m in more]
+    i = [min(costs.I, costs.FB) + m[1] for m in more]
+    b = [min(costs.B, costs.FB) + m[1] + m[2] for m in more]
+    hop = [costs.send * (here != there) for here, there in itertools.pairwise(ranks)]
+    there, back = np.cumsum([0, *f[:-1]]) + np.cumsum([0, *hop]), np.cumsum([0, *hop])
+    back = back + np.cumsum([0, b[0], *i[1:-1]][:depth])  # the first stage owes its W too
+    turn = np.cumsum([f[d] + i[d] + (2 * hop[d] if d + 1 < depth else 0) for d in range(depth)][::-1])[::-1]
+    return [Reach(*map(float, (there[d], turn[d], back[d], f[d], i[d], b[d]))) for d in range(depth)]
+
+
+def lower_bound(
+    num_ranks: int,
+    num_microbatches: int,
+    costs: CostModel | None = None,
+    memory_limit: float = math.inf,
+    *,
+    placement: Placement | None = None,
+    memory: MemoryModel | None = None,
+) -> float:
+    """A time below which no valid schedule ends, whatever its order, its pairs and its split of B.
+
+    The largest of: the way of one microbatch there and back; for each rank, its work with as many pairs as
+    can gain, and the idle time before the first backward can reach it and after the last forward and the
+    last backward have left it; and, under a limit of memory, the time for which activations must live over
+    the number that fit. docs/bounds.md proves each.
+
+    >>> from dualpipe_jax.schedule import zb_h1, simulate
+    >>> simulate(zb_h1(4, 8)).makespan, lower_bound(4, 8, placement=Placement.linear(4))
+    (27.0, 27.0)
+
+    Args:
+      num_ranks: pipeline ranks.
+      num_microbatches: microbatches of the step, all pipes together.
+      costs: of a rank's equal share of the model; a stage that is half a share takes half. All 1, a pair 3,
+        when left out. Where transfers are ``blocking`` the bound holds, but counts only their delay.
+      memory_limit: the most that a rank may keep, in the unit of ``memory``.
+      placement: where the stages live. Left out, the bound holds for every placement, however many pipes
+        and stages a rank it has; it is lower then.
+      memory: sizes of a rank's share; live activations when left out.
+
+    Returns:
+      The bound, in the unit of the costs; infinite if not even one microbatch fits the memory.
+
+    Raises:
+      ValueError: for counts below 1, or that the placement does not have.
+    """
+    costs = CostModel() if costs is None else costs
+    memory = MemoryModel() if memory is None else memory
+    _check(num_ranks, num_microbatches, placement)
+    if placement is None:
+        return _anywhere(num_ranks, num_microbatches, costs, memory_limit, memory)
+    share = stages_a_share(placement)
+    return bound_of_stages(
+        placement, num_microbatches, costs.divided(share), memory_limit, memory.divided(share)
+    )
+
+
+def bound_of_stages(
+    placement: Placement,
+    num_microbatches: int,
+    costs: CostModel,
+    memory_limit: float,
+    memory: MemoryModel,
+) -> float:
+    """``lower_bound`` on a placement, with costs and sizes of one stage."""
+    around = reaches(placement, costs)
+    bound = max(reach.f + reach.rest for reach in around if not reach.head)
+    for stages in placement.stages_on:
+        rank = _Rank(placement, stages, num_microbatches // placement.num_pipes, costs, around)
+        fit = _fit(memory_limit - memory.parameters * len(stages), memory)
+        if fit < max(rank.stages_of_pipes):
+            return math.inf
+        bound = max(bound, rank.serial_bound(fit), rank.memory_bound(fit))
+    return bound
+
+
+def _fit(room: float, memory: MemoryModel) -> float:
+    """How many live activations fit; a hair too many rather than too few where the division rounds."""
+    each = memory.residual_i + memory.residual_w + memory.boundary
+    if room < 0:
+        return -1
+    return math.floor(room / each * (1 + 1e-9) + 1e-9) if each and math.isfinite(room) else math.inf
+
+
+class _Rank:
+    """All that one rank has to do."""
+
+    def __init__(
+        self,
+        placement: Placement,
+        stages: tuple[int, ...],
+        microbatches: int,
+        costs: CostModel,
+        around: tuple[Reach, ...],
+    ):
+        more = [costs.more(placement, stage) for stage in stages]
+        self.around = [around[stage] for stage in stages]
+        self.microbatches = microbatches
+        self.most_f = _largest([costs.F + f for f, _, _ in more], microbatches)
+        self.most_b = _largest([costs.B + i + w for _, i, w in more], microbatches)
+        self.most_w = _largest([costs.W + w for _, _, w in more], microbatches)
+        self.gain = max(0.0, costs.F + costs.B - costs.FB)
+        pipes = [placement.pipe_of(stage) for stage in stages]
+        self.stages_of_pipes = [pipes.count(pipe) for pipe in sorted(set(pipes))]
+
+    def least(self, name: str) -> float:
+        """The least over the rank's stages."""
+        return min(getattr(reach, name) for reach in self.around)
+
+    def serial_bound(self, fit: float) -> float:
+        """Work and idle time of the rank, minimised over the number of pairs."""
+        count = len(self.most_f) - 1
+        pairs = np.arange(count + 1 - min(self.stages_of_pipes))
+        work = self.most_f[-1] + self.most_b[-1] - pairs * self.gain
+        alone = count - pairs
+        early = np.minimum(alone, fit).astype(int)  # forwards before the first backward
+        before = np.maximum(self.least("head"), self.least("early") - self.most_f[early])
+        tail = self.least("tail") - self.most_w[alone]
+        after = np.maximum(0, np.maximum(self.least("rest") - self.most_b[alone], tail))
+        meeting = float(np.min(work + before + after))
+        if count > fit:
+            return meeting
+        drained = work[0] + before[0] + max(0.0, tail[0])  # every F before every backward
+        return min(meeting, max(drained, self.least("head") + self.most_f[-1] + self.least("rest")))
+
+    def memory_bound(self, fit: float) -> float:
+        """The time for which the rank's activations live, over the number that fit at once."""
+        if fit == math.inf:
+            return 0.0
+        count = self.microbatches * len(self.around)
+        rounds, over = divmod(count - 1, int(fit))
+        last = min(reach.f + reach.rest for reach in self.around)
+        in_rounds = rounds * self.least("turn") + over * self.least("f") + last
+        lived = self.microbatches * sum(reach.turn for reach in self.around)
+        return self.least("head") + max(in_rounds, lived / fit + self.least("tail"))
+
+
+def _largest(of_stages: list[float], microbatches: int) -> np.ndarray:
+    """Entry n: what the n costliest actions take, with so many microbatches at each stage."""
+    every = np.sort(np.repeat(np.array(of_stages, float), microbatches))[::-1]
+    return np.concatenate([[0.0], np.cumsum(every)])
+
+
+def _anywhere(
+    num_ranks: int, num_microbatches: int, costs: CostModel, memory_limit: float, memory: MemoryModel
+) -> float:
+    """The bound where nothing is known of the placement but that it shares the model over the ranks."""
+    ends = [costs.extra.get(stage, (0.0, 0.0, 0.0)) for stage in (0, -1)]
+    extra_f, extra_i, extra_w = map(sum, zip(*ends, strict=True))
+    turn = min(costs.F, costs.FB) + min(costs.I, costs.FB)
+    chain = num_ranks * turn + extra_f + extra_i
+    work = num_microbatches * (min(costs.F + costs.B, costs.FB) + (extra_f + extra_i + extra_w) / num_ranks)
+    room = memory_limit - memory.parameters
+    each = memory.residual_i + memory.residual_w
+    if room < each * (1 - 1e-9):
+        return math.inf
+    lived = num_microbatches * each * turn * num_ranks / 2
+    return max(chain, work, lived / room if room else 0.0)
+
+
+def _check(num_ranks: int, num_microbatches: int, placement: Placement | None) -> None:
+    given = f"lower_bound: got {num_ranks} ranks and {num_microbatches} microbatches"
+    if num_ranks < 1 or num_microbatches < 1:
+        raise ValueError(
+            f"{given}; it needs at least one of each, try {max(num_ranks, 1)} ranks and "
+            f"{max(num_microbatches, 1)} microbatches"
+        )
+    if placement is None:
+        return
+    if placement.num_ranks != num_ranks:
+        raise ValueError(
+            f"{given}, but a placement of {placement.num_ranks} ranks; give num_ranks={placement.num_ranks}"
+        )
+    check_shared(given, placement, num_microbatches)
+
+
+def check_shared(given: str, placement: Placement, num_microbatches: int) -> None:
+    """Raise ValueError unless the pipes can share the microbatches equally."""
+    pipes = placement.num_pipes
+    if num_microbatches < 1 or num_microbatches % pipes:
+        low, high = num_microbatches // pipes * pipes, (num_microbatches // pipes + 1) * pipes
+        nearest = f"{low} or {high}" if low > 0 else f"{max(high, pipes)}"
+        raise ValueError(
+            f"{given}, but the placement's {pipes} pipe(s) share the microbatches equally, so their number "
+            f"must be a positive multiple of {pipes}; try {nearest}"
+        )
