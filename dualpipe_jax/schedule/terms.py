@@ -1,0 +1,112 @@
+"""What work costs at each stage and what room each rank has, as plain numbers for the schedulers' loops."""
+
+import dataclasses
+import math
+
+from dualpipe_jax.schedule.costs import CostModel, MemoryModel
+from dualpipe_jax.schedule.ir import Placement
+
+
+@dataclasses.dataclass(frozen=True)
+class Terms:
+    """A scheduling problem: what runs where, how long it takes, what it keeps.
+
+    Attributes:
+      placement: where stages live.
+      count: microbatches of each pipe.
+      f, i, w: cost of each stage's F, I, W.
+      gain: what a pair saves over its F and B one after the other.
+      y_delay, dx_delay: how long the output of each stage's forward, or backward, is on its way to its
+        reader; None where nobody else reads it.
+      blocking: how long a transfer keeps its sender.
+      unit: what a microbatch at a stage keeps from F to B.
+      kept: what of that remains after I; with the stash on top it is what an owed W keeps.
+      stash: what I hands to W.
+      room: what each rank may keep besides parameters.
+      eps: times closer than this are the same.
+    """
+
+    placement: Placement
+    count: int
+    f: tuple[float, ...]
+    i: tuple[float, ...]
+    w: tuple[float, ...]
+    gain: float
+    y_delay: tuple[float | None, ...]
+    dx_delay: tuple[float | None, ...]
+    blocking: float
+    unit: float
+    kept: float
+    stash: float
+    room: tuple[float, ...]
+    eps: float
+
+
+def make_terms(
+    placement: Placement,
+    num_microbatches: int,
+    costs: CostModel | None = None,
+    memory_limit: float = math.inf,
+    memory: MemoryModel | None = None,
+    who: str = "terms",
+) -> Terms:
+    """The problem that costs, memory (both of one stage of the placement) and a limit per rank pose.
+
+    Raises:
+      ValueError: in the name of ``who``, if the microbatches cannot be shared by the pipes, or the limit is
+        below ``least_memory``.
+    """
+    costs, memory = costs or CostModel(), memory or MemoryModel()
+    pipes = placement.num_pipes
+    if num_microbatches < 1 or num_microbatches % pipes:
+        nearest = max(pipes, num_microbatches // pipes * pipes)
+        raise ValueError(
+            f"{who}: got {num_microbatches} microbatches for {pipes} pipe(s); each pipe takes an equal share, "
+            f"so their number must be a positive multiple of {pipes}, try {nearest}"
+        )
+    least, rank = least_memory(placement, memory)
+    if not memory_limit * (1 + 1e-9) >= least:
+        raise ValueError(
+            f"{who}: got memory_limit={memory_limit:g}, but one microbatch alone, passing through rank {rank} "
+            f"there and back, and the rank's parameters take {least:g}; try at least {least:g}"
+        )
+    more = [costs.more(placement, stage) for stage in range(placement.num_stages)]
+    return Terms(
+        placement=placement,
+        count=num_microbatches // pipes,
+        f=tuple(costs.F + f for f, _, _ in more),
+        i=tuple(costs.I + i for _, i, _ in more),
+        w=tuple(costs.W + w for _, _, w in more),
+        gain=costs.F + costs.B - costs.FB,
+        y_delay=tuple(_delay(placement, costs.send, stage, 1) for stage in range(placement.num_stages)),
+        dx_delay=tuple(_delay(placement, costs.send, stage, -1) for stage in range(placement.num_stages)),
+        blocking=costs.send if costs.blocking else 0.0,
+        unit=memory.residual_i + memory.residual_w + memory.boundary,
+        kept=memory.residual_w + memory.boundary,
+        stash=memory.stash,
+        room=tuple(memory_limit * (1 + 1e-9) - memory.parameters * len(on) for on in placement.stages_on),
+        eps=1e-9 * (costs.F + costs.B + costs.FB + costs.send),
+    )
+
+
+def least_memory(placement: Placement, memory: MemoryModel) -> tuple[float, int]:
+    """The least memory with which any schedule of the placement runs, and the rank that needs it.
+
+    A microbatch passes all of a rank's stages of its pipe before the first of them is done with it; all
+    microbatches may pass one by one, by full backwards.
+    """
+    unit = memory.residual_i + memory.residual_w + memory.boundary
+    needs = []
+    for held in placement.stages_on:
+        of_a_pipe = max(
+            sum(placement.pipe_of(s) == pipe for s in held) for pipe in range(placement.num_pipes)
+        )
+        needs.append(memory.parameters * len(held) + unit * of_a_pipe)
+    return max(needs), needs.index(max(needs))
+
+
+def _delay(placement: Placement, send: float, stage: int, step: int) -> float | None:
+    """How long an output is on its way to the stage ``step`` further; None past the ends of the pipe."""
+    if placement.is_last(stage) if step > 0 else placement.is_first(stage):
+        return None
+    return send if placement.rank_of[stage + step] != placement.rank_of[stage] else 0.0
