@@ -15,11 +15,14 @@ from dualpipe_jax.command.drawing import draw
 from dualpipe_jax.schedule import (
     ALL_SCHEDULES,
     CostModel,
+    Placement,
     dualpipe,
     dualpipe_v,
     format_grid,
+    one_f_one_b,
     parse_grid,
     simulate,
+    validate,
     zb_h1,
 )
 from dualpipe_jax.schedule.json_text import from_json
@@ -371,3 +374,42 @@ def test_a_file_is_shown_too(capsys, saved):
     assert "drop --ranks and --microbatches" in refused(capsys, 2, "show", file, *SMALL)
     broken = saved(format_grid(dualpipe(2, 4)).replace("3F0 0F1", "0F1 3F0").replace("0B0", "0B1"))
     assert "<-- here" in refused(capsys, 1, "show", broken)
+
+
+QUICK = ["--ranks", "2", "--microbatches", "4", "--effort", "0.02"]
+
+
+def test_search_keeps_what_it_found_and_compares_it(capsys, tmp_path):
+    path = tmp_path / "found.json"
+    costs = ["--FB", "2.25", "--memory-limit", "2"]
+    lines = printed(capsys, "search", *QUICK, *costs, "-o", str(path)).splitlines()
+    assert lines[0] == "2 ranks, 4 microbatches, F 1, I 1, W 1, FB 2.25, memory limit 2"
+    names = [line.split()[0] for line in lines[2:-1]]
+    assert {"search", "one_f_one_b", "zb_h1"} <= set(names)
+    assert not {"gpipe", "dualpipe"} & set(names)  # 4 and 3 activations
+    assert lines[-1].endswith(f"written to {path}")
+    found = validate(from_json(path.read_text()))
+    makespan = simulate(found, CostModel(FB=2.25).for_schedule(found)).makespan
+    assert makespan <= min(simulate(recipe(2, 4)).makespan for recipe in (one_f_one_b, zb_h1))
+    row = next(line for line in lines if line.startswith("search"))
+    assert float(row.split()[1]) == pytest.approx(makespan, abs=1e-3)
+
+
+def test_search_for_programs(capsys):
+    facts = json.loads(printed(capsys, "search", *QUICK, "--placement", "v", "--json"))
+    found = from_json(json.dumps(facts["schedule"]))
+    assert found.placement == Placement.v(2)
+    assert facts["found"]["makespan"] == simulate(found, CostModel().for_schedule(found)).makespan
+    shown = printed(capsys, "search", *QUICK, "--placement", "v").splitlines()
+    change = facts["named"][0]["makespan"] - facts["found"]["makespan"]
+    assert change < 0
+    assert f"{-change:g} (4.2 %) longer than dualpipe, the best of the named that fit" in shown[-1]
+
+
+def test_search_in_no_memory_is_status_1(capsys):
+    message = refused(capsys, 1, "search", *QUICK, "--memory-limit", ".25")
+    assert "--memory-limit 0.25" in message
+    assert "try --memory-limit 1 or more" in message
+    assert "must be a positive multiple of 2" in refused(
+        capsys, 2, "search", "--ranks", "2", "--microbatches", "5", "--placement", "bidirectional"
+    )

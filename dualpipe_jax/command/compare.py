@@ -1,6 +1,7 @@
 """`dualpipe compare`: schedules side by side."""
 
 import dataclasses
+import math
 from collections.abc import Iterable
 from typing import Annotated, Any, Literal
 
@@ -30,11 +31,11 @@ class Row:
     pairs: bool
 
     @classmethod
-    def of(cls, schedule: Schedule, costs: CostModel, sizes: MemoryModel) -> "Row":
-        """Simulate a schedule under a whole rank's costs and sizes."""
+    def of(cls, schedule: Schedule, costs: CostModel, sizes: MemoryModel, limit: float = math.inf) -> "Row":
+        """Simulate a schedule under a whole rank's costs and sizes; a limit of memory raises the bound."""
         timeline = simulate(schedule, costs.for_schedule(schedule))
         counts = schedule.num_ranks, schedule.num_microbatches
-        bound = lower_bound(*counts, costs, placement=schedule.placement, memory=sizes)
+        bound = lower_bound(*counts, costs, limit, placement=schedule.placement, memory=sizes)
         return cls(
             schedule.name,
             timeline.makespan,
@@ -108,7 +109,7 @@ class Compare:
         }
 
 
-def tabulate(rows: list[Row], sizes: MemoryModel) -> Table:
+def tabulate(rows: list[Row], sizes: MemoryModel, best: int = 0) -> Table:
     """A table for people. Memory is a column of its own where sizes were given."""
     counted = sizes != MemoryModel()
     head = [
@@ -137,7 +138,7 @@ def tabulate(rows: list[Row], sizes: MemoryModel) -> Table:
     if counted:
         for line, row in zip([head, *lines], ["memory", *(amount(row.memory) for row in rows)], strict=True):
             line.insert(6, row)
-    return Table(tuple(head), tuple(map(tuple, lines)), best=0)
+    return Table(tuple(head), tuple(map(tuple, lines)), best)
 
 
 def by_merit(rows: Iterable[Row]) -> list[Row]:

@@ -1,5 +1,6 @@
 """What subcommands print: drawn by rich in a terminal, plain anywhere else."""
 
+import contextlib
 import dataclasses
 import json
 import sys
@@ -93,6 +94,11 @@ def make_console() -> Any:
     from rich.console import Console
 
     return Console(highlight=False, markup=False)
+
+
+def waiting(what: str) -> contextlib.AbstractContextManager[Any]:
+    """While this lasts, a terminal shows that something goes on."""
+    return make_console().status(what) if in_terminal() else contextlib.nullcontext()
 
 
 def show_json(value: Mapping[str, Any]) -> None:

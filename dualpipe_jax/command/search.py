@@ -1,0 +1,147 @@
+"""`dualpipe search`: a schedule made for the costs, beside the named ones."""
+
+import dataclasses
+import json
+import math
+import time
+from typing import Annotated, Any, Literal
+
+import tyro
+
+from dualpipe_jax.command.compare import Row, by_merit, tabulate
+from dualpipe_jax.command.formats import encode, format_of, write
+from dualpipe_jax.command.options import Costs, Memory, NothingFits, Number, Output, Shape, make_all
+from dualpipe_jax.command.output import (
+    amount,
+    describe,
+    in_terminal,
+    number,
+    percent,
+    show,
+    show_json,
+    waiting,
+)
+from dualpipe_jax.schedule import CostModel, MemoryModel, Schedule, simulate
+from dualpipe_jax.schedule.json_text import to_json
+
+
+@dataclasses.dataclass(frozen=True)
+class Search:
+    """Search for a schedule no longer than any named one that fits the same memory.
+
+    dualpipe search --ranks 8 --microbatches 32 --FB 2.25 --memory-limit 9 -o found.json
+    """
+
+    ranks: int
+    """Pipeline ranks."""
+    microbatches: int
+    """Microbatches of a step, over all pipes."""
+    memory_limit: Number = None
+    """The most that a rank may keep, in the unit of the sizes below; where none is given, the unit is the
+    activations of a microbatch in a whole rank's share. No limit if left out."""
+    placement: Annotated[
+        Literal["linear", "v", "wave", "bidirectional"] | None,
+        tyro.conf.arg(metavar="{linear,v,wave,bidirectional}", help_behavior_hint="(default: the best)"),
+    ] = None
+    """Where stages live; left out, all but bidirectional (which has two copies of the parameters) are tried."""
+    effort: float = 1.0
+    """How much to try; the time taken grows with it."""
+    seconds: Number = None
+    """Stop trying after this long, whatever the effort."""
+    output: Output = None
+    """File to keep the schedule in: a grid, or by its ending CSV, JSON, SVG, PNG or HTML."""
+    json: bool = False
+    """Print for programs, the schedule too."""
+    costs: Costs = dataclasses.field(default_factory=Costs)
+    memory: Memory = dataclasses.field(default_factory=Memory)
+
+    def run(self) -> int:
+        """Search, keep what was found, and print how it compares; returns the exit status."""
+        costs, sizes = self.costs.model(), self.memory.model()
+        began = time.perf_counter()
+        with waiting("searching"):
+            found = self.find(costs, sizes)
+        seconds = time.perf_counter() - began
+        self.keep(found, costs, sizes)
+        ours, named = Row.of(found, costs, sizes, self.limit), self.named(costs, sizes)
+        if self.json:
+            show_json(_facts(found, ours, named, seconds))
+        else:
+            rows = by_merit([ours, *named])
+            show(self.given(costs), tabulate(rows, sizes, best=rows.index(ours)))
+            show(f"{_verdict(ours, named)}; found in {seconds:.1f} s{self.kept()}")
+        return 0
+
+    def find(self, costs: CostModel, sizes: MemoryModel) -> Schedule:
+        """The schedule found.
+
+        Raises:
+          NothingFits: the memory holds none.
+        """
+        from dualpipe_jax.schedule.search import search
+
+        try:
+            return search(
+                self.ranks,
+                self.microbatches,
+                costs,
+                self.limit,
+                self.placement,
+                memory=sizes,
+                effort=self.effort,
+                seconds=self.seconds,
+            )
+        except ValueError as error:
+            if "memory_limit=" in str(error):
+                raise NothingFits(str(error).replace("memory_limit=", "--memory-limit ")) from None
+            raise
+
+    @property
+    def limit(self) -> float:
+        """The memory limit, infinite if there is none."""
+        return math.inf if self.memory_limit is None else self.memory_limit
+
+    def named(self, costs: CostModel, sizes: MemoryModel) -> list[Row]:
+        """The named schedules that fit the memory, the best first."""
+        schedules, _ = make_all((), self.ranks, self.microbatches, Shape())
+        rows = (Row.of(schedule, costs, sizes, self.limit) for schedule in schedules)
+        return by_merit(row for row in rows if row.memory <= self.limit * (1 + 1e-9))
+
+    def keep(self, found: Schedule, costs: CostModel, sizes: MemoryModel) -> None:
+        """Write the schedule to the file, if there is to be one."""
+        if self.output is not None:
+            form = format_of(None, False, self.output)
+            timeline = simulate(found, costs.for_schedule(found))
+            write(encode(timeline, form, costs, sizes), form, self.output)
+
+    def kept(self) -> str:
+        """Where it was written, or how it can be."""
+        if self.output is not None:
+            return f"; written to {self.output}"
+        return "; --output FILE keeps it" if in_terminal() else ""
+
+    def given(self, costs: CostModel) -> str:
+        """What was asked for, in a line."""
+        limit = "" if self.memory_limit is None else f", memory limit {amount(self.limit)}"
+        return f"{self.ranks} ranks, {self.microbatches} microbatches, {describe(costs)}{limit}"
+
+
+def _verdict(ours: Row, named: list[Row]) -> str:
+    if not named:
+        return "no named schedule fits"
+    best = named[0]
+    if math.isclose(ours.makespan, best.makespan, rel_tol=1e-9):
+        return f"as long as {best.name}, the best of the named that fit"
+    change = best.makespan - ours.makespan
+    which = "shorter" if change > 0 else "longer"  # than one on another placement than was asked for
+    by = percent(abs(change) / best.makespan)
+    return f"{number(abs(change))} ({by}) {which} than {best.name}, the best of the named that fit"
+
+
+def _facts(found: Schedule, ours: Row, named: list[Row], seconds: float) -> dict[str, Any]:
+    return {
+        "found": dataclasses.asdict(ours),
+        "named": [dataclasses.asdict(row) for row in named],
+        "seconds": seconds,
+        "schedule": json.loads(to_json(found)),
+    }
