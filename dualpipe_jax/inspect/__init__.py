@@ -11,7 +11,7 @@ from dualpipe_jax.inspect.copies import Copy, copies
 from dualpipe_jax.inspect.hlo import Array, Call, Computation, Instruction, Module, read
 from dualpipe_jax.inspect.memory import Memory, memory
 from dualpipe_jax.inspect.overlap import overlap
-from dualpipe_jax.inspect.rates import LINK_BYTES_PER_CYCLE, Rates, tpu_rates
+from dualpipe_jax.inspect.rates import LINK_BYTES_PER_CYCLE, MEMORY_BYTES_PER_CYCLE, Rates, tpu_rates
 from dualpipe_jax.inspect.report import Collective, ComputationTime, Event, OverlapReport, Total, Work
 from dualpipe_jax.inspect.scheduler import (
     STATISTICS_ENVIRONMENT,
@@ -23,6 +23,7 @@ from dualpipe_jax.inspect.scheduler import (
 
 __all__ = [
     "LINK_BYTES_PER_CYCLE",
+    "MEMORY_BYTES_PER_CYCLE",
     "STATISTICS_ENVIRONMENT",
     "Array",
     "Call",

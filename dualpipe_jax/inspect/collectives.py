@@ -5,6 +5,7 @@ Compilers print an asynchronous collective in several ways, which all become one
   all-to-all-start ... all-to-all-done       its own opcodes (also permutes, gathers, reductions)
   async-start ... async-update ... async-done        around a computation that holds the collective
   call-start ... call-update ... call-done           the same on another core: the TPU's SparseCore
+  fusion ... fusion ... fusion               a TPU's gathers: AsyncCollectiveStart, steps, AsyncCollectiveDone inside
   all-to-all-start with "is_sync":true in its config          a GPU's blocking call, asynchronous in name only
 
 and a plain ``all-to-all`` is a synchronous one: the compiler found nothing to put in between.
@@ -55,16 +56,16 @@ class Pair(NamedTuple):
 
 def collectives(module: Module, computation: Computation) -> list[Pair]:
     """Collectives that a computation issues itself, in the order in which they begin."""
-    waits = _waits(computation)
+    waits = _waits(module, computation)
     found = []
     for k, instruction in enumerate(computation):
-        kind = kind_of(module, instruction)
-        if kind is None or instruction.opcode.endswith(("-done", "-update")):
+        kind, phase = kind_of(module, instruction), phase_of(module, instruction)
+        if kind is None or phase not in ("start", "whole"):
             continue
         update, done = waits.get(instruction.name, (None, len(computation.instructions)))
-        payload = _payload(computation, instruction, done)
+        payload = _payload(computation, instruction, done if phase == "start" else k)
         start = k
-        if not instruction.opcode.endswith("-start") or _IS_SYNC.search(instruction.config):
+        if phase == "whole" or _IS_SYNC.search(instruction.config):
             form, done = "sync", k
         elif 'async_execution_thread="sparsecore"' in instruction.attributes:
             form, start = "sparsecore", k if update is None else update
@@ -85,27 +86,49 @@ def kind_of(module: Module, instruction: Instruction) -> str | None:
     return next((i.opcode for i in wrapped if i.opcode in KINDS), None)
 
 
-def _waits(computation: Computation) -> dict[str, tuple[int | None, int]]:
+def phase_of(module: Module, instruction: Instruction) -> str:
+    """What an instruction does of a collective, if it has to do with one: start, update, done, or the whole.
+
+    A fusion that computes while it passes a collective on is an update.
+    """
+    for phase in ("start", "update", "done"):
+        if instruction.opcode.endswith(f"-{phase}"):
+            return phase
+    if instruction.opcode == "fusion":
+        targets = {i.target for name in instruction.called() for i in module.inside(name)}
+        if "AsyncCollectiveStart" in targets:
+            return "start"
+        if "AsyncCollectiveDone" in targets:
+            return "done"
+        if any(name.startswith("async_collective_fusion") for name in instruction.called()):
+            return "update"
+    return "whole"
+
+
+def _waits(module: Module, computation: Computation) -> dict[str, tuple[int | None, int]]:
     """Name of each start -> (position of its first update or None, position of its done)."""
     found = {}
     for k, done in enumerate(computation):
-        if not done.opcode.endswith("-done") or not done.operands:
-            continue
-        update, step = None, computation.by_name.get(done.operands[0])
-        while step is not None and step.opcode.endswith("-update"):
-            update = computation.position[step.name]
-            step = computation.by_name.get(step.operands[0]) if step.operands else None
-        if step is not None:
-            found[step.name] = (update, k)
+        if phase_of(module, done) == "done":
+            update, step = None, _source(computation, done)
+            while step is not None and phase_of(module, step) == "update":
+                update, step = computation.position[step.name], _source(computation, step)
+            if step is not None:
+                found[step.name] = (update, k)
     return found
+
+
+def _source(computation: Computation, instruction: Instruction) -> Instruction | None:
+    """What made its first operand, seen through tuples."""
+    source = computation.by_name.get(instruction.operands[0]) if instruction.operands else None
+    while source is not None and source.opcode == "get-tuple-element":
+        source = computation.by_name.get(source.operands[0])
+    return source
 
 
 def _payload(computation: Computation, issued: Instruction, done: int) -> int:
     """The larger of what goes in and what comes out; the state of an asynchronous start is neither."""
-    if not issued.opcode.endswith("-start"):
-        got = issued.nbytes
-    else:
-        got = computation.instructions[done].nbytes if done < len(computation.instructions) else 0
+    got = computation.instructions[done].nbytes if done < len(computation.instructions) else 0
     if issued.opcode == "fusion":
         return got  # it may read more than the collective does
     operands = (computation.by_name.get(name) for name in issued.operands)

@@ -39,6 +39,9 @@ _FREE = (
 )
 """Opcodes that keep the core busy for no time."""
 
+_FREE_CALLS = ("ConcatBitcast", "PrepareAsyncCallStart", "PrepareAsyncCallDone", "Sharding", "AllocateBuffer")
+"""Custom calls of which the same is true."""
+
 
 def overlap(
     program: Any,
@@ -132,8 +135,8 @@ class _Reader:
     def _walk(self, computation: Computation) -> _Walk:
         pairs = collectives(self.module, computation)
         starts, dones = {p.start: p for p in pairs}, {p.done: p for p in pairs}
-        named = {p.issued.name for p in pairs}
-        works = [None if i.name in named else self.work(computation, i) for i in computation]
+        communicates = starts.keys() | dones.keys() | {computation.position[p.issued.name] for p in pairs}
+        works = [None if k in communicates else self.work(i) for k, i in enumerate(computation)]
         line = _Line()
         for k, work in enumerate(works):
             if k in starts:
@@ -143,9 +146,10 @@ class _Reader:
             if work is not None:
                 line.run(work)
         found = tuple(self._collective(computation, pair, works, line) for pair in pairs)
-        unpriced = sum(
-            work is not None and work.cycles is None and i.nbytes >= _NOTABLE
+        unpriced = tuple(
+            i.name
             for i, work in zip(computation, works, strict=True)
+            if work is not None and work.cycles is None and i.nbytes >= _NOTABLE
         )
         context = self.module.executed[computation.name]
         time = ComputationTime(computation.name, context, line.clock, line.exposed, unpriced)
@@ -176,18 +180,20 @@ class _Reader:
         known = self.rates.collective(pair.kind, pair.payload, pair.group_size)
         return float(pair.issued.cycles) if known is None and pair.issued.cycles is not None else known
 
-    def work(self, computation: Computation, instruction: Instruction) -> Work | None:
+    def work(self, instruction: Instruction) -> Work | None:
         """What an instruction keeps the core busy with; None if with nothing."""
-        if instruction.opcode in _FREE or instruction.opcode.endswith(("-start", "-update", "-done")):
+        if instruction.opcode in _FREE or instruction.target in _FREE_CALLS:
             return None
-        cycles, exposed = self._cost(computation, instruction)
+        if instruction.opcode.endswith(("-start", "-update", "-done")):
+            return None
+        cycles, exposed = self._cost(instruction)
         products = Counter(
             self._own_direction(i.op_name) for i in matmuls(self.module, instruction, self.matmul_calls)
         )
         direction = self.direction(instruction)
         return Work(instruction.name, instruction.opcode, cycles, exposed, direction, dict(products))
 
-    def _cost(self, computation: Computation, instruction: Instruction) -> tuple[float | None, float]:
+    def _cost(self, instruction: Instruction) -> tuple[float | None, float]:
         """Cycles of an instruction, and how many of them are waits inside it."""
         times = [self.walk(name).time for name in instruction.called() if name in self.module.executed]
         if instruction.opcode == "while":
@@ -198,7 +204,7 @@ class _Reader:
             return longest.cycles, longest.exposed
         if instruction.opcode == "call":
             return sum(t.cycles for t in times), sum(t.exposed for t in times)
-        return self.rates.instruction(computation, instruction), 0.0
+        return self.rates.instruction(instruction), 0.0
 
     def _trips(self, loop: Instruction) -> int:
         if loop.trips is not None:

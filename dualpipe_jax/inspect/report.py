@@ -114,14 +114,15 @@ class ComputationTime:
       name, context: which, and where it is run from.
       cycles: from its first instruction to its last, waits and loops inside included.
       exposed: cycles in which the core only waits for collectives, its own and those of loops inside.
-      unpriced: instructions of 64 KiB or more that neither the compiler nor the rates price: they count 0.
+      unpriced: names of the instructions that make 64 KiB or more and that neither the compiler nor the rates
+        price: they count 0, so that cycles is a lower bound.
     """
 
     name: str
     context: str
     cycles: float
     exposed: float
-    unpriced: int
+    unpriced: tuple[str, ...]
 
     @property
     def work(self) -> float:
@@ -306,7 +307,7 @@ def _totals_table(report: OverlapReport) -> str:
 def _times_table(report: OverlapReport) -> str:
     header = ("computation, run once", "cycles", "exposed", "unpriced", "run from")
     rows = [
-        (c.name, format_cycles(c.cycles), format_cycles(c.exposed), str(c.unpriced), c.context)
+        (c.name, format_cycles(c.cycles), format_cycles(c.exposed), str(len(c.unpriced)), c.context)
         for c in report.computations.values()
         if c.cycles or c.unpriced
     ]

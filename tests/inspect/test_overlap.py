@@ -77,6 +77,7 @@ def test_pair_on_v5e():
     main = found.computations["main.0_spmd"]
     assert main.work == 319296 + 3 * 271238 + 2 * 278532
     assert main.exposed == 400e3 + 128762 * 2 + 121468
+    assert main.unpriced == ("copy.11",)
 
 
 def test_without_the_flag_every_exchange_on_v5e_is_exposed():
