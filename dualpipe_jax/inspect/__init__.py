@@ -11,7 +11,14 @@ from dualpipe_jax.inspect.copies import Copy, copies
 from dualpipe_jax.inspect.hlo import Array, Call, Computation, Instruction, Module, read
 from dualpipe_jax.inspect.memory import Memory, memory
 from dualpipe_jax.inspect.overlap import overlap
-from dualpipe_jax.inspect.rates import LINK_BYTES_PER_CYCLE, MEMORY_BYTES_PER_CYCLE, Rates, tpu_rates
+from dualpipe_jax.inspect.rates import (
+    H100_CLOCK,
+    LINK_BYTES_PER_CYCLE,
+    MEMORY_BYTES_PER_CYCLE,
+    Rates,
+    h100_rates,
+    tpu_rates,
+)
 from dualpipe_jax.inspect.report import Collective, ComputationTime, Event, OverlapReport, Total, Work
 from dualpipe_jax.inspect.scheduler import (
     STATISTICS_ENVIRONMENT,
@@ -22,6 +29,7 @@ from dualpipe_jax.inspect.scheduler import (
 )
 
 __all__ = [
+    "H100_CLOCK",
     "LINK_BYTES_PER_CYCLE",
     "MEMORY_BYTES_PER_CYCLE",
     "STATISTICS_ENVIRONMENT",
@@ -43,6 +51,7 @@ __all__ = [
     "Work",
     "capture",
     "copies",
+    "h100_rates",
     "memory",
     "overlap",
     "parse_statistics",

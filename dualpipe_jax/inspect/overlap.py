@@ -136,7 +136,7 @@ class _Reader:
         pairs = collectives(self.module, computation)
         starts, dones = {p.start: p for p in pairs}, {p.done: p for p in pairs}
         communicates = starts.keys() | dones.keys() | {computation.position[p.issued.name] for p in pairs}
-        works = [None if k in communicates else self.work(i) for k, i in enumerate(computation)]
+        works = [None if k in communicates else self.work(computation, i) for k, i in enumerate(computation)]
         line = _Line()
         for k, work in enumerate(works):
             if k in starts:
@@ -180,20 +180,20 @@ class _Reader:
         known = self.rates.collective(pair.kind, pair.payload, pair.group_size)
         return float(pair.issued.cycles) if known is None and pair.issued.cycles is not None else known
 
-    def work(self, instruction: Instruction) -> Work | None:
+    def work(self, computation: Computation, instruction: Instruction) -> Work | None:
         """What an instruction keeps the core busy with; None if with nothing."""
         if instruction.opcode in _FREE or instruction.target in _FREE_CALLS:
             return None
         if instruction.opcode.endswith(("-start", "-update", "-done")):
             return None
-        cycles, exposed = self._cost(instruction)
+        cycles, exposed = self._cost(computation, instruction)
         products = Counter(
             self._own_direction(i.op_name) for i in matmuls(self.module, instruction, self.matmul_calls)
         )
         direction = self.direction(instruction)
         return Work(instruction.name, instruction.opcode, cycles, exposed, direction, dict(products))
 
-    def _cost(self, instruction: Instruction) -> tuple[float | None, float]:
+    def _cost(self, computation: Computation, instruction: Instruction) -> tuple[float | None, float]:
         """Cycles of an instruction, and how many of them are waits inside it."""
         times = [self.walk(name).time for name in instruction.called() if name in self.module.executed]
         if instruction.opcode == "while":
@@ -204,7 +204,7 @@ class _Reader:
             return longest.cycles, longest.exposed
         if instruction.opcode == "call":
             return sum(t.cycles for t in times), sum(t.exposed for t in times)
-        return self.rates.instruction(instruction), 0.0
+        return self.rates.instruction(self.module, computation, instruction), 0.0
 
     def _trips(self, loop: Instruction) -> int:
         if loop.trips is not None:

@@ -2,18 +2,20 @@
 
 import dataclasses
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
-from dualpipe_jax.inspect.hlo import Instruction
+from dualpipe_jax.inspect.hlo import Computation, Instruction, Module
+from dualpipe_jax.inspect.roofline import flops, traffic
 
-_LINK_SHARE: Mapping[str, Callable[[float], float]] = {
-    "all-to-all": lambda others: 2 * others,
-    "ragged-all-to-all": lambda others: 2 * others,
-    "all-gather": lambda others: others / 2,
-    "reduce-scatter": lambda others: others / 2,
-    "all-reduce": lambda others: others,
+_TORUS: Mapping[str, float] = {
+    "all-to-all": 2,
+    "ragged-all-to-all": 2,
+    "all-gather": 1 / 2,
+    "reduce-scatter": 1 / 2,
+    "all-reduce": 1,
 }
-"""Payloads that cross a link, by the share of the group that is not the device itself."""
+_SWITCH: Mapping[str, float] = {**dict.fromkeys(_TORUS, 1), "all-reduce": 2}
+"""Payloads that cross a link, times the share of the group that is not the device itself."""
 
 LINK_BYTES_PER_CYCLE: Mapping[str, float] = {
     "v4": 42.67,
@@ -58,6 +60,28 @@ def tpu_rates(generation: str) -> "Rates":
     return Rates(link=LINK_BYTES_PER_CYCLE[name], memory=MEMORY_BYTES_PER_CYCLE[name])
 
 
+H100_CLOCK = 1.83e9
+"""Hertz at which an H100 SXM reaches the 989 TFLOP/s (bf16, dense) of its data sheet."""
+
+
+def h100_rates(network: float = 50e9) -> "Rates":
+    """A roofline for the H100 SXM, in cycles of ``H100_CLOCK``; CUDA's compiler gives no cycles itself.
+
+    From the data sheet: 989 TFLOP/s, 3.35 TB/s (read plus written), NVLink with 450 GB/s each way for all
+    collectives but permutes, which are taken to cross nodes.
+
+    Args:
+      network: bytes a second, each way, of a GPU's share of the network between nodes.
+    """
+    return Rates(
+        link=450e9 / H100_CLOCK,
+        switched=True,
+        collectives={"collective-permute": network / H100_CLOCK},
+        memory=3.35e12 / H100_CLOCK,
+        flops=989e12 / H100_CLOCK,
+    )
+
+
 @dataclasses.dataclass(frozen=True)
 class Rates:
     """Durations in the device's cycles (any unit will do where the compiler gives no cycles itself).
@@ -76,19 +100,24 @@ class Rates:
         takes P / link, an all-to-all 2 (n - 1) / n of that (as the TPU compiler counts, whatever the shape of
         the torus), a gather or a reduce-scatter (n - 1) / 2n and an all-reduce (n - 1) / n (a ring in both
         directions).
+      switched: whether the links meet in a switch, as NVLink's do: then all of these take (n - 1) / n, and an
+        all-reduce twice that.
       collectives: payload bytes a cycle for kinds for which link says nothing or the wrong thing.
       latency: cycles that every collective takes besides.
-      memory: bytes a cycle, read plus written, for what the compiler does not price: copies between memories,
-        gathers, sorts. They are taken to read and write as much as they make, which is the least they do.
-        None leaves them unpriced.
+      memory: bytes a cycle, read plus written. What the compiler does not price (on TPU copies between memories,
+        gathers, sorts; on GPU everything) takes its traffic over memory, or its arithmetic over flops if that is
+        longer. None leaves it unpriced.
+      flops: multiplications and additions a cycle of matrix products that the compiler does not price.
       kernels: cycles of custom calls that the compiler does not price (Pallas kernels), by a regular
         expression searched in the call's target and op_name; the first that is found counts.
     """
 
     link: float | None = None
+    switched: bool = False
     collectives: Mapping[str, float] = dataclasses.field(default_factory=dict)
     latency: float = 0.0
     memory: float | None = None
+    flops: float | None = None
     kernels: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
     def collective(self, kind: str, payload: int, group_size: int | None) -> float | None:
@@ -100,14 +129,26 @@ class Rates:
             return self.latency + payload / self.collectives[kind]
         if self.link is None:
             return None
+        factor = (_SWITCH if self.switched else _TORUS).get(kind)
         others = 1 - 1 / group_size if group_size else 1.0
-        return self.latency + payload * _LINK_SHARE.get(kind, lambda others: 1.0)(others) / self.link
+        return self.latency + payload * (1.0 if factor is None else factor * others) / self.link
 
-    def instruction(self, instruction: Instruction) -> float | None:
+    def instruction(self, module: Module, within: Computation, instruction: Instruction) -> float | None:
         """Cycles of one instruction that runs no other computation line by line; None if nobody prices it."""
         if instruction.cycles is not None:
             return float(instruction.cycles)
         if instruction.opcode == "custom-call":
             text = f"{instruction.target} {instruction.op_name}"
-            return next((c for pattern, c in self.kernels.items() if re.search(pattern, text)), None)
-        return 2 * instruction.nbytes / self.memory if self.memory else None
+            for pattern, cycles in self.kernels.items():
+                if re.search(pattern, text):
+                    return cycles
+        return self._roofline(module, within, instruction)
+
+    def _roofline(self, module: Module, within: Computation, instruction: Instruction) -> float | None:
+        arithmetic = flops(module, within, instruction)
+        if self.memory is None or (arithmetic and self.flops is None):
+            return None
+        if instruction.opcode == "custom-call" and not arithmetic:
+            return None  # a kernel of which nothing is known
+        moved = traffic(module, within, instruction) / self.memory
+        return max(moved, arithmetic / self.flops) if self.flops else moved

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from dualpipe_jax.inspect import Rates, overlap, parse_statistics, read, tpu_rates
+from dualpipe_jax.inspect import H100_CLOCK, Rates, h100_rates, overlap, parse_statistics, read, tpu_rates
 
 TEXTS = Path(__file__).parent / "texts"
 PAYLOAD = 8 << 20
@@ -104,6 +104,18 @@ def test_h100_counts_matmuls_and_believes_is_sync():
     assert [c.hidden for c in exchanges] == [0, None, None, None]
     assert found.hidden() is None, "one is known to be exposed, of the others nothing is known"
     assert found.select("collective-permute")[0].matmuls["backward"] == 2
+
+
+def test_h100_by_roofline():
+    found = report("h100_pair", rates=h100_rates())
+    product = 2 * 1024 * 4096 * 4096 / (989e12 / H100_CLOCK)
+    exchange = PAYLOAD * 0.75 / (450e9 / H100_CLOCK)
+    first, second, third, _ = found.select("all-to-all")
+    assert second.duration == pytest.approx(exchange)
+    assert second.matmul_cycles["forward"] == pytest.approx(product)
+    assert second.exposed == 0 and first.exposed == pytest.approx(exchange) and third.hidden == 1
+    main = found.computations["main.0_spmd"]
+    assert main.unpriced == () and main.work == pytest.approx(6 * product), "bound by arithmetic throughout"
 
 
 def test_send_around_a_guard():
@@ -261,6 +273,8 @@ def test_rates_price_kernels_and_copies():
     assert overlap(text).collectives[0].cycles_between == 0
     priced = overlap(text, Rates(memory=2.0, kernels={"flash": 500.0})).collectives[0]
     assert [w.cycles for w in priced.between] == [500, 2 * KIB / 2]
+    unknown = overlap(text, Rates(memory=2.0)).collectives[0]
+    assert [w.cycles for w in unknown.between] == [None, 2 * KIB / 2]
 
 
 def test_a_conditional_costs_its_longest_branch():
@@ -343,11 +357,17 @@ def test_an_unscheduled_module_is_refused():
 
 
 @pytest.mark.parametrize(
-    "kind, payloads",
-    {"all-to-all": 1.5, "all-gather": 0.375, "all-reduce": 0.75, "collective-permute": 1}.items(),
+    "kind, torus, switch",
+    [
+        ("all-to-all", 1.5, 0.75),
+        ("all-gather", 0.375, 0.75),
+        ("all-reduce", 0.75, 1.5),
+        ("collective-permute", 1, 1),
+    ],
 )
-def test_what_crosses_a_link(kind, payloads):
-    assert Rates(link=2.0, latency=7).collective(kind, 4000, 4) == 7 + payloads * 2000
+def test_what_crosses_a_link(kind, torus, switch):
+    assert Rates(link=2.0, latency=7).collective(kind, 4000, 4) == 7 + torus * 2000
+    assert Rates(link=2.0, switched=True).collective(kind, 4000, 4) == switch * 2000
 
 
 def test_an_unknown_tpu_is_refused_by_name():

@@ -1,0 +1,91 @@
+"""Arithmetic and memory traffic of single instructions, for those that no compiler prices."""
+
+import math
+import re
+from collections.abc import Iterator
+
+from dualpipe_jax.inspect.hlo import Computation, Instruction, Module
+
+_CONTRACTED = re.compile(r"lhs_contracting_dim(?:ension)?s\"?[=:]\s*[\[{]([^\]}]*)[\]}]")
+_SLICES = ("dynamic-slice", "slice", "gather")
+_SEEN_THROUGH = ("bitcast", "reshape")
+
+
+def flops(module: Module, computation: Computation, instruction: Instruction) -> int:
+    """Multiplications and additions of the matrix products in an instruction.
+
+    Knows ``dot`` and the GPU libraries' matrix products; of a fusion, those inside it. Convolutions, loops and
+    other kernels count 0.
+    """
+    if instruction.opcode == "dot" or "lhs_contracting_dim" in instruction.config:
+        left = computation.by_name.get(instruction.operands[0]) if instruction.operands else None
+        contracted = _CONTRACTED.search(instruction.attributes)
+        if left is None or contracted is None or not left.arrays:
+            return 0
+        sizes = [left.arrays[0].dims[int(d)] for d in re.findall(r"\d+", contracted[1])]
+        return 2 * math.prod(instruction.arrays[0].dims) * math.prod(sizes)
+    if instruction.opcode == "fusion":
+        called = [
+            module.computations[name] for name in instruction.called("calls") if name in module.computations
+        ]
+        return sum(flops(module, inner, i) for inner in called for i in inner)
+    return 0
+
+
+def traffic(module: Module, computation: Computation, instruction: Instruction) -> int:
+    """Bytes that an instruction reads and writes.
+
+    Of a buffer that it only slices, the slices count; of one that it updates in place, the update.
+    """
+    if instruction.opcode == "fusion" and (called := instruction.called("calls")):
+        inner = module.computations[called[0]]
+        return sum(_reads(inner)) + sum(_writes(inner, inner.root))
+    read = sum(_read(computation, instruction, name) for name in instruction.operands)
+    return read + sum(_writes(computation, instruction))
+
+
+def _reads(inner: Computation) -> Iterator[int]:
+    """Bytes that a fusion reads of each of its parameters."""
+    for parameter in inner:
+        if parameter.opcode == "parameter":
+            uses = list(_uses(inner, parameter.name))
+            yield min(parameter.nbytes, sum(_read(inner, use, name) for use, name in uses))
+
+
+def _uses(inner: Computation, name: str) -> Iterator[tuple[Instruction, str]]:
+    """Instructions that use a value, under which name; bitcasts are seen through."""
+    for instruction in inner:
+        if name in instruction.operands:
+            if instruction.opcode in _SEEN_THROUGH and not instruction.is_root:
+                yield from _uses(inner, instruction.name)
+            else:
+                yield instruction, name
+
+
+def _read(computation: Computation, instruction: Instruction, name: str) -> int:
+    """Bytes that an instruction reads of one of its operands."""
+    operand = computation.by_name.get(name)
+    if operand is None:
+        return 0
+    if name == instruction.operands[0]:
+        if instruction.opcode in _SLICES:
+            return instruction.nbytes
+        if instruction.opcode == "dynamic-update-slice":
+            return 0
+    return operand.nbytes
+
+
+def _writes(computation: Computation, made: Instruction | None) -> Iterator[int]:
+    """Bytes of each result; of an update in place, those of the update."""
+    while made is not None and made.opcode in _SEEN_THROUGH:
+        made = computation.by_name.get(made.operands[0])
+    if made is None:
+        return
+    if made.opcode == "tuple":
+        for name in made.operands:
+            yield from _writes(computation, computation.by_name.get(name))
+    elif made.opcode == "dynamic-update-slice":
+        update = computation.by_name.get(made.operands[1])
+        yield update.nbytes if update is not None else made.nbytes
+    else:
+        yield made.nbytes

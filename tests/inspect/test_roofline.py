@@ -1,0 +1,73 @@
+"""Arithmetic and traffic of instructions, against numbers worked out by hand."""
+
+import pytest
+
+from dualpipe_jax.inspect import read
+from dualpipe_jax.inspect.roofline import flops, traffic
+
+TEXT = """HloModule by_hand, is_scheduled=true
+
+%slot (pool: bf16[5,100,8], i: s32[]) -> f32[1,100,8] {
+  %pool = bf16[5,100,8]{2,1,0} parameter(0)
+  %i = s32[] parameter(1)
+  %zero = s32[] constant(0)
+  %s = bf16[1,100,8]{2,1,0} dynamic-slice(%pool, %i, %zero, %zero), dynamic_slice_sizes={1,100,8}
+  ROOT %c = f32[1,100,8]{2,1,0} convert(%s)
+}
+
+%put (pool: bf16[5,100,8], x: f32[100,8], i: s32[]) -> bf16[5,100,8] {
+  %pool.1 = bf16[5,100,8]{2,1,0} parameter(0)
+  %x.1 = f32[100,8]{1,0} parameter(1)
+  %i.1 = s32[] parameter(2)
+  %zero.1 = s32[] constant(0)
+  %h = bf16[100,8]{1,0} convert(%x.1)
+  %u = bf16[1,100,8]{2,1,0} bitcast(%h)
+  ROOT %d = bf16[5,100,8]{2,1,0} dynamic-update-slice(%pool.1, %u, %i.1, %zero.1, %zero.1)
+}
+
+%product (a: bf16[6,16,32], b: bf16[6,64,32]) -> (bf16[6,16,64], f32[6]) {
+  %a = bf16[6,16,32]{2,1,0} parameter(0)
+  %b = bf16[6,64,32]{2,1,0} parameter(1)
+  %ab = bf16[6,16,64]{2,1,0} dot(%a, %b), lhs_batch_dims={0}, lhs_contracting_dims={2}, rhs_contracting_dims={2}
+  %e = f32[6]{0} constant({1,2,3,4,5,6})
+  ROOT %both = (bf16[6,16,64], f32[6]) tuple(%ab, %e)
+}
+
+ENTRY %main (p: bf16[5,100,8], x: f32[100,8], a: bf16[6,16,32], b: bf16[6,64,32]) -> f32[] {
+  %p = bf16[5,100,8]{2,1,0} parameter(0)
+  %x = f32[100,8]{1,0} parameter(1)
+  %am = bf16[6,16,32]{2,1,0} parameter(2)
+  %bm = bf16[6,64,32]{2,1,0} parameter(3)
+  %k = s32[] constant(3)
+  %got = f32[1,100,8]{2,1,0} fusion(%p, %k), kind=kLoop, calls=%slot
+  %kept = bf16[5,100,8]{2,1,0} fusion(%p, %x, %k), kind=kLoop, calls=%put
+  %m = (bf16[6,16,64], f32[6]) fusion(%am, %bm), kind=kCustom, calls=%product
+  %sum = f32[100,8]{1,0} add(%x, %x)
+  %gemm = (bf16[100,64]{1,0}, s8[4096]{0}) custom-call(%x, %bm), custom_call_target="__cublas$gemm", \
+backend_config={"gemm_backend_config":{"dot_dimension_numbers":{"lhs_contracting_dimensions":["1"]}}}
+  ROOT %end = f32[] constant(0)
+}
+"""
+MODULE = read(TEXT)
+MAIN = MODULE.computations["main"]
+
+
+@pytest.mark.parametrize(
+    "name, count",
+    {"m": 2 * 6 * 16 * 64 * 32, "gemm": 2 * 100 * 64 * 8, "got": 0, "sum": 0}.items(),
+)
+def test_flops(name, count):
+    assert flops(MODULE, MAIN, MAIN.by_name[name]) == count
+
+
+@pytest.mark.parametrize(
+    "name, count",
+    {
+        "got": 4 + 100 * 8 * 2 + 100 * 8 * 4,  # the index, one slot of five, the result
+        "kept": 4 + 100 * 8 * 4 + 100 * 8 * 2,  # the index, x, one slot
+        "m": 2 * (6 * 16 * 32 + 6 * 64 * 32 + 6 * 16 * 64) + 6 * 4,
+        "sum": 3 * 100 * 8 * 4,
+    }.items(),
+)
+def test_traffic(name, count):
+    assert traffic(MODULE, MAIN, MAIN.by_name[name]) == count
