@@ -15,11 +15,17 @@ from dualpipe_jax.engine.split_graph import Atom, Cond, Constant, Equation, Node
 def evaluate(program: Program, arguments: Sequence[Any]) -> list[Any]:
     """Runs a program on arrays or tracers; an argument nobody reads may be None."""
     known = dict(zip(program.inputs, arguments, strict=True))
-    _run(program.equations, known)
-    return [_array(known, atom) for atom in program.outputs]
+    run(program.equations, known)
+    return values_of(known, program.outputs)
 
 
-def _run(nodes: Sequence[Node], known: dict[Value, Any]) -> None:
+def values_of(known: dict[Value, Any], atoms: Sequence[Atom]) -> list[Any]:
+    """What the atoms stand for, as arrays."""
+    return [_array(known, atom) for atom in atoms]
+
+
+def run(nodes: Sequence[Node], known: dict[Value, Any]) -> None:
+    """Runs nodes whose inputs are known, and adds their outputs."""
     for node in nodes:
         with jax.named_scope(node.scope) if node.scope else contextlib.nullcontext():
             if isinstance(node, Scan):
@@ -47,7 +53,7 @@ def _run_scan(scan: Scan, known: dict[Value, Any]) -> Sequence[Any]:
         inner = dict(consts)
         inner.update(zip((c.inner for c in scan.carry), carry, strict=True))
         inner.update(zip((b.inner for b in scan.xs), xs, strict=True))
-        _run(scan.equations, inner)
+        run(scan.equations, inner)
         updates = tuple(_array(inner, c.update) for c in scan.carry)
         return updates, tuple(_array(inner, y.inner) for y in scan.ys)
 

@@ -15,6 +15,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 import jax
 import numpy as np
 
+from dualpipe_jax.engine.interleave import interleave
 from dualpipe_jax.engine.jaxprs import JointTrace, trace_backward
 from dualpipe_jax.engine.jaxprs_run import evaluate
 from dualpipe_jax.engine.split_crossing import choose_crossing, stay
@@ -73,7 +74,10 @@ class SplitPlan:
 
     def forward(self, params: Tree, x: Tree) -> tuple[Tree, Tree, Arrays, Arrays]:
         """Gives ``(y, aux, residuals_i, residuals_w)``."""
-        outputs = evaluate(self._programs.forward, [*self._params.leaves(params), *self._x.leaves(x)])
+        arguments = [*self._params.leaves(params), *self._x.leaves(x)]
+        return self._forward_parts(evaluate(self._programs.forward, arguments))
+
+    def _forward_parts(self, outputs: Arrays) -> tuple[Tree, Tree, Arrays, Arrays]:
         y: Any = jax.tree.structure(self.y)
         aux: Any = jax.tree.structure(self.aux)
         kept_i, kept_w = len(self.residuals_i), len(self.residuals_w)
@@ -98,7 +102,25 @@ class SplitPlan:
     ) -> tuple[Tree, Tree]:
         """Gives ``(dparams, dx)``, as ``jax.vjp`` orders them."""
         arguments = [*self._given(params, x, "I"), *residuals_i, *residuals_w, *self._cotangents(dy)]
-        outputs = evaluate(self._programs.backward, arguments)
+        return self._backward_parts(evaluate(self._programs.backward, arguments))
+
+    def pair(
+        self, forward: tuple[Tree, Tree], backward: tuple[Tree, Tree, Arrays, Arrays, Tree]
+    ) -> tuple[tuple[Tree, Tree, Arrays, Arrays], tuple[Tree, Tree]]:
+        """``(self.forward(*forward), self.backward(*backward))``, each hiding the other's communication.
+
+        The two are of different microbatches; see ``interleave``.
+        """
+        (forward_params, forward_x), (params, x, residuals_i, residuals_w, dy) = forward, backward
+        outputs, gradients = interleave(
+            self._programs.forward,
+            [*self._params.leaves(forward_params), *self._x.leaves(forward_x)],
+            self._programs.backward,
+            [*self._given(params, x, "I"), *residuals_i, *residuals_w, *self._cotangents(dy)],
+        )
+        return self._forward_parts(outputs), self._backward_parts(gradients)
+
+    def _backward_parts(self, outputs: Arrays) -> tuple[Tree, Tree]:
         dparams, dx = _cut(outputs, self._params.num_gradients, self._x.num_gradients)
         return self._params.gradients(dparams), self._x.gradients(dx)
 

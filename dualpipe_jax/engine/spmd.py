@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -18,12 +18,16 @@ from dualpipe_jax.engine.trees import is_floating
 from dualpipe_jax.engine.varying import vary
 from dualpipe_jax.parallel import EP, PP
 from dualpipe_jax.schedule import CostModel, Schedule
-from dualpipe_jax.schedule.lower import forward_only, lower
+from dualpipe_jax.schedule.lower import TickTable, forward_only, lower, pairs_alone
 
 
 @dataclasses.dataclass(frozen=True)
 class Engine:
-    """A model, a schedule and a mesh as a program; ``pipeline_value_and_grad`` documents the fields."""
+    """A model, a schedule and a mesh as a program; ``pipeline_value_and_grad`` documents the fields.
+
+    With ``pairs_alone`` the program holds one overlapped pair and nothing else, to be compiled and looked at
+    in a fraction of the time; what it computes is of no use.
+    """
 
     model: PipelineModel
     schedule: Schedule
@@ -34,6 +38,7 @@ class Engine:
     fuse_pairs: bool
     check_vma: bool
     debug_nans: bool
+    pairs_alone: bool = False
 
     def value_and_grad(
         self, params: Tree, specs: Tree, inputs: Tree, targets: Tree
@@ -80,8 +85,7 @@ class Engine:
         own = tuple(jax.tree.map(lambda leaf: leaf[0], stage) for stage in params["stages"].local)
         params = params | {"stages": own + borrow(own, self.schedule.placement)}
         plan = self._plan(params, inputs, targets, forward)
-        schedule = forward_only(self.schedule) if forward else self.schedule
-        table = lower(schedule, self.costs, keep_input=plan.keep_input)
+        table = self._table(forward, plan.keep_input)
         tick = Tick(
             model=self.model,
             table=table,
@@ -99,6 +103,10 @@ class Engine:
         ticks = (jnp.arange(table.num_ticks, dtype=jnp.int32), rows)
         state, _ = lax.scan(tick, tick.initial_state(), vary(ticks, self.check_vma))
         return state
+
+    def _table(self, forward: bool, keep_input: Literal["F", "I", "W"]) -> TickTable:
+        table = lower(forward_only(self.schedule) if forward else self.schedule, self.costs, keep_input)
+        return pairs_alone(table) if self.pairs_alone else table
 
     def _plan(self, params: Tree, inputs: Tree, targets: Tree, forward: bool) -> Any:
         def stage(params, x):

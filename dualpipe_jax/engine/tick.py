@@ -161,12 +161,14 @@ class Tick:
 
     def _pair(self, state: State, row: Row, kf: int, kb: int) -> State:
         def work(part, here, forward_params, backward_params):
-            # What was saved is read out before anything else: the forward's writes to the same pools must
-            # follow every read of them, and would chain the two directions that should overlap.
-            values = (self._saved(part, here), self._input(part, here))
-            (saved, x), part = lax.optimization_barrier((values, part))
-            part = self._do_forward(part, here, forward_params, x)
-            return self._do_backward(part, here, backward_params, saved, kb)
+            forward = forward_params, self._input(part, here)
+            made, (gradients, dx) = self.plan.pair(forward, (backward_params, *self._saved(part, here)))
+            part = part | {f"grads{kb}": accumulate(part[f"grads{kb}"], gradients)}
+            # Slots are written when all that reads the same pools is done. Written sooner, either the pools
+            # are copied or F's writes and B's reads wait for each other and chain what should overlap.
+            read = {name: part[name] for name in (*self._saved_pools(), f"grads{kb}")}
+            dx, read = lax.optimization_barrier((dx, read))
+            return self._hand_back(self._keep(part | read, here, made), here, dx)
 
         changes = dict.fromkeys(self._forward_changes() + self._backward_changes(kb))
         wanted = (row["F"] == kf) & (row["B"] == kb) & self._paired(row)
@@ -194,6 +196,9 @@ class Tick:
         return self._guarded(state, entries, row[f"W{j}"] == k, work, row, self.params["stages"][k])
 
     def _embed(self, state: State, row: Row) -> State:
+        if not self.table.column("F_first").any():
+            return state
+
         def work(part, here, embed):
             x = self.model.embed(embed, read_slot(self.inputs, here["F_microbatch"]))
             return {"x": write_slot(part["x"], here["F_x"], vary(x, self.check_vma))}
@@ -202,6 +207,9 @@ class Tick:
         return self._guarded(state, ("x",), wanted, work, row, self.params["embed"])
 
     def _head(self, state: State, row: Row) -> State:
+        if not self.table.column("F_last").any():
+            return state
+
         def work(part, here, head, y):
             target = read_slot(self.targets, here["F_microbatch"])
             if self.seed is None:
@@ -221,7 +229,7 @@ class Tick:
         return self._guarded(state, changes, wanted, work, row, self.params["head"], state["y_out"])
 
     def _embed_backward(self, state: State, row: Row) -> State:
-        if self.seed is None:
+        if self.seed is None or not self.table.column("G_first").any():
             return state
 
         def work(part, here, embed, dx):
@@ -244,7 +252,11 @@ class Tick:
     # ------------------------------------------------------- works: what happens inside a guard
 
     def _do_forward(self, part: State, row: Row, params: Tree, x: Tree) -> State:
-        y, aux, residuals_i, residuals_w = self.plan.forward(params, x)
+        return self._keep(part, row, self.plan.forward(params, x))
+
+    def _keep(self, part: State, row: Row, made: tuple[Tree, Tree, Any, Any]) -> State:
+        """Put what a forward made where its readers look for it."""
+        y, aux, residuals_i, residuals_w = made
         if self.seed is not None:
             part = part | {
                 "residual_i": write_slot(part["residual_i"], row["F_residual_i"], residuals_i),
