@@ -25,6 +25,7 @@ _TARGET = re.compile(r'custom_call_target="([^"]*)"')
 _TRIPS = re.compile(r'"known_trip_count":\{"n":"?(\d+)')
 _ARRAY = re.compile(r"\b([a-z]\w*)\[([\d,<= ]*)\]")
 _BITS = re.compile(r"[a-z]+(\d+)")
+_ENDS = ("}, execution_thread", "} //")
 _BRANCHES = ("branch_computations", "true_computation", "false_computation")
 
 
@@ -201,24 +202,17 @@ def read(program: Any) -> Module:
         raise ValueError("read: the compiler gave no text for this program; as_text() returned None")
     text = text.lstrip()
     entry = ""
-    found: dict[str, list[Instruction]] = {}
-    current: list[Instruction] | None = None
-    for line in text.splitlines():
-        if line[:1].isspace():
-            if current is not None and (instruction := _instruction(line)):
-                current.append(instruction)
-        elif (header := _HEADER.match(line.rstrip())) and not line.startswith("HloModule"):
-            current = found.setdefault(header[2], [])
-            entry = header[2] if header[1] else entry
-        else:
-            current = None
+    found: dict[str, tuple[Instruction, ...]] = {}
+    for header, lines in _blocks(text):
+        found[header[2]] = tuple(_instruction(head, line) for head, line in lines)
+        entry = header[2] if header[1] else entry
     if not entry:
         raise ValueError(
             f"read: no HLO module with an ENTRY computation in the text that begins {text[:40]!r}. Pass what "
             "jax.jit(f).lower(...).compile() returns, or its as_text(); a lowered program is not compiled yet"
         )
     name = m[1] if (m := re.match(r"HloModule ([^\s,]+)", text)) else ""
-    computations = {key: Computation(key, tuple(lines)) for key, lines in found.items()}
+    computations = {key: Computation(key, instructions) for key, instructions in found.items()}
     return Module(name, computations, entry, "is_scheduled=true" in text[: text.find("\n")])
 
 
@@ -230,10 +224,27 @@ def arrays(shape: str) -> tuple[Array, ...]:
     )
 
 
-def _instruction(line: str) -> Instruction | None:
-    head = _INSTRUCTION.match(line)
-    if head is None:
-        return None
+def _blocks(text: str) -> Iterator[tuple[re.Match[str], list[tuple[re.Match[str], str]]]]:
+    """Each computation's header, and its instructions as (their heads, their text).
+
+    A line that begins no instruction goes on with the one before: the metadata of some Pallas kernels is JSON
+    over several lines.
+    """
+    header = None
+    lines: list[tuple[re.Match[str], str]] = []
+    for line in text.splitlines():
+        if header is None:
+            header = None if line.startswith("HloModule") else _HEADER.match(line)
+        elif line == "}" or line.startswith(_ENDS):
+            yield header, lines
+            header, lines = None, []
+        elif head := _INSTRUCTION.match(line):
+            lines.append((head, line))
+        elif lines:
+            lines[-1] = (lines[-1][0], f"{lines[-1][1]}\n{line}")
+
+
+def _instruction(head: re.Match[str], line: str) -> Instruction:
     end = _close(line, head.end())
     attributes = line[end + 1 :].lstrip(", ")
     plain = attributes.partition("backend_config=")[0]

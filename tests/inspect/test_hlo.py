@@ -43,6 +43,10 @@ backend_config={"x":"%not"}
   %w = (s32[], bf16[2,3]) while((s32[], bf16[2,3]) %t), condition=%cond, body=%body, \
 backend_config={"known_trip_count":{"n":"7"}}
   %q = f32[8]{0} conditional(%c, %x, %x), branch_computations={%inner, %inner.missing}
+  %y = f32[8]{0} custom-call(%x), custom_call_target="tpu_custom_call", kernel_metadata={{
+"block": 512,
+  "layout": 1}
+}}, metadata={op_name="jit(f)/jvp(attention)/kernel"}
   ROOT %r = f32[8]{0} fusion(%x), kind=kLoop, calls=%inner, backend_config={"estimated_cycles":"123"}
 }
 """
@@ -54,9 +58,9 @@ def test_every_part_of_a_line():
     assert list(module.computations) == ["inner", "body", "cond", "main.1"]
     main = module.computations["main.1"]
     assert [i.opcode for i in main] == [
-        *("parameter", "constant", "custom-call", "while", "conditional", "fusion")
+        *("parameter", "constant", "custom-call", "while", "conditional", "custom-call", "fusion")
     ]
-    call, loop, branch, root = main.instructions[2:]
+    call, loop, branch, _, root = main.instructions[2:]
     assert call.operands == ("x", "x") and call.target == "a(b)" and call.config == '{"x":"%not"}'
     assert call.arrays == (Array("s32", ()), Array("bf16", (2, 3))) and call.nbytes == 4 + 12
     assert loop.calls == (Call("condition", "cond"), Call("body", "body")) and loop.trips == 7
@@ -64,6 +68,12 @@ def test_every_part_of_a_line():
     assert branch.called("branch") == ("inner", "inner.missing")
     assert root.is_root and root.cycles == 123 and main.root is root and call.cycles is None
     assert module.computations["inner"].root.op_name == "jit(f)/transpose(jvp(a))/neg"
+
+
+def test_an_instruction_may_go_on_over_several_lines():
+    kernel = read(SMALL).computations["main.1"].by_name["y"]
+    assert kernel.op_name == "jit(f)/jvp(attention)/kernel" and '"layout": 1' in kernel.attributes
+    assert kernel.operands == ("x",) and kernel.target == "tpu_custom_call"
 
 
 def test_an_odd_line_is_skipped():
