@@ -361,7 +361,7 @@ def test_the_page_is_of_what_was_asked_for(capsys, monkeypatch):
     monkeypatch.setattr("dualpipe_jax.schedule.page.html_page", lambda *given: repr(given))
     options = ["--FB", "2", "--parameters", "3", "--format", "html"]
     out = printed(capsys, "show", "dualpipe_v", *SMALL, *options)
-    assert out == repr((dualpipe_v(4, 8), CostModel(FB=2), MemoryModel(parameters=3))) + "\n"
+    assert out == repr((dualpipe_v(4, 8), CostModel(FB=2.0), MemoryModel(parameters=3.0))) + "\n"
 
 
 def test_pictures_are_not_for_terminals(capsys, monkeypatch):
