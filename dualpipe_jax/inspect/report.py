@@ -7,9 +7,10 @@ from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 from dualpipe_jax.inspect.scheduler import SchedulerStatistics
-from dualpipe_jax.inspect.table import format_bytes, format_cycles, format_share, format_table
+from dualpipe_jax.inspect.table import Table, format_bytes, format_cycles, format_share
 
 DIRECTIONS = ("forward", "backward", "unknown")
+_SHORT = {"forward": "F", "backward": "B", "unknown": "?"}
 
 
 class Work(NamedTuple):
@@ -166,7 +167,9 @@ class Total:
 class OverlapReport:
     """Overlap of communication and computation in one compiled program.
 
-    ``print(report)`` gives the table, ``to_json()`` all of it for programs. What is modelled and what is
+    ``print(report)`` gives tables (``rich.print`` coloured ones), ``to_json()`` all of it for programs. In the
+    tables ``of`` is the direction, and ``matmuls`` are those between start and done: of the forward / of the
+    backward / of neither. What is modelled and what is
     counted stands in ``overlap``'s docstring: this is the compiler's order and its model, not a measurement.
 
     Attributes:
@@ -229,13 +232,21 @@ class OverlapReport:
         """``to_dict`` as JSON text."""
         return json.dumps(self.to_dict(), indent=indent)
 
+    def tables(self) -> tuple[Table, ...]:
+        """Collectives, totals by kind, computations, and the scheduler's own account if it was given."""
+        tables = [_collectives_table(self), _totals_table(self), _times_table(self)]
+        return (*tables, _statistics_table(self)) if self.statistics else tuple(tables)
+
     def __str__(self) -> str:
         if not self.collectives:
             return f"{self.module}: no collectives"
-        tables = [_collectives_table(self), _totals_table(self), _times_table(self)]
-        if self.statistics:
-            tables.append(_statistics_table(self))
-        return "\n\n".join([self.module, *tables])
+        return "\n\n".join([self.module, *map(str, self.tables())])
+
+    def __rich__(self) -> Any:
+        """What ``rich.print`` shows."""
+        import rich.console
+
+        return rich.console.Group(*self.tables()) if self.collectives else str(self)
 
 
 def _counts(counts: Iterable[Mapping[str, int]]) -> dict[str, int]:
@@ -258,23 +269,23 @@ def _total(kind: str, chosen: tuple[Collective, ...]) -> Total:
     return Total(kind, len(chosen), num_sync, payload, duration, exposed, hidden)
 
 
-def _collectives_table(report: OverlapReport) -> str:
+def _collectives_table(report: OverlapReport) -> Table:
     header = (
         "collective",
         "form",
         "of",
         "payload",
         "takes",
-        "work between",
-        "matmuls F/B/?",
+        "between",
+        "matmuls",
         "hidden",
         "where",
     )
-    rows = [
+    rows = tuple(
         (
             c.name,
             c.form,
-            c.direction,
+            _SHORT[c.direction],
             format_bytes(c.payload),
             format_cycles(c.duration),
             format_cycles(c.cycles_between),
@@ -283,13 +294,13 @@ def _collectives_table(report: OverlapReport) -> str:
             c.computation,
         )
         for c in report.collectives
-    ]
-    return format_table(header, rows, left=(0, 1, 2, 8))
+    )
+    return Table(header, rows, left=(0, 1, 2, 8))
 
 
-def _totals_table(report: OverlapReport) -> str:
+def _totals_table(report: OverlapReport) -> Table:
     header = ("kind", "count", "sync", "payload", "takes", "exposed", "hidden")
-    rows = [
+    rows = tuple(
         (
             t.kind,
             str(t.count),
@@ -300,25 +311,25 @@ def _totals_table(report: OverlapReport) -> str:
             format_share(t.hidden),
         )
         for t in report.totals()
-    ]
-    return format_table(header, rows, left=(0,))
+    )
+    return Table(header, rows, left=(0,))
 
 
-def _times_table(report: OverlapReport) -> str:
+def _times_table(report: OverlapReport) -> Table:
     header = ("computation, run once", "cycles", "exposed", "unpriced", "run from")
-    rows = [
+    rows = tuple(
         (c.name, format_cycles(c.cycles), format_cycles(c.exposed), str(len(c.unpriced)), c.context)
         for c in report.computations.values()
         if c.cycles or c.unpriced
-    ]
-    return format_table(header, rows, left=(0, 4))
+    )
+    return Table(header, rows, left=(0, 4))
 
 
-def _statistics_table(report: OverlapReport) -> str:
+def _statistics_table(report: OverlapReport) -> Table:
     header = ("the scheduler's own account", "cycles before", "waits", "cycles after", "waits")
-    rows = [
+    rows = tuple(
         (name, *(format_cycles(n) for w in (s.before, s.after) for n in (w.cycles, w.total_wasted)))
         for name, s in report.statistics.items()
         if s.before.total_wasted
-    ]
-    return format_table(header, rows, left=(0,))
+    )
+    return Table(header, rows, left=(0,))

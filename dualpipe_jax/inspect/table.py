@@ -1,23 +1,42 @@
 """Tables of text: columns that line up, the same on a terminal and in a file."""
 
-from collections.abc import Iterable, Sequence
+from typing import Any, Literal, NamedTuple
 
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
-def format_table(header: Sequence[str], rows: Iterable[Sequence[str]], left: Sequence[int] = ()) -> str:
-    """Header, a rule, and rows; the columns in ``left`` to the left, all others to the right."""
-    lines = [tuple(header), *map(tuple, rows)]
-    widths = [max(len(line[k]) for line in lines) for k in range(len(header))]
-    cells = [
-        "  ".join(
-            cell.ljust(w) if k in left else cell.rjust(w)
-            for k, (cell, w) in enumerate(zip(line, widths, strict=True))
+class Table(NamedTuple):
+    """Header and rows of text; the columns in ``left`` stand to the left, all others to the right."""
+
+    header: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+    left: tuple[int, ...] = (0,)
+
+    def __str__(self) -> str:
+        lines = (self.header, *self.rows)
+        widths = [max(len(line[k]) for line in lines) for k in range(len(self.header))]
+        header, *rows = ["  ".join(map(self._aligned, range(len(widths)), line, widths)) for line in lines]
+        rule = "  ".join("-" * width for width in widths)
+        return "\n".join(line.rstrip() for line in (header, rule, *rows))
+
+    def __rich__(self) -> Any:
+        """What rich prints: the same, with colours and lines."""
+        import rich.box
+        import rich.table
+
+        table = rich.table.Table(
+            box=rich.box.SIMPLE_HEAD, header_style="bold", padding=(0, 1, 0, 0), pad_edge=False
         )
-        for line in lines
-    ]
-    rule = "  ".join("-" * w for w in widths)
-    return "\n".join(line.rstrip() for line in (cells[0], rule, *cells[1:]))
+        for k, name in enumerate(self.header):
+            side: Literal["left", "right"] = "left" if k in self.left else "right"
+            # Names at both ends may break; figures must not.
+            table.add_column(name, justify=side, overflow="fold", no_wrap=0 < k < len(self.header) - 1)
+        for row in self.rows:
+            table.add_row(*row, style="red" if "sync" in row else None)
+        return table
+
+    def _aligned(self, column: int, cell: str, width: int) -> str:
+        return cell.ljust(width) if column in self.left else cell.rjust(width)
 
 
 def format_bytes(count: float) -> str:

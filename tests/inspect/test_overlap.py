@@ -1,10 +1,12 @@
 """What hides behind what, in texts of real compilers and in small ones written by hand."""
 
+import io
 import itertools
 import json
 from pathlib import Path
 
 import pytest
+import rich.console
 
 from dualpipe_jax.inspect import H100_CLOCK, Rates, h100_rates, overlap, parse_statistics, read, tpu_rates
 
@@ -345,6 +347,17 @@ def test_reports_hold_together(path):
 
 def module_of(path):
     return read(path.read_text())
+
+
+def test_rich_prints_what_plain_text_says():
+    found = report("v5e_pair")
+    console = rich.console.Console(width=200, file=io.StringIO(), color_system=None)
+    console.print(found)
+    shown = console.file.getvalue()
+    words = [word for word in shown.split() if set(word) != {"─"}]
+    assert words == [word for word in str(found).split()[1:] if set(word) != {"-"}]
+    console.print(overlap(module(work("w", 1))))
+    assert "by_hand: no collectives" in console.file.getvalue()
 
 
 def test_an_unscheduled_module_is_refused():
