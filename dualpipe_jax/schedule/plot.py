@@ -1,0 +1,329 @@
+"""A simulated step as a picture, in the manner of DualPipe's figure in the DeepSeek-V3 technical report."""
+
+import dataclasses
+import math
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from dualpipe_jax.schedule.costs import CostModel, MemoryModel
+from dualpipe_jax.schedule.ir import Action, Op, Placement
+from dualpipe_jax.schedule.simulate import Timeline
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+COLOURS: dict[Op, tuple[str, str]] = {
+    Op.F: ("#ffcc70", "#d77400"),
+    Op.B: ("#98a8fc", "#414ac7"),
+    Op.I: ("#8cefc4", "#00a468"),
+    Op.W: ("#e4d8f6", "#9e4e79"),
+}
+"""Of each op the palest and the deepest shade. Any two of the eight differ by a CIELAB distance of at least
+21, to eyes without red, green or blue cones too (Machado, Oliveira and Fernandes 2009)."""
+
+NAMES = {Op.F: "forward", Op.B: "backward", Op.I: "backward for input", Op.W: "backward for weights"}
+_INK, _FAINT = "#1c1c22", "#8a8a94"
+_ROW, _PANEL, _LEFT, _RIGHT, _HEAD, _FOOT = 0.34, 1.5, 0.75, 0.25, 0.78, 0.95  # inches
+_SMALLEST, _LARGEST = 1.8, 8.0  # points of a number in a box
+_POINTS = 72
+
+
+def plot(
+    timeline: Timeline,
+    path: str | Path | None = None,
+    *,
+    memory: MemoryModel | None = None,
+    memory_label: str | None = None,
+) -> "Figure":
+    """Draw a simulated step: one row for each rank, time to the right, and below it what each rank keeps.
+
+    A box is an action, coloured by op, with its microbatch's number (within its pipe) where there is room.
+    The shade is the pipe; or, where a pipe passes a rank several times, how often it has. The two halves of
+    an overlapped pair stand in one frame, the forward above. Idle time is blank. The figure grows with the
+    schedule. Nothing of matplotlib's global state is read or left changed.
+
+    Args:
+      timeline: from ``simulate``.
+      path: where to write it too; SVG or PNG by its ending.
+      memory: sizes for one stage, for the second panel; live activations, that of a rank's whole share
+        of the model as the unit, if left out.
+      memory_label: what the second panel's axis says.
+
+    Raises:
+      ValueError: if the path ends in neither .svg nor .png.
+      ModuleNotFoundError: without matplotlib; says how to install it.
+    """
+    if path is not None and Path(path).suffix.lower() not in (".svg", ".png"):
+        raise ValueError(
+            f"plot: cannot tell a format from {str(path)!r}; end the name in .svg or .png, "
+            f"such as {Path(path).stem + '.svg'!r}"
+        )
+    try:
+        from matplotlib.figure import Figure
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(
+            "plot draws with matplotlib, which is not installed; run: pip install matplotlib"
+        ) from error
+    label = memory_label or ("live activations" if memory is None else "memory")
+    sizes = MemoryModel().for_schedule(timeline.schedule) if memory is None else memory
+    width, dots = _size(timeline)
+    rows = _ROW * timeline.schedule.num_ranks
+    height = _HEAD + rows + 0.3 + _PANEL + _FOOT
+    figure = Figure(figsize=(width, height), dpi=dots, facecolor="white")
+    across = _LEFT / width, (width - _LEFT - _RIGHT) / width
+    grid = figure.add_axes((across[0], 1 - (_HEAD + rows) / height, across[1], rows / height))
+    below = figure.add_axes((across[0], _FOOT / height, across[1], _PANEL / height), sharex=grid)
+    kept = [timeline.memory_over_time(rank, sizes) for rank in range(timeline.schedule.num_ranks)]
+    _draw_grid(grid, timeline, (width - _LEFT - _RIGHT) * _POINTS / (timeline.makespan or 1))
+    _draw_memory(below, timeline, kept, label)
+    _write_head(figure, timeline, f"{label} {_number(max(max(amounts) for _, amounts in kept))}")
+    _add_legend(figure, timeline)
+    if path is not None:
+        _save(figure, Path(path))
+    return figure
+
+
+@dataclasses.dataclass(frozen=True)
+class _Box:
+    """Half of a pair, or a whole slot: the rectangle of one action. ``top`` and ``height`` count rows."""
+
+    action: Action
+    start: float
+    end: float
+    top: float
+    height: float
+
+
+def _boxes(timeline: Timeline) -> Iterator[_Box]:
+    for rank, (order, starts, ends) in enumerate(
+        zip(timeline.schedule.orders, timeline.starts, timeline.ends, strict=True)
+    ):
+        for slot, start, end in zip(order, starts, ends, strict=True):
+            for part, action in enumerate(slot):
+                yield _Box(action, start, end, rank + part / len(slot), 1 / len(slot))
+
+
+def _draw_grid(axes: "Axes", timeline: Timeline, points: float) -> None:
+    """``points`` of the page to one unit of time."""
+    placement = timeline.schedule.placement
+    groups: dict[tuple[Op, int], list[_Box]] = defaultdict(list)
+    for box in _boxes(timeline):
+        groups[box.action.op, shade(placement, box.action.stage)].append(box)
+    for (op, at), boxes in groups.items():
+        colour = colours(op, num_shades(placement))[at]
+        line = min(0.7, 0.08 * points * min(box.end - box.start for box in boxes))
+        _draw_boxes(axes, boxes, f"boxes {op} {at}", facecolors=colour, edgecolors="white", linewidths=line)
+        for box in boxes:
+            _write_number(axes, box, points, _ink_on(colour))
+    framed = [dataclasses.replace(box, height=1) for box in _boxes(timeline) if _is_upper_half(box)]
+    if framed:
+        line = min(0.9, 0.12 * points * min(box.end - box.start for box in framed))
+        _draw_boxes(axes, framed, "pairs", facecolors="none", edgecolors=_INK, linewidths=line)
+    _tidy_grid(axes, timeline)
+
+
+def _is_upper_half(box: _Box) -> bool:
+    return box.height < 1 and box.top == int(box.top)
+
+
+def _draw_boxes(axes: "Axes", boxes: Sequence[_Box], name: str, **style: Any) -> None:
+    from matplotlib.collections import PolyCollection
+
+    corners = [_corners(box.start, box.end, box.top, box.height) for box in boxes]
+    axes.add_collection(PolyCollection(corners, gid=name, **style))
+
+
+def _tidy_grid(axes: "Axes", timeline: Timeline) -> None:
+    ranks = timeline.schedule.num_ranks
+    axes.set_xlim(0, timeline.makespan or 1)
+    axes.set_ylim(ranks, 0)
+    axes.set_yticks([rank + 0.5 for rank in range(ranks)], [f"rank {rank}" for rank in range(ranks)])
+    axes.tick_params(length=0, labelsize=8.5, colors=_INK)
+    axes.tick_params(axis="x", labelbottom=False)
+    for side in axes.spines.values():
+        side.set_visible(False)
+
+
+def _corners(start: float, end: float, top: float, height: float) -> list[tuple[float, float]]:
+    gap = 0.06  # of a row, between ranks
+    high = top + gap * (top == int(top))
+    low = top + height - gap * (top + height == int(top + height))
+    return [(start, high), (end, high), (end, low), (start, low)]
+
+
+def _write_number(axes: "Axes", box: _Box, points: float, ink: str) -> None:
+    text = str(box.action.microbatch)
+    size = min(
+        _LARGEST,
+        0.8 * box.height * _ROW * _POINTS,
+        (box.end - box.start) * points / (0.64 * max(len(text), 2) + 0.3),
+    )
+    if size >= _SMALLEST:
+        middle = (box.start + box.end) / 2, box.top + box.height / 2
+        axes.text(*middle, text, size=size, color=ink, ha="center", va="center_baseline", clip_on=True)
+
+
+def _draw_memory(axes: "Axes", timeline: Timeline, kept: Sequence[tuple[Any, Any]], label: str) -> None:
+    from matplotlib import colormaps
+
+    ranks = len(kept)
+    colours_of_ranks = colormaps["viridis"]
+    for rank, (times, amounts) in enumerate(kept):
+        axes.step(
+            [*times, timeline.makespan],
+            [*amounts, amounts[-1]],
+            where="post",
+            color=colours_of_ranks(0.9 * rank / max(ranks - 1, 1)),
+            linewidth=1.1,
+            label=f"rank {rank}",
+        )
+    peak, rank, when = max((max(a), -r, -t[a.index(max(a))]) for r, (t, a) in enumerate(kept))
+    axes.axhline(peak, color=_FAINT, linewidth=0.6, linestyle=(0, (4, 3)), zorder=0)
+    axes.plot([-when], [peak], "o", color=_INK, markersize=3.5)
+    note = f"{_number(peak)} on rank {-rank}"
+    side = "left" if -when < 0.05 * timeline.makespan else "center"
+    axes.annotate(note, (-when, peak), (0, 4), textcoords="offset points", size=8, ha=side, color=_INK)
+    axes.legend(
+        handles=axes.lines[: ranks : max(ranks - 1, 1)],
+        loc="lower right",
+        bbox_to_anchor=(1, 0.98),
+        borderaxespad=0,
+        ncols=2,
+        frameon=False,
+        fontsize=8,
+        handlelength=1.4,
+        columnspacing=1.2,
+    )
+    axes.set_ylim(0, 1.22 * peak or 1)
+    axes.set_ylabel(label, size=8.5, color=_INK)
+    axes.set_xlabel("time", size=8.5, color=_INK)
+    axes.tick_params(labelsize=8, colors=_INK)
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)
+
+
+def _write_head(figure: "Figure", timeline: Timeline, peak: str) -> None:
+    width, height = figure.get_size_inches()
+    schedule = timeline.schedule
+    ranks, microbatches = schedule.num_ranks, schedule.num_microbatches
+    title = f"{schedule.name}   {_count(ranks, 'rank')}, {_count(microbatches, 'microbatch', 'es')}"
+    facts = f"bubble {timeline.bubble:.1%}   makespan {_number(timeline.makespan)}   peak {peak}"
+    left = _LEFT / width
+    figure.text(left, 1 - 0.2 / height, title, size=12.5, weight="bold", color=_INK, va="top")
+    figure.text(left, 1 - 0.47 / height, facts, size=10, color=_INK, va="top")
+    figure.text(
+        1 - _RIGHT / width,
+        1 - 0.47 / height,
+        _describe(timeline.costs),
+        size=8.5,
+        color=_FAINT,
+        va="top",
+        ha="right",
+    )
+
+
+def _add_legend(figure: "Figure", timeline: Timeline) -> None:
+    from matplotlib.legend_handler import HandlerTuple
+    from matplotlib.patches import Patch
+
+    schedule = timeline.schedule
+    used = {action.op for order in schedule.orders for slot in order for action in slot}
+    shades = num_shades(schedule.placement)
+    entries: list[tuple[Any, str]] = [
+        (tuple(Patch(color=colour) for colour in colours(op, shades)), f"{op} {NAMES[op]}")
+        for op in (Op.F, Op.B, Op.I, Op.W)
+        if op in used
+    ]
+    if any(len(slot) == 2 for order in schedule.orders for slot in order):
+        entries.append((Patch(facecolor="none", edgecolor=_INK), "overlapped pair"))
+    if shades > 1:
+        names = ", ".join(shade_names(schedule.placement))
+        greys = tuple(Patch(color=str(0.82 - 0.42 * at / (shades - 1))) for at in range(shades))
+        entries.append((greys, f"shade: {names}"))
+    figure.legend(
+        *zip(*entries, strict=True),
+        loc="lower left",
+        bbox_to_anchor=((_LEFT - 0.1) / figure.get_figwidth(), 0.02),
+        ncols=len(entries),
+        frameon=False,
+        fontsize=8.5,
+        handlelength=0.9 + 0.45 * min(shades, 4),
+        columnspacing=1.5,
+        handler_map={tuple: HandlerTuple(ndivide=None, pad=0)},
+    )
+
+
+def _save(figure: "Figure", path: Path) -> None:
+    """The same bytes for the same figure: no date, no random names."""
+    from matplotlib import rc_context
+
+    svg = path.suffix.lower() == ".svg"
+    with rc_context({"svg.hashsalt": "dualpipe_jax"}):
+        figure.savefig(path, metadata={"Date": None} if svg else None)
+
+
+def num_shades(placement: Placement) -> int:
+    """In how many shades the stages of a placement are drawn."""
+    return placement.num_pipes * _laps(placement)
+
+
+def shade(placement: Placement, stage: int) -> int:
+    """Which of the shades a stage has: its pipe; within it, how often the pipe has passed all ranks."""
+    return placement.pipe_of(stage) * _laps(placement) + placement.model_stage(stage) // placement.num_ranks
+
+
+def shade_names(placement: Placement) -> tuple[str, ...]:
+    """What the shades mean, palest first."""
+    laps = _laps(placement)
+    if placement.num_pipes > 1:
+        pipes = [f"pipe {pipe}" for pipe in range(placement.num_pipes)]
+        return tuple(f"{pipe} lap {lap}" if laps > 1 else pipe for pipe in pipes for lap in range(laps))
+    if placement == Placement.v(placement.num_ranks):
+        return "way there", "way back"
+    return tuple(f"lap {lap}" for lap in range(laps))
+
+
+def colours(op: Op, shades: int) -> list[str]:
+    """An op's colour in so many shades, palest first."""
+    pale, deep = ([int(colour[i : i + 2], 16) for i in (1, 3, 5)] for colour in COLOURS[op])
+    parts = [at / (shades - 1) if shades > 1 else 0.0 for at in range(shades)]
+    mixed = ([round(p + part * (d - p)) for p, d in zip(pale, deep, strict=True)] for part in parts)
+    return ["#" + "".join(f"{channel:02x}" for channel in rgb) for rgb in mixed]
+
+
+def _laps(placement: Placement) -> int:
+    return math.ceil(placement.num_model_stages / placement.num_ranks)
+
+
+def _ink_on(colour: str) -> str:
+    """Black or white, whichever is read better on a colour."""
+    r, g, b = (int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5))
+    return "white" if 0.21 * r**2.2 + 0.72 * g**2.2 + 0.07 * b**2.2 < 0.25 else _INK
+
+
+def _size(timeline: Timeline) -> tuple[float, float]:
+    """Width in inches and dots an inch: room for the numbers in all but the shortest boxes, within reason.
+
+    A long schedule first gets a wider figure, then finer print, lest its title be lost on a banner.
+    """
+    lengths = sorted(box.end - box.start for box in _boxes(timeline))
+    short = lengths[len(lengths) // 5] if lengths else 0.0
+    wanted = 0.15 * timeline.makespan / short if short else 0.0
+    width = min(max(wanted, 10.0), 18.0)
+    return width + _LEFT + _RIGHT, 160 * min(max(wanted / width, 1.0), 2.2)
+
+
+def _describe(costs: CostModel) -> str:
+    text = f"F {costs.F:.4g}   I {costs.I:.4g}   W {costs.W:.4g}   pair {costs.FB:.4g}"
+    return text + (f"   send {costs.send:.4g}" if costs.send else "")
+
+
+def _count(number: int, what: str, plural: str = "s") -> str:
+    return f"{number} {what}{plural if number != 1 else ''}"
+
+
+def _number(value: float) -> str:
+    return f"{value:,.4g}" if abs(value) < 1e4 else f"{value:.3g}"
