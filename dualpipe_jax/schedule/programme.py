@@ -53,7 +53,7 @@ class Programme:
             for actions in self._possible(stages):
                 self._add(rank, actions)
         self.size = sum(kind.width for kind in self.kinds)
-        self.rows: list[tuple[dict[int, float], float, float]] = []
+        self.rows: list[tuple[dict[int, float], float]] = []  # factors by column, and the least of their sum
         if self.size > _MOST_VARIABLES:
             raise ValueError(
                 f"optimum: {placement.num_ranks} ranks, {num_microbatches} microbatches and {horizon} steps "
@@ -89,19 +89,18 @@ class Programme:
         except ImportError as error:
             raise ImportError("optimum needs SciPy: pip install scipy") from error
         self._state()
-        if any(low > 0 and not row for row, low, _ in self.rows):
+        if any(least > 0 and not row for row, least in self.rows):
             return None
         entries = [
-            (n, column, value) for n, (row, _, _) in enumerate(self.rows) for column, value in row.items()
+            (n, column, value) for n, (row, _) in enumerate(self.rows) for column, value in row.items()
         ]
         at, columns, values = zip(*entries, strict=True)
         matrix = csr_array((values, (at, columns)), shape=(len(self.rows), self.size))
-        low, high = ([row[side] for row in self.rows] for side in (1, 2))
         result = milp(
             np.zeros(self.size),
             integrality=np.ones(self.size),
             bounds=Bounds(0, self.each),
-            constraints=LinearConstraint(matrix, low, high),
+            constraints=LinearConstraint(matrix, [least for _, least in self.rows], np.inf),
             options={"time_limit": time_limit},
         )
         if result.status == 2:
@@ -176,7 +175,7 @@ class Programme:
                     row[column] = row.get(column, 0) + factor
         row = {column: factor for column, factor in row.items() if factor}
         if row or least > 0:
-            self.rows.append((row, least, math.inf))
+            self.rows.append((row, least))
 
     def _read(self, counts: np.ndarray) -> tuple[tuple[Slot, ...], ...]:
         """Orders from counts: starts by time, microbatches numbered as they come at each stage."""

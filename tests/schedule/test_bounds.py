@@ -202,10 +202,10 @@ def test_optimum_is_that_of_all_schedules(placement, num_microbatches):
 @settings(max_examples=25, deadline=None)
 @given(st.randoms(use_true_random=False))
 def test_bound_optimum_and_recipes_stand_in_that_order(chance):
-    recipe = chance.choice(ALL_SCHEDULES)
-    named = next(
-        taken(recipe, ((chance.randint(2, 3), m) for m in itertools.chain(range(2, 5), range(4, 9, 2))))
-    )
+    recipe, num_ranks = chance.choice(ALL_SCHEDULES), chance.randint(2, 3)
+    named = next(taken(recipe, ((n, m) for m in range(2, 9) for n in (num_ranks, 5 - num_ranks))))
+    if named.placement.num_stages > 2 * named.num_ranks:
+        return  # more stages a rank: more seconds than a test should take
     costs = CostModel(*(chance.randint(1, 2) for _ in "FIW"), send=chance.choice((0, 1)))
     costs = CostModel(costs.F, costs.I, costs.W, chance.choice((costs.F + costs.B, max(costs.F, costs.B))))
     makespan, kept = whole_rank(named, costs)
