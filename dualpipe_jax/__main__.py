@@ -8,13 +8,20 @@ from typing import Any
 import tyro
 
 from dualpipe_jax.command.check import Check
+from dualpipe_jax.command.choose import Choose
 from dualpipe_jax.command.compare import Compare
 from dualpipe_jax.command.options import NothingFits
 from dualpipe_jax.command.search import Search
 from dualpipe_jax.command.show import Show
 from dualpipe_jax.schedule import ScheduleError
 
-COMMANDS: dict[str, Callable[..., Any]] = {"show": Show, "compare": Compare, "search": Search, "check": Check}
+COMMANDS: dict[str, Callable[..., Any]] = {
+    "show": Show,
+    "compare": Compare,
+    "choose": Choose,
+    "search": Search,
+    "check": Check,
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -415,3 +415,28 @@ def test_search_in_no_memory_is_status_1(capsys):
     assert "must be a positive multiple of 2" in refused(
         capsys, 2, "search", "--ranks", "2", "--microbatches", "5", "--placement", "bidirectional"
     )
+
+
+def test_choose_ranks_what_fits_and_says_why_not(capsys):
+    named = {recipe.__name__ for recipe in ALL_SCHEDULES}
+    lines = printed(capsys, "choose", *SMALL, "--FB", "2.25", "--memory-limit", "4.5").splitlines()
+    assert lines[0] == "4 ranks, 8 microbatches, F 1, I 1, W 1, FB 2.25, memory limit 4.5"
+    assert lines[2].split()[0] == "dualpipe_v"
+    cut = lines.index("refused:")
+    makespans = [float(line.split()[1]) for line in lines[2:cut]]
+    assert makespans == sorted(makespans)
+    assert {line.split()[0] for line in lines[2:cut]} | {
+        line.split()[0] for line in lines[cut + 1 :]
+    } == named
+    gpipe = next(line for line in lines[cut:] if line.startswith("  gpipe "))
+    assert gpipe.endswith("needs 8 of memory on rank 0, but the limit is 4.5")
+    facts = json.loads(printed(capsys, "choose", *SMALL, "--search", "0.02", "--memory-limit", "3", "--json"))
+    assert "search" in [row["name"] for row in facts["schedules"]]
+    assert facts["memory_limit"] == 3
+    assert set(facts["refused"]) >= {"dualpipe", "gpipe"}
+
+
+def test_choose_in_no_memory_is_status_1(capsys):
+    message = refused(capsys, 1, "choose", *SMALL, "--memory-limit", ".5")
+    assert "no schedule fits 4 ranks, 8 microbatches, F 1, I 1, W 1, FB 3, memory limit 0.5:\n" in message
+    assert "needs 8 of memory on rank 0, but the limit is 0.5" in message
