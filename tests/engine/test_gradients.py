@@ -7,7 +7,20 @@ import numpy as np
 import pytest
 
 from dualpipe_jax import make_mesh, pipeline_value_and_grad, sequential_value_and_grad
-from dualpipe_jax.schedule import ALL_SCHEDULES, CostModel, dualpipe, dualpipe_v, validate
+from dualpipe_jax.schedule import (
+    ALL_SCHEDULES,
+    CostModel,
+    chimera,
+    dualpipe,
+    dualpipe_v,
+    gpipe,
+    hanayo,
+    interleaved_1f1b,
+    interleaved_zero_bubble,
+    one_f_one_b,
+    validate,
+    zb_h1,
+)
 from tests.engine import models
 
 POLICIES = {
@@ -61,8 +74,8 @@ def check(make, num_ranks, num_ep, num_microbatches, kind, remat="none", check_v
 
 
 def legal(make, num_ranks):
-    """A few legal microbatch counts: the smallest, and one well into the steady state."""
-    if make is dualpipe:
+    """A few legal microbatch counts: few, and well into the steady state."""
+    if make in (dualpipe, chimera):
         return [max(2, 2 * num_ranks - 2), 2 * num_ranks + 4] if num_ranks % 2 == 0 else []
     if make is dualpipe_v:
         return [max(2, 2 * num_ranks - 1), 2 * num_ranks + 3]
@@ -70,24 +83,73 @@ def legal(make, num_ranks):
 
 
 LAYOUTS = [(1, 1), (1, 2), (2, 1), (2, 2), (4, 1), (4, 2), (8, 1)]
+CORE = pytest.mark.parametrize(
+    "make", (gpipe, one_f_one_b, zb_h1, dualpipe, dualpipe_v), ids=lambda make: make.__name__
+)
+"""One schedule for each thing the engine does: full backwards, split ones, pairs, two pipes, a V."""
 
 
-@pytest.mark.parametrize("make", ALL_SCHEDULES, ids=lambda make: make.__name__)
+@CORE
 @pytest.mark.parametrize(("num_ranks", "num_ep"), LAYOUTS)
-def test_every_schedule_and_layout(make, num_ranks, num_ep):
+def test_schedules_and_layouts(make, num_ranks, num_ep):
     for position, num_microbatches in enumerate(legal(make, num_ranks)):
         kind = ("moe", "mlp")[(position + num_ranks + num_ep) % 2]
         check(make, num_ranks, num_ep, num_microbatches, kind)
 
 
+def also(*layouts):
+    """Every other schedule: each layout once, and with it a count, a model, remat and vma, all in turn."""
+    others = [make for make in ALL_SCHEDULES if make not in (gpipe, one_f_one_b, zb_h1, dualpipe, dualpipe_v)]
+    for number, make in enumerate(others):
+        for turn, (num_ranks, num_ep) in enumerate(layouts, start=number):
+            if counts := legal(make, num_ranks):
+                remat, check_vma = ("none", "all", "dots")[turn % 3], bool(turn // 2 % 2)
+                case = make, num_ranks, num_ep, counts[turn % 5 > 0], ("moe", "mlp")[turn % 2]
+                yield pytest.param(*case, remat, check_vma, id=f"{make.__name__}-pp{num_ranks}-ep{num_ep}")
+
+
+@pytest.mark.parametrize(
+    ("make", "num_ranks", "num_ep", "num_microbatches", "kind", "remat", "check_vma"),
+    also((2, 2), (4, 1), (4, 2)),
+)
+def test_every_other_schedule(make, num_ranks, num_ep, num_microbatches, kind, remat, check_vma):
+    check(make, num_ranks, num_ep, num_microbatches, kind, remat, check_vma)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("make", "num_ranks", "num_ep", "num_microbatches", "kind", "remat", "check_vma"),
+    also((1, 1), (1, 2), (2, 1), (8, 1)),
+)
+def test_every_other_schedule_on_more_layouts(
+    make, num_ranks, num_ep, num_microbatches, kind, remat, check_vma
+):
+    check(make, num_ranks, num_ep, num_microbatches, kind, remat, check_vma)
+
+
+@pytest.mark.parametrize(
+    ("make", "counts", "more"),
+    [
+        (interleaved_1f1b, (2, 6), {"num_stages_per_rank": 3}),
+        (interleaved_zero_bubble, (4, 5), {"num_stages_per_rank": 4}),
+        (hanayo, (3, 4), {"num_waves": 1}),
+        (dualpipe, (4, 2), {}),
+        (dualpipe_v, (4, 3), {}),
+    ],
+    ids=lambda value: getattr(value, "__name__", None),
+)
+def test_other_counts_of_stages_and_few_microbatches(make, counts, more):
+    check(functools.partial(make, **more), counts[0], 1, counts[1], "mlp")
+
+
 @pytest.mark.parametrize("check_vma", [False, True])
 @pytest.mark.parametrize("remat", ["all", "dots"])
-@pytest.mark.parametrize("make", ALL_SCHEDULES, ids=lambda make: make.__name__)
+@CORE
 def test_remat_and_vma(make, remat, check_vma):
     check(make, 4, 2, 8, "moe", remat, check_vma)
 
 
-@pytest.mark.parametrize("make", ALL_SCHEDULES, ids=lambda make: make.__name__)
+@CORE
 def test_vma_without_remat(make):
     check(make, 4, 2, 8, "mlp", check_vma=True)
     check(make, 2, 2, 4, "moe", check_vma=True)
@@ -105,9 +167,9 @@ def test_costs_change_the_ticks_and_not_the_result():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("make", ALL_SCHEDULES, ids=lambda make: make.__name__)
+@CORE
 @pytest.mark.parametrize(("num_ranks", "num_ep"), LAYOUTS)
-def test_every_schedule_and_layout_with_remat_and_vma(make, num_ranks, num_ep):
+def test_schedules_and_layouts_with_remat_and_vma(make, num_ranks, num_ep):
     for position, num_microbatches in enumerate(legal(make, num_ranks)):
         kind = ("mlp", "moe")[(position + num_ranks + num_ep) % 2]
         check(make, num_ranks, num_ep, num_microbatches, kind, "all", check_vma=True)

@@ -9,6 +9,7 @@ from dualpipe_jax.schedule import (
     CostModel,
     MemoryModel,
     Op,
+    chimera,
     dualpipe,
     dualpipe_v,
     gpipe,
@@ -45,7 +46,7 @@ def test_a_stage_that_is_first_and_last_has_both_extras():
 def test_the_table_takes_as_long_as_its_slots_where_ranks_do_not_wait(make):
     """One rank, or two for DualPipe: extras count the same in the lowered table."""
     costs = CostModel(F=1, I=1.5, W=0.5, FB=2.5, extra={0: (0.1, 0.2, 0.3), -1: (0.7, 0.5, 0.2)})
-    schedule = make(2 if make is dualpipe else 1, 4)
+    schedule = make(2 if make in (chimera, dualpipe) else 1, 4)
     busy = simulate(schedule, costs).busy
     table = lower(schedule, costs)
     assert table.makespan(costs) >= max(busy) - 1e-9

@@ -12,6 +12,7 @@ from dualpipe_jax.schedule import (
     CostModel,
     Op,
     Placement,
+    chimera,
     dualpipe,
     dualpipe_v,
     gpipe,
@@ -40,9 +41,7 @@ def schedules(draw):
         draw(st.integers(1, 6)),
         draw(st.integers(0, 8)),
     )
-    if recipe is dualpipe:
-        return dualpipe(2 * ranks, 4 * ranks - 2 + 2 * more)
-    return recipe(ranks, more + (2 * ranks - 1 if recipe is dualpipe_v else 1))
+    return recipe(2 * ranks, 2 + 2 * more) if recipe in (chimera, dualpipe) else recipe(ranks, 1 + more)
 
 
 def slow_ends(schedule, costs):
