@@ -116,17 +116,10 @@ def open_page(folder, page, fragment="", script="", options=()):
     """The page's DOM after it has run, and whatever ``script`` did to it."""
     path = folder / "page.html"
     path.write_text(page.replace("</body>", f"<script>{script}</script></body>"))
-    command = [
-        CHROMIUM,
-        "--headless",
-        "--no-sandbox",
-        "--disable-gpu",
-        f"--user-data-dir={folder / 'profile'}",
-    ]
-    waiting = ["--virtual-time-budget=5000", *(options or ["--dump-dom"])]
-    run = subprocess.run(
-        [*command, *waiting, f"file://{path}#{fragment}"], capture_output=True, text=True, timeout=120
-    )
+    switches = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"]
+    switches += [f"--user-data-dir={folder / 'profile'}", "--virtual-time-budget=20000"]
+    command = [CHROMIUM, *switches, *(options or ["--dump-dom"]), f"file://{path}#{fragment}"]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert run.returncode == 0, run.stderr
     return run.stdout
 

@@ -4,6 +4,7 @@ import re
 import sys
 
 import pytest
+from matplotlib import rcParams
 from matplotlib.colors import to_hex
 
 from dualpipe_jax.schedule import (
@@ -158,7 +159,8 @@ def test_boxes_have_their_colour():
             assert colour == COLOURS[op][at]
 
 
-def test_files_are_written_the_same_each_time(tmp_path):
+def test_files_are_written_the_same_each_time_and_nothing_global_is_touched(tmp_path):
+    settings, loaded = dict(rcParams), "matplotlib.pyplot" in sys.modules
     timeline = simulate(dualpipe(2, 4))
     plot(timeline, tmp_path / "a.svg")
     plot(timeline, str(tmp_path / "b.SVG"))
@@ -167,7 +169,7 @@ def test_files_are_written_the_same_each_time(tmp_path):
     assert svg == (tmp_path / "b.SVG").read_text()
     assert 'id="pairs"' in svg and re.search(r'id="boxes F 1"', svg)
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
-    assert "matplotlib.pyplot" not in sys.modules
+    assert (dict(rcParams), "matplotlib.pyplot" in sys.modules) == (settings, loaded)
 
 
 def test_other_formats_are_refused_before_anything_is_drawn(tmp_path):
