@@ -220,11 +220,16 @@ def moves_of(schedule: Schedule) -> Moves:
 
 
 def improve(
-    player: Player, moves: Moves, tries: int, seed: int = 0, go_on: Callable[[], bool] = lambda: True
+    player: Player,
+    moves: Moves,
+    tries: int,
+    seed: int = 0,
+    go_on: Callable[[float], bool] = lambda makespan: True,
 ) -> tuple[Moves, float]:
     """Change the moves on a critical path at random, ``tries`` times, keeping what is no worse.
 
-    Deterministic for given arguments. Returns new moves and their makespan.
+    Deterministic for given arguments. Stops early where ``go_on``, asked with the makespan, says no. Returns
+    new moves and their makespan.
 
     Raises:
       ValueError: if the moves hang or do not fit the memory.
@@ -235,7 +240,7 @@ def improve(
     moves = [list(order) for order in moves]
     path = _critical_path(player, moves, now)
     for _ in range(tries):
-        if not go_on():
+        if not go_on(now.makespan):
             break
         rank, index = dice.choice(path)
         changed = _change(player, moves[rank], index, dice)

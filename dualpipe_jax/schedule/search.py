@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
+from dualpipe_jax.schedule.bounds import lower_bound
 from dualpipe_jax.schedule.costs import CostModel, MemoryModel, stages_a_share
 from dualpipe_jax.schedule.greedy import Policy, play_greedily
 from dualpipe_jax.schedule.improve import Moves, Player, improve, moves_of, paired, split_alone
@@ -82,18 +83,16 @@ def search(
         from dualpipe_jax.schedule import ALL_SCHEDULES  # late: the package imports this module
 
         schedules = ALL_SCHEDULES
-    began = time.monotonic()
-    hunt = _Hunt(
-        num_microbatches,
-        costs,
-        memory_limit,
-        memory,
-        go_on=lambda: seconds is None or time.monotonic() - began < seconds,
+    goal = min(
+        lower_bound(num_ranks, num_microbatches, costs, memory_limit, placement=p, memory=memory)
+        for p in placements
     )
+    ends = None if seconds is None else time.monotonic() + seconds
+    hunt = _Hunt(num_microbatches, costs, memory_limit, memory, goal, ends)
     for schedule in served(schedules, num_ranks, num_microbatches):
         if schedule.placement in placements if placement else schedule.placement.num_pipes == 1:
             hunt.add(schedule)
-    hunt.try_policies(placements, round(240 * effort))
+    hunt.try_policies(placements, 1e6 * effort)
     hunt.improve(2e6 * effort)
     return validate(dataclasses.replace(hunt.best(1)[0], name="search"))
 
@@ -131,6 +130,12 @@ def _placements(num_ranks: int, num_microbatches: int, placement: Placement | st
             f"search: got {num_ranks} ranks and a placement on {placement.num_ranks}; "
             f"try num_ranks={placement.num_ranks}"
         )
+    if num_microbatches % placement.num_pipes:
+        fewer = num_microbatches - num_microbatches % placement.num_pipes
+        raise ValueError(
+            f"search: got {num_microbatches} microbatches for the {placement.num_pipes} pipes of the placement, "
+            f"which share them equally; try {fewer or placement.num_pipes} or {fewer + placement.num_pipes}"
+        )
     return [placement]
 
 
@@ -157,10 +162,11 @@ class _Hunt:
         costs: CostModel,
         memory_limit: float,
         memory: MemoryModel,
-        go_on: Callable[[], bool],
+        goal: float,
+        ends: float | None,
     ):
         self.num_microbatches, self.costs, self.memory = num_microbatches, costs, memory
-        self.memory_limit, self.go_on = memory_limit, go_on
+        self.memory_limit, self.goal, self.ends = memory_limit, goal * (1 + 1e-9), ends
         self.found: list[tuple[float, Schedule]] = []
         self.players: dict[tuple[Placement, float], Player] = {}
 
@@ -174,6 +180,10 @@ class _Hunt:
             )
             self.players[placement, fill] = Player(terms, fill)
         return self.players[placement, fill]
+
+    def go_on(self, makespan: float) -> bool:
+        """Is there time left, and something to gain over a makespan?"""
+        return makespan > self.goal and (self.ends is None or time.monotonic() < self.ends)
 
     def add(self, schedule: Schedule) -> None:
         """Keep a schedule if it fits the memory."""
@@ -189,19 +199,25 @@ class _Hunt:
                 shortest.append((makespan, schedule))
         return [schedule for _, schedule in shortest[:count]]
 
-    def try_policies(self, placements: Sequence[Placement], tries: int) -> None:
+    def try_policies(self, placements: Sequence[Placement], budget: float) -> None:
         """Greedy schedules: half of the tries under random policies, half under changes of the best of them."""
-        dice = random.Random(0)
+        dice, slots = (
+            random.Random(0),
+            max(p.num_model_stages for p in placements) * 2 * self.num_microbatches,
+        )
+        tries = max(1, round(min(600.0, budget / slots)))
         tried: list[tuple[float, int, Placement, Policy]] = []
+        shortest = min((makespan for makespan, _ in self.found), default=math.inf)
         for number in range(tries):
-            if not self.go_on():
+            if shortest < math.inf and not self.go_on(shortest):
                 break
             placement, parent = placements[number % len(placements)], None
-            if number >= tries // 2:
+            if tried and 2 * number >= tries:
                 _, _, placement, parent = dice.choice(sorted(tried)[:6])
             policy = _draw(placement.num_ranks, dice, parent)
             _, makespan = play_greedily(self.player(placement).terms, policy)
             tried.append((makespan, number, placement, policy))
+            shortest = min(shortest, makespan)
         for _, _, placement, policy in sorted(tried)[:6]:
             orders, _ = play_greedily(self.player(placement).terms, policy)
             self.add(Schedule("greedy", placement, self.num_microbatches, orders))

@@ -1,0 +1,111 @@
+"""What the automatic scheduler gains over the named schedules, and how long it takes.
+
+For each setting of a grid (ranks, microbatches, costs F:I:W:FB and memory limit of a whole rank's share, one
+copy of the parameters): the makespan of the best named schedule that fits, that of the search, their ratio,
+the proven lower bound on the placement found, and the CPU seconds of the search.
+
+    python benchmarks/search.py [--placement v] [--effort 0.25] [--large]
+"""
+
+import argparse
+import math
+import statistics
+import time
+
+from dualpipe_jax.schedule import CostModel, MemoryModel, Placement, simulate, validate
+from dualpipe_jax.schedule.bounds import lower_bound
+from dualpipe_jax.schedule.choose import choose
+from dualpipe_jax.schedule.search import search
+
+RANKS, TIMES = (2, 3, 4, 6, 8, 12, 16), (1, 2, 4, 8)
+
+RATIOS = ((1, 1, 1), (1, 1.64, 0.97), (1, 1, 1.5), (1, 2, 1), (1, 0.8, 1.2))
+"""F:I:W; W > I and I > F among them."""
+
+GAINS = (0, 0.5, 1, 0.75)
+"""How much of min(F, B), all that it can, an overlapped pair saves."""
+
+LIMITS = (1.0, 0.6, 1.05, 2.0, math.inf)
+"""Memory limits in activations of a whole rank's share, over the ranks; at least one more than half of them."""
+
+
+def grid():
+    """Settings (ranks, microbatches, costs, memory limit): three for each of the counts, in turns."""
+    turn = 0
+    for ranks in RANKS:
+        for times in TIMES:
+            for _ in range(3):
+                f, i, w = RATIOS[turn % len(RATIOS)]
+                gain = GAINS[turn % len(GAINS)]
+                limit = LIMITS[turn // 3 % len(LIMITS)]
+                limit = max(limit * ranks, ranks // 2 + 1) + (0.5 if limit == 1.05 else 0)
+                yield ranks, ranks * times, CostModel(f, i, w, FB=f + i + w - gain * min(f, i + w)), limit
+                turn += 1
+
+
+def best_named(ranks, microbatches, costs, limit, placement):
+    """The shortest named schedule with one copy of the parameters that fits, on the placement if given."""
+    one_copy = [c for c in choose(ranks, microbatches, costs, limit) if c.fits and c.num_copies == 1]
+    there = (c for c in one_copy if placement is None or c.schedule.placement == placement)
+    return next(there, None)
+
+
+def report(setting, placement, effort):
+    """Search one setting and print its line; return the ratio to the best named, or None if none fits."""
+    ranks, microbatches, costs, limit = setting
+    where = None if placement == "any" else placement
+    on = {"any": None, "linear": Placement.linear(ranks), "v": Placement.v(ranks)}[placement]
+    named = best_named(ranks, microbatches, costs, limit, on)
+    began = time.process_time()
+    found = search(ranks, microbatches, costs, limit, where, effort=effort)
+    seconds = time.process_time() - began
+    timeline = simulate(validate(found), costs.for_schedule(found))
+    kept = max(timeline.memory(MemoryModel().for_schedule(found)))
+    assert kept <= limit * (1 + 1e-9)
+    bound = lower_bound(ranks, microbatches, costs, limit, placement=found.placement)
+    ratio = timeline.makespan / named.makespan if named else None
+    print(
+        f"{ranks:5} {microbatches:5}  {costs.F:g}:{costs.I:g}:{costs.W:g}:{costs.FB:<6.4g} {limit:6.4g} "
+        f"{named.name if named else '-':24} {named.makespan if named else math.inf:9.2f} "
+        f"{timeline.makespan:9.2f} {f'{ratio:.4f}' if ratio else '-':>7} {timeline.makespan / bound:7.4f} "
+        f"{len(found.placement.stages_on[0]):6} {kept:6.4g} {seconds:7.1f}",
+        flush=True,
+    )
+    return ratio
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--placement", default="any", choices=("any", "linear", "v"))
+    parser.add_argument("--effort", type=float, default=0.25)
+    parser.add_argument(
+        "--large", action="store_true", help="only 16 ranks by 64 microbatches, at full effort"
+    )
+    args = parser.parse_args()
+    settings, effort = list(grid()), args.effort
+    if args.large:
+        settings, effort = list(large()), 1.0
+    print(
+        "ranks     M  F:I:W:FB          limit best named                 makespan    search   ratio "
+        "/ bound stages memory seconds"
+    )
+    ratios = [report(setting, args.placement, effort) for setting in settings]
+    known = [ratio for ratio in ratios if ratio]
+    better = sum(ratio < 1 - 1e-9 for ratio in known)
+    print(
+        f"\n{len(settings)} settings, {len(known)} with a named schedule that fits: search / best named "
+        f"{min(known):.3f} min, {statistics.median(known):.3f} median, {max(known):.3f} max; "
+        f"strictly shorter in {better}"
+    )
+
+
+def large():
+    """16 ranks by 64 microbatches: pairs that gain nothing, or a quarter of F + B; three memory limits."""
+    for f, i, w in RATIOS[:2]:
+        for fb in (1, 0.75):
+            for limit in (9, 16, 16.5):
+                yield 16, 64, CostModel(f, i, w, FB=fb * (f + i + w)), limit
+
+
+if __name__ == "__main__":
+    main()
