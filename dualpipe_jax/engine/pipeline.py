@@ -1,6 +1,7 @@
 """What users call: a model, a schedule and a mesh become a step."""
 
-from collections.abc import Callable
+import dataclasses
+from collections.abc import Callable, Collection
 from typing import Any
 
 import jax
@@ -64,14 +65,42 @@ def pipeline_value_and_grad(
         model, schedule, mesh, has_aux, costs, accumulate_dtype, fuse_pairs, check_vma, debug_nans
     )
 
-    def step(params: Tree, inputs: Tree, targets: Tree) -> tuple[Any, Tree]:
-        placed, specs = _prepare(engine, params, param_specs, inputs, targets)
-        loss, aux, lists, first_bad = engine.value_and_grad(placed, specs, inputs, targets)
-        if debug_nans:
-            checks.report_first_bad(loss, first_bad, schedule)
-        return ((loss, aux) if has_aux else loss), _as_params(params, lists, schedule)
+    return _step(engine, param_specs)
 
-    return jax.jit(step)
+
+def pipeline_units(
+    model: PipelineModel,
+    schedule: Schedule,
+    mesh: Mesh,
+    units: Collection[str] = ("FB",),
+    *,
+    param_specs: Tree = None,
+    has_aux: bool = False,
+    costs: CostModel | None = None,
+    accumulate_dtype: Any = None,
+    fuse_pairs: bool | None = None,
+    check_vma: bool = False,
+) -> Step:
+    """The engine's step with only some of its units in it, to be compiled and looked at, not to be run.
+
+    Each unit stands there once, exactly as in the whole step: behind its guard, with the same slot pools, and
+    with the sends of every tick. By default that is one overlapped pair, F of one microbatch and B of another:
+    what a step spends most of its time on, in a fraction of the time that a step takes to compile. In compiled
+    programs the guards are found by the scopes "pair", "forward", "backward", "backward_input",
+    "backward_weight", "embed", "head" and "embed_backward".
+
+    Takes and returns what ``pipeline_value_and_grad`` does, ShapeDtypeStructs with shardings too, and is to be
+    lowered: ``pipeline_units(...).lower(params, inputs, targets).compile()``. What it would compute has no
+    meaning.
+
+    Arguments:
+      units: of "FB", "F", "B", "I", "W", "embed", "head", "embed_backward"; see ``units_alone``.
+      model, schedule, mesh and the rest: as in ``pipeline_value_and_grad``.
+
+    Raises ValueError where that does, and for units that the schedule runs nowhere.
+    """
+    engine = _engine(model, schedule, mesh, has_aux, costs, accumulate_dtype, fuse_pairs, check_vma, False)
+    return _step(dataclasses.replace(engine, units=tuple(units)), param_specs)
 
 
 def pipeline_apply(
@@ -171,6 +200,17 @@ def _engine(
         check_vma=check_vma,
         debug_nans=debug_nans,
     )
+
+
+def _step(engine: Engine, param_specs: Tree) -> Step:
+    def step(params: Tree, inputs: Tree, targets: Tree) -> tuple[Any, Tree]:
+        placed, specs = _prepare(engine, params, param_specs, inputs, targets)
+        loss, aux, lists, first_bad = engine.value_and_grad(placed, specs, inputs, targets)
+        if engine.debug_nans:
+            checks.report_first_bad(loss, first_bad, engine.schedule)
+        return ((loss, aux) if engine.has_aux else loss), _as_params(params, lists, engine.schedule)
+
+    return jax.jit(step)
 
 
 def _prepare(

@@ -18,15 +18,16 @@ from dualpipe_jax.engine.trees import is_floating
 from dualpipe_jax.engine.varying import vary
 from dualpipe_jax.parallel import EP, PP
 from dualpipe_jax.schedule import CostModel, Schedule
-from dualpipe_jax.schedule.lower import TickTable, forward_only, lower, pairs_alone
+from dualpipe_jax.schedule.alone import units_alone
+from dualpipe_jax.schedule.lower import TickTable, forward_only, lower
 
 
 @dataclasses.dataclass(frozen=True)
 class Engine:
     """A model, a schedule and a mesh as a program; ``pipeline_value_and_grad`` documents the fields.
 
-    With ``pairs_alone`` the program holds one overlapped pair and nothing else, to be compiled and looked at
-    in a fraction of the time; what it computes is of no use.
+    With ``units`` the program holds these alone, to be compiled and looked at in a fraction of the time; what it
+    computes is of no use.
     """
 
     model: PipelineModel
@@ -38,7 +39,7 @@ class Engine:
     fuse_pairs: bool
     check_vma: bool
     debug_nans: bool
-    pairs_alone: bool = False
+    units: tuple[str, ...] = ()
 
     def value_and_grad(
         self, params: Tree, specs: Tree, inputs: Tree, targets: Tree
@@ -106,7 +107,7 @@ class Engine:
 
     def _table(self, forward: bool, keep_input: Literal["F", "I", "W"]) -> TickTable:
         table = lower(forward_only(self.schedule) if forward else self.schedule, self.costs, keep_input)
-        return pairs_alone(table) if self.pairs_alone else table
+        return units_alone(table, self.units) if self.units else table
 
     def _plan(self, params: Tree, inputs: Tree, targets: Tree, forward: bool) -> Any:
         def stage(params, x):

@@ -144,7 +144,9 @@ class Tick:
         return state, None
 
     # ------------------------------------------------- units: which rank runs what, on which entries
+    # The scopes are the names by which a compiled program's guards are found.
 
+    @jax.named_scope("forward")
     def _forward(self, state: State, row: Row, k: int) -> State:
         def work(part, here, params):
             return self._do_forward(part, here, params, self._input(part, here))
@@ -152,6 +154,7 @@ class Tick:
         wanted = (row["F"] == k) & ~self._paired(row)
         return self._guarded(state, self._forward_changes(), wanted, work, row, self.params["stages"][k])
 
+    @jax.named_scope("backward")
     def _full_backward(self, state: State, row: Row, k: int) -> State:
         def work(part, here, params):
             return self._do_backward(part, here, params, self._saved(part, here), k)
@@ -159,6 +162,7 @@ class Tick:
         wanted = (row["B"] == k) & ~self._paired(row)
         return self._guarded(state, self._backward_changes(k), wanted, work, row, self.params["stages"][k])
 
+    @jax.named_scope("pair")
     def _pair(self, state: State, row: Row, kf: int, kb: int) -> State:
         def work(part, here, forward_params, backward_params):
             forward = forward_params, self._input(part, here)
@@ -175,6 +179,7 @@ class Tick:
         both = (self.params["stages"][kf], self.params["stages"][kb])
         return self._guarded(state, changes, wanted, work, row, *both)
 
+    @jax.named_scope("backward_input")
     def _backward_input(self, state: State, row: Row, k: int) -> State:
         def work(part, here, params):
             dx, stash = self.plan.backward_input(params, *self._saved(part, here))
@@ -184,6 +189,7 @@ class Tick:
         changes = (*self._saved_pools(), "stash", "dx_out")
         return self._guarded(state, changes, row["I"] == k, work, row, self.params["stages"][k])
 
+    @jax.named_scope("backward_weight")
     def _backward_weight(self, state: State, row: Row, k: int, j: int) -> State:
         def work(part, here, params):
             x = read_slot(part["x"], here[f"W{j}_x"]) if self.table.keep_input == "W" else None
@@ -195,6 +201,7 @@ class Tick:
         entries = ("x", "residual_w", "stash", f"grads{k}")
         return self._guarded(state, entries, row[f"W{j}"] == k, work, row, self.params["stages"][k])
 
+    @jax.named_scope("embed")
     def _embed(self, state: State, row: Row) -> State:
         if not self.table.column("F_first").any():
             return state
@@ -206,6 +213,7 @@ class Tick:
         wanted = (row["F"] >= 0) & (row["F_first"] == 1)
         return self._guarded(state, ("x",), wanted, work, row, self.params["embed"])
 
+    @jax.named_scope("head")
     def _head(self, state: State, row: Row) -> State:
         if not self.table.column("F_last").any():
             return state
@@ -228,6 +236,7 @@ class Tick:
         wanted = (row["F"] >= 0) & (row["F_last"] == 1)
         return self._guarded(state, changes, wanted, work, row, self.params["head"], state["y_out"])
 
+    @jax.named_scope("embed_backward")
     def _embed_backward(self, state: State, row: Row) -> State:
         if self.seed is None or not self.table.column("G_first").any():
             return state

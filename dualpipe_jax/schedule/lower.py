@@ -129,31 +129,6 @@ def forward_only(schedule: Schedule) -> Schedule:
     return dataclasses.replace(schedule, name=f"{schedule.name}_forward", orders=orders)
 
 
-def pairs_alone(table: TickTable) -> TickTable:
-    """The ticks in which pairs of one forward's and one backward's stage run, with nothing else in them.
-
-    A program of it holds one overlapped pair exactly as the whole table's does, with the same pools.
-
-    Raises ValueError if the schedule overlaps nothing.
-    """
-    number = {name: k for k, name in enumerate(table.columns)}
-    pair = table.column("pair") == 1
-    if not pair.any():
-        raise ValueError(
-            f"pairs_alone: {table.schedule.name} with {table.schedule.num_microbatches} microbatches runs no "
-            "overlapped pair; take dualpipe or dualpipe_v, with at least 2 microbatches more than stages"
-        )
-    first = np.argwhere(pair)[0]
-    kept = pair & np.logical_and(*(table.column(op) == table.column(op)[*first] for op in ("F", "B")))
-    array = table.array.copy()
-    for name in ("F", "B", "I", *(f"W{k}" for k in range(table.num_w))):
-        array[:, :, number[name]] = np.where(kept & (name in ("F", "B")), table.column(name), -1)
-    for name in ("F_first", "F_last", "G_first"):
-        array[:, :, number[name]] = 0
-    array[:, :, number["pair"]] = kept
-    return dataclasses.replace(table, array=array[kept.any(axis=1)])
-
-
 def tabulate(
     flat: Flat, ticks: np.ndarray, program: tuple[str, ...], keep_input: Literal["F", "I", "W"]
 ) -> TickTable:

@@ -21,7 +21,7 @@ from dualpipe_jax.schedule import (
 from dualpipe_jax.schedule.bidirectional import hanayo
 from dualpipe_jax.schedule.classic import interleaved_1f1b
 from dualpipe_jax.schedule.flat import channels, flatten, topological
-from dualpipe_jax.schedule.lower import PROGRAM, TickTable, forward_only, lower, pairs_alone, tabulate
+from dualpipe_jax.schedule.lower import PROGRAM, TickTable, forward_only, lower, tabulate
 from dualpipe_jax.schedule.ticks import earliest
 from dualpipe_jax.schedule.zero_bubble import interleaved_zero_bubble
 
@@ -351,24 +351,3 @@ def test_a_schedule_that_hangs_is_refused():
     schedule = handmade(Placement.linear(2), 1, "0B0 0F0", "1F0 1B0")
     with pytest.raises(ValueError, match=re.escape("lower: handmade never ends; call validate(schedule)")):
         lower(schedule)
-
-
-@pytest.mark.parametrize("make", [dualpipe, dualpipe_v], ids=lambda make: make.__name__)
-def test_pairs_alone_keeps_the_pools_and_one_pair_of_stages(make):
-    table = lower(make(4, 12))
-    alone = pairs_alone(table)
-    assert alone.num_slots == table.num_slots and alone.channels == table.channels
-    assert 0 < alone.num_ticks < table.num_ticks
-    pair = alone.column("pair") == 1
-    assert pair.any(axis=1).all()
-    assert len(set(alone.column("F")[pair])) == len(set(alone.column("B")[pair])) == 1
-    for op in ("F", "B"):
-        assert ((alone.column(op) >= 0) == pair).all()
-    assert (alone.column("I") == -1).all() and (alone.column("W0") == -1).all()
-
-
-def test_a_schedule_without_pairs_has_none_alone():
-    with pytest.raises(
-        ValueError, match=r"pairs_alone: zb_h1 with 8 micro.* no overlapped pair; take dualpipe"
-    ):
-        pairs_alone(lower(zb_h1(4, 8)))

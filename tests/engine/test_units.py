@@ -1,0 +1,81 @@
+"""The engine with only some of its units: what stands in the program that is compiled to be looked at."""
+
+import functools
+import re
+from collections import Counter
+
+import pytest
+
+from dualpipe_jax import make_mesh, pipeline_value_and_grad
+from dualpipe_jax.engine.pipeline import pipeline_units
+from dualpipe_jax.inspect import read
+from dualpipe_jax.schedule import dualpipe, one_f_one_b
+from tests.engine import models
+
+RANKS, NUM_EP, MICROBATCHES = 2, 2, 8
+SCOPES = (
+    "pair",
+    "forward",
+    "backward",
+    "backward_input",
+    "backward_weight",
+    "embed",
+    "head",
+    "embed_backward",
+)
+
+
+@functools.cache
+def lowered(make, units, **options):
+    schedule = make(RANKS, MICROBATCHES)
+    params, specs = models.init("moe", schedule.placement.num_model_stages)
+    arguments = dict(param_specs=specs, has_aux=True, **options)
+    mesh = make_mesh(RANKS, NUM_EP)
+    if units is None:
+        step = pipeline_value_and_grad(models.model("moe"), schedule, mesh, **arguments)
+    else:
+        step = pipeline_units(models.model("moe"), schedule, mesh, units, **arguments)
+    return step.lower(params, *models.data(MICROBATCHES, 2 * NUM_EP))
+
+
+def guards(lowered):
+    """Scopes of the loops in a compiled program."""
+    module = read(lowered.compile())
+    names = [loop.op_name.split("/") for _, loop in module.loops.values()]
+    return {scope for scope in SCOPES if any(scope in name for name in names)}
+
+
+def test_a_pair_alone_holds_its_all_to_alls_and_neither_end():
+    text = lowered(dualpipe, ("FB",), fuse_pairs=True).as_text()
+    whole = lowered(dualpipe, None, fuse_pairs=True).as_text()
+    assert text.count("stablehlo.all_to_all") == 4 < whole.count("stablehlo.all_to_all")
+    assert text.count("stablehlo.collective_permute") == whole.count("stablehlo.collective_permute")
+    assert "log" in whole and "log" not in text.replace("logistic", ""), "the head's log softmax"
+
+
+def test_units_are_found_by_their_scopes():
+    assert guards(lowered(dualpipe, ("FB",), fuse_pairs=True)) == {"pair"}
+    assert guards(lowered(dualpipe, ("F", "W", "head"))) == {"forward", "backward_weight", "head"}
+    assert guards(lowered(one_f_one_b, ("B", "embed", "embed_backward"))) == {
+        "backward",
+        "embed",
+        "embed_backward",
+    }
+    assert guards(lowered(dualpipe, None, fuse_pairs=True)) == set(SCOPES)
+
+
+def test_pools_are_those_of_the_whole_step():
+    """Slot pools are what the scan carries."""
+
+    def carried(lowered):
+        loops = [line for line in lowered.as_text().splitlines() if "stablehlo.while" in line]
+        return Counter(re.findall(r"tensor<\w*xf32>", max(loops, key=len)))
+
+    part, whole = lowered(dualpipe, ("FB",), fuse_pairs=True), lowered(dualpipe, None, fuse_pairs=True)
+    assert carried(part).total() > 10
+    assert carried(part) <= carried(whole), "less, for what nobody uses is gone"
+
+
+def test_a_schedule_that_pairs_nothing_says_so():
+    with pytest.raises(ValueError, match="units_alone: one_f_one_b with 8 microbatches never runs FB"):
+        lowered(one_f_one_b, ("FB",))
