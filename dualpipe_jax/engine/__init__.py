@@ -1,7 +1,13 @@
 """Runs a lowered schedule: the SPMD engine, the split of the backward, and the oracle they answer to."""
 
+from dualpipe_jax.engine.compiler import recommended_compiler_options, tpu_generation
 from dualpipe_jax.engine.model import PipelineModel
-from dualpipe_jax.engine.pipeline import pipeline_apply, pipeline_loss, pipeline_value_and_grad
+from dualpipe_jax.engine.pipeline import (
+    pipeline_apply,
+    pipeline_loss,
+    pipeline_units,
+    pipeline_value_and_grad,
+)
 from dualpipe_jax.engine.reference import sequential_loss, sequential_value_and_grad
 from dualpipe_jax.engine.split import split_backward
 from dualpipe_jax.engine.stages import PlacedStages, place_stages, unplace_stages
@@ -11,10 +17,13 @@ __all__ = [
     "PlacedStages",
     "pipeline_apply",
     "pipeline_loss",
+    "pipeline_units",
     "pipeline_value_and_grad",
     "place_stages",
+    "recommended_compiler_options",
     "sequential_loss",
     "sequential_value_and_grad",
     "split_backward",
+    "tpu_generation",
     "unplace_stages",
 ]

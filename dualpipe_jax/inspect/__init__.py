@@ -27,8 +27,10 @@ from dualpipe_jax.inspect.scheduler import (
     capture,
     parse_statistics,
 )
+from dualpipe_jax.inspect.target import DEVICES, Device, MissingCompiler, Target
 
 __all__ = [
+    "DEVICES",
     "H100_CLOCK",
     "LINK_BYTES_PER_CYCLE",
     "MEMORY_BYTES_PER_CYCLE",
@@ -39,13 +41,16 @@ __all__ = [
     "Computation",
     "ComputationTime",
     "Copy",
+    "Device",
     "Event",
     "Instruction",
     "Memory",
+    "MissingCompiler",
     "Module",
     "OverlapReport",
     "Rates",
     "SchedulerStatistics",
+    "Target",
     "Total",
     "Waste",
     "Work",

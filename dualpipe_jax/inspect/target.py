@@ -1,0 +1,195 @@
+"""Devices to compile for that are not here: TPU pods and clusters of H100s.
+
+>>> from dualpipe_jax.inspect import Target
+>>> target = Target.parse("v5p:8x8x16")
+>>> target.num_devices
+1024
+>>> devices = target.devices()  # doctest: +SKIP
+
+A mesh of these devices, ShapeDtypeStructs with shardings on it for arguments, and ``jax.jit(f).lower(...)``
+and ``.compile(...)`` do the rest. The compilers come from PyPI and need neither TPU nor GPU nor driver.
+"""
+
+import dataclasses
+import difflib
+import importlib
+import importlib.util
+import math
+import os
+import re
+from collections.abc import Mapping
+from importlib import resources
+from typing import Any, Literal
+
+from dualpipe_jax.inspect.rates import H100_CLOCK, Rates, h100_rates, tpu_rates
+
+TPU_ENVIRONMENT: Mapping[str, str] = {
+    "TPU_SKIP_MDS_QUERY": "1",  # else it asks Google's metadata server what machine this is, for minutes
+    "TPU_WORKER_HOSTNAMES": "localhost",
+    "TPU_WORKER_ID": "0",
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # several processes may compile
+    "JAX_PLATFORMS": "cpu",  # there is no TPU to be looked for
+}
+"""What libtpu must find in the environment when it is loaded on a machine with no TPU."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Device:
+    """What one of JAX's devices can do.
+
+    Attributes:
+      memory: bytes that a program may take. Of a TPU what its compiler gives (libtpu 0.0.42.1 names it when it
+        refuses a program), of an H100 the 80 GB of its name: contexts and libraries take part of the rest.
+      flops: floating-point operations a second in bfloat16, dense, as published.
+      bandwidth: bytes a second of its memory, as published.
+      clock: hertz of the cycles in which the compiler counts; of a TPU the one at which its matrix units reach
+        ``flops``. tpu7x would need 2.2 GHz for that; the compiler's links, counted in cycles, have v5p's speed at
+        1.9 GHz exactly, so this is taken.
+    """
+
+    memory: int
+    flops: float
+    bandwidth: float
+    clock: float
+
+
+_GIB = 1 << 30
+
+DEVICES: Mapping[str, Device] = {
+    # One device is one core on v4 and tpu7x, which have two a chip.
+    "v4": Device(int(15.25 * _GIB), 137.5e12, 614e9, 1.05e9),
+    "v5e": Device(int(15.75 * _GIB), 197e12, 819e9, 1.5e9),
+    "v5p": Device(int(95.74 * _GIB), 459e12, 2765e9, 1.75e9),
+    "v6e": Device(int(31.25 * _GIB), 918e12, 1640e9, 1.75e9),
+    "tpu7x": Device(int(94.75 * _GIB), 1153.5e12, 3690e9, 1.9e9),
+    "h100": Device(80 * 10**9, 989e12, 3350e9, H100_CLOCK),
+}
+"""By generation. Published figures: Google Cloud's pages of each TPU, NVIDIA's data sheet of the H100 SXM."""
+
+_DIMS = {"v4": (2, 3), "v5e": (2,), "v5p": (2, 3), "v6e": (2,), "tpu7x": (2, 3), "h100": (2,)}
+_DEVICES_PER_CHIP = {"v4": 2, "tpu7x": 2}
+_EXAMPLES = "v5e:4x4, v5p:4x4x4, tpu7x:4x4x4, or h100:8x8 (nodes x GPUs of a node)"
+_CUDA = ("xla_cuda13", "xla_cuda12")
+
+
+class MissingCompiler(ModuleNotFoundError):
+    """The compiler for a target is not installed; the message says how to install it."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Target:
+    """Devices of one kind, by name.
+
+    Attributes:
+      generation: v4, v5e, v5p, v6e, tpu7x or h100.
+      shape: chips along each axis of a TPU's torus; of h100 nodes x GPUs of a node.
+    """
+
+    generation: str
+    shape: tuple[int, ...]
+
+    @classmethod
+    def parse(cls, name: str) -> "Target":
+        """A target from its name.
+
+        >>> Target.parse("h100:8x8").num_devices
+        64
+
+        Raises:
+          ValueError: it is no such name.
+        """
+        generation, _, shape = name.lower().partition(":")
+        if generation not in DEVICES:
+            near = difflib.get_close_matches(generation, DEVICES, n=1, cutoff=0.4)
+            meant = f"did you mean {near[0]}? " if near else ""
+            raise ValueError(
+                f"target {name!r}: {meant}known are {', '.join(DEVICES)}; for instance {_EXAMPLES}"
+            )
+        sizes = tuple(map(int, shape.split("x"))) if re.fullmatch(r"[1-9]\d*(x[1-9]\d*)*", shape) else ()
+        if len(sizes) not in _DIMS[generation]:
+            dims = " or ".join(map(str, _DIMS[generation]))
+            raise ValueError(
+                f"target {name!r}: {generation} wants {dims} sizes with x between them, for instance "
+                f"{_EXAMPLES}; got {shape or 'none'}"
+            )
+        return cls(generation, sizes)
+
+    def __str__(self) -> str:
+        return f"{self.generation}:{'x'.join(map(str, self.shape))}"
+
+    @property
+    def platform(self) -> Literal["tpu", "cuda"]:
+        """As JAX's compilers call it."""
+        return "cuda" if self.generation == "h100" else "tpu"
+
+    @property
+    def num_devices(self) -> int:
+        """JAX devices; two a chip on v4 and tpu7x."""
+        return math.prod(self.shape) * _DEVICES_PER_CHIP.get(self.generation, 1)
+
+    @property
+    def device(self) -> Device:
+        """What each of them can do."""
+        return DEVICES[self.generation]
+
+    @property
+    def rates(self) -> Rates:
+        """Durations that compiled programs leave out, for ``overlap``."""
+        return h100_rates() if self.platform == "cuda" else tpu_rates(self.generation)
+
+    @property
+    def environment(self) -> Mapping[str, str]:
+        """What must be in the environment before JAX is imported."""
+        return TPU_ENVIRONMENT if self.platform == "tpu" else {"JAX_PLATFORMS": "cpu"}
+
+    def check_compiler(self) -> None:
+        """Whether the compiler is installed; loads nothing.
+
+        Raises:
+          MissingCompiler: it is not.
+        """
+        if self.platform == "tpu" and not _is_installed("libtpu"):
+            raise MissingCompiler(_missing(self, "libtpu", "tpu"))
+        if self.platform == "cuda" and not any(_is_installed(f"jax_plugins.{name}") for name in _CUDA):
+            raise MissingCompiler(_missing(self, "JAX's CUDA plugin", "cuda"))
+
+    def devices(self) -> list[Any]:
+        """Its devices, which programs can be compiled for and nothing can be put on.
+
+        Variables of ``environment`` that are not set are set, which helps unless JAX has read them before.
+
+        Raises:
+          MissingCompiler: the compiler is not installed.
+          ValueError: the compiler knows no slice of this shape.
+        """
+        self.check_compiler()
+        for name, value in self.environment.items():
+            os.environ.setdefault(name, value)
+        from jax.errors import JaxRuntimeError
+        from jax.experimental import topologies
+
+        try:
+            if self.platform == "tpu":
+                return list(topologies.get_topology_desc(platform="tpu", topology_name=str(self)).devices)
+            plugin = next(name for name in _CUDA if _is_installed(f"jax_plugins.{name}"))
+            importlib.import_module(f"jax_plugins.{plugin}")
+            config = resources.files("dualpipe_jax.inspect").joinpath("targets/h100.txtpb").read_text()
+            shape = "x".join(map(str, (1, *self.shape)))
+            topology = topologies.get_topology_desc("", platform="cuda", target_config=config, topology=shape)
+            return list(topology.devices)
+        except JaxRuntimeError as error:
+            raise ValueError(f"target {self}: {str(error).splitlines()[0]}") from None
+
+
+def _is_installed(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:  # the package that it would lie in is not there either
+        return False
+
+
+def _missing(target: Target, what: str, extra: str) -> str:
+    return (
+        f"target {target}: to compile for it {what} is needed, which is not installed; it needs no device:\n"
+        f"  pip install 'dualpipe-jax[{extra}]'"
+    )
