@@ -242,6 +242,7 @@ class _Floor:
         that has not come yet counts too: another pipe's younger ones must not stand in its way.
         """
         joins, unit = self.next_f[stage], self.terms.unit
+        enough = (len(rank.stages) - 1) * unit
         oldest = min(self.next_b[s] for s in rank.stages)
         newest = max(self.next_f[s] for s in rank.stages)
         for microbatch in range(oldest, newest + 1):
@@ -252,6 +253,8 @@ class _Floor:
                 if (len(stages) - len(ran)) * unit > free:
                     return False
                 free += unit * sum(self.next_b[s] <= microbatch for s in ran)
+                if free >= enough:
+                    return True
         return True
 
     def _wait(self, rank: _Rank, now: float, soon: float) -> None:

@@ -109,6 +109,7 @@ class _Stage:
         self.todo = [sum(map(player.cost, order)) for order in moves]
         self.owed: list[list[int]] = [[] for _ in ranks]
         self.starts: list[list[float]] = [[] for _ in ranks]
+        self.waits: list[int | None] = [None for _ in ranks]  # the f or ~b whose input a rank waits for
         self.ready = list(ranks)
 
     def advance(self, rank: int) -> bool:
@@ -125,6 +126,7 @@ class _Stage:
             if b >= 0 and dx_at[b] > start:
                 start = dx_at[b]
             if start == _NEVER:
+                self.waits[rank] = f if f >= 0 and y_at[f] == _NEVER else ~b
                 break
             needs = unit if f >= 0 else stash if split else 0.0
             if self.paid[rank] < len(owed) and (start > free or used + needs > room):
@@ -183,19 +185,18 @@ class _Stage:
                 self.dx_at[f] = end
             else:
                 self.y_at[f + count] = end + delay
-                sent = self._wake(rank, player.rank[f + count])
+                sent = self._wake(rank, player.rank[f + count], f + count)
         if b >= 0:
             delay = player.dx_delay[b]
             if delay is not None:
                 self.dx_at[b - count] = end + delay
-                sent = self._wake(rank, player.rank[b - count]) or sent
+                sent = self._wake(rank, player.rank[b - count], ~(b - count)) or sent
         return sent
 
-    def _wake(self, rank: int, reader: int) -> bool:
-        if reader == rank:
-            return False
-        self.ready.append(reader)
-        return True
+    def _wake(self, rank: int, reader: int, value: int) -> bool:
+        if reader != rank and self.waits[reader] == value:
+            self.ready.append(reader)
+        return reader != rank
 
     def finish(self) -> Play | None:
         """Run the W's that are left; None if some rank never got through."""

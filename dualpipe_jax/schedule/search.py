@@ -6,8 +6,8 @@ import itertools
 import math
 import random
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
 
 from dualpipe_jax.schedule.bounds import lower_bound
 from dualpipe_jax.schedule.costs import CostModel, MemoryModel, stages_a_share
@@ -19,6 +19,8 @@ from dualpipe_jax.schedule.terms import least_memory, make_terms
 from dualpipe_jax.schedule.validate import validate
 
 Recipe = Callable[[int, int], Schedule]
+
+_Entry = TypeVar("_Entry", bound=tuple)
 
 _KNOBS: dict[str, tuple[Any, ...]] = {
     "pair": (True, True, True, False),
@@ -34,6 +36,9 @@ _KNOBS: dict[str, tuple[Any, ...]] = {
     "pace": (0.0, 0.0, 0.9, 0.95, 1.0, 1.0, 1.02, 1.05, 1.1),
 }
 """What policies are drawn from."""
+
+_MOST_POLICIES, _MOST_TRIES = 600, 10_000
+"""More gain little, however small the schedule is."""
 
 
 def search(
@@ -83,17 +88,17 @@ def search(
         from dualpipe_jax.schedule import ALL_SCHEDULES  # late: the package imports this module
 
         schedules = ALL_SCHEDULES
-    goal = min(
-        lower_bound(num_ranks, num_microbatches, costs, memory_limit, placement=p, memory=memory)
+    bounds = {
+        p: lower_bound(num_ranks, num_microbatches, costs, memory_limit, placement=p, memory=memory)
         for p in placements
-    )
+    }
     ends = None if seconds is None else time.monotonic() + seconds
-    hunt = _Hunt(num_microbatches, costs, memory_limit, memory, goal, ends)
+    hunt = _Hunt(num_microbatches, costs, memory_limit, memory, bounds, ends)
     for schedule in served(schedules, num_ranks, num_microbatches):
         if schedule.placement in placements if placement else schedule.placement.num_pipes == 1:
             hunt.add(schedule)
-    hunt.try_policies(placements, 1e6 * effort)
-    hunt.improve(2e6 * effort)
+    hunt.try_policies(1.5e6 * effort)
+    hunt.improve(5e6 * effort)
     return validate(dataclasses.replace(hunt.best(1)[0], name="search"))
 
 
@@ -162,12 +167,12 @@ class _Hunt:
         costs: CostModel,
         memory_limit: float,
         memory: MemoryModel,
-        goal: float,
+        bounds: Mapping[Placement, float],
         ends: float | None,
     ):
         self.num_microbatches, self.costs, self.memory = num_microbatches, costs, memory
-        self.memory_limit, self.goal, self.ends = memory_limit, goal * (1 + 1e-9), ends
-        self.found: list[tuple[float, Schedule]] = []
+        self.memory_limit, self.bounds, self.ends = memory_limit, bounds, ends
+        self.found: list[tuple[float, int, Schedule]] = []
         self.players: dict[tuple[Placement, float], Player] = {}
 
     def player(self, placement: Placement, fill: float = 0.6) -> Player:
@@ -181,44 +186,49 @@ class _Hunt:
             self.players[placement, fill] = Player(terms, fill)
         return self.players[placement, fill]
 
+    def hopeful(self, makespan: float) -> list[Placement]:
+        """The placements that are not proven to take at least as long as a makespan; none if time is up."""
+        if self.ends is not None and time.monotonic() >= self.ends:
+            return []
+        return [placement for placement, bound in self.bounds.items() if makespan > bound * (1 + 1e-9)]
+
     def go_on(self, makespan: float) -> bool:
         """Is there time left, and something to gain over a makespan?"""
-        return makespan > self.goal and (self.ends is None or time.monotonic() < self.ends)
+        return bool(self.hopeful(makespan))
 
     def add(self, schedule: Schedule) -> None:
         """Keep a schedule if it fits the memory."""
         timeline = simulate(schedule, self.costs.for_schedule(schedule))
         if max(timeline.memory(self.memory.for_schedule(schedule))) <= self.memory_limit * (1 + 1e-9):
-            self.found.append((timeline.makespan, schedule))
+            self.found.append((timeline.makespan, len(self.found), schedule))
 
     def best(self, count: int) -> list[Schedule]:
         """The shortest found, one of each makespan; of equals the first."""
-        shortest: list[tuple[float, Schedule]] = []
-        for makespan, schedule in sorted(self.found, key=lambda found: found[0]):
-            if not shortest or makespan > shortest[-1][0] * (1 + 1e-9):
-                shortest.append((makespan, schedule))
-        return [schedule for _, schedule in shortest[:count]]
+        return [schedule for _, _, schedule in _distinct(self.found)[:count]]
 
-    def try_policies(self, placements: Sequence[Placement], budget: float) -> None:
-        """Greedy schedules: half of the tries under random policies, half under changes of the best of them."""
-        dice, slots = (
-            random.Random(0),
-            max(p.num_model_stages for p in placements) * 2 * self.num_microbatches,
-        )
-        tries = max(1, round(min(600.0, budget / slots)))
+    def try_policies(self, budget: float) -> None:
+        """Greedy schedules, first under random policies, then under changes of the best of those.
+
+        The budget counts actions; it is spent by turns on all placements that could still win, and at
+        least once.
+        """
+        dice, spent = random.Random(0), 0.0
         tried: list[tuple[float, int, Placement, Policy]] = []
-        shortest = min((makespan for makespan, _ in self.found), default=math.inf)
-        for number in range(tries):
-            if shortest < math.inf and not self.go_on(shortest):
-                break
+        shortest = min((makespan for makespan, *_ in self.found), default=math.inf)
+        while placements := self.hopeful(shortest) or list(self.bounds)[: shortest == math.inf]:
+            number = len(tried)
             placement, parent = placements[number % len(placements)], None
-            if tried and 2 * number >= tries:
-                _, _, placement, parent = dice.choice(sorted(tried)[:6])
+            parents = _distinct(entry for entry in tried if entry[2] in placements)[:10]
+            if parents and (spent > budget / 3 or number > _MOST_POLICIES / 3):
+                _, _, placement, parent = dice.choice(parents)
             policy = _draw(placement.num_ranks, dice, parent)
             _, makespan = play_greedily(self.player(placement).terms, policy)
             tried.append((makespan, number, placement, policy))
             shortest = min(shortest, makespan)
-        for _, _, placement, policy in sorted(tried)[:6]:
+            spent += 2 * placement.num_model_stages * self.num_microbatches
+            if spent > budget or number > _MOST_POLICIES:
+                break
+        for _, _, placement, policy in _distinct(tried)[:6]:
             orders, _ = play_greedily(self.player(placement).terms, policy)
             self.add(Schedule("greedy", placement, self.num_microbatches, orders))
 
@@ -230,7 +240,7 @@ class _Hunt:
         for keep, share in ((4, 0.25), (2, 0.25), (1, 0.5)):
             improved = []
             for _, player, moves in starts[:keep]:
-                tries = round(budget * share / keep / sum(map(len, moves)))
+                tries = round(min(_MOST_TRIES, budget / sum(map(len, moves))) * share / keep)
                 moves, makespan = improve(player, moves, tries, seed=keep, go_on=self.go_on)
                 improved.append((makespan, player, moves))
             starts = sorted(improved, key=lambda start: start[0])
@@ -253,6 +263,15 @@ class _Hunt:
                     yield play.makespan, player, variant
 
 
+def _distinct(entries: Iterable[_Entry]) -> list[_Entry]:
+    """In the order of their makespans, which come first in each; of equals the one numbered first."""
+    shortest: list[_Entry] = []
+    for entry in sorted(entries, key=lambda entry: entry[:2]):
+        if not shortest or entry[0] > shortest[-1][0] * (1 + 1e-9):
+            shortest.append(entry)
+    return shortest
+
+
 def _draw(num_ranks: int, dice: random.Random, parent: Policy | None) -> Policy:
     """A random policy, or a parent with one or two of its knobs turned."""
     drawn = {knob: dice.choice(values) for knob, values in _KNOBS.items()}
@@ -260,5 +279,8 @@ def _draw(num_ranks: int, dice: random.Random, parent: Policy | None) -> Policy:
     drawn["burst"] = round(drawn["burst"] * num_ranks)
     if parent is None:
         return Policy(**drawn)
+    if parent.pace:
+        drawn["pace"] = parent.pace * dice.uniform(0.95, 1.05)
+        drawn["burst"] = max(0, parent.burst + dice.randint(-2, 2))
     turned = dice.sample(list(_KNOBS), 2)
     return dataclasses.replace(parent, **{knob: drawn[knob] for knob in turned})
