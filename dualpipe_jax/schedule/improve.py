@@ -73,12 +73,12 @@ class Player:
 
         Into ``out`` go the slots of each rank, W's in their places.
         """
-        stage = _Stage(self, moves, bound, out)
-        ready = stage.ready
+        run = _Run(self, moves, bound, out)
+        ready = run.ready
         while ready:
-            if not stage.advance(ready.pop()):
+            if not run.advance(ready.pop()):
                 return None
-        return stage.finish()
+        return run.finish()
 
     def schedule(self, moves: Moves, name: str) -> Schedule:
         """The moves as a schedule, with W's where playing put them."""
@@ -96,7 +96,7 @@ class Player:
         return forward if b < 0 else (*forward, Action(b // self.terms.count, op, b % self.terms.count))
 
 
-class _Stage:
+class _Run:
     """The state of one play."""
 
     def __init__(self, player: Player, moves: Moves, bound: float, out: list[list[Slot]] | None):
@@ -113,7 +113,10 @@ class _Stage:
         self.ready = list(ranks)
 
     def advance(self, rank: int) -> bool:
-        """Play a rank up to the first move that waits; False if it cannot go on."""
+        """Play a rank up to the first move that waits; False if it cannot go on.
+
+        The inner loop of the search: one function with its state in local names, for speed.
+        """
         player, terms, order, starts = self.player, self.player.terms, self.moves[rank], self.starts[rank]
         y_at, dx_at, owed, room = self.y_at, self.dx_at, self.owed[rank], terms.room[rank]
         free, used, todo, index = self.free[rank], self.used[rank], self.todo[rank], self.at[rank]
@@ -360,6 +363,3 @@ def _merge(terms: Terms, order: Iterable[Move]) -> Iterable[Move]:
 def split_alone(moves: Moves, split: bool = True) -> Moves:
     """All backwards that are not in a pair split, or all made whole."""
     return [[move if move.f >= 0 else move._replace(split=split) for move in order] for order in moves]
-
-
-__all__ = ["Move", "Moves", "Play", "Player", "improve", "moves_of", "paired", "split_alone"]

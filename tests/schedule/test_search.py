@@ -98,6 +98,26 @@ def test_what_is_proven_best_is_found_at_once():
     assert simulate(found, costs.for_schedule(found)).makespan == pytest.approx(bound)
 
 
+@pytest.mark.parametrize(
+    ("ranks", "microbatches", "placement", "costs", "limit"),
+    [
+        (2, 4, "v", CostModel(FB=2), 2.5),
+        (2, 4, "linear", CostModel(FB=2), 2.0),
+        (3, 4, "linear", CostModel(2, 3, 2, FB=5), 3.0),
+        (3, 4, "v", CostModel(FB=2), 2.0),
+        (4, 4, "linear", CostModel(FB=2), 4.0),
+    ],
+)
+def test_small_ones_are_the_optimum(ranks, microbatches, placement, costs, limit):
+    pytest.importorskip("scipy")
+    from dualpipe_jax.schedule.optimum import optimum
+
+    found = search(ranks, microbatches, costs, limit, placement, effort=0.1)
+    best = optimum(found.placement, microbatches, costs, limit, incumbents=(found,), time_limit=20)
+    assert best.proven
+    assert simulate(found, costs.for_schedule(found)).makespan == pytest.approx(best.makespan)
+
+
 def test_the_same_arguments_give_the_same_schedule():
     arguments = 4, 8, CostModel(1, 1.64, 0.97, FB=2.7), 3.0
     assert search(*arguments, effort=0.02) == search(*arguments, effort=0.02)
