@@ -5,6 +5,7 @@ from dualpipe_jax.engine.model import PipelineModel
 from dualpipe_jax.engine.pipeline import (
     pipeline_apply,
     pipeline_loss,
+    pipeline_state,
     pipeline_units,
     pipeline_value_and_grad,
 )
@@ -17,6 +18,7 @@ __all__ = [
     "PlacedStages",
     "pipeline_apply",
     "pipeline_loss",
+    "pipeline_state",
     "pipeline_units",
     "pipeline_value_and_grad",
     "place_stages",

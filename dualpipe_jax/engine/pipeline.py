@@ -103,6 +103,40 @@ def pipeline_units(
     return _step(dataclasses.replace(engine, units=tuple(units)), param_specs)
 
 
+def pipeline_state(
+    model: PipelineModel,
+    schedule: Schedule,
+    mesh: Mesh,
+    *,
+    param_specs: Tree = None,
+    has_aux: bool = False,
+    costs: CostModel | None = None,
+    accumulate_dtype: Any = None,
+) -> Callable[[Tree, Tree, Tree], dict[str, Tree]]:
+    """What the engine keeps on each device while a step runs, as shapes; nothing is computed or compiled.
+
+    Returns ``state(params, inputs, targets)``, whose arguments are those of ``pipeline_value_and_grad``'s step
+    (ShapeDtypeStructs will do). It gives ShapeDtypeStructs of one device:
+      x, dy: slots for inputs of stages, and for gradients of their outputs.
+      y_out, dx_out: what is on its way to other ranks.
+      residual_i, residual_w: slots for what forwards keep for the backward for the input, and for the weights'.
+      stash: slots for what the former hands to the latter.
+      grads0, grads1, ...: sums of gradients of each local stage, those of a borrowed copy too.
+      embed_grads, head_grads: and of both ends.
+      loss, aux, first_bad: figures.
+
+    Arguments and errors as in ``pipeline_value_and_grad``.
+    """
+    engine = _engine(model, schedule, mesh, has_aux, costs, accumulate_dtype, None, False, False)
+
+    def state(params: Tree, inputs: Tree, targets: Tree) -> dict[str, Tree]:
+        placed = jax.eval_shape(lambda p: _prepare(engine, p, param_specs, inputs, targets)[0], params)
+        _, specs = _prepare(engine, placed, param_specs, inputs, targets)
+        return engine.state(placed, specs, inputs, targets)
+
+    return state
+
+
 def pipeline_apply(
     model: PipelineModel,
     schedule: Schedule,

@@ -69,6 +69,17 @@ class Engine:
 
         return self._shard_map(on_rank, specs, outs)(params, inputs, targets)
 
+    def state(self, params: Tree, specs: Tree, inputs: Tree, targets: Tree) -> State:
+        """Types of what the scan carries on each device, by the entries that ``tick`` lists; computes nothing."""
+        unchecked = dataclasses.replace(self, check_vma=False)
+
+        def on_rank(params, inputs, targets):
+            return unchecked._tick(params, inputs, targets, forward=False).initial_state()
+
+        # Called replicated, what it returns has the shapes that it has on one device.
+        on_device = unchecked._shard_map(on_rank, specs, PartitionSpec())
+        return jax.eval_shape(on_device, params, inputs, targets)
+
     def _shard_map(self, on_rank: Callable[..., Any], specs: Tree, out_specs: Tree) -> Callable[..., Any]:
         in_specs = (
             specs | {"stages": _over_ranks(specs["stages"])},
@@ -80,6 +91,14 @@ class Engine:
         )
 
     def _scan(self, params: Tree, inputs: Tree, targets: Tree, *, forward: bool) -> State:
+        tick = self._tick(params, inputs, targets, forward=forward)
+        table = tick.table
+        rows = lax.dynamic_index_in_dim(jnp.asarray(table.array), lax.axis_index(PP), axis=1, keepdims=False)
+        ticks = (jnp.arange(table.num_ticks, dtype=jnp.int32), rows)
+        state, _ = lax.scan(tick, tick.initial_state(), vary(ticks, self.check_vma))
+        return state
+
+    def _tick(self, params: Tree, inputs: Tree, targets: Tree, *, forward: bool) -> Tick:
         # Per device: stages [1, ...] of its rank, embed and head whole (but for ep), inputs and targets
         # [num_microbatches, microbatch size / ep, ...].
         params, inputs, targets = vary((params, inputs, targets), self.check_vma)
@@ -87,7 +106,7 @@ class Engine:
         params = params | {"stages": own + borrow(own, self.schedule.placement)}
         plan = self._plan(params, inputs, targets, forward)
         table = self._table(forward, plan.keep_input)
-        tick = Tick(
+        return Tick(
             model=self.model,
             table=table,
             plan=plan,
@@ -100,10 +119,6 @@ class Engine:
             check_vma=self.check_vma,
             debug_nans=self.debug_nans,
         )
-        rows = lax.dynamic_index_in_dim(jnp.asarray(table.array), lax.axis_index(PP), axis=1, keepdims=False)
-        ticks = (jnp.arange(table.num_ticks, dtype=jnp.int32), rows)
-        state, _ = lax.scan(tick, tick.initial_state(), vary(ticks, self.check_vma))
-        return state
 
     def _table(self, forward: bool, keep_input: Literal["F", "I", "W"]) -> TickTable:
         table = lower(forward_only(self.schedule) if forward else self.schedule, self.costs, keep_input)

@@ -1,6 +1,5 @@
 """Recommended options: what is recommended, and that compilers take it."""
 
-import importlib.util
 import os
 import subprocess
 import sys

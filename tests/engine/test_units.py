@@ -4,12 +4,13 @@ import functools
 import re
 from collections import Counter
 
+import jax
 import pytest
 
-from dualpipe_jax import make_mesh, pipeline_value_and_grad
-from dualpipe_jax.engine.pipeline import pipeline_units
+from dualpipe_jax import make_mesh, pipeline_units, pipeline_value_and_grad
+from dualpipe_jax.engine import pipeline_state
 from dualpipe_jax.inspect import read
-from dualpipe_jax.schedule import dualpipe, one_f_one_b
+from dualpipe_jax.schedule import dualpipe, one_f_one_b, zb_h1
 from tests.engine import models
 
 RANKS, NUM_EP, MICROBATCHES = 2, 2, 8
@@ -79,3 +80,31 @@ def test_pools_are_those_of_the_whole_step():
 def test_a_schedule_that_pairs_nothing_says_so():
     with pytest.raises(ValueError, match="units_alone: one_f_one_b with 8 microbatches never runs FB"):
         lowered(one_f_one_b, ("FB",))
+
+
+@pytest.mark.parametrize("make", [dualpipe, one_f_one_b, zb_h1], ids=lambda make: make.__name__)
+def test_the_state_that_is_foretold_is_what_the_scan_carries(make):
+    schedule = make(RANKS, MICROBATCHES)
+    params, specs = models.init("moe", schedule.placement.num_model_stages)
+    data = models.data(MICROBATCHES, 2 * NUM_EP)
+    arguments = dict(param_specs=specs, has_aux=True)
+    state = pipeline_state(models.model("moe"), schedule, make_mesh(RANKS, NUM_EP), **arguments)(
+        params, *data
+    )
+    step = pipeline_value_and_grad(models.model("moe"), schedule, make_mesh(RANKS, NUM_EP), **arguments)
+    walks = [eqn for eqn in inside(jax.make_jaxpr(step)(params, *data).jaxpr) if eqn.primitive.name == "scan"]
+    walk = max(walks, key=lambda eqn: len(eqn.outvars))
+    foretold = [f"{leaf.dtype}{list(leaf.shape)}" for leaf in jax.tree.leaves(state)]
+    carried = [f"{v.aval.dtype}{list(v.aval.shape)}" for v in walk.outvars[: walk.params["num_carry"]]]
+    floats = [sorted(name for name in names if name.startswith("float")) for names in (foretold, carried)]
+    assert floats[0] == floats[1]
+    assert len({pool.shape[0] for pool in state["residual_w"]}) == 1 < state["residual_w"][0].shape[0]
+
+
+def inside(jaxpr):
+    """All equations of a jaxpr, those of inner ones too."""
+    for eqn in jaxpr.eqns:
+        yield eqn
+        for value in eqn.params.values():
+            if inner := getattr(value, "jaxpr", value if hasattr(value, "eqns") else None):
+                yield from inside(inner)
