@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import itertools
 import math
 import random
 import time
@@ -76,7 +75,8 @@ def search(
       memory: sizes of a whole rank's share; live activations when left out.
       schedules: recipes to start from, and to be no worse than; all named ones when left out.
       effort: how much to try; the time taken grows with it.
-      seconds: stop trying after this long, whatever the effort.
+      seconds: begin nothing new after this long, whatever the effort; the named schedules are always played,
+        and what is begun is ended.
 
     Raises:
       ValueError: if the memory holds no schedule at all: says how much the most modest needs. If the
@@ -234,9 +234,11 @@ class _Hunt:
 
     def improve(self, budget: float) -> None:
         """Change the best found so far for the better; half of the budget, in moves played, is for one."""
-        starts = sorted(
-            itertools.chain.from_iterable(map(self._variants, self.best(6))), key=lambda start: start[0]
-        )
+        starts: list[tuple[float, Player, Moves]] = []
+        for schedule in self.best(6):
+            if self.go_on(min(makespan for makespan, *_ in self.found)):
+                starts += self._variants(schedule)
+        starts.sort(key=lambda start: start[0])
         for keep, share in ((4, 0.25), (2, 0.25), (1, 0.5)):
             improved = []
             for _, player, moves in starts[:keep]:
