@@ -32,6 +32,7 @@ from dualpipe_jax.engine.split_graph import (
 )
 from dualpipe_jax.engine.split_recursion import relink, split_equations
 from dualpipe_jax.engine.split_slices import derived, prune
+from dualpipe_jax.engine.trees import add_to
 
 Tree: TypeAlias = Any
 Arrays: TypeAlias = list[Any]
@@ -105,11 +106,12 @@ class SplitPlan:
         return self._backward_parts(evaluate(self._programs.backward, arguments))
 
     def pair(
-        self, forward: tuple[Tree, Tree], backward: tuple[Tree, Tree, Arrays, Arrays, Tree]
-    ) -> tuple[tuple[Tree, Tree, Arrays, Arrays], tuple[Tree, Tree]]:
-        """``(self.forward(*forward), self.backward(*backward))``, each hiding the other's communication.
+        self, forward: tuple[Tree, Tree], backward: tuple[Tree, Tree, Arrays, Arrays, Tree], sums: Arrays
+    ) -> tuple[tuple[Tree, Tree, Arrays, Arrays], Arrays, Tree]:
+        """``self.forward(*forward)`` and ``self.backward(*backward)``, each hiding the other's communication.
 
-        The two are of different microbatches; see ``interleave``.
+        The two are of different microbatches; see ``interleave``. The gradients of params are added to
+        ``sums``, one for each floating leaf. Gives (what the forward gives, the new sums, dx).
         """
         (forward_params, forward_x), (params, x, residuals_i, residuals_w, dy) = forward, backward
         outputs, gradients = interleave(
@@ -117,8 +119,10 @@ class SplitPlan:
             [*self._params.leaves(forward_params), *self._x.leaves(forward_x)],
             self._programs.backward,
             [*self._given(params, x, "I"), *residuals_i, *residuals_w, *self._cotangents(dy)],
+            lambda number, gradient: add_to(sums[number], gradient) if number < len(sums) else gradient,
         )
-        return self._forward_parts(outputs), self._backward_parts(gradients)
+        sums, dx = _cut(gradients, len(sums), self._x.num_gradients)
+        return self._forward_parts(outputs), sums, self._x.gradients(dx)
 
     def _backward_parts(self, outputs: Arrays) -> tuple[Tree, Tree]:
         dparams, dx = _cut(outputs, self._params.num_gradients, self._x.num_gradients)

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from dualpipe_jax.engine.guard import run_if
+from dualpipe_jax.engine.guard import pin, run_if
 from dualpipe_jax.engine.model import PipelineModel, Tree
 from dualpipe_jax.engine.slots import make_pool, read_slot, write_slot
 from dualpipe_jax.engine.split import SplitPlan
@@ -166,13 +166,13 @@ class Tick:
     def _pair(self, state: State, row: Row, kf: int, kb: int) -> State:
         def work(part, here, forward_params, backward_params):
             forward = forward_params, self._input(part, here)
-            made, (gradients, dx) = self.plan.pair(forward, (backward_params, *self._saved(part, here)))
-            part = part | {f"grads{kb}": accumulate(part[f"grads{kb}"], gradients)}
+            backward = backward_params, *self._saved(part, here)
+            made, sums, dx = self.plan.pair(forward, backward, part[f"grads{kb}"])
             # Slots are written when all that reads the same pools is done. Written sooner, either the pools
             # are copied or F's writes and B's reads wait for each other and chain what should overlap.
-            read = {name: part[name] for name in (*self._saved_pools(), f"grads{kb}")}
-            dx, read = lax.optimization_barrier((dx, read))
-            return self._hand_back(self._keep(part | read, here, made), here, dx)
+            pools = pin({name: part[name] for name in self._saved_pools()})
+            dx, read = lax.optimization_barrier((dx, pools | {f"grads{kb}": sums}))
+            return self._hand_back(self._keep(part | pin(read), here, made), here, dx)
 
         changes = dict.fromkeys(self._forward_changes() + self._backward_changes(kb))
         wanted = (row["F"] == kf) & (row["B"] == kb) & self._paired(row)

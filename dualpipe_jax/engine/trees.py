@@ -30,7 +30,12 @@ def zeros_like_floating(tree: Tree, dtype: Any = None) -> list[jax.Array]:
 
 def accumulate(sums: list[jax.Array], gradients: Tree) -> list[jax.Array]:
     """Add one microbatch's gradients to the sums, in the sums' dtype."""
-    return [total + g.astype(total.dtype) for total, g in zip(sums, floating(gradients), strict=True)]
+    return [add_to(total, g) for total, g in zip(sums, floating(gradients), strict=True)]
+
+
+def add_to(total: jax.Array, gradient: jax.Array) -> jax.Array:
+    """The new sum, in the sum's dtype."""
+    return total + gradient.astype(total.dtype)
 
 
 def with_float0(tree: Tree, gradients: list[Any]) -> Tree:

@@ -110,7 +110,7 @@ def also(*layouts):
 
 @pytest.mark.parametrize(
     ("make", "num_ranks", "num_ep", "num_microbatches", "kind", "remat", "check_vma"),
-    also((2, 2), (4, 1), (4, 2)),
+    list(also((2, 2), (4, 1), (4, 2))),
 )
 def test_every_other_schedule(make, num_ranks, num_ep, num_microbatches, kind, remat, check_vma):
     check(make, num_ranks, num_ep, num_microbatches, kind, remat, check_vma)
@@ -119,7 +119,7 @@ def test_every_other_schedule(make, num_ranks, num_ep, num_microbatches, kind, r
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("make", "num_ranks", "num_ep", "num_microbatches", "kind", "remat", "check_vma"),
-    also((1, 1), (1, 2), (2, 1), (8, 1)),
+    list(also((1, 1), (1, 2), (2, 1), (8, 1))),
 )
 def test_every_other_schedule_on_more_layouts(
     make, num_ranks, num_ep, num_microbatches, kind, remat, check_vma
