@@ -72,13 +72,15 @@ def rope(x_BSHR: Array, freqs: np.ndarray) -> Array:
 
     The pairs lie as in DeepSeek's published weights. Positions count from 0 along S.
     """
-    B, S, H, R = x_BSHR.shape
-    angles = np.arange(S)[:, None, None] * freqs
-    cos, sin = jnp.asarray(np.cos(angles), jnp.float32), jnp.asarray(np.sin(angles), jnp.float32)
-    pairs = x_BSHR.astype(jnp.float32).reshape(B, S, H, R // 2, 2)
-    even, odd = pairs[..., 0], pairs[..., 1]
-    rotated = jnp.stack([even * cos - odd * sin, even * sin + odd * cos], axis=-1)
-    return rotated.reshape(B, S, H, R).astype(x_BSHR.dtype)
+    S, R = x_BSHR.shape[1], x_BSHR.shape[-1]
+    angles = np.arange(S)[:, None, None] * np.repeat(freqs, 2)
+    cos = jnp.asarray(np.cos(angles), jnp.float32)
+    sin = jnp.asarray(np.sin(angles) * np.tile([-1, 1], R // 2), jnp.float32)
+    wide = x_BSHR.astype(jnp.float32)
+    # Not as [..., R / 2, 2]: a TPU's lanes hold the last dim, and would hold two numbers each.
+    is_even = np.arange(R) % 2 == 0
+    other = jnp.where(is_even, jnp.roll(wide, -1, axis=-1), jnp.roll(wide, 1, axis=-1))
+    return (wide * cos + other * sin).astype(x_BSHR.dtype)
 
 
 def softmax_scale(config: Config) -> float:

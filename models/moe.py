@@ -174,7 +174,7 @@ class Experts(nnx.Module):
         """Apply each row's expert; rows as ``parallel.dispatch`` returns them."""
         gate, up, down = (w[...].astype(rows.dtype) for w in (self.gate_proj, self.up_proj, self.down_proj))
         hidden = gated(parallel.expert_matmul(rows, gate, handle), parallel.expert_matmul(rows, up, handle))
-        return parallel.expert_matmul(hidden, down, handle, last=True)
+        return parallel.expert_matmul(hidden, down, handle)
 
 
 class MoE(nnx.Module):

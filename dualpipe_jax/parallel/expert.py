@@ -3,10 +3,9 @@
 Four pieces, called one by one so that a schedule may put other work between them::
 
     handle = plan_capacity(topk_TK, num_experts, capacity, axis_name)   # or plan_dropless(...)
-    routed = dispatch(x_TD, handle)                        # one all_to_all
-    hidden = expert_matmul(routed, w_LDF, handle)          # as often as the expert needs
-    y = expert_matmul(hidden, w_LFD, handle, last=True)
-    out_TD = combine(y, weights_TK, handle)                # one all_to_all back
+    routed = dispatch(x_TD, handle)               # one all_to_all
+    y = expert_matmul(routed, w_LDF, handle)      # as often as the expert needs
+    out_TD = combine(y, weights_TK, handle)       # one all_to_all back
 
 A handle serves both directions of both passes: the backward of ``dispatch`` is a ``combine`` with unit
 weights, the backward of ``combine`` is a ``dispatch``. Rows are only ever gathered, through the permutation
@@ -79,7 +78,7 @@ def plan_capacity(
       axis_name: the mesh axis the experts lie on; None if this device holds them all.
 
     Returns:
-      A handle with which ``dispatch`` returns [N, L, C, D].
+      A handle with which ``dispatch`` returns [L, N, C, D].
 
     Raises:
       ValueError: experts do not divide over devices, or capacity is below 1.
@@ -173,7 +172,7 @@ def dispatch(x_TD: Array, handle: Handle) -> Array:
     """Send each token to its experts.
 
     Returns:
-      Rows on the devices of their experts, zeros where a slot is empty: [N, L, C, D] (N the devices they come
+      Rows on the devices of their experts, zeros where a slot is empty: [L, N, C, D] (N the devices they come
       from) if the handle comes from ``plan_capacity``, [R, D] grouped by expert if from ``plan_dropless``.
 
     """
@@ -183,7 +182,8 @@ def dispatch(x_TD: Array, handle: Handle) -> Array:
     sent_SD = _spread(*vary_alike(x_TD, handle.assignment_S, handle.slot_TK))
     rows = _exchange(sent_SD, handle)
     if handle.capacity is not None:
-        return rows.reshape(handle.num_devices, -1, handle.capacity, rows.shape[-1])
+        # Transposed between matmul and all_to_all: the compiler has the matmul read and write that order.
+        return rows.reshape(handle.num_devices, -1, handle.capacity, rows.shape[-1]).swapaxes(0, 1)
     if handle.arrival_R is not None and handle.departure_R is not None:
         rows = _permute(*vary_alike(rows, handle.arrival_R, handle.departure_R))
     return rows
@@ -195,8 +195,7 @@ def combine(y: Array, weights_TK: Array, handle: Handle) -> Array:
     The sum is taken in float32 and returned in y's dtype.
 
     Args:
-      y: what the last ``expert_matmul`` returned, [N, L, C, D] or [R, D] as from ``dispatch``. (Also
-        [L, N * C, D], without ``last``: then all of it is transposed here.)
+      y: rows in the layout that ``dispatch`` returned, [L, N, C, D] or [R, D].
       weights_TK: floating; the weight of a dropped assignment has no effect and no gradient.
       handle: the one given to ``dispatch``.
 
@@ -209,8 +208,8 @@ def combine(y: Array, weights_TK: Array, handle: Handle) -> Array:
             f"combine: the handle was planned for {handle.slot_TK.shape} assignments, "
             f"weights have shape {weights_TK.shape}."
         )
-    if handle.capacity is not None and y.ndim == 3:
-        y = _by_source(y, handle).swapaxes(0, 1)
+    if handle.capacity is not None:
+        y = y.swapaxes(0, 1)
     rows = y.reshape(-1, y.shape[-1])
     if handle.arrival_R is not None and handle.departure_R is not None:
         rows = _permute(*vary_alike(rows, handle.departure_R, handle.arrival_R))
@@ -218,32 +217,12 @@ def combine(y: Array, weights_TK: Array, handle: Handle) -> Array:
     return _collect(*vary_alike(back_SD, weights_TK, handle.assignment_S, handle.slot_TK))
 
 
-def expert_matmul(rows: Array, w_LDF: Array, handle: Handle, *, last: bool = False) -> Array:
-    """Multiply each dispatched row by its expert's matrix.
-
-    Between its matmuls an expert's rows lie together, on the way they lie by device. The matmuls read one
-    form and write the other, so that few copies are made; see ``last``.
-
-    Args:
-      rows: what ``dispatch`` returned, or an earlier ``expert_matmul``.
-      w_LDF: the local experts' matrices, of the rows' dtype.
-      handle: the one given to ``dispatch``.
-      last: whether the result is for ``combine``.
-
-    Returns:
-      For a handle from ``plan_dropless`` [R, F]; else [L, N * C, F], with ``last`` [N, L, C, F].
-
-    """
-    if handle.group_sizes_L is not None:
-        return grouped_matmul(rows, w_LDF, handle.group_sizes_L)
-    rows, order = (rows, "nlcd") if rows.ndim == 4 else (_by_source(rows, handle), "lncd")
-    y = jnp.einsum(f"{order},ldf->{'nlcf' if last else 'lncf'}", rows, w_LDF)
-    return y if last else y.reshape(y.shape[0], -1, y.shape[-1])
-
-
-def _by_source(rows_LSD: Array, handle: Handle) -> Array:
-    """[L, N * C, D] -> [L, N, C, D]."""
-    return rows_LSD.reshape(rows_LSD.shape[0], handle.num_devices, handle.capacity, rows_LSD.shape[-1])
+def expert_matmul(rows: Array, w_LDF: Array, handle: Handle) -> Array:
+    """Multiply each dispatched row by its expert's matrix; rows as ``dispatch`` returned them."""
+    if handle.group_sizes_L is None:
+        # N and C stay apart: no compiler reads two strides as one dim, and rows would be copied for it.
+        return jnp.einsum("lncd,ldf->lncf", rows, w_LDF)
+    return grouped_matmul(rows, w_LDF, handle.group_sizes_L)
 
 
 def _num_devices(num_experts: int, axis_name: str | None) -> int:
