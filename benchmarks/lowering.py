@@ -10,9 +10,9 @@ import argparse
 import time
 
 from dualpipe_jax.schedule import ALL_SCHEDULES, CostModel, Schedule, dualpipe, simulate
-from dualpipe_jax.schedule.flat import flatten, topological
-from dualpipe_jax.schedule.lower import PROGRAM, lower, tabulate
-from dualpipe_jax.schedule.ticks import earliest
+from dualpipe_jax.schedule.lowering.flat import flatten, topological
+from dualpipe_jax.schedule.lowering.lower import PROGRAM, lower, tabulate
+from dualpipe_jax.schedule.lowering.ticks import earliest
 from dualpipe_jax.schedule.validate import validate
 
 COSTS = (

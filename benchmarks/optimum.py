@@ -12,8 +12,8 @@ import time
 from collections.abc import Iterator
 
 from dualpipe_jax.schedule import ALL_SCHEDULES, CostModel, MemoryModel, Placement, Schedule, simulate
-from dualpipe_jax.schedule.bounds import lower_bound
-from dualpipe_jax.schedule.optimum import Optimum, optimum
+from dualpipe_jax.schedule.optimize.bounds import lower_bound
+from dualpipe_jax.schedule.optimize.optimum import Optimum, optimum
 
 COSTS = (CostModel(), CostModel(FB=2), CostModel(F=1, I=2, W=1, FB=3), CostModel(F=1, I=1, W=2))
 PLACEMENTS = {"linear": Placement.linear, "v": Placement.v, "bidirectional": Placement.bidirectional}

@@ -13,9 +13,9 @@ import statistics
 import time
 
 from dualpipe_jax.schedule import CostModel, MemoryModel, Placement, simulate, validate
-from dualpipe_jax.schedule.bounds import lower_bound
-from dualpipe_jax.schedule.choose import choose
-from dualpipe_jax.schedule.search import search
+from dualpipe_jax.schedule.optimize.bounds import lower_bound
+from dualpipe_jax.schedule.optimize.choose import choose
+from dualpipe_jax.schedule.optimize.search import search
 
 RANKS, TIMES = (2, 3, 4, 6, 8, 12, 16), (1, 2, 4, 8)
 

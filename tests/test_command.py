@@ -26,7 +26,7 @@ from dualpipe_jax.schedule import (
     validate,
     zb_h1,
 )
-from dualpipe_jax.schedule.json_text import from_json
+from dualpipe_jax.schedule.formats.json_text import from_json
 
 NAMES = [recipe.__name__ for recipe in ALL_SCHEDULES]
 RECIPES = dict(zip(NAMES, ALL_SCHEDULES, strict=True))
@@ -358,7 +358,7 @@ def test_pictures_are_piped(capsysbinary):
 
 
 def test_the_page_is_of_what_was_asked_for(capsys, monkeypatch):
-    monkeypatch.setattr("dualpipe_jax.schedule.page.html_page", lambda *given: repr(given))
+    monkeypatch.setattr("dualpipe_jax.schedule.formats.page.html_page", lambda *given: repr(given))
     options = ["--FB", "2", "--parameters", "3", "--format", "html"]
     out = printed(capsys, "show", "dualpipe_v", *SMALL, *options)
     assert out == repr((dualpipe_v(4, 8), CostModel(FB=2.0), MemoryModel(parameters=3.0))) + "\n"
@@ -412,7 +412,7 @@ def test_search_in_no_memory_is_status_1(capsys):
     message = refused(capsys, 1, "search", *QUICK, "--memory-limit", ".25")
     assert "--memory-limit 0.25" in message
     assert "try --memory-limit 1 or more" in message
-    assert "must be a positive multiple of 2" in refused(
+    assert "which share them equally; try 4 or 6" in refused(
         capsys, 2, "search", "--ranks", "2", "--microbatches", "5", "--placement", "bidirectional"
     )
 

@@ -12,7 +12,7 @@ import jax
 from rich.console import Console
 
 from dualpipe_jax.schedule import CostModel, Schedule, simulate
-from dualpipe_jax.schedule.text import format_grid
+from dualpipe_jax.schedule.formats.text import format_grid
 from train.config import ConfigError, TrainConfig
 from train.data import draw_batch, even_batches
 from train.metrics import Display, MetricsFile, Pace

@@ -11,7 +11,7 @@ import tyro
 from dualpipe_jax.command.options import CommandError, Costs
 from dualpipe_jax.command.output import number, percent, show, show_json
 from dualpipe_jax.schedule import Placement, Schedule, ScheduleError, parse_grid, simulate, validate
-from dualpipe_jax.schedule.json_text import from_json
+from dualpipe_jax.schedule.formats.json_text import from_json
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,7 +83,7 @@ def read(text: str, placement: Placement | None) -> Schedule:
     if text.lstrip().startswith("{"):
         return from_json(text)
     if _is_csv(text):
-        from dualpipe_jax.schedule.torch_csv import from_torch_csv
+        from dualpipe_jax.schedule.formats.torch_csv import from_torch_csv
 
         return from_torch_csv(text, placement)
     if placement is None and not re.match(r"\s*#.*pipes\s*\(", text):

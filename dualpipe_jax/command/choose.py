@@ -11,7 +11,7 @@ from dualpipe_jax.command.options import Costs, Memory, NothingFits, Number
 from dualpipe_jax.command.output import Reasons, amount, describe, show, show_json, waiting
 
 if TYPE_CHECKING:
-    from dualpipe_jax.schedule.choose import Candidate
+    from dualpipe_jax.schedule.optimize.choose import Candidate
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,7 +60,7 @@ class Choose:
 
     def candidates(self, limit: float) -> "tuple[Candidate, ...]":
         """All that were considered."""
-        from dualpipe_jax.schedule.choose import choose
+        from dualpipe_jax.schedule.optimize.choose import choose
 
         costs, sizes = self.costs.model(), self.memory.model()
         with waiting("choosing"):

@@ -10,7 +10,7 @@ import tyro
 from dualpipe_jax.command.options import Costs, Memory, NothingFits, Shape, make_all
 from dualpipe_jax.command.output import Reasons, Table, amount, describe, number, percent, show, show_json
 from dualpipe_jax.schedule import CostModel, MemoryModel, Schedule, simulate
-from dualpipe_jax.schedule.bounds import lower_bound
+from dualpipe_jax.schedule.optimize.bounds import lower_bound
 
 
 @dataclasses.dataclass(frozen=True)

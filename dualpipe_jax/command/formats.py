@@ -87,7 +87,7 @@ def _text(timeline: Timeline, sizes: MemoryModel) -> str:
 
 
 def _json(timeline: Timeline, sizes: MemoryModel) -> str:
-    from dualpipe_jax.schedule.json_text import to_json
+    from dualpipe_jax.schedule.formats.json_text import to_json
 
     schedule = timeline.schedule
     simulated = {
@@ -104,25 +104,25 @@ def _json(timeline: Timeline, sizes: MemoryModel) -> str:
 
 
 def _csv(timeline: Timeline) -> str:
-    from dualpipe_jax.schedule.torch_csv import to_torch_csv
+    from dualpipe_jax.schedule.formats.torch_csv import to_torch_csv
 
     return to_torch_csv(timeline.schedule)
 
 
 def _trace(timeline: Timeline) -> str:
-    from dualpipe_jax.schedule.trace import to_chrome_trace
+    from dualpipe_jax.schedule.formats.trace import to_chrome_trace
 
     return json.dumps(to_chrome_trace(timeline))
 
 
 def _html(timeline: Timeline, costs: CostModel, sizes: MemoryModel) -> str:
-    from dualpipe_jax.schedule.page import html_page
+    from dualpipe_jax.schedule.formats.page import html_page
 
     return html_page(timeline.schedule, costs, sizes)
 
 
 def _picture(timeline: Timeline, form: str, sizes: MemoryModel) -> bytes:
-    from dualpipe_jax.schedule.plot import plot
+    from dualpipe_jax.schedule.formats.plot import plot
 
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / f"schedule.{form}"

@@ -22,7 +22,7 @@ from dualpipe_jax.command.output import (
     waiting,
 )
 from dualpipe_jax.schedule import CostModel, MemoryModel, Schedule, simulate
-from dualpipe_jax.schedule.json_text import to_json
+from dualpipe_jax.schedule.formats.json_text import to_json
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,7 +78,7 @@ class Search:
         Raises:
           NothingFits: the memory holds none.
         """
-        from dualpipe_jax.schedule.search import search
+        from dualpipe_jax.schedule.optimize.search import search
 
         try:
             return search(

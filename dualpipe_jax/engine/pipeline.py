@@ -127,7 +127,7 @@ def pipeline_state(
 
     Arguments and errors as in ``pipeline_value_and_grad``.
     """
-    engine = _engine(model, schedule, mesh, has_aux, costs, accumulate_dtype, None, False, False)
+    engine = _engine(model, schedule, mesh, has_aux, costs, accumulate_dtype, True, False, False)
 
     def state(params: Tree, inputs: Tree, targets: Tree) -> dict[str, Tree]:
         placed = jax.eval_shape(lambda p: _prepare(engine, p, param_specs, inputs, targets)[0], params)

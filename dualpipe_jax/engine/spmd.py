@@ -18,8 +18,8 @@ from dualpipe_jax.engine.trees import is_floating
 from dualpipe_jax.engine.varying import vary
 from dualpipe_jax.parallel import EP, PP
 from dualpipe_jax.schedule import CostModel, Schedule
-from dualpipe_jax.schedule.alone import units_alone
-from dualpipe_jax.schedule.lower import TickTable, forward_only, lower
+from dualpipe_jax.schedule.lowering.alone import units_alone
+from dualpipe_jax.schedule.lowering.lower import TickTable, forward_only, lower
 
 
 @dataclasses.dataclass(frozen=True)

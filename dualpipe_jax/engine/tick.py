@@ -28,7 +28,7 @@ from dualpipe_jax.engine.split import SplitPlan
 from dualpipe_jax.engine.trees import accumulate, zeros_like_floating
 from dualpipe_jax.engine.varying import vary
 from dualpipe_jax.parallel.p2p import send
-from dualpipe_jax.schedule.lower import TickTable
+from dualpipe_jax.schedule.lowering.lower import TickTable
 
 State = dict[str, Any]
 POOL_OF = {"y": "x", "dx": "dy"}

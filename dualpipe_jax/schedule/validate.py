@@ -7,9 +7,9 @@ from typing import NoReturn
 
 from dualpipe_jax.schedule.costs import CostModel
 from dualpipe_jax.schedule.dataflow import Value, execution_order, made_by, needed_by
+from dualpipe_jax.schedule.formats.text import excerpt
 from dualpipe_jax.schedule.ir import Action, Op, Schedule, Slot
 from dualpipe_jax.schedule.simulate import clock
-from dualpipe_jax.schedule.text import excerpt
 
 _RULE = "A stage runs F, then B (or I, later W), and hands over in pipe order."
 

@@ -17,7 +17,7 @@ from dualpipe_jax.schedule import (
     simulate,
     zb_h1,
 )
-from dualpipe_jax.schedule.lower import lower
+from dualpipe_jax.schedule.lowering.lower import lower
 
 RECIPES = pytest.mark.parametrize("make", ALL_SCHEDULES, ids=lambda make: make.__name__)
 

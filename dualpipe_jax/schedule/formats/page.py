@@ -1,0 +1,157 @@
+"""One HTML page, in one file and without a network, on which schedules and costs are tried out."""
+
+import base64
+import dataclasses
+import json
+import zlib
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from dualpipe_jax.schedule.costs import CostModel, MemoryModel
+from dualpipe_jax.schedule.formats.plot import COLOURS, NAMES
+from dualpipe_jax.schedule.ir import Op, Schedule, Slot
+
+RANKS = (2, 3, 4, 6, 8, 12, 16)
+MICROBATCHES = (2, 4, 6, 8, 10, 12, 16, 20, 24, 32, 40, 48, 64)
+
+_Recipe = Callable[[int, int], Schedule]
+_OPS = (Op.F, Op.B, Op.I, Op.W)
+_HERE = Path(__file__).parent
+
+
+def html_page(
+    schedule: Schedule | None = None,
+    costs: CostModel | None = None,
+    memory: MemoryModel | None = None,
+    *,
+    recipes: Iterable[_Recipe] | None = None,
+) -> str:
+    """A page with sliders for ranks, microbatches, costs and memory; shows the step that they make.
+
+    It draws the chosen schedule to time with what each rank keeps below, and compares all schedules at the
+    same setting. The page holds orders that the recipes made, at each of RANKS x MICROBATCHES, and the
+    reason for which a recipe refused; its script plays orders against costs and makes none. A fragment
+    chooses what it shows first: ``page.html#schedule=zb_h1&ranks=8&microbatches=20&W=0.5&FB=2``.
+
+    Args:
+      schedule: what the page shows at first, whatever its name, counts and maker; DualPipe on 8 ranks with
+        20 microbatches if left out. Up to the largest of the counts above, its own are added to them.
+      costs: at first, of a rank's whole share of the model: each of its k stages in a pipe takes 1/k.
+      memory: likewise.
+      recipes: functions of (num_ranks, num_microbatches); ALL_SCHEDULES if left out.
+
+    Returns:
+      The page's HTML: a few seconds' work, some hundred kilobytes.
+    """
+    from dualpipe_jax.schedule import ALL_SCHEDULES, dualpipe
+
+    recipes = ALL_SCHEDULES if recipes is None else tuple(recipes)
+    shown = dualpipe(8, 20) if schedule is None else schedule
+    payload = _payload(shown, costs or CostModel(), memory or MemoryModel(), recipes)
+    packed = base64.b64encode(zlib.compress(json.dumps(payload, separators=(",", ":")).encode(), 9)).decode()
+    page = _HERE.joinpath("page.html").read_text(encoding="utf-8")
+    for place, name in (("@STYLE@", "page.css"), ("@SCRIPT@", "page.js")):
+        page = page.replace(place, _HERE.joinpath(name).read_text(encoding="utf-8").rstrip())
+    return page.replace("@PAYLOAD@", packed)
+
+
+def _payload(
+    shown: Schedule, costs: CostModel, memory: MemoryModel, recipes: Iterable[_Recipe]
+) -> dict[str, Any]:
+    """What the page's script reads."""
+    counts = shown.num_ranks, shown.num_microbatches
+    points = _points(*counts)
+    made: dict[str, dict[tuple[int, int], Schedule | str]] = {
+        recipe.__name__: {
+            point: _make(recipe, *point)
+            for point in points
+            if _small(point) or (recipe.__name__, point) == (shown.name, counts)
+        }
+        for recipe in recipes
+    }
+    name = shown.name
+    if name not in made or made[name][counts] != shown:
+        name = f"{name}, as given" if name in made else name
+        made[name] = {counts: shown}
+    about = {recipe.__name__: (recipe.__doc__ or "").partition("\n")[0] for recipe in recipes}
+    return {
+        "schedules": {
+            name: {f"{r},{m}": _entry(held) for (r, m), held in table.items()} for name, table in made.items()
+        },
+        "points": points,
+        "about": about,
+        "colours": [COLOURS[op] for op in _OPS],
+        "names": [NAMES[op] for op in _OPS],
+        "extra": [(stage, *more) for stage, more in costs.extra.items()],
+        "start": _start(name, counts, costs, memory),
+    }
+
+
+def _start(name: str, counts: tuple[int, int], costs: CostModel, memory: MemoryModel) -> dict[str, Any]:
+    together = costs.F + costs.I + costs.W
+    return {
+        "schedule": name,
+        "ranks": counts[0],
+        "microbatches": counts[1],
+        "F": costs.F,
+        "I": costs.I,
+        "W": costs.W,
+        "pair": costs.FB / together if together else 1.0,
+        "send": costs.send,
+        "blocking": costs.blocking,
+        "head": 0.0,
+        **dataclasses.asdict(memory),
+    }
+
+
+def _points(num_ranks: int, num_microbatches: int) -> list[tuple[int, int]]:
+    """The counts that the page holds: a grid, with a row and a column for the shown schedule's own."""
+    more_ranks = {num_ranks} if num_ranks <= RANKS[-1] else set()
+    more_microbatches = {num_microbatches} if num_microbatches <= MICROBATCHES[-1] else set()
+    grid = {(r, m) for r in {*RANKS, *more_ranks} for m in {*MICROBATCHES, *more_microbatches}}
+    return sorted({*grid, (num_ranks, num_microbatches)})
+
+
+def _small(point: tuple[int, int]) -> bool:
+    return point[0] <= RANKS[-1] and point[1] <= MICROBATCHES[-1]
+
+
+def _make(recipe: _Recipe, num_ranks: int, num_microbatches: int) -> Schedule | str:
+    try:
+        return recipe(num_ranks, num_microbatches)
+    except ValueError as refusal:
+        return str(refusal)
+
+
+def _entry(made: Schedule | str) -> Mapping[str, Any] | str:
+    if isinstance(made, str):
+        return made
+    orders = [encode(order, held) for order, held in zip(made.orders, made.placement.stages_on, strict=True)]
+    return {"pipes": made.placement.pipes, "orders": orders}
+
+
+def encode(order: Iterable[Slot], held: tuple[int, ...]) -> str:
+    """An order as text: a letter for each action, ``+`` between the two of a pair.
+
+    The letter tells op and local stage: F B I W of the rank's first stage are A B C D, of its second
+    E F G H. The microbatch is the one after the letter's last, from 0, unless its number follows.
+
+    >>> from dualpipe_jax.schedule.ir import Action
+    >>> encode(((Action(2, Op.F, 0),), (Action(2, Op.F, 1), Action(5, Op.B, 3))), (2, 5))
+    'AA+F3'
+    """
+    letters = {
+        (stage, op): chr(65 + 4 * local + number)
+        for local, stage in enumerate(held)
+        for number, op in enumerate(_OPS)
+    }
+    following = dict.fromkeys(letters.values(), 0)
+    text = []
+    for slot in order:
+        for place, (stage, op, microbatch) in enumerate(slot):
+            letter = letters[stage, op]
+            as_expected = microbatch == following[letter]
+            text.append(("+" if place else "") + (letter if as_expected else f"{letter}{microbatch}"))
+            following[letter] = microbatch + 1
+    return "".join(text)

@@ -1,0 +1,1 @@
+"""From a schedule to the table of integers that the engine reads."""

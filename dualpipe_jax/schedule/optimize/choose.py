@@ -1,0 +1,134 @@
+"""Which schedule for this model on these ranks? All of them, ranked, with the reason for each that is refused."""
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterable
+
+from dualpipe_jax.schedule.costs import CostModel, MemoryModel
+from dualpipe_jax.schedule.ir import Schedule
+from dualpipe_jax.schedule.optimize.search import search
+from dualpipe_jax.schedule.simulate import Timeline, simulate
+
+Recipe = Callable[[int, int], Schedule]
+
+
+@dataclasses.dataclass(frozen=True)
+class Candidate:
+    """A schedule that was considered.
+
+    Attributes:
+      name: how people call it.
+      schedule, timeline: itself and how it runs; None if its recipe does not serve the counts.
+      memory: the most that each rank keeps at once; empty if it does not serve the counts.
+      refused: why it cannot be had; empty if it can.
+    """
+
+    name: str
+    schedule: Schedule | None = None
+    timeline: Timeline | None = None
+    memory: tuple[float, ...] = ()
+    refused: str = ""
+
+    @property
+    def fits(self) -> bool:
+        """Whether it can be had."""
+        return not self.refused
+
+    @property
+    def makespan(self) -> float:
+        """How long a step takes; infinite if it does not serve the counts."""
+        return math.inf if self.timeline is None else self.timeline.makespan
+
+    @property
+    def bubble(self) -> float:
+        """The share of the ranks' time that is idle; all of it if it does not serve the counts."""
+        return 1.0 if self.timeline is None else self.timeline.bubble
+
+    @property
+    def peak(self) -> float:
+        """The most that any rank keeps at once."""
+        return max(self.memory, default=0.0)
+
+    @property
+    def num_copies(self) -> int:
+        """How many copies of the parameters it keeps: one for each pipe; 0 if it does not serve the counts."""
+        return 0 if self.schedule is None else self.schedule.placement.num_pipes
+
+
+def choose(
+    num_ranks: int,
+    num_microbatches: int,
+    costs: CostModel | None = None,
+    memory_limit: float = math.inf,
+    *,
+    memory: MemoryModel | None = None,
+    schedules: Iterable[Recipe] | None = None,
+    search_effort: float = 0.0,
+) -> tuple[Candidate, ...]:
+    """Rank schedules for given costs and memory: the shortest that fits first, the refused ones last.
+
+    A second copy of the parameters counts where ``memory.parameters`` says what a copy takes.
+
+    >>> [candidate.name for candidate in choose(4, 8, CostModel(FB=2), memory_limit=4.5)][:1]
+    ['dualpipe_v']
+
+    Args:
+      num_ranks: pipeline ranks.
+      num_microbatches: microbatches of the step, over all pipes together.
+      costs: of a whole rank's share of the model, see ``CostModel.for_schedule``.
+      memory_limit: what each rank may keep at once, its parameters included, in units of ``memory``.
+      memory: sizes of a whole rank's share; live activations when left out.
+      schedules: recipes to consider; all named ones when left out.
+      search_effort: include what ``search`` finds with this effort, unless 0.
+
+    Returns:
+      One candidate for each recipe, and one for the search.
+    """
+    if schedules is None:
+        from dualpipe_jax.schedule import ALL_SCHEDULES  # late: the package imports this module
+
+        schedules = ALL_SCHEDULES
+    costs, memory, schedules = costs or CostModel(), memory or MemoryModel(), tuple(schedules)
+    makers = [(recipe.__name__, recipe) for recipe in schedules]
+    if search_effort:
+        makers.append(
+            (
+                "search",
+                lambda ranks, microbatches: search(
+                    ranks,
+                    microbatches,
+                    costs,
+                    memory_limit,
+                    memory=memory,
+                    schedules=schedules,
+                    effort=search_effort,
+                ),
+            )
+        )
+    candidates = [
+        _candidate(name, recipe, (num_ranks, num_microbatches), costs, memory_limit, memory)
+        for name, recipe in makers
+    ]
+    return tuple(sorted(candidates, key=lambda candidate: (not candidate.fits, candidate.makespan)))
+
+
+def _candidate(
+    name: str,
+    recipe: Recipe,
+    counts: tuple[int, int],
+    costs: CostModel,
+    memory_limit: float,
+    memory: MemoryModel,
+) -> Candidate:
+    """Make it, play it, weigh it."""
+    try:
+        schedule = recipe(*counts)
+    except ValueError as error:
+        return Candidate(name, refused=str(error))
+    timeline = simulate(schedule, costs.for_schedule(schedule))
+    kept = timeline.memory(memory.for_schedule(schedule))
+    refused = ""
+    if max(kept) > memory_limit * (1 + 1e-9):
+        rank = kept.index(max(kept))
+        refused = f"{name}: needs {max(kept):g} of memory on rank {rank}, but the limit is {memory_limit:g}"
+    return Candidate(name, schedule, timeline, kept, refused)

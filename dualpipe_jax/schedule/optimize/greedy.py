@@ -1,0 +1,342 @@
+"""A list scheduler: it plays time forward and gives every idle rank the work that a policy likes best."""
+
+import dataclasses
+import heapq
+import math
+from typing import Literal
+
+from dualpipe_jax.schedule.costs import CostModel, MemoryModel
+from dualpipe_jax.schedule.ir import Action, Op, Placement, Schedule, Slot
+from dualpipe_jax.schedule.optimize.terms import Terms, make_terms
+
+_NEVER = math.inf
+
+
+@dataclasses.dataclass(frozen=True)
+class Policy:
+    """What an idle rank prefers.
+
+    A forward is always the deepest in its pipe that can run: it brings its microbatch nearest to the turn.
+
+    Attributes:
+      pair: overlap a forward and a backward that could both run, if that gains anything.
+      match: only those that come from the same neighbour; so neighbours stay in step.
+      patience: how long to wait for a partner that is on its way, as a multiple of what the pair gains.
+      forward_first: a forward before a backward, where both could run and are not paired.
+      deep_backward: of several backwards the deepest in its pipe, which is the youngest; else the oldest.
+      split: a backward that runs alone is split into I and W: "always", "never", or at the "ends": within
+        the rank's first ``2 * num_ranks`` backwards and after its last forward.
+      owed: the most weight gradients that a rank owes before it runs them.
+      fill: a weight gradient runs if no other work is known to come before this share of it is done; 1
+        makes nobody wait for it, 0 runs it in any gap.
+      ahead: the most microbatches that a rank keeps, counted in its whole share of the model.
+      burst: microbatches that enter a pipe at once, at the start.
+      pace: how far apart the later ones enter, as a multiple of the time that the busiest rank works on a
+        microbatch; 0 lets them in as memory allows.
+    """
+
+    pair: bool = True
+    match: bool = False
+    patience: float = 1.0
+    forward_first: bool = False
+    deep_backward: bool = False
+    split: Literal["always", "never", "ends"] = "always"
+    owed: float = math.inf
+    fill: float = 0.5
+    ahead: float = math.inf
+    burst: int = 0
+    pace: float = 0.0
+
+
+def greedy(
+    placement: Placement,
+    num_microbatches: int,
+    costs: CostModel | None = None,
+    memory_limit: float = math.inf,
+    memory: MemoryModel | None = None,
+    policy: Policy | None = None,
+) -> Schedule:
+    """Schedule by playing time forward: whenever a rank is idle it starts what the policy likes best.
+
+    Microbatches pass each stage in sequence. A rank starts a forward only if the microbatches that it then
+    holds can all still be finished, oldest first, within its memory; so it never gets stuck, whatever the
+    policy.
+
+    >>> from dualpipe_jax.schedule import Placement, simulate
+    >>> simulate(greedy(Placement.v(4), 20)).makespan  # two half-size stages a rank; ZB-V's, found anew
+    123.0
+
+    Args:
+      placement: where stages live.
+      num_microbatches: microbatches of the step, over all pipes together.
+      costs: of one stage of this placement; all 1 when left out.
+      memory_limit: what each rank may keep at once, its parameters included, in units of ``memory``.
+      memory: sizes of one stage of this placement; live activations when left out.
+      policy: preferences.
+
+    Raises:
+      ValueError: if the microbatches cannot be shared by the pipes, or one microbatch alone does not fit.
+    """
+    terms = make_terms(placement, num_microbatches, costs, memory_limit, memory, who="greedy")
+    orders, _ = play_greedily(terms, Policy() if policy is None else policy)
+    return Schedule("greedy", placement, num_microbatches, orders)
+
+
+def play_greedily(terms: Terms, policy: Policy) -> tuple[tuple[tuple[Slot, ...], ...], float]:
+    """Orders of all ranks, and their makespan."""
+    floor = _Floor(terms, policy)
+    floor.run()
+    return tuple(tuple(rank.order) for rank in floor.ranks), max(rank.free_at for rank in floor.ranks)
+
+
+@dataclasses.dataclass(slots=True)
+class _Rank:
+    """One rank as time goes by."""
+
+    number: int
+    stages: tuple[int, ...]
+    of_pipe: list[tuple[int, ...]]  # its stages in each pipe, the shallowest first
+    room: float
+    limit: float  # the most stages' worth of microbatches that the policy lets it keep
+    forwards_left: int
+    order: list[Slot] = dataclasses.field(default_factory=list)
+    free_at: float = 0.0
+    used: float = 0.0
+    live: int = 0
+    backwards: int = 0
+    owed: list[tuple[int, int]] = dataclasses.field(default_factory=list)  # (stage, microbatch), oldest first
+    paid: int = 0  # how many of those are done
+
+    @property
+    def owes(self) -> int:
+        return len(self.owed) - self.paid
+
+
+class _Floor:
+    """All ranks, and what is on its way between them."""
+
+    def __init__(self, terms: Terms, policy: Policy):
+        placement, count = terms.placement, terms.count
+        self.terms, self.policy, self.depth = terms, policy, placement.num_model_stages
+        self.pairs = policy.pair and terms.gain > 0
+        self.patience = policy.patience * terms.gain if self.pairs else -1.0
+        self.num_first = 2 * placement.num_ranks
+        self.ranks = [self._rank(number) for number in range(placement.num_ranks)]
+        # Of each stage: its next microbatch, and when each microbatch's inputs are there.
+        self.next_f, self.next_b = [0] * placement.num_stages, [0] * placement.num_stages
+        self.f_at = [
+            self._entries() if placement.is_first(s) else [_NEVER] * count for s in range(len(terms.f))
+        ]
+        self.b_at = [[_NEVER] * count for _ in terms.f]
+        self.wakes: list[tuple[float, int]] = []
+
+    def _rank(self, number: int) -> _Rank:
+        placement, held = self.terms.placement, self.terms.placement.stages_on[number]
+        pipes = range(placement.num_pipes)
+        of_pipe = [tuple(s for s in held if placement.pipe_of(s) == pipe) for pipe in pipes]
+        limit = self.policy.ahead * self.depth / placement.num_ranks
+        return _Rank(number, held, of_pipe, self.terms.room[number], limit, self.terms.count * len(held))
+
+    def _entries(self) -> list[float]:
+        """When each microbatch may enter a pipe."""
+        terms, policy = self.terms, self.policy
+        saved = terms.gain if self.pairs else 0.0
+        busiest = max(
+            sum(terms.f[s] + terms.i[s] + terms.w[s] - saved for s in held)
+            for held in terms.placement.stages_on
+        )
+        return [max(0.0, policy.pace * busiest * (m - policy.burst)) for m in range(terms.count)]
+
+    def run(self) -> None:
+        """Play until nobody has anything left to do."""
+        self.wakes = [(0.0, rank.number) for rank in self.ranks]
+        while self.wakes:
+            now, number = heapq.heappop(self.wakes)
+            if self.ranks[number].free_at <= now + self.terms.eps:
+                self._decide(self.ranks[number], now)
+
+    def _decide(self, rank: _Rank, now: float) -> None:
+        """Start something on an idle rank, or have it woken when its next input comes."""
+        forwards, soon_f = self._there(rank, self.next_f, self.f_at, now)
+        backwards, soon_b = self._there(rank, self.next_b, self.b_at, now)
+        allowed = [stage for stage in forwards if self._fits(rank, stage)]
+        if allowed and backwards:
+            self._choose(rank, now, allowed, backwards)
+        elif backwards:
+            if soon_f - now < self.patience:
+                self._wait(rank, now, soon_f)
+            else:
+                self._start_backward(rank, now, self._pick(backwards))
+        elif allowed:
+            if soon_b - now < self.patience:
+                self._wait(rank, now, soon_b)
+            elif rank.owes > self.policy.owed:
+                self._start_w(rank, now)
+            else:
+                self._start_forward(rank, now, max(allowed))
+        elif forwards and rank.owes:
+            self._start_w(rank, now)  # makes room
+        else:
+            self._wait(rank, now, min(soon_f, soon_b))
+
+    def _there(
+        self, rank: _Rank, following: list[int], at: list[list[float]], now: float
+    ) -> tuple[list[int], float]:
+        """Stages whose next microbatch is there, and when another is known to come."""
+        there, soon, count = [], _NEVER, self.terms.count
+        now += self.terms.eps
+        for stage in rank.stages:
+            microbatch = following[stage]
+            if microbatch < count:
+                arrival = at[stage][microbatch]
+                if arrival <= now:
+                    there.append(stage)
+                elif arrival < soon:
+                    soon = arrival
+        return there, soon
+
+    def _choose(self, rank: _Rank, now: float, forwards: list[int], backwards: list[int]) -> None:
+        """Both kinds could run: a pair, or one of the two."""
+        pair = self._pair(forwards, backwards) if self.pairs else None
+        if pair is not None:
+            self._start_pair(rank, now, *pair)
+        elif self.policy.forward_first:
+            self._start_forward(rank, now, max(forwards))
+        else:
+            self._start_backward(rank, now, self._pick(backwards))
+
+    def _pick(self, backwards: list[int]) -> int:
+        return max(backwards) if self.policy.deep_backward else min(backwards)
+
+    def _pair(self, forwards: list[int], backwards: list[int]) -> tuple[int, int] | None:
+        """The forward and the backward that are liked best of those that may go together."""
+        for b in backwards[::-1] if self.policy.deep_backward else backwards:
+            for f in forwards[::-1]:
+                strangers = self.next_f[f] != self.next_b[b] or f // self.depth != b // self.depth
+                if strangers and not (self.policy.match and self._source(f, -1) != self._source(b, 1)):
+                    return f, b
+        return None
+
+    def _source(self, stage: int, step: int) -> int:
+        """The rank that a stage's input comes from; -1 at the ends of a pipe."""
+        source = stage + step
+        return self.terms.placement.rank_of[source] if source // self.depth == stage // self.depth else -1
+
+    def _fits(self, rank: _Rank, stage: int) -> bool:
+        """May the stage's next forward start: is there room for it, and a way out afterwards?"""
+        unit = self.terms.unit
+        if rank.used + unit > rank.room:
+            return False
+        if rank.live >= rank.limit and not self._is_oldest(rank, stage):
+            return False
+        free = rank.room - rank.used - unit + rank.owes * (self.terms.kept + self.terms.stash)
+        return free >= (len(rank.stages) - 1) * unit or self._has_way_out(rank, stage, free)
+
+    def _is_oldest(self, rank: _Rank, stage: int) -> bool:
+        return self.next_f[stage] == min(self.next_b[s] for s in rank.stages)
+
+    def _has_way_out(self, rank: _Rank, stage: int, free: float) -> bool:
+        """Can all microbatches on the rank be finished, oldest first, if the stage's next one joins them?
+
+        Each needs room for its forwards still to come on this rank, and leaves behind what it holds. One
+        that has not come yet counts too: another pipe's younger ones must not stand in its way.
+        """
+        joins, unit = self.next_f[stage], self.terms.unit
+        enough = (len(rank.stages) - 1) * unit
+        oldest = min(self.next_b[s] for s in rank.stages)
+        newest = max(self.next_f[s] for s in rank.stages)
+        for microbatch in range(oldest, newest + 1):
+            for stages in rank.of_pipe:
+                ran = [
+                    s for s in stages if self.next_f[s] > microbatch or (s == stage and joins == microbatch)
+                ]
+                if (len(stages) - len(ran)) * unit > free:
+                    return False
+                free += unit * sum(self.next_b[s] <= microbatch for s in ran)
+                if free >= enough:
+                    return True
+        return True
+
+    def _wait(self, rank: _Rank, now: float, soon: float) -> None:
+        """Nothing to do until ``soon``: run a W meanwhile, if it is nearly over by then."""
+        if rank.owes:
+            stage, _ = rank.owed[rank.paid]
+            if soon - now >= self.policy.fill * self.terms.w[stage] - self.terms.eps:
+                self._start_w(rank, now)
+                return
+        if soon < _NEVER:
+            heapq.heappush(self.wakes, (soon, rank.number))
+
+    def _start_forward(self, rank: _Rank, now: float, stage: int) -> None:
+        end = now + self.terms.f[stage]
+        rank.order.append((Action(stage, Op.F, self.next_f[stage]),))
+        self._finish(rank, end, self._forward(rank, end, stage))
+
+    def _start_backward(self, rank: _Rank, now: float, stage: int) -> None:
+        terms, microbatch, policy = self.terms, self.next_b[stage], self.policy
+        fits = rank.used + terms.stash <= rank.room
+        at_ends = not rank.forwards_left or rank.backwards < self.num_first
+        split = policy.split == "always" or (policy.split == "ends" and at_ends)
+        if rank.owes and (not fits or (split and rank.owes >= policy.owed)):
+            self._start_w(rank, now)
+            return
+        end = now + terms.i[stage]
+        if split and fits:
+            rank.order.append((Action(stage, Op.I, microbatch),))
+            rank.owed.append((stage, microbatch))
+            rank.used += terms.kept + terms.stash
+        else:
+            rank.order.append((Action(stage, Op.B, microbatch),))
+            end += terms.w[stage]
+        self._finish(rank, end, self._backward(rank, end, stage))
+
+    def _start_pair(self, rank: _Rank, now: float, f: int, b: int) -> None:
+        end = now + self.terms.f[f] + self.terms.i[b] + self.terms.w[b] - self.terms.gain
+        rank.order.append((Action(f, Op.F, self.next_f[f]), Action(b, Op.B, self.next_b[b])))
+        sent_f, sent_b = self._forward(rank, end, f), self._backward(rank, end, b)
+        self._finish(rank, end, sent_f or sent_b)
+
+    def _start_w(self, rank: _Rank, now: float) -> None:
+        stage, microbatch = rank.owed[rank.paid]
+        rank.paid += 1
+        rank.used -= self.terms.kept + self.terms.stash
+        rank.order.append((Action(stage, Op.W, microbatch),))
+        self._finish(rank, now + self.terms.w[stage], False)
+
+    def _finish(self, rank: _Rank, end: float, sent: bool) -> None:
+        rank.free_at = end + self.terms.blocking if sent else end
+        heapq.heappush(self.wakes, (rank.free_at, rank.number))
+
+    def _forward(self, rank: _Rank, end: float, stage: int) -> bool:
+        """Take a forward off the list; return whether its output goes to another rank."""
+        microbatch = self.next_f[stage]
+        self.next_f[stage] += 1
+        rank.used += self.terms.unit
+        rank.live += 1
+        rank.forwards_left -= 1
+        delay = self.terms.y_delay[stage]
+        if delay is None:
+            self.b_at[stage][microbatch] = end
+            return False
+        return self._send(rank, stage + 1, self.f_at[stage + 1], microbatch, end + delay)
+
+    def _backward(self, rank: _Rank, end: float, stage: int) -> bool:
+        """Take a backward off the list; return whether its output goes to another rank."""
+        microbatch = self.next_b[stage]
+        self.next_b[stage] += 1
+        rank.used -= self.terms.unit
+        rank.live -= 1
+        rank.backwards += 1
+        delay = self.terms.dx_delay[stage]
+        if delay is None:
+            return False
+        return self._send(rank, stage - 1, self.b_at[stage - 1], microbatch, end + delay)
+
+    def _send(self, rank: _Rank, reader: int, at: list[float], microbatch: int, arrival: float) -> bool:
+        at[microbatch] = arrival
+        there = self.terms.placement.rank_of[reader]
+        if there == rank.number:
+            return False
+        if self.ranks[there].free_at <= arrival:
+            heapq.heappush(self.wakes, (arrival, there))
+        return True

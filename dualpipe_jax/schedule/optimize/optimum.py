@@ -1,0 +1,156 @@
+"""The shortest schedule there is, for small sizes: an integer programme over counts; see docs/bounds.md."""
+
+import dataclasses
+import itertools
+import math
+import time
+from collections.abc import Iterable
+from fractions import Fraction
+
+from dualpipe_jax.schedule.costs import CostModel, MemoryModel, stages_a_share
+from dualpipe_jax.schedule.ir import Action, Op, Placement, Schedule, Slot
+from dualpipe_jax.schedule.optimize.bounds import bound_of_stages, check_shared
+from dualpipe_jax.schedule.optimize.programme import Programme
+from dualpipe_jax.schedule.simulate import simulate
+from dualpipe_jax.schedule.validate import validate
+
+
+@dataclasses.dataclass(frozen=True)
+class Optimum:
+    """The best schedule found, and what is known of better ones.
+
+    Attributes:
+      schedule: a valid schedule that fits the memory.
+      makespan: its makespan, in the unit of the costs.
+      lower_bound: no schedule ends before this.
+    """
+
+    schedule: Schedule
+    makespan: float
+    lower_bound: float
+
+    @property
+    def proven(self) -> bool:
+        """Whether the schedule is optimal; otherwise the time ran out with a gap left."""
+        return self.makespan <= self.lower_bound * (1 + 1e-9)
+
+
+def optimum(
+    placement: Placement,
+    num_microbatches: int,
+    costs: CostModel | None = None,
+    memory_limit: float = math.inf,
+    *,
+    memory: MemoryModel | None = None,
+    incumbents: Iterable[Schedule] = (),
+    time_limit: float = 60.0,
+) -> Optimum:
+    """The schedule with the least makespan on a placement: order, pairs, B in one or I and W, all free.
+
+    Asks for a schedule that ends at the lower bound, and while that is proven impossible, one step of time
+    later. For two to four ranks and few microbatches; the time grows with the horizon counted in steps of
+    the greatest time that divides all costs, so give costs such as 2:3:2 rather than 1:1.64:0.97.
+
+    >>> optimum(Placement.linear(2), 3).makespan
+    10.0
+
+    Args:
+      placement: where the stages live.
+      num_microbatches: microbatches of the step, all pipes together.
+      costs: of a rank's equal share of the model, as in ``lower_bound``; all above 0, sends not blocking.
+      memory_limit: the most that a rank may keep, in the unit of ``memory``.
+      memory: sizes of a rank's share; live activations when left out.
+      incumbents: schedules to begin with. Those on this placement and in this memory are upper bounds,
+        and a short one saves the search.
+      time_limit: seconds. When they run out, the best known is returned and ``proven`` is False.
+
+    Raises:
+      ValueError: for costs that it cannot serve, or if no schedule fits the memory.
+      ImportError: without SciPy.
+    """
+    given = f"optimum: got {placement.num_ranks} ranks and {num_microbatches} microbatches"
+    check_shared(given, placement, num_microbatches)
+    share = stages_a_share(placement)
+    costs = (CostModel() if costs is None else costs).divided(share)
+    memory = (MemoryModel() if memory is None else memory).divided(share)
+    unit, whole = _in_whole_steps(costs)
+    bound = bound_of_stages(placement, num_microbatches, whole, memory_limit, memory)
+    if bound == math.inf:
+        raise ValueError(
+            f"{given}, but not even one microbatch fits memory_limit={memory_limit:g}; "
+            f"give at least {_least_memory(placement, memory):g}"
+        )
+    best = _best(placement, num_microbatches, costs, memory_limit, memory, incumbents)
+    ends = time.monotonic() + time_limit
+    horizon, last = math.ceil(bound - 1e-6), round(simulate(best, costs).makespan / unit)
+    while horizon < last:
+        programme = Programme(placement, num_microbatches, whole, memory_limit, memory, horizon)
+        orders = programme.solve(max(0.0, ends - time.monotonic()))
+        if orders is not None:
+            if orders:
+                best = validate(Schedule("optimum", placement, num_microbatches, orders))
+            break
+        horizon += 1
+    found = simulate(best, costs).makespan
+    return Optimum(best, found, min(found, horizon * unit))
+
+
+def _in_whole_steps(costs: CostModel) -> tuple[float, CostModel]:
+    """The greatest unit that divides all durations, and the costs in it."""
+    if costs.blocking or min(costs.F, costs.I, costs.W, costs.FB) <= 0:
+        raise ValueError(
+            f"optimum: F={costs.F:g}, I={costs.I:g}, W={costs.W:g}, FB={costs.FB:g}, "
+            f"blocking={costs.blocking}; it needs costs above 0 and sends that do not block: "
+            "give a W of nothing a small cost, and blocking=False"
+        )
+    times = [costs.F, costs.I, costs.W, costs.FB, costs.send, *itertools.chain(*costs.extra.values())]
+    exact = [Fraction(time).limit_denominator(1000) for time in times]
+    if any(abs(float(e) - time) > 1e-9 * max(1, time) for e, time in zip(exact, times, strict=True)):
+        raise ValueError(
+            f"optimum: costs {times} of a stage have no common unit; round them to multiples of one, "
+            "such as F=2, I=3, W=2"
+        )
+    below = math.lcm(*(e.denominator for e in exact))
+    above = math.gcd(*(int(e * below) for e in exact))
+    unit = Fraction(above, below)
+    f, i, w, fb, send, *rest = (float(e / unit) for e in exact)
+    extra = {stage: tuple(rest[3 * n : 3 * n + 3]) for n, stage in enumerate(costs.extra)}
+    return float(unit), CostModel(f, i, w, fb, send, extra)  # type: ignore[arg-type]  # three each
+
+
+def _least_memory(placement: Placement, memory: MemoryModel) -> float:
+    each = memory.residual_i + memory.residual_w + memory.boundary
+    return max(
+        memory.parameters * len(placement.stages_on[rank])
+        + each * max(p.count(rank) for p in placement.pipes)
+        for rank in range(placement.num_ranks)
+    )
+
+
+def _best(
+    placement: Placement,
+    num_microbatches: int,
+    costs: CostModel,
+    memory_limit: float,
+    memory: MemoryModel,
+    incumbents: Iterable[Schedule],
+) -> Schedule:
+    """The shortest of the incumbents that fit and of one microbatch after another, which always fits."""
+    fitting = [_one_by_one(placement, num_microbatches)]
+    for schedule in incumbents:
+        same = schedule.placement == placement and schedule.num_microbatches == num_microbatches
+        if same and max(simulate(schedule, costs).memory(memory)) <= memory_limit * (1 + 1e-9):
+            fitting.append(schedule)
+    return min(fitting, key=lambda schedule: simulate(schedule, costs).makespan)
+
+
+def _one_by_one(placement: Placement, num_microbatches: int) -> Schedule:
+    orders: list[list[Slot]] = [[] for _ in range(placement.num_ranks)]
+    depth = placement.num_model_stages
+    for m, pipe in itertools.product(
+        range(num_microbatches // placement.num_pipes), range(placement.num_pipes)
+    ):
+        stages = range(pipe * depth, (pipe + 1) * depth)
+        for op, stage in [*((Op.F, s) for s in stages), *((Op.B, s) for s in reversed(stages))]:
+            orders[placement.rank_of[stage]].append((Action(stage, op, m),))
+    return Schedule("one_by_one", placement, num_microbatches, tuple(map(tuple, orders)))

@@ -1,0 +1,1 @@
+"""The schedules of the field, each a function of two integers."""

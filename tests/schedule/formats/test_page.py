@@ -1,0 +1,255 @@
+"""The page: what it holds, and in headless Chromium what its script makes of it, against Python's simulator."""
+
+import base64
+import json
+import re
+import shutil
+import subprocess
+import zlib
+
+import numpy as np
+import pytest
+
+from dualpipe_jax.schedule import (
+    ALL_SCHEDULES,
+    Action,
+    CostModel,
+    MemoryModel,
+    Op,
+    Schedule,
+    dualpipe,
+    dualpipe_v,
+    gpipe,
+    one_f_one_b,
+    simulate,
+    zb_h1,
+)
+from dualpipe_jax.schedule.formats import page as page_module
+from dualpipe_jax.schedule.formats.page import encode, html_page
+from dualpipe_jax.schedule.formats.plot import COLOURS
+
+RECIPES = {recipe.__name__: recipe for recipe in ALL_SCHEDULES}
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+in_chromium = pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium: apt-get install chromium")
+
+
+@pytest.fixture(autouse=True)
+def few_counts(monkeypatch):
+    monkeypatch.setattr(page_module, "RANKS", (2, 4, 8))
+    monkeypatch.setattr(page_module, "MICROBATCHES", (3, 8, 20))
+
+
+def payload(page):
+    packed = re.search(r'<script id="payload" type="text/plain">([^<]*)</script>', page)[1]
+    return json.loads(zlib.decompress(base64.b64decode(packed)))
+
+
+def decode(text, held):
+    """The slots of an order, read back; shares no code with the page."""
+    slots, following = [], {}
+    for cell in re.findall(r"(?:[^\d+]\d*\+)?[^\d+]\d*", text):
+        slot = []
+        for part in cell.split("+"):
+            letter, number = part[0], part[1:]
+            microbatch = int(number) if number else following.get(letter, -1) + 1
+            following[letter] = microbatch
+            local, op = divmod(ord(letter) - 65, 4)
+            slot.append(Action(held[local], Op("FBIW"[op]), microbatch))
+        slots.append(tuple(slot))
+    return tuple(slots)
+
+
+def test_the_page_holds_the_orders_of_the_recipes():
+    held = payload(html_page())["schedules"]
+    assert list(held) == list(RECIPES)
+    served = 0
+    for name, table in held.items():
+        assert set(table) == {f"{r},{m}" for r in (2, 4, 8) for m in (3, 8, 20)}
+        for counts, entry in table.items():
+            if isinstance(entry, str):
+                with pytest.raises(ValueError, match=re.escape(entry)):
+                    RECIPES[name](*map(int, counts.split(",")))
+                continue
+            schedule = RECIPES[name](*map(int, counts.split(",")))
+            stages = schedule.placement.stages_on
+            assert schedule.placement.pipes == tuple(map(tuple, entry["pipes"]))
+            assert schedule.orders == tuple(map(decode, entry["orders"], stages))
+            served += 1
+    assert served > 4 * len(RECIPES)
+
+
+def test_microbatches_out_of_sequence_are_numbered():
+    order = ((Action(1, Op.F, 1),), (Action(1, Op.F, 0),), (Action(7, Op.F, 0), Action(1, Op.B, 1)))
+    assert encode(order, (1, 7)) == "A1A0E+B1"
+    assert decode("A1A0E+B1", (1, 7)) == order
+
+
+def test_it_is_one_file_that_needs_no_network():
+    page = html_page(gpipe(2, 3), recipes=(gpipe,))
+    assert not re.search(r"https?:|\bsrc=|\bhref=|@import|url\(|\bfetch\(|\bimport\b", page)
+    assert "@" not in re.sub(r"@media", "", page), "a place of the template was left"
+
+
+def test_the_real_page_is_small():
+    few = payload(html_page())  # at nine counts of 98
+    assert len(json.dumps(few)) < 100_000
+    assert len(html_page()) < 60_000
+
+
+@pytest.mark.parametrize("counts", [(3, 5), (24, 8), (2, 96)])
+def test_counts_off_the_grid_are_held(counts):
+    data = payload(html_page(zb_h1(*counts), recipes=(gpipe, zb_h1)))
+    assert (data["start"]["schedule"], list(counts) in data["points"]) == ("zb_h1", True)
+    assert f"{counts[0]},{counts[1]}" in data["schedules"]["zb_h1"]
+    assert ("3,8" in data["schedules"]["gpipe"]) == (counts == (3, 5))
+
+
+def test_a_schedule_of_ones_own_is_held_beside_the_recipe_of_its_name():
+    mine = Schedule("gpipe", one_f_one_b(2, 3).placement, 3, one_f_one_b(2, 3).orders)
+    data = payload(html_page(mine, recipes=(gpipe,)))
+    assert data["start"]["schedule"] == "gpipe, as given"
+    assert data["schedules"]["gpipe, as given"]["2,3"]["orders"][0] == "AABABB"
+    assert data["schedules"]["gpipe"]["2,3"]["orders"][0] == "AAABBB"
+
+
+def open_page(folder, page, fragment="", script="", options=()):
+    """The page's DOM after it has run, and whatever ``script`` did to it."""
+    path = folder / "page.html"
+    path.write_text(page.replace("</body>", f"<script>{script}</script></body>"))
+    switches = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"]
+    switches += [f"--user-data-dir={folder / 'profile'}", "--virtual-time-budget=20000"]
+    command = [CHROMIUM, *switches, *(options or ["--dump-dom"]), f"file://{path}#{fragment}"]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert run.returncode == 0, run.stderr
+    return run.stdout
+
+
+def figures(dom, name):
+    return float(re.search(rf'<output id="{name}" data-value="([^"]*)"', dom)[1])
+
+
+def rows(dom):
+    """Of each schedule in the table that can be played: makespan, bubble, memory."""
+    found = {}
+    for row in re.findall(r"<tr [^>]*data-schedule=[^>]*>", dom):
+        attributes = dict(re.findall(r'data-(\w+)="([^"]*)"', row))
+        if "makespan" in attributes:
+            found[attributes["schedule"]] = tuple(
+                float(attributes[name]) for name in ("makespan", "bubble", "memory")
+            )
+    return found
+
+
+def by_python(counts, costs, memory):
+    found = {}
+    for name, recipe in RECIPES.items():
+        try:
+            schedule = recipe(*counts)
+        except ValueError:
+            continue
+        timeline = simulate(schedule, costs.for_schedule(schedule))
+        found[name] = timeline.makespan, timeline.bubble, max(timeline.memory(memory.for_schedule(schedule)))
+    return found
+
+
+HEAVY = {0: (0.1, 0, 0.2), -1: (0.3, 0.5, 0.25)}
+
+
+@in_chromium
+@pytest.mark.parametrize(
+    ("counts", "fragment", "costs", "memory"),
+    [
+        ((8, 20), "FB=2.2", CostModel(FB=2.2), MemoryModel()),
+        (
+            (4, 20),
+            "F=0.7&I=1.3&W=0.45&FB=2.1&send=0.17&residual_i=2&residual_w=0.5&stash=0.3&boundary=0.2&parameters=5",
+            CostModel(0.7, 1.3, 0.45, FB=2.1, send=0.17),
+            MemoryModel(2, 0.5, 0.3, 0.2, 5),
+        ),
+        (
+            (4, 8),
+            "W=1.5&pair=0.75&send=0.3&blocking=true&head=0.4",
+            CostModel(1, 1, 1.5, FB=0.75 * 3.5, send=0.3, blocking=True, extra={-1: (0.4, 0.4, 0.6)}),
+            MemoryModel(),
+        ),
+        ((2, 3), "", CostModel(1, 1.64, 0.97, FB=2.2, send=0.1, extra=HEAVY), MemoryModel(stash=1)),
+    ],
+)
+def test_the_script_simulates_as_python_does(tmp_path, counts, fragment, costs, memory):
+    # the last case hands its costs over through Python, the others through the fragment
+    page = html_page(one_f_one_b(*counts), *([] if fragment else [costs, memory]))
+    where = f"schedule=dualpipe_v&ranks={counts[0]}&microbatches={counts[1]}&{fragment}"
+    dom = open_page(tmp_path, page, where)
+    expected = by_python(counts, costs, memory)
+    assert {"gpipe", "dualpipe_v"} <= set(expected)
+    found = rows(dom)
+    assert set(found) == set(expected)
+    for name, figures_of in expected.items():
+        assert found[name] == pytest.approx(figures_of, rel=1e-12, abs=1e-12), name
+    shown = tuple(figures(dom, name) for name in ("makespan", "bubble", "memory"))
+    assert shown == found["dualpipe_v"]
+
+
+@in_chromium
+def test_refused_counts_show_the_reason_and_a_way_out(tmp_path):
+    dom = open_page(
+        tmp_path, html_page(recipes=(gpipe, dualpipe)), "schedule=dualpipe&ranks=4&microbatches=3"
+    )
+    with pytest.raises(ValueError) as refusal:
+        dualpipe(4, 3)
+    assert f'<div id="refused"><p>{refusal.value}</p>' in dom
+    assert "show 4 ranks, 8 microbatches" in dom
+    assert re.search(r'<output id="makespan">\u2013</output>', dom)
+    assert set(rows(dom)) == {"gpipe"}
+
+
+USE = """
+const wait = setInterval(() => {
+  if (!document.body.dataset.ready) return;
+  clearInterval(wait);
+  const slide = (id, value) => { $(id).value = value; $(id).dispatchEvent(new Event("input")); };
+  slide("ranks", 0);
+  slide("microbatches", 2);
+  slide("F", 2);
+  $("table").querySelector("[data-schedule=zb_h1] button").click();
+  for (const key of ["ArrowRight", "ArrowDown", "ArrowRight"])
+    $("canvas").dispatchEvent(new KeyboardEvent("keydown", { key }));
+  $("theme").click();
+  document.body.dataset.hash = location.hash;
+}, 50);
+"""
+
+
+@in_chromium
+def test_sliders_table_and_keys(tmp_path):
+    dom = open_page(tmp_path, html_page(recipes=(gpipe, zb_h1)), "theme=light&schedule=gpipe&ranks=8", USE)
+    timeline = simulate(zb_h1(2, 20), CostModel(2, 1, 1))
+    assert figures(dom, "makespan") == timeline.makespan
+    assert 'data-theme="dark"' in dom
+    assert 'data-hash="#schedule=zb_h1&amp;ranks=2&amp;microbatches=20&amp;F=2"' in dom
+    start, end = timeline.starts[1][1], timeline.ends[1][1]
+    text = f"rank 1: {timeline.schedule.orders[1][1][0]}, from {start:g} to {end:g}; the rank keeps"
+    assert text in dom
+    assert "<title>zb_h1, 2 ranks, 20 microbatches</title>" in dom
+
+
+@in_chromium
+def test_a_schedule_of_ones_own_is_played(tmp_path):
+    mine = Schedule("mine", dualpipe_v(3, 7).placement, 7, dualpipe_v(3, 7).orders)
+    dom = open_page(tmp_path, html_page(mine, CostModel(FB=2.5), recipes=(dualpipe_v,)))
+    found = rows(dom)
+    assert found["mine"] == found["dualpipe_v"] and figures(dom, "makespan") == found["mine"][0]
+
+
+@in_chromium
+def test_the_picture_shows_the_boxes(tmp_path):
+    from matplotlib.image import imread
+
+    shot = tmp_path / "shot.png"
+    options = [f"--screenshot={shot}", "--window-size=1300,900", "--hide-scrollbars"]
+    open_page(tmp_path, html_page(dualpipe(4, 8), recipes=(dualpipe,)), "theme=light", options=options)
+    pixels = np.round(imread(shot)[..., :3] * 255).astype(int)
+    for op, shades in COLOURS.items():
+        for colour in shades:
+            rgb = [int(colour[i : i + 2], 16) for i in (1, 3, 5)]
+            assert (pixels == rgb).all(axis=-1).sum() > 500, f"no {op} in {colour} in the picture"

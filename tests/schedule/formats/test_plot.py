@@ -1,0 +1,188 @@
+"""The picture: every slot a box in the right place, pairs framed, figures and legend printed, files written."""
+
+import re
+import sys
+
+import pytest
+from matplotlib import rcParams
+from matplotlib.colors import to_hex
+
+from dualpipe_jax.schedule import (
+    CostModel,
+    MemoryModel,
+    Op,
+    Placement,
+    dualpipe,
+    dualpipe_v,
+    gpipe,
+    one_f_one_b,
+    simulate,
+    zb_h1,
+)
+from dualpipe_jax.schedule.formats.plot import COLOURS, colours, num_shades, plot, shade, shade_names
+from dualpipe_jax.schedule.recipes.classic import interleaved_1f1b
+
+COSTS = CostModel(1, 1.5, 0.5, FB=2.25)
+
+
+def collections(figure):
+    return {collection.get_gid(): collection for collection in figure.axes[0].collections}
+
+
+def spans(collection):
+    """(start, end, rank) of each box of a collection, to four digits."""
+    boxes = [path.get_extents() for path in collection.get_paths()]
+    return sorted((round(box.x0, 4), round(box.x1, 4), int(box.y0)) for box in boxes)
+
+
+def words(figure):
+    return [text.get_text() for text in figure.texts]
+
+
+def legend(figure):
+    return [text.get_text() for text in figure.legends[0].get_texts()]
+
+
+@pytest.mark.parametrize("schedule", [gpipe(3, 4), dualpipe(4, 8), dualpipe_v(3, 7), interleaved_1f1b(2, 4)])
+def test_every_action_has_a_box_at_its_time(schedule):
+    timeline = simulate(schedule, COSTS)
+    drawn = collections(plot(timeline))
+    wanted = {}
+    for rank, order in enumerate(schedule.orders):
+        for slot, start, end in zip(order, timeline.starts[rank], timeline.ends[rank], strict=True):
+            for action in slot:
+                name = f"boxes {action.op} {shade(schedule.placement, action.stage)}"
+                wanted.setdefault(name, []).append((round(start, 4), round(end, 4), rank))
+    assert {name: spans(held) for name, held in drawn.items() if name != "pairs"} == {
+        name: sorted(held) for name, held in wanted.items()
+    }
+
+
+def test_pairs_and_only_they_are_framed_with_the_forward_above():
+    schedule = dualpipe_v(3, 8)
+    timeline = simulate(schedule, COSTS)
+    drawn = collections(plot(timeline))
+    pairs = sorted(
+        (round(start, 4), round(end, 4), rank)
+        for rank, order in enumerate(schedule.orders)
+        for slot, start, end in zip(order, timeline.starts[rank], timeline.ends[rank], strict=True)
+        if len(slot) == 2
+    )
+    assert pairs and spans(drawn["pairs"]) == pairs
+    halves = [box.get_extents() for box in drawn["boxes B 1"].get_paths() if box.get_extents().height < 0.6]
+    assert halves and all(0.4 < box.y0 % 1 < 0.6 for box in halves)
+    assert "pairs" not in collections(plot(simulate(gpipe(2, 2))))
+
+
+def test_numbers_are_microbatches_within_their_pipe():
+    schedule = dualpipe(4, 8)
+    drawn = sorted(int(text.get_text()) for text in plot(simulate(schedule)).axes[0].texts)
+    assert drawn == sorted(a.microbatch for order in schedule.orders for slot in order for a in slot)
+    assert max(drawn) == 3
+
+
+def test_numbers_shrink_and_then_go():
+    def sizes(schedule):
+        return [text.get_size() for text in plot(simulate(schedule)).axes[0].texts]
+
+    assert min(sizes(one_f_one_b(2, 8))) > 7
+    assert 2 < min(sizes(one_f_one_b(2, 64))) < 7
+    assert sizes(one_f_one_b(2, 400)) == []
+
+
+def test_the_figure_grows_with_ranks_and_time():
+    small, tall, wide = (plot(simulate(zb_h1(*counts))) for counts in ((4, 8), (8, 8), (4, 40)))
+    assert tall.get_figheight() > small.get_figheight() and wide.get_figwidth() > small.get_figwidth()
+
+
+def test_figures_are_printed():
+    timeline = simulate(dualpipe(4, 8), COSTS)
+    printed = " ".join(words(plot(timeline)))
+    assert printed.startswith("dualpipe   4 ranks, 8 microbatches")
+    assert f"bubble {timeline.bubble:.1%}" in printed
+    assert f"makespan {timeline.makespan:.4g}" in printed
+    assert "peak live activations 5" in printed
+    assert "F 1   I 1.5   W 0.5   pair 2.25" in printed
+    assert "send 0.1" in words(plot(simulate(gpipe(1, 1), CostModel(send=0.1))))[2]
+
+
+def test_memory_is_a_line_for_each_rank():
+    timeline = simulate(one_f_one_b(3, 6), COSTS)
+    sizes = MemoryModel(2, 1, 0, 0.5, parameters=10)
+    panel = plot(timeline, memory=sizes).axes[1]
+    for rank in range(3):
+        line = panel.lines[rank]
+        times, kept = timeline.memory_over_time(rank, sizes)
+        assert tuple(line.get_xdata()) == (*times, timeline.makespan)
+        assert tuple(line.get_ydata()) == (*kept, kept[-1])
+        assert line.get_drawstyle() == "steps-post"
+    assert panel.get_ylabel() == "memory" and panel.texts[0].get_text() == "20.5 on rank 0"
+    assert plot(timeline, memory=sizes, memory_label="GiB").axes[1].get_ylabel() == "GiB"
+
+
+def test_live_activations_are_those_of_a_whole_rank_share():
+    schedule = dualpipe_v(4, 10)
+    figure = plot(simulate(schedule, COSTS.for_schedule(schedule)))
+    assert "peak live activations 4.5" in " ".join(words(figure))
+
+
+def test_the_legend_names_what_is_drawn():
+    assert legend(plot(simulate(gpipe(2, 2)))) == ["F forward", "B backward"]
+    assert legend(plot(simulate(dualpipe(2, 4)))) == [
+        "F forward",
+        "B backward",
+        "I backward for input",
+        "W backward for weights",
+        "overlapped pair",
+        "shade: pipe 0, pipe 1",
+    ]
+
+
+def test_shades_tell_pipes_and_laps():
+    both, v, lap = Placement.bidirectional(3), Placement.v(3), interleaved_1f1b(2, 4, 3).placement
+    assert [shade(both, stage) for stage in range(6)] == [0, 0, 0, 1, 1, 1]
+    assert [shade(v, stage) for stage in range(6)] == [0, 0, 0, 1, 1, 1]
+    assert [shade(lap, stage) for stage in range(6)] == [0, 0, 1, 1, 2, 2]
+    assert [shade_names(p) for p in (both, v, lap)] == [
+        ("pipe 0", "pipe 1"),
+        ("way there", "way back"),
+        ("lap 0", "lap 1", "lap 2"),
+    ]
+    assert colours(Op.F, 3)[::2] == list(COLOURS[Op.F]) and len(set(colours(Op.F, 3))) == num_shades(lap)
+
+
+def test_boxes_have_their_colour():
+    drawn = collections(plot(simulate(dualpipe(2, 4))))
+    for op in Op:
+        for at in range(2):
+            (colour,) = {to_hex(c) for c in drawn[f"boxes {op} {at}"].get_facecolors()}
+            assert colour == COLOURS[op][at]
+
+
+def test_files_are_written_the_same_each_time_and_nothing_global_is_touched(tmp_path):
+    settings, loaded = dict(rcParams), "matplotlib.pyplot" in sys.modules
+    timeline = simulate(dualpipe(2, 4))
+    plot(timeline, tmp_path / "a.svg")
+    plot(timeline, str(tmp_path / "b.SVG"))
+    plot(timeline, tmp_path / "a.png")
+    svg = (tmp_path / "a.svg").read_text()
+    assert svg == (tmp_path / "b.SVG").read_text()
+    assert 'id="pairs"' in svg and re.search(r'id="boxes F 1"', svg)
+    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
+    assert (dict(rcParams), "matplotlib.pyplot" in sys.modules) == (settings, loaded)
+
+
+def test_other_formats_are_refused_before_anything_is_drawn(tmp_path):
+    message = (
+        r"plot: cannot tell a format from '.*step.pdf'; end the name in .svg or .png, such as 'step.svg'"
+    )
+    with pytest.raises(ValueError, match=message):
+        plot(simulate(gpipe(1, 1)), tmp_path / "step.pdf")
+    with pytest.raises(ValueError, match="such as 'step.svg'"):
+        plot(simulate(gpipe(1, 1)), "step")
+
+
+def test_without_matplotlib_it_says_how_to_get_it(monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(ModuleNotFoundError, match=r"not installed; run: pip install matplotlib"):
+        plot(simulate(gpipe(1, 1)))

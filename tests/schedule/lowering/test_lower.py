@@ -1,0 +1,353 @@
+import random
+import re
+
+import numpy as np
+import pytest
+
+from dualpipe_jax.schedule import (
+    ALL_SCHEDULES,
+    Action,
+    CostModel,
+    Op,
+    Placement,
+    Schedule,
+    dualpipe,
+    dualpipe_v,
+    gpipe,
+    one_f_one_b,
+    simulate,
+    zb_h1,
+)
+from dualpipe_jax.schedule.lowering.flat import channels, flatten, topological
+from dualpipe_jax.schedule.lowering.lower import PROGRAM, TickTable, forward_only, lower, tabulate
+from dualpipe_jax.schedule.lowering.ticks import earliest
+from dualpipe_jax.schedule.recipes.bidirectional import hanayo
+from dualpipe_jax.schedule.recipes.classic import interleaved_1f1b
+from dualpipe_jax.schedule.recipes.zero_bubble import interleaved_zero_bubble
+
+
+def legal_schedules() -> list[Schedule]:
+    found = []
+    for make in ALL_SCHEDULES:
+        for ranks in range(1, 9):
+            for microbatches in (1, 2, 3, 4, 7, 8, 16):
+                try:
+                    found.append(make(ranks, microbatches))
+                except ValueError:
+                    continue
+    return found
+
+
+def name_of(schedule: Schedule) -> str:
+    return f"{schedule.name}-{schedule.num_ranks}-{schedule.num_microbatches}"
+
+
+def handmade(placement: Placement, num_microbatches: int, *orders: str) -> Schedule:
+    slots = [tuple(tuple(map(Action.parse, slot.split("+"))) for slot in order.split()) for order in orders]
+    return Schedule("handmade", placement, num_microbatches, tuple(slots))
+
+
+def random_costs(seed: int) -> CostModel:
+    draw = random.Random(seed)
+    F, I, W = (draw.uniform(0.5, 2) for _ in range(3))
+    return CostModel(F, I, W, draw.uniform(max(F, I + W), F + I + W), draw.choice((0, 0, 0.1, 0.3)))
+
+
+SCHEDULES = legal_schedules()
+
+
+class Pool:
+    """Slots that hold tokens. A token is what the engine would keep there."""
+
+    def __init__(self, size: int):
+        self.slots: list[object] = [None] * size
+
+    def write(self, slot: int, token: object) -> None:
+        assert 0 <= slot < len(self.slots)
+        self.slots[slot] = token
+
+    def read(self, slot: int, token: object) -> None:
+        assert self.slots[slot] == token, f"found {self.slots[slot]}, not {token}"
+
+
+def play(table: TickTable) -> list[list[tuple[str, int, int]]]:
+    """Move tokens as the docstring of TickTable says; every read must find the token that it needs.
+
+    Returns what each rank did: (unit, model stage of all pipes, microbatch of the batch).
+    """
+    schedule, placement = table.schedule, table.schedule.placement
+    per_pipe, ranks = schedule.microbatches_per_pipe, range(schedule.num_ranks)
+    pools = [{name: Pool(size) for name, size in table.num_slots.items()} for _ in ranks]
+    out: list[dict[str, object]] = [{"y": None, "dx": None} for _ in ranks]
+    done: list[list[tuple[str, int, int]]] = [[] for _ in ranks]
+    backward = any(a.op is not Op.F for order in schedule.orders for slot in order for a in slot)
+
+    for t in range(table.num_ticks):
+        rows = [dict(zip(table.columns, table.array[t, r].tolist(), strict=True)) for r in ranks]
+        flying = []
+        for k, channel in enumerate(table.channels):
+            for source, destination in channel.pairs:
+                flying.append((destination, k, channel.payload, out[source][channel.payload]))
+        brought = {(d, k) for d, k, _, _ in flying}
+
+        for r, row in enumerate(rows):
+            pool, held = pools[r], placement.stages_on[r]
+            assert not (row["B"] >= 0 and row["I"] >= 0)
+            if row["pair"]:
+                assert row["F"] >= 0 and row["B"] >= 0
+
+            def stage_of(local: int, microbatch: int, held=held) -> int:
+                stage = held[local]
+                assert placement.pipe_of(stage) == microbatch // per_pipe
+                return stage
+
+            def forward(row=row, pool=pool, r=r, stage_of=stage_of) -> None:
+                mb, stage = row["F_microbatch"], stage_of(row["F"], row["F_microbatch"])
+                assert row["F_first"] == placement.is_first(stage)
+                assert row["F_last"] == placement.is_last(stage)
+                if row["F_first"]:
+                    pool["x"].write(row["F_x"], ("x", stage, mb))
+                pool["x"].read(row["F_x"], ("x", stage, mb))
+                if backward:
+                    pool["residual_i"].write(row["F_residual_i"], ("residual_i", stage, mb))
+                    pool["residual_w"].write(row["F_residual_w"], ("residual_w", stage, mb))
+                y = ("x", stage + 1, mb)
+                if row["F_last"]:
+                    assert row["F_y"] == table.num_slots["x"] - 1
+                    if backward:
+                        pool["dy"].write(row["F_dy"], ("dy", stage, mb))
+                else:
+                    out[r]["y"] = y
+                    here = placement.rank_of[stage + 1] == r
+                    assert here == (row["F_y"] != table.num_slots["x"] - 1)
+                pool["x"].write(row["F_y"], y)
+                done[r].append(("F", stage, mb))
+
+            def backward_of(full: bool, row=row, pool=pool, r=r, stage_of=stage_of) -> None:
+                local, mb = row["B" if full else "I"], row["G_microbatch"]
+                stage = stage_of(local, mb)
+                assert row["G_first"] == placement.is_first(stage)
+                pool["dy"].read(row["G_dy"], ("dy", stage, mb))
+                if table.keep_input != "F":
+                    pool["x"].read(row["G_x"], ("x", stage, mb))
+                pool["residual_i"].read(row["G_residual_i"], ("residual_i", stage, mb))
+                if full:
+                    pool["residual_w"].read(row["G_residual_w"], ("residual_w", stage, mb))
+                else:
+                    pool["stash"].write(row["G_stash"], ("stash", stage, mb))
+                if not row["G_first"]:
+                    out[r]["dx"] = ("dy", stage - 1, mb)
+                    here = placement.rank_of[stage - 1] == r
+                    assert here == (row["G_dx"] != table.num_slots["dy"] - 1)
+                pool["dy"].write(row["G_dx"], ("dy", stage - 1, mb))
+                done[r].append(("B" if full else "I", stage, mb))
+
+            def backward_weight(k: int, row=row, pool=pool, r=r, stage_of=stage_of) -> None:
+                mb, stage = row[f"W{k}_microbatch"], stage_of(row[f"W{k}"], row[f"W{k}_microbatch"])
+                pool["stash"].read(row[f"W{k}_stash"], ("stash", stage, mb))
+                pool["residual_w"].read(row[f"W{k}_residual_w"], ("residual_w", stage, mb))
+                if table.keep_input == "W":
+                    pool["x"].read(row[f"W{k}_x"], ("x", stage, mb))
+                done[r].append(("W", stage, mb))
+
+            assert sorted(table.program) == ["B", "F", "FB", "I", "W"]
+            for unit in table.program:
+                if unit == "FB" and row["pair"]:
+                    assert not clashes(table, row)
+                    forward()
+                    backward_of(full=True)
+                elif unit == "F" and row["F"] >= 0 and not row["pair"]:
+                    forward()
+                elif unit == "B" and row["B"] >= 0 and not row["pair"]:
+                    backward_of(full=True)
+                elif unit == "I" and row["I"] >= 0:
+                    backward_of(full=False)
+                elif unit == "W":
+                    for k in range(table.num_w):
+                        if row[f"W{k}"] >= 0:
+                            backward_weight(k)
+
+        for destination, k, payload, token in flying:
+            pools[destination]["x" if payload == "y" else "dy"].write(rows[destination][f"arrive{k}"], token)
+        for r, row in enumerate(rows):
+            for k, channel in enumerate(table.channels):
+                if (r, k) not in brought:  # a permute brings zeros to those who are no destination
+                    pools[r]["x" if channel.payload == "y" else "dy"].write(row[f"arrive{k}"], None)
+    return done
+
+
+def clashes(table: TickTable, row: dict[str, int]) -> set[tuple[str, int]]:
+    """Slots that a pair both writes for one of its two and reads for the other, or writes for both."""
+    bins = {("x", table.num_slots["x"] - 1), ("dy", table.num_slots["dy"] - 1)}
+    forward = {("x", row["F_x"]), ("x", row["F_y"]), ("residual_i", row["F_residual_i"])}
+    forward |= {("residual_w", row["F_residual_w"])} | ({("dy", row["F_dy"])} if row["F_last"] else set())
+    backward = {("dy", row["G_dy"]), ("dy", row["G_dx"]), ("residual_i", row["G_residual_i"])}
+    backward |= {("residual_w", row["G_residual_w"])}
+    backward |= {("x", row["G_x"])} if table.keep_input != "F" else set()
+    return (forward & backward) - bins
+
+
+def done_by_schedule(schedule: Schedule) -> list[list[tuple[str, int, int]]]:
+    placement, per_pipe = schedule.placement, schedule.microbatches_per_pipe
+    return [
+        sorted(
+            (a.op.value, a.stage, placement.pipe_of(a.stage) * per_pipe + a.microbatch)
+            for slot in order
+            for a in slot
+        )
+        for order in schedule.orders
+    ]
+
+
+def check(table: TickTable) -> None:
+    assert [sorted(did) for did in play(table)] == done_by_schedule(table.schedule)
+    assert table.array.dtype == np.int32
+    for channel in table.channels:
+        assert len({s for s, _ in channel.pairs}) == len({d for _, d in channel.pairs}) == len(channel.pairs)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES, ids=name_of)
+def test_every_unit_reads_what_it_should(schedule):
+    for seed, keep_input in enumerate(("F", "I", "W")):
+        check(lower(schedule, random_costs(seed), keep_input))
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+@pytest.mark.parametrize("num_microbatches", [2, 5])
+def test_rounds_and_waves_over_few_ranks(num_ranks, num_microbatches):
+    """Where a rank hands over to itself, or to the same neighbour in both directions."""
+    for seed, schedule in enumerate(
+        (
+            interleaved_1f1b(num_ranks, num_microbatches, 3),
+            interleaved_zero_bubble(num_ranks, num_microbatches, 4),
+            hanayo(num_ranks, num_microbatches, num_waves=1),
+            hanayo(num_ranks, num_microbatches, num_waves=3),
+        )
+    ):
+        for keep_input in ("F", "I", "W"):
+            check(lower(schedule, random_costs(seed), keep_input))
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_whatever_the_costs_every_unit_reads_what_it_should(seed):
+    draw = random.Random(seed)
+    schedule, costs = draw.choice(SCHEDULES), random_costs(seed)
+    table = lower(schedule, costs, draw.choice(("F", "I", "W")))
+    check(table)
+    flat = flatten(schedule)
+    first = tabulate(flat, earliest(flat, topological(flat)), PROGRAM, "W")
+    ideal = simulate(schedule, costs).makespan
+    assert ideal - 1e-6 <= table.makespan(costs) <= first.makespan(costs) + 1e-6
+
+
+def test_costs_of_nothing_are_costs():
+    check(lower(dualpipe(4, 8), CostModel(F=0, I=0, W=0)))
+    check(lower(zb_h1(4, 8), CostModel(F=1, I=0, W=0)))
+
+
+PAIR_AT_THE_TURN = handmade(
+    Placement.v(2), 2, "0F0 3F0 0F1+3B0 3F1 3B1 0B0 0B1", "1F0 2F0 1F1+2B0 2F1+1B0 2B1 1B1"
+)
+
+
+@pytest.mark.parametrize("keep_input", ["F", "I", "W"])
+def test_a_pair_may_hand_over_on_its_own_rank(keep_input):
+    check(lower(PAIR_AT_THE_TURN, keep_input=keep_input))
+
+
+@pytest.mark.parametrize("keep_input", ["F", "I", "W"])
+@pytest.mark.parametrize(
+    "program, ticks",
+    [
+        (PROGRAM, [0, 1, 1, 1, 2, 3, 4, 4]),
+        (PROGRAM, [0, 2, 2, 3, 5, 5, 6, 6]),
+        (("F", "I", "W", "B", "FB"), [0, 0, 0, 1, 1, 2, 2, 2]),
+    ],
+)
+def test_units_may_share_a_tick(program, ticks, keep_input):
+    schedule = handmade(Placement.linear(1), 3, "0F0 0I0 0W0 0F1 0I1 0F2 0I2 0W1 0W2")
+    check(tabulate(flatten(schedule), np.array([*ticks, ticks[-1]]), program, keep_input))
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES, ids=name_of)
+def test_forwards_alone_need_no_slots_but_inputs(schedule):
+    alone = forward_only(schedule)
+    table = lower(alone)
+    check(table)
+    assert {a.op for order in alone.orders for slot in order for a in slot} == {Op.F}
+    assert table.num_slots["residual_i"] == table.num_slots["residual_w"] == table.num_slots["stash"] == 0
+    assert table.num_slots["dy"] == 1
+    assert {channel.payload for channel in table.channels} <= {"y"}
+
+
+def test_channels_are_those_that_stage_boundaries_need():
+    def told(schedule):
+        return [(channel.payload, channel.pairs) for channel in channels(schedule)]
+
+    there, back = ((0, 1), (1, 2), (2, 3)), ((1, 0), (2, 1), (3, 2))
+    both = [("y", there), ("y", back), ("dx", there), ("dx", back)]
+    assert told(gpipe(1, 4)) == told(dualpipe_v(1, 2)) == []
+    assert told(gpipe(4, 4)) == [("y", there), ("dx", back)]
+    assert told(dualpipe(4, 8)) == told(dualpipe_v(4, 8)) == both
+    ring = ((0, 1), (1, 2), (2, 3), (3, 0))
+    assert told(interleaved_1f1b(4, 4)) == [("y", ring), ("dx", tuple(sorted((b, a) for a, b in ring)))]
+    assert told(interleaved_1f1b(1, 4)) == told(hanayo(1, 4)) == []
+    assert told(hanayo(4, 4)) == both
+    assert told(hanayo(2, 4)) == told(interleaved_1f1b(2, 4)) == told(dualpipe(2, 4))
+    assert told(dualpipe(2, 4)) == [("y", ((0, 1), (1, 0))), ("dx", ((0, 1), (1, 0)))]
+
+
+def test_no_more_slots_than_the_schedule_has_live():
+    for schedule in SCHEDULES:
+        peaks = simulate(schedule)
+        table = lower(schedule)
+        assert table.num_slots["residual_i"] == max(peaks.peak_activations)
+        assert table.num_slots["residual_w"] <= max(peaks.peak_inputs)
+        assert table.num_slots["stash"] <= max(peaks.peak_weight_stashes) + 1
+        enough = schedule.num_microbatches >= 2 * schedule.num_ranks - 2
+        if schedule.name == "dualpipe" and schedule.num_ranks >= 4 and enough:
+            assert table.num_slots["residual_w"] == schedule.num_ranks + 1
+
+
+def running(table: TickTable, unit: str, t: int, rank: int) -> bool:
+    return unit in table.columns and table.column(unit)[t, rank] >= 0
+
+
+def test_makespan_is_that_of_the_plain_recursion():
+    costs = CostModel(F=1, I=1.5, W=0.5, FB=2.5, send=0.2)
+    for schedule in (dualpipe(4, 8), one_f_one_b(3, 5), zb_h1(4, 6), dualpipe_v(2, 5)):
+        table = lower(schedule, costs)
+        price = {"F": costs.F, "B": costs.B, "I": costs.I, "W0": costs.W}
+        start = [0.0] * schedule.num_ranks
+        for t in range(table.num_ticks):
+            done = []
+            for r, begun in enumerate(start):
+                work = sum(cost for name, cost in price.items() if running(table, name, t, r))
+                sent = [start[a] + costs.send for c in table.channels for a, b in c.pairs if b == r]
+                done.append(max([begun + (costs.FB if table.column("pair")[t, r] else work), *sent]))
+            start = done
+        assert table.makespan(costs) == pytest.approx(max(start))
+
+
+@pytest.mark.parametrize("num_ranks", range(4, 17, 2))
+@pytest.mark.parametrize(
+    "costs",
+    [
+        CostModel(F=1, I=1, W=1, FB=3),
+        CostModel(F=1, I=1, W=1, FB=2),
+        CostModel(F=1, I=1.64, W=0.97, FB=2.65),
+    ],
+    ids=["even", "pairs-gain", "measured"],
+)
+def test_dualpipe_loses_nothing_to_ticks(num_ranks, costs):
+    for num_microbatches in range(2 * num_ranks, 4 * num_ranks + 1, 4):
+        schedule = dualpipe(num_ranks, num_microbatches)
+        table, ideal = lower(schedule, costs), simulate(schedule, costs).makespan
+        assert table.makespan(costs) <= 1.0001 * ideal, f"{num_microbatches} microbatches"
+        assert table.num_slots["residual_i"] == table.num_slots["residual_w"] == num_ranks + 1
+
+
+def test_a_schedule_that_hangs_is_refused():
+    schedule = handmade(Placement.linear(2), 1, "0B0 0F0", "1F0 1B0")
+    with pytest.raises(ValueError, match=re.escape("lower: handmade never ends; call validate(schedule)")):
+        lower(schedule)

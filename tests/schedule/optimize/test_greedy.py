@@ -1,0 +1,136 @@
+"""The list scheduler: whatever costs, memory and policy, its schedules are valid, fit, and lower."""
+
+import math
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dualpipe_jax.schedule import (
+    CostModel,
+    MemoryModel,
+    Op,
+    Placement,
+    lower,
+    one_f_one_b,
+    simulate,
+    validate,
+    zb_v,
+)
+from dualpipe_jax.schedule.optimize.greedy import Policy, greedy, play_greedily
+from dualpipe_jax.schedule.optimize.terms import least_memory, make_terms
+
+PLACEMENTS = (
+    Placement.linear,
+    Placement.v,
+    lambda ranks: Placement.wave(ranks, 2),
+    lambda ranks: Placement.interleaved(ranks, 3),
+    lambda ranks: Placement.bidirectional(max(ranks, 2)),
+    lambda ranks: Placement((Placement.v(ranks).pipes[0], Placement.v(ranks).pipes[0][::-1])),
+)
+
+SIZES = (
+    MemoryModel(),
+    MemoryModel(residual_i=0.5, residual_w=0.7, stash=0.4, boundary=0.1, parameters=2),
+    MemoryModel(residual_i=0, residual_w=1, stash=2),
+)
+
+placements = st.builds(lambda make, ranks: make(ranks), st.sampled_from(PLACEMENTS), st.integers(1, 5))
+
+policies = st.builds(
+    Policy,
+    pair=st.booleans(),
+    match=st.booleans(),
+    patience=st.sampled_from((0.0, 1.0, 5.0)),
+    forward_first=st.booleans(),
+    deep_backward=st.booleans(),
+    split=st.sampled_from(("always", "never", "ends")),
+    owed=st.sampled_from((0, 1, 3, math.inf)),
+    fill=st.sampled_from((0.0, 0.5, 1.0)),
+    ahead=st.sampled_from((0, 1, 2, math.inf)),
+    burst=st.sampled_from((0, 2, 5)),
+    pace=st.sampled_from((0.0, 1.0, 2.0)),
+)
+
+
+@st.composite
+def cost_models(draw):
+    f, i, w = (draw(st.sampled_from((0.0, 0.5, 1.0, 1.64, 3.0))) for _ in range(3))
+    most = min(f, i + w)
+    return CostModel(
+        f,
+        i,
+        w,
+        FB=f + i + w - draw(st.floats(0, 1)) * most,
+        send=draw(st.sampled_from((0.0, 0.3, 2.0))),
+        extra=draw(st.sampled_from(({}, {0: (0.5, 0, 0.2), -1: (1, 1, 1)}))),
+        blocking=draw(st.booleans()),
+    )
+
+
+@settings(max_examples=150, deadline=None)
+@given(placements, st.integers(1, 7), cost_models(), st.sampled_from(SIZES), st.data(), policies)
+def test_any_policy_ends_within_any_memory(placement, per_pipe, costs, sizes, data, policy):
+    limit = least_memory(placement, sizes)[0] * data.draw(st.sampled_from((1, 1, 1.3, 2, 5, math.inf)))
+    microbatches = per_pipe * placement.num_pipes
+    terms = make_terms(placement, microbatches, costs, limit, sizes)
+    _, makespan = play_greedily(terms, policy)
+    schedule = validate(greedy(placement, microbatches, costs, limit, sizes, policy))
+    timeline = simulate(schedule, costs)
+    assert max(timeline.memory(sizes)) <= limit * (1 + 1e-8)
+    assert timeline.makespan <= makespan * (1 + 1e-8)
+
+
+@settings(max_examples=12, deadline=None)
+@given(placements, st.integers(1, 5), cost_models(), policies)
+def test_what_it_makes_lowers(placement, per_pipe, costs, policy):
+    schedule = greedy(placement, per_pipe * placement.num_pipes, costs, policy=policy)
+    assert lower(schedule, CostModel()).num_ticks > 0
+
+
+def test_zb_v_is_found_anew():
+    ours, papers = simulate(greedy(Placement.v(8), 20)), simulate(zb_v(8, 20))
+    assert ours.makespan == papers.makespan
+    assert ours.peak_activations == papers.peak_activations
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 7])
+def test_with_the_memory_of_1f1b_and_whole_backwards_it_takes_as_long(ranks):
+    policy = Policy(pair=False, split="never")
+    ours = greedy(Placement.linear(ranks), 3 * ranks, memory_limit=ranks, policy=policy)
+    assert simulate(ours).makespan == simulate(one_f_one_b(ranks, 3 * ranks)).makespan
+
+
+def test_pairs_are_made_when_they_gain_and_not_otherwise():
+    def pairs(costs):
+        made = greedy(Placement.v(4), 16, costs)
+        return sum(len(slot) == 2 for order in made.orders for slot in order)
+
+    assert pairs(CostModel(FB=2)) > 60
+    assert pairs(CostModel(FB=3)) == pairs(CostModel(FB=3.5)) == 0
+
+
+def test_pace_keeps_memory_low():
+    memory = [
+        max(simulate(greedy(Placement.v(8), 32, policy=Policy(pace=pace))).memory()) for pace in (0.0, 1.0)
+    ]
+    assert memory[1] < memory[0] / 2
+
+
+def test_ops_of_a_policy_that_never_splits():
+    made = greedy(Placement.v(3), 9, policy=Policy(pair=False, split="never"))
+    assert {action.op for order in made.orders for slot in order for action in slot} == {Op.F, Op.B}
+
+
+def test_too_little_memory_says_which_rank_needs_how_much():
+    with pytest.raises(ValueError, match="greedy: got memory_limit=1.5, but one microbatch alone.*take 2;"):
+        greedy(Placement.v(4), 8, memory_limit=1.5)
+    with pytest.raises(ValueError, match="passing through rank 0 there and back.*try at least 7"):
+        greedy(Placement.v(2), 8, memory_limit=6, memory=MemoryModel(residual_w=0.5, parameters=2))
+
+
+def test_microbatches_that_the_pipes_cannot_share():
+    with pytest.raises(ValueError, match="greedy: got 5 microbatches for 2 pipe.*try 4"):
+        greedy(Placement.bidirectional(4), 5)
+    with pytest.raises(ValueError, match="greedy: got 0 microbatches.*try 1"):
+        greedy(Placement.linear(4), 0)

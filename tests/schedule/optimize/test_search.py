@@ -1,0 +1,232 @@
+"""The automatic scheduler is no worse than any named schedule that fits, and says what it cannot do."""
+
+import math
+import pathlib
+import runpy
+import time
+
+import pytest
+
+from dualpipe_jax.schedule import (
+    ALL_SCHEDULES,
+    CostModel,
+    MemoryModel,
+    Placement,
+    lower,
+    one_f_one_b,
+    simulate,
+    validate,
+)
+from dualpipe_jax.schedule.optimize.bounds import lower_bound
+from dualpipe_jax.schedule.optimize.choose import choose
+from dualpipe_jax.schedule.optimize.improve import (
+    Move,
+    Player,
+    improve,
+    moves_of,
+    paired,
+    split_alone,
+    strangers,
+)
+from dualpipe_jax.schedule.optimize.search import search
+from dualpipe_jax.schedule.optimize.terms import make_terms
+
+BENCHMARK = pathlib.Path(__file__).parents[3] / "benchmarks" / "search.py"
+
+GRID = (  # ranks, microbatches, costs, memory limit: all of a whole rank's share
+    (2, 2, CostModel(1, 1, 1, FB=2), 2.0),
+    (2, 16, CostModel(1, 1.64, 0.97), 2.0),
+    (3, 6, CostModel(1, 1, 1.5, FB=2.5), 3.5),
+    (4, 4, CostModel(1, 2, 1, FB=3), math.inf),
+    (4, 8, CostModel(1, 1, 1, FB=2.25), 4.0),
+    (4, 8, CostModel(1, 1.64, 0.97, FB=2.7), 3.0),
+    (4, 16, CostModel(1, 0.8, 1.2), 3.0),
+    (4, 16, CostModel(1, 1, 1, FB=2, send=0.2), 4.5),
+    (6, 12, CostModel(1, 1, 1.5, extra={0: (0.1, 0, 0.1), -1: (0.3, 0.3, 0.3)}), 6.0),
+    (8, 8, CostModel(1, 1, 1, FB=2.25, send=0.1, blocking=True), 8.0),
+    (8, 16, CostModel(1, 1.64, 0.97, FB=2.7), 8.5),
+)
+
+STRICT = 9
+"""In how many of them the search is at least strictly better."""
+
+SIZES = MemoryModel(residual_i=0.4, residual_w=0.6, stash=0.5, boundary=0.1, parameters=3)
+
+
+def measured(setting, memory=None, **options):
+    """Makespans of the search and of the best named schedule with one copy of the parameters that fits."""
+    ranks, microbatches, costs, limit = setting
+    memory = memory or MemoryModel()
+    found = validate(search(ranks, microbatches, costs, limit, memory=memory, **options))
+    timeline = simulate(found, costs.for_schedule(found))
+    assert max(timeline.memory(memory.for_schedule(found))) <= limit * (1 + 1e-9)
+    assert found.placement.num_pipes == 1
+    candidates = choose(ranks, microbatches, costs, limit, memory=memory)
+    best = min((c.makespan for c in candidates if c.fits and c.num_copies == 1), default=math.inf)
+    return timeline.makespan, best
+
+
+def test_no_worse_than_any_named_schedule_and_mostly_better():
+    results = [measured(setting, effort=0.03) for setting in GRID]
+    assert all(found <= best * (1 + 1e-9) for found, best in results)
+    assert sum(found < best * (1 - 1e-9) for found, best in results) >= STRICT
+
+
+@pytest.mark.slow
+def test_no_worse_on_the_whole_grid_of_the_benchmark():
+    grid = list(runpy.run_path(str(BENCHMARK))["grid"]())
+    assert len(grid) >= 60
+    results = [measured(setting, effort=0.02) for setting in grid]
+    assert all(found <= best * (1 + 1e-9) for found, best in results)
+    assert sum(found < best * (1 - 1e-9) for found, best in results) > 0.8 * len(grid)
+
+
+def test_sizes_in_bytes_are_kept_to():
+    setting = (4, 8, CostModel(1, 1, 1, FB=2.25), 8.0)
+    found, best = measured(setting, SIZES, effort=0.03)
+    assert found < best
+
+
+def test_between_dualpipe_v_and_zb_v():
+    """A V placement with pairs, in ZB-V's memory, where DualPipeV has no room: nearly as short as DualPipeV."""
+    costs = CostModel(1, 1, 1, FB=2)
+    makespans = {c.name: c.makespan for c in choose(8, 24, costs)}
+    found = search(8, 24, costs, memory_limit=8, placement="v", effort=0.2)
+    assert simulate(found, costs.for_schedule(found)).makespan < 0.9 * makespans["zb_v"]
+    roomier = search(8, 24, costs, memory_limit=8.5, placement="v", effort=0.1)
+    assert simulate(roomier, costs.for_schedule(roomier)).makespan < makespans["dualpipe_v"]
+
+
+def test_what_is_proven_best_is_found_at_once():
+    costs = CostModel()
+    before = time.process_time()
+    found = search(8, 32, costs, placement="v", effort=100)
+    assert time.process_time() - before < 5
+    bound = lower_bound(8, 32, costs, placement=Placement.v(8))
+    assert simulate(found, costs.for_schedule(found)).makespan == pytest.approx(bound)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "microbatches", "placement", "costs", "limit"),
+    [
+        (2, 4, "v", CostModel(FB=2), 2.5),
+        (2, 4, "linear", CostModel(FB=2), 2.0),
+        (3, 4, "linear", CostModel(2, 3, 2, FB=5), 3.0),
+        (3, 4, "v", CostModel(FB=2), 2.0),
+        (4, 4, "linear", CostModel(FB=2), 4.0),
+    ],
+)
+def test_small_ones_are_the_optimum(ranks, microbatches, placement, costs, limit):
+    pytest.importorskip("scipy")
+    from dualpipe_jax.schedule.optimize.optimum import optimum
+
+    found = search(ranks, microbatches, costs, limit, placement, effort=0.1)
+    best = optimum(found.placement, microbatches, costs, limit, incumbents=(found,), time_limit=20)
+    assert best.proven
+    assert simulate(found, costs.for_schedule(found)).makespan == pytest.approx(best.makespan)
+
+
+def test_the_same_arguments_give_the_same_schedule():
+    arguments = 4, 8, CostModel(1, 1.64, 0.97, FB=2.7), 3.0
+    assert search(*arguments, effort=0.02) == search(*arguments, effort=0.02)
+
+
+def test_it_stops_when_told():
+    before = time.monotonic()
+    found = search(8, 32, CostModel(FB=2.25), 8.0, effort=1e6, seconds=1)
+    assert time.monotonic() - before < 20
+    assert validate(found).num_microbatches == 32
+
+
+def test_what_it_finds_lowers():
+    assert lower(search(4, 8, CostModel(FB=2), 4.0, effort=0.02)).num_ticks > 0
+
+
+@pytest.mark.parametrize(
+    "placement",
+    ["linear", "v", "wave", "bidirectional", Placement.interleaved(4, 2), Placement(((0, 2, 1, 3),))],
+    ids=str,
+)
+def test_a_given_placement_is_kept(placement):
+    found = search(4, 8, CostModel(FB=2), 6.0, placement, effort=0.01)
+    expected = placement
+    if isinstance(placement, str):
+        made = {"wave": Placement.wave(4, 2)}
+        expected = made[placement] if placement in made else getattr(Placement, placement)(4)
+    assert validate(found).placement == expected
+
+
+def test_own_recipes_are_where_it_starts():
+    made = []
+
+    def recipe(ranks, microbatches):
+        made.append((ranks, microbatches))
+        return one_f_one_b(ranks, microbatches)
+
+    costs = CostModel(FB=1.9)
+    found = search(4, 8, costs, placement="linear", schedules=(recipe,), effort=0)
+    assert made == [(4, 8)]
+    assert simulate(found, costs).makespan <= simulate(one_f_one_b(4, 8), costs).makespan
+
+
+@pytest.mark.parametrize("options", [{"effort": 0}, {"seconds": 0}], ids=str)
+def test_something_is_found_even_from_nothing(options):
+    found = validate(search(3, 5, memory_limit=1, schedules=(), **options))
+    assert max(simulate(found).memory(MemoryModel().for_schedule(found))) <= 1
+
+
+def test_no_room_says_how_much_the_most_modest_schedule_takes():
+    message = r"search: got memory_limit=3.5, but no schedule runs in less than 4, .*placement \(\(0, 1\),\)"
+    with pytest.raises(ValueError, match=message):
+        search(2, 4, memory_limit=3.5, memory=MemoryModel(parameters=3))
+    memory = MemoryModel(parameters=3)
+    found = search(2, 4, memory_limit=4, memory=memory, effort=0.01)
+    assert max(simulate(found).memory(memory.for_schedule(found))) <= 4
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((0, 4), "search: got 0 ranks and 4 microbatches.*try 1 ranks and 4 microbatches"),
+        ((4, 8, None, math.inf, "w"), "no placement 'w'; try one of linear, v, wave, bidirectional"),
+        ((4, 8, None, math.inf, Placement.v(3)), "got 4 ranks and a placement on 3; try num_ranks=3"),
+        ((4, 7, None, math.inf, "bidirectional"), "search: got 7 microbatches for the 2 pipes.*try 6 or 8"),
+    ],
+)
+def test_arguments_that_make_no_sense(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        search(*arguments)
+
+
+@pytest.mark.parametrize("recipe", ALL_SCHEDULES, ids=lambda recipe: recipe.__name__)
+def test_moves_play_as_the_schedule_they_came_from(recipe):
+    """With whole backwards nothing is left to the player; with split ones it places W's at least as well."""
+    costs, schedule = CostModel(1, 1.5, 0.7, FB=2.5, send=0.1), recipe(4, 8)
+    player = Player(make_terms(schedule.placement, 8, costs))
+    moves = moves_of(schedule)
+    timeline = simulate(schedule, costs)
+    played = player.play(moves)
+    again = simulate(validate(player.schedule(moves, "again")), costs)
+    assert again.makespan == pytest.approx(played.makespan)
+    if not any(move.split for order in moves for move in order):
+        assert again.ends == timeline.ends
+
+
+def test_moves_that_hang_or_overflow_are_refused():
+    schedule = one_f_one_b(2, 4)
+    player = Player(make_terms(schedule.placement, 4, memory_limit=1))
+    moves = moves_of(schedule)
+    assert player.play(moves) is None  # two microbatches on rank 0
+    with pytest.raises(ValueError, match="improve: the moves hang or do not fit the memory"):
+        improve(player, moves, 1)
+    roomy = Player(make_terms(schedule.placement, 4))
+    assert roomy.play([order[::-1] for order in moves]) is None
+    assert roomy.play(moves, bound=roomy.play(moves).makespan - 0.5) is None
+
+
+def test_neighbours_are_paired_but_never_with_themselves():
+    terms = make_terms(Placement.v(2), 3, CostModel(FB=2))
+    merged = paired(terms, [[Move(0, -1), Move(-1, 0), Move(1, -1), Move(-1, 9)], []])
+    assert merged == [[Move(0, -1), Move(1, 0), Move(-1, 9)], []]
+    assert not strangers(terms, Move(0, 9)) and strangers(terms, Move(0, 10))
+    assert split_alone(merged)[0][1:] == [Move(1, 0), Move(-1, 9, split=True)]

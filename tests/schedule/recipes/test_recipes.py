@@ -1,0 +1,399 @@
+"""Recipes against recorded orders and grids (tests/golden), over grids of counts, and their bubbles."""
+
+import functools
+import pathlib
+import re
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dualpipe_jax.schedule.costs import CostModel
+from dualpipe_jax.schedule.formats.text import format_grid, parse_grid
+from dualpipe_jax.schedule.ir import Op, Placement
+from dualpipe_jax.schedule.recipes.bidirectional import chimera, chimera_bubble, hanayo, hanayo_bubble
+from dualpipe_jax.schedule.recipes.classic import (
+    gpipe,
+    gpipe_bubble,
+    interleaved_1f1b,
+    interleaved_1f1b_bubble,
+    looped_bfs,
+    looped_bfs_bubble,
+    one_f_one_b,
+    one_f_one_b_bubble,
+)
+from dualpipe_jax.schedule.recipes.dualpipe import dualpipe, dualpipe_bubble, dualpipe_v, dualpipe_v_bubble
+from dualpipe_jax.schedule.recipes.zero_bubble import (
+    interleaved_zero_bubble,
+    interleaved_zero_bubble_bubble,
+    zb_h1,
+    zb_h1_bubble,
+    zb_h2,
+    zb_h2_bubble,
+)
+from dualpipe_jax.schedule.simulate import simulate
+from dualpipe_jax.schedule.validate import validate
+
+GOLDEN = pathlib.Path(__file__).parents[2] / "golden"
+RECORDED = {
+    "dualpipe": dualpipe,
+    "dualpipev": dualpipe_v,
+    "torch_gpipe": gpipe,
+    "torch_interleaved1f1b": interleaved_1f1b,
+    "torch_interleavedzerobubble": interleaved_zero_bubble,
+    "zbh1": zb_h1,
+    "zbh2": zb_h2,
+}
+EQUAL, DIFFERENT = (
+    sorted(path for path in folder.glob("*.txt") if path.stem.rpartition("_pp")[0] in RECORDED)
+    for folder in (GOLDEN, GOLDEN / "differs")
+)
+RECIPES = (
+    gpipe,
+    one_f_one_b,
+    interleaved_1f1b,
+    looped_bfs,
+    zb_h1,
+    zb_h2,
+    interleaved_zero_bubble,
+    chimera,
+    hanayo,
+    dualpipe,
+    dualpipe_v,
+)
+TWO_PIPES = (dualpipe, chimera)
+OTHER_SIZES = (
+    *(functools.partial(interleaved_1f1b, num_stages_per_rank=v) for v in (1, 3)),
+    *(functools.partial(looped_bfs, num_stages_per_rank=v) for v in (1, 3)),
+    *(functools.partial(interleaved_zero_bubble, num_stages_per_rank=v) for v in (1, 4)),
+    *(functools.partial(hanayo, num_waves=w) for w in (1, 3)),
+)
+EVEN, MEASURED = CostModel(), CostModel(1, 1.64, 0.97)
+
+
+def name_of(recipe):
+    if isinstance(recipe, functools.partial):
+        return f"{recipe.func.__name__}-{next(iter(recipe.keywords.values()))}"
+    return recipe.__name__
+
+
+def lines(schedule):
+    return [" ".join("+".join(map(str, slot)) for slot in order) for order in schedule.orders]
+
+
+def counts_of(recipe):
+    """Counts that a recipe takes: few and many ranks, fewer microbatches than ranks and many more."""
+    for ranks in (1, 2, 3, 4, 5, 6, 8, 11):
+        for microbatches in (1, 2, 3, 4, 5, 7, 8, 12, 14, 16, 21, 24):
+            if recipe not in TWO_PIPES or ranks % 2 == microbatches % 2 == 0:
+                yield ranks, microbatches
+
+
+def read(path):
+    """A recorded order as a schedule, and what the recipe of that name makes of the same counts."""
+    header, *recorded = path.read_text().splitlines()
+    ours = RECORDED[path.stem.rpartition("_pp")[0]](*map(int, re.findall(r"\d+", header)))
+    orders = "\n".join(re.sub(r" \d+REDUCE_GRAD", "", line) for line in recorded)
+    return parse_grid(orders, ours.placement), ours
+
+
+def test_there_are_recordings():
+    assert (len(EQUAL), len(DIFFERENT)) == (13, 2)
+
+
+@pytest.mark.parametrize("path", EQUAL, ids=lambda path: path.stem)
+def test_orders_equal_the_recorded_ones(path):
+    recorded, ours = read(path)
+    assert lines(ours) == lines(recorded)
+
+
+@pytest.mark.parametrize("path", DIFFERENT, ids=lambda path: path.stem)
+@pytest.mark.parametrize("costs", [EVEN, MEASURED], ids=["even", "measured"])
+def test_where_an_order_differs_from_the_recorded_one_it_is_no_worse(path, costs):
+    recorded, ours = read(path)
+    assert lines(ours) != lines(recorded)
+    theirs, played = simulate(validate(recorded), costs), simulate(ours, costs)
+    assert played.makespan <= theirs.makespan + 1e-9
+    assert max(played.peak_activations) <= max(theirs.peak_activations)
+    assert max(played.peak_inputs) <= max(theirs.peak_inputs)
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=name_of)
+def test_grids_are_the_ones_kept(recipe):
+    """On purpose? Then write ``format_grid(recipe(4, 8))`` to the file and look at the difference."""
+    kept = (GOLDEN / "grids" / f"{recipe.__name__}.txt").read_text()
+    assert format_grid(recipe(4, 8)) + "\n" == kept
+
+
+def test_one_f_one_b_by_hand():
+    assert lines(one_f_one_b(3, 4)) == [
+        "0F0 0F1 0F2 0B0 0F3 0B1 0B2 0B3",
+        "1F0 1F1 1B0 1F2 1B1 1F3 1B2 1B3",
+        "2F0 2B0 2F1 2B1 2F2 2B2 2F3 2B3",
+    ]
+
+
+def test_dualpipe_v_on_an_odd_number_of_ranks_by_hand():
+    assert lines(dualpipe_v(3, 5)) == [
+        "0F0 0F1 0F2 0F3 0F4 5F0 5I0 5W0 5F1 5I1 5W1 5F2 5B2 5F3+0B0 5B3 5F4+0B1 5B4 0I2 0W2 0I3 0W3 0I4 0W4",
+        "1F0 1F1 1F2 4F0 1F3 4F1 4I0 4W0 4F2 1F4+4B1 4F3+1B0 4B2 4F4+1B1 4B3 1B2 4I4 1I3 4W4 1I4 1W3 1W4",
+        "2F0 3F0 2F1 3F1 2F2 3F2 2F3 3B0 3F3+2B0 2F4+3B1 3F4+2B1 3B2 2B2 3B3 2I3 3I4 2I4 2W3 3W4 2W4",
+    ]
+
+
+def test_dualpipe_starts_in_series_at_the_fold_and_nowhere_else():
+    for schedule, fold in ((dualpipe(8, 24), (3, 4)), (dualpipe_v(4, 12), (3,))):
+        for rank, order in enumerate(schedule.orders):
+            first_pair = next(i for i, slot in enumerate(order) if len(slot) == 2)
+            backward_before = any(a.op is Op.B for slot in order[:first_pair] for a in slot)
+            assert backward_before == (rank in fold)
+
+
+@pytest.mark.parametrize("recipe", RECIPES + OTHER_SIZES, ids=name_of)
+def test_all_counts_that_are_taken_give_valid_schedules(recipe):
+    for ranks, microbatches in counts_of(recipe):
+        schedule = validate(recipe(ranks, microbatches))
+        assert schedule.name == name_of(recipe).partition("-")[0]
+        assert (schedule.num_ranks, schedule.num_microbatches) == (ranks, microbatches)
+        assert simulate(schedule).makespan >= 3 * microbatches
+
+
+def test_dualpipe_ranks_mirror_each_other():
+    ranks = 6
+    schedule = dualpipe(ranks, 16)
+    for rank, order in enumerate(schedule.orders):
+        swapped = [tuple(a._replace(stage=(a.stage + ranks) % (2 * ranks)) for a in slot) for slot in order]
+        assert list(schedule.orders[ranks - 1 - rank]) == swapped
+
+
+def test_weights_fall_due_first_in_first_out():
+    for recipe in (zb_h1, zb_h2, interleaved_zero_bubble, dualpipe, dualpipe_v):
+        for order in recipe(8, 20).orders:
+            actions = [action for slot in order for action in slot]
+            due = [a._replace(op=Op.W) for a in actions if a.op is Op.I]
+            assert [a for a in actions if a.op is Op.W] == due
+
+
+def test_placements():
+    assert dualpipe(4, 8).placement == Placement.bidirectional(4)
+    assert dualpipe_v(3, 8).placement == Placement.v(3)
+    assert {recipe(3, 8).placement for recipe in (gpipe, one_f_one_b, zb_h1, zb_h2)} == {Placement.linear(3)}
+    assert chimera(4, 8).placement == Placement.bidirectional(4)
+    assert hanayo(3, 6, num_waves=1).placement == Placement.v(3)
+    assert hanayo(3, 6).placement == Placement.wave(3, 2)
+    for recipe in (interleaved_1f1b, looped_bfs, interleaved_zero_bubble):
+        assert recipe(3, 6, 1).placement == Placement.linear(3)
+        assert recipe(3, 6, 4).placement == Placement.interleaved(3, 4)
+
+
+def test_one_stage_a_rank_is_the_schedule_without_rounds():
+    for counts in ((4, 8), (3, 7), (5, 2)):
+        assert looped_bfs(*counts, 1).orders == gpipe(*counts).orders
+        assert interleaved_zero_bubble(*counts, 1).orders == zb_h1(*counts).orders
+
+
+def test_chimera_by_hand():
+    assert lines(chimera(4, 4)) == [
+        "0F0 0F1 7F0 7B0 7F1 7B1 0B0 0B1",
+        "1F0 6F0 1F1 6F1 6B0 1B0 6B1 1B1",
+        "5F0 2F0 5F1 2F1 2B0 5B0 2B1 5B1",
+        "4F0 4F1 3F0 3B0 3F1 3B1 4B0 4B1",
+    ]
+
+
+def test_hanayo_by_hand():
+    assert lines(hanayo(2, 2, num_waves=1)) == [
+        "0F0 0F1 3F0 3B0 3F1 3B1 0B0 0B1",
+        "1F0 2F0 1F1 2F1 2B0 1B0 2B1 1B1",
+    ]
+
+
+def test_any_number_of_microbatches_is_divided_into_groups_as_equal_as_can_be():
+    for recipe in (interleaved_1f1b, interleaved_zero_bubble):
+        forwards = [slot[0] for slot in recipe(3, 8).orders[0] if slot[0].op is Op.F]
+        assert [action.stage for action in forwards] == [0] * 4 + [3] * 4 + [0] * 4 + [3] * 4
+        assert [action.microbatch for action in forwards if action.stage == 3] == list(range(8))
+
+
+@pytest.mark.parametrize("recipe", [dualpipe, dualpipe_v], ids=name_of)
+def test_dualpipe_with_few_microbatches_is_the_order_for_more_without_the_rest(recipe):
+    ranks, per_pipe = 4, 2
+    few = recipe(ranks, per_pipe * (2 if recipe is dualpipe else 1))
+    many = recipe(ranks, 2 * ranks - 2 if recipe is dualpipe else 2 * ranks - 1)
+    for short, long in zip(few.orders, many.orders, strict=True):
+        there = [tuple(a for a in slot if a.microbatch < per_pipe) for slot in long]
+        assert list(short) == [slot for slot in there if slot]
+
+
+def test_dualpipe_with_few_microbatches_is_worth_having():
+    for ranks in (2, 4, 8, 16):
+        for microbatches in range(2, 2 * ranks - 2, 2):
+            for costs in (EVEN, MEASURED):
+                best = simulate(one_f_one_b(ranks, microbatches), costs).makespan
+                assert simulate(dualpipe(ranks, microbatches), costs).makespan < best
+                assert simulate(dualpipe_v(ranks, microbatches), costs.divided(2)).makespan < best
+
+
+def test_activations():
+    for ranks in (2, 4, 8):
+        for units in (1, 2, 5):
+            m = ranks * units
+            first = ranks - 1 if units > 1 else 0  # a step of one unit has no more to run ahead to
+            assert max(simulate(interleaved_1f1b(ranks, m, 3)).peak_activations) == 3 * ranks + first
+            assert max(simulate(interleaved_zero_bubble(ranks, m, 3)).peak_activations) == 3 * ranks
+            assert simulate(looped_bfs(ranks, m, 3)).peak_activations == (3 * m,) * ranks
+            assert max(simulate(hanayo(ranks, m, 2)).peak_activations) == 4 * ranks
+            chimeras = simulate(chimera(ranks, m)).peak_activations
+            assert (min(chimeras), max(chimeras)) == (ranks // 2 + 1, ranks)
+        played = simulate(zb_h2(ranks, 3 * ranks))
+        assert played.peak_activations == tuple(2 * (ranks - r) - 1 for r in range(ranks))
+        assert set(played.peak_inputs) == {2 * ranks - 1}
+        assert max(simulate(dualpipe(ranks, ranks)).peak_activations) == ranks
+
+
+@pytest.mark.parametrize(
+    ("recipe", "counts", "message"),
+    [
+        (dualpipe, (3, 8), r"dualpipe: got 3 ranks and 8 micro.*even.*try 2 or 4 ranks, or dualpipe_v"),
+        (dualpipe, (0, 8), r"got 0 ranks.*try 2 ranks"),
+        (dualpipe, (4, 7), r"got 4 ranks and 7 microbatches.*two pipes.*must be even.*try 6 or 8"),
+        (dualpipe, (2, 0), r"got 2 ranks and 0 microbatches.*at least 2; try 2$"),
+        (dualpipe, (4, 1), r"got 4 ranks and 1 microbatches.*at least 2; try 2$"),
+        (dualpipe_v, (4, 0), r"dualpipe_v: got 4 ranks and 0 microbatches.*try 4 ranks and 1 microbatches"),
+        (dualpipe_v, (0, 6), r"got 0 ranks.*try 1"),
+        (chimera, (5, 8), r"chimera: got 5 ranks and 8 micro.*even.*try 4 or 6 ranks, or hanayo"),
+        (chimera, (4, 9), r"chimera: got 4 ranks and 9 microbatches.*two pipes.*try 8 or 10"),
+        (gpipe, (0, 4), r"gpipe: got 0 ranks and 4 microbatches.*try 1 ranks and 4 microbatches"),
+        (one_f_one_b, (4, 0), r"one_f_one_b: got 4 ranks and 0 microbatches.*try 4 ranks and 1"),
+        (zb_h2, (4, 0), r"zb_h2: got 4 ranks and 0 microbatches.*try 4 ranks and 1"),
+        (
+            interleaved_1f1b,
+            (4, 8, 0),
+            r"got .* 8 microbatches, num_stages_per_rank=0;.*num_stages_per_rank=1$",
+        ),
+        (looped_bfs, (4, 8, -1), r"looped_bfs: got .*, num_stages_per_rank=-1;.*, num_stages_per_rank=1$"),
+        (
+            interleaved_zero_bubble,
+            (4, 0, 2),
+            r"interleaved_zero_bubble: got .*try 4 ranks and 1 microbatches$",
+        ),
+        (hanayo, (4, 8, 0), r"hanayo: got 4 ranks and 8 microbatches, num_waves=0;.*try .*, num_waves=1$"),
+        (zb_h1, (-1, 0), r"zb_h1: got -1 ranks and 0 microbatches.*try 1 ranks and 1 microbatches"),
+    ],
+)
+def test_counts_that_cannot_work_are_refused_with_the_nearest_that_can(recipe, counts, message):
+    with pytest.raises(ValueError, match=message):
+        recipe(*counts)
+
+
+times = st.floats(0.1, 4.0)
+any_costs = st.builds(CostModel, times, times, times)
+ranks_of = st.integers(1, 8)
+
+
+def largest_idle(schedule, costs):
+    return pytest.approx(max(simulate(schedule, costs).idle), abs=1e-6)
+
+
+@st.composite
+def gentle_costs(draw):
+    """Costs with W <= min(F, I)."""
+    f, i = draw(times), draw(times)
+    return CostModel(f, i, draw(st.floats(0, 1)) * min(f, i))
+
+
+@settings(max_examples=40, deadline=None)
+@given(ranks_of, st.integers(1, 20), st.integers(1, 4), any_costs)
+def test_bubbles_that_are_always_exact(ranks, m, v, c):
+    assert gpipe_bubble(ranks, m, c) == largest_idle(gpipe(ranks, m), c)
+    assert one_f_one_b_bubble(ranks, m, c) == largest_idle(one_f_one_b(ranks, m), c)
+    assert interleaved_1f1b_bubble(ranks, m, c, v) == largest_idle(interleaved_1f1b(ranks, m, v), c)
+    assert looped_bfs_bubble(ranks, m, c, v) == largest_idle(looped_bfs(ranks, m, v), c)
+
+
+@settings(max_examples=40, deadline=None)
+@given(ranks_of, st.integers(0, 12), st.integers(1, 3), gentle_costs())
+def test_bubbles_of_split_backwards(ranks, more, v, c):
+    m = ranks + more
+    assert zb_h1_bubble(ranks, m, c) == largest_idle(zb_h1(ranks, m), c)
+    assert interleaved_zero_bubble_bubble(ranks, m, c) == largest_idle(
+        interleaved_zero_bubble(ranks, m, v), c
+    )
+
+
+@settings(max_examples=40, deadline=None)
+@given(ranks_of, st.integers(1, 20), any_costs)
+def test_published_bubbles_that_the_idle_is_never_below(ranks, m, c):
+    at_least = 1 - 1e-9
+    for recipe, bubble in (
+        (zb_h1, zb_h1_bubble),
+        (interleaved_zero_bubble, interleaved_zero_bubble_bubble),
+        (zb_h2, zb_h2_bubble),
+        (hanayo, hanayo_bubble),
+    ):
+        assert max(simulate(recipe(ranks, m), c).idle) >= at_least * bubble(ranks, m, c) - 1e-6
+    idle = max(simulate(chimera(2 * ranks, 2 * m), c).idle)
+    assert idle >= at_least * chimera_bubble(2 * ranks, 2 * m, c) - 1e-6
+
+
+@pytest.mark.parametrize(
+    ("recipe", "bubble", "counts", "costs"),
+    [
+        (zb_h1, zb_h1_bubble, (4, 3), EVEN),
+        (zb_h1, zb_h1_bubble, (4, 8), CostModel(1, 1, 2)),
+        (interleaved_zero_bubble, interleaved_zero_bubble_bubble, (4, 3), EVEN),
+        (interleaved_zero_bubble, interleaved_zero_bubble_bubble, (4, 8), CostModel(1, 1, 2)),
+        (chimera, chimera_bubble, (4, 8), EVEN),
+        (chimera, chimera_bubble, (4, 6), CostModel(2, 1, 1)),
+        (hanayo, hanayo_bubble, (4, 8), EVEN),
+        (hanayo, hanayo_bubble, (4, 6), CostModel(2, 1, 1)),
+        (dualpipe, dualpipe_bubble, (8, 16), CostModel(1, 1, 2)),
+        (dualpipe, dualpipe_bubble, (8, 8), EVEN),
+        (dualpipe_v, dualpipe_v_bubble, (4, 8), CostModel(1, 1, 2)),
+        (dualpipe_v, dualpipe_v_bubble, (4, 4), EVEN),
+    ],
+)
+def test_published_bubbles_are_below_the_idle_beyond_their_range(recipe, bubble, counts, costs):
+    assert max(simulate(recipe(*counts), costs).idle) >= bubble(*counts, costs) + 0.5
+
+
+def test_published_bubble_of_dualpipe_may_be_above_or_below_the_idle_or_nothing():
+    longer, shorter = CostModel(1, 2, 0.5), CostModel(2, 0.5, 0.5, FB=2.9)
+    assert dualpipe_bubble(8, 16, longer) > max(simulate(dualpipe(8, 16), longer).idle) + 0.5
+    assert dualpipe_bubble(8, 16, shorter) < max(simulate(dualpipe(8, 16), shorter).idle) - 0.5
+    assert dualpipe_bubble(8, 16, CostModel(1, 1, 4)) < 0
+
+
+@settings(max_examples=40, deadline=None)
+@given(ranks_of, st.integers(0, 12), gentle_costs())
+def test_zb_h2_idles_less_in_its_own_span_than_till_the_end_of_all(ranks, more, c):
+    m = 2 * ranks - 1 + more
+    whole = (ranks - 1) * max(c.F, c.F + c.B - 3 * c.W)
+    assert whole == largest_idle(zb_h2(ranks, m), c)
+    assert zb_h2_bubble(ranks, m, c) <= whole
+    played = simulate(zb_h2(ranks, m), CostModel(c.F, c.F, c.F))
+    spans = [ends[-1] - starts[0] for starts, ends in zip(played.starts, played.ends, strict=True)]
+    assert spans == pytest.approx(list(played.busy))  # none, as published, where F = I = W
+
+
+@settings(max_examples=40, deadline=None)
+@given(ranks_of, st.integers(1, 4), st.integers(1, 3), times, times, st.floats(0, 1))
+def test_bubbles_of_chimera_and_hanayo(ranks, units, waves, f, b, share):
+    c, m = CostModel(f, share * b, (1 - share) * b), units * ranks
+    same = CostModel(f, share * f, (1 - share) * f)
+    more = max(c.F, c.B) + (units - 1) * abs(c.B - c.F)
+    assert hanayo_bubble(ranks, m, same) == largest_idle(hanayo(ranks, m, waves), same)
+    assert 2 * (ranks - 1) * more == largest_idle(hanayo(ranks, m, waves), c)
+    assert chimera_bubble(2 * ranks, 2 * m, same) == largest_idle(chimera(2 * ranks, 2 * m), same)
+    assert (2 * ranks - 2) * more == largest_idle(chimera(2 * ranks, 2 * m), c)
+
+
+@settings(max_examples=40, deadline=None)
+@given(ranks_of, st.integers(0, 8), times, st.floats(0, 1), st.floats(0, 1))
+def test_published_bubble_of_dualpipe(half, more, f, w_share, gain):
+    w = w_share * f
+    least = max(f, f + w)
+    c = CostModel(f, f, w, FB=least + gain * (f + f + w - least))
+    m = 2 * half - 1 + more
+    assert dualpipe_bubble(2 * half, 2 * m, c) == largest_idle(dualpipe(2 * half, 2 * m), c)
+    assert dualpipe_v_bubble(half, m, c) == largest_idle(dualpipe_v(half, m), c)
