@@ -8,9 +8,12 @@ from typing import Any
 import tyro
 
 from dualpipe_jax.command.check import Check
+from dualpipe_jax.command.child import Died
 from dualpipe_jax.command.choose import Choose
 from dualpipe_jax.command.compare import Compare
+from dualpipe_jax.command.dryrun import Dryrun
 from dualpipe_jax.command.options import NothingFits
+from dualpipe_jax.command.overlap import Overlap
 from dualpipe_jax.command.search import Search
 from dualpipe_jax.command.show import Show
 from dualpipe_jax.schedule import ScheduleError
@@ -21,6 +24,8 @@ COMMANDS: dict[str, Callable[..., Any]] = {
     "choose": Choose,
     "search": Search,
     "check": Check,
+    "overlap": Overlap,
+    "dryrun": Dryrun,
 }
 
 
@@ -34,7 +39,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         command = tyro.extras.subcommand_cli_from_dict(
             COMMANDS,
             prog="dualpipe",
-            description="Pipeline schedules: drawn, compared, chosen, searched and checked.",
+            description="Pipeline schedules: drawn, compared, chosen, searched, checked, and compiled for pods.",
             args=arguments,
             config=(tyro.conf.OmitArgPrefixes, tyro.conf.FlagCreatePairsOff),
         )
@@ -48,7 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _fail(error, 1)
     except OSError as error:
         return _fail(f"{error.filename}: {error.strerror}" if error.filename else error, 2)
-    except (ValueError, ModuleNotFoundError) as error:
+    except (ValueError, ModuleNotFoundError, Died) as error:
         return _fail(error, 2)
     except KeyboardInterrupt:
         return _fail("interrupted", 130)

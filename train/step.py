@@ -68,6 +68,35 @@ def init_state(params: Tree, optimizer: optax.GradientTransformation) -> TrainSt
     return jax.tree.map(lambda leaf: leaf if leaf.ndim else jax.device_put(leaf, everywhere), state)
 
 
+def shard_moments(opt_state: Tree) -> Tree:
+    """The optimizer's state with every array shared out over the mesh axes over which it is replicated.
+
+    Each array is cut along its longest dim that divides. Gradients and parameters stay whole where they are: a
+    device updates its part of a parameter and gathers the rest (ZeRO's first stage; Rajbhandari et al.,
+    arXiv:1910.02054). Takes and gives ShapeDtypeStructs with shardings.
+    """
+
+    def share_out(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+        mesh, spec = (
+            leaf.sharding.mesh,
+            [*leaf.sharding.spec] + [None] * (leaf.ndim - len(leaf.sharding.spec)),
+        )
+        taken = {axis for entry in spec for axis in (entry if isinstance(entry, tuple) else (entry,))}
+        for axis in (name for name in mesh.axis_names if name not in taken):
+            here = NamedSharding(mesh, PartitionSpec(*spec)).shard_shape(leaf.shape)
+            fitting = [d for d in range(leaf.ndim) if here[d] % mesh.shape[axis] == 0 and here[d] > 1]
+            if fitting:
+                dim = max(fitting, key=lambda d: here[d])
+                entry = (
+                    spec[dim] if isinstance(spec[dim], tuple) else () if spec[dim] is None else (spec[dim],)
+                )
+                spec[dim] = (*entry, axis)
+        sharding = NamedSharding(mesh, PartitionSpec(*spec))
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+
+    return jax.tree.map(share_out, opt_state)
+
+
 def make_update(
     value_and_grad: ValueAndGrad,
     optimizer: optax.GradientTransformation,

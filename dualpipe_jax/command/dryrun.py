@@ -1,0 +1,125 @@
+"""`dualpipe dryrun`: what a training step would take on devices that are not here."""
+
+import dataclasses
+from typing import Any, Literal
+
+from dualpipe_jax.command.options import Output
+from dualpipe_jax.command.output import Table, percent, show, show_json
+from dualpipe_jax.command.overlap import cycles, study, units
+from dualpipe_jax.command.program import Program
+
+_WORDS = {
+    "stages": "parameters of stages",
+    "ends": "parameters of embedding and head",
+    "mirrored": "second copy of the stages",
+    "optimizer": "optimizer state",
+    "gradients": "sums of gradients",
+    "residuals": "residual slots",
+    "stash": "stash, from I to W",
+    "boundary": "inputs of stages, gradients, sends",
+    "batch": "tokens and figures",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Dryrun:
+    """Memory of each device by kind, time of a step and share of the peak, for devices that are not here. Exit
+    status 1 where it does not fit. Memory is counted exactly; times are a prediction of the compiler's model.
+
+    dualpipe dryrun --target v5p:8x8x16 --pp 16 --ep 64 --model v3 --remat all --shard-optimizer
+    """
+
+    target: str
+    """Devices: v5e:4x4, v5p:8x8x16, v4:, v6e:, tpu7x: or h100:NODESxGPUS."""
+    compile: Literal["nothing", "units", "step"] = "units"
+    """nothing only counts memory, in seconds and with no compiler; units compiles each unit of the engine once, for
+    times; step compiles the trainer's whole step, for the compiler's own account of memory."""
+    text: Output = None
+    """Write the compiled program's text here."""
+    json: bool = False
+    """Print for programs."""
+    program: Program = dataclasses.field(default_factory=Program)
+
+    def run(self) -> int:
+        """Print the account; returns the exit status."""
+        found = study(self.program, self.target, self.compile, self.text)
+        found["memory"] |= verdict(found)
+        if self.json:
+            show_json(found)
+        else:
+            show(*_report(found))
+        return 0 if found["memory"]["fits"] else 1
+
+
+def verdict(found: dict[str, Any]) -> dict[str, Any]:
+    """What is needed in all, of how much, and whether that fits.
+
+    Needed is the compiler's own figure for a whole step; else what was counted, and what a program of the units
+    takes beyond what was counted of it (all but the optimizer's state); else what was counted.
+    """
+    compiled, counted = found.get("compiled", {}), found["memory"]["total"]
+    limit = found["target"]["memory"]
+    memory = compiled.get("memory")
+    beyond = None
+    if memory is not None:
+        there = counted - (found["memory"]["kinds"]["optimizer"] if compiled["what"] != "step" else 0)
+        beyond = memory["peak"] - there
+    needed = counted + max(0, beyond or 0)
+    fits = needed <= limit and "out_of_memory" not in compiled
+    return {"beyond": beyond, "needed": needed, "limit": limit, "fits": fits}
+
+
+def _report(found: dict[str, Any]) -> list[str | Table]:
+    program, target, parameters = found["program"], found["target"], found["parameters"]
+    memory, compiled = found["memory"], found.get("compiled", {})
+    parts: list[str | Table] = [
+        f"{program['model']}, {program['schedule']}, pp {program['pp']} x ep {program['ep']} on {target['name']}, "
+        f"{program['microbatches']} microbatches of {program['microbatch_size'] or program['ep']} x "
+        f"{program['sequence']} tokens",
+        f"parameters: {parameters['total'] / 1e9:.2f} G, {parameters['active'] / 1e9:.2f} G active, "
+        f"{parameters['device'] / 1e9:.3f} G a device\n",
+        _memory_table(memory),
+        f"\n{'fits' if memory['fits'] else 'DOES NOT FIT'}: {_gib(memory['needed'])} of {_gib(memory['limit'])} GiB "
+        f"a device, {percent(memory['needed'] / memory['limit'])}",
+    ]
+    if "out_of_memory" in compiled:
+        parts.append(compiled["out_of_memory"])
+    if compiled.get("units"):
+        parts += ["\ncycles of each unit, by the compiler's model\n", units(compiled)]
+    if step := found.get("step"):
+        parts += [
+            "\na prediction of the compiler's model, no measurement; the optimizer's time is not in it",
+            *_step(step),
+        ]
+    return parts
+
+
+def _memory_table(memory: dict[str, Any]) -> Table:
+    rows = [
+        (_WORDS[kind], _gib(size), percent(size / memory["limit"])) for kind, size in memory["kinds"].items()
+    ]
+    rows.append(("counted", _gib(memory["total"]), percent(memory["total"] / memory["limit"])))
+    if memory["beyond"] is not None:
+        rows.append(
+            (
+                "beyond it, by the compiler",
+                _gib(memory["beyond"]),
+                percent(memory["beyond"] / memory["limit"]),
+            )
+        )
+    return Table(("memory of a device", "GiB", "of the device"), tuple(rows))
+
+
+def _step(step: dict[str, Any]) -> list[str]:
+    bound = "at least " if step["lower_bound"] else ""
+    share = "at most " if step["lower_bound"] else ""
+    return [
+        f"step: {bound}{step['seconds']:.3g} s, {cycles(step['cycles'])} cycles "
+        f"({cycles(step['ideal_cycles'])} in the ideal order)",
+        f"{step['tokens']} tokens, {step['tokens_per_second']:.4g} a second",
+        f"MFU: {share}{percent(step['mfu'])} of the published peak",
+    ]
+
+
+def _gib(size: float) -> str:
+    return f"{size / 2**30:.2f}"

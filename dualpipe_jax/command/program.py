@@ -1,0 +1,45 @@
+"""Options of the commands that compile for a target: which program."""
+
+import dataclasses
+from typing import Annotated, Literal
+
+import tyro
+
+from dualpipe_jax.command.options import Count
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """A training step of a DeepSeek-V3-like model. ``train.dryrun`` builds it."""
+
+    model: str = "v3"
+    """Model size: v3, v2, v2-lite, 67b-a2b, small, tiny or byte."""
+    layers_per_stage: Count = None
+    """Layers with experts in each stage, instead of the model's own number shared out."""
+    change: Annotated[tuple[str, ...], tyro.conf.arg(metavar="FIELD=NUMBER ...")] = ()
+    """Other numbers of the model: dim=2048 expert_hidden=512."""
+    schedule: str = "dualpipe"
+    """Order of forwards and backwards; see `dualpipe choose`."""
+    pp: int = 4
+    """Pipeline ranks."""
+    ep: int = 4
+    """Expert-parallel devices of each rank."""
+    microbatches: Count = None
+    """Microbatches of a step, over all pipes; 4 for each rank if left out."""
+    microbatch_size: Count = None
+    """Sequences of a microbatch, shared out over ep; one for each device if left out."""
+    sequence: int = 4096
+    """Tokens of a sequence."""
+    remat: Literal["none", "dots", "all"] = "none"
+    """What layers compute again in the backward: none keeps what it needs, dots keeps matrix products only, all
+    keeps a layer's input only."""
+    dispatch: Literal["capacity", "dropless"] = "capacity"
+    """How tokens reach experts."""
+    capacity_factor: float = 1.0
+    """Room in multiples of an even load, where dispatch is capacity."""
+    shard_optimizer: bool = False
+    """Share the optimizer's state of replicated parameters out over their devices (ZeRO, first stage)."""
+    serialised: bool = False
+    """Run the pair's forward and backward after each other: what the overlap is to be compared with."""
+    compiler_option: Annotated[tuple[str, ...], tyro.conf.arg(metavar="NAME=VALUE ...")] = ()
+    """Options for the compiler besides the recommended ones."""

@@ -1,0 +1,195 @@
+"""A training step as shapes: compiled for devices that are not here, or only counted, with no array made."""
+
+import dataclasses
+from collections.abc import Collection
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
+
+import models
+from dualpipe_jax.engine import (
+    PipelineModel,
+    PlacedStages,
+    pipeline_state,
+    pipeline_units,
+    pipeline_value_and_grad,
+)
+from dualpipe_jax.engine.stages import broadcast_specs, homes, to_placed
+from dualpipe_jax.parallel import EP, PP
+from dualpipe_jax.schedule import Schedule
+from train.step import TrainState, make_optimizer, make_update, shard_moments, trainable
+
+Tree = Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Blueprint:
+    """All that a training step is made from.
+
+    Attributes:
+      model: the plain functions and the specs of their parameters.
+      schedule: who does what in which order.
+      mesh: pp x ep devices, or an abstract mesh, which is enough for counting.
+      params: ShapeDtypeStructs as the engine takes parameters, with their shardings.
+      tokens: of inputs and of targets, int32 [microbatches, microbatch size, sequence].
+      shard_optimizer: whether the optimizer's state of replicated parameters is shared out; see ``shard_moments``.
+      fuse_pairs: see ``pipeline_value_and_grad``.
+    """
+
+    model: models.Model
+    schedule: Schedule
+    mesh: Mesh | AbstractMesh
+    params: Tree
+    tokens: jax.ShapeDtypeStruct
+    shard_optimizer: bool = False
+    fuse_pairs: bool = True
+
+
+def draw(
+    model: models.Model,
+    schedule: Schedule,
+    mesh: Mesh | AbstractMesh,
+    tokens: tuple[int, int, int],
+    *,
+    shard_optimizer: bool = False,
+    fuse_pairs: bool = True,
+) -> Blueprint:
+    """The blueprint of a model's step on batches of (microbatches, microbatch size, sequence)."""
+    shapes = jax.eval_shape(model.init, jax.random.key(0))
+    specs = model.param_specs
+    placed = jax.eval_shape(lambda stages: to_placed(stages, schedule.placement), shapes["stages"])
+    stage_specs = broadcast_specs(specs["stages"], placed.local[0])
+    over_ranks = jax.tree.map(lambda spec: PartitionSpec(PP, *spec), stage_specs)
+    params = {
+        end: _lay(shapes[end], broadcast_specs(specs[end], shapes[end]), mesh) for end in ("embed", "head")
+    }
+    params["stages"] = PlacedStages(tuple(_lay(stage, over_ranks, mesh) for stage in placed.local))
+    batch = jax.ShapeDtypeStruct(tokens, jnp.int32, sharding=NamedSharding(mesh, PartitionSpec(None, EP)))
+    return Blueprint(model, schedule, mesh, params, batch, shard_optimizer, fuse_pairs)
+
+
+def abstract_mesh(num_pp: int, num_ep: int) -> AbstractMesh:
+    """A mesh of no devices in particular, enough for counting."""
+    return AbstractMesh((num_pp, num_ep), (PP, EP), axis_types=(AxisType.Auto, AxisType.Auto))
+
+
+def lower_units(blueprint: Blueprint, units: Collection[str]) -> Any:
+    """Some of the engine's units alone, lowered; see ``pipeline_units``."""
+    step: Any = pipeline_units(
+        *_engine(blueprint), units, fuse_pairs=blueprint.fuse_pairs, **_options(blueprint)
+    )
+    return step.lower(blueprint.params, blueprint.tokens, blueprint.tokens)
+
+
+def lower_step(blueprint: Blueprint) -> Any:
+    """The trainer's own step, lowered: gradients, clipping, AdamW, routing biases, the old state donated."""
+    optimizer = make_optimizer(1e-4, clip=1.0, weight_decay=0.1)
+    value_and_grad = pipeline_value_and_grad(
+        *_engine(blueprint), fuse_pairs=blueprint.fuse_pairs, **_options(blueprint)
+    )
+    state = abstract_state(blueprint, optimizer)
+    update: Any = make_update(value_and_grad, optimizer, 1e-3, state)
+    return update.lower(state, blueprint.tokens, blueprint.tokens)
+
+
+def abstract_state(blueprint: Blueprint, optimizer: optax.GradientTransformation) -> TrainState:
+    """What ``init_state`` makes, as ShapeDtypeStructs with shardings."""
+    params = trainable(blueprint.params)
+    opt_state = jax.eval_shape(optimizer.init, params)
+    everywhere = NamedSharding(blueprint.mesh, PartitionSpec())  # type: ignore[arg-type]  # an abstract mesh will do
+    lying = jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=everywhere), opt_state
+    )
+    lying = optax.tree_utils.tree_map_params(
+        optimizer,
+        lambda leaf, p: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=p.sharding),
+        lying,
+        params,
+    )
+    if blueprint.shard_optimizer:
+        lying = shard_moments(lying)
+    step: Any = jax.ShapeDtypeStruct((), jnp.int32, sharding=everywhere)
+    return TrainState(step, blueprint.params, lying)
+
+
+def memory_by_kind(blueprint: Blueprint) -> dict[str, int]:
+    """Bytes on one device of all that lasts through a step, counted exactly; values packed, tiles not padded.
+
+    What the compiler needs besides for a moment, its temporaries, is not in it, nor what the optimizer makes new
+    after the scan: by then the slots are free.
+
+    Kinds:
+      stages, ends: parameters of the stages that the device owns; of embedding and head, which every rank holds.
+      mirrored: the second copy of the stages on a bidirectional pipe.
+      optimizer: AdamW's two moments.
+      gradients: sums for stages, mirrored ones, embedding and head.
+      residuals: slots for what forwards keep.
+      stash: slots for what the backward for the input hands to that for the weights.
+      boundary: slots for inputs of stages and gradients of their outputs, and what is on its way.
+      batch: tokens and targets, sums of figures.
+    """
+    state = _state(blueprint)
+    stages = [nbytes(stage) for stage in blueprint.params["stages"].local]
+    optimizer = abstract_state(blueprint, make_optimizer(1e-4, clip=1.0, weight_decay=0.1)).opt_state
+    pools = {name: nbytes(entry) for name, entry in state.items()}
+    kinds = {
+        "stages": sum(stages),
+        "ends": nbytes((blueprint.params["embed"], blueprint.params["head"])),
+        "mirrored": sum(stages[source] for source, _ in homes(blueprint.schedule.placement).borrowed),
+        "optimizer": nbytes(optimizer),
+        "gradients": sum(size for name, size in pools.items() if "grads" in name),
+        "residuals": pools["residual_i"] + pools["residual_w"],
+        "stash": pools["stash"],
+        "boundary": sum(pools[name] for name in ("x", "dy", "y_out", "dx_out")),
+    }
+    return kinds | {"batch": 2 * nbytes(blueprint.tokens) + pools["aux"] + pools["loss"] + pools["first_bad"]}
+
+
+def held_shapes(blueprint: Blueprint) -> set[tuple[int, ...]]:
+    """Shapes on a device of slot pools, sums and parameters: what no loop of a step should copy."""
+    state = _state(blueprint)
+    pools = ("x", "dy", "residual_i", "residual_w", "stash")
+    held = [leaf.shape for name, entry in state.items() if "grads" in name for leaf in jax.tree.leaves(entry)]
+    held += [leaf.shape for name in pools for leaf in jax.tree.leaves(state[name]) if leaf.shape[0]]
+    return set(held)
+
+
+def _state(blueprint: Blueprint) -> dict[str, Tree]:
+    state = pipeline_state(*_engine(blueprint), **_options(blueprint))
+    return state(blueprint.params, blueprint.tokens, blueprint.tokens)
+
+
+def nbytes(tree: Tree) -> int:
+    """Bytes of a tree's arrays on one device; those without a sharding lie there whole."""
+
+    def of(leaf: Any) -> int:
+        sharding = getattr(leaf, "sharding", None)
+        shape = leaf.shape if sharding is None else sharding.shard_shape(leaf.shape)
+        return int(jnp.dtype(leaf.dtype).itemsize) * _product(shape)
+
+    return sum(of(leaf) for leaf in jax.tree.leaves(tree))
+
+
+def _product(shape: tuple[int, ...]) -> int:
+    size = 1
+    for length in shape:
+        size *= length
+    return size
+
+
+def _engine(blueprint: Blueprint) -> tuple[PipelineModel, Schedule, Any]:
+    return PipelineModel(*blueprint.model.functions), blueprint.schedule, blueprint.mesh
+
+
+def _options(blueprint: Blueprint) -> dict[str, Any]:
+    return dict(param_specs=blueprint.model.param_specs, has_aux=True)
+
+
+def _lay(shapes: Tree, specs: Tree, mesh: Any) -> Tree:
+    def lay(leaf: Any, spec: PartitionSpec) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, spec))
+
+    return jax.tree.map(lay, shapes, specs)

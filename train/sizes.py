@@ -1,0 +1,69 @@
+"""Models by name, and how many parameters they have."""
+
+import dataclasses
+import difflib
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import models
+from train.model import byte
+
+
+def a2b(**changes: Any) -> models.Config:
+    """67 billion parameters, 2 billion of them active: a V3 for 64 GPUs, 32 layers with experts and one without."""
+    ours: dict[str, Any] = dict(
+        vocab=65536,
+        dim=2048,
+        num_layers=33,
+        num_dense_layers=1,
+        num_heads=16,
+        q_lora_rank=0,
+        dense_hidden=8192,
+        expert_hidden=1280,
+        num_experts=264,
+        top_k=4,
+    )
+    return models.v3(**(ours | changes))
+
+
+SIZES: Mapping[str, Callable[..., models.Config]] = {
+    "v3": models.v3,
+    "v2": models.v2,
+    "v2-lite": models.v2_lite,
+    "67b-a2b": a2b,
+    "small": models.small,
+    "tiny": models.tiny,
+    "byte": byte,
+}
+
+
+def size(
+    name: str, num_layers: int | None = None, changes: Mapping[str, float] | None = None
+) -> models.Config:
+    """The numbers of a model.
+
+    Arguments:
+      name: of ``SIZES``.
+      num_layers: layers with experts, instead of its own.
+      changes: other fields of ``models.Config``, such as {"dim": 2048}.
+
+    Raises:
+      ValueError: there is no such model or field.
+    """
+    if name not in SIZES:
+        near = difflib.get_close_matches(name, SIZES, n=1, cutoff=0.4)
+        meant = f"did you mean {near[0]}? " if near else ""
+        raise ValueError(f"model {name!r}: {meant}there are {', '.join(SIZES)}")
+    numbers = SIZES[name]()
+    given = dict(changes or {})
+    fields = {
+        field.name for field in dataclasses.fields(numbers) if field.type in (int, float, "int", "float")
+    }
+    if unknown := given.keys() - fields:
+        raise ValueError(
+            f"model {name}: no number {', '.join(sorted(unknown))}; there are {', '.join(sorted(fields))}"
+        )
+    if num_layers is not None:
+        dense = int(given.get("num_dense_layers", numbers.num_dense_layers))
+        given["num_layers"] = num_layers + dense
+    return dataclasses.replace(numbers, **given)  # type: ignore[arg-type]

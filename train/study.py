@@ -1,0 +1,277 @@
+"""The answers of a dry run: built, counted, compiled and read."""
+
+import dataclasses
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+from jax.errors import JaxRuntimeError
+
+import models
+from dualpipe_jax import inspect
+from dualpipe_jax.command.program import Program
+from dualpipe_jax.engine import recommended_compiler_options
+from dualpipe_jax.parallel import EP, make_mesh
+from dualpipe_jax.schedule import Schedule
+from train import ahead, predict
+from train.dryrun import UNITS, Request, make_schedule
+from train.model import count_parameters
+from train.sizes import size
+
+REMAT: Mapping[str, Callable[..., Any] | None] = {
+    "none": None,
+    "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+    "all": jax.checkpoint_policies.nothing_saveable,
+}
+_COPY_BYTES = 1 << 20
+"""Copies in loops of fewer bytes are not worth a mention."""
+
+
+def study(
+    request: Request,
+    target: inspect.Target | None,
+    devices: Sequence[Any] | None,
+    say: Callable[[str], None],
+) -> dict[str, Any]:
+    """All that is asked of one program."""
+    say("drawing the step")
+    program = request.program
+    numbers, blueprint = draw(program, target, devices)
+    total, active = count_parameters(numbers)
+    kinds = ahead.memory_by_kind(blueprint)
+    found: dict[str, Any] = {
+        "target": None if target is None else describe(target),
+        "program": dataclasses.asdict(program) | {"microbatches": blueprint.tokens.shape[0]},
+        "parameters": {"total": total, "active": active, "device": parameters_of_device(blueprint)},
+        "memory": {"kinds": kinds, "total": sum(kinds.values())},
+    }
+    if devices is None or target is None:
+        return found
+    found["compiled"] = compiled = compile_and_read(request, blueprint, target, say)
+    if "units" in compiled and {"F"} < compiled["units"].keys():
+        say("simulating the step")
+        found["step"] = predict_step(compiled, blueprint, target, numbers, active)
+    return found
+
+
+def draw(
+    program: Program, target: inspect.Target | None, devices: Sequence[Any] | None
+) -> tuple[models.Config, ahead.Blueprint]:
+    """The model's numbers and the blueprint of its step.
+
+    Raises:
+      ValueError: options that do not fit together or the target.
+    """
+    schedule = make_schedule(program)
+    num_stages = schedule.placement.num_model_stages
+    layers = None if program.layers_per_stage is None else program.layers_per_stage * num_stages
+    numbers = size(program.model, layers, dict(map(_assignment, program.change)))
+    if numbers.num_experts % program.ep:
+        raise ValueError(
+            f"--ep {program.ep}: must divide the {numbers.num_experts} experts of {program.model}"
+        )
+    batch = program.microbatch_size or program.ep
+    if batch % program.ep:
+        raise ValueError(f"--microbatch-size {batch}: --ep {program.ep} devices must share it equally")
+    needed = program.pp * program.ep
+    if target is not None and target.num_devices < needed:
+        raise ValueError(
+            f"--target {target}: has {target.num_devices} devices, --pp {program.pp} x --ep {program.ep} = {needed}"
+        )
+    model = models.deepseek(
+        numbers,
+        num_stages,
+        ep_axis=EP,
+        dispatch=program.dispatch,
+        capacity_factor=program.capacity_factor if program.dispatch == "capacity" else None,
+        remat=REMAT[program.remat],
+    )
+    mesh = (
+        ahead.abstract_mesh(program.pp, program.ep)
+        if devices is None
+        else make_mesh(program.pp, program.ep, devices)
+    )
+    tokens = (len_of(schedule), batch, program.sequence)
+    options = dict(shard_optimizer=program.shard_optimizer, fuse_pairs=not program.serialised)
+    return numbers, ahead.draw(model, schedule, mesh, tokens, **options)
+
+
+def len_of(schedule: Schedule) -> int:
+    """Microbatches of a step."""
+    return schedule.num_microbatches
+
+
+def compile_and_read(
+    request: Request, blueprint: ahead.Blueprint, target: inspect.Target, say: Callable[[str], None]
+) -> dict[str, Any]:
+    """Compile, and read what the compiler made of it."""
+    what, program = request.compile, request.program
+    started = time.perf_counter()
+    say("tracing and lowering")
+    lowered = (
+        ahead.lower_step(blueprint)
+        if what == "step"
+        else ahead.lower_units(blueprint, _units(what, blueprint))
+    )
+    say(f"compiling the {what} for {target}")
+    platform = "tpu" if target.platform == "tpu" else "gpu"
+    options = recommended_compiler_options(platform, target.generation, ahead_of_time=True)
+    options |= dict(map(_pair, program.compiler_option))
+    middle = time.perf_counter()
+    try:
+        compiled = lowered.compile(options)
+    except JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise ValueError(f"the compiler refuses this program: {str(error)[:2000]}") from None
+        return {"what": what, "out_of_memory": str(error).split("\n\n")[0][:2000]}
+    say("reading the compiled program")
+    seconds = {"lowering": middle - started, "compiling": time.perf_counter() - middle}
+    if request.text is not None:
+        Path(request.text).write_text(compiled.as_text())
+    log = "" if request.log is None else Path(request.log).read_text(errors="replace")
+    found = read(compiled, target, log, ahead.held_shapes(blueprint))
+    return {"what": what, "options": options, "seconds": seconds} | found
+
+
+def read(
+    compiled: Any, target: inspect.Target, log: str, held: Collection[tuple[int, ...]] = ()
+) -> dict[str, Any]:
+    """Overlap, units, sends, copies and memory of a compiled program.
+
+    ``held`` are the shapes of what no loop should copy.
+    """
+    module = inspect.read(compiled)
+    report = inspect.overlap(module, target.rates, statistics=inspect.parse_statistics(log))
+    pairs = predict.bodies(module, "FB")
+    exchange = [c for c in report.select("collective-permute") if c.computation == predict.walk(module)]
+    inside = [c for c in report.select("all-to-all") if not pairs or c.computation in pairs]
+    memory = inspect.memory(compiled)
+    return {
+        "all_to_all": _shares(inside),
+        "all_to_alls": [_row(c) for c in inside],
+        "sends": _shares(exchange) | {"each": max((c.duration or 0.0 for c in exchange), default=0.0)},
+        "units": {
+            name: dataclasses.asdict(unit) | {"over_limit": unit.over_limit, "over_sum": unit.over_sum}
+            for name, unit in predict.measure(report, module).items()
+        },
+        "copies": [
+            _copy(copy, held) for copy in inspect.copies(module, _COPY_BYTES) if not copy.changes_memory
+        ],
+        "memory": None if memory is None else dataclasses.asdict(memory) | {"peak": memory.peak},
+        "scheduler": {name: dataclasses.asdict(s) for name, s in report.statistics.items() if name in pairs},
+    }
+
+
+def predict_step(
+    compiled: Mapping[str, Any],
+    blueprint: ahead.Blueprint,
+    target: inspect.Target,
+    numbers: models.Config,
+    active: int,
+) -> dict[str, Any]:
+    """Time of a step by the compiler's model: from units' cycles, in the engine's ticks."""
+    fields = {field.name for field in dataclasses.fields(predict.Unit)}
+    units = {
+        name: predict.Unit(**{k: v for k, v in unit.items() if k in fields})
+        for name, unit in compiled["units"].items()
+    }
+    costs = predict.costs(units, compiled["sends"]["each"])
+    cycles, ideal = predict.step_cycles(blueprint.schedule, costs)
+    num_microbatches, batch, sequence = blueprint.tokens.shape
+    tokens = num_microbatches * batch * sequence
+    seconds = cycles / target.device.clock
+    needed = tokens * predict.model_flops(numbers, active, sequence)
+    num_devices = blueprint.mesh.size
+    return {
+        "costs": {name: getattr(costs, name) for name in ("F", "I", "W", "FB", "send")}
+        | {"extra": {str(stage): list(more) for stage, more in costs.extra.items()}},
+        "cycles": cycles,
+        "ideal_cycles": ideal,
+        "seconds": seconds,
+        "tokens": tokens,
+        "tokens_per_second": tokens / seconds,
+        "mfu": needed / (seconds * num_devices * target.device.flops),
+        "lower_bound": any(unit.unpriced for unit in units.values()),
+    }
+
+
+def describe(target: inspect.Target) -> dict[str, Any]:
+    """A target's figures."""
+    return {"name": str(target), "devices": target.num_devices, **dataclasses.asdict(target.device)}
+
+
+def parameters_of_device(blueprint: ahead.Blueprint) -> int:
+    """Numbers that one device holds, a borrowed copy not counted."""
+    leaves = jax.tree.leaves(ahead.trainable(blueprint.params))
+    return sum(ahead.nbytes(leaf) // leaf.dtype.itemsize for leaf in leaves)
+
+
+def _units(compile: str, blueprint: ahead.Blueprint) -> tuple[str, ...]:
+    """The units asked for, as far as the schedule runs them."""
+    if compile == "pair":
+        return ("FB",)
+    ops = {
+        (len(slot) > 1, action.op.name)
+        for order in blueprint.schedule.orders
+        for slot in order
+        for action in slot
+    }
+    there = {name for paired, name in ops if not paired} | (
+        {"FB"} if any(paired for paired, _ in ops) else set()
+    )
+    return tuple(unit for unit in UNITS if unit in there or not unit.isupper())
+
+
+def _shares(chosen: Sequence[inspect.Collective]) -> dict[str, Any]:
+    durations = [c.duration for c in chosen]
+    exposed = [c.exposed for c in chosen]
+    known = None not in durations and None not in exposed
+    total = sum(d for d in durations if d is not None)
+    waits = sum(e for e in exposed if e is not None)
+    return {
+        "count": len(chosen),
+        "sync": sum(c.form == "sync" for c in chosen),
+        "payload": sum(c.payload for c in chosen),
+        "cycles": total if known else None,
+        "exposed": waits if known else None,
+        "hidden": max(0.0, 1 - waits / total) if known and total else None,
+    }
+
+
+def _copy(copy: inspect.Copy, held: Collection[tuple[int, ...]]) -> dict[str, Any]:
+    """A copy; whether it is of a pool, a sum or a parameter is told by its shape."""
+    array = f"{copy.array.dtype}[{','.join(map(str, copy.array.dims))}]"
+    own = {"array": array, "of_state": copy.array.dims in held or copy.array.dims[1:] in held}
+    return {name: getattr(copy, name) for name in ("name", "nbytes", "context", "op_name")} | own
+
+
+def _row(c: inspect.Collective) -> dict[str, Any]:
+    names = (
+        "name",
+        "form",
+        "direction",
+        "payload",
+        "duration",
+        "exposed",
+        "hidden",
+        "cycles_between",
+        "matmuls",
+    )
+    return {name: getattr(c, name) for name in (*names, "opposite_matmuls")}
+
+
+def _assignment(text: str) -> tuple[str, int | float]:
+    name, value = _pair(text)
+    try:
+        return name, float(value) if "." in value else int(value)
+    except ValueError:
+        raise ValueError(f"--change {text}: wants FIELD=NUMBER, for instance dim=2048") from None
+
+
+def _pair(text: str) -> tuple[str, str]:
+    name, equals, value = text.partition("=")
+    if not (name and equals and value):
+        raise ValueError(f"{text!r}: wants NAME=VALUE")
+    return name, value
