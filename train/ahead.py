@@ -148,13 +148,24 @@ def memory_by_kind(blueprint: Blueprint) -> dict[str, int]:
     return kinds | {"batch": 2 * nbytes(blueprint.tokens) + pools["aux"] + pools["loss"] + pools["first_bad"]}
 
 
-def held_shapes(blueprint: Blueprint) -> set[tuple[int, ...]]:
-    """Shapes on a device of slot pools, sums and parameters: what no loop of a step should copy."""
+def held_arrays(blueprint: Blueprint) -> set[str]:
+    """Slot pools, sums and parameters of a device, as ``array_name`` writes them: what no loop should copy.
+
+    A pool of one slot looks like the value in it, and is left out.
+    """
     state = _state(blueprint)
     pools = ("x", "dy", "residual_i", "residual_w", "stash")
-    held = [leaf.shape for name, entry in state.items() if "grads" in name for leaf in jax.tree.leaves(entry)]
-    held += [leaf.shape for name in pools for leaf in jax.tree.leaves(state[name]) if leaf.shape[0]]
-    return set(held)
+    held = [leaf for name, entry in state.items() if "grads" in name for leaf in jax.tree.leaves(entry)]
+    held += [leaf for name in pools for leaf in jax.tree.leaves(state[name]) if leaf.shape[0] > 1]
+    return {array_name(_HLO_NAMES.get(str(leaf.dtype), str(leaf.dtype)), leaf.shape) for leaf in held}
+
+
+_HLO_NAMES = {"float32": "f32", "bfloat16": "bf16", "float16": "f16", "int32": "s32"}
+
+
+def array_name(dtype: str, dims: tuple[int, ...]) -> str:
+    """Such as ``bf16[5,2048,1024]``; dims of 1, which compilers drop and add, left out."""
+    return f"{dtype}[{','.join(str(dim) for dim in dims if dim != 1)}]"
 
 
 def _state(blueprint: Blueprint) -> dict[str, Tree]:

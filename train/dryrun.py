@@ -69,7 +69,7 @@ def main(arguments: list[str] | None = None) -> int:
     """Answer one request; 1 if it cannot be answered, the reason then stands in the answer."""
     (file,) = sys.argv[1:] if arguments is None else arguments
     asked = json.loads(sys.stdin.readline())
-    threading.Thread(target=_end_with_parent, daemon=True).start()
+    threading.Thread(target=end_with_parent, daemon=True).start()
     request = Request(Program(**_tuples(asked.pop("program"))), **asked)
     try:
         result, status = answer(request), 0
@@ -85,7 +85,7 @@ def make_schedule(program: Program) -> Any:
     return make(program.schedule, program.pp, num_microbatches, Shape())
 
 
-def _end_with_parent() -> None:
+def end_with_parent() -> None:
     """Whoever kills the parent leaves a compiler behind that nobody waits for; its end closes our input."""
     while sys.stdin.readline():
         time.sleep(0)

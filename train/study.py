@@ -131,16 +131,14 @@ def compile_and_read(
     if request.text is not None:
         Path(request.text).write_text(compiled.as_text())
     log = "" if request.log is None else Path(request.log).read_text(errors="replace")
-    found = read(compiled, target, log, ahead.held_shapes(blueprint))
+    found = read(compiled, target, log, ahead.held_arrays(blueprint))
     return {"what": what, "options": options, "seconds": seconds} | found
 
 
-def read(
-    compiled: Any, target: inspect.Target, log: str, held: Collection[tuple[int, ...]] = ()
-) -> dict[str, Any]:
+def read(compiled: Any, target: inspect.Target, log: str, held: Collection[str] = ()) -> dict[str, Any]:
     """Overlap, units, sends, copies and memory of a compiled program.
 
-    ``held`` are the shapes of what no loop should copy.
+    ``held`` names the arrays that no loop should copy; see ``ahead.array_name``.
     """
     module = inspect.read(compiled)
     report = inspect.overlap(module, target.rates, statistics=inspect.parse_statistics(log))
@@ -240,10 +238,10 @@ def _shares(chosen: Sequence[inspect.Collective]) -> dict[str, Any]:
     }
 
 
-def _copy(copy: inspect.Copy, held: Collection[tuple[int, ...]]) -> dict[str, Any]:
+def _copy(copy: inspect.Copy, held: Collection[str]) -> dict[str, Any]:
     """A copy; whether it is of a pool, a sum or a parameter is told by its shape."""
-    array = f"{copy.array.dtype}[{','.join(map(str, copy.array.dims))}]"
-    own = {"array": array, "of_state": copy.array.dims in held or copy.array.dims[1:] in held}
+    array = ahead.array_name(*copy.array)
+    own = {"array": array, "of_state": array in held}
     return {name: getattr(copy, name) for name in ("name", "nbytes", "context", "op_name")} | own
 
 

@@ -1,0 +1,133 @@
+"""The process in which compilers run: what it answers, how it dies, and that nothing of it is left."""
+
+import contextlib
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from dualpipe_jax.command.child import Died, ask
+from dualpipe_jax.command.options import CommandError
+
+WORKERS = {
+    "answers": """
+        print("counting", flush=True)
+        request = json.loads(sys.stdin.readline())
+        open(sys.argv[1], "w").write(json.dumps({"sum": sum(request["numbers"]), "name": os.environ["NAME"]}))
+    """,
+    "refuses": """
+        open(sys.argv[1], "w").write(json.dumps({"error": "no such pod"}))
+        sys.exit(1)
+    """,
+    "aborts": """
+        print("compiling", flush=True)
+        print("I1121 Linux version", file=sys.stderr)
+        print("F1121 10:44:26.2 target.cc:1737] Check failed: y <= 16 (32 vs. 16)", file=sys.stderr, flush=True)
+        print("E1121 10:44:27.2 hook.cc:3] RAW: Dumping core locally.", file=sys.stderr, flush=True)
+        os.abort()
+    """,
+    "raises": """
+        print("drawing", flush=True)
+        raise RuntimeError("a mistake of ours")
+    """,
+    "lingers": """
+        import subprocess
+        other = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+        open(os.environ["PIDS"], "w").write(f"{os.getpid()} {other.pid}")
+        print("compiling", flush=True)
+        time.sleep(60)
+    """,
+    "watches": """
+        import threading
+        from train.dryrun import end_with_parent
+        sys.stdin.readline()
+        threading.Thread(target=end_with_parent, daemon=True).start()
+        open(os.environ["PIDS"], "w").write(f"{os.getpid()}")
+        time.sleep(60)
+    """,
+}
+
+
+@pytest.fixture
+def environment(tmp_path):
+    for name, work in WORKERS.items():
+        body = "\n".join(line.removeprefix("        ") for line in work.splitlines())
+        (tmp_path / f"{name}.py").write_text(f"import json, os, sys, time\n{body}")
+    return {"PYTHONPATH": str(tmp_path), "NAME": "pod", "PIDS": str(tmp_path / "pids")}
+
+
+def test_an_answer(environment, capfd):
+    assert ask("answers", {"numbers": [1, 2]}, environment, "v5e:4x4") == {"sum": 3, "name": "pod"}
+    out, err = capfd.readouterr()
+    assert not out, "figures alone go to standard output"
+    assert re.fullmatch(r"v5e:4x4: counting \(0 s\)\n", err)
+
+
+def test_what_it_refuses(environment):
+    with pytest.raises(CommandError, match="^no such pod$"):
+        ask("refuses", {}, environment, "v5e:4x4")
+
+
+def test_a_compiler_that_ends_its_process(environment):
+    with pytest.raises(Died) as died:
+        ask("aborts", {}, environment, "v5e:16x32")
+    assert str(died.value) == (
+        "the process was ended by SIGABRT while compiling; its last words:\n"
+        "  F1121 10:44:26.2 target.cc:1737] Check failed: y <= 16 (32 vs. 16)"
+    )
+
+
+def test_a_mistake_of_ours(environment):
+    with pytest.raises(
+        Died, match=r"ended with status 1 while drawing; .*\n  RuntimeError: a mistake of ours$"
+    ):
+        ask("raises", {}, environment, "v5e:4x4")
+
+
+def killed(environment, worker, number):
+    """Process numbers of a worker, and what it has started, whose parent is sent a signal."""
+    paths = os.pathsep.join([os.getcwd(), environment["PYTHONPATH"]])
+    call = f"from dualpipe_jax.command.child import ask; ask({worker!r}, {{}}, {{}}, 'v5e:4x4')"
+    parent = subprocess.Popen(
+        [sys.executable, "-c", call],
+        env={**os.environ, **environment, "PYTHONPATH": paths},
+        stderr=subprocess.PIPE,
+    )
+    pids = waited_for(lambda: Path(environment["PIDS"]).read_text().split())
+    assert all(is_alive(int(pid)) for pid in pids)
+    os.kill(parent.pid, number)
+    parent.communicate(timeout=20)
+    return [int(pid) for pid in pids]
+
+
+def test_interrupted_it_ends_with_all_that_it_has_started(environment):
+    pids = killed(environment, "lingers", signal.SIGINT)
+    assert len(pids) == 2 and not any(map(is_alive, pids))
+
+
+def test_if_its_parent_is_killed_it_ends_by_itself(environment):
+    (pid,) = killed(environment, "watches", signal.SIGKILL)
+    waited_for(lambda: not is_alive(pid))
+
+
+def waited_for(found, seconds=20.0):
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        with contextlib.suppress(FileNotFoundError):
+            if result := found():
+                return result
+        time.sleep(0.05)
+    raise AssertionError("it did not happen")
+
+
+def is_alive(pid):
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return file.read().split(")")[-1].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
