@@ -1,0 +1,148 @@
+"""A step as shapes: what is counted against what lies on devices, and what is compiled against what is trained."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import models
+from dualpipe_jax.parallel import EP, make_mesh
+from dualpipe_jax.schedule import dualpipe, dualpipe_v, lower, one_f_one_b, zb_h1
+from train import ahead
+from train.model import byte, place
+from train.step import init_state, make_optimizer, make_update, shard_moments
+
+NUM_PP, NUM_EP, MICROBATCHES, SIZE, SEQ = 2, 2, 4, 4, 16
+
+
+@functools.cache
+def blueprint(make=dualpipe, mesh="devices", **options):
+    schedule = make(NUM_PP, MICROBATCHES)
+    stages = schedule.placement.num_model_stages
+    numbers = byte(num_layers=5, num_dense_layers=1)
+    model = models.deepseek(numbers, stages, ep_axis=EP, dispatch="capacity", capacity_factor=1.0)
+    mesh = make_mesh(NUM_PP, NUM_EP) if mesh == "devices" else ahead.abstract_mesh(NUM_PP, NUM_EP)
+    return ahead.draw(model, schedule, mesh, (MICROBATCHES, SIZE, SEQ), **options)
+
+
+OPTIMIZER = make_optimizer(1e-3, clip=1.0, weight_decay=0.1)
+
+
+@functools.cache
+def state(make=dualpipe):
+    b = blueprint(make)
+    return init_state(place(b.model, b.model.init(jax.random.key(0)), b.schedule, b.mesh), OPTIMIZER)
+
+
+def on_one_device(tree):
+    """Bytes of real arrays on the device that holds the most."""
+    device = jax.devices()[0]
+    shards = [shard for leaf in jax.tree.leaves(tree) for shard in leaf.addressable_shards]
+    return sum(shard.data.nbytes for shard in shards if shard.device == device)
+
+
+@pytest.mark.parametrize("make", [dualpipe, dualpipe_v, one_f_one_b])
+def test_parameters_and_optimizer_are_counted_as_they_lie(make):
+    kinds, real = ahead.memory_by_kind(blueprint(make)), state(make)
+    assert kinds["stages"] == on_one_device(real.params["stages"])
+    assert kinds["ends"] == on_one_device((real.params["embed"], real.params["head"]))
+    assert kinds["optimizer"] == on_one_device(real.opt_state)
+    assert kinds["mirrored"] == (kinds["stages"] if make is dualpipe else 0)
+
+
+def test_the_abstract_state_is_the_trainers():
+    real, drawn = state(), ahead.abstract_state(blueprint(), OPTIMIZER)
+    assert jax.tree.structure(real) == jax.tree.structure(drawn)
+    for a, b in zip(jax.tree.leaves(real), jax.tree.leaves(drawn), strict=True):
+        assert (a.shape, a.dtype) == (b.shape, b.dtype)
+        assert a.sharding.is_equivalent_to(b.sharding, a.ndim)
+
+
+@pytest.mark.parametrize("make", [dualpipe, dualpipe_v, one_f_one_b, zb_h1])
+def test_slots_are_counted_from_the_tables_numbers(make):
+    b = blueprint(make)
+    kinds = ahead.memory_by_kind(b)
+    state = ahead._state(b)
+    sets = {name: ahead.nbytes(state[name]) for name in ("residual_i", "residual_w", "stash", "x", "dy")}
+    assert kinds["residuals"] == sets["residual_i"] + sets["residual_w"] > 0
+    assert kinds["stash"] == sets["stash"] and (kinds["stash"] > 0) == (make is not one_f_one_b)
+    activation = SIZE // NUM_EP * SEQ * byte().dim * 4
+    slots = lower(b.schedule).num_slots
+    assert kinds["boundary"] == (slots["x"] + slots["dy"] + 2) * activation
+    sums = kinds["stages"] + kinds["mirrored"] + kinds["ends"]
+    routing = ahead.nbytes([stage["routing"] for stage in b.params["stages"].local])
+    assert sums - 2 * routing <= kinds["gradients"] <= sums
+
+
+@pytest.mark.parametrize("make", [dualpipe, one_f_one_b])
+def test_nothing_needs_devices_to_be_counted(make):
+    assert ahead.memory_by_kind(blueprint(make, "abstract")) == ahead.memory_by_kind(blueprint(make))
+
+
+def test_more_microbatches_need_no_more_slots():
+    b = blueprint()
+    longer = dataclasses.replace(
+        b,
+        schedule=dualpipe(NUM_PP, 4 * MICROBATCHES),
+        tokens=jax.ShapeDtypeStruct(
+            (4 * MICROBATCHES, *b.tokens.shape[1:]), jnp.int32, sharding=b.tokens.sharding
+        ),
+    )
+    kinds, few = ahead.memory_by_kind(longer), ahead.memory_by_kind(b)
+    assert {k: v for k, v in kinds.items() if k not in ("batch", "stash", "boundary")} == {
+        k: v for k, v in few.items() if k not in ("batch", "stash", "boundary")
+    }
+
+
+def test_the_compiled_step_takes_the_arguments_that_were_counted():
+    b = blueprint(fuse_pairs=False)
+    memory = ahead.lower_step(b).compile().memory_analysis()
+    kinds = ahead.memory_by_kind(b)
+    step_and_tokens = 4 + 2 * ahead.nbytes(b.tokens)
+    assert memory.argument_size_in_bytes == (
+        kinds["stages"] + kinds["ends"] + kinds["optimizer"] + step_and_tokens
+    )
+    assert memory.alias_size_in_bytes >= kinds["stages"] + kinds["ends"] + kinds["optimizer"], "donated"
+
+
+def test_moments_that_are_shared_out_change_no_step():
+    real = state()
+    shared = real._replace(opt_state=jax.device_put(real.opt_state, shardings(real.opt_state)))
+    assert on_one_device(shared.opt_state) < 0.6 * on_one_device(real.opt_state)
+    results = []
+    for start in (real, shared):
+        update = make_update(slopes, OPTIMIZER, 1e-3, start)
+        for _ in range(2):
+            start, _ = update(jax.tree.map(jnp.copy, start), (), ())
+        results.append(start)
+    for a, c in zip(jax.tree.leaves(results[0].params), jax.tree.leaves(results[1].params), strict=True):
+        np.testing.assert_allclose(a, c, rtol=1e-6, atol=1e-8)
+        assert a.sharding.is_equivalent_to(c.sharding, a.ndim)
+    old, new = jax.tree.leaves(shared.opt_state), jax.tree.leaves(results[1].opt_state)
+    assert all(a.sharding.is_equivalent_to(c.sharding, a.ndim) for a, c in zip(old, new, strict=True))
+
+
+def slopes(params, inputs, targets):
+    """Stands in for the engine: gradients that depend on params, and an even load."""
+    del inputs, targets
+    gradients = jax.tree.map(lambda p: jnp.sin(9 * p) if jnp.issubdtype(p.dtype, jnp.floating) else p, params)
+    bias = params["stages"].local[0]["routing"]["bias"]
+    counts = jnp.ones((NUM_PP, *bias.shape[1:]), jnp.int32)
+    return (jnp.float32(0), {"counts": counts, "dropped": jnp.int32(0)}), gradients
+
+
+def shardings(opt_state):
+    shapes = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.sharding), opt_state)
+    return jax.tree.map(lambda a: a.sharding, shard_moments(shapes))
+
+
+def test_arrays_that_no_loop_should_copy():
+    held = ahead.held_arrays(blueprint())
+    width = byte().dim
+    assert f"f32[256,{width}]" in held, "the embedding's sum"
+    slots = ahead._state(blueprint())["residual_w"][0].shape[0]
+    assert any(name.startswith(f"f32[{slots},") for name in held)
+    assert ahead.array_name("bf16", (1, 5, 1, 8)) == "bf16[5,8]"
