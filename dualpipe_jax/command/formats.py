@@ -24,7 +24,7 @@ def format_of(asked: Format | None, json: bool, output: Path | None) -> Format:
     """
     if json and asked not in (None, "json"):
         raise CommandError(f"--json and --format {asked} are two formats; drop either")
-    endings: dict[str, Format] = {f".{x}": x for x in ("csv", "json", "svg", "png", "html")}
+    endings: dict[str, Format] = {f".{x}": x for x in ("csv", "json", "trace", "svg", "png", "html")}
     ending = output.suffix.lower() if output else ""
     return "json" if json else asked or endings.get(ending, "text")
 
