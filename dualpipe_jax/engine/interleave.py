@@ -28,6 +28,7 @@ from dualpipe_jax.engine.split_graph import (
     count_flops,
     definitions,
     is_cheap,
+    is_view,
     values,
 )
 
@@ -85,6 +86,7 @@ class _Stream:
     def __post_init__(self, arguments: Sequence[Any]):
         self.known: dict[Value, Any] = dict(zip(self.program.inputs, arguments, strict=True))
         self.outputs: dict[int, Any] = {}
+        self.costs = _costs(self.program)
 
     def run(self, nodes: Iterable[Node]) -> None:
         """Compute what the nodes define and nobody has yet."""
@@ -154,25 +156,22 @@ def _plan(streams: Sequence[_Stream]) -> list[_Phase]:
     """The collectives in turn, each with what is computed for it and beside it."""
     pieces = [_pieces(stream.program) for stream in streams]
     phases = [_Phase(streams[turn], *pieces[turn].pop(0)) for turn in _turns(*map(len, pieces))]
-    left = [item for stream in streams for item in _items(stream, phases)]
+    items = [item for stream in streams for item in _items(stream, phases) if item.ready < len(phases)]
     planned: set[tuple[_Stream, Node]] = set()  # programs may share nodes: the backward computes some again
-    needed = [_cost(phase.before) for phase in phases[1:]] + [0.0]
-    payload = [float(sum(value.nbytes for value in phase.collective.outputs)) for phase in phases]
+    work = [sum(map(phase.stream.costs.__getitem__, phase.before)) for phase in phases[1:]] + [0.0]
+    payload = [sum(value.nbytes for value in phase.collective.outputs) for phase in phases]
 
-    def cost(*items: _Item) -> float:
-        """Of what the items still need."""
-        nodes = dict.fromkeys((item.stream, node) for item in items for node in item.nodes)
-        return _cost(node for stream, node in nodes if (stream, node) not in planned)
+    def cost(item: _Item) -> float:
+        """Of what it still needs."""
+        return sum(item.stream.costs[node] for node in item.nodes if (item.stream, node) not in planned)
 
-    for number, phase in enumerate(phases):
-        work = sum(needed[number:]) + cost(*left)
-        room = work * payload[number] / sum(payload[number:]) - needed[number]
-        for item in [item for item in left if item.ready <= number]:
-            if room > cost(item) / 2 or phase is phases[-1]:
-                room -= cost(item)
-                phase.share.append(item)
-                left.remove(item)
-                planned.update((item.stream, node) for node in item.nodes)
+    while items:  # those with the least choice first, then the largest
+        item = max(items, key=lambda item: (item.ready, cost(item)))
+        number = min(range(item.ready, len(phases)), key=lambda number: work[number] / payload[number])
+        work[number] += cost(item)
+        planned.update((item.stream, node) for node in item.nodes)
+        phases[number].share.append(item)
+        items.remove(item)
     return phases
 
 
@@ -224,17 +223,31 @@ def _needed(wanted: list[Node], made_by: dict[Value, Node], among: dict[Node, No
     return needed
 
 
-def _cost(nodes: Iterable[Node]) -> float:
-    """Work as bytes to and from memory. What is fused with its neighbours is free."""
-    total = 0.0
-    for node in nodes:
+def _costs(program: Program) -> dict[Node, float]:
+    """Each node's work as bytes to and from memory. Within a chain of elementwise work only the end counts."""
+    stored = set(values(program.outputs))
+    for node in program.equations:
+        stored.update(() if is_cheap(node) else values(node.inputs))
+    costs = {}
+    for node in program.equations:
+        written = sum(value.nbytes for value in node.outputs)
         name = getattr(node, "name", "")
-        if name in _PICKING:
-            total += 2 * sum(value.nbytes for value in node.outputs)
-        elif not is_cheap(node) and name not in _FUSED:
-            traffic = sum(value.nbytes for value in (*values(node.inputs), *node.outputs))
-            total += max(traffic, count_flops([node]) / FLOPS_A_BYTE)
-    return total
+        if is_view(node) or name in _FUSED:
+            costs[node] = 0.0
+        elif is_cheap(node):
+            costs[node] = 2.0 * written if stored.intersection(node.outputs) else 0.0
+        elif name in _PICKING:
+            costs[node] = 2.0 * written
+        else:
+            traffic = written + sum(value.nbytes for value in values(node.inputs))
+            costs[node] = max(float(traffic), (count_flops([node]) + _told_flops(node)) / FLOPS_A_BYTE)
+    return costs
+
+
+def _told_flops(node: Node) -> float:
+    """FLOPs that a Pallas kernel's author tells the compiler."""
+    told = node.params.get("cost_estimate") if isinstance(node, Equation) else None
+    return getattr(told, "flops", 0)
 
 
 def _turns(num_first: int, num_second: int) -> list[int]:
