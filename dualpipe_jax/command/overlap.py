@@ -101,10 +101,13 @@ def units(compiled: dict[str, Any]) -> Table:
 
 
 def cycles(count: float | None) -> str:
-    """Cycles in thousands or millions."""
+    """Cycles in thousands, millions or billions."""
     if count is None:
         return "?"
-    return f"{count / 1e6:.2f} M" if count >= 1e6 else f"{count / 1e3:.1f} k"
+    letter, unit = next(
+        ((letter, unit) for letter, unit in (("G", 1e9), ("M", 1e6)) if count >= unit), ("k", 1e3)
+    )
+    return f"{count / unit:.2f} {letter}" if letter != "k" else f"{count / unit:.1f} k"
 
 
 def _title(found: dict[str, Any]) -> str:

@@ -1,0 +1,221 @@
+"""`dualpipe overlap` and `dualpipe dryrun`: options, tables, exit statuses; and real compilers where there are any."""
+
+import importlib.util
+import json
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+
+from dualpipe_jax.__main__ import main
+from dualpipe_jax.command import child
+from dualpipe_jax.command.dryrun import verdict
+from dualpipe_jax.inspect import target as targets
+
+SMALL = ["--model", "tiny", "--layers-per-stage", "1", "--pp", "2", "--ep", "2", "--microbatches", "4"]
+SMALL += ["--microbatch-size", "4", "--sequence", "16"]
+TPU = pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed")
+CUDA = pytest.mark.skipif(
+    not any(targets._is_installed(f"jax_plugins.{name}") for name in targets._CUDA),
+    reason="JAX's CUDA plugin is not installed",
+)
+
+ALL_TO_ALL = {
+    "name": "all-to-all-start.1",
+    "direction": "forward",
+    "form": "async",
+    "payload": 1 << 20,
+    "duration": 1e6,
+    "exposed": 1e4,
+    "hidden": 0.99,
+    "opposite_matmuls": 3,
+}
+UNIT = {"cycles": 3e6, "computation": 2.99e6, "communication": 1e6, "exposed": 1e4, "unpriced": 0}
+UNIT |= {"over_limit": 1.003, "over_sum": 0.75}
+ANSWER = {
+    "target": {"name": "v5e:4x4", "devices": 16, "memory": 16 * 2**30},
+    "program": {"model": "tiny", "schedule": "dualpipe", "pp": 2, "ep": 2, "microbatches": 4, "sequence": 16}
+    | {"microbatch_size": 4},
+    "parameters": {"total": 10**9, "active": 10**8, "device": 10**8},
+    "memory": {
+        "kinds": {"stages": 6 * 2**30, "optimizer": 4 * 2**30, "stash": 2 * 2**30},
+        "total": 12 * 2**30,
+    },
+    "compiled": {
+        "what": "pair",
+        "all_to_all": {"cycles": 1e6, "exposed": 1e4, "hidden": 0.99},
+        "all_to_alls": [ALL_TO_ALL],
+        "sends": {"count": 2, "cycles": 2e5, "exposed": 0.0, "each": 1e5},
+        "units": {"FB": UNIT},
+        "copies": [{"array": "bf16[5,8]", "of_state": True, "op_name": "pair/copied"}, {"of_state": False}],
+        "memory": {"peak": 10 * 2**30},
+    },
+    "step": {"costs": {}, "cycles": 3e9, "ideal_cycles": 2.9e9, "seconds": 2.0, "tokens": 1024, "mfu": 0.4}
+    | {"tokens_per_second": 512.0, "lower_bound": True},
+}
+
+
+@pytest.fixture
+def answered(monkeypatch):
+    """The process that compiles answers at once; gives what it was asked."""
+    asked = []
+
+    def ask(module, request, environment, title):
+        asked.append((module, request, environment, title))
+        return json.loads(json.dumps(ANSWER))
+
+    monkeypatch.setattr(child, "ask", ask)
+    monkeypatch.setattr(targets, "_is_installed", lambda _: True)
+    return asked
+
+
+def test_overlap_prints_what_hides_what(answered, capsys):
+    assert main(["overlap", "--target", "v5e:4x4", *SMALL]) == 0
+    out = capsys.readouterr().out
+    assert "tiny, dualpipe, pp 2 x ep 2 on v5e:4x4 (16 devices)" in out
+    assert "hidden: 99.0 % of 1.00 M cycles of all-to-all (enough: 97 % asked for)" in out
+    assert "sends: 2 in flight beside it, 0.0 k of 200.0 k exposed" in out
+    assert "in a loop: 1\n  bf16[5,8] pair/copied" in out
+    assert "pair: 3.00 M cycles, 1.003 of the larger" in out and "0.750 of their sum" in out
+    ((module, request, environment, title),) = answered
+    assert (module, title, request["compile"]) == ("train.dryrun", "v5e:4x4", "pair")
+    assert request["program"]["layers_per_stage"] == 1 and request["program"]["sequence"] == 16
+    assert environment["TPU_SKIP_MDS_QUERY"] == "1" and environment["JAX_PLATFORMS"] == "cpu"
+
+
+def test_overlap_fails_where_too_little_is_hidden(answered, capsys):
+    assert main(["overlap", "--target", "v5e:4x4", "--at-least", "99.5", *SMALL]) == 1
+    assert "(too little: 99.5 % asked for)" in capsys.readouterr().out
+    assert main(["overlap", "--target", "v5e:4x4", "--at-least", "99.5", "--json", *SMALL]) == 1
+    found = json.loads(capsys.readouterr().out)
+    assert not found["enough"] and found["compiled"]["all_to_alls"] == [ALL_TO_ALL]
+
+
+def test_overlap_of_a_program_that_does_not_fit(answered, capsys, monkeypatch):
+    full = {"what": "pair", "out_of_memory": "RESOURCE_EXHAUSTED: Used 20G of 15.75G hbm"}
+    monkeypatch.setitem(ANSWER, "compiled", full)
+    assert main(["overlap", "--target", "v5e:4x4", *SMALL]) == 1
+    assert "does not fit:\nRESOURCE_EXHAUSTED: Used 20G of 15.75G hbm" in capsys.readouterr().out
+
+
+def test_dryrun_prints_memory_and_a_prediction(answered, capsys):
+    assert main(["dryrun", "--target", "v5e:4x4", *SMALL]) == 0
+    out = capsys.readouterr().out
+    assert "parameters: 1.00 G, 0.10 G active, 0.100 G a device" in out
+    assert re.search(r"parameters of stages +6.00 +37.5 %", out)
+    assert re.search(r"beyond it, by the compiler +2.00 +12.5 %", out)
+    assert "fits: 14.00 of 16.00 GiB a device, 87.5 %" in out
+    assert "a prediction of the compiler's model, no measurement" in out
+    assert "step: at least 2 s, 3.00 G cycles" in out and "MFU: at most 40.0 % of the published peak" in out
+    assert answered[0][1]["compile"] == "units"
+
+
+def test_dryrun_fails_where_it_does_not_fit(answered, capsys, monkeypatch):
+    monkeypatch.setitem(ANSWER["target"], "memory", 13 * 2**30)
+    assert main(["dryrun", "--target", "v5e:4x4", *SMALL]) == 1
+    assert "DOES NOT FIT: 14.00 of 13.00 GiB" in capsys.readouterr().out
+    assert main(["dryrun", "--target", "v5e:4x4", "--json", *SMALL]) == 1
+    memory = json.loads(capsys.readouterr().out)["memory"]
+    assert memory["needed"] == 14 * 2**30 and memory["fits"] is False
+
+
+def test_what_is_needed():
+    def of(what, peak, memory=16, **more):
+        compiled = {"what": what, "memory": None if peak is None else {"peak": peak}} | more
+        kinds = {"kinds": {"optimizer": 4}, "total": 12}
+        return verdict({"compiled": compiled, "memory": kinds, "target": {"memory": memory}})
+
+    assert of("step", 15) == {"beyond": 3, "needed": 15, "limit": 16, "fits": True}
+    assert of("units", 15)["needed"] == 19, "the units' program has no optimizer state"
+    assert of("pair", 3)["needed"] == 12, "some of what was counted is not in it"
+    assert of("units", None)["needed"] == 12
+    assert not of("step", None, out_of_memory="...")["fits"]
+    assert (
+        verdict({"memory": {"kinds": {"optimizer": 4}, "total": 12}, "target": {"memory": 11}})["fits"]
+        is False
+    )
+
+
+@pytest.mark.parametrize("command", ["overlap", "dryrun"])
+@pytest.mark.parametrize(("target", "extra"), [("v5e:4x4", "tpu"), ("h100:8x8", "cuda")])
+def test_missing_compilers(capsys, monkeypatch, command, target, extra):
+    monkeypatch.setattr(targets, "_is_installed", lambda _: False)
+    assert main([command, "--target", target]) == 2
+    assert capsys.readouterr().err.endswith(
+        f"not installed; it needs no device:\n  pip install 'dualpipe-jax[{extra}]'\n"
+    )
+
+
+def test_targets_that_are_none(capsys):
+    assert main(["overlap", "--target", "v5x:4x4"]) == 2
+    assert capsys.readouterr().err.startswith("error: target 'v5x:4x4': did you mean v5")
+
+
+def test_memory_is_counted_with_no_compiler(capsys):
+    """Through the real process, on this machine's own CPU."""
+    status = main(["dryrun", "--target", "v5p:8x8x16", "--compile", "nothing", "--json", *SMALL])
+    assert status == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["memory"]["fits"] and found["memory"]["total"] == sum(found["memory"]["kinds"].values())
+    assert found["memory"]["kinds"]["stash"] > 0 and found["target"]["devices"] == 1024
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--ep", "3"], "--ep 3: must divide the 16 experts of tiny"),
+        (["--microbatch-size", "3"], "--microbatch-size 3: --ep 2 devices must share it equally"),
+        (["--change", "dims=3"], "model tiny: no number dims; there are"),
+        (["--change", "dim"], "'dim': wants NAME=VALUE"),
+        (["--change", "dim=wide"], "--change dim=wide: wants FIELD=NUMBER, for instance dim=2048"),
+        (["--schedule", "dualpipes"], "there is no schedule 'dualpipes'; did you mean dualpipe"),
+        (["--target", "v5e:1x2"], "--target v5e:1x2: has 2 devices, --pp 2 x --ep 2 = 4"),
+        (["--model", "tinny"], "model 'tinny': did you mean tiny? there are v3"),
+    ],
+)
+def test_options_that_do_not_fit(options, message):
+    from dualpipe_jax.command.program import Program
+    from train import study
+
+    given = {"model": "tiny", "pp": 2, "ep": 2, "microbatches": 4, "sequence": 16}
+    target = targets.Target.parse("v5e:4x4")
+    option, value = options[0].removeprefix("--").replace("-", "_"), options[1]
+    if option == "target":
+        target = targets.Target.parse(value)
+    else:
+        changed = (value,) if option == "change" else int(value) if value.isdigit() else value
+        given[option] = changed
+    with pytest.raises(ValueError, match="^" + "".join(f"[{c}]" if c in "?.+()" else c for c in message)):
+        study.draw(Program(**given), target, None)
+
+
+def compiled(*arguments):
+    environment = {k: v for k, v in os.environ.items() if not k.startswith(("TPU_", "XLA_FLAGS", "JAX_"))}
+    done = subprocess.run(
+        [sys.executable, "-m", "dualpipe_jax", *arguments, "--json"],
+        capture_output=True, text=True, env=environment, timeout=900,
+    )  # fmt: skip
+    return done.returncode, json.loads(done.stdout) if done.stdout else done.stderr
+
+
+@TPU
+def test_a_pod_that_the_compiler_does_not_survive():
+    status, said = compiled("overlap", "--target", "v5e:16x32", *SMALL)
+    assert status == 2
+    assert "ended by SIGABRT while compiling the pair for v5e:16x32; its last words:\n" in said
+    assert "Check failed" in said
+
+
+@CUDA
+@pytest.mark.slow
+def test_a_pair_on_h100s_is_asynchronous():
+    wide = ["--change", "dim=512", "expert_hidden=512", "num_dense_layers=0"]
+    status, found = compiled(
+        "overlap", "--target", "h100:1x4", "--at-least", "0", *SMALL, "--sequence", "512", *wide
+    )
+    assert status == 0, found
+    rows = found["compiled"]["all_to_alls"]
+    assert len(rows) == 4 and not any(row["form"] == "sync" for row in rows)
+    assert not any(copy["of_state"] for copy in found["compiled"]["copies"])

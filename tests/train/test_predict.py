@@ -1,0 +1,87 @@
+"""From cycles of units to a step's time: by hand, and on a program of our own compiled for CPU."""
+
+import jax
+import pytest
+
+import models
+from dualpipe_jax.inspect import Rates, overlap, read
+from dualpipe_jax.schedule import CostModel, dualpipe, one_f_one_b
+from train import ahead, predict
+from train.model import byte, count_parameters
+from train.sizes import SIZES, size
+
+
+def unit(cycles, communication=0.0, exposed=0.0):
+    return predict.Unit(cycles, cycles - exposed, communication, exposed, 0)
+
+
+def test_a_unit_that_hides_all_and_one_that_hides_nothing():
+    best, worst = unit(10.0, communication=10.0), unit(20.0, communication=10.0, exposed=10.0)
+    assert best.over_limit == 1 and best.over_sum == 0.5
+    assert worst.over_limit == 2 and worst.over_sum == 1
+    assert unit(0.0).over_limit is None
+
+
+def test_costs_of_units():
+    units = {"F": unit(3.0), "B": unit(7.0), "I": unit(4.0), "W": unit(2.0), "FB": unit(8.0)}
+    assert predict.costs(units, 0.5) == CostModel(3, 4, 2, FB=8, send=0.5)
+    ends = units | {"embed": unit(1.0), "embed_backward": unit(2.0), "head": unit(6.0)}
+    assert predict.costs(ends, 0).extra == {0: (1, 2, 0), -1: (6, 0, 0)}
+    whole = predict.costs({"F": unit(3.0), "B": unit(6.0)}, 0)
+    assert (whole.B, whole.FB) == (6, 9)
+    with pytest.raises(ValueError, match="costs: needs F and either B or I and W; measured were FB, W"):
+        predict.costs({"FB": unit(1.0), "W": unit(1.0)}, 0)
+
+
+def test_a_step_in_ticks_takes_no_less_than_in_the_ideal_order():
+    costs = CostModel(1, 1, 1, send=0.1)
+    for schedule in (dualpipe(4, 16), one_f_one_b(4, 16)):
+        ticks, ideal = predict.step_cycles(schedule, costs)
+        assert ideal <= ticks < 1.3 * ideal
+
+
+def test_model_flops_of_v3_by_hand():
+    numbers = models.v3()
+    total, active = count_parameters(numbers)
+    assert total > 671e9
+    attention = 61 * 128 * (192 + 128) * 4096  # a half of QK and PV, 2 each
+    assert predict.model_flops(numbers, active, 4096) == pytest.approx(
+        6 * (active - 129280 * 7168) + 3 * attention
+    )
+    assert 2.2e11 < predict.model_flops(numbers, active, 4096) < 2.6e11, "250 GFLOP a token, as published"
+
+
+def test_units_are_found_and_priced_in_a_compiled_program():
+    schedule = dualpipe(2, 6)
+    numbers = byte(num_layers=2, num_dense_layers=0)
+    model = models.deepseek(numbers, 2, ep_axis="ep", dispatch="capacity", capacity_factor=1.0)
+    mesh = jax.make_mesh((2, 2), ("pp", "ep"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    blueprint = ahead.draw(model, schedule, mesh, (6, 2, 8))
+    module = read(ahead.lower_units(blueprint, ("FB", "embed")).compile())
+    assert len(predict.bodies(module, "FB")) == len(predict.bodies(module, "embed")) == 1
+    assert not predict.bodies(module, "head")
+    report = overlap(module, Rates(link=8.0, memory=64.0, flops=1024.0))
+    units = predict.measure(report, module)
+    assert units.keys() == {"FB", "embed"}
+    assert units["FB"].cycles > units["FB"].communication > 0 == units["embed"].communication
+    sends = [c for c in report.select("collective-permute") if c.computation == predict.walk(module)]
+    assert len(sends) == 2, "outputs and gradients; on two ranks both pipes send the same way"
+
+
+def test_models_by_name():
+    assert count_parameters(size("67b-a2b"))[0] == pytest.approx(67e9, rel=0.02)
+    assert 1.8e9 < count_parameters(size("67b-a2b"))[1] < 2.6e9
+    assert size("v3") == models.v3()
+    changed = size("v2-lite", num_layers=4, changes={"dim": 512, "top_k": 2})
+    assert (changed.num_moe_layers, changed.num_dense_layers, changed.dim, changed.top_k) == (4, 1, 512, 2)
+    assert size("v3", 4, {"num_dense_layers": 0}).num_layers == 4
+    assert {name for name in SIZES} >= {"v3", "v2", "v2-lite", "67b-a2b", "tiny"}
+
+
+def test_models_that_there_are_not():
+    with pytest.raises(
+        ValueError, match=r"model 'v33': did you mean v3\? there are v3, v2, v2-lite, 67b-a2b"
+    ):
+        size("v33")
+    with pytest.raises(ValueError, match=r"model v3: no number dims, score; there are .*dim, expert_hidden"):
+        size("v3", changes={"dims": 3, "score": 1})
