@@ -6,6 +6,7 @@ of a head without position, R the rotated part, V the value of a head, C compres
 
 import functools
 import math
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +15,9 @@ from flax import nnx
 from jax import Array
 
 from models.config import Config
+
+Attend = Callable[[Array, Array, Array, float], Array]
+"""``(q [B, S, H, X], k [B, S, H, X], v [B, S, H, V], scale) -> [B, S, H, V]``, causal."""
 
 
 class RMSNorm(nnx.Module):
@@ -99,8 +103,9 @@ class Attention(nnx.Module):
     follow the published checkpoints; kernels are [in, out], the transpose of theirs.
     """
 
-    def __init__(self, config: Config, rngs: nnx.Rngs):
+    def __init__(self, config: Config, rngs: nnx.Rngs, attend: Attend | None = None):
         self.config = config
+        self.attend = attend or causal_attention
         heads, head = config.num_heads, config.qk_nope_dim + config.qk_rope_dim
         if config.q_lora_rank:
             self.q_a_proj = linear(config, config.dim, config.q_lora_rank, rngs)
@@ -131,7 +136,7 @@ class Attention(nnx.Module):
         kv_BSHX = self.kv_b_proj(self.kv_a_layernorm(c_BSC)).reshape(B, S, heads, nope + config.v_head_dim)
         k_BSHX = jnp.concatenate([kv_BSHX[..., :nope], k_BSHR], axis=-1)
 
-        out_BSHV = causal_attention(q_BSHX, k_BSHX, kv_BSHX[..., nope:], softmax_scale(config))
+        out_BSHV = self.attend(q_BSHX, k_BSHX, kv_BSHX[..., nope:], softmax_scale(config))
         return self.o_proj(out_BSHV.reshape(B, S, heads * config.v_head_dim))
 
     def _queries(self, x_BSD: Array) -> Array:

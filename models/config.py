@@ -180,6 +180,25 @@ def v2_lite(**changes: Any) -> Config:
     return v2(**(ours | changes))
 
 
+def moe_67b(**changes: Any) -> Config:
+    """67 billion parameters, 2 billion active: 60 experts of a layer on each of 8 devices.
+
+    Our own numbers, for 64 GPUs of 80 GB as pp 8 x ep 8: 8 and 16 stages share its 32 expert layers equally.
+    """
+    ours: dict[str, Any] = dict(
+        dim=2048,
+        num_layers=33,
+        num_dense_layers=1,
+        num_heads=16,
+        q_lora_rank=0,
+        dense_hidden=8192,
+        expert_hidden=704,
+        num_experts=480,
+        top_k=6,
+    )
+    return v3(**(ours | changes))
+
+
 def small(**changes: Any) -> Config:
     """V3 for a CPU: eight expert layers, so that 1, 2, 4 or 8 stages divide them; about 20 million."""
     ours: dict[str, Any] = dict(

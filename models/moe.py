@@ -7,6 +7,7 @@ Shape suffixes: B batch, S sequence, T = B * S tokens, D model dim, E experts, K
 M experts of a group, F hidden width of an expert.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -160,10 +161,15 @@ class SwiGLU(nnx.Module):
         return self.down_proj(gated(self.gate_proj(x), self.up_proj(x)))
 
 
+Matmul = Callable[[Array, Array, parallel.Handle], Array]
+"""``parallel.expert_matmul``, or that with a kernel chosen."""
+
+
 class Experts(nnx.Module):
     """The routed experts' matrices, stacked on their first dim, which ``axis_name`` may shard."""
 
-    def __init__(self, config: Config, rngs: nnx.Rngs):
+    def __init__(self, config: Config, rngs: nnx.Rngs, matmul: Matmul | None = None):
+        self.matmul = matmul or parallel.expert_matmul
         experts, dim, hidden = config.num_experts, config.dim, config.expert_hidden
         init = jax.nn.initializers.normal(config.init_std)
         self.gate_proj = nnx.Param(init(rngs.params(), (experts, dim, hidden), jnp.float32))
@@ -173,19 +179,19 @@ class Experts(nnx.Module):
     def __call__(self, rows: Array, handle: parallel.Handle) -> Array:
         """Apply each row's expert; rows as ``parallel.dispatch`` returns them."""
         gate, up, down = (w[...].astype(rows.dtype) for w in (self.gate_proj, self.up_proj, self.down_proj))
-        hidden = gated(parallel.expert_matmul(rows, gate, handle), parallel.expert_matmul(rows, up, handle))
-        return parallel.expert_matmul(hidden, down, handle)
+        hidden = gated(self.matmul(rows, gate, handle), self.matmul(rows, up, handle))
+        return self.matmul(hidden, down, handle)
 
 
 class MoE(nnx.Module):
     """Routed experts, each token's weighted sum of a few, plus the shared expert, for every token."""
 
-    def __init__(self, config: Config, dispatch: Dispatch, rngs: nnx.Rngs):
+    def __init__(self, config: Config, dispatch: Dispatch, rngs: nnx.Rngs, matmul: Matmul | None = None):
         self.config = config
         self.dispatch = dispatch
         init = jax.nn.initializers.normal(config.init_std)
         self.gate = nnx.Param(init(rngs.params(), (config.dim, config.num_experts), jnp.float32))
-        self.experts = Experts(config, rngs)
+        self.experts = Experts(config, rngs, matmul)
         if config.num_shared_experts:
             self.shared_experts = SwiGLU(config, config.num_shared_experts * config.expert_hidden, rngs)
 

@@ -1,28 +1,31 @@
 """DeepSeek's model as the three plain functions of a pipeline.
 
-The token embedding and the dense blocks are ``embed``, the blocks with experts are shared out over equal
+The token embedding and the dense blocks are ``embed``, the blocks with experts are shared out over
 stages, the final norm, the output projection and the cross entropy are ``head_loss``. Multi-token
 prediction is not built; a checkpoint's names map one to one, see ``Block``.
 
 Shape suffixes: B batch, S sequence, D model dim, V vocab, E experts, P stages, L layers of a stage.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax import Array
 from jax.sharding import PartitionSpec
 
-from models.attention import Attention, RMSNorm, linear
+from models.attention import Attend, Attention, RMSNorm, linear
 from models.config import Config
-from models.functional import Functions, Pure, Tree, pure_nnx, unstack
-from models.moe import Dispatch, MoE, SwiGLU, update_bias
+from models.functional import Functions, Pure, Tree, num_params, pure_nnx, unstack
+from models.kernels import AUTO, Kernels
+from models.moe import Dispatch, Matmul, MoE, SwiGLU, update_bias
+from models.sharing import check_shares, places_of, share_layers
 
 SCAN_ABOVE = 2
-"""With more layers in a stage than this, they are scanned: compile time stays flat."""
+"""On CPU, with more layers in a stage than this, they are scanned: compile time stays flat."""
 
 
 class Model(NamedTuple):
@@ -32,20 +35,23 @@ class Model(NamedTuple):
       functions: embed, stage and head_loss; see ``Functions``.
       init: ``init(key) -> params``, float32; the same weights for every number of stages.
       param_specs: for each leaf of params, *without* the stage dim, how it lies on the expert axis.
+      places: int32 [P, L], which of the layers with experts stands where; -1 in an empty place, whose weights
+        are zeros that no gradient moves.
 
     """
 
     functions: Functions
     init: Callable[[Array], Tree]
     param_specs: Tree
+    places: np.ndarray
 
 
 class DenseBlock(nnx.Module):
     """x + attention, then x + SwiGLU, each behind its norm."""
 
-    def __init__(self, config: Config, rngs: nnx.Rngs):
+    def __init__(self, config: Config, rngs: nnx.Rngs, attend: Attend | None = None):
         self.input_layernorm = RMSNorm(config.dim, config.norm_eps)
-        self.self_attn = Attention(config, rngs)
+        self.self_attn = Attention(config, rngs, attend)
         self.post_attention_layernorm = RMSNorm(config.dim, config.norm_eps)
         self.mlp = SwiGLU(config, config.dense_hidden, rngs)
 
@@ -61,11 +67,18 @@ class Block(nnx.Module):
     Attributes are named as in published checkpoints, ``model.layers.N.<name>``; experts are stacked.
     """
 
-    def __init__(self, config: Config, dispatch: Dispatch, rngs: nnx.Rngs):
+    def __init__(
+        self,
+        config: Config,
+        dispatch: Dispatch,
+        rngs: nnx.Rngs,
+        attend: Attend | None = None,
+        matmul: Matmul | None = None,
+    ):
         self.input_layernorm = RMSNorm(config.dim, config.norm_eps)
-        self.self_attn = Attention(config, rngs)
+        self.self_attn = Attention(config, rngs, attend)
         self.post_attention_layernorm = RMSNorm(config.dim, config.norm_eps)
-        self.mlp = MoE(config, dispatch, rngs)
+        self.mlp = MoE(config, dispatch, rngs, matmul)
 
     def __call__(self, x_BSD: Array, bias_E: Array) -> tuple[Array, Array, Array]:
         """Apply the block; returns x, the router's counts [E] and the number of dropped assignments."""
@@ -77,10 +90,10 @@ class Block(nnx.Module):
 class Embed(nnx.Module):
     """Token embedding and the dense blocks."""
 
-    def __init__(self, config: Config, rngs: nnx.Rngs):
+    def __init__(self, config: Config, rngs: nnx.Rngs, attend: Attend | None = None):
         init = jax.nn.initializers.normal(config.init_std)
         self.embed_tokens = nnx.Param(init(rngs.params(), (config.vocab, config.dim), jnp.float32))
-        self.layers = nnx.List([DenseBlock(config, rngs) for _ in range(config.num_dense_layers)])
+        self.layers = nnx.List([DenseBlock(config, rngs, attend) for _ in range(config.num_dense_layers)])
         self.dtype = config.compute_dtype
 
     def __call__(self, tokens_BS: Array) -> Array:
@@ -123,6 +136,10 @@ def deepseek(
     dispatch: Literal["capacity", "dropless"] = "dropless",
     capacity_factor: float | None = None,
     remat: Callable[..., Any] | None = None,
+    layers_per_stage: Sequence[int] | None = None,
+    unroll: bool | None = None,
+    kernels: Kernels = AUTO,
+    platform: Literal["cpu", "gpu", "tpu"] | None = None,
 ) -> Model:
     """Build the model for ``num_stages`` pipeline stages.
 
@@ -137,23 +154,39 @@ def deepseek(
     returns ``(x, aux)`` with ``aux = {"counts": int32 [P, L, E], "dropped": int32 []}``, counts zero but in
     its own row: summed over microbatches, stages and devices, aux says how often every expert was chosen.
 
+    All stages run one program, so all have L places, as many as the deepest has layers. An empty place is run
+    and its result thrown away, which costs ``places.size / num_moe_layers`` of the stages' time (58 layers on
+    16 stages: 64 / 58, ten percent) and, on ranks that have one, the memory of a layer (``num_padding``). It
+    is not skipped, because a pair's collectives must stand outside of branches to lie under each other's work.
+
     Args:
       config: the model.
-      num_stages: P; must divide the layers that have experts.
+      num_stages: P.
       ep_axis: the mesh axis over which experts are sharded; the functions then run inside ``shard_map``,
         where an expert's leaf holds E / N of them and B is this device's part of the microbatch.
       dispatch: see ``models.moe.Dispatch``.
       capacity_factor: its factor; None drops nothing.
       remat: a ``jax.checkpoint`` policy for each layer, such as
         ``jax.checkpoint_policies.nothing_saveable``; None to keep what the backward needs.
+      layers_per_stage: how many of the layers that have experts each stage has; by default equal shares, as
+        far as possible: see ``share_layers``.
+      unroll: whether a stage's layers are written out one by one, or scanned. A fused pair needs them written
+        out, for what is inside a scan overlaps with nothing. None: written out unless the platform is "cpu",
+        where a scan of more than ``SCAN_ABOVE`` layers compiles faster.
+      kernels: what computes attention and the experts' matmuls.
+      platform: what the functions will be compiled for, which decides whatever is left open above; None is
+        JAX's default backend.
 
     Raises:
-      ValueError: the layers do not divide into the stages.
+      ValueError: there is no stage or no layer with experts, or the shares do not add up.
 
     """
-    _check_stages(config, num_stages)
-    block = pure_nnx(lambda rngs: Block(config, Dispatch(dispatch, capacity_factor, ep_axis), rngs))
-    embed = pure_nnx(lambda rngs: Embed(config, rngs))
+    places = _places(config, num_stages, layers_per_stage)
+    platform = platform or _platform()
+    attend, matmul = kernels.attend(platform), kernels.multiply(platform)
+    tokens = Dispatch(dispatch, capacity_factor, ep_axis)
+    block = pure_nnx(lambda rngs: Block(config, tokens, rngs, attend, matmul))
+    embed = pure_nnx(lambda rngs: Embed(config, rngs, attend))
     head = pure_nnx(lambda rngs: Head(config, rngs))
     embed_apply = embed.apply if remat is None else jax.checkpoint(embed.apply, policy=remat)
 
@@ -162,23 +195,23 @@ def deepseek(
 
     def init(key: Array) -> Tree:
         embed_key, layers_key, head_key = jax.random.split(key, 3)
-        shape = (num_stages, config.num_moe_layers // num_stages)
         layers = jax.vmap(block.init)(jax.random.split(layers_key, config.num_moe_layers))
         routing = {
-            "bias": jnp.zeros((*shape, config.num_experts), jnp.float32),
+            "bias": jnp.zeros((*places.shape, config.num_experts), jnp.float32),
             "stage": jnp.arange(num_stages, dtype=jnp.int32),
         }
         return {
             "embed": embed.init(embed_key),
             "stages": {
-                "layers": jax.tree.map(lambda w: w.reshape(*shape, *w.shape[1:]), layers),
+                "layers": jax.tree.map(lambda w: _into_places(w, places), layers),
                 "routing": routing,
             },
             "head": head.init(head_key),
         }
 
-    functions = Functions(embed_apply, _stage_function(block, num_stages, remat), head_loss)
-    return Model(functions, init, _param_specs(init, ep_axis))
+    scanned = platform == "cpu" and places.shape[1] > SCAN_ABOVE if unroll is None else not unroll
+    functions = Functions(embed_apply, _stage_function(block, places, remat, scanned), head_loss)
+    return Model(functions, init, _param_specs(init, ep_axis), places)
 
 
 def update_routing(params: Tree, aux: Tree, rate: float | Array, *, center: bool = False) -> Tree:
@@ -196,38 +229,70 @@ def update_routing(params: Tree, aux: Tree, rate: float | Array, *, center: bool
     return params | {"stages": params["stages"] | {"routing": routing}}
 
 
-def _check_stages(config: Config, num_stages: int) -> None:
+def num_padding(model: Model) -> int:
+    """Count the parameters of empty places: zeros that ``num_params`` counts and the model does not have."""
+    layers = jax.eval_shape(model.init, jax.random.key(0))["stages"]["layers"]
+    return num_params(layers) // model.places.size * int(np.sum(model.places < 0))
+
+
+def _places(config: Config, num_stages: int, shares: Sequence[int] | None) -> np.ndarray:
     layers = config.num_moe_layers
-    if num_stages < 1 or layers < 1 or layers % num_stages:
-        counts = ", ".join(str(n) for n in range(1, layers + 1) if layers % n == 0)
+    if num_stages < 1 or layers < 1:
         raise ValueError(
             f"deepseek: {config.num_layers} layers less {config.num_dense_layers} dense ones leave {layers} "
-            f"with experts, which {num_stages} stages cannot share equally. Numbers of stages that work: "
-            f"{counts or 'none'}."
+            f"with experts for {num_stages} stages; at least one of each is needed."
         )
+    if shares is None:
+        shares = share_layers(layers, num_stages)
+    check_shares(shares, layers, num_stages)
+    return places_of(shares)
 
 
-def _stage_function(block: Pure, num_stages: int, remat: Callable[..., Any] | None) -> Callable[..., Any]:
+def _into_places(layers: Array, places: np.ndarray) -> Array:
+    if np.all(places >= 0):
+        return layers.reshape(*places.shape, *layers.shape[1:])
+    return jnp.take(layers, np.where(places < 0, len(layers), places), axis=0, mode="fill", fill_value=0)
+
+
+def _platform() -> Literal["cpu", "gpu", "tpu"]:
+    name = jax.default_backend()
+    return "tpu" if name == "tpu" else "cpu" if name == "cpu" else "gpu"
+
+
+def _stage_function(
+    block: Pure, places: np.ndarray, remat: Callable[..., Any] | None, scanned: bool
+) -> Callable[..., Any]:
     def layer(x_BSD: Array, weights: Tree, bias_E: Array) -> tuple[Array, tuple[Array, Array]]:
-        x_BSD, counts_E, dropped = block.apply(weights, x_BSD, bias_E)
-        return x_BSD, (counts_E, dropped)
+        y_BSD, counts_E, dropped = block.apply(weights, x_BSD, bias_E)
+        return y_BSD, (counts_E, dropped)
+
+    # A scan's iterations cannot be merged, so there the barriers of prevent_cse only cost.
+    kept = layer if remat is None else jax.checkpoint(layer, policy=remat, prevent_cse=not scanned)
+
+    always_L = np.all(places >= 0, axis=0)
+
+    def run(x_BSD: Array, leaves: tuple[Tree, Array], filled: Array | None) -> tuple[Array, Tree]:
+        y_BSD, counts = kept(x_BSD, *leaves)
+        if filled is None:
+            return y_BSD, counts
+        return jnp.where(filled, y_BSD, x_BSD), jax.tree.map(lambda n: jnp.where(filled, n, 0), counts)
 
     def stage(params: Tree, x_BSD: Array) -> tuple[Array, Tree]:
         routing = params["routing"]
+        own_P = jnp.arange(len(places), dtype=jnp.int32) == routing["stage"]
+        filled_L = jnp.any(own_P[:, None] & (places >= 0), axis=0)
         stacked = (params["layers"], jax.lax.stop_gradient(routing["bias"]))
-        num_layers = routing["bias"].shape[0]
-        scanned = num_layers > SCAN_ABOVE
-        # A scan's iterations cannot be merged, so there the barriers of prevent_cse only cost.
-        run = layer if remat is None else jax.checkpoint(layer, policy=remat, prevent_cse=not scanned)
         if scanned:
-            x_BSD, (counts_LE, dropped_L) = jax.lax.scan(lambda x, leaf: run(x, *leaf), x_BSD, stacked)
+            flags_L = None if np.all(always_L) else filled_L
+            x_BSD, (counts_LE, dropped_L) = jax.lax.scan(
+                lambda x, leaves: run(x, *leaves), x_BSD, (stacked, flags_L)
+            )
         else:
             outs = []
-            for weights, bias_E in unstack(stacked):
-                x_BSD, out = run(x_BSD, weights, bias_E)
+            for place, leaves in enumerate(unstack(stacked)):
+                x_BSD, out = run(x_BSD, leaves, None if always_L[place] else filled_L[place])
                 outs.append(out)
             counts_LE, dropped_L = (jnp.stack(parts) for parts in zip(*outs, strict=True))
-        own_P = jnp.arange(num_stages, dtype=jnp.int32) == routing["stage"]
         counts_PLE = jnp.where(own_P[:, None, None], counts_LE, 0)
         return x_BSD, {"counts": counts_PLE, "dropped": jnp.sum(dropped_L, dtype=jnp.int32)}
 

@@ -25,7 +25,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from dualpipe_jax.parallel.expert_groups import grouped_matmul, vary_alike
+from dualpipe_jax.parallel.expert_groups import Kernel, grouped_matmul, vary_alike
 
 
 @functools.partial(
@@ -217,12 +217,30 @@ def combine(y: Array, weights_TK: Array, handle: Handle) -> Array:
     return _collect(*vary_alike(back_SD, weights_TK, handle.assignment_S, handle.slot_TK))
 
 
-def expert_matmul(rows: Array, w_LDF: Array, handle: Handle) -> Array:
-    """Multiply each dispatched row by its expert's matrix; rows as ``dispatch`` returned them."""
-    if handle.group_sizes_L is None:
-        # N and C stay apart: no compiler reads two strides as one dim, and rows would be copied for it.
+def expert_matmul(
+    rows: Array, w_LDF: Array, handle: Handle, *, kernel: Kernel = "plain", interpret: bool = False
+) -> Array:
+    """Multiply each dispatched row by its expert's matrix; rows as ``dispatch`` returned them.
+
+    Args:
+      rows: [L, N, C, D] or [R, D].
+      w_LDF: the local experts' matrices, of the rows' dtype.
+      handle: the one given to ``dispatch``.
+      kernel: for unequal groups see ``grouped_matmul``. Equal ones are one batched matmul: with "plain" N and
+        C are one dim, which is faster on CPU; otherwise they stay apart, for rows that lie by device cannot be
+        read as one dim, and accelerators would copy them.
+      interpret: see ``grouped_matmul``.
+
+    Returns:
+      [L, N, C, F] or [R, F].
+
+    """
+    if handle.group_sizes_L is not None:
+        return grouped_matmul(rows, w_LDF, handle.group_sizes_L, kernel=kernel, interpret=interpret)
+    if kernel != "plain":
         return jnp.einsum("lncd,ldf->lncf", rows, w_LDF)
-    return grouped_matmul(rows, w_LDF, handle.group_sizes_L)
+    L, N, C, D = rows.shape
+    return jnp.einsum("lsd,ldf->lsf", rows.reshape(L, N * C, D), w_LDF).reshape(L, N, C, -1)
 
 
 def _num_devices(num_experts: int, axis_name: str | None) -> int:

@@ -9,10 +9,13 @@ Shape suffixes: R rows, G groups, D in, F out; B rows of a block.
 """
 
 import functools
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
+
+Kernel = Literal["plain", "ragged", "megablox"]
 
 
 def vary_alike(*arrays: Array) -> tuple[Array, ...]:
@@ -35,7 +38,15 @@ def _vary(array: Array, axes: frozenset[str]) -> Array:
     return lax.pcast(array, missing, to="varying") if missing else array
 
 
-def grouped_matmul(x_RD: Array, w_GDF: Array, group_sizes_G: Array, *, block: int | None = None) -> Array:
+def grouped_matmul(
+    x_RD: Array,
+    w_GDF: Array,
+    group_sizes_G: Array,
+    *,
+    block: int | None = None,
+    kernel: Kernel = "plain",
+    interpret: bool = False,
+) -> Array:
     """Multiply each group of consecutive rows by its own matrix.
 
     Args:
@@ -44,12 +55,15 @@ def grouped_matmul(x_RD: Array, w_GDF: Array, group_sizes_G: Array, *, block: in
       group_sizes_G: int32, rows of each group; the sum must not exceed R.
       block: rows that the CPU multiplies at once. By default a power of two near a quarter of the mean group
         if all R rows were filled, between 8 and 64.
+      kernel: "plain" walks blocks on CPU and is ``lax.ragged_dot`` elsewhere; "ragged" is that on CPU, too;
+        "megablox" is Pallas' kernel for TPU, for R that 128 divides.
+      interpret: run the Pallas kernel in interpret mode, for tests on a CPU.
 
     Returns:
       [R, F] of x's dtype; zeros past the last group. The gradients are exact, accumulated in float32.
 
     Raises:
-      ValueError: the shapes do not fit together.
+      ValueError: the shapes do not fit together, or megablox does not take so many rows.
 
     """
     R, D = x_RD.shape
@@ -63,31 +77,49 @@ def grouped_matmul(x_RD: Array, w_GDF: Array, group_sizes_G: Array, *, block: in
         block = 8
         while block < 64 and 4 * 2 * block <= R // max(G, 1):
             block *= 2
-    return _grouped(min(block, R), *vary_alike(x_RD, w_GDF, group_sizes_G))
+    if kernel == "megablox" and R % 128:
+        raise ValueError(
+            f"grouped_matmul: megablox takes multiples of 128 rows, not {R}; try {-(-R // 128) * 128}."
+        )
+    how = _How(kernel, min(block, R), interpret)
+    return _grouped(how, *vary_alike(x_RD, w_GDF, group_sizes_G))
+
+
+class _How(NamedTuple):
+    kernel: Kernel
+    block: int
+    interpret: bool
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _grouped(block: int, x_RD: Array, w_GDF: Array, sizes_G: Array) -> Array:
+def _grouped(how: _How, x_RD: Array, w_GDF: Array, sizes_G: Array) -> Array:
+    if how.kernel == "ragged":
+        return _by_ragged_dot(x_RD, w_GDF, sizes_G)
+    if how.kernel == "megablox":
+        return _by_megablox(how.interpret, x_RD, w_GDF, sizes_G)
     return lax.platform_dependent(
-        x_RD, w_GDF, sizes_G, cpu=functools.partial(_by_blocks, block), default=_by_ragged_dot
+        x_RD, w_GDF, sizes_G, cpu=functools.partial(_by_blocks, how.block), default=_by_ragged_dot
     )
 
 
-def _grouped_fwd(block: int, x_RD: Array, w_GDF: Array, sizes_G: Array):
-    return _grouped(block, x_RD, w_GDF, sizes_G), (x_RD, w_GDF, sizes_G)
+def _outer(how: _How, x_RD: Array, dy_RF: Array, sizes_G: Array) -> Array:
+    """The gradient of the matrices, in float32."""
+    if how.kernel == "ragged":
+        return _outer_by_ragged_dot(x_RD, dy_RF, sizes_G)
+    if how.kernel == "megablox":
+        return _outer_by_megablox(how.interpret, x_RD, dy_RF, sizes_G)
+    blocks = functools.partial(_outer_by_blocks, how.block)
+    return lax.platform_dependent(x_RD, dy_RF, sizes_G, cpu=blocks, default=_outer_by_ragged_dot)
 
 
-def _grouped_bwd(block: int, saved: tuple[Array, Array, Array], dy_RF: Array):
+def _grouped_fwd(how: _How, x_RD: Array, w_GDF: Array, sizes_G: Array):
+    return _grouped(how, x_RD, w_GDF, sizes_G), (x_RD, w_GDF, sizes_G)
+
+
+def _grouped_bwd(how: _How, saved: tuple[Array, Array, Array], dy_RF: Array):
     x_RD, w_GDF, sizes_G = saved
-    dx_RD = _grouped(block, dy_RF, w_GDF.swapaxes(1, 2), sizes_G)
-    dw_GDF = lax.platform_dependent(
-        x_RD,
-        dy_RF,
-        sizes_G,
-        cpu=functools.partial(_outer_by_blocks, block),
-        default=_outer_by_ragged_dot,
-    )
-    return dx_RD, dw_GDF.astype(w_GDF.dtype), None
+    dx_RD = _grouped(how, dy_RF, w_GDF.swapaxes(1, 2), sizes_G)
+    return dx_RD, _outer(how, x_RD, dy_RF, sizes_G).astype(w_GDF.dtype), None
 
 
 _grouped.defvjp(_grouped_fwd, _grouped_bwd)
@@ -102,6 +134,30 @@ def _outer_by_ragged_dot(x_RD: Array, dy_RF: Array, sizes_G: Array) -> Array:
         dot_dimension_numbers=(((0,), (0,)), ((), ())), lhs_ragged_dimensions=[0], rhs_group_dimensions=[]
     )
     return lax.ragged_dot_general(x_RD, dy_RF, sizes_G, ragged, preferred_element_type=jnp.float32)
+
+
+def _by_megablox(interpret: bool, x_RD: Array, w_GDF: Array, sizes_G: Array) -> Array:
+    from jax.experimental.pallas.ops.tpu.megablox.gmm import gmm
+
+    tiles = _tiles(x_RD.shape, w_GDF.shape[2])
+    with jax.numpy_dtype_promotion("standard"):  # it mixes bools and integers
+        y_RF = gmm(x_RD, w_GDF, sizes_G, x_RD.dtype, tiles, interpret=interpret)
+    # It writes no tile that holds no group's row: what is there may be anything.
+    filled_R = jnp.arange(x_RD.shape[0]) < jnp.sum(sizes_G)
+    return jnp.where(filled_R[:, None], y_RF, 0)
+
+
+def _outer_by_megablox(interpret: bool, x_RD: Array, dy_RF: Array, sizes_G: Array) -> Array:
+    from jax.experimental.pallas.ops.tpu.megablox.gmm import tgmm
+
+    tiles = _tiles(x_RD.shape, dy_RF.shape[1])
+    with jax.numpy_dtype_promotion("standard"):
+        return tgmm(x_RD.T, dy_RF, sizes_G, jnp.float32, tiles, interpret=interpret)
+
+
+def _tiles(shape: tuple[int, int], width: int) -> tuple[int, int, int]:
+    rows = next(size for size in (512, 256, 128) if shape[0] % size == 0)
+    return rows, min(shape[1], 1024), min(width, 1024)
 
 
 def _by_blocks(block: int, x_RD: Array, w_GDF: Array, sizes_G: Array) -> Array:

@@ -11,7 +11,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from dualpipe_jax.parallel import make_mesh
-from models import deepseek, model_loss, num_params, small, tiny, update_routing, v2, v2_lite, v3
+from models import deepseek, model_loss, moe_67b, num_params, small, tiny, update_routing, v2, v2_lite, v3
 from models.functional import unstack
 from models.transformer import cross_entropy
 
@@ -71,12 +71,26 @@ def without_routing(tree):
 
 @pytest.mark.parametrize(
     "config, billions, tolerance",
-    [(v3(), 671.03, 0.005), (v2(), 235.7, 0.05), (v2_lite(), 15.71, 0.005), (small(), 0.0199, 5e-5)],
+    [
+        (v3(), 671.03, 0.005),
+        (v2(), 235.7, 0.05),
+        (v2_lite(), 15.71, 0.005),
+        (moe_67b(), 67, 0.7),
+        (small(), 0.0199, 5e-5),
+    ],
 )
 def test_parameter_counts_are_the_published_ones(config, billions, tolerance):
     model = deepseek(config, 1)
     params = jax.eval_shape(model.init, jax.random.key(0))
     assert abs(num_params(params) / 1e9 - billions) <= tolerance
+
+
+def test_2_of_67_billion_parameters_are_active():
+    config = moe_67b()
+    experts = jax.eval_shape(deepseek(config, 8).init, jax.random.key(0))
+    total, routed = num_params(experts), num_params(experts["stages"]["layers"]["mlp"]["experts"])
+    active = total - routed * (1 - config.top_k / config.num_experts)
+    assert abs(active / 1e9 - 2) < 0.05
 
 
 def test_v3_layers_have_the_published_sizes():
@@ -273,11 +287,11 @@ def test_cross_entropy_is_in_nats_per_token():
     )
 
 
-def test_stages_that_do_not_divide_are_refused_with_those_that_do():
-    with pytest.raises(ValueError, match=r"leave 58 with experts, which 16 stages.*work: 1, 2, 29, 58\."):
-        deepseek(v3(), 16)
-    with pytest.raises(ValueError, match="work: none"):
+def test_stages_without_a_layer_to_share_are_refused():
+    with pytest.raises(ValueError, match="leave 0 with experts for 1 stages; at least one of each"):
         deepseek(tiny(num_layers=1), 1)
+    with pytest.raises(ValueError, match="8 with experts for 0 stages"):
+        deepseek(tiny(), 0)
 
 
 @pytest.mark.parametrize(

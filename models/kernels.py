@@ -1,0 +1,210 @@
+"""Which programs compute attention and the experts' matmuls: one switch, with an answer for each platform.
+
+Shape suffixes as in ``models.attention``.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any, Literal, get_args
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax.experimental import pallas as pl
+from jax.extend import core as jex
+
+from dualpipe_jax.parallel import expert_matmul
+from models.attention import Attend, causal_attention
+
+AttentionKernel = Literal["auto", "plain", "splash", "cudnn"]
+MatmulKernel = Literal["auto", "plain", "ragged", "megablox"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Kernels:
+    """How attention and the experts are computed. All give the same up to rounding; "auto" is
+
+    - on a TPU, splash and ragged;
+    - on a GPU, cudnn and ragged;
+    - on a CPU, and wherever an attention kernel does not take the shapes, plain.
+
+    Attributes:
+      attention: "plain" keeps the [S, S] probabilities. "splash" is Pallas' flash attention for TPU, for
+        sequences that 128 divides. "cudnn" is ``jax.nn.dot_product_attention`` in 16 bits, values padded to
+        the width of the keys; it asks the GPU that is there, so that programs compiled without one are plain.
+      matmul: "plain" flattens rows of equal groups to one batched matmul, and walks unequal groups in blocks
+        on CPU. The others leave equal groups in the order they arrive in, which accelerators read without a
+        copy; unequal ones go to "ragged", ``lax.ragged_dot``, or "megablox", Pallas' grouped matmul for TPU,
+        for buffers that 128 divides.
+      interpret: run Pallas kernels in interpret mode, for tests on a CPU.
+
+    Raises:
+      ValueError: there is no kernel of that name.
+
+    """
+
+    attention: AttentionKernel = "auto"
+    matmul: MatmulKernel = "auto"
+    interpret: bool = False
+
+    def __post_init__(self) -> None:
+        for name, kind in (("attention", AttentionKernel), ("matmul", MatmulKernel)):
+            if getattr(self, name) not in get_args(kind):
+                known = ", ".join(get_args(kind))
+                raise ValueError(f"Kernels: {name} is {getattr(self, name)!r}, must be one of {known}.")
+
+    def attend(self, platform: str) -> Attend:
+        """Return the attention for "cpu", "gpu" or "tpu"."""
+        splash = functools.partial(splash_attention, interpret=self.interpret)
+        if self.attention != "auto":
+            return {"plain": causal_attention, "splash": splash, "cudnn": cudnn_attention}[self.attention]
+        kernel, takes = {"tpu": (splash, splash_takes), "gpu": (cudnn_attention, cudnn_takes)}.get(
+            platform, (causal_attention, _takes_all)
+        )
+
+        def auto(q: Array, k: Array, v: Array, scale: float) -> Array:
+            return (kernel if takes(q) else causal_attention)(q, k, v, scale)
+
+        return auto if kernel is not causal_attention else causal_attention
+
+    def multiply(self, platform: str) -> Callable[..., Array]:
+        """Return the experts' matmul for "cpu", "gpu" or "tpu"; see ``parallel.expert_matmul``."""
+        auto = "plain" if platform == "cpu" else "ragged"
+        kernel = auto if self.matmul == "auto" else self.matmul
+        return functools.partial(expert_matmul, kernel=kernel, interpret=self.interpret)
+
+
+AUTO = Kernels()
+"""What suits the platform."""
+
+
+def _takes_all(q_BSHX: Array) -> bool:
+    del q_BSHX
+    return True
+
+
+def cudnn_takes(q_BSHX: Array) -> bool:
+    """Whether a GPU is there, and its attention knows the type and width."""
+    narrow = q_BSHX.dtype in (jnp.bfloat16, jnp.float16)
+    return narrow and q_BSHX.shape[-1] % 8 == 0 and jax.default_backend() == "gpu"
+
+
+def cudnn_attention(q_BSHX: Array, k_BSHX: Array, v_BSHV: Array, scale: float) -> Array:
+    """cuDNN's flash attention; as ``causal_attention``."""
+    return padded_attention(q_BSHX, k_BSHX, v_BSHV, scale, "cudnn")
+
+
+def padded_attention(
+    q_BSHX: Array, k_BSHX: Array, v_BSHV: Array, scale: float, implementation: Literal["cudnn", "xla"]
+) -> Array:
+    """``jax.nn.dot_product_attention``, which wants values as wide as keys."""
+    missing = k_BSHX.shape[-1] - v_BSHV.shape[-1]
+    wide_BSHX = jnp.pad(v_BSHV, ((0, 0), (0, 0), (0, 0), (0, missing)))
+    with jax.numpy_dtype_promotion("standard"):
+        out_BSHX = jax.nn.dot_product_attention(
+            q_BSHX, k_BSHX, wide_BSHX, scale=scale, is_causal=True, implementation=implementation
+        )
+    return out_BSHX[..., : v_BSHV.shape[-1]]
+
+
+# ---------------------------------------------------------------------------------------------- splash
+
+
+def splash_takes(q_BSHX: Array) -> bool:
+    """Whether the sequence is whole blocks."""
+    return q_BSHX.shape[1] % 128 == 0
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
+def splash_attention(
+    q_BSHX: Array, k_BSHX: Array, v_BSHV: Array, scale: float, interpret: bool = False
+) -> Array:
+    """Pallas' flash attention for TPU; as ``causal_attention``, for S that 128 divides.
+
+    Its calls say what they cost, so that the compiler's scheduler knows how much hides behind them.
+
+    Raises:
+      ValueError: 128 does not divide the sequence.
+
+    """
+    return _splash_fwd(q_BSHX, k_BSHX, v_BSHV, scale, interpret)[0]
+
+
+def _splash_fwd(q: Array, k: Array, v: Array, scale: float, interpret: bool) -> tuple[Array, Any]:
+    kernel = _splash_kernel(q.shape[1], q.shape[2], interpret)
+
+    def heads_first(q: Array, k: Array, v: Array) -> Array:
+        scaled = (q.astype(jnp.float32) * scale).astype(q.dtype)
+        out_BHSV = jax.vmap(kernel)(*(a.swapaxes(1, 2) for a in (scaled, k, v)))
+        return out_BHSV.swapaxes(1, 2)
+
+    return _priced(functools.partial(jax.vjp, heads_first), _cost(q, v, 1, 1, (q, k, v, v)))(q, k, v)
+
+
+def _splash_bwd(scale: float, interpret: bool, pull: Any, d: Array) -> tuple[Array, Array, Array]:
+    del scale, interpret
+    q, _, v = jax.eval_shape(pull, d)
+    # Scores once more, then the gradients of values, scores, queries and keys.
+    cost = _cost(q, v, 3, 2, (q, q, q, q, v, v, v, v))
+    return _priced(lambda pull, d: pull(d), cost)(pull, d)
+
+
+splash_attention.defvjp(_splash_fwd, _splash_bwd)
+
+
+@functools.cache
+def _splash_kernel(length: int, num_heads: int, interpret: bool) -> Callable[..., Array]:
+    from jax.experimental.pallas.ops.tpu import splash_attention as splash
+
+    block = next((size for size in (512, 256, 128) if length % size == 0), None)
+    if block is None:
+        near = max(128, round(length / 128) * 128)
+        raise ValueError(f"splash attention: 128 must divide the sequence of {length}, as it does {near}.")
+    sizes = splash.BlockSizes(
+        **dict.fromkeys(("block_q", "block_kv", "block_kv_compute"), block),
+        **dict.fromkeys(("block_q_dkv", "block_kv_dkv", "block_kv_dkv_compute"), block),
+        use_fused_bwd_kernel=True,
+    )
+    mask = splash.MultiHeadMask([splash.CausalMask((length, length))] * num_heads)
+    with jax.ensure_compile_time_eval():  # kept between traces, so none of them may own its arrays
+        return splash.make_splash_mha(
+            mask, head_shards=1, q_seq_shards=1, block_sizes=sizes, interpret=interpret
+        )
+
+
+def _cost(q_BSHX: Array, v_BSHV: Array, num_keys: int, num_values: int, arrays: Any) -> pl.CostEstimate:
+    """Of so many matmuls as wide as keys and as values, over the lower half of [S, S]."""
+    B, S, H, X = q_BSHX.shape
+    pairs = B * H * S * S // 2
+    return pl.CostEstimate(
+        flops=2 * pairs * (num_keys * X + num_values * v_BSHV.shape[-1]),
+        transcendentals=pairs,
+        bytes_accessed=sum(array.size * array.dtype.itemsize for array in arrays),
+    )
+
+
+def _priced(function: Callable[..., Any], cost: pl.CostEstimate) -> Callable[..., Any]:
+    """The function, whose one Pallas call now says what it costs."""
+
+    def run(*args: Any) -> Any:
+        closed, shape = jax.make_jaxpr(function, return_shape=True)(*args)
+        priced = jex.jaxpr_as_fun(_with_cost(closed, cost))
+        return jax.tree.unflatten(jax.tree.structure(shape), priced(*jax.tree.leaves(args)))
+
+    return run
+
+
+def _with_cost(jaxpr: Any, cost: pl.CostEstimate) -> Any:
+    if hasattr(jaxpr, "jaxpr"):
+        return jaxpr.replace(jaxpr=_with_cost(jaxpr.jaxpr, cost))
+    return jaxpr.replace(eqns=[_equation_with_cost(eqn, cost) for eqn in jaxpr.eqns])
+
+
+def _equation_with_cost(eqn: Any, cost: pl.CostEstimate) -> Any:
+    if eqn.primitive.name == "pallas_call":
+        return eqn.replace(params=eqn.params | {"cost_estimate": cost})
+    inside = {
+        key: _with_cost(value, cost) for key, value in eqn.params.items() if key in ("jaxpr", "call_jaxpr")
+    }
+    return eqn.replace(params=eqn.params | inside) if inside else eqn

@@ -1,0 +1,179 @@
+"""Attention and grouped matmuls for accelerators, against the plain ones: values and gradients.
+
+Pallas kernels run in interpret mode. cuDNN's attention needs a GPU: here its padding is compared, through the
+other implementation of the same function.
+"""
+
+import functools
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from dualpipe_jax.engine.split import split_backward
+from dualpipe_jax.parallel import make_mesh
+from dualpipe_jax.parallel.expert_groups import grouped_matmul
+from models import Kernels, deepseek, tiny
+from models.attention import causal_attention
+from models.kernels import cudnn_attention, padded_attention, splash_attention
+
+SHAPE = 1, 128, 2  # batch, sequence, heads
+SPLASH = functools.partial(splash_attention, interpret=True)
+
+
+def heads(dtype=jnp.float32):
+    keys = jax.random.split(jax.random.key(0), 4)
+    return [
+        jax.random.normal(key, (*SHAPE, width), dtype)
+        for key, width in zip(keys, (24, 24, 16, 16), strict=True)
+    ]
+
+
+def out_and_gradients(attend, q, k, v, d):
+    def run(q, k, v, d):
+        out, pull = jax.vjp(lambda *qkv: attend(*qkv, 0.3), q, k, v)
+        return out, pull(d)
+
+    return jax.jit(run)(q, k, v, d)
+
+
+PADDED = functools.partial(padded_attention, implementation="xla")
+
+
+@pytest.mark.parametrize(
+    "attend, dtype, tolerance",
+    [(SPLASH, jnp.float32, 1e-5), (SPLASH, jnp.bfloat16, 0.05), (PADDED, jnp.float32, 1e-5)],
+    ids=["splash-float32", "splash-bfloat16", "padded"],
+)
+def test_attention_is_the_plain_one(attend, dtype, tolerance):
+    wanted = out_and_gradients(causal_attention, *(a.astype(jnp.float32) for a in heads(dtype)))
+    got = out_and_gradients(attend, *heads(dtype))
+    assert all(leaf.dtype == dtype for leaf in jax.tree.leaves(got))
+    got = jax.tree.map(lambda a: a.astype(jnp.float32), got)
+    chex.assert_trees_all_close(got, wanted, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.skipif(jax.default_backend() != "gpu", reason="cuDNN's attention runs on a GPU only")
+def test_cudnn_attention_is_the_plain_one():
+    wanted = out_and_gradients(causal_attention, *heads(jnp.bfloat16))
+    got = out_and_gradients(cudnn_attention, *heads(jnp.bfloat16))
+    chex.assert_trees_all_close(
+        *(jax.tree.map(lambda a: a.astype(jnp.float32), t) for t in (got, wanted)), atol=0.05
+    )
+
+
+def pallas_calls(jaxpr):
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name == "pallas_call":
+            yield eqn
+        for value in eqn.params.values():
+            inner = getattr(value, "jaxpr", value)
+            if hasattr(inner, "eqns") and eqn.primitive.name != "pallas_call":
+                yield from pallas_calls(inner)
+
+
+def test_splash_says_what_it_costs():
+    q, k, v, d = heads()
+    jaxpr = jax.make_jaxpr(lambda q, k, v, d: jax.vjp(lambda *a: SPLASH(*a, 0.3), q, k, v)[1](d))(q, k, v, d)
+    forward, backward = (eqn.params["cost_estimate"].flops for eqn in pallas_calls(jaxpr.jaxpr))
+    half = 128 * 128 // 2 * 2  # pairs below the diagonal, of two heads
+    assert forward == 2 * half * (24 + 16)
+    assert backward == 2 * half * (3 * 24 + 2 * 16)
+
+
+def test_splash_says_which_lengths_it_takes():
+    with pytest.raises(ValueError, match="128 must divide the sequence of 200, as it does 256"):
+        SPLASH(*(jnp.ones((1, 200, 1, 8)) for _ in range(3)), 1.0)
+
+
+SIZES = {"even": [64, 64, 64, 64], "uneven": [0, 100, 3, 70], "none": [0, 0, 0, 0]}
+
+
+@pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
+@pytest.mark.parametrize("kernel", ["ragged", "megablox"])
+def test_grouped_matmul_is_the_plain_one(kernel, sizes):
+    x, w, d = (
+        jax.random.normal(jax.random.key(n), s) for n, s in enumerate([(256, 16), (4, 16, 8), (256, 8)])
+    )
+    x = x.at[sum(sizes) :].set(jnp.nan)  # rows of no group
+    d = d.at[sum(sizes) :].set(jnp.nan)
+
+    def run(x, w, d, **how):
+        y, pull = jax.vjp(lambda x, w: grouped_matmul(x, w, jnp.asarray(sizes, jnp.int32), **how), x, w)
+        return y, pull(d)
+
+    got = jax.jit(functools.partial(run, kernel=kernel, interpret=True))(x, w, d)
+    chex.assert_trees_all_close(got, jax.jit(run)(x, w, d), rtol=1e-5, atol=1e-5)
+
+
+def test_megablox_says_which_buffers_it_takes():
+    with pytest.raises(ValueError, match="multiples of 128 rows, not 100; try 128"):
+        grouped_matmul(jnp.ones((100, 4)), jnp.ones((2, 4, 4)), jnp.asarray([50, 50]), kernel="megablox")
+
+
+CONFIG = tiny(
+    dim=16, num_heads=2, q_lora_rank=0, kv_lora_rank=8, dense_hidden=16, expert_hidden=8, vocab=32,
+    num_layers=2, num_experts=4, top_k=2, num_groups=1, top_groups=1, init_std=0.2,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "dispatch, kernels",
+    [
+        ("capacity", Kernels("splash", "ragged", interpret=True)),
+        ("dropless", Kernels("plain", "megablox", interpret=True)),
+    ],
+)
+def test_a_stage_split_in_a_shard_map_has_the_plain_gradients(dispatch, kernels):
+    """Attention has no weights: its backward is I's. Of the experts' kernels W keeps its own."""
+    options = dict(ep_axis="ep", dispatch=dispatch)
+    model, plain = deepseek(CONFIG, 1, kernels=kernels, **options), deepseek(CONFIG, 1, **options)
+    params = jax.tree.map(lambda w: w[0], jax.jit(model.init)(jax.random.key(0, impl="rbg"))["stages"])
+    x, dy = jax.random.normal(jax.random.key(1), (2, 2, 128, 16))  # one sequence a device
+
+    def split(params, x, dy):
+        stage = split_backward(model.functions.stage, has_aux=True)
+        (y, _), residuals = stage.forward(params, x)
+        dx, stash = stage.backward_input(params, x, residuals, dy)
+        return y, dx, stage.backward_weight(params, x, residuals, stash)["layers"]
+
+    def whole(params, x, dy):
+        y, pull, _ = jax.vjp(plain.functions.stage, params, x, has_aux=True)
+        gradients, dx = pull(dy)
+        return y, dx, gradients["layers"]
+
+    specs = plain.param_specs["stages"]
+    weights = jax.tree.map(lambda s: s if "ep" in s else P("ep"), specs["layers"])
+    run = functools.partial(
+        jax.shard_map,
+        mesh=make_mesh(1, 2),
+        in_specs=(specs, P("ep"), P("ep")),
+        out_specs=(P("ep"), P("ep"), weights),
+        check_vma=False,
+    )
+    got, wanted = (jax.jit(run(f))(params, x, dy) for f in (split, whole))
+    chex.assert_trees_all_close(got, wanted, rtol=1e-3, atol=1e-4)
+
+
+def test_auto_is_plain_on_cpu_and_where_the_kernel_does_not_fit():
+    assert Kernels().attend("cpu") is causal_attention
+    assert Kernels().multiply("cpu").keywords["kernel"] == "plain"
+    assert Kernels().multiply("tpu").keywords["kernel"] == "ragged"
+    q = jnp.ones((1, 6, 1, 8))
+    for platform in ("tpu", "gpu"):  # a length that splash does not take; no GPU here
+        np.testing.assert_array_equal(
+            Kernels().attend(platform)(q, q, q, 1.0), causal_attention(q, q, q, 1.0)
+        )
+    long = jnp.ones((1, 128, 1, 8))
+    jaxpr = jax.make_jaxpr(functools.partial(Kernels().attend("tpu"), scale=1.0))(long, long, long)
+    assert len(list(pallas_calls(jaxpr.jaxpr))) == 1
+
+
+def test_unknown_kernels_are_refused():
+    with pytest.raises(ValueError, match="attention is 'flash', must be one of auto, plain, splash, cudnn"):
+        Kernels("flash")
+    with pytest.raises(ValueError, match="matmul is 'gmm', must be one of auto, plain, ragged, megablox"):
+        Kernels(matmul="gmm")
