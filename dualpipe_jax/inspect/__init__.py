@@ -12,6 +12,7 @@ from dualpipe_jax.inspect.hlo import Array, Call, Computation, Instruction, Modu
 from dualpipe_jax.inspect.memory import Memory, memory
 from dualpipe_jax.inspect.overlap import overlap
 from dualpipe_jax.inspect.rates import (
+    FLOPS_PER_CYCLE,
     H100_CLOCK,
     LINK_BYTES_PER_CYCLE,
     MEMORY_BYTES_PER_CYCLE,
@@ -31,6 +32,7 @@ from dualpipe_jax.inspect.target import DEVICES, Device, MissingCompiler, Target
 
 __all__ = [
     "DEVICES",
+    "FLOPS_PER_CYCLE",
     "H100_CLOCK",
     "LINK_BYTES_PER_CYCLE",
     "MEMORY_BYTES_PER_CYCLE",

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dualpipe_jax.inspect.hlo import Computation, Instruction, Module
 
 _CONTRACTED = re.compile(r"lhs_contracting_dim(?:ension)?s\"?[=:]\s*[\[{]([^\]}]*)[\]}]")
+_ESTIMATE = re.compile(r'"cost_estimate":\{"flops":"?(\d+)"?.*?"bytes_accessed":"?(\d+)')
 _SLICES = ("dynamic-slice", "slice", "gather")
 _SEEN_THROUGH = ("bitcast", "reshape")
 
@@ -14,9 +15,11 @@ _SEEN_THROUGH = ("bitcast", "reshape")
 def flops(module: Module, computation: Computation, instruction: Instruction) -> int:
     """Multiplications and additions of the matrix products in an instruction.
 
-    Knows ``dot`` and the GPU libraries' matrix products; of a fusion, those inside it. Convolutions, loops and
-    other kernels count 0.
+    Knows ``dot`` and the GPU libraries' matrix products, and kernels that state their cost; of a fusion, those
+    inside it. Convolutions, loops and other kernels count 0.
     """
+    if stated := _ESTIMATE.search(instruction.config):
+        return int(stated[1])
     if instruction.opcode == "dot" or "lhs_contracting_dim" in instruction.config:
         left = computation.by_name.get(instruction.operands[0]) if instruction.operands else None
         contracted = _CONTRACTED.search(instruction.attributes)
@@ -35,8 +38,11 @@ def flops(module: Module, computation: Computation, instruction: Instruction) ->
 def traffic(module: Module, computation: Computation, instruction: Instruction) -> int:
     """Bytes that an instruction reads and writes.
 
-    Of a buffer that it only slices, the slices count; of one that it updates in place, the update.
+    Of a buffer that it only slices, the slices count; of one that it updates in place, the update. A kernel that
+    states its cost knows best.
     """
+    if stated := _ESTIMATE.search(instruction.config):
+        return int(stated[2])
     if instruction.opcode == "fusion" and (called := instruction.called("calls")):
         inner = module.computations[called[0]]
         return sum(_reads(inner)) + sum(_writes(inner, inner.root))

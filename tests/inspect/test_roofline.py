@@ -45,6 +45,8 @@ ENTRY %main (p: bf16[5,100,8], x: f32[100,8], a: bf16[6,16,32], b: bf16[6,64,32]
   %sum = f32[100,8]{1,0} add(%x, %x)
   %gemm = (bf16[100,64]{1,0}, s8[4096]{0}) custom-call(%x, %bm), custom_call_target="__cublas$gemm", \
 backend_config={"gemm_backend_config":{"dot_dimension_numbers":{"lhs_contracting_dimensions":["1"]}}}
+  %flash = bf16[100,8]{1,0} custom-call(%x), custom_call_target="tpu_custom_call", \
+backend_config={"custom_call_config":{"cost_estimate":{"flops":"5000","transcendentals":"7","bytes_accessed":"900"}}}
   ROOT %end = f32[] constant(0)
 }
 """
@@ -54,7 +56,7 @@ MAIN = MODULE.computations["main"]
 
 @pytest.mark.parametrize(
     "name, count",
-    {"m": 2 * 6 * 16 * 64 * 32, "gemm": 2 * 100 * 64 * 8, "got": 0, "sum": 0}.items(),
+    {"m": 2 * 6 * 16 * 64 * 32, "gemm": 2 * 100 * 64 * 8, "got": 0, "sum": 0, "flash": 5000}.items(),
 )
 def test_flops(name, count):
     assert flops(MODULE, MAIN, MAIN.by_name[name]) == count
@@ -67,6 +69,7 @@ def test_flops(name, count):
         "kept": 4 + 100 * 8 * 4 + 100 * 8 * 2,  # the index, x, one slot
         "m": 2 * (6 * 16 * 32 + 6 * 64 * 32 + 6 * 16 * 64) + 6 * 4,
         "sum": 3 * 100 * 8 * 4,
+        "flash": 900,  # as it states
     }.items(),
 )
 def test_traffic(name, count):
