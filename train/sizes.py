@@ -3,34 +3,15 @@
 import dataclasses
 import difflib
 from collections.abc import Callable, Mapping
-from typing import Any
 
 import models
 from train.model import byte
-
-
-def a2b(**changes: Any) -> models.Config:
-    """67 billion parameters, 2 billion of them active: a V3 for 64 GPUs, 32 layers with experts and one without."""
-    ours: dict[str, Any] = dict(
-        vocab=65536,
-        dim=2048,
-        num_layers=33,
-        num_dense_layers=1,
-        num_heads=16,
-        q_lora_rank=0,
-        dense_hidden=8192,
-        expert_hidden=1280,
-        num_experts=264,
-        top_k=4,
-    )
-    return models.v3(**(ours | changes))
-
 
 SIZES: Mapping[str, Callable[..., models.Config]] = {
     "v3": models.v3,
     "v2": models.v2,
     "v2-lite": models.v2_lite,
-    "67b-a2b": a2b,
+    "67b-a2b": models.moe_67b,
     "small": models.small,
     "tiny": models.tiny,
     "byte": byte,

@@ -4,7 +4,7 @@ import dataclasses
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import jax
 from jax.errors import JaxRuntimeError
@@ -14,7 +14,6 @@ from dualpipe_jax import inspect
 from dualpipe_jax.command.program import Program
 from dualpipe_jax.engine import recommended_compiler_options
 from dualpipe_jax.parallel import EP, make_mesh
-from dualpipe_jax.schedule import Schedule
 from train import ahead, predict
 from train.dryrun import UNITS, Request, make_schedule
 from train.model import count_parameters
@@ -87,20 +86,22 @@ def draw(
         dispatch=program.dispatch,
         capacity_factor=program.capacity_factor if program.dispatch == "capacity" else None,
         remat=REMAT[program.remat],
+        kernels=models.Kernels(program.attention, program.matmul),
+        platform=None if target is None else platform_of(target),
     )
     mesh = (
         ahead.abstract_mesh(program.pp, program.ep)
         if devices is None
         else make_mesh(program.pp, program.ep, devices)
     )
-    tokens = (len_of(schedule), batch, program.sequence)
+    tokens = (schedule.num_microbatches, batch, program.sequence)
     options = dict(shard_optimizer=program.shard_optimizer, fuse_pairs=not program.serialised)
     return numbers, ahead.draw(model, schedule, mesh, tokens, **options)
 
 
-def len_of(schedule: Schedule) -> int:
-    """Microbatches of a step."""
-    return schedule.num_microbatches
+def platform_of(target: inspect.Target) -> Literal["gpu", "tpu"]:
+    """As JAX's devices call it."""
+    return "gpu" if target.platform == "cuda" else "tpu"
 
 
 def compile_and_read(
@@ -116,8 +117,7 @@ def compile_and_read(
         else ahead.lower_units(blueprint, _units(what, blueprint))
     )
     say(f"compiling the {what} for {target}")
-    platform = "tpu" if target.platform == "tpu" else "gpu"
-    options = recommended_compiler_options(platform, target.generation, ahead_of_time=True)
+    options = recommended_compiler_options(platform_of(target), target.generation, ahead_of_time=True)
     options |= dict(map(_pair, program.compiler_option))
     middle = time.perf_counter()
     try:

@@ -15,7 +15,7 @@ class Program:
     model: str = "v3"
     """Model size: v3, v2, v2-lite, 67b-a2b, small, tiny or byte."""
     layers_per_stage: Count = None
-    """Layers with experts in each stage, instead of the model's own number shared out."""
+    """Layers with experts in each stage, instead of the model's own number, shared out as equally as can be."""
     change: Annotated[tuple[str, ...], tyro.conf.arg(metavar="FIELD=NUMBER ...")] = ()
     """Other numbers of the model: dim=2048 expert_hidden=512."""
     schedule: str = "dualpipe"
@@ -37,6 +37,10 @@ class Program:
     """How tokens reach experts."""
     capacity_factor: float = 1.0
     """Room in multiples of an even load, where dispatch is capacity."""
+    attention: Literal["auto", "plain", "splash", "cudnn"] = "auto"
+    """What computes attention: auto is what suits the target."""
+    matmul: Literal["auto", "plain", "ragged", "megablox"] = "auto"
+    """What computes the experts."""
     shard_optimizer: bool = False
     """Share the optimizer's state of replicated parameters out over their devices (ZeRO, first stage)."""
     serialised: bool = False
