@@ -11,10 +11,12 @@ from typing import Any, Literal, get_args
 import jax
 import jax.numpy as jnp
 from jax import Array
+from jax.ad_checkpoint import checkpoint_name
 from jax.experimental import pallas as pl
 from jax.extend import core as jex
 
 from dualpipe_jax.parallel import expert_matmul
+from dualpipe_jax.parallel.expert_groups import Kernel
 from models.attention import Attend, causal_attention
 
 AttentionKernel = Literal["auto", "plain", "splash", "cudnn"]
@@ -56,22 +58,20 @@ class Kernels:
 
     def attend(self, platform: str) -> Attend:
         """Return the attention for "cpu", "gpu" or "tpu"."""
-        splash = functools.partial(splash_attention, interpret=self.interpret)
+        splash: Attend = functools.partial(splash_attention, interpret=self.interpret)
+        kernels = {"plain": causal_attention, "splash": splash, "cudnn": cudnn_attention}
         if self.attention != "auto":
-            return {"plain": causal_attention, "splash": splash, "cudnn": cudnn_attention}[self.attention]
-        kernel, takes = {"tpu": (splash, splash_takes), "gpu": (cudnn_attention, cudnn_takes)}.get(
-            platform, (causal_attention, _takes_all)
-        )
-
-        def auto(q: Array, k: Array, v: Array, scale: float) -> Array:
-            return (kernel if takes(q) else causal_attention)(q, k, v, scale)
-
-        return auto if kernel is not causal_attention else causal_attention
+            return kernels[self.attention]
+        if platform == "tpu":
+            return functools.partial(_where_it_fits, splash, splash_takes)
+        if platform == "gpu":
+            return functools.partial(_where_it_fits, cudnn_attention, cudnn_takes)
+        return causal_attention
 
     def multiply(self, platform: str) -> Callable[..., Array]:
         """Return the experts' matmul for "cpu", "gpu" or "tpu"; see ``parallel.expert_matmul``."""
-        auto = "plain" if platform == "cpu" else "ragged"
-        kernel = auto if self.matmul == "auto" else self.matmul
+        auto: Kernel = "plain" if platform == "cpu" else "ragged"
+        kernel: Kernel = auto if self.matmul == "auto" else self.matmul
         return functools.partial(expert_matmul, kernel=kernel, interpret=self.interpret)
 
 
@@ -79,9 +79,10 @@ AUTO = Kernels()
 """What suits the platform."""
 
 
-def _takes_all(q_BSHX: Array) -> bool:
-    del q_BSHX
-    return True
+def _where_it_fits(
+    kernel: Attend, takes: Callable[[Array], bool], q: Array, k: Array, v: Array, scale: float
+) -> Array:
+    return (kernel if takes(q) else causal_attention)(q, k, v, scale)
 
 
 def cudnn_takes(q_BSHX: Array) -> bool:
@@ -136,7 +137,10 @@ def _splash_fwd(q: Array, k: Array, v: Array, scale: float, interpret: bool) -> 
 
     def heads_first(q: Array, k: Array, v: Array) -> Array:
         scaled = (q.astype(jnp.float32) * scale).astype(q.dtype)
-        out_BHSV = jax.vmap(kernel)(*(a.swapaxes(1, 2) for a in (scaled, k, v)))
+        # Named, they are what is kept for the backward: kept with positions first, as a cheap way back to the
+        # same, they would be transposed again there, on TPU with the whole pool they wait in.
+        first = (checkpoint_name(a.swapaxes(1, 2), "heads") for a in (scaled, k, v))
+        out_BHSV = jax.vmap(kernel)(*first)
         return out_BHSV.swapaxes(1, 2)
 
     return _priced(functools.partial(jax.vjp, heads_first), _cost(q, v, 1, 1, (q, k, v, v)))(q, k, v)
@@ -162,8 +166,12 @@ def _splash_kernel(length: int, num_heads: int, interpret: bool) -> Callable[...
         near = max(128, round(length / 128) * 128)
         raise ValueError(f"splash attention: 128 must divide the sequence of {length}, as it does {near}.")
     sizes = splash.BlockSizes(
-        **dict.fromkeys(("block_q", "block_kv", "block_kv_compute"), block),
-        **dict.fromkeys(("block_q_dkv", "block_kv_dkv", "block_kv_dkv_compute"), block),
+        block_q=block,
+        block_kv=block,
+        block_kv_compute=block,
+        block_q_dkv=block,
+        block_kv_dkv=block,
+        block_kv_dkv_compute=block,
         use_fused_bwd_kernel=True,
     )
     mask = splash.MultiHeadMask([splash.CausalMask((length, length))] * num_heads)

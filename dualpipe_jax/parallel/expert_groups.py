@@ -155,7 +155,7 @@ def _outer_by_megablox(interpret: bool, x_RD: Array, dy_RF: Array, sizes_G: Arra
         return tgmm(x_RD.T, dy_RF, sizes_G, jnp.float32, tiles, interpret=interpret)
 
 
-def _tiles(shape: tuple[int, int], width: int) -> tuple[int, int, int]:
+def _tiles(shape: tuple[int, ...], width: int) -> tuple[int, int, int]:
     rows = next(size for size in (512, 256, 128) if shape[0] % size == 0)
     return rows, min(shape[1], 1024), min(width, 1024)
 
