@@ -85,7 +85,11 @@ def same_gradients(grads, wanted, places):
     assert not any(np.any(leaf[places < 0]) for leaf in jax.tree.leaves(layers))
 
 
-CASES = [(3, 2, None, True), (3, 4, None, None), (3, 2, (3, 0), False)]
+CASES = [
+    (3, 2, None, True),
+    (3, 4, None, None),
+    pytest.param(3, 2, (3, 0), False, marks=pytest.mark.slow),
+]
 
 
 @pytest.mark.parametrize("num_layers, num_stages, shares, unroll", CASES)
@@ -103,7 +107,7 @@ def test_gradients_are_those_of_one_stage(num_layers, num_stages, shares, unroll
 
 
 @pytest.mark.parametrize(
-    "schedule, check_vma", [(dualpipe, False), pytest.param(one_f_one_b, True, marks=pytest.mark.slow)]
+    "schedule, check_vma", [pytest.param(dualpipe, False, marks=pytest.mark.slow), (one_f_one_b, True)]
 )
 def test_the_engine_runs_stages_of_unequal_depth(schedule, check_vma):
     """In the fused pair too: the layers of an empty place are thrown away, forwards and backwards."""
