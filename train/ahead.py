@@ -19,7 +19,8 @@ from dualpipe_jax.engine import (
 )
 from dualpipe_jax.engine.stages import broadcast_specs, homes, to_placed
 from dualpipe_jax.parallel import EP, PP
-from dualpipe_jax.schedule import Schedule
+from dualpipe_jax.schedule import MemoryModel, Schedule
+from dualpipe_jax.schedule.costs import stages_a_share
 from train.step import TrainState, make_optimizer, make_update, shard_moments, trainable
 
 Tree = Any
@@ -146,6 +147,31 @@ def memory_by_kind(blueprint: Blueprint) -> dict[str, int]:
         "boundary": sum(pools[name] for name in ("x", "dy", "y_out", "dx_out")),
     }
     return kinds | {"batch": 2 * nbytes(blueprint.tokens) + pools["aux"] + pools["loss"] + pools["first_bad"]}
+
+
+def rank_memory(blueprint: Blueprint) -> tuple[MemoryModel, int]:
+    """Bytes of a whole rank's share of the model, for ``choose``; and what a device holds whatever the schedule.
+
+    "parameters" are one copy of the stages and its gradients' sums; the rest, which no schedule changes, is both
+    ends with their sums, the optimizer's state and the batch.
+    """
+    state, kinds = _state(blueprint), memory_by_kind(blueprint)
+    parts = int(stages_a_share(blueprint.schedule.placement))
+
+    def share(*pools: str) -> int:
+        leaves = jax.tree.leaves([state[pool] for pool in pools])
+        return parts * sum(nbytes(jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype)) for leaf in leaves)
+
+    own = sum(nbytes(state[f"grads{k}"]) for k in range(len(blueprint.params["stages"].local)))
+    sizes = MemoryModel(
+        residual_i=share("residual_i"),
+        residual_w=share("residual_w"),
+        stash=share("stash"),
+        boundary=share("x") // parts,
+        parameters=kinds["stages"] + own,
+    )
+    ends = kinds["ends"] + nbytes((state["embed_grads"], state["head_grads"]))
+    return sizes, ends + kinds["optimizer"] + kinds["batch"]
 
 
 def held_arrays(blueprint: Blueprint) -> set[str]:

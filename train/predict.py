@@ -4,11 +4,14 @@ All of this is the compiler's model of the device, or a roofline where it has no
 """
 
 import dataclasses
+import math
 from collections.abc import Mapping
 
 import models
 from dualpipe_jax.inspect import Module, OverlapReport
-from dualpipe_jax.schedule import CostModel, Schedule, lower, simulate
+from dualpipe_jax.schedule import CostModel, MemoryModel, Op, Schedule, lower, simulate
+from dualpipe_jax.schedule.costs import stages_a_share
+from dualpipe_jax.schedule.optimize.choose import Candidate, choose
 
 SCOPE_OF = {
     "FB": "pair",
@@ -81,22 +84,29 @@ def _unit(report: OverlapReport, body: str) -> Unit:
     return Unit(time.cycles, time.work, total, time.exposed, len(time.unpriced))
 
 
-def costs(units: Mapping[str, Unit], send: float) -> CostModel:
+def costs(units: Mapping[str, Unit], send: float, *, split: bool = True) -> CostModel:
     """Costs of one stage in cycles, from units measured.
 
-    Where only a full backward was measured, two thirds of it are taken for the input, as it does two of the three
-    parts of the forward's work that a split would give it; schedules that never split do not mind.
+    A full backward takes less than its two halves, which pass a stash between them, and a cost model has no place
+    for both. So schedules that never split get costs of their own.
+
+    Arguments:
+      units: by name; F and either B or I and W.
+      send: cycles of a transfer.
+      split: take I and W for the backward if they were measured; else B, two thirds of it for the input, which
+        schedules that never split do not mind.
 
     Raises:
-      ValueError: F is missing, or both B and the pair I, W.
+      ValueError: one of those is missing.
     """
     cycles = {name: unit.cycles for name, unit in units.items()}
-    if "F" not in cycles or not ({"I", "W"} <= cycles.keys() or "B" in cycles):
+    halves = {"I", "W"} <= cycles.keys()
+    if "F" not in cycles or not (halves or "B" in cycles):
         raise ValueError(
             f"costs: needs F and either B or I and W; measured were {', '.join(cycles) or 'none'}"
         )
-    split = {"I", "W"} <= cycles.keys()
-    backward = (cycles["I"], cycles["W"]) if split else (cycles["B"] * 2 / 3, cycles["B"] / 3)
+    whole = "B" in cycles and not (split and halves)
+    backward = (cycles["B"] * 2 / 3, cycles["B"] / 3) if whole else (cycles["I"], cycles["W"])
     extra = {}
     if "embed" in cycles:
         extra[0] = (cycles["embed"], cycles.get("embed_backward", 0.0), 0.0)
@@ -105,12 +115,81 @@ def costs(units: Mapping[str, Unit], send: float) -> CostModel:
     return CostModel(cycles["F"], *backward, FB=cycles.get("FB"), send=send, extra=extra)  # type: ignore[arg-type]
 
 
+def splits(schedule: Schedule) -> bool:
+    """Whether any of its backwards comes in two halves."""
+    return any(action.op is Op.I for order in schedule.orders for slot in order for action in slot)
+
+
 def step_cycles(schedule: Schedule, costs: CostModel) -> tuple[float, float]:
     """Cycles from the first forward to the last backward: in the engine's ticks, and in the ideal order.
 
     The optimizer and the reduction of gradients come on top.
     """
     return lower(schedule, costs).makespan(costs), simulate(schedule, costs).makespan
+
+
+def rank_costs(costs: CostModel, schedule: Schedule) -> CostModel:
+    """Costs of a whole rank's share of the model, which ``choose`` wants, from those of a schedule's stage."""
+    parts = stages_a_share(schedule.placement)
+    more = {name: parts * getattr(costs, name) for name in ("F", "I", "W", "FB")}
+    return dataclasses.replace(costs, **more)
+
+
+@dataclasses.dataclass(frozen=True)
+class Prediction:
+    """A schedule for given costs.
+
+    Attributes:
+      name: its recipe's.
+      cycles: of a step in the engine's ticks; infinite where the recipe does not serve the counts.
+      ideal_cycles: in the ideal order.
+      memory: bytes of the fullest device.
+      refused: why it cannot be had; empty if it can.
+    """
+
+    name: str
+    cycles: float
+    ideal_cycles: float
+    memory: float
+    refused: str
+
+
+def rank_schedules(
+    num_ranks: int,
+    num_microbatches: int,
+    costs: CostModel,
+    costs_unsplit: CostModel,
+    memory: MemoryModel,
+    limit: float,
+    fixed: float = 0.0,
+) -> tuple[Prediction, ...]:
+    """All schedules for given costs and sizes of a rank's share: the shortest step that fits first.
+
+    Arguments:
+      costs: of a whole rank's share, for schedules that split backwards.
+      costs_unsplit: for those that do not.
+      memory: sizes of a whole rank's share.
+      limit: bytes of a device.
+      fixed: bytes that every schedule needs.
+    """
+    found = []
+    for own, wanted in ((costs, True), (costs_unsplit, False)):
+        for candidate in choose(num_ranks, num_microbatches, own, limit - fixed, memory=memory):
+            if candidate.schedule is None:
+                if wanted:
+                    refused = candidate.refused.removeprefix(f"{candidate.name}: ")
+                    found.append(Prediction(candidate.name, math.inf, math.inf, 0.0, refused))
+            elif splits(candidate.schedule) == wanted:
+                found.append(_predicted(candidate, own, limit, fixed))
+    return tuple(sorted(found, key=lambda p: (bool(p.refused), p.cycles)))
+
+
+def _predicted(candidate: Candidate, costs: CostModel, limit: float, fixed: float) -> Prediction:
+    assert candidate.schedule is not None
+    own, needed = costs.for_schedule(candidate.schedule), candidate.peak + fixed
+    refused = f"needs {needed / 2**30:.1f} GiB of {limit / 2**30:.1f}" if candidate.refused else ""
+    cycles = lower(candidate.schedule, own).makespan(own)
+    return Prediction(candidate.name, cycles, candidate.makespan, needed, refused)
 
 
 def model_flops(numbers: models.Config, active: int, sequence: int) -> float:

@@ -1,6 +1,7 @@
 """The answers of a dry run: built, counted, compiled and read."""
 
 import dataclasses
+import math
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
@@ -175,14 +176,28 @@ def predict_step(
         name: predict.Unit(**{k: v for k, v in unit.items() if k in fields})
         for name, unit in compiled["units"].items()
     }
-    costs = predict.costs(units, compiled["sends"]["each"])
-    cycles, ideal = predict.step_cycles(blueprint.schedule, costs)
+    send, schedule = compiled["sends"]["each"], blueprint.schedule
+    split, unsplit = (predict.costs(units, send, split=split) for split in (True, False))
+    costs = split if predict.splits(schedule) else unsplit
+    cycles, ideal = predict.step_cycles(schedule, costs)
     num_microbatches, batch, sequence = blueprint.tokens.shape
     tokens = num_microbatches * batch * sequence
     seconds = cycles / target.device.clock
     needed = tokens * predict.model_flops(numbers, active, sequence)
     num_devices = blueprint.mesh.size
+    flops = num_devices * target.device.flops
+    sizes, fixed = ahead.rank_memory(blueprint)
+    ranked = predict.rank_schedules(
+        schedule.num_ranks,
+        num_microbatches,
+        predict.rank_costs(split, schedule),
+        predict.rank_costs(unsplit, schedule),
+        sizes,
+        target.device.memory,
+        fixed,
+    )
     return {
+        "schedules": [_prediction(p, target.device.clock, needed / flops) for p in ranked],
         "costs": {name: getattr(costs, name) for name in ("F", "I", "W", "FB", "send")}
         | {"extra": {str(stage): list(more) for stage, more in costs.extra.items()}},
         "cycles": cycles,
@@ -190,8 +205,22 @@ def predict_step(
         "seconds": seconds,
         "tokens": tokens,
         "tokens_per_second": tokens / seconds,
-        "mfu": needed / (seconds * num_devices * target.device.flops),
+        "mfu": needed / flops / seconds,
         "lower_bound": any(unit.unpriced for unit in units.values()),
+    }
+
+
+def _prediction(p: predict.Prediction, clock: float, least: float) -> dict[str, Any]:
+    """Seconds and MFU of a schedule; None where it does not serve the counts. JSON has no infinity."""
+    if not math.isfinite(p.cycles):
+        return {"name": p.name, "seconds": None, "mfu": None, "memory": None, "refused": p.refused}
+    seconds = p.cycles / clock
+    return {
+        "name": p.name,
+        "seconds": seconds,
+        "mfu": least / seconds,
+        "memory": p.memory,
+        "refused": p.refused,
     }
 
 

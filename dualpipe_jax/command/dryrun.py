@@ -90,8 +90,26 @@ def _report(found: dict[str, Any]) -> list[str | Table]:
         parts += [
             "\na prediction of the compiler's model, no measurement; the optimizer's time is not in it",
             *_step(step),
+            "\nthe same costs under every schedule, what fits first; temporaries are not in this memory\n",
+            _schedules_table(step["schedules"]),
         ]
     return parts
+
+
+def _schedules_table(schedules: list[dict[str, Any]]) -> Table:
+    rows = [
+        (
+            row["name"],
+            *(
+                ("", "", "")
+                if row["seconds"] is None
+                else (f"{row['seconds']:.4g}", percent(row["mfu"]), _gib(row["memory"]))
+            ),
+            row["refused"],
+        )
+        for row in schedules
+    ]
+    return Table(("schedule", "step, s", "MFU", "GiB", "refused"), tuple(rows), best=0)
 
 
 def _memory_table(memory: dict[str, Any]) -> Table:

@@ -146,3 +146,18 @@ def test_arrays_that_no_loop_should_copy():
     slots = ahead._state(blueprint())["residual_w"][0].shape[0]
     assert any(name.startswith(f"f32[{slots},") for name in held)
     assert ahead.array_name("bf16", (1, 5, 1, 8)) == "bf16[5,8]"
+
+
+def test_sizes_of_a_ranks_share_are_those_of_the_slots():
+    kinds, (sizes, fixed) = ahead.memory_by_kind(blueprint()), ahead.rank_memory(blueprint())
+    slots = lower(blueprint().schedule).num_slots
+    assert (
+        slots["residual_w"] * sizes.residual_w + slots["residual_i"] * sizes.residual_i == kinds["residuals"]
+    )
+    assert slots["stash"] * sizes.stash == kinds["stash"] > 0
+    assert (slots["x"] + slots["dy"] + 2) * sizes.boundary == kinds["boundary"]
+    assert 2 * sizes.parameters + fixed == sum(
+        kinds[kind] for kind in ("stages", "ends", "mirrored", "optimizer", "gradients", "batch")
+    )
+    one, two = (ahead.rank_memory(blueprint(make))[0] for make in (dualpipe, dualpipe_v))
+    assert two.boundary == one.boundary and two.residual_w == pytest.approx(one.residual_w, rel=0.05)

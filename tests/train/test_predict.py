@@ -1,11 +1,21 @@
 """From cycles of units to a step's time: by hand, and on a program of our own compiled for CPU."""
 
+import math
+
 import jax
 import pytest
 
 import models
 from dualpipe_jax.inspect import Rates, overlap, read
-from dualpipe_jax.schedule import CostModel, dualpipe, one_f_one_b
+from dualpipe_jax.schedule import (
+    ALL_SCHEDULES,
+    CostModel,
+    MemoryModel,
+    dualpipe,
+    dualpipe_v,
+    lower,
+    one_f_one_b,
+)
 from train import ahead, predict
 from train.model import byte, count_parameters
 from train.sizes import SIZES, size
@@ -29,6 +39,8 @@ def test_costs_of_units():
     assert predict.costs(ends, 0).extra == {0: (1, 2, 0), -1: (6, 0, 0)}
     whole = predict.costs({"F": unit(3.0), "B": unit(6.0)}, 0)
     assert (whole.B, whole.FB) == (6, 9)
+    unsplit = predict.costs(units, 0, split=False)
+    assert math.isclose(unsplit.B, 7)
     with pytest.raises(ValueError, match="costs: needs F and either B or I and W; measured were FB, W"):
         predict.costs({"FB": unit(1.0), "W": unit(1.0)}, 0)
 
@@ -38,6 +50,30 @@ def test_a_step_in_ticks_takes_no_less_than_in_the_ideal_order():
     for schedule in (dualpipe(4, 16), one_f_one_b(4, 16)):
         ticks, ideal = predict.step_cycles(schedule, costs)
         assert ideal <= ticks < 1.3 * ideal
+
+
+def test_schedules_are_ranked_and_those_that_do_not_fit_say_so():
+    costs, unsplit = CostModel(1, 1, 1, FB=2.2), CostModel(1, 1.2, 0.6, FB=2.2)
+    sizes = MemoryModel(residual_i=1 << 30, parameters=1 << 30)
+    ranked = predict.rank_schedules(4, 16, costs, unsplit, sizes, 8 * 2**30, fixed=2 * 2**30)
+    assert sorted(p.name for p in ranked) == sorted(recipe.__name__ for recipe in ALL_SCHEDULES)
+    fitting = [p for p in ranked if not p.refused]
+    assert fitting == sorted(fitting, key=lambda p: p.cycles) and ranked[: len(fitting)] == tuple(fitting)
+    by_name = {p.name: p for p in ranked}
+    own = one_f_one_b(4, 16)
+    assert by_name["one_f_one_b"].cycles == lower(own, unsplit).makespan(unsplit), "it splits nothing"
+    assert by_name["one_f_one_b"].memory == (4 + 1 + 2) * 2**30
+    assert by_name["gpipe"].refused == "needs 19.0 GiB of 8.0"
+    odd = {p.name: p for p in predict.rank_schedules(3, 7, costs, unsplit, sizes, 2**40)}
+    assert odd["chimera"].cycles == math.inf and odd["chimera"].refused
+
+
+def test_costs_of_a_ranks_share():
+    stage = CostModel(1, 2, 3, FB=5, send=7, extra={0: (1, 0, 0)})
+    assert predict.rank_costs(stage, dualpipe(4, 8)) == stage
+    assert predict.rank_costs(stage, dualpipe_v(4, 8)) == CostModel(
+        2, 4, 6, FB=10, send=7, extra={0: (1, 0, 0)}
+    )
 
 
 def test_model_flops_of_v3_by_hand():
