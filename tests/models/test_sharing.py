@@ -86,7 +86,7 @@ def same_gradients(grads, wanted, places):
 
 
 CASES = [
-    (3, 2, None, True),
+    pytest.param(3, 2, None, True, marks=pytest.mark.slow),
     (3, 4, None, None),
     pytest.param(3, 2, (3, 0), False, marks=pytest.mark.slow),
 ]
