@@ -170,6 +170,6 @@ def test_costs_change_the_ticks_and_not_the_result():
 @CORE
 @pytest.mark.parametrize(("num_ranks", "num_ep"), LAYOUTS)
 def test_schedules_and_layouts_with_remat_and_vma(make, num_ranks, num_ep):
-    for position, num_microbatches in enumerate(legal(make, num_ranks)):
-        kind = ("mlp", "moe")[(position + num_ranks + num_ep) % 2]
-        check(make, num_ranks, num_ep, num_microbatches, kind, "all", check_vma=True)
+    turn = (num_ranks + num_ep) % 2
+    for num_microbatches in legal(make, num_ranks)[turn : turn + 1]:
+        check(make, num_ranks, num_ep, num_microbatches, ("mlp", "moe")[turn], "all", check_vma=True)
