@@ -104,7 +104,9 @@ def test_the_summary_is_of_a_whole_ranks_share_and_equal_ranks_share_a_row(capsy
     ]
 
 
-@pytest.mark.parametrize(("ending", "starts"), [("csv", "0F0,"), ("json", "{"), ("trace", "{"), ("txt", "# zb_h1")])
+@pytest.mark.parametrize(
+    ("ending", "starts"), [("csv", "0F0,"), ("json", "{"), ("trace", "{"), ("txt", "# zb_h1")]
+)
 def test_written_in_the_format_that_the_files_name_says(capsys, tmp_path, ending, starts):
     path = tmp_path / f"schedule.{ending}"
     assert printed(capsys, "show", "zb_h1", *SMALL, "-o", str(path)) == ""

@@ -67,9 +67,10 @@ def test_what_each_platform_gets():
     asynchronous = "xla_tpu_enable_async_all_to_all"
     for generation in (*DEVICES, None):
         assert recommended_compiler_options("tpu", generation)[asynchronous] == "true"
-    assert (
-        len(recommended_compiler_options("tpu", "v5p")) == 2 > len(recommended_compiler_options("tpu", "v5e"))
-    )
+    experimental = "xla_tpu_enable_all_experimental_scheduler_features"
+    assert experimental in recommended_compiler_options("tpu", "v5p")
+    assert experimental not in recommended_compiler_options("tpu", "v5e")
+    assert recommended_compiler_options("tpu", "v4") == recommended_compiler_options("tpu")
     assert recommended_compiler_options("gpu") == {}
     for platform in ("gpu", "cuda", "rocm"):
         assert recommended_compiler_options(platform, ahead_of_time=True) == {"xla_gpu_autotune_level": "0"}
