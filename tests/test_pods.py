@@ -223,6 +223,24 @@ def test_a_pod_that_the_compiler_does_not_survive():
     assert "Check failed" in said
 
 
+@TPU
+@pytest.mark.slow
+def test_a_pair_on_v5e_hides_its_all_to_alls():
+    """The engine's pair of the real model. Serialised it hides most too, behind its own direction's work, and so
+    fails the second assertion."""
+    pair = ["--model", "v2-lite", "--layers-per-stage", "1", "--pp", "4", "--ep", "4", "--sequence", "1024"]
+    small = ["num_dense_layers=0", "vocab=1024", "dim=1024", "num_heads=16", "num_experts=16", "top_k=2"]
+    status, found = compiled(
+        "overlap", "--target", "v5e:4x4", "--at-least", "97", *pair, "--change", *small, "expert_hidden=2048"
+    )
+    assert status == 0, found
+    rows = found["compiled"]["all_to_alls"]
+    assert [row["form"] for row in rows] == 4 * ["async"]
+    assert all(row["opposite_matmuls"] >= 1 for row in rows), rows
+    assert found["compiled"]["sends"]["exposed"] == 0
+    assert not [copy for copy in found["compiled"]["copies"] if copy["of_state"]]
+
+
 @CUDA
 @pytest.mark.slow
 def test_a_pair_on_h100s_is_asynchronous():
