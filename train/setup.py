@@ -7,7 +7,13 @@ from typing import Any
 import jax
 import optax
 
-from dualpipe_jax.engine import PipelineModel, pipeline_apply, pipeline_value_and_grad
+from dualpipe_jax.engine import (
+    PipelineModel,
+    pipeline_apply,
+    pipeline_value_and_grad,
+    recommended_compiler_options,
+    tpu_generation,
+)
 from dualpipe_jax.parallel import make_mesh
 from dualpipe_jax.schedule import Schedule
 from train.config import ConfigError, TrainConfig, make_schedule, too_few_devices
@@ -57,12 +63,14 @@ def prepare(config: TrainConfig) -> Run:
     learning_rate = warmup_cosine(config.learning_rate, config.steps, config.warmup)
     optimizer = make_optimizer(learning_rate, clip=config.clip, weight_decay=config.weight_decay)
     state = init_state(place(model, model.init(jax.random.key(config.seed)), schedule, mesh), optimizer)
+    device = mesh.devices.flat[0]
+    options = recommended_compiler_options(device.platform, tpu_generation(device.device_kind))
     return Run(
         config=config,
         schedule=schedule,
         corpus=corpus,
         state=state,
-        update=make_update(value_and_grad, optimizer, config.bias_rate, state),
+        update=make_update(value_and_grad, optimizer, config.bias_rate, state, options),
         apply=pipeline_apply(functions, schedule, mesh, **engine),
         learning_rate=learning_rate,
     )

@@ -102,10 +102,12 @@ def make_update(
     optimizer: optax.GradientTransformation,
     bias_rate: float,
     state: TrainState,
+    compiler_options: dict[str, str] | None = None,
 ) -> Update:
     """``update(state, inputs, targets) -> (state, metrics)``, compiled; the old state's memory is reused.
 
-    The new state lies where ``state`` does, leaf by leaf: the second step is not compiled anew.
+    The new state lies where ``state`` does, leaf by leaf: the second step is not compiled anew. For the options see
+    ``recommended_compiler_options``.
 
     metrics: loss, grad_norm (before clipping), max_vio (see ``max_violation``), dropped (tokens that found no
     room at their expert).
@@ -126,7 +128,7 @@ def make_update(
         return TrainState(state.step + 1, params, opt_state), metrics
 
     lies = jax.tree.map(lambda leaf: leaf.sharding, state)
-    return jax.jit(update, donate_argnums=0, out_shardings=(lies, None))
+    return jax.jit(update, donate_argnums=0, out_shardings=(lies, None), compiler_options=compiler_options)
 
 
 def trainable(params: Tree) -> Tree:

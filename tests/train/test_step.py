@@ -176,3 +176,19 @@ def test_updates_reuse_memory_and_compile_once(model, batch):
         state, _ = update(state, *batch)
     assert all(leaf.is_deleted() for leaf in jax.tree.leaves(first.params["head"]))
     assert update._cache_size() == 1
+
+
+def test_the_compiler_is_given_its_options():
+    """CPU's compiler refuses what it does not know, so a wrong name must surface."""
+    params = {"stages": {"routing": {"bias": jnp.zeros((1, 1, 2)), "stage": jnp.zeros((1,), jnp.int32)}}}
+    state = init_state(replicated(params), make_optimizer(1e-3, clip=1.0, weight_decay=0.0))
+
+    def value_and_grad(params, inputs, targets):
+        del inputs, targets
+        aux = {"counts": jnp.ones((1, 1, 2), jnp.int32), "dropped": jnp.int32(0)}
+        return (jnp.float32(0), aux), params
+
+    optimizer = make_optimizer(1e-3, clip=1.0, weight_decay=0.0)
+    update = make_update(value_and_grad, optimizer, RATE, state, {"xla_no_such_option": "true"})
+    with pytest.raises(jax.errors.JaxRuntimeError, match="No such compile option: 'xla_no_such_option'"):
+        update(state, (), ())
