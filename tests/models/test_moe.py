@@ -66,8 +66,12 @@ def test_route_equals_a_loop_over_tokens(name, seed, step, shift):
     bias = (shift + np.round(rng.normal(size=config.num_experts))).astype(np.float32)
     topk, weights = jitted_route(name)(logits, bias)
     score = jax.nn.sigmoid if config.score == "sigmoid" else jax.nn.softmax
-    wanted_topk, wanted_weights = route_by_loops(np.asarray(jax.jit(score)(logits)), bias, config)
-    np.testing.assert_array_equal(topk, wanted_topk)
+    scores = np.asarray(jax.jit(score)(logits))
+    wanted_topk, wanted_weights = route_by_loops(scores, bias, config)
+    # Two programs may round a score differently: nearly equal experts may change places, equal ones may not.
+    chosen, wanted = (np.take_along_axis(scores + bias, np.asarray(k), axis=1) for k in (topk, wanted_topk))
+    gap = np.abs(chosen - wanted)[topk != wanted_topk]
+    assert ((gap > 0) & (gap < 1e-6)).all(), (topk, wanted_topk)
     np.testing.assert_allclose(weights, wanted_weights, rtol=1e-5)
     assert (topk.dtype, weights.dtype) == (jnp.int32, jnp.float32)
 
