@@ -5,7 +5,6 @@ process that they run in, and can be stopped no other way. It reads a request fr
 what it is about to do, a line a stage, writes its answer to FILE, and ends when standard input is closed.
 """
 
-import dataclasses
 import json
 import os
 import sys
@@ -14,31 +13,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-from dualpipe_jax.command.options import Shape, make
 from dualpipe_jax.command.program import Program
 from dualpipe_jax.inspect import STATISTICS_ENVIRONMENT, Target
-
-UNITS = ("FB", "F", "B", "I", "W", "embed", "head", "embed_backward")
-
-
-@dataclasses.dataclass(frozen=True)
-class Request:
-    """What is to be found out.
-
-    Attributes:
-      program: the step.
-      target: the devices; None for any, of which nothing can be compiled.
-      compile: "pair" (for overlap), "units" (each unit of the engine once, for costs), "step" (the trainer's whole
-        step), or "nothing": memory is counted all the same.
-      text: file for the compiled program's text.
-      log: the file that this process's standard error goes to, where the TPU compiler's statistics are found.
-    """
-
-    program: Program
-    target: str | None
-    compile: str
-    text: str | None = None
-    log: str | None = None
+from train.request import Request
 
 
 def answer(request: Request) -> dict[str, Any]:
@@ -77,12 +54,6 @@ def main(arguments: list[str] | None = None) -> int:
         result, status = {"error": str(error)}, 1
     Path(file).write_text(json.dumps(result))
     return status
-
-
-def make_schedule(program: Program) -> Any:
-    """The schedule that a program names."""
-    num_microbatches = program.microbatches or 4 * program.pp
-    return make(program.schedule, program.pp, num_microbatches, Shape())
 
 
 def end_with_parent() -> None:

@@ -16,8 +16,8 @@ from dualpipe_jax.command.program import Program
 from dualpipe_jax.engine import recommended_compiler_options
 from dualpipe_jax.parallel import EP, make_mesh
 from train import ahead, predict
-from train.dryrun import UNITS, Request, make_schedule
 from train.model import count_parameters
+from train.request import UNITS, Request, make_schedule
 from train.sizes import size
 
 REMAT: Mapping[str, Callable[..., Any] | None] = {

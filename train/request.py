@@ -1,0 +1,35 @@
+"""What a dry run is asked."""
+
+import dataclasses
+from typing import Any
+
+from dualpipe_jax.command.options import Shape, make
+from dualpipe_jax.command.program import Program
+
+UNITS = ("FB", "F", "B", "I", "W", "embed", "head", "embed_backward")
+
+
+@dataclasses.dataclass(frozen=True)
+class Request:
+    """What is to be found out.
+
+    Attributes:
+      program: the step.
+      target: the devices; None for any, of which nothing can be compiled.
+      compile: "pair" (for overlap), "units" (each unit of the engine once, for costs), "step" (the trainer's whole
+        step), or "nothing": memory is counted all the same.
+      text: file for the compiled program's text.
+      log: the file that this process's standard error goes to, where the TPU compiler's statistics are found.
+    """
+
+    program: Program
+    target: str | None
+    compile: str
+    text: str | None = None
+    log: str | None = None
+
+
+def make_schedule(program: Program) -> Any:
+    """The schedule that a program names."""
+    num_microbatches = program.microbatches or 4 * program.pp
+    return make(program.schedule, program.pp, num_microbatches, Shape())
