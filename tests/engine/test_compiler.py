@@ -24,7 +24,7 @@ from dualpipe_jax.parallel import make_mesh
 mesh = make_mesh(1, 4, devices)
 
 def work(x):
-    y = jax.lax.all_to_all(x, "ep", 0, 0)
+    y = jax.lax.all_to_all(x, "ep", 0, 0, tiled=True)
     return y, x @ x
 
 spec = PartitionSpec("ep")
