@@ -93,6 +93,8 @@ def killed(environment, worker, number):
     """Process numbers of a worker, and what it has started, whose parent is sent a signal."""
     paths = os.pathsep.join([os.getcwd(), environment["PYTHONPATH"]])
     call = f"from dualpipe_jax.command.child import ask; ask({worker!r}, {{}}, {{}}, 'v5e:4x4')"
+    # A shell's background job ignores interrupts, and hands that on: Python then raises no KeyboardInterrupt.
+    call = f"import signal; signal.signal(signal.SIGINT, signal.default_int_handler); {call}"
     parent = subprocess.Popen(
         [sys.executable, "-c", call],
         env={**os.environ, **environment, "PYTHONPATH": paths},

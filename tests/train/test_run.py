@@ -69,4 +69,6 @@ def test_it_leaves_its_files(finished):
 
 
 def test_every_schedule_is_on_offer():
-    assert set(SCHEDULES) == {"gpipe", "one_f_one_b", "zb_h1", "dualpipe", "dualpipe_v"}
+    one_pipe = {"gpipe", "one_f_one_b", "interleaved_1f1b", "looped_bfs", "hanayo", "dualpipe_v"}
+    split = {"zb_h1", "zb_h2", "interleaved_zero_bubble", "zb_v", "v_half", "v_min"}
+    assert set(SCHEDULES) == one_pipe | split | {"chimera", "dualpipe"}
