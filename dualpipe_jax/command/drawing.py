@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.text import Text
 
 from dualpipe_jax.schedule import Op, Placement, Slot, Timeline
-from dualpipe_jax.schedule.formats.plot import colours, num_shades, shade, shade_names
+from dualpipe_jax.schedule.formats.plot import colours, is_dark, num_shades, shade, shade_names
 
 
 class Block(NamedTuple):
@@ -97,9 +97,7 @@ def _labels(slot: Slot, brief: bool) -> list[str]:
 
 def _style(placement: Placement, op: Op, shade: int) -> str:
     colour = colours(op, num_shades(placement))[shade]
-    red, green, blue = (int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5))
-    dark = 0.21 * red**2.2 + 0.72 * green**2.2 + 0.07 * blue**2.2 < 0.25
-    return f"{'#ffffff' if dark else '#000000'} on {colour}"
+    return f"{'#ffffff' if is_dark(colour) else '#000000'} on {colour}"
 
 
 def _line(row: list[Block], first: int, last: int) -> Text:

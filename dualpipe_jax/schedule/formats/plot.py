@@ -117,7 +117,7 @@ def _draw_grid(axes: "Axes", timeline: Timeline, points: float) -> None:
         line = min(0.7, 0.08 * points * min(box.end - box.start for box in boxes))
         _draw_boxes(axes, boxes, f"boxes {op} {at}", facecolors=colour, edgecolors="white", linewidths=line)
         for box in boxes:
-            _write_number(axes, box, points, _ink_on(colour))
+            _write_number(axes, box, points, "white" if is_dark(colour) else _INK)
     framed = [dataclasses.replace(box, height=1) for box in _boxes(timeline) if _is_upper_half(box)]
     if framed:
         line = min(0.9, 0.12 * points * min(box.end - box.start for box in framed))
@@ -298,10 +298,10 @@ def _laps(placement: Placement) -> int:
     return math.ceil(placement.num_model_stages / placement.num_ranks)
 
 
-def _ink_on(colour: str) -> str:
-    """Black or white, whichever is read better on a colour."""
+def is_dark(colour: str) -> bool:
+    """Whether white is read better than black on a colour, "#rrggbb"."""
     r, g, b = (int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5))
-    return "white" if 0.21 * r**2.2 + 0.72 * g**2.2 + 0.07 * b**2.2 < 0.25 else _INK
+    return 0.21 * r**2.2 + 0.72 * g**2.2 + 0.07 * b**2.2 < 0.25
 
 
 def _size(timeline: Timeline) -> tuple[float, float]:
