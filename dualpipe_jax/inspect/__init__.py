@@ -11,6 +11,7 @@ from dualpipe_jax.inspect.copies import Copy, copies
 from dualpipe_jax.inspect.hlo import Array, Call, Computation, Instruction, Module, read
 from dualpipe_jax.inspect.memory import Memory, memory
 from dualpipe_jax.inspect.overlap import overlap
+from dualpipe_jax.inspect.picture import plot
 from dualpipe_jax.inspect.rates import (
     FLOPS_PER_CYCLE,
     H100_CLOCK,
@@ -29,6 +30,7 @@ from dualpipe_jax.inspect.scheduler import (
     parse_statistics,
 )
 from dualpipe_jax.inspect.target import DEVICES, Device, MissingCompiler, Target
+from dualpipe_jax.inspect.trace import to_chrome_trace
 
 __all__ = [
     "DEVICES",
@@ -62,6 +64,8 @@ __all__ = [
     "memory",
     "overlap",
     "parse_statistics",
+    "plot",
     "read",
+    "to_chrome_trace",
     "tpu_rates",
 ]

@@ -138,13 +138,13 @@ class _Reader:
         communicates = starts.keys() | dones.keys() | {computation.position[p.issued.name] for p in pairs}
         works = [None if k in communicates else self.work(computation, i) for k, i in enumerate(computation)]
         line = _Line()
-        for k, work in enumerate(works):
+        for k, (instruction, work) in enumerate(zip(computation, works, strict=True)):
             if k in starts:
                 line.issue(starts[k], self.duration(starts[k]), self.direction(starts[k].issued))
             if k in dones:
                 line.wait(dones[k])
             if work is not None:
-                line.run(work)
+                line.run(work, instruction.op_name)
         found = tuple(self._collective(computation, pair, works, line) for pair in pairs)
         unpriced = tuple(
             i.name
@@ -262,20 +262,22 @@ class _Line:
         """Stand still until it has ended."""
         name, flight = pair.issued.name, self.flights[pair.issued.name]
         end = self.clock if flight.duration is None else flight.begin + flight.duration
-        self.events.append(Event(flight.begin, end, name, pair.kind, flight.direction, pair.kind))
+        op_name = pair.issued.op_name
+        self.events.append(Event(flight.begin, end, name, pair.kind, flight.direction, pair.kind, op_name))
         if flight.duration is None:
             return
         flight.exposed = max(0.0, end - self.clock)
         if flight.exposed:
-            self.events.append(Event(self.clock, end, name, "wait", flight.direction, "compute"))
+            self.events.append(Event(self.clock, end, name, "wait", flight.direction, "compute", op_name))
         self.exposed += flight.exposed
         self.clock += flight.exposed
 
-    def run(self, work: Work) -> None:
+    def run(self, work: Work, op_name: str) -> None:
         """Do a piece of work."""
         if work.cycles:
             end = self.clock + work.cycles
-            self.events.append(Event(self.clock, end, work.name, work.opcode, work.direction, "compute"))
+            about = work.name, work.opcode, work.direction, "compute", op_name, work.matmuls
+            self.events.append(Event(self.clock, end, *about))
             self.exposed += work.exposed
             self.clock = end
 

@@ -4,6 +4,7 @@ import dataclasses
 import json
 from collections import Counter
 from collections.abc import Iterable, Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from dualpipe_jax.inspect.scheduler import SchedulerStatistics
@@ -132,7 +133,17 @@ class ComputationTime:
 
 
 class Event(NamedTuple):
-    """A stretch of a timeline; times in cycles. The lane is ``compute`` or a kind of collective."""
+    """A stretch of a timeline; times in cycles.
+
+    Attributes:
+      start, end: when.
+      name: of the instruction; of a wait, that of the collective waited for.
+      kind: its opcode, ``wait``, or the kind of collective.
+      direction: forward, backward or unknown.
+      lane: ``compute`` or the kind of collective.
+      op_name: JAX's name of the operation; of a wait, that of the collective.
+      matmuls: matrix products in it by direction, those inside loops counted once.
+    """
 
     start: float
     end: float
@@ -140,6 +151,8 @@ class Event(NamedTuple):
     kind: str
     direction: str
     lane: str
+    op_name: str = ""
+    matmuls: Mapping[str, int] = MappingProxyType({})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -186,6 +199,10 @@ class OverlapReport:
     statistics: Mapping[str, SchedulerStatistics]
     timelines: Mapping[str, tuple[Event, ...]] = dataclasses.field(repr=False)
 
+    def inside(self, computation: str) -> tuple[Collective, ...]:
+        """Collectives that a computation issues itself, those of loops inside it left out."""
+        return tuple(c for c in self.collectives if c.computation == computation)
+
     def select(self, kind: str | None = None, within: str | None = None) -> tuple[Collective, ...]:
         """Collectives of a kind and of the computations whose context contains ``within``."""
         return tuple(
@@ -197,12 +214,12 @@ class OverlapReport:
     def totals(self, within: str | None = None) -> tuple[Total, ...]:
         """Sums by kind over the computations whose context contains ``within``, or over all."""
         kinds = dict.fromkeys(c.kind for c in self.select(within=within))
-        return tuple(_total(kind, self.select(kind, within)) for kind in kinds)
+        return tuple(sum_up(kind, self.select(kind, within)) for kind in kinds)
 
     def hidden(self, kind: str = "all-to-all", within: str | None = None) -> float | None:
         """Share of a kind's time that is hidden; None if durations are unknown or there is none of it."""
         chosen = self.select(kind, within)
-        return _total(kind, chosen).hidden if chosen else None
+        return sum_up(kind, chosen).hidden if chosen else None
 
     def timeline(self, computation: str) -> tuple[Event, ...]:
         """A computation's schedule laid end to end, sorted by start, beginning at 0.
@@ -256,7 +273,8 @@ def _counts(counts: Iterable[Mapping[str, int]]) -> dict[str, int]:
     return {direction: total[direction] for direction in DIRECTIONS}
 
 
-def _total(kind: str, chosen: tuple[Collective, ...]) -> Total:
+def sum_up(kind: str, chosen: tuple[Collective, ...]) -> Total:
+    """Collectives of one kind together."""
     num_sync = sum(c.form == "sync" for c in chosen)
     durations = [c.duration for c in chosen]
     exposures = [c.exposed for c in chosen]

@@ -9,6 +9,7 @@ import pytest
 import rich.console
 
 from dualpipe_jax.inspect import H100_CLOCK, Rates, h100_rates, overlap, parse_statistics, read, tpu_rates
+from tests.inspect.by_hand import done, module, start, work
 
 TEXTS = Path(__file__).parent / "texts"
 PAYLOAD = 8 << 20
@@ -18,37 +19,6 @@ RATES = Rates(collectives={"all-to-all": PAYLOAD / 400e3, "collective-permute": 
 
 def report(name, rates=RATES, **options):
     return overlap((TEXTS / f"{name}.hlo").read_text(), rates, **options)
-
-
-def module(*lines, more=""):
-    """A scheduled module of these lines; a f32[256] weighs 1 KiB."""
-    body = "\n".join(f"  {line}" for line in lines)
-    return f"""HloModule by_hand, is_scheduled=true
-
-%dot_fusion (p: f32[256]) -> f32[256] {{
-  %p = f32[256]{{0}} parameter(0)
-  ROOT %d = f32[256]{{0}} dot(%p, %p), metadata={{op_name="jit(f)/transpose(jvp())/dot_general"}}
-}}
-{more}
-ENTRY %main (x: f32[256]) -> f32[256] {{
-  %x = f32[256]{{0}} parameter(0)
-{body}
-}}
-"""
-
-
-def work(name, cycles, scope="jvp()", calls=""):
-    metadata = f'metadata={{op_name="jit(f)/{scope}/mul"}}'
-    return f'%{name} = f32[256]{{0}} fusion(%x){calls}, {metadata}, backend_config={{"estimated_cycles":"{cycles}"}}'
-
-
-def start(name, opcode="all-to-all", after="x"):
-    groups = "replica_groups={{0,1,2,3},{4,5,6,7}}"
-    return f"%{name} = ((f32[256]{{0}}), f32[256]{{0}}, u32[]) {opcode}-start(%{after}), {groups}"
-
-
-def done(name, opcode="all-to-all"):
-    return f"%{name}.done = f32[256]{{0}} {opcode}-done(%{name})"
 
 
 BYTE_A_CYCLE = Rates(collectives={"all-to-all": 1.0, "collective-permute": 1.0})
@@ -323,6 +293,8 @@ def test_timeline_is_laid_end_to_end():
         (410, 10 + KIB, "a", "wait", "unknown", "compute"),
         (10 + KIB, 15 + KIB, "z", "fusion", "forward", "compute"),
     ]
+    wait, told = found.timeline("main")[3], found.timeline("main")[0]
+    assert (told.op_name, wait.op_name) == ("jit(f)/jvp()/mul", "") and not told.matmuls
     unknown = overlap(text).timeline("main")
     assert [(e.start, e.end) for e in unknown if e.lane == "all-to-all"] == [(10, 410)]
     with pytest.raises(KeyError, match="no computation 'maine'; there are main"):

@@ -1,0 +1,98 @@
+"""A computation's timeline made ready for drawing: rows that do not overlap, stretches of one direction."""
+
+import itertools
+import re
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from dualpipe_jax.inspect.collectives import KINDS
+from dualpipe_jax.inspect.report import Event
+
+
+class Stretch(NamedTuple):
+    """Neighbours on the lane ``compute``.
+
+    Attributes:
+      what: their direction, or ``wait``.
+      events: without gaps between them.
+    """
+
+    what: str
+    events: tuple[Event, ...]
+
+    @property
+    def start(self) -> float:
+        """Cycles from the computation's start."""
+        return self.events[0].start
+
+    @property
+    def end(self) -> float:
+        """Cycles from the computation's start."""
+        return self.events[-1].end
+
+
+def part(event: Event) -> str:
+    """``dispatch`` or ``combine`` where a named scope says which of the experts' exchanges it is; else nothing."""
+    found = re.findall(r"\b(dispatch|combine)\b", event.op_name)
+    return found[-1] if found else ""
+
+
+def rows(events: Iterable[Event]) -> dict[str, list[list[Event]]]:
+    """Events by lane, ``compute`` first, then kinds of collectives; as many rows each as it has events at once.
+
+    Collectives of one kind follow each other, unless their durations are unknown: then they last from start to
+    done.
+    """
+    lanes: dict[str, list[list[Event]]] = {"compute": [[]]}
+    order = {lane: place for place, lane in enumerate(("compute", *KINDS))}
+    for event in sorted(events, key=lambda event: order[event.lane]):  # stable: by start within a lane
+        lane = lanes.setdefault(event.lane, [])
+        free = next((row for row in lane if not row or row[-1].end <= event.start), None)
+        if free is None:
+            lane.append([event])
+        else:
+            free.append(event)
+    return lanes
+
+
+def stretches(work: Sequence[Event], least: float = 0.0) -> list[Stretch]:
+    """The lane ``compute`` with what is of one direction put together.
+
+    Args:
+      work: its events.
+      least: cycles. What is shorter joins its neighbours, and together they are of the direction that has most
+        of them; waits stay as they are.
+    """
+    found: list[Stretch] = []
+    pending: list[Event] = []
+
+    def close() -> None:
+        if not pending:
+            return
+        what = _most(pending)
+        short = what != "wait" and pending[-1].end - pending[0].start < least
+        if short and found and found[-1].what != "wait":
+            what = found[-1].what
+        before = found.pop().events if found and found[-1].what == what else ()
+        found.append(Stretch(what, (*before, *pending)))
+        pending.clear()
+
+    for event in work:
+        if event.kind == "wait":
+            close()
+        pending.append(event)
+        if event.kind == "wait" or event.end - pending[0].start >= least:
+            close()
+    close()
+    return found
+
+
+def _most(events: Sequence[Event]) -> str:
+    if events[0].kind == "wait":
+        return "wait"
+    directions = sorted(events, key=lambda event: event.direction)
+    cycles = {
+        direction: sum(event.end - event.start for event in own)
+        for direction, own in itertools.groupby(directions, key=lambda event: event.direction)
+    }
+    return max(cycles, key=cycles.__getitem__)

@@ -1,0 +1,233 @@
+"""A computation's timeline as a picture: what the core does above, what is in flight meanwhile below."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from dualpipe_jax.inspect.lanes import Stretch, part, rows, stretches
+from dualpipe_jax.inspect.report import Event, OverlapReport, sum_up
+from dualpipe_jax.inspect.table import format_share
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+COLOURS = {"forward": "#ffcc70", "backward": "#98a8fc", "unknown": "#d3d3da"}
+"""Those of the schedules' pictures, and a grey."""
+
+_NAMES = {"forward": "forward", "backward": "backward", "unknown": "neither", "wait": "the core waits"}
+_SHORT = {"forward": "F", "backward": "B", "unknown": ""}
+_INK, _FAINT, _RED = "#1c1c22", "#8a8a94", "#c8102e"
+_WIDTH, _LEFT, _RIGHT, _HEAD, _FOOT = 10.0, 1.3, 0.2, 0.82, 0.82  # inches
+_TALL, _ROW, _GAP = 0.62, 0.42, 0.1
+_POINTS = 72
+_LEAST = 1 / 400
+"""Of the timeline: what is shorter is drawn with its neighbours."""
+
+
+def plot(
+    report: OverlapReport,
+    computation: str,
+    path: str | Path | None = None,
+    *,
+    title: str | None = None,
+    clock: float | None = None,
+) -> "Figure":
+    """Draw one computation's timeline: a lane for the core's work, and one for each kind of collective.
+
+    Work is coloured by direction, and pieces too short to be seen are drawn with their neighbours; waits are
+    hatched in red, all at their true length. A collective has the colour of its own direction. Above stand the
+    shares hidden and the time over the larger of computation and communication. Nothing of matplotlib's global
+    state is read or left changed.
+
+    Args:
+      report: from ``overlap``.
+      computation: which, by name.
+      path: where to write it too; SVG or PNG by its ending.
+      title: the first line; the computation's name if left out.
+      clock: hertz of the cycles, such as ``target.device.clock``, to give the whole in seconds too.
+
+    Raises:
+      KeyError: if the program runs no such computation line by line.
+      ValueError: if the path ends in neither .svg nor .png, or the clock is not above 0.
+      ModuleNotFoundError: without matplotlib; says how to install it.
+    """
+    if path is not None and Path(path).suffix.lower() not in (".svg", ".png"):
+        raise ValueError(
+            f"plot: cannot tell a format from {str(path)!r}; end the name in .svg or .png, "
+            f"such as {Path(path).stem + '.svg'!r}"
+        )
+    if clock is not None and not clock > 0:
+        raise ValueError(f"plot: clock={clock}; it must be above 0 hertz, such as 1.75e9")
+    events = report.timeline(computation)
+    try:
+        from matplotlib.figure import Figure
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(
+            "plot draws with matplotlib, which is not installed; run: pip install matplotlib"
+        ) from error
+    lanes = rows(events)
+    inner = _TALL + (sum(map(len, lanes.values())) - 1) * (_GAP + _ROW)
+    height = _HEAD + inner + _FOOT
+    figure = Figure(figsize=(_WIDTH, height), dpi=160, facecolor="white")
+    across = _WIDTH - _LEFT - _RIGHT
+    axes = figure.add_axes((_LEFT / _WIDTH, _FOOT / height, across / _WIDTH, inner / height))
+    length = report.computations[computation].cycles or 1.0
+    letter, unit = _unit(length)
+    page = _Page(axes, unit, across * _POINTS / length)
+    _draw_work(page, stretches(lanes.pop("compute")[0], _LEAST * length))
+    hidden = {c.name: format_share(c.hidden) for c in report.inside(computation)}
+    ticks = {_TALL / 2: "computation"}
+    top = _TALL + _GAP
+    for kind, lane in lanes.items():
+        ticks[top + _ROW / 2] = kind
+        for row in lane:
+            _draw_collectives(page, row, top, hidden)
+            top += _ROW + _GAP
+    axes.set_yticks(list(ticks), list(ticks.values()))
+    _tidy(axes, inner, length / unit, f"{letter}cycles, modelled")
+    facts, totals = _facts(report, computation), _totals(report, computation, clock)
+    _write_head(figure, title or computation, facts, totals)
+    _add_legend(figure, events)
+    if path is not None:
+        _save(figure, Path(path))
+    return figure
+
+
+class _Page(NamedTuple):
+    """Axes, cycles of one unit of the one across (inches down), and points of the page to a cycle."""
+
+    axes: "Axes"
+    unit: float
+    points: float
+
+
+def _draw_work(page: _Page, work: Sequence[Stretch]) -> None:
+    for what in (*COLOURS, "wait"):
+        own = [stretch for stretch in work if stretch.what == what]
+        style: dict[str, Any] = {"facecolors": COLOURS.get(what, "white"), "linewidths": 0}
+        if what == "wait":
+            style |= {"edgecolors": _RED, "linewidths": 0.8, "hatch": "//////", "zorder": 3}
+        if own:
+            spans = [(s.start / page.unit, (s.end - s.start) / page.unit) for s in own]
+            page.axes.broken_barh(spans, (0, _TALL), gid=f"work {what}", **style)
+        for stretch in own if what == "wait" else ():
+            length = f"{(stretch.end - stretch.start) / page.unit:.2f}"
+            _write(page, stretch, _TALL / 2, (f"waits {length}", length), size=7.0, color=_RED)
+
+
+def _draw_collectives(page: _Page, row: Sequence[Event], top: float, hidden: Mapping[str, str]) -> None:
+    for event in row:
+        span = event.start / page.unit, (event.end - event.start) / page.unit
+        style: dict[str, Any] = {
+            "facecolors": COLOURS[event.direction],
+            "edgecolors": _INK,
+            "linewidths": 0.6,
+        }
+        page.axes.broken_barh([span], (top, _ROW), gid=f"{event.kind} {event.name}", **style)
+        direction = _SHORT[event.direction]
+        name = f"{part(event)} {direction}".strip()
+        texts = f"{name or event.kind}, {hidden[event.name]} hidden", name, direction
+        _write(page, event, top + _ROW / 2, texts, size=8.0, color=_INK)
+
+
+def _write(
+    page: _Page, where: Event | Stretch, middle: float, texts: Iterable[str], size: float, color: str
+) -> None:
+    """The first of the texts for which there is room."""
+    room = (where.end - where.start) * page.points
+    text = next((text for text in texts if room > size * (0.57 * len(text) + 0.4)), "")
+    edge = {"boxstyle": "round,pad=0.15", "facecolor": "white", "edgecolor": "none"}  # no hatches behind it
+    page.axes.text(
+        (where.start + where.end) / 2 / page.unit,
+        middle,
+        text,
+        size=size,
+        color=color,
+        ha="center",
+        va="center",
+        zorder=4,
+        bbox=edge if text and color == _RED else None,
+    )
+
+
+def _tidy(axes: "Axes", height: float, length: float, label: str) -> None:
+    axes.set_xlim(0, length)
+    axes.set_ylim(height, 0)
+    axes.set_xlabel(label, size=8.5, color=_INK)
+    axes.tick_params(labelsize=8.5, colors=_INK)
+    axes.tick_params(axis="y", length=0)
+    for side in ("top", "right", "left"):
+        axes.spines[side].set_visible(False)
+
+
+def _facts(report: OverlapReport, computation: str) -> str:
+    """Shares hidden by kind, and the time over the larger of computation and communication."""
+    own = report.inside(computation)
+    words = []
+    for kind in dict.fromkeys(c.kind for c in own):
+        hidden = sum_up(kind, tuple(c for c in own if c.kind == kind)).hidden
+        words.append(f"{kind}: {format_share(hidden)} hidden")
+    spent = report.computations[computation]
+    durations = [c.duration for c in own if c.duration is not None]
+    larger = max(spent.work, sum(durations))
+    if larger and len(durations) == len(own):
+        words.append(f"time: {spent.cycles / larger:.3f} of the larger of computation and communication")
+    return "    ".join(words)
+
+
+def _totals(report: OverlapReport, computation: str, clock: float | None) -> str:
+    spent = report.computations[computation]
+    letter, unit = _unit(spent.cycles)
+    words = [f"{spent.cycles / unit:.2f} {letter}cycles", f"work {spent.work / unit:.2f}"]
+    own = report.inside(computation)
+    durations = [c.duration for c in own if c.duration is not None]
+    if own and len(durations) == len(own):
+        words.append(f"collectives {sum(durations) / unit:.2f}")
+    if clock is not None:
+        words.insert(1, f"{1e3 * spent.cycles / clock:.3g} ms at {clock / 1e9:g} GHz")
+    return "   ".join(words)
+
+
+def _unit(cycles: float) -> tuple[str, float]:
+    return next(
+        ((letter, unit) for letter, unit in (("G", 1e9), ("M", 1e6), ("k", 1e3)) if cycles >= unit), ("", 1.0)
+    )
+
+
+def _write_head(figure: "Figure", title: str, facts: str, totals: str) -> None:
+    height = figure.get_figheight()
+    left, right = _LEFT / _WIDTH, 1 - _RIGHT / _WIDTH
+    figure.text(left, 1 - 0.17 / height, title, size=11.5, weight="bold", color=_INK, va="top")
+    figure.text(left, 1 - 0.46 / height, facts, size=9.5, color=_INK, va="top")
+    figure.text(right, 0.21 / height, totals, size=8.5, color=_FAINT, va="center_baseline", ha="right")
+
+
+def _add_legend(figure: "Figure", events: Sequence[Event]) -> None:
+    from matplotlib.patches import Patch
+
+    used = {event.direction for event in events} | {event.kind for event in events if event.kind == "wait"}
+    entries = [
+        Patch(facecolor=colour, label=_NAMES[what]) for what, colour in COLOURS.items() if what in used
+    ]
+    if "wait" in used:
+        entries.append(Patch(facecolor="white", edgecolor=_RED, hatch="//////", label=_NAMES["wait"]))
+    figure.legend(
+        handles=entries,
+        loc="center left",
+        bbox_to_anchor=((_LEFT - 0.12) / _WIDTH, 0.21 / figure.get_figheight()),
+        ncols=max(1, len(entries)),
+        frameon=False,
+        fontsize=8.5,
+        handlelength=1.5,
+        columnspacing=1.5,
+    )
+
+
+def _save(figure: "Figure", path: Path) -> None:
+    """The same bytes for the same figure: no date, no random names."""
+    from matplotlib import rc_context
+
+    svg = path.suffix.lower() == ".svg"
+    with rc_context({"svg.hashsalt": "dualpipe_jax"}):
+        figure.savefig(path, metadata={"Date": None} if svg else None)

@@ -1,0 +1,145 @@
+"""A computation's timeline as a trace that Perfetto (ui.perfetto.dev) and chrome://tracing open."""
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from dualpipe_jax.inspect.lanes import part, rows, stretches
+from dualpipe_jax.inspect.report import Collective, Event, OverlapReport
+
+_Slice = dict[str, Any]
+
+_Time = Callable[[float], float]
+"""From cycles to the trace's time."""
+
+_PROCESS = 1
+"""Holds all rows. To viewers, 0 is the kernel's idle process, which they hide."""
+
+_FIRST_ROW = 2
+"""Rows are threads, numbered after the process, whose main thread one would be taken for otherwise."""
+
+_NAMES = {"unknown": "neither"}
+_COLOURS = {"forward": "rail_idle", "backward": "rail_load", "unknown": "grey", "wait": "terrible"}
+"""chrome://tracing's names; Perfetto chooses its own."""
+
+
+def to_chrome_trace(report: OverlapReport, computation: str, clock: float | None = None) -> dict[str, Any]:
+    """Draw one computation's timeline in the Chrome trace event format; ``json.dump`` it to a file and open that.
+
+    The row "computation" has a slice for each stretch of one direction (forward, backward, neither) or wait, and
+    in it one for each instruction. Every kind of collective has a row of its own, and more than one only where
+    durations are unknown. Arguments of a slice are its op_name, opcode, cycles and matrix products; of a
+    collective also its payload in bytes, how many cycles of it are exposed, and the matrix products between its
+    start and its done.
+
+    Args:
+      report: from ``overlap``.
+      computation: which, by name.
+      clock: hertz of the cycles, such as ``target.device.clock``. The trace's times are then rounded to an eighth
+        of a microsecond, which is as fine as viewers read without rounding it again: neighbours meet and never
+        overlap. If None, a microsecond of the trace is a cycle.
+
+    Raises:
+      KeyError: if the program runs no such computation line by line.
+      ValueError: if the clock is not above 0.
+    """
+    if clock is not None and not clock > 0:
+        raise ValueError(f"to_chrome_trace: clock={clock}; it must be above 0 hertz, such as 1.75e9")
+    time = _whole if clock is None else _eighths(clock)
+    named = {c.name: c for c in report.inside(computation)}
+    lanes = rows(report.timeline(computation))
+    drawn = list(_computation(lanes["compute"][0], time))
+    labels = [_label("process_name", 0, name=f"{report.module}: {computation}")]
+    labels += [*_row_labels(_FIRST_ROW, "computation")]
+    row = _FIRST_ROW
+    for kind, lane in lanes.items():
+        for number, events in enumerate(lane if kind != "compute" else ()):
+            row += 1
+            labels += _row_labels(row, f"{kind} ({number + 1})" if number else kind)
+            drawn += [_slice(row, e, _short(e), _about_collective(e, named[e.name]), time) for e in events]
+    drawn.sort(key=lambda event: event["ts"])  # stable: a stretch stands before its first instruction
+    unit = {"hertz": clock} if clock else {"one microsecond is": "one cycle"}
+    spent = report.computations[computation]
+    return {
+        "traceEvents": [*labels, *drawn],
+        "displayTimeUnit": "ns",
+        "otherData": {
+            "module": report.module,
+            "computation": computation,
+            "cycles": spent.cycles,
+            "cycles exposed": spent.exposed,
+            **unit,
+        },
+    }
+
+
+def _computation(work: list[Event], time: _Time) -> Iterator[_Slice]:
+    for stretch in stretches(work):
+        span = stretch.events[0]._replace(kind=stretch.what, end=stretch.end)
+        name = _NAMES.get(stretch.what, stretch.what)
+        about = {"cycles": span.end - span.start, "instructions": len(stretch.events)}
+        if stretch.what == "wait":
+            yield _slice(_FIRST_ROW, span, name, {"for": span.name} | about, time)
+            continue
+        yield _slice(_FIRST_ROW, span, name, about, time)
+        for event in stretch.events:
+            yield _slice(_FIRST_ROW, event, event.name, _about(event), time)
+
+
+def _slice(row: int, event: Event, name: str, args: Mapping[str, Any], time: _Time) -> _Slice:
+    what = event.kind if event.kind == "wait" else event.direction
+    return {
+        "ph": "X",
+        "pid": _PROCESS,
+        "tid": row,
+        "name": name,
+        "cat": _NAMES.get(what, what),
+        "cname": _COLOURS[what],
+        "ts": time(event.start),
+        "dur": time(event.end) - time(event.start),
+        "args": {key: value for key, value in args.items() if value not in (None, "", {})},
+    }
+
+
+def _about(event: Event) -> dict[str, Any]:
+    return {
+        "op_name": event.op_name,
+        "opcode": event.kind,
+        "direction": event.direction,
+        "cycles": event.end - event.start,
+        "matmuls": dict(event.matmuls),
+    }
+
+
+def _about_collective(event: Event, collective: Collective) -> dict[str, Any]:
+    return _about(event) | {
+        "name": collective.name,
+        "form": collective.form,
+        "cycles": collective.duration,
+        "cycles exposed": collective.exposed,
+        "hidden": collective.hidden,
+        "payload": collective.payload,
+        "group size": collective.group_size,
+        "matmuls": {},
+        "matmuls between": collective.matmuls,
+    }
+
+
+def _short(event: Event) -> str:
+    return f"{part(event) or event.kind} {event.direction if event.direction != 'unknown' else ''}".rstrip()
+
+
+def _row_labels(row: int, name: str) -> Iterator[_Slice]:
+    yield _label("thread_name", row, name=name)
+    yield _label("thread_sort_index", row, sort_index=row)
+
+
+def _label(what: str, row: int, **args: Any) -> _Slice:
+    return {"ph": "M", "pid": _PROCESS, "name": what, "args": args} | ({"tid": row} if row else {})
+
+
+def _whole(cycles: float) -> float:
+    return round(cycles)
+
+
+def _eighths(clock: float) -> _Time:
+    return lambda cycles: round(8e6 * cycles / clock) / 8
