@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -21,6 +22,8 @@ CUDA = pytest.mark.skipif(
     not any(targets._is_installed(f"jax_plugins.{name}") for name in targets._CUDA),
     reason="JAX's CUDA plugin is not installed",
 )
+
+V5E_PAIR = Path(__file__).parent / "inspect/texts/v5e_pair.hlo"
 
 ALL_TO_ALL = {
     "name": "all-to-all-start.1",
@@ -111,6 +114,56 @@ def test_overlap_of_a_program_that_does_not_fit(answered, capsys, monkeypatch):
     monkeypatch.setitem(ANSWER, "compiled", full)
     assert main(["overlap", "--target", "v5e:4x4", *SMALL]) == 1
     assert "does not fit:\nRESOURCE_EXHAUSTED: Used 20G of 15.75G hbm" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("command", ["overlap", "dryrun"])
+def test_files_are_asked_for_by_their_endings(answered, tmp_path, monkeypatch, command):
+    monkeypatch.chdir(tmp_path)
+    assert main([command, "--target", "v5e:4x4", "-o", "pair.SVG", "pair.trace", "pair.hlo", *SMALL]) == 0
+    ((_, request, _, _),) = answered
+    assert request["files"] == [str(tmp_path / f"pair.{ending}") for ending in ("SVG", "trace", "hlo")]
+    assert request["compiled"] is None
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["-o", "pair.json"], "--output pair.json: cannot tell what to write; end it in .svg, .png, .trace"),
+        (["-o", "pair"], "--output pair: cannot tell what to write"),
+        (["-o", "no/pair.svg"], "--output no/pair.svg: there is no folder no"),
+        (["--compiled", "no.hlo"], "--compiled no.hlo: there is no such file"),
+        (["--compiled", "no.hlo", "--pp", "8"], "--compiled: that program is compiled already; drop --whole and"),
+        (["--compiled", "no.hlo", "--whole"], "--compiled: that program is compiled already; drop --whole and"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_written_or_read_is_said_before_compiling(answered, capsys, options, message):
+    assert main(["overlap", "--target", "v5e:4x4", *options]) == 2
+    assert capsys.readouterr().err.startswith(f"error: {message}")
+    assert not answered
+
+
+def test_pictures_need_matplotlib_and_something_compiled(answered, capsys, monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
+    assert main(["overlap", "--target", "v5e:4x4", "-o", "pair.png"]) == 2
+    assert capsys.readouterr().err.endswith("which is not installed; run: pip install matplotlib\n")
+    assert main(["dryrun", "--target", "v5e:4x4", "-o", "pair.hlo", "--compile", "nothing"]) == 2
+    assert "--output: nothing is compiled, so there is nothing to write" in capsys.readouterr().err
+    assert not answered
+
+
+def test_a_program_that_was_compiled_before(capfd, tmp_path, monkeypatch):
+    """Through the real process; no compiler is needed."""
+    pytest.importorskip("matplotlib", reason="pictures need matplotlib")
+    monkeypatch.setattr(targets, "_is_installed", lambda _: False)
+    files = [tmp_path / f"pair.{ending}" for ending in ("png", "trace", "hlo")]
+    before = ["overlap", "--target", "v5e:4x4", "--compiled", str(V5E_PAIR)]
+    assert main([*before, "--at-least", "50", "-o", *map(str, files)]) == 0
+    said = capfd.readouterr().out
+    assert said.startswith(f"{V5E_PAIR} on v5e:4x4\n") and "hidden: 50.7 % of" in said
+    assert "copies of slots" not in said, "nobody knows which arrays those are"
+    picture, trace, text = (file.read_bytes() for file in files)
+    assert picture.startswith(b"\x89PNG") and text == V5E_PAIR.read_bytes()
+    assert json.loads(trace)["otherData"]["hertz"] == 1.5e9
 
 
 def test_dryrun_prints_memory_and_a_prediction(answered, capsys):

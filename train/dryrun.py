@@ -47,10 +47,10 @@ def main(arguments: list[str] | None = None) -> int:
     (file,) = sys.argv[1:] if arguments is None else arguments
     asked = json.loads(sys.stdin.readline())
     threading.Thread(target=end_with_parent, daemon=True).start()
-    request = Request(Program(**_tuples(asked.pop("program"))), **asked)
+    request = Request(Program(**_tuples(asked.pop("program"))), **_tuples(asked))
     try:
         result, status = answer(request), 0
-    except (ValueError, ModuleNotFoundError) as error:
+    except (ValueError, ModuleNotFoundError, OSError) as error:
         result, status = {"error": str(error)}, 1
     Path(file).write_text(json.dumps(result))
     return status

@@ -18,14 +18,18 @@ class Request:
       target: the devices; None for any, of which nothing can be compiled.
       compile: "pair" (for overlap), "units" (each unit of the engine once, for costs), "step" (the trainer's whole
         step), or "nothing": memory is counted all the same.
-      text: file for the compiled program's text.
+      files: what to write of the compiled program, each by its ending: .svg and .png a picture of the pair's
+        timeline, .trace the same for Perfetto, any other the program's text.
+      compiled: file with the text of a program that is already compiled for the target: only this is read, the
+        program above is not looked at.
       log: the file that this process's standard error goes to, where the TPU compiler's statistics are found.
     """
 
     program: Program
     target: str | None
     compile: str
-    text: str | None = None
+    files: tuple[str, ...] = ()
+    compiled: str | None = None
     log: str | None = None
 
 

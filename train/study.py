@@ -15,7 +15,7 @@ from dualpipe_jax import inspect
 from dualpipe_jax.command.program import Program
 from dualpipe_jax.engine import recommended_compiler_options
 from dualpipe_jax.parallel import EP, make_mesh
-from train import ahead, predict
+from train import ahead, predict, timeline
 from train.model import count_parameters
 from train.request import UNITS, Request, make_schedule
 from train.sizes import size
@@ -35,7 +35,17 @@ def study(
     devices: Sequence[Any] | None,
     say: Callable[[str], None],
 ) -> dict[str, Any]:
-    """All that is asked of one program."""
+    """All that is asked of one program.
+
+    Raises:
+      ValueError: options that do not fit together or the target; a file that holds no scheduled program.
+    """
+    if request.compiled is not None and target is not None:
+        say(f"reading {request.compiled}")
+        return {
+            "target": describe(target),
+            "compiled": read_text(request.compiled, target, request.files),
+        }
     say("drawing the step")
     program = request.program
     numbers, blueprint = draw(program, target, devices)
@@ -129,24 +139,44 @@ def compile_and_read(
         return {"what": what, "out_of_memory": str(error).split("\n\n")[0][:2000]}
     say("reading the compiled program")
     seconds = {"lowering": middle - started, "compiling": time.perf_counter() - middle}
-    if request.text is not None:
-        Path(request.text).write_text(compiled.as_text())
     log = "" if request.log is None else Path(request.log).read_text(errors="replace")
-    found = read(compiled, target, log, ahead.held_arrays(blueprint))
+    module = inspect.read(compiled)
+    report = inspect.overlap(module, target.rates, statistics=inspect.parse_statistics(log))
+    title = f"{program.model}, {program.schedule}, pp {program.pp} x ep {program.ep} on {target}"
+    timeline.write(request.files, compiled.as_text, report, module, target, title)
+    found = read(module, report, inspect.memory(compiled), ahead.held_arrays(blueprint))
     return {"what": what, "options": options, "seconds": seconds} | found
 
 
-def read(compiled: Any, target: inspect.Target, log: str, held: Collection[str] = ()) -> dict[str, Any]:
+def read_text(file: str, target: inspect.Target, files: Sequence[str]) -> dict[str, Any]:
+    """What was compiled before, from its text.
+
+    Raises:
+      ValueError: the file holds no scheduled program.
+    """
+    text = Path(file).read_text()
+    try:
+        module = inspect.read(text)
+        report = inspect.overlap(module, target.rates)
+    except ValueError as error:
+        raise ValueError(f"--compiled {file}: {error}") from None
+    timeline.write(files, lambda: text, report, module, target, f"{Path(file).name} on {target}")
+    return {"what": "text"} | read(module, report, None)
+
+
+def read(
+    module: inspect.Module,
+    report: inspect.OverlapReport,
+    memory: inspect.Memory | None,
+    held: Collection[str] = (),
+) -> dict[str, Any]:
     """Overlap, units, sends, copies and memory of a compiled program.
 
     ``held`` names the arrays that no loop should copy; see ``ahead.array_name``.
     """
-    module = inspect.read(compiled)
-    report = inspect.overlap(module, target.rates, statistics=inspect.parse_statistics(log))
     pairs = predict.bodies(module, "FB")
     exchange = [c for c in report.select("collective-permute") if c.computation == predict.walk(module)]
     inside = [c for c in report.select("all-to-all") if not pairs or c.computation in pairs]
-    memory = inspect.memory(compiled)
     return {
         "all_to_all": _shares(inside),
         "all_to_alls": [_row(c) for c in inside],

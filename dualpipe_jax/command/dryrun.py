@@ -3,10 +3,9 @@
 import dataclasses
 from typing import Any, Literal
 
-from dualpipe_jax.command.options import Output
 from dualpipe_jax.command.output import Table, percent, show, show_json
 from dualpipe_jax.command.overlap import cycles, study, units
-from dualpipe_jax.command.program import Program
+from dualpipe_jax.command.program import Files, Program
 
 _WORDS = {
     "stages": "parameters of stages",
@@ -34,15 +33,15 @@ class Dryrun:
     compile: Literal["nothing", "units", "step"] = "units"
     """nothing only counts memory, in seconds and with no compiler; units compiles each unit of the engine once, for
     times; step compiles the trainer's whole step, for the compiler's own account of memory."""
-    text: Output = None
-    """Write the compiled program's text here."""
+    output: Files = ()
+    """Files to write of what is compiled, by their endings: see `dualpipe overlap`."""
     json: bool = False
     """Print for programs."""
     program: Program = dataclasses.field(default_factory=Program)
 
     def run(self) -> int:
         """Print the account; returns the exit status."""
-        found = study(self.program, self.target, self.compile, self.text)
+        found = study(self.program, self.target, self.compile, self.output)
         found["memory"] |= verdict(found)
         if self.json:
             show_json(found)

@@ -1,14 +1,18 @@
 """`dualpipe overlap`: how much of the all-to-alls a target's compiler hides."""
 
 import dataclasses
+import importlib.util
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 import tyro
 
-from dualpipe_jax.command.options import Output
+from dualpipe_jax.command.options import CommandError
 from dualpipe_jax.command.output import Table, percent, show, show_json
-from dualpipe_jax.command.program import Program
+from dualpipe_jax.command.program import Files, Program
+
+_ENDINGS = ".svg", ".png", ".trace", ".hlo", ".txt"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,46 +29,84 @@ class Overlap:
     """How much of the all-to-alls' time must be hidden."""
     whole: bool = False
     """Compile the whole training step instead of one pair, which takes several times as long."""
-    text: Output = None
-    """Write the compiled program's text here."""
+    compiled: Annotated[Path | None, tyro.conf.arg(metavar="FILE", help_behavior_hint="")] = None
+    """Read this text of a program compiled for the target before, instead of compiling one."""
+    output: Files = ()
+    """Files to write, by their endings. svg, png: a picture of the pair's timeline. trace: the same for Perfetto.
+    hlo, txt: the compiled program's text."""
     json: bool = False
     """Print for programs."""
     program: Program = dataclasses.field(default_factory=Program)
 
     def run(self) -> int:
         """Print the report; returns the exit status."""
-        found = study(self.program, self.target, "step" if self.whole else "pair", self.text)
+        if self.compiled is not None and (self.whole or self.program != Program()):
+            raise CommandError("--compiled: that program is compiled already; drop --whole and its options")
+        what = "nothing" if self.compiled is not None else "step" if self.whole else "pair"
+        found = study(self.program, self.target, what, self.output, self.compiled)
+        title = _title(found) if self.compiled is None else f"{self.compiled} on {found['target']['name']}\n"
         compiled = found["compiled"]
         hidden = compiled.get("all_to_all", {}).get("hidden")
         enough = hidden is not None and 100 * hidden >= self.at_least
         if self.json:
             show_json(found | {"at_least": self.at_least / 100, "enough": enough})
         elif "out_of_memory" in compiled:
-            show(_title(found), "does not fit:", compiled["out_of_memory"])
+            show(title, "does not fit:", compiled["out_of_memory"])
         else:
-            show(_title(found), collectives(compiled), "", *_sentences(compiled, self.at_least, enough))
+            show(title, collectives(compiled), "", *_sentences(compiled, self.at_least, enough))
         return 0 if enough else 1
 
 
-def study(program: Program, target: str | None, compile: str, text: Path | None = None) -> dict[str, Any]:
+def study(
+    program: Program,
+    target: str | None,
+    compile: str,
+    files: Sequence[Path] = (),
+    compiled: Path | None = None,
+) -> dict[str, Any]:
     """Ask ``train.dryrun`` in a process of its own.
 
     Raises:
-      ValueError, ModuleNotFoundError: it cannot be done; the compiler is not installed.
+      ValueError, ModuleNotFoundError: it cannot be done; the compiler or matplotlib is not installed.
       Died: the compiler ended its process.
     """
     from dualpipe_jax.command.child import ask
     from dualpipe_jax.inspect import Target
 
+    if files and compile == "nothing" and compiled is None:
+        raise CommandError(
+            "--output: nothing is compiled, so there is nothing to write; drop it or --compile"
+        )
+    if compiled is not None and not compiled.is_file():
+        raise CommandError(f"--compiled {compiled}: there is no such file")
+    _check_files(files)
     environment = {"JAX_PLATFORMS": "cpu"}
     if target is not None:
         known = Target.parse(target)
         if compile != "nothing":
             known.check_compiler()
         environment |= known.environment
-    request = {"program": dataclasses.asdict(program), "target": target, "compile": compile}
-    request["text"] = None if text is None else str(text.absolute())
+    request = {
+        "program": dataclasses.asdict(program),
+        "target": target,
+        "compile": compile,
+        "files": [str(file.absolute()) for file in files],
+        "compiled": None if compiled is None else str(compiled),
+    }
     return ask("train.dryrun", request, environment, target or program.model)
+
+
+def _check_files(files: Sequence[Path]) -> None:
+    """Now, for compiling takes minutes and writing comes after it."""
+    for file in files:
+        if not file.absolute().parent.is_dir():
+            raise CommandError(f"--output {file}: there is no folder {file.parent}")
+        if file.suffix.lower() not in _ENDINGS:
+            raise CommandError(f"--output {file}: cannot tell what to write; end it in {', '.join(_ENDINGS)}")
+        if file.suffix.lower() in (".svg", ".png") and importlib.util.find_spec("matplotlib") is None:
+            raise ModuleNotFoundError(
+                f"--output {file}: a picture needs matplotlib, which is not installed; run: pip install matplotlib"
+            )
 
 
 def collectives(compiled: dict[str, Any]) -> Table:
@@ -126,9 +168,10 @@ def _sentences(compiled: dict[str, Any], at_least: float, enough: bool) -> list[
         f"hidden: {hidden} of {cycles(totals['cycles'])} cycles of all-to-all "
         f"({'enough' if enough else 'too little'}: {at_least:g} % asked for)",
         f"sends: {sends['count']} in flight beside it, {cycles(sends['exposed'])} of {cycles(sends['cycles'])} exposed",
-        f"copies of slots, sums or parameters in a loop: {len(copied) or 'none'}",
     ]
-    lines += [f"  {copy['array']} {copy['op_name']}" for copy in copied[:8]]
+    if compiled["what"] != "text":  # of which nobody knows what its slots, sums and parameters are
+        lines.append(f"copies of slots, sums or parameters in a loop: {len(copied) or 'none'}")
+        lines += [f"  {copy['array']} {copy['op_name']}" for copy in copied[:8]]
     if pair := compiled["units"].get("FB"):
         lines.append(
             f"pair: {cycles(pair['cycles'])} cycles, {pair['over_limit']:.3f} of the larger of its computation "

@@ -1,11 +1,15 @@
 """Options of the commands that compile for a target: which program."""
 
 import dataclasses
+from pathlib import Path
 from typing import Annotated, Literal
 
 import tyro
 
 from dualpipe_jax.command.options import Count
+
+Files = Annotated[tuple[Path, ...], tyro.conf.arg(metavar="FILE ...", aliases=["-o"], help_behavior_hint="")]
+"""What to write of a compiled program."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,0 +1,53 @@
+"""Files of a compiled program: its text, and its pair's timeline as a picture or a trace."""
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from dualpipe_jax import inspect
+from train import predict
+
+PICTURES = ".svg", ".png"
+TRACE = ".trace"
+
+
+def write(
+    files: Sequence[str],
+    text: Callable[[], str],
+    report: inspect.OverlapReport,
+    module: inspect.Module,
+    target: inspect.Target,
+    title: str,
+) -> None:
+    """Write each file by its ending: see ``Request.files``.
+
+    Raises:
+      ValueError: the program has no collectives of which a picture or a trace could be made.
+      ModuleNotFoundError: a picture without matplotlib.
+    """
+    drawings = [file for file in map(Path, files) if file.suffix.lower() in (*PICTURES, TRACE)]
+    for file in map(Path, files):
+        if file not in drawings:  # before any drawing, which may be refused
+            file.write_text(text())
+    if not drawings:
+        return
+    computation, name = _drawn(report, module)
+    clock = target.device.clock
+    for file in drawings:
+        if file.suffix.lower() == TRACE:
+            file.write_text(json.dumps(inspect.to_chrome_trace(report, computation, clock)))
+        else:
+            inspect.plot(report, computation, file, title=f"{title}: {name}", clock=clock)
+
+
+def _drawn(report: inspect.OverlapReport, module: inspect.Module) -> tuple[str, str]:
+    """The computation to draw, and what to call it: the slowest pair; without pairs, what communicates longest."""
+    if pairs := predict.bodies(module, "FB"):
+        return max(pairs, key=lambda body: report.computations[body].cycles), "an overlapped pair"
+    spent: dict[str, float] = {}
+    for c in report.collectives:
+        spent[c.computation] = spent.get(c.computation, 0.0) + (c.duration or 0.0)
+    if not spent:
+        raise ValueError(f"{module.name}: no collectives, so there is no overlap to draw")
+    longest = max(spent, key=spent.__getitem__)
+    return longest, longest
