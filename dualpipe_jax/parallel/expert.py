@@ -168,6 +168,7 @@ def plan_dropless(
     )
 
 
+@jax.named_scope("dispatch")
 def dispatch(x_TD: Array, handle: Handle) -> Array:
     """Send each token to its experts.
 
@@ -189,6 +190,7 @@ def dispatch(x_TD: Array, handle: Handle) -> Array:
     return rows
 
 
+@jax.named_scope("combine")
 def combine(y: Array, weights_TK: Array, handle: Handle) -> Array:
     """Bring the experts' outputs back and sum them for each token by ``weights_TK``.
 
