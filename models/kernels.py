@@ -165,12 +165,13 @@ def _splash_kernel(length: int, num_heads: int, interpret: bool) -> Callable[...
     if block is None:
         near = max(128, round(length / 128) * 128)
         raise ValueError(f"splash attention: 128 must divide the sequence of {length}, as it does {near}.")
+    whole = next(size for size in (2048, 1024, block) if length % size == 0)
     sizes = splash.BlockSizes(
         block_q=block,
         block_kv=block,
         block_kv_compute=block,
         block_q_dkv=block,
-        block_kv_dkv=block,
+        block_kv_dkv=whole,  # each block of keys has a sum of its own for all queries' gradients
         block_kv_dkv_compute=block,
         use_fused_bwd_kernel=True,
     )

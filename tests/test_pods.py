@@ -297,11 +297,14 @@ def test_a_pair_on_v5e_hides_its_all_to_alls():
 @CUDA
 @pytest.mark.slow
 def test_a_pair_on_h100s_is_asynchronous():
+    """Its all-to-alls inside their guard, and the sends of its tick across the guard."""
     wide = ["--change", "dim=512", "expert_hidden=512", "num_dense_layers=0"]
-    status, found = compiled(
-        "overlap", "--target", "h100:1x4", "--at-least", "0", *SMALL, "--sequence", "512", *wide
-    )
+    size = ["--model", "tiny", "--layers-per-stage", "1", "--pp", "4", "--ep", "2", "--microbatches", "8"]
+    size += ["--microbatch-size", "4", "--sequence", "512"]
+    status, found = compiled("overlap", "--target", "h100:1x8", "--at-least", "0", *size, *wide)
     assert status == 0, found
     rows = found["compiled"]["all_to_alls"]
     assert len(rows) == 4 and not any(row["form"] == "sync" for row in rows)
+    sends = found["compiled"]["sends"]
+    assert sends["count"] and not sends["sync"] and sends["exposed"] == 0, sends
     assert not any(copy["of_state"] for copy in found["compiled"]["copies"])

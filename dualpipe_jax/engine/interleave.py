@@ -4,43 +4,42 @@ This is DualPipe's pair. For one MoE layer, with b a backward's and f a forward'
 
   communication    b1: combine   f1: dispatch   b2: dispatch   f2: combine
   computation      F attention   B experts      F experts      B attention
-                                 '--- weight gradients, where there is room
+                   '--- shared experts, weight gradients, slots: where there is room
 
 Left to itself the compiler's scheduler may find this order, and often does not: it takes some work for longer
-than it is, and lets a collective run out of it. So the order is given. While a collective is in flight, all
-that the next one sends is computed, and a fair share of what no collective waits for; before that is done
-nobody gets its result.
+than it is, and lets a collective run out of it. So the order is given (``phases``), and barriers keep it.
 """
 
 import dataclasses
-import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
-from jax import lax
+from jax import Array, lax
 
+from dualpipe_jax.engine.guard import pin
 from dualpipe_jax.engine.jaxprs_run import run, values_of
-from dualpipe_jax.engine.split_graph import (
-    Equation,
-    Node,
-    Program,
-    Value,
-    count_flops,
-    definitions,
-    is_cheap,
-    is_view,
-    values,
-)
+from dualpipe_jax.engine.phases import Act, Phase, Work, estimate, is_lazy, make_tasks, plan, take_turns
+from dualpipe_jax.engine.slots import read_slot, write_slot
+from dualpipe_jax.engine.split_graph import Atom, Program, Value, values
+from dualpipe_jax.engine.split_slices import renamed
 
-FLOPS_A_BYTE = 240
-"""Matmul FLOPs in the time of a byte from memory: 166 on TPU v5p, 240 on v5e, 295 on an H100. Only shares of
-work depend on it."""
 
-_FUSED = frozenset({"name", "split", "stack"})
-"""Primitives that cost nothing beside what reads and writes their values, and are not in ``is_cheap``."""
+@dataclasses.dataclass(frozen=True, eq=False)
+class Kept:
+    """What a forward keeps in a slot of a pool, and a backward, later, uses.
 
-_PICKING = frozenset({"gather", "dynamic_slice"})
-"""Primitives that read as much as they write, however large what they pick from."""
+    Attributes:
+      pool: [slots, ...].
+      read_at, written_at: int32 scalars, the slots that the backward reads and the forward writes here.
+      made: which output of the forward it is.
+      used: which argument of the backward it is.
+    """
+
+    pool: Array
+    read_at: Array
+    written_at: Array
+    made: int
+    used: int
 
 
 def interleave(
@@ -48,7 +47,10 @@ def interleave(
     first_arguments: Sequence[Any],
     second: Program,
     second_arguments: Sequence[Any],
-    finish: Callable[[int, Any], Any] = lambda number, output: output,
+    *,
+    kept: Sequence[Kept] = (),
+    finish: Mapping[int, Callable[[Any], Any]] | None = None,
+    num_fixed: int = 0,
 ) -> tuple[list[Any], list[Any]]:
     """Run both programs on arrays or tracers; their outputs.
 
@@ -57,201 +59,167 @@ def interleave(
 
     Arguments:
       first, second: programs that do not read each other's values, with their arguments.
-      finish: ``finish(number, output)`` is what becomes of an output of ``second``, such as a sum that a
-        gradient is added to: part of the work that may hide a collective.
+      kept: what ``first`` writes to slots, in whose place among the outputs stands the new pool, and ``second``
+        reads from them, for which the argument may be anything. A slot is read before it is written.
+      finish: what becomes of outputs of ``second``, such as a sum to which a gradient is added.
+      num_fixed: so many arguments of each, the first ones, were there long before: parameters.
     """
-    streams = [_Stream(first, first_arguments), _Stream(second, second_arguments, finish)]
-    phases = _plan(streams)
-    if phases:
-        phases[0].stream.run(phases[0].before)
-    for phase, following in itertools.zip_longest(phases, phases[1:]):
-        phase.stream.run([phase.collective])
+    first, second = renamed(first), renamed(second)  # they may share values: the backward computes some again
+    pair = _Pair(first, first_arguments, second, second_arguments, kept, finish or {})
+    tasks = make_tasks(pair.works)
+    collectives = [task for task in tasks if task.communicates]
+    firsts = set(first.equations)
+    order = take_turns(
+        [task for task in collectives if task.own in firsts],
+        [task for task in collectives if task.own not in firsts],
+    )
+    fixed = {*first.inputs[:num_fixed], *second.inputs[:num_fixed]}
+    phases = plan(tasks, order, pair.costs)
+    for phase, following in zip(phases, [*phases[1:], None], strict=True):
+        pair.do(phase.collective.nodes if phase.collective else ())
+        for task in phase.beside:
+            pair.do(task.nodes)
         if following is not None:
-            following.stream.run(following.before)
-        for item in phase.share:
-            item.stream.run(item.nodes)
-            item.stream.put(item.number)
-        _tie(phase, following)
-    return streams[0].rest(), streams[1].rest()
+            pair.tie(phase, following, fixed)
+        for task in phase.after:
+            pair.do(task.nodes)
+    return pair.rest()
 
 
-@dataclasses.dataclass(eq=False)
-class _Stream:
-    """One program on its way: the values known so far, and the outputs that are done."""
+class _Pair:
+    """All there is to do, in an order in which it could be done, and the values known so far."""
 
-    program: Program
-    arguments: dataclasses.InitVar[Sequence[Any]]
-    finish: Callable[[int, Any], Any] = lambda number, output: output
+    def __init__(
+        self,
+        first: Program,
+        first_arguments: Sequence[Any],
+        second: Program,
+        second_arguments: Sequence[Any],
+        kept: Sequence[Kept],
+        finish: Mapping[int, Callable[[Any], Any]],
+    ):
+        self.known: dict[Value, Any] = dict(zip(first.inputs, first_arguments, strict=True))
+        self.known |= dict(zip(second.inputs, second_arguments, strict=True))
+        self.outputs: tuple[list[Atom], list[Atom]] = list(first.outputs), list(second.outputs)
+        self.pools: set[Value] = set()
+        self.costs: dict[Work, float] = estimate(first) | estimate(second)
+        self.ran: set[Work] = set()
+        self.fresh: dict[Value, None] = {}  # made since the last tie
+        reads, self.writes = [], list[Act]()
+        read_in_place = _read_in_place(second)
+        for one in kept:
+            value, output = second.inputs[one.used], first.outputs[one.made]
+            read, write = self._slot(one, value, output, value in read_in_place)
+            reads.append(read)
+            self.writes.append(write)
+            del self.known[value]
+            self.outputs[0][one.made] = write.outputs[0]
+        finishes = []
+        for number, what in finish.items():
+            done = Value((), None)
+            finishes.append(Act((second.outputs[number],), (done,), lambda a, what=what: [what(a)]))
+            self.outputs[1][number] = done
+        self.works: list[Work] = [*reads, *second.equations, *first.equations, *finishes, *self.writes]
+        self.costs |= {act: act.cost for act in (*reads, *finishes, *self.writes)}
 
-    def __post_init__(self, arguments: Sequence[Any]):
-        self.known: dict[Value, Any] = dict(zip(self.program.inputs, arguments, strict=True))
-        self.outputs: dict[int, Any] = {}
-        self.costs = _costs(self.program)
+    def _slot(self, kept: Kept, value: Value, output: Atom, in_place: bool) -> tuple[Act, Act]:
+        """How a slot is read and how it is written."""
+        old, free, new = (Value(kept.pool.shape, kept.pool.dtype) for _ in range(3))
+        self.known[old] = kept.pool
+        self.pools |= {old, free, new}
+        size = 2.0 * value.nbytes
 
-    def run(self, nodes: Iterable[Node]) -> None:
-        """Compute what the nodes define and nobody has yet."""
-        run([node for node in nodes if not self.known.keys() >= set(node.outputs)], self.known)
+        def take_out(pool: Array) -> list[Array]:
+            # Behind the barrier it is out, and the slot may be written.
+            array, pool = lax.optimization_barrier((read_slot(pool, kept.read_at), pool))
+            return [array, pin(pool)]
 
-    def put(self, number: int) -> None:
-        """Finish an output whose value is known."""
-        (value,) = values_of(self.known, [self.program.outputs[number]])
-        self.outputs[number] = self.finish(number, value)
+        def write(pool: Array, array: Array) -> list[Array]:
+            return [write_slot(pool, kept.written_at, array)]
 
-    def rest(self) -> list[Any]:
-        """All outputs, those not done yet too."""
-        self.run(self.program.equations)
-        for number in range(len(self.program.outputs)):
-            if number not in self.outputs:
-                self.put(number)
-        return [self.outputs[number] for number in range(len(self.program.outputs))]
+        if in_place:
+            read = Act((old,), (value,), lambda pool: [read_slot(pool, kept.read_at)], is_lazy=True)
+            return read, Act((old, output), (new,), write, cost=size, after=(read,))
+        return Act((old,), (value, free), take_out, cost=size), Act((free, output), (new,), write, cost=size)
 
+    def do(self, works: Iterable[Work]) -> None:
+        """Do what has not been done yet."""
+        for work in works:
+            if work in self.ran:
+                continue
+            self.ran.add(work)
+            if not is_lazy(work):
+                self.fresh.update(dict.fromkeys(work.outputs))
+            if isinstance(work, Act):
+                arrays = work.run(*values_of(self.known, work.inputs))
+                self.known.update(zip(work.outputs, arrays, strict=True))
+            else:
+                run([work], self.known)
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class _Item:
-    """An output that no collective waits for: what is left to compute for it, and from which phase on it can be."""
+    def tie(self, phase: Phase, following: Phase, fixed: Collection[Value]) -> None:
+        """End a phase: what it brought, and what the next one begins with, is there when all its work is done.
 
-    stream: _Stream
-    number: int
-    nodes: list[Node]
-    ready: int
+        The work of the next phase is held back too: ready sooner, it would run where there is enough to do.
+        """
+        if following.collective is not None and not phase.after:
+            self.do(following.collective.nodes[:-1])
+        for value in list(self.fresh):
+            self._condense(value)
+        tasks = [*filter(None, [following.collective]), *following.beside]
+        needed = [v for task in tasks for v in (*values(task.own.inputs), *task.reads)]
+        held, wanted = dict.fromkeys([*self.fresh, *needed]), self._wanted()
+        self._hold([v for v in held if v in wanted and v in self.known and v not in fixed])
+        self.fresh.clear()
 
-    def computed(self) -> list[Value]:
-        """What it reads that is computed already, arguments aside."""
-        known, given = self.stream.known, set(self.stream.program.inputs)
-        inputs = dict.fromkeys(value for node in self.nodes for value in values(node.inputs))
-        return [value for value in inputs if value in known and value not in given]
+    def _condense(self, value: Value) -> None:
+        """Reduce and cast what was made as far as that takes less room."""
+        there, follows, nodes = set(self.known), {value}, list[Work]()
+        then = set[Work]()
+        for work in self.works:
+            inputs = set(values(work.inputs))
+            if work not in self.ran and is_lazy(work) and inputs <= there:
+                nodes.append(work)
+                there.update(work.outputs)
+                if inputs & follows:
+                    then.add(work)
+                    follows.update(work.outputs)
+        left = self._wanted(but=then) & follows
+        if value not in left and sum(v.nbytes for v in left) < value.nbytes:
+            needed = {v for work in then for v in values(work.inputs)}
+            for work in reversed(nodes):
+                if work in then or needed.intersection(work.outputs):
+                    then.add(work)
+                    needed.update(values(work.inputs))
+            self.do(work for work in nodes if work in then)
+            self.fresh.update(dict.fromkeys(left))
 
+    def _hold(self, held: Sequence[Value]) -> None:
+        """Give out these values together."""
+        arrays = lax.optimization_barrier([self.known[value] for value in held])
+        for value, array in zip(held, arrays, strict=True):
+            self.known[value] = pin(array) if value in self.pools else array
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class _Phase:
-    """A collective in flight: what it waited for, and the outputs that are made meanwhile."""
+    def _wanted(self, but: Collection[Work] = ()) -> set[Value]:
+        """Values that somebody will read."""
+        done = self.ran.union(but)
+        wanted = {value for work in self.works if work not in done for value in values(work.inputs)}
+        return wanted | {value for outputs in self.outputs for value in values(outputs)}
 
-    stream: _Stream
-    collective: Equation
-    before: list[Node]
-    share: list[_Item] = dataclasses.field(default_factory=list)
-
-
-def _tie(phase: _Phase, following: _Phase | None) -> None:
-    """End a phase: what it brought, and what the next one begins with, is there when all its work is done.
-
-    The share of the next phase is held back too: ready sooner, it would run where there is enough to do.
-    """
-    held = [(phase.stream, value) for value in phase.collective.outputs]
-    if following is not None:
-        held += [(following.stream, value) for value in values(following.collective.inputs)]
-        held += [(item.stream, value) for item in following.share for value in item.computed()]
-    held = list(dict.fromkeys(held))
-    made = [item.stream.outputs[item.number] for item in phase.share]
-    if len(held) == len(phase.collective.outputs) and not made:
-        return
-    now, done = lax.optimization_barrier(([stream.known[value] for stream, value in held], made))
-    for (stream, value), array in zip(held, now, strict=True):
-        stream.known[value] = array
-    for item, output in zip(phase.share, done, strict=True):
-        item.stream.outputs[item.number] = output
-
-
-def _plan(streams: Sequence[_Stream]) -> list[_Phase]:
-    """The collectives in turn, each with what is computed for it and beside it."""
-    pieces = [_pieces(stream.program) for stream in streams]
-    phases = [_Phase(streams[turn], *pieces[turn].pop(0)) for turn in _turns(*map(len, pieces))]
-    items = [item for stream in streams for item in _items(stream, phases) if item.ready < len(phases)]
-    planned: set[tuple[_Stream, Node]] = set()  # programs may share nodes: the backward computes some again
-    work = [sum(map(phase.stream.costs.__getitem__, phase.before)) for phase in phases[1:]] + [0.0]
-    payload = [sum(value.nbytes for value in phase.collective.outputs) for phase in phases]
-
-    def cost(item: _Item) -> float:
-        """Of what it still needs."""
-        return sum(item.stream.costs[node] for node in item.nodes if (item.stream, node) not in planned)
-
-    while items:  # those with the least choice first, then the largest
-        item = max(items, key=lambda item: (item.ready, cost(item)))
-        number = min(range(item.ready, len(phases)), key=lambda number: work[number] / payload[number])
-        work[number] += cost(item)
-        planned.update((item.stream, node) for node in item.nodes)
-        phases[number].share.append(item)
-        items.remove(item)
-    return phases
-
-
-def _pieces(program: Program) -> list[tuple[Equation, list[Node]]]:
-    """Each collective, and what must be computed for it and for none before it, in the program's order."""
-    made_by, left, pieces = definitions(program.equations), dict.fromkeys(program.equations), []
-    for node in program.equations:
-        if isinstance(node, Equation) and node.communicates:
-            needed = _needed([node], made_by, left)
-            pieces.append(
-                (node, [other for other in program.equations if other in needed and other is not node])
-            )
-            for other in needed:
-                del left[other]
-    return pieces
-
-
-def _items(stream: _Stream, phases: Sequence[_Phase]) -> list[_Item]:
-    """The outputs for which something is left to compute beside the collectives."""
-    program, made_by = stream.program, definitions(stream.program.equations)
-    known_in: dict[Node, int] = {}
-    for number, phase in enumerate(phases):
-        if phase.stream is stream:
-            known_in |= dict.fromkeys(phase.before, number - 1) | {phase.collective: number + 1}
-    left = dict.fromkeys(node for node in program.equations if node not in known_in)
-    ready: dict[Value, int] = {}
-    for node in program.equations:
-        since = max((ready.get(value, 0) for value in values(node.inputs)), default=0)
-        ready.update(dict.fromkeys(node.outputs, max(since, known_in.get(node, 0))))
-    items = []
-    for number, output in enumerate(program.outputs):
-        maker = made_by.get(output) if isinstance(output, Value) else None
-        if maker in left:
-            needed = _needed([maker], made_by, left)
-            nodes = [node for node in program.equations if node in needed]
-            since = max(ready[value] for node in nodes for value in node.outputs)
-            items.append(_Item(stream, number, nodes, since))
-    return items
+    def rest(self) -> tuple[list[Any], list[Any]]:
+        """All outputs, with what is still to be done for them."""
+        self.do(work for work in self.works if work not in self.writes)
+        # What is written last waits for all that reads the same pools: else they are copied.
+        pools = [write.inputs[0] for write in self.writes if write not in self.ran]
+        seconds = [v for v in values(self.outputs[1]) if v in self.known]
+        self._hold(values(dict.fromkeys([*seconds, *pools])))
+        self.do(self.writes)
+        return values_of(self.known, self.outputs[0]), values_of(self.known, self.outputs[1])
 
 
-def _needed(wanted: list[Node], made_by: dict[Value, Node], among: dict[Node, None]) -> set[Node]:
-    """The nodes ``among`` those given that the wanted ones rest on, themselves included."""
-    needed: set[Node] = set()
-    while wanted:
-        node = wanted.pop()
-        if node in among and node not in needed:
-            needed.add(node)
-            wanted += [made_by[value] for value in values(node.inputs) if value in made_by]
-    return needed
-
-
-def _costs(program: Program) -> dict[Node, float]:
-    """Each node's work as bytes to and from memory. Within a chain of elementwise work only the end counts."""
-    stored = set(values(program.outputs))
-    for node in program.equations:
-        stored.update(() if is_cheap(node) else values(node.inputs))
-    costs = {}
-    for node in program.equations:
-        written = sum(value.nbytes for value in node.outputs)
-        name = getattr(node, "name", "")
-        if is_view(node) or name in _FUSED:
-            costs[node] = 0.0
-        elif is_cheap(node):
-            costs[node] = 2.0 * written if stored.intersection(node.outputs) else 0.0
-        elif name in _PICKING:
-            costs[node] = 2.0 * written
-        else:
-            traffic = written + sum(value.nbytes for value in values(node.inputs))
-            costs[node] = max(float(traffic), (count_flops([node]) + _told_flops(node)) / FLOPS_A_BYTE)
-    return costs
-
-
-def _told_flops(node: Node) -> float:
-    """FLOPs that a Pallas kernel's author tells the compiler."""
-    told = node.params.get("cost_estimate") if isinstance(node, Equation) else None
-    return getattr(told, "flops", 0)
-
-
-def _turns(num_first: int, num_second: int) -> list[int]:
-    """Whose collective comes next: 0 or 1, as evenly mixed as can be, 1 leading."""
-    moments = [((k + 0.5) / num_first, 1, 0) for k in range(num_first)]
-    moments += [((k + 0.5) / num_second, 0, 1) for k in range(num_second)]
-    return [turn for *_, turn in sorted(moments)]
+def _read_in_place(program: Program) -> set[Value]:
+    """Inputs that just one matmul reads, which takes them from where they lie. For others a copy is made anyway."""
+    users: dict[Value, list[Work]] = {value: [] for value in program.inputs}
+    for task in make_tasks(program.equations):
+        for value in users.keys() & set(task.reads):
+            users[value].append(task.own)
+    return {value for value, by in users.items() if {getattr(w, "name", "") for w in by} == {"dot_general"}}

@@ -304,8 +304,10 @@ def _communicates(eqn: Any) -> bool:
 
 
 def _flops(eqn: Any) -> int:
-    """Twice the multiplications of a matmul or convolution, else 0."""
+    """Twice the multiplications of a matmul or convolution, what a Pallas kernel's author says, else 0."""
     name = eqn.primitive.name
+    if name == "pallas_call":
+        return int(getattr(eqn.params.get("cost_estimate"), "flops", 0))
     if name not in ("dot_general", "conv_general_dilated", "ragged_dot", "ragged_dot_general"):
         return 0
     lhs, rhs, out = eqn.invars[0].aval.shape, eqn.invars[1].aval.shape, eqn.outvars[0].aval.shape

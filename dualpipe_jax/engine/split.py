@@ -6,6 +6,7 @@ cut of that graph: what dx needs is ``backward_input`` (I), what is left is ``ba
 values that pass from I to W are the stash.
 """
 
+import functools
 import math
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
@@ -15,7 +16,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 import jax
 import numpy as np
 
-from dualpipe_jax.engine.interleave import interleave
+from dualpipe_jax.engine.interleave import Kept, interleave
 from dualpipe_jax.engine.jaxprs import JointTrace, trace_backward
 from dualpipe_jax.engine.jaxprs_run import evaluate
 from dualpipe_jax.engine.split_crossing import choose_crossing, stay
@@ -36,6 +37,23 @@ from dualpipe_jax.engine.trees import add_to
 
 Tree: TypeAlias = Any
 Arrays: TypeAlias = list[Any]
+
+
+class PairSlots(NamedTuple):
+    """Where what a pair's forward keeps goes, and where its backward finds its own.
+
+    Attributes:
+      residuals_i, residuals_w: pools, [slots, ...] for each of the plan's.
+      read_i, read_w: int32 scalars, the slots that the backward reads.
+      written_i, written_w: int32 scalars, the slots that the forward writes.
+    """
+
+    residuals_i: Arrays
+    residuals_w: Arrays
+    read_i: jax.Array
+    read_w: jax.Array
+    written_i: jax.Array
+    written_w: jax.Array
 
 
 class Flops(NamedTuple):
@@ -106,20 +124,32 @@ class SplitPlan:
         return self._backward_parts(evaluate(self._programs.backward, arguments))
 
     def pair(
-        self, forward: tuple[Tree, Tree], backward: tuple[Tree, Tree, Arrays, Arrays, Tree], sums: Arrays
+        self, forward: tuple[Tree, Tree], backward: tuple[Tree, Tree, Tree], slots: "PairSlots", sums: Arrays
     ) -> tuple[tuple[Tree, Tree, Arrays, Arrays], Arrays, Tree]:
-        """``self.forward(*forward)`` and ``self.backward(*backward)``, each hiding the other's communication.
+        """A forward and a full backward of different microbatches, each hiding the other's communication.
 
-        The two are of different microbatches; see ``interleave``. The gradients of params are added to
-        ``sums``, one for each floating leaf. Gives (what the forward gives, the new sums, dx).
+        See ``interleave``. ``forward`` is (params, x), ``backward`` (params, x, dy). The gradients of params are
+        added to ``sums``, one for each floating leaf. Gives (y, aux and the pools of residuals_i and
+        residuals_w, with the forward's written and the backward's read), the new sums, and dx.
         """
-        (forward_params, forward_x), (params, x, residuals_i, residuals_w, dy) = forward, backward
+        (forward_params, forward_x), (params, x, dy) = forward, backward
+        ahead = len(jax.tree.leaves((self.y, self.aux)))
+        given = self._given(params, x, "I")
+        pools = [*slots.residuals_i, *slots.residuals_w]
+        at = [(slots.read_i, slots.written_i)] * len(slots.residuals_i)
+        at += [(slots.read_w, slots.written_w)] * len(slots.residuals_w)
+        kept = [
+            Kept(pool, *where, made=ahead + k, used=len(given) + k)
+            for k, (pool, where) in enumerate(zip(pools, at, strict=True))
+        ]
         outputs, gradients = interleave(
             self._programs.forward,
             [*self._params.leaves(forward_params), *self._x.leaves(forward_x)],
             self._programs.backward,
-            [*self._given(params, x, "I"), *residuals_i, *residuals_w, *self._cotangents(dy)],
-            lambda number, gradient: add_to(sums[number], gradient) if number < len(sums) else gradient,
+            [*given, *pools, *self._cotangents(dy)],
+            kept=kept,
+            finish={k: functools.partial(add_to, total) for k, total in enumerate(sums)},
+            num_fixed=len(self._params.types),
         )
         sums, dx = _cut(gradients, len(sums), self._x.num_gradients)
         return self._forward_parts(outputs), sums, self._x.gradients(dx)

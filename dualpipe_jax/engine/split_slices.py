@@ -161,3 +161,24 @@ def substitute(nodes: Iterable[Node], mapping: dict[Value, Atom]) -> tuple[Node,
         else:
             result.append(replace(node, index=swap(node.index), operands=tuple(map(swap, node.operands))))
     return tuple(result)
+
+
+def renamed(program: Program) -> Program:
+    """The same program with values of its own."""
+    mapping: dict[Value, Atom] = {}
+
+    def fresh(value: Value) -> Value:
+        mapping[value] = new = value.like()
+        return new
+
+    inputs, nodes = tuple(map(fresh, program.inputs)), list[Node]()
+    for node in program.equations:
+        (node,) = substitute([node], mapping)
+        if isinstance(node, Scan):
+            carry = tuple(c._replace(end=fresh(c.end)) for c in node.carry)
+            ys = tuple(y._replace(outer=fresh(y.outer)) for y in node.ys)
+            nodes.append(replace(node, carry=carry, ys=ys))
+        else:
+            nodes.append(replace(node, outputs=tuple(map(fresh, node.outputs))))
+    outputs = (mapping.get(atom, atom) if isinstance(atom, Value) else atom for atom in program.outputs)
+    return Program(inputs, tuple(nodes), tuple(outputs))

@@ -24,7 +24,7 @@ from jax import lax
 from dualpipe_jax.engine.guard import pin, run_if
 from dualpipe_jax.engine.model import PipelineModel, Tree
 from dualpipe_jax.engine.slots import make_pool, read_slot, write_slot
-from dualpipe_jax.engine.split import SplitPlan
+from dualpipe_jax.engine.split import PairSlots, SplitPlan
 from dualpipe_jax.engine.trees import accumulate, zeros_like_floating
 from dualpipe_jax.engine.varying import vary
 from dualpipe_jax.parallel.p2p import send
@@ -119,7 +119,10 @@ class Tick:
         """One tick; ``row`` is (the tick's number, int32 [columns])."""
         number, here = row[0], Row(self.table.columns, row[1])
         # What the previous tick made goes out now and is not looked at before this tick's work is done.
-        arrived = [send(state[f"{channel.payload}_out"], channel.pairs) for channel in self.table.channels]
+        arrived = [
+            send(state[f"{channel.payload}_out"], channel.pairs, beside_others=True)
+            for channel in self.table.channels
+        ]
         state = state | {name: self._zeros(self.plan.y) for name in ("y_out", "dx_out") if name in state}
 
         units: dict[str, Callable[..., State]] = {
@@ -166,13 +169,19 @@ class Tick:
     def _pair(self, state: State, row: Row, kf: int, kb: int) -> State:
         def work(part, here, forward_params, backward_params):
             forward = forward_params, self._input(part, here)
-            backward = backward_params, *self._saved(part, here)
-            made, sums, dx = self.plan.pair(forward, backward, part[f"grads{kb}"])
-            # Slots are written when all that reads the same pools is done. Written sooner, either the pools
-            # are copied or F's writes and B's reads wait for each other and chain what should overlap.
-            pools = pin({name: part[name] for name in self._saved_pools()})
-            dx, read = lax.optimization_barrier((dx, pools | {f"grads{kb}": sums}))
-            return self._hand_back(self._keep(part | pin(read), here, made), here, dx)
+            backward = backward_params, self._kept_input(part, here), read_slot(part["dy"], here["G_dy"])
+            slots = PairSlots(
+                part["residual_i"],
+                part["residual_w"],
+                *(here[f"{unit}_{pool}"] for unit in "GF" for pool in ("residual_i", "residual_w")),
+            )
+            (y, aux, *pools), sums, dx = self.plan.pair(forward, backward, slots, part[f"grads{kb}"])
+            # What is read is read before it is written again: else the pools are copied.
+            inputs = pin({name: part[name] for name in ("x", "dy")})
+            dx, inputs = lax.optimization_barrier((dx, inputs))
+            part = part | pin(inputs) | dict(zip(("residual_i", "residual_w"), pools, strict=True))
+            part = part | {f"grads{kb}": sums}
+            return self._hand_back(self._hand_over(part, here, y, aux), here, dx)
 
         changes = dict.fromkeys(self._forward_changes() + self._backward_changes(kb))
         wanted = (row["F"] == kf) & (row["B"] == kb) & self._paired(row)
@@ -271,6 +280,9 @@ class Tick:
                 "residual_i": write_slot(part["residual_i"], row["F_residual_i"], residuals_i),
                 "residual_w": write_slot(part["residual_w"], row["F_residual_w"], residuals_w),
             }
+        return self._hand_over(part, row, y, aux)
+
+    def _hand_over(self, part: State, row: Row, y: Tree, aux: Tree) -> State:
         if self._handover("x", "F_y"):
             part = part | {"x": write_slot(part["x"], row["F_y"], y)}
         total = jax.tree.map(lambda sums, a: sums + vary(a, self.check_vma), part["aux"], aux)
@@ -289,8 +301,11 @@ class Tick:
     def _input(self, state: State, row: Row) -> Tree:
         return read_slot(state["x"], row["F_x"])
 
+    def _kept_input(self, state: State, row: Row) -> Tree | None:
+        return read_slot(state["x"], row["G_x"]) if self.table.keep_input != "F" else None
+
     def _saved(self, state: State, row: Row) -> tuple[Any, ...]:
-        x = read_slot(state["x"], row["G_x"]) if self.table.keep_input != "F" else None
+        x = self._kept_input(state, row)
         residuals_i = read_slot(state["residual_i"], row["G_residual_i"])
         residuals_w = read_slot(state["residual_w"], row["G_residual_w"])
         return x, residuals_i, residuals_w, read_slot(state["dy"], row["G_dy"])

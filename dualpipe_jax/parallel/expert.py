@@ -332,7 +332,9 @@ _permute.defvjp(_permute_fwd, _permute_bwd)
 @jax.custom_vjp
 def _spread(x_TD: Array, assignment_S: Array, slot_TK: Array) -> Array:
     """Copy each token into the slots of its assignments."""
-    return _rows(x_TD, assignment_S // slot_TK.shape[1])
+    # Empty slots read a row of zeros: to fill them later is one more pass over all that is sent.
+    padded_UD = jnp.pad(x_TD, ((0, 1), (0, 0)))
+    return padded_UD.at[assignment_S // slot_TK.shape[1]].get(mode="promise_in_bounds")
 
 
 def _spread_fwd(x_TD: Array, assignment_S: Array, slot_TK: Array):

@@ -5,14 +5,24 @@ from typing import Any
 
 import jax
 from jax import lax
+from jax.experimental.xla_metadata import set_xla_metadata
 
 from dualpipe_jax.parallel.mesh import PP
 
+BESIDE_OTHERS = {"_xla_gpu_collective_stream": "p2p", "_xla_stream_annotation": "1"}
+"""Attributes by which XLA's GPU compiler lets a permute run beside other collectives: a resource of its own when it
+schedules, a stream of its own when it runs. The compilers for TPU and CPU do not read them."""
 
-def send(tree: Any, pairs: Sequence[tuple[int, int]]) -> Any:
+
+def send(tree: Any, pairs: Sequence[tuple[int, int]], *, beside_others: bool = False) -> Any:
     """Send every leaf along the (source rank, destination rank) pairs of the pp axis.
 
     Ranks that are nobody's destination receive zeros. All ranks must call it together, outside any branch:
     on CPU a permute meets all devices at once and hangs when one of them is elsewhere.
+
+    beside_others: whether it may be in flight while other collectives run, which on GPU must be said. Unsaid, one
+      collective runs at a time there, and a loop counts as all that it holds: no permute passes a guard with an
+      all-to-all in it.
     """
-    return jax.tree.map(lambda leaf: lax.ppermute(leaf, PP, pairs), tree)
+    with set_xla_metadata(**(BESIDE_OTHERS if beside_others else {})):
+        return jax.tree.map(lambda leaf: lax.ppermute(leaf, PP, pairs), tree)

@@ -1,6 +1,8 @@
 """Two programs in one order: the same results, and collectives that alternate."""
 
 import functools
+import itertools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +11,7 @@ import pytest
 from jax.sharding import PartitionSpec
 
 from dualpipe_jax import make_mesh, split_backward
-from dualpipe_jax.engine.interleave import _turns
+from dualpipe_jax.engine.split import PairSlots
 from dualpipe_jax.engine.trees import accumulate
 from tests.engine import models
 
@@ -50,17 +52,33 @@ def run(work, remat=None):
     )
 
 
+SLOTS = 3
+
+
+def pools(kept):
+    """For each value pools of noise with the value in slot 1."""
+    return [jnp.full((SLOTS, *a.shape), 7, a.dtype).at[1].set(a) for a in kept]
+
+
 def both(pair):
+    """A backward that reads its residuals from slot 1, a forward that writes its own to slot 1 or 2."""
+
     def work(plan, params, x):
-        saved = plan.forward(params, x[0])
-        forward, backward = (params, x[1]), (params, x[0], *saved[2:], saved[0])
+        y, _, *saved = plan.forward(params, x[0])
         sums = [jnp.ones(p.shape) for p in jax.tree.leaves(params) if p.dtype == jnp.float32]
+        kept = list(map(pools, saved))
         if pair:
-            made, *grads = plan.pair(forward, backward, sums)
+            slots = PairSlots(*kept, *map(jnp.int32, (1, 1, 1, 2)))
+            (y, aux, *kept), *grads = plan.pair((params, x[1]), (params, x[0], y), slots, sums)
         else:
-            made, (dparams, dx) = plan.forward(*forward), plan.backward(*backward)
+            dparams, dx = plan.backward(params, x[0], *saved, y)
             grads = accumulate(sums, dparams), dx
-        return jax.tree.map(lambda a: jnp.asarray(a, jnp.float32)[None], (made, list(grads)))
+            y, aux, *made = plan.forward(params, x[1])
+            kept = [
+                [pool.at[slot].set(a) for pool, a in zip(pools, new, strict=True)]
+                for slot, pools, new in zip((1, 2), kept, made, strict=True)
+            ]
+        return jax.tree.map(lambda a: jnp.asarray(a, jnp.float32)[None], (y, aux, kept, list(grads)))
 
     return work
 
@@ -73,33 +91,30 @@ def test_a_pair_is_its_forward_and_its_backward(remat):
     together, apart = (jax.tree.leaves(jax.device_get(tree)) for tree in outcome)
     assert len(together) >= 7, "y, residuals, sums and dx"
     for got, want in zip(together, apart, strict=True):
-        np.testing.assert_allclose(got, want, rtol=1e-6, atol=1e-7)
+        np.testing.assert_allclose(got, want, rtol=1e-6, atol=1e-6 * np.max(np.abs(want), initial=0))
 
 
-def collectives(remat):
-    """Whose each all_to_all of the pair is, in order, and how many barriers tie them."""
+def lowered(remat):
+    """The pair's StableHLO."""
     function, *arguments = run(lambda plan, params, x: _pair_only(plan, params, x), remat)
-    text = jax.jit(function).lower(*arguments).as_text(debug_info=False)
-    return text.count("all_to_all"), text.count("optimization_barrier")
+    return jax.jit(function).lower(*arguments).as_text(debug_info=False)
 
 
 def _pair_only(plan, params, x):
-    kept = [jnp.ones(kind.shape, kind.dtype) for kind in (*plan.residuals_i, *plan.residuals_w)]
-    cut = len(plan.residuals_i)
+    kept = [
+        [jnp.ones((SLOTS, *kind.shape), kind.dtype) for kind in kinds]
+        for kinds in (plan.residuals_i, plan.residuals_w)
+    ]
     sums = [jnp.zeros(p.shape) for p in jax.tree.leaves(params) if p.dtype == jnp.float32]
-    made, *grads = plan.pair((params, x[1]), (params, x[0], kept[:cut], kept[cut:], x[0]), sums)
-    return jax.tree.map(lambda a: jnp.asarray(a, jnp.float32)[None], (made, list(grads)))
+    slots = PairSlots(*kept, *map(jnp.int32, (0, 0, 1, 1)))
+    outcome = plan.pair((params, x[1]), (params, x[0], x[0]), slots, sums)
+    return jax.tree.map(lambda a: jnp.asarray(a, jnp.float32)[None], outcome)
 
 
-def test_every_collective_is_tied_to_what_hides_it():
-    count, barriers = collectives(None)
-    assert count == 8, "two layers, each there and back, forwards and backwards"
-    assert barriers == count
-
-
-def test_collectives_take_turns():
-    assert _turns(2, 2) == [1, 0, 1, 0]
-    assert _turns(2, 4) == [1, 0, 1, 1, 0, 1]
-    assert _turns(3, 1) == [0, 1, 0, 0]
-    assert _turns(0, 2) == [1, 1]
-    assert _turns(0, 0) == []
+@pytest.mark.parametrize(("remat", "count"), [(None, 8), ("all", 12)])
+def test_collectives_are_tied_to_each_other(remat, count):
+    """Between any two there is a barrier: no two are in flight together, and none is waited for too early."""
+    marks = re.findall(r"stablehlo\.(all_to_all|optimization_barrier)", lowered(remat))
+    kinds = [kind for kind, _ in itertools.groupby(marks)]
+    assert marks.count("all_to_all") == count, "two layers, each there and back, forwards and backwards"
+    assert kinds.count("all_to_all") == count, "each is followed by a barrier"

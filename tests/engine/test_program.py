@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import pytest
 
 from dualpipe_jax import PipelineModel, make_mesh, pipeline_value_and_grad, split_backward
+from dualpipe_jax.parallel.p2p import BESIDE_OTHERS
 from dualpipe_jax.schedule import ALL_SCHEDULES, dualpipe, lower, one_f_one_b
 from tests import hlo
 from tests.engine import models
@@ -82,6 +83,19 @@ def test_no_pool_and_no_sum_is_copied_in_a_loop(make):
         i for b in bodies for i in hlo.inside(module, b, True) if i.opcode == "copy" and i.elements > largest
     ]
     assert not copies, "nothing larger than one activation is copied either"
+
+
+def test_the_sends_of_ticks_may_run_beside_other_collectives():
+    """On GPU they would else wait for guards that hold all-to-alls. What is borrowed moves outside the scan."""
+    schedule = dualpipe(RANKS, 8)
+    params = parameters(schedule.placement.num_model_stages)
+    model = PipelineModel(models.embed, stage, models.head_loss)
+    step = pipeline_value_and_grad(model, schedule, make_mesh(RANKS, 1))
+    text = step.lower(params, *models.data(8, SIZE)).as_text()
+    permutes = [line for line in text.splitlines() if "stablehlo.collective_permute" in line]
+    beside = [line for line in permutes if all(f'{k} = "{v}"' in line for k, v in BESIDE_OTHERS.items())]
+    assert len(beside) == len(lower(schedule).channels) == 4
+    assert len(permutes) > len(beside)
 
 
 @SCHEDULES

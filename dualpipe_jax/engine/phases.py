@@ -1,0 +1,281 @@
+"""Which work is done while which collective is in flight.
+
+A *phase* is the time of one collective; phase 0 is before the first. What the next collective sends must be
+computed in a phase at the latest; what needs a collective's result can be when its phase has ended. Between the
+two there is a choice: of the work that is there a phase takes what is needed soonest, until it has its share.
+What nothing waits for, such as weight gradients, goes where there is room.
+"""
+
+import dataclasses
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import Any
+
+from dualpipe_jax.engine.split_graph import (
+    Atom,
+    Equation,
+    Node,
+    Program,
+    Value,
+    count_flops,
+    is_cheap,
+    is_view,
+    values,
+)
+
+FLOPS_A_BYTE = 450
+"""Matmul FLOPs in the time of a byte from memory, by the TPU compiler's final figures: 395 to 460 on v5p, 440 to 560
+on v5e (libtpu 0.0.42.1). Published ones are 166 and 240, 295 of an H100. Only shares of work depend on it."""
+
+_PASSED_ON = frozenset(
+    {"name", "split", "stack", "reshape", "squeeze", "expand_dims", "stop_gradient", "pvary", "pcast"}
+)
+"""Primitives whose output lies where their input does."""
+
+_PICKING = frozenset({"gather", "dynamic_slice"})
+"""Primitives that read a part."""
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Act:
+    """Something done besides a program's equations, such as to write a slot.
+
+    Attributes:
+      run: from the inputs' arrays to the outputs'.
+      is_lazy: whether it is done where its output is used, and costs nothing there.
+      cost: bytes to and from memory.
+      after: lazy ones whose users' phases must have ended.
+    """
+
+    inputs: tuple[Atom, ...]
+    outputs: tuple[Value, ...]
+    run: Callable[..., Sequence[Any]]
+    is_lazy: bool = False
+    cost: float = 0.0
+    after: tuple["Act", ...] = ()
+
+
+Work = Node | Act
+
+
+@dataclasses.dataclass(eq=False)
+class Task:
+    """Work that is done at one time: one node that is not lazy, and the lazy ones that it needs.
+
+    Attributes:
+      nodes: in order, its own last; one that an earlier task has run is not run again.
+      reads: values that other tasks make or that were given.
+      tasks: those to be done before; for a collective among them, its phase must have ended.
+      earlier: those whose phases must have ended.
+      first, last: the phases in which it can be done; a collective's own phase.
+    """
+
+    nodes: list[Work]
+    reads: list[Value]
+    tasks: set["Task"]
+    earlier: set["Task"]
+    first: int = 0
+    last: int = 0
+
+    @property
+    def own(self) -> Work:
+        """The node that is not lazy."""
+        return self.nodes[-1]
+
+    @property
+    def communicates(self) -> bool:
+        """Whether it is a collective."""
+        return isinstance(self.own, Equation) and self.own.communicates
+
+    @property
+    def payload(self) -> int:
+        """Bytes of what it makes."""
+        return sum(value.nbytes for value in self.own.outputs)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Phase:
+    """One collective in flight, none in phase 0; what is done beside it; what must follow before the next."""
+
+    collective: Task | None
+    beside: list[Task] = dataclasses.field(default_factory=list)
+    after: list[Task] = dataclasses.field(default_factory=list)
+
+
+def is_lazy(work: Work) -> bool:
+    """Whether it is done along with what needs it."""
+    return work.is_lazy if isinstance(work, Act) else is_cheap(work) or _name(work) in _PASSED_ON
+
+
+def make_tasks(works: Sequence[Work]) -> list[Task]:
+    """A task for each node that is not lazy; ``works`` in an order in which they can be done."""
+    made_by = {value: work for work in works if is_lazy(work) for value in work.outputs}
+    makers: dict[Value, Task] = {}
+    users: dict[Work, set[Task]] = {}
+    tasks = []
+    for work in works:
+        if not is_lazy(work):
+            needed, reads = _needed(work, made_by)
+            before = {makers[value] for value in reads if value in makers}
+            after = work.after if isinstance(work, Act) else ()
+            task = Task(
+                [*needed, work], reads, before, {user for act in after for user in users.get(act, ())}
+            )
+            makers |= dict.fromkeys(work.outputs, task)
+            for node in needed:
+                users.setdefault(node, set()).add(task)
+            tasks.append(task)
+    return tasks
+
+
+def _needed(work: Work, made_by: Mapping[Value, Work]) -> tuple[list[Work], list[Value]]:
+    """The lazy works that one rests on, in order, and what they and it read that none of them makes."""
+    needed: dict[Work, None] = {}
+    reads: dict[Value, None] = {}
+
+    def visit(work: Work) -> None:
+        for value in values(work.inputs):
+            if value not in made_by:
+                reads[value] = None
+            elif made_by[value] not in needed:
+                visit(made_by[value])
+                needed[made_by[value]] = None
+
+    visit(work)
+    return list(needed), list(reads)
+
+
+def plan(tasks: Sequence[Task], collectives: Sequence[Task], costs: Mapping[Work, float]) -> list[Phase]:
+    """Spread tasks over the phases of the collectives; what is in none is left for after the last.
+
+    Arguments:
+      tasks: in an order in which they can be done.
+      collectives: those of the tasks that communicate, in the order in which they shall be in flight.
+      costs: of all nodes, in bytes to and from memory.
+    """
+    number = {task: k for k, task in enumerate(collectives, 1)}
+    _bound(tasks, number)
+    planner = _Planner(number, costs, [task for task in tasks if task not in number])
+    share = _share(tasks, collectives, costs)
+    phases = []
+    for k, collective in enumerate([None, *collectives]):
+        phase = Phase(collective)
+        # To what is sent next there may be something to do as well.
+        load = sum(map(planner.cost, collectives[k : k + 1]))
+        load += sum(planner.take(task, phase.beside) for task in planner.due(k) if task.first <= k)
+        room = share * collective.payload if collective is not None and k < len(collectives) else 0.0
+        while found := [t for t in planner.there(k, phase) if load + planner.cost(t) / 2 <= room]:
+            costs_of = {task: planner.cost(task) for task in found}
+            best = min(found, key=lambda t: (t.last, load + costs_of[t] > room, -costs_of[t]))
+            load += planner.take(best, phase.beside)
+        for task in planner.due(k):
+            planner.take(task, phase.after)
+        phases.append(phase)
+    return phases
+
+
+@dataclasses.dataclass
+class _Planner:
+    """What is still to be placed, in order."""
+
+    number: Mapping[Task, int]
+    costs: Mapping[Work, float]
+    left: list[Task]
+    done: set[Task] = dataclasses.field(default_factory=set)
+    paid: set[Work] = dataclasses.field(default_factory=set)
+
+    def cost(self, task: Task) -> float:
+        """Of its nodes but lazy ones that belong to an earlier task."""
+        return sum(self.costs[node] for node in task.nodes if node not in self.paid)
+
+    def take(self, task: Task, into: list[Task]) -> float:
+        """Place a task; its cost."""
+        cost = self.cost(task)
+        self.paid.update(task.nodes)
+        self.done.add(task)
+        self.left.remove(task)
+        into.append(task)
+        return cost
+
+    def due(self, k: int) -> list[Task]:
+        """Tasks that must be done in phase k."""
+        return [task for task in self.left if task.last == k]
+
+    def there(self, k: int, phase: Phase) -> Iterator[Task]:
+        """Tasks that can be done next in phase k, so far as filled."""
+        for task in self.left:
+            before = (self.number[t] < k if t in self.number else t in self.done for t in task.tasks)
+            if task.first <= k and all(before) and task.earlier <= self.done.difference(phase.beside):
+                yield task
+
+
+def _share(tasks: Sequence[Task], collectives: Sequence[Task], costs: Mapping[Work, float]) -> float:
+    """How much work for each byte in flight, if all phases have as much, or the last one more of its own."""
+    if len(collectives) < 2:
+        return 0.0
+    last = len(collectives)
+    others = [task for task in tasks if task not in collectives]
+    early = {n for t in others if t.last > 0 and t.first < last and t.first <= t.last for n in t.nodes}
+    early |= {node for task in collectives[1:] for node in task.nodes}
+    late = {node for task in others if task.first == last for node in task.nodes} - early
+    work, own = (sum(costs[node] for node in nodes) for nodes in (early, late))
+    payload, payload_last = sum(task.payload for task in collectives[:-1]), collectives[-1].payload
+    return min(work / payload, (work + own) / (payload + payload_last))
+
+
+def _bound(tasks: Sequence[Task], number: Mapping[Task, int]) -> None:
+    """Set in which phases tasks can be done."""
+    for task in tasks:
+        task.last = number.get(task, len(number) + 1)
+        over = [number[before] + 1 if before in number else before.first for before in task.tasks]
+        over += [before.first + 1 for before in task.earlier]
+        task.first = number.get(task, max(over, default=0))
+    for task in reversed(tasks):
+        for before in task.tasks - number.keys():
+            before.last = min(before.last, task.last - 1 if task in number else task.last)
+
+
+def take_turns(first: Sequence[Task], second: Sequence[Task]) -> list[Task]:
+    """Both in one order, as evenly mixed as can be, ``second`` leading."""
+    moments = [((k + 0.5) / len(first), 1, task) for k, task in enumerate(first)]
+    moments += [((k + 0.5) / len(second), 0, task) for k, task in enumerate(second)]
+    return [task for *_, task in sorted(moments, key=lambda moment: moment[:2])]
+
+
+def estimate(program: Program) -> dict[Work, float]:
+    """Each node's work as bytes to and from memory.
+
+    Of a chain of elementwise work only the end counts, and matmuls read through what merely moves their inputs.
+    The rest follows the TPU compiler's final figures, to about a fifth.
+    """
+    stored = set(values(program.outputs))
+    laid = set[Value]()  # read in the order in which they lie
+    for node in program.equations:
+        if not is_cheap(node) and _name(node) not in _PASSED_ON:
+            (stored if _name(node) == "dot_general" else laid).update(values(node.inputs))
+    for node in reversed(program.equations):
+        if _name(node) in _PASSED_ON and laid.intersection(node.outputs):
+            laid.update(values(node.inputs))
+    return {node: _estimate(node, stored | laid, laid) for node in program.equations}
+
+
+def _estimate(node: Node, stored: Collection[Value], laid: Collection[Value]) -> float:
+    written, name = float(sum(value.nbytes for value in node.outputs)), _name(node)
+    read = float(sum(value.nbytes for value in values(node.inputs)))
+    if name in _PASSED_ON or getattr(node, "communicates", False):
+        return 0.0
+    if name == "slice":  # odd ones are copied, even for a matmul
+        return 2 * written
+    if name.startswith("reduce_"):
+        return read
+    if is_view(node):
+        return 2 * written if any(value in laid for value in node.outputs) else 0.0
+    if is_cheap(node):
+        return 2 * written if any(value in stored for value in node.outputs) else 0.0
+    if name in _PICKING:  # reads as much as it writes, and fills what is not there
+        return 3 * written
+    flops = count_flops([node]) / FLOPS_A_BYTE
+    return flops + (read + written) / 2 if flops else read + written
+
+
+def _name(node: Node) -> str:
+    return node.name if isinstance(node, Equation) else ""

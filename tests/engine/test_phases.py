@@ -1,0 +1,167 @@
+"""Which work is done beside which collective: dependencies, deadlines, shares."""
+
+import collections
+import types
+
+import jax.numpy as jnp
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dualpipe_jax.engine.phases import Act, estimate, make_tasks, plan, take_turns
+from dualpipe_jax.engine.split import split_backward
+from dualpipe_jax.engine.split_graph import Equation, Value
+
+MIB = 1 << 20
+
+
+def value():
+    return Value((1,), jnp.dtype("int8"))
+
+
+def exchange(*inputs):
+    return Equation(
+        types.SimpleNamespace(name="all_to_all"),
+        inputs,
+        (Value((MIB,), jnp.dtype("int8")),),
+        {},
+        communicates=True,
+    )
+
+
+def act(*inputs, cost=1.0, **options):
+    return Act(tuple(inputs), (value(),), lambda *arrays: arrays, cost=cost, **options)
+
+
+def planned(works, collectives):
+    """Phases as lists of works: beside, and after."""
+    tasks = make_tasks(works)
+    of = {task.own: task for task in tasks}
+    costs = {work: getattr(work, "cost", 0.0) for work in works}
+    phases = plan(tasks, [of[c] for c in collectives], costs)
+    assert [phase.collective and phase.collective.own for phase in phases] == [None, *collectives]
+    return [([t.own for t in phase.beside], [t.own for t in phase.after]) for phase in phases]
+
+
+@st.composite
+def graphs(draw):
+    """Two programs of works with collectives in each; lazy works; slots read by one and written by the other."""
+    works, streams = [], ([], [])
+    for stream in (0, 1):
+        own = [act(cost=draw(st.floats(0, 4)))]
+        for _ in range(draw(st.integers(2, 14))):
+            inputs = [w.outputs[0] for w in draw(st.lists(st.sampled_from(own), max_size=3, unique_by=id))]
+            kind = draw(st.sampled_from(["act", "act", "lazy", "exchange"]))
+            if kind == "exchange":
+                own.append(exchange(*inputs))
+                streams[stream].append(own[-1])
+            else:
+                own.append(act(*inputs, cost=draw(st.floats(0, 4)), is_lazy=kind == "lazy"))
+        works += own
+    lazy = [w for w in works if isinstance(w, Act) and w.is_lazy and not w.inputs]
+    works += [act(cost=1.0, after=(w,)) for w in lazy]
+    return works, streams
+
+
+@settings(max_examples=300, deadline=None)
+@given(graphs())
+def test_everything_is_done_after_what_it_needs_and_before_what_needs_it(graph):
+    works, streams = graph
+    tasks = make_tasks(works)
+    of = {task.own: task for task in tasks}
+    order = [t.own for t in take_turns(*([of[c] for c in stream] for stream in streams))]
+    phases = planned(works, order)
+
+    users = collections.defaultdict(set)
+    for task in tasks:
+        for work in task.nodes[:-1]:
+            users[work].add(task.own)
+    makers = {v: task.own for task in tasks for v in task.own.outputs}
+    done, landed = set(), set()
+    for (beside, after), collective in zip(phases, [None, *order], strict=True):
+        if collective is not None:
+            assert {makers[v] for v in of[collective].reads if v in makers} <= done | landed
+        before = set(done)
+        for group, there in ((beside, landed), (after, landed | {collective})):
+            for work in group:
+                needs = {makers[v] for v in of[work].reads if v in makers}
+                assert needs <= done | there, "what it reads is made, and no collective in flight is read"
+                assert work not in done, "once"
+                waits = {user for read in getattr(work, "after", ()) for user in users[read]}
+                assert waits <= before | landed, "a slot is written when the phase of its readers has ended"
+                done.add(work)
+        landed.add(collective)
+    assert len(phases[0][0]) <= len(works)
+
+
+def test_a_phase_takes_what_is_needed_soonest():
+    """Of two works that are there in the first phase the one that the third collective sends comes first."""
+    first, second = exchange(), exchange()
+    soon, late = act(), act(cost=1.0)
+    third = exchange(soon.outputs[0])
+    phases = planned([late, soon, first, second, third], [first, second, third])
+    assert phases == [([], []), ([soon], []), ([late], []), ([], [])]
+
+
+def test_what_must_be_sent_next_is_done_whatever_it_costs():
+    first = exchange()
+    large = act(cost=1000.0)
+    second = exchange(large.outputs[0])
+    small = act(first.outputs[0])
+    assert planned([large, first, small, second], [first, second])[1] == ([large], [])
+
+
+def test_what_a_collective_brings_for_the_next_one_of_the_same_program_follows_it():
+    first = exchange()
+    between = act(first.outputs[0])
+    second = exchange(between.outputs[0])
+    assert planned([first, between, second], [first, second])[1] == ([], [between])
+
+
+@pytest.mark.parametrize("num_collectives", [2, 3, 5])
+@pytest.mark.parametrize("num_works", [0, 7, 40])
+def test_work_that_nothing_waits_for_is_shared_out(num_collectives, num_works):
+    sent = [exchange() for _ in range(num_collectives)]
+    works = [act() for _ in range(num_works)]
+    beside = [len(group) for group, _ in planned([*works, *sent], sent)]
+    assert beside[0] == 0, "before the first nothing is hidden"
+    even = num_works / num_collectives  # the last phase's share is what is left
+    assert max(beside[1:-1]) - min(beside[1:-1]) <= 1
+    assert all(abs(count - even) <= 1 for count in beside[1:-1])
+
+
+def test_work_of_the_last_phase_leaves_the_others_more():
+    """Equal shares are of all work; but what only the last phase can do is not there for the others."""
+    first, second, third = exchange(), exchange(), exchange()
+    own = [act(second.outputs[0]) for _ in range(6)]
+    free = [act() for _ in range(9)]
+    beside = [len(group) for group, _ in planned([*free, first, second, third, *own], [first, second, third])]
+    assert sorted(beside[1:3]) == [4, 5], (
+        "an even share of all 15 would be 5, and leave 5 for the last one too"
+    )
+
+
+def test_turns_alternate_and_the_second_leads():
+    def turns(num_first, num_second):
+        tasks = [make_tasks([exchange() for _ in range(count)]) for count in (num_first, num_second)]
+        return [0 if task in tasks[0] else 1 for task in take_turns(*tasks)]
+
+    assert turns(2, 2) == [1, 0, 1, 0]
+    assert turns(2, 4) == [1, 0, 1, 1, 0, 1]
+    assert turns(3, 1) == [0, 1, 0, 0]
+    assert turns(0, 2) == [1, 1]
+    assert turns(0, 0) == []
+
+
+def test_matmuls_cost_flops_and_what_elementwise_work_ends_in_costs_bytes():
+    def layer(w, x):
+        return jnp.tanh((x @ w) * 2 + 1)
+
+    size = 256
+    plan = split_backward(layer).trace(jnp.ones((size, size)), jnp.ones((size, size)))
+    costs = estimate(plan._programs.forward)
+    nbytes = size * size * 4
+    by_name = {node.name: cost for node, cost in costs.items()}
+    assert by_name["dot_general"] == pytest.approx(2 * size**3 / 450 + 1.5 * nbytes)
+    assert by_name["tanh"] == 2 * nbytes, "it is an output"
+    assert by_name["mul"] == by_name["add"] == 0, "they pass through no memory"
