@@ -5,6 +5,7 @@ from typing import Any
 
 from dualpipe_jax.command.options import Shape, make
 from dualpipe_jax.command.program import Program
+from dualpipe_jax.schedule import limit_stash
 
 UNITS = ("FB", "F", "B", "I", "W", "embed", "head", "embed_backward")
 
@@ -36,4 +37,9 @@ class Request:
 def make_schedule(program: Program) -> Any:
     """The schedule that a program names."""
     num_microbatches = program.microbatches or 4 * program.pp
-    return make(program.schedule, program.pp, num_microbatches, Shape())
+    schedule = make(program.schedule, program.pp, num_microbatches, Shape())
+    if program.max_stash is None:
+        return schedule
+    if program.max_stash < 0:
+        raise ValueError(f"--max-stash {program.max_stash}: must be 0 or more")
+    return limit_stash(schedule, program.max_stash)

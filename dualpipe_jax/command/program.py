@@ -24,6 +24,9 @@ class Program:
     """Other numbers of the model: dim=2048 expert_hidden=512."""
     schedule: str = "dualpipe"
     """Order of forwards and backwards; see `dualpipe choose`."""
+    max_stash: int | None = None
+    """How many microbatches of a rank may wait for their weights' gradients, for which memory is needed; further
+    backwards are whole. As many as the schedule asks for if left out."""
     pp: int = 4
     """Pipeline ranks."""
     ep: int = 4

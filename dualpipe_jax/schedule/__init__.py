@@ -15,6 +15,7 @@ from dualpipe_jax.schedule.optimize.bounds import lower_bound
 from dualpipe_jax.schedule.optimize.choose import Candidate, choose
 from dualpipe_jax.schedule.optimize.optimum import Optimum, optimum
 from dualpipe_jax.schedule.optimize.search import search
+from dualpipe_jax.schedule.optimize.stash import limit_stash
 from dualpipe_jax.schedule.recipes.bidirectional import chimera, hanayo
 from dualpipe_jax.schedule.recipes.classic import gpipe, interleaved_1f1b, looped_bfs, one_f_one_b
 from dualpipe_jax.schedule.recipes.dualpipe import dualpipe, dualpipe_v
@@ -67,6 +68,7 @@ __all__ = [
     "html_page",
     "interleaved_1f1b",
     "interleaved_zero_bubble",
+    "limit_stash",
     "looped_bfs",
     "lower",
     "lower_bound",

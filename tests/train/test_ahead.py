@@ -9,10 +9,12 @@ import numpy as np
 import pytest
 
 import models
+from dualpipe_jax.command.program import Program
 from dualpipe_jax.parallel import EP, make_mesh
 from dualpipe_jax.schedule import dualpipe, dualpipe_v, lower, one_f_one_b, zb_h1
-from train import ahead
+from train import ahead, study
 from train.model import byte, place
+from train.request import make_schedule
 from train.step import init_state, make_optimizer, make_update, shard_moments
 
 NUM_PP, NUM_EP, MICROBATCHES, SIZE, SEQ = 2, 2, 4, 4, 16
@@ -161,3 +163,18 @@ def test_sizes_of_a_ranks_share_are_those_of_the_slots():
     )
     one, two = (ahead.rank_memory(blueprint(make))[0] for make in (dualpipe, dualpipe_v))
     assert two.boundary == one.boundary and two.residual_w == pytest.approx(one.residual_w, rel=0.05)
+
+
+def test_fewer_stashes_take_less_memory_and_nothing_else():
+    kinds = []
+    for most in (None, 1, 0):
+        program = Program(model="tiny", layers_per_stage=1, pp=4, ep=1, microbatches=16, max_stash=most)
+        kinds.append(ahead.memory_by_kind(study.draw(program, None, None)[1]))
+    whole, one, none = (k.pop("stash") for k in kinds)
+    assert whole > one > none
+    assert kinds[0] == kinds[1] == kinds[2]
+
+
+def test_a_negative_number_of_stashes_is_refused():
+    with pytest.raises(ValueError, match="--max-stash -1: must be 0 or more"):
+        make_schedule(Program(max_stash=-1))

@@ -1,0 +1,44 @@
+"""Trade bubbles for memory: how many microbatches may wait for their weights' gradients."""
+
+import dataclasses
+
+from dualpipe_jax.schedule.ir import Action, Op, Schedule, Slot
+
+
+def limit_stash(schedule: Schedule, most: int) -> Schedule:
+    """The schedule with at most so many stashes on each rank, what I leaves for W: other backwards are whole.
+
+    A split backward hands its neighbour dx sooner and fills a bubble with W later; until then its stash lies
+    there, which holds all that weight gradients are made from. Where a rank has as many as it may, I becomes a
+    full backward, and its W is gone. With 0 nothing is split, with as many as the schedule needs it is the same.
+
+    >>> from dualpipe_jax.schedule import dualpipe, simulate
+    >>> [simulate(limit_stash(dualpipe(16, 64), most)).makespan for most in (8, 4, 2, 1, 0)]
+    [206.0, 210.0, 214.0, 218.0, 226.0]
+
+    Raises:
+      ValueError: ``most`` is negative.
+    """
+    if most < 0:
+        raise ValueError(f"limit_stash: most must be 0 or more, got {most}")
+    orders = tuple(_limited(order, most) for order in schedule.orders)
+    return schedule if orders == schedule.orders else dataclasses.replace(schedule, orders=orders)
+
+
+def _limited(order: tuple[Slot, ...], most: int) -> tuple[Slot, ...]:
+    waiting: set[tuple[int, int]] = set()
+    limited: list[Slot] = []
+    for slot in order:
+        action = slot[0]
+        work = action.stage, action.microbatch
+        if len(slot) > 1 or action.op not in (Op.I, Op.W):
+            limited.append(slot)
+        elif action.op is Op.I and len(waiting) < most:
+            waiting.add(work)
+            limited.append(slot)
+        elif action.op is Op.I:
+            limited.append((Action(action.stage, Op.B, action.microbatch),))
+        elif work in waiting:
+            waiting.remove(work)
+            limited.append(slot)
+    return tuple(limited)
