@@ -117,7 +117,16 @@ class _Pair:
         finishes = []
         for number, what in finish.items():
             done = Value((), None)
-            finishes.append(Act((second.outputs[number],), (done,), lambda a, what=what: [what(a)]))
+            size = sum(2.0 * value.nbytes for value in values([second.outputs[number]]))
+            finishes.append(
+                Act(
+                    (second.outputs[number],),
+                    (done,),
+                    lambda a, what=what: [what(a)],
+                    is_eager=True,
+                    cost=size,
+                )
+            )
             self.outputs[1][number] = done
         self.works: list[Work] = [*reads, *second.equations, *first.equations, *finishes, *self.writes]
         self.costs |= {act: act.cost for act in (*reads, *finishes, *self.writes)}

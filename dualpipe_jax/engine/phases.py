@@ -42,6 +42,7 @@ class Act:
     Attributes:
       run: from the inputs' arrays to the outputs'.
       is_lazy: whether it is done where its output is used, and costs nothing there.
+      is_eager: whether it is done as soon as what it reads is there.
       cost: bytes to and from memory.
       after: lazy ones whose users' phases must have ended.
     """
@@ -50,6 +51,7 @@ class Act:
     outputs: tuple[Value, ...]
     run: Callable[..., Sequence[Any]]
     is_lazy: bool = False
+    is_eager: bool = False
     cost: float = 0.0
     after: tuple["Act", ...] = ()
 
@@ -188,13 +190,14 @@ class _Planner:
         return sum(self.costs[node] for node in task.nodes if node not in self.paid)
 
     def take(self, task: Task, into: list[Task]) -> float:
-        """Place a task; its cost."""
+        """Place a task, and the eager ones that only waited for it; their cost."""
         cost = self.cost(task)
         self.paid.update(task.nodes)
         self.done.add(task)
         self.left.remove(task)
         into.append(task)
-        return cost
+        eager = [t for t in self.left if isinstance(t.own, Act) and t.own.is_eager and task in t.tasks]
+        return cost + sum(self.take(t, into) for t in eager if t.tasks <= self.done)
 
     def due(self, k: int) -> list[Task]:
         """Tasks that must be done in phase k."""

@@ -165,3 +165,12 @@ def test_matmuls_cost_flops_and_what_elementwise_work_ends_in_costs_bytes():
     assert by_name["dot_general"] == pytest.approx(2 * size**3 / 450 + 1.5 * nbytes)
     assert by_name["tanh"] == 2 * nbytes, "it is an output"
     assert by_name["mul"] == by_name["add"] == 0, "they pass through no memory"
+
+
+def test_what_is_eager_follows_at_once():
+    """A gradient is added to its sum where it is made, although the phase is full by then."""
+    first, second = exchange(), exchange()
+    gradient, other = act(cost=5.0), act(cost=4.0)
+    added = act(gradient.outputs[0], cost=100.0, is_eager=True)
+    phases = planned([gradient, added, other, first, second], [first, second])
+    assert phases[1] == ([gradient, added], [])
