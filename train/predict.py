@@ -73,15 +73,32 @@ def walk(module: Module) -> str | None:
 
 def measure(report: OverlapReport, module: Module) -> dict[str, Unit]:
     """The units of a program; of several for different stages the slowest."""
-    found = {unit: [_unit(report, body) for body in bodies(module, unit)] for unit in SCOPE_OF}
+    found = {unit: [unit_of(report, body) for body in bodies(module, unit)] for unit in SCOPE_OF}
     return {unit: max(units, key=lambda u: u.cycles) for unit, units in found.items() if units}
 
 
-def _unit(report: OverlapReport, body: str) -> Unit:
-    time = report.computations[body]
-    durations = [c.duration for c in report.collectives if c.computation == body]
+def unit_of(report: OverlapReport, computation: str) -> Unit:
+    """What a computation takes, run once."""
+    time = report.computations[computation]
+    durations = [c.duration for c in report.inside(computation)]
     total = None if None in durations else sum(d for d in durations if d is not None)
     return Unit(time.cycles, time.work, total, time.exposed, len(time.unpriced))
+
+
+def overheads(report: OverlapReport, module: Module) -> tuple[float, float] | None:
+    """Cycles of a tick beside its units, and of a step beside its ticks; None where there is no scan over ticks.
+
+    The first is arrivals written to slots and outputs cleared; the second pools and sums cleared, copies of stages
+    borrowed, gradients given back and reduced.
+    """
+    tick = walk(module)
+    if tick is None:
+        return None
+    guards = (body for body, (holder, _) in module.loops.items() if holder == tick)
+    cycles = {name: time.cycles for name, time in report.computations.items()}
+    beside = cycles[tick] - sum(cycles[body] for body in guards)
+    holder, scan = module.loops[tick]
+    return max(0.0, beside), max(0.0, cycles[holder] - (scan.trips or 1) * cycles[tick])
 
 
 def costs(units: Mapping[str, Unit], send: float, *, split: bool = True) -> CostModel:

@@ -15,6 +15,7 @@ from dualpipe_jax import inspect
 from dualpipe_jax.command.program import Program
 from dualpipe_jax.engine import recommended_compiler_options
 from dualpipe_jax.parallel import EP, make_mesh
+from dualpipe_jax.schedule import lower
 from train import ahead, predict, timeline
 from train.model import count_parameters
 from train.request import UNITS, Request, make_schedule
@@ -177,6 +178,7 @@ def read(
     pairs = predict.bodies(module, "FB")
     exchange = [c for c in report.select("collective-permute") if c.computation == predict.walk(module)]
     inside = [c for c in report.select("all-to-all") if not pairs or c.computation in pairs]
+    beside = predict.overheads(report, module)
     return {
         "all_to_all": _shares(inside),
         "all_to_alls": [_row(c) for c in inside],
@@ -185,6 +187,7 @@ def read(
             name: dataclasses.asdict(unit) | {"over_limit": unit.over_limit, "over_sum": unit.over_sum}
             for name, unit in predict.measure(report, module).items()
         },
+        "overheads": None if beside is None else {"tick": beside[0], "step": beside[1]},
         "copies": [
             _copy(copy, held) for copy in inspect.copies(module, _COPY_BYTES) if not copy.changes_memory
         ],
@@ -200,7 +203,10 @@ def predict_step(
     numbers: models.Config,
     active: int,
 ) -> dict[str, Any]:
-    """Time of a step by the compiler's model: from units' cycles, in the engine's ticks."""
+    """Time of a step by the compiler's model: from units' cycles, in the engine's ticks.
+
+    "overhead_cycles", see ``predict.overheads``, are of this schedule alone and in no other figure.
+    """
     fields = {field.name for field in dataclasses.fields(predict.Unit)}
     units = {
         name: predict.Unit(**{k: v for k, v in unit.items() if k in fields})
@@ -210,6 +216,7 @@ def predict_step(
     split, unsplit = (predict.costs(units, send, split=split) for split in (True, False))
     costs = split if predict.splits(schedule) else unsplit
     cycles, ideal = predict.step_cycles(schedule, costs)
+    beside = compiled.get("overheads") or {"tick": 0.0, "step": 0.0}
     num_microbatches, batch, sequence = blueprint.tokens.shape
     tokens = num_microbatches * batch * sequence
     seconds = cycles / target.device.clock
@@ -232,6 +239,7 @@ def predict_step(
         | {"extra": {str(stage): list(more) for stage, more in costs.extra.items()}},
         "cycles": cycles,
         "ideal_cycles": ideal,
+        "overhead_cycles": lower(schedule, costs).num_ticks * beside["tick"] + beside["step"],
         "seconds": seconds,
         "tokens": tokens,
         "tokens_per_second": tokens / seconds,

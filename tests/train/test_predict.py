@@ -100,8 +100,19 @@ def test_units_are_found_and_priced_in_a_compiled_program():
     units = predict.measure(report, module)
     assert units.keys() == {"FB", "embed"}
     assert units["FB"].cycles > units["FB"].communication > 0 == units["embed"].communication
+    assert predict.unit_of(report, *predict.bodies(module, "FB")) == units["FB"]
+    tick, step = predict.overheads(report, module)
+    walked, entry = (report.computations[name].cycles for name in (predict.walk(module), module.entry))
+    assert 0 < tick == pytest.approx(walked - units["FB"].cycles - units["embed"].cycles, abs=1)
+    trips = module.loops[predict.walk(module)][1].trips
+    assert 0 < step == pytest.approx(entry - trips * walked)
     sends = [c for c in report.select("collective-permute") if c.computation == predict.walk(module)]
     assert len(sends) == 2, "outputs and gradients; on two ranks both pipes send the same way"
+
+
+def test_a_program_without_ticks_has_no_overheads():
+    module = read(jax.jit(lambda x: x + 1).lower(jax.numpy.ones(8)).compile())
+    assert predict.overheads(overlap(module), module) is None
 
 
 def test_models_by_name():
