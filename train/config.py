@@ -50,7 +50,7 @@ class TrainConfig:
     model: Annotated[str, tyro.conf.arg(metavar="{" + ",".join(MODELS) + "}")] = "byte"
     """Model size; byte is the one made for the default run."""
     layers: int | None = None
-    """Layers, instead of the model size's own number. The schedule's stages must share them equally."""
+    """Layers, instead of the model size's own number; quickest where the schedule's stages can share them equally."""
     precision: Literal["float32", "bfloat16"] = "float32"
     """What activations are computed in. Parameters and their sums are float32."""
 

@@ -52,16 +52,16 @@ def model_config(config: TrainConfig) -> models.Config:
 def make_model(config: TrainConfig, num_stages: int) -> models.Model:
     """The model cut into stages, its experts over ep.
 
+    Where the stages are not equally deep, empty places run too, see ``models.deepseek``.
+
     Raises:
-      ConfigError: the stages cannot share the layers equally, nor ep the experts.
+      ConfigError: there are fewer layers than stages, or ep cannot share the experts.
     """
     numbers = model_config(config)
-    rounds, rest = divmod(numbers.num_moe_layers, num_stages)
-    if rest:
-        fitting = " or ".join(str(n * num_stages) for n in (rounds, rounds + 1) if n)
+    if numbers.num_moe_layers < num_stages:
         raise ConfigError(
-            f"--schedule {config.schedule} --pp {config.pp}: {num_stages} stages cannot share the "
-            f"{numbers.num_moe_layers} layers of --model {config.model} equally; try --layers {fitting}"
+            f"--schedule {config.schedule} --pp {config.pp}: {num_stages} stages need a layer each, --model "
+            f"{config.model} has {numbers.num_moe_layers}; try --layers {num_stages}"
         )
     if numbers.num_experts % config.ep:
         raise ConfigError(f"--ep {config.ep}: must divide the {numbers.num_experts} experts of a layer")

@@ -21,8 +21,8 @@ REFUSED = {
     "ep": (["--microbatch-size", "3"], "--microbatch-size 3: --ep 2 devices must share it equally, try 2"),
     "experts": (["--ep", "3", "--pp", "2", "--microbatch-size", "3"], "--ep 3: must divide the 8 experts"),
     "layers": (
-        ["--layers", "6"],
-        "4 stages cannot share the 6 layers of --model byte equally; try --layers 4 or 8",
+        ["--layers", "3"],
+        "4 stages need a layer each, --model byte has 3; try --layers 4",
     ),
     "model": (["--model", "huge"], "--model huge: there are byte, tiny, small"),
     "missing data": (["--data", "nowhere.txt"], "--data: cannot read nowhere.txt: No such file or directory"),

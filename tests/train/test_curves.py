@@ -19,12 +19,12 @@ SCHEDULES = ("gpipe", "one_f_one_b", "zb_h1", "dualpipe", "dualpipe_v")
 and 1.6e-4 away at the 20th, though its gradients at equal parameters are theirs (tests/engine/test_gradients.py)."""
 
 
-def curve(schedule):
+def curve(schedule, num_steps=NUM_STEPS, **options):
     """Losses of the default run's first steps, and the number of slices that the model is cut into."""
-    config = TrainConfig(schedule=schedule)
+    config = TrainConfig(schedule=schedule, **options)
     run = prepare(config)
     state, losses = run.state, []
-    for step in range(NUM_STEPS):
+    for step in range(num_steps):
         batch = draw_batch(run.corpus.train, config.seed, step, config.batch_shape)
         state, metrics = run.update(state, *batch)
         losses.append(metrics["loss"].item())
@@ -40,3 +40,13 @@ def test_schedules_give_the_same_loss_curve():
     assert curves[0][-1] < curves[0][0] - 1, "nothing was learnt, so nothing was compared"
     for name, losses in zip(SCHEDULES, curves, strict=True):
         np.testing.assert_allclose(losses, curves[0], rtol=0, atol=1e-5, err_msg=name)
+
+
+@pytest.mark.slow
+def test_stages_of_unequal_depth_train_the_same_model():
+    """Six layers: 1, 2, 2, 1 on DualPipe's four ranks, three each on two."""
+    (unequal, _), (equal, _) = (
+        curve(schedule, num_steps=5, layers=6, pp=pp) for schedule, pp in (("dualpipe", 4), ("gpipe", 2))
+    )
+    assert unequal[-1] < unequal[0]
+    np.testing.assert_allclose(unequal, equal, rtol=0, atol=1e-5)
