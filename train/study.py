@@ -205,7 +205,8 @@ def predict_step(
 ) -> dict[str, Any]:
     """Time of a step by the compiler's model: from units' cycles, in the engine's ticks.
 
-    "overhead_cycles", see ``predict.overheads``, are of this schedule alone and in no other figure.
+    "overhead_cycles", see ``predict.overheads``, are of this schedule alone and in no other figure. "assumed" are costs
+    that this schedule's units do not tell and others need: FB without gain, two thirds of B for I.
     """
     fields = {field.name for field in dataclasses.fields(predict.Unit)}
     units = {
@@ -237,6 +238,7 @@ def predict_step(
         "schedules": [_prediction(p, target.device.clock, needed / flops) for p in ranked],
         "costs": {name: getattr(costs, name) for name in ("F", "I", "W", "FB", "send")}
         | {"extra": {str(stage): list(more) for stage, more in costs.extra.items()}},
+        "assumed": [name for name in ("I", "W", "FB") if name not in units],
         "cycles": cycles,
         "ideal_cycles": ideal,
         "overhead_cycles": lower(schedule, costs).num_ticks * beside["tick"] + beside["step"],
