@@ -116,17 +116,10 @@ class _Pair:
             self.outputs[0][one.made] = write.outputs[0]
         finishes = []
         for number, what in finish.items():
-            done = Value((), None)
-            size = sum(2.0 * value.nbytes for value in values([second.outputs[number]]))
-            finishes.append(
-                Act(
-                    (second.outputs[number],),
-                    (done,),
-                    lambda a, what=what: [what(a)],
-                    is_eager=True,
-                    cost=size,
-                )
-            )
+            output, done = second.outputs[number], Value((), None)
+            size = sum(2.0 * value.nbytes for value in values([output]))
+            added = Act((output,), (done,), lambda a, what=what: [what(a)], is_eager=True, cost=size)
+            finishes.append(added)
             self.outputs[1][number] = done
         self.works: list[Work] = [*reads, *second.equations, *first.equations, *finishes, *self.writes]
         self.costs |= {act: act.cost for act in (*reads, *finishes, *self.writes)}
@@ -226,7 +219,7 @@ class _Pair:
 
 
 def _read_in_place(program: Program) -> set[Value]:
-    """Inputs that just one matmul reads, which takes them from where they lie. For others a copy is made anyway."""
+    """Inputs that only matmuls read, which take them from where they lie. For others a copy is made anyway."""
     users: dict[Value, list[Work]] = {value: [] for value in program.inputs}
     for task in make_tasks(program.equations):
         for value in users.keys() & set(task.reads):
