@@ -18,7 +18,8 @@ class Request:
       program: the step.
       target: the devices; None for any, of which nothing can be compiled.
       compile: "pair" (for overlap), "units" (each unit of the engine once, for costs), "step" (the trainer's whole
-        step), or "nothing": memory is counted all the same.
+        step), "bare" or "bare_ordered" (see ``train.bare``, in the compiler's order or in ours), or "nothing": memory
+        is counted all the same.
       files: what to write of the compiled program, each by its ending: .svg and .png a picture of the pair's
         timeline, .trace the same for Perfetto, any other the program's text.
       compiled: file with the text of a program that is already compiled for the target: only this is read, the

@@ -17,6 +17,7 @@ from dualpipe_jax.engine import recommended_compiler_options
 from dualpipe_jax.parallel import EP, make_mesh
 from dualpipe_jax.schedule import lower
 from train import ahead, predict, timeline
+from train.bare import lower_bare_pair
 from train.model import count_parameters
 from train.request import UNITS, Request, make_schedule
 from train.sizes import size
@@ -26,6 +27,9 @@ REMAT: Mapping[str, Callable[..., Any] | None] = {
     "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
     "all": jax.checkpoint_policies.nothing_saveable,
 }
+BARE: Mapping[str, bool] = {"bare": False, "bare_ordered": True}
+"""What compiles the pair with nothing around it, and whether in our order."""
+
 _COPY_BYTES = 1 << 20
 """Copies in loops of fewer bytes are not worth a mention."""
 
@@ -123,11 +127,7 @@ def compile_and_read(
     what, program = request.compile, request.program
     started = time.perf_counter()
     say("tracing and lowering")
-    lowered = (
-        ahead.lower_step(blueprint)
-        if what == "step"
-        else ahead.lower_units(blueprint, _units(what, blueprint))
-    )
+    lowered = _lower(what, blueprint)
     say(f"compiling the {what} for {target}")
     options = recommended_compiler_options(platform_of(target), target.generation, ahead_of_time=True)
     options |= dict(map(_pair, program.compiler_option))
@@ -146,7 +146,19 @@ def compile_and_read(
     title = f"{program.model}, {program.schedule}, pp {program.pp} x ep {program.ep} on {target}"
     timeline.write(request.files, compiled.as_text, report, module, target, title)
     found = read(module, report, inspect.memory(compiled), ahead.held_arrays(blueprint))
+    if what in BARE:
+        found["units"] = {"FB": _figures(predict.unit_of(report, module.entry))}
     return {"what": what, "options": options, "seconds": seconds} | found
+
+
+def _lower(what: str, blueprint: ahead.Blueprint) -> Any:
+    if what in BARE:
+        return lower_bare_pair(blueprint, ordered=BARE[what])
+    return (
+        ahead.lower_step(blueprint)
+        if what == "step"
+        else ahead.lower_units(blueprint, _units(what, blueprint))
+    )
 
 
 def read_text(file: str, target: inspect.Target, files: Sequence[str]) -> dict[str, Any]:
@@ -183,10 +195,7 @@ def read(
         "all_to_all": _shares(inside),
         "all_to_alls": [_row(c) for c in inside],
         "sends": _shares(exchange) | {"each": max((c.duration or 0.0 for c in exchange), default=0.0)},
-        "units": {
-            name: dataclasses.asdict(unit) | {"over_limit": unit.over_limit, "over_sum": unit.over_sum}
-            for name, unit in predict.measure(report, module).items()
-        },
+        "units": {name: _figures(unit) for name, unit in predict.measure(report, module).items()},
         "overheads": None if beside is None else {"tick": beside[0], "step": beside[1]},
         "copies": [
             _copy(copy, held) for copy in inspect.copies(module, _COPY_BYTES) if not copy.changes_memory
@@ -194,6 +203,10 @@ def read(
         "memory": None if memory is None else dataclasses.asdict(memory) | {"peak": memory.peak},
         "scheduler": {name: dataclasses.asdict(s) for name, s in report.statistics.items() if name in pairs},
     }
+
+
+def _figures(unit: predict.Unit) -> dict[str, Any]:
+    return dataclasses.asdict(unit) | {"over_limit": unit.over_limit, "over_sum": unit.over_sum}
 
 
 def predict_step(

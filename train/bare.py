@@ -1,0 +1,95 @@
+"""An overlapped pair with nothing around it, for comparison: what do guards, slot pools and sends cost?"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
+
+from dualpipe_jax.engine.interleave import interleave
+from dualpipe_jax.engine.split import SplitPlan, split_backward
+from dualpipe_jax.parallel import EP, PP
+from train.ahead import Blueprint, Tree
+
+_EVERYWHERE = PartitionSpec((PP, EP))
+"""Each device has its own part of the first dim."""
+
+
+def lower_bare_pair(blueprint: Blueprint, *, ordered: bool) -> Any:
+    """A stage's forward of one microbatch and full backward of another in one function, lowered.
+
+    Its arguments are (parameters, x) and (parameters, x, residuals, dy), its results output, figures, residuals,
+    gradients of parameters and of x, on each device. There are no ticks, guards, slots, sends or sums of gradients.
+
+    Arguments:
+      ordered: in the order of ``interleave``, which its barriers keep, instead of the compiler's own.
+    """
+    embed, stage, _ = blueprint.model.functions
+    params, ends, mesh = blueprint.params["stages"].local[0], blueprint.params["embed"], blueprint.mesh
+    _, size, sequence = blueprint.tokens.shape
+
+    def plan(params: Tree, x: Any) -> SplitPlan:
+        return split_backward(stage, has_aux=True).trace(params, x)
+
+    def forward(params: Tree, x: Any) -> list[Any]:
+        *_, residuals_i, residuals_w = plan(_own(params), x).forward(_own(params), x)
+        return _listed((residuals_i, residuals_w))
+
+    def pair(
+        params: Tree, x: Any, old_params: Tree, old_x: Any, residuals: Sequence[Any], dy: Any
+    ) -> list[Any]:
+        own, run = _own(params), _ordered if ordered else _plain
+        return _listed(run(plan(own, x), (own, x), (old_params, old_x, residuals, dy)))
+
+    tokens = jax.ShapeDtypeStruct((mesh.shape[PP] * size, sequence), jnp.int32)
+    _, x = _on_devices(embed, mesh, ends, _laid(tokens, mesh))
+    _, residuals = _on_devices(forward, mesh, params, x)
+    arguments = params, x, params, x, residuals, x
+    function, _ = _on_devices(pair, mesh, *arguments)
+    return jax.jit(function).lower(*arguments)
+
+
+def _plain(plan: SplitPlan, forward: tuple[Any, ...], backward: tuple[Any, ...]) -> Any:
+    params, x, residuals, dy = backward
+    return plan.forward(*forward), plan.backward(_own(params), x, *_shaped(plan, residuals), dy)
+
+
+def _ordered(plan: SplitPlan, forward: tuple[Any, ...], backward: tuple[Any, ...]) -> Any:
+    """As ``SplitPlan.pair``, which knows slots only; hence its programs."""
+    params, x, residuals, dy = backward
+    saved = jax.tree.leaves((_own(params), x, _shaped(plan, residuals), dy))
+    programs, num_fixed = plan._programs, len(jax.tree.leaves(params))
+    return interleave(
+        programs.forward, jax.tree.leaves(forward), programs.backward, saved, num_fixed=num_fixed
+    )
+
+
+def _own(stages: Tree) -> Tree:
+    """A rank's stage, without the dim of ranks."""
+    return jax.tree.map(lambda leaf: leaf[0], stages)
+
+
+def _listed(tree: Tree) -> list[Any]:
+    """What is laid over devices: no scalars, nor gradients of integers."""
+    return [jnp.atleast_1d(leaf) for leaf in jax.tree.leaves(tree) if leaf.dtype != jax.dtypes.float0]
+
+
+def _shaped(plan: SplitPlan, residuals: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+    """Residuals for the backward for the input and for the weights', scalars as such again."""
+    types = [*plan.residuals_i, *plan.residuals_w]
+    arrays = [array.reshape(kind.shape) for array, kind in zip(residuals, types, strict=True)]
+    return arrays[: len(plan.residuals_i)], arrays[len(plan.residuals_i) :]
+
+
+def _on_devices(function: Callable[..., Any], mesh: Any, *arguments: Tree) -> tuple[Callable[..., Any], Tree]:
+    """The function on each device, and types of what it makes."""
+    specs = jax.tree.map(lambda leaf: leaf.sharding.spec, arguments)
+    mapped = jax.shard_map(function, mesh=mesh, in_specs=specs, out_specs=_EVERYWHERE, check_vma=False)
+    return mapped, _laid(jax.eval_shape(mapped, *arguments), mesh)
+
+
+def _laid(tree: Tree, mesh: Any) -> Tree:
+    """Types of arrays that lie everywhere."""
+    sharding = NamedSharding(mesh, _EVERYWHERE)
+    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), tree)
