@@ -2,9 +2,9 @@
 
 A prediction of the compiler's model (TPU) or a roofline (GPU), no measurement. For each target the units of each of the
 four schedules are compiled (`dualpipe dryrun --compile units`), with a stage as deep as the schedule has it: half a
-rank's layers on a V. Their cycles, in the engine's ticks, make the step; what stands in a tick beside its units, and in
-a step beside its ticks (the second copy of DualPipe's stages, reductions), is added. Beside it what `choose` goes by:
-the costs of DualPipe's stage alone, divided by two for a V.
+rank's layers on a V. Their cycles, and those of what stands beside them in a tick, make the step, in the engine's
+ticks; what stands beside the ticks (pools cleared, the second copy of DualPipe's stages, reductions) is added. The last
+column is what `choose` goes by: DualPipe's units alone, divided by two for a V.
 
     python benchmarks/predictions.py [TARGET ...] [--json FILE] [--from FILE ...]
 
@@ -102,7 +102,7 @@ def shortest(of_target):
 def report(known):
     """The tables, as Markdown."""
     rows = [row(target, name, of) for target, of in known.items() for name in NAMES if name in of]
-    head = ("target", "schedule", "step, s", "MFU", "beside units", "GiB", "by DualPipe's units, s")
+    head = ("target", "schedule", "step, s", "MFU", "beside ticks", "GiB", "by DualPipe's units, s")
     lines = [
         "**A prediction of the compiler's model (H100: of a roofline), not a measurement.** Nothing ran on these",
         "devices. The optimizer's update is not in it. Bold: the shortest step that fits.\n",

@@ -137,12 +137,14 @@ def splits(schedule: Schedule) -> bool:
     return any(action.op is Op.I for order in schedule.orders for slot in order for action in slot)
 
 
-def step_cycles(schedule: Schedule, costs: CostModel) -> tuple[float, float]:
+def step_cycles(schedule: Schedule, costs: CostModel, tick: float = 0.0) -> tuple[float, float]:
     """Cycles from the first forward to the last backward: in the engine's ticks, and in the ideal order.
 
-    The optimizer and the reduction of gradients come on top.
+    The optimizer and the reduction of gradients come on top. ``tick`` is what each tick takes beside its units, which
+    the ideal order, of no ticks, leaves out.
     """
-    return lower(schedule, costs).makespan(costs), simulate(schedule, costs).makespan
+    table = lower(schedule, costs)
+    return table.makespan(costs) + table.num_ticks * tick, simulate(schedule, costs).makespan
 
 
 def rank_costs(costs: CostModel, schedule: Schedule) -> CostModel:
@@ -179,6 +181,7 @@ def rank_schedules(
     memory: MemoryModel,
     limit: float,
     fixed: float = 0.0,
+    tick: float = 0.0,
 ) -> tuple[Prediction, ...]:
     """All schedules for given costs and sizes of a rank's share: the shortest step that fits first.
 
@@ -188,6 +191,7 @@ def rank_schedules(
       memory: sizes of a whole rank's share.
       limit: bytes of a device.
       fixed: bytes that every schedule needs.
+      tick: cycles of each tick beside its units; as many on a V, whose stages are half as deep and ticks twice as many.
     """
     found = []
     for own, wanted in ((costs, True), (costs_unsplit, False)):
@@ -197,16 +201,16 @@ def rank_schedules(
                     refused = candidate.refused.removeprefix(f"{candidate.name}: ")
                     found.append(Prediction(candidate.name, math.inf, math.inf, 0.0, refused))
             elif splits(candidate.schedule) == wanted:
-                found.append(_predicted(candidate, own, limit, fixed))
+                found.append(_predicted(candidate, own, limit, fixed, tick))
     return tuple(sorted(found, key=lambda p: (bool(p.refused), p.cycles)))
 
 
-def _predicted(candidate: Candidate, costs: CostModel, limit: float, fixed: float) -> Prediction:
+def _predicted(candidate: Candidate, costs: CostModel, limit: float, fixed: float, tick: float) -> Prediction:
     assert candidate.schedule is not None
     own, needed = costs.for_schedule(candidate.schedule), candidate.peak + fixed
     refused = f"needs {needed / 2**30:.1f} GiB of {limit / 2**30:.1f}" if candidate.refused else ""
-    cycles = lower(candidate.schedule, own).makespan(own)
-    return Prediction(candidate.name, cycles, candidate.makespan, needed, refused)
+    cycles, ideal = step_cycles(candidate.schedule, own, tick)
+    return Prediction(candidate.name, cycles, ideal, needed, refused)
 
 
 def model_flops(numbers: models.Config, active: int, sequence: int) -> float:

@@ -15,7 +15,6 @@ from dualpipe_jax import inspect
 from dualpipe_jax.command.program import Program
 from dualpipe_jax.engine import recommended_compiler_options
 from dualpipe_jax.parallel import EP, make_mesh
-from dualpipe_jax.schedule import lower
 from train import ahead, predict, timeline
 from train.bare import lower_bare_pair
 from train.model import count_parameters
@@ -218,8 +217,8 @@ def predict_step(
 ) -> dict[str, Any]:
     """Time of a step by the compiler's model: from units' cycles, in the engine's ticks.
 
-    "overhead_cycles", see ``predict.overheads``, are of this schedule alone and in no other figure. "assumed" are costs
-    that this schedule's units do not tell and others need: FB without gain, two thirds of B for I.
+    "overhead_cycles", beside all ticks (see ``predict.overheads``), are this schedule's own and in no other figure.
+    "assumed" are costs that this schedule's units do not tell and others need: FB without gain, two thirds of B for I.
     """
     fields = {field.name for field in dataclasses.fields(predict.Unit)}
     units = {
@@ -229,8 +228,8 @@ def predict_step(
     send, schedule = compiled["sends"]["each"], blueprint.schedule
     split, unsplit = (predict.costs(units, send, split=split) for split in (True, False))
     costs = split if predict.splits(schedule) else unsplit
-    cycles, ideal = predict.step_cycles(schedule, costs)
     beside = compiled.get("overheads") or {"tick": 0.0, "step": 0.0}
+    cycles, ideal = predict.step_cycles(schedule, costs, beside["tick"])
     num_microbatches, batch, sequence = blueprint.tokens.shape
     tokens = num_microbatches * batch * sequence
     seconds = cycles / target.device.clock
@@ -246,6 +245,7 @@ def predict_step(
         sizes,
         target.device.memory,
         fixed,
+        beside["tick"],
     )
     return {
         "schedules": [_prediction(p, target.device.clock, needed / flops) for p in ranked],
@@ -254,7 +254,7 @@ def predict_step(
         "assumed": [name for name in ("I", "W", "FB") if name not in units],
         "cycles": cycles,
         "ideal_cycles": ideal,
-        "overhead_cycles": lower(schedule, costs).num_ticks * beside["tick"] + beside["step"],
+        "overhead_cycles": beside["step"],
         "seconds": seconds,
         "tokens": tokens,
         "tokens_per_second": tokens / seconds,

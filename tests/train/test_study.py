@@ -35,11 +35,19 @@ def test_a_step_of_measured_units():
 
 def test_what_stands_beside_units_and_ticks():
     units = {"F": 1e6, "B": 2e6}
+    bare = predicted(units, "one_f_one_b")
     step = predicted(units, "one_f_one_b", overheads={"tick": 100.0, "step": 7.0})
     costs = predict.CostModel(1e6, 4e6 / 3, 2e6 / 3, send=1e4)
-    assert step["overhead_cycles"] == 100 * lower(one_f_one_b(2, 8), costs).num_ticks + 7
-    assert step["cycles"] == predicted(units, "one_f_one_b")["cycles"]
+    assert step["cycles"] == bare["cycles"] + 100 * lower(one_f_one_b(2, 8), costs).num_ticks
+    assert step["overhead_cycles"] == 7 and step["ideal_cycles"] == bare["ideal_cycles"]
     assert step["assumed"] == ["I", "W", "FB"], "which schedules that split or pair are priced by"
+    more = {
+        each["name"]: each["seconds"] - before["seconds"]
+        for each in step["schedules"]
+        for before in bare["schedules"]
+        if each["name"] == before["name"] and each["seconds"]
+    }
+    assert more["dualpipe_v"] > 1.5 * more["dualpipe"] > 0, "half as deep, about twice as many ticks"
 
 
 def test_a_v_with_stages_half_as_deep_costs_a_rank_as_much():
