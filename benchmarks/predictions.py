@@ -62,15 +62,17 @@ def compile_all(targets, known, keep):
 
 def row(target, name, of_target):
     """A schedule's line of the table."""
-    found, scaled = of_target[name], by_name(of_target.get("dualpipe", {})).get(name, {})
+    found, scaled = of_target.get(name), by_name(of_target.get("dualpipe", {})).get(name, {})
+    other = f"{scaled['seconds']:.4g} ({percent(scaled['mfu'])})" if scaled.get("seconds") else ""
+    if found is None:
+        return target, f"{name}, not compiled", "", "", "", "", other
     gib = f"{found['memory']['needed'] / 2**30:.1f} of {found['memory']['limit'] / 2**30:.1f}"
     gib += "" if found["memory"]["fits"] else ", does not fit"
     if (step := found.get("step")) is None:
-        return target, name, "", "", "", gib, ""
+        return target, name, "", "", "", gib, other
     seconds = total(found)
     mark = "**" if name == shortest(of_target) else ""
     more = step["overhead_cycles"] / (step["cycles"] + step["overhead_cycles"])
-    other = f"{scaled['seconds']:.4g}" if scaled.get("seconds") else ""
     return (
         target,
         f"{mark}{name}{mark}",
@@ -94,15 +96,17 @@ def by_name(found):
 
 
 def shortest(of_target):
-    """The schedule with the shortest step of those that fit."""
+    """The schedule with the shortest step of those that fit; None as long as one is not compiled."""
+    if not set(NAMES) <= of_target.keys():
+        return None
     there = {name: total(f) for name, f in of_target.items() if f["memory"]["fits"] and "step" in f}
     return min(there, key=there.get, default=None)
 
 
 def report(known):
     """The tables, as Markdown."""
-    rows = [row(target, name, of) for target, of in known.items() for name in NAMES if name in of]
-    head = ("target", "schedule", "step, s", "MFU", "beside ticks", "GiB", "by DualPipe's units, s")
+    rows = [row(target, name, of) for target, of in known.items() for name in NAMES]
+    head = ("target", "schedule", "step, s", "MFU", "beside ticks", "GiB", "by DualPipe's units, s (MFU)")
     lines = [
         "**A prediction of the compiler's model (H100: of a roofline), not a measurement.** Nothing ran on these",
         "devices. The optimizer's update is not in it. Bold: the shortest step that fits.\n",
