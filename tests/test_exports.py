@@ -46,6 +46,7 @@ SCHEDULE = [
     "html_page",
     "interleaved_1f1b",
     "interleaved_zero_bubble",
+    "limit_stash",
     "looped_bfs",
     "lower",
     "lower_bound",

@@ -15,37 +15,41 @@ from train.setup import prepare
 
 NUM_STEPS = 20
 SCHEDULES = ("gpipe", "one_f_one_b", "zb_h1", "dualpipe", "dualpipe_v")
-"""One for each thing the engine does. Not all stay together: zb_v's loss is within 1e-6 of the others' for 17 steps
-and 1.6e-4 away at the 20th, though its gradients at equal parameters are theirs (tests/engine/test_gradients.py)."""
+"""One for each thing the engine does."""
 
 
 def curve(schedule, num_steps=NUM_STEPS, **options):
-    """Losses of the default run's first steps, and the number of slices that the model is cut into."""
+    """Losses and dropped assignments of the first steps, and the number of slices that the model is cut into."""
     config = TrainConfig(schedule=schedule, **options)
     run = prepare(config)
-    state, losses = run.state, []
+    state, losses, dropped = run.state, [], []
     for step in range(num_steps):
         batch = draw_batch(run.corpus.train, config.seed, step, config.batch_shape)
         state, metrics = run.update(state, *batch)
         losses.append(metrics["loss"].item())
+        dropped.append(metrics["dropped"].item())
     assert run.update._cache_size() == 1, "the step was compiled again"
-    return np.array(losses), run.schedule.placement.num_model_stages
+    return np.array(losses), np.array(dropped), run.schedule.placement.num_model_stages
 
 
 @pytest.mark.slow
 def test_schedules_give_the_same_loss_curve():
     assert TrainConfig().precision == "float32"
-    curves, stages = zip(*map(curve, SCHEDULES), strict=True)
+    curves, dropped, stages = zip(*map(curve, SCHEDULES), strict=True)
     assert set(stages) == {4, 8}, "the model should be cut in more than one way"
     assert curves[0][-1] < curves[0][0] - 1, "nothing was learnt, so nothing was compared"
-    for name, losses in zip(SCHEDULES, curves, strict=True):
-        np.testing.assert_allclose(losses, curves[0], rtol=0, atol=1e-5, err_msg=name)
+    for name, losses, drops in zip(SCHEDULES, curves, dropped, strict=True):
+        # Two experts' scores may tie in seven digits. Then two orders of the same work choose differently, which is
+        # seen at once in what is dropped, and train on as two models.
+        alike = int(np.argmin(np.append(drops == dropped[0], False)))
+        assert alike >= 15, f"{name}: after {alike} steps experts were chosen differently"
+        np.testing.assert_allclose(losses[:alike], curves[0][:alike], rtol=0, atol=1e-5, err_msg=name)
 
 
 @pytest.mark.slow
 def test_stages_of_unequal_depth_train_the_same_model():
     """Six layers: 1, 2, 2, 1 on DualPipe's four ranks, three each on two."""
-    (unequal, _), (equal, _) = (
+    (unequal, *_), (equal, *_) = (
         curve(schedule, num_steps=5, layers=6, pp=pp) for schedule, pp in (("dualpipe", 4), ("gpipe", 2))
     )
     assert unequal[-1] < unequal[0]
