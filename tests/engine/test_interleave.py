@@ -56,7 +56,7 @@ SLOTS = 3
 
 
 def pools(kept):
-    """For each value pools of noise with the value in slot 1."""
+    """For each value a pool of sevens with the value in slot 1."""
     return [jnp.full((SLOTS, *a.shape), 7, a.dtype).at[1].set(a) for a in kept]
 
 
@@ -65,7 +65,7 @@ def both(pair):
 
     def work(plan, params, x):
         y, _, *saved = plan.forward(params, x[0])
-        sums = [jnp.ones(p.shape) for p in jax.tree.leaves(params) if p.dtype == jnp.float32]
+        sums = [jnp.ones_like(p) for p in jax.tree.leaves(params) if jnp.issubdtype(p.dtype, jnp.floating)]
         kept = list(map(pools, saved))
         if pair:
             slots = PairSlots(*kept, *map(jnp.int32, (1, 1, 1, 2)))
@@ -78,20 +78,25 @@ def both(pair):
                 [pool.at[slot].set(a) for pool, a in zip(pools, new, strict=True)]
                 for slot, pools, new in zip((1, 2), kept, made, strict=True)
             ]
-        return jax.tree.map(lambda a: jnp.asarray(a, jnp.float32)[None], (y, aux, kept, list(grads)))
+        return jax.tree.map(lambda a: jnp.asarray(a, x.dtype)[None], (y, aux, kept, list(grads)))
 
     return work
 
 
 @pytest.mark.parametrize("remat", [None, "all"])
 def test_a_pair_is_its_forward_and_its_backward(remat):
-    outcome = [
-        jax.jit(function)(*arguments) for function, *arguments in (run(both(p), remat) for p in (True, False))
-    ]
-    together, apart = (jax.tree.leaves(jax.device_get(tree)) for tree in outcome)
+    cases = [run(both(pair), remat) for pair in (True, False)]
+    with jax.enable_x64(True):
+        outcome = [jax.jit(function)(*map(in_float64, arguments)) for function, *arguments in cases]
+        together, apart = (jax.tree.leaves(jax.device_get(tree)) for tree in outcome)
     assert len(together) >= 7, "y, residuals, sums and dx"
     for got, want in zip(together, apart, strict=True):
-        np.testing.assert_allclose(got, want, rtol=1e-6, atol=1e-6 * np.max(np.abs(want), initial=0))
+        assert got.dtype == np.float64
+        np.testing.assert_allclose(got, want, rtol=1e-12, atol=1e-12)
+
+
+def in_float64(tree):
+    return jax.tree.map(lambda a: a.astype(jnp.float64) if jnp.issubdtype(a.dtype, jnp.floating) else a, tree)
 
 
 def lowered(remat):
