@@ -22,6 +22,10 @@ from models.attention import Attend, causal_attention
 AttentionKernel = Literal["auto", "plain", "splash", "cudnn"]
 MatmulKernel = Literal["auto", "plain", "ragged", "megablox"]
 
+KERNEL_VMEM = 32 * 1024**2
+"""Bytes of a TPU's VMEM that an attention kernel may take. With the usual 16 MiB, key blocks of 2048 overflow on v5p in
+some programs."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Kernels:
@@ -165,8 +169,7 @@ def _splash_kernel(length: int, num_heads: int, interpret: bool) -> Callable[...
     if block is None:
         near = max(128, round(length / 128) * 128)
         raise ValueError(f"splash attention: 128 must divide the sequence of {length}, as it does {near}.")
-    # 2048 would be better yet, and is at the limit of the memory that a kernel has on v5p.
-    whole = next(size for size in (1024, block) if length % size == 0)
+    whole = next(size for size in (2048, 1024, block) if length % size == 0)
     sizes = splash.BlockSizes(
         block_q=block,
         block_kv=block,
@@ -195,7 +198,7 @@ def _cost(q_BSHX: Array, v_BSHV: Array, num_keys: int, num_values: int, arrays: 
 
 
 def _priced(function: Callable[..., Any], cost: pl.CostEstimate) -> Callable[..., Any]:
-    """The function, whose one Pallas call now says what it costs."""
+    """The function, whose one Pallas call now says what it costs, and may take KERNEL_VMEM."""
 
     def run(*args: Any) -> Any:
         closed, shape = jax.make_jaxpr(function, return_shape=True)(*args)
@@ -213,7 +216,8 @@ def _with_cost(jaxpr: Any, cost: pl.CostEstimate) -> Any:
 
 def _equation_with_cost(eqn: Any, cost: pl.CostEstimate) -> Any:
     if eqn.primitive.name == "pallas_call":
-        return eqn.replace(params=eqn.params | {"cost_estimate": cost})
+        compiler = dataclasses.replace(eqn.params["compiler_params"], vmem_limit_bytes=KERNEL_VMEM)
+        return eqn.replace(params=eqn.params | {"cost_estimate": cost, "compiler_params": compiler})
     inside = {
         key: _with_cost(value, cost) for key, value in eqn.params.items() if key in ("jaxpr", "call_jaxpr")
     }
