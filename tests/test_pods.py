@@ -56,7 +56,7 @@ ANSWER = {
         "memory": {"peak": 10 * 2**30},
     },
     "step": {"costs": {}, "cycles": 3e9, "ideal_cycles": 2.9e9, "seconds": 2.0, "tokens": 1024, "mfu": 0.4}
-    | {"tokens_per_second": 512.0, "lower_bound": True}
+    | {"tokens_per_second": 512.0, "lower_bound": True, "assumed": ["I", "W", "FB"]}
     | {
         "schedules": [
             {"name": "dualpipe", "seconds": 2.0, "mfu": 0.4, "memory": 2**33, "refused": ""},
@@ -177,6 +177,7 @@ def test_dryrun_prints_memory_and_a_prediction(answered, capsys):
     assert "step: at least 2 s, 3.00 G cycles" in out and "MFU: at most 40.0 % of the published peak" in out
     assert re.search(r"dualpipe +2 +40.0 % +8.00\n", out)
     assert re.search(r"gpipe +3 +30.0 % +16.00 +needs 16.0 GiB of 8.0\nchimera +odd ranks", out)
+    assert re.search(r"assumed: an input gradient takes two thirds.*\nassumed: a pair takes as long", out)
     assert answered[0][1]["compile"] == "units"
 
 

@@ -7,6 +7,12 @@ from dualpipe_jax.command.output import Table, percent, show, show_json
 from dualpipe_jax.command.overlap import cycles, study, units
 from dualpipe_jax.command.program import Files, Program
 
+_ASSUMED = {
+    "I": "an input gradient takes two thirds of a whole backward, a weight gradient the rest",
+    "FB": "a pair takes as long as its parts",
+}
+"""By what costs schedules are priced that this one's units do not tell."""
+
 _WORDS = {
     "stages": "parameters of stages",
     "ends": "parameters of embedding and head",
@@ -89,7 +95,9 @@ def _report(found: dict[str, Any]) -> list[str | Table]:
         parts += [
             "\na prediction of the compiler's model, no measurement; the optimizer's time is not in it",
             *_step(step),
-            "\nthe same costs under every schedule, what fits first; temporaries are not in this memory\n",
+            "\nthe same costs under every schedule, what fits first; temporaries are not in this memory",
+            *(f"assumed: {words}" for unit, words in _ASSUMED.items() if unit in step["assumed"]),
+            "",
             _schedules_table(step["schedules"]),
         ]
     return parts
