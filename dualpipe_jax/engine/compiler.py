@@ -7,6 +7,9 @@ _MATMULS = {"v5e": "0.2", "v5p": "0.1", "v6e": "0.1", "tpu7x": "0.1"}
 """By how much the scheduler takes matmuls for longer than the compiler's final figures say: 5.6 times on v5e, 11 on
 v5p (4096 cubed, libtpu 0.0.42.1; v6e and tpu7x were not measured). Uncorrected it lets all-to-alls run out of work."""
 
+_LOOPS = {"v5e": "0.5", "v5p": "0.5"}
+"""The same for elementwise work and writes to slots, of which it thinks a fifth too much on v5p."""
+
 _SCOPED_VMEM_KIB = {"v5e": "32768", "v5p": "32768"}
 """What one fusion may hold of 128 MiB, twice the default: a pair takes 2-5 % fewer cycles, one of DeepSeek-V3 15 %
 (with the longer key blocks of ``models.kernels``); four times the default is no better and compiles longer."""
@@ -24,6 +27,7 @@ def recommended_compiler_options(
     ...     print(name, value)
     xla_tpu_enable_async_all_to_all true
     xla_lhs_output_fusion_latency_multiplier 0.2
+    xla_lhs_loop_fusion_latency_multiplier 0.5
     xla_tpu_scoped_vmem_limit_kib 32768
     >>> compiled = step.lower(params, inputs, targets).compile(options)  # doctest: +SKIP
     >>> step = jax.jit(step, compiler_options=options)  # doctest: +SKIP
@@ -56,6 +60,8 @@ def recommended_compiler_options(
             options["xla_tpu_enable_all_experimental_scheduler_features"] = "true"
         if generation in _MATMULS:
             options["xla_lhs_output_fusion_latency_multiplier"] = _MATMULS[generation]
+        if generation in _LOOPS:
+            options["xla_lhs_loop_fusion_latency_multiplier"] = _LOOPS[generation]
         if generation in _SCOPED_VMEM_KIB:
             options["xla_tpu_scoped_vmem_limit_kib"] = _SCOPED_VMEM_KIB[generation]
         return options
