@@ -70,6 +70,10 @@ def test_what_each_platform_gets():
     experimental = "xla_tpu_enable_all_experimental_scheduler_features"
     assert experimental in recommended_compiler_options("tpu", "v5p")
     assert experimental not in recommended_compiler_options("tpu", "v5e")
+    memory = "xla_tpu_scoped_vmem_limit_kib"
+    assert memory in recommended_compiler_options(
+        "tpu", "v5p"
+    ) and memory not in recommended_compiler_options("tpu")
     assert recommended_compiler_options("tpu", "v4") == recommended_compiler_options("tpu")
     assert recommended_compiler_options("gpu") == {}
     for platform in ("gpu", "cuda", "rocm"):

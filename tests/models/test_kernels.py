@@ -18,7 +18,7 @@ from dualpipe_jax.parallel import make_mesh
 from dualpipe_jax.parallel.expert_groups import grouped_matmul
 from models import Kernels, deepseek, tiny
 from models.attention import causal_attention
-from models.kernels import cudnn_attention, padded_attention, splash_attention
+from models.kernels import KERNEL_VMEM, cudnn_attention, padded_attention, splash_attention
 
 SHAPE = 1, 128, 2  # batch, sequence, heads
 SPLASH = functools.partial(splash_attention, interpret=True)
@@ -79,10 +79,12 @@ def pallas_calls(jaxpr):
                 yield from pallas_calls(inner)
 
 
-def test_splash_says_what_it_costs():
+def test_splash_says_what_it_costs_and_how_much_memory_it_takes():
     q, k, v, d = heads()
     jaxpr = jax.make_jaxpr(lambda q, k, v, d: jax.vjp(lambda *a: SPLASH(*a, 0.3), q, k, v)[1](d))(q, k, v, d)
-    forward, backward = (eqn.params["cost_estimate"].flops for eqn in pallas_calls(jaxpr.jaxpr))
+    calls = list(pallas_calls(jaxpr.jaxpr))
+    assert {eqn.params["compiler_params"].vmem_limit_bytes for eqn in calls} == {KERNEL_VMEM}
+    forward, backward = (eqn.params["cost_estimate"].flops for eqn in calls)
     half = 128 * 128 // 2 * 2  # pairs below the diagonal, of two heads
     assert forward == 2 * half * (24 + 16)
     assert backward == 2 * half * (3 * 24 + 2 * 16)
