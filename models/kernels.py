@@ -209,8 +209,9 @@ def _priced(function: Callable[..., Any], cost: pl.CostEstimate) -> Callable[...
 
 
 def _with_cost(jaxpr: Any, cost: pl.CostEstimate) -> Any:
-    if hasattr(jaxpr, "jaxpr"):
-        return jaxpr.replace(jaxpr=_with_cost(jaxpr.jaxpr, cost))
+    inner = getattr(jaxpr, "jaxpr", jaxpr)
+    if inner is not jaxpr:  # from jax 0.12 on a closed jaxpr is a jaxpr itself
+        return jaxpr.replace(jaxpr=_with_cost(inner, cost))
     return jaxpr.replace(eqns=[_equation_with_cost(eqn, cost) for eqn in jaxpr.eqns])
 
 
