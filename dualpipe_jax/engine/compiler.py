@@ -1,18 +1,26 @@
 """Compiler options that decide whether communication is hidden."""
 
-_EXPERIMENTAL = ("v5p", "v6e", "tpu7x")
-"""TPU generations whose scheduler hides markedly more with its experimental features (v5p: 51 -> 100 %)."""
+_EXPERIMENTAL = "xla_tpu_enable_all_experimental_scheduler_features"
+"""The scheduler hides markedly more with them from v5p on (v5p: 51 -> 100 %)."""
 
-_MATMULS = {"v5e": "0.2", "v5p": "0.1", "v6e": "0.1", "tpu7x": "0.1"}
-"""By how much the scheduler takes matmuls for longer than the compiler's final figures say: 5.6 times on v5e, 11 on
-v5p (4096 cubed, libtpu 0.0.42.1; v6e and tpu7x were not measured). Uncorrected it lets all-to-alls run out of work."""
+_MATMULS = "xla_lhs_output_fusion_latency_multiplier"
+"""The scheduler takes matmuls for longer than the compiler's final figures say: 5.6 times on v5e, 11 on v5p (4096
+cubed, libtpu 0.0.42.1; v6e and tpu7x were not measured). Uncorrected it lets all-to-alls run out of work."""
 
-_LOOPS = {"v5e": "0.5", "v5p": "0.5"}
-"""The same for elementwise work and writes to slots, of which it thinks a fifth too much on v5p."""
+_LOOPS = "xla_lhs_loop_fusion_latency_multiplier"
+"""And elementwise work, so that a pair's last all-to-all starts too late (1.1 : 1 on v5p: 95.7 -> 97.2 % hidden)."""
 
-_SCOPED_VMEM_KIB = {"v5e": "32768", "v5p": "32768"}
-"""What one fusion may hold of 128 MiB, twice the default: a pair takes 2-5 % fewer cycles, one of DeepSeek-V3 15 %
-(with the longer key blocks of ``models.kernels``); four times the default is no better and compiles longer."""
+_FUSION_MEMORY = "xla_tpu_scoped_vmem_limit_kib"
+"""What one fusion may hold of 128 MiB of VMEM. With twice the default, and the key blocks of ``models.kernels`` that it
+allows, a pair takes 5 (v5e) to 7 % (v5p) fewer cycles, one of DeepSeek-V3 15 %; four times gives no more."""
+
+_TPU = {
+    "v5e": {_MATMULS: "0.2", _LOOPS: "0.5", _FUSION_MEMORY: "32768"},
+    "v5p": {_EXPERIMENTAL: "true", _MATMULS: "0.1", _LOOPS: "0.5", _FUSION_MEMORY: "32768"},
+    "v6e": {_EXPERIMENTAL: "true", _MATMULS: "0.1"},
+    "tpu7x": {_EXPERIMENTAL: "true", _MATMULS: "0.1"},
+}
+"""What a generation takes besides what every TPU does."""
 
 PLATFORMS = ("cpu", "gpu", "cuda", "rocm", "tpu")
 
@@ -24,19 +32,19 @@ def recommended_compiler_options(
 
     >>> options = recommended_compiler_options("tpu", "v5e")
     >>> for name, value in options.items():
-    ...     print(name, value)
-    xla_tpu_enable_async_all_to_all true
-    xla_lhs_output_fusion_latency_multiplier 0.2
-    xla_lhs_loop_fusion_latency_multiplier 0.5
-    xla_tpu_scoped_vmem_limit_kib 32768
+    ...     print(f"{name}={value}")
+    xla_tpu_enable_async_all_to_all=true
+    xla_lhs_output_fusion_latency_multiplier=0.2
+    xla_lhs_loop_fusion_latency_multiplier=0.5
+    xla_tpu_scoped_vmem_limit_kib=32768
     >>> compiled = step.lower(params, inputs, targets).compile(options)  # doctest: +SKIP
     >>> step = jax.jit(step, compiler_options=options)  # doctest: +SKIP
 
     What they are for:
       TPU: all-to-alls are synchronous, and so exposed, unless asked otherwise; latency hiding is on by default.
-        From v5p on, the scheduler's experimental features hide what it leaves exposed without them. Matmuls are
-        priced as what they cost, which is what decides when an all-to-all must start. Fusions may hold more of
-        VMEM than by default, and pass over their operands less often.
+        From v5p on, the scheduler's experimental features hide what it leaves exposed without them. Matmuls and
+        elementwise work are priced as what they cost, which decides when an all-to-all must start. Fusions may
+        hold more of VMEM than by default, and pass over their operands less often.
       GPU: latency hiding and asynchronous all-to-alls are on by default. With no GPU at hand nothing can be
         autotuned, and the compiler must be told not to try.
       CPU: nothing overlaps, nothing to say.
@@ -55,16 +63,7 @@ def recommended_compiler_options(
             "jax.devices()[0].platform"
         )
     if platform == "tpu":
-        options = {"xla_tpu_enable_async_all_to_all": "true"}
-        if generation in _EXPERIMENTAL:
-            options["xla_tpu_enable_all_experimental_scheduler_features"] = "true"
-        if generation in _MATMULS:
-            options["xla_lhs_output_fusion_latency_multiplier"] = _MATMULS[generation]
-        if generation in _LOOPS:
-            options["xla_lhs_loop_fusion_latency_multiplier"] = _LOOPS[generation]
-        if generation in _SCOPED_VMEM_KIB:
-            options["xla_tpu_scoped_vmem_limit_kib"] = _SCOPED_VMEM_KIB[generation]
-        return options
+        return {"xla_tpu_enable_async_all_to_all": "true"} | _TPU.get(generation or "", {})
     if platform != "cpu" and ahead_of_time:
         return {"xla_gpu_autotune_level": "0"}
     return {}

@@ -71,9 +71,8 @@ def test_what_each_platform_gets():
     assert experimental in recommended_compiler_options("tpu", "v5p")
     assert experimental not in recommended_compiler_options("tpu", "v5e")
     memory = "xla_tpu_scoped_vmem_limit_kib"
-    assert memory in recommended_compiler_options(
-        "tpu", "v5p"
-    ) and memory not in recommended_compiler_options("tpu")
+    assert memory in recommended_compiler_options("tpu", "v5p")
+    assert memory not in recommended_compiler_options("tpu")
     assert recommended_compiler_options("tpu", "v4") == recommended_compiler_options("tpu")
     assert recommended_compiler_options("gpu") == {}
     for platform in ("gpu", "cuda", "rocm"):
