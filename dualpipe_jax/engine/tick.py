@@ -171,15 +171,15 @@ class Tick:
         def work(part, here, forward_params, backward_params):
             forward = forward_params, self._input(part, here)
             backward = backward_params, self._kept_input(part, here), read_slot(part["dy"], here["G_dy"])
+            every = part[f"grads{kb}"]
+            leaves = self.plan.params  # sums have an entry for each floating leaf, gradients for those in use
+            used = [has for has, one in zip(leaves.has_gradient, leaves.wanted, strict=True) if one]
+            sums = [total for total, has in zip(every, used, strict=True) if has]
             (y, aux, *pools), sums, dx = forward_backward(
-                self.plan,
-                forward,
-                self.plan,
-                backward,
-                _residual_pools(part, here),
-                part[f"grads{kb}"],
-                add_to,
+                self.plan, forward, self.plan, backward, _residual_pools(part, here), sums, add_to
             )
+            added = iter(sums)
+            sums = [next(added) if has else total for total, has in zip(every, used, strict=True)]
             # What is read is read before it is written again: else the pools are copied.
             inputs = pin({name: part[name] for name in ("x", "dy")})
             dx, inputs = lax.optimization_barrier((dx, inputs))
