@@ -72,7 +72,7 @@ class StagedModel:
       kinds: stage functions by name. Every name that is used more is more to compile.
       kind_of: the kind of each stage, in model order. The first is given x None; of the last x is not needed.
       weights: ``weights(batch) -> {loss name: float32 scalar}``: how much a part of a microbatch counts in the mean of
-        that loss, such as its number of valid tokens. Names left out, and None, count every part alike.
+        that loss, such as its number of valid tokens; a constant. Names left out, and None, count every part alike.
     """
 
     kinds: Mapping[str, StageFunction]
@@ -171,4 +171,4 @@ def key_at(key: jax.Array | None, stage: Any, microbatch: Any, part: Any) -> jax
 def loss_weights(model: StagedModel, batch: Tree, names: Any) -> dict[str, jax.Array]:
     """How much a part of a microbatch counts in the mean of each loss, float32 scalars."""
     given = {} if model.weights is None else model.weights(batch)
-    return {name: jnp.asarray(given.get(name, 1.0), jnp.float32) for name in names}
+    return {name: jax.lax.stop_gradient(jnp.asarray(given.get(name, 1.0), jnp.float32)) for name in names}

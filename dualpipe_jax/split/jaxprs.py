@@ -5,7 +5,7 @@
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,7 +28,10 @@ from dualpipe_jax.split.graph import (
     Scan,
     Stacked,
     Value,
+    is_zero,
 )
+from dualpipe_jax.split.leaves import is_floating
+from dualpipe_jax.split.slices import zero_values
 
 WEIGHT_PART = "dualpipe_weight_part"
 """A jitted function of this name is a part of a weight gradient: the split never moves it into I."""
@@ -62,36 +65,45 @@ class JointTrace:
     holds_tracers: bool
 
 
-def is_inexact(leaf: Any) -> bool:
-    """Whether a leaf of this dtype has a gradient."""
-    return jnp.issubdtype(leaf.dtype, jnp.inexact)
+def trace_backward(
+    function: Callable[..., Any], params: Any, x: Any, has_aux: bool, wanted: Sequence[bool]
+) -> JointTrace:
+    """Traces ``function(params, x)`` and its ``jax.vjp``; nothing is computed.
 
-
-def trace_backward(function: Callable[..., Any], params: Any, x: Any, has_aux: bool) -> JointTrace:
-    """Traces ``function(params, x)`` and its ``jax.vjp``; nothing is computed."""
+    ``wanted``: for each leaf of params and of x whether it is differentiated by. A gradient that is zero whatever
+    the arguments are counts as none.
+    """
     box: dict[str, Any] = {}
 
     def joint(params: Any, x: Any) -> tuple[Any, ...]:
-        y, pull, *aux = jax.vjp(function, params, x, has_aux=has_aux)  # type: ignore[call-overload]
+        leaves = jax.tree.leaves((params, x))
+
+        def of_wanted(chosen: list[Any]) -> Any:
+            given = iter(chosen)
+            every = [next(given) if want else leaf for leaf, want in zip(leaves, wanted, strict=True)]
+            return function(*jax.tree.unflatten(jax.tree.structure((params, x)), every))
+
+        chosen = [leaf for leaf, want in zip(leaves, wanted, strict=True) if want]
+        y, pull, *aux = jax.vjp(of_wanted, chosen, has_aux=has_aux)  # type: ignore[call-overload]
         y_leaves, box["y_tree"] = jax.tree.flatten(y)
         aux_leaves, box["aux_tree"] = jax.tree.flatten(aux[0] if has_aux else None)
         y_leaves, aux_leaves = [jnp.asarray(v) for v in y_leaves], [jnp.asarray(v) for v in aux_leaves]
-        box["floats"] = [is_inexact(leaf) for leaf in y_leaves]
-        given = iter(_cotangents_p.bind(*[leaf for leaf in y_leaves if is_inexact(leaf)]))
-        dy = [next(given) if is_inexact(v) else np.zeros(v.shape, jax.dtypes.float0) for v in y_leaves]
-        dparams, dx = map(jax.tree.leaves, pull(jax.tree.unflatten(box["y_tree"], dy)))
-        box["has_gradient"] = [g.dtype != jax.dtypes.float0 for g in (*dparams, *dx)]
-        box["counts"] = len(y_leaves), len(aux_leaves), len(dparams)
-        return y_leaves, aux_leaves, [g for g in (*dparams, *dx) if g.dtype != jax.dtypes.float0]
+        box["floats"] = [is_floating(leaf) for leaf in y_leaves]
+        given = iter(_cotangents_p.bind(*[leaf for leaf in y_leaves if is_floating(leaf)]))
+        dy = [next(given) if is_floating(v) else np.zeros(v.shape, jax.dtypes.float0) for v in y_leaves]
+        (gradients,) = pull(jax.tree.unflatten(box["y_tree"], dy))
+        box["counts"] = len(y_leaves), len(aux_leaves)
+        return y_leaves, aux_leaves, gradients
 
     closed = jax.make_jaxpr(joint)(params, x)
     reader = _Reader()
     inputs = tuple(_value(v.aval) for v in closed.jaxpr.invars)
     outputs = reader.read(closed.jaxpr, closed.consts, inputs)
     num_params = len(jax.tree.leaves(params))
-    num_y, num_aux, num_dparams = box["counts"]
+    num_y, num_aux = box["counts"]
     given, gradients = iter(reader.cotangents), iter(outputs[num_y + num_aux :])
-    every = [next(gradients) if has else None for has in box["has_gradient"]]
+    zeros = zero_values(reader.nodes)
+    every = [_unless_zero(next(gradients), zeros) if want else None for want in wanted]
     return JointTrace(
         params=inputs[:num_params],
         x=inputs[num_params:],
@@ -100,12 +112,17 @@ def trace_backward(function: Callable[..., Any], params: Any, x: Any, has_aux: b
         aux=tuple(outputs[num_y : num_y + num_aux]),
         dy=tuple(next(given) if float_ else None for float_ in box["floats"]),
         backward=tuple(reader.nodes[reader.boundary :]),
-        dparams=tuple(every[:num_dparams]),
-        dx=tuple(every[num_dparams:]),
+        dparams=tuple(every[:num_params]),
+        dx=tuple(every[num_params:]),
         y_tree=box["y_tree"],
         aux_tree=box["aux_tree"],
         holds_tracers=reader.holds_tracers,
     )
+
+
+def _unless_zero(gradient: Atom, zeros: Collection[Value]) -> Atom | None:
+    zero = gradient in zeros if isinstance(gradient, Value) else is_zero(gradient)
+    return None if zero else gradient
 
 
 def trace_program(function: Callable[..., Any], *arguments: Any) -> tuple[Program, Any]:
@@ -244,7 +261,8 @@ class _Reader:
             self.holds_tracers |= body.holds_tracers
             branches.append(Program(inner, tuple(body.nodes), tuple(outputs)))
         outer = tuple(_value(var.aval) for var in eqn.outvars)
-        return Cond(inputs[0], tuple(inputs[1:]), tuple(branches), outer, scope)
+        platforms = eqn.params.get("branches_platforms")
+        return Cond(inputs[0], tuple(inputs[1:]), tuple(branches), outer, scope, platforms)
 
 
 def _varying(aval: Any) -> frozenset[str]:
@@ -252,8 +270,13 @@ def _varying(aval: Any) -> frozenset[str]:
     return frozenset(manual.varying if manual is not None else getattr(aval, "vma", ()))
 
 
+def _memory(aval: Any) -> Any:
+    space = getattr(aval, "memory_space", None)
+    return space if space is jax.memory.Space.Host else None
+
+
 def _value(aval: Any) -> Value:
-    return Value(getattr(aval, "shape", ()), getattr(aval, "dtype", None), _varying(aval))
+    return Value(getattr(aval, "shape", ()), getattr(aval, "dtype", None), _varying(aval), _memory(aval))
 
 
 def _open(jaxpr: Any) -> tuple[Any, Sequence[Any]]:

@@ -121,7 +121,7 @@ def _split_scan(
 def _scan_weight(scan: Scan) -> Callable[[Value], int]:
     """What an inner value weighs outside: a const crosses once, all else once per iteration."""
     consts = {b.inner for b in scan.consts}
-    return lambda value: value.nbytes * (1 if value in consts else scan.length)
+    return lambda value: nbytes(value) * (1 if value in consts else scan.length)
 
 
 def _connect_scans(early: Scan, late: Scan, crossing: Iterable[Value]) -> tuple[Scan, Scan | None]:
