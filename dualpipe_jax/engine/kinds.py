@@ -2,20 +2,21 @@
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from dualpipe_jax.engine.model import At, Out, StageFunction, Tree
 from dualpipe_jax.engine.guard import pin
-from dualpipe_jax.engine.slots import KEPT, read_slot, write_slot
+from dualpipe_jax.engine.model import At, Out, StageFunction, Tree
+from dualpipe_jax.engine.slots import KEPT, Entry, read_slot, write_slot
 from dualpipe_jax.engine.trees import add_to, is_floating, raw, typed
 from dualpipe_jax.engine.varying import Vary
 from dualpipe_jax.pair import Pool, interleave
 from dualpipe_jax.split import SplitPlan, split_backward
-from dualpipe_jax.split.graph import values
+from dualpipe_jax.split.leaves import cut
 from dualpipe_jax.split.run import evaluate
 
 
@@ -35,39 +36,15 @@ class Sight:
     at: At
 
 
-@dataclasses.dataclass(frozen=True)
-class Constants:
-    """What has no gradient though it could.
-
-    Attributes:
-      own, shared: for each leaf of the parameters whether it is frozen.
-      batch: whether the batch's leaves have none.
-    """
-
-    own: tuple[bool, ...]
-    shared: tuple[bool, ...]
-    batch: bool
-
-
-def plain(function: StageFunction, sight: Sight, constants: Constants, vary: Vary) -> Callable[..., Any]:
+def plain(function: StageFunction, sight: Sight, vary: Vary) -> Callable[..., Any]:
     """A stage of raw trees: ``f((own, shared), (x, at)) -> ((x, losses), metrics)``.
 
     Typed keys are integers here, which is what slots and permutes know; losses are float32.
     """
 
-    def stopped(tree: Tree, stops: Sequence[bool]) -> Tree:
-        leaves, form = jax.tree.flatten(tree)
-        return form.unflatten(
-            jax.lax.stop_gradient(leaf) if stop else leaf for leaf, stop in zip(leaves, stops, strict=True)
-        )
-
     def stage(params: tuple[Tree, Tree], seen: tuple[Tree, At]) -> Any:
-        own = typed(stopped(params[0], constants.own), sight.own)
-        shared = typed(stopped(params[1], constants.shared), sight.shared)
-        x, at = typed(seen[0], sight.x), typed(seen[1], sight.at)
-        if constants.batch:
-            at = at._replace(batch=jax.tree.map(jax.lax.stop_gradient, at.batch))
-        out = Out(*function(own, shared, x, at))
+        own, shared = typed(params[0], sight.own), typed(params[1], sight.shared)
+        out = Out(*function(own, shared, typed(seen[0], sight.x), typed(seen[1], sight.at)))
         losses = {name: jnp.asarray(loss).astype(jnp.float32) for name, loss in out.losses.items()}
         metrics = jax.tree.map(lambda m: jax.lax.stop_gradient(jnp.asarray(m)), dict(out.metrics))
         return vary((raw(out.x), losses)), vary(metrics)
@@ -95,7 +72,7 @@ class ForwardKind:
         self.name, self.function = name, function
         (self.y, losses), self.metrics = jax.eval_shape(function, params, seen)
         self.losses = tuple(losses)
-        self.kept: dict[str, list[jax.ShapeDtypeStruct]] = {pool: [] for pool in KEPT}
+        self.kept: dict[str, list[Entry]] = {pool: [] for pool in KEPT}
 
     def forward(
         self, params: tuple[Tree, Tree], seen: tuple[Tree, At]
@@ -148,24 +125,31 @@ class Kind(ForwardKind):
         seen: tuple[Tree, At],
         *,
         is_last: bool,
+        wanted: tuple[tuple[Tree, Tree], tuple[bool, At]],
     ):
         def handing_on(params: tuple[Tree, Tree], seen: tuple[Tree, At]) -> Any:
             (y, losses), metrics = function(params, seen)
             return (None if is_last else y, losses), metrics
 
         super().__init__(name, handing_on, params, seen)
-        self.plan = plan = split_backward(handing_on, has_aux=True).trace(params, seen)
-        self.kept = {"residual_i": plan.residuals_i, "residual_w": plan.residuals_w, "stash": plan.stash}
-        own, x, batch = (len(jax.tree.leaves(tree)) for tree in (params[0], seen[0], seen[1].batch))
-        self._num_own, self._num_x = own, x
-        touched = _touched(plan)
-        num_params = len(jax.tree.leaves(params))
-        self.own = tuple(i for i in touched if i < own)
-        self.shared = tuple(i - own for i in touched if own <= i < num_params)
-        self.x = tuple(i - num_params for i in touched if 0 <= i - num_params < x)
-        self.batch = tuple(i - num_params - x for i in touched if 0 <= i - num_params - x < batch)
+        split = split_backward(handing_on, has_aux=True, wanted=wanted, at_hand=(False, True))
+        self.plan: SplitPlan = split.trace(params, seen)
+        plan = self.plan
+        self.kept = {
+            pool: [(struct.shape, struct.dtype, off) for struct, off in zip(structs, offloaded, strict=True)]
+            for pool, structs, offloaded in zip(
+                KEPT, (plan.residuals_i, plan.residuals_w, plan.stash), plan.offloaded, strict=True
+            )
+        }
+        counts = [len(jax.tree.leaves(tree)) for tree in (*params, seen[0], seen[1].batch)]
+        has = iter([*plan.params.has_gradient, *plan.x.has_gradient])
+        numbers = [
+            tuple(i for i, there in enumerate(itertools.islice(has, count)) if there) for count in counts
+        ]
+        self.own, self.shared, self.x, self.batch = numbers
         self.floating_x = tuple(i for i, leaf in enumerate(jax.tree.leaves(seen[0])) if is_floating(leaf))
-        self.keep_input = _keep_input(plan, num_params, x)
+        self.keep_input = plan.keep_input
+        self._num_x = counts[2]
 
     def forward(
         self, params: tuple[Tree, Tree], seen: tuple[Tree, At]
@@ -186,7 +170,7 @@ class Kind(ForwardKind):
         x may be None where it is not read any more.
         """
         arguments = [*self._leaves(params, seen), *kept[0], *kept[1], *dy]
-        return self._gradients(evaluate(self.plan.programs.backward, arguments))
+        return self._gradients(*self.plan.backward_results(evaluate(self.plan.programs.backward, arguments)))
 
     def backward_input(
         self,
@@ -197,19 +181,18 @@ class Kind(ForwardKind):
     ) -> tuple["Gradients", list[Any]]:
         """The gradients of x and of the batch, and the stash."""
         arguments = [*self._leaves(params, seen), *kept[0], *kept[1], *dy]
-        outputs = evaluate(self.plan.programs.input, arguments)
-        num_stash = len(self.plan.stash)
-        split = len(outputs) - num_stash
-        none = [None] * self.plan.params.num_gradients
-        return self._gradients([*none, *outputs[:split]]), outputs[split:]
+        dx, stash = cut(
+            evaluate(self.plan.programs.input, arguments), self.plan.x.num_gradients, len(self.plan.stash)
+        )
+        return self._gradients([None] * self.plan.params.num_gradients, dx), stash
 
     def backward_weight(
         self, params: tuple[Tree, Tree], seen: tuple[Tree, At], residuals_w: list[Any], stash: list[Any]
     ) -> "Gradients":
         """The gradients of parameters."""
         arguments = [*self._leaves(params, seen), *residuals_w, *stash]
-        outputs = evaluate(self.plan.programs.weight, arguments)
-        return self._gradients([*outputs, *[None] * self.plan.x.num_gradients])
+        dparams = evaluate(self.plan.programs.weight, arguments)
+        return self._gradients(dparams, [None] * self.plan.x.num_gradients)
 
     def beside(
         self,
@@ -230,45 +213,25 @@ class Kind(ForwardKind):
         given = other._leaves(params, seen)
         kept = len(theirs.residuals_i) + len(theirs.residuals_w)
         pools = [slot.pool(ahead, len(given)) for slot in slots.values()]
-        places = [*other.own, *(i + other._num_own for i in other.shared)]
         outputs, made = interleave(
             mine.programs.forward,
             self._leaves(*forward),
             theirs.programs.backward,
             [*given, *[None] * kept, *dy],
             pools=pools,
-            finish={
-                k: functools.partial(add_to, total)
-                for k, total in zip(other._outputs_of(places), sums, strict=True)
-            },
+            finish={k: functools.partial(add_to, total) for k, total in enumerate(sums)},
             num_fixed=(len(mine.params.types), len(theirs.params.types)),
         )
         written = {place: outputs[ahead + slot.made] for place, slot in slots.items() if slot.made >= 0}
-        return mine.forward_results(outputs), other._gradients(made), written
-
-    def _outputs_of(self, numbers: Sequence[int]) -> list[int]:
-        """Which outputs of the backward are the gradients of these leaves of the parameters."""
-        floating = [i for i, there in enumerate(self.plan.params.has_gradient) if there]
-        return [floating.index(number) for number in numbers]
+        return mine.forward_results(outputs), other._gradients(*theirs.backward_results(made)), written
 
     def _leaves(self, params: Tree, seen: tuple[Tree, At]) -> list[Any]:
         x = [None] * self._num_x if seen[0] is None else jax.tree.leaves(seen[0])
         return [*jax.tree.leaves(params), *x, *jax.tree.leaves(seen[1])]
 
-    def _gradients(self, outputs: list[Any]) -> "Gradients":
-        """Outputs, one for each floating leaf of params and of what is seen, as lists over the touched ones."""
-        has = [*self.plan.params.has_gradient, *self.plan.x.has_gradient]
-        numbers = [i for i, there in enumerate(has) if there]
-        of = dict(zip(numbers, outputs, strict=True))
-        num_params = len(self.plan.params.types)
-        own = self._num_own
-        x = num_params + self._num_x
-        return Gradients(
-            [of[i] for i in self.own],
-            [of[i + own] for i in self.shared],
-            [of[i + num_params] for i in self.x],
-            [of[i + x] for i in self.batch],
-        )
+    def _gradients(self, dparams: list[Any], dx: list[Any]) -> "Gradients":
+        own, shared = cut(dparams, len(self.own), len(self.shared))
+        return Gradients(own, shared, *cut(dx, len(self.x), len(self.batch)))
 
 
 class Gradients(NamedTuple):
@@ -278,30 +241,3 @@ class Gradients(NamedTuple):
     shared: list[Any]
     x: list[Any]
     batch: list[Any]
-
-
-def _touched(plan: SplitPlan) -> list[int]:
-    """Numbers of the leaves of params and x whose gradients depend on the cotangents at all."""
-    program = plan.programs.backward
-    num_dy = sum(plan._floats)
-    reached = set(program.inputs[len(program.inputs) - num_dy :]) if num_dy else set()
-    for node in program.equations:
-        if reached.intersection(values(node.inputs)):
-            reached.update(node.outputs)
-    has = [*plan.params.has_gradient, *plan.x.has_gradient]
-    numbers = [i for i, there in enumerate(has) if there]
-    return [i for i, output in zip(numbers, program.outputs, strict=True) if output in reached]
-
-
-def _keep_input(plan: SplitPlan, begin: int, count: int) -> Literal["F", "I", "W"]:
-    def reads(program: Any) -> bool:
-        mine = set(program.inputs[begin : begin + count])
-        used = {value for node in program.equations for value in values(node.inputs)} | set(
-            values(program.outputs)
-        )
-        return bool(mine & used)
-
-    programs = plan.programs
-    return (
-        "W" if reads(programs.weight) else "I" if reads(programs.input) or reads(programs.backward) else "F"
-    )

@@ -19,10 +19,22 @@ from dualpipe_jax.schedule.lowering.lower import Keeps
 KEPT = ("residual_i", "residual_w", "stash")
 """What is kept, by who reads it: I alone; W, and perhaps I; W, from I."""
 
+Entry = tuple[tuple[int, ...], Any, bool]
+"""Shape, dtype, and whether it lies in the host's memory."""
+
 
 def make_pool(num_slots: int, like: Any) -> Any:
     """Zeroed pool for each leaf of ``like`` (arrays or ShapeDtypeStructs), with a leading slot dim."""
     return jax.tree.map(lambda a: jnp.zeros((num_slots, *a.shape), a.dtype), like)
+
+
+def make_kept(num_slots: int, entries: Sequence[Entry]) -> list[jax.Array]:
+    """Zeroed pools for what is kept, each where it is to lie."""
+    pools = [jnp.zeros((num_slots, *shape), dtype) for shape, dtype, _ in entries]
+    return [
+        jax.device_put(pool, jax.memory.Space.Host) if offloaded else pool
+        for pool, (_, _, offloaded) in zip(pools, entries, strict=True)
+    ]
 
 
 def read_slot(pool: Any, slot: jax.Array) -> Any:
@@ -46,7 +58,7 @@ class Layout:
     """
 
     keeps: Keeps
-    types: dict[str, list[jax.ShapeDtypeStruct]]
+    types: dict[str, list[Entry]]
     places: tuple[dict[str, list[tuple[str, int]]], ...]
 
     def groups(self, kind: int, *pools: str) -> list[str]:
@@ -55,7 +67,7 @@ class Layout:
 
 
 def lay_out(
-    kept: Sequence[Mapping[str, Sequence[jax.ShapeDtypeStruct]]],
+    kept: Sequence[Mapping[str, Sequence[Entry]]],
     keep_input: Sequence[Literal["F", "I", "W"]],
     kind_of: tuple[int, ...],
 ) -> Layout:
@@ -65,20 +77,17 @@ def lay_out(
       kept: for each kind the types of what it keeps, by ``KEPT``.
       keep_input, kind_of: see ``Keeps``.
     """
-    types: dict[str, list[jax.ShapeDtypeStruct]] = {}
+    types: dict[str, list[Entry]] = {}
     sets: dict[str, tuple[frozenset[int], ...]] = {}
     places: list[dict[str, list[tuple[str, int]]]] = [{} for _ in kept]
     for pool in KEPT:
-        entries: list[
-            list[Any]
-        ] = []  # for each kind its entries: (shape, dtype, how many of these came before)
+        entries: list[list[Any]] = []  # for each kind: what, and how many of these came before
         for kind in kept:
             seen: Counter[Any] = Counter()
             mine = []
-            for struct in kind[pool]:
-                type_ = struct.shape, struct.dtype
-                mine.append((*type_, seen[type_]))
-                seen[type_] += 1
+            for entry in kind[pool]:
+                mine.append((entry, seen[entry]))
+                seen[entry] += 1
             entries.append(mine)
         users: dict[Any, set[int]] = {}
         for number, mine in enumerate(entries):
@@ -91,7 +100,7 @@ def lay_out(
             name = f"{pool}.{groups.index(frozenset(found))}"
             held = types.setdefault(name, [])
             at[entry] = name, len(held)
-            held.append(jax.ShapeDtypeStruct(*entry[:2]))
+            held.append(entry[0])
         for number, mine in enumerate(entries):
             places[number][pool] = [at[entry] for entry in mine]
     keeps = Keeps(kind_of, tuple(keep_input), sets)

@@ -12,9 +12,9 @@ from jax.sharding import Mesh, PartitionSpec
 
 from dualpipe_jax.engine import checks, tick
 from dualpipe_jax.engine.guard import Divergence
-from dualpipe_jax.engine.kinds import Constants, ForwardKind, Kind, Sight, plain
+from dualpipe_jax.engine.kinds import ForwardKind, Kind, Sight, plain
 from dualpipe_jax.engine.model import At, Out, Report, StagedModel, Tree, key_at, loss_weights
-from dualpipe_jax.engine.slots import Layout, lay_out, make_pool
+from dualpipe_jax.engine.slots import Layout, lay_out, make_kept, make_pool
 from dualpipe_jax.engine.stages import PlacedStages, borrow, give_back, homes
 from dualpipe_jax.engine.storage import Leaf
 from dualpipe_jax.engine.tick import NEVER, State, Tick
@@ -238,20 +238,17 @@ class _Program:
             x = jax.eval_shape(lambda o, s, a: Out(*first(o, s, None, a)).x, own, shared, at)
             boundary = structs(jax.eval_shape(raw, x))
         checks.check_kinds(model, own, shared, x, at)
-        constants = Constants(
-            tuple(jax.tree.leaves(engine.frozen["stages"])),
-            tuple(jax.tree.leaves(engine.frozen["shared"])),
-            not engine.input_grads,
-        )
+        trained = jax.tree.map(lambda stop: not stop, (engine.frozen["stages"], engine.frozen["shared"]))
+        wanted = trained, (True, At(engine.input_grads, False, False, None if key is None else False))
         names = sorted(set(sights), key=sights.index)
         kinds = []
         for name, is_first, is_last in names:
             sight = Sight(own, shared, None if is_first else x, at)
-            function = plain(model.kinds[name], sight, constants, self.vary)
+            function = plain(model.kinds[name], sight, self.vary)
             seen = jax.eval_shape(raw, ((own, shared), (sight.x, at)))
             arguments = self.vary(zeros(seen))
             if self.backward:
-                kinds.append(Kind(name, function, *arguments, is_last=is_last))
+                kinds.append(Kind(name, function, *arguments, is_last=is_last, wanted=wanted))
             else:
                 kinds.append(ForwardKind(name, function, *arguments))
         return kinds, tuple(names.index(sight) for sight in sights), boundary
@@ -298,7 +295,7 @@ class _Program:
             state["first_bad"] = jnp.full((4,), NEVER, jnp.int32)
         if self.backward:
             state |= {"dy": make_pool(slots["dy"], ends["dx_out"]), "dx_out": ends["dx_out"]}
-            state |= {name: make_pool(slots[name], types) for name, types in self.layout.types.items()}
+            state |= {name: make_kept(slots[name], entries) for name, entries in self.layout.types.items()}
             used = {name for task in self.tasks for name in task.changes}
             state |= {name: zero for name, zero in self._sums().items() if name in used}
         return self.vary(state)

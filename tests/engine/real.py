@@ -28,7 +28,10 @@ def moe(weights, h):
     arrived = lax.all_to_all(copies.reshape(EXPERTS // local, local, *h.shape), "ep", 0, 0)
     made = jnp.tanh(jnp.einsum("nebsd,edf->nebsf", arrived, weights["experts"]))
     back = lax.all_to_all(made, "ep", 0, 0).reshape(EXPERTS, *h.shape)
-    balance = EXPERTS * jnp.mean(jnp.mean(scores, 1) ** 2) + jnp.mean(jax.nn.logsumexp(h @ weights["router"], -1) ** 2) / 8
+    balance = (
+        EXPERTS * jnp.mean(jnp.mean(scores, 1) ** 2)
+        + jnp.mean(jax.nn.logsumexp(h @ weights["router"], -1) ** 2) / 8
+    )
     counts = jnp.sum(gates > 0, (0, 1), dtype=jnp.int32)
     return h + jnp.einsum("ebsd,bse->bsd", back, gates), balance, counts
 
@@ -96,7 +99,11 @@ def only(own, shared, x, at):
     out = embed(own, shared, x, at)
     end = last(own, shared, out.x, at)
     losses = end.losses | {"balance": out.losses["balance"] + end.losses["balance"]}
-    return Out(end.x, losses, end.metrics | jax.tree.map(jnp.add, out.metrics, {k: end.metrics[k] for k in out.metrics}))
+    return Out(
+        end.x,
+        losses,
+        end.metrics | jax.tree.map(jnp.add, out.metrics, {k: end.metrics[k] for k in out.metrics}),
+    )
 
 
 def weights(batch):
