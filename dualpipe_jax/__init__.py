@@ -24,6 +24,7 @@ _ROOM_OF = {
         "reference_value_and_grad",
         "sequential_loss",
         "sequential_value_and_grad",
+        "staged",
         "unplace_stages",
     )
 } | {

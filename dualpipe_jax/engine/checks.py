@@ -1,6 +1,6 @@
 """Bad input gets an error that says what was given, what is needed and what to do."""
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any
 
 import jax
@@ -158,8 +158,8 @@ def _extension_problems(name: str, shape: tuple[int, ...], lies: Leaf) -> Iterat
     for used, stored in zip(entries(lies.used, len(shape)), entries(lies.stored, len(shape)), strict=True):
         if stored[: len(used)] != used:
             yield (
-                f"{name} is used as {lies.used} and stored as {lies.stored}: each dim must be stored over the axes that "
-                "it is used over, first, and then over others."
+                f"{name} is used as {lies.used} and stored as {lies.stored}: each dim must be stored over the axes "
+                "that it is used over, first, and then over others."
             )
 
 
@@ -192,8 +192,8 @@ def check_kinds(model: StagedModel, own: Tree, shared: Tree, x: Tree, at: At) ->
             other, shapes = metrics.setdefault(metric, (name, _shapes(value)))
             if shapes != _shapes(value):
                 raise TypeError(
-                    f"metrics[{metric!r}] is {shapes} in stages of kind {other!r} and {_shapes(value)} in those of kind "
-                    f"{name!r}: what is summed under one name must be alike."
+                    f"metrics[{metric!r}] is {shapes} in stages of kind {other!r} and {_shapes(value)} in those of "
+                    f"kind {name!r}: what is summed under one name must be alike."
                 )
         if "ppermute" in primitives(jaxpr.jaxpr):
             raise ValueError(f"{_of(name)} contains a ppermute. {_NO_PPERMUTE}")
@@ -205,7 +205,7 @@ _NO_PPERMUTE = (
 )
 
 
-def check_backward(name: str, names: set[str]) -> None:
+def check_backward(name: str, names: Collection[str]) -> None:
     """No ppermute among the primitives of a kind's backward either. Raises ValueError."""
     if "ppermute" in names:
         raise ValueError(f"the backward of {_of(name)} contains a ppermute. {_NO_PPERMUTE}")

@@ -66,11 +66,12 @@ def pipeline_units(
     *,
     param_specs: Tree = None,
     has_aux: bool = False,
+    every_kind: bool = False,
     **options: Any,
 ) -> Step:
-    """``pipeline_value_and_grad`` with only some of its units in it, to be lowered and looked at; see ``Pipeline.units``."""
+    """``pipeline_value_and_grad`` with only some of its units, to be lowered and looked at; see ``Pipeline.units``."""
     pipeline = _pipeline(model, schedule, mesh, param_specs, has_aux, **options)
-    return _step(pipeline.units(units), has_aux)
+    return _step(pipeline.units(units, every_kind=every_kind), has_aux)
 
 
 def pipeline_state(

@@ -9,6 +9,7 @@ from typing import Any, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from dualpipe_jax.engine import checks
 from dualpipe_jax.engine.guard import pin
 from dualpipe_jax.engine.model import At, Out, StageFunction, Tree
 from dualpipe_jax.engine.slots import KEPT, Entry, read_slot, write_slot
@@ -135,6 +136,7 @@ class Kind(ForwardKind):
         split = split_backward(handing_on, has_aux=True, wanted=wanted, at_hand=(False, True))
         self.plan: SplitPlan = split.trace(params, seen)
         plan = self.plan
+        checks.check_backward(name, plan.counts("backward"))
         self.kept = {
             pool: [(struct.shape, struct.dtype, off) for struct, off in zip(structs, offloaded, strict=True)]
             for pool, structs, offloaded in zip(

@@ -135,7 +135,21 @@ def staged(model: PipelineModel, num_stages: int, *, has_aux: bool = False) -> S
 
     def middle(own: Tree, shared: Tree, x: Tree, at: At) -> Out:
         del shared, at
-        y, aux = model.stage(own, x) if has_aux else (model.stage(own, x), None)
+        out = model.stage(own, x)
+        if has_aux and not (isinstance(out, tuple) and len(out) == 2):
+            raise TypeError(
+                f"has_aux=True needs a stage that returns (x, aux); it returned {jax.typeof(out)}."
+            )
+        if (
+            not has_aux
+            and isinstance(out, tuple)
+            and len(out) == 2
+            and jax.tree.structure(out) != jax.tree.structure(x)
+        ):
+            raise TypeError(
+                "stage returned a pair where x was expected. If it returns (x, aux), pass has_aux=True."
+            )
+        y, aux = out if has_aux else (out, None)
         return Out(y, metrics={} if aux is None else {"aux": aux})
 
     def first(own: Tree, shared: Tree, x: Tree, at: At) -> Out:

@@ -39,8 +39,8 @@ class Pipeline:
     Its methods compute what ``jax.value_and_grad`` of the plain model does (``reference_value_and_grad``), and are
     compiled at their first call. Make a Pipeline once: a new one in each iteration is compiled anew each time.
 
-    params: {"stages", "shared"} as in ``StagedModel``; "stages" with a leading stage dim in model order, or as ``place``
-      gives it. Gradients have the same form: float0 for integers and keys, None for what is frozen.
+    params: {"stages", "shared"} as in ``StagedModel``; "stages" with a leading stage dim in model order, or as
+      ``place`` gives it. Gradients have the same form: float0 for integers and keys, None for what is frozen.
     batch: leaves [num_microbatches, microbatch size, ...]; the microbatch size is cut over "dp" and "ep". A schedule
       with two pipes sends the first half of the microbatches into pipe 0.
     key: a typed PRNG key of the step, or None; see ``At.key``.
@@ -50,8 +50,8 @@ class Pipeline:
       schedule: any that ``validate`` accepts and whose ranks hold equally many stages.
       mesh: with the axes "pp" (the schedule's ranks) and "ep", and "dp" if wanted; see ``make_mesh``. Further axes are
         left to the compiler: shard parameters or activations over them as under ``jax.jit``.
-      param_specs: PartitionSpec over "ep" of each leaf of params as a stage's function sees it, without the stage dim; a
-        prefix of the tree will do, None (the default) means whole. The gradient of a leaf that is whole on every device
+      param_specs: PartitionSpec over "ep" of each leaf of params as a stage's function sees it, without the stage dim;
+        a prefix of the tree will do, None (the default) means whole. The gradient of a leaf that is whole on every device
         is summed over "ep".
       storage_specs: PartitionSpec of each leaf as it is stored between steps, over "dp", "ep" and, of shared leaves,
         "pp"; None: as it is used. What is stored cut further than it is used is gathered once a step, and its gradient
@@ -102,7 +102,7 @@ class Pipeline:
     def apply(self) -> Callable[..., Applied]:
         """``apply(params, batch, key=None, outputs="none") -> Applied``, compiled: forward only.
 
-        Keeps no residuals and computes no gradients. A batch without targets will do if the model's stages ask for none.
+        Keeps no residuals and computes no gradients. A batch without targets will do if no stage asks for them.
 
         outputs: the x of the last stage, [num_microbatches, microbatch size, ...]: "none"; "everywhere", sent to all
           ranks; or "last_rank", left where it is, behind a leading dim of ranks of which only the entry of a last
@@ -112,7 +112,7 @@ class Pipeline:
 
     @functools.cached_property
     def loss(self) -> Callable[..., tuple[jax.Array, Report]]:
-        """``loss(params, batch, key=None) -> (objective, Report)``, for ``jax.grad``; so it may be a term of a larger loss.
+        """``loss(params, batch, key=None) -> (objective, Report)``, for ``jax.grad``: it may be a term of a larger loss.
 
         Not differentiated it runs forward only; differentiated, its forward does the whole pipelined step and keeps the
         gradients, which the backward scales. The report's losses and floating metrics are differentiable too; where
@@ -132,7 +132,8 @@ class Pipeline:
         the units are found by the scopes "pair/KIND-KIND", "forward/KIND", "backward/KIND", "backward_input/KIND" and
         "backward_weight/KIND".
 
-        It is to be lowered, ShapeDtypeStructs with shardings will do: ``pipeline.units().lower(params, batch).compile()``.
+        It is to be lowered, ShapeDtypeStructs with shardings will do:
+        ``pipeline.units().lower(params, batch).compile()``.
 
         Arguments:
           ops: of "FB", "F", "B", "I", "W"; see ``units_alone``.

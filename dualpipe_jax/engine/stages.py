@@ -120,11 +120,11 @@ def place_stages(stages: Tree, schedule: Schedule, mesh: Mesh, param_specs: Tree
       stages: leaves [num_stages, ...] in model order.
       schedule: says where stages live.
       mesh: with axes "pp" and "ep".
-      param_specs: PartitionSpec of each leaf of ``stages`` without its stage dim, as it is to be stored; a prefix of the
-        tree will do, None means replicated.
+      param_specs: PartitionSpec of each leaf of ``stages`` without its stage dim, as it is to be stored; a prefix of
+        the tree will do, None means replicated.
 
-    Returns params["stages"] as a pipelined step takes them with no resharding; gradients come back in the same form, and
-    any optimizer that maps over leaves works on it. The optimizer's state is that of one copy, whatever the schedule.
+    Returns params["stages"] as a pipelined step takes them with no resharding; gradients come back in the same form,
+    and any optimizer that maps over leaves works on it. The optimizer's state is that of one copy, whatever the schedule.
     """
     specs = broadcast(param_specs, stages, PartitionSpec(), "param_specs")
     placed = to_placed(stages, schedule.placement)

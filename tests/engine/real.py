@@ -1,5 +1,5 @@
 """A model that wants all that a model may want, small: kinds of stages, x a tree of floats, integers and a key, side
-inputs, dropout, losses and metrics in stages, shared and tied parameters, experts over ep, frozen and integer leaves."""
+inputs, dropout, losses and metrics in stages, shared and tied parameters, experts over ep, integers and keys."""
 
 import jax
 import jax.numpy as jnp
