@@ -39,7 +39,8 @@ WEIGHT_PART = "dualpipe_weight_part"
 _SCALARS = (bool, int, float, complex, np.generic)
 _REMAT = frozenset({"remat2", "checkpoint", "remat"})
 _CUSTOM = frozenset({"custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr"})
-_INLINED = _REMAT | _CUSTOM | {"pjit", "jit", "closed_call", "core_call"}
+_CALLS = frozenset({"pjit", "jit", "closed_call", "core_call"})
+_INLINED = _REMAT | _CUSTOM | _CALLS
 
 # Stands between forward and backward in a joint trace: reads y, gives the cotangents.
 _cotangents_p = jex.Primitive("dualpipe_cotangents")
@@ -125,10 +126,16 @@ def _unless_zero(gradient: Atom, zeros: Collection[Value]) -> Atom | None:
     return None if zero else gradient
 
 
-def trace_program(function: Callable[..., Any], *arguments: Any) -> tuple[Program, Any]:
-    """A function of trees as a program from leaves to leaves, and the tree of its result; nothing is computed."""
+def trace_program(
+    function: Callable[..., Any], *arguments: Any, differentiable: bool = False
+) -> tuple[Program, Any]:
+    """A function of trees as a program from leaves to leaves, and the tree of its result; nothing is computed.
+
+    ``differentiable``: keep the function's own derivatives and what it wants rematerialised, which cost the split's
+    view of what is inside.
+    """
     closed, shape = jax.make_jaxpr(function, return_shape=True)(*arguments)
-    reader = _Reader()
+    reader = _Reader(differentiable=differentiable)
     inputs = tuple(_value(v.aval) for v in closed.jaxpr.invars)
     outputs = reader.read(closed.jaxpr, closed.consts, inputs)
     return Program(inputs, tuple(reader.nodes), tuple(outputs)), jax.tree.structure(shape)
@@ -137,12 +144,13 @@ def trace_program(function: Callable[..., Any], *arguments: Any) -> tuple[Progra
 class _Reader:
     """Reads jaxprs into nodes: calls inlined, repeated cheap equations read once."""
 
-    def __init__(self, pinned: bool = False) -> None:
+    def __init__(self, pinned: bool = False, differentiable: bool = False) -> None:
         self.nodes: list[Node] = []
         self.boundary = 0
         self.cotangents: tuple[Value, ...] = ()
         self.holds_tracers = False
         self._pinned = pinned
+        self._differentiable = differentiable
         self._seen: dict[Any, tuple[Value, ...]] = {}
 
     def read(self, jaxpr: Any, consts: Sequence[Any], inputs: Sequence[Atom], scope: str = "") -> list[Atom]:
@@ -166,10 +174,12 @@ class _Reader:
             self.boundary, self._seen = len(self.nodes), {}
             self.cotangents = tuple(_value(var.aval) for var in eqn.outvars)
             return self.cotangents
-        if name in _INLINED:
+        if name in (_CALLS if self._differentiable else _INLINED):
             return self._inline(eqn, inputs, scope)
         if name == "scan":
             node: Node = self._scan(eqn, inputs, scope)
+        elif name in _REMAT:
+            node = self._remat(eqn, inputs, scope)
         elif name == "cond":
             node = self._cond(eqn, inputs, scope)
         else:
@@ -231,7 +241,7 @@ class _Reader:
         jaxpr, consts = _open(eqn.params["jaxpr"])
         num_consts, num_carry = _scan_arity(eqn.params)
         inner = [_value(var.aval) for var in jaxpr.invars]
-        body = _Reader(self._pinned)
+        body = _Reader(self._pinned, self._differentiable)
         updates = body.read(jaxpr, consts, inner)
         self.holds_tracers |= body.holds_tracers
         outputs = [_value(var.aval) for var in eqn.outvars]
@@ -252,17 +262,30 @@ class _Reader:
         )
 
     def _cond(self, eqn: Any, inputs: list[Atom], scope: str) -> Cond:
-        branches = []
-        for branch in eqn.params["branches"]:
-            jaxpr, consts = _open(branch)
-            inner = tuple(_value(var.aval) for var in jaxpr.invars)
-            body = _Reader(self._pinned)
-            outputs = body.read(jaxpr, consts, inner)
-            self.holds_tracers |= body.holds_tracers
-            branches.append(Program(inner, tuple(body.nodes), tuple(outputs)))
-        outer = tuple(_value(var.aval) for var in eqn.outvars)
+        branches = tuple(map(self._program, eqn.params["branches"]))
+        outputs = tuple(_value(var.aval) for var in eqn.outvars)
         platforms = eqn.params.get("branches_platforms")
-        return Cond(inputs[0], tuple(inputs[1:]), tuple(branches), outer, scope, platforms)
+        return Cond(inputs[0], tuple(inputs[1:]), branches, outputs, scope, platforms)
+
+    def _remat(self, eqn: Any, inputs: list[Atom], scope: str) -> Cond:
+        fences = eqn.params["prevent_cse"]
+        options = {
+            "policy": eqn.params["policy"],
+            "prevent_cse": any(fences) if isinstance(fences, tuple) else fences,
+        }
+        outputs = tuple(_value(var.aval) for var in eqn.outvars)
+        index = Constant(np.int32(0), Value((), np.dtype(np.int32)))
+        program = self._program(eqn.params["jaxpr"])
+        return Cond(index, tuple(inputs), (program,), outputs, scope, remat=options)
+
+    def _program(self, inside: Any) -> Program:
+        """A branch or body, read by itself."""
+        jaxpr, consts = _open(inside)
+        inner = tuple(_value(var.aval) for var in jaxpr.invars)
+        body = _Reader(self._pinned, self._differentiable)
+        outputs = body.read(jaxpr, consts, inner)
+        self.holds_tracers |= body.holds_tracers
+        return Program(inner, tuple(body.nodes), tuple(outputs))
 
 
 def _varying(aval: Any) -> frozenset[str]:

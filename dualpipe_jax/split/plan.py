@@ -122,6 +122,10 @@ class SplitPlan:
         """How often each primitive is applied in a part."""
         return count_primitives(getattr(self.programs, part).equations)
 
+    def primitives(self) -> frozenset[str]:
+        """Names of all primitives in the forward and the backward, also of those inside rules of the user's own."""
+        return frozenset(self.counts("forward") + self.counts("backward"))
+
     # ------------------------------------------- the programs' flat arguments and results
 
     def forward_arguments(self, params: Tree, x: Tree) -> Arrays:
