@@ -38,6 +38,12 @@ def pin(state: Any) -> Any:
     """Keep every array row-major.
 
     Left to itself the TPU compiler gives each guard the layouts that suit it, and copies whole pools between
-    guards that differ.
+    guards that differ. Typed keys have no layout of their own.
     """
-    return jax.tree.map(lambda a: with_layout_constraint(a, Layout(tuple(range(a.ndim)))), state)
+
+    def row_major(a: jax.Array) -> jax.Array:
+        if jnp.issubdtype(a.dtype, jax.dtypes.extended):
+            return a
+        return with_layout_constraint(a, Layout(tuple(range(a.ndim))))
+
+    return jax.tree.map(row_major, state)
