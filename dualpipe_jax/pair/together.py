@@ -25,7 +25,8 @@ def side_by_side(
 
     For two microbatches' forwards, say, that are at different layers, with a cache each. The functions are traced, and
     their collectives take turns, the second's leading; see ``interleave``. The first argument of each is taken
-    for parameters, which were there long before.
+    for parameters, which were there long before. Not to be differentiated: what functions inside say of their own
+    derivatives is lost.
 
     >>> import jax.numpy as jnp
     >>> side_by_side(jnp.add, (1, 2), jnp.multiply, (3, 4))

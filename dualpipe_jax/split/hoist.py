@@ -88,6 +88,8 @@ def hoist(function: Callable[[Tree, Tree], Any], params: Tree, x: Tree) -> Hoist
     rest = Program((*own, *crossing, *whole.inputs[len(own) :]), late, whole.outputs)
 
     def remaining(prepared: tuple[Tree, Arrays], x: Tree) -> Any:
+        if not crossing:
+            return function(prepared[0], x)
         return tree.unflatten(evaluate(rest, jax.tree.leaves((*prepared, x))))
 
     reads = [prune(early, [value])[1] for value in crossing]

@@ -1,13 +1,18 @@
 """Matmuls of parameters alone: made once, and their gradients led back once."""
 
+import doctest
+import importlib
+
 import jax
 import jax.numpy as jnp
 import pytest
 from jax import lax
+from jax.sharding import AxisType, PartitionSpec
 from split_checks import BATCH, WIDTH, assert_trees_match, block, block_params, compiled, normal
 from test_flops import flops_of, flops_of_vjp
 
 from dualpipe_jax.split import hoist, split_backward
+from dualpipe_jax.split.varying import vary
 
 X = normal(0, BATCH, WIDTH)
 RANK = 2
@@ -156,3 +161,38 @@ def test_nothing_is_taken_out_where_nothing_is_made_of_parameters_alone():
     got = split_backward(lifted.function).trace((block_params(), []), X)
     assert want.flops == got.flops
     assert want.residuals_w == got.residuals_w and want.stash == got.stash
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_on_a_mesh(check_vma):
+    """A product of gathered parameters, beside an exchange."""
+    mesh = jax.make_mesh((2, 4), ("pp", "ep"), axis_types=(AxisType.Auto,) * 2)
+
+    def f(params, x):
+        product = lax.all_gather(params["a"], "ep", axis=1, tiled=True) @ params["b"]
+        y = jnp.sin(lax.all_to_all(x, "ep", 0, 0, tiled=True) @ product)
+        return y + vary(lax.pmean(y, "ep"), ("ep",))
+
+    def both(params, x):
+        params, x = vary((params, x), ("pp", "ep") if check_vma else ())
+        lifted = hoist(f, params, x)
+        prepared = params, lifted.prelude(params)
+        plan = split_backward(lifted.function).trace(prepared, x)
+        assert plan.counts("input")["all_gather"] == plan.counts("input")["reduce_scatter"] == 0
+        y, _, residuals_i, residuals_w = plan.forward(prepared, x)
+        (_, of_values), dx = plan.backward(prepared, x, residuals_i, residuals_w, y)
+        want_y, pull = jax.vjp(f, params, x)
+        return (y, (lifted.postlude(params, of_values), dx)), (want_y, pull(y))
+
+    params = {"a": normal(1, WIDTH, RANK), "b": normal(2, 4 * RANK, WIDTH)}
+    every = PartitionSpec(("pp", "ep"))
+    specs = {"in_specs": (PartitionSpec(), every), "out_specs": every, "check_vma": check_vma}
+    got, want = compiled(jax.shard_map(both, mesh=mesh, **specs), params, normal(3, 32, WIDTH))
+    assert_trees_match(want, got, exact=False, tolerance=3e-6)
+
+
+@pytest.mark.parametrize("module", ["backward", "declared", "hoist", "mincut"])
+def test_examples(module):
+    examples = importlib.import_module(f"dualpipe_jax.split.{module}")
+    ran = doctest.testmod(examples)
+    assert ran.attempted and not ran.failed
