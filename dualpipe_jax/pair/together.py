@@ -8,8 +8,8 @@ from typing import Any, TypeAlias
 import jax
 
 from dualpipe_jax.pair.interleave import Pool, interleave
-from dualpipe_jax.split.jaxprs import trace_program
 from dualpipe_jax.split.plan import SplitPlan
+from dualpipe_jax.split.trace import trace_program
 
 Tree: TypeAlias = Any
 Arrays: TypeAlias = list[Any]

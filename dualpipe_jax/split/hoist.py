@@ -26,9 +26,9 @@ from dualpipe_jax.split.graph import (
     is_view,
     values,
 )
-from dualpipe_jax.split.jaxprs import trace_program
 from dualpipe_jax.split.run import evaluate
 from dualpipe_jax.split.slices import branch_known, derived, inner_known, prune, substitute, trim_scan
+from dualpipe_jax.split.trace import trace_program
 
 Tree: TypeAlias = Any
 Arrays: TypeAlias = list[Any]

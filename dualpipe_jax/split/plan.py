@@ -26,11 +26,12 @@ from dualpipe_jax.split.graph import (
     is_cheap,
     values,
 )
-from dualpipe_jax.split.jaxprs import JointTrace
 from dualpipe_jax.split.leaves import Leaves, cut, is_floating, leaves_like
-from dualpipe_jax.split.recursion import relink, split_equations
+from dualpipe_jax.split.recursion import split_equations
+from dualpipe_jax.split.relink import relink
 from dualpipe_jax.split.run import evaluate
 from dualpipe_jax.split.slices import derived, prune
+from dualpipe_jax.split.trace import JointTrace
 
 Tree: TypeAlias = Any
 Arrays: TypeAlias = list[Any]
