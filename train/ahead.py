@@ -178,8 +178,7 @@ def rank_memory(blueprint: Blueprint) -> tuple[MemoryModel, int]:
     mine = tuple(f"own{k}." for k in range(len(blueprint.params["stages"].local)))
     own = sum(nbytes(value) for name, value in state.items() if name.startswith(mine))
     sizes = MemoryModel(
-        residual_i=share("residual_i"),
-        residual_w=share("residual_w"),
+        residual_w=share("residual"),
         stash=share("stash"),
         boundary=share("x") // parts,
         parameters=kinds["stages"] + own,
@@ -194,7 +193,7 @@ def held_arrays(blueprint: Blueprint) -> set[str]:
     A pool of one slot looks like the value in it, and is left out.
     """
     state = _state(blueprint)
-    pools = ("x", "dy", "residual_i", "residual_w", "stash")
+    pools = ("x", "dy", "residual", "stash")
     held = [leaf for name, entry in state.items() if _is_sum(name) for leaf in jax.tree.leaves(entry)]
     waiting = [entry for name, entry in state.items() if name.split(".")[0] in pools]
     held += [leaf for leaf in jax.tree.leaves(waiting) if leaf.shape[0] > 1]

@@ -149,9 +149,9 @@ class Pipeline:
         Arguments are those of ``value_and_grad``, ShapeDtypeStructs will do. Gives ShapeDtypeStructs of one device:
           x, dy: slots for inputs of stages, and for gradients of their outputs.
           y_out, dx_out: what is on its way to other ranks.
-          residual_i.0, ..., residual_w.0, ...: slots for what forwards keep for the backward for the input alone, and
-            for the weights'. Each pool is for certain kinds of stages.
-          stash.0, ...: slots for what the former hands to the latter.
+          residual.0, ...: slots for what forwards keep for backwards, a pool for every set of kinds of stages that has
+            arrays of the same types.
+          stash.0, ...: slots for what a backward for the input hands to that for the weights.
           own0.0, ..., own1.0, ...: sums of gradients of each local stage's leaves, those of a borrowed copy too.
           shared.0, ...: and of shared ones.
           loss.NAME, metric.NAME: figures.

@@ -14,10 +14,12 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from dualpipe_jax.schedule.lowering.lower import Keeps
+from dualpipe_jax.schedule.lowering.lower import Keeps, Life
 
 KEPT = ("residual_i", "residual_w", "stash")
 """What is kept, by who reads it: I alone; W, and perhaps I; W, from I."""
+
+LIVES: Mapping[str, Life] = dict(zip(KEPT, ("FI", "FW", "IW"), strict=True))
 
 Entry = tuple[tuple[int, ...], Any, bool]
 """Shape, dtype, and whether it lies in the host's memory."""
@@ -53,7 +55,7 @@ class Layout:
 
     Attributes:
       keeps: what the lowering wants to know.
-      types: for each pool by its whole name what a slot of it holds.
+      types: for each pool what a slot of it holds.
       places: for each kind and each of ``KEPT`` the pool and position of everything kept.
     """
 
@@ -62,7 +64,7 @@ class Layout:
     places: tuple[dict[str, list[tuple[str, int]]], ...]
 
     def groups(self, kind: int, *pools: str) -> list[str]:
-        """The pools that a kind touches, by their whole names."""
+        """The pools in which a kind keeps these."""
         return sorted({name for pool in pools for name, _ in self.places[kind][pool]})
 
 
@@ -73,35 +75,37 @@ def lay_out(
 ) -> Layout:
     """Match what kinds keep by type, the first of a type with the first and so on; see the module's docstring.
 
+    What I alone reads and what W reads may share a place, in stages of different kinds: what is longest kept is matched
+    first.
+
     Arguments:
       kept: for each kind the types of what it keeps, by ``KEPT``.
       keep_input, kind_of: see ``Keeps``.
     """
     types: dict[str, list[Entry]] = {}
-    sets: dict[str, tuple[frozenset[int], ...]] = {}
+    pools: dict[str, dict[int, Life]] = {}
     places: list[dict[str, list[tuple[str, int]]]] = [{} for _ in kept]
-    for pool in KEPT:
-        entries: list[list[Any]] = []  # for each kind: what, and how many of these came before
-        for kind in kept:
-            seen: Counter[Any] = Counter()
-            mine = []
-            for entry in kind[pool]:
-                mine.append((entry, seen[entry]))
-                seen[entry] += 1
-            entries.append(mine)
-        users: dict[Any, set[int]] = {}
-        for number, mine in enumerate(entries):
-            for entry in mine:
-                users.setdefault(entry, set()).add(number)
-        groups = sorted({frozenset(found) for found in users.values()}, key=sorted)
-        sets[pool] = tuple(groups)
-        at: dict[Any, tuple[str, int]] = {}
-        for entry, found in users.items():
-            name = f"{pool}.{groups.index(frozenset(found))}"
+    for family, members in (("residual", ("residual_w", "residual_i")), ("stash", ("stash",))):
+        matched: dict[
+            tuple[Entry, int], dict[int, str]
+        ] = {}  # an entry and how many alike came before: kind -> pool
+        numbers: list[dict[str, list[tuple[Entry, int]]]] = []
+        for kind, mine in enumerate(kept):
+            seen: Counter[Entry] = Counter()
+            numbers.append({pool: [] for pool in members})
+            for pool in members:
+                for entry in mine[pool]:
+                    matched.setdefault((entry, seen[entry]), {})[kind] = pool
+                    numbers[kind][pool].append((entry, seen[entry]))
+                    seen[entry] += 1
+        sets = sorted({tuple(sorted(users.items())) for users in matched.values()})
+        at: dict[tuple[Entry, int], tuple[str, int]] = {}
+        for key, users in matched.items():
+            name = f"{family}.{sets.index(tuple(sorted(users.items())))}"
+            pools[name] = {kind: LIVES[pool] for kind, pool in users.items()}
             held = types.setdefault(name, [])
-            at[entry] = name, len(held)
-            held.append(entry[0])
-        for number, mine in enumerate(entries):
-            places[number][pool] = [at[entry] for entry in mine]
-    keeps = Keeps(kind_of, tuple(keep_input), sets)
-    return Layout(keeps, types, tuple(places))
+            at[key] = name, len(held)
+            held.append(key[0])
+        for kind, mine_at in enumerate(numbers):
+            places[kind] |= {pool: [at[key] for key in keys] for pool, keys in mine_at.items()}
+    return Layout(Keeps(kind_of, tuple(keep_input), pools), types, tuple(places))

@@ -3,7 +3,7 @@
 ``Tick`` is the body of the engine's scan. Its state is a dict; every unit names the entries that it changes,
 which are updated in place, and reads parameters, its row and the batch besides:
 
-  x, dy, residual_i.0, residual_w.0, stash.0, ...   slot pools (see ``TickTable``)
+  x, dy, residual.0, ..., stash.0, ...   slot pools (see ``TickTable`` and ``slots``)
   y_out, dx_out                what the rank produced in this tick; sent in the next one
   own0.0, own0.1, own1.0, ...  sums of gradients of each local stage's leaves
   shared.0, ...                and of those that all stages share

@@ -8,8 +8,8 @@ from typing import Any, TypeAlias
 import jax
 
 from dualpipe_jax.pair.interleave import Pool, interleave
-from dualpipe_jax.split.jaxprs import trace_program
 from dualpipe_jax.split.plan import SplitPlan
+from dualpipe_jax.split.trace import trace_program
 
 Tree: TypeAlias = Any
 Arrays: TypeAlias = list[Any]
@@ -25,7 +25,8 @@ def side_by_side(
 
     For two microbatches' forwards, say, that are at different layers, with a cache each. The functions are traced, and
     their collectives take turns, the second's leading; see ``interleave``. The first argument of each is taken
-    for parameters, which were there long before.
+    for parameters, which were there long before. Not to be differentiated: what functions inside say of their own
+    derivatives is lost.
 
     >>> import jax.numpy as jnp
     >>> side_by_side(jnp.add, (1, 2), jnp.multiply, (3, 4))

@@ -5,9 +5,9 @@ from typing import Any, TypeAlias
 
 import jax
 
-from dualpipe_jax.split.jaxprs import trace_backward
 from dualpipe_jax.split.leaves import flags, is_floating
 from dualpipe_jax.split.plan import SplitPlan, make_plan
+from dualpipe_jax.split.trace import trace_backward
 
 Tree: TypeAlias = Any
 Arrays: TypeAlias = list[Any]

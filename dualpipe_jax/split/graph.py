@@ -158,7 +158,9 @@ class Program:
 class Cond:
     """``branches[index](*operands)``.
 
-    ``platforms``: of a choice by platform, those of each branch, None for the default's; the index is not read then.
+    Attributes:
+      platforms: of a choice by platform, those of each branch, None for the default's; the index is not read then.
+      remat: with one branch, a call that is rematerialised, with these options of ``jax.checkpoint``.
     """
 
     index: Atom
@@ -167,6 +169,7 @@ class Cond:
     outputs: tuple[Value, ...]
     scope: str = ""
     platforms: tuple[tuple[str, ...] | None, ...] | None = None
+    remat: dict[str, Any] | None = None
 
     @property
     def inputs(self) -> tuple[Atom, ...]:

@@ -26,11 +26,12 @@ from dualpipe_jax.split.graph import (
     is_cheap,
     values,
 )
-from dualpipe_jax.split.jaxprs import JointTrace
 from dualpipe_jax.split.leaves import Leaves, cut, is_floating, leaves_like
-from dualpipe_jax.split.recursion import relink, split_equations
+from dualpipe_jax.split.recursion import split_equations
+from dualpipe_jax.split.relink import relink
 from dualpipe_jax.split.run import evaluate
 from dualpipe_jax.split.slices import derived, prune
+from dualpipe_jax.split.trace import JointTrace
 
 Tree: TypeAlias = Any
 Arrays: TypeAlias = list[Any]
@@ -121,6 +122,10 @@ class SplitPlan:
     def counts(self, part: Literal["forward", "backward", "input", "weight"]) -> Counter[str]:
         """How often each primitive is applied in a part."""
         return count_primitives(getattr(self.programs, part).equations)
+
+    def primitives(self) -> frozenset[str]:
+        """Names of all primitives in the forward and the backward, also of those inside rules of the user's own."""
+        return frozenset(self.counts("forward") + self.counts("backward"))
 
     # ------------------------------------------- the programs' flat arguments and results
 

@@ -113,6 +113,8 @@ def _run_cond(cond: Cond, known: dict[Value, Any]) -> Sequence[Any]:
         return run_branch
 
     branches = [branch_function(branch) for branch in cond.branches]
+    if cond.remat is not None:
+        return jax.checkpoint(branches[0], **cond.remat)(*operands)
     if cond.platforms is None:
         return lax.switch(index, branches, *operands)
     by_platform = zip(cond.platforms, branches, strict=True)

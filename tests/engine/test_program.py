@@ -54,7 +54,7 @@ def pools_and_sums(schedule):
     params = {"stages": given["stages"], "shared": {"embed": given["embed"], "head": given["head"]}}
     inputs, targets = models.data(8, SIZE)
     state = pipeline.state(params, {"inputs": inputs, "targets": targets})
-    held = [v for k, v in state.items() if k.split(".")[0] in ("residual_i", "residual_w", "stash")]
+    held = [v for k, v in state.items() if k.split(".")[0] in ("residual", "stash")]
     held += [v for k, v in state.items() if k.startswith("own")]
     return {
         f"[{','.join(map(str, leaf.shape))}]"
@@ -160,7 +160,7 @@ def test_memory_is_what_the_pools_and_sums_need(make):
 
     num_local = len(schedule.placement.stages_on[0])
     residual_set = nbytes(plan.residuals_i) + nbytes(plan.residuals_w) + nbytes(plan.y)
-    stash = (1 + lower(schedule).num_slots["stash.0"]) * nbytes(plan.stash)
+    stash = (1 + lower(schedule).num_slots["stash"]) * nbytes(plan.stash)
     sums = num_local * nbytes(params["stages"]) + nbytes(params["embed"]) + nbytes(params["head"])
     mirrored = (num_local - 1) * nbytes(params["stages"])
     needed = (RANKS + (make is dualpipe)) * residual_set + stash + sums + mirrored

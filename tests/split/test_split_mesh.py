@@ -197,3 +197,30 @@ def test_a_loss_beside_the_output_that_is_a_mean_over_ep():
     assert_trees_match(want, alike, exact=False)
     assert_trees_match(want, varied, exact=False)
     assert plans[-1].y[1]["count"].dtype == jnp.int32
+
+
+def test_all_primitives_are_named_those_of_a_backward_of_the_users_own_too():
+    """A permute that only the backward does."""
+
+    @jax.custom_vjp
+    def rotate(x):
+        return jnp.sin(x)
+
+    rotate.defvjp(
+        lambda x: (jnp.sin(x), None),
+        lambda _, dy: (lax.ppermute(dy, "ep", [(k, (k + 1) % 4) for k in range(4)]),),
+    )
+    layer = jax.checkpoint(lambda w, x: (rotate(x @ w), None))
+    found = []
+
+    def on_device(w, x):
+        plan = split_backward(lambda w, x: lax.scan(lambda x, w: layer(w, x), x, w)[0]).trace(w, x)
+        found.append(plan)
+        return x
+
+    w = normal(1, 2, WIDTH, WIDTH)
+    jax.eval_shape(
+        jax.shard_map(on_device, mesh=MESH, in_specs=(P(), EVERYWHERE), out_specs=EVERYWHERE), w, X
+    )
+    assert "ppermute" in found[0].primitives() and not found[0].counts("forward")["ppermute"]
+    assert {"dot_general", "sin"} <= found[0].primitives()

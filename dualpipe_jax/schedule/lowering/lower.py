@@ -21,6 +21,10 @@ _MOMENTS = 2
 """To a tick: its unit, then the arrivals."""
 
 
+Life = Literal["FI", "FW", "IW"]
+"""The unit that fills a slot, and the last one that reads it (of a full backward, which is both, B)."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Keeps:
     """What stages of each kind keep between their units.
@@ -29,26 +33,23 @@ class Keeps:
       kind_of: the kind of each model stage, numbers from 0.
       keep_input: for each kind, how long a stage's input stays in its slot: to the end of "F", of "I" or of "W" (with a
         full backward the last two are the same).
-      pools: for "residual_i" (what only I reads), "residual_w" (what W reads) and "stash" (what I hands to W) the sets
-        of kinds that share a pool: pool ``residual_w.1`` holds values of the stages whose kind is in the second set.
-        A kind may be in many sets, and in none.
+      pools: by name, for each kind that keeps values there how long: "FI", from its F to its I, "FW" or "IW". A kind may
+        use many pools, and none.
     """
 
     kind_of: tuple[int, ...]
     keep_input: tuple[Literal["F", "I", "W"], ...]
-    pools: Mapping[str, tuple[frozenset[int], ...]]
+    pools: Mapping[str, Mapping[int, Life]]
 
     @classmethod
     def alike(cls, num_stages: int, keep_input: Literal["F", "I", "W"] = "W") -> "Keeps":
-        """All stages of one kind."""
-        every = (frozenset({0}),)
-        return cls(
-            (0,) * num_stages, (keep_input,), {"residual_i": every, "residual_w": every, "stash": every}
-        )
-
-    def named(self, *names: str) -> dict[str, frozenset[int]]:
-        """The pools by their whole names, with the kinds that use them."""
-        return {f"{name}.{g}": kinds for name in names for g, kinds in enumerate(self.pools[name])}
+        """All stages of one kind, which keeps something for each of its units."""
+        pools: dict[str, Mapping[int, Life]] = {
+            "residual_i": {0: "FI"},
+            "residual_w": {0: "FW"},
+            "stash": {0: "IW"},
+        }
+        return cls((0,) * num_stages, (keep_input,), pools)
 
 
 class Stand(NamedTuple):
@@ -85,16 +86,16 @@ class TickTable:
         column it holds 0, or the bin for an arrival that nobody awaits.
       channels: the permutes of a tick.
       num_slots: slots of each pool, by pool name: "x" (stage inputs; one more than needed: the last is
-        the bin), "dy" (gradients of stage outputs; likewise), and those of ``keeps.named(...)``.
+        the bin), "dy" (gradients of stage outputs; likewise), and those of ``keeps.pools``.
       hands_over: of "x" and "dy" those into which some rank writes for a next stage of its own.
       keeps: what was asked for.
 
     Columns (F_...: of the forward; G_...: of the backward, which is a B, I or W):
       unit: its number; -1 for none.
       F_microbatch, G_microbatch: number in the whole batch.   F_stage, G_stage: number in the model.
-      F_x: slot of the stage's input, unless the stage is the first.   F_residual_i.0, ...: slots that it fills.
+      F_x: slot of the stage's input, unless the stage is the first.   F_POOL: slots that it fills.
       F_y: slot in "x" for an output whose next stage is on the same rank; the bin otherwise.
-      G_x, G_dy, G_residual_i.0, ..., G_stash.0, ...: slots that it reads; G_stash of an I: that it fills.
+      G_x, G_dy, G_POOL: slots that it reads, or, of what is kept from I to W, that an I fills.
       G_dx: slot in "dy" for an input gradient whose next stage is on the same rank; the bin otherwise.
       arrive0, arrive1, ...: for each channel the slot ("x" for a y, "dy" for a dx) of what it brings.
     """
@@ -172,30 +173,30 @@ def forward_only(schedule: Schedule) -> Schedule:
 def tabulate(flat: Flat, ticks: np.ndarray, keeps: Keeps) -> TickTable:
     """The table of a placement: ``ticks`` holds the tick of each slot of ``flat``, one slot a tick."""
     schedule, permutes, values = flat.schedule, channels(flat.schedule), _Values(flat, ticks, keeps)
-    residuals, stash = keeps.named("residual_i", "residual_w"), keeps.named("stash")
+    filled = [name for name, lives in keeps.pools.items() if set(lives.values()) != {"IW"}]
     slot_of, num_slots = {}, {}
     for pool, (start, end) in values.lives().items():
         slot_of[pool], num_slots[pool] = _colour(values.rank, start, end)
     for pool in ("x", "dy"):
         num_slots[pool] += 1
     columns = (
-        *("unit", "F_microbatch", "F_stage", "F_x", "F_y", *(f"F_{pool}" for pool in residuals)),
-        *("G_microbatch", "G_stage", "G_x", "G_dy", "G_dx", *(f"G_{pool}" for pool in (*residuals, *stash))),
+        *("unit", "F_microbatch", "F_stage", "F_x", "F_y", *(f"F_{pool}" for pool in filled)),
+        *("G_microbatch", "G_stage", "G_x", "G_dy", "G_dx", *(f"G_{pool}" for pool in keeps.pools)),
         *(f"arrive{k}" for k in range(len(permutes))),
     )
     array = np.zeros((int(ticks.max(initial=-1)) + 1, schedule.num_ranks, len(columns)), np.int32)
     number = {name: k for k, name in enumerate(columns)}
 
-    def put(name: str, slots, filled):
-        array[ticks[slots], flat.rank[slots], number[name]] = filled
+    def put(name: str, slots, entries):
+        array[ticks[slots], flat.rank[slots], number[name]] = entries
 
     units, unit_of = values.units()
     array[:, :, number["unit"]] = -1
     put("unit", np.arange(flat.num_slots), unit_of)
     works = [
-        ("F", flat.f_slot, residuals),
-        ("G", flat.g_slot, residuals | stash),
-        ("G", flat.w_slot, residuals | stash),
+        ("F", flat.f_slot, filled),
+        ("G", flat.g_slot, [*keeps.pools]),
+        ("G", flat.w_slot, [*keeps.pools]),
     ]
     for letter, slots, pools in works:
         mine = np.flatnonzero(slots >= 0)
@@ -289,11 +290,13 @@ class _Values:
             "x": (np.where((self.f >= 0) & ~self.first, x, -1), x_end),
             "dy": (np.where(back & ~self.last, dy, -1), self.g),
         }
-        moments = {"residual_i": (self.f, self.g), "residual_w": (self.f, self.w), "stash": (self.g, self.w)}
-        for name, (start, end) in moments.items():
-            there = self.split if name == "stash" else back
-            for pool, kinds in keeps.named(name).items():
-                lives[pool] = np.where(there & np.isin(self.kind, list(kinds)), start, -1), end
+        moments = {"FI": (self.f, self.g), "FW": (self.f, self.w), "IW": (self.g, self.w)}
+        for name, by_kind in keeps.pools.items():
+            start, end = np.full(len(self.f), -1), np.full(len(self.f), -1)
+            for kind, life in by_kind.items():
+                there = (self.kind == kind) & (self.split if life == "IW" else back)
+                start[there], end[there] = moments[life][0][there], moments[life][1][there]
+            lives[name] = start, end
         return lives
 
     def _received(self, produced: np.ndarray, source: np.ndarray) -> np.ndarray:

@@ -8,9 +8,7 @@ from dualpipe_jax.schedule.lowering.alone import units_alone
 from dualpipe_jax.schedule.lowering.lower import OPS, Keeps
 
 PAIRED = pytest.mark.parametrize("make", [dualpipe, dualpipe_v], ids=lambda make: make.__name__)
-FIRST_MIDDLE_LAST = Keeps(
-    (0, *(1,) * 2, 2), ("W",) * 3, {name: () for name in ("residual_i", "residual_w", "stash")}
-)
+FIRST_MIDDLE_LAST = Keeps((0, *(1,) * 2, 2), ("W",) * 3, {})
 
 
 def running(table):

@@ -103,8 +103,8 @@ def play(table: TickTable) -> list[list[tuple[str, int, int]]]:
                 assert keeps.kind_of[row[f"{letter}_stage"]] == stand.kind
                 return stage, microbatch
 
-            def kept(name: str, kind: int) -> list[str]:
-                return [pool for pool, kinds in keeps.named(name).items() if kind in kinds]
+            def kept(lives: str, kind: int) -> list[str]:
+                return [name for name, kinds in keeps.pools.items() if kinds.get(kind, "-") in lives.split()]
 
             if unit.forward is not None:
                 stage, mb = stage_of("F", unit.forward)
@@ -115,18 +115,15 @@ def play(table: TickTable) -> list[list[tuple[str, int, int]]]:
                 keep = keeps.keep_input[unit.backward.kind]
                 if not placement.is_first(back) and (keep == "W" or (keep == "I" and unit.op != "W")):
                     pool["x"].read(row["G_x"], ("x", back, back_mb))
-                reads = {"I": ("residual_i", "residual_w"), "W": ("residual_w", "stash")}
-                for name in reads.get(unit.op, ("residual_i", "residual_w")):
-                    for full in kept(name, unit.backward.kind):
-                        pool[full].read(row[f"G_{full}"], (full, back, back_mb))
+                for full in kept("FW IW" if unit.op == "W" else "FI FW", unit.backward.kind):
+                    pool[full].read(row[f"G_{full}"], (full, back, back_mb))
                 if unit.op != "W" and not placement.is_last(back):
                     pool["dy"].read(row["G_dy"], ("dy", back, back_mb))
 
             if unit.forward is not None:
                 if backward:
-                    for name in ("residual_i", "residual_w"):
-                        for full in kept(name, unit.forward.kind):
-                            pool[full].write(row[f"F_{full}"], (full, stage, mb))
+                    for full in kept("FI FW", unit.forward.kind):
+                        pool[full].write(row[f"F_{full}"], (full, stage, mb))
                 if not placement.is_last(stage):
                     out[r]["y"] = y = ("x", stage + 1, mb)
                     here = placement.rank_of[stage + 1] == r
@@ -136,7 +133,7 @@ def play(table: TickTable) -> list[list[tuple[str, int, int]]]:
                 done[r].append(("F", stage, mb))
             if unit.backward is not None:
                 if unit.op == "I":
-                    for full in kept("stash", unit.backward.kind):
+                    for full in kept("IW", unit.backward.kind):
                         pool[full].write(row[f"G_{full}"], (full, back, back_mb))
                 if unit.op != "W" and not placement.is_first(back):
                     out[r]["dx"] = dx = ("dy", back - 1, back_mb)
@@ -163,7 +160,7 @@ def clashes(table: TickTable, row: dict[str, int]) -> set[tuple[str, int]]:
     placement, keeps = table.schedule.placement, table.keeps
     last = placement.num_model_stages - 1
     bins = {("x", table.num_slots["x"] - 1), ("dy", table.num_slots["dy"] - 1)}
-    names = [*keeps.named("residual_i", "residual_w").items()]
+    names = [(name, [k for k, life in kinds.items() if life != "IW"]) for name, kinds in keeps.pools.items()]
     forward = {(name, row[f"F_{name}"]) for name, kinds in names if unit.forward.kind in kinds}
     forward |= {("x", row["F_x"])} if row["F_stage"] > 0 else set()
     forward |= {("x", row["F_y"])} if row["F_stage"] < last else set()
@@ -180,14 +177,14 @@ def random_keeps(num_stages: int, seed: int) -> Keeps:
     draw = random.Random(seed)
     num_kinds = draw.randint(1, 3)
 
-    def sets() -> tuple[frozenset[int], ...]:
-        found = {frozenset(draw.sample(range(num_kinds), draw.randint(1, num_kinds))) for _ in range(3)}
-        return tuple(sorted(found, key=sorted))[: draw.randint(0, 3)]
+    def pool() -> dict[int, str]:
+        kinds = draw.sample(range(num_kinds), draw.randint(1, num_kinds))
+        return {kind: draw.choice(("FI", "FW", "IW")) for kind in kinds}
 
     return Keeps(
         tuple(draw.randrange(num_kinds) for _ in range(num_stages)),
         tuple(draw.choice(("F", "I", "W")) for _ in range(num_kinds)),
-        {name: sets() for name in ("residual_i", "residual_w", "stash")},
+        {f"pool{k}": pool() for k in range(draw.randint(0, 5))},
     )
 
 
@@ -304,12 +301,12 @@ def test_no_more_slots_than_the_schedule_has_live():
     for schedule in SCHEDULES:
         peaks = simulate(schedule)
         table = lower(schedule)
-        assert table.num_slots["residual_i.0"] == max(peaks.peak_activations)
-        assert table.num_slots["residual_w.0"] <= max(peaks.peak_inputs)
-        assert table.num_slots["stash.0"] <= max(peaks.peak_weight_stashes) + 1
+        assert table.num_slots["residual_i"] == max(peaks.peak_activations)
+        assert table.num_slots["residual_w"] <= max(peaks.peak_inputs)
+        assert table.num_slots["stash"] <= max(peaks.peak_weight_stashes) + 1
         enough = schedule.num_microbatches >= 2 * schedule.num_ranks - 2
         if schedule.name == "dualpipe" and schedule.num_ranks >= 4 and enough:
-            assert table.num_slots["residual_w.0"] == schedule.num_ranks + 1
+            assert table.num_slots["residual_w"] == schedule.num_ranks + 1
 
 
 def test_makespan_is_that_of_the_plain_recursion():
@@ -356,7 +353,7 @@ def test_dualpipe_loses_nothing_to_ticks(num_ranks, costs):
         schedule = dualpipe(num_ranks, num_microbatches)
         table, ideal = lower(schedule, costs), simulate(schedule, costs).makespan
         assert table.makespan(costs) <= 1.0001 * ideal, f"{num_microbatches} microbatches"
-        assert table.num_slots["residual_i.0"] == table.num_slots["residual_w.0"] == num_ranks + 1
+        assert table.num_slots["residual_i"] == table.num_slots["residual_w"] == num_ranks + 1
 
 
 def test_a_schedule_that_hangs_is_refused():
