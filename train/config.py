@@ -66,10 +66,15 @@ class MeshConfig:
 class DataConfig:
     """What is read."""
 
-    paths: Annotated[tuple[Path, ...], arg(name="data", metavar="PATH ...")] = ()
-    """Text files or folders to train on, instead of the standard library. A tenth is held out."""
+    paths: Annotated[tuple[str, ...], arg(name="data", metavar="PATH ...")] = ()
+    """What to train on, instead of the standard library: folders that scripts/prepare made (here or at a URL), text
+    files or folders of text, ArrayRecord files, Hugging Face data sets on disk. Of text a tenth is held out."""
+    weights: Annotated[tuple[float, ...], arg(name="data-weights", metavar="WEIGHT ...")] = ()
+    """A share of all sequences for each path of --data; by their tokens if left out."""
+    tokenizer: Annotated[str | None, arg(metavar="FILE")] = None
+    """A tokenizer.json for text that is not prepared; bytes if left out."""
     sequence: int = 64
-    """Bytes of a sequence."""
+    """Tokens of a sequence."""
     eval_batches: int = 8
     """Batches of held-out text that the loss is measured on, before and after."""
 
@@ -138,7 +143,7 @@ class TrainConfig:
 
     @property
     def tokens_per_step(self) -> int:
-        """Bytes that a step learns from."""
+        """Tokens that a step learns from."""
         return self.mesh.microbatches * self.mesh.microbatch_size * self.data.sequence
 
 

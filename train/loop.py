@@ -13,7 +13,7 @@ from rich.console import Console
 from dualpipe_jax.schedule import CostModel, Schedule, simulate
 from dualpipe_jax.schedule.formats.text import format_grid
 from train.config import ConfigError, TrainConfig
-from train.data import draw_batch, even_batches
+from train.data import Batch, Prefetch
 from train.errors import DivergedError
 from train.metrics import Display, MetricsFile, Pace
 from train.model import count_parameters, model_config
@@ -29,17 +29,18 @@ def run(config: TrainConfig, console: Console) -> Path:
     this = prepare(config)
     make_folder(folder)
     introduce(this, folder, console)
+    unit = this.corpus.vocabulary.unit
     with MetricsFile(folder / "metrics.jsonl") as file:
         say(console, "\ncompiling ...")
         before = evaluate(this, this.state.params)
         file.write({"step": 0, "heldout_loss": before})
-        say(console, f"held-out loss before training: {before:.3f} nats per byte")
+        say(console, f"held-out loss before training: {before:.3f} nats per {unit}")
         state = train(this, file, console)
         after = evaluate(this, state.params)
         file.write({"step": config.optimizer.steps, "heldout_loss": after})
     say(
         console,
-        f"held-out loss   from {before:.3f} to {after:.3f} nats per byte\n"
+        f"held-out loss   from {before:.3f} to {after:.3f} nats per {unit}\n"
         f"bubble          {bubble(this.schedule):.1%} of {this.schedule.name}'s step when F = I = W\n"
         f"wall time       {time.perf_counter() - began:.0f} s, compilation included\n"
         f"files           {folder}/: config.json, schedule.txt, metrics.jsonl",
@@ -50,12 +51,16 @@ def run(config: TrainConfig, console: Console) -> Path:
 def train(this: Run, file: MetricsFile, console: Console) -> TrainState:
     """All steps of a run; each leaves a line in the metrics."""
     config, state, pace = this.config, this.state, Pace()
-    batch = draw_batch(this.corpus.train, config.seed, 0, config.batch_shape)
-    with Display(console, config.optimizer.steps, config.log.every) as display:
-        for step in range(config.optimizer.steps):
+    num_steps = config.optimizer.steps
+
+    def draw(step: int) -> Batch:
+        return this.corpus.train_batch(config.seed, step, config.batch_shape)
+
+    with Display(console, num_steps, config.log.every) as display, Prefetch(draw, stop=num_steps) as ahead:
+        for step in range(num_steps):
             started = time.perf_counter()
-            state, on_device = this.update(state, *batch)
-            batch = draw_batch(this.corpus.train, config.seed, step + 1, config.batch_shape)
+            batch = ahead.get(step)
+            state, on_device = this.update(state, batch["inputs"], batch["targets"])
             metrics = {name: value.item() for name, value in jax.device_get(on_device).items()}
             seconds = time.perf_counter() - started
             pace.add(seconds)
@@ -65,6 +70,7 @@ def train(this: Run, file: MetricsFile, console: Console) -> TrainState:
                 "learning_rate": float(this.learning_rate(step)),
                 "step_s": seconds,
                 "tokens_per_s": config.tokens_per_step / seconds,
+                "data_wait_s": ahead.wait,
             }
             file.write(record)
             display.step(step + 1, record, pace)
@@ -75,10 +81,11 @@ def train(this: Run, file: MetricsFile, console: Console) -> TrainState:
 
 def evaluate(this: Run, params: Any) -> float:
     """Mean loss on held-out text, in nats per byte; the same text for every run on the same data."""
-    batches = even_batches(this.corpus.heldout, this.config.data.eval_batches, this.config.batch_shape)
+    shape = this.config.batch_shape
+    num_sequences = this.config.data.eval_batches * shape[0] * shape[1]
     losses = []
-    for batch in batches:
-        (loss, _), _ = this.apply(params, *batch)
+    for batch, _ in this.corpus.heldout_batches(num_sequences, shape):
+        (loss, _), _ = this.apply(params, batch["inputs"], batch["targets"])
         losses.append(loss.item())
     return sum(losses) / len(losses)
 
@@ -112,13 +119,14 @@ def introduce(this: Run, folder: Path, console: Console) -> None:
     picture = format_grid(this.schedule)
     (folder / "schedule.txt").write_text(picture + "\n")
     (folder / "config.json").write_text(json.dumps(plain(config), indent=2) + "\n")
-    total, active = count_parameters(model_config(config))
+    unit = corpus.vocabulary.unit
+    total, active = count_parameters(model_config(config, corpus.vocab))
     say(
         console,
-        f"model      {config.model.name}: {total / 1e6:.2f} M parameters, {active / 1e6:.2f} M at work on a byte\n"
-        f"data       {corpus.num_documents} documents: {len(corpus.train) / 1e6:.1f} MB to train on, "
-        f"{len(corpus.heldout) / 1e6:.1f} MB held out\n"
-        f"step       {' x '.join(map(str, config.batch_shape[:2]))} sequences of {config.data.sequence} bytes\n"
+        f"model      {config.model.name}: {total / 1e6:.2f} M parameters, {active / 1e6:.2f} M at work on a {unit}\n"
+        f"data       {corpus.num_documents} documents: {corpus.num_tokens / 1e6:.1f} M {unit}s to train on, "
+        f"{corpus.num_heldout / 1e6:.1f} M held out\n"
+        f"step       {' x '.join(map(str, config.batch_shape[:2]))} sequences of {config.data.sequence} {unit}s\n"
         f"devices    pp {config.mesh.pp} x ep {config.mesh.ep}, {jax.devices()[0].platform}\n",
     )
     width = console.width if console.is_terminal else None  # cut off at the edge; the file has it whole

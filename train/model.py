@@ -14,7 +14,7 @@ from dualpipe_jax.schedule import Schedule
 from train.config import ConfigError, TrainConfig
 
 VOCAB = 256
-"""Tokens are bytes."""
+"""Of bytes."""
 
 
 def byte(**changes: Any) -> models.Config:
@@ -37,19 +37,19 @@ def byte(**changes: Any) -> models.Config:
 SIZES: dict[str, Callable[..., models.Config]] = {"byte": byte, "tiny": models.tiny, "small": models.small}
 
 
-def model_config(config: TrainConfig) -> models.Config:
+def model_config(config: TrainConfig, vocab: int = VOCAB) -> models.Config:
     """The model's numbers. Raises ConfigError for a size that there is not."""
     if config.model.name not in SIZES:
         raise ConfigError(f"--model {config.model.name}: there are {', '.join(SIZES)}")
-    size = SIZES[config.model.name](vocab=VOCAB, compute_dtype=jnp.dtype(config.model.precision))
+    size = SIZES[config.model.name](vocab=vocab, compute_dtype=jnp.dtype(config.model.precision))
     if config.model.layers is None:
         return size
     return SIZES[config.model.name](
-        vocab=VOCAB, compute_dtype=size.compute_dtype, num_layers=config.model.layers + size.num_dense_layers
+        vocab=vocab, compute_dtype=size.compute_dtype, num_layers=config.model.layers + size.num_dense_layers
     )
 
 
-def make_model(config: TrainConfig, num_stages: int) -> models.Model:
+def make_model(config: TrainConfig, num_stages: int, vocab: int = VOCAB) -> models.Model:
     """The model cut into stages, its experts over ep.
 
     Where the stages are not equally deep, empty places run too, see ``models.deepseek``.
@@ -57,7 +57,7 @@ def make_model(config: TrainConfig, num_stages: int) -> models.Model:
     Raises:
       ConfigError: there are fewer layers than stages, or ep cannot share the experts.
     """
-    numbers = model_config(config)
+    numbers = model_config(config, vocab)
     if numbers.num_moe_layers < num_stages:
         raise ConfigError(
             f"--schedule {config.mesh.schedule} --pp {config.mesh.pp}: {num_stages} stages need a layer each, --model "

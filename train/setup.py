@@ -17,7 +17,7 @@ from dualpipe_jax.engine import (
 from dualpipe_jax.parallel import make_mesh
 from dualpipe_jax.schedule import Schedule
 from train.config import ConfigError, TrainConfig, make_schedule, too_few_devices
-from train.data import Corpus, load_corpus
+from train.data import Corpus, open_corpus
 from train.model import make_model, place
 from train.step import TrainState, Update, init_state, make_optimizer, make_update, warmup_cosine
 
@@ -56,7 +56,7 @@ def prepare(config: TrainConfig) -> Run:
     if jax.device_count() < config.mesh.pp * config.mesh.ep:
         raise ConfigError(too_few_devices(config, jax.device_count()))
     mesh = make_mesh(config.mesh.pp, config.mesh.ep)
-    model = make_model(config, schedule.placement.num_model_stages)
+    model = make_model(config, schedule.placement.num_model_stages, corpus.vocab)
     functions = PipelineModel(*model.functions)
     engine = dict(param_specs=model.param_specs, has_aux=True)
     value_and_grad = pipeline_value_and_grad(functions, schedule, mesh, **engine)
@@ -81,12 +81,7 @@ def prepare(config: TrainConfig) -> Run:
 
 
 def read_data(config: TrainConfig) -> Corpus:
-    """The corpus, long enough for a sequence. Raises ConfigError or DataError."""
-    corpus = load_corpus(config.data.paths)
-    for what, tokens in (("to train on", corpus.train), ("held out", corpus.heldout)):
-        if len(tokens) <= config.data.sequence:
-            raise ConfigError(
-                f"--data: {len(tokens)} bytes {what}, but --sequence {config.data.sequence} takes more; "
-                "give more text or a shorter sequence"
-            )
+    """The corpus, long enough for a sequence. Raises DataError."""
+    corpus = open_corpus(config.data.paths, config.data.weights, config.data.tokenizer)
+    corpus.check(config.data.sequence)
     return corpus

@@ -12,6 +12,8 @@ from dualpipe_jax.schedule import gpipe, one_f_one_b
 from train import loop
 from train.config import configure
 from train.data import Corpus
+from train.data.corpus import text_source
+from train.data.vocabulary import Vocabulary
 from train.errors import DivergedError
 from train.metrics import Display, MetricsFile, Pace
 
@@ -28,10 +30,10 @@ def fake_run(losses):
         metrics = {"loss": losses[state], "grad_norm": 1.0, "max_vio": 0.25, "dropped": 3}
         return state + 1, {name: np.asarray(value) for name, value in metrics.items()}
 
-    tokens = np.arange(64, dtype=np.uint8)
+    text = [bytes(range(1, 64))]
     return types.SimpleNamespace(
         config=CONFIG,
-        corpus=Corpus(tokens, tokens, 1),
+        corpus=Corpus((text_source("text", text, text, 1, Vocabulary()),)),
         state=0,
         update=update,
         learning_rate=lambda step: 0.5,
@@ -52,7 +54,15 @@ def test_a_step_is_a_line_of_json(tmp_path):
     lines, _ = run([5.0, 4.0, 3.0, 2.0, 1.0], tmp_path / "metrics.jsonl")
     assert [line["step"] for line in lines] == [1, 2, 3, 4, 5]
     assert [line["loss"] for line in lines] == [5.0, 4.0, 3.0, 2.0, 1.0]
-    assert {"grad_norm", "max_vio", "dropped", "learning_rate", "step_s", "tokens_per_s"} <= lines[0].keys()
+    assert {
+        "grad_norm",
+        "max_vio",
+        "dropped",
+        "learning_rate",
+        "step_s",
+        "tokens_per_s",
+        "data_wait_s",
+    } <= lines[0].keys()
 
 
 def test_plain_output_is_a_line_now_and_then(tmp_path):
