@@ -16,7 +16,7 @@ import numpy as np
 from train.data import batches
 from train.data.batches import Batch
 from train.data.errors import DataError
-from train.data.mixture import Mixture, mixture
+from train.data.mixture import Mixture, mixture, parts
 from train.data.streams import ArrayStream, Stream
 from train.data.vocabulary import BYTES, Vocabulary
 
@@ -82,10 +82,10 @@ class Corpus:
     @functools.cached_property
     def fingerprint(self) -> str:
         """Equal where all batches are equal for equal seeds and shapes: data, tokens, proportions and rules."""
-        parts = [(source.fingerprint, source.weight) for source in self.sources]
-        return hashlib.sha256(
-            json.dumps([batches.ORDER, self.vocabulary.fingerprint, parts]).encode()
-        ).hexdigest()
+        prints = [source.fingerprint for source in self.sources]
+        shares = parts([source.weight for source in self.sources])
+        content = json.dumps([batches.ORDER, self.vocabulary.fingerprint, prints, shares])
+        return hashlib.sha256(content.encode()).hexdigest()
 
     def train_batch(
         self, seed: int, step: int, shape: tuple[int, int, int], part: tuple[slice, ...] = ()

@@ -162,11 +162,12 @@ def read_document(folder: Path, manifest: Manifest, split: str, number: int) -> 
     Raises:
       IndexError: there is no such document.
     """
+    left = number
     for shard in getattr(manifest, split):
-        if number < shard.documents:
-            start, stop = np.load(folder / shard.index, mmap_mode="r")[number : number + 2].tolist()
+        if left < shard.documents:
+            start, stop = np.load(folder / shard.index, mmap_mode="r")[left : left + 2].tolist()
             return np.memmap(folder / shard.file, dtype=_on_disk(manifest.dtype), mode="r")[start:stop]
-        number -= shard.documents
+        left -= shard.documents
     raise IndexError(f"{folder}: no document {number} in {split}")
 
 
