@@ -13,7 +13,7 @@ from train import loop
 from train.config import configure
 from train.data import Corpus
 from train.data.corpus import text_source
-from train.data.vocabulary import Vocabulary
+from train.data.vocabulary import BYTES
 from train.errors import DivergedError
 from train.metrics import Display, MetricsFile, Pace
 
@@ -22,18 +22,21 @@ CONFIG = configure(pp=1, ep=1, microbatches=2, microbatch_size=1, sequence=4, st
 
 def fake_run(losses):
     """A run whose step ``n`` returns ``losses[n]``, or raises it."""
+    text = [bytes(range(1, 64))]
+    corpus = Corpus((text_source("text", text, text, 1, BYTES),))
 
     def update(state, inputs, targets):
-        assert inputs.shape == targets.shape == CONFIG.batch_shape
+        expected = corpus.train_batch(CONFIG.seed, state, CONFIG.batch_shape)  # the state counts steps
+        np.testing.assert_array_equal(inputs, expected["inputs"])
+        np.testing.assert_array_equal(targets, expected["targets"])
         if isinstance(losses[state], BaseException):
             raise losses[state]
         metrics = {"loss": losses[state], "grad_norm": 1.0, "max_vio": 0.25, "dropped": 3}
         return state + 1, {name: np.asarray(value) for name, value in metrics.items()}
 
-    text = [bytes(range(1, 64))]
     return types.SimpleNamespace(
         config=CONFIG,
-        corpus=Corpus((text_source("text", text, text, 1, Vocabulary()),)),
+        corpus=corpus,
         state=0,
         update=update,
         learning_rate=lambda step: 0.5,

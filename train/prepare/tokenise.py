@@ -69,7 +69,8 @@ def bucket_texts(bucket: int, shop: Shop) -> Iterator[tuple[str, bytes]]:
     first = shop.plan.first(bucket)
     for number, text in enumerate(shop.parts.texts(pieces[kept], numbers[kept]), first):
         if shop.plan.cut:
-            yield from zip(SPLITS, cut(text, shop.plan.cut), strict=True)
+            both = zip(SPLITS, cut(text, shop.plan.cut), strict=True)
+            yield from ((split, part) for split, part in both if part)
         else:
             yield ("heldout" if number < shop.plan.heldout else "train"), text
 
