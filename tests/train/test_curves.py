@@ -21,7 +21,7 @@ def curve(schedule, num_steps=NUM_STEPS, **options):
     """Losses and dropped assignments of the first steps, and the number of slices that the model is cut into."""
     config = configure(schedule=schedule, **options)
     run = prepare(config)
-    state, losses, dropped = run.state, [], []
+    state, losses, dropped = run.init(), [], []
     for step in range(num_steps):
         batch = run.corpus.train_batch(config.seed, step, config.batch_shape)
         state, metrics = run.update(state, batch["inputs"], batch["targets"])
