@@ -103,6 +103,16 @@ class LogConfig:
 
     every: Annotated[int, arg(name="log-every")] = 10
     """Steps between lines where the output is not a terminal."""
+    load_every: int = 10
+    """Steps between records of each expert's load in metrics.jsonl; balance and drops are in every one."""
+    track: tuple[Literal["tensorboard", "wandb"], ...] = ()
+    """Who is told the metrics besides metrics.jsonl. Weights & Biases is kept offline."""
+    peak_tflops: float | None = None
+    """Peak TFLOP/s of one device, which MFU is a share of; that of the data sheet for devices that are known."""
+    measure_peak: bool = False
+    """Where no peak is known, on CPU, take the measured rate of a matmul for it."""
+    profile: Annotated[int, arg(metavar="STEPS")] = 0
+    """Steps to profile: a trace for Perfetto and XProf, and the measured timeline beside the schedule's theory."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -224,10 +234,11 @@ AT_LEAST_ONE = (
     "--sequence",
     "--steps",
     "--log-every",
+    "--load-every",
     "--eval-batches",
 )
-NOT_NEGATIVE = ("--seed", "--warmup", "--weight-decay", "--bias-rate")
-POSITIVE = ("--learning-rate", "--clip", "--capacity-factor")
+NOT_NEGATIVE = ("--profile", "--seed", "--warmup", "--weight-decay", "--bias-rate")
+POSITIVE = ("--learning-rate", "--clip", "--capacity-factor", "--peak-tflops")
 
 
 def check(config: TrainConfig) -> None:
@@ -239,8 +250,9 @@ def check(config: TrainConfig) -> None:
     )
     for flags, holds, must in bounds:
         for flag in flags:
-            if not holds(option(config, flag)):
-                raise ConfigError(f"{flag} {option(config, flag)}: {must}")
+            value = option(config, flag)
+            if value is not None and not holds(value):
+                raise ConfigError(f"{flag} {value}: {must}")
     if config.name is not None and (not config.name.strip(".") or Path(config.name).name != config.name):
         raise ConfigError(f"--name {config.name}: must be a plain name; --runs says in which folder")
     size, ep = config.mesh.microbatch_size, config.mesh.ep

@@ -15,11 +15,15 @@ from dualpipe_jax.schedule.formats.text import format_grid
 from train.config import ConfigError, TrainConfig
 from train.data import draw_batch, even_batches
 from train.errors import DivergedError
+from train.figures import step_record
 from train.metrics import Display, MetricsFile, Pace
 from train.model import count_parameters, model_config
 from train.options import plain
+from train.predict import model_flops
+from train.rates import Rates, find_peak, memory_gib
 from train.setup import Run, prepare
 from train.step import TrainState
+from train.trackers import Tracker, Trackers
 
 
 def run(config: TrainConfig, console: Console) -> Path:
@@ -29,7 +33,8 @@ def run(config: TrainConfig, console: Console) -> Path:
     this = prepare(config)
     make_folder(folder)
     introduce(this, folder, console)
-    with MetricsFile(folder / "metrics.jsonl") as file:
+    metrics = MetricsFile(folder / "metrics.jsonl")
+    with Trackers(metrics, config.log.track, folder, plain(config)) as file:
         say(console, "\ncompiling ...")
         before = evaluate(this, this.state.params)
         file.write({"step": 0, "heldout_loss": before})
@@ -47,30 +52,48 @@ def run(config: TrainConfig, console: Console) -> Path:
     return folder
 
 
-def train(this: Run, file: MetricsFile, console: Console) -> TrainState:
+def train(this: Run, file: Tracker, console: Console) -> TrainState:
     """All steps of a run; each leaves a line in the metrics."""
     config, state, pace = this.config, this.state, Pace()
+    devices, rates = jax.devices()[: config.mesh.pp * config.mesh.ep], run_rates(config)
     batch = draw_batch(this.corpus.train, config.seed, 0, config.batch_shape)
     with Display(console, config.optimizer.steps, config.log.every) as display:
         for step in range(config.optimizer.steps):
             started = time.perf_counter()
             state, on_device = this.update(state, *batch)
+            dispatched = time.perf_counter()
             batch = draw_batch(this.corpus.train, config.seed, step + 1, config.batch_shape)
-            metrics = {name: value.item() for name, value in jax.device_get(on_device).items()}
+            drawn = time.perf_counter()
+            metrics = jax.device_get(on_device)
             seconds = time.perf_counter() - started
             pace.add(seconds)
+            with_load = step % config.log.load_every == 0 or step + 1 == config.optimizer.steps
             record = {
                 "step": step + 1,
-                **metrics,
+                **step_record(metrics, with_load=with_load),
                 "learning_rate": float(this.learning_rate(step)),
                 "step_s": seconds,
-                "tokens_per_s": config.tokens_per_step / seconds,
+                "data_s": drawn - dispatched,
+                **rates.of(seconds),
+                **memory_gib(devices),
             }
             file.write(record)
             display.step(step + 1, record, pace)
-            if not math.isfinite(metrics["loss"]):
-                raise DivergedError(f"loss is {metrics['loss']} at step {step + 1}; lower --learning-rate")
+            if not math.isfinite(record["loss"]):
+                raise DivergedError(f"loss is {record['loss']} at step {step + 1}; lower --learning-rate")
     return state
+
+
+def run_rates(config: TrainConfig) -> Rates:
+    """What turns the duration of a run's steps into rates."""
+    numbers, devices = model_config(config), jax.devices()[: config.mesh.pp * config.mesh.ep]
+    _, active = count_parameters(numbers)
+    return Rates(
+        tokens=config.tokens_per_step,
+        flops_per_token=model_flops(numbers, active, config.data.sequence),
+        num_devices=len(devices),
+        peak=find_peak(devices, config.log.peak_tflops, config.log.measure_peak),
+    )
 
 
 def evaluate(this: Run, params: Any) -> float:

@@ -14,6 +14,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jax.tree_util import DictKey, KeyPath, tree_map_with_path
 
 from models import update_bias
+from train.figures import step_figures
 
 Tree = Any
 ValueAndGrad = Callable[[Tree, Tree, Tree], tuple[tuple[jax.Array, Tree], Tree]]
@@ -110,7 +111,7 @@ def make_update(
     ``recommended_compiler_options``.
 
     metrics: loss, grad_norm (before clipping), max_vio (see ``max_violation``), dropped (tokens that found no
-    room at their expert).
+    room at their expert), and those of ``step_figures``.
     """
 
     def update(state: TrainState, inputs: jax.Array, targets: jax.Array):
@@ -124,6 +125,7 @@ def make_update(
             "grad_norm": optax.tree.norm(grads),
             "max_vio": max_violation(aux["counts"]),
             "dropped": aux["dropped"],
+            **step_figures(params, grads, aux),
         }
         return TrainState(state.step + 1, params, opt_state), metrics
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+import models
 from train.config import SCHEDULES
 
 ROOT = Path(__file__).parents[2]
@@ -66,6 +67,25 @@ def test_it_leaves_its_files(finished):
     assert [line["step"] for line in (before, *steps, after)] == [0, 1, 2, 3, 3]
     assert after["heldout_loss"] < before["heldout_loss"]
     assert before["heldout_loss"] == pytest.approx(5.545, abs=0.2)
+
+
+def test_its_metrics_agree_with_each_other(finished):
+    """Parts of the gradient make up the whole; every token is given to top_k experts of each layer."""
+    folder, _ = finished
+    lines = map(json.loads, (folder / "runs" / "short" / "metrics.jsonl").read_text().splitlines())
+    _, first, second, third, _ = lines
+    for line in (first, second, third):
+        assert sum(norm**2 for norm in line["grad_norms"].values()) ** 0.5 == pytest.approx(
+            line["grad_norm"], rel=1e-4
+        )
+        assert 0.5 < line["load_entropy"] <= 1
+    assert first["bias_range"] == pytest.approx(0.02), "every bias moved once by the default rate, up or down"
+    numbers = models.tiny()
+    tokens = 4 * 2 * 16
+    for line in (first, third):  # the first of every ten, and the last
+        assert [len(row) for row in line["load"]] == [numbers.num_experts] * 2
+        assert [sum(row) for row in line["load"]] == [tokens * numbers.top_k] * 2
+    assert "load" not in second
 
 
 def test_every_schedule_is_on_offer():
