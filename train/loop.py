@@ -21,6 +21,8 @@ from train.model import count_parameters, model_config
 from train.options import plain
 from train.predict import model_flops
 from train.rates import Rates, find_peak, memory_gib
+from train.report import write_report
+from train.report.folder import environment
 from train.setup import Run, prepare
 from train.step import TrainState
 from train.trackers import Tracker, Trackers
@@ -33,29 +35,34 @@ def run(config: TrainConfig, console: Console) -> Path:
     this = prepare(config)
     make_folder(folder)
     introduce(this, folder, console)
+    rates = run_rates(config)
+    describe_environment(this, rates, folder)
     metrics = MetricsFile(folder / "metrics.jsonl")
-    with Trackers(metrics, config.log.track, folder, plain(config)) as file:
-        say(console, "\ncompiling ...")
-        before = evaluate(this, this.state.params)
-        file.write({"step": 0, "heldout_loss": before})
-        say(console, f"held-out loss before training: {before:.3f} nats per byte")
-        state = train(this, file, console)
-        after = evaluate(this, state.params)
-        file.write({"step": config.optimizer.steps, "heldout_loss": after})
+    try:
+        with Trackers(metrics, config.log.track, folder, plain(config)) as file:
+            say(console, "\ncompiling ...")
+            before = evaluate(this, this.state.params)
+            file.write({"step": 0, "heldout_loss": before})
+            say(console, f"held-out loss before training: {before:.3f} nats per byte")
+            state = train(this, rates, file, console)
+            after = evaluate(this, state.params)
+            file.write({"step": config.optimizer.steps, "heldout_loss": after})
+    finally:
+        write_report(folder)  # of a run that was cut short too
     say(
         console,
         f"held-out loss   from {before:.3f} to {after:.3f} nats per byte\n"
         f"bubble          {bubble(this.schedule):.1%} of {this.schedule.name}'s step when F = I = W\n"
         f"wall time       {time.perf_counter() - began:.0f} s, compilation included\n"
-        f"files           {folder}/: config.json, schedule.txt, metrics.jsonl",
+        f"files           {folder}/: report.html, config.json, environment.json, schedule.txt, metrics.jsonl",
     )
     return folder
 
 
-def train(this: Run, file: Tracker, console: Console) -> TrainState:
+def train(this: Run, rates: Rates, file: Tracker, console: Console) -> TrainState:
     """All steps of a run; each leaves a line in the metrics."""
     config, state, pace = this.config, this.state, Pace()
-    devices, rates = jax.devices()[: config.mesh.pp * config.mesh.ep], run_rates(config)
+    devices = used_devices(config)
     batch = draw_batch(this.corpus.train, config.seed, 0, config.batch_shape)
     with Display(console, config.optimizer.steps, config.log.every) as display:
         for step in range(config.optimizer.steps):
@@ -86,7 +93,7 @@ def train(this: Run, file: Tracker, console: Console) -> TrainState:
 
 def run_rates(config: TrainConfig) -> Rates:
     """What turns the duration of a run's steps into rates."""
-    numbers, devices = model_config(config), jax.devices()[: config.mesh.pp * config.mesh.ep]
+    numbers, devices = model_config(config), used_devices(config)
     _, active = count_parameters(numbers)
     return Rates(
         tokens=config.tokens_per_step,
@@ -94,6 +101,18 @@ def run_rates(config: TrainConfig) -> Rates:
         num_devices=len(devices),
         peak=find_peak(devices, config.log.peak_tflops, config.log.measure_peak),
     )
+
+
+def used_devices(config: TrainConfig) -> list[Any]:
+    """The devices of a run's mesh."""
+    return jax.devices()[: config.mesh.pp * config.mesh.ep]
+
+
+def describe_environment(this: Run, rates: Rates, folder: Path) -> None:
+    """Leave in the run's folder where it ran."""
+    found = environment(used_devices(this.config))
+    found["peak"] = "" if rates.peak is None else rates.peak.source
+    (folder / "environment.json").write_text(json.dumps(found, indent=2) + "\n")
 
 
 def evaluate(this: Run, params: Any) -> float:

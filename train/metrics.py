@@ -20,7 +20,7 @@ class MetricsFile:
     def __init__(self, path: Path):
         self._file: IO[str] = path.open("w")
 
-    def write(self, record: dict[str, Any]) -> None:
+    def write(self, record: Mapping[str, Any]) -> None:
         """Append a record. Numbers that JSON cannot hold, NaN and infinities, become null."""
         self._file.write(json.dumps(_plain(record)) + "\n")
         self._file.flush()

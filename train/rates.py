@@ -78,8 +78,7 @@ def find_peak(devices: Sequence[Any], stated: float | None, measure: bool) -> Pe
 
 def published_flops(kind: str) -> float | None:
     """Operations a second, in bfloat16 and dense, of a device by JAX's name of its kind; None for unknown ones."""
-    generation = tpu_generation(kind)
-    if generation in DEVICES:
+    if (generation := tpu_generation(kind)) is not None and generation in DEVICES:
         return DEVICES[generation].flops
     words = re.findall(r"[a-z0-9]+", kind.lower())
     return next((flops for name, flops in _GPUS.items() if name in words), None)

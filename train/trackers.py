@@ -2,7 +2,7 @@
 
 import importlib
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol, Self
@@ -73,7 +73,10 @@ class WeightsAndBiases:
         self._run.finish()
 
 
-TRACKERS = {"tensorboard": TensorBoard, "wandb": WeightsAndBiases}
+TRACKERS: Mapping[str, Callable[[Path, Record], Tracker]] = {
+    "tensorboard": TensorBoard,
+    "wandb": WeightsAndBiases,
+}
 """By the names that ``--track`` knows."""
 
 

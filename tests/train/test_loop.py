@@ -14,6 +14,7 @@ from train.config import configure
 from train.data import Corpus
 from train.errors import DivergedError
 from train.metrics import Display, MetricsFile, Pace
+from train.rates import Rates
 
 CONFIG = configure(pp=1, ep=1, microbatches=2, microbatch_size=1, sequence=4, steps=5, log_every=2)
 
@@ -42,7 +43,7 @@ def run(losses, path):
     out = io.StringIO()
     try:
         with MetricsFile(path) as file:
-            loop.train(fake_run(losses), file, Console(file=out, width=200))
+            loop.train(fake_run(losses), Rates(8, 1e6, 1, None), file, Console(file=out, width=200))
     finally:
         lines = [json.loads(line) for line in path.read_text().splitlines()]
     return lines, out.getvalue()

@@ -60,7 +60,8 @@ def test_it_says_what_it_does(finished):
 def test_it_leaves_its_files(finished):
     folder, _ = finished
     run = folder / "runs" / "short"
-    assert sorted(path.name for path in run.iterdir()) == ["config.json", "metrics.jsonl", "schedule.txt"]
+    files = ["config.json", "environment.json", "metrics.jsonl", "report.html", "schedule.txt"]
+    assert sorted(path.name for path in run.iterdir()) == files
     assert json.loads((run / "config.json").read_text())["mesh"]["schedule"] == "dualpipe"
     assert (run / "schedule.txt").read_text().startswith("# dualpipe, ranks 2, microbatches 4")
     before, *steps, after = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
