@@ -255,6 +255,11 @@ def check(config: TrainConfig) -> None:
                 raise ConfigError(f"{flag} {value}: {must}")
     if config.name is not None and (not config.name.strip(".") or Path(config.name).name != config.name):
         raise ConfigError(f"--name {config.name}: must be a plain name; --runs says in which folder")
+    if config.log.profile >= config.optimizer.steps:
+        raise ConfigError(
+            f"--profile {config.log.profile}: --steps {config.optimizer.steps} leaves none that is not compiled in; "
+            f"try --steps {config.log.profile + 3}"
+        )
     size, ep = config.mesh.microbatch_size, config.mesh.ep
     if size % ep:
         raise ConfigError(

@@ -3,6 +3,7 @@
 import json
 import math
 import time
+from contextlib import closing
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import jax
 from rich.console import Console
 
+from dualpipe_jax.inspect import read
 from dualpipe_jax.schedule import CostModel, Schedule, simulate
 from dualpipe_jax.schedule.formats.text import format_grid
 from train.config import ConfigError, TrainConfig
@@ -20,6 +22,8 @@ from train.metrics import Display, MetricsFile, Pace
 from train.model import count_parameters, model_config
 from train.options import plain
 from train.predict import model_flops
+from train.profile import ProfileError, Profiler, measure, write_profile
+from train.profile.capture import read_events
 from train.rates import Rates, find_peak, memory_gib
 from train.report import write_report
 from train.report.folder import environment
@@ -44,7 +48,10 @@ def run(config: TrainConfig, console: Console) -> Path:
             before = evaluate(this, this.state.params)
             file.write({"step": 0, "heldout_loss": before})
             say(console, f"held-out loss before training: {before:.3f} nats per byte")
-            state = train(this, rates, file, console)
+            profiler = make_profiler(config, folder)
+            state = train(this, rates, file, console, profiler)
+            if config.log.profile:
+                say(console, read_profile(this, state, folder))
             after = evaluate(this, state.params)
             file.write({"step": config.optimizer.steps, "heldout_loss": after})
     finally:
@@ -59,13 +66,17 @@ def run(config: TrainConfig, console: Console) -> Path:
     return folder
 
 
-def train(this: Run, rates: Rates, file: Tracker, console: Console) -> TrainState:
+def train(
+    this: Run, rates: Rates, file: Tracker, console: Console, profiler: Profiler | None = None
+) -> TrainState:
     """All steps of a run; each leaves a line in the metrics."""
     config, state, pace = this.config, this.state, Pace()
     devices = used_devices(config)
+    profiler = profiler or Profiler(Path(), 0, 0)
     batch = draw_batch(this.corpus.train, config.seed, 0, config.batch_shape)
-    with Display(console, config.optimizer.steps, config.log.every) as display:
+    with closing(profiler), Display(console, config.optimizer.steps, config.log.every) as display:
         for step in range(config.optimizer.steps):
+            profiler.before(step)
             started = time.perf_counter()
             state, on_device = this.update(state, *batch)
             dispatched = time.perf_counter()
@@ -74,6 +85,7 @@ def train(this: Run, rates: Rates, file: Tracker, console: Console) -> TrainStat
             metrics = jax.device_get(on_device)
             seconds = time.perf_counter() - started
             pace.add(seconds)
+            profiler.after()
             with_load = step % config.log.load_every == 0 or step + 1 == config.optimizer.steps
             record = {
                 "step": step + 1,
@@ -113,6 +125,26 @@ def describe_environment(this: Run, rates: Rates, folder: Path) -> None:
     found = environment(used_devices(this.config))
     found["peak"] = "" if rates.peak is None else rates.peak.source
     (folder / "environment.json").write_text(json.dumps(found, indent=2) + "\n")
+
+
+def make_profiler(config: TrainConfig, folder: Path) -> Profiler:
+    """Of the steps after the third, or of the last ones of a run that has fewer; the first compiles."""
+    skip = max(1, min(3, config.optimizer.steps - config.log.profile))
+    return Profiler(folder / "profile", config.log.profile, skip)
+
+
+def read_profile(this: Run, state: TrainState, folder: Path) -> str:
+    """Measure the profiled steps and leave what was found in the run's folder; returns what to tell."""
+    batch = draw_batch(this.corpus.train, this.config.seed, 0, this.config.batch_shape)
+    update: Any = this.update
+    program = update.lower(state, *batch).compile()  # compiled before: found again
+    mesh = jax.tree.leaves(state.params)[0].sharding.mesh
+    devices = [[device.id for device in rank] for rank in mesh.devices]
+    try:
+        measured = measure(read_events(folder / "profile"), read(program), this.schedule, devices)
+    except ProfileError as error:
+        return f"profile         {folder}/profile: the trace alone; no timeline: {error}"
+    return write_profile(measured, folder / "profile", used_devices(this.config))
 
 
 def evaluate(this: Run, params: Any) -> float:

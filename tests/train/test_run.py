@@ -8,12 +8,14 @@ from pathlib import Path
 import pytest
 
 import models
+from dualpipe_jax.schedule import dualpipe
 from train.config import SCHEDULES
 
 ROOT = Path(__file__).parents[2]
 SHORT = (
     *("--pp", "2", "--ep", "2", "--microbatches", "4", "--microbatch-size", "2", "--sequence", "16"),
     *("--model", "tiny", "--layers", "2", "--steps", "3", "--eval-batches", "1", "--name", "short"),
+    *("--profile", "1"),
 )
 
 
@@ -60,7 +62,7 @@ def test_it_says_what_it_does(finished):
 def test_it_leaves_its_files(finished):
     folder, _ = finished
     run = folder / "runs" / "short"
-    files = ["config.json", "environment.json", "metrics.jsonl", "report.html", "schedule.txt"]
+    files = ["config.json", "environment.json", "metrics.jsonl", "profile", "report.html", "schedule.txt"]
     assert sorted(path.name for path in run.iterdir()) == files
     assert json.loads((run / "config.json").read_text())["mesh"]["schedule"] == "dualpipe"
     assert (run / "schedule.txt").read_text().startswith("# dualpipe, ranks 2, microbatches 4")
@@ -87,6 +89,23 @@ def test_its_metrics_agree_with_each_other(finished):
         assert [len(row) for row in line["load"]] == [numbers.num_experts] * 2
         assert [sum(row) for row in line["load"]] == [tokens * numbers.top_k] * 2
     assert "load" not in second
+
+
+def test_its_profile_is_of_the_schedules_every_action(finished):
+    """The median of one traced step: of two ranks' timeline each action, forwards before their backwards."""
+    folder, process = finished
+    assert "measured        bubble" in process.stdout
+    profile = folder / "runs" / "short" / "profile"
+    costs = json.loads((profile / "costs.json").read_text())
+    assert all(costs[name] > 0 for name in ("F", "I", "W", "FB")) and costs["unit"] == "ms"
+    counts = {kind: times["count"] for kind, times in costs["measured"].items()}
+    schedule = dualpipe(2, 4)
+    actions = [action.op.value for order in schedule.orders for slot in order for action in slot]
+    ends = {"embed": 4, "head": 4, "embed_backward": 4}
+    assert counts == {op: actions.count(op) for op in set(actions)} | ends
+    measured, theory = json.loads((profile / "timeline.json").read_text())
+    assert len(measured["boxes"]) == len(theory["boxes"]) == len(actions)
+    assert 0 <= measured["bubble"] < 1 and measured["makespan"] >= theory["makespan"] * 0.5
 
 
 def test_every_schedule_is_on_offer():

@@ -2,12 +2,12 @@
 
 import dataclasses
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from dualpipe_jax.schedule.formats.plot import NAMES, colours, is_dark, num_shades, shade, shade_names
-from dualpipe_jax.schedule.ir import Op, Schedule
+from dualpipe_jax.schedule.ir import Action, Op, Schedule
 from dualpipe_jax.schedule.simulate import Timeline
 
 FILE = "timeline.json"
@@ -45,35 +45,47 @@ class Drawn:
     @staticmethod
     def together(several: Sequence["Drawn"]) -> dict[str, Any]:
         """As page.js wants several on one axis."""
-        return {"legend": several[0].legend, "timelines": [dataclasses.asdict(one) for one in several]}
+        return {
+            "legend": max((one.legend for one in several), key=len),
+            "timelines": [dataclasses.asdict(one) for one in several],
+        }
 
 
 def drawn(timeline: Timeline, title: str, unit: str) -> Drawn:
     """A simulated timeline as it is to be drawn."""
     facts = f"{title}: bubble {timeline.bubble:.1%}, {timeline.makespan:,.4g} {unit}"
-    return boxes_of(
-        timeline.schedule, timeline.starts, timeline.ends, facts, unit, timeline.makespan, timeline.bubble
-    )
+    spans = {
+        action: (start, end)
+        for order, starts, ends in zip(timeline.schedule.orders, timeline.starts, timeline.ends, strict=True)
+        for slot, start, end in zip(order, starts, ends, strict=True)
+        for action in slot
+    }
+    return boxes_of(timeline.schedule, spans, facts, unit, timeline.makespan, timeline.bubble)
 
 
 def boxes_of(
     schedule: Schedule,
-    starts: Sequence[Sequence[float]],
-    ends: Sequence[Sequence[float]],
+    spans: Mapping[Action, tuple[float, float]],
     title: str,
     unit: str,
     makespan: float,
     bubble: float,
+    *,
+    fused: bool = True,
 ) -> Drawn:
-    """A timeline of times that come from wherever: ``starts[rank][index]`` of slot ``orders[rank][index]``."""
+    """A timeline of times that come from wherever: of each action when it started and ended.
+
+    ``fused``: whether pairs stand in one frame, the forward above, or each half by itself, as high as the others.
+    """
     boxes, pairs = [], []
     shades = num_shades(schedule.placement)
     for rank, order in enumerate(schedule.orders):
-        for slot, start, end in zip(order, starts[rank], ends[rank], strict=True):
-            start, end = round(start, 4), round(end, 4)
-            if len(slot) > 1:
-                pairs.append([rank, start, end])
+        for slot in order:
+            parts = len(slot) if fused else 1
+            if parts > 1:
+                pairs.append([rank, *(round(time, 4) for time in spans[slot[0]])])
             for part, action in enumerate(slot):
+                start, end = (round(time, 4) for time in spans[action])
                 colour = colours(action.op, shades)[shade(schedule.placement, action.stage)]
                 ink = "#ffffff" if is_dark(colour) else "#1c1c22"
                 about = (
@@ -81,8 +93,10 @@ def boxes_of(
                     f"{start:.4g} to {end:.4g} {unit}"
                 )
                 label = str(action.microbatch)
-                boxes.append([rank, part, len(slot), start, end, colour, ink, label, about])
-    return Drawn(title, unit, schedule.num_ranks, makespan, bubble, boxes, pairs, _legend(schedule))
+                boxes.append([rank, part if fused else 0, parts, start, end, colour, ink, label, about])
+    return Drawn(
+        title, unit, schedule.num_ranks, makespan, bubble, boxes, pairs, _legend(schedule, bool(pairs))
+    )
 
 
 def timelines(folder: Path) -> list[Drawn]:
@@ -93,7 +107,7 @@ def timelines(folder: Path) -> list[Drawn]:
     return [Drawn(**one) for one in json.loads(path.read_text())]
 
 
-def _legend(schedule: Schedule) -> list[list[str]]:
+def _legend(schedule: Schedule, framed: bool) -> list[list[str]]:
     used = {action.op for order in schedule.orders for slot in order for action in slot}
     shades = num_shades(schedule.placement)
     names = shade_names(schedule.placement) if shades > 1 else ("",)
@@ -103,6 +117,6 @@ def _legend(schedule: Schedule) -> list[list[str]]:
         if op in used
         for at, name in enumerate(names)
     ]
-    if any(len(slot) > 1 for order in schedule.orders for slot in order):
+    if framed:
         legend.append(["frame", "overlapped pair"])
     return legend
