@@ -29,7 +29,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(stopped, file=sys.stderr)
         return stopped.code
     except KeyboardInterrupt:
-        print("interrupted; nothing was saved, metrics.jsonl keeps the steps done so far", file=sys.stderr)
+        print("interrupted; what was saved before stays, and metrics.jsonl keeps the steps", file=sys.stderr)
         return 130
 
 
