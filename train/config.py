@@ -130,6 +130,21 @@ class LogConfig:
 
     every: Annotated[int, arg(name="log-every")] = 10
     """Steps between lines where the output is not a terminal."""
+    load_every: int = 10
+    """Steps between records of each expert's load in metrics.jsonl; balance and drops are in every one."""
+    track: tuple[Literal["tensorboard", "wandb"], ...] = ()
+    """Who is told the metrics besides metrics.jsonl. Weights & Biases is kept offline."""
+    peak_tflops: float | None = None
+    """Peak TFLOP/s of one device, which MFU is a share of; that of the data sheet for devices that are known."""
+    measure_peak: bool = False
+    """Where no peak is known, on CPU, take the measured rate of a matmul for it."""
+    on_trouble: Literal["stop", "skip"] = "stop"
+    """At a loss or gradient that is no number, or a spike: stop, or go back to the latest checkpoint and skip the
+    batches from there to the trouble."""
+    spike: float | None = None
+    """How many spreads above the median of the latest losses is a spike; none if left out."""
+    profile: Annotated[int, arg(metavar="STEPS")] = 0
+    """Steps to profile: a trace for Perfetto and XProf, and the measured timeline beside the schedule's theory."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -252,13 +267,21 @@ AT_LEAST_ONE = (
     "--sequence",
     "--steps",
     "--log-every",
+    "--load-every",
     "--checkpoint-every",
     "--keep",
     "--keep-every",
     "--eval-sequences",
 )
-NOT_NEGATIVE = ("--seed", "--warmup", "--weight-decay", "--bias-rate", "--max-stash")
-POSITIVE = ("--learning-rate", "--clip", "--capacity-factor", "--checkpoint-minutes")
+NOT_NEGATIVE = ("--profile", "--seed", "--warmup", "--weight-decay", "--bias-rate", "--max-stash")
+POSITIVE = (
+    "--learning-rate",
+    "--clip",
+    "--capacity-factor",
+    "--checkpoint-minutes",
+    "--peak-tflops",
+    "--spike",
+)
 
 
 def check(config: TrainConfig) -> None:
@@ -277,6 +300,11 @@ def check(config: TrainConfig) -> None:
         raise ConfigError(f"--seed {config.seed}: must be below 2^32 = {2**32}; more bits would be cut off")
     if config.name is not None and (not config.name.strip(".") or Path(config.name).name != config.name):
         raise ConfigError(f"--name {config.name}: must be a plain name; --runs says in which folder")
+    if config.log.profile >= config.optimizer.steps:
+        raise ConfigError(
+            f"--profile {config.log.profile}: --steps {config.optimizer.steps} leaves none that is not compiled in; "
+            f"try --steps {config.log.profile + 3}"
+        )
     size, ep = config.mesh.microbatch_size, config.mesh.ep
     if size % ep:
         raise ConfigError(

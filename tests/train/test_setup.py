@@ -18,6 +18,8 @@ from train.data.corpus import text_source
 from train.data.vocabulary import BYTES
 from train.evaluate import make_evaluate
 from train.metrics import MetricsFile
+from train.rates import Rates
+from train.watch import Watch
 
 OTHER = configure(
     pp=2, ep=1, microbatches=4, microbatch_size=2, sequence=24, schedule="zb_h1", max_stash=1, model="tiny", layers=2,
@@ -135,7 +137,8 @@ def test_the_loop_draws_every_steps_own_batch_from_the_text_to_train_on(tmp_path
     run = types.SimpleNamespace(config=config, corpus=corpus, update=update, learning_rate=lambda step: 0.1)
     state = models_state(step=1)
     with MetricsFile(tmp_path / "m.jsonl") as file:
-        loop.train(run, state, file, Console(file=io.StringIO()), checkpoints)
+        watch = Watch(config, Rates(8, 1e6, 1, None), jax.devices()[:1], tmp_path, 1)
+        loop.train(run, state, file, Console(file=io.StringIO()), checkpoints, watch)
     assert len(drawn) == 3, "the first step was done before"
     for step, (inputs, targets) in enumerate(drawn, start=1):
         expected = corpus.train_batch(5, step, config.batch_shape)

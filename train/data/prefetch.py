@@ -34,8 +34,7 @@ class Prefetch(Generic[T]):
         """The batch of a step."""
         began = time.perf_counter()
         if step != self._expected or (self._stop is not None and step >= self._stop):
-            self.close()
-            self._start(step)
+            self.restart(step)
         made, value = self._ready.get()
         self._expected += 1
         self.wait = time.perf_counter() - began
@@ -44,6 +43,11 @@ class Prefetch(Generic[T]):
             raise value.error
         assert made == step
         return value
+
+    def restart(self, step: int) -> None:
+        """Forget what was drawn ahead, for ``draw`` has changed its mind, and go on at a step."""
+        self.close()
+        self._start(step)
 
     def close(self) -> None:
         """End the thread; it finishes the batch that it is at."""
