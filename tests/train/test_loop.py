@@ -99,7 +99,7 @@ def test_a_step_is_a_line_of_json(tmp_path):
     lines, _ = run([5.0, 4.0, 3.0, 2.0, 1.0], tmp_path / "metrics.jsonl")
     assert [line["step"] for line in lines] == [1, 2, 3, 4, 5]
     assert [line["loss"] for line in lines] == [5.0, 4.0, 3.0, 2.0, 1.0]
-    assert {"grad_norm", "max_vio", "dropped", "learning_rate", "step_s", "data_s"} <= lines[0].keys()
+    assert {"grad_norm", "max_vio", "dropped", "learning_rate", "step_s", "data_wait_s"} <= lines[0].keys()
     assert {"tokens_per_s", "tflops_per_s", "process_memory_gib"} <= lines[0].keys()
     assert lines[0]["tokens_per_s"] == pytest.approx(CONFIG.tokens_per_step / lines[0]["step_s"])
 

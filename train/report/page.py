@@ -32,7 +32,7 @@ _CURVES: tuple[tuple[str, tuple[str, ...], dict[str, bool]], ...] = (
     ("gradient norm", ("grad_norm",), {"log": True}),
     ("learning rate", ("learning_rate",), {"zero": True}),
     ("tokens a second", ("tokens_per_s",), {"zero": True}),
-    ("seconds of a step, the first left out", ("step_s", "data_s", "checkpoint_s"), {"zero": True}),
+    ("seconds of a step, the first left out", ("step_s", "data_wait_s", "checkpoint_s"), {"zero": True}),
     ("MFU", ("mfu",), {"zero": True}),
     ("TFLOP/s of all devices", ("tflops_per_s",), {"zero": True}),
     ("memory, GiB", ("device_memory_gib", "process_memory_gib"), {"zero": True}),
