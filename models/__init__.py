@@ -1,6 +1,7 @@
 """Models as pure functions of (params, x); no pipeline in sight."""
 
 from models.config import Config, moe_67b, small, tiny, v2, v2_lite, v3
+from models.forward import logits
 from models.functional import Functions, from_linen, from_nnx, model_loss, num_params, pure_nnx
 from models.kernels import Kernels
 from models.moe import Dispatch, update_bias
@@ -16,6 +17,7 @@ __all__ = [
     "deepseek",
     "from_linen",
     "from_nnx",
+    "logits",
     "model_loss",
     "moe_67b",
     "num_padding",

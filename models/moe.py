@@ -207,7 +207,10 @@ class MoE(nnx.Module):
 
         """
         x_TD = x_BSD.reshape(-1, x_BSD.shape[-1])
-        logits_TE = jnp.einsum("td,de->te", x_TD.astype(jnp.float32), self.gate[...])
+        # At less than the highest precision, TPUs multiply float32 in bfloat16 and GPUs in TF32.
+        logits_TE = jnp.einsum(
+            "td,de->te", x_TD.astype(jnp.float32), self.gate[...], precision=jax.lax.Precision.HIGHEST
+        )
         topk_TK, weights_TK = route(logits_TE, bias_E, self.config)
         handle = self.dispatch.plan(topk_TK, self.config.num_experts)
         rows = checkpoint_name(parallel.dispatch(x_TD, handle), "dispatched")

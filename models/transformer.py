@@ -1,8 +1,9 @@
 """DeepSeek's model as the three plain functions of a pipeline.
 
 The token embedding and the dense blocks are ``embed``, the blocks with experts are shared out over
-stages, the final norm, the output projection and the cross entropy are ``head_loss``. Multi-token
-prediction is not built; a checkpoint's names map one to one, see ``Block``.
+stages, the final norm, the output projection and the cross entropy are ``head_loss``. Modules of
+multi-token prediction are built (``Prediction``) but not trained; a checkpoint's names map one to one, see
+``models.weights.names``.
 
 Shape suffixes: B batch, S sequence, D model dim, V vocab, E experts, P stages, L layers of a stage.
 """
@@ -55,9 +56,11 @@ class DenseBlock(nnx.Module):
         self.post_attention_layernorm = RMSNorm(config.dim, config.norm_eps)
         self.mlp = SwiGLU(config, config.dense_hidden, rngs)
 
-    def __call__(self, x_BSD: Array) -> Array:
-        """Apply the block."""
-        x_BSD = x_BSD + self.self_attn(self.input_layernorm(x_BSD))
+    def __call__(
+        self, x_BSD: Array, positions_BS: Array | None = None, segment_ids_BS: Array | None = None
+    ) -> Array:
+        """Apply the block; positions and segments as ``Attention`` takes them."""
+        x_BSD = x_BSD + self.self_attn(self.input_layernorm(x_BSD), positions_BS, segment_ids_BS)
         return x_BSD + self.mlp(self.post_attention_layernorm(x_BSD))
 
 
@@ -80,9 +83,20 @@ class Block(nnx.Module):
         self.post_attention_layernorm = RMSNorm(config.dim, config.norm_eps)
         self.mlp = MoE(config, dispatch, rngs, matmul)
 
-    def __call__(self, x_BSD: Array, bias_E: Array) -> tuple[Array, Array, Array]:
-        """Apply the block; returns x, the router's counts [E] and the number of dropped assignments."""
-        x_BSD = x_BSD + self.self_attn(self.input_layernorm(x_BSD))
+    def __call__(
+        self,
+        x_BSD: Array,
+        bias_E: Array,
+        positions_BS: Array | None = None,
+        segment_ids_BS: Array | None = None,
+    ) -> tuple[Array, Array, Array]:
+        """Apply the block; positions and segments as ``Attention`` takes them.
+
+        Returns:
+          x, the router's counts [E] and the number of dropped assignments.
+
+        """
+        x_BSD = x_BSD + self.self_attn(self.input_layernorm(x_BSD), positions_BS, segment_ids_BS)
         y_BSD, counts_E, dropped = self.mlp(self.post_attention_layernorm(x_BSD), bias_E)
         return x_BSD + y_BSD, counts_E, dropped
 
@@ -96,26 +110,65 @@ class Embed(nnx.Module):
         self.layers = nnx.List([DenseBlock(config, rngs, attend) for _ in range(config.num_dense_layers)])
         self.dtype = config.compute_dtype
 
-    def __call__(self, tokens_BS: Array) -> Array:
+    def __call__(
+        self, tokens_BS: Array, positions_BS: Array | None = None, segment_ids_BS: Array | None = None
+    ) -> Array:
         """Look tokens up and run the dense blocks: [B, S, D] in the compute dtype."""
         x_BSD = self.embed_tokens[...][tokens_BS].astype(self.dtype)
         for layer in self.layers:
-            x_BSD = layer(x_BSD)
+            x_BSD = layer(x_BSD, positions_BS, segment_ids_BS)
         return x_BSD
 
 
 class Head(nnx.Module):
-    """Final norm and output projection."""
+    """Final norm and output projection, which a tied one borrows from the embedding."""
 
     def __init__(self, config: Config, rngs: nnx.Rngs):
         self.norm = RMSNorm(config.dim, config.norm_eps)
-        self.lm_head = linear(config, config.dim, config.vocab, rngs)
+        if not config.tie_embeddings:
+            self.lm_head = linear(config, config.dim, config.vocab, rngs)
 
-    def __call__(self, x_BSD: Array) -> Array:
-        """Return float32 logits [B, S, V]."""
+    def __call__(self, x_BSD: Array, table_VD: Array | None = None) -> Array:
+        """Return float32 logits [B, S, V]; a tied head needs the embedding's table."""
         x_BSD = self.norm(x_BSD)
-        kernel_DV = self.lm_head.kernel[...].astype(x_BSD.dtype)
+        kernel_DV = (self.lm_head.kernel[...] if table_VD is None else table_VD.T).astype(x_BSD.dtype)
         return jnp.einsum("bsd,dv->bsv", x_BSD, kernel_DV, preferred_element_type=jnp.float32)
+
+
+class Prediction(nnx.Module):
+    """A module of multi-token prediction: a block on the norms of [next token's embedding, hidden state].
+
+    Attributes are named as in published checkpoints, but for ``norm``, which is ``shared_head.norm`` there, and
+    the block's own, which stand beside the others there.
+    """
+
+    def __init__(self, config: Config, rngs: nnx.Rngs):
+        self.enorm = RMSNorm(config.dim, config.norm_eps)
+        self.hnorm = RMSNorm(config.dim, config.norm_eps)
+        self.eh_proj = linear(config, 2 * config.dim, config.dim, rngs)
+        self.block = Block(config, Dispatch(), rngs)
+        self.norm = RMSNorm(config.dim, config.norm_eps)
+
+    def __call__(
+        self,
+        next_BSD: Array,
+        h_BSD: Array,
+        bias_E: Array,
+        positions_BS: Array | None = None,
+        segment_ids_BS: Array | None = None,
+    ) -> Array:
+        """Return the hidden state from which the head predicts one token further, behind its norm."""
+        both_BSD = jnp.concatenate([self.enorm(next_BSD), self.hnorm(h_BSD)], axis=-1)
+        x_BSD, _, _ = self.block(self.eh_proj(both_BSD), bias_E, positions_BS, segment_ids_BS)
+        return self.norm(x_BSD)
+
+
+def init_predictions(config: Config, key: Array) -> Tree:
+    """Make the parameters of all modules of multi-token prediction: leaves [K, ...], K of them."""
+    one = pure_nnx(lambda rngs: Prediction(config, rngs))
+    bias = jnp.zeros((config.num_mtp_layers, config.num_experts), jnp.float32)
+    layers = jax.vmap(one.init)(jax.random.split(key, config.num_mtp_layers))
+    return {"layers": layers, "routing": {"bias": bias}}
 
 
 def cross_entropy(logits_BSV: Array, targets_BS: Array) -> Array:
@@ -147,7 +200,8 @@ def deepseek(
 
         {"embed": ..., "head": ...,
          "stages": {"layers": weights [P, L, ...],
-                    "routing": {"bias": float32 [P, L, E], "stage": int32 [P]}}}
+                    "routing": {"bias": float32 [P, L, E], "stage": int32 [P]}},
+         "mtp": {"layers": weights [K, ...], "routing": {"bias": float32 [K, E]}}}  # with num_mtp_layers K
 
     The routing part is state, not weights: its gradient is zero (the bias) or float0 (the stage's own
     index), and it belongs into the checkpoint but not into the optimizer; see ``update_routing``. A stage
@@ -182,7 +236,7 @@ def deepseek(
 
     """
     places = _places(config, num_stages, layers_per_stage)
-    platform = platform or _platform()
+    platform = platform or default_platform()
     attend, matmul = kernels.attend(platform), kernels.multiply(platform)
     tokens = Dispatch(dispatch, capacity_factor, ep_axis)
     block = pure_nnx(lambda rngs: Block(config, tokens, rngs, attend, matmul))
@@ -191,6 +245,11 @@ def deepseek(
     embed_apply = embed.apply if remat is None else jax.checkpoint(embed.apply, policy=remat)
 
     def head_loss(params: Tree, x_BSD: Array, targets_BS: Array) -> Array:
+        if config.tie_embeddings:
+            raise ValueError(
+                "deepseek: a head tied to the embedding has no weights of its own, and a pipeline's last stage "
+                "has no embedding. Use models.logits, or tie_embeddings=False with lm_head a copy."
+            )
         return cross_entropy(head.apply(params, x_BSD), targets_BS)
 
     def init(key: Array) -> Tree:
@@ -200,7 +259,7 @@ def deepseek(
             "bias": jnp.zeros((*places.shape, config.num_experts), jnp.float32),
             "stage": jnp.arange(num_stages, dtype=jnp.int32),
         }
-        return {
+        params = {
             "embed": embed.init(embed_key),
             "stages": {
                 "layers": jax.tree.map(lambda w: _into_places(w, places), layers),
@@ -208,6 +267,9 @@ def deepseek(
             },
             "head": head.init(head_key),
         }
+        if config.num_mtp_layers:
+            params["mtp"] = init_predictions(config, jax.random.fold_in(key, 1))
+        return params
 
     scanned = platform == "cpu" and places.shape[1] > SCAN_ABOVE if unroll is None else not unroll
     functions = Functions(embed_apply, _stage_function(block, places, remat, scanned), head_loss)
@@ -254,7 +316,8 @@ def _into_places(layers: Array, places: np.ndarray) -> Array:
     return jnp.take(layers, np.where(places < 0, len(layers), places), axis=0, mode="fill", fill_value=0)
 
 
-def _platform() -> Literal["cpu", "gpu", "tpu"]:
+def default_platform() -> Literal["cpu", "gpu", "tpu"]:
+    """Return what JAX compiles for unless it is told otherwise."""
     name = jax.default_backend()
     return "tpu" if name == "tpu" else "cpu" if name == "cpu" else "gpu"
 

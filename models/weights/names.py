@@ -1,0 +1,175 @@
+"""Which published tensor is which part of our parameters: the one place that knows both trees.
+
+Ours, as ``models.deepseek(config, P).init`` makes it; P stages of L places, K modules of multi-token prediction::
+
+    {"embed": {"embed_tokens", "layers": {0: dense block, ...}},
+     "stages": {"layers": block [P, L, ...], "routing": {"bias": [P, L, E], "stage": [P]}},
+     "head": {"norm", "lm_head"},
+     "mtp": {"layers": {"enorm", "hnorm", "eh_proj", "block", "norm"} [K, ...], "routing": {"bias": [K, E]}}}
+"""
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import numpy as np
+
+from models.config import Config
+
+Path = tuple[str | int, ...]
+
+
+class Rotary(NamedTuple):
+    """Which output rows of a matrix are rotated: per head, the last ``rotated`` of ``width``."""
+
+    width: int
+    rotated: int
+
+
+class Entry(NamedTuple):
+    """One published tensor.
+
+    Attributes:
+      name: as published.
+      shape: as published.
+      path: of our leaf, key by key.
+      at: which of the leaf's leading dims.
+      transposed: ours is the transpose.
+      rotary: of matrices whose outputs are rotated.
+
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    path: Path
+    at: tuple[int, ...] = ()
+    transposed: bool = False
+    rotary: Rotary | None = None
+
+
+class Part(NamedTuple):
+    """An ``Entry`` of one layer, names and paths relative to it."""
+
+    name: str
+    path: Path
+    shape: tuple[int, ...]
+    transposed: bool = False
+    rotary: Rotary | None = None
+    at: tuple[int, ...] = ()
+
+
+def entries(config: Config, places: np.ndarray) -> list[Entry]:
+    """List every tensor of a model, in the order that checkpoints have.
+
+    Args:
+      config: the model.
+      places: int [P, L], which of the layers with experts stands where; see ``models.Model``.
+
+    """
+    home = {int(layer): tuple(map(int, place)) for place, layer in np.ndenumerate(places) if layer >= 0}
+    table = (config.vocab, config.dim)
+    found = [Entry("model.embed_tokens.weight", table, ("embed", "embed_tokens"))]
+    for layer in range(config.num_layers):
+        routed = layer - config.num_dense_layers
+        if routed < 0:
+            found += _layer(config, layer, ("embed", "layers", layer), (), None)
+        else:
+            found += _layer(config, layer, ("stages", "layers"), home[routed], ("stages", "routing", "bias"))
+    found.append(Entry("model.norm.weight", (config.dim,), ("head", "norm", "weight")))
+    if not config.tie_embeddings:
+        found.append(Entry("lm_head.weight", table, ("head", "lm_head", "kernel"), transposed=True))
+    for k in range(config.num_mtp_layers):
+        layer = config.num_layers + k
+        found += _at(_prediction(config), f"model.layers.{layer}.", ("mtp", "layers"), (k,))
+        found += _layer(config, layer, ("mtp", "layers", "block"), (k,), ("mtp", "routing", "bias"))
+    return found
+
+
+def copies(config: Config) -> set[str]:
+    """Names of tensors that repeat others: the modules of multi-token prediction share the ends of the model."""
+    last = range(config.num_layers, config.num_layers + config.num_mtp_layers)
+    shared = {
+        f"model.layers.{n}.{name}.weight" for n in last for name in ("embed_tokens", "shared_head.head")
+    }
+    return shared | ({"lm_head.weight"} if config.tie_embeddings else set())
+
+
+def _layer(
+    config: Config, layer: int, path: Path, index: tuple[int, ...], bias: Path | None
+) -> Iterator[Entry]:
+    name = f"model.layers.{layer}."
+    norms = [Part(f"{n}.weight", (n, "weight"), (config.dim,)) for n in _NORMS]
+    mlp = list(_dense(config)) if bias is None else list(_experts(config))
+    yield from _at([*norms, *_attention(config), *mlp], name, path, index)
+    if bias is not None and config.score == "sigmoid":
+        yield Entry(f"{name}mlp.gate.e_score_correction_bias", (config.num_experts,), bias, index)
+
+
+_NORMS = ("input_layernorm", "post_attention_layernorm")
+
+
+def _at(parts: list[Part], name: str, path: Path, index: tuple[int, ...]) -> Iterator[Entry]:
+    for p in parts:
+        yield Entry(name + p.name, p.shape, path + p.path, index + p.at, p.transposed, p.rotary)
+
+
+def _matrix(path: Path, outs: int, ins: int, rotary: Rotary | None = None) -> Part:
+    return Part(".".join(map(str, path)) + ".weight", (*path, "kernel"), (outs, ins), True, rotary)
+
+
+def _attention(config: Config) -> Iterator[Part]:
+    head, rot = config.qk_nope_dim + config.qk_rope_dim, config.qk_rope_dim
+    heads, dim, latent = config.num_heads, config.dim, config.kv_lora_rank
+    of_queries, of_key = Rotary(head, rot), Rotary(latent + rot, rot)
+    if config.q_lora_rank:
+        yield _matrix(("self_attn", "q_a_proj"), config.q_lora_rank, dim)
+        yield Part(
+            "self_attn.q_a_layernorm.weight", ("self_attn", "q_a_layernorm", "weight"), (config.q_lora_rank,)
+        )
+        yield _matrix(("self_attn", "q_b_proj"), heads * head, config.q_lora_rank, of_queries)
+    else:
+        yield _matrix(("self_attn", "q_proj"), heads * head, dim, of_queries)
+    yield _matrix(("self_attn", "kv_a_proj_with_mqa"), latent + rot, dim, of_key)
+    yield Part("self_attn.kv_a_layernorm.weight", ("self_attn", "kv_a_layernorm", "weight"), (latent,))
+    yield _matrix(("self_attn", "kv_b_proj"), heads * (config.qk_nope_dim + config.v_head_dim), latent)
+    yield _matrix(("self_attn", "o_proj"), dim, heads * config.v_head_dim)
+    if config.attention_bias:
+        biased = {"kv_a_proj_with_mqa": latent + rot, "o_proj": dim}
+        if config.q_lora_rank:
+            biased = {"q_a_proj": config.q_lora_rank} | biased
+        for name, width in biased.items():
+            rotary = of_key if name == "kv_a_proj_with_mqa" else None
+            yield Part(f"self_attn.{name}.bias", ("self_attn", name, "bias"), (width,), rotary=rotary)
+
+
+def _swiglu(path: Path, dim: int, hidden: int) -> list[Part]:
+    return [
+        _matrix((*path, "gate_proj"), hidden, dim),
+        _matrix((*path, "up_proj"), hidden, dim),
+        _matrix((*path, "down_proj"), dim, hidden),
+    ]
+
+
+def _dense(config: Config) -> list[Part]:
+    return _swiglu(("mlp",), config.dim, config.dense_hidden)
+
+
+def _experts(config: Config) -> Iterator[Part]:
+    yield Part("mlp.gate.weight", ("mlp", "gate"), (config.num_experts, config.dim), True)
+    for expert in range(config.num_experts):
+        for part in _swiglu((), config.dim, config.expert_hidden):
+            path = ("mlp", "experts", part.path[0])
+            yield part._replace(name=f"mlp.experts.{expert}.{part.name}", path=path, at=(expert,))
+    if config.num_shared_experts:
+        hidden = config.num_shared_experts * config.expert_hidden
+        yield from _swiglu(("mlp", "shared_experts"), config.dim, hidden)
+
+
+def _prediction(config: Config) -> list[Part]:
+    """What a module of multi-token prediction has around its block."""
+    dim = config.dim
+    return [
+        Part("enorm.weight", ("enorm", "weight"), (dim,)),
+        Part("hnorm.weight", ("hnorm", "weight"), (dim,)),
+        _matrix(("eh_proj",), dim, 2 * dim),
+        Part("shared_head.norm.weight", ("norm", "weight"), (dim,)),
+    ]

@@ -1,0 +1,200 @@
+"""Our params as a published checkpoint, one file at a time."""
+
+import dataclasses
+import json
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from safetensors.numpy import save_file
+
+from models.config import Config
+from models.functional import Tree
+from models.transformer import deepseek
+from models.weights.config_json import to_json
+from models.weights.errors import WeightsError
+from models.weights.files import narrowed
+from models.weights.names import Entry, entries
+from models.weights.reading import Progress
+from models.weights.tree import Arrange, Leaf, Part, leaves_of, part_of
+
+BIAS = "e_score_correction_bias"
+"""Always float32: in bfloat16 steps of 0.001 vanish."""
+
+
+def save(
+    folder: str | Path,
+    config: Config,
+    params: Tree,
+    *,
+    layers_per_stage: Sequence[int] | None = None,
+    arrange: Arrange | None = None,
+    dtype: Literal["float32", "bfloat16"] = "float32",
+    max_file_bytes: int = 5 * 10**9,
+    extra: Mapping[str, Any] | None = None,
+    progress: Progress | None = None,
+) -> None:
+    """Save params in the published (Hugging Face) format; ``load`` gives the same back, bit for bit.
+
+    The host holds one file's tensors at a time. On several processes each writes those tensors of which it has
+    the first copy, and process 0 ``config.json`` and the index, so the folder must be one that all see.
+
+    Args:
+      folder: made if it is not there; it may hold no tensors yet.
+      config: the model.
+      params: as ``deepseek(config, P, layers_per_stage=...).init`` makes them, the stages arranged.
+      layers_per_stage: as ``deepseek`` takes it.
+      arrange: as ``load`` takes it.
+      dtype: of the tensors; the selection biases stay float32.
+      max_file_bytes: tensors of a file; one tensor may be more.
+      extra: more for ``config.json``, such as ``{"eos_token_id": 1}``.
+      progress: called after each file, with the bytes that this process has written and will write.
+
+    Raises:
+      WeightsError: there are tensors in the folder; params are not of this configuration; the published format
+        has no such model; a tensor lies in pieces on several devices. All is listed.
+
+    """
+    path = Path(folder)
+    sources = _sources(config, params, layers_per_stage, arrange)
+    settings = to_json(config, dtype) | dict(extra or {})
+    if there := sorted(file.name for file in path.glob("*.safetensors*")):
+        raise WeightsError(path, [f"{name}: is there already" for name in there])
+    path.mkdir(parents=True, exist_ok=True)
+    files = _files(sources, dtype, max_file_bytes)
+    mine = [file for file in files if file.process == jax.process_index()]
+    total, done = sum(file.nbytes for file in mine), 0
+    names = {id(file): f"model-{n + 1:05}-of-{len(files):05}.safetensors" for n, file in enumerate(files)}
+    for file in mine:
+        tensors = {source.entry.name: source.read(dtype) for source in file.sources}
+        save_file(tensors, path / names[id(file)], metadata={"format": "pt"})
+        done += file.nbytes
+        if progress:
+            progress(done, total)
+    if jax.process_index() == 0:
+        _write_json(path / "config.json", settings)
+        index = {source.entry.name: names[id(file)] for file in files for source in file.sources}
+        about = {"metadata": {"total_size": sum(file.nbytes for file in files)}, "weight_map": index}
+        _write_json(path / "model.safetensors.index.json", about)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Source:
+    """A tensor to be written, and the device that has its first copy."""
+
+    entry: Entry
+    index: tuple[int, ...]
+    array: jax.Array
+    device: jax.Device
+    part: Part
+
+    def dtype(self, wanted: str) -> str:
+        return "float32" if self.entry.name.endswith(BIAS) else wanted
+
+    def nbytes(self, wanted: str) -> int:
+        return math.prod(self.entry.shape) * (4 if self.dtype(wanted) == "float32" else 2)
+
+    def read(self, wanted: str) -> np.ndarray:
+        shard = next(s.data for s in self.array.addressable_shards if s.device == self.device)
+        # A CPU's array is seen through, of another device's only the tensor itself comes to the host.
+        data = np.asarray(shard) if self.device.platform == "cpu" else shard
+        inside = tuple(n - start for n, (start, _) in zip(self.index, self.part, strict=False))
+        ours = np.asarray(data[inside])
+        return narrowed(ours.T if self.entry.transposed else ours, self.dtype(wanted))
+
+
+@dataclasses.dataclass(frozen=True)
+class _File:
+    process: int
+    sources: tuple[_Source, ...]
+    nbytes: int
+
+
+def _sources(
+    config: Config, params: Tree, layers_per_stage: Sequence[int] | None, arrange: Arrange | None
+) -> list[_Source]:
+    num_stages = _num_stages(params)
+    model = deepseek(config, num_stages, layers_per_stage=layers_per_stage)
+    leaves, treedef = leaves_of(model, config, arrange)
+    wrong = _complaints(params, leaves, treedef)
+    if wrong:
+        raise WeightsError("params to save", wrong)
+    order = {entry.name: n for n, entry in enumerate(entries(config, model.places))}
+    found: dict[str, _Source] = {}
+    for leaf, array in zip(leaves, map(jnp.asarray, jax.tree.leaves(params)), strict=True):
+        held = _held(array)
+        for index, entry in leaf.entries.items():
+            source = next((s for d, p in held if (s := _source(entry, index, array, d, p))), None)
+            if source is None:
+                wrong.append(f"{entry.name}: lies in pieces, must be whole on some device")
+            else:
+                found[entry.name] = source
+        unheld = config.score == "softmax" and not leaf.entries and leaf.numbers is None
+        if unheld and bool(jnp.any(array != 0)):
+            wrong.append("routing.bias: deepseek_v2 has no selection bias, it must be zero")
+    if wrong:
+        raise WeightsError("params to save", wrong)
+    return sorted(found.values(), key=lambda source: order[source.entry.name])
+
+
+def _num_stages(params: Tree) -> int:
+    """How many stages there are, however they are arranged: every local tree numbers some of them."""
+    flat, _ = jax.tree_util.tree_flatten_with_path(params["stages"])
+    return sum(leaf.shape[0] for path, leaf in flat if getattr(path[-1], "key", None) == "stage")
+
+
+def _complaints(params: Tree, leaves: list[Leaf], treedef: Any) -> list[str]:
+    wanted = jax.tree.unflatten(treedef, leaves)
+    shapes = ({jax.tree_util.keystr(p): leaf.shape for p, leaf in _flat(tree)} for tree in (params, wanted))
+    ours, theirs = shapes
+    wrong = [f"{name}: missing, must be {list(theirs[name])}" for name in theirs.keys() - ours.keys()]
+    wrong += [f"{name}: the model has no such parameter" for name in ours.keys() - theirs.keys()]
+    wrong += [
+        f"{name}: {list(ours[name])}, must be {list(theirs[name])}"
+        for name in ours.keys() & theirs.keys()
+        if ours[name] != theirs[name]
+    ]
+    return sorted(wrong)
+
+
+def _flat(tree: Tree) -> list[Any]:
+    return jax.tree_util.tree_flatten_with_path(tree)[0]
+
+
+def _held(array: jax.Array) -> list[tuple[jax.Device, Part]]:
+    where = array.sharding.devices_indices_map(array.shape)
+    return [(device, part_of(index, array.shape)) for device, index in where.items()]
+
+
+def _source(
+    entry: Entry, index: tuple[int, ...], array: jax.Array, device: jax.Device, part: Part
+) -> _Source | None:
+    inside = all(start <= n < stop for n, (start, stop) in zip(index, part, strict=False))
+    trailing = zip(part[len(index) :], array.shape[len(index) :], strict=True)
+    whole = all(bounds == (0, size) for bounds, size in trailing)
+    return _Source(entry, index, array, device, part) if inside and whole else None
+
+
+def _files(sources: list[_Source], dtype: str, most: int) -> list[_File]:
+    """Pack tensors into files, in their order, each process's own."""
+    files: list[_File] = []
+    for process in sorted({source.device.process_index for source in sources}):
+        pile: list[_Source] = []
+        size = 0
+        for source in (s for s in sources if s.device.process_index == process):
+            nbytes = source.nbytes(dtype)
+            if pile and size + nbytes > most:
+                files.append(_File(process, tuple(pile), size))
+                pile, size = [], 0
+            pile.append(source)
+            size += nbytes
+        files.append(_File(process, tuple(pile), size))
+    return files
+
+
+def _write_json(path: Path, data: Mapping[str, Any]) -> None:
+    path.write_text(json.dumps(data, indent=2) + "\n")

@@ -1,0 +1,170 @@
+"""The model against Hugging Face transformers: states, logits, router choices, loss and every gradient."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hugging_face import make, run, saved, tensors, torch, yarn
+
+from models import logits, tiny, weights
+from models import moe as moe_module
+from models.functional import pure_nnx
+from models.moe import Dispatch
+from models.transformer import Block, DenseBlock, Head, cross_entropy
+from models.weights.names import entries
+from models.weights.tree import rotary_order
+
+TOKENS = np.random.default_rng(0).integers(0, 96, (2, 20))
+
+CASES = {
+    "v3, queries compressed, groups, biases, halves rotated, YaRN of unequal mscales": dict(
+        rope_interleave=False,
+        attention_bias=True,
+        rope_parameters=yarn(40, 32, mscale=1.0, mscale_all_dim=0.707),
+    ),
+    "v3, plain queries, one group, tied, eps 1e-3, two shared, not normalised": dict(
+        q_lora_rank=None,
+        n_group=1,
+        topk_group=1,
+        n_shared_experts=2,
+        norm_topk_prob=False,
+        tie_word_embeddings=True,
+        rms_norm_eps=1e-3,
+    ),
+    "v2, groups, YaRN": dict(
+        version=2,
+        n_group=4,
+        topk_group=2,
+        topk_method="group_limited_greedy",
+        routed_scaling_factor=4.0,
+        rope_parameters=yarn(40, 32, mscale=0.707, mscale_all_dim=0.707),
+    ),
+}
+MORE = {
+    "v3, eight groups of two, no dense layer": dict(n_group=8, topk_group=3, first_k_dense_replace=0),
+    "v3, all groups reached, theta 5e4": dict(
+        topk_group=4, rope_parameters={"rope_type": "default", "rope_theta": 5e4}
+    ),
+    "v3, plain queries, halves rotated": dict(q_lora_rank=None, rope_interleave=False),
+    "v3, YaRN 32 with betas of 1": dict(
+        rope_parameters=yarn(32, 4096, beta_fast=1, mscale=1.0, mscale_all_dim=1.0)
+    ),
+    "v3, YaRN with mscale_all_dim alone": dict(rope_parameters=yarn(4, 16, beta_fast=1, mscale_all_dim=1.0)),
+    "v3, YaRN with mscale alone": dict(rope_parameters=yarn(40, 32, mscale=0.707)),
+    "v3, eps 1e-5, scale 1": dict(rms_norm_eps=1e-5, routed_scaling_factor=1.0),
+    "v2, greedy, plain queries, biases": dict(version=2, q_lora_rank=None, attention_bias=True),
+    "v2, one shared expert, tied, no YaRN": dict(version=2, n_shared_experts=1, tie_word_embeddings=True),
+}
+
+
+def our_run(config, params, tokens, monkeypatch):
+    """As ``hugging_face.run``, and the gradient; block by block, with every router's choice."""
+    block = pure_nnx(lambda rngs: Block(config, Dispatch(), rngs))
+    dense = pure_nnx(lambda rngs: DenseBlock(config, rngs))
+    head = pure_nnx(lambda rngs: Head(config, rngs))
+    route, chosen = moe_module.route, []
+
+    def recording(*args):
+        found = route(*args)
+        chosen.append(jnp.sort(found[0], axis=-1))
+        return found
+
+    monkeypatch.setattr(moe_module, "route", recording)
+
+    def layer(x, leaves):
+        y = block.apply(leaves[0], x, leaves[1])[0]
+        return y, (y, chosen.pop())
+
+    def loss(params):
+        table = params["embed"]["embed_tokens"]
+        states = [table[tokens]]
+        for n in range(config.num_dense_layers):
+            states.append(dense.apply(params["embed"]["layers"][n], states[-1]))
+        stacked = params["stages"]["layers"], params["stages"]["routing"]["bias"]
+        x, (behind, topk) = jax.lax.scan(layer, states[-1], jax.tree.map(lambda w: w[0], stacked))
+        out = head.apply(params["head"], x, table if config.tie_embeddings else None)
+        return cross_entropy(out[:, :-1], tokens[:, 1:]), (out, [*states, *behind], topk)
+
+    (value, found), gradients = jax.jit(jax.value_and_grad(loss, has_aux=True, allow_int=True))(params)
+    return *found, value, gradients
+
+
+def by_name(config, tree):
+    """Our tree's parts under their published names."""
+    found = {}
+    for entry in entries(config, np.arange(config.num_moe_layers)[None]):
+        leaf = functools.reduce(lambda node, key: node[key], entry.path, tree)[entry.at]
+        found[entry.name] = np.asarray(leaf.T if entry.transposed else leaf), entry.rotary
+    return found
+
+
+def check(case, folder, monkeypatch):
+    model = make(**case)
+    theirs = run(model, TOKENS)
+    biases = [v for n, v in model.named_buffers() if n.endswith("e_score_correction_bias")]
+    assert all((bias < 0).float().mean() > 0.8 for bias in biases)  # a mask of 0 in place of -inf would win
+    theirs[3].backward()
+    config, params = weights.load(saved(model, folder, max_shard_size="60KB"))
+    tokens = jnp.asarray(TOKENS, jnp.int32)
+    out, states, chosen, value, gradients = our_run(config, params, tokens, monkeypatch)
+
+    scale = theirs[0].std()
+    assert 0.3 < scale < 30
+    assert np.abs(out - theirs[0]).max() < 2e-5 * scale
+    for ours, wanted in zip(states[:-1], theirs[1], strict=False):  # their last is normalised
+        assert np.abs(ours - wanted).max() < 2e-5 * wanted.std()
+    assert len(chosen) == len(theirs[2]) == config.num_moe_layers
+    for ours, wanted in zip(chosen, theirs[2], strict=True):
+        np.testing.assert_array_equal(ours, wanted)
+    np.testing.assert_allclose(value, theirs[3].item(), rtol=1e-5)
+    wanted = tensors((name, p.grad) for name, p in model.named_parameters())
+    ours = by_name(config, gradients)
+    without = {name for name in ours if name.endswith("e_score_correction_bias")}
+    assert ours.keys() - without == wanted.keys()
+    for name, gradient in wanted.items():
+        got, rotary = ours[name]
+        if rotary and not getattr(model.config, "rope_interleave", True):
+            gradient = gradient[rotary_order(rotary, len(gradient))]
+        assert np.abs(got - gradient).max() < 1e-5 * max(1, np.abs(gradient).max()), name
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_equals_transformers(case, tmp_path, monkeypatch):
+    check(case, tmp_path, monkeypatch)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", MORE.values(), ids=MORE)
+def test_equals_transformers_in_further_configurations(case, tmp_path, monkeypatch):
+    check(case, tmp_path, monkeypatch)
+
+
+def packed():
+    """Two documents and padding in a row, and a row of one: tokens, positions, segments."""
+    tokens = np.concatenate([TOKENS[0, :7], TOKENS[1, :9], np.zeros(4, int)])
+    segments = np.repeat([1, 2, 0], [7, 9, 4])
+    positions = np.concatenate([np.arange(7), np.arange(9), np.arange(4)])
+    rows = (tokens, TOKENS[0]), (positions, np.arange(20)), (segments, np.ones(20, int))
+    return (jnp.asarray(np.stack(row), jnp.int32) for row in rows)
+
+
+def test_logits_of_packed_documents_are_those_of_each_alone(tmp_path):
+    """Documents start anywhere in a row, next to others and to padding; transformers sees each by itself."""
+    model = make(num_hidden_layers=3)
+    config, params = weights.load(saved(model, tmp_path))
+    tokens, positions, segments = packed()
+    out = jax.jit(logits, static_argnums=0)(config, params, tokens, positions=positions, segment_ids=segments)
+    with torch.no_grad():
+        alone = [run(model, doc[None])[0][0] for doc in (TOKENS[0, :7], TOKENS[1, :9], TOKENS[0])]
+    for ours, wanted in zip((out[0, :7], out[0, 7:16], out[1]), alone, strict=True):
+        np.testing.assert_allclose(ours, wanted, atol=2e-5 * wanted.std())
+    assert np.isfinite(out).all()
+
+
+def test_logits_say_that_they_take_one_stage():
+    config = tiny(num_layers=3)
+    params = {"stages": {"layers": {}, "routing": {"stage": np.arange(2)}}}
+    with pytest.raises(ValueError, match="params are of 2 stages, must be of 1"):
+        logits(config, params, jnp.zeros((1, 4), jnp.int32))
