@@ -97,8 +97,8 @@ class Block(nnx.Module):
 
         """
         x_BSD = x_BSD + self.self_attn(self.input_layernorm(x_BSD), positions_BS, segment_ids_BS)
-        y_BSD, counts_E, dropped = self.mlp(self.post_attention_layernorm(x_BSD), bias_E)
-        return x_BSD + y_BSD, counts_E, dropped
+        y_BSD, load = self.mlp(self.post_attention_layernorm(x_BSD), bias_E)
+        return x_BSD + y_BSD, load.counts, load.dropped
 
 
 class Embed(nnx.Module):
