@@ -89,6 +89,8 @@ def from_json(data: Mapping[str, Any]) -> Published:
         wrong.append(
             f"num_key_value_heads is {heads}, must be num_attention_heads, as latent attention has it"
         )
+    if data.get("head_dim") not in (None, data.get("qk_rope_head_dim")):
+        wrong.append(f"head_dim is {data['head_dim']}, must be qk_rope_head_dim, the part that is rotated")
     values |= {
         "attention_bias": bool(data.get("attention_bias")),
         "tie_embeddings": bool(data.get("tie_word_embeddings")),

@@ -52,8 +52,9 @@ class Folder:
         self.complaints: list[str] = []
         files = sorted(path.glob("*.safetensors"))
         if not files:
-            there = sorted(p.name for p in path.glob("*.bin")) or "none either of another kind"
-            self.complaints.append(f"no *.safetensors file ({there})")
+            others = ", ".join(sorted(p.name for p in path.glob("*.bin")))
+            there = f" (there is {others}, which is not read)" if others else ""
+            self.complaints.append(f"no *.safetensors file{there}")
         for file in files:
             self._add(file)
         self._check_index({file.name for file in files})

@@ -60,8 +60,8 @@ def save(
 
     """
     path = Path(folder)
-    sources = _sources(config, params, layers_per_stage, arrange)
     settings = to_json(config, dtype) | dict(extra or {})
+    sources = _sources(config, params, layers_per_stage, arrange)
     if there := sorted(file.name for file in path.glob("*.safetensors*")):
         raise WeightsError(path, [f"{name}: is there already" for name in there])
     path.mkdir(parents=True, exist_ok=True)

@@ -1,5 +1,6 @@
 """The model against Hugging Face transformers: states, logits, router choices, loss and every gradient."""
 
+import dataclasses
 import functools
 
 import jax
@@ -12,7 +13,7 @@ from models import logits, tiny, weights
 from models import moe as moe_module
 from models.functional import pure_nnx
 from models.moe import Dispatch
-from models.transformer import Block, DenseBlock, Head, cross_entropy
+from models.transformer import Block, DenseBlock, Head, Prediction, cross_entropy, init_predictions
 from models.weights.names import entries
 from models.weights.tree import rotary_order
 
@@ -168,3 +169,52 @@ def test_logits_say_that_they_take_one_stage():
     params = {"stages": {"layers": {}, "routing": {"stage": np.arange(2)}}}
     with pytest.raises(ValueError, match="params are of 2 stages, must be of 1"):
         logits(config, params, jnp.zeros((1, 4), jnp.int32))
+
+
+def test_a_folder_that_we_wrote_loads_in_transformers(tmp_path):
+    """From halves rotated to neighbours rotated, and through bfloat16, which costs what it rounds off."""
+    model = make(rope_interleave=False, tie_word_embeddings=True, rope_parameters=yarn(40, 32, mscale=0.7))
+    config, params = weights.load(saved(model, tmp_path / "in"))
+    weights.save(tmp_path / "out", config, params, max_file_bytes=50_000)
+    theirs, info = type(model).from_pretrained(tmp_path / "out", output_loading_info=True)
+    assert not info["missing_keys"] and not info["unexpected_keys"] and not info["mismatched_keys"]
+    with torch.no_grad():
+        before, after = run(model, TOKENS)[0], run(theirs.eval(), TOKENS)[0]
+    np.testing.assert_allclose(after, before, atol=2e-5 * before.std())
+
+    weights.save(tmp_path / "narrow", config, params, dtype="bfloat16")
+    narrow = type(model).from_pretrained(tmp_path / "narrow")
+    assert narrow.dtype == torch.bfloat16
+    bias = narrow.model.layers[1].mlp.gate.e_score_correction_bias
+    np.testing.assert_array_equal(bias.float(), params["stages"]["routing"]["bias"][0, 0])
+
+
+def test_predictions_further_ahead_are_those_of_transformers(tmp_path, monkeypatch):
+    """Its MTP model reads the folder that we write, and computes what our module does."""
+    from transformers.modeling_layers import MtpModel
+
+    model = make()
+    config, params = weights.load(saved(model, tmp_path / "in"))
+    assert config.num_mtp_layers == 0
+    config = dataclasses.replace(config, num_mtp_layers=1)
+    shapes = jax.eval_shape(lambda: init_predictions(config, jax.random.key(0)))
+    rng = np.random.default_rng(1)
+    mtp = jax.tree.map(lambda w: jnp.asarray(0.2 * rng.normal(size=w.shape), jnp.float32), shapes)
+    mtp["routing"]["bias"] -= 0.9
+    weights.save(tmp_path / "out", config, params | {"mtp": mtp})
+
+    main = type(model).from_pretrained(tmp_path / "out").eval()
+    main._keys_to_ignore_on_load_unexpected = [r"model\.layers\.3.*"]  # theirs knows layer 61 only
+    oracle = MtpModel.from_pretrained(main).eval()
+    with torch.no_grad():
+        tokens = torch.tensor(TOKENS)
+        behind = main.model(tokens).last_hidden_state[:, :-1]
+        wanted = oracle.forward_layer(
+            0, behind, torch.arange(19)[None].expand(2, 19), None, input_ids=tokens[:, 1:]
+        )
+    layers, bias = jax.tree.map(lambda w: w[0], (mtp["layers"], mtp["routing"]["bias"]))
+    following = params["embed"]["embed_tokens"][TOKENS[:, 1:]]
+    ours = jax.jit(pure_nnx(lambda rngs: Prediction(config, rngs)).apply)(
+        layers, following, jnp.asarray(behind.numpy()), bias
+    )
+    np.testing.assert_allclose(ours, wanted, atol=2e-5 * wanted.std().item())
