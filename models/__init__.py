@@ -1,15 +1,18 @@
 """Models as pure functions of (params, x); no pipeline in sight."""
 
+from models import recipes
 from models.config import Config, moe_67b, small, tiny, v2, v2_lite, v3
 from models.forward import logits
-from models.functional import Functions, from_linen, from_nnx, model_loss, num_params, pure_nnx
+from models.functional import Functions, from_linen, from_nnx, model_loss, num_params, pure_linen, pure_nnx
 from models.kernels import Kernels
 from models.moe import Dispatch, update_bias
+from models.plan import Costs, layer_plan, matmul_costs
 from models.sharing import share_layers
 from models.transformer import Model, deepseek, num_padding, update_routing
 
 __all__ = [
     "Config",
+    "Costs",
     "Dispatch",
     "Functions",
     "Kernels",
@@ -17,12 +20,16 @@ __all__ = [
     "deepseek",
     "from_linen",
     "from_nnx",
+    "layer_plan",
     "logits",
+    "matmul_costs",
     "model_loss",
     "moe_67b",
     "num_padding",
     "num_params",
+    "pure_linen",
     "pure_nnx",
+    "recipes",
     "share_layers",
     "small",
     "tiny",
