@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import tracemalloc
 
 import jax
 import jax.numpy as jnp
@@ -9,6 +10,7 @@ import numpy as np
 import pytest
 from hugging_face import make, run, saved, tensors, torch, yarn
 
+from dualpipe_jax.parallel import make_mesh
 from models import logits, tiny, weights
 from models import moe as moe_module
 from models.functional import pure_nnx
@@ -218,3 +220,22 @@ def test_predictions_further_ahead_are_those_of_transformers(tmp_path, monkeypat
         layers, following, jnp.asarray(behind.numpy()), bias
     )
     np.testing.assert_allclose(ours, wanted, atol=2e-5 * wanted.std().item())
+
+
+def test_reading_holds_one_tensor_at_a_time(tmp_path):
+    """Of a checkpoint that transformers cut into files: what is held beyond the arrays themselves."""
+    sizes = dict(hidden_size=256, vocab_size=4096, moe_intermediate_size=256, intermediate_size=512)
+    model = make(dtype=torch.bfloat16, **sizes).to(torch.bfloat16)
+    files = list(saved(model, tmp_path, max_shard_size="2MB").glob("*.safetensors"))
+    largest_file = max(file.stat().st_size for file in files)
+    largest = max(stored.nbytes for stored in weights.inspect(tmp_path)[1].tensors.values())
+    assert len(files) > 6 and largest >= 2 * 4096 * 256
+    mesh = make_mesh(2, 4)
+    tracemalloc.start()
+    _, params = weights.load(tmp_path, num_stages=2, mesh=mesh)
+    kept, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    arrays = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
+    assert arrays > 6 * largest_file
+    assert peak - max(kept, 0) < 2 * largest_file + largest
+    assert kept < 1.2 * arrays  # the arrays are the very memory that was read into
