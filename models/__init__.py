@@ -7,8 +7,7 @@ from models.functional import Functions, from_linen, from_nnx, model_loss, num_p
 from models.kernels import Kernels
 from models.moe import Dispatch, update_bias
 from models.plan import Costs, layer_plan, matmul_costs
-from models.sharing import share_layers
-from models.transformer import Model, deepseek, num_padding, update_routing
+from models.transformer import Model, deepseek, figures, num_padding, update_routing
 
 __all__ = [
     "Config",
@@ -18,6 +17,7 @@ __all__ = [
     "Kernels",
     "Model",
     "deepseek",
+    "figures",
     "from_linen",
     "from_nnx",
     "layer_plan",
@@ -30,7 +30,6 @@ __all__ = [
     "pure_linen",
     "pure_nnx",
     "recipes",
-    "share_layers",
     "small",
     "tiny",
     "update_bias",

@@ -4,13 +4,15 @@ Shape suffixes as in ``models.transformer``.
 """
 
 import jax
+import jax.numpy as jnp
 from jax import Array
 
+from dualpipe_jax.engine.model import At
 from models.config import Config
-from models.functional import Tree, pure_nnx, unstack
+from models.functional import Tree
 from models.kernels import AUTO, Kernels
-from models.moe import Dispatch
-from models.transformer import Block, Embed, Head, default_platform
+from models.transformer import deepseek, head_kernel
+from models.vocabulary import project
 
 
 def logits(
@@ -43,21 +45,13 @@ def logits(
       ValueError: params are of several stages.
 
     """
-    layers, routing = params["stages"]["layers"], params["stages"]["routing"]
-    num_stages = len(routing["stage"])
+    num_stages = len(params["stages"]["routing"]["row"])
     if num_stages != 1:
         raise ValueError(f"logits: params are of {num_stages} stages, must be of 1: deepseek(config, 1).init")
-    platform = default_platform()
-    attend, matmul = kernels.attend(platform), kernels.multiply(platform)
-    embed = pure_nnx(lambda rngs: Embed(config, rngs, attend))
-    block = pure_nnx(lambda rngs: Block(config, Dispatch(), rngs, attend, matmul))
-    head = pure_nnx(lambda rngs: Head(config, rngs))
-
-    def layer(x_BSD: Array, leaves: tuple[Tree, Array]) -> tuple[Array, None]:
-        weights, bias_E = leaves
-        return block.apply(weights, x_BSD, bias_E, positions, segment_ids)[0], None
-
-    x_BSD = embed.apply(params["embed"], tokens, positions, segment_ids)
-    x_BSD, _ = jax.lax.scan(layer, x_BSD, unstack((layers, routing["bias"]))[0])
-    table = params["embed"]["embed_tokens"] if config.tie_embeddings else None
-    return head.apply(params["head"], x_BSD, table)
+    batch = {"inputs": tokens, "positions": positions, "segment_ids": segment_ids}
+    at = At({name: a for name, a in batch.items() if a is not None}, jnp.int32(0), jnp.int32(0), None)
+    own = jax.tree.map(lambda leaf: leaf[0], params["stages"])
+    model = deepseek(config, 1, balance_factor=0, kernels=kernels)
+    x_BSD = model.staged.kinds["only"](own, params["shared"], None, at).x
+    x_TD = x_BSD.reshape(-1, config.dim)
+    return project(x_TD, head_kernel(config, params["shared"])).reshape(*tokens.shape, config.vocab)

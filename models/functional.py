@@ -76,7 +76,8 @@ def pure_nnx(create: Callable[[nnx.Rngs], nnx.Module]) -> Pure:
 
     """
     module = nnx.eval_shape(lambda: create(nnx.Rngs(0)))
-    graph, _, streams, rest = nnx.split(module, nnx.Param, nnx.RngState, ...)
+    graph, *states = nnx.split(module, nnx.Param, nnx.RngState, ...)
+    _, streams, rest = states
     extra = [
         f"{'.'.join(map(str, path))}: {type(variable).__name__}" for path, variable in nnx.to_flat_state(rest)
     ]

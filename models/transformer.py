@@ -174,6 +174,11 @@ def update_routing(params: Tree, counts_RE: Array, rate: float | Array, *, cente
     return params | {"stages": jax.tree.map(move, params["stages"], is_leaf=is_stages)}
 
 
+def head_kernel(config: Config, shared: Tree) -> Array:
+    """Return the output projection [D, V]."""
+    return shared["embed_tokens"].T if config.tie_embeddings else shared["lm_head"]["kernel"]
+
+
 def figures(losses: Tree, metrics: Tree) -> dict[str, Array]:
     """Return a step's mean losses without their factors: "lm", "mtp" [depths], "balance" a layer; float32."""
     found = {"lm": losses["lm"]} if "lm" in losses else {}
@@ -276,8 +281,7 @@ class _Runs:
                 f"deepseek: sequences of {targets_BS.shape[1]} tokens have no target for {depth} tokens ahead; "
                 "give longer ones, or a config with fewer num_mtp_layers."
             )
-        tied = self.config.tie_embeddings
-        kernel_DV = shared["embed_tokens"].T if tied else shared["lm_head"]["kernel"]
+        kernel_DV = head_kernel(self.config, shared)
         x_TD = x_BSD.reshape(-1, x_BSD.shape[-1])
         nll_T = cross_entropy(x_TD, kernel_DV, targets_BS.reshape(-1), self.axis, self.loss_block)
         return nll_T.reshape(targets_BS.shape), counted_BS

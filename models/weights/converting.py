@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Literal
 
+import jax
 import jax.numpy as jnp
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
@@ -47,8 +48,8 @@ def convert(options: "Options") -> str:
         settings = json.loads((source / "config.json").read_text())
     else:
         config, params, settings = native.read(source)
-    if not options.mtp and params.pop("mtp", None):
-        config = dataclasses.replace(config, num_mtp_layers=0)
+    if not options.mtp:
+        config, params = _without_mtp(config, params)
     size = num_params(params)
     to = options.to if options.to != "other" else "orbax" if published else "huggingface"
     if to == "orbax":
@@ -59,6 +60,16 @@ def convert(options: "Options") -> str:
         if (source / name).is_file():
             shutil.copyfile(source / name, target / name)
     return f"{size / 1e6:,.1f} million parameters from {source} to {target} ({to})"
+
+
+def _without_mtp(config: Config, params: Tree) -> tuple[Config, Tree]:
+    """Params of one stage without modules of multi-token prediction, whose blocks are its last."""
+    kept, stages = config.num_moe_layers, params["stages"]
+    routing = jax.tree.map(lambda leaf: leaf[:, :kept], stages["routing"])
+    return dataclasses.replace(config, num_mtp_layers=0), {
+        "stages": {"layers": stages["layers"][:kept], "routing": routing},
+        "shared": params["shared"] | {"mtp": []},
+    }
 
 
 def _publish(options: "Options", config: Config, params: Tree, settings: Mapping[str, Any]) -> None:

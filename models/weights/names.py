@@ -1,19 +1,18 @@
 """Which published tensor is which part of our parameters: the one place that knows both trees.
 
-Ours, as ``models.deepseek(config, P).init`` makes it; P stages of L places, K modules of multi-token prediction::
+Ours, as ``models.deepseek(config, stages).init`` makes it; P stages, whose slots have layers with experts and
+the blocks of multi-token prediction::
 
-    {"embed": {"embed_tokens", "layers": {0: dense block, ...}},
-     "stages": {"layers": block [P, L, ...], "routing": {"bias": [P, L, E], "stage": [P]}},
-     "head": {"norm", "lm_head"},
-     "mtp": {"layers": {"enorm", "hnorm", "eh_proj", "block", "norm"} [K, ...], "routing": {"bias": [K, E]}}}
+    {"shared": {"embed_tokens", "layers": [dense block, ...], "norm", "lm_head",
+                "mtp": [{"enorm", "hnorm", "eh_proj", "norm"}, ...]},
+     "stages": {"layers": [block [P, ...], ...], "routing": {"bias": [P, slots, E], "row": [P, slots]}}}
 """
 
 from collections.abc import Iterator
 from typing import NamedTuple
 
-import numpy as np
-
 from models.config import Config
+from models.plan import Layout
 
 Path = tuple[str | int, ...]
 
@@ -57,30 +56,29 @@ class Part(NamedTuple):
     at: tuple[int, ...] = ()
 
 
-def entries(config: Config, places: np.ndarray) -> list[Entry]:
+def entries(config: Config, layout: Layout) -> list[Entry]:
     """List every tensor of a model, in the order that checkpoints have.
 
     Args:
       config: the model.
-      places: int [P, L], which of the layers with experts stands where; see ``models.Model``.
+      layout: which layer stands where.
 
     """
-    home = {int(layer): tuple(map(int, place)) for place, layer in np.ndenumerate(places) if layer >= 0}
     table = (config.vocab, config.dim)
-    found = [Entry("model.embed_tokens.weight", table, ("embed", "embed_tokens"))]
+    found = [Entry("model.embed_tokens.weight", table, ("shared", "embed_tokens"))]
     for layer in range(config.num_layers):
         routed = layer - config.num_dense_layers
         if routed < 0:
-            found += _layer(config, layer, ("embed", "layers", layer), (), None)
+            found += _layer(config, layer, ("shared", "layers", layer), None)
         else:
-            found += _layer(config, layer, ("stages", "layers"), home[routed], ("stages", "routing", "bias"))
-    found.append(Entry("model.norm.weight", (config.dim,), ("head", "norm", "weight")))
+            found += _routed(config, layer, layout.slot_of(routed))
+    found.append(Entry("model.norm.weight", (config.dim,), ("shared", "norm", "weight")))
     if not config.tie_embeddings:
-        found.append(Entry("lm_head.weight", table, ("head", "lm_head", "kernel"), transposed=True))
+        found.append(Entry("lm_head.weight", table, ("shared", "lm_head", "kernel"), transposed=True))
     for k in range(config.num_mtp_layers):
         layer = config.num_layers + k
-        found += _at(_prediction(config), f"model.layers.{layer}.", ("mtp", "layers"), (k,))
-        found += _layer(config, layer, ("mtp", "layers", "block"), (k,), ("mtp", "routing", "bias"))
+        found += _at(_prediction(config), f"model.layers.{layer}.", ("shared", "mtp", k), ())
+        found += _routed(config, layer, layout.slot_of(config.num_moe_layers + k))
     return found
 
 
@@ -93,15 +91,20 @@ def copies(config: Config) -> set[str]:
     return shared | ({"lm_head.weight"} if config.tie_embeddings else set())
 
 
-def _layer(
-    config: Config, layer: int, path: Path, index: tuple[int, ...], bias: Path | None
-) -> Iterator[Entry]:
-    name = f"model.layers.{layer}."
+def _routed(config: Config, layer: int, place: tuple[int, int]) -> Iterator[Entry]:
+    stage, slot = place
+    yield from _layer(config, layer, ("stages", "layers", slot), stage)
+    if config.score == "sigmoid":
+        name = f"model.layers.{layer}.mlp.gate.e_score_correction_bias"
+        yield Entry(name, (config.num_experts,), ("stages", "routing", "bias"), place)
+
+
+def _layer(config: Config, layer: int, path: Path, stage: int | None) -> Iterator[Entry]:
+    """Of a stage, with experts, or dense."""
     norms = [Part(f"{n}.weight", (n, "weight"), (config.dim,)) for n in _NORMS]
-    mlp = list(_dense(config)) if bias is None else list(_experts(config))
-    yield from _at([*norms, *_attention(config), *mlp], name, path, index)
-    if bias is not None and config.score == "sigmoid":
-        yield Entry(f"{name}mlp.gate.e_score_correction_bias", (config.num_experts,), bias, index)
+    mlp = list(_dense(config)) if stage is None else list(_experts(config))
+    index = () if stage is None else (stage,)
+    yield from _at([*norms, *_attention(config), *mlp], f"model.layers.{layer}.", path, index)
 
 
 _NORMS = ("input_layernorm", "post_attention_layernorm")

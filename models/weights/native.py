@@ -1,7 +1,7 @@
 """Parameters by our own names, in a folder that Orbax writes: what the trainer's checkpoints hold of them.
 
-A flat dict: ``params/stages/layers/mlp/gate`` is [layers, ...] in model order, whatever the stages were. Beside it
-stands the model's configuration, number by number.
+A flat dict: ``params/stages/layers/3/mlp/gate`` is that of the fourth layer with experts, whatever the stages were, and
+``params/stages/routing/bias`` [layers, E]. Beside it stands the model's configuration, number by number.
 """
 
 import dataclasses
@@ -38,7 +38,7 @@ def write(folder: Path, config: Config, params: Tree, published: Mapping[str, An
     while leaves:  # one by one, so that none is there twice
         path, leaf = leaves.pop(0)
         name = _name(path)
-        if name != "stages/routing/stage":
+        if name != "stages/routing/row":
             flat[PREFIX + name] = leaf.reshape(leaf.shape[1:]) if name.startswith("stages/") else leaf
         del leaf
     numbers = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
@@ -72,7 +72,7 @@ def read(folder: Path) -> tuple[Config, Tree, Mapping[str, Any]]:
     wanted, wrong = {}, []
     for path, leaf in leaves:
         name = _name(path)
-        if name == "stages/routing/stage":
+        if name == "stages/routing/row":
             continue
         shape = leaf.shape[1:] if name.startswith("stages/") else leaf.shape
         wanted[PREFIX + name] = jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=here)
@@ -90,7 +90,7 @@ def read(folder: Path) -> tuple[Config, Tree, Mapping[str, Any]]:
         name = _name(path)
         value = flat.pop(PREFIX + name, None)
         if value is None:
-            value = jnp.arange(1, dtype=leaf.dtype)
+            value = jnp.asarray(model.layout.rows)
         found.append(value.reshape(leaf.shape))
     return config, jax.tree.unflatten(treedef, found), facts.get("published", {})
 

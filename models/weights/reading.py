@@ -16,6 +16,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDev
 
 from models.config import Config
 from models.functional import Tree
+from models.plan import lay_out
 from models.transformer import deepseek
 from models.weights.config_json import Published, from_json
 from models.weights.errors import WeightsError
@@ -30,8 +31,7 @@ Progress = Callable[[int, int], None]
 def load(
     folder: str | Path,
     *,
-    num_stages: int = 1,
-    layers_per_stage: Sequence[int] | None = None,
+    stages: int | Sequence[int] = 1,
     mesh: Mesh | None = None,
     arrange: Arrange | None = None,
     mtp: bool = True,
@@ -42,10 +42,9 @@ def load(
     Args:
       folder: with ``config.json`` and ``*.safetensors``, of any of the types in ``files.DTYPES``; FP8 is
         multiplied out by its blocks' scales.
-      num_stages: pipeline stages.
-      layers_per_stage: as ``deepseek`` takes it.
-      mesh: with axes "pp", over which the stages are sharded, and "ep", over which experts are; None puts all
-        on JAX's first device.
+      stages: as ``deepseek`` takes it.
+      mesh: with axes "pp", over which the stages are sharded, and "ep", over which experts, embedding and head are;
+        None puts all on JAX's first device.
       arrange: puts the stages' leaves [P, ...] into another order or container, and does nothing else to
         them, such as ``lambda stages: to_placed(stages, schedule.placement)``.
       mtp: False leaves out modules of multi-token prediction.
@@ -53,8 +52,7 @@ def load(
 
     Returns:
       The configuration, computing in bfloat16 if the checkpoint says so, and float32 params as
-      ``deepseek(config, num_stages, layers_per_stage=layers_per_stage).init`` makes them, bit for bit the
-      numbers in the files.
+      ``deepseek(config, stages).init`` makes them, bit for bit the numbers in the files.
 
     Raises:
       WeightsError: the configuration is of another model, or tensors are missing, too many, of wrong shapes or
@@ -64,7 +62,7 @@ def load(
     published, files = inspect(folder, mtp=mtp)
     config = published.config
     axis = "ep" if mesh is not None else None
-    model = deepseek(config, num_stages, layers_per_stage=layers_per_stage, ep_axis=axis)
+    model = deepseek(config, stages, ep_axis=axis)
     leaves, treedef = leaves_of(model, config, arrange)
     shardings = [_sharding(leaf.spec, mesh) for leaf in leaves]
     total = sum(
@@ -97,16 +95,12 @@ def inspect(folder: str | Path, *, mtp: bool = True) -> tuple[Published, Folder]
     published, files = from_json(data), Folder(path)
     there = dataclasses.replace(published.config, num_mtp_layers=_num_mtp(files, published.config.num_layers))
     config = there if mtp else dataclasses.replace(there, num_mtp_layers=0)
-    wanted = entries(config, _in_one_stage(config))
-    ignored = copies(there) | {entry.name for entry in entries(there, _in_one_stage(there))}
+    wanted = entries(config, lay_out(config, [config.num_layers]))
+    ignored = copies(there) | {entry.name for entry in entries(there, lay_out(there, [there.num_layers]))}
     wrong = list(complaints_about(files, ((e.name, e.shape) for e in wanted), ignored, published.fp8_block))
     if wrong:
         raise WeightsError(path, wrong)
     return dataclasses.replace(published, config=config), files
-
-
-def _in_one_stage(config: Config) -> np.ndarray:
-    return np.arange(config.num_moe_layers, dtype=np.int32)[None]
 
 
 def _num_mtp(files: Folder, first: int) -> int:

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
+from jax.tree_util import SequenceKey
 
 from models.config import Config
 from models.functional import Tree
@@ -27,9 +28,9 @@ class Leaf:
 
     Attributes:
       shape: of the whole leaf.
-      dtype: float32, or int32 for the stages' numbers.
+      dtype: float32, or int32 for the slots' rows.
       spec: how it lies on a mesh with axes "pp" and "ep".
-      entries: from an index of its first dims to the tensor there; empty places and biases that a checkpoint
+      entries: from an index of its first dims to the tensor there; empty slots and biases that a checkpoint
         does not have are zero.
       numbers: what a leaf of int32 holds.
 
@@ -50,19 +51,19 @@ class Leaf:
 def leaves_of(model: Model, config: Config, arrange: Arrange | None) -> tuple[list[Leaf], Any]:
     """List the leaves of ``model.init``'s params, the stages arranged, and the tree that they make."""
     filled: dict[Path, dict[tuple[int, ...], Entry]] = {}
-    for entry in entries(config, model.places):
+    for entry in entries(config, model.layout):
         filled.setdefault(entry.path, {})[entry.at] = entry
     abstract = jax.eval_shape(model.init, jax.random.key(0))
     specs = jax.tree.leaves(model.param_specs, is_leaf=lambda spec: isinstance(spec, PartitionSpec))
     flat, treedef = jax.tree_util.tree_flatten_with_path(abstract)
     leaves = []
     for (keys, leaf), spec in zip(flat, specs, strict=True):
-        path = tuple(key.key for key in keys)
-        numbers = np.arange(leaf.shape[0]) if jnp.issubdtype(leaf.dtype, jnp.integer) else None
+        path = tuple(key.idx if isinstance(key, SequenceKey) else key.key for key in keys)
+        numbers = model.layout.rows if jnp.issubdtype(leaf.dtype, jnp.integer) else None
         leaves.append(Leaf(leaf.shape, leaf.dtype, spec, filled.pop(path, {}), numbers))
     assert not filled, f"parameters that the model does not have: {sorted(filled)}"
     tree = jax.tree.unflatten(treedef, leaves)
-    tree["stages"] = _arranged(tree["stages"], len(model.places), arrange)
+    tree["stages"] = _arranged(tree["stages"], len(model.layout.plan), arrange)
     return jax.tree.flatten(tree)
 
 

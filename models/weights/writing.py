@@ -31,7 +31,7 @@ def save(
     config: Config,
     params: Tree,
     *,
-    layers_per_stage: Sequence[int] | None = None,
+    stages: Sequence[int] | None = None,
     arrange: Arrange | None = None,
     dtype: Literal["float32", "bfloat16"] = "float32",
     max_file_bytes: int = 5 * 10**9,
@@ -46,8 +46,8 @@ def save(
     Args:
       folder: made if it is not there; it may hold no tensors yet.
       config: the model.
-      params: as ``deepseek(config, P, layers_per_stage=...).init`` makes them, the stages arranged.
-      layers_per_stage: as ``deepseek`` takes it.
+      params: as ``deepseek(config, stages).init`` makes them, the stages arranged.
+      stages: as ``deepseek`` takes it; None for its own plan.
       arrange: as ``load`` takes it.
       dtype: of the tensors; the selection biases stay float32.
       max_file_bytes: tensors of a file; one tensor may be more.
@@ -61,7 +61,7 @@ def save(
     """
     path = Path(folder)
     settings = to_json(config, dtype) | dict(extra or {})
-    sources = _sources(config, params, layers_per_stage, arrange)
+    sources = _sources(config, params, stages, arrange)
     if there := sorted(file.name for file in path.glob("*.safetensors*")):
         raise WeightsError(path, [f"{name}: is there already" for name in there])
     path.mkdir(parents=True, exist_ok=True)
@@ -84,13 +84,16 @@ def save(
 
 @dataclasses.dataclass(frozen=True)
 class _Source:
-    """A tensor to be written, and the device that has its first copy."""
+    """A tensor to be written, and the devices of a process that have its first copy, whole or in pieces."""
 
     entry: Entry
     index: tuple[int, ...]
     array: jax.Array
-    device: jax.Device
-    part: Part
+    pieces: tuple[tuple[jax.Device, Part], ...]
+
+    @property
+    def process(self) -> int:
+        return self.pieces[0][0].process_index
 
     def dtype(self, wanted: str) -> str:
         return "float32" if self.entry.name.endswith(BIAS) else wanted
@@ -99,12 +102,21 @@ class _Source:
         return math.prod(self.entry.shape) * (4 if self.dtype(wanted) == "float32" else 2)
 
     def read(self, wanted: str) -> np.ndarray:
-        shard = next(s.data for s in self.array.addressable_shards if s.device == self.device)
-        # A CPU's array is seen through, of another device's only the tensor itself comes to the host.
-        data = np.asarray(shard) if self.device.platform == "cpu" else shard
-        inside = tuple(n - start for n, (start, _) in zip(self.index, self.part, strict=False))
-        ours = np.asarray(data[inside])
+        found = [(part, self._piece(device, part)) for device, part in self.pieces]
+        ours = found[0][1]
+        if len(found) > 1:
+            lead = len(self.index)
+            ours = np.empty(self.array.shape[lead:], self.array.dtype)
+            for part, piece in found:
+                ours[tuple(slice(*bounds) for bounds in part[lead:])] = piece
         return narrowed(ours.T if self.entry.transposed else ours, self.dtype(wanted))
+
+    def _piece(self, device: jax.Device, part: Part) -> np.ndarray:
+        shard = next(s.data for s in self.array.addressable_shards if s.device == device)
+        # A CPU's array is seen through, of another device's only the tensor itself comes to the host.
+        data = np.asarray(shard) if device.platform == "cpu" else shard
+        inside = tuple(n - start for n, (start, _) in zip(self.index, part, strict=False))
+        return np.asarray(data[inside])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,22 +127,21 @@ class _File:
 
 
 def _sources(
-    config: Config, params: Tree, layers_per_stage: Sequence[int] | None, arrange: Arrange | None
+    config: Config, params: Tree, stages: Sequence[int] | None, arrange: Arrange | None
 ) -> list[_Source]:
-    num_stages = _num_stages(params)
-    model = deepseek(config, num_stages, layers_per_stage=layers_per_stage)
+    model = deepseek(config, _num_stages(params) if stages is None else stages)
     leaves, treedef = leaves_of(model, config, arrange)
     wrong = _complaints(params, leaves, treedef)
     if wrong:
         raise WeightsError("params to save", wrong)
-    order = {entry.name: n for n, entry in enumerate(entries(config, model.places))}
+    order = {entry.name: n for n, entry in enumerate(entries(config, model.layout))}
     found: dict[str, _Source] = {}
     for leaf, array in zip(leaves, map(jnp.asarray, jax.tree.leaves(params)), strict=True):
         held = _held(array)
         for index, entry in leaf.entries.items():
-            source = next((s for d, p in held if (s := _source(entry, index, array, d, p))), None)
+            source = _source(entry, index, array, held)
             if source is None:
-                wrong.append(f"{entry.name}: lies in pieces, must be whole on some device")
+                wrong.append(f"{entry.name}: lies in pieces, must be whole on one process's devices")
             else:
                 found[entry.name] = source
         unheld = config.score == "softmax" and not leaf.entries and leaf.numbers is None
@@ -142,9 +153,9 @@ def _sources(
 
 
 def _num_stages(params: Tree) -> int:
-    """How many stages there are, however they are arranged: every local tree numbers some of them."""
+    """How many stages there are, however they are arranged: every local tree has rows of some of them."""
     flat, _ = jax.tree_util.tree_flatten_with_path(params["stages"])
-    return sum(leaf.shape[0] for path, leaf in flat if getattr(path[-1], "key", None) == "stage")
+    return sum(leaf.shape[0] for path, leaf in flat if getattr(path[-1], "key", None) == "row")
 
 
 def _complaints(params: Tree, leaves: list[Leaf], treedef: Any) -> list[str]:
@@ -171,21 +182,37 @@ def _held(array: jax.Array) -> list[tuple[jax.Device, Part]]:
 
 
 def _source(
-    entry: Entry, index: tuple[int, ...], array: jax.Array, device: jax.Device, part: Part
+    entry: Entry, index: tuple[int, ...], array: jax.Array, held: list[tuple[jax.Device, Part]]
 ) -> _Source | None:
-    inside = all(start <= n < stop for n, (start, stop) in zip(index, part, strict=False))
-    trailing = zip(part[len(index) :], array.shape[len(index) :], strict=True)
-    whole = all(bounds == (0, size) for bounds, size in trailing)
-    return _Source(entry, index, array, device, part) if inside and whole else None
+    """On one device if there is one that has it whole, else on those of the first process that has all pieces."""
+    lead = len(index)
+    having = [
+        (device, part)
+        for device, part in held
+        if all(start <= n < stop for n, (start, stop) in zip(index, part, strict=False))
+    ]
+
+    def size(part: Part) -> int:
+        return math.prod(stop - start for start, stop in part[lead:])
+
+    whole = math.prod(array.shape[lead:])
+    for piece in having:
+        if size(piece[1]) == whole:
+            return _Source(entry, index, array, (piece,))
+    for process in sorted({device.process_index for device, _ in having}):
+        pieces = {part: device for device, part in having if device.process_index == process}
+        if sum(map(size, pieces)) == whole:
+            return _Source(entry, index, array, tuple((device, part) for part, device in pieces.items()))
+    return None
 
 
 def _files(sources: list[_Source], dtype: str, most: int) -> list[_File]:
     """Pack tensors into files, in their order, each process's own."""
     files: list[_File] = []
-    for process in sorted({source.device.process_index for source in sources}):
+    for process in sorted({source.process for source in sources}):
         pile: list[_Source] = []
         size = 0
-        for source in (s for s in sources if s.device.process_index == process):
+        for source in (s for s in sources if s.process == process):
             nbytes = source.nbytes(dtype)
             if pile and size + nbytes > most:
                 files.append(_File(process, tuple(pile), size))

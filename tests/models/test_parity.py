@@ -10,12 +10,16 @@ import numpy as np
 import pytest
 from hugging_face import make, run, saved, tensors, torch, yarn
 
+from dualpipe_jax.engine.model import At
 from dualpipe_jax.parallel import make_mesh
 from models import logits, tiny, weights
 from models import moe as moe_module
+from models.attention import RMSNorm
+from models.blocks import Block, DenseBlock
 from models.functional import pure_nnx
 from models.moe import Dispatch
-from models.transformer import Block, DenseBlock, Head, Prediction, cross_entropy, init_predictions
+from models.plan import lay_out
+from models.transformer import deepseek, head_kernel
 from models.weights.names import entries
 from models.weights.tree import rotary_order
 
@@ -66,7 +70,7 @@ def our_run(config, params, tokens, monkeypatch):
     """As ``hugging_face.run``, and the gradient; block by block, with every router's choice."""
     block = pure_nnx(lambda rngs: Block(config, Dispatch(), rngs))
     dense = pure_nnx(lambda rngs: DenseBlock(config, rngs))
-    head = pure_nnx(lambda rngs: Head(config, rngs))
+    norm = pure_nnx(lambda rngs: RMSNorm(config.dim, config.norm_eps))
     route, chosen = moe_module.route, []
 
     def recording(*args):
@@ -76,19 +80,17 @@ def our_run(config, params, tokens, monkeypatch):
 
     monkeypatch.setattr(moe_module, "route", recording)
 
-    def layer(x, leaves):
-        y = block.apply(leaves[0], x, leaves[1])[0]
-        return y, (y, chosen.pop())
-
     def loss(params):
-        table = params["embed"]["embed_tokens"]
-        states = [table[tokens]]
-        for n in range(config.num_dense_layers):
-            states.append(dense.apply(params["embed"]["layers"][n], states[-1]))
-        stacked = params["stages"]["layers"], params["stages"]["routing"]["bias"]
-        x, (behind, topk) = jax.lax.scan(layer, states[-1], jax.tree.map(lambda w: w[0], stacked))
-        out = head.apply(params["head"], x, table if config.tie_embeddings else None)
-        return cross_entropy(out[:, :-1], tokens[:, 1:]), (out, [*states, *behind], topk)
+        shared, stages = params["shared"], jax.tree.map(lambda w: w[0], params["stages"])
+        states = [shared["embed_tokens"][tokens]]
+        for layer in shared["layers"]:
+            states.append(dense.apply(layer, states[-1], None, None))
+        for layer, bias in zip(stages["layers"], stages["routing"]["bias"], strict=True):
+            states.append(block.apply(layer, states[-1], bias, None, None, None)[0])
+        out = norm.apply(shared["norm"], states[-1]) @ head_kernel(config, shared)
+        log_probs = jax.nn.log_softmax(out[:, :-1])
+        nll = -jnp.take_along_axis(log_probs, tokens[:, 1:, None], -1)
+        return jnp.mean(nll), (out, states, [chosen.pop(0) for _ in stages["layers"]])
 
     (value, found), gradients = jax.jit(jax.value_and_grad(loss, has_aux=True, allow_int=True))(params)
     return *found, value, gradients
@@ -97,7 +99,7 @@ def our_run(config, params, tokens, monkeypatch):
 def by_name(config, tree):
     """Our tree's parts under their published names."""
     found = {}
-    for entry in entries(config, np.arange(config.num_moe_layers)[None]):
+    for entry in entries(config, lay_out(config, [config.num_layers])):
         leaf = functools.reduce(lambda node, key: node[key], entry.path, tree)[entry.at]
         found[entry.name] = np.asarray(leaf.T if entry.transposed else leaf), entry.rotary
     return found
@@ -168,7 +170,7 @@ def test_logits_of_packed_documents_are_those_of_each_alone(tmp_path):
 
 def test_logits_say_that_they_take_one_stage():
     config = tiny(num_layers=3)
-    params = {"stages": {"layers": {}, "routing": {"stage": np.arange(2)}}}
+    params = {"stages": {"layers": [], "routing": {"row": np.zeros((2, 1))}}}
     with pytest.raises(ValueError, match="params are of 2 stages, must be of 1"):
         logits(config, params, jnp.zeros((1, 4), jnp.int32))
 
@@ -199,11 +201,23 @@ def test_predictions_further_ahead_are_those_of_transformers(tmp_path, monkeypat
     config, params = weights.load(saved(model, tmp_path / "in"))
     assert config.num_mtp_layers == 0
     config = dataclasses.replace(config, num_mtp_layers=1)
-    shapes = jax.eval_shape(lambda: init_predictions(config, jax.random.key(0)))
+    last = deepseek(config, 1, mtp_after_norm=True, balance_factor=0)
     rng = np.random.default_rng(1)
-    mtp = jax.tree.map(lambda w: jnp.asarray(0.2 * rng.normal(size=w.shape), jnp.float32), shapes)
-    mtp["routing"]["bias"] -= 0.9
-    weights.save(tmp_path / "out", config, params | {"mtp": mtp})
+
+    def fill(path, leaf):
+        """New numbers for the module: in the last slot, and what stands around its block."""
+        if jnp.issubdtype(leaf.dtype, jnp.integer):
+            return jnp.asarray(last.layout.rows)
+        return jnp.asarray(0.2 * rng.normal(size=leaf.shape), jnp.float32)
+
+    made = jax.tree_util.tree_map_with_path(fill, jax.eval_shape(last.init, jax.random.key(0)))
+    layers, bias = params["stages"]["layers"], params["stages"]["routing"]["bias"]
+    made["stages"]["layers"][:-1] = layers
+    made["stages"]["routing"]["bias"] = jnp.concatenate(
+        [bias, made["stages"]["routing"]["bias"][:, -1:] - 0.9], axis=1
+    )
+    made["shared"] = params["shared"] | {"mtp": made["shared"]["mtp"]}
+    weights.save(tmp_path / "out", config, made)
 
     main = type(model).from_pretrained(tmp_path / "out").eval()
     main._keys_to_ignore_on_load_unexpected = [r"model\.layers\.3.*"]  # theirs knows layer 61 only
@@ -214,12 +228,17 @@ def test_predictions_further_ahead_are_those_of_transformers(tmp_path, monkeypat
         wanted = oracle.forward_layer(
             0, behind, torch.arange(19)[None].expand(2, 19), None, input_ids=tokens[:, 1:]
         )
-    layers, bias = jax.tree.map(lambda w: w[0], (mtp["layers"], mtp["routing"]["bias"]))
-    following = params["embed"]["embed_tokens"][TOKENS[:, 1:]]
-    ours = jax.jit(pure_nnx(lambda rngs: Prediction(config, rngs)).apply)(
-        layers, following, jnp.asarray(behind.numpy()), bias
-    )
-    np.testing.assert_allclose(ours, wanted, atol=2e-5 * wanted.std().item())
+    # The module's loss, and what it would be of the states that transformers gives.
+    own = jax.tree.map(lambda w: w[0], made["stages"])
+    batch = {
+        "inputs": jnp.asarray(TOKENS, jnp.int32),
+        "targets": jnp.roll(jnp.asarray(TOKENS, jnp.int32), -1, 1),
+    }
+    at = At(batch, jnp.int32(0), jnp.int32(0), None)
+    out = jax.jit(last.staged.kinds["only"])(own, made["shared"], None, at)
+    log_probs = jax.nn.log_softmax(jnp.asarray(wanted.numpy()) @ made["shared"]["lm_head"]["kernel"])
+    nll = -jnp.take_along_axis(log_probs, batch["targets"][:, 1:, None], -1)
+    np.testing.assert_allclose(out.metrics["mtp_nll"], [jnp.sum(nll)], rtol=1e-5)
 
 
 def test_reading_holds_one_tensor_at_a_time(tmp_path):
@@ -232,7 +251,7 @@ def test_reading_holds_one_tensor_at_a_time(tmp_path):
     assert len(files) > 6 and largest >= 2 * 4096 * 256
     mesh = make_mesh(2, 4)
     tracemalloc.start()
-    _, params = weights.load(tmp_path, num_stages=2, mesh=mesh)
+    _, params = weights.load(tmp_path, stages=2, mesh=mesh)
     kept, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     arrays = sum(leaf.nbytes for leaf in jax.tree.leaves(params))

@@ -28,17 +28,18 @@ CONFIG = tiny(
 )  # fmt: skip
 
 
-def random_params(config, num_stages=1, shares=None, seed=0):
-    """Numbers that bfloat16 holds, so that every type of file can; empty places stay zero."""
-    model = deepseek(config, num_stages, layers_per_stage=shares)
+def random_params(config, stages=1, seed=0):
+    """Numbers that bfloat16 holds, so that every type of file can; empty slots stay zero."""
+    model = deepseek(config, stages)
     rng = np.random.default_rng(seed)
 
     def fill(path, leaf):
         if jnp.issubdtype(leaf.dtype, jnp.integer):
-            return jnp.arange(leaf.shape[0], dtype=leaf.dtype)
+            return jnp.asarray(model.layout.rows)
         value = rng.normal(size=leaf.shape).astype(ml_dtypes.bfloat16).astype(np.float32)
         if path[0].key == "stages":
-            value[model.places < 0] = 0
+            in_slot = path[1].key == "layers"
+            value[(model.layout.rows[:, path[2].idx] if in_slot else model.layout.rows) < 0] = 0
         return jnp.asarray(value)
 
     abstract = jax.eval_shape(model.init, jax.random.key(0))
@@ -74,27 +75,27 @@ def test_names_and_layouts_are_the_published_ones(tmp_path):
     weights.save(tmp_path, config, params)
     (file,) = tmp_path.glob("*.safetensors")
     there = load_file(file)
-    experts = params["stages"]["layers"]["mlp"]["experts"]
+    shared, (layer, _) = params["shared"], params["stages"]["layers"]
+    biases = params["stages"]["routing"]["bias"][0]
     wanted = {
-        "model.embed_tokens.weight": params["embed"]["embed_tokens"],
-        "lm_head.weight": params["head"]["lm_head"]["kernel"].T,
-        "model.layers.0.mlp.up_proj.weight": params["embed"]["layers"][0]["mlp"]["up_proj"]["kernel"].T,
-        "model.layers.1.mlp.experts.3.down_proj.weight": experts["down_proj"][0, 0, 3].T,
-        "model.layers.1.mlp.gate.weight": params["stages"]["layers"]["mlp"]["gate"][0, 0].T,
-        "model.layers.1.mlp.gate.e_score_correction_bias": params["stages"]["routing"]["bias"][0, 0],
-        "model.layers.2.eh_proj.weight": params["mtp"]["layers"]["eh_proj"]["kernel"][0].T,
-        "model.layers.2.shared_head.norm.weight": params["mtp"]["layers"]["norm"]["weight"][0],
-        "model.layers.2.mlp.gate.e_score_correction_bias": params["mtp"]["routing"]["bias"][0],
+        "model.embed_tokens.weight": shared["embed_tokens"],
+        "lm_head.weight": shared["lm_head"]["kernel"].T,
+        "model.layers.0.mlp.up_proj.weight": shared["layers"][0]["mlp"]["up_proj"]["kernel"].T,
+        "model.layers.1.mlp.experts.3.down_proj.weight": layer["mlp"]["experts"]["down_proj"][0, 3].T,
+        "model.layers.1.mlp.gate.weight": layer["mlp"]["gate"][0].T,
+        "model.layers.1.mlp.gate.e_score_correction_bias": biases[0],
+        "model.layers.2.eh_proj.weight": shared["mtp"][0]["eh_proj"]["kernel"].T,
+        "model.layers.2.shared_head.norm.weight": shared["mtp"][0]["norm"]["weight"],
+        "model.layers.2.mlp.gate.e_score_correction_bias": biases[1],
     }
     for name, value in wanted.items():
         np.testing.assert_array_equal(there[name], value)
 
 
-def on_mesh(folder, schedule, num_stages, shares, **how):
+def on_mesh(folder, schedule, stages, **how):
     return weights.load(
         folder,
-        num_stages=num_stages,
-        layers_per_stage=shares,
+        stages=stages,
         mesh=make_mesh(2, 4),
         arrange=lambda stages: to_placed(stages, schedule.placement),
         **how,
@@ -102,25 +103,27 @@ def on_mesh(folder, schedule, num_stages, shares, **how):
 
 
 @pytest.mark.parametrize(
-    "schedule, shares", [(dualpipe(2, 4), (2, 3)), (dualpipe_v(2, 4), (1, 2, 1, 1))], ids=["dualpipe", "v"]
+    "schedule, stages", [(dualpipe(2, 4), (3, 3)), (dualpipe_v(2, 4), (2, 2, 1, 1))], ids=["dualpipe", "v"]
 )
-def test_tensors_go_straight_to_the_devices_that_hold_them(tmp_path, schedule, shares):
-    params = random_params(CONFIG, len(shares), shares)
-    weights.save(tmp_path / "in", CONFIG, params, layers_per_stage=shares)
-    _, got = on_mesh(tmp_path / "in", schedule, len(shares), shares)
+def test_tensors_go_straight_to_the_devices_that_hold_them(tmp_path, schedule, stages):
+    params = random_params(CONFIG, stages)
+    weights.save(tmp_path / "in", CONFIG, params, stages=stages)
+    _, got = on_mesh(tmp_path / "in", schedule, stages)
     assert isinstance(got["stages"], PlacedStages)
     wanted = to_placed(params["stages"], schedule.placement)
     chex.assert_trees_all_equal(got["stages"], wanted)
     chex.assert_trees_all_equal(*({k: v for k, v in t.items() if k != "stages"} for t in (got, params)))
-    local = got["stages"].local[0]["layers"]
-    assert local["mlp"]["experts"]["gate_proj"].sharding.spec == P("pp", None, "ep")
+    local = got["stages"].local[0]["layers"][0]
+    assert local["mlp"]["experts"]["gate_proj"].sharding.spec == P("pp", "ep")
     assert local["self_attn"]["o_proj"]["kernel"].sharding.spec == P("pp")
-    assert got["mtp"]["layers"]["block"]["mlp"]["experts"]["up_proj"].sharding.spec == P(None, "ep")
+    assert got["shared"]["embed_tokens"].sharding.spec == P(
+        None, "ep"
+    )  # in pieces, put together to be written
     weights.save(
         tmp_path / "out",
         CONFIG,
         got,
-        layers_per_stage=shares,
+        stages=stages,
         arrange=lambda stages: to_placed(stages, schedule.placement),
     )
     assert [p.read_bytes() for p in sorted((tmp_path / "in").iterdir())] == [
@@ -135,8 +138,10 @@ def test_devices_that_share_a_part_do_not_share_its_memory_once_it_is_donated(tm
     weights.save(tmp_path, config, params)
     _, got = weights.load(tmp_path, mesh=make_mesh(1, 4))
     step = jax.jit(lambda p: jax.tree.map(lambda w: w * 2 + 1, p), donate_argnums=0)
-    head = step(step(got["head"]))
-    for leaf, before in zip(jax.tree.leaves(head), jax.tree.leaves(params["head"]), strict=True):
+    layers = step(step(got["shared"]["layers"]))
+    for leaf, before in zip(
+        jax.tree.leaves(layers), jax.tree.leaves(params["shared"]["layers"]), strict=True
+    ):
         for shard in leaf.addressable_shards:
             np.testing.assert_array_equal(shard.data, before * 4 + 3)
 
@@ -346,12 +351,12 @@ def test_what_the_published_format_cannot_hold_is_refused(tmp_path):
     with pytest.raises(WeightsError, match="deepseek_v2 has no selection bias, it must be zero"):
         weights.save(tmp_path, v2, random_params(v2))
     params = random_params(CONFIG)
-    params["head"]["norm"]["weight"] = jnp.ones(3)
-    del params["embed"]["embed_tokens"]
+    params["shared"]["norm"]["weight"] = jnp.ones(3)
+    del params["shared"]["embed_tokens"]
     with pytest.raises(WeightsError) as error:
         weights.save(tmp_path, CONFIG, params)
-    assert "['embed']['embed_tokens']: missing, must be [64, 16]" in str(error.value)
-    assert "['head']['norm']['weight']: [3], must be [16]" in str(error.value)
+    assert "['shared']['embed_tokens']: missing, must be [64, 16]" in str(error.value)
+    assert "['shared']['norm']['weight']: [3], must be [16]" in str(error.value)
     (tmp_path / "model.safetensors").write_bytes(b"")
     with pytest.raises(WeightsError, match="model.safetensors: is there already"):
         weights.save(tmp_path, CONFIG, random_params(CONFIG))
