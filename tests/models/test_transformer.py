@@ -9,9 +9,11 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
+import dualpipe_jax
 from dualpipe_jax.engine.model import At
 from dualpipe_jax.engine.reference import reference_loss, reference_value_and_grad
 from dualpipe_jax.parallel import make_mesh
+from dualpipe_jax.schedule import dualpipe, dualpipe_v, one_f_one_b
 from models.config import moe_67b, tiny, v2, v2_lite, v3
 from models.functional import num_params
 from models.transformer import deepseek, figures, num_padding, update_routing
@@ -139,53 +141,53 @@ def test_the_same_with_tied_embeddings_and_what_published_weights_want():
     assert counted == {"tokens": 64, "mtp_tokens": [56, 48], "sequences": 8}
 
 
-@pytest.mark.parametrize("check_vma", [False])
-def test_devices_share_experts_embedding_and_head(check_vma):
-    """Two devices, each with half of the sequences, experts, words and embedding's width."""
-    model = built(ep_axis="ep")
-    batch = jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), packed())
+def by_row(tree, layout):
+    """Stages' layers and biases in model order, whatever the plan; and what is shared."""
+    rows = []
+    for row in range(layout.rows.max() + 1):
+        stage, slot = layout.slot_of(row)
+        layer = jax.tree.map(lambda w, stage=stage: w[stage], tree["stages"]["layers"][slot])
+        rows.append({"layer": layer, "bias": tree["stages"]["routing"]["bias"][stage, slot]})
+    return {"rows": rows, "shared": tree["shared"]}
+
+
+def in_stages(rows, layout):
+    """The inverse, empty slots filled with what must not matter."""
+    stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves)[np.maximum(layout.rows, 0)], *rows["rows"])
+    slots = range(layout.rows.shape[1])
+    layers = [jax.tree.map(lambda w, slot=slot: w[:, slot], stacked["layer"]) for slot in slots]
+    routing = {"bias": stacked["bias"], "row": jnp.asarray(layout.rows)}
+    return {"stages": {"layers": layers, "routing": routing}, "shared": rows["shared"]}
+
+
+@pytest.mark.skipif(
+    not hasattr(dualpipe_jax, "Pipeline"), reason="the engine does not take stages of kinds yet"
+)
+@pytest.mark.parametrize(
+    "schedule, plan",
+    [
+        (dualpipe(2, 4), (1, 1)),
+        pytest.param(dualpipe_v(2, 4), (1, 0, 1, 0), marks=pytest.mark.slow),
+        pytest.param(one_f_one_b(3, 4), PLAN, marks=pytest.mark.slow),
+    ],
+    ids=["dualpipe", "dualpipe_v", "1f1b"],
+)
+def test_every_schedule_gives_the_papers_gradients(schedule, plan):
+    """Experts, words and the embedding's width over two devices; a module further ahead, on the other rank's embedding."""
     (wanted, (terms, counts)), wanted_grads = wanted_from_packed()
-
-    def specs_of(tree):
-        return jax.tree.map(lambda spec: P(None, *spec), tree, is_leaf=lambda s: isinstance(s, P))
-
-    specs = model.param_specs | {"stages": specs_of(model.param_specs["stages"])}
-
-    def local(params, batch):
-        weights = model.staged.weights(batch)
-        totals = jax.lax.psum(weights, "ep")
-
-        def loss(params):
-            x, losses, metrics = None, {}, {}
-            for stage, kind in enumerate(model.staged.kind_of):
-                own = jax.tree.map(lambda leaf, stage=stage: leaf[stage], params["stages"])
-                at = At(batch, jnp.int32(stage), jnp.int32(0), None)
-                x, new, more = model.staged.kinds[kind](own, params["shared"], x, at)
-                losses = {name: losses.get(name, 0) + new.get(name, 0) for name in {*losses, *new}}
-                metrics = {name: metrics.get(name, 0) + more.get(name, 0) for name in {*metrics, *more}}
-            shares = {name: weights.get(name, 1) / totals.get(name, 2) for name in losses}
-            losses = {name: value * shares[name] for name, value in losses.items()}
-            return sum(losses.values()), (losses, metrics)
-
-        (value, more), grads = jax.value_and_grad(loss, has_aux=True, allow_int=True)(params)
-        del grads["stages"]["routing"]["row"]
-        grads = jax.tree.map(lambda g, s: g if "ep" in s else jax.lax.psum(g, "ep"), grads, own_specs)
-        return jax.lax.psum((value, more), "ep"), grads
-
-    own_specs = specs | {"stages": specs["stages"] | {"routing": {"bias": P()}}}
-    run = jax.shard_map(
-        local,
-        mesh=make_mesh(1, 2),
-        in_specs=(specs, P("ep")),
-        out_specs=(P(), own_specs),
-        check_vma=check_vma,
-    )
-    (loss, (losses, metrics)), grads = quick(run)(a_params(), batch)
+    model = built(CONFIG, plan, ep_axis="ep")
+    params = in_stages(by_row(a_params(), built().layout), model.layout)
+    batch = jax.tree.map(lambda a: a.reshape(4, 2, *a.shape[2:]), packed())
+    mesh = make_mesh(1 + max(schedule.placement.pipes[0]), 2)
+    pipeline = dualpipe_jax.Pipeline(model.staged, schedule, mesh, param_specs=model.param_specs)
+    (loss, report), grads = quick(lambda *args: pipeline.value_and_grad(*args))(params, batch)
     np.testing.assert_allclose(loss, wanted, rtol=1e-5)
     for name in terms:
-        np.testing.assert_allclose(losses[name], terms[name], rtol=1e-5, err_msg=name)
-    np.testing.assert_array_equal(metrics["counts"], counts)
-    same_gradients(grads, wanted_grads)
+        np.testing.assert_allclose(report.losses[name], terms[name], rtol=1e-5, err_msg=name)
+    np.testing.assert_array_equal(report.metrics["counts"], counts)
+    same_gradients(by_row(grads, model.layout), by_row(wanted_grads, built().layout))
+    for slot, layer in enumerate(grads["stages"]["layers"]):
+        assert not any(np.any(w[model.layout.rows[:, slot] < 0]) for w in jax.tree.leaves(layer))
 
 
 def test_without_targets_the_last_stage_gives_what_the_final_norm_returns():
