@@ -173,7 +173,7 @@ def in_stages(rows, layout):
     ids=["dualpipe", "dualpipe_v", "1f1b"],
 )
 def test_every_schedule_gives_the_papers_gradients(schedule, plan):
-    """Experts, words and the embedding's width over two devices; a module further ahead, on the other rank's embedding."""
+    """Experts, words and the embedding's width over two devices; modules further ahead on another rank's embedding."""
     (wanted, (terms, counts)), wanted_grads = wanted_from_packed()
     model = built(CONFIG, plan, ep_axis="ep")
     params = in_stages(by_row(a_params(), built().layout), model.layout)
