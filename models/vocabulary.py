@@ -53,6 +53,7 @@ def cross_entropy(
 
     """
     one_block = jax.checkpoint(functools.partial(_cross_entropy, axis=axis))
+    targets_T = targets_T.astype(jnp.int32)  # words are counted in it, and 16 bits do not hold them all
     T, D = x_TD.shape
     num_blocks = -(-T // block)
     if num_blocks == 1:
@@ -65,13 +66,13 @@ def cross_entropy(
 
 
 def _cross_entropy(x_TD: Array, targets_T: Array, kernel_DV: Array, axis: str | None) -> Array:
-    first = jnp.zeros((), targets_T.dtype)
+    first = jnp.int32(0)
     if axis is not None:
         x_TD, targets_T = (lax.all_gather(a, axis, tiled=True) for a in (x_TD, targets_T))
-        first = lax.axis_index(axis).astype(targets_T.dtype) * kernel_DV.shape[1]
+        first = lax.axis_index(axis) * kernel_DV.shape[1]
     logits_TV = project(x_TD, kernel_DV)
     # Compare and sum: the backward of a gather here would be a scatter into [T, V].
-    hit_TV = (targets_T - first)[:, None] == jnp.arange(kernel_DV.shape[1], dtype=targets_T.dtype)
+    hit_TV = (targets_T - first)[:, None] == jnp.arange(kernel_DV.shape[1], dtype=jnp.int32)
     picked_T = jnp.sum(jnp.where(hit_TV, logits_TV, 0), axis=-1)
     both_2T = jnp.stack([jax.nn.logsumexp(logits_TV, axis=-1), picked_T])
     if axis is None:

@@ -47,7 +47,7 @@ def test_cross_entropy_equals_that_of_whole_logits(num_ep, block, check_vma):
         out_specs=(P(axis), (P(axis), kernel_spec)),
         check_vma=check_vma,
     )
-    losses, (dx, dw) = jax.jit(run)(X, KERNEL, TARGETS, WEIGHTS)
+    losses, (dx, dw) = jax.jit(run)(X, KERNEL, TARGETS.astype(np.uint8), WEIGHTS)
     for got, wanted in zip((losses, dx, dw), whole(X, KERNEL), strict=True):
         np.testing.assert_allclose(got, wanted, rtol=1e-5, atol=1e-5)
 
