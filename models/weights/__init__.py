@@ -2,6 +2,7 @@
 
 from models.weights.errors import WeightsError
 from models.weights.reading import inspect, load
+from models.weights.tokenizer import Tokenizer, load_tokenizer
 from models.weights.writing import save
 
-__all__ = ["WeightsError", "inspect", "load", "save"]
+__all__ = ["Tokenizer", "WeightsError", "inspect", "load", "load_tokenizer", "save"]

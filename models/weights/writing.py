@@ -10,6 +10,7 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental import multihost_utils
 from safetensors.numpy import save_file
 
 from models.config import Config
@@ -64,6 +65,8 @@ def save(
     sources = _sources(config, params, layers_per_stage, arrange)
     if there := sorted(file.name for file in path.glob("*.safetensors*")):
         raise WeightsError(path, [f"{name}: is there already" for name in there])
+    if jax.process_count() > 1:  # or the others' files would seem to be there already
+        multihost_utils.sync_global_devices("models.weights.save: the folder is empty")
     path.mkdir(parents=True, exist_ok=True)
     files = _files(sources, dtype, max_file_bytes)
     mine = [file for file in files if file.process == jax.process_index()]

@@ -2,7 +2,12 @@
 
 import dataclasses
 import json
+import os
+import socket
 import struct
+import subprocess
+import sys
+from pathlib import Path
 
 import chex
 import jax
@@ -355,3 +360,40 @@ def test_what_the_published_format_cannot_hold_is_refused(tmp_path):
     (tmp_path / "model.safetensors").write_bytes(b"")
     with pytest.raises(WeightsError, match="model.safetensors: is there already"):
         weights.save(tmp_path, CONFIG, random_params(CONFIG))
+
+
+@pytest.mark.slow
+def test_on_two_processes_each_reads_what_it_holds_and_writes_its_part(tmp_path):
+    config = dataclasses.replace(CONFIG, num_layers=7)  # three layers a stage
+    params = random_params(config, 2)
+    weights.save(tmp_path / "in", config, params)
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        address = f"localhost:{free.getsockname()[1]}"
+    root = Path(__file__).parents[2]
+    flags = "--xla_force_host_platform_device_count=2"
+    environment = os.environ | {"XLA_FLAGS": flags, "PYTHONPATH": str(root), "JAX_PLATFORMS": "cpu"}
+    script = Path(__file__).with_name("two_processes.py")
+    children = [
+        subprocess.Popen(
+            [sys.executable, script, str(number), address, tmp_path / "in", tmp_path / "out"],
+            env=environment,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for number in range(2)
+    ]
+    said = [json.loads(child.communicate(timeout=240)[0].splitlines()[-1]) for child in children]
+    index = json.loads((tmp_path / "in" / "model.safetensors.index.json").read_text())
+    total = index["metadata"]["total_size"]
+    stages = sum(leaf.nbytes for leaf in jax.tree.leaves(params["stages"]["layers"]))
+    for stage, one in enumerate(said):
+        assert one["read"][0] == one["read"][1]
+        assert abs(one["read"][0] - (total - stages / 2)) < 100  # but for the biases and the stages' numbers
+        wanted = params["stages"]["layers"]["mlp"]["experts"]["up_proj"][stage]
+        halves = [float(np.sum(half)) for half in np.split(np.asarray(wanted), 2, axis=1)]
+        np.testing.assert_allclose(sorted(v for _, v in one["parts"]), sorted(halves), rtol=1e-4)
+        assert {start for start, _ in one["parts"]} == {stage}
+    written = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
+    assert written["metadata"] == index["metadata"]
+    chex.assert_trees_all_equal(weights.load(tmp_path / "out", num_stages=2)[1], params)
