@@ -40,7 +40,8 @@ def out_and_gradients(attend, q, k, v, d):
     return jax.jit(run)(q, k, v, d)
 
 
-PADDED = functools.partial(padded_attention, implementation="xla")
+def PADDED(q, k, v, scale, segment_ids=None):
+    return padded_attention(q, k, v, scale, "xla", segment_ids)
 
 
 @pytest.mark.parametrize(
@@ -58,6 +59,22 @@ def test_attention_is_the_plain_one(attend, dtype, tolerance):
     assert all(leaf.dtype == dtype for leaf in jax.tree.leaves(got))
     got = jax.tree.map(lambda a: a.astype(jnp.float32), got)
     chex.assert_trees_all_close(got, wanted, rtol=tolerance, atol=tolerance)
+
+
+DOCUMENTS = ((0, 50), (50, 51), (51, 128))
+
+
+@functools.cache
+def documents_alone():
+    parts = [out_and_gradients(causal_attention, *(x[:, a:b] for x in heads())) for a, b in DOCUMENTS]
+    return jax.tree.map(lambda *parts: jnp.concatenate(parts, axis=1), *parts)
+
+
+@pytest.mark.parametrize("attend", [causal_attention, SPLASH, PADDED], ids=["plain", "splash", "padded"])
+def test_documents_do_not_hear_each_other(attend):
+    segments = jnp.repeat(jnp.asarray([3, 1, 2]), jnp.asarray([b - a for a, b in DOCUMENTS]))[None]
+    got = out_and_gradients(functools.partial(attend, segment_ids=segments), *heads())
+    chex.assert_trees_all_close(got, documents_alone(), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.skipif(jax.default_backend() != "gpu", reason="cuDNN's attention runs on a GPU only")
