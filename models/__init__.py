@@ -1,9 +1,11 @@
 """Models as pure functions of (params, x); no pipeline in sight."""
 
+from models import weights
 from models.config import Config, moe_67b, small, tiny, v2, v2_lite, v3
 from models.forward import logits
 from models.functional import Functions, from_linen, from_nnx, model_loss, num_params, pure_nnx
 from models.kernels import Kernels
+from models.loss import cross_entropy_in_blocks
 from models.moe import Dispatch, update_bias
 from models.sharing import share_layers
 from models.transformer import Model, deepseek, num_padding, update_routing
@@ -14,6 +16,7 @@ __all__ = [
     "Functions",
     "Kernels",
     "Model",
+    "cross_entropy_in_blocks",
     "deepseek",
     "from_linen",
     "from_nnx",
@@ -31,4 +34,5 @@ __all__ = [
     "v2",
     "v2_lite",
     "v3",
+    "weights",
 ]
