@@ -1,10 +1,11 @@
 """Models as pure functions of (params, x); no pipeline in sight."""
 
-from models import recipes
+from models import recipes, weights
 from models.config import MODELS, Config, byte, moe_67b, small, tiny, v2, v2_lite, v3
 from models.forward import logits
 from models.functional import Functions, from_linen, from_nnx, model_loss, num_params, pure_linen, pure_nnx
 from models.kernels import Kernels
+from models.loss import cross_entropy_in_blocks
 from models.moe import Dispatch, update_bias
 from models.plan import Costs, layer_plan, matmul_costs
 from models.transformer import Model, deepseek, figures, num_padding, update_routing
@@ -18,6 +19,7 @@ __all__ = [
     "Kernels",
     "Model",
     "byte",
+    "cross_entropy_in_blocks",
     "deepseek",
     "figures",
     "from_linen",
@@ -39,4 +41,5 @@ __all__ = [
     "v2",
     "v2_lite",
     "v3",
+    "weights",
 ]

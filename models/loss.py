@@ -55,7 +55,7 @@ def _token_losses(x_TD: Array, kernel_DV: Array, targets_T: Array, block: int) -
 
 
 def _forward(x_TD: Array, kernel_DV: Array, targets_T: Array, block: int) -> tuple[Array, tuple[Array, ...]]:
-    def one(carry: tuple[Array, ...], number: Array) -> tuple[tuple[Array, ...], None]:
+    def one(carry: tuple[Array, Array, Array], number: Array) -> tuple[tuple[Array, Array, Array], None]:
         highest_T, sum_T, picked_T = carry
         logits_TW, words_W, _ = _logits(x_TD, kernel_DV, number, block)
         new_T = jnp.maximum(highest_T, jnp.max(logits_TW, axis=-1))
@@ -86,7 +86,9 @@ def _backward(block: int, saved: tuple[Array, ...], d_T: Array) -> tuple[Array, 
         more_DW = there_DW + more_DW.astype(there_DW.dtype)
         return (d_x_TD, jax.lax.dynamic_update_slice_in_dim(d_kernel_DV, more_DW, words_W[0], axis=1)), None
 
-    start = _vary_alike(jnp.zeros_like(x_TD, jnp.float32), jnp.zeros_like(kernel_DV), x_TD, kernel_DV)[:2]
+    zeros = jnp.zeros_like(x_TD, jnp.float32), jnp.zeros_like(kernel_DV)
+    d_x_TD, d_kernel_DV, _, _ = _vary_alike(*zeros, x_TD, kernel_DV)
+    start = d_x_TD, d_kernel_DV
     (d_x_TD, d_kernel_DV), _ = jax.lax.scan(one, start, _numbers(kernel_DV, block))
     return d_x_TD.astype(x_TD.dtype), d_kernel_DV, None
 

@@ -5,10 +5,12 @@ import json
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Literal
+from pathlib import Path
+from typing import Annotated, Any, Literal
 
 import jax
 import jax.numpy as jnp
+import tyro
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
@@ -21,9 +23,6 @@ from models.weights.reading import Progress as Report
 from models.weights.reading import load
 from models.weights.writing import save
 
-if TYPE_CHECKING:
-    from models.weights.__main__ import Options
-
 COPIED = (*tokenizer.FILES, "generation_config.json")
 """Files that go along as they are; code is never among them."""
 
@@ -31,7 +30,29 @@ OWN = ("quantization_config", "rope_parameters", "torch_dtype", "dtype", "transf
 """Settings of the folder that was read, not of the model."""
 
 
-def convert(options: "Options") -> str:
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """Convert a checkpoint: Hugging Face's layout (config.json, *.safetensors) to our own files, and those to it.
+
+    Our own are a folder that Orbax writes: what this wrote, or a step of a run, runs/NAME/checkpoints/STEP. FP8 is
+    multiplied out. The tokenizer and the settings that the model does not know go along.
+    """
+
+    source: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="IN")]
+    """Folder to read."""
+    target: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="OUT")]
+    """Folder to write; must not be there."""
+    to: Literal["other", "huggingface", "orbax"] = "other"
+    """What to write; other is whichever IN is not."""
+    dtype: Literal["as-is", "float32", "bfloat16"] = "as-is"
+    """Of Hugging Face's tensors; as-is is what the model computes in. Ours are float32."""
+    file_gb: float = 5.0
+    """Gigabytes of a file of Hugging Face's tensors."""
+    mtp: bool = True
+    """Whether modules of multi-token prediction go along."""
+
+
+def convert(options: Options) -> str:
     """Do what the options say; returns what was done, in a line.
 
     Raises:
@@ -72,7 +93,7 @@ def _without_mtp(config: Config, params: Tree) -> tuple[Config, Tree]:
     }
 
 
-def _publish(options: "Options", config: Config, params: Tree, settings: Mapping[str, Any]) -> None:
+def _publish(options: Options, config: Config, params: Tree, settings: Mapping[str, Any]) -> None:
     compute: Literal["float32", "bfloat16"] = (
         "bfloat16" if config.compute_dtype == jnp.bfloat16 else "float32"
     )
