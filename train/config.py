@@ -37,7 +37,7 @@ class ModelConfig:
     name: Annotated[str, arg(name="model", metavar="NAME")] = "byte"
     """Model size: byte, made for the default run, tiny, small, v2-lite, 67b-a2b, v2 or v3."""
     layers: int | None = None
-    """Layers, instead of the model size's own number; quickest where the schedule's stages can share them equally."""
+    """Layers with experts, instead of the model's own number; they are shared out over stages by their time."""
     precision: Literal["float32", "bfloat16"] = "float32"
     """What activations are computed in. Parameters and their sums are float32."""
     dispatch: Literal["dropless", "capacity"] = "dropless"
@@ -45,6 +45,12 @@ class ModelConfig:
     capacity_factor: float | None = None
     """Room in multiples of an even load, beyond which tokens are dropped: of each expert for capacity (2 if left out),
     of each pair of devices for dropless (if left out, as much as can ever be needed)."""
+    mtp: int | None = None
+    """Modules of multi-token prediction, instead of the model's own number."""
+    mtp_weight: float = 0.3
+    """What their losses together count beside the model's own: the paper's lambda."""
+    balance_factor: float = 1e-4
+    """What the sequence-wise balance loss counts: the paper's alpha."""
     remat: Literal["none", "dots", "all"] = "none"
     """What layers compute again in the backward: none keeps what it needs, dots keeps matrix products only, all
     keeps a layer's input only."""
@@ -63,11 +69,13 @@ class MeshConfig:
     pp: int = 4
     """Pipeline ranks."""
     ep: int = 2
-    """Expert-parallel devices of each rank; the run needs pp x ep devices."""
+    """Expert-parallel devices of each rank; the run needs dp x pp x ep devices."""
+    dp: int = 1
+    """Replicas of the whole, each with a part of every microbatch."""
     microbatches: int = 16
     """Microbatches of a step."""
     microbatch_size: int = 4
-    """Sequences of a microbatch, shared out over ep."""
+    """Sequences of a microbatch, shared out over dp and ep."""
     max_stash: int | None = None
     """How many microbatches of a rank may wait for their weights' gradients, for which memory is needed; further
     backwards are whole. As many as the schedule asks for if left out."""
@@ -262,6 +270,7 @@ def make_schedule(config: TrainConfig) -> Schedule:
 AT_LEAST_ONE = (
     "--pp",
     "--ep",
+    "--dp",
     "--microbatches",
     "--microbatch-size",
     "--sequence",
@@ -273,7 +282,17 @@ AT_LEAST_ONE = (
     "--keep-every",
     "--eval-sequences",
 )
-NOT_NEGATIVE = ("--profile", "--seed", "--warmup", "--weight-decay", "--bias-rate", "--max-stash")
+NOT_NEGATIVE = (
+    "--profile",
+    "--mtp",
+    "--mtp-weight",
+    "--balance-factor",
+    "--seed",
+    "--warmup",
+    "--weight-decay",
+    "--bias-rate",
+    "--max-stash",
+)
 POSITIVE = (
     "--learning-rate",
     "--clip",
@@ -305,10 +324,15 @@ def check(config: TrainConfig) -> None:
             f"--profile {config.log.profile}: --steps {config.optimizer.steps} leaves none that is not compiled in; "
             f"try --steps {config.log.profile + 3}"
         )
-    size, ep = config.mesh.microbatch_size, config.mesh.ep
-    if size % ep:
+    size, parts = config.mesh.microbatch_size, config.mesh.dp * config.mesh.ep
+    if size % parts:
+        asked = (
+            f"--ep {config.mesh.ep}"
+            if config.mesh.dp == 1
+            else f"--dp {config.mesh.dp} x --ep {config.mesh.ep}"
+        )
         raise ConfigError(
-            f"--microbatch-size {size}: --ep {ep} devices must share it equally, try {ep * max(1, size // ep)}"
+            f"--microbatch-size {size}: {asked} devices must share it equally, try {parts * max(1, size // parts)}"
         )
 
 
@@ -322,7 +346,7 @@ def set_devices(config: TrainConfig, environ: "os._Environ[str] | dict[str, str]
     """
     if config.launch.devices != "cpu":
         return
-    needed = config.mesh.pp * config.mesh.ep
+    needed = num_devices(config)
     environ["JAX_PLATFORMS"] = "cpu"
     flags = environ.get("XLA_FLAGS", "")
     counts = _DEVICE_COUNT.findall(flags)
@@ -334,6 +358,12 @@ def set_devices(config: TrainConfig, environ: "os._Environ[str] | dict[str, str]
 
 
 def too_few_devices(config: TrainConfig, num_found: int, source: str = "JAX finds") -> str:
-    """What to say when pp x ep does not fit."""
-    pp, ep = config.mesh.pp, config.mesh.ep
-    return f"--pp {pp} --ep {ep}: needs {pp * ep} devices, but {source} {num_found}; lower --pp or --ep"
+    """What to say when dp x pp x ep does not fit."""
+    mesh = config.mesh
+    asked = f"--pp {mesh.pp} --ep {mesh.ep}" + (f" --dp {mesh.dp}" if mesh.dp > 1 else "")
+    return f"{asked}: needs {num_devices(config)} devices, but {source} {num_found}; lower --pp or --ep"
+
+
+def num_devices(config: TrainConfig) -> int:
+    """Devices that a run needs."""
+    return config.mesh.dp * config.mesh.pp * config.mesh.ep

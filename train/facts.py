@@ -49,7 +49,13 @@ def describe(
         "tokenizer": tokenizer,
         "seed": config.seed,
         "options": plain(config),
-        "layout": {"schedule": mesh.schedule, "pp": mesh.pp, "ep": mesh.ep, "processes": jax.process_count()},
+        "layout": {
+            "schedule": mesh.schedule,
+            "pp": mesh.pp,
+            "ep": mesh.ep,
+            "dp": mesh.dp,
+            "processes": jax.process_count(),
+        },
         "platform": {"devices": jax.devices()[0].device_kind, "machine": platform.machine()},
         "versions": {name: importlib.metadata.version(name) for name in ("jax", "jaxlib", "optax", "numpy")},
     }
@@ -119,7 +125,7 @@ def changes(saved: Facts, ours: Facts) -> list[str]:
     return found
 
 
-_SILENT = ("name", "runs", "checkpoint.", "log.", "launch.", "mesh.schedule", "mesh.pp", "mesh.ep")
+_SILENT = ("name", "runs", "checkpoint.", "log.", "launch.", "mesh.schedule", "mesh.pp", "mesh.ep", "mesh.dp")
 """Options that change nothing, or are spoken of as the layout."""
 
 

@@ -133,7 +133,7 @@ def train(
             watch.begin(step)
             started = time.perf_counter()
             batch = ahead.get(step)
-            state, on_device = this.update(state, batch["inputs"], batch["targets"])
+            state, on_device = this.update(state, batch)
             metrics = jax.device_get(on_device)
             seconds = time.perf_counter() - started
             pace.add(seconds)
@@ -218,11 +218,17 @@ def introduce(this: Run, folder: Path, console: Console) -> None:
         f"data       {corpus.num_documents} documents: {corpus.num_tokens / 1e6:.1f} M {unit}s to train on, "
         f"{corpus.num_heldout / 1e6:.1f} M held out\n"
         f"step       {' x '.join(map(str, config.batch_shape[:2]))} sequences of {config.data.sequence} {unit}s\n"
-        f"devices    pp {config.mesh.pp} x ep {config.mesh.ep}, {jax.devices()[0].platform}\n"
+        f"devices    {layout_of(config)}, {jax.devices()[0].platform}\n"
         f"run        {folder}\n",
     )
     width = console.width if console.is_terminal else None  # cut off at the edge; the file has it whole
     say(console, "\n".join(line[:width] for line in picture.splitlines()))
+
+
+def layout_of(config: TrainConfig) -> str:
+    """The mesh in words."""
+    mesh = config.mesh
+    return (f"dp {mesh.dp} x " if mesh.dp > 1 else "") + f"pp {mesh.pp} x ep {mesh.ep}"
 
 
 def say(console: Console, text: str) -> None:

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 
 import models
 from dualpipe_jax.parallel import EP
+from dualpipe_jax.schedule import Schedule
 from train.config import ConfigError, TrainConfig
 
 VOCAB = 256
@@ -30,22 +31,22 @@ def model_config(config: TrainConfig, vocab: int = VOCAB) -> models.Config:
     if asked.name not in models.MODELS:
         raise ConfigError(f"--model {asked.name}: there are {', '.join(models.MODELS)}")
     make, dtype = models.MODELS[asked.name], jnp.dtype(asked.precision)
-    numbers = make(vocab=vocab, compute_dtype=dtype)
+    changes = {} if asked.mtp is None else {"num_mtp_layers": asked.mtp}
+    numbers = make(vocab=vocab, compute_dtype=dtype, **changes)
     if asked.layers is None:
         return numbers
-    return make(vocab=vocab, compute_dtype=dtype, num_layers=asked.layers + numbers.num_dense_layers)
+    deep = asked.layers + numbers.num_dense_layers
+    return make(vocab=vocab, compute_dtype=dtype, num_layers=deep, **changes)
 
 
 def make_model(
-    config: TrainConfig, num_stages: int, vocab: int = VOCAB, *, lossless: bool = False
+    config: TrainConfig, schedule: Schedule, vocab: int = VOCAB, *, lossless: bool = False
 ) -> models.Model:
-    """The model cut into stages, its experts over ep.
-
-    Where the stages are not equally deep, empty places run too, see ``models.deepseek``.
+    """The model cut into stages that are balanced in time, its experts, embedding and head over ep.
 
     Args:
       config: the options.
-      num_stages: how many stages.
+      schedule: whose stages.
       vocab: tokens are below this.
       lossless: drop nothing, whatever the options say: what a model is judged by must not depend on its layout.
 
@@ -54,19 +55,27 @@ def make_model(
         platform.
     """
     numbers, asked = model_config(config, vocab), config.model
-    if numbers.num_moe_layers < num_stages:
+    for what, number in (
+        ("experts of a layer", numbers.num_experts),
+        ("words", vocab),
+        ("dims", numbers.dim),
+    ):
+        if number % config.mesh.ep:
+            raise ConfigError(f"--ep {config.mesh.ep}: must divide the {number} {what}")
+    try:
+        plan = models.layer_plan(numbers, schedule)
+    except ValueError as error:
         raise ConfigError(
-            f"--schedule {config.mesh.schedule} --pp {config.mesh.pp}: {num_stages} stages need a layer each, --model "
-            f"{asked.name} has {numbers.num_moe_layers}; try --layers {num_stages}"
-        )
-    if numbers.num_experts % config.mesh.ep:
-        raise ConfigError(f"--ep {config.mesh.ep}: must divide the {numbers.num_experts} experts of a layer")
+            f"--schedule {config.mesh.schedule} --pp {config.mesh.pp}: --model {asked.name}: {error}; more with --layers"
+        ) from None
     return models.deepseek(
         numbers,
-        num_stages,
+        plan,
         ep_axis=EP,
         dispatch="dropless" if lossless else asked.dispatch,
         capacity_factor=None if lossless else room(config),
+        mtp_weight=asked.mtp_weight,
+        balance_factor=asked.balance_factor,
         remat=REMAT[asked.remat],
         kernels=models.Kernels(asked.attention, asked.matmul),
     )
@@ -99,5 +108,5 @@ def count_parameters(numbers: models.Config) -> tuple[int, int]:
         for path, leaf in jax.tree_util.tree_leaves_with_path(shapes["stages"]["layers"])
         if "'experts'" in jax.tree_util.keystr(path)
     )
-    total = models.num_params(shapes) - shapes["stages"]["routing"]["bias"].size
+    total = models.num_params(shapes) - models.num_params(shapes["stages"]["routing"])
     return total, total - routed + routed * numbers.top_k // numbers.num_experts

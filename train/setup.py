@@ -8,14 +8,13 @@ import jax
 import optax
 
 from dualpipe_jax.engine import (
-    PipelineModel,
-    pipeline_value_and_grad,
+    Pipeline,
     recommended_compiler_options,
     tpu_generation,
 )
 from dualpipe_jax.parallel import make_mesh
 from dualpipe_jax.schedule import Schedule
-from train.config import ConfigError, TrainConfig, make_schedule, too_few_devices
+from train.config import ConfigError, TrainConfig, make_schedule, num_devices, too_few_devices
 from train.data import Corpus, open_corpus
 from train.evaluate import make_evaluate
 from train.model import make_model
@@ -58,14 +57,11 @@ def prepare(config: TrainConfig) -> Run:
     """
     schedule = make_schedule(config)
     corpus = read_data(config)
-    if jax.device_count() < config.mesh.pp * config.mesh.ep:
+    if jax.device_count() < num_devices(config):
         raise ConfigError(too_few_devices(config, jax.device_count()))
-    mesh, asked = make_mesh(config.mesh.pp, config.mesh.ep), config.optimizer
-    num_stages = schedule.placement.num_model_stages
-    model = make_model(config, num_stages, corpus.vocab)
-    value_and_grad = pipeline_value_and_grad(
-        PipelineModel(*model.functions), schedule, mesh, param_specs=model.param_specs, has_aux=True
-    )
+    mesh, asked = make_mesh(config.mesh.pp, config.mesh.ep, dp=config.mesh.dp), config.optimizer
+    model = make_model(config, schedule, corpus.vocab)
+    pipeline = Pipeline(model.staged, schedule, mesh, param_specs=model.param_specs)
     learning_rate = warmup_cosine(asked.learning_rate, asked.steps, asked.warmup)
     optimizer = make_optimizer(learning_rate, clip=asked.clip, weight_decay=asked.weight_decay)
     layout = Layout(model, schedule, mesh, optimizer, asked.shard_optimizer)
@@ -75,14 +71,13 @@ def prepare(config: TrainConfig) -> Run:
         corpus=corpus,
         layout=layout,
         update=make_update(
-            value_and_grad, optimizer, asked.bias_rate, layout.abstract, compiler_options(mesh)
+            pipeline.value_and_grad, optimizer, asked.bias_rate, layout.abstract, compiler_options(mesh)
         ),
         evaluate=make_evaluate(
-            make_model(config, num_stages, corpus.vocab, lossless=True),
+            make_model(config, schedule, corpus.vocab, lossless=True),
             schedule,
             mesh,
             corpus.heldout_batches(config.data.eval_sequences, config.batch_shape),
-            config.batch_shape,
         ),
         learning_rate=learning_rate,
     )

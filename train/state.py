@@ -19,8 +19,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.tree_util import DictKey, KeyPath, tree_map_with_path
 
 import models
-from dualpipe_jax.engine import PlacedStages
-from dualpipe_jax.engine.stages import broadcast_specs, from_placed, to_placed
+from dualpipe_jax.engine import Pipeline, PlacedStages
+from dualpipe_jax.engine.stages import from_placed, to_placed
 from dualpipe_jax.parallel import PP
 from dualpipe_jax.schedule import Placement, Schedule
 
@@ -76,12 +76,9 @@ class Layout:
     def abstract(self) -> TrainState:
         """The same as ShapeDtypeStructs with shardings; nothing is computed."""
         params = jax.eval_shape(lambda: self._params(jax.random.key(0)))
-        given = self.model.param_specs
-        specs = {part: broadcast_specs(given[part], params[part]) for part in params.keys() - {"stages"}}
-        of_stage = broadcast_specs(given["stages"], params["stages"].local[0])
-        on_ranks = jax.tree.map(lambda spec: PartitionSpec(PP, *spec), of_stage)
-        specs["stages"] = PlacedStages((on_ranks,) * len(params["stages"].local))
-        params = jax.tree.map(lambda leaf, spec: _lay(leaf, self.mesh, spec), params, specs)
+        pipeline = Pipeline(self.model.staged, self.schedule, self.mesh, param_specs=self.model.param_specs)
+        lies = pipeline.shardings(params)
+        params = jax.tree.map(lambda leaf, lie: _lay(leaf, self.mesh, lie.spec), params, lies)
         return abstract_state(params, self.optimizer, shard_optimizer=self.shard_optimizer)
 
     @functools.cached_property
@@ -117,7 +114,11 @@ class Layout:
 
     def _to_canonical(self, state: TrainState) -> Flat:
         def layers(node: Tree) -> Tree:
-            return _to_layers(node, self.schedule.placement, self.model.places) if _is_placed(node) else node
+            return (
+                _to_layers(node, self.schedule.placement, self.model.layout.rows)
+                if _is_placed(node)
+                else node
+            )
 
         # Copied, for what a jitted function returns unchanged is its very argument, which the next step takes over
         # while it is still being written.
@@ -125,7 +126,9 @@ class Layout:
 
     def _from_canonical(self, flat: Flat) -> TrainState:
         def stages(node: Tree, now: Tree) -> Tree:
-            return _to_stages(now, self.schedule.placement, self.model.places) if _is_placed(node) else now
+            return (
+                _to_stages(now, self.schedule.placement, self.model.layout.rows) if _is_placed(node) else now
+            )
 
         named = _open(self.abstract)
         skeleton = jax.tree.map(self._layer_shardings, named, is_leaf=_is_placed)
@@ -137,14 +140,17 @@ class Layout:
     def _layer_shardings(self, node: Tree) -> Tree:
         if not _is_placed(node):
             return node.sharding
-        num_layers = int(np.sum(self.model.places >= 0))
-        first = PP if num_layers % self.mesh.shape[PP] == 0 else None
+        num_rows = int(np.sum(self.model.layout.rows >= 0))
+        first = PP if num_rows % self.mesh.shape[PP] == 0 else None
 
         def of(leaf: jax.ShapeDtypeStruct) -> NamedSharding:
-            inner = tuple(leaf.sharding.spec)[2:]  # placed leaves are [ranks, layers of a stage, ...]
+            inner = tuple(leaf.sharding.spec)[1:]  # placed leaves are [ranks, ...]
             return NamedSharding(self.mesh, PartitionSpec(first, *inner))
 
-        return jax.tree.map(of, _without_numbers(node.local[0]))
+        stage = node.local[0]
+        bias = stage["routing"]["bias"]
+        everywhere = None if bias is None else NamedSharding(self.mesh, PartitionSpec(first))
+        return {"layers": jax.tree.map(of, stage["layers"][0]), "routing": {"bias": everywhere}}
 
 
 def fresh(params: Tree, optimizer: optax.GradientTransformation) -> TrainState:
@@ -250,37 +256,32 @@ def _close(named: dict[str, Tree], optimizer: optax.GradientTransformation) -> T
     return TrainState(named["step"], params, optax.tree.set(optimizer.init(trainable(params)), **moments))
 
 
-def _without_numbers(stage: Tree) -> Tree:
-    """Stages without their own numbers, which say where they lie and are no part of the model."""
-    return stage | {"routing": stage["routing"] | {"stage": None}}
-
-
-def _to_layers(placed: PlacedStages, placement: Placement, places: np.ndarray) -> Tree:
-    """Leaves [ranks, layers of a stage, ...] of each local stage to [layers, ...]; empty places are left out."""
+def _to_layers(placed: PlacedStages, placement: Placement, rows: np.ndarray) -> Tree:
+    """Slots of stages, leaves [stages, ...], to layers in model order, leaves [rows, ...]; empty slots are left out."""
     stages = from_placed(placed, placement)
-    filled = np.flatnonzero(
-        places.reshape(-1) >= 0
-    )  # layers are numbered by stage and place: this is their order
+    where = [np.argwhere(rows == row)[0] for row in range(int(rows.max()) + 1)]
 
-    def rows(leaf: jax.Array) -> jax.Array:
-        merged = leaf.reshape(-1, *leaf.shape[2:])
-        return merged if len(filled) == len(merged) else merged[filled]
+    def join(*slots: jax.Array) -> jax.Array:
+        return jnp.stack([slots[slot][stage] for stage, slot in where])
 
-    return jax.tree.map(rows, _without_numbers(stages))
+    bias = stages["routing"]["bias"]
+    if bias is not None:
+        bias = jnp.stack([bias[stage, slot] for stage, slot in where])
+    return {"layers": jax.tree.map(join, *stages["layers"]), "routing": {"bias": bias}}
 
 
-def _to_stages(layers: Tree, placement: Placement, places: np.ndarray) -> PlacedStages:
-    """The inverse of ``_to_layers``; zeros in empty places."""
+def _to_stages(layers: Tree, placement: Placement, rows: np.ndarray) -> PlacedStages:
+    """The inverse of ``_to_layers``; zeros in empty slots."""
 
-    def into(leaf: jax.Array) -> jax.Array:
-        if np.all(places >= 0):
-            return leaf.reshape(*places.shape, *leaf.shape[1:])
-        return jnp.take(leaf, np.where(places < 0, len(leaf), places), axis=0, mode="fill", fill_value=0)
+    def into(leaf: jax.Array, wanted: np.ndarray) -> jax.Array:
+        return jnp.take(leaf, np.where(wanted < 0, len(leaf), wanted), axis=0, mode="fill", fill_value=0)
 
-    stages = jax.tree.map(into, layers)
-    if stages["routing"]["bias"] is not None:
-        stages["routing"]["stage"] = jnp.arange(len(places), dtype=jnp.int32)
-    return to_placed(stages, placement)
+    bias = layers["routing"]["bias"]
+    routing = {"bias": None, "row": None}
+    if bias is not None:
+        routing = {"bias": into(bias, rows), "row": jnp.asarray(rows)}
+    slots = [jax.tree.map(functools.partial(into, wanted=wanted), layers["layers"]) for wanted in rows.T]
+    return to_placed({"layers": slots, "routing": routing}, placement)
 
 
 def _flatten(tree: Tree) -> dict[str, Any]:

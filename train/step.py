@@ -1,7 +1,7 @@
 """The update: gradients from the engine, clipping and AdamW from optax, the routing bias beside them.
 
 The model's contract, as far as the trainer minds it: whatever lies under a key "routing" is state that the
-optimizer does not own. A stage's aux is {"counts": int32 [num_stages, layers, experts], "dropped": int32}.
+optimizer does not own. Its metrics are those of ``models.deepseek``.
 """
 
 from collections.abc import Callable
@@ -12,13 +12,14 @@ import jax.numpy as jnp
 import optax
 from jax.tree_util import KeyPath, tree_map_with_path
 
-from models import update_bias
+from models import figures, update_routing
 from train.figures import step_figures
 from train.state import TrainState, shardings, trainable, with_trainable
 
 Tree = Any
-ValueAndGrad = Callable[[Tree, Tree, Tree], tuple[tuple[jax.Array, Tree], Tree]]
-Update = Callable[[TrainState, Tree, Tree], tuple[TrainState, dict[str, jax.Array]]]
+ValueAndGrad = Callable[[Tree, Tree], tuple[tuple[jax.Array, Any], Tree]]
+"""From params and batch to ((objective, Report), gradients); see ``Pipeline.value_and_grad``."""
+Update = Callable[[TrainState, Tree], tuple[TrainState, dict[str, Any]]]
 
 
 def make_optimizer(
@@ -51,30 +52,33 @@ def make_update(
     state: TrainState,
     compiler_options: dict[str, str] | None = None,
 ) -> Update:
-    """``update(state, inputs, targets) -> (state, metrics)``, compiled; the old state's memory is reused.
+    """``update(state, batch) -> (state, metrics)``, compiled; the old state's memory is reused.
 
     The new state lies where ``state`` does, leaf by leaf: the second step is not compiled anew. For the options see
     ``recommended_compiler_options``.
 
-    metrics: loss, grad_norm (before clipping), max_vio (see ``max_violation``), dropped (how often a token found no
+    metrics: loss (of the model's own targets, in nats per token), objective (with all that joins it), mtp (of each depth,
+    if there are modules of multi-token prediction), balance (a layer's, if it joins the objective), grad_norm (before clipping), max_vio (see ``max_violation``), dropped (how often a token found no
     room at an expert of its choice), drop_rate (that as a fraction of all choices),
-    counts (int32 [num_stages, layers of a stage, experts]: how often each expert was chosen), and those of
+    counts (int32 [rows, experts]: how often each expert was chosen, by layer), and those of
     ``step_figures``.
     """
 
-    def update(state: TrainState, inputs: jax.Array, targets: jax.Array):
-        (loss, aux), grads = value_and_grad(state.params, inputs, targets)
+    def update(state: TrainState, batch: Tree):
+        (objective, report), grads = value_and_grad(state.params, batch)
+        counts, dropped = report.metrics["counts"], report.metrics["dropped"]
         params, grads = trainable(state.params), trainable(grads)
         updates, opt_state = optimizer.update(grads, state.opt_state, params)
         params = with_trainable(state.params, optax.apply_updates(params, updates))
-        params = balance(params, aux["counts"], bias_rate)
+        params = update_routing(params, counts, bias_rate)
         metrics = {
-            "loss": loss,
+            **_losses(figures(report.losses, report.metrics)),
+            "objective": objective,
             "grad_norm": optax.tree.norm(grads),
-            "max_vio": max_violation(aux["counts"]),
-            "dropped": aux["dropped"],
-            **step_figures(params, grads, aux),
-            "drop_rate": aux["dropped"].astype(jnp.float32) / jnp.sum(aux["counts"].astype(jnp.float32)),
+            "max_vio": max_violation(counts),
+            "dropped": dropped,
+            **step_figures(params, grads, report.metrics),
+            "drop_rate": dropped.astype(jnp.float32) / jnp.sum(counts.astype(jnp.float32)),
         }
         return TrainState(state.step + 1, params, opt_state), metrics
 
@@ -82,21 +86,11 @@ def make_update(
     return jax.jit(update, donate_argnums=0, out_shardings=lies, compiler_options=compiler_options)
 
 
-def balance(params: Tree, counts: jax.Array, rate: float) -> Tree:
-    """Params whose routing biases have moved once against a step's load, int32 [num_stages, layers, experts].
-
-    Finds them wherever they lie: a placed stage knows its number in model order.
-    """
-
-    def move(stages: Tree) -> Tree:
-        routing = stages["routing"]
-        bias = update_bias(routing["bias"], counts[routing["stage"]], rate)
-        return stages | {"routing": routing | {"bias": bias}}
-
-    def is_stages(node: Tree) -> bool:
-        return isinstance(node, dict) and "routing" in node
-
-    return params | {"stages": jax.tree.map(move, params["stages"], is_leaf=is_stages)}
+def _losses(found: dict[str, jax.Array]) -> dict[str, Any]:
+    """``models.figures`` by the names of metrics: the model's own loss is the loss; depths apart."""
+    own = {"loss": found["lm"]} | {name: found[name] for name in ("balance",) if name in found}
+    depths = enumerate(found["mtp"], start=1) if "mtp" in found else ()
+    return own | {f"mtp_{depth}": loss for depth, loss in depths}
 
 
 def is_decayed(params: Tree) -> Tree:
@@ -113,8 +107,7 @@ def is_decayed(params: Tree) -> Tree:
 def max_violation(counts: jax.Array) -> jax.Array:
     """Load of the busiest expert over the mean load, less 1, on average over layers: 0 is balance.
 
-    counts: int32 [num_stages, layers of a stage, experts]. A place that holds no layer has counted nothing, and is
-    left out: every layer has counted some token.
+    counts: int32 [..., experts]. A row that has counted nothing is left out: every layer has counted some token.
     """
     loads = counts.astype(jnp.float32)
     filled = jnp.sum(loads, axis=-1) > 0

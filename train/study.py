@@ -91,7 +91,7 @@ def draw(
         )
     model = models.deepseek(
         numbers,
-        num_stages,
+        models.layer_plan(numbers, schedule),
         ep_axis=EP,
         dispatch=program.dispatch,
         capacity_factor=program.capacity_factor if program.dispatch == "capacity" else None,

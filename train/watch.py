@@ -7,10 +7,10 @@ from types import TracebackType
 from typing import Any, Self
 
 import jax
+import numpy as np
 
 from dualpipe_jax.inspect import read
-from train.config import TrainConfig
-from train.data import draw_batch
+from train.config import TrainConfig, num_devices
 from train.figures import step_record
 from train.model import count_parameters, model_config
 from train.predict import model_flops
@@ -78,7 +78,7 @@ class Watch:
 
 def watch_run(this: Run, folder: Path, first: int) -> Watch:
     """The watch of a run; leaves in its folder where it runs."""
-    devices, rates = used_devices(this.config), run_rates(this.config)
+    devices, rates = used_devices(this.config), run_rates(this.config, this.corpus.vocab)
     found = environment(devices) | {"peak": "" if rates.peak is None else rates.peak.source}
     (folder / "environment.json").write_text(json.dumps(found, indent=2) + "\n")
     return Watch(this.config, rates, devices, folder, first)
@@ -86,12 +86,12 @@ def watch_run(this: Run, folder: Path, first: int) -> Watch:
 
 def used_devices(config: TrainConfig) -> list[Any]:
     """The devices of a run's mesh."""
-    return jax.devices()[: config.mesh.pp * config.mesh.ep]
+    return jax.devices()[: num_devices(config)]
 
 
-def run_rates(config: TrainConfig) -> Rates:
+def run_rates(config: TrainConfig, vocab: int) -> Rates:
     """What turns the duration of a run's steps into rates."""
-    numbers, devices = model_config(config), used_devices(config)
+    numbers, devices = model_config(config, vocab), used_devices(config)
     _, active = count_parameters(numbers)
     return Rates(
         tokens=config.tokens_per_step,
@@ -103,10 +103,13 @@ def run_rates(config: TrainConfig) -> Rates:
 
 def read_profile(this: Run, state: TrainState, folder: Path) -> str:
     """Measure the profiled steps and leave what was found in the run's folder; returns what to tell."""
-    batch = draw_batch(this.corpus.train, this.config.seed, 0, this.config.batch_shape)
+    batch = this.corpus.train_batch(this.config.seed, 0, this.config.batch_shape)
     update: Any = this.update
-    program = update.lower(state, *batch).compile()  # compiled before: found again
-    devices = [[device.id for device in rank] for rank in this.layout.mesh.devices]
+    program = update.lower(state, batch).compile()  # compiled before: found again
+    devices = [
+        [device.id for device in rank]
+        for rank in np.swapaxes(this.layout.mesh.devices, 0, 1).reshape(this.config.mesh.pp, -1)
+    ]
     try:
         measured = measure(read_events(folder / PROFILE), read(program), this.schedule, devices)
     except (ProfileError, FileNotFoundError) as error:

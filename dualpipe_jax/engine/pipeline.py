@@ -51,8 +51,8 @@ class Pipeline:
       mesh: with the axes "pp" (the schedule's ranks) and "ep", and "dp" if wanted; see ``make_mesh``. Further axes are
         left to the compiler: shard parameters or activations over them as under ``jax.jit``.
       param_specs: PartitionSpec over "ep" of each leaf of params as a stage's function sees it, without the stage dim;
-        a prefix of the tree will do, None (the default) means whole. The gradient of a leaf that is whole on every device
-        is summed over "ep".
+        a prefix of the tree will do, None (the default) means whole. The gradient of a leaf that is whole on every
+        device is summed over "ep".
       storage_specs: PartitionSpec of each leaf as it is stored between steps, over "dp", "ep" and, of shared leaves,
         "pp"; None: as it is used. What is stored cut further than it is used is gathered once a step, and its gradient
         comes back reduce-scattered: see ``storage``.
@@ -112,7 +112,7 @@ class Pipeline:
 
     @functools.cached_property
     def loss(self) -> Callable[..., tuple[jax.Array, Report]]:
-        """``loss(params, batch, key=None) -> (objective, Report)``, for ``jax.grad``: it may be a term of a larger loss.
+        """``loss(params, batch, key=None) -> (objective, Report)``, for ``jax.grad``, also as a term of a larger loss.
 
         Not differentiated it runs forward only; differentiated, its forward does the whole pipelined step and keeps the
         gradients, which the backward scales. The report's losses and floating metrics are differentiable too; where
@@ -156,7 +156,7 @@ class Pipeline:
           shared.0, ...: and of shared ones.
           loss.NAME, metric.NAME: figures.
         """
-        placed = jax.eval_shape(lambda p: self._placed(p), params)
+        placed = jax.eval_shape(lambda p: self.placed(p), params)
         return self._engine(placed).state(placed, batch, key)
 
     # ------------------------------------------------------------------- placing
@@ -166,13 +166,17 @@ class Pipeline:
 
         For ``jax.jit(init, out_shardings=...)``, which makes every array where it belongs.
         """
-        placed = jax.eval_shape(self._placed, params)
+        placed = jax.eval_shape(self.placed, params)
         specs = self._engine(placed).param_specs(len(placed["stages"].local))
         return jax.tree.map(lambda _, spec: NamedSharding(self.mesh, spec), placed, specs)
 
+    def placed(self, params: Tree) -> Tree:
+        """Params in the form of ``place``, for use inside ``jax.jit`` with ``shardings`` as its ``out_shardings``."""
+        return params | {"stages": to_placed(params["stages"], self.schedule.placement)}
+
     def place(self, params: Tree) -> Tree:
         """Params where a step wants them, stages on their ranks: once, before a training loop."""
-        return jax.jit(self._placed, out_shardings=self.shardings(params))(params)
+        return jax.jit(self.placed, out_shardings=self.shardings(params))(params)
 
     def unplace(self, params: Tree) -> Tree:
         """The inverse of ``place``, for gradients too: leaves [num_stages, ...] in model order."""
@@ -180,9 +184,6 @@ class Pipeline:
         return jax.jit(lambda p: p | {"stages": from_placed(p["stages"], placement)})(params)
 
     # ------------------------------------------------------------------ internals
-
-    def _placed(self, params: Tree) -> Tree:
-        return params | {"stages": to_placed(params["stages"], self.schedule.placement)}
 
     def _engine(self, params: Tree, units: tuple[str, ...] = (), every_kind: bool = False) -> Engine:
         """The engine for placed params of these shapes."""
@@ -234,7 +235,7 @@ class Pipeline:
         every_kind: bool = False,
     ) -> tuple[tuple[jax.Array, Report], Tree]:
         checks.check_arguments(self.schedule, self.mesh, params, batch)
-        placed = self._placed(params)
+        placed = self.placed(params)
         results = self._engine(placed, units, every_kind).value_and_grad(placed, batch, key)
         self._watch(results)
         return (results.objective, results.report), self._gradients(params, placed, batch, results.gradients)
@@ -243,7 +244,7 @@ class Pipeline:
         self, params: Tree, batch: Tree, key: jax.Array | None = None, outputs: Outputs = "none"
     ) -> Applied:
         checks.check_arguments(self.schedule, self.mesh, params, batch)
-        placed = self._placed(params)
+        placed = self.placed(params)
         results = self._engine(placed).forward(placed, batch, key, outputs)
         self._watch(results)
         return Applied(results.objective, results.report, results.outputs)
@@ -317,7 +318,7 @@ def _by_report(pipeline: Pipeline, params: Tree, batch: Tree, key: Any, cotangen
 
     The cotangents are shared parameters, frozen. A metric is summed over all parts, a loss is a mean over them.
     """
-    parts = pipeline.schedule.num_microbatches * pipeline._engine(pipeline._placed(params)).num_parts
+    parts = pipeline.schedule.num_microbatches * pipeline._engine(pipeline.placed(params)).num_parts
     cotangents = jax.tree.map(lambda c: None if _is_zero(c) else c, cotangents)
 
     def weighted(function: Callable[..., Out]) -> Callable[..., Out]:

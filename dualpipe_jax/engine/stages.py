@@ -124,7 +124,7 @@ def place_stages(stages: Tree, schedule: Schedule, mesh: Mesh, param_specs: Tree
         the tree will do, None means replicated.
 
     Returns params["stages"] as a pipelined step takes them with no resharding; gradients come back in the same form,
-    and any optimizer that maps over leaves works on it. The optimizer's state is that of one copy, whatever the schedule.
+    and any optimizer that maps over leaves works on it. The optimizer's state is that of one copy.
     """
     specs = broadcast(param_specs, stages, PartitionSpec(), "param_specs")
     placed = to_placed(stages, schedule.placement)

@@ -2,8 +2,8 @@
 
 A stage's function sees a leaf whole but for "ep", over which experts or a vocabulary may be used sharded. Stored, it
 may be cut over further axes of the mesh: then it is gathered once a step, and its gradient comes back reduce-scattered.
-With the optimizer's state cut alike this is ZeRO's first stage, and for leaves that are gathered its third (Rajbhandari et
-al., arXiv:1910.02054).
+With the optimizer's state cut alike this is ZeRO's first stage, and for leaves that are gathered its third (Rajbhandari
+et al., arXiv:1910.02054).
 """
 
 import dataclasses

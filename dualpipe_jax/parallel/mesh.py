@@ -7,7 +7,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh
 
 DP = "dp"
-"""The mesh axis of replicas: each has a part of every microbatch and, but for what is stored sharded, all parameters."""
+"""The mesh axis of replicas: each has a part of every microbatch and, but for what is stored cut, all parameters."""
 
 PP = "pp"
 """The mesh axis that the pipeline's ranks lie on."""
