@@ -38,14 +38,16 @@ def lower_bare_pair(blueprint: Blueprint, *, ordered: bool) -> Any:
         return At(batch, jnp.int32(1), jnp.int32(0), None)
 
     def stage(params: Tree, seen: tuple[Any, Any]) -> Any:
-        out = Out(*usual(*params, seen[0], at(seen[1])))
+        own, shared = params
+        out = Out(*usual(own, shared, seen[0], at(seen[1])))
         return (out.x, dict(out.losses)), dict(out.metrics)
 
     def plan(params: Tree, x: Any) -> SplitPlan:
         return split_backward(stage, has_aux=True, at_hand=(False, True)).trace(params, x)
 
     def enter(params: Tree, tokens: Any) -> Any:
-        return Out(*first(*_own(params), None, at(tokens))).x
+        own, shared = _own(params)
+        return Out(*first(own, shared, None, at(tokens))).x
 
     def forward(params: Tree, x: Any) -> list[Any]:
         *_, residuals_i, residuals_w = plan(_own(params), x).forward(_own(params), x)

@@ -66,7 +66,7 @@ def make_model(
         plan = models.layer_plan(numbers, schedule)
     except ValueError as error:
         raise ConfigError(
-            f"--schedule {config.mesh.schedule} --pp {config.mesh.pp}: --model {asked.name}: {error}; more with --layers"
+            f"--schedule {config.mesh.schedule} --pp {config.mesh.pp}: --model {asked.name}: {error}; see --layers"
         ) from None
     return models.deepseek(
         numbers,

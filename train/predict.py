@@ -153,7 +153,7 @@ def costs(units: Mapping[str, Unit], send: float, *, split: bool = True) -> Cost
 def _more(
     cycles: Mapping[str, float], kind: str, whole: bool, usual: tuple[float, float]
 ) -> tuple[float, float, float]:
-    """What F, I and W of a kind take beyond the usual stage's; a backward that was not measured is twice the forward."""
+    """What F, I and W of a kind take beyond the usual stage's; an unmeasured backward is twice the forward."""
     ahead = cycles[f"F/{kind}"] - cycles["F"]
     if f"B/{kind}" in cycles and (whole or f"I/{kind}" not in cycles):
         more = cycles[f"B/{kind}"] - sum(usual)

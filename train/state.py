@@ -277,7 +277,7 @@ def _to_stages(layers: Tree, placement: Placement, rows: np.ndarray) -> PlacedSt
         return jnp.take(leaf, np.where(wanted < 0, len(leaf), wanted), axis=0, mode="fill", fill_value=0)
 
     bias = layers["routing"]["bias"]
-    routing = {"bias": None, "row": None}
+    routing: dict[str, Any] = {"bias": None, "row": None}
     if bias is not None:
         routing = {"bias": into(bias, rows), "row": jnp.asarray(rows)}
     slots = [jax.tree.map(functools.partial(into, wanted=wanted), layers["layers"]) for wanted in rows.T]

@@ -57,8 +57,9 @@ def make_update(
     The new state lies where ``state`` does, leaf by leaf: the second step is not compiled anew. For the options see
     ``recommended_compiler_options``.
 
-    metrics: loss (of the model's own targets, in nats per token), objective (with all that joins it), mtp (of each depth,
-    if there are modules of multi-token prediction), balance (a layer's, if it joins the objective), grad_norm (before clipping), max_vio (see ``max_violation``), dropped (how often a token found no
+    metrics: loss (of the model's own targets, in nats per token), objective (with all that joins it), mtp_1 and so on
+    (of each depth, if there are modules of multi-token prediction), balance (a layer's, if it joins the objective),
+    grad_norm (before clipping), max_vio (see ``max_violation``), dropped (how often a token found no
     room at an expert of its choice), drop_rate (that as a fraction of all choices),
     counts (int32 [rows, experts]: how often each expert was chosen, by layer), and those of
     ``step_figures``.

@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AxisType, Mesh
+from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from dualpipe_jax.engine.model import At, Out, StagedModel, Tree
 from dualpipe_jax.engine.stages import PlacedStages
@@ -18,7 +18,7 @@ from dualpipe_jax.schedule import Schedule
 PARTS = ("shared", "stages")
 
 
-def check_mesh(schedule: Schedule, mesh: Mesh) -> None:
+def check_mesh(schedule: Schedule, mesh: Mesh | AbstractMesh) -> None:
     """The mesh has the axes pp and ep, of type Auto, and as many ranks as the schedule. Raises ValueError."""
     missing = [axis for axis in (PP, EP) if axis not in mesh.shape]
     if missing:
@@ -52,7 +52,7 @@ def check_model(model: StagedModel, schedule: Schedule) -> None:
         )
 
 
-def check_arguments(schedule: Schedule, mesh: Mesh, params: Tree, batch: Tree) -> None:
+def check_arguments(schedule: Schedule, mesh: Mesh | AbstractMesh, params: Tree, batch: Tree) -> None:
     """Shapes of params and data against the schedule and the mesh; all failures in one ValueError."""
     if not isinstance(params, dict) or set(params) != set(PARTS):
         given = sorted(params) if isinstance(params, dict) else type(params).__name__
@@ -64,7 +64,7 @@ def check_arguments(schedule: Schedule, mesh: Mesh, params: Tree, batch: Tree) -
         )
 
 
-def _data_problems(schedule: Schedule, mesh: Mesh, batch: Tree) -> Iterator[str]:
+def _data_problems(schedule: Schedule, mesh: Mesh | AbstractMesh, batch: Tree) -> Iterator[str]:
     wanted = schedule.num_microbatches
     axes = [axis for axis in (DP, EP) if axis in mesh.shape and (axis == EP or mesh.shape[axis] > 1)]
     parts = int(np.prod([mesh.shape[axis] for axis in axes]))
@@ -106,7 +106,7 @@ def check_keys(name: str, tree: Tree) -> None:
         raise ValueError(f"{name} must be a dict with keys among {list(PARTS)}, got {given}.")
 
 
-def check_layout(mesh: Mesh, params: Tree, layout: Tree) -> None:
+def check_layout(mesh: Mesh | AbstractMesh, params: Tree, layout: Tree) -> None:
     """Every spec names axes that it may, on dims that they divide; all failures in one ValueError.
 
     ``params`` with one placed stage, whose leading dim is the rank's; ``layout`` a ``Leaf`` for each leaf.
@@ -124,7 +124,7 @@ def check_layout(mesh: Mesh, params: Tree, layout: Tree) -> None:
 
 
 def _spec_problems(
-    name: str, shape: tuple[int, ...], lies: Leaf, mesh: Mesh, may_store: tuple[str, ...]
+    name: str, shape: tuple[int, ...], lies: Leaf, mesh: Mesh | AbstractMesh, may_store: tuple[str, ...]
 ) -> Iterator[str]:
     for kind, spec, allowed in (("param_specs", lies.used, (EP,)), ("storage_specs", lies.stored, may_store)):
         where = name.replace("params", kind, 1)
@@ -145,7 +145,7 @@ def _spec_problems(
     yield from _extension_problems(name, shape, lies)
 
 
-def _may_name(kind: str, allowed: tuple[str, ...], mesh: Mesh) -> str:
+def _may_name(kind: str, allowed: tuple[str, ...], mesh: Mesh | AbstractMesh) -> str:
     if kind == "param_specs":
         return "only 'ep' may be named; over 'pp' stages are placed by the schedule"
     there = [axis for axis in allowed if axis in mesh.shape]

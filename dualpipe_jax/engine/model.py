@@ -140,12 +140,8 @@ def staged(model: PipelineModel, num_stages: int, *, has_aux: bool = False) -> S
             raise TypeError(
                 f"has_aux=True needs a stage that returns (x, aux); it returned {jax.typeof(out)}."
             )
-        if (
-            not has_aux
-            and isinstance(out, tuple)
-            and len(out) == 2
-            and jax.tree.structure(out) != jax.tree.structure(x)
-        ):
+        forms: list[Any] = [jax.tree.structure(tree) for tree in (out, x)]
+        if not has_aux and isinstance(out, tuple) and len(out) == 2 and forms[0] != forms[1]:
             raise TypeError(
                 "stage returned a pair where x was expected. If it returns (x, aux), pass has_aux=True."
             )

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from dualpipe_jax.engine import checks
 from dualpipe_jax.engine.guard import Divergence
@@ -76,7 +76,7 @@ class Pipeline:
 
     model: StagedModel
     schedule: Schedule
-    mesh: Mesh
+    mesh: Mesh | AbstractMesh
     param_specs: Tree = None
     storage_specs: Tree = None
     gather_dtype: Tree = None
@@ -270,8 +270,9 @@ _OWN = "own"
 def _as_tree(tree: Tree, gradients: list[Any]) -> Tree:
     """The gradient tree of ``tree``: None for what is frozen, float0 for what can have no gradient."""
     leaves, form = jax.tree.flatten(tree)
+    given: Any = form
     rows = zip(leaves, gradients, strict=True)
-    return form.unflatten(g if is_floating(leaf) else float0_like(leaf) for leaf, g in rows)
+    return given.unflatten(g if is_floating(leaf) else float0_like(leaf) for leaf, g in rows)
 
 
 def _from_placed(stages: Tree, lists: PlacedStages, schedule: Schedule) -> Tree:

@@ -8,7 +8,7 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from dualpipe_jax.engine import checks, tick
 from dualpipe_jax.engine.guard import Divergence
@@ -62,7 +62,7 @@ class Engine:
 
     model: StagedModel
     schedule: Schedule
-    mesh: Mesh
+    mesh: Mesh | AbstractMesh
     layout: Tree
     frozen: Tree
     costs: CostModel
@@ -239,9 +239,10 @@ class _Program:
             boundary = structs(jax.eval_shape(raw, x))
         checks.check_kinds(model, own, shared, x, at)
         trained = jax.tree.map(lambda stop: not stop, (engine.frozen["stages"], engine.frozen["shared"]))
-        wanted = trained, (True, At(engine.input_grads, False, False, None if key is None else False))
+        of_at: Any = At(engine.input_grads, False, False, None if key is None else False)  # type: ignore[arg-type]
+        wanted = trained, (True, of_at)
         names = sorted(set(sights), key=sights.index)
-        kinds = []
+        kinds: list[ForwardKind] = []
         for name, is_first, is_last in names:
             sight = Sight(own, shared, None if is_first else x, at)
             function = plain(model.kinds[name], sight, self.vary)

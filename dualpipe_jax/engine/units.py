@@ -132,10 +132,11 @@ class Works:
         reads = tuple((self.around.own[stand.local], self.around.shared) for stand in stands)
 
         def work(part: State, row: Row, *params: Tree) -> State:
-            if op == "FB":
-                return self._pair(part, row, unit, *params)
-            if op == "F":
+            if ahead is not None and back is not None:
+                return self._pair(part, row, ahead, back, *params)
+            if ahead is not None:
                 return self._forward(part, row, ahead, *params)
+            assert back is not None
             return {"B": self._backward, "I": self._input, "W": self._weight}[op](part, row, back, *params)
 
         return Task("/".join((SCOPES[op], "-".join(names))), numbers, tuple(changes), reads, work)
@@ -239,9 +240,9 @@ class Works:
 
     # --------------------------------------------------------------------- pair
 
-    def _pair(self, part: State, row: Row, unit: Unit, forward_params: Tree, backward_params: Tree) -> State:
-        ahead, back = unit.forward, unit.backward
-        assert ahead is not None and back is not None
+    def _pair(
+        self, part: State, row: Row, ahead: Stand, back: Stand, forward_params: Tree, backward_params: Tree
+    ) -> State:
         first, second = self._split(ahead), self._split(back)
         seen = self._x(part, row, ahead, "F"), self._at(row, "F")
         saved, dy = self._seen(part, row, back, "B"), self._dy(part, row, back)

@@ -47,7 +47,8 @@ def run(own, h, at, *, slots):
 def trunk(own, x, at, slots):
     """Layers, their losses and metrics; the integers and the key of x go on unchanged."""
     h, balance, counts = x["h"], jnp.float32(0), jnp.zeros(EXPERTS, jnp.int32)
-    for h, b, c in run(own, h, at, slots=slots):
+    for made, b, c in run(own, x["h"], at, slots=slots):
+        h = made
         balance, counts = balance + b, counts + c
     noise = jax.random.uniform(x["noise"], h.shape) * (x["segments"] % 2)[..., None].astype(h.dtype)
     return x | {"h": h + 0.1 * noise}, {"balance": 0.3 * balance}, {"counts": counts, "norm": jnp.sum(h**2)}

@@ -1,10 +1,11 @@
 """What real models need, against the plain model leaf by leaf: which layout meets which feature is read from CASES.
 
 Every case has kinds of stages, x a tree of floats, integers and a key, side inputs, losses and metrics in all stages,
-token-weighted means over uneven microbatches, tied and shared parameters, integers and keys in params (tests/engine/real.py).
+token-weighted means over uneven microbatches, tied and shared parameters, integers and keys in params (see real.py).
 """
 
 import functools
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import jax
@@ -57,7 +58,7 @@ class Case(NamedTuple):
     num_microbatches: int
     dropout: bool = True
     remat: bool = True
-    options: dict = {}
+    options: Mapping = {}
 
 
 CASES = {

@@ -76,31 +76,19 @@ def expected_units(schedule: Schedule, table: TickTable, *, fused: bool) -> list
 
 def _row(schedule: Schedule, table: TickTable, tick: int, rank: int, fused: bool) -> list[Unit]:
     row = dict(zip(table.columns, table.array[tick, rank].tolist(), strict=True))
+    if row["unit"] < 0:
+        return []
+    op, ahead, back = table.units[row["unit"]]
     stages = schedule.placement.stages_on[rank]
 
-    def action(column: str, op: Op, microbatch: str) -> Action:
-        stage = stages[row[column]]
-        first = schedule.placement.pipe_of(stage) * schedule.microbatches_per_pipe
-        return Action(stage, op, row[microbatch] - first)
+    def action(local: int, op: Op, letter: str) -> Action:
+        first = schedule.placement.pipe_of(stages[local]) * schedule.microbatches_per_pipe
+        return Action(stages[local], op, row[f"{letter}_microbatch"] - first)
 
-    forward = action("F", Op.F, "F_microbatch") if row["F"] >= 0 else None
-    op = next((op for op in (Op.B, Op.I) if row[op.value] >= 0), None)
-    backward = action(op.value, op, "G_microbatch") if op is not None else None
-    units = []
-    if fused and row["pair"] and forward and backward:
-        units.append(Unit("FB", (forward, backward)))
-    else:
-        units += [Unit(a.op.value, (a,)) for a in (forward, backward) if a is not None]
-    units += [
-        Unit("W", (action(f"W{j}", Op.W, f"W{j}_microbatch"),))
-        for j in range(table.num_w)
-        if row[f"W{j}"] >= 0
-    ]
-    if forward is not None:
-        units += [Unit(end, (forward,)) for end, at in (("embed", "F_first"), ("head", "F_last")) if row[at]]
-    if backward is not None and row["G_first"]:
-        units.append(Unit("embed_backward", (backward,)))
-    return units
+    forward = [action(ahead.local, Op.F, "F")] if ahead is not None else []
+    backward = [action(back.local, Op.B if op == "FB" else Op(op), "G")] if back is not None else []
+    actions = (*forward, *backward)
+    return [Unit(op, actions)] if fused or len(actions) == 1 else [Unit(a.op.value, (a,)) for a in actions]
 
 
 def match(

@@ -60,12 +60,23 @@ class Measured:
         backward = median.get("B", median.get("FB", 0.0) * 2 / 3)
         forward = median.get("F", median.get("FB", 0.0) / 3)
         i, w = (median.get(op, backward / 2) for op in "IW")
-        ends = {
-            0: (median.get("embed", 0.0), median.get("embed_backward", 0.0), 0.0),
-            -1: (median.get("head", 0.0), 0.0, 0.0),
-        }
+        usual = {"F": forward, "B": median.get("B", i + w), "I": i, "W": w}
+        ends = {stage: self._more(stage, usual) for stage in (0, -1)}
         # A pair that is no unit of its own is a forward and a backward, one after the other.
         return CostModel(forward, i, w, median.get("FB", forward + median.get("B", i + w)), extra=ends)
+
+    def _more(self, stage: int, usual: Mapping[str, float]) -> tuple[float, float, float]:
+        """What F, I and W of the first (0) or the last stage (-1) take beyond the usual stage's."""
+        placement = self.schedule.placement
+        times: dict[str, list[float]] = {}
+        for rank in self.units:
+            for unit, execution in rank:
+                at = {placement.model_stage(action.stage) for action in unit.actions}
+                if at == {stage % placement.num_model_stages}:
+                    times.setdefault(unit.kind, []).append(execution.end - execution.start)
+        more = {op: statistics.median(times[op]) - cost for op, cost in usual.items() if op in times}
+        whole = more.get("B", 0.0)
+        return more.get("F", 0.0), more.get("I", whole * 2 / 3), more.get("W", whole / 3)
 
     @property
     def assumed(self) -> tuple[str, ...]:
@@ -78,7 +89,7 @@ class Measured:
         return simulate(self.schedule, self.costs)
 
     def spans(self) -> dict[Action, tuple[float, float]]:
-        """When each action ran, the embedding and the head with those of their stages."""
+        """When each action ran."""
         found: dict[Action, tuple[float, float]] = {}
         for rank in self.units:
             for unit, execution in rank:

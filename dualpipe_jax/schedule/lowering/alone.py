@@ -22,7 +22,8 @@ def units_alone(table: TickTable, ops: Collection[str] = ("FB",), *, every: bool
     Raises ValueError for an op that there is not, or that the schedule runs nowhere.
     """
     _check(table, ops)
-    counts, most = table.counts(), {}
+    counts = table.counts()
+    most: dict[tuple[object, ...], int] = {}
     for number, (op, forward, backward) in enumerate(table.units):
         kinds = [stand.kind for stand in (forward, backward) if stand is not None] if every else []
         if op in ops and counts[number] > counts[most.setdefault((op, *kinds), number)]:

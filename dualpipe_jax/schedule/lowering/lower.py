@@ -33,8 +33,8 @@ class Keeps:
       kind_of: the kind of each model stage, numbers from 0.
       keep_input: for each kind, how long a stage's input stays in its slot: to the end of "F", of "I" or of "W" (with a
         full backward the last two are the same).
-      pools: by name, for each kind that keeps values there how long: "FI", from its F to its I, "FW" or "IW". A kind may
-        use many pools, and none.
+      pools: by name, for each kind that keeps values there how long: "FI", from its F to its I, "FW" or "IW". A kind
+        may use many pools, and none.
     """
 
     kind_of: tuple[int, ...]
