@@ -6,6 +6,8 @@ The front door is lazy, so that ``import dualpipe_jax.schedule`` never loads JAX
 import importlib
 from typing import Any
 
+__version__ = "0.1.0"
+
 _ROOM_OF = {
     name: "dualpipe_jax.engine"
     for name in (

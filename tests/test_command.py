@@ -10,6 +10,7 @@ import xml.etree.ElementTree
 import pytest
 from rich.console import Console
 
+import dualpipe_jax
 from dualpipe_jax.__main__ import COMMANDS, main
 from dualpipe_jax.command.drawing import draw
 from dualpipe_jax.schedule import (
@@ -292,6 +293,11 @@ def test_help_names_every_option(capsys, name):
         main([name, "--help"])
     assert exit.value.code == 0
     assert "--json" in capsys.readouterr().out
+
+
+def test_it_says_which_version_it_is(capsys):
+    assert printed(capsys, "--version") == f"dualpipe {dualpipe_jax.__version__}\n"
+    assert "--version" in in_process("--help").stdout
 
 
 def test_starts_without_what_is_slow():

@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 from dualpipe_jax.parallel import make_mesh
 from dualpipe_jax.parallel.expert_groups import grouped_matmul
+from dualpipe_jax.engine import At
 from dualpipe_jax.split import split_backward
 from models import Kernels, deepseek, tiny
 from models.attention import causal_attention
@@ -153,18 +154,26 @@ CONFIG = tiny(
 def test_a_stage_split_in_a_shard_map_has_the_plain_gradients(dispatch, kernels):
     """Attention has no weights: its backward is I's. Of the experts' kernels W keeps its own."""
     options = dict(ep_axis="ep", dispatch=dispatch)
-    model, plain = deepseek(CONFIG, 1, kernels=kernels, **options), deepseek(CONFIG, 1, **options)
-    params = jax.tree.map(lambda w: w[0], jax.jit(model.init)(jax.random.key(0, impl="rbg"))["stages"])
+    plan = (1, 1, 0)  # the dense layer, the one with experts, the head
+    model, plain = deepseek(CONFIG, plan, kernels=kernels, **options), deepseek(CONFIG, plan, **options)
+    params = jax.tree.map(lambda w: w[1], jax.jit(model.init)(jax.random.key(0, impl="rbg"))["stages"])
     x, dy = jax.random.normal(jax.random.key(1), (2, 2, 128, 16))  # one sequence a device
 
+    def stage_of(model):
+        def stage(params, x):
+            out = model.staged.kinds["middle"](params, {}, x, At({}, jnp.int32(1), jnp.int32(0), None))
+            return out.x, dict(out.metrics)
+
+        return stage
+
     def split(params, x, dy):
-        stage = split_backward(model.functions.stage, has_aux=True)
+        stage = split_backward(stage_of(model), has_aux=True)
         (y, _), residuals = stage.forward(params, x)
         dx, stash = stage.backward_input(params, x, residuals, dy)
         return y, dx, stage.backward_weight(params, x, residuals, stash)["layers"]
 
     def whole(params, x, dy):
-        y, pull, _ = jax.vjp(plain.functions.stage, params, x, has_aux=True)
+        y, pull, _ = jax.vjp(stage_of(plain), params, x, has_aux=True)
         gradients, dx = pull(dy)
         return y, dx, gradients["layers"]
 
