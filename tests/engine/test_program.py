@@ -8,7 +8,7 @@ import pytest
 
 from dualpipe_jax import Pipeline, PipelineModel, make_mesh, pipeline_value_and_grad, split_backward, staged
 from dualpipe_jax.parallel.p2p import BESIDE_OTHERS
-from dualpipe_jax.schedule import ALL_SCHEDULES, dualpipe, lower, one_f_one_b
+from dualpipe_jax.schedule import ALL_SCHEDULES, dualpipe, lower, one_f_one_b, zb_v
 from tests import hlo
 from tests.engine import models
 
@@ -137,7 +137,7 @@ def test_the_reader_sees_a_copy_and_an_unguarded_dot():
     assert any(i.opcode == "copy" and "[7,16,16]" in i.shape for i in hlo.inside(module, body, True))
 
 
-@SCHEDULES
+@pytest.mark.parametrize("make", [one_f_one_b, dualpipe, zb_v], ids=lambda make: make.__name__)
 def test_program_does_not_grow_with_microbatches(make):
     """Compile time is flat because the program is: benchmarks/compile_time.py has the seconds."""
     sizes = [sum(map(len, hlo.computations(compiled(make, num)[1].as_text()).values())) for num in (16, 64)]
