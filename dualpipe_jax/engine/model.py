@@ -42,7 +42,7 @@ class Out(NamedTuple):
         ``Pipeline.apply`` gives out. Any tree: floating leaves have gradients, integers and keys are handed on.
       losses: scalars by name that join the objective; each the mean over this device's part of the microbatch. The
         objective is the sum over names and stages of their means over microbatches and parts.
-      metrics: by name, without gradients; summed over microbatches, stages and devices, integers exactly.
+      metrics: by name, outside the objective; summed over microbatches, stages and devices, integers exactly.
     """
 
     x: Tree = None
@@ -128,8 +128,9 @@ class PipelineModel(NamedTuple):
 def staged(model: PipelineModel, num_stages: int, *, has_aux: bool = False) -> StagedModel:
     """An embedding, equal stages and a head as kinds of stages.
 
-    Its params are {"stages": ..., "shared": {"embed": ..., "head": ...}}, its batch {"inputs": ..., "targets": ...}; a
-    floating scalar in aux has no gradient here: return it as one of ``Out.losses`` in a ``StagedModel`` of your own.
+    Its params are {"stages": ..., "shared": {"embed": ..., "head": ...}}, its batch {"inputs": ..., "targets": ...}; aux
+    is the metric "aux": outside the objective, with a gradient where ``Pipeline.loss`` is differentiated by it, which
+    costs a second step; what always joins the objective is better one of ``Out.losses`` in a ``StagedModel`` of your own.
     """
     head_loss = jax.checkpoint(model.head_loss)
 
