@@ -10,6 +10,7 @@ import pytest
 
 import models
 from dualpipe_jax.command.program import Program
+from dualpipe_jax.engine import Report
 from dualpipe_jax.parallel import EP, make_mesh
 from dualpipe_jax.schedule import dualpipe, dualpipe_v, lower, one_f_one_b, zb_h1
 from train import ahead, study
@@ -50,7 +51,7 @@ def on_one_device(tree):
 def test_parameters_and_optimizer_are_counted_as_they_lie(make):
     kinds, real = ahead.memory_by_kind(blueprint(make)), state(make)
     assert kinds["stages"] == on_one_device(real.params["stages"])
-    assert kinds["ends"] == on_one_device((real.params["embed"], real.params["head"]))
+    assert kinds["shared"] == on_one_device(real.params["shared"])
     assert kinds["optimizer"] == on_one_device(real.opt_state)
     assert kinds["mirrored"] == (kinds["stages"] if make is dualpipe else 0)
 
@@ -77,7 +78,7 @@ def test_slots_are_counted_from_the_tables_numbers(make):
     activation = SIZE // NUM_EP * SEQ * models.byte().dim * 4
     slots = lower(b.schedule).num_slots
     assert kinds["boundary"] == (slots["x"] + slots["dy"] + 2) * activation
-    sums = kinds["stages"] + kinds["mirrored"] + kinds["ends"]
+    sums = kinds["stages"] + kinds["mirrored"] + kinds["shared"]
     routing = ahead.nbytes([stage["routing"] for stage in b.params["stages"].local])
     assert sums - 2 * routing <= kinds["gradients"] <= sums
 
@@ -108,9 +109,9 @@ def test_the_compiled_step_takes_the_arguments_that_were_counted():
     kinds = ahead.memory_by_kind(b)
     step_and_tokens = 4 + 2 * ahead.nbytes(b.tokens)
     assert memory.argument_size_in_bytes == (
-        kinds["stages"] + kinds["ends"] + kinds["optimizer"] + step_and_tokens
+        kinds["stages"] + kinds["shared"] + kinds["optimizer"] + step_and_tokens
     )
-    assert memory.alias_size_in_bytes >= kinds["stages"] + kinds["ends"] + kinds["optimizer"], "donated"
+    assert memory.alias_size_in_bytes >= kinds["stages"] + kinds["shared"] + kinds["optimizer"], "donated"
 
 
 def test_moments_that_are_shared_out_change_no_step():
@@ -121,7 +122,7 @@ def test_moments_that_are_shared_out_change_no_step():
     for start in (real, shared):
         update = make_update(slopes, OPTIMIZER, 1e-3, start)
         for _ in range(2):
-            start, _ = update(jax.tree.map(jnp.copy, start), (), ())
+            start, _ = update(jax.tree.map(jnp.copy, start), {})
         results.append(start)
     for a, c in zip(jax.tree.leaves(results[0].params), jax.tree.leaves(results[1].params), strict=True):
         np.testing.assert_allclose(a, c, rtol=1e-6, atol=1e-8)
@@ -130,13 +131,14 @@ def test_moments_that_are_shared_out_change_no_step():
     assert all(a.sharding.is_equivalent_to(c.sharding, a.ndim) for a, c in zip(old, new, strict=True))
 
 
-def slopes(params, inputs, targets):
+def slopes(params, batch):
     """Stands in for the engine: gradients that depend on params, and an even load."""
-    del inputs, targets
+    del batch
     gradients = jax.tree.map(lambda p: jnp.sin(9 * p) if jnp.issubdtype(p.dtype, jnp.floating) else p, params)
     bias = params["stages"].local[0]["routing"]["bias"]
-    counts = jnp.ones((NUM_PP, *bias.shape[1:]), jnp.int32)
-    return (jnp.float32(0), {"counts": counts, "dropped": jnp.int32(0)}), gradients
+    counts = jnp.ones((models.byte(num_layers=5, num_dense_layers=1).num_moe_layers, bias.shape[-1]), jnp.int32)
+    report = Report({"lm": jnp.float32(0)}, {"counts": counts, "dropped": jnp.int32(0)})
+    return (jnp.float32(0), report), gradients
 
 
 def shardings(opt_state):
@@ -161,7 +163,7 @@ def test_sizes_of_a_ranks_share_are_those_of_the_slots():
     assert 0 < kinds["stash"] <= slots["stash"] * sizes.stash
     assert (slots["x"] + slots["dy"] + 2) * sizes.boundary == kinds["boundary"]
     assert 2 * sizes.parameters + fixed == sum(
-        kinds[kind] for kind in ("stages", "ends", "mirrored", "optimizer", "gradients", "batch")
+        kinds[kind] for kind in ("stages", "shared", "mirrored", "optimizer", "gradients", "batch")
     )
     one, two = (ahead.rank_memory(blueprint(make))[0] for make in (dualpipe, dualpipe_v))
     assert two.boundary == one.boundary

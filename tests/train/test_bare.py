@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 import models
+from dualpipe_jax.parallel import make_mesh
 from dualpipe_jax.schedule import dualpipe
 from train import ahead
 from train.bare import lower_bare_pair
@@ -20,7 +21,7 @@ def blueprint():
         dispatch="capacity",
         capacity_factor=1.0,
     )
-    mesh = jax.make_mesh((2, 2), ("pp", "ep"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    mesh = make_mesh(2, 2)
     return ahead.draw(model, dualpipe(2, 6), mesh, (6, 2, 8))
 
 

@@ -7,6 +7,7 @@ import pytest
 
 import models
 from dualpipe_jax.inspect import Rates, overlap, read
+from dualpipe_jax.parallel import make_mesh
 from dualpipe_jax.schedule import (
     ALL_SCHEDULES,
     CostModel,
@@ -92,7 +93,7 @@ def test_units_are_found_and_priced_in_a_compiled_program():
     schedule = dualpipe(2, 6)
     numbers = models.byte(num_layers=2, num_dense_layers=0)
     model = models.deepseek(numbers, 2, ep_axis="ep", dispatch="capacity", capacity_factor=1.0)
-    mesh = jax.make_mesh((2, 2), ("pp", "ep"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    mesh = make_mesh(2, 2)
     blueprint = ahead.draw(model, schedule, mesh, (6, 2, 8))
     module = read(ahead.lower_units(blueprint, ("FB", "W")).compile())
     assert len(predict.bodies(module, "FB")) == len(predict.bodies(module, "W")) == 1

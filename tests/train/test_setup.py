@@ -5,6 +5,7 @@ import types
 
 import jax
 import numpy as np
+import optax
 import pytest
 from rich.console import Console
 
@@ -22,7 +23,7 @@ from train.rates import Rates
 from train.watch import Watch
 
 OTHER = configure(
-    pp=2, ep=1, microbatches=4, microbatch_size=2, sequence=24, schedule="zb_h1", max_stash=1, model="tiny", layers=2,
+    dp=2, pp=2, ep=1, mtp=1, mtp_weight=0.2, balance_factor=0.01, microbatches=4, microbatch_size=2, sequence=24, schedule="zb_h1", max_stash=1, model="tiny", layers=2,
     precision="bfloat16", dispatch="capacity", capacity_factor=1.5, remat="all", attention="plain", matmul="ragged",
     steps=77, learning_rate=3e-3, warmup=7, weight_decay=0.03, clip=0.7, bias_rate=0.02, shard_optimizer=True, seed=9,
     eval_sequences=11,
@@ -50,11 +51,12 @@ def spied():
         "warmup_cosine",
         "make_update",
         "make_evaluate",
-        "pipeline_value_and_grad",
+        "Pipeline",
         "Layout",
     ):
         spy(setup, name)
     spy(model.models, "deepseek")
+    spy(model.models, "layer_plan")
     run = setup.prepare(OTHER)
     patch.undo()
     return run, seen
@@ -71,7 +73,7 @@ def test_the_optimizer_gets_its_options(spied):
 def test_the_update_gets_gradients_optimizer_and_bias_rate(spied):
     run, seen = spied
     ((args, _, update),) = seen["make_update"]
-    assert args[0] is seen["pipeline_value_and_grad"][0][2]
+    assert args[0] is seen["Pipeline"][0][2].value_and_grad
     assert args[1] is seen["make_optimizer"][0][2] and args[2] == 0.02
     assert run.update is update
 
@@ -79,16 +81,24 @@ def test_the_update_gets_gradients_optimizer_and_bias_rate(spied):
 def test_the_schedule_is_the_one_asked_for(spied):
     run, seen = spied
     assert run.schedule == limit_stash(zb_h1(2, 4), 1) != zb_h1(2, 4)
-    args, kwargs, _ = seen["pipeline_value_and_grad"][0]
-    assert args[1] == run.schedule and dict(args[2].shape) == {"pp": 2, "ep": 1} and kwargs["has_aux"]
+    args, kwargs, _ = seen["Pipeline"][0]
+    trained = seen["deepseek"][0][2]
+    assert args[0] is trained.staged and kwargs["param_specs"] is trained.param_specs
+    assert args[1] == run.schedule and dict(args[2].shape) == {"dp": 2, "pp": 2, "ep": 1}
 
 
 def test_the_model_is_the_one_asked_for(spied):
-    _, seen = spied
+    run, seen = spied
     (args, kwargs, trained), (_, judging, judged) = seen["deepseek"]
     numbers = args[0]
-    assert numbers == models.tiny(num_layers=3, compute_dtype=np.dtype(jax.numpy.bfloat16))
-    assert args[1] == 2 and kwargs["ep_axis"] == "ep"
+    assert numbers == models.tiny(
+        num_layers=3, num_mtp_layers=1, compute_dtype=np.dtype(jax.numpy.bfloat16)
+    )
+    planned, _, plan = seen["layer_plan"][0]
+    assert planned == (numbers, run.schedule) and args[1] == plan
+    assert len(plan) == 2 and sum(plan) == 3, "two stages, all layers"
+    assert kwargs["ep_axis"] == "ep"
+    assert (kwargs["mtp_weight"], kwargs["balance_factor"]) == (0.2, 0.01)
     assert (kwargs["dispatch"], kwargs["capacity_factor"]) == ("capacity", 1.5)
     assert kwargs["remat"] is jax.checkpoint_policies.nothing_saveable
     assert kwargs["kernels"] == models.Kernels("plain", "ragged")
@@ -100,7 +110,7 @@ def test_the_model_is_the_one_asked_for(spied):
 def test_evaluation_reads_what_training_does_not(spied):
     run, seen = spied
     args, _, evaluate = seen["make_evaluate"][0]
-    assert args[4:] == ((4, 2, 24),)
+    assert {batch["inputs"].shape for batch, _ in args[3]} == {(4, 2, 24)}
     found = np.concatenate([batch["inputs"][weights > 0] for batch, weights in args[3]])
     (source,) = run.corpus.sources
     starts = np.arange(11) * (len(source.heldout) - 25) // 10
@@ -124,9 +134,9 @@ def test_the_loop_draws_every_steps_own_batch_from_the_text_to_train_on(tmp_path
     text = text_source("text", [bytes(range(1, 100))], [bytes(range(100, 200))], 2, BYTES)
     corpus, drawn = Corpus((text,)), []
 
-    def update(state, inputs, targets):
-        drawn.append((inputs, targets))
-        metrics = {"loss": 1.0, "grad_norm": 1.0, "max_vio": 0.0, "dropped": 0, "counts": [[[1]]]}
+    def update(state, batch):
+        drawn.append(batch)
+        metrics = {"loss": 1.0, "grad_norm": 1.0, "max_vio": 0.0, "dropped": 0, "counts": [[1]]}
         return state._replace(step=state.step + 1), {
             name: np.asarray(value) for name, value in metrics.items()
         }
@@ -140,11 +150,11 @@ def test_the_loop_draws_every_steps_own_batch_from_the_text_to_train_on(tmp_path
         watch = Watch(config, Rates(8, 1e6, 1, None), jax.devices()[:1], tmp_path, 1)
         loop.train(run, state, file, Console(file=io.StringIO()), checkpoints, watch)
     assert len(drawn) == 3, "the first step was done before"
-    for step, (inputs, targets) in enumerate(drawn, start=1):
-        expected = corpus.train_batch(5, step, config.batch_shape)
-        np.testing.assert_array_equal(inputs, expected["inputs"])
-        np.testing.assert_array_equal(targets, expected["targets"])
-        assert targets.max() < 100, "the held-out text has no byte below 100 but the separator"
+    for step, batch in enumerate(drawn, start=1):
+        jax.tree.map(
+            np.testing.assert_array_equal, dict(batch), dict(corpus.train_batch(5, step, config.batch_shape))
+        )
+        assert batch["targets"].max() < 100, "the held-out text has no byte below 100 but the separator"
 
 
 def models_state(step):
@@ -156,23 +166,30 @@ def models_state(step):
 EVALUATED = models.tiny(num_layers=3, dim=16, num_experts=4, num_groups=1, top_groups=1, top_k=2, vocab=64)
 
 
-@pytest.mark.parametrize(("pp", "ep", "shape"), [(2, 2, (4, 2, 8)), (1, 1, (1, 3, 8))])
-def test_the_held_out_loss_is_the_plain_models_whatever_the_layout(pp, ep, shape):
+@pytest.mark.parametrize(
+    ("dp", "pp", "ep", "shape"), [(1, 2, 2, (4, 2, 8)), (1, 1, 1, (1, 3, 8)), (2, 1, 2, (2, 4, 8))]
+)
+def test_the_held_out_loss_is_the_plain_models_whatever_the_layout(dp, pp, ep, shape):
     """Seven windows, which fill no batch; the oracle is the model in one piece, without a mesh."""
-    text = bytes(np.random.default_rng(0).integers(1, 64, 300).tolist())
-    corpus = Corpus((text_source("text", [], [text], 1, BYTES),))
+    random = np.random.default_rng(0)
+    texts = [bytes(random.integers(1, 64, length).tolist()) for length in (5, 90, 130, 70)]
+    corpus = Corpus((text_source("text", [], texts, 4, BYTES),))
     built = models.deepseek(EVALUATED, pp, ep_axis="ep")
     params = built.init(jax.random.key(1))
     found = make_evaluate(
-        built, gpipe(pp, shape[0]), make_mesh(pp, ep), corpus.heldout_batches(7, shape), shape
+        built, gpipe(pp, shape[0]), make_mesh(pp, ep, dp=dp), corpus.heldout_batches(7, shape)
     )(params)
 
-    plain = models.deepseek(EVALUATED, 1)
-    whole = plain.init(jax.random.key(1))
+    whole = models.deepseek(EVALUATED, 1).init(jax.random.key(1))
     ((batch, _),) = corpus.heldout_batches(7, (1, 7, 8))
-    x, _ = plain.functions.stage(
-        jax.tree.map(lambda leaf: leaf[0], whole["stages"]),
-        plain.functions.embed(whole["embed"], batch["inputs"][0]),
+    one = {name: values[0] for name, values in batch.items()}
+    assert (one["segment_ids"] != one["segment_ids"][:, :1]).any(), "some window spans documents"
+    logits = models.logits(
+        EVALUATED,
+        whole,
+        one["inputs"],
+        positions=one["positions"],
+        segment_ids=one["segment_ids"],
     )
-    expected = plain.functions.head_loss(whole["head"], x, batch["targets"][0])
+    expected = optax.softmax_cross_entropy_with_integer_labels(logits, one["targets"]).mean()
     assert found == pytest.approx(float(expected), abs=2e-6)

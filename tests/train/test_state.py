@@ -13,9 +13,12 @@ from train.step import make_optimizer
 
 OPTIMIZER = make_optimizer(lambda step: 1e-3, clip=1.0, weight_decay=0.1)
 NUMBERS = models.tiny(
-    num_layers=7, num_experts=4, num_groups=1, top_groups=1, top_k=2, dim=16, expert_hidden=8
+    num_layers=6, num_mtp_layers=1, num_experts=4, num_groups=1, top_groups=1, top_k=2, dim=16, expert_hidden=8
 )
-"""Six layers with experts: on four stages two places stay empty."""
+"""Five layers with experts and a module of multi-token prediction: on four stages two slots stay empty."""
+
+PLAN = (2, 2, 1, 1)
+"""Of four stages; the first layer is dense."""
 
 LAYOUTS = {
     "dualpipe 2x2": (dualpipe, 2, 2, {}),
@@ -30,7 +33,8 @@ LAYOUTS = {
 def make(name):
     recipe, pp, ep, options = LAYOUTS[name]
     schedule = recipe(pp, 12)
-    model = models.deepseek(NUMBERS, schedule.placement.num_model_stages, ep_axis=EP)
+    num_stages = schedule.placement.num_model_stages
+    model = models.deepseek(NUMBERS, PLAN if num_stages == 4 else num_stages, ep_axis=EP)
     return Layout(model, schedule, make_mesh(pp, ep), OPTIMIZER, **options)
 
 
@@ -49,10 +53,15 @@ def test_the_canonical_form_is_the_models_own_layers_in_order(name, layouts):
     params = models.deepseek(NUMBERS, 1).init(jax.random.key(3))
     plain = {jax.tree_util.keystr(path, simple=True, separator="/"): np.asarray(leaf)
              for path, leaf in jax.tree_util.tree_leaves_with_path(params)}  # fmt: skip
-    del plain["stages/routing/stage"]
+    slots = [jax.tree_util.tree_leaves_with_path(slot) for slot in params["stages"]["layers"]]
+    plain = {key: leaf for key, leaf in plain.items() if not key.startswith("stages/")} | {
+        "stages/routing/bias": np.asarray(params["stages"]["routing"]["bias"])[0]
+    }
+    for same in zip(*slots, strict=True):
+        key = jax.tree_util.keystr(same[0][0], simple=True, separator="/")
+        plain[f"stages/layers/{key}"] = np.concatenate([np.asarray(leaf) for _, leaf in same])
     assert {name.removeprefix("params/") for name in flat if name.startswith("params/")} == plain.keys()
-    for key, value in plain.items():
-        expected = value[0] if key.startswith("stages/") else value
+    for key, expected in plain.items():
         np.testing.assert_allclose(flat[f"params/{key}"], expected, rtol=1e-6, atol=1e-8, err_msg=key)
     assert {key.partition("/")[0] for key in flat} == {"step", "count", "params", "mu", "nu"}
     for key, leaf in flat.items():
@@ -94,17 +103,22 @@ def test_there_and_back_is_the_same_state(name, layouts):
 def test_layers_lie_where_their_stages_are(layouts):
     """By hand, on a V, which holds its second half in reverse: placed as it is, it would be another model."""
     layout = layouts["v 2x2"]
+    assert layout.model.layout.plan == PLAN
+    where = [[0, -1], [1, 2], [3, -1], [4, 5]]
     flat = numbered(layout)
     placed = layout.from_canonical(flat)
     rows = flat["mu/stages/layers/input_layernorm/weight"]
     moments = optax.tree.get(placed.opt_state, "mu")["stages"].local
     for half, stages in enumerate([[0, 1], [3, 2]]):
         for rank, stage in enumerate(stages):
-            for place, layer in enumerate(layout.model.places[stage]):
-                found = np.asarray(moments[half]["layers"]["input_layernorm"]["weight"])[rank, place]
-                np.testing.assert_array_equal(found, 0 * found if layer < 0 else rows[layer])
-    assert (layout.model.places < 0).sum() == 2
-    np.testing.assert_array_equal(placed.params["stages"].local[1]["routing"]["stage"], [3, 2])
+            for slot, row in enumerate(where[stage]):
+                found = np.asarray(moments[half]["layers"][slot]["input_layernorm"]["weight"])[rank]
+                np.testing.assert_array_equal(found, 0 * found if row < 0 else rows[row])
+    routing = placed.params["stages"].local[1]["routing"]
+    np.testing.assert_array_equal(routing["row"], [where[3], where[2]])
+    biases = flat["params/stages/routing/bias"]
+    expected = [[biases[row] if row >= 0 else 0 * biases[0] for row in where[stage]] for stage in (3, 2)]
+    np.testing.assert_array_equal(routing["bias"], expected)
 
 
 def test_no_device_makes_the_whole_model(layouts):

@@ -7,10 +7,11 @@ import optax
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from dualpipe_jax.engine import PipelineModel, PlacedStages, sequential_value_and_grad
+from dualpipe_jax.engine import Out, PlacedStages, Report, StagedModel, reference_value_and_grad
 from dualpipe_jax.parallel import make_mesh
+from models import update_routing
 from train.state import init_state, trainable, with_trainable
-from train.step import balance, is_decayed, make_optimizer, make_update, max_violation, warmup_cosine
+from train.step import is_decayed, make_optimizer, make_update, max_violation, warmup_cosine
 
 SHAPE = (2, 2, 8)
 RATE = 0.25
@@ -31,31 +32,34 @@ class ToyModel:
 
         routing = {
             "bias": jnp.zeros((self.num_stages, 1, self.experts)),
-            "stage": jnp.arange(self.num_stages, dtype=jnp.int32),
+            "row": jnp.arange(self.num_stages, dtype=jnp.int32)[:, None],
         }
         weights = {
             "w": normal(self.num_stages, 1, self.dim, self.dim),
             "norm": jnp.ones((self.num_stages, 1, self.dim)),
         }
         return {
-            "embed": {"table": normal(256, self.dim)},
             "stages": {"layers": weights, "routing": routing},
-            "head": {"w": normal(self.dim, 256)},
+            "shared": {"embed": {"table": normal(256, self.dim)}, "head": {"w": normal(self.dim, 256)}},
         }
 
-    def stage(self, params, x):
-        routing, weights = params["routing"], params["layers"]
+    def stage(self, own, shared, x, at):
+        routing, weights = own["routing"], own["layers"]
+        x = shared["embed"]["table"][at.batch["inputs"]] if x is None else x
         chosen = jnp.argmax(jax.lax.stop_gradient(x[..., : self.experts]) + routing["bias"][0], axis=-1)
         counts = jnp.sum(jax.nn.one_hot(chosen, self.experts, dtype=jnp.int32), axis=(0, 1), dtype=jnp.int32)
-        own = jnp.arange(self.num_stages, dtype=jnp.int32) == routing["stage"]
-        aux = {"counts": jnp.where(own[:, None, None], counts, 0), "dropped": jnp.zeros((), jnp.int32)}
-        return x + jnp.tanh((x * weights["norm"][0]) @ weights["w"][0]), aux
+        mine = jnp.arange(self.num_stages, dtype=jnp.int32) == routing["row"]
+        metrics = {"counts": jnp.where(mine[:, None], counts, 0), "dropped": jnp.zeros((), jnp.int32)}
+        return Out(x + jnp.tanh((x * weights["norm"][0]) @ weights["w"][0]), {}, metrics)
 
-    def functions(self):
-        def head_loss(params, x, targets):
-            return optax.softmax_cross_entropy_with_integer_labels(x @ params["w"], targets).mean()
+    def last(self, own, shared, x, at):
+        out = self.stage(own, shared, x, at)
+        logits = out.x @ shared["head"]["w"]
+        losses = optax.softmax_cross_entropy_with_integer_labels(logits, at.batch["targets"])
+        return out._replace(losses={"lm": losses.mean()})
 
-        return PipelineModel(lambda params, tokens: params["table"][tokens], self.stage, head_loss)
+    def staged(self):
+        return StagedModel({"first": self.stage, "last": self.last}, ("first", "last"))
 
 
 @pytest.fixture(scope="module")
@@ -66,19 +70,19 @@ def model():
 @pytest.fixture(scope="module")
 def batch():
     tokens = np.random.default_rng(0).integers(0, 256, (*SHAPE[:2], SHAPE[2] + 1)).astype(np.int32)
-    return tokens[..., :-1], tokens[..., 1:]
+    return {"inputs": tokens[..., :-1], "targets": tokens[..., 1:]}
 
 
 @pytest.fixture(scope="module")
 def stepped(model, batch):
     """One update: params and aux before, state and metrics after."""
     params = model.init(jax.random.key(0))
-    value_and_grad = sequential_value_and_grad(model.functions(), has_aux=True)
-    (loss, aux), grads = jax.jit(value_and_grad)(params, *batch)
+    value_and_grad = reference_value_and_grad(model.staged())
+    (loss, report), grads = jax.jit(value_and_grad)(params, batch)
     optimizer = make_optimizer(1e-2, clip=1.0, weight_decay=0.1)
     state = init_state(replicated(model.init(jax.random.key(0))), optimizer)  # donated: not params
-    state, metrics = make_update(value_and_grad, optimizer, RATE, state)(state, *batch)
-    return params, (loss, aux, grads), state, metrics
+    state, metrics = make_update(value_and_grad, optimizer, RATE, state)(state, batch)
+    return params, (loss, report.metrics, grads), state, metrics
 
 
 def test_the_optimizer_owns_weights_alone(stepped):
@@ -87,7 +91,7 @@ def test_the_optimizer_owns_weights_alone(stepped):
         jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(trainable(params))
     }
     everything = {jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(params)}
-    assert everything - weights == {"['stages']['routing']['bias']", "['stages']['routing']['stage']"}
+    assert everything - weights == {"['stages']['routing']['bias']", "['stages']['routing']['row']"}
     moments = optax.tree.get(state.opt_state, "mu")
     assert jax.tree.structure(moments) == jax.tree.structure(trainable(params))
 
@@ -102,10 +106,9 @@ def test_weights_move_as_optax_by_hand_moves_them(stepped):
     with jax.numpy_dtype_promotion("standard"):
         updates, _ = by_hand.update(grads, by_hand.init(weights), weights)
     expected = with_trainable(params, optax.apply_updates(weights, updates))
-    for name in ("embed", "head"):
-        jax.tree.map(
-            lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), expected[name], state.params[name]
-        )
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), expected["shared"], state.params["shared"]
+    )
     np.testing.assert_allclose(metrics["grad_norm"], optax.tree.norm(grads), rtol=1e-5)
     assert int(state.step) == 1
 
@@ -115,20 +118,20 @@ def test_the_bias_moves_once_a_step_by_the_loads(stepped):
     counts = np.asarray(aux["counts"], np.int64)
     expected = RATE * np.sign(counts.mean(-1, keepdims=True) - counts)
     assert np.any(expected)
-    np.testing.assert_array_equal(state.params["stages"]["routing"]["bias"], expected)
-    np.testing.assert_array_equal(state.params["stages"]["routing"]["stage"], [0, 1])
+    np.testing.assert_array_equal(state.params["stages"]["routing"]["bias"], expected[:, None])
+    np.testing.assert_array_equal(state.params["stages"]["routing"]["row"], [[0], [1]])
 
 
 def test_placed_biases_find_their_counts():
     """On a V the second half of the stages lies in reverse."""
-    counts = jnp.array([[[3, 1]], [[1, 3]], [[2, 2]], [[4, 0]]], jnp.int32)
+    counts = jnp.array([[3, 1], [1, 3], [2, 2], [4, 0]], jnp.int32)
 
     def stages(numbers):
-        routing = {"bias": jnp.zeros((2, 1, 2)), "stage": jnp.array(numbers, jnp.int32)}
+        routing = {"bias": jnp.zeros((2, 1, 2)), "row": jnp.array(numbers, jnp.int32)[:, None]}
         return {"layers": {}, "routing": routing}
 
     placed = PlacedStages((stages([0, 1]), stages([3, 2])))
-    near, far = balance({"stages": placed}, counts, 1.0)["stages"].local
+    near, far = update_routing({"stages": placed}, counts, 1.0)["stages"].local
     np.testing.assert_array_equal(near["routing"]["bias"][:, 0], [[-1, 1], [1, -1]])
     np.testing.assert_array_equal(far["routing"]["bias"][:, 0], [[-1, 1], [0, 0]])
 
@@ -180,12 +183,12 @@ def named(tree):
 def test_three_steps_move_every_leaf_as_adamw_by_hand_does(model, batch):
     rates = [0.02, 0.05, 0.01]
     optimizer = make_optimizer(lambda count: jnp.asarray(rates)[count], clip=1.0, weight_decay=0.1)
-    value_and_grad = sequential_value_and_grad(model.functions(), has_aux=True)
+    value_and_grad = reference_value_and_grad(model.staged())
     began = model.init(jax.random.key(0))
     state = init_state(replicated(model.init(jax.random.key(0))), optimizer)
     update = make_update(value_and_grad, optimizer, 0.0, state)
     for _ in rates:
-        state, _ = update(state, *batch)
+        state, _ = update(state, batch)
 
     compiled = jax.jit(value_and_grad)
 
@@ -193,7 +196,7 @@ def test_three_steps_move_every_leaf_as_adamw_by_hand_does(model, batch):
         leaves = {name: jnp.asarray(value, jnp.float32) for name, value in now.items()}
         treedef = jax.tree.structure(trainable(began))
         params = with_trainable(began, jax.tree.unflatten(treedef, leaves.values()))
-        return {name: np.asarray(g, np.float64) for name, g in named(compiled(params, *batch)[1]).items()}
+        return {name: np.asarray(g, np.float64) for name, g in named(compiled(params, batch)[1]).items()}
 
     expected, found = adamw_by_hand(named(began), gradients, rates), named(state.params)
     assert len(expected) == 4
@@ -215,28 +218,28 @@ def test_empty_places_are_no_layers():
 
 
 def test_updates_reuse_memory_and_compile_once(model, batch):
-    value_and_grad = sequential_value_and_grad(model.functions(), has_aux=True)
+    value_and_grad = reference_value_and_grad(model.staged())
     optimizer = make_optimizer(1e-2, clip=1.0, weight_decay=0.1)
     state = init_state(replicated(model.init(jax.random.key(0))), optimizer)
     update = make_update(value_and_grad, optimizer, RATE, state)
     first = state
     for _ in range(2):
-        state, _ = update(state, *batch)
-    assert all(leaf.is_deleted() for leaf in jax.tree.leaves(first.params["head"]))
+        state, _ = update(state, batch)
+    assert all(leaf.is_deleted() for leaf in jax.tree.leaves(first.params["shared"]))
     assert update._cache_size() == 1
 
 
 def test_the_compiler_is_given_its_options():
     """CPU's compiler refuses what it does not know, so a wrong name must surface."""
-    params = {"stages": {"routing": {"bias": jnp.zeros((1, 1, 2)), "stage": jnp.zeros((1,), jnp.int32)}}}
+    params = {"stages": {"routing": {"bias": jnp.zeros((1, 1, 2)), "row": jnp.zeros((1, 1), jnp.int32)}}}
     state = init_state(replicated(params), make_optimizer(1e-3, clip=1.0, weight_decay=0.0))
 
-    def value_and_grad(params, inputs, targets):
-        del inputs, targets
-        aux = {"counts": jnp.ones((1, 1, 2), jnp.int32), "dropped": jnp.int32(0)}
-        return (jnp.float32(0), aux), params
+    def value_and_grad(params, batch):
+        del batch
+        metrics = {"counts": jnp.ones((1, 2), jnp.int32), "dropped": jnp.int32(0)}
+        return (jnp.float32(0), Report({"lm": jnp.float32(0)}, metrics)), params
 
     optimizer = make_optimizer(1e-3, clip=1.0, weight_decay=0.0)
     update = make_update(value_and_grad, optimizer, RATE, state, {"xla_no_such_option": "true"})
     with pytest.raises(jax.errors.JaxRuntimeError, match="No such compile option: 'xla_no_such_option'"):
-        update(state, (), ())
+        update(state, {})
