@@ -136,7 +136,9 @@ def slopes(params, batch):
     del batch
     gradients = jax.tree.map(lambda p: jnp.sin(9 * p) if jnp.issubdtype(p.dtype, jnp.floating) else p, params)
     bias = params["stages"].local[0]["routing"]["bias"]
-    counts = jnp.ones((models.byte(num_layers=5, num_dense_layers=1).num_moe_layers, bias.shape[-1]), jnp.int32)
+    counts = jnp.ones(
+        (models.byte(num_layers=5, num_dense_layers=1).num_moe_layers, bias.shape[-1]), jnp.int32
+    )
     report = Report({"lm": jnp.float32(0)}, {"counts": counts, "dropped": jnp.int32(0)})
     return (jnp.float32(0), report), gradients
 

@@ -23,7 +23,8 @@ from train.rates import Rates
 from train.watch import Watch
 
 OTHER = configure(
-    dp=2, pp=2, ep=1, mtp=1, mtp_weight=0.2, balance_factor=0.01, microbatches=4, microbatch_size=2, sequence=24, schedule="zb_h1", max_stash=1, model="tiny", layers=2,
+    dp=2, pp=2, ep=1, mtp=1, mtp_weight=0.2, balance_factor=0.01,
+    microbatches=4, microbatch_size=2, sequence=24, schedule="zb_h1", max_stash=1, model="tiny", layers=2,
     precision="bfloat16", dispatch="capacity", capacity_factor=1.5, remat="all", attention="plain", matmul="ragged",
     steps=77, learning_rate=3e-3, warmup=7, weight_decay=0.03, clip=0.7, bias_rate=0.02, shard_optimizer=True, seed=9,
     eval_sequences=11,
@@ -91,9 +92,7 @@ def test_the_model_is_the_one_asked_for(spied):
     run, seen = spied
     (args, kwargs, trained), (_, judging, judged) = seen["deepseek"]
     numbers = args[0]
-    assert numbers == models.tiny(
-        num_layers=3, num_mtp_layers=1, compute_dtype=np.dtype(jax.numpy.bfloat16)
-    )
+    assert numbers == models.tiny(num_layers=3, num_mtp_layers=1, compute_dtype=np.dtype(jax.numpy.bfloat16))
     planned, _, plan = seen["layer_plan"][0]
     assert planned == (numbers, run.schedule) and args[1] == plan
     assert len(plan) == 2 and sum(plan) == 3, "two stages, all layers"

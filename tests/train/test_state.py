@@ -13,7 +13,14 @@ from train.step import make_optimizer
 
 OPTIMIZER = make_optimizer(lambda step: 1e-3, clip=1.0, weight_decay=0.1)
 NUMBERS = models.tiny(
-    num_layers=6, num_mtp_layers=1, num_experts=4, num_groups=1, top_groups=1, top_k=2, dim=16, expert_hidden=8
+    num_layers=6,
+    num_mtp_layers=1,
+    num_experts=4,
+    num_groups=1,
+    top_groups=1,
+    top_k=2,
+    dim=16,
+    expert_hidden=8,
 )
 """Five layers with experts and a module of multi-token prediction: on four stages two slots stay empty."""
 
