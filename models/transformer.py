@@ -326,14 +326,13 @@ def _where(batch: Tree) -> tuple[Array | None, Array | None]:
 def _init(config: Config, layout: Layout, modules: _Modules, key: Array) -> Tree:
     embed_key, dense_key, block_key, mtp_key, head_key = jax.random.split(key, 5)
     num_rows, num_mtp = config.num_moe_layers + config.num_mtp_layers, config.num_mtp_layers
-    blocks = jax.vmap(modules.block.init)(jax.random.split(block_key, num_rows))
-
-    def slot(rows_P: Any) -> Tree:
-        here = jnp.asarray(rows_P)
-        return jax.tree.map(
-            lambda w: jnp.where(here.reshape(-1, *(1,) * (w.ndim - 1)) < 0, 0, w[jnp.maximum(here, 0)]),
-            blocks,
-        )
+    # Made where they stand, not picked from all rows: over stages that lie on ranks no device makes the whole model.
+    rows_KP = jnp.asarray(layout.rows.T)
+    keys_KP = jax.random.split(block_key, num_rows)[jnp.maximum(rows_KP, 0)]
+    blocks = jax.tree.map(
+        lambda w: jnp.where(rows_KP.reshape(*rows_KP.shape, *(1,) * (w.ndim - 2)) < 0, 0, w),
+        jax.vmap(jax.vmap(modules.block.init))(keys_KP),
+    )
 
     normal = jax.nn.initializers.normal(config.init_std)
     shared = {
@@ -352,7 +351,10 @@ def _init(config: Config, layout: Layout, modules: _Modules, key: Array) -> Tree
         "row": jnp.asarray(layout.rows),
     }
     return {
-        "stages": {"layers": [slot(rows_P) for rows_P in layout.rows.T], "routing": routing},
+        "stages": {
+            "layers": [jax.tree.map(lambda w, k=k: w[k], blocks) for k in range(len(rows_KP))],
+            "routing": routing,
+        },
         "shared": shared,
     }
 

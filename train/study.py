@@ -15,6 +15,7 @@ from dualpipe_jax import inspect
 from dualpipe_jax.command.program import Program
 from dualpipe_jax.engine import recommended_compiler_options
 from dualpipe_jax.parallel import EP, make_mesh
+from dualpipe_jax.schedule import Schedule
 from train import ahead, predict, timeline
 from train.bare import lower_bare_pair
 from train.model import REMAT, count_parameters
@@ -91,7 +92,7 @@ def draw(
         )
     model = models.deepseek(
         numbers,
-        models.layer_plan(numbers, schedule),
+        _plan(program, numbers, schedule),
         ep_axis=EP,
         dispatch=program.dispatch,
         capacity_factor=program.capacity_factor if program.dispatch == "capacity" else None,
@@ -107,6 +108,14 @@ def draw(
     tokens = (schedule.num_microbatches, batch, program.sequence)
     options = dict(shard_optimizer=program.shard_optimizer, fuse_pairs=not program.serialised)
     return numbers, ahead.draw(model, schedule, mesh, tokens, **options)
+
+
+def _plan(program: Program, numbers: models.Config, schedule: Schedule) -> tuple[int, ...]:
+    """Layers of each stage: as many with experts as was asked for, dense ones on the first; else balanced in time."""
+    if program.layers_per_stage is None:
+        return models.layer_plan(numbers, schedule)
+    shares = [program.layers_per_stage] * schedule.placement.num_model_stages
+    return (numbers.num_dense_layers + shares[0], *shares[1:])
 
 
 def platform_of(target: inspect.Target) -> Literal["gpu", "tpu"]:
