@@ -80,7 +80,9 @@ def test_slots_are_counted_from_the_tables_numbers(make):
     assert kinds["boundary"] == (slots["x"] + slots["dy"] + 2) * activation
     sums = kinds["stages"] + kinds["mirrored"] + kinds["shared"]
     routing = ahead.nbytes([stage["routing"] for stage in b.params["stages"].local])
-    assert sums - 2 * routing <= kinds["gradients"] <= sums
+    assert kinds["gradients"] <= sums
+    if not (b.model.layout.rows < 0).any():  # what no stage of a rank uses has no sum
+        assert sums - 2 * routing <= kinds["gradients"]
 
 
 @pytest.mark.parametrize("make", [dualpipe, one_f_one_b])
@@ -117,7 +119,8 @@ def test_the_compiled_step_takes_the_arguments_that_were_counted():
 def test_moments_that_are_shared_out_change_no_step():
     real = state()
     shared = real._replace(opt_state=jax.device_put(real.opt_state, shardings(real.opt_state)))
-    assert on_one_device(shared.opt_state) < 0.6 * on_one_device(real.opt_state)
+    whole = on_one_device(real.opt_state)  # experts, embedding and head lie over ep already
+    assert on_one_device(shared.opt_state) < 0.65 * whole
     results = []
     for start in (real, shared):
         update = make_update(slopes, OPTIMIZER, 1e-3, start)
@@ -151,7 +154,7 @@ def shardings(opt_state):
 def test_arrays_that_no_loop_should_copy():
     held = ahead.held_arrays(blueprint())
     width = models.byte().dim
-    assert f"f32[256,{width}]" in held, "the embedding's sum"
+    assert f"f32[256,{width // NUM_EP}]" in held, "the embedding's sum"
     pools = [value for name, value in ahead._state(blueprint()).items() if name.startswith("residual")]
     slots = max(pool[0].shape[0] for pool in pools)
     assert slots > 1 and any(name.startswith(f"f32[{slots},") for name in held)

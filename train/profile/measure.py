@@ -22,6 +22,17 @@ from train.profile.match import (
 )
 
 
+def _more(
+    by_place: Mapping[str, Mapping[str, float]], place: str, usual: Mapping[str, float]
+) -> tuple[float, float, float]:
+    """What F, I and W take at a place beyond the usual stage; of a whole backward two thirds are I's. Never less."""
+    at = {op: by_place.get(op, {}).get(place, cost) for op, cost in usual.items()}
+    more = {op: max(0.0, at[op] - cost) for op, cost in usual.items()}
+    if "I" in by_place:
+        return more["F"], more["I"], more["W"]
+    return more["F"], more["B"] * 2 / 3, more["B"] / 3
+
+
 @dataclasses.dataclass(frozen=True)
 class Measured:
     """What a trace says of a schedule's step; times in milliseconds from the first unit's start.
@@ -56,27 +67,36 @@ class Measured:
     @property
     def costs(self) -> CostModel:
         """Costs of a stage: medians of what was measured; see ``assumed`` for what was not."""
-        median = {kind: statistics.median(times) for kind, times in self.durations.items()}
+        by_place = self._medians()
+        # Of stages with neither embedding nor head, if there are any; else of the quicker end.
+        median = {kind: found.get("middle", min(found.values())) for kind, found in by_place.items()}
         backward = median.get("B", median.get("FB", 0.0) * 2 / 3)
         forward = median.get("F", median.get("FB", 0.0) / 3)
         i, w = (median.get(op, backward / 2) for op in "IW")
         usual = {"F": forward, "B": median.get("B", i + w), "I": i, "W": w}
-        ends = {stage: self._more(stage, usual) for stage in (0, -1)}
+        ends = {stage: _more(by_place, place, usual) for stage, place in ((0, "first"), (-1, "last"))}
         # A pair that is no unit of its own is a forward and a backward, one after the other.
         return CostModel(forward, i, w, median.get("FB", forward + median.get("B", i + w)), extra=ends)
 
-    def _more(self, stage: int, usual: Mapping[str, float]) -> tuple[float, float, float]:
-        """What F, I and W of the first (0) or the last stage (-1) take beyond the usual stage's."""
-        placement = self.schedule.placement
-        times: dict[str, list[float]] = {}
+    def _medians(self) -> dict[str, dict[str, float]]:
+        """The median of each kind of unit at the model's "first" stage, the "last" one and those in the "middle"."""
+        placement, times = self.schedule.placement, defaultdict[str, dict[str, list[float]]](dict)
         for rank in self.units:
             for unit, execution in rank:
-                at = {placement.model_stage(action.stage) for action in unit.actions}
-                if at == {stage % placement.num_model_stages}:
-                    times.setdefault(unit.kind, []).append(execution.end - execution.start)
-        more = {op: statistics.median(times[op]) - cost for op, cost in usual.items() if op in times}
-        whole = more.get("B", 0.0)
-        return more.get("F", 0.0), more.get("I", whole * 2 / 3), more.get("W", whole / 3)
+                places = {
+                    "first"
+                    if placement.is_first(a.stage)
+                    else "last"
+                    if placement.is_last(a.stage)
+                    else "middle"
+                    for a in unit.actions
+                }
+                place = "-".join(sorted(places))
+                times[unit.kind].setdefault(place, []).append(execution.end - execution.start)
+        return {
+            kind: {place: statistics.median(seen) for place, seen in found.items()}
+            for kind, found in times.items()
+        }
 
     @property
     def assumed(self) -> tuple[str, ...]:
