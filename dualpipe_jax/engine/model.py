@@ -130,7 +130,7 @@ def staged(model: PipelineModel, num_stages: int, *, has_aux: bool = False) -> S
 
     Its params are {"stages": ..., "shared": {"embed": ..., "head": ...}}, its batch {"inputs": ..., "targets": ...};
     aux is the metric "aux": outside the objective, with a gradient where ``Pipeline.loss`` is differentiated by it,
-    which costs a second step; what always joins the objective is better one of ``Out.losses`` in your own ``StagedModel``.
+    which costs a second step; what always joins the objective is better in ``Out.losses`` of your own ``StagedModel``.
     """
     head_loss = jax.checkpoint(model.head_loss)
 
