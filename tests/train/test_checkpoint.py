@@ -273,7 +273,7 @@ def test_the_facts_are_all_that_matters(run):
     facts = verdict.facts
     json.dumps(facts)
     assert facts["step"] == 3 and facts["metrics"]["loss"] == 2.5 and facts["load"] == [[1, 2]]
-    assert facts["layout"] == {"schedule": "one_f_one_b", "pp": 2, "ep": 2, "processes": 1}
+    assert facts["layout"] == {"schedule": "one_f_one_b", "pp": 2, "ep": 2, "dp": 1, "processes": 1}
     assert (
         facts["options"]["optimizer"]["steps"] == 250 and facts["seed"] == 0 and facts["tokenizer"] == "bytes"
     )

@@ -24,8 +24,8 @@ REFUSED = {
     "ep": (["--microbatch-size", "3"], "--microbatch-size 3: --ep 2 devices must share it equally, try 2"),
     "experts": (["--ep", "3", "--pp", "2", "--microbatch-size", "3"], "--ep 3: must divide the 8 experts"),
     "layers": (
-        ["--layers", "3"],
-        "4 stages need a layer each, --model byte has 3; try --layers 4",
+        ["--layers", "1", "--pp", "8", "--ep", "1", "--microbatches", "16"],
+        "do not give each of 8 stages one",
     ),
     "model": (["--model", "huge"], "--model huge: there are v3, v2, v2-lite, 67b-a2b, small, tiny, byte"),
     "missing data": (["--data", "nowhere.txt"], "--data: cannot read nowhere.txt: No such file or directory"),

@@ -1,6 +1,7 @@
 """Losses that are not to be trusted: what counts as one, and that a run goes back and skips what led there."""
 
 import collections
+import functools
 import io
 import json
 import types
@@ -12,7 +13,9 @@ from rich.console import Console
 
 from train import loop
 from train.config import configure
-from train.data import Corpus, draw_batch
+from train.data import Corpus
+from train.data.corpus import text_source
+from train.data.vocabulary import BYTES
 from train.errors import DivergedError
 from train.metrics import MetricsFile
 from train.rates import Rates
@@ -23,7 +26,8 @@ from train.watch import Watch
 CONFIG = configure(
     pp=1, ep=1, microbatches=2, microbatch_size=1, sequence=4, steps=6, name="x", on_trouble="skip"
 )
-TOKENS = np.random.default_rng(0).integers(1, 255, 4096).astype(np.uint8)
+TEXT = [np.random.default_rng(0).integers(1, 255, 4096).astype(np.uint8).tobytes()]
+CORPUS = Corpus((text_source("text", TEXT, TEXT, 1, BYTES),))
 State = collections.namedtuple("State", "step")
 
 
@@ -54,11 +58,12 @@ class Checkpoints:
 
 def train(path, bad, config=CONFIG, start=0, skipped=0, name="loss"):
     """Train where the batches of some numbers give NaN; the numbers of batches learnt from, and what was told."""
-    batches = {draw_batch(TOKENS, config.seed, n, config.batch_shape).inputs.tobytes(): n for n in range(40)}
+    draw = functools.partial(CORPUS.train_batch, config.seed, shape=config.batch_shape)
+    batches = {draw(n)["inputs"].tobytes(): n for n in range(40)}
     learnt, out, checkpoints = [], io.StringIO(), Checkpoints()
 
-    def update(state, inputs, targets):
-        learnt.append(batches[inputs.tobytes()])
+    def update(state, batch):
+        learnt.append(batches[batch["inputs"].tobytes()])
         metrics = {"loss": 2.0, "grad_norm": 1.0, "max_vio": 0.25, "dropped": 0, "counts": [[[2, 0]]]}
         if learnt[-1] in bad:
             metrics[name] = float("nan")
@@ -66,7 +71,7 @@ def train(path, bad, config=CONFIG, start=0, skipped=0, name="loss"):
 
     this = types.SimpleNamespace(
         config=config,
-        corpus=Corpus(TOKENS, TOKENS, 1),
+        corpus=CORPUS,
         update=update,
         learning_rate=lambda step: 0.5,
         init=lambda: State(0),
