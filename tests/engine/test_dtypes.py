@@ -1,0 +1,91 @@
+"""Sums and seeds keep what their dtypes can hold: low-precision losses, gathers in bfloat16."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec
+
+from dualpipe_jax import (
+    Pipeline,
+    PipelineModel,
+    make_mesh,
+    pipeline_value_and_grad,
+    sequential_value_and_grad,
+)
+from dualpipe_jax.engine.model import staged
+from dualpipe_jax.schedule import one_f_one_b, zb_h1
+from tests.engine import models
+from tests.engine.models import assert_close, quick
+
+MLP = PipelineModel(models.embed, lambda p, x: models.mlp(p, x)[0], models.head_loss)
+
+
+def test_a_bfloat16_loss_does_not_round_the_seed():
+    """1/3 in bfloat16 is 2e-3 off; so are gradients from a loss that is divided before it is float32."""
+
+    def head(params, x, targets):
+        return models.head_loss(params, x, targets).astype(jnp.bfloat16)
+
+    model, params, data = MLP._replace(head_loss=head), models.init("mlp", 2)[0], models.data(3)
+    step = pipeline_value_and_grad(model, one_f_one_b(2, 3), make_mesh(2, 1))
+    _, want = jax.jit(sequential_value_and_grad(MLP))(params, *data)
+    _, got = quick(step)(params, *data)
+    assert_close(got, want)
+    _, rounded = jax.jit(sequential_value_and_grad(model))(params, *data)
+    with pytest.raises(AssertionError):
+        assert_close(rounded, want, 1e-3)
+
+
+def test_what_is_stored_sharded_may_be_gathered_in_bfloat16():
+    """As a plain model whose parameters are cast first; what is not gathered stays as it is."""
+    params, _ = models.init("mlp", 2)
+    given = {"stages": params["stages"], "shared": {"embed": params["embed"], "head": params["head"]}}
+    stored = {"stages": {"up": PartitionSpec("ep"), "bias": None, "down": None}}
+
+    def mlp(p, x):
+        return x + jnp.tanh(x @ p["up"].astype(jnp.float32) + p["bias"]) @ p["down"]
+
+    model = MLP._replace(stage=mlp)
+    pipeline = Pipeline(
+        staged(model, 2),
+        zb_h1(2, 4),
+        make_mesh(2, 2),
+        storage_specs=stored,
+        gather_dtype={"stages": jnp.bfloat16},
+        accumulate_dtype=jnp.float32,
+    )
+    inputs, targets = models.data(4)
+    (loss, _), grads = quick(pipeline.value_and_grad)(given, {"inputs": inputs, "targets": targets})
+    cast = params | {"stages": params["stages"] | {"up": params["stages"]["up"].astype(jnp.bfloat16)}}
+    wide = cast | {"stages": cast["stages"] | {"up": cast["stages"]["up"].astype(jnp.float32)}}
+    expected, want = jax.jit(sequential_value_and_grad(model))(wide, inputs, targets)
+    np.testing.assert_allclose(loss, expected, rtol=1e-6)
+    exact, _ = jax.jit(sequential_value_and_grad(model))(params, inputs, targets)
+    assert abs(exact - expected) > 1e-5, "the cast can be seen"
+    made = grads["shared"] | {"stages": grads["stages"]}
+    made, want = jax.device_get((made, want))
+    up = made["stages"].pop("up"), want["stages"].pop("up")
+    assert up[0].dtype == np.float32
+    assert np.linalg.norm(up[0] - up[1]) < 4e-3 * np.linalg.norm(up[1]), "each microbatch's is rounded once"
+    assert_close(made, want)
+
+
+def test_complex_parameters_keep_their_imaginary_part():
+    """Summed in float32 they are summed in complex64: against jax.value_and_grad of the plain model."""
+
+    def stage(params, x):
+        turned = (x.astype(jnp.complex64) * params["turn"]).real
+        return x + jnp.tanh(turned)
+
+    model = PipelineModel(models.embed, stage, models.head_loss)
+    params, _ = models.init("mlp", 2)
+    turns = jax.random.normal(jax.random.key(5), (2, 2, models.WIDTH))
+    params["stages"] = {"turn": (turns[0] + 1j * turns[1]).astype(jnp.complex64)}
+    data = models.data(2)
+    step = pipeline_value_and_grad(model, one_f_one_b(2, 2), make_mesh(2, 1), accumulate_dtype=jnp.float32)
+    _, got = models.quick(step)(params, *data)
+    _, wanted = models.quick(sequential_value_and_grad(model))(params, *data)
+    got, wanted = got["stages"]["turn"], wanted["stages"]["turn"]
+    assert got.dtype == jnp.complex64 and np.abs(np.imag(wanted)).max() > 0
+    np.testing.assert_allclose(got, wanted, atol=2e-6 * np.abs(wanted).max(), rtol=0)
