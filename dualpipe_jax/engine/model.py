@@ -128,15 +128,9 @@ class PipelineModel(NamedTuple):
 def staged(model: PipelineModel, num_stages: int, *, has_aux: bool = False) -> StagedModel:
     """An embedding, equal stages and a head as kinds of stages.
 
-    <<<<<<< HEAD
-        Its params are {"stages": ..., "shared": {"embed": ..., "head": ...}}, its batch {"inputs": ..., "targets": ...};
-        aux is the metric "aux": outside the objective, with a gradient where ``Pipeline.loss`` is differentiated by it,
-        which costs a second step; what always joins the objective is better in ``Out.losses`` of your own ``StagedModel``.
-    =======
-        Its params are {"stages": ..., "shared": {"embed": ..., "head": ...}}, its batch {"inputs": ..., "targets": ...}.
-        aux is the metric "aux": outside the objective, with a gradient where ``Pipeline.loss`` is differentiated by it, for
-        which that runs a second step; one of ``Out.losses``, in a ``StagedModel`` of your own, costs nothing.
-    >>>>>>> etests
+    Its params are {"stages": ..., "shared": {"embed": ..., "head": ...}}, its batch {"inputs": ..., "targets": ...};
+    aux is the metric "aux": outside the objective, with a gradient where ``Pipeline.loss`` is differentiated by it,
+    which costs a second step; what always joins the objective is better in ``Out.losses`` of your own ``StagedModel``.
     """
     head_loss = jax.checkpoint(model.head_loss)
 

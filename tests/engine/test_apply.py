@@ -97,7 +97,7 @@ def test_parameters_are_made_where_they_belong():
     placed = pipeline.place(params)
 
     def init():
-        return pipeline._placed(setup(dualpipe_v)[1])
+        return pipeline.placed(setup(dualpipe_v)[1])
 
     made = jax.jit(init, out_shardings=pipeline.shardings(params))()
     assert jax.tree.map(lambda a: a.sharding, made) == jax.tree.map(lambda a: a.sharding, placed)

@@ -75,13 +75,13 @@ def test_complex_parameters_keep_their_imaginary_part():
     """Summed in float32 they are summed in complex64: against jax.value_and_grad of the plain model."""
 
     def stage(params, x):
-        turned = (x.astype(jnp.complex64) * params["turn"]).real
-        return x + jnp.tanh(turned)
+        turned = x.astype(jnp.complex64) * params["turn"]
+        return x + jnp.tanh(turned.real + turned.imag * x)
 
     model = PipelineModel(models.embed, stage, models.head_loss)
     params, _ = models.init("mlp", 2)
     turns = jax.random.normal(jax.random.key(5), (2, 2, models.WIDTH))
-    params["stages"] = {"turn": (turns[0] + 1j * turns[1]).astype(jnp.complex64)}
+    params["stages"] = {"turn": jax.lax.complex(turns[0], turns[1])}
     data = models.data(2)
     step = pipeline_value_and_grad(model, one_f_one_b(2, 2), make_mesh(2, 1), accumulate_dtype=jnp.float32)
     _, got = models.quick(step)(params, *data)
