@@ -69,6 +69,7 @@ def test_it_leaves_its_files(finished):
 
 
 def test_every_schedule_is_on_offer():
-    one_pipe = {"gpipe", "one_f_one_b", "interleaved_1f1b", "looped_bfs", "hanayo", "dualpipe_v"}
+    one_pipe = {"gpipe", "one_f_one_b", "interleaved_1f1b", "looped_bfs", "hanayo"}
+    paired = {"interleaved_1f1b_overlap", "dualpipe", "dualpipe_v"}
     split = {"zb_h1", "zb_h2", "interleaved_zero_bubble", "zb_v", "v_half", "v_min"}
-    assert set(SCHEDULES) == one_pipe | split | {"chimera", "dualpipe"}
+    assert set(SCHEDULES) == one_pipe | split | {"chimera"} | paired

@@ -4,18 +4,18 @@ import base64
 import dataclasses
 import json
 import zlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from dualpipe_jax.schedule.costs import CostModel, MemoryModel
 from dualpipe_jax.schedule.formats.plot import COLOURS, NAMES
 from dualpipe_jax.schedule.ir import Op, Schedule, Slot
+from dualpipe_jax.schedule.recipes import ALL_SCHEDULES, Recipe, dualpipe
 
 RANKS = (2, 3, 4, 6, 8, 12, 16)
 MICROBATCHES = (2, 4, 6, 8, 10, 12, 16, 20, 24, 32, 40, 48, 64)
 
-_Recipe = Callable[[int, int], Schedule]
 _OPS = (Op.F, Op.B, Op.I, Op.W)
 _HERE = Path(__file__).parent
 
@@ -25,7 +25,7 @@ def html_page(
     costs: CostModel | None = None,
     memory: MemoryModel | None = None,
     *,
-    recipes: Iterable[_Recipe] | None = None,
+    recipes: Iterable[Recipe] | None = None,
 ) -> str:
     """A page with sliders for ranks, microbatches, costs and memory; shows the step that they make.
 
@@ -44,8 +44,6 @@ def html_page(
     Returns:
       The page's HTML: a few seconds' work, some hundred kilobytes.
     """
-    from dualpipe_jax.schedule import ALL_SCHEDULES, dualpipe
-
     recipes = ALL_SCHEDULES if recipes is None else tuple(recipes)
     shown = dualpipe(8, 20) if schedule is None else schedule
     payload = _payload(shown, costs or CostModel(), memory or MemoryModel(), recipes)
@@ -57,7 +55,7 @@ def html_page(
 
 
 def _payload(
-    shown: Schedule, costs: CostModel, memory: MemoryModel, recipes: Iterable[_Recipe]
+    shown: Schedule, costs: CostModel, memory: MemoryModel, recipes: Iterable[Recipe]
 ) -> dict[str, Any]:
     """What the page's script reads."""
     counts = shown.num_ranks, shown.num_microbatches
@@ -117,7 +115,7 @@ def _small(point: tuple[int, int]) -> bool:
     return point[0] <= RANKS[-1] and point[1] <= MICROBATCHES[-1]
 
 
-def _make(recipe: _Recipe, num_ranks: int, num_microbatches: int) -> Schedule | str:
+def _make(recipe: Recipe, num_ranks: int, num_microbatches: int) -> Schedule | str:
     try:
         return recipe(num_ranks, num_microbatches)
     except ValueError as refusal:

@@ -5,7 +5,7 @@ import dataclasses
 import math
 import random
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 from dualpipe_jax.schedule.costs import CostModel, MemoryModel, stages_a_share
@@ -14,10 +14,9 @@ from dualpipe_jax.schedule.optimize.bounds import lower_bound
 from dualpipe_jax.schedule.optimize.greedy import Policy, play_greedily
 from dualpipe_jax.schedule.optimize.improve import Moves, Player, improve, moves_of, paired, split_alone
 from dualpipe_jax.schedule.optimize.terms import least_memory, make_terms
+from dualpipe_jax.schedule.recipes import ALL_SCHEDULES, Recipe
 from dualpipe_jax.schedule.simulate import simulate
 from dualpipe_jax.schedule.validate import validate
-
-Recipe = Callable[[int, int], Schedule]
 
 _Entry = TypeVar("_Entry", bound=tuple)
 
@@ -85,8 +84,6 @@ def search(
     costs, memory = costs or CostModel(), memory or MemoryModel()
     placements = _roomy(_placements(num_ranks, num_microbatches, placement), memory_limit, memory)
     if schedules is None:
-        from dualpipe_jax.schedule import ALL_SCHEDULES  # late: the package imports this module
-
         schedules = ALL_SCHEDULES
     bounds = {
         p: lower_bound(num_ranks, num_microbatches, costs, memory_limit, placement=p, memory=memory)
