@@ -1,0 +1,102 @@
+"""Where the search starts: the named schedules in every cut, and greedy schedules under many policies."""
+
+import contextlib
+import dataclasses
+import inspect
+import math
+import random
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+from dualpipe_jax.schedule.ir import Placement, Schedule, Slot
+from dualpipe_jax.schedule.optimize.greedy import Policy, play_greedily
+from dualpipe_jax.schedule.optimize.terms import Terms
+from dualpipe_jax.schedule.recipes import Recipe
+
+_KNOBS: dict[str, tuple[Any, ...]] = {
+    "pair": (True, True, True, False),
+    "match": (True, False),
+    "patience": (0.0, 0.5, 1.0, 2.0, 4.0),
+    "forward_first": (True, False),
+    "deep_backward": (True, False),
+    "split": ("always", "always", "ends", "ends", "never"),
+    "owed": (math.inf, math.inf, 2, 4),
+    "fill": (0.2, 0.5, 0.8, 1.0),
+    "ahead": (math.inf, math.inf, 1.25, 1.0),  # of the ranks, as the next
+    "burst": (0.0, 0.25, 0.5, 0.75, 1.0, 1.5),
+    "pace": (0.0, 0.0, 0.9, 0.95, 1.0, 1.0, 1.02, 1.05, 1.1),
+}
+"""What policies are drawn from."""
+
+_FINER = 4
+"""Stages a rank of the finer cut of recipes that take a number of them."""
+
+
+def served(recipes: Iterable[Recipe], num_ranks: int, num_microbatches: int) -> Iterator[Schedule]:
+    """The schedules of those recipes that serve the counts; of those that can be cut finer, that too."""
+    for recipe in recipes:
+        with contextlib.suppress(ValueError):
+            yield recipe(num_ranks, num_microbatches)
+            if "num_stages_per_rank" in inspect.signature(recipe).parameters:
+                yield recipe(num_ranks, num_microbatches, num_stages_per_rank=_FINER)  # type: ignore[call-arg]
+
+
+class Policies:
+    """Random policies and changes of the best of them; what was good within one limit is tried first in the next."""
+
+    def __init__(self) -> None:
+        self.dice = random.Random(0)
+        self.spent = 0.0
+        self._tried: list[tuple[float, int, Placement, Policy]] = []
+        self._old: dict[Placement, list[Policy]] = {}
+
+    def try_one(self, terms: Terms, known: bool) -> float:
+        """Play a policy, or a change of a known one, under the terms of a placement; returns its makespan."""
+        placement, number = terms.placement, len(self._tried)
+        parents = [entry for entry in self._tried if entry[2] == placement]
+        if self._old.get(placement):
+            policy = self._old[placement].pop(0)
+        elif parents and known:
+            policy = _draw(placement.num_ranks, self.dice, self.dice.choice(_distinct(parents)[:10])[3])
+        else:
+            policy = _draw(placement.num_ranks, self.dice, None)
+        _, makespan = play_greedily(terms, policy)
+        self._tried.append((makespan, number, placement, policy))
+        self.spent += 2 * placement.num_model_stages * terms.count * placement.num_pipes
+        return makespan
+
+    def harvest(
+        self, terms_of: Callable[[Placement], Terms]
+    ) -> Iterator[tuple[tuple[tuple[Slot, ...], ...], Placement]]:
+        """The orders of the best six tried since the last harvest."""
+        for _, _, placement, policy in _distinct(self._tried)[:6]:
+            yield play_greedily(terms_of(placement), policy)[0], placement
+        for placement in {entry[2]: None for entry in self._tried}:
+            own = _distinct(entry for entry in self._tried if entry[2] == placement)
+            self._old[placement] = [policy for *_, policy in own[:3]]
+        self._tried, self.spent = [], 0.0
+
+
+def _distinct(
+    entries: Iterable[tuple[float, int, Placement, Policy]],
+) -> list[tuple[float, int, Placement, Policy]]:
+    """In the order of their makespans; of equals the one numbered first."""
+    shortest: list[tuple[float, int, Placement, Policy]] = []
+    for entry in sorted(entries, key=lambda entry: entry[:2]):
+        if not shortest or entry[0] > shortest[-1][0] * (1 + 1e-9):
+            shortest.append(entry)
+    return shortest
+
+
+def _draw(num_ranks: int, dice: random.Random, parent: Policy | None) -> Policy:
+    """A random policy, or a parent with one or two of its knobs turned."""
+    drawn = {knob: dice.choice(values) for knob, values in _KNOBS.items()}
+    drawn["ahead"] *= num_ranks
+    drawn["burst"] = round(drawn["burst"] * num_ranks)
+    if parent is None:
+        return Policy(**drawn)
+    if parent.pace:
+        drawn["pace"] = parent.pace * dice.uniform(0.95, 1.05)
+        drawn["burst"] = max(0, parent.burst + dice.randint(-2, 2))
+    turned = dice.sample(list(_KNOBS), 2)
+    return dataclasses.replace(parent, **{knob: drawn[knob] for knob in turned})
