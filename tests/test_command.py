@@ -130,20 +130,53 @@ def test_compared_by_makespan_and_refusals_with_their_reason(capsys):
         [
             "schedule",
             "makespan",
+            "send 0.02",
             "bubble",
             "above bound",
             "largest idle",
             "activations",
+            "stages",
             "parameters",
             "pairs",
         ],
-        ["zb_h1", "34", "11.8 %", "0.0 %", "4", "5", "1x", "no"],
-        ["one_f_one_b", "42", "28.6 %", "23.5 %", "12", "5", "1x", "no"],
+        ["zb_h1", "34", "34.32", "11.8 %", "0.0 %", "4", "5", "1", "1x", "no"],
+        ["one_f_one_b", "42", "42.44", "28.6 %", "23.5 %", "12", "5", "1", "1x", "no"],
     ]
     assert lines[4] == "not with these counts:"
     assert lines[5].startswith(
         "  dualpipe  got 5 ranks and 10 microbatches, but ranks work in mirrored pairs"
     )
+
+
+def test_compare_and_choose_show_how_sends_and_jitter_change_the_ranking(capsys):
+    deep = ["--stages-per-rank", "4", "--FB", "2.25", "--json"]
+    order = {}
+    for send in ("0", "0.02"):
+        arguments = "--ranks", "16", "--microbatches", "64", "--send", send, *deep
+        facts = json.loads(
+            printed(capsys, "compare", "dualpipe", "interleaved_1f1b_overlap", "zb_v", *arguments)
+        )
+        order[send] = [row["name"] for row in facts["schedules"]]
+        rows = {row["name"]: row for row in facts["schedules"]}
+        for name, free, real in (
+            ("dualpipe", 165.5, 167.12),
+            ("interleaved_1f1b_overlap", 164.4375, 171.0775),
+        ):
+            assert rows[name]["free_sends"] == pytest.approx(free)
+            assert rows[name]["real_sends"] == pytest.approx(real)
+            assert rows[name]["makespan"] == pytest.approx(free if send == "0" else real)
+        assert (rows["interleaved_1f1b_overlap"]["stages"], rows["interleaved_1f1b_overlap"]["jitter"]) == (
+            4,
+            None,
+        )
+    assert order["0"][0] == "interleaved_1f1b_overlap" and order["0.02"][0] == "dualpipe"
+    for command in ("compare", "choose"):
+        facts = json.loads(printed(capsys, command, *SMALL, "--jitter", "0.1", *deep))
+        for row in facts["schedules"]:
+            assert row["makespan"] < row["jitter"][0] < row["jitter"][1] < 1.3 * row["makespan"]
+        head = printed(capsys, command, *SMALL, "--jitter", "0.1").splitlines()[1]
+        assert "send 0.02  jitter 50 %" in head
+    assert "jitter=-1.0" in refused(capsys, 2, "compare", *SMALL, "--jitter", "-1")
 
 
 def test_compare_counts_halves_and_copies(capsys):
@@ -168,10 +201,11 @@ def test_compare_writes_markdown(capsys):
     )
     table, reason = out.strip().split("\n\n")
     assert table.splitlines()[:2] == [
-        "| schedule | makespan | bubble | above bound | largest idle | activations | parameters | pairs |",
-        "| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: |",
+        "| schedule | makespan | send 0.02 | bubble | above bound | largest idle | activations | stages | "
+        "parameters | pairs |",
+        "| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: |",
     ]
-    assert table.splitlines()[2] == "| gpipe | 18 | 33.3 % | 28.6 % | 6 | 4 | 1x | no |"
+    assert table.splitlines()[2] == "| gpipe | 18 | 18.08 | 33.3 % | 28.6 % | 6 | 4 | 1 | 1x | no |"
     assert reason.startswith("Not with these counts: dualpipe: got 3 ranks")
 
 
@@ -237,6 +271,13 @@ def test_check_reads_standard_input(capsys, monkeypatch):
             ["show", "gpipe", *SMALL, "-o", "/nowhere/to/be.txt"],
             "/nowhere/to/be.txt: No such file or directory",
         ),
+        (["search", *SMALL, "--effort", "-1"], "search: got effort=-1.0; it must be finite and at least 0"),
+        (["search", *SMALL, "--effort", "nan"], "search: got effort=nan"),
+        (["search", *SMALL, "--seconds", "inf"], "search: got seconds=inf"),
+        (["search", *SMALL, "--memory-limit", "nan"], "--memory-limit nan: give a number above 0"),
+        (["search", *SMALL, "--memory-limit", "inf"], "--memory-limit inf: give a number above 0"),
+        (["choose", *SMALL, "--memory-limit", "nan"], "--memory-limit nan: give a number above 0"),
+        (["choose", *SMALL, "--search", "-1"], "search: got effort=-1.0"),
         (["check", "/nowhere/to/be.txt"], "/nowhere/to/be.txt: No such file or directory"),
     ],
 )

@@ -2,7 +2,9 @@
 
 import dataclasses
 import difflib
+import functools
 import inspect
+import math
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Annotated, Any
@@ -92,6 +94,19 @@ class Shape:
         return {name: count for name, count in named.items() if count is not None}
 
 
+def limit_of(memory_limit: float | None) -> float:
+    """The memory limit that was given, infinite if none was.
+
+    Raises:
+      CommandError: it is no amount of memory.
+    """
+    if memory_limit is not None and not 0 < memory_limit < math.inf:
+        raise CommandError(
+            f"--memory-limit {memory_limit}: give a number above 0, or leave it out for no limit"
+        )
+    return math.inf if memory_limit is None else memory_limit
+
+
 def find(name: str) -> Callable[..., Schedule]:
     """The recipe of a name, however it is spelt: dualpipe_v, DualPipeV, zb-h1, 1f1b.
 
@@ -139,6 +154,15 @@ def make_all(
         except ValueError as error:
             refused[recipe.__name__] = str(error).removeprefix(f"{recipe.__name__}: ")
     return made, refused
+
+
+def recipes(shape: Shape) -> list[Callable[[int, int], Schedule]]:
+    """All recipes, cut as the options say where they can be."""
+    cut = ((recipe, _taken(recipe, shape)) for recipe in SCHEDULES.values())
+    return [
+        functools.update_wrapper(functools.partial(recipe, **taken), recipe) if taken else recipe
+        for recipe, taken in cut
+    ]
 
 
 def _taken(recipe: Callable[..., Schedule], shape: Shape) -> dict[str, Any]:

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from dualpipe_jax.schedule.costs import CostModel, MemoryModel
 from dualpipe_jax.schedule.ir import Schedule
-from dualpipe_jax.schedule.optimize.search import search
+from dualpipe_jax.schedule.optimize.search import check_amounts, search
 from dualpipe_jax.schedule.recipes import ALL_SCHEDULES, Recipe
 from dualpipe_jax.schedule.simulate import Timeline, simulate
 
@@ -87,7 +87,8 @@ def choose(
         schedules = ALL_SCHEDULES
     costs, memory, schedules = costs or CostModel(), memory or MemoryModel(), tuple(schedules)
     makers = [(recipe.__name__, recipe) for recipe in schedules]
-    if search_effort:
+    if search_effort:  # search refuses what makes no sense
+        check_amounts(memory_limit, search_effort, None)
         makers.append(
             (
                 "search",

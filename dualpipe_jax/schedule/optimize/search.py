@@ -88,7 +88,7 @@ def search(
         placement has other ranks, or its pipes cannot share the microbatches. If effort, seconds or the limit
         is no number that makes sense.
     """
-    _check_amounts(memory_limit, effort, seconds)
+    check_amounts(memory_limit, effort, seconds)
     costs, memory = costs or CostModel(), memory or MemoryModel()
     placements = _placements(num_ranks, num_microbatches, placement)
     roomy = _roomy(placements, memory_limit, memory)
@@ -114,7 +114,8 @@ def search(
     return validate(dataclasses.replace(hunt.best_within(memory_limit), name="search"))
 
 
-def _check_amounts(memory_limit: float, effort: float, seconds: float | None) -> None:
+def check_amounts(memory_limit: float, effort: float, seconds: float | None) -> None:
+    """Raise ValueError unless these are amounts; only the limit may be infinite."""
     for name, amount in (("effort", effort), ("seconds", seconds)):
         if amount is not None and not 0 <= amount < math.inf:
             raise ValueError(f"search: got {name}={amount}; it must be finite and at least 0, such as 1")
