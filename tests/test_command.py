@@ -226,12 +226,34 @@ def test_an_invalid_schedule_shows_its_culprit(capsys, saved):
     [
         ("# a, ranks 1, microbatches 1, pipes (0)\n0F0 0X0", "parse_grid: line 2: not an action: '0X0'"),
         ("{", "from_json: not JSON"),
+        (
+            '{"a":' + "[" * 200_000,
+            "from_json: nested too deeply; a schedule is an object of four flat entries",
+        ),
+        ("999999999F0,0F0", "got stages [0, 999999999], but no stage 1"),
+        (
+            '{"name": "a\\nvalid: b", "num_microbatches": 1, "pipes": [[0]], "orders": [["0F0", "0B0"]]}',
+            "Schedule: name 'a\\nvalid: b' has line breaks or control characters",
+        ),
+        ("# \x1b[31mred, ranks 1, microbatches 1, pipes (0)\n0F0 0B0", "name '\\x1b[31mred' has line breaks"),
         ('{"name": "a"}', "num_microbatches, pipes, orders missing; a schedule has name, num_mic"),
         ("0F0,0X0", "cannot read '0X0'"),
     ],
 )
 def test_a_file_that_holds_no_schedule(capsys, saved, text, message):
     assert message in refused(capsys, 1, "check", saved(text))
+
+
+@pytest.mark.parametrize("text", ["", " \n\n", "\ufeff"])
+def test_an_empty_file_is_called_empty(capsys, saved, text):
+    for arguments in (["check"], ["show"]):
+        assert ": empty; give a grid, JSON or PyTorch's CSV" in refused(capsys, 2, *arguments, saved(text))
+
+
+@pytest.mark.parametrize("form", ["text", "json", "csv"])
+def test_a_byte_order_mark_is_passed_over(capsys, saved, form):
+    written = printed(capsys, "show", "zb_v", *SMALL, "--format", form)
+    assert printed(capsys, "check", saved("\ufeff" + written)).startswith("valid: ")
 
 
 def test_where_stages_live_may_be_said_beside_the_file(capsys, saved):
@@ -265,6 +287,15 @@ def test_check_reads_standard_input(capsys, monkeypatch):
         (["show", "gpipe", "--ranks", "0", "--microbatches", "8"], "try 1 ranks"),
         (["show", "gpipe", *SMALL, "--F", "-1"], "costs must be finite and at least 0, got F=-1.0"),
         (["show", "zb_h1", *SMALL, "--W", "0"], "all costs must be above 0"),
+        (
+            ["show", "gpipe", *SMALL, "--F", "1e-12"],
+            "characters long; costs differ too much",
+        ),
+        (
+            ["show", "gpipe", *SMALL, "--F", "1e308"],
+            "gpipe takes longer than a number can say under CostModel",
+        ),
+        (["compare", *SMALL, "--F", "1e308"], "takes longer than a number can say"),
         (["show", "gpipe", *SMALL, "--waves", "2"], "gpipe takes no --waves; "),
         (["show", "gpipe", *SMALL, "--json", "--format", "csv"], "--json and --format csv are two formats"),
         (

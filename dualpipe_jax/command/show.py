@@ -1,26 +1,15 @@
 """`dualpipe show`: one schedule, drawn or written."""
 
 import dataclasses
-from pathlib import Path
 from typing import Annotated
 
 import tyro
 
-from dualpipe_jax.command.check import read
 from dualpipe_jax.command.formats import Format, encode, format_of, summary, write
-from dualpipe_jax.command.options import (
-    CommandError,
-    Costs,
-    Count,
-    Memory,
-    Output,
-    Shape,
-    find,
-    is_known,
-    make,
-)
+from dualpipe_jax.command.options import Costs, Count, Memory, Output, Shape
 from dualpipe_jax.command.output import describe, in_terminal, make_console, show
-from dualpipe_jax.schedule import MemoryModel, Schedule, Timeline, simulate, validate
+from dualpipe_jax.command.source import schedule_of
+from dualpipe_jax.schedule import MemoryModel, Timeline, simulate
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,26 +43,13 @@ class Show:
         """Draw or write it; returns the exit status."""
         form = format_of(self.format, self.json, self.output)
         costs, sizes = self.costs.model(), self.memory.model()
-        schedule = self.schedule()
+        schedule = schedule_of(self.name, self.ranks, self.microbatches, self.shape)
         timeline = simulate(schedule, costs.for_schedule(schedule))
         if form == "text" and self.output is None and in_terminal():
             draw_in_terminal(timeline, sizes)
         else:
             write(encode(timeline, form, costs, sizes), form, self.output)
         return 0
-
-    def schedule(self) -> Schedule:
-        """The schedule of that name, or in that file."""
-        path = Path(self.name)
-        if path.is_file() and not is_known(self.name):
-            if self.ranks or self.microbatches:
-                raise CommandError(
-                    f"{path} is a file and says its own counts; drop --ranks and --microbatches"
-                )
-            return validate(read(path.read_text(), None))
-        if self.ranks is None or self.microbatches is None:
-            raise CommandError(f"show {find(self.name).__name__}: add --ranks and --microbatches")
-        return make(self.name, self.ranks, self.microbatches, self.shape)
 
 
 def draw_in_terminal(timeline: Timeline, sizes: MemoryModel) -> None:

@@ -105,11 +105,16 @@ def simulate(schedule: Schedule, costs: CostModel | None = None) -> Timeline:
       costs: durations; all 1, a pair 3, when left out.
 
     Raises:
-      ValueError: if the schedule hangs; ``validate`` says where and why.
+      ValueError: if the schedule hangs, ``validate`` says where and why; or if its time is no finite number.
     """
     costs = CostModel() if costs is None else costs
     ran = _all_that_runs(schedule)
     starts, ends = clock(schedule.placement, schedule.orders, ran, costs)
+    if not all(math.isfinite(end[-1]) for end in ends if end):
+        raise ValueError(
+            f"simulate: {schedule.name} takes longer than a number can say under {costs}; "
+            "give costs in a larger unit of time"
+        )
     peaks = zip(*map(_peaks, schedule.orders), strict=True)
     return Timeline(schedule, costs, tuple(map(tuple, starts)), tuple(map(tuple, ends)), *peaks)
 
