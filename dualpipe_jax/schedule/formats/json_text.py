@@ -61,7 +61,9 @@ def from_json(text: str) -> Schedule:
     except json.JSONDecodeError as error:
         raise ValueError(f"from_json: not JSON: {error}") from None
     except RecursionError:
-        raise ValueError("from_json: nested too deeply; a schedule is an object of four flat entries") from None
+        raise ValueError(
+            "from_json: nested too deeply; a schedule is an object of four flat entries"
+        ) from None
     orders = tuple(
         tuple(_parse_slot(rank, index, slot) for index, slot in enumerate(order))
         for rank, order in enumerate(entries["orders"])
