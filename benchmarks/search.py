@@ -102,11 +102,13 @@ def main():
     parser.add_argument(
         "--send", type=float, default=0.0, help="a transfer to another rank, in the unit of F"
     )
+    parser.add_argument("--most-ranks", type=int, default=max(RANKS), help="leave out settings of more ranks")
     parser.add_argument(
         "--large", action="store_true", help="only 16 ranks by 64 microbatches, at full effort"
     )
     args = parser.parse_args()
-    settings, effort = list(grid(args.send)), args.effort
+    settings = [setting for setting in grid(args.send) if setting[0] <= args.most_ranks]
+    effort = args.effort
     if args.large:
         settings, effort = list(large(args.send)), 1.0
     print(

@@ -20,6 +20,7 @@ from dualpipe_jax.schedule import (
     dualpipe,
     dualpipe_v,
     format_grid,
+    limit_stash,
     one_f_one_b,
     parse_grid,
     simulate,
@@ -94,7 +95,7 @@ def test_shown_in_time_with_the_costs_of_its_stages(capsys):
 
 def test_the_summary_is_of_a_whole_ranks_share_and_equal_ranks_share_a_row(capsys):
     costs = ["--FB", "2", "--parameters", "10e9", "--residual-i", "1e9"]
-    assert printed(capsys, "show", "dualpipe_v", *SMALL, *costs).splitlines()[5:] == [
+    assert printed(capsys, "show", "dualpipe_v", *SMALL, *costs).splitlines()[5:-1] == [
         "# makespan 22, bubble 5.1 %, memory 14.5G",
         "# cost of a stage: F 0.5, I 0.5, W 0.5, FB 1",
         "# ranks  idle  of the step  activations  memory",
@@ -469,6 +470,72 @@ def test_search_keeps_what_it_found_and_compares_it(capsys, tmp_path):
     assert makespan <= min(simulate(recipe(2, 4)).makespan for recipe in (one_f_one_b, zb_h1))
     row = next(line for line in lines if line.startswith("search"))
     assert float(row.split()[1]) == pytest.approx(makespan, abs=1e-3)
+
+
+@pytest.mark.parametrize("ending", ["json", "txt"])
+def test_a_file_stands_where_a_name_does_and_remembers_its_costs(capsys, tmp_path, ending):
+    path = tmp_path / f"found.{ending}"
+    costs = ["--FB", "2.25", "--send", ".1", "--last", ".5", ".25", "0", "--stash", "2"]
+    printed(capsys, "show", "dualpipe_v", "--ranks", "3", "--microbatches", "6", *costs, "-o", str(path))
+    schedule = dualpipe_v(3, 6)
+    known = CostModel(FB=2.25, send=0.1, extra={-1: (0.5, 0.25, 0)})
+    expected = simulate(schedule, known.for_schedule(schedule)).makespan
+    told = json.loads(printed(capsys, "check", str(path), "--json"))
+    assert told["makespan"] == pytest.approx(expected)
+    rows = {
+        row["name"]: row
+        for row in json.loads(printed(capsys, "compare", str(path), "zb_v", "--json"))["schedules"]
+    }
+    assert rows[path.name]["makespan"] == pytest.approx(expected)
+    sizes = MemoryModel(stash=2).for_schedule(schedule)
+    assert rows[path.name]["memory"] == max(simulate(schedule, known.for_schedule(schedule)).memory(sizes))
+    assert set(rows) == {path.name, "zb_v"}
+    again = json.loads(printed(capsys, "check", str(path), "--json", "--send", ".3"))
+    dearer = CostModel(FB=2.25, send=0.3, extra=known.extra)
+    assert again["makespan"] == pytest.approx(simulate(schedule, dearer.for_schedule(schedule)).makespan)
+    other = printed(
+        capsys, "compare", "zb_h1", "--ranks", "2", "--microbatches", "5", "--costs", str(path), "--json"
+    )
+    assert json.loads(other)["schedules"][0]["makespan"] == simulate(zb_h1(2, 5), known).makespan
+
+
+def test_costs_come_from_a_file_of_their_own_too(capsys, saved):
+    path = saved('{"costs": {"F": 2, "I": 3, "W": 1, "send": 0.5, "extra": {"-1": [1, 1, 1]}}}')
+    costs = CostModel(2, 3, 1, send=0.5, extra={-1: (1, 1, 1)})
+    facts = json.loads(printed(capsys, "show", "zb_h1", *SMALL, "--json", "--costs", path))
+    assert facts["makespan"] == simulate(zb_h1(4, 8), costs).makespan
+    for text, message in (
+        ("{}", "no costs; give JSON such as"),
+        ('{"costs": {"G": 1}}', "costs that cannot be read: "),
+        ('{"costs": {"F": -1}}', "costs must be finite and at least 0, got F=-1"),
+        ('{"costs": 3}', "costs that cannot be read"),
+        ("{", "not JSON"),
+    ):
+        assert message in refused(capsys, 2, "show", "zb_h1", *SMALL, "--costs", saved(text))
+
+
+def test_counts_beside_files(capsys, saved):
+    path = saved(printed(capsys, "show", "zb_v", *SMALL), "mine.txt")
+    facts = json.loads(printed(capsys, "compare", "gpipe", path, "--json"))
+    assert (facts["ranks"], facts["microbatches"]) == (4, 8)
+    other = json.loads(
+        printed(capsys, "compare", path, "gpipe", "--ranks", "2", "--microbatches", "8", "--json")
+    )
+    assert other["refused"] == {path: "has 4 ranks and 8 microbatches"}
+    assert "add --ranks and --microbatches, or name a file" in refused(capsys, 2, "compare", "gpipe")
+    bare = saved(format_grid(dualpipe(2, 4)).partition("\n")[2])
+    assert printed(capsys, "show", bare, "--pipes", "(0 1) (1 0)").startswith("# parsed, ranks 2")
+
+
+def test_stashes_are_limited_everywhere(capsys):
+    limited = limit_stash(dualpipe(4, 8), 1)
+    grid = printed(capsys, "show", "dualpipe", *SMALL, "--max-stash", "1")
+    assert parse_grid(grid) == limited != dualpipe(4, 8)
+    for command in (["compare", "dualpipe"], ["choose"]):
+        facts = json.loads(printed(capsys, *command, *SMALL, "--max-stash", "1", "--json"))
+        row = next(row for row in facts["schedules"] if row["name"] == "dualpipe")
+        assert row["makespan"] == simulate(limited).makespan > simulate(dualpipe(4, 8)).makespan
+    assert "most must be 0 or more" in refused(capsys, 2, "show", "dualpipe", *SMALL, "--max-stash", "-1")
 
 
 def test_search_for_programs(capsys):

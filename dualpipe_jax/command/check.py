@@ -6,22 +6,23 @@ from typing import Annotated
 
 import tyro
 
-from dualpipe_jax.command.options import Costs
+from dualpipe_jax.command.options import Costs, Memory, Pipes
 from dualpipe_jax.command.output import number, percent, show, show_json
 from dualpipe_jax.command.source import load
-from dualpipe_jax.schedule import Schedule, ScheduleError, simulate
+from dualpipe_jax.schedule import CostModel, Schedule, ScheduleError, simulate
 
 
 @dataclasses.dataclass(frozen=True)
 class Check:
     """Check a schedule in a file: a grid as `dualpipe show` prints it, JSON, or PyTorch's CSV.
 
-    Exit status 1 where it is invalid, with the culprit shown.
+    Exit status 1 where it is invalid, with the culprit shown. Played against the costs that were written with it,
+    unless others are given.
     """
 
     file: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="FILE")]
     """The file, or - for standard input."""
-    pipes: Annotated[str | None, tyro.conf.arg(metavar="PIPES", help_behavior_hint="")] = None
+    pipes: Pipes = None
     """The rank of each stage, pipe by pipe, such as "(0 1 1 0)", where the file does not say."""
     json: bool = False
     """Print for programs."""
@@ -30,18 +31,18 @@ class Check:
     def run(self) -> int:
         """Print a summary or the culprit; returns the exit status."""
         try:
-            schedule = load(str(self.file), self.pipes)
+            schedule, given = load(str(self.file), self.pipes)
         except ScheduleError as error:
             if not self.json:
                 raise
             show_json({"valid": False, "error": str(error)})
             return 1
-        self.report(schedule)
+        self.report(schedule, given.under(self.costs, Memory())[0])
         return 0
 
-    def report(self, schedule: Schedule) -> None:
+    def report(self, schedule: Schedule, costs: CostModel) -> None:
         """Say what was found."""
-        timeline = simulate(schedule, self.costs.model().for_schedule(schedule))
+        timeline = simulate(schedule, costs.for_schedule(schedule))
         pairs = sum(len(slot) == 2 for order in schedule.orders for slot in order)
         facts = {
             "name": schedule.name,

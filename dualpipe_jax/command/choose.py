@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import tyro
 
 from dualpipe_jax.command.compare import Row, by_merit, tabulate
+from dualpipe_jax.command.given import Given
 from dualpipe_jax.command.options import Costs, Memory, NothingFits, Number, Shape, limit_of, recipes
 from dualpipe_jax.command.output import Reasons, amount, describe, show, show_json, waiting
 
@@ -39,7 +40,7 @@ class Choose:
 
     def run(self) -> int:
         """Print the ranking; returns the exit status."""
-        costs, sizes = self.costs.model(), self.memory.model()
+        costs, sizes = Given().under(self.costs, self.memory)
         limit = limit_of(self.memory_limit)
         candidates = self.candidates(limit)
         fitting = [candidate.schedule for candidate in candidates if candidate.fits]
@@ -66,7 +67,7 @@ class Choose:
         """All that were considered."""
         from dualpipe_jax.schedule.optimize.choose import choose
 
-        costs, sizes = self.costs.model(), self.memory.model()
+        costs, sizes = Given().under(self.costs, self.memory)
         with waiting("choosing"):
             return choose(
                 self.ranks,
@@ -83,7 +84,7 @@ class Choose:
         return {
             "ranks": self.ranks,
             "microbatches": self.microbatches,
-            "costs": dataclasses.asdict(self.costs.model()),
+            "costs": dataclasses.asdict(Given().under(self.costs, self.memory)[0]),
             "memory_limit": self.memory_limit,
             "schedules": [dataclasses.asdict(row) for row in rows],
             "refused": refused,

@@ -8,8 +8,9 @@ from typing import Annotated, Any, Literal
 import numpy as np
 import tyro
 
-from dualpipe_jax.command.options import Costs, Memory, NothingFits, Shape, make_all
+from dualpipe_jax.command.options import Costs, Count, Memory, NothingFits, Pipes, Shape
 from dualpipe_jax.command.output import Reasons, Table, amount, describe, number, percent, show, show_json
+from dualpipe_jax.command.source import schedules_of
 from dualpipe_jax.schedule import CostModel, MemoryModel, Schedule, simulate
 from dualpipe_jax.schedule.optimize.bounds import lower_bound
 from dualpipe_jax.schedule.simulate import jittered
@@ -96,14 +97,16 @@ class Compare:
     dualpipe compare --ranks 16 --microbatches 64 --FB 2.25 --send 0.02 --jitter 0.1
     """
 
-    ranks: int
-    """Pipeline ranks."""
-    microbatches: int
-    """Microbatches of a step, over all pipes."""
     names: Annotated[
         tyro.conf.Positional[tuple[str, ...]], tyro.conf.arg(metavar="[NAME ...]", help_behavior_hint="")
     ] = ()
-    """Which schedules; all if none is named."""
+    """Which schedules, by name or as files that `dualpipe check` reads; all if none is named."""
+    ranks: Count = None
+    """Pipeline ranks; those of the first file if left out."""
+    microbatches: Count = None
+    """Microbatches of a step, over all pipes; those of the first file if left out."""
+    pipes: Pipes = None
+    """The rank of each stage, pipe by pipe, such as "(0 1 1 0)", where a file does not say."""
     jitter: float = 0.0
     """Each slot's time varies by this share of it (a standard deviation): median and 95th percentile of 200 runs."""
     format: Literal["text", "markdown", "json"] = "text"
@@ -116,39 +119,41 @@ class Compare:
 
     def run(self) -> int:
         """Print the table; returns the exit status."""
-        costs, sizes = self.costs.model(), self.memory.model()
-        schedules, refused = make_all(self.names, self.ranks, self.microbatches, self.shape)
+        schedules, refused, remembered = schedules_of(
+            self.names, self.ranks, self.microbatches, self.shape, self.pipes
+        )
+        costs, sizes = remembered.under(self.costs, self.memory)
+        if not schedules:
+            asked = f"{self.ranks} ranks, {self.microbatches} microbatches"
+            raise NothingFits(Reasons(f"no schedule takes {asked}:", refused).plain())
+        ranks, microbatches = schedules[0].num_ranks, schedules[0].num_microbatches
         rows = by_merit(Row.of(schedule, costs, sizes, jitter=self.jitter) for schedule in schedules)
-        given = f"{self.ranks} ranks, {self.microbatches} microbatches, {describe(costs)}"
+        given = f"{ranks} ranks, {microbatches} microbatches, {describe(costs)}"
         if self.json or self.format == "json":
-            show_json(self.facts(rows, refused))
+            show_json(_facts((ranks, microbatches), costs, rows, refused))
         elif self.format == "markdown":
             print("\n\n".join([tabulate(rows, costs, sizes).markdown(), *map(_sentence, refused.items())]))
-        elif rows:
+        else:
             show(
                 given,
                 tabulate(rows, costs, sizes),
                 *([Reasons("not with these counts:", refused)] if refused else []),
             )
-        if not rows:
-            raise NothingFits(
-                Reasons(
-                    f"no schedule takes {self.ranks} ranks, {self.microbatches} microbatches:", refused
-                ).plain()
-            )
         return 0
 
-    def facts(self, rows: list[Row], refused: dict[str, str]) -> dict[str, Any]:
-        """What the table says, for programs."""
-        costs = self.costs.model()
-        return {
-            "ranks": self.ranks,
-            "microbatches": self.microbatches,
-            "costs": dataclasses.asdict(costs),
-            "lower_bound": lower_bound(self.ranks, self.microbatches, costs),
-            "schedules": [dataclasses.asdict(row) for row in rows],
-            "refused": refused,
-        }
+
+def _facts(
+    counts: tuple[int, int], costs: CostModel, rows: list[Row], refused: dict[str, str]
+) -> dict[str, Any]:
+    """What the table says, for programs."""
+    return {
+        "ranks": counts[0],
+        "microbatches": counts[1],
+        "costs": dataclasses.asdict(costs),
+        "lower_bound": lower_bound(*counts, costs),
+        "schedules": [dataclasses.asdict(row) for row in rows],
+        "refused": refused,
+    }
 
 
 def tabulate(rows: list[Row], costs: CostModel, sizes: MemoryModel, best: int = 0) -> Table:

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 import tyro
 
-from dualpipe_jax.schedule import ALL_SCHEDULES, CostModel, MemoryModel, Schedule
+from dualpipe_jax.schedule import ALL_SCHEDULES, CostModel, MemoryModel, Schedule, limit_stash
 
 SCHEDULES: dict[str, Callable[..., Schedule]] = {recipe.__name__: recipe for recipe in ALL_SCHEDULES}
 
@@ -20,6 +20,8 @@ _ALSO_CALLED = {"1f1b": "one_f_one_b", "zb1p": "zb_h1", "zb2p": "zb_h2", "wave":
 Number = Annotated[float | None, tyro.conf.arg(metavar="FLOAT", help_behavior_hint="")]
 Count = Annotated[int | None, tyro.conf.arg(metavar="INT", help_behavior_hint="")]
 Output = Annotated[Path | None, tyro.conf.arg(metavar="FILE", aliases=["-o"], help_behavior_hint="")]
+
+Pipes = Annotated[str | None, tyro.conf.arg(metavar="PIPES", help_behavior_hint="")]
 
 
 class CommandError(ValueError):
@@ -35,6 +37,8 @@ class Costs:
     """Time that a whole rank's share of the model takes for one microbatch, in any unit. Where a rank holds
     k stages of a pipe, each takes 1/k of it."""
 
+    costs: Annotated[Path | None, tyro.conf.arg(metavar="FILE", help_behavior_hint="")] = None
+    """JSON with costs and memory of a share, as `dualpipe show --json` writes them; options beside it count more."""
     F: float = 1.0
     """Forward."""
     I: float = 1.0
@@ -52,10 +56,13 @@ class Costs:
     last: tuple[float, float, float] = (0.0, 0.0, 0.0)
     """More F, I, W at the model's last stage: the head."""
 
-    def model(self) -> CostModel:
-        """The same as the simulator reads it."""
+    def over(self, base: CostModel | None) -> CostModel:
+        """The same as the simulator reads it; what is not given is the base's, if there is one."""
         extra = {stage: more for stage, more in ((0, self.first), (-1, self.last)) if any(more)}
-        return CostModel(self.F, self.I, self.W, self.FB, self.send, extra, self.blocking)  # type: ignore[arg-type]
+        if base is None:
+            return CostModel(self.F, self.I, self.W, self.FB, self.send, extra, self.blocking)  # type: ignore[arg-type]
+        names = ("F", "I", "W", "FB", "send", "blocking")
+        return dataclasses.replace(base, **_changed(self, names), extra={**base.extra, **extra})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,9 +81,18 @@ class Memory:
     parameters: float = 0.0
     """Weights, gradient sums and optimizer state of one share, whatever the microbatches."""
 
-    def model(self) -> MemoryModel:
-        """The same as the simulator reads it."""
-        return MemoryModel(**dataclasses.asdict(self))
+    def over(self, base: MemoryModel | None) -> MemoryModel:
+        """The same as the simulator reads it; what is not given is the base's, if there is one."""
+        names = [field.name for field in dataclasses.fields(self)]
+        return dataclasses.replace(base or MemoryModel(), **_changed(self, names))
+
+
+def _changed(options: Costs | Memory, names: Iterable[str]) -> dict[str, Any]:
+    """Those of the options that are not as they are when nothing is given."""
+    left_out = type(options)()
+    return {
+        name: getattr(options, name) for name in names if getattr(options, name) != getattr(left_out, name)
+    }
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,6 +103,8 @@ class Shape:
     """Stages of a rank: interleaved schedules."""
     waves: Count = None
     """Waves: hanayo."""
+    max_stash: Count = None
+    """The most stashes, what I leaves for W, on a rank; other backwards are whole. As many as there are if left out."""
 
     def given(self) -> dict[str, int]:
         """Keyword arguments of recipes, as far as they were given."""
@@ -105,6 +123,11 @@ def limit_of(memory_limit: float | None) -> float:
             f"--memory-limit {memory_limit}: give a number above 0, or leave it out for no limit"
         )
     return math.inf if memory_limit is None else memory_limit
+
+
+def limited(schedule: Schedule, shape: Shape) -> Schedule:
+    """The schedule with no more stashes than the options allow."""
+    return schedule if shape.max_stash is None else limit_stash(schedule, shape.max_stash)
 
 
 def find(name: str) -> Callable[..., Schedule]:
@@ -140,29 +163,23 @@ def make(name: str, num_ranks: int, num_microbatches: int, shape: Shape) -> Sche
             known for known, recipe in SCHEDULES.items() if option in inspect.signature(recipe).parameters
         ]
         raise CommandError(f"{recipe.__name__} takes no {flag}; {', '.join(able) or 'no schedule'} can")
-    return recipe(num_ranks, num_microbatches, **taken)
-
-
-def make_all(
-    names: Iterable[str], num_ranks: int, num_microbatches: int, shape: Shape
-) -> tuple[list[Schedule], dict[str, str]]:
-    """The schedules named (all, if none is), and for those that do not take the counts the reason."""
-    made, refused = [], {}
-    for recipe in dict.fromkeys(map(find, names)) or SCHEDULES.values():
-        try:
-            made.append(recipe(num_ranks, num_microbatches, **_taken(recipe, shape)))
-        except ValueError as error:
-            refused[recipe.__name__] = str(error).removeprefix(f"{recipe.__name__}: ")
-    return made, refused
+    return limited(recipe(num_ranks, num_microbatches, **taken), shape)
 
 
 def recipes(shape: Shape) -> list[Callable[[int, int], Schedule]]:
-    """All recipes, cut as the options say where they can be."""
-    cut = ((recipe, _taken(recipe, shape)) for recipe in SCHEDULES.values())
-    return [
-        functools.update_wrapper(functools.partial(recipe, **taken), recipe) if taken else recipe
-        for recipe, taken in cut
-    ]
+    """All recipes, cut and limited as the options say where they can be."""
+    return [shaped(recipe, shape) for recipe in SCHEDULES.values()]
+
+
+def shaped(recipe: Callable[..., Schedule], shape: Shape) -> Callable[[int, int], Schedule]:
+    """A recipe, cut and limited as the options say where it can be."""
+    taken = _taken(recipe, shape)
+
+    @functools.wraps(recipe)
+    def made(num_ranks: int, num_microbatches: int, **finer: int) -> Schedule:
+        return limited(recipe(num_ranks, num_microbatches, **(taken | finer)), shape)
+
+    return made
 
 
 def _taken(recipe: Callable[..., Schedule], shape: Shape) -> dict[str, Any]:

@@ -10,6 +10,7 @@ import tyro
 
 from dualpipe_jax.command.compare import Row, by_merit, tabulate
 from dualpipe_jax.command.formats import encode, format_of, write
+from dualpipe_jax.command.given import Given
 from dualpipe_jax.command.options import Costs, Memory, NothingFits, Number, Output, limit_of
 from dualpipe_jax.command.output import (
     amount,
@@ -64,7 +65,7 @@ class Search:
 
     def run(self) -> int:
         """Search, keep what was found, and print how it compares; returns the exit status."""
-        costs, sizes = self.costs.model(), self.memory.model()
+        costs, sizes = Given().under(self.costs, self.memory)
         began = time.perf_counter()
         with waiting("searching"):
             found = self.find(costs, sizes)

@@ -6,7 +6,7 @@ from typing import Annotated
 import tyro
 
 from dualpipe_jax.command.formats import Format, encode, format_of, summary, write
-from dualpipe_jax.command.options import Costs, Count, Memory, Output, Shape
+from dualpipe_jax.command.options import Costs, Count, Memory, Output, Pipes, Shape
 from dualpipe_jax.command.output import describe, in_terminal, make_console, show
 from dualpipe_jax.command.source import schedule_of
 from dualpipe_jax.schedule import MemoryModel, Timeline, simulate
@@ -25,6 +25,8 @@ class Show:
     """Pipeline ranks; not for a file."""
     microbatches: Count = None
     """Microbatches of a step, over all pipes; not for a file."""
+    pipes: Pipes = None
+    """The rank of each stage, pipe by pipe, such as "(0 1 1 0)", where a file does not say."""
     format: Annotated[
         Format | None,
         tyro.conf.arg(metavar="{text,csv,json,trace,svg,png,html}", help_behavior_hint="(default: text)"),
@@ -42,8 +44,8 @@ class Show:
     def run(self) -> int:
         """Draw or write it; returns the exit status."""
         form = format_of(self.format, self.json, self.output)
-        costs, sizes = self.costs.model(), self.memory.model()
-        schedule = schedule_of(self.name, self.ranks, self.microbatches, self.shape)
+        schedule, given = schedule_of(self.name, self.ranks, self.microbatches, self.shape, self.pipes)
+        costs, sizes = given.under(self.costs, self.memory)
         timeline = simulate(schedule, costs.for_schedule(schedule))
         if form == "text" and self.output is None and in_terminal():
             draw_in_terminal(timeline, sizes)

@@ -1,10 +1,22 @@
 """Where a schedule comes from: a name and counts, or a file in any format that holds one."""
 
+import dataclasses
 import re
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
-from dualpipe_jax.command.options import CommandError, Shape, find, is_known, make
+from dualpipe_jax.command.given import Given, remembered
+from dualpipe_jax.command.options import (
+    SCHEDULES,
+    CommandError,
+    Shape,
+    find,
+    is_known,
+    limited,
+    make,
+    shaped,
+)
 from dualpipe_jax.schedule import Placement, Schedule, ScheduleError, parse_grid, validate
 from dualpipe_jax.schedule.formats.json_text import from_json
 
@@ -14,8 +26,10 @@ def is_file(name: str) -> bool:
     return name == "-" or (not is_known(name) and Path(name).is_file())
 
 
-def schedule_of(name: str, ranks: int | None, microbatches: int | None, shape: Shape) -> Schedule:
-    """The schedule of that name, or in that file.
+def schedule_of(
+    name: str, ranks: int | None, microbatches: int | None, shape: Shape, pipes: str | None = None
+) -> tuple[Schedule, Given]:
+    """The schedule of that name, or in that file, with no more stashes than may be; and what the file says of costs.
 
     Raises:
       CommandError: counts are missing, or there are too many.
@@ -24,14 +38,56 @@ def schedule_of(name: str, ranks: int | None, microbatches: int | None, shape: S
     if is_file(name):
         if ranks or microbatches:
             raise CommandError(f"{name} is a file and says its own counts; drop --ranks and --microbatches")
-        return load(name)
+        schedule, given = load(name, pipes)
+        return limited(schedule, shape), given
     if ranks is None or microbatches is None:
         raise CommandError(f"show {find(name).__name__}: add --ranks and --microbatches")
-    return make(name, ranks, microbatches, shape)
+    return make(name, ranks, microbatches, shape), Given()
 
 
-def load(name: str, pipes: str | None = None) -> Schedule:
-    """The valid schedule in a file.
+def schedules_of(
+    names: Sequence[str], ranks: int | None, microbatches: int | None, shape: Shape, pipes: str | None = None
+) -> tuple[list[Schedule], dict[str, str], Given]:
+    """The schedules named and those in files (all, if none is named), and the reason for each that is refused.
+
+    A schedule of a file is called by the file's name. Counts that are left out are those of the first file, and
+    what it says of costs comes third.
+
+    Raises:
+      CommandError: there is no such name, or no counts.
+    """
+    loaded = {name: load(name, pipes) for name in names if is_file(name)}
+    files = {
+        name: dataclasses.replace(limited(schedule, shape), name=Path(name).name)
+        for name, (schedule, _) in loaded.items()
+    }
+    first = next(iter(files.values()), None)
+    if first is not None:
+        ranks = first.num_ranks if ranks is None else ranks
+        microbatches = first.num_microbatches if microbatches is None else microbatches
+    if ranks is None or microbatches is None:
+        raise CommandError("add --ranks and --microbatches, or name a file that says its own")
+    made: list[Schedule] = []
+    refused: dict[str, str] = {}
+    for name in names or SCHEDULES:
+        if name in files:
+            there = files[name].num_ranks, files[name].num_microbatches
+            if there == (ranks, microbatches):
+                made.append(files[name])
+            else:
+                refused[name] = f"has {there[0]} ranks and {there[1]} microbatches"
+            continue
+        recipe = find(name)
+        try:
+            made.append(shaped(recipe, shape)(ranks, microbatches))
+        except ValueError as error:
+            refused[recipe.__name__] = str(error).removeprefix(f"{recipe.__name__}: ")
+    given = next((given for _, given in loaded.values()), Given())
+    return list(dict.fromkeys(made)), refused, given
+
+
+def load(name: str, pipes: str | None = None) -> tuple[Schedule, Given]:
+    """The valid schedule in a file, and what the file says of its costs.
 
     Raises:
       CommandError: the file is no text, or does not say where stages live and ``pipes`` does not either.
@@ -40,11 +96,12 @@ def load(name: str, pipes: str | None = None) -> Schedule:
     placement = None if pipes is None else parse_pipes(pipes)
     text = read_text(name)
     try:
-        return validate(read(text, placement))
+        schedule = validate(read(text, placement))
     except (CommandError, ScheduleError):
         raise
     except ValueError as error:
         raise ScheduleError(f"{name}: {error}") from None
+    return schedule, remembered(text, name)
 
 
 def read_text(name: str) -> str:
