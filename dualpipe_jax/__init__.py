@@ -16,13 +16,16 @@ _ROOM_OF = {
         "pipeline_units",
         "pipeline_value_and_grad",
         "place_stages",
-        "recommended_compiler_options",
         "sequential_loss",
         "sequential_value_and_grad",
-        "split_backward",
         "unplace_stages",
     )
-} | {"make_mesh": "dualpipe_jax.parallel"}
+} | {
+    "make_mesh": "dualpipe_jax.parallel",
+    "recommended_compiler_options": "dualpipe_jax.inspect",
+    "split_backward": "dualpipe_jax.split",
+    "split_vjp": "dualpipe_jax.split",
+}
 
 __all__ = sorted(_ROOM_OF)
 

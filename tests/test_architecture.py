@@ -13,10 +13,18 @@ ROOT = Path(__file__).parent.parent
 MAY_IMPORT = {
     "dualpipe_jax.schedule": (),
     "dualpipe_jax.parallel": (),
-    "dualpipe_jax.engine": ("dualpipe_jax.schedule", "dualpipe_jax.parallel"),
+    "dualpipe_jax.split": (),
+    "dualpipe_jax.pair": ("dualpipe_jax.split",),
+    "dualpipe_jax.engine": (
+        "dualpipe_jax.schedule",
+        "dualpipe_jax.parallel",
+        "dualpipe_jax.split",
+        "dualpipe_jax.pair",
+        "dualpipe_jax.inspect.compiler",  # only to be found there as well
+    ),
     "dualpipe_jax.inspect": (),
     "dualpipe_jax.command": ("dualpipe_jax.schedule", "dualpipe_jax.inspect"),
-    "models": ("dualpipe_jax.parallel",),
+    "models": ("dualpipe_jax.parallel", "dualpipe_jax.pair", "dualpipe_jax.split"),
     "train": ("dualpipe_jax", "models"),
 }
 """Part of the project -> what of ours it may import, besides itself."""

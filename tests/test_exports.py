@@ -18,6 +18,7 @@ FRONT_DOOR = [
     "sequential_loss",
     "sequential_value_and_grad",
     "split_backward",
+    "split_vjp",
     "unplace_stages",
 ]
 SCHEDULE = [

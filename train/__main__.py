@@ -3,20 +3,22 @@
 import sys
 from collections.abc import Sequence
 
-from train.config import ConfigError, check, make_schedule, parse, set_devices
+from train.config import ConfigError, check, make_schedule, set_devices
 from train.data import DataError
+from train.errors import DivergedError
+from train.options import parse
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run from the command line. Returns the exit code: 2 for options or data that will not do."""
-    config = parse(arguments)
     try:
+        config = parse(arguments).options
         check(config)
         make_schedule(config)
         set_devices(config)
         from rich.console import Console
 
-        from train.loop import DivergedError, run  # only now: JAX reads the environment when it is imported
+        from train.loop import run  # only now: JAX reads the environment when it is imported
 
         run(config, Console())
     except (ConfigError, DataError) as error:

@@ -7,9 +7,9 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
-from dualpipe_jax.engine.interleave import interleave
-from dualpipe_jax.engine.split import SplitPlan, split_backward
+from dualpipe_jax.pair import interleave
 from dualpipe_jax.parallel import EP, PP
+from dualpipe_jax.split import SplitPlan, split_backward
 from train.ahead import Blueprint, Tree
 
 _EVERYWHERE = PartitionSpec((PP, EP))
@@ -56,12 +56,17 @@ def _plain(plan: SplitPlan, forward: tuple[Any, ...], backward: tuple[Any, ...])
 
 
 def _ordered(plan: SplitPlan, forward: tuple[Any, ...], backward: tuple[Any, ...]) -> Any:
-    """As ``SplitPlan.pair``, which knows slots only; hence its programs."""
+    """As ``forward_backward``, which takes residuals from pools only."""
     params, x, residuals, dy = backward
-    saved = jax.tree.leaves((_own(params), x, _shaped(plan, residuals), dy))
-    programs, num_fixed = plan._programs, len(jax.tree.leaves(params))
+    own, programs = _own(params), plan.programs
+    saved = plan.backward_arguments(own, x, *_shaped(plan, residuals), dy)
+    num_fixed = len(plan.params.types)
     return interleave(
-        programs.forward, jax.tree.leaves(forward), programs.backward, saved, num_fixed=num_fixed
+        programs.forward,
+        plan.forward_arguments(*forward),
+        programs.backward,
+        saved,
+        num_fixed=(num_fixed, num_fixed),
     )
 
 

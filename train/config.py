@@ -1,19 +1,23 @@
-"""The options of a run: a frozen value, read from the command line, checked before anything is compiled."""
+"""The options of a run: frozen values in sections, checked before anything is compiled.
+
+On the command line every option is one short flag, whatever its section: see ``FLAGS``. ``train.options`` reads
+them from there, from files and from presets.
+"""
 
 import dataclasses
 import difflib
 import os
 import re
-from collections.abc import Sequence
+import typing
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-import tyro
+from tyro.conf import arg
 
 from dualpipe_jax.schedule import ALL_SCHEDULES, Schedule
 
 SCHEDULES = {recipe.__name__: recipe for recipe in ALL_SCHEDULES}
-MODELS = ("byte", "tiny", "small")
 
 _PATIENCE = (  # virtual devices share the cores: on a busy machine a collective waits long for the last of them
     "--xla_cpu_collective_call_warn_stuck_timeout_seconds=120",
@@ -27,14 +31,26 @@ class ConfigError(ValueError):
 
 
 @dataclasses.dataclass(frozen=True)
-class TrainConfig:
-    """Train a DeepSeek-V3-like mixture-of-experts model, pipelined over pp ranks, experts over ep.
+class ModelConfig:
+    """Which model."""
 
-    Without options: DualPipe, pp 4 x ep 2 on 8 virtual CPU devices, on the source text of Python's standard
-    library, byte by byte. Everything about the run is left in runs/NAME.
-    """
+    name: Annotated[str, arg(name="model", metavar="NAME")] = "byte"
+    """Model size: byte, made for the default run, tiny or small."""
+    layers: int | None = None
+    """Layers, instead of the model size's own number; quickest where the schedule's stages can share them equally."""
+    precision: Literal["float32", "bfloat16"] = "float32"
+    """What activations are computed in. Parameters and their sums are float32."""
+    dispatch: Literal["capacity", "dropless"] = "capacity"
+    """How tokens reach experts: capacity gives every expert equal room, dropless as much as it needs."""
+    capacity_factor: float = 2.0
+    """Room in multiples of an even load, where dispatch is capacity; beyond it tokens are dropped."""
 
-    schedule: Annotated[str, tyro.conf.arg(metavar="{" + ",".join(SCHEDULES) + "}")] = "dualpipe"
+
+@dataclasses.dataclass(frozen=True)
+class MeshConfig:
+    """The devices of a step, and the order in which they share its work."""
+
+    schedule: Annotated[str, arg(metavar="{" + ",".join(SCHEDULES) + "}")] = "dualpipe"
     """Order of forwards and backwards on the pipeline's ranks."""
     pp: int = 4
     """Pipeline ranks."""
@@ -44,20 +60,23 @@ class TrainConfig:
     """Microbatches of a step."""
     microbatch_size: int = 4
     """Sequences of a microbatch, shared out over ep."""
+
+
+@dataclasses.dataclass(frozen=True)
+class DataConfig:
+    """What is read."""
+
+    paths: Annotated[tuple[Path, ...], arg(name="data", metavar="PATH ...")] = ()
+    """Text files or folders to train on, instead of the standard library. A tenth is held out."""
     sequence: int = 64
     """Bytes of a sequence."""
+    eval_batches: int = 8
+    """Batches of held-out text that the loss is measured on, before and after."""
 
-    model: Annotated[str, tyro.conf.arg(metavar="{" + ",".join(MODELS) + "}")] = "byte"
-    """Model size; byte is the one made for the default run."""
-    layers: int | None = None
-    """Layers, instead of the model size's own number; quickest where the schedule's stages can share them equally."""
-    precision: Literal["float32", "bfloat16"] = "float32"
-    """What activations are computed in. Parameters and their sums are float32."""
 
-    dispatch: Literal["capacity", "dropless"] = "capacity"
-    """How tokens reach experts: capacity gives every expert equal room, dropless as much as it needs."""
-    capacity_factor: float = 2.0
-    """Room in multiples of an even load, where dispatch is capacity; beyond it tokens are dropped."""
+@dataclasses.dataclass(frozen=True)
+class OptimizerConfig:
+    """How parameters move: AdamW on a learning rate that warms up and comes down, routing biases beside it."""
 
     steps: int = 250
     """Optimizer steps."""
@@ -71,36 +90,113 @@ class TrainConfig:
     """Largest global norm of the gradient."""
     bias_rate: float = 0.01
     """How far a step moves the routing bias of an expert with too much or too little load."""
-    seed: int = 0
-    """Of initial parameters and batches. A batch depends on seed and step alone."""
 
-    data: tuple[Path, ...] = ()
-    """Text files or folders to train on, instead of the standard library. A tenth is held out."""
-    eval_batches: int = 8
-    """Batches of held-out text that the loss is measured on, before and after."""
+
+@dataclasses.dataclass(frozen=True)
+class CheckpointConfig:
+    """What is saved, and when."""
+
+
+@dataclasses.dataclass(frozen=True)
+class LogConfig:
+    """What is said and written while it runs."""
+
+    every: Annotated[int, arg(name="log-every")] = 10
+    """Steps between lines where the output is not a terminal."""
+
+
+@dataclasses.dataclass(frozen=True)
+class LaunchConfig:
+    """Processes and where their devices come from."""
+
+    devices: Literal["cpu", "accelerator"] = "cpu"
+    """cpu makes pp x ep virtual devices; accelerator takes what JAX finds."""
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainConfig:
+    """All options of a run. Without any: DualPipe, pp 4 x ep 2 on 8 virtual CPU devices, on the standard library."""
+
     name: str | None = None
     """Name of the run; the schedule and the time if not given."""
     runs: Path = Path("runs")
     """Folder of all runs."""
-    log_every: int = 10
-    """Steps between lines where the output is not a terminal."""
-    devices: Literal["cpu", "accelerator"] = "cpu"
-    """cpu makes pp x ep virtual devices; accelerator takes what JAX finds."""
+    seed: int = 0
+    """Of initial parameters and batches. A batch depends on seed and step alone."""
+    model: ModelConfig = ModelConfig()
+    mesh: MeshConfig = MeshConfig()
+    data: DataConfig = DataConfig()
+    optimizer: OptimizerConfig = OptimizerConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    log: LogConfig = LogConfig()
+    launch: LaunchConfig = LaunchConfig()
 
     @property
     def batch_shape(self) -> tuple[int, int, int]:
         """(microbatches, microbatch size, sequence)."""
-        return self.microbatches, self.microbatch_size, self.sequence
+        return self.mesh.microbatches, self.mesh.microbatch_size, self.data.sequence
 
     @property
     def tokens_per_step(self) -> int:
         """Bytes that a step learns from."""
-        return self.microbatches * self.microbatch_size * self.sequence
+        return self.mesh.microbatches * self.mesh.microbatch_size * self.data.sequence
 
 
-def parse(arguments: Sequence[str] | None = None) -> TrainConfig:
-    """Read the command line (``sys.argv`` if None). Exits with code 2 where it cannot be read."""
-    return tyro.cli(TrainConfig, prog="scripts/train", args=arguments, config=(tyro.conf.OmitArgPrefixes,))
+def _flags() -> dict[str, tuple[str, ...]]:
+    """Where the option of each flag lies, in the help's order."""
+    found: dict[str, tuple[str, ...]] = {}
+
+    def visit(kind: Any, path: tuple[str, ...]) -> None:
+        hints = typing.get_type_hints(kind, include_extras=True)
+        for field in dataclasses.fields(kind):
+            if dataclasses.is_dataclass(field.type):
+                visit(field.type, (*path, field.name))
+                continue
+            given = [getattr(note, "name", None) for note in getattr(hints[field.name], "__metadata__", ())]
+            flag = "--" + next(filter(None, given), field.name).replace("_", "-")
+            if flag in found:
+                raise TypeError(
+                    f"{flag} names both {'.'.join(found[flag])} and {'.'.join((*path, field.name))}"
+                )
+            found[flag] = (*path, field.name)
+
+    visit(TrainConfig, ())
+    return found
+
+
+FLAGS: Mapping[str, tuple[str, ...]] = _flags()
+"""Flag -> where its option lies in a ``TrainConfig``: ``FLAGS["--pp"] == ("mesh", "pp")``."""
+
+
+def configure(base: TrainConfig | None = None, /, **changes: Any) -> TrainConfig:
+    """Options by their flags' names: ``configure(pp=2, steps=10)``; the others are those of ``base``.
+
+    Raises:
+      TypeError: there is no such option.
+    """
+    config = TrainConfig() if base is None else base
+    for name, value in changes.items():
+        flag = "--" + name.replace("_", "-")
+        if flag not in FLAGS:
+            raise TypeError(f"configure: no option {name}; there are {', '.join(FLAGS)}")
+        config = replaced(config, FLAGS[flag], value)
+    return config
+
+
+def replaced(config: Any, path: tuple[str, ...], value: Any) -> Any:
+    """A dataclass with one field, however deep, of another value."""
+    first, *rest = path
+    if rest:
+        value = replaced(getattr(config, first), tuple(rest), value)
+    return dataclasses.replace(config, **{first: value})
+
+
+def option(config: TrainConfig, flag: str) -> Any:
+    """The value of a flag's option."""
+    value: Any = config
+    for name in FLAGS[flag]:
+        value = getattr(value, name)
+    return value
 
 
 def make_schedule(config: TrainConfig) -> Schedule:
@@ -109,42 +205,48 @@ def make_schedule(config: TrainConfig) -> Schedule:
     Raises:
       ConfigError: there is none of that name, or it does not take these counts.
     """
-    if config.schedule not in SCHEDULES:
-        near = difflib.get_close_matches(config.schedule, SCHEDULES, n=1)
+    mesh = config.mesh
+    if mesh.schedule not in SCHEDULES:
+        near = difflib.get_close_matches(mesh.schedule, SCHEDULES, n=1)
         meant = f"did you mean {near[0]}? " if near else ""
-        raise ConfigError(f"--schedule {config.schedule}: {meant}there are {', '.join(SCHEDULES)}")
+        raise ConfigError(f"--schedule {mesh.schedule}: {meant}there are {', '.join(SCHEDULES)}")
     try:
-        return SCHEDULES[config.schedule](config.pp, config.microbatches)
+        return SCHEDULES[mesh.schedule](mesh.pp, mesh.microbatches)
     except ValueError as error:
-        raise ConfigError(f"--pp {config.pp} --microbatches {config.microbatches}: {error}") from None
+        raise ConfigError(f"--pp {mesh.pp} --microbatches {mesh.microbatches}: {error}") from None
+
+
+AT_LEAST_ONE = (
+    "--pp",
+    "--ep",
+    "--microbatches",
+    "--microbatch-size",
+    "--sequence",
+    "--steps",
+    "--log-every",
+    "--eval-batches",
+)
+NOT_NEGATIVE = ("--seed", "--warmup", "--weight-decay", "--bias-rate")
+POSITIVE = ("--learning-rate", "--clip", "--capacity-factor")
 
 
 def check(config: TrainConfig) -> None:
     """Raise ConfigError for the first option that is out of range or does not fit the others."""
-    for name in (
-        "pp",
-        "ep",
-        "microbatches",
-        "microbatch_size",
-        "sequence",
-        "steps",
-        "log_every",
-        "eval_batches",
-    ):
-        if getattr(config, name) < 1:
-            raise ConfigError(f"{_option(name)} {getattr(config, name)}: must be at least 1")
-    for name in ("seed", "warmup", "weight_decay", "bias_rate"):
-        if getattr(config, name) < 0:
-            raise ConfigError(f"{_option(name)} {getattr(config, name)}: must not be negative")
-    for name in ("learning_rate", "clip", "capacity_factor"):
-        if not getattr(config, name) > 0:
-            raise ConfigError(f"{_option(name)} {getattr(config, name)}: must be above 0")
+    bounds = (
+        (AT_LEAST_ONE, lambda value: value >= 1, "must be at least 1"),
+        (NOT_NEGATIVE, lambda value: value >= 0, "must not be negative"),
+        (POSITIVE, lambda value: value > 0, "must be above 0"),
+    )
+    for flags, holds, must in bounds:
+        for flag in flags:
+            if not holds(option(config, flag)):
+                raise ConfigError(f"{flag} {option(config, flag)}: {must}")
     if config.name is not None and (not config.name.strip(".") or Path(config.name).name != config.name):
         raise ConfigError(f"--name {config.name}: must be a plain name; --runs says in which folder")
-    if config.microbatch_size % config.ep:
+    size, ep = config.mesh.microbatch_size, config.mesh.ep
+    if size % ep:
         raise ConfigError(
-            f"--microbatch-size {config.microbatch_size}: --ep {config.ep} devices must share it equally, "
-            f"try {config.ep * max(1, config.microbatch_size // config.ep)}"
+            f"--microbatch-size {size}: --ep {ep} devices must share it equally, try {ep * max(1, size // ep)}"
         )
 
 
@@ -156,9 +258,9 @@ def set_devices(config: TrainConfig, environ: "os._Environ[str] | dict[str, str]
     Raises:
       ConfigError: that count is too small.
     """
-    if config.devices != "cpu":
+    if config.launch.devices != "cpu":
         return
-    needed = config.pp * config.ep
+    needed = config.mesh.pp * config.mesh.ep
     environ["JAX_PLATFORMS"] = "cpu"
     flags = environ.get("XLA_FLAGS", "")
     counts = _DEVICE_COUNT.findall(flags)
@@ -171,11 +273,5 @@ def set_devices(config: TrainConfig, environ: "os._Environ[str] | dict[str, str]
 
 def too_few_devices(config: TrainConfig, num_found: int, source: str = "JAX finds") -> str:
     """What to say when pp x ep does not fit."""
-    return (
-        f"--pp {config.pp} --ep {config.ep}: needs {config.pp * config.ep} devices, "
-        f"but {source} {num_found}; lower --pp or --ep"
-    )
-
-
-def _option(field: str) -> str:
-    return "--" + field.replace("_", "-")
+    pp, ep = config.mesh.pp, config.mesh.ep
+    return f"--pp {pp} --ep {ep}: needs {pp * ep} devices, but {source} {num_found}; lower --pp or --ep"

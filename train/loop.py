@@ -1,6 +1,5 @@
 """A run: what it prints, the steps, the evaluations, the files it leaves."""
 
-import dataclasses
 import json
 import math
 import time
@@ -15,14 +14,12 @@ from dualpipe_jax.schedule import CostModel, Schedule, simulate
 from dualpipe_jax.schedule.formats.text import format_grid
 from train.config import ConfigError, TrainConfig
 from train.data import draw_batch, even_batches
+from train.errors import DivergedError
 from train.metrics import Display, MetricsFile, Pace
 from train.model import count_parameters, model_config
+from train.options import plain
 from train.setup import Run, prepare
 from train.step import TrainState
-
-
-class DivergedError(RuntimeError):
-    """The loss is no longer a number."""
 
 
 def run(config: TrainConfig, console: Console) -> Path:
@@ -39,7 +36,7 @@ def run(config: TrainConfig, console: Console) -> Path:
         say(console, f"held-out loss before training: {before:.3f} nats per byte")
         state = train(this, file, console)
         after = evaluate(this, state.params)
-        file.write({"step": config.steps, "heldout_loss": after})
+        file.write({"step": config.optimizer.steps, "heldout_loss": after})
     say(
         console,
         f"held-out loss   from {before:.3f} to {after:.3f} nats per byte\n"
@@ -54,8 +51,8 @@ def train(this: Run, file: MetricsFile, console: Console) -> TrainState:
     """All steps of a run; each leaves a line in the metrics."""
     config, state, pace = this.config, this.state, Pace()
     batch = draw_batch(this.corpus.train, config.seed, 0, config.batch_shape)
-    with Display(console, config.steps, config.log_every) as display:
-        for step in range(config.steps):
+    with Display(console, config.optimizer.steps, config.log.every) as display:
+        for step in range(config.optimizer.steps):
             started = time.perf_counter()
             state, on_device = this.update(state, *batch)
             batch = draw_batch(this.corpus.train, config.seed, step + 1, config.batch_shape)
@@ -78,7 +75,7 @@ def train(this: Run, file: MetricsFile, console: Console) -> TrainState:
 
 def evaluate(this: Run, params: Any) -> float:
     """Mean loss on held-out text, in nats per byte; the same text for every run on the same data."""
-    batches = even_batches(this.corpus.heldout, this.config.eval_batches, this.config.batch_shape)
+    batches = even_batches(this.corpus.heldout, this.config.data.eval_batches, this.config.batch_shape)
     losses = []
     for batch in batches:
         (loss, _), _ = this.apply(params, *batch)
@@ -94,7 +91,7 @@ def bubble(schedule: Schedule) -> float:
 
 def pick_folder(config: TrainConfig) -> Path:
     """The run's own folder, not made yet. Raises ConfigError if another run has that name."""
-    name = config.name or f"{config.schedule}-{datetime.now():%Y%m%d-%H%M%S}"
+    name = config.name or f"{config.mesh.schedule}-{datetime.now():%Y%m%d-%H%M%S}"
     folder = config.runs / name
     if (folder / "metrics.jsonl").exists():
         raise ConfigError(f"--name {name}: {folder} holds a run already; pick another name or remove it")
@@ -114,16 +111,15 @@ def introduce(this: Run, folder: Path, console: Console) -> None:
     config, corpus = this.config, this.corpus
     picture = format_grid(this.schedule)
     (folder / "schedule.txt").write_text(picture + "\n")
-    options = dataclasses.asdict(config) | {"data": list(map(str, config.data)), "runs": str(config.runs)}
-    (folder / "config.json").write_text(json.dumps(options, indent=2) + "\n")
+    (folder / "config.json").write_text(json.dumps(plain(config), indent=2) + "\n")
     total, active = count_parameters(model_config(config))
     say(
         console,
-        f"model      {config.model}: {total / 1e6:.2f} M parameters, {active / 1e6:.2f} M at work on a byte\n"
+        f"model      {config.model.name}: {total / 1e6:.2f} M parameters, {active / 1e6:.2f} M at work on a byte\n"
         f"data       {corpus.num_documents} documents: {len(corpus.train) / 1e6:.1f} MB to train on, "
         f"{len(corpus.heldout) / 1e6:.1f} MB held out\n"
-        f"step       {config.microbatches} x {config.microbatch_size} sequences of {config.sequence} bytes\n"
-        f"devices    pp {config.pp} x ep {config.ep}, {jax.devices()[0].platform}\n",
+        f"step       {' x '.join(map(str, config.batch_shape[:2]))} sequences of {config.data.sequence} bytes\n"
+        f"devices    pp {config.mesh.pp} x ep {config.mesh.ep}, {jax.devices()[0].platform}\n",
     )
     width = console.width if console.is_terminal else None  # cut off at the edge; the file has it whole
     say(console, "\n".join(line[:width] for line in picture.splitlines()))

@@ -39,13 +39,13 @@ SIZES: dict[str, Callable[..., models.Config]] = {"byte": byte, "tiny": models.t
 
 def model_config(config: TrainConfig) -> models.Config:
     """The model's numbers. Raises ConfigError for a size that there is not."""
-    if config.model not in SIZES:
-        raise ConfigError(f"--model {config.model}: there are {', '.join(SIZES)}")
-    size = SIZES[config.model](vocab=VOCAB, compute_dtype=jnp.dtype(config.precision))
-    if config.layers is None:
+    if config.model.name not in SIZES:
+        raise ConfigError(f"--model {config.model.name}: there are {', '.join(SIZES)}")
+    size = SIZES[config.model.name](vocab=VOCAB, compute_dtype=jnp.dtype(config.model.precision))
+    if config.model.layers is None:
         return size
-    return SIZES[config.model](
-        vocab=VOCAB, compute_dtype=size.compute_dtype, num_layers=config.layers + size.num_dense_layers
+    return SIZES[config.model.name](
+        vocab=VOCAB, compute_dtype=size.compute_dtype, num_layers=config.model.layers + size.num_dense_layers
     )
 
 
@@ -60,13 +60,15 @@ def make_model(config: TrainConfig, num_stages: int) -> models.Model:
     numbers = model_config(config)
     if numbers.num_moe_layers < num_stages:
         raise ConfigError(
-            f"--schedule {config.schedule} --pp {config.pp}: {num_stages} stages need a layer each, --model "
-            f"{config.model} has {numbers.num_moe_layers}; try --layers {num_stages}"
+            f"--schedule {config.mesh.schedule} --pp {config.mesh.pp}: {num_stages} stages need a layer each, --model "
+            f"{config.model.name} has {numbers.num_moe_layers}; try --layers {num_stages}"
         )
-    if numbers.num_experts % config.ep:
-        raise ConfigError(f"--ep {config.ep}: must divide the {numbers.num_experts} experts of a layer")
-    factor = config.capacity_factor if config.dispatch == "capacity" else None
-    return models.deepseek(numbers, num_stages, ep_axis=EP, dispatch=config.dispatch, capacity_factor=factor)
+    if numbers.num_experts % config.mesh.ep:
+        raise ConfigError(f"--ep {config.mesh.ep}: must divide the {numbers.num_experts} experts of a layer")
+    factor = config.model.capacity_factor if config.model.dispatch == "capacity" else None
+    return models.deepseek(
+        numbers, num_stages, ep_axis=EP, dispatch=config.model.dispatch, capacity_factor=factor
+    )
 
 
 def place(model: models.Model, params: Any, schedule: Schedule, mesh: Mesh) -> Any:

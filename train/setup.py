@@ -53,15 +53,19 @@ def prepare(config: TrainConfig) -> Run:
     """
     schedule = make_schedule(config)
     corpus = read_data(config)
-    if jax.device_count() < config.pp * config.ep:
+    if jax.device_count() < config.mesh.pp * config.mesh.ep:
         raise ConfigError(too_few_devices(config, jax.device_count()))
-    mesh = make_mesh(config.pp, config.ep)
+    mesh = make_mesh(config.mesh.pp, config.mesh.ep)
     model = make_model(config, schedule.placement.num_model_stages)
     functions = PipelineModel(*model.functions)
     engine = dict(param_specs=model.param_specs, has_aux=True)
     value_and_grad = pipeline_value_and_grad(functions, schedule, mesh, **engine)
-    learning_rate = warmup_cosine(config.learning_rate, config.steps, config.warmup)
-    optimizer = make_optimizer(learning_rate, clip=config.clip, weight_decay=config.weight_decay)
+    learning_rate = warmup_cosine(
+        config.optimizer.learning_rate, config.optimizer.steps, config.optimizer.warmup
+    )
+    optimizer = make_optimizer(
+        learning_rate, clip=config.optimizer.clip, weight_decay=config.optimizer.weight_decay
+    )
     state = init_state(place(model, model.init(jax.random.key(config.seed)), schedule, mesh), optimizer)
     device = mesh.devices.flat[0]
     options = recommended_compiler_options(device.platform, tpu_generation(device.device_kind))
@@ -70,7 +74,7 @@ def prepare(config: TrainConfig) -> Run:
         schedule=schedule,
         corpus=corpus,
         state=state,
-        update=make_update(value_and_grad, optimizer, config.bias_rate, state, options),
+        update=make_update(value_and_grad, optimizer, config.optimizer.bias_rate, state, options),
         apply=pipeline_apply(functions, schedule, mesh, **engine),
         learning_rate=learning_rate,
     )
@@ -78,11 +82,11 @@ def prepare(config: TrainConfig) -> Run:
 
 def read_data(config: TrainConfig) -> Corpus:
     """The corpus, long enough for a sequence. Raises ConfigError or DataError."""
-    corpus = load_corpus(config.data)
+    corpus = load_corpus(config.data.paths)
     for what, tokens in (("to train on", corpus.train), ("held out", corpus.heldout)):
-        if len(tokens) <= config.sequence:
+        if len(tokens) <= config.data.sequence:
             raise ConfigError(
-                f"--data: {len(tokens)} bytes {what}, but --sequence {config.sequence} takes more; "
+                f"--data: {len(tokens)} bytes {what}, but --sequence {config.data.sequence} takes more; "
                 "give more text or a shorter sequence"
             )
     return corpus

@@ -1,6 +1,5 @@
-"""Runs a lowered schedule: the SPMD engine, the split of the backward, and the oracle they answer to."""
+"""Runs a lowered schedule: the SPMD engine, and the oracle that it answers to."""
 
-from dualpipe_jax.engine.compiler import recommended_compiler_options, tpu_generation
 from dualpipe_jax.engine.model import PipelineModel
 from dualpipe_jax.engine.pipeline import (
     pipeline_apply,
@@ -10,8 +9,9 @@ from dualpipe_jax.engine.pipeline import (
     pipeline_value_and_grad,
 )
 from dualpipe_jax.engine.reference import sequential_loss, sequential_value_and_grad
-from dualpipe_jax.engine.split import split_backward
 from dualpipe_jax.engine.stages import PlacedStages, place_stages, unplace_stages
+from dualpipe_jax.inspect.compiler import recommended_compiler_options, tpu_generation
+from dualpipe_jax.split import split_backward
 
 __all__ = [
     "PipelineModel",

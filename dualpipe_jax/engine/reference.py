@@ -6,7 +6,85 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AxisType, PartitionSpec
 
-from dualpipe_jax.engine.model import PipelineModel, Tree
+from dualpipe_jax.engine.model import (
+    At,
+    Out,
+    PipelineModel,
+    Report,
+    StagedModel,
+    Tree,
+    key_at,
+    loss_weights,
+)
+from dualpipe_jax.parallel import DP, EP, PP
+
+
+def reference_loss(model: StagedModel, *, num_parts: int = 1) -> Callable[..., tuple[jax.Array, Report]]:
+    """``loss(params, batch, key=None) -> (loss, Report)``: each microbatch through every stage, one after another.
+
+    The same arguments and results as a ``Pipeline``'s, on one device; the model's collectives see axes of size one.
+
+    Arguments:
+      num_parts: into how many parts dp and ep would cut a microbatch: each part is run by itself, with the key and
+        the weights that it has there.
+    """
+
+    def run(params: Tree, batch: Tree, key: jax.Array | None, number: jax.Array) -> tuple[Tree, Tree, Tree]:
+        losses: dict[str, jax.Array] = {}
+        metrics: dict[str, Tree] = {}
+        x = None
+        for stage, kind in enumerate(model.kind_of):
+            own = jax.tree.map(lambda leaf, stage=stage: leaf[stage], params["stages"])
+            microbatch, part = number // num_parts, number % num_parts
+            at = At(batch, jnp.int32(stage), microbatch, key_at(key, stage, microbatch, part))
+            out = Out(*model.kinds[kind](own, params["shared"], x, at))
+            x = out.x
+            for name, value in out.losses.items():
+                losses[name] = losses.get(name, jnp.float32(0)) + jnp.asarray(value).astype(jnp.float32)
+            for name, value in out.metrics.items():
+                metrics[name] = (
+                    jax.tree.map(jnp.add, metrics[name], value)
+                    if name in metrics
+                    else jax.tree.map(jnp.asarray, value)
+                )
+        return losses, metrics, loss_weights(model, batch, losses)
+
+    def loss(params: Tree, batch: Tree, key: jax.Array | None = None) -> tuple[jax.Array, Report]:
+        parts = jax.tree.map(
+            lambda leaf: leaf.reshape(-1, leaf.shape[1] // num_parts, *leaf.shape[2:]), batch
+        )
+        numbers = jnp.arange(jax.tree.leaves(parts)[0].shape[0], dtype=jnp.int32)
+        losses, metrics, weights = jax.lax.map(
+            lambda item: run(params, item[0], key, item[1]), (parts, numbers)
+        )
+        means = {name: jnp.sum(losses[name] * weights[name]) / jnp.sum(weights[name]) for name in losses}
+        totals = jax.tree.map(lambda a: a.sum(0, dtype=a.dtype), metrics)
+        return sum(means.values(), jnp.float32(0)), Report(means, totals)
+
+    return _on_one_device(loss)
+
+
+def reference_value_and_grad(
+    model: StagedModel, *, num_parts: int = 1, input_grads: bool = False
+) -> Callable[..., tuple[tuple[jax.Array, Report], Tree]]:
+    """The step that every pipelined step is compared with: by ``jax.value_and_grad`` of the plain model.
+
+    Arguments:
+      num_parts: see ``reference_loss``.
+      input_grads: whether gradients have an entry "batch" too.
+    """
+    loss = reference_loss(model, num_parts=num_parts)
+
+    def step(
+        params: Tree, batch: Tree, key: jax.Array | None = None
+    ) -> tuple[tuple[jax.Array, Report], Tree]:
+        if not input_grads:
+            return jax.value_and_grad(loss, has_aux=True, allow_int=True)(params, batch, key)
+        both = jax.value_and_grad(loss, argnums=(0, 1), has_aux=True, allow_int=True)
+        result, (gradients, by_batch) = both(params, batch, key)
+        return result, gradients | {"batch": by_batch}
+
+    return step
 
 
 def sequential_loss(model: PipelineModel, *, has_aux: bool = False) -> Callable[[Tree, Tree, Tree], Tree]:
@@ -30,14 +108,7 @@ def sequential_loss(model: PipelineModel, *, has_aux: bool = False) -> Callable[
         total = jax.tree.map(lambda a: a.sum(0, dtype=a.dtype), aux)
         return (jnp.mean(losses), total) if has_aux else jnp.mean(losses)
 
-    def on_one_device(params, inputs, targets):
-        mesh = jax.make_mesh((1, 1), ("pp", "ep"), (AxisType.Auto,) * 2, devices=jax.devices()[:1])
-        run = jax.shard_map(
-            loss, mesh=mesh, in_specs=PartitionSpec(), out_specs=PartitionSpec(), check_vma=False
-        )
-        return run(params, inputs, targets)
-
-    return on_one_device
+    return _on_one_device(loss)
 
 
 def sequential_value_and_grad(
@@ -48,3 +119,13 @@ def sequential_value_and_grad(
     Gradients by ``jax.value_and_grad`` of the plain model over all microbatches.
     """
     return jax.value_and_grad(sequential_loss(model, has_aux=has_aux), has_aux=has_aux, allow_int=True)
+
+
+def _on_one_device(function: Callable[..., Tree]) -> Callable[..., Tree]:
+    def run(*arguments: Tree) -> Tree:
+        axes = (DP, PP, EP)
+        mesh = jax.make_mesh((1, 1, 1), axes, (AxisType.Auto,) * 3, devices=jax.devices()[:1])
+        specs = dict(in_specs=PartitionSpec(), out_specs=PartitionSpec())
+        return jax.shard_map(function, mesh=mesh, check_vma=False, **specs)(*arguments)
+
+    return run

@@ -11,7 +11,6 @@ from jax.sharding import Mesh, PartitionSpec
 
 from dualpipe_jax.engine import checks
 from dualpipe_jax.engine.model import PipelineModel, Tree
-from dualpipe_jax.engine.split import split_backward
 from dualpipe_jax.engine.stages import PlacedStages, borrow, give_back
 from dualpipe_jax.engine.tick import ForwardPlan, State, Tick
 from dualpipe_jax.engine.trees import is_floating
@@ -20,6 +19,7 @@ from dualpipe_jax.parallel import EP, PP
 from dualpipe_jax.schedule import CostModel, Schedule
 from dualpipe_jax.schedule.lowering.alone import units_alone
 from dualpipe_jax.schedule.lowering.lower import TickTable, forward_only, lower
+from dualpipe_jax.split import split_backward
 
 
 @dataclasses.dataclass(frozen=True)

@@ -24,11 +24,12 @@ from jax import lax
 from dualpipe_jax.engine.guard import pin, run_if
 from dualpipe_jax.engine.model import PipelineModel, Tree
 from dualpipe_jax.engine.slots import make_pool, read_slot, write_slot
-from dualpipe_jax.engine.split import PairSlots, SplitPlan
-from dualpipe_jax.engine.trees import accumulate, zeros_like_floating
+from dualpipe_jax.engine.trees import accumulate, add_to, zeros_like_floating
 from dualpipe_jax.engine.varying import vary
+from dualpipe_jax.pair import Pool, forward_backward
 from dualpipe_jax.parallel.p2p import send
 from dualpipe_jax.schedule.lowering.lower import TickTable
+from dualpipe_jax.split import SplitPlan
 
 State = dict[str, Any]
 POOL_OF = {"y": "x", "dx": "dy"}
@@ -170,12 +171,15 @@ class Tick:
         def work(part, here, forward_params, backward_params):
             forward = forward_params, self._input(part, here)
             backward = backward_params, self._kept_input(part, here), read_slot(part["dy"], here["G_dy"])
-            slots = PairSlots(
-                part["residual_i"],
-                part["residual_w"],
-                *(here[f"{unit}_{pool}"] for unit in "GF" for pool in ("residual_i", "residual_w")),
+            (y, aux, *pools), sums, dx = forward_backward(
+                self.plan,
+                forward,
+                self.plan,
+                backward,
+                _residual_pools(part, here),
+                part[f"grads{kb}"],
+                add_to,
             )
-            (y, aux, *pools), sums, dx = self.plan.pair(forward, backward, slots, part[f"grads{kb}"])
             # What is read is read before it is written again: else the pools are copied.
             inputs = pin({name: part[name] for name in ("x", "dy")})
             dx, inputs = lax.optimization_barrier((dx, inputs))
@@ -370,3 +374,22 @@ class Tick:
 
     def _zeros(self, like: Tree) -> Tree:
         return vary(jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), like), self.check_vma)
+
+
+def _residual_pools(part: State, row: Row) -> list[Pool]:
+    """A pair's: its backward reads one slot of each, its forward writes one."""
+
+    def pool(number: int, array: jax.Array, read_at: jax.Array, written_at: jax.Array) -> Pool:
+        return Pool(
+            array,
+            read=lambda array: read_slot(array, read_at),
+            write=lambda array, value: write_slot(array, written_at, value),
+            used=number,
+            made=number,
+            pin=pin,
+        )
+
+    names = "residual_i", "residual_w"
+    at = [[row[f"{unit}_{name}"] for unit in "GF"] for name in names]
+    places = [(array, *slots) for name, slots in zip(names, at, strict=True) for array in part[name]]
+    return [pool(number, *place) for number, place in enumerate(places)]

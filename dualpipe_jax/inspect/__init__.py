@@ -7,6 +7,7 @@ Works on any program that JAX compiled, for TPU, GPU or CPU, also ahead of time 
 >>> print(inspect.overlap(compiled))  # doctest: +SKIP
 """
 
+from dualpipe_jax.inspect.compiler import recommended_compiler_options, tpu_generation
 from dualpipe_jax.inspect.copies import Copy, copies
 from dualpipe_jax.inspect.hlo import Array, Call, Computation, Instruction, Module, read
 from dualpipe_jax.inspect.memory import Memory, memory
@@ -66,6 +67,8 @@ __all__ = [
     "parse_statistics",
     "plot",
     "read",
+    "recommended_compiler_options",
     "to_chrome_trace",
+    "tpu_generation",
     "tpu_rates",
 ]

@@ -11,9 +11,10 @@ from dualpipe_jax.parallel.expert import (
     plan_dropless,
 )
 from dualpipe_jax.parallel.expert_groups import grouped_matmul
-from dualpipe_jax.parallel.mesh import EP, PP, make_mesh
+from dualpipe_jax.parallel.mesh import DP, EP, PP, make_mesh
 
 __all__ = [
+    "DP",
     "EP",
     "PP",
     "Handle",

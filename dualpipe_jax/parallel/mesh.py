@@ -6,6 +6,9 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh
 
+DP = "dp"
+"""The mesh axis of replicas: each works on a part of every microbatch."""
+
 PP = "pp"
 """The mesh axis that the pipeline's ranks lie on."""
 

@@ -9,7 +9,7 @@ agreed within 6e-8.
 import numpy as np
 import pytest
 
-from train.config import TrainConfig
+from train.config import TrainConfig, configure
 from train.data import draw_batch
 from train.setup import prepare
 
@@ -20,7 +20,7 @@ SCHEDULES = ("gpipe", "one_f_one_b", "zb_h1", "dualpipe", "dualpipe_v")
 
 def curve(schedule, num_steps=NUM_STEPS, **options):
     """Losses and dropped assignments of the first steps, and the number of slices that the model is cut into."""
-    config = TrainConfig(schedule=schedule, **options)
+    config = configure(schedule=schedule, **options)
     run = prepare(config)
     state, losses, dropped = run.state, [], []
     for step in range(num_steps):
@@ -34,7 +34,7 @@ def curve(schedule, num_steps=NUM_STEPS, **options):
 
 @pytest.mark.slow
 def test_schedules_give_the_same_loss_curve():
-    assert TrainConfig().precision == "float32"
+    assert TrainConfig().model.precision == "float32"
     curves, dropped, stages = zip(*map(curve, SCHEDULES), strict=True)
     assert set(stages) == {4, 8}, "the model should be cut in more than one way"
     assert curves[0][-1] < curves[0][0] - 1, "nothing was learnt, so nothing was compared"

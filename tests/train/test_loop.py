@@ -10,11 +10,12 @@ from rich.console import Console
 
 from dualpipe_jax.schedule import gpipe, one_f_one_b
 from train import loop
-from train.config import TrainConfig
+from train.config import configure
 from train.data import Corpus
+from train.errors import DivergedError
 from train.metrics import Display, MetricsFile, Pace
 
-CONFIG = TrainConfig(pp=1, ep=1, microbatches=2, microbatch_size=1, sequence=4, steps=5, log_every=2)
+CONFIG = configure(pp=1, ep=1, microbatches=2, microbatch_size=1, sequence=4, steps=5, log_every=2)
 
 
 def fake_run(losses):
@@ -70,7 +71,7 @@ def test_an_interrupted_run_keeps_its_steps(tmp_path):
 
 def test_a_loss_that_is_no_number_ends_the_run(tmp_path):
     path = tmp_path / "metrics.jsonl"
-    with pytest.raises(loop.DivergedError, match="loss is nan at step 2; lower --learning-rate"):
+    with pytest.raises(DivergedError, match="loss is nan at step 2; lower --learning-rate"):
         run([5.0, float("nan"), 3.0], path)
     assert json.loads(path.read_text().splitlines()[1])["loss"] is None
 

@@ -60,7 +60,7 @@ def test_it_leaves_its_files(finished):
     folder, _ = finished
     run = folder / "runs" / "short"
     assert sorted(path.name for path in run.iterdir()) == ["config.json", "metrics.jsonl", "schedule.txt"]
-    assert json.loads((run / "config.json").read_text())["schedule"] == "dualpipe"
+    assert json.loads((run / "config.json").read_text())["mesh"]["schedule"] == "dualpipe"
     assert (run / "schedule.txt").read_text().startswith("# dualpipe, ranks 2, microbatches 4")
     before, *steps, after = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
     assert [line["step"] for line in (before, *steps, after)] == [0, 1, 2, 3, 3]

@@ -11,8 +11,8 @@ import pytest
 from jax.sharding import PartitionSpec
 
 from dualpipe_jax import make_mesh, split_backward
-from dualpipe_jax.engine.split import PairSlots
 from dualpipe_jax.engine.trees import accumulate
+from dualpipe_jax.pair import Pool, forward_backward, side_by_side
 from tests.engine import models
 
 NUM_EP = 2
@@ -60,6 +60,23 @@ def pools(kept):
     return [jnp.full((SLOTS, *a.shape), 7, a.dtype).at[1].set(a) for a in kept]
 
 
+def slots(kept, read_at, written_at):
+    """A pool in which a backward reads and a forward writes, for each kind of residuals."""
+
+    def pool(number, array, read, write):
+        return Pool(
+            array,
+            read=lambda array: array[read],
+            write=lambda array, value: array.at[write].set(value),
+            used=number,
+            made=number,
+        )
+
+    places = zip(kept, read_at, written_at, strict=True)
+    where = [(array, *at) for arrays, *at in places for array in arrays]
+    return [pool(number, *one) for number, one in enumerate(where)]
+
+
 def both(pair):
     """A backward that reads its residuals from slot 1, a forward that writes its own to slot 1 or 2."""
 
@@ -68,8 +85,9 @@ def both(pair):
         sums = [jnp.ones_like(p) for p in jax.tree.leaves(params) if jnp.issubdtype(p.dtype, jnp.floating)]
         kept = list(map(pools, saved))
         if pair:
-            slots = PairSlots(*kept, *map(jnp.int32, (1, 1, 1, 2)))
-            (y, aux, *kept), *grads = plan.pair((params, x[1]), (params, x[0], y), slots, sums)
+            (y, aux, *kept), *grads = forward_backward(
+                plan, (params, x[1]), plan, (params, x[0], y), slots(kept, (1, 1), (1, 2)), sums, jnp.add
+            )
         else:
             dparams, dx = plan.backward(params, x[0], *saved, y)
             grads = accumulate(sums, dparams), dx
@@ -111,8 +129,8 @@ def _pair_only(plan, params, x):
         for kinds in (plan.residuals_i, plan.residuals_w)
     ]
     sums = [jnp.zeros(p.shape) for p in jax.tree.leaves(params) if p.dtype == jnp.float32]
-    slots = PairSlots(*kept, *map(jnp.int32, (0, 0, 1, 1)))
-    outcome = plan.pair((params, x[1]), (params, x[0], x[0]), slots, sums)
+    pools = slots(kept, (0, 0), (1, 1))
+    outcome = forward_backward(plan, (params, x[1]), plan, (params, x[0], x[0]), pools, sums, jnp.add)
     return jax.tree.map(lambda a: jnp.asarray(a, jnp.float32)[None], outcome)
 
 
@@ -123,3 +141,38 @@ def test_collectives_are_tied_to_each_other(remat, count):
     kinds = [kind for kind, _ in itertools.groupby(marks)]
     assert marks.count("all_to_all") == count, "two layers, each there and back, forwards and backwards"
     assert kinds.count("all_to_all") == count, "each is followed by a barrier"
+
+
+def two_forwards(together):
+    """Microbatches of different layers."""
+
+    def work(stage, params, x):
+        halves = [(jax.tree.map(lambda leaf, k=k: leaf[k], params), x[k]) for k in range(2)]
+        made = (
+            side_by_side(stage, halves[0], stage, halves[1])
+            if together
+            else [stage(*half) for half in halves]
+        )
+        return jax.tree.map(lambda a: jnp.asarray(a, x.dtype)[None], tuple(made))
+
+    params, specs, x, stage = case()
+    mesh = make_mesh(1, NUM_EP, jax.devices()[:NUM_EP])
+    in_specs, out_specs = (specs, PartitionSpec(None, "ep")), PartitionSpec("ep")
+    mapped = jax.shard_map(
+        functools.partial(work, stage), mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False
+    )
+    return jax.jit(mapped), params, x
+
+
+def test_two_forwards_hide_each_others_collectives():
+    (together, *arguments), (apart, *_) = two_forwards(True), two_forwards(False)
+    text = together.lower(*arguments).as_text(debug_info=False)
+    kinds = [
+        kind
+        for kind, _ in itertools.groupby(re.findall(r"stablehlo\.(all_to_all|optimization_barrier)", text))
+    ]
+    assert kinds.count("all_to_all") == 4, "each there and back, a barrier between any two"
+    got, want = together(*arguments), apart(*arguments)
+    assert jax.tree.structure(got) == jax.tree.structure(want)
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-6)

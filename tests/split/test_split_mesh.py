@@ -3,14 +3,14 @@
 import jax
 import jax.numpy as jnp
 import pytest
+from declared_matmuls import grouped_matmul
 from jax import lax
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 from split_checks import WIDTH, assert_parts, assert_trees_match, compiled, norm, normal, run_parts
 
-from dualpipe_jax.engine.linear import grouped_matmul
-from dualpipe_jax.engine.split import split_backward
-from dualpipe_jax.engine.varying import varying_axes
+from dualpipe_jax.split import split_backward
+from dualpipe_jax.split.varying import vary as vary_over
 
 EXPERTS, HIDDEN = 8, 24
 MESH = jax.make_mesh((2, 4), ("pp", "ep"), axis_types=(AxisType.Auto,) * 2)
@@ -40,11 +40,7 @@ X = normal(4, 2 * 4 * 6, WIDTH)
 
 
 def vary(tree):
-    def cast(leaf):
-        missing = tuple(axis for axis in ("pp", "ep") if axis not in varying_axes(leaf))
-        return lax.pcast(leaf, missing, to="varying") if missing else leaf
-
-    return jax.tree.map(cast, tree)
+    return vary_over(tree, ("pp", "ep"))
 
 
 def run_both(f, params, specs, x, *, check_vma, cast=True, has_aux=False):

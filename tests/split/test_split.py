@@ -18,7 +18,7 @@ from split_checks import (
     normal,
 )
 
-from dualpipe_jax.engine.split import split_backward, total_bytes
+from dualpipe_jax.split import split_backward, total_bytes
 
 POLICIES = jax.checkpoint_policies
 X = normal(10, BATCH, WIDTH)

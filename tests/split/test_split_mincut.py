@@ -5,7 +5,7 @@ import itertools
 import numpy as np
 import pytest
 
-from dualpipe_jax.engine.mincut import UNCUTTABLE, FlowGraph
+from dualpipe_jax.split.mincut import UNCUTTABLE, FlowGraph
 
 
 def cost(edges, side):

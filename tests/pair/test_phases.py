@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dualpipe_jax.engine.phases import Act, estimate, make_tasks, plan, take_turns
-from dualpipe_jax.engine.split import split_backward
-from dualpipe_jax.engine.split_graph import Equation, Value
+from dualpipe_jax.pair.phases import Act, estimate, make_tasks, plan, take_turns
+from dualpipe_jax.split import split_backward
+from dualpipe_jax.split.graph import Equation, Value
 
 MIB = 1 << 20
 
@@ -158,7 +158,7 @@ def test_matmuls_cost_flops_and_what_elementwise_work_ends_in_costs_bytes():
 
     size = 256
     plan = split_backward(layer).trace(jnp.ones((size, size)), jnp.ones((size, size)))
-    costs = estimate(plan._programs.forward)
+    costs = estimate(plan.programs.forward)
     nbytes = size * size * 4
     by_name = {node.name: cost for node, cost in costs.items()}
     assert by_name["dot_general"] == pytest.approx(2 * size**3 / 450 + 1.5 * nbytes)

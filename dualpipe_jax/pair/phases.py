@@ -10,7 +10,7 @@ import dataclasses
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
-from dualpipe_jax.engine.split_graph import (
+from dualpipe_jax.split.graph import (
     Atom,
     Equation,
     Node,

@@ -7,9 +7,9 @@ early equations that cost next to nothing may run again late (their root crosses
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 
-from dualpipe_jax.engine.mincut import FlowGraph
-from dualpipe_jax.engine.split_graph import Atom, Node, Value, definitions, is_view, values
-from dualpipe_jax.engine.split_slices import prune
+from dualpipe_jax.split.graph import Atom, Node, Value, definitions, is_view, values
+from dualpipe_jax.split.mincut import FlowGraph
+from dualpipe_jax.split.slices import prune
 
 _EARLY, _LATE = "early", "late"
 

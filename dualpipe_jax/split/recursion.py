@@ -9,8 +9,8 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
 
-from dualpipe_jax.engine.split_crossing import Crossing, choose_crossing, nbytes
-from dualpipe_jax.engine.split_graph import (
+from dualpipe_jax.split.crossing import Crossing, choose_crossing, nbytes
+from dualpipe_jax.split.graph import (
     Atom,
     Binding,
     Cond,
@@ -26,7 +26,7 @@ from dualpipe_jax.engine.split_graph import (
     is_tied,
     values,
 )
-from dualpipe_jax.engine.split_slices import (
+from dualpipe_jax.split.slices import (
     branch_known,
     derived,
     inner_known,

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
 
-from dualpipe_jax.engine.split_graph import (
+from dualpipe_jax.split.graph import (
     Atom,
     Binding,
     Cond,

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from dualpipe_jax.engine.split_graph import Atom, Cond, Constant, Equation, Node, Program, Scan, Value
+from dualpipe_jax.split.graph import Atom, Cond, Constant, Equation, Node, Program, Scan, Value
 
 
 def evaluate(program: Program, arguments: Sequence[Any]) -> list[Any]:

@@ -15,7 +15,7 @@ import numpy as np
 from jax import lax
 from jax.extend import core as jex
 
-from dualpipe_jax.engine.split_graph import (
+from dualpipe_jax.split.graph import (
     CHEAP,
     Atom,
     Binding,
@@ -106,6 +106,15 @@ def trace_backward(function: Callable[..., Any], params: Any, x: Any, has_aux: b
         aux_tree=box["aux_tree"],
         holds_tracers=reader.holds_tracers,
     )
+
+
+def trace_program(function: Callable[..., Any], *arguments: Any) -> tuple[Program, Any]:
+    """A function of trees as a program from leaves to leaves, and the tree of its result; nothing is computed."""
+    closed, shape = jax.make_jaxpr(function, return_shape=True)(*arguments)
+    reader = _Reader()
+    inputs = tuple(_value(v.aval) for v in closed.jaxpr.invars)
+    outputs = reader.read(closed.jaxpr, closed.consts, inputs)
+    return Program(inputs, tuple(reader.nodes), tuple(outputs)), jax.tree.structure(shape)
 
 
 class _Reader:

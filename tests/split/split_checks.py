@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from dualpipe_jax.engine.split import split_backward
+from dualpipe_jax.split import split_backward
 
 COLLECTIVES = (
     "psum",

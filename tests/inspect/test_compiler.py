@@ -8,13 +8,13 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from dualpipe_jax.engine.compiler import recommended_compiler_options, tpu_generation
+from dualpipe_jax.inspect.compiler import recommended_compiler_options, tpu_generation
 from dualpipe_jax.inspect.target import DEVICES, Target
 
 CHIPS = {"v4": "2x2x1", "v5e": "2x2", "v5p": "2x2x1", "v6e": "2x2", "tpu7x": "2x2x1", "h100": "1x4"}
 PROGRAM = """
 import sys
-from dualpipe_jax.engine.compiler import recommended_compiler_options
+from dualpipe_jax.inspect.compiler import recommended_compiler_options
 from dualpipe_jax.inspect.target import Target
 target = Target.parse(sys.argv[1])
 devices = target.devices()
@@ -96,8 +96,7 @@ def test_generations_of_devices():
 def test_doctests():
     import doctest
 
-    from dualpipe_jax.engine import compiler
-    from dualpipe_jax.inspect import target
+    from dualpipe_jax.inspect import compiler, target
 
     for module in (compiler, target):
         assert doctest.testmod(module, extraglobs={"Target": Target}).failed == 0

@@ -6,7 +6,7 @@ from jax import lax
 from split_checks import BATCH, HIDDEN, WIDTH, block, block_params, mlp, norm, normal
 from test_split import ATTENTION, LAYERS, X, attention, cast, choose, scanned
 
-from dualpipe_jax.engine.split import split_backward, total_bytes
+from dualpipe_jax.split import split_backward, total_bytes
 
 F32 = 4
 ROWS = F32 * BATCH * WIDTH  # one [B, D]

@@ -16,30 +16,35 @@ from typing import Any
 
 from jax import Array, lax
 
-from dualpipe_jax.engine.guard import pin
-from dualpipe_jax.engine.jaxprs_run import run, values_of
-from dualpipe_jax.engine.phases import Act, Phase, Work, estimate, is_lazy, make_tasks, plan, take_turns
-from dualpipe_jax.engine.slots import read_slot, write_slot
-from dualpipe_jax.engine.split_graph import Atom, Program, Value, values
-from dualpipe_jax.engine.split_slices import renamed
+from dualpipe_jax.pair.phases import Act, Phase, Work, estimate, is_lazy, make_tasks, plan, take_turns
+from dualpipe_jax.split.graph import Atom, Program, Value, values
+from dualpipe_jax.split.run import run, values_of
+from dualpipe_jax.split.slices import renamed
+
+
+def _as_it_is(array: Array) -> Array:
+    return array
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Kept:
-    """What a forward keeps in a slot of a pool, and a backward, later, uses.
+class Pool:
+    """An array in whose slots values wait: the first program may write one of them, the second read one.
 
     Attributes:
-      pool: [slots, ...].
-      read_at, written_at: int32 scalars, the slots that the backward reads and the forward writes here.
-      made: which output of the forward it is.
-      used: which argument of the backward it is.
+      array: [slots, ...], or whatever ``read`` and ``write`` know.
+      read: from the pool to the value that waits there; None if the second program reads nothing here.
+      write: from the pool and a value to the new pool; None if the first program writes nothing here.
+      used: which argument of the second program is read.
+      made: which output of the first is written.
+      pin: keeps the pool as its owner wants it (its layout, say) where it is handed on.
     """
 
-    pool: Array
-    read_at: Array
-    written_at: Array
-    made: int
-    used: int
+    array: Array
+    read: Callable[[Array], Array] | None = None
+    write: Callable[[Array, Array], Array] | None = None
+    used: int = -1
+    made: int = -1
+    pin: Callable[[Array], Array] = _as_it_is
 
 
 def interleave(
@@ -48,9 +53,9 @@ def interleave(
     second: Program,
     second_arguments: Sequence[Any],
     *,
-    kept: Sequence[Kept] = (),
+    pools: Sequence[Pool] = (),
     finish: Mapping[int, Callable[[Any], Any]] | None = None,
-    num_fixed: int = 0,
+    num_fixed: tuple[int, int] = (0, 0),
 ) -> tuple[list[Any], list[Any]]:
     """Run both programs on arrays or tracers; their outputs.
 
@@ -59,13 +64,13 @@ def interleave(
 
     Arguments:
       first, second: programs that do not read each other's values, with their arguments.
-      kept: what ``first`` writes to slots, in whose place among the outputs stands the new pool, and ``second``
+      pools: what ``first`` writes to slots, in whose place among the outputs stands the new pool, and ``second``
         reads from them, for which the argument may be anything. A slot is read before it is written.
       finish: what becomes of outputs of ``second``, such as a sum to which a gradient is added.
       num_fixed: so many arguments of each, the first ones, were there long before: parameters.
     """
     first, second = renamed(first), renamed(second)  # they may share values: the backward computes some again
-    pair = _Pair(first, first_arguments, second, second_arguments, kept, finish or {})
+    pair = _Pair(first, first_arguments, second, second_arguments, pools, finish or {})
     tasks = make_tasks(pair.works)
     collectives = [task for task in tasks if task.communicates]
     firsts = set(first.equations)
@@ -73,7 +78,7 @@ def interleave(
         [task for task in collectives if task.own in firsts],
         [task for task in collectives if task.own not in firsts],
     )
-    fixed = {*first.inputs[:num_fixed], *second.inputs[:num_fixed]}
+    fixed = {*first.inputs[: num_fixed[0]], *second.inputs[: num_fixed[1]]}
     phases = plan(tasks, order, pair.costs)
     for phase, following in zip(phases, [*phases[1:], None], strict=True):
         pair.do(phase.collective.nodes if phase.collective else ())
@@ -95,54 +100,54 @@ class _Pair:
         first_arguments: Sequence[Any],
         second: Program,
         second_arguments: Sequence[Any],
-        kept: Sequence[Kept],
+        pools: Sequence[Pool],
         finish: Mapping[int, Callable[[Any], Any]],
     ):
         self.known: dict[Value, Any] = dict(zip(first.inputs, first_arguments, strict=True))
         self.known |= dict(zip(second.inputs, second_arguments, strict=True))
         self.outputs: tuple[list[Atom], list[Atom]] = list(first.outputs), list(second.outputs)
-        self.pools: set[Value] = set()
+        self.pins: dict[Value, Callable[[Array], Array]] = {}
         self.costs: dict[Work, float] = estimate(first) | estimate(second)
         self.ran: set[Work] = set()
         self.fresh: dict[Value, None] = {}  # made since the last tie
-        reads, self.writes = [], list[Act]()
+        reads, self.writes = list[Act](), list[Act]()
         read_in_place = _read_in_place(second)
-        for one in kept:
-            value, output = second.inputs[one.used], first.outputs[one.made]
-            read, write = self._slot(one, value, output, value in read_in_place)
-            reads.append(read)
-            self.writes.append(write)
-            del self.known[value]
-            self.outputs[0][one.made] = write.outputs[0]
+        for pool in pools:
+            self._add_pool(pool, first, second, read_in_place, reads)
         finishes = []
         for number, what in finish.items():
             output, done = second.outputs[number], Value((), None)
             size = sum(2.0 * value.nbytes for value in values([output]))
-            added = Act((output,), (done,), lambda a, what=what: [what(a)], is_eager=True, cost=size)
+            added = Act((output,), (done,), _listed(what), is_eager=True, cost=size)
             finishes.append(added)
             self.outputs[1][number] = done
         self.works: list[Work] = [*reads, *second.equations, *first.equations, *finishes, *self.writes]
         self.costs |= {act: act.cost for act in (*reads, *finishes, *self.writes)}
 
-    def _slot(self, kept: Kept, value: Value, output: Atom, in_place: bool) -> tuple[Act, Act]:
-        """How a slot is read and how it is written."""
-        old, free, new = (Value(kept.pool.shape, kept.pool.dtype) for _ in range(3))
-        self.known[old] = kept.pool
-        self.pools |= {old, free, new}
-        size = 2.0 * value.nbytes
-
-        def take_out(pool: Array) -> list[Array]:
-            # Behind the barrier it is out, and the slot may be written.
-            array, pool = lax.optimization_barrier((read_slot(pool, kept.read_at), pool))
-            return [array, pin(pool)]
-
-        def write(pool: Array, array: Array) -> list[Array]:
-            return [write_slot(pool, kept.written_at, array)]
-
-        if in_place:
-            read = Act((old,), (value,), lambda pool: [read_slot(pool, kept.read_at)], is_lazy=True)
-            return read, Act((old, output), (new,), write, cost=size, after=(read,))
-        return Act((old,), (value, free), take_out, cost=size), Act((free, output), (new,), write, cost=size)
+    def _add_pool(
+        self, pool: Pool, first: Program, second: Program, in_place: Collection[Value], reads: list[Act]
+    ) -> None:
+        """How a slot is read and how one is written."""
+        old, new = (Value(pool.array.shape, pool.array.dtype) for _ in range(2))
+        before, after = old, list[Act]()  # what is written to, and which reads must be over
+        self.known[old] = pool.array
+        if pool.read is not None:
+            value = second.inputs[pool.used]
+            del self.known[value]
+            if value in in_place:
+                reads.append(Act((old,), (value,), _listed(pool.read), is_lazy=True))
+                after = reads[-1:]
+            else:
+                before = old.like()
+                reads.append(Act((old,), (value, before), _taken_out(pool), cost=2.0 * value.nbytes))
+        if pool.write is not None:
+            output = first.outputs[pool.made]
+            cost = 2.0 * (output if isinstance(output, Value) else output.kind).nbytes
+            self.writes.append(
+                Act((before, output), (new,), _listed(pool.write), cost=cost, after=tuple(after))
+            )
+            self.outputs[0][pool.made] = new
+        self.pins |= dict.fromkeys((old, before, new), pool.pin)
 
     def do(self, works: Iterable[Work]) -> None:
         """Do what has not been done yet."""
@@ -199,7 +204,7 @@ class _Pair:
         """Give out these values together."""
         arrays = lax.optimization_barrier([self.known[value] for value in held])
         for value, array in zip(held, arrays, strict=True):
-            self.known[value] = pin(array) if value in self.pools else array
+            self.known[value] = self.pins.get(value, _as_it_is)(array)
 
     def _wanted(self, but: Collection[Work] = ()) -> set[Value]:
         """Values that somebody will read."""
@@ -216,6 +221,23 @@ class _Pair:
         self._hold(values(dict.fromkeys([*seconds, *pools])))
         self.do(self.writes)
         return values_of(self.known, self.outputs[0]), values_of(self.known, self.outputs[1])
+
+
+def _listed(function: Callable[..., Any]) -> Callable[..., list[Any]]:
+    """The function as an act's, which gives a list."""
+    return lambda *arrays: [function(*arrays)]
+
+
+def _taken_out(pool: Pool) -> Callable[[Array], list[Array]]:
+    """Reads a slot, and gives the pool behind a barrier: then the value is out, and the slot may be written."""
+    assert pool.read is not None
+    read = pool.read
+
+    def take_out(array: Array) -> list[Array]:
+        value, array = lax.optimization_barrier((read(array), array))
+        return [value, pool.pin(array)]
+
+    return take_out
 
 
 def _read_in_place(program: Program) -> set[Value]:

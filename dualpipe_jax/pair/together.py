@@ -1,0 +1,87 @@
+"""The uses of ``interleave``: a forward beside a backward, as training wants it, and any two functions."""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
+
+import jax
+
+from dualpipe_jax.pair.interleave import Pool, interleave
+from dualpipe_jax.split.jaxprs import trace_program
+from dualpipe_jax.split.plan import SplitPlan
+
+Tree: TypeAlias = Any
+Arrays: TypeAlias = list[Any]
+
+
+def side_by_side(
+    first: Callable[..., Tree],
+    first_arguments: Sequence[Tree],
+    second: Callable[..., Tree],
+    second_arguments: Sequence[Tree],
+) -> tuple[Tree, Tree]:
+    """Gives ``(first(*first_arguments), second(*second_arguments))``, each hiding the other's communication.
+
+    For two microbatches' forwards, say, that are at different layers, with a cache each. The functions are traced, and
+    their collectives take turns, the second's leading; see ``interleave``. The first argument of each is taken
+    for parameters, which were there long before.
+
+    >>> import jax.numpy as jnp
+    >>> side_by_side(jnp.add, (1, 2), jnp.multiply, (3, 4))
+    (Array(3, dtype=int32, weak_type=True), Array(12, dtype=int32, weak_type=True))
+    """
+    one, one_tree = trace_program(first, *first_arguments)
+    other, other_tree = trace_program(second, *second_arguments)
+    ours, theirs = interleave(
+        one,
+        jax.tree.leaves(first_arguments),
+        other,
+        jax.tree.leaves(second_arguments),
+        num_fixed=(len(jax.tree.leaves(first_arguments[:1])), len(jax.tree.leaves(second_arguments[:1]))),
+    )
+    return one_tree.unflatten(ours), other_tree.unflatten(theirs)
+
+
+def forward_backward(
+    forward_plan: SplitPlan,
+    forward: tuple[Tree, Tree],
+    backward_plan: SplitPlan,
+    backward: tuple[Tree, Tree, Tree],
+    pools: Sequence[Pool],
+    sums: Sequence[Any],
+    add: Callable[[Any, Any], Any],
+) -> tuple[tuple[Tree, Tree, Arrays, Arrays], Arrays, Tree]:
+    """A forward and a full backward of different microbatches, each hiding the other's communication.
+
+    The plans may be those of different functions.
+
+    Arguments:
+      forward: (params, x).
+      backward: (params, x, dy); x may be None as in ``SplitPlan.backward``.
+      pools: where what the forward keeps goes, and where what the backward kept lies. ``made`` counts the
+        forward plan's ``[*residuals_i, *residuals_w]``, ``used`` the backward plan's; every residual of the
+        backward must be in one pool, and what of the forward is in none comes back as it is.
+      sums: one for each gradient of params, to which it is added.
+      add: from a sum and a gradient to the new sum.
+
+    Returns:
+      What ``forward_plan.forward`` gives, with new pools in place of the residuals that went there; the new sums;
+      and dx.
+    """
+    params, x, dy = backward
+    kept = len(backward_plan.residuals_i), len(backward_plan.residuals_w)
+    given = backward_plan.backward_arguments(params, x, [None] * kept[0], [None] * kept[1], dy)
+    ahead = len(jax.tree.leaves((forward_plan.y, forward_plan.aux)))
+    behind = len(backward_plan.params.types) + len(backward_plan.x.types)
+    outputs, gradients = interleave(
+        forward_plan.programs.forward,
+        forward_plan.forward_arguments(*forward),
+        backward_plan.programs.backward,
+        given,
+        pools=[dataclasses.replace(pool, made=ahead + pool.made, used=behind + pool.used) for pool in pools],
+        finish={k: functools.partial(add, total) for k, total in enumerate(sums)},
+        num_fixed=(len(forward_plan.params.types), len(backward_plan.params.types)),
+    )
+    _, dx = backward_plan.backward_results(gradients)
+    return forward_plan.forward_results(outputs), gradients[: len(sums)], backward_plan.x.gradients(dx)

@@ -1,0 +1,234 @@
+"""The parts of one function: forward, backward, backward for the input and backward for the weights.
+
+``jax.vjp`` of a stage gives dx and dparams at once. A pipeline schedule wants dx first: the neighbour waits
+for it, while the weight gradient may fill an idle tick later. Both come out of one graph, so the split is a
+cut of that graph: what dx needs is ``backward_input`` (I), what is left is ``backward_weight`` (W), and the
+values that pass from I to W are the stash.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple, TypeAlias
+
+import jax
+
+from dualpipe_jax.split.crossing import choose_crossing, stay
+from dualpipe_jax.split.graph import (
+    Atom,
+    Node,
+    Program,
+    Value,
+    count_flops,
+    count_primitives,
+    is_arithmetic,
+    is_cheap,
+    values,
+)
+from dualpipe_jax.split.jaxprs import JointTrace
+from dualpipe_jax.split.leaves import Leaves, cut, leaves_like
+from dualpipe_jax.split.recursion import relink, split_equations
+from dualpipe_jax.split.run import evaluate
+from dualpipe_jax.split.slices import derived, prune
+
+Tree: TypeAlias = Any
+Arrays: TypeAlias = list[Any]
+
+
+class Flops(NamedTuple):
+    """FLOPs of matmuls and convolutions in each part; ``input + weight == backward``."""
+
+    forward: int
+    backward: int
+    input: int
+    weight: int
+
+
+class Programs(NamedTuple):
+    """The parts as programs, from flat lists of arrays to flat lists.
+
+    Attributes:
+      forward: from params and x to y, aux, residuals_i and residuals_w.
+      backward: from params, x, residuals_i, residuals_w and dy to dparams and dx.
+      input: from the same to dx and the stash.
+      weight: from params, x, residuals_w and the stash to dparams.
+    """
+
+    forward: Program
+    backward: Program
+    input: Program
+    weight: Program
+
+
+@dataclass(frozen=True, eq=False)
+class SplitPlan:
+    """The parts of one function at one set of shapes. Its methods may be called under any trace.
+
+    Attributes:
+      residuals_i: types of what the forward keeps for I alone.
+      residuals_w: types of what the forward keeps for W (and perhaps for I).
+      stash: types of what I hands to W.
+      y: tree of the output's types.
+      aux: tree of the auxiliary output's types; None without one.
+      keep_input: how long x itself is read: "F" (by the forward only), "I" or "W".
+      flops: FLOPs of each part.
+      programs: the parts on flat lists; ``forward_arguments`` and its like make these of trees.
+      params, x: leaves of the arguments.
+    """
+
+    residuals_i: list[jax.ShapeDtypeStruct]
+    residuals_w: list[jax.ShapeDtypeStruct]
+    stash: list[jax.ShapeDtypeStruct]
+    y: Tree
+    aux: Tree
+    keep_input: Literal["F", "I", "W"]
+    flops: Flops
+    programs: Programs
+    params: Leaves
+    x: Leaves
+    _floats: tuple[bool, ...]
+
+    def forward(self, params: Tree, x: Tree) -> tuple[Tree, Tree, Arrays, Arrays]:
+        """Gives ``(y, aux, residuals_i, residuals_w)``."""
+        return self.forward_results(evaluate(self.programs.forward, self.forward_arguments(params, x)))
+
+    def backward_input(
+        self, params: Tree, x: Tree, residuals_i: Arrays, residuals_w: Arrays, dy: Tree
+    ) -> tuple[Tree, Arrays]:
+        """Gives ``(dx, stash)``; x may be None if ``keep_input`` is "F"."""
+        arguments = self.backward_arguments(params, x, residuals_i, residuals_w, dy)
+        dx, stash = cut(evaluate(self.programs.input, arguments), self.x.num_gradients, len(self.stash))
+        return self.x.gradients(dx), stash
+
+    def backward_weight(self, params: Tree, x: Tree, residuals_w: Arrays, stash: Arrays) -> Tree:
+        """Gives dparams; x may be None unless ``keep_input`` is "W"."""
+        arguments = [*self._given(params, x, "W"), *residuals_w, *stash]
+        return self.params.gradients(evaluate(self.programs.weight, arguments))
+
+    def backward(
+        self, params: Tree, x: Tree, residuals_i: Arrays, residuals_w: Arrays, dy: Tree
+    ) -> tuple[Tree, Tree]:
+        """Gives ``(dparams, dx)``, as ``jax.vjp`` orders them; x may be None if ``keep_input`` is "F"."""
+        arguments = self.backward_arguments(params, x, residuals_i, residuals_w, dy)
+        dparams, dx = self.backward_results(evaluate(self.programs.backward, arguments))
+        return self.params.gradients(dparams), self.x.gradients(dx)
+
+    def counts(self, part: Literal["forward", "backward", "input", "weight"]) -> Counter[str]:
+        """How often each primitive is applied in a part."""
+        return count_primitives(getattr(self.programs, part).equations)
+
+    # ------------------------------------------- the programs' flat arguments and results
+
+    def forward_arguments(self, params: Tree, x: Tree) -> Arrays:
+        """What ``programs.forward`` takes."""
+        return [*self.params.leaves(params), *self.x.leaves(x)]
+
+    def forward_results(self, outputs: Arrays) -> tuple[Tree, Tree, Arrays, Arrays]:
+        """What ``forward`` gives, from what its program does."""
+        y: Any = jax.tree.structure(self.y)
+        aux: Any = jax.tree.structure(self.aux)
+        kept_i, kept_w = len(self.residuals_i), len(self.residuals_w)
+        parts = cut(outputs, y.num_leaves, aux.num_leaves, kept_i, kept_w)
+        return y.unflatten(parts[0]), aux.unflatten(parts[1]), parts[2], parts[3]
+
+    def backward_arguments(
+        self, params: Tree, x: Tree, residuals_i: Arrays, residuals_w: Arrays, dy: Tree
+    ) -> Arrays:
+        """What ``programs.backward`` and ``programs.input`` take."""
+        return [*self._given(params, x, "I"), *residuals_i, *residuals_w, *self._cotangents(dy)]
+
+    def backward_results(self, outputs: Arrays) -> tuple[Arrays, Arrays]:
+        """The gradients of params and of x, one for each leaf that has one."""
+        dparams, dx = cut(outputs, self.params.num_gradients, self.x.num_gradients)
+        return dparams, dx
+
+    def _given(self, params: Tree, x: Tree, reader: str) -> Arrays:
+        spared = x is None and "FIW".index(self.keep_input) < "FIW".index(reader)
+        leaves = [None] * len(self.x.types) if spared else self.x.leaves(x)
+        return [*self.params.leaves(params), *leaves]
+
+    def _cotangents(self, dy: Tree) -> Arrays:
+        types, tree = jax.tree.flatten(self.y)
+        leaves = leaves_like("dy", dy, tree, types)
+        return [leaf for leaf, inexact in zip(leaves, self._floats, strict=True) if inexact]
+
+
+def make_plan(joint: JointTrace, params: Tree, x: Tree) -> SplitPlan:
+    """From the joint graph: what the forward keeps, then what I hands to W."""
+    dparams = [g for g in joint.dparams if g is not None]
+    dx = [g for g in joint.dx if g is not None]
+    dy = [v for v in joint.dy if v is not None]
+    wanted = [*dparams, *dx]
+    forward, backward = relink(joint.forward, prune(joint.backward, wanted)[0], set(joint.params))
+    kept = choose_crossing(
+        forward,
+        backward,
+        wanted,
+        free=derived(forward, joint.params),
+        late_inputs=set(dy),
+        repeatable=is_arithmetic,
+    )
+    backward = kept.late
+    parts = split_equations(backward, dx, dparams, set(joint.params), movable=is_cheap if dx else stay)
+    for_weight = set(parts.values)
+    stored = [v for v in kept.values if v not in joint.x]
+    residuals_w = [v for v in stored if v in for_weight]
+    residuals_i = [v for v in stored if v not in for_weight]
+    stash = [v for v in parts.values if v not in stored and v not in joint.x]
+    given = (*joint.params, *joint.x)
+    whole = (*given, *residuals_i, *residuals_w, *dy)
+    programs = Programs(
+        forward=_program(given, forward, [*joint.y, *joint.aux, *residuals_i, *residuals_w]),
+        backward=_program(whole, backward, wanted),
+        input=_program(whole, parts.early, [*dx, *stash]),
+        weight=_program((*given, *residuals_w, *stash), parts.late, dparams),
+    )
+    return SplitPlan(
+        residuals_i=list(map(_struct, residuals_i)),
+        residuals_w=list(map(_struct, residuals_w)),
+        stash=list(map(_struct, stash)),
+        y=joint.y_tree.unflatten(map(_struct, joint.y)),
+        aux=joint.aux_tree.unflatten(map(_struct, joint.aux)),
+        keep_input=_keep_input(joint.x, programs),
+        flops=Flops(*(count_flops(program.equations) for program in programs)),
+        programs=programs,
+        params=Leaves(
+            "params", jax.tree.structure(params), list(map(_struct, joint.params)), _has(joint.dparams)
+        ),
+        x=Leaves("x", jax.tree.structure(x), list(map(_struct, joint.x)), _has(joint.dx)),
+        _floats=tuple(v is not None for v in joint.dy),
+    )
+
+
+def _program(inputs: Sequence[Value], nodes: Sequence[Node], outputs: Sequence[Atom]) -> Program:
+    equations, needed = prune(nodes, outputs)
+    missing = needed.difference(inputs)
+    assert not missing, f"split: {len(missing)} values are read but never made"
+    return Program(tuple(inputs), equations, tuple(outputs))
+
+
+def _has(gradients: Iterable[Atom | None]) -> list[bool]:
+    return [g is not None for g in gradients]
+
+
+def _struct(atom: Atom) -> jax.ShapeDtypeStruct:
+    kind = atom if isinstance(atom, Value) else atom.kind
+    return jax.ShapeDtypeStruct(kind.shape, kind.dtype)
+
+
+def _keep_input(x: Collection[Value], programs: Programs) -> Literal["F", "I", "W"]:
+    if _reads(programs.weight).intersection(x):
+        return "W"
+    return "I" if _reads(programs.input).intersection(x) else "F"
+
+
+def _reads(program: Program) -> set[Value]:
+    return prune(program.equations, program.outputs)[1] | set(values(program.outputs)).intersection(
+        program.inputs
+    )
+
+
+def total_bytes(types: Iterable[jax.ShapeDtypeStruct]) -> int:
+    """Bytes of a list of arrays, such as ``plan.stash``."""
+    return sum(math.prod(kind.shape) * kind.dtype.itemsize for kind in types)

@@ -1,0 +1,29 @@
+"""Over which mesh axes a value varies, as ``shard_map`` with ``check_vma`` types it."""
+
+from collections.abc import Collection
+from typing import Any, TypeAlias
+
+import jax
+from jax import lax
+
+Tree: TypeAlias = Any
+
+
+def varying_axes(x: Any) -> frozenset[str]:
+    """The mesh axes over which a value is typed as varying; empty outside shard_map or without check_vma."""
+    return frozenset(jax.typeof(x).manual_axis_type.varying)
+
+
+def vary(tree: Tree, axes: Collection[str]) -> Tree:
+    """Casts each leaf to vary over these axes too."""
+
+    def cast(leaf: Any) -> Any:
+        missing = tuple(sorted(frozenset(axes) - varying_axes(leaf)))
+        return lax.pcast(leaf, missing, to="varying") if missing else leaf
+
+    return jax.tree.map(cast, tree)
+
+
+def vary_alike(tree: Tree) -> Tree:
+    """Casts each leaf to vary as all of them do: a ``custom_vjp``'s gradients must vary as its arguments."""
+    return vary(tree, frozenset[str]().union(*map(varying_axes, jax.tree.leaves(tree))))

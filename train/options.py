@@ -1,0 +1,191 @@
+"""The command line: options from a preset, from a file and from flags, each winning over those before it."""
+
+import argparse
+import dataclasses
+import difflib
+import json
+import sys
+import tomllib
+import types
+import typing
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import tyro
+
+from train.config import FLAGS, ConfigError, TrainConfig, replaced
+from train.presets import PRESETS
+
+DESCRIPTION = """Train a DeepSeek-V3-like mixture-of-experts model, pipelined over pp ranks, experts over ep.
+
+Without options: DualPipe, pp 4 x ep 2 on 8 virtual CPU devices, on the source text of Python's standard library,
+byte by byte. Everything about the run is left in runs/NAME, its options in config.json, which --config takes."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Command(TrainConfig):
+    """What is asked for: the options of a run, and where they come from."""
+
+    preset: Annotated[str | None, tyro.conf.arg(metavar="{" + ",".join(PRESETS) + "}")] = None
+    """Options to start from, by name."""
+    config: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
+    """File with options, .toml, .yaml or .json, in sections: model, mesh, data, optimizer, checkpoint, log, launch.
+    A finished run's config.json is one. Flags win over it, and it over the preset."""
+
+    @property
+    def options(self) -> TrainConfig:
+        """The options alone."""
+        return TrainConfig(**_values(self))
+
+
+def parse(arguments: Sequence[str] | None = None) -> Command:
+    """Read the command line (``sys.argv`` if None). Exits with code 2 where it cannot be read.
+
+    Flags may also be written with their section: ``--mesh.pp 4`` is ``--pp 4``.
+
+    Raises:
+      ConfigError: there is no such preset, or a file that cannot be read or holds what is no option.
+    """
+    written = [_short(argument) for argument in (sys.argv[1:] if arguments is None else arguments)]
+    first = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    first.add_argument("--preset")
+    first.add_argument("--config")
+    try:
+        sources, _ = first.parse_known_args(written)
+    except argparse.ArgumentError:  # a flag without its value, which tyro will name
+        sources = argparse.Namespace(preset=None, config=None)
+    options = TrainConfig()
+    if sources.preset is not None:
+        options = apply(options, find_preset(sources.preset), f"--preset {sources.preset}")
+    if sources.config is not None:
+        options = apply(options, read_file(Path(sources.config)), f"--config {sources.config}")
+    return tyro.cli(
+        Command,
+        prog="scripts/train",
+        description=DESCRIPTION,
+        args=written,
+        default=Command(**_values(options)),
+        config=(tyro.conf.OmitArgPrefixes,),
+    )
+
+
+def find_preset(name: str) -> Mapping[str, Any]:
+    """A preset's options. Raises ConfigError where there is none of that name."""
+    if name not in PRESETS:
+        raise ConfigError(f"--preset {name}: {_meant(name, PRESETS)}there are {', '.join(PRESETS)}")
+    return PRESETS[name]
+
+
+def read_file(path: Path) -> Mapping[str, Any]:
+    """A file's options, not checked yet. Raises ConfigError where it cannot be read."""
+    where = f"--config {path}"
+    try:
+        text = path.read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{where}: cannot read it: {getattr(error, 'strerror', None) or error}") from None
+    try:
+        match path.suffix:
+            case ".toml":
+                found = tomllib.loads(text)
+            case ".json":
+                found = json.loads(text)
+            case ".yaml" | ".yml":
+                import yaml  # only for those who use it
+
+                try:
+                    found = yaml.safe_load(text)
+                except yaml.YAMLError as error:
+                    raise ValueError(error) from None
+            case _:
+                raise ConfigError(f"{where}: must end in .toml, .yaml or .json")
+    except ValueError as error:
+        if isinstance(error, ConfigError):
+            raise
+        raise ConfigError(f"{where}: {' '.join(str(error).split())}") from None
+    if found is None:
+        return {}
+    if not isinstance(found, dict):
+        raise ConfigError(f"{where}: must hold sections of options, holds {type(found).__name__}")
+    return found
+
+
+def apply(base: TrainConfig, given: Mapping[str, Any], where: str) -> TrainConfig:
+    """``base`` with the options of a file, whose names and types are checked; ``where`` opens the errors' text.
+
+    Raises:
+      ConfigError: no option has that name, or not that type.
+    """
+
+    def visit(config: Any, kind: Any, given: Mapping[str, Any], path: tuple[str, ...]) -> Any:
+        hints = typing.get_type_hints(kind)
+        for name, value in given.items():
+            dotted = ".".join((*path, str(name)))
+            if name not in hints:
+                raise ConfigError(
+                    f"{where}: no option {dotted}; {_meant(str(name), hints)}there are {', '.join(hints)}"
+                )
+            if dataclasses.is_dataclass(hints[name]):
+                if not isinstance(value, Mapping):
+                    raise ConfigError(f"{where}: {dotted} is a section, got {value!r}")
+                value = visit(getattr(config, name), hints[name], value, (*path, name))
+            else:
+                value = _read(hints[name], value, f"{where}: {dotted}")
+            config = replaced(config, (name,), value)
+        return config
+
+    return visit(base, TrainConfig, given, ())
+
+
+def plain(config: TrainConfig) -> dict[str, Any]:
+    """All options as a file would hold them; what ``apply`` reads back."""
+
+    def value(node: Any) -> Any:
+        if isinstance(node, dict):
+            return {name: value(part) for name, part in node.items()}
+        if isinstance(node, tuple):
+            return [value(part) for part in node]
+        return str(node) if isinstance(node, Path) else node
+
+    return value(dataclasses.asdict(config))
+
+
+def _values(config: TrainConfig) -> dict[str, Any]:
+    return {field.name: getattr(config, field.name) for field in dataclasses.fields(TrainConfig)}
+
+
+def _short(argument: str) -> str:
+    flag, equals, value = argument.partition("=")
+    return _DOTTED.get(flag.replace("_", "-"), flag) + equals + value
+
+
+_DOTTED = {f"--{'.'.join(path)}".replace("_", "-"): flag for flag, path in FLAGS.items() if len(path) > 1}
+
+
+def _read(kind: Any, value: Any, where: str) -> Any:
+    """A file's value as an option's type; a path is written as a string, a tuple as a list."""
+    origin, parts = typing.get_origin(kind), typing.get_args(kind)
+    if origin in (types.UnionType, typing.Union):
+        if value is None:
+            return None
+        (kind,) = (part for part in parts if part is not type(None))
+        return _read(kind, value, where)
+    if origin is Literal:
+        if value in parts:
+            return value
+        raise ConfigError(f"{where} is {value!r}, must be one of {', '.join(map(str, parts))}")
+    if origin is tuple and isinstance(value, list | tuple):
+        return tuple(_read(parts[0], part, where) for part in value)
+    if kind is Path and isinstance(value, str):
+        return Path(value)
+    if kind is float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    if kind in (int, float, str, bool) and type(value) is kind:
+        return value
+    needed = f"a list of {parts[0].__name__}" if origin is tuple else getattr(kind, "__name__", str(kind))
+    raise ConfigError(f"{where} is {value!r}, must be {needed.lower()}")
+
+
+def _meant(name: str, names: Any) -> str:
+    near = difflib.get_close_matches(name, names, n=1)
+    return f"did you mean {near[0]}? " if near else ""

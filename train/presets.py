@@ -1,0 +1,22 @@
+"""Options by name, what a kind of run starts from: as a file would say them, and files and flags win over them."""
+
+from collections.abc import Mapping
+from typing import Any
+
+PRESETS: Mapping[str, Mapping[str, Any]] = {
+    # A look at everything within a minute on two cores.
+    "quick": {
+        "model": {"name": "tiny", "layers": 2},
+        "mesh": {"pp": 2, "ep": 1, "microbatches": 4, "microbatch_size": 2},
+        "data": {"sequence": 32, "eval_batches": 2},
+        "optimizer": {"steps": 20, "warmup": 2},
+    },
+    # Twenty million parameters, hours on a laptop.
+    "small": {
+        "model": {"name": "small"},
+        "mesh": {"microbatches": 16, "microbatch_size": 8},
+        "data": {"sequence": 256},
+        "optimizer": {"steps": 5000, "learning_rate": 1e-3, "warmup": 200, "bias_rate": 0.001},
+    },
+}
+"""Name -> sections of options; the rest are the defaults of ``TrainConfig``."""
