@@ -514,6 +514,18 @@ def test_costs_come_from_a_file_of_their_own_too(capsys, saved):
         assert message in refused(capsys, 2, "show", "zb_h1", *SMALL, "--costs", saved(text))
 
 
+def test_why_a_rank_is_idle(capsys):
+    arguments = "show", "1f1b", "--ranks", "2", "--microbatches", "2", "--why"
+    assert printed(capsys, *arguments, "0@3").splitlines() == [
+        "rank 0 at 3: idle until 4, where it runs",
+        "  rank 0: 0B0 from 4 to 6, which waits for what comes from",
+        "  rank 1: 1B0 from 2 to 4",
+    ]
+    assert "rank 0 at 0.5: works" in printed(capsys, *arguments, "0@0.5")
+    assert "--why 'now': expected a rank and a time" in refused(capsys, 2, *arguments, "now")
+    assert "there are ranks 0 to 1" in refused(capsys, 2, *arguments, "7@1")
+
+
 def test_counts_beside_files(capsys, saved):
     path = saved(printed(capsys, "show", "zb_v", *SMALL), "mine.txt")
     facts = json.loads(printed(capsys, "compare", "gpipe", path, "--json"))
