@@ -1,5 +1,6 @@
 """Chains of waiting by hand, and slack against the simulator: later by the slack is no longer, by more it is."""
 
+import itertools
 import random
 
 import pytest
@@ -75,7 +76,7 @@ def test_a_critical_path_is_without_gaps_and_without_slack(schedule):
     timeline = simulate(schedule, costs)
     path = critical_path(timeline)
     assert path[0].end == timeline.makespan and path[-1].start == 0
-    for late, early in zip(path, path[1:], strict=False):
+    for late, early in itertools.pairwise(path):
         assert late.start == pytest.approx(early.end + (costs.send if early.sent else 0))
     where = {slot: (r, i) for r, order in enumerate(schedule.orders) for i, slot in enumerate(order)}
     room = slack(timeline)
