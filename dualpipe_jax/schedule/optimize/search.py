@@ -19,22 +19,19 @@ PLACEMENTS = ("linear", "v", "wave", "interleaved", "interleaved_4", "bidirectio
 """Names of placements; all but the last have one copy of the parameters."""
 
 _RUNGS = (
-    (0.25, 0.0, 0.2),
-    (0.5, 0.0, 0.4),
-    (0.625, 0.0, 0.1),
-    (0.75, 0.0, 0.3),
-    (0.875, 0.0, 0.1),
-    (1.0, 0.0, 0.6),
-    (1.0, 0.5, 0.2),
-    (1.0, 1.0, 0.1),
+    (0.25, 0.0, 0.1),
+    (0.5, 0.0, 0.5),
+    (0.75, 0.0, 0.2),
+    (1.0, 0.0, 1.0),
+    (1.0, 0.5, 1.0),
     (1.25, 0.0, 0.2),
     (1.5, 0.0, 0.2),
-    (math.inf, 0.0, 0.4),
+    (math.inf, 0.0, 0.6),
 )
 """Memory limits that the search climbs through: so many activations of a rank's share for each rank, and so
 many more; and the share of the effort that each gets."""
 
-_STEP, _SHARE_OF_A_STEP = 1.2, 0.05
+_STEP, _SHARE_OF_A_STEP = 1.2, 0.01
 """Where there is little memory, more rungs, each by this factor above the last; and the effort for each."""
 
 
@@ -232,7 +229,6 @@ class _Hunt:
         self.goal, self.memory_limit = goal, memory_limit
         self.until = math.inf
         self.found: list[_Found] = []
-        self.policies = Policies()
         for schedule in named:
             self.add(schedule)
 
@@ -290,15 +286,15 @@ class _Hunt:
     def try_policies(self, budget: float, most: int) -> None:
         """At most so many greedy schedules under random policies, but one; the budget counts actions."""
         shortest = self.shortest(self.limit)
-        turns = 0
+        policies, turns = Policies(), 0
         while placements := self.hopeful(shortest) or list(self.bounds)[: shortest == math.inf]:
             placement = placements[turns % len(placements)]
-            known = turns > most / 3 or self.policies.spent > budget / 3
-            shortest = min(shortest, self.policies.try_one(self.player(placement).terms, known))
+            known = turns > most / 3 or policies.spent > budget / 3
+            shortest = min(shortest, policies.try_one(self.player(placement).terms, known))
             turns += 1
-            if self.policies.spent > budget or turns > most:
+            if policies.spent > budget or turns > most:
                 break
-        for orders, placement in self.policies.harvest(lambda p: self.player(p).terms):
+        for orders, placement in policies.best(lambda p: self.player(p).terms):
             self.add(Schedule("greedy", placement, self.num_microbatches, orders))
 
     def improve(self, budget: float, most: float) -> None:

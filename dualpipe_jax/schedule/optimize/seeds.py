@@ -42,39 +42,31 @@ def served(recipes: Iterable[Recipe], num_ranks: int, num_microbatches: int) -> 
 
 
 class Policies:
-    """Random policies and changes of the best of them; what was good within one limit is tried first in the next."""
+    """Random policies, the same whatever was searched before, and changes of the best of them."""
 
     def __init__(self) -> None:
         self.dice = random.Random(0)
         self.spent = 0.0
         self._tried: list[tuple[float, int, Placement, Policy]] = []
-        self._old: dict[Placement, list[Policy]] = {}
 
     def try_one(self, terms: Terms, known: bool) -> float:
         """Play a policy, or a change of a known one, under the terms of a placement; returns its makespan."""
-        placement, number = terms.placement, len(self._tried)
+        placement, parent = terms.placement, None
         parents = [entry for entry in self._tried if entry[2] == placement]
-        if self._old.get(placement):
-            policy = self._old[placement].pop(0)
-        elif parents and known:
-            policy = _draw(placement.num_ranks, self.dice, self.dice.choice(_distinct(parents)[:10])[3])
-        else:
-            policy = _draw(placement.num_ranks, self.dice, None)
+        if parents and known:
+            parent = self.dice.choice(_distinct(parents)[:10])[3]
+        policy = _draw(placement.num_ranks, self.dice, parent)
         _, makespan = play_greedily(terms, policy)
-        self._tried.append((makespan, number, placement, policy))
+        self._tried.append((makespan, len(self._tried), placement, policy))
         self.spent += 2 * placement.num_model_stages * terms.count * placement.num_pipes
         return makespan
 
-    def harvest(
+    def best(
         self, terms_of: Callable[[Placement], Terms]
     ) -> Iterator[tuple[tuple[tuple[Slot, ...], ...], Placement]]:
-        """The orders of the best six tried since the last harvest."""
+        """The orders of the best six tried."""
         for _, _, placement, policy in _distinct(self._tried)[:6]:
             yield play_greedily(terms_of(placement), policy)[0], placement
-        for placement in {entry[2]: None for entry in self._tried}:
-            own = _distinct(entry for entry in self._tried if entry[2] == placement)
-            self._old[placement] = [policy for *_, policy in own[:3]]
-        self._tried, self.spent = [], 0.0
 
 
 def _distinct(
