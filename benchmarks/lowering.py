@@ -11,7 +11,7 @@ import time
 
 from dualpipe_jax.schedule import ALL_SCHEDULES, CostModel, Schedule, dualpipe, simulate
 from dualpipe_jax.schedule.lowering.flat import flatten, topological
-from dualpipe_jax.schedule.lowering.lower import PROGRAM, lower, tabulate
+from dualpipe_jax.schedule.lowering.lower import Keeps, lower, tabulate
 from dualpipe_jax.schedule.lowering.ticks import earliest
 from dualpipe_jax.schedule.validate import validate
 
@@ -29,7 +29,8 @@ def report(schedule: Schedule, costs: CostModel) -> None:
     table = lower(schedule, costs)
     seconds = time.perf_counter() - began
     flat = flatten(schedule)
-    first = tabulate(flat, earliest(flat, topological(flat)), PROGRAM, "W")
+    keeps = Keeps.alike(schedule.placement.num_model_stages)
+    first = tabulate(flat, earliest(flat, topological(flat)), keeps)
     ideal = simulate(schedule, costs).makespan
     print(
         f"{schedule.name:12} {schedule.num_ranks:5} {schedule.num_microbatches:5}  "

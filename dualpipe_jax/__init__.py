@@ -6,18 +6,27 @@ The front door is lazy, so that ``import dualpipe_jax.schedule`` never loads JAX
 import importlib
 from typing import Any
 
+__version__ = "0.1.0"
+
 _ROOM_OF = {
     name: "dualpipe_jax.engine"
     for name in (
+        "At",
+        "Out",
+        "Pipeline",
         "PipelineModel",
         "PlacedStages",
+        "StagedModel",
         "pipeline_apply",
         "pipeline_loss",
         "pipeline_units",
         "pipeline_value_and_grad",
         "place_stages",
+        "reference_loss",
+        "reference_value_and_grad",
         "sequential_loss",
         "sequential_value_and_grad",
+        "staged",
         "unplace_stages",
     )
 } | {

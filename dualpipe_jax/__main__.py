@@ -7,6 +7,7 @@ from typing import Any
 
 import tyro
 
+from dualpipe_jax import __version__
 from dualpipe_jax.command.check import Check
 from dualpipe_jax.command.child import Died
 from dualpipe_jax.command.choose import Choose
@@ -35,12 +36,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Returns the exit status: 1 for an invalid schedule or where nothing fits, 2 for what cannot be done.
     Exits with 2 where the options cannot be read.
     """
+    given = sys.argv[1:] if arguments is None else [*arguments]
+    if given == ["--version"]:
+        print(f"dualpipe {__version__}")
+        return 0
     try:
         command = tyro.extras.subcommand_cli_from_dict(
             COMMANDS,
             prog="dualpipe",
-            description="Pipeline schedules: drawn, compared, chosen, searched, checked, and compiled for pods.",
-            args=arguments,
+            description="Pipeline schedules: drawn, compared, chosen, searched, checked, and compiled for pods. "
+            "`dualpipe --version` says which version this is.",
+            args=given,
             config=(tyro.conf.OmitArgPrefixes, tyro.conf.FlagCreatePairsOff),
         )
         status = command.run()

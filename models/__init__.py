@@ -1,27 +1,39 @@
 """Models as pure functions of (params, x); no pipeline in sight."""
 
-from models.config import Config, moe_67b, small, tiny, v2, v2_lite, v3
-from models.functional import Functions, from_linen, from_nnx, model_loss, num_params, pure_nnx
+from models import recipes, weights
+from models.config import MODELS, Config, byte, moe_67b, small, tiny, v2, v2_lite, v3
+from models.forward import logits
+from models.functional import Functions, from_linen, from_nnx, model_loss, num_params, pure_linen, pure_nnx
 from models.kernels import Kernels
+from models.loss import cross_entropy_in_blocks
 from models.moe import Dispatch, update_bias
-from models.sharing import share_layers
-from models.transformer import Model, deepseek, num_padding, update_routing
+from models.plan import Costs, layer_plan, matmul_costs
+from models.transformer import Model, deepseek, figures, num_padding, update_routing
 
 __all__ = [
+    "MODELS",
     "Config",
+    "Costs",
     "Dispatch",
     "Functions",
     "Kernels",
     "Model",
+    "byte",
+    "cross_entropy_in_blocks",
     "deepseek",
+    "figures",
     "from_linen",
     "from_nnx",
+    "layer_plan",
+    "logits",
+    "matmul_costs",
     "model_loss",
     "moe_67b",
     "num_padding",
     "num_params",
+    "pure_linen",
     "pure_nnx",
-    "share_layers",
+    "recipes",
     "small",
     "tiny",
     "update_bias",
@@ -29,4 +41,5 @@ __all__ = [
     "v2",
     "v2_lite",
     "v3",
+    "weights",
 ]

@@ -1,6 +1,7 @@
 """DeepSeek's configurations: frozen numbers, derived from one another."""
 
 import dataclasses
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -12,7 +13,7 @@ class Config:
     """The numbers that make one model; see ``v3`` for the published values.
 
     Attributes:
-      vocab: rows of the embedding and of the (untied) output projection.
+      vocab: rows of the embedding and of the output projection.
       dim: width of the residual stream.
       num_layers: all blocks, the dense ones included.
       num_dense_layers: the first blocks, with a dense SwiGLU of ``dense_hidden`` in the experts' place.
@@ -32,13 +33,18 @@ class Config:
       score: how logits become scores: "sigmoid" (V3) or "softmax" (V2).
       normalize_top_k: divide a token's chosen scores by their sum.
       routed_scale: factor on the routed experts' sum.
-      norm_eps: of every RMSNorm.
+      norm_eps: of every RMSNorm but the two of the latents, whose eps the published code fixes at 1e-6.
+      attention_bias: a bias on q_a_proj, kv_a_proj_with_mqa and o_proj.
+      tie_embeddings: the output projection is the embedding's table.
       rope_theta: base of the rotation frequencies.
       yarn_factor: context extension by YaRN; 1 for none (V3 trains so at 4096).
       yarn_original_seq: sequence length before the extension.
       yarn_beta_fast: turns in the original length above which a frequency is kept.
       yarn_beta_slow: turns below which it is divided by the factor.
-      yarn_mscale: attention temperature of YaRN.
+      yarn_mscale: attention temperature of YaRN for the rotated part alone; 0 for none given.
+      yarn_mscale_all_dim: that of whole heads; 0 for none given. What the first exceeds the second by, queries'
+        and keys' rotated parts are scaled with; see ``models.attention.rope_factor``.
+      num_mtp_layers: modules of multi-token prediction behind the last layer; V3 was trained with 1.
       init_std: of every weight matrix at the start.
       compute_dtype: of matmuls and activations; parameters, router, softmaxes and loss are float32.
 
@@ -68,12 +74,16 @@ class Config:
     normalize_top_k: bool = True
     routed_scale: float = 1.0
     norm_eps: float = 1e-6
+    attention_bias: bool = False
+    tie_embeddings: bool = False
     rope_theta: float = 10000.0
     yarn_factor: float = 1.0
     yarn_original_seq: int = 4096
     yarn_beta_fast: float = 32.0
     yarn_beta_slow: float = 1.0
     yarn_mscale: float = 1.0
+    yarn_mscale_all_dim: float = 1.0
+    num_mtp_layers: int = 0
     init_std: float = 0.006
     compute_dtype: Any = jnp.float32
 
@@ -110,6 +120,8 @@ class Config:
                 not 0 <= self.num_dense_layers <= self.num_layers,
             ),
             (f"qk_rope_dim {self.qk_rope_dim} must be even", self.qk_rope_dim % 2 != 0),
+            (f"yarn_factor {self.yarn_factor} must be at least 1, which is none", self.yarn_factor < 1),
+            (f"num_mtp_layers is {self.num_mtp_layers}, must be at least 0", self.num_mtp_layers < 0),
             (
                 f"score {self.score!r} must be 'sigmoid' or 'softmax'",
                 self.score not in ("sigmoid", "softmax"),
@@ -239,3 +251,32 @@ def tiny(**changes: Any) -> Config:
         expert_hidden=32,
     )
     return small(**(ours | changes))
+
+
+def byte(**changes: Any) -> Config:
+    """The model of the default run, sized for two CPU cores and a few minutes: eight layers with experts."""
+    ours: dict[str, Any] = dict(
+        num_heads=2,
+        q_lora_rank=0,
+        kv_lora_rank=32,
+        qk_nope_dim=24,
+        qk_rope_dim=8,
+        v_head_dim=32,
+        num_experts=8,
+        top_k=2,
+        num_groups=1,
+        top_groups=1,
+    )
+    return tiny(**(ours | changes))
+
+
+MODELS: Mapping[str, Callable[..., Config]] = {
+    "v3": v3,
+    "v2": v2,
+    "v2-lite": v2_lite,
+    "67b-a2b": moe_67b,
+    "small": small,
+    "tiny": tiny,
+    "byte": byte,
+}
+"""Every model by the name that commands know it by."""

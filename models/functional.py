@@ -46,7 +46,13 @@ class Functions(NamedTuple):
 
 
 class Pure(NamedTuple):
-    """A module as two functions: ``init(key) -> params`` and ``apply(params, *args)``."""
+    """A module as two functions.
+
+    Attributes:
+      init: ``init(key) -> params``.
+      apply: ``apply(params, *args, key=None)``; the key is for dropout, such as a stage's ``At.key``.
+
+    """
 
     init: Callable[[Array], Tree]
     apply: Callable[..., Any]
@@ -54,6 +60,9 @@ class Pure(NamedTuple):
 
 def pure_nnx(create: Callable[[nnx.Rngs], nnx.Module]) -> Pure:
     """Split a module, once, into a function and its parameters.
+
+    Given a key, ``apply`` runs the module as it was made, its random streams started from that key; without one,
+    as ``module.eval()`` leaves it, in which dropout does nothing.
 
     Args:
       create: makes the module; it is called under ``jax.eval_shape`` here, and again by ``init``.
@@ -63,26 +72,68 @@ def pure_nnx(create: Callable[[nnx.Rngs], nnx.Module]) -> Pure:
       the module with them.
 
     Raises:
-      ValueError: the module holds variables that are not ``nnx.Param``.
+      ValueError: the module holds variables that are neither ``nnx.Param`` nor random streams.
 
     """
-    graph, abstract = nnx.split(nnx.eval_shape(lambda: create(nnx.Rngs(0))))
+    module = nnx.eval_shape(lambda: create(nnx.Rngs(0)))
+    graph, *states = nnx.split(module, nnx.Param, nnx.RngState, ...)
+    _, streams, rest = states
     extra = [
-        f"{'.'.join(map(str, path))}: {type(variable).__name__}"
-        for path, variable in nnx.to_flat_state(abstract)
-        if not isinstance(variable, nnx.Param)
+        f"{'.'.join(map(str, path))}: {type(variable).__name__}" for path, variable in nnx.to_flat_state(rest)
     ]
     if extra:
         raise ValueError(
             "pure_nnx: only nnx.Param can be a parameter, but the module also holds "
             f"{', '.join(extra)}. Pass such values in as inputs, and out as outputs."
         )
+    module.eval()
+    still = nnx.split(module)[0]
+    kinds = [(path, isinstance(variable, nnx.RngKey)) for path, variable in nnx.to_flat_state(streams)]
 
     def init(key: Array) -> Tree:
-        return nnx.to_pure_dict(nnx.state(create(nnx.Rngs(key))))
+        return nnx.to_pure_dict(nnx.state(create(nnx.Rngs(key)), nnx.Param))
 
-    def apply(params: Tree, *args: Any) -> Any:
-        return nnx.merge(graph, params)(*args)
+    def apply(params: Tree, *args: Any, key: Array | None = None) -> Any:
+        started: dict[Any, Any] = {}
+        for number, (path, is_key) in enumerate(kinds):
+            node = started
+            for name in path[:-1]:
+                node = node.setdefault(name, {})
+            own = jax.random.key(0) if key is None else jax.random.fold_in(key, number)
+            node[path[-1]] = own if is_key else jnp.uint32(0)
+        return nnx.merge(still if key is None else graph, params, started)(*args)
+
+    return Pure(init, apply)
+
+
+def pure_linen(module: linen.Module, *examples: Tree) -> Pure:
+    """Split a module into a function and its parameters.
+
+    A key given to ``apply`` is the module's "dropout" stream; ``self.has_rng("dropout")`` tells the module whether
+    there is one.
+
+    Args:
+      module: the module.
+      examples: arguments that it takes, or their ``jax.ShapeDtypeStruct``; only shapes and dtypes matter.
+
+    Raises:
+      ValueError: (from ``init``) the module has collections other than "params".
+
+    """
+    examples = jax.tree.map(lambda a: jax.ShapeDtypeStruct(jnp.shape(a), jnp.result_type(a)), examples)
+
+    def init(key: Array) -> Tree:
+        variables = module.init(key, *jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), examples))
+        extra = sorted(set(variables) - {"params"})
+        if extra:
+            raise ValueError(
+                f"pure_linen: {type(module).__name__} has collections {extra} beside 'params'. Pass such "
+                "values in as inputs, and out as outputs."
+            )
+        return variables.get("params", {})
+
+    def apply(params: Tree, *args: Any, key: Array | None = None) -> Any:
+        return module.apply({"params": params}, *args, rngs=None if key is None else {"dropout": key})
 
     return Pure(init, apply)
 
@@ -137,11 +188,11 @@ def from_linen(
       ValueError: (from ``init``) a module has collections other than "params".
 
     """
-    pure_embed = _pure_linen(embed, inputs)
+    pure_embed = pure_linen(embed, inputs)
     key = jax.random.key(0)
     x = jax.eval_shape(lambda key, inputs: pure_embed.apply(pure_embed.init(key), inputs), key, inputs)
-    pure_head = _pure_linen(head, x, targets) if loss is None else _pure_linen(head, x)
-    return _assemble(pure_embed, _pure_linen(stage, x), pure_head, num_stages, loss)
+    pure_head = pure_linen(head, x, targets) if loss is None else pure_linen(head, x)
+    return _assemble(pure_embed, pure_linen(stage, x), pure_head, num_stages, loss)
 
 
 def model_loss(functions: Functions, params: Tree, inputs: Tree, targets: Tree) -> tuple[Array, Tree]:
@@ -173,22 +224,6 @@ def num_params(params: Tree) -> int:
     """Count floating-point parameters, of arrays or of the shapes that ``jax.eval_shape`` returns."""
     leaves = jax.tree.leaves(params)
     return sum(leaf.size for leaf in leaves if jnp.issubdtype(leaf.dtype, jnp.floating))
-
-
-def _pure_linen(module: linen.Module, *examples: Tree) -> Pure:
-    examples = jax.tree.map(lambda a: jax.ShapeDtypeStruct(jnp.shape(a), jnp.result_type(a)), examples)
-
-    def init(key: Array) -> Tree:
-        variables = module.init(key, *jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), examples))
-        extra = sorted(set(variables) - {"params"})
-        if extra:
-            raise ValueError(
-                f"from_linen: {type(module).__name__} has collections {extra} beside 'params'. Pass such "
-                "values in as inputs, and out as outputs."
-            )
-        return variables.get("params", {})
-
-    return Pure(init, lambda params, *args: module.apply({"params": params}, *args))
 
 
 def _assemble(

@@ -17,7 +17,7 @@ from jax.extend import core as jex
 
 from dualpipe_jax.parallel import expert_matmul
 from dualpipe_jax.parallel.expert_groups import Kernel
-from models.attention import Attend, causal_attention
+from models.attention import Attend, causal_attention, same_segment
 
 AttentionKernel = Literal["auto", "plain", "splash", "cudnn"]
 MatmulKernel = Literal["auto", "plain", "ragged", "megablox"]
@@ -84,9 +84,15 @@ AUTO = Kernels()
 
 
 def _where_it_fits(
-    kernel: Attend, takes: Callable[[Array], bool], q: Array, k: Array, v: Array, scale: float
+    kernel: Attend,
+    takes: Callable[[Array], bool],
+    q: Array,
+    k: Array,
+    v: Array,
+    scale: float,
+    segment_ids: Array | None = None,
 ) -> Array:
-    return (kernel if takes(q) else causal_attention)(q, k, v, scale)
+    return (kernel if takes(q) else causal_attention)(q, k, v, scale, segment_ids=segment_ids)
 
 
 def cudnn_takes(q_BSHX: Array) -> bool:
@@ -95,20 +101,34 @@ def cudnn_takes(q_BSHX: Array) -> bool:
     return narrow and q_BSHX.shape[-1] % 8 == 0 and jax.default_backend() == "gpu"
 
 
-def cudnn_attention(q_BSHX: Array, k_BSHX: Array, v_BSHV: Array, scale: float) -> Array:
-    """cuDNN's flash attention; as ``causal_attention``."""
-    return padded_attention(q_BSHX, k_BSHX, v_BSHV, scale, "cudnn")
+def cudnn_attention(
+    q_BSHX: Array, k_BSHX: Array, v_BSHV: Array, scale: float, /, segment_ids: Array | None = None
+) -> Array:
+    """cuDNN's flash attention; as ``causal_attention``. Segments cost a mask of [B, S, S] in its memory."""
+    return padded_attention(q_BSHX, k_BSHX, v_BSHV, scale, "cudnn", segment_ids)
 
 
 def padded_attention(
-    q_BSHX: Array, k_BSHX: Array, v_BSHV: Array, scale: float, implementation: Literal["cudnn", "xla"]
+    q_BSHX: Array,
+    k_BSHX: Array,
+    v_BSHV: Array,
+    scale: float,
+    implementation: Literal["cudnn", "xla"],
+    segment_ids: Array | None = None,
 ) -> Array:
     """``jax.nn.dot_product_attention``, which wants values as wide as keys."""
+    mask_BHQK = None if segment_ids is None else same_segment(segment_ids)[:, None]
     missing = k_BSHX.shape[-1] - v_BSHV.shape[-1]
     wide_BSHX = jnp.pad(v_BSHV, ((0, 0), (0, 0), (0, 0), (0, missing)))
     with jax.numpy_dtype_promotion("standard"):
         out_BSHX = jax.nn.dot_product_attention(
-            q_BSHX, k_BSHX, wide_BSHX, scale=scale, is_causal=True, implementation=implementation
+            q_BSHX,
+            k_BSHX,
+            wide_BSHX,
+            mask=mask_BHQK,
+            scale=scale,
+            is_causal=True,
+            implementation=implementation,
         )
     return out_BSHX[..., : v_BSHV.shape[-1]]
 
@@ -123,7 +143,12 @@ def splash_takes(q_BSHX: Array) -> bool:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
 def splash_attention(
-    q_BSHX: Array, k_BSHX: Array, v_BSHV: Array, scale: float, interpret: bool = False
+    q_BSHX: Array,
+    k_BSHX: Array,
+    v_BSHV: Array,
+    scale: float,
+    interpret: bool = False,
+    segment_ids: Array | None = None,
 ) -> Array:
     """Pallas' flash attention for TPU; as ``causal_attention``, for S that 128 divides.
 
@@ -133,29 +158,34 @@ def splash_attention(
       ValueError: 128 does not divide the sequence.
 
     """
-    return _splash_fwd(q_BSHX, k_BSHX, v_BSHV, scale, interpret)[0]
+    return _splash_fwd(q_BSHX, k_BSHX, v_BSHV, scale, interpret, segment_ids)[0]
 
 
-def _splash_fwd(q: Array, k: Array, v: Array, scale: float, interpret: bool) -> tuple[Array, Any]:
+def _splash_fwd(
+    q: Array, k: Array, v: Array, scale: float, interpret: bool, segment_ids: Array | None
+) -> tuple[Array, Any]:
+    from jax.experimental.pallas.ops.tpu import splash_attention as splash
+
     kernel = _splash_kernel(q.shape[1], q.shape[2], interpret)
+    segments = None if segment_ids is None else splash.SegmentIds(segment_ids, segment_ids)
 
     def heads_first(q: Array, k: Array, v: Array) -> Array:
         scaled = (q.astype(jnp.float32) * scale).astype(q.dtype)
         # Named, they are what is kept for the backward: kept with positions first, as a cheap way back to the
         # same, they would be transposed again there, on TPU with the whole pool they wait in.
         first = (checkpoint_name(a.swapaxes(1, 2), "heads") for a in (scaled, k, v))
-        out_BHSV = jax.vmap(kernel)(*first)
+        out_BHSV = jax.vmap(kernel)(*first, segments)
         return out_BHSV.swapaxes(1, 2)
 
     return _priced(functools.partial(jax.vjp, heads_first), _cost(q, v, 1, 1, (q, k, v, v)))(q, k, v)
 
 
-def _splash_bwd(scale: float, interpret: bool, pull: Any, d: Array) -> tuple[Array, Array, Array]:
+def _splash_bwd(scale: float, interpret: bool, pull: Any, d: Array) -> tuple[Array, Array, Array, None]:
     del scale, interpret
     q, _, v = jax.eval_shape(pull, d)
     # Scores once more, then the gradients of values, scores, queries and keys.
     cost = _cost(q, v, 3, 2, (q, q, q, q, v, v, v, v))
-    return _priced(lambda pull, d: pull(d), cost)(pull, d)
+    return *_priced(lambda pull, d: pull(d), cost)(pull, d), None
 
 
 splash_attention.defvjp(_splash_fwd, _splash_bwd)

@@ -1,7 +1,7 @@
 """Mixture of experts as DeepSeek builds it: the router, the experts, and the bias that balances them.
 
 The bias that steers selection is an input of the layer and the counts are an output: nothing is remembered,
-so rematerialisation cannot count twice. The sequence-wise balance loss is left out.
+so rematerialisation cannot count twice.
 
 Shape suffixes: B batch, S sequence, T = B * S tokens, D model dim, E experts, K experts per token, G groups,
 M experts of a group, F hidden width of an expert.
@@ -9,7 +9,7 @@ M experts of a group, F hidden width of an expert.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -72,8 +72,7 @@ def route(logits_TE: Array, bias_E: Array, config: Config) -> tuple[Array, Array
       normalised if the config says so, times ``routed_scale``. Gradients flow through the weights.
 
     """
-    score = jax.nn.sigmoid if config.score == "sigmoid" else jax.nn.softmax
-    scores_TE = score(logits_TE)
+    scores_TE = _scores(logits_TE, config)
     choice_TE = jax.lax.stop_gradient(scores_TE + bias_E)
     if config.top_groups < config.num_groups:
         choice_TE = _mask_groups(choice_TE, config)
@@ -86,6 +85,10 @@ def route(logits_TE: Array, bias_E: Array, config: Config) -> tuple[Array, Array
     return topk_TK, weights_TK * config.routed_scale
 
 
+def _scores(logits_TE: Array, config: Config) -> Array:
+    return (jax.nn.sigmoid if config.score == "sigmoid" else jax.nn.softmax)(logits_TE)
+
+
 def _mask_groups(choice_TE: Array, config: Config) -> Array:
     T, E = choice_TE.shape
     groups = config.num_groups
@@ -95,6 +98,32 @@ def _mask_groups(choice_TE: Array, config: Config) -> Array:
     _, kept = jax.lax.top_k(group_TG, config.top_groups)
     keep_TG = jnp.any(kept[..., None] == jnp.arange(groups, dtype=kept.dtype), axis=1)
     return jnp.where(keep_TG[..., None], choice_TGM, -jnp.inf).reshape(T, E)
+
+
+def sequence_balance(scores_BSE: Array, live_BS: Array, top_k: int) -> Array:
+    """Return each sequence's balance loss, 1 if all is even, without its factor (DeepSeek-V3, eq. 17 to 20).
+
+    The sum over experts of f and P: f is an expert's share of the ``top_k`` best unbiased scores, times E; P the
+    mean of its scores, normalised over experts. Gradients flow through P.
+
+    Args:
+      scores_BSE: float32, positive.
+      live_BS: bool, the tokens that count; a sequence without any has a loss of 0.
+      top_k: experts per token.
+
+    Returns:
+      float32 [B].
+
+    """
+    num_experts = scores_BSE.shape[-1]
+    live_BS1 = live_BS[..., None].astype(jnp.float32)
+    num_live_B1 = jnp.maximum(jnp.sum(live_BS1, axis=1), 1)
+    _, best_BSK = jax.lax.top_k(jax.lax.stop_gradient(scores_BSE), top_k)
+    chosen_BSE = jnp.any(best_BSK[..., None] == jnp.arange(num_experts, dtype=best_BSK.dtype), axis=2)
+    f_BE = jnp.sum(jnp.where(chosen_BSE, live_BS1, 0), axis=1) * (num_experts / top_k) / num_live_B1
+    normal_BSE = scores_BSE / (jnp.sum(scores_BSE, axis=-1, keepdims=True) + 1e-20)
+    p_BE = jnp.sum(normal_BSE * live_BS1, axis=1) / num_live_B1
+    return jnp.sum(f_BE * p_BE, axis=-1)
 
 
 def update_bias(bias: Array, counts: Array, rate: float | Array, *, center: bool = False) -> Array:
@@ -183,6 +212,21 @@ class Experts(nnx.Module):
         return self.matmul(hidden, down, handle)
 
 
+class Load(NamedTuple):
+    """What a router did with this device's tokens.
+
+    Attributes:
+      counts: int32 [E], how many of the live tokens chose each expert.
+      dropped: int32 [], how many choices, live or not, found no room at their expert.
+      balance: float32 [B], see ``sequence_balance``; costs nothing unless used.
+
+    """
+
+    counts: Array
+    dropped: Array
+    balance: Array
+
+
 class MoE(nnx.Module):
     """Routed experts, each token's weighted sum of a few, plus the shared expert, for every token."""
 
@@ -195,19 +239,26 @@ class MoE(nnx.Module):
         if config.num_shared_experts:
             self.shared_experts = SwiGLU(config, config.num_shared_experts * config.expert_hidden, rngs)
 
-    def __call__(self, x_BSD: Array, bias_E: Array) -> tuple[Array, Array, Array]:
+    def __call__(self, x_BSD: Array, bias_E: Array, live_BS: Array | None = None) -> tuple[Array, Load]:
         """Apply the layer to this device's tokens.
 
         ``jax.checkpoint`` policies may refer to the names "dispatched" and "combined": saving the first
         spares the recomputation its all_to_all.
 
+        Args:
+          x_BSD: activations.
+          bias_E: float32, of the selection.
+          live_BS: bool, which tokens the load counts; None counts all. The others travel too.
+
         Returns:
-          x's like; int32 [E], how many of this device's tokens chose each expert; int32 [], how many of
-          those choices were dropped.
+          x's like, and what the router did.
 
         """
         x_TD = x_BSD.reshape(-1, x_BSD.shape[-1])
-        logits_TE = jnp.einsum("td,de->te", x_TD.astype(jnp.float32), self.gate[...])
+        # At less than the highest precision, TPUs multiply float32 in bfloat16 and GPUs in TF32.
+        logits_TE = jnp.einsum(
+            "td,de->te", x_TD.astype(jnp.float32), self.gate[...], precision=jax.lax.Precision.HIGHEST
+        )
         topk_TK, weights_TK = route(logits_TE, bias_E, self.config)
         handle = self.dispatch.plan(topk_TK, self.config.num_experts)
         rows = checkpoint_name(parallel.dispatch(x_TD, handle), "dispatched")
@@ -215,4 +266,14 @@ class MoE(nnx.Module):
         y_BSD = checkpoint_name(y_TD, "combined").reshape(x_BSD.shape)
         if self.config.num_shared_experts:
             y_BSD = y_BSD + self.shared_experts(x_BSD)
-        return y_BSD, parallel.count(topk_TK, self.config.num_experts), handle.dropped
+        if live_BS is None:
+            live_BS = jnp.ones(x_BSD.shape[:-1], bool)
+        nobody = jnp.int32(self.config.num_experts)
+        counted_TK = jnp.where(live_BS.reshape(-1, 1), topk_TK, nobody)
+        scores_BSE = _scores(logits_TE, self.config).reshape(*live_BS.shape, -1)
+        load = Load(
+            parallel.count(counted_TK, self.config.num_experts),
+            handle.dropped,
+            sequence_balance(scores_BSE, live_BS, self.config.top_k),
+        )
+        return y_BSD, load

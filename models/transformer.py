@@ -1,309 +1,375 @@
-"""DeepSeek's model as the three plain functions of a pipeline.
+"""DeepSeek-V3 as kinds of stages: embedding, dense layers, layers with experts, multi-token prediction, losses.
 
-The token embedding and the dense blocks are ``embed``, the blocks with experts are shared out over
-stages, the final norm, the output projection and the cross entropy are ``head_loss``. Multi-token
-prediction is not built; a checkpoint's names map one to one, see ``Block``.
-
-Shape suffixes: B batch, S sequence, D model dim, V vocab, E experts, P stages, L layers of a stage.
+Shape suffixes: B batch, S sequence, D model dim, V vocabulary, E experts, P stages, R rows of the routers' figures.
 """
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from flax import nnx
 from jax import Array
 from jax.sharding import PartitionSpec
 
-from models.attention import Attend, Attention, RMSNorm, linear
+from dualpipe_jax.engine.model import At, Out, StagedModel
+from models.attention import RMSNorm, linear
+from models.blocks import Block, DenseBlock, Merge
 from models.config import Config
-from models.functional import Functions, Pure, Tree, num_params, pure_nnx, unstack
+from models.functional import Tree, num_params, pure_nnx
 from models.kernels import AUTO, Kernels
-from models.moe import Dispatch, Matmul, MoE, SwiGLU, update_bias
-from models.sharing import check_shares, places_of, share_layers
+from models.moe import Dispatch, Load, update_bias
+from models.objective import (
+    inputs_ahead,
+    live_tokens,
+    masked_mean,
+    num_counted,
+    targets_ahead,
+)
+from models.plan import Content, Layout, lay_out, layer_plan
+from models.vocabulary import BLOCK, cross_entropy, look_up
 
-SCAN_ABOVE = 2
-"""On CPU, with more layers in a stage than this, they are scanned: compile time stays flat."""
 
-
-class Model(NamedTuple):
+@dataclasses.dataclass(frozen=True, eq=False)
+class Model:
     """What ``deepseek`` returns.
 
     Attributes:
-      functions: embed, stage and head_loss; see ``Functions``.
-      init: ``init(key) -> params``, float32; the same weights for every number of stages.
-      param_specs: for each leaf of params, *without* the stage dim, how it lies on the expert axis.
-      places: int32 [P, L], which of the layers with experts stands where; -1 in an empty place, whose weights
-        are zeros that no gradient moves.
-
+      config: the model's numbers.
+      layout: which layer stands where.
+      staged: the model as the engine sees it.
+      init: ``init(key) -> params``, float32; the same weights for every plan. Slots that a stage leaves empty are
+        zeros, which no gradient moves.
+      param_specs: for each leaf of params, for those of stages without the stage dim, how it lies on the expert axis.
     """
 
-    functions: Functions
+    config: Config
+    layout: Layout
+    staged: StagedModel
     init: Callable[[Array], Tree]
     param_specs: Tree
-    places: np.ndarray
-
-
-class DenseBlock(nnx.Module):
-    """x + attention, then x + SwiGLU, each behind its norm."""
-
-    def __init__(self, config: Config, rngs: nnx.Rngs, attend: Attend | None = None):
-        self.input_layernorm = RMSNorm(config.dim, config.norm_eps)
-        self.self_attn = Attention(config, rngs, attend)
-        self.post_attention_layernorm = RMSNorm(config.dim, config.norm_eps)
-        self.mlp = SwiGLU(config, config.dense_hidden, rngs)
-
-    def __call__(self, x_BSD: Array) -> Array:
-        """Apply the block."""
-        x_BSD = x_BSD + self.self_attn(self.input_layernorm(x_BSD))
-        return x_BSD + self.mlp(self.post_attention_layernorm(x_BSD))
-
-
-class Block(nnx.Module):
-    """x + attention, then x + mixture of experts, each behind its norm.
-
-    Attributes are named as in published checkpoints, ``model.layers.N.<name>``; experts are stacked.
-    """
-
-    def __init__(
-        self,
-        config: Config,
-        dispatch: Dispatch,
-        rngs: nnx.Rngs,
-        attend: Attend | None = None,
-        matmul: Matmul | None = None,
-    ):
-        self.input_layernorm = RMSNorm(config.dim, config.norm_eps)
-        self.self_attn = Attention(config, rngs, attend)
-        self.post_attention_layernorm = RMSNorm(config.dim, config.norm_eps)
-        self.mlp = MoE(config, dispatch, rngs, matmul)
-
-    def __call__(self, x_BSD: Array, bias_E: Array) -> tuple[Array, Array, Array]:
-        """Apply the block; returns x, the router's counts [E] and the number of dropped assignments."""
-        x_BSD = x_BSD + self.self_attn(self.input_layernorm(x_BSD))
-        y_BSD, counts_E, dropped = self.mlp(self.post_attention_layernorm(x_BSD), bias_E)
-        return x_BSD + y_BSD, counts_E, dropped
-
-
-class Embed(nnx.Module):
-    """Token embedding and the dense blocks."""
-
-    def __init__(self, config: Config, rngs: nnx.Rngs, attend: Attend | None = None):
-        init = jax.nn.initializers.normal(config.init_std)
-        self.embed_tokens = nnx.Param(init(rngs.params(), (config.vocab, config.dim), jnp.float32))
-        self.layers = nnx.List([DenseBlock(config, rngs, attend) for _ in range(config.num_dense_layers)])
-        self.dtype = config.compute_dtype
-
-    def __call__(self, tokens_BS: Array) -> Array:
-        """Look tokens up and run the dense blocks: [B, S, D] in the compute dtype."""
-        x_BSD = self.embed_tokens[...][tokens_BS].astype(self.dtype)
-        for layer in self.layers:
-            x_BSD = layer(x_BSD)
-        return x_BSD
-
-
-class Head(nnx.Module):
-    """Final norm and output projection."""
-
-    def __init__(self, config: Config, rngs: nnx.Rngs):
-        self.norm = RMSNorm(config.dim, config.norm_eps)
-        self.lm_head = linear(config, config.dim, config.vocab, rngs)
-
-    def __call__(self, x_BSD: Array) -> Array:
-        """Return float32 logits [B, S, V]."""
-        x_BSD = self.norm(x_BSD)
-        kernel_DV = self.lm_head.kernel[...].astype(x_BSD.dtype)
-        return jnp.einsum("bsd,dv->bsv", x_BSD, kernel_DV, preferred_element_type=jnp.float32)
-
-
-def cross_entropy(logits_BSV: Array, targets_BS: Array) -> Array:
-    """Return the mean cross entropy per token in nats, computed in float32."""
-    logits_BSV = logits_BSV.astype(jnp.float32)
-    targets_BS = jnp.asarray(targets_BS)
-    # Compare and sum: the backward of a gather here would be a scatter into [B, S, V].
-    hit_BSV = targets_BS[..., None] == jnp.arange(logits_BSV.shape[-1], dtype=targets_BS.dtype)
-    picked_BS = jnp.sum(jnp.where(hit_BSV, logits_BSV, 0), axis=-1)
-    return jnp.mean(jax.nn.logsumexp(logits_BSV, axis=-1) - picked_BS)
 
 
 def deepseek(
     config: Config,
-    num_stages: int,
+    stages: int | Sequence[int] = 1,
     *,
     ep_axis: str | None = None,
     dispatch: Literal["capacity", "dropless"] = "dropless",
     capacity_factor: float | None = None,
+    mtp_weight: float = 0.3,
+    mtp_after_norm: bool = False,
+    balance_factor: float = 1e-4,
     remat: Callable[..., Any] | None = None,
-    layers_per_stage: Sequence[int] | None = None,
-    unroll: bool | None = None,
+    loss_block: int = BLOCK,
     kernels: Kernels = AUTO,
     platform: Literal["cpu", "gpu", "tpu"] | None = None,
 ) -> Model:
-    """Build the model for ``num_stages`` pipeline stages.
+    """Build the model, cut into stages.
 
-    Tokens and targets are int [B, S]; targets are the tokens that follow. The params are::
+    Its batch is described in ``models.objective``. Its losses are "lm", the mean cross entropy of the targets that
+    count; "mtp_1" and so on, that of each depth of multi-token prediction, times ``mtp_weight`` over their number; and
+    "balance", the mean over sequences of the sum over layers of ``models.moe.sequence_balance``, times
+    ``balance_factor``. Without "targets" in the batch there are none of the first two. The last stage's x is what the
+    final norm returns.
 
-        {"embed": ..., "head": ...,
-         "stages": {"layers": weights [P, L, ...],
-                    "routing": {"bias": float32 [P, L, E], "stage": int32 [P]}}}
-
-    The routing part is state, not weights: its gradient is zero (the bias) or float0 (the stage's own
-    index), and it belongs into the checkpoint but not into the optimizer; see ``update_routing``. A stage
-    returns ``(x, aux)`` with ``aux = {"counts": int32 [P, L, E], "dropped": int32 []}``, counts zero but in
-    its own row: summed over microbatches, stages and devices, aux says how often every expert was chosen.
-
-    All stages run one program, so all have L places, as many as the deepest has layers. An empty place is run
-    and its result thrown away, which costs ``places.size / num_moe_layers`` of the stages' time (58 layers on
-    16 stages: 64 / 58, ten percent) and, on ranks that have one, the memory of a layer (``num_padding``). It
-    is not skipped, because a pair's collectives must stand outside of branches to lie under each other's work.
+    Its metrics: "counts", int32 [R, E], live tokens that chose each expert: a row for each layer with experts in model
+    order, then one for each module of multi-token prediction; "dropped", int32, choices without room at their expert;
+    "tokens", int32, targets that counted; "mtp_nll" and "mtp_tokens", float32 and int32 [depths], the sum of each
+    depth's cross entropies and how many they are; "balance", float32, the sum of sequences' balance losses without
+    factor, and "sequences", int32, their number. See ``figures``.
 
     Args:
-      config: the model.
-      num_stages: P.
-      ep_axis: the mesh axis over which experts are sharded; the functions then run inside ``shard_map``,
-        where an expert's leaf holds E / N of them and B is this device's part of the microbatch.
+      config: the numbers; ``config.num_mtp_layers`` modules of multi-token prediction.
+      stages: layers of each stage, see ``layer_plan``; or how many stages, for its default.
+      ep_axis: the mesh axis that the experts, the embedding's width and the head's words are shared out over; None if
+        each device has all. Tied, embedding and head stay whole.
       dispatch: see ``models.moe.Dispatch``.
-      capacity_factor: its factor; None drops nothing.
-      remat: a ``jax.checkpoint`` policy for each layer, such as
-        ``jax.checkpoint_policies.nothing_saveable``; None to keep what the backward needs.
-      layers_per_stage: how many of the layers that have experts each stage has; by default equal shares, as
-        far as possible: see ``share_layers``.
-      unroll: whether a stage's layers are written out one by one, or scanned. A fused pair needs them written
-        out, for what is inside a scan overlaps with nothing. None: written out unless the platform is "cpu",
-        where a scan of more than ``SCAN_ABOVE`` layers compiles faster.
+      capacity_factor: the same; None drops nothing.
+      mtp_weight: the paper's lambda: 0.3, later 0.1. A batch that has "mtp_weight" overrules it, so that it changes
+        with no new compilation.
+      mtp_after_norm: whether modules of multi-token prediction hear the hidden state behind the final norm, as
+        published weights want it, or before.
+      balance_factor: the paper's alpha; 0 for no such loss, and none of its cost.
+      remat: a ``jax.checkpoint`` policy for each layer, such as ``jax.checkpoint_policies.nothing_saveable``; None to
+        keep what the backward needs.
+      loss_block: tokens of a device whose logits stand at once, at most.
       kernels: what computes attention and the experts' matmuls.
-      platform: what the functions will be compiled for, which decides whatever is left open above; None is
-        JAX's default backend.
+      platform: what the functions will be compiled for; None is JAX's default backend.
 
     Raises:
-      ValueError: there is no stage or no layer with experts, or the shares do not add up.
+      ValueError: the plan does not fit the layers.
 
     """
-    places = _places(config, num_stages, layers_per_stage)
     platform = platform or _platform()
     attend, matmul = kernels.attend(platform), kernels.multiply(platform)
     tokens = Dispatch(dispatch, capacity_factor, ep_axis)
-    block = pure_nnx(lambda rngs: Block(config, tokens, rngs, attend, matmul))
-    embed = pure_nnx(lambda rngs: Embed(config, rngs, attend))
-    head = pure_nnx(lambda rngs: Head(config, rngs))
-    embed_apply = embed.apply if remat is None else jax.checkpoint(embed.apply, policy=remat)
+    layout = lay_out(config, layer_plan(config, stages) if isinstance(stages, int) else stages)
+    modules = _Modules(
+        *(
+            pure_nnx(create)
+            for create in (
+                lambda rngs: DenseBlock(config, rngs, attend),
+                lambda rngs: Block(config, tokens, rngs, attend, matmul),
+                lambda rngs: Merge(config, rngs),
+                lambda rngs: RMSNorm(config.dim, config.norm_eps),
+            )
+        )
+    )
 
-    def head_loss(params: Tree, x_BSD: Array, targets_BS: Array) -> Array:
-        return cross_entropy(head.apply(params, x_BSD), targets_BS)
+    def kept(function: Callable[..., Any]) -> Callable[..., Any]:
+        return function if remat is None else jax.checkpoint(function, policy=remat)
+
+    def block(weights: Tree, *args: Any) -> tuple[Array, Load]:
+        x_BSD, load = modules.block.apply(weights, *args)
+        return x_BSD, load if balance_factor else load._replace(balance=None)
+
+    runs = _Runs(
+        config=config,
+        dense=kept(modules.dense.apply),
+        block=kept(block),
+        merge=kept(modules.merge.apply),
+        norm=modules.norm.apply,
+        axis=None if config.tie_embeddings else ep_axis,
+        mtp_weight=mtp_weight,
+        mtp_after_norm=mtp_after_norm,
+        balance_factor=balance_factor,
+        loss_block=loss_block,
+    )
+    kinds = {name: runs.stage(content) for name, content in zip(layout.kinds, layout.contents, strict=True)}
+
+    def weights(batch: Tree) -> dict[str, Array]:
+        depths = range(1, config.num_mtp_layers + 1)
+        return {"lm": num_counted(batch)} | {_mtp(depth): num_counted(batch, depth) for depth in depths}
 
     def init(key: Array) -> Tree:
-        embed_key, layers_key, head_key = jax.random.split(key, 3)
-        layers = jax.vmap(block.init)(jax.random.split(layers_key, config.num_moe_layers))
-        routing = {
-            "bias": jnp.zeros((*places.shape, config.num_experts), jnp.float32),
-            "stage": jnp.arange(num_stages, dtype=jnp.int32),
-        }
-        return {
-            "embed": embed.init(embed_key),
-            "stages": {
-                "layers": jax.tree.map(lambda w: _into_places(w, places), layers),
-                "routing": routing,
-            },
-            "head": head.init(head_key),
-        }
+        return _init(config, layout, modules, key)
 
-    scanned = platform == "cpu" and places.shape[1] > SCAN_ABOVE if unroll is None else not unroll
-    functions = Functions(embed_apply, _stage_function(block, places, remat, scanned), head_loss)
-    return Model(functions, init, _param_specs(init, ep_axis), places)
+    return Model(
+        config, layout, StagedModel(kinds, layout.kinds, weights), init, _param_specs(config, init, ep_axis)
+    )
 
 
-def update_routing(params: Tree, aux: Tree, rate: float | Array, *, center: bool = False) -> Tree:
+def update_routing(params: Tree, counts_RE: Array, rate: float | Array, *, center: bool = False) -> Tree:
     """Return params with every layer's selection bias moved by the counts of one whole step.
 
     Args:
-      params: as ``deepseek``'s init made them.
-      aux: the stages' auxiliary outputs, summed over microbatches, stages and all devices of the mesh.
+      params: as init made them, or with "stages" placed by the engine: a slot knows its row of the counts.
+      counts_RE: the metric "counts" of the whole step.
       rate: see ``models.moe.update_bias``.
       center: the same.
 
     """
-    routing = params["stages"]["routing"]
-    routing = routing | {"bias": update_bias(routing["bias"], aux["counts"], rate, center=center)}
-    return params | {"stages": params["stages"] | {"routing": routing}}
+
+    def move(stages: Tree) -> Tree:
+        routing = stages["routing"]
+        counts = counts_RE[jnp.maximum(routing["row"], 0)]
+        moved = update_bias(routing["bias"], counts, rate, center=center)
+        bias = jnp.where(routing["row"][..., None] < 0, routing["bias"], moved)
+        return stages | {"routing": routing | {"bias": bias}}
+
+    def is_stages(node: Tree) -> bool:
+        return isinstance(node, dict) and "routing" in node
+
+    return params | {"stages": jax.tree.map(move, params["stages"], is_leaf=is_stages)}
+
+
+def head_kernel(config: Config, shared: Tree) -> Array:
+    """Return the output projection [D, V]."""
+    return shared["embed_tokens"].T if config.tie_embeddings else shared["lm_head"]["kernel"]
+
+
+def figures(losses: Tree, metrics: Tree) -> dict[str, Array]:
+    """Return a step's mean losses without their factors: "lm", "mtp" [depths], "balance" a layer; float32."""
+    found = {"lm": losses["lm"]} if "lm" in losses else {}
+    if "mtp_nll" in metrics:
+        found["mtp"] = metrics["mtp_nll"] / jnp.maximum(metrics["mtp_tokens"], 1).astype(jnp.float32)
+    if "balance" in metrics:
+        terms = metrics["sequences"] * metrics["counts"].shape[0]
+        found["balance"] = metrics["balance"] / terms.astype(jnp.float32)
+    return found
 
 
 def num_padding(model: Model) -> int:
-    """Count the parameters of empty places: zeros that ``num_params`` counts and the model does not have."""
-    layers = jax.eval_shape(model.init, jax.random.key(0))["stages"]["layers"]
-    return num_params(layers) // model.places.size * int(np.sum(model.places < 0))
+    """Count the parameters of empty slots: zeros that ``num_params`` counts and the model does not have."""
+    slots = jax.eval_shape(model.init, jax.random.key(0))["stages"]["layers"]
+    return num_params(slots) // model.layout.rows.size * int((model.layout.rows < 0).sum())
 
 
-def _places(config: Config, num_stages: int, shares: Sequence[int] | None) -> np.ndarray:
-    layers = config.num_moe_layers
-    if num_stages < 1 or layers < 1:
-        raise ValueError(
-            f"deepseek: {config.num_layers} layers less {config.num_dense_layers} dense ones leave {layers} "
-            f"with experts for {num_stages} stages; at least one of each is needed."
+class _Modules(NamedTuple):
+    """Each kind of module as two functions, ``init(key)`` and ``apply(params, ...)``."""
+
+    dense: Any
+    block: Any
+    merge: Any
+    norm: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class _Runs:
+    """Makes stage functions; ``axis`` is what embedding and head are shared out over."""
+
+    config: Config
+    dense: Callable[..., Array]
+    block: Callable[..., tuple[Array, Load]]
+    merge: Callable[..., Array]
+    norm: Callable[..., Array]
+    axis: str | None
+    mtp_weight: float
+    mtp_after_norm: bool
+    balance_factor: float
+    loss_block: int
+
+    def stage(self, content: Content) -> Callable[..., Out]:
+        def run(own: Tree, shared: Tree, x_BSD: Array, at: At) -> Out:
+            batch = at.batch
+            live_BS = live_tokens(batch) if "valid" in batch else None
+            if content.first:
+                x_BSD = self._embed(shared, batch["inputs"])
+            for layer in content.dense:
+                x_BSD = self.dense(shared["layers"][layer], x_BSD, *_where(batch))
+            loads: list[Load] = []
+            for slot in range(content.num_moe):
+                x_BSD, load = self._layer(own, slot, x_BSD, batch, live_BS)
+                loads.append(load)
+            out = self._ends(own, shared, x_BSD, batch, loads) if content.last else Out(x_BSD)
+            return self._with_loads(out, own, loads)
+
+        return run
+
+    def _embed(self, shared: Tree, tokens_BS: Array) -> Array:
+        return look_up(shared["embed_tokens"], tokens_BS, self.config.compute_dtype, self.axis)
+
+    def _layer(
+        self, own: Tree, slot: int, x_BSD: Array, batch: Tree, live_BS: Array | None
+    ) -> tuple[Array, Load]:
+        bias_E = jax.lax.stop_gradient(own["routing"]["bias"][slot])
+        return self.block(own["layers"][slot], x_BSD, bias_E, *_where(batch), live_BS)
+
+    def _ends(self, own: Tree, shared: Tree, x_BSD: Array, batch: Tree, loads: list[Load]) -> Out:
+        """Adds the last stage's losses, and to ``loads`` those of multi-token prediction."""
+        normed_BSD = self.norm(shared["norm"], x_BSD)
+        out = Out(normed_BSD)
+        if "targets" not in batch:
+            return out
+        nll_BS, counted_BS = self._nll(shared, normed_BSD, batch, 0)
+        losses = {"lm": masked_mean(nll_BS, counted_BS)}
+        metrics: dict[str, Array] = {"tokens": jnp.sum(counted_BS, dtype=jnp.int32)}
+        sums, numbers = [], []
+        hidden_BSD = normed_BSD if self.mtp_after_norm else x_BSD
+        for depth in range(1, self.config.num_mtp_layers + 1):
+            module = shared["mtp"][depth - 1]
+            embedded_BSD = self._embed(shared, inputs_ahead(batch, depth))
+            x_BSD = self.merge({name: module[name] for name in _MERGE}, embedded_BSD, hidden_BSD)
+            x_BSD, load = self._layer(own, len(loads), x_BSD, batch, live_tokens(batch, depth))
+            loads.append(load)
+            normed_BSD = self.norm(module["norm"], x_BSD)
+            hidden_BSD = normed_BSD if self.mtp_after_norm else x_BSD
+            nll_BS, counted_BS = self._nll(shared, normed_BSD, batch, depth)
+            weighed_BS = nll_BS * self._mtp_weight(batch)
+            losses[_mtp(depth)] = masked_mean(weighed_BS, counted_BS) / self.config.num_mtp_layers
+            sums.append(jnp.sum(jnp.where(counted_BS, nll_BS, 0)))
+            numbers.append(jnp.sum(counted_BS, dtype=jnp.int32))
+        if sums:
+            metrics |= {"mtp_nll": jnp.stack(sums), "mtp_tokens": jnp.stack(numbers)}
+        return out._replace(losses=losses, metrics=metrics)
+
+    def _nll(self, shared: Tree, x_BSD: Array, batch: Tree, depth: int) -> tuple[Array, Array]:
+        targets_BS, counted_BS = targets_ahead(batch, depth)
+        if depth >= targets_BS.shape[1]:
+            raise ValueError(
+                f"deepseek: sequences of {targets_BS.shape[1]} tokens have no target for {depth} tokens ahead; "
+                "give longer ones, or a config with fewer num_mtp_layers."
+            )
+        kernel_DV = head_kernel(self.config, shared)
+        x_TD = x_BSD.reshape(-1, x_BSD.shape[-1])
+        nll_T = cross_entropy(x_TD, kernel_DV, targets_BS.reshape(-1), self.axis, self.loss_block)
+        return nll_T.reshape(targets_BS.shape), counted_BS
+
+    def _mtp_weight(self, batch: Tree) -> Array | float:
+        if "mtp_weight" not in batch:
+            return self.mtp_weight
+        return jax.lax.stop_gradient(batch["mtp_weight"].astype(jnp.float32))[:, None]
+
+    def _with_loads(self, out: Out, own: Tree, loads: list[Load]) -> Out:
+        if not loads:
+            return out
+        config = self.config
+        rows_RE = jnp.zeros((config.num_moe_layers + config.num_mtp_layers, config.num_experts), jnp.int32)
+        first = own["routing"]["row"][0]
+        counts_RE = jax.lax.dynamic_update_slice(
+            rows_RE, jnp.stack([load.counts for load in loads]), (first, jnp.int32(0))
         )
-    if shares is None:
-        shares = share_layers(layers, num_stages)
-    check_shares(shares, layers, num_stages)
-    return places_of(shares)
+        dropped = sum((load.dropped for load in loads), jnp.int32(0))
+        metrics = {**out.metrics, "counts": counts_RE, "dropped": dropped}
+        if not self.balance_factor:
+            return out._replace(metrics=metrics)
+        balance_B = jnp.sum(jnp.stack([load.balance for load in loads]), axis=0)
+        losses = {**out.losses, "balance": self.balance_factor * jnp.mean(balance_B)}
+        metrics["balance"] = jax.lax.stop_gradient(jnp.sum(balance_B))
+        if "tokens" in metrics:
+            metrics["sequences"] = jnp.int32(balance_B.shape[0])
+        return out._replace(losses=losses, metrics=metrics)
 
 
-def _into_places(layers: Array, places: np.ndarray) -> Array:
-    if np.all(places >= 0):
-        return layers.reshape(*places.shape, *layers.shape[1:])
-    return jnp.take(layers, np.where(places < 0, len(layers), places), axis=0, mode="fill", fill_value=0)
+_MERGE = ("enorm", "hnorm", "eh_proj")
+
+
+def _mtp(depth: int) -> str:
+    return f"mtp_{depth}"
+
+
+def _where(batch: Tree) -> tuple[Array | None, Array | None]:
+    return batch.get("positions"), batch.get("segment_ids")
+
+
+def _init(config: Config, layout: Layout, modules: _Modules, key: Array) -> Tree:
+    embed_key, dense_key, block_key, mtp_key, head_key = jax.random.split(key, 5)
+    num_rows, num_mtp = config.num_moe_layers + config.num_mtp_layers, config.num_mtp_layers
+    blocks = jax.vmap(modules.block.init)(jax.random.split(block_key, num_rows))
+
+    def slot(rows_P: Any) -> Tree:
+        here = jnp.asarray(rows_P)
+        return jax.tree.map(
+            lambda w: jnp.where(here.reshape(-1, *(1,) * (w.ndim - 1)) < 0, 0, w[jnp.maximum(here, 0)]),
+            blocks,
+        )
+
+    normal = jax.nn.initializers.normal(config.init_std)
+    shared = {
+        "embed_tokens": normal(embed_key, (config.vocab, config.dim), jnp.float32),
+        "layers": [modules.dense.init(k) for k in jax.random.split(dense_key, config.num_dense_layers)],
+        "norm": modules.norm.init(head_key),
+        "mtp": [
+            modules.merge.init(k) | {"norm": modules.norm.init(k)} for k in jax.random.split(mtp_key, num_mtp)
+        ],
+    }
+    if not config.tie_embeddings:
+        head = pure_nnx(lambda rngs: linear(config, config.dim, config.vocab, rngs))
+        shared["lm_head"] = head.init(head_key)
+    routing = {
+        "bias": jnp.zeros((*layout.rows.shape, config.num_experts), jnp.float32),
+        "row": jnp.asarray(layout.rows),
+    }
+    return {
+        "stages": {"layers": [slot(rows_P) for rows_P in layout.rows.T], "routing": routing},
+        "shared": shared,
+    }
+
+
+def _param_specs(config: Config, init: Callable[[Array], Tree], ep_axis: str | None) -> Tree:
+    def spec(path: tuple[Any, ...], leaf: Any) -> PartitionSpec:
+        del leaf
+        names = {getattr(key, "key", None) for key in path}
+        if ep_axis and "experts" in names:
+            return PartitionSpec(ep_axis)
+        if ep_axis and not config.tie_embeddings and names & {"embed_tokens", "lm_head"}:
+            return PartitionSpec(None, ep_axis)
+        return PartitionSpec()
+
+    return jax.tree_util.tree_map_with_path(spec, jax.eval_shape(init, jax.random.key(0)))
 
 
 def _platform() -> Literal["cpu", "gpu", "tpu"]:
     name = jax.default_backend()
     return "tpu" if name == "tpu" else "cpu" if name == "cpu" else "gpu"
-
-
-def _stage_function(
-    block: Pure, places: np.ndarray, remat: Callable[..., Any] | None, scanned: bool
-) -> Callable[..., Any]:
-    def layer(x_BSD: Array, weights: Tree, bias_E: Array) -> tuple[Array, tuple[Array, Array]]:
-        y_BSD, counts_E, dropped = block.apply(weights, x_BSD, bias_E)
-        return y_BSD, (counts_E, dropped)
-
-    # A scan's iterations cannot be merged, so there the barriers of prevent_cse only cost.
-    kept = layer if remat is None else jax.checkpoint(layer, policy=remat, prevent_cse=not scanned)
-
-    always_L = np.all(places >= 0, axis=0)
-
-    def run(x_BSD: Array, leaves: tuple[Tree, Array], filled: Array | None) -> tuple[Array, Tree]:
-        y_BSD, counts = kept(x_BSD, *leaves)
-        if filled is None:
-            return y_BSD, counts
-        return jnp.where(filled, y_BSD, x_BSD), jax.tree.map(lambda n: jnp.where(filled, n, 0), counts)
-
-    def stage(params: Tree, x_BSD: Array) -> tuple[Array, Tree]:
-        routing = params["routing"]
-        own_P = jnp.arange(len(places), dtype=jnp.int32) == routing["stage"]
-        filled_L = jnp.any(own_P[:, None] & (places >= 0), axis=0)
-        stacked = (params["layers"], jax.lax.stop_gradient(routing["bias"]))
-        if scanned:
-            flags_L = None if np.all(always_L) else filled_L
-            x_BSD, (counts_LE, dropped_L) = jax.lax.scan(
-                lambda x, leaves: run(x, *leaves), x_BSD, (stacked, flags_L)
-            )
-        else:
-            outs = []
-            for place, leaves in enumerate(unstack(stacked)):
-                x_BSD, out = run(x_BSD, leaves, None if always_L[place] else filled_L[place])
-                outs.append(out)
-            counts_LE, dropped_L = (jnp.stack(parts) for parts in zip(*outs, strict=True))
-        counts_PLE = jnp.where(own_P[:, None, None], counts_LE, 0)
-        return x_BSD, {"counts": counts_PLE, "dropped": jnp.sum(dropped_L, dtype=jnp.int32)}
-
-    return stage
-
-
-def _param_specs(init: Callable[[Array], Tree], ep_axis: str | None) -> Tree:
-    def spec(path: tuple[Any, ...], leaf: Any) -> PartitionSpec:
-        del leaf
-        routed = any(getattr(key, "key", None) == "experts" for key in path)
-        # The leaves are [L, E, ...] once the stage dim is gone.
-        return PartitionSpec(None, ep_axis) if routed and ep_axis else PartitionSpec()
-
-    return jax.tree_util.tree_map_with_path(spec, jax.eval_shape(init, jax.random.key(0)))

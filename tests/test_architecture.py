@@ -24,7 +24,12 @@ MAY_IMPORT = {
     ),
     "dualpipe_jax.inspect": (),
     "dualpipe_jax.command": ("dualpipe_jax.schedule", "dualpipe_jax.inspect"),
-    "models": ("dualpipe_jax.parallel", "dualpipe_jax.pair", "dualpipe_jax.split"),
+    "models": (
+        "dualpipe_jax.parallel",
+        "dualpipe_jax.pair",
+        "dualpipe_jax.split",
+        "dualpipe_jax.engine.model",  # the contract, and no more of the engine
+    ),
     "train": ("dualpipe_jax", "models"),
 }
 """Part of the project -> what of ours it may import, besides itself."""

@@ -6,8 +6,12 @@ import dualpipe_jax
 import dualpipe_jax.schedule
 
 FRONT_DOOR = [
+    "At",
+    "Out",
+    "Pipeline",
     "PipelineModel",
     "PlacedStages",
+    "StagedModel",
     "make_mesh",
     "pipeline_apply",
     "pipeline_loss",
@@ -15,10 +19,13 @@ FRONT_DOOR = [
     "pipeline_value_and_grad",
     "place_stages",
     "recommended_compiler_options",
+    "reference_loss",
+    "reference_value_and_grad",
     "sequential_loss",
     "sequential_value_and_grad",
     "split_backward",
     "split_vjp",
+    "staged",
     "unplace_stages",
 ]
 SCHEDULE = [

@@ -6,23 +6,48 @@ import re
 import jax
 import numpy as np
 
-from dualpipe_jax import sequential_value_and_grad, unplace_stages
+import pytest
+
+from dualpipe_jax import reference_value_and_grad, sequential_value_and_grad, unplace_stages
 from dualpipe_jax.schedule import CostModel, dualpipe, format_grid
 
 README = (pathlib.Path(__file__).parent.parent / "README.md").read_text()
 
 
-def test_the_example_runs_and_is_right():
-    (example,) = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
-    assert len(example.splitlines()) <= 25
+EXAMPLES = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+
+
+@pytest.fixture(scope="module")
+def example():
+    """The names that the first example leaves."""
+    assert len(EXAMPLES[0].splitlines()) <= 25
     names = {}
-    exec(example, names)
-    params = names["params"] | {"stages": unplace_stages(names["params"]["stages"], names["schedule"])}
-    model = names["PipelineModel"](names["embed"], names["stage"], names["head_loss"])
-    tokens = names["tokens"]
+    exec(EXAMPLES[0], names)
+    return names
+
+
+def test_the_example_runs_and_is_right(example):
+    params = example["params"] | {"stages": unplace_stages(example["params"]["stages"], example["schedule"])}
+    model = example["PipelineModel"](example["embed"], example["stage"], example["head_loss"])
+    tokens = example["tokens"]
     plain = jax.jit(sequential_value_and_grad(model))
     loss, _ = plain(jax.device_get(params), tokens, jax.numpy.roll(tokens, -1, axis=-1))
+    np.testing.assert_allclose(example["loss"], loss, rtol=1e-6)
+
+
+def test_the_second_example_goes_on_from_there_and_is_right(example):
+    _, second = EXAMPLES
+    assert len(second.splitlines()) <= 15
+    names = dict(example)
+    exec(second, names)
+    pipeline, batch = names["pipeline"], {"tokens": names["tokens"]}
+    params = jax.device_get(pipeline.unplace(names["params"]))
+    (loss, report), grads = jax.jit(reference_value_and_grad(names["model"], num_parts=2))(params, batch)
     np.testing.assert_allclose(names["loss"], loss, rtol=1e-6)
+    np.testing.assert_allclose(names["report"].metrics["squares"], report.metrics["squares"], rtol=1e-5)
+    found = jax.tree.leaves(jax.device_get(pipeline.unplace(names["grads"])))
+    for got, want in zip(found, jax.tree.leaves(grads), strict=True):
+        np.testing.assert_allclose(got, want, rtol=0, atol=2e-6 * np.abs(want).max())
 
 
 def test_the_drawing_is_what_the_code_prints():

@@ -11,17 +11,14 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 
 import models
 from dualpipe_jax.engine import (
-    PipelineModel,
-    PlacedStages,
-    pipeline_state,
-    pipeline_units,
-    pipeline_value_and_grad,
+    Pipeline,
 )
-from dualpipe_jax.engine.stages import broadcast_specs, homes, to_placed
+from dualpipe_jax.engine.stages import homes
 from dualpipe_jax.parallel import EP, PP
 from dualpipe_jax.schedule import MemoryModel, Schedule
 from dualpipe_jax.schedule.costs import stages_a_share
-from train.step import TrainState, make_optimizer, make_update, shard_moments, trainable
+from train.state import TrainState, shard_moments, trainable
+from train.step import make_optimizer, make_update
 
 Tree = Any
 
@@ -37,7 +34,7 @@ class Blueprint:
       params: ShapeDtypeStructs as the engine takes parameters, with their shardings.
       tokens: of inputs and of targets, int32 [microbatches, microbatch size, sequence].
       shard_optimizer: whether the optimizer's state of replicated parameters is shared out; see ``shard_moments``.
-      fuse_pairs: see ``pipeline_value_and_grad``.
+      fuse_pairs: see ``Pipeline``.
     """
 
     model: models.Model
@@ -59,15 +56,12 @@ def draw(
     fuse_pairs: bool = True,
 ) -> Blueprint:
     """The blueprint of a model's step on batches of (microbatches, microbatch size, sequence)."""
-    shapes = jax.eval_shape(model.init, jax.random.key(0))
-    specs = model.param_specs
-    placed = jax.eval_shape(lambda stages: to_placed(stages, schedule.placement), shapes["stages"])
-    stage_specs = broadcast_specs(specs["stages"], placed.local[0])
-    over_ranks = jax.tree.map(lambda spec: PartitionSpec(PP, *spec), stage_specs)
-    params = {
-        end: _lay(shapes[end], broadcast_specs(specs[end], shapes[end]), mesh) for end in ("embed", "head")
-    }
-    params["stages"] = PlacedStages(tuple(_lay(stage, over_ranks, mesh) for stage in placed.local))
+    pipeline = Pipeline(model.staged, schedule, mesh, param_specs=model.param_specs)
+    shapes = jax.eval_shape(lambda: pipeline.placed(model.init(jax.random.key(0))))
+    lies = pipeline.shardings(shapes)
+    params = jax.tree.map(
+        lambda leaf, lie: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=lie), shapes, lies
+    )
     batch = jax.ShapeDtypeStruct(tokens, jnp.int32, sharding=NamedSharding(mesh, PartitionSpec(None, EP)))
     return Blueprint(model, schedule, mesh, params, batch, shard_optimizer, fuse_pairs)
 
@@ -77,23 +71,19 @@ def abstract_mesh(num_pp: int, num_ep: int) -> AbstractMesh:
     return AbstractMesh((num_pp, num_ep), (PP, EP), axis_types=(AxisType.Auto, AxisType.Auto))
 
 
-def lower_units(blueprint: Blueprint, units: Collection[str]) -> Any:
-    """Some of the engine's units alone, lowered; see ``pipeline_units``."""
-    step: Any = pipeline_units(
-        *_engine(blueprint), units, fuse_pairs=blueprint.fuse_pairs, **_options(blueprint)
-    )
-    return step.lower(blueprint.params, blueprint.tokens, blueprint.tokens)
+def lower_units(blueprint: Blueprint, units: Collection[str], *, every_kind: bool = False) -> Any:
+    """Some of the engine's units alone, lowered; see ``Pipeline.units``."""
+    step: Any = _pipeline(blueprint).units(units, every_kind=every_kind)
+    return step.lower(blueprint.params, _batch(blueprint))
 
 
 def lower_step(blueprint: Blueprint) -> Any:
     """The trainer's own step, lowered: gradients, clipping, AdamW, routing biases, the old state donated."""
     optimizer = make_optimizer(1e-4, clip=1.0, weight_decay=0.1)
-    value_and_grad = pipeline_value_and_grad(
-        *_engine(blueprint), fuse_pairs=blueprint.fuse_pairs, **_options(blueprint)
-    )
+    value_and_grad = _pipeline(blueprint).value_and_grad
     state = abstract_state(blueprint, optimizer)
     update: Any = make_update(value_and_grad, optimizer, 1e-3, state)
-    return update.lower(state, blueprint.tokens, blueprint.tokens)
+    return update.lower(state, _batch(blueprint))
 
 
 def abstract_state(blueprint: Blueprint, optimizer: optax.GradientTransformation) -> TrainState:
@@ -123,7 +113,7 @@ def memory_by_kind(blueprint: Blueprint) -> dict[str, int]:
     after the scan: by then the slots are free.
 
     Kinds:
-      stages, ends: parameters of the stages that the device owns; of embedding and head, which every rank holds.
+      stages, shared: parameters of the stages that the device owns; and those of all, which every rank holds.
       mirrored: the second copy of the stages on a bidirectional pipe.
       optimizer: AdamW's two moments.
       gradients: sums for stages, mirrored ones, embedding and head.
@@ -138,40 +128,49 @@ def memory_by_kind(blueprint: Blueprint) -> dict[str, int]:
     pools = {name: nbytes(entry) for name, entry in state.items()}
     kinds = {
         "stages": sum(stages),
-        "ends": nbytes((blueprint.params["embed"], blueprint.params["head"])),
+        "shared": nbytes(blueprint.params["shared"]),
         "mirrored": sum(stages[source] for source, _ in homes(blueprint.schedule.placement).borrowed),
         "optimizer": nbytes(optimizer),
-        "gradients": sum(size for name, size in pools.items() if "grads" in name),
-        "residuals": pools["residual_i"] + pools["residual_w"],
-        "stash": pools["stash"],
+        "gradients": sum(size for name, size in pools.items() if _is_sum(name)),
+        "residuals": sum(size for name, size in pools.items() if name.startswith("residual")),
+        "stash": sum(size for name, size in pools.items() if name.startswith("stash")),
         "boundary": sum(pools[name] for name in ("x", "dy", "y_out", "dx_out")),
     }
-    return kinds | {"batch": 2 * nbytes(blueprint.tokens) + pools["aux"] + pools["loss"] + pools["first_bad"]}
+    figures = sum(size for name, size in pools.items() if name.startswith(("loss.", "metric.")))
+    return kinds | {"batch": 2 * nbytes(blueprint.tokens) + figures}
+
+
+def _is_sum(name: str) -> bool:
+    """Whether an entry of the engine's state is a sum of gradients."""
+    return name.startswith(("own", "shared."))
 
 
 def rank_memory(blueprint: Blueprint) -> tuple[MemoryModel, int]:
     """Bytes of a whole rank's share of the model, for ``choose``; and what a device holds whatever the schedule.
 
     "parameters" are one copy of the stages and its gradients' sums; the rest, which no schedule changes, is both
-    ends with their sums, the optimizer's state and the batch.
+    ends with their sums, the optimizer's state and the batch. Where stages are of several kinds this is an upper bound:
+    every stage counts with the pools of all kinds.
     """
     state, kinds = _state(blueprint), memory_by_kind(blueprint)
     parts = int(stages_a_share(blueprint.schedule.placement))
 
     def share(*pools: str) -> int:
-        leaves = jax.tree.leaves([state[pool] for pool in pools])
+        leaves = jax.tree.leaves([value for name, value in state.items() if name.split(".")[0] in pools])
         return parts * sum(nbytes(jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype)) for leaf in leaves)
 
-    own = sum(nbytes(state[f"grads{k}"]) for k in range(len(blueprint.params["stages"].local)))
+    mine = tuple(f"own{k}." for k in range(len(blueprint.params["stages"].local)))
+    own = sum(nbytes(value) for name, value in state.items() if name.startswith(mine))
     sizes = MemoryModel(
-        residual_i=share("residual_i"),
-        residual_w=share("residual_w"),
+        residual_w=share("residual"),
         stash=share("stash"),
         boundary=share("x") // parts,
         parameters=kinds["stages"] + own,
     )
-    ends = kinds["ends"] + nbytes((state["embed_grads"], state["head_grads"]))
-    return sizes, ends + kinds["optimizer"] + kinds["batch"]
+    fixed = kinds["shared"] + sum(
+        nbytes(value) for name, value in state.items() if name.startswith("shared.")
+    )
+    return sizes, fixed + kinds["optimizer"] + kinds["batch"]
 
 
 def held_arrays(blueprint: Blueprint) -> set[str]:
@@ -180,9 +179,10 @@ def held_arrays(blueprint: Blueprint) -> set[str]:
     A pool of one slot looks like the value in it, and is left out.
     """
     state = _state(blueprint)
-    pools = ("x", "dy", "residual_i", "residual_w", "stash")
-    held = [leaf for name, entry in state.items() if "grads" in name for leaf in jax.tree.leaves(entry)]
-    held += [leaf for name in pools for leaf in jax.tree.leaves(state[name]) if leaf.shape[0] > 1]
+    pools = ("x", "dy", "residual", "stash")
+    held = [leaf for name, entry in state.items() if _is_sum(name) for leaf in jax.tree.leaves(entry)]
+    waiting = [entry for name, entry in state.items() if name.split(".")[0] in pools]
+    held += [leaf for leaf in jax.tree.leaves(waiting) if leaf.shape[0] > 1]
     return {array_name(_HLO_NAMES.get(str(leaf.dtype), str(leaf.dtype)), leaf.shape) for leaf in held}
 
 
@@ -195,8 +195,7 @@ def array_name(dtype: str, dims: tuple[int, ...]) -> str:
 
 
 def _state(blueprint: Blueprint) -> dict[str, Tree]:
-    state = pipeline_state(*_engine(blueprint), **_options(blueprint))
-    return state(blueprint.params, blueprint.tokens, blueprint.tokens)
+    return _pipeline(blueprint).state(blueprint.params, _batch(blueprint))
 
 
 def nbytes(tree: Tree) -> int:
@@ -217,16 +216,13 @@ def _product(shape: tuple[int, ...]) -> int:
     return size
 
 
-def _engine(blueprint: Blueprint) -> tuple[PipelineModel, Schedule, Any]:
-    return PipelineModel(*blueprint.model.functions), blueprint.schedule, blueprint.mesh
+def _pipeline(blueprint: Blueprint) -> Pipeline:
+    b = blueprint
+    mesh: Any = b.mesh
+    return Pipeline(
+        b.model.staged, b.schedule, mesh, param_specs=b.model.param_specs, fuse_pairs=b.fuse_pairs
+    )
 
 
-def _options(blueprint: Blueprint) -> dict[str, Any]:
-    return dict(param_specs=blueprint.model.param_specs, has_aux=True)
-
-
-def _lay(shapes: Tree, specs: Tree, mesh: Any) -> Tree:
-    def lay(leaf: Any, spec: PartitionSpec) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, spec))
-
-    return jax.tree.map(lay, shapes, specs)
+def _batch(blueprint: Blueprint) -> Tree:
+    return {"inputs": blueprint.tokens, "targets": blueprint.tokens}

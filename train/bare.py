@@ -7,9 +7,11 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
+from dualpipe_jax.engine import At, Out
 from dualpipe_jax.pair import interleave
 from dualpipe_jax.parallel import EP, PP
 from dualpipe_jax.split import SplitPlan, split_backward
+from dualpipe_jax.split.run import evaluate
 from train.ahead import Blueprint, Tree
 
 _EVERYWHERE = PartitionSpec((PP, EP))
@@ -25,12 +27,27 @@ def lower_bare_pair(blueprint: Blueprint, *, ordered: bool) -> Any:
     Arguments:
       ordered: in the order of ``interleave``, which its barriers keep, instead of the compiler's own.
     """
-    embed, stage, _ = blueprint.model.functions
-    params, ends, mesh = blueprint.params["stages"].local[0], blueprint.params["embed"], blueprint.mesh
+    mesh, kinds = blueprint.mesh, blueprint.model.staged.kind_of
+    usual = blueprint.model.staged.kinds[max(kinds, key=kinds.count)]
+    first = blueprint.model.staged.kinds[kinds[0]]
+    params = blueprint.params["stages"].local[0], blueprint.params["shared"]
     _, size, sequence = blueprint.tokens.shape
 
+    def at(tokens: Any) -> At:
+        batch = {"inputs": tokens, "targets": tokens}
+        return At(batch, jnp.int32(1), jnp.int32(0), None)
+
+    def stage(params: Tree, seen: tuple[Any, Any]) -> Any:
+        own, shared = params
+        out = Out(*usual(own, shared, seen[0], at(seen[1])))
+        return (out.x, dict(out.losses)), dict(out.metrics)
+
     def plan(params: Tree, x: Any) -> SplitPlan:
-        return split_backward(stage, has_aux=True).trace(params, x)
+        return split_backward(stage, has_aux=True, at_hand=(False, True)).trace(params, x)
+
+    def enter(params: Tree, tokens: Any) -> Any:
+        own, shared = _own(params)
+        return Out(*first(own, shared, None, at(tokens))).x
 
     def forward(params: Tree, x: Any) -> list[Any]:
         *_, residuals_i, residuals_w = plan(_own(params), x).forward(_own(params), x)
@@ -40,19 +57,22 @@ def lower_bare_pair(blueprint: Blueprint, *, ordered: bool) -> Any:
         params: Tree, x: Any, old_params: Tree, old_x: Any, residuals: Sequence[Any], dy: Any
     ) -> list[Any]:
         own, run = _own(params), _ordered if ordered else _plain
-        return _listed(run(plan(own, x), (own, x), (old_params, old_x, residuals, dy)))
+        split = plan(own, x)
+        cotangents = dy, jax.tree.map(lambda loss: jnp.ones(loss.shape, loss.dtype), split.y[1])
+        return _listed(run(split, (own, x), (old_params, old_x, residuals, cotangents)))
 
-    tokens = jax.ShapeDtypeStruct((mesh.shape[PP] * size, sequence), jnp.int32)
-    _, x = _on_devices(embed, mesh, ends, _laid(tokens, mesh))
-    _, residuals = _on_devices(forward, mesh, params, x)
-    arguments = params, x, params, x, residuals, x
+    tokens = _laid(jax.ShapeDtypeStruct((mesh.shape[PP] * size, sequence), jnp.int32), mesh)
+    _, x = _on_devices(enter, mesh, params, tokens)
+    _, residuals = _on_devices(forward, mesh, params, (x, tokens))
+    arguments = params, (x, tokens), params, (x, tokens), residuals, x
     function, _ = _on_devices(pair, mesh, *arguments)
     return jax.jit(function).lower(*arguments)
 
 
 def _plain(plan: SplitPlan, forward: tuple[Any, ...], backward: tuple[Any, ...]) -> Any:
     params, x, residuals, dy = backward
-    return plan.forward(*forward), plan.backward(_own(params), x, *_shaped(plan, residuals), dy)
+    arguments = plan.backward_arguments(_own(params), x, *_shaped(plan, residuals), dy)
+    return plan.forward(*forward), evaluate(plan.programs.backward, arguments)
 
 
 def _ordered(plan: SplitPlan, forward: tuple[Any, ...], backward: tuple[Any, ...]) -> Any:
@@ -70,9 +90,9 @@ def _ordered(plan: SplitPlan, forward: tuple[Any, ...], backward: tuple[Any, ...
     )
 
 
-def _own(stages: Tree) -> Tree:
-    """A rank's stage, without the dim of ranks."""
-    return jax.tree.map(lambda leaf: leaf[0], stages)
+def _own(params: tuple[Tree, Tree]) -> tuple[Tree, Tree]:
+    """A rank's stage, without the dim of ranks, and what all share."""
+    return jax.tree.map(lambda leaf: leaf[0], params[0]), params[1]
 
 
 def _listed(tree: Tree) -> list[Any]:

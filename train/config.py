@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal
 
 from tyro.conf import arg
 
-from dualpipe_jax.schedule import ALL_SCHEDULES, Schedule
+from dualpipe_jax.schedule import ALL_SCHEDULES, Schedule, limit_stash
 
 SCHEDULES = {recipe.__name__: recipe for recipe in ALL_SCHEDULES}
 
@@ -35,15 +35,29 @@ class ModelConfig:
     """Which model."""
 
     name: Annotated[str, arg(name="model", metavar="NAME")] = "byte"
-    """Model size: byte, made for the default run, tiny or small."""
+    """Model size: byte, made for the default run, tiny, small, v2-lite, 67b-a2b, v2 or v3."""
     layers: int | None = None
-    """Layers, instead of the model size's own number; quickest where the schedule's stages can share them equally."""
+    """Layers with experts, instead of the model's own number; they are shared out over stages by their time."""
     precision: Literal["float32", "bfloat16"] = "float32"
     """What activations are computed in. Parameters and their sums are float32."""
-    dispatch: Literal["capacity", "dropless"] = "capacity"
-    """How tokens reach experts: capacity gives every expert equal room, dropless as much as it needs."""
-    capacity_factor: float = 2.0
-    """Room in multiples of an even load, where dispatch is capacity; beyond it tokens are dropped."""
+    dispatch: Literal["dropless", "capacity"] = "dropless"
+    """How tokens reach experts: dropless gives every expert as much room as it needs, capacity gives all equal room."""
+    capacity_factor: float | None = None
+    """Room in multiples of an even load, beyond which tokens are dropped: of each expert for capacity (2 if left out),
+    of each pair of devices for dropless (if left out, as much as can ever be needed)."""
+    mtp: int | None = None
+    """Modules of multi-token prediction, instead of the model's own number."""
+    mtp_weight: float = 0.3
+    """What their losses together count beside the model's own: the paper's lambda."""
+    balance_factor: float = 1e-4
+    """What the sequence-wise balance loss counts: the paper's alpha."""
+    remat: Literal["none", "dots", "all"] = "none"
+    """What layers compute again in the backward: none keeps what it needs, dots keeps matrix products only, all
+    keeps a layer's input only."""
+    attention: Literal["auto", "plain", "splash", "cudnn"] = "auto"
+    """What computes attention: auto is what suits the devices."""
+    matmul: Literal["auto", "plain", "ragged", "megablox"] = "auto"
+    """What computes the experts."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,23 +69,33 @@ class MeshConfig:
     pp: int = 4
     """Pipeline ranks."""
     ep: int = 2
-    """Expert-parallel devices of each rank; the run needs pp x ep devices."""
+    """Expert-parallel devices of each rank; the run needs dp x pp x ep devices."""
+    dp: int = 1
+    """Replicas of the whole, each with a part of every microbatch."""
     microbatches: int = 16
     """Microbatches of a step."""
     microbatch_size: int = 4
-    """Sequences of a microbatch, shared out over ep."""
+    """Sequences of a microbatch, shared out over dp and ep."""
+    max_stash: int | None = None
+    """How many microbatches of a rank may wait for their weights' gradients, for which memory is needed; further
+    backwards are whole. As many as the schedule asks for if left out."""
 
 
 @dataclasses.dataclass(frozen=True)
 class DataConfig:
     """What is read."""
 
-    paths: Annotated[tuple[Path, ...], arg(name="data", metavar="PATH ...")] = ()
-    """Text files or folders to train on, instead of the standard library. A tenth is held out."""
+    paths: Annotated[tuple[str, ...], arg(name="data", metavar="PATH ...")] = ()
+    """What to train on, instead of the standard library: folders that scripts/prepare made (here or at a URL), text
+    files or folders of text, ArrayRecord files, Hugging Face data sets on disk. Of text a tenth is held out."""
+    weights: Annotated[tuple[float, ...], arg(name="data-weights", metavar="WEIGHT ...")] = ()
+    """A share of all sequences for each path of --data; by their tokens if left out."""
+    tokenizer: Annotated[str | None, arg(metavar="FILE")] = None
+    """A tokenizer.json for text that is not prepared; bytes if left out."""
     sequence: int = 64
-    """Bytes of a sequence."""
-    eval_batches: int = 8
-    """Batches of held-out text that the loss is measured on, before and after."""
+    """Tokens of a sequence."""
+    eval_sequences: int = 512
+    """Sequences of held-out text that the loss is measured on, before and after: the same ones for every run."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,11 +114,22 @@ class OptimizerConfig:
     """Largest global norm of the gradient."""
     bias_rate: float = 0.01
     """How far a step moves the routing bias of an expert with too much or too little load."""
+    shard_optimizer: bool = False
+    """Share the optimizer's state of replicated parameters out over their devices (ZeRO, first stage)."""
 
 
 @dataclasses.dataclass(frozen=True)
 class CheckpointConfig:
-    """What is saved, and when."""
+    """When the run is saved, besides at its end and when it is told to stop, and what is kept."""
+
+    every: Annotated[int | None, arg(name="checkpoint-every")] = None
+    """Steps between checkpoints."""
+    minutes: Annotated[float | None, arg(name="checkpoint-minutes")] = 10.0
+    """Minutes between checkpoints, whatever the steps."""
+    keep: int = 3
+    """How many of the latest checkpoints are kept."""
+    keep_every: int | None = None
+    """Checkpoints of steps that this divides are kept for good."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,6 +138,21 @@ class LogConfig:
 
     every: Annotated[int, arg(name="log-every")] = 10
     """Steps between lines where the output is not a terminal."""
+    load_every: int = 10
+    """Steps between records of each expert's load in metrics.jsonl; balance and drops are in every one."""
+    track: tuple[Literal["tensorboard", "wandb"], ...] = ()
+    """Who is told the metrics besides metrics.jsonl. Weights & Biases is kept offline."""
+    peak_tflops: float | None = None
+    """Peak TFLOP/s of one device, which MFU is a share of; that of the data sheet for devices that are known."""
+    measure_peak: bool = False
+    """Where no peak is known, on CPU, take the measured rate of a matmul for it."""
+    on_trouble: Literal["stop", "skip"] = "stop"
+    """At a loss or gradient that is no number, or a spike: stop, or go back to the latest checkpoint and skip the
+    batches from there to the trouble."""
+    spike: float | None = None
+    """How many spreads above the median of the latest losses is a spike; none if left out."""
+    profile: Annotated[int, arg(metavar="STEPS")] = 0
+    """Steps to profile: a trace for Perfetto and XProf, and the measured timeline beside the schedule's theory."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -122,7 +172,7 @@ class TrainConfig:
     runs: Path = Path("runs")
     """Folder of all runs."""
     seed: int = 0
-    """Of initial parameters and batches. A batch depends on seed and step alone."""
+    """Of initial parameters and batches, below 2^32. A batch depends on seed and step alone."""
     model: ModelConfig = ModelConfig()
     mesh: MeshConfig = MeshConfig()
     data: DataConfig = DataConfig()
@@ -138,7 +188,7 @@ class TrainConfig:
 
     @property
     def tokens_per_step(self) -> int:
-        """Bytes that a step learns from."""
+        """Tokens that a step learns from."""
         return self.mesh.microbatches * self.mesh.microbatch_size * self.data.sequence
 
 
@@ -211,7 +261,8 @@ def make_schedule(config: TrainConfig) -> Schedule:
         meant = f"did you mean {near[0]}? " if near else ""
         raise ConfigError(f"--schedule {mesh.schedule}: {meant}there are {', '.join(SCHEDULES)}")
     try:
-        return SCHEDULES[mesh.schedule](mesh.pp, mesh.microbatches)
+        schedule = SCHEDULES[mesh.schedule](mesh.pp, mesh.microbatches)
+        return schedule if mesh.max_stash is None else limit_stash(schedule, mesh.max_stash)
     except ValueError as error:
         raise ConfigError(f"--pp {mesh.pp} --microbatches {mesh.microbatches}: {error}") from None
 
@@ -219,15 +270,37 @@ def make_schedule(config: TrainConfig) -> Schedule:
 AT_LEAST_ONE = (
     "--pp",
     "--ep",
+    "--dp",
     "--microbatches",
     "--microbatch-size",
     "--sequence",
     "--steps",
     "--log-every",
-    "--eval-batches",
+    "--load-every",
+    "--checkpoint-every",
+    "--keep",
+    "--keep-every",
+    "--eval-sequences",
 )
-NOT_NEGATIVE = ("--seed", "--warmup", "--weight-decay", "--bias-rate")
-POSITIVE = ("--learning-rate", "--clip", "--capacity-factor")
+NOT_NEGATIVE = (
+    "--profile",
+    "--mtp",
+    "--mtp-weight",
+    "--balance-factor",
+    "--seed",
+    "--warmup",
+    "--weight-decay",
+    "--bias-rate",
+    "--max-stash",
+)
+POSITIVE = (
+    "--learning-rate",
+    "--clip",
+    "--capacity-factor",
+    "--checkpoint-minutes",
+    "--peak-tflops",
+    "--spike",
+)
 
 
 def check(config: TrainConfig) -> None:
@@ -239,14 +312,27 @@ def check(config: TrainConfig) -> None:
     )
     for flags, holds, must in bounds:
         for flag in flags:
-            if not holds(option(config, flag)):
-                raise ConfigError(f"{flag} {option(config, flag)}: {must}")
+            value = option(config, flag)
+            if value is not None and not holds(value):
+                raise ConfigError(f"{flag} {value}: {must}")
+    if config.seed >= 2**32:
+        raise ConfigError(f"--seed {config.seed}: must be below 2^32 = {2**32}; more bits would be cut off")
     if config.name is not None and (not config.name.strip(".") or Path(config.name).name != config.name):
         raise ConfigError(f"--name {config.name}: must be a plain name; --runs says in which folder")
-    size, ep = config.mesh.microbatch_size, config.mesh.ep
-    if size % ep:
+    if config.log.profile >= config.optimizer.steps:
         raise ConfigError(
-            f"--microbatch-size {size}: --ep {ep} devices must share it equally, try {ep * max(1, size // ep)}"
+            f"--profile {config.log.profile}: --steps {config.optimizer.steps} leaves none that is not compiled in; "
+            f"try --steps {config.log.profile + 3}"
+        )
+    size, parts = config.mesh.microbatch_size, config.mesh.dp * config.mesh.ep
+    if size % parts:
+        asked = (
+            f"--ep {config.mesh.ep}"
+            if config.mesh.dp == 1
+            else f"--dp {config.mesh.dp} x --ep {config.mesh.ep}"
+        )
+        raise ConfigError(
+            f"--microbatch-size {size}: {asked} devices must share it equally, try {parts * max(1, size // parts)}"
         )
 
 
@@ -260,7 +346,7 @@ def set_devices(config: TrainConfig, environ: "os._Environ[str] | dict[str, str]
     """
     if config.launch.devices != "cpu":
         return
-    needed = config.mesh.pp * config.mesh.ep
+    needed = num_devices(config)
     environ["JAX_PLATFORMS"] = "cpu"
     flags = environ.get("XLA_FLAGS", "")
     counts = _DEVICE_COUNT.findall(flags)
@@ -272,6 +358,12 @@ def set_devices(config: TrainConfig, environ: "os._Environ[str] | dict[str, str]
 
 
 def too_few_devices(config: TrainConfig, num_found: int, source: str = "JAX finds") -> str:
-    """What to say when pp x ep does not fit."""
-    pp, ep = config.mesh.pp, config.mesh.ep
-    return f"--pp {pp} --ep {ep}: needs {pp * ep} devices, but {source} {num_found}; lower --pp or --ep"
+    """What to say when dp x pp x ep does not fit."""
+    mesh = config.mesh
+    asked = f"--pp {mesh.pp} --ep {mesh.ep}" + (f" --dp {mesh.dp}" if mesh.dp > 1 else "")
+    return f"{asked}: needs {num_devices(config)} devices, but {source} {num_found}; lower --pp or --ep"
+
+
+def num_devices(config: TrainConfig) -> int:
+    """Devices that a run needs."""
+    return config.mesh.dp * config.mesh.pp * config.mesh.ep

@@ -3,3 +3,19 @@
 
 class DivergedError(RuntimeError):
     """The loss is no longer a number."""
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint that cannot be used, or could not be written; says which and what to do."""
+
+
+class Stopped(Exception):
+    """The run was asked to stop, and did after saving.
+
+    Attributes:
+      code: what the process exits with.
+    """
+
+    def __init__(self, told: str, code: int):
+        super().__init__(told)
+        self.code = code

@@ -1,9 +1,8 @@
 """A run: what it prints, the steps, the evaluations, the files it leaves."""
 
-import json
-import math
+import dataclasses
 import time
-from datetime import datetime
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,75 +11,191 @@ from rich.console import Console
 
 from dualpipe_jax.schedule import CostModel, Schedule, simulate
 from dualpipe_jax.schedule.formats.text import format_grid
-from train.config import ConfigError, TrainConfig
-from train.data import draw_batch, even_batches
-from train.errors import DivergedError
+from train.checkpoint import FOLDER, Checkpoints
+from train.config import TrainConfig
+from train.data import Batch, Prefetch
+from train.errors import DivergedError, Stopped
+from train.facts import describe
+from train.figures import expert_load
+from train.folder import METRICS, claimed, find, write_config
 from train.metrics import Display, MetricsFile, Pace
-from train.model import count_parameters, model_config
+from train.model import count_parameters, describe_dispatch, model_config
 from train.options import plain
+from train.report import write_report
 from train.setup import Run, prepare
-from train.step import TrainState
+from train.state import TrainState
+from train.stop import Stop
+from train.trackers import Tracker, Trackers
+from train.trouble import Trouble
+from train.watch import Watch, read_profile, watch_run
 
 
-def run(config: TrainConfig, console: Console) -> Path:
-    """Train, measure the held-out loss before and after, say what came of it. Returns the run's folder."""
+def run(config: TrainConfig, console: Console, *, resume: bool = False) -> Path:
+    """Train, measure the held-out loss before and after, say what came of it. Returns the run's folder.
+
+    Raises:
+      ConfigError, DataError: options or data that will not do.
+      CheckpointError: what is to be resumed cannot be, or the last step could not be saved.
+      DivergedError: the loss is no number any more.
+      Stopped: a signal came, and the run was saved.
+    """
     began = time.perf_counter()
-    folder = pick_folder(config)
+    find(config, resume=resume)  # before anything that takes time
     this = prepare(config)
-    make_folder(folder)
-    introduce(this, folder, console)
-    with MetricsFile(folder / "metrics.jsonl") as file:
-        say(console, "\ncompiling ...")
-        before = evaluate(this, this.state.params)
-        file.write({"step": 0, "heldout_loss": before})
-        say(console, f"held-out loss before training: {before:.3f} nats per byte")
-        state = train(this, file, console)
-        after = evaluate(this, state.params)
-        file.write({"step": config.optimizer.steps, "heldout_loss": after})
-    say(
-        console,
-        f"held-out loss   from {before:.3f} to {after:.3f} nats per byte\n"
-        f"bubble          {bubble(this.schedule):.1%} of {this.schedule.name}'s step when F = I = W\n"
-        f"wall time       {time.perf_counter() - began:.0f} s, compilation included\n"
-        f"files           {folder}/: config.json, schedule.txt, metrics.jsonl",
-    )
+
+    def note(text: str) -> None:
+        say(console, text)
+
+    with claimed(config, resume=resume) as folder:
+        config = dataclasses.replace(config, name=folder.name)
+        this = dataclasses.replace(this, config=config)
+        layout, numbers = this.layout, model_config(config, this.corpus.vocab)
+        read = this.corpus
+        facts = describe(config, numbers, read.fingerprint, layout.canonical, read.vocabulary.fingerprint)
+        with Checkpoints(folder, config.checkpoint, layout, facts, note) as checkpoints:
+            introduce(this, folder, console)
+            state = checkpoints.restore() if resume else None
+            write_config(config, folder)
+            if resume:
+                note(f"resuming from step {0 if state is None else int(state.step)} of {folder}")
+            state = this.init() if state is None else state
+            file = MetricsFile(folder / METRICS, upto=int(state.step) if resume else -1)
+            try:
+                with Trackers(file, config.log.track, folder, plain(config)) as trackers:
+                    conclude(this, state, folder, trackers, checkpoints, console, file.kept)
+            finally:
+                write_report(folder)  # of a run that was cut short too
+    say(console, f"wall time       {time.perf_counter() - began:.0f} s, compilation included")
     return folder
 
 
-def train(this: Run, file: MetricsFile, console: Console) -> TrainState:
-    """All steps of a run; each leaves a line in the metrics."""
-    config, state, pace = this.config, this.state, Pace()
-    batch = draw_batch(this.corpus.train, config.seed, 0, config.batch_shape)
-    with Display(console, config.optimizer.steps, config.log.every) as display:
-        for step in range(config.optimizer.steps):
+def conclude(
+    this: Run,
+    state: TrainState,
+    folder: Path,
+    file: Tracker,
+    checkpoints: Checkpoints,
+    console: Console,
+    kept: Sequence[Mapping[str, Any]],
+) -> None:
+    """Train to the end and say what came of it; ``kept`` are the records of an earlier part of the run."""
+    num_steps, unit = this.config.optimizer.steps, this.corpus.vocabulary.unit
+    if int(state.step) >= num_steps:
+        say(console, f"all {num_steps} steps are done; --steps says how many there should be")
+        return
+    before = held_out(kept, 0)
+    say(console, "\ncompiling ...")
+    if before is None:
+        before = this.evaluate(state.params)
+        file.write({"step": 0, "heldout_loss": before})
+    say(console, f"held-out loss before training: {before:.3f} nats per {unit}")
+    with watch_run(this, folder, int(state.step)) as watch:
+        state = train(this, state, file, console, checkpoints, watch, skipped_before(kept))
+    if this.config.log.profile:
+        say(console, read_profile(this, state, folder))
+    after = this.evaluate(state.params)
+    file.write({"step": num_steps, "heldout_loss": after})
+    say(
+        console,
+        f"held-out loss   from {before:.3f} to {after:.3f} nats per {unit}\n"
+        f"bubble          {bubble(this.schedule):.1%} of {this.schedule.name}'s step when F = I = W\n"
+        f"files           {folder}/: report.html, {METRICS}, config.json, environment.json, schedule.txt, {FOLDER}/\n"
+        f"go on           scripts/train --name {folder.name} --resume --steps {2 * num_steps}",
+    )
+
+
+def train(
+    this: Run,
+    state: TrainState,
+    file: Tracker,
+    console: Console,
+    checkpoints: Checkpoints,
+    watch: Watch,
+    skipped: int = 0,
+) -> TrainState:
+    """The steps that are left of a run; each leaves a line in the metrics, the last one a checkpoint.
+
+    Step n, from 0 on, learns from batch n + ``skipped``.
+
+    Raises:
+      CheckpointError, DivergedError, Stopped: see ``run``.
+    """
+    config, pace, first = this.config, Pace(), int(state.step)
+    num_steps, waited, step = config.optimizer.steps, 0.0, first
+    trouble = Trouble(config.log.spike)
+
+    def draw(step: int) -> Batch:
+        return this.corpus.train_batch(config.seed, step + skipped, config.batch_shape)
+
+    display = Display(console, num_steps, config.log.every, first + 1)
+    with display, Stop() as stop, Prefetch(draw, first, num_steps) as ahead:
+        while step < num_steps:
+            watch.begin(step)
             started = time.perf_counter()
-            state, on_device = this.update(state, *batch)
-            batch = draw_batch(this.corpus.train, config.seed, step + 1, config.batch_shape)
-            metrics = {name: value.item() for name, value in jax.device_get(on_device).items()}
+            batch = ahead.get(step)
+            state, on_device = this.update(state, batch)
+            metrics = jax.device_get(on_device)
             seconds = time.perf_counter() - started
             pace.add(seconds)
-            record = {
-                "step": step + 1,
-                **metrics,
-                "learning_rate": float(this.learning_rate(step)),
-                "step_s": seconds,
-                "tokens_per_s": config.tokens_per_step / seconds,
-            }
+            more = {"learning_rate": float(this.learning_rate(step)), "data_wait_s": ahead.wait}
+            record = watch.end(step, metrics, seconds, checkpoint_s=waited, **more)
+            if skipped:
+                record["skipped"] = skipped
             file.write(record)
             display.step(step + 1, record, pace)
-            if not math.isfinite(metrics["loss"]):
-                raise DivergedError(f"loss is {metrics['loss']} at step {step + 1}; lower --learning-rate")
+            if (reason := trouble.reason(record)) is not None:
+                state = go_back(this, checkpoints, reason, trouble)
+                back = int(state.step)
+                told = f"{reason}; back to step {back}, skipping the {step + 1 - back} batches since"
+                file.write({"step": step + 1, "event": told})
+                say(console, f"warning: {told}")
+                skipped, step, waited = skipped + step + 1 - back, back, 0.0
+                ahead.restart(step)
+                continue
+            step, waited = step + 1, 0.0
+            last = step == num_steps
+            if last or stop.signal or checkpoints.due(step):
+                checkpoints.save(step, state, record, expert_load(metrics["counts"]).tolist())
+                waited = checkpoints.seconds
+            if stop.signal and not last:
+                checkpoints.finish(step)
+                told = (
+                    f"{stop.reason}: saved at step {step}; --name {config.name} --resume goes on from there"
+                )
+                raise Stopped(told, code=128 + stop.signal)
+    checkpoints.finish(num_steps)
     return state
 
 
-def evaluate(this: Run, params: Any) -> float:
-    """Mean loss on held-out text, in nats per byte; the same text for every run on the same data."""
-    batches = even_batches(this.corpus.heldout, this.config.data.eval_batches, this.config.batch_shape)
-    losses = []
-    for batch in batches:
-        (loss, _), _ = this.apply(params, *batch)
-        losses.append(loss.item())
-    return sum(losses) / len(losses)
+def go_back(this: Run, checkpoints: Checkpoints, reason: str, trouble: Trouble) -> TrainState:
+    """The state of the latest checkpoint, or the first state where there is none.
+
+    Raises:
+      DivergedError: this is not wanted, or did not help.
+    """
+    if this.config.log.on_trouble == "stop":
+        raise DivergedError(
+            f"{reason}; lower --learning-rate, or --on-trouble skip goes back and skips its batches"
+        )
+    checkpoints.wait()
+    state = checkpoints.restore()
+    state = this.init() if state is None else state
+    if not trouble.may_return(int(state.step)):
+        raise DivergedError(
+            f"{reason}; going back to step {int(state.step)} did not help; lower --learning-rate"
+        )
+    return state
+
+
+def skipped_before(kept: Sequence[Mapping[str, Any]]) -> int:
+    """How many batches an earlier part of the run skipped."""
+    return next((record.get("skipped", 0) for record in reversed(kept) if "loss" in record), 0)
+
+
+def held_out(kept: Sequence[Mapping[str, Any]], step: int) -> float | None:
+    """The held-out loss at a step, if it was measured before the run was resumed."""
+    found = [record["heldout_loss"] for record in kept if record["step"] == step and "heldout_loss" in record]
+    return found[-1] if found else None
 
 
 def bubble(schedule: Schedule) -> float:
@@ -89,40 +204,31 @@ def bubble(schedule: Schedule) -> float:
     return sum(played.idle) / (schedule.num_ranks * played.makespan)
 
 
-def pick_folder(config: TrainConfig) -> Path:
-    """The run's own folder, not made yet. Raises ConfigError if another run has that name."""
-    name = config.name or f"{config.mesh.schedule}-{datetime.now():%Y%m%d-%H%M%S}"
-    folder = config.runs / name
-    if (folder / "metrics.jsonl").exists():
-        raise ConfigError(f"--name {name}: {folder} holds a run already; pick another name or remove it")
-    return folder
-
-
-def make_folder(folder: Path) -> None:
-    """Raises ConfigError where it cannot be made."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"--runs: cannot make {folder}: {error.strerror}") from None
-
-
 def introduce(this: Run, folder: Path, console: Console) -> None:
-    """Say what will be trained on what and in which order; leave the same in the run's folder."""
+    """Say what will be trained on what and in which order; leave the order in the run's folder."""
     config, corpus = this.config, this.corpus
     picture = format_grid(this.schedule)
     (folder / "schedule.txt").write_text(picture + "\n")
-    (folder / "config.json").write_text(json.dumps(plain(config), indent=2) + "\n")
-    total, active = count_parameters(model_config(config))
+    unit = corpus.vocabulary.unit
+    total, active = count_parameters(model_config(config, corpus.vocab))
     say(
         console,
-        f"model      {config.model.name}: {total / 1e6:.2f} M parameters, {active / 1e6:.2f} M at work on a byte\n"
-        f"data       {corpus.num_documents} documents: {len(corpus.train) / 1e6:.1f} MB to train on, "
-        f"{len(corpus.heldout) / 1e6:.1f} MB held out\n"
-        f"step       {' x '.join(map(str, config.batch_shape[:2]))} sequences of {config.data.sequence} bytes\n"
-        f"devices    pp {config.mesh.pp} x ep {config.mesh.ep}, {jax.devices()[0].platform}\n",
+        f"model      {config.model.name}: {total / 1e6:.2f} M parameters, {active / 1e6:.2f} M at work on a {unit}\n"
+        f"experts    {describe_dispatch(config)}\n"
+        f"data       {corpus.num_documents} documents: {corpus.num_tokens / 1e6:.1f} M {unit}s to train on, "
+        f"{corpus.num_heldout / 1e6:.1f} M held out\n"
+        f"step       {' x '.join(map(str, config.batch_shape[:2]))} sequences of {config.data.sequence} {unit}s\n"
+        f"devices    {layout_of(config)}, {jax.devices()[0].platform}\n"
+        f"run        {folder}\n",
     )
     width = console.width if console.is_terminal else None  # cut off at the edge; the file has it whole
     say(console, "\n".join(line[:width] for line in picture.splitlines()))
+
+
+def layout_of(config: TrainConfig) -> str:
+    """The mesh in words."""
+    mesh = config.mesh
+    return (f"dp {mesh.dp} x " if mesh.dp > 1 else "") + f"pp {mesh.pp} x ep {mesh.ep}"
 
 
 def say(console: Console, text: str) -> None:

@@ -3,7 +3,9 @@
 import collections
 import json
 import math
+import os
 import statistics
+from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Any, Self
@@ -14,21 +16,49 @@ from rich.table import Column
 
 
 class MetricsFile:
-    """``metrics.jsonl``: an object a line, flushed at once: a run that is cut short keeps what it wrote."""
+    """``metrics.jsonl``: an object a line, flushed at once: a run that is cut short keeps what it wrote.
 
-    def __init__(self, path: Path):
-        self._file: IO[str] = path.open("w")
+    Attributes:
+      kept: the records that were there already and stay.
+    """
 
-    def write(self, record: dict[str, Any]) -> None:
+    def __init__(self, path: Path, upto: int = -1):
+        """Open it; of what an earlier part of the run wrote, the records of steps up to ``upto`` stay."""
+        self.kept = [record for record in read_metrics(path) if record["step"] <= upto]
+        whole = path.with_suffix(".new")  # a kill between the two leaves the old file or the new one
+        whole.write_text("".join(json.dumps(record) + "\n" for record in self.kept))
+        os.replace(whole, path)
+        self._file: IO[str] = path.open("a")
+
+    def write(self, record: Mapping[str, Any]) -> None:
         """Append a record. Numbers that JSON cannot hold, NaN and infinities, become null."""
-        self._file.write(json.dumps({name: _plain(value) for name, value in record.items()}) + "\n")
+        self._file.write(json.dumps(_plain(record)) + "\n")
         self._file.flush()
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._file.close()
+        self.close()
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """The records of a metrics file, none if there is no file; a last line that a kill cut short is left out."""
+    lines = path.read_text(errors="replace").splitlines() if path.exists() else []
+    records = []
+    for line in lines:
+        try:
+            record = json.loads(line)
+        except ValueError:
+            break
+        if not isinstance(record, dict) or not isinstance(record.get("step"), int):
+            break
+        records.append(record)
+    return records
 
 
 class Pace:
@@ -50,11 +80,12 @@ class Pace:
         return statistics.median(self._seconds) if self._seconds else None
 
     def remaining(self, num_steps: int) -> str:
-        """Estimated time that ``num_steps`` more steps take, as minutes:seconds."""
+        """Estimated time that ``num_steps`` more steps take, as minutes:seconds or hours:minutes:seconds."""
         if self.step_seconds is None:
             return "-:--"
         minutes, seconds = divmod(round(self.step_seconds * num_steps), 60)
-        return f"{minutes}:{seconds:02d}"
+        hours, minutes = divmod(minutes, 60)
+        return f"{hours}:{minutes:02d}:{seconds:02d}" if hours else f"{minutes}:{seconds:02d}"
 
 
 class Display:
@@ -64,15 +95,16 @@ class Display:
       console: where to.
       num_steps: of the run.
       every: steps between plain lines.
+      first: the first step to come.
     """
 
-    def __init__(self, console: Console, num_steps: int, every: int):
-        self._console, self._num_steps, self._every = console, num_steps, every
+    def __init__(self, console: Console, num_steps: int, every: int, first: int = 1):
+        self._console, self._num_steps, self._every, self._first = console, num_steps, every, first
         self._bar: Progress | None = None
         if console.is_terminal:
             line = TextColumn("{task.description}", table_column=Column(no_wrap=True, overflow="crop"))
             self._bar = Progress(BarColumn(bar_width=12), line, console=console)
-            self._task = self._bar.add_task("compiling the step ...", total=num_steps)
+            self._task = self._bar.add_task("compiling the step ...", total=num_steps, completed=first - 1)
 
     def step(self, step: int, record: dict[str, Any], pace: Pace) -> None:
         """Show a finished step, the first of which is step 1."""
@@ -80,7 +112,7 @@ class Display:
         text = f"{count}  {describe(record, pace.remaining(self._num_steps - step))}"
         if self._bar is not None:
             self._bar.update(self._task, completed=step, description=text)
-        elif step % self._every == 0 or step in (1, self._num_steps):
+        elif step % self._every == 0 or step in (self._first, self._num_steps):
             self._console.print(f"step {text}", soft_wrap=True, highlight=False)
 
     def __enter__(self) -> Self:
@@ -97,12 +129,17 @@ class Display:
 
 def describe(record: dict[str, Any], remaining: str) -> str:
     """A step in one line."""
+    mfu = f"{record['mfu']:.1%}" if "mfu" in record else "n/a"
+    memory = next((size for name, size in record.items() if name.endswith("memory_gib")), 0.0)
     text = (
-        f"loss {record['loss']:.3f}  {record['tokens_per_s']:,.0f} tokens/s  {record['step_s']:.2f} s/step  "
-        f"{remaining} left  grad {record['grad_norm']:.2f}  MaxVio {record['max_vio']:.2f}"
+        f"loss {record['loss']:.3f}  {record['tokens_per_s']:,.0f} tokens/s  {record['tflops_per_s']:.3g} TFLOP/s  "
+        f"MFU {mfu}  {record['step_s']:.2f} s/step  {memory:.1f} GiB  {remaining} left  "
+        f"grad {record['grad_norm']:.2f}  MaxVio {record['max_vio']:.2f}"
     )
-    return f"{text}  dropped {record['dropped']}" if record["dropped"] else text
+    return f"{text}  dropped {record['drop_rate']:.1%}" if record["dropped"] else text
 
 
 def _plain(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {name: _plain(part) for name, part in value.items()}
     return None if isinstance(value, float) and not math.isfinite(value) else value

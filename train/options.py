@@ -32,6 +32,17 @@ class Command(TrainConfig):
     config: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
     """File with options, .toml, .yaml or .json, in sections: model, mesh, data, optimizer, checkpoint, log, launch.
     A finished run's config.json is one. Flags win over it, and it over the preset."""
+    resume: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    """Go on with the run of this --name, the newest if none is given, from its latest checkpoint that is whole, with
+    the options that it had, over which those given here win. Where nothing is saved yet it begins."""
+    check: Annotated[Path | None, tyro.conf.arg(metavar="RUN")] = None
+    """Train nothing; read every checkpoint of a run's folder and say which are whole."""
+
+    compare: Annotated[tuple[Path, ...], tyro.conf.arg(metavar="RUN RUN ...")] = ()
+    """Train nothing; lay the curves of finished runs side by side and say whether they are bitwise equal. Exits with
+    code 0 if they are, 1 if not."""
+    report: Annotated[Path | None, tyro.conf.arg(metavar="RUN")] = None
+    """Train nothing; write a run's report.html anew from what lies in its folder."""
 
     @property
     def options(self) -> TrainConfig:
@@ -51,11 +62,14 @@ def parse(arguments: Sequence[str] | None = None) -> Command:
     first = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     first.add_argument("--preset")
     first.add_argument("--config")
+    first.add_argument("--name")
+    first.add_argument("--runs", type=Path, default=TrainConfig().runs)
+    first.add_argument("--resume", action="store_true")
     try:
         sources, _ = first.parse_known_args(written)
     except argparse.ArgumentError:  # a flag without its value, which tyro will name
-        sources = argparse.Namespace(preset=None, config=None)
-    options = TrainConfig()
+        sources = first.parse_args([])
+    options = resumed(sources.name, sources.runs) if sources.resume else TrainConfig()
     if sources.preset is not None:
         options = apply(options, find_preset(sources.preset), f"--preset {sources.preset}")
     if sources.config is not None:
@@ -68,6 +82,25 @@ def parse(arguments: Sequence[str] | None = None) -> Command:
         default=Command(**_values(options)),
         config=(tyro.conf.OmitArgPrefixes,),
     )
+
+
+def resumed(name: str | None, runs: Path) -> TrainConfig:
+    """The options that a run had, from its folder; the defaults where it has not begun.
+
+    Raises:
+      ConfigError: no name is given and there is no run.
+    """
+    if name is None:
+        found = sorted(runs.glob("*/config.json"), key=lambda file: file.stat().st_mtime)
+        if not found:
+            raise ConfigError(
+                f"--resume: there is no run in {runs}; --runs says where to look, --name for which"
+            )
+        name = found[-1].parent.name
+    file, options = runs / name / "config.json", TrainConfig()
+    if file.exists():
+        options = apply(options, read_file(file), f"--resume: {file}")
+    return replaced(replaced(options, ("name",), name), ("runs",), runs)
 
 
 def find_preset(name: str) -> Mapping[str, Any]:

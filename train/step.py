@@ -1,37 +1,25 @@
 """The update: gradients from the engine, clipping and AdamW from optax, the routing bias beside them.
 
 The model's contract, as far as the trainer minds it: whatever lies under a key "routing" is state that the
-optimizer does not own. A stage's aux is {"counts": int32 [num_stages, layers, experts], "dropped": int32}.
+optimizer does not own. Its metrics are those of ``models.deepseek``.
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
-from jax.sharding import NamedSharding, PartitionSpec
-from jax.tree_util import DictKey, KeyPath, tree_map_with_path
+from jax.tree_util import KeyPath, tree_map_with_path
 
-from models import update_bias
+from models import figures, update_routing
+from train.figures import step_figures
+from train.state import TrainState, shardings, trainable, with_trainable
 
 Tree = Any
-ValueAndGrad = Callable[[Tree, Tree, Tree], tuple[tuple[jax.Array, Tree], Tree]]
-Update = Callable[["TrainState", Tree, Tree], tuple["TrainState", dict[str, jax.Array]]]
-
-
-class TrainState(NamedTuple):
-    """All that a step reads and replaces.
-
-    Attributes:
-      step: int32, steps done.
-      params: as the engine takes them.
-      opt_state: of the trainable part of params alone.
-    """
-
-    step: jax.Array
-    params: Tree
-    opt_state: optax.OptState
+ValueAndGrad = Callable[[Tree, Tree], tuple[tuple[jax.Array, Any], Tree]]
+"""From params and batch to ((objective, Report), gradients); see ``Pipeline.value_and_grad``."""
+Update = Callable[[TrainState, Tree], tuple[TrainState, dict[str, Any]]]
 
 
 def make_optimizer(
@@ -57,46 +45,6 @@ def warmup_cosine(peak: float, num_steps: int, num_warmup: int) -> optax.Schedul
     return lambda step: curve(step + 1)  # the first step is number 0, and should not be idle
 
 
-def init_state(params: Tree, optimizer: optax.GradientTransformation) -> TrainState:
-    """The state before the first step. Params are used as they are, and donated by the first update.
-
-    Arrays that belong to a parameter lie where it lies; counters lie everywhere.
-    """
-    mesh = jax.tree.leaves(params)[0].sharding.mesh
-    state = TrainState(jnp.zeros((), jnp.int32), params, optimizer.init(trainable(params)))
-    everywhere = NamedSharding(mesh, PartitionSpec())
-    return jax.tree.map(lambda leaf: leaf if leaf.ndim else jax.device_put(leaf, everywhere), state)
-
-
-def shard_moments(opt_state: Tree) -> Tree:
-    """The optimizer's state with every array shared out over the mesh axes over which it is replicated.
-
-    Each array is cut along its longest dim that divides. Gradients and parameters stay whole where they are: a
-    device updates its part of a parameter and gathers the rest (ZeRO's first stage; Rajbhandari et al.,
-    arXiv:1910.02054). Takes and gives ShapeDtypeStructs with shardings.
-    """
-
-    def share_out(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-        mesh, spec = (
-            leaf.sharding.mesh,
-            [*leaf.sharding.spec] + [None] * (leaf.ndim - len(leaf.sharding.spec)),
-        )
-        taken = {axis for entry in spec for axis in (entry if isinstance(entry, tuple) else (entry,))}
-        for axis in (name for name in mesh.axis_names if name not in taken):
-            here = NamedSharding(mesh, PartitionSpec(*spec)).shard_shape(leaf.shape)
-            fitting = [d for d in range(leaf.ndim) if here[d] % mesh.shape[axis] == 0 and here[d] > 1]
-            if fitting:
-                dim = max(fitting, key=lambda d: here[d])
-                entry = (
-                    spec[dim] if isinstance(spec[dim], tuple) else () if spec[dim] is None else (spec[dim],)
-                )
-                spec[dim] = (*entry, axis)
-        sharding = NamedSharding(mesh, PartitionSpec(*spec))
-        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
-
-    return jax.tree.map(share_out, opt_state)
-
-
 def make_update(
     value_and_grad: ValueAndGrad,
     optimizer: optax.GradientTransformation,
@@ -104,58 +52,46 @@ def make_update(
     state: TrainState,
     compiler_options: dict[str, str] | None = None,
 ) -> Update:
-    """``update(state, inputs, targets) -> (state, metrics)``, compiled; the old state's memory is reused.
+    """``update(state, batch) -> (state, metrics)``, compiled; the old state's memory is reused.
 
     The new state lies where ``state`` does, leaf by leaf: the second step is not compiled anew. For the options see
     ``recommended_compiler_options``.
 
-    metrics: loss, grad_norm (before clipping), max_vio (see ``max_violation``), dropped (tokens that found no
-    room at their expert).
+    metrics: loss (of the model's own targets, in nats per token), objective (with all that joins it), mtp_1 and so on
+    (of each depth, if there are modules of multi-token prediction), balance (a layer's, if it joins the objective),
+    grad_norm (before clipping), max_vio (see ``max_violation``), dropped (how often a token found no
+    room at an expert of its choice), drop_rate (that as a fraction of all choices),
+    counts (int32 [rows, experts]: how often each expert was chosen, by layer), and those of
+    ``step_figures``.
     """
 
-    def update(state: TrainState, inputs: jax.Array, targets: jax.Array):
-        (loss, aux), grads = value_and_grad(state.params, inputs, targets)
+    def update(state: TrainState, batch: Tree):
+        (objective, report), grads = value_and_grad(state.params, batch)
+        counts, dropped = report.metrics["counts"], report.metrics["dropped"]
         params, grads = trainable(state.params), trainable(grads)
         updates, opt_state = optimizer.update(grads, state.opt_state, params)
         params = with_trainable(state.params, optax.apply_updates(params, updates))
-        params = balance(params, aux["counts"], bias_rate)
+        params = update_routing(params, counts, bias_rate)
         metrics = {
-            "loss": loss,
+            **_losses(figures(report.losses, report.metrics)),
+            "objective": objective,
             "grad_norm": optax.tree.norm(grads),
-            "max_vio": max_violation(aux["counts"]),
-            "dropped": aux["dropped"],
+            "max_vio": max_violation(counts),
+            "dropped": dropped,
+            **step_figures(params, grads, report.metrics),
+            "drop_rate": dropped.astype(jnp.float32) / jnp.sum(counts.astype(jnp.float32)),
         }
         return TrainState(state.step + 1, params, opt_state), metrics
 
-    lies = jax.tree.map(lambda leaf: leaf.sharding, state)
-    return jax.jit(update, donate_argnums=0, out_shardings=(lies, None), compiler_options=compiler_options)
+    lies = (shardings(state), None)
+    return jax.jit(update, donate_argnums=0, out_shardings=lies, compiler_options=compiler_options)
 
 
-def trainable(params: Tree) -> Tree:
-    """The part of params that the optimizer owns; None stands where the rest was."""
-    return tree_map_with_path(lambda path, leaf: None if DictKey("routing") in path else leaf, params)
-
-
-def with_trainable(params: Tree, new: Tree) -> Tree:
-    """Params with their trainable part replaced."""
-    return jax.tree.map(lambda old, new: old if new is None else new, params, new)
-
-
-def balance(params: Tree, counts: jax.Array, rate: float) -> Tree:
-    """Params whose routing biases have moved once against a step's load, int32 [num_stages, layers, experts].
-
-    Finds them wherever they lie: a placed stage knows its number in model order.
-    """
-
-    def move(stages: Tree) -> Tree:
-        routing = stages["routing"]
-        bias = update_bias(routing["bias"], counts[routing["stage"]], rate)
-        return stages | {"routing": routing | {"bias": bias}}
-
-    def is_stages(node: Tree) -> bool:
-        return isinstance(node, dict) and "routing" in node
-
-    return params | {"stages": jax.tree.map(move, params["stages"], is_leaf=is_stages)}
+def _losses(found: dict[str, jax.Array]) -> dict[str, Any]:
+    """``models.figures`` by the names of metrics: the model's own loss is the loss; depths apart."""
+    own = {"loss": found["lm"]} | {name: found[name] for name in ("balance",) if name in found}
+    depths = enumerate(found["mtp"], start=1) if "mtp" in found else ()
+    return own | {f"mtp_{depth}": loss for depth, loss in depths}
 
 
 def is_decayed(params: Tree) -> Tree:
@@ -170,7 +106,11 @@ def is_decayed(params: Tree) -> Tree:
 
 
 def max_violation(counts: jax.Array) -> jax.Array:
-    """Load of the busiest expert over the mean load, less 1, on average over layers: 0 is balance."""
+    """Load of the busiest expert over the mean load, less 1, on average over layers: 0 is balance.
+
+    counts: int32 [..., experts]. A row that has counted nothing is left out: every layer has counted some token.
+    """
     loads = counts.astype(jnp.float32)
-    mean = jnp.maximum(loads.mean(-1), 1e-9)
-    return jnp.mean(loads.max(-1) / mean - 1.0)
+    filled = jnp.sum(loads, axis=-1) > 0
+    excess = jnp.max(loads, axis=-1) / jnp.where(filled, jnp.mean(loads, axis=-1), 1.0) - 1.0
+    return jnp.sum(jnp.where(filled, excess, 0.0)) / jnp.maximum(jnp.sum(filled.astype(jnp.float32)), 1.0)

@@ -17,15 +17,10 @@ from dualpipe_jax.engine import recommended_compiler_options
 from dualpipe_jax.parallel import EP, make_mesh
 from train import ahead, predict, timeline
 from train.bare import lower_bare_pair
-from train.model import count_parameters
+from train.model import REMAT, count_parameters
 from train.request import UNITS, Request, make_schedule
 from train.sizes import size
 
-REMAT: Mapping[str, Callable[..., Any] | None] = {
-    "none": None,
-    "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
-    "all": jax.checkpoint_policies.nothing_saveable,
-}
 BARE: Mapping[str, bool] = {"bare": False, "bare_ordered": True}
 """What compiles the pair with nothing around it, and whether in our order."""
 
@@ -96,7 +91,7 @@ def draw(
         )
     model = models.deepseek(
         numbers,
-        num_stages,
+        models.layer_plan(numbers, schedule),
         ep_axis=EP,
         dispatch=program.dispatch,
         capacity_factor=program.capacity_factor if program.dispatch == "capacity" else None,
@@ -156,7 +151,7 @@ def _lower(what: str, blueprint: ahead.Blueprint) -> Any:
     return (
         ahead.lower_step(blueprint)
         if what == "step"
-        else ahead.lower_units(blueprint, _units(what, blueprint))
+        else ahead.lower_units(blueprint, _units(what, blueprint), every_kind=what != "pair")
     )
 
 
@@ -301,7 +296,7 @@ def _units(compile: str, blueprint: ahead.Blueprint) -> tuple[str, ...]:
     there = {name for paired, name in ops if not paired} | (
         {"FB"} if any(paired for paired, _ in ops) else set()
     )
-    return tuple(unit for unit in UNITS if unit in there or not unit.isupper())
+    return tuple(unit for unit in UNITS if unit in there)
 
 
 def _shares(chosen: Sequence[inspect.Collective]) -> dict[str, Any]:

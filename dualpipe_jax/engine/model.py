@@ -42,7 +42,7 @@ class Out(NamedTuple):
         ``Pipeline.apply`` gives out. Any tree: floating leaves have gradients, integers and keys are handed on.
       losses: scalars by name that join the objective; each the mean over this device's part of the microbatch. The
         objective is the sum over names and stages of their means over microbatches and parts.
-      metrics: by name, without gradients; summed over microbatches, stages and devices, integers exactly.
+      metrics: by name, outside the objective; summed over microbatches, stages and devices, integers exactly.
     """
 
     x: Tree = None
@@ -72,7 +72,7 @@ class StagedModel:
       kinds: stage functions by name. Every name that is used more is more to compile.
       kind_of: the kind of each stage, in model order. The first is given x None; of the last x is not needed.
       weights: ``weights(batch) -> {loss name: float32 scalar}``: how much a part of a microbatch counts in the mean of
-        that loss, such as its number of valid tokens. Names left out, and None, count every part alike.
+        that loss, such as its number of valid tokens; a constant. Names left out, and None, count every part alike.
     """
 
     kinds: Mapping[str, StageFunction]
@@ -128,14 +128,25 @@ class PipelineModel(NamedTuple):
 def staged(model: PipelineModel, num_stages: int, *, has_aux: bool = False) -> StagedModel:
     """An embedding, equal stages and a head as kinds of stages.
 
-    Its params are {"stages": ..., "shared": {"embed": ..., "head": ...}}, its batch {"inputs": ..., "targets": ...}; a
-    floating scalar in aux has no gradient here: return it as one of ``Out.losses`` in a ``StagedModel`` of your own.
+    Its params are {"stages": ..., "shared": {"embed": ..., "head": ...}}, its batch {"inputs": ..., "targets": ...}; aux
+    is the metric "aux": outside the objective, with a gradient where ``Pipeline.loss`` is differentiated by it, which
+    costs a second step; what always joins the objective is better one of ``Out.losses`` in a ``StagedModel`` of your own.
     """
     head_loss = jax.checkpoint(model.head_loss)
 
     def middle(own: Tree, shared: Tree, x: Tree, at: At) -> Out:
         del shared, at
-        y, aux = model.stage(own, x) if has_aux else (model.stage(own, x), None)
+        out = model.stage(own, x)
+        if has_aux and not (isinstance(out, tuple) and len(out) == 2):
+            raise TypeError(
+                f"has_aux=True needs a stage that returns (x, aux); it returned {jax.typeof(out)}."
+            )
+        forms: list[Any] = [jax.tree.structure(tree) for tree in (out, x)]
+        if not has_aux and isinstance(out, tuple) and len(out) == 2 and forms[0] != forms[1]:
+            raise TypeError(
+                "stage returned a pair where x was expected. If it returns (x, aux), pass has_aux=True."
+            )
+        y, aux = out if has_aux else (out, None)
         return Out(y, metrics={} if aux is None else {"aux": aux})
 
     def first(own: Tree, shared: Tree, x: Tree, at: At) -> Out:
@@ -171,4 +182,4 @@ def key_at(key: jax.Array | None, stage: Any, microbatch: Any, part: Any) -> jax
 def loss_weights(model: StagedModel, batch: Tree, names: Any) -> dict[str, jax.Array]:
     """How much a part of a microbatch counts in the mean of each loss, float32 scalars."""
     given = {} if model.weights is None else model.weights(batch)
-    return {name: jnp.asarray(given.get(name, 1.0), jnp.float32) for name in names}
+    return {name: jax.lax.stop_gradient(jnp.asarray(given.get(name, 1.0), jnp.float32)) for name in names}

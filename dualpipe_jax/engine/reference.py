@@ -125,7 +125,10 @@ def _on_one_device(function: Callable[..., Tree]) -> Callable[..., Tree]:
     def run(*arguments: Tree) -> Tree:
         axes = (DP, PP, EP)
         mesh = jax.make_mesh((1, 1, 1), axes, (AxisType.Auto,) * 3, devices=jax.devices()[:1])
-        specs = dict(in_specs=PartitionSpec(), out_specs=PartitionSpec())
-        return jax.shard_map(function, mesh=mesh, check_vma=False, **specs)(*arguments)
+        everywhere = PartitionSpec()
+        mapped = jax.shard_map(
+            function, mesh=mesh, in_specs=everywhere, out_specs=everywhere, check_vma=False
+        )
+        return mapped(*arguments)
 
     return run

@@ -2,12 +2,29 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec
 
 from dualpipe_jax import PipelineModel
 
 WIDTH, VOCAB, SEQ, EXPERTS = 8, 11, 3, 4
+
+
+def quick(function):
+    """Compiled with little optimization, which takes half as long: for results, not for texts."""
+    return jax.jit(function, compiler_options={"xla_backend_optimization_level": 0})
+
+
+def assert_close(got, want, rtol=2e-6):
+    """Leaf by leaf, to a part of each leaf's largest entry."""
+    found = jax.tree_util.tree_leaves_with_path(jax.device_get(got))
+    for (path, g), w in zip(found, jax.tree.leaves(jax.device_get(want)), strict=True):
+        name = jax.tree_util.keystr(path)
+        assert (g.dtype, g.shape) == (w.dtype, w.shape), name
+        if g.dtype != jax.dtypes.float0:
+            assert np.abs(w).max() > 0, name
+            np.testing.assert_allclose(g, w, atol=rtol * np.abs(w).max(), rtol=0, err_msg=name)
 
 
 def embed(params, tokens):

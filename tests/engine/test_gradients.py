@@ -33,7 +33,7 @@ POLICIES = {
 @functools.cache
 def oracle(kind, num_stages, num_microbatches):
     params, _ = models.init(kind, num_stages)
-    step = jax.jit(sequential_value_and_grad(models.model(kind), has_aux=True))
+    step = models.quick(sequential_value_and_grad(models.model(kind), has_aux=True))
     return jax.device_get(step(params, *models.data(num_microbatches)))
 
 
@@ -70,7 +70,8 @@ def check(make, num_ranks, num_ep, num_microbatches, kind, remat="none", check_v
         check_vma=check_vma,
         **options,
     )
-    assert_same(step(params, *models.data(num_microbatches)), oracle(kind, num_stages, num_microbatches))
+    result = models.quick(step)(params, *models.data(num_microbatches))
+    assert_same(result, oracle(kind, num_stages, num_microbatches))
 
 
 def legal(make, num_ranks):
@@ -92,9 +93,9 @@ CORE = pytest.mark.parametrize(
 @CORE
 @pytest.mark.parametrize(("num_ranks", "num_ep"), LAYOUTS)
 def test_schedules_and_layouts(make, num_ranks, num_ep):
-    for position, num_microbatches in enumerate(legal(make, num_ranks)):
-        kind = ("moe", "mlp")[(position + num_ranks + num_ep) % 2]
-        check(make, num_ranks, num_ep, num_microbatches, kind)
+    turn = (num_ranks // 2 + num_ep) % 2
+    for num_microbatches in legal(make, num_ranks)[turn : turn + 1]:
+        check(make, num_ranks, num_ep, num_microbatches, ("moe", "mlp")[(num_ranks + num_ep) % 2])
 
 
 def also(*layouts):
@@ -110,7 +111,7 @@ def also(*layouts):
 
 @pytest.mark.parametrize(
     ("make", "num_ranks", "num_ep", "num_microbatches", "kind", "remat", "check_vma"),
-    list(also((2, 2), (4, 1), (4, 2))),
+    list(also((2, 2), (4, 1))),
 )
 def test_every_other_schedule(make, num_ranks, num_ep, num_microbatches, kind, remat, check_vma):
     check(make, num_ranks, num_ep, num_microbatches, kind, remat, check_vma)
@@ -119,7 +120,7 @@ def test_every_other_schedule(make, num_ranks, num_ep, num_microbatches, kind, r
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("make", "num_ranks", "num_ep", "num_microbatches", "kind", "remat", "check_vma"),
-    list(also((1, 1), (8, 1))),
+    list(also((1, 1), (4, 2))),
 )
 def test_every_other_schedule_on_more_layouts(
     make, num_ranks, num_ep, num_microbatches, kind, remat, check_vma
@@ -142,11 +143,10 @@ def test_other_counts_of_stages_and_few_microbatches(make, counts, more):
     check(functools.partial(make, **more), counts[0], 1, counts[1], "mlp")
 
 
-@pytest.mark.parametrize("check_vma", [False, True])
-@pytest.mark.parametrize("remat", ["all", "dots"])
+@pytest.mark.parametrize(("remat", "check_vma"), [("all", True), ("dots", False)])
 @CORE
 def test_remat_and_vma(make, remat, check_vma):
-    check(make, 4, 2, 8, "moe", remat, check_vma)
+    check(make, 2, 2, 6, "moe", remat, check_vma)
 
 
 @CORE
@@ -168,7 +168,7 @@ def test_costs_change_the_ticks_and_not_the_result():
 
 @pytest.mark.slow
 @CORE
-@pytest.mark.parametrize(("num_ranks", "num_ep"), LAYOUTS)
+@pytest.mark.parametrize(("num_ranks", "num_ep"), [(2, 2), (8, 1)])
 def test_schedules_and_layouts_with_remat_and_vma(make, num_ranks, num_ep):
     turn = (num_ranks + num_ep) % 2
     for num_microbatches in legal(make, num_ranks)[turn : turn + 1]:

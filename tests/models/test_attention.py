@@ -8,7 +8,15 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from models.attention import Attention, RMSNorm, causal_attention, rope, rope_frequencies, softmax_scale
+from models.attention import (
+    Attention,
+    RMSNorm,
+    causal_attention,
+    rope,
+    rope_factor,
+    rope_frequencies,
+    softmax_scale,
+)
 from models.config import tiny, v3
 from models.functional import pure_nnx
 
@@ -28,6 +36,19 @@ def test_rope_is_multiplication_by_complex_numbers(rope_dim, factor):
     x = np.random.default_rng(0).normal(size=(2, 11, 3, rope_dim)).astype(np.float32)
     wanted = [rotate_by_complex_numbers(row.astype(np.float64), freqs) for row in x]
     np.testing.assert_allclose(rope(jnp.asarray(x), freqs), wanted, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("highest", [20, 2**12, 2**20])
+def test_rope_at_given_positions_is_exact_far_out_too(highest):
+    """Against float64: a float32 angle would be off by 0.06 at a million."""
+    freqs = rope_frequencies(tiny(qk_rope_dim=64))
+    rng = np.random.default_rng(0)
+    positions = rng.integers(0, highest, (2, 11))
+    x = rng.normal(size=(2, 11, 3, 64)).astype(np.float32)
+    z = (x[..., 0::2] + 1j * x[..., 1::2]) * np.exp(1j * positions[..., None, None] * freqs)
+    wanted = np.stack([z.real, z.imag], axis=-1).reshape(x.shape)
+    got = jax.jit(lambda x, p: rope(x, freqs, p, 1.5))(x, positions.astype(np.int32))
+    np.testing.assert_allclose(got, 1.5 * wanted, atol=1e-5)
 
 
 def test_rope_makes_scores_depend_on_distance_only():
@@ -50,6 +71,11 @@ def test_yarn_keeps_fast_turns_and_divides_slow_ones():
     # The published model: mscale 0.1 ln 40 + 1 = 1.3689, squared onto the scale.
     assert math.isclose(softmax_scale(v3(yarn_factor=40.0)) / softmax_scale(v3()), 1.8739, rel_tol=1e-4)
     assert math.isclose(softmax_scale(v3()), 192**-0.5)
+    assert rope_factor(v3(yarn_factor=40.0)) == rope_factor(v3()) == 1.0
+    unlike = v3(yarn_factor=40.0, yarn_mscale_all_dim=0.707)
+    assert math.isclose(rope_factor(unlike), 1.3689 / 1.2608, rel_tol=1e-4)
+    alone = v3(yarn_factor=40.0, yarn_mscale=0.0)
+    assert math.isclose(rope_factor(alone), 1.3689, rel_tol=1e-4)
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
@@ -73,7 +99,7 @@ def attention_by_loops(p, x_BSD, config):
     freqs = rope_frequencies(config)
 
     def norm(x, weight):
-        return x / np.sqrt((x**2).mean(-1, keepdims=True) + config.norm_eps) * weight
+        return x / np.sqrt((x**2).mean(-1, keepdims=True) + 1e-6) * weight
 
     out = np.zeros_like(x_BSD)
     for b, x in enumerate(x_BSD):
@@ -100,7 +126,9 @@ def attention_by_loops(p, x_BSD, config):
     return out
 
 
-@pytest.mark.parametrize("changes", [{}, {"q_lora_rank": 0}, {"yarn_factor": 4.0, "v_head_dim": 12}])
+@pytest.mark.parametrize(
+    "changes", [{"norm_eps": 1.0}, {"q_lora_rank": 0}, {"yarn_factor": 4.0, "v_head_dim": 12}]
+)
 def test_attention_equals_loops(changes):
     config = tiny(init_std=0.2, **changes)
     pure = pure_nnx(lambda rngs: Attention(config, rngs))

@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 from dualpipe_jax.parallel import make_mesh
 from dualpipe_jax.parallel.expert_groups import grouped_matmul
+from dualpipe_jax.engine import At
 from dualpipe_jax.split import split_backward
 from models import Kernels, deepseek, tiny
 from models.attention import causal_attention
@@ -40,7 +41,8 @@ def out_and_gradients(attend, q, k, v, d):
     return jax.jit(run)(q, k, v, d)
 
 
-PADDED = functools.partial(padded_attention, implementation="xla")
+def PADDED(q, k, v, scale, segment_ids=None):
+    return padded_attention(q, k, v, scale, "xla", segment_ids)
 
 
 @pytest.mark.parametrize(
@@ -58,6 +60,22 @@ def test_attention_is_the_plain_one(attend, dtype, tolerance):
     assert all(leaf.dtype == dtype for leaf in jax.tree.leaves(got))
     got = jax.tree.map(lambda a: a.astype(jnp.float32), got)
     chex.assert_trees_all_close(got, wanted, rtol=tolerance, atol=tolerance)
+
+
+DOCUMENTS = ((0, 50), (50, 51), (51, 128))
+
+
+@functools.cache
+def documents_alone():
+    parts = [out_and_gradients(causal_attention, *(x[:, a:b] for x in heads())) for a, b in DOCUMENTS]
+    return jax.tree.map(lambda *parts: jnp.concatenate(parts, axis=1), *parts)
+
+
+@pytest.mark.parametrize("attend", [causal_attention, SPLASH, PADDED], ids=["plain", "splash", "padded"])
+def test_documents_do_not_hear_each_other(attend):
+    segments = jnp.repeat(jnp.asarray([3, 1, 2]), jnp.asarray([b - a for a, b in DOCUMENTS]))[None]
+    got = out_and_gradients(functools.partial(attend, segment_ids=segments), *heads())
+    chex.assert_trees_all_close(got, documents_alone(), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.skipif(jax.default_backend() != "gpu", reason="cuDNN's attention runs on a GPU only")
@@ -136,18 +154,26 @@ CONFIG = tiny(
 def test_a_stage_split_in_a_shard_map_has_the_plain_gradients(dispatch, kernels):
     """Attention has no weights: its backward is I's. Of the experts' kernels W keeps its own."""
     options = dict(ep_axis="ep", dispatch=dispatch)
-    model, plain = deepseek(CONFIG, 1, kernels=kernels, **options), deepseek(CONFIG, 1, **options)
-    params = jax.tree.map(lambda w: w[0], jax.jit(model.init)(jax.random.key(0, impl="rbg"))["stages"])
+    plan = (1, 1, 0)  # the dense layer, the one with experts, the head
+    model, plain = deepseek(CONFIG, plan, kernels=kernels, **options), deepseek(CONFIG, plan, **options)
+    params = jax.tree.map(lambda w: w[1], jax.jit(model.init)(jax.random.key(0, impl="rbg"))["stages"])
     x, dy = jax.random.normal(jax.random.key(1), (2, 2, 128, 16))  # one sequence a device
 
+    def stage_of(model):
+        def stage(params, x):
+            out = model.staged.kinds["middle"](params, {}, x, At({}, jnp.int32(1), jnp.int32(0), None))
+            return out.x, dict(out.metrics)
+
+        return stage
+
     def split(params, x, dy):
-        stage = split_backward(model.functions.stage, has_aux=True)
+        stage = split_backward(stage_of(model), has_aux=True)
         (y, _), residuals = stage.forward(params, x)
         dx, stash = stage.backward_input(params, x, residuals, dy)
         return y, dx, stage.backward_weight(params, x, residuals, stash)["layers"]
 
     def whole(params, x, dy):
-        y, pull, _ = jax.vjp(plain.functions.stage, params, x, has_aux=True)
+        y, pull, _ = jax.vjp(stage_of(plain), params, x, has_aux=True)
         gradients, dx = pull(dy)
         return y, dx, gradients["layers"]
 

@@ -134,7 +134,7 @@ def test_moe_equals_a_loop_over_experts_gradients_too(dispatch):
     bias = jnp.asarray(rng.normal(size=8) / 4, jnp.float32)
 
     def loss(params, x, bias):
-        y, counts, dropped = pure.apply(params, x, bias)
+        y, (counts, dropped, _) = pure.apply(params, x, bias)
         return jnp.sum(y * target), (y, counts, dropped)
 
     def loss_by_loops(params, x, bias):
@@ -164,7 +164,7 @@ def test_gradients_in_bfloat16_follow_those_in_float32():
         pure = pure_nnx(lambda rngs: MoE(config, Dispatch(), rngs))
 
         def loss(params, x):
-            y, _, _ = pure.apply(params, x.astype(dtype), bias)
+            y, _ = pure.apply(params, x.astype(dtype), bias)
             assert y.dtype == dtype
             return jnp.sum(y.astype(jnp.float32) * target)
 
@@ -176,11 +176,39 @@ def test_gradients_in_bfloat16_follow_those_in_float32():
         assert np.linalg.norm(g - w) < 0.03 * np.linalg.norm(w)
 
 
+def matmuls(jaxpr):
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name == "dot_general":
+            yield eqn
+        for value in eqn.params.values():
+            inner = getattr(value, "jaxpr", value)
+            if hasattr(inner, "eqns"):
+                yield from matmuls(inner)
+
+
+def test_the_router_multiplies_at_the_highest_precision():
+    """Else TPUs multiply float32 in bfloat16 and GPUs in TF32, and tokens change experts. Backward too."""
+    config = dataclasses.replace(SMALL, num_experts=7, num_groups=1, top_groups=1)
+    pure = pure_nnx(lambda rngs: MoE(config, Dispatch(), rngs))
+
+    def loss(params, x):
+        return jnp.sum(pure.apply(params, x, jnp.zeros(7))[0])
+
+    shapes = jax.eval_shape(pure.init, jax.random.key(0)), jax.ShapeDtypeStruct((1, 5, 16), jnp.float32)
+    found = {}
+    for eqn in matmuls(jax.make_jaxpr(jax.grad(loss, (0, 1)))(*shapes).jaxpr):
+        sides = {tuple(sorted(v.aval.shape)) for v in (*eqn.invars, *eqn.outvars)}
+        if sides == {(5, 16), (7, 16), (5, 7)}:
+            found[eqn.outvars[0].aval.shape] = eqn.params["precision"]
+    highest = (jax.lax.Precision.HIGHEST,) * 2
+    assert len(found) == 3 and set(found.values()) == {highest}  # logits, gradients of x and of the gate
+
+
 @pytest.mark.parametrize("method", ["capacity", "dropless"])
 def test_drops_are_reported_and_counts_are_not_reduced_by_them(method):
     pure = pure_nnx(lambda rngs: MoE(SMALL, Dispatch(method, 0.5), rngs))
     x = jax.random.normal(jax.random.key(1), (2, 16, SMALL.dim))
-    _, counts, dropped = jax.jit(pure.apply)(pure.init(jax.random.key(0)), x, jnp.zeros(8))
+    _, (counts, dropped, _) = jax.jit(pure.apply)(pure.init(jax.random.key(0)), x, jnp.zeros(8))
     assert int(counts.sum()) == 32 * SMALL.top_k
     assert int(dropped) >= 32 * SMALL.top_k // 2
 

@@ -13,9 +13,9 @@ from dualpipe_jax.command.program import Program
 from dualpipe_jax.parallel import EP, make_mesh
 from dualpipe_jax.schedule import dualpipe, dualpipe_v, lower, one_f_one_b, zb_h1
 from train import ahead, study
-from train.model import byte, place
 from train.request import make_schedule
-from train.step import init_state, make_optimizer, make_update, shard_moments
+from train.state import Layout, shard_moments
+from train.step import make_optimizer, make_update
 
 NUM_PP, NUM_EP, MICROBATCHES, SIZE, SEQ = 2, 2, 4, 4, 16
 
@@ -24,7 +24,7 @@ NUM_PP, NUM_EP, MICROBATCHES, SIZE, SEQ = 2, 2, 4, 4, 16
 def blueprint(make=dualpipe, mesh="devices", **options):
     schedule = make(NUM_PP, MICROBATCHES)
     stages = schedule.placement.num_model_stages
-    numbers = byte(num_layers=5, num_dense_layers=1)
+    numbers = models.byte(num_layers=5, num_dense_layers=1)
     model = models.deepseek(numbers, stages, ep_axis=EP, dispatch="capacity", capacity_factor=1.0)
     mesh = make_mesh(NUM_PP, NUM_EP) if mesh == "devices" else ahead.abstract_mesh(NUM_PP, NUM_EP)
     return ahead.draw(model, schedule, mesh, (MICROBATCHES, SIZE, SEQ), **options)
@@ -36,7 +36,7 @@ OPTIMIZER = make_optimizer(1e-3, clip=1.0, weight_decay=0.1)
 @functools.cache
 def state(make=dualpipe):
     b = blueprint(make)
-    return init_state(place(b.model, b.model.init(jax.random.key(0)), b.schedule, b.mesh), OPTIMIZER)
+    return Layout(b.model, b.schedule, b.mesh, OPTIMIZER).init(jax.random.key(0))
 
 
 def on_one_device(tree):
@@ -68,10 +68,13 @@ def test_slots_are_counted_from_the_tables_numbers(make):
     b = blueprint(make)
     kinds = ahead.memory_by_kind(b)
     state = ahead._state(b)
-    sets = {name: ahead.nbytes(state[name]) for name in ("residual_i", "residual_w", "stash", "x", "dy")}
-    assert kinds["residuals"] == sets["residual_i"] + sets["residual_w"] > 0
-    assert kinds["stash"] == sets["stash"] and (kinds["stash"] > 0) == (make is not one_f_one_b)
-    activation = SIZE // NUM_EP * SEQ * byte().dim * 4
+
+    def sets(*pools):
+        return sum(ahead.nbytes(value) for name, value in state.items() if name.split(".")[0] in pools)
+
+    assert kinds["residuals"] == sets("residual") > 0
+    assert kinds["stash"] == sets("stash") and (kinds["stash"] > 0) == (make is not one_f_one_b)
+    activation = SIZE // NUM_EP * SEQ * models.byte().dim * 4
     slots = lower(b.schedule).num_slots
     assert kinds["boundary"] == (slots["x"] + slots["dy"] + 2) * activation
     sums = kinds["stages"] + kinds["mirrored"] + kinds["ends"]
@@ -143,26 +146,26 @@ def shardings(opt_state):
 
 def test_arrays_that_no_loop_should_copy():
     held = ahead.held_arrays(blueprint())
-    width = byte().dim
+    width = models.byte().dim
     assert f"f32[256,{width}]" in held, "the embedding's sum"
-    slots = ahead._state(blueprint())["residual_w"][0].shape[0]
-    assert any(name.startswith(f"f32[{slots},") for name in held)
+    pools = [value for name, value in ahead._state(blueprint()).items() if name.startswith("residual")]
+    slots = max(pool[0].shape[0] for pool in pools)
+    assert slots > 1 and any(name.startswith(f"f32[{slots},") for name in held)
     assert ahead.array_name("bf16", (1, 5, 1, 8)) == "bf16[5,8]"
 
 
 def test_sizes_of_a_ranks_share_are_those_of_the_slots():
     kinds, (sizes, fixed) = ahead.memory_by_kind(blueprint()), ahead.rank_memory(blueprint())
     slots = lower(blueprint().schedule).num_slots
-    assert (
-        slots["residual_w"] * sizes.residual_w + slots["residual_i"] * sizes.residual_i == kinds["residuals"]
-    )
-    assert slots["stash"] * sizes.stash == kinds["stash"] > 0
+    assert 0 < kinds["residuals"] <= slots["residual_w"] * sizes.residual_w, "some pools have fewer slots"
+    assert 0 < kinds["stash"] <= slots["stash"] * sizes.stash
     assert (slots["x"] + slots["dy"] + 2) * sizes.boundary == kinds["boundary"]
     assert 2 * sizes.parameters + fixed == sum(
         kinds[kind] for kind in ("stages", "ends", "mirrored", "optimizer", "gradients", "batch")
     )
     one, two = (ahead.rank_memory(blueprint(make))[0] for make in (dualpipe, dualpipe_v))
-    assert two.boundary == one.boundary and two.residual_w == pytest.approx(one.residual_w, rel=0.05)
+    assert two.boundary == one.boundary
+    assert two.residual_w >= one.residual_w, "an upper bound: a V's stages have pools of the ends' kinds too"
 
 
 def test_fewer_stashes_take_less_memory_and_nothing_else():

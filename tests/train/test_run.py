@@ -1,18 +1,24 @@
 """A run from the command line to its files."""
 
 import json
+import shutil
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
+import models
+from dualpipe_jax.schedule import dualpipe
 from train.config import SCHEDULES
 
 ROOT = Path(__file__).parents[2]
 SHORT = (
     *("--pp", "2", "--ep", "2", "--microbatches", "4", "--microbatch-size", "2", "--sequence", "16"),
-    *("--model", "tiny", "--layers", "2", "--steps", "3", "--eval-batches", "1", "--name", "short"),
+    *("--model", "tiny", "--layers", "2", "--steps", "3", "--eval-sequences", "10", "--name", "short"),
+    *("--profile", "1"),
 )
 
 
@@ -59,7 +65,15 @@ def test_it_says_what_it_does(finished):
 def test_it_leaves_its_files(finished):
     folder, _ = finished
     run = folder / "runs" / "short"
-    assert sorted(path.name for path in run.iterdir()) == ["config.json", "metrics.jsonl", "schedule.txt"]
+    assert sorted(path.name for path in run.iterdir()) == [
+        "checkpoints",
+        "config.json",
+        "environment.json",
+        "metrics.jsonl",
+        "profile",
+        "report.html",
+        "schedule.txt",
+    ]
     assert json.loads((run / "config.json").read_text())["mesh"]["schedule"] == "dualpipe"
     assert (run / "schedule.txt").read_text().startswith("# dualpipe, ranks 2, microbatches 4")
     before, *steps, after = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
@@ -68,8 +82,106 @@ def test_it_leaves_its_files(finished):
     assert before["heldout_loss"] == pytest.approx(5.545, abs=0.2)
 
 
+def test_its_metrics_agree_with_each_other(finished):
+    """Parts of the gradient make up the whole; every token is given to top_k experts of each layer."""
+    folder, _ = finished
+    lines = map(json.loads, (folder / "runs" / "short" / "metrics.jsonl").read_text().splitlines())
+    _, first, second, third, _ = lines
+    for line in (first, second, third):
+        assert sum(norm**2 for norm in line["grad_norms"].values()) ** 0.5 == pytest.approx(
+            line["grad_norm"], rel=1e-4
+        )
+        assert 0.5 < line["load_entropy"] <= 1
+    assert first["bias_range"] == pytest.approx(0.02), "every bias moved once by the default rate, up or down"
+    numbers = models.tiny()
+    tokens = 4 * 2 * 16
+    for line in (first, third):  # the first of every ten, and the last
+        assert [len(row) for row in line["load"]] == [numbers.num_experts] * 2
+        assert [sum(row) for row in line["load"]] == [tokens * numbers.top_k] * 2
+    assert "load" not in second
+
+
+def test_its_profile_is_of_the_schedules_every_action(finished):
+    """The median of one traced step: of two ranks' timeline each action, forwards before their backwards."""
+    folder, process = finished
+    assert "measured        bubble" in process.stdout
+    profile = folder / "runs" / "short" / "profile"
+    costs = json.loads((profile / "costs.json").read_text())
+    assert all(costs[name] > 0 for name in ("F", "I", "W", "FB")) and costs["unit"] == "ms"
+    counts = {kind: times["count"] for kind, times in costs["measured"].items()}
+    schedule = dualpipe(2, 4)
+    actions = [action.op.value for order in schedule.orders for slot in order for action in slot]
+    ends = {"embed": 4, "head": 4, "embed_backward": 4}
+    assert counts == {op: actions.count(op) for op in set(actions)} | ends
+    measured, theory = json.loads((profile / "timeline.json").read_text())
+    assert len(measured["boxes"]) == len(theory["boxes"]) == len(actions)
+    assert 0 <= measured["bubble"] < 1 and measured["makespan"] >= theory["makespan"] * 0.5
+
+
 def test_every_schedule_is_on_offer():
     one_pipe = {"gpipe", "one_f_one_b", "interleaved_1f1b", "looped_bfs", "hanayo"}
     paired = {"interleaved_1f1b_overlap", "dualpipe", "dualpipe_v"}
     split = {"zb_h1", "zb_h2", "interleaved_zero_bubble", "zb_v", "v_half", "v_min"}
     assert set(SCHEDULES) == one_pipe | split | {"chimera"} | paired
+
+
+def compared(folder, name):
+    """Loss and gradient norm of each step, as they stand in the file."""
+    lines = map(json.loads, (folder / "runs" / name / "metrics.jsonl").read_text().splitlines())
+    return {line["step"]: (line["loss"], line["grad_norm"]) for line in lines if "loss" in line}
+
+
+@pytest.mark.slow
+def test_a_run_that_was_stopped_goes_on_bit_for_bit(finished):
+    """Killed after its first steps, wherever that is; then told to stop; then to its end."""
+    folder, _ = finished
+    options = (*SHORT[:-1], "stopped", "--data", "train/text.txt", "--steps", "40", "--checkpoint-every", "1")
+    alone = train(folder, *options[:-2], "--name", "alone", "--checkpoint-minutes", "60")
+    assert alone.returncode == 0, alone.stderr
+    expected = compared(folder, "alone")
+    for number in (signal.SIGKILL, signal.SIGTERM):
+        process = subprocess.Popen(
+            [sys.executable, "-P", "-m", "train", *options, "--resume"],
+            cwd=folder,
+            env={"PATH": "/usr/bin:/bin", "HOME": str(folder), "PYTHONPATH": str(ROOT)},
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        metrics, begun = folder / "runs" / "stopped" / "metrics.jsonl", 0
+        while process.poll() is None and begun < 3:
+            time.sleep(0.05)
+            begun = metrics.read_text().count('"loss"') if metrics.exists() else 0
+        process.send_signal(number)
+        said = process.communicate(timeout=300)[1]
+        assert process.returncode == (-9 if number == signal.SIGKILL else 143)
+        found = compared(folder, "stopped") if number == signal.SIGTERM else {}
+        assert found.items() <= expected.items()
+    assert "SIGTERM: saved at step" in said
+    ended = train(folder, *options, "--resume")
+    assert ended.returncode == 0 and "resuming from step" in ended.stdout
+    assert compared(folder, "stopped") == expected
+
+
+LAYOUTS = (("--schedule", "zb_v", "--pp", "1", "--ep", "2"), ("--schedule", "gpipe", "--ep", "1"))
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_under_another_layout(finished):
+    """Three steps under DualPipe on 2 x 2, then three under another layout: those that it would have made."""
+    folder, _ = finished
+    base = (*SHORT, "--data", "train/text.txt", "--name", "base", "--steps", "6", "--checkpoint-every", "3")
+    assert train(folder, *base).returncode == 0
+    expected = compared(folder, "base")
+    for number, layout in enumerate(LAYOUTS):
+        copy = folder / "runs" / f"copy{number}"
+        shutil.copytree(folder / "runs" / "base", copy)
+        shutil.rmtree(copy / "checkpoints" / "6")
+        resumed = train(folder, "--name", copy.name, "--resume", *layout)
+        assert resumed.returncode == 0, resumed.stderr
+        assert "warning: not bit for bit: layout changed" in resumed.stdout
+        assert "resuming from step 3" in resumed.stdout
+        found = compared(folder, copy.name)
+        assert found.keys() == expected.keys()
+        assert found[4][0] == pytest.approx(expected[4][0], abs=2e-6), "the same parameters"
+        for step in (5, 6):
+            assert found[step][0] == pytest.approx(expected[step][0], abs=1e-4)

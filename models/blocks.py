@@ -1,0 +1,74 @@
+"""The modules of a DeepSeek model, each named as in published checkpoints.
+
+Shape suffixes: B batch, S sequence, D model dim, E experts.
+"""
+
+import jax.numpy as jnp
+from flax import nnx
+from jax import Array
+
+from models.attention import Attend, Attention, RMSNorm, linear
+from models.config import Config
+from models.moe import Dispatch, Load, Matmul, MoE, SwiGLU
+
+
+class DenseBlock(nnx.Module):
+    """x + attention, then x + SwiGLU, each behind its norm."""
+
+    def __init__(self, config: Config, rngs: nnx.Rngs, attend: Attend | None = None):
+        self.input_layernorm = RMSNorm(config.dim, config.norm_eps)
+        self.self_attn = Attention(config, rngs, attend)
+        self.post_attention_layernorm = RMSNorm(config.dim, config.norm_eps)
+        self.mlp = SwiGLU(config, config.dense_hidden, rngs)
+
+    def __call__(self, x_BSD: Array, positions_BS: Array | None, segment_ids_BS: Array | None) -> Array:
+        """Apply the block; positions and segments as ``Attention`` takes them."""
+        x_BSD = x_BSD + self.self_attn(self.input_layernorm(x_BSD), positions_BS, segment_ids_BS)
+        return x_BSD + self.mlp(self.post_attention_layernorm(x_BSD))
+
+
+class Block(nnx.Module):
+    """x + attention, then x + mixture of experts, each behind its norm; experts are stacked."""
+
+    def __init__(
+        self,
+        config: Config,
+        dispatch: Dispatch,
+        rngs: nnx.Rngs,
+        attend: Attend | None = None,
+        matmul: Matmul | None = None,
+    ):
+        self.input_layernorm = RMSNorm(config.dim, config.norm_eps)
+        self.self_attn = Attention(config, rngs, attend)
+        self.post_attention_layernorm = RMSNorm(config.dim, config.norm_eps)
+        self.mlp = MoE(config, dispatch, rngs, matmul)
+
+    def __call__(
+        self,
+        x_BSD: Array,
+        bias_E: Array,
+        positions_BS: Array | None,
+        segment_ids_BS: Array | None,
+        live_BS: Array | None,
+    ) -> tuple[Array, Load]:
+        """Apply the block; positions and segments as ``Attention`` takes them, live tokens as ``MoE`` does."""
+        x_BSD = x_BSD + self.self_attn(self.input_layernorm(x_BSD), positions_BS, segment_ids_BS)
+        y_BSD, load = self.mlp(self.post_attention_layernorm(x_BSD), bias_E, live_BS)
+        return x_BSD + y_BSD, load
+
+
+class Merge(nnx.Module):
+    """What stands before the block of a multi-token prediction module: two norms and a projection.
+
+    Embedding first: published weights have it so, the paper writes the hidden state first.
+    """
+
+    def __init__(self, config: Config, rngs: nnx.Rngs):
+        self.enorm = RMSNorm(config.dim, config.norm_eps)
+        self.hnorm = RMSNorm(config.dim, config.norm_eps)
+        self.eh_proj = linear(config, 2 * config.dim, config.dim, rngs)
+
+    def __call__(self, embedded_BSD: Array, hidden_BSD: Array) -> Array:
+        """Merge a later token's embedding into what is known of this one; [B, S, D]."""
+        both = jnp.concatenate([self.enorm(embedded_BSD), self.hnorm(hidden_BSD)], axis=-1)
+        return self.eh_proj(both)

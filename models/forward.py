@@ -1,0 +1,57 @@
+"""The whole model at once, without a pipeline: logits for every token.
+
+Shape suffixes as in ``models.transformer``.
+"""
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from dualpipe_jax.engine.model import At
+from models.config import Config
+from models.functional import Tree
+from models.kernels import AUTO, Kernels
+from models.transformer import deepseek, head_kernel
+from models.vocabulary import project
+
+
+def logits(
+    config: Config,
+    params: Tree,
+    tokens: Array,
+    *,
+    positions: Array | None = None,
+    segment_ids: Array | None = None,
+    kernels: Kernels = AUTO,
+) -> Array:
+    """Run the model on whole sequences.
+
+    Under ``jax.jit`` the configuration is static:
+    ``jax.jit(logits, static_argnums=0)(config, params, tokens)``.
+
+    Args:
+      config: the model.
+      params: as ``deepseek(config, 1).init`` makes them, or ``weights.load`` reads them.
+      tokens: int [B, S].
+      positions: int [B, S], where in its document each token stands; None counts along S.
+      segment_ids: int [B, S], which document each token belongs to: it hears no other. Padding is one of its
+        own.
+      kernels: what computes attention and the experts' matmuls.
+
+    Returns:
+      float32 [B, S, V]; at s, of the token that follows.
+
+    Raises:
+      ValueError: params are of several stages.
+
+    """
+    num_stages = len(params["stages"]["routing"]["row"])
+    if num_stages != 1:
+        raise ValueError(f"logits: params are of {num_stages} stages, must be of 1: deepseek(config, 1).init")
+    batch = {"inputs": tokens, "positions": positions, "segment_ids": segment_ids}
+    at = At({name: a for name, a in batch.items() if a is not None}, jnp.int32(0), jnp.int32(0), None)
+    own = jax.tree.map(lambda leaf: leaf[0], params["stages"])
+    model = deepseek(config, 1, balance_factor=0, kernels=kernels)
+    x_BSD = model.staged.kinds["only"](own, params["shared"], None, at).x
+    x_TD = x_BSD.reshape(-1, config.dim)
+    return project(x_TD, head_kernel(config, params["shared"])).reshape(*tokens.shape, config.vocab)

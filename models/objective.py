@@ -1,0 +1,66 @@
+"""Which tokens a batch trains on: masks, documents, and the tokens ahead that multi-token prediction asks for.
+
+A batch is a dict of arrays [B, S]: "inputs" and "targets" (the next tokens), and where they are needed
+
+- "segment_ids": int, the document of each input; what is packed into one sequence does not see its neighbours;
+- "positions": int, where in its document each input stands; None counts along S, which is as good;
+- "mask": bool, which targets count in the losses; all without it;
+- "valid": bool, which inputs are tokens and not padding; all without it. Padding counts in no loss and no load;
+- "mtp_weight": float [B], the factor of the multi-token prediction losses, if it changes as training goes on.
+
+Shape suffixes: B batch, S sequence.
+"""
+
+from typing import Any
+
+import jax.numpy as jnp
+from jax import Array
+
+Batch = dict[str, Any]
+
+
+def inputs_ahead(batch: Batch, depth: int) -> Array:
+    """Return the tokens ``depth`` places ahead, [B, S]; 0 beyond the sequence."""
+    return _ahead(batch["inputs"], depth)
+
+
+def targets_ahead(batch: Batch, depth: int = 0) -> tuple[Array, Array]:
+    """Return the targets ``depth`` places ahead, [B, S], and whether each counts.
+
+    It counts if it does in the model's own loss, and if from here to there the tokens are of one document.
+    """
+    return _ahead(batch["targets"], depth), live_tokens(batch, depth) & _ahead(_mask(batch), depth)
+
+
+def live_tokens(batch: Batch, depth: int = 0) -> Array:
+    """Return which tokens are none of padding, and have a token of their document ``depth`` places ahead."""
+    here = _flags(batch, "valid")
+    there = _ahead(here, depth)
+    if "segment_ids" in batch:
+        segments = batch["segment_ids"]
+        there = there & (_ahead(segments, depth) == segments)
+    return here & there
+
+
+def num_counted(batch: Batch, depth: int = 0) -> Array:
+    """Return how many targets count, float32."""
+    return jnp.sum(targets_ahead(batch, depth)[1], dtype=jnp.float32)
+
+
+def masked_mean(values_BS: Array, counted_BS: Array) -> Array:
+    """Return the mean over those that count; 0 if none does."""
+    total = jnp.sum(jnp.where(counted_BS, values_BS, 0))
+    return total / jnp.maximum(jnp.sum(counted_BS, dtype=values_BS.dtype), 1)
+
+
+def _mask(batch: Batch) -> Array:
+    return _flags(batch, "mask") & _flags(batch, "valid")
+
+
+def _flags(batch: Batch, name: str) -> Array:
+    return batch[name].astype(bool) if name in batch else jnp.ones(batch["inputs"].shape, bool)
+
+
+def _ahead(values_BS: Array, depth: int) -> Array:
+    """Values from ``depth`` places on; zeros where there are none."""
+    return jnp.pad(values_BS[:, depth:], ((0, 0), (0, min(depth, values_BS.shape[1]))))

@@ -1,0 +1,213 @@
+"""Which layers stand on which stage: plans balanced in time, and the places that a plan gives each layer."""
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from models.config import Config
+
+
+@dataclasses.dataclass(frozen=True)
+class Costs:
+    """What the parts of a model take, in one unit of time; forward, or forward and backward.
+
+    Attributes:
+      embed: looking tokens up.
+      dense: a layer with a dense feed-forward.
+      moe: a layer with experts.
+      mtp: a module of multi-token prediction without its use of the head.
+      head: the head and its loss, once; each module of multi-token prediction uses it once more.
+    """
+
+    embed: float = 1.0
+    dense: float = 1.0
+    moe: float = 1.0
+    mtp: float = 1.0
+    head: float = 1.0
+
+
+PAPER = Costs(head=0.5)
+"""As DeepSeek-V3 seems to count: the embedding a layer's time, a module and both heads two."""
+
+
+def matmul_costs(config: Config, sequence: int = 4096) -> Costs:
+    """Price parts by the matmuls that a token needs in the forward, in FLOPs; causal attention over ``sequence``."""
+    head = config.qk_nope_dim + config.qk_rope_dim
+    queries = config.q_lora_rank * (config.dim + config.num_heads * head)
+    attention = queries or config.dim * config.num_heads * head
+    attention += config.dim * (config.kv_lora_rank + config.qk_rope_dim)
+    attention += config.kv_lora_rank * config.num_heads * (config.qk_nope_dim + config.v_head_dim)
+    attention += config.num_heads * config.v_head_dim * config.dim
+    attention += config.num_heads * (head + config.v_head_dim) * sequence // 2
+    active = (config.top_k + config.num_shared_experts) * config.expert_hidden
+    dense = 2 * (attention + 3 * config.dim * config.dense_hidden)
+    moe = 2 * (attention + config.dim * (config.num_experts + 3 * active))
+    return Costs(
+        embed=0, dense=dense, moe=moe, mtp=moe + 4 * config.dim**2, head=2 * config.dim * config.vocab
+    )
+
+
+def stage_times(config: Config, plan: Sequence[int], costs: Costs) -> list[float]:
+    """Return the time of each stage of a plan, in the unit of ``costs``."""
+    times, layer = [], 0
+    for share in plan:
+        dense = max(0, min(config.num_dense_layers - layer, share))
+        times.append(dense * costs.dense + (share - dense) * costs.moe)
+        layer += share
+    times[0] += costs.embed
+    times[-1] += costs.head + config.num_mtp_layers * (costs.mtp + costs.head)
+    return times
+
+
+def layer_plan(config: Config, schedule: Any, costs: Costs | None = None) -> tuple[int, ...]:
+    """Share all layers out over stages, in model order, so that the busiest rank is as little busy as can be.
+
+    Every stage but the two ends has a layer at least. Of plans whose busiest ranks are alike, the one with the shorter
+    stages is taken.
+
+    Args:
+      config: the model.
+      schedule: a ``Schedule``, whose placement says which stages share a rank, or the number of stages, each with a
+        rank of its own.
+      costs: what the parts take; by default ``matmul_costs``.
+
+    Returns:
+      How many layers, dense ones included, each stage has; the embedding comes on top of the first, multi-token
+      prediction and the head of the last.
+
+    Raises:
+      ValueError: there are fewer layers than stages between the ends.
+
+    >>> from models.config import v3
+    >>> layer_plan(v3(num_mtp_layers=1), 16, PAPER)
+    (3, 4, 4, 4, 4, 4, 4, 4, 4, 4, 4, 4, 4, 4, 4, 2)
+    """
+    pipes = ((tuple(range(schedule)),)) if isinstance(schedule, int) else schedule.placement.pipes
+    num_stages = len(pipes[0])
+    if num_stages < 1 or config.num_layers < max(1, num_stages - 2):
+        raise ValueError(
+            f"layer_plan: {config.num_layers} layers do not give each of {num_stages} stages one, the two ends aside; "
+            f"{max(1, config.num_layers + 2)} stages at most."
+        )
+    costs = costs or matmul_costs(config)
+    home = np.array(pipes)
+    ranks = [(home == rank).any(0) for rank in range(int(home.max()) + 1)]
+
+    def badness(plan: tuple[int, ...]) -> tuple[float, ...]:
+        times = np.array(stage_times(config, plan, costs))
+        busy = sorted((float(times[here].sum()) for here in ranks), reverse=True)
+        return tuple(np.round([*busy, *sorted(times, reverse=True)], 6 - int(np.log10(times.sum() + 1e-300))))
+
+    best = even_shares(config.num_layers, num_stages)
+    while (better := min(_neighbours(best), key=badness, default=best)) != best:
+        if badness(better) >= badness(best):
+            return best
+        best = better
+    return best
+
+
+def even_shares(num_layers: int, num_stages: int) -> tuple[int, ...]:
+    """Share layers as equally as possible; what is missing, is missing at the two ends first."""
+    deep = -(-num_layers // num_stages)
+    shares = [deep] * num_stages
+    for short in range(deep * num_stages - num_layers):
+        shares[short // 2 if short % 2 == 0 else num_stages - 1 - short // 2] -= 1
+    return tuple(shares)
+
+
+def _neighbours(plan: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
+    """Plans with a layer moved from one stage to another."""
+    last = len(plan) - 1
+    for giver, share in enumerate(plan):
+        if share <= (0 if giver in (0, last) else 1):
+            continue
+        for taker in range(len(plan)):
+            if taker != giver:
+                yield tuple(n - (i == giver) + (i == taker) for i, n in enumerate(plan))
+
+
+@dataclasses.dataclass(frozen=True)
+class Content:
+    """What a stage holds, and so what its kind runs.
+
+    Attributes:
+      first: whether it looks tokens up.
+      dense: which dense layers it runs.
+      num_moe: how many of its slots hold layers with experts; they come first.
+      last: whether it has the head, and the modules of multi-token prediction, whose blocks take the next slots.
+    """
+
+    first: bool
+    dense: range
+    num_moe: int
+    last: bool
+
+    def name(self, like: "Sequence[Content]") -> str:
+        """Name it by its place, and by its layers where those of the same place differ."""
+        if self.first or self.last:
+            return "only" if self.first and self.last else "first" if self.first else "last"
+        if len({content for content in like if not (content.first or content.last)}) == 1:
+            return "middle"
+        dense = f"dense_{self.dense.start}_to_{self.dense.stop - 1}_" if self.dense else ""
+        return f"middle_{dense}{self.num_moe}"
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Layout:
+    """Where each layer of a model stands.
+
+    Attributes:
+      plan: layers of each stage, dense ones included.
+      contents: what each stage holds.
+      rows: int32 [P, slots], which row of the routers' figures a stage's slot belongs to: layers with experts in
+        model order, then modules of multi-token prediction; -1 where a stage has fewer than the most.
+    """
+
+    plan: tuple[int, ...]
+    contents: tuple[Content, ...]
+    rows: np.ndarray
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """The kind of each stage."""
+        return tuple(content.name(self.contents) for content in self.contents)
+
+    def slot_of(self, row: int) -> tuple[int, int]:
+        """Return the stage and slot of a layer with experts, or of a module of multi-token prediction, by its row."""
+        stage, slot = np.argwhere(self.rows == row)[0]
+        return int(stage), int(slot)
+
+
+def lay_out(config: Config, plan: Sequence[int]) -> Layout:
+    """Give each layer of a plan its place.
+
+    Raises:
+      ValueError: the shares do not add up, or there is no layer with experts.
+
+    """
+    _check(config, plan)
+    contents, layer = [], 0
+    for stage, share in enumerate(plan):
+        dense = range(min(layer, config.num_dense_layers), min(layer + share, config.num_dense_layers))
+        contents.append(Content(stage == 0, dense, share - len(dense), stage == len(plan) - 1))
+        layer += share
+    used = [content.num_moe + content.last * config.num_mtp_layers for content in contents]
+    filled = np.arange(max(used)) < np.asarray(used)[:, None]
+    rows = np.where(filled, np.cumsum(filled).reshape(filled.shape) - 1, -1).astype(np.int32)
+    return Layout(tuple(plan), tuple(contents), rows)
+
+
+def _check(config: Config, plan: Sequence[int]) -> None:
+    wrong = []
+    if config.num_moe_layers < 1:
+        wrong.append(f"all {config.num_layers} layers are dense, at least one must have experts")
+    if not plan or any(share < 0 for share in plan):
+        wrong.append("it needs a stage at least, and none can have fewer than 0 layers")
+    if sum(plan) != config.num_layers:
+        wrong.append(f"its sum is {sum(plan)}, the layers are {config.num_layers}, dense ones included")
+    if wrong:
+        raise ValueError(
+            f"deepseek: plan {tuple(plan)}: {'; '.join(wrong)}. See layer_plan(config, schedule) for one."
+        )

@@ -1,0 +1,244 @@
+"""How the published models were trained, as data: optimizer, schedules, factors of the losses.
+
+From DeepSeek-V3 (arXiv:2412.19437, section 4.2), DeepSeek-V2 and V2-Lite (arXiv:2405.04434, sections 3.1 and B.1)::
+
+    recipe = recipes.v3()
+    recipe.learning_rate(step)      # and bias_rate, mtp_weight: functions of the step, which may be traced
+    recipe.batch_size(step)         # sequences; of a step on the host, for it is a shape
+"""
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+import models.config as configs
+from models.config import Config
+
+
+class Phase(NamedTuple):
+    """A stretch of training.
+
+    Attributes:
+      until: tokens trained on when it ends.
+      start: the value at its start.
+      end: that at its end, along half a cosine; None for ``start`` throughout.
+    """
+
+    until: float
+    start: float
+    end: float | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Recipe:
+    """One training run; its schedules go by tokens.
+
+    Attributes:
+      config: the model.
+      tokens: to train on.
+      rates: the learning rate after the warmup.
+      bias_rates: how fast the selection biases move, see ``models.moe.update_bias``; 0 for not at all.
+      mtp_weights: the factor of multi-token prediction.
+      balance_factor: that of the balance loss.
+      sequence: tokens of a sequence.
+      warmup: steps in which the learning rate rises from 0.
+      first_batch: sequences of the first step.
+      batch: those of a step once ``ramp`` tokens are done, linear in tokens till then.
+      ramp: see there; 0 for ``batch`` from the start.
+      batch_multiple: batches are cut down to a multiple of this, as microbatches and devices want it.
+      b1: of AdamW.
+      b2: the same.
+      weight_decay: the same; norms and biases do not decay.
+      clip: largest norm of all gradients together.
+    """
+
+    config: Config
+    tokens: float
+    rates: tuple[Phase, ...]
+    bias_rates: tuple[Phase, ...]
+    mtp_weights: tuple[Phase, ...]
+    balance_factor: float
+    sequence: int = 4096
+    warmup: int = 2000
+    first_batch: int = 0
+    batch: int = 0
+    ramp: float = 0.0
+    batch_multiple: int = 1
+    b1: float = 0.9
+    b2: float = 0.95
+    weight_decay: float = 0.1
+    clip: float = 1.0
+
+    def __post_init__(self) -> None:
+        wrong = [
+            f"{name} must end with tokens, {self.tokens:g}, and rise until then"
+            for name in ("rates", "bias_rates", "mtp_weights")
+            if not _rises([phase.until for phase in getattr(self, name)], self.tokens)
+        ]
+        if not 0 < self.batch_multiple <= (self.first_batch if self.ramp else self.batch):
+            wrong.append(f"batch_multiple is {self.batch_multiple}, more than the smallest batch, or none")
+        if wrong:
+            raise ValueError(f"Recipe: {'; '.join(wrong)}.")
+
+    @property
+    def num_steps(self) -> int:
+        """Steps until all tokens are done, the last one perhaps beyond."""
+        ramped = self._ramp
+        if ramped[-1] >= self.tokens:
+            return int(np.searchsorted(ramped, self.tokens))
+        return len(ramped) - 1 + int(np.ceil((self.tokens - ramped[-1]) / self._whole))
+
+    def batch_size(self, step: int) -> int:
+        """Return the sequences of a step, numbered from 0."""
+        ramped = self._ramp
+        done = ramped[step] if step < len(ramped) else self.ramp
+        return self._batch_after(float(done))
+
+    def tokens_before(self, step: Any) -> Array:
+        """Return the tokens done before a step, float32."""
+        ramped = jnp.asarray(self._ramp, jnp.float32)
+        step = jnp.asarray(step)
+        last = len(self._ramp) - 1
+        beyond = jnp.maximum(step - last, 0).astype(jnp.float32) * jnp.float32(self._whole)
+        return ramped[jnp.minimum(step, last)] + beyond
+
+    def learning_rate(self, step: Any) -> Array:
+        """Return the learning rate of a step, float32; that of the first is not 0."""
+        warm = jnp.minimum((jnp.asarray(step) + 1).astype(jnp.float32) / max(self.warmup, 1), 1)
+        return warm * _value(self.rates, self.tokens_before(step))
+
+    def bias_rate(self, step: Any) -> Array:
+        """Return how far a step moves the selection biases, float32."""
+        return _value(self.bias_rates, self.tokens_before(step))
+
+    def mtp_weight(self, step: Any) -> Array:
+        """Return a step's factor of multi-token prediction, float32; for a batch's "mtp_weight"."""
+        return _value(self.mtp_weights, self.tokens_before(step))
+
+    @property
+    def _whole(self) -> int:
+        return self._batch_after(self.ramp) * self.sequence
+
+    @functools.cached_property
+    def _ramp(self) -> np.ndarray:
+        """Tokens before each step of the ramp, and before the first one beyond; float64."""
+        done = [0.0]
+        while done[-1] < self.ramp:
+            done.append(done[-1] + self._batch_after(done[-1]) * self.sequence)
+        return np.array(done)
+
+    def _batch_after(self, tokens: float) -> int:
+        size: float = self.batch
+        if tokens < self.ramp:
+            size = self.first_batch + (self.batch - self.first_batch) * tokens / self.ramp
+        return int(size) // self.batch_multiple * self.batch_multiple
+
+
+def v3(**changes: Any) -> Recipe:
+    """DeepSeek-V3: 14.8T tokens."""
+    recipe = Recipe(
+        config=configs.v3(num_mtp_layers=1),
+        tokens=14.8e12,
+        rates=(
+            Phase(10e12, 2.2e-4),
+            Phase(14.3e12, 2.2e-4, 2.2e-5),
+            Phase(14.633e12, 2.2e-5),
+            Phase(14.8e12, 7.3e-6),
+        ),
+        bias_rates=(Phase(14.3e12, 1e-3), Phase(14.8e12, 0.0)),
+        mtp_weights=(Phase(10e12, 0.3), Phase(14.8e12, 0.1)),
+        balance_factor=1e-4,
+        first_batch=3072,
+        batch=15360,
+        ramp=469e9,
+    )
+    return dataclasses.replace(recipe, **changes)
+
+
+def v2(**changes: Any) -> Recipe:
+    """DeepSeek-V2: 8.1T tokens. Of its three balance losses the one over experts is built."""
+    recipe = Recipe(
+        config=configs.v2(),
+        tokens=8.1e12,
+        rates=_steps(8.1e12, 2.4e-4, (0.6, 0.9)),
+        bias_rates=(Phase(8.1e12, 0.0),),
+        mtp_weights=(Phase(8.1e12, 0.0),),
+        balance_factor=3e-3,
+        first_batch=2304,
+        batch=9216,
+        ramp=225e9,
+    )
+    return dataclasses.replace(recipe, **changes)
+
+
+def v2_lite(**changes: Any) -> Recipe:
+    """DeepSeek-V2-Lite: 5.7T tokens, in equal batches."""
+    recipe = Recipe(
+        config=configs.v2_lite(),
+        tokens=5.7e12,
+        rates=_steps(5.7e12, 4.2e-4, (0.8, 0.9)),
+        bias_rates=(Phase(5.7e12, 0.0),),
+        mtp_weights=(Phase(5.7e12, 0.0),),
+        balance_factor=1e-3,
+        batch=4608,
+    )
+    return dataclasses.replace(recipe, **changes)
+
+
+def small(**changes: Any) -> Recipe:
+    """V3's rules for ``models.small``, 20 million parameters on 50 million tokens. The rate is our own."""
+    run = dict(sequence=256, first_batch=8, batch=40, batch_multiple=8, warmup=100)
+    return dataclasses.replace(
+        in_proportion(v3(), 50e6, 1e-3, configs.small(num_mtp_layers=1), **run), **changes
+    )
+
+
+def in_proportion(recipe: Recipe, tokens: float, rate: float, config: Config, **changes: Any) -> Recipe:
+    """Return the recipe for another model: its phases in proportion to tokens, its rates to the highest."""
+    scale, highest = tokens / recipe.tokens, max(phase.start for phase in recipe.rates)
+
+    def scaled(phases: Sequence[Phase], factor: float = 1.0) -> tuple[Phase, ...]:
+        ends = [None if phase.end is None else phase.end * factor for phase in phases]
+        inner = [
+            Phase(phase.until * scale, phase.start * factor, end)
+            for phase, end in zip(phases, ends, strict=True)
+        ]
+        return (*inner[:-1], inner[-1]._replace(until=tokens))
+
+    return dataclasses.replace(
+        recipe,
+        config=config,
+        tokens=tokens,
+        rates=scaled(recipe.rates, rate / highest),
+        bias_rates=scaled(recipe.bias_rates),
+        mtp_weights=scaled(recipe.mtp_weights),
+        ramp=recipe.ramp * scale,
+        **changes,
+    )
+
+
+def _steps(tokens: float, rate: float, where: tuple[float, float]) -> tuple[Phase, ...]:
+    """The rate, 0.316 of it, and 0.316 of that, as V2 has it."""
+    first, second = where
+    return Phase(first * tokens, rate), Phase(second * tokens, 0.316 * rate), Phase(tokens, 0.316**2 * rate)
+
+
+def _rises(until: list[float], tokens: float) -> bool:
+    return bool(until) and until[-1] == tokens and all(np.diff([0, *until]) > 0)
+
+
+def _value(phases: Sequence[Phase], tokens: Array) -> Array:
+    """Of the phase that the tokens are in, or of the last."""
+    found, begin = jnp.float32(phases[0].start), 0.0
+    for phase in phases:
+        end = phase.start if phase.end is None else phase.end
+        way = jnp.clip((tokens - begin) / (phase.until - begin), 0, 1)
+        value = end + (phase.start - end) * (1 + jnp.cos(jnp.pi * way)) / 2
+        found = jnp.where(tokens >= begin, value, found)
+        begin = phase.until
+    return found.astype(jnp.float32)

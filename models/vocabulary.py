@@ -1,0 +1,103 @@
+"""The two matrices as tall as the vocabulary, cut over the expert axis, and the loss that they end in.
+
+Every device of the axis has tokens of its own, so what travels are activations, never the matrices. The embedding is
+cut along its width: a device looks up its part of every device's rows, and one all_to_all brings home what is wanted,
+B * S * D numbers and no more. The output projection is cut along the vocabulary: tokens of all devices meet the
+words of each, in blocks, and of their logits only two numbers a token come home.
+
+Shape suffixes: B batch, S sequence, T tokens, D model dim, V vocabulary (here: this device's part), N devices of the
+axis.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+BLOCK = 512
+"""Tokens of a device whose logits stand at once: with 129,280 words 265 MB in float32, however many devices."""
+
+
+def look_up(table_VD: Array, tokens_BS: Array, dtype: jnp.dtype, axis: str | None = None) -> Array:
+    """Return tokens' rows of the embedding, [B, S, D] in ``dtype``.
+
+    Args:
+      table_VD: all words; with an axis, this device's part of the width.
+      tokens_BS: this device's tokens.
+      dtype: of the result.
+      axis: the mesh axis that shares out the width; None where the table is whole.
+
+    """
+    if axis is None:
+        return table_VD[tokens_BS].astype(dtype)
+    tokens_NBS = lax.all_gather(tokens_BS, axis)
+    rows_NBSD = table_VD[tokens_NBS].astype(dtype)
+    return lax.all_to_all(rows_NBSD, axis, split_axis=0, concat_axis=3, tiled=True)[0]
+
+
+def cross_entropy(
+    x_TD: Array, kernel_DV: Array, targets_T: Array, axis: str | None = None, block: int = BLOCK
+) -> Array:
+    """Return each token's cross entropy in nats, float32 [T]; in blocks, both ways.
+
+    Logits are float32 from operands of x's dtype; so are, in the backward, the gradients' operands, while the
+    kernel's gradient is summed in its own dtype. A block's logits are computed again for the backward.
+
+    Args:
+      x_TD: what the head's norm returned.
+      kernel_DV: float32; with an axis, this device's part of the words.
+      targets_T: int; a token whose target is no word gets the log of its partition function.
+      axis: the mesh axis that shares out the words; None where the kernel is whole.
+      block: tokens of a device whose logits stand at once, at most.
+
+    """
+    one_block = jax.checkpoint(functools.partial(_cross_entropy, axis=axis))
+    targets_T = targets_T.astype(jnp.int32)  # words are counted in it, and 16 bits do not hold them all
+    T, D = x_TD.shape
+    num_blocks = -(-T // block)
+    if num_blocks == 1:
+        return one_block(x_TD, targets_T, kernel_DV)
+    size = -(-T // num_blocks)
+    pad = num_blocks * size - T
+    x_TD, targets_T = jnp.pad(x_TD, ((0, pad), (0, 0))), jnp.pad(targets_T, (0, pad))
+    blocks = x_TD.reshape(num_blocks, size, D), targets_T.reshape(num_blocks, size)
+    return lax.map(lambda pair: one_block(*pair, kernel_DV), blocks).reshape(-1)[:T]
+
+
+def _cross_entropy(x_TD: Array, targets_T: Array, kernel_DV: Array, axis: str | None) -> Array:
+    first = jnp.int32(0)
+    if axis is not None:
+        x_TD, targets_T = (lax.all_gather(a, axis, tiled=True) for a in (x_TD, targets_T))
+        first = lax.axis_index(axis) * kernel_DV.shape[1]
+    logits_TV = project(x_TD, kernel_DV)
+    # Compare and sum: the backward of a gather here would be a scatter into [T, V].
+    hit_TV = (targets_T - first)[:, None] == jnp.arange(kernel_DV.shape[1], dtype=jnp.int32)
+    picked_T = jnp.sum(jnp.where(hit_TV, logits_TV, 0), axis=-1)
+    both_2T = jnp.stack([jax.nn.logsumexp(logits_TV, axis=-1), picked_T])
+    if axis is None:
+        return both_2T[0] - both_2T[1]
+    both_2NT = both_2T.reshape(2, lax.axis_size(axis), -1)
+    both_2NT = lax.all_to_all(both_2NT, axis, split_axis=1, concat_axis=1)
+    return jax.nn.logsumexp(both_2NT[0], axis=0) - jnp.sum(both_2NT[1], axis=0)
+
+
+@jax.custom_vjp
+def project(x_TD: Array, kernel_DV: Array) -> Array:
+    """Return logits [T, V] in float32; the matmul and its two gradients take operands of x's dtype."""
+    return jnp.einsum("td,dv->tv", x_TD, kernel_DV.astype(x_TD.dtype), preferred_element_type=jnp.float32)
+
+
+def _project_fwd(x_TD: Array, kernel_DV: Array) -> tuple[Array, tuple[Array, Array]]:
+    return project(x_TD, kernel_DV), (x_TD, kernel_DV)
+
+
+def _project_bwd(saved: tuple[Array, Array], d_TV: Array) -> tuple[Array, Array]:
+    x_TD, kernel_DV = saved
+    d_TV = d_TV.astype(x_TD.dtype)
+    wide = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
+    dx_TD = wide("tv,dv->td", d_TV, kernel_DV.astype(x_TD.dtype)).astype(x_TD.dtype)
+    return dx_TD, wide("td,tv->dv", x_TD, d_TV).astype(kernel_DV.dtype)
+
+
+project.defvjp(_project_fwd, _project_bwd)

@@ -1,0 +1,113 @@
+"""From one form of a checkpoint to the other, with a progress bar."""
+
+import dataclasses
+import json
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import jax
+import jax.numpy as jnp
+import tyro
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+
+from models.config import Config
+from models.functional import Tree, num_params
+from models.weights import native, tokenizer
+from models.weights.config_json import to_json
+from models.weights.errors import WeightsError
+from models.weights.reading import Progress as Report
+from models.weights.reading import load
+from models.weights.writing import save
+
+COPIED = (*tokenizer.FILES, "generation_config.json")
+"""Files that go along as they are; code is never among them."""
+
+OWN = ("quantization_config", "rope_parameters", "torch_dtype", "dtype", "transformers_version", "auto_map")
+"""Settings of the folder that was read, not of the model."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """Convert a checkpoint: Hugging Face's layout (config.json, *.safetensors) to our own files, and those to it.
+
+    Our own are a folder that Orbax writes: what this wrote, or a step of a run, runs/NAME/checkpoints/STEP. FP8 is
+    multiplied out. The tokenizer and the settings that the model does not know go along.
+    """
+
+    source: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="IN")]
+    """Folder to read."""
+    target: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="OUT")]
+    """Folder to write; must not be there."""
+    to: Literal["other", "huggingface", "orbax"] = "other"
+    """What to write; other is whichever IN is not."""
+    dtype: Literal["as-is", "float32", "bfloat16"] = "as-is"
+    """Of Hugging Face's tensors; as-is is what the model computes in. Ours are float32."""
+    file_gb: float = 5.0
+    """Gigabytes of a file of Hugging Face's tensors."""
+    mtp: bool = True
+    """Whether modules of multi-token prediction go along."""
+
+
+def convert(options: Options) -> str:
+    """Do what the options say; returns what was done, in a line.
+
+    Raises:
+      WeightsError: IN is no checkpoint, or OUT is there already.
+
+    """
+    source, target = options.source, options.target
+    if target.exists():
+        raise WeightsError(target, ["is there already"])
+    published = (source / "config.json").exists()
+    if published:
+        with _bar("reading") as report:
+            config, params = load(source, mtp=options.mtp, progress=report)
+        settings = json.loads((source / "config.json").read_text())
+    else:
+        config, params, settings = native.read(source)
+    if not options.mtp:
+        config, params = _without_mtp(config, params)
+    size = num_params(params)
+    to = options.to if options.to != "other" else "orbax" if published else "huggingface"
+    if to == "orbax":
+        native.write(target, config, params, settings)
+    else:
+        _publish(options, config, params, settings)
+    for name in COPIED:
+        if (source / name).is_file():
+            shutil.copyfile(source / name, target / name)
+    return f"{size / 1e6:,.1f} million parameters from {source} to {target} ({to})"
+
+
+def _without_mtp(config: Config, params: Tree) -> tuple[Config, Tree]:
+    """Params of one stage without modules of multi-token prediction, whose blocks are its last."""
+    kept, stages = config.num_moe_layers, params["stages"]
+    routing = jax.tree.map(lambda leaf: leaf[:, :kept], stages["routing"])
+    return dataclasses.replace(config, num_mtp_layers=0), {
+        "stages": {"layers": stages["layers"][:kept], "routing": routing},
+        "shared": params["shared"] | {"mtp": []},
+    }
+
+
+def _publish(options: Options, config: Config, params: Tree, settings: Mapping[str, Any]) -> None:
+    compute: Literal["float32", "bfloat16"] = (
+        "bfloat16" if config.compute_dtype == jnp.bfloat16 else "float32"
+    )
+    dtype = compute if options.dtype == "as-is" else options.dtype
+    known = to_json(config, dtype)
+    extra = {key: value for key, value in settings.items() if key not in (*known, *OWN)}
+    most = round(options.file_gb * 1e9)
+    with _bar("writing") as report:
+        save(options.target, config, params, dtype=dtype, max_file_bytes=most, extra=extra, progress=report)
+
+
+@contextmanager
+def _bar(what: str) -> Iterator[Report]:
+    columns = TextColumn(what), BarColumn(), DownloadColumn(), TimeRemainingColumn()
+    with Progress(*columns, console=Console(stderr=True)) as progress:
+        task = progress.add_task(what, total=None)
+        yield lambda done, total: progress.update(task, completed=done, total=total)

@@ -1,0 +1,11 @@
+"""What is wrong with a checkpoint, all of it at once."""
+
+from collections.abc import Iterable
+
+
+class WeightsError(ValueError):
+    """A checkpoint that is no DeepSeek model, or a model that the published format cannot hold."""
+
+    def __init__(self, where: object, complaints: Iterable[str]):
+        self.complaints = tuple(complaints)
+        super().__init__("\n  ".join((f"{where}:", *self.complaints)))

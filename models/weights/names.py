@@ -1,0 +1,178 @@
+"""Which published tensor is which part of our parameters: the one place that knows both trees.
+
+Ours, as ``models.deepseek(config, stages).init`` makes it; P stages, whose slots have layers with experts and
+the blocks of multi-token prediction::
+
+    {"shared": {"embed_tokens", "layers": [dense block, ...], "norm", "lm_head",
+                "mtp": [{"enorm", "hnorm", "eh_proj", "norm"}, ...]},
+     "stages": {"layers": [block [P, ...], ...], "routing": {"bias": [P, slots, E], "row": [P, slots]}}}
+"""
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from models.config import Config
+from models.plan import Layout
+
+Path = tuple[str | int, ...]
+
+
+class Rotary(NamedTuple):
+    """Which output rows of a matrix are rotated: per head, the last ``rotated`` of ``width``."""
+
+    width: int
+    rotated: int
+
+
+class Entry(NamedTuple):
+    """One published tensor.
+
+    Attributes:
+      name: as published.
+      shape: as published.
+      path: of our leaf, key by key.
+      at: which of the leaf's leading dims.
+      transposed: ours is the transpose.
+      rotary: of matrices whose outputs are rotated.
+
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    path: Path
+    at: tuple[int, ...] = ()
+    transposed: bool = False
+    rotary: Rotary | None = None
+
+
+class Part(NamedTuple):
+    """An ``Entry`` of one layer, names and paths relative to it."""
+
+    name: str
+    path: Path
+    shape: tuple[int, ...]
+    transposed: bool = False
+    rotary: Rotary | None = None
+    at: tuple[int, ...] = ()
+
+
+def entries(config: Config, layout: Layout) -> list[Entry]:
+    """List every tensor of a model, in the order that checkpoints have.
+
+    Args:
+      config: the model.
+      layout: which layer stands where.
+
+    """
+    table = (config.vocab, config.dim)
+    found = [Entry("model.embed_tokens.weight", table, ("shared", "embed_tokens"))]
+    for layer in range(config.num_layers):
+        routed = layer - config.num_dense_layers
+        if routed < 0:
+            found += _layer(config, layer, ("shared", "layers", layer), None)
+        else:
+            found += _routed(config, layer, layout.slot_of(routed))
+    found.append(Entry("model.norm.weight", (config.dim,), ("shared", "norm", "weight")))
+    if not config.tie_embeddings:
+        found.append(Entry("lm_head.weight", table, ("shared", "lm_head", "kernel"), transposed=True))
+    for k in range(config.num_mtp_layers):
+        layer = config.num_layers + k
+        found += _at(_prediction(config), f"model.layers.{layer}.", ("shared", "mtp", k), ())
+        found += _routed(config, layer, layout.slot_of(config.num_moe_layers + k))
+    return found
+
+
+def copies(config: Config) -> set[str]:
+    """Names of tensors that repeat others: the modules of multi-token prediction share the ends of the model."""
+    last = range(config.num_layers, config.num_layers + config.num_mtp_layers)
+    shared = {
+        f"model.layers.{n}.{name}.weight" for n in last for name in ("embed_tokens", "shared_head.head")
+    }
+    return shared | ({"lm_head.weight"} if config.tie_embeddings else set())
+
+
+def _routed(config: Config, layer: int, place: tuple[int, int]) -> Iterator[Entry]:
+    stage, slot = place
+    yield from _layer(config, layer, ("stages", "layers", slot), stage)
+    if config.score == "sigmoid":
+        name = f"model.layers.{layer}.mlp.gate.e_score_correction_bias"
+        yield Entry(name, (config.num_experts,), ("stages", "routing", "bias"), place)
+
+
+def _layer(config: Config, layer: int, path: Path, stage: int | None) -> Iterator[Entry]:
+    """Of a stage, with experts, or dense."""
+    norms = [Part(f"{n}.weight", (n, "weight"), (config.dim,)) for n in _NORMS]
+    mlp = list(_dense(config)) if stage is None else list(_experts(config))
+    index = () if stage is None else (stage,)
+    yield from _at([*norms, *_attention(config), *mlp], f"model.layers.{layer}.", path, index)
+
+
+_NORMS = ("input_layernorm", "post_attention_layernorm")
+
+
+def _at(parts: list[Part], name: str, path: Path, index: tuple[int, ...]) -> Iterator[Entry]:
+    for p in parts:
+        yield Entry(name + p.name, p.shape, path + p.path, index + p.at, p.transposed, p.rotary)
+
+
+def _matrix(path: Path, outs: int, ins: int, rotary: Rotary | None = None) -> Part:
+    return Part(".".join(map(str, path)) + ".weight", (*path, "kernel"), (outs, ins), True, rotary)
+
+
+def _attention(config: Config) -> Iterator[Part]:
+    head, rot = config.qk_nope_dim + config.qk_rope_dim, config.qk_rope_dim
+    heads, dim, latent = config.num_heads, config.dim, config.kv_lora_rank
+    of_queries, of_key = Rotary(head, rot), Rotary(latent + rot, rot)
+    if config.q_lora_rank:
+        yield _matrix(("self_attn", "q_a_proj"), config.q_lora_rank, dim)
+        yield Part(
+            "self_attn.q_a_layernorm.weight", ("self_attn", "q_a_layernorm", "weight"), (config.q_lora_rank,)
+        )
+        yield _matrix(("self_attn", "q_b_proj"), heads * head, config.q_lora_rank, of_queries)
+    else:
+        yield _matrix(("self_attn", "q_proj"), heads * head, dim, of_queries)
+    yield _matrix(("self_attn", "kv_a_proj_with_mqa"), latent + rot, dim, of_key)
+    yield Part("self_attn.kv_a_layernorm.weight", ("self_attn", "kv_a_layernorm", "weight"), (latent,))
+    yield _matrix(("self_attn", "kv_b_proj"), heads * (config.qk_nope_dim + config.v_head_dim), latent)
+    yield _matrix(("self_attn", "o_proj"), dim, heads * config.v_head_dim)
+    if config.attention_bias:
+        biased = {"kv_a_proj_with_mqa": latent + rot, "o_proj": dim}
+        if config.q_lora_rank:
+            biased = {"q_a_proj": config.q_lora_rank} | biased
+        for name, width in biased.items():
+            rotary = of_key if name == "kv_a_proj_with_mqa" else None
+            yield Part(f"self_attn.{name}.bias", ("self_attn", name, "bias"), (width,), rotary=rotary)
+
+
+def _swiglu(path: Path, dim: int, hidden: int) -> list[Part]:
+    return [
+        _matrix((*path, "gate_proj"), hidden, dim),
+        _matrix((*path, "up_proj"), hidden, dim),
+        _matrix((*path, "down_proj"), dim, hidden),
+    ]
+
+
+def _dense(config: Config) -> list[Part]:
+    return _swiglu(("mlp",), config.dim, config.dense_hidden)
+
+
+def _experts(config: Config) -> Iterator[Part]:
+    yield Part("mlp.gate.weight", ("mlp", "gate"), (config.num_experts, config.dim), True)
+    for expert in range(config.num_experts):
+        for part in _swiglu((), config.dim, config.expert_hidden):
+            path = ("mlp", "experts", part.path[0])
+            yield part._replace(name=f"mlp.experts.{expert}.{part.name}", path=path, at=(expert,))
+    if config.num_shared_experts:
+        hidden = config.num_shared_experts * config.expert_hidden
+        yield from _swiglu(("mlp", "shared_experts"), config.dim, hidden)
+
+
+def _prediction(config: Config) -> list[Part]:
+    """What a module of multi-token prediction has around its block."""
+    dim = config.dim
+    return [
+        Part("enorm.weight", ("enorm", "weight"), (dim,)),
+        Part("hnorm.weight", ("hnorm", "weight"), (dim,)),
+        _matrix(("eh_proj",), dim, 2 * dim),
+        Part("shared_head.norm.weight", ("norm", "weight"), (dim,)),
+    ]

@@ -1,0 +1,166 @@
+"""A published checkpoint straight into arrays where they belong: one device's part of a leaf at a time.
+
+The host never holds more than two such parts and one tensor of the file; each process reads what its devices hold.
+"""
+
+import dataclasses
+import itertools
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import jax
+import numpy as np
+from jax import Array
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
+
+from models.config import Config
+from models.functional import Tree
+from models.plan import lay_out
+from models.transformer import deepseek
+from models.weights.config_json import Published, from_json
+from models.weights.errors import WeightsError
+from models.weights.files import Folder, Reader, complaints_about
+from models.weights.names import Entry, copies, entries
+from models.weights.tree import Arrange, Leaf, Part, leaves_of, part_of, rotary_order
+
+Progress = Callable[[int, int], None]
+"""``progress(bytes done, bytes in all)``."""
+
+
+def load(
+    folder: str | Path,
+    *,
+    stages: int | Sequence[int] = 1,
+    mesh: Mesh | None = None,
+    arrange: Arrange | None = None,
+    mtp: bool = True,
+    progress: Progress | None = None,
+) -> tuple[Config, Tree]:
+    """Load a DeepSeek-V3 or V2 checkpoint in the published (Hugging Face) format.
+
+    Args:
+      folder: with ``config.json`` and ``*.safetensors``, of any of the types in ``files.DTYPES``; FP8 is
+        multiplied out by its blocks' scales.
+      stages: as ``deepseek`` takes it.
+      mesh: with axes "pp", over which the stages are sharded, and "ep", over which experts, embedding and head are;
+        None puts all on JAX's first device.
+      arrange: puts the stages' leaves [P, ...] into another order or container, and does nothing else to
+        them, such as ``lambda stages: to_placed(stages, schedule.placement)``.
+      mtp: False leaves out modules of multi-token prediction.
+      progress: called after each leaf, with the bytes that this process has read and will read.
+
+    Returns:
+      The configuration, computing in bfloat16 if the checkpoint says so, and float32 params as
+      ``deepseek(config, stages).init`` makes them, bit for bit the numbers in the files.
+
+    Raises:
+      WeightsError: the configuration is of another model, or tensors are missing, too many, of wrong shapes or
+        cut off; all of them are listed, and nothing is loaded.
+
+    """
+    published, files = inspect(folder, mtp=mtp)
+    config = published.config
+    axis = "ep" if mesh is not None else None
+    model = deepseek(config, stages, ep_axis=axis)
+    leaves, treedef = leaves_of(model, config, arrange)
+    shardings = [_sharding(leaf.spec, mesh) for leaf in leaves]
+    total = sum(
+        files.tensors[entry.name].nbytes
+        for leaf, sharding in zip(leaves, shardings, strict=True)
+        for part in _parts(leaf, sharding)
+        for _, entry in _within(leaf, part)
+    )
+    arrays = []
+    with Reader(files.tensors, published.fp8_block) as reader:
+        for leaf, sharding in zip(leaves, shardings, strict=True):
+            arrays.append(_filled(leaf, sharding, reader, published.rope_interleave))
+            if progress:
+                progress(min(reader.num_bytes, total), total)
+    return config, jax.tree.unflatten(treedef, arrays)
+
+
+def inspect(folder: str | Path, *, mtp: bool = True) -> tuple[Published, Folder]:
+    """Read a checkpoint's configuration and find its tensors: ``load`` without the reading.
+
+    Raises:
+      WeightsError: as ``load``.
+
+    """
+    path = Path(folder)
+    try:
+        data = json.loads((path / "config.json").read_text())
+    except (OSError, ValueError) as error:
+        raise WeightsError(path, [f"config.json: {error}"]) from None
+    published, files = from_json(data), Folder(path)
+    there = dataclasses.replace(published.config, num_mtp_layers=_num_mtp(files, published.config.num_layers))
+    config = there if mtp else dataclasses.replace(there, num_mtp_layers=0)
+    wanted = entries(config, lay_out(config, [config.num_layers]))
+    ignored = copies(there) | {entry.name for entry in entries(there, lay_out(there, [there.num_layers]))}
+    wrong = list(complaints_about(files, ((e.name, e.shape) for e in wanted), ignored, published.fp8_block))
+    if wrong:
+        raise WeightsError(path, wrong)
+    return dataclasses.replace(published, config=config), files
+
+
+def _num_mtp(files: Folder, first: int) -> int:
+    """Modules of multi-token prediction whose tensors are there: configurations announce others too."""
+    own = ("enorm", "hnorm", "eh_proj", "shared_head.norm")
+    names = files.tensors.keys()
+    has = (any(f"model.layers.{n}.{part}.weight" in names for part in own) for n in itertools.count(first))
+    return sum(1 for _ in itertools.takewhile(bool, has))
+
+
+def _sharding(spec: PartitionSpec, mesh: Mesh | None) -> Sharding:
+    return SingleDeviceSharding(jax.local_devices()[0]) if mesh is None else NamedSharding(mesh, spec)
+
+
+def _parts(leaf: Leaf, sharding: Sharding) -> dict[Part, list[jax.Device]]:
+    """Which of this process's devices hold which part of a leaf."""
+    parts: dict[Part, list[jax.Device]] = {}
+    for device, index in sharding.addressable_devices_indices_map(leaf.shape).items():
+        parts.setdefault(part_of(index, leaf.shape), []).append(device)
+    return parts
+
+
+def _within(leaf: Leaf, part: Part) -> list[tuple[tuple[int, ...], Entry]]:
+    """Tensors that fill a part of a leaf, by their index there."""
+    lead = part[: leaf.num_leading]
+    found = []
+    for index in itertools.product(*(range(*bounds) for bounds in lead)):
+        if index in leaf.entries:
+            inside = tuple(n - start for n, (start, _) in zip(index, lead, strict=True))
+            found.append((inside, leaf.entries[index]))
+    return found
+
+
+def _filled(leaf: Leaf, sharding: Sharding, reader: Reader, interleaved: bool) -> Array:
+    arrays = []
+    for part, devices in _parts(leaf, sharding).items():
+        host = _aligned_zeros(tuple(stop - start for start, stop in part), leaf.dtype)
+        if leaf.numbers is not None:
+            host[...] = leaf.numbers[slice(*part[0])]
+        for index, entry in _within(leaf, part):
+            _read(host[index], entry, part[leaf.num_leading :], reader, interleaved)
+        arrays += [jax.device_put(host, device) for device in devices]
+        jax.block_until_ready(arrays)  # at most this part and the next are on the host
+    return jax.make_array_from_single_device_arrays(leaf.shape, sharding, arrays, dtype=leaf.dtype)
+
+
+def _read(out: np.ndarray, entry: Entry, trailing: Part, reader: Reader, interleaved: bool) -> None:
+    order = None
+    if entry.rotary is not None and not interleaved:
+        order = rotary_order(entry.rotary, entry.shape[0])
+    whole = entry.shape[::-1] if entry.transposed else entry.shape
+    target = out if out.shape == whole else np.empty(whole, np.float32)
+    reader.into(target.T if entry.transposed else target, entry.name, order)
+    if target is not out:
+        out[...] = target[tuple(slice(*bounds) for bounds in trailing)]
+
+
+def _aligned_zeros(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+    """Zeros at an address that a CPU device takes over without a copy."""
+    size, align = int(np.prod(shape)) * np.dtype(dtype).itemsize, 128
+    raw = np.zeros(size + align, np.uint8)
+    start = -raw.ctypes.data % align
+    return raw[start : start + size].view(dtype).reshape(shape)

@@ -1,0 +1,83 @@
+"""The tokenizer that lies beside a checkpoint's weights."""
+
+import dataclasses
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tokenizers
+
+from models.weights.errors import WeightsError
+
+FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
+"""What a checkpoint has of it, as data; code beside them is left alone."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Tokenizer:
+    """Text to tokens and back.
+
+    Attributes:
+      library: the tokenizer itself, of the ``tokenizers`` library.
+      bos: the token that begins a document; None if there is none.
+      eos: the token that ends one; None if there is none.
+      add_bos: whether texts are to begin with ``bos``, as the checkpoint's own settings say.
+
+    """
+
+    library: tokenizers.Tokenizer
+    bos: int | None
+    eos: int | None
+    add_bos: bool
+
+    @property
+    def num_words(self) -> int:
+        """Tokens that there are: no more than the model's ``vocab``, which may have spare rows."""
+        return self.library.get_vocab_size()
+
+    def encode(self, text: str) -> np.ndarray:
+        """Return a text's tokens, int32 [S]."""
+        tokens = self.library.encode(text).ids
+        if self.add_bos and self.bos is not None and tokens[:1] != [self.bos]:
+            tokens = [self.bos, *tokens]
+        return np.asarray(tokens, np.int32)
+
+    def decode(self, tokens: Sequence[int] | np.ndarray) -> str:
+        """Return the text of tokens, without the special ones."""
+        return self.library.decode([int(token) for token in tokens])
+
+
+def load_tokenizer(folder: str | Path) -> Tokenizer:
+    """Read ``tokenizer.json``, and from ``tokenizer_config.json`` which tokens begin and end a text.
+
+    Raises:
+      WeightsError: there is no ``tokenizer.json``, it is none, or its settings name tokens that it lacks.
+
+    """
+    path = Path(folder)
+    try:
+        library = tokenizers.Tokenizer.from_file(str(path / "tokenizer.json"))
+    except Exception as error:  # the library raises a bare Exception, for a missing file too
+        raise WeightsError(path, [f"tokenizer.json: {error}"]) from None
+    settings = _settings(path / "tokenizer_config.json")
+    ends, wrong = {}, []
+    for key in ("bos_token", "eos_token"):
+        token = settings.get(key)
+        text = token.get("content") if isinstance(token, dict) else token
+        ends[key] = None if text is None else library.token_to_id(text)
+        if text is not None and ends[key] is None:
+            wrong.append(f"tokenizer_config.json: {key} is {text!r}, which tokenizer.json does not have")
+    if wrong:
+        raise WeightsError(path, wrong)
+    return Tokenizer(library, ends["bos_token"], ends["eos_token"], bool(settings.get("add_bos_token")))
+
+
+def _settings(file: Path) -> dict[str, Any]:
+    if not file.exists():
+        return {}
+    try:
+        return dict(json.loads(file.read_text()))
+    except (ValueError, TypeError) as error:
+        raise WeightsError(file.parent, [f"{file.name}: {error}"]) from None

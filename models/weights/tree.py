@@ -1,0 +1,110 @@
+"""Our parameters as a list of leaves, each with the published tensors that fill it."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import PartitionSpec
+from jax.tree_util import SequenceKey
+
+from models.config import Config
+from models.functional import Tree
+from models.transformer import Model
+from models.weights.names import Entry, Path, Rotary, entries
+
+Part = tuple[tuple[int, int], ...]
+"""A part of an array: of each dim, from where to where."""
+
+Arrange = Callable[[Tree], Tree]
+"""Puts the stages' leaves [P, ...] into another order or container, and does nothing else to them."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Leaf:
+    """One leaf of the parameters.
+
+    Attributes:
+      shape: of the whole leaf.
+      dtype: float32, or int32 for the slots' rows.
+      spec: how it lies on a mesh with axes "pp" and "ep".
+      entries: from an index of its first dims to the tensor there; empty slots and biases that a checkpoint
+        does not have are zero.
+      numbers: what a leaf of int32 holds.
+
+    """
+
+    shape: tuple[int, ...]
+    dtype: Any
+    spec: PartitionSpec
+    entries: dict[tuple[int, ...], Entry]
+    numbers: np.ndarray | None = None
+
+    @property
+    def num_leading(self) -> int:
+        """How many dims an index of ``entries`` has."""
+        return len(next(iter(self.entries), ()))
+
+
+def leaves_of(model: Model, config: Config, arrange: Arrange | None) -> tuple[list[Leaf], Any]:
+    """List the leaves of ``model.init``'s params, the stages arranged, and the tree that they make."""
+    filled: dict[Path, dict[tuple[int, ...], Entry]] = {}
+    for entry in entries(config, model.layout):
+        filled.setdefault(entry.path, {})[entry.at] = entry
+    abstract = jax.eval_shape(model.init, jax.random.key(0))
+    specs = jax.tree.leaves(model.param_specs, is_leaf=lambda spec: isinstance(spec, PartitionSpec))
+    flat, treedef = jax.tree_util.tree_flatten_with_path(abstract)
+    leaves = []
+    for (keys, leaf), spec in zip(flat, specs, strict=True):
+        path = tuple(key.idx if isinstance(key, SequenceKey) else key.key for key in keys)
+        numbers = model.layout.rows if jnp.issubdtype(leaf.dtype, jnp.integer) else None
+        leaves.append(Leaf(leaf.shape, leaf.dtype, spec, filled.pop(path, {}), numbers))
+    assert not filled, f"parameters that the model does not have: {sorted(filled)}"
+    tree = jax.tree.unflatten(treedef, leaves)
+    tree["stages"] = _arranged(tree["stages"], len(model.layout.plan), arrange)
+    return jax.tree.flatten(tree)
+
+
+def _arranged(stages: Tree, num_stages: int, arrange: Arrange | None) -> Tree:
+    """Arrange arrays that say which row of which leaf they are, and read off where all have gone."""
+    leaves, treedef = jax.tree.flatten(stages)
+    marks = [np.arange(num_stages, dtype=np.int32) + num_stages * n for n in range(len(leaves))]
+    moved = jax.tree.unflatten(treedef, marks)
+    if arrange is not None:
+        moved = arrange(moved)
+
+    def take(mark: Any) -> Leaf:
+        mark = np.asarray(mark)
+        source, rows = leaves[mark[0] // num_stages], mark % num_stages
+        entries = {
+            (row, *index[1:]): entry
+            for row, stage in enumerate(rows)
+            for index, entry in source.entries.items()
+            if index[0] == stage
+        }
+        return dataclasses.replace(
+            source,
+            shape=(len(rows), *source.shape[1:]),
+            spec=PartitionSpec("pp", *source.spec),
+            entries=entries,
+            numbers=None if source.numbers is None else source.numbers[rows],
+        )
+
+    return jax.tree.map(take, moved)
+
+
+def part_of(index: tuple[slice, ...] | None, shape: tuple[int, ...]) -> Part:
+    """Read a sharding's index of an array of this shape."""
+    slices = (slice(None),) * len(shape) if index is None else index
+    return tuple(s.indices(size)[:2] for s, size in zip(slices, shape, strict=True))
+
+
+def rotary_order(rotary: Rotary, num_rows: int) -> np.ndarray:
+    """From rotated rows of which pairs are half their number apart to neighbours: which row comes where."""
+    half = rotary.rotated // 2
+    rotated = np.arange(rotary.rotated).reshape(2, half).T.reshape(-1)
+    fixed = rotary.width - rotary.rotated
+    one = np.concatenate([np.arange(fixed), fixed + rotated])
+    return (np.arange(num_rows // rotary.width)[:, None] * rotary.width + one).reshape(-1)

@@ -1,0 +1,230 @@
+"""Our params as a published checkpoint, one file at a time."""
+
+import dataclasses
+import json
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import multihost_utils
+from safetensors.numpy import save_file
+
+from models.config import Config
+from models.functional import Tree
+from models.transformer import deepseek
+from models.weights.config_json import to_json
+from models.weights.errors import WeightsError
+from models.weights.files import narrowed
+from models.weights.names import Entry, entries
+from models.weights.reading import Progress
+from models.weights.tree import Arrange, Leaf, Part, leaves_of, part_of
+
+BIAS = "e_score_correction_bias"
+"""Always float32: in bfloat16 steps of 0.001 vanish."""
+
+
+def save(
+    folder: str | Path,
+    config: Config,
+    params: Tree,
+    *,
+    stages: Sequence[int] | None = None,
+    arrange: Arrange | None = None,
+    dtype: Literal["float32", "bfloat16"] = "float32",
+    max_file_bytes: int = 5 * 10**9,
+    extra: Mapping[str, Any] | None = None,
+    progress: Progress | None = None,
+) -> None:
+    """Save params in the published (Hugging Face) format; ``load`` gives the same back, bit for bit.
+
+    The host holds one file's tensors at a time. On several processes each writes those tensors of which it has
+    the first copy, and process 0 ``config.json`` and the index, so the folder must be one that all see.
+
+    Args:
+      folder: made if it is not there; it may hold no tensors yet.
+      config: the model.
+      params: as ``deepseek(config, stages).init`` makes them, the stages arranged.
+      stages: as ``deepseek`` takes it; None for its own plan.
+      arrange: as ``load`` takes it.
+      dtype: of the tensors; the selection biases stay float32.
+      max_file_bytes: tensors of a file; one tensor may be more.
+      extra: more for ``config.json``, such as ``{"eos_token_id": 1}``.
+      progress: called after each file, with the bytes that this process has written and will write.
+
+    Raises:
+      WeightsError: there are tensors in the folder; params are not of this configuration; the published format
+        has no such model; a tensor lies in pieces on several devices. All is listed.
+
+    """
+    path = Path(folder)
+    settings = to_json(config, dtype) | dict(extra or {})
+    sources = _sources(config, params, stages, arrange)
+    if there := sorted(file.name for file in path.glob("*.safetensors*")):
+        raise WeightsError(path, [f"{name}: is there already" for name in there])
+    if jax.process_count() > 1:  # or the others' files would seem to be there already
+        multihost_utils.sync_global_devices("models.weights.save: the folder is empty")
+    path.mkdir(parents=True, exist_ok=True)
+    files = _files(sources, dtype, max_file_bytes)
+    mine = [file for file in files if file.process == jax.process_index()]
+    total, done = sum(file.nbytes for file in mine), 0
+    names = {id(file): f"model-{n + 1:05}-of-{len(files):05}.safetensors" for n, file in enumerate(files)}
+    for file in mine:
+        tensors = {source.entry.name: source.read(dtype) for source in file.sources}
+        save_file(tensors, path / names[id(file)], metadata={"format": "pt"})
+        done += file.nbytes
+        if progress:
+            progress(done, total)
+    if jax.process_index() == 0:
+        _write_json(path / "config.json", settings)
+        index = {source.entry.name: names[id(file)] for file in files for source in file.sources}
+        about = {"metadata": {"total_size": sum(file.nbytes for file in files)}, "weight_map": index}
+        _write_json(path / "model.safetensors.index.json", about)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Source:
+    """A tensor to be written, and the devices of a process that have its first copy, whole or in pieces."""
+
+    entry: Entry
+    index: tuple[int, ...]
+    array: jax.Array
+    pieces: tuple[tuple[jax.Device, Part], ...]
+
+    @property
+    def process(self) -> int:
+        return self.pieces[0][0].process_index
+
+    def dtype(self, wanted: str) -> str:
+        return "float32" if self.entry.name.endswith(BIAS) else wanted
+
+    def nbytes(self, wanted: str) -> int:
+        return math.prod(self.entry.shape) * (4 if self.dtype(wanted) == "float32" else 2)
+
+    def read(self, wanted: str) -> np.ndarray:
+        found = [(part, self._piece(device, part)) for device, part in self.pieces]
+        ours = found[0][1]
+        if len(found) > 1:
+            lead = len(self.index)
+            ours = np.empty(self.array.shape[lead:], self.array.dtype)
+            for part, piece in found:
+                ours[tuple(slice(*bounds) for bounds in part[lead:])] = piece
+        return narrowed(ours.T if self.entry.transposed else ours, self.dtype(wanted))
+
+    def _piece(self, device: jax.Device, part: Part) -> np.ndarray:
+        shard = next(s.data for s in self.array.addressable_shards if s.device == device)
+        # A CPU's array is seen through, of another device's only the tensor itself comes to the host.
+        data = np.asarray(shard) if device.platform == "cpu" else shard
+        inside = tuple(n - start for n, (start, _) in zip(self.index, part, strict=False))
+        return np.asarray(data[inside])
+
+
+@dataclasses.dataclass(frozen=True)
+class _File:
+    process: int
+    sources: tuple[_Source, ...]
+    nbytes: int
+
+
+def _sources(
+    config: Config, params: Tree, stages: Sequence[int] | None, arrange: Arrange | None
+) -> list[_Source]:
+    model = deepseek(config, _num_stages(params) if stages is None else stages)
+    leaves, treedef = leaves_of(model, config, arrange)
+    wrong = _complaints(params, leaves, treedef)
+    if wrong:
+        raise WeightsError("params to save", wrong)
+    order = {entry.name: n for n, entry in enumerate(entries(config, model.layout))}
+    found: dict[str, _Source] = {}
+    for leaf, array in zip(leaves, map(jnp.asarray, jax.tree.leaves(params)), strict=True):
+        held = _held(array)
+        for index, entry in leaf.entries.items():
+            source = _source(entry, index, array, held)
+            if source is None:
+                wrong.append(f"{entry.name}: lies in pieces, must be whole on one process's devices")
+            else:
+                found[entry.name] = source
+        unheld = config.score == "softmax" and not leaf.entries and leaf.numbers is None
+        if unheld and bool(jnp.any(array != 0)):
+            wrong.append("routing.bias: deepseek_v2 has no selection bias, it must be zero")
+    if wrong:
+        raise WeightsError("params to save", wrong)
+    return sorted(found.values(), key=lambda source: order[source.entry.name])
+
+
+def _num_stages(params: Tree) -> int:
+    """How many stages there are, however they are arranged: every local tree has rows of some of them."""
+    flat, _ = jax.tree_util.tree_flatten_with_path(params["stages"])
+    return sum(leaf.shape[0] for path, leaf in flat if getattr(path[-1], "key", None) == "row")
+
+
+def _complaints(params: Tree, leaves: list[Leaf], treedef: Any) -> list[str]:
+    wanted = jax.tree.unflatten(treedef, leaves)
+    shapes = ({jax.tree_util.keystr(p): leaf.shape for p, leaf in _flat(tree)} for tree in (params, wanted))
+    ours, theirs = shapes
+    wrong = [f"{name}: missing, must be {list(theirs[name])}" for name in theirs.keys() - ours.keys()]
+    wrong += [f"{name}: the model has no such parameter" for name in ours.keys() - theirs.keys()]
+    wrong += [
+        f"{name}: {list(ours[name])}, must be {list(theirs[name])}"
+        for name in ours.keys() & theirs.keys()
+        if ours[name] != theirs[name]
+    ]
+    return sorted(wrong)
+
+
+def _flat(tree: Tree) -> list[Any]:
+    return jax.tree_util.tree_flatten_with_path(tree)[0]
+
+
+def _held(array: jax.Array) -> list[tuple[jax.Device, Part]]:
+    where = array.sharding.devices_indices_map(array.shape)
+    return [(device, part_of(index, array.shape)) for device, index in where.items()]
+
+
+def _source(
+    entry: Entry, index: tuple[int, ...], array: jax.Array, held: list[tuple[jax.Device, Part]]
+) -> _Source | None:
+    """On one device if there is one that has it whole, else on those of the first process that has all pieces."""
+    lead = len(index)
+    having = [
+        (device, part)
+        for device, part in held
+        if all(start <= n < stop for n, (start, stop) in zip(index, part, strict=False))
+    ]
+
+    def size(part: Part) -> int:
+        return math.prod(stop - start for start, stop in part[lead:])
+
+    whole = math.prod(array.shape[lead:])
+    for piece in having:
+        if size(piece[1]) == whole:
+            return _Source(entry, index, array, (piece,))
+    for process in sorted({device.process_index for device, _ in having}):
+        pieces = {part: device for device, part in having if device.process_index == process}
+        if sum(map(size, pieces)) == whole:
+            return _Source(entry, index, array, tuple((device, part) for part, device in pieces.items()))
+    return None
+
+
+def _files(sources: list[_Source], dtype: str, most: int) -> list[_File]:
+    """Pack tensors into files, in their order, each process's own."""
+    files: list[_File] = []
+    for process in sorted({source.process for source in sources}):
+        pile: list[_Source] = []
+        size = 0
+        for source in (s for s in sources if s.process == process):
+            nbytes = source.nbytes(dtype)
+            if pile and size + nbytes > most:
+                files.append(_File(process, tuple(pile), size))
+                pile, size = [], 0
+            pile.append(source)
+            size += nbytes
+        files.append(_File(process, tuple(pile), size))
+    return files
+
+
+def _write_json(path: Path, data: Mapping[str, Any]) -> None:
+    path.write_text(json.dumps(data, indent=2) + "\n")

@@ -1,0 +1,141 @@
+"""scripts/convert both ways, and the tokenizer that lies beside the weights."""
+
+import dataclasses
+import json
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import orbax.checkpoint.experimental.v1 as ocp
+import pytest
+import tokenizers
+from safetensors.numpy import load_file
+from test_weights import CONFIG, random_params
+
+from models import weights
+from models.weights import WeightsError, load_tokenizer
+from models.weights.__main__ import main
+from models.weights.native import read
+
+TEXT = "Experts are chosen by scores; the bias takes part in the choice only. Zwölf Boxkämpfer!"
+
+
+def make_tokenizer(folder, **settings):
+    """A byte-level BPE, as the published ones are, of a few words."""
+    library = tokenizers.Tokenizer(tokenizers.models.BPE())
+    library.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    library.decoder = tokenizers.decoders.ByteLevel()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=300,
+        special_tokens=["<begin>", "<end>"],
+        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    library.train_from_iterator([TEXT] * 3, trainer)
+    folder.mkdir(exist_ok=True)
+    library.save(str(folder / "tokenizer.json"))
+    begin = {"__type": "AddedToken", "content": "<begin>", "lstrip": False, "rstrip": False}
+    settings = {"bos_token": begin, "eos_token": "<end>", "add_bos_token": True} | settings
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    return library
+
+
+def all_tensors(folder):
+    return {name: v for file in sorted(folder.glob("*.safetensors")) for name, v in load_file(file).items()}
+
+
+@pytest.mark.parametrize("narrow", [False, True], ids=["float32", "bfloat16"])
+def test_there_and_back_is_bit_for_bit(tmp_path, narrow, capsys):
+    config = dataclasses.replace(CONFIG, compute_dtype=jnp.bfloat16 if narrow else jnp.float32)
+    params, dtype = random_params(config), "bfloat16" if narrow else "float32"
+    there, ours, back = (tmp_path / name for name in ("there", "ours", "back"))
+    weights.save(there, config, params, dtype=dtype, extra={"eos_token_id": 7, "auto_map": {"x": "evil.py"}})
+    make_tokenizer(there)
+    (there / "evil.py").write_text("raise SystemExit")
+    assert main([str(there), str(ours)]) == 0
+    assert main([str(ours), str(back), "--file-gb", "1e-5"]) == 0
+    assert "million parameters" in capsys.readouterr().out
+    chex.assert_trees_all_equal(all_tensors(back), all_tensors(there))
+    assert len(list(back.glob("*.safetensors"))) > 3
+    assert (back / "tokenizer.json").read_bytes() == (there / "tokenizer.json").read_bytes()
+    assert not list(tmp_path.glob("[ob]*/*.py"))
+    before, after = (json.loads((folder / "config.json").read_text()) for folder in (there, back))
+    del before["auto_map"]
+    assert after == before
+
+
+def test_a_step_of_the_trainers_can_be_published(tmp_path):
+    """Beside the parameters, layers in model order, it has the optimizer's state, and facts that we ignore."""
+    params = random_params(CONFIG)
+    flat = {
+        f"params/{jax.tree_util.keystr(path, simple=True, separator='/')}": leaf
+        for path, leaf in jax.tree_util.tree_leaves_with_path(
+            params | {"stages": jax.tree.map(lambda w: w[0], params["stages"])}
+        )
+        if getattr(path[-1], "key", None) != "row"
+    }
+    flat |= {name.replace("params", "mu", 1): leaf * 0 for name, leaf in flat.items()} | {
+        "step": jnp.int32(3)
+    }
+    facts = {
+        "format": 1,
+        "model": {k: v for k, v in dataclasses.asdict(CONFIG).items() if k != "compute_dtype"},
+        "arrays": {name: [list(leaf.shape), str(leaf.dtype)] for name, leaf in flat.items()},
+        "corpus": "x",
+    }
+    with ocp.training.Checkpointer(tmp_path / "steps") as store:
+        store.save(3, flat, custom_metadata=facts)
+    assert main([str(tmp_path / "steps" / "3"), str(tmp_path / "out"), "--no-mtp"]) == 0
+    config, got = weights.load(tmp_path / "out")
+    assert config == dataclasses.replace(CONFIG, num_mtp_layers=0)
+    chex.assert_trees_all_equal(got["shared"], params["shared"] | {"mtp": []})
+    stages = params["stages"]
+    chex.assert_trees_all_equal(got["stages"]["layers"], stages["layers"][:5])
+    chex.assert_trees_all_equal(got["stages"]["routing"], jax.tree.map(lambda w: w[:, :5], stages["routing"]))
+
+
+def test_what_cannot_be_converted(tmp_path, capsys):
+    assert main([str(tmp_path / "nothing"), str(tmp_path / "out")]) == 2
+    assert "nothing:\n  neither config.json nor Orbax's files" in capsys.readouterr().err
+    assert main([str(tmp_path), str(tmp_path)]) == 2
+    assert "is there already" in capsys.readouterr().err
+    facts = {"format": 1, "model": dataclasses.asdict(CONFIG) | {"compute_dtype": "float32"}, "arrays": {}}
+    ocp.save(tmp_path / "half", {"params/shared/norm/weight": jnp.ones(16)}, custom_metadata=facts)
+    with pytest.raises(WeightsError, match="params/shared/embed_tokens: missing, must be"):
+        read(tmp_path / "half")
+    ocp.save(tmp_path / "foreign", {"x": jnp.ones(1)})
+    with pytest.raises(WeightsError, match="format None, must be 1"):
+        read(tmp_path / "foreign")
+
+
+def test_the_tokenizer_is_that_of_the_library_with_its_beginning(tmp_path):
+    library = make_tokenizer(tmp_path / "with")
+    ours = load_tokenizer(tmp_path / "with")
+    begin = library.token_to_id("<begin>")
+    np.testing.assert_array_equal(ours.encode(TEXT), [begin, *library.encode(TEXT).ids])
+    assert ours.encode(TEXT).dtype == np.int32 and ours.decode(ours.encode(TEXT)) == TEXT
+    assert (ours.bos, ours.eos, ours.num_words) == (begin, library.token_to_id("<end>"), 300)
+    np.testing.assert_array_equal(ours.encode("<begin>" + TEXT), ours.encode(TEXT))
+    make_tokenizer(tmp_path / "without", add_bos_token=False)
+    np.testing.assert_array_equal(load_tokenizer(tmp_path / "without").encode(TEXT), library.encode(TEXT).ids)
+
+
+def test_the_tokenizer_is_that_of_transformers(tmp_path):
+    transformers = pytest.importorskip(
+        "transformers", reason="the oracle is transformers, which is not installed"
+    )
+    make_tokenizer(tmp_path, add_bos_token=False)
+    theirs = transformers.PreTrainedTokenizerFast.from_pretrained(tmp_path)
+    assert list(load_tokenizer(tmp_path).encode(TEXT)) == theirs(TEXT)["input_ids"]
+
+
+def test_no_tokenizer(tmp_path):
+    with pytest.raises(WeightsError, match="tokenizer.json: No such file"):
+        load_tokenizer(tmp_path)
+    make_tokenizer(tmp_path, eos_token="<fin>")
+    with pytest.raises(WeightsError, match="eos_token is '<fin>', which tokenizer.json does not have"):
+        load_tokenizer(tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text("[")
+    with pytest.raises(WeightsError, match="tokenizer_config.json: Expecting value"):
+        load_tokenizer(tmp_path)

@@ -1,0 +1,126 @@
+"""Layers on stages: balanced, none forgotten, none run in vain."""
+
+import itertools
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dualpipe_jax.schedule import dualpipe, dualpipe_v, interleaved_1f1b, one_f_one_b
+from models.config import tiny, v2, v2_lite, v3
+from models.plan import PAPER, Costs, lay_out, layer_plan, matmul_costs, stage_times
+
+V3 = v3(num_mtp_layers=1)
+
+
+def rank_times(config, plan, schedule, costs):
+    """Of each rank, by the stages that the schedule puts there."""
+    times = stage_times(config, plan, costs)
+    placement = schedule.placement
+    busy = np.zeros(1 + max(map(max, placement.pipes)))
+    for pipe in placement.pipes:
+        for stage, rank in enumerate(pipe):
+            busy[rank] += times[stage]
+    return busy
+
+
+def every_plan(num_layers, num_stages):
+    """All that give each stage between the ends a layer."""
+    least = [0, *[1] * (num_stages - 2), 0]
+    for cuts in itertools.combinations_with_replacement(range(num_layers + 1), num_stages - 1):
+        shares = np.diff([0, *cuts, num_layers])
+        if np.all(shares >= least):
+            yield tuple(int(share) for share in shares)
+
+
+@pytest.mark.parametrize("stages", [16, dualpipe(16, 64)])
+def test_v3_on_16_stages_is_the_papers(stages):
+    """The embedding and 3 dense layers; 14 times 4; 2, the module and the heads: four units each."""
+    plan = layer_plan(V3, stages, PAPER)
+    assert plan == (3, *(4,) * 14, 2)
+    assert stage_times(V3, plan, PAPER) == [4.0] * 16
+    layout = lay_out(V3, plan)
+    assert layout.kinds == ("first", *("middle",) * 14, "last")
+    assert layout.contents[0].dense == range(3) and layout.contents[0].num_moe == 0
+    assert layout.rows.shape == (16, 4) and layout.rows[-1].tolist() == [56, 57, 58, -1]
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    num_layers=st.integers(2, 9),
+    num_dense=st.integers(0, 3),
+    num_mtp=st.integers(0, 2),
+    costs=st.builds(Costs, *[st.integers(0, 4)] * 1, *[st.integers(1, 4)] * 3, st.integers(0, 6)),
+    make=st.sampled_from(
+        [
+            lambda: one_f_one_b(4, 8),
+            lambda: dualpipe(4, 8),
+            lambda: dualpipe_v(2, 6),
+            lambda: interleaved_1f1b(2, 4, 2),
+        ]
+    ),
+)
+def test_no_other_plan_has_a_less_busy_rank(num_layers, num_dense, num_mtp, costs, make):
+    config = tiny(
+        num_layers=num_layers, num_dense_layers=min(num_dense, num_layers - 1), num_mtp_layers=num_mtp
+    )
+    schedule = make()
+    plan = layer_plan(config, schedule, costs)
+    assert sum(plan) == num_layers and len(plan) == 4 and min(plan[1:-1]) >= 1
+    best = min(rank_times(config, other, schedule, costs).max() for other in every_plan(num_layers, 4))
+    assert rank_times(config, plan, schedule, costs).max() == pytest.approx(best)
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.integers(0, 4), min_size=1, max_size=6), st.integers(0, 3), st.integers(0, 2))
+def test_every_layer_has_one_place(plan, num_dense, num_mtp):
+    num_layers = sum(plan)
+    if num_layers <= num_dense:
+        plan, num_layers = [*plan, num_dense + 1], num_layers + num_dense + 1
+    config = tiny(num_layers=num_layers, num_dense_layers=num_dense, num_mtp_layers=num_mtp)
+    layout = lay_out(config, plan)
+    assert [layer for content in layout.contents for layer in content.dense] == list(range(num_dense))
+    rows = layout.rows[layout.rows >= 0]
+    np.testing.assert_array_equal(rows, np.arange(num_layers - num_dense + num_mtp))
+    for stage, content in enumerate(layout.contents):
+        assert len(content.dense) + content.num_moe == plan[stage]
+        assert (layout.rows[stage] >= 0).sum() == content.num_moe + (num_mtp if content.last else 0)
+    assert all(layout.rows[layout.slot_of(row)] == row for row in rows)
+    by_name = {}
+    for name, content in zip(layout.kinds, layout.contents, strict=True):
+        assert by_name.setdefault(name, content) == content
+
+
+def test_kinds_are_named_by_content_where_it_differs():
+    config = tiny(num_layers=8, num_dense_layers=3)
+    assert lay_out(config, (1, 3, 2, 2)).kinds == ("first", "middle_dense_1_to_2_1", "middle_2", "last")
+    assert lay_out(config, (8,)).kinds == ("only",)
+
+
+@pytest.mark.parametrize("config, billions", [(v3(), 37.5), (v2_lite(), 2.66), (v2(), 21.4)])
+def test_matmuls_are_priced_by_the_published_active_parameters(config, billions):
+    """Two FLOPs a parameter and token; at a sequence of no length attention itself is free."""
+    total = sum(stage_times(config, [config.num_layers], matmul_costs(config, 0)))
+    active = total / 2e9 + config.vocab * config.dim / 1e9
+    assert active == pytest.approx(billions, rel=5e-3)
+
+
+@pytest.mark.parametrize(
+    "plan, message",
+    [
+        ((4, 4), "its sum is 8, the layers are 9, dense ones included.*See layer_plan"),
+        ((10, -1), "none can have fewer than 0 layers"),
+        ((), "it needs a stage at least"),
+    ],
+)
+def test_plans_that_do_not_add_up_are_refused(plan, message):
+    with pytest.raises(ValueError, match=message):
+        lay_out(tiny(), plan)
+
+
+def test_stages_without_layers_are_refused():
+    with pytest.raises(ValueError, match="9 layers do not give each of 12 stages one, .*; 11 stages at most"):
+        layer_plan(tiny(), 12)
+    with pytest.raises(ValueError, match="all 1 layers are dense"):
+        lay_out(tiny(num_layers=1), (1,))

@@ -1,0 +1,94 @@
+"""The papers' numbers where the papers give them."""
+
+import jax
+import numpy as np
+import pytest
+
+from models import recipes
+from models.recipes import Phase
+
+
+def step_at(recipe, tokens):
+    """The first step that has so many tokens behind it."""
+    done, step = 0, 0
+    while done < tokens:
+        ramped = recipe.batch_size(step)
+        if ramped == recipe.batch:
+            return step + int(np.ceil((tokens - done) / (ramped * recipe.sequence)))
+        done, step = done + ramped * recipe.sequence, step + 1
+    return step
+
+
+@pytest.mark.parametrize(
+    "tokens, rate, bias_rate, mtp_weight",
+    [
+        (1e12, 2.2e-4, 1e-3, 0.3),
+        (9.999e12, 2.2e-4, 1e-3, 0.3),
+        (10.001e12, 2.2e-4, 1e-3, 0.1),
+        (12.15e12, (2.2e-4 + 2.2e-5) / 2, 1e-3, 0.1),
+        (14.299e12, 2.2e-5, 1e-3, 0.1),
+        (14.31e12, 2.2e-5, 0, 0.1),
+        (14.7e12, 7.3e-6, 0, 0.1),
+    ],
+)
+def test_v3_after_so_many_tokens(tokens, rate, bias_rate, mtp_weight):
+    recipe = recipes.v3()
+    step = step_at(recipe, tokens)
+    np.testing.assert_allclose(recipe.tokens_before(step), tokens, rtol=2e-4)
+    np.testing.assert_allclose(recipe.learning_rate(step), rate, rtol=2e-3)
+    np.testing.assert_allclose(recipe.bias_rate(step), bias_rate)
+    np.testing.assert_allclose(recipe.mtp_weight(step), mtp_weight)
+
+
+def test_v3_warms_up_in_2000_steps_and_its_batches_grow():
+    recipe = recipes.v3(batch_multiple=64)
+    rates = jax.vmap(recipe.learning_rate)(np.arange(3000))
+    np.testing.assert_allclose(rates[:2000], 2.2e-4 * np.arange(1, 2001) / 2000, rtol=1e-5)
+    np.testing.assert_allclose(rates[2000:], 2.2e-4, rtol=1e-5)
+    assert recipe.batch_size(0) == 3072
+    half = step_at(recipe, 234.5e9)
+    assert abs(recipe.batch_size(half) - (3072 + 15360) / 2) <= 128
+    assert recipe.batch_size(step_at(recipe, 469e9)) == recipe.batch_size(10**6) == 15360
+    assert all(recipe.batch_size(step) % 64 == 0 for step in range(0, 20000, 97))
+    assert recipe.batch_size(recipe.num_steps - 1) == 15360
+    assert (
+        recipe.tokens_before(recipe.num_steps - 1)
+        < 14.8e12
+        <= recipe.tokens_before(recipe.num_steps) * (1 + 1e-6)
+    )
+
+
+@pytest.mark.parametrize(
+    "recipe, peak, falls, batches, tokens, alpha",
+    [
+        (recipes.v2(), 2.4e-4, (0.6, 0.9), (2304, 9216), 8.1e12, 0.003),
+        (recipes.v2_lite(), 4.2e-4, (0.8, 0.9), (4608, 4608), 5.7e12, 0.001),
+    ],
+)
+def test_v2_falls_in_steps(recipe, peak, falls, batches, tokens, alpha):
+    assert recipe.tokens == tokens and recipe.balance_factor == alpha
+    assert (recipe.batch_size(0), recipe.batch_size(recipe.num_steps)) == batches
+    for share in (0.3, *(fall + side for fall in falls for side in (-1e-3, 1e-3)), 1):
+        wanted = peak * 0.316 ** sum(share > fall for fall in falls)
+        np.testing.assert_allclose(recipe.learning_rate(step_at(recipe, share * tokens)), wanted, rtol=1e-5)
+    assert recipe.bias_rate(0) == 0 and recipe.config.num_mtp_layers == 0
+
+
+def test_small_follows_v3_in_proportion():
+    small, v3 = recipes.small(), recipes.v3()
+    for share in (0.2, 0.7, 0.8, 0.97, 0.98, 0.99):
+        ours, theirs = (step_at(recipe, share * recipe.tokens) for recipe in (small, v3))
+        np.testing.assert_allclose(
+            small.learning_rate(ours) / 1e-3, v3.learning_rate(theirs) / 2.2e-4, rtol=0.02, err_msg=share
+        )
+        np.testing.assert_allclose(small.mtp_weight(ours), v3.mtp_weight(theirs))
+        np.testing.assert_allclose(small.bias_rate(ours), v3.bias_rate(theirs))
+    assert (small.batch_size(0), small.batch_size(small.num_steps)) == (8, 40)
+    assert small.config.num_mtp_layers == 1
+
+
+def test_recipes_that_do_not_fit_are_refused():
+    with pytest.raises(ValueError, match=r"rates must end with tokens, 1.48e\+13, and rise until then"):
+        recipes.v3(rates=(Phase(1e12, 1e-4),))
+    with pytest.raises(ValueError, match="batch_multiple is 8192, more than the smallest batch"):
+        recipes.v3(batch_multiple=8192)

@@ -1,0 +1,406 @@
+"""Checkpoints in and out: bit for bit, placed and sharded, FP8, and whatever can be wrong with one."""
+
+import dataclasses
+import json
+import os
+import socket
+import struct
+import subprocess
+import sys
+from pathlib import Path
+
+import chex
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+from safetensors.numpy import load_file, save_file
+
+from dualpipe_jax.engine.stages import PlacedStages, to_placed
+from dualpipe_jax.parallel import make_mesh
+from dualpipe_jax.schedule import dualpipe, dualpipe_v
+from models import deepseek, tiny, weights
+from models.weights import WeightsError
+from models.weights.config_json import from_json, to_json
+from models.weights.files import DTYPES
+
+CONFIG = tiny(
+    vocab=64, dim=16, num_layers=6, num_dense_layers=1, num_heads=2, q_lora_rank=12, kv_lora_rank=8,
+    qk_nope_dim=8, qk_rope_dim=4, v_head_dim=6, dense_hidden=20, expert_hidden=10, num_experts=4, top_k=2,
+    num_groups=2, top_groups=1, attention_bias=True, num_mtp_layers=1,
+)  # fmt: skip
+
+
+def random_params(config, stages=1, seed=0):
+    """Numbers that bfloat16 holds, so that every type of file can; empty slots stay zero."""
+    model = deepseek(config, stages)
+    rng = np.random.default_rng(seed)
+
+    def fill(path, leaf):
+        if jnp.issubdtype(leaf.dtype, jnp.integer):
+            return jnp.asarray(model.layout.rows)
+        value = rng.normal(size=leaf.shape).astype(ml_dtypes.bfloat16).astype(np.float32)
+        if path[0].key == "stages":
+            in_slot = path[1].key == "layers"
+            value[(model.layout.rows[:, path[2].idx] if in_slot else model.layout.rows) < 0] = 0
+        return jnp.asarray(value)
+
+    abstract = jax.eval_shape(model.init, jax.random.key(0))
+    return jax.tree_util.tree_map_with_path(fill, abstract)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"q_lora_rank": 0, "tie_embeddings": True, "num_mtp_layers": 2, "num_shared_experts": 0}],
+    ids=["v3", "tied"],
+)
+def test_what_is_saved_is_loaded_bit_for_bit(tmp_path, dtype, changes):
+    config = dataclasses.replace(CONFIG, **changes)
+    params = random_params(config)
+    weights.save(tmp_path / "out", config, params, dtype=dtype, max_file_bytes=10_000)
+    assert len(list((tmp_path / "out").glob("*.safetensors"))) > 3
+    got_config, got = weights.load(tmp_path / "out")
+    compute = jnp.bfloat16 if dtype == "bfloat16" else jnp.float32
+    assert got_config == dataclasses.replace(config, compute_dtype=compute)
+    chex.assert_trees_all_equal_shapes_and_dtypes(got, params)
+    chex.assert_trees_all_equal(got, params)
+    weights.save(tmp_path / "again", got_config, got, dtype=dtype, max_file_bytes=10_000)
+    files = sorted(p.name for p in (tmp_path / "out").iterdir())
+    assert files == sorted(p.name for p in (tmp_path / "again").iterdir())
+    for name in files:
+        assert (tmp_path / "out" / name).read_bytes() == (tmp_path / "again" / name).read_bytes(), name
+
+
+def test_names_and_layouts_are_the_published_ones(tmp_path):
+    config = dataclasses.replace(CONFIG, num_layers=2)
+    params = random_params(config)
+    weights.save(tmp_path, config, params)
+    (file,) = tmp_path.glob("*.safetensors")
+    there = load_file(file)
+    shared, (layer, _) = params["shared"], params["stages"]["layers"]
+    biases = params["stages"]["routing"]["bias"][0]
+    wanted = {
+        "model.embed_tokens.weight": shared["embed_tokens"],
+        "lm_head.weight": shared["lm_head"]["kernel"].T,
+        "model.layers.0.mlp.up_proj.weight": shared["layers"][0]["mlp"]["up_proj"]["kernel"].T,
+        "model.layers.1.mlp.experts.3.down_proj.weight": layer["mlp"]["experts"]["down_proj"][0, 3].T,
+        "model.layers.1.mlp.gate.weight": layer["mlp"]["gate"][0].T,
+        "model.layers.1.mlp.gate.e_score_correction_bias": biases[0],
+        "model.layers.2.eh_proj.weight": shared["mtp"][0]["eh_proj"]["kernel"].T,
+        "model.layers.2.shared_head.norm.weight": shared["mtp"][0]["norm"]["weight"],
+        "model.layers.2.mlp.gate.e_score_correction_bias": biases[1],
+    }
+    for name, value in wanted.items():
+        np.testing.assert_array_equal(there[name], value)
+
+
+def on_mesh(folder, schedule, stages, **how):
+    return weights.load(
+        folder,
+        stages=stages,
+        mesh=make_mesh(2, 4),
+        arrange=lambda stages: to_placed(stages, schedule.placement),
+        **how,
+    )
+
+
+@pytest.mark.parametrize(
+    "schedule, stages", [(dualpipe(2, 4), (3, 3)), (dualpipe_v(2, 4), (2, 2, 1, 1))], ids=["dualpipe", "v"]
+)
+def test_tensors_go_straight_to_the_devices_that_hold_them(tmp_path, schedule, stages):
+    params = random_params(CONFIG, stages)
+    weights.save(tmp_path / "in", CONFIG, params, stages=stages)
+    _, got = on_mesh(tmp_path / "in", schedule, stages)
+    assert isinstance(got["stages"], PlacedStages)
+    wanted = to_placed(params["stages"], schedule.placement)
+    chex.assert_trees_all_equal(got["stages"], wanted)
+    chex.assert_trees_all_equal(*({k: v for k, v in t.items() if k != "stages"} for t in (got, params)))
+    local = got["stages"].local[0]["layers"][0]
+    assert local["mlp"]["experts"]["gate_proj"].sharding.spec == P("pp", "ep")
+    assert local["self_attn"]["o_proj"]["kernel"].sharding.spec == P("pp")
+    assert got["shared"]["embed_tokens"].sharding.spec == P(
+        None, "ep"
+    )  # in pieces, put together to be written
+    weights.save(
+        tmp_path / "out",
+        CONFIG,
+        got,
+        stages=stages,
+        arrange=lambda stages: to_placed(stages, schedule.placement),
+    )
+    assert [p.read_bytes() for p in sorted((tmp_path / "in").iterdir())] == [
+        p.read_bytes() for p in sorted((tmp_path / "out").iterdir())
+    ]
+
+
+def test_devices_that_share_a_part_do_not_share_its_memory_once_it_is_donated(tmp_path):
+    """A CPU device may take a host's array over as it is; training then donates it on every device."""
+    config = dataclasses.replace(CONFIG, num_layers=2, num_mtp_layers=0)
+    params = random_params(config)
+    weights.save(tmp_path, config, params)
+    _, got = weights.load(tmp_path, mesh=make_mesh(1, 4))
+    step = jax.jit(lambda p: jax.tree.map(lambda w: w * 2 + 1, p), donate_argnums=0)
+    layers = step(step(got["shared"]["layers"]))
+    for leaf, before in zip(
+        jax.tree.leaves(layers), jax.tree.leaves(params["shared"]["layers"]), strict=True
+    ):
+        for shard in leaf.addressable_shards:
+            np.testing.assert_array_equal(shard.data, before * 4 + 3)
+
+
+def test_progress_ends_at_all_bytes(tmp_path):
+    seen = []
+    params = random_params(CONFIG)
+    weights.save(tmp_path, CONFIG, params, max_file_bytes=30_000, progress=lambda *n: seen.append(n))
+    assert len(seen) > 2
+    total = json.loads((tmp_path / "model.safetensors.index.json").read_text())["metadata"]["total_size"]
+    assert seen[-1] == (total, total)
+    seen.clear()
+    weights.load(tmp_path, progress=lambda *n: seen.append(n))
+    assert seen[-1] == (total, total) and [n for n, _ in seen] == sorted(n for n, _ in seen)
+    seen.clear()
+    weights.load(tmp_path, mtp=False, progress=lambda *n: seen.append(n))
+    assert seen[-1][0] == seen[-1][1] < total
+
+
+# ------------------------------------------------------------------------------------------------- FP8
+
+
+def write(folder, tensors, **settings):
+    """A checkpoint in one file, its configuration ours with some settings changed."""
+    folder.mkdir(exist_ok=True)
+    data = to_json(CONFIG, "float32") | settings
+    (folder / "config.json").write_text(json.dumps(data))
+    save_file(tensors, folder / "model.safetensors")
+
+
+def write_raw(file, tensors):
+    """A safetensors file of types that its library does not take from NumPy."""
+    header, at = {}, 0
+    codes = {np.dtype(dtype): code for code, dtype in DTYPES.items()}
+    for name, value in tensors.items():
+        header[name] = {
+            "dtype": codes[value.dtype], "shape": list(value.shape), "data_offsets": [at, at + value.nbytes]
+        }  # fmt: skip
+        at += value.nbytes
+    text = json.dumps(header).encode()
+    data = b"".join(np.ascontiguousarray(value).tobytes() for value in tensors.values())
+    file.write_bytes(struct.pack("<Q", len(text)) + text + data)
+
+
+def all_tensors(tmp_path):
+    weights.save(tmp_path / "whole", CONFIG, random_params(CONFIG))
+    (file,) = (tmp_path / "whole").glob("*.safetensors")
+    return load_file(file)
+
+
+def test_fp8_is_multiplied_by_the_scale_of_its_block(tmp_path):
+    """As the paper has it: element [i, j] by scale [i // 128, j // 128]; here blocks of 7 x 5, the last partial."""
+    tensors = all_tensors(tmp_path)
+    rng = np.random.default_rng(1)
+    wanted = {}
+    for name in [n for n in tensors if n.endswith("proj.weight") or n.endswith("with_mqa.weight")]:
+        rows, columns = tensors[name].shape
+        small = tensors[name].astype(ml_dtypes.float8_e4m3fn)
+        scales = rng.uniform(0.5, 2, (-(-rows // 7), -(-columns // 5))).astype(np.float32)
+        tensors |= {name: small, f"{name}_scale_inv": scales}
+        at = np.arange(rows)[:, None] // 7, np.arange(columns) // 5
+        wanted[name] = small.astype(np.float32) * scales[at]
+    fp8 = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [7, 5], "activation_scheme": "dynamic"}
+    write(tmp_path / "fp8", {"unused": np.zeros(1)}, quantization_config=fp8)
+    write_raw(tmp_path / "fp8" / "model.safetensors", tensors)
+    config, params = weights.load(tmp_path / "fp8")
+    weights.save(tmp_path / "wide", config, params)
+    (file,) = (tmp_path / "wide").glob("*.safetensors")
+    got = load_file(file)
+    for name, value in wanted.items():
+        np.testing.assert_array_equal(got[name], value)
+    assert "quantization_config" not in json.loads((tmp_path / "wide" / "config.json").read_text())
+
+
+# ------------------------------------------------------------------------------------ what can be wrong
+
+
+def refused(folder, **how):
+    with pytest.raises(WeightsError) as error:
+        weights.load(folder, **how)
+    return str(error.value)
+
+
+def test_everything_that_is_wrong_with_tensors_is_listed_at_once(tmp_path):
+    tensors = all_tensors(tmp_path)
+    del tensors["model.norm.weight"], tensors["model.layers.3.mlp.experts.2.up_proj.weight"]
+    tensors["model.layers.0.self_attn.o_proj.weight"] = np.zeros((16, 13), np.float32)
+    tensors["model.layers.1.mlp.gate.weight"] = np.zeros((4, 16), np.int32)
+    tensors["model.layers.9.mlp.up_proj.weight"] = np.zeros((2, 2), np.float32)
+    tensors["model.layers.2.self_attn.o_proj.weight_scale_inv"] = np.ones((1, 1), np.float32)
+    write(tmp_path / "bad", tensors)
+    message = refused(tmp_path / "bad")
+    for line in [
+        "model.norm.weight: missing, must be [16]",
+        "model.layers.3.mlp.experts.2.up_proj.weight: missing, must be [10, 16]",
+        "model.layers.0.self_attn.o_proj.weight: [16, 13], must be [16, 12]",
+        "model.layers.1.mlp.gate.weight: type I32, must be one of F32, F16, BF16, F8_E4M3",
+        "model.layers.9.mlp.up_proj.weight: the model has no such tensor",
+        "model.layers.2.self_attn.o_proj.weight_scale_inv: scales of a tensor that is not FP8",
+    ]:
+        assert line in message
+    assert message.count("\n") == 6
+
+
+def test_cut_off_and_missing_files_are_named(tmp_path):
+    weights.save(tmp_path, CONFIG, random_params(CONFIG), max_file_bytes=20_000)
+    files = sorted(tmp_path.glob("*.safetensors"))
+    files[0].unlink()
+    files[1].write_bytes(files[1].read_bytes()[:-10])
+    files[2].write_bytes(b"\xff" * 20)
+    files[3].write_bytes(files[3].read_bytes().replace(b'{"', b"!!", 1))
+    message = refused(tmp_path)
+    assert f"{files[0].name}: missing, model.safetensors.index.json names it" in message
+    assert f"cut off, it ends at byte {files[1].stat().st_size + 10} of the" in message
+    assert f"{files[2].name}: cut off or no safetensors: 20 bytes" in message
+    assert f"{files[3].name}: Expecting value" in message
+
+
+def test_twice_there_is_wrong_too(tmp_path):
+    write(tmp_path / "two", all_tensors(tmp_path))
+    save_file({"model.norm.weight": np.ones(16, np.float32)}, tmp_path / "two" / "other.safetensors")
+    assert "model.norm.weight: both in model.safetensors and other.safetensors" in refused(tmp_path / "two")
+
+
+def test_fp8_without_scales_or_settings_is_refused(tmp_path):
+    tensors = all_tensors(tmp_path)
+    name = "model.layers.0.mlp.up_proj.weight"
+    tensors[name] = tensors[name].astype(ml_dtypes.float8_e4m3fn)
+    write(tmp_path / "q", {"unused": np.zeros(1)})
+    write_raw(tmp_path / "q" / "model.safetensors", tensors)
+    assert f"{name}: FP8, but config.json has no quantization_config" in refused(tmp_path / "q")
+    fp8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    write(tmp_path / "r", {"unused": np.zeros(1)}, quantization_config=fp8)
+    write_raw(tmp_path / "r" / "model.safetensors", tensors)
+    assert f"{name}_scale_inv: missing, the scales of an FP8 tensor" in refused(tmp_path / "r")
+    tensors[f"{name}_scale_inv"] = np.ones((2, 1), np.float32)
+    write_raw(tmp_path / "r" / "model.safetensors", tensors)
+    assert f"{name}_scale_inv: [2, 1], must be [1, 1] for blocks of [128, 128]" in refused(tmp_path / "r")
+
+
+def test_pickles_are_not_read(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(to_json(CONFIG, "float32")))
+    (tmp_path / "pytorch_model.bin").write_bytes(b"cos\nsystem\n(S'touch gone'\ntR.")
+    message = refused(tmp_path)
+    assert "no *.safetensors file (there is pytorch_model.bin, which is not read)" in message
+    assert "model.norm.weight: missing" in message
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"hidden_size": None}, "hidden_size is None, must be a whole number of at least 1"),
+        ({"model_type": "llama"}, "model_type is 'llama', must be 'deepseek_v3' or 'deepseek_v2'"),
+        (
+            {"hidden_act": "gelu", "moe_layer_freq": 2},
+            "hidden_act is 'gelu', must be 'silu'\n  moe_layer_freq is 2",
+        ),
+        ({"scoring_func": "softmax"}, "scoring_func is 'softmax', must be 'sigmoid' for deepseek_v3"),
+        ({"rope_scaling": {"type": "linear", "factor": 2}}, "rope type is 'linear', must be 'yarn'"),
+        ({"num_key_value_heads": 1}, "num_key_value_heads is 1, must be num_attention_heads"),
+        ({"topk_group": 5}, "top_groups 5 must lie between 1 and num_groups 2"),
+        ({"quantization_config": {"quant_method": "gptq"}}, "must be fp8 of e4m3 with a weight_block_size"),
+        ({"head_dim": 8}, "head_dim is 8, must be qk_rope_head_dim"),
+        (
+            {"rope_scaling": {"type": "yarn", "factor": 2, "attention_factor": 3}},
+            "attention_factor is 3, must be",
+        ),
+    ],
+)
+def test_configurations_of_other_models_are_refused(changes, message):
+    with pytest.raises(WeightsError) as error:
+        from_json(to_json(CONFIG, "float32") | changes)
+    assert message in str(error.value)
+
+
+def test_missing_settings_are_all_named():
+    data = to_json(CONFIG, "float32")
+    for key in ("vocab_size", "kv_lora_rank"):
+        del data[key]
+    with pytest.raises(WeightsError, match="vocab_size is missing\n  kv_lora_rank is missing"):
+        from_json(data)
+
+
+def test_no_configuration(tmp_path):
+    assert "config.json: [Errno 2]" in refused(tmp_path)
+
+
+CONFIGS = {
+    "yarn": dict(yarn_factor=40.0, yarn_mscale=0.707, yarn_mscale_all_dim=1.0, yarn_original_seq=32),
+    "yarn, none given": dict(yarn_factor=4.0, yarn_mscale=0.0, yarn_mscale_all_dim=0.0, rope_theta=5e4),
+    "v2": dict(score="softmax", normalize_top_k=False, attention_bias=False, norm_eps=1e-5),
+    "v2, greedy": dict(score="softmax", normalize_top_k=False, num_groups=1, tie_embeddings=True),
+}
+
+
+@pytest.mark.parametrize("changes", CONFIGS.values(), ids=CONFIGS)
+def test_configurations_go_both_ways(changes):
+    config = dataclasses.replace(CONFIG, **changes)
+    assert from_json(json.loads(json.dumps(to_json(config, "float32")))).config == config
+
+
+def test_what_the_published_format_cannot_hold_is_refused(tmp_path):
+    softmax = dataclasses.replace(CONFIG, score="softmax")
+    with pytest.raises(WeightsError, match="normalize_top_k must be False"):
+        weights.save(tmp_path, softmax, random_params(softmax))
+    v2 = dataclasses.replace(softmax, normalize_top_k=False)
+    with pytest.raises(WeightsError, match="deepseek_v2 has no selection bias, it must be zero"):
+        weights.save(tmp_path, v2, random_params(v2))
+    params = random_params(CONFIG)
+    params["shared"]["norm"]["weight"] = jnp.ones(3)
+    del params["shared"]["embed_tokens"]
+    with pytest.raises(WeightsError) as error:
+        weights.save(tmp_path, CONFIG, params)
+    assert "['shared']['embed_tokens']: missing, must be [64, 16]" in str(error.value)
+    assert "['shared']['norm']['weight']: [3], must be [16]" in str(error.value)
+    (tmp_path / "model.safetensors").write_bytes(b"")
+    with pytest.raises(WeightsError, match="model.safetensors: is there already"):
+        weights.save(tmp_path, CONFIG, random_params(CONFIG))
+
+
+@pytest.mark.slow
+def test_on_two_processes_each_reads_what_it_holds_and_writes_its_part(tmp_path):
+    plan = (4, 2)  # three slots a stage, none empty
+    params = random_params(CONFIG, plan)
+    weights.save(tmp_path / "in", CONFIG, params, stages=plan)
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        address = f"localhost:{free.getsockname()[1]}"
+    root = Path(__file__).parents[2]
+    flags = "--xla_force_host_platform_device_count=2"
+    environment = os.environ | {"XLA_FLAGS": flags, "PYTHONPATH": str(root), "JAX_PLATFORMS": "cpu"}
+    script = Path(__file__).with_name("two_processes.py")
+    children = [
+        subprocess.Popen(
+            [sys.executable, script, str(number), address, tmp_path / "in", tmp_path / "out"],
+            env=environment,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for number in range(2)
+    ]
+    said = [json.loads(child.communicate(timeout=240)[0].splitlines()[-1]) for child in children]
+    index = json.loads((tmp_path / "in" / "model.safetensors.index.json").read_text())
+    total = index["metadata"]["total_size"]
+    shared = params["shared"]
+    twice = shared["embed_tokens"].nbytes + shared["lm_head"]["kernel"].nbytes  # for each device's part
+    stages = sum(leaf.nbytes for leaf in jax.tree.leaves(params["stages"]["layers"]))
+    for stage, one in enumerate(said):
+        assert one["read"][0] == one["read"][1]
+        assert abs(one["read"][0] - (total - stages / 2 + twice)) < 100  # but for the biases
+        wanted = params["stages"]["layers"][0]["mlp"]["experts"]["up_proj"][stage]
+        halves = [float(np.sum(half)) for half in np.split(np.asarray(wanted), 2)]
+        np.testing.assert_allclose(sorted(v for _, v in one["parts"]), sorted(halves), rtol=1e-4)
+        assert {start for start, _ in one["parts"]} == {stage}
+    written = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
+    assert written["metadata"] == index["metadata"]
+    chex.assert_trees_all_equal(weights.load(tmp_path / "out", stages=plan)[1], params)

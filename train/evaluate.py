@@ -1,0 +1,49 @@
+"""Held-out loss, whatever the layout: the same windows, no token dropped, every window counted once."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+import models
+from dualpipe_jax.engine import Pipeline
+from dualpipe_jax.schedule import Schedule
+from train.data import Batch
+
+Tree = Any
+
+
+def make_evaluate(
+    model: models.Model,
+    schedule: Schedule,
+    mesh: Mesh,
+    batches: Sequence[tuple[Batch, np.ndarray]],
+) -> Callable[[Tree], float]:
+    """``evaluate(params)``: mean loss of the sequences of ``batches``, in nats per token.
+
+    Args:
+      model: one that drops nothing.
+      schedule: whose forwards are run.
+      mesh: where.
+      batches: with the weight of each sequence, 1, or 0 for one that only fills up; see ``Corpus.heldout_batches``. How
+        sequences are grouped into batches makes no difference.
+    """
+    pipeline = Pipeline(model.staged, schedule, mesh, param_specs=model.param_specs)
+
+    @jax.jit
+    def total(params: Tree, batch: Tree) -> tuple[jax.Array, jax.Array]:
+        report = pipeline.apply(params, batch).report
+        tokens = report.metrics["tokens"]
+        return report.losses["lm"] * tokens.astype(report.losses["lm"].dtype), tokens
+
+    def counted(batch: Batch, weights: np.ndarray) -> Tree:
+        mask = np.broadcast_to(weights[..., None] > 0, batch["targets"].shape)
+        return {**batch, "mask": mask}
+
+    def evaluate(params: Tree) -> float:
+        sums = [jax.device_get(total(params, counted(batch, weights))) for batch, weights in batches]
+        return float(sum(float(loss) for loss, _ in sums) / sum(int(tokens) for _, tokens in sums))
+
+    return evaluate
