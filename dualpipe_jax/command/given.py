@@ -1,4 +1,7 @@
-"""Costs and sizes of a rank's share as JSON: written beside schedules, read back from there or from a file."""
+"""Costs and sizes of a rank's share as JSON: written beside schedules, read back from there or from a file.
+
+A file of them may say more, such as what they are of and how they were measured: see a profile's costs.json.
+"""
 
 import dataclasses
 import json

@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from dualpipe_jax.command.options import Costs
+from dualpipe_jax.command.given import from_file
 from dualpipe_jax.inspect import read
 from dualpipe_jax.schedule import (
     CostModel,
@@ -44,7 +44,7 @@ def program(fused):
         )
     loops = "\n".join(
         f"  %while.{name} = {state} while(%p), body=%{name}, "
-        f'metadata={{op_name="jit(step)/while/body/closed_call/{name[:-2]}/while"}}'
+        f'metadata={{op_name="jit(step)/while/body/closed_call/{name[:-2]}/{name[-1]}/while"}}'
         for name in names
     )
     parts.append(f"%tick (p: {state}) -> {state} {{\n{loops}\n  ROOT %last = {state} tuple(%p)\n}}")
@@ -52,12 +52,17 @@ def program(fused):
     return read("HloModule jit_step, is_scheduled=true\n\n" + "\n\n".join(parts))
 
 
-def trace(schedule, costs, *, fused=False, run=7, at=1000.0, late=0.0):
-    """Events of a step that runs as simulated; a second device of each rank starts and ends everything later."""
+def trace(schedule, costs, *, fused=False, run=7, at=1000.0, late=0.0, quick=()):
+    """Events of a step that runs as simulated; a second device of each rank starts and ends everything later.
+
+    Work at stages that are ``quick`` ends halfway.
+    """
     timeline, placement, events = simulate(schedule, costs), schedule.placement, []
 
     def emit(rank, kind, stage, start, end):
         name = f"{SCOPE_OF[kind]}_{placement.stages_on[rank].index(stage)}"
+        if stage in quick:
+            end = (start + end) / 2
         middle = start + (end - start) / 3
         for device, by in ((2 * rank, 0.0), (2 * rank + 1, late)):
             for op, a, b in (
@@ -70,29 +75,18 @@ def trace(schedule, costs, *, fused=False, run=7, at=1000.0, late=0.0):
     for rank, order in enumerate(schedule.orders):
         for slot, start, end in zip(order, timeline.starts[rank], timeline.ends[rank], strict=True):
             if fused and len(slot) > 1:
-                emit(rank, "FB", slot[0].stage, start, start + costs.FB)
-                start += costs.FB
-            for action in slot:
-                stage, op, _ = action
-                alone = {Op.F: costs.F, Op.B: costs.B, Op.I: costs.I, Op.W: costs.W}[op]
-                more = costs.more(placement, stage)
-                before = more[0] if op is Op.F and placement.is_first(stage) else 0.0
-                after = (
-                    more[0]
-                    if op is Op.F and placement.is_last(stage)
-                    else more[1]
-                    if op in (Op.B, Op.I)
-                    else 0.0
-                )
-                if before:
-                    emit(rank, "embed", stage, start, start + before)
-                start += before
-                if not (fused and len(slot) > 1):
-                    emit(rank, op.value, stage, start, start + alone)
-                    start += alone
-                if after:
-                    emit(rank, "head" if op is Op.F else "embed_backward", stage, start, start + after)
-                start += after
+                emit(rank, "FB", slot[0].stage, start, end)
+                continue
+            for stage, op, _ in slot:
+                f, i, w = costs.more(placement, stage)
+                took = {
+                    Op.F: costs.F + f,
+                    Op.B: costs.B + i + w,
+                    Op.I: costs.I + i,
+                    Op.W: costs.W + w,
+                }[op]
+                emit(rank, op.value, stage, start, start + took)
+                start += took
             assert start == pytest.approx(end)
     return events[::-1]
 
@@ -107,7 +101,7 @@ def devices(schedule):
 
 @pytest.mark.parametrize("recipe", [dualpipe, dualpipe_v, one_f_one_b, zb_h1, zb_v])
 def test_what_was_simulated_is_measured(recipe):
-    schedule = recipe(4, 12)
+    schedule = recipe(6, 12)
     theory = simulate(schedule, COSTS)
     found = measure(trace(schedule, COSTS), program(False), schedule, devices(schedule))
     assert found.makespan == pytest.approx(theory.makespan)
@@ -118,7 +112,9 @@ def test_what_was_simulated_is_measured(recipe):
     expected = (COSTS.I, COSTS.W) if Op.W in ops else (halves, halves)
     assert near((costs.F, costs.I, costs.W), (COSTS.F, *expected))
     assert near(costs.B, COSTS.B) and near(costs.FB, COSTS.FB)
-    assert all(near(costs.extra[stage], COSTS.extra[stage]) for stage in (0, -1))
+    for stage, (f, i, w) in COSTS.extra.items():
+        whole = (i + w) * 2 / 3, (i + w) / 3
+        assert near(costs.extra[stage], (f, *((i, w) if Op.W in ops else whole)))
     assert set(found.assumed) == {"FB"} | ({"I", "W"} - ops)
     assert found.theory.makespan == pytest.approx(theory.makespan)
     for rank, order in enumerate(schedule.orders):
@@ -128,23 +124,30 @@ def test_what_was_simulated_is_measured(recipe):
 
 
 def test_pairs_that_are_one_unit_are_measured_as_one():
-    schedule, costs = dualpipe(4, 12), dataclasses.replace(COSTS, FB=4.0)
+    schedule, costs = dualpipe(6, 12), dataclasses.replace(COSTS, FB=4.0)
     found = measure(trace(schedule, costs, fused=True), program(True), schedule, devices(schedule))
     assert near(found.costs.FB, 4.0) and found.assumed == ()
     assert found.makespan == pytest.approx(simulate(schedule, costs).makespan)
 
 
 def test_a_unit_lasts_until_the_last_of_its_ranks_devices():
-    schedule = zb_h1(2, 4)
+    schedule = zb_h1(6, 12)
     found = measure(trace(schedule, COSTS, late=0.125), program(False), schedule, devices(schedule))
     assert near(found.costs.F, COSTS.F + 0.125)
+
+
+def test_a_quicker_first_stage_counts_as_long_as_the_others():
+    schedule = zb_h1(6, 12)
+    found = measure(trace(schedule, COSTS, quick=(0,)), program(False), schedule, devices(schedule))
+    assert found.costs.extra[0] == (0, 0, 0) and near(found.costs.extra[-1], COSTS.extra[-1])
+    assert near(found.costs.F, COSTS.F)
 
 
 def test_the_median_step_is_shown_and_all_steps_are_counted():
     schedule = one_f_one_b(2, 4)
 
     def scaled(by):
-        return CostModel(F=by, I=by, W=by, extra={0: (by, by, 0), -1: (by, 0, 0)})
+        return CostModel(F=by, I=by, W=by)
 
     steps = ((1, 1.0), (2, 3.0), (3, 1.5))
     events = [event for run, by in steps for event in trace(schedule, scaled(by), run=run, at=100.0 * run)]
@@ -169,7 +172,7 @@ def test_inner_loops_and_shared_instructions_are_no_units():
 
 def test_another_schedules_trace_is_refused():
     schedule = one_f_one_b(2, 4)
-    with pytest.raises(ProfileError, match="rank 0: the trace has 20 units of work, the schedule"):
+    with pytest.raises(ProfileError, match="rank 0: the trace has 12 units of work, the schedule"):
         measure(trace(zb_h1(2, 4), COSTS), program(False), schedule, devices(schedule))
     with pytest.raises(ProfileError, match="the trace has no unit of this program"):
         measure([Event(0, 0, "other", 0, 1)], program(False), schedule, devices(schedule))
@@ -206,6 +209,7 @@ def test_costs_are_replayed_as_they_were_measured(tmp_path):
     found = measure(trace(schedule, COSTS), program(False), schedule, devices(schedule))
     file = tmp_path / "costs.json"
     file.write_text(json.dumps(found.replay()))
-    costs = Costs(costs_file=file).model()
-    assert near((costs.F, costs.I, costs.W), (4.0, 6.0, 3.0))
+    costs = from_file(file).costs
+    assert near((costs.F, costs.I, costs.W, costs.FB), (4.0, 6.0, 3.0, 13.0))
+    assert near(costs.extra[0], COSTS.extra[0]) and near(costs.extra[-1], COSTS.extra[-1])
     assert simulate(schedule, costs.for_schedule(schedule)).makespan == pytest.approx(found.makespan)

@@ -55,7 +55,10 @@ class Measured:
 
     @property
     def costs(self) -> CostModel:
-        """Costs of a stage: medians of what was measured; see ``assumed`` for what was not."""
+        """Costs of a stage: medians of what was measured; see ``assumed`` for what was not.
+
+        A first or last stage that is quicker than the median counts as long as it.
+        """
         median = {kind: statistics.median(times) for kind, times in self.durations.items()}
         backward = median.get("B", median.get("FB", 0.0) * 2 / 3)
         forward = median.get("F", median.get("FB", 0.0) / 3)
@@ -74,7 +77,9 @@ class Measured:
                 at = {placement.model_stage(action.stage) for action in unit.actions}
                 if at == {stage % placement.num_model_stages}:
                     times.setdefault(unit.kind, []).append(execution.end - execution.start)
-        more = {op: statistics.median(times[op]) - cost for op, cost in usual.items() if op in times}
+        more = {
+            op: max(0.0, statistics.median(times[op]) - cost) for op, cost in usual.items() if op in times
+        }
         whole = more.get("B", 0.0)
         return more.get("F", 0.0), more.get("I", whole * 2 / 3), more.get("W", whole / 3)
 
@@ -99,14 +104,10 @@ class Measured:
         return found
 
     def replay(self) -> dict[str, Any]:
-        """The costs of a rank's share of the model, as ``dualpipe ... --costs FILE`` reads them."""
+        """The costs of a rank's share of the model, as ``dualpipe ... --costs FILE`` reads them, and their origin."""
         costs, parts = self.costs, stages_a_share(self.schedule.placement)
-        share = {name: parts * getattr(costs, name) for name in ("F", "I", "W", "FB")}
         return {
-            **share,
-            "send": costs.send,
-            "first": list(costs.extra[0]),
-            "last": list(costs.extra[-1]),
+            "costs": dataclasses.asdict(costs.divided(1 / parts)),
             "unit": "ms",
             "of": "a rank's whole share of the model, one microbatch",
             "schedule": self.schedule.name,
