@@ -5,7 +5,6 @@ import re
 
 import jax
 import numpy as np
-
 import pytest
 
 from dualpipe_jax import reference_value_and_grad, sequential_value_and_grad, unplace_stages

@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
+from dualpipe_jax.engine import At
 from dualpipe_jax.parallel import make_mesh
 from dualpipe_jax.parallel.expert_groups import grouped_matmul
-from dualpipe_jax.engine import At
 from dualpipe_jax.split import split_backward
 from models import Kernels, deepseek, tiny
 from models.attention import causal_attention
