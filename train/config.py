@@ -111,6 +111,25 @@ class LaunchConfig:
 
     devices: Literal["cpu", "accelerator"] = "cpu"
     """cpu makes pp x ep virtual devices; accelerator takes what JAX finds."""
+    processes: int | None = None
+    """Start this many processes on this machine, watch over them, and start them again when one fails."""
+    restarts: int = 3
+    """How often processes that --processes started are started again, from the last good checkpoint."""
+    shrink: bool = False
+    """Start again with fewer processes and pipeline ranks: without those that failed."""
+    coordinator: Annotated[str | None, arg(metavar="HOST:PORT")] = None
+    """Where process 0 of several is found, where no launcher tells (SLURM, Kubernetes, TPU pods, Open MPI do)."""
+    num_processes: int | None = None
+    """How many processes there are, where no launcher tells."""
+    process_id: int | None = None
+    """Which of them this one is, from 0, where no launcher tells."""
+    coordinator_bind: Annotated[str | None, arg(metavar="HOST:PORT")] = None
+    """Where process 0 listens, if not at the coordinator's own address; it trusts whoever reaches it."""
+    patience: float | None = None
+    """Seconds without a finished step after which a process counts as stuck and ends; ten median steps, and 20 s at
+    least, if left out. Compiling is not counted."""
+    straggler_every: int = 50
+    """Steps between reports of the slowest of several processes; 0 for none."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -225,9 +244,19 @@ AT_LEAST_ONE = (
     "--steps",
     "--log-every",
     "--eval-batches",
+    "--processes",
+    "--num-processes",
 )
-NOT_NEGATIVE = ("--seed", "--warmup", "--weight-decay", "--bias-rate")
-POSITIVE = ("--learning-rate", "--clip", "--capacity-factor")
+NOT_NEGATIVE = (
+    "--seed",
+    "--warmup",
+    "--weight-decay",
+    "--bias-rate",
+    "--restarts",
+    "--process-id",
+    "--straggler-every",
+)
+POSITIVE = ("--learning-rate", "--clip", "--capacity-factor", "--patience")
 
 
 def check(config: TrainConfig) -> None:
@@ -239,8 +268,9 @@ def check(config: TrainConfig) -> None:
     )
     for flags, holds, must in bounds:
         for flag in flags:
-            if not holds(option(config, flag)):
-                raise ConfigError(f"{flag} {option(config, flag)}: {must}")
+            value = option(config, flag)
+            if value is not None and not holds(value):
+                raise ConfigError(f"{flag} {value}: {must}")
     if config.name is not None and (not config.name.strip(".") or Path(config.name).name != config.name):
         raise ConfigError(f"--name {config.name}: must be a plain name; --runs says in which folder")
     size, ep = config.mesh.microbatch_size, config.mesh.ep
@@ -248,19 +278,36 @@ def check(config: TrainConfig) -> None:
         raise ConfigError(
             f"--microbatch-size {size}: --ep {ep} devices must share it equally, try {ep * max(1, size // ep)}"
         )
+    launch = config.launch
+    if launch.processes is not None and (launch.coordinator or launch.num_processes or launch.process_id is not None):
+        raise ConfigError(
+            f"--processes {launch.processes} starts processes on this machine and connects them; --coordinator, "
+            "--num-processes and --process-id are for a process that something else starts. Give one or the other"
+        )
+    for flag in ("--coordinator", "--coordinator-bind"):
+        address = option(config, flag)
+        if address is not None and not re.fullmatch(r".+:\d{1,5}", address):
+            raise ConfigError(f"{flag} {address}: must be HOST:PORT, such as 10.0.0.1:8476")
 
 
-def set_devices(config: TrainConfig, environ: "os._Environ[str] | dict[str, str]" = os.environ) -> None:
+def set_devices(
+    config: TrainConfig, environ: "os._Environ[str] | dict[str, str]" = os.environ, *, num_processes: int = 1
+) -> None:
     """For virtual CPU devices: say so in the environment, which JAX reads when it is imported.
 
-    A count that is in XLA_FLAGS already stays.
+    Several processes share them out equally. A count that is in XLA_FLAGS already stays.
 
     Raises:
-      ConfigError: that count is too small.
+      ConfigError: that count is too small, or they cannot be shared out.
     """
     if config.launch.devices != "cpu":
         return
-    needed = config.mesh.pp * config.mesh.ep
+    needed, rest = divmod(config.mesh.pp * config.mesh.ep, num_processes)
+    if rest:
+        raise ConfigError(
+            f"--pp {config.mesh.pp} --ep {config.mesh.ep}: {config.mesh.pp * config.mesh.ep} devices cannot be shared "
+            f"out equally over {num_processes} processes"
+        )
     environ["JAX_PLATFORMS"] = "cpu"
     flags = environ.get("XLA_FLAGS", "")
     counts = _DEVICE_COUNT.findall(flags)
@@ -268,7 +315,7 @@ def set_devices(config: TrainConfig, environ: "os._Environ[str] | dict[str, str]
         ours = f"--xla_force_host_platform_device_count={needed}", *_PATIENCE
         environ["XLA_FLAGS"] = " ".join([*flags.split(), *ours])
     elif int(counts[-1]) < needed:
-        raise ConfigError(too_few_devices(config, int(counts[-1]), "XLA_FLAGS asks for"))
+        raise ConfigError(too_few_devices(config, int(counts[-1]) * num_processes, "XLA_FLAGS asks for"))
 
 
 def too_few_devices(config: TrainConfig, num_found: int, source: str = "JAX finds") -> str:

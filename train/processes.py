@@ -1,0 +1,181 @@
+"""One program in several processes: who writes, who waits for whom, which rows of a batch are whose."""
+
+import hashlib
+import importlib.metadata
+import json
+import os
+import platform
+import statistics
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple, TypeVar
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+from jax.sharding import Sharding
+from rich.console import Console
+
+from train import coordination
+from train.config import ConfigError, TrainConfig
+from train.options import plain
+from train.pulse import Pulse
+
+Rows = tuple[slice, slice]
+Batch = TypeVar("Batch", bound=tuple)  # a NamedTuple of arrays
+
+VERSIONS = ("jax", "jaxlib", "numpy", "optax", "flax", "orbax-checkpoint")
+OWN_OPTIONS = ("process_id", "coordinator_bind")
+
+
+class Processes:
+    """This process among the others; alone, every meeting returns at once.
+
+    Meetings go by number, so all processes must call the same methods in the same order.
+
+    Attributes:
+      id: which process this is, from 0.
+      count: how many there are.
+      pulse: its signs of life.
+    """
+
+    def __init__(self, id: int = 0, count: int = 1, pulse: Pulse | None = None):
+        self.id, self.count = id, count
+        self.pulse = Pulse(watched=False) if pulse is None else pulse
+        self._meetings = 0
+
+    @property
+    def leads(self) -> bool:
+        """Whether this process prints and writes."""
+        return self.id == 0
+
+    def console(self, console: Console) -> Console:
+        """``console`` for the process that prints, a silent one for the others."""
+        return console if self.leads else Console(quiet=True)
+
+    def path(self, path: Any) -> Any:
+        """``path`` for the process that writes, nowhere for the others."""
+        return path if self.leads else type(path)(os.devnull)
+
+    def meet(self) -> None:
+        """Wait until all processes are here. Runs nothing on a device."""
+        if self.count > 1:
+            coordination.wait_for_all(f"train/{self._number()}")
+
+    def broadcast(self, value: Callable[[], str]) -> str:
+        """What process 0's ``value()`` is. The others' is not called; an exception of process 0's ends the others."""
+        if self.count == 1:
+            return value()
+        key = f"train/{self._number()}"
+        if self.leads:
+            coordination.tell(key, value())
+        return coordination.hear(key)
+
+    def gather(self, value: str) -> list[str]:
+        """Every process's value on process 0, in their order; [] on the others."""
+        if self.count == 1:
+            return [value]
+        key = f"train/{self._number()}"
+        if not self.leads:
+            coordination.tell(f"{key}/{self.id}", value)
+            return []
+        others = [coordination.hear(f"{key}/{other}") for other in range(1, self.count)]
+        coordination.forget(f"{key}/")
+        return [value, *others]
+
+    def agree(self, facts: Mapping[str, str]) -> None:
+        """Return if all processes have the same facts.
+
+        Nothing else would tell: arrays that differ from process to process raise nothing.
+
+        Raises:
+          ConfigError: on every process, naming what differs and on whom.
+        """
+        found = [json.loads(text) for text in self.gather(json.dumps(dict(facts)))]
+        verdict = self.broadcast(lambda: "\n".join(differences(found)))
+        if verdict:
+            raise ConfigError(f"the processes would not train the same model:\n{verdict}")
+
+    def preempted(self, step: int) -> bool:
+        """Whether the machine of some process was told to go; all processes learn it at the same step.
+
+        With several processes it is JAX that catches SIGTERM.
+        """
+        return self.count > 1 and multihost_utils.reached_preemption_sync_point(step)
+
+    def compile(self, function: Any, *arguments: Any) -> Any:
+        """``function``, jitted, compiled for these arguments; returns when every process has compiled.
+
+        gloo gives the first collective of a group of devices 30 s to find all its members, and no flag changes that.
+        """
+        self.pulse.phase("compiling")
+        compiled = function.lower(*arguments).compile()
+        self.meet()
+        return compiled
+
+    def leave(self) -> None:
+        """The end of a run that went well: all leave together, so that nobody takes an early leaver for dead."""
+        self.pulse.phase("leaving")
+        if self.count > 1:
+            jax.distributed.shutdown()
+
+    def _number(self) -> int:
+        self._meetings += 1
+        return self._meetings
+
+
+def joined(pulse: Pulse) -> Processes:
+    """The processes that ``train.launch.initialize`` brought together."""
+    return Processes(jax.process_index(), jax.process_count(), pulse)
+
+
+def facts(config: TrainConfig, corpus: str) -> dict[str, str]:
+    """What all processes must have in common, short enough to be shown. ``corpus``: the hash of what is read."""
+    options = plain(config)
+    options["launch"] = {name: value for name, value in options["launch"].items() if name not in OWN_OPTIONS}
+    versions = {name: _version(name) for name in VERSIONS}
+    told = {f"option {section}": json.dumps(value, sort_keys=True) for section, value in options.items()}
+    return told | {"corpus": corpus, "Python": platform.python_version()} | versions
+
+
+def differences(found: list[dict[str, str]]) -> list[str]:
+    """A line for each fact that is not the same everywhere: process 0's, and the first other one."""
+    lines = []
+    for name in found[0] if found else ():
+        others = [number for number, one in enumerate(found) if one.get(name) != found[0][name]]
+        if others:
+            theirs = found[others[0]].get(name)
+            lines.append(
+                f"  {name}: {found[0][name]} on process 0, {theirs} on process {others[0]}"
+                + (f" and {len(others) - 1} more" if len(others) > 1 else "")
+            )
+    return lines
+
+
+def share_out(draw: Callable[[Rows], Batch], shape: tuple[int, ...], sharding: Sharding) -> Batch:
+    """A batch of global arrays of which each process draws only what its devices hold.
+
+    Args:
+      draw: ``draw((microbatches, rows))`` is those parts of the batch, a NamedTuple of arrays.
+      shape: of each global array; the first two dims may be sharded.
+      sharding: where it lies.
+    """
+    places = sharding.addressable_devices_indices_map(shape)
+    held = {_bounds(index, shape): index for index in places.values() if index is not None}
+    parts = {bounds: draw((slice(*bounds[0]), slice(*bounds[1]))) for bounds in held}
+
+    def field(number: int) -> jax.Array:
+        return jax.make_array_from_callback(shape, sharding, lambda index: parts[_bounds(index, shape)][number])
+
+    first = next(iter(parts.values()))
+    return type(first)(*(field(number) for number in range(len(first))))
+
+
+def _bounds(index: tuple[slice, ...], shape: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
+    return tuple(part.indices(size)[:2] for part, size in zip(index, shape, strict=True))
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed"
