@@ -1,6 +1,6 @@
 """Models as pure functions of (params, x); no pipeline in sight."""
 
-from models.config import Config, moe_67b, small, tiny, v2, v2_lite, v3
+from models.config import MODELS, Config, byte, moe_67b, small, tiny, v2, v2_lite, v3
 from models.functional import Functions, from_linen, from_nnx, model_loss, num_params, pure_nnx
 from models.kernels import Kernels
 from models.moe import Dispatch, update_bias
@@ -8,11 +8,13 @@ from models.sharing import share_layers
 from models.transformer import Model, deepseek, num_padding, update_routing
 
 __all__ = [
+    "MODELS",
     "Config",
     "Dispatch",
     "Functions",
     "Kernels",
     "Model",
+    "byte",
     "deepseek",
     "from_linen",
     "from_nnx",

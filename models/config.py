@@ -1,6 +1,7 @@
 """DeepSeek's configurations: frozen numbers, derived from one another."""
 
 import dataclasses
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -239,3 +240,32 @@ def tiny(**changes: Any) -> Config:
         expert_hidden=32,
     )
     return small(**(ours | changes))
+
+
+def byte(**changes: Any) -> Config:
+    """The model of the default run, sized for two CPU cores and a few minutes: eight layers with experts."""
+    ours: dict[str, Any] = dict(
+        num_heads=2,
+        q_lora_rank=0,
+        kv_lora_rank=32,
+        qk_nope_dim=24,
+        qk_rope_dim=8,
+        v_head_dim=32,
+        num_experts=8,
+        top_k=2,
+        num_groups=1,
+        top_groups=1,
+    )
+    return tiny(**(ours | changes))
+
+
+MODELS: Mapping[str, Callable[..., Config]] = {
+    "v3": v3,
+    "v2": v2,
+    "v2-lite": v2_lite,
+    "67b-a2b": moe_67b,
+    "small": small,
+    "tiny": tiny,
+    "byte": byte,
+}
+"""Every model by the name that commands know it by."""

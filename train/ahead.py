@@ -21,7 +21,8 @@ from dualpipe_jax.engine.stages import broadcast_specs, homes, to_placed
 from dualpipe_jax.parallel import EP, PP
 from dualpipe_jax.schedule import MemoryModel, Schedule
 from dualpipe_jax.schedule.costs import stages_a_share
-from train.step import TrainState, make_optimizer, make_update, shard_moments, trainable
+from train.state import TrainState, shard_moments, trainable
+from train.step import make_optimizer, make_update
 
 Tree = Any
 

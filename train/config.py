@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal
 
 from tyro.conf import arg
 
-from dualpipe_jax.schedule import ALL_SCHEDULES, Schedule
+from dualpipe_jax.schedule import ALL_SCHEDULES, Schedule, limit_stash
 
 SCHEDULES = {recipe.__name__: recipe for recipe in ALL_SCHEDULES}
 
@@ -35,15 +35,23 @@ class ModelConfig:
     """Which model."""
 
     name: Annotated[str, arg(name="model", metavar="NAME")] = "byte"
-    """Model size: byte, made for the default run, tiny or small."""
+    """Model size: byte, made for the default run, tiny, small, v2-lite, 67b-a2b, v2 or v3."""
     layers: int | None = None
     """Layers, instead of the model size's own number; quickest where the schedule's stages can share them equally."""
     precision: Literal["float32", "bfloat16"] = "float32"
     """What activations are computed in. Parameters and their sums are float32."""
-    dispatch: Literal["capacity", "dropless"] = "capacity"
-    """How tokens reach experts: capacity gives every expert equal room, dropless as much as it needs."""
-    capacity_factor: float = 2.0
-    """Room in multiples of an even load, where dispatch is capacity; beyond it tokens are dropped."""
+    dispatch: Literal["dropless", "capacity"] = "dropless"
+    """How tokens reach experts: dropless gives every expert as much room as it needs, capacity gives all equal room."""
+    capacity_factor: float | None = None
+    """Room in multiples of an even load, beyond which tokens are dropped: of each expert for capacity (2 if left out),
+    of each pair of devices for dropless (if left out, as much as can ever be needed)."""
+    remat: Literal["none", "dots", "all"] = "none"
+    """What layers compute again in the backward: none keeps what it needs, dots keeps matrix products only, all
+    keeps a layer's input only."""
+    attention: Literal["auto", "plain", "splash", "cudnn"] = "auto"
+    """What computes attention: auto is what suits the devices."""
+    matmul: Literal["auto", "plain", "ragged", "megablox"] = "auto"
+    """What computes the experts."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,6 +68,9 @@ class MeshConfig:
     """Microbatches of a step."""
     microbatch_size: int = 4
     """Sequences of a microbatch, shared out over ep."""
+    max_stash: int | None = None
+    """How many microbatches of a rank may wait for their weights' gradients, for which memory is needed; further
+    backwards are whole. As many as the schedule asks for if left out."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,8 +81,8 @@ class DataConfig:
     """Text files or folders to train on, instead of the standard library. A tenth is held out."""
     sequence: int = 64
     """Bytes of a sequence."""
-    eval_batches: int = 8
-    """Batches of held-out text that the loss is measured on, before and after."""
+    eval_sequences: int = 512
+    """Sequences of held-out text that the loss is measured on, before and after: the same ones for every run."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,11 +101,22 @@ class OptimizerConfig:
     """Largest global norm of the gradient."""
     bias_rate: float = 0.01
     """How far a step moves the routing bias of an expert with too much or too little load."""
+    shard_optimizer: bool = False
+    """Share the optimizer's state of replicated parameters out over their devices (ZeRO, first stage)."""
 
 
 @dataclasses.dataclass(frozen=True)
 class CheckpointConfig:
-    """What is saved, and when."""
+    """When the run is saved, besides at its end and when it is told to stop, and what is kept."""
+
+    every: Annotated[int | None, arg(name="checkpoint-every")] = None
+    """Steps between checkpoints."""
+    minutes: Annotated[float | None, arg(name="checkpoint-minutes")] = 10.0
+    """Minutes between checkpoints, whatever the steps."""
+    keep: int = 3
+    """How many of the latest checkpoints are kept."""
+    keep_every: int | None = None
+    """Checkpoints of steps that this divides are kept for good."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -141,7 +163,7 @@ class TrainConfig:
     runs: Path = Path("runs")
     """Folder of all runs."""
     seed: int = 0
-    """Of initial parameters and batches. A batch depends on seed and step alone."""
+    """Of initial parameters and batches, below 2^32. A batch depends on seed and step alone."""
     model: ModelConfig = ModelConfig()
     mesh: MeshConfig = MeshConfig()
     data: DataConfig = DataConfig()
@@ -230,7 +252,8 @@ def make_schedule(config: TrainConfig) -> Schedule:
         meant = f"did you mean {near[0]}? " if near else ""
         raise ConfigError(f"--schedule {mesh.schedule}: {meant}there are {', '.join(SCHEDULES)}")
     try:
-        return SCHEDULES[mesh.schedule](mesh.pp, mesh.microbatches)
+        schedule = SCHEDULES[mesh.schedule](mesh.pp, mesh.microbatches)
+        return schedule if mesh.max_stash is None else limit_stash(schedule, mesh.max_stash)
     except ValueError as error:
         raise ConfigError(f"--pp {mesh.pp} --microbatches {mesh.microbatches}: {error}") from None
 
@@ -243,7 +266,10 @@ AT_LEAST_ONE = (
     "--sequence",
     "--steps",
     "--log-every",
-    "--eval-batches",
+    "--checkpoint-every",
+    "--keep",
+    "--keep-every",
+    "--eval-sequences",
     "--processes",
     "--num-processes",
 )
@@ -252,11 +278,12 @@ NOT_NEGATIVE = (
     "--warmup",
     "--weight-decay",
     "--bias-rate",
+    "--max-stash",
     "--restarts",
     "--process-id",
     "--straggler-every",
 )
-POSITIVE = ("--learning-rate", "--clip", "--capacity-factor", "--patience")
+POSITIVE = ("--learning-rate", "--clip", "--capacity-factor", "--checkpoint-minutes", "--patience")
 
 
 def check(config: TrainConfig) -> None:
@@ -271,6 +298,8 @@ def check(config: TrainConfig) -> None:
             value = option(config, flag)
             if value is not None and not holds(value):
                 raise ConfigError(f"{flag} {value}: {must}")
+    if config.seed >= 2**32:
+        raise ConfigError(f"--seed {config.seed}: must be below 2^32 = {2**32}; more bits would be cut off")
     if config.name is not None and (not config.name.strip(".") or Path(config.name).name != config.name):
         raise ConfigError(f"--name {config.name}: must be a plain name; --runs says in which folder")
     size, ep = config.mesh.microbatch_size, config.mesh.ep
@@ -279,7 +308,9 @@ def check(config: TrainConfig) -> None:
             f"--microbatch-size {size}: --ep {ep} devices must share it equally, try {ep * max(1, size // ep)}"
         )
     launch = config.launch
-    if launch.processes is not None and (launch.coordinator or launch.num_processes or launch.process_id is not None):
+    if launch.processes is not None and (
+        launch.coordinator or launch.num_processes or launch.process_id is not None
+    ):
         raise ConfigError(
             f"--processes {launch.processes} starts processes on this machine and connects them; --coordinator, "
             "--num-processes and --process-id are for a process that something else starts. Give one or the other"

@@ -35,6 +35,13 @@ class Corpus(NamedTuple):
     heldout: np.ndarray
     num_documents: int
 
+    @property
+    def digest(self) -> str:
+        """SHA-256 of all tokens: two runs with equal digests draw equal batches."""
+        both = hashlib.sha256(self.train.tobytes())
+        both.update(len(self.train).to_bytes(8, "little") + self.heldout.tobytes())
+        return both.hexdigest()
+
 
 class Batch(NamedTuple):
     """int32 [num_microbatches, microbatch size, sequence]; targets are the inputs one byte later."""
@@ -80,7 +87,13 @@ def split(documents: Sequence[bytes]) -> tuple[list[bytes], list[bytes]]:
     )
 
 
-def draw_batch(tokens: np.ndarray, seed: int, step: int, shape: tuple[int, int, int]) -> Batch:
+def draw_batch(
+    tokens: np.ndarray,
+    seed: int,
+    step: int,
+    shape: tuple[int, int, int],
+    rows: tuple[slice, slice] = (slice(None), slice(None)),
+) -> Batch:
     """The batch of a step: windows of ``tokens`` at random places that depend on (seed, step) alone.
 
     Args:
@@ -88,19 +101,31 @@ def draw_batch(tokens: np.ndarray, seed: int, step: int, shape: tuple[int, int, 
       seed: of the run.
       step: of the run.
       shape: (num_microbatches, microbatch size, sequence).
+      rows: which microbatches, and which of their sequences; the others are not read.
     """
     num_microbatches, microbatch_size, sequence = shape
     bits = np.random.Philox(key=np.array([seed, step], np.uint64))  # raw bits: the same in every NumPy
     raw = bits.random_raw(num_microbatches * microbatch_size)
-    return _windows(tokens, (raw % np.uint64(len(tokens) - sequence)).astype(np.int64), shape)
+    starts = (raw % np.uint64(len(tokens) - sequence)).astype(np.int64).reshape(shape[:2])[rows]
+    return _windows(tokens, starts.reshape(-1), (*starts.shape, sequence))
 
 
-def even_batches(tokens: np.ndarray, num_batches: int, shape: tuple[int, int, int]) -> list[Batch]:
-    """Windows spread evenly over all of ``tokens``: the same text for every run, for evaluation."""
+def even_batches(
+    tokens: np.ndarray, num_windows: int, shape: tuple[int, int, int]
+) -> list[tuple[Batch, np.ndarray]]:
+    """The same windows for every shape of batch, spread evenly over all of ``tokens``: for evaluation.
+
+    Each batch comes with float32 [num_microbatches, microbatch size], 1 for a window and 0 for what only fills the
+    last batch up.
+    """
     num_microbatches, microbatch_size, sequence = shape
-    count = num_batches * num_microbatches * microbatch_size
-    starts = np.linspace(0, len(tokens) - sequence - 1, count).astype(np.int64)
-    return [_windows(tokens, part, shape) for part in np.split(starts, num_batches)]
+    starts = np.linspace(0, len(tokens) - sequence - 1, num_windows).astype(np.int64)
+    size = num_microbatches * microbatch_size
+    filled = np.arange(-(-num_windows // size) * size) < num_windows
+    starts = np.where(filled, np.resize(starts, len(filled)), 0)
+    weights = filled.astype(np.float32).reshape(-1, num_microbatches, microbatch_size)
+    batches = [_windows(tokens, part, shape) for part in starts.reshape(-1, size)]
+    return list(zip(batches, weights, strict=True))
 
 
 def _windows(tokens: np.ndarray, starts: np.ndarray, shape: tuple[int, int, int]) -> Batch:

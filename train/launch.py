@@ -48,15 +48,16 @@ def recognise(asked: LaunchConfig, environ: Environ = os.environ) -> Launch | No
       ConfigError: too little is known, or what is known contradicts itself.
     """
     found = next((launch for look in SYSTEMS if (launch := look(asked, environ)) is not None), None)
-    given = {
-        "coordinator": asked.coordinator,
-        "num_processes": asked.num_processes,
-        "process_id": asked.process_id,
-    }
-    given = {name: value for name, value in given.items() if value is not None}
+    given = any(getattr(asked, name) is not None for name in FLAGS)
     if found is None and not given:
         return None
-    launch = dataclasses.replace(found or Launch("options"), **given)
+    known = found or Launch("options")
+    launch = dataclasses.replace(
+        known,
+        coordinator=known.coordinator if asked.coordinator is None else asked.coordinator,
+        num_processes=known.num_processes if asked.num_processes is None else asked.num_processes,
+        process_id=known.process_id if asked.process_id is None else asked.process_id,
+    )
     if found is None or (None not in (launch.coordinator, launch.num_processes) and found.detection is None):
         launch = dataclasses.replace(launch, detection="deactivate")
     missing = [flag for name, flag in FLAGS.items() if getattr(launch, name) is None]
@@ -126,10 +127,17 @@ def _kubernetes(asked: LaunchConfig, environ: Environ) -> Launch | None:
     del asked
     if not {"KUBERNETES_SERVICE_HOST", "JOB_COMPLETION_INDEX"} <= environ.keys():
         return None
-    return Launch("Kubernetes", environ.get("JAX_COORDINATOR_ADDRESS"), None, _number(environ, "JOB_COMPLETION_INDEX"))
+    return Launch(
+        "Kubernetes", environ.get("JAX_COORDINATOR_ADDRESS"), None, _number(environ, "JOB_COMPLETION_INDEX")
+    )
 
 
-SYSTEMS: tuple[Callable[[LaunchConfig, Environ], Launch | None], ...] = (_open_mpi, _slurm, _tpu_pod, _kubernetes)
+SYSTEMS: tuple[Callable[[LaunchConfig, Environ], Launch | None], ...] = (
+    _open_mpi,
+    _slurm,
+    _tpu_pod,
+    _kubernetes,
+)
 """In JAX's own order: mpirun within a SLURM job is Open MPI's, a TPU pod on Kubernetes is a TPU pod."""
 
 
@@ -152,7 +160,9 @@ def _is_tpu_machine() -> bool:
 def _number(environ: Environ, name: str) -> int:
     value = environ.get(name, "")
     if not value.isdecimal():
-        raise ConfigError(f"{name}={value!r} in the environment: must be a number; give --num-processes and --process-id")
+        raise ConfigError(
+            f"{name}={value!r} in the environment: must be a number; give --num-processes and --process-id"
+        )
     return int(value)
 
 
@@ -185,7 +195,9 @@ def initialize(launch: Launch, asked: LaunchConfig) -> None:
     """
     import jax
 
-    bind = bind_address(launch.coordinator, asked.coordinator_bind) if launch.process_id in (0, None) else None
+    bind = (
+        bind_address(launch.coordinator, asked.coordinator_bind) if launch.process_id in (0, None) else None
+    )
     try:
         jax.distributed.initialize(
             launch.coordinator,

@@ -3,6 +3,7 @@
 import collections
 import json
 import math
+import os
 import statistics
 from pathlib import Path
 from types import TracebackType
@@ -14,13 +15,33 @@ from rich.table import Column
 
 
 class MetricsFile:
-    """``metrics.jsonl``: an object a line, flushed at once: a run that is cut short keeps what it wrote."""
+    """``metrics.jsonl``: an object a line, flushed at once: a run that is cut short keeps what it wrote.
 
-    def __init__(self, path: Path):
-        self._file: IO[str] = path.open("w")
+    Attributes:
+      kept: the records that were there already and stay.
+    """
+
+    kept: list[dict[str, Any]]
+    _file: IO[str] | None
+
+    def __init__(self, path: Path | None, upto: int = -1):
+        """Open it; of what an earlier part of the run wrote, the records of steps up to ``upto`` stay.
+
+        Without a path nothing is written: of several processes one writes.
+        """
+        if path is None:
+            self.kept, self._file = [], None
+            return
+        self.kept = [record for record in read_metrics(path) if record["step"] <= upto]
+        whole = path.with_suffix(".new")  # a kill between the two leaves the old file or the new one
+        whole.write_text("".join(json.dumps(record) + "\n" for record in self.kept))
+        os.replace(whole, path)
+        self._file = path.open("a")
 
     def write(self, record: dict[str, Any]) -> None:
         """Append a record. Numbers that JSON cannot hold, NaN and infinities, become null."""
+        if self._file is None:
+            return
         self._file.write(json.dumps({name: _plain(value) for name, value in record.items()}) + "\n")
         self._file.flush()
 
@@ -28,7 +49,23 @@ class MetricsFile:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._file.close()
+        if self._file is not None:
+            self._file.close()
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """The records of a metrics file, none if there is no file; a last line that a kill cut short is left out."""
+    lines = path.read_text(errors="replace").splitlines() if path.exists() else []
+    records = []
+    for line in lines:
+        try:
+            record = json.loads(line)
+        except ValueError:
+            break
+        if not isinstance(record, dict) or not isinstance(record.get("step"), int):
+            break
+        records.append(record)
+    return records
 
 
 class Pace:
@@ -64,15 +101,16 @@ class Display:
       console: where to.
       num_steps: of the run.
       every: steps between plain lines.
+      first: the first step to come.
     """
 
-    def __init__(self, console: Console, num_steps: int, every: int):
-        self._console, self._num_steps, self._every = console, num_steps, every
+    def __init__(self, console: Console, num_steps: int, every: int, first: int = 1):
+        self._console, self._num_steps, self._every, self._first = console, num_steps, every, first
         self._bar: Progress | None = None
         if console.is_terminal:
             line = TextColumn("{task.description}", table_column=Column(no_wrap=True, overflow="crop"))
             self._bar = Progress(BarColumn(bar_width=12), line, console=console)
-            self._task = self._bar.add_task("compiling the step ...", total=num_steps)
+            self._task = self._bar.add_task("compiling the step ...", total=num_steps, completed=first - 1)
 
     def step(self, step: int, record: dict[str, Any], pace: Pace) -> None:
         """Show a finished step, the first of which is step 1."""
@@ -80,7 +118,7 @@ class Display:
         text = f"{count}  {describe(record, pace.remaining(self._num_steps - step))}"
         if self._bar is not None:
             self._bar.update(self._task, completed=step, description=text)
-        elif step % self._every == 0 or step in (1, self._num_steps):
+        elif step % self._every == 0 or step in (self._first, self._num_steps):
             self._console.print(f"step {text}", soft_wrap=True, highlight=False)
 
     def __enter__(self) -> Self:
@@ -101,7 +139,7 @@ def describe(record: dict[str, Any], remaining: str) -> str:
         f"loss {record['loss']:.3f}  {record['tokens_per_s']:,.0f} tokens/s  {record['step_s']:.2f} s/step  "
         f"{remaining} left  grad {record['grad_norm']:.2f}  MaxVio {record['max_vio']:.2f}"
     )
-    return f"{text}  dropped {record['dropped']}" if record["dropped"] else text
+    return f"{text}  dropped {record['drop_rate']:.1%}" if record["dropped"] else text
 
 
 def _plain(value: Any) -> Any:

@@ -1,84 +1,91 @@
-"""Which model a run trains, and where its parameters lie."""
+"""Which model a run trains."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import models
-from dualpipe_jax.engine import place_stages
 from dualpipe_jax.parallel import EP
-from dualpipe_jax.schedule import Schedule
 from train.config import ConfigError, TrainConfig
 
 VOCAB = 256
 """Tokens are bytes."""
 
+REMAT: Mapping[str, Callable[..., Any] | None] = {
+    "none": None,
+    "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+    "all": jax.checkpoint_policies.nothing_saveable,
+}
+"""What layers compute again in the backward, as policies of ``jax.checkpoint``."""
 
-def byte(**changes: Any) -> models.Config:
-    """The model of the default run, sized for two CPU cores and a few minutes: eight layers with experts."""
-    ours = dict(
-        num_heads=2,
-        q_lora_rank=0,
-        kv_lora_rank=32,
-        qk_nope_dim=24,
-        qk_rope_dim=8,
-        v_head_dim=32,
-        num_experts=8,
-        top_k=2,
-        num_groups=1,
-        top_groups=1,
-    )
-    return models.tiny(**(ours | changes))
-
-
-SIZES: dict[str, Callable[..., models.Config]] = {"byte": byte, "tiny": models.tiny, "small": models.small}
+CAPACITY_FACTOR = 2.0
+"""Room where dispatch is capacity and nothing else is said."""
 
 
 def model_config(config: TrainConfig) -> models.Config:
     """The model's numbers. Raises ConfigError for a size that there is not."""
-    if config.model.name not in SIZES:
-        raise ConfigError(f"--model {config.model.name}: there are {', '.join(SIZES)}")
-    size = SIZES[config.model.name](vocab=VOCAB, compute_dtype=jnp.dtype(config.model.precision))
-    if config.model.layers is None:
-        return size
-    return SIZES[config.model.name](
-        vocab=VOCAB, compute_dtype=size.compute_dtype, num_layers=config.model.layers + size.num_dense_layers
-    )
+    asked = config.model
+    if asked.name not in models.MODELS:
+        raise ConfigError(f"--model {asked.name}: there are {', '.join(models.MODELS)}")
+    make, dtype = models.MODELS[asked.name], jnp.dtype(asked.precision)
+    numbers = make(vocab=VOCAB, compute_dtype=dtype)
+    if asked.layers is None:
+        return numbers
+    return make(vocab=VOCAB, compute_dtype=dtype, num_layers=asked.layers + numbers.num_dense_layers)
 
 
-def make_model(config: TrainConfig, num_stages: int) -> models.Model:
+def make_model(config: TrainConfig, num_stages: int, *, lossless: bool = False) -> models.Model:
     """The model cut into stages, its experts over ep.
 
     Where the stages are not equally deep, empty places run too, see ``models.deepseek``.
 
+    Args:
+      config: the options.
+      num_stages: how many stages.
+      lossless: drop nothing, whatever the options say: what a model is judged by must not depend on its layout.
+
     Raises:
-      ConfigError: there are fewer layers than stages, or ep cannot share the experts.
+      ConfigError: there are fewer layers than stages, ep cannot share the experts, or a kernel is not for this
+        platform.
     """
-    numbers = model_config(config)
+    numbers, asked = model_config(config), config.model
     if numbers.num_moe_layers < num_stages:
         raise ConfigError(
             f"--schedule {config.mesh.schedule} --pp {config.mesh.pp}: {num_stages} stages need a layer each, --model "
-            f"{config.model.name} has {numbers.num_moe_layers}; try --layers {num_stages}"
+            f"{asked.name} has {numbers.num_moe_layers}; try --layers {num_stages}"
         )
     if numbers.num_experts % config.mesh.ep:
         raise ConfigError(f"--ep {config.mesh.ep}: must divide the {numbers.num_experts} experts of a layer")
-    factor = config.model.capacity_factor if config.model.dispatch == "capacity" else None
     return models.deepseek(
-        numbers, num_stages, ep_axis=EP, dispatch=config.model.dispatch, capacity_factor=factor
+        numbers,
+        num_stages,
+        ep_axis=EP,
+        dispatch="dropless" if lossless else asked.dispatch,
+        capacity_factor=None if lossless else room(config),
+        remat=REMAT[asked.remat],
+        kernels=models.Kernels(asked.attention, asked.matmul),
     )
 
 
-def place(model: models.Model, params: Any, schedule: Schedule, mesh: Mesh) -> Any:
-    """Params where the engine wants them: stages on their ranks, experts over ep, both ends everywhere."""
+def room(config: TrainConfig) -> float | None:
+    """The room for tokens at experts, in multiples of an even load; None is as much as can ever be needed."""
+    default = CAPACITY_FACTOR if config.model.dispatch == "capacity" else None
+    return default if config.model.capacity_factor is None else config.model.capacity_factor
 
-    def put(leaf: jax.Array, spec: PartitionSpec) -> jax.Array:
-        return jax.device_put(leaf, NamedSharding(mesh, spec))
 
-    ends = {part: jax.tree.map(put, params[part], model.param_specs[part]) for part in ("embed", "head")}
-    return ends | {"stages": place_stages(params["stages"], schedule, mesh, model.param_specs["stages"])}
+def describe_dispatch(config: TrainConfig) -> str:
+    """What may be dropped, for the first screen."""
+    factor = room(config)
+    if factor is None:
+        return "dropless: every token reaches its experts"
+    if config.model.dispatch == "dropless":
+        return f"dropless, bounded: what exceeds {factor:g} x an even load between two devices is dropped, and counted"
+    return (
+        f"capacity: what exceeds {factor:g} x an even load of an expert is dropped, and counted; each of the "
+        f"{config.mesh.ep} devices fills its own part of the room, so --ep changes what is dropped"
+    )
 
 
 def count_parameters(numbers: models.Config) -> tuple[int, int]:

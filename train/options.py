@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal
 
 import tyro
 
-from train.config import FLAGS, ConfigError, TrainConfig, replaced
+from train.config import FLAGS, ConfigError, LaunchConfig, TrainConfig, replaced
 from train.presets import PRESETS
 
 DESCRIPTION = """Train a DeepSeek-V3-like mixture-of-experts model, pipelined over pp ranks, experts over ep.
@@ -32,6 +32,11 @@ class Command(TrainConfig):
     config: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
     """File with options, .toml, .yaml or .json, in sections: model, mesh, data, optimizer, checkpoint, log, launch.
     A finished run's config.json is one. Flags win over it, and it over the preset."""
+    resume: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    """Go on with the run of this --name, the newest if none is given, from its latest checkpoint that is whole, with
+    the options that it had, over which those given here win. Where nothing is saved yet it begins."""
+    check: Annotated[Path | None, tyro.conf.arg(metavar="RUN")] = None
+    """Train nothing; read every checkpoint of a run's folder and say which are whole."""
 
     @property
     def options(self) -> TrainConfig:
@@ -51,11 +56,14 @@ def parse(arguments: Sequence[str] | None = None) -> Command:
     first = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     first.add_argument("--preset")
     first.add_argument("--config")
+    first.add_argument("--name")
+    first.add_argument("--runs", type=Path, default=TrainConfig().runs)
+    first.add_argument("--resume", action="store_true")
     try:
         sources, _ = first.parse_known_args(written)
     except argparse.ArgumentError:  # a flag without its value, which tyro will name
-        sources = argparse.Namespace(preset=None, config=None)
-    options = TrainConfig()
+        sources = first.parse_args([])
+    options = resumed(sources.name, sources.runs) if sources.resume else TrainConfig()
     if sources.preset is not None:
         options = apply(options, find_preset(sources.preset), f"--preset {sources.preset}")
     if sources.config is not None:
@@ -68,6 +76,33 @@ def parse(arguments: Sequence[str] | None = None) -> Command:
         default=Command(**_values(options)),
         config=(tyro.conf.OmitArgPrefixes,),
     )
+
+
+def anew(launch: LaunchConfig) -> LaunchConfig:
+    """Without what was true of one process of one start only."""
+    return dataclasses.replace(
+        launch, coordinator=None, coordinator_bind=None, num_processes=None, process_id=None
+    )
+
+
+def resumed(name: str | None, runs: Path) -> TrainConfig:
+    """The options that a run had, from its folder; the defaults where it has not begun.
+
+    Raises:
+      ConfigError: no name is given and there is no run.
+    """
+    if name is None:
+        found = sorted(runs.glob("*/config.json"), key=lambda file: file.stat().st_mtime)
+        if not found:
+            raise ConfigError(
+                f"--resume: there is no run in {runs}; --runs says where to look, --name for which"
+            )
+        name = found[-1].parent.name
+    file, options = runs / name / "config.json", TrainConfig()
+    if file.exists():
+        options = apply(options, read_file(file), f"--resume: {file}")
+        options = replaced(options, ("launch",), anew(options.launch))
+    return replaced(replaced(options, ("name",), name), ("runs",), runs)
 
 
 def find_preset(name: str) -> Mapping[str, Any]:

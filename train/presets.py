@@ -8,7 +8,7 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
     "quick": {
         "model": {"name": "tiny", "layers": 2},
         "mesh": {"pp": 2, "ep": 1, "microbatches": 4, "microbatch_size": 2},
-        "data": {"sequence": 32, "eval_batches": 2},
+        "data": {"sequence": 32, "eval_sequences": 16},
         "optimizer": {"steps": 20, "warmup": 2},
     },
     # Twenty million parameters, hours on a laptop.

@@ -1,18 +1,19 @@
 """One program in several processes: who writes, who waits for whom, which rows of a batch are whose."""
 
-import hashlib
+import contextlib
 import importlib.metadata
 import json
-import os
 import platform
-import statistics
-from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple, TypeVar
+import signal
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import TypeVar
 
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
-from jax.sharding import Sharding
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 from rich.console import Console
 
 from train import coordination
@@ -20,8 +21,10 @@ from train.config import ConfigError, TrainConfig
 from train.options import plain
 from train.pulse import Pulse
 
+Index = tuple[slice, ...] | None
 Rows = tuple[slice, slice]
 Batch = TypeVar("Batch", bound=tuple)  # a NamedTuple of arrays
+Json = TypeVar("Json")
 
 VERSIONS = ("jax", "jaxlib", "numpy", "optax", "flax", "orbax-checkpoint")
 OWN_OPTIONS = ("process_id", "coordinator_bind")
@@ -41,7 +44,7 @@ class Processes:
     def __init__(self, id: int = 0, count: int = 1, pulse: Pulse | None = None):
         self.id, self.count = id, count
         self.pulse = Pulse(watched=False) if pulse is None else pulse
-        self._meetings = 0
+        self._meetings = self._decisions = 0
 
     @property
     def leads(self) -> bool:
@@ -52,23 +55,37 @@ class Processes:
         """``console`` for the process that prints, a silent one for the others."""
         return console if self.leads else Console(quiet=True)
 
-    def path(self, path: Any) -> Any:
-        """``path`` for the process that writes, nowhere for the others."""
-        return path if self.leads else type(path)(os.devnull)
-
     def meet(self) -> None:
         """Wait until all processes are here. Runs nothing on a device."""
         if self.count > 1:
             coordination.wait_for_all(f"train/{self._number()}")
 
-    def broadcast(self, value: Callable[[], str]) -> str:
-        """What process 0's ``value()`` is. The others' is not called; an exception of process 0's ends the others."""
+    def first(self, value: Callable[[], Json]) -> Json:
+        """What ``value()`` is on process 0, which alone calls it: something that JSON can hold."""
         if self.count == 1:
             return value()
         key = f"train/{self._number()}"
         if self.leads:
-            coordination.tell(key, value())
-        return coordination.hear(key)
+            coordination.tell(key, json.dumps(value()))
+        return json.loads(coordination.hear(key))
+
+    @contextlib.contextmanager
+    def entering(self, context: AbstractContextManager[Path]) -> Iterator[Path]:
+        """The path of a context that process 0 alone enters."""
+        with context if self.leads else contextlib.nullcontext(Path()) as path:
+            yield Path(self.first(lambda: str(path)))
+
+    def decide(self, asked: bool) -> bool:
+        """What process 0 asks for, once a step and after the step's own collectives: clocks differ."""
+        if self.count == 1:
+            return asked
+        self._decisions += 1
+        name = "train/decision/{}".format
+        if self.leads:
+            coordination.tell(name(self._decisions), str(int(asked)))
+            # That all have done this step says that all have heard of the one before.
+            coordination.forget(name(self._decisions - 1))
+        return coordination.hear(name(self._decisions)) == "1"
 
     def gather(self, value: str) -> list[str]:
         """Every process's value on process 0, in their order; [] on the others."""
@@ -91,9 +108,21 @@ class Processes:
           ConfigError: on every process, naming what differs and on whom.
         """
         found = [json.loads(text) for text in self.gather(json.dumps(dict(facts)))]
-        verdict = self.broadcast(lambda: "\n".join(differences(found)))
+        verdict = self.first(lambda: "\n".join(differences(found)))
         if verdict:
             raise ConfigError(f"the processes would not train the same model:\n{verdict}")
+
+    def any(self, problem: str | None) -> str | None:
+        """A problem that some process has, or None, the same on all."""
+        if self.count == 1:
+            return problem
+        found = [json.loads(text) for text in self.gather(json.dumps(problem))]
+        return self.first(lambda: next((one for one in found if one is not None), None))
+
+    @property
+    def signals(self) -> tuple[signal.Signals, ...]:
+        """The signals that this process may handle: of several it is JAX that catches SIGTERM, see ``preempted``."""
+        return (signal.SIGINT, signal.SIGTERM) if self.count == 1 else ()
 
     def preempted(self, step: int) -> bool:
         """Whether the machine of some process was told to go; all processes learn it at the same step.
@@ -102,15 +131,26 @@ class Processes:
         """
         return self.count > 1 and multihost_utils.reached_preemption_sync_point(step)
 
-    def compile(self, function: Any, *arguments: Any) -> Any:
-        """``function``, jitted, compiled for these arguments; returns when every process has compiled.
+    def connect(self, mesh: Mesh) -> None:
+        """Have every group of devices of a mesh meet once, all processes at the same time.
 
-        gloo gives the first collective of a group of devices 30 s to find all its members, and no flag changes that.
+        gloo gives the first collective of a group 30 s to find all its members, which no flag changes, and programs
+        take longer to compile on one machine than on another. Groups that have met wait as long as it takes.
         """
-        self.pulse.phase("compiling")
-        compiled = function.lower(*arguments).compile()
+        if self.count == 1:
+            return
+        axes = mesh.axis_names
+
+        def meet(x: jax.Array) -> jax.Array:
+            return x + sum(jax.lax.psum(x, axis) for axis in (*axes, axes))
+
+        spec = PartitionSpec(axes)
+        ones = jax.make_array_from_callback(
+            (mesh.size,), NamedSharding(mesh, spec), lambda index: np.ones(mesh.size, np.float32)[index]
+        )
+        program = jax.jit(jax.shard_map(meet, mesh=mesh, in_specs=spec, out_specs=spec)).lower(ones).compile()
         self.meet()
-        return compiled
+        jax.block_until_ready(program(ones))
 
     def leave(self) -> None:
         """The end of a run that went well: all leave together, so that nobody takes an early leaver for dead."""
@@ -128,7 +168,7 @@ def joined(pulse: Pulse) -> Processes:
     return Processes(jax.process_index(), jax.process_count(), pulse)
 
 
-def facts(config: TrainConfig, corpus: str) -> dict[str, str]:
+def common(config: TrainConfig, corpus: str) -> dict[str, str]:
     """What all processes must have in common, short enough to be shown. ``corpus``: the hash of what is read."""
     options = plain(config)
     options["launch"] = {name: value for name, value in options["launch"].items() if name not in OWN_OPTIONS}
@@ -160,17 +200,20 @@ def share_out(draw: Callable[[Rows], Batch], shape: tuple[int, ...], sharding: S
       sharding: where it lies.
     """
     places = sharding.addressable_devices_indices_map(shape)
-    held = {_bounds(index, shape): index for index in places.values() if index is not None}
+    held = {_bounds(index, shape) for index in places.values()}
     parts = {bounds: draw((slice(*bounds[0]), slice(*bounds[1]))) for bounds in held}
 
     def field(number: int) -> jax.Array:
-        return jax.make_array_from_callback(shape, sharding, lambda index: parts[_bounds(index, shape)][number])
+        return jax.make_array_from_callback(
+            shape, sharding, lambda index: parts[_bounds(index, shape)][number]
+        )
 
     first = next(iter(parts.values()))
     return type(first)(*(field(number) for number in range(len(first))))
 
 
-def _bounds(index: tuple[slice, ...], shape: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
+def _bounds(index: Index, shape: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
+    assert index is not None  # every device of a process that is asked holds a part
     return tuple(part.indices(size)[:2] for part, size in zip(index, shape, strict=True))
 
 

@@ -47,8 +47,11 @@ class Pulse:
             faulthandler.cancel_dump_traceback_later()
         self._say()
 
-    def step(self, number: int) -> None:
-        """Say that a step begins, and set the timer."""
+    def step(self, number: int, *, compiles: bool = False) -> None:
+        """Say that a step begins, and set the timer, unless the step is compiled first."""
+        if compiles:
+            self.phase(f"compiling step {number}")
+            return
         now = time.monotonic()
         if self._what.startswith("step "):
             self._steps.append(now - self._since)

@@ -6,20 +6,23 @@ from typing import Any
 
 import jax
 import optax
+from jax.sharding import NamedSharding, PartitionSpec
 
 from dualpipe_jax.engine import (
     PipelineModel,
-    pipeline_apply,
     pipeline_value_and_grad,
     recommended_compiler_options,
     tpu_generation,
 )
-from dualpipe_jax.parallel import make_mesh
+from dualpipe_jax.parallel import EP, make_mesh
 from dualpipe_jax.schedule import Schedule
 from train.config import ConfigError, TrainConfig, make_schedule, too_few_devices
-from train.data import Corpus, load_corpus
-from train.model import make_model, place
-from train.step import TrainState, Update, init_state, make_optimizer, make_update, warmup_cosine
+from train.data import Batch, Corpus, draw_batch, load_corpus
+from train.evaluate import make_evaluate
+from train.model import make_model
+from train.processes import Rows, share_out
+from train.state import Layout, TrainState
+from train.step import Update, make_optimizer, make_update, warmup_cosine
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,23 +33,36 @@ class Run:
       config: its options.
       schedule: who does what in which order.
       corpus: text to train on and text held out.
-      state: before the first step; the first update takes its memory.
+      layout: where the state lies.
       update: one step.
-      apply: ``apply(params, inputs, targets) -> ((loss, aux), outputs)``, forward only.
+      evaluate: ``evaluate(params)``, the held-out loss in nats per byte.
       learning_rate: of a step, numbered from 0.
     """
 
     config: TrainConfig
     schedule: Schedule
     corpus: Corpus
-    state: TrainState
+    layout: Layout
     update: Update
-    apply: Callable[..., Any]
+    evaluate: Callable[[Any], float]
     learning_rate: optax.Schedule
+
+    def init(self) -> TrainState:
+        """The state before the first step."""
+        return self.layout.init(jax.random.key(self.config.seed))
+
+    def batch(self, step: int) -> Batch:
+        """The batch of a step, as global arrays; only what this process's devices hold is drawn."""
+        config = self.config
+
+        def draw(rows: Rows) -> Batch:
+            return draw_batch(self.corpus.train, config.seed, step, config.batch_shape, rows)
+
+        return share_out(draw, config.batch_shape, NamedSharding(self.layout.mesh, PartitionSpec(None, EP)))
 
 
 def prepare(config: TrainConfig) -> Run:
-    """Check what can be checked, read the data, make the model and its programs.
+    """Check what can be checked, read the data, make the model and its programs. Makes no array.
 
     Raises:
       ConfigError, DataError: options or data that will not do.
@@ -55,29 +71,39 @@ def prepare(config: TrainConfig) -> Run:
     corpus = read_data(config)
     if jax.device_count() < config.mesh.pp * config.mesh.ep:
         raise ConfigError(too_few_devices(config, jax.device_count()))
-    mesh = make_mesh(config.mesh.pp, config.mesh.ep)
-    model = make_model(config, schedule.placement.num_model_stages)
-    functions = PipelineModel(*model.functions)
-    engine = dict(param_specs=model.param_specs, has_aux=True)
-    value_and_grad = pipeline_value_and_grad(functions, schedule, mesh, **engine)
-    learning_rate = warmup_cosine(
-        config.optimizer.learning_rate, config.optimizer.steps, config.optimizer.warmup
+    mesh, asked = make_mesh(config.mesh.pp, config.mesh.ep), config.optimizer
+    num_stages = schedule.placement.num_model_stages
+    model = make_model(config, num_stages)
+    value_and_grad = pipeline_value_and_grad(
+        PipelineModel(*model.functions), schedule, mesh, param_specs=model.param_specs, has_aux=True
     )
-    optimizer = make_optimizer(
-        learning_rate, clip=config.optimizer.clip, weight_decay=config.optimizer.weight_decay
-    )
-    state = init_state(place(model, model.init(jax.random.key(config.seed)), schedule, mesh), optimizer)
-    device = mesh.devices.flat[0]
-    options = recommended_compiler_options(device.platform, tpu_generation(device.device_kind))
+    learning_rate = warmup_cosine(asked.learning_rate, asked.steps, asked.warmup)
+    optimizer = make_optimizer(learning_rate, clip=asked.clip, weight_decay=asked.weight_decay)
+    layout = Layout(model, schedule, mesh, optimizer, asked.shard_optimizer)
     return Run(
         config=config,
         schedule=schedule,
         corpus=corpus,
-        state=state,
-        update=make_update(value_and_grad, optimizer, config.optimizer.bias_rate, state, options),
-        apply=pipeline_apply(functions, schedule, mesh, **engine),
+        layout=layout,
+        update=make_update(
+            value_and_grad, optimizer, asked.bias_rate, layout.abstract, compiler_options(mesh)
+        ),
+        evaluate=make_evaluate(
+            make_model(config, num_stages, lossless=True),
+            schedule,
+            mesh,
+            corpus.heldout,
+            config.data.eval_sequences,
+            config.batch_shape,
+        ),
         learning_rate=learning_rate,
     )
+
+
+def compiler_options(mesh: jax.sharding.Mesh) -> dict[str, str]:
+    """What the compiler for the mesh's devices is told."""
+    device = mesh.devices.flat[0]
+    return recommended_compiler_options(device.platform, tpu_generation(device.device_kind))
 
 
 def read_data(config: TrainConfig) -> Corpus:

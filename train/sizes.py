@@ -2,20 +2,9 @@
 
 import dataclasses
 import difflib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 import models
-from train.model import byte
-
-SIZES: Mapping[str, Callable[..., models.Config]] = {
-    "v3": models.v3,
-    "v2": models.v2,
-    "v2-lite": models.v2_lite,
-    "67b-a2b": models.moe_67b,
-    "small": models.small,
-    "tiny": models.tiny,
-    "byte": byte,
-}
 
 
 def size(
@@ -24,18 +13,18 @@ def size(
     """The numbers of a model.
 
     Arguments:
-      name: of ``SIZES``.
+      name: of ``models.MODELS``.
       num_layers: layers with experts, instead of its own.
       changes: other fields of ``models.Config``, such as {"dim": 2048}.
 
     Raises:
       ValueError: there is no such model or field.
     """
-    if name not in SIZES:
-        near = difflib.get_close_matches(name, SIZES, n=1, cutoff=0.4)
+    if name not in models.MODELS:
+        near = difflib.get_close_matches(name, models.MODELS, n=1, cutoff=0.4)
         meant = f"did you mean {near[0]}? " if near else ""
-        raise ValueError(f"model {name!r}: {meant}there are {', '.join(SIZES)}")
-    numbers = SIZES[name]()
+        raise ValueError(f"model {name!r}: {meant}there are {', '.join(models.MODELS)}")
+    numbers = models.MODELS[name]()
     given = dict(changes or {})
     fields = {
         field.name for field in dataclasses.fields(numbers) if field.type in (int, float, "int", "float")

@@ -5,33 +5,19 @@ optimizer does not own. A stage's aux is {"counts": int32 [num_stages, layers, e
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
-from jax.sharding import NamedSharding, PartitionSpec
-from jax.tree_util import DictKey, KeyPath, tree_map_with_path
+from jax.tree_util import KeyPath, tree_map_with_path
 
 from models import update_bias
+from train.state import TrainState, shardings, trainable, with_trainable
 
 Tree = Any
 ValueAndGrad = Callable[[Tree, Tree, Tree], tuple[tuple[jax.Array, Tree], Tree]]
-Update = Callable[["TrainState", Tree, Tree], tuple["TrainState", dict[str, jax.Array]]]
-
-
-class TrainState(NamedTuple):
-    """All that a step reads and replaces.
-
-    Attributes:
-      step: int32, steps done.
-      params: as the engine takes them.
-      opt_state: of the trainable part of params alone.
-    """
-
-    step: jax.Array
-    params: Tree
-    opt_state: optax.OptState
+Update = Callable[[TrainState, Tree, Tree], tuple[TrainState, dict[str, jax.Array]]]
 
 
 def make_optimizer(
@@ -57,46 +43,6 @@ def warmup_cosine(peak: float, num_steps: int, num_warmup: int) -> optax.Schedul
     return lambda step: curve(step + 1)  # the first step is number 0, and should not be idle
 
 
-def init_state(params: Tree, optimizer: optax.GradientTransformation) -> TrainState:
-    """The state before the first step. Params are used as they are, and donated by the first update.
-
-    Arrays that belong to a parameter lie where it lies; counters lie everywhere.
-    """
-    mesh = jax.tree.leaves(params)[0].sharding.mesh
-    state = TrainState(jnp.zeros((), jnp.int32), params, optimizer.init(trainable(params)))
-    everywhere = NamedSharding(mesh, PartitionSpec())
-    return jax.tree.map(lambda leaf: leaf if leaf.ndim else jax.device_put(leaf, everywhere), state)
-
-
-def shard_moments(opt_state: Tree) -> Tree:
-    """The optimizer's state with every array shared out over the mesh axes over which it is replicated.
-
-    Each array is cut along its longest dim that divides. Gradients and parameters stay whole where they are: a
-    device updates its part of a parameter and gathers the rest (ZeRO's first stage; Rajbhandari et al.,
-    arXiv:1910.02054). Takes and gives ShapeDtypeStructs with shardings.
-    """
-
-    def share_out(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-        mesh, spec = (
-            leaf.sharding.mesh,
-            [*leaf.sharding.spec] + [None] * (leaf.ndim - len(leaf.sharding.spec)),
-        )
-        taken = {axis for entry in spec for axis in (entry if isinstance(entry, tuple) else (entry,))}
-        for axis in (name for name in mesh.axis_names if name not in taken):
-            here = NamedSharding(mesh, PartitionSpec(*spec)).shard_shape(leaf.shape)
-            fitting = [d for d in range(leaf.ndim) if here[d] % mesh.shape[axis] == 0 and here[d] > 1]
-            if fitting:
-                dim = max(fitting, key=lambda d: here[d])
-                entry = (
-                    spec[dim] if isinstance(spec[dim], tuple) else () if spec[dim] is None else (spec[dim],)
-                )
-                spec[dim] = (*entry, axis)
-        sharding = NamedSharding(mesh, PartitionSpec(*spec))
-        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
-
-    return jax.tree.map(share_out, opt_state)
-
-
 def make_update(
     value_and_grad: ValueAndGrad,
     optimizer: optax.GradientTransformation,
@@ -109,8 +55,9 @@ def make_update(
     The new state lies where ``state`` does, leaf by leaf: the second step is not compiled anew. For the options see
     ``recommended_compiler_options``.
 
-    metrics: loss, grad_norm (before clipping), max_vio (see ``max_violation``), dropped (tokens that found no
-    room at their expert).
+    metrics: loss, grad_norm (before clipping), max_vio (see ``max_violation``), dropped (how often a token found no
+    room at an expert of its choice), drop_rate (that as a fraction of all choices),
+    counts (int32 [num_stages, layers of a stage, experts]: how often each expert was chosen).
     """
 
     def update(state: TrainState, inputs: jax.Array, targets: jax.Array):
@@ -124,21 +71,13 @@ def make_update(
             "grad_norm": optax.tree.norm(grads),
             "max_vio": max_violation(aux["counts"]),
             "dropped": aux["dropped"],
+            "counts": aux["counts"],
+            "drop_rate": aux["dropped"].astype(jnp.float32) / jnp.sum(aux["counts"].astype(jnp.float32)),
         }
         return TrainState(state.step + 1, params, opt_state), metrics
 
-    lies = jax.tree.map(lambda leaf: leaf.sharding, state)
-    return jax.jit(update, donate_argnums=0, out_shardings=(lies, None), compiler_options=compiler_options)
-
-
-def trainable(params: Tree) -> Tree:
-    """The part of params that the optimizer owns; None stands where the rest was."""
-    return tree_map_with_path(lambda path, leaf: None if DictKey("routing") in path else leaf, params)
-
-
-def with_trainable(params: Tree, new: Tree) -> Tree:
-    """Params with their trainable part replaced."""
-    return jax.tree.map(lambda old, new: old if new is None else new, params, new)
+    lies = (shardings(state), None)
+    return jax.jit(update, donate_argnums=0, out_shardings=lies, compiler_options=compiler_options)
 
 
 def balance(params: Tree, counts: jax.Array, rate: float) -> Tree:
@@ -170,7 +109,12 @@ def is_decayed(params: Tree) -> Tree:
 
 
 def max_violation(counts: jax.Array) -> jax.Array:
-    """Load of the busiest expert over the mean load, less 1, on average over layers: 0 is balance."""
+    """Load of the busiest expert over the mean load, less 1, on average over layers: 0 is balance.
+
+    counts: int32 [num_stages, layers of a stage, experts]. A place that holds no layer has counted nothing, and is
+    left out: every layer has counted some token.
+    """
     loads = counts.astype(jnp.float32)
-    mean = jnp.maximum(loads.mean(-1), 1e-9)
-    return jnp.mean(loads.max(-1) / mean - 1.0)
+    filled = jnp.sum(loads, axis=-1) > 0
+    excess = jnp.max(loads, axis=-1) / jnp.where(filled, jnp.mean(loads, axis=-1), 1.0) - 1.0
+    return jnp.sum(jnp.where(filled, excess, 0.0)) / jnp.maximum(jnp.sum(filled), 1)

@@ -17,15 +17,10 @@ from dualpipe_jax.engine import recommended_compiler_options
 from dualpipe_jax.parallel import EP, make_mesh
 from train import ahead, predict, timeline
 from train.bare import lower_bare_pair
-from train.model import count_parameters
+from train.model import REMAT, count_parameters
 from train.request import UNITS, Request, make_schedule
 from train.sizes import size
 
-REMAT: Mapping[str, Callable[..., Any] | None] = {
-    "none": None,
-    "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
-    "all": jax.checkpoint_policies.nothing_saveable,
-}
 BARE: Mapping[str, bool] = {"bare": False, "bare_ordered": True}
 """What compiles the pair with nothing around it, and whether in our order."""
 

@@ -5,6 +5,7 @@ rule is all or none, and what is kept is what a checkpoint holds. No JAX here.
 """
 
 import dataclasses
+import json
 import os
 import selectors
 import signal
@@ -12,12 +13,16 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any, Self
 
+from train.config import ConfigError, TrainConfig, make_schedule, set_devices
+from train.errors import DIVERGED
+from train.folder import find, unnamed
+from train.options import plain
 from train.pulse import WATCHER
 
 SILENT_S = 10.0
@@ -32,7 +37,7 @@ GRACE_S = 3.0
 STOPPING_S = 600.0
 """How long saving may take, when all were told to stop."""
 
-FINAL = {2: "options or data that will not do", 3: "the loss is no number"}
+FINAL = {2: "options or data that will not do", DIVERGED: "the loss is no number"}
 """Exit codes that would only come again."""
 
 STOPPED = {130, 143}
@@ -109,7 +114,9 @@ class Told:
         self._before: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> Self:
-        self._before = {number: signal.signal(number, self._note) for number in (signal.SIGINT, signal.SIGTERM)}
+        self._before = {
+            number: signal.signal(number, self._note) for number in (signal.SIGINT, signal.SIGTERM)
+        }
         return self
 
     def __exit__(
@@ -124,7 +131,9 @@ class Told:
         self.code = 128 + number
 
 
-def run_once(commands: Sequence[Sequence[str]], logs: Path, told: Told, environ: Mapping[str, str]) -> Outcome:
+def run_once(
+    commands: Sequence[Sequence[str]], logs: Path, told: Told, environ: Mapping[str, str]
+) -> Outcome:
     """Start a process for each command and watch until all have ended; none is left, whatever happens.
 
     Args:
@@ -225,7 +234,9 @@ def _ended(workers: Sequence[Worker], told: Told) -> Outcome:
         why = f"process {final[0].id} gave up ({FINAL[code]}):\n{last_words(final[0].log)}"
         return Outcome(code, why, (final[0].id,), final[0].doing)
     culprits = _culprits(workers)
-    why = "; ".join(f"process {worker.id} {_how(worker.code)} in {worker.doing or 'its start'}" for worker in culprits)
+    why = "; ".join(
+        f"process {worker.id} {_how(worker.code)} in {worker.doing or 'its start'}" for worker in culprits
+    )
     rest = [worker for worker in workers if worker not in culprits]
     if rest:
         why += "; then " + ", ".join(f"process {worker.id} {_how(worker.code)}" for worker in rest)
@@ -281,3 +292,97 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
+
+
+def supervise(config: TrainConfig, *, resume: bool) -> int:
+    """Train in ``--processes`` processes of this machine; the exit code.
+
+    What happens is told in ``runs/NAME/processes/story.log``; what the processes say stands beside it.
+
+    Raises:
+      ConfigError: devices cannot be shared out, or another run has that name.
+    """
+    set_devices(config, {}, num_processes=config.launch.processes or 1)
+    if config.name is None:
+        config = dataclasses.replace(config, name=unnamed(config).name)
+    else:
+        find(config, resume=resume)
+    assert config.name is not None
+    folder = config.runs / config.name / "processes"
+    folder.mkdir(parents=True, exist_ok=True)
+    with Told() as told:
+        return keep_going(
+            config,
+            lambda config, attempt: command_lines(
+                config, folder / f"{attempt}", resume=resume or attempt > 0
+            ),
+            folder,
+            told,
+        )
+
+
+def command_lines(config: TrainConfig, where: Path, *, resume: bool) -> list[list[str]]:
+    """How each process is started: with all options in one file, a fresh port and its number."""
+    options, count = Path(f"{where}.options.json"), config.launch.processes or 1
+    alone = dataclasses.replace(config, launch=dataclasses.replace(config.launch, processes=None))
+    options.write_text(json.dumps(plain(alone), indent=2) + "\n")
+    line = [sys.executable, "-P", "-m", "train", "--config", str(options), "--name", str(config.name)]
+    line += ["--runs", str(config.runs), "--coordinator", f"127.0.0.1:{free_port()}"]
+    line += ["--num-processes", str(count), *(["--resume"] if resume else [])]
+    return [[*line, "--process-id", str(number)] for number in range(count)]
+
+
+def keep_going(
+    config: TrainConfig,
+    commands: Callable[[TrainConfig, int], Sequence[Sequence[str]]],
+    folder: Path,
+    told: Told,
+) -> int:
+    """Start all processes, and again when one fails, ``--restarts`` times at most; the exit code.
+
+    Args:
+      config: the options.
+      commands: ``commands(config, attempt)``, a command for each process; attempts count from 0.
+      folder: for the story and for what processes say.
+      told: whether to stop.
+    """
+    story, most = Story(folder / "story.log"), config.launch.restarts
+    for attempt in range(most + 1):
+        lines = commands(config, attempt)
+        story.tell(f"start {attempt}: {len(lines)} processes, logs in {folder}/{attempt}.*.log")
+        outcome = run_once(lines, folder / str(attempt), told, os.environ)
+        story.tell(outcome.why)
+        if outcome.code is not None:
+            return outcome.code
+        if attempt == most:
+            break
+        if config.launch.shrink:
+            fewer = smaller(config, len(outcome.culprits))
+            mesh = fewer.mesh
+            story.tell(f"going on with {fewer.launch.processes} processes, pp {mesh.pp} x ep {mesh.ep}")
+            config = fewer
+        story.tell(f"restart {attempt + 1} of {most}, from the last good checkpoint")
+    story.tell(f"given up after {most} restarts")
+    return 1
+
+
+def smaller(config: TrainConfig, num_lost: int) -> TrainConfig:
+    """The options without ``num_lost`` of the processes, at least one: fewer pipeline ranks, or what fits.
+
+    Each process keeps its number of devices; ep stays. Of the numbers of processes that the schedule and the mesh
+    allow the largest is taken; the same options if there is none.
+    """
+    count, mesh = config.launch.processes or 1, config.mesh
+    devices = mesh.pp * mesh.ep // count
+    for left in range(count - max(num_lost, 1), 0, -1):
+        pp, rest = divmod(left * devices, mesh.ep)
+        launch = dataclasses.replace(config.launch, processes=left)
+        fewer = dataclasses.replace(config, mesh=dataclasses.replace(mesh, pp=pp), launch=launch)
+        if rest or pp < 1:
+            continue
+        try:
+            make_schedule(fewer)
+        except ConfigError:
+            continue
+        return fewer
+    return config

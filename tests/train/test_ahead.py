@@ -13,9 +13,9 @@ from dualpipe_jax.command.program import Program
 from dualpipe_jax.parallel import EP, make_mesh
 from dualpipe_jax.schedule import dualpipe, dualpipe_v, lower, one_f_one_b, zb_h1
 from train import ahead, study
-from train.model import byte, place
 from train.request import make_schedule
-from train.step import init_state, make_optimizer, make_update, shard_moments
+from train.state import Layout, shard_moments
+from train.step import make_optimizer, make_update
 
 NUM_PP, NUM_EP, MICROBATCHES, SIZE, SEQ = 2, 2, 4, 4, 16
 
@@ -24,7 +24,7 @@ NUM_PP, NUM_EP, MICROBATCHES, SIZE, SEQ = 2, 2, 4, 4, 16
 def blueprint(make=dualpipe, mesh="devices", **options):
     schedule = make(NUM_PP, MICROBATCHES)
     stages = schedule.placement.num_model_stages
-    numbers = byte(num_layers=5, num_dense_layers=1)
+    numbers = models.byte(num_layers=5, num_dense_layers=1)
     model = models.deepseek(numbers, stages, ep_axis=EP, dispatch="capacity", capacity_factor=1.0)
     mesh = make_mesh(NUM_PP, NUM_EP) if mesh == "devices" else ahead.abstract_mesh(NUM_PP, NUM_EP)
     return ahead.draw(model, schedule, mesh, (MICROBATCHES, SIZE, SEQ), **options)
@@ -36,7 +36,7 @@ OPTIMIZER = make_optimizer(1e-3, clip=1.0, weight_decay=0.1)
 @functools.cache
 def state(make=dualpipe):
     b = blueprint(make)
-    return init_state(place(b.model, b.model.init(jax.random.key(0)), b.schedule, b.mesh), OPTIMIZER)
+    return Layout(b.model, b.schedule, b.mesh, OPTIMIZER).init(jax.random.key(0))
 
 
 def on_one_device(tree):
@@ -71,7 +71,7 @@ def test_slots_are_counted_from_the_tables_numbers(make):
     sets = {name: ahead.nbytes(state[name]) for name in ("residual_i", "residual_w", "stash", "x", "dy")}
     assert kinds["residuals"] == sets["residual_i"] + sets["residual_w"] > 0
     assert kinds["stash"] == sets["stash"] and (kinds["stash"] > 0) == (make is not one_f_one_b)
-    activation = SIZE // NUM_EP * SEQ * byte().dim * 4
+    activation = SIZE // NUM_EP * SEQ * models.byte().dim * 4
     slots = lower(b.schedule).num_slots
     assert kinds["boundary"] == (slots["x"] + slots["dy"] + 2) * activation
     sums = kinds["stages"] + kinds["mirrored"] + kinds["ends"]
@@ -143,7 +143,7 @@ def shardings(opt_state):
 
 def test_arrays_that_no_loop_should_copy():
     held = ahead.held_arrays(blueprint())
-    width = byte().dim
+    width = models.byte().dim
     assert f"f32[256,{width}]" in held, "the embedding's sum"
     slots = ahead._state(blueprint())["residual_w"][0].shape[0]
     assert any(name.startswith(f"f32[{slots},") for name in held)

@@ -9,13 +9,16 @@ import models
 from dualpipe_jax.schedule import dualpipe
 from train import ahead
 from train.bare import lower_bare_pair
-from train.model import byte
 
 
 @pytest.fixture(scope="module")
 def blueprint():
     model = models.deepseek(
-        byte(num_layers=2, num_dense_layers=0), 2, ep_axis="ep", dispatch="capacity", capacity_factor=1.0
+        models.byte(num_layers=2, num_dense_layers=0),
+        2,
+        ep_axis="ep",
+        dispatch="capacity",
+        capacity_factor=1.0,
     )
     mesh = jax.make_mesh((2, 2), ("pp", "ep"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
     return ahead.draw(model, dualpipe(2, 6), mesh, (6, 2, 8))

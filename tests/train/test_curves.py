@@ -22,7 +22,7 @@ def curve(schedule, num_steps=NUM_STEPS, **options):
     """Losses and dropped assignments of the first steps, and the number of slices that the model is cut into."""
     config = configure(schedule=schedule, **options)
     run = prepare(config)
-    state, losses, dropped = run.state, [], []
+    state, losses, dropped = run.init(), [], []
     for step in range(num_steps):
         batch = draw_batch(run.corpus.train, config.seed, step, config.batch_shape)
         state, metrics = run.update(state, *batch)

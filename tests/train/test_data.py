@@ -47,10 +47,22 @@ def test_batches_reach_the_first_and_the_last_byte():
 
 
 def test_even_batches_span_the_held_out_text(library):
-    batches = even_batches(library.heldout, 2, SHAPE)
-    assert len(batches) == 2 and batches[0].inputs.shape == SHAPE
-    np.testing.assert_array_equal(batches[0].inputs[0, 0], library.heldout[:16])
-    np.testing.assert_array_equal(batches[-1].targets[-1, -1], library.heldout[-16:])
+    batches = even_batches(library.heldout, 12, SHAPE)
+    assert len(batches) == 2 and batches[0][0].inputs.shape == SHAPE
+    np.testing.assert_array_equal(batches[0][0].inputs[0, 0], library.heldout[:16])
+    np.testing.assert_array_equal(batches[-1][0].targets[-1, -1], library.heldout[-16:])
+
+
+@pytest.mark.parametrize("shape", [(3, 2, 16), (1, 5, 16), (4, 8, 16), (1, 1, 16)])
+def test_the_windows_are_the_same_for_every_batch_shape(library, shape):
+    batches = even_batches(library.heldout, 7, shape)
+    weights = np.concatenate([weight.reshape(-1) for _, weight in batches])
+    windows = np.concatenate([batch.inputs.reshape(-1, 16) for batch, _ in batches])
+    assert all(batch.inputs.shape == shape and weight.shape == shape[:2] for batch, weight in batches)
+    assert weights.tolist() == [1] * 7 + [0] * (len(weights) - 7)
+    last = len(library.heldout) - 17
+    by_hand = [library.heldout[(start := n * last // 6) : start + 16] for n in range(7)]
+    np.testing.assert_array_equal(windows[:7], by_hand)
 
 
 def test_the_standard_library_is_a_tenth_held_out(library):

@@ -1,7 +1,9 @@
 """The loop around a step: what it writes, and that nothing is lost when it is cut short."""
 
+import collections
 import io
 import json
+import signal
 import types
 
 import numpy as np
@@ -11,38 +13,76 @@ from rich.console import Console
 from dualpipe_jax.schedule import gpipe, one_f_one_b
 from train import loop
 from train.config import configure
-from train.data import Corpus
-from train.errors import DivergedError
-from train.metrics import Display, MetricsFile, Pace
+from train.data import Corpus, draw_batch
+from train.errors import DivergedError, Stopped
+from train.metrics import Display, MetricsFile, Pace, read_metrics
+from train.processes import Processes
+from train.stop import Stop
 
-CONFIG = configure(pp=1, ep=1, microbatches=2, microbatch_size=1, sequence=4, steps=5, log_every=2)
+CONFIG = configure(pp=1, ep=1, microbatches=2, microbatch_size=1, sequence=4, steps=5, log_every=2, name="x")
 
 
-def fake_run(losses):
+State = collections.namedtuple("State", "step")
+
+
+class FakeCheckpoints:
+    """Remembers what it was asked to save."""
+
+    seconds = 0.5
+
+    def __init__(self, every=100):
+        self.every, self.saved, self.finished = every, [], []
+
+    def due(self, step):
+        return step % self.every == 0
+
+    def save(self, step, state, record, load):
+        assert state.step == record["step"] == step and load == [[2, 0], [1, 1]]
+        self.saved.append(step)
+
+    def finish(self, step):
+        assert step == self.saved[-1]
+        self.finished.append(step)
+
+
+def fake_run(losses, number=None):
     """A run whose step ``n`` returns ``losses[n]``, or raises it."""
 
     def update(state, inputs, targets):
         assert inputs.shape == targets.shape == CONFIG.batch_shape
-        if isinstance(losses[state], BaseException):
-            raise losses[state]
-        metrics = {"loss": losses[state], "grad_norm": 1.0, "max_vio": 0.25, "dropped": 3}
-        return state + 1, {name: np.asarray(value) for name, value in metrics.items()}
+        if isinstance(losses[state.step], BaseException):
+            raise losses[state.step]
+        if losses[state.step] == "signal":
+            signal.raise_signal(number)
+            losses[state.step] = 3.0
+        metrics = {
+            "loss": losses[state.step],
+            "grad_norm": 1.0,
+            "max_vio": 0.25,
+            "dropped": 3,
+            "drop_rate": 0.021,
+        }
+        metrics["counts"] = [[[2, 0], [0, 0]], [[1, 1], [0, 0]]]
+        return State(state.step + 1), {name: np.asarray(value) for name, value in metrics.items()}
 
     tokens = np.arange(64, dtype=np.uint8)
     return types.SimpleNamespace(
         config=CONFIG,
         corpus=Corpus(tokens, tokens, 1),
-        state=0,
+        batch=lambda step: draw_batch(tokens, CONFIG.seed, step, CONFIG.batch_shape),
         update=update,
         learning_rate=lambda step: 0.5,
     )
 
 
-def run(losses, path):
+def run(losses, path, saved=None, number=None):
+    saved = FakeCheckpoints() if saved is None else saved
     out = io.StringIO()
     try:
         with MetricsFile(path) as file:
-            loop.train(fake_run(losses), file, Console(file=out, width=200))
+            loop.train(
+                fake_run(losses, number), State(0), file, Console(file=out, width=200), saved, Processes()
+            )
     finally:
         lines = [json.loads(line) for line in path.read_text().splitlines()]
     return lines, out.getvalue()
@@ -58,7 +98,7 @@ def test_a_step_is_a_line_of_json(tmp_path):
 def test_plain_output_is_a_line_now_and_then(tmp_path):
     _, said = run([5.0, 4.0, 3.0, 2.0, 1.0], tmp_path / "metrics.jsonl")
     assert [line.split()[1] for line in said.splitlines()] == ["1/5", "2/5", "4/5", "5/5"]
-    for word in ("loss 5.000", "tokens/s", "s/step", "left", "MaxVio 0.25", "dropped 3"):
+    for word in ("loss 5.000", "tokens/s", "s/step", "left", "MaxVio 0.25", "dropped 2.1%"):
         assert word in said.splitlines()[0]
 
 
@@ -79,7 +119,15 @@ def test_a_loss_that_is_no_number_ends_the_run(tmp_path):
 def test_a_terminal_gets_a_bar():
     out = io.StringIO()
     console = Console(file=out, force_terminal=True, width=120)
-    record = {"loss": 2.0, "grad_norm": 1.0, "max_vio": 0.1, "dropped": 0, "tokens_per_s": 1e4, "step_s": 0.5}
+    record = {
+        "loss": 2.0,
+        "grad_norm": 1.0,
+        "max_vio": 0.1,
+        "dropped": 0,
+        "drop_rate": 0.0,
+        "tokens_per_s": 1e4,
+        "step_s": 0.5,
+    }
     pace = Pace()
     pace.add(60.0)
     pace.add(0.5)
@@ -100,3 +148,42 @@ def test_the_pace_leaves_out_the_step_that_compiles():
 def test_the_bubble_is_the_simulated_idle_fraction(recipe):
     ranks, microbatches = 4, 12
     assert loop.bubble(recipe(ranks, microbatches)) == pytest.approx((ranks - 1) / (microbatches + ranks - 1))
+
+
+def test_what_is_due_and_the_last_step_are_saved(tmp_path):
+    saved = FakeCheckpoints(every=2)
+    lines, _ = run([5.0, 4.0, 3.0, 2.0, 1.0], tmp_path / "metrics.jsonl", saved)
+    assert (saved.saved, saved.finished) == ([2, 4, 5], [5])
+    assert [line["checkpoint_s"] for line in lines] == [0.0, 0.0, 0.5, 0.0, 0.5]
+
+
+@pytest.mark.parametrize(
+    ("number", "name", "code"), [(signal.SIGTERM, "SIGTERM", 143), (signal.SIGINT, "Ctrl-C", 130)]
+)
+def test_a_signal_saves_and_ends_the_run(number, name, code, tmp_path):
+    saved, before = FakeCheckpoints(), signal.getsignal(number)
+    with pytest.raises(
+        Stopped, match=f"{name}: saved at step 2; --name x --resume goes on from there"
+    ) as stopped:
+        run([5.0, "signal", 3.0], tmp_path / "metrics.jsonl", saved, number)
+    assert (saved.saved, saved.finished, stopped.value.code) == ([2], [2], code)
+    assert signal.getsignal(number) is before
+
+
+def test_a_second_signal_ends_it_at_once():
+    with pytest.raises(KeyboardInterrupt), Stop() as stop:
+        signal.raise_signal(signal.SIGTERM)
+        assert stop.reason == "SIGTERM"
+        signal.raise_signal(signal.SIGINT)
+
+
+def test_metrics_go_on_where_a_checkpoint_is(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text("".join(f'{{"step": {step}, "loss": 1.0}}\n' for step in range(6)) + '{"step": 6, "lo')
+    with MetricsFile(path, upto=3) as file:
+        assert [record["step"] for record in file.kept] == [0, 1, 2, 3]
+        file.write({"step": 4, "loss": 2.0})
+    assert [record["loss"] for record in read_metrics(path)] == [1.0] * 4 + [2.0]
+    with MetricsFile(path):
+        pass
+    assert path.read_text() == ""

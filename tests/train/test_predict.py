@@ -17,8 +17,8 @@ from dualpipe_jax.schedule import (
     one_f_one_b,
 )
 from train import ahead, predict
-from train.model import byte, count_parameters
-from train.sizes import SIZES, size
+from train.model import count_parameters
+from train.sizes import size
 
 
 def unit(cycles, communication=0.0, exposed=0.0):
@@ -89,7 +89,7 @@ def test_model_flops_of_v3_by_hand():
 
 def test_units_are_found_and_priced_in_a_compiled_program():
     schedule = dualpipe(2, 6)
-    numbers = byte(num_layers=2, num_dense_layers=0)
+    numbers = models.byte(num_layers=2, num_dense_layers=0)
     model = models.deepseek(numbers, 2, ep_axis="ep", dispatch="capacity", capacity_factor=1.0)
     mesh = jax.make_mesh((2, 2), ("pp", "ep"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
     blueprint = ahead.draw(model, schedule, mesh, (6, 2, 8))
@@ -122,7 +122,7 @@ def test_models_by_name():
     changed = size("v2-lite", num_layers=4, changes={"dim": 512, "top_k": 2})
     assert (changed.num_moe_layers, changed.num_dense_layers, changed.dim, changed.top_k) == (4, 1, 512, 2)
     assert size("v3", 4, {"num_dense_layers": 0}).num_layers == 4
-    assert {name for name in SIZES} >= {"v3", "v2", "v2-lite", "67b-a2b", "tiny"}
+    assert {name for name in models.MODELS} >= {"v3", "v2", "v2-lite", "67b-a2b", "tiny"}
 
 
 def test_models_that_there_are_not():

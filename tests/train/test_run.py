@@ -12,7 +12,7 @@ from train.config import SCHEDULES
 ROOT = Path(__file__).parents[2]
 SHORT = (
     *("--pp", "2", "--ep", "2", "--microbatches", "4", "--microbatch-size", "2", "--sequence", "16"),
-    *("--model", "tiny", "--layers", "2", "--steps", "3", "--eval-batches", "1", "--name", "short"),
+    *("--model", "tiny", "--layers", "2", "--steps", "3", "--eval-sequences", "10", "--name", "short"),
 )
 
 
@@ -59,7 +59,12 @@ def test_it_says_what_it_does(finished):
 def test_it_leaves_its_files(finished):
     folder, _ = finished
     run = folder / "runs" / "short"
-    assert sorted(path.name for path in run.iterdir()) == ["config.json", "metrics.jsonl", "schedule.txt"]
+    assert sorted(path.name for path in run.iterdir()) == [
+        "checkpoints",
+        "config.json",
+        "metrics.jsonl",
+        "schedule.txt",
+    ]
     assert json.loads((run / "config.json").read_text())["mesh"]["schedule"] == "dualpipe"
     assert (run / "schedule.txt").read_text().startswith("# dualpipe, ranks 2, microbatches 4")
     before, *steps, after = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())

@@ -9,17 +9,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from dualpipe_jax.engine import PipelineModel, PlacedStages, sequential_value_and_grad
 from dualpipe_jax.parallel import make_mesh
-from train.step import (
-    balance,
-    init_state,
-    is_decayed,
-    make_optimizer,
-    make_update,
-    max_violation,
-    trainable,
-    warmup_cosine,
-    with_trainable,
-)
+from train.state import init_state, trainable, with_trainable
+from train.step import balance, is_decayed, make_optimizer, make_update, max_violation, warmup_cosine
 
 SHAPE = (2, 2, 8)
 RATE = 0.25

@@ -1,0 +1,143 @@
+"""What is written down beside a checkpoint's arrays, and whether a run may go on from them."""
+
+import dataclasses
+import datetime
+import importlib.metadata
+import platform
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+
+import models
+from train.config import TrainConfig
+from train.errors import CheckpointError
+from train.options import plain
+
+FORMAT = 1
+"""Of what is written: raised when an older reader would misread it."""
+
+TOKENIZER = "bytes"
+"""What made the tokens."""
+
+Facts = dict[str, Any]
+
+
+def describe(config: TrainConfig, numbers: models.Config, corpus: str, arrays: Mapping[str, Any]) -> Facts:
+    """All that is the same for every step of a run; values for JSON.
+
+    Args:
+      config: the options.
+      numbers: of the model.
+      corpus: the digest of the text.
+      arrays: name -> what has a shape and a dtype.
+    """
+    mesh = config.mesh
+    return {
+        "format": FORMAT,
+        "model": {
+            field.name: getattr(numbers, field.name)
+            for field in dataclasses.fields(numbers)
+            if field.name != "compute_dtype"  # may change from one day to the next
+        },
+        "arrays": {name: [list(leaf.shape), str(leaf.dtype)] for name, leaf in arrays.items()},
+        "corpus": corpus,
+        "tokenizer": TOKENIZER,
+        "seed": config.seed,
+        "options": plain(config),
+        "layout": {"schedule": mesh.schedule, "pp": mesh.pp, "ep": mesh.ep, "processes": jax.process_count()},
+        "platform": {"devices": jax.devices()[0].device_kind, "machine": platform.machine()},
+        "versions": {name: importlib.metadata.version(name) for name in ("jax", "jaxlib", "optax", "numpy")},
+    }
+
+
+def at_step(
+    facts: Facts, step: int, prints: Mapping[str, int], record: Mapping[str, Any], load: Any
+) -> Facts:
+    """The facts of one step.
+
+    Args:
+      facts: those of the run.
+      step: steps done.
+      prints: the fingerprint of each array.
+      record: the step's line in the metrics.
+      load: int [layers, experts], how often the step chose each expert.
+    """
+    now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+    return facts | {
+        "step": step,
+        "time": now,
+        "fingerprints": dict(prints),
+        "metrics": dict(record),
+        "load": load,
+    }
+
+
+MUST_AGREE = {
+    "format": "the format of checkpoints",
+    "model": "the model",
+    "arrays": "the arrays",
+    "corpus": "the text (with no --data it is that of the running Python's library)",
+    "tokenizer": "the tokenizer",
+    "seed": "the seed",
+}
+"""What a run may not change when it goes on."""
+
+NOT_BITWISE = {"layout": "layout", "platform": "hardware", "versions": "versions"}
+"""What may change, and with it the last bits of every number."""
+
+
+def refuse_foreign(saved: Facts, ours: Facts, where: str) -> None:
+    """Raise CheckpointError, naming all that differs, where a run may not go on from what is saved."""
+    wrong = [
+        f"{what} differs: {difference(saved.get(key), ours[key])}"
+        for key, what in MUST_AGREE.items()
+        if saved.get(key) != ours[key]
+    ]
+    if wrong:
+        raise CheckpointError(
+            f"{where} is of another run: {'; '.join(wrong)}. Resume with the options it was made with, or begin "
+            "anew under another --name"
+        )
+
+
+def changes(saved: Facts, ours: Facts) -> list[str]:
+    """What else differs, in words: that which keeps the run from going on bit for bit, then changed options."""
+    found = [
+        f"not bit for bit: {what} changed, {difference(saved.get(key), ours[key])}"
+        for key, what in NOT_BITWISE.items()
+        if saved.get(key) != ours[key]
+    ]
+    before, now = _leaves(saved.get("options", {})), _leaves(ours["options"])
+    options = [name for name in now if before.get(name) != now[name] and not name.startswith(_SILENT)]
+    if options:
+        found.append("options changed: " + ", ".join(f"{n} {before.get(n)} -> {now[n]}" for n in options))
+    return found
+
+
+_SILENT = ("name", "runs", "checkpoint.", "log.", "launch.", "mesh.schedule", "mesh.pp", "mesh.ep")
+"""Options that change nothing, or are spoken of as the layout."""
+
+
+def difference(before: Any, now: Any) -> str:
+    """Two values, of dicts only what differs."""
+    if not (isinstance(before, Mapping) and isinstance(now, Mapping)):
+        return f"{_cut(before)} saved, {_cut(now)} now"
+    keys = [key for key in {**before, **now} if before.get(key) != now.get(key)]
+    shown = ", ".join(f"{key} {_cut(before.get(key))} -> {_cut(now.get(key))}" for key in keys[:4])
+    return shown + (f" and {len(keys) - 4} more" if len(keys) > 4 else "")
+
+
+def _cut(value: Any) -> str:
+    text = str(value)
+    return text if len(text) <= 40 else text[:12] + "..."
+
+
+def _leaves(options: Mapping[str, Any], path: str = "") -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, value in options.items():
+        if isinstance(value, Mapping):
+            found |= _leaves(value, f"{path}{name}.")
+        else:
+            found[path + name] = value
+    return found

@@ -1,0 +1,91 @@
+"""A run's folder: whose it is, and that nobody else writes into it."""
+
+import fcntl
+import json
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import datetime
+from pathlib import Path
+
+from train.config import ConfigError, TrainConfig
+from train.options import plain
+
+METRICS = "metrics.jsonl"
+CONFIG = "config.json"
+
+
+def find(config: TrainConfig, *, resume: bool) -> Path | None:
+    """The folder that a run will have, not made yet; None where only making it can tell its name.
+
+    Raises:
+      ConfigError: another run has that name.
+    """
+    if config.name is None:
+        return None
+    folder = config.runs / config.name
+    if not resume and any((folder / part).exists() for part in (METRICS, CONFIG)):
+        raise _taken(folder)
+    return folder
+
+
+@contextmanager
+def claimed(config: TrainConfig, *, resume: bool) -> Iterator[Path]:
+    """The run's folder, made if need be, and locked as long as this process lives, however it ends.
+
+    Raises:
+      ConfigError: it cannot be made or belongs to another run, ended or running.
+    """
+    folder = find(config, resume=resume)
+    try:
+        if folder is None:
+            folder = unnamed(config)
+        else:
+            folder.mkdir(parents=True, exist_ok=True)
+        handle = os.open(folder, os.O_RDONLY)
+    except OSError as error:
+        raise ConfigError(f"--runs: cannot make {folder or config.runs}: {error.strerror}") from None
+    try:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise ConfigError(
+                f"--name {folder.name}: a process is at work in {folder}; let it end first"
+            ) from None
+        if not resume:
+            try:
+                (folder / METRICS).touch(exist_ok=False)
+            except FileExistsError:  # begun since we looked
+                raise _taken(folder) from None
+            except OSError as error:
+                raise ConfigError(f"--runs: cannot write into {folder}: {error.strerror}") from None
+        yield folder
+    finally:
+        os.close(handle)
+
+
+def write_config(config: TrainConfig, folder: Path) -> None:
+    """Leave all options there, in the form that --config reads."""
+    new = folder / f"{CONFIG}.new"
+    new.write_text(json.dumps(plain(config), indent=2) + "\n")
+    os.replace(new, folder / CONFIG)
+
+
+def unnamed(config: TrainConfig) -> Path:
+    """A folder that nobody has, even where two runs begin in the same second."""
+    config.runs.mkdir(parents=True, exist_ok=True)
+    name = f"{config.mesh.schedule}-{datetime.now():%Y%m%d-%H%M%S}"
+    for number in range(1, 1000):
+        folder = config.runs / (name if number == 1 else f"{name}-{number}")
+        try:
+            folder.mkdir()
+        except FileExistsError:
+            continue
+        return folder
+    raise OSError(0, "a thousand runs began in this second")
+
+
+def _taken(folder: Path) -> ConfigError:
+    return ConfigError(
+        f"--name {folder.name}: {folder} holds a run already; pick another name, remove it, or go on with it: --resume"
+    )

@@ -1,0 +1,291 @@
+"""The state of training: what it is made of, where it lies, and its form on disk.
+
+All that the trainer knows of the form of a parameter tree stands here. Two forms: *placed*, stages on the ranks that
+work with them, as the engine wants it; and *canonical*, a flat dict of arrays by name, layers in model order, the
+same for every schedule and mesh. Placed trees of different schedules have equal shapes, so a placed tree written to
+disk would come back as another model under another schedule, silently.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.tree_util import DictKey, KeyPath, tree_map_with_path
+
+import models
+from dualpipe_jax.engine import PlacedStages
+from dualpipe_jax.engine.stages import broadcast_specs, from_placed, to_placed
+from dualpipe_jax.parallel import PP
+from dualpipe_jax.schedule import Placement, Schedule
+
+Tree = Any
+Flat = dict[str, jax.Array]
+
+
+class TrainState(NamedTuple):
+    """All that a step reads and replaces.
+
+    Attributes:
+      step: int32, steps done.
+      params: as the engine takes them.
+      opt_state: of the trainable part of params alone.
+    """
+
+    step: jax.Array
+    params: Tree
+    opt_state: optax.OptState
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """Where a state lies: enough to make one, to describe one, and to bring one to its canonical form and back.
+
+    Attributes:
+      model: the plain functions, and the specs of their parameters.
+      schedule: says where stages live.
+      mesh: of devices, or an abstract one, which is enough for all but ``init``.
+      optimizer: whose state belongs to the parameters.
+      shard_optimizer: whether its arrays are shared out where parameters are replicated; see ``shard_moments``.
+    """
+
+    model: models.Model
+    schedule: Schedule
+    mesh: Mesh
+    optimizer: optax.GradientTransformation
+    shard_optimizer: bool = False
+
+    def init(self, key: jax.Array) -> TrainState:
+        """The state before the first step, each device making its own part; the same on every mesh."""
+        return self.initializer(key)
+
+    @functools.cached_property
+    def initializer(self) -> Callable[[jax.Array], TrainState]:
+        """``init`` as the program that it is."""
+        on_cpu = self.mesh.devices.flat[0].platform == "cpu"
+        # Run once: there, random bits take the compiler half a second a leaf, most of it to make them quick.
+        options = {"xla_backend_optimization_level": "0"} if on_cpu else None
+        return jax.jit(self._make, out_shardings=shardings(self.abstract), compiler_options=options)
+
+    @functools.cached_property
+    def abstract(self) -> TrainState:
+        """The same as ShapeDtypeStructs with shardings; nothing is computed."""
+        params = jax.eval_shape(lambda: self._params(jax.random.key(0)))
+        given = self.model.param_specs
+        specs = {part: broadcast_specs(given[part], params[part]) for part in params.keys() - {"stages"}}
+        of_stage = broadcast_specs(given["stages"], params["stages"].local[0])
+        on_ranks = jax.tree.map(lambda spec: PartitionSpec(PP, *spec), of_stage)
+        specs["stages"] = PlacedStages((on_ranks,) * len(params["stages"].local))
+        params = jax.tree.map(lambda leaf, spec: _lay(leaf, self.mesh, spec), params, specs)
+        return abstract_state(params, self.optimizer, shard_optimizer=self.shard_optimizer)
+
+    @functools.cached_property
+    def canonical(self) -> dict[str, jax.ShapeDtypeStruct]:
+        """Names, shapes and dtypes of the canonical form, and where it lies on this mesh.
+
+        Layers are shared out over pp if they can be, and experts as they are; all else lies as it is placed.
+        """
+        named = _open(self.abstract)
+        shapes = jax.eval_shape(self._to_canonical, self.abstract)
+        lies = _flatten(jax.tree.map(self._layer_shardings, named, is_leaf=_is_placed))
+        return {
+            name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=lies[name])
+            for name, leaf in shapes.items()
+        }
+
+    @functools.cached_property
+    def to_canonical(self) -> Callable[[TrainState], Flat]:
+        """``to_canonical(state)``: arrays by name, layers in model order."""
+        return jax.jit(self._to_canonical, out_shardings=shardings(self.canonical))
+
+    @functools.cached_property
+    def from_canonical(self) -> Callable[[Flat], TrainState]:
+        """``from_canonical(flat)``: the state as the engine takes it."""
+        return jax.jit(self._from_canonical, out_shardings=shardings(self.abstract))
+
+    def _make(self, key: jax.Array) -> TrainState:
+        return fresh(self._params(key), self.optimizer)
+
+    def _params(self, key: jax.Array) -> Tree:
+        params = self.model.init(key)
+        return params | {"stages": to_placed(params["stages"], self.schedule.placement)}
+
+    def _to_canonical(self, state: TrainState) -> Flat:
+        def layers(node: Tree) -> Tree:
+            return _to_layers(node, self.schedule.placement, self.model.places) if _is_placed(node) else node
+
+        # Copied, for what a jitted function returns unchanged is its very argument, which the next step takes over
+        # while it is still being written.
+        return jax.tree.map(jnp.copy, _flatten(jax.tree.map(layers, _open(state), is_leaf=_is_placed)))
+
+    def _from_canonical(self, flat: Flat) -> TrainState:
+        def stages(node: Tree, now: Tree) -> Tree:
+            return _to_stages(now, self.schedule.placement, self.model.places) if _is_placed(node) else now
+
+        named = _open(self.abstract)
+        skeleton = jax.tree.map(self._layer_shardings, named, is_leaf=_is_placed)
+        found = tree_map_with_path(
+            lambda path, _: jnp.copy(flat[_name(path)]), skeleton
+        )  # not what is read into
+        return _close(jax.tree.map(stages, named, found, is_leaf=_is_placed), self.optimizer)
+
+    def _layer_shardings(self, node: Tree) -> Tree:
+        if not _is_placed(node):
+            return node.sharding
+        num_layers = int(np.sum(self.model.places >= 0))
+        first = PP if num_layers % self.mesh.shape[PP] == 0 else None
+
+        def of(leaf: jax.ShapeDtypeStruct) -> NamedSharding:
+            inner = tuple(leaf.sharding.spec)[2:]  # placed leaves are [ranks, layers of a stage, ...]
+            return NamedSharding(self.mesh, PartitionSpec(first, *inner))
+
+        return jax.tree.map(of, _without_numbers(node.local[0]))
+
+
+def fresh(params: Tree, optimizer: optax.GradientTransformation) -> TrainState:
+    """The state of placed parameters before the first step, real or traced."""
+    return TrainState(jnp.zeros((), jnp.int32), params, optimizer.init(trainable(params)))
+
+
+def init_state(
+    params: Tree, optimizer: optax.GradientTransformation, *, shard_optimizer: bool = False
+) -> TrainState:
+    """``fresh`` with every array where it belongs; params, which are placed already, are used as they are.
+
+    Arrays that belong to a parameter lie where it lies; counters lie everywhere.
+    """
+    described = jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding), params
+    )
+    lies = shardings(abstract_state(described, optimizer, shard_optimizer=shard_optimizer))
+    rest = jax.jit(
+        lambda params: fresh(params, optimizer)._replace(params=None),
+        out_shardings=lies._replace(params=None),
+    )
+    return rest(params)._replace(params=params)
+
+
+def abstract_state(
+    params: Tree, optimizer: optax.GradientTransformation, *, shard_optimizer: bool = False
+) -> TrainState:
+    """What ``init_state`` makes, as ShapeDtypeStructs with shardings, from params that are described so."""
+    mesh = jax.tree.leaves(params)[0].sharding.mesh
+    state = jax.eval_shape(lambda params: fresh(params, optimizer), params)
+    step, opt_state = jax.tree.map(
+        lambda leaf: _lay(leaf, mesh, PartitionSpec()), (state.step, state.opt_state)
+    )
+    opt_state = optax.tree.map_params(
+        optimizer, lambda leaf, like: _lay(leaf, mesh, like.sharding.spec), opt_state, trainable(params)
+    )
+    return TrainState(step, params, shard_moments(opt_state) if shard_optimizer else opt_state)
+
+
+def shard_moments(opt_state: Tree) -> Tree:
+    """The optimizer's state with every array shared out over the mesh axes over which it is replicated.
+
+    Each array is cut along its longest dim that divides. Gradients and parameters stay whole where they are: a
+    device updates its part of a parameter and gathers the rest (ZeRO's first stage; Rajbhandari et al.,
+    arXiv:1910.02054). Takes and gives ShapeDtypeStructs with shardings.
+    """
+
+    def share_out(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+        mesh, spec = (
+            leaf.sharding.mesh,
+            [*leaf.sharding.spec] + [None] * (leaf.ndim - len(leaf.sharding.spec)),
+        )
+        taken = {axis for entry in spec for axis in (entry if isinstance(entry, tuple) else (entry,))}
+        for axis in (name for name in mesh.axis_names if name not in taken):
+            here = NamedSharding(mesh, PartitionSpec(*spec)).shard_shape(leaf.shape)
+            fitting = [d for d in range(leaf.ndim) if here[d] % mesh.shape[axis] == 0 and here[d] > 1]
+            if fitting:
+                dim = max(fitting, key=lambda d: here[d])
+                entry = (
+                    spec[dim] if isinstance(spec[dim], tuple) else () if spec[dim] is None else (spec[dim],)
+                )
+                spec[dim] = (*entry, axis)
+        return _lay(leaf, mesh, PartitionSpec(*spec))
+
+    return jax.tree.map(share_out, opt_state)
+
+
+def trainable(params: Tree) -> Tree:
+    """The part of params that the optimizer owns; None stands where the rest was."""
+    return tree_map_with_path(lambda path, leaf: None if DictKey("routing") in path else leaf, params)
+
+
+def with_trainable(params: Tree, new: Tree) -> Tree:
+    """Params with their trainable part replaced."""
+    return jax.tree.map(lambda old, new: old if new is None else new, params, new)
+
+
+def shardings(tree: Tree) -> Tree:
+    """Where each leaf lies."""
+    return jax.tree.map(lambda leaf: leaf.sharding, tree)
+
+
+def _lay(leaf: jax.ShapeDtypeStruct, mesh: Any, spec: PartitionSpec) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, spec))
+
+
+def _is_placed(node: Tree) -> bool:
+    return isinstance(node, PlacedStages)
+
+
+def _open(state: TrainState) -> dict[str, Tree]:
+    """A state by names that outlast the way optax nests its own; all its counters count steps."""
+    counts = [count for _, count in optax.tree.get_all_with_path(state.opt_state, "count")]
+    moments = {name: optax.tree.get(state.opt_state, name) for name in ("mu", "nu")}
+    return {"step": state.step, "params": state.params, **moments, "count": counts[0]}
+
+
+def _close(named: dict[str, Tree], optimizer: optax.GradientTransformation) -> TrainState:
+    """The inverse of ``_open``."""
+    params = named["params"]
+    moments = {name: named[name] for name in ("mu", "nu", "count")}
+    return TrainState(named["step"], params, optax.tree.set(optimizer.init(trainable(params)), **moments))
+
+
+def _without_numbers(stage: Tree) -> Tree:
+    """Stages without their own numbers, which say where they lie and are no part of the model."""
+    return stage | {"routing": stage["routing"] | {"stage": None}}
+
+
+def _to_layers(placed: PlacedStages, placement: Placement, places: np.ndarray) -> Tree:
+    """Leaves [ranks, layers of a stage, ...] of each local stage to [layers, ...]; empty places are left out."""
+    stages = from_placed(placed, placement)
+    filled = np.flatnonzero(
+        places.reshape(-1) >= 0
+    )  # layers are numbered by stage and place: this is their order
+
+    def rows(leaf: jax.Array) -> jax.Array:
+        merged = leaf.reshape(-1, *leaf.shape[2:])
+        return merged if len(filled) == len(merged) else merged[filled]
+
+    return jax.tree.map(rows, _without_numbers(stages))
+
+
+def _to_stages(layers: Tree, placement: Placement, places: np.ndarray) -> PlacedStages:
+    """The inverse of ``_to_layers``; zeros in empty places."""
+
+    def into(leaf: jax.Array) -> jax.Array:
+        if np.all(places >= 0):
+            return leaf.reshape(*places.shape, *leaf.shape[1:])
+        return jnp.take(leaf, np.where(places < 0, len(leaf), places), axis=0, mode="fill", fill_value=0)
+
+    stages = jax.tree.map(into, layers)
+    if stages["routing"]["bias"] is not None:
+        stages["routing"]["stage"] = jnp.arange(len(places), dtype=jnp.int32)
+    return to_placed(stages, placement)
+
+
+def _flatten(tree: Tree) -> dict[str, Any]:
+    return {_name(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
+
+
+def _name(path: KeyPath) -> str:
+    return jax.tree_util.keystr(path, simple=True, separator="/")
