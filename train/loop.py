@@ -22,6 +22,8 @@ from train.model import count_parameters, describe_dispatch, model_config
 from train.processes import Processes, common
 from train.setup import Run, prepare
 from train.state import TrainState
+from train.stragglers import Stragglers
+from train.stragglers import describe as describe_stragglers
 from train.stop import Stop
 
 
@@ -114,13 +116,15 @@ def train(
     config, pace, first = this.config, Pace(), int(state.step)
     num_steps, waited = config.optimizer.steps, 0.0
     batch = this.batch(first)
+    stragglers = Stragglers(processes, config.launch.straggler_every)
     display = Display(console, num_steps, config.log.every, first + 1)
     with display, Stop(processes.signals) as stop:
         for step in range(first, num_steps):
             processes.pulse.step(step + 1, compiles=step == first)
             started = time.perf_counter()
             state, on_device = this.update(state, *batch)
-            batch = this.batch(step + 1)
+            with stragglers.host():
+                batch = this.batch(step + 1)
             metrics = jax.device_get(on_device)
             load = in_layers(metrics.pop("counts"))
             seconds = time.perf_counter() - started
@@ -137,6 +141,9 @@ def train(
             display.step(step + 1, record, pace)
             if not math.isfinite(record["loss"]):
                 raise DivergedError(f"loss is {record['loss']} at step {step + 1}; lower --learning-rate")
+            if (slowest := stragglers.report(step + 1)) is not None:
+                file.write(slowest)
+                say(console, describe_stragglers(slowest))
             if processes.preempted(step + 1):
                 stop.note(signal.SIGTERM)
             waited, last = 0.0, step + 1 == num_steps

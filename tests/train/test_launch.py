@@ -46,7 +46,9 @@ def test_slurm_steps_are_recognised():
     "environ",
     [
         SLURM | {"SLURM_NTASKS": "1", "SLURM_PROCID": "0"},  # srun -n 1
-        {name: value for name, value in SLURM.items() if name != "SLURM_STEP_NODELIST"},  # in sbatch's own shell
+        {
+            name: value for name, value in SLURM.items() if name != "SLURM_STEP_NODELIST"
+        },  # in sbatch's own shell
         OPEN_MPI | {"OMPI_COMM_WORLD_SIZE": "1", "OMPI_COMM_WORLD_RANK": "0"},
         {"KUBERNETES_SERVICE_HOST": "10.0.0.1", "HOSTNAME": "notebook"},  # a pod that is no indexed job
     ],
@@ -101,7 +103,9 @@ def test_kubernetes_is_asked_by_jax(kubernetes_package):
 
 
 def test_kubernetes_without_its_package_needs_options():
-    with pytest.raises(ConfigError, match="--coordinator and --num-processes not known.*pip install 'jax\\[k8s\\]'"):
+    with pytest.raises(
+        ConfigError, match="--coordinator and --num-processes not known.*pip install 'jax\\[k8s\\]'"
+    ):
         recognise(ACCELERATOR, KUBERNETES)
     asked = LaunchConfig(coordinator="train-0.train:8476", num_processes=8)
     assert recognise(asked, KUBERNETES) == Launch("Kubernetes", "train-0.train:8476", 8, 3, "deactivate")
@@ -117,7 +121,10 @@ def test_virtual_devices_cannot_wait_for_kubernetes_to_count(kubernetes_package)
     [
         (LaunchConfig(coordinator="a:1"), "options: --num-processes and --process-id not known"),
         (LaunchConfig(num_processes=2, process_id=0), "options: --coordinator not known"),
-        (LaunchConfig(coordinator="a:1", num_processes=2, process_id=2), "--process-id 2: must be from 0 to 1"),
+        (
+            LaunchConfig(coordinator="a:1", num_processes=2, process_id=2),
+            "--process-id 2: must be from 0 to 1",
+        ),
     ],
 )
 def test_half_an_answer_is_an_error(asked, says):
@@ -161,7 +168,9 @@ def test_devices_are_shared_out():
 
 
 def test_devices_that_cannot_be_shared_out():
-    with pytest.raises(ConfigError, match="--pp 4 --ep 2: 8 devices cannot be shared out equally over 3 processes"):
+    with pytest.raises(
+        ConfigError, match="--pp 4 --ep 2: 8 devices cannot be shared out equally over 3 processes"
+    ):
         set_devices(configure(pp=4, ep=2), {}, num_processes=3)
 
 
