@@ -22,9 +22,9 @@ from train.model import count_parameters, describe_dispatch, model_config
 from train.processes import Processes, common
 from train.setup import Run, prepare
 from train.state import TrainState
+from train.stop import Stop
 from train.stragglers import Stragglers
 from train.stragglers import describe as describe_stragglers
-from train.stop import Stop
 
 
 def run(config: TrainConfig, console: Console, processes: Processes, *, resume: bool = False) -> Path:

@@ -282,8 +282,9 @@ def _signal(workers: Sequence[Worker], number: signal.Signals) -> None:
 
 
 def last_words(log: Path, count: int = 12) -> str:
-    """The last lines of a process's log, indented."""
+    """The last lines of a process's log, indented; gloo's, of who met whom, tell nothing."""
     lines = log.read_text(errors="replace").splitlines() if log.exists() else []
+    lines = [line for line in lines if line.strip() and not line.startswith("[Gloo]")]
     return "\n".join(f"    {line[:300]}" for line in lines[-count:])
 
 

@@ -93,7 +93,7 @@ def main():
     launch = recognise(config)
     assert launch is not None
     try:
-        pulse = Pulse(int(os.environ[WATCHER]), asked.get("patience"))
+        pulse = Pulse(int(os.environ[WATCHER]) if WATCHER in os.environ else None, asked.get("patience"))
         initialize(launch, config)
         from train.processes import joined
 
