@@ -6,7 +6,9 @@ away file by file, so that a kill may leave half of one. Hence a fingerprint of 
 before writing and compared after reading.
 """
 
+import contextlib
 import functools
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -139,7 +141,7 @@ class Checkpoints:
             admit = functools.partial(self._admit, where)
             verdict, flat = _read(self._store, step, admit, self._processes.any)
             if verdict.problem is None:
-                self._put_aside(damaged)
+                self._put_aside(step)
                 for text in changes(verdict.facts, self._facts):
                     self._say(f"warning: {text}")
                 self._saved = step
@@ -165,10 +167,13 @@ class Checkpoints:
         self._store.close()
 
     def _open(self) -> Any:
+        folder = self._folder / FOLDER
         try:
-            return _store(self._folder / FOLDER, self._config)
+            folder.mkdir(exist_ok=True)
+            tempfile.TemporaryFile(dir=folder).close()  # a folder that is only to be read is found out now
         except OSError as error:
-            raise CheckpointError(f"cannot use {self._folder / FOLDER}: {error.strerror or error}") from None
+            raise CheckpointError(f"cannot write into {folder}: {error.strerror or error}") from None
+        return _store(folder, self._config)
 
     def _admit(self, where: str, facts: Facts) -> Mapping[str, Any]:
         refuse_foreign(facts, self._facts, where)
@@ -178,21 +183,27 @@ class Checkpoints:
         if self._processes.count > 1:  # the others know nothing of it
             raise CheckpointError(f"step {step} could not be saved: {_first_line(error)}") from error
         self._say(f"warning: step {step} could not be saved: {_first_line(error)}; training goes on")
-        self._store.close()
-        self._store = self._open()
+        with contextlib.suppress(Exception):  # it says the same again
+            self._store.close()
+        self._store = _store(self._folder / FOLDER, self._config)
 
-    def _put_aside(self, steps: list[int]) -> None:
-        """A step of the same number is to be written again, which Orbax would refuse."""
-        if not steps:
+    def _put_aside(self, whole: int) -> None:
+        """Move what is newer than the step that is whole: it will be written again, which Orbax would refuse.
+
+        That is more than what it lists: it overlooks the remains of a step that it was taking away.
+        """
+        folder, aside = self._folder / FOLDER, self._folder / ASIDE
+        newer = [path for path in folder.iterdir() if path.name.isdigit() and int(path.name) > whole]
+        self._processes.meet()  # everybody has looked
+        if not newer:
             return
-        aside = self._folder / ASIDE
         if self._processes.leads:
             aside.mkdir(exist_ok=True)
-            for step in steps:
-                (self._folder / FOLDER / str(step)).rename(aside / f"{step}.{time.time_ns()}")
+            for path in newer:
+                path.rename(aside / f"{path.name}.{time.time_ns()}")
         self._processes.meet()
         self._store.reload()
-        self._say(f"warning: put aside in {aside}: {', '.join(f'step {step}' for step in steps)}")
+        self._say(f"warning: put aside in {aside}: step {', '.join(sorted(path.name for path in newer))}")
 
 
 def verify(folder: Path) -> Iterator[Verdict]:

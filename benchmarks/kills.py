@@ -1,0 +1,152 @@
+"""Kill the trainer with SIGKILL at random moments and resume it: is what follows bit for bit what was to be?
+
+One run is left alone. Another is killed again and again, while it starts, trains, and saves, and the same command with
+--resume brings it back. Every line that any of its lives wrote into metrics.jsonl is compared with the line of the run
+that was left alone: loss and gradient norm must be equal in every bit.
+
+    scripts/bench kills                  # 100 kills of a small run, a checkpoint at every step
+    scripts/bench kills --kills 10 --keep-every 50
+"""
+
+import argparse
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+SMALL = (
+    *(
+        "--model",
+        "tiny",
+        "--layers",
+        "1",
+        "--schedule",
+        "gpipe",
+        "--pp",
+        "1",
+        "--ep",
+        "1",
+        "--microbatches",
+        "1",
+    ),
+    *("--microbatch-size", "1", "--sequence", "16", "--eval-sequences", "2", "--checkpoint-every", "1"),
+)
+COMPARED = ("loss", "grad_norm")
+
+
+class Trainer:
+    """The command line of one run, whose programs are compiled once for all its lives."""
+
+    def __init__(self, folder: Path, name: str, options: list[str]):
+        self.run = folder / "runs" / name
+        options = [
+            "--data",
+            str(folder / "text.txt"),
+            "--runs",
+            str(folder / "runs"),
+            "--name",
+            name,
+            *options,
+        ]
+        self.command = [sys.executable, "-m", "train", *options]
+        cache = {
+            "JAX_COMPILATION_CACHE_DIR": str(folder / "cache"),
+            "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+        }
+        self.environ = os.environ | cache
+
+    def start(self, log: Path) -> subprocess.Popen:
+        """Begin or go on."""
+        with log.open("ab") as file:
+            return subprocess.Popen([*self.command, "--resume"], env=self.environ, stdout=file, stderr=file)
+
+    def lines(self) -> dict[int, tuple[float, ...]]:
+        """What metrics.jsonl says of each step now; a line that a kill cut off is left out."""
+        file, found = self.run / "metrics.jsonl", {}
+        for line in file.read_text().splitlines() if file.exists() else ():
+            try:
+                record = json.loads(line)
+            except ValueError:
+                break
+            if "loss" in record:
+                found[record["step"]] = tuple(record[name] for name in COMPARED)
+        return found
+
+    def is_saving(self) -> bool:
+        """Whether a checkpoint lies half written."""
+        folder = self.run / "checkpoints"
+        return folder.exists() and any(not path.name.isdigit() for path in folder.iterdir())
+
+
+def live_and_die(trainer: Trainer, log: Path, chance: random.Random, window: float) -> str:
+    """One life, from start to SIGKILL; returns what it was doing."""
+    process, before = trainer.start(log), max(trainer.lines(), default=0)
+    early = chance.random() < 0.15
+    deadline = time.monotonic() + (chance.uniform(0, 15) if early else 600)
+    while time.monotonic() < deadline and process.poll() is None:
+        if max(trainer.lines(), default=0) > before:  # lines beyond the checkpoint went when it resumed
+            break
+        before = min(before, max(trainer.lines(), default=0))
+        time.sleep(0.05)
+    if not early:
+        time.sleep(chance.uniform(0, window))
+    if process.poll() is not None:
+        raise SystemExit(f"the trainer ended by itself with {process.returncode}:\n{log.read_text()[-2000:]}")
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    return "starting" if early else "saving" if trainer.is_saving() else "training"
+
+
+def main() -> None:
+    """Compare the two runs and print the count."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--kills", type=int, default=100)
+    parser.add_argument("--seed", type=int, default=0, help="of the moments")
+    parser.add_argument(
+        "--window", type=float, default=2.0, help="seconds after the first step in which a kill falls"
+    )
+    parser.add_argument("--steps", type=int, default=2000, help="of the run that is left alone")
+    parser.add_argument("--folder", type=Path, default=Path("runs/kills"))
+    given, options = parser.parse_known_args()
+    shutil.rmtree(given.folder, ignore_errors=True)
+    given.folder.mkdir(parents=True)
+    (given.folder / "text.txt").write_text("".join(f"line {n} of {n * n}\n" for n in range(2000)))
+    shared, log = [*SMALL, *options, "--steps", str(given.steps)], given.folder / "log.txt"
+
+    alone = Trainer(given.folder, "alone", [*shared, "--checkpoint-every", str(given.steps)])
+    if (code := alone.start(log).wait()) != 0:
+        raise SystemExit(f"the run that is left alone ended with {code}:\n{log.read_text()[-2000:]}")
+    expected, killed = alone.lines(), Trainer(given.folder, "killed", shared)
+    chance, doing, compared, wrong = random.Random(given.seed), [], 0, []
+    for number in range(given.kills):
+        doing.append(live_and_die(killed, log, chance, given.window))
+        lines = killed.lines()
+        wrong += [(number, step) for step, values in lines.items() if values != expected.get(step)]
+        compared += len(lines)
+        print(f"kill {number + 1}: {doing[-1]}, {len(lines)} steps written, {len(wrong)} differ", flush=True)
+
+    last = killed.start(log)
+    reached = max(killed.lines(), default=0)
+    while max(killed.lines(), default=0) < reached + 5 and last.poll() is None:
+        time.sleep(0.1)
+    last.send_signal(signal.SIGTERM)
+    code, lines = last.wait(), killed.lines()
+    wrong += [(given.kills, step) for step, values in lines.items() if values != expected.get(step)]
+    story = log.read_text()
+    print(
+        f"{given.kills} kills: " + ", ".join(f"{doing.count(what)} while {what}" for what in sorted(set(doing)))
+        + f"; {story.count('is damaged')} damaged steps found, {story.count('put aside')} times put aside\n"
+        f"{compared + len(lines)} lines compared, {len(wrong)} differ; it came to step {max(lines)} and ended "
+        f"on SIGTERM with {code}"
+    )  # fmt: skip
+    if wrong or code != 143:
+        raise SystemExit(f"differing (life, step): {wrong[:20]}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,296 @@
+"""Checkpoints: what comes back, under which layouts, and what happens to what is damaged, foreign or has no room."""
+
+import json
+import resource
+import shutil
+
+import jax
+import numpy as np
+import pytest
+
+import models
+from dualpipe_jax.parallel import EP, make_mesh
+from dualpipe_jax.schedule import dualpipe_v, one_f_one_b
+from train.__main__ import main
+from train.checkpoint import ASIDE, FOLDER, Checkpoints, verify
+from train.config import CheckpointConfig, configure
+from train.errors import CheckpointError
+from train.facts import describe
+from train.processes import Processes
+from train.state import Layout
+from train.step import make_optimizer
+
+OPTIMIZER = make_optimizer(lambda step: 1e-3, clip=1.0, weight_decay=0.1)
+NUMBERS = models.tiny(
+    num_layers=3, num_dense_layers=0, num_experts=4, num_groups=1, top_groups=1, top_k=2, dim=16
+)
+RECORD = {"loss": 2.5}
+
+
+def make_layout(recipe=one_f_one_b, pp=2, ep=2):
+    schedule = recipe(pp, 12)
+    model = models.deepseek(NUMBERS, schedule.placement.num_model_stages, ep_axis=EP)
+    return Layout(model, schedule, make_mesh(pp, ep), OPTIMIZER)
+
+
+@pytest.fixture(scope="module")
+def layout():
+    return make_layout()
+
+
+@pytest.fixture(scope="module")
+def state(layout):
+    """Every value another, at step 3."""
+    flat = {
+        name: np.random.default_rng(len(name)).standard_normal(leaf.shape).astype(leaf.dtype)
+        if leaf.ndim
+        else np.int32(3)
+        for name, leaf in layout.canonical.items()
+    }
+    return layout.from_canonical(flat)
+
+
+class Run:
+    """A run's checkpoints, opened anew for every act, as another process would."""
+
+    def __init__(self, folder, layout, state):
+        self.folder, self.layout, self.state, self.said = folder, layout, state, []
+
+    def open(
+        self,
+        layout=None,
+        keep=3,
+        keep_every=None,
+        every=None,
+        minutes=None,
+        numbers=NUMBERS,
+        corpus="c",
+        **options,
+    ):
+        layout = self.layout if layout is None else layout
+        config = configure(
+            schedule=layout.schedule.name, pp=layout.mesh.shape["pp"], ep=layout.mesh.shape["ep"], **options
+        )
+        facts = describe(config, numbers, corpus, layout.canonical)
+        when = CheckpointConfig(every=every, minutes=minutes, keep=keep, keep_every=keep_every)
+        return Checkpoints(self.folder, when, layout, facts, self.said.append, Processes())
+
+    def save(self, *steps, **options):
+        with self.open(**options) as checkpoints:
+            for step in steps:
+                checkpoints.save(step, self.state, RECORD | {"step": step}, [[1, 2]])
+                checkpoints.finish(step)
+
+    def restore(self, layout=None, **options):
+        with self.open(layout, **options) as checkpoints:
+            return checkpoints.restore()
+
+    def steps(self):
+        return sorted(int(path.name) for path in (self.folder / FOLDER).iterdir())
+
+    def damage(self, step, flip=True):
+        """Flip a bit in the middle of the step's largest file, or take the file away."""
+        files = [path for path in (self.folder / FOLDER / str(step)).rglob("*") if path.is_file()]
+        largest = max(files, key=lambda path: path.stat().st_size)
+        content = bytearray(largest.read_bytes())
+        content[len(content) // 2] ^= 4
+        largest.write_bytes(content) if flip else largest.unlink()
+
+
+@pytest.fixture
+def run(tmp_path, layout, state):
+    return Run(tmp_path, layout, state)
+
+
+def assert_equal(found, layout, state, own):
+    found, expected = own.to_canonical(found), layout.to_canonical(state)
+    assert found.keys() == expected.keys()
+    for name in expected:
+        np.testing.assert_array_equal(found[name], expected[name], err_msg=name)
+
+
+def test_what_is_saved_comes_back(run, layout, state):
+    run.save(3)
+    found = run.restore()
+    assert_equal(found, layout, state, layout)
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(state), strict=True):
+        assert a.sharding.is_equivalent_to(b.sharding, a.ndim)
+    assert run.said == []
+
+
+@pytest.mark.parametrize(("recipe", "pp", "ep"), [(dualpipe_v, 1, 2), (one_f_one_b, 3, 1)])
+def test_it_comes_back_under_another_layout(recipe, pp, ep, run, layout, state):
+    run.save(3)
+    other = make_layout(recipe, pp, ep)
+    assert_equal(run.restore(other), layout, state, other)
+    assert len(run.said) == 1 and "warning: not bit for bit: layout changed, " in run.said[0]
+    assert ("pp 2 -> " in run.said[0] and "ep 2 -> 1" in run.said[0]) or ep == 2
+
+
+def test_nothing_saved_is_no_error(run):
+    assert run.restore() is None
+
+
+def test_saved_arrays_outlive_the_steps_that_follow(run, layout):
+    """The next step takes the state's memory while it is still being written."""
+    expected = {name: np.asarray(leaf).copy() for name, leaf in layout.to_canonical(run.state).items()}
+    state = layout.from_canonical(expected)
+    clear = jax.jit(lambda tree: jax.tree.map(lambda leaf: leaf * 0, tree), donate_argnums=0)
+    with run.open() as checkpoints:
+        checkpoints.save(3, state, RECORD, [])
+        clear(state)
+        checkpoints.finish(3)
+    assert_equal(run.restore(), layout, run.state, layout)
+
+
+def test_the_latest_are_kept_and_every_mth(run):
+    run.save(1, 2, 3, 4, 5, 6, keep=2, keep_every=3)
+    assert run.steps() == [3, 5, 6]
+
+
+def test_when_a_checkpoint_is_due(run, monkeypatch):
+    with run.open(every=3) as checkpoints:
+        assert [step for step in range(1, 8) if checkpoints.due(step)] == [3, 6]
+    clock = [1000.0]
+    monkeypatch.setattr("train.checkpoint.time.monotonic", lambda: clock[0])
+    with run.open(minutes=2.0) as checkpoints:
+        clock[0] += 119
+        assert not checkpoints.due(1)
+        clock[0] += 1
+        assert checkpoints.due(2)
+        checkpoints.save(2, run.state, RECORD, [])
+        assert not checkpoints.due(3)
+        clock[0] += 120
+        assert checkpoints.due(4)
+
+
+@pytest.mark.parametrize("flip", [True, False], ids=["a flipped bit", "a file gone"])
+def test_a_damaged_step_is_put_aside_and_the_one_before_taken(flip, run, layout, state):
+    run.save(2, 3, 4)
+    run.damage(4, flip)
+    run.damage(3, flip)
+    assert [(verdict.step, verdict.problem is None) for verdict in verify(run.folder)] == [
+        (2, True),
+        (3, False),
+        (4, False),
+    ]
+    assert_equal(run.restore(), layout, state, layout)
+    assert [text.partition(":")[0] for text in run.said] == ["warning"] * 3
+    assert all(f"{step} is damaged: " in text for step, text in zip((4, 3), run.said, strict=False))
+    assert run.steps() == [2]
+    assert sorted(path.name.partition(".")[0] for path in (run.folder / ASIDE).iterdir()) == ["3", "4"]
+    run.save(3)  # the run comes there again
+    assert run.steps() == [2, 3]
+    assert run.restore() is not None
+
+
+def test_half_a_step_is_no_step(run, layout, state):
+    """As a kill leaves it while an old step is taken away: any of its files may be gone."""
+    run.save(2, 3)
+    parts = sorted(path.name for path in (run.folder / FOLDER / "3").iterdir())
+    assert len(parts) >= 2
+    for part in parts:
+        again = Run(run.folder.with_name(f"{run.folder.name}-{part}"), layout, state)
+        shutil.copytree(run.folder, again.folder)
+        path = again.folder / FOLDER / "3" / part
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+        with again.open() as checkpoints:
+            assert_equal(checkpoints.restore(), layout, state, layout)
+        again.save(max(again.steps()) + 1)
+
+
+def test_no_whole_step_at_all_is_said(run):
+    run.save(2)
+    run.damage(2)
+    with pytest.raises(
+        CheckpointError, match=r"none of the checkpoints in .* is whole \(steps 2\); begin anew under"
+    ):
+        run.restore()
+    assert run.steps() == [2], "nothing is moved that nothing replaces"
+
+
+FOREIGN = {
+    "seed": (dict(seed=1), "the seed differs: 0 saved, 1 now"),
+    "text": (dict(corpus="d"), "the text .* differs: c saved, d now"),
+    "model": (
+        dict(numbers=models.tiny(num_layers=3)),
+        "the model differs: dim 16 -> 64, num_dense_layers 0 -> 1",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", FOREIGN)
+def test_another_runs_checkpoint_is_refused(case, run):
+    options, message = FOREIGN[case]
+    run.save(3)
+    with pytest.raises(CheckpointError, match=f"is of another run: {message}.*; .*|{message}"):
+        run.restore(**options)
+    assert run.steps() == [3]
+
+
+def test_changed_options_are_said(run):
+    run.save(3)
+    run.restore(steps=500, learning_rate=1e-3, log_every=3)
+    assert run.said == [
+        "warning: options changed: optimizer.steps 250 -> 500, optimizer.learning_rate 0.004 -> 0.001"
+    ]
+
+
+def test_a_full_disk_costs_a_checkpoint_and_not_the_run(run, layout, state):
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    with run.open() as checkpoints:
+        checkpoints.save(1, state, RECORD, [])
+        checkpoints.finish(1)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, hard))  # no file may grow beyond
+        try:
+            checkpoints.save(2, state, RECORD, [])
+            with pytest.raises(
+                CheckpointError, match="step 2 could not be saved, .* newest that was is step 1. With room"
+            ):
+                checkpoints.finish(2)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        assert len(run.said) == 1
+        assert run.said[0].startswith("warning: step 2 could not be saved: ")
+        assert run.said[0].endswith("; training goes on")
+        checkpoints.save(3, state, RECORD, [])
+        checkpoints.finish(3)
+    assert_equal(run.restore(), layout, state, layout)
+    assert run.steps() == [1, 3]
+
+
+def test_a_folder_that_cannot_be_written_is_named(run):
+    (run.folder / FOLDER).write_text("in the way")
+    with pytest.raises(CheckpointError, match=f"cannot write into .*{FOLDER}: File exists"):
+        run.open()
+
+
+def test_the_facts_are_all_that_matters(run):
+    run.save(3)
+    (verdict,) = verify(run.folder)
+    facts = verdict.facts
+    json.dumps(facts)
+    assert facts["step"] == 3 and facts["metrics"]["loss"] == 2.5 and facts["load"] == [[1, 2]]
+    assert facts["layout"] == {"schedule": "one_f_one_b", "pp": 2, "ep": 2, "processes": 1}
+    assert (
+        facts["options"]["optimizer"]["steps"] == 250 and facts["seed"] == 0 and facts["tokenizer"] == "bytes"
+    )
+    assert facts["versions"]["jax"] == jax.__version__
+
+
+def test_check_says_which_are_whole(run, capsys):
+    run.save(2, 3)
+    run.damage(2)
+    assert main(["--check", str(run.folder)]) == 1
+    said = capsys.readouterr().out.splitlines()
+    assert said[0].startswith("step 2: damaged: ") and said[1].startswith("step 3: whole, ")
+    shutil.rmtree(run.folder / FOLDER / "2")
+    assert main(["--check", str(run.folder)]) == 0
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_check_wants_a_run(inside, tmp_path, capsys):
+    if inside:
+        (tmp_path / FOLDER).mkdir()
+    assert main(["--check", str(tmp_path)]) == 1
+    assert ("no whole step in" if inside else "no checkpoints there") in capsys.readouterr().err
