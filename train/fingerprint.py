@@ -1,8 +1,6 @@
 """A checksum of arrays that no mesh changes: computed where they lie, in one pass, before and after the disk."""
 
-import functools
 import math
-from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
