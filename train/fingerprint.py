@@ -1,6 +1,8 @@
 """A checksum of arrays that no mesh changes: computed where they lie, in one pass, before and after the disk."""
 
+import functools
 import math
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -35,7 +37,8 @@ def fingerprints(arrays: dict[str, jax.Array]) -> dict[str, int]:
     return {name: int(value) for name, value in jax.device_get(found).items()}
 
 
-def _program(everywhere: NamedSharding | None):
+@functools.cache
+def _program(everywhere: NamedSharding | None) -> Callable[[dict[str, jax.Array]], dict[str, jax.Array]]:
     return jax.jit(lambda tree: jax.tree.map(fingerprint, tree), out_shardings=everywhere)
 
 

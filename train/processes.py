@@ -23,7 +23,7 @@ from train.pulse import Pulse
 
 Index = tuple[slice, ...] | None
 Rows = tuple[slice, slice]
-Batch = TypeVar("Batch", bound=tuple)  # a NamedTuple of arrays
+Batch = TypeVar("Batch")
 Json = TypeVar("Json")
 
 VERSIONS = ("jax", "jaxlib", "numpy", "optax", "flax", "orbax-checkpoint")
@@ -191,30 +191,34 @@ def differences(found: list[dict[str, str]]) -> list[str]:
     return lines
 
 
-def share_out(draw: Callable[[Rows], Batch], shape: tuple[int, ...], sharding: Sharding) -> Batch:
+def share_out(draw: Callable[[Rows], Batch], num_rows: tuple[int, int], sharding: Sharding) -> Batch:
     """A batch of global arrays of which each process draws only what its devices hold.
 
     Args:
-      draw: ``draw((microbatches, rows))`` is those parts of the batch, a NamedTuple of arrays.
-      shape: of each global array; the first two dims may be sharded.
-      sharding: where it lies.
+      draw: ``draw((microbatches, rows))`` is those parts of the batch, a tree of NumPy arrays whose first two dims
+        are microbatches and the rows of each.
+      num_rows: (microbatches, rows of each) of the whole batch.
+      sharding: of the first two dims.
     """
-    places = sharding.addressable_devices_indices_map(shape)
-    held = {_bounds(index, shape) for index in places.values()}
+    places = sharding.addressable_devices_indices_map(num_rows)
+    held = {_bounds(index, num_rows) for index in places.values()}
     parts = {bounds: draw((slice(*bounds[0]), slice(*bounds[1]))) for bounds in held}
+    leaves = {bounds: jax.tree.leaves(part) for bounds, part in parts.items()}
+    first, treedef = jax.tree.flatten(next(iter(parts.values())))
 
-    def field(number: int) -> jax.Array:
-        return jax.make_array_from_callback(
-            shape, sharding, lambda index: parts[_bounds(index, shape)][number]
-        )
+    def whole(number: int) -> jax.Array:
+        def part(index: Index) -> np.ndarray:
+            return leaves[_bounds(index, num_rows)][number]
 
-    first = next(iter(parts.values()))
-    return type(first)(*(field(number) for number in range(len(first))))
+        shape = (*num_rows, *first[number].shape[2:])
+        return jax.make_array_from_callback(shape, sharding, part)
+
+    return jax.tree.unflatten(treedef, [whole(number) for number in range(len(first))])
 
 
-def _bounds(index: Index, shape: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
+def _bounds(index: Index, num_rows: tuple[int, int]) -> tuple[tuple[int, ...], ...]:
     assert index is not None  # every device of a process that is asked holds a part
-    return tuple(part.indices(size)[:2] for part, size in zip(index, shape, strict=True))
+    return tuple(part.indices(size)[:2] for part, size in zip(index[:2], num_rows, strict=True))
 
 
 def _version(package: str) -> str:

@@ -58,7 +58,9 @@ class Run:
         def draw(rows: Rows) -> Batch:
             return draw_batch(self.corpus.train, config.seed, step, config.batch_shape, rows)
 
-        return share_out(draw, config.batch_shape, NamedSharding(self.layout.mesh, PartitionSpec(None, EP)))
+        return share_out(
+            draw, config.batch_shape[:2], NamedSharding(self.layout.mesh, PartitionSpec(None, EP))
+        )
 
 
 def prepare(config: TrainConfig) -> Run:

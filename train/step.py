@@ -117,4 +117,4 @@ def max_violation(counts: jax.Array) -> jax.Array:
     loads = counts.astype(jnp.float32)
     filled = jnp.sum(loads, axis=-1) > 0
     excess = jnp.max(loads, axis=-1) / jnp.where(filled, jnp.mean(loads, axis=-1), 1.0) - 1.0
-    return jnp.sum(jnp.where(filled, excess, 0.0)) / jnp.maximum(jnp.sum(filled), 1)
+    return jnp.sum(jnp.where(filled, excess, 0.0)) / jnp.maximum(jnp.sum(filled.astype(jnp.float32)), 1.0)

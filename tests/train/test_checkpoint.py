@@ -164,6 +164,9 @@ def test_when_a_checkpoint_is_due(run, monkeypatch):
         assert checkpoints.due(4)
 
 
+@pytest.mark.filterwarnings(
+    "ignore::pytest.PytestUnraisableExceptionWarning"
+)  # Orbax's readers of a file that is gone
 @pytest.mark.parametrize("flip", [True, False], ids=["a flipped bit", "a file gone"])
 def test_a_damaged_step_is_put_aside_and_the_one_before_taken(flip, run, layout, state):
     run.save(2, 3, 4)

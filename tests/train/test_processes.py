@@ -28,7 +28,7 @@ def test_only_what_devices_hold_is_drawn():
         whole = np.arange(60, dtype=np.int32).reshape(SHAPE)
         return Batch(whole[rows], -whole[rows])
 
-    batch = share_out(draw, SHAPE, NamedSharding(mesh, PartitionSpec(None, "ep")))
+    batch = share_out(draw, SHAPE[:2], NamedSharding(mesh, PartitionSpec(None, "ep")))
     assert sorted(rows[1].start for rows in drawn) == [
         0,
         1,
@@ -117,7 +117,7 @@ def draw(rows):
     drawn.append([rows[1].start, rows[1].stop])
     whole = np.arange(24, dtype=np.int32).reshape(2, 4, 3)
     return Batch(whole[rows], whole[rows])
-batch = share_out(draw, (2, 4, 3), NamedSharding(mesh, PartitionSpec(None, "ep")))
+batch = share_out(draw, (2, 4), NamedSharding(mesh, PartitionSpec(None, "ep")))
 total = jax.jit(lambda x: x.sum(), out_shardings=NamedSharding(mesh, PartitionSpec()))
 told["drawn"], told["sum"] = drawn, int(total(batch.inputs))
 told["decided"] = [processes.decide(process == 0), processes.decide(process == 1)]

@@ -1,8 +1,11 @@
 """A run from the command line to its files."""
 
 import json
+import shutil
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -77,3 +80,65 @@ def test_every_schedule_is_on_offer():
     one_pipe = {"gpipe", "one_f_one_b", "interleaved_1f1b", "looped_bfs", "hanayo", "dualpipe_v"}
     split = {"zb_h1", "zb_h2", "interleaved_zero_bubble", "zb_v", "v_half", "v_min"}
     assert set(SCHEDULES) == one_pipe | split | {"chimera", "dualpipe"}
+
+
+def compared(folder, name):
+    """Loss and gradient norm of each step, as they stand in the file."""
+    lines = map(json.loads, (folder / "runs" / name / "metrics.jsonl").read_text().splitlines())
+    return {line["step"]: (line["loss"], line["grad_norm"]) for line in lines if "loss" in line}
+
+
+@pytest.mark.slow
+def test_a_run_that_was_stopped_goes_on_bit_for_bit(finished):
+    """Killed after its first steps, wherever that is; then told to stop; then to its end."""
+    folder, _ = finished
+    options = (*SHORT[:-1], "stopped", "--data", "train/text.txt", "--steps", "40", "--checkpoint-every", "1")
+    alone = train(folder, *options[:-2], "--name", "alone", "--checkpoint-minutes", "60")
+    assert alone.returncode == 0, alone.stderr
+    expected = compared(folder, "alone")
+    for number in (signal.SIGKILL, signal.SIGTERM):
+        process = subprocess.Popen(
+            [sys.executable, "-P", "-m", "train", *options, "--resume"],
+            cwd=folder,
+            env={"PATH": "/usr/bin:/bin", "HOME": str(folder), "PYTHONPATH": str(ROOT)},
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        metrics, begun = folder / "runs" / "stopped" / "metrics.jsonl", 0
+        while process.poll() is None and begun < 3:
+            time.sleep(0.05)
+            begun = metrics.read_text().count('"loss"') if metrics.exists() else 0
+        process.send_signal(number)
+        said = process.communicate(timeout=300)[1]
+        assert process.returncode == (-9 if number == signal.SIGKILL else 143)
+        found = compared(folder, "stopped") if number == signal.SIGTERM else {}
+        assert found.items() <= expected.items()
+    assert "SIGTERM: saved at step" in said
+    ended = train(folder, *options, "--resume")
+    assert ended.returncode == 0 and "resuming from step" in ended.stdout
+    assert compared(folder, "stopped") == expected
+
+
+LAYOUTS = (("--schedule", "zb_v", "--pp", "1", "--ep", "2"), ("--schedule", "gpipe", "--ep", "1"))
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_under_another_layout(finished):
+    """Three steps under DualPipe on 2 x 2, then three under another layout: those that it would have made."""
+    folder, _ = finished
+    base = (*SHORT, "--data", "train/text.txt", "--name", "base", "--steps", "6", "--checkpoint-every", "3")
+    assert train(folder, *base).returncode == 0
+    expected = compared(folder, "base")
+    for number, layout in enumerate(LAYOUTS):
+        copy = folder / "runs" / f"copy{number}"
+        shutil.copytree(folder / "runs" / "base", copy)
+        shutil.rmtree(copy / "checkpoints" / "6")
+        resumed = train(folder, "--name", copy.name, "--resume", *layout)
+        assert resumed.returncode == 0, resumed.stderr
+        assert "warning: not bit for bit: layout changed" in resumed.stdout
+        assert "resuming from step 3" in resumed.stdout
+        found = compared(folder, copy.name)
+        assert found.keys() == expected.keys()
+        assert found[4][0] == pytest.approx(expected[4][0], abs=2e-6), "the same parameters"
+        for step in (5, 6):
+            assert found[step][0] == pytest.approx(expected[step][0], abs=1e-4)

@@ -55,6 +55,9 @@ def test_the_canonical_form_is_the_models_own_layers_in_order(name, layouts):
         expected = value[0] if key.startswith("stages/") else value
         np.testing.assert_allclose(flat[f"params/{key}"], expected, rtol=1e-6, atol=1e-8, err_msg=key)
     assert {key.partition("/")[0] for key in flat} == {"step", "count", "params", "mu", "nu"}
+    for key, leaf in flat.items():
+        if key.startswith("params/") and leaf.size >= 256 and "norm" not in key and "bias" not in key:
+            assert np.std(leaf) == pytest.approx(NUMBERS.init_std, rel=0.2), key
 
 
 def check_lies(real, described):

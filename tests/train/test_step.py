@@ -153,8 +153,65 @@ def test_the_learning_rate_warms_up_and_comes_down():
     assert float(warmup_cosine(1.0, 1, 10)(0)) == pytest.approx(0.1)  # the last step, too
 
 
+def adamw_by_hand(params, gradients, rates, clip=1.0, decay=0.1, b1=0.9, b2=0.95, eps=1e-8):
+    """Clipped AdamW in float64 (Loshchilov and Hutter, arXiv:1711.05101), a list of gradients' dicts after another."""
+    params = {name: np.asarray(value, np.float64) for name, value in params.items()}
+    mu, nu = ({name: np.zeros_like(value) for name, value in params.items()} for _ in range(2))
+    for count, rate in enumerate(rates, start=1):
+        grads = gradients(params)
+        norm = np.sqrt(sum(np.sum(g**2) for g in grads.values()))
+        for name, g in grads.items():
+            g = g * min(1.0, clip / norm)
+            mu[name] = b1 * mu[name] + (1 - b1) * g
+            nu[name] = b2 * nu[name] + (1 - b2) * g**2
+            step = mu[name] / (1 - b1**count) / (np.sqrt(nu[name] / (1 - b2**count)) + eps)
+            params[name] = params[name] - rate * (step + (0 if "norm" in name else decay) * params[name])
+    return params
+
+
+def named(tree):
+    """Trainable leaves by name."""
+    return {
+        jax.tree_util.keystr(path): leaf
+        for path, leaf in jax.tree_util.tree_leaves_with_path(trainable(tree))
+    }
+
+
+def test_three_steps_move_every_leaf_as_adamw_by_hand_does(model, batch):
+    rates = [0.02, 0.05, 0.01]
+    optimizer = make_optimizer(lambda count: jnp.asarray(rates)[count], clip=1.0, weight_decay=0.1)
+    value_and_grad = sequential_value_and_grad(model.functions(), has_aux=True)
+    began = model.init(jax.random.key(0))
+    state = init_state(replicated(model.init(jax.random.key(0))), optimizer)
+    update = make_update(value_and_grad, optimizer, 0.0, state)
+    for _ in rates:
+        state, _ = update(state, *batch)
+
+    compiled = jax.jit(value_and_grad)
+
+    def gradients(now):
+        leaves = {name: jnp.asarray(value, jnp.float32) for name, value in now.items()}
+        treedef = jax.tree.structure(trainable(began))
+        params = with_trainable(began, jax.tree.unflatten(treedef, leaves.values()))
+        return {name: np.asarray(g, np.float64) for name, g in named(compiled(params, *batch)[1]).items()}
+
+    expected, found = adamw_by_hand(named(began), gradients, rates), named(state.params)
+    assert len(expected) == 4
+    for name, value in expected.items():
+        moved = np.abs(value - np.asarray(named(began)[name])).max()
+        assert moved > 0.02, f"{name} has hardly moved, so nothing is compared"
+        np.testing.assert_allclose(found[name], value, rtol=0, atol=2e-4 * moved, err_msg=name)
+
+
 def test_max_violation_is_zero_in_balance():
     assert float(max_violation(jnp.array([[[4, 4]], [[8, 0]]], jnp.int32))) == 0.5
+
+
+def test_empty_places_are_no_layers():
+    """Loads 6 2, 1 7, 4 4 of three layers in four places: 1/2, 3/4 and 0."""
+    counts = jnp.array([[[6, 2], [1, 7]], [[4, 4], [0, 0]]], jnp.int32)
+    assert float(max_violation(counts)) == pytest.approx((0.5 + 0.75 + 0) / 3)
+    assert float(max_violation(jnp.zeros((2, 2, 2), jnp.int32))) == 0
 
 
 def test_updates_reuse_memory_and_compile_once(model, batch):

@@ -1,0 +1,142 @@
+"""Apply each edit of tests/mutants.toml to a copy of the tree and run the tests that should notice.
+
+An edit that no test notices survives: then a test is missing. Before that the same tests run without any edit, for a
+test that fails anyway notices nothing.
+
+    scripts/mutants                      # all of them
+    scripts/mutants adamw clip           # those whose name has one of these words
+    scripts/mutants --part 3/20          # every twentieth, from the third on
+    scripts/mutants --list
+"""
+
+import argparse
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+import tomllib
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).resolve().parent.parent
+LIST = ROOT / "tests" / "mutants.toml"
+COPIED = ("dualpipe_jax", "models", "train", "tests", "scripts", "pyproject.toml")
+
+
+class Mutant(NamedTuple):
+    """One edit: in ``file`` the text ``find``, which stands there once, becomes ``put``; ``tests`` are pytest's."""
+
+    name: str
+    file: str
+    find: str
+    put: str
+    tests: str
+
+
+def read() -> list[Mutant]:
+    """All mutants; the tests of a group are those of each in it that names no others."""
+    found = []
+    for group in tomllib.loads(LIST.read_text())["group"]:
+        for mutant in group["mutant"]:
+            found.append(Mutant(**({"file": group.get("file"), "tests": group.get("tests")} | mutant)))
+    names = [mutant.name for mutant in found]
+    if len(set(names)) != len(names):
+        raise SystemExit(
+            f"{LIST}: a name stands there twice: {sorted(n for n in names if names.count(n) > 1)}"
+        )
+    return found
+
+
+def stale(mutant: Mutant) -> str | None:
+    """Why an edit cannot be made any more, None if it can."""
+    path = ROOT / mutant.file
+    count = path.read_text().count(mutant.find) if path.exists() else 0
+    return None if count == 1 else f"{mutant.file} has {mutant.find!r} {count} times, must have it once"
+
+
+def run_tests(tree: Path, tests: str) -> int:
+    """Pytest's exit code: 0 all passed, 1 some failed."""
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-x",
+        "-q",
+        "-n",
+        "0",
+        "--no-header",
+        "--tb=no",
+        *shlex.split(tests),
+    ]
+    environ = os.environ | {"PYTHONPATH": str(tree), "PYTHONDONTWRITEBYTECODE": "1"}
+    environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")  # compiled once, run once
+    done = subprocess.run(
+        command, cwd=tree, env=environ, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
+    return done.returncode
+
+
+def try_one(mutant: Mutant, tree: Path, sound: dict[str, int]) -> str:
+    """What became of an edit: "caught", "SURVIVED", or why nothing can be said."""
+    if problem := stale(mutant):
+        return f"STALE: {problem}"
+    if mutant.tests not in sound:
+        sound[mutant.tests] = run_tests(tree, mutant.tests)
+    if sound[mutant.tests] != 0:
+        return f"BROKEN: without the edit {mutant.tests} ends with {sound[mutant.tests]}"
+    path = tree / mutant.file
+    text = path.read_text()
+    path.write_text(text.replace(mutant.find, mutant.put))
+    try:
+        code = run_tests(tree, mutant.tests)
+    finally:
+        path.write_text(text)
+    return {0: "SURVIVED", 1: "caught", 2: "caught"}.get(code, f"BROKEN: pytest ended with {code}")
+
+
+def choose(mutants: list[Mutant], words: list[str], part: str | None) -> list[Mutant]:
+    """Those that the command line asks for."""
+    chosen = [m for m in mutants if not words or any(word in m.name for word in words)]
+    if part is None:
+        return chosen
+    first, step = map(int, part.split("/"))
+    return chosen[first - 1 :: step]
+
+
+def main() -> int:
+    """Try them; 1 unless all were caught."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("words", nargs="*", help="parts of names; all mutants if left out")
+    parser.add_argument("--part", help="K/N: every Nth, from the Kth on")
+    parser.add_argument(
+        "--list", action="store_true", help="names, and edits that do not fit the code any more"
+    )
+    given = parser.parse_args()
+    mutants = choose(read(), given.words, given.part)
+    if given.list:
+        problems = [(m.name, stale(m)) for m in mutants]
+        print("\n".join(f"{name}{f'  STALE: {problem}' if problem else ''}" for name, problem in problems))
+        return int(any(problem for _, problem in problems))
+    bad, sound = [], {}
+    with tempfile.TemporaryDirectory(prefix="mutants") as folder:
+        tree = Path(folder)
+        for name in COPIED:
+            source = ROOT / name
+            if source.is_dir():
+                shutil.copytree(source, tree / name, ignore=shutil.ignore_patterns("__pycache__"))
+            else:
+                shutil.copy(source, tree / name)
+        for mutant in mutants:
+            began = time.monotonic()
+            told = try_one(mutant, tree, sound)
+            bad += [mutant.name] if told != "caught" else []
+            print(f"{mutant.name}: {told} ({time.monotonic() - began:.0f} s)", flush=True)
+    print(f"{len(mutants) - len(bad)} of {len(mutants)} caught" + (f"; not: {', '.join(bad)}" if bad else ""))
+    return int(bool(bad))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

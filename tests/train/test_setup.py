@@ -1,0 +1,168 @@
+"""Wiring: every option reaches what it is for, batches come from the text to train on, evaluation from the other."""
+
+import functools
+import io
+import types
+
+import jax
+import numpy as np
+import pytest
+from rich.console import Console
+
+import models
+from dualpipe_jax.parallel import make_mesh
+from dualpipe_jax.schedule import gpipe, limit_stash, zb_h1
+from train import loop, model, setup
+from train.config import configure
+from train.data import Corpus, draw_batch, even_batches
+from train.evaluate import make_evaluate
+from train.metrics import MetricsFile
+from train.processes import Processes
+
+OTHER = configure(
+    pp=2, ep=1, microbatches=4, microbatch_size=2, sequence=24, schedule="zb_h1", max_stash=1, model="tiny", layers=2,
+    precision="bfloat16", dispatch="capacity", capacity_factor=1.5, remat="all", attention="plain", matmul="ragged",
+    steps=77, learning_rate=3e-3, warmup=7, weight_decay=0.03, clip=0.7, bias_rate=0.02, shard_optimizer=True, seed=9,
+    eval_sequences=11,
+)  # fmt: skip
+"""No option has its default."""
+
+
+@pytest.fixture(scope="module")
+def spied():
+    """What ``prepare`` gave to whom, for options that are all other than the default."""
+    seen, patch = {}, pytest.MonkeyPatch()
+
+    def spy(module, name):
+        real = getattr(module, name)
+
+        def call(*args, **kwargs):
+            result = real(*args, **kwargs)
+            seen.setdefault(name, []).append((args, kwargs, result))
+            return result
+
+        patch.setattr(module, name, call)
+
+    for name in (
+        "make_optimizer",
+        "warmup_cosine",
+        "make_update",
+        "make_evaluate",
+        "pipeline_value_and_grad",
+        "Layout",
+    ):
+        spy(setup, name)
+    spy(model.models, "deepseek")
+    run = setup.prepare(OTHER)
+    patch.undo()
+    return run, seen
+
+
+def test_the_optimizer_gets_its_options(spied):
+    _, seen = spied
+    ((args, kwargs, _),) = seen["make_optimizer"]
+    rate = seen["warmup_cosine"][0]
+    assert rate[0] == (3e-3, 77, 7)
+    assert args == (rate[2],) and kwargs == {"clip": 0.7, "weight_decay": 0.03}
+
+
+def test_the_update_gets_gradients_optimizer_and_bias_rate(spied):
+    run, seen = spied
+    ((args, _, update),) = seen["make_update"]
+    assert args[0] is seen["pipeline_value_and_grad"][0][2]
+    assert args[1] is seen["make_optimizer"][0][2] and args[2] == 0.02
+    assert run.update is update
+
+
+def test_the_schedule_is_the_one_asked_for(spied):
+    run, seen = spied
+    assert run.schedule == limit_stash(zb_h1(2, 4), 1) != zb_h1(2, 4)
+    args, kwargs, _ = seen["pipeline_value_and_grad"][0]
+    assert args[1] == run.schedule and dict(args[2].shape) == {"pp": 2, "ep": 1} and kwargs["has_aux"]
+
+
+def test_the_model_is_the_one_asked_for(spied):
+    _, seen = spied
+    (args, kwargs, trained), (_, judging, judged) = seen["deepseek"]
+    numbers = args[0]
+    assert numbers == models.tiny(num_layers=3, compute_dtype=np.dtype(jax.numpy.bfloat16))
+    assert args[1] == 2 and kwargs["ep_axis"] == "ep"
+    assert (kwargs["dispatch"], kwargs["capacity_factor"]) == ("capacity", 1.5)
+    assert kwargs["remat"] is jax.checkpoint_policies.nothing_saveable
+    assert kwargs["kernels"] == models.Kernels("plain", "ragged")
+    assert (judging["dispatch"], judging["capacity_factor"]) == ("dropless", None)
+    assert seen["make_evaluate"][0][0][0] is judged
+    assert seen["Layout"][0][0][0] is trained and seen["Layout"][0][0][4] is True
+
+
+def test_evaluation_reads_what_training_does_not(spied):
+    run, seen = spied
+    args, _, evaluate = seen["make_evaluate"][0]
+    assert args[3] is run.corpus.heldout and args[4:] == (11, (4, 2, 24))
+    assert run.evaluate is evaluate
+
+
+@pytest.mark.parametrize(
+    ("options", "factor"),
+    [({}, None), ({"dispatch": "capacity"}, 2.0), ({"dispatch": "dropless", "capacity_factor": 3.0}, 3.0)],
+)
+def test_room_for_tokens(options, factor):
+    config = configure(**options)
+    assert model.room(config) == factor
+    said = model.describe_dispatch(config)
+    assert ("dropped" in said) == (factor is not None) and (factor is None or f"{factor:g} x" in said)
+
+
+def test_the_loop_draws_every_steps_own_batch_from_the_text_to_train_on(tmp_path):
+    config = configure(pp=1, ep=1, microbatches=2, microbatch_size=1, sequence=4, steps=4, seed=5, name="x")
+    corpus, drawn = Corpus(np.arange(100, dtype=np.uint8), np.arange(100, 200, dtype=np.uint8), 1), []
+
+    def update(state, inputs, targets):
+        drawn.append((inputs, targets))
+        metrics = {"loss": 1.0, "grad_norm": 1.0, "max_vio": 0.0, "dropped": 0, "counts": [[[1]]]}
+        return state._replace(step=state.step + 1), {
+            name: np.asarray(value) for name, value in metrics.items()
+        }
+
+    checkpoints = types.SimpleNamespace(
+        due=lambda step: False, save=lambda *_: None, finish=lambda step: None, seconds=0.0
+    )
+    run = types.SimpleNamespace(config=config, corpus=corpus, update=update, learning_rate=lambda step: 0.1)
+    run.layout = types.SimpleNamespace(mesh=make_mesh(1, 1))
+    run.batch = functools.partial(setup.Run.batch, run)
+    state = models_state(step=1)
+    with MetricsFile(tmp_path / "m.jsonl") as file:
+        loop.train(run, state, file, Console(file=io.StringIO()), checkpoints, Processes())
+    assert len(drawn) == 3, "the first step was done before"
+    for step, (inputs, targets) in enumerate(drawn, start=1):
+        expected = draw_batch(corpus.train, 5, step, config.batch_shape)
+        np.testing.assert_array_equal(inputs, expected.inputs)
+        np.testing.assert_array_equal(targets, expected.targets)
+
+
+def models_state(step):
+    from train.state import TrainState
+
+    return TrainState(step, None, None)
+
+
+EVALUATED = models.tiny(num_layers=3, dim=16, num_experts=4, num_groups=1, top_groups=1, top_k=2, vocab=64)
+
+
+@pytest.mark.parametrize(("pp", "ep", "shape"), [(2, 2, (4, 2, 8)), (1, 1, (1, 3, 8))])
+def test_the_held_out_loss_is_the_plain_models_whatever_the_layout(pp, ep, shape):
+    """Seven windows, which fill no batch; the oracle is the model in one piece, without a mesh."""
+    tokens = np.random.default_rng(0).integers(0, 64, 300).astype(np.uint8)
+    built = models.deepseek(EVALUATED, pp, ep_axis="ep")
+    params = built.init(jax.random.key(1))
+    found = make_evaluate(built, gpipe(pp, shape[0]), make_mesh(pp, ep), tokens, 7, shape)(params)
+
+    plain = models.deepseek(EVALUATED, 1)
+    whole = plain.init(jax.random.key(1))
+    ((batch, _),) = even_batches(tokens, 7, (1, 7, 8))
+    x, _ = plain.functions.stage(
+        jax.tree.map(lambda leaf: leaf[0], whole["stages"]),
+        plain.functions.embed(whole["embed"], batch.inputs[0]),
+    )
+    expected = plain.functions.head_loss(whole["head"], x, batch.targets[0])
+    assert found == pytest.approx(float(expected), abs=2e-6)
