@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 from train.config import configure
-from train.supervise import Told, free_port, keep_going, run_once, smaller
+from train.supervise import free_port, keep_going, smaller
+from train.watch import Told, run_once
 
 WORKER = Path(__file__).with_name("toy_worker.py")
 SOON_S = 30
@@ -165,7 +166,8 @@ from pathlib import Path
 sys.path.insert(0, sys.argv[1])
 from test_supervise import commands
 from train.config import configure
-from train.supervise import Told, keep_going
+from train.supervise import keep_going
+from train.watch import Told
 folder = Path(sys.argv[2])
 with Told() as told:
     line = commands(folder, {"fault": None, "process": 0, "step": 0, "pause": 0.5})
