@@ -14,11 +14,12 @@ from typing import Any, Self
 from train.errors import DIVERGED
 from train.pulse import WATCHER
 
-SILENT_S = 10.0
-"""A process gives a sign of life every second; after so many without one it is stopped, or dead without a trace."""
+SILENT_S = 15.0
+"""A process gives a sign of life every second; after so many without one it counts as stopped, if the system says so or
+cannot tell. One that is not stopped may have come to nothing for as long on a machine with too much to do."""
 
 STARTING_S = 180.0
-"""How long the first sign may take: Python and its imports, on a machine where many start at once."""
+"""How long a sign of a process that is not stopped may take: Python imports and traces, where many do the same."""
 
 GRACE_S = 3.0
 """How long the others may take to say what they noticed, once one has failed."""
@@ -60,7 +61,19 @@ class Worker:
     def silent(self) -> float | None:
         """For how many seconds it has been silent, where that is too long for a process that runs."""
         seconds = time.monotonic() - self.heard
-        return seconds if seconds > (SILENT_S if self.doing else STARTING_S) else None
+        return (
+            seconds
+            if seconds > SILENT_S and (seconds > STARTING_S or self.is_stopped() is not False)
+            else None
+        )
+
+    def is_stopped(self) -> bool | None:
+        """Whether the system says that it is stopped; None where it cannot tell."""
+        try:
+            state = Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(") ")[2][:1]
+        except OSError:
+            return None
+        return state in "Tt"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -167,7 +180,8 @@ def _watch(workers: Sequence[Worker], told: Told) -> Outcome:
                 return Outcome(
                     told.code or None,
                     "; ".join(
-                        f"process {worker.id} gave no sign of life for {worker.silent():.0f} s{_state(worker)}, last "
+                        f"process {worker.id} gave no sign of life for {worker.silent():.0f} s"
+                        f"{' (it is stopped)' if worker.is_stopped() else ''}, last "
                         f"in {worker.doing or 'its start'}"
                         for worker in silent
                     ),
@@ -239,15 +253,6 @@ def _how(code: int | None) -> str:
     if code < 0:
         return f"died of {signal.Signals(-code).name}"
     return f"ended with code {code}" if code else "ended well"
-
-
-def _state(worker: Worker) -> str:
-    """Whether it is stopped, where the system tells."""
-    try:
-        state = Path(f"/proc/{worker.process.pid}/stat").read_text().rpartition(") ")[2][:1]
-    except OSError:
-        return ""
-    return " (it is stopped)" if state in "Tt" else ""
 
 
 def _signal(workers: Sequence[Worker], number: signal.Signals) -> None:
