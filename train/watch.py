@@ -180,7 +180,7 @@ def _watch(workers: Sequence[Worker], told: Told) -> Outcome:
                 return Outcome(
                     told.code or None,
                     "; ".join(
-                        f"process {worker.id} gave no sign of life for {worker.silent():.0f} s"
+                        f"process {worker.id} gave no sign of life for {time.monotonic() - worker.heard:.0f} s"
                         f"{' (it is stopped)' if worker.is_stopped() else ''}, last "
                         f"in {worker.doing or 'its start'}"
                         for worker in silent
