@@ -16,7 +16,7 @@ from pathlib import Path
 from train.config import ConfigError, TrainConfig, make_schedule, set_devices
 from train.folder import find, unnamed
 from train.options import plain
-from train.watch import Told, run_once
+from train.watcher import Told, run_once
 
 
 class Story:

@@ -13,7 +13,7 @@ import pytest
 
 from train.config import configure
 from train.supervise import free_port, keep_going, smaller
-from train.watch import Told, run_once
+from train.watcher import Told, run_once
 
 WORKER = Path(__file__).with_name("toy_worker.py")
 SOON_S = 30
@@ -167,7 +167,7 @@ sys.path.insert(0, sys.argv[1])
 from test_supervise import commands
 from train.config import configure
 from train.supervise import keep_going
-from train.watch import Told
+from train.watcher import Told
 folder = Path(sys.argv[2])
 with Told() as told:
     line = commands(folder, {"fault": None, "process": 0, "step": 0, "pause": 0.5})
