@@ -9,15 +9,22 @@ from typing import Any
 _ROOM_OF = {
     name: "dualpipe_jax.engine"
     for name in (
+        "At",
+        "Out",
+        "Pipeline",
         "PipelineModel",
         "PlacedStages",
+        "StagedModel",
         "pipeline_apply",
         "pipeline_loss",
         "pipeline_units",
         "pipeline_value_and_grad",
         "place_stages",
+        "reference_loss",
+        "reference_value_and_grad",
         "sequential_loss",
         "sequential_value_and_grad",
+        "staged",
         "unplace_stages",
     )
 } | {

@@ -244,6 +244,34 @@ def test_what_cannot_be_done_is_one_clear_message(capsys, arguments, message):
     assert message in refused(capsys, 2, *arguments)
 
 
+def test_costs_from_a_file_are_those_on_the_line(capsys, tmp_path):
+    file = tmp_path / "costs.json"
+    file.write_text('{"F": 2, "I": 1.5, "W": 1, "last": [0.5, 0, 0], "unit": "ms", "measured": {}}')
+    line = ["--F", "2", "--I", "1.5", "--last", "0.5", "0", "0"]
+    assert printed(capsys, "compare", *SMALL, "--costs", str(file)) == printed(
+        capsys, "compare", *SMALL, *line
+    )
+    wins = printed(capsys, "compare", *SMALL, "--costs", str(file), "--F", "3", "--FB", "5")
+    assert wins == printed(capsys, "compare", *SMALL, *line, "--F", "3", "--FB", "5")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (None, "cannot read it: [Errno 2] No such file"),
+        ("{", "cannot read it: Expecting property name"),
+        ('{"F": 1, "I": 1}', "wants an object with F, I, W"),
+        ('{"F": 1, "I": 1, "W": "1"}', "W is '1', must be a number"),
+        ('{"F": 1, "I": 1, "W": 1, "first": [1, 2]}', "first is [1, 2], must be three numbers"),
+    ],
+)
+def test_a_file_that_holds_no_costs(capsys, tmp_path, text, message):
+    file = tmp_path / "costs.json"
+    if text is not None:
+        file.write_text(text)
+    assert f"--costs {file}: {message}" in refused(capsys, 2, "compare", *SMALL, "--costs", str(file))
+
+
 def test_nothing_fits_is_status_1(capsys):
     message = refused(capsys, 1, "compare", "dualpipe", "--ranks", "5", "--microbatches", "4")
     assert "no schedule takes 5 ranks, 4 microbatches:\n  dualpipe  got 5 ranks" in message

@@ -27,7 +27,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except Exception as error:
         return told(error)
     except KeyboardInterrupt:
-        print("interrupted; nothing was saved, metrics.jsonl keeps the steps done so far", file=sys.stderr)
+        print("interrupted; what was saved before stays, and metrics.jsonl keeps the steps", file=sys.stderr)
         return 130
 
 
@@ -51,6 +51,8 @@ def start(command: Command) -> int:
     logging.getLogger("absl").setLevel(logging.ERROR)  # Orbax tells there what is no news
     if command.check is not None:
         return check_run(command.check)
+    if command.compare or command.report:
+        return look_back(command)
     config = command.options
     check(config)
     make_schedule(config)
@@ -102,6 +104,27 @@ def end_at_once(error: BaseException, launch: Launch) -> None:
     if launch.process_id in (0, None):
         time.sleep(1)  # with the coordinator gone the others die of that, before they say what they died of
     os._exit(code)
+
+
+def look_back(command: Command) -> int:
+    """Compare finished runs, or write the report of one. Returns the exit code: 1 where runs differ.
+
+    Raises:
+      ConfigError: what is named is no run.
+    """
+    from train.report import RunFolder, compare, write_comparison, write_report
+
+    if command.report:
+        print(write_report(command.report))
+        return 0
+    runs = [RunFolder.read(path) for path in command.compare]
+    found = compare(runs)
+    for one in found:
+        print(one)
+    page = command.compare[0].parent / f"compare-{'-'.join(run.path.name for run in runs)}.html"
+    write_comparison(runs, found, page)
+    print(f"curves side by side: {page}")
+    return 0 if all(one.equal for one in found) else 1
 
 
 def check_run(folder: Path) -> int:

@@ -17,7 +17,7 @@ from dualpipe_jax.engine import (
     pipeline_units,
     pipeline_value_and_grad,
 )
-from dualpipe_jax.engine.stages import broadcast_specs, homes, to_placed
+from dualpipe_jax.engine.stages import broadcast, homes, to_placed
 from dualpipe_jax.parallel import EP, PP
 from dualpipe_jax.schedule import MemoryModel, Schedule
 from dualpipe_jax.schedule.costs import stages_a_share
@@ -63,14 +63,16 @@ def draw(
     shapes = jax.eval_shape(model.init, jax.random.key(0))
     specs = model.param_specs
     placed = jax.eval_shape(lambda stages: to_placed(stages, schedule.placement), shapes["stages"])
-    stage_specs = broadcast_specs(specs["stages"], placed.local[0])
+    stage_specs = _whole(specs["stages"], placed.local[0])
     over_ranks = jax.tree.map(lambda spec: PartitionSpec(PP, *spec), stage_specs)
-    params = {
-        end: _lay(shapes[end], broadcast_specs(specs[end], shapes[end]), mesh) for end in ("embed", "head")
-    }
+    params = {end: _lay(shapes[end], _whole(specs[end], shapes[end]), mesh) for end in ("embed", "head")}
     params["stages"] = PlacedStages(tuple(_lay(stage, over_ranks, mesh) for stage in placed.local))
     batch = jax.ShapeDtypeStruct(tokens, jnp.int32, sharding=NamedSharding(mesh, PartitionSpec(None, EP)))
     return Blueprint(model, schedule, mesh, params, batch, shard_optimizer, fuse_pairs)
+
+
+def _whole(specs: Tree, tree: Tree) -> Tree:
+    return broadcast(specs, tree, PartitionSpec(), "param_specs")
 
 
 def abstract_mesh(num_pp: int, num_ep: int) -> AbstractMesh:
@@ -78,10 +80,14 @@ def abstract_mesh(num_pp: int, num_ep: int) -> AbstractMesh:
     return AbstractMesh((num_pp, num_ep), (PP, EP), axis_types=(AxisType.Auto, AxisType.Auto))
 
 
-def lower_units(blueprint: Blueprint, units: Collection[str]) -> Any:
-    """Some of the engine's units alone, lowered; see ``pipeline_units``."""
+def lower_units(blueprint: Blueprint, units: Collection[str], *, every_kind: bool = False) -> Any:
+    """Some of the engine's units alone, lowered; see ``Pipeline.units``."""
     step: Any = pipeline_units(
-        *_engine(blueprint), units, fuse_pairs=blueprint.fuse_pairs, **_options(blueprint)
+        *_engine(blueprint),
+        units,
+        fuse_pairs=blueprint.fuse_pairs,
+        every_kind=every_kind,
+        **_options(blueprint),
     )
     return step.lower(blueprint.params, blueprint.tokens, blueprint.tokens)
 
@@ -142,36 +148,43 @@ def memory_by_kind(blueprint: Blueprint) -> dict[str, int]:
         "ends": nbytes((blueprint.params["embed"], blueprint.params["head"])),
         "mirrored": sum(stages[source] for source, _ in homes(blueprint.schedule.placement).borrowed),
         "optimizer": nbytes(optimizer),
-        "gradients": sum(size for name, size in pools.items() if "grads" in name),
-        "residuals": pools["residual_i"] + pools["residual_w"],
-        "stash": pools["stash"],
+        "gradients": sum(size for name, size in pools.items() if _is_sum(name)),
+        "residuals": sum(size for name, size in pools.items() if name.startswith("residual")),
+        "stash": sum(size for name, size in pools.items() if name.startswith("stash")),
         "boundary": sum(pools[name] for name in ("x", "dy", "y_out", "dx_out")),
     }
-    return kinds | {"batch": 2 * nbytes(blueprint.tokens) + pools["aux"] + pools["loss"] + pools["first_bad"]}
+    figures = sum(size for name, size in pools.items() if name.startswith(("loss.", "metric.")))
+    return kinds | {"batch": 2 * nbytes(blueprint.tokens) + figures}
+
+
+def _is_sum(name: str) -> bool:
+    """Whether an entry of the engine's state is a sum of gradients."""
+    return name.startswith(("own", "shared."))
 
 
 def rank_memory(blueprint: Blueprint) -> tuple[MemoryModel, int]:
     """Bytes of a whole rank's share of the model, for ``choose``; and what a device holds whatever the schedule.
 
     "parameters" are one copy of the stages and its gradients' sums; the rest, which no schedule changes, is both
-    ends with their sums, the optimizer's state and the batch.
+    ends with their sums, the optimizer's state and the batch. Where stages are of several kinds this is an upper bound:
+    every stage counts with the pools of all kinds.
     """
     state, kinds = _state(blueprint), memory_by_kind(blueprint)
     parts = int(stages_a_share(blueprint.schedule.placement))
 
     def share(*pools: str) -> int:
-        leaves = jax.tree.leaves([state[pool] for pool in pools])
+        leaves = jax.tree.leaves([value for name, value in state.items() if name.split(".")[0] in pools])
         return parts * sum(nbytes(jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype)) for leaf in leaves)
 
-    own = sum(nbytes(state[f"grads{k}"]) for k in range(len(blueprint.params["stages"].local)))
+    mine = tuple(f"own{k}." for k in range(len(blueprint.params["stages"].local)))
+    own = sum(nbytes(value) for name, value in state.items() if name.startswith(mine))
     sizes = MemoryModel(
-        residual_i=share("residual_i"),
-        residual_w=share("residual_w"),
+        residual_w=share("residual"),
         stash=share("stash"),
         boundary=share("x") // parts,
         parameters=kinds["stages"] + own,
     )
-    ends = kinds["ends"] + nbytes((state["embed_grads"], state["head_grads"]))
+    ends = kinds["ends"] + sum(nbytes(value) for name, value in state.items() if name.startswith("shared."))
     return sizes, ends + kinds["optimizer"] + kinds["batch"]
 
 
@@ -181,9 +194,10 @@ def held_arrays(blueprint: Blueprint) -> set[str]:
     A pool of one slot looks like the value in it, and is left out.
     """
     state = _state(blueprint)
-    pools = ("x", "dy", "residual_i", "residual_w", "stash")
-    held = [leaf for name, entry in state.items() if "grads" in name for leaf in jax.tree.leaves(entry)]
-    held += [leaf for name in pools for leaf in jax.tree.leaves(state[name]) if leaf.shape[0] > 1]
+    pools = ("x", "dy", "residual", "stash")
+    held = [leaf for name, entry in state.items() if _is_sum(name) for leaf in jax.tree.leaves(entry)]
+    waiting = [entry for name, entry in state.items() if name.split(".")[0] in pools]
+    held += [leaf for leaf in jax.tree.leaves(waiting) if leaf.shape[0] > 1]
     return {array_name(_HLO_NAMES.get(str(leaf.dtype), str(leaf.dtype)), leaf.shape) for leaf in held}
 
 

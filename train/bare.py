@@ -10,6 +10,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from dualpipe_jax.pair import interleave
 from dualpipe_jax.parallel import EP, PP
 from dualpipe_jax.split import SplitPlan, split_backward
+from dualpipe_jax.split.run import evaluate
 from train.ahead import Blueprint, Tree
 
 _EVERYWHERE = PartitionSpec((PP, EP))
@@ -52,7 +53,8 @@ def lower_bare_pair(blueprint: Blueprint, *, ordered: bool) -> Any:
 
 def _plain(plan: SplitPlan, forward: tuple[Any, ...], backward: tuple[Any, ...]) -> Any:
     params, x, residuals, dy = backward
-    return plan.forward(*forward), plan.backward(_own(params), x, *_shaped(plan, residuals), dy)
+    arguments = plan.backward_arguments(_own(params), x, *_shaped(plan, residuals), dy)
+    return plan.forward(*forward), evaluate(plan.programs.backward, arguments)
 
 
 def _ordered(plan: SplitPlan, forward: tuple[Any, ...], backward: tuple[Any, ...]) -> Any:

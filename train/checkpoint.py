@@ -134,7 +134,10 @@ class Checkpoints:
         Raises:
           CheckpointError: what is there is of another run, or nothing of it is whole.
         """
-        steps = sorted((found.step for found in self._store.checkpoints), reverse=True)
+        stored = self._store
+        steps: list[int] = self._processes.first(
+            lambda: sorted((s.step for s in stored.checkpoints), reverse=True)
+        )
         damaged: list[int] = []
         for step in steps:
             where = f"{self._folder / FOLDER / str(step)}"

@@ -77,10 +77,15 @@ class MeshConfig:
 class DataConfig:
     """What is read."""
 
-    paths: Annotated[tuple[Path, ...], arg(name="data", metavar="PATH ...")] = ()
-    """Text files or folders to train on, instead of the standard library. A tenth is held out."""
+    paths: Annotated[tuple[str, ...], arg(name="data", metavar="PATH ...")] = ()
+    """What to train on, instead of the standard library: folders that scripts/prepare made (here or at a URL), text
+    files or folders of text, ArrayRecord files, Hugging Face data sets on disk. Of text a tenth is held out."""
+    weights: Annotated[tuple[float, ...], arg(name="data-weights", metavar="WEIGHT ...")] = ()
+    """A share of all sequences for each path of --data; by their tokens if left out."""
+    tokenizer: Annotated[str | None, arg(metavar="FILE")] = None
+    """A tokenizer.json for text that is not prepared; bytes if left out."""
     sequence: int = 64
-    """Bytes of a sequence."""
+    """Tokens of a sequence."""
     eval_sequences: int = 512
     """Sequences of held-out text that the loss is measured on, before and after: the same ones for every run."""
 
@@ -125,6 +130,21 @@ class LogConfig:
 
     every: Annotated[int, arg(name="log-every")] = 10
     """Steps between lines where the output is not a terminal."""
+    load_every: int = 10
+    """Steps between records of each expert's load in metrics.jsonl; balance and drops are in every one."""
+    track: tuple[Literal["tensorboard", "wandb"], ...] = ()
+    """Who is told the metrics besides metrics.jsonl. Weights & Biases is kept offline."""
+    peak_tflops: float | None = None
+    """Peak TFLOP/s of one device, which MFU is a share of; that of the data sheet for devices that are known."""
+    measure_peak: bool = False
+    """Where no peak is known, on CPU, take the measured rate of a matmul for it."""
+    on_trouble: Literal["stop", "skip"] = "stop"
+    """At a loss or gradient that is no number, or a spike: stop, or go back to the latest checkpoint and skip the
+    batches from there to the trouble."""
+    spike: float | None = None
+    """How many spreads above the median of the latest losses is a spike; none if left out."""
+    profile: Annotated[int, arg(metavar="STEPS")] = 0
+    """Steps to profile: a trace for Perfetto and XProf, and the measured timeline beside the schedule's theory."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -179,7 +199,7 @@ class TrainConfig:
 
     @property
     def tokens_per_step(self) -> int:
-        """Bytes that a step learns from."""
+        """Tokens that a step learns from."""
         return self.mesh.microbatches * self.mesh.microbatch_size * self.data.sequence
 
 
@@ -266,6 +286,7 @@ AT_LEAST_ONE = (
     "--sequence",
     "--steps",
     "--log-every",
+    "--load-every",
     "--checkpoint-every",
     "--keep",
     "--keep-every",
@@ -274,6 +295,7 @@ AT_LEAST_ONE = (
     "--num-processes",
 )
 NOT_NEGATIVE = (
+    "--profile",
     "--seed",
     "--warmup",
     "--weight-decay",
@@ -283,7 +305,15 @@ NOT_NEGATIVE = (
     "--process-id",
     "--straggler-every",
 )
-POSITIVE = ("--learning-rate", "--clip", "--capacity-factor", "--checkpoint-minutes", "--patience")
+POSITIVE = (
+    "--learning-rate",
+    "--clip",
+    "--capacity-factor",
+    "--checkpoint-minutes",
+    "--peak-tflops",
+    "--spike",
+    "--patience",
+)
 
 
 def check(config: TrainConfig) -> None:
@@ -302,6 +332,11 @@ def check(config: TrainConfig) -> None:
         raise ConfigError(f"--seed {config.seed}: must be below 2^32 = {2**32}; more bits would be cut off")
     if config.name is not None and (not config.name.strip(".") or Path(config.name).name != config.name):
         raise ConfigError(f"--name {config.name}: must be a plain name; --runs says in which folder")
+    if config.log.profile >= config.optimizer.steps:
+        raise ConfigError(
+            f"--profile {config.log.profile}: --steps {config.optimizer.steps} leaves none that is not compiled in; "
+            f"try --steps {config.log.profile + 3}"
+        )
     size, ep = config.mesh.microbatch_size, config.mesh.ep
     if size % ep:
         raise ConfigError(

@@ -1,6 +1,6 @@
 """Held-out loss, whatever the layout: the same windows, no token dropped, every window counted once."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -12,7 +12,7 @@ import models
 from dualpipe_jax.engine import PipelineModel, pipeline_apply
 from dualpipe_jax.parallel import EP
 from dualpipe_jax.schedule import Schedule
-from train.data import even_batches
+from train.data import Batch
 
 Tree = Any
 
@@ -21,18 +21,17 @@ def make_evaluate(
     model: models.Model,
     schedule: Schedule,
     mesh: Mesh,
-    tokens: np.ndarray,
-    num_windows: int,
+    batches: Sequence[tuple[Batch, np.ndarray]],
     batch_shape: tuple[int, int, int],
 ) -> Callable[[Tree], float]:
-    """``evaluate(params)``: mean loss of ``num_windows`` windows of ``tokens``, in nats per token.
+    """``evaluate(params)``: mean loss of the sequences of ``batches``, in nats per token.
 
     Args:
       model: one that drops nothing.
       schedule: whose forwards are run.
       mesh: where.
-      tokens: uint8 [num_bytes], longer than a window.
-      num_windows: windows, spread evenly; how they are grouped into batches makes no difference.
+      batches: with the weight of each sequence, 0 for one that only fills up; see ``Corpus.heldout_batches``. How
+        sequences are grouped into batches makes no difference.
       batch_shape: (num_microbatches, microbatch size, sequence) of a batch.
     """
     functions = PipelineModel(*model.functions)
@@ -54,10 +53,12 @@ def make_evaluate(
         (loss, _), _ = apply(params, inputs, targets)  # outputs that nobody takes are not gathered
         return loss * parts
 
-    batches = even_batches(tokens, num_windows, batch_shape)
+    num_sequences = sum(float(weights.sum()) for _, weights in batches)
 
     def evaluate(params: Tree) -> float:
-        sums = [total(params, batch.inputs, (batch.targets, weights)).item() for batch, weights in batches]
-        return sum(sums) / num_windows
+        sums = [
+            total(params, batch["inputs"], (batch["targets"], weights)).item() for batch, weights in batches
+        ]
+        return sum(sums) / num_sequences
 
     return evaluate

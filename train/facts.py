@@ -17,20 +17,24 @@ from train.options import plain
 FORMAT = 1
 """Of what is written: raised when an older reader would misread it."""
 
-TOKENIZER = "bytes"
-"""What made the tokens."""
-
 Facts = dict[str, Any]
 
 
-def describe(config: TrainConfig, numbers: models.Config, corpus: str, arrays: Mapping[str, Any]) -> Facts:
+def describe(
+    config: TrainConfig,
+    numbers: models.Config,
+    corpus: str,
+    arrays: Mapping[str, Any],
+    tokenizer: str = "bytes",
+) -> Facts:
     """All that is the same for every step of a run; values for JSON.
 
     Args:
       config: the options.
       numbers: of the model.
-      corpus: the digest of the text.
+      corpus: the fingerprint of what is read.
       arrays: name -> what has a shape and a dtype.
+      tokenizer: what makes tokens.
     """
     mesh = config.mesh
     return {
@@ -42,7 +46,7 @@ def describe(config: TrainConfig, numbers: models.Config, corpus: str, arrays: M
         },
         "arrays": {name: [list(leaf.shape), str(leaf.dtype)] for name, leaf in arrays.items()},
         "corpus": corpus,
-        "tokenizer": TOKENIZER,
+        "tokenizer": tokenizer,
         "seed": config.seed,
         "options": plain(config),
         "layout": {"schedule": mesh.schedule, "pp": mesh.pp, "ep": mesh.ep, "processes": jax.process_count()},

@@ -1,30 +1,37 @@
 """A run: what it prints, the steps, the evaluations, the files it leaves."""
 
 import dataclasses
-import math
 import signal
 import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import jax
-import numpy as np
 from rich.console import Console
 
 from dualpipe_jax.schedule import CostModel, Schedule, simulate
 from dualpipe_jax.schedule.formats.text import format_grid
 from train.checkpoint import FOLDER, Checkpoints
 from train.config import TrainConfig
+from train.data import Batch, Prefetch
 from train.errors import DivergedError, Stopped
 from train.facts import describe
+from train.figures import expert_load
 from train.folder import METRICS, claimed, find, write_config
 from train.metrics import Display, MetricsFile, Pace
 from train.model import count_parameters, describe_dispatch, model_config
+from train.options import plain
 from train.processes import Processes, common
+from train.report import write_report
 from train.setup import Run, prepare
 from train.state import TrainState
 from train.stop import Stop
 from train.stragglers import Stragglers
 from train.stragglers import describe as describe_stragglers
+from train.trackers import Tracker, Trackers
+from train.trouble import Trouble
+from train.watch import Watch, read_profile, watch_run
 
 
 def run(config: TrainConfig, console: Console, processes: Processes, *, resume: bool = False) -> Path:
@@ -40,7 +47,7 @@ def run(config: TrainConfig, console: Console, processes: Processes, *, resume: 
     if processes.leads:
         find(config, resume=resume)  # before anything that takes time
     this = prepare(config)
-    processes.agree(common(config, this.corpus.digest))
+    processes.agree(common(config, this.corpus.fingerprint))
     processes.connect(this.layout.mesh)
 
     def note(text: str) -> None:
@@ -49,8 +56,9 @@ def run(config: TrainConfig, console: Console, processes: Processes, *, resume: 
     with processes.entering(claimed(config, resume=resume)) as folder:
         config = dataclasses.replace(config, name=folder.name)
         this = dataclasses.replace(this, config=config)
-        layout, numbers = this.layout, model_config(config)
-        facts = describe(config, numbers, this.corpus.digest, layout.canonical)
+        layout, numbers = this.layout, model_config(config, this.corpus.vocab)
+        read = this.corpus
+        facts = describe(config, numbers, read.fingerprint, layout.canonical, read.vocabulary.fingerprint)
         with Checkpoints(folder, config.checkpoint, layout, facts, note, processes) as checkpoints:
             if processes.leads:
                 introduce(this, folder, console)
@@ -61,8 +69,14 @@ def run(config: TrainConfig, console: Console, processes: Processes, *, resume: 
                 note(f"resuming from step {0 if state is None else int(state.step)} of {folder}")
             state = this.init() if state is None else state
             path = folder / METRICS if processes.leads else None
-            with MetricsFile(path, upto=int(state.step) if resume else -1) as file:
-                conclude(this, state, folder, file, checkpoints, console, processes)
+            file = MetricsFile(path, upto=int(state.step) if resume else -1)
+            told = config.log.track if processes.leads else ()
+            try:
+                with Trackers(file, told, folder, plain(config)) as trackers:
+                    conclude(this, state, folder, trackers, checkpoints, console, file.kept, processes)
+            finally:
+                if processes.leads:
+                    write_report(folder)  # of a run that was cut short too
     say(console, f"wall time       {time.perf_counter() - began:.0f} s, compilation included")
     return folder
 
@@ -71,31 +85,35 @@ def conclude(
     this: Run,
     state: TrainState,
     folder: Path,
-    file: MetricsFile,
+    file: Tracker,
     checkpoints: Checkpoints,
     console: Console,
+    kept: Sequence[Mapping[str, Any]],
     processes: Processes,
 ) -> None:
-    """Train to the end and say what came of it."""
-    num_steps = this.config.optimizer.steps
+    """Train to the end and say what came of it; ``kept`` are the records of an earlier part of the run."""
+    num_steps, unit = this.config.optimizer.steps, this.corpus.vocabulary.unit
     if int(state.step) >= num_steps:
         say(console, f"all {num_steps} steps are done; --steps says how many there should be")
         return
-    before = processes.first(lambda: held_out(file, 0))
+    before, skipped = processes.first(lambda: (held_out(kept, 0), skipped_before(kept)))
     say(console, "\ncompiling ...")
     if before is None:
         before = this.evaluate(state.params)
         file.write({"step": 0, "heldout_loss": before})
-    say(console, f"held-out loss before training: {before:.3f} nats per byte")
-    state = train(this, state, file, console, checkpoints, processes)
+    say(console, f"held-out loss before training: {before:.3f} nats per {unit}")
+    with watch_run(this, folder, int(state.step), processes.leads) as watch:
+        state = train(this, state, file, console, checkpoints, watch, processes, skipped)
     processes.pulse.phase("evaluating")
+    if this.config.log.profile:
+        say(console, read_profile(this, state, folder, processes.leads))
     after = this.evaluate(state.params)
     file.write({"step": num_steps, "heldout_loss": after})
     say(
         console,
-        f"held-out loss   from {before:.3f} to {after:.3f} nats per byte\n"
+        f"held-out loss   from {before:.3f} to {after:.3f} nats per {unit}\n"
         f"bubble          {bubble(this.schedule):.1%} of {this.schedule.name}'s step when F = I = W\n"
-        f"files           {folder}/: config.json, schedule.txt, metrics.jsonl, {FOLDER}/\n"
+        f"files           {folder}/: report.html, {METRICS}, config.json, environment.json, schedule.txt, {FOLDER}/\n"
         f"go on           scripts/train --name {folder.name} --resume --steps {2 * num_steps}",
     )
 
@@ -103,73 +121,107 @@ def conclude(
 def train(
     this: Run,
     state: TrainState,
-    file: MetricsFile,
+    file: Tracker,
     console: Console,
     checkpoints: Checkpoints,
+    watch: Watch,
     processes: Processes,
+    skipped: int = 0,
 ) -> TrainState:
     """The steps that are left of a run; each leaves a line in the metrics, the last one a checkpoint.
+
+    Step n, from 0 on, learns from batch n + ``skipped``.
 
     Raises:
       CheckpointError, DivergedError, Stopped: see ``run``.
     """
     config, pace, first = this.config, Pace(), int(state.step)
-    num_steps, waited = config.optimizer.steps, 0.0
-    batch = this.batch(first)
+    num_steps, waited, step = config.optimizer.steps, 0.0, first
+    trouble = Trouble(config.log.spike)
     stragglers = Stragglers(processes, config.launch.straggler_every)
+
+    def draw(step: int) -> Batch:
+        return this.batch(step + skipped)
+
     display = Display(console, num_steps, config.log.every, first + 1)
-    with display, Stop(processes.signals) as stop:
-        for step in range(first, num_steps):
+    with display, Stop(processes.signals) as stop, Prefetch(draw, first, num_steps) as ahead:
+        while step < num_steps:
             processes.pulse.step(step + 1, compiles=step == first)
+            watch.begin(step)
             started = time.perf_counter()
-            state, on_device = this.update(state, *batch)
             with stragglers.host():
-                batch = this.batch(step + 1)
+                batch = ahead.get(step)
+            state, on_device = this.update(state, batch["inputs"], batch["targets"])
             metrics = jax.device_get(on_device)
-            load = in_layers(metrics.pop("counts"))
             seconds = time.perf_counter() - started
             pace.add(seconds)
-            record = {
-                "step": step + 1,
-                **{name: value.item() for name, value in metrics.items()},
-                "learning_rate": float(this.learning_rate(step)),
-                "step_s": seconds,
-                "tokens_per_s": config.tokens_per_step / seconds,
-                "checkpoint_s": waited,
-            }
+            more = {"learning_rate": float(this.learning_rate(step)), "data_wait_s": ahead.wait}
+            record = watch.end(step, metrics, seconds, checkpoint_s=waited, **more)
+            if skipped:
+                record["skipped"] = skipped
             file.write(record)
             display.step(step + 1, record, pace)
-            if not math.isfinite(record["loss"]):
-                raise DivergedError(f"loss is {record['loss']} at step {step + 1}; lower --learning-rate")
             if (slowest := stragglers.report(step + 1)) is not None:
                 file.write(slowest)
                 say(console, describe_stragglers(slowest))
-            if processes.preempted(step + 1):
+            if processes.preempted():
                 stop.note(signal.SIGTERM)
-            waited, last = 0.0, step + 1 == num_steps
-            if processes.decide(last or bool(stop.signal) or checkpoints.due(step + 1)):
-                processes.pulse.phase(f"saving step {step + 1}")
-                checkpoints.save(step + 1, state, record, load)
+            last = step + 1 == num_steps
+            due = last or bool(stop.signal) or checkpoints.due(step + 1)
+            reason, due = processes.decide((trouble.reason(record), due))
+            if reason is not None:
+                processes.pulse.phase("going back")
+                state = go_back(this, checkpoints, reason, trouble)
+                back = int(state.step)
+                told = f"{reason}; back to step {back}, skipping the {step + 1 - back} batches since"
+                file.write({"step": step + 1, "event": told})
+                say(console, f"warning: {told}")
+                skipped, step, waited = skipped + step + 1 - back, back, 0.0
+                ahead.restart(step)
+                continue
+            step, waited = step + 1, 0.0
+            if due:
+                processes.pulse.phase(f"saving step {step}")
+                checkpoints.save(step, state, record, expert_load(metrics["counts"]).tolist())
                 waited = checkpoints.seconds
             if stop.signal and not last:
-                checkpoints.finish(step + 1)
-                told = f"{stop.reason}: saved at step {step + 1}; --name {config.name} --resume goes on from there"
+                checkpoints.finish(step)
+                told = (
+                    f"{stop.reason}: saved at step {step}; --name {config.name} --resume goes on from there"
+                )
                 raise Stopped(told, code=128 + stop.signal)
     checkpoints.finish(num_steps)
     return state
 
 
-def in_layers(counts: np.ndarray) -> list[list[int]]:
-    """Loads of the layers in model order from int [num_stages, layers of a stage, experts], without empty places."""
-    rows = counts.reshape(-1, counts.shape[-1])
-    return rows[rows.sum(-1) > 0].tolist()
+def go_back(this: Run, checkpoints: Checkpoints, reason: str, trouble: Trouble) -> TrainState:
+    """The state of the latest checkpoint, or the first state where there is none.
+
+    Raises:
+      DivergedError: this is not wanted, or did not help.
+    """
+    if this.config.log.on_trouble == "stop":
+        raise DivergedError(
+            f"{reason}; lower --learning-rate, or --on-trouble skip goes back and skips its batches"
+        )
+    checkpoints.wait()
+    state = checkpoints.restore()
+    state = this.init() if state is None else state
+    if not trouble.may_return(int(state.step)):
+        raise DivergedError(
+            f"{reason}; going back to step {int(state.step)} did not help; lower --learning-rate"
+        )
+    return state
 
 
-def held_out(file: MetricsFile, step: int) -> float | None:
+def skipped_before(kept: Sequence[Mapping[str, Any]]) -> int:
+    """How many batches an earlier part of the run skipped."""
+    return next((record.get("skipped", 0) for record in reversed(kept) if "loss" in record), 0)
+
+
+def held_out(kept: Sequence[Mapping[str, Any]], step: int) -> float | None:
     """The held-out loss at a step, if it was measured before the run was resumed."""
-    found = [
-        record["heldout_loss"] for record in file.kept if record["step"] == step and "heldout_loss" in record
-    ]
+    found = [record["heldout_loss"] for record in kept if record["step"] == step and "heldout_loss" in record]
     return found[-1] if found else None
 
 
@@ -184,14 +236,15 @@ def introduce(this: Run, folder: Path, console: Console) -> None:
     config, corpus = this.config, this.corpus
     picture = format_grid(this.schedule)
     (folder / "schedule.txt").write_text(picture + "\n")
-    total, active = count_parameters(model_config(config))
+    unit = corpus.vocabulary.unit
+    total, active = count_parameters(model_config(config, corpus.vocab))
     say(
         console,
-        f"model      {config.model.name}: {total / 1e6:.2f} M parameters, {active / 1e6:.2f} M at work on a byte\n"
+        f"model      {config.model.name}: {total / 1e6:.2f} M parameters, {active / 1e6:.2f} M at work on a {unit}\n"
         f"experts    {describe_dispatch(config)}\n"
-        f"data       {corpus.num_documents} documents: {len(corpus.train) / 1e6:.1f} MB to train on, "
-        f"{len(corpus.heldout) / 1e6:.1f} MB held out\n"
-        f"step       {' x '.join(map(str, config.batch_shape[:2]))} sequences of {config.data.sequence} bytes\n"
+        f"data       {corpus.num_documents} documents: {corpus.num_tokens / 1e6:.1f} M {unit}s to train on, "
+        f"{corpus.num_heldout / 1e6:.1f} M held out\n"
+        f"step       {' x '.join(map(str, config.batch_shape[:2]))} sequences of {config.data.sequence} {unit}s\n"
         f"devices    pp {config.mesh.pp} x ep {config.mesh.ep}, {jax.devices()[0].platform}\n"
         f"run        {folder}\n",
     )

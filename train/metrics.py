@@ -5,6 +5,7 @@ import json
 import math
 import os
 import statistics
+from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Any, Self
@@ -38,19 +39,23 @@ class MetricsFile:
         os.replace(whole, path)
         self._file = path.open("a")
 
-    def write(self, record: dict[str, Any]) -> None:
+    def write(self, record: Mapping[str, Any]) -> None:
         """Append a record. Numbers that JSON cannot hold, NaN and infinities, become null."""
         if self._file is None:
             return
-        self._file.write(json.dumps({name: _plain(value) for name, value in record.items()}) + "\n")
+        self._file.write(json.dumps(_plain(record)) + "\n")
         self._file.flush()
+
+    def close(self) -> None:
+        """Close the file."""
+        if self._file is not None:
+            self._file.close()
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._file is not None:
-            self._file.close()
+        self.close()
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
@@ -87,11 +92,12 @@ class Pace:
         return statistics.median(self._seconds) if self._seconds else None
 
     def remaining(self, num_steps: int) -> str:
-        """Estimated time that ``num_steps`` more steps take, as minutes:seconds."""
+        """Estimated time that ``num_steps`` more steps take, as minutes:seconds or hours:minutes:seconds."""
         if self.step_seconds is None:
             return "-:--"
         minutes, seconds = divmod(round(self.step_seconds * num_steps), 60)
-        return f"{minutes}:{seconds:02d}"
+        hours, minutes = divmod(minutes, 60)
+        return f"{hours}:{minutes:02d}:{seconds:02d}" if hours else f"{minutes}:{seconds:02d}"
 
 
 class Display:
@@ -135,12 +141,17 @@ class Display:
 
 def describe(record: dict[str, Any], remaining: str) -> str:
     """A step in one line."""
+    mfu = f"{record['mfu']:.1%}" if "mfu" in record else "n/a"
+    memory = next((size for name, size in record.items() if name.endswith("memory_gib")), 0.0)
     text = (
-        f"loss {record['loss']:.3f}  {record['tokens_per_s']:,.0f} tokens/s  {record['step_s']:.2f} s/step  "
-        f"{remaining} left  grad {record['grad_norm']:.2f}  MaxVio {record['max_vio']:.2f}"
+        f"loss {record['loss']:.3f}  {record['tokens_per_s']:,.0f} tokens/s  {record['tflops_per_s']:.3g} TFLOP/s  "
+        f"MFU {mfu}  {record['step_s']:.2f} s/step  {memory:.1f} GiB  {remaining} left  "
+        f"grad {record['grad_norm']:.2f}  MaxVio {record['max_vio']:.2f}"
     )
     return f"{text}  dropped {record['drop_rate']:.1%}" if record["dropped"] else text
 
 
 def _plain(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {name: _plain(part) for name, part in value.items()}
     return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -11,7 +11,7 @@ from dualpipe_jax.parallel import EP
 from train.config import ConfigError, TrainConfig
 
 VOCAB = 256
-"""Tokens are bytes."""
+"""Of bytes."""
 
 REMAT: Mapping[str, Callable[..., Any] | None] = {
     "none": None,
@@ -24,19 +24,21 @@ CAPACITY_FACTOR = 2.0
 """Room where dispatch is capacity and nothing else is said."""
 
 
-def model_config(config: TrainConfig) -> models.Config:
+def model_config(config: TrainConfig, vocab: int = VOCAB) -> models.Config:
     """The model's numbers. Raises ConfigError for a size that there is not."""
     asked = config.model
     if asked.name not in models.MODELS:
         raise ConfigError(f"--model {asked.name}: there are {', '.join(models.MODELS)}")
     make, dtype = models.MODELS[asked.name], jnp.dtype(asked.precision)
-    numbers = make(vocab=VOCAB, compute_dtype=dtype)
+    numbers = make(vocab=vocab, compute_dtype=dtype)
     if asked.layers is None:
         return numbers
-    return make(vocab=VOCAB, compute_dtype=dtype, num_layers=asked.layers + numbers.num_dense_layers)
+    return make(vocab=vocab, compute_dtype=dtype, num_layers=asked.layers + numbers.num_dense_layers)
 
 
-def make_model(config: TrainConfig, num_stages: int, *, lossless: bool = False) -> models.Model:
+def make_model(
+    config: TrainConfig, num_stages: int, vocab: int = VOCAB, *, lossless: bool = False
+) -> models.Model:
     """The model cut into stages, its experts over ep.
 
     Where the stages are not equally deep, empty places run too, see ``models.deepseek``.
@@ -44,13 +46,14 @@ def make_model(config: TrainConfig, num_stages: int, *, lossless: bool = False) 
     Args:
       config: the options.
       num_stages: how many stages.
+      vocab: tokens are below this.
       lossless: drop nothing, whatever the options say: what a model is judged by must not depend on its layout.
 
     Raises:
       ConfigError: there are fewer layers than stages, ep cannot share the experts, or a kernel is not for this
         platform.
     """
-    numbers, asked = model_config(config), config.model
+    numbers, asked = model_config(config, vocab), config.model
     if numbers.num_moe_layers < num_stages:
         raise ConfigError(
             f"--schedule {config.mesh.schedule} --pp {config.mesh.pp}: {num_stages} stages need a layer each, --model "

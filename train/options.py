@@ -38,6 +38,12 @@ class Command(TrainConfig):
     check: Annotated[Path | None, tyro.conf.arg(metavar="RUN")] = None
     """Train nothing; read every checkpoint of a run's folder and say which are whole."""
 
+    compare: Annotated[tuple[Path, ...], tyro.conf.arg(metavar="RUN RUN ...")] = ()
+    """Train nothing; lay the curves of finished runs side by side and say whether they are bitwise equal. Exits with
+    code 0 if they are, 1 if not."""
+    report: Annotated[Path | None, tyro.conf.arg(metavar="RUN")] = None
+    """Train nothing; write a run's report.html anew from what lies in its folder."""
+
     @property
     def options(self) -> TrainConfig:
         """The options alone."""

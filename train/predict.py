@@ -5,6 +5,7 @@ All of this is the compiler's model of the device, or a roofline where it has no
 
 import dataclasses
 import math
+import re
 from collections.abc import Mapping
 
 import models
@@ -19,9 +20,6 @@ SCOPE_OF = {
     "B": "backward",
     "I": "backward_input",
     "W": "backward_weight",
-    "embed": "embed",
-    "head": "head",
-    "embed_backward": "embed_backward",
 }
 """The scope by which each unit of the engine is found in a compiled program."""
 
@@ -58,9 +56,18 @@ class Unit:
 
 
 def bodies(module: Module, unit: str) -> list[str]:
-    """Computations in which a unit stands, behind its guard: one for each local stage that runs it."""
-    ending = f"/{SCOPE_OF[unit]}/while"
-    return [body for body, (_, loop) in module.loops.items() if loop.op_name.endswith(ending)]
+    """Computations in which a unit stands, behind its guard: one for each local stage and kind that runs it."""
+    return [body for found in by_kind(module, unit).values() for body in found]
+
+
+def by_kind(module: Module, unit: str) -> dict[str, list[str]]:
+    """The same by kind of stage, "KIND", or for pairs the forward's and the backward's, "KIND-KIND"."""
+    scope = re.compile(rf"/{SCOPE_OF[unit]}/([^/]+)/while$")
+    found: dict[str, list[str]] = {}
+    for body, (_, loop) in module.loops.items():
+        if match := scope.search(loop.op_name):
+            found.setdefault(match[1], []).append(body)
+    return found
 
 
 def walk(module: Module) -> str | None:
@@ -72,9 +79,21 @@ def walk(module: Module) -> str | None:
 
 
 def measure(report: OverlapReport, module: Module) -> dict[str, Unit]:
-    """The units of a program; of several for different stages the slowest."""
-    found = {unit: [unit_of(report, body) for body in bodies(module, unit)] for unit in SCOPE_OF}
-    return {unit: max(units, key=lambda u: u.cycles) for unit, units in found.items() if units}
+    """The units of a program, of several for different stages the slowest: "F" of most stages, "F/first" of the first.
+
+    Most stages are of kind "middle", where there is one.
+    """
+    measured: dict[str, Unit] = {}
+    for unit in SCOPE_OF:
+        kinds = {
+            kind: max((unit_of(report, body) for body in found), key=lambda u: u.cycles)
+            for kind, found in by_kind(module, unit).items()
+        }
+        usual = {kind: u for kind, u in kinds.items() if set(kind.split("-")) == {"middle"}} or kinds
+        if usual:
+            measured[unit] = max(usual.values(), key=lambda u: u.cycles)
+        measured |= {f"{unit}/{kind}": u for kind, u in kinds.items() if kind in ("first", "last")}
+    return measured
 
 
 def unit_of(report: OverlapReport, computation: str) -> Unit:
@@ -125,11 +144,23 @@ def costs(units: Mapping[str, Unit], send: float, *, split: bool = True) -> Cost
     whole = "B" in cycles and not (split and halves)
     backward = (cycles["B"] * 2 / 3, cycles["B"] / 3) if whole else (cycles["I"], cycles["W"])
     extra = {}
-    if "embed" in cycles:
-        extra[0] = (cycles["embed"], cycles.get("embed_backward", 0.0), 0.0)
-    if "head" in cycles:
-        extra[-1] = (cycles["head"], 0.0, 0.0)
+    for stage, kind in ((0, "first"), (-1, "last")):
+        if f"F/{kind}" in cycles:
+            extra[stage] = _more(cycles, kind, whole, backward)
     return CostModel(cycles["F"], *backward, FB=cycles.get("FB"), send=send, extra=extra)  # type: ignore[arg-type]
+
+
+def _more(
+    cycles: Mapping[str, float], kind: str, whole: bool, usual: tuple[float, float]
+) -> tuple[float, float, float]:
+    """What F, I and W of a kind take beyond the usual stage's; a backward that was not measured is twice the forward."""
+    ahead = cycles[f"F/{kind}"] - cycles["F"]
+    if f"B/{kind}" in cycles and (whole or f"I/{kind}" not in cycles):
+        more = cycles[f"B/{kind}"] - sum(usual)
+        return ahead, more * 2 / 3, more / 3
+    if {f"I/{kind}", f"W/{kind}"} <= cycles.keys():
+        return ahead, cycles[f"I/{kind}"] - usual[0], cycles[f"W/{kind}"] - usual[1]
+    return ahead, ahead, ahead
 
 
 def splits(schedule: Schedule) -> bool:

@@ -22,7 +22,7 @@ from train.options import plain
 from train.pulse import Pulse
 
 Index = tuple[slice, ...] | None
-Rows = tuple[slice, slice]
+Rows = tuple[slice, ...]
 Batch = TypeVar("Batch")
 Json = TypeVar("Json")
 
@@ -44,7 +44,7 @@ class Processes:
     def __init__(self, id: int = 0, count: int = 1, pulse: Pulse | None = None):
         self.id, self.count = id, count
         self.pulse = Pulse(watched=False) if pulse is None else pulse
-        self._meetings = self._decisions = 0
+        self._meetings = self._decisions = self._asked = 0
 
     @property
     def leads(self) -> bool:
@@ -75,17 +75,20 @@ class Processes:
         with context if self.leads else contextlib.nullcontext(Path()) as path:
             yield Path(self.first(lambda: str(path)))
 
-    def decide(self, asked: bool) -> bool:
-        """What process 0 asks for, once a step and after the step's own collectives: clocks differ."""
+    def decide(self, asked: Json) -> Json:
+        """What process 0 asks for, once a step and after the step's own collectives: clocks differ.
+
+        Something that JSON can hold; tuples become lists.
+        """
         if self.count == 1:
             return asked
         self._decisions += 1
         name = "train/decision/{}".format
         if self.leads:
-            coordination.tell(name(self._decisions), str(int(asked)))
+            coordination.tell(name(self._decisions), json.dumps(asked))
             # That all have done this step says that all have heard of the one before.
             coordination.forget(name(self._decisions - 1))
-        return coordination.hear(name(self._decisions)) == "1"
+        return json.loads(coordination.hear(name(self._decisions)))
 
     def gather(self, value: str) -> list[str]:
         """Every process's value on process 0, in their order; [] on the others."""
@@ -124,12 +127,14 @@ class Processes:
         """The signals that this process may handle: of several it is JAX that catches SIGTERM, see ``preempted``."""
         return (signal.SIGINT, signal.SIGTERM) if self.count == 1 else ()
 
-    def preempted(self, step: int) -> bool:
-        """Whether the machine of some process was told to go; all processes learn it at the same step.
+    def preempted(self) -> bool:
+        """Whether the machine of some process was told to go; to be asked once a step, and all learn it at the same.
 
-        With several processes it is JAX that catches SIGTERM.
+        With several processes it is JAX that catches SIGTERM. It takes numbers that only grow, and a run that goes
+        back does some steps again: asked are counted, not steps.
         """
-        return self.count > 1 and multihost_utils.reached_preemption_sync_point(step)
+        self._asked += 1
+        return self.count > 1 and multihost_utils.reached_preemption_sync_point(self._asked)
 
     def connect(self, mesh: Mesh) -> None:
         """Have every group of devices of a mesh meet once, all processes at the same time.

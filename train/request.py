@@ -7,7 +7,7 @@ from dualpipe_jax.command.options import Shape, make
 from dualpipe_jax.command.program import Program
 from dualpipe_jax.schedule import limit_stash
 
-UNITS = ("FB", "F", "B", "I", "W", "embed", "head", "embed_backward")
+UNITS = ("FB", "F", "B", "I", "W")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,6 +1,7 @@
 """From options to a run that is ready to go."""
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -17,10 +18,10 @@ from dualpipe_jax.engine import (
 from dualpipe_jax.parallel import EP, make_mesh
 from dualpipe_jax.schedule import Schedule
 from train.config import ConfigError, TrainConfig, make_schedule, too_few_devices
-from train.data import Batch, Corpus, draw_batch, load_corpus
+from train.data import Batch, Corpus, open_corpus
 from train.evaluate import make_evaluate
 from train.model import make_model
-from train.processes import Rows, share_out
+from train.processes import share_out
 from train.state import Layout, TrainState
 from train.step import Update, make_optimizer, make_update, warmup_cosine
 
@@ -35,7 +36,7 @@ class Run:
       corpus: text to train on and text held out.
       layout: where the state lies.
       update: one step.
-      evaluate: ``evaluate(params)``, the held-out loss in nats per byte.
+      evaluate: ``evaluate(params)``, the held-out loss in nats per token.
       learning_rate: of a step, numbered from 0.
     """
 
@@ -51,16 +52,11 @@ class Run:
         """The state before the first step."""
         return self.layout.init(jax.random.key(self.config.seed))
 
-    def batch(self, step: int) -> Batch:
-        """The batch of a step, as global arrays; only what this process's devices hold is drawn."""
-        config = self.config
-
-        def draw(rows: Rows) -> Batch:
-            return draw_batch(self.corpus.train, config.seed, step, config.batch_shape, rows)
-
-        return share_out(
-            draw, config.batch_shape[:2], NamedSharding(self.layout.mesh, PartitionSpec(None, EP))
-        )
+    def batch(self, number: int) -> Batch:
+        """A batch, numbered from 0, as global arrays; only what this process's devices hold is drawn."""
+        shape = self.config.batch_shape
+        draw = functools.partial(self.corpus.train_batch, self.config.seed, number, shape)
+        return share_out(draw, shape[:2], NamedSharding(self.layout.mesh, PartitionSpec(None, EP)))
 
 
 def prepare(config: TrainConfig) -> Run:
@@ -75,7 +71,7 @@ def prepare(config: TrainConfig) -> Run:
         raise ConfigError(too_few_devices(config, jax.device_count()))
     mesh, asked = make_mesh(config.mesh.pp, config.mesh.ep), config.optimizer
     num_stages = schedule.placement.num_model_stages
-    model = make_model(config, num_stages)
+    model = make_model(config, num_stages, corpus.vocab)
     value_and_grad = pipeline_value_and_grad(
         PipelineModel(*model.functions), schedule, mesh, param_specs=model.param_specs, has_aux=True
     )
@@ -91,11 +87,10 @@ def prepare(config: TrainConfig) -> Run:
             value_and_grad, optimizer, asked.bias_rate, layout.abstract, compiler_options(mesh)
         ),
         evaluate=make_evaluate(
-            make_model(config, num_stages, lossless=True),
+            make_model(config, num_stages, corpus.vocab, lossless=True),
             schedule,
             mesh,
-            corpus.heldout,
-            config.data.eval_sequences,
+            corpus.heldout_batches(config.data.eval_sequences, config.batch_shape),
             config.batch_shape,
         ),
         learning_rate=learning_rate,
@@ -109,12 +104,7 @@ def compiler_options(mesh: jax.sharding.Mesh) -> dict[str, str]:
 
 
 def read_data(config: TrainConfig) -> Corpus:
-    """The corpus, long enough for a sequence. Raises ConfigError or DataError."""
-    corpus = load_corpus(config.data.paths)
-    for what, tokens in (("to train on", corpus.train), ("held out", corpus.heldout)):
-        if len(tokens) <= config.data.sequence:
-            raise ConfigError(
-                f"--data: {len(tokens)} bytes {what}, but --sequence {config.data.sequence} takes more; "
-                "give more text or a shorter sequence"
-            )
+    """The corpus, long enough for a sequence. Raises DataError."""
+    corpus = open_corpus(config.data.paths, config.data.weights, config.data.tokenizer)
+    corpus.check(config.data.sequence)
     return corpus

@@ -13,6 +13,7 @@ import optax
 from jax.tree_util import KeyPath, tree_map_with_path
 
 from models import update_bias
+from train.figures import step_figures
 from train.state import TrainState, shardings, trainable, with_trainable
 
 Tree = Any
@@ -57,7 +58,8 @@ def make_update(
 
     metrics: loss, grad_norm (before clipping), max_vio (see ``max_violation``), dropped (how often a token found no
     room at an expert of its choice), drop_rate (that as a fraction of all choices),
-    counts (int32 [num_stages, layers of a stage, experts]: how often each expert was chosen).
+    counts (int32 [num_stages, layers of a stage, experts]: how often each expert was chosen), and those of
+    ``step_figures``.
     """
 
     def update(state: TrainState, inputs: jax.Array, targets: jax.Array):
@@ -71,7 +73,7 @@ def make_update(
             "grad_norm": optax.tree.norm(grads),
             "max_vio": max_violation(aux["counts"]),
             "dropped": aux["dropped"],
-            "counts": aux["counts"],
+            **step_figures(params, grads, aux),
             "drop_rate": aux["dropped"].astype(jnp.float32) / jnp.sum(aux["counts"].astype(jnp.float32)),
         }
         return TrainState(state.step + 1, params, opt_state), metrics

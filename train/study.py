@@ -151,7 +151,7 @@ def _lower(what: str, blueprint: ahead.Blueprint) -> Any:
     return (
         ahead.lower_step(blueprint)
         if what == "step"
-        else ahead.lower_units(blueprint, _units(what, blueprint))
+        else ahead.lower_units(blueprint, _units(what, blueprint), every_kind=what != "pair")
     )
 
 
@@ -296,7 +296,7 @@ def _units(compile: str, blueprint: ahead.Blueprint) -> tuple[str, ...]:
     there = {name for paired, name in ops if not paired} | (
         {"FB"} if any(paired for paired, _ in ops) else set()
     )
-    return tuple(unit for unit in UNITS if unit in there or not unit.isupper())
+    return tuple(unit for unit in UNITS if unit in there)
 
 
 def _shares(chosen: Sequence[inspect.Collective]) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 import dataclasses
 import difflib
 import inspect
+import json
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Annotated, Any
@@ -49,11 +50,57 @@ class Costs:
     """More F, I, W at the model's first stage: the embedding."""
     last: tuple[float, float, float] = (0.0, 0.0, 0.0)
     """More F, I, W at the model's last stage: the head."""
+    costs_file: Annotated[Path | None, tyro.conf.arg(name="costs", metavar="FILE", help_behavior_hint="")] = (
+        None
+    )
+    """File to take them from, such as a profiled run's costs.json: {"F": 1, "I": 1, ...}. What is given on the
+    line wins."""
 
     def model(self) -> CostModel:
-        """The same as the simulator reads it."""
+        """The same as the simulator reads it.
+
+        Raises:
+          CommandError: a file that holds no costs.
+        """
+        if self.costs_file is not None:
+            return self.filled(read_costs(self.costs_file)).model()
         extra = {stage: more for stage, more in ((0, self.first), (-1, self.last)) if any(more)}
         return CostModel(self.F, self.I, self.W, self.FB, self.send, extra, self.blocking)  # type: ignore[arg-type]
+
+    def filled(self, found: "Costs") -> "Costs":
+        """These costs, and where they are the defaults those of another."""
+        fields = [field.name for field in dataclasses.fields(self) if field.name != "costs_file"]
+        own = {name: getattr(self, name) for name in fields if getattr(self, name) != getattr(Costs, name)}
+        return dataclasses.replace(found, **own)
+
+
+def read_costs(path: Path) -> Costs:
+    """Costs from a JSON file. Keys that are none of ``Costs`` say where the others are from, and are left out.
+
+    Raises:
+      CommandError: it cannot be read, or what should be a number, or three of them, is none.
+    """
+    try:
+        found = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise CommandError(f"--costs {path}: cannot read it: {error}") from None
+    needed = ("F", "I", "W")
+    if not isinstance(found, dict) or not set(needed) <= found.keys():
+        raise CommandError(
+            f"--costs {path}: wants an object with {', '.join(needed)}, as a profiled run's costs.json"
+        )
+    given: dict[str, Any] = {}
+    for name in ("F", "I", "W", "FB", "send", "first", "last"):
+        if name not in found:
+            continue
+        value, count = found[name], 3 if name in ("first", "last") else 1
+        numbers = value if isinstance(value, list) else [value]
+        if len(numbers) != count or not all(type(number) in (int, float) for number in numbers):
+            raise CommandError(
+                f"--costs {path}: {name} is {value!r}, must be {'three numbers' if count == 3 else 'a number'}"
+            )
+        given[name] = tuple(map(float, numbers)) if count == 3 else float(value)
+    return Costs(**given, blocking=found.get("blocking") is True)
 
 
 @dataclasses.dataclass(frozen=True)

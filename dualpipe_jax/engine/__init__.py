@@ -1,21 +1,33 @@
-"""Runs a lowered schedule: the SPMD engine, and the oracle that it answers to."""
+"""Runs a lowered schedule: the SPMD engine, and the oracle it answers to."""
 
-from dualpipe_jax.engine.model import PipelineModel
-from dualpipe_jax.engine.pipeline import (
+from dualpipe_jax.engine.doors import (
     pipeline_apply,
     pipeline_loss,
     pipeline_state,
     pipeline_units,
     pipeline_value_and_grad,
 )
-from dualpipe_jax.engine.reference import sequential_loss, sequential_value_and_grad
+from dualpipe_jax.engine.model import At, Out, PipelineModel, Report, StagedModel, staged
+from dualpipe_jax.engine.pipeline import Applied, Pipeline
+from dualpipe_jax.engine.reference import (
+    reference_loss,
+    reference_value_and_grad,
+    sequential_loss,
+    sequential_value_and_grad,
+)
 from dualpipe_jax.engine.stages import PlacedStages, place_stages, unplace_stages
 from dualpipe_jax.inspect.compiler import recommended_compiler_options, tpu_generation
 from dualpipe_jax.split import split_backward
 
 __all__ = [
+    "Applied",
+    "At",
+    "Out",
+    "Pipeline",
     "PipelineModel",
     "PlacedStages",
+    "Report",
+    "StagedModel",
     "pipeline_apply",
     "pipeline_loss",
     "pipeline_state",
@@ -23,9 +35,12 @@ __all__ = [
     "pipeline_value_and_grad",
     "place_stages",
     "recommended_compiler_options",
+    "reference_loss",
+    "reference_value_and_grad",
     "sequential_loss",
     "sequential_value_and_grad",
     "split_backward",
+    "staged",
     "tpu_generation",
     "unplace_stages",
 ]

@@ -1,20 +1,25 @@
 """Bad input gets an error that says what was given, what is needed and what to do."""
 
+from collections.abc import Collection, Iterator
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
+from jax.sharding import AxisType, Mesh
 
-from dualpipe_jax.engine.model import PipelineModel, Tree
-from dualpipe_jax.parallel import EP, PP
+from dualpipe_jax.engine.model import At, Out, StagedModel, Tree
+from dualpipe_jax.engine.stages import PlacedStages
+from dualpipe_jax.engine.storage import Leaf, entries
+from dualpipe_jax.engine.tick import WATCHED
+from dualpipe_jax.parallel import DP, EP, PP
 from dualpipe_jax.schedule import Schedule
 
-PARTS = ("embed", "stages", "head")
+PARTS = ("shared", "stages")
 
 
 def check_mesh(schedule: Schedule, mesh: Mesh) -> None:
-    """The mesh has the axes pp and ep, and as many ranks as the schedule. Raises ValueError."""
+    """The mesh has the axes pp and ep, of type Auto, and as many ranks as the schedule. Raises ValueError."""
     missing = [axis for axis in (PP, EP) if axis not in mesh.shape]
     if missing:
         raise ValueError(
@@ -22,10 +27,12 @@ def check_mesh(schedule: Schedule, mesh: Mesh) -> None:
             "the pipeline needs a mesh with axes 'pp' and 'ep', such as dualpipe_jax.make_mesh(4, 2); "
             "an ep of size 1 will do."
         )
-    extra = [axis for axis in mesh.shape if axis not in (PP, EP)]
-    if extra:
+    types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+    explicit = [axis for axis in (DP, PP, EP) if types.get(axis, AxisType.Auto) != AxisType.Auto]
+    if explicit:
         raise ValueError(
-            f"mesh has the axes {tuple(mesh.shape)}; only 'pp' and 'ep' are supported, not {extra}."
+            f"mesh has the axis types {types}; {' and '.join(map(repr, explicit))} must be AxisType.Auto: "
+            "jax.make_mesh(..., axis_types=(AxisType.Auto,) * n), or dualpipe_jax.make_mesh(4, 2)."
         )
     if mesh.shape[PP] != schedule.num_ranks:
         raise ValueError(
@@ -35,24 +42,34 @@ def check_mesh(schedule: Schedule, mesh: Mesh) -> None:
         )
 
 
-def check_arguments(schedule: Schedule, mesh: Mesh, params: Tree, inputs: Tree, targets: Tree) -> None:
+def check_model(model: StagedModel, schedule: Schedule) -> None:
+    """As many stages as a pipe of the schedule. Raises ValueError."""
+    wanted = schedule.placement.num_model_stages
+    if model.num_stages != wanted:
+        raise ValueError(
+            f"the model has {model.num_stages} stages, but {schedule.name} on {schedule.num_ranks} ranks has {wanted} "
+            f"in a pipe: give kind_of {wanted} entries, or choose another schedule."
+        )
+
+
+def check_arguments(schedule: Schedule, mesh: Mesh, params: Tree, batch: Tree) -> None:
     """Shapes of params and data against the schedule and the mesh; all failures in one ValueError."""
     if not isinstance(params, dict) or set(params) != set(PARTS):
         given = sorted(params) if isinstance(params, dict) else type(params).__name__
         raise ValueError(f"params must be a dict with the keys {list(PARTS)}, got {given}.")
-    problems = [
-        *_data_problems(schedule, mesh, inputs, targets),
-        *_stage_problems(schedule, params["stages"]),
-    ]
+    problems = [*_data_problems(schedule, mesh, batch), *_stage_problems(schedule, params["stages"])]
     if problems:
         raise ValueError(
             f"{schedule.name}: the step's arguments do not fit.\n" + "\n".join(f"- {p}" for p in problems)
         )
 
 
-def _data_problems(schedule: Schedule, mesh: Mesh, inputs: Tree, targets: Tree):
-    wanted, num_ep = schedule.num_microbatches, mesh.shape[EP]
-    for name, leaf in _named({"inputs": inputs, "targets": targets}):
+def _data_problems(schedule: Schedule, mesh: Mesh, batch: Tree) -> Iterator[str]:
+    wanted = schedule.num_microbatches
+    axes = [axis for axis in (DP, EP) if axis in mesh.shape and (axis == EP or mesh.shape[axis] > 1)]
+    parts = int(np.prod([mesh.shape[axis] for axis in axes]))
+    where = " x ".join(f"'{axis}'" for axis in axes)
+    for name, leaf in _named({"batch": batch}):
         if leaf.ndim < 2:
             yield f"{name} has shape {leaf.shape}; needed: [num_microbatches, microbatch size, ...]."
         elif leaf.shape[0] != wanted:
@@ -61,16 +78,14 @@ def _data_problems(schedule: Schedule, mesh: Mesh, inputs: Tree, targets: Tree):
                 f"for {wanted}: reshape the batch to [{wanted}, microbatch size, ...] or make the schedule with "
                 f"num_microbatches={leaf.shape[0]}."
             )
-        elif leaf.shape[1] % num_ep:
+        elif leaf.shape[1] % parts:
             yield (
                 f"{name} has shape {leaf.shape}: its microbatch size {leaf.shape[1]} is not divisible by the "
-                f"{num_ep} devices of the mesh's 'ep' axis; use a multiple of {num_ep}."
+                f"{parts} devices of the mesh's {where} axis; use a multiple of {parts}."
             )
 
 
-def _stage_problems(schedule: Schedule, stages: Tree):
-    from dualpipe_jax.engine.stages import PlacedStages
-
+def _stage_problems(schedule: Schedule, stages: Tree) -> Iterator[str]:
     placed = isinstance(stages, PlacedStages)
     placement = schedule.placement
     wanted = placement.num_ranks if placed else placement.num_model_stages
@@ -84,97 +99,141 @@ def _stage_problems(schedule: Schedule, stages: Tree):
             yield f"{name} has shape {leaf.shape}; its leading dim must be {meaning}: [{wanted}, ...]."
 
 
-def check_spec_keys(param_specs: Tree) -> None:
-    """param_specs is a dict over some of params' keys. Raises ValueError."""
-    if not isinstance(param_specs, dict) or not set(param_specs) <= set(PARTS):
-        given = sorted(param_specs) if isinstance(param_specs, dict) else type(param_specs).__name__
-        raise ValueError(f"param_specs must be a dict with keys among {list(PARTS)}, got {given}.")
+def check_keys(name: str, tree: Tree) -> None:
+    """A prefix of params is a dict over some of its keys. Raises ValueError."""
+    if not isinstance(tree, dict) or not set(tree) <= set(PARTS):
+        given = sorted(tree) if isinstance(tree, dict) else type(tree).__name__
+        raise ValueError(f"{name} must be a dict with keys among {list(PARTS)}, got {given}.")
 
 
-def check_specs(mesh: Mesh, params: Tree, specs: Tree) -> None:
-    """Every spec names "ep" alone, on a dim that ep divides; all failures in one ValueError."""
-    problems = []
-    for part in PARTS:
-        local = part == "stages"  # placed: the leading dim, the rank, has no entry in the spec
-        trees = (params[part].local[0], specs[part].local[0]) if local else (params[part], specs[part])
-        named = _named({f"params['{part}']": trees[0]})
-        for (name, leaf), spec in zip(named, jax.tree.leaves(trees[1]), strict=True):
-            problems += _spec_problems(name, leaf.shape[local:], spec, mesh)
+def check_layout(mesh: Mesh, params: Tree, layout: Tree) -> None:
+    """Every spec names axes that it may, on dims that they divide; all failures in one ValueError.
+
+    ``params`` with one placed stage, whose leading dim is the rank's; ``layout`` a ``Leaf`` for each leaf.
+    """
+    problems: list[str] = []
+    for part in ("stages", "shared"):
+        lead = part == "stages"
+        leaves = jax.tree.leaves(layout[part], is_leaf=lambda node: isinstance(node, Leaf))
+        for (name, leaf), lies in zip(_named({f"params['{part}']": params[part]}), leaves, strict=True):
+            problems += _spec_problems(
+                name, leaf.shape[lead:], lies, mesh, may_store=(DP, EP) if lead else (DP, EP, PP)
+            )
     if problems:
-        raise ValueError("param_specs do not fit.\n" + "\n".join(f"- {p}" for p in problems))
+        raise ValueError("param_specs or storage_specs do not fit.\n" + "\n".join(f"- {p}" for p in problems))
 
 
-def _spec_problems(name, shape, spec, mesh):
-    if len(spec) > len(shape):
-        yield f"{name} has dims {list(shape)} (without a stage dim), fewer than its spec {spec} has entries."
-    for dim, entry in zip(shape, spec, strict=False):
-        axes = entry if isinstance(entry, tuple) else (entry,)
-        if set(axes) - {EP, None}:
-            where = name.replace("params", "param_specs", 1)
-            yield f"{where} is {spec}: only 'ep' may be named; over 'pp' stages are placed by the schedule."
-        elif EP in axes and dim % mesh.shape[EP]:
+def _spec_problems(
+    name: str, shape: tuple[int, ...], lies: Leaf, mesh: Mesh, may_store: tuple[str, ...]
+) -> Iterator[str]:
+    for kind, spec, allowed in (("param_specs", lies.used, (EP,)), ("storage_specs", lies.stored, may_store)):
+        where = name.replace("params", kind, 1)
+        if kind == "storage_specs" and lies.stored == lies.used:
+            continue
+        if len(spec) > len(shape):
+            yield f"{name} has dims {list(shape)} (without a stage dim), fewer than its spec {spec} has entries."
+            continue
+        for dim, axes in zip(shape, entries(spec, len(shape)), strict=True):
+            size = int(np.prod([mesh.shape.get(axis, 1) for axis in axes]))
+            if wrong := [axis for axis in axes if axis not in allowed or axis not in mesh.shape]:
+                yield f"{where} is {spec}: {_may_name(kind, allowed, mesh)}, not {', '.join(map(repr, wrong))}."
+            elif dim % size:
+                yield (
+                    f"{name} has shape {list(shape)} (without a stage dim), and {dim}, which its spec {spec} shards, "
+                    f"is not divisible by the {size} devices of {' x '.join(map(repr, axes))}."
+                )
+    yield from _extension_problems(name, shape, lies)
+
+
+def _may_name(kind: str, allowed: tuple[str, ...], mesh: Mesh) -> str:
+    if kind == "param_specs":
+        return "only 'ep' may be named; over 'pp' stages are placed by the schedule"
+    there = [axis for axis in allowed if axis in mesh.shape]
+    return f"of this mesh only {', '.join(map(repr, there))} may be named"
+
+
+def _extension_problems(name: str, shape: tuple[int, ...], lies: Leaf) -> Iterator[str]:
+    if max(len(lies.used), len(lies.stored)) > len(shape):
+        return
+    for used, stored in zip(entries(lies.used, len(shape)), entries(lies.stored, len(shape)), strict=True):
+        if stored[: len(used)] != used:
             yield (
-                f"{name} has shape {list(shape)} (without a stage dim), and {dim}, which its spec {spec} shards, "
-                f"is not divisible by the {mesh.shape[EP]} devices of 'ep'."
+                f"{name} is used as {lies.used} and stored as {lies.stored}: each dim must be stored over the axes "
+                "that it is used over, first, and then over others."
             )
 
 
-def check_model(model: PipelineModel, has_aux: bool, params: Tree, inputs: Tree, targets: Tree) -> None:
-    """Shapes through the model, and no ppermute in it. Called where its collectives may be traced.
+def check_kinds(model: StagedModel, own: Tree, shared: Tree, x: Tree, at: At) -> None:
+    """What kinds return, and no ppermute in them. Called where their collectives may be traced.
 
-    Raises TypeError for a stage that does not hand on what it was given, ValueError for a ppermute.
+    Raises TypeError for what does not fit together, ValueError for a ppermute.
     """
-    stage_params = params["stages"][0]
-    x = jax.eval_shape(model.embed, params["embed"], inputs)
-    out = jax.eval_shape(model.stage, stage_params, x)
-    if has_aux and not (isinstance(out, tuple) and len(out) == 2):
-        raise TypeError(f"has_aux=True needs a stage that returns (x, aux); it returned {_shapes(out)}.")
-    y = out[0] if has_aux else out
-    if _shapes(y) != _shapes(x):
-        hint = "" if has_aux or not isinstance(out, tuple) else " If it returns (x, aux), pass has_aux=True."
-        raise TypeError(
-            f"stage must return what the next stage takes: it was given x {_shapes(x)} and returned "
-            f"{_shapes(y)}; shapes and dtypes must be equal.{hint}"
-        )
-    loss = jax.eval_shape(model.head_loss, params["head"], x, targets)
-    if getattr(loss, "shape", None) != ():
-        raise TypeError(
-            f"head_loss must return a scalar, the mean over its examples; it returned {_shapes(loss)}."
-        )
-    for name, function, arguments in (
-        ("embed", model.embed, (params["embed"], inputs)),
-        ("stage", model.stage, (stage_params, x)),
-        ("head_loss", model.head_loss, (params["head"], x, targets)),
-    ):
-        if "ppermute" in _primitives(jax.make_jaxpr(function)(*arguments).jaxpr):
-            raise ValueError(
-                f"{name} contains a ppermute. Ranks run it at different times, and a permute in a branch waits "
-                "for all devices and hangs; use all_to_all, all_gather or psum over 'ep' instead."
+    metrics: dict[str, tuple[str, Any]] = {}
+    last = model.num_stages - 1
+    for stage, name in enumerate(model.kind_of):
+        if stage not in (0, last) and model.kind_of.index(name) not in (0, stage):
+            continue  # seen already
+        given = None if stage == 0 else x
+        traced = jax.make_jaxpr(lambda *a, name=name: tuple(Out(*model.kinds[name](*a))), return_shape=True)
+        jaxpr, out = traced(own, shared, given, at)
+        out = Out(*out)
+        if stage < last and _shapes(out.x) != _shapes(x):
+            raise TypeError(
+                f"{_of(name)} must return what the next stage takes: the first stage returned x {_shapes(x)}, this one "
+                f"{_shapes(out.x)}; shapes and dtypes must be equal."
             )
+        for loss, value in out.losses.items():
+            if value.shape != () or not jnp.issubdtype(value.dtype, np.floating):
+                raise TypeError(
+                    f"{_of(name)} must return each loss as a floating scalar, the mean over its examples; "
+                    f"losses[{loss!r}] is {_shapes(value)}."
+                )
+        for metric, value in out.metrics.items():
+            other, shapes = metrics.setdefault(metric, (name, _shapes(value)))
+            if shapes != _shapes(value):
+                raise TypeError(
+                    f"metrics[{metric!r}] is {shapes} in stages of kind {other!r} and {_shapes(value)} in those of "
+                    f"kind {name!r}: what is summed under one name must be alike."
+                )
+        if "ppermute" in primitives(jaxpr.jaxpr):
+            raise ValueError(f"{_of(name)} contains a ppermute. {_NO_PPERMUTE}")
 
 
-def report_first_bad(loss: jax.Array, first_bad: jax.Array, schedule: Schedule) -> None:
-    """Raise from the running program when the loss is not finite, with the place where that began.
+_NO_PPERMUTE = (
+    "Ranks run it at different times, and a permute in a branch waits for all devices and hangs; use all_to_all, "
+    "all_gather or psum over 'ep' instead."
+)
 
-    first_bad: int32 [ranks, ep, 3], each device's first (tick, local stage, microbatch).
+
+def check_backward(name: str, names: Collection[str]) -> None:
+    """No ppermute among the primitives of a kind's backward either. Raises ValueError."""
+    if "ppermute" in names:
+        raise ValueError(f"the backward of {_of(name)} contains a ppermute. {_NO_PPERMUTE}")
+
+
+def _of(kind: str) -> str:
+    return f"a stage of kind {kind!r}"
+
+
+def report_first_bad(objective: jax.Array, first_bad: jax.Array, schedule: Schedule) -> None:
+    """Raise from the running program where a value was not finite, with the place where that began.
+
+    first_bad: int32 [dp, pp, ep, 4], each device's first (tick, what, stage, microbatch).
     """
 
-    def report(loss, first_bad):
-        if np.isfinite(loss):
+    def report(objective, first_bad):
+        tick, what, stage, microbatch = map(int, min(first_bad.reshape(-1, 4).tolist()))
+        if tick == np.iinfo(np.int32).max:
             return
-        rank, ep = np.unravel_index(np.argmin(first_bad[..., 0]), first_bad.shape[:2])
-        tick, local, microbatch = map(int, first_bad[rank, ep])
-        stage = schedule.placement.stages_on[rank][local]
         raise FloatingPointError(
-            f"{schedule.name}: the loss is {loss}. The first value that is not finite comes out of the forward "
-            f"of microbatch {microbatch} at stage {schedule.placement.model_stage(stage)} (rank {rank}, "
-            f"tick {tick})."
+            f"{schedule.name}: the loss is {objective}. The first value that is not finite is {WATCHED[what]}, in the "
+            f"{'forward' if what < 2 else 'backward'} of microbatch {microbatch} at stage {stage} (tick {tick})."
         )
 
-    jax.debug.callback(report, loss, first_bad)
+    jax.debug.callback(report, objective, first_bad)
 
 
-def _named(trees: dict[str, Tree]):
+def _named(trees: dict[str, Tree]) -> Iterator[tuple[str, Any]]:
     for name, tree in trees.items():
         for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
             yield name + jax.tree_util.keystr(path), leaf
@@ -182,10 +241,10 @@ def _named(trees: dict[str, Tree]):
 
 def _shapes(tree: Tree) -> Any:
     """Shapes and dtypes as text; a bare array without its tree."""
-    return str(jax.tree.map(lambda a: f"{np.dtype(a.dtype).name}{list(a.shape)}", tree)).replace("'", "")
+    return str(jax.tree.map(lambda a: f"{a.dtype}{list(a.shape)}", tree)).replace("'", "")
 
 
-def _primitives(jaxpr: Any) -> set[str]:
+def primitives(jaxpr: Any) -> set[str]:
     """Names of all primitives in a jaxpr and in those inside it."""
     names = set()
     for eqn in jaxpr.eqns:
@@ -193,5 +252,5 @@ def _primitives(jaxpr: Any) -> set[str]:
         for value in jax.tree.leaves(list(eqn.params.values()), is_leaf=lambda v: hasattr(v, "jaxpr")):
             inner = getattr(value, "jaxpr", value)
             if hasattr(inner, "eqns"):
-                names |= _primitives(inner)
+                names |= primitives(inner)
     return names

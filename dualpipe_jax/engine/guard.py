@@ -1,12 +1,16 @@
-"""Run a piece of work only on the ranks and ticks that want it."""
+"""Run a piece of work only on the ranks and ticks that want it, in one of three forms."""
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental.layout import Layout, with_layout_constraint
+
+Divergence = Literal["loop", "switch", "none"]
+"""How ranks part ways in a tick: each unit in a loop of zero or one trips; all units the branches of one conditional;
+or not at all: every rank runs every unit, and keeps what it wants."""
 
 
 def run_if(wanted: jax.Array, work: Callable[..., Any], state: Any, *operands: Any) -> Any:
@@ -34,10 +38,41 @@ def run_if(wanted: jax.Array, work: Callable[..., Any], state: Any, *operands: A
     return pin(lax.fori_loop(0, wanted.astype(jnp.int32), trip, pin(state)))
 
 
+def run_one(number: jax.Array, works: Sequence[Callable[..., Any]], state: Any, *operands: Any) -> Any:
+    """``state = works[number](state, *operands)``, or the state as it is where the number is none of them.
+
+    One conditional: on GPU each guard costs a round trip to the host, and this is a single one.
+    """
+
+    def branch(work):
+        def run(state, operands):
+            state, inside = lax.optimization_barrier((state, operands))
+            return pin(work(pin(state), *pin(inside)))
+
+        return run
+
+    branches = [*map(branch, works), lambda state, operands: state]
+    index = jnp.where((number >= 0) & (number < len(works)), number, len(works))
+    return pin(lax.switch(index, branches, pin(state), operands))
+
+
+def run_always(wanted: jax.Array, work: Callable[..., Any], state: Any, *operands: Any) -> Any:
+    """As ``run_if``, but the work is done anyway: the same operations on all ranks, in lockstep."""
+    state, operands = lax.optimization_barrier((state, operands))
+    made = work(state, *operands)
+    return jax.tree.map(lambda new, old: jnp.where(wanted, new, old), made, state)
+
+
 def pin(state: Any) -> Any:
     """Keep every array row-major.
 
     Left to itself the TPU compiler gives each guard the layouts that suit it, and copies whole pools between
     guards that differ.
     """
-    return jax.tree.map(lambda a: with_layout_constraint(a, Layout(tuple(range(a.ndim)))), state)
+
+    def hold(a):
+        if jnp.issubdtype(a.dtype, jax.dtypes.extended):
+            return a  # typed keys have a hidden dim, which no layout can name
+        return with_layout_constraint(a, Layout(tuple(range(a.ndim))))
+
+    return jax.tree.map(hold, state)

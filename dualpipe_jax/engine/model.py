@@ -72,7 +72,7 @@ class StagedModel:
       kinds: stage functions by name. Every name that is used more is more to compile.
       kind_of: the kind of each stage, in model order. The first is given x None; of the last x is not needed.
       weights: ``weights(batch) -> {loss name: float32 scalar}``: how much a part of a microbatch counts in the mean of
-        that loss, such as its number of valid tokens. Names left out, and None, count every part alike.
+        that loss, such as its number of valid tokens; a constant. Names left out, and None, count every part alike.
     """
 
     kinds: Mapping[str, StageFunction]
@@ -135,7 +135,21 @@ def staged(model: PipelineModel, num_stages: int, *, has_aux: bool = False) -> S
 
     def middle(own: Tree, shared: Tree, x: Tree, at: At) -> Out:
         del shared, at
-        y, aux = model.stage(own, x) if has_aux else (model.stage(own, x), None)
+        out = model.stage(own, x)
+        if has_aux and not (isinstance(out, tuple) and len(out) == 2):
+            raise TypeError(
+                f"has_aux=True needs a stage that returns (x, aux); it returned {jax.typeof(out)}."
+            )
+        if (
+            not has_aux
+            and isinstance(out, tuple)
+            and len(out) == 2
+            and jax.tree.structure(out) != jax.tree.structure(x)
+        ):
+            raise TypeError(
+                "stage returned a pair where x was expected. If it returns (x, aux), pass has_aux=True."
+            )
+        y, aux = out if has_aux else (out, None)
         return Out(y, metrics={} if aux is None else {"aux": aux})
 
     def first(own: Tree, shared: Tree, x: Tree, at: At) -> Out:
@@ -171,4 +185,4 @@ def key_at(key: jax.Array | None, stage: Any, microbatch: Any, part: Any) -> jax
 def loss_weights(model: StagedModel, batch: Tree, names: Any) -> dict[str, jax.Array]:
     """How much a part of a microbatch counts in the mean of each loss, float32 scalars."""
     given = {} if model.weights is None else model.weights(batch)
-    return {name: jnp.asarray(given.get(name, 1.0), jnp.float32) for name in names}
+    return {name: jax.lax.stop_gradient(jnp.asarray(given.get(name, 1.0), jnp.float32)) for name in names}

@@ -1,278 +1,374 @@
 """What users call: a model, a schedule and a mesh become a step."""
 
 import dataclasses
+import functools
 from collections.abc import Callable, Collection
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from dualpipe_jax.engine import checks
-from dualpipe_jax.engine.model import PipelineModel, Tree
-from dualpipe_jax.engine.spmd import Engine
-from dualpipe_jax.engine.stages import PlacedStages, broadcast_specs, from_placed, to_placed
-from dualpipe_jax.engine.trees import with_float0
+from dualpipe_jax.engine.guard import Divergence
+from dualpipe_jax.engine.model import At, Out, Report, StagedModel, Tree
+from dualpipe_jax.engine.spmd import Engine, Outputs, Results
+from dualpipe_jax.engine.stages import PlacedStages, broadcast, from_placed, to_placed
+from dualpipe_jax.engine.storage import Leaf
+from dualpipe_jax.engine.trees import float0_like, is_floating
 from dualpipe_jax.schedule import CostModel, Schedule
 
-Step = Callable[[Tree, Tree, Tree], tuple[Any, Tree]]
+
+class Applied(NamedTuple):
+    """What ``Pipeline.apply`` returns.
+
+    Attributes:
+      objective, report: see ``Report``.
+      outputs: the x of the last stage, or None; see ``Pipeline.apply``.
+    """
+
+    objective: jax.Array
+    report: Report
+    outputs: Tree
 
 
-def pipeline_value_and_grad(
-    model: PipelineModel,
-    schedule: Schedule,
-    mesh: Mesh,
-    *,
-    param_specs: Tree = None,
-    has_aux: bool = False,
-    costs: CostModel | None = None,
-    accumulate_dtype: Any = None,
-    fuse_pairs: bool | None = None,
-    check_vma: bool = False,
-    debug_nans: bool = False,
-) -> Step:
-    """Loss and gradients of a model, computed in the order of a schedule on the ranks of a mesh.
+@dataclasses.dataclass(frozen=True, eq=False)
+class Pipeline:
+    """A model, run in the order of a schedule on the ranks of a mesh.
 
-    Returns ``step(params, inputs, targets) -> (loss, grads)``, or ``((loss, aux), grads)``, to be called
-    under ``jax.jit``. It computes what ``jax.value_and_grad`` of the plain model does; the oracle
-    ``sequential_value_and_grad`` is that function.
+    Its methods compute what ``jax.value_and_grad`` of the plain model does (``reference_value_and_grad``), and are
+    compiled at their first call. Make a Pipeline once: a new one in each iteration is compiled anew each time.
 
-    params: {"embed", "stages", "head"}; leaves of "stages" have a leading stage dim in model order (as many
-      stages as a pipe of the schedule), or are what ``place_stages`` returned. Gradients have the same form.
-    inputs, targets: leaves [num_microbatches, microbatch size, ...]; the microbatch size is sharded over
-      "ep". A schedule with two pipes sends the first half of the microbatches into pipe 0.
-    loss: float32, the mean of ``head_loss`` over microbatches and over "ep".
-    aux: what the stages returned besides x, summed over microbatches, stages and "ep"; integers stay exact.
+    params: {"stages", "shared"} as in ``StagedModel``; "stages" with a leading stage dim in model order, or as
+      ``place`` gives it. Gradients have the same form: float0 for integers and keys, None for what is frozen.
+    batch: leaves [num_microbatches, microbatch size, ...]; the microbatch size is cut over "dp" and "ep". A schedule
+      with two pipes sends the first half of the microbatches into pipe 0.
+    key: a typed PRNG key of the step, or None; see ``At.key``.
 
     Arguments:
-      model: plain functions; see ``PipelineModel``.
+      model: see ``StagedModel``.
       schedule: any that ``validate`` accepts and whose ranks hold equally many stages.
-      mesh: with the axes "pp" (the schedule's ranks) and "ep"; see ``make_mesh``.
-      param_specs: PartitionSpec over "ep" of each leaf of params, without the stage dim; a prefix of the tree
-        will do, None (the default) means replicated. A replicated leaf's gradient is summed over "ep".
-      has_aux: whether a stage returns ``(x, aux)``.
+      mesh: with the axes "pp" (the schedule's ranks) and "ep", and "dp" if wanted; see ``make_mesh``. Further axes are
+        left to the compiler: shard parameters or activations over them as under ``jax.jit``.
+      param_specs: PartitionSpec over "ep" of each leaf of params as a stage's function sees it, without the stage dim;
+        a prefix of the tree will do, None (the default) means whole. The gradient of a leaf that is whole on every device
+        is summed over "ep".
+      storage_specs: PartitionSpec of each leaf as it is stored between steps, over "dp", "ep" and, of shared leaves,
+        "pp"; None: as it is used. What is stored cut further than it is used is gathered once a step, and its gradient
+        comes back reduce-scattered: see ``storage``.
+      gather_dtype: dtype in which such leaves are gathered and used, a prefix of params; None keeps each leaf's own.
+      frozen: whether a leaf has no gradient, a prefix of params; nothing is computed or kept for it.
+      input_grads: whether gradients have an entry "batch", for the batch's floating leaves (an encoder in front).
       costs: relative costs by which actions are placed on ticks; changes the speed, not the result.
       accumulate_dtype: dtype of the gradients, summed over microbatches; None keeps each parameter's own.
       fuse_pairs: run an overlapped pair as one computation, in which the compiler can hide the all-to-alls of
         one direction behind the other's work, or as F and B after each other, with the same result. None: fuse
         but on CPU, which overlaps nothing and would copy every slot pool once a pair.
+      divergence: how ranks part ways in a tick: "loop", each unit a loop of zero or one trips; "switch", one
+        conditional; "none", every rank runs every unit, results masked, for machines on which groups of devices may not
+        part ways. The results are equal. None: "switch" on GPU, where each loop costs a round trip to the host, else
+        "loop".
       check_vma: let ``shard_map`` check over which axes values vary.
-      debug_nans: raise when the loss is not finite, naming the microbatch and stage where it first appears.
+      debug_nans: raise when a loss or a gradient is not finite, naming the microbatch and stage where that began.
 
     Raises ValueError, with all that is wrong at once, for a mesh or arguments that do not fit.
     """
-    engine = _engine(
-        model, schedule, mesh, has_aux, costs, accumulate_dtype, fuse_pairs, check_vma, debug_nans
-    )
 
-    return _step(engine, param_specs)
+    model: StagedModel
+    schedule: Schedule
+    mesh: Mesh
+    param_specs: Tree = None
+    storage_specs: Tree = None
+    gather_dtype: Tree = None
+    frozen: Tree = None
+    input_grads: bool = False
+    costs: CostModel | None = None
+    accumulate_dtype: Any = None
+    fuse_pairs: bool | None = None
+    divergence: Divergence | None = None
+    check_vma: bool = False
+    debug_nans: bool = False
+
+    def __post_init__(self):
+        checks.check_mesh(self.schedule, self.mesh)
+        checks.check_model(self.model, self.schedule)
+
+    @functools.cached_property
+    def value_and_grad(self) -> Callable[..., tuple[tuple[jax.Array, Report], Tree]]:
+        """``value_and_grad(params, batch, key=None) -> ((objective, Report), grads)``, compiled."""
+        return jax.jit(self._step)
+
+    @functools.cached_property
+    def apply(self) -> Callable[..., Applied]:
+        """``apply(params, batch, key=None, outputs="none") -> Applied``, compiled: forward only.
+
+        Keeps no residuals and computes no gradients. A batch without targets will do if no stage asks for them.
+
+        outputs: the x of the last stage, [num_microbatches, microbatch size, ...]: "none"; "everywhere", sent to all
+          ranks; or "last_rank", left where it is, behind a leading dim of ranks of which only the entry of a last
+          stage's rank has meaning (DualPipe has two: rank 0 for the second half of the microbatches).
+        """
+        return jax.jit(self._apply, static_argnames="outputs")
+
+    @functools.cached_property
+    def loss(self) -> Callable[..., tuple[jax.Array, Report]]:
+        """``loss(params, batch, key=None) -> (objective, Report)``, for ``jax.grad``: it may be a term of a larger loss.
+
+        Not differentiated it runs forward only; differentiated, its forward does the whole pipelined step and keeps the
+        gradients, which the backward scales. The report's losses and floating metrics are differentiable too; where
+        they have a cotangent the backward runs a second step for them.
+
+        params are differentiable, and with ``input_grads`` the batch's floating leaves; else differentiating by the
+        batch raises ValueError.
+        """
+        return _differentiable(self)
+
+    def units(self, ops: Collection[str] = ("FB",), *, every_kind: bool = False) -> Callable[..., Any]:
+        """``value_and_grad`` with only some of its units in it, to be compiled and looked at, not to be run.
+
+        Each unit stands there once, exactly as in the whole step: behind its guard, with the same slot pools, and with
+        the sends of every tick. By default that is one overlapped pair, F of one microbatch and B of another: what a
+        step spends most of its time on, in a fraction of the time that a step takes to compile. In compiled programs
+        the units are found by the scopes "pair/KIND-KIND", "forward/KIND", "backward/KIND", "backward_input/KIND" and
+        "backward_weight/KIND".
+
+        It is to be lowered, ShapeDtypeStructs with shardings will do:
+        ``pipeline.units().lower(params, batch).compile()``.
+
+        Arguments:
+          ops: of "FB", "F", "B", "I", "W"; see ``units_alone``.
+          every_kind: each op for every kind of stage, not only for the most frequent one.
+
+        Raises ValueError for ops that the schedule runs nowhere.
+        """
+        return jax.jit(functools.partial(self._step, units=tuple(ops), every_kind=every_kind))
+
+    def state(self, params: Tree, batch: Tree, key: jax.Array | None = None) -> dict[str, Tree]:
+        """What the engine keeps on each device while a step runs, as shapes; nothing is computed or compiled.
+
+        Arguments are those of ``value_and_grad``, ShapeDtypeStructs will do. Gives ShapeDtypeStructs of one device:
+          x, dy: slots for inputs of stages, and for gradients of their outputs.
+          y_out, dx_out: what is on its way to other ranks.
+          residual.0, ...: slots for what forwards keep for backwards, a pool for every set of kinds of stages that has
+            arrays of the same types.
+          stash.0, ...: slots for what a backward for the input hands to that for the weights.
+          own0.0, ..., own1.0, ...: sums of gradients of each local stage's leaves, those of a borrowed copy too.
+          shared.0, ...: and of shared ones.
+          loss.NAME, metric.NAME: figures.
+        """
+        placed = jax.eval_shape(lambda p: self._placed(p), params)
+        return self._engine(placed).state(placed, batch, key)
+
+    # ------------------------------------------------------------------- placing
+
+    def shardings(self, params: Tree) -> Tree:
+        """A NamedSharding for every leaf of ``place``'s result; ``params`` may be ShapeDtypeStructs.
+
+        For ``jax.jit(init, out_shardings=...)``, which makes every array where it belongs.
+        """
+        placed = jax.eval_shape(self._placed, params)
+        specs = self._engine(placed).param_specs(len(placed["stages"].local))
+        return jax.tree.map(lambda _, spec: NamedSharding(self.mesh, spec), placed, specs)
+
+    def place(self, params: Tree) -> Tree:
+        """Params where a step wants them, stages on their ranks: once, before a training loop."""
+        return jax.jit(self._placed, out_shardings=self.shardings(params))(params)
+
+    def unplace(self, params: Tree) -> Tree:
+        """The inverse of ``place``, for gradients too: leaves [num_stages, ...] in model order."""
+        placement = self.schedule.placement
+        return jax.jit(lambda p: p | {"stages": from_placed(p["stages"], placement)})(params)
+
+    # ------------------------------------------------------------------ internals
+
+    def _placed(self, params: Tree) -> Tree:
+        return params | {"stages": to_placed(params["stages"], self.schedule.placement)}
+
+    def _engine(self, params: Tree, units: tuple[str, ...] = (), every_kind: bool = False) -> Engine:
+        """The engine for placed params of these shapes."""
+        one = {"stages": params["stages"].local[0], "shared": params["shared"]}
+
+        def every(name: str, default: Any) -> Tree:
+            given = getattr(self, name)
+            given = {} if given is None else given
+            checks.check_keys(name, given)
+            return {part: broadcast(given.get(part), one[part], default, name) for part in one}
+
+        used = every("param_specs", PartitionSpec())
+        stored = every("storage_specs", _AS_USED)
+        # A dtype is a leaf for tree.map, but None is not.
+        dtypes = every("gather_dtype", _OWN) if isinstance(self.gather_dtype, dict) else None
+
+        def leaf(use: PartitionSpec, store: Any, dtype: Any) -> Leaf:
+            return Leaf(use, use if store is _AS_USED else store, None if dtype is _OWN else dtype)
+
+        single = _OWN if self.gather_dtype is None else self.gather_dtype
+        dtypes = jax.tree.map(lambda _: single, used) if dtypes is None else dtypes
+        layout = jax.tree.map(leaf, used, stored, dtypes)
+        checks.check_layout(self.mesh, one, layout)
+        platform = self.mesh.devices.flat[0].platform if isinstance(self.mesh, Mesh) else "tpu"
+        return Engine(
+            model=self.model,
+            schedule=self.schedule,
+            mesh=self.mesh,
+            layout=layout,
+            frozen=every("frozen", False),
+            costs=CostModel() if self.costs is None else self.costs,
+            accumulate_dtype=self.accumulate_dtype,
+            fuse_pairs=platform != "cpu" if self.fuse_pairs is None else self.fuse_pairs,
+            divergence=self.divergence or ("switch" if platform in ("gpu", "cuda", "rocm") else "loop"),
+            input_grads=self.input_grads,
+            check_vma=self.check_vma,
+            debug_nans=self.debug_nans,
+            units=units,
+            every_kind=every_kind,
+        )
+
+    def _step(
+        self,
+        params: Tree,
+        batch: Tree,
+        key: jax.Array | None = None,
+        *,
+        units: tuple[str, ...] = (),
+        every_kind: bool = False,
+    ) -> tuple[tuple[jax.Array, Report], Tree]:
+        checks.check_arguments(self.schedule, self.mesh, params, batch)
+        placed = self._placed(params)
+        results = self._engine(placed, units, every_kind).value_and_grad(placed, batch, key)
+        self._watch(results)
+        return (results.objective, results.report), self._gradients(params, placed, batch, results.gradients)
+
+    def _apply(
+        self, params: Tree, batch: Tree, key: jax.Array | None = None, outputs: Outputs = "none"
+    ) -> Applied:
+        checks.check_arguments(self.schedule, self.mesh, params, batch)
+        placed = self._placed(params)
+        results = self._engine(placed).forward(placed, batch, key, outputs)
+        self._watch(results)
+        return Applied(results.objective, results.report, results.outputs)
+
+    def _watch(self, results: Results) -> None:
+        if results.first_bad is not None:
+            checks.report_first_bad(results.objective, results.first_bad, self.schedule)
+
+    def _gradients(self, params: Tree, placed: Tree, batch: Tree, lists: Tree) -> Tree:
+        """Lists of gradients in the form of params."""
+        local = zip(placed["stages"].local, lists["stages"].local, strict=True)
+        stages: Tree = PlacedStages(tuple(_as_tree(tree, found) for tree, found in local))
+        if not isinstance(params["stages"], PlacedStages):
+            stages = _from_placed(params["stages"], lists["stages"], self.schedule)
+        gradients = {"stages": stages, "shared": _as_tree(params["shared"], lists["shared"])}
+        return gradients | ({"batch": _as_tree(batch, lists["batch"])} if self.input_grads else {})
 
 
-def pipeline_units(
-    model: PipelineModel,
-    schedule: Schedule,
-    mesh: Mesh,
-    units: Collection[str] = ("FB",),
-    *,
-    param_specs: Tree = None,
-    has_aux: bool = False,
-    costs: CostModel | None = None,
-    accumulate_dtype: Any = None,
-    fuse_pairs: bool | None = None,
-    check_vma: bool = False,
-) -> Step:
-    """The engine's step with only some of its units in it, to be compiled and looked at, not to be run.
-
-    Each unit stands there once, exactly as in the whole step: behind its guard, with the same slot pools, and
-    with the sends of every tick. By default that is one overlapped pair, F of one microbatch and B of another:
-    what a step spends most of its time on, in a fraction of the time that a step takes to compile. In compiled
-    programs the guards are found by the scopes "pair", "forward", "backward", "backward_input",
-    "backward_weight", "embed", "head" and "embed_backward".
-
-    Takes and returns what ``pipeline_value_and_grad`` does, ShapeDtypeStructs with shardings too, and is to be
-    lowered: ``pipeline_units(...).lower(params, inputs, targets).compile()``. What it would compute has no
-    meaning.
-
-    Arguments:
-      units: of "FB", "F", "B", "I", "W", "embed", "head", "embed_backward"; see ``units_alone``.
-      model, schedule, mesh and the rest: as in ``pipeline_value_and_grad``.
-
-    Raises ValueError where that does, and for units that the schedule runs nowhere.
-    """
-    engine = _engine(model, schedule, mesh, has_aux, costs, accumulate_dtype, fuse_pairs, check_vma, False)
-    return _step(dataclasses.replace(engine, units=tuple(units)), param_specs)
+_AS_USED = "as used"
+_OWN = "own"
 
 
-def pipeline_state(
-    model: PipelineModel,
-    schedule: Schedule,
-    mesh: Mesh,
-    *,
-    param_specs: Tree = None,
-    has_aux: bool = False,
-    costs: CostModel | None = None,
-    accumulate_dtype: Any = None,
-) -> Callable[[Tree, Tree, Tree], dict[str, Tree]]:
-    """What the engine keeps on each device while a step runs, as shapes; nothing is computed or compiled.
-
-    Returns ``state(params, inputs, targets)``, whose arguments are those of ``pipeline_value_and_grad``'s step
-    (ShapeDtypeStructs will do). It gives ShapeDtypeStructs of one device:
-      x, dy: slots for inputs of stages, and for gradients of their outputs.
-      y_out, dx_out: what is on its way to other ranks.
-      residual_i, residual_w: slots for what forwards keep for the backward for the input, and for the weights'.
-      stash: slots for what the former hands to the latter.
-      grads0, grads1, ...: sums of gradients of each local stage, those of a borrowed copy too.
-      embed_grads, head_grads: and of both ends.
-      loss, aux, first_bad: figures.
-
-    Arguments and errors as in ``pipeline_value_and_grad``.
-    """
-    engine = _engine(model, schedule, mesh, has_aux, costs, accumulate_dtype, True, False, False)
-
-    def state(params: Tree, inputs: Tree, targets: Tree) -> dict[str, Tree]:
-        placed = jax.eval_shape(lambda p: _prepare(engine, p, param_specs, inputs, targets)[0], params)
-        _, specs = _prepare(engine, placed, param_specs, inputs, targets)
-        return engine.state(placed, specs, inputs, targets)
-
-    return state
+def _as_tree(tree: Tree, gradients: list[Any]) -> Tree:
+    """The gradient tree of ``tree``: None for what is frozen, float0 for what can have no gradient."""
+    leaves, form = jax.tree.flatten(tree)
+    rows = zip(leaves, gradients, strict=True)
+    return form.unflatten(g if is_floating(leaf) else float0_like(leaf) for leaf, g in rows)
 
 
-def pipeline_apply(
-    model: PipelineModel,
-    schedule: Schedule,
-    mesh: Mesh,
-    *,
-    param_specs: Tree = None,
-    has_aux: bool = False,
-    costs: CostModel | None = None,
-    check_vma: bool = False,
-    debug_nans: bool = False,
-) -> Step:
-    """Forward only: ``apply(params, inputs, targets) -> (loss, outputs)``, or ``((loss, aux), outputs)``.
-
-    Runs the forwards of the schedule in its order, keeps no residuals and computes no gradients.
-    ``outputs`` is what the last stage returned, [num_microbatches, microbatch size, ...]. Arguments and errors as in
-    ``pipeline_value_and_grad``.
-    """
-    engine = _engine(model, schedule, mesh, has_aux, costs, None, False, check_vma, debug_nans)
-
-    def apply(params: Tree, inputs: Tree, targets: Tree) -> tuple[Any, Tree]:
-        placed, specs = _prepare(engine, params, param_specs, inputs, targets)
-        loss, aux, outputs, first_bad = engine.forward(placed, specs, inputs, targets)
-        if debug_nans:
-            checks.report_first_bad(loss, first_bad, schedule)
-        return ((loss, aux) if has_aux else loss), outputs
-
-    return jax.jit(apply)
+def _from_placed(stages: Tree, lists: PlacedStages, schedule: Schedule) -> Tree:
+    """Lists of gradients in model order."""
+    return _as_tree(stages, from_placed(lists, schedule.placement, is_leaf=lambda g: g is None))
 
 
-def pipeline_loss(
-    model: PipelineModel,
-    schedule: Schedule,
-    mesh: Mesh,
-    *,
-    param_specs: Tree = None,
-    has_aux: bool = False,
-    **options,
-) -> Callable[[Tree, Tree, Tree], Any]:
-    """The pipelined loss as a function that ``jax.grad`` and ``jax.value_and_grad`` differentiate.
-
-    Returns ``loss(params, inputs, targets)``, or ``(loss, aux)``. Not differentiated it runs forward only;
-    differentiated, its forward does the whole pipelined step and keeps the gradients, which the backward
-    scales: so it may be a term of a larger loss, at the cost of one step.
-
-    Only params are differentiable: differentiating by inputs or targets raises. Options as in
-    ``pipeline_value_and_grad``.
-    """
-    step = pipeline_value_and_grad(model, schedule, mesh, param_specs=param_specs, has_aux=has_aux, **options)
-    for only_for_gradients in ("accumulate_dtype", "fuse_pairs"):
-        options.pop(only_for_gradients, None)
-    apply = pipeline_apply(model, schedule, mesh, param_specs=param_specs, has_aux=has_aux, **options)
+def _differentiable(pipeline: Pipeline) -> Callable[..., tuple[jax.Array, Report]]:
+    forward_only, step = pipeline._apply, pipeline._step
 
     @jax.custom_vjp
-    def loss(params, inputs, targets):
-        return apply(params, inputs, targets)[0]
+    def loss(params: Tree, batch: Tree, key: jax.Array | None) -> tuple[jax.Array, Report]:
+        objective, report, _ = forward_only(params, batch, key)
+        return objective, report
 
-    def forward(params, inputs, targets):
-        if any(leaf.perturbed for leaf in jax.tree.leaves((inputs, targets))):
-            raise ValueError("pipeline_loss: differentiable by params only; stop_gradient inputs and targets")
-        value, gradients = step(*jax.tree.map(lambda leaf: leaf.value, (params, inputs, targets)))
-        return value, jax.tree.map(lambda g, p: _scalable(g, p.value.dtype), gradients, params)
+    def forward(params: Tree, batch: Tree, key: Any) -> Any:
+        if not pipeline.input_grads and any(leaf.perturbed for leaf in jax.tree.leaves(batch)):
+            raise ValueError(
+                "Pipeline.loss: differentiable by params only; stop_gradient the batch, or make the Pipeline with "
+                "input_grads=True"
+            )
+        arguments = jax.tree.map(lambda leaf: leaf.value, (params, batch, key))
+        result, gradients = step(*arguments)
+        return result, (arguments, gradients)
 
-    def backward(gradients, cotangent):
-        scale = cotangent[0] if has_aux else cotangent
-        if isinstance(scale, jax.custom_derivatives.SymbolicZero):
-            scale = jnp.zeros(scale.shape, scale.dtype)
-        return jax.tree.map(lambda g: g * scale.astype(g.dtype), gradients), None, None
+    def backward(kept: Any, cotangents: Any) -> Any:
+        (params, batch, key), gradients = kept
+        of_objective, of_report = cotangents
+        scale = jnp.zeros(()) if _is_zero(of_objective) else of_objective
+        gradients = jax.tree.map(lambda g: g * scale.astype(g.dtype) if _has_values(g) else None, gradients)
+        if not all(map(_is_zero, jax.tree.leaves(of_report))):
+            more = _by_report(pipeline, params, batch, key, of_report)
+            gradients = jax.tree.map(jnp.add, gradients, more)
+        cast = _cotangents(gradients, {**params, "batch": batch} if pipeline.input_grads else params)
+        by_batch = cast.pop("batch", None)
+        return cast, by_batch, None
 
     loss.defvjp(forward, backward, symbolic_zeros=True)
-    return loss
+    return jax.jit(lambda params, batch, key=None: loss(params, batch, key))
 
 
-def _engine(
-    model: PipelineModel,
-    schedule: Schedule,
-    mesh: Mesh,
-    has_aux: bool,
-    costs: CostModel | None,
-    accumulate_dtype: Any,
-    fuse_pairs: bool | None,
-    check_vma: bool,
-    debug_nans: bool,
-) -> Engine:
-    checks.check_mesh(schedule, mesh)
-    if fuse_pairs is None:
-        fuse_pairs = mesh.devices.flat[0].platform != "cpu"
-    return Engine(
-        model=PipelineModel(*model),
-        schedule=schedule,
-        mesh=mesh,
-        has_aux=has_aux,
-        costs=CostModel() if costs is None else costs,
-        accumulate_dtype=accumulate_dtype,
-        fuse_pairs=fuse_pairs,
-        check_vma=check_vma,
-        debug_nans=debug_nans,
+def _by_report(pipeline: Pipeline, params: Tree, batch: Tree, key: Any, cotangents: Report) -> Tree:
+    """The gradients of <cotangents, report>: a step of the same stages with another objective.
+
+    The cotangents are shared parameters, frozen. A metric is summed over all parts, a loss is a mean over them.
+    """
+    parts = pipeline.schedule.num_microbatches * pipeline._engine(pipeline._placed(params)).num_parts
+    cotangents = jax.tree.map(lambda c: None if _is_zero(c) else c, cotangents)
+
+    def weighted(function: Callable[..., Out]) -> Callable[..., Out]:
+        def stage(own: Tree, shared: Tree, x: Tree, at: At) -> Out:
+            out = Out(*function(own, shared["given"], x, at))
+            by_loss, by_metric = shared["cotangents"]
+            losses = {
+                name: by_loss[name] * v for name, v in out.losses.items() if by_loss.get(name) is not None
+            }
+            terms = jax.tree.map(
+                lambda c, m: jnp.float32(0) if c is None else jnp.sum(c * m).astype(jnp.float32) * parts,
+                {name: by_metric[name] for name in out.metrics},
+                dict(out.metrics),
+                is_leaf=lambda node: node is None,
+            )
+            return Out(out.x, losses | {"metrics": sum(jax.tree.leaves(terms), jnp.float32(0))})
+
+        return stage
+
+    model = dataclasses.replace(
+        pipeline.model, kinds={n: weighted(f) for n, f in pipeline.model.kinds.items()}
     )
 
+    def wrapped(prefix: Tree, value: Any) -> Tree:
+        given = {} if prefix is None else prefix
+        return {**given, "shared": {"given": given.get("shared"), "cotangents": value}}
 
-def _step(engine: Engine, param_specs: Tree) -> Step:
-    def step(params: Tree, inputs: Tree, targets: Tree) -> tuple[Any, Tree]:
-        placed, specs = _prepare(engine, params, param_specs, inputs, targets)
-        loss, aux, lists, first_bad = engine.value_and_grad(placed, specs, inputs, targets)
-        if engine.debug_nans:
-            checks.report_first_bad(loss, first_bad, engine.schedule)
-        return ((loss, aux) if engine.has_aux else loss), _as_params(params, lists, engine.schedule)
-
-    return jax.jit(step)
-
-
-def _prepare(
-    engine: Engine, params: Tree, param_specs: Tree, inputs: Tree, targets: Tree
-) -> tuple[Tree, Tree]:
-    """Check the arguments and bring the stages to their ranks; parameters and their specs."""
-    checks.check_arguments(engine.schedule, engine.mesh, params, inputs, targets)
-    given = {} if param_specs is None else param_specs
-    checks.check_spec_keys(given)
-    params = params | {"stages": to_placed(params["stages"], engine.schedule.placement)}
-    specs = {part: broadcast_specs(given.get(part), params[part]) for part in ("embed", "head")}
-    specs["stages"] = PlacedStages(
-        tuple(broadcast_specs(given.get("stages"), s) for s in params["stages"].local)
-    )
-    checks.check_specs(engine.mesh, params, specs)
-    return params, specs
+    changes = {name: wrapped(getattr(pipeline, name), None) for name in ("param_specs", "storage_specs")}
+    if isinstance(pipeline.gather_dtype, dict):
+        changes["gather_dtype"] = wrapped(pipeline.gather_dtype, None)
+    other = dataclasses.replace(pipeline, model=model, frozen=wrapped(pipeline.frozen, True), **changes)
+    shared = {"given": params["shared"], "cotangents": (cotangents.losses, cotangents.metrics)}
+    _, gradients = other._step(params | {"shared": shared}, batch, key)
+    gradients = gradients | {"shared": gradients["shared"]["given"]}
+    return jax.tree.map(lambda g: g if _has_values(g) else None, gradients)
 
 
-def _scalable(gradient: Any, dtype: Any) -> Any:
-    """A gradient in its parameter's dtype, as a cotangent must be; None for an integer parameter's."""
-    return None if gradient.dtype == jax.dtypes.float0 else gradient.astype(dtype)
+def _is_zero(cotangent: Any) -> bool:
+    return isinstance(cotangent, jax.custom_derivatives.SymbolicZero) or cotangent.dtype == jax.dtypes.float0
 
 
-def _as_params(params: Tree, lists: Tree, schedule: Schedule) -> Tree:
-    """Gradient lists in the form of params."""
-    gradients = {part: with_float0(params[part], lists[part]) for part in ("embed", "head")}
-    stages = params["stages"]
-    if isinstance(stages, PlacedStages):
-        local = zip(stages.local, lists["stages"].local, strict=True)
-        return gradients | {"stages": PlacedStages(tuple(with_float0(*pair) for pair in local))}
-    return gradients | {"stages": with_float0(stages, from_placed(lists["stages"], schedule.placement))}
+def _has_values(gradient: Any) -> bool:
+    return gradient.dtype != jax.dtypes.float0
+
+
+def _cotangents(gradients: Tree, params: Tree) -> Tree:
+    """Gradients in their parameters' dtypes, as cotangents must be; None for integers, zeros for what is frozen."""
+
+    def cotangent(p: Any, g: Any) -> Any:
+        if not is_floating(p):
+            return None
+        return jnp.zeros(p.shape, p.dtype) if g is None else g.astype(p.dtype)
+
+    return jax.tree.map(cotangent, params, gradients, is_leaf=lambda node: node is None)

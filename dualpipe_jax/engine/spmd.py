@@ -1,6 +1,7 @@
 """The engine: one SPMD program that runs any lowered schedule."""
 
 import dataclasses
+import math
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -9,171 +10,388 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
-from dualpipe_jax.engine import checks
-from dualpipe_jax.engine.model import PipelineModel, Tree
-from dualpipe_jax.engine.stages import PlacedStages, borrow, give_back
-from dualpipe_jax.engine.tick import ForwardPlan, State, Tick
-from dualpipe_jax.engine.trees import is_floating
-from dualpipe_jax.engine.varying import vary
-from dualpipe_jax.parallel import EP, PP
+from dualpipe_jax.engine import checks, tick
+from dualpipe_jax.engine.guard import Divergence
+from dualpipe_jax.engine.kinds import ForwardKind, Kind, Sight, plain
+from dualpipe_jax.engine.model import At, Out, Report, StagedModel, Tree, key_at, loss_weights
+from dualpipe_jax.engine.slots import Layout, lay_out, make_kept, make_pool
+from dualpipe_jax.engine.stages import PlacedStages, borrow, give_back, homes
+from dualpipe_jax.engine.storage import Leaf
+from dualpipe_jax.engine.tick import NEVER, State, Tick
+from dualpipe_jax.engine.trees import is_floating, raw, structs, sum_dtype, typed, zeros
+from dualpipe_jax.engine.units import Surroundings, Works
+from dualpipe_jax.engine.varying import Vary
+from dualpipe_jax.parallel import DP, EP, PP
 from dualpipe_jax.schedule import CostModel, Schedule
 from dualpipe_jax.schedule.lowering.alone import units_alone
 from dualpipe_jax.schedule.lowering.lower import TickTable, forward_only, lower
-from dualpipe_jax.split import split_backward
+
+Outputs = Literal["none", "last_rank", "everywhere"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Results:
+    """What a program gives, on the outside of shard_map.
+
+    Attributes:
+      objective, report: see ``Report``.
+      gradients: {"stages": PlacedStages of lists, "shared": list, "batch": list}, over floating leaves, None for those
+        without a gradient; None forward only.
+      outputs: what the last stage returned; None unless asked for.
+      first_bad: int32 [dp, pp, ep, 4], see ``tick``; None unless looked for.
+    """
+
+    objective: jax.Array
+    report: Report
+    gradients: Tree
+    outputs: Tree
+    first_bad: jax.Array | None
 
 
 @dataclasses.dataclass(frozen=True)
 class Engine:
-    """A model, a schedule and a mesh as a program; ``pipeline_value_and_grad`` documents the fields.
+    """A model, a schedule and a mesh as a program; ``Pipeline`` documents the fields.
 
     With ``units`` the program holds these alone, to be compiled and looked at in a fraction of the time; what it
     computes is of no use.
+
+    Further fields:
+      layout: a ``Leaf`` for every leaf of params: {"stages": for one local stage, "shared"}.
+      frozen: likewise whether it has no gradient.
     """
 
-    model: PipelineModel
+    model: StagedModel
     schedule: Schedule
     mesh: Mesh
-    has_aux: bool
+    layout: Tree
+    frozen: Tree
     costs: CostModel
     accumulate_dtype: Any
     fuse_pairs: bool
+    divergence: Divergence
+    input_grads: bool
     check_vma: bool
     debug_nans: bool
     units: tuple[str, ...] = ()
+    every_kind: bool = False
 
-    def value_and_grad(
-        self, params: Tree, specs: Tree, inputs: Tree, targets: Tree
-    ) -> tuple[Any, Any, Tree, Any]:
-        """Loss, aux, gradients as lists over floating leaves, and the first values that are not finite.
+    # ------------------------------------------------------------- axes and specs
 
-        ``params["stages"]`` is placed; ``specs`` has a PartitionSpec over "ep" for each leaf of params.
-        """
-        listed = self._listed(params, specs)
-        sharded = listed | {"stages": _over_ranks(listed["stages"])}
-        outs = (PartitionSpec(), PartitionSpec(), sharded, PartitionSpec(PP, EP))
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """The mesh's axes that the engine works with; what other axes there are is the compiler's business."""
+        return tuple(axis for axis in (DP, PP, EP) if axis in self.mesh.shape)
 
-        def on_rank(params, inputs, targets):
-            state = self._scan(params, inputs, targets, forward=False)
-            return *self._sums(state), self._gradients(state, listed), state["first_bad"][None, None]
+    @property
+    def batch_axes(self) -> tuple[str, ...]:
+        """Those over which a microbatch is cut, the first one varying slowest."""
+        return tuple(axis for axis in (DP, EP) if axis in self.mesh.shape)
 
-        return self._shard_map(on_rank, specs, outs)(params, inputs, targets)
+    @property
+    def num_parts(self) -> int:
+        """Into how many parts a microbatch is cut."""
+        return math.prod(self.mesh.shape[axis] for axis in self.batch_axes)
 
-    def forward(self, params: Tree, specs: Tree, inputs: Tree, targets: Tree) -> tuple[Any, Any, Tree, Any]:
-        """Loss, aux, the last stage's outputs [num_microbatches, microbatch size, ...], first bad values."""
-        outs = (PartitionSpec(), PartitionSpec(), PartitionSpec(None, EP), PartitionSpec(PP, EP))
+    @property
+    def _vary(self) -> Vary:
+        return Vary(self.axes if self.check_vma else ())
 
-        def on_rank(params, inputs, targets):
-            state = self._scan(params, inputs, targets, forward=True)
-            outputs = lax.psum(state["outputs"], PP)  # zeros but on the rank of the last stage
-            return *self._sums(state), outputs, state["first_bad"][None, None]
+    def param_specs(self, num_owned: int) -> Tree:
+        """A PartitionSpec for every leaf of placed params."""
 
-        return self._shard_map(on_rank, specs, outs)(params, inputs, targets)
+        def over_ranks(leaf: Leaf) -> PartitionSpec:
+            return PartitionSpec(PP, *leaf.stored)
 
-    def state(self, params: Tree, specs: Tree, inputs: Tree, targets: Tree) -> State:
+        own = _map_leaf(over_ranks, self.layout["stages"])
+        shared = _map_leaf(lambda leaf: leaf.stored, self.layout["shared"])
+        return {"stages": PlacedStages((own,) * num_owned), "shared": shared}
+
+    # ------------------------------------------------------------------- programs
+
+    def value_and_grad(self, params: Tree, batch: Tree, key: jax.Array | None) -> Results:
+        """Objective, report and gradients. ``params["stages"]`` is placed."""
+
+        def on_rank(params: Tree, batch: Tree, key: jax.Array | None) -> Any:
+            program = _Program(self, params, batch, key, backward=True)
+            state = program.run()
+            return *program.sums(state), program.gradients(state), None, program.first_bad(state)
+
+        return self._run(on_rank, params, batch, key, self._gradient_specs(params, batch), None)
+
+    def forward(self, params: Tree, batch: Tree, key: jax.Array | None, outputs: Outputs) -> Results:
+        """The same without gradients, and what the last stage returned, [num_microbatches, ...]."""
+
+        def on_rank(params: Tree, batch: Tree, key: jax.Array | None) -> Any:
+            program = _Program(self, params, batch, key, backward=False, outputs=outputs != "none")
+            state = program.run()
+            return *program.sums(state), None, program.outputs(state, outputs), program.first_bad(state)
+
+        lead = (PP,) if outputs == "last_rank" else ()
+        return self._run(on_rank, params, batch, key, None, PartitionSpec(*lead, None, self.batch_axes))
+
+    def state(self, params: Tree, batch: Tree, key: jax.Array | None) -> State:
         """Types of what the scan carries on each device, by the entries that ``tick`` lists; computes nothing."""
         unchecked = dataclasses.replace(self, check_vma=False)
 
-        def on_rank(params, inputs, targets):
-            return unchecked._tick(params, inputs, targets, forward=False).initial_state()
+        def on_rank(params: Tree, batch: Tree, key: jax.Array | None) -> State:
+            return _Program(unchecked, params, batch, key, backward=True).initial_state()
 
         # Called replicated, what it returns has the shapes that it has on one device.
-        on_device = unchecked._shard_map(on_rank, specs, PartitionSpec())
-        return jax.eval_shape(on_device, params, inputs, targets)
+        on_device = unchecked._shard_map(on_rank, params, PartitionSpec())
+        return jax.eval_shape(on_device, params, batch, key)
 
-    def _shard_map(self, on_rank: Callable[..., Any], specs: Tree, out_specs: Tree) -> Callable[..., Any]:
-        in_specs = (
-            specs | {"stages": _over_ranks(specs["stages"])},
-            PartitionSpec(None, EP),
-            PartitionSpec(None, EP),
-        )
+    def _run(
+        self, on_rank: Callable[..., Any], params: Tree, batch: Tree, key: Any, grads: Tree, outputs: Any
+    ) -> Results:
+        bad = PartitionSpec(*self.axes) if self.debug_nans else None
+        specs = (PartitionSpec(), PartitionSpec(), grads, outputs, bad)
+        return Results(*self._shard_map(on_rank, params, specs)(params, batch, key))
+
+    def _shard_map(self, on_rank: Callable[..., Any], params: Tree, out_specs: Tree) -> Callable[..., Any]:
+        specs = self.param_specs(len(params["stages"].local))
         return jax.shard_map(
-            on_rank, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=self.check_vma
-        )
-
-    def _scan(self, params: Tree, inputs: Tree, targets: Tree, *, forward: bool) -> State:
-        tick = self._tick(params, inputs, targets, forward=forward)
-        table = tick.table
-        rows = lax.dynamic_index_in_dim(jnp.asarray(table.array), lax.axis_index(PP), axis=1, keepdims=False)
-        ticks = (jnp.arange(table.num_ticks, dtype=jnp.int32), rows)
-        state, _ = lax.scan(tick, tick.initial_state(), vary(ticks, self.check_vma))
-        return state
-
-    def _tick(self, params: Tree, inputs: Tree, targets: Tree, *, forward: bool) -> Tick:
-        # Per device: stages [1, ...] of its rank, embed and head whole (but for ep), inputs and targets
-        # [num_microbatches, microbatch size / ep, ...].
-        params, inputs, targets = vary((params, inputs, targets), self.check_vma)
-        own = tuple(jax.tree.map(lambda leaf: leaf[0], stage) for stage in params["stages"].local)
-        params = params | {"stages": own + borrow(own, self.schedule.placement)}
-        plan = self._plan(params, inputs, targets, forward)
-        table = self._table(forward, plan.keep_input)
-        return Tick(
-            model=self.model,
-            table=table,
-            plan=plan,
-            params=params,
-            inputs=inputs,
-            targets=targets,
-            seed=None if forward else 1 / (self.schedule.num_microbatches * self.mesh.shape[EP]),
-            accumulate_dtype=self.accumulate_dtype,
-            fuse_pairs=self.fuse_pairs,
+            on_rank,
+            mesh=self.mesh,
+            in_specs=(specs, PartitionSpec(None, self.batch_axes), PartitionSpec()),
+            out_specs=out_specs,
+            axis_names=set(self.axes),
             check_vma=self.check_vma,
-            debug_nans=self.debug_nans,
         )
 
-    def _table(self, forward: bool, keep_input: Literal["F", "I", "W"]) -> TickTable:
-        table = lower(forward_only(self.schedule) if forward else self.schedule, self.costs, keep_input)
-        return units_alone(table, self.units) if self.units else table
+    def _gradient_specs(self, params: Tree, batch: Tree) -> Tree:
+        def listed(tree: Tree, layout: Tree, frozen: Tree, *lead: str) -> list[PartitionSpec | None]:
+            rows = zip(jax.tree.leaves(tree), _leaves(layout), jax.tree.leaves(frozen), strict=True)
+            return [
+                None if stop or not is_floating(leaf) else PartitionSpec(*lead, *lies.stored)
+                for leaf, lies, stop in rows
+            ]
 
-    def _plan(self, params: Tree, inputs: Tree, targets: Tree, forward: bool) -> Any:
-        def stage(params, x):
-            y, aux = self.model.stage(params, x) if self.has_aux else (self.model.stage(params, x), ())
-            return vary(y, self.check_vma), vary(aux, self.check_vma)
-
-        first = jax.tree.map(lambda leaf: leaf[0], (inputs, targets))
-        checks.check_model(self.model, self.has_aux, params, *first)
-        x = jax.eval_shape(self.model.embed, params["embed"], first[0])
-        x = vary(jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), x), self.check_vma)
-        if forward:
-            return ForwardPlan(stage, *jax.eval_shape(stage, params["stages"][0], x))
-        return split_backward(stage, has_aux=True).trace(params["stages"][0], x)
-
-    def _sums(self, state: State) -> tuple[jax.Array, Tree]:
-        loss = lax.psum(state["loss"], (PP, EP)) / (self.schedule.num_microbatches * self.mesh.shape[EP])
-        return loss, lax.psum(state["aux"], (PP, EP))
-
-    def _gradients(self, state: State, specs: Tree) -> Tree:
-        """Reduce each sum over the axes that it still owes: pp at the ends, ep where a leaf is replicated."""
-
-        def reduce(sums, specs, *axes):
-            owed = [axes if EP in _axes(spec) else (*axes, EP) for spec in specs]
-            return [lax.psum(g, over) if over else g for g, over in zip(sums, owed, strict=True)]
-
-        own = give_back([state[f"grads{k}"] for k in range(len(self.schedule.placement.stages_on[0]))],
-                        self.schedule.placement)  # fmt: skip
-        stages = [reduce(sums, spec) for sums, spec in zip(own, specs["stages"].local, strict=True)]
+        stages = [
+            listed(own, self.layout["stages"], self.frozen["stages"], PP) for own in params["stages"].local
+        ]
+        over = PartitionSpec(None, self.batch_axes)
+        by_batch = [over if is_floating(leaf) else None for leaf in jax.tree.leaves(batch)]
         return {
-            "embed": reduce(state["embed_grads"], specs["embed"], PP),
-            "stages": PlacedStages(tuple([g[None] for g in stage] for stage in stages)),
-            "head": reduce(state["head_grads"], specs["head"], PP),
+            "stages": PlacedStages(tuple(stages)),
+            "shared": listed(params["shared"], self.layout["shared"], self.frozen["shared"]),
+            "batch": by_batch if self.input_grads else [],
         }
 
-    def _listed(self, params: Tree, specs: Tree) -> Tree:
-        """The specs of gradients: lists over the floating leaves."""
 
-        def listed(tree, specs):
-            pairs = zip(jax.tree.leaves(tree), jax.tree.leaves(specs), strict=True)
-            return [spec for leaf, spec in pairs if is_floating(leaf)]
+class _Program:
+    """What one rank does, inside shard_map: parameters in, the scan, reductions, gradients out.
 
-        local = zip(params["stages"].local, specs["stages"].local, strict=True)
-        stages = PlacedStages(tuple(listed(tree, spec) for tree, spec in local))
-        return {"stages": stages} | {end: listed(params[end], specs[end]) for end in ("embed", "head")}
+    Per device: stages [1, ...] of its rank, shared parameters as they are stored, batch [num_microbatches, part of a
+    microbatch, ...].
+    """
+
+    def __init__(
+        self, engine: Engine, params: Tree, batch: Tree, key: Any, *, backward: bool, outputs: bool = False
+    ):
+        self.engine, self.schedule = engine, engine.schedule
+        self.backward, self.with_outputs, self.vary = backward, outputs, engine._vary
+        local = tuple(jax.tree.map(lambda leaf: leaf[0], stage) for stage in params["stages"].local)
+        self.stored = {"stages": local, "shared": params["shared"]}
+        types = params["shared"], local[0], jax.tree.map(lambda leaf: leaf[0], batch), key
+
+        local, shared, batch, key = self.vary(raw((local, params["shared"], batch, key)))
+        own = tuple(_map_leaf(Leaf.gather, engine.layout["stages"], stage) for stage in local)
+        shared = _map_leaf(Leaf.gather, engine.layout["shared"], shared)
+        self.own = own + borrow(own, self.schedule.placement)
+        self.shared, self.batch, self.key = shared, batch, key
+        self.part = self.vary(_part(engine))
+        self.kinds, kind_of, self.boundary = self._kinds(*types)
+        self.layout: Layout = lay_out(
+            [kind.kept for kind in self.kinds], [kind.keep_input for kind in self.kinds], kind_of
+        )
+        self.table: TickTable = self._table()
+        self.around = Surroundings(
+            self.own,
+            shared,
+            batch,
+            None if key is None else typed(key, types[3]),
+            self.part,
+            self._seeds(types[2]),
+        )
+        self.tasks = Works(self.table, self.kinds, self.layout, self.around, outputs=outputs).tasks(
+            fuse_pairs=engine.fuse_pairs
+        )
+
+    def _kinds(
+        self, shared: Tree, own: Tree, batch: Tree, key: Any
+    ) -> tuple[list[Any], tuple[int, ...], Tree]:
+        """The kinds that the table knows by number, the kind of each stage, and what is between stages."""
+        model, engine = self.engine.model, self.engine
+        own, shared = jax.eval_shape(lambda: (typed(self.own[0], own), typed(self.shared, shared)))
+        at = jax.eval_shape(
+            lambda: At(
+                typed(jax.tree.map(lambda leaf: leaf[0], self.batch), batch),
+                jnp.int32(0),
+                jnp.int32(0),
+                key_at(None if key is None else typed(self.key, key), 0, 0, 0),
+            )
+        )
+        sights = [(name, k == 0, k == model.num_stages - 1) for k, name in enumerate(model.kind_of)]
+        x, boundary = None, None
+        if model.num_stages > 1:
+            first = model.kinds[model.kind_of[0]]
+            x = jax.eval_shape(lambda o, s, a: Out(*first(o, s, None, a)).x, own, shared, at)
+            boundary = structs(jax.eval_shape(raw, x))
+        checks.check_kinds(model, own, shared, x, at)
+        trained = jax.tree.map(lambda stop: not stop, (engine.frozen["stages"], engine.frozen["shared"]))
+        wanted = trained, (True, At(engine.input_grads, False, False, None if key is None else False))
+        names = sorted(set(sights), key=sights.index)
+        kinds = []
+        for name, is_first, is_last in names:
+            sight = Sight(own, shared, None if is_first else x, at)
+            function = plain(model.kinds[name], sight, self.vary)
+            seen = jax.eval_shape(raw, ((own, shared), (sight.x, at)))
+            arguments = self.vary(zeros(seen))
+            if self.backward:
+                kinds.append(Kind(name, function, *arguments, is_last=is_last, wanted=wanted))
+            else:
+                kinds.append(ForwardKind(name, function, *arguments))
+        return kinds, tuple(names.index(sight) for sight in sights), boundary
+
+    def _table(self) -> TickTable:
+        engine = self.engine
+        schedule = self.schedule if self.backward else forward_only(self.schedule)
+        table = lower(schedule, engine.costs, self.layout.keeps)
+        return units_alone(table, engine.units, every=engine.every_kind) if engine.units else table
+
+    def _seeds(self, types: Tree) -> dict[str, jax.Array]:
+        """For each loss its weight in each microbatch here, [num_microbatches], 1 on average over all parts."""
+        engine = self.engine
+        names = sorted({name for kind in self.kinds for name in kind.losses})
+
+        def weights(microbatch: Tree) -> dict[str, jax.Array]:
+            return self.vary(loss_weights(engine.model, typed(microbatch, types), names))
+
+        given = lax.map(weights, self.batch)
+        every = self.schedule.num_microbatches * engine.num_parts
+        axes = engine.batch_axes
+        return {name: w * (every / lax.psum(jnp.sum(w), axes)) if w.ndim else w for name, w in given.items()}
+
+    # ------------------------------------------------------------------- the scan
+
+    def run(self) -> State:
+        """All ticks."""
+        engine = self.engine
+        body = Tick(self.table, self.tasks, self.boundary, engine.divergence, self.vary, engine.debug_nans)
+        return tick.run(body, self.initial_state())
+
+    def initial_state(self) -> State:
+        """Empty pools, nothing to send, zero sums."""
+        slots = self.table.num_slots
+        ends = tick.fresh(self.boundary)
+        state: State = {"x": make_pool(slots["x"], self.boundary), "y_out": ends["y_out"]}
+        for kind in self.kinds:
+            state |= {f"loss.{name}": jnp.zeros((), jnp.float32) for name in kind.losses}
+            state |= {f"metric.{name}": zeros(metric) for name, metric in kind.metrics.items()}
+        if self.with_outputs:
+            last = self.kinds[self.table.keeps.kind_of[-1]]
+            state["outputs"] = make_pool(self.schedule.num_microbatches, last.y)
+        if self.engine.debug_nans:
+            state["first_bad"] = jnp.full((4,), NEVER, jnp.int32)
+        if self.backward:
+            state |= {"dy": make_pool(slots["dy"], ends["dx_out"]), "dx_out": ends["dx_out"]}
+            state |= {name: make_kept(slots[name], entries) for name, entries in self.layout.types.items()}
+            used = {name for task in self.tasks for name in task.changes}
+            state |= {name: zero for name, zero in self._sums().items() if name in used}
+        return self.vary(state)
+
+    def _sums(self) -> State:
+        """A zero for every gradient that there may be."""
+        dtype, source = self.engine.accumulate_dtype, self.stored["stages"]
+        owners = [*range(len(source))]
+        owners += [owner for owner, _ in homes(self.schedule.placement).borrowed]
+        sums = {}
+        for name, seen, stored in (
+            *((f"own{k}", self.own[k], source[owner]) for k, owner in enumerate(owners)),
+            ("shared", self.shared, self.stored["shared"]),
+        ):
+            for number, (leaf, kept) in enumerate(
+                zip(jax.tree.leaves(seen), jax.tree.leaves(stored), strict=True)
+            ):
+                if is_floating(kept):
+                    sums[f"{name}.{number}"] = jnp.zeros(leaf.shape, sum_dtype(kept.dtype, dtype))
+        for number, leaf in enumerate(jax.tree.leaves(self.batch)):
+            if is_floating(leaf):
+                sums[f"batch.{number}"] = jnp.zeros(leaf.shape, leaf.dtype)
+        return sums
+
+    # ----------------------------------------------------------------- after it
+
+    def sums(self, state: State) -> tuple[jax.Array, Report]:
+        """The objective and the report, the same on all devices."""
+        every = self.schedule.num_microbatches * self.engine.num_parts
+        losses, metrics = {}, {}
+        for name, value in state.items():
+            if name.startswith("loss."):
+                losses[name.removeprefix("loss.")] = lax.psum(value, self.engine.axes) / every
+            elif name.startswith("metric."):
+                metrics[name.removeprefix("metric.")] = lax.psum(value, self.engine.axes)
+        return sum(losses.values(), jnp.float32(0)), Report(losses, metrics)
+
+    def gradients(self, state: State) -> Tree:
+        """Scale each sum and reduce it over the axes that it still owes."""
+        engine, all_sums = self.engine, self._sums()
+        scale = 1 / (self.schedule.num_microbatches * engine.num_parts)
+        over = engine.batch_axes
+
+        def listed(name: str, frozen: Tree, count: int) -> list[jax.Array | None]:
+            def one(number: int) -> jax.Array | None:
+                key = f"{name}.{number}"
+                if key not in all_sums or stops[number]:
+                    return None
+                total = state[key] if key in state else self.vary(all_sums[key])
+                return total * jnp.asarray(scale, total.real.dtype)
+
+            stops = jax.tree.leaves(frozen)
+            return [one(number) for number in range(count)]
+
+        def reduced(sums: list[Any], layout: Tree, *more: str) -> list[Any]:
+            pairs = zip(sums, _leaves(layout), strict=True)
+            return [None if g is None else lies.reduce(g, (*over, *more)) for g, lies in pairs]
+
+        num_own, num_shared = len(jax.tree.leaves(self.own[0])), len(jax.tree.leaves(self.shared))
+        own = [listed(f"own{k}", engine.frozen["stages"], num_own) for k in range(len(self.own))]
+        own = [reduced(stage, engine.layout["stages"]) for stage in give_back(own, self.schedule.placement)]
+        shared = reduced(listed("shared", engine.frozen["shared"], num_shared), engine.layout["shared"], PP)
+        leaves = jax.tree.leaves(self.batch)
+        by_batch = [
+            None if g is None else lax.psum(g, PP)
+            for g in listed("batch", [False] * len(leaves), len(leaves))
+        ]
+        lead = PlacedStages(tuple([None if g is None else g[None] for g in stage] for stage in own))
+        return {"stages": lead, "shared": shared, "batch": by_batch if engine.input_grads else []}
+
+    def outputs(self, state: State, where: Outputs) -> Tree:
+        """What the last stages returned; zeros on all ranks but theirs."""
+        if where == "none":
+            return None
+        made = state["outputs"]
+        return jax.tree.map(lambda a: a[None], made) if where == "last_rank" else lax.psum(made, PP)
+
+    def first_bad(self, state: State) -> jax.Array | None:
+        """Leading dims for the mesh's axes."""
+        return state["first_bad"][(None,) * len(self.engine.axes)] if self.engine.debug_nans else None
 
 
-def _over_ranks(specs: Tree) -> Tree:
-    """Specs of placed stages: the leading dim is the rank."""
-    return jax.tree.map(lambda spec: PartitionSpec(PP, *spec), specs)
+def _part(engine: Engine) -> jax.Array:
+    number = jnp.int32(0)
+    for axis in engine.batch_axes:
+        number = number * engine.mesh.shape[axis] + lax.axis_index(axis)
+    return number
 
 
-def _axes(spec: PartitionSpec) -> set[str]:
-    """The mesh axes that a PartitionSpec names."""
-    return {axis for entry in spec for axis in (entry if isinstance(entry, tuple) else (entry,)) if axis}
+def _is_leaf(node: Any) -> bool:
+    return isinstance(node, Leaf)
+
+
+def _leaves(layout: Tree) -> list[Leaf]:
+    return jax.tree.leaves(layout, is_leaf=_is_leaf)
+
+
+def _map_leaf(function: Callable[..., Any], layout: Tree, *trees: Tree) -> Tree:
+    return jax.tree.map(function, layout, *trees, is_leaf=_is_leaf)

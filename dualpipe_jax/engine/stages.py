@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -82,13 +83,19 @@ def to_placed(stages: Tree, placement: Placement) -> PlacedStages:
     return PlacedStages(tuple(pick(row) for row in homes(placement).owned))
 
 
-def from_placed(placed: PlacedStages, placement: Placement) -> Tree:
-    """Ranks to model order: every leaf regains its leading stage dim."""
+def from_placed(
+    placed: PlacedStages, placement: Placement, is_leaf: Callable[[Any], bool] | None = None
+) -> Tree:
+    """Ranks to model order: every leaf regains its leading stage dim. ``is_leaf`` as in ``jax.tree.map``."""
     owned = homes(placement).owned
     back = np.argsort(owned.reshape(-1))
     if len(owned) == 1 and np.array_equal(back, np.arange(back.size)):
         return placed.local[0]
-    return jax.tree.map(lambda *leaves: jnp.concatenate(leaves)[back], *placed.local)
+
+    def join(*leaves):
+        return None if leaves[0] is None else jnp.concatenate(leaves)[back]
+
+    return jax.tree.map(join, *placed.local, is_leaf=is_leaf)
 
 
 def borrow(own: tuple[Tree, ...], placement: Placement) -> tuple[Tree, ...]:
@@ -113,14 +120,13 @@ def place_stages(stages: Tree, schedule: Schedule, mesh: Mesh, param_specs: Tree
       stages: leaves [num_stages, ...] in model order.
       schedule: says where stages live.
       mesh: with axes "pp" and "ep".
-      param_specs: PartitionSpec over "ep" of each leaf of ``stages`` without its stage dim; a prefix of the
-        tree will do, None means replicated.
+      param_specs: PartitionSpec of each leaf of ``stages`` without its stage dim, as it is to be stored; a prefix of
+        the tree will do, None means replicated.
 
-    Returns params["stages"] as ``pipeline_value_and_grad``'s step takes them with no resharding; gradients
-    come back in the same form, and any optimizer that maps over leaves works on it. The optimizer's state is
-    that of one copy, whatever the schedule.
+    Returns params["stages"] as a pipelined step takes them with no resharding; gradients come back in the same form,
+    and any optimizer that maps over leaves works on it. The optimizer's state is that of one copy, whatever the schedule.
     """
-    specs = broadcast_specs(param_specs, stages)
+    specs = broadcast(param_specs, stages, PartitionSpec(), "param_specs")
     placed = to_placed(stages, schedule.placement)
 
     def put(leaf, spec):
@@ -134,22 +140,21 @@ def unplace_stages(placed: PlacedStages, schedule: Schedule) -> Tree:
     return jax.jit(from_placed, static_argnums=1)(placed, schedule.placement)
 
 
-def broadcast_specs(specs: Tree, tree: Tree) -> Tree:
-    """A PartitionSpec for every leaf of ``tree`` from a prefix of it; None stands for replicated.
+def broadcast(prefix: Tree, tree: Tree, default: Any, name: str) -> Tree:
+    """A value for every leaf of ``tree`` from a prefix of it; None stands for the default.
 
-    Raises ValueError when ``specs`` is no prefix of ``tree``.
+    Raises ValueError when ``prefix`` is no prefix of ``tree``.
     """
 
-    def is_spec(node):
-        return node is None or isinstance(node, PartitionSpec)
-
-    def fill(spec, part):
-        return jax.tree.map(lambda _: spec or PartitionSpec(), part)
+    def fill(value, part):
+        return jax.tree.map(lambda _: default if value is None else value, part)
 
     try:
-        return jax.tree.map(fill, specs, tree, is_leaf=is_spec)
+        return jax.tree.map(
+            fill, prefix, tree, is_leaf=lambda node: node is None or isinstance(node, PartitionSpec)
+        )
     except ValueError as error:
         raise ValueError(
-            "param_specs must be params with a PartitionSpec or None in place of leaves or of whole branches, "
+            f"{name} must be params with an entry or None in place of leaves or of whole branches, "
             f"a prefix of the tree; it is not: {error}"
         ) from error

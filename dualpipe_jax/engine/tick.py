@@ -1,63 +1,41 @@
-"""One tick of one rank: the exchange, and the guarded units of its row.
+"""One tick of one rank: the exchange, and the unit of its row.
 
 ``Tick`` is the body of the engine's scan. Its state is a dict; every unit names the entries that it changes,
-which are updated in place, and reads the others:
+which are updated in place, and reads parameters, its row and the batch besides:
 
-  x, dy, residual_i, residual_w, stash   slot pools (see ``TickTable``)
-  y_out, dx_out                          what the rank produced in this tick; sent in the next one
-  grads0, grads1, ...                    sums of gradients of each local stage
-  embed_grads, head_grads                and of the two ends of the pipe
-  loss, aux, outputs                     sums so far; in a forward-only program the last stages' outputs
-  first_bad                              (tick, local stage, microbatch) of the first value that is not finite
+  x, dy, residual.0, ..., stash.0, ...   slot pools (see ``TickTable`` and ``slots``)
+  y_out, dx_out                what the rank produced in this tick; sent in the next one
+  own0.0, own0.1, own1.0, ...  sums of gradients of each local stage's leaves
+  shared.0, ...                and of those that all stages share
+  batch.0, ...                 gradients of the batch's leaves, [num_microbatches, ...]
+  loss.NAME, metric.NAME       sums so far
+  outputs                      in a forward-only program what the last stage returned, [num_microbatches, ...]
+  first_bad                    (tick, what, stage, microbatch) of the first value that is not finite
 """
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable
-from typing import Any, Literal, NamedTuple
+from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from dualpipe_jax.engine.guard import pin, run_if
-from dualpipe_jax.engine.model import PipelineModel, Tree
-from dualpipe_jax.engine.slots import make_pool, read_slot, write_slot
-from dualpipe_jax.engine.trees import accumulate, add_to, zeros_like_floating
-from dualpipe_jax.engine.varying import vary
-from dualpipe_jax.pair import Pool, forward_backward
+from dualpipe_jax.engine.guard import Divergence, run_always, run_if, run_one
+from dualpipe_jax.engine.model import Tree
+from dualpipe_jax.engine.slots import write_slot
+from dualpipe_jax.engine.trees import is_floating
+from dualpipe_jax.engine.units import Row, State, Task
+from dualpipe_jax.engine.varying import Vary
+from dualpipe_jax.parallel.mesh import PP
 from dualpipe_jax.parallel.p2p import send
 from dualpipe_jax.schedule.lowering.lower import TickTable
-from dualpipe_jax.split import SplitPlan
 
-State = dict[str, Any]
-POOL_OF = {"y": "x", "dx": "dy"}
 NEVER = np.iinfo(np.int32).max
-
-
-@dataclasses.dataclass(frozen=True)
-class Row:
-    """A rank's row of the table, read by column name."""
-
-    columns: tuple[str, ...]
-    values: jax.Array
-
-    def __getitem__(self, name: str) -> jax.Array:
-        return self.values[self.columns.index(name)]
-
-
-class ForwardPlan(NamedTuple):
-    """A stage that keeps nothing for a backward: stands in for a ``SplitPlan`` in a forward-only program."""
-
-    stage: Callable[[Tree, Tree], tuple[Tree, Tree]]
-    y: Tree
-    aux: Tree
-    keep_input: Literal["F"] = "F"
-
-    def forward(self, params: Tree, x: Tree) -> tuple[Tree, Tree, list[Any], list[Any]]:
-        """Output, aux, and no residuals."""
-        return *self.stage(params, x), [], []
+WATCHED = ("the stage's output", "a loss", "the gradient of the stage's input", "a gradient of parameters")
+"""What is looked at by ``debug_nans``, in this order."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -65,56 +43,20 @@ class Tick:
     """What stays the same through all ticks.
 
     Attributes:
-      model: the user's functions.
       table: the lowered schedule.
-      plan: the split of the stage.
-      params: the rank's own: {"embed", "head", "stages": tuple over local stages}.
-      inputs, targets: leaves [num_microbatches, local microbatch size, ...].
-      seed: the loss's cotangent for each microbatch of each device; None in a forward-only program.
-      accumulate_dtype: of the gradients' sums; None keeps each parameter's own.
-      fuse_pairs: whether an overlapped pair is one guarded computation, or its F and its B after each other.
-      check_vma: whether values carry types that say over which axes they vary.
+      tasks: its units, as work to do.
+      boundary: types of what is between stages.
+      divergence: the form in which ranks part ways.
+      vary: types values as varying over the mesh's axes.
       debug_nans: whether to look for values that are not finite.
     """
 
-    model: PipelineModel
     table: TickTable
-    plan: SplitPlan  # or a ForwardPlan, when there is no seed
-    params: dict[str, Any]
-    inputs: Tree
-    targets: Tree
-    seed: float | None
-    accumulate_dtype: Any
-    fuse_pairs: bool
-    check_vma: bool
+    tasks: Sequence[Task]
+    boundary: Tree
+    divergence: Divergence
+    vary: Vary
     debug_nans: bool
-
-    # ---------------------------------------------------------------- the scan's body
-
-    def initial_state(self) -> State:
-        """Empty pools, nothing to send, zero sums."""
-        slots, plan = self.table.num_slots, self.plan
-        state: State = {
-            "x": make_pool(slots["x"], plan.y),
-            "y_out": self._zeros(plan.y),
-            "loss": jnp.zeros((), jnp.float32),
-            "aux": self._zeros(plan.aux),
-            "first_bad": jnp.full((3,), NEVER, jnp.int32),
-        }
-        if self.seed is None:
-            state["outputs"] = make_pool(self.table.schedule.num_microbatches, plan.y)
-        else:
-            state |= {
-                "dx_out": self._zeros(plan.y),
-                "dy": make_pool(slots["dy"], plan.y),
-                "residual_i": make_pool(slots["residual_i"], plan.residuals_i),
-                "residual_w": make_pool(slots["residual_w"], plan.residuals_w),
-                "stash": make_pool(slots["stash"], plan.stash),
-            }
-            sums = {"embed_grads": self.params["embed"], "head_grads": self.params["head"]}
-            sums |= {f"grads{k}": stage for k, stage in enumerate(self.params["stages"])}
-            state |= {name: zeros_like_floating(p, self.accumulate_dtype) for name, p in sums.items()}
-        return vary(state, self.check_vma)
 
     def __call__(self, state: State, row: tuple[jax.Array, jax.Array]) -> tuple[State, None]:
         """One tick; ``row`` is (the tick's number, int32 [columns])."""
@@ -124,272 +66,87 @@ class Tick:
             send(state[f"{channel.payload}_out"], channel.pairs, beside_others=True)
             for channel in self.table.channels
         ]
-        state = state | {name: self._zeros(self.plan.y) for name in ("y_out", "dx_out") if name in state}
-
-        units: dict[str, Callable[..., State]] = {
-            "F": self._forward,
-            "FB": self._pair,
-            "B": self._full_backward,
-            "I": self._backward_input,
-            "W": self._backward_weight,
-        }
-        state = self._embed(state, here)
-        for position, unit in enumerate(self.table.program):
-            for stages in self._stages_of(unit):
-                state = units[unit](state, here, *stages)
-            if unit in ("F", "FB") and not {"F", "FB"} & set(self.table.program[position + 1 :]):
-                state = self._head(state, here)
-        state = self._embed_backward(state, here)
+        state = self._work(state | self.vary(fresh(self.boundary, state)), here)
         state = self._watch(state, here, number)
-
         for c, (channel, payload) in enumerate(zip(self.table.channels, arrived, strict=True)):
-            pool = POOL_OF[channel.payload]
-            state = state | {pool: write_slot(state[pool], here[f"arrive{c}"], payload)}
+            state = state | {channel.pool: write_slot(state[channel.pool], here[f"arrive{c}"], payload)}
         return state, None
 
-    # ------------------------------------------------- units: which rank runs what, on which entries
-    # The scopes are the names by which a compiled program's guards are found.
+    def _work(self, state: State, row: Row) -> State:
+        if self.divergence == "switch":
+            return self._switch(state, row)
+        guard = run_if if self.divergence == "loop" else run_always
+        for task in self.tasks:
+            wanted = functools.reduce(jnp.logical_or, [row["unit"] == number for number in task.numbers])
+            with jax.named_scope(task.scope):
+                part = {name: state[name] for name in task.changes}
+                state = state | guard(wanted, self._trip(task, row), part, row.values, *task.reads)
+        return state
 
-    @jax.named_scope("forward")
-    def _forward(self, state: State, row: Row, k: int) -> State:
-        def work(part, here, params):
-            return self._do_forward(part, here, params, self._input(part, here))
+    def _switch(self, state: State, row: Row) -> State:
+        numbers = sorted({number for task in self.tasks for number in task.numbers})
+        reads = tuple(task.reads for task in self.tasks)
 
-        wanted = (row["F"] == k) & ~self._paired(row)
-        return self._guarded(state, self._forward_changes(), wanted, work, row, self.params["stages"][k])
+        def branch(number: int):
+            def work(part: State, values: jax.Array, *reads: Any) -> State:
+                for task, read in zip(self.tasks, reads, strict=True):
+                    if number in task.numbers:
+                        with jax.named_scope(task.scope):
+                            part = part | self._trip(task, row)(part, values, *read)
+                return part
 
-    @jax.named_scope("backward")
-    def _full_backward(self, state: State, row: Row, k: int) -> State:
-        def work(part, here, params):
-            return self._do_backward(part, here, params, self._saved(part, here), k)
+            return work
 
-        wanted = (row["B"] == k) & ~self._paired(row)
-        return self._guarded(state, self._backward_changes(k), wanted, work, row, self.params["stages"][k])
+        position = jnp.asarray(
+            [numbers.index(n) if n in numbers else -1 for n in range(len(self.table.units))] + [-1]
+        )
+        chosen = position.astype(jnp.int32)[row["unit"]]
+        part = {name: state[name] for name in dict.fromkeys(n for task in self.tasks for n in task.changes)}
+        return state | run_one(chosen, [branch(n) for n in numbers], part, row.values, *reads)
 
-    @jax.named_scope("pair")
-    def _pair(self, state: State, row: Row, kf: int, kb: int) -> State:
-        def work(part, here, forward_params, backward_params):
-            forward = forward_params, self._input(part, here)
-            backward = backward_params, self._kept_input(part, here), read_slot(part["dy"], here["G_dy"])
-            (y, aux, *pools), sums, dx = forward_backward(
-                self.plan,
-                forward,
-                self.plan,
-                backward,
-                _residual_pools(part, here),
-                part[f"grads{kb}"],
-                add_to,
-            )
-            # What is read is read before it is written again: else the pools are copied.
-            inputs = pin({name: part[name] for name in ("x", "dy")})
-            dx, inputs = lax.optimization_barrier((dx, inputs))
-            part = part | pin(inputs) | dict(zip(("residual_i", "residual_w"), pools, strict=True))
-            part = part | {f"grads{kb}": sums}
-            return self._hand_back(self._hand_over(part, here, y, aux), here, dx)
+    def _trip(self, task: Task, row: Row):
+        def trip(part: State, values: jax.Array, *reads: Tree) -> State:
+            made = task.work(part, Row(row.columns, values), *reads)
+            return part | self.vary(made)
 
-        changes = dict.fromkeys(self._forward_changes() + self._backward_changes(kb))
-        wanted = (row["F"] == kf) & (row["B"] == kb) & self._paired(row)
-        both = (self.params["stages"][kf], self.params["stages"][kb])
-        return self._guarded(state, changes, wanted, work, row, *both)
-
-    @jax.named_scope("backward_input")
-    def _backward_input(self, state: State, row: Row, k: int) -> State:
-        def work(part, here, params):
-            dx, stash = self.plan.backward_input(params, *self._saved(part, here))
-            part = part | {"stash": write_slot(part["stash"], here["G_stash"], stash)}
-            return self._hand_back(part, here, dx)
-
-        changes = (*self._saved_pools(), "stash", "dx_out")
-        return self._guarded(state, changes, row["I"] == k, work, row, self.params["stages"][k])
-
-    @jax.named_scope("backward_weight")
-    def _backward_weight(self, state: State, row: Row, k: int, j: int) -> State:
-        def work(part, here, params):
-            x = read_slot(part["x"], here[f"W{j}_x"]) if self.table.keep_input == "W" else None
-            residuals = read_slot(part["residual_w"], here[f"W{j}_residual_w"])
-            stash = read_slot(part["stash"], here[f"W{j}_stash"])
-            gradients = self.plan.backward_weight(params, x, residuals, stash)
-            return part | {f"grads{k}": accumulate(part[f"grads{k}"], gradients)}
-
-        entries = ("x", "residual_w", "stash", f"grads{k}")
-        return self._guarded(state, entries, row[f"W{j}"] == k, work, row, self.params["stages"][k])
-
-    @jax.named_scope("embed")
-    def _embed(self, state: State, row: Row) -> State:
-        if not self.table.column("F_first").any():
-            return state
-
-        def work(part, here, embed):
-            x = self.model.embed(embed, read_slot(self.inputs, here["F_microbatch"]))
-            return {"x": write_slot(part["x"], here["F_x"], vary(x, self.check_vma))}
-
-        wanted = (row["F"] >= 0) & (row["F_first"] == 1)
-        return self._guarded(state, ("x",), wanted, work, row, self.params["embed"])
-
-    @jax.named_scope("head")
-    def _head(self, state: State, row: Row) -> State:
-        if not self.table.column("F_last").any():
-            return state
-
-        def work(part, here, head, y):
-            target = read_slot(self.targets, here["F_microbatch"])
-            if self.seed is None:
-                loss = self.model.head_loss(head, y, target)
-                part = part | {"outputs": write_slot(part["outputs"], here["F_microbatch"], y)}
-            else:
-                loss, vjp = jax.vjp(lambda p, y: self.model.head_loss(p, y, target), head, y)
-                d_head, dy = vjp(vary(jnp.asarray(self.seed, loss.dtype), self.check_vma))
-                part = part | {
-                    "head_grads": accumulate(part["head_grads"], d_head),
-                    "dy": write_slot(part["dy"], here["F_dy"], dy),
-                }
-            return part | {"loss": part["loss"] + vary(loss, self.check_vma).astype(jnp.float32)}
-
-        changes = ("loss", "outputs") if self.seed is None else ("loss", "head_grads", "dy")
-        wanted = (row["F"] >= 0) & (row["F_last"] == 1)
-        return self._guarded(state, changes, wanted, work, row, self.params["head"], state["y_out"])
-
-    @jax.named_scope("embed_backward")
-    def _embed_backward(self, state: State, row: Row) -> State:
-        if self.seed is None or not self.table.column("G_first").any():
-            return state
-
-        def work(part, here, embed, dx):
-            inputs = read_slot(self.inputs, here["G_microbatch"])
-            _, vjp = jax.vjp(lambda p: vary(self.model.embed(p, inputs), self.check_vma), embed)
-            return {"embed_grads": accumulate(part["embed_grads"], vjp(dx)[0])}
-
-        wanted = ((row["B"] >= 0) | (row["I"] >= 0)) & (row["G_first"] == 1)
-        reads = (self.params["embed"], state["dx_out"])
-        return self._guarded(state, ("embed_grads",), wanted, work, row, *reads)
+        return trip
 
     def _watch(self, state: State, row: Row, number: jax.Array) -> State:
         if not self.debug_nans:
             return state
-        finite = [jnp.isfinite(leaf).all() for leaf in jax.tree.leaves((state["y_out"], state["loss"]))]
-        bad = (row["F"] >= 0) & ~functools.reduce(jnp.logical_and, finite) & (state["first_bad"][0] == NEVER)
-        seen = jnp.stack([vary(number, self.check_vma), row["F"], row["F_microbatch"]])
-        return state | {"first_bad": jnp.where(bad, seen, state["first_bad"])}
-
-    # ------------------------------------------------------- works: what happens inside a guard
-
-    def _do_forward(self, part: State, row: Row, params: Tree, x: Tree) -> State:
-        return self._keep(part, row, self.plan.forward(params, x))
-
-    def _keep(self, part: State, row: Row, made: tuple[Tree, Tree, Any, Any]) -> State:
-        """Put what a forward made where its readers look for it."""
-        y, aux, residuals_i, residuals_w = made
-        if self.seed is not None:
-            part = part | {
-                "residual_i": write_slot(part["residual_i"], row["F_residual_i"], residuals_i),
-                "residual_w": write_slot(part["residual_w"], row["F_residual_w"], residuals_w),
-            }
-        return self._hand_over(part, row, y, aux)
-
-    def _hand_over(self, part: State, row: Row, y: Tree, aux: Tree) -> State:
-        if self._handover("x", "F_y"):
-            part = part | {"x": write_slot(part["x"], row["F_y"], y)}
-        total = jax.tree.map(lambda sums, a: sums + vary(a, self.check_vma), part["aux"], aux)
-        return part | {"y_out": y, "aux": total}
-
-    def _do_backward(self, part: State, row: Row, params: Tree, saved: tuple[Any, ...], k: int) -> State:
-        gradients, dx = self.plan.backward(params, *saved)
-        part = part | {f"grads{k}": accumulate(part[f"grads{k}"], gradients)}
-        return self._hand_back(part, row, dx)
-
-    def _hand_back(self, part: State, row: Row, dx: Tree) -> State:
-        if self._handover("dy", "G_dx"):
-            part = part | {"dy": write_slot(part["dy"], row["G_dx"], dx)}
-        return part | {"dx_out": dx}
-
-    def _input(self, state: State, row: Row) -> Tree:
-        return read_slot(state["x"], row["F_x"])
-
-    def _kept_input(self, state: State, row: Row) -> Tree | None:
-        return read_slot(state["x"], row["G_x"]) if self.table.keep_input != "F" else None
-
-    def _saved(self, state: State, row: Row) -> tuple[Any, ...]:
-        x = self._kept_input(state, row)
-        residuals_i = read_slot(state["residual_i"], row["G_residual_i"])
-        residuals_w = read_slot(state["residual_w"], row["G_residual_w"])
-        return x, residuals_i, residuals_w, read_slot(state["dy"], row["G_dy"])
-
-    # ---------------------------------------------------------------------- small helpers
-
-    def _guarded(
-        self,
-        state: State,
-        changes: Iterable[str],
-        wanted: jax.Array,
-        work: Callable[..., State],
-        row: Row,
-        *reads: Tree,
-    ) -> State:
-        """Run ``work(part, row, *reads)`` on the entries it changes, if wanted."""
-
-        def trip(part, values, *reads):
-            return work(part, Row(row.columns, values), *reads)
-
-        part = {name: state[name] for name in changes}
-        return state | run_if(wanted, trip, part, row.values, *reads)
-
-    def _forward_changes(self) -> tuple[str, ...]:
-        kept = () if self.seed is None else ("residual_i", "residual_w")
-        return ("x", *kept, "y_out", "aux")
-
-    def _saved_pools(self) -> tuple[str, ...]:
-        return ("x", "residual_i", "residual_w", "dy")
-
-    def _backward_changes(self, k: int) -> tuple[str, ...]:
-        return (*self._saved_pools(), f"grads{k}", "dx_out")
-
-    def _handover(self, pool: str, column: str) -> bool:
-        """Whether on some rank the next stage is its own."""
-        slot = self.table.column(column)
-        runs = (
-            self.table.column("F") if column == "F_y" else self.table.column("B") + self.table.column("I") + 1
+        sums = [value for name, value in state.items() if name.startswith(("own", "shared", "batch"))]
+        watched = (
+            state.get("y_out"),
+            [value for name, value in state.items() if name.startswith("loss.")],
+            state.get("dx_out"),
+            sums,
         )
-        return bool((slot[runs >= 0] != self.table.num_slots[pool] - 1).any())
-
-    def _paired(self, row: Row | dict[str, Any]) -> Any:
-        """Whether F and B run as one computation."""
-        return (row["pair"] == 1) & self.fuse_pairs
-
-    def _stages_of(self, unit: str) -> list[tuple[int, ...]]:
-        """The local stages for which some rank runs the unit at some tick: one guard for each.
-
-        One program that picked its stage's parameters by a traced number would copy them at every use.
-        A pair names the forward's and the backward's stage, a W its stage and its place in the row.
-        """
-        column = self.table.column
-        paired = self._paired({"pair": column("pair")})
-        if unit == "FB":
-            return sorted(set(zip(column("F")[paired].tolist(), column("B")[paired].tolist(), strict=True)))
-        runs: list[tuple[int, ...]] = (
-            [(k,) for k in set(column(unit)[~paired].tolist())]
-            if unit != "W"
-            else [(k, j) for j in range(self.table.num_w) for k in set(column(f"W{j}").ravel().tolist())]
+        bad = jnp.stack([~all_finite(tree) for tree in watched])
+        what = jnp.argmax(bad).astype(jnp.int32)
+        stage, microbatch = (
+            jnp.where(what < 2, row[f"F_{name}"], row[f"G_{name}"]) for name in ("stage", "microbatch")
         )
-        return sorted(run for run in runs if run[0] >= 0)
+        seen = jnp.stack([self.vary(number), what, stage, microbatch])
+        first = bad.any() & (state["first_bad"][0] == NEVER)
+        return state | {"first_bad": jnp.where(first, seen, state["first_bad"])}
 
-    def _zeros(self, like: Tree) -> Tree:
-        return vary(jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), like), self.check_vma)
+
+def fresh(boundary: Tree, state: State | None = None) -> State:
+    """Nothing to send: zeros for "y_out" and, where ``state`` has it, "dx_out"."""
+    leaves = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), boundary)
+    made = {"y_out": leaves, "dx_out": [leaf for leaf in jax.tree.leaves(leaves) if is_floating(leaf)]}
+    return made if state is None else {name: zero for name, zero in made.items() if name in state}
 
 
-def _residual_pools(part: State, row: Row) -> list[Pool]:
-    """A pair's: its backward reads one slot of each, its forward writes one."""
+def all_finite(tree: Tree) -> jax.Array:
+    """Whether all floating leaves are finite."""
+    finite = [jnp.isfinite(leaf).all() for leaf in jax.tree.leaves(tree) if is_floating(leaf)]
+    return functools.reduce(jnp.logical_and, finite, jnp.asarray(True))
 
-    def pool(number: int, array: jax.Array, read_at: jax.Array, written_at: jax.Array) -> Pool:
-        return Pool(
-            array,
-            read=lambda array: read_slot(array, read_at),
-            write=lambda array, value: write_slot(array, written_at, value),
-            used=number,
-            made=number,
-            pin=pin,
-        )
 
-    names = "residual_i", "residual_w"
-    at = [[row[f"{unit}_{name}"] for unit in "GF"] for name in names]
-    places = [(array, *slots) for name, slots in zip(names, at, strict=True) for array in part[name]]
-    return [pool(number, *place) for number, place in enumerate(places)]
+def run(tick: Tick, state: State) -> State:
+    """All ticks of a rank, one after another; called inside shard_map."""
+    table = tick.table
+    rows = lax.dynamic_index_in_dim(jnp.asarray(table.array), lax.axis_index(PP), axis=1, keepdims=False)
+    ticks = (jnp.arange(table.num_ticks, dtype=jnp.int32), rows)
+    return lax.scan(tick, state, tick.vary(ticks))[0]

@@ -1,8 +1,4 @@
-"""Gradients as lists: one entry for each floating leaf of a parameter tree, in flattening order.
-
-Integer leaves (a stage's own number, say) may stand among the parameters; they have no entry, and get a
-float0 gradient at the very end, as ``jax.grad(allow_int=True)`` gives.
-"""
+"""Leaves: which have gradients, how keys travel as plain integers, how sums are made."""
 
 from typing import Any
 
@@ -11,6 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from dualpipe_jax.engine.model import Tree
+
+
+def is_key(leaf: Any) -> bool:
+    """Whether a leaf is an array of typed PRNG keys."""
+    return jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
 
 
 def is_floating(leaf: Any) -> bool:
@@ -23,14 +24,44 @@ def floating(tree: Tree) -> list[Any]:
     return [leaf for leaf in jax.tree.leaves(tree) if is_floating(leaf)]
 
 
-def zeros_like_floating(tree: Tree, dtype: Any = None) -> list[jax.Array]:
-    """A zero sum for each floating leaf, in ``dtype`` or in the leaf's own."""
-    return [jnp.zeros(leaf.shape, dtype or leaf.dtype) for leaf in floating(tree)]
+def raw(tree: Tree) -> Tree:
+    """The tree with typed keys as plain uint32 arrays: what permutes, slots and layouts know."""
+    return jax.tree.map(lambda leaf: jax.random.key_data(leaf) if is_key(leaf) else leaf, tree)
 
 
-def accumulate(sums: list[jax.Array], gradients: Tree) -> list[jax.Array]:
-    """Add one microbatch's gradients to the sums, in the sums' dtype."""
-    return [add_to(total, g) for total, g in zip(sums, floating(gradients), strict=True)]
+def typed(tree: Tree, like: Tree) -> Tree:
+    """The inverse of ``raw``, for leaves of the dtypes of ``like``."""
+
+    def wrap(leaf: Any, kind: Any) -> Any:
+        return jax.random.wrap_key_data(leaf, impl=_impl(kind)) if is_key(kind) else leaf
+
+    return jax.tree.map(wrap, tree, like)
+
+
+def _impl(kind: Any) -> Any:
+    """The algorithm of typed keys, of which only the type may be known."""
+    found = []
+    jax.eval_shape(lambda key: found.append(jax.random.key_impl(key)), kind)
+    return found[0]
+
+
+def structs(tree: Tree) -> Tree:
+    """Shapes and dtypes alone."""
+    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), tree)
+
+
+def zeros(tree: Tree) -> Tree:
+    """Zeros of these shapes and dtypes."""
+    return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), tree)
+
+
+def sum_dtype(dtype: Any, wanted: Any) -> Any:
+    """The dtype of a gradient's sum: the wanted one, complex where the gradient is; its own if none is wanted."""
+    if wanted is None:
+        return dtype
+    if jnp.issubdtype(dtype, jnp.complexfloating) and not jnp.issubdtype(wanted, jnp.complexfloating):
+        return jnp.result_type(jnp.dtype(wanted).type(0), np.complex64)
+    return wanted
 
 
 def add_to(total: jax.Array, gradient: jax.Array) -> jax.Array:
@@ -38,11 +69,6 @@ def add_to(total: jax.Array, gradient: jax.Array) -> jax.Array:
     return total + gradient.astype(total.dtype)
 
 
-def with_float0(tree: Tree, gradients: list[Any]) -> Tree:
-    """The gradient tree of ``tree``: the list's entries, and float0 zeros for integer leaves."""
-    left = iter(gradients)
-
-    def gradient(leaf):
-        return next(left) if is_floating(leaf) else np.zeros(leaf.shape, jax.dtypes.float0)
-
-    return jax.tree.map(gradient, tree)
+def float0_like(leaf: Any) -> np.ndarray:
+    """The gradient of what has none, as ``jax.grad(allow_int=True)`` gives it."""
+    return np.zeros(leaf.shape, jax.dtypes.float0)

@@ -16,7 +16,17 @@ from typing import Any
 
 from jax import Array, lax
 
-from dualpipe_jax.pair.phases import Act, Phase, Work, estimate, is_lazy, make_tasks, plan, take_turns
+from dualpipe_jax.pair.phases import (
+    Act,
+    Phase,
+    Work,
+    estimate,
+    is_lazy,
+    lazy_before,
+    make_tasks,
+    plan,
+    take_turns,
+)
 from dualpipe_jax.split.graph import Atom, Program, Value, values
 from dualpipe_jax.split.run import run, values_of
 from dualpipe_jax.split.slices import renamed
@@ -180,25 +190,25 @@ class _Pair:
 
     def _condense(self, value: Value) -> None:
         """Reduce and cast what was made as far as that takes less room."""
-        there, follows, nodes = set(self.known), {value}, list[Work]()
-        then = set[Work]()
+        reach = self._within_reach()
+        chain = _following(value, reach)
+        wanted = self._wanted(but=chain)
+        left = [v for v in (value, *(v for work in chain for v in work.outputs)) if v in wanted]
+        if value in left or sum(v.nbytes for v in left) >= value.nbytes:
+            return
+        makers = {v: work for work in reach for v in work.outputs}
+        needed = {work for end in chain for work in (*lazy_before(end, makers), end)}
+        self.do(work for work in reach if work in needed)
+        self.fresh.update(dict.fromkeys(left))
+
+    def _within_reach(self) -> list[Work]:
+        """Lazy work that could be done now, in order."""
+        there, reach = set(self.known), list[Work]()
         for work in self.works:
-            inputs = set(values(work.inputs))
-            if work not in self.ran and is_lazy(work) and inputs <= there:
-                nodes.append(work)
+            if work not in self.ran and is_lazy(work) and there.issuperset(values(work.inputs)):
+                reach.append(work)
                 there.update(work.outputs)
-                if inputs & follows:
-                    then.add(work)
-                    follows.update(work.outputs)
-        left = self._wanted(but=then) & follows
-        if value not in left and sum(v.nbytes for v in left) < value.nbytes:
-            needed = {v for work in then for v in values(work.inputs)}
-            for work in reversed(nodes):
-                if work in then or needed.intersection(work.outputs):
-                    then.add(work)
-                    needed.update(values(work.inputs))
-            self.do(work for work in nodes if work in then)
-            self.fresh.update(dict.fromkeys(left))
+        return reach
 
     def _hold(self, held: Sequence[Value]) -> None:
         """Give out these values together."""
@@ -221,6 +231,16 @@ class _Pair:
         self._hold(values(dict.fromkeys([*seconds, *pools])))
         self.do(self.writes)
         return values_of(self.known, self.outputs[0]), values_of(self.known, self.outputs[1])
+
+
+def _following(value: Value, works: Iterable[Work]) -> list[Work]:
+    """Those of the works, in order, that rest on the value."""
+    follows, found = {value}, list[Work]()
+    for work in works:
+        if follows.intersection(values(work.inputs)):
+            found.append(work)
+            follows.update(work.outputs)
+    return found
 
 
 def _listed(function: Callable[..., Any]) -> Callable[..., list[Any]]:

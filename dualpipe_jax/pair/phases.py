@@ -116,34 +116,31 @@ def make_tasks(works: Sequence[Work]) -> list[Task]:
     tasks = []
     for work in works:
         if not is_lazy(work):
-            needed, reads = _needed(work, made_by)
+            nodes = [*lazy_before(work, made_by), work]
+            inputs = dict.fromkeys(value for node in nodes for value in values(node.inputs))
+            reads = [value for value in inputs if value not in made_by]
             before = {makers[value] for value in reads if value in makers}
             after = work.after if isinstance(work, Act) else ()
-            task = Task(
-                [*needed, work], reads, before, {user for act in after for user in users.get(act, ())}
-            )
+            task = Task(nodes, reads, before, {user for act in after for user in users.get(act, ())})
             makers |= dict.fromkeys(work.outputs, task)
-            for node in needed:
+            for node in nodes[:-1]:
                 users.setdefault(node, set()).add(task)
             tasks.append(task)
     return tasks
 
 
-def _needed(work: Work, made_by: Mapping[Value, Work]) -> tuple[list[Work], list[Value]]:
-    """The lazy works that one rests on, in order, and what they and it read that none of them makes."""
+def lazy_before(work: Work, made_by: Mapping[Value, Work]) -> list[Work]:
+    """The works that one rests on, as far as there are any in ``made_by``, in order."""
     needed: dict[Work, None] = {}
-    reads: dict[Value, None] = {}
 
     def visit(work: Work) -> None:
         for value in values(work.inputs):
-            if value not in made_by:
-                reads[value] = None
-            elif made_by[value] not in needed:
+            if value in made_by and made_by[value] not in needed:
                 visit(made_by[value])
                 needed[made_by[value]] = None
 
     visit(work)
-    return list(needed), list(reads)
+    return list(needed)
 
 
 def plan(tasks: Sequence[Task], collectives: Sequence[Task], costs: Mapping[Work, float]) -> list[Phase]:

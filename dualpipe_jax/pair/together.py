@@ -8,8 +8,8 @@ from typing import Any, TypeAlias
 import jax
 
 from dualpipe_jax.pair.interleave import Pool, interleave
-from dualpipe_jax.split.jaxprs import trace_program
 from dualpipe_jax.split.plan import SplitPlan
+from dualpipe_jax.split.trace import trace_program
 
 Tree: TypeAlias = Any
 Arrays: TypeAlias = list[Any]
@@ -25,7 +25,8 @@ def side_by_side(
 
     For two microbatches' forwards, say, that are at different layers, with a cache each. The functions are traced, and
     their collectives take turns, the second's leading; see ``interleave``. The first argument of each is taken
-    for parameters, which were there long before.
+    for parameters, which were there long before. Not to be differentiated: what functions inside say of their own
+    derivatives is lost.
 
     >>> import jax.numpy as jnp
     >>> side_by_side(jnp.add, (1, 2), jnp.multiply, (3, 4))
@@ -62,13 +63,21 @@ def forward_backward(
       pools: where what the forward keeps goes, and where what the backward kept lies. ``made`` counts the
         forward plan's ``[*residuals_i, *residuals_w]``, ``used`` the backward plan's; every residual of the
         backward must be in one pool, and what of the forward is in none comes back as it is.
-      sums: one for each gradient of params, to which it is added.
+      sums: one for each leaf of params that ``backward_plan.params.has_gradient``, to which that is added.
       add: from a sum and a gradient to the new sum.
 
     Returns:
       What ``forward_plan.forward`` gives, with new pools in place of the residuals that went there; the new sums;
       and dx.
+
+    Raises:
+      ValueError: another number of sums, or arguments that differ from those traced.
     """
+    if len(sums) != backward_plan.params.num_gradients:
+        raise ValueError(
+            f"forward_backward: {len(sums)} sums were given, but {backward_plan.params.num_gradients} leaves of params "
+            "have a gradient (backward_plan.params.has_gradient); give one for each of these."
+        )
     params, x, dy = backward
     kept = len(backward_plan.residuals_i), len(backward_plan.residuals_w)
     given = backward_plan.backward_arguments(params, x, [None] * kept[0], [None] * kept[1], dy)

@@ -5,8 +5,9 @@ from typing import Any, TypeAlias
 
 import jax
 
-from dualpipe_jax.split.jaxprs import trace_backward
+from dualpipe_jax.split.leaves import flags, is_floating
 from dualpipe_jax.split.plan import SplitPlan, make_plan
+from dualpipe_jax.split.trace import trace_backward
 
 Tree: TypeAlias = Any
 Arrays: TypeAlias = list[Any]
@@ -15,9 +16,13 @@ Arrays: TypeAlias = list[Any]
 class SplitFunction:
     """What ``split_backward`` gives; see there."""
 
-    def __init__(self, function: Callable[[Tree, Tree], Any], has_aux: bool):
+    def __init__(
+        self, function: Callable[[Tree, Tree], Any], has_aux: bool, wanted: tuple[Tree, Tree], at_hand: Tree
+    ):
         self._function = function
         self._has_aux = has_aux
+        self._wanted = wanted
+        self._at_hand = at_hand
         self._plans: dict[Any, SplitPlan] = {}
 
     def trace(self, params: Tree, x: Tree) -> SplitPlan:
@@ -25,8 +30,13 @@ class SplitFunction:
         leaves, tree = jax.tree.flatten((params, x))
         key = tree, tuple(map(_type_key, leaves)), jax.sharding.get_abstract_mesh(), _settings()
         if key not in self._plans:
-            joint = trace_backward(self._function, params, x, self._has_aux)
-            plan = make_plan(joint, params, x)
+            asked = [*flags("wanted", self._wanted[0], params), *flags("wanted", self._wanted[1], x)]
+            wanted = [
+                ask and is_floating(leaf) for ask, leaf in zip(asked, map(jax.typeof, leaves), strict=True)
+            ]
+            joint = trace_backward(self._function, params, x, self._has_aux, wanted)
+            trees = jax.tree.structure(params), jax.tree.structure(x)
+            plan = make_plan(joint, wanted, flags("at_hand", self._at_hand, x), trees)
             if joint.holds_tracers:  # captured from the caller's trace: no use to anyone else
                 return plan
             self._plans[key] = plan
@@ -52,7 +62,13 @@ class SplitFunction:
         return self.trace(params, x).backward(params, x, residuals_i, residuals_w, dy)
 
 
-def split_backward(function: Callable[[Tree, Tree], Any], has_aux: bool = False) -> SplitFunction:
+def split_backward(
+    function: Callable[[Tree, Tree], Any],
+    has_aux: bool = False,
+    *,
+    wanted: tuple[Tree, Tree] = (True, True),
+    at_hand: Tree = False,
+) -> SplitFunction:
     """Splits the backward of ``function(params, x) -> y`` in two, with no change to the function.
 
     ``dx`` comes from ``backward_input`` alone. ``backward_weight`` holds no collective and recomputes nothing
@@ -66,9 +82,12 @@ def split_backward(function: Callable[[Tree, Tree], Any], has_aux: bool = False)
     and dparams together belongs to ``backward_input``. See ``split_vjp`` to give the two apart.
 
     Args:
-      function: pure; ``params`` and ``x`` are pytrees. Integer leaves have gradients of dtype float0, as with
-        ``jax.vjp``.
+      function: pure; ``params``, ``x`` and ``y`` are pytrees of arrays and typed keys. Leaves of integers, bools and
+        keys have gradients of dtype float0, as with ``jax.vjp``; where y has such, dy may have anything, None too.
       has_aux: whether the function gives ``(y, aux)``; aux has no cotangent.
+      wanted: of params and of x, the leaves whose gradient is wanted: bools in place of leaves or of whole branches.
+        For the others (frozen parameters) nothing is computed and nothing kept, and their gradient is None.
+      at_hand: which leaves of x the caller has in the backward anyway, in the same form: to keep them costs nothing.
 
     >>> import jax, jax.numpy as jnp
     >>> split = split_backward(lambda w, x: jnp.tanh(x @ w))
@@ -77,7 +96,7 @@ def split_backward(function: Callable[[Tree, Tree], Any], has_aux: bool = False)
     >>> dx, stash = split.backward_input(w, x, residuals, jnp.ones_like(y))
     >>> dw = split.backward_weight(w, x, residuals, stash)
     """
-    return SplitFunction(function, has_aux)
+    return SplitFunction(function, has_aux, wanted, at_hand)
 
 
 def _type_key(leaf: Any) -> Any:

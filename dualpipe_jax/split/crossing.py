@@ -24,8 +24,8 @@ class Crossing:
 
 
 def nbytes(value: Value) -> int:
-    """The weight of a value that is stored once."""
-    return value.nbytes
+    """The weight of a value that is stored once: what it takes of the device's memory."""
+    return 0 if value.memory is not None else value.nbytes
 
 
 def stay(node: Node) -> bool:

@@ -10,16 +10,26 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias
 
+import numpy as np
+
 
 class Value:
-    """What an equation reads or writes: an array's type. ``varying``: mesh axes it varies over."""
+    """What an equation reads or writes: an array's type.
 
-    __slots__ = ("dtype", "shape", "varying")
+    Attributes:
+      varying: mesh axes it varies over.
+      memory: the memory space it lies in where that is not the device's own; None as a rule.
+    """
 
-    def __init__(self, shape: Sequence[int], dtype: Any, varying: frozenset[str] = frozenset()):
+    __slots__ = ("dtype", "memory", "shape", "varying")
+
+    def __init__(
+        self, shape: Sequence[int], dtype: Any, varying: frozenset[str] = frozenset(), memory: Any = None
+    ):
         self.shape = tuple(shape)
         self.dtype = dtype
         self.varying = varying
+        self.memory = memory
 
     @property
     def nbytes(self) -> int:
@@ -28,16 +38,16 @@ class Value:
 
     @property
     def type(self) -> tuple[Any, ...]:
-        """Shape, dtype and varying axes: equal for values that may share a place."""
-        return self.shape, self.dtype, self.varying
+        """Shape, dtype, varying axes and memory: equal for values that may share a place."""
+        return self.shape, self.dtype, self.varying, self.memory
 
     def like(self) -> "Value":
         """A new value of this type."""
-        return Value(self.shape, self.dtype, self.varying)
+        return Value(*self.type)
 
     def stacked(self, length: int) -> "Value":
         """A new value that holds ``length`` of these along a leading dim."""
-        return Value((length, *self.shape), self.dtype, self.varying)
+        return Value((length, *self.shape), self.dtype, self.varying, self.memory)
 
 
 @dataclass(frozen=True, eq=False)
@@ -146,13 +156,20 @@ class Program:
 
 @dataclass(frozen=True, eq=False)
 class Cond:
-    """``branches[index](*operands)``."""
+    """``branches[index](*operands)``.
+
+    Attributes:
+      platforms: of a choice by platform, those of each branch, None for the default's; the index is not read then.
+      remat: with one branch, a call that is rematerialised, with these options of ``jax.checkpoint``.
+    """
 
     index: Atom
     operands: tuple[Atom, ...]
     branches: tuple[Program, ...]
     outputs: tuple[Value, ...]
     scope: str = ""
+    platforms: tuple[tuple[str, ...] | None, ...] | None = None
+    remat: dict[str, Any] | None = None
 
     @property
     def inputs(self) -> tuple[Atom, ...]:
@@ -169,7 +186,7 @@ def _names(text: str) -> frozenset[str]:
 
 VIEWS = _names(
     """
-    bitcast_convert_type broadcast_in_dim concatenate convert_element_type copy copy_p expand_dims
+    bitcast_convert_type broadcast_in_dim concatenate convert_element_type copy copy_p device_put expand_dims
     optimization_barrier pcast pvary reduce_precision reshape rev slice squeeze stop_gradient transpose
     """
 )
@@ -196,9 +213,21 @@ CHEAP = ARITHMETIC | _names(
 """Elementwise and reductions. An unknown primitive is not cheap: that costs bytes, never correctness."""
 
 
+KEEPS_ZEROS = VIEWS | _names(
+    "add add_any all_gather all_to_all neg pad psum psum_invariant reduce_scatter reduce_sum sub"
+)
+"""Of zeros they make zeros."""
+
+
 def values(atoms: Iterable[Atom]) -> list[Value]:
     """The atoms that are not constants."""
     return [atom for atom in atoms if isinstance(atom, Value)]
+
+
+def is_zero(constant: Constant) -> bool:
+    """Whether it is a literal zero."""
+    value = constant.value
+    return isinstance(value, bool | int | float | complex | np.generic | np.ndarray) and not np.any(value)
 
 
 def is_view(node: Node) -> bool:

@@ -1,16 +1,11 @@
-"""Reads jaxprs into programs, for jax 0.10 to 0.12. It and jaxprs_run are all that knows their inside.
-
-``trace_backward`` traces a function together with its ``jax.vjp`` into one graph.
-"""
+"""Reads jaxprs into programs, for jax 0.10 to 0.12. It and ``run`` are all that knows their inside."""
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.extend import core as jex
@@ -36,107 +31,36 @@ WEIGHT_PART = "dualpipe_weight_part"
 _SCALARS = (bool, int, float, complex, np.generic)
 _REMAT = frozenset({"remat2", "checkpoint", "remat"})
 _CUSTOM = frozenset({"custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr"})
-_INLINED = _REMAT | _CUSTOM | {"pjit", "jit", "closed_call", "core_call"}
+_CALLS = frozenset({"pjit", "jit", "closed_call", "core_call"})
+_INLINED = _REMAT | _CUSTOM | _CALLS
 
 # Stands between forward and backward in a joint trace: reads y, gives the cotangents.
-_cotangents_p = jex.Primitive("dualpipe_cotangents")
-_cotangents_p.multiple_results = True
-_cotangents_p.def_abstract_eval(lambda *avals: avals)
+cotangents_p = jex.Primitive("dualpipe_cotangents")
+cotangents_p.multiple_results = True
+cotangents_p.def_abstract_eval(lambda *avals: avals)
 
 
-@dataclass(frozen=True, eq=False)
-class JointTrace:
-    """A function and its backward as one graph, leaf by leaf; a gradient is None where its leaf has none."""
-
-    params: tuple[Value, ...]
-    x: tuple[Value, ...]
-    forward: tuple[Node, ...]
-    y: tuple[Atom, ...]
-    aux: tuple[Atom, ...]
-    dy: tuple[Value | None, ...]
-    backward: tuple[Node, ...]
-    dparams: tuple[Atom | None, ...]
-    dx: tuple[Atom | None, ...]
-    y_tree: Any
-    aux_tree: Any
-    holds_tracers: bool
-
-
-def is_inexact(leaf: Any) -> bool:
-    """Whether a leaf of this dtype has a gradient."""
-    return jnp.issubdtype(leaf.dtype, jnp.inexact)
-
-
-def trace_backward(function: Callable[..., Any], params: Any, x: Any, has_aux: bool) -> JointTrace:
-    """Traces ``function(params, x)`` and its ``jax.vjp``; nothing is computed."""
-    box: dict[str, Any] = {}
-
-    def joint(params: Any, x: Any) -> tuple[Any, ...]:
-        y, pull, *aux = jax.vjp(function, params, x, has_aux=has_aux)  # type: ignore[call-overload]
-        y_leaves, box["y_tree"] = jax.tree.flatten(y)
-        aux_leaves, box["aux_tree"] = jax.tree.flatten(aux[0] if has_aux else None)
-        y_leaves, aux_leaves = [jnp.asarray(v) for v in y_leaves], [jnp.asarray(v) for v in aux_leaves]
-        box["floats"] = [is_inexact(leaf) for leaf in y_leaves]
-        given = iter(_cotangents_p.bind(*[leaf for leaf in y_leaves if is_inexact(leaf)]))
-        dy = [next(given) if is_inexact(v) else np.zeros(v.shape, jax.dtypes.float0) for v in y_leaves]
-        dparams, dx = map(jax.tree.leaves, pull(jax.tree.unflatten(box["y_tree"], dy)))
-        box["has_gradient"] = [g.dtype != jax.dtypes.float0 for g in (*dparams, *dx)]
-        box["counts"] = len(y_leaves), len(aux_leaves), len(dparams)
-        return y_leaves, aux_leaves, [g for g in (*dparams, *dx) if g.dtype != jax.dtypes.float0]
-
-    closed = jax.make_jaxpr(joint)(params, x)
-    reader = _Reader()
-    inputs = tuple(_value(v.aval) for v in closed.jaxpr.invars)
-    outputs = reader.read(closed.jaxpr, closed.consts, inputs)
-    num_params = len(jax.tree.leaves(params))
-    num_y, num_aux, num_dparams = box["counts"]
-    given, gradients = iter(reader.cotangents), iter(outputs[num_y + num_aux :])
-    every = [next(gradients) if has else None for has in box["has_gradient"]]
-    return JointTrace(
-        params=inputs[:num_params],
-        x=inputs[num_params:],
-        forward=tuple(reader.nodes[: reader.boundary]),
-        y=tuple(outputs[:num_y]),
-        aux=tuple(outputs[num_y : num_y + num_aux]),
-        dy=tuple(next(given) if float_ else None for float_ in box["floats"]),
-        backward=tuple(reader.nodes[reader.boundary :]),
-        dparams=tuple(every[:num_dparams]),
-        dx=tuple(every[num_dparams:]),
-        y_tree=box["y_tree"],
-        aux_tree=box["aux_tree"],
-        holds_tracers=reader.holds_tracers,
-    )
-
-
-def trace_program(function: Callable[..., Any], *arguments: Any) -> tuple[Program, Any]:
-    """A function of trees as a program from leaves to leaves, and the tree of its result; nothing is computed."""
-    closed, shape = jax.make_jaxpr(function, return_shape=True)(*arguments)
-    reader = _Reader()
-    inputs = tuple(_value(v.aval) for v in closed.jaxpr.invars)
-    outputs = reader.read(closed.jaxpr, closed.consts, inputs)
-    return Program(inputs, tuple(reader.nodes), tuple(outputs)), jax.tree.structure(shape)
-
-
-class _Reader:
+class Reader:
     """Reads jaxprs into nodes: calls inlined, repeated cheap equations read once."""
 
-    def __init__(self, pinned: bool = False) -> None:
+    def __init__(self, pinned: bool = False, differentiable: bool = False) -> None:
         self.nodes: list[Node] = []
         self.boundary = 0
         self.cotangents: tuple[Value, ...] = ()
         self.holds_tracers = False
         self._pinned = pinned
+        self._differentiable = differentiable
         self._seen: dict[Any, tuple[Value, ...]] = {}
 
     def read(self, jaxpr: Any, consts: Sequence[Any], inputs: Sequence[Atom], scope: str = "") -> list[Atom]:
         """Appends the jaxpr's equations; gives its outputs."""
         known: dict[Any, Atom] = dict(zip(jaxpr.invars, inputs, strict=True))
         for var, const in zip(jaxpr.constvars, consts, strict=True):
-            known[var] = Constant(const, _value(var.aval))
+            known[var] = Constant(const, value_of(var.aval))
             self.holds_tracers |= isinstance(const, jax.core.Tracer)
 
         def look(atom: Any) -> Atom:
-            return Constant(atom.val, _value(atom.aval)) if isinstance(atom, jex.Literal) else known[atom]
+            return Constant(atom.val, value_of(atom.aval)) if isinstance(atom, jex.Literal) else known[atom]
 
         for eqn in jaxpr.eqns:
             outputs = self._equation(eqn, [look(atom) for atom in eqn.invars], _join(scope, eqn))
@@ -145,14 +69,16 @@ class _Reader:
 
     def _equation(self, eqn: Any, inputs: list[Atom], scope: str) -> Sequence[Atom]:
         name = eqn.primitive.name
-        if eqn.primitive is _cotangents_p:
+        if eqn.primitive is cotangents_p:
             self.boundary, self._seen = len(self.nodes), {}
-            self.cotangents = tuple(_value(var.aval) for var in eqn.outvars)
+            self.cotangents = tuple(value_of(var.aval) for var in eqn.outvars)
             return self.cotangents
-        if name in _INLINED:
+        if name in (_CALLS if self._differentiable else _INLINED):
             return self._inline(eqn, inputs, scope)
         if name == "scan":
             node: Node = self._scan(eqn, inputs, scope)
+        elif name in _REMAT:
+            node = self._remat(eqn, inputs, scope)
         elif name == "cond":
             node = self._cond(eqn, inputs, scope)
         else:
@@ -190,7 +116,7 @@ class _Reader:
         for inner in _walk(eqn):
             counts[inner.primitive.name] += 1
             flops += _flops(inner)
-        outputs = tuple(_value(var.aval) for var in eqn.outvars)
+        outputs = tuple(value_of(var.aval) for var in eqn.outvars)
         self.nodes.append(
             Equation(
                 primitive=eqn.primitive,
@@ -213,11 +139,11 @@ class _Reader:
     def _scan(self, eqn: Any, inputs: list[Atom], scope: str) -> Scan:
         jaxpr, consts = _open(eqn.params["jaxpr"])
         num_consts, num_carry = _scan_arity(eqn.params)
-        inner = [_value(var.aval) for var in jaxpr.invars]
-        body = _Reader(self._pinned)
+        inner = [value_of(var.aval) for var in jaxpr.invars]
+        body = Reader(self._pinned, self._differentiable)
         updates = body.read(jaxpr, consts, inner)
         self.holds_tracers |= body.holds_tracers
-        outputs = [_value(var.aval) for var in eqn.outvars]
+        outputs = [value_of(var.aval) for var in eqn.outvars]
         bindings = [Binding(i, o) for i, o in zip(inner, inputs, strict=True)]
         begun = bindings[num_consts : num_consts + num_carry]
         ended = zip(begun, updates[:num_carry], outputs[:num_carry], strict=True)
@@ -235,16 +161,30 @@ class _Reader:
         )
 
     def _cond(self, eqn: Any, inputs: list[Atom], scope: str) -> Cond:
-        branches = []
-        for branch in eqn.params["branches"]:
-            jaxpr, consts = _open(branch)
-            inner = tuple(_value(var.aval) for var in jaxpr.invars)
-            body = _Reader(self._pinned)
-            outputs = body.read(jaxpr, consts, inner)
-            self.holds_tracers |= body.holds_tracers
-            branches.append(Program(inner, tuple(body.nodes), tuple(outputs)))
-        outer = tuple(_value(var.aval) for var in eqn.outvars)
-        return Cond(inputs[0], tuple(inputs[1:]), tuple(branches), outer, scope)
+        branches = tuple(map(self._program, eqn.params["branches"]))
+        outputs = tuple(value_of(var.aval) for var in eqn.outvars)
+        platforms = eqn.params.get("branches_platforms")
+        return Cond(inputs[0], tuple(inputs[1:]), branches, outputs, scope, platforms)
+
+    def _remat(self, eqn: Any, inputs: list[Atom], scope: str) -> Cond:
+        fences = eqn.params["prevent_cse"]
+        options = {
+            "policy": eqn.params["policy"],
+            "prevent_cse": any(fences) if isinstance(fences, tuple) else fences,
+        }
+        outputs = tuple(value_of(var.aval) for var in eqn.outvars)
+        index = Constant(np.int32(0), Value((), np.dtype(np.int32)))
+        program = self._program(eqn.params["jaxpr"])
+        return Cond(index, tuple(inputs), (program,), outputs, scope, remat=options)
+
+    def _program(self, inside: Any) -> Program:
+        """A branch or body, read by itself."""
+        jaxpr, consts = _open(inside)
+        inner = tuple(value_of(var.aval) for var in jaxpr.invars)
+        body = Reader(self._pinned, self._differentiable)
+        outputs = body.read(jaxpr, consts, inner)
+        self.holds_tracers |= body.holds_tracers
+        return Program(inner, tuple(body.nodes), tuple(outputs))
 
 
 def _varying(aval: Any) -> frozenset[str]:
@@ -252,8 +192,14 @@ def _varying(aval: Any) -> frozenset[str]:
     return frozenset(manual.varying if manual is not None else getattr(aval, "vma", ()))
 
 
-def _value(aval: Any) -> Value:
-    return Value(getattr(aval, "shape", ()), getattr(aval, "dtype", None), _varying(aval))
+def _memory(aval: Any) -> Any:
+    space = getattr(aval, "memory_space", None)
+    return space if space is jax.memory.Space.Host else None
+
+
+def value_of(aval: Any) -> Value:
+    """A value of an abstract value's type."""
+    return Value(getattr(aval, "shape", ()), getattr(aval, "dtype", None), _varying(aval), _memory(aval))
 
 
 def _open(jaxpr: Any) -> tuple[Any, Sequence[Any]]:

@@ -8,13 +8,13 @@ values that pass from I to W are the stash.
 
 import math
 from collections import Counter
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 import jax
 
-from dualpipe_jax.split.crossing import choose_crossing, stay
+from dualpipe_jax.split.crossing import choose_crossing, nbytes, stay
 from dualpipe_jax.split.graph import (
     Atom,
     Node,
@@ -26,14 +26,16 @@ from dualpipe_jax.split.graph import (
     is_cheap,
     values,
 )
-from dualpipe_jax.split.jaxprs import JointTrace
-from dualpipe_jax.split.leaves import Leaves, cut, leaves_like
-from dualpipe_jax.split.recursion import relink, split_equations
+from dualpipe_jax.split.leaves import Leaves, cut, is_floating, leaves_like
+from dualpipe_jax.split.recursion import split_equations
+from dualpipe_jax.split.relink import relink
 from dualpipe_jax.split.run import evaluate
 from dualpipe_jax.split.slices import derived, prune
+from dualpipe_jax.split.trace import JointTrace
 
 Tree: TypeAlias = Any
 Arrays: TypeAlias = list[Any]
+Keep: TypeAlias = Literal["F", "I", "W"]
 
 
 class Flops(NamedTuple):
@@ -71,10 +73,12 @@ class SplitPlan:
       stash: types of what I hands to W.
       y: tree of the output's types.
       aux: tree of the auxiliary output's types; None without one.
-      keep_input: how long x itself is read: "F" (by the forward only), "I" or "W".
+      keep: how long each leaf of x is read: "F" (by the forward only), "I" or "W".
+      keep_input: how long any of them is that the caller has not at hand.
+      offloaded: whether what is kept lies in the host's memory, in the order of residuals_i, residuals_w and stash.
       flops: FLOPs of each part.
       programs: the parts on flat lists; ``forward_arguments`` and its like make these of trees.
-      params, x: leaves of the arguments.
+      params, x: leaves of the arguments, and which of them have a gradient: ``params.has_gradient``.
     """
 
     residuals_i: list[jax.ShapeDtypeStruct]
@@ -82,12 +86,13 @@ class SplitPlan:
     stash: list[jax.ShapeDtypeStruct]
     y: Tree
     aux: Tree
-    keep_input: Literal["F", "I", "W"]
+    keep: tuple[Keep, ...]
+    keep_input: Keep
+    offloaded: tuple[list[bool], ...]
     flops: Flops
     programs: Programs
     params: Leaves
     x: Leaves
-    _floats: tuple[bool, ...]
 
     def forward(self, params: Tree, x: Tree) -> tuple[Tree, Tree, Arrays, Arrays]:
         """Gives ``(y, aux, residuals_i, residuals_w)``."""
@@ -96,20 +101,20 @@ class SplitPlan:
     def backward_input(
         self, params: Tree, x: Tree, residuals_i: Arrays, residuals_w: Arrays, dy: Tree
     ) -> tuple[Tree, Arrays]:
-        """Gives ``(dx, stash)``; x may be None if ``keep_input`` is "F"."""
+        """Gives ``(dx, stash)``; None may stand for leaves of x whose ``keep`` is "F", and for x if all are."""
         arguments = self.backward_arguments(params, x, residuals_i, residuals_w, dy)
         dx, stash = cut(evaluate(self.programs.input, arguments), self.x.num_gradients, len(self.stash))
         return self.x.gradients(dx), stash
 
     def backward_weight(self, params: Tree, x: Tree, residuals_w: Arrays, stash: Arrays) -> Tree:
-        """Gives dparams; x may be None unless ``keep_input`` is "W"."""
+        """Gives dparams; None may stand for leaves of x whose ``keep`` is not "W", and for x if none is."""
         arguments = [*self._given(params, x, "W"), *residuals_w, *stash]
         return self.params.gradients(evaluate(self.programs.weight, arguments))
 
     def backward(
         self, params: Tree, x: Tree, residuals_i: Arrays, residuals_w: Arrays, dy: Tree
     ) -> tuple[Tree, Tree]:
-        """Gives ``(dparams, dx)``, as ``jax.vjp`` orders them; x may be None if ``keep_input`` is "F"."""
+        """Gives ``(dparams, dx)``, as ``jax.vjp`` orders them; x as in ``backward_input``."""
         arguments = self.backward_arguments(params, x, residuals_i, residuals_w, dy)
         dparams, dx = self.backward_results(evaluate(self.programs.backward, arguments))
         return self.params.gradients(dparams), self.x.gradients(dx)
@@ -117,6 +122,10 @@ class SplitPlan:
     def counts(self, part: Literal["forward", "backward", "input", "weight"]) -> Counter[str]:
         """How often each primitive is applied in a part."""
         return count_primitives(getattr(self.programs, part).equations)
+
+    def primitives(self) -> frozenset[str]:
+        """Names of all primitives in the forward and the backward, also of those inside rules of the user's own."""
+        return frozenset(self.counts("forward") + self.counts("backward"))
 
     # ------------------------------------------- the programs' flat arguments and results
 
@@ -144,33 +153,49 @@ class SplitPlan:
         return dparams, dx
 
     def _given(self, params: Tree, x: Tree, reader: str) -> Arrays:
-        spared = x is None and "FIW".index(self.keep_input) < "FIW".index(reader)
-        leaves = [None] * len(self.x.types) if spared else self.x.leaves(x)
-        return [*self.params.leaves(params), *leaves]
+        spared = ["FIW".index(keep) < "FIW".index(reader) for keep in self.keep]
+        return [*self.params.leaves(params), *self.x.leaves(x, spared)]
 
     def _cotangents(self, dy: Tree) -> Arrays:
         types, tree = jax.tree.flatten(self.y)
-        leaves = leaves_like("dy", dy, tree, types)
-        return [leaf for leaf, inexact in zip(leaves, self._floats, strict=True) if inexact]
+        floating = list(map(is_floating, types))
+        leaves = leaves_like("dy", dy, tree, types, spared=[not is_one for is_one in floating])
+        return [leaf for leaf, is_one in zip(leaves, floating, strict=True) if is_one]
 
 
-def make_plan(joint: JointTrace, params: Tree, x: Tree) -> SplitPlan:
-    """From the joint graph: what the forward keeps, then what I hands to W."""
+def make_plan(
+    joint: JointTrace, wanted: Sequence[bool], at_hand: Sequence[bool], trees: tuple[Any, Any]
+) -> SplitPlan:
+    """From the joint graph: what the forward keeps, then what I hands to W.
+
+    Arguments:
+      wanted: for each leaf of params and x, whether it has been differentiated by.
+      at_hand: for each leaf of x, whether the backward has it in any case.
+      trees: what params and x are the leaves of.
+    """
     dparams = [g for g in joint.dparams if g is not None]
     dx = [g for g in joint.dx if g is not None]
     dy = [v for v in joint.dy if v is not None]
-    wanted = [*dparams, *dx]
-    forward, backward = relink(joint.forward, prune(joint.backward, wanted)[0], set(joint.params))
+    gradients = [*dparams, *dx]
+    held = {v for v, at in zip(joint.x, at_hand, strict=True) if at}
+
+    def weight(value: Value) -> int:
+        return 0 if value in held else nbytes(value)
+
+    forward, backward = relink(joint.forward, prune(joint.backward, gradients)[0], set(joint.params))
     kept = choose_crossing(
         forward,
         backward,
-        wanted,
+        gradients,
         free=derived(forward, joint.params),
         late_inputs=set(dy),
+        weight=weight,
         repeatable=is_arithmetic,
     )
     backward = kept.late
-    parts = split_equations(backward, dx, dparams, set(joint.params), movable=is_cheap if dx else stay)
+    parts = split_equations(
+        backward, dx, dparams, set(joint.params), weight=weight, movable=is_cheap if dx else stay
+    )
     for_weight = set(parts.values)
     stored = [v for v in kept.values if v not in joint.x]
     residuals_w = [v for v in stored if v in for_weight]
@@ -180,24 +205,29 @@ def make_plan(joint: JointTrace, params: Tree, x: Tree) -> SplitPlan:
     whole = (*given, *residuals_i, *residuals_w, *dy)
     programs = Programs(
         forward=_program(given, forward, [*joint.y, *joint.aux, *residuals_i, *residuals_w]),
-        backward=_program(whole, backward, wanted),
+        backward=_program(whole, backward, gradients),
         input=_program(whole, parts.early, [*dx, *stash]),
         weight=_program((*given, *residuals_w, *stash), parts.late, dparams),
     )
+    keep = _keep(joint.x, programs)
+    num_params = len(joint.params)
     return SplitPlan(
         residuals_i=list(map(_struct, residuals_i)),
         residuals_w=list(map(_struct, residuals_w)),
         stash=list(map(_struct, stash)),
         y=joint.y_tree.unflatten(map(_struct, joint.y)),
         aux=joint.aux_tree.unflatten(map(_struct, joint.aux)),
-        keep_input=_keep_input(joint.x, programs),
+        keep=keep,
+        keep_input=max(
+            (k for k, at in zip(keep, at_hand, strict=True) if not at), key="FIW".index, default="F"
+        ),
+        offloaded=tuple(
+            [v.memory is not None for v in values] for values in (residuals_i, residuals_w, stash)
+        ),
         flops=Flops(*(count_flops(program.equations) for program in programs)),
         programs=programs,
-        params=Leaves(
-            "params", jax.tree.structure(params), list(map(_struct, joint.params)), _has(joint.dparams)
-        ),
-        x=Leaves("x", jax.tree.structure(x), list(map(_struct, joint.x)), _has(joint.dx)),
-        _floats=tuple(v is not None for v in joint.dy),
+        params=Leaves("params", trees[0], joint.params, list(wanted[:num_params]), _has(joint.dparams)),
+        x=Leaves("x", trees[1], joint.x, list(wanted[num_params:]), _has(joint.dx)),
     )
 
 
@@ -217,10 +247,9 @@ def _struct(atom: Atom) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(kind.shape, kind.dtype)
 
 
-def _keep_input(x: Collection[Value], programs: Programs) -> Literal["F", "I", "W"]:
-    if _reads(programs.weight).intersection(x):
-        return "W"
-    return "I" if _reads(programs.input).intersection(x) else "F"
+def _keep(x: Iterable[Value], programs: Programs) -> tuple[Keep, ...]:
+    by_weight, by_input = _reads(programs.weight), _reads(programs.input)
+    return tuple("W" if v in by_weight else "I" if v in by_input else "F" for v in x)
 
 
 def _reads(program: Program) -> set[Value]:

@@ -1,8 +1,7 @@
 """Splitting a list of equations in two, through scans and conds.
 
-``split_equations`` cuts a backward into the part that dx needs and the rest. ``relink`` makes the least of
-what a forward hands to its backward. Both treat the bodies of loops and choices in the same way, and leave
-what crosses at each level to ``choose_crossing``.
+``split_equations`` cuts a backward into the part that dx needs and the rest. What crosses at each level, outside and
+in the bodies of loops and choices, is left to ``choose_crossing``.
 """
 
 from collections import Counter
@@ -15,13 +14,11 @@ from dualpipe_jax.split.graph import (
     Binding,
     Cond,
     Constant,
-    Equation,
     Node,
     Program,
     Scan,
     Stacked,
     Value,
-    is_arithmetic,
     is_cheap,
     is_tied,
     values,
@@ -31,7 +28,6 @@ from dualpipe_jax.split.slices import (
     derived,
     inner_known,
     prune,
-    substitute,
     trim_cond,
     trim_scan,
 )
@@ -110,21 +106,21 @@ def _split_scan(
         [*(c.update for c in late_carry), *(y.inner for y in late_ys)],
         inner_known((*scan.consts, *scan.xs), free),
         late_inputs={c.inner for c in late_carry},
-        weight=_scan_weight(scan),
+        weight=scan_weight(scan),
         movable=movable,
     )
     early = replace(scan, carry=trimmed.carry, ys=trimmed.ys, equations=parts.early)
     late = replace(scan, carry=late_carry, ys=late_ys, equations=parts.late)
-    return _connect_scans(early, late, parts.values)
+    return connect_scans(early, late, parts.values)
 
 
-def _scan_weight(scan: Scan) -> Callable[[Value], int]:
+def scan_weight(scan: Scan) -> Callable[[Value], int]:
     """What an inner value weighs outside: a const crosses once, all else once per iteration."""
     consts = {b.inner for b in scan.consts}
-    return lambda value: value.nbytes * (1 if value in consts else scan.length)
+    return lambda value: nbytes(value) * (1 if value in consts else scan.length)
 
 
-def _connect_scans(early: Scan, late: Scan, crossing: Iterable[Value]) -> tuple[Scan, Scan | None]:
+def connect_scans(early: Scan, late: Scan, crossing: Iterable[Value]) -> tuple[Scan, Scan | None]:
     """Stacks what crosses in ``early``, and lets ``late`` read it; what comes from outside is read there."""
     consts, xs = _by_inner((*early.consts, *late.consts)), _by_inner((*early.xs, *late.xs))
     have = {y.inner: y for y in early.ys}
@@ -165,10 +161,10 @@ def _split_cond(
         branches=tuple(Program(b.inputs, p.late, tuple(late)) for b, (_, late, p) in pairs),
         outputs=tuple(o for o, yes in zip(cond.outputs, is_early, strict=True) if not yes),
     )
-    return _connect_conds(first, second, [p.values for _, _, p in parts])
+    return connect_conds(first, second, [p.values for _, _, p in parts])
 
 
-def _connect_conds(
+def connect_conds(
     early: Cond, late: Cond, crossings: Sequence[Collection[Value]]
 ) -> tuple[Cond, Cond | None]:
     """Hands over what crosses, in places that the branches share; zeros where a branch has less.
@@ -228,104 +224,3 @@ def _fill(places: Sequence[Value], crossing: Iterable[Value]) -> list[Value | No
         left = [v for v in left if v is not row[-1]]
     assert not left
     return row
-
-
-def relink(
-    early: Sequence[Node], late: Sequence[Node], given: Collection[Value]
-) -> tuple[tuple[Node, ...], tuple[Node, ...]]:
-    """Lets late scans and conds compute for themselves what they need not be handed by early ones.
-
-    A forward scan stacks what its backward reads. Inside the bodies it shows that some of it is a parameter,
-    or a cast of one, or a view of something else that is stacked.
-
-    Args:
-      given: values that both parts have.
-    """
-    first, second = list(early), list(late)
-    for place, node in enumerate(second):
-        if isinstance(node, Equation):
-            continue
-        reads = set(values(node.inputs))
-        for source, maker in enumerate(first):
-            if isinstance(maker, Equation) or reads.isdisjoint(maker.outputs):
-                continue
-            free = derived(first, given)
-            current = second[place]
-            if isinstance(maker, Scan) and isinstance(current, Scan) and maker.length == current.length:
-                first[source], second[place] = _relink_scan(maker, current, free)
-            elif isinstance(maker, Cond) and isinstance(current, Cond) and maker.index is current.index:
-                first[source], second[place] = _relink_cond(maker, current, free)
-    return tuple(first), tuple(second)
-
-
-def _relink_scan(early: Scan, late: Scan, free: Collection[Value]) -> tuple[Scan, Scan]:
-    stacked = {y.outer: y.inner for y in early.ys}
-    mapping = {
-        b.inner: stacked[b.outer] for b in late.xs if isinstance(b.outer, Value) and b.outer in stacked
-    }
-    if not mapping:
-        return early, late
-    late = replace(
-        late,
-        xs=tuple(b for b in late.xs if b.inner not in mapping),
-        carry=tuple(c._replace(update=_swap(c.update, mapping)) for c in late.carry),
-        ys=tuple(y._replace(inner=_swap(y.inner, mapping)) for y in late.ys),
-        equations=substitute(late.equations, mapping),
-    )
-    own = (*late.consts, *late.xs)
-    known = inner_known((*early.consts, *early.xs, *own), free)
-    first, second = relink(early.equations, late.equations, known)
-    parts = choose_crossing(
-        first,
-        second,
-        late.updates,
-        free=derived(first, known),
-        late_inputs={b.inner for b in own} | {c.inner for c in late.carry},
-        weight=_scan_weight(early),
-        repeatable=is_arithmetic,
-    )
-    ahead, behind = _connect_scans(
-        replace(early, equations=parts.early), replace(late, equations=parts.late), parts.values
-    )
-    assert behind is not None
-    return ahead, behind
-
-
-def _swap(atom: Atom, mapping: dict[Value, Atom]) -> Atom:
-    return mapping.get(atom, atom) if isinstance(atom, Value) else atom
-
-
-def _relink_cond(early: Cond, late: Cond, free: Collection[Value]) -> tuple[Cond, Cond]:
-    outputs = {output: place for place, output in enumerate(early.outputs)}
-    linked = {
-        place: outputs[operand]
-        for place, operand in enumerate(late.operands)
-        if isinstance(operand, Value) and operand in outputs
-    }
-    own = [place for place in range(len(late.operands)) if place not in linked]
-    firsts, seconds, crossings = [], [], []
-    for mine, theirs in zip(early.branches, late.branches, strict=True):
-        mapping = {theirs.inputs[place]: mine.outputs[source] for place, source in linked.items()}
-        wanted = tuple(_swap(atom, mapping) for atom in theirs.outputs)
-        inputs = tuple(theirs.inputs[place] for place in own)
-        known = branch_known(early, mine, free) | branch_known(late, theirs, free)
-        first, second = relink(mine.equations, substitute(theirs.equations, mapping), known)
-        parts = choose_crossing(
-            first,
-            second,
-            wanted,
-            free=derived(first, known),
-            late_inputs=set(inputs),
-            repeatable=is_arithmetic,
-        )
-        firsts.append(replace(mine, equations=parts.early))
-        seconds.append(Program((*inputs, *mine.inputs), parts.late, wanted))
-        crossings.append(parts.values)
-    operands = (*(late.operands[place] for place in own), *early.operands)
-    ahead, behind = _connect_conds(
-        replace(early, branches=tuple(firsts)),
-        replace(late, branches=tuple(seconds), operands=operands),
-        crossings,
-    )
-    assert behind is not None
-    return ahead, behind

@@ -10,6 +10,10 @@ import numpy as np
 from jax import lax
 
 from dualpipe_jax.split.graph import Atom, Cond, Constant, Equation, Node, Program, Scan, Value
+from dualpipe_jax.split.varying import vary, vary_alike, varying_axes
+
+_CASTS = frozenset({"pvary", "pcast"})
+"""Primitives that change which axes a value is typed as varying over, and nothing else."""
 
 
 def evaluate(program: Program, arguments: Sequence[Any]) -> list[Any]:
@@ -17,6 +21,11 @@ def evaluate(program: Program, arguments: Sequence[Any]) -> list[Any]:
     known = dict(zip(program.inputs, arguments, strict=True))
     run(program.equations, known)
     return values_of(known, program.outputs)
+
+
+def zeros(kind: Value) -> Any:
+    """An array of zeros of this type."""
+    return _full(Constant(0, kind))
 
 
 def values_of(known: dict[Value, Any], atoms: Sequence[Atom]) -> list[Any]:
@@ -39,6 +48,10 @@ def run(nodes: Sequence[Node], known: dict[Value, Any]) -> None:
 
 def _bind(equation: Equation, known: dict[Value, Any]) -> Sequence[Any]:
     inputs = [known[a] if isinstance(a, Value) else _operand(a) for a in equation.inputs]
+    if equation.name in _CASTS and equation.params.get("to", "varying") == "varying":
+        return [vary(array, value.varying) for array, value in zip(inputs, equation.outputs, strict=True)]
+    if _extra_axes(equation.inputs, inputs) and len({_axes_of(atom) for atom in equation.inputs}) == 1:
+        inputs = vary_alike(inputs)
     bound = equation.primitive.get_bind_params(equation.params)
     functions, params = bound if isinstance(bound, tuple) else ((), bound)
     with equation.context.manager if equation.context is not None else contextlib.nullcontext():
@@ -46,29 +59,67 @@ def _bind(equation: Equation, known: dict[Value, Any]) -> Sequence[Any]:
     return outputs if equation.primitive.multiple_results else [outputs]
 
 
+def _axes_of(atom: Atom) -> frozenset[str]:
+    return (atom if isinstance(atom, Value) else atom.kind).varying
+
+
+def _extra_axes(atoms: Sequence[Atom], arrays: Sequence[Any]) -> frozenset[str]:
+    """Axes that the arrays vary over and did not when they were traced.
+
+    A value that waited in a slot, or behind a barrier with others, comes back typed as varying over more axes. The
+    numbers are the same, so all that follows is typed likewise.
+    """
+    pairs = zip(atoms, arrays, strict=True)
+    extra = (varying_axes(array) - atom.varying for atom, array in pairs if isinstance(atom, Value))
+    return frozenset[str]().union(*extra)
+
+
 def _run_scan(scan: Scan, known: dict[Value, Any]) -> Sequence[Any]:
-    consts = {b.inner: _array(known, b.outer) for b in scan.consts}
+    inputs = values_of(known, scan.inputs)
+    extra = _extra_axes(scan.inputs, inputs)
+    carried = [c.inner.varying | extra if extra else frozenset() for c in scan.carry]
+
+    def typed(carry: Sequence[Any]) -> tuple[Any, ...]:
+        return tuple(map(vary, carry, carried))
 
     def body(carry: tuple[Any, ...], xs: tuple[Any, ...]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
         inner = dict(consts)
         inner.update(zip((c.inner for c in scan.carry), carry, strict=True))
         inner.update(zip((b.inner for b in scan.xs), xs, strict=True))
         run(scan.equations, inner)
-        updates = tuple(_array(inner, c.update) for c in scan.carry)
-        return updates, tuple(_array(inner, y.inner) for y in scan.ys)
+        updates = [_array(inner, c.update) for c in scan.carry]
+        return typed(updates), tuple(_array(inner, y.inner) for y in scan.ys)
 
-    start = tuple(_array(known, c.start) for c in scan.carry)
-    xs = tuple(_array(known, b.outer) for b in scan.xs)
-    carry, ys = lax.scan(body, start, xs, length=scan.length, reverse=scan.reverse, unroll=scan.unroll)
+    num_consts, num_carry = len(scan.consts), len(scan.carry)
+    consts = dict(zip((b.inner for b in scan.consts), inputs[:num_consts], strict=True))
+    start, xs = inputs[num_consts : num_consts + num_carry], inputs[num_consts + num_carry :]
+    carry, ys = lax.scan(
+        body, typed(start), tuple(xs), length=scan.length, reverse=scan.reverse, unroll=scan.unroll
+    )
     return (*carry, *ys)
 
 
 def _run_cond(cond: Cond, known: dict[Value, Any]) -> Sequence[Any]:
-    def branch_function(branch: Program) -> Callable[..., list[Any]]:
-        return lambda *operands: evaluate(branch, operands)
+    index, *operands = values_of(known, cond.inputs)
+    extra = _extra_axes(cond.inputs, [index, *operands])
 
-    operands = [_array(known, atom) for atom in cond.operands]
-    return lax.switch(_array(known, cond.index), [branch_function(b) for b in cond.branches], *operands)
+    def branch_function(branch: Program) -> Callable[..., list[Any]]:
+        def run_branch(*operands: Any) -> list[Any]:
+            outputs = evaluate(branch, operands)
+            if not extra:
+                return outputs
+            return [vary(a, to.varying | extra) for a, to in zip(outputs, cond.outputs, strict=True)]
+
+        return run_branch
+
+    branches = [branch_function(branch) for branch in cond.branches]
+    if cond.remat is not None:
+        return jax.checkpoint(branches[0], **cond.remat)(*operands)
+    if cond.platforms is None:
+        return lax.switch(index, branches, *operands)
+    by_platform = zip(cond.platforms, branches, strict=True)
+    chosen = {name: branch for names, branch in by_platform for name in names or ("default",)}
+    return lax.platform_dependent(*operands, **chosen)
 
 
 def _operand(constant: Constant) -> Any:
@@ -88,4 +139,6 @@ def _full(constant: Constant) -> Any:
     if np.ndim(constant.value):
         return jnp.asarray(constant.value, kind.dtype)
     filled = lax.full(kind.shape, constant.value, kind.dtype)
-    return lax.pcast(filled, tuple(sorted(kind.varying)), to="varying") if kind.varying else filled
+    if kind.memory is not None:
+        filled = jax.device_put(filled, kind.memory)
+    return vary(filled, kind.varying) if kind.varying else filled

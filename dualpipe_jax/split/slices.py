@@ -4,6 +4,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
 
 from dualpipe_jax.split.graph import (
+    KEEPS_ZEROS,
     Atom,
     Binding,
     Cond,
@@ -14,6 +15,7 @@ from dualpipe_jax.split.graph import (
     Scan,
     Value,
     has_effect,
+    is_zero,
     values,
 )
 
@@ -141,6 +143,47 @@ def _derived_cond(cond: Cond, known: Collection[Value]) -> set[Value]:
         pairs = zip(branch.outputs, cond.outputs, strict=True)
         result -= {outer for atom, outer in pairs if isinstance(atom, Value) and atom not in inner}
     return result
+
+
+def zero_values(nodes: Sequence[Node], base: Iterable[Value] = ()) -> set[Value]:
+    """Values that are zero whatever the rest is: ``base``, and what is summed and moved from zeros alone."""
+    known = set(base)
+
+    def zero(atom: Atom) -> bool:
+        return atom in known if isinstance(atom, Value) else is_zero(atom)
+
+    for node in nodes:
+        if isinstance(node, Scan):
+            known.update(_zero_scan(node, zero))
+        elif isinstance(node, Cond):
+            known.update(_zero_cond(node, zero))
+        elif node.name in KEEPS_ZEROS and not node.effectful and all(map(zero, node.inputs)):
+            known.update(node.outputs)
+    return known
+
+
+def _zero_scan(scan: Scan, zero: Callable[[Atom], bool]) -> set[Value]:
+    base = {b.inner for b in (*scan.consts, *scan.xs) if zero(b.outer)}
+    carry = [c for c in scan.carry if zero(c.start)]
+    while True:
+        inner = zero_values(scan.equations, base | {c.inner for c in carry})
+        still = [c for c in carry if _is_in(c.update, inner)]
+        if len(still) == len(carry):
+            return {c.end for c in carry} | {y.outer for y in scan.ys if _is_in(y.inner, inner)}
+        carry = still
+
+
+def _zero_cond(cond: Cond, zero: Callable[[Atom], bool]) -> set[Value]:
+    result = set(cond.outputs)
+    for branch in cond.branches:
+        given = zip(branch.inputs, cond.operands, strict=True)
+        inner = zero_values(branch.equations, {mine for mine, outer in given if zero(outer)})
+        result -= {o for o, a in zip(cond.outputs, branch.outputs, strict=True) if not _is_in(a, inner)}
+    return result
+
+
+def _is_in(atom: Atom, zeros: Collection[Value]) -> bool:
+    return atom in zeros if isinstance(atom, Value) else is_zero(atom)
 
 
 def substitute(nodes: Iterable[Node], mapping: dict[Value, Atom]) -> tuple[Node, ...]:

@@ -17,6 +17,9 @@ def varying_axes(x: Any) -> frozenset[str]:
 def vary(tree: Tree, axes: Collection[str]) -> Tree:
     """Casts each leaf to vary over these axes too."""
 
+    if not axes:
+        return tree
+
     def cast(leaf: Any) -> Any:
         missing = tuple(sorted(frozenset(axes) - varying_axes(leaf)))
         return lax.pcast(leaf, missing, to="varying") if missing else leaf

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, Mesh, PartitionSpec
 
-from dualpipe_jax import PipelineModel, make_mesh, pipeline_value_and_grad
+from dualpipe_jax import Pipeline, PipelineModel, StagedModel, make_mesh, pipeline_value_and_grad, staged
 from dualpipe_jax.schedule import Placement, Schedule, dualpipe, dualpipe_v, one_f_one_b
 from tests.engine import models
 
@@ -32,9 +32,9 @@ def test_mesh_without_an_axis():
         run(mesh=mesh)
 
 
-def test_mesh_with_an_axis_too_many():
-    mesh = Mesh(np.array(jax.devices()).reshape(4, 1, 2), ("pp", "ep", "dp"), axis_types=(AxisType.Auto,) * 3)
-    with pytest.raises(ValueError, match=r"only 'pp' and 'ep' are supported, not \['dp'\]"):
+def test_mesh_of_explicit_axes():
+    mesh = jax.make_mesh((4, 2), ("pp", "ep"), axis_types=(AxisType.Explicit,) * 2)
+    with pytest.raises(ValueError, match=r"'pp' and 'ep' must be AxisType.Auto: jax.make_mesh\(.*axis_types"):
         run(mesh=mesh)
 
 
@@ -47,14 +47,14 @@ def test_ranks_of_the_schedule_against_the_mesh():
 
 def test_microbatch_count():
     with pytest.raises(
-        ValueError, match=r"inputs has shape \(6, 4, 3\), so 6 microbatches, but.*for 8: reshape"
+        ValueError, match=r"'inputs'\] has shape \(6, 4, 3\), so 6 microbatches, but.*for 8: reshape"
     ):
         run(data=models.data(6))
 
 
 def test_microbatch_size():
     with pytest.raises(
-        ValueError, match="targets has shape.*microbatch size 3 is not divisible by the 2 devices"
+        ValueError, match="'targets'. has shape.*microbatch size 3 is not divisible by the 2 devices"
     ):
         run(data=models.data(8, size=3))
 
@@ -80,17 +80,59 @@ def test_all_failures_at_once():
 def test_params_with_other_keys():
     with pytest.raises(ValueError, match=r"keys \['embed', 'stages', 'head'\], got \['stages'\]"):
         run(params={"stages": jnp.ones(4)})
+    model = staged(PLAIN, 4)
+    with pytest.raises(ValueError, match=r"keys \['shared', 'stages'\], got \['stages'\]"):
+        Pipeline(model, dualpipe(4, 8), make_mesh(4, 2)).value_and_grad({"stages": jnp.ones(4)}, {})
+
+
+def test_as_many_stages_as_the_schedule_has():
+    with pytest.raises(ValueError, match="model has 3 stages, but dualpipe on 4 ranks has 4 in a pipe"):
+        Pipeline(staged(PLAIN, 3), dualpipe(4, 8), make_mesh(4, 2))
+
+
+def test_kinds_that_there_are_not():
+    with pytest.raises(ValueError, match=r"kind_of names \['a', 'c'\], but the kinds are \['a', 'b'\]"):
+        StagedModel({"a": None, "b": None}, ("a", "c"))
 
 
 def test_stage_that_changes_shape_or_dtype():
     wide = PLAIN._replace(stage=lambda p, x: jnp.concatenate([x, x], -1))
-    with pytest.raises(TypeError, match=re.escape("x float32[2, 3, 8] and returned float32[2, 3, 16]")):
-        run(wide)
-    low = PLAIN._replace(stage=lambda p, x: x.astype(jnp.bfloat16))
     with pytest.raises(
-        TypeError, match=re.escape("returned bfloat16[2, 3, 8]; shapes and dtypes must be equal")
+        TypeError, match=re.escape("'middle' must return what the next stage takes: the first stage")
     ):
-        run(low)
+        run(wide)
+    low = PLAIN._replace(stage=lambda p, x: jnp.concatenate([x, x[..., :1]], -1)[..., 1:].astype(x.dtype))
+    assert np.isfinite(run(low)[0])
+
+
+@pytest.mark.parametrize("kind", ["middle", "last"])
+def test_kinds_that_do_not_fit_together(kind):
+    model = staged(PLAIN, 4)
+
+    def other(own, shared, x, at):
+        out = model.kinds[kind](own, shared, x, at)
+        return out._replace(x=out.x.astype(jnp.bfloat16), metrics={"m": jnp.zeros(3)})
+
+    def counted(own, shared, x, at):
+        return model.kinds["first"](own, shared, x, at)._replace(metrics={"m": jnp.zeros(2)})
+
+    changed = StagedModel({**model.kinds, kind: other, "first": counted}, model.kind_of)
+    expected = (
+        "float32.*bfloat16.* must be equal"
+        if kind == "middle"
+        else "'m'.*float32.2. in .*'first'.*float32.3."
+    )
+    with pytest.raises(TypeError, match=expected):
+        step(changed)
+
+
+def step(model):
+    params, _ = models.init("mlp", 4)
+    inputs, targets = models.data(8)
+    given = {"stages": params["stages"], "shared": {"embed": params["embed"], "head": params["head"]}}
+    return Pipeline(model, dualpipe(4, 8), make_mesh(4, 2)).value_and_grad(
+        given, {"inputs": inputs, "targets": targets}
+    )
 
 
 def test_aux_announced_and_not_given_and_the_reverse():
@@ -101,7 +143,9 @@ def test_aux_announced_and_not_given_and_the_reverse():
 
 
 def test_loss_that_is_no_scalar():
-    with pytest.raises(TypeError, match="head_loss must return a scalar"):
+    with pytest.raises(
+        TypeError, match="each loss as a floating scalar, the mean over its examples; .*float32.2, 3"
+    ):
         run(PLAIN._replace(head_loss=lambda p, x, t: jnp.mean(x @ p, -1)))
 
 
@@ -116,7 +160,23 @@ def test_ppermute_inside(part):
         return jax.jit(inner)
 
     model = PLAIN._replace(**{part: with_ring(getattr(PLAIN, part))})
-    with pytest.raises(ValueError, match=f"^{part} contains a ppermute.*use all_to_all"):
+    with pytest.raises(ValueError, match="^a stage of kind '.*' contains a ppermute.*use all_to_all"):
+        run(model)
+
+
+def test_ppermute_in_a_backward_alone():
+    @jax.custom_vjp
+    def same(x):
+        return x
+
+    def backward(_, g):
+        return (jax.lax.ppermute(g, "ep", [(0, 1), (1, 0)]),)
+
+    same.defvjp(lambda x: (x, None), backward)
+    model = PLAIN._replace(stage=lambda p, x: same(PLAIN.stage(p, x)))
+    with pytest.raises(
+        ValueError, match="backward of a stage of kind '.*' contains a ppermute.*use all_to_all"
+    ):
         run(model)
 
 
@@ -130,12 +190,56 @@ def test_ranks_with_unequal_numbers_of_stages():
 def test_specs_that_do_not_fit():
     with pytest.raises(ValueError, match=r"param_specs\['stages'\]\['up'\].*'pp'"):
         run(param_specs={"stages": {"up": PartitionSpec("pp"), "bias": None, "down": None}})
-    with pytest.raises(ValueError, match=r"params\['head'\] has shape.*11.*not divisible by the 2 devices"):
+    with pytest.raises(ValueError, match=r"\['head'\] has shape.*11.*not divisible by the 2 devices"):
         run(param_specs={"head": PartitionSpec(None, "ep")})
     with pytest.raises(ValueError, match="param_specs.*prefix"):
         run(param_specs={"stages": {"up": None}})
     with pytest.raises(ValueError, match="param_specs.*stage"):
         run(param_specs={"stage": None})
+
+
+@pytest.mark.parametrize(
+    ("stored", "message"),
+    [
+        (
+            {"shared": {"embed": None, "head": PartitionSpec("tp")}},
+            r"of this mesh only 'ep', 'pp' may be named, not 'tp'",
+        ),
+        (
+            {"stages": {"up": PartitionSpec("pp"), "bias": None, "down": None}},
+            r"\['up'\] is .*only 'ep' may be named",
+        ),
+        (
+            {"stages": {"up": PartitionSpec("ep"), "bias": PartitionSpec(None, "ep"), "down": None}},
+            "fewer than its spec",
+        ),
+        (
+            {"shared": {"embed": PartitionSpec("pp"), "head": None}},
+            "11, which its spec .* not divisible by the 4",
+        ),
+    ],
+)
+def test_storage_that_does_not_fit(stored, message):
+    params, _ = models.init("mlp", 4)
+    given = {"stages": params["stages"], "shared": {"embed": params["embed"], "head": params["head"]}}
+    inputs, targets = models.data(8)
+    mesh = jax.make_mesh((4, 2), ("pp", "ep"), axis_types=(AxisType.Auto,) * 2)
+    pipeline = Pipeline(staged(PLAIN, 4), dualpipe(4, 8), mesh, storage_specs=stored)
+    with pytest.raises(ValueError, match=message):
+        pipeline.value_and_grad(given, {"inputs": inputs, "targets": targets})
+
+
+def test_storage_that_contradicts_the_use():
+    params, _ = models.init("mlp", 4)
+    given = {"stages": params["stages"], "shared": {"embed": params["embed"], "head": params["head"]}}
+    specs = {"stages": {"up": PartitionSpec("ep"), "bias": None, "down": None}}
+    stored = {"stages": {"up": PartitionSpec(None, "ep"), "bias": None, "down": None}}
+    pipeline = Pipeline(
+        staged(PLAIN, 4), dualpipe(4, 8), make_mesh(4, 2), param_specs=specs, storage_specs=stored
+    )
+    inputs, targets = models.data(8)
+    with pytest.raises(ValueError, match="each dim must be stored over the axes that it is used over, first"):
+        pipeline.value_and_grad(given, {"inputs": inputs, "targets": targets})
 
 
 def test_one_rank_needs_no_neighbours():

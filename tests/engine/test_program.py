@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from dualpipe_jax import PipelineModel, make_mesh, pipeline_value_and_grad, split_backward
+from dualpipe_jax import Pipeline, PipelineModel, make_mesh, pipeline_value_and_grad, split_backward, staged
 from dualpipe_jax.parallel.p2p import BESIDE_OTHERS
 from dualpipe_jax.schedule import ALL_SCHEDULES, dualpipe, lower, one_f_one_b
 from tests import hlo
@@ -21,6 +21,9 @@ def stage(params, x):
     for layer in params:
         x = x + jax.nn.gelu(x @ layer["up"]) @ layer["down"]
     return x
+
+
+MODEL = PipelineModel(models.embed, stage, models.head_loss)
 
 
 def parameters(num_stages, num_layers=3):
@@ -40,22 +43,24 @@ def parameters(num_stages, num_layers=3):
 def compiled(make, num_microbatches=8, size=SIZE, num_layers=3):
     schedule = make(RANKS, num_microbatches)
     params = parameters(schedule.placement.num_model_stages, num_layers)
-    model = PipelineModel(models.embed, stage, models.head_loss)
-    step = pipeline_value_and_grad(model, schedule, make_mesh(RANKS, 1))
+    step = pipeline_value_and_grad(MODEL, schedule, make_mesh(RANKS, 1))
     return schedule, step.lower(params, *models.data(num_microbatches, size)).compile()
 
 
 def pools_and_sums(schedule):
     """Shapes, as HLO prints them, of what must not be copied at every tick."""
-    plan = plan_of()
-    table = lower(schedule, keep_input=plan.keep_input)
-    pools = {
-        (table.num_slots[pool], *leaf.shape)
-        for pool in ("residual_i", "residual_w", "stash")
-        for leaf in getattr(plan, {"stash": "stash"}.get(pool, pool.replace("residual", "residuals")))
+    pipeline = Pipeline(staged(MODEL, schedule.placement.num_model_stages), schedule, make_mesh(RANKS, 1))
+    given = parameters(schedule.placement.num_model_stages)
+    params = {"stages": given["stages"], "shared": {"embed": given["embed"], "head": given["head"]}}
+    inputs, targets = models.data(8, SIZE)
+    state = pipeline.state(params, {"inputs": inputs, "targets": targets})
+    held = [v for k, v in state.items() if k.split(".")[0] in ("residual", "stash")]
+    held += [v for k, v in state.items() if k.startswith("own")]
+    return {
+        f"[{','.join(map(str, leaf.shape))}]"
+        for leaf in jax.tree.leaves(held)
+        if leaf.ndim > 2 or leaf.shape[0] > 8
     }
-    sums = {leaf.shape[1:] for leaf in jax.tree.leaves(parameters(1)["stages"])}
-    return {f"[{','.join(map(str, shape))}]" for shape in pools | sums}
 
 
 def plan_of(size=SIZE, num_layers=3):
@@ -89,8 +94,7 @@ def test_the_sends_of_ticks_may_run_beside_other_collectives():
     """On GPU they would else wait for guards that hold all-to-alls. What is borrowed moves outside the scan."""
     schedule = dualpipe(RANKS, 8)
     params = parameters(schedule.placement.num_model_stages)
-    model = PipelineModel(models.embed, stage, models.head_loss)
-    step = pipeline_value_and_grad(model, schedule, make_mesh(RANKS, 1))
+    step = pipeline_value_and_grad(MODEL, schedule, make_mesh(RANKS, 1))
     text = step.lower(params, *models.data(8, SIZE)).as_text()
     permutes = [line for line in text.splitlines() if "stablehlo.collective_permute" in line]
     beside = [line for line in permutes if all(f'{k} = "{v}"' in line for k, v in BESIDE_OTHERS.items())]

@@ -1,5 +1,6 @@
 """Two programs in one order: the same results, and collectives that alternate."""
 
+import doctest
 import functools
 import itertools
 import re
@@ -8,11 +9,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import lax
 from jax.sharding import PartitionSpec
 
 from dualpipe_jax import make_mesh, split_backward
 from dualpipe_jax.engine.trees import accumulate
-from dualpipe_jax.pair import Pool, forward_backward, side_by_side
+from dualpipe_jax.pair import Pool, forward_backward, side_by_side, together
+from dualpipe_jax.split.varying import vary
 from tests.engine import models
 
 NUM_EP = 2
@@ -176,3 +179,68 @@ def test_two_forwards_hide_each_others_collectives():
     assert jax.tree.structure(got) == jax.tree.structure(want)
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-6)
+
+
+SHARED = {
+    "sum beside": lambda w, x: jnp.sin(x @ w) + lax.psum(jnp.cos(x @ w), "ep"),
+    "mean": lambda w, x: lax.pmean(jnp.sin(x @ w), "ep") * lax.all_to_all(x, "ep", 0, 0, tiled=True),
+    "ratio": lambda w, x: x @ w / lax.psum(jnp.sum(x * x), "ep"),
+}
+
+
+@pytest.mark.parametrize("ahead", SHARED)
+@pytest.mark.parametrize("behind", SHARED)
+def test_stages_of_two_kinds_whose_values_do_not_all_vary(ahead, behind):
+    """A forward of one function, a backward of another, under check_vma; pools of their own."""
+    w = jax.random.normal(jax.random.key(0), (2, 6, 6))
+    x = jax.random.normal(jax.random.key(1), (3, 8, 6))
+
+    def on_device(w, x):
+        w, x = (vary(a, ("pp", "ep")) for a in (w, x))
+        plan_f, plan_b = (split_backward(SHARED[name]).trace(w[0], x[0]) for name in (ahead, behind))
+        y, pull = jax.vjp(SHARED[behind], w[1], x[1])
+        dy = jnp.cos(y)
+        _, _, *saved = plan_b.forward(w[1], x[1])
+        read = [
+            Pool(jnp.stack([a, a + 1]), read=lambda pool: pool[0], used=k)
+            for k, a in enumerate([*saved[0], *saved[1]])
+        ]
+        written = [
+            Pool(
+                vary(jnp.zeros((2, *kind.shape), kind.dtype), ("pp", "ep")),
+                write=lambda pool, a: pool.at[1].set(a),
+                made=k,
+            )
+            for k, kind in enumerate([*plan_f.residuals_i, *plan_f.residuals_w])
+        ]
+        (made, _, *kept), sums, dx = forward_backward(
+            plan_f, (w[0], x[2]), plan_b, (w[1], x[1], dy), [*read, *written], [jnp.ones_like(w[1])], jnp.add
+        )
+        _, _, *residuals = plan_f.forward(w[0], x[2])
+        dw, want_dx = pull(dy)
+        got = made, [pool[1] for pool in (*kept[0], *kept[1])], sums[0], dx
+        want = SHARED[ahead](w[0], x[2]), [*residuals[0], *residuals[1]], dw + 1, want_dx
+        return jax.tree.map(lambda a: vary(a, ("pp", "ep"))[None], (got, want))
+
+    mesh = make_mesh(2, NUM_EP, jax.devices()[:4])
+    everywhere = PartitionSpec(("pp", "ep"))
+    mapped = jax.shard_map(
+        on_device,
+        mesh=mesh,
+        in_specs=(PartitionSpec(), PartitionSpec(None, ("pp", "ep"))),
+        out_specs=everywhere,
+    )
+    got, want = jax.jit(mapped)(w, x)
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-5)
+
+
+def test_sums_that_do_not_fit_are_named():
+    plan = split_backward(jnp.multiply).trace(jnp.ones(3), jnp.ones(3))
+    with pytest.raises(ValueError, match="2 sums were given, but 1 leaves of params have a gradient"):
+        forward_backward(plan, (1, 2), plan, (1, 2, 3), [], [jnp.ones(3)] * 2, jnp.add)
+
+
+def test_examples():
+    ran = doctest.testmod(together)
+    assert ran.attempted and not ran.failed

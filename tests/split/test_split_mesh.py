@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from declared_matmuls import grouped_matmul
 from jax import lax
@@ -141,3 +142,85 @@ def test_plan_of_a_shard_map_inside():
     theirs = compiled(lambda params, x, dy: jax.vjp(f, params, x)[1](dy), params, X, dy)
     assert_trees_match(theirs, ours, exact=False)
     assert_parts(plan)
+
+
+VARYING = {
+    "sum beside": lambda w, x: jnp.sin(x @ w) + lax.psum(jnp.cos(x), "ep"),
+    "mean out": lambda w, x: lax.pmean(jnp.sin(x @ w), "ep"),
+    "divided by a sum": lambda w, x: x @ w / lax.psum(jnp.sum(x * x), "ep"),
+    "remat": jax.checkpoint(lambda w, x: jnp.sin(lax.psum(jnp.sin(x @ w), "ep") @ w)),
+    "loop": lambda w, x: lax.scan(
+        lambda c, _: (0.1 * lax.psum(jnp.sin(c @ w), "ep"), c.sum()), lax.psum(x, "ep"), None, length=2
+    )[0],
+    "choice": lambda w, x: lax.cond(
+        x.sum() > 0, lambda x: lax.psum(jnp.sin(x @ w) @ w, "ep"), lambda x: lax.psum(jnp.cos(x @ w), "ep"), x
+    ),
+    "while": lambda w, x: lax.while_loop(
+        lambda c: c < 3, lambda c: c + 1, lax.psum(x[0, 0] > 0, "ep")
+    ).astype(x.dtype) * jnp.sin(x @ w),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", VARYING)
+def test_what_does_not_vary_over_ep_waits_with_what_does(name):
+    """Behind a barrier with others a sum over ep is typed as varying; so are slots."""
+    ours, theirs, plan = run_both(
+        lambda w, x: vary(VARYING[name](w, x)), normal(1, WIDTH, WIDTH), P(), X, check_vma=True
+    )
+    assert_trees_match(theirs, ours, exact=False)
+    assert_parts(plan)
+
+
+def test_a_loss_beside_the_output_that_is_a_mean_over_ep():
+    """Its cotangent does not vary over ep, nor need it."""
+
+    def f(w, x):
+        y = jnp.sin(x @ w)
+        return y, {"balance": lax.pmean(jnp.sum(y * y), "ep"), "count": jnp.int32(3)}
+
+    plans = []
+
+    def both(w, x):
+        w, x = vary((w, x))
+        plan = split_backward(f).trace(w, x)
+        plans.append(plan)
+        (y, losses), pull = jax.vjp(f, w, x)
+        seed = 0.5 * losses["balance"]
+        dy = (y, {"balance": seed, "count": None})
+        zero = np.zeros((), jax.dtypes.float0)
+        varied = (y, {"balance": vary(seed), "count": 1})
+        ours = [vary(run_parts(plan, w, x, given)[1]) for given in (dy, varied)]
+        return [*ours, pull((y, {"balance": seed, "count": zero}))]
+
+    mapped = jax.shard_map(both, mesh=MESH, in_specs=(P(), EVERYWHERE), out_specs=EVERYWHERE, check_vma=True)
+    alike, varied, want = compiled(mapped, normal(1, WIDTH, WIDTH), X)
+    assert_trees_match(want, alike, exact=False)
+    assert_trees_match(want, varied, exact=False)
+    assert plans[-1].y[1]["count"].dtype == jnp.int32
+
+
+def test_all_primitives_are_named_those_of_a_backward_of_the_users_own_too():
+    """A permute that only the backward does."""
+
+    @jax.custom_vjp
+    def rotate(x):
+        return jnp.sin(x)
+
+    rotate.defvjp(
+        lambda x: (jnp.sin(x), None),
+        lambda _, dy: (lax.ppermute(dy, "ep", [(k, (k + 1) % 4) for k in range(4)]),),
+    )
+    layer = jax.checkpoint(lambda w, x: (rotate(x @ w), None))
+    found = []
+
+    def on_device(w, x):
+        plan = split_backward(lambda w, x: lax.scan(lambda x, w: layer(w, x), x, w)[0]).trace(w, x)
+        found.append(plan)
+        return x
+
+    w = normal(1, 2, WIDTH, WIDTH)
+    jax.eval_shape(
+        jax.shard_map(on_device, mesh=MESH, in_specs=(P(), EVERYWHERE), out_specs=EVERYWHERE), w, X
+    )
+    assert "ppermute" in found[0].primitives() and not found[0].counts("forward")["ppermute"]
+    assert {"dot_general", "sin"} <= found[0].primitives()

@@ -68,9 +68,12 @@ def test_slots_are_counted_from_the_tables_numbers(make):
     b = blueprint(make)
     kinds = ahead.memory_by_kind(b)
     state = ahead._state(b)
-    sets = {name: ahead.nbytes(state[name]) for name in ("residual_i", "residual_w", "stash", "x", "dy")}
-    assert kinds["residuals"] == sets["residual_i"] + sets["residual_w"] > 0
-    assert kinds["stash"] == sets["stash"] and (kinds["stash"] > 0) == (make is not one_f_one_b)
+
+    def sets(*pools):
+        return sum(ahead.nbytes(value) for name, value in state.items() if name.split(".")[0] in pools)
+
+    assert kinds["residuals"] == sets("residual") > 0
+    assert kinds["stash"] == sets("stash") and (kinds["stash"] > 0) == (make is not one_f_one_b)
     activation = SIZE // NUM_EP * SEQ * models.byte().dim * 4
     slots = lower(b.schedule).num_slots
     assert kinds["boundary"] == (slots["x"] + slots["dy"] + 2) * activation
@@ -145,24 +148,24 @@ def test_arrays_that_no_loop_should_copy():
     held = ahead.held_arrays(blueprint())
     width = models.byte().dim
     assert f"f32[256,{width}]" in held, "the embedding's sum"
-    slots = ahead._state(blueprint())["residual_w"][0].shape[0]
-    assert any(name.startswith(f"f32[{slots},") for name in held)
+    pools = [value for name, value in ahead._state(blueprint()).items() if name.startswith("residual")]
+    slots = max(pool[0].shape[0] for pool in pools)
+    assert slots > 1 and any(name.startswith(f"f32[{slots},") for name in held)
     assert ahead.array_name("bf16", (1, 5, 1, 8)) == "bf16[5,8]"
 
 
 def test_sizes_of_a_ranks_share_are_those_of_the_slots():
     kinds, (sizes, fixed) = ahead.memory_by_kind(blueprint()), ahead.rank_memory(blueprint())
     slots = lower(blueprint().schedule).num_slots
-    assert (
-        slots["residual_w"] * sizes.residual_w + slots["residual_i"] * sizes.residual_i == kinds["residuals"]
-    )
-    assert slots["stash"] * sizes.stash == kinds["stash"] > 0
+    assert 0 < kinds["residuals"] <= slots["residual_w"] * sizes.residual_w, "some pools have fewer slots"
+    assert 0 < kinds["stash"] <= slots["stash"] * sizes.stash
     assert (slots["x"] + slots["dy"] + 2) * sizes.boundary == kinds["boundary"]
     assert 2 * sizes.parameters + fixed == sum(
         kinds[kind] for kind in ("stages", "ends", "mirrored", "optimizer", "gradients", "batch")
     )
     one, two = (ahead.rank_memory(blueprint(make))[0] for make in (dualpipe, dualpipe_v))
-    assert two.boundary == one.boundary and two.residual_w == pytest.approx(one.residual_w, rel=0.05)
+    assert two.boundary == one.boundary
+    assert two.residual_w >= one.residual_w, "an upper bound: a V's stages have pools of the ends' kinds too"
 
 
 def test_fewer_stashes_take_less_memory_and_nothing_else():

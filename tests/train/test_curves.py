@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 
 from train.config import TrainConfig, configure
-from train.data import draw_batch
 from train.setup import prepare
 
 NUM_STEPS = 20
@@ -24,8 +23,8 @@ def curve(schedule, num_steps=NUM_STEPS, **options):
     run = prepare(config)
     state, losses, dropped = run.init(), [], []
     for step in range(num_steps):
-        batch = draw_batch(run.corpus.train, config.seed, step, config.batch_shape)
-        state, metrics = run.update(state, *batch)
+        batch = run.corpus.train_batch(config.seed, step, config.batch_shape)
+        state, metrics = run.update(state, batch["inputs"], batch["targets"])
         losses.append(metrics["loss"].item())
         dropped.append(metrics["dropped"].item())
     assert run.update._cache_size() == 1, "the step was compiled again"

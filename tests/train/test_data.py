@@ -1,16 +1,36 @@
-"""Data: pure batches, a held-out part that training never sees, clear errors."""
+"""Data: batches as pure functions, a held-out part that training never sees, documents that do not mix."""
 
+import hashlib
+import itertools
+
+import jax
 import numpy as np
 import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from train.data import SEPARATOR, DataError, draw_batch, even_batches, load_corpus, split, standard_library
+from train.data import Corpus, DataError, batches, open_corpus
+from train.data.corpus import text_source
+from train.data.streams import ArrayStream
+from train.data.text import split, standard_library
+from train.data.vocabulary import BYTES, SEPARATOR
 
 SHAPE = (3, 2, 16)
 
 
+def corpus_of(train, heldout=None, **changes):
+    return Corpus((text_source("text", train, train if heldout is None else heldout, 1, BYTES),), **changes)
+
+
+def stream(corpus, split="train"):
+    """All tokens of a corpus of text, as bytes."""
+    (source,) = corpus.sources
+    (tokens,) = getattr(source, split).arrays
+    return tokens.tobytes()
+
+
 @pytest.fixture(scope="module")
 def library():
-    return load_corpus()
+    return open_corpus()
 
 
 def write_documents(folder, count):
@@ -20,60 +40,156 @@ def write_documents(folder, count):
 
 
 def test_a_batch_is_a_function_of_seed_and_step(library):
-    first, again = (draw_batch(library.train, 7, 3, SHAPE) for _ in range(2))
-    np.testing.assert_array_equal(first.inputs, again.inputs)
+    first, again = (library.train_batch(7, 3, SHAPE) for _ in range(2))
+    for name in first:
+        np.testing.assert_array_equal(first[name], again[name])
     for seed, step in ((7, 4), (8, 3), (3, 7)):
-        assert not np.array_equal(first.inputs, draw_batch(library.train, seed, step, SHAPE).inputs)
+        assert not np.array_equal(first["inputs"], library.train_batch(seed, step, SHAPE)["inputs"])
 
 
 def test_a_batch_never_changes_between_releases():
     """The numbers of today: a run started with an older release continues on the same bytes."""
-    batch = draw_batch(np.arange(256, dtype=np.uint8), 0, 1, (2, 2, 3))
-    np.testing.assert_array_equal(batch.inputs[:, :, 0], [[91, 52], [245, 220]])
+    corpus = corpus_of([bytes(range(1, 200))])
+    inputs = corpus.train_batch(0, 1, (2, 2, 3))["inputs"]
+    np.testing.assert_array_equal(inputs[:, :, 0], [[91, 175], [106, 187]])
+
+
+def test_an_epoch_visits_every_window_once():
+    text = bytes(itertools.islice(itertools.cycle(range(1, 251)), 1000))
+    corpus, sequence = corpus_of([text]), 7
+    num_windows = 1000 // sequence - 1
+    cut = []
+    for epoch in range(3):
+        steps = range(epoch * num_windows, (epoch + 1) * num_windows)
+        rows = [corpus.train_batch(5, step, (1, 1, sequence))["inputs"].tobytes() for step in steps]
+        tokens = np.frombuffer(text + b"\0", np.uint8).astype(np.int32)
+        offsets = [  # the first tokens from which cutting the text gives these very windows
+            first
+            for first in range(2 * sequence)
+            if sorted(rows)
+            == sorted(
+                tokens[at : at + sequence].tobytes()
+                for at in range(first, first + num_windows * sequence, sequence)
+            )
+        ]
+        assert len(offsets) == 1
+        cut.append((offsets[0], rows))
+    assert len({rows[0] for _, rows in cut}) == 3, "every epoch has an order of its own"
+    assert len({first for first, _ in cut}) > 1, "and mostly another first token"
+
+
+def test_batches_of_other_shapes_hold_the_same_sequences(library):
+    flat = library.train_batch(1, 4, (1, 12, 16))["targets"].reshape(12, 16)
+    np.testing.assert_array_equal(library.train_batch(1, 4, (6, 2, 16))["targets"].reshape(12, 16), flat)
 
 
 def test_targets_are_the_next_bytes(library):
-    batch = draw_batch(library.train, 0, 0, SHAPE)
-    assert batch.inputs.shape == batch.targets.shape == SHAPE
-    assert batch.inputs.dtype == np.int32
-    np.testing.assert_array_equal(batch.inputs[..., 1:], batch.targets[..., :-1])
+    batch = library.train_batch(0, 0, SHAPE)
+    assert all(values.shape == SHAPE and values.dtype == np.int32 for values in batch.values())
+    np.testing.assert_array_equal(batch["inputs"][..., 1:], batch["targets"][..., :-1])
+    text = stream(library)
+    for inputs, targets in zip(
+        batch["inputs"].reshape(-1, 16), batch["targets"].reshape(-1, 16), strict=True
+    ):
+        assert bytes([*inputs, targets[-1]]) in text
 
 
-def test_batches_reach_the_first_and_the_last_byte():
-    tokens = np.arange(18, dtype=np.uint8)
-    seen = [draw_batch(tokens, 0, step, SHAPE) for step in range(8)]
-    assert min(batch.inputs.min() for batch in seen) == 0
-    assert max(batch.targets.max() for batch in seen) == 17
+def slowly(window, separator):
+    """Segments and positions of a window, token by token."""
+    segments, positions = [], []
+    segment, position = 1, 0
+    for place, token in enumerate(window):
+        if token == separator:
+            segment, position = segment + (place > 0), 0
+        segments.append(segment)
+        positions.append(position)
+        position += 1
+    return segments, positions
 
 
-def test_even_batches_span_the_held_out_text(library):
-    batches = even_batches(library.heldout, 12, SHAPE)
-    assert len(batches) == 2 and batches[0][0].inputs.shape == SHAPE
-    np.testing.assert_array_equal(batches[0][0].inputs[0, 0], library.heldout[:16])
-    np.testing.assert_array_equal(batches[-1][0].targets[-1, -1], library.heldout[-16:])
+def test_documents_are_told_apart():
+    rng = np.random.default_rng(0)
+    windows = rng.integers(0, 4, (50, 13), dtype=np.int32)
+    batch = batches.pack(windows, SEPARATOR)
+    expected = [slowly(window[:-1], SEPARATOR) for window in windows.tolist()]
+    np.testing.assert_array_equal(batch["segment_ids"], [segments for segments, _ in expected])
+    np.testing.assert_array_equal(batch["positions"], [positions for _, positions in expected])
 
 
-@pytest.mark.parametrize("shape", [(3, 2, 16), (1, 5, 16), (4, 8, 16), (1, 1, 16)])
-def test_the_windows_are_the_same_for_every_batch_shape(library, shape):
-    batches = even_batches(library.heldout, 7, shape)
-    weights = np.concatenate([weight.reshape(-1) for _, weight in batches])
-    windows = np.concatenate([batch.inputs.reshape(-1, 16) for batch, _ in batches])
-    assert all(batch.inputs.shape == shape and weight.shape == shape[:2] for batch, weight in batches)
-    assert weights.tolist() == [1] * 7 + [0] * (len(weights) - 7)
-    last = len(library.heldout) - 17
-    by_hand = [library.heldout[(start := n * last // 6) : start + 16] for n in range(7)]
-    np.testing.assert_array_equal(windows[:7], by_hand)
+def test_a_target_is_of_the_document_that_it_is_predicted_from(tmp_path):
+    """Every document is one letter, so whatever a segment predicts must be its letter, or the end."""
+    texts = [bytes([letter]) * (5 + letter % 7) for letter in range(65, 91)]
+    corpus = corpus_of(texts)
+    seen = 0
+    for step in range(20):
+        batch = corpus.train_batch(0, step, (1, 4, 24))
+        rows = zip(
+            *(batch[name].reshape(-1, 24) for name in ("segment_ids", "inputs", "targets")), strict=True
+        )
+        for segments, inputs, targets in rows:
+            for segment in np.unique(segments):
+                here = segments == segment
+                letters = {*inputs[here], *targets[here]} - {SEPARATOR}
+                assert len(letters) <= 1
+                seen += 1
+    assert seen > 100
+
+
+@pytest.mark.parametrize("spec", [(None, "ep"), ("pp", "ep"), ("pp", None, "ep")])
+def test_parts_make_the_whole(library, spec):
+    """What each device would ask for, by JAX's own indices."""
+    shape = (4, 6, 16)
+    mesh = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("pp", "ep"))
+    whole = library.train_batch(3, 2, shape)
+    for name in whole:
+        array = jax.make_array_from_callback(
+            shape,
+            NamedSharding(mesh, PartitionSpec(*spec)),
+            lambda index, name=name: library.train_batch(3, 2, shape, index)[name],
+        )
+        np.testing.assert_array_equal(np.asarray(array), whole[name])
+
+
+def test_a_part_reads_no_more_than_itself():
+    asked = []
+
+    class Spy(ArrayStream):
+        def windows(self, starts, width):
+            asked.append(len(starts))
+            return super().windows(starts, width)
+
+    (source,) = corpus_of([bytes(range(1, 250))]).sources
+    spied = Corpus((source.__class__(**{**vars(source), "train": Spy(source.train.arrays, 256)}),))
+    spied.train_batch(0, 0, (4, 6, 8), (slice(0, 4), slice(2, 4)))
+    assert asked == [8]
+
+
+def test_held_out_sequences_are_the_same_for_every_shape(library):
+    def rows(shape):
+        found = library.heldout_batches(10, shape)
+        kept = [batch["inputs"][weights > 0] for batch, weights in found]
+        assert sum(weights.sum() for _, weights in found) == 10
+        return np.concatenate(kept)
+
+    expected = rows((1, 10, 16))
+    for shape in ((2, 2, 16), (3, 4, 16), (16, 4, 16)):
+        np.testing.assert_array_equal(rows(shape), expected)
+    text = stream(library, "heldout")
+    assert bytes(expected[0].tolist()) == text[:16]
+    (last,) = library.heldout_batches(10, (1, 10, 16))
+    assert bytes(last[0]["targets"][0, -1].tolist()) == text[-16:]
 
 
 def test_the_standard_library_is_a_tenth_held_out(library):
     assert library.num_documents > 300
-    share = len(library.heldout) / (len(library.train) + len(library.heldout))
-    assert 0.03 < share < 0.25
+    assert 0.03 < library.num_heldout / (library.num_heldout + library.num_tokens) < 0.25
     assert not any("site-packages" in path.parts for path in standard_library())
 
 
 def test_held_out_documents_are_not_trained_on(library):
-    train, heldout = (set(bytes(part).split(bytes([SEPARATOR]))[:-1]) for part in library[:2])
+    train, heldout = (
+        set(stream(library, part).split(bytes([SEPARATOR]))[:-1]) for part in ("train", "heldout")
+    )
     assert not train & heldout
     assert abs(len(heldout) - (len(train) + len(heldout)) / 10) < 1
 
@@ -85,25 +201,51 @@ def test_few_documents_give_their_last_tenths(count):
     assert all(a + b == text and len(b) == 10 for a, b, text in zip(train, heldout, documents, strict=True))
 
 
+def test_no_character_is_cut_in_two():
+    text = "ä€😀".encode() * 100
+    for extra in range(12):
+        ((train,), (heldout,)) = split([text + b"x" * extra])
+        assert train.decode() + heldout.decode() == (text + b"x" * extra).decode()
+
+
 def test_documents_end_with_a_separator(tmp_path):
-    corpus = load_corpus([write_documents(tmp_path, 20)])
+    corpus = open_corpus([write_documents(tmp_path, 20)])
     assert corpus.num_documents == 20
-    assert (corpus.train == SEPARATOR).sum() == 18 and corpus.train[-1] == SEPARATOR
-    assert (corpus.heldout == SEPARATOR).sum() == 2
+    assert stream(corpus).count(SEPARATOR) == 18 and stream(corpus)[-1] == SEPARATOR
+    assert stream(corpus, "heldout").count(SEPARATOR) == 2
 
 
 def test_repeats_count_once_and_order_does_not_matter(tmp_path):
     paths = sorted(write_documents(tmp_path, 12).iterdir())
-    corpus = load_corpus(paths)
-    again = load_corpus([*reversed(paths), *paths])
+    corpus = open_corpus(paths)
+    again = open_corpus([*reversed(paths), *paths])
     assert again.num_documents == 12
-    np.testing.assert_array_equal(corpus.train, again.train)
+    assert stream(corpus) == stream(again)
+    assert corpus.fingerprint == again.fingerprint
+
+
+def test_documents_come_in_the_order_of_their_hashes(tmp_path):
+    texts = [path.read_bytes() for path in write_documents(tmp_path, 30).iterdir()]
+    texts.sort(key=lambda text: hashlib.sha256(text).hexdigest())
+    assert stream(open_corpus([tmp_path])) == b"".join(text + b"\0" for text in texts[3:])
+
+
+def test_a_fingerprint_tells_corpora_apart(tmp_path):
+    texts = [b"one text", b"another text"]
+    prints = {
+        corpus_of(texts).fingerprint,
+        corpus_of(texts[::-1]).fingerprint,
+        corpus_of(texts, texts[:1]).fingerprint,
+        corpus_of([b"one text\0another text"], [b""]).fingerprint,
+    }
+    assert len(prints) == 4
+    assert corpus_of(texts).fingerprint == corpus_of(list(texts)).fingerprint
 
 
 def test_folders_are_read_for_their_text_alone(tmp_path):
     write_documents(tmp_path, 3)
     (tmp_path / "picture.png").write_bytes(b"\x89PNG\0\0")
-    assert load_corpus([tmp_path]).num_documents == 3
+    assert open_corpus([tmp_path]).num_documents == 3
 
 
 def test_what_cannot_be_read_is_named(tmp_path):
@@ -111,8 +253,14 @@ def test_what_cannot_be_read_is_named(tmp_path):
     binary.write_bytes(b"a\0b")
     empty.write_bytes(b"")
     with pytest.raises(DataError, match=r"--data: cannot read .*nowhere\.txt: No such file or directory"):
-        load_corpus([tmp_path / "nowhere.txt"])
-    with pytest.raises(DataError, match="binary is not text"):
-        load_corpus([binary])
+        open_corpus([tmp_path / "nowhere.txt"])
+    with pytest.raises(DataError, match="binary is not text .* run scripts/prepare first"):
+        open_corpus([binary])
     with pytest.raises(DataError, match=r"nothing to read in .*empty\.txt"):
-        load_corpus([empty])
+        open_corpus([empty])
+
+
+def test_a_corpus_shorter_than_a_sequence_is_refused():
+    with pytest.raises(DataError, match="4 bytes held out, but --sequence 4 takes more"):
+        corpus_of([b"x" * 50], [b"yyy"]).check(4)
+    corpus_of([b"x" * 50], [b"yyyy"]).check(4)

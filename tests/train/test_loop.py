@@ -6,6 +6,7 @@ import json
 import signal
 import types
 
+import jax
 import numpy as np
 import pytest
 from rich.console import Console
@@ -13,11 +14,15 @@ from rich.console import Console
 from dualpipe_jax.schedule import gpipe, one_f_one_b
 from train import loop
 from train.config import configure
-from train.data import Corpus, draw_batch
+from train.data import Corpus
+from train.data.corpus import text_source
+from train.data.vocabulary import BYTES
 from train.errors import DivergedError, Stopped
 from train.metrics import Display, MetricsFile, Pace, read_metrics
 from train.processes import Processes
+from train.rates import Rates
 from train.stop import Stop
+from train.watch import Watch
 
 CONFIG = configure(pp=1, ep=1, microbatches=2, microbatch_size=1, sequence=4, steps=5, log_every=2, name="x")
 
@@ -47,9 +52,13 @@ class FakeCheckpoints:
 
 def fake_run(losses, number=None):
     """A run whose step ``n`` returns ``losses[n]``, or raises it."""
+    text = [bytes(range(1, 64))]
+    corpus = Corpus((text_source("text", text, text, 1, BYTES),))
 
     def update(state, inputs, targets):
-        assert inputs.shape == targets.shape == CONFIG.batch_shape
+        expected = corpus.train_batch(CONFIG.seed, state.step, CONFIG.batch_shape)
+        np.testing.assert_array_equal(inputs, expected["inputs"])
+        np.testing.assert_array_equal(targets, expected["targets"])
         if isinstance(losses[state.step], BaseException):
             raise losses[state.step]
         if losses[state.step] == "signal":
@@ -65,11 +74,9 @@ def fake_run(losses, number=None):
         metrics["counts"] = [[[2, 0], [0, 0]], [[1, 1], [0, 0]]]
         return State(state.step + 1), {name: np.asarray(value) for name, value in metrics.items()}
 
-    tokens = np.arange(64, dtype=np.uint8)
     return types.SimpleNamespace(
         config=CONFIG,
-        corpus=Corpus(tokens, tokens, 1),
-        batch=lambda step: draw_batch(tokens, CONFIG.seed, step, CONFIG.batch_shape),
+        batch=lambda number: corpus.train_batch(CONFIG.seed, number, CONFIG.batch_shape),
         update=update,
         learning_rate=lambda step: 0.5,
     )
@@ -80,9 +87,11 @@ def run(losses, path, saved=None, number=None):
     out = io.StringIO()
     try:
         with MetricsFile(path) as file:
-            loop.train(
-                fake_run(losses, number), State(0), file, Console(file=out, width=200), saved, Processes()
+            watch = Watch(
+                CONFIG, Rates(CONFIG.tokens_per_step, 1e6, 1, None), jax.devices()[:1], path.parent, 0
             )
+            shown = Console(file=out, width=200)
+            loop.train(fake_run(losses, number), State(0), file, shown, saved, watch, Processes())
     finally:
         lines = [json.loads(line) for line in path.read_text().splitlines()]
     return lines, out.getvalue()
@@ -92,13 +101,26 @@ def test_a_step_is_a_line_of_json(tmp_path):
     lines, _ = run([5.0, 4.0, 3.0, 2.0, 1.0], tmp_path / "metrics.jsonl")
     assert [line["step"] for line in lines] == [1, 2, 3, 4, 5]
     assert [line["loss"] for line in lines] == [5.0, 4.0, 3.0, 2.0, 1.0]
-    assert {"grad_norm", "max_vio", "dropped", "learning_rate", "step_s", "tokens_per_s"} <= lines[0].keys()
+    assert {"grad_norm", "max_vio", "dropped", "learning_rate", "step_s", "data_wait_s"} <= lines[0].keys()
+    assert {"tokens_per_s", "tflops_per_s", "process_memory_gib"} <= lines[0].keys()
+    assert lines[0]["tokens_per_s"] == pytest.approx(CONFIG.tokens_per_step / lines[0]["step_s"])
 
 
 def test_plain_output_is_a_line_now_and_then(tmp_path):
     _, said = run([5.0, 4.0, 3.0, 2.0, 1.0], tmp_path / "metrics.jsonl")
     assert [line.split()[1] for line in said.splitlines()] == ["1/5", "2/5", "4/5", "5/5"]
-    for word in ("loss 5.000", "tokens/s", "s/step", "left", "MaxVio 0.25", "dropped 2.1%"):
+    words = (
+        "loss 5.000",
+        "tokens/s",
+        "TFLOP/s",
+        "MFU n/a",
+        "s/step",
+        "GiB",
+        "left",
+        "MaxVio 0.25",
+        "dropped 2.1%",
+    )
+    for word in words:
         assert word in said.splitlines()[0]
 
 
@@ -118,7 +140,7 @@ def test_a_loss_that_is_no_number_ends_the_run(tmp_path):
 
 def test_a_terminal_gets_a_bar():
     out = io.StringIO()
-    console = Console(file=out, force_terminal=True, width=120)
+    console = Console(file=out, force_terminal=True, width=180)
     record = {
         "loss": 2.0,
         "grad_norm": 1.0,
@@ -128,12 +150,14 @@ def test_a_terminal_gets_a_bar():
         "tokens_per_s": 1e4,
         "step_s": 0.5,
     }
+    record |= {"tflops_per_s": 1.25, "mfu": 0.125, "device_memory_gib": 3.5}
     pace = Pace()
     pace.add(60.0)
     pace.add(0.5)
     with Display(console, 10, 1) as display:
         display.step(2, record, pace)
-    assert "2/10" in out.getvalue() and "10,000 tokens/s" in out.getvalue() and "0:04 left" in out.getvalue()
+    for words in ("2/10", "10,000 tokens/s", "1.25 TFLOP/s", "MFU 12.5%", "3.5 GiB", "0:04 left"):
+        assert words in out.getvalue()
 
 
 def test_the_pace_leaves_out_the_step_that_compiles():
@@ -142,6 +166,7 @@ def test_the_pace_leaves_out_the_step_that_compiles():
     assert pace.remaining(10) == "-:--"
     pace.add(2.0)
     assert pace.remaining(45) == "1:30"
+    assert pace.remaining(3700) == "2:03:20"
 
 
 @pytest.mark.parametrize("recipe", [gpipe, one_f_one_b])

@@ -35,8 +35,9 @@ def test_a_unit_that_hides_all_and_one_that_hides_nothing():
 def test_costs_of_units():
     units = {"F": unit(3.0), "B": unit(7.0), "I": unit(4.0), "W": unit(2.0), "FB": unit(8.0)}
     assert predict.costs(units, 0.5) == CostModel(3, 4, 2, FB=8, send=0.5)
-    ends = units | {"embed": unit(1.0), "embed_backward": unit(2.0), "head": unit(6.0)}
-    assert predict.costs(ends, 0).extra == {0: (1, 2, 0), -1: (6, 0, 0)}
+    ends = units | {"F/first": unit(4.0), "I/first": unit(4.5), "W/first": unit(3.0), "F/last": unit(9.0)}
+    ends |= {"B/last": unit(15.0)}
+    assert predict.costs(ends, 0).extra == {0: (1, 0.5, 1), -1: (6, 6, 3)}
     whole = predict.costs({"F": unit(3.0), "B": unit(6.0)}, 0)
     assert (whole.B, whole.FB) == (6, 9)
     unsplit = predict.costs(units, 0, split=False)
@@ -93,17 +94,18 @@ def test_units_are_found_and_priced_in_a_compiled_program():
     model = models.deepseek(numbers, 2, ep_axis="ep", dispatch="capacity", capacity_factor=1.0)
     mesh = jax.make_mesh((2, 2), ("pp", "ep"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
     blueprint = ahead.draw(model, schedule, mesh, (6, 2, 8))
-    module = read(ahead.lower_units(blueprint, ("FB", "embed")).compile())
-    assert len(predict.bodies(module, "FB")) == len(predict.bodies(module, "embed")) == 1
-    assert not predict.bodies(module, "head")
+    module = read(ahead.lower_units(blueprint, ("FB", "W")).compile())
+    assert len(predict.bodies(module, "FB")) == len(predict.bodies(module, "W")) == 1
+    assert not predict.bodies(module, "F")
     report = overlap(module, Rates(link=8.0, memory=64.0, flops=1024.0))
     units = predict.measure(report, module)
-    assert units.keys() == {"FB", "embed"}
-    assert units["FB"].cycles > units["FB"].communication > 0 == units["embed"].communication
+    (kind,) = predict.by_kind(module, "W")
+    assert units.keys() == {"FB", "W", f"W/{kind}"}
+    assert units["FB"].cycles > units["FB"].communication > 0 == units["W"].communication
     assert predict.unit_of(report, *predict.bodies(module, "FB")) == units["FB"]
     tick, step = predict.overheads(report, module)
     walked, entry = (report.computations[name].cycles for name in (predict.walk(module), module.entry))
-    assert 0 < tick == pytest.approx(walked - units["FB"].cycles - units["embed"].cycles, abs=1)
+    assert 0 < tick == pytest.approx(walked - units["FB"].cycles - units["W"].cycles, abs=1)
     trips = module.loops[predict.walk(module)][1].trips
     assert 0 < step == pytest.approx(entry - trips * walked)
     sends = [c for c in report.select("collective-permute") if c.computation == predict.walk(module)]

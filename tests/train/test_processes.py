@@ -11,7 +11,6 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from dualpipe_jax.parallel import make_mesh
 from train.config import configure
-from train.data import Batch, draw_batch
 from train.processes import Processes, common, differences, share_out
 from train.stragglers import Stragglers, describe, excess_over_median
 from train.supervise import free_port
@@ -26,7 +25,7 @@ def test_only_what_devices_hold_is_drawn():
     def draw(rows):
         drawn.append(rows)
         whole = np.arange(60, dtype=np.int32).reshape(SHAPE)
-        return Batch(whole[rows], -whole[rows])
+        return {"inputs": whole[rows], "targets": -whole[rows]}
 
     batch = share_out(draw, SHAPE[:2], NamedSharding(mesh, PartitionSpec(None, "ep")))
     assert sorted(rows[1].start for rows in drawn) == [
@@ -36,16 +35,8 @@ def test_only_what_devices_hold_is_drawn():
         3,
     ]  # once each, though two pipeline ranks hold it
     assert all(rows[1].stop - rows[1].start == 1 and rows[0] == slice(0, 3) for rows in drawn)
-    np.testing.assert_array_equal(batch.inputs, np.arange(60).reshape(SHAPE))
-    np.testing.assert_array_equal(batch.targets, -np.arange(60).reshape(SHAPE))
-
-
-def test_rows_of_a_batch_are_those_of_the_whole():
-    tokens = np.random.default_rng(0).integers(0, 256, 999).astype(np.uint8)
-    whole = draw_batch(tokens, 7, 3, (4, 6, 8))
-    part = draw_batch(tokens, 7, 3, (4, 6, 8), (slice(1, 3), slice(2, 6)))
-    np.testing.assert_array_equal(part.inputs, whole.inputs[1:3, 2:6])
-    np.testing.assert_array_equal(part.targets, whole.targets[1:3, 2:6])
+    np.testing.assert_array_equal(batch["inputs"], np.arange(60).reshape(SHAPE))
+    np.testing.assert_array_equal(batch["targets"], -np.arange(60).reshape(SHAPE))
 
 
 def test_what_differs_is_named_with_who():
@@ -71,7 +62,7 @@ def test_alone_nothing_waits():
     assert alone.first(lambda: [1, "a"]) == [1, "a"]
     assert alone.gather("x") == ["x"]
     assert alone.any("broken") == "broken" and alone.any(None) is None
-    assert alone.decide(True) and not alone.decide(False) and not alone.preempted(1)
+    assert alone.decide(True) and not alone.decide(False) and not alone.preempted()
     assert Stragglers(alone, 1).report(1) is None
 
 
@@ -100,7 +91,6 @@ import jax, numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 from train.processes import joined, share_out
 from train.stragglers import Stragglers, describe
-from train.data import Batch
 processes = joined(Pulse(patience=100.0))
 told = {"devices": [jax.local_device_count(), jax.device_count()], "id": processes.id}
 told["first"] = processes.first(lambda: {"from": processes.id})
@@ -116,11 +106,11 @@ drawn = []
 def draw(rows):
     drawn.append([rows[1].start, rows[1].stop])
     whole = np.arange(24, dtype=np.int32).reshape(2, 4, 3)
-    return Batch(whole[rows], whole[rows])
+    return {"inputs": whole[rows], "positions": -whole[rows]}
 batch = share_out(draw, (2, 4), NamedSharding(mesh, PartitionSpec(None, "ep")))
 total = jax.jit(lambda x: x.sum(), out_shardings=NamedSharding(mesh, PartitionSpec()))
-told["drawn"], told["sum"] = drawn, int(total(batch.inputs))
-told["decided"] = [processes.decide(process == 0), processes.decide(process == 1)]
+told["drawn"], told["sum"] = drawn, [int(total(batch[name])) for name in ("inputs", "positions")]
+told["decided"] = [processes.decide(process == 0), processes.decide(process == 1), processes.decide([process, None])]
 stragglers = Stragglers(processes, 2)
 for step in (1, 2):
     with stragglers.host():
@@ -165,7 +155,7 @@ def test_processes_tell_one_another(meeting):
     for told in meeting:
         assert told["first"] == {"from": 0}
         assert told["any"] == "broken" and told["none"] is None
-        assert told["decided"] == [True, False]
+        assert told["decided"] == [True, False, [0, None]]
 
 
 def test_all_learn_who_differs(meeting):
@@ -179,7 +169,7 @@ def test_all_learn_who_differs(meeting):
 
 def test_each_process_draws_its_own_rows(meeting):
     assert [told["drawn"] for told in meeting] == [[[0, 2]], [[2, 4]]]
-    assert [told["sum"] for told in meeting] == [276, 276]
+    assert [told["sum"] for told in meeting] == [[276, -276]] * 2
 
 
 def test_the_straggler_is_named(meeting):

@@ -10,12 +10,15 @@ from pathlib import Path
 
 import pytest
 
+import models
+from dualpipe_jax.schedule import dualpipe
 from train.config import SCHEDULES
 
 ROOT = Path(__file__).parents[2]
 SHORT = (
     *("--pp", "2", "--ep", "2", "--microbatches", "4", "--microbatch-size", "2", "--sequence", "16"),
     *("--model", "tiny", "--layers", "2", "--steps", "3", "--eval-sequences", "10", "--name", "short"),
+    *("--profile", "1"),
 )
 
 
@@ -65,7 +68,10 @@ def test_it_leaves_its_files(finished):
     assert sorted(path.name for path in run.iterdir()) == [
         "checkpoints",
         "config.json",
+        "environment.json",
         "metrics.jsonl",
+        "profile",
+        "report.html",
         "schedule.txt",
     ]
     assert json.loads((run / "config.json").read_text())["mesh"]["schedule"] == "dualpipe"
@@ -74,6 +80,42 @@ def test_it_leaves_its_files(finished):
     assert [line["step"] for line in (before, *steps, after)] == [0, 1, 2, 3, 3]
     assert after["heldout_loss"] < before["heldout_loss"]
     assert before["heldout_loss"] == pytest.approx(5.545, abs=0.2)
+
+
+def test_its_metrics_agree_with_each_other(finished):
+    """Parts of the gradient make up the whole; every token is given to top_k experts of each layer."""
+    folder, _ = finished
+    lines = map(json.loads, (folder / "runs" / "short" / "metrics.jsonl").read_text().splitlines())
+    _, first, second, third, _ = lines
+    for line in (first, second, third):
+        assert sum(norm**2 for norm in line["grad_norms"].values()) ** 0.5 == pytest.approx(
+            line["grad_norm"], rel=1e-4
+        )
+        assert 0.5 < line["load_entropy"] <= 1
+    assert first["bias_range"] == pytest.approx(0.02), "every bias moved once by the default rate, up or down"
+    numbers = models.tiny()
+    tokens = 4 * 2 * 16
+    for line in (first, third):  # the first of every ten, and the last
+        assert [len(row) for row in line["load"]] == [numbers.num_experts] * 2
+        assert [sum(row) for row in line["load"]] == [tokens * numbers.top_k] * 2
+    assert "load" not in second
+
+
+def test_its_profile_is_of_the_schedules_every_action(finished):
+    """The median of one traced step: of two ranks' timeline each action, forwards before their backwards."""
+    folder, process = finished
+    assert "measured        bubble" in process.stdout
+    profile = folder / "runs" / "short" / "profile"
+    costs = json.loads((profile / "costs.json").read_text())
+    assert all(costs[name] > 0 for name in ("F", "I", "W", "FB")) and costs["unit"] == "ms"
+    counts = {kind: times["count"] for kind, times in costs["measured"].items()}
+    schedule = dualpipe(2, 4)
+    actions = [action.op.value for order in schedule.orders for slot in order for action in slot]
+    ends = {"embed": 4, "head": 4, "embed_backward": 4}
+    assert counts == {op: actions.count(op) for op in set(actions)} | ends
+    measured, theory = json.loads((profile / "timeline.json").read_text())
+    assert len(measured["boxes"]) == len(theory["boxes"]) == len(actions)
+    assert 0 <= measured["bubble"] < 1 and measured["makespan"] >= theory["makespan"] * 0.5
 
 
 def test_every_schedule_is_on_offer():

@@ -14,10 +14,14 @@ from dualpipe_jax.parallel import make_mesh
 from dualpipe_jax.schedule import gpipe, limit_stash, zb_h1
 from train import loop, model, setup
 from train.config import configure
-from train.data import Corpus, draw_batch, even_batches
+from train.data import Corpus
+from train.data.corpus import text_source
+from train.data.vocabulary import BYTES
 from train.evaluate import make_evaluate
 from train.metrics import MetricsFile
 from train.processes import Processes
+from train.rates import Rates
+from train.watch import Watch
 
 OTHER = configure(
     pp=2, ep=1, microbatches=4, microbatch_size=2, sequence=24, schedule="zb_h1", max_stash=1, model="tiny", layers=2,
@@ -98,7 +102,11 @@ def test_the_model_is_the_one_asked_for(spied):
 def test_evaluation_reads_what_training_does_not(spied):
     run, seen = spied
     args, _, evaluate = seen["make_evaluate"][0]
-    assert args[3] is run.corpus.heldout and args[4:] == (11, (4, 2, 24))
+    assert args[4:] == ((4, 2, 24),)
+    found = np.concatenate([batch["inputs"][weights > 0] for batch, weights in args[3]])
+    (source,) = run.corpus.sources
+    starts = np.arange(11) * (len(source.heldout) - 25) // 10
+    np.testing.assert_array_equal(found, source.heldout.windows(starts, 24))
     assert run.evaluate is evaluate
 
 
@@ -115,7 +123,8 @@ def test_room_for_tokens(options, factor):
 
 def test_the_loop_draws_every_steps_own_batch_from_the_text_to_train_on(tmp_path):
     config = configure(pp=1, ep=1, microbatches=2, microbatch_size=1, sequence=4, steps=4, seed=5, name="x")
-    corpus, drawn = Corpus(np.arange(100, dtype=np.uint8), np.arange(100, 200, dtype=np.uint8), 1), []
+    text = text_source("text", [bytes(range(1, 100))], [bytes(range(100, 200))], 2, BYTES)
+    corpus, drawn = Corpus((text,)), []
 
     def update(state, inputs, targets):
         drawn.append((inputs, targets))
@@ -132,12 +141,14 @@ def test_the_loop_draws_every_steps_own_batch_from_the_text_to_train_on(tmp_path
     run.batch = functools.partial(setup.Run.batch, run)
     state = models_state(step=1)
     with MetricsFile(tmp_path / "m.jsonl") as file:
-        loop.train(run, state, file, Console(file=io.StringIO()), checkpoints, Processes())
+        watch = Watch(config, Rates(8, 1e6, 1, None), jax.devices()[:1], tmp_path, 1)
+        loop.train(run, state, file, Console(file=io.StringIO()), checkpoints, watch, Processes())
     assert len(drawn) == 3, "the first step was done before"
     for step, (inputs, targets) in enumerate(drawn, start=1):
-        expected = draw_batch(corpus.train, 5, step, config.batch_shape)
-        np.testing.assert_array_equal(inputs, expected.inputs)
-        np.testing.assert_array_equal(targets, expected.targets)
+        expected = corpus.train_batch(5, step, config.batch_shape)
+        np.testing.assert_array_equal(inputs, expected["inputs"])
+        np.testing.assert_array_equal(targets, expected["targets"])
+        assert targets.max() < 100, "the held-out text has no byte below 100 but the separator"
 
 
 def models_state(step):
@@ -152,17 +163,20 @@ EVALUATED = models.tiny(num_layers=3, dim=16, num_experts=4, num_groups=1, top_g
 @pytest.mark.parametrize(("pp", "ep", "shape"), [(2, 2, (4, 2, 8)), (1, 1, (1, 3, 8))])
 def test_the_held_out_loss_is_the_plain_models_whatever_the_layout(pp, ep, shape):
     """Seven windows, which fill no batch; the oracle is the model in one piece, without a mesh."""
-    tokens = np.random.default_rng(0).integers(0, 64, 300).astype(np.uint8)
+    text = bytes(np.random.default_rng(0).integers(1, 64, 300).tolist())
+    corpus = Corpus((text_source("text", [], [text], 1, BYTES),))
     built = models.deepseek(EVALUATED, pp, ep_axis="ep")
     params = built.init(jax.random.key(1))
-    found = make_evaluate(built, gpipe(pp, shape[0]), make_mesh(pp, ep), tokens, 7, shape)(params)
+    found = make_evaluate(
+        built, gpipe(pp, shape[0]), make_mesh(pp, ep), corpus.heldout_batches(7, shape), shape
+    )(params)
 
     plain = models.deepseek(EVALUATED, 1)
     whole = plain.init(jax.random.key(1))
-    ((batch, _),) = even_batches(tokens, 7, (1, 7, 8))
+    ((batch, _),) = corpus.heldout_batches(7, (1, 7, 8))
     x, _ = plain.functions.stage(
         jax.tree.map(lambda leaf: leaf[0], whole["stages"]),
-        plain.functions.embed(whole["embed"], batch.inputs[0]),
+        plain.functions.embed(whole["embed"], batch["inputs"][0]),
     )
-    expected = plain.functions.head_loss(whole["head"], x, batch.targets[0])
+    expected = plain.functions.head_loss(whole["head"], x, batch["targets"][0])
     assert found == pytest.approx(float(expected), abs=2e-6)

@@ -65,7 +65,7 @@ def train(processes, asked, folder, once):
             strike(asked["fault"], folder)
         assert float(np.asarray(add(ones))[0]) == mesh.size
         time.sleep(asked.get("pause", 0.02))
-        stop = processes.preempted(step + 1)
+        stop = processes.preempted()
         if stop or step % 4 == 3:
             processes.pulse.phase(f"saving step {step + 1}")
             if processes.leads:

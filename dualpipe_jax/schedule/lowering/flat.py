@@ -22,6 +22,11 @@ class Channel:
     payload: Literal["y", "dx"]
     pairs: tuple[tuple[int, int], ...]
 
+    @property
+    def pool(self) -> Literal["x", "dy"]:
+        """Where the receiver puts what it brings."""
+        return "x" if self.payload == "y" else "dy"
+
 
 @dataclasses.dataclass(frozen=True)
 class Flat:

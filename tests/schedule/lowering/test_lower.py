@@ -19,7 +19,7 @@ from dualpipe_jax.schedule import (
     zb_h1,
 )
 from dualpipe_jax.schedule.lowering.flat import channels, flatten, topological
-from dualpipe_jax.schedule.lowering.lower import PROGRAM, TickTable, forward_only, lower, tabulate
+from dualpipe_jax.schedule.lowering.lower import Keeps, TickTable, forward_only, lower, tabulate
 from dualpipe_jax.schedule.lowering.ticks import earliest
 from dualpipe_jax.schedule.recipes.bidirectional import hanayo
 from dualpipe_jax.schedule.recipes.classic import interleaved_1f1b
@@ -73,9 +73,9 @@ class Pool:
 def play(table: TickTable) -> list[list[tuple[str, int, int]]]:
     """Move tokens as the docstring of TickTable says; every read must find the token that it needs.
 
-    Returns what each rank did: (unit, model stage of all pipes, microbatch of the batch).
+    Returns what each rank did: (unit, stage of all pipes, microbatch of the batch).
     """
-    schedule, placement = table.schedule, table.schedule.placement
+    schedule, placement, keeps = table.schedule, table.schedule.placement, table.keeps
     per_pipe, ranks = schedule.microbatches_per_pipe, range(schedule.num_ranks)
     pools = [{name: Pool(size) for name, size in table.num_slots.items()} for _ in ranks]
     out: list[dict[str, object]] = [{"y": None, "dx": None} for _ in ranks]
@@ -91,81 +91,57 @@ def play(table: TickTable) -> list[list[tuple[str, int, int]]]:
         brought = {(d, k) for d, k, _, _ in flying}
 
         for r, row in enumerate(rows):
-            pool, held = pools[r], placement.stages_on[r]
-            assert not (row["B"] >= 0 and row["I"] >= 0)
-            if row["pair"]:
-                assert row["F"] >= 0 and row["B"] >= 0
+            if row["unit"] < 0:
+                continue
+            unit, pool, held = table.units[row["unit"]], pools[r], placement.stages_on[r]
+            assert not clashes(table, row)
 
-            def stage_of(local: int, microbatch: int, held=held) -> int:
-                stage = held[local]
+            def stage_of(letter: str, stand, row=row, held=held) -> tuple[int, int]:
+                stage, microbatch = held[stand.local], row[f"{letter}_microbatch"]
                 assert placement.pipe_of(stage) == microbatch // per_pipe
-                return stage
+                assert placement.model_stage(stage) == row[f"{letter}_stage"]
+                assert keeps.kind_of[row[f"{letter}_stage"]] == stand.kind
+                return stage, microbatch
 
-            def forward(row=row, pool=pool, r=r, stage_of=stage_of) -> None:
-                mb, stage = row["F_microbatch"], stage_of(row["F"], row["F_microbatch"])
-                assert row["F_first"] == placement.is_first(stage)
-                assert row["F_last"] == placement.is_last(stage)
-                if row["F_first"]:
-                    pool["x"].write(row["F_x"], ("x", stage, mb))
-                pool["x"].read(row["F_x"], ("x", stage, mb))
+            def kept(lives: str, kind: int) -> list[str]:
+                return [name for name, kinds in keeps.pools.items() if kinds.get(kind, "-") in lives.split()]
+
+            if unit.forward is not None:
+                stage, mb = stage_of("F", unit.forward)
+                if not placement.is_first(stage):
+                    pool["x"].read(row["F_x"], ("x", stage, mb))
+            if unit.backward is not None:
+                back, back_mb = stage_of("G", unit.backward)
+                keep = keeps.keep_input[unit.backward.kind]
+                if not placement.is_first(back) and (keep == "W" or (keep == "I" and unit.op != "W")):
+                    pool["x"].read(row["G_x"], ("x", back, back_mb))
+                for full in kept("FW IW" if unit.op == "W" else "FI FW", unit.backward.kind):
+                    pool[full].read(row[f"G_{full}"], (full, back, back_mb))
+                if unit.op != "W" and not placement.is_last(back):
+                    pool["dy"].read(row["G_dy"], ("dy", back, back_mb))
+
+            if unit.forward is not None:
                 if backward:
-                    pool["residual_i"].write(row["F_residual_i"], ("residual_i", stage, mb))
-                    pool["residual_w"].write(row["F_residual_w"], ("residual_w", stage, mb))
-                y = ("x", stage + 1, mb)
-                if row["F_last"]:
-                    assert row["F_y"] == table.num_slots["x"] - 1
-                    if backward:
-                        pool["dy"].write(row["F_dy"], ("dy", stage, mb))
-                else:
-                    out[r]["y"] = y
+                    for full in kept("FI FW", unit.forward.kind):
+                        pool[full].write(row[f"F_{full}"], (full, stage, mb))
+                if not placement.is_last(stage):
+                    out[r]["y"] = y = ("x", stage + 1, mb)
                     here = placement.rank_of[stage + 1] == r
                     assert here == (row["F_y"] != table.num_slots["x"] - 1)
-                pool["x"].write(row["F_y"], y)
+                    assert not here or "x" in table.hands_over
+                    pool["x"].write(row["F_y"], y)
                 done[r].append(("F", stage, mb))
-
-            def backward_of(full: bool, row=row, pool=pool, r=r, stage_of=stage_of) -> None:
-                local, mb = row["B" if full else "I"], row["G_microbatch"]
-                stage = stage_of(local, mb)
-                assert row["G_first"] == placement.is_first(stage)
-                pool["dy"].read(row["G_dy"], ("dy", stage, mb))
-                if table.keep_input != "F":
-                    pool["x"].read(row["G_x"], ("x", stage, mb))
-                pool["residual_i"].read(row["G_residual_i"], ("residual_i", stage, mb))
-                if full:
-                    pool["residual_w"].read(row["G_residual_w"], ("residual_w", stage, mb))
-                else:
-                    pool["stash"].write(row["G_stash"], ("stash", stage, mb))
-                if not row["G_first"]:
-                    out[r]["dx"] = ("dy", stage - 1, mb)
-                    here = placement.rank_of[stage - 1] == r
+            if unit.backward is not None:
+                if unit.op == "I":
+                    for full in kept("IW", unit.backward.kind):
+                        pool[full].write(row[f"G_{full}"], (full, back, back_mb))
+                if unit.op != "W" and not placement.is_first(back):
+                    out[r]["dx"] = dx = ("dy", back - 1, back_mb)
+                    here = placement.rank_of[back - 1] == r
                     assert here == (row["G_dx"] != table.num_slots["dy"] - 1)
-                pool["dy"].write(row["G_dx"], ("dy", stage - 1, mb))
-                done[r].append(("B" if full else "I", stage, mb))
-
-            def backward_weight(k: int, row=row, pool=pool, r=r, stage_of=stage_of) -> None:
-                mb, stage = row[f"W{k}_microbatch"], stage_of(row[f"W{k}"], row[f"W{k}_microbatch"])
-                pool["stash"].read(row[f"W{k}_stash"], ("stash", stage, mb))
-                pool["residual_w"].read(row[f"W{k}_residual_w"], ("residual_w", stage, mb))
-                if table.keep_input == "W":
-                    pool["x"].read(row[f"W{k}_x"], ("x", stage, mb))
-                done[r].append(("W", stage, mb))
-
-            assert sorted(table.program) == ["B", "F", "FB", "I", "W"]
-            for unit in table.program:
-                if unit == "FB" and row["pair"]:
-                    assert not clashes(table, row)
-                    forward()
-                    backward_of(full=True)
-                elif unit == "F" and row["F"] >= 0 and not row["pair"]:
-                    forward()
-                elif unit == "B" and row["B"] >= 0 and not row["pair"]:
-                    backward_of(full=True)
-                elif unit == "I" and row["I"] >= 0:
-                    backward_of(full=False)
-                elif unit == "W":
-                    for k in range(table.num_w):
-                        if row[f"W{k}"] >= 0:
-                            backward_weight(k)
+                    assert not here or "dy" in table.hands_over
+                    pool["dy"].write(row["G_dx"], dx)
+                done[r].append((unit.op.removeprefix("F"), back, back_mb))
 
         for destination, k, payload, token in flying:
             pools[destination]["x" if payload == "y" else "dy"].write(rows[destination][f"arrive{k}"], token)
@@ -178,13 +154,38 @@ def play(table: TickTable) -> list[list[tuple[str, int, int]]]:
 
 def clashes(table: TickTable, row: dict[str, int]) -> set[tuple[str, int]]:
     """Slots that a pair both writes for one of its two and reads for the other, or writes for both."""
+    unit = table.units[row["unit"]]
+    if unit.op != "FB":
+        return set()
+    placement, keeps = table.schedule.placement, table.keeps
+    last = placement.num_model_stages - 1
     bins = {("x", table.num_slots["x"] - 1), ("dy", table.num_slots["dy"] - 1)}
-    forward = {("x", row["F_x"]), ("x", row["F_y"]), ("residual_i", row["F_residual_i"])}
-    forward |= {("residual_w", row["F_residual_w"])} | ({("dy", row["F_dy"])} if row["F_last"] else set())
-    backward = {("dy", row["G_dy"]), ("dy", row["G_dx"]), ("residual_i", row["G_residual_i"])}
-    backward |= {("residual_w", row["G_residual_w"])}
-    backward |= {("x", row["G_x"])} if table.keep_input != "F" else set()
+    names = [(name, [k for k, life in kinds.items() if life != "IW"]) for name, kinds in keeps.pools.items()]
+    forward = {(name, row[f"F_{name}"]) for name, kinds in names if unit.forward.kind in kinds}
+    forward |= {("x", row["F_x"])} if row["F_stage"] > 0 else set()
+    forward |= {("x", row["F_y"])} if row["F_stage"] < last else set()
+    backward = {(name, row[f"G_{name}"]) for name, kinds in names if unit.backward.kind in kinds}
+    backward |= {("dy", row["G_dy"])} if row["G_stage"] < last else set()
+    backward |= {("dy", row["G_dx"])} if row["G_stage"] > 0 else set()
+    if row["G_stage"] > 0 and keeps.keep_input[unit.backward.kind] != "F":
+        backward |= {("x", row["G_x"])}
     return (forward & backward) - bins
+
+
+def random_keeps(num_stages: int, seed: int) -> Keeps:
+    """Stages of up to three kinds that share pools in all sorts of ways."""
+    draw = random.Random(seed)
+    num_kinds = draw.randint(1, 3)
+
+    def pool() -> dict[int, str]:
+        kinds = draw.sample(range(num_kinds), draw.randint(1, num_kinds))
+        return {kind: draw.choice(("FI", "FW", "IW")) for kind in kinds}
+
+    return Keeps(
+        tuple(draw.randrange(num_kinds) for _ in range(num_stages)),
+        tuple(draw.choice(("F", "I", "W")) for _ in range(num_kinds)),
+        {f"pool{k}": pool() for k in range(draw.randint(0, 5))},
+    )
 
 
 def done_by_schedule(schedule: Schedule) -> list[list[tuple[str, int, int]]]:
@@ -208,8 +209,10 @@ def check(table: TickTable) -> None:
 
 @pytest.mark.parametrize("schedule", SCHEDULES, ids=name_of)
 def test_every_unit_reads_what_it_should(schedule):
+    stages = schedule.placement.num_model_stages
     for seed, keep_input in enumerate(("F", "I", "W")):
-        check(lower(schedule, random_costs(seed), keep_input))
+        check(lower(schedule, random_costs(seed), Keeps.alike(stages, keep_input)))
+    check(lower(schedule, random_costs(3), random_keeps(stages, hash(name_of(schedule)) % 1000)))
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3])
@@ -224,18 +227,20 @@ def test_rounds_and_waves_over_few_ranks(num_ranks, num_microbatches):
             hanayo(num_ranks, num_microbatches, num_waves=3),
         )
     ):
+        stages = schedule.placement.num_model_stages
         for keep_input in ("F", "I", "W"):
-            check(lower(schedule, random_costs(seed), keep_input))
+            check(lower(schedule, random_costs(seed), Keeps.alike(stages, keep_input)))
 
 
 @pytest.mark.parametrize("seed", range(60))
 def test_whatever_the_costs_every_unit_reads_what_it_should(seed):
     draw = random.Random(seed)
     schedule, costs = draw.choice(SCHEDULES), random_costs(seed)
-    table = lower(schedule, costs, draw.choice(("F", "I", "W")))
+    keeps = random_keeps(schedule.placement.num_model_stages, seed)
+    table = lower(schedule, costs, keeps)
     check(table)
     flat = flatten(schedule)
-    first = tabulate(flat, earliest(flat, topological(flat)), PROGRAM, "W")
+    first = tabulate(flat, earliest(flat, topological(flat)), keeps)
     ideal = simulate(schedule, costs).makespan
     assert ideal - 1e-6 <= table.makespan(costs) <= first.makespan(costs) + 1e-6
 
@@ -252,21 +257,16 @@ PAIR_AT_THE_TURN = handmade(
 
 @pytest.mark.parametrize("keep_input", ["F", "I", "W"])
 def test_a_pair_may_hand_over_on_its_own_rank(keep_input):
-    check(lower(PAIR_AT_THE_TURN, keep_input=keep_input))
+    check(lower(PAIR_AT_THE_TURN, keeps=Keeps.alike(4, keep_input)))
 
 
-@pytest.mark.parametrize("keep_input", ["F", "I", "W"])
-@pytest.mark.parametrize(
-    "program, ticks",
-    [
-        (PROGRAM, [0, 1, 1, 1, 2, 3, 4, 4]),
-        (PROGRAM, [0, 2, 2, 3, 5, 5, 6, 6]),
-        (("F", "I", "W", "B", "FB"), [0, 0, 0, 1, 1, 2, 2, 2]),
-    ],
-)
-def test_units_may_share_a_tick(program, ticks, keep_input):
-    schedule = handmade(Placement.linear(1), 3, "0F0 0I0 0W0 0F1 0I1 0F2 0I2 0W1 0W2")
-    check(tabulate(flatten(schedule), np.array([*ticks, ticks[-1]]), program, keep_input))
+@pytest.mark.parametrize("schedule", SCHEDULES, ids=name_of)
+def test_a_rank_does_one_thing_a_tick(schedule):
+    """So a W and an F never share a tick, in which one would read slots that the other has written."""
+    table = lower(schedule)
+    for rank, order in enumerate(schedule.orders):
+        assert np.count_nonzero(table.column("unit")[:, rank] >= 0) == len(order)
+    assert table.counts().sum() == sum(map(len, schedule.orders))
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES, ids=name_of)
@@ -275,7 +275,7 @@ def test_forwards_alone_need_no_slots_but_inputs(schedule):
     table = lower(alone)
     check(table)
     assert {a.op for order in alone.orders for slot in order for a in slot} == {Op.F}
-    assert table.num_slots["residual_i"] == table.num_slots["residual_w"] == table.num_slots["stash"] == 0
+    assert all(size == 0 for name, size in table.num_slots.items() if name not in ("x", "dy"))
     assert table.num_slots["dy"] == 1
     assert {channel.payload for channel in table.channels} <= {"y"}
 
@@ -309,22 +309,31 @@ def test_no_more_slots_than_the_schedule_has_live():
             assert table.num_slots["residual_w"] == schedule.num_ranks + 1
 
 
-def running(table: TickTable, unit: str, t: int, rank: int) -> bool:
-    return unit in table.columns and table.column(unit)[t, rank] >= 0
-
-
 def test_makespan_is_that_of_the_plain_recursion():
-    costs = CostModel(F=1, I=1.5, W=0.5, FB=2.5, send=0.2)
-    for schedule in (dualpipe(4, 8), one_f_one_b(3, 5), zb_h1(4, 6), dualpipe_v(2, 5)):
-        table = lower(schedule, costs)
-        price = {"F": costs.F, "B": costs.B, "I": costs.I, "W0": costs.W}
+    costs = CostModel(F=1, I=1.5, W=0.5, FB=2.5, send=0.2, extra={0: (0.5, 0.25, 0.125), 3: (0.0, 1.0, 2.0)})
+    price = {"F": costs.F, "B": costs.B, "I": costs.I, "W": costs.W, "FB": costs.FB}
+    parts = {"F": "", "B": "IW", "I": "I", "W": "W", "FB": "IW"}
+    for schedule in (dualpipe(4, 8), one_f_one_b(4, 5), zb_h1(4, 6), dualpipe_v(2, 5)):
+        table, placement = lower(schedule, costs), schedule.placement
         start = [0.0] * schedule.num_ranks
         for t in range(table.num_ticks):
             done = []
             for r, begun in enumerate(start):
-                work = sum(cost for name, cost in price.items() if running(table, name, t, r))
+                work, number = 0.0, table.column("unit")[t, r]
+                if number >= 0:
+                    op, forward, backward = table.units[number]
+                    held = placement.stages_on[r]
+                    more = {None: (0.0, 0.0, 0.0)}
+                    more |= {
+                        s: costs.extra.get(placement.model_stage(held[s.local]), more[None])
+                        for s in (forward, backward)
+                        if s
+                    }
+                    work = (
+                        price[op] + more[forward][0] + sum(more[backward]["FIW".index(p)] for p in parts[op])
+                    )
                 sent = [start[a] + costs.send for c in table.channels for a, b in c.pairs if b == r]
-                done.append(max([begun + (costs.FB if table.column("pair")[t, r] else work), *sent]))
+                done.append(max([begun + work, *sent]))
             start = done
         assert table.makespan(costs) == pytest.approx(max(start))
 

@@ -1,0 +1,245 @@
+"""Each kind of stage in its parts: forward, backward for the input, backward for the weights."""
+
+import dataclasses
+import functools
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from dualpipe_jax.engine import checks
+from dualpipe_jax.engine.guard import pin
+from dualpipe_jax.engine.model import At, Out, StageFunction, Tree
+from dualpipe_jax.engine.slots import KEPT, Entry, read_slot, write_slot
+from dualpipe_jax.engine.trees import add_to, is_floating, raw, typed
+from dualpipe_jax.engine.varying import Vary
+from dualpipe_jax.pair import Pool, interleave
+from dualpipe_jax.split import SplitPlan, split_backward
+from dualpipe_jax.split.leaves import cut
+from dualpipe_jax.split.run import evaluate
+
+
+@dataclasses.dataclass(frozen=True)
+class Sight:
+    """Types of all that a stage sees on one device, typed keys as such.
+
+    Attributes:
+      own, shared: its parameters and those of all.
+      x: what it is given; None at the first stage.
+      at: the rest.
+    """
+
+    own: Tree
+    shared: Tree
+    x: Tree
+    at: At
+
+
+def plain(function: StageFunction, sight: Sight, vary: Vary) -> Callable[..., Any]:
+    """A stage of raw trees: ``f((own, shared), (x, at)) -> ((x, losses), metrics)``.
+
+    Typed keys are integers here, which is what slots and permutes know; losses are float32.
+    """
+
+    def stage(params: tuple[Tree, Tree], seen: tuple[Tree, At]) -> Any:
+        own, shared = typed(params[0], sight.own), typed(params[1], sight.shared)
+        out = Out(*function(own, shared, typed(seen[0], sight.x), typed(seen[1], sight.at)))
+        losses = {name: jnp.asarray(loss).astype(jnp.float32) for name, loss in out.losses.items()}
+        metrics = jax.tree.map(lambda m: jax.lax.stop_gradient(jnp.asarray(m)), dict(out.metrics))
+        return vary((raw(out.x), losses)), vary(metrics)
+
+    return stage
+
+
+class ForwardKind:
+    """A kind of stage that keeps nothing for a backward.
+
+    Attributes:
+      name: what the model calls it.
+      y: types of what it hands on, or at the last stage gives out.
+      losses: names of its losses.
+      metrics: types of its metrics, by name.
+      keep_input: how long x is read.
+      kept: for each of ``KEPT`` the types of what is kept: nothing.
+    """
+
+    keep_input: Literal["F", "I", "W"] = "F"
+
+    def __init__(
+        self, name: str, function: Callable[..., Any], params: tuple[Tree, Tree], seen: tuple[Tree, At]
+    ):
+        self.name, self.function = name, function
+        (self.y, losses), self.metrics = jax.eval_shape(function, params, seen)
+        self.losses = tuple(losses)
+        self.kept: dict[str, list[Entry]] = {pool: [] for pool in KEPT}
+
+    def forward(
+        self, params: tuple[Tree, Tree], seen: tuple[Tree, At]
+    ) -> tuple[Any, Tree, list[Any], list[Any]]:
+        """Gives ((x, losses), metrics, [], [])."""
+        return *self.function(params, seen), [], []
+
+
+class Slot(NamedTuple):
+    """An array of a pool in a pair: which slot the forward writes with which of its residuals, which one the backward
+    reads as which of its own. -1 and None where it does not."""
+
+    array: jax.Array
+    written_at: jax.Array | None = None
+    made: int = -1
+    read_at: jax.Array | None = None
+    used: int = -1
+
+    def pool(self, ahead: int, behind: int) -> Pool:
+        """As ``pair`` takes it: ``ahead`` outputs stand before the residuals, ``behind`` arguments."""
+        read, write = self.read_at, self.written_at
+        return Pool(
+            self.array,
+            read=None if read is None else lambda pool: read_slot(pool, read),
+            write=None if write is None else lambda pool, value: write_slot(pool, write, value),
+            used=-1 if read is None else behind + self.used,
+            made=-1 if write is None else ahead + self.made,
+            pin=pin,
+        )
+
+
+class Kind(ForwardKind):
+    """A kind of stage with its backward, in whole and in halves.
+
+    Gradients are lists, over the leaves whose numbers these attributes have. A leaf that the kind does not use, or
+    that is frozen, is not among them: nothing is computed, kept or added for it.
+
+    Further attributes:
+      own, shared: leaves of the parameters.
+      x: leaves of what is handed in.
+      batch: leaves of the batch.
+      floating_x: all floating leaves of what is handed in.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        function: Callable[..., Any],
+        params: tuple[Tree, Tree],
+        seen: tuple[Tree, At],
+        *,
+        is_last: bool,
+        wanted: tuple[tuple[Tree, Tree], tuple[bool, At]],
+    ):
+        def handing_on(params: tuple[Tree, Tree], seen: tuple[Tree, At]) -> Any:
+            (y, losses), metrics = function(params, seen)
+            return (None if is_last else y, losses), metrics
+
+        super().__init__(name, handing_on, params, seen)
+        split = split_backward(handing_on, has_aux=True, wanted=wanted, at_hand=(False, True))
+        self.plan: SplitPlan = split.trace(params, seen)
+        plan = self.plan
+        checks.check_backward(name, plan.counts("backward"))
+        self.kept = {
+            pool: [(struct.shape, struct.dtype, off) for struct, off in zip(structs, offloaded, strict=True)]
+            for pool, structs, offloaded in zip(
+                KEPT, (plan.residuals_i, plan.residuals_w, plan.stash), plan.offloaded, strict=True
+            )
+        }
+        counts = [len(jax.tree.leaves(tree)) for tree in (*params, seen[0], seen[1].batch)]
+        has = iter([*plan.params.has_gradient, *plan.x.has_gradient])
+        numbers = [
+            tuple(i for i, there in enumerate(itertools.islice(has, count)) if there) for count in counts
+        ]
+        self.own, self.shared, self.x, self.batch = numbers
+        self.floating_x = tuple(i for i, leaf in enumerate(jax.tree.leaves(seen[0])) if is_floating(leaf))
+        self.keep_input = plan.keep_input
+        self._num_x = counts[2]
+
+    def forward(
+        self, params: tuple[Tree, Tree], seen: tuple[Tree, At]
+    ) -> tuple[Any, Tree, list[Any], list[Any]]:
+        """Gives ((x, losses), metrics, residuals_i, residuals_w)."""
+        return self.plan.forward(params, seen)
+
+    def backward(
+        self,
+        params: tuple[Tree, Tree],
+        seen: tuple[Tree, At],
+        kept: tuple[list[Any], list[Any]],
+        dy: list[Any],
+    ) -> "Gradients":
+        """I and W at once.
+
+        ``kept`` is (residuals_i, residuals_w), ``dy`` that of the floating leaves of x and then of the losses by name;
+        x may be None where it is not read any more.
+        """
+        arguments = [*self._leaves(params, seen), *kept[0], *kept[1], *dy]
+        return self._gradients(*self.plan.backward_results(evaluate(self.plan.programs.backward, arguments)))
+
+    def backward_input(
+        self,
+        params: tuple[Tree, Tree],
+        seen: tuple[Tree, At],
+        kept: tuple[list[Any], list[Any]],
+        dy: list[Any],
+    ) -> tuple["Gradients", list[Any]]:
+        """The gradients of x and of the batch, and the stash."""
+        arguments = [*self._leaves(params, seen), *kept[0], *kept[1], *dy]
+        dx, stash = cut(
+            evaluate(self.plan.programs.input, arguments), self.plan.x.num_gradients, len(self.plan.stash)
+        )
+        return self._gradients([None] * self.plan.params.num_gradients, dx), stash
+
+    def backward_weight(
+        self, params: tuple[Tree, Tree], seen: tuple[Tree, At], residuals_w: list[Any], stash: list[Any]
+    ) -> "Gradients":
+        """The gradients of parameters."""
+        arguments = [*self._leaves(params, seen), *residuals_w, *stash]
+        dparams = evaluate(self.plan.programs.weight, arguments)
+        return self._gradients(dparams, [None] * self.plan.x.num_gradients)
+
+    def beside(
+        self,
+        other: "Kind",
+        forward: tuple[Any, tuple[Tree, At]],
+        backward: tuple[Any, tuple[Tree, At], list[Any]],
+        slots: Mapping[tuple[str, int], Slot],
+        sums: Sequence[Any],
+    ) -> tuple[tuple[Any, Tree, list[Any], list[Any]], "Gradients", dict[tuple[str, int], Any]]:
+        """A forward of this kind and a full backward of the other, each hiding the other's communication.
+
+        See ``pair.interleave``. Gives what ``forward`` does (with pools in place of residuals), gradients in which
+        parameters' are the new ``sums``, and the pools that were written.
+        """
+        mine, theirs = self.plan, other.plan
+        ahead = len(jax.tree.leaves((mine.y, mine.aux)))
+        params, seen, dy = backward
+        given = other._leaves(params, seen)
+        kept = len(theirs.residuals_i) + len(theirs.residuals_w)
+        pools = [slot.pool(ahead, len(given)) for slot in slots.values()]
+        outputs, made = interleave(
+            mine.programs.forward,
+            self._leaves(*forward),
+            theirs.programs.backward,
+            [*given, *[None] * kept, *dy],
+            pools=pools,
+            finish={k: functools.partial(add_to, total) for k, total in enumerate(sums)},
+            num_fixed=(len(mine.params.types), len(theirs.params.types)),
+        )
+        written = {place: outputs[ahead + slot.made] for place, slot in slots.items() if slot.made >= 0}
+        return mine.forward_results(outputs), other._gradients(*theirs.backward_results(made)), written
+
+    def _leaves(self, params: Tree, seen: tuple[Tree, At]) -> list[Any]:
+        x = [None] * self._num_x if seen[0] is None else jax.tree.leaves(seen[0])
+        return [*jax.tree.leaves(params), *x, *jax.tree.leaves(seen[1])]
+
+    def _gradients(self, dparams: list[Any], dx: list[Any]) -> "Gradients":
+        own, shared = cut(dparams, len(self.own), len(self.shared))
+        return Gradients(own, shared, *cut(dx, len(self.x), len(self.batch)))
+
+
+class Gradients(NamedTuple):
+    """What a backward made, over the leaves that ``Kind`` numbers; None in a half that does not make it."""
+
+    own: list[Any]
+    shared: list[Any]
+    x: list[Any]
+    batch: list[Any]

@@ -1,0 +1,70 @@
+"""Where a parameter lies between steps and how it is used in one.
+
+A stage's function sees a leaf whole but for "ep", over which experts or a vocabulary may be used sharded. Stored, it
+may be cut over further axes of the mesh: then it is gathered once a step, and its gradient comes back reduce-scattered.
+With the optimizer's state cut alike this is ZeRO's first stage, and for leaves that are gathered its third (Rajbhandari et
+al., arXiv:1910.02054).
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+from jax import lax
+from jax.sharding import PartitionSpec
+
+Axes = tuple[str, ...]
+
+
+def entries(spec: PartitionSpec, ndim: int) -> list[Axes]:
+    """The mesh axes of each dim."""
+    given = [entry if isinstance(entry, tuple) else (entry,) if entry else () for entry in spec]
+    return [*given, *[()] * (ndim - len(given))]
+
+
+def axes_of(spec: PartitionSpec) -> set[str]:
+    """All mesh axes that a spec names."""
+    return {axis for axes in entries(spec, len(spec)) for axis in axes}
+
+
+@dataclasses.dataclass(frozen=True)
+class Leaf:
+    """How one leaf is used and stored; dims without the one of stages.
+
+    Attributes:
+      used: PartitionSpec over "ep", as the stage's function sees it.
+      stored: over any axes; each dim's begin with those of ``used``.
+      dtype: what it is gathered in; None: its own.
+    """
+
+    used: PartitionSpec
+    stored: PartitionSpec
+    dtype: Any = None
+
+    def extra(self, ndim: int) -> list[tuple[int, Axes]]:
+        """The dims that are gathered, each with the axes over which."""
+        pairs = zip(entries(self.used, ndim), entries(self.stored, ndim), strict=True)
+        return [
+            (dim, stored[len(used) :]) for dim, (used, stored) in enumerate(pairs) if len(stored) > len(used)
+        ]
+
+    def gather(self, leaf: jax.Array) -> jax.Array:
+        """From the device's stored part to what functions see."""
+        extra = self.extra(leaf.ndim)
+        if extra and self.dtype is not None:
+            leaf = leaf.astype(self.dtype)
+        for dim, axes in extra:
+            leaf = lax.all_gather(leaf, axes, axis=dim, tiled=True)
+        return leaf
+
+    def reduce(self, gradient: jax.Array, over: Sequence[str]) -> jax.Array:
+        """From a device's own sum to its stored part of the whole gradient.
+
+        ``over``: all axes over which the leaf is the same but the device's contributions are not.
+        """
+        owed = [axis for axis in over if axis not in axes_of(self.used)]
+        for dim, axes in self.extra(gradient.ndim):
+            gradient = lax.psum_scatter(gradient, axes, scatter_dimension=dim, tiled=True)
+            owed = [axis for axis in owed if axis not in axes]
+        return lax.psum(gradient, tuple(owed)) if owed else gradient

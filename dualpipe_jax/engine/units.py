@@ -1,0 +1,338 @@
+"""What a rank does in a tick: one unit, with what it changes and what it does.
+
+A unit works on a part of the engine's state, the entries that it changes or whose pools it reads; ``tick`` decides on
+which ranks and ticks it runs.
+"""
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from dualpipe_jax.engine.guard import pin
+from dualpipe_jax.engine.kinds import ForwardKind, Gradients, Kind, Slot
+from dualpipe_jax.engine.model import At, Tree, key_at
+from dualpipe_jax.engine.slots import Layout, read_slot, write_slot
+from dualpipe_jax.engine.trees import add_to
+from dualpipe_jax.schedule.lowering.lower import Stand, TickTable, Unit
+
+State = dict[str, Any]
+SCOPES = {"F": "forward", "B": "backward", "I": "backward_input", "W": "backward_weight", "FB": "pair"}
+"""The names by which a compiled program's units are found."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """A rank's row of the table, read by column name."""
+
+    columns: tuple[str, ...]
+    values: jax.Array
+
+    def __getitem__(self, name: str) -> jax.Array:
+        return self.values[self.columns.index(name)]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Surroundings:
+    """What stays the same through all ticks of a rank.
+
+    Attributes:
+      own: parameters of each local stage.
+      shared: those of all stages.
+      batch: leaves [num_microbatches, part of a microbatch, ...].
+      key: of the step, or None.
+      part: which part of the microbatches this device has.
+      seeds: for each loss its cotangent in each microbatch, [num_microbatches]; 1 on average.
+    """
+
+    own: tuple[Tree, ...]
+    shared: Tree
+    batch: Tree
+    key: jax.Array | None
+    part: jax.Array
+    seeds: Mapping[str, jax.Array]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Task:
+    """A unit of the program.
+
+    Attributes:
+      scope: its name in compiled programs.
+      numbers: the table's units that it carries out.
+      changes: the entries of the state that it changes, or reads of a pool.
+      reads: parameters.
+      work: ``work(part of the state, row, *reads) -> part``.
+    """
+
+    scope: str
+    numbers: tuple[int, ...]
+    changes: tuple[str, ...]
+    reads: tuple[Tree, ...]
+    work: Callable[..., State]
+
+
+class Works:
+    """Makes tasks of a table's units.
+
+    Arguments:
+      table: the lowered schedule.
+      kinds: in the table's numbers.
+      layout: of the pools.
+      around: what stays the same.
+      outputs: whether the last stage's x is collected.
+    """
+
+    def __init__(
+        self,
+        table: TickTable,
+        kinds: Sequence[ForwardKind],
+        layout: Layout,
+        around: Surroundings,
+        *,
+        outputs: bool,
+    ):
+        self.table, self.kinds, self.layout, self.around, self.outputs = table, kinds, layout, around, outputs
+        self._last = table.keeps.kind_of[-1]
+        self._first = table.keeps.kind_of[0]
+
+    def tasks(self, *, fuse_pairs: bool) -> list[Task]:
+        """One for each unit that the table runs; with pairs not fused, their halves join the F's and the B's."""
+        halves: dict[tuple[str, Stand], list[int]] = {}
+        tasks = []
+        for number in sorted(set(self.table.column("unit").ravel().tolist()) - {-1}):
+            unit = self.table.units[number]
+            if unit.op == "FB" and fuse_pairs:
+                tasks.append(self._task(unit, (number,)))
+                continue
+            for op, stand in (
+                (unit.op.replace("FB", "F"), unit.forward),
+                (unit.op.replace("FB", "B"), unit.backward),
+            ):
+                if stand is not None:
+                    halves.setdefault((op, stand), []).append(number)
+        for (op, stand), numbers in sorted(halves.items(), key=lambda item: (item[0][0] == "F", *item[0])):
+            unit = Unit(op, stand, None) if op == "F" else Unit(op, None, stand)
+            tasks.append(self._task(unit, tuple(numbers)))
+        return tasks
+
+    def _task(self, unit: Unit, numbers: tuple[int, ...]) -> Task:
+        op, ahead, back = unit
+        stands = [stand for stand in (ahead, back) if stand is not None]
+        names = [self.kinds[stand.kind].name for stand in stands]
+        changes = dict.fromkeys(
+            [
+                *(self._forward_changes(ahead) if ahead else ()),
+                *(self._backward_changes(op, back) if back else ()),
+            ]
+        )
+        reads = tuple((self.around.own[stand.local], self.around.shared) for stand in stands)
+
+        def work(part: State, row: Row, *params: Tree) -> State:
+            if op == "FB":
+                return self._pair(part, row, unit, *params)
+            if op == "F":
+                return self._forward(part, row, ahead, *params)
+            return {"B": self._backward, "I": self._input, "W": self._weight}[op](part, row, back, *params)
+
+        return Task("/".join((SCOPES[op], "-".join(names))), numbers, tuple(changes), reads, work)
+
+    # ------------------------------------------------------------------ forward
+
+    def _forward_changes(self, stand: Stand) -> tuple[str, ...]:
+        kind, last = self.kinds[stand.kind], stand.kind == self._last
+        handing = () if last else ("y_out",)
+        touches_x = stand.kind != self._first or (not last and "x" in self.table.hands_over)
+        return (
+            *(("x",) if touches_x else ()),
+            *self.layout.groups(stand.kind, "residual_i", "residual_w"),
+            *handing,
+            *(("outputs",) if last and self.outputs else ()),
+            *(f"loss.{name}" for name in kind.losses),
+            *(f"metric.{name}" for name in kind.metrics),
+        )
+
+    def _forward(self, part: State, row: Row, stand: Stand, params: Tree) -> State:
+        kind = self.kinds[stand.kind]
+        seen = self._x(part, row, stand, "F"), self._at(row, "F")
+        made, metrics, residuals_i, residuals_w = kind.forward(params, seen)
+        part = self._put(part, row, "F", stand.kind, {"residual_i": residuals_i, "residual_w": residuals_w})
+        return self._hand_over(part, row, stand, made, metrics)
+
+    def _hand_over(self, part: State, row: Row, stand: Stand, made: Any, metrics: Tree) -> State:
+        y, losses = made
+        if stand.kind != self._last:
+            if "x" in self.table.hands_over:
+                part = part | {"x": write_slot(part["x"], row["F_y"], y)}
+            part = part | {"y_out": y}
+        elif self.outputs:
+            part = part | {"outputs": write_slot(part["outputs"], row["F_microbatch"], y)}
+        for name, loss in losses.items():
+            part = part | {f"loss.{name}": part[f"loss.{name}"] + self._seed(name, row, "F") * loss}
+        for name, metric in metrics.items():
+            part = part | {f"metric.{name}": jax.tree.map(jnp.add, part[f"metric.{name}"], metric)}
+        return part
+
+    # ----------------------------------------------------------------- backward
+
+    def _backward_changes(self, op: str, stand: Stand) -> tuple[str, ...]:
+        kind = self._split(stand)
+        last, first = stand.kind == self._last, stand.kind == self._first
+        pools = {"I": ("residual_i", "residual_w", "stash"), "W": ("residual_w", "stash")}
+        entries = [*self.layout.groups(stand.kind, *pools.get(op, ("residual_i", "residual_w")))]
+        if self._reads_x(op, stand) and not first:
+            entries.append("x")
+        if op != "W":
+            entries += [] if last and (first or "dy" not in self.table.hands_over) else ["dy"]
+            entries += [] if first else ["dx_out"]
+            entries += [f"batch.{i}" for i in kind.batch]
+        if op != "I":
+            entries += self._sum_names(stand)
+        return tuple(entries)
+
+    def _backward(self, part: State, row: Row, stand: Stand, params: Tree) -> State:
+        kept, dy = self._kept(part, row, stand.kind), self._dy(part, row, stand)
+        gradients = self._split(stand).backward(params, self._seen(part, row, stand, "B"), kept, dy)
+        return self._hand_back(self._add(part, stand, gradients), row, stand, gradients)
+
+    def _input(self, part: State, row: Row, stand: Stand, params: Tree) -> State:
+        kept, dy = self._kept(part, row, stand.kind), self._dy(part, row, stand)
+        gradients, stash = self._split(stand).backward_input(
+            params, self._seen(part, row, stand, "I"), kept, dy
+        )
+        part = self._put(part, row, "G", stand.kind, {"stash": stash})
+        return self._hand_back(part, row, stand, gradients)
+
+    def _weight(self, part: State, row: Row, stand: Stand, params: Tree) -> State:
+        residuals, stash = (self._take(part, row, stand.kind, pool) for pool in ("residual_w", "stash"))
+        gradients = self._split(stand).backward_weight(
+            params, self._seen(part, row, stand, "W"), residuals, stash
+        )
+        return self._add(part, stand, gradients)
+
+    def _hand_back(self, part: State, row: Row, stand: Stand, gradients: Gradients) -> State:
+        for number, gradient in zip(self._split(stand).batch, gradients.batch, strict=True):
+            name, at = f"batch.{number}", row["G_microbatch"]
+            part = part | {name: write_slot(part[name], at, add_to(read_slot(part[name], at), gradient))}
+        if stand.kind == self._first:
+            return part
+        dx = self._whole_dx(part, stand, gradients.x)
+        if "dy" in self.table.hands_over:
+            part = part | {"dy": write_slot(part["dy"], row["G_dx"], dx)}
+        return part | {"dx_out": dx}
+
+    def _whole_dx(self, part: State, stand: Stand, gradients: list[Any]) -> list[Any]:
+        """Over all floating leaves of x: zeros where the stage does not use one."""
+        kind = self._split(stand)
+        made = dict(zip(kind.x, gradients, strict=True))
+        return [
+            made[number] if number in made else jnp.zeros_like(zero)
+            for number, zero in zip(kind.floating_x, part["dx_out"], strict=True)
+        ]
+
+    def _add(self, part: State, stand: Stand, gradients: Gradients) -> State:
+        made = zip(self._sum_names(stand), [*gradients.own, *gradients.shared], strict=True)
+        return part | {name: add_to(part[name], gradient) for name, gradient in made}
+
+    # --------------------------------------------------------------------- pair
+
+    def _pair(self, part: State, row: Row, unit: Unit, forward_params: Tree, backward_params: Tree) -> State:
+        ahead, back = unit.forward, unit.backward
+        assert ahead is not None and back is not None
+        first, second = self._split(ahead), self._split(back)
+        seen = self._x(part, row, ahead, "F"), self._at(row, "F")
+        saved, dy = self._seen(part, row, back, "B"), self._dy(part, row, back)
+        slots = self._slots(part, row, ahead.kind, back.kind)
+        sums = self._sums_of(part, back)
+        (made, metrics, *_), gradients, pools = first.beside(
+            second, (forward_params, seen), (backward_params, saved, dy), slots, sums
+        )
+        # What is read is read before it is written again: else the pools are copied.
+        inputs = pin({name: part[name] for name in ("x", "dy") if name in part})
+        gradients, inputs = lax.optimization_barrier((gradients, inputs))
+        part = part | pin(inputs) | self._replaced(part, pools)
+        part = part | dict(zip(self._sum_names(back), [*gradients.own, *gradients.shared], strict=True))
+        return self._hand_back(self._hand_over(part, row, ahead, made, metrics), row, back, gradients)
+
+    def _slots(self, part: State, row: Row, ahead: int, back: int) -> dict[tuple[str, int], Slot]:
+        """The pools that the forward writes and the backward reads; by name and position."""
+        pools: dict[tuple[str, int], Slot] = {}
+        for kind, letter in ((ahead, "F"), (back, "G")):
+            places = [
+                place for pool in ("residual_i", "residual_w") for place in self.layout.places[kind][pool]
+            ]
+            for number, (name, i) in enumerate(places):
+                slot = pools.get((name, i)) or Slot(part[name][i])
+                at = row[f"{letter}_{name}"]
+                pools[name, i] = (
+                    slot._replace(written_at=at, made=number)
+                    if letter == "F"
+                    else slot._replace(read_at=at, used=number)
+                )
+        return pools
+
+    def _replaced(self, part: State, pools: Mapping[tuple[str, int], Any]) -> State:
+        changed = {name: list(part[name]) for name, _ in pools}
+        for (name, i), pool in pools.items():
+            changed[name][i] = pool
+        return changed
+
+    def _sum_names(self, stand: Stand) -> list[str]:
+        kind = self._split(stand)
+        return [*(f"own{stand.local}.{i}" for i in kind.own), *(f"shared.{i}" for i in kind.shared)]
+
+    def _sums_of(self, part: State, stand: Stand) -> list[Any]:
+        return [part[name] for name in self._sum_names(stand)]
+
+    # ------------------------------------------------------------ small helpers
+
+    def _split(self, stand: Stand) -> Kind:
+        kind = self.kinds[stand.kind]
+        assert isinstance(kind, Kind)
+        return kind
+
+    def _at(self, row: Row, letter: str) -> At:
+        around, stage, microbatch = self.around, row[f"{letter}_stage"], row[f"{letter}_microbatch"]
+        key = key_at(around.key, stage, microbatch, around.part)
+        return At(
+            batch=read_slot(around.batch, microbatch),
+            stage=stage,
+            microbatch=microbatch,
+            key=None if key is None else jax.random.key_data(key),
+        )
+
+    def _x(self, part: State, row: Row, stand: Stand, letter: str) -> Tree:
+        return None if stand.kind == self._first else read_slot(part["x"], row[f"{letter}_x"])
+
+    def _seen(self, part: State, row: Row, stand: Stand, op: str) -> tuple[Tree, At]:
+        """What the forward saw; None for an x that is not read any more."""
+        x = self._x(part, row, stand, "G") if self._reads_x(op, stand) else None
+        return x, self._at(row, "G")
+
+    def _reads_x(self, op: str, stand: Stand) -> bool:
+        keep = self._split(stand).keep_input
+        return keep == "W" or (keep == "I" and op != "W")
+
+    def _seed(self, name: str, row: Row, letter: str) -> jax.Array:
+        return lax.dynamic_index_in_dim(self.around.seeds[name], row[f"{letter}_microbatch"], keepdims=False)
+
+    def _dy(self, part: State, row: Row, stand: Stand) -> list[Any]:
+        """The cotangents of x, over its floating leaves, and of the losses, in the order of their names."""
+        above = [] if stand.kind == self._last else read_slot(part["dy"], row["G_dy"])
+        return [*above, *(self._seed(name, row, "G") for name in sorted(self.kinds[stand.kind].losses))]
+
+    def _take(self, part: State, row: Row, kind: int, pool: str) -> list[Any]:
+        return [read_slot(part[name][i], row[f"G_{name}"]) for name, i in self.layout.places[kind][pool]]
+
+    def _kept(self, part: State, row: Row, kind: int) -> tuple[list[Any], list[Any]]:
+        return self._take(part, row, kind, "residual_i"), self._take(part, row, kind, "residual_w")
+
+    def _put(self, part: State, row: Row, letter: str, kind: int, made: Mapping[str, list[Any]]) -> State:
+        pools = {name: list(part[name]) for name in self.layout.groups(kind, *made)}
+        for pool, values in made.items():
+            for (name, i), value in zip(self.layout.places[kind][pool], values, strict=True):
+                pools[name][i] = write_slot(pools[name][i], row[f"{letter}_{name}"], value)
+        return part | pools

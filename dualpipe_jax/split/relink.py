@@ -1,0 +1,110 @@
+"""Makes the least of what a forward's scans and conds hand to those of its backward."""
+
+from collections.abc import Collection, Sequence
+from dataclasses import replace
+
+from dualpipe_jax.split.crossing import choose_crossing
+from dualpipe_jax.split.graph import Atom, Cond, Equation, Node, Program, Scan, Value, is_arithmetic, values
+from dualpipe_jax.split.recursion import connect_conds, connect_scans, scan_weight
+from dualpipe_jax.split.slices import branch_known, derived, inner_known, substitute
+
+
+def relink(
+    early: Sequence[Node], late: Sequence[Node], given: Collection[Value]
+) -> tuple[tuple[Node, ...], tuple[Node, ...]]:
+    """Lets late scans and conds compute for themselves what they need not be handed by early ones.
+
+    A forward scan stacks what its backward reads. Inside the bodies it shows that some of it is a parameter,
+    or a cast of one, or a view of something else that is stacked.
+
+    Args:
+      given: values that both parts have.
+    """
+    first, second = list(early), list(late)
+    for place, node in enumerate(second):
+        if isinstance(node, Equation):
+            continue
+        reads = set(values(node.inputs))
+        for source, maker in enumerate(first):
+            if isinstance(maker, Equation) or reads.isdisjoint(maker.outputs):
+                continue
+            free = derived(first, given)
+            current = second[place]
+            if isinstance(maker, Scan) and isinstance(current, Scan) and maker.length == current.length:
+                first[source], second[place] = _relink_scan(maker, current, free)
+            elif isinstance(maker, Cond) and isinstance(current, Cond) and maker.index is current.index:
+                first[source], second[place] = _relink_cond(maker, current, free)
+    return tuple(first), tuple(second)
+
+
+def _relink_scan(early: Scan, late: Scan, free: Collection[Value]) -> tuple[Scan, Scan]:
+    stacked = {y.outer: y.inner for y in early.ys}
+    mapping = {
+        b.inner: stacked[b.outer] for b in late.xs if isinstance(b.outer, Value) and b.outer in stacked
+    }
+    if not mapping:
+        return early, late
+    late = replace(
+        late,
+        xs=tuple(b for b in late.xs if b.inner not in mapping),
+        carry=tuple(c._replace(update=_swap(c.update, mapping)) for c in late.carry),
+        ys=tuple(y._replace(inner=_swap(y.inner, mapping)) for y in late.ys),
+        equations=substitute(late.equations, mapping),
+    )
+    own = (*late.consts, *late.xs)
+    known = inner_known((*early.consts, *early.xs, *own), free)
+    first, second = relink(early.equations, late.equations, known)
+    parts = choose_crossing(
+        first,
+        second,
+        late.updates,
+        free=derived(first, known),
+        late_inputs={b.inner for b in own} | {c.inner for c in late.carry},
+        weight=scan_weight(early),
+        repeatable=is_arithmetic,
+    )
+    ahead, behind = connect_scans(
+        replace(early, equations=parts.early), replace(late, equations=parts.late), parts.values
+    )
+    assert behind is not None
+    return ahead, behind
+
+
+def _swap(atom: Atom, mapping: dict[Value, Atom]) -> Atom:
+    return mapping.get(atom, atom) if isinstance(atom, Value) else atom
+
+
+def _relink_cond(early: Cond, late: Cond, free: Collection[Value]) -> tuple[Cond, Cond]:
+    outputs = {output: place for place, output in enumerate(early.outputs)}
+    linked = {
+        place: outputs[operand]
+        for place, operand in enumerate(late.operands)
+        if isinstance(operand, Value) and operand in outputs
+    }
+    own = [place for place in range(len(late.operands)) if place not in linked]
+    firsts, seconds, crossings = [], [], []
+    for mine, theirs in zip(early.branches, late.branches, strict=True):
+        mapping = {theirs.inputs[place]: mine.outputs[source] for place, source in linked.items()}
+        wanted = tuple(_swap(atom, mapping) for atom in theirs.outputs)
+        inputs = tuple(theirs.inputs[place] for place in own)
+        known = branch_known(early, mine, free) | branch_known(late, theirs, free)
+        first, second = relink(mine.equations, substitute(theirs.equations, mapping), known)
+        parts = choose_crossing(
+            first,
+            second,
+            wanted,
+            free=derived(first, known),
+            late_inputs=set(inputs),
+            repeatable=is_arithmetic,
+        )
+        firsts.append(replace(mine, equations=parts.early))
+        seconds.append(Program((*inputs, *mine.inputs), parts.late, wanted))
+        crossings.append(parts.values)
+    operands = (*(late.operands[place] for place in own), *early.operands)
+    ahead, behind = connect_conds(
+        replace(early, branches=tuple(firsts)),
+        replace(late, branches=tuple(seconds), operands=operands),
+        crossings,
+    )
+    assert behind is not None
+    return ahead, behind

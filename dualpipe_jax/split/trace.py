@@ -1,0 +1,107 @@
+"""Traces functions into programs: one with its backward, as one graph, or one alone."""
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from dualpipe_jax.split.graph import Atom, Node, Program, Value, is_zero
+from dualpipe_jax.split.jaxprs import Reader, cotangents_p, value_of
+from dualpipe_jax.split.leaves import is_floating
+from dualpipe_jax.split.slices import zero_values
+
+
+@dataclass(frozen=True, eq=False)
+class JointTrace:
+    """A function and its backward as one graph, leaf by leaf; a gradient is None where its leaf has none."""
+
+    params: tuple[Value, ...]
+    x: tuple[Value, ...]
+    forward: tuple[Node, ...]
+    y: tuple[Atom, ...]
+    aux: tuple[Atom, ...]
+    dy: tuple[Value | None, ...]
+    backward: tuple[Node, ...]
+    dparams: tuple[Atom | None, ...]
+    dx: tuple[Atom | None, ...]
+    y_tree: Any
+    aux_tree: Any
+    holds_tracers: bool
+
+
+def trace_backward(
+    function: Callable[..., Any], params: Any, x: Any, has_aux: bool, wanted: Sequence[bool]
+) -> JointTrace:
+    """Traces ``function(params, x)`` and its ``jax.vjp``; nothing is computed.
+
+    ``wanted``: for each leaf of params and of x whether it is differentiated by. A gradient that is zero whatever
+    the arguments are counts as none.
+    """
+    box: dict[str, Any] = {}
+
+    def joint(params: Any, x: Any) -> tuple[Any, ...]:
+        leaves = jax.tree.leaves((params, x))
+
+        def of_wanted(chosen: list[Any]) -> Any:
+            given = iter(chosen)
+            every = [next(given) if want else leaf for leaf, want in zip(leaves, wanted, strict=True)]
+            return function(*jax.tree.unflatten(jax.tree.structure((params, x)), every))
+
+        chosen = [leaf for leaf, want in zip(leaves, wanted, strict=True) if want]
+        y, pull, *aux = jax.vjp(of_wanted, chosen, has_aux=has_aux)  # type: ignore[call-overload]
+        y_leaves, box["y_tree"] = jax.tree.flatten(y)
+        aux_leaves, box["aux_tree"] = jax.tree.flatten(aux[0] if has_aux else None)
+        y_leaves, aux_leaves = [jnp.asarray(v) for v in y_leaves], [jnp.asarray(v) for v in aux_leaves]
+        box["floats"] = [is_floating(leaf) for leaf in y_leaves]
+        given = iter(cotangents_p.bind(*[leaf for leaf in y_leaves if is_floating(leaf)]))
+        dy = [next(given) if is_floating(v) else np.zeros(v.shape, jax.dtypes.float0) for v in y_leaves]
+        (gradients,) = pull(jax.tree.unflatten(box["y_tree"], dy))
+        box["counts"] = len(y_leaves), len(aux_leaves)
+        return y_leaves, aux_leaves, gradients
+
+    closed = jax.make_jaxpr(joint)(params, x)
+    reader = Reader()
+    inputs = tuple(value_of(v.aval) for v in closed.jaxpr.invars)
+    outputs = reader.read(closed.jaxpr, closed.consts, inputs)
+    num_params = len(jax.tree.leaves(params))
+    num_y, num_aux = box["counts"]
+    given, gradients = iter(reader.cotangents), iter(outputs[num_y + num_aux :])
+    zeros = zero_values(reader.nodes)
+    every = [_unless_zero(next(gradients), zeros) if want else None for want in wanted]
+    return JointTrace(
+        params=inputs[:num_params],
+        x=inputs[num_params:],
+        forward=tuple(reader.nodes[: reader.boundary]),
+        y=tuple(outputs[:num_y]),
+        aux=tuple(outputs[num_y : num_y + num_aux]),
+        dy=tuple(next(given) if float_ else None for float_ in box["floats"]),
+        backward=tuple(reader.nodes[reader.boundary :]),
+        dparams=tuple(every[:num_params]),
+        dx=tuple(every[num_params:]),
+        y_tree=box["y_tree"],
+        aux_tree=box["aux_tree"],
+        holds_tracers=reader.holds_tracers,
+    )
+
+
+def _unless_zero(gradient: Atom, zeros: Collection[Value]) -> Atom | None:
+    zero = gradient in zeros if isinstance(gradient, Value) else is_zero(gradient)
+    return None if zero else gradient
+
+
+def trace_program(
+    function: Callable[..., Any], *arguments: Any, differentiable: bool = False
+) -> tuple[Program, Any]:
+    """A function of trees as a program from leaves to leaves, and the tree of its result; nothing is computed.
+
+    ``differentiable``: keep the function's own derivatives and what it wants rematerialised, which cost the split's
+    view of what is inside.
+    """
+    closed, shape = jax.make_jaxpr(function, return_shape=True)(*arguments)
+    reader = Reader(differentiable=differentiable)
+    inputs = tuple(value_of(v.aval) for v in closed.jaxpr.invars)
+    outputs = reader.read(closed.jaxpr, closed.consts, inputs)
+    return Program(inputs, tuple(reader.nodes), tuple(outputs)), jax.tree.structure(shape)

@@ -1,0 +1,211 @@
+"""Timelines from traces: of traces that were made from known timelines, what was put in must come out."""
+
+import dataclasses
+import json
+
+import pytest
+
+from dualpipe_jax.command.options import Costs
+from dualpipe_jax.inspect import read
+from dualpipe_jax.schedule import (
+    CostModel,
+    Op,
+    dualpipe,
+    dualpipe_v,
+    one_f_one_b,
+    simulate,
+    zb_h1,
+    zb_v,
+)
+from train.predict import SCOPE_OF
+from train.profile import ProfileError, measure, write_profile
+from train.profile.capture import Event
+from train.profile.match import Execution, Unit, executions, guards, match
+from train.report.timelines import timelines
+
+COSTS = CostModel(F=2.0, I=3.0, W=1.5, extra={0: (0.25, 0.5, 0.0), -1: (0.75, 0.0, 0.0)})
+LOCAL = 2
+
+
+def program(fused):
+    """The text of a program with a guard for each unit and local stage, each two instructions and an inner loop."""
+    kinds = [kind for kind in SCOPE_OF if fused or kind != "FB"]
+    names = [f"{SCOPE_OF[kind]}_{k}" for kind in kinds for k in range(LOCAL)]
+    state, parts = "(f32[])", []
+    parts.append(
+        f"%inner (p: {state}) -> {state} {{\n  %many = f32[] add()\n  ROOT %t = {state} tuple(%many)\n}}"
+    )
+    for name in names:
+        parts.append(
+            f"%{name} (p: {state}) -> {state} {{\n"
+            f"  %{name}.a = f32[] add()\n"
+            f'  %{name}.loop = {state} while(%{name}.a), body=%inner, metadata={{op_name="x/while/body/while"}}\n'
+            f"  ROOT %{name}.b = {state} tuple(%{name}.a)\n}}"
+        )
+    loops = "\n".join(
+        f"  %while.{name} = {state} while(%p), body=%{name}, "
+        f'metadata={{op_name="jit(step)/while/body/closed_call/{name[:-2]}/while"}}'
+        for name in names
+    )
+    parts.append(f"%tick (p: {state}) -> {state} {{\n{loops}\n  ROOT %last = {state} tuple(%p)\n}}")
+    parts.append(f"ENTRY %main (p: {state}) -> {state} {{\n  ROOT %scan = {state} while(%p), body=%tick\n}}")
+    return read("HloModule jit_step, is_scheduled=true\n\n" + "\n\n".join(parts))
+
+
+def trace(schedule, costs, *, fused=False, run=7, at=1000.0, late=0.0):
+    """Events of a step that runs as simulated; a second device of each rank starts and ends everything later."""
+    timeline, placement, events = simulate(schedule, costs), schedule.placement, []
+
+    def emit(rank, kind, stage, start, end):
+        name = f"{SCOPE_OF[kind]}_{placement.stages_on[rank].index(stage)}"
+        middle = start + (end - start) / 3
+        for device, by in ((2 * rank, 0.0), (2 * rank + 1, late)):
+            for op, a, b in (
+                (f"{name}.a", start, middle),
+                ("many", start, middle),
+                (f"{name}.b", middle, end),
+            ):
+                events.append(Event(device, run, op, at + a + by, at + b + by))
+
+    for rank, order in enumerate(schedule.orders):
+        for slot, start, end in zip(order, timeline.starts[rank], timeline.ends[rank], strict=True):
+            if fused and len(slot) > 1:
+                emit(rank, "FB", slot[0].stage, start, start + costs.FB)
+                start += costs.FB
+            for action in slot:
+                stage, op, _ = action
+                alone = {Op.F: costs.F, Op.B: costs.B, Op.I: costs.I, Op.W: costs.W}[op]
+                more = costs.more(placement, stage)
+                before = more[0] if op is Op.F and placement.is_first(stage) else 0.0
+                after = (
+                    more[0]
+                    if op is Op.F and placement.is_last(stage)
+                    else more[1]
+                    if op in (Op.B, Op.I)
+                    else 0.0
+                )
+                if before:
+                    emit(rank, "embed", stage, start, start + before)
+                start += before
+                if not (fused and len(slot) > 1):
+                    emit(rank, op.value, stage, start, start + alone)
+                    start += alone
+                if after:
+                    emit(rank, "head" if op is Op.F else "embed_backward", stage, start, start + after)
+                start += after
+            assert start == pytest.approx(end)
+    return events[::-1]
+
+
+def near(found, expected):
+    return found == pytest.approx(expected)
+
+
+def devices(schedule):
+    return [[2 * rank, 2 * rank + 1] for rank in range(schedule.num_ranks)]
+
+
+@pytest.mark.parametrize("recipe", [dualpipe, dualpipe_v, one_f_one_b, zb_h1, zb_v])
+def test_what_was_simulated_is_measured(recipe):
+    schedule = recipe(4, 12)
+    theory = simulate(schedule, COSTS)
+    found = measure(trace(schedule, COSTS), program(False), schedule, devices(schedule))
+    assert found.makespan == pytest.approx(theory.makespan)
+    assert found.busy == pytest.approx(theory.busy)
+    assert found.bubble == pytest.approx(theory.bubble)
+    ops = {action.op for order in schedule.orders for slot in order for action in slot}
+    costs, halves = found.costs, COSTS.B / 2
+    expected = (COSTS.I, COSTS.W) if Op.W in ops else (halves, halves)
+    assert near((costs.F, costs.I, costs.W), (COSTS.F, *expected))
+    assert near(costs.B, COSTS.B) and near(costs.FB, COSTS.FB)
+    assert all(near(costs.extra[stage], COSTS.extra[stage]) for stage in (0, -1))
+    assert set(found.assumed) == {"FB"} | ({"I", "W"} - ops)
+    assert found.theory.makespan == pytest.approx(theory.makespan)
+    for rank, order in enumerate(schedule.orders):
+        for slot, start, end in zip(order, theory.starts[rank], theory.ends[rank], strict=True):
+            spans = [found.spans()[action] for action in slot]
+            assert (min(s for s, _ in spans), max(e for _, e in spans)) == pytest.approx((start, end))
+
+
+def test_pairs_that_are_one_unit_are_measured_as_one():
+    schedule, costs = dualpipe(4, 12), dataclasses.replace(COSTS, FB=4.0)
+    found = measure(trace(schedule, costs, fused=True), program(True), schedule, devices(schedule))
+    assert near(found.costs.FB, 4.0) and found.assumed == ()
+    assert found.makespan == pytest.approx(simulate(schedule, costs).makespan)
+
+
+def test_a_unit_lasts_until_the_last_of_its_ranks_devices():
+    schedule = zb_h1(2, 4)
+    found = measure(trace(schedule, COSTS, late=0.125), program(False), schedule, devices(schedule))
+    assert near(found.costs.F, COSTS.F + 0.125)
+
+
+def test_the_median_step_is_shown_and_all_steps_are_counted():
+    schedule = one_f_one_b(2, 4)
+
+    def scaled(by):
+        return CostModel(F=by, I=by, W=by, extra={0: (by, by, 0), -1: (by, 0, 0)})
+
+    steps = ((1, 1.0), (2, 3.0), (3, 1.5))
+    events = [event for run, by in steps for event in trace(schedule, scaled(by), run=run, at=100.0 * run)]
+    found = measure(events, program(False), schedule, devices(schedule))
+    assert found.num_steps == 3
+    assert found.makespan == pytest.approx(simulate(schedule, scaled(1.5)).makespan)
+    assert len(found.durations["F"]) == 3 * 2 * 4 and near(found.costs.F, 1.5)
+
+
+def test_a_trace_that_lost_events_still_tells_the_order():
+    units = {"a": ("F", "one"), "b": ("F", "one"), "c": ("B", "two")}
+    events = [Event(0, 0, op, t, t + 1) for op, t in (("a", 0), ("b", 1), ("c", 3), ("a", 5))]
+    expected = [Execution("F", 0, 1), Execution("B", 3, 4), Execution("F", 5, 6)]
+    assert executions(events, units) == expected
+
+
+def test_inner_loops_and_shared_instructions_are_no_units():
+    found = guards(program(False))
+    assert found["forward_0.a"] == ("F", "forward_0") and found["backward_weight_1.b"][0] == "W"
+    assert "many" not in found and "while.forward_0" not in found
+
+
+def test_another_schedules_trace_is_refused():
+    schedule = one_f_one_b(2, 4)
+    with pytest.raises(ProfileError, match="rank 0: the trace has 20 units of work, the schedule"):
+        measure(trace(zb_h1(2, 4), COSTS), program(False), schedule, devices(schedule))
+    with pytest.raises(ProfileError, match="the trace has no unit of this program"):
+        measure([Event(0, 0, "other", 0, 1)], program(False), schedule, devices(schedule))
+    ticks = [[Unit("F", ())], [Unit("B", ())]]
+    with pytest.raises(ProfileError, match="here, tick 1: the trace has W, the schedule B"):
+        match([Execution("F", 0, 1), Execution("W", 1, 2)], ticks, "here")
+
+
+def test_files_of_a_profile(tmp_path):
+    schedule = zb_v(4, 8)
+    found = measure(trace(schedule, COSTS), program(False), schedule, devices(schedule))
+    device = type("Device", (), {"platform": "tpu"})()
+    said = write_profile(found, tmp_path / "profile", [device] * 8)
+    for words in (f"bubble {found.bubble:.1%}", "at the measured costs", "F 2  I 3  W 1.5", "costs.json"):
+        assert words in said
+    measured, theory = timelines(tmp_path)
+    assert measured.bubble == pytest.approx(theory.bubble) and measured.makespan == pytest.approx(
+        theory.makespan
+    )
+    assert sorted(box[:5] for box in measured.boxes) == sorted(box[:5] for box in theory.boxes)
+    events = json.loads((tmp_path / "profile" / "timeline.trace").read_text())["traceEvents"]
+    groups = {event["args"]["name"] for event in events if event["name"] == "process_name"}
+    assert groups == {
+        f"{what}: {of}" for what in ("measured", "simulated") for of in ("zb_v", "live activations")
+    }
+    slices = [event for event in events if event["ph"] == "X"]
+    assert len(slices) == 2 * sum(map(len, schedule.orders))
+    assert (tmp_path / "profile" / "timeline.png").read_bytes()[:4] == b"\x89PNG"
+
+
+def test_costs_are_replayed_as_they_were_measured(tmp_path):
+    """A V cuts a rank's share into two stages: the file has the share, the simulator is given half of it."""
+    schedule = zb_v(4, 8)
+    found = measure(trace(schedule, COSTS), program(False), schedule, devices(schedule))
+    file = tmp_path / "costs.json"
+    file.write_text(json.dumps(found.replay()))
+    costs = Costs(costs_file=file).model()
+    assert near((costs.F, costs.I, costs.W), (4.0, 6.0, 3.0))
+    assert simulate(schedule, costs.for_schedule(schedule)).makespan == pytest.approx(found.makespan)

@@ -1,0 +1,181 @@
+"""What a run reads: sources in their proportions, and the batch of a step.
+
+A batch is a pure function of (corpus, seed, step): no iterator to save, nothing to replay on resuming, and each
+process makes the part that it needs.
+"""
+
+import dataclasses
+import functools
+import hashlib
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from train.data import batches
+from train.data.batches import Batch
+from train.data.errors import DataError
+from train.data.mixture import Mixture, mixture, parts
+from train.data.streams import ArrayStream, Stream
+from train.data.vocabulary import BYTES, Vocabulary
+
+
+@dataclasses.dataclass(frozen=True)
+class Source:
+    """Documents of one kind.
+
+    Attributes:
+      name: what to call it.
+      train: what batches are cut from.
+      heldout: other documents, for evaluation.
+      num_documents: of both together; repeats count once.
+      fingerprint: equal for equal streams.
+      weight: its share of all sequences, relative to other sources.
+    """
+
+    name: str
+    train: Stream
+    heldout: Stream
+    num_documents: int
+    fingerprint: str
+    weight: float = 1.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Corpus:
+    """All that a run reads.
+
+    Attributes:
+      sources: at least one.
+      vocabulary: what their tokens mean.
+    """
+
+    sources: tuple[Source, ...]
+    vocabulary: Vocabulary = BYTES
+
+    @property
+    def vocab(self) -> int:
+        """Tokens are below this."""
+        return self.vocabulary.size
+
+    @property
+    def num_documents(self) -> int:
+        """Documents to train on and held out."""
+        return sum(source.num_documents for source in self.sources)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens to train on."""
+        return sum(len(source.train) for source in self.sources)
+
+    @property
+    def num_heldout(self) -> int:
+        """Tokens held out."""
+        return sum(len(source.heldout) for source in self.sources)
+
+    @functools.cached_property
+    def mixture(self) -> Mixture:
+        """Which sequence comes from which source."""
+        return mixture([source.weight for source in self.sources])
+
+    @functools.cached_property
+    def fingerprint(self) -> str:
+        """Equal where all batches are equal for equal seeds and shapes: data, tokens, proportions and rules."""
+        prints = [source.fingerprint for source in self.sources]
+        shares = parts([source.weight for source in self.sources])
+        content = json.dumps([batches.ORDER, self.vocabulary.fingerprint, prints, shares])
+        return hashlib.sha256(content.encode()).hexdigest()
+
+    def train_batch(
+        self, seed: int, step: int, shape: tuple[int, int, int], part: tuple[slice, ...] = ()
+    ) -> Batch:
+        """The batch of a step, or a part of it.
+
+        Args:
+          seed: of the run.
+          step: of the run, from 0.
+          shape: (num_microbatches, microbatch size, sequence) of the whole.
+          part: what of it is needed, as an index: nothing else is read. ``jax.make_array_from_callback`` gives such.
+
+        Raises:
+          DataError: damaged data.
+        """
+        num_microbatches, microbatch_size, sequence = shape
+        rows, columns = part[:2], part[2:]
+        size = num_microbatches * microbatch_size
+        wanted = np.arange(size).reshape(num_microbatches, microbatch_size)[rows]
+        sources, numbers = self.mixture.locate(step * size + wanted.reshape(-1))
+        starts = np.empty_like(numbers)
+        for number, source in enumerate(self.sources):
+            here = sources == number
+            starts[here] = batches.place(numbers[here], len(source.train), sequence, seed, number)
+        whole = self._read("train", sources, starts, sequence)
+        return self._packed(whole.reshape(*wanted.shape, sequence + 1), columns)
+
+    def heldout_batches(
+        self, num_sequences: int, shape: tuple[int, int, int]
+    ) -> list[tuple[Batch, np.ndarray]]:
+        """The same held-out sequences for every shape of batch, spread evenly over all sources' held-out text.
+
+        Each batch comes with float32 [num_microbatches, microbatch size], 1 for a sequence and 0 for what only fills
+        the last batch up.
+        """
+        num_microbatches, microbatch_size, sequence = shape
+        sources, _ = self.mixture.locate(np.arange(num_sequences))
+        starts = np.empty(num_sequences, np.int64)
+        for number, source in enumerate(self.sources):
+            here = sources == number
+            starts[here] = batches.spread(int(here.sum()), len(source.heldout), sequence)
+        size = num_microbatches * microbatch_size
+        total = -(-num_sequences // size) * size
+        windows = np.resize(self._read("heldout", sources, starts, sequence), (total, sequence + 1))
+        counts = (np.arange(total) < num_sequences).astype(np.float32)
+        return [
+            (self._packed(some.reshape(*shape[:2], sequence + 1)), weights.reshape(shape[:2]))
+            for some, weights in zip(
+                windows.reshape(-1, size, sequence + 1), counts.reshape(-1, size), strict=True
+            )
+        ]
+
+    def decode(self, tokens: Sequence[int] | np.ndarray) -> str:
+        """The text of tokens."""
+        return self.vocabulary.decode(tokens)
+
+    def check(self, sequence: int) -> None:
+        """Raise DataError for the first source that is too short for a sequence and its targets."""
+        unit = self.vocabulary.unit
+        for source in self.sources:
+            for what, stream in (("to train on", source.train), ("held out", source.heldout)):
+                if len(stream) <= sequence:
+                    named = "" if len(self.sources) == 1 else f"{source.name}: "
+                    raise DataError(
+                        f"--data: {named}{len(stream)} {unit}s {what}, but --sequence {sequence} takes more; "
+                        "give more text or a shorter sequence"
+                    )
+
+    def _read(self, split: str, sources: np.ndarray, starts: np.ndarray, sequence: int) -> np.ndarray:
+        windows = np.empty((len(starts), sequence + 1), np.int32)
+        for number, source in enumerate(self.sources):
+            here = sources == number
+            stream: Stream = getattr(source, split)
+            windows[here] = batches.read(stream, starts[here], sequence)
+        return windows
+
+    def _packed(self, windows: np.ndarray, columns: tuple[slice, ...] = ()) -> Batch:
+        batch: Any = batches.pack(windows, self.vocabulary.separator)
+        return Batch(**{name: values[(..., *columns)] for name, values in batch.items()})  # type: ignore[typeddict-item]
+
+
+def text_source(
+    name: str, train: Sequence[bytes], heldout: Sequence[bytes], num_documents: int, vocabulary: Vocabulary
+) -> Source:
+    """Documents in memory."""
+    streams, content = [], hashlib.sha256()
+    for documents in (train, heldout):
+        encoded = vocabulary.encode(documents)
+        tokens = np.concatenate(encoded) if encoded else np.empty(0, vocabulary.dtype)
+        content.update(len(tokens).to_bytes(8, "little"))
+        content.update(tokens.tobytes())
+        streams.append(ArrayStream([tokens], vocabulary.size))
+    return Source(name, streams[0], streams[1], num_documents, content.hexdigest())

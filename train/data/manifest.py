@@ -1,0 +1,242 @@
+"""Prepared folders: ``manifest.json`` says what shards of tokens there are, and by which checksums they are known."""
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from train.data.corpus import Source
+from train.data.errors import DataError
+from train.data.streams import ArrayStream
+from train.data.vocabulary import Vocabulary
+
+MANIFEST = "manifest.json"
+TOKENIZER = "tokenizer.json"
+FORMAT = "dualpipe-jax tokens"
+VERSION = 1
+SPLITS = ("train", "heldout")
+
+
+@dataclasses.dataclass(frozen=True)
+class Shard:
+    """A file of tokens, little-endian, and beside it where its documents begin and end.
+
+    Attributes:
+      file: its name, ending in .bin; the index has the same name ending in .index.npy, uint64 [documents + 1].
+      tokens: how many.
+      documents: how many, each of whose last token is the separator.
+      sha256: of the file.
+      index_sha256: of the index.
+    """
+
+    file: str
+    tokens: int
+    documents: int
+    sha256: str
+    index_sha256: str
+
+    @property
+    def index(self) -> str:
+        """The name of the index."""
+        return self.file.removesuffix(".bin") + ".index.npy"
+
+
+@dataclasses.dataclass(frozen=True)
+class Manifest:
+    """What a prepared folder holds.
+
+    Attributes:
+      dtype: of tokens: uint8, uint16 or uint32.
+      vocab: tokens are below this.
+      separator: the token after every document.
+      tokenizer: SHA-256 of tokenizer.json; None where tokens are bytes.
+      train: shards to train on.
+      heldout: shards held out.
+      origin: how it came about: sources, options, versions, what was dropped and why.
+    """
+
+    dtype: str
+    vocab: int
+    separator: int
+    tokenizer: str | None
+    train: tuple[Shard, ...]
+    heldout: tuple[Shard, ...]
+    origin: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+    @property
+    def fingerprint(self) -> str:
+        """Equal for equal tokens in equal order."""
+        return _digest({**_content(self), "origin": None})
+
+    def dumps(self) -> str:
+        """The text of manifest.json."""
+        content = _content(self)
+        return json.dumps({**content, "checksum": _digest(content)}, indent=1) + "\n"
+
+
+def loads(text: str | bytes, where: str) -> Manifest:
+    """A manifest from its text. Raises DataError if it is none, of another version, or has been changed."""
+    try:
+        content = json.loads(text)
+        known = content.get("format") == FORMAT
+    except (ValueError, AttributeError):
+        raise DataError(f"{where} is damaged: it is not JSON; prepare the data again") from None
+    if not known:
+        raise DataError(f"{where} is not a manifest of {FORMAT}")
+    if content.get("version") != VERSION:
+        raise DataError(
+            f"{where}: version {content.get('version')}, this program reads {VERSION}; prepare the data again"
+        )
+    if _digest({name: value for name, value in content.items() if name != "checksum"}) != content.get(
+        "checksum"
+    ):
+        raise DataError(f"{where} is damaged or was edited: its checksum is another; prepare the data again")
+    for name in ("format", "version", "checksum"):
+        del content[name]
+    shards = {split: tuple(Shard(**shard) for shard in content.pop(split)) for split in SPLITS}
+    return Manifest(**(content | shards))
+
+
+def is_prepared(folder: Path) -> bool:
+    """Whether a folder has a manifest."""
+    return (folder / MANIFEST).is_file()
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """Raises DataError if there is none or it is not whole."""
+    try:
+        return loads((folder / MANIFEST).read_bytes(), str(folder / MANIFEST))
+    except OSError as error:
+        raise DataError(
+            f"{folder}: cannot read {MANIFEST}: {error.strerror}; it is written last, so is scripts/prepare done?"
+        ) from None
+
+
+def open_prepared(folder: Path, name: str | None = None) -> tuple[Source, Vocabulary]:
+    """A prepared folder's tokens, mapped into memory and read as they are needed.
+
+    Raises:
+      DataError: a file is missing or has another length than the manifest says. Content is checked by ``find_damage``.
+    """
+    manifest = read_manifest(folder)
+    streams = []
+    for split in SPLITS:
+        shards = getattr(manifest, split)
+        for shard in shards:
+            _check_length(folder, shard, np.dtype(manifest.dtype))
+        arrays = [
+            np.memmap(folder / shard.file, dtype=_on_disk(manifest.dtype), mode="r") for shard in shards
+        ]
+        streams.append(ArrayStream(arrays, manifest.vocab, [str(folder / shard.file) for shard in shards]))
+    documents = sum(shard.documents for split in SPLITS for shard in getattr(manifest, split))
+    source = Source(
+        name or str(folder),
+        train=streams[0],
+        heldout=streams[1],
+        num_documents=documents,
+        fingerprint=manifest.fingerprint,
+        weight=max(1, len(streams[0])),
+    )
+    return source, open_its_vocabulary(folder, manifest)
+
+
+def open_its_vocabulary(folder: Path, manifest: Manifest) -> Vocabulary:
+    """The vocabulary of a prepared folder. Raises DataError if its tokenizer is missing or another."""
+    if manifest.tokenizer is None:
+        return Vocabulary(manifest.vocab, manifest.separator)
+    file = folder / TOKENIZER
+    if not file.is_file():
+        raise DataError(f"--data {folder}: {TOKENIZER} is missing")
+    if hashlib.sha256(file.read_bytes()).hexdigest() != manifest.tokenizer:
+        raise DataError(f"--data {folder}: {TOKENIZER} is not the one that its tokens were made with")
+    return Vocabulary(manifest.vocab, manifest.separator, file)
+
+
+def read_document(folder: Path, manifest: Manifest, split: str, number: int) -> np.ndarray:
+    """The tokens of a document, numbered through all shards of a split, with its separator.
+
+    Raises:
+      IndexError: there is no such document.
+    """
+    left = number
+    for shard in getattr(manifest, split):
+        if left < shard.documents:
+            start, stop = np.load(folder / shard.index, mmap_mode="r")[left : left + 2].tolist()
+            return np.memmap(folder / shard.file, dtype=_on_disk(manifest.dtype), mode="r")[start:stop]
+        left -= shard.documents
+    raise IndexError(f"{folder}: no document {number} in {split}")
+
+
+def find_damage(folder: Path, progress: Callable[[int], None] = lambda num_bytes: None) -> list[str]:
+    """Everything about a prepared folder that is not as the manifest says, in words; reads all of it.
+
+    Args:
+      folder: where the manifest is.
+      progress: called with the number of bytes that have been read since the last call.
+
+    Raises:
+      DataError: there is no manifest, or it is not whole.
+    """
+    manifest = read_manifest(folder)
+    shards = [shard for split in SPLITS for shard in getattr(manifest, split)]
+    expected = [
+        pair for shard in shards for pair in ((shard.file, shard.sha256), (shard.index, shard.index_sha256))
+    ]
+    if manifest.tokenizer is not None:
+        expected.append((TOKENIZER, manifest.tokenizer))
+    found = []
+    for name, digest in expected:
+        try:
+            if sha256(folder / name, progress) != digest:
+                found.append(f"{name}: damaged, its checksum is another")
+        except FileNotFoundError:
+            found.append(f"{name}: missing")
+        except OSError as error:
+            found.append(f"{name}: cannot be read: {error.strerror}")
+    known = {name for name, _ in expected}
+    strange = sorted(file.name for file in folder.glob("*.bin") if file.name not in known)
+    return found + [f"{name}: not in the manifest" for name in strange]
+
+
+def sha256(file: Path, progress: Callable[[int], None] = lambda num_bytes: None) -> str:
+    """The checksum of a file."""
+    digest = hashlib.sha256()
+    for part in _parts(file):
+        digest.update(part)
+        progress(len(part))
+    return digest.hexdigest()
+
+
+def _parts(file: Path, size: int = 2**22) -> Iterator[bytes]:
+    with file.open("rb") as opened:
+        while part := opened.read(size):
+            yield part
+
+
+def _check_length(folder: Path, shard: Shard, dtype: np.dtype) -> None:
+    expected = shard.tokens * dtype.itemsize
+    try:
+        found = (folder / shard.file).stat().st_size
+    except OSError as error:
+        raise DataError(f"--data {folder}: cannot read shard {shard.file}: {error.strerror}") from None
+    if found != expected:
+        raise DataError(
+            f"--data {folder}: shard {shard.file} has {found} bytes, its manifest says {expected}: it was cut short or "
+            "is another's; prepare the data again"
+        )
+
+
+def _on_disk(dtype: str) -> np.dtype:
+    return np.dtype(dtype).newbyteorder("<")
+
+
+def _content(manifest: Manifest) -> dict[str, Any]:
+    return {"format": FORMAT, "version": VERSION, **dataclasses.asdict(manifest)}
+
+
+def _digest(content: Any) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()

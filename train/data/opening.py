@@ -1,0 +1,71 @@
+"""From what ``--data`` names to a corpus: text, prepared folders, record files, data sets, or several of them."""
+
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+
+from train.data import records
+from train.data.corpus import Corpus, Source, text_source
+from train.data.errors import DataError
+from train.data.manifest import is_prepared, open_prepared
+from train.data.remote import fetch, is_url
+from train.data.text import read_documents, split
+from train.data.vocabulary import BYTES, Vocabulary, open_vocabulary
+
+
+def open_corpus(
+    paths: Sequence[str | Path] = (), weights: Sequence[float] = (), tokenizer: str | None = None
+) -> Corpus:
+    """Read or open what is named; the standard library's sources, as bytes, if nothing is.
+
+    Without weights all text is one source, and sources are drawn from in proportion to their tokens.
+
+    Args:
+      paths: text files and folders of text; folders (or fsspec URLs of folders) that ``scripts/prepare`` made;
+        ArrayRecord files; folders of Hugging Face ``datasets``.
+      weights: a share for each path, in any unit.
+      tokenizer: what turns text into tokens, see ``open_vocabulary``; prepared folders have their own.
+
+    Raises:
+      DataError: a path cannot be read, or the sources' tokens do not mean the same.
+    """
+    if weights and len(weights) != len(paths):
+        raise DataError(f"--data-weights: {len(weights)} for {len(paths)} paths of --data; give one for each")
+    named = [fetch(path) if is_url(path) else Path(path) for path in paths]
+    ready = [path for path in named if is_prepared(path)]
+    vocabulary = None if tokenizer is None else open_vocabulary(tokenizer)
+    if vocabulary is None and ready:
+        vocabulary = open_prepared(ready[0])[1]
+    vocabulary = vocabulary or BYTES
+    if weights:
+        groups = [[path] for path in named]
+    else:
+        text = [path for path in named if not (is_prepared(path) or records.is_records(path))]
+        groups = [[path] for path in named if path not in text] + ([text] if text or not named else [])
+    sources = [_open(group, vocabulary) for group in groups]
+    if weights:
+        sources = [
+            dataclasses.replace(source, weight=float(weight))
+            for source, weight in zip(sources, weights, strict=True)
+        ]
+    elif len(sources) == 1:
+        sources = [dataclasses.replace(sources[0], weight=1.0)]
+    return Corpus(tuple(sources), vocabulary)
+
+
+def _open(paths: Sequence[Path], vocabulary: Vocabulary) -> Source:
+    if len(paths) == 1 and is_prepared(paths[0]):
+        source, its = open_prepared(paths[0])
+        if its.fingerprint != vocabulary.fingerprint:
+            raise DataError(
+                f"--data {paths[0]}: its tokens ({its.size}, separator {its.separator}) are not those of the other "
+                f"sources or of --tokenizer ({vocabulary.size}, separator {vocabulary.separator}); prepare all sources "
+                "with one tokenizer"
+            )
+        return source
+    if len(paths) == 1 and records.is_records(paths[0]):
+        return records.open_records(paths[0], vocabulary)
+    documents = read_documents(paths)
+    name = " ".join(map(str, paths)) or "the standard library"
+    source = text_source(name, *split(documents), len(documents), vocabulary)
+    return dataclasses.replace(source, weight=max(1, len(source.train)))

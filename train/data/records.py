@@ -1,0 +1,122 @@
+"""Files of records and data sets as sources: ArrayRecord by Grain, and Hugging Face ``datasets`` saved to disk.
+
+Both give any record at once. They are read through when they are opened, for the lengths of their documents; after
+that a batch reads its own documents alone. Text in them is made into tokens each time: data that is read for long is
+better prepared.
+"""
+
+import hashlib
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from train.data.corpus import Source
+from train.data.errors import DataError
+from train.data.streams import DocumentStream
+from train.data.text import is_text
+from train.data.vocabulary import Vocabulary
+
+ARRAY_RECORD = (".array_record", ".arrayrecord")
+
+
+class Records(Protocol):
+    """Documents by number."""
+
+    def __len__(self) -> int:
+        """How many there are."""
+        ...
+
+    def __getitem__(self, number: int) -> bytes:
+        """One of them, as UTF-8 text."""
+        ...
+
+
+def is_records(path: Path) -> bool:
+    """Whether a path is an ArrayRecord file or a folder that ``datasets`` saved."""
+    return path.suffix in ARRAY_RECORD or (path / "dataset_info.json").is_file()
+
+
+def open_records(path: Path, vocabulary: Vocabulary) -> Source:
+    """A tenth of the documents held out, their order and the split those of ``train.data.text``.
+
+    Raises:
+      DataError: the library is missing, or the records are not text.
+    """
+    documents = read_records(path)
+    return document_source(str(path), documents, vocabulary)
+
+
+def read_records(path: Path, key: str = "text") -> Records:
+    """The documents of a file or folder. Raises DataError if the library is missing or there is no such column."""
+    return _ArrayRecord(path) if path.suffix in ARRAY_RECORD else _Dataset(path, key)
+
+
+def document_source(name: str, documents: Records, vocabulary: Vocabulary, batch: int = 1024) -> Source:
+    """Documents that stay where they are: of each only its length is kept, and its place in the order of digests."""
+    found: dict[bytes, tuple[int, int]] = {}
+    for first in range(0, len(documents), batch):
+        numbers = range(first, min(first + batch, len(documents)))
+        texts = [documents[number] for number in numbers]
+        for number, text, tokens in zip(numbers, texts, vocabulary.encode(texts), strict=True):
+            if vocabulary.file is None and not is_text(text):
+                raise DataError(f"--data {name}: record {number} is not text (it holds zero bytes)")
+            if text:
+                found.setdefault(hashlib.sha256(text).digest(), (number, len(tokens)))
+    if len(found) < 10:
+        raise DataError(f"--data {name}: {len(found)} documents; ten at least are needed to hold a tenth out")
+    numbers, lengths = np.array([found[digest] for digest in sorted(found)], np.int64).T
+    content = hashlib.sha256(b"".join(sorted(found)) + vocabulary.fingerprint.encode())
+    read = _reader(documents, vocabulary)
+    tenth = len(found) // 10
+    train, heldout = (
+        DocumentStream(read, numbers[part], lengths[part]) for part in (slice(tenth, None), slice(tenth))
+    )
+    weight = float(lengths[tenth:].sum())
+    return Source(name, train, heldout, len(found), content.hexdigest(), weight)
+
+
+def _reader(documents: Records, vocabulary: Vocabulary) -> Callable[[int], np.ndarray]:
+    def read(number: int) -> np.ndarray:
+        (tokens,) = vocabulary.encode([documents[number]])
+        return tokens
+
+    return read
+
+
+class _ArrayRecord:
+    def __init__(self, path: Path):
+        try:
+            import grain
+        except ModuleNotFoundError:
+            raise DataError(f"--data {path}: needs Grain: pip install grain array_record") from None
+        if not path.is_file():
+            raise DataError(f"--data: cannot read {path}: No such file or directory")
+        self._source: Sequence[bytes] = grain.sources.ArrayRecordDataSource([str(path)])
+
+    def __len__(self) -> int:
+        return len(self._source)
+
+    def __getitem__(self, number: int) -> bytes:
+        return self._source[number]
+
+
+class _Dataset:
+    def __init__(self, path: Path, key: str):
+        try:
+            import datasets
+        except ModuleNotFoundError:
+            raise DataError(f"--data {path}: needs Hugging Face's datasets: pip install datasets") from None
+        self._rows: Any = datasets.load_from_disk(str(path))
+        if key not in self._rows.column_names:
+            raise DataError(
+                f"--data {path}: no column {key!r}; there are {', '.join(self._rows.column_names)}"
+            )
+        self._key = key
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, number: int) -> bytes:
+        return self._rows[number][self._key].encode()

@@ -1,0 +1,138 @@
+"""From text to tokens and back: bytes, or a tokenizer's file."""
+
+import dataclasses
+import functools
+import hashlib
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from train.data.errors import DataError
+
+SEPARATOR = 0
+"""The byte between documents: one that no text holds."""
+
+_SEPARATORS = (
+    "<|endoftext|>",
+    "<|end_of_text|>",
+    "<\uff5cend\u2581of\u2581sentence\uff5c>",  # DeepSeek's
+    "</s>",
+    "<eos>",
+    "<|im_end|>",
+    "[SEP]",
+)
+"""Tokens that end a document, where the tokenizer's own configuration does not say."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Vocabulary:
+    """Tokens are bytes, unless there is a file. Small to send to another process; the file is read at first use.
+
+    Attributes:
+      size: tokens are below this.
+      separator: the token after every document, which no document holds.
+      file: ``tokenizer.json`` as the tokenizers library writes it, or None for bytes.
+    """
+
+    size: int = 256
+    separator: int = SEPARATOR
+    file: Path | None = None
+
+    @property
+    def unit(self) -> str:
+        """What a token is, in a word."""
+        return "byte" if self.file is None else "token"
+
+    @property
+    def fingerprint(self) -> str:
+        """Equal for equal tokens of equal text."""
+        content = b"bytes" if self.file is None else self.file.read_bytes()
+        return hashlib.sha256(content + f" {self.size} {self.separator}".encode()).hexdigest()
+
+    @property
+    def dtype(self) -> np.dtype:
+        """The smallest in which tokens can be stored."""
+        return np.min_scalar_type(self.size - 1)
+
+    def encode(self, texts: Sequence[bytes]) -> list[np.ndarray]:
+        """Each text's tokens and the separator. Text that looks like a special token is text."""
+        if self.file is None:
+            return [np.frombuffer(text + bytes([self.separator]), np.uint8) for text in texts]
+        tokenizer = _load(self.file)
+        encoded = tokenizer.encode_batch_fast(
+            [text.decode(errors="replace") for text in texts], add_special_tokens=False
+        )
+        return [np.array([*one.ids, self.separator], self.dtype) for one in encoded]
+
+    def decode(self, tokens: Sequence[int] | np.ndarray) -> str:
+        """The text of tokens; separators show as what they are."""
+        if self.file is None:
+            return bytes(int(token) for token in tokens).decode(errors="replace")
+        return _load(self.file).decode([int(token) for token in tokens], skip_special_tokens=False)
+
+
+BYTES = Vocabulary()
+"""Tokens are bytes."""
+
+
+def open_vocabulary(name: str, separator: str | None = None) -> Vocabulary:
+    """The vocabulary of a name on the command line: "bytes", a tokenizer.json, or a folder that holds one.
+
+    The separator is the one given, the ``eos_token`` of a ``tokenizer_config.json`` beside it, or a well-known one.
+
+    Raises:
+      DataError: there is no such file, it is no tokenizer, or it has no such token.
+    """
+    if name == "bytes":
+        return BYTES
+    file = Path(name) / "tokenizer.json" if Path(name).is_dir() else Path(name)
+    if not file.is_file():
+        raise DataError(f"--tokenizer {name}: there is no file {file}; give bytes or a tokenizer.json")
+    tokenizer = _load(file)
+    candidates = [separator] if separator is not None else [*_configured(file), *_SEPARATORS]
+    for candidate in candidates:
+        number = tokenizer.token_to_id(candidate)
+        if number is not None:
+            return Vocabulary(_size(tokenizer), number, file)
+    raise DataError(
+        f"--tokenizer {name}: no token {' or '.join(map(repr, candidates))} to put between documents; "
+        "name one of its tokens with --separator"
+    )
+
+
+def import_tokenizers() -> Any:
+    """The library. Raises DataError where it is missing."""
+    try:
+        import tokenizers
+    except ModuleNotFoundError:
+        raise DataError("--tokenizer: needs the tokenizers library: pip install tokenizers") from None
+    return tokenizers
+
+
+@functools.lru_cache(maxsize=4)
+def _load(file: Path) -> Any:
+    try:
+        tokenizer = import_tokenizers().Tokenizer.from_file(str(file))
+    except DataError:
+        raise
+    except Exception as error:  # the library raises nothing narrower
+        raise DataError(f"--tokenizer {file}: is no tokenizer: {error}") from None
+    tokenizer.encode_special_tokens = True  # a document that mentions the separator does not end there
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer
+
+
+def _size(tokenizer: Any) -> int:
+    return 1 + max(tokenizer.get_vocab(with_added_tokens=True).values())
+
+
+def _configured(file: Path) -> list[str]:
+    config = file.with_name("tokenizer_config.json")
+    if not config.is_file():
+        return []
+    token = json.loads(config.read_text()).get("eos_token")
+    return [token["content"] if isinstance(token, dict) else token] if token else []

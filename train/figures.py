@@ -1,0 +1,118 @@
+"""What a step tells about itself: gradient norms by part, routing biases, and how tokens spread over experts.
+
+``step_figures`` runs on the devices, inside the step; ``step_record`` makes of its arrays what metrics.jsonl holds.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.tree_util import DictKey, KeyPath
+
+Tree = Any
+
+PARTS = ("embedding", "norms", "attention", "router", "experts", "shared", "dense", "head", "other")
+"""Parts of a model, by the names of their parameters; see ``part_of``."""
+
+_NAMES = {
+    "embed_tokens": "embedding",
+    "lm_head": "head",
+    "shared_experts": "shared",
+    "experts": "experts",
+    "gate": "router",
+    "self_attn": "attention",
+    "mlp": "dense",
+}
+"""A name on the way to a parameter -> its part; the first that is found. A router is a gate, a gate_proj is not."""
+
+
+def step_figures(params: Tree, grads: Tree, aux: Mapping[str, jax.Array]) -> dict[str, Any]:
+    """Arrays that describe a step; to be called in it.
+
+    Args:
+      params: after the step, as the engine takes them; routing biases lie under a key "routing".
+      grads: of the trainable parameters, before clipping.
+      aux: what the stages counted: "counts", int32 [..., experts], assignments that each expert was given.
+
+    Returns {"grad_norms": {part: float32}, "bias_range": float32, "counts": int32 [..., experts]}: of each part of
+    the model that there is the norm of its gradients; of the layer where it is widest the range of routing biases.
+    """
+    return {
+        "grad_norms": grad_norms(grads),
+        "bias_range": bias_range(params),
+        "counts": aux["counts"],
+    }
+
+
+def grad_norms(grads: Tree) -> dict[str, jax.Array]:
+    """The norm of the gradients of each part of the model: their squares sum up to the whole's."""
+    squares: dict[str, jax.Array] = {}
+    for path, leaf in jax.tree_util.tree_leaves_with_path(grads):
+        part = part_of(path)
+        square = jnp.sum(jnp.square(leaf.astype(jnp.float32)))
+        squares[part] = squares[part] + square if part in squares else square
+    return {part: jnp.sqrt(squares[part]) for part in PARTS if part in squares}
+
+
+def part_of(path: KeyPath) -> str:
+    """The part of a parameter: norms by a name with norm in it, the others by the first name that is known."""
+    names = [str(key.key) for key in path if isinstance(key, DictKey)]
+    if any("norm" in name for name in names):
+        return "norms"
+    return next((part for name, part in _NAMES.items() if name in names), "other")
+
+
+def bias_range(params: Tree) -> jax.Array:
+    """The largest difference, over layers, of two experts' routing biases: float32; 0 without any."""
+    widest = [
+        jnp.max(jnp.max(leaf, -1) - jnp.min(leaf, -1)).astype(jnp.float32)
+        for path, leaf in jax.tree_util.tree_leaves_with_path(params)
+        if DictKey("routing") in path and DictKey("bias") in path
+    ]
+    return jnp.max(jnp.stack(widest)) if widest else jnp.zeros((), jnp.float32)
+
+
+def step_record(metrics: Mapping[str, Any], *, with_load: bool) -> dict[str, Any]:
+    """A step's metrics, fetched from the devices, as numbers: what a line of metrics.jsonl holds of them.
+
+    "counts" becomes "load_entropy" and, with ``with_load``, "load": a list for each layer of each expert's
+    assignments.
+    """
+    record = {name: _number(value) for name, value in metrics.items() if name != "counts"}
+    if "counts" in metrics:
+        load = expert_load(np.asarray(metrics["counts"]))
+        record["load_entropy"] = load_entropy(load)
+        if with_load:
+            record["load"] = load.tolist()
+    return record
+
+
+def expert_load(counts: np.ndarray) -> np.ndarray:
+    """int [layers, experts] in model order, of counts [..., experts].
+
+    Where stages are not equally deep, counts hold empty places too, which nothing was given to: no layer has no
+    assignments. The only place that knows of them.
+    """
+    rows = counts.reshape(-1, counts.shape[-1])
+    return rows[rows.sum(-1) > 0]
+
+
+def load_entropy(load: np.ndarray) -> float:
+    """Entropy of a layer's load over that of an even one, on average over layers: 1 is balance, 0 one expert alone.
+
+    Args:
+      load: [layers, experts], no layer without any.
+    """
+    if not load.size or load.shape[-1] == 1:
+        return 1.0
+    shares = load / load.sum(-1, keepdims=True)
+    logarithms = np.log(shares, out=np.zeros_like(shares), where=shares > 0)
+    return float((-(shares * logarithms).sum(-1) / np.log(load.shape[-1])).mean())
+
+
+def _number(value: Any) -> Any:
+    return (
+        {k: _number(v) for k, v in value.items()} if isinstance(value, Mapping) else np.asarray(value).item()
+    )

@@ -1,0 +1,66 @@
+"""``python -m train.prepare``: documents in, shards of tokens out; or the checksums of what is there compared."""
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+
+from train.data import DataError
+from train.data.manifest import Manifest, find_damage, read_manifest
+from train.data.remote import is_url
+from train.prepare.options import Options, check, parse
+from train.prepare.pipeline import prepare
+from train.prepare.workers import Report
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run from the command line. Returns the exit code: 1 for damage, 2 for options or data that will not do."""
+    options = parse(arguments)
+    report = Report(Console())
+    try:
+        if options.check:
+            return verify(options, report)
+        check(options)
+        manifest = prepare(options, report)
+    except DataError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("interrupted; the same command goes on", file=sys.stderr)
+        return 130
+    report.say(summary(manifest, options.out))
+    return 0
+
+
+def verify(options: Options, report: Report) -> int:
+    """Say what is damaged."""
+    if is_url(options.out):
+        raise DataError(f"--check {options.out}: reads folders on this machine")
+    damage = find_damage(Path(options.out))
+    for line in damage:
+        report.say(line)
+    manifest = read_manifest(Path(options.out))
+    num_shards = len(manifest.train) + len(manifest.heldout)
+    report.say(
+        f"{options.out}: {num_shards} shards, " + (f"{len(damage)} damaged" if damage else "all whole")
+    )
+    return 1 if damage else 0
+
+
+def summary(manifest: Manifest, out: str) -> str:
+    """What was made, in a few lines."""
+    origin = manifest.origin
+    train, heldout = (sum(shard.tokens for shard in shards) for shards in (manifest.train, manifest.heldout))
+    dropped = ", ".join(f"{count} {why}" for why, count in origin["dropped"].items())
+    each = origin["bytes"] / max(1, train + heldout)
+    return (
+        f"documents  {origin['documents']} kept; dropped: {dropped or 'none'}\n"
+        f"tokens     {train} to train on, {heldout} held out, {each:.2f} bytes each\n"
+        f"vocabulary {manifest.vocab}, stored as {manifest.dtype}\n"
+        f"files      {out}/: {len(manifest.train) + len(manifest.heldout)} shards; scripts/train --data {out}"
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

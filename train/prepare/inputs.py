@@ -1,0 +1,245 @@
+"""Documents where they are found: which files, in pieces that can be read at the same time."""
+
+import dataclasses
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from train.data import DataError
+from train.data.records import is_records, read_records
+from train.data.remote import is_url, open_filesystem
+
+PIECE = 2**26
+"""Bytes of files that are read in one go, about."""
+
+_COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
+_LINES = (".jsonl", ".ndjson")
+_CHANGED = ("mtime", "ETag", "etag", "LastModified", "updated")
+"""What file systems call it."""
+
+
+@dataclasses.dataclass(frozen=True)
+class File:
+    """A file of documents.
+
+    Attributes:
+      url: where.
+      kind: text, lines (JSON, one a line), parquet, or records.
+      size: bytes.
+      changed: when, in whatever way its place tells.
+    """
+
+    url: str
+    kind: str
+    size: int
+    changed: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Piece:
+    """A part of one file, or some small files.
+
+    Attributes:
+      kind: of the files.
+      urls: which; more than one of text alone.
+      start: where in the file: a byte of lines, a row group of Parquet, a record.
+      stop: up to which; None for all there is.
+      size: bytes, for the progress.
+    """
+
+    kind: str
+    urls: tuple[str, ...]
+    start: int = 0
+    stop: int | None = None
+    size: int = 0
+
+
+def find(paths: Sequence[str], leave_out: str = "") -> list[File]:
+    """All files that paths, folders, globs and URLs stand for, each once; hidden ones are left out.
+
+    Args:
+      paths: what was named.
+      leave_out: a folder that is not read.
+
+    Raises:
+      DataError: a path is missing, or there is no file.
+    """
+    found: dict[str, File] = {}
+    for path in paths:
+        if not is_url(path) and is_records(Path(path)):
+            found[path] = File(str(Path(path).absolute()), "records", _size(Path(path)))
+            continue
+        filesystem, inside = open_filesystem(path)
+        try:
+            for name, info in sorted(_list(filesystem, inside), key=lambda pair: pair[0]):
+                if not (leave_out and f"{name}/".startswith(leave_out.rstrip("/") + "/")):
+                    url = filesystem.unstrip_protocol(name)
+                    changed = next((str(info[key]) for key in _CHANGED if info.get(key)), "")
+                    found[url] = File(url, _kind(name), int(info["size"] or 0), changed)
+        except OSError as error:
+            raise DataError(f"--data: cannot read {path}: {error.strerror or error}") from None
+    if not found:
+        raise DataError(f"--data: nothing to read in {', '.join(paths)}")
+    return list(found.values())
+
+
+def pieces(files: Sequence[File], size: int = PIECE) -> list[Piece]:
+    """Pieces of about ``size`` bytes: large files are cut where that can be done, small texts taken together."""
+    found: list[Piece] = []
+    texts: list[File] = []
+    for file in files:
+        if file.kind == "text":
+            texts.append(file)
+        elif file.kind == "lines" and not file.url.endswith(_COMPRESSED):
+            cuts = range(0, max(file.size, 1), size)
+            found += [
+                Piece("lines", (file.url,), cut, min(cut + size, file.size), min(size, file.size - cut))
+                for cut in cuts
+            ]
+        elif file.kind == "parquet":
+            found += _row_groups(file, size)
+        else:
+            found.append(Piece(file.kind, (file.url,), size=file.size))
+    return found + _together(texts, size)
+
+
+def documents(piece: Piece, key: str) -> Iterator[bytes]:
+    """The documents of a piece, in order.
+
+    Args:
+      piece: which.
+      key: the field or column that holds the text.
+
+    Raises:
+      DataError: a file cannot be read or is not what its name says, or has no such field.
+    """
+    try:
+        match piece.kind:
+            case "text":
+                for url in piece.urls:
+                    with _open(url) as file:
+                        yield file.read()
+            case "lines":
+                yield from _lines(piece, key)
+            case "parquet":
+                yield from _rows(piece, key)
+            case "records":
+                records = read_records(Path(piece.urls[0]), key)
+                yield from (records[number] for number in range(len(records)))
+    except (OSError, EOFError) as error:  # EOFError: a compressed file that was cut short
+        raise DataError(f"--data: cannot read {' '.join(piece.urls[:1])}: {error}") from None
+
+
+def _lines(piece: Piece, key: str) -> Iterator[bytes]:
+    """Lines that begin within the piece."""
+    (url,) = piece.urls
+    with _open(url) as file:
+        at = piece.start
+        if at:
+            file.seek(at - 1)
+            at += len(file.readline()) - 1
+        while piece.stop is None or at < piece.stop:
+            line = file.readline()
+            if not line:
+                return
+            if line.strip():
+                yield _field(line, key, f"{url}, byte {at}")
+            at += len(line)
+
+
+def _field(line: bytes, key: str, where: str) -> bytes:
+    try:
+        row = json.loads(line)
+    except ValueError as error:
+        raise DataError(f"--data: {where}: is not JSON: {error}") from None
+    if not isinstance(row, dict) or key not in row:
+        there = ", ".join(row) if isinstance(row, dict) else f"a {type(row).__name__}"
+        raise DataError(f"--data: {where}: no field {key!r}; there is {there}; --text-key names the field")
+    if not isinstance(row[key], str | None):
+        raise DataError(f"--data: {where}: {key!r} is not text but {row[key]!r:.40}")
+    return (row[key] or "").encode("utf-8", "surrogatepass")
+
+
+def _rows(piece: Piece, key: str) -> Iterator[bytes]:
+    (url,) = piece.urls
+    with _open(url) as file:
+        table = _parquet(file, url)
+        if key not in table.schema_arrow.names:
+            there = ", ".join(table.schema_arrow.names)
+            raise DataError(
+                f"--data: {url}: no column {key!r}; there is {there}; --text-key names the column"
+            )
+        if str(table.schema_arrow.field(key).type) not in ("string", "large_string", "string_view"):
+            raise DataError(
+                f"--data: {url}: column {key!r} is not text but {table.schema_arrow.field(key).type}"
+            )
+        groups = list(range(piece.start, table.num_row_groups if piece.stop is None else piece.stop))
+        for batch in table.iter_batches(batch_size=1024, row_groups=groups, columns=[key]):
+            yield from ((value or "").encode() for value in batch.column(0).to_pylist())
+
+
+def _row_groups(file: File, size: int) -> list[Piece]:
+    with _open(file.url) as opened:
+        table = _parquet(opened, file.url)
+        sizes = [table.metadata.row_group(number).total_byte_size for number in range(table.num_row_groups)]
+    found, first = [], 0
+    for number in range(len(sizes)):
+        if sum(sizes[first : number + 1]) >= size or number + 1 == len(sizes):
+            share = file.size * (number + 1 - first) // len(sizes)
+            found.append(Piece("parquet", (file.url,), first, number + 1, share))
+            first = number + 1
+    return found
+
+
+def _parquet(file: Any, url: str) -> Any:
+    try:
+        import pyarrow
+        import pyarrow.parquet
+    except ModuleNotFoundError:
+        raise DataError(f"--data: {url}: Parquet needs pyarrow: pip install pyarrow") from None
+    try:
+        return pyarrow.parquet.ParquetFile(file)
+    except pyarrow.ArrowInvalid as error:
+        raise DataError(f"--data: {url}: is not Parquet: {error}") from None
+
+
+def _together(files: Sequence[File], size: int) -> list[Piece]:
+    found, some, total = [], [], 0
+    for file in files:
+        some.append(file.url)
+        total += file.size
+        if total >= size:
+            found.append(Piece("text", tuple(some), size=total))
+            some, total = [], 0
+    return found + ([Piece("text", tuple(some), size=total)] if some else [])
+
+
+def _open(url: str) -> Any:
+    import fsspec
+
+    return fsspec.open(url, "rb", compression="infer").open()
+
+
+def _list(filesystem: Any, path: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    if any(letter in path for letter in "*?[") and not filesystem.exists(path):
+        for match in filesystem.glob(path):
+            yield from _list(filesystem, match)
+        return
+    if filesystem.isdir(path):
+        for name, info in filesystem.find(path, detail=True).items():
+            if not any(part.startswith(".") for part in name[len(path) :].split("/")):
+                yield name, info
+        return
+    yield path, filesystem.info(path)
+
+
+def _size(path: Path) -> int:
+    files = [path] if path.is_file() else [file for file in path.rglob("*") if file.is_file()]
+    return sum(file.stat().st_size for file in files)
+
+
+def _kind(name: str) -> str:
+    for ending in _COMPRESSED:
+        name = name.removesuffix(ending)
+    return "lines" if name.endswith(_LINES) else "parquet" if name.endswith(".parquet") else "text"

@@ -1,0 +1,111 @@
+"""The options of a preparation."""
+
+import dataclasses
+import os
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import tyro
+from tyro.conf import arg
+
+from train.data import DataError
+
+DESCRIPTION = """Turn documents into shards of tokens, deduplicated, filtered, shuffled, for scripts/train --data OUT.
+
+Reads text files (a document each), JSONL and Parquet (a document a row), gzip and the like too, ArrayRecord files and
+Hugging Face data sets on disk; from folders, globs and fsspec URLs such as s3://bucket/folder. The same command goes
+on where a killed one stopped."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """What is asked for."""
+
+    out: Annotated[str, tyro.conf.Positional, arg(metavar="OUT")]
+    """Folder for the shards, or an fsspec URL."""
+    data: Annotated[tuple[str, ...], arg(metavar="PATH ...")] = ()
+    """Files, folders, globs or URLs of documents."""
+    text_key: Annotated[str, arg(metavar="NAME")] = "text"
+    """The field or column that holds the text, where documents have several."""
+    tokenizer: Annotated[str, arg(metavar="FILE")] = "bytes"
+    """bytes, a tokenizer.json, or a folder with one."""
+    separator: Annotated[str | None, arg(metavar="TOKEN")] = None
+    """The tokenizer's token between documents; its end-of-text token if left out."""
+    train_tokenizer: Annotated[int | None, arg(metavar="SIZE")] = None
+    """Train a byte-pair tokenizer with so many tokens on these documents first, and use it."""
+    sample_mb: float = 64.0
+    """Megabytes of text that a tokenizer is trained on, of documents that are not held out."""
+    held_out: float = 0.05
+    """Share of documents never to be trained on; where that is less than one document, the end of each."""
+    min_bytes: int = 1
+    """Documents that are shorter are dropped."""
+    max_bytes: int | None = None
+    """Documents that are longer are dropped."""
+    min_letters: float = 0.0
+    """Documents with a smaller share of letters among their characters, white space aside, are dropped."""
+    max_repeated_lines: float = 1.0
+    """Documents with a larger share of lines that stood in them before are dropped."""
+    reject: Annotated[str | None, arg(metavar="REGEX")] = None
+    """Documents in which this is found are dropped."""
+    near_duplicates: Annotated[float | None, arg(metavar="SIMILARITY")] = None
+    """Of documents about this similar (Jaccard, runs of five words) or more only one is kept: 0.8, say. Exact
+    duplicates are dropped in any case."""
+    sql: Annotated[str | None, arg(metavar="QUERY")] = None
+    """Prepare the rows of this query over the table documents, all of --data; DuckDB runs it, on disk if need be."""
+    shard_mb: float = 64.0
+    """Megabytes of text for a shard, about; a worker holds one in memory."""
+    workers: int = os.cpu_count() or 1
+    """Processes."""
+    work: Path | None = None
+    """Folder for what is half done; OUT/.work if left out, and for a URL a folder in ~/.cache."""
+    check: bool = False
+    """Read OUT through and compare every file with its checksum; makes nothing."""
+
+    @property
+    def job(self) -> dict[str, Any]:
+        """The options that the outcome depends on."""
+        return {
+            name: list(value) if isinstance(value, tuple) else value
+            for name, value in dataclasses.asdict(self).items()
+            if name not in ("out", "workers", "work", "check")
+        }
+
+
+def parse(arguments: Sequence[str] | None = None) -> Options:
+    """Read the command line (``sys.argv`` if None). Exits with code 2 where it cannot be read."""
+    return tyro.cli(
+        Options,
+        prog="scripts/prepare",
+        description=DESCRIPTION,
+        args=arguments,
+        config=(tyro.conf.FlagCreatePairsOff,),
+    )
+
+
+def check(options: Options) -> None:
+    """Raise DataError for the first option that is out of range or does not fit the others."""
+    if not options.data:
+        raise DataError("--data: name files or folders of documents")
+    for flag, value in (("--workers", options.workers), ("--min-bytes", options.min_bytes)):
+        if value < 1:
+            raise DataError(f"{flag} {value}: must be at least 1")
+    for flag, size in (("--shard-mb", options.shard_mb), ("--sample-mb", options.sample_mb)):
+        if not size > 0:
+            raise DataError(f"{flag} {size}: must be above 0")
+    if not 0 < options.held_out < 1:
+        raise DataError(f"--held-out {options.held_out}: must be between 0 and 1, both left out")
+    if options.near_duplicates is not None and not 0 < options.near_duplicates <= 1:
+        raise DataError(f"--near-duplicates {options.near_duplicates}: must be above 0 and at most 1")
+    try:
+        re.compile(options.reject or "")
+    except re.error as error:
+        raise DataError(f"--reject {options.reject}: is no regular expression: {error}") from None
+    if options.train_tokenizer is not None:
+        if options.tokenizer != "bytes" or options.separator is not None:
+            raise DataError("--train-tokenizer: makes a tokenizer; leave out --tokenizer and --separator")
+        if options.train_tokenizer < 257:
+            raise DataError(
+                f"--train-tokenizer {options.train_tokenizer}: must be at least 257, all bytes and the separator"
+            )

@@ -1,0 +1,49 @@
+"""Rows that an SQL query picks, by DuckDB, which keeps on disk what does not fit into memory."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from train.data import DataError
+from train.prepare.files import partial
+from train.prepare.inputs import File
+
+_READERS = {"parquet": "read_parquet", "lines": "read_ndjson"}
+
+
+def select(files: Sequence[File], query: str, key: str, work: Path, threads: int) -> Path:
+    """Run a query over the table ``documents``, all rows of the files; its column ``key`` is left as Parquet.
+
+    Raises:
+      DataError: DuckDB is missing, the files are not tables on this machine, or the query fails.
+    """
+    try:
+        import duckdb
+    except ModuleNotFoundError:
+        raise DataError("--sql: needs DuckDB: pip install duckdb") from None
+    kinds = {file.kind for file in files}
+    strange = [file.url for file in files if not file.url.startswith("file://")]
+    if len(kinds) > 1 or not kinds <= _READERS.keys() or strange:
+        raise DataError(
+            f"--sql: needs Parquet files alone or JSONL files alone, on this machine; got "
+            f"{', '.join(sorted(kinds))}{' from ' + strange[0] if strange else ''}"
+        )
+    result = work / "query.parquet"
+    if result.exists():
+        return result
+    names = ", ".join(_quoted(file.url.removeprefix("file://")) for file in files)
+    with duckdb.connect(config={"threads": threads, "temp_directory": str(work / "duckdb")}) as connection:
+        try:
+            connection.execute("SET preserve_insertion_order = false")
+            connection.execute(f"CREATE VIEW documents AS SELECT * FROM {_READERS[kinds.pop()]}([{names}])")
+            connection.execute(
+                f'COPY (SELECT "{key}" FROM ({query})) TO {_quoted(str(partial(result)))} '
+                "(FORMAT parquet, ROW_GROUP_SIZE 20000)"
+            )
+        except duckdb.Error as error:
+            raise DataError(f"--sql: {' '.join(str(error).split())}") from None
+    partial(result).replace(result)
+    return result
+
+
+def _quoted(text: str) -> str:
+    return "'" + text.replace("'", "''") + "'"

@@ -1,0 +1,163 @@
+"""Second pass: each range of hashes becomes a shard of tokens."""
+
+import dataclasses
+import hashlib
+import itertools
+import json
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from train.data.manifest import SPLITS, Shard, sha256
+from train.data.text import cut
+from train.data.vocabulary import Vocabulary, import_tokenizers
+from train.prepare.files import partial, settle, write, write_array, write_json
+from train.prepare.partition import Parts
+from train.prepare.plan import Plan, keep
+
+END_OF_TEXT = "<|endoftext|>"
+BATCH = 2**20
+"""Bytes of text that are made into tokens at once."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Shop:
+    """What every bucket's work needs.
+
+    Attributes:
+      parts: of the first pass.
+      plan: what is kept.
+      vocabulary: what makes tokens.
+      work: folder of what is half done.
+      out: folder of the shards.
+    """
+
+    parts: Parts
+    plan: Plan
+    vocabulary: Vocabulary
+    work: Path
+    out: Path
+
+
+def tokenise(bucket: int, shop: Shop) -> dict[str, Any]:
+    """Make a bucket's shards, unless that is done; its receipt has them by split, and the bytes of text in them."""
+    receipt = shop.work / f"bucket-{bucket:06d}.json"
+    if receipt.exists():
+        return json.loads(receipt.read_text())
+    writers = {
+        split: Writer(shop.out, f"{split}-{bucket:06d}.bin", shop.vocabulary.dtype) for split in SPLITS
+    }
+    size = 0
+    for texts in _batches(bucket_texts(bucket, shop)):
+        size += sum(len(text) for _, text in texts)
+        for split in SPLITS:
+            writers[split].add(shop.vocabulary.encode([text for its, text in texts if its == split]))
+    shards = {split: writer.close() for split, writer in writers.items()}
+    found: dict[str, Any] = {
+        split: None if shard is None else dataclasses.asdict(shard) for split, shard in shards.items()
+    }
+    write_json(receipt, found | {"bytes": size})
+    return found | {"bytes": size}
+
+
+def bucket_texts(bucket: int, shop: Shop) -> Iterator[tuple[str, bytes]]:
+    """The documents of a bucket that are kept, each with its split."""
+    digests, pieces, numbers = shop.parts.digests(bucket, shop.plan.num_buckets)
+    kept = keep(digests, shop.work)
+    first = shop.plan.first(bucket)
+    for number, text in enumerate(shop.parts.texts(pieces[kept], numbers[kept]), first):
+        if shop.plan.cut:
+            both = zip(SPLITS, cut(text, shop.plan.cut), strict=True)
+            yield from ((split, part) for split, part in both if part)
+        else:
+            yield ("heldout" if number < shop.plan.heldout else "train"), text
+
+
+class Writer:
+    """A shard that grows; nothing is there under its name before ``close``.
+
+    Args:
+      folder: where.
+      name: of the file, ending in .bin.
+      dtype: of tokens.
+    """
+
+    def __init__(self, folder: Path, name: str, dtype: np.dtype):
+        self._folder, self._name, self._dtype = folder, name, dtype.newbyteorder("<")
+        self._file = partial(folder / name).open("wb")
+        self._hash = hashlib.sha256()
+        self._ends: list[int] = [0]
+
+    def add(self, documents: Iterable[np.ndarray]) -> None:
+        """Append documents' tokens."""
+        for tokens in documents:
+            content = tokens.astype(self._dtype).tobytes()
+            self._file.write(content)
+            self._hash.update(content)
+            self._ends.append(self._ends[-1] + len(tokens))
+
+    def close(self) -> Shard | None:
+        """Give the file its name, and the index; None if there are no documents."""
+        settle(self._file)
+        self._file.close()
+        if len(self._ends) == 1:
+            partial(self._folder / self._name).unlink()
+            return None
+        partial(self._folder / self._name).replace(self._folder / self._name)
+        shard = Shard(self._name, self._ends[-1], len(self._ends) - 1, self._hash.hexdigest(), "")
+        write_array(self._folder / shard.index, np.array(self._ends, np.uint64))
+        return dataclasses.replace(shard, index_sha256=sha256(self._folder / shard.index))
+
+
+def train_tokenizer(shop: Shop, size: int, sample: float, file: Path) -> Vocabulary:
+    """A byte-pair tokenizer (Sennrich et al., arXiv:1508.07909) over bytes, learnt from documents to train on.
+
+    Hashes order documents, so the first of them are a fair sample.
+
+    Args:
+      shop: the documents; its vocabulary is not looked at.
+      size: tokens at most.
+      sample: bytes of text at most, but for the last document.
+      file: where it is kept; one that is there already is taken.
+    """
+    tokenizers = import_tokenizers()
+    if not file.exists():
+        tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
+        tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+        tokenizer.decoder = tokenizers.decoders.ByteLevel()
+        trainer = tokenizers.trainers.BpeTrainer(
+            vocab_size=size,
+            special_tokens=[END_OF_TEXT],
+            initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
+            show_progress=False,
+        )
+        everything = (bucket_texts(bucket, shop) for bucket in range(shop.plan.num_buckets))
+        tokenizer.train_from_iterator(_sample(itertools.chain.from_iterable(everything), sample), trainer)
+        write(file, tokenizer.to_str(pretty=True).encode())
+    tokenizer = tokenizers.Tokenizer.from_file(str(file))
+    return Vocabulary(tokenizer.get_vocab_size(), tokenizer.token_to_id(END_OF_TEXT), file)
+
+
+def _sample(texts: Iterable[tuple[str, bytes]], size: float) -> Iterator[str]:
+    taken = 0
+    for split, text in texts:
+        if split == "train":
+            yield text.decode()
+            taken += len(text)
+            if taken >= size:
+                return
+
+
+def _batches(texts: Iterable[tuple[str, bytes]]) -> Iterator[list[tuple[str, bytes]]]:
+    some: list[tuple[str, bytes]] = []
+    size = 0
+    for split, text in texts:
+        some.append((split, text))
+        size += len(text)
+        if size >= BATCH:
+            yield some
+            some, size = [], 0
+    if some:
+        yield some

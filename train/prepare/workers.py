@@ -1,0 +1,79 @@
+"""Work shared out to processes, with what is done shown as it comes."""
+
+import concurrent.futures
+import multiprocessing
+import os
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from train.data import DataError
+
+
+def share_out(
+    function: Callable[..., Any], jobs: Sequence[tuple], num_workers: int
+) -> Iterator[tuple[int, Any]]:
+    """(number, result) of every job as they are done; in this process if there is one worker.
+
+    Raises:
+      DataError: a worker was killed; what else ``function`` raises.
+    """
+    if num_workers == 1 or len(jobs) < 2:
+        yield from ((number, function(*job)) for number, job in enumerate(jobs))
+        return
+    context = multiprocessing.get_context("spawn")  # nothing of this process's threads in the others
+    with concurrent.futures.ProcessPoolExecutor(num_workers, context, _end_with_parent) as pool:
+        numbers = {pool.submit(function, *job): number for number, job in enumerate(jobs)}
+        try:
+            for done in concurrent.futures.as_completed(numbers):
+                yield numbers[done], done.result()
+        except concurrent.futures.process.BrokenProcessPool:
+            raise DataError(
+                "a worker was killed, by a lack of memory perhaps; the same command goes on, with fewer --workers or "
+                "a smaller --shard-mb it takes less"
+            ) from None
+        finally:
+            pool.shutdown(wait=True, cancel_futures=True)
+
+
+class Report:
+    """What is said while it runs: a bar for each pass on a terminal, elsewhere a line when it is done."""
+
+    def __init__(self, console: Console):
+        self._console = console
+
+    def say(self, text: str) -> None:
+        """A line, as it is."""
+        self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+    def follow(self, what: str, results: Iterator[tuple[int, Any]], total: int) -> dict[int, Any]:
+        """All results by their numbers."""
+        found = {}
+        columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
+        with Progress(*columns, console=self._console, disable=not self._console.is_terminal) as progress:
+            task = progress.add_task(what, total=total)
+            for number, result in results:
+                found[number] = result
+                progress.advance(task)
+                if (
+                    not self._console.is_terminal
+                    and len(found) * 10 // total > (len(found) - 1) * 10 // total
+                ):
+                    self.say(f"{what}: {len(found)}/{total}")
+        return found
+
+
+def _end_with_parent() -> None:
+    """A worker whose parent was killed would wait for work for ever."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+
+    def watch() -> None:
+        parent.join()
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one process a core is enough

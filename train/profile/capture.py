@@ -1,0 +1,100 @@
+"""Which steps are traced, and the trace of them read back."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import jax
+
+
+class Event(NamedTuple):
+    """An instruction of a compiled program, run once by a device.
+
+    Attributes:
+      device: its number.
+      run: of the program, one for each call.
+      op: the instruction's name in the compiled program.
+      start, end: milliseconds.
+    """
+
+    device: int
+    run: int
+    op: str
+    start: float
+    end: float
+
+
+class Profiler:
+    """Traces some steps of a run, once: ``with profiler.step(): ...`` around each step.
+
+    Args:
+      folder: where the trace goes.
+      num_steps: how many; 0 for none.
+      skip: steps before, which compile and warm up.
+    """
+
+    def __init__(self, folder: Path, num_steps: int, skip: int):
+        self._folder, self._left, self._skip, self._running = folder, num_steps, skip, False
+
+    def before(self, step: int) -> None:
+        """Start the trace if this step, numbered from 0, is the first to be in it."""
+        if self._skip or not self._left:
+            self._skip = max(0, self._skip - 1)
+            return
+        if not self._running:
+            options = jax.profiler.ProfileOptions()
+            options.python_tracer_level = 0  # Python's own calls are many and of no interest
+            jax.profiler.start_trace(str(self._folder), profiler_options=options)
+            self._running = True
+        self._step = jax.profiler.StepTraceAnnotation("train", step_num=step)
+        self._step.__enter__()
+
+    def after(self) -> bool:
+        """End a step, when its results are there. Returns whether it was the last one of the trace."""
+        if not self._running:
+            return False
+        self._step.__exit__(None, None, None)
+        self._left -= 1
+        if self._left:
+            return False
+        self._running = False
+        jax.profiler.stop_trace()
+        return True
+
+    def close(self) -> None:
+        """Stop a trace that is still running, of a run that was cut short."""
+        if self._running:
+            self._running = False
+            jax.profiler.stop_trace()
+
+
+def read_events(folder: Path) -> Iterator[Event]:
+    """All instructions in the newest trace under a folder, in no order.
+
+    CPU devices are threads of the host, and each event says of which device it is; a GPU or TPU has a plane of its own.
+
+    Raises:
+      FileNotFoundError: there is no trace.
+    """
+    traces = sorted(folder.rglob("*.xplane.pb"), key=lambda path: path.stat().st_mtime)
+    if not traces:
+        raise FileNotFoundError(f"{folder}: no trace (*.xplane.pb)")
+    for plane in jax.profiler.ProfileData.from_file(str(traces[-1])).planes:
+        own = plane.name.startswith("/device:")
+        number = int(plane.name.rpartition(":")[2].split()[0]) if own else 0
+        for line in plane.lines:
+            for event in line.events:
+                stats = dict(event.stats)
+                op = stats.get("hlo_op")
+                if op is None and own and line.name == "XLA Ops":
+                    op = event.name.partition(" = ")[0].lstrip("%")
+                if op is None:
+                    continue
+                start = event.start_ns / 1e6
+                yield Event(
+                    device=int(stats.get("device_ordinal", number)),
+                    run=int(stats.get("run_id", 0)),
+                    op=str(op),
+                    start=start,
+                    end=start + event.duration_ns / 1e6,
+                )

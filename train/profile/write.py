@@ -1,0 +1,106 @@
+"""What a profile leaves: the measured timeline beside theory as picture, trace and data, and costs to replay."""
+
+import dataclasses
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from dualpipe_jax.schedule import Timeline, lower, simulate, to_chrome_trace
+from train.profile.measure import Measured
+from train.profile.picture import draw
+from train.report.timelines import FILE, Drawn, boxes_of, drawn
+
+COSTS, TRACE, PICTURE = "costs.json", "timeline.trace", "timeline.png"
+_APART = 100
+"""Between the process numbers of the two timelines in one trace."""
+
+
+def write_profile(measured: Measured, folder: Path, devices: Sequence[Any]) -> str:
+    """Leave files in a profile's folder; returns what to tell, in a few lines.
+
+    Files: timeline.json for the report, costs.json for ``dualpipe``, timeline.trace for Perfetto, timeline.png where
+    matplotlib is installed.
+    """
+    theory = measured.theory
+    both = [draw_measured(measured, _crowd(devices)), drawn(theory, "simulated at these costs", "ms")]
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / FILE).write_text(json.dumps([dataclasses.asdict(one) for one in both]))
+    (folder / COSTS).write_text(json.dumps(measured.replay(), indent=2) + "\n")
+    (folder / TRACE).write_text(json.dumps(perfetto(measured, theory)))
+    name = f"{measured.schedule.name}, {measured.schedule.num_ranks} ranks"
+    try:
+        draw(both, folder / PICTURE, f"{name}: a step measured, and simulated at the measured costs")
+        picture = f", {PICTURE}"
+    except ModuleNotFoundError:
+        picture = "; no picture without matplotlib: pip install 'dualpipe-jax[plot]'"
+    return (
+        f"{summary(measured, theory, _crowd(devices))}\nprofile         {folder}/: {COSTS}, {TRACE}{picture}"
+    )
+
+
+def summary(measured: Measured, theory: Timeline, crowd: str) -> str:
+    """Bubble and length of a step, measured and by theory, and the costs that theory was given."""
+    costs, schedule = measured.costs, measured.schedule
+    ticks = lower(schedule, costs).makespan(costs)
+    even = simulate(schedule).bubble
+    words = "  ".join(f"{name} {getattr(costs, name):.3g}" for name in ("F", "I", "W", "FB"))
+    assumed = f" ({', '.join(measured.assumed)} assumed)" if measured.assumed else ""
+    return (
+        f"measured        bubble {measured.bubble:.1%}, {measured.makespan:.4g} ms from the first unit to the last, "
+        f"median of {measured.num_steps} steps{crowd and f'; {crowd}'}\n"
+        f"simulated       bubble {theory.bubble:.1%}, {theory.makespan:.4g} ms at the measured costs "
+        f"({ticks:.4g} ms in the engine's ticks); {even:.1%} when F = I = W\n"
+        f"costs, ms       {words} of a stage{assumed}"
+    )
+
+
+def draw_measured(measured: Measured, crowd: str) -> Drawn:
+    """The measured timeline as it is to be drawn: halves of a pair that is no unit of its own stand by themselves."""
+    title = f"measured: bubble {measured.bubble:.1%}, {measured.makespan:,.4g} ms{crowd and f'; {crowd}'}"
+    fused = any(unit.kind == "FB" for rank in measured.units for unit, _ in rank)
+    return boxes_of(
+        measured.schedule, measured.spans(), title, "ms", measured.makespan, measured.bubble, fused=fused
+    )
+
+
+def perfetto(measured: Measured, theory: Timeline) -> dict[str, Any]:
+    """Both timelines in one trace: groups "measured: ..." and "simulated: ..."."""
+    spans = measured.spans()
+    times = [
+        [(min(spans[a][0] for a in slot), max(spans[a][1] for a in slot)) for slot in order]
+        for order in measured.schedule.orders
+    ]
+    real = dataclasses.replace(
+        theory,
+        starts=tuple(tuple(start for start, _ in rank) for rank in times),
+        ends=tuple(tuple(end for _, end in rank) for rank in times),
+    )
+    first, second = to_chrome_trace(real), to_chrome_trace(theory)
+    events = _named(first, "measured", 0) + _named(second, "simulated", _APART)
+    other = second["otherData"] | {"measured bubble": measured.bubble, "measured makespan": measured.makespan}
+    return first | {"traceEvents": events, "otherData": other}
+
+
+def _named(trace: dict[str, Any], what: str, apart: int) -> list[dict[str, Any]]:
+    """A trace's events with processes and arrows numbered further on, and processes named for what they show."""
+    events = []
+    for event in trace["traceEvents"]:
+        event = event | {"pid": event["pid"] + apart}
+        if "id" in event:
+            event["id"] = f"{what} {event['id']}"
+        if event["name"] == "process_name":
+            event["args"] = {"name": f"{what}: {event['args']['name']}"}
+        if event["name"] == "process_sort_index":
+            event["args"] = {"sort_index": event["args"]["sort_index"] + apart}
+        events.append(event)
+    return events
+
+
+def _crowd(devices: Sequence[Any]) -> str:
+    """A warning where devices are not real: their times are those of a crowd on few cores."""
+    cores = os.cpu_count() or 1
+    if devices[0].platform != "cpu" or len(devices) <= 1:
+        return ""
+    return f"{len(devices)} virtual devices shared {cores} core{'s' if cores > 1 else ''}"

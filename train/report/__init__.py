@@ -1,0 +1,7 @@
+"""What is left of a run for people: report.html, one page that needs no network, and runs side by side."""
+
+from train.report.compare import Comparison, compare, write_comparison
+from train.report.folder import RunFolder
+from train.report.page import write_report
+
+__all__ = ["Comparison", "RunFolder", "compare", "write_comparison", "write_report"]

@@ -1,0 +1,140 @@
+"""A run's folder, read back: its options, its metrics, where it ran."""
+
+import dataclasses
+import json
+import os
+import platform
+import shlex
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from train.config import FLAGS, ConfigError, TrainConfig, option
+from train.options import apply
+
+_PACKAGES = ("jax", "jaxlib", "flax", "optax", "numpy")
+
+
+@dataclasses.dataclass(frozen=True)
+class RunFolder:
+    """What a run left.
+
+    Attributes:
+      path: of the folder.
+      config: its options.
+      steps: records of its steps, in order.
+      evaluations: records of its held-out losses, in order.
+      events: records of what went wrong and was mended, in order.
+      environment: where it ran; empty if it did not say.
+    """
+
+    path: Path
+    config: TrainConfig
+    steps: tuple[Mapping[str, Any], ...]
+    evaluations: tuple[Mapping[str, Any], ...]
+    events: tuple[Mapping[str, Any], ...]
+    environment: Mapping[str, Any]
+
+    @classmethod
+    def read(cls, path: Path) -> "RunFolder":
+        """Read a folder. A last line that was cut short is left out.
+
+        Raises:
+          ConfigError: it is no run's folder, or its files are damaged.
+        """
+        config = _json(path, "config.json")
+        if config is None or not (path / "metrics.jsonl").is_file():
+            raise ConfigError(f"{path}: no run's folder; it should hold config.json and metrics.jsonl")
+        lines = (path / "metrics.jsonl").read_text().split("\n")
+        records = []
+        for number, line in enumerate(lines[:-1], 1):
+            try:
+                records.append(json.loads(line))
+            except ValueError as error:
+                raise ConfigError(f"{path}/metrics.jsonl: line {number} is damaged: {error}") from None
+        steps = [r for r in records if "loss" in r]
+        return cls(
+            path=path,
+            config=apply(TrainConfig(), config, f"{path}/config.json"),
+            steps=tuple({r["step"]: r for r in steps}.values()),  # of a step done twice the later
+            evaluations=tuple(r for r in records if "heldout_loss" in r),
+            events=tuple(r for r in records if "event" in r),
+            environment=_json(path, "environment.json") or {},
+        )
+
+    def series(self, name: str) -> tuple[list[int], list[Any]]:
+        """Steps that have a metric, and its values; ``outer/inner`` looks into records. None is no number."""
+        found = [(r["step"], value) for r in self.steps if (value := _look(r, name)) is not _MISSING]
+        return [step for step, _ in found], [value for _, value in found]
+
+
+_MISSING = object()
+
+
+def _look(record: Any, name: str) -> Any:
+    for part in name.split("/"):
+        if not isinstance(record, Mapping) or part not in record:
+            return _MISSING
+        record = record[part]
+    return record
+
+
+def _json(folder: Path, name: str) -> Any:
+    try:
+        return json.loads((folder / name).read_text())
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{folder}/{name}: cannot read it: {error}") from None
+
+
+def environment(devices: Sequence[Any], arguments: Sequence[str] | None = None) -> dict[str, Any]:
+    """Where a run runs, as plain values: versions, machine, devices, the code's commit, what was typed."""
+    import jax
+
+    written = sys.argv[1:] if arguments is None else arguments
+    return {
+        "started": datetime.now().astimezone().isoformat(timespec="seconds"),
+        "command": shlex.join(["scripts/train", *written]),
+        "commit": _commit(),
+        "python": platform.python_version(),
+        **{name: metadata.version(name) for name in _PACKAGES},
+        "machine": f"{platform.system()} {platform.release()}, {platform.machine()}, {os.cpu_count()} CPUs",
+        "devices": f"{len(devices)} x {devices[0].device_kind}",
+        "processes": jax.process_count(),
+        "XLA_FLAGS": os.environ.get("XLA_FLAGS", ""),
+    }
+
+
+def command_line(config: TrainConfig) -> str:
+    """The shortest command of these options: flags alone, no preset, no file."""
+    default, words = TrainConfig(), ["scripts/train"]
+    for flag in FLAGS:
+        value = option(config, flag)
+        if value == option(default, flag):
+            continue
+        if isinstance(value, bool):
+            words.append(flag if value else flag.replace("--", "--no-", 1))
+        else:
+            words += [flag, *map(str, value if isinstance(value, tuple) else (value,))]
+    return shlex.join(words)
+
+
+def _commit() -> str:
+    """The commit that is checked out, and whether files differ from it; empty outside of a repository."""
+    root = Path(__file__).parent
+
+    def git(*words: str) -> str:
+        done = subprocess.run(["git", "-C", str(root), *words], capture_output=True, text=True, timeout=10)
+        return done.stdout.strip() if done.returncode == 0 else ""
+
+    try:
+        commit = git("rev-parse", "HEAD")
+        changed = commit and git("status", "--porcelain", "--untracked-files=no")
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return f"{commit} with changes" if changed else commit

@@ -1,0 +1,217 @@
+"""report.html: curves, load of experts, timelines, options, environment, how to reproduce; one file, no network."""
+
+import base64
+import json
+import string
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from dualpipe_jax.schedule import simulate
+from train.config import FLAGS, TrainConfig, make_schedule, option
+from train.figures import PARTS
+from train.report.folder import RunFolder, command_line
+from train.report.timelines import Drawn, drawn, timelines
+
+Page = dict[str, Any]
+"""What page.js draws:
+  title, about: text.    alarms: texts, each in a box of its own.    events: steps that are marked in all curves.
+  tiles: [value, name] pairs.
+  sections: {"title", "about"?, "charts"?, "heat"?, "timelines"?, "tables"?, "text"?}.
+  chart: {"title", "series": [{"name", "x", "y"}], "log"?, "zero"?, "wide"?}; null is no number.
+  heat: {"shape": [steps, layers, experts], "steps", "one", "values"}: base64 of bytes, "one" for the mean load.
+  timelines: see ``train.report.timelines``.    table: {"title"?, "head"?, "rows": [[name, *cells]]}."""
+
+_HERE = Path(__file__).parent
+_ONE, _CELLS, _POINTS = 64, 1_000_000, 2000
+"""A mean load's byte; most cells of the heat map, and points of a curve."""
+
+_CURVES: tuple[tuple[str, tuple[str, ...], dict[str, bool]], ...] = (
+    ("gradient norm", ("grad_norm",), {"log": True}),
+    ("learning rate", ("learning_rate",), {"zero": True}),
+    ("tokens a second", ("tokens_per_s",), {"zero": True}),
+    ("seconds of a step, the first left out", ("step_s", "data_wait_s", "checkpoint_s"), {"zero": True}),
+    ("MFU", ("mfu",), {"zero": True}),
+    ("TFLOP/s of all devices", ("tflops_per_s",), {"zero": True}),
+    ("memory, GiB", ("device_memory_gib", "process_memory_gib"), {"zero": True}),
+)
+_BALANCE: tuple[tuple[str, tuple[str, ...], dict[str, bool]], ...] = (
+    ("MaxVio, 0 is even", ("max_vio",), {"zero": True}),
+    ("entropy of load, 1 is even", ("load_entropy",), {}),
+    ("range of routing biases", ("bias_range",), {"zero": True}),
+    ("dropped assignments", ("dropped",), {"zero": True}),
+)
+
+
+def write_report(folder: Path) -> Path:
+    """Write a run's report.html, from what lies in its folder. Returns the page's path.
+
+    Raises:
+      ConfigError: it is no run's folder.
+    """
+    run = RunFolder.read(folder)
+    path = folder / "report.html"
+    path.write_text(render(report_page(run)), encoding="utf-8")
+    return path
+
+
+def render(page: Page) -> str:
+    """The HTML of a page, everything in it."""
+    parts = {name: (_HERE / f"page.{name}").read_text(encoding="utf-8") for name in ("css", "js")}
+    data = json.dumps(page, separators=(",", ":"), allow_nan=False).replace("</", "<\\/")
+    template = string.Template((_HERE / "page.html").read_text(encoding="utf-8"))
+    title = page["title"].replace("&", "&amp;").replace("<", "&lt;")
+    return template.substitute(parts, title=title, data=data)
+
+
+def report_page(run: RunFolder) -> Page:
+    """What the page of a run holds."""
+    measured = timelines(run.path)
+    schedule = make_schedule(run.config)
+    theory = drawn(simulate(schedule), f"{schedule.name} simulated, F = I = W", "times F")
+    sections: list[Mapping[str, Any]] = [
+        {"title": "Curves", "charts": [loss_chart([run]), *charts([run], _CURVES), *_gradient_parts(run)]},
+        {"title": "Balance of experts", "charts": charts([run], _BALANCE), **_heat(run)},
+        _timeline_section(measured, theory),
+        {
+            "title": "Options",
+            "about": "Those in colour are not the defaults.",
+            "tables": _options(run.config),
+        },
+    ]
+    if run.environment:
+        rows = [[name, str(value)] for name, value in run.environment.items()]
+        sections.append({"title": "Environment", "tables": [{"rows": rows}]})
+    sections.append({"title": "How to reproduce", "about": _about_reproducing(), "text": _reproduce(run)})
+    return {
+        "title": run.path.name,
+        "about": _about(run),
+        "alarms": [f"Step {event['step']}: {event['event']}" for event in run.events],
+        "events": [event["step"] for event in run.events],
+        "tiles": _tiles(run, simulate(schedule).bubble, measured),
+        "sections": sections,
+    }
+
+
+def loss_chart(runs: Sequence[RunFolder]) -> dict[str, Any]:
+    """Losses of one run or more, held-out ones beside them where they are of one run."""
+    series = [_curve(run, "loss", run.path.name if len(runs) > 1 else "training") for run in runs]
+    if len(runs) == 1 and runs[0].evaluations:
+        held = runs[0].evaluations
+        x, y = [r["step"] for r in held], [r["heldout_loss"] for r in held]
+        series.append({"name": "held out", "x": x, "y": y})
+    return {"title": "loss, nats per token", "series": series, "wide": True}
+
+
+def charts(
+    runs: Sequence[RunFolder], wanted: Iterable[tuple[str, tuple[str, ...], Mapping[str, bool]]]
+) -> list[dict[str, Any]]:
+    """Charts of the metrics that there are, each (title, names of metrics, options of the chart)."""
+    found = []
+    for title, names, options in wanted:
+        curves = [
+            _curve(run, name, name if len(runs) == 1 else run.path.name)
+            for name in names
+            for run in runs
+            if any(value is not None for value in run.series(name)[1])
+        ]
+        if curves:
+            found.append({"title": title, "series": curves, **options})
+    return found
+
+
+def _curve(run: RunFolder, metric: str, name: str) -> dict[str, Any]:
+    x, y = run.series(metric)
+    if metric == "step_s" and len(x) > 1:
+        x, y = x[1:], y[1:]  # it compiles, and would flatten all others
+    stride = -(-len(x) // _POINTS) or 1
+    return {"name": name, "x": x[::stride], "y": y[::stride]}
+
+
+def _gradient_parts(run: RunFolder) -> list[dict[str, Any]]:
+    curves = [_curve(run, f"grad_norms/{part}", part) for part in PARTS]
+    curves = [curve for curve in curves if curve["x"]]
+    return [{"title": "gradient norms by part", "series": curves, "log": True}] if curves else []
+
+
+def _heat(run: RunFolder) -> dict[str, Any]:
+    steps, loads = run.series("load")
+    if not loads or len({np.shape(load) for load in loads}) > 1:
+        return {}
+    values = np.asarray(loads, float)  # [steps, layers, experts]
+    stride = -(-values.size // _CELLS)
+    steps, values = steps[::stride], values[::stride]
+    parts = values / np.maximum(values.mean(-1, keepdims=True), 1e-9)
+    codes = np.minimum(np.round(parts * _ONE), 255).astype(np.uint8)
+    encoded = base64.b64encode(codes.tobytes()).decode()
+    return {"heat": {"shape": list(codes.shape), "steps": steps, "one": _ONE, "values": encoded}}
+
+
+def _timeline_section(measured: Sequence[Drawn], theory: Drawn) -> dict[str, Any]:
+    if not measured:
+        about = "The schedule's theory; --profile STEPS measures it and lays both side by side."
+        return {"title": "Timeline of a step", "about": about, "timelines": [theory.group()]}
+    about = "Measured from the profile, and simulated with the measured costs of its units."
+    return {
+        "title": "Timeline of a step",
+        "about": about,
+        "timelines": [Drawn.together(measured), theory.group()],
+    }
+
+
+def _options(config: TrainConfig) -> list[dict[str, Any]]:
+    default, tables = TrainConfig(), dict[str, list[Any]]()
+    for flag, path in FLAGS.items():
+        value = option(config, flag)
+        text = " ".join(map(str, value)) if isinstance(value, tuple) else str(value)
+        own = value != option(default, flag)
+        tables.setdefault(path[0] if len(path) > 1 else "run", []).append(
+            [flag.removeprefix("--"), {"own": text} if own else text]
+        )
+    return [{"title": title, "rows": rows} for title, rows in tables.items()]
+
+
+def _about(run: RunFolder) -> str:
+    mesh, data = run.config.mesh, run.config.data
+    return (
+        f"Model {run.config.model.name}, schedule {mesh.schedule}, pp {mesh.pp} x ep {mesh.ep}; a step is "
+        f"{mesh.microbatches} microbatches of {mesh.microbatch_size} sequences of {data.sequence} tokens. "
+        f"{run.environment.get('devices', '')} {run.environment.get('started', '')}"
+    ).strip()
+
+
+def _tiles(run: RunFolder, simulated: float, measured: Sequence[Drawn]) -> list[list[str]]:
+    tiles = [[f"{len(run.steps)} / {run.config.optimizer.steps}", "steps"]]
+    held = [r["heldout_loss"] for r in run.evaluations if r["heldout_loss"] is not None]
+    if len(held) > 1:
+        tiles.append([f"{held[0]:.3f} → {held[-1]:.3f}", "held-out loss"])
+    if run.steps:
+        last = run.steps[-1]
+        tiles.append(
+            ["not a number" if last["loss"] is None else f"{last['loss']:.4f}", "last training loss"]
+        )
+    later = run.steps[1:]  # the first step compiles
+    if later:
+        tiles.append([f"{np.median([r['tokens_per_s'] for r in later]):,.0f}", "tokens/s, median"])
+        tiles.append([f"{np.median([r['tflops_per_s'] for r in later]):.3g}", "TFLOP/s, median"])
+        mfu = [r["mfu"] for r in later if "mfu" in r]
+        source = run.environment.get("peak", "")
+        tiles.append(
+            [f"{np.median(mfu):.1%}" if mfu else "n/a", f"MFU{f' ({source})' if source and mfu else ''}"]
+        )
+    tiles.append([f"{simulated:.1%}", "bubble, F = I = W"])
+    if measured:
+        tiles.append([f"{measured[0].bubble:.1%}", "bubble, measured"])
+    return tiles
+
+
+def _about_reproducing() -> str:
+    return "The same commit, options, text and devices give the same losses; on the same machine bit for bit."
+
+
+def _reproduce(run: RunFolder) -> str:
+    commit = str(run.environment.get("commit", "")).split(" ")[0]
+    lines = [f"git checkout {commit}"] if commit else []
+    return "\n".join([*lines, command_line(run.config)])

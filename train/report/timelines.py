@@ -1,0 +1,122 @@
+"""Timelines of a step as the report draws them: boxes by rank, and the group that shares an axis."""
+
+import dataclasses
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from dualpipe_jax.schedule.formats.plot import NAMES, colours, is_dark, num_shades, shade, shade_names
+from dualpipe_jax.schedule.ir import Action, Op, Schedule
+from dualpipe_jax.schedule.simulate import Timeline
+
+FILE = "timeline.json"
+"""In a run's profile folder: what ``Drawn.together`` takes."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Drawn:
+    """A timeline to be drawn.
+
+    Attributes:
+      title: above it.
+      unit: of time, as the axis says.
+      ranks: rows.
+      makespan: from the start of the first to the end of the last, in ``unit``.
+      bubble: share of all ranks' time in which they idle.
+      boxes: [rank, part, parts, start, end, colour, ink, label, title] of each action; of a pair part 0 and 1 of 2.
+      pairs: [rank, start, end] of each overlapped pair.
+      legend: [colour, name] of what is in it.
+    """
+
+    title: str
+    unit: str
+    ranks: int
+    makespan: float
+    bubble: float
+    boxes: list[list[Any]]
+    pairs: list[list[Any]]
+    legend: list[list[str]]
+
+    def group(self) -> dict[str, Any]:
+        """As page.js wants it, alone."""
+        return Drawn.together([self])
+
+    @staticmethod
+    def together(several: Sequence["Drawn"]) -> dict[str, Any]:
+        """As page.js wants several on one axis."""
+        return {
+            "legend": max((one.legend for one in several), key=len),
+            "timelines": [dataclasses.asdict(one) for one in several],
+        }
+
+
+def drawn(timeline: Timeline, title: str, unit: str) -> Drawn:
+    """A simulated timeline as it is to be drawn."""
+    facts = f"{title}: bubble {timeline.bubble:.1%}, {timeline.makespan:,.4g} {unit}"
+    spans = {
+        action: (start, end)
+        for order, starts, ends in zip(timeline.schedule.orders, timeline.starts, timeline.ends, strict=True)
+        for slot, start, end in zip(order, starts, ends, strict=True)
+        for action in slot
+    }
+    return boxes_of(timeline.schedule, spans, facts, unit, timeline.makespan, timeline.bubble)
+
+
+def boxes_of(
+    schedule: Schedule,
+    spans: Mapping[Action, tuple[float, float]],
+    title: str,
+    unit: str,
+    makespan: float,
+    bubble: float,
+    *,
+    fused: bool = True,
+) -> Drawn:
+    """A timeline of times that come from wherever: of each action when it started and ended.
+
+    ``fused``: whether pairs stand in one frame, the forward above, or each half by itself, as high as the others.
+    """
+    boxes, pairs = [], []
+    shades = num_shades(schedule.placement)
+    for rank, order in enumerate(schedule.orders):
+        for slot in order:
+            parts = len(slot) if fused else 1
+            if parts > 1:
+                pairs.append([rank, *(round(time, 4) for time in spans[slot[0]])])
+            for part, action in enumerate(slot):
+                start, end = (round(time, 4) for time in spans[action])
+                colour = colours(action.op, shades)[shade(schedule.placement, action.stage)]
+                ink = "#ffffff" if is_dark(colour) else "#1c1c22"
+                about = (
+                    f"{NAMES[action.op]} of stage {action.stage}, microbatch {action.microbatch}: "
+                    f"{start:.4g} to {end:.4g} {unit}"
+                )
+                label = str(action.microbatch)
+                boxes.append([rank, part if fused else 0, parts, start, end, colour, ink, label, about])
+    return Drawn(
+        title, unit, schedule.num_ranks, makespan, bubble, boxes, pairs, _legend(schedule, bool(pairs))
+    )
+
+
+def timelines(folder: Path) -> list[Drawn]:
+    """Those that a run's profile left: measured first, then simulated at the measured costs; none without one."""
+    path = folder / "profile" / FILE
+    if not path.is_file():
+        return []
+    return [Drawn(**one) for one in json.loads(path.read_text())]
+
+
+def _legend(schedule: Schedule, framed: bool) -> list[list[str]]:
+    used = {action.op for order in schedule.orders for slot in order for action in slot}
+    shades = num_shades(schedule.placement)
+    names = shade_names(schedule.placement) if shades > 1 else ("",)
+    legend = [
+        [colours(op, shades)[at], " ".join(filter(None, (NAMES[op], name and f"({name})")))]
+        for op in (Op.F, Op.B, Op.I, Op.W)
+        if op in used
+        for at, name in enumerate(names)
+    ]
+    if framed:
+        legend.append(["frame", "overlapped pair"])
+    return legend

@@ -1,0 +1,139 @@
+"""Who is told the metrics besides metrics.jsonl: TensorBoard and Weights & Biases, behind one small interface."""
+
+import importlib
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Protocol, Self
+
+from train.config import ConfigError
+
+Record = Mapping[str, Any]
+
+
+class Tracker(Protocol):
+    """Is told every record of a run, in order."""
+
+    def write(self, record: Record) -> None:
+        """Take a record: numbers by name, of which "step" is one; names may hold further records, or lists."""
+
+    def close(self) -> None:
+        """Write what is not written yet. No record follows."""
+
+
+class TensorBoard:
+    """Scalars as TensorBoard reads them, in the run's folder: ``tensorboard --logdir runs``.
+
+    Raises:
+      ConfigError: tensorboardX is not installed.
+    """
+
+    def __init__(self, folder: Path, config: Record):
+        del config  # config.json lies beside
+        module = _load("tensorboardX", "tensorboard")
+        self._writer = module.SummaryWriter(str(folder), write_to_disk=True)
+
+    def write(self, record: Record) -> None:
+        """Add the scalars of a record."""
+        for name, value in scalars(record):
+            self._writer.add_scalar(name, value, record["step"])
+        self._writer.flush()
+
+    def close(self) -> None:
+        """Close the file."""
+        self._writer.close()
+
+
+class WeightsAndBiases:
+    """Scalars as Weights & Biases keeps them, offline, in the run's folder: ``wandb sync FOLDER/wandb/offline-*``.
+
+    Raises:
+      ConfigError: wandb is not installed.
+    """
+
+    def __init__(self, folder: Path, config: Record):
+        module = _load("wandb", "wandb")
+        settings = module.Settings(console="off", silent=True, disable_git=True, x_disable_stats=True)
+        self._run = module.init(
+            project="dualpipe-jax",
+            name=folder.name,
+            dir=str(folder),
+            mode="offline",
+            config=dict(config),
+            settings=settings,
+        )
+
+    def write(self, record: Record) -> None:
+        """Log the scalars of a record."""
+        self._run.log(dict(scalars(record)), step=record["step"])
+
+    def close(self) -> None:
+        """Finish the run."""
+        self._run.finish()
+
+
+TRACKERS: Mapping[str, Callable[[Path, Record], Tracker]] = {
+    "tensorboard": TensorBoard,
+    "wandb": WeightsAndBiases,
+}
+"""By the names that ``--track`` knows."""
+
+
+class Trackers:
+    """Several trackers as one: what is written goes to each, and leaving closes all.
+
+    Args:
+      file: the first of them, metrics.jsonl.
+      names: of ``TRACKERS``.
+      folder: the run's.
+      config: the run's options, as ``train.options.plain`` gives them.
+
+    Raises:
+      ConfigError: a tracker is not installed.
+    """
+
+    def __init__(self, file: Tracker, names: Sequence[str], folder: Path, config: Record):
+        self._all: list[Tracker] = [file]
+        try:
+            self._all += [TRACKERS[name](folder, config) for name in dict.fromkeys(names)]
+        except BaseException:
+            self.close()
+            raise
+
+    def write(self, record: Record) -> None:
+        """Tell every tracker."""
+        for tracker in self._all:
+            tracker.write(record)
+
+    def close(self) -> None:
+        """Close every tracker."""
+        for tracker in self._all:
+            tracker.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def scalars(record: Record, inside: str = "") -> Iterator[tuple[str, float]]:
+    """Finite numbers of a record by name, those of records in it as ``outer/inner``; no lists, and not the step."""
+    for name, value in record.items():
+        if isinstance(value, Mapping):
+            yield from scalars(value, f"{inside}{name}/")
+        elif isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):  # noqa: SIM102
+            if inside + name != "step":
+                yield inside + name, value
+
+
+def _load(module: str, extra: str) -> Any:
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError:
+        raise ConfigError(
+            f"--track {extra}: {module} is not installed; run: pip install 'dualpipe-jax[{extra}]'"
+        ) from None
