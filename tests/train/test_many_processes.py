@@ -13,8 +13,8 @@ import pytest
 ROOT = Path(__file__).parents[2]
 OPTIONS = (
     *("--schedule", "one_f_one_b", "--pp", "2", "--ep", "2", "--microbatches", "2", "--microbatch-size", "2"),
-    *("--model", "tiny", "--layers", "2", "--sequence", "8", "--eval-sequences", "4", "--steps", "60"),
-    *("--checkpoint-every", "20", "--data", "text.txt"),
+    *("--model", "tiny", "--layers", "2", "--sequence", "8", "--eval-sequences", "4", "--steps", "30"),
+    *("--checkpoint-every", "10", "--data", "text.txt"),
 )
 
 
@@ -65,11 +65,11 @@ def test_a_killed_process_leaves_no_trace_in_the_curve(tmp_path):
     try:
         deadline = time.monotonic() + 400
         metrics = tmp_path / "runs" / name / "metrics.jsonl"
-        while not (metrics.exists() and metrics.read_text().count('"loss"') >= 22):
+        while not (metrics.exists() and metrics.read_text().count('"loss"') >= 12):
             assert two.poll() is None and time.monotonic() < deadline
             time.sleep(0.02)
         os.kill(worker(name, 1), signal.SIGKILL)
-        first_try = curve(tmp_path, name)
+        killed = curve(tmp_path, name)
         assert (alone.wait(400), two.wait(400)) == (0, 0)
     finally:
         for process in (alone, two):
@@ -79,5 +79,6 @@ def test_a_killed_process_leaves_no_trace_in_the_curve(tmp_path):
     assert "process 1 died of SIGKILL" in story and "restart 1 of 1" in story
     assert "resuming from step" in (tmp_path / f"{name}.out").read_text()
     one, other = curve(tmp_path, "one"), curve(tmp_path, name)
-    assert [line[:2] for line in other] == [line[:2] for line in one] and len(one) == 2 * 60 + 2
-    assert [line[2] for line in other] == pytest.approx([line[2] for line in one], rel=1e-6)
+    assert len(one) == 2 * 30 + 2
+    assert other == one, "bit for bit, in one process and in two, of which one was killed"
+    assert len(killed) > 2 * 10 + 1 and killed == one[: len(killed)], "steps were done again"
