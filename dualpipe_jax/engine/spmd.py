@@ -345,7 +345,7 @@ class _Program:
                 if key not in all_sums or stops[number]:
                     return None
                 total = state[key] if key in state else self.vary(all_sums[key])
-                return total * jnp.asarray(scale, total.real.dtype)
+                return total * jnp.asarray(scale, total.dtype)
 
             stops = jax.tree.leaves(frozen)
             return [one(number) for number in range(count)]

@@ -60,7 +60,7 @@ def sum_dtype(dtype: Any, wanted: Any) -> Any:
     if wanted is None:
         return dtype
     if jnp.issubdtype(dtype, jnp.complexfloating) and not jnp.issubdtype(wanted, jnp.complexfloating):
-        return jnp.result_type(jnp.dtype(wanted).type(0), np.complex64)
+        return np.dtype(np.complex128 if jnp.dtype(wanted) == np.float64 else np.complex64)
     return wanted
 
 

@@ -1,4 +1,4 @@
-"""Sums and seeds keep what their dtypes can hold: low-precision losses, gathers in bfloat16."""
+"""Sums and seeds keep what their dtypes can hold: complex parameters, low-precision losses, gathers in bfloat16."""
 
 import jax
 import jax.numpy as jnp
@@ -14,11 +14,28 @@ from dualpipe_jax import (
     sequential_value_and_grad,
 )
 from dualpipe_jax.engine.model import staged
-from dualpipe_jax.schedule import one_f_one_b, zb_h1
+from dualpipe_jax.schedule import dualpipe, one_f_one_b, zb_h1
 from tests.engine import models
 from tests.engine.models import assert_close, quick
 
 MLP = PipelineModel(models.embed, lambda p, x: models.mlp(p, x)[0], models.head_loss)
+
+
+@pytest.mark.parametrize("make", [dualpipe, zb_h1], ids=lambda make: make.__name__)
+def test_complex_parameters_under_float32_sums(make):
+    """A filter in the frequency domain."""
+
+    def stage(filters, x):
+        return x + jnp.tanh(jnp.real(jnp.fft.ifft(jnp.fft.fft(x) * filters)))
+
+    model, params = MLP._replace(stage=stage), models.init("mlp", 2)[0]
+    parts = jax.random.normal(jax.random.key(2), (2, 2, models.WIDTH))
+    params["stages"] = jax.lax.complex(parts[0], parts[1])
+    data = models.data(4)
+    step = pipeline_value_and_grad(model, make(2, 4), make_mesh(2, 1), accumulate_dtype=jnp.float32)
+    want = jax.jit(sequential_value_and_grad(model))(params, *data)
+    assert np.abs(want[1]["stages"].imag).max() > 0.1 * np.abs(want[1]["stages"].real).max()
+    assert_close(quick(step)(params, *data), want, 5e-6)
 
 
 def test_a_bfloat16_loss_does_not_round_the_seed():
