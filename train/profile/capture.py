@@ -81,7 +81,10 @@ def read_events(folder: Path) -> Iterator[Event]:
         raise FileNotFoundError(f"{folder}: no trace (*.xplane.pb)")
     for plane in jax.profiler.ProfileData.from_file(str(traces[-1])).planes:
         own = plane.name.startswith("/device:")
-        number = int(plane.name.rpartition(":")[2].split()[0]) if own else 0
+        ordinal = plane.name.rpartition(":")[2].split()[0] if own else "0"
+        if not ordinal.isdigit():
+            continue  # no device: libtpu, installed, adds planes such as "/device:CUSTOM:Megascale Trace"
+        number = int(ordinal)
         for line in plane.lines:
             for event in line.events:
                 stats = dict(event.stats)
