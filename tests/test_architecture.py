@@ -116,3 +116,9 @@ def test_importing_everything_leaves_jax_config_alone():
         "assert dict(jax.config.values) == before\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_no_two_tests_share_a_file_name():
+    """Pytest takes the second for the first, but only when both are collected in one run."""
+    names = [path.name for path in (ROOT / "tests").rglob("test_*.py")]
+    assert {name for name in names if names.count(name) > 1} == set()
