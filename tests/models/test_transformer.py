@@ -209,7 +209,7 @@ def test_a_factor_of_0_leaves_the_balance_loss_out():
 
 
 def test_init_makes_the_same_weights_for_every_plan_and_zeros_in_empty_slots():
-    key = jax.random.key(0, impl="rbg")
+    key = jax.random.key(0)  # not rbg: under vmap its numbers depend on the neighbours
     config = dataclasses.replace(CONFIG, num_layers=4, num_mtp_layers=1)
 
     def weights(model):
