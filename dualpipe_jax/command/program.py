@@ -11,6 +11,9 @@ from dualpipe_jax.command.options import Count
 Files = Annotated[tuple[Path, ...], tyro.conf.arg(metavar="FILE ...", aliases=["-o"], help_behavior_hint="")]
 """What to write of a compiled program."""
 
+RatesFile = Annotated[Path | None, tyro.conf.arg(name="rates", metavar="FILE", help_behavior_hint="")]
+"""Measured rates."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Program:
