@@ -7,7 +7,11 @@ Works on any program that JAX compiled, for TPU, GPU or CPU, also ahead of time 
 >>> print(inspect.overlap(compiled))  # doctest: +SKIP
 """
 
-from dualpipe_jax.inspect.compiler import recommended_compiler_options, tpu_generation
+from dualpipe_jax.inspect.compiler import (
+    gpu_process_environment,
+    recommended_compiler_options,
+    tpu_generation,
+)
 from dualpipe_jax.inspect.copies import Copy, copies
 from dualpipe_jax.inspect.hlo import Array, Call, Computation, Instruction, Module, read
 from dualpipe_jax.inspect.measured import measured_rates, read_rates
@@ -62,6 +66,7 @@ __all__ = [
     "Work",
     "capture",
     "copies",
+    "gpu_process_environment",
     "h100_rates",
     "measured_rates",
     "memory",
