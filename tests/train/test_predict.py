@@ -113,6 +113,51 @@ def test_units_are_found_and_priced_in_a_compiled_program():
     assert len(sends) == 2, "outputs and gradients; on two ranks both pipes send the same way"
 
 
+def branch(name, scope, cycles, inner=""):
+    path = f"jit(step)/while/body/closed_call/cond/{scope}"
+    return (
+        f"%{name} ({name}.p: f32[8]) -> f32[8] {{\n  %{name}.p = f32[8]{{0}} parameter(0)\n{inner}"
+        f'  ROOT %{name}.n = f32[8]{{0}} negate(%{name}.p), metadata={{op_name="{path}"}}, '
+        f'backend_config={{"estimated_cycles":"{cycles}"}}\n}}\n\n'
+    )
+
+
+def test_units_are_found_in_the_branches_of_a_conditional():
+    """As on GPU; by hand. A conditional of a stage's own is part of its unit."""
+    own = "jit(step)/while/body/closed_call/cond/branch_1_fun/pair/middle-first/cond"
+    conditional = (
+        "  %{0} = f32[8]{{0}} conditional(%i.{0}, {1}), branch_computations={{{2}}}, "
+        'metadata={{op_name="{3}"}}\n'
+    )
+    index = "  %i.{0} = s32[] constant(0)\n"
+    inner = index.format("own") + conditional.format("own", "%pair.p, %pair.p", "%left, %right", own)
+    text = "HloModule step, is_scheduled=true\n\n"
+    text += branch("left", "branch_1_fun/pair/middle-first/cond/branch_0_fun/neg", 5)
+    text += branch("right", "branch_1_fun/pair/middle-first/cond/branch_1_fun/neg", 7)
+    text += branch("ahead", "branch_0_fun/forward/middle/neg", 30)
+    text += branch("pair", "branch_1_fun/pair/middle-first/neg", 90, inner)
+    text += branch("nothing", "branch_2_fun", 0)
+    text += "%tick (p: f32[8]) -> f32[8] {\n  %p = f32[8]{0} parameter(0)\n" + index.format("units")
+    text += conditional.format(
+        "units", "%p, %p, %p", "%ahead, %pair, %nothing", "jit(step)/while/body/closed_call/cond"
+    )
+    text += '  ROOT %sent = f32[8]{0} negate(%units), backend_config={"estimated_cycles":"11"}\n}\n\n'
+    text += "%more (p: f32[8]) -> pred[] {\n  %p = f32[8]{0} parameter(0)\n  ROOT %yes = pred[] constant(true)\n}\n\n"
+    text += "ENTRY %main (p: f32[8]) -> f32[8] {\n  %p = f32[8]{0} parameter(0)\n"
+    text += (
+        "  ROOT %scan = f32[8]{0} while(%p), condition=%more, body=%tick, "
+        'backend_config={"known_trip_count":{"n":"6"}}\n}\n'
+    )
+    module = read(text)
+    assert predict.by_kind(module, "F") == {"middle": ["ahead"]}
+    assert predict.by_kind(module, "FB") == {"middle-first": ["pair"]}
+    assert predict.walk(module) == "tick" and not predict.bodies(module, "W")
+    report = overlap(module)
+    cycles = {name: unit.cycles for name, unit in predict.measure(report, module).items()}
+    assert cycles == {"F": 30, "FB": 90 + 7}
+    assert predict.overheads(report, module) == (11, 0)
+
+
 def test_a_program_without_ticks_has_no_overheads():
     module = read(jax.jit(lambda x: x + 1).lower(jax.numpy.ones(8)).compile())
     assert predict.overheads(overlap(module), module) is None
