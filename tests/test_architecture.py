@@ -20,7 +20,6 @@ MAY_IMPORT = {
         "dualpipe_jax.parallel",
         "dualpipe_jax.split",
         "dualpipe_jax.pair",
-        "dualpipe_jax.inspect.compiler",  # only to be found there as well
     ),
     "dualpipe_jax.inspect": (),
     "dualpipe_jax.worker": (),

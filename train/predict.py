@@ -63,52 +63,32 @@ def bodies(module: Module, unit: str) -> list[str]:
 def by_kind(module: Module, unit: str) -> dict[str, list[str]]:
     """The same by kind of stage, "KIND", or for pairs the forward's and the backward's, "KIND-KIND"."""
     found: dict[str, list[str]] = {}
-    for body, guard in guards(module).items():
-        if guard.scope == SCOPE_OF[unit]:
-            found.setdefault(guard.kind, []).append(body)
-    return found
-
-
-@dataclasses.dataclass(frozen=True)
-class Guard:
-    """What a unit's computation stands behind.
-
-    Attributes:
-      holder: the computation that holds the guard.
-      instruction: the guard's name there, that of a loop or of a conditional.
-      scope, kind: of the unit.
-    """
-
-    holder: str
-    instruction: str
-    scope: str
-    kind: str
-
-
-_UNIT = rf"/({'|'.join(SCOPE_OF.values())})/([^/]+)/"
-_LOOP, _BRANCH = re.compile(rf"{_UNIT}while$"), re.compile(rf"/branch_\d+_fun{_UNIT}")
-
-
-def guards(module: Module) -> dict[str, Guard]:
-    """By computation: the bodies of loops that are named for a unit, the branches of a conditional that hold one."""
-    found = {}
-    for body, (holder, loop) in module.loops.items():
-        if match := _LOOP.search(loop.op_name):
-            found[body] = Guard(holder, loop.name, *match.groups())
-    for holder in module.executed:
-        for instruction in module.computations[holder]:
-            if instruction.opcode != "conditional" or _BRANCH.search(instruction.op_name):
-                continue  # the second is a stage's own
-            for branch in instruction.called():
-                names = (i.op_name for i in module.inside(branch))
-                if match := next(filter(None, map(_BRANCH.search, names)), None):
-                    found[branch] = Guard(holder, instruction.name, *match.groups())
+    for body, (_, names) in _guarded(module).items():
+        if len(names) == 1 and (match := re.fullmatch(rf"{SCOPE_OF[unit]}/(.+)", names[0])):
+            found.setdefault(match[1], []).append(body)
     return found
 
 
 def walk(module: Module) -> str | None:
     """The body of the scan over ticks, which holds all guards; None where there are none."""
-    return next((guard.holder for guard in guards(module).values()), None)
+    return next((holder for holder, names in _guarded(module).values() if names), None)
+
+
+def _guarded(module: Module) -> dict[str, tuple[str, list[str]]]:
+    """What a guard skips, a loop's body or one branch of a conditional: -> (its holder, the units in it, UNIT/KIND)."""
+    unit = rf"({'|'.join(SCOPE_OF.values())})/[^/]+"
+    loop, inside = re.compile(rf"/({unit})/while$"), re.compile(rf"/branch_\d+_fun/({unit})/")
+    found = {
+        body: (holder, [match[1]])
+        for body, (holder, instruction) in module.loops.items()
+        if (match := loop.search(instruction.op_name))
+    }
+    for body, (holder, _) in module.branches.items():
+        # Where a tick's unit is a branch, the conditional itself has no unit's name.
+        matches = (inside.search(instruction.op_name) for instruction in module.computations[body])
+        if names := sorted({match[1] for match in matches if match}):
+            found[body] = holder, names
+    return found
 
 
 def measure(report: OverlapReport, module: Module) -> dict[str, Unit]:
@@ -147,10 +127,12 @@ def overheads(report: OverlapReport, module: Module) -> tuple[float, float] | No
     if tick is None:
         return None
     cycles = {name: time.cycles for name, time in report.computations.items()}
-    longest: dict[str, float] = {}  # of a conditional's branches one runs, and the longest was counted
-    for body, guard in guards(module).items():
-        longest[guard.instruction] = max(cycles[body], longest.get(guard.instruction, 0.0))
-    beside = cycles[tick] - sum(longest.values())
+    guards = sum(cycles[body] for body, (holder, _) in module.loops.items() if holder == tick)
+    choices: dict[str, float] = {}
+    for body, (holder, choice) in module.branches.items():
+        if holder == tick:
+            choices[choice.name] = max(choices.get(choice.name, 0.0), cycles[body])
+    beside = cycles[tick] - guards - sum(choices.values())
     holder, scan = module.loops[tick]
     return max(0.0, beside), max(0.0, cycles[holder] - (scan.trips or 1) * cycles[tick])
 

@@ -7,11 +7,8 @@ from typing import Any
 import jax
 import optax
 
-from dualpipe_jax.engine import (
-    Pipeline,
-    recommended_compiler_options,
-    tpu_generation,
-)
+from dualpipe_jax.engine import Pipeline
+from dualpipe_jax.inspect import recommended_compiler_options, tpu_generation
 from dualpipe_jax.parallel import make_mesh
 from dualpipe_jax.schedule import Schedule
 from train.config import ConfigError, TrainConfig, make_schedule, num_devices, too_few_devices

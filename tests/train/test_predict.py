@@ -6,6 +6,7 @@ import jax
 import pytest
 
 import models
+from dualpipe_jax.engine import Pipeline, staged
 from dualpipe_jax.inspect import Rates, overlap, read
 from dualpipe_jax.parallel import make_mesh
 from dualpipe_jax.schedule import (
@@ -17,6 +18,7 @@ from dualpipe_jax.schedule import (
     lower,
     one_f_one_b,
 )
+from tests.engine import models as small
 from train import ahead, predict
 from train.model import count_parameters
 from train.sizes import size
@@ -113,49 +115,26 @@ def test_units_are_found_and_priced_in_a_compiled_program():
     assert len(sends) == 2, "outputs and gradients; on two ranks both pipes send the same way"
 
 
-def branch(name, scope, cycles, inner=""):
-    path = f"jit(step)/while/body/closed_call/cond/{scope}"
-    return (
-        f"%{name} ({name}.p: f32[8]) -> f32[8] {{\n  %{name}.p = f32[8]{{0}} parameter(0)\n{inner}"
-        f'  ROOT %{name}.n = f32[8]{{0}} negate(%{name}.p), metadata={{op_name="{path}"}}, '
-        f'backend_config={{"estimated_cycles":"{cycles}"}}\n}}\n\n'
-    )
-
-
-def test_units_are_found_in_the_branches_of_a_conditional():
-    """As on GPU; by hand. A conditional of a stage's own is part of its unit."""
-    own = "jit(step)/while/body/closed_call/cond/branch_1_fun/pair/middle-first/cond"
-    conditional = (
-        "  %{0} = f32[8]{{0}} conditional(%i.{0}, {1}), branch_computations={{{2}}}, "
-        'metadata={{op_name="{3}"}}\n'
-    )
-    index = "  %i.{0} = s32[] constant(0)\n"
-    inner = index.format("own") + conditional.format("own", "%pair.p, %pair.p", "%left, %right", own)
-    text = "HloModule step, is_scheduled=true\n\n"
-    text += branch("left", "branch_1_fun/pair/middle-first/cond/branch_0_fun/neg", 5)
-    text += branch("right", "branch_1_fun/pair/middle-first/cond/branch_1_fun/neg", 7)
-    text += branch("ahead", "branch_0_fun/forward/middle/neg", 30)
-    text += branch("pair", "branch_1_fun/pair/middle-first/neg", 90, inner)
-    text += branch("nothing", "branch_2_fun", 0)
-    text += "%tick (p: f32[8]) -> f32[8] {\n  %p = f32[8]{0} parameter(0)\n" + index.format("units")
-    text += conditional.format(
-        "units", "%p, %p, %p", "%ahead, %pair, %nothing", "jit(step)/while/body/closed_call/cond"
-    )
-    text += '  ROOT %sent = f32[8]{0} negate(%units), backend_config={"estimated_cycles":"11"}\n}\n\n'
-    text += "%more (p: f32[8]) -> pred[] {\n  %p = f32[8]{0} parameter(0)\n  ROOT %yes = pred[] constant(true)\n}\n\n"
-    text += "ENTRY %main (p: f32[8]) -> f32[8] {\n  %p = f32[8]{0} parameter(0)\n"
-    text += (
-        "  ROOT %scan = f32[8]{0} while(%p), condition=%more, body=%tick, "
-        'backend_config={"known_trip_count":{"n":"6"}}\n}\n'
-    )
-    module = read(text)
-    assert predict.by_kind(module, "F") == {"middle": ["ahead"]}
-    assert predict.by_kind(module, "FB") == {"middle-first": ["pair"]}
-    assert predict.walk(module) == "tick" and not predict.bodies(module, "W")
-    report = overlap(module)
-    cycles = {name: unit.cycles for name, unit in predict.measure(report, module).items()}
-    assert cycles == {"F": 30, "FB": 90 + 7}
-    assert predict.overheads(report, module) == (11, 0)
+def test_units_that_are_branches_of_one_conditional():
+    """As engines for GPUs have it: the same units, of the same work, as where each is a loop."""
+    params, _ = small.init("mlp", 2)
+    params = {"stages": params["stages"], "shared": {name: params[name] for name in ("embed", "head")}}
+    batch = dict(zip(("inputs", "targets"), small.data(6, 2), strict=True))
+    model, mesh, units = staged(small.model("mlp"), 2, has_aux=True), make_mesh(2, 1), {}
+    for form in ("loop", "switch"):
+        pipeline = Pipeline(model, dualpipe(2, 6), mesh, divergence=form, fuse_pairs=True)
+        step = pipeline.units(("FB", "F", "W"), every_kind=True)
+        module = read(step.lower(params, batch, None).compile())
+        report = overlap(module, Rates(link=8.0, memory=64.0, flops=1024.0))
+        assert predict.walk(module) is not None and len(module.branches) == (0 if form == "loop" else 6)
+        units[form] = {
+            f"{unit}/{kind}": [len([i for i in module.inside(body) if i.opcode == "dot"]) for body in found]
+            for unit in ("FB", "F", "W")
+            for kind, found in predict.by_kind(module, unit).items()
+        }
+        assert all(beside > 0 for beside in predict.overheads(report, module))
+        assert {"FB", "F", "W"} <= predict.measure(report, module).keys()
+    assert units["loop"] == units["switch"] and len(units["loop"]) == 5, "W is alone in one kind"
 
 
 def test_a_program_without_ticks_has_no_overheads():
