@@ -29,6 +29,7 @@ MAY_IMPORT = {
         "dualpipe_jax.split",
         "dualpipe_jax.pair",
         "dualpipe_jax.engine",
+        "dualpipe_jax.inspect",
         "dualpipe_jax.worker",
     ),
     "dualpipe_jax.command": (

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from dualpipe_jax.engine import recommended_compiler_options, tpu_generation
+from dualpipe_jax.inspect import recommended_compiler_options, tpu_generation
 from dualpipe_jax.parallel import EP, PP, make_mesh
 
 
