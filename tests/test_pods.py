@@ -265,9 +265,19 @@ def test_targets_that_are_none(capsys):
 
 def test_memory_is_counted_with_no_compiler(capsys):
     """Through the real process, on this machine's own CPU."""
-    status = main(["dryrun", "--target", "v5p:8x8x16", "--compile", "nothing", "--json", *SMALL])
-    assert status == 0
+    asked = ["dryrun", "--target", "v5p:8x8x16", "--compile", "nothing", *SMALL]
+    assert main(asked) == 0
+    table = capsys.readouterr().out
+    assert main([*asked, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
+    for words in (
+        "parameters of stages",
+        "parameters of all stages, on every rank",
+        "optimizer state",
+        "counted",
+    ):
+        assert words in table
+    assert len(re.findall("GiB|%", table)) > len(found["memory"]["kinds"])
     assert found["memory"]["fits"] and found["memory"]["total"] == sum(found["memory"]["kinds"].values())
     assert found["memory"]["kinds"]["stash"] > 0 and found["target"]["devices"] == 1024
 

@@ -105,8 +105,16 @@ def draw(
         else make_mesh(program.pp, program.ep, devices)
     )
     tokens = (schedule.num_microbatches, batch, program.sequence)
-    options = dict(shard_optimizer=program.shard_optimizer, fuse_pairs=not program.serialised)
-    return numbers, ahead.draw(model, schedule, mesh, tokens, **options)
+    return numbers, ahead.draw(
+        model,
+        schedule,
+        mesh,
+        tokens,
+        shard_optimizer=program.shard_optimizer,
+        fuse_pairs=not program.serialised,
+        moments=program.moments,
+        gradient_sums=program.gradient_sums,
+    )
 
 
 def _plan(program: Program, numbers: models.Config, schedule: Schedule) -> tuple[int, ...]:

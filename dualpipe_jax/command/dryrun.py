@@ -16,7 +16,7 @@ _ASSUMED = {
 
 _WORDS = {
     "stages": "parameters of stages",
-    "ends": "parameters of embedding and head",
+    "shared": "parameters of all stages, on every rank",
     "mirrored": "second copy of the stages",
     "optimizer": "optimizer state",
     "gradients": "sums of gradients",
