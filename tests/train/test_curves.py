@@ -13,7 +13,7 @@ from train import setup
 from train.config import TrainConfig, configure
 from train.setup import prepare
 
-NUM_STEPS = 12
+NUM_STEPS = 10
 SCHEDULES = ("one_f_one_b", "dualpipe", "dualpipe_v")
 
 
@@ -49,8 +49,9 @@ def test_schedules_give_the_same_loss_curve():
         # seen at once in how often each is chosen, and train on as two models.
         same = [np.array_equal(ours, theirs) for ours, theirs in zip(chosen, loads[0], strict=True)]
         alike = [*same, False].index(False)
-        assert alike >= NUM_STEPS // 2, f"{name}: after {alike} steps experts were chosen differently"
+        assert alike >= 4, f"{name}: after {alike} steps experts were chosen differently"
         np.testing.assert_allclose(losses[:alike], curves[0][:alike], rtol=0, atol=1e-5, err_msg=name)
+        np.testing.assert_allclose(losses, curves[0], rtol=0, atol=5e-3, err_msg=name)
 
 
 @pytest.mark.slow

@@ -129,6 +129,12 @@ def compared(folder, name):
     return {line["step"]: (line["loss"], line["grad_norm"]) for line in lines if "loss" in line}
 
 
+def num_steps(folder):
+    """Steps in the file of the run that is stopped."""
+    metrics = folder / "runs" / "stopped" / "metrics.jsonl"
+    return metrics.read_text().count('"loss"') if metrics.exists() else 0
+
+
 @pytest.mark.slow
 def test_a_run_that_was_stopped_goes_on_bit_for_bit(finished):
     """Killed after its first steps, wherever that is; then told to stop; then to its end."""
@@ -146,10 +152,9 @@ def test_a_run_that_was_stopped_goes_on_bit_for_bit(finished):
             stderr=subprocess.PIPE,
             text=True,
         )
-        metrics, begun = folder / "runs" / "stopped" / "metrics.jsonl", 0
-        while process.poll() is None and begun < 3:
+        before = num_steps(folder)
+        while process.poll() is None and num_steps(folder) < before + 3:
             time.sleep(0.05)
-            begun = metrics.read_text().count('"loss"') if metrics.exists() else 0
         process.send_signal(number)
         said = process.communicate(timeout=300)[1]
         assert process.returncode == (-9 if number == signal.SIGKILL else 143)
