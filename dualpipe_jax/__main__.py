@@ -12,6 +12,7 @@ from dualpipe_jax.command.check import Check
 from dualpipe_jax.command.child import Died
 from dualpipe_jax.command.choose import Choose
 from dualpipe_jax.command.compare import Compare
+from dualpipe_jax.command.diff import Diff
 from dualpipe_jax.command.dryrun import Dryrun
 from dualpipe_jax.command.options import NothingFits
 from dualpipe_jax.command.overlap import Overlap
@@ -25,6 +26,7 @@ COMMANDS: dict[str, Callable[..., Any]] = {
     "choose": Choose,
     "search": Search,
     "check": Check,
+    "diff": Diff,
     "overlap": Overlap,
     "dryrun": Dryrun,
 }
@@ -44,7 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         command = tyro.extras.subcommand_cli_from_dict(
             COMMANDS,
             prog="dualpipe",
-            description="Pipeline schedules: drawn, compared, chosen, searched, checked, and compiled for pods. "
+            description="Pipeline schedules: drawn, compared, chosen, searched, checked and compiled for pods. "
             "`dualpipe --version` says which version this is.",
             args=given,
             config=(tyro.conf.OmitArgPrefixes, tyro.conf.FlagCreatePairsOff),

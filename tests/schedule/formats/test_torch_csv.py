@@ -130,8 +130,14 @@ def test_two_pipes_taken_for_one_do_not_validate():
         ("(1F0;2F0;0B0)OVERLAP_F_B", r"line 1, cell 1: cannot read .* a pair such as \(0F3;3B1\)OVERLAP_F_B"),
         ("0F0,0B0\n1F0,,0F1", r"line 2, cell 3: 0F1, but line 1 runs stage 0 already; .* move it there"),
         ("0F0,0B0\n,,\n1F0", r"line 2 runs nothing; drop it, or pass placement="),
-        ("0F0\n\n1F0", r"line 2 runs nothing"),
-        ("0F0\n3F0", r"got stages \[0, 3\], but not \[1, 2\]; .* Add what is missing, or pass placement="),
+        ("0F0\n\n ,\n1F0", r"line 3 runs nothing"),
+        ("0F0\n\n1F0,0B0", r"line 3, cell 2: 0B0, but line 1 runs stage 0 already"),
+        ("999999999F0,0F0", r"got stages \[0, 999999999\], but no stage 1; to place them"),
+        (
+            ",".join(f"{3 * s}F0" for s in range(999)),
+            r"got stages \[0, 3, 6, 9, 12, 15, \.\.\.\], but no stage 1",
+        ),
+        ("0F0\n3F0", r"got stages \[0, 3\], but no stage 1; .* Add what is missing, or pass placement="),
         ("\n", r"got no lines; to place them, one line must run each stage from 0"),
     ],
 )
@@ -255,3 +261,9 @@ def run_ranks(directory, num_ranks):
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(ranks.pid, signal.SIGKILL)
     assert ranks.returncode == 0, output
+
+
+def test_a_byte_order_mark_and_blank_lines_say_nothing():
+    plain = to_torch_csv(one_f_one_b(2, 3))
+    first, second = plain.splitlines()
+    assert from_torch_csv(f"\ufeff\n{first}\n\n  \n{second}\n\n") == from_torch_csv(plain)
