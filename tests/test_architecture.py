@@ -20,7 +20,6 @@ MAY_IMPORT = {
         "dualpipe_jax.parallel",
         "dualpipe_jax.split",
         "dualpipe_jax.pair",
-        "dualpipe_jax.inspect.compiler",  # only to be found there as well
     ),
     "dualpipe_jax.inspect": (),
     "dualpipe_jax.command": ("dualpipe_jax.schedule", "dualpipe_jax.inspect"),
@@ -116,3 +115,9 @@ def test_importing_everything_leaves_jax_config_alone():
         "assert dict(jax.config.values) == before\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_no_two_tests_share_a_file_name():
+    """Pytest takes the second for the first, but only when both are collected in one run."""
+    names = [path.name for path in (ROOT / "tests").rglob("test_*.py")]
+    assert {name for name in names if names.count(name) > 1} == set()

@@ -13,7 +13,6 @@ from jax.errors import JaxRuntimeError
 import models
 from dualpipe_jax import inspect
 from dualpipe_jax.command.program import Program
-from dualpipe_jax.engine import recommended_compiler_options
 from dualpipe_jax.parallel import EP, make_mesh
 from dualpipe_jax.schedule import Schedule
 from train import ahead, predict, timeline
@@ -132,7 +131,7 @@ def compile_and_read(
     say("tracing and lowering")
     lowered = _lower(what, blueprint)
     say(f"compiling the {what} for {target}")
-    options = recommended_compiler_options(platform_of(target), target.generation, ahead_of_time=True)
+    options = inspect.recommended_compiler_options(platform_of(target), target.generation, ahead_of_time=True)
     options |= dict(map(_pair, program.compiler_option))
     middle = time.perf_counter()
     try:
