@@ -6,6 +6,7 @@ import reprlib
 from collections.abc import Mapping, Sequence
 
 from dualpipe_jax.schedule.costs import CostModel
+from dualpipe_jax.schedule.dataflow import execution_order
 from dualpipe_jax.schedule.ir import Action, Placement, Schedule, Slot
 from dualpipe_jax.schedule.simulate import simulate
 
@@ -59,7 +60,7 @@ def from_torch_csv(text: str, placement: Placement | None = None, name: str = "p
     Args:
       text: the CSV; the r-th line that is not blank is rank r - 1.
       placement: which rank holds which stage. Left out, there is one pipe, its stages where the lines run
-        them; the text alone cannot tell two pipes from one.
+        them; or two in opposite directions, where the lines would hang as one pipe and as two do not.
       name: name of the schedule.
 
     Raises:
@@ -69,14 +70,14 @@ def from_torch_csv(text: str, placement: Placement | None = None, name: str = "p
     written = {number: line for number, line in lines if line.strip()}
     read = zip(written, csv.reader(written.values()), strict=True)
     rows = {number: _read_row(number, row) for number, row in read}
+    orders = tuple(tuple(slot for _, slot in row) for row in rows.values())
     if placement is None:
-        placement = _placed(rows)
+        placement = _as_two_pipes(_placed(rows), orders)
     if placement.num_ranks != len(rows):
         raise ValueError(
             f"from_torch_csv: {len(rows)} lines, but {placement.num_ranks} ranks in the placement; "
             "give one line for each rank"
         )
-    orders = tuple(tuple(slot for _, slot in row) for row in rows.values())
     highest = max((a.microbatch for order in orders for slot in order for a in slot), default=-1)
     return Schedule(name, placement, (highest + 1) * placement.num_pipes, orders)
 
@@ -145,3 +146,16 @@ def _placed(rows: Mapping[int, _Row]) -> Placement:
             "Add what is missing, or pass placement="
         )
     return Placement((tuple(rank_of[stage] for stage in range(len(rank_of))),))
+
+
+def _as_two_pipes(placement: Placement, orders: tuple[tuple[Slot, ...], ...]) -> Placement:
+    """Two pipes in opposite directions for the V that their stages look like, if the orders run as those alone."""
+    ranks = placement.num_ranks
+    if placement != Placement.v(ranks) or _runs(placement, orders):
+        return placement
+    both = Placement.bidirectional(ranks)
+    return both if _runs(both, orders) else placement
+
+
+def _runs(placement: Placement, orders: tuple[tuple[Slot, ...], ...]) -> bool:
+    return len(execution_order(placement, orders)) == sum(map(len, orders))

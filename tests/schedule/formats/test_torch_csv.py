@@ -15,12 +15,14 @@ from dualpipe_jax.schedule import (
     ALL_SCHEDULES,
     Placement,
     ScheduleError,
+    chimera,
     dualpipe,
     dualpipe_v,
     one_f_one_b,
     parse_grid,
     validate,
     zb_h1,
+    zb_v,
 )
 from dualpipe_jax.schedule.formats.torch_csv import from_torch_csv, to_torch_csv
 
@@ -104,7 +106,7 @@ def test_what_pytorch_adds_is_left_out():
 
 
 def test_the_lines_place_the_stages():
-    text = "0F0,0B0,3F0,3B0\n1F0,1B0,2F0,2B0"
+    text = "0F0,3F0,3B0,0B0\n1F0,2F0,2B0,1B0"
     assert from_torch_csv(text).placement == Placement.v(2)
     assert from_torch_csv(text).name == "parsed"
     assert from_torch_csv(text).num_microbatches == 1
@@ -113,8 +115,19 @@ def test_the_lines_place_the_stages():
     assert both.num_microbatches == 2
 
 
-def test_two_pipes_taken_for_one_do_not_validate():
-    parsed = from_torch_csv(to_torch_csv(dualpipe(4, 8)))
+@pytest.mark.parametrize(
+    "schedule",
+    [make(*counts) for make in (dualpipe, chimera) for counts in ((2, 2), (2, 6), (4, 8), (8, 20))]
+    + [make(*counts) for make in (zb_v, dualpipe_v) for counts in ((1, 2), (2, 6), (4, 8))],
+    ids=lambda schedule: f"{schedule.name} {schedule.num_ranks} {schedule.num_microbatches}",
+)
+def test_two_pipes_and_a_v_read_back_as_what_they_are(schedule):
+    assert validate(from_torch_csv(to_torch_csv(schedule), name=schedule.name)) == schedule
+
+
+def test_what_hangs_as_two_pipes_as_well_is_taken_for_one():
+    lines = to_torch_csv(dualpipe(4, 8)).splitlines()
+    parsed = from_torch_csv("\n".join(",".join(line.split(",")[::-1]) for line in lines))
     assert parsed.placement == Placement.v(4)
     with pytest.raises(ScheduleError):
         validate(parsed)
