@@ -22,7 +22,22 @@ MAY_IMPORT = {
         "dualpipe_jax.pair",
     ),
     "dualpipe_jax.inspect": (),
-    "dualpipe_jax.command": ("dualpipe_jax.schedule", "dualpipe_jax.inspect"),
+    "dualpipe_jax.worker": (),
+    "dualpipe_jax.probe": (
+        "dualpipe_jax.schedule",
+        "dualpipe_jax.parallel",
+        "dualpipe_jax.split",
+        "dualpipe_jax.pair",
+        "dualpipe_jax.engine",
+        "dualpipe_jax.inspect",
+        "dualpipe_jax.worker",
+    ),
+    "dualpipe_jax.command": (
+        "dualpipe_jax.schedule",
+        "dualpipe_jax.inspect",
+        "dualpipe_jax.probe.findings",  # the side without JAX
+        "dualpipe_jax.worker",
+    ),
     "models": (
         "dualpipe_jax.parallel",
         "dualpipe_jax.pair",
@@ -37,7 +52,8 @@ NUMPY_ONLY = "dualpipe_jax.schedule"
 
 
 def sources(part: str) -> list[Path]:
-    return sorted((ROOT / part.replace(".", "/")).rglob("*.py"))
+    path = ROOT / part.replace(".", "/")
+    return [path.with_suffix(".py")] if path.with_suffix(".py").is_file() else sorted(path.rglob("*.py"))
 
 
 def imported(path: Path) -> set[str]:

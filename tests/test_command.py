@@ -513,6 +513,8 @@ def test_costs_come_from_a_file_of_their_own_too(capsys, saved):
         '{"costs": {"F": 2, "I": 3, "send": 0.5, "extra": {"-1": [1, 1, 1]}}, "unit": "ms", "measured": {}}'
     )
     assert printed(capsys, "compare", *SMALL, "--costs", more) == printed(capsys, "compare", *SMALL, *line)
+    alone = saved('{"F": 2, "I": 3, "W": 1, "send": 0.5, "last": [1, 1, 1], "unit": "ms"}')
+    assert printed(capsys, "compare", *SMALL, "--costs", alone) == printed(capsys, "compare", *SMALL, *line)
     line[1] = line[5] = "5"
     wins = printed(capsys, "compare", *SMALL, "--costs", more, "--F", "5", "--FB", "5")
     assert wins == printed(capsys, "compare", *SMALL, *line)

@@ -1,14 +1,19 @@
 """``python -m train``: options in, a trained model's figures out."""
 
 import logging
+import os
 import sys
+import time
+import traceback
 from collections.abc import Sequence
 from pathlib import Path
 
-from train.config import ConfigError, check, make_schedule, set_devices
+from train.config import ConfigError, TrainConfig, check, make_schedule, set_devices
 from train.data import DataError
-from train.errors import CheckpointError, DivergedError, Stopped
+from train.errors import DIVERGED, FAILED, CheckpointError, DivergedError, Stopped
+from train.launch import Launch, initialize, recognise
 from train.options import Command, parse
+from train.pulse import WATCHER, Pulse
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -19,18 +24,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     try:
         return start(parse(arguments))
-    except (ConfigError, DataError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except (CheckpointError, DivergedError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    except Stopped as stopped:
-        print(stopped, file=sys.stderr)
-        return stopped.code
+    except Exception as error:
+        return told(error)
     except KeyboardInterrupt:
         print("interrupted; what was saved before stays, and metrics.jsonl keeps the steps", file=sys.stderr)
         return 130
+
+
+def told(error: Exception) -> int:
+    """Say how a run ended; the exit code. Raises what nobody expected."""
+    match error:
+        case Stopped():
+            print(error, file=sys.stderr)
+            return error.code
+        case ConfigError() | DataError():
+            print(f"error: {error}", file=sys.stderr)
+            return 2
+        case CheckpointError() | DivergedError():
+            print(f"error: {error}", file=sys.stderr)
+            return 1
+    raise error
 
 
 def start(command: Command) -> int:
@@ -43,13 +56,54 @@ def start(command: Command) -> int:
     config = command.options
     check(config)
     make_schedule(config)
-    set_devices(config)
+    if config.launch.processes is not None:
+        from train.supervise import supervise
+
+        return supervise(config, resume=command.resume)
+    launch = recognise(config.launch)
+    set_devices(config, num_processes=launch.num_processes or 1 if launch else 1)
+    if launch is None:
+        train(config, None, resume=command.resume)
+        return 0
+    try:
+        train(config, launch, resume=command.resume)
+    except BaseException as error:
+        end_at_once(error, launch)
+    return 0
+
+
+def train(config: TrainConfig, launch: Launch | None, *, resume: bool) -> None:
+    """A run, as one process of several if ``launch`` says so."""
+    watcher = os.environ.get(WATCHER)
+    pulse = Pulse(int(watcher) if watcher else None, config.launch.patience, watched=launch is not None)
+    if launch is not None:
+        initialize(launch, config.launch)
     from rich.console import Console
 
     from train.loop import run
+    from train.processes import Processes, joined
 
-    run(config, Console(), resume=command.resume)
-    return 0
+    processes = Processes(pulse=pulse) if launch is None else joined(pulse)
+    run(config, processes.console(Console()), processes, resume=resume)
+    processes.leave()
+
+
+def end_at_once(error: BaseException, launch: Launch) -> None:
+    """End this process without waiting for the others, who may wait for it: so they notice."""
+    code = FAILED
+    if isinstance(error, DivergedError):
+        code = DIVERGED
+        print(f"error: {error}", file=sys.stderr)
+    else:
+        try:
+            code = told(error) if isinstance(error, Exception) else 130
+        except Exception:
+            traceback.print_exc()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if launch.process_id in (0, None):
+        time.sleep(1)  # with the coordinator gone the others die of that, before they say what they died of
+    os._exit(code)
 
 
 def look_back(command: Command) -> int:

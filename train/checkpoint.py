@@ -12,18 +12,19 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from types import TracebackType
 from typing import Any, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
 import orbax.checkpoint.experimental.v1 as ocp
-from jax.experimental import multihost_utils
 from jax.sharding import SingleDeviceSharding
 
 from train.config import CheckpointConfig
-from train.errors import CheckpointError
+from train.errors import CheckpointError, Stopped
 from train.facts import FORMAT, Facts, at_step, changes, refuse_foreign
 from train.fingerprint import fingerprints
+from train.processes import Processes
 from train.state import Layout, TrainState
 
 FOLDER = "checkpoints"
@@ -59,6 +60,7 @@ class Checkpoints:
       layout: of the state.
       facts: of the run; see ``train.facts.describe``.
       say: called with what a user should know.
+      processes: all of which write and read.
     """
 
     def __init__(
@@ -68,7 +70,9 @@ class Checkpoints:
         layout: Layout,
         facts: Facts,
         say: Callable[[str], None],
+        processes: Processes,
     ):
+        self._processes = processes
         self._folder, self._config, self._layout, self._facts, self._say = folder, config, layout, facts, say
         self._last_time = time.monotonic()
         self._saved: int | None = None
@@ -130,11 +134,15 @@ class Checkpoints:
         Raises:
           CheckpointError: what is there is of another run, or nothing of it is whole.
         """
-        steps = sorted((found.step for found in self._store.checkpoints), reverse=True)
+        stored = self._store
+        steps: list[int] = self._processes.first(
+            lambda: sorted((s.step for s in stored.checkpoints), reverse=True)
+        )
         damaged: list[int] = []
         for step in steps:
             where = f"{self._folder / FOLDER / str(step)}"
-            verdict, flat = _read(self._store, step, functools.partial(self._admit, where))
+            admit = functools.partial(self._admit, where)
+            verdict, flat = _read(self._store, step, admit, self._processes.any)
             if verdict.problem is None:
                 self._put_aside(step)
                 for text in changes(verdict.facts, self._facts):
@@ -153,7 +161,11 @@ class Checkpoints:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._processes.count > 1 and kind is not None and not issubclass(kind, Stopped):
+            return  # whoever else writes may be gone, and never come to an end
         self.wait()
         self._store.close()
 
@@ -171,6 +183,8 @@ class Checkpoints:
         return self._layout.canonical
 
     def _failed(self, step: int, error: Exception) -> None:
+        if self._processes.count > 1:  # the others know nothing of it
+            raise CheckpointError(f"step {step} could not be saved: {_first_line(error)}") from error
         self._say(f"warning: step {step} could not be saved: {_first_line(error)}; training goes on")
         with contextlib.suppress(Exception):  # it says the same again
             self._store.close()
@@ -183,16 +197,14 @@ class Checkpoints:
         """
         folder, aside = self._folder / FOLDER, self._folder / ASIDE
         newer = [path for path in folder.iterdir() if path.name.isdigit() and int(path.name) > whole]
-        if jax.process_count() > 1:
-            multihost_utils.sync_global_devices("everybody has looked")
+        self._processes.meet()  # everybody has looked
         if not newer:
             return
-        if jax.process_index() == 0:
+        if self._processes.leads:
             aside.mkdir(exist_ok=True)
             for path in newer:
                 path.rename(aside / f"{path.name}.{time.time_ns()}")
-        if jax.process_count() > 1:
-            multihost_utils.sync_global_devices("damaged checkpoints are put aside")
+        self._processes.meet()
         self._store.reload()
         self._say(f"warning: put aside in {aside}: step {', '.join(sorted(path.name for path in newer))}")
 
@@ -227,20 +239,33 @@ def verify(folder: Path) -> Iterator[Verdict]:
 
 
 def _read(
-    store: Any, step: int, describe: Callable[[Facts], Mapping[str, Any]]
+    store: Any,
+    step: int,
+    describe: Callable[[Facts], Mapping[str, Any]],
+    any_problem: Callable[[str | None], str | None] = lambda problem: problem,
 ) -> tuple[Verdict, dict[str, jax.Array]]:
-    """Load a step and prove it; ``describe`` says from its facts what arrays to expect, or raises."""
+    """Load a step and prove it.
+
+    ``describe`` says from its facts what arrays to expect, or raises; ``any_problem`` of this process's problem is
+    that of any process.
+    """
     facts: Facts = {}
+    flat: dict[str, jax.Array] = {}
+    problem = None
     try:
         facts = store.metadata(step).custom_metadata or {}
-        if not facts:
-            return Verdict(step, "it says nothing about itself", facts), {}
-        flat = store.load(step, describe(facts))
-        prints = fingerprints(flat)
+        if facts:
+            flat = store.load(step, describe(facts))
+        else:
+            problem = "it says nothing about itself"
     except CheckpointError:
         raise
     except Exception as error:  # whatever half a folder or a flipped bit makes Orbax raise
-        return Verdict(step, _first_line(error), facts), {}
+        problem = _first_line(error)
+    problem = any_problem(problem)
+    if problem is not None:
+        return Verdict(step, problem, facts), {}
+    prints = fingerprints(flat)
     wrong = [name for name, value in facts["fingerprints"].items() if prints.get(name) != value]
     if wrong:
         problem = f"{len(wrong)} of {len(prints)} arrays are not what was saved, such as {wrong[0]}"

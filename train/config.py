@@ -134,6 +134,8 @@ class CheckpointConfig:
     """How many of the latest checkpoints are kept."""
     keep_every: int | None = None
     """Checkpoints of steps that this divides are kept for good."""
+    export: Annotated[Path | None, arg(metavar="DIR")] = None
+    """Leave the weights there at the end, in Hugging Face's layout; with --resume also those of a finished run."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -164,7 +166,26 @@ class LaunchConfig:
     """Processes and where their devices come from."""
 
     devices: Literal["cpu", "accelerator"] = "cpu"
-    """cpu makes pp x ep virtual devices; accelerator takes what JAX finds."""
+    """cpu makes dp x pp x ep virtual devices; accelerator takes what JAX finds."""
+    processes: int | None = None
+    """Start this many processes on this machine, watch over them, and start them again when one fails."""
+    restarts: int = 3
+    """How often processes that --processes started are started again, from the last good checkpoint."""
+    shrink: bool = False
+    """Start again with fewer processes and pipeline ranks: without those that failed."""
+    coordinator: Annotated[str | None, arg(metavar="HOST:PORT")] = None
+    """Where process 0 of several is found, where no launcher tells (SLURM, Kubernetes, TPU pods, Open MPI do)."""
+    num_processes: int | None = None
+    """How many processes there are, where no launcher tells."""
+    process_id: int | None = None
+    """Which of them this one is, from 0, where no launcher tells."""
+    coordinator_bind: Annotated[str | None, arg(metavar="HOST:PORT")] = None
+    """Where process 0 listens, if not at the coordinator's own address; it trusts whoever reaches it."""
+    patience: float | None = None
+    """Seconds without a finished step after which a process counts as stuck and ends; ten median steps, and 20 s at
+    least, if left out. Compiling is not counted."""
+    straggler_every: int = 50
+    """Steps between reports of the slowest of several processes; 0 for none."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -285,6 +306,8 @@ AT_LEAST_ONE = (
     "--keep",
     "--keep-every",
     "--eval-sequences",
+    "--processes",
+    "--num-processes",
 )
 NOT_NEGATIVE = (
     "--profile",
@@ -296,6 +319,9 @@ NOT_NEGATIVE = (
     "--weight-decay",
     "--bias-rate",
     "--max-stash",
+    "--restarts",
+    "--process-id",
+    "--straggler-every",
 )
 POSITIVE = (
     "--learning-rate",
@@ -304,6 +330,7 @@ POSITIVE = (
     "--checkpoint-minutes",
     "--peak-tflops",
     "--spike",
+    "--patience",
 )
 
 
@@ -338,19 +365,38 @@ def check(config: TrainConfig) -> None:
         raise ConfigError(
             f"--microbatch-size {size}: {asked} devices must share it equally, try {parts * max(1, size // parts)}"
         )
+    launch = config.launch
+    if launch.processes is not None and (
+        launch.coordinator or launch.num_processes or launch.process_id is not None
+    ):
+        raise ConfigError(
+            f"--processes {launch.processes} starts processes on this machine and connects them; --coordinator, "
+            "--num-processes and --process-id are for a process that something else starts. Give one or the other"
+        )
+    for flag in ("--coordinator", "--coordinator-bind"):
+        address = option(config, flag)
+        if address is not None and not re.fullmatch(r".+:\d{1,5}", address):
+            raise ConfigError(f"{flag} {address}: must be HOST:PORT, such as 10.0.0.1:8476")
 
 
-def set_devices(config: TrainConfig, environ: "os._Environ[str] | dict[str, str]" = os.environ) -> None:
+def set_devices(
+    config: TrainConfig, environ: "os._Environ[str] | dict[str, str]" = os.environ, *, num_processes: int = 1
+) -> None:
     """For virtual CPU devices: say so in the environment, which JAX reads when it is imported.
 
-    A count that is in XLA_FLAGS already stays.
+    Several processes share them out equally. A count that is in XLA_FLAGS already stays.
 
     Raises:
-      ConfigError: that count is too small.
+      ConfigError: that count is too small, or they cannot be shared out.
     """
     if config.launch.devices != "cpu":
         return
-    needed = num_devices(config)
+    needed, rest = divmod(num_devices(config), num_processes)
+    if rest:
+        raise ConfigError(
+            f"{asked_devices(config)}: {num_devices(config)} devices cannot be shared out equally over "
+            f"{num_processes} processes"
+        )
     environ["JAX_PLATFORMS"] = "cpu"
     flags = environ.get("XLA_FLAGS", "")
     counts = _DEVICE_COUNT.findall(flags)
@@ -358,14 +404,19 @@ def set_devices(config: TrainConfig, environ: "os._Environ[str] | dict[str, str]
         ours = f"--xla_force_host_platform_device_count={needed}", *_PATIENCE
         environ["XLA_FLAGS"] = " ".join([*flags.split(), *ours])
     elif int(counts[-1]) < needed:
-        raise ConfigError(too_few_devices(config, int(counts[-1]), "XLA_FLAGS asks for"))
+        raise ConfigError(too_few_devices(config, int(counts[-1]) * num_processes, "XLA_FLAGS asks for"))
 
 
 def too_few_devices(config: TrainConfig, num_found: int, source: str = "JAX finds") -> str:
     """What to say when dp x pp x ep does not fit."""
+    needed = f"{asked_devices(config)}: needs {num_devices(config)} devices"
+    return f"{needed}, but {source} {num_found}; lower --pp or --ep"
+
+
+def asked_devices(config: TrainConfig) -> str:
+    """The options that ask for devices."""
     mesh = config.mesh
-    asked = f"--pp {mesh.pp} --ep {mesh.ep}" + (f" --dp {mesh.dp}" if mesh.dp > 1 else "")
-    return f"{asked}: needs {num_devices(config)} devices, but {source} {num_found}; lower --pp or --ep"
+    return f"--pp {mesh.pp} --ep {mesh.ep}" + (f" --dp {mesh.dp}" if mesh.dp > 1 else "")
 
 
 def num_devices(config: TrainConfig) -> int:

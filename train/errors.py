@@ -19,3 +19,10 @@ class Stopped(Exception):
     def __init__(self, told: str, code: int):
         super().__init__(told)
         self.code = code
+
+
+DIVERGED = 3
+"""Exit code of one process of several whose loss is no number: starting again would not help."""
+
+FAILED = 70
+"""Exit code of one process of several after an error that nobody expected; starting again may help."""

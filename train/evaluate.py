@@ -11,6 +11,7 @@ import models
 from dualpipe_jax.engine import Pipeline
 from dualpipe_jax.schedule import Schedule
 from train.data import Batch
+from train.processes import batch_sharding, share_out
 
 Tree = Any
 
@@ -40,7 +41,12 @@ def make_evaluate(
 
     def counted(batch: Batch, weights: np.ndarray) -> Tree:
         mask = np.broadcast_to(weights[..., None] > 0, batch["targets"].shape)
-        return {**batch, "mask": mask}
+        whole = {**batch, "mask": mask}
+
+        def draw(rows: tuple[slice, ...]) -> Tree:
+            return jax.tree.map(lambda values: values[rows], whole)
+
+        return share_out(draw, weights.shape, batch_sharding(mesh))
 
     def evaluate(params: Tree) -> float:
         sums = [jax.device_get(total(params, counted(batch, weights))) for batch, weights in batches]

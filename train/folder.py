@@ -39,7 +39,7 @@ def claimed(config: TrainConfig, *, resume: bool) -> Iterator[Path]:
     folder = find(config, resume=resume)
     try:
         if folder is None:
-            folder = _unnamed(config)
+            folder = unnamed(config)
         else:
             folder.mkdir(parents=True, exist_ok=True)
         handle = os.open(folder, os.O_RDONLY)
@@ -71,7 +71,7 @@ def write_config(config: TrainConfig, folder: Path) -> None:
     os.replace(new, folder / CONFIG)
 
 
-def _unnamed(config: TrainConfig) -> Path:
+def unnamed(config: TrainConfig) -> Path:
     """A folder that nobody has, even where two runs begin in the same second."""
     config.runs.mkdir(parents=True, exist_ok=True)
     name = f"{config.mesh.schedule}-{datetime.now():%Y%m%d-%H%M%S}"

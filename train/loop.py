@@ -1,6 +1,7 @@
 """A run: what it prints, the steps, the evaluations, the files it leaves."""
 
 import dataclasses
+import signal
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -15,22 +16,26 @@ from train.checkpoint import FOLDER, Checkpoints
 from train.config import TrainConfig
 from train.data import Batch, Prefetch
 from train.errors import DivergedError, Stopped
+from train.export import check_export, export
 from train.facts import describe
 from train.figures import expert_load
 from train.folder import METRICS, claimed, find, write_config
 from train.metrics import Display, MetricsFile, Pace
 from train.model import count_parameters, describe_dispatch, model_config
 from train.options import plain
+from train.processes import Processes, common
 from train.report import write_report
 from train.setup import Run, prepare
 from train.state import TrainState
 from train.stop import Stop
+from train.stragglers import Stragglers
+from train.stragglers import describe as describe_stragglers
 from train.trackers import Tracker, Trackers
 from train.trouble import Trouble
 from train.watch import Watch, read_profile, watch_run
 
 
-def run(config: TrainConfig, console: Console, *, resume: bool = False) -> Path:
+def run(config: TrainConfig, console: Console, processes: Processes, *, resume: bool = False) -> Path:
     """Train, measure the held-out loss before and after, say what came of it. Returns the run's folder.
 
     Raises:
@@ -40,31 +45,41 @@ def run(config: TrainConfig, console: Console, *, resume: bool = False) -> Path:
       Stopped: a signal came, and the run was saved.
     """
     began = time.perf_counter()
-    find(config, resume=resume)  # before anything that takes time
+    if processes.leads:
+        find(config, resume=resume)  # before anything that takes time
     this = prepare(config)
+    if processes.leads:
+        check_export(config, model_config(config, this.corpus.vocab))
+    processes.agree(common(config, this.corpus.fingerprint))
+    processes.connect(this.layout.mesh)
 
     def note(text: str) -> None:
         say(console, text)
 
-    with claimed(config, resume=resume) as folder:
+    with processes.entering(claimed(config, resume=resume)) as folder:
         config = dataclasses.replace(config, name=folder.name)
         this = dataclasses.replace(this, config=config)
         layout, numbers = this.layout, model_config(config, this.corpus.vocab)
         read = this.corpus
         facts = describe(config, numbers, read.fingerprint, layout.canonical, read.vocabulary.fingerprint)
-        with Checkpoints(folder, config.checkpoint, layout, facts, note) as checkpoints:
-            introduce(this, folder, console)
+        with Checkpoints(folder, config.checkpoint, layout, facts, note, processes) as checkpoints:
+            if processes.leads:
+                introduce(this, folder, console)
             state = checkpoints.restore() if resume else None
-            write_config(config, folder)
+            if processes.leads:
+                write_config(config, folder)
             if resume:
                 note(f"resuming from step {0 if state is None else int(state.step)} of {folder}")
             state = this.init() if state is None else state
-            file = MetricsFile(folder / METRICS, upto=int(state.step) if resume else -1)
+            path = folder / METRICS if processes.leads else None
+            file = MetricsFile(path, upto=int(state.step) if resume else -1)
+            told = config.log.track if processes.leads else ()
             try:
-                with Trackers(file, config.log.track, folder, plain(config)) as trackers:
-                    conclude(this, state, folder, trackers, checkpoints, console, file.kept)
+                with Trackers(file, told, folder, plain(config)) as trackers:
+                    conclude(this, state, folder, trackers, checkpoints, console, file.kept, processes)
             finally:
-                write_report(folder)  # of a run that was cut short too
+                if processes.leads:
+                    write_report(folder)  # of a run that was cut short too
     say(console, f"wall time       {time.perf_counter() - began:.0f} s, compilation included")
     return folder
 
@@ -77,24 +92,28 @@ def conclude(
     checkpoints: Checkpoints,
     console: Console,
     kept: Sequence[Mapping[str, Any]],
+    processes: Processes,
 ) -> None:
     """Train to the end and say what came of it; ``kept`` are the records of an earlier part of the run."""
     num_steps, unit = this.config.optimizer.steps, this.corpus.vocabulary.unit
     if int(state.step) >= num_steps:
         say(console, f"all {num_steps} steps are done; --steps says how many there should be")
+        export_weights(this, state, console, processes)
         return
-    before = held_out(kept, 0)
+    before, skipped = processes.first(lambda: (held_out(kept, 0), skipped_before(kept)))
     say(console, "\ncompiling ...")
     if before is None:
         before = this.evaluate(state.params)
         file.write({"step": 0, "heldout_loss": before})
     say(console, f"held-out loss before training: {before:.3f} nats per {unit}")
-    with watch_run(this, folder, int(state.step)) as watch:
-        state = train(this, state, file, console, checkpoints, watch, skipped_before(kept))
+    with watch_run(this, folder, int(state.step), processes.leads) as watch:
+        state = train(this, state, file, console, checkpoints, watch, processes, skipped)
+    processes.pulse.phase("evaluating")
     if this.config.log.profile:
-        say(console, read_profile(this, state, folder))
+        say(console, read_profile(this, state, folder, processes.leads))
     after = this.evaluate(state.params)
     file.write({"step": num_steps, "heldout_loss": after})
+    export_weights(this, state, console, processes)
     say(
         console,
         f"held-out loss   from {before:.3f} to {after:.3f} nats per {unit}\n"
@@ -104,6 +123,13 @@ def conclude(
     )
 
 
+def export_weights(this: Run, state: TrainState, console: Console, processes: Processes) -> None:
+    """What --export asks for."""
+    processes.pulse.phase("exporting")
+    if (told := export(this, state, processes)) is not None:
+        say(console, told)
+
+
 def train(
     this: Run,
     state: TrainState,
@@ -111,6 +137,7 @@ def train(
     console: Console,
     checkpoints: Checkpoints,
     watch: Watch,
+    processes: Processes,
     skipped: int = 0,
 ) -> TrainState:
     """The steps that are left of a run; each leaves a line in the metrics, the last one a checkpoint.
@@ -123,16 +150,19 @@ def train(
     config, pace, first = this.config, Pace(), int(state.step)
     num_steps, waited, step = config.optimizer.steps, 0.0, first
     trouble = Trouble(config.log.spike)
+    stragglers = Stragglers(processes, config.launch.straggler_every)
 
     def draw(step: int) -> Batch:
-        return this.corpus.train_batch(config.seed, step + skipped, config.batch_shape)
+        return this.batch(step + skipped)
 
     display = Display(console, num_steps, config.log.every, first + 1)
-    with display, Stop() as stop, Prefetch(draw, first, num_steps) as ahead:
+    with display, Stop(processes.signals) as stop, Prefetch(draw, first, num_steps) as ahead:
         while step < num_steps:
+            processes.pulse.step(step + 1, compiles=step == first)
             watch.begin(step)
             started = time.perf_counter()
-            batch = ahead.get(step)
+            with stragglers.host():
+                batch = ahead.get(step)
             state, on_device = this.update(state, batch)
             metrics = jax.device_get(on_device)
             seconds = time.perf_counter() - started
@@ -143,7 +173,16 @@ def train(
                 record["skipped"] = skipped
             file.write(record)
             display.step(step + 1, record, pace)
-            if (reason := trouble.reason(record)) is not None:
+            if (slowest := stragglers.report(step + 1)) is not None:
+                file.write(slowest)
+                say(console, describe_stragglers(slowest))
+            if processes.preempted():
+                stop.note(signal.SIGTERM)
+            last = step + 1 == num_steps
+            due = last or bool(stop.signal) or checkpoints.due(step + 1)
+            reason, due = processes.decide((trouble.reason(record), due))
+            if reason is not None:
+                processes.pulse.phase("going back")
                 state = go_back(this, checkpoints, reason, trouble)
                 back = int(state.step)
                 told = f"{reason}; back to step {back}, skipping the {step + 1 - back} batches since"
@@ -153,8 +192,8 @@ def train(
                 ahead.restart(step)
                 continue
             step, waited = step + 1, 0.0
-            last = step == num_steps
-            if last or stop.signal or checkpoints.due(step):
+            if due:
+                processes.pulse.phase(f"saving step {step}")
                 checkpoints.save(step, state, record, expert_load(metrics["counts"]).tolist())
                 waited = checkpoints.seconds
             if stop.signal and not last:

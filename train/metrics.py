@@ -22,22 +22,34 @@ class MetricsFile:
       kept: the records that were there already and stay.
     """
 
-    def __init__(self, path: Path, upto: int = -1):
-        """Open it; of what an earlier part of the run wrote, the records of steps up to ``upto`` stay."""
+    kept: list[dict[str, Any]]
+    _file: IO[str] | None
+
+    def __init__(self, path: Path | None, upto: int = -1):
+        """Open it; of what an earlier part of the run wrote, the records of steps up to ``upto`` stay.
+
+        Without a path nothing is written: of several processes one writes.
+        """
+        if path is None:
+            self.kept, self._file = [], None
+            return
         self.kept = [record for record in read_metrics(path) if record["step"] <= upto]
         whole = path.with_suffix(".new")  # a kill between the two leaves the old file or the new one
         whole.write_text("".join(json.dumps(record) + "\n" for record in self.kept))
         os.replace(whole, path)
-        self._file: IO[str] = path.open("a")
+        self._file = path.open("a")
 
     def write(self, record: Mapping[str, Any]) -> None:
         """Append a record. Numbers that JSON cannot hold, NaN and infinities, become null."""
+        if self._file is None:
+            return
         self._file.write(json.dumps(_plain(record)) + "\n")
         self._file.flush()
 
     def close(self) -> None:
         """Close the file."""
-        self._file.close()
+        if self._file is not None:
+            self._file.close()
 
     def __enter__(self) -> Self:
         return self

@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal
 
 import tyro
 
-from train.config import FLAGS, ConfigError, TrainConfig, replaced
+from train.config import FLAGS, ConfigError, LaunchConfig, TrainConfig, replaced
 from train.presets import PRESETS
 
 DESCRIPTION = """Train a DeepSeek-V3-like mixture-of-experts model, pipelined over pp ranks, experts over ep.
@@ -84,6 +84,13 @@ def parse(arguments: Sequence[str] | None = None) -> Command:
     )
 
 
+def anew(launch: LaunchConfig) -> LaunchConfig:
+    """Without what was true of one process of one start only."""
+    return dataclasses.replace(
+        launch, coordinator=None, coordinator_bind=None, num_processes=None, process_id=None
+    )
+
+
 def resumed(name: str | None, runs: Path) -> TrainConfig:
     """The options that a run had, from its folder; the defaults where it has not begun.
 
@@ -100,6 +107,10 @@ def resumed(name: str | None, runs: Path) -> TrainConfig:
     file, options = runs / name / "config.json", TrainConfig()
     if file.exists():
         options = apply(options, read_file(file), f"--resume: {file}")
+        options = replaced(options, ("launch",), anew(options.launch))
+        options = replaced(
+            options, ("checkpoint", "export"), None
+        )  # asked of one start, which may have done it
     return replaced(replaced(options, ("name",), name), ("runs",), runs)
 
 

@@ -1,6 +1,7 @@
 """From options to a run that is ready to go."""
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -13,9 +14,10 @@ from dualpipe_jax.inspect import recommended_compiler_options, tpu_generation
 from dualpipe_jax.parallel import make_mesh
 from dualpipe_jax.schedule import Schedule
 from train.config import ConfigError, TrainConfig, make_schedule, num_devices, too_few_devices
-from train.data import Corpus, open_corpus
+from train.data import Batch, Corpus, open_corpus
 from train.evaluate import make_evaluate
 from train.model import make_model
+from train.processes import batch_sharding, share_out
 from train.state import Layout, TrainState
 from train.step import Update, make_optimizer, make_update, warmup_cosine
 
@@ -45,6 +47,12 @@ class Run:
     def init(self) -> TrainState:
         """The state before the first step."""
         return self.layout.init(jax.random.key(self.config.seed))
+
+    def batch(self, number: int) -> Batch:
+        """A batch, numbered from 0, as global arrays; only what this process's devices hold is drawn."""
+        shape = self.config.batch_shape
+        draw = functools.partial(self.corpus.train_batch, self.config.seed, number, shape)
+        return share_out(draw, shape[:2], batch_sharding(self.layout.mesh))
 
 
 def prepare(config: TrainConfig) -> Run:

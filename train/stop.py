@@ -2,6 +2,7 @@
 
 import signal
 import threading
+from collections.abc import Collection
 from types import FrameType, TracebackType
 from typing import Any, Self
 
@@ -11,11 +12,15 @@ NAMES = {signal.SIGINT: "Ctrl-C", signal.SIGTERM: "SIGTERM"}
 class Stop:
     """While it is entered, the first Ctrl-C or SIGTERM is noted instead of ending the process; the second is not.
 
+    Args:
+      numbers: the signals that are noted; with several processes JAX does that (``Processes.preempted``).
+
     Attributes:
       signal: the signal that came, None as long as none did.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, numbers: Collection[signal.Signals] = tuple(NAMES)) -> None:
+        self._numbers = numbers
         self.signal: signal.Signals | None = None
         self._before: dict[signal.Signals, Any] = {}
 
@@ -26,7 +31,7 @@ class Stop:
 
     def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():  # nobody else may set handlers
-            self._before = {number: signal.signal(number, self._note) for number in NAMES}
+            self._before = {number: signal.signal(number, self._handle) for number in self._numbers}
         return self
 
     def __exit__(
@@ -35,8 +40,12 @@ class Stop:
         for number, handler in self._before.items():
             signal.signal(number, handler)
 
-    def _note(self, number: int, frame: FrameType | None) -> None:
-        del frame
+    def note(self, number: int) -> None:
+        """That a signal came."""
         if self.signal is not None:
             raise KeyboardInterrupt  # asked twice: at once, and nothing is saved
         self.signal = signal.Signals(number)
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        del frame
+        self.note(number)

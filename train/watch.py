@@ -10,7 +10,7 @@ import jax
 import numpy as np
 
 from dualpipe_jax.inspect import read
-from train.config import TrainConfig, num_devices
+from train.config import TrainConfig, num_devices, replaced
 from train.figures import step_record
 from train.model import count_parameters, model_config
 from train.predict import model_flops
@@ -76,12 +76,20 @@ class Watch:
         self._profiler.close()
 
 
-def watch_run(this: Run, folder: Path, first: int) -> Watch:
-    """The watch of a run; leaves in its folder where it runs."""
-    devices, rates = used_devices(this.config), run_rates(this.config, this.corpus.vocab)
-    found = environment(devices) | {"peak": "" if rates.peak is None else rates.peak.source}
-    (folder / "environment.json").write_text(json.dumps(found, indent=2) + "\n")
-    return Watch(this.config, rates, devices, folder, first)
+def watch_run(this: Run, folder: Path, first: int, leads: bool = True) -> Watch:
+    """The watch of a run; leaves in its folder where it runs.
+
+    Of several processes one ``leads``: it writes, and profiles its own devices.
+    """
+    config, devices = this.config, used_devices(this.config)
+    rates = run_rates(config, this.corpus.vocab)
+    if leads:
+        found = environment(devices) | {"peak": "" if rates.peak is None else rates.peak.source}
+        (folder / "environment.json").write_text(json.dumps(found, indent=2) + "\n")
+    else:
+        config = replaced(config, ("log", "profile"), 0)
+    own = [device for device in devices if device.process_index == jax.process_index()]
+    return Watch(config, rates, own, folder, first)
 
 
 def used_devices(config: TrainConfig) -> list[Any]:
@@ -101,11 +109,15 @@ def run_rates(config: TrainConfig, vocab: int) -> Rates:
     )
 
 
-def read_profile(this: Run, state: TrainState, folder: Path) -> str:
-    """Measure the profiled steps and leave what was found in the run's folder; returns what to tell."""
-    batch = this.corpus.train_batch(this.config.seed, 0, this.config.batch_shape)
+def read_profile(this: Run, state: TrainState, folder: Path, leads: bool = True) -> str:
+    """Measure the profiled steps and leave what was found in the run's folder; returns what to tell.
+
+    Of several processes one ``leads`` and measures; all compile, for compilers may have to agree.
+    """
     update: Any = this.update
-    program = update.lower(state, batch).compile()  # compiled before: found again
+    program = update.lower(state, this.batch(0)).compile()  # compiled before: found again
+    if not leads:
+        return ""
     devices = [
         [device.id for device in rank]
         for rank in np.swapaxes(this.layout.mesh.devices, 0, 1).reshape(this.config.mesh.pp, -1)

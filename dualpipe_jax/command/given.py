@@ -19,6 +19,13 @@ ENTRY = "of_a_share"
 _LINE = re.compile(rf"^# {ENTRY} (\{{.*\}})\s*$", re.MULTILINE)
 
 
+_ENDS = {"first": 0, "last": -1}
+"""What may be said in place of ``extra``."""
+
+_COSTS = "F", "I", "W", "FB", "send", "blocking", "extra", *_ENDS
+"""Entries that may stand alone, without "costs" around them."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Given:
     """What a file says of a whole rank's share; None where it says nothing."""
@@ -65,6 +72,8 @@ def from_file(path: Path) -> Given:
 
     text = read_text(str(path))
     entries = _parsed(text, str(path)) if text.lstrip().startswith("{") else {}
+    if {"F", "I", "W"} <= entries.keys():
+        entries = {"costs": {name: entries[name] for name in _COSTS if name in entries}}
     given = (
         parse(entries, str(path))
         if "costs" in entries and ENTRY not in entries
@@ -87,7 +96,9 @@ def parse(entries: Mapping[str, Any], name: str) -> Given:
         costs, memory = entries.get("costs"), entries.get("memory")
         if costs is not None:
             extra = {int(stage): tuple(more) for stage, more in costs.get("extra", {}).items()}
-            costs = CostModel(**(costs | {"extra": extra}))
+            ends = {stage: tuple(costs[name]) for name, stage in _ENDS.items() if name in costs}
+            own = {name: cost for name, cost in costs.items() if name not in _ENDS}
+            costs = CostModel(**(own | {"extra": extra | ends}))
         return Given(costs, None if memory is None else MemoryModel(**memory))
     except (TypeError, AttributeError, ValueError) as error:
         told = str(error).replace("__init__() got an unexpected keyword argument", "has no entry")

@@ -1,10 +1,12 @@
 """Parameters by our own names, in a folder that Orbax writes: what the trainer's checkpoints hold of them.
 
 A flat dict: ``params/stages/layers/3/mlp/gate`` is that of the fourth layer with experts, whatever the stages were, and
-``params/stages/routing/bias`` [layers, E]. Beside it stands the model's configuration, number by number.
+``params/stages/routing/bias`` [layers, E]. Beside it stands the model's configuration, number by number. The trainer
+has all layers in one array, ``params/stages/layers/mlp/gate`` [layers, ...]; that is read too.
 """
 
 import dataclasses
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -69,15 +71,17 @@ def read(folder: Path) -> tuple[Config, Tree, Mapping[str, Any]]:
     model = deepseek(config, 1)
     leaves, treedef = jax.tree_util.tree_flatten_with_path(jax.eval_shape(model.init, jax.random.key(0)))
     here = SingleDeviceSharding(jax.devices()[0])
+    stacked = any(re.match(f"{PREFIX}stages/layers/[^0-9]", name) for name in facts["arrays"])
     wanted, wrong = {}, []
     for path, leaf in leaves:
-        name = _name(path)
+        name, layer = _stored(path, stacked)
         if name == "stages/routing/row":
             continue
         shape = leaf.shape[1:] if name.startswith("stages/") else leaf.shape
+        shape = shape if layer is None else (model.layout.rows.size, *shape)
         wanted[PREFIX + name] = jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=here)
         there = facts["arrays"].get(PREFIX + name)
-        if there != [list(shape), str(leaf.dtype)]:
+        if there != [list(shape), str(leaf.dtype)] and not layer:
             wrong.append(f"{PREFIX}{name}: {there or 'missing'}, must be {[list(shape), str(leaf.dtype)]}")
     if wrong:
         raise WeightsError(folder, wrong)
@@ -87,11 +91,11 @@ def read(folder: Path) -> tuple[Config, Tree, Mapping[str, Any]]:
         flat = ocp.load(folder.absolute(), abstract_state=wanted)
     found = []
     for path, leaf in leaves:
-        name = _name(path)
-        value = flat.pop(PREFIX + name, None)
+        name, layer = _stored(path, stacked)
+        value = flat.get(PREFIX + name)
         if value is None:
             value = jnp.asarray(model.layout.rows)
-        found.append(value.reshape(leaf.shape))
+        found.append((value if layer is None else value[layer]).reshape(leaf.shape))
     return config, jax.tree.unflatten(treedef, found), facts.get("published", {})
 
 
@@ -102,6 +106,13 @@ def _config(folder: Path, numbers: Mapping[str, Any]) -> Config:
         return Config(**{k: v for k, v in numbers.items() if k in known} | {"compute_dtype": dtype})
     except (TypeError, ValueError) as error:
         raise WeightsError(folder, [str(error)]) from None
+
+
+def _stored(path: Any, stacked: bool) -> tuple[str, int | None]:
+    """A leaf's name there and, if layers are stacked, which of them it is of."""
+    name = _name(path)
+    found = re.fullmatch(r"stages/layers/(\d+)/(.*)", name) if stacked else None
+    return (name, None) if found is None else (f"stages/layers/{found[2]}", int(found[1]))
 
 
 def _name(path: Any) -> str:

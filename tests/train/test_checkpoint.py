@@ -17,6 +17,7 @@ from train.checkpoint import ASIDE, FOLDER, Checkpoints, verify
 from train.config import CheckpointConfig, configure
 from train.errors import CheckpointError
 from train.facts import describe
+from train.processes import Processes
 from train.state import Layout
 from train.step import make_optimizer
 
@@ -83,7 +84,7 @@ class Run:
         )
         facts = describe(config, numbers, corpus, layout.canonical)
         when = CheckpointConfig(every=every, minutes=minutes, keep=keep, keep_every=keep_every)
-        return Checkpoints(self.folder, when, layout, facts, self.said.append)
+        return Checkpoints(self.folder, when, layout, facts, self.said.append, Processes())
 
     def save(self, *steps, **options):
         with self.open(**options) as checkpoints:

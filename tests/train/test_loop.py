@@ -19,6 +19,7 @@ from train.data.corpus import text_source
 from train.data.vocabulary import BYTES
 from train.errors import DivergedError, Stopped
 from train.metrics import Display, MetricsFile, Pace, read_metrics
+from train.processes import Processes
 from train.rates import Rates
 from train.stop import Stop
 from train.watch import Watch
@@ -75,7 +76,7 @@ def fake_run(losses, number=None):
 
     return types.SimpleNamespace(
         config=CONFIG,
-        corpus=corpus,
+        batch=lambda number: corpus.train_batch(CONFIG.seed, number, CONFIG.batch_shape),
         update=update,
         learning_rate=lambda step: 0.5,
     )
@@ -89,7 +90,8 @@ def run(losses, path, saved=None, number=None):
             watch = Watch(
                 CONFIG, Rates(CONFIG.tokens_per_step, 1e6, 1, None), jax.devices()[:1], path.parent, 0
             )
-            loop.train(fake_run(losses, number), State(0), file, Console(file=out, width=200), saved, watch)
+            shown = Console(file=out, width=200)
+            loop.train(fake_run(losses, number), State(0), file, shown, saved, watch, Processes())
     finally:
         lines = [json.loads(line) for line in path.read_text().splitlines()]
     return lines, out.getvalue()

@@ -1,5 +1,6 @@
 """Wiring: every option reaches what it is for, batches come from the text to train on, evaluation from the other."""
 
+import functools
 import io
 import types
 
@@ -19,6 +20,7 @@ from train.data.corpus import text_source
 from train.data.vocabulary import BYTES
 from train.evaluate import make_evaluate
 from train.metrics import MetricsFile
+from train.processes import Processes
 from train.rates import Rates
 from train.watch import Watch
 
@@ -146,10 +148,12 @@ def test_the_loop_draws_every_steps_own_batch_from_the_text_to_train_on(tmp_path
         due=lambda step: False, save=lambda *_: None, finish=lambda step: None, seconds=0.0
     )
     run = types.SimpleNamespace(config=config, corpus=corpus, update=update, learning_rate=lambda step: 0.1)
+    run.layout = types.SimpleNamespace(mesh=make_mesh(1, 1))
+    run.batch = functools.partial(setup.Run.batch, run)
     state = models_state(step=1)
     with MetricsFile(tmp_path / "m.jsonl") as file:
         watch = Watch(config, Rates(8, 1e6, 1, None), jax.devices()[:1], tmp_path, 1)
-        loop.train(run, state, file, Console(file=io.StringIO()), checkpoints, watch)
+        loop.train(run, state, file, Console(file=io.StringIO()), checkpoints, watch, Processes())
     assert len(drawn) == 3, "the first step was done before"
     for step, batch in enumerate(drawn, start=1):
         jax.tree.map(

@@ -18,6 +18,7 @@ from train.data.corpus import text_source
 from train.data.vocabulary import BYTES
 from train.errors import DivergedError
 from train.metrics import MetricsFile
+from train.processes import Processes
 from train.rates import Rates
 from train.report import RunFolder
 from train.trouble import Trouble
@@ -71,7 +72,7 @@ def train(path, bad, config=CONFIG, start=0, skipped=0, name="loss"):
 
     this = types.SimpleNamespace(
         config=config,
-        corpus=CORPUS,
+        batch=draw,
         update=update,
         learning_rate=lambda step: 0.5,
         init=lambda: State(0),
@@ -80,7 +81,7 @@ def train(path, bad, config=CONFIG, start=0, skipped=0, name="loss"):
     watch = Watch(config, rates, jax.devices()[:1], path.parent, start)
     with MetricsFile(path) as file:
         console = Console(file=out, width=300)
-        state = loop.train(this, State(start), file, console, checkpoints, watch, skipped)
+        state = loop.train(this, State(start), file, console, checkpoints, watch, Processes(), skipped)
     assert state.step == config.optimizer.steps
     return learnt, out.getvalue(), [json.loads(line) for line in path.read_text().splitlines()]
 

@@ -48,9 +48,6 @@ GRID = (  # ranks, microbatches, costs, memory limit: all of a whole rank's shar
     (8, 16, CostModel(1, 1.64, 0.97, FB=2.7), 8.5),
 )
 
-STRICT = 9
-"""In how many of them the search is at least strictly better."""
-
 SIZES = MemoryModel(residual_i=0.4, residual_w=0.6, stash=0.5, boundary=0.1, parameters=3)
 
 
@@ -67,10 +64,11 @@ def measured(setting, memory=None, **options):
     return timeline.makespan, best
 
 
-def test_no_worse_than_any_named_schedule_and_mostly_better():
-    results = [measured(setting, effort=0.03) for setting in GRID]
+@pytest.mark.parametrize("settings", [GRID[:5], pytest.param(GRID[5:], marks=pytest.mark.slow)])
+def test_no_worse_than_any_named_schedule_and_mostly_better(settings):
+    results = [measured(setting, effort=0.03) for setting in settings]
     assert all(found <= best * (1 + 1e-9) for found, best in results)
-    assert sum(found < best * (1 - 1e-9) for found, best in results) >= STRICT
+    assert sum(found < best * (1 - 1e-9) for found, best in results) >= len(settings) - 1
 
 
 @pytest.mark.slow
@@ -92,9 +90,17 @@ def test_between_dualpipe_v_and_zb_v():
     """A V placement with pairs, in ZB-V's memory, where DualPipeV has no room: nearly as short as DualPipeV."""
     costs = CostModel(1, 1, 1, FB=2)
     makespans = {c.name: c.makespan for c in choose(8, 24, costs)}
-    found = search(8, 24, costs, memory_limit=8, placement="v", effort=0.2)
+    found = search(8, 24, costs, memory_limit=8, placement="v", effort=0.03)
     assert simulate(found, costs.for_schedule(found)).makespan < 0.9 * makespans["zb_v"]
-    roomier = search(8, 24, costs, memory_limit=8.5, placement="v", effort=0.1)
+
+
+@pytest.mark.slow
+def test_shorter_than_dualpipe_v_in_its_memory():
+    costs = CostModel(1, 1, 1, FB=2)
+    makespans = {c.name: c.makespan for c in choose(8, 24, costs)}
+    found = search(8, 24, costs, memory_limit=8, placement="v", effort=0.6)
+    assert simulate(found, costs.for_schedule(found)).makespan < 0.9 * makespans["zb_v"]
+    roomier = search(8, 24, costs, memory_limit=8.5, placement="v", effort=0.4)
     assert simulate(roomier, costs.for_schedule(roomier)).makespan < makespans["dualpipe_v"]
 
 
@@ -174,13 +180,13 @@ def test_a_given_placement_is_kept(placement):
     ("ranks", "microbatches", "costs", "memory"),
     [
         (3, 6, CostModel(FB=2.25), MemoryModel()),
-        (4, 8, CostModel(1, 1.64, 0.97, FB=2.7, send=0.05), MemoryModel()),
-        (2, 6, CostModel(1, 1, 1.5, FB=2.5), MemoryModel(0.5, 0.5, 0.4, 0.1, parameters=2)),
+        (2, 5, CostModel(1, 1.64, 0.97, FB=2.7, send=0.05), MemoryModel()),
+        (2, 4, CostModel(1, 1, 1.5, FB=2.5), MemoryModel(0.5, 0.5, 0.4, 0.1, parameters=2)),
     ],
 )
 def test_more_memory_never_makes_it_longer(ranks, microbatches, costs, memory):
     last = math.inf
-    for limit in (1, 1.5, 2, 2.3, 3, 3.4, 4, 4.3, 4.5, 5, 5.7, 6, 9, math.inf):
+    for limit in (1, 1.5, 2, 2.3, 3, 3.4, 4.5, math.inf):
         limit += memory.parameters + memory.boundary * 4
         found = validate(search(ranks, microbatches, costs, limit, memory=memory, effort=0.01))
         played = simulate(found, costs.for_schedule(found))
