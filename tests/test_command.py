@@ -538,8 +538,21 @@ def test_why_a_rank_is_idle(capsys):
         "  rank 0: 0B0 from 4 to 6, which waits for what comes from",
         "  rank 1: 1B0 from 2 to 4",
     ]
+    assert printed(capsys, *arguments, "path").splitlines() == [
+        "the step takes 9, last",
+        "  rank 0: 0B1 from 7 to 9, which waits for what comes from",
+        "  rank 1: 1B1 from 5 to 7, which follows on",
+        "  rank 1: 1F1 from 4 to 5, which follows on",
+        "  rank 1: 1B0 from 2 to 4, which follows on",
+        "  rank 1: 1F0 from 1 to 2, which waits for what comes from",
+        "  rank 0: 0F0 from 0 to 1",
+    ]
+    slack = json.loads(printed(capsys, *arguments[:-1], "--json"))["slack"]
+    assert slack == [[0, 2, 1, 0], [0, 0, 0, 0]]  # 0F1 may end when 1F1 starts, 0B0 when 0B1 does
     assert "rank 0 at 0.5: works" in printed(capsys, *arguments, "0@0.5")
-    assert "--why 'now': expected a rank and a time" in refused(capsys, 2, *arguments, "now")
+    assert "--why 'now': expected a rank and a time, such as 5@21, or path" in refused(
+        capsys, 2, *arguments, "now"
+    )
     assert "there are ranks 0 to 1" in refused(capsys, 2, *arguments, "7@1")
 
 

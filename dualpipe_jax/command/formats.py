@@ -88,6 +88,7 @@ def _text(timeline: Timeline, costs: CostModel, sizes: MemoryModel) -> str:
 
 
 def _json(timeline: Timeline, costs: CostModel, sizes: MemoryModel) -> str:
+    from dualpipe_jax.schedule.blame import slack
     from dualpipe_jax.schedule.formats.json_text import to_json
 
     schedule = timeline.schedule
@@ -101,6 +102,7 @@ def _json(timeline: Timeline, costs: CostModel, sizes: MemoryModel) -> str:
         "memory": timeline.memory(sizes.for_schedule(schedule)),
         "starts": timeline.starts,
         "ends": timeline.ends,
+        "slack": slack(timeline),
     }
     return to_json(schedule, simulated)
 

@@ -11,7 +11,7 @@ from dualpipe_jax.command.options import CommandError, Costs, Count, Memory, Out
 from dualpipe_jax.command.output import describe, in_terminal, make_console, number, show
 from dualpipe_jax.command.source import schedule_of
 from dualpipe_jax.schedule import MemoryModel, Timeline, simulate
-from dualpipe_jax.schedule.blame import why_idle
+from dualpipe_jax.schedule.blame import Link, critical_path, why_idle
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,8 +37,9 @@ class Show:
     html: a page to play with. Where --output is given, its ending tells."""
     output: Output = None
     """File to write, instead of printing."""
-    why: Annotated[str | None, tyro.conf.arg(metavar="RANK@TIME", help_behavior_hint="")] = None
-    """Instead, say what an idle rank waits for at a time, such as 5@21, back to what ran when it fell idle."""
+    why: Annotated[str | None, tyro.conf.arg(metavar="{RANK@TIME,path}", help_behavior_hint="")] = None
+    """Instead, say what an idle rank waits for at a time, such as 5@21, back to what ran when it fell idle; or, with
+    "path", what makes the step as long as it is, from its last slot back to its first."""
     json: bool = False
     """The same as --format json."""
     costs: Costs = dataclasses.field(default_factory=Costs)
@@ -61,22 +62,31 @@ class Show:
 
 
 def _explain(timeline: Timeline, asked: str) -> str:
-    """What a rank waits for at a time, a line for each link of the chain."""
+    """What a rank waits for at a time, or the critical path; a line for each link of the chain."""
+    if asked == "path":
+        return "\n".join(
+            [f"the step takes {number(timeline.makespan)}, last", *_lines(critical_path(timeline))]
+        )
     match = re.fullmatch(r"(\d{1,9})@(\d{1,15}(?:\.\d{1,15})?)", asked)
     if match is None:
-        raise CommandError(f"--why {asked!r}: expected a rank and a time, such as 5@21")
+        raise CommandError(f"--why {asked!r}: expected a rank and a time, such as 5@21, or path")
     rank, time = int(match[1]), float(match[2])
     links = why_idle(timeline, rank, time)
     if not links:
         return f"rank {rank} at {number(time)}: works, or is through with all that it has to do"
-    lines = [f"rank {rank} at {number(time)}: idle until {number(links[0].start)}, where it runs"]
+    head = f"rank {rank} at {number(time)}: idle until {number(links[0].start)}, where it runs"
+    return "\n".join([head, *_lines(links)])
+
+
+def _lines(links: list[Link]) -> list[str]:
+    lines = []
     for link, after in zip(links, [*links[1:], None], strict=True):
         slot = "+".join(map(str, link.slot))
         line = f"  rank {link.rank}: {slot} from {number(link.start)} to {number(link.end)}"
         if after is not None:
             line += ", which waits for what comes from" if after.sent else ", which follows on"
         lines.append(line)
-    return "\n".join(lines)
+    return lines
 
 
 def draw_in_terminal(timeline: Timeline, sizes: MemoryModel) -> None:
