@@ -197,7 +197,7 @@ def test_more_memory_never_makes_it_longer(ranks, microbatches, costs, memory):
 
 def test_finer_cuts_are_where_it_starts_too():
     """With free sends and pairs that gain, four stages a rank in rounds; with dear ones, fewer."""
-    free, dear = CostModel(FB=2.25), CostModel(FB=2.25, send=0.3)
+    free, dear = CostModel(FB=2.25), CostModel(FB=2.25, send=1)
     deep = interleaved_1f1b_overlap(8, 32, 4)
     found = search(8, 32, free, effort=0)
     assert found.placement == Placement.interleaved(8, 4)
