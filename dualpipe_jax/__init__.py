@@ -30,6 +30,7 @@ _ROOM_OF = {
         "unplace_stages",
     )
 } | {
+    "gpu_process_environment": "dualpipe_jax.inspect",
     "make_mesh": "dualpipe_jax.parallel",
     "recommended_compiler_options": "dualpipe_jax.inspect",
     "split_backward": "dualpipe_jax.split",

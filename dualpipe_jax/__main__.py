@@ -15,6 +15,7 @@ from dualpipe_jax.command.compare import Compare
 from dualpipe_jax.command.dryrun import Dryrun
 from dualpipe_jax.command.options import NothingFits
 from dualpipe_jax.command.overlap import Overlap
+from dualpipe_jax.command.probe import Probe
 from dualpipe_jax.command.search import Search
 from dualpipe_jax.command.show import Show
 from dualpipe_jax.schedule import ScheduleError
@@ -27,6 +28,7 @@ COMMANDS: dict[str, Callable[..., Any]] = {
     "check": Check,
     "overlap": Overlap,
     "dryrun": Dryrun,
+    "probe": Probe,
 }
 
 
@@ -44,8 +46,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         command = tyro.extras.subcommand_cli_from_dict(
             COMMANDS,
             prog="dualpipe",
-            description="Pipeline schedules: drawn, compared, chosen, searched, checked, and compiled for pods. "
-            "`dualpipe --version` says which version this is.",
+            description="Pipeline schedules: drawn, compared, chosen, searched, checked, and compiled for pods; "
+            "devices probed. `dualpipe --version` says which version this is.",
             args=given,
             config=(tyro.conf.OmitArgPrefixes, tyro.conf.FlagCreatePairsOff),
         )

@@ -1,6 +1,7 @@
 """Which layers stand on which stage: plans balanced in time, and the places that a plan gives each layer."""
 
 import dataclasses
+import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -92,40 +93,40 @@ def layer_plan(config: Config, schedule: Any, costs: Costs | None = None) -> tup
             f"{max(1, config.num_layers + 2)} stages at most."
         )
     costs = costs or matmul_costs(config)
-    home = np.array(pipes)
-    ranks = [(home == rank).any(0) for rank in range(int(home.max()) + 1)]
+    ranks = [{pipe[stage] for pipe in pipes} for stage in range(num_stages)]
+    home = np.array([ranks.index(here) for here in ranks])  # one for all stages of the same ranks
+
+    def load(times: Sequence[float]) -> np.ndarray:
+        return np.bincount(home, times, num_stages)
 
     def badness(plan: tuple[int, ...]) -> tuple[float, ...]:
-        times = np.array(stage_times(config, plan, costs))
-        busy = sorted((float(times[here].sum()) for here in ranks), reverse=True)
-        return tuple(np.round([*busy, *sorted(times, reverse=True)], 6 - int(np.log10(times.sum() + 1e-300))))
+        times = stage_times(config, plan, costs)
+        falling = [*sorted(load(times), reverse=True), *sorted(times, reverse=True)]
+        return tuple(np.round(falling, 6 - int(np.log10(sum(times) + 1e-300))))
 
-    best = even_shares(config.num_layers, num_stages)
-    while (better := min(_neighbours(best), key=badness, default=best)) != best:
-        if badness(better) >= badness(best):
-            return best
-        best = better
-    return best
+    def filled(dense: tuple[int, ...]) -> tuple[int, ...] | None:
+        """The best plan with dense layers so: those with experts are alike, so each goes where least is to do."""
+        first = len(dense) - 1  # the first stage that may have experts: dense layers come before
+        shares = [*dense, *[1] * (num_stages - len(dense))]
+        if len(dense) < num_stages:
+            shares[-1] = 0
+        if sum(shares) > config.num_layers:
+            return None
+        for _ in range(config.num_layers - sum(shares)):
+            times = stage_times(config, shares, costs)
+            busy = load(times)[home]
+            shares[min(range(first, num_stages), key=lambda stage: (busy[stage], times[stage]))] += 1
+        return tuple(shares)
+
+    return min(filter(None, map(filled, _dense_shares(config.num_dense_layers, num_stages))), key=badness)
 
 
-def even_shares(num_layers: int, num_stages: int) -> tuple[int, ...]:
-    """Share layers as equally as possible; what is missing, is missing at the two ends first."""
-    deep = -(-num_layers // num_stages)
-    shares = [deep] * num_stages
-    for short in range(deep * num_stages - num_layers):
-        shares[short // 2 if short % 2 == 0 else num_stages - 1 - short // 2] -= 1
-    return tuple(shares)
-
-
-def _neighbours(plan: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
-    """Plans with a layer moved from one stage to another."""
-    last = len(plan) - 1
-    for giver, share in enumerate(plan):
-        if share <= (0 if giver in (0, last) else 1):
-            continue
-        for taker in range(len(plan)):
-            if taker != giver:
-                yield tuple(n - (i == giver) + (i == taker) for i, n in enumerate(plan))
+def _dense_shares(num_dense: int, num_stages: int) -> Iterator[tuple[int, ...]]:
+    """Each way in which dense layers can lie on the first stages, up to the last stage that has one: 2 ** num_dense."""
+    for cuts in itertools.chain.from_iterable(
+        itertools.combinations(range(num_dense), k) for k in range(min(num_stages, num_dense + 1))
+    ):
+        yield tuple(int(share) for share in np.diff([0, *cuts, num_dense]))
 
 
 @dataclasses.dataclass(frozen=True)

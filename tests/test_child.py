@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from dualpipe_jax.command.child import Died, ask
+from dualpipe_jax.command.child import Died, Hung, ask
 from dualpipe_jax.command.options import CommandError
 
 WORKERS = {
@@ -42,9 +42,33 @@ WORKERS = {
         print("compiling", flush=True)
         time.sleep(60)
     """,
+    "hangs": """
+        print("counting", flush=True)
+        open(sys.argv[1] + ".partial", "w").write(json.dumps({"sum": 3}))
+        open(os.environ["PIDS"], "w").write(f"{os.getpid()}")
+        print("waiting", flush=True)
+        time.sleep(60)
+    """,
+    "hangs at its end": """
+        sys.stdout.close()
+        os.close(1)
+        time.sleep(60)
+    """,
+    "serves": """
+        from dualpipe_jax.worker import say, serve
+        def answers(asked):
+            say("counting")
+            yield {"sum": 1}
+            if asked["numbers"] == []:
+                raise ValueError("nothing to count")
+            if asked["numbers"] == [0]:
+                os._exit(3)
+            yield {"sum": sum(asked["numbers"])}
+        sys.exit(serve(answers))
+    """,
     "watches": """
         import threading
-        from train.dryrun import end_with_parent
+        from dualpipe_jax.worker import end_with_parent
         sys.stdin.readline()
         threading.Thread(target=end_with_parent, daemon=True).start()
         open(os.environ["PIDS"], "w").write(f"{os.getpid()}")
@@ -65,7 +89,7 @@ def test_an_answer(environment, capfd):
     assert ask("answers", {"numbers": [1, 2]}, environment, "v5e:4x4") == {"sum": 3, "name": "pod"}
     out, err = capfd.readouterr()
     assert not out, "figures alone go to standard output"
-    assert re.fullmatch(r"v5e:4x4: counting \(0 s\)\n", err)
+    assert re.fullmatch(r"v5e:4x4: counting \(\d s\)\n", err)
 
 
 def test_what_it_refuses(environment):
@@ -87,6 +111,32 @@ def test_a_mistake_of_ours(environment):
         Died, match=r"ended with status 1 while drawing; .*\n  RuntimeError: a mistake of ours$"
     ):
         ask("raises", {}, environment, "v5e:4x4")
+
+
+def test_a_stage_that_takes_too_long(environment):
+    """Each stage has its own limit; what was found before is not lost, and the process is gone."""
+    limits = {"starting": 30.0, "counting": 30.0, "waiting": 0.2}
+    with pytest.raises(Hung, match=r"^no answer in 0.2 s while waiting$") as hung:
+        ask("hangs", {}, environment, "probe", limits.__getitem__)
+    assert (hung.value.stage, hung.value.known) == ("waiting", {"sum": 3})
+    assert not is_alive(int(Path(environment["PIDS"]).read_text()))
+
+
+def test_a_process_that_hangs_on_its_way_out(environment):
+    with pytest.raises(Hung, match=r"^no answer in 2 s while starting$") as hung:
+        ask("hangs at its end", {}, environment, "probe", lambda stage: 2.0)
+    assert hung.value.known == {}
+
+
+def test_the_far_end(environment):
+    """What is known grows; the last is the answer, an error one too, and the others are left where it dies."""
+    environment = environment | {"PYTHONPATH": os.pathsep.join([os.getcwd(), environment["PYTHONPATH"]])}
+    assert ask("serves", {"numbers": [1, 2]}, environment, "probe") == {"sum": 3}
+    with pytest.raises(CommandError, match="^nothing to count$"):
+        ask("serves", {"numbers": []}, environment, "probe")
+    with pytest.raises(Died, match="^the process ended with status 3 while counting") as died:
+        ask("serves", {"numbers": [0]}, environment, "probe")
+    assert died.value.known == {"sum": 1}
 
 
 def killed(environment, worker, number):

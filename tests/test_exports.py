@@ -12,6 +12,7 @@ FRONT_DOOR = [
     "PipelineModel",
     "PlacedStages",
     "StagedModel",
+    "gpu_process_environment",
     "make_mesh",
     "pipeline_apply",
     "pipeline_loss",

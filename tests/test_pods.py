@@ -166,6 +166,47 @@ def test_a_program_that_was_compiled_before(capfd, tmp_path, monkeypatch):
     assert json.loads(trace)["otherData"]["hertz"] == 1.5e9
 
 
+def test_measured_rates_price_a_program(capfd, tmp_path, monkeypatch):
+    """Through the real process: over links as slow as these nothing can be hidden."""
+    monkeypatch.setattr(targets, "_is_installed", lambda _: False)
+    exchange = {"bytes_per_second": 1e6, "latency": 0.0, "devices": 4}
+    file = tmp_path / "rates.json"
+    file.write_text(json.dumps({"rates": {"all-to-all": exchange, "permute": exchange}}))
+    given = ["--compiled", str(V5E_PAIR), "--rates", str(file), "--at-least", "0", "--json"]
+    assert main(["overlap", "--target", "v5e:4x4", *given]) == 0
+    slow = json.loads(capfd.readouterr().out)["compiled"]["all_to_all"]
+    # In cycles of v5e's 1.5 GHz; its all-to-alls are among four devices as the measured ones were.
+    assert slow["cycles"] == pytest.approx(slow["payload"] / 1e6 * 1.5e9, rel=1e-3)
+    assert slow["hidden"] < 0.01
+
+
+@pytest.mark.parametrize("command", ["overlap", "dryrun"])
+def test_rates_are_read_before_compiling(answered, capsys, tmp_path, command):
+    assert main([command, "--target", "v5e:4x4", "--rates", "no.json"]) == 2
+    assert capsys.readouterr().err.startswith("error: --rates no.json: cannot read it")
+    assert not answered
+    file = tmp_path / "rates.json"
+    file.write_text(json.dumps({"rates": {"memory": 1e12, "flops": 1e14}}))
+    assert main([command, "--target", "v5e:4x4", "--rates", str(file), *SMALL]) == 0
+    assert answered[0][1]["rates"] == str(file)
+    if command == "dryrun":
+        assert f"a prediction of the rates of {file}, no measurement" in capsys.readouterr().out
+
+
+def test_guards_that_were_measured_are_part_of_a_tick(tmp_path):
+    from dualpipe_jax.command.program import Program
+    from train.request import Request
+    from train.study import guards_of
+
+    file = tmp_path / "rates.json"
+    guards = {"loop": {"taken_seconds": 2e-6}, "switch": {"taken_seconds": 1e-5}}
+    file.write_text(json.dumps({"rates": {"memory": 1e12, "guards": guards}}))
+    for target, cycles in (("v5e:4x4", 2e-6 * 1.5e9), ("h100:1x8", 1e-5 * 1.83e9)):
+        request = Request(Program(), target, "units", rates=str(file))
+        assert guards_of(request, targets.Target.parse(target)) == pytest.approx(cycles)
+    assert guards_of(Request(Program(), "v5e:4x4", "units"), targets.Target.parse("v5e:4x4")) == 0
+
+
 def test_dryrun_prints_memory_and_a_prediction(answered, capsys):
     assert main(["dryrun", "--target", "v5e:4x4", *SMALL]) == 0
     out = capsys.readouterr().out
@@ -224,9 +265,19 @@ def test_targets_that_are_none(capsys):
 
 def test_memory_is_counted_with_no_compiler(capsys):
     """Through the real process, on this machine's own CPU."""
-    status = main(["dryrun", "--target", "v5p:8x8x16", "--compile", "nothing", "--json", *SMALL])
-    assert status == 0
+    asked = ["dryrun", "--target", "v5p:8x8x16", "--compile", "nothing", *SMALL]
+    assert main(asked) == 0
+    table = capsys.readouterr().out
+    assert main([*asked, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
+    for words in (
+        "parameters of stages",
+        "parameters of all stages, on every rank",
+        "optimizer state",
+        "counted",
+    ):
+        assert words in table
+    assert len(re.findall("GiB|%", table)) > len(found["memory"]["kinds"])
     assert found["memory"]["fits"] and found["memory"]["total"] == sum(found["memory"]["kinds"].values())
     assert found["memory"]["kinds"]["stash"] > 0 and found["target"]["devices"] == 1024
 

@@ -35,6 +35,7 @@ class Blueprint:
       tokens: of inputs and of targets, int32 [microbatches, microbatch size, sequence].
       shard_optimizer: whether the optimizer's state of replicated parameters is shared out; see ``shard_moments``.
       fuse_pairs: see ``Pipeline``.
+      moments, gradient_sums: dtypes that the optimizer's averages and the sums of gradients have.
     """
 
     model: models.Model
@@ -44,6 +45,13 @@ class Blueprint:
     tokens: jax.ShapeDtypeStruct
     shard_optimizer: bool = False
     fuse_pairs: bool = True
+    moments: str = "float32"
+    gradient_sums: str = "float32"
+
+    @property
+    def optimizer(self) -> optax.GradientTransformation:
+        """The trainer's; how fast it moves is no matter here."""
+        return make_optimizer(1e-4, clip=1.0, weight_decay=0.1, moments=self.moments)
 
 
 def draw(
@@ -51,11 +59,12 @@ def draw(
     schedule: Schedule,
     mesh: Mesh | AbstractMesh,
     tokens: tuple[int, int, int],
-    *,
-    shard_optimizer: bool = False,
-    fuse_pairs: bool = True,
+    **options: Any,
 ) -> Blueprint:
-    """The blueprint of a model's step on batches of (microbatches, microbatch size, sequence)."""
+    """The blueprint of a model's step on batches of (microbatches, microbatch size, sequence).
+
+    Further fields of ``Blueprint`` are its options.
+    """
     pipeline = Pipeline(model.staged, schedule, mesh, param_specs=model.param_specs)
     shapes = jax.eval_shape(lambda: pipeline.placed(model.init(jax.random.key(0))))
     lies = pipeline.shardings(shapes)
@@ -63,7 +72,7 @@ def draw(
         lambda leaf, lie: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=lie), shapes, lies
     )
     batch = jax.ShapeDtypeStruct(tokens, jnp.int32, sharding=NamedSharding(mesh, PartitionSpec(None, EP)))
-    return Blueprint(model, schedule, mesh, params, batch, shard_optimizer, fuse_pairs)
+    return Blueprint(model, schedule, mesh, params, batch, **options)
 
 
 def abstract_mesh(num_pp: int, num_ep: int) -> AbstractMesh:
@@ -79,16 +88,15 @@ def lower_units(blueprint: Blueprint, units: Collection[str], *, every_kind: boo
 
 def lower_step(blueprint: Blueprint) -> Any:
     """The trainer's own step, lowered: gradients, clipping, AdamW, routing biases, the old state donated."""
-    optimizer = make_optimizer(1e-4, clip=1.0, weight_decay=0.1)
     value_and_grad = _pipeline(blueprint).value_and_grad
-    state = abstract_state(blueprint, optimizer)
-    update: Any = make_update(value_and_grad, optimizer, 1e-3, state)
+    state = abstract_state(blueprint)
+    update: Any = make_update(value_and_grad, blueprint.optimizer, 1e-3, state)
     return update.lower(state, _batch(blueprint))
 
 
-def abstract_state(blueprint: Blueprint, optimizer: optax.GradientTransformation) -> TrainState:
+def abstract_state(blueprint: Blueprint) -> TrainState:
     """What ``init_state`` makes, as ShapeDtypeStructs with shardings."""
-    params = trainable(blueprint.params)
+    params, optimizer = trainable(blueprint.params), blueprint.optimizer
     opt_state = jax.eval_shape(optimizer.init, params)
     everywhere = NamedSharding(blueprint.mesh, PartitionSpec())  # type: ignore[arg-type]  # an abstract mesh will do
     lying = jax.tree.map(
@@ -124,7 +132,7 @@ def memory_by_kind(blueprint: Blueprint) -> dict[str, int]:
     """
     state = _state(blueprint)
     stages = [nbytes(stage) for stage in blueprint.params["stages"].local]
-    optimizer = abstract_state(blueprint, make_optimizer(1e-4, clip=1.0, weight_decay=0.1)).opt_state
+    optimizer = abstract_state(blueprint).opt_state
     pools = {name: nbytes(entry) for name, entry in state.items()}
     kinds = {
         "stages": sum(stages),
@@ -220,7 +228,12 @@ def _pipeline(blueprint: Blueprint) -> Pipeline:
     b = blueprint
     mesh: Any = b.mesh
     return Pipeline(
-        b.model.staged, b.schedule, mesh, param_specs=b.model.param_specs, fuse_pairs=b.fuse_pairs
+        b.model.staged,
+        b.schedule,
+        mesh,
+        param_specs=b.model.param_specs,
+        accumulate_dtype=b.gradient_sums,
+        fuse_pairs=b.fuse_pairs,
     )
 
 

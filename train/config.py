@@ -116,6 +116,10 @@ class OptimizerConfig:
     """How far a step moves the routing bias of an expert with too much or too little load."""
     shard_optimizer: bool = False
     """Share the optimizer's state of replicated parameters out over their devices (ZeRO, first stage)."""
+    moments: Literal["float32", "bfloat16"] = "float32"
+    """What AdamW's two averages are kept in between steps; they are computed in float32. Parameters are float32."""
+    gradient_sums: Literal["float32", "bfloat16"] = "float32"
+    """What gradients are summed in over the microbatches of a step."""
 
 
 @dataclasses.dataclass(frozen=True)

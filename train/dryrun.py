@@ -5,16 +5,14 @@ process that they run in, and can be stopped no other way. It reads a request fr
 what it is about to do, a line a stage, writes its answer to FILE, and ends when standard input is closed.
 """
 
-import json
 import os
 import sys
-import threading
-import time
-from pathlib import Path
+from collections.abc import Iterator
 from typing import Any
 
 from dualpipe_jax.command.program import Program
 from dualpipe_jax.inspect import STATISTICS_ENVIRONMENT, Target
+from dualpipe_jax.worker import say, serve
 from train.request import Request
 
 
@@ -37,30 +35,9 @@ def answer(request: Request) -> dict[str, Any]:
     return study.study(request, target, devices, say)
 
 
-def say(stage: str) -> None:
-    """Tell the parent what comes next."""
-    print(stage, flush=True)
-
-
-def main(arguments: list[str] | None = None) -> int:
-    """Answer one request; 1 if it cannot be answered, the reason then stands in the answer."""
-    (file,) = sys.argv[1:] if arguments is None else arguments
-    asked = json.loads(sys.stdin.readline())
-    threading.Thread(target=end_with_parent, daemon=True).start()
-    request = Request(Program(**_tuples(asked.pop("program"))), **_tuples(asked))
-    try:
-        result, status = answer(request), 0
-    except (ValueError, ModuleNotFoundError, OSError) as error:
-        result, status = {"error": str(error)}, 1
-    Path(file).write_text(json.dumps(result))
-    return status
-
-
-def end_with_parent() -> None:
-    """Whoever kills the parent leaves a compiler behind that nobody waits for; its end closes our input."""
-    while sys.stdin.readline():
-        time.sleep(0)
-    os._exit(130)
+def answers(asked: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """The same of a request as JSON has it."""
+    yield answer(Request(Program(**_tuples(asked.pop("program"))), **_tuples(asked)))
 
 
 def _tuples(values: dict[str, Any]) -> dict[str, Any]:
@@ -68,4 +45,4 @@ def _tuples(values: dict[str, Any]) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(serve(answers))

@@ -62,20 +62,33 @@ def bodies(module: Module, unit: str) -> list[str]:
 
 def by_kind(module: Module, unit: str) -> dict[str, list[str]]:
     """The same by kind of stage, "KIND", or for pairs the forward's and the backward's, "KIND-KIND"."""
-    scope = re.compile(rf"/{SCOPE_OF[unit]}/([^/]+)/while$")
     found: dict[str, list[str]] = {}
-    for body, (_, loop) in module.loops.items():
-        if match := scope.search(loop.op_name):
+    for body, (_, names) in _guarded(module).items():
+        if len(names) == 1 and (match := re.fullmatch(rf"{SCOPE_OF[unit]}/(.+)", names[0])):
             found.setdefault(match[1], []).append(body)
     return found
 
 
 def walk(module: Module) -> str | None:
     """The body of the scan over ticks, which holds all guards; None where there are none."""
-    holders = (
-        holder for unit in SCOPE_OF for body in bodies(module, unit) for holder in [module.loops[body][0]]
-    )
-    return next(holders, None)
+    return next((holder for holder, names in _guarded(module).values() if names), None)
+
+
+def _guarded(module: Module) -> dict[str, tuple[str, list[str]]]:
+    """What a guard skips, a loop's body or one branch of a conditional: -> (its holder, the units in it, UNIT/KIND)."""
+    unit = rf"({'|'.join(SCOPE_OF.values())})/[^/]+"
+    loop, inside = re.compile(rf"/({unit})/while$"), re.compile(rf"/branch_\d+_fun/({unit})/")
+    found = {
+        body: (holder, [match[1]])
+        for body, (holder, instruction) in module.loops.items()
+        if (match := loop.search(instruction.op_name))
+    }
+    for body, (holder, _) in module.branches.items():
+        # Where a tick's unit is a branch, the conditional itself has no unit's name.
+        matches = (inside.search(instruction.op_name) for instruction in module.computations[body])
+        if names := sorted({match[1] for match in matches if match}):
+            found[body] = holder, names
+    return found
 
 
 def measure(report: OverlapReport, module: Module) -> dict[str, Unit]:
@@ -113,9 +126,13 @@ def overheads(report: OverlapReport, module: Module) -> tuple[float, float] | No
     tick = walk(module)
     if tick is None:
         return None
-    guards = (body for body, (holder, _) in module.loops.items() if holder == tick)
     cycles = {name: time.cycles for name, time in report.computations.items()}
-    beside = cycles[tick] - sum(cycles[body] for body in guards)
+    guards = sum(cycles[body] for body, (holder, _) in module.loops.items() if holder == tick)
+    choices: dict[str, float] = {}
+    for body, (holder, choice) in module.branches.items():
+        if holder == tick:
+            choices[choice.name] = max(choices.get(choice.name, 0.0), cycles[body])
+    beside = cycles[tick] - guards - sum(choices.values())
     holder, scan = module.loops[tick]
     return max(0.0, beside), max(0.0, cycles[holder] - (scan.trips or 1) * cycles[tick])
 

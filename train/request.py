@@ -24,6 +24,7 @@ class Request:
         timeline, .trace the same for Perfetto, any other the program's text.
       compiled: file with the text of a program that is already compiled for the target: only this is read, the
         program above is not looked at.
+      rates: file of measured rates, by which programs are priced; None for the compiler's figures.
       log: the file that this process's standard error goes to, where the TPU compiler's statistics are found.
     """
 
@@ -32,6 +33,7 @@ class Request:
     compile: str
     files: tuple[str, ...] = ()
     compiled: str | None = None
+    rates: str | None = None
     log: str | None = None
 
 

@@ -6,13 +6,11 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import optax
 
-from dualpipe_jax.engine import (
-    Pipeline,
-    recommended_compiler_options,
-    tpu_generation,
-)
+from dualpipe_jax.engine import Pipeline
+from dualpipe_jax.inspect import recommended_compiler_options, tpu_generation
 from dualpipe_jax.parallel import make_mesh
 from dualpipe_jax.schedule import Schedule
 from train.config import ConfigError, TrainConfig, make_schedule, num_devices, too_few_devices
@@ -69,9 +67,17 @@ def prepare(config: TrainConfig) -> Run:
         raise ConfigError(too_few_devices(config, jax.device_count()))
     mesh, asked = make_mesh(config.mesh.pp, config.mesh.ep, dp=config.mesh.dp), config.optimizer
     model = make_model(config, schedule, corpus.vocab)
-    pipeline = Pipeline(model.staged, schedule, mesh, param_specs=model.param_specs)
+    pipeline = Pipeline(
+        model.staged,
+        schedule,
+        mesh,
+        param_specs=model.param_specs,
+        accumulate_dtype=jnp.dtype(asked.gradient_sums),
+    )
     learning_rate = warmup_cosine(asked.learning_rate, asked.steps, asked.warmup)
-    optimizer = make_optimizer(learning_rate, clip=asked.clip, weight_decay=asked.weight_decay)
+    optimizer = make_optimizer(
+        learning_rate, clip=asked.clip, weight_decay=asked.weight_decay, moments=asked.moments
+    )
     layout = Layout(model, schedule, mesh, optimizer, asked.shard_optimizer)
     return Run(
         config=config,

@@ -23,19 +23,34 @@ Update = Callable[[TrainState, Tree], tuple[TrainState, dict[str, Any]]]
 
 
 def make_optimizer(
-    learning_rate: optax.ScalarOrSchedule, *, clip: float, weight_decay: float
+    learning_rate: optax.ScalarOrSchedule, *, clip: float, weight_decay: float, moments: Any = jnp.float32
 ) -> optax.GradientTransformation:
-    """AdamW after clipping by the global norm; weights decay, norms and biases do not."""
+    """AdamW after clipping by the global norm; weights decay, norms and biases do not.
+
+    All is computed in float32, whatever dtype the ``moments`` are kept in between steps (DeepSeek-V3 keeps both
+    averages in bfloat16; arXiv:2412.19437, section 3.3.3).
+    """
     inner = optax.chain(
         optax.clip_by_global_norm(clip),
         optax.adamw(learning_rate, b1=0.9, b2=0.95, weight_decay=weight_decay, mask=is_decayed),
     )
 
+    def init(params: Tree) -> optax.OptState:
+        return _floating_as(moments, inner.init(params))
+
     def update(grads: Tree, state: optax.OptState, params: Tree | None = None):
         with jax.numpy_dtype_promotion("standard"):  # optax raises floats to the power of an integer count
-            return inner.update(grads, state, params)
+            updates, state = inner.update(grads, _floating_as(jnp.float32, state), params)
+        return updates, _floating_as(moments, state)
 
-    return optax.GradientTransformation(inner.init, update)
+    return optax.GradientTransformation(init, update)
+
+
+def _floating_as(dtype: Any, tree: Tree) -> Tree:
+    def cast(leaf: Any) -> Any:
+        return leaf.astype(dtype) if jnp.issubdtype(getattr(leaf, "dtype", int), jnp.floating) else leaf
+
+    return jax.tree.map(cast, tree)
 
 
 def warmup_cosine(peak: float, num_steps: int, num_warmup: int) -> optax.Schedule:
@@ -68,7 +83,7 @@ def make_update(
     def update(state: TrainState, batch: Tree):
         (objective, report), grads = value_and_grad(state.params, batch)
         counts, dropped = report.metrics["counts"], report.metrics["dropped"]
-        params, grads = trainable(state.params), trainable(grads)
+        params, grads = trainable(state.params), _floating_as(jnp.float32, trainable(grads))
         updates, opt_state = optimizer.update(grads, state.opt_state, params)
         params = with_trainable(state.params, optax.apply_updates(params, updates))
         params = update_routing(params, counts, bias_rate)

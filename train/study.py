@@ -13,7 +13,6 @@ from jax.errors import JaxRuntimeError
 import models
 from dualpipe_jax import inspect
 from dualpipe_jax.command.program import Program
-from dualpipe_jax.engine import recommended_compiler_options
 from dualpipe_jax.parallel import EP, make_mesh
 from dualpipe_jax.schedule import Schedule
 from train import ahead, predict, timeline
@@ -44,7 +43,7 @@ def study(
         say(f"reading {request.compiled}")
         return {
             "target": describe(target),
-            "compiled": read_text(request.compiled, target, request.files),
+            "compiled": read_text(request, target),
         }
     say("drawing the step")
     program = request.program
@@ -62,7 +61,7 @@ def study(
     found["compiled"] = compiled = compile_and_read(request, blueprint, target, say)
     if "units" in compiled and {"F"} < compiled["units"].keys():
         say("simulating the step")
-        found["step"] = predict_step(compiled, blueprint, target, numbers, active)
+        found["step"] = predict_step(compiled, blueprint, target, numbers, active, guards_of(request, target))
     return found
 
 
@@ -106,8 +105,16 @@ def draw(
         else make_mesh(program.pp, program.ep, devices)
     )
     tokens = (schedule.num_microbatches, batch, program.sequence)
-    options = dict(shard_optimizer=program.shard_optimizer, fuse_pairs=not program.serialised)
-    return numbers, ahead.draw(model, schedule, mesh, tokens, **options)
+    return numbers, ahead.draw(
+        model,
+        schedule,
+        mesh,
+        tokens,
+        shard_optimizer=program.shard_optimizer,
+        fuse_pairs=not program.serialised,
+        moments=program.moments,
+        gradient_sums=program.gradient_sums,
+    )
 
 
 def _plan(program: Program, numbers: models.Config, schedule: Schedule) -> tuple[int, ...]:
@@ -132,7 +139,7 @@ def compile_and_read(
     say("tracing and lowering")
     lowered = _lower(what, blueprint)
     say(f"compiling the {what} for {target}")
-    options = recommended_compiler_options(platform_of(target), target.generation, ahead_of_time=True)
+    options = inspect.recommended_compiler_options(platform_of(target), target.generation, ahead_of_time=True)
     options |= dict(map(_pair, program.compiler_option))
     middle = time.perf_counter()
     try:
@@ -145,7 +152,7 @@ def compile_and_read(
     seconds = {"lowering": middle - started, "compiling": time.perf_counter() - middle}
     log = "" if request.log is None else Path(request.log).read_text(errors="replace")
     module = inspect.read(compiled)
-    report = inspect.overlap(module, target.rates, statistics=inspect.parse_statistics(log))
+    report = inspect.overlap(module, rates_of(request, target), statistics=inspect.parse_statistics(log))
     title = f"{program.model}, {program.schedule}, pp {program.pp} x ep {program.ep} on {target}"
     timeline.write(request.files, compiled.as_text, report, module, target, title)
     found = read(module, report, inspect.memory(compiled), ahead.held_arrays(blueprint))
@@ -164,19 +171,41 @@ def _lower(what: str, blueprint: ahead.Blueprint) -> Any:
     )
 
 
-def read_text(file: str, target: inspect.Target, files: Sequence[str]) -> dict[str, Any]:
+def rates_of(request: Request, target: inspect.Target) -> inspect.Rates:
+    """The target's own rates, or measured ones.
+
+    Raises:
+      ValueError: the file holds no rates.
+    """
+    if request.rates is None:
+        return target.rates
+    switched = target.rates.switched
+    return inspect.measured_rates(request.rates, target.device.clock, switched=switched)
+
+
+def guards_of(request: Request, target: inspect.Target) -> float:
+    """Cycles that the guards of a tick take, of the engine's form for the platform; 0 where nobody measured them."""
+    if request.rates is None:
+        return 0.0
+    form = "switch" if target.platform == "cuda" else "loop"
+    guards = inspect.read_rates(request.rates).get("guards", {})
+    return target.device.clock * guards.get(form, {}).get("taken_seconds", 0.0)
+
+
+def read_text(request: Request, target: inspect.Target) -> dict[str, Any]:
     """What was compiled before, from its text.
 
     Raises:
       ValueError: the file holds no scheduled program.
     """
-    text = Path(file).read_text()
+    file = str(request.compiled)
+    text, rates = Path(file).read_text(), rates_of(request, target)
     try:
         module = inspect.read(text)
-        report = inspect.overlap(module, target.rates)
+        report = inspect.overlap(module, rates)
     except ValueError as error:
         raise ValueError(f"--compiled {file}: {error}") from None
-    timeline.write(files, lambda: text, report, module, target, f"{Path(file).name} on {target}")
+    timeline.write(request.files, lambda: text, report, module, target, f"{Path(file).name} on {target}")
     return {"what": "text"} | read(module, report, None)
 
 
@@ -218,8 +247,11 @@ def predict_step(
     target: inspect.Target,
     numbers: models.Config,
     active: int,
+    guards: float = 0.0,
 ) -> dict[str, Any]:
     """Time of a step by the compiler's model: from units' cycles, in the engine's ticks.
+
+    ``guards`` are cycles that a tick's guards take, beside what the compiler knows.
 
     "overhead_cycles", beside all ticks (see ``predict.overheads``), are this schedule's own and in no other figure.
     "assumed" are costs that this schedule's units do not tell and others need: FB without gain, two thirds of B for I.
@@ -233,7 +265,8 @@ def predict_step(
     split, unsplit = (predict.costs(units, send, split=split) for split in (True, False))
     costs = split if predict.splits(schedule) else unsplit
     beside = compiled.get("overheads") or {"tick": 0.0, "step": 0.0}
-    cycles, ideal = predict.step_cycles(schedule, costs, beside["tick"])
+    tick = beside["tick"] + guards
+    cycles, ideal = predict.step_cycles(schedule, costs, tick)
     num_microbatches, batch, sequence = blueprint.tokens.shape
     tokens = num_microbatches * batch * sequence
     seconds = cycles / target.device.clock
@@ -249,7 +282,7 @@ def predict_step(
         sizes,
         target.device.memory,
         fixed,
-        beside["tick"],
+        tick,
     )
     return {
         "schedules": [_prediction(p, target.device.clock, needed / flops) for p in ranked],

@@ -11,11 +11,12 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from dualpipe_jax.command.options import CommandError
+from dualpipe_jax.worker import PARTIAL
 
 _EVERY = 15.0
 """Seconds between lines that say that it still goes on, where the output is no terminal."""
@@ -25,12 +26,33 @@ _PATIENCE = 3.0
 """Seconds that a process has to end when asked to."""
 
 
+Limit = Callable[[str], float]
+"""Seconds that a stage may take, by its name."""
+
+
 class Died(RuntimeError):
-    """The process ended without an answer; says how, and its last words."""
+    """The process ended without an answer; says how, and its last words.
+
+    Attributes:
+      stage: what it was doing.
+      known: what it had found by then; empty if nothing.
+    """
+
+    def __init__(self, message: str, stage: str, known: dict[str, Any]):
+        super().__init__(message)
+        self.stage, self.known = stage, known
+
+
+class Hung(Died):
+    """A stage took longer than it may, and the process was ended."""
 
 
 def ask(
-    module: str, request: Mapping[str, Any], environment: Mapping[str, str], title: str
+    module: str,
+    request: Mapping[str, Any],
+    environment: Mapping[str, str],
+    title: str,
+    limit: Limit | None = None,
 ) -> dict[str, Any]:
     """Run ``python -m module`` with a request on its standard input; what it answers.
 
@@ -44,10 +66,12 @@ def ask(
       request: for JSON. "log", the file that the process's standard error goes to, is added.
       environment: variables besides this process's own.
       title: what to call the work.
+      limit: how long each stage may take, the first is "starting"; None waits for as long as it goes on.
 
     Raises:
       CommandError: what it says cannot be done.
       Died: it ended without an answer.
+      Hung: a stage passed its limit.
     """
     with tempfile.TemporaryDirectory(prefix="dualpipe-") as folder:
         answer, errors = Path(folder, "answer.json"), Path(folder, "errors.txt")
@@ -66,9 +90,13 @@ def ask(
             with contextlib.suppress(BrokenPipeError):
                 process.stdin.write(json.dumps({**request, "log": str(errors)}) + "\n")
                 process.stdin.flush()
-            stage = _follow(process, title)
+            stage, late = _follow(process, title, limit)
         if not answer.exists() or not answer.stat().st_size:
-            raise Died(_obituary(process.returncode, stage, errors.read_text(errors="replace")))
+            partial = Path(f"{answer}{PARTIAL}")
+            known = json.loads(partial.read_text()) if partial.exists() else {}
+            if late is not None:
+                raise Hung(f"no answer in {late:g} s while {stage}", stage, known)
+            raise Died(_obituary(process.returncode, stage, errors.read_text(errors="replace")), stage, known)
         found = json.loads(answer.read_text())
     if "error" in found:
         raise CommandError(found["error"])
@@ -91,8 +119,8 @@ def _ended(process: subprocess.Popen[str]) -> Iterator[None]:
                 stream.close()  # type: ignore[union-attr]  # both are pipes
 
 
-def _follow(process: subprocess.Popen[str], title: str) -> str:
-    """Show stages until there are no more; the last one."""
+def _follow(process: subprocess.Popen[str], title: str, limit: Limit | None) -> tuple[str, float | None]:
+    """Show stages until there are no more; the last one, and its limit if it passed that."""
     lines: queue.Queue[str | None] = queue.Queue()
 
     def listen() -> None:
@@ -101,19 +129,26 @@ def _follow(process: subprocess.Popen[str], title: str) -> str:
         lines.put(None)
 
     threading.Thread(target=listen, daemon=True).start()
-    started, stage = time.monotonic(), "starting"
+    started = begun = time.monotonic()
+    stage = "starting"
     with _Progress(title) as progress:
         while True:
+            allowed = None if limit is None else limit(stage)
+            if allowed is not None and time.monotonic() - begun > allowed:
+                return stage, allowed
             try:
-                line = lines.get(timeout=0.5)
+                line = lines.get(timeout=0.5 if allowed is None else min(0.5, allowed))
             except queue.Empty:
                 progress.show(stage, time.monotonic() - started)
                 continue
             if line is None:
-                process.wait()
-                return stage
-            stage = line
-            progress.show(stage, time.monotonic() - started, new=True)
+                try:
+                    process.wait(allowed)  # it may hang on its way out
+                except subprocess.TimeoutExpired:
+                    return stage, allowed
+                return stage, None
+            stage, begun = line, time.monotonic()
+            progress.show(stage, begun - started, new=True)
 
 
 class _Progress:

@@ -1,11 +1,12 @@
 """`dualpipe dryrun`: what a training step would take on devices that are not here."""
 
 import dataclasses
+from pathlib import Path
 from typing import Any, Literal
 
 from dualpipe_jax.command.output import Table, percent, show, show_json
 from dualpipe_jax.command.overlap import cycles, study, units
-from dualpipe_jax.command.program import Files, Program
+from dualpipe_jax.command.program import Files, Program, RatesFile
 
 _ASSUMED = {
     "I": "an input gradient takes two thirds of a whole backward, a weight gradient the rest",
@@ -15,7 +16,7 @@ _ASSUMED = {
 
 _WORDS = {
     "stages": "parameters of stages",
-    "ends": "parameters of embedding and head",
+    "shared": "parameters of all stages, on every rank",
     "mirrored": "second copy of the stages",
     "optimizer": "optimizer state",
     "gradients": "sums of gradients",
@@ -41,18 +42,20 @@ class Dryrun:
     times; step compiles the trainer's whole step, for the compiler's own account of memory."""
     output: Files = ()
     """Files to write of what is compiled, by their endings: see `dualpipe overlap`."""
+    rates_file: RatesFile = None
+    """Rates measured by `dualpipe probe`, to price the program by instead of the compiler's figures."""
     json: bool = False
     """Print for programs."""
     program: Program = dataclasses.field(default_factory=Program)
 
     def run(self) -> int:
         """Print the account; returns the exit status."""
-        found = study(self.program, self.target, self.compile, self.output)
+        found = study(self.program, self.target, self.compile, self.output, rates=self.rates_file)
         found["memory"] |= verdict(found)
         if self.json:
             show_json(found)
         else:
-            show(*_report(found))
+            show(*_report(found, self.rates_file))
         return 0 if found["memory"]["fits"] else 1
 
 
@@ -74,7 +77,7 @@ def verdict(found: dict[str, Any]) -> dict[str, Any]:
     return {"beyond": beyond, "needed": needed, "limit": limit, "fits": fits}
 
 
-def _report(found: dict[str, Any]) -> list[str | Table]:
+def _report(found: dict[str, Any], rates: Path | None) -> list[str | Table]:
     program, target, parameters = found["program"], found["target"], found["parameters"]
     memory, compiled = found["memory"], found.get("compiled", {})
     parts: list[str | Table] = [
@@ -92,8 +95,9 @@ def _report(found: dict[str, Any]) -> list[str | Table]:
     if compiled.get("units"):
         parts += ["\ncycles of each unit, by the compiler's model\n", units(compiled)]
     if step := found.get("step"):
+        source = "the compiler's model" if rates is None else f"the rates of {rates}"
         parts += [
-            "\na prediction of the compiler's model, no measurement; the optimizer's time is not in it",
+            f"\na prediction of {source}, no measurement; the optimizer's time is not in it",
             *_step(step),
             "\nthe same costs under every schedule, what fits first; temporaries are not in this memory",
             *(f"assumed: {words}" for unit, words in _ASSUMED.items() if unit in step["assumed"]),

@@ -84,6 +84,9 @@ def read_costs(path: Path) -> Costs:
         found = json.loads(path.read_text())
     except (OSError, ValueError) as error:
         raise CommandError(f"--costs {path}: cannot read it: {error}") from None
+    found = (
+        found.get("costs", found) if isinstance(found, dict) else found
+    )  # beside rates, as the probe writes them
     needed = ("F", "I", "W")
     if not isinstance(found, dict) or not set(needed) <= found.keys():
         raise CommandError(

@@ -10,7 +10,7 @@ import tyro
 
 from dualpipe_jax.command.options import CommandError
 from dualpipe_jax.command.output import Table, percent, show, show_json
-from dualpipe_jax.command.program import Files, Program
+from dualpipe_jax.command.program import Files, Program, RatesFile
 
 _ENDINGS = ".svg", ".png", ".trace", ".hlo", ".txt"
 
@@ -34,6 +34,8 @@ class Overlap:
     output: Files = ()
     """Files to write, by their endings. svg, png: a picture of the pair's timeline. trace: the same for Perfetto.
     hlo, txt: the compiled program's text."""
+    rates_file: RatesFile = None
+    """Rates measured by `dualpipe probe`, to price the program by instead of the compiler's figures."""
     json: bool = False
     """Print for programs."""
     program: Program = dataclasses.field(default_factory=Program)
@@ -43,7 +45,7 @@ class Overlap:
         if self.compiled is not None and (self.whole or self.program != Program()):
             raise CommandError("--compiled: that program is compiled already; drop --whole and its options")
         what = "nothing" if self.compiled is not None else "step" if self.whole else "pair"
-        found = study(self.program, self.target, what, self.output, self.compiled)
+        found = study(self.program, self.target, what, self.output, self.compiled, self.rates_file)
         title = _title(found) if self.compiled is None else f"{self.compiled} on {found['target']['name']}\n"
         compiled = found["compiled"]
         hidden = compiled.get("all_to_all", {}).get("hidden")
@@ -63,6 +65,7 @@ def study(
     compile: str,
     files: Sequence[Path] = (),
     compiled: Path | None = None,
+    rates: Path | None = None,
 ) -> dict[str, Any]:
     """Ask ``train.dryrun`` in a process of its own.
 
@@ -71,7 +74,7 @@ def study(
       Died: the compiler ended its process.
     """
     from dualpipe_jax.command.child import ask
-    from dualpipe_jax.inspect import Target
+    from dualpipe_jax.inspect import Target, read_rates
 
     if files and compile == "nothing" and compiled is None:
         raise CommandError(
@@ -80,6 +83,8 @@ def study(
     if compiled is not None and not compiled.is_file():
         raise CommandError(f"--compiled {compiled}: there is no such file")
     _check_files(files)
+    if rates is not None:
+        read_rates(rates)
     environment = {"JAX_PLATFORMS": "cpu"}
     if target is not None:
         known = Target.parse(target)
@@ -92,6 +97,7 @@ def study(
         "compile": compile,
         "files": [str(file.absolute()) for file in files],
         "compiled": None if compiled is None else str(compiled),
+        "rates": None if rates is None else str(rates.absolute()),
     }
     return ask("train.dryrun", request, environment, target or program.model)
 

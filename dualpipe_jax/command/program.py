@@ -11,6 +11,9 @@ from dualpipe_jax.command.options import Count
 Files = Annotated[tuple[Path, ...], tyro.conf.arg(metavar="FILE ...", aliases=["-o"], help_behavior_hint="")]
 """What to write of a compiled program."""
 
+RatesFile = Annotated[Path | None, tyro.conf.arg(name="rates", metavar="FILE", help_behavior_hint="")]
+"""Measured rates."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Program:
@@ -50,6 +53,10 @@ class Program:
     """What computes the experts."""
     shard_optimizer: bool = False
     """Share the optimizer's state of replicated parameters out over their devices (ZeRO, first stage)."""
+    moments: Literal["float32", "bfloat16"] = "float32"
+    """What AdamW's two averages are kept in between steps."""
+    gradient_sums: Literal["float32", "bfloat16"] = "float32"
+    """What gradients are summed in over the microbatches of a step."""
     serialised: bool = False
     """Run the pair's forward and backward after each other: what the overlap is to be compared with."""
     compiler_option: Annotated[tuple[str, ...], tyro.conf.arg(metavar="NAME=VALUE ...")] = ()

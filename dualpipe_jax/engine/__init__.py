@@ -16,8 +16,6 @@ from dualpipe_jax.engine.reference import (
     sequential_value_and_grad,
 )
 from dualpipe_jax.engine.stages import PlacedStages, place_stages, unplace_stages
-from dualpipe_jax.inspect.compiler import recommended_compiler_options, tpu_generation
-from dualpipe_jax.split import split_backward
 
 __all__ = [
     "Applied",
@@ -34,13 +32,10 @@ __all__ = [
     "pipeline_units",
     "pipeline_value_and_grad",
     "place_stages",
-    "recommended_compiler_options",
     "reference_loss",
     "reference_value_and_grad",
     "sequential_loss",
     "sequential_value_and_grad",
-    "split_backward",
     "staged",
-    "tpu_generation",
     "unplace_stages",
 ]

@@ -10,15 +10,15 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
-from dualpipe_jax.engine import checks, tick
+from dualpipe_jax.engine import tick
 from dualpipe_jax.engine.guard import Divergence
-from dualpipe_jax.engine.kinds import ForwardKind, Kind, Sight, plain
-from dualpipe_jax.engine.model import At, Out, Report, StagedModel, Tree, key_at, loss_weights
+from dualpipe_jax.engine.model import At, Report, StagedModel, Tree, key_at, loss_weights
 from dualpipe_jax.engine.slots import Layout, lay_out, make_kept, make_pool
 from dualpipe_jax.engine.stages import PlacedStages, borrow, give_back, homes
 from dualpipe_jax.engine.storage import Leaf
 from dualpipe_jax.engine.tick import NEVER, State, Tick
-from dualpipe_jax.engine.trees import is_floating, raw, structs, sum_dtype, typed, zeros
+from dualpipe_jax.engine.traced import Traced, trace
+from dualpipe_jax.engine.trees import is_floating, raw, sum_dtype, typed, zeros
 from dualpipe_jax.engine.units import Surroundings, Works
 from dualpipe_jax.engine.varying import Vary
 from dualpipe_jax.parallel import DP, EP, PP
@@ -197,12 +197,15 @@ class _Program:
         local, shared, batch, key = self.vary(raw((local, params["shared"], batch, key)))
         own = tuple(_map_leaf(Leaf.gather, engine.layout["stages"], stage) for stage in local)
         shared = _map_leaf(Leaf.gather, engine.layout["shared"], shared)
-        self.own = own + borrow(own, self.schedule.placement)
+        own = own + borrow(own, self.schedule.placement)
         self.shared, self.batch, self.key = shared, batch, key
         self.part = self.vary(_part(engine))
-        self.kinds, kind_of, self.boundary = self._kinds(*types)
+        self.kinds, self.prepared, self.boundary = self._traced(own[0], *types)
+        self.own = self.prepared.stages(own, shared)
         self.layout: Layout = lay_out(
-            [kind.kept for kind in self.kinds], [kind.keep_input for kind in self.kinds], kind_of
+            [kind.kept for kind in self.kinds],
+            [kind.keep_input for kind in self.kinds],
+            self.prepared.kind_of,
         )
         self.table: TickTable = self._table()
         self.around = Surroundings(
@@ -217,12 +220,10 @@ class _Program:
             fuse_pairs=engine.fuse_pairs
         )
 
-    def _kinds(
-        self, shared: Tree, own: Tree, batch: Tree, key: Any
-    ) -> tuple[list[Any], tuple[int, ...], Tree]:
-        """The kinds that the table knows by number, the kind of each stage, and what is between stages."""
-        model, engine = self.engine.model, self.engine
-        own, shared = jax.eval_shape(lambda: (typed(self.own[0], own), typed(self.shared, shared)))
+    def _traced(self, gathered: Tree, shared: Tree, own: Tree, batch: Tree, key: Any) -> Traced:
+        """The model's kinds, given the types of parameters, of a batch and of a key as the caller has them."""
+        engine = self.engine
+        own, shared = jax.eval_shape(lambda: (typed(gathered, own), typed(self.shared, shared)))
         at = jax.eval_shape(
             lambda: At(
                 typed(jax.tree.map(lambda leaf: leaf[0], self.batch), batch),
@@ -231,28 +232,10 @@ class _Program:
                 key_at(None if key is None else typed(self.key, key), 0, 0, 0),
             )
         )
-        sights = [(name, k == 0, k == model.num_stages - 1) for k, name in enumerate(model.kind_of)]
-        x, boundary = None, None
-        if model.num_stages > 1:
-            first = model.kinds[model.kind_of[0]]
-            x = jax.eval_shape(lambda o, s, a: Out(*first(o, s, None, a)).x, own, shared, at)
-            boundary = structs(jax.eval_shape(raw, x))
-        checks.check_kinds(model, own, shared, x, at)
         trained = jax.tree.map(lambda stop: not stop, (engine.frozen["stages"], engine.frozen["shared"]))
         of_at: Any = At(engine.input_grads, False, False, None if key is None else False)  # type: ignore[arg-type]
-        wanted = trained, (True, of_at)
-        names = sorted(set(sights), key=sights.index)
-        kinds: list[ForwardKind] = []
-        for name, is_first, is_last in names:
-            sight = Sight(own, shared, None if is_first else x, at)
-            function = plain(model.kinds[name], sight, self.vary)
-            seen = jax.eval_shape(raw, ((own, shared), (sight.x, at)))
-            arguments = self.vary(zeros(seen))
-            if self.backward:
-                kinds.append(Kind(name, function, *arguments, is_last=is_last, wanted=wanted))
-            else:
-                kinds.append(ForwardKind(name, function, *arguments))
-        return kinds, tuple(names.index(sight) for sight in sights), boundary
+        wanted = (trained, of_at) if self.backward else None
+        return trace(engine.model, (own, shared), at, self.schedule.placement, self.vary, wanted)
 
     def _table(self) -> TickTable:
         engine = self.engine
@@ -308,7 +291,7 @@ class _Program:
         owners += [owner for owner, _ in homes(self.schedule.placement).borrowed]
         sums = {}
         for name, seen, stored in (
-            *((f"own{k}", self.own[k], source[owner]) for k, owner in enumerate(owners)),
+            *((f"own{k}", self.own[k], (source[owner], self.own[k][1])) for k, owner in enumerate(owners)),
             ("shared", self.shared, self.stored["shared"]),
         ):
             for number, (leaf, kept) in enumerate(
@@ -356,9 +339,12 @@ class _Program:
             return [None if g is None else lies.reduce(g, (*over, *more)) for g, lies in pairs]
 
         num_own, num_shared = len(jax.tree.leaves(self.own[0])), len(jax.tree.leaves(self.shared))
-        own = [listed(f"own{k}", engine.frozen["stages"], num_own) for k in range(len(self.own))]
+        frozen = engine.frozen["stages"], jax.tree.map(lambda _: False, self.prepared.types)
+        own = [listed(f"own{k}", frozen, num_own) for k in range(len(self.own))]
+        of_shared = listed("shared", engine.frozen["shared"], num_shared)
+        own, of_shared = self.prepared.lead_back(self.own, self.shared, own, of_shared)
         own = [reduced(stage, engine.layout["stages"]) for stage in give_back(own, self.schedule.placement)]
-        shared = reduced(listed("shared", engine.frozen["shared"], num_shared), engine.layout["shared"], PP)
+        shared = reduced(of_shared, engine.layout["shared"], PP)
         leaves = jax.tree.leaves(self.batch)
         by_batch = [
             None if g is None else lax.psum(g, PP)

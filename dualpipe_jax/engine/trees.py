@@ -55,6 +55,11 @@ def zeros(tree: Tree) -> Tree:
     return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), tree)
 
 
+def raw_zeros(tree: Tree) -> Tree:
+    """The same with plain integers for typed keys."""
+    return zeros(jax.eval_shape(raw, tree))
+
+
 def sum_dtype(dtype: Any, wanted: Any) -> Any:
     """The dtype of a gradient's sum: the wanted one, complex where the gradient is; its own if none is wanted."""
     if wanted is None:

@@ -7,9 +7,14 @@ Works on any program that JAX compiled, for TPU, GPU or CPU, also ahead of time 
 >>> print(inspect.overlap(compiled))  # doctest: +SKIP
 """
 
-from dualpipe_jax.inspect.compiler import recommended_compiler_options, tpu_generation
+from dualpipe_jax.inspect.compiler import (
+    gpu_process_environment,
+    recommended_compiler_options,
+    tpu_generation,
+)
 from dualpipe_jax.inspect.copies import Copy, copies
 from dualpipe_jax.inspect.hlo import Array, Call, Computation, Instruction, Module, read
+from dualpipe_jax.inspect.measured import measured_rates, read_rates
 from dualpipe_jax.inspect.memory import Memory, memory
 from dualpipe_jax.inspect.overlap import overlap
 from dualpipe_jax.inspect.picture import plot
@@ -61,12 +66,15 @@ __all__ = [
     "Work",
     "capture",
     "copies",
+    "gpu_process_environment",
     "h100_rates",
+    "measured_rates",
     "memory",
     "overlap",
     "parse_statistics",
     "plot",
     "read",
+    "read_rates",
     "recommended_compiler_options",
     "to_chrome_trace",
     "tpu_generation",

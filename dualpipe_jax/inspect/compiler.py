@@ -22,6 +22,13 @@ _TPU = {
 }
 """What a generation takes besides what every TPU does."""
 
+GPU_PROCESS = {
+    "NCCL_LAUNCH_ORDER_IMPLICIT": "1",
+    "CUDA_DEVICE_MAX_CONNECTIONS": "8",
+}
+"""For NCCL of 2.26 and later: collectives of several communicators run in the order in which the host issues them. And
+CUDA's own number of queues: launchers for other frameworks set 1, with which little runs beside anything else."""
+
 PLATFORMS = ("cpu", "gpu", "cuda", "rocm", "tpu")
 
 
@@ -67,6 +74,31 @@ def recommended_compiler_options(
     if platform != "cpu" and ahead_of_time:
         return {"xla_gpu_autotune_level": "0"}
     return {}
+
+
+def gpu_process_environment(local: int) -> dict[str, str]:
+    """Variables for one process per GPU, to be set before JAX is imported.
+
+    Collectives meet in an order on which all devices agree (docs/engine.md), and NCCL has to keep to it. A process that
+    drives several GPUs issues for them from several threads, which has been seen to hang.
+
+    >>> for name, value in gpu_process_environment(3).items():
+    ...     print(f"{name}={value}")
+    JAX_LOCAL_DEVICE_IDS=3
+    NCCL_LAUNCH_ORDER_IMPLICIT=1
+    CUDA_DEVICE_MAX_CONNECTIONS=8
+
+    Arguments:
+      local: the process's number on its machine, from 0, which is that of its GPU; ``jax.distributed.initialize`` reads
+        it where it is given no ``local_device_ids``.
+
+    Raises ValueError for a number below 0.
+    """
+    if local < 0:
+        raise ValueError(
+            f"gpu_process_environment: local is {local}, must be this process's number, from 0 on"
+        )
+    return {"JAX_LOCAL_DEVICE_IDS": str(local), **GPU_PROCESS}
 
 
 def tpu_generation(device_kind: str) -> str | None:

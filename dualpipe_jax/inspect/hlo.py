@@ -177,6 +177,17 @@ class Module:
             for body in instruction.called("body")
         }
 
+    @property
+    def branches(self) -> dict[str, tuple[str, Instruction]]:
+        """Branches that are executed: body -> (computation that holds the ``conditional``, the conditional)."""
+        return {
+            body: (name, instruction)
+            for name in self.executed
+            for instruction in self.computations[name]
+            if instruction.opcode == "conditional"
+            for body in instruction.called("branch")
+        }
+
     def inside(self, name: str, enter_loops: bool = True) -> Iterator[Instruction]:
         """All instructions of a computation and of what it runs: fusions, branches, calls, loops too."""
         for instruction in self.computations[name].instructions if name in self.computations else ():

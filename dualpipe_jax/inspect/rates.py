@@ -130,6 +130,7 @@ class Rates:
         kernels that state their cost (``pl.CostEstimate``).
       kernels: cycles of custom calls that the compiler does not price (Pallas kernels), by a regular
         expression searched in the call's target and op_name; the first that is found counts.
+      measured: whether memory and flops are of real devices, and so price what the compiler prices as well.
     """
 
     link: float | None = None
@@ -139,6 +140,7 @@ class Rates:
     memory: float | None = None
     flops: float | None = None
     kernels: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    measured: bool = False
 
     def collective(self, kind: str, payload: int, group_size: int | None) -> float | None:
         """Cycles of a collective that moves payload bytes, alone on its links; None if not known.
@@ -155,8 +157,13 @@ class Rates:
 
     def instruction(self, module: Module, within: Computation, instruction: Instruction) -> float | None:
         """Cycles of one instruction that runs no other computation line by line; None if nobody prices it."""
+        if self.measured and (priced := self._priced(module, within, instruction)) is not None:
+            return priced
         if instruction.cycles is not None:
             return float(instruction.cycles)
+        return self._priced(module, within, instruction)
+
+    def _priced(self, module: Module, within: Computation, instruction: Instruction) -> float | None:
         if instruction.opcode == "custom-call":
             text = f"{instruction.target} {instruction.op_name}"
             for pattern, cycles in self.kernels.items():

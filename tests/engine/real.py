@@ -1,5 +1,6 @@
 """A model that wants all that a model may want, small: kinds of stages, x a tree of floats, integers and a key, side
-inputs, dropout, losses and metrics in stages, shared and tied parameters, experts over ep, integers and keys."""
+inputs, dropout, losses and metrics in stages, shared and tied parameters, matmuls of parameters alone, experts over ep,
+integers and keys."""
 
 import jax
 import jax.numpy as jnp
@@ -8,12 +9,13 @@ from jax.sharding import PartitionSpec as P
 
 from dualpipe_jax import Out, StagedModel
 
-WIDTH, VOCAB, SEQ, EXPERTS, SLOTS = 8, 12, 4, 4, 2
+WIDTH, VOCAB, SEQ, EXPERTS, SLOTS, RANK = 8, 12, 4, 4, 2, 5
 
 
 def mlp(weights, h, at):
     """A residual MLP with dropout, which sees positions and the stage's number."""
-    hidden = jnp.tanh(h @ weights["up"] + weights["bias"] + 0.1 * at.stage.astype(jnp.float32))
+    up = weights["up"] + weights["a"] @ weights["b"]  # of parameters alone
+    hidden = jnp.tanh(h @ up + weights["bias"] + 0.1 * at.stage.astype(jnp.float32))
     if at.key is not None:
         hidden = hidden * jax.random.bernoulli(at.key, 0.8, hidden.shape).astype(hidden.dtype) / 0.8
     return h + hidden @ weights["down"] * jnp.cos(at.batch["positions"])[..., None]
@@ -58,7 +60,7 @@ def embed(own, shared, x, at):
     """First: embedding and dense layer, then one layer slot."""
     del x
     table = shared["embed"]
-    h = table[at.batch["tokens"]] + jnp.tanh(table[at.batch["tokens"]] @ shared["dense"])
+    h = table[at.batch["tokens"]] + jnp.tanh((table @ shared["dense"])[at.batch["tokens"]])
     if "extra" in at.batch:
         h = h + at.batch["extra"]
     x = {"h": h, "segments": at.batch["segments"], "noise": jax.random.key(7)}
@@ -130,6 +132,8 @@ def init(num_stages, seed=0):
     def layer():
         return {
             "up": normal(num_stages, WIDTH, WIDTH),
+            "a": normal(num_stages, WIDTH, RANK),
+            "b": normal(num_stages, RANK, WIDTH),
             "bias": normal(num_stages, WIDTH),
             "down": normal(num_stages, WIDTH, WIDTH),
             "router": normal(num_stages, WIDTH, EXPERTS),
@@ -153,7 +157,7 @@ def init(num_stages, seed=0):
     }
 
 
-LAYER_SPECS = {"up": None, "bias": None, "down": None, "router": None, "experts": P("ep")}
+LAYER_SPECS = dict.fromkeys(("up", "a", "b", "bias", "down", "router")) | {"experts": P("ep")}
 SPECS = {"stages": {"layers": [LAYER_SPECS] * SLOTS, "scale": None, "number": None, "key": None}}
 
 

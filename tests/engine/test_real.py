@@ -26,16 +26,18 @@ from dualpipe_jax.schedule import (
 )
 from tests.engine import real
 from tests.engine.models import quick
+from tests.jaxprs import equations
 
 FROZEN = {
     "stages": {"layers": [None, True], "scale": None, "number": None, "key": None},
     "shared": {"dense": True},
 }
 FROZEN["shared"] |= {name: None for name in ("embed", "bias", "join", "unused")}
-STORED_LAYER = {"up": P("dp", "ep"), "bias": None, "down": P(None, ("ep", "dp")), "router": None}
+STORED_LAYER = {"up": P("dp", "ep"), "a": P("dp"), "b": None, "bias": None, "router": None}
+STORED_LAYER |= {"down": P(None, ("ep", "dp")), "experts": P("ep", "dp")}
 STORED = {
     "stages": {
-        "layers": [STORED_LAYER | {"experts": P("ep", "dp")}] * real.SLOTS,
+        "layers": [STORED_LAYER] * real.SLOTS,
         "scale": P("ep"),
         "number": None,
         "key": None,
@@ -136,12 +138,27 @@ def compare(result, expected, options=None):
             scale = np.abs(want).max()
             assert scale > 0 or "unused" in name or "[1]" in name, name  # the ends have no second layer
             np.testing.assert_allclose(got, want, atol=2e-6 * scale, rtol=0, err_msg=name)
-    assert frozen == (6 if (options or {}).get("frozen") else 0)
+    assert frozen == (8 if (options or {}).get("frozen") else 0)
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_case(name):
     check(CASES[name])
+
+
+def test_what_is_of_parameters_alone_is_made_once():
+    """No tick does the product of ``a`` and ``b`` or of the table and ``dense``, nor the matmuls of their gradients."""
+    pipeline = Pipeline(real.model(4), dualpipe(4, 8), make_mesh(4, 2), param_specs=real.SPECS)
+    jaxpr = jax.make_jaxpr(pipeline.value_and_grad)(real.init(4), real.data(8), KEY).jaxpr
+    in_tick, once = [], []
+    for around, eqn in equations(jaxpr):
+        if eqn.primitive.name == "dot_general":
+            (in_tick if "scan" in around else once).append(
+                [v.aval.shape for v in (*eqn.invars, *eqn.outvars)]
+            )
+    table = {(real.VOCAB, real.WIDTH), (real.WIDTH, real.WIDTH)}
+    assert in_tick and not [s for s in in_tick if real.RANK in sum(s, ()) or table == set(s)]
+    assert [s for s in once if real.RANK in sum(s, ())] and [s for s in once if table == set(s)]
 
 
 MORE = [make for make in ALL_SCHEDULES if make not in {case.make for case in CASES.values()} | {gpipe}]

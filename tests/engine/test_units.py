@@ -12,6 +12,7 @@ from dualpipe_jax.engine import pipeline_state
 from dualpipe_jax.inspect import read
 from dualpipe_jax.schedule import dualpipe, one_f_one_b, zb_h1
 from tests.engine import models
+from tests.jaxprs import equations
 
 RANKS, NUM_EP, MICROBATCHES = 2, 2, 8
 SCOPES = ("pair", "forward", "backward", "backward_input", "backward_weight")
@@ -81,7 +82,9 @@ def test_the_state_that_is_foretold_is_what_the_scan_carries(make):
         params, *data
     )
     step = pipeline_value_and_grad(models.model("moe"), schedule, make_mesh(RANKS, NUM_EP), **arguments)
-    walks = [eqn for eqn in inside(jax.make_jaxpr(step)(params, *data).jaxpr) if eqn.primitive.name == "scan"]
+    walks = [
+        eqn for _, eqn in equations(jax.make_jaxpr(step)(params, *data).jaxpr) if eqn.primitive.name == "scan"
+    ]
     walk = max(walks, key=lambda eqn: len(eqn.outvars))
     foretold = [f"{leaf.dtype}{list(leaf.shape)}" for leaf in jax.tree.leaves(state) if leaf.size]
     carried = [f"{v.aval.dtype}{list(v.aval.shape)}" for v in walk.outvars[: walk.params["num_carry"]]]
@@ -90,12 +93,3 @@ def test_the_state_that_is_foretold_is_what_the_scan_carries(make):
     pools = [state[name] for name in state if name.startswith("residual")]
     assert all(len({pool.shape[0] for pool in group}) == 1 for group in pools)
     assert max(group[0].shape[0] for group in pools) > 1
-
-
-def inside(jaxpr):
-    """All equations of a jaxpr, those of inner ones too."""
-    for eqn in jaxpr.eqns:
-        yield eqn
-        for value in eqn.params.values():
-            if inner := getattr(value, "jaxpr", value if hasattr(value, "eqns") else None):
-                yield from inside(inner)

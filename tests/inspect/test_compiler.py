@@ -1,6 +1,7 @@
 """Recommended options: what is recommended, and that compilers take it."""
 
 import os
+import socket
 import subprocess
 import sys
 
@@ -8,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from dualpipe_jax.inspect import compiler
 from dualpipe_jax.inspect.compiler import recommended_compiler_options, tpu_generation
 from dualpipe_jax.inspect.target import DEVICES, Target
 
@@ -86,6 +88,40 @@ def test_a_platform_that_is_not_known():
         recommended_compiler_options("xpu")
 
 
+def test_a_process_for_each_gpu():
+    """JAX itself reads which one from there; NCCL 2.26 and CUDA document the others."""
+    environment = compiler.gpu_process_environment(3)
+    assert (
+        environment["NCCL_LAUNCH_ORDER_IMPLICIT"] == "1" and environment["CUDA_DEVICE_MAX_CONNECTIONS"] != "1"
+    )
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    program = (
+        f"import jax; jax.distributed.initialize('127.0.0.1:{port}', 1, 0)\n"
+        "print(jax.config.values['jax_cuda_visible_devices'])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        capture_output=True, text=True, env={**os.environ, **environment}, timeout=120,
+    )  # fmt: skip
+    assert done.stdout == "3\n", done.stderr
+
+
+def test_a_process_of_no_number():
+    with pytest.raises(
+        ValueError, match="gpu_process_environment: local is -1, must be this process's number"
+    ):
+        compiler.gpu_process_environment(-1)
+
+
+def test_naming_the_environment_loads_no_jax():
+    """It is too late once JAX is there."""
+    program = "import sys, dualpipe_jax; dualpipe_jax.gpu_process_environment(0); print('jax' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+    assert done.stdout == "False\n", done.stderr
+
+
 def test_generations_of_devices():
     assert tpu_generation("TPU v4") == "v4" and tpu_generation("TPU v6 lite") == "v6e"
     assert tpu_generation("NVIDIA H100 80GB HBM3") is None
@@ -96,7 +132,7 @@ def test_generations_of_devices():
 def test_doctests():
     import doctest
 
-    from dualpipe_jax.inspect import compiler, target
+    from dualpipe_jax.inspect import target
 
     for module in (compiler, target):
         assert doctest.testmod(module, extraglobs={"Target": Target}).failed == 0

@@ -20,6 +20,7 @@ from dualpipe_jax.split import split_backward
 from models import Kernels, deepseek, tiny
 from models.attention import causal_attention
 from models.kernels import KERNEL_VMEM, cudnn_attention, padded_attention, splash_attention
+from tests.jaxprs import named
 
 SHAPE = 1, 128, 2  # batch, sequence, heads
 SPLASH = functools.partial(splash_attention, interpret=True)
@@ -87,20 +88,10 @@ def test_cudnn_attention_is_the_plain_one():
     )
 
 
-def pallas_calls(jaxpr):
-    for eqn in jaxpr.eqns:
-        if eqn.primitive.name == "pallas_call":
-            yield eqn
-        for value in eqn.params.values():
-            inner = getattr(value, "jaxpr", value)
-            if hasattr(inner, "eqns") and eqn.primitive.name != "pallas_call":
-                yield from pallas_calls(inner)
-
-
 def test_splash_says_what_it_costs_and_how_much_memory_it_takes():
     q, k, v, d = heads()
     jaxpr = jax.make_jaxpr(lambda q, k, v, d: jax.vjp(lambda *a: SPLASH(*a, 0.3), q, k, v)[1](d))(q, k, v, d)
-    calls = list(pallas_calls(jaxpr.jaxpr))
+    calls = named(jaxpr.jaxpr, "pallas_call")
     assert {eqn.params["compiler_params"].vmem_limit_bytes for eqn in calls} == {KERNEL_VMEM}
     forward, backward = (eqn.params["cost_estimate"].flops for eqn in calls)
     half = 128 * 128 // 2 * 2  # pairs below the diagonal, of two heads
@@ -201,7 +192,7 @@ def test_auto_is_plain_on_cpu_and_where_the_kernel_does_not_fit():
         )
     long = jnp.ones((1, 128, 1, 8))
     jaxpr = jax.make_jaxpr(functools.partial(Kernels().attend("tpu"), scale=1.0))(long, long, long)
-    assert len(list(pallas_calls(jaxpr.jaxpr))) == 1
+    assert len(named(jaxpr.jaxpr, "pallas_call")) == 1
 
 
 def test_unknown_kernels_are_refused():

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from models.config import tiny
 from models.functional import pure_nnx
 from models.moe import Dispatch, MoE, gated, route, update_bias
+from tests.jaxprs import named
 
 CONFIGS = {
     "v3": tiny(),
@@ -176,16 +177,6 @@ def test_gradients_in_bfloat16_follow_those_in_float32():
         assert np.linalg.norm(g - w) < 0.03 * np.linalg.norm(w)
 
 
-def matmuls(jaxpr):
-    for eqn in jaxpr.eqns:
-        if eqn.primitive.name == "dot_general":
-            yield eqn
-        for value in eqn.params.values():
-            inner = getattr(value, "jaxpr", value)
-            if hasattr(inner, "eqns"):
-                yield from matmuls(inner)
-
-
 def test_the_router_multiplies_at_the_highest_precision():
     """Else TPUs multiply float32 in bfloat16 and GPUs in TF32, and tokens change experts. Backward too."""
     config = dataclasses.replace(SMALL, num_experts=7, num_groups=1, top_groups=1)
@@ -196,7 +187,7 @@ def test_the_router_multiplies_at_the_highest_precision():
 
     shapes = jax.eval_shape(pure.init, jax.random.key(0)), jax.ShapeDtypeStruct((1, 5, 16), jnp.float32)
     found = {}
-    for eqn in matmuls(jax.make_jaxpr(jax.grad(loss, (0, 1)))(*shapes).jaxpr):
+    for eqn in named(jax.make_jaxpr(jax.grad(loss, (0, 1)))(*shapes).jaxpr, "dot_general"):
         sides = {tuple(sorted(v.aval.shape)) for v in (*eqn.invars, *eqn.outvars)}
         if sides == {(5, 16), (7, 16), (5, 7)}:
             found[eqn.outvars[0].aval.shape] = eqn.params["precision"]

@@ -13,7 +13,6 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from dualpipe_jax import make_mesh, split_backward
-from dualpipe_jax.engine.trees import accumulate
 from dualpipe_jax.pair import Pool, forward_backward, side_by_side, together
 from dualpipe_jax.split.varying import vary
 from tests.engine import models
@@ -58,6 +57,10 @@ def run(work, remat=None):
 SLOTS = 3
 
 
+def is_floating(leaf):
+    return jnp.issubdtype(leaf.dtype, jnp.floating)
+
+
 def pools(kept):
     """For each value a pool of sevens with the value in slot 1."""
     return [jnp.full((SLOTS, *a.shape), 7, a.dtype).at[1].set(a) for a in kept]
@@ -85,7 +88,7 @@ def both(pair):
 
     def work(plan, params, x):
         y, _, *saved = plan.forward(params, x[0])
-        sums = [jnp.ones_like(p) for p in jax.tree.leaves(params) if jnp.issubdtype(p.dtype, jnp.floating)]
+        sums = [jnp.ones_like(p) for p in filter(is_floating, jax.tree.leaves(params))]
         kept = list(map(pools, saved))
         if pair:
             (y, aux, *kept), *grads = forward_backward(
@@ -93,7 +96,8 @@ def both(pair):
             )
         else:
             dparams, dx = plan.backward(params, x[0], *saved, y)
-            grads = accumulate(sums, dparams), dx
+            added = [s + g for s, g in zip(sums, filter(is_floating, jax.tree.leaves(dparams)), strict=True)]
+            grads = added, dx
             y, aux, *made = plan.forward(params, x[1])
             kept = [
                 [pool.at[slot].set(a) for pool, a in zip(pools, new, strict=True)]

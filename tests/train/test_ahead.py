@@ -57,7 +57,7 @@ def test_parameters_and_optimizer_are_counted_as_they_lie(make):
 
 
 def test_the_abstract_state_is_the_trainers():
-    real, drawn = state(), ahead.abstract_state(blueprint(), OPTIMIZER)
+    real, drawn = state(), ahead.abstract_state(blueprint())
     assert jax.tree.structure(real) == jax.tree.structure(drawn)
     for a, b in zip(jax.tree.leaves(real), jax.tree.leaves(drawn), strict=True):
         assert (a.shape, a.dtype) == (b.shape, b.dtype)
@@ -114,6 +114,22 @@ def test_the_compiled_step_takes_the_arguments_that_were_counted():
         kinds["stages"] + kinds["shared"] + kinds["optimizer"] + step_and_tokens
     )
     assert memory.alias_size_in_bytes >= kinds["stages"] + kinds["shared"] + kinds["optimizer"], "donated"
+
+
+def test_moments_and_sums_in_bfloat16_take_half_the_room():
+    wide, narrow = (
+        ahead.memory_by_kind(blueprint(mesh="abstract", moments=dtype, gradient_sums=dtype))
+        for dtype in ("float32", "bfloat16")
+    )
+    floats = ("optimizer", "gradients")
+    counts = 4  # how many steps Adam has made
+    assert [narrow[kind] for kind in floats] == [
+        (wide["optimizer"] - counts) // 2 + counts,
+        wide["gradients"] // 2,
+    ]
+    assert {k: v for k, v in wide.items() if k not in floats} == {
+        k: v for k, v in narrow.items() if k not in floats
+    }
 
 
 def test_moments_that_are_shared_out_change_no_step():

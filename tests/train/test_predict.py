@@ -6,6 +6,7 @@ import jax
 import pytest
 
 import models
+from dualpipe_jax.engine import Pipeline, staged
 from dualpipe_jax.inspect import Rates, overlap, read
 from dualpipe_jax.parallel import make_mesh
 from dualpipe_jax.schedule import (
@@ -17,6 +18,7 @@ from dualpipe_jax.schedule import (
     lower,
     one_f_one_b,
 )
+from tests.engine import models as small
 from train import ahead, predict
 from train.model import count_parameters
 from train.sizes import size
@@ -111,6 +113,28 @@ def test_units_are_found_and_priced_in_a_compiled_program():
     assert 0 < step == pytest.approx(entry - trips * walked)
     sends = [c for c in report.select("collective-permute") if c.computation == predict.walk(module)]
     assert len(sends) == 2, "outputs and gradients; on two ranks both pipes send the same way"
+
+
+def test_units_that_are_branches_of_one_conditional():
+    """As engines for GPUs have it: the same units, of the same work, as where each is a loop."""
+    params, _ = small.init("mlp", 2)
+    params = {"stages": params["stages"], "shared": {name: params[name] for name in ("embed", "head")}}
+    batch = dict(zip(("inputs", "targets"), small.data(6, 2), strict=True))
+    model, mesh, units = staged(small.model("mlp"), 2, has_aux=True), make_mesh(2, 1), {}
+    for form in ("loop", "switch"):
+        pipeline = Pipeline(model, dualpipe(2, 6), mesh, divergence=form, fuse_pairs=True)
+        step = pipeline.units(("FB", "F", "W"), every_kind=True)
+        module = read(step.lower(params, batch, None).compile())
+        report = overlap(module, Rates(link=8.0, memory=64.0, flops=1024.0))
+        assert predict.walk(module) is not None and len(module.branches) == (0 if form == "loop" else 6)
+        units[form] = {
+            f"{unit}/{kind}": [len([i for i in module.inside(body) if i.opcode == "dot"]) for body in found]
+            for unit in ("FB", "F", "W")
+            for kind, found in predict.by_kind(module, unit).items()
+        }
+        assert all(beside > 0 for beside in predict.overheads(report, module))
+        assert {"FB", "F", "W"} <= predict.measure(report, module).keys()
+    assert units["loop"] == units["switch"] and len(units["loop"]) == 5, "W is alone in one kind"
 
 
 def test_a_program_without_ticks_has_no_overheads():

@@ -158,6 +158,14 @@ def test_inner_loops_and_shared_instructions_are_no_units():
     assert "many" not in found and "while.forward_0" not in found
 
 
+def test_other_programs_may_have_instructions_of_the_same_names():
+    schedule = one_f_one_b(2, 4)
+    step = [event._replace(program="jit_step") for event in trace(schedule, COSTS)]
+    other = [Event(0, 3, "forward_0.a", 0, 1, "jit_other"), Event(0, 7, "forward_0.a", 9, 10, "jit_other")]
+    found = measure([*other, *step], program(False), schedule, devices(schedule))
+    assert found.num_steps == 1 and found.makespan == pytest.approx(simulate(schedule, COSTS).makespan)
+
+
 def test_another_schedules_trace_is_refused():
     schedule = one_f_one_b(2, 4)
     with pytest.raises(ProfileError, match="rank 0: the trace has 12 units of work, the schedule"):

@@ -101,9 +101,6 @@ def test_its_metrics_agree_with_each_other(finished):
     assert "load" not in second
 
 
-@pytest.mark.xfail(
-    reason="--profile does not find the units of the new engine yet: scopes have the kind of stage in them"
-)
 def test_its_profile_is_of_the_schedules_every_action(finished):
     """The median of one traced step: of two ranks' timeline each action, forwards before their backwards."""
     folder, process = finished
@@ -114,8 +111,7 @@ def test_its_profile_is_of_the_schedules_every_action(finished):
     counts = {kind: times["count"] for kind, times in costs["measured"].items()}
     schedule = dualpipe(2, 4)
     actions = [action.op.value for order in schedule.orders for slot in order for action in slot]
-    ends = {"embed": 4, "head": 4, "embed_backward": 4}
-    assert counts == {op: actions.count(op) for op in set(actions)} | ends
+    assert counts == {op: actions.count(op) for op in set(actions)}
     measured, theory = json.loads((profile / "timeline.json").read_text())
     assert len(measured["boxes"]) == len(theory["boxes"]) == len(actions)
     assert 0 <= measured["bubble"] < 1 and measured["makespan"] >= theory["makespan"] * 0.5
@@ -137,8 +133,9 @@ def compared(folder, name):
 def test_a_run_that_was_stopped_goes_on_bit_for_bit(finished):
     """Killed after its first steps, wherever that is; then told to stop; then to its end."""
     folder, _ = finished
-    options = (*SHORT[:-1], "stopped", "--data", "train/text.txt", "--steps", "40", "--checkpoint-every", "1")
-    alone = train(folder, *options[:-2], "--name", "alone", "--checkpoint-minutes", "60")
+    base = (*SHORT[:-2], "--data", "train/text.txt", "--steps", "40")
+    options = (*base, "--name", "stopped", "--checkpoint-every", "1")
+    alone = train(folder, *base, "--name", "alone", "--checkpoint-minutes", "60")
     assert alone.returncode == 0, alone.stderr
     expected = compared(folder, "alone")
     for number in (signal.SIGKILL, signal.SIGTERM):
@@ -171,7 +168,17 @@ LAYOUTS = (("--schedule", "zb_v", "--pp", "1", "--ep", "2"), ("--schedule", "gpi
 def test_a_run_goes_on_under_another_layout(finished):
     """Three steps under DualPipe on 2 x 2, then three under another layout: those that it would have made."""
     folder, _ = finished
-    base = (*SHORT, "--data", "train/text.txt", "--name", "base", "--steps", "6", "--checkpoint-every", "3")
+    base = (
+        *SHORT[:-2],
+        "--data",
+        "train/text.txt",
+        "--name",
+        "base",
+        "--steps",
+        "6",
+        "--checkpoint-every",
+        "3",
+    )
     assert train(folder, *base).returncode == 0
     expected = compared(folder, "base")
     for number, layout in enumerate(LAYOUTS):

@@ -29,7 +29,7 @@ OTHER = configure(
     microbatches=4, microbatch_size=2, sequence=24, schedule="zb_h1", max_stash=1, model="tiny", layers=2,
     precision="bfloat16", dispatch="capacity", capacity_factor=1.5, remat="all", attention="plain", matmul="ragged",
     steps=77, learning_rate=3e-3, warmup=7, weight_decay=0.03, clip=0.7, bias_rate=0.02, shard_optimizer=True, seed=9,
-    eval_sequences=11,
+    moments="bfloat16", gradient_sums="bfloat16", eval_sequences=11,
 )  # fmt: skip
 """No option has its default."""
 
@@ -70,7 +70,9 @@ def test_the_optimizer_gets_its_options(spied):
     ((args, kwargs, _),) = seen["make_optimizer"]
     rate = seen["warmup_cosine"][0]
     assert rate[0] == (3e-3, 77, 7)
-    assert args == (rate[2],) and kwargs == {"clip": 0.7, "weight_decay": 0.03}
+    assert args == (rate[2],) and kwargs == {"clip": 0.7, "weight_decay": 0.03, "moments": "bfloat16"}
+    ((_, asked, _), *_) = seen["Pipeline"]
+    assert asked["accumulate_dtype"] == "bfloat16"
 
 
 def test_the_update_gets_gradients_optimizer_and_bias_rate(spied):

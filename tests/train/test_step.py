@@ -156,8 +156,13 @@ def test_the_learning_rate_warms_up_and_comes_down():
     assert float(warmup_cosine(1.0, 1, 10)(0)) == pytest.approx(0.1)  # the last step, too
 
 
-def adamw_by_hand(params, gradients, rates, clip=1.0, decay=0.1, b1=0.9, b2=0.95, eps=1e-8):
-    """Clipped AdamW in float64 (Loshchilov and Hutter, arXiv:1711.05101), a list of gradients' dicts after another."""
+def adamw_by_hand(
+    params, gradients, rates, clip=1.0, decay=0.1, b1=0.9, b2=0.95, eps=1e-8, kept=lambda moment: moment
+):
+    """Clipped AdamW in float64 (Loshchilov and Hutter, arXiv:1711.05101), a list of gradients' dicts after another.
+
+    ``kept`` is what becomes of a moment between two steps.
+    """
     params = {name: np.asarray(value, np.float64) for name, value in params.items()}
     mu, nu = ({name: np.zeros_like(value) for name, value in params.items()} for _ in range(2))
     for count, rate in enumerate(rates, start=1):
@@ -169,6 +174,7 @@ def adamw_by_hand(params, gradients, rates, clip=1.0, decay=0.1, b1=0.9, b2=0.95
             nu[name] = b2 * nu[name] + (1 - b2) * g**2
             step = mu[name] / (1 - b1**count) / (np.sqrt(nu[name] / (1 - b2**count)) + eps)
             params[name] = params[name] - rate * (step + (0 if "norm" in name else decay) * params[name])
+            mu[name], nu[name] = kept(mu[name]), kept(nu[name])
     return params
 
 
@@ -180,9 +186,18 @@ def named(tree):
     }
 
 
-def test_three_steps_move_every_leaf_as_adamw_by_hand_does(model, batch):
+KEPT = {
+    "float32": lambda moment: moment,
+    "bfloat16": lambda moment: moment.astype(jnp.bfloat16).astype(np.float64),
+}
+
+
+@pytest.mark.parametrize("moments", KEPT)
+def test_three_steps_move_every_leaf_as_adamw_by_hand_does(model, batch, moments):
     rates = [0.02, 0.05, 0.01]
-    optimizer = make_optimizer(lambda count: jnp.asarray(rates)[count], clip=1.0, weight_decay=0.1)
+    optimizer = make_optimizer(
+        lambda count: jnp.asarray(rates)[count], clip=1.0, weight_decay=0.1, moments=moments
+    )
     value_and_grad = reference_value_and_grad(model.staged())
     began = model.init(jax.random.key(0))
     state = init_state(replicated(model.init(jax.random.key(0))), optimizer)
@@ -198,7 +213,9 @@ def test_three_steps_move_every_leaf_as_adamw_by_hand_does(model, batch):
         params = with_trainable(began, jax.tree.unflatten(treedef, leaves.values()))
         return {name: np.asarray(g, np.float64) for name, g in named(compiled(params, batch)[1]).items()}
 
-    expected, found = adamw_by_hand(named(began), gradients, rates), named(state.params)
+    averages = [leaf for leaf in jax.tree.leaves(state.opt_state) if jnp.issubdtype(leaf.dtype, jnp.floating)]
+    assert {leaf.dtype for leaf in averages} == {jnp.dtype(moments)}
+    expected, found = adamw_by_hand(named(began), gradients, rates, kept=KEPT[moments]), named(state.params)
     assert len(expected) == 4
     for name, value in expected.items():
         moved = np.abs(value - np.asarray(named(began)[name])).max()

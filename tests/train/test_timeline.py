@@ -37,8 +37,12 @@ def drawn(folder, text):
 
 
 def test_the_slowest_pair_is_drawn(tmp_path):
-    bodies = {"forward": ("F", 9000), "short": ("pair", 100), "long": ("pair", 5000)}
-    lines = [guard(name, scope.replace("F", "forward")) for name, (scope, _) in bodies.items()]
+    bodies = {
+        "forward": ("forward/middle", 9000),
+        "short": ("pair/middle-middle", 100),
+        "long": ("pair/first-last", 5000),
+    }
+    lines = [guard(name, scope) for name, (scope, _) in bodies.items()]
     text = module(*lines, more="".join(pair(name, cycles) for name, (_, cycles) in bodies.items()))
     assert drawn(tmp_path, text) == "long"
 
@@ -46,7 +50,7 @@ def test_the_slowest_pair_is_drawn(tmp_path):
 def test_without_pairs_what_communicates_longest_is_drawn(tmp_path):
     assert drawn(tmp_path, module(*ENTRY)) == "main"
     twice = pair("twice", 10).replace("\n}", f"\n  {start('b')}\n  {done('b')}\n}}")
-    assert drawn(tmp_path, module(guard("twice", "forward"), *ENTRY, more=twice)) == "twice"
+    assert drawn(tmp_path, module(guard("twice", "forward/middle"), *ENTRY, more=twice)) == "twice"
 
 
 def test_each_ending_gets_its_own(tmp_path):

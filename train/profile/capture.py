@@ -15,6 +15,7 @@ class Event(NamedTuple):
       run: of the program, one for each call.
       op: the instruction's name in the compiled program.
       start, end: milliseconds.
+      program: the name of the compiled program; empty where the trace does not tell.
     """
 
     device: int
@@ -22,6 +23,7 @@ class Event(NamedTuple):
     op: str
     start: float
     end: float
+    program: str = ""
 
 
 class Profiler:
@@ -100,4 +102,5 @@ def read_events(folder: Path) -> Iterator[Event]:
                     op=str(op),
                     start=start,
                     end=start + event.duration_ns / 1e6,
+                    program=str(stats.get("hlo_module", "")),
                 )

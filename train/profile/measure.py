@@ -165,7 +165,8 @@ def measure(
     expected = expected_units(schedule, lowered(schedule), fused=fused)
     by_run: dict[int, dict[int, list[Event]]] = defaultdict(lambda: defaultdict(list))
     for event in events:
-        if event.op in units:
+        # Other programs have instructions of the same names.
+        if event.op in units and event.program in ("", module.name):
             by_run[event.run][event.device].append(event)
     if not by_run:
         raise ProfileError("the trace has no unit of this program; was it taken while a step ran?")

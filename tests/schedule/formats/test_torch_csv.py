@@ -250,7 +250,7 @@ def run_ranks(directory, num_ranks):
         start_new_session=True,
     ) as ranks:
         try:
-            output, _ = ranks.communicate(timeout=90)
+            output, _ = ranks.communicate(timeout=300)
         finally:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(ranks.pid, signal.SIGKILL)

@@ -11,6 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 from dualpipe_jax.parallel import make_mesh
 from models.loss import cross_entropy_in_blocks
+from tests.jaxprs import named
 
 B, S, D, V = 2, 9, 8, 31
 
@@ -48,20 +49,10 @@ def test_no_valid_token_is_no_loss():
     assert value == 0 and not any(np.any(g) for g in gradients)
 
 
-def dots(jaxpr):
-    for eqn in jaxpr.eqns:
-        if eqn.primitive.name == "dot_general":
-            yield eqn
-        for value in eqn.params.values():
-            inner = getattr(value, "jaxpr", value)
-            if hasattr(inner, "eqns"):
-                yield from dots(inner)
-
-
 def test_in_bfloat16_every_matmul_takes_bfloat16_and_sums_float32():
     x, kernel, targets = made(jnp.bfloat16)
     ours = functools.partial(cross_entropy_in_blocks, block=5)
-    found = list(dots(jax.make_jaxpr(jax.grad(ours, (0, 1)))(x, kernel, targets).jaxpr))
+    found = named(jax.make_jaxpr(jax.grad(ours, (0, 1)))(x, kernel, targets).jaxpr, "dot_general")
     assert len(found) == 4  # logits, again in the backward, and the gradients of both
     assert {v.aval.dtype for eqn in found for v in eqn.invars} == {jnp.dtype(jnp.bfloat16)}
     assert {v.aval.dtype for eqn in found for v in eqn.outvars} == {jnp.dtype(jnp.float32)}

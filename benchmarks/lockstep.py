@@ -1,0 +1,113 @@
+"""What lockstep costs: ``Pipeline(divergence="none")``, where every rank runs every unit at every tick.
+
+Prints, for each schedule, its ticks, the work of a tick in forwards of a stage, and a step's work over a device's share
+of the plain model's; 1 is no waste. Work is FLOPs of matrix products, counted in traced programs: nothing is run. Pairs
+are units of their own, or run as the forwards and backwards that are there anyway (``fuse_pairs=False``).
+
+    python benchmarks/lockstep.py [dualpipe one_f_one_b ...] [--ranks 4] [--microbatches 16]
+"""
+
+import argparse
+import math
+import os
+
+WIDTH = 1024
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("names", nargs="*")
+    parser.add_argument("--ranks", type=int, default=4)
+    parser.add_argument("--microbatches", type=int, default=16)
+    options = parser.parse_args()
+    os.environ["JAX_PLATFORMS"] = "cpu"
+    os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={options.ranks}"
+    from dualpipe_jax.schedule import ALL_SCHEDULES
+
+    print(
+        "| schedule | ticks | a tick, in forwards | step over share | a tick, pairs in halves | step over share |"
+    )
+    print("| --- | --- | --- | --- | --- | --- |")
+    for make in ALL_SCHEDULES:
+        if options.names and make.__name__ not in options.names:
+            continue
+        try:
+            schedule = make(options.ranks, options.microbatches)
+        except ValueError:
+            continue
+        print(row(schedule), flush=True)
+
+
+def row(schedule) -> str:
+    """A line of the table."""
+    import jax
+    import jax.numpy as jnp
+
+    from dualpipe_jax import Pipeline, PipelineModel, make_mesh, reference_value_and_grad, staged
+
+    def stage(p, x):
+        return x + jax.nn.gelu(x @ p["up"]) @ p["down"]
+
+    def head_loss(p, x, targets):
+        return jnp.mean((x * p - targets) ** 2)
+
+    model = PipelineModel(lambda p, x: x * p, stage, head_loss)
+    count, float32 = schedule.placement.num_model_stages, jnp.float32
+    wide = {
+        "up": jax.ShapeDtypeStruct((count, WIDTH, 4 * WIDTH), float32),
+        "down": jax.ShapeDtypeStruct((count, 4 * WIDTH, WIDTH), float32),
+    }
+    ends = {name: jax.ShapeDtypeStruct((WIDTH,), float32) for name in ("embed", "head")}
+    params = {"stages": wide, "shared": ends}
+    x = jax.ShapeDtypeStruct((schedule.num_microbatches, 8, WIDTH), float32)
+    batch = {"inputs": x, "targets": x}
+    whole = staged(model, count)
+    plain = flops(jax.make_jaxpr(reference_value_and_grad(whole))(params, batch).jaxpr) / schedule.num_ranks
+    mesh = make_mesh(schedule.num_ranks, 1)
+    forwards = (
+        3 * schedule.num_microbatches * count // schedule.num_ranks
+    )  # of a device's share, B is twice F
+    ticks, cells = 0, []
+    for fused in (True, False):
+        pipeline = Pipeline(whole, schedule, mesh, fuse_pairs=fused, divergence="none")
+        traced = jax.make_jaxpr(pipeline.value_and_grad)(params, batch).jaxpr
+        ticks, over = length(traced), flops(traced) / plain
+        cells += [f"{over * forwards / ticks:.0f}", f"{over:.1f}"]
+    return " | ".join([f"| {schedule.name}", str(ticks), *cells]) + " |"
+
+
+def flops(jaxpr) -> float:
+    """Multiplications and additions of the matrix products, those of scans as often as they run."""
+    return sum(_flops(eqn) for eqn in jaxpr.eqns)
+
+
+def _flops(eqn) -> float:
+    if eqn.primitive.name == "dot_general":
+        ((contracted, _), _), left = eqn.params["dimension_numbers"], eqn.invars[0].aval
+        sizes = math.prod(left.shape[d] for d in contracted)
+        return 2.0 * sizes * math.prod(eqn.outvars[0].aval.shape)
+    times = eqn.params.get("length", 1)
+    return times * sum(flops(inner) for inner in _inner(eqn))
+
+
+def length(jaxpr) -> int:
+    """Ticks: of the scan that holds sends."""
+    found = [0]
+    for eqn in jaxpr.eqns:
+        inner = [*_inner(eqn)]
+        if eqn.primitive.name == "scan" and any(e.primitive.name == "ppermute" for e in inner[0].eqns):
+            found.append(eqn.params["length"])
+        found += map(length, inner)
+    return max(found)
+
+
+def _inner(eqn):
+    for value in eqn.params.values():
+        for item in value if isinstance(value, tuple | list) else (value,):
+            inner = getattr(item, "jaxpr", item)
+            if hasattr(inner, "eqns"):
+                yield inner
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,142 @@
+"""`dualpipe probe`: what works on the devices of this machine, and how fast they are."""
+
+import dataclasses
+import difflib
+import json
+import os
+from pathlib import Path
+from typing import Annotated, Any
+
+import tyro
+
+from dualpipe_jax.command.options import CommandError, Count
+from dualpipe_jax.command.output import Table, show, show_json
+from dualpipe_jax.probe.findings import ALL, MEASURES, PERMUTE_INSIDE, outcome, rates_file, title, verdict
+
+_STARTING = 180.0
+"""Seconds to load JAX and find the devices, if --limit is not longer."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Probe:
+    """Try on the devices of this machine what the engine asks of them, each thing in a process that may hang, say
+    which divergence to use, and measure rates. Exit status 1 where no setting works.
+
+    dualpipe probe
+    """
+
+    pp: Count = None
+    """Pipeline ranks; 2 if left out and the number of devices is even."""
+    ep: Count = None
+    """Devices of each rank; all that there are, shared out, if left out."""
+    cpu: Count = None
+    """Probe as many virtual CPU devices instead of real ones."""
+    limit: float = 120.0
+    """Seconds that a single experiment may take, compiling included; what takes longer is reported as hung."""
+    only: Annotated[tuple[str, ...], tyro.conf.arg(metavar="NAME ...")] = ()
+    """Do these experiments only, by name or by how names begin: units, rate-matmul. permute-inside, which the engine
+    does without and which hangs on some devices, is done only if named here."""
+    output: Annotated[Path, tyro.conf.arg(metavar="FILE", aliases=["-o"])] = Path("rates.json")
+    """File to write: --rates of `dualpipe overlap` and `dryrun`, --costs of `choose` and `search`."""
+    json: bool = False
+    """Print for programs."""
+
+    def run(self) -> int:
+        """Probe, write the rates and print what was found; returns the exit status."""
+        self._check()
+        found = self.explore(_chosen(self.only))
+        results = found["results"]
+        result = verdict(results, found["devices"].get("platform", ""))
+        self.output.write_text(json.dumps(rates_file(found, result.divergence), indent=2) + "\n")
+        if self.json:
+            show_json(found | dataclasses.asdict(result))
+        else:
+            show(_devices(found["devices"]), *_tables(results), "", *result.sentences)
+            show(f"\nwritten to {self.output}")
+        worked = result.divergence is not None if result.told else _none_failed(results)
+        return 0 if worked else 1
+
+    def explore(self, names: list[str]) -> dict[str, Any]:
+        """Results by name. An experiment that ends its process is reported, and another process goes on after it."""
+        from dualpipe_jax.command.child import Died, Hung, ask
+
+        found: dict[str, Any] = {"devices": {}, "results": {}}
+        left = names
+        while left:
+            request = {"pp": self.pp, "ep": self.ep, "experiments": left}
+            try:
+                known = ask("dualpipe_jax.probe", request, self._environment(), "probe", self._limit)
+                stage = None
+            except Died as death:
+                known, stage = death.known, death.stage
+                why = f"hung: {death}" if isinstance(death, Hung) else _in_brief(str(death))
+                if stage not in left:
+                    raise
+            found = {
+                "devices": known.get("devices") or found["devices"],
+                "results": found["results"] | known.get("results", {}),
+            }
+            if stage is not None:
+                found["results"][stage] = {"ok": False, "why": why}
+            left = [name for name in left if name not in found["results"]]
+        return found
+
+    def _limit(self, stage: str) -> float:
+        return max(self.limit, _STARTING) if stage == "starting" else self.limit
+
+    def _environment(self) -> dict[str, str]:
+        if self.cpu is None:
+            return {}
+        return {
+            "JAX_PLATFORMS": "cpu",
+            "XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={self.cpu}",
+        }
+
+    def _check(self) -> None:
+        for name in ("pp", "ep", "cpu", "limit"):
+            value = getattr(self, name)
+            if value is not None and value <= 0:
+                raise CommandError(f"--{name} {value:g}: must be above 0")
+        if not self.output.absolute().parent.is_dir():
+            raise CommandError(f"--output {self.output}: there is no folder {self.output.parent}")
+
+
+def _in_brief(death: str) -> str:
+    """A process's end in a line; runtimes have watchdogs of their own, which end it for a hang."""
+    words = " ".join(death.split())[:240]
+    return f"hung until the runtime ended it: {words}" if "timeout" in death.lower() else words
+
+
+def _chosen(only: tuple[str, ...]) -> list[str]:
+    """Experiments by their names' beginnings, in the order in which they are done."""
+    known = [PERMUTE_INSIDE, *ALL]
+    for asked in only:
+        if not any(name.startswith(asked) for name in known):
+            near = difflib.get_close_matches(asked, known, n=1)
+            meant = f"did you mean {near[0]}? There" if near else "there"
+            raise CommandError(f"--only {asked}: no experiment; {meant} are {', '.join(known)}")
+    if not only:
+        return [*ALL]
+    chosen = [name for name in known if any(name.startswith(asked) for asked in only)]
+    return [name for name in chosen if name != PERMUTE_INSIDE or name in only]
+
+
+def _none_failed(results: dict[str, Any]) -> bool:
+    return all(result.get("ok", True) for result in results.values())
+
+
+def _devices(found: dict[str, Any]) -> str:
+    what = f"{found['number']} x {found['kind']} ({found['platform']})"
+    return f"{what}, pp {found['pp']} x ep {found['ep']}, jax {found['jax']}\n"
+
+
+def _tables(results: dict[str, Any]) -> list[str | Table]:
+    parts: list[str | Table] = []
+    for head, chosen in (
+        ("does it work?", [name for name in results if name not in MEASURES]),
+        ("how fast?", [name for name in results if name in MEASURES]),
+    ):
+        if chosen:
+            rows = tuple((f"{name}: {title(name)}", outcome(results[name])) for name in chosen)
+            parts += [*([""] if parts else []), Table((head, ""), rows)]
+    return parts

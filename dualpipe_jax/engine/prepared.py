@@ -1,0 +1,125 @@
+"""What stages make of their parameters alone: made before the first tick, its gradients led back after the last."""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from dualpipe_jax.engine.guard import run_if
+from dualpipe_jax.engine.model import Tree
+from dualpipe_jax.engine.trees import is_floating, zeros
+from dualpipe_jax.engine.varying import Vary
+from dualpipe_jax.parallel import PP
+from dualpipe_jax.schedule import Placement
+from dualpipe_jax.split import Hoisted
+
+
+@dataclasses.dataclass(frozen=True)
+class Prepared:
+    """Values of parameters alone; a stage's own parameters are ``(own, values)`` to the rest of the engine.
+
+    Attributes:
+      kinds: of each kind of stage, what it makes of (own, shared).
+      kind_of: the kind of each model stage.
+      placement: which stages a rank has.
+      vary: see ``Vary``.
+    """
+
+    kinds: Sequence[Hoisted]
+    kind_of: tuple[int, ...]
+    placement: Placement
+    vary: Vary
+
+    @property
+    def types(self) -> list[list[jax.ShapeDtypeStruct]]:
+        """Of the values, by kind."""
+        return [kind.values for kind in self.kinds]
+
+    def wanted(self, trained: tuple[Tree, Tree]) -> list[list[bool]]:
+        """Whether each value gets a gradient: where something trained is in it."""
+        leaves = jax.tree.leaves(trained)
+        return [
+            [any(t and s for t, s in zip(leaves, sources, strict=True)) for sources in kind.sources]
+            for kind in self.kinds
+        ]
+
+    def function(self, kind: int) -> Callable[..., Any]:
+        """A kind's stage, of ``((own, values), shared)`` and what it sees."""
+        rest = self.kinds[kind].function
+
+        def stage(params: tuple[tuple[Tree, Any], Tree], seen: Any) -> Any:
+            (own, values), shared = params
+            return rest(((own, shared), values[kind]), seen)
+
+        return stage
+
+    def stages(self, own: Sequence[Tree], shared: Tree) -> tuple[tuple[Tree, Any], ...]:
+        """``(own, values)`` of each local stage; zeros for what its kind does not make."""
+        return tuple((stage, self._values(local, stage, shared)) for local, stage in enumerate(own))
+
+    def _values(self, local: int, own: Tree, shared: Tree) -> list[list[jax.Array]]:
+        def made(number: int, kind: Hoisted) -> list[jax.Array]:
+            none = self.vary(zeros(kind.values))
+            return run_if(self._is(number, local), lambda _, *params: kind.prelude(params), none, own, shared)
+
+        return [made(number, kind) if kind.values else [] for number, kind in enumerate(self.kinds)]
+
+    def lead_back(
+        self,
+        params: Sequence[tuple[Tree, Any]],
+        shared: Tree,
+        gradients: Sequence[list[Any]],
+        of_shared: list[Any],
+    ) -> tuple[list[list[Any]], list[Any]]:
+        """Gradients of own and shared, those by way of the values added.
+
+        Arguments:
+          params: what ``stages`` gave.
+          gradients: of each local stage a list over the leaves of ``(own, values)``; None for a leaf without one.
+          of_shared: likewise of the shared parameters.
+        """
+        stages = []
+        for local, ((own, _), given) in enumerate(zip(params, gradients, strict=True)):
+            count = len(jax.tree.leaves(own))
+            total, at = [*given[:count], *of_shared], count
+            for number, kind in enumerate(self.kinds):
+                of_values, at = given[at : at + len(kind.values)], at + len(kind.values)
+                if any(g is not None for g in of_values):
+                    total = _added(total, self._led_back(number, local, (own, shared), of_values))
+            stages.append(total[:count])
+            of_shared = total[count:]
+        return stages, of_shared
+
+    def _led_back(
+        self, number: int, local: int, params: tuple[Tree, Tree], of_values: list[Any]
+    ) -> list[Any]:
+        """One for each leaf of params, None for those that are not floating."""
+        leaves = jax.tree.leaves(params)
+        floating = [i for i, leaf in enumerate(leaves) if is_floating(leaf)]
+
+        def work(_: Any, params: Tree, *given: Any) -> list[Any]:
+            of_all = iter(given)
+            each = [None if g is None else next(of_all) for g in of_values]
+            led = jax.tree.leaves(self.kinds[number].postlude(params, each))
+            return [led[i] for i in floating]
+
+        none = self.vary([jnp.zeros(leaves[i].shape, leaves[i].dtype) for i in floating])
+        there = [g for g in of_values if g is not None]
+        made = dict(zip(floating, run_if(self._is(number, local), work, none, params, *there), strict=True))
+        return [made.get(i) for i in range(len(leaves))]
+
+    def _is(self, number: int, local: int) -> jax.Array:
+        """Whether this rank's local stage is of the kind: elsewhere the prelude would see parameters of another."""
+        of_rank = [
+            self.kind_of[self.placement.model_stage(stages[local])] == number
+            for stages in self.placement.stages_on
+        ]
+        return jnp.asarray(np.array(of_rank))[lax.axis_index(PP)]
+
+
+def _added(totals: list[Any], more: list[Any]) -> list[Any]:
+    return [t if t is None or m is None else t + m.astype(t.dtype) for t, m in zip(totals, more, strict=True)]

@@ -1,0 +1,74 @@
+"""The model as one device sees it: each kind of stage traced, split, rid of what it makes of parameters alone."""
+
+from typing import NamedTuple
+
+import jax
+
+from dualpipe_jax.engine import checks
+from dualpipe_jax.engine.kinds import ForwardKind, Kind, Sight, plain
+from dualpipe_jax.engine.model import At, Out, StagedModel, Tree
+from dualpipe_jax.engine.prepared import Prepared
+from dualpipe_jax.engine.trees import raw, raw_zeros, structs, zeros
+from dualpipe_jax.engine.varying import Vary
+from dualpipe_jax.schedule import Placement
+from dualpipe_jax.split import hoist
+
+
+class Traced(NamedTuple):
+    """A model's kinds.
+
+    Attributes:
+      kinds: as the table numbers them; a kind that is also the first or the last stage counts apart.
+      prepared: what they make of parameters alone.
+      boundary: types of what is between two stages; None where there is but one.
+    """
+
+    kinds: list[ForwardKind]
+    prepared: Prepared
+    boundary: Tree
+
+
+def trace(
+    model: StagedModel,
+    params: tuple[Tree, Tree],
+    at: At,
+    placement: Placement,
+    vary: Vary,
+    wanted: tuple[tuple[Tree, Tree], At] | None,
+) -> Traced:
+    """Trace each kind of stage, inside shard_map.
+
+    Arguments:
+      params: types of one stage's own and of the shared parameters, as the stage sees them.
+      at: of the rest that it sees.
+      wanted: which leaves of params and of ``at`` have gradients; None forward only.
+    """
+    last = model.num_stages - 1
+    x, boundary = None, None
+    if last:
+        first = model.kinds[model.kind_of[0]]
+        x = jax.eval_shape(lambda own, shared, at: Out(*first(own, shared, None, at)).x, *params, at)
+        boundary = structs(jax.eval_shape(raw, x))
+    checks.check_kinds(model, *params, x, at)
+    stages = [(name, k == 0, k == last) for k, name in enumerate(model.kind_of)]
+    names = sorted(set(stages), key=stages.index)
+    given = [None if is_first else x for _, is_first, _ in names]
+    functions = [
+        plain(model.kinds[name], Sight(*params, x, at), vary)
+        for (name, _, _), x in zip(names, given, strict=True)
+    ]
+    seen = [vary(raw_zeros((x, at))) for x in given]
+    hoisted = [hoist(f, vary(raw_zeros(params)), s) for f, s in zip(functions, seen, strict=True)]
+    prepared = Prepared(hoisted, tuple(map(names.index, stages)), placement, vary)
+    own, shared = raw_zeros(params)
+    arguments = vary(((own, zeros(prepared.types)), shared))
+    kinds: list[ForwardKind] = []
+    for number, (name, _, is_last) in enumerate(names):
+        stage = name, prepared.function(number), arguments, seen[number]
+        if wanted is None:
+            kinds.append(ForwardKind(*stage))
+        else:
+            trained, of_at = wanted
+            of_params = (trained[0], prepared.wanted(trained)), trained[1]
+            kinds.append(Kind(*stage, is_last=is_last, wanted=(of_params, (True, of_at))))
+    return Traced(kinds, prepared, boundary)

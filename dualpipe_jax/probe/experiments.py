@@ -1,0 +1,85 @@
+"""All experiments by name. The names stand in ``findings``, which needs no JAX."""
+
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+
+from dualpipe_jax.probe import diverging, layer, timing, units
+from dualpipe_jax.probe.diverging import has_groups, has_ranks
+from dualpipe_jax.probe.findings import BARE, FORMS, PERMUTE_INSIDE, TRIALS
+from dualpipe_jax.probe.place import Place
+from dualpipe_jax.worker import say
+
+Experiment = Callable[[Place], dict[str, Any]]
+
+
+def _trial(works: Callable[[Place], str], *needs: Callable[[Place], str]) -> Experiment:
+    """Works or not: {"ok": True} or {"ok": False, "why": ...}; or {"skipped": why}."""
+
+    def run(place: Place) -> dict[str, Any]:
+        wrong = works(place)
+        return {"ok": False, "why": wrong} if wrong else {"ok": True}
+
+    return _needing(run, *needs)
+
+
+def _needing(experiment: Experiment, *needs: Callable[[Place], str]) -> Experiment:
+    def run(place: Place) -> dict[str, Any]:
+        lacking = [why for need in needs if (why := need(place))]
+        return {"skipped": lacking[0]} if lacking else experiment(place)
+
+    return run
+
+
+def _trials() -> Iterator[tuple[str, Experiment]]:
+    for form in BARE:
+        of = functools.partial(diverging.diverging, form=form)
+        guard, exchange, beside, _ = (f"{trial}-{form}" for trial in TRIALS)
+        yield guard, _trial(of, has_ranks)
+        yield exchange, _trial(functools.partial(of, exchange=True), has_ranks, has_groups)
+        yield beside, _trial(functools.partial(of, exchange=True, beside=True), has_ranks, has_groups)
+    for form in FORMS:
+        yield f"units-{form}", _trial(functools.partial(units.units, form=form))
+    yield PERMUTE_INSIDE, _trial(diverging.permute_inside, has_ranks, has_groups)
+
+
+EXPERIMENTS: Mapping[str, Experiment] = {
+    **dict(_trials()),
+    **{f"cost-{form}": functools.partial(timing.guards, form=form) for form in BARE},
+    "rate-all-to-all": _needing(timing.all_to_alls, has_groups),
+    "rate-permute": _needing(timing.permutes, has_ranks),
+    "rate-matmul": timing.matmuls,
+    "rate-copy": timing.copies,
+    "layer": _needing(layer.layer, has_groups),
+}
+
+
+def experiment(asked: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """What is asked for, one after another: {"devices": ..., "results": {name: ...}}, growing."""
+    place = Place.make(asked["pp"], asked["ep"])
+    found: dict[str, Any] = {"devices": describe(place), "results": {}}
+    yield found
+    names: Sequence[str] = asked["experiments"]
+    for name in names:
+        say(name)
+        try:
+            found["results"][name] = EXPERIMENTS[name](place)
+        except Exception as error:  # whatever it is, it is what happens here
+            words = str(error).strip().splitlines() or [""]
+            found["results"][name] = {"ok": False, "why": f"{type(error).__name__}: {words[0][:300]}"}
+        yield found
+
+
+def describe(place: Place) -> dict[str, Any]:
+    """The devices probed."""
+    device = place.mesh.devices.flat[0]
+    return {
+        "platform": device.platform,
+        "kind": device.device_kind,
+        "number": place.mesh.size,
+        "pp": place.pp,
+        "ep": place.ep,
+        "jax": jax.__version__,
+    }

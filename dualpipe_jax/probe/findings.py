@@ -1,0 +1,196 @@
+"""What experiments found, in words and as a file of rates. No JAX: this is the side that never hangs."""
+
+import dataclasses
+import statistics
+from collections.abc import Iterator, Mapping
+from typing import Any, Literal
+
+Form = Literal["loop", "switch", "none"]
+
+BARE: tuple[Form, ...] = ("loop", "switch")
+"""Forms in which ranks part ways."""
+
+FORMS: tuple[Form, ...] = (*BARE, "none")
+
+TRIALS = {
+    "guard": "work in a {} that only some ranks take",
+    "all-to-all": "an all-to-all of one group in such a {}",
+    "permute-beside": "a late permute of all ranks beside such a {}",
+    "units": "all units of the engine, compared with plain JAX",
+}
+"""What each form has to stand, in the order in which it is tried. ``units`` alone is tried without guards, too."""
+
+PERMUTE_INSIDE = "permute-inside"
+"""Only on request: the engine does without."""
+
+MEASURES = {
+    "cost-loop": "a tick's guards, as loops",
+    "cost-switch": "a tick's guards, as one conditional",
+    "rate-all-to-all": "all-to-all within a group",
+    "rate-permute": "permute to the next rank",
+    "rate-matmul": "matrix product",
+    "rate-copy": "copy, read plus written",
+    "layer": "units of a plain layer",
+}
+
+ALL = (
+    *(f"{trial}-{form}" for form in BARE for trial in [*TRIALS][:3]),
+    *(f"units-{form}" for form in FORMS),
+    *MEASURES,
+)
+"""Names of the experiments, as they are done if nothing else is asked for."""
+
+_NAMES = {"loop": "loop of zero or one trips", "switch": "conditional"}
+_DEFAULT: Mapping[str, Form] = {"gpu": "switch", "cuda": "switch", "rocm": "switch"}
+_SLOW = 0.7
+"""A group's rate in the median of all below which it is worth a mention."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Verdict:
+    """What to do.
+
+    Attributes:
+      divergence: the setting of ``Pipeline(divergence=...)``; None if none works, or too little was tried to tell.
+      told: whether enough was tried to tell.
+      sentences: why, and what else is worth knowing.
+    """
+
+    divergence: str | None
+    told: bool
+    sentences: tuple[str, ...]
+
+
+def title(name: str) -> str:
+    """What an experiment tries or measures."""
+    if name in MEASURES:
+        return MEASURES[name]
+    if name == PERMUTE_INSIDE:
+        return "a permute in a loop that only some ranks take"
+    trial, _, form = name.rpartition("-")
+    ways = {"loop": "in loops", "switch": "in one conditional", "none": "in lockstep"}
+    return f"{TRIALS[trial]}, {ways[form]}" if trial == "units" else TRIALS[trial].format(_NAMES[form])
+
+
+def outcome(result: Mapping[str, Any]) -> str:
+    """A result in a few words."""
+    if "skipped" in result:
+        return f"not tried: {result['skipped']}"
+    if "why" in result:
+        return str(result["why"])
+    if "ok" in result:
+        return "works"
+    if "flops_per_second" in result:
+        return f"{result['flops_per_second'] / 1e12:.3g} TFLOP/s"
+    if "bytes_per_second" in result:
+        latency = f", {_time(result['latency'])} each" if result.get("latency") else ""
+        return f"{result['bytes_per_second'] / 1e9:.3g} GB/s{latency}"
+    if "skipped_seconds" in result:
+        return (
+            f"{_time(result['skipped_seconds'])} with none taken, {_time(result['taken_seconds'])} with one"
+        )
+    return ", ".join(f"{unit} {_time(result[unit])}" for unit in ("F", "B", "I", "W", "FB"))
+
+
+def verdict(results: Mapping[str, Mapping[str, Any]], platform: str) -> Verdict:
+    """Which setting to use: the engine's own choice for the platform where it works, else the next that does."""
+    usual = _DEFAULT.get(platform, "loop")
+    order = (usual, *(form for form in FORMS if form != usual))
+    states = {form: stands(results, form) for form in FORMS}
+    setting = next((form for form in order if states[form]), None)
+    told = setting is not None or False in states.values()
+    return Verdict(setting, told, tuple(_sentences(results, setting, usual, states)))
+
+
+def stands(results: Mapping[str, Mapping[str, Any]], form: str) -> bool | None:
+    """Whether a form stood all that it was put to; None if it was not put to the last of them, the units."""
+    found = [results.get(f"{trial}-{form}", {}).get("ok") for trial in TRIALS]
+    return False if False in found else found[-1]
+
+
+def _sentences(
+    results: Mapping[str, Mapping[str, Any]],
+    setting: str | None,
+    usual: str,
+    states: Mapping[Form, bool | None],
+) -> Iterator[str]:
+    broken = [form for form in BARE if states[form] is False]
+    if setting is None and False in states.values():
+        yield "Nothing works that was tried: look at the reasons above before you train here."
+    elif setting is None:
+        yield "Too little was tried to name a setting: that takes the experiments whose names begin with units."
+    elif setting == "none":
+        yield (
+            'Use Pipeline(..., divergence="none"): ranks may not part ways here. Every rank then runs every unit at '
+            "every tick; docs/engine.md says what that costs."
+        )
+    else:
+        default = ", which is the default here" if setting == usual else ""
+        yield f'Use Pipeline(..., divergence="{setting}"){default}: ranks may part ways in a {_NAMES[setting]}.'
+    if broken and setting not in (None, "none"):
+        yield f"Not in a {' nor in a '.join(_NAMES[form] for form in broken)}."
+    lone = {
+        result["skipped"] for name, result in results.items() if name not in MEASURES and "skipped" in result
+    }
+    yield from (f"Of ranks that part ways nothing was learnt ({why})." for why in sorted(lone))
+    yield from _cheaper(results, setting)
+    for name in ("rate-all-to-all", "rate-permute"):
+        yield from _slow(MEASURES[name], results.get(name, {}).get("by_group", {}))
+
+
+def _cheaper(results: Mapping[str, Mapping[str, Any]], setting: str | None) -> Iterator[str]:
+    other = {"loop": "switch", "switch": "loop"}.get(setting or "")
+    own, less = (results.get(f"cost-{form}", {}).get("taken_seconds") for form in (setting, other))
+    if own is not None and less is not None and less < own / 2:
+        yield (
+            f'Guards of the form "{other}" take {_time(own - less)} less a tick; if ticks are '
+            "short, try it, for what it does to pools decides as well."
+        )
+
+
+def _slow(what: str, by_group: Mapping[str, float]) -> Iterator[str]:
+    if len(by_group) > 2:
+        usual = statistics.median(by_group.values())
+        slow = [f"{group} {rate / usual:.0%}" for group, rate in by_group.items() if rate < _SLOW * usual]
+        if slow:
+            yield f"Slow links, in the median of all groups, {what}: {', '.join(slow)}."
+
+
+def rates_file(found: Mapping[str, Any], divergence: str | None) -> dict[str, Any]:
+    """What ``dualpipe overlap`` and ``dryrun`` read as --rates, ``choose`` and ``search`` as --costs.
+
+    rates: bytes a second ("all-to-all", "permute", each with its latency in seconds, "memory"), operations a second
+    ("flops"), seconds ("guards"). costs: seconds of ``layer``.
+    """
+    results = {name: result for name, result in found["results"].items() if "ok" not in result}
+    rates: dict[str, Any] = {}
+    for name, kept in (
+        ("all-to-all", ("bytes_per_second", "latency", "devices")),
+        ("permute", ("bytes_per_second", "latency")),
+    ):
+        if (result := results.get(f"rate-{name}", {})).get("bytes_per_second"):
+            rates[name] = {key: result[key] for key in kept}
+    if copy := results.get("rate-copy"):
+        rates["memory"] = copy["bytes_per_second"]
+    if product := results.get("rate-matmul"):
+        rates["flops"] = product["flops_per_second"]
+    guards = {form: results[f"cost-{form}"] for form in BARE if f"cost-{form}" in results}
+    if guards:
+        rates["guards"] = guards
+    layer = results.get("layer", {})
+    more = {"costs": _costs(layer, rates.get("permute")), "of": layer["of"]} if "F" in layer else {}
+    return {"made_by": "dualpipe probe", **found, "divergence": divergence, "rates": rates, **more}
+
+
+def _costs(layer: Mapping[str, Any], permute: Mapping[str, float] | None) -> dict[str, float]:
+    send = 0.0
+    if permute is not None:
+        send = permute["latency"] + layer["boundary_bytes"] / permute["bytes_per_second"]
+    return {unit: layer[unit] for unit in ("F", "I", "W", "FB")} | {"send": send}
+
+
+def _time(seconds: float) -> str:
+    for unit, size in (("s", 1.0), ("ms", 1e-3)):
+        if seconds >= size:
+            return f"{seconds / size:.3g} {unit}"
+    return f"{seconds * 1e6:.3g} us"

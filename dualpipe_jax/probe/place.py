@@ -1,0 +1,87 @@
+"""Where experiments take place: a mesh, and what suits its devices."""
+
+import dataclasses
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from dualpipe_jax.inspect import recommended_compiler_options, tpu_generation
+from dualpipe_jax.parallel import EP, PP, make_mesh
+
+
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """The devices that are probed.
+
+    Attributes:
+      mesh: ("dp", "pp", "ep").
+      options: for the compiler.
+      is_small: whether these are CPU devices, on which anything large takes minutes.
+    """
+
+    mesh: Mesh
+    options: dict[str, str]
+    is_small: bool
+
+    @classmethod
+    def make(cls, pp: int | None = None, ep: int | None = None) -> "Place":
+        """A mesh of all devices: two ranks and the rest in groups, if nothing else is asked for and that comes out.
+
+        Raises:
+          ValueError: more devices are asked for than there are.
+        """
+        devices = jax.devices()
+        count = len(devices)
+        if pp is None:
+            pp = max(1, count // ep) if ep else 2 if count % 2 == 0 else count
+        ep = max(1, count // pp) if ep is None else ep
+        platform = devices[0].platform
+        options = recommended_compiler_options(platform, tpu_generation(devices[0].device_kind))
+        return cls(make_mesh(pp, ep), options, platform == "cpu")
+
+    @property
+    def pp(self) -> int:
+        """Ranks."""
+        return self.mesh.shape[PP]
+
+    @property
+    def ep(self) -> int:
+        """Devices of each."""
+        return self.mesh.shape[EP]
+
+    def part(self, ranks: slice) -> "Place":
+        """Some ranks alone, which the others know nothing of."""
+        return dataclasses.replace(self, mesh=make_mesh(*_of(self.mesh.devices[0, ranks])))
+
+    def on_devices(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Compile what each device does; arguments and results are trees of [pp, ep, ...], of which it sees [...]."""
+        spec = PartitionSpec(PP, EP)
+
+        def on_device(*own: Any) -> Any:
+            made = function(*jax.tree.map(lambda a: a[0, 0], own))
+            return jax.tree.map(lambda a: a[None, None], made)
+
+        run = jax.shard_map(on_device, mesh=self.mesh, in_specs=spec, out_specs=spec, check_vma=False)
+        return jax.jit(run, compiler_options=self.options)
+
+    def put(self, tree: Any) -> Any:
+        """Arrays [pp, ep, ...], each device's part where it belongs."""
+        return jax.device_put(tree, NamedSharding(self.mesh, PartitionSpec(PP, EP)))
+
+
+def _of(devices: Any) -> tuple[int, int, list[Any]]:
+    return *devices.shape, [*devices.flat]
+
+
+def seconds(call: Callable[[], Any], repeats: int = 3) -> float:
+    """The shortest time that a call takes, after one that compiles."""
+    jax.block_until_ready(call())
+    taken = []
+    for _ in range(repeats):
+        started = time.perf_counter()
+        jax.block_until_ready(call())
+        taken.append(time.perf_counter() - started)
+    return min(taken)

@@ -1,0 +1,127 @@
+"""How fast the devices are: guards, links, matrix products, copies. Seconds, bytes a second, operations a second."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from dualpipe_jax.engine.guard import Divergence, run_if, run_one
+from dualpipe_jax.parallel import EP
+from dualpipe_jax.parallel.p2p import send
+from dualpipe_jax.probe.place import Place, seconds
+
+UNITS = 5
+"""Guards of a tick, as the engine has for F, B, I, W and pairs: as many loops, or branches of a conditional."""
+
+
+def guards(place: Place, form: Divergence) -> dict[str, float]:
+    """Seconds of a tick's guards beside their work: none of them taken, and one.
+
+    Timed are ticks that do nothing else, on all devices at once, less as many that do the work unguarded.
+    """
+    ticks = 50 if place.is_small else 500
+
+    def works(number: int) -> Callable[[jax.Array], jax.Array]:
+        return lambda x: x * (1 + 2.0**-number)
+
+    def guarded(x: jax.Array, chosen: jax.Array) -> jax.Array:
+        if form == "switch":
+            return run_one(chosen, [works(number) for number in range(UNITS)], x)
+        for number in range(UNITS):
+            x = run_if(chosen == number, works(number), x)
+        return x
+
+    def of(body: Callable[[jax.Array, jax.Array], jax.Array], chosen: int) -> float:
+        def run(x: jax.Array, chosen: jax.Array) -> jax.Array:
+            return lax.scan(lambda x, number: (body(x, number), None), x, chosen)[0]
+
+        step = place.on_devices(run)
+        numbers = place.put(np.full((place.pp, place.ep, ticks), chosen, np.int32))
+        return seconds(lambda: step(x, numbers)) / ticks
+
+    x = place.put(np.ones((place.pp, place.ep, 1024), np.float32))
+    bare = of(lambda x, number: x * (1 + number.astype(jnp.float32)), 0)
+    skipped, taken = (max(0.0, of(guarded, chosen) - bare) for chosen in (-1, 1))
+    return {"skipped_seconds": skipped, "taken_seconds": taken}
+
+
+def all_to_alls(place: Place) -> dict[str, Any]:
+    """Rate and latency of an all-to-all within all groups at once, and each group's alone with the largest payload."""
+
+    def exchange(x: jax.Array) -> jax.Array:
+        return lax.all_to_all(x.reshape(place.ep, -1), EP, 0, 0).reshape(x.shape)
+
+    sizes = payloads(place)
+    alone = [
+        sizes[-1] / _chain(place.part(slice(rank, rank + 1)), exchange, sizes[-1]) for rank in range(place.pp)
+    ]
+    return line(sizes, [_chain(place, exchange, size) for size in sizes]) | {
+        "devices": place.ep,
+        "by_group": {f"rank {rank}": rate for rank, rate in enumerate(alone)},
+    }
+
+
+def permutes(place: Place) -> dict[str, Any]:
+    """The same of a send to the next rank, from all ranks at once, and between every two neighbours alone."""
+
+    def around(count: int) -> Callable[[jax.Array], jax.Array]:
+        pairs = [(rank, (rank + 1) % count) for rank in range(count)]
+        return lambda x: send(x, pairs, beside_others=True)
+
+    sizes = payloads(place)
+    alone = {
+        f"ranks {rank}, {rank + 1}": sizes[-1]
+        / _chain(place.part(slice(rank, rank + 2)), around(2), sizes[-1])
+        for rank in range(place.pp - 1)
+    }
+    times = [_chain(place, around(place.pp), size) for size in sizes]
+    return line(sizes, times) | {"by_group": alone}
+
+
+def payloads(place: Place) -> list[int]:
+    """Bytes on each device, a multiple of the group's size."""
+    unit = 4 * place.ep
+    return [size // unit * unit for size in ([1 << 14, 1 << 18] if place.is_small else [1 << 18, 1 << 26])]
+
+
+def line(sizes: Sequence[int], times: Sequence[float]) -> dict[str, float]:
+    """Seconds = latency + bytes / rate through the smallest and the largest; no latency where that gives none."""
+    (small, quick), (large, slow) = (sizes[0], times[0]), (sizes[-1], times[-1])
+    slope = (slow - quick) / (large - small)
+    latency = quick - small * slope
+    if slope <= 0 or latency < 0:
+        return {"bytes_per_second": large / slow, "latency": 0.0}
+    return {"bytes_per_second": 1 / slope, "latency": latency}
+
+
+def _chain(place: Place, once: Callable[[jax.Array], jax.Array], size: int) -> float:
+    """Seconds of one of some collectives after each other, on float32 arrays of as many bytes a device."""
+    times = 4 if place.is_small else 20
+    step = place.on_devices(lambda x: lax.scan(lambda x, _: (once(x), None), x, None, times)[0])
+    x = place.put(np.zeros((place.pp, place.ep, size // 4), np.float32))
+    return seconds(lambda: step(x)) / times
+
+
+def matmuls(place: Place) -> dict[str, Any]:
+    """Operations a second of one device in a product of square matrices; bfloat16, but float32 on CPU."""
+    size, times = (512, 4) if place.is_small else (8192, 10)
+    dtype = jnp.float32 if place.is_small else jnp.bfloat16
+    w = jnp.full((size, size), 1 / size, dtype)
+    step = jax.jit(
+        lambda x, w: lax.scan(lambda x, _: (x @ w, None), x, None, times)[0], compiler_options=place.options
+    )
+    rate = 2 * size**3 * times / seconds(lambda: step(w, w))
+    return {"flops_per_second": rate, "size": size, "dtype": jnp.dtype(dtype).name}
+
+
+def copies(place: Place) -> dict[str, Any]:
+    """Bytes a second, read plus written, that one device passes through its memory."""
+    size, times = (1 << 22 if place.is_small else 1 << 27), 10
+    step = jax.jit(
+        lambda x: lax.scan(lambda x, _: (-x, None), x, None, times)[0], compiler_options=place.options
+    )
+    x = jnp.ones(size, jnp.float32)
+    return {"bytes_per_second": 2 * 4 * size * times / seconds(lambda: step(x)), "size": 4 * size}

@@ -1,0 +1,99 @@
+"""All of the engine's units in one tiny step, compared with ``jax.value_and_grad`` of the same model in plain JAX."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import PartitionSpec
+
+from dualpipe_jax.engine import Pipeline, PipelineModel, staged
+from dualpipe_jax.engine.guard import Divergence
+from dualpipe_jax.parallel import EP
+from dualpipe_jax.probe.place import Place
+from dualpipe_jax.schedule import Schedule, dualpipe, dualpipe_v
+
+WIDTH, TOKENS, VOCAB = 8, 2, 11
+"""TOKENS of each device for each expert; as many experts as devices in a group."""
+
+
+def units(place: Place, form: Divergence) -> str:
+    """What is wrong with a step whose ranks part ways in a form; empty if nothing is."""
+    schedule = schedule_of(place.pp)
+    params, batch = inputs(schedule, place.ep)
+    pipeline = Pipeline(
+        staged(PipelineModel(embed, stage, head_loss), schedule.placement.num_model_stages),
+        schedule,
+        place.mesh,
+        param_specs={"stages": {"w": PartitionSpec(EP), "out": None}},
+        fuse_pairs=True,
+        divergence=form,
+    )
+    with jax.default_matmul_precision("highest"):
+        step = jax.jit(pipeline.value_and_grad, compiler_options=place.options)
+        (loss, _), grads = step(params, batch)
+        want = jax.jit(jax.value_and_grad(plain_loss))(params, batch["inputs"], batch["targets"])
+    return differences((loss, grads), want)
+
+
+def schedule_of(pp: int) -> Schedule:
+    """One with F, B, I, W and pairs."""
+    return dualpipe(pp, 2 * pp) if pp % 2 == 0 else dualpipe_v(pp, 2 * pp)
+
+
+def embed(p: Any, tokens: jax.Array) -> jax.Array:
+    """Tokens [ep * TOKENS] of a device's sequences to [..., width]."""
+    return p[tokens]
+
+
+def stage(p: Any, x: jax.Array) -> jax.Array:
+    """x [1, ep * TOKENS, width] of a device: the e-th TOKENS go to expert e, which lies on device e of the group."""
+    sent = x.reshape(-1, TOKENS, WIDTH)
+    arrived = lax.all_to_all(sent, EP, 0, 0)
+    back = lax.all_to_all(jnp.tanh(arrived @ p["w"][0]), EP, 0, 0)
+    return x + jnp.tanh(back.reshape(x.shape) @ p["out"])
+
+
+def head_loss(p: Any, x: jax.Array, targets: jax.Array) -> jax.Array:
+    """Mean cross entropy."""
+    return -jnp.mean(jnp.take_along_axis(jax.nn.log_softmax(x @ p), targets[..., None], -1))
+
+
+def plain_loss(params: Any, tokens: jax.Array, targets: jax.Array) -> jax.Array:
+    """The same model with neither mesh nor schedule; tokens [microbatches, ep, ep * TOKENS]."""
+    x = params["shared"]["embed"][tokens]
+    for number in range(params["stages"]["w"].shape[0]):
+        w, out = params["stages"]["w"][number], params["stages"]["out"][number]
+        by_expert = x.reshape(*x.shape[:2], -1, TOKENS, WIDTH)
+        made = jnp.tanh(jnp.einsum("mpetd,edf->mpetf", by_expert, w))
+        x = x + jnp.tanh(made.reshape(x.shape) @ out)
+    return head_loss(params["shared"]["head"], x, targets)
+
+
+def inputs(schedule: Schedule, ep: int) -> tuple[Any, Any]:
+    """Parameters and a batch, drawn at random."""
+    rng = np.random.default_rng(0)
+
+    def normal(*shape: int) -> np.ndarray:
+        return rng.standard_normal(shape, np.float32) / 2
+
+    count = schedule.placement.num_model_stages
+    stages = {"w": normal(count, ep, WIDTH, WIDTH), "out": normal(count, WIDTH, WIDTH)}
+    shared = {"embed": normal(VOCAB, WIDTH), "head": normal(WIDTH, VOCAB)}
+    tokens = rng.integers(0, VOCAB, (2, schedule.num_microbatches, ep, ep * TOKENS), np.int32)
+    return {"stages": stages, "shared": shared}, {"inputs": tokens[0], "targets": tokens[1]}
+
+
+def differences(found: Any, wanted: Any, tolerance: float = 1e-4) -> str:
+    """The leaf that is off most; empty if none is."""
+    found, wanted = jax.device_get((found, wanted))
+    worst, name = 0.0, ""
+    for (path, got), want in zip(
+        jax.tree_util.tree_leaves_with_path(found), jax.tree.leaves(wanted), strict=True
+    ):
+        off = float(np.abs(got - want).max() / np.abs(want).max())
+        if not off <= worst:  # NaN too
+            worst, name = off, jax.tree_util.keystr(path)
+    words = "the loss" if name == "[0]" else f"the gradient of params{name.removeprefix('[1]')}"
+    return "" if worst <= tolerance else f"wrong results: {words} is off by {worst:.1e} of its largest entry"

@@ -1,0 +1,229 @@
+"""How ranks part ways: loops and conditionals a tick in each form, and the order in which collectives are met."""
+
+import functools
+import itertools
+import re
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+
+from dualpipe_jax import PipelineModel, inspect, make_mesh
+from dualpipe_jax.engine import Pipeline
+from dualpipe_jax.engine.model import staged
+from dualpipe_jax.parallel.p2p import BESIDE_OTHERS
+from dualpipe_jax.schedule import CostModel, dualpipe, lower, one_f_one_b, zb_v
+from dualpipe_jax.schedule.lowering.lower import Keeps
+from tests.engine import models
+
+MODEL = PipelineModel(models.embed, lambda p, x: models.moe(p, x)[0], models.head_loss)
+COLLECTIVES = {"all_to_all", "all_reduce", "all_gather", "reduce_scatter", "collective_permute"}
+PP, EP = 2, 2
+DEVICES = range(PP * EP)
+BRANCHES = {"while": 1, "case": 0}  # the first region that is a branch; a while's first is its condition
+
+
+class Met(NamedTuple):
+    """A collective of the scan's body, in the order of the program."""
+
+    kind: str
+    unit: int | None  # the place of the branch in which it stands; None at tick level
+    groups: list[list[int]]
+
+
+class Branch:
+    """A region of an operation; each is one object, and no other is equal to it."""
+
+    def __init__(self, op, number):
+        self.op, self.number = op, number
+
+
+def table_of(schedule):
+    """As the engine lowers it for a first kind, a last one and what is between."""
+    stages = schedule.placement.num_model_stages
+    kind_of = (0, *(1,) * (stages - 2), 2) if stages > 2 else (0, 1)
+    pools = {
+        name: dict.fromkeys(range(max(kind_of) + 1), life)
+        for name, life in (("residual_i", "FI"), ("residual_w", "FW"), ("stash", "IW"))
+    }
+    return lower(schedule, CostModel(), Keeps(kind_of, ("W",) * (max(kind_of) + 1), pools))
+
+
+@functools.cache
+def lowered_step(make, divergence, check_vma=False):
+    schedule = make(PP, 4)
+    stages = schedule.placement.num_model_stages
+    params, specs = models.init("moe", stages)
+    given = {"stages": params["stages"], "shared": {"embed": params["embed"], "head": params["head"]}}
+    inputs, targets = models.data(4)
+    pipeline = Pipeline(
+        staged(MODEL, stages),
+        schedule,
+        make_mesh(PP, EP),
+        param_specs={"stages": specs["stages"]},
+        fuse_pairs=True,
+        divergence=divergence,
+        check_vma=check_vma,
+    )
+    return schedule, pipeline.value_and_grad.lower(given, {"inputs": inputs, "targets": targets})
+
+
+@functools.cache
+def operations(make, divergence, check_vma=False):
+    """The schedule, and all of the program's operations, each with the branches around it."""
+    schedule, lowered = lowered_step(make, divergence, check_vma)
+    module = lowered.compiler_ir("stablehlo")
+    functions = {
+        op.sym_name.value: op.regions[0] for op in module.body.operations if name_of(op) == "func.func"
+    }
+    return schedule, [*walk(functions["main"], functions)]
+
+
+def scan_of(make, divergence):
+    """The schedule, and the operations of the scan's body, with the branches inside it."""
+    schedule, found = operations(make, divergence)
+    (scan,) = {at[0] for at, op in found if name_of(op) == "collective_permute" and at}
+    return schedule, [(at[1:], op) for at, op in found if at and at[0] is scan]
+
+
+def name_of(op):
+    return op.operation.name.removeprefix("stablehlo.")
+
+
+def walk(region, functions, at=()) -> Iterator:
+    """Operations in order, each with the branches that it stands in, from outside."""
+    for block in region:
+        for op in block.operations:
+            yield at, op
+            if name_of(op) == "func.call":
+                yield from walk(functions[op.operation.attributes["callee"].value], functions, at)
+            elif name_of(op) in BRANCHES:
+                for number in range(BRANCHES[name_of(op)], len(op.regions)):
+                    branch = Branch(op, number)
+                    yield from walk(op.regions[number], functions, (*at, branch))
+            elif name_of(op) == "sdy.manual_computation":
+                yield from walk(op.regions[0], functions, at)
+
+
+@pytest.mark.parametrize("make", [one_f_one_b, dualpipe], ids=lambda make: make.__name__)
+@pytest.mark.parametrize("divergence", ["loop", "switch", "none"])
+def test_round_trips_to_the_host(make, divergence):
+    """On GPU each costs one: as many as units, one, and none."""
+    schedule, body = scan_of(make, divergence)
+    names = [name_of(op) for at, op in body if not at]
+    num_units = len(units_of(schedule))
+    assert num_units >= 4
+    wanted = {"loop": (num_units, 0), "switch": (0, 1), "none": (0, 0)}[divergence]
+    assert (names.count("while"), names.count("case")) == wanted
+    assert ("all_to_all" in names) == (divergence == "none"), "what is in no branch every rank runs"
+
+
+def units_of(schedule):
+    """The units that the table runs, in the order of the conditional's branches."""
+    return sorted(set(table_of(schedule).column("unit").ravel().tolist()) - {-1})
+
+
+@pytest.mark.parametrize("make", [one_f_one_b, dualpipe, zb_v], ids=lambda make: make.__name__)
+def test_collectives_are_met_in_one_order(make):
+    """As traced."""
+    schedule, body = scan_of(make, "switch")
+    found = [(at, op) for at, op in body if name_of(op) in COLLECTIVES]
+
+    def groups(op):
+        if name_of(op) == "collective_permute":
+            return [[*DEVICES]]
+        return np.array(op.operation.attributes["replica_groups"]).tolist()
+
+    check_order(schedule, [Met(name_of(op), at[0].number if at else None, groups(op)) for at, op in found])
+
+
+def test_collectives_are_met_in_one_order_when_compiled():
+    """As scheduled: in the order in which every device issues them, and with no more than one round trip a tick."""
+    schedule, lowered = lowered_step(dualpipe, "switch")
+    module = inspect.read(lowered.compile(compiler_options={"xla_backend_optimization_level": 0}))
+    assert module.is_scheduled
+    (scan,) = {name for name, i in collectives_of(module, module.loops) if i.opcode == "collective-permute"}
+    everywhere = [i for name in {scan, *held_by(module, scan)} for i in module.computations[name]]
+    divergent = [i for i in everywhere if i.opcode in ("while", "conditional") and i.trips is None]
+    assert [i.opcode for i in divergent] == ["conditional"], "no more than two a tick, and one is enough"
+    branches = divergent[0].called()
+    assert len(branches) == len(units_of(schedule)) + 1, "and one for ranks that do nothing"
+    met = []
+    for instruction in module.computations[scan]:
+        if instruction is divergent[0]:
+            for number, branch in enumerate(branches):
+                inside = collectives_of(module, {branch, *held_by(module, branch)})
+                met += [Met(c.opcode.replace("-", "_"), number, groups_in(c)) for _, c in inside]
+        elif instruction.opcode.replace("-", "_") in COLLECTIVES:
+            met.append(Met(instruction.opcode.replace("-", "_"), None, groups_in(instruction)))
+    check_order(schedule, met)
+
+
+def collectives_of(module, names):
+    return [
+        (name, i)
+        for name in names
+        for i in module.computations[name]
+        if i.opcode.replace("-", "_") in COLLECTIVES
+    ]
+
+
+def held_by(module, name):
+    """Computations inside a computation."""
+    inner = [c for i in module.computations[name] for c in i.called()]
+    return itertools.chain(inner, *(held_by(module, c) for c in inner))
+
+
+def groups_in(instruction):
+    if instruction.opcode == "collective-permute":
+        return [[*DEVICES]]
+    written = re.search(r"replica_groups=\{(\{[\d,{}]*\})\}", instruction.attributes)
+    if written:
+        return [[*map(int, group.split(","))] for group in re.findall(r"\{([\d,]+)\}", written[1])]
+    count, size, dims, order = re.search(
+        r"replica_groups=\[(\d+),(\d+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", instruction.attributes
+    ).groups()
+    devices = np.arange(len(DEVICES)).reshape([*map(int, dims.split(","))])
+    devices = devices.transpose([*map(int, order.split(","))]) if order else devices
+    return devices.reshape(int(count), int(size)).tolist()
+
+
+def check_order(schedule, met):
+    """Each device's are a subsequence of (tick, place in the program), and all that meet in one come to it.
+
+    So nobody waits for somebody who waits: of all that devices stand at, the first in that order has everybody there.
+    """
+    assert {kind for kind, unit, _ in met if unit is None} == {"collective_permute"}, (
+        "permutes stand at tick level"
+    )
+    inside = {kind for kind, unit, _ in met if unit is not None}
+    assert "all_to_all" in inside and "collective_permute" not in inside
+    table, units = table_of(schedule), units_of(schedule)
+    sequences = {device: [] for device in DEVICES}
+    for tick, place in np.ndindex(table.num_ticks, len(met)):
+        for device, sequence in sequences.items():
+            unit = table.column("unit")[tick, device // EP]
+            branch = units.index(unit) if unit >= 0 else len(units)
+            if met[place].unit in (None, branch):
+                sequence.append((tick, place))
+    for device, sequence in sequences.items():
+        assert sequence == sorted(set(sequence))
+        for tick, place in sequence:
+            (group,) = [group for group in met[place].groups if device in group]
+            assert all((tick, place) in sequences[other] for other in group)
+    assert len({tuple(sequence) for sequence in sequences.values()}) == PP, "ranks do part ways"
+
+
+@pytest.mark.parametrize("check_vma", [False, True])
+@pytest.mark.parametrize("divergence", ["loop", "switch"])
+def test_attributes_of_permutes_stand_on_nothing_else(divergence, check_vma):
+    """On GPU XLA runs whatever else carries them as asynchronous computation (since xla#46465)."""
+    schedule, found = operations(dualpipe, divergence, check_vma)
+    key = "mhlo.frontend_attributes"
+    carrying = [op for _, op in found if key in op.operation.attributes]
+    marked = [
+        op for op in carrying if any(name in str(op.operation.attributes[key]) for name in BESIDE_OTHERS)
+    ]
+    assert {name_of(op) for op in marked} == {"collective_permute"}
+    assert len(marked) == len(table_of(schedule).channels), "x is one array"

@@ -1,0 +1,221 @@
+"""`dualpipe probe`: real experiments on virtual devices, one that really hangs, and what is made of results."""
+
+import json
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from dualpipe_jax.__main__ import main
+from dualpipe_jax.command import child
+from dualpipe_jax.inspect import measured_rates
+from dualpipe_jax.probe.findings import ALL, BARE, FORMS, TRIALS, outcome, rates_file, stands, verdict
+
+WORKS = {"ok": True}
+EVERYTHING = {f"{trial}-{form}": WORKS for form in BARE for trial in TRIALS} | {"units-none": WORKS}
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent.parent))  # for the process, wherever it starts
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_a_machine_on_which_all_works(here, capfd):
+    """Four virtual devices; the units are a step of the engine against plain JAX."""
+    only = ["guard-loop", "all-to-all", "permute-beside-loop", "units-loop", "cost-loop", "rate", "layer"]
+    assert main(["probe", "--cpu", "4", "--only", *only]) == 0
+    said, progress = capfd.readouterr()
+    assert said.startswith("4 x cpu (cpu), pp 2 x ep 2, jax ")
+    assert re.search(
+        r"\nunits-loop: all units of the engine, compared with plain JAX, in loops +works\n", said
+    )
+    assert 'Use Pipeline(..., divergence="loop"), which is the default here' in said
+    assert said.endswith("\nwritten to rates.json\n")
+    assert progress.count("probe: starting") <= 1, "one process did it all"
+    found = json.loads((here / "rates.json").read_text())
+    assert found["divergence"] == "loop" and found["devices"]["number"] == 4
+    assert set(found["results"]) == {n for n in ALL if n.startswith(tuple(only))}
+    assert not [name for name, result in found["results"].items() if not result.get("ok", True)]
+    rates, costs = found["rates"], found["costs"]
+    assert rates["all-to-all"]["devices"] == 2 and rates["guards"]["loop"]["taken_seconds"] > 0
+    for rate in (rates["all-to-all"], rates["permute"]):
+        assert 1e6 < rate["bytes_per_second"] < 1e12 and 0 <= rate["latency"] < 1
+    assert 1e8 < rates["memory"] < 1e12 and 1e8 < rates["flops"] < 1e14
+    assert set(costs) == {"F", "I", "W", "FB", "send"} and all(0 < cost < 10 for cost in costs.values())
+    assert main(["choose", "--ranks", "2", "--microbatches", "4", "--costs", "rates.json", "--json"]) == 0
+    chosen_by = json.loads(capfd.readouterr().out)["costs"]
+    assert {unit: chosen_by[unit] for unit in costs} == costs
+    assert measured_rates("rates.json", 1e9, switched=True).flops == pytest.approx(rates["flops"] / 1e9)
+
+
+def test_an_experiment_that_hangs(here, capfd):
+    """A permute that half of the devices never come to: it is reported, and another process goes on after it."""
+    assert main(["probe", "--cpu", "4", "--limit", "10", "--only", "permute-inside", "rate-matmul"]) == 1
+    said, _ = capfd.readouterr()
+    row = "permute-inside: a permute in a loop that only some ranks take"
+    assert re.search(rf"{row} +hung: no answer in 10 s while permute-inside\n", said)
+    assert re.search(r"rate-matmul: matrix product +[\d.]+ TFLOP/s\n", said)
+    assert "Too little was tried to name a setting" in said
+    found = json.loads((here / "rates.json").read_text())
+    assert found["results"]["permute-inside"]["ok"] is False and found["divergence"] is None
+
+
+@pytest.fixture
+def answering(monkeypatch):
+    """Processes that each do what is written for them: results by name, or how they end."""
+
+    def set_up(*ends):
+        asked, ends = [], list(ends)
+
+        def ask(module, request, environment, title, limit):
+            asked.append((module, request["experiments"], environment, limit))
+            answer = ends.pop(0)
+            if isinstance(answer, Exception):
+                raise answer
+            return answer
+
+        monkeypatch.setattr(child, "ask", ask)
+        return asked
+
+    return set_up
+
+
+DEVICES = {"platform": "gpu", "kind": "H100", "number": 8, "pp": 2, "ep": 4, "jax": "0.10.2"}
+
+
+def test_what_ends_its_process_is_left_out_of_the_next(here, answering, capsys):
+    known = {"devices": DEVICES, "results": {"guard-loop": WORKS}}
+    asked = answering(
+        child.Hung("no answer in 5 s while all-to-all-loop", "all-to-all-loop", known),
+        child.Died("the process was ended by SIGSEGV while units-loop", "units-loop", {}),
+        {"devices": DEVICES, "results": EVERYTHING | {"all-to-all-loop": {}, "units-loop": {}}},
+    )
+    only = ["guard", "all-to-all", "permute-beside", "units"]
+    assert main(["probe", "--limit", "5", "--json", "--only", *only]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["divergence"] == "switch"
+    assert [names[0] for _, names, _, _ in asked] == [
+        "guard-loop",
+        "permute-beside-loop",
+        "permute-beside-loop",
+    ]
+    assert (
+        all("all-to-all-loop" not in names for _, names, _, _ in asked[1:])
+        and "units-loop" not in asked[2][1]
+    )
+    module, _, environment, limit = asked[0]
+    assert (module, environment) == ("dualpipe_jax.probe", {})
+    assert limit("guard-loop") == 5 and limit("starting") == 180
+
+
+def test_devices_that_are_never_found(here, answering, capsys):
+    answering(child.Hung("no answer in 180 s while starting", "starting", {}))
+    assert main(["probe"]) == 2
+    assert capsys.readouterr().err == "error: no answer in 180 s while starting\n"
+    assert not (here / "rates.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--pp", "0"], "--pp 0: must be above 0"),
+        (["--limit", "-1"], "--limit -1: must be above 0"),
+        (
+            ["--only", "guards"],
+            "--only guards: no experiment; did you mean guard-switch? There are permute-inside, ",
+        ),
+        (["-o", "no/rates.json"], "--output no/rates.json: there is no folder no"),
+    ],
+)
+def test_options_that_cannot_be(here, answering, capsys, options, message):
+    asked = answering()
+    assert main(["probe", *options]) == 2
+    assert capsys.readouterr().err.startswith(f"error: {message}")
+    assert not asked
+
+
+def test_more_devices_than_there_are(here, capfd):
+    assert main(["probe", "--cpu", "2", "--pp", "3", "--ep", "2", "--only", "guard"]) == 2
+    assert "make_mesh: pp 3 x ep 2 = 6 devices, but 2 are visible" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("broken", "platform", "setting"),
+    [
+        ([], "cpu", "loop"),
+        ([], "tpu", "loop"),
+        ([], "gpu", "switch"),
+        (["units-loop"], "tpu", "switch"),
+        (["all-to-all-switch"], "gpu", "loop"),
+        (["permute-beside-loop", "units-switch"], "tpu", "none"),
+        (["guard-loop", "guard-switch", "units-none"], "tpu", None),
+    ],
+)
+def test_the_setting(broken, platform, setting):
+    results = EVERYTHING | {name: {"ok": False, "why": "hung"} for name in broken}
+    found = verdict(results, platform)
+    assert found.divergence == setting and found.told
+    text = " ".join(found.sentences)
+    assert (f'divergence="{setting}"' in text) if setting else "Nothing works" in text
+    assert [stands(results, form) for form in FORMS] == [
+        not any(name.endswith(form) for name in broken) for form in FORMS
+    ]
+
+
+def test_what_was_not_tried_is_not_said_to_work():
+    alone = {f"{trial}-{form}": {"skipped": "--pp 1: one rank"} for form in BARE for trial in [*TRIALS][:3]}
+    found = verdict(alone, "cpu")
+    assert (found.divergence, found.told) == (None, False)
+    assert found.sentences[0].startswith("Too little was tried")
+    found = verdict(alone | {f"units-{form}": WORKS for form in FORMS}, "cpu")
+    assert found.divergence == "loop"
+    assert "Of ranks that part ways nothing was learnt (--pp 1: one rank)." in found.sentences
+
+
+def test_slow_links_and_cheap_guards_are_named():
+    by_group = {f"rank {rank}": 1e9 for rank in range(4)} | {"rank 2": 5e8}
+    more = {
+        "rate-all-to-all": {"bytes_per_second": 1e9, "latency": 1e-6, "by_group": by_group},
+        "cost-loop": {"skipped_seconds": 5e-6, "taken_seconds": 9e-5},
+        "cost-switch": {"skipped_seconds": 1e-6, "taken_seconds": 2e-5},
+    }
+    text = " ".join(verdict(EVERYTHING | more, "tpu").sentences)
+    assert "Slow links, in the median of all groups, all-to-all within a group: rank 2 50%." in text
+    assert 'Guards of the form "switch" take 70 us less a tick' in text
+    assert outcome(more["rate-all-to-all"]) == "1 GB/s, 1 us each"
+    assert outcome(more["cost-loop"]) == "5 us with none taken, 90 us with one"
+
+
+def test_rates_that_price_programs(here):
+    """By hand: 4 devices of a switch, of which each sends three quarters of its payload."""
+    link, latency, clock = 400e9, 2e-6, 1.5e9
+    payload = 1 << 26
+    seconds = latency + payload * 3 / 4 / link
+    results = {
+        "rate-all-to-all": {
+            "bytes_per_second": payload / (seconds - latency),
+            "latency": latency,
+            "devices": 4,
+        },
+        "rate-permute": {"bytes_per_second": 25e9, "latency": 1e-6},
+        "rate-matmul": {"flops_per_second": 600e12},
+        "rate-copy": {"bytes_per_second": 3e12},
+        "cost-switch": {"ok": False, "why": "hung"},
+    }
+    file = rates_file({"devices": DEVICES, "results": results}, "loop")
+    assert "guards" not in file["rates"] and "costs" not in file
+    (here / "rates.json").write_text(json.dumps(file))
+    rates = measured_rates("rates.json", clock, switched=True)
+    np.testing.assert_allclose(rates.collective("all-to-all", payload, 4), seconds * clock)
+    np.testing.assert_allclose(
+        rates.collective("all-to-all", payload, 8), (latency + payload * 7 / 8 / link) * clock
+    )
+    np.testing.assert_allclose(
+        rates.collective("collective-permute", payload, None), (latency + payload / 25e9) * clock
+    )
+    assert (rates.memory, rates.flops) == (3e12 / clock, 600e12 / clock)
+    torus = measured_rates("rates.json", clock, switched=False)
+    np.testing.assert_allclose(torus.collective("all-to-all", payload, 4), seconds * clock)
