@@ -375,8 +375,8 @@ def check(config: TrainConfig) -> None:
         )
     if launch.processes is not None and launch.devices != "cpu":
         raise ConfigError(
-            f"--processes {launch.processes} shares CPU devices out; with --devices {launch.devices} let srun, mpirun or "
-            "the like start a process for each device"
+            f"--processes {launch.processes} shares CPU devices out; with --devices {launch.devices} let srun, mpirun "
+            "or the like start a process for each device"
         )
     for flag in ("--coordinator", "--coordinator-bind"):
         address = option(config, flag)

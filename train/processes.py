@@ -205,8 +205,8 @@ def refuse_idle(mesh: Mesh, num_processes: int) -> None:
     idle = [number for number in range(num_processes) if number not in busy]
     if idle:
         raise ConfigError(
-            f"process {', '.join(map(str, idle))} of {num_processes} has no device of the mesh, whose {mesh.size} devices "
-            "are others'; start fewer processes, or raise --dp, --pp or --ep"
+            f"process {', '.join(map(str, idle))} of {num_processes} has no device of the mesh, whose {mesh.size} "
+            "devices are others'; start fewer processes, or raise --dp, --pp or --ep"
         )
 
 
