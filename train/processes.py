@@ -199,6 +199,17 @@ def differences(found: list[dict[str, str]]) -> list[str]:
     return lines
 
 
+def refuse_idle(mesh: Mesh, num_processes: int) -> None:
+    """Raise ConfigError where a process has no device of the mesh: it could take no part in anything."""
+    busy = {device.process_index for device in mesh.devices.flat}
+    idle = [number for number in range(num_processes) if number not in busy]
+    if idle:
+        raise ConfigError(
+            f"process {', '.join(map(str, idle))} of {num_processes} has no device of the mesh, whose {mesh.size} "
+            "devices are others'; start fewer processes, or raise --dp, --pp or --ep"
+        )
+
+
 def batch_sharding(mesh: Mesh) -> NamedSharding:
     """Of a batch's first two dims, microbatches and the rows of each, as the engine cuts them."""
     return NamedSharding(mesh, PartitionSpec(None, (DP, EP)))

@@ -17,7 +17,7 @@ from train.config import ConfigError, TrainConfig, make_schedule, num_devices, t
 from train.data import Batch, Corpus, open_corpus
 from train.evaluate import make_evaluate
 from train.model import make_model
-from train.processes import batch_sharding, share_out
+from train.processes import batch_sharding, refuse_idle, share_out
 from train.state import Layout, TrainState
 from train.step import Update, make_optimizer, make_update, warmup_cosine
 
@@ -66,6 +66,7 @@ def prepare(config: TrainConfig) -> Run:
     if jax.device_count() < num_devices(config):
         raise ConfigError(too_few_devices(config, jax.device_count()))
     mesh, asked = make_mesh(config.mesh.pp, config.mesh.ep, dp=config.mesh.dp), config.optimizer
+    refuse_idle(mesh, jax.process_count())
     model = make_model(config, schedule, corpus.vocab)
     pipeline = Pipeline(
         model.staged,

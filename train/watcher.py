@@ -215,7 +215,8 @@ def _ended(workers: Sequence[Worker], told: Told) -> Outcome:
     known = [code for code in codes.values() if code is not None]
     if told.times or set(known) <= STOPPED:
         how = "told to stop: " + ", ".join(f"process {number} {_how(code)}" for number, code in codes.items())
-        return Outcome(told.code or max(known), how, (), workers[0].doing)
+        words = last_words(workers[0].log, 1)  # which step was saved
+        return Outcome(told.code or max(known), f"{how}\n{words}" if words else how, (), workers[0].doing)
     final = [worker for worker in workers if worker.code in FINAL]
     if final:
         code = final[0].code

@@ -75,13 +75,17 @@ def test_they_are_read_back_bit_for_bit(written):
     run, state = written
     _, params = models.weights.load(run.config.checkpoint.export)
     flat = run.layout.to_canonical(state)
-    found = {jax.tree_util.keystr(path, simple=True, separator="/"): leaf
-             for path, leaf in jax.tree_util.tree_leaves_with_path(params)}  # fmt: skip
-    assert found.pop("stages/routing/row").shape == (1, 4)
+    assert len(params["stages"]["layers"]) == 4
+    layers = jax.tree.map(lambda *leaves: np.concatenate(leaves), *params["stages"]["layers"])
+    stages = {"layers": layers, "routing": {"bias": params["stages"]["routing"]["bias"][0]}}
+    whole = {"params": {"stages": stages, "shared": params["shared"]}}
+    found = {
+        jax.tree_util.keystr(path, simple=True, separator="/"): leaf
+        for path, leaf in jax.tree_util.tree_leaves_with_path(whole)
+    }
+    assert found.keys() == {name for name in flat if name.startswith("params/")}
     for name, leaf in found.items():
-        there = np.asarray(leaf[0] if name.startswith("stages/") else leaf)
-        np.testing.assert_array_equal(there, np.asarray(flat[f"params/{name}"]), err_msg=name)
-    assert len(found) == sum(name.startswith("params/") for name in flat)
+        np.testing.assert_array_equal(np.asarray(leaf), np.asarray(flat[name]), err_msg=name)
 
 
 def test_a_folder_that_is_not_empty_is_left_alone_before_training(written):

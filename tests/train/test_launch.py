@@ -178,6 +178,10 @@ def test_devices_that_cannot_be_shared_out():
     ("changes", "says"),
     [
         ({"processes": 2, "coordinator": "a:1"}, "--processes 2 starts processes on this machine"),
+        (
+            {"processes": 2, "devices": "accelerator"},
+            "--processes 2 shares CPU devices out; with --devices accelerator",
+        ),
         ({"processes": 0}, "--processes 0: must be at least 1"),
         ({"restarts": -1}, "--restarts -1: must not be negative"),
         ({"patience": 0.0}, "--patience 0.0: must be above 0"),

@@ -10,8 +10,8 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from dualpipe_jax.parallel import make_mesh
-from train.config import configure
-from train.processes import Processes, common, differences, share_out
+from train.config import ConfigError, configure
+from train.processes import Processes, common, differences, refuse_idle, share_out
 from train.stragglers import Stragglers, describe, excess_over_median
 from train.supervise import free_port
 
@@ -48,6 +48,13 @@ def test_what_differs_is_named_with_who():
         "  option seed: 1 on process 0, 2 on process 2 and 1 more",
         "  corpus: abc on process 0, abd on process 2 and 1 more",
     ]
+
+
+def test_a_process_without_devices_of_the_mesh_is_refused():
+    mesh = make_mesh(2, 2)  # all of this process
+    refuse_idle(mesh, 1)
+    with pytest.raises(ConfigError, match="process 1, 2 of 3 has no device of the mesh, whose 4 devices"):
+        refuse_idle(mesh, 3)
 
 
 def test_who_one_is_may_differ():

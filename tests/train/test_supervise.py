@@ -140,6 +140,7 @@ def test_who_died_is_told_from_who_noticed(tmp_path):
         ),  # takes even numbers only
         (dict(processes=4, pp=4, ep=2, schedule="one_f_one_b", microbatches=8), 3, (1, 1)),
         (dict(processes=8, pp=4, ep=2, schedule="one_f_one_b", microbatches=8), 1, (6, 3)),  # ep stays
+        (dict(processes=4, dp=2, pp=2, ep=2, schedule="one_f_one_b", microbatches=8), 1, (2, 1)),  # dp too
         (dict(processes=1, pp=4, ep=2, schedule="one_f_one_b", microbatches=8), 1, (1, 4)),
     ],
 )
@@ -189,7 +190,7 @@ def test_a_notice_saves_and_ends(tmp_path, supervisor, number):
     supervisor.send_signal(number)
     _, said = supervisor.communicate(timeout=60)
     assert supervisor.returncode == 128 + number
-    assert "told to stop: process 0 ended with code 143, process 1 ended with code 143" in said
+    assert "told to stop: process 0 ended with code 143, process 1 ended with code 143\n    saved " in said
     assert 4 < int((tmp_path / "saved").read_text()) < 12
     assert nobody_left(tmp_path)
 
