@@ -57,9 +57,8 @@ def _of_a_rank(one: Timeline, other: Timeline, rank: int) -> Iterator[Parting]:
     for at in range(max(map(len, runs))):
         here, there = (run[at] if at < len(run) else None for run in runs)
         same = here is not None and there is not None and here[0] == there[0]
-        if time is None and not (
-            same and all(abs(a - b) <= hair for a, b in zip(here[1:], there[1:], strict=True))
-        ):
+        near = here and there and max(abs(here[1] - there[1]), abs(here[2] - there[2])) <= hair
+        if time is None and not (same and near):
             moments = [moment for slot in (here, there) if slot for moment in slot[1:]]
             starts = [slot[1] for slot in (here, there) if slot]
             in_step = same and abs(starts[0] - starts[1]) <= hair  # only the ends differ
