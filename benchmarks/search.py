@@ -2,17 +2,30 @@
 
 For each setting of a grid (ranks, microbatches, costs F:I:W:FB and memory limit of a whole rank's share, one
 copy of the parameters): the makespan of the best named schedule that fits, that of the search, their ratio,
-the proven lower bound on the placement found, and the CPU seconds of the search.
+the proven lower bound on the placement found, and the CPU seconds of the search. Named schedules that can be
+cut finer stand in both with two stages a rank and with four.
 
-    python benchmarks/search.py [--placement v] [--effort 0.25] [--large]
+    python benchmarks/search.py [--send 0.02] [--placement v] [--effort 0.25] [--large]
 """
 
 import argparse
+import functools
 import math
 import statistics
 import time
 
-from dualpipe_jax.schedule import CostModel, MemoryModel, Placement, simulate, validate
+from dualpipe_jax.schedule import (
+    ALL_SCHEDULES,
+    CostModel,
+    MemoryModel,
+    Placement,
+    interleaved_1f1b,
+    interleaved_1f1b_overlap,
+    interleaved_zero_bubble,
+    looped_bfs,
+    simulate,
+    validate,
+)
 from dualpipe_jax.schedule.optimize.bounds import lower_bound
 from dualpipe_jax.schedule.optimize.choose import choose
 from dualpipe_jax.schedule.optimize.search import search
@@ -29,7 +42,13 @@ LIMITS = (1.0, 0.6, 1.05, 2.0, math.inf)
 """Memory limits in activations of a whole rank's share, over the ranks; at least one more than half of them."""
 
 
-def grid():
+FINER = [
+    functools.update_wrapper(functools.partial(recipe, num_stages_per_rank=4), recipe)
+    for recipe in (interleaved_1f1b, interleaved_1f1b_overlap, interleaved_zero_bubble, looped_bfs)
+]
+
+
+def grid(send=0.0):
     """Settings (ranks, microbatches, costs, memory limit): three for each of the counts, in turns."""
     turn = 0
     for ranks in RANKS:
@@ -39,13 +58,15 @@ def grid():
                 gain = GAINS[turn % len(GAINS)]
                 limit = LIMITS[turn // 3 % len(LIMITS)]
                 limit = max(limit * ranks, ranks // 2 + 1) + (0.5 if limit == 1.05 else 0)
-                yield ranks, ranks * times, CostModel(f, i, w, FB=f + i + w - gain * min(f, i + w)), limit
+                fb = f + i + w - gain * min(f, i + w)
+                yield ranks, ranks * times, CostModel(f, i, w, fb, send), limit
                 turn += 1
 
 
 def best_named(ranks, microbatches, costs, limit, placement):
     """The shortest named schedule with one copy of the parameters that fits, on the placement if given."""
-    one_copy = [c for c in choose(ranks, microbatches, costs, limit) if c.fits and c.num_copies == 1]
+    candidates = choose(ranks, microbatches, costs, limit, schedules=[*ALL_SCHEDULES, *FINER])
+    one_copy = [c for c in candidates if c.fits and c.num_copies == 1]
     there = (c for c in one_copy if placement is None or c.schedule.placement == placement)
     return next(there, None)
 
@@ -79,12 +100,17 @@ def main():
     parser.add_argument("--placement", default="any", choices=("any", "linear", "v"))
     parser.add_argument("--effort", type=float, default=0.25)
     parser.add_argument(
+        "--send", type=float, default=0.0, help="a transfer to another rank, in the unit of F"
+    )
+    parser.add_argument("--most-ranks", type=int, default=max(RANKS), help="leave out settings of more ranks")
+    parser.add_argument(
         "--large", action="store_true", help="only 16 ranks by 64 microbatches, at full effort"
     )
     args = parser.parse_args()
-    settings, effort = list(grid()), args.effort
+    settings = [setting for setting in grid(args.send) if setting[0] <= args.most_ranks]
+    effort = args.effort
     if args.large:
-        settings, effort = list(large()), 1.0
+        settings, effort = list(large(args.send)), 1.0
     print(
         "ranks     M  F:I:W:FB          limit best named                 makespan    search   ratio "
         "/ bound stages memory seconds"
@@ -99,12 +125,12 @@ def main():
     )
 
 
-def large():
+def large(send):
     """16 ranks by 64 microbatches: pairs that gain nothing, or a quarter of F + B; three memory limits."""
     for f, i, w in RATIOS[:2]:
         for fb in (1, 0.75):
             for limit in (9, 16, 16.5):
-                yield 16, 64, CostModel(f, i, w, FB=fb * (f + i + w)), limit
+                yield 16, 64, CostModel(f, i, w, fb * (f + i + w), send), limit
 
 
 if __name__ == "__main__":

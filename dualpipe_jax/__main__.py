@@ -12,6 +12,7 @@ from dualpipe_jax.command.check import Check
 from dualpipe_jax.command.child import Died
 from dualpipe_jax.command.choose import Choose
 from dualpipe_jax.command.compare import Compare
+from dualpipe_jax.command.diff import Diff
 from dualpipe_jax.command.dryrun import Dryrun
 from dualpipe_jax.command.options import NothingFits
 from dualpipe_jax.command.overlap import Overlap
@@ -26,6 +27,7 @@ COMMANDS: dict[str, Callable[..., Any]] = {
     "choose": Choose,
     "search": Search,
     "check": Check,
+    "diff": Diff,
     "overlap": Overlap,
     "dryrun": Dryrun,
     "probe": Probe,

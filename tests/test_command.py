@@ -21,6 +21,7 @@ from dualpipe_jax.schedule import (
     dualpipe,
     dualpipe_v,
     format_grid,
+    limit_stash,
     one_f_one_b,
     parse_grid,
     simulate,
@@ -72,11 +73,9 @@ def test_every_schedule_is_shown_in_every_format_and_checked_back(capsys, saved,
     text = printed(capsys, "show", name, *SMALL, "--json")
     assert from_json(text) == schedule
     rows = printed(capsys, "show", name, *SMALL, "--format", "csv")
-    pipes = (
-        ["--pipes", " ".join(map(str, schedule.placement.pipes))] if schedule.placement.num_pipes > 1 else []
-    )
-    for file, more in ((grid, ()), (text, ()), (rows, pipes)):
-        assert printed(capsys, "check", saved(file), *more).startswith("valid: ")
+    for file in (grid, text, rows):
+        told = json.loads(printed(capsys, "check", saved(file), "--json"))
+        assert told["valid"] and told["pipes"] == [list(pipe) for pipe in schedule.placement.pipes]
     events = json.loads(printed(capsys, "show", name, *SMALL, "--format", "trace"))["traceEvents"]
     assert sum(map(len, schedule.orders)) <= sum(event["ph"] == "X" for event in events)
 
@@ -95,7 +94,7 @@ def test_shown_in_time_with_the_costs_of_its_stages(capsys):
 
 def test_the_summary_is_of_a_whole_ranks_share_and_equal_ranks_share_a_row(capsys):
     costs = ["--FB", "2", "--parameters", "10e9", "--residual-i", "1e9"]
-    assert printed(capsys, "show", "dualpipe_v", *SMALL, *costs).splitlines()[5:] == [
+    assert printed(capsys, "show", "dualpipe_v", *SMALL, *costs).splitlines()[5:-1] == [
         "# makespan 22, bubble 5.1 %, memory 14.5G",
         "# cost of a stage: F 0.5, I 0.5, W 0.5, FB 1",
         "# ranks  idle  of the step  activations  memory",
@@ -131,20 +130,53 @@ def test_compared_by_makespan_and_refusals_with_their_reason(capsys):
         [
             "schedule",
             "makespan",
+            "send 0.02",
             "bubble",
             "above bound",
             "largest idle",
             "activations",
+            "stages",
             "parameters",
             "pairs",
         ],
-        ["zb_h1", "34", "11.8 %", "0.0 %", "4", "5", "1x", "no"],
-        ["one_f_one_b", "42", "28.6 %", "23.5 %", "12", "5", "1x", "no"],
+        ["zb_h1", "34", "34.32", "11.8 %", "0.0 %", "4", "5", "1", "1x", "no"],
+        ["one_f_one_b", "42", "42.44", "28.6 %", "23.5 %", "12", "5", "1", "1x", "no"],
     ]
     assert lines[4] == "not with these counts:"
     assert lines[5].startswith(
         "  dualpipe  got 5 ranks and 10 microbatches, but ranks work in mirrored pairs"
     )
+
+
+def test_compare_and_choose_show_how_sends_and_jitter_change_the_ranking(capsys):
+    deep = ["--stages-per-rank", "4", "--FB", "2.25", "--json"]
+    order = {}
+    for send in ("0", "0.02"):
+        arguments = "--ranks", "16", "--microbatches", "64", "--send", send, *deep
+        facts = json.loads(
+            printed(capsys, "compare", "dualpipe", "interleaved_1f1b_overlap", "zb_v", *arguments)
+        )
+        order[send] = [row["name"] for row in facts["schedules"]]
+        rows = {row["name"]: row for row in facts["schedules"]}
+        for name, free, real in (
+            ("dualpipe", 165.5, 167.12),
+            ("interleaved_1f1b_overlap", 164.4375, 171.0775),
+        ):
+            assert rows[name]["free_sends"] == pytest.approx(free)
+            assert rows[name]["real_sends"] == pytest.approx(real)
+            assert rows[name]["makespan"] == pytest.approx(free if send == "0" else real)
+        assert (rows["interleaved_1f1b_overlap"]["stages"], rows["interleaved_1f1b_overlap"]["jitter"]) == (
+            4,
+            None,
+        )
+    assert order["0"][0] == "interleaved_1f1b_overlap" and order["0.02"][0] == "dualpipe"
+    for command in ("compare", "choose"):
+        facts = json.loads(printed(capsys, command, *SMALL, "--jitter", "0.1", *deep))
+        for row in facts["schedules"]:
+            assert row["makespan"] < row["jitter"][0] < row["jitter"][1] < 1.3 * row["makespan"]
+        head = printed(capsys, command, *SMALL, "--jitter", "0.1").splitlines()[1]
+        assert "send 0.02  jitter 50 %" in head
+    assert "jitter=-1.0" in refused(capsys, 2, "compare", *SMALL, "--jitter", "-1")
 
 
 def test_compare_counts_halves_and_copies(capsys):
@@ -169,10 +201,11 @@ def test_compare_writes_markdown(capsys):
     )
     table, reason = out.strip().split("\n\n")
     assert table.splitlines()[:2] == [
-        "| schedule | makespan | bubble | above bound | largest idle | activations | parameters | pairs |",
-        "| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: |",
+        "| schedule | makespan | send 0.02 | bubble | above bound | largest idle | activations | stages | "
+        "parameters | pairs |",
+        "| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: |",
     ]
-    assert table.splitlines()[2] == "| gpipe | 18 | 33.3 % | 28.6 % | 6 | 4 | 1x | no |"
+    assert table.splitlines()[2] == "| gpipe | 18 | 18.08 | 33.3 % | 28.6 % | 6 | 4 | 1 | 1x | no |"
     assert reason.startswith("Not with these counts: dualpipe: got 3 ranks")
 
 
@@ -193,12 +226,34 @@ def test_an_invalid_schedule_shows_its_culprit(capsys, saved):
     [
         ("# a, ranks 1, microbatches 1, pipes (0)\n0F0 0X0", "parse_grid: line 2: not an action: '0X0'"),
         ("{", "from_json: not JSON"),
+        (
+            '{"a":' + "[" * 200_000,
+            "from_json: nested too deeply; a schedule is an object of four flat entries",
+        ),
+        ("999999999F0,0F0", "got stages [0, 999999999], but no stage 1"),
+        (
+            '{"name": "a\\nvalid: b", "num_microbatches": 1, "pipes": [[0]], "orders": [["0F0", "0B0"]]}',
+            "Schedule: name 'a\\nvalid: b' has line breaks or control characters",
+        ),
+        ("# \x1b[31mred, ranks 1, microbatches 1, pipes (0)\n0F0 0B0", "name '\\x1b[31mred' has line breaks"),
         ('{"name": "a"}', "num_microbatches, pipes, orders missing; a schedule has name, num_mic"),
         ("0F0,0X0", "cannot read '0X0'"),
     ],
 )
 def test_a_file_that_holds_no_schedule(capsys, saved, text, message):
     assert message in refused(capsys, 1, "check", saved(text))
+
+
+@pytest.mark.parametrize("text", ["", " \n\n", "\ufeff"])
+def test_an_empty_file_is_called_empty(capsys, saved, text):
+    for arguments in (["check"], ["show"]):
+        assert ": empty; give a grid, JSON or PyTorch's CSV" in refused(capsys, 2, *arguments, saved(text))
+
+
+@pytest.mark.parametrize("form", ["text", "json", "csv"])
+def test_a_byte_order_mark_is_passed_over(capsys, saved, form):
+    written = printed(capsys, "show", "zb_v", *SMALL, "--format", form)
+    assert printed(capsys, "check", saved("\ufeff" + written)).startswith("valid: ")
 
 
 def test_where_stages_live_may_be_said_beside_the_file(capsys, saved):
@@ -232,45 +287,33 @@ def test_check_reads_standard_input(capsys, monkeypatch):
         (["show", "gpipe", "--ranks", "0", "--microbatches", "8"], "try 1 ranks"),
         (["show", "gpipe", *SMALL, "--F", "-1"], "costs must be finite and at least 0, got F=-1.0"),
         (["show", "zb_h1", *SMALL, "--W", "0"], "all costs must be above 0"),
+        (
+            ["show", "gpipe", *SMALL, "--F", "1e-12"],
+            "characters long; costs differ too much",
+        ),
+        (
+            ["show", "gpipe", *SMALL, "--F", "1e308"],
+            "gpipe takes longer than a number can say under CostModel",
+        ),
+        (["compare", *SMALL, "--F", "1e308"], "takes longer than a number can say"),
         (["show", "gpipe", *SMALL, "--waves", "2"], "gpipe takes no --waves; "),
         (["show", "gpipe", *SMALL, "--json", "--format", "csv"], "--json and --format csv are two formats"),
         (
             ["show", "gpipe", *SMALL, "-o", "/nowhere/to/be.txt"],
             "/nowhere/to/be.txt: No such file or directory",
         ),
+        (["search", *SMALL, "--effort", "-1"], "search: got effort=-1.0; it must be finite and at least 0"),
+        (["search", *SMALL, "--effort", "nan"], "search: got effort=nan"),
+        (["search", *SMALL, "--seconds", "inf"], "search: got seconds=inf"),
+        (["search", *SMALL, "--memory-limit", "nan"], "--memory-limit nan: give a number above 0"),
+        (["search", *SMALL, "--memory-limit", "inf"], "--memory-limit inf: give a number above 0"),
+        (["choose", *SMALL, "--memory-limit", "nan"], "--memory-limit nan: give a number above 0"),
+        (["choose", *SMALL, "--search", "-1"], "search: got effort=-1.0"),
         (["check", "/nowhere/to/be.txt"], "/nowhere/to/be.txt: No such file or directory"),
     ],
 )
 def test_what_cannot_be_done_is_one_clear_message(capsys, arguments, message):
     assert message in refused(capsys, 2, *arguments)
-
-
-def test_costs_from_a_file_are_those_on_the_line(capsys, tmp_path):
-    file = tmp_path / "costs.json"
-    file.write_text('{"F": 2, "I": 1.5, "W": 1, "last": [0.5, 0, 0], "unit": "ms", "measured": {}}')
-    line = ["--F", "2", "--I", "1.5", "--last", "0.5", "0", "0"]
-    assert printed(capsys, "compare", *SMALL, "--costs", str(file)) == printed(
-        capsys, "compare", *SMALL, *line
-    )
-    wins = printed(capsys, "compare", *SMALL, "--costs", str(file), "--F", "3", "--FB", "5")
-    assert wins == printed(capsys, "compare", *SMALL, *line, "--F", "3", "--FB", "5")
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        (None, "cannot read it: [Errno 2] No such file"),
-        ("{", "cannot read it: Expecting property name"),
-        ('{"F": 1, "I": 1}', "wants an object with F, I, W"),
-        ('{"F": 1, "I": 1, "W": "1"}', "W is '1', must be a number"),
-        ('{"F": 1, "I": 1, "W": 1, "first": [1, 2]}', "first is [1, 2], must be three numbers"),
-    ],
-)
-def test_a_file_that_holds_no_costs(capsys, tmp_path, text, message):
-    file = tmp_path / "costs.json"
-    if text is not None:
-        file.write_text(text)
-    assert f"--costs {file}: {message}" in refused(capsys, 2, "compare", *SMALL, "--costs", str(file))
 
 
 def test_nothing_fits_is_status_1(capsys):
@@ -431,6 +474,133 @@ def test_search_keeps_what_it_found_and_compares_it(capsys, tmp_path):
     assert makespan <= min(simulate(recipe(2, 4)).makespan for recipe in (one_f_one_b, zb_h1))
     row = next(line for line in lines if line.startswith("search"))
     assert float(row.split()[1]) == pytest.approx(makespan, abs=1e-3)
+
+
+@pytest.mark.parametrize("ending", ["json", "txt"])
+def test_a_file_stands_where_a_name_does_and_remembers_its_costs(capsys, tmp_path, ending):
+    path = tmp_path / f"found.{ending}"
+    costs = ["--FB", "2.25", "--send", ".1", "--last", ".5", ".25", "0", "--stash", "2"]
+    printed(capsys, "show", "dualpipe_v", "--ranks", "3", "--microbatches", "6", *costs, "-o", str(path))
+    schedule = dualpipe_v(3, 6)
+    known = CostModel(FB=2.25, send=0.1, extra={-1: (0.5, 0.25, 0)})
+    expected = simulate(schedule, known.for_schedule(schedule)).makespan
+    told = json.loads(printed(capsys, "check", str(path), "--json"))
+    assert told["makespan"] == pytest.approx(expected)
+    rows = {
+        row["name"]: row
+        for row in json.loads(printed(capsys, "compare", str(path), "zb_v", "--json"))["schedules"]
+    }
+    assert rows[path.name]["makespan"] == pytest.approx(expected)
+    sizes = MemoryModel(stash=2).for_schedule(schedule)
+    assert rows[path.name]["memory"] == max(simulate(schedule, known.for_schedule(schedule)).memory(sizes))
+    assert set(rows) == {path.name, "zb_v"}
+    again = json.loads(printed(capsys, "check", str(path), "--json", "--send", ".3"))
+    dearer = CostModel(FB=2.25, send=0.3, extra=known.extra)
+    assert again["makespan"] == pytest.approx(simulate(schedule, dearer.for_schedule(schedule)).makespan)
+    other = printed(
+        capsys, "compare", "zb_h1", "--ranks", "2", "--microbatches", "5", "--costs", str(path), "--json"
+    )
+    assert json.loads(other)["schedules"][0]["makespan"] == simulate(zb_h1(2, 5), known).makespan
+
+
+def test_costs_come_from_a_file_of_their_own_too(capsys, saved):
+    path = saved('{"costs": {"F": 2, "I": 3, "W": 1, "send": 0.5, "extra": {"-1": [1, 1, 1]}}}')
+    costs = CostModel(2, 3, 1, send=0.5, extra={-1: (1, 1, 1)})
+    facts = json.loads(printed(capsys, "show", "zb_h1", *SMALL, "--json", "--costs", path))
+    assert facts["makespan"] == simulate(zb_h1(4, 8), costs).makespan
+    line = ["--F", "2", "--I", "3", "--FB", "6", "--send", ".5", "--last", "1", "1", "1"]
+    more = saved(
+        '{"costs": {"F": 2, "I": 3, "send": 0.5, "extra": {"-1": [1, 1, 1]}}, "unit": "ms", "measured": {}}'
+    )
+    assert printed(capsys, "compare", *SMALL, "--costs", more) == printed(capsys, "compare", *SMALL, *line)
+    alone = saved('{"F": 2, "I": 3, "W": 1, "send": 0.5, "last": [1, 1, 1], "unit": "ms"}')
+    assert printed(capsys, "compare", *SMALL, "--costs", alone) == printed(capsys, "compare", *SMALL, *line)
+    line[1] = line[5] = "5"
+    wins = printed(capsys, "compare", *SMALL, "--costs", more, "--F", "5", "--FB", "5")
+    assert wins == printed(capsys, "compare", *SMALL, *line)
+    assert "nowhere.json: No such file" in refused(
+        capsys, 2, "show", "zb_h1", *SMALL, "--costs", "nowhere.json"
+    )
+    for text, message in (
+        ("{}", "no costs; give JSON such as"),
+        ('{"costs": {"G": 1}}', "costs that cannot be read: "),
+        ('{"costs": {"F": -1}}', "costs must be finite and at least 0, got F=-1"),
+        ('{"costs": 3}', "costs that cannot be read"),
+        ("{", "not JSON"),
+    ):
+        assert message in refused(capsys, 2, "show", "zb_h1", *SMALL, "--costs", saved(text))
+
+
+def test_why_a_rank_is_idle(capsys):
+    arguments = "show", "1f1b", "--ranks", "2", "--microbatches", "2", "--why"
+    assert printed(capsys, *arguments, "0@3").splitlines() == [
+        "rank 0 at 3: idle until 4, where it runs",
+        "  rank 0: 0B0 from 4 to 6, which waits for what comes from",
+        "  rank 1: 1B0 from 2 to 4",
+    ]
+    assert printed(capsys, *arguments, "path").splitlines() == [
+        "the step takes 9, last",
+        "  rank 0: 0B1 from 7 to 9, which waits for what comes from",
+        "  rank 1: 1B1 from 5 to 7, which follows on",
+        "  rank 1: 1F1 from 4 to 5, which follows on",
+        "  rank 1: 1B0 from 2 to 4, which follows on",
+        "  rank 1: 1F0 from 1 to 2, which waits for what comes from",
+        "  rank 0: 0F0 from 0 to 1",
+    ]
+    slack = json.loads(printed(capsys, *arguments[:-1], "--json"))["slack"]
+    assert slack == [[0, 2, 1, 0], [0, 0, 0, 0]]  # 0F1 may end when 1F1 starts, 0B0 when 0B1 does
+    assert "rank 0 at 0.5: works" in printed(capsys, *arguments, "0@0.5")
+    assert "--why 'now': expected a rank and a time, such as 5@21, or path" in refused(
+        capsys, 2, *arguments, "now"
+    )
+    assert "there are ranks 0 to 1" in refused(capsys, 2, *arguments, "7@1")
+
+
+def test_where_two_schedules_part(capsys, tmp_path):
+    out = printed(capsys, "diff", "gpipe", "one_f_one_b", *SMALL)
+    assert out.splitlines() == [
+        "gpipe and one_f_one_b: makespan 33 and 33; F 1, I 1, W 1, FB 3",
+        "rank  part at slot  gpipe  one_f_one_b  part at time",
+        "0                4    0F4          0B0             4",
+        "1                3    1F3          1B0             4",
+        "2                2    2F2          2B0             4",
+        "3                1    3F1          3B0             4",
+    ]
+    found = json.loads(printed(capsys, "diff", "gpipe", "1f1b", *SMALL, "--json"))
+    assert found["makespans"] == [33, 33]
+    assert found["ranks"][3] == {"rank": 3, "slot": 1, "one": "3F1", "other": "3B0", "time": 4}
+    file = str(tmp_path / "limited.json")
+    printed(capsys, "show", "zb_v", *SMALL, "--max-stash", "1", "-o", file)
+    assert "part at slot" in printed(capsys, "diff", file, "zb_v")
+    assert printed(capsys, "diff", file, file).endswith("the same on every rank, in order and in time\n")
+    assert "place their stages differently" in refused(capsys, 2, "diff", file, "gpipe")
+    assert "has 4 ranks and 8 microbatches" in refused(
+        capsys, 2, "diff", file, "zb_v", "--ranks", "4", "--microbatches", "9"
+    )
+
+
+def test_counts_beside_files(capsys, saved):
+    path = saved(printed(capsys, "show", "zb_v", *SMALL), "mine.txt")
+    facts = json.loads(printed(capsys, "compare", "gpipe", path, "--json"))
+    assert (facts["ranks"], facts["microbatches"]) == (4, 8)
+    other = json.loads(
+        printed(capsys, "compare", path, "gpipe", "--ranks", "2", "--microbatches", "8", "--json")
+    )
+    assert other["refused"] == {path: "has 4 ranks and 8 microbatches"}
+    assert "add --ranks and --microbatches, or name a file" in refused(capsys, 2, "compare", "gpipe")
+    bare = saved(format_grid(dualpipe(2, 4)).partition("\n")[2])
+    assert printed(capsys, "show", bare, "--pipes", "(0 1) (1 0)").startswith("# parsed, ranks 2")
+
+
+def test_stashes_are_limited_everywhere(capsys):
+    limited = limit_stash(dualpipe(4, 8), 1)
+    grid = printed(capsys, "show", "dualpipe", *SMALL, "--max-stash", "1")
+    assert parse_grid(grid) == limited != dualpipe(4, 8)
+    for command in (["compare", "dualpipe"], ["choose"]):
+        facts = json.loads(printed(capsys, *command, *SMALL, "--max-stash", "1", "--json"))
+        row = next(row for row in facts["schedules"] if row["name"] == "dualpipe")
+        assert row["makespan"] == simulate(limited).makespan > simulate(dualpipe(4, 8)).makespan
+    assert "most must be 0 or more" in refused(capsys, 2, "show", "dualpipe", *SMALL, "--max-stash", "-1")
 
 
 def test_search_for_programs(capsys):

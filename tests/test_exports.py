@@ -54,6 +54,7 @@ SCHEDULE = [
     "hanayo",
     "html_page",
     "interleaved_1f1b",
+    "interleaved_1f1b_overlap",
     "interleaved_zero_bubble",
     "limit_stash",
     "looped_bfs",

@@ -13,7 +13,9 @@ import pytest
 from dualpipe_jax.__main__ import main
 from dualpipe_jax.command import child
 from dualpipe_jax.command.dryrun import verdict
+from dualpipe_jax.inspect import read
 from dualpipe_jax.inspect import target as targets
+from train import predict
 
 SMALL = ["--model", "tiny", "--layers-per-stage", "1", "--pp", "2", "--ep", "2", "--microbatches", "4"]
 SMALL += ["--microbatch-size", "4", "--sequence", "16"]
@@ -201,7 +203,7 @@ def test_guards_that_were_measured_are_part_of_a_tick(tmp_path):
     file = tmp_path / "rates.json"
     guards = {"loop": {"taken_seconds": 2e-6}, "switch": {"taken_seconds": 1e-5}}
     file.write_text(json.dumps({"rates": {"memory": 1e12, "guards": guards}}))
-    for target, cycles in (("v5e:4x4", 2e-6 * 1.5e9), ("h100:1x8", 1e-5 * 1.83e9)):
+    for target, cycles in (("v5e:4x4", 2e-6 * 1.5e9), ("h100:1x8", 2e-6 * 1.83e9)):
         request = Request(Program(), target, "units", rates=str(file))
         assert guards_of(request, targets.Target.parse(target)) == pytest.approx(cycles)
     assert guards_of(Request(Program(), "v5e:4x4", "units"), targets.Target.parse("v5e:4x4")) == 0
@@ -348,15 +350,23 @@ def test_a_pair_on_v5e_hides_its_all_to_alls():
 
 @CUDA
 @pytest.mark.slow
-def test_a_pair_on_h100s_is_asynchronous():
-    """Its all-to-alls inside their guard, and the sends of its tick across the guard."""
+def test_a_pair_on_h100s_is_asynchronous(tmp_path):
+    """Its all-to-alls inside their guard, and the sends of its tick across the guard, which is the tick's only one."""
     wide = ["--change", "dim=512", "expert_hidden=512", "num_dense_layers=0"]
     size = ["--model", "tiny", "--layers-per-stage", "1", "--pp", "4", "--ep", "2", "--microbatches", "8"]
     size += ["--microbatch-size", "4", "--sequence", "512"]
-    status, found = compiled("overlap", "--target", "h100:1x8", "--at-least", "0", *size, *wide)
+    text = tmp_path / "pair.hlo"
+    status, found = compiled(
+        "overlap", "--target", "h100:1x8", "--at-least", "0", "-o", str(text), *size, *wide
+    )
     assert status == 0, found
     rows = found["compiled"]["all_to_alls"]
     assert len(rows) == 4 and not any(row["form"] == "sync" for row in rows)
     sends = found["compiled"]["sends"]
     assert sends["count"] and not sends["sync"] and sends["exposed"] == 0, sends
     assert not any(copy["of_state"] for copy in found["compiled"]["copies"])
+    # A loop whose trips the data say, and a conditional, are a round trip to the host each.
+    module = read(text.read_text())
+    tick = predict.walk(module)
+    loops = [loop for holder, loop in module.loops.values() if holder == tick and loop.trips is None]
+    assert tick is not None and (len(loops), len(module.branches)) == (1, 0)

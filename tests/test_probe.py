@@ -143,20 +143,18 @@ def test_more_devices_than_there_are(here, capfd):
 
 
 @pytest.mark.parametrize(
-    ("broken", "platform", "setting"),
+    ("broken", "setting"),
     [
-        ([], "cpu", "loop"),
-        ([], "tpu", "loop"),
-        ([], "gpu", "switch"),
-        (["units-loop"], "tpu", "switch"),
-        (["all-to-all-switch"], "gpu", "loop"),
-        (["permute-beside-loop", "units-switch"], "tpu", "none"),
-        (["guard-loop", "guard-switch", "units-none"], "tpu", None),
+        ([], "loop"),
+        (["units-loop"], "switch"),
+        (["all-to-all-switch"], "loop"),
+        (["permute-beside-loop", "units-switch"], "none"),
+        (["guard-loop", "guard-switch", "units-none"], None),
     ],
 )
-def test_the_setting(broken, platform, setting):
+def test_the_setting(broken, setting):
     results = EVERYTHING | {name: {"ok": False, "why": "hung"} for name in broken}
-    found = verdict(results, platform)
+    found = verdict(results)
     assert found.divergence == setting and found.told
     text = " ".join(found.sentences)
     assert (f'divergence="{setting}"' in text) if setting else "Nothing works" in text
@@ -167,10 +165,10 @@ def test_the_setting(broken, platform, setting):
 
 def test_what_was_not_tried_is_not_said_to_work():
     alone = {f"{trial}-{form}": {"skipped": "--pp 1: one rank"} for form in BARE for trial in [*TRIALS][:3]}
-    found = verdict(alone, "cpu")
+    found = verdict(alone)
     assert (found.divergence, found.told) == (None, False)
     assert found.sentences[0].startswith("Too little was tried")
-    found = verdict(alone | {f"units-{form}": WORKS for form in FORMS}, "cpu")
+    found = verdict(alone | {f"units-{form}": WORKS for form in FORMS})
     assert found.divergence == "loop"
     assert "Of ranks that part ways nothing was learnt (--pp 1: one rank)." in found.sentences
 
@@ -182,7 +180,7 @@ def test_slow_links_and_cheap_guards_are_named():
         "cost-loop": {"skipped_seconds": 5e-6, "taken_seconds": 9e-5},
         "cost-switch": {"skipped_seconds": 1e-6, "taken_seconds": 2e-5},
     }
-    text = " ".join(verdict(EVERYTHING | more, "tpu").sentences)
+    text = " ".join(verdict(EVERYTHING | more).sentences)
     assert "Slow links, in the median of all groups, all-to-all within a group: rank 2 50%." in text
     assert 'Guards of the form "switch" take 70 us less a tick' in text
     assert outcome(more["rate-all-to-all"]) == "1 GB/s, 1 us each"

@@ -184,12 +184,11 @@ def rates_of(request: Request, target: inspect.Target) -> inspect.Rates:
 
 
 def guards_of(request: Request, target: inspect.Target) -> float:
-    """Cycles that the guards of a tick take, of the engine's form for the platform; 0 where nobody measured them."""
+    """Cycles that the guards of a tick take, in the engine's usual form; 0 where nobody measured them."""
     if request.rates is None:
         return 0.0
-    form = "switch" if target.platform == "cuda" else "loop"
     guards = inspect.read_rates(request.rates).get("guards", {})
-    return target.device.clock * guards.get(form, {}).get("taken_seconds", 0.0)
+    return target.device.clock * guards.get("loop", {}).get("taken_seconds", 0.0)
 
 
 def read_text(request: Request, target: inspect.Target) -> dict[str, Any]:

@@ -1,13 +1,13 @@
 """`dualpipe choose`: which schedule for this model on these ranks."""
 
 import dataclasses
-import math
 from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
 from dualpipe_jax.command.compare import Row, by_merit, tabulate
-from dualpipe_jax.command.options import Costs, Memory, NothingFits, Number
+from dualpipe_jax.command.given import Given
+from dualpipe_jax.command.options import Costs, Memory, NothingFits, Number, Shape, limit_of, recipes
 from dualpipe_jax.command.output import Reasons, amount, describe, show, show_json, waiting
 
 if TYPE_CHECKING:
@@ -30,18 +30,23 @@ class Choose:
     activations of a microbatch in a whole rank's share. No limit if left out."""
     search: Annotated[float, tyro.conf.arg(metavar="EFFORT")] = 0.0
     """Consider what `dualpipe search` finds with this effort, too."""
+    jitter: float = 0.0
+    """Each slot's time varies by this share of it (a standard deviation): median and 95th percentile of 200 runs."""
     json: bool = False
     """Print for programs."""
     costs: Costs = dataclasses.field(default_factory=Costs)
     memory: Memory = dataclasses.field(default_factory=Memory)
+    shape: Shape = dataclasses.field(default_factory=Shape)
 
     def run(self) -> int:
         """Print the ranking; returns the exit status."""
-        costs, sizes = self.costs.model(), self.memory.model()
-        limit = math.inf if self.memory_limit is None else self.memory_limit
+        costs, sizes = Given().under(self.costs, self.memory)
+        limit = limit_of(self.memory_limit)
         candidates = self.candidates(limit)
         fitting = [candidate.schedule for candidate in candidates if candidate.fits]
-        rows = by_merit(Row.of(schedule, costs, sizes, limit) for schedule in fitting if schedule)
+        rows = by_merit(
+            Row.of(schedule, costs, sizes, limit, self.jitter) for schedule in fitting if schedule
+        )
         refused = {
             candidate.name: candidate.refused.removeprefix(f"{candidate.name}: ")
             for candidate in candidates
@@ -53,7 +58,7 @@ class Choose:
         if self.json:
             show_json(self.facts(rows, refused))
         elif rows:
-            show(given, tabulate(rows, sizes), *([Reasons("refused:", refused)] if refused else []))
+            show(given, tabulate(rows, costs, sizes), *([Reasons("refused:", refused)] if refused else []))
         if not rows:
             raise NothingFits(Reasons(f"no schedule fits {given}:", refused).plain())
         return 0
@@ -62,10 +67,16 @@ class Choose:
         """All that were considered."""
         from dualpipe_jax.schedule.optimize.choose import choose
 
-        costs, sizes = self.costs.model(), self.memory.model()
+        costs, sizes = Given().under(self.costs, self.memory)
         with waiting("choosing"):
             return choose(
-                self.ranks, self.microbatches, costs, limit, memory=sizes, search_effort=self.search
+                self.ranks,
+                self.microbatches,
+                costs,
+                limit,
+                memory=sizes,
+                schedules=recipes(self.shape),
+                search_effort=self.search,
             )
 
     def facts(self, rows: list[Row], refused: dict[str, str]) -> dict[str, Any]:
@@ -73,7 +84,7 @@ class Choose:
         return {
             "ranks": self.ranks,
             "microbatches": self.microbatches,
-            "costs": dataclasses.asdict(self.costs.model()),
+            "costs": dataclasses.asdict(Given().under(self.costs, self.memory)[0]),
             "memory_limit": self.memory_limit,
             "schedules": [dataclasses.asdict(row) for row in rows],
             "refused": refused,

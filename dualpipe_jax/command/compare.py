@@ -2,68 +2,113 @@
 
 import dataclasses
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Annotated, Any, Literal
 
+import numpy as np
 import tyro
 
-from dualpipe_jax.command.options import Costs, Memory, NothingFits, Shape, make_all
+from dualpipe_jax.command.options import Costs, Count, Memory, NothingFits, Pipes, Shape
 from dualpipe_jax.command.output import Reasons, Table, amount, describe, number, percent, show, show_json
+from dualpipe_jax.command.source import schedules_of
 from dualpipe_jax.schedule import CostModel, MemoryModel, Schedule, simulate
 from dualpipe_jax.schedule.optimize.bounds import lower_bound
+from dualpipe_jax.schedule.simulate import jittered
+
+JITTER_RUNS = 200
 
 
 @dataclasses.dataclass(frozen=True)
 class Row:
     """What a table says of a schedule; activations in units of a whole rank's share of the model.
 
-    ``above_bound`` is how much longer the step is than the least that is proven for the same placement.
+    ``free_sends`` and ``real_sends`` are the makespan where transfers take no time, and where they take what
+    was given or else ``realistic_send``. ``jitter`` has the median and the 95th percentile of the makespan
+    where slots vary, if that was asked for. ``above_bound`` is how much longer the step is than the least that
+    is proven for the same placement.
     """
 
     name: str
     makespan: float
+    free_sends: float
+    real_sends: float
+    jitter: tuple[float, float] | None
     bubble: float
     above_bound: float
     largest_idle: float
     activations: float
     memory: float
+    stages: int
     parameters: int
     pairs: bool
 
     @classmethod
-    def of(cls, schedule: Schedule, costs: CostModel, sizes: MemoryModel, limit: float = math.inf) -> "Row":
+    def of(
+        cls,
+        schedule: Schedule,
+        costs: CostModel,
+        sizes: MemoryModel,
+        limit: float = math.inf,
+        jitter: float = 0.0,
+    ) -> "Row":
         """Simulate a schedule under a whole rank's costs and sizes; a limit of memory raises the bound."""
         timeline = simulate(schedule, costs.for_schedule(schedule))
+        other = simulate(schedule, other_send(costs).for_schedule(schedule)).makespan
+        free, real = (other, timeline.makespan) if costs.send else (timeline.makespan, other)
+        spread = jittered(schedule, costs.for_schedule(schedule), jitter, JITTER_RUNS) if jitter else None
         counts = schedule.num_ranks, schedule.num_microbatches
         bound = lower_bound(*counts, costs, limit, placement=schedule.placement, memory=sizes)
         return cls(
             schedule.name,
             timeline.makespan,
+            free,
+            real,
+            None if spread is None else tuple(map(float, np.quantile(spread, (0.5, 0.95)))),  # type: ignore[arg-type]
             timeline.bubble,
             timeline.makespan / bound - 1 if bound else 0.0,
             max(timeline.idle),
             max(timeline.memory(MemoryModel().for_schedule(schedule))),
             max(timeline.memory(sizes.for_schedule(schedule))),
+            max(map(len, schedule.placement.stages_on)),
             schedule.placement.num_pipes,
             any(len(slot) == 2 for order in schedule.orders for slot in order),
         )
+
+
+def realistic_send(costs: CostModel) -> float:
+    """What a transfer takes where nothing is said: a fiftieth of a forward.
+
+    DeepSeek-V3's microbatch of 4096 tokens is 4096 x 7168 values of 2 bytes, 59 MB, or 1.2 ms at the 50 GB/s of
+    a network card; the forward of a rank's four layers takes 36 ms of computation and about as much again of
+    communication (its published trace).
+    """
+    return 0.02 * costs.F
+
+
+def other_send(costs: CostModel) -> CostModel:
+    """The costs at the other end of what transfers may take: none if they take any, else a realistic time."""
+    return dataclasses.replace(costs, send=0.0 if costs.send else realistic_send(costs))
 
 
 @dataclasses.dataclass(frozen=True)
 class Compare:
     """Compare schedules on the same ranks, microbatches and costs, the shortest step first.
 
-    dualpipe compare --ranks 16 --microbatches 64 --FB 2.25
+    dualpipe compare --ranks 16 --microbatches 64 --FB 2.25 --send 0.02 --jitter 0.1
     """
 
-    ranks: int
-    """Pipeline ranks."""
-    microbatches: int
-    """Microbatches of a step, over all pipes."""
     names: Annotated[
         tyro.conf.Positional[tuple[str, ...]], tyro.conf.arg(metavar="[NAME ...]", help_behavior_hint="")
     ] = ()
-    """Which schedules; all if none is named."""
+    """Which schedules, by name or as files that `dualpipe check` reads; all if none is named."""
+    ranks: Count = None
+    """Pipeline ranks; those of the first file if left out."""
+    microbatches: Count = None
+    """Microbatches of a step, over all pipes; those of the first file if left out."""
+    pipes: Pipes = None
+    """The rank of each stage, pipe by pipe, such as "(0 1 1 0)", where a file does not say."""
+    jitter: float = 0.0
+    """Each slot's time varies by this share of it (a standard deviation): median and 95th percentile of 200 runs."""
     format: Literal["text", "markdown", "json"] = "text"
     """How the table is written."""
     json: bool = False
@@ -74,71 +119,71 @@ class Compare:
 
     def run(self) -> int:
         """Print the table; returns the exit status."""
-        costs, sizes = self.costs.model(), self.memory.model()
-        schedules, refused = make_all(self.names, self.ranks, self.microbatches, self.shape)
-        rows = by_merit(Row.of(schedule, costs, sizes) for schedule in schedules)
-        given = f"{self.ranks} ranks, {self.microbatches} microbatches, {describe(costs)}"
+        schedules, refused, remembered = schedules_of(
+            self.names, self.ranks, self.microbatches, self.shape, self.pipes
+        )
+        costs, sizes = remembered.under(self.costs, self.memory)
+        if not schedules:
+            asked = f"{self.ranks} ranks, {self.microbatches} microbatches"
+            raise NothingFits(Reasons(f"no schedule takes {asked}:", refused).plain())
+        ranks, microbatches = schedules[0].num_ranks, schedules[0].num_microbatches
+        rows = by_merit(Row.of(schedule, costs, sizes, jitter=self.jitter) for schedule in schedules)
+        given = f"{ranks} ranks, {microbatches} microbatches, {describe(costs)}"
         if self.json or self.format == "json":
-            show_json(self.facts(rows, refused))
+            show_json(_facts((ranks, microbatches), costs, rows, refused))
         elif self.format == "markdown":
-            print("\n\n".join([tabulate(rows, sizes).markdown(), *map(_sentence, refused.items())]))
-        elif rows:
+            print("\n\n".join([tabulate(rows, costs, sizes).markdown(), *map(_sentence, refused.items())]))
+        else:
             show(
                 given,
-                tabulate(rows, sizes),
+                tabulate(rows, costs, sizes),
                 *([Reasons("not with these counts:", refused)] if refused else []),
-            )
-        if not rows:
-            raise NothingFits(
-                Reasons(
-                    f"no schedule takes {self.ranks} ranks, {self.microbatches} microbatches:", refused
-                ).plain()
             )
         return 0
 
-    def facts(self, rows: list[Row], refused: dict[str, str]) -> dict[str, Any]:
-        """What the table says, for programs."""
-        costs = self.costs.model()
-        return {
-            "ranks": self.ranks,
-            "microbatches": self.microbatches,
-            "costs": dataclasses.asdict(costs),
-            "lower_bound": lower_bound(self.ranks, self.microbatches, costs),
-            "schedules": [dataclasses.asdict(row) for row in rows],
-            "refused": refused,
+
+def _facts(
+    counts: tuple[int, int], costs: CostModel, rows: list[Row], refused: dict[str, str]
+) -> dict[str, Any]:
+    """What the table says, for programs."""
+    return {
+        "ranks": counts[0],
+        "microbatches": counts[1],
+        "costs": dataclasses.asdict(costs),
+        "lower_bound": lower_bound(*counts, costs),
+        "schedules": [dataclasses.asdict(row) for row in rows],
+        "refused": refused,
+    }
+
+
+def tabulate(rows: list[Row], costs: CostModel, sizes: MemoryModel, best: int = 0) -> Table:
+    """A table for people. Memory and jitter have columns where they were asked for."""
+    columns: dict[str, Callable[[Row], str]] = {
+        "schedule": lambda row: row.name,
+        "makespan": lambda row: number(row.makespan),
+        f"send {number(other_send(costs).send)}": lambda row: number(
+            row.free_sends if costs.send else row.real_sends
+        ),
+    }
+    if any(row.jitter for row in rows):
+        columns |= {
+            "jitter 50 %": lambda row: number(row.jitter[0], 1) if row.jitter else "",
+            "95 %": lambda row: number(row.jitter[1], 1) if row.jitter else "",
         }
-
-
-def tabulate(rows: list[Row], sizes: MemoryModel, best: int = 0) -> Table:
-    """A table for people. Memory is a column of its own where sizes were given."""
-    counted = sizes != MemoryModel()
-    head = [
-        "schedule",
-        "makespan",
-        "bubble",
-        "above bound",
-        "largest idle",
-        "activations",
-        "parameters",
-        "pairs",
-    ]
-    lines = [
-        [
-            row.name,
-            number(row.makespan),
-            percent(row.bubble),
-            percent(row.above_bound),
-            number(row.largest_idle),
-            number(row.activations),
-            f"{row.parameters}x",
-            "yes" if row.pairs else "no",
-        ]
-        for row in rows
-    ]
-    if counted:
-        for line, row in zip([head, *lines], ["memory", *(amount(row.memory) for row in rows)], strict=True):
-            line.insert(6, row)
-    return Table(tuple(head), tuple(map(tuple, lines)), best)
+    columns |= {
+        "bubble": lambda row: percent(row.bubble),
+        "above bound": lambda row: percent(row.above_bound),
+        "largest idle": lambda row: number(row.largest_idle),
+        "activations": lambda row: number(row.activations),
+    }
+    if sizes != MemoryModel():
+        columns["memory"] = lambda row: amount(row.memory)
+    columns |= {
+        "stages": lambda row: str(row.stages),
+        "parameters": lambda row: f"{row.parameters}x",
+        "pairs": lambda row: "yes" if row.pairs else "no",
+    }
+    return Table(tuple(columns), tuple(tuple(cell(row) for cell in columns.values()) for row in rows), best)
 
 
 def by_merit(rows: Iterable[Row]) -> list[Row]:

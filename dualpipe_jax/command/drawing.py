@@ -69,6 +69,11 @@ def _blocks(timeline: Timeline, brief: bool) -> list[list[Block]]:
         raise ValueError(f"{free[0]} takes no time; to draw time, all costs must be above 0")
     labels = {slot: _labels(slot, brief) for slot in slots}
     scale = max((len(" ".join(labels[slot])) + 1) / durations[slot] for slot in slots)
+    if timeline.makespan * scale > 1_000_000:
+        raise ValueError(
+            f"drawn to time, a rank's line is {timeline.makespan * scale:.2g} characters long; costs differ too "
+            "much, so write another format, such as --format json"
+        )
     styles = {
         (op, stage): _style(placement, op, shade(placement, stage))
         for op in Op

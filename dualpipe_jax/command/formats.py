@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Literal
 
+from dualpipe_jax.command import given
 from dualpipe_jax.command.options import CommandError
 from dualpipe_jax.command.output import Table, amount, describe, in_terminal, number, percent, together
 from dualpipe_jax.schedule import CostModel, MemoryModel, Timeline, format_grid
@@ -49,8 +50,8 @@ def encode(timeline: Timeline, form: Format, costs: CostModel, sizes: MemoryMode
     if form in ("svg", "png"):
         return _picture(timeline, form, sizes)
     writers: dict[str, Callable[[], str]] = {
-        "text": lambda: _text(timeline, sizes),
-        "json": lambda: _json(timeline, sizes),
+        "text": lambda: _text(timeline, costs, sizes),
+        "json": lambda: _json(timeline, costs, sizes),
         "csv": lambda: _csv(timeline),
         "trace": lambda: _trace(timeline),
         "html": lambda: _html(timeline, costs, sizes),
@@ -79,18 +80,20 @@ def summary(timeline: Timeline, sizes: MemoryModel) -> tuple[str, Table]:
     return line, Table(head, tuple((together(ranks), *cells) for cells, ranks in rows.items()))
 
 
-def _text(timeline: Timeline, sizes: MemoryModel) -> str:
+def _text(timeline: Timeline, costs: CostModel, sizes: MemoryModel) -> str:
     line, table = summary(timeline, sizes)
     below = f"{line}\ncost of a stage: {describe(timeline.costs)}\n{table.plain()}"
     comments = "\n".join(f"# {row}" for row in below.splitlines())
-    return f"{format_grid(timeline.schedule, timeline.costs)}\n{comments}"
+    return f"{format_grid(timeline.schedule, timeline.costs)}\n{comments}\n{given.line(costs, sizes)}"
 
 
-def _json(timeline: Timeline, sizes: MemoryModel) -> str:
+def _json(timeline: Timeline, costs: CostModel, sizes: MemoryModel) -> str:
+    from dualpipe_jax.schedule.blame import slack
     from dualpipe_jax.schedule.formats.json_text import to_json
 
     schedule = timeline.schedule
     simulated = {
+        given.ENTRY: given.entry(costs, sizes),
         "costs": dataclasses.asdict(timeline.costs),
         "makespan": timeline.makespan,
         "bubble": timeline.bubble,
@@ -99,6 +102,7 @@ def _json(timeline: Timeline, sizes: MemoryModel) -> str:
         "memory": timeline.memory(sizes.for_schedule(schedule)),
         "starts": timeline.starts,
         "ends": timeline.ends,
+        "slack": slack(timeline),
     }
     return to_json(schedule, simulated)
 

@@ -2,15 +2,16 @@
 
 import dataclasses
 import difflib
+import functools
 import inspect
-import json
+import math
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Annotated, Any
 
 import tyro
 
-from dualpipe_jax.schedule import ALL_SCHEDULES, CostModel, MemoryModel, Schedule
+from dualpipe_jax.schedule import ALL_SCHEDULES, CostModel, MemoryModel, Schedule, limit_stash
 
 SCHEDULES: dict[str, Callable[..., Schedule]] = {recipe.__name__: recipe for recipe in ALL_SCHEDULES}
 
@@ -19,6 +20,8 @@ _ALSO_CALLED = {"1f1b": "one_f_one_b", "zb1p": "zb_h1", "zb2p": "zb_h2", "wave":
 Number = Annotated[float | None, tyro.conf.arg(metavar="FLOAT", help_behavior_hint="")]
 Count = Annotated[int | None, tyro.conf.arg(metavar="INT", help_behavior_hint="")]
 Output = Annotated[Path | None, tyro.conf.arg(metavar="FILE", aliases=["-o"], help_behavior_hint="")]
+
+Pipes = Annotated[str | None, tyro.conf.arg(metavar="PIPES", help_behavior_hint="")]
 
 
 class CommandError(ValueError):
@@ -34,6 +37,8 @@ class Costs:
     """Time that a whole rank's share of the model takes for one microbatch, in any unit. Where a rank holds
     k stages of a pipe, each takes 1/k of it."""
 
+    costs: Annotated[Path | None, tyro.conf.arg(metavar="FILE", help_behavior_hint="")] = None
+    """JSON with costs and memory of a share, as `dualpipe show --json` writes them; options beside it count more."""
     F: float = 1.0
     """Forward."""
     I: float = 1.0
@@ -50,60 +55,14 @@ class Costs:
     """More F, I, W at the model's first stage: the embedding."""
     last: tuple[float, float, float] = (0.0, 0.0, 0.0)
     """More F, I, W at the model's last stage: the head."""
-    costs_file: Annotated[Path | None, tyro.conf.arg(name="costs", metavar="FILE", help_behavior_hint="")] = (
-        None
-    )
-    """File to take them from, such as a profiled run's costs.json: {"F": 1, "I": 1, ...}. What is given on the
-    line wins."""
 
-    def model(self) -> CostModel:
-        """The same as the simulator reads it.
-
-        Raises:
-          CommandError: a file that holds no costs.
-        """
-        if self.costs_file is not None:
-            return self.filled(read_costs(self.costs_file)).model()
+    def over(self, base: CostModel | None) -> CostModel:
+        """The same as the simulator reads it; what is not given is the base's, if there is one."""
         extra = {stage: more for stage, more in ((0, self.first), (-1, self.last)) if any(more)}
-        return CostModel(self.F, self.I, self.W, self.FB, self.send, extra, self.blocking)  # type: ignore[arg-type]
-
-    def filled(self, found: "Costs") -> "Costs":
-        """These costs, and where they are the defaults those of another."""
-        fields = [field.name for field in dataclasses.fields(self) if field.name != "costs_file"]
-        own = {name: getattr(self, name) for name in fields if getattr(self, name) != getattr(Costs, name)}
-        return dataclasses.replace(found, **own)
-
-
-def read_costs(path: Path) -> Costs:
-    """Costs from a JSON file. Keys that are none of ``Costs`` say where the others are from, and are left out.
-
-    Raises:
-      CommandError: it cannot be read, or what should be a number, or three of them, is none.
-    """
-    try:
-        found = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
-        raise CommandError(f"--costs {path}: cannot read it: {error}") from None
-    found = (
-        found.get("costs", found) if isinstance(found, dict) else found
-    )  # beside rates, as the probe writes them
-    needed = ("F", "I", "W")
-    if not isinstance(found, dict) or not set(needed) <= found.keys():
-        raise CommandError(
-            f"--costs {path}: wants an object with {', '.join(needed)}, as a profiled run's costs.json"
-        )
-    given: dict[str, Any] = {}
-    for name in ("F", "I", "W", "FB", "send", "first", "last"):
-        if name not in found:
-            continue
-        value, count = found[name], 3 if name in ("first", "last") else 1
-        numbers = value if isinstance(value, list) else [value]
-        if len(numbers) != count or not all(type(number) in (int, float) for number in numbers):
-            raise CommandError(
-                f"--costs {path}: {name} is {value!r}, must be {'three numbers' if count == 3 else 'a number'}"
-            )
-        given[name] = tuple(map(float, numbers)) if count == 3 else float(value)
-    return Costs(**given, blocking=found.get("blocking") is True)
+        if base is None:
+            return CostModel(self.F, self.I, self.W, self.FB, self.send, extra, self.blocking)  # type: ignore[arg-type]
+        names = ("F", "I", "W", "FB", "send", "blocking")
+        return dataclasses.replace(base, **_changed(self, names), extra={**base.extra, **extra})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -122,9 +81,18 @@ class Memory:
     parameters: float = 0.0
     """Weights, gradient sums and optimizer state of one share, whatever the microbatches."""
 
-    def model(self) -> MemoryModel:
-        """The same as the simulator reads it."""
-        return MemoryModel(**dataclasses.asdict(self))
+    def over(self, base: MemoryModel | None) -> MemoryModel:
+        """The same as the simulator reads it; what is not given is the base's, if there is one."""
+        names = [field.name for field in dataclasses.fields(self)]
+        return dataclasses.replace(base or MemoryModel(), **_changed(self, names))
+
+
+def _changed(options: Costs | Memory, names: Iterable[str]) -> dict[str, Any]:
+    """Those of the options that are not as they are when nothing is given."""
+    left_out = type(options)()
+    return {
+        name: getattr(options, name) for name in names if getattr(options, name) != getattr(left_out, name)
+    }
 
 
 @dataclasses.dataclass(frozen=True)
@@ -135,11 +103,31 @@ class Shape:
     """Stages of a rank: interleaved schedules."""
     waves: Count = None
     """Waves: hanayo."""
+    max_stash: Count = None
+    """The most stashes, what I leaves for W, on a rank; other backwards are whole. As many as there are if left out."""
 
     def given(self) -> dict[str, int]:
         """Keyword arguments of recipes, as far as they were given."""
         named = {"num_stages_per_rank": self.stages_per_rank, "num_waves": self.waves}
         return {name: count for name, count in named.items() if count is not None}
+
+
+def limit_of(memory_limit: float | None) -> float:
+    """The memory limit that was given, infinite if none was.
+
+    Raises:
+      CommandError: it is no amount of memory.
+    """
+    if memory_limit is not None and not 0 < memory_limit < math.inf:
+        raise CommandError(
+            f"--memory-limit {memory_limit}: give a number above 0, or leave it out for no limit"
+        )
+    return math.inf if memory_limit is None else memory_limit
+
+
+def limited(schedule: Schedule, shape: Shape) -> Schedule:
+    """The schedule with no more stashes than the options allow."""
+    return schedule if shape.max_stash is None else limit_stash(schedule, shape.max_stash)
 
 
 def find(name: str) -> Callable[..., Schedule]:
@@ -175,20 +163,23 @@ def make(name: str, num_ranks: int, num_microbatches: int, shape: Shape) -> Sche
             known for known, recipe in SCHEDULES.items() if option in inspect.signature(recipe).parameters
         ]
         raise CommandError(f"{recipe.__name__} takes no {flag}; {', '.join(able) or 'no schedule'} can")
-    return recipe(num_ranks, num_microbatches, **taken)
+    return limited(recipe(num_ranks, num_microbatches, **taken), shape)
 
 
-def make_all(
-    names: Iterable[str], num_ranks: int, num_microbatches: int, shape: Shape
-) -> tuple[list[Schedule], dict[str, str]]:
-    """The schedules named (all, if none is), and for those that do not take the counts the reason."""
-    made, refused = [], {}
-    for recipe in dict.fromkeys(map(find, names)) or SCHEDULES.values():
-        try:
-            made.append(recipe(num_ranks, num_microbatches, **_taken(recipe, shape)))
-        except ValueError as error:
-            refused[recipe.__name__] = str(error).removeprefix(f"{recipe.__name__}: ")
-    return made, refused
+def recipes(shape: Shape) -> list[Callable[[int, int], Schedule]]:
+    """All recipes, cut and limited as the options say where they can be."""
+    return [shaped(recipe, shape) for recipe in SCHEDULES.values()]
+
+
+def shaped(recipe: Callable[..., Schedule], shape: Shape) -> Callable[[int, int], Schedule]:
+    """A recipe, cut and limited as the options say where it can be."""
+    taken = _taken(recipe, shape)
+
+    @functools.wraps(recipe)
+    def made(num_ranks: int, num_microbatches: int, **finer: int) -> Schedule:
+        return limited(recipe(num_ranks, num_microbatches, **(taken | finer)), shape)
+
+    return made
 
 
 def _taken(recipe: Callable[..., Schedule], shape: Shape) -> dict[str, Any]:

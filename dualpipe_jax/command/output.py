@@ -45,7 +45,7 @@ class Table:
 
         table = RichTable(box=box.SIMPLE_HEAD, pad_edge=False, header_style="bold")
         for index, title in enumerate(self.head):
-            table.add_column(title, justify="right" if index else "left", overflow="fold")
+            table.add_column(title, justify="right" if index else "left", overflow="fold", no_wrap=not index)
         for index, row in enumerate(self.rows):
             table.add_row(*row, style="bold green" if index == self.best else None)
         return table
@@ -106,9 +106,9 @@ def show_json(value: Mapping[str, Any]) -> None:
     print(json.dumps(value, indent=2))
 
 
-def number(value: float) -> str:
-    """Three decimals where there are any: 165.5, 33, 0.333."""
-    return f"{round(value, 3) + 0.0:.12g}"  # + 0.0: no minus before nothing
+def number(value: float, decimals: int = 3) -> str:
+    """At most so many decimals: 165.5, 33, 0.333."""
+    return f"{round(value, decimals) + 0.0:.12g}"  # + 0.0: no minus before nothing
 
 
 def amount(value: float) -> str:

@@ -46,7 +46,7 @@ class Probe:
         self._check()
         found = self.explore(_chosen(self.only))
         results = found["results"]
-        result = verdict(results, found["devices"].get("platform", ""))
+        result = verdict(results)
         self.output.write_text(json.dumps(rates_file(found, result.divergence), indent=2) + "\n")
         if self.json:
             show_json(found | dataclasses.asdict(result))

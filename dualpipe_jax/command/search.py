@@ -10,7 +10,8 @@ import tyro
 
 from dualpipe_jax.command.compare import Row, by_merit, tabulate
 from dualpipe_jax.command.formats import encode, format_of, write
-from dualpipe_jax.command.options import Costs, Memory, NothingFits, Number, Output, Shape, make_all
+from dualpipe_jax.command.given import Given
+from dualpipe_jax.command.options import Costs, Memory, NothingFits, Number, Output, limit_of
 from dualpipe_jax.command.output import (
     amount,
     describe,
@@ -21,13 +22,17 @@ from dualpipe_jax.command.output import (
     show_json,
     waiting,
 )
-from dualpipe_jax.schedule import CostModel, MemoryModel, Schedule, simulate
+from dualpipe_jax.schedule import ALL_SCHEDULES, CostModel, MemoryModel, Schedule, simulate
 from dualpipe_jax.schedule.formats.json_text import to_json
+from dualpipe_jax.schedule.optimize.seeds import served
 
 
 @dataclasses.dataclass(frozen=True)
 class Search:
-    """Search for a schedule no longer than any named one that fits the same memory.
+    """Search for a schedule for these costs, sends among them, in this memory.
+
+    It is no longer than any named one that fits and has one copy of the parameters, or the placement asked for.
+    More memory never makes it longer.
 
     dualpipe search --ranks 8 --microbatches 32 --FB 2.25 --memory-limit 9 -o found.json
     """
@@ -40,8 +45,11 @@ class Search:
     """The most that a rank may keep, in the unit of the sizes below; where none is given, the unit is the
     activations of a microbatch in a whole rank's share. No limit if left out."""
     placement: Annotated[
-        Literal["linear", "v", "wave", "bidirectional"] | None,
-        tyro.conf.arg(metavar="{linear,v,wave,bidirectional}", help_behavior_hint="(default: the best)"),
+        Literal["linear", "v", "wave", "interleaved", "interleaved_4", "bidirectional"] | None,
+        tyro.conf.arg(
+            metavar="{linear,v,wave,interleaved,interleaved_4,bidirectional}",
+            help_behavior_hint="(default: the best)",
+        ),
     ] = None
     """Where stages live; left out, all but bidirectional (which has two copies of the parameters) are tried."""
     effort: float = 1.0
@@ -57,7 +65,7 @@ class Search:
 
     def run(self) -> int:
         """Search, keep what was found, and print how it compares; returns the exit status."""
-        costs, sizes = self.costs.model(), self.memory.model()
+        costs, sizes = Given().under(self.costs, self.memory)
         began = time.perf_counter()
         with waiting("searching"):
             found = self.find(costs, sizes)
@@ -68,7 +76,7 @@ class Search:
             show_json(_facts(found, ours, named, seconds))
         else:
             rows = by_merit([ours, *named])
-            show(self.given(costs), tabulate(rows, sizes, best=rows.index(ours)))
+            show(self.given(costs), tabulate(rows, costs, sizes, best=rows.index(ours)))
             show(f"{_verdict(ours, named)}; found in {seconds:.1f} s{self.kept()}")
         return 0
 
@@ -99,11 +107,11 @@ class Search:
     @property
     def limit(self) -> float:
         """The memory limit, infinite if there is none."""
-        return math.inf if self.memory_limit is None else self.memory_limit
+        return limit_of(self.memory_limit)
 
     def named(self, costs: CostModel, sizes: MemoryModel) -> list[Row]:
         """The named schedules that fit the memory, the best first."""
-        schedules, _ = make_all((), self.ranks, self.microbatches, Shape())
+        schedules = served(ALL_SCHEDULES, self.ranks, self.microbatches)
         rows = (Row.of(schedule, costs, sizes, self.limit) for schedule in schedules)
         return by_merit(row for row in rows if row.memory <= self.limit * (1 + 1e-9))
 

@@ -65,9 +65,9 @@ class Pipeline:
         one direction behind the other's work, or as F and B after each other, with the same result. None: fuse
         but on CPU, which overlaps nothing and would copy every slot pool once a pair.
       divergence: how ranks part ways in a tick: "loop", each unit a loop of zero or one trips; "switch", one
-        conditional; "none", every rank runs every unit, results masked, for machines on which groups of devices may not
-        part ways. The results are equal. None: "switch" on GPU, where each loop costs a round trip to the host, else
-        "loop".
+        conditional: a single round trip to the host on GPU, but there all slot pools are copied at every tick; "none",
+        every rank runs every unit, results masked, for machines on which groups of devices may not part ways. The
+        results are equal.
       check_vma: let ``shard_map`` check over which axes values vary.
       debug_nans: raise when a loss or a gradient is not finite, naming the microbatch and stage where that began.
 
@@ -85,7 +85,7 @@ class Pipeline:
     costs: CostModel | None = None
     accumulate_dtype: Any = None
     fuse_pairs: bool | None = None
-    divergence: Divergence | None = None
+    divergence: Divergence = "loop"
     check_vma: bool = False
     debug_nans: bool = False
 
@@ -217,7 +217,7 @@ class Pipeline:
             costs=CostModel() if self.costs is None else self.costs,
             accumulate_dtype=self.accumulate_dtype,
             fuse_pairs=platform != "cpu" if self.fuse_pairs is None else self.fuse_pairs,
-            divergence=self.divergence or ("switch" if platform in ("gpu", "cuda", "rocm") else "loop"),
+            divergence=self.divergence,
             input_grads=self.input_grads,
             check_vma=self.check_vma,
             debug_nans=self.debug_nans,

@@ -41,7 +41,7 @@ ALL = (
 """Names of the experiments, as they are done if nothing else is asked for."""
 
 _NAMES = {"loop": "loop of zero or one trips", "switch": "conditional"}
-_DEFAULT: Mapping[str, Form] = {"gpu": "switch", "cuda": "switch", "rocm": "switch"}
+_DEFAULT: Form = "loop"
 _SLOW = 0.7
 """A group's rate in the median of all below which it is worth a mention."""
 
@@ -92,14 +92,13 @@ def outcome(result: Mapping[str, Any]) -> str:
     return ", ".join(f"{unit} {_time(result[unit])}" for unit in ("F", "B", "I", "W", "FB"))
 
 
-def verdict(results: Mapping[str, Mapping[str, Any]], platform: str) -> Verdict:
-    """Which setting to use: the engine's own choice for the platform where it works, else the next that does."""
-    usual = _DEFAULT.get(platform, "loop")
-    order = (usual, *(form for form in FORMS if form != usual))
+def verdict(results: Mapping[str, Mapping[str, Any]]) -> Verdict:
+    """Which setting to use: the engine's default where it works, else the next that does."""
+    order = (_DEFAULT, *(form for form in FORMS if form != _DEFAULT))
     states = {form: stands(results, form) for form in FORMS}
     setting = next((form for form in order if states[form]), None)
     told = setting is not None or False in states.values()
-    return Verdict(setting, told, tuple(_sentences(results, setting, usual, states)))
+    return Verdict(setting, told, tuple(_sentences(results, setting, states)))
 
 
 def stands(results: Mapping[str, Mapping[str, Any]], form: str) -> bool | None:
@@ -111,7 +110,6 @@ def stands(results: Mapping[str, Mapping[str, Any]], form: str) -> bool | None:
 def _sentences(
     results: Mapping[str, Mapping[str, Any]],
     setting: str | None,
-    usual: str,
     states: Mapping[Form, bool | None],
 ) -> Iterator[str]:
     broken = [form for form in BARE if states[form] is False]
@@ -125,7 +123,7 @@ def _sentences(
             "every tick; docs/engine.md says what that costs."
         )
     else:
-        default = ", which is the default here" if setting == usual else ""
+        default = ", which is the default here" if setting == _DEFAULT else ""
         yield f'Use Pipeline(..., divergence="{setting}"){default}: ranks may part ways in a {_NAMES[setting]}.'
     if broken and setting not in (None, "none"):
         yield f"Not in a {' nor in a '.join(_NAMES[form] for form in broken)}."

@@ -1,7 +1,5 @@
 """Schedules as values: made, checked, simulated, printed and lowered with Python and NumPy alone."""
 
-from collections.abc import Callable
-
 from dualpipe_jax.schedule.costs import CostModel, MemoryModel
 from dualpipe_jax.schedule.formats.json_text import from_json, to_json
 from dualpipe_jax.schedule.formats.page import html_page
@@ -16,31 +14,26 @@ from dualpipe_jax.schedule.optimize.choose import Candidate, choose
 from dualpipe_jax.schedule.optimize.optimum import Optimum, optimum
 from dualpipe_jax.schedule.optimize.search import search
 from dualpipe_jax.schedule.optimize.stash import limit_stash
-from dualpipe_jax.schedule.recipes.bidirectional import chimera, hanayo
-from dualpipe_jax.schedule.recipes.classic import gpipe, interleaved_1f1b, looped_bfs, one_f_one_b
-from dualpipe_jax.schedule.recipes.dualpipe import dualpipe, dualpipe_v
-from dualpipe_jax.schedule.recipes.v_shaped import v_half, v_min, zb_v
-from dualpipe_jax.schedule.recipes.zero_bubble import interleaved_zero_bubble, zb_h1, zb_h2
-from dualpipe_jax.schedule.simulate import Timeline, simulate
-from dualpipe_jax.schedule.validate import ScheduleError, validate
-
-ALL_SCHEDULES: tuple[Callable[[int, int], Schedule], ...] = (
-    gpipe,
-    one_f_one_b,
-    interleaved_1f1b,
-    looped_bfs,
-    zb_h1,
-    zb_h2,
-    interleaved_zero_bubble,
-    zb_v,
-    v_half,
-    v_min,
+from dualpipe_jax.schedule.recipes import (
+    ALL_SCHEDULES,
     chimera,
-    hanayo,
     dualpipe,
     dualpipe_v,
+    gpipe,
+    hanayo,
+    interleaved_1f1b,
+    interleaved_1f1b_overlap,
+    interleaved_zero_bubble,
+    looped_bfs,
+    one_f_one_b,
+    v_half,
+    v_min,
+    zb_h1,
+    zb_h2,
+    zb_v,
 )
-"""Every schedule, as a function of (num_ranks, num_microbatches)."""
+from dualpipe_jax.schedule.simulate import Timeline, simulate
+from dualpipe_jax.schedule.validate import ScheduleError, validate
 
 __all__ = [
     "ALL_SCHEDULES",
@@ -67,6 +60,7 @@ __all__ = [
     "hanayo",
     "html_page",
     "interleaved_1f1b",
+    "interleaved_1f1b_overlap",
     "interleaved_zero_bubble",
     "limit_stash",
     "looped_bfs",

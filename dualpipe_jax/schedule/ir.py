@@ -169,12 +169,22 @@ class Schedule:
       placement: which rank holds which stage.
       num_microbatches: microbatches of the step, over all pipes together.
       orders: ``orders[rank]`` is the sequence of slots that the rank works through.
+
+    Raises:
+      ValueError: if the name is not one line of printable characters, which terminals and files trust.
     """
 
     name: str
     placement: Placement
     num_microbatches: int
     orders: tuple[tuple[Slot, ...], ...]
+
+    def __post_init__(self):
+        if not self.name.isprintable():
+            raise ValueError(
+                f"Schedule: name {self.name!r} has line breaks or control characters; "
+                "give one line of printable characters"
+            )
 
     @property
     def num_ranks(self) -> int:

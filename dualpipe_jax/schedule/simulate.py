@@ -1,7 +1,11 @@
 """Play a schedule against costs: who waits, for how long, and what is live meanwhile."""
 
 import dataclasses
-from collections.abc import Iterable
+import math
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import numpy as np
 
 from dualpipe_jax.schedule.costs import CostModel, MemoryModel
 from dualpipe_jax.schedule.dataflow import Orders, Value, execution_order, made_by, needed_by
@@ -101,15 +105,51 @@ def simulate(schedule: Schedule, costs: CostModel | None = None) -> Timeline:
       costs: durations; all 1, a pair 3, when left out.
 
     Raises:
-      ValueError: if the schedule hangs; ``validate`` says where and why.
+      ValueError: if the schedule hangs, ``validate`` says where and why; or if its time is no finite number.
     """
     costs = CostModel() if costs is None else costs
-    ran = execution_order(schedule.placement, schedule.orders)
-    if len(ran) < sum(map(len, schedule.orders)):
-        raise ValueError(f"simulate: {schedule.name} never ends; call validate(schedule) to see why")
+    ran = _all_that_runs(schedule)
     starts, ends = clock(schedule.placement, schedule.orders, ran, costs)
+    if not all(math.isfinite(end[-1]) for end in ends if end):
+        raise ValueError(
+            f"simulate: {schedule.name} takes longer than a number can say under {costs}; "
+            "give costs in a larger unit of time"
+        )
     peaks = zip(*map(_peaks, schedule.orders), strict=True)
     return Timeline(schedule, costs, tuple(map(tuple, starts)), tuple(map(tuple, ends)), *peaks)
+
+
+def jittered(
+    schedule: Schedule, costs: CostModel | None = None, jitter: float = 0.1, runs: int = 200, seed: int = 0
+) -> np.ndarray:
+    """Makespans [runs], in ascending order, where the time of each slot varies and the orders stay as they are.
+
+    Every slot of every run is longer or shorter by a factor of its own, log-normal with mean 1 and standard
+    deviation ``jitter``. Transfers take what they take. Schedules played with the same seed and shape see the
+    same luck.
+
+    >>> from dualpipe_jax.schedule import gpipe
+    >>> spread = jittered(gpipe(4, 8), jitter=0.1)
+    >>> bool(simulate(gpipe(4, 8)).makespan < spread[100] < spread[190])
+    True
+
+    Raises:
+      ValueError: if ``jitter`` is negative or not finite, there are no runs, or the schedule hangs.
+    """
+    if not (math.isfinite(jitter) and jitter >= 0) or runs < 1:
+        raise ValueError(
+            f"jittered: got jitter={jitter}, runs={runs}; jitter is a share of a slot's time, at least 0 and "
+            "finite, such as 0.1, and there must be a run"
+        )
+    spread = math.sqrt(math.log1p(jitter**2))
+    dice = np.random.default_rng(seed)
+
+    def vary(cost: float) -> np.ndarray:
+        return cost * np.exp(spread * dice.standard_normal(runs) - spread**2 / 2)
+
+    ran, costs = _all_that_runs(schedule), CostModel() if costs is None else costs
+    _, ends = clock(schedule.placement, schedule.orders, ran, costs, vary=vary, latest=np.maximum)
+    return np.sort(np.max([end[-1] for end in ends if len(end)], axis=0))
 
 
 def clock(
@@ -118,27 +158,41 @@ def clock(
     ran: Iterable[tuple[int, int]],
     costs: CostModel,
     made: Iterable[Value] = (),
-) -> tuple[list[list[float]], list[list[float]]]:
-    """Start and end of the slots that ``execution_order`` found to run; what was ``made`` is there at 0."""
-    starts: list[list[float]] = [[] for _ in orders]
-    ends: list[list[float]] = [[] for _ in orders]
-    made_at = dict.fromkeys(made, 0.0)
-    free_at = [0.0] * len(orders)
+    *,
+    vary: Callable[[float], Any] = float,
+    latest: Callable[[Any, Any], Any] = max,
+) -> tuple[list[list[Any]], list[list[Any]]]:
+    """Start and end of the slots that ``execution_order`` found to run; what was ``made`` is there at 0.
+
+    Times are what ``vary`` makes of a slot's cost and ``latest`` takes the later of: numbers, or arrays of
+    many runs at once.
+    """
+    starts: list[list[Any]] = [[] for _ in orders]
+    ends: list[list[Any]] = [[] for _ in orders]
+    made_at: dict[Value, Any] = dict.fromkeys(made, 0.0)
+    free_at: list[Any] = [0.0] * len(orders)
     for rank, index in ran:
         slot = orders[rank][index]
         start = free_at[rank]
         for action in slot:
             for value in needed_by(placement, action):
                 delay = costs.send if placement.rank_of[value[1]] != rank else 0.0
-                start = max(start, made_at[value] + delay)
-        end = free_at[rank] = start + costs.of(slot, placement)
+                start = latest(start, made_at[value] + delay)
+        end = free_at[rank] = start + vary(costs.of(slot, placement))
         for made_value in filter(None, map(made_by, slot)):
             made_at[made_value] = end
         if costs.blocking and any(_is_sent(placement, action) for action in slot):
-            free_at[rank] += costs.send
+            free_at[rank] = end + costs.send  # not in place: an array is the end, too
         starts[rank].append(start)
         ends[rank].append(end)
     return starts, ends
+
+
+def _all_that_runs(schedule: Schedule) -> list[tuple[int, int]]:
+    ran = execution_order(schedule.placement, schedule.orders)
+    if len(ran) < sum(map(len, schedule.orders)):
+        raise ValueError(f"simulate: {schedule.name} never ends; call validate(schedule) to see why")
+    return ran
 
 
 def _is_sent(placement: Placement, action: Action) -> bool:

@@ -61,3 +61,10 @@ def test_placements_that_make_no_sense_are_refused(pipes, message):
 
 def test_pipes_share_the_microbatches():
     assert Schedule("none", Placement.bidirectional(2), 6, ()).microbatches_per_pipe == 3
+
+
+@pytest.mark.parametrize("name", ["a\nvalid: b", "a\x1b[31m", "a\tb", "\u202eb"])
+def test_names_are_one_line_of_printable_characters(name):
+    with pytest.raises(ValueError, match="Schedule: name .* has line breaks or control characters"):
+        Schedule(name, Placement.linear(1), 1, ((),))
+    assert Schedule('mine, $x_$ "é"', Placement.linear(1), 1, ((),)).name

@@ -1,8 +1,10 @@
 """The simulator against a slow one written by hand and against the closed forms of the papers."""
 
+import dataclasses
 import math
 import random
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -21,6 +23,8 @@ from dualpipe_jax.schedule import (
     simulate,
     zb_h1,
 )
+from dualpipe_jax.schedule.dataflow import execution_order
+from dualpipe_jax.schedule.simulate import clock, jittered
 
 times = st.floats(0.1, 4.0)
 
@@ -246,3 +250,43 @@ def test_longer_costs_never_shorten_the_step():
         base = simulate(schedule, CostModel(f, i, w, FB=f + i + w)).makespan
         assert base <= simulate(schedule, CostModel(f + more, i, w, FB=f + i + w)).makespan
         assert base <= simulate(schedule, CostModel(f, i, w, FB=f + i + w, send=more)).makespan
+
+
+def test_jitter_of_nothing_changes_nothing_and_the_same_factor_for_all_scales_all():
+    costs = CostModel(1, 1.5, 0.5, FB=2.25, send=0.25, blocking=True)
+    for recipe in ALL_SCHEDULES:
+        schedule = recipe(4, 8)
+        plain = simulate(schedule, costs)
+        assert jittered(schedule, costs, 0.0, runs=3).tolist() == pytest.approx([plain.makespan] * 3)
+        ran = execution_order(schedule.placement, schedule.orders)
+        free = dataclasses.replace(costs, send=0)
+        _, ends = clock(
+            schedule.placement,
+            schedule.orders,
+            ran,
+            free,
+            vary=lambda cost: cost * np.array([1, 2, 3]),
+            latest=np.maximum,
+        )
+        most = np.max([end[-1] for end in ends], axis=0)
+        assert most == pytest.approx(simulate(schedule, free).makespan * np.array([1, 2, 3]))
+
+
+def test_jitter_has_the_mean_and_the_spread_that_it_says():
+    """One rank, one microbatch: the sum of a forward of 1 and a backward of 2, each with a spread of 30 %."""
+    spread = jittered(gpipe(1, 1), CostModel(), 0.3, runs=20_000)
+    assert spread.mean() == pytest.approx(3, rel=0.01)
+    assert spread.std() == pytest.approx(0.3 * math.sqrt(1 + 4), rel=0.03)
+    assert (np.diff(spread) >= 0).all()
+    assert (jittered(gpipe(1, 1), CostModel(), 0.3, runs=20_000) == spread).all()
+
+
+def test_waiting_for_each_other_makes_jitter_cost_time():
+    schedule = one_f_one_b(4, 16)
+    assert np.median(jittered(schedule)) > simulate(schedule).makespan * 1.02
+
+
+@pytest.mark.parametrize(("jitter", "runs"), [(-0.1, 10), (math.nan, 10), (math.inf, 10), (0.1, 0)])
+def test_jitter_that_makes_no_sense(jitter, runs):
+    with pytest.raises(ValueError, match=rf"jittered: got jitter={jitter}, runs={runs}; jitter is a share"):
+        jittered(gpipe(1, 1), jitter=jitter, runs=runs)

@@ -119,14 +119,10 @@ class Measured:
         return found
 
     def replay(self) -> dict[str, Any]:
-        """The costs of a rank's share of the model, as ``dualpipe ... --costs FILE`` reads them."""
+        """The costs of a rank's share of the model, as ``dualpipe ... --costs FILE`` reads them, and their origin."""
         costs, parts = self.costs, stages_a_share(self.schedule.placement)
-        share = {name: parts * getattr(costs, name) for name in ("F", "I", "W", "FB")}
         return {
-            **share,
-            "send": costs.send,
-            "first": list(costs.extra[0]),
-            "last": list(costs.extra[-1]),
+            "costs": dataclasses.asdict(costs.divided(1 / parts)),
             "unit": "ms",
             "of": "a rank's whole share of the model, one microbatch",
             "schedule": self.schedule.name,

@@ -54,12 +54,16 @@ def from_json(text: str) -> Schedule:
     """
     try:
         entries = json.loads(text)
+        missing = [name for name in _ENTRIES if not isinstance(entries, dict) or name not in entries]
+        if missing:
+            raise ValueError(f"from_json: {', '.join(missing)} missing; a schedule has {', '.join(_ENTRIES)}")
+        _check_kinds(entries)
     except json.JSONDecodeError as error:
         raise ValueError(f"from_json: not JSON: {error}") from None
-    missing = [name for name in _ENTRIES if not isinstance(entries, dict) or name not in entries]
-    if missing:
-        raise ValueError(f"from_json: {', '.join(missing)} missing; a schedule has {', '.join(_ENTRIES)}")
-    _check_kinds(entries)
+    except RecursionError:
+        raise ValueError(
+            "from_json: nested too deeply; a schedule is an object of four flat entries"
+        ) from None
     orders = tuple(
         tuple(_parse_slot(rank, index, slot) for index, slot in enumerate(order))
         for rank, order in enumerate(entries["orders"])

@@ -54,7 +54,8 @@ function decode({ pipes, orders }) {
 /** Costs of one stage: a rank's share over the stages that it makes; sends and extras as they are. */
 function stageCosts(schedule, s) {
   const k = schedule.parts;
-  const extra = data.extra.map(([stage, ...more]) => [(stage + schedule.depth) % schedule.depth, more]);
+  const extra = data.extra.filter(([stage]) => -schedule.depth <= stage && stage < schedule.depth)
+    .map(([stage, ...more]) => [(stage + schedule.depth) % schedule.depth, more]);
   if (s.head) extra.push([schedule.depth - 1, [s.F, s.I, s.W].map((cost) => s.head * cost)]);
   const more = new Map();
   for (const [stage, [f, i, w]] of extra) {
@@ -152,14 +153,18 @@ function memoryOverTime(schedule, timeline, s) {
   });
 }
 
+/** A send at the other end of what it may take: none if it takes any time, else a fiftieth of a forward. */
+const otherSend = (s) => (s.send ? 0 : 0.02 * s.F);
+
 function play(name, s) {
   const schedule = lookUp(name, s.ranks, s.microbatches);
   if (schedule.reason) return { name, reason: schedule.reason };
+  const other = simulate(schedule, stageCosts(schedule, { ...s, send: otherSend(s) })).makespan;
   const timeline = simulate(schedule, stageCosts(schedule, s));
   const memory = memoryOverTime(schedule, timeline, s);
   const peak = Math.max(...memory.map((rank) => rank.peak));
   const pairs = schedule.slots.some((order) => order.some((slot) => slot.length > 3));
-  return { name, schedule, ...timeline, memory, peak, pairs };
+  return { name, schedule, ...timeline, other, memory, peak, pairs };
 }
 
 /* ---- state: what the controls say, and the address's fragment ---- */
@@ -179,12 +184,6 @@ const SLIDERS = [
   { id: "boundary", text: "input of a stage", group: "sizes", min: 0, max: 2, step: 0.05 },
   { id: "parameters", text: "parameters, gradients, optimizer", group: "sizes", min: 0, max: 100, step: 0.5 },
 ];
-const PRESETS = [
-  ["all equal", { F: 1, I: 1, W: 1, pair: 1 }],
-  ["pairs gain a quarter", { F: 1, I: 1, W: 1, pair: 0.75 }],
-  ["as measured for DeepSeek-V3", { F: 1, I: 1.64, W: 0.97, pair: 0.61 }],
-];
-
 const ranksAxis = () => [...new Set(data.points.map(([ranks]) => ranks))];
 const microbatchesAxis = (ranks) => data.points.filter(([r]) => r === ranks).map(([, m]) => m);
 const nearest = (values, wanted) =>
@@ -196,7 +195,7 @@ function fromFragment(fragment) {
   for (const id of Object.keys(s)) {
     const text = asked.get(id);
     if (text === null) continue;
-    if (id === "schedule") s.schedule = text in data.schedules ? text : s.schedule;
+    if (id === "schedule") s.schedule = Object.hasOwn(data.schedules, text) ? text : s.schedule;
     else if (id === "blocking") s.blocking = text === "true";
     else if (Number.isFinite(Number(text)) && Number(text) >= 0) s[id] = Number(text);
   }
@@ -235,6 +234,15 @@ function slider(id, text, range) {
   return [label, input];
 }
 
+/** The range of a slider: wide enough for the costs and sizes that the page began with, in whatever unit. */
+function reach(id, { min, max, step }) {
+  const given = Math.max(data.start[id], ["F", "I", "W", "send"].includes(id) ? Math.max(data.start.F, data.start.I, data.start.W) : 0);
+  if (given <= max && given >= 10 * step) return { min, max, step };
+  if (!given) return { min, max, step };
+  const unit = 10 ** Math.floor(Math.log10(given) - 1);
+  return { min: min ? unit / 2 : 0, max: 3 * given, step: "any" };
+}
+
 function buildControls() {
   for (const name of Object.keys(data.schedules)) $("schedule").append(make("option", { value: name }, name));
   $("schedule").onchange = () => change({ schedule: $("schedule").value });
@@ -243,8 +251,8 @@ function buildControls() {
     input.oninput = () => change({ [id]: axis()[Number(input.value)] });
     $("shape").append(label);
   }
-  for (const { id, text, group, min, max, step } of SLIDERS) {
-    const [label, input] = slider(id, text, { min, max, step });
+  for (const { id, text, group, ...range } of SLIDERS) {
+    const [label, input] = slider(id, text, reach(id, range));
     input.oninput = () => change({ [id]: Number(input.value) });
     $(group).append(label);
   }
@@ -252,8 +260,11 @@ function buildControls() {
   $("costs").append(make("label", { className: "check" }, box, " a send keeps its sender too"));
   if (data.extra.length)
     $("costs").append(make("p", {}, "plus " + data.extra.map(([stage, ...more]) => `${more} (F, I, W) at stage ${stage}`).join(", ")));
-  for (const [text, costs] of PRESETS)
-    $("presets").append(make("button", { type: "button", onclick: () => change(costs) }, text));
+  for (const [text, costs, how] of data.presets) {
+    const onclick = () => { change(costs); $("how").textContent = how; };
+    $("presets").append(make("button", { type: "button", title: how, onclick }, text));
+  }
+  $("presets").after(make("p", { id: "how" }));
 }
 
 function showControls() {
@@ -272,7 +283,12 @@ function showControls() {
 
 /* ---- figures, table, legend ---- */
 
-const round = (value) => String(Number(value.toPrecision(4)));
+/** Four digits; thousands of a large one as a letter. */
+function round(value) {
+  for (const [letter, unit] of [["T", 1e12], ["G", 1e9], ["M", 1e6]])
+    if (value >= unit) return Number((value / unit).toPrecision(4)) + letter;
+  return String(Number(value.toPrecision(4)));
+}
 const percent = (value) => `${(100 * value).toFixed(1)}\u00a0%`;
 const countsMemory = () => state.residual_i === 1 && ["residual_w", "stash", "boundary", "parameters"].every((id) => !state[id]);
 
@@ -321,26 +337,27 @@ function showTable(all) {
   const order = (row) => row.makespan ?? Infinity;
   const most = Math.max(...all.map((row) => row.makespan ?? 0)), least = Math.min(...all.map(order));
   $("caption").textContent = `All schedules at ${state.ranks} ranks and ${state.microbatches} microbatches, fastest first`;
+  $("other").textContent = `send ${round(otherSend(state))}`;
   const rows = [...all].sort((a, b) => order(a) - order(b)).map((row) => {
     const name = make("button", { type: "button", onclick: () => change({ schedule: row.name }) }, row.name);
     const line = make("tr", {}, make("td", {}, name));
     line.dataset.schedule = row.name;
     if (row.name === state.schedule) line.setAttribute("aria-current", "true");
-    if (row.reason) line.append(make("td", { colSpan: 5, className: "reason" }, row.reason));
+    if (row.reason) line.append(make("td", { colSpan: 7, className: "reason" }, row.reason));
     else fillRow(line, row, most, least);
     return line;
   });
   const focused = document.activeElement?.closest?.("#table tr")?.dataset.schedule;
   $("table").replaceChildren(...rows);
-  if (focused) $("table").querySelector(`tr[data-schedule="${focused}"] button`)?.focus();
+  if (focused) rows.find((row) => row.dataset.schedule === focused)?.querySelector("button").focus();
 }
 
-function fillRow(line, { makespan, bubble, peak, schedule, pairs }, most, least) {
-  Object.assign(line.dataset, { makespan, bubble, memory: peak });
+function fillRow(line, { makespan, other, bubble, peak, schedule, pairs }, most, least) {
+  Object.assign(line.dataset, { makespan, other, bubble, memory: peak });
   const slower = makespan > least * 1.0005 ? `+${(100 * (makespan / least - 1)).toFixed(1)} %` : "";
   const bar = make("div", {}, round(makespan), make("small", {}, slower));
   bar.style.width = `${(100 * makespan) / most}%`;
-  const cells = [percent(bubble), round(peak), `${schedule.pipes.length}x`, pairs ? "yes" : ""];
+  const cells = [round(other), percent(bubble), round(peak), schedule.held[0].length, `${schedule.pipes.length}x`, pairs ? "yes" : ""];
   line.append(make("td", { className: "wide" }, bar), ...cells.map((text) => make("td", {}, text)));
 }
 
@@ -385,6 +402,7 @@ function inkOn(rgb) {
 /* ---- the picture ---- */
 
 const LEFT = 58, RIGHT = 8, BETWEEN = 18, PANEL = 110, AXIS = 22;
+let zoomedFor = ""; // the counts for which the zoom was chosen
 let followed = null; // [rank, slot index]
 
 function geometry() {
@@ -396,8 +414,20 @@ function geometry() {
   return { width, zoom, row, rows, scale, x, height: rows + BETWEEN + PANEL + AXIS };
 }
 
+/** Once for each of the counts: so near that numbers in boxes can be read. */
+function chooseZoom() {
+  const counts = [state.schedule, state.ranks, state.microbatches].join();
+  if (counts === zoomedFor || !$("scroller").clientWidth) return;
+  zoomedFor = counts;
+  const lengths = played.ends.flatMap((row, rank) => row.map((end, at) => end - played.starts[rank][at])).filter(Boolean);
+  const short = lengths.sort((a, b) => a - b)[Math.floor(lengths.length / 5)] || played.makespan || 1;
+  const wanted = (9 * played.makespan) / (short * ($("scroller").clientWidth - LEFT - RIGHT));
+  $("zoom").value = Math.max(1, Math.min(Number($("zoom").max), wanted));
+}
+
 function draw() {
   if (!played || played.reason) return;
+  chooseZoom();
   const canvas = $("canvas"), dots = window.devicePixelRatio || 1;
   let g = geometry();
   $("spacer").style.width = `${LEFT + RIGHT + (g.width - LEFT - RIGHT) * g.zoom}px`;
@@ -406,7 +436,7 @@ function draw() {
   Object.assign(canvas.style, { width: `${g.width}px`, height: `${g.height}px` });
   canvas.setAttribute("aria-label", `${document.title}: makespan ${round(played.makespan)}, bubble ${percent(played.bubble)}, peak memory ${round(played.peak)}`);
   const style = getComputedStyle(document.documentElement);
-  const ink = Object.fromEntries(["ink", "faint", "line", "empty", "frame", "card"].map((id) => [id, style.getPropertyValue(`--${id}`).trim()]));
+  const ink = Object.fromEntries(["ink", "faint", "line", "idle", "frame", "card"].map((id) => [id, style.getPropertyValue(`--${id}`).trim()]));
   const pen = canvas.getContext("2d");
   pen.scale(dots, dots);
   pen.font = "12px system-ui, sans-serif";
@@ -424,7 +454,7 @@ function draw() {
 function drawLabels(pen, g, ink) {
   pen.textAlign = "right";
   played.schedule.slots.forEach((_, rank) => {
-    pen.fillStyle = ink.empty;
+    pen.fillStyle = ink.idle;
     pen.fillRect(LEFT, rank * g.row + 1, g.width - LEFT - RIGHT, g.row - 2);
     pen.fillStyle = ink.ink;
     pen.fillText(`rank ${rank}`, LEFT - 8, (rank + 0.5) * g.row);
@@ -572,8 +602,61 @@ function listen() {
     root.dataset.theme = root.dataset.theme === "dark" ? "light" : "dark";
     draw();
   };
+  document.body.ondragover = (event) => event.preventDefault();
+  document.body.ondrop = drop;
+  $("save-json").onclick = () => save(`${played.name}.json`, new Blob([toJson()], { type: "application/json" }));
+  $("save-png").onclick = () => $("canvas").toBlob((blob) => save(`${played.name}.png`, blob));
   window.onresize = draw;
   window.onhashchange = () => { state = fromFragment(location.hash.slice(1)); update(); };
+}
+
+/* ---- files in and out ---- */
+
+/** A schedule in the JSON that `dualpipe show --json` writes, as the page's own; throws what is wrong. */
+function readSchedule(text) {
+  const { name, pipes, orders, num_microbatches } = JSON.parse(text);
+  if (typeof name !== "string" || !Array.isArray(pipes) || !Array.isArray(orders) || !num_microbatches)
+    throw new Error("no schedule; give a file that dualpipe show --json wrote");
+  const rankOf = pipes.flat(), depth = pipes[0].length;
+  const slots = orders.map((order) => order.map((slot) => slot.split("+").flatMap((text) => {
+    const [, stage, op, microbatch] = text.match(/^(\d+)([FBIW])(\d+)$/) || [];
+    if (op === undefined || !(Number(stage) in rankOf)) throw new Error(`not an action: ${text}`);
+    return [OPS.indexOf(op), Number(stage), Number(microbatch)];
+  })));
+  const held = orders.map((_, rank) => [...rankOf.keys()].filter((stage) => rankOf[stage] === rank));
+  const count = num_microbatches / pipes.length, ranks = orders.length;
+  return { name, microbatches: num_microbatches, pipes, depth, rankOf, held, slots, count, ranks, parts: depth / ranks };
+}
+
+function takeIn(text) {
+  const schedule = readSchedule(text), { ranks, microbatches } = schedule;
+  const name = Object.hasOwn(data.schedules, schedule.name) ? `${schedule.name}, as given` : schedule.name;
+  if (!Object.hasOwn(data.schedules, name)) $("schedule").append(make("option", { value: name }, name));
+  Object.defineProperty(data.schedules, name, { value: {}, enumerable: true, configurable: true });
+  decoded.set(`${name},${ranks},${microbatches}`, schedule);
+  if (!data.points.some(([r, m]) => r === ranks && m === microbatches)) data.points.push([ranks, microbatches]);
+  data.points.sort((a, b) => a[0] - b[0] || a[1] - b[1]);
+  change({ schedule: name, ranks, microbatches });
+}
+
+async function drop(event) {
+  event.preventDefault();
+  const [file] = event.dataTransfer.files;
+  try { if (file) takeIn(await file.text()); }
+  catch (error) { $("readout").textContent = `${file.name}: ${error.message}`; }
+}
+
+function save(name, blob) {
+  const link = make("a", { href: URL.createObjectURL(blob), download: name });
+  link.click();
+  setTimeout(() => URL.revokeObjectURL(link.href));
+}
+
+function toJson() {
+  const { schedule, name } = played;
+  const orders = schedule.slots.map((order) => order.map((slot) =>
+    actionsOf(slot).map(([op, stage, m]) => `${stage}${OPS[op]}${m}`).join("+")));
+  return JSON.stringify({ name, num_microbatches: schedule.count * schedule.pipes.length, pipes: schedule.pipes, orders });
 }
 
 async function main() {

@@ -4,18 +4,23 @@ import base64
 import dataclasses
 import json
 import zlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from dualpipe_jax.schedule.costs import CostModel, MemoryModel
 from dualpipe_jax.schedule.formats.plot import COLOURS, NAMES
 from dualpipe_jax.schedule.ir import Op, Schedule, Slot
+from dualpipe_jax.schedule.recipes import ALL_SCHEDULES, Recipe, dualpipe
 
 RANKS = (2, 3, 4, 6, 8, 12, 16)
 MICROBATCHES = (2, 4, 6, 8, 10, 12, 16, 20, 24, 32, 40, 48, 64)
 
-_Recipe = Callable[[int, int], Schedule]
+_COMPUTED = {"F": 36.3, "I": 59.7, "W": 35.1}
+_SERIAL, _OVERLAPPED = 211.0, 129.0
+"""Milliseconds of DeepSeek-V3's pair in its published training trace (four layers, 4096 tokens, 64-way experts, H800):
+what F, I and W compute, what the pair takes with nothing overlapped, and what it takes."""
+
 _OPS = (Op.F, Op.B, Op.I, Op.W)
 _HERE = Path(__file__).parent
 
@@ -25,7 +30,7 @@ def html_page(
     costs: CostModel | None = None,
     memory: MemoryModel | None = None,
     *,
-    recipes: Iterable[_Recipe] | None = None,
+    recipes: Iterable[Recipe] | None = None,
 ) -> str:
     """A page with sliders for ranks, microbatches, costs and memory; shows the step that they make.
 
@@ -44,8 +49,6 @@ def html_page(
     Returns:
       The page's HTML: a few seconds' work, some hundred kilobytes.
     """
-    from dualpipe_jax.schedule import ALL_SCHEDULES, dualpipe
-
     recipes = ALL_SCHEDULES if recipes is None else tuple(recipes)
     shown = dualpipe(8, 20) if schedule is None else schedule
     payload = _payload(shown, costs or CostModel(), memory or MemoryModel(), recipes)
@@ -57,7 +60,7 @@ def html_page(
 
 
 def _payload(
-    shown: Schedule, costs: CostModel, memory: MemoryModel, recipes: Iterable[_Recipe]
+    shown: Schedule, costs: CostModel, memory: MemoryModel, recipes: Iterable[Recipe]
 ) -> dict[str, Any]:
     """What the page's script reads."""
     counts = shown.num_ranks, shown.num_microbatches
@@ -84,8 +87,32 @@ def _payload(
         "colours": [COLOURS[op] for op in _OPS],
         "names": [NAMES[op] for op in _OPS],
         "extra": [(stage, *more) for stage, more in costs.extra.items()],
+        "presets": presets(),
         "start": _start(name, counts, costs, memory),
     }
+
+
+def presets() -> list[tuple[str, dict[str, float], str]]:
+    """Costs to choose at once: name, values of the sliders, and where they come from.
+
+    F and I of the measured one are what a pair's parts take with their communication in series, so that they
+    and the pair are times of the same work. The forward and the backward for the input exchange as much with
+    the experts, and W nothing; so each of the two has half of what the serial pair takes beyond computing.
+    """
+    communicated = (_SERIAL - sum(_COMPUTED.values())) / 2
+    f, i, w = _COMPUTED["F"] + communicated, _COMPUTED["I"] + communicated, _COMPUTED["W"]
+    measured = {"F": 1.0, "I": round(i / f, 3), "W": round(w / f, 3), "pair": round(_OVERLAPPED / _SERIAL, 3)}
+    how = (
+        f"From DeepSeek-V3's published trace: F, I, W compute {_COMPUTED['F']}, {_COMPUTED['I']}, "
+        f"{_COMPUTED['W']} ms; in series the pair takes {_SERIAL:g} ms, so F and I each communicate for "
+        f"{communicated:.1f} ms more; overlapped it takes {_OVERLAPPED:g} ms. In units of F = {f:.1f} ms."
+    )
+    even = {"F": 1.0, "I": 1.0, "W": 1.0}
+    return [
+        ("all equal", even | {"pair": 1.0}, "F = I = W, and a pair gains nothing."),
+        ("pairs gain a quarter", even | {"pair": 0.75}, "F = I = W, and a pair takes 3/4 of F + I + W."),
+        ("as measured for DeepSeek-V3", measured, how),
+    ]
 
 
 def _start(name: str, counts: tuple[int, int], costs: CostModel, memory: MemoryModel) -> dict[str, Any]:
@@ -117,7 +144,7 @@ def _small(point: tuple[int, int]) -> bool:
     return point[0] <= RANKS[-1] and point[1] <= MICROBATCHES[-1]
 
 
-def _make(recipe: _Recipe, num_ranks: int, num_microbatches: int) -> Schedule | str:
+def _make(recipe: Recipe, num_ranks: int, num_microbatches: int) -> Schedule | str:
     try:
         return recipe(num_ranks, num_microbatches)
     except ValueError as refusal:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from dualpipe_jax.schedule.costs import CostModel, MemoryModel
 from dualpipe_jax.schedule.ir import Action, Op, Placement
+from dualpipe_jax.schedule.optimize.bounds import bound_of_stages
 from dualpipe_jax.schedule.simulate import Timeline
 
 if TYPE_CHECKING:
@@ -26,7 +27,8 @@ COLOURS: dict[Op, tuple[str, str]] = {
 
 NAMES = {Op.F: "forward", Op.B: "backward", Op.I: "backward for input", Op.W: "backward for weights"}
 _INK, _FAINT = "#1c1c22", "#8a8a94"
-_ROW, _PANEL, _LEFT, _RIGHT, _HEAD, _FOOT = 0.34, 1.5, 0.75, 0.25, 0.78, 0.95  # inches
+_IDLE, _IDLE_LINES, _FILL = "#e9e9ee", "#c3c3cd", "#9db4d8"
+_ROW, _BAND, _LEFT, _RIGHT, _HEAD, _FOOT = 0.34, 0.24, 0.75, 0.85, 0.78, 0.95  # inches
 _SMALLEST, _LARGEST = 1.8, 8.0  # points of a number in a box
 _POINTS = 72
 
@@ -38,12 +40,14 @@ def plot(
     memory: MemoryModel | None = None,
     memory_label: str | None = None,
 ) -> "Figure":
-    """Draw a simulated step: one row for each rank, time to the right, and below it what each rank keeps.
+    """Draw a simulated step: one row for each rank, time to the right, and below it a band for what it keeps.
 
     A box is an action, coloured by op, with its microbatch's number (within its pipe) where there is room.
     The shade is the pipe; or, where a pipe passes a rank several times, how often it has. The two halves of
-    an overlapped pair stand in one frame, the forward above. Idle time is blank. The figure grows with the
-    schedule. Nothing of matplotlib's global state is read or left changed.
+    an overlapped pair stand in one frame, the forward above. Idle time is hatched, and its sum stands at the end
+    of each row; transfers that take time are thin lines between rows. Where the proven lower bound of the placement
+    is shorter than the step, a line marks it. The bands of all ranks have one scale, each with its peak at the
+    end. The figure grows with the schedule. Nothing of matplotlib's global state is read or left changed.
 
     Args:
       timeline: from ``simulate``.
@@ -70,12 +74,12 @@ def plot(
     label = memory_label or ("live activations" if memory is None else "memory")
     sizes = MemoryModel().for_schedule(timeline.schedule) if memory is None else memory
     width, dots = _size(timeline)
-    rows = _ROW * timeline.schedule.num_ranks
-    height = _HEAD + rows + 0.3 + _PANEL + _FOOT
+    rows, bands = (inches * timeline.schedule.num_ranks for inches in (_ROW, _BAND))
+    height = _HEAD + rows + 0.3 + bands + _FOOT
     figure = Figure(figsize=(width, height), dpi=dots, facecolor="white")
     across = _LEFT / width, (width - _LEFT - _RIGHT) / width
     grid = figure.add_axes((across[0], 1 - (_HEAD + rows) / height, across[1], rows / height))
-    below = figure.add_axes((across[0], _FOOT / height, across[1], _PANEL / height), sharex=grid)
+    below = figure.add_axes((across[0], _FOOT / height, across[1], bands / height), sharex=grid)
     kept = [timeline.memory_over_time(rank, sizes) for rank in range(timeline.schedule.num_ranks)]
     _draw_grid(grid, timeline, (width - _LEFT - _RIGHT) * _POINTS / (timeline.makespan or 1))
     _draw_memory(below, timeline, kept, label)
@@ -106,8 +110,78 @@ def _boxes(timeline: Timeline) -> Iterator[_Box]:
                 yield _Box(action, start, end, rank + part / len(slot), 1 / len(slot))
 
 
+def _draw_idle(axes: "Axes", timeline: Timeline) -> None:
+    """Hatch the time in which each rank waits, and write its sum beside the row."""
+    from matplotlib import rc_context
+    from matplotlib.collections import PolyCollection
+
+    gaps = []
+    for rank, (starts, ends) in enumerate(zip(timeline.starts, timeline.ends, strict=True)):
+        edges = zip([0.0, *ends], [*starts, timeline.makespan], strict=True)
+        gaps += [
+            _corners(end, start, rank, 1) for end, start in edges if start - end > 1e-9 * timeline.makespan
+        ]
+        axes.annotate(
+            f"idle {_number(timeline.idle[rank] + 0.0)}",
+            (1, rank + 0.5),
+            (5, 0),
+            xycoords=axes.get_yaxis_transform(),
+            textcoords="offset points",
+            size=7.5,
+            va="center",
+            color=_FAINT,
+        )
+    if gaps:
+        with rc_context({"hatch.linewidth": 0.5}):
+            axes.add_collection(
+                PolyCollection(
+                    gaps, gid="idle", facecolors=_IDLE, edgecolors=_IDLE_LINES, hatch="////", linewidths=0
+                )
+            )
+
+
+def _draw_sends(axes: "Axes", timeline: Timeline) -> None:
+    """A thin line for each transfer, from the end of what made it to where it has arrived."""
+    from matplotlib.collections import LineCollection
+
+    placement, send = timeline.schedule.placement, timeline.costs.send
+    lines = []
+    for box in _boxes(timeline) if send else ():
+        stage, op, _ = box.action
+        step = 1 if op is Op.F else -1
+        leaves = placement.is_last(stage) if op is Op.F else placement.is_first(stage)
+        if op is Op.W or leaves or placement.rank_of[stage + step] == placement.rank_of[stage]:
+            continue
+        middle = box.top + box.height / 2
+        lines.append([(box.end, middle), (box.end + send, placement.rank_of[stage + step] + 0.5)])
+    if lines:
+        axes.add_collection(
+            LineCollection(lines, gid="sends", colors=_INK, linewidths=0.4, alpha=0.5, zorder=3)
+        )
+
+
+def _draw_bound(axes: "Axes", timeline: Timeline) -> None:
+    schedule = timeline.schedule
+    bound = bound_of_stages(
+        schedule.placement, schedule.num_microbatches, timeline.costs, math.inf, MemoryModel()
+    )
+    if 0 < bound < timeline.makespan * (1 - 1e-9):
+        axes.axvline(bound, color="#c2185b", linewidth=1.1, linestyle=(0, (3, 2)), gid="bound")
+        axes.annotate(
+            f"proven bound {_number(bound)}",
+            (bound, 0),
+            (-2, 3),
+            textcoords="offset points",
+            size=7.5,
+            ha="right",
+            color="#c2185b",
+            annotation_clip=False,
+        )
+
+
 def _draw_grid(axes: "Axes", timeline: Timeline, points: float) -> None:
     """``points`` of the page to one unit of time."""
+    _draw_idle(axes, timeline)
     placement = timeline.schedule.placement
     groups: dict[tuple[Op, int], list[_Box]] = defaultdict(list)
     for box in _boxes(timeline):
@@ -122,6 +196,8 @@ def _draw_grid(axes: "Axes", timeline: Timeline, points: float) -> None:
     if framed:
         line = min(0.9, 0.12 * points * min(box.end - box.start for box in framed))
         _draw_boxes(axes, framed, "pairs", facecolors="none", edgecolors=_INK, linewidths=line)
+    _draw_sends(axes, timeline)
+    _draw_bound(axes, timeline)
     _tidy_grid(axes, timeline)
 
 
@@ -167,41 +243,35 @@ def _write_number(axes: "Axes", box: _Box, points: float, ink: str) -> None:
 
 
 def _draw_memory(axes: "Axes", timeline: Timeline, kept: Sequence[tuple[Any, Any]], label: str) -> None:
-    from matplotlib import colormaps
-
+    """A band for each rank, all to one scale, so that none lies under another."""
     ranks = len(kept)
-    colours_of_ranks = colormaps["viridis"]
+    most = max(max(amounts) for _, amounts in kept) or 1.0
     for rank, (times, amounts) in enumerate(kept):
-        axes.step(
-            [*times, timeline.makespan],
-            [*amounts, amounts[-1]],
-            where="post",
-            color=colours_of_ranks(0.9 * rank / max(ranks - 1, 1)),
-            linewidth=1.1,
-            label=f"rank {rank}",
+        base = rank + 0.94
+        heights = [base - 0.86 * amount / most for amount in (*amounts, amounts[-1])]
+        until = [*times, timeline.makespan]
+        axes.fill_between(until, heights, base, step="post", color=_FILL, linewidth=0)
+        peak = max(amounts)
+        axes.step(until, heights, where="post", color=_INK, linewidth=0.7, label=f"rank {rank}")
+        axes.annotate(
+            f"peak {_number(peak)}",
+            (1, rank + 0.5),
+            (5, 0),
+            xycoords=axes.get_yaxis_transform(),
+            textcoords="offset points",
+            size=7.5,
+            va="center",
+            color=_INK if peak >= most * (1 - 1e-9) else _FAINT,
         )
-    peak, rank, when = max((max(a), -r, -t[a.index(max(a))]) for r, (t, a) in enumerate(kept))
-    axes.axhline(peak, color=_FAINT, linewidth=0.6, linestyle=(0, (4, 3)), zorder=0)
-    axes.plot([-when], [peak], "o", color=_INK, markersize=3.5)
-    note = f"{_number(peak)} on rank {-rank}"
-    side = "left" if -when < 0.05 * timeline.makespan else "center"
-    axes.annotate(note, (-when, peak), (0, 4), textcoords="offset points", size=8, ha=side, color=_INK)
-    axes.legend(
-        handles=axes.lines[: ranks : max(ranks - 1, 1)],
-        loc="lower right",
-        bbox_to_anchor=(1, 0.98),
-        borderaxespad=0,
-        ncols=2,
-        frameon=False,
-        fontsize=8,
-        handlelength=1.4,
-        columnspacing=1.2,
+    axes.set_ylim(ranks, 0)
+    axes.set_yticks([rank + 0.5 for rank in range(ranks)], [f"rank {rank}" for rank in range(ranks)])
+    axes.set_title(
+        f"{label}, all ranks to one scale", size=8.5, color=_INK, loc="left", pad=2, parse_math=False
     )
-    axes.set_ylim(0, 1.22 * peak or 1)
-    axes.set_ylabel(label, size=8.5, color=_INK)
     axes.set_xlabel("time", size=8.5, color=_INK)
     axes.tick_params(labelsize=8, colors=_INK)
-    for side in ("top", "right"):
+    axes.tick_params(axis="y", length=0)
+    for side in ("top", "right", "left"):
         axes.spines[side].set_visible(False)
 
 
@@ -212,8 +282,10 @@ def _write_head(figure: "Figure", timeline: Timeline, peak: str) -> None:
     title = f"{schedule.name}   {_count(ranks, 'rank')}, {_count(microbatches, 'microbatch', 'es')}"
     facts = f"bubble {timeline.bubble:.1%}   makespan {_number(timeline.makespan)}   peak {peak}"
     left = _LEFT / width
-    figure.text(left, 1 - 0.2 / height, title, size=12.5, weight="bold", color=_INK, va="top")
-    figure.text(left, 1 - 0.47 / height, facts, size=10, color=_INK, va="top")
+    figure.text(
+        left, 1 - 0.2 / height, title, size=12.5, weight="bold", color=_INK, va="top", parse_math=False
+    )
+    figure.text(left, 1 - 0.47 / height, facts, size=10, color=_INK, va="top", parse_math=False)
     figure.text(
         1 - _RIGHT / width,
         1 - 0.47 / height,
@@ -239,6 +311,8 @@ def _add_legend(figure: "Figure", timeline: Timeline) -> None:
     ]
     if any(len(slot) == 2 for order in schedule.orders for slot in order):
         entries.append((Patch(facecolor="none", edgecolor=_INK), "overlapped pair"))
+    if max(timeline.idle) > 1e-9 * timeline.makespan:
+        entries.append((Patch(facecolor=_IDLE, edgecolor=_IDLE_LINES, hatch="////", linewidth=0), "idle"))
     if shades > 1:
         names = ", ".join(shade_names(schedule.placement))
         greys = tuple(Patch(color=str(0.82 - 0.42 * at / (shades - 1))) for at in range(shades))
@@ -307,17 +381,17 @@ def is_dark(colour: str) -> bool:
 def _size(timeline: Timeline) -> tuple[float, float]:
     """Width in inches and dots an inch: room for the numbers in all but the shortest boxes, within reason.
 
-    A long schedule first gets a wider figure, then finer print, lest its title be lost on a banner.
+    A long schedule gets a wide figure: numbers of two digits are read up to 16 ranks by 64 microbatches.
     """
     lengths = sorted(box.end - box.start for box in _boxes(timeline))
     short = lengths[len(lengths) // 5] if lengths else 0.0
     wanted = 0.15 * timeline.makespan / short if short else 0.0
-    width = min(max(wanted, 10.0), 18.0)
-    return width + _LEFT + _RIGHT, 160 * min(max(wanted / width, 1.0), 2.2)
+    width = min(max(wanted, 10.0), 36.0)
+    return width + _LEFT + _RIGHT, 160 if width < 20 else 110
 
 
 def _describe(costs: CostModel) -> str:
-    text = f"F {costs.F:.4g}   I {costs.I:.4g}   W {costs.W:.4g}   pair {costs.FB:.4g}"
+    text = f"cost of a stage: F {costs.F:.4g}   I {costs.I:.4g}   W {costs.W:.4g}   pair {costs.FB:.4g}"
     return text + (f"   send {costs.send:.4g}" if costs.send else "")
 
 

@@ -14,6 +14,9 @@ _HEADER = re.compile(
     r"(?:,\s*pipes\s+(?P<pipes>\([\d ()]*\)))?\s*"
 )
 
+_WIDEST = 1_000_000
+"""The most characters of a line drawn to time."""
+
 
 def format_grid(schedule: Schedule, costs: CostModel | None = None) -> str:
     """Print a schedule, one line per rank; ``parse_grid`` reads it back.
@@ -32,7 +35,8 @@ def format_grid(schedule: Schedule, costs: CostModel | None = None) -> str:
     rank 1: ... 1F0 1B0     1F1 1B1
 
     Raises:
-      ValueError: with costs, if the schedule hangs or a slot takes no time and so has no room.
+      ValueError: with costs, if the schedule hangs, or a slot takes no time and so has no room, or so little
+        beside the others that a line would not end.
     """
     pipes = " ".join(f"({' '.join(map(str, pipe))})" for pipe in schedule.placement.pipes)
     header = f"# {schedule.name}, ranks {schedule.num_ranks}, microbatches {schedule.num_microbatches}, "
@@ -126,6 +130,12 @@ def _drawn(schedule: Schedule, rows: Sequence[Sequence[str]], costs: CostModel) 
             f"format_grid: {_cell(free)} takes no time under {costs}; to draw time, all costs must be above 0"
         )
     scale = max(((len(_cell(slot)) + 1) / costs.of(slot, schedule.placement) for slot in slots), default=1.0)
+
+    if timeline.makespan * scale > _WIDEST:
+        raise ValueError(
+            f"format_grid: drawn to time under {costs}, a line is {timeline.makespan * scale:.2g} characters long; "
+            "costs differ too much, so write it without them or in another format, such as JSON"
+        )
 
     def column(time: float) -> int:
         return math.floor(time * scale + 1e-6)

@@ -2,9 +2,11 @@
 
 import csv
 import re
-from collections.abc import Sequence
+import reprlib
+from collections.abc import Mapping, Sequence
 
 from dualpipe_jax.schedule.costs import CostModel
+from dualpipe_jax.schedule.dataflow import execution_order
 from dualpipe_jax.schedule.ir import Action, Placement, Schedule, Slot
 from dualpipe_jax.schedule.simulate import simulate
 
@@ -56,24 +58,26 @@ def from_torch_csv(text: str, placement: Placement | None = None, name: str = "p
     Placement(pipes=((0, 1),))
 
     Args:
-      text: the CSV; line r is rank r - 1.
+      text: the CSV; the r-th line that is not blank is rank r - 1.
       placement: which rank holds which stage. Left out, there is one pipe, its stages where the lines run
-        them; the text alone cannot tell two pipes from one.
+        them; or two in opposite directions, where the lines would hang as one pipe and as two do not.
       name: name of the schedule.
 
     Raises:
       ValueError: if a cell cannot be read (says which), or the lines leave the placement open.
     """
-    lines = text.rstrip().splitlines()
-    rows = [_read_row(line, row) for line, row in enumerate(csv.reader(lines), 1)]
+    lines = enumerate(text.removeprefix("\ufeff").splitlines(), 1)
+    written = {number: line for number, line in lines if line.strip()}
+    read = zip(written, csv.reader(written.values()), strict=True)
+    rows = {number: _read_row(number, row) for number, row in read}
+    orders = tuple(tuple(slot for _, slot in row) for row in rows.values())
     if placement is None:
-        placement = _placed(rows)
+        placement = _as_two_pipes(_placed(rows), orders)
     if placement.num_ranks != len(rows):
         raise ValueError(
             f"from_torch_csv: {len(rows)} lines, but {placement.num_ranks} ranks in the placement; "
             "give one line for each rank"
         )
-    orders = tuple(tuple(slot for _, slot in row) for row in rows)
     highest = max((a.microbatch for order in orders for slot in order for a in slot), default=-1)
     return Schedule(name, placement, (highest + 1) * placement.num_pipes, orders)
 
@@ -119,25 +123,39 @@ def _read_cell(line: int, number: int, cell: str) -> Slot:
         ) from None
 
 
-def _placed(rows: Sequence[_Row]) -> Placement:
-    """The one pipe whose stages live where the lines run them."""
+def _placed(rows: Mapping[int, _Row]) -> Placement:
+    """The one pipe whose stages live where the lines, by their numbers, run them."""
     rank_of: dict[int, int] = {}
-    for rank, row in enumerate(rows):
+    for rank, (line, row) in enumerate(rows.items()):
         if not row:
-            raise ValueError(f"from_torch_csv: line {rank + 1} runs nothing; drop it, or pass placement=")
+            raise ValueError(f"from_torch_csv: line {line} runs nothing; drop it, or pass placement=")
         for number, slot in row:
             for action in slot:
                 first = rank_of.setdefault(action.stage, rank)
                 if first != rank:
                     raise ValueError(
-                        f"from_torch_csv: line {rank + 1}, cell {number}: {action}, but line {first + 1} runs "
+                        f"from_torch_csv: line {line}, cell {number}: {action}, but line {list(rows)[first]} runs "
                         f"stage {action.stage} already; a stage lives on one rank, so move it there"
                     )
-    missing = [stage for stage in range(max(rank_of, default=0)) if stage not in rank_of]
-    if missing or not rank_of:
-        given = f"stages {sorted(rank_of)}, but not {missing}" if rank_of else "no lines"
+    if not rank_of or len(rank_of) <= max(rank_of):
+        held = sorted(rank_of)
+        first = next((stage for stage, there in enumerate(held) if stage != there), 0)
+        given = f"stages {reprlib.repr(held)}, but no stage {first}" if held else "no lines"
         raise ValueError(
             f"from_torch_csv: got {given}; to place them, one line must run each stage from 0 to the last. "
             "Add what is missing, or pass placement="
         )
     return Placement((tuple(rank_of[stage] for stage in range(len(rank_of))),))
+
+
+def _as_two_pipes(placement: Placement, orders: tuple[tuple[Slot, ...], ...]) -> Placement:
+    """Two pipes in opposite directions for the V that their stages look like, if the orders run as those alone."""
+    ranks = placement.num_ranks
+    if placement != Placement.v(ranks) or _runs(placement, orders):
+        return placement
+    both = Placement.bidirectional(ranks)
+    return both if _runs(both, orders) else placement
+
+
+def _runs(placement: Placement, orders: tuple[tuple[Slot, ...], ...]) -> bool:
+    return len(execution_order(placement, orders)) == sum(map(len, orders))

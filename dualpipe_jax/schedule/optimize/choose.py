@@ -2,14 +2,13 @@
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
 from dualpipe_jax.schedule.costs import CostModel, MemoryModel
 from dualpipe_jax.schedule.ir import Schedule
-from dualpipe_jax.schedule.optimize.search import search
+from dualpipe_jax.schedule.optimize.search import check_amounts, search
+from dualpipe_jax.schedule.recipes import ALL_SCHEDULES, Recipe
 from dualpipe_jax.schedule.simulate import Timeline, simulate
-
-Recipe = Callable[[int, int], Schedule]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,12 +84,11 @@ def choose(
       One candidate for each recipe, and one for the search.
     """
     if schedules is None:
-        from dualpipe_jax.schedule import ALL_SCHEDULES  # late: the package imports this module
-
         schedules = ALL_SCHEDULES
     costs, memory, schedules = costs or CostModel(), memory or MemoryModel(), tuple(schedules)
     makers = [(recipe.__name__, recipe) for recipe in schedules]
-    if search_effort:
+    if search_effort:  # search refuses what makes no sense
+        check_amounts(memory_limit, search_effort, None)
         makers.append(
             (
                 "search",

@@ -337,6 +337,7 @@ class _Floor:
         there = self.terms.placement.rank_of[reader]
         if there == rank.number:
             return False
-        if self.ranks[there].free_at <= arrival:
-            heapq.heappush(self.wakes, (arrival, there))
+        # A slot of no time may end a rounding error before the reader, idle by now, was last awake.
+        if self.ranks[there].free_at <= arrival + self.terms.eps:
+            heapq.heappush(self.wakes, (max(arrival, self.ranks[there].free_at), there))
         return True

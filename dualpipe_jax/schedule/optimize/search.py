@@ -1,43 +1,28 @@
 """An automatic scheduler: the best of every named schedule, of many policies, and of what improves on them."""
 
-import contextlib
 import dataclasses
 import math
-import random
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, TypeVar
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from dualpipe_jax.schedule.costs import CostModel, MemoryModel, stages_a_share
 from dualpipe_jax.schedule.ir import Placement, Schedule
 from dualpipe_jax.schedule.optimize.bounds import lower_bound
-from dualpipe_jax.schedule.optimize.greedy import Policy, play_greedily
 from dualpipe_jax.schedule.optimize.improve import Moves, Player, improve, moves_of, paired, split_alone
+from dualpipe_jax.schedule.optimize.seeds import Policies, served
 from dualpipe_jax.schedule.optimize.terms import least_memory, make_terms
+from dualpipe_jax.schedule.recipes import ALL_SCHEDULES, Recipe
 from dualpipe_jax.schedule.simulate import simulate
 from dualpipe_jax.schedule.validate import validate
 
-Recipe = Callable[[int, int], Schedule]
+PLACEMENTS = ("linear", "v", "wave", "interleaved", "interleaved_4", "bidirectional")
+"""Names of placements; all but the last have one copy of the parameters."""
 
-_Entry = TypeVar("_Entry", bound=tuple)
-
-_KNOBS: dict[str, tuple[Any, ...]] = {
-    "pair": (True, True, True, False),
-    "match": (True, False),
-    "patience": (0.0, 0.5, 1.0, 2.0, 4.0),
-    "forward_first": (True, False),
-    "deep_backward": (True, False),
-    "split": ("always", "always", "ends", "ends", "never"),
-    "owed": (math.inf, math.inf, 2, 4),
-    "fill": (0.2, 0.5, 0.8, 1.0),
-    "ahead": (math.inf, math.inf, 1.25, 1.0),  # of the ranks, as the next
-    "burst": (0.0, 0.25, 0.5, 0.75, 1.0, 1.5),
-    "pace": (0.0, 0.0, 0.9, 0.95, 1.0, 1.0, 1.02, 1.05, 1.1),
-}
-"""What policies are drawn from."""
+_WHOLE = 3.0
+"""All limits that the search climbs through get so many times the effort together."""
 
 _MOST_POLICIES, _MOST_TRIES = 600, 10_000
-"""More gain little, however small the schedule is."""
+"""More for a rung gain little, however small the schedule is."""
 
 
 def search(
@@ -52,7 +37,12 @@ def search(
     effort: float = 1.0,
     seconds: float | None = None,
 ) -> Schedule:
-    """Find a short schedule for given costs and memory; no longer than any named schedule that fits.
+    """Find a short schedule for given costs, transfers among them, and memory.
+
+    It is no longer than any named schedule that fits and has a placement that is searched; which leaves out
+    two copies of the parameters unless they are asked for. Nor is it longer than what is found within less
+    memory, unless ``seconds`` cuts either short: the search climbs through limits from the least that holds
+    a schedule, the same for all arguments but ``memory_limit``, up to that, and keeps what it has.
 
     Seeds are the named schedules and what a greedy scheduler makes under many policies; the best are then
     improved by local changes: moves reordered, forwards and backwards paired and parted, backwards split so
@@ -70,43 +60,94 @@ def search(
       costs: of a whole rank's share of the model (1 / num_ranks of it) whatever the placement; a
         placement of k stages a share takes ``costs.divided(k)``.
       memory_limit: what each rank may keep at once, its parameters included, in units of ``memory``.
-      placement: "linear", "v", "wave" (there and back twice, four stages a rank), "bidirectional", or any
-        Placement; the best of those with one copy of the parameters when left out.
+      placement: "linear", "v", "wave" (there and back twice, four stages a rank), "interleaved" (round the
+        ranks twice), "interleaved_4" (four times), "bidirectional", or any Placement; the best of those with
+        one copy of the parameters when left out.
       memory: sizes of a whole rank's share; live activations when left out.
-      schedules: recipes to start from, and to be no worse than; all named ones when left out.
-      effort: how much to try; the time taken grows with it.
+      schedules: recipes to start from, and to be no worse than; all named ones when left out, cut as finely
+        as the placements are.
+      effort: how much to try, from 0; the time taken grows with it.
       seconds: begin nothing new after this long, whatever the effort; the named schedules are always played,
         and what is begun is ended.
 
     Raises:
       ValueError: if the memory holds no schedule at all: says how much the most modest needs. If the
-        placement has other ranks, or its pipes cannot share the microbatches.
+        placement has other ranks, or its pipes cannot share the microbatches. If effort, seconds or the limit
+        is no number that makes sense.
     """
+    check_amounts(memory_limit, effort, seconds)
     costs, memory = costs or CostModel(), memory or MemoryModel()
-    placements = _roomy(_placements(num_ranks, num_microbatches, placement), memory_limit, memory)
-    if schedules is None:
-        from dualpipe_jax.schedule import ALL_SCHEDULES  # late: the package imports this module
+    placements = _placements(num_ranks, num_microbatches, placement)
+    roomy = _roomy(placements, memory_limit, memory)
+    named = [
+        schedule
+        for schedule in served(ALL_SCHEDULES if schedules is None else schedules, num_ranks, num_microbatches)
+        if schedule.placement in placements or (placement is None and schedule.placement.num_pipes == 1)
+    ]
+    goal = _bounds(roomy, num_microbatches, costs, memory_limit, memory)
+    hunt = _Hunt(num_microbatches, costs, memory, named, min(goal.values()), memory_limit)
+    ends = math.inf if seconds is None else time.monotonic() + seconds
+    ladder = _ladder(placements, memory, hunt.turns())
+    shares = {rung: min(1.0, _WHOLE * part / sum(ladder.values())) for rung, part in ladder.items()}
+    climbed = [rung for rung in shares if rung <= memory_limit * (1 + 1e-9)]
+    for number, rung in enumerate(climbed):
+        if hunt.is_over():
+            break
+        now = time.monotonic()
+        within = _roomy(placements, rung, memory)
+        hunt.climb(rung, _bounds(within, num_microbatches, costs, rung, memory))
+        hunt.until = now + max(0.0, ends - now) / (len(climbed) - number)
+        hunt.try_policies(1.5e6 * effort * shares[rung], round(_MOST_POLICIES * shares[rung]))
+        hunt.improve(5e6 * effort * shares[rung], _MOST_TRIES * shares[rung])
+    return validate(dataclasses.replace(hunt.best_within(memory_limit), name="search"))
 
-        schedules = ALL_SCHEDULES
-    bounds = {
-        p: lower_bound(num_ranks, num_microbatches, costs, memory_limit, placement=p, memory=memory)
+
+def check_amounts(memory_limit: float, effort: float, seconds: float | None) -> None:
+    """Raise ValueError unless these are amounts; only the limit may be infinite."""
+    for name, amount in (("effort", effort), ("seconds", seconds)):
+        if amount is not None and not 0 <= amount < math.inf:
+            raise ValueError(f"search: got {name}={amount}; it must be finite and at least 0, such as 1")
+    if math.isnan(memory_limit):
+        raise ValueError("search: got memory_limit=nan; give a number, or leave it out for no limit")
+
+
+def _ladder(
+    placements: Sequence[Placement], memory: MemoryModel, turns: Iterable[float]
+) -> dict[float, float]:
+    """The limits to climb through, ascending, whatever the limit that is asked for; and the part of each.
+
+    Where a longer named schedule gives way to a shorter one, without limit, and for as many activations as 1F1B
+    keeps, it is a whole part; on the way between those half a part.
+    """
+    ranks, unit = placements[0].num_ranks, memory.residual_i + memory.residual_w + memory.boundary
+    least = min(least_memory(p, memory.divided(stages_a_share(p)))[0] for p in placements)
+    kept = 1.0  # of activations, where the least has one
+    ladder: dict[float, float] = {}
+    while unit and kept <= 1.5 * ranks:
+        ladder[least + (kept - 1) * unit] = 0.5
+        kept = max(kept + 0.5, math.floor(2.5 * kept) / 2)
+    whole = (least + (ranks - 1) * unit, math.inf, *turns)
+    ladder |= dict.fromkeys((rung for rung in whole if rung > least), 1.0)
+    return dict(sorted(ladder.items()))
+
+
+def _in_rounds(placement: Placement) -> bool:
+    stages = stages_a_share(placement)
+    return stages > 1 and placement == Placement.interleaved(placement.num_ranks, int(stages))
+
+
+def _bounds(
+    placements: Iterable[Placement],
+    num_microbatches: int,
+    costs: CostModel,
+    memory_limit: float,
+    memory: MemoryModel,
+) -> dict[Placement, float]:
+    """Of each placement the time below which nothing ends."""
+    return {
+        p: lower_bound(p.num_ranks, num_microbatches, costs, memory_limit, placement=p, memory=memory)
         for p in placements
     }
-    ends = None if seconds is None else time.monotonic() + seconds
-    hunt = _Hunt(num_microbatches, costs, memory_limit, memory, bounds, ends)
-    for schedule in served(schedules, num_ranks, num_microbatches):
-        if schedule.placement in placements if placement else schedule.placement.num_pipes == 1:
-            hunt.add(schedule)
-    hunt.try_policies(1.5e6 * effort)
-    hunt.improve(5e6 * effort)
-    return validate(dataclasses.replace(hunt.best(1)[0], name="search"))
-
-
-def served(schedules: Iterable[Recipe], num_ranks: int, num_microbatches: int) -> Iterator[Schedule]:
-    """The schedules of those recipes that serve the counts."""
-    for recipe in schedules:
-        with contextlib.suppress(ValueError):
-            yield recipe(num_ranks, num_microbatches)
 
 
 def _placements(num_ranks: int, num_microbatches: int, placement: Placement | str | None) -> list[Placement]:
@@ -120,10 +161,12 @@ def _placements(num_ranks: int, num_microbatches: int, placement: Placement | st
         "linear": Placement.linear(num_ranks),
         "v": Placement.v(num_ranks),
         "wave": Placement.wave(num_ranks, 2),
+        "interleaved": Placement.interleaved(num_ranks, 2),
+        "interleaved_4": Placement.interleaved(num_ranks, 4),
         "bidirectional": Placement.bidirectional(num_ranks),
     }
     if placement is None:
-        return [known["linear"], known["v"], known["wave"]]
+        return list(dict.fromkeys(known[name] for name in PLACEMENTS[:-1]))
     if isinstance(placement, str):
         if placement not in known:
             raise ValueError(
@@ -158,21 +201,40 @@ def _roomy(placements: Sequence[Placement], memory_limit: float, memory: MemoryM
     return roomy
 
 
+@dataclasses.dataclass(frozen=True)
+class _Found:
+    """A schedule, what it takes, what it keeps, and the ``fill`` of the player that made it, if one did."""
+
+    makespan: float
+    number: int
+    schedule: Schedule
+    kept: float
+    fill: float | None
+
+
 class _Hunt:
-    """What has been found so far, and the ways to find more."""
+    """What has been found so far, and the ways to find more within a limit."""
 
     def __init__(
         self,
         num_microbatches: int,
         costs: CostModel,
-        memory_limit: float,
         memory: MemoryModel,
-        bounds: Mapping[Placement, float],
-        ends: float | None,
+        named: Iterable[Schedule],
+        goal: float,
+        memory_limit: float,
     ):
         self.num_microbatches, self.costs, self.memory = num_microbatches, costs, memory
-        self.memory_limit, self.bounds, self.ends = memory_limit, bounds, ends
-        self.found: list[tuple[float, int, Schedule]] = []
+        self.goal, self.memory_limit = goal, memory_limit
+        self.until, self.policies = math.inf, Policies()
+        self.found: list[_Found] = []
+        self.varied: set[int] = set()
+        for schedule in named:
+            self.add(schedule)
+
+    def climb(self, limit: float, bounds: Mapping[Placement, float]) -> None:
+        """Go on within another limit, by which nothing on each placement ends before its bound."""
+        self.limit, self.bounds = limit, bounds
         self.players: dict[tuple[Placement, float], Player] = {}
 
     def player(self, placement: Placement, fill: float = 0.6) -> Player:
@@ -180,15 +242,49 @@ class _Hunt:
         if (placement, fill) not in self.players:
             parts = stages_a_share(placement)
             costs, memory = self.costs.divided(parts), self.memory.divided(parts)
-            terms = make_terms(
-                placement, self.num_microbatches, costs, self.memory_limit, memory, who="search"
-            )
+            terms = make_terms(placement, self.num_microbatches, costs, self.limit, memory, who="search")
             self.players[placement, fill] = Player(terms, fill)
         return self.players[placement, fill]
 
+    def add(self, schedule: Schedule, fill: float | None = None) -> None:
+        """Keep a schedule."""
+        timeline = simulate(schedule, self.costs.for_schedule(schedule))
+        kept = max(timeline.memory(self.memory.for_schedule(schedule)))
+        self.found.append(_Found(timeline.makespan, len(self.found), schedule, kept, fill))
+
+    def best(self, count: int, limit: float) -> list[_Found]:
+        """The shortest found that fit a limit, one of each makespan; of equals the first."""
+        distinct: list[_Found] = []
+        fitting = (found for found in self.found if found.kept <= limit * (1 + 1e-9))
+        for found in sorted(fitting, key=lambda found: (found.makespan, found.number)):
+            if not distinct or found.makespan > distinct[-1].makespan * (1 + 1e-9):
+                distinct.append(found)
+        return distinct[:count]
+
+    def turns(self) -> list[float]:
+        """What those keep that are shorter than all that keep less."""
+        kept, shortest = [], math.inf
+        for found in sorted(self.found, key=lambda found: (found.kept, found.makespan)):
+            if found.makespan < shortest * (1 - 1e-9):
+                kept.append(found.kept)
+                shortest = found.makespan
+        return kept
+
+    def best_within(self, limit: float) -> Schedule:
+        """The shortest that fits a limit."""
+        return self.best(1, limit)[0].schedule
+
+    def shortest(self, limit: float) -> float:
+        """The makespan of that, infinite if nothing fits."""
+        return next((found.makespan for found in self.best(1, limit)), math.inf)
+
+    def is_over(self) -> bool:
+        """Is what fits the limit that was asked for proven to be the best?"""
+        return self.shortest(self.memory_limit) <= self.goal * (1 + 1e-9)
+
     def hopeful(self, makespan: float) -> list[Placement]:
         """The placements that are not proven to take at least as long as a makespan; none if time is up."""
-        if self.ends is not None and time.monotonic() >= self.ends:
+        if time.monotonic() >= self.until:
             return []
         return [placement for placement, bound in self.bounds.items() if makespan > bound * (1 + 1e-9)]
 
@@ -196,93 +292,50 @@ class _Hunt:
         """Is there time left, and something to gain over a makespan?"""
         return bool(self.hopeful(makespan))
 
-    def add(self, schedule: Schedule) -> None:
-        """Keep a schedule if it fits the memory."""
-        timeline = simulate(schedule, self.costs.for_schedule(schedule))
-        if max(timeline.memory(self.memory.for_schedule(schedule))) <= self.memory_limit * (1 + 1e-9):
-            self.found.append((timeline.makespan, len(self.found), schedule))
-
-    def best(self, count: int) -> list[Schedule]:
-        """The shortest found, one of each makespan; of equals the first."""
-        return [schedule for _, _, schedule in _distinct(self.found)[:count]]
-
-    def try_policies(self, budget: float) -> None:
-        """Greedy schedules, first under random policies, then under changes of the best of those.
-
-        The budget counts actions; it is spent by turns on all placements that could still win, and at
-        least once.
-        """
-        dice, spent = random.Random(0), 0.0
-        tried: list[tuple[float, int, Placement, Policy]] = []
-        shortest = min((makespan for makespan, *_ in self.found), default=math.inf)
+    def try_policies(self, budget: float, most: int) -> None:
+        """At most so many greedy schedules under random policies, but one; the budget counts actions."""
+        shortest, policies, turns = self.shortest(self.limit), self.policies, 0
+        policies.begin()
         while placements := self.hopeful(shortest) or list(self.bounds)[: shortest == math.inf]:
-            number = len(tried)
-            placement, parent = placements[number % len(placements)], None
-            parents = _distinct(entry for entry in tried if entry[2] in placements)[:10]
-            if parents and (spent > budget / 3 or number > _MOST_POLICIES / 3):
-                _, _, placement, parent = dice.choice(parents)
-            policy = _draw(placement.num_ranks, dice, parent)
-            _, makespan = play_greedily(self.player(placement).terms, policy)
-            tried.append((makespan, number, placement, policy))
-            shortest = min(shortest, makespan)
-            spent += 2 * placement.num_model_stages * self.num_microbatches
-            if spent > budget or number > _MOST_POLICIES:
+            # In rounds they come to little; there the named schedules are what is improved.
+            placements = [p for p in placements if not _in_rounds(p)] or placements
+            placement = placements[turns % len(placements)]
+            shortest = min(shortest, policies.try_one(self.player(placement).terms))
+            turns += 1
+            if policies.spent > budget or turns > most:
                 break
-        for _, _, placement, policy in _distinct(tried)[:6]:
-            orders, _ = play_greedily(self.player(placement).terms, policy)
+        for orders, placement in policies.best(lambda p: self.player(p).terms):
             self.add(Schedule("greedy", placement, self.num_microbatches, orders))
 
-    def improve(self, budget: float) -> None:
+    def improve(self, budget: float, most: float) -> None:
         """Change the best found so far for the better; half of the budget, in moves played, is for one."""
         starts: list[tuple[float, Player, Moves]] = []
-        for schedule in self.best(6):
-            if self.go_on(min(makespan for makespan, *_ in self.found)):
-                starts += self._variants(schedule)
+        for found in self.best(6, self.limit):
+            if self.go_on(self.shortest(self.limit)):
+                starts += self._variants(found)
         starts.sort(key=lambda start: start[0])
         for keep, share in ((4, 0.25), (2, 0.25), (1, 0.5)):
             improved = []
             for _, player, moves in starts[:keep]:
-                tries = round(min(_MOST_TRIES, budget / sum(map(len, moves))) * share / keep)
+                tries = round(min(most, budget / sum(map(len, moves)) * share / keep))
                 moves, makespan = improve(player, moves, tries, seed=keep, go_on=self.go_on)
                 improved.append((makespan, player, moves))
             starts = sorted(improved, key=lambda start: start[0])
         for _, player, moves in starts:
-            self.add(player.schedule(moves, "search"))
+            self.add(player.schedule(moves, "search"), player.fill)
 
-    def _variants(self, schedule: Schedule) -> Iterator[tuple[float, Player, Moves]]:
-        """A schedule's moves as they are, with neighbours paired, and with backwards split or whole."""
-        moves = moves_of(schedule)
-        for fill in (0.6, 0.3, 1.0):
-            player = self.player(schedule.placement, fill)
-            for variant in (
-                moves,
-                paired(player.terms, moves),
-                split_alone(moves),
-                split_alone(moves, False),
-            ):
-                play = player.play(variant)
-                if play is not None:
-                    yield play.makespan, player, variant
-
-
-def _distinct(entries: Iterable[_Entry]) -> list[_Entry]:
-    """In the order of their makespans, which come first in each; of equals the one numbered first."""
-    shortest: list[_Entry] = []
-    for entry in sorted(entries, key=lambda entry: entry[:2]):
-        if not shortest or entry[0] > shortest[-1][0] * (1 + 1e-9):
-            shortest.append(entry)
-    return shortest
-
-
-def _draw(num_ranks: int, dice: random.Random, parent: Policy | None) -> Policy:
-    """A random policy, or a parent with one or two of its knobs turned."""
-    drawn = {knob: dice.choice(values) for knob, values in _KNOBS.items()}
-    drawn["ahead"] *= num_ranks
-    drawn["burst"] = round(drawn["burst"] * num_ranks)
-    if parent is None:
-        return Policy(**drawn)
-    if parent.pace:
-        drawn["pace"] = parent.pace * dice.uniform(0.95, 1.05)
-        drawn["burst"] = max(0, parent.burst + dice.randint(-2, 2))
-    turned = dice.sample(list(_KNOBS), 2)
-    return dataclasses.replace(parent, **{knob: drawn[knob] for knob in turned})
+    def _variants(self, found: _Found) -> Iterator[tuple[float, Player, Moves]]:
+        """A schedule's moves as they are; at first also with neighbours paired, and backwards split or whole."""
+        moves, new = moves_of(found.schedule), found.fill is None and found.number not in self.varied
+        self.varied.add(found.number)
+        fill = 0.6 if found.fill is None else found.fill
+        player = self.player(found.schedule.placement, fill)
+        starts = [(player, moves)]
+        if new:
+            starts += [(player, paired(player.terms, moves))]
+            starts += [(player, split_alone(moves, split)) for split in (True, False)]
+            starts += [(self.player(found.schedule.placement, fill), moves) for fill in (0.3, 1.0)]
+        for player, variant in starts:
+            play = player.play(variant)
+            if play is not None:
+                yield play.makespan, player, variant

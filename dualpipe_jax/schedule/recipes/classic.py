@@ -1,5 +1,6 @@
-"""GPipe and 1F1B, on a line and interleaved: one pipe in one direction, full backwards."""
+"""GPipe and 1F1B, on a line, interleaved, and interleaved in overlapped pairs: one pipe, full backwards."""
 
+import dataclasses
 from collections.abc import Sequence
 
 from dualpipe_jax.schedule.costs import CostModel
@@ -106,6 +107,49 @@ def interleaved_1f1b_bubble(
     """
     missing = (num_stages_per_rank - 1) * max(0, num_ranks - num_microbatches)
     return (num_ranks - 1 + missing) * (costs.F + costs.B)
+
+
+def interleaved_1f1b_overlap(num_ranks: int, num_microbatches: int, num_stages_per_rank: int = 2) -> Schedule:
+    """Interleaved 1F1B with a steady state of overlapped pairs, where each hides the other's communication.
+
+    The order is that of ``interleaved_1f1b`` with each backward and the forward that follows it in one slot.
+    For a pair of max(F, B) <= FB <= F + B and num_microbatches >= num_ranks the rank that idles most idles
+    (num_ranks - 1)(F + B) of a stage, 1/v of a rank's share of the model for v = num_stages_per_rank; v times
+    the traffic. Rank 0 has the most activations live, (v + 1) num_ranks of 1/v the size where num_ranks divides
+    num_microbatches and is not all of them.
+
+    Source: Megatron-LM's interleaved 1F1B (arXiv 2104.04473) with expert communication overlapped, its
+    ``overlap_moe_expert_parallel_comm``.
+
+    >>> ["+".join(map(str, slot)) for slot in interleaved_1f1b_overlap(2, 2).orders[1]]
+    ['1F0', '1F1', '3F0', '3F1+3B0', '3B1', '1B0', '1B1']
+
+    Raises:
+      ValueError: if a count is below 1.
+    """
+    plain = interleaved_1f1b(num_ranks, num_microbatches, num_stages_per_rank)
+    orders = tuple(map(_overlapped, plain.orders))
+    return dataclasses.replace(plain, name="interleaved_1f1b_overlap", orders=orders)
+
+
+def interleaved_1f1b_overlap_bubble(
+    num_ranks: int, num_microbatches: int, costs: CostModel, num_stages_per_rank: int = 2
+) -> float:
+    """Bubble of ``interleaved_1f1b_overlap``: that of ``interleaved_1f1b``, on the rank that idles most.
+
+    Exact for max(F, B) <= FB <= F + B.
+    """
+    return interleaved_1f1b_bubble(num_ranks, num_microbatches, costs, num_stages_per_rank)
+
+
+def _overlapped(order: tuple[Slot, ...]) -> tuple[Slot, ...]:
+    """Each backward and the forward right after it as a pair."""
+    slots: list[Slot] = []
+    for slot in order:
+        if slots and slot[0].op is Op.F and slots[-1][0].op is Op.B:
+            slot += slots.pop()
+        slots.append(slot)
+    return tuple(slots)
 
 
 def looped_bfs(num_ranks: int, num_microbatches: int, num_stages_per_rank: int = 2) -> Schedule:

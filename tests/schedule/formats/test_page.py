@@ -1,6 +1,7 @@
 """The page: what it holds, and in headless Chromium what its script makes of it, against Python's simulator."""
 
 import base64
+import html
 import json
 import re
 import shutil
@@ -19,9 +20,11 @@ from dualpipe_jax.schedule import (
     Schedule,
     dualpipe,
     dualpipe_v,
+    from_json,
     gpipe,
     one_f_one_b,
     simulate,
+    to_json,
     zb_h1,
 )
 from dualpipe_jax.schedule.formats import page as page_module
@@ -231,6 +234,97 @@ def test_sliders_table_and_keys(tmp_path):
     text = f"rank 1: {timeline.schedule.orders[1][1][0]}, from {start:g} to {end:g}; the rank keeps"
     assert text in dom
     assert "<title>zb_h1, 2 ranks, 20 microbatches</title>" in dom
+
+
+@in_chromium
+@pytest.mark.parametrize("asked", ["constructor", "__proto__", "toString", "no such"])
+def test_a_fragment_that_names_no_schedule_changes_nothing(tmp_path, asked):
+    dom = open_page(tmp_path, html_page(gpipe(2, 3), recipes=(gpipe,)), f"schedule={asked}")
+    assert "<title>gpipe, 2 ranks, 3 microbatches</title>" in dom and "data-error" not in dom
+    assert figures(dom, "makespan") == simulate(gpipe(2, 3)).makespan
+
+
+FOCUS = """
+const wait = setInterval(() => {
+  if (!document.body.dataset.ready) return;
+  clearInterval(wait);
+  try {
+    $("table").querySelector("button").focus();
+    change({ F: 2 });
+    document.body.dataset.focused = document.activeElement.textContent;
+  } catch (error) { document.body.dataset.error = error; }
+}, 50);
+"""
+
+
+@in_chromium
+def test_a_quote_in_a_name_is_a_letter_like_any_other(tmp_path):
+    mine = Schedule('a "b" <i>', gpipe(2, 3).placement, 3, gpipe(2, 3).orders)
+    dom = open_page(tmp_path, html_page(mine, recipes=()), script=FOCUS)
+    assert "data-error" not in dom
+    assert 'data-focused="a &quot;b&quot; &lt;i&gt;"' in dom
+
+
+@in_chromium
+def test_an_extra_of_a_stage_that_is_not_there_counts_nowhere_as_in_python(tmp_path):
+    costs = CostModel(extra={7: (1, 1, 1), -9: (2, 2, 2), -1: (0.5, 0.5, 0.5)})
+    dom = open_page(tmp_path, html_page(gpipe(2, 3), costs, recipes=(gpipe, dualpipe_v)))
+    assert {name: row[0] for name, row in rows(dom).items()} == {
+        name: pytest.approx(by_python((2, 3), costs, MemoryModel())[name][0])
+        for name in ("gpipe", "dualpipe_v")
+    }
+
+
+@in_chromium
+def test_costs_in_ms_and_bytes_move_their_sliders(tmp_path):
+    sizes = MemoryModel(residual_i=3e9, parameters=40e9)
+    dom = open_page(
+        tmp_path, html_page(gpipe(2, 3), CostModel(76.2, 99.6, 35.1, FB=129), sizes, recipes=(gpipe,))
+    )
+    for id, value in (("F", 76.2), ("I", 99.6), ("residual_i", 3e9), ("parameters", 40e9)):
+        (slider,) = re.findall(rf'<input[^>]* ?id="{id}"[^>]*>', dom)
+        least, most = (float(re.search(rf'{end}="([^"]*)"', slider)[1]) for end in ("min", "max"))
+        assert least < value < most / 2, f"{id} is pinned: {slider}"
+    assert ">3G</output>" in dom and ">40G</output>" in dom
+
+
+@in_chromium
+def test_the_table_shows_the_other_send_and_the_stages(tmp_path):
+    dom = open_page(tmp_path, html_page(gpipe(4, 8), CostModel(FB=2.25), recipes=(gpipe, dualpipe_v)))
+    found = dict(re.findall(r'data-schedule="(\w+)"[^>]*data-other="([^"]*)"', dom))
+    for name, recipe in (("gpipe", gpipe), ("dualpipe_v", dualpipe_v)):
+        schedule, costs = recipe(4, 8), CostModel(FB=2.25, send=0.02)
+        assert float(found[name]) == pytest.approx(simulate(schedule, costs.for_schedule(schedule)).makespan)
+    assert ">send 0.02</th>" in dom
+
+
+DROP = """
+const wait = setInterval(() => {
+  if (!document.body.dataset.ready) return;
+  clearInterval(wait);
+  takeIn(@TEXT@);
+  document.body.dataset.saved = toJson();
+}, 50);
+"""
+
+
+@in_chromium
+def test_a_schedule_dropped_on_the_page_is_played_and_saved_again(tmp_path):
+    mine = Schedule('mine "too"', dualpipe_v(3, 7).placement, 7, dualpipe_v(3, 7).orders)
+    script = DROP.replace("@TEXT@", json.dumps(to_json(mine)))
+    dom = open_page(tmp_path, html_page(gpipe(2, 3), CostModel(FB=2.5), recipes=(gpipe,)), script=script)
+    assert figures(dom, "makespan") == pytest.approx(simulate(mine, CostModel(FB=2.5).divided(2)).makespan)
+    assert from_json(html.unescape(re.search(r'data-saved="([^"]*)"', dom)[1])) == mine
+
+
+def test_the_measured_preset_is_the_trace_it_says():
+    """Compute 36.3, 59.7, 35.1 ms; 211 ms in series, 129 ms overlapped (the facts of the published trace)."""
+    (_, costs, how) = next(p for p in page_module.presets() if "DeepSeek" in p[0])
+    ms = 211 / (costs["F"] + costs["I"] + costs["W"])
+    assert costs["W"] * ms == pytest.approx(35.1, abs=0.1)
+    assert costs["I"] * ms - costs["F"] * ms == pytest.approx(59.7 - 36.3, abs=0.1)
+    assert costs["pair"] * 211 == pytest.approx(129, abs=0.2)
+    assert "36.3, 59.7, 35.1 ms" in how and "211 ms" in how and "129 ms" in how
 
 
 @in_chromium

@@ -1,5 +1,6 @@
 """The picture: every slot a box in the right place, pairs framed, figures and legend printed, files written."""
 
+import dataclasses
 import re
 import sys
 
@@ -15,6 +16,7 @@ from dualpipe_jax.schedule import (
     dualpipe,
     dualpipe_v,
     gpipe,
+    lower_bound,
     one_f_one_b,
     simulate,
     zb_h1,
@@ -53,7 +55,7 @@ def test_every_action_has_a_box_at_its_time(schedule):
             for action in slot:
                 name = f"boxes {action.op} {shade(schedule.placement, action.stage)}"
                 wanted.setdefault(name, []).append((round(start, 4), round(end, 4), rank))
-    assert {name: spans(held) for name, held in drawn.items() if name != "pairs"} == {
+    assert {name: spans(held) for name, held in drawn.items() if name.startswith("boxes")} == {
         name: sorted(held) for name, held in wanted.items()
     }
 
@@ -74,20 +76,26 @@ def test_pairs_and_only_they_are_framed_with_the_forward_above():
     assert "pairs" not in collections(plot(simulate(gpipe(2, 2))))
 
 
+def _numbers(schedule):
+    return [text.get_text() for text in plot(simulate(schedule)).axes[0].texts if text.get_text().isdigit()]
+
+
 def test_numbers_are_microbatches_within_their_pipe():
     schedule = dualpipe(4, 8)
-    drawn = sorted(int(text.get_text()) for text in plot(simulate(schedule)).axes[0].texts)
+    drawn = sorted(map(int, _numbers(schedule)))
     assert drawn == sorted(a.microbatch for order in schedule.orders for slot in order for a in slot)
     assert max(drawn) == 3
 
 
 def test_numbers_shrink_and_then_go():
     def sizes(schedule):
-        return [text.get_size() for text in plot(simulate(schedule)).axes[0].texts]
+        texts = plot(simulate(schedule)).axes[0].texts
+        return [text.get_size() for text in texts if text.get_text().isdigit()]
 
     assert min(sizes(one_f_one_b(2, 8))) > 7
-    assert 2 < min(sizes(one_f_one_b(2, 64))) < 7
-    assert sizes(one_f_one_b(2, 400)) == []
+    assert min(sizes(dualpipe(16, 64))) > 5, "what people look at must be readable"
+    assert 2 < min(sizes(one_f_one_b(2, 128))) < 7
+    assert sizes(one_f_one_b(2, 800)) == []
 
 
 def test_the_figure_grows_with_ranks_and_time():
@@ -102,22 +110,69 @@ def test_figures_are_printed():
     assert f"bubble {timeline.bubble:.1%}" in printed
     assert f"makespan {timeline.makespan:.4g}" in printed
     assert "peak live activations 5" in printed
-    assert "F 1   I 1.5   W 0.5   pair 2.25" in printed
+    assert "cost of a stage: F 1   I 1.5   W 0.5   pair 2.25" in printed
     assert "send 0.1" in words(plot(simulate(gpipe(1, 1), CostModel(send=0.1))))[2]
 
 
-def test_memory_is_a_line_for_each_rank():
+def test_memory_is_a_band_for_each_rank_and_none_lies_under_another():
     timeline = simulate(one_f_one_b(3, 6), COSTS)
     sizes = MemoryModel(2, 1, 0, 0.5, parameters=10)
     panel = plot(timeline, memory=sizes).axes[1]
+    most = max(timeline.memory(sizes))
     for rank in range(3):
         line = panel.lines[rank]
         times, kept = timeline.memory_over_time(rank, sizes)
         assert tuple(line.get_xdata()) == (*times, timeline.makespan)
-        assert tuple(line.get_ydata()) == (*kept, kept[-1])
+        heights = [rank + 0.94 - y for y in line.get_ydata()]
+        assert heights == pytest.approx([0.86 * amount / most for amount in (*kept, kept[-1])])
         assert line.get_drawstyle() == "steps-post"
-    assert panel.get_ylabel() == "memory" and panel.texts[0].get_text() == "20.5 on rank 0"
-    assert plot(timeline, memory=sizes, memory_label="GiB").axes[1].get_ylabel() == "GiB"
+        assert all(rank < y < rank + 1 for y in line.get_ydata())
+    assert [text.get_text() for text in panel.texts] == ["peak 20.5", "peak 17", "peak 13.5"]
+    assert panel.get_title("left") == "memory, all ranks to one scale"
+    assert plot(timeline, memory=sizes, memory_label="GiB").axes[1].get_title("left").startswith("GiB, ")
+
+
+@pytest.mark.parametrize("schedule", [dualpipe(4, 8), one_f_one_b(3, 6)], ids=lambda s: s.name)
+def test_idle_time_is_hatched_and_summed(schedule):
+    timeline = simulate(schedule, COSTS)
+    axes = plot(timeline).axes[0]
+    idle = collections(plot(timeline))["idle"]
+    waited = [0.0] * schedule.num_ranks
+    for start, end, rank in spans(idle):
+        waited[rank] += end - start
+    assert waited == pytest.approx(list(timeline.idle))
+    assert idle.get_hatch() and to_hex(idle.get_facecolor()[0]) != "#ffffff"
+    said = [text.get_text() for text in axes.texts if text.get_text().startswith("idle ")]
+    assert said == [f"idle {idle:.4g}" for idle in timeline.idle]
+    assert "idle" not in collections(plot(simulate(gpipe(1, 2))))
+
+
+def test_sends_are_lines_between_ranks_where_they_take_time():
+    schedule = one_f_one_b(2, 3)
+    timeline = simulate(schedule, CostModel(send=0.5))
+    lines = collections(plot(timeline))["sends"].get_segments()
+    assert len(lines) == 2 * 3  # each microbatch there and back
+    assert {(float(a[1]), float(b[1])) for a, b in lines} == {(0.5, 1.5), (1.5, 0.5)}
+    assert all(b[0] - a[0] == pytest.approx(0.5) for a, b in lines)
+    assert "sends" not in collections(plot(simulate(schedule)))
+
+
+def test_the_proven_bound_is_marked_where_it_is_shorter():
+    def marks(schedule):
+        axes = plot(simulate(schedule)).axes[0]
+        lines = [float(line.get_xdata()[0]) for line in axes.lines if line.get_gid() == "bound"]
+        return lines, [text.get_text() for text in axes.texts if "bound" in text.get_text()]
+
+    bound = lower_bound(4, 8, placement=Placement.linear(4))
+    assert marks(gpipe(4, 8)) == ([bound], [f"proven bound {bound:g}"])
+    assert marks(zb_h1(4, 8)) == ([], [])
+
+
+def test_a_name_is_no_formula(tmp_path):
+    schedule = dataclasses.replace(gpipe(2, 2), name=r"$x_$ \frac{")
+    for ending in ("png", "svg"):
+        plot(simulate(schedule), tmp_path / f"a.{ending}", memory_label="$x_$")
+        assert (tmp_path / f"a.{ending}").stat().st_size > 1000
 
 
 def test_live_activations_are_those_of_a_whole_rank_share():
@@ -127,7 +182,7 @@ def test_live_activations_are_those_of_a_whole_rank_share():
 
 
 def test_the_legend_names_what_is_drawn():
-    assert legend(plot(simulate(gpipe(2, 2)))) == ["F forward", "B backward"]
+    assert legend(plot(simulate(gpipe(2, 2)))) == ["F forward", "B backward", "idle"]
     assert legend(plot(simulate(dualpipe(2, 4)))) == [
         "F forward",
         "B backward",

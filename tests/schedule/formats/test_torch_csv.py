@@ -15,12 +15,14 @@ from dualpipe_jax.schedule import (
     ALL_SCHEDULES,
     Placement,
     ScheduleError,
+    chimera,
     dualpipe,
     dualpipe_v,
     one_f_one_b,
     parse_grid,
     validate,
     zb_h1,
+    zb_v,
 )
 from dualpipe_jax.schedule.formats.torch_csv import from_torch_csv, to_torch_csv
 
@@ -104,7 +106,7 @@ def test_what_pytorch_adds_is_left_out():
 
 
 def test_the_lines_place_the_stages():
-    text = "0F0,0B0,3F0,3B0\n1F0,1B0,2F0,2B0"
+    text = "0F0,3F0,3B0,0B0\n1F0,2F0,2B0,1B0"
     assert from_torch_csv(text).placement == Placement.v(2)
     assert from_torch_csv(text).name == "parsed"
     assert from_torch_csv(text).num_microbatches == 1
@@ -113,8 +115,19 @@ def test_the_lines_place_the_stages():
     assert both.num_microbatches == 2
 
 
-def test_two_pipes_taken_for_one_do_not_validate():
-    parsed = from_torch_csv(to_torch_csv(dualpipe(4, 8)))
+@pytest.mark.parametrize(
+    "schedule",
+    [make(*counts) for make in (dualpipe, chimera) for counts in ((2, 2), (2, 6), (4, 8), (8, 20))]
+    + [make(*counts) for make in (zb_v, dualpipe_v) for counts in ((1, 2), (2, 6), (4, 8))],
+    ids=lambda schedule: f"{schedule.name} {schedule.num_ranks} {schedule.num_microbatches}",
+)
+def test_two_pipes_and_a_v_read_back_as_what_they_are(schedule):
+    assert validate(from_torch_csv(to_torch_csv(schedule), name=schedule.name)) == schedule
+
+
+def test_what_hangs_as_two_pipes_as_well_is_taken_for_one():
+    lines = to_torch_csv(dualpipe(4, 8)).splitlines()
+    parsed = from_torch_csv("\n".join(",".join(line.split(",")[::-1]) for line in lines))
     assert parsed.placement == Placement.v(4)
     with pytest.raises(ScheduleError):
         validate(parsed)
@@ -130,8 +143,14 @@ def test_two_pipes_taken_for_one_do_not_validate():
         ("(1F0;2F0;0B0)OVERLAP_F_B", r"line 1, cell 1: cannot read .* a pair such as \(0F3;3B1\)OVERLAP_F_B"),
         ("0F0,0B0\n1F0,,0F1", r"line 2, cell 3: 0F1, but line 1 runs stage 0 already; .* move it there"),
         ("0F0,0B0\n,,\n1F0", r"line 2 runs nothing; drop it, or pass placement="),
-        ("0F0\n\n1F0", r"line 2 runs nothing"),
-        ("0F0\n3F0", r"got stages \[0, 3\], but not \[1, 2\]; .* Add what is missing, or pass placement="),
+        ("0F0\n\n ,\n1F0", r"line 3 runs nothing"),
+        ("0F0\n\n1F0,0B0", r"line 3, cell 2: 0B0, but line 1 runs stage 0 already"),
+        ("999999999F0,0F0", r"got stages \[0, 999999999\], but no stage 1; to place them"),
+        (
+            ",".join(f"{3 * s}F0" for s in range(999)),
+            r"got stages \[0, 3, 6, 9, 12, 15, \.\.\.\], but no stage 1",
+        ),
+        ("0F0\n3F0", r"got stages \[0, 3\], but no stage 1; .* Add what is missing, or pass placement="),
         ("\n", r"got no lines; to place them, one line must run each stage from 0"),
     ],
 )
@@ -255,3 +274,9 @@ def run_ranks(directory, num_ranks):
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(ranks.pid, signal.SIGKILL)
     assert ranks.returncode == 0, output
+
+
+def test_a_byte_order_mark_and_blank_lines_say_nothing():
+    plain = to_torch_csv(one_f_one_b(2, 3))
+    first, second = plain.splitlines()
+    assert from_torch_csv(f"\ufeff\n{first}\n\n  \n{second}\n\n") == from_torch_csv(plain)

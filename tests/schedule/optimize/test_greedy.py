@@ -1,5 +1,7 @@
 """The list scheduler: whatever costs, memory and policy, its schedules are valid, fit, and lower."""
 
+import dataclasses
+import itertools
 import math
 
 import pytest
@@ -134,3 +136,37 @@ def test_microbatches_that_the_pipes_cannot_share():
         greedy(Placement.bidirectional(4), 5)
     with pytest.raises(ValueError, match="greedy: got 0 microbatches.*try 1"):
         greedy(Placement.linear(4), 0)
+
+
+@pytest.mark.parametrize(
+    ("placement", "microbatches", "costs", "limit", "policy"),
+    [
+        (
+            Placement.linear(2),
+            2,
+            CostModel(0.1, 0, 1, FB=0),
+            math.inf,
+            Policy(patience=4.0, owed=2, fill=0.2, pace=1.05),
+        ),
+        (
+            Placement.v(2),
+            4,
+            CostModel(0, 1.64, 0.97, FB=0),
+            math.inf,
+            Policy(patience=4.0, split="never", burst=3),
+        ),
+        (
+            Placement.interleaved(2, 2),
+            8,
+            CostModel(0, 1.64, 0.97, FB=0),
+            5.3,
+            Policy(patience=4.0, match=True, pace=1),
+        ),
+        (Placement.v(3), 6, CostModel(0, 0, 0, FB=0), math.inf, Policy()),
+    ],
+)
+def test_slots_of_no_time_are_all_run(placement, microbatches, costs, limit, policy):
+    for knobs in itertools.product((True, False), (True, False), ("always", "never", "ends")):
+        names = dict(zip(("forward_first", "deep_backward", "split"), knobs, strict=True))
+        varied = dataclasses.replace(policy, **names)
+        validate(greedy(placement, microbatches, costs, limit, policy=varied))

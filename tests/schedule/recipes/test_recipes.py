@@ -1,5 +1,6 @@
 """Recipes against recorded orders and grids (tests/golden), over grids of counts, and their bubbles."""
 
+import dataclasses
 import functools
 import pathlib
 import re
@@ -17,6 +18,8 @@ from dualpipe_jax.schedule.recipes.classic import (
     gpipe_bubble,
     interleaved_1f1b,
     interleaved_1f1b_bubble,
+    interleaved_1f1b_overlap,
+    interleaved_1f1b_overlap_bubble,
     looped_bfs,
     looped_bfs_bubble,
     one_f_one_b,
@@ -52,6 +55,7 @@ RECIPES = (
     gpipe,
     one_f_one_b,
     interleaved_1f1b,
+    interleaved_1f1b_overlap,
     looped_bfs,
     zb_h1,
     zb_h2,
@@ -64,6 +68,7 @@ RECIPES = (
 TWO_PIPES = (dualpipe, chimera)
 OTHER_SIZES = (
     *(functools.partial(interleaved_1f1b, num_stages_per_rank=v) for v in (1, 3)),
+    *(functools.partial(interleaved_1f1b_overlap, num_stages_per_rank=v) for v in (1, 4)),
     *(functools.partial(looped_bfs, num_stages_per_rank=v) for v in (1, 3)),
     *(functools.partial(interleaved_zero_bubble, num_stages_per_rank=v) for v in (1, 4)),
     *(functools.partial(hanayo, num_waves=w) for w in (1, 3)),
@@ -181,7 +186,7 @@ def test_placements():
     assert chimera(4, 8).placement == Placement.bidirectional(4)
     assert hanayo(3, 6, num_waves=1).placement == Placement.v(3)
     assert hanayo(3, 6).placement == Placement.wave(3, 2)
-    for recipe in (interleaved_1f1b, looped_bfs, interleaved_zero_bubble):
+    for recipe in (interleaved_1f1b, interleaved_1f1b_overlap, looped_bfs, interleaved_zero_bubble):
         assert recipe(3, 6, 1).placement == Placement.linear(3)
         assert recipe(3, 6, 4).placement == Placement.interleaved(3, 4)
 
@@ -206,6 +211,42 @@ def test_hanayo_by_hand():
         "0F0 0F1 3F0 3B0 3F1 3B1 0B0 0B1",
         "1F0 2F0 1F1 2F1 2B0 1B0 2B1 1B1",
     ]
+
+
+@pytest.mark.parametrize(("ranks", "microbatches", "v"), [(2, 4, 2), (4, 8, 2), (4, 16, 3), (3, 3, 4)])
+def test_interleaved_pairs_as_megatron_orders_them(ranks, microbatches, v):
+    """Written from its description alone: virtual microbatches, a warm-up, pairs, a cool-down."""
+    total = microbatches * v
+
+    def virtual(number, forward):  # group after group, each through all chunks of the rank
+        group, within = divmod(number, ranks * v)
+        chunk, microbatch = divmod(within, ranks)
+        return chunk if forward else v - 1 - chunk, group * ranks + microbatch
+
+    for rank, order in enumerate(interleaved_1f1b_overlap(ranks, microbatches, v).orders):
+        warmup = min(total, (ranks - rank - 1) * 2 + (v - 1) * ranks + 1)
+        expected = []
+        for step in range(warmup + total):
+            slot = []
+            if step < total:
+                chunk, microbatch = virtual(step, True)
+                slot.append((chunk * ranks + rank, "F", microbatch))
+            if step >= warmup:
+                chunk, microbatch = virtual(step - warmup, False)
+                slot.append((chunk * ranks + rank, "B", microbatch))
+            expected.append(tuple(slot))
+        assert list(order) == expected
+
+
+def test_interleaved_pairs_against_dualpipe_with_free_sends_and_dear_ones():
+    """Figures of another simulator for 16 ranks and 64 microbatches, F = I = W and pairs that gain a quarter."""
+    deep, folded = interleaved_1f1b_overlap(16, 64, 4), dualpipe(16, 64)
+    for send, cut, whole in ((0, 164.44, 165.5), (0.02, 171.1, 167.1)):
+        costs = CostModel(FB=2.25, send=send)
+        played = simulate(deep, costs.for_schedule(deep))
+        assert played.makespan == pytest.approx(cut, abs=0.05)
+        assert max(played.peak_activations) == 4 * 20
+        assert simulate(folded, costs).makespan == pytest.approx(whole, abs=0.05)
 
 
 def test_any_number_of_microbatches_is_divided_into_groups_as_equal_as_can_be():
@@ -240,6 +281,8 @@ def test_activations():
             m = ranks * units
             first = ranks - 1 if units > 1 else 0  # a step of one unit has no more to run ahead to
             assert max(simulate(interleaved_1f1b(ranks, m, 3)).peak_activations) == 3 * ranks + first
+            overlapped = max(simulate(interleaved_1f1b_overlap(ranks, m, 3)).peak_activations)
+            assert overlapped == 3 * ranks + (ranks if units > 1 else 0)
             assert max(simulate(interleaved_zero_bubble(ranks, m, 3)).peak_activations) == 3 * ranks
             assert simulate(looped_bfs(ranks, m, 3)).peak_activations == (3 * m,) * ranks
             assert max(simulate(hanayo(ranks, m, 2)).peak_activations) == 4 * ranks
@@ -309,6 +352,14 @@ def test_bubbles_that_are_always_exact(ranks, m, v, c):
     assert one_f_one_b_bubble(ranks, m, c) == largest_idle(one_f_one_b(ranks, m), c)
     assert interleaved_1f1b_bubble(ranks, m, c, v) == largest_idle(interleaved_1f1b(ranks, m, v), c)
     assert looped_bfs_bubble(ranks, m, c, v) == largest_idle(looped_bfs(ranks, m, v), c)
+
+
+@settings(max_examples=40, deadline=None)
+@given(ranks_of, st.integers(1, 20), st.integers(1, 4), any_costs, st.floats(0, 1))
+def test_bubble_of_interleaved_pairs(ranks, m, v, c, gain):
+    c = dataclasses.replace(c, FB=c.F + c.B - gain * min(c.F, c.B))
+    idle = largest_idle(interleaved_1f1b_overlap(ranks, m, v), c)
+    assert interleaved_1f1b_overlap_bubble(ranks, m, c, v) == idle
 
 
 @settings(max_examples=40, deadline=None)

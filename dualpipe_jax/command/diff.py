@@ -1,0 +1,82 @@
+"""`dualpipe diff`: where two schedules part."""
+
+import dataclasses
+from typing import Annotated, Any
+
+import tyro
+
+from dualpipe_jax.command.options import CommandError, Costs, Count, Memory, Pipes, Shape
+from dualpipe_jax.command.output import Table, describe, number, show, show_json
+from dualpipe_jax.command.source import schedules_of
+from dualpipe_jax.schedule import Slot, simulate
+from dualpipe_jax.schedule.difference import Parting, partings
+
+
+@dataclasses.dataclass(frozen=True)
+class Diff:
+    """Say where two schedules of the same placement part on each rank, in order and in time.
+
+    dualpipe diff gpipe one_f_one_b --ranks 4 --microbatches 8
+    """
+
+    one: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="NAME")]
+    """A schedule by name, or a file that `dualpipe check` reads."""
+    other: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="NAME")]
+    """Another."""
+    ranks: Count = None
+    """Pipeline ranks; those of the first file if left out."""
+    microbatches: Count = None
+    """Microbatches of a step, over all pipes; those of the first file if left out."""
+    pipes: Pipes = None
+    """The rank of each stage, pipe by pipe, such as "(0 1 1 0)", where a file does not say."""
+    json: bool = False
+    """Print for programs."""
+    costs: Costs = dataclasses.field(default_factory=Costs)
+    shape: Shape = dataclasses.field(default_factory=Shape)
+
+    def run(self) -> int:
+        """Print where they part; returns the exit status."""
+        names = self.one, self.other
+        schedules, refused, given = schedules_of(names, self.ranks, self.microbatches, self.shape, self.pipes)
+        if refused:
+            raise CommandError("; ".join(f"{name}: {why}" for name, why in refused.items()))
+        costs, _ = given.under(self.costs, Memory())
+        one, other = (
+            simulate(schedule, costs.for_schedule(schedule)) for schedule in (schedules[0], schedules[-1])
+        )
+        found = partings(one, other)
+        if self.json:
+            show_json(
+                {
+                    "names": names,
+                    "makespans": [one.makespan, other.makespan],
+                    "ranks": [_facts(parting) for parting in found],
+                }
+            )
+            return 0
+        spans = f"makespan {number(one.makespan)} and {number(other.makespan)}; {describe(costs)}"
+        show(f"{self.one} and {self.other}: {spans}")
+        head = "rank", "part at slot", self.one, self.other, "part at time"
+        rows = tuple(
+            (
+                str(at.rank),
+                "-" if at.index is None else str(at.index),
+                _slot(at.one),
+                _slot(at.other),
+                "-" if at.time is None else number(at.time),
+            )
+            for at in found
+        )
+        show(Table(head, rows) if rows else "the same on every rank, in order and in time")
+        return 0
+
+
+def _slot(slot: Slot | None) -> str:
+    return "-" if slot is None else "+".join(map(str, slot))
+
+
+def _facts(at: Parting) -> dict[str, Any]:
+    slots = {
+        name: None if slot is None else _slot(slot) for name, slot in (("one", at.one), ("other", at.other))
+    }
+    return {"rank": at.rank, "slot": at.index, **slots, "time": at.time}

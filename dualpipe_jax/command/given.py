@@ -1,0 +1,113 @@
+"""Costs and sizes of a rank's share as JSON: written beside schedules, read back from there or from a file.
+
+A file of them may say more, such as what they are of and how they were measured: see a profile's costs.json.
+"""
+
+import dataclasses
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from dualpipe_jax.command.options import CommandError, Costs, Memory
+from dualpipe_jax.schedule import CostModel, MemoryModel
+
+ENTRY = "of_a_share"
+"""Where a schedule's file keeps them."""
+
+_LINE = re.compile(rf"^# {ENTRY} (\{{.*\}})\s*$", re.MULTILINE)
+
+
+_ENDS = {"first": 0, "last": -1}
+"""What may be said in place of ``extra``."""
+
+_COSTS = "F", "I", "W", "FB", "send", "blocking", "extra", *_ENDS
+"""Entries that may stand alone, without "costs" around them."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Given:
+    """What a file says of a whole rank's share; None where it says nothing."""
+
+    costs: CostModel | None = None
+    sizes: MemoryModel | None = None
+
+    def under(self, costs: Costs, memory: Memory) -> tuple[CostModel, MemoryModel]:
+        """Costs and sizes: what options say, then the file that they name, then this."""
+        base = from_file(costs.costs) if costs.costs else self
+        return costs.over(base.costs), memory.over(base.sizes)
+
+
+def entry(costs: CostModel, sizes: MemoryModel) -> dict[str, Any]:
+    """What is written."""
+    return {"costs": dataclasses.asdict(costs), "memory": dataclasses.asdict(sizes)}
+
+
+def line(costs: CostModel, sizes: MemoryModel) -> str:
+    """The same as a grid's comment."""
+    return f"# {ENTRY} {json.dumps(entry(costs, sizes))}"
+
+
+def remembered(text: str, name: str) -> Given:
+    """What a schedule's text says of its costs: nothing, in most.
+
+    Raises:
+      CommandError: it says what cannot be read.
+    """
+    if text.lstrip().startswith("{"):
+        entries = json.loads(text)
+        return parse(entries[ENTRY], name) if isinstance(entries, dict) and ENTRY in entries else Given()
+    found = _LINE.search(text)
+    return parse(_parsed(found[1], name), name) if found else Given()
+
+
+def from_file(path: Path) -> Given:
+    """Read `--costs`: JSON of {"costs": {...}, "memory": {...}}, or a schedule's file that has them.
+
+    Raises:
+      CommandError: it holds none, or not readable ones.
+    """
+    from dualpipe_jax.command.source import read_text
+
+    text = read_text(str(path))
+    entries = _parsed(text, str(path)) if text.lstrip().startswith("{") else {}
+    if {"F", "I", "W"} <= entries.keys():
+        entries = {"costs": {name: entries[name] for name in _COSTS if name in entries}}
+    given = (
+        parse(entries, str(path))
+        if "costs" in entries and ENTRY not in entries
+        else remembered(text, str(path))
+    )
+    if given == Given():
+        raise CommandError(
+            f'{path}: no costs; give JSON such as {{"costs": {{"F": 1, "I": 1, "W": 1, "FB": 2.25, "send": 0.02}}}}'
+        )
+    return given
+
+
+def parse(entries: Mapping[str, Any], name: str) -> Given:
+    """Costs and sizes as they were written.
+
+    Raises:
+      CommandError: an entry is unknown or no number; says which.
+    """
+    try:
+        costs, memory = entries.get("costs"), entries.get("memory")
+        if costs is not None:
+            extra = {int(stage): tuple(more) for stage, more in costs.get("extra", {}).items()}
+            ends = {stage: tuple(costs[name]) for name, stage in _ENDS.items() if name in costs}
+            own = {name: cost for name, cost in costs.items() if name not in _ENDS}
+            costs = CostModel(**(own | {"extra": extra | ends}))
+        return Given(costs, None if memory is None else MemoryModel(**memory))
+    except (TypeError, AttributeError, ValueError) as error:
+        told = str(error).replace("__init__() got an unexpected keyword argument", "has no entry")
+        raise CommandError(f"{name}: costs that cannot be read: {told}") from None
+
+
+def _parsed(text: str, name: str) -> dict[str, Any]:
+    try:
+        entries = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise CommandError(f"{name}: not JSON: {error}") from None
+    return entries if isinstance(entries, dict) else {}

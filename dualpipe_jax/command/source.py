@@ -1,0 +1,151 @@
+"""Where a schedule comes from: a name and counts, or a file in any format that holds one."""
+
+import dataclasses
+import re
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from dualpipe_jax.command.given import Given, remembered
+from dualpipe_jax.command.options import (
+    SCHEDULES,
+    CommandError,
+    Shape,
+    find,
+    is_known,
+    limited,
+    make,
+    shaped,
+)
+from dualpipe_jax.schedule import Placement, Schedule, ScheduleError, parse_grid, validate
+from dualpipe_jax.schedule.formats.json_text import from_json
+
+
+def is_file(name: str) -> bool:
+    """Whether a name is a file's: - is standard input, and a schedule's own name comes first."""
+    return name == "-" or (not is_known(name) and Path(name).is_file())
+
+
+def schedule_of(
+    name: str, ranks: int | None, microbatches: int | None, shape: Shape, pipes: str | None = None
+) -> tuple[Schedule, Given]:
+    """The schedule of that name, or in that file, with no more stashes than may be; and what the file says of costs.
+
+    Raises:
+      CommandError: counts are missing, or there are too many.
+      ValueError: there is none of that name, not with these counts, or the file holds none.
+    """
+    if is_file(name):
+        if ranks or microbatches:
+            raise CommandError(f"{name} is a file and says its own counts; drop --ranks and --microbatches")
+        schedule, given = load(name, pipes)
+        return limited(schedule, shape), given
+    if ranks is None or microbatches is None:
+        raise CommandError(f"show {find(name).__name__}: add --ranks and --microbatches")
+    return make(name, ranks, microbatches, shape), Given()
+
+
+def schedules_of(
+    names: Sequence[str], ranks: int | None, microbatches: int | None, shape: Shape, pipes: str | None = None
+) -> tuple[list[Schedule], dict[str, str], Given]:
+    """The schedules named and those in files (all, if none is named), and the reason for each that is refused.
+
+    A schedule of a file is called by the file's name. Counts that are left out are those of the first file, and
+    what it says of costs comes third.
+
+    Raises:
+      CommandError: there is no such name, or no counts.
+    """
+    loaded = {name: load(name, pipes) for name in names if is_file(name)}
+    files = {
+        name: dataclasses.replace(limited(schedule, shape), name=Path(name).name)
+        for name, (schedule, _) in loaded.items()
+    }
+    first = next(iter(files.values()), None)
+    if first is not None:
+        ranks = first.num_ranks if ranks is None else ranks
+        microbatches = first.num_microbatches if microbatches is None else microbatches
+    if ranks is None or microbatches is None:
+        raise CommandError("add --ranks and --microbatches, or name a file that says its own")
+    made: list[Schedule] = []
+    refused: dict[str, str] = {}
+    for name in names or SCHEDULES:
+        if name in files:
+            there = files[name].num_ranks, files[name].num_microbatches
+            if there == (ranks, microbatches):
+                made.append(files[name])
+            else:
+                refused[name] = f"has {there[0]} ranks and {there[1]} microbatches"
+            continue
+        recipe = find(name)
+        try:
+            made.append(shaped(recipe, shape)(ranks, microbatches))
+        except ValueError as error:
+            refused[recipe.__name__] = str(error).removeprefix(f"{recipe.__name__}: ")
+    given = next((given for _, given in loaded.values()), Given())
+    return list(dict.fromkeys(made)), refused, given
+
+
+def load(name: str, pipes: str | None = None) -> tuple[Schedule, Given]:
+    """The valid schedule in a file, and what the file says of its costs.
+
+    Raises:
+      CommandError: the file is no text, or does not say where stages live and ``pipes`` does not either.
+      ScheduleError: it holds no schedule, or an invalid one; says what is wrong.
+    """
+    placement = None if pipes is None else parse_pipes(pipes)
+    text = read_text(name)
+    try:
+        schedule = validate(read(text, placement))
+    except (CommandError, ScheduleError):
+        raise
+    except ValueError as error:
+        raise ScheduleError(f"{name}: {error}") from None
+    return schedule, remembered(text, name)
+
+
+def read_text(name: str) -> str:
+    """What a file holds, without a byte order mark.
+
+    Raises:
+      CommandError: nothing, or no text.
+    """
+    try:
+        data = sys.stdin.read() if name == "-" else Path(name).read_text(encoding="utf-8")
+    except UnicodeDecodeError:
+        raise CommandError(f"{name}: not a text; give a grid, JSON or PyTorch's CSV") from None
+    text = data.removeprefix("\ufeff")
+    if not text.strip():
+        raise CommandError(f"{name}: empty; give a grid, JSON or PyTorch's CSV")
+    return text
+
+
+def read(text: str, placement: Placement | None) -> Schedule:
+    """The schedule of a text in any format that holds one; not validated.
+
+    Raises:
+      CommandError: the text does not say where stages live, and no placement is given.
+      ValueError: it cannot be read.
+    """
+    if text.lstrip().startswith("{"):
+        return from_json(text)
+    if _is_csv(text):
+        from dualpipe_jax.schedule.formats.torch_csv import from_torch_csv
+
+        return from_torch_csv(text, placement)
+    if placement is None and not re.match(r"\s*#.*pipes\s*\(", text):
+        raise CommandError('where do the stages live? Add --pipes, such as --pipes "(0 1 2 3)"')
+    return parse_grid(text, placement)
+
+
+def parse_pipes(text: str) -> Placement:
+    """Read the rank of each stage: (0 1 2 3) (3 2 1 0), commas or spaces."""
+    pipes = [re.findall(r"\d+", pipe) for pipe in re.findall(r"\(([\d\s,]*)\)", text)]
+    if not pipes or re.sub(r"\([\d\s,]*\)|[\s,]", "", text):
+        raise CommandError(f'--pipes {text!r}: expected ranks in brackets, such as "(0 1 2 3) (3 2 1 0)"')
+    return Placement(tuple(tuple(map(int, pipe)) for pipe in pipes))
+
+
+def _is_csv(text: str) -> bool:
+    lines = [line for line in text.splitlines() if line.strip() and not line.startswith("#")]
+    return any("," in line or ";" in line for line in lines)

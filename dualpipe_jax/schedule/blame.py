@@ -1,0 +1,143 @@
+"""Why a rank waits, and how long each slot could have: the chains of work that a simulated step hangs on."""
+
+import dataclasses
+import math
+from collections.abc import Iterator
+
+from dualpipe_jax.schedule.dataflow import Value, made_by, needed_by
+from dualpipe_jax.schedule.ir import Op, Slot
+from dualpipe_jax.schedule.simulate import Timeline
+
+_Place = tuple[int, int]
+"""A rank, and the index of a slot in its order."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Link:
+    """A slot of a chain, each of which could start no earlier because of the next.
+
+    Attributes:
+      rank, slot, start, end: which, and when it ran.
+      sent: whether the slot before it in the chain waited for what this one sent from another rank, rather
+        than for this one to be over.
+    """
+
+    rank: int
+    slot: Slot
+    start: float
+    end: float
+    sent: bool
+
+
+def why_idle(timeline: Timeline, rank: int, time: float) -> list[Link]:
+    """What an idle rank waits for at a time: first the slot that it runs next, last what ran when it fell idle.
+
+    >>> from dualpipe_jax.schedule import one_f_one_b, simulate
+    >>> [f"{link.rank}:{link.slot[0]}" for link in why_idle(simulate(one_f_one_b(2, 2)), 0, 2.5)]
+    ['0:0B0', '1:1B0']
+
+    Returns:
+      The chain; empty if the rank works at that time, or is through.
+
+    Raises:
+      ValueError: there is no such rank, or the time is not within the step.
+    """
+    ranks, makespan = timeline.schedule.num_ranks, timeline.makespan
+    if not 0 <= rank < ranks or not 0 <= time <= makespan:
+        raise ValueError(
+            f"why_idle: got rank {rank} at {time:g}; there are ranks 0 to {ranks - 1}, and times from 0 to {makespan:g}"
+        )
+    starts, ends = timeline.starts[rank], timeline.ends[rank]
+    following = next((index for index, start in enumerate(starts) if start > time), None)
+    if following is None or (following and ends[following - 1] > time):
+        return []
+    idle_since = ends[following - 1] if following else 0.0
+    chain = _chain(timeline, (rank, following))
+    links = []
+    for link in chain:
+        links.append(link)
+        if len(links) > 1 and link.start <= idle_since + _hair(timeline):
+            break
+    return links
+
+
+def critical_path(timeline: Timeline) -> list[Link]:
+    """The chain that makes the step as long as it is, from its last slot back to one that waited for nothing."""
+    last = max(range(timeline.schedule.num_ranks), key=lambda rank: max(timeline.ends[rank], default=0.0))
+    return list(_chain(timeline, (last, len(timeline.ends[last]) - 1)))
+
+
+def slack(timeline: Timeline) -> tuple[tuple[float, ...], ...]:
+    """How much later each slot could end, all orders kept, without a longer step: 0 on a critical path."""
+    latest = [[math.inf] * len(ends) for ends in timeline.ends]
+    for ends, order in zip(timeline.ends, latest, strict=True):
+        if ends:
+            order[-1] = timeline.makespan
+    places = ((r, i) for r, starts in enumerate(timeline.starts) for i in range(len(starts)))
+    # Of slots that start at once, one that takes no time may wait for another: later ends come first.
+    after = sorted(places, key=lambda p: (timeline.starts[p[0]][p[1]], timeline.ends[p[0]][p[1]], p[1]))
+    makers = _makers(timeline)
+    for rank, index in reversed(after):
+        took = timeline.ends[rank][index] - timeline.starts[rank][index]
+        for (other, at), delay, _ in _waits(timeline, makers, (rank, index)):
+            latest[other][at] = min(latest[other][at], latest[rank][index] - took - delay)
+    return tuple(
+        tuple(late - end for late, end in zip(row, ends, strict=True))
+        for row, ends in zip(latest, timeline.ends, strict=True)
+    )
+
+
+def _chain(timeline: Timeline, first: _Place) -> Iterator[Link]:
+    makers, sent = _makers(timeline), False
+    place: _Place | None = first
+    while place is not None:
+        rank, index = place
+        start = timeline.starts[rank][index]
+        yield Link(rank, timeline.schedule.orders[rank][index], start, timeline.ends[rank][index], sent)
+        place, sent = None, False
+        for (other, at), delay, crosses in _waits(timeline, makers, (rank, index)):
+            if timeline.ends[other][at] + delay >= start - _hair(timeline) and start > 0:
+                place, sent = (other, at), crosses
+                break
+
+
+def _waits(
+    timeline: Timeline, makers: dict[Value, _Place], place: _Place
+) -> list[tuple[_Place, float, bool]]:
+    """What a slot waits for: slots, how long after their end, and whether that is a transfer; transfers first."""
+    schedule, costs = timeline.schedule, timeline.costs
+    rank, index = place
+    found = []
+    for action in schedule.orders[rank][index]:
+        for value in needed_by(schedule.placement, action):
+            maker = makers[value]
+            if maker[0] != rank:
+                found.append((maker, costs.send, True))
+    if index:
+        held = costs.send if costs.blocking and _leaves(timeline, (rank, index - 1)) else 0.0
+        found.append(((rank, index - 1), held, False))
+    return found
+
+
+def _leaves(timeline: Timeline, place: _Place) -> bool:
+    placement = timeline.schedule.placement
+    for stage, op, _ in timeline.schedule.orders[place[0]][place[1]]:
+        step = 1 if op is Op.F else -1
+        at_end = placement.is_last(stage) if op is Op.F else placement.is_first(stage)
+        if op is not Op.W and not at_end and placement.rank_of[stage + step] != place[0]:
+            return True
+    return False
+
+
+def _makers(timeline: Timeline) -> dict[Value, _Place]:
+    return {
+        value: (rank, index)
+        for rank, order in enumerate(timeline.schedule.orders)
+        for index, slot in enumerate(order)
+        for value in map(made_by, slot)
+        if value is not None
+    }
+
+
+def _hair(timeline: Timeline) -> float:
+    return 1e-9 * timeline.makespan

@@ -1,0 +1,105 @@
+"""Where the search starts: the named schedules in every cut, and greedy schedules under many policies."""
+
+import contextlib
+import dataclasses
+import inspect
+import math
+import random
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+from dualpipe_jax.schedule.ir import Placement, Schedule, Slot
+from dualpipe_jax.schedule.optimize.greedy import Policy, play_greedily
+from dualpipe_jax.schedule.optimize.terms import Terms
+from dualpipe_jax.schedule.recipes import Recipe
+
+_KNOBS: dict[str, tuple[Any, ...]] = {
+    "pair": (True, True, True, False),
+    "match": (True, False),
+    "patience": (0.0, 0.5, 1.0, 2.0, 4.0),
+    "forward_first": (True, False),
+    "deep_backward": (True, False),
+    "split": ("always", "always", "ends", "ends", "never"),
+    "owed": (math.inf, math.inf, 2, 4),
+    "fill": (0.2, 0.5, 0.8, 1.0),
+    "ahead": (math.inf, math.inf, 1.25, 1.0),  # of the ranks, as the next
+    "burst": (0.0, 0.25, 0.5, 0.75, 1.0, 1.5),
+    "pace": (0.0, 0.0, 0.9, 0.95, 1.0, 1.0, 1.02, 1.05, 1.1),
+}
+"""What policies are drawn from."""
+
+_FINER = 4
+"""Stages a rank of the finer cut of recipes that take a number of them."""
+
+
+def served(recipes: Iterable[Recipe], num_ranks: int, num_microbatches: int) -> Iterator[Schedule]:
+    """The schedules of those recipes that serve the counts; of those that can be cut finer, that too."""
+    for recipe in recipes:
+        with contextlib.suppress(ValueError):
+            yield recipe(num_ranks, num_microbatches)
+            if "num_stages_per_rank" in inspect.signature(recipe).parameters:
+                yield recipe(num_ranks, num_microbatches, num_stages_per_rank=_FINER)  # type: ignore[call-arg]
+
+
+_Tried = tuple[float, int, Placement, Policy]
+"""The makespan of a policy on a placement, and its number in the round."""
+
+
+class Policies:
+    """Random policies, and changes of the best of them; round after round, each under terms of its own."""
+
+    def __init__(self) -> None:
+        self.dice = random.Random(0)
+        self.spent = 0.0
+        self._again: list[_Tried] = []
+        self._tried: list[_Tried] = []
+
+    def begin(self) -> None:
+        """Begin a round. The best policies of the last are tried first, and changes of them later."""
+        self._again = _distinct(self._tried)[:10] or self._again
+        self._tried, self.spent = [], 0.0
+
+    def try_one(self, terms: Terms) -> float:
+        """Play a policy under the terms of a placement; returns its makespan."""
+        placement, number = terms.placement, len(self._tried)
+        again = [entry for entry in self._again if entry[2] == placement]
+        tried = [entry for entry in self._tried if entry[2] == placement]
+        if len(tried) < min(1, len(again)):
+            policy = again[len(tried)][3]
+        else:
+            known = _distinct([*tried, *again])[:10] if number % 3 else []
+            policy = _draw(placement.num_ranks, self.dice, self.dice.choice(known)[3] if known else None)
+        _, makespan = play_greedily(terms, policy)
+        self._tried.append((makespan, number, placement, policy))
+        self.spent += 2 * placement.num_model_stages * terms.count * placement.num_pipes
+        return makespan
+
+    def best(
+        self, terms_of: Callable[[Placement], Terms]
+    ) -> Iterator[tuple[tuple[tuple[Slot, ...], ...], Placement]]:
+        """The orders of the best six of the round."""
+        for _, _, placement, policy in _distinct(self._tried)[:6]:
+            yield play_greedily(terms_of(placement), policy)[0], placement
+
+
+def _distinct(entries: Iterable[_Tried]) -> list[_Tried]:
+    """In the order of their makespans; of equals the one numbered first."""
+    shortest: list[_Tried] = []
+    for entry in sorted(entries, key=lambda entry: entry[:2]):
+        if not shortest or entry[0] > shortest[-1][0] * (1 + 1e-9):
+            shortest.append(entry)
+    return shortest
+
+
+def _draw(num_ranks: int, dice: random.Random, parent: Policy | None) -> Policy:
+    """A random policy, or a parent with one or two of its knobs turned."""
+    drawn = {knob: dice.choice(values) for knob, values in _KNOBS.items()}
+    drawn["ahead"] *= num_ranks
+    drawn["burst"] = round(drawn["burst"] * num_ranks)
+    if parent is None:
+        return Policy(**drawn)
+    if parent.pace:
+        drawn["pace"] = parent.pace * dice.uniform(0.95, 1.05)
+        drawn["burst"] = max(0, parent.burst + dice.randint(-2, 2))
+    turned = dice.sample(list(_KNOBS), 2)
+    return dataclasses.replace(parent, **{knob: drawn[knob] for knob in turned})
