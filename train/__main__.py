@@ -10,7 +10,7 @@ from pathlib import Path
 
 from train.config import ConfigError, TrainConfig, check, make_schedule, set_devices
 from train.data import DataError
-from train.errors import DIVERGED, FAILED, CheckpointError, DivergedError, Stopped
+from train.errors import BEREFT, DIVERGED, FAILED, CheckpointError, DivergedError, Stopped, is_of_others
 from train.launch import Launch, initialize, recognise
 from train.options import Command, parse
 from train.pulse import WATCHER, Pulse
@@ -98,6 +98,7 @@ def end_at_once(error: BaseException, launch: Launch) -> None:
         try:
             code = told(error) if isinstance(error, Exception) else 130
         except Exception:
+            code = BEREFT if is_of_others(error) else FAILED
             traceback.print_exc()
     sys.stdout.flush()
     sys.stderr.flush()

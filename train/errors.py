@@ -26,3 +26,11 @@ DIVERGED = 3
 
 FAILED = 70
 """Exit code of one process of several after an error that nobody expected; starting again may help."""
+
+BEREFT = 71
+"""Exit code of one process of several that noticed that another was gone: it is the other that failed."""
+
+
+def is_of_others(error: BaseException) -> bool:
+    """Whether an error says that another process is gone; those who carry collectives raise nothing narrower."""
+    return any(name in str(error) for name in ("Gloo", "NCCL", "coordination service"))

@@ -11,7 +11,7 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any, Self
 
-from train.errors import DIVERGED
+from train.errors import BEREFT, DIVERGED
 from train.pulse import WATCHER
 
 SILENT_S = 15.0
@@ -240,12 +240,13 @@ def _ended(workers: Sequence[Worker], told: Told) -> Outcome:
 
 
 def _culprits(workers: Sequence[Worker]) -> list[Worker]:
-    """Who failed first, as far as codes tell: a killed process before one that raised, and both before one that JAX
-    aborted because another was gone."""
+    """Who failed first, as far as codes tell: a killed process before one that raised, and both before those that
+    noticed that another was gone, or that JAX aborted because of it."""
     failed = [worker for worker in workers if worker.code]
     killed = [worker for worker in failed if worker.code is not None and worker.code < 0]
     by_hand = [worker for worker in killed if worker.code != -signal.SIGABRT]
-    return by_hand or [worker for worker in failed if worker not in killed] or failed
+    raised = [worker for worker in failed if worker not in killed and worker.code != BEREFT]
+    return by_hand or raised or failed
 
 
 def _how(code: int | None) -> str:

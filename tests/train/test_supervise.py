@@ -47,6 +47,8 @@ def nobody_left(folder):
         ("kill", 0, "process 0 died of SIGKILL in step 7"),  # with it the coordinator
         ("stop", 1, "process 1 gave no sign of life for 1"),
         ("spin", 1, "process 1 ended with code 1 in step 7"),
+        ("raise", 1, "process 1 ended with code 70 in step 7; then process 0 ended with code 71"),
+        ("save", 0, "process 0 died of SIGKILL in saving step 8"),
     ],
 )
 def test_a_fault_costs_the_steps_since_the_last_checkpoint(tmp_path, capfd, fault, process, told):
@@ -117,6 +119,14 @@ def test_restarts_come_to_an_end(tmp_path, capfd):
 )
 def test_codes(tmp_path, codes, code):
     assert run_once(quick(*codes), tmp_path / "0", Told(), os.environ).code == code
+
+
+def test_who_raised_is_told_from_who_noticed(tmp_path):
+    outcome = run_once(quick(71, 70, 71), tmp_path / "0", Told(), os.environ)
+    assert outcome.culprits == (1,)
+    assert outcome.why.startswith(
+        "process 1 ended with code 70 in its start; then process 0 ended with code 71"
+    )
 
 
 def test_who_died_is_told_from_who_noticed(tmp_path):
