@@ -8,8 +8,9 @@ import traceback
 from collections.abc import Sequence
 from pathlib import Path
 
-from train.config import ConfigError, TrainConfig, check, make_schedule, set_devices
+from train.config import ConfigError, TrainConfig, check, make_schedule
 from train.data import DataError
+from train.devices import set_devices
 from train.errors import BEREFT, DIVERGED, FAILED, CheckpointError, DivergedError, Stopped, is_of_others
 from train.launch import Launch, initialize, recognise
 from train.options import Command, parse

@@ -6,7 +6,6 @@ them from there, from files and from presets.
 
 import dataclasses
 import difflib
-import os
 import re
 import typing
 from collections.abc import Mapping
@@ -18,12 +17,6 @@ from tyro.conf import arg
 from dualpipe_jax.schedule import ALL_SCHEDULES, Schedule, limit_stash
 
 SCHEDULES = {recipe.__name__: recipe for recipe in ALL_SCHEDULES}
-
-_PATIENCE = (  # virtual devices share the cores: on a busy machine a collective waits long for the last of them
-    "--xla_cpu_collective_call_warn_stuck_timeout_seconds=120",
-    "--xla_cpu_collective_call_terminate_timeout_seconds=600",
-)
-_DEVICE_COUNT = re.compile(r"--xla_force_host_platform_device_count=(\d+)")
 
 
 class ConfigError(ValueError):
@@ -382,48 +375,3 @@ def check(config: TrainConfig) -> None:
         address = option(config, flag)
         if address is not None and not re.fullmatch(r".+:\d{1,5}", address):
             raise ConfigError(f"{flag} {address}: must be HOST:PORT, such as 10.0.0.1:8476")
-
-
-def set_devices(
-    config: TrainConfig, environ: "os._Environ[str] | dict[str, str]" = os.environ, *, num_processes: int = 1
-) -> None:
-    """For virtual CPU devices: say so in the environment, which JAX reads when it is imported.
-
-    Several processes share them out equally. A count that is in XLA_FLAGS already stays.
-
-    Raises:
-      ConfigError: that count is too small, or they cannot be shared out.
-    """
-    if config.launch.devices != "cpu":
-        return
-    needed, rest = divmod(num_devices(config), num_processes)
-    if rest:
-        raise ConfigError(
-            f"{asked_devices(config)}: {num_devices(config)} devices cannot be shared out equally over "
-            f"{num_processes} processes"
-        )
-    environ["JAX_PLATFORMS"] = "cpu"
-    flags = environ.get("XLA_FLAGS", "")
-    counts = _DEVICE_COUNT.findall(flags)
-    if not counts:
-        ours = f"--xla_force_host_platform_device_count={needed}", *_PATIENCE
-        environ["XLA_FLAGS"] = " ".join([*flags.split(), *ours])
-    elif int(counts[-1]) < needed:
-        raise ConfigError(too_few_devices(config, int(counts[-1]) * num_processes, "XLA_FLAGS asks for"))
-
-
-def too_few_devices(config: TrainConfig, num_found: int, source: str = "JAX finds") -> str:
-    """What to say when dp x pp x ep does not fit."""
-    needed = f"{asked_devices(config)}: needs {num_devices(config)} devices"
-    return f"{needed}, but {source} {num_found}; lower --pp or --ep"
-
-
-def asked_devices(config: TrainConfig) -> str:
-    """The options that ask for devices."""
-    mesh = config.mesh
-    return f"--pp {mesh.pp} --ep {mesh.ep}" + (f" --dp {mesh.dp}" if mesh.dp > 1 else "")
-
-
-def num_devices(config: TrainConfig) -> int:
-    """Devices that a run needs."""
-    return config.mesh.dp * config.mesh.pp * config.mesh.ep

@@ -13,8 +13,9 @@ from dualpipe_jax.engine import Pipeline
 from dualpipe_jax.inspect import recommended_compiler_options, tpu_generation
 from dualpipe_jax.parallel import make_mesh
 from dualpipe_jax.schedule import Schedule
-from train.config import ConfigError, TrainConfig, make_schedule, num_devices, too_few_devices
+from train.config import ConfigError, TrainConfig, make_schedule
 from train.data import Batch, Corpus, open_corpus
+from train.devices import num_devices, too_few_devices
 from train.evaluate import make_evaluate
 from train.model import make_model
 from train.processes import batch_sharding, refuse_idle, share_out

@@ -9,7 +9,34 @@ from typing import Any, Self
 NAMES = {signal.SIGINT: "Ctrl-C", signal.SIGTERM: "SIGTERM"}
 
 
-class Stop:
+class Handlers:
+    """While it is entered, these signals come to ``handle``; afterwards to whom they came before.
+
+    Args:
+      numbers: of the signals.
+    """
+
+    def __init__(self, numbers: Collection[signal.Signals]) -> None:
+        self._numbers = numbers
+        self._before: dict[signal.Signals, Any] = {}
+
+    def handle(self, number: int, frame: FrameType | None) -> None:
+        """Do what a signal asks for."""
+        raise NotImplementedError
+
+    def __enter__(self) -> Self:
+        if threading.current_thread() is threading.main_thread():  # nobody else may set handlers
+            self._before = {number: signal.signal(number, self.handle) for number in self._numbers}
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+
+class Stop(Handlers):
     """While it is entered, the first Ctrl-C or SIGTERM is noted instead of ending the process; the second is not.
 
     Args:
@@ -20,25 +47,13 @@ class Stop:
     """
 
     def __init__(self, numbers: Collection[signal.Signals] = tuple(NAMES)) -> None:
-        self._numbers = numbers
+        super().__init__(numbers)
         self.signal: signal.Signals | None = None
-        self._before: dict[signal.Signals, Any] = {}
 
     @property
     def reason(self) -> str | None:
         """Who asked, in words; None as long as nobody did."""
         return None if self.signal is None else NAMES[self.signal]
-
-    def __enter__(self) -> Self:
-        if threading.current_thread() is threading.main_thread():  # nobody else may set handlers
-            self._before = {number: signal.signal(number, self._handle) for number in self._numbers}
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
 
     def note(self, number: int) -> None:
         """That a signal came."""
@@ -46,6 +61,7 @@ class Stop:
             raise KeyboardInterrupt  # asked twice: at once, and nothing is saved
         self.signal = signal.Signals(number)
 
-    def _handle(self, number: int, frame: FrameType | None) -> None:
+    def handle(self, number: int, frame: FrameType | None) -> None:
+        """Note it."""
         del frame
         self.note(number)

@@ -13,7 +13,8 @@ from collections.abc import Callable, Sequence
 from datetime import datetime
 from pathlib import Path
 
-from train.config import ConfigError, TrainConfig, make_schedule, num_devices, set_devices
+from train.config import ConfigError, TrainConfig, make_schedule
+from train.devices import num_devices, set_devices
 from train.folder import find, unnamed
 from train.options import plain
 from train.watcher import Told, run_once

@@ -10,7 +10,8 @@ import jax
 import numpy as np
 
 from dualpipe_jax.inspect import read
-from train.config import TrainConfig, num_devices, replaced
+from train.config import TrainConfig, replaced
+from train.devices import num_devices
 from train.figures import step_record
 from train.model import count_parameters, model_config
 from train.predict import model_flops

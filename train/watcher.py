@@ -8,11 +8,11 @@ import subprocess
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import FrameType, TracebackType
-from typing import Any, Self
+from types import FrameType
 
 from train.errors import BEREFT, DIVERGED
 from train.pulse import WATCHER
+from train.stop import NAMES, Handlers
 
 SILENT_S = 15.0
 """A process gives a sign of life every second; after so many without one it counts as stopped, if the system says so or
@@ -93,27 +93,16 @@ class Outcome:
     doing: str = ""
 
 
-class Told:
+class Told(Handlers):
     """Whether the supervisor was told to stop; while it is entered, that is noted and nothing else."""
 
     def __init__(self) -> None:
+        super().__init__(tuple(NAMES))
         self.times = 0
         self.code = 0
-        self._before: dict[signal.Signals, Any] = {}
 
-    def __enter__(self) -> Self:
-        self._before = {
-            number: signal.signal(number, self._note) for number in (signal.SIGINT, signal.SIGTERM)
-        }
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
-
-    def _note(self, number: int, frame: FrameType | None) -> None:
+    def handle(self, number: int, frame: FrameType | None) -> None:
+        """Count it."""
         del frame
         self.times += 1
         self.code = 128 + number

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.text import Text
 
 from dualpipe_jax.schedule import Op, Placement, Slot, Timeline
-from dualpipe_jax.schedule.formats.plot import colours, is_dark, num_shades, shade, shade_names
+from dualpipe_jax.schedule.formats.colours import colours, is_dark, num_shades, shade, shade_names
 
 
 class Block(NamedTuple):

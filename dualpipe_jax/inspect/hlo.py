@@ -169,23 +169,20 @@ class Module:
     @functools.cached_property
     def loops(self) -> dict[str, tuple[str, Instruction]]:
         """Loop bodies that are executed: body -> (computation that holds the loop, the ``while``)."""
-        return {
-            body: (name, instruction)
-            for name in self.executed
-            for instruction in self.computations[name]
-            if instruction.opcode == "while"
-            for body in instruction.called("body")
-        }
+        return self._held("while", "body")
 
-    @property
+    @functools.cached_property
     def branches(self) -> dict[str, tuple[str, Instruction]]:
         """Branches that are executed: body -> (computation that holds the ``conditional``, the conditional)."""
+        return self._held("conditional", "branch")
+
+    def _held(self, opcode: str, role: str) -> dict[str, tuple[str, Instruction]]:
         return {
             body: (name, instruction)
             for name in self.executed
             for instruction in self.computations[name]
-            if instruction.opcode == "conditional"
-            for body in instruction.called("branch")
+            if instruction.opcode == opcode
+            for body in instruction.called(role)
         }
 
     def inside(self, name: str, enter_loops: bool = True) -> Iterator[Instruction]:

@@ -10,7 +10,8 @@ import pytest
 import models
 from train import config
 from train.__main__ import main
-from train.config import FLAGS, ConfigError, configure, set_devices
+from train.config import FLAGS, ConfigError, configure
+from train.devices import set_devices
 
 REFUSED = {
     "unknown schedule": (["--schedule", "dualpip"], "did you mean dualpipe? there are gpipe, one_f_one_b"),

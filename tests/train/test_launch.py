@@ -4,7 +4,8 @@ import socket
 
 import pytest
 
-from train.config import ConfigError, LaunchConfig, check, configure, set_devices
+from train.config import ConfigError, LaunchConfig, check, configure
+from train.devices import set_devices
 from train.launch import Launch, bind_address, recognise
 
 SLURM = {

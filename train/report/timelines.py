@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from dualpipe_jax.schedule.formats.plot import NAMES, colours, is_dark, num_shades, shade, shade_names
+from dualpipe_jax.schedule.formats.colours import NAMES, colours, is_dark, num_shades, shade, shade_names
 from dualpipe_jax.schedule.ir import Action, Op, Schedule
 from dualpipe_jax.schedule.simulate import Timeline
 

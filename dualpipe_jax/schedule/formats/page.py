@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from dualpipe_jax.schedule.costs import CostModel, MemoryModel
-from dualpipe_jax.schedule.formats.plot import COLOURS, NAMES
+from dualpipe_jax.schedule.formats.colours import COLOURS, NAMES
 from dualpipe_jax.schedule.ir import Op, Schedule, Slot
 from dualpipe_jax.schedule.recipes import ALL_SCHEDULES, Recipe, dualpipe
 

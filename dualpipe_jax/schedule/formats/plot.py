@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dualpipe_jax.schedule.costs import CostModel, MemoryModel
-from dualpipe_jax.schedule.ir import Action, Op, Placement
+from dualpipe_jax.schedule.formats.colours import NAMES, colours, is_dark, num_shades, shade, shade_names
+from dualpipe_jax.schedule.ir import Action, Op
 from dualpipe_jax.schedule.optimize.bounds import bound_of_stages
 from dualpipe_jax.schedule.simulate import Timeline
 
@@ -16,16 +17,6 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-COLOURS: dict[Op, tuple[str, str]] = {
-    Op.F: ("#ffcc70", "#d77400"),
-    Op.B: ("#98a8fc", "#414ac7"),
-    Op.I: ("#8cefc4", "#00a468"),
-    Op.W: ("#e4d8f6", "#9e4e79"),
-}
-"""Of each op the palest and the deepest shade. Any two of the eight differ by a CIELAB distance of at least
-21, to eyes without red, green or blue cones too (Machado, Oliveira and Fernandes 2009)."""
-
-NAMES = {Op.F: "forward", Op.B: "backward", Op.I: "backward for input", Op.W: "backward for weights"}
 _INK, _FAINT = "#1c1c22", "#8a8a94"
 _IDLE, _IDLE_LINES, _FILL = "#e9e9ee", "#c3c3cd", "#9db4d8"
 _ROW, _BAND, _LEFT, _RIGHT, _HEAD, _FOOT = 0.34, 0.24, 0.75, 0.85, 0.78, 0.95  # inches
@@ -121,16 +112,7 @@ def _draw_idle(axes: "Axes", timeline: Timeline) -> None:
         gaps += [
             _corners(end, start, rank, 1) for end, start in edges if start - end > 1e-9 * timeline.makespan
         ]
-        axes.annotate(
-            f"idle {_number(timeline.idle[rank] + 0.0)}",
-            (1, rank + 0.5),
-            (5, 0),
-            xycoords=axes.get_yaxis_transform(),
-            textcoords="offset points",
-            size=7.5,
-            va="center",
-            color=_FAINT,
-        )
+        _write_beside(axes, rank, f"idle {_number(timeline.idle[rank] + 0.0)}", _FAINT)
     if gaps:
         with rc_context({"hatch.linewidth": 0.5}):
             axes.add_collection(
@@ -242,6 +224,20 @@ def _write_number(axes: "Axes", box: _Box, points: float, ink: str) -> None:
         axes.text(*middle, text, size=size, color=ink, ha="center", va="center_baseline", clip_on=True)
 
 
+def _write_beside(axes: "Axes", rank: int, text: str, colour: str) -> None:
+    """To the right of a rank's row."""
+    axes.annotate(
+        text,
+        (1, rank + 0.5),
+        (5, 0),
+        xycoords=axes.get_yaxis_transform(),
+        textcoords="offset points",
+        size=7.5,
+        va="center",
+        color=colour,
+    )
+
+
 def _draw_memory(axes: "Axes", timeline: Timeline, kept: Sequence[tuple[Any, Any]], label: str) -> None:
     """A band for each rank, all to one scale, so that none lies under another."""
     ranks = len(kept)
@@ -253,16 +249,7 @@ def _draw_memory(axes: "Axes", timeline: Timeline, kept: Sequence[tuple[Any, Any
         axes.fill_between(until, heights, base, step="post", color=_FILL, linewidth=0)
         peak = max(amounts)
         axes.step(until, heights, where="post", color=_INK, linewidth=0.7, label=f"rank {rank}")
-        axes.annotate(
-            f"peak {_number(peak)}",
-            (1, rank + 0.5),
-            (5, 0),
-            xycoords=axes.get_yaxis_transform(),
-            textcoords="offset points",
-            size=7.5,
-            va="center",
-            color=_INK if peak >= most * (1 - 1e-9) else _FAINT,
-        )
+        _write_beside(axes, rank, f"peak {_number(peak)}", _INK if peak >= most * (1 - 1e-9) else _FAINT)
     axes.set_ylim(ranks, 0)
     axes.set_yticks([rank + 0.5 for rank in range(ranks)], [f"rank {rank}" for rank in range(ranks)])
     axes.set_title(
@@ -337,45 +324,6 @@ def _save(figure: "Figure", path: Path) -> None:
     svg = path.suffix.lower() == ".svg"
     with rc_context({"svg.hashsalt": "dualpipe_jax"}):
         figure.savefig(path, metadata={"Date": None} if svg else None)
-
-
-def num_shades(placement: Placement) -> int:
-    """In how many shades the stages of a placement are drawn."""
-    return placement.num_pipes * _laps(placement)
-
-
-def shade(placement: Placement, stage: int) -> int:
-    """Which of the shades a stage has: its pipe; within it, how often the pipe has passed all ranks."""
-    return placement.pipe_of(stage) * _laps(placement) + placement.model_stage(stage) // placement.num_ranks
-
-
-def shade_names(placement: Placement) -> tuple[str, ...]:
-    """What the shades mean, palest first."""
-    laps = _laps(placement)
-    if placement.num_pipes > 1:
-        pipes = [f"pipe {pipe}" for pipe in range(placement.num_pipes)]
-        return tuple(f"{pipe} lap {lap}" if laps > 1 else pipe for pipe in pipes for lap in range(laps))
-    if placement == Placement.v(placement.num_ranks):
-        return "way there", "way back"
-    return tuple(f"lap {lap}" for lap in range(laps))
-
-
-def colours(op: Op, shades: int) -> list[str]:
-    """An op's colour in so many shades, palest first."""
-    pale, deep = ([int(colour[i : i + 2], 16) for i in (1, 3, 5)] for colour in COLOURS[op])
-    parts = [at / (shades - 1) if shades > 1 else 0.0 for at in range(shades)]
-    mixed = ([round(p + part * (d - p)) for p, d in zip(pale, deep, strict=True)] for part in parts)
-    return ["#" + "".join(f"{channel:02x}" for channel in rgb) for rgb in mixed]
-
-
-def _laps(placement: Placement) -> int:
-    return math.ceil(placement.num_model_stages / placement.num_ranks)
-
-
-def is_dark(colour: str) -> bool:
-    """Whether white is read better than black on a colour, "#rrggbb"."""
-    r, g, b = (int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5))
-    return 0.21 * r**2.2 + 0.72 * g**2.2 + 0.07 * b**2.2 < 0.25
 
 
 def _size(timeline: Timeline) -> tuple[float, float]:

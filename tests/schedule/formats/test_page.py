@@ -28,8 +28,8 @@ from dualpipe_jax.schedule import (
     zb_h1,
 )
 from dualpipe_jax.schedule.formats import page as page_module
+from dualpipe_jax.schedule.formats.colours import COLOURS
 from dualpipe_jax.schedule.formats.page import encode, html_page
-from dualpipe_jax.schedule.formats.plot import COLOURS
 
 RECIPES = {recipe.__name__: recipe for recipe in ALL_SCHEDULES}
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)

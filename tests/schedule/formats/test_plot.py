@@ -21,7 +21,8 @@ from dualpipe_jax.schedule import (
     simulate,
     zb_h1,
 )
-from dualpipe_jax.schedule.formats.plot import COLOURS, colours, num_shades, plot, shade, shade_names
+from dualpipe_jax.schedule.formats.colours import COLOURS, colours, num_shades, shade, shade_names
+from dualpipe_jax.schedule.formats.plot import plot
 from dualpipe_jax.schedule.recipes.classic import interleaved_1f1b
 
 COSTS = CostModel(1, 1.5, 0.5, FB=2.25)

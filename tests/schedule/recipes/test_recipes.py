@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from dualpipe_jax.schedule.costs import CostModel
 from dualpipe_jax.schedule.formats.text import format_grid, parse_grid
 from dualpipe_jax.schedule.ir import Op, Placement
+from dualpipe_jax.schedule.recipes import ALL_SCHEDULES
 from dualpipe_jax.schedule.recipes.bidirectional import chimera, chimera_bubble, hanayo, hanayo_bubble
 from dualpipe_jax.schedule.recipes.classic import (
     gpipe,
@@ -26,6 +27,7 @@ from dualpipe_jax.schedule.recipes.classic import (
     one_f_one_b_bubble,
 )
 from dualpipe_jax.schedule.recipes.dualpipe import dualpipe, dualpipe_bubble, dualpipe_v, dualpipe_v_bubble
+from dualpipe_jax.schedule.recipes.v_shaped import v_half, v_min, zb_v
 from dualpipe_jax.schedule.recipes.zero_bubble import (
     interleaved_zero_bubble,
     interleaved_zero_bubble_bubble,
@@ -51,20 +53,9 @@ EQUAL, DIFFERENT = (
     sorted(path for path in folder.glob("*.txt") if path.stem.rpartition("_pp")[0] in RECORDED)
     for folder in (GOLDEN, GOLDEN / "differs")
 )
-RECIPES = (
-    gpipe,
-    one_f_one_b,
-    interleaved_1f1b,
-    interleaved_1f1b_overlap,
-    looped_bfs,
-    zb_h1,
-    zb_h2,
-    interleaved_zero_bubble,
-    chimera,
-    hanayo,
-    dualpipe,
-    dualpipe_v,
-)
+RECIPES = tuple(
+    recipe for recipe in ALL_SCHEDULES if recipe not in (zb_v, v_half, v_min)
+)  # these: test_v_shaped
 TWO_PIPES = (dualpipe, chimera)
 OTHER_SIZES = (
     *(functools.partial(interleaved_1f1b, num_stages_per_rank=v) for v in (1, 3)),

@@ -1,0 +1,55 @@
+"""What ops and stages look like wherever a schedule is drawn: their colours, and the names of these."""
+
+import math
+
+from dualpipe_jax.schedule.ir import Op, Placement
+
+COLOURS: dict[Op, tuple[str, str]] = {
+    Op.F: ("#ffcc70", "#d77400"),
+    Op.B: ("#98a8fc", "#414ac7"),
+    Op.I: ("#8cefc4", "#00a468"),
+    Op.W: ("#e4d8f6", "#9e4e79"),
+}
+"""Of each op the palest and the deepest shade. Any two of the eight differ by a CIELAB distance of at least
+21, to eyes without red, green or blue cones too (Machado, Oliveira and Fernandes 2009)."""
+
+NAMES = {Op.F: "forward", Op.B: "backward", Op.I: "backward for input", Op.W: "backward for weights"}
+
+
+def num_shades(placement: Placement) -> int:
+    """In how many shades the stages of a placement are drawn."""
+    return placement.num_pipes * _laps(placement)
+
+
+def shade(placement: Placement, stage: int) -> int:
+    """Which of the shades a stage has: its pipe; within it, how often the pipe has passed all ranks."""
+    return placement.pipe_of(stage) * _laps(placement) + placement.model_stage(stage) // placement.num_ranks
+
+
+def shade_names(placement: Placement) -> tuple[str, ...]:
+    """What the shades mean, palest first."""
+    laps = _laps(placement)
+    if placement.num_pipes > 1:
+        pipes = [f"pipe {pipe}" for pipe in range(placement.num_pipes)]
+        return tuple(f"{pipe} lap {lap}" if laps > 1 else pipe for pipe in pipes for lap in range(laps))
+    if placement == Placement.v(placement.num_ranks):
+        return "way there", "way back"
+    return tuple(f"lap {lap}" for lap in range(laps))
+
+
+def colours(op: Op, shades: int) -> list[str]:
+    """An op's colour in so many shades, palest first."""
+    pale, deep = ([int(colour[i : i + 2], 16) for i in (1, 3, 5)] for colour in COLOURS[op])
+    parts = [at / (shades - 1) if shades > 1 else 0.0 for at in range(shades)]
+    mixed = ([round(p + part * (d - p)) for p, d in zip(pale, deep, strict=True)] for part in parts)
+    return ["#" + "".join(f"{channel:02x}" for channel in rgb) for rgb in mixed]
+
+
+def _laps(placement: Placement) -> int:
+    return math.ceil(placement.num_model_stages / placement.num_ranks)
+
+
+def is_dark(colour: str) -> bool:
+    """Whether white is read better than black on a colour, "#rrggbb"."""
+    r, g, b = (int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5))
+    return 0.21 * r**2.2 + 0.72 * g**2.2 + 0.07 * b**2.2 < 0.25
