@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from dualpipe_jax.engine.model import At
+from dualpipe_jax.contract import At
 from models.config import Config
 from models.functional import Tree
 from models.kernels import AUTO, Kernels

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax.sharding import PartitionSpec
 
-from dualpipe_jax.engine.model import At, Out, StagedModel
+from dualpipe_jax.contract import At, Out, StagedModel
 from models.attention import RMSNorm, linear
 from models.blocks import Block, DenseBlock, Merge
 from models.config import Config

@@ -14,8 +14,10 @@ MAY_IMPORT = {
     "dualpipe_jax.schedule": (),
     "dualpipe_jax.parallel": (),
     "dualpipe_jax.split": (),
+    "dualpipe_jax.contract": (),
     "dualpipe_jax.pair": ("dualpipe_jax.split",),
     "dualpipe_jax.engine": (
+        "dualpipe_jax.contract",
         "dualpipe_jax.schedule",
         "dualpipe_jax.parallel",
         "dualpipe_jax.split",
@@ -42,7 +44,7 @@ MAY_IMPORT = {
         "dualpipe_jax.parallel",
         "dualpipe_jax.pair",
         "dualpipe_jax.split",
-        "dualpipe_jax.engine.model",  # the contract, and no more of the engine
+        "dualpipe_jax.contract",
     ),
     "train": ("dualpipe_jax", "models"),
 }

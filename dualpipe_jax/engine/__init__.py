@@ -1,5 +1,6 @@
 """Runs a lowered schedule: the SPMD engine, and the oracle it answers to."""
 
+from dualpipe_jax.contract import At, Out, PipelineModel, Report, StagedModel, staged
 from dualpipe_jax.engine.doors import (
     pipeline_apply,
     pipeline_loss,
@@ -7,7 +8,6 @@ from dualpipe_jax.engine.doors import (
     pipeline_units,
     pipeline_value_and_grad,
 )
-from dualpipe_jax.engine.model import At, Out, PipelineModel, Report, StagedModel, staged
 from dualpipe_jax.engine.pipeline import Applied, Pipeline
 from dualpipe_jax.engine.reference import (
     reference_loss,

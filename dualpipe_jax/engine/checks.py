@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
-from dualpipe_jax.engine.model import At, Out, StagedModel, Tree
+from dualpipe_jax.contract import At, Out, StagedModel, Tree
 from dualpipe_jax.engine.stages import PlacedStages
 from dualpipe_jax.engine.storage import Leaf, entries
 from dualpipe_jax.engine.tick import WATCHED

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from dualpipe_jax.engine.model import PipelineModel, Tree, staged
+from dualpipe_jax.contract import PipelineModel, Tree, staged
 from dualpipe_jax.engine.pipeline import Pipeline
 from dualpipe_jax.schedule import CostModel, Schedule
 

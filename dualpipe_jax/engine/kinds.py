@@ -9,9 +9,9 @@ from typing import Any, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from dualpipe_jax.contract import At, Out, StageFunction, Tree
 from dualpipe_jax.engine import checks
 from dualpipe_jax.engine.guard import pin
-from dualpipe_jax.engine.model import At, Out, StageFunction, Tree
 from dualpipe_jax.engine.slots import KEPT, Entry, read_slot, write_slot
 from dualpipe_jax.engine.trees import add_to, is_floating, raw, typed
 from dualpipe_jax.engine.varying import Vary

@@ -9,9 +9,9 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
+from dualpipe_jax.contract import At, Out, Report, StagedModel, Tree
 from dualpipe_jax.engine import checks
 from dualpipe_jax.engine.guard import Divergence
-from dualpipe_jax.engine.model import At, Out, Report, StagedModel, Tree
 from dualpipe_jax.engine.spmd import Engine, Outputs, Results
 from dualpipe_jax.engine.stages import PlacedStages, broadcast, from_placed, to_placed
 from dualpipe_jax.engine.storage import Leaf

@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from dualpipe_jax.contract import Tree
 from dualpipe_jax.engine.guard import run_if
-from dualpipe_jax.engine.model import Tree
 from dualpipe_jax.engine.trees import is_floating, zeros
 from dualpipe_jax.engine.varying import Vary
 from dualpipe_jax.parallel import PP

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AxisType, PartitionSpec
 
-from dualpipe_jax.engine.model import (
+from dualpipe_jax.contract import (
     At,
     Out,
     PipelineModel,

@@ -10,9 +10,9 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
+from dualpipe_jax.contract import At, Report, StagedModel, Tree, key_at, loss_weights
 from dualpipe_jax.engine import tick
 from dualpipe_jax.engine.guard import Divergence
-from dualpipe_jax.engine.model import At, Report, StagedModel, Tree, key_at, loss_weights
 from dualpipe_jax.engine.slots import Layout, lay_out, make_kept, make_pool
 from dualpipe_jax.engine.stages import PlacedStages, borrow, give_back, homes
 from dualpipe_jax.engine.storage import Leaf

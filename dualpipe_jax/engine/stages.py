@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from dualpipe_jax.engine.model import Tree
+from dualpipe_jax.contract import Tree
 from dualpipe_jax.parallel import PP
 from dualpipe_jax.parallel.p2p import send
 from dualpipe_jax.schedule.ir import Placement, Schedule

@@ -23,8 +23,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from dualpipe_jax.contract import Tree
 from dualpipe_jax.engine.guard import Divergence, run_always, run_if, run_one
-from dualpipe_jax.engine.model import Tree
 from dualpipe_jax.engine.slots import write_slot
 from dualpipe_jax.engine.trees import is_floating
 from dualpipe_jax.engine.units import Row, State, Task

@@ -4,9 +4,9 @@ from typing import NamedTuple
 
 import jax
 
+from dualpipe_jax.contract import At, Out, StagedModel, Tree
 from dualpipe_jax.engine import checks
 from dualpipe_jax.engine.kinds import ForwardKind, Kind, Sight, plain
-from dualpipe_jax.engine.model import At, Out, StagedModel, Tree
 from dualpipe_jax.engine.prepared import Prepared
 from dualpipe_jax.engine.trees import raw, raw_zeros, structs, zeros
 from dualpipe_jax.engine.varying import Vary

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dualpipe_jax.engine.model import Tree
+from dualpipe_jax.contract import Tree
 
 
 def is_key(leaf: Any) -> bool:

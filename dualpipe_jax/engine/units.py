@@ -12,9 +12,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from dualpipe_jax.contract import At, Tree, key_at
 from dualpipe_jax.engine.guard import pin
 from dualpipe_jax.engine.kinds import ForwardKind, Gradients, Kind, Slot
-from dualpipe_jax.engine.model import At, Tree, key_at
 from dualpipe_jax.engine.slots import Layout, read_slot, write_slot
 from dualpipe_jax.engine.trees import add_to
 from dualpipe_jax.schedule.lowering.lower import Stand, TickTable, Unit

@@ -6,7 +6,7 @@ import pytest
 from jax.sharding import PartitionSpec
 
 from dualpipe_jax import Pipeline, PipelineModel, PlacedStages, make_mesh
-from dualpipe_jax.engine.model import staged
+from dualpipe_jax.contract import staged
 from dualpipe_jax.schedule import dualpipe, dualpipe_v, one_f_one_b
 from tests.engine import models
 from tests.engine.models import assert_close, quick

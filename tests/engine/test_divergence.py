@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from dualpipe_jax import PipelineModel, inspect, make_mesh
+from dualpipe_jax.contract import staged
 from dualpipe_jax.engine import Pipeline
-from dualpipe_jax.engine.model import staged
 from dualpipe_jax.parallel.p2p import BESIDE_OTHERS
 from dualpipe_jax.schedule import CostModel, dualpipe, lower, one_f_one_b, zb_v
 from dualpipe_jax.schedule.lowering.lower import Keeps

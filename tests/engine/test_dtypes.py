@@ -13,7 +13,7 @@ from dualpipe_jax import (
     pipeline_value_and_grad,
     sequential_value_and_grad,
 )
-from dualpipe_jax.engine.model import staged
+from dualpipe_jax.contract import staged
 from dualpipe_jax.schedule import one_f_one_b, zb_h1
 from tests.engine import models
 from tests.engine.models import assert_close, quick

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from hugging_face import make, run, saved, tensors, torch, yarn
 
-from dualpipe_jax.engine.model import At
+from dualpipe_jax.contract import At
 from dualpipe_jax.parallel import make_mesh
 from models import logits, tiny, weights
 from models import moe as moe_module

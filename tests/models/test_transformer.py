@@ -10,7 +10,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import dualpipe_jax
-from dualpipe_jax.engine.model import At
+from dualpipe_jax.contract import At
 from dualpipe_jax.engine.reference import reference_loss, reference_value_and_grad
 from dualpipe_jax.parallel import make_mesh
 from dualpipe_jax.schedule import dualpipe, dualpipe_v, one_f_one_b
