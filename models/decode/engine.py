@@ -5,6 +5,7 @@ need when it is let in, so that none that has begun can run out of room (Yu et a
 """
 
 import dataclasses
+import functools
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -18,6 +19,10 @@ from models.decode.requests import Completion, Limits, SamplingParams, check_req
 from models.decode.sampling import Sampling
 from models.decode.steps import decode, prefill
 from models.functional import Tree
+
+_PREFILL, _DECODE = (
+    jax.jit(program, static_argnums=(0, 1), donate_argnums=3) for program in (prefill, decode)
+)
 
 
 @dataclasses.dataclass(eq=False)
@@ -64,8 +69,8 @@ class Engine:
         self._weights = model.prepare(params)
         self._cache = init_cache(self.config, limits.total_blocks, limits.block_size)
         self._blocks = Blocks(limits.total_blocks)
-        self._prefill = _program(prefill, model, drafts)
-        self._decode = _program(decode, model, drafts)
+        self._prefill = functools.partial(_PREFILL, model, drafts)
+        self._decode = functools.partial(_DECODE, model, drafts)
         self._waiting: deque[_Request] = deque()
         self._slots: list[_Request | None] = [None] * limits.max_requests
         self._ended: list[Completion] = []
@@ -230,14 +235,6 @@ class Engine:
             if request is not None:
                 tables[row, : len(request.blocks)] = request.blocks
         return tables
-
-
-def _program(function: Callable[..., Any], model: Decoder, drafts: bool) -> Callable[..., Any]:
-    def run(weights: Tree, cache: Any, *args: Any) -> Any:
-        return function(model, drafts, weights, cache, *args)
-
-    run.__name__ = function.__name__
-    return jax.jit(run, donate_argnums=1)
 
 
 def _sampling(requests: Sequence[_Request | None]) -> Sampling:
