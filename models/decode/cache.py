@@ -38,12 +38,12 @@ class Rows(NamedTuple):
     @property
     def positions(self) -> Array:
         """Of each token, int32 [B, S]."""
-        return self.starts[:, None] + jnp.arange(self.tokens.shape[1], dtype=jnp.int32)
+        return jnp.asarray(self.starts)[:, None] + jnp.arange(self.tokens.shape[1], dtype=jnp.int32)
 
     @property
     def live(self) -> Array:
         """Which tokens there are, bool [B, S]."""
-        return jnp.arange(self.tokens.shape[1], dtype=jnp.int32) < self.lengths[:, None]
+        return jnp.arange(self.tokens.shape[1], dtype=jnp.int32) < jnp.asarray(self.lengths)[:, None]
 
 
 def init_cache(config: Config, num_blocks: int, block_size: int) -> Array:

@@ -71,7 +71,7 @@ def prefill(
     x_BSD, cache = model.forward(weights, cache, rows)
     last_B = jnp.maximum(rows.lengths - 1, 0)
     logits_B1V = model.logits(weights, _at(x_BSD, last_B))
-    tokens_B = sample(logits_B1V, sampling, (rows.starts + rows.lengths)[:, None])[:, 0]
+    tokens_B = sample(logits_B1V, sampling, jnp.asarray(rows.starts + rows.lengths)[:, None])[:, 0]
     finite_B = jnp.all(jnp.isfinite(logits_B1V), axis=(1, 2))
     drafts_B = jnp.full_like(tokens_B, -1)
     if drafting:

@@ -69,7 +69,8 @@ def converse(loaded: Loaded, options: Options, out: TextIO, say: Say) -> None:
 
 
 def _stream(engine: Engine, loaded: Loaded, options: Options, prompt: str, out: TextIO, say: Say) -> None:
-    stream, fresh, began = Stream(loaded.text.decode), [], time.monotonic()
+    stream, began = Stream(loaded.text.decode), time.monotonic()
+    fresh: list[int] = []
     first: float | None = None
     number = engine.add(loaded.text.encode(prompt), params_of(options, loaded), fresh.append)
     ended: list[Completion] = []
