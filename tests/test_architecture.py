@@ -46,6 +46,7 @@ MAY_IMPORT = {
         "dualpipe_jax.split",
         "dualpipe_jax.contract",
     ),
+    "models.decode": ("models",),
     "train": ("dualpipe_jax", "models"),
 }
 """Part of the project -> what of ours it may import, besides itself."""

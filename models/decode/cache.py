@@ -8,8 +8,6 @@ Shape suffixes: B rows, S new tokens of a row, K positions of a row's table, P b
 of a position.
 """
 
-from collections import deque
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax.numpy as jnp
@@ -77,23 +75,3 @@ def read(cache: Array, layer: int, rows: Rows) -> Array:
     found_BKX = blocks.reshape(blocks.shape[0], -1, X)
     written_BK = jnp.arange(found_BKX.shape[1], dtype=jnp.int32) < (rows.starts + rows.lengths)[:, None]
     return jnp.where(written_BK[..., None], found_BKX, 0)
-
-
-class Blocks:
-    """Which blocks nobody has."""
-
-    def __init__(self, num_blocks: int):
-        self._free = deque(range(num_blocks))
-
-    def __len__(self) -> int:
-        return len(self._free)
-
-    def take(self, number: int) -> list[int] | None:
-        """Take so many; None, and nothing taken, if there are fewer."""
-        if number > len(self._free):
-            return None
-        return [self._free.popleft() for _ in range(number)]
-
-    def give_back(self, blocks: Sequence[int]) -> None:
-        """Let others have them."""
-        self._free.extend(blocks)

@@ -13,7 +13,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from models.decode.cache import Blocks, Rows, init_cache
+from models.decode.blocks import Blocks, keys_of
+from models.decode.cache import Rows, init_cache
 from models.decode.model import Decoder
 from models.decode.requests import Completion, Limits, SamplingParams, check_request
 from models.decode.sampling import Sampling
@@ -37,6 +38,7 @@ class _Request:
     draft: int = -1
     num_drafted: int = 0
     num_accepted: int = 0
+    num_reused: int = 0
     ended: bool = False
 
     @property
@@ -144,12 +146,21 @@ class Engine:
         """First come, first served: a small one does not overtake one that waits for room."""
         while self._waiting and None in self._slots:
             request = self._waiting[0]
-            blocks = self._blocks.take(-(-request.room // self.limits.block_size))
-            if blocks is None:
+            # The last token is fed in any case: its logits are wanted.
+            keys = self._keys(request, len(request.prompt) - 1)
+            taken = self._blocks.take(-(-request.room // self.limits.block_size), keys)
+            if taken is None:
                 return
-            request.blocks = blocks
+            request.blocks, filled = taken
+            request.num_cached = request.num_reused = filled * self.limits.block_size
             self._waiting.popleft()
             self._slots[self._slots.index(None)] = request
+
+    def _keys(self, request: _Request, num_fed: int) -> list[bytes]:
+        """Of the whole blocks among the first positions of a request."""
+        text = [*request.prompt, *request.tokens]
+        keys = keys_of(text, self.limits.block_size, ahead=int(self._drafts))
+        return keys[: num_fed // self.limits.block_size]
 
     def _take_in(self, request: _Request) -> None:
         size = self.limits.chunk_size
@@ -201,6 +212,8 @@ class Engine:
                 "infinity, or its activations grew beyond their type; check the weights, or compute in float32",
             )
             return
+        if not request.tokens:
+            self._blocks.remember(request.blocks, self._keys(request, request.num_cached))
         request.draft = int(draft)
         for token in map(int, tokens):
             if token in request.params.stop:
@@ -225,8 +238,10 @@ class Engine:
             self._waiting.remove(request)
         else:
             self._slots[self._slots.index(request)] = None
+            if reason != "error":
+                self._blocks.remember(request.blocks, self._keys(request, request.num_cached))
             self._blocks.give_back(request.blocks)
-        numbers = int(request.num_drafted), int(request.num_accepted)
+        numbers = int(request.num_drafted), int(request.num_accepted), request.num_reused
         self._ended.append(Completion(request.id, tuple(request.tokens), reason, error, *numbers))
 
     def _tables(self, requests: Sequence[_Request | None]) -> np.ndarray:

@@ -79,6 +79,7 @@ class Completion:
       error: what went wrong; None if nothing did.
       num_drafted: tokens that were guessed ahead.
       num_accepted: guesses that were right.
+      num_reused: tokens of the prompt that were in the cache already, of a request that began alike.
 
     """
 
@@ -88,6 +89,7 @@ class Completion:
     error: str | None = None
     num_drafted: int = 0
     num_accepted: int = 0
+    num_reused: int = 0
 
 
 def check_request(prompt: np.ndarray, params: SamplingParams, limits: Limits, vocab: int) -> None:

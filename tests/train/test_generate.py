@@ -18,7 +18,7 @@ from train.facts import at_step, describe
 from train.fingerprint import fingerprints
 from train.generate.__main__ import main
 
-CONFIG = small(num_layers=2, vocab=256, num_mtp_layers=1)
+CONFIG = small(vocab=256, num_mtp_layers=1)
 PROMPT = "def f("
 
 
@@ -142,15 +142,13 @@ def test_a_run_whose_tokenizer_is_another(tmp_path, capsys):
 
 
 def test_folders_without_what_is_needed(tmp_path, capsys):
-    config = small(num_layers=2)
+    config = small()
     models.weights.save(tmp_path / "out", config, random_params(config))
     assert main([str(tmp_path / "out"), "--prompt", "x"]) == 2
     assert (
         "there is no tokenizer.json, and a model of 48 tokens is not one of bytes" in capsys.readouterr().err
     )
-    models.weights.save(
-        tmp_path / "bytes", small(num_layers=2, vocab=256), random_params(small(num_layers=2, vocab=256))
-    )
+    models.weights.save(tmp_path / "bytes", small(vocab=256), random_params(small(vocab=256)))
     assert main([str(tmp_path / "bytes"), "--prompt", "x", "--drafts"]) == 2
     assert "bytes has no module of multi-token prediction" in capsys.readouterr().err
 

@@ -10,7 +10,7 @@ import models
 from models import deepseek, tiny
 
 SMALL = dict(
-    vocab=48, dim=16, num_layers=3, num_heads=2, q_lora_rank=12, kv_lora_rank=8, qk_nope_dim=8, qk_rope_dim=4,
+    vocab=48, dim=16, num_layers=2, num_heads=2, q_lora_rank=12, kv_lora_rank=8, qk_nope_dim=8, qk_rope_dim=4,
     v_head_dim=6, dense_hidden=20, expert_hidden=10, num_experts=4, top_k=2, num_groups=2, top_groups=1,
 )  # fmt: skip
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from models import v3
-from models.decode import Blocks, Rows, decoder, init_cache
+from models.decode import Rows, decoder, init_cache
 from models.decode.attention import absorbing_is_cheaper
 from tests.models.decode.small_models import QUICK, random_params, small, whole
 
@@ -58,7 +58,7 @@ CONFIGS = {
     "v3": small(),
     "no q_lora, yarn": small(q_lora_rank=0, yarn_factor=4.0, yarn_original_seq=4, yarn_mscale_all_dim=0.707),
     "v2, biases, tied": small(
-        score="softmax", normalize_top_k=False, attention_bias=True, tie_embeddings=True, num_dense_layers=2
+        score="softmax", normalize_top_k=False, attention_bias=True, tie_embeddings=True
     ),
 }
 
@@ -114,13 +114,3 @@ def test_params_of_two_stages_are_refused():
         ValueError, match=r"decoder: params are of 2 stages, must be of 1: deepseek\(config, 1\)"
     ):
         decoder(config).prepare(params)
-
-
-def test_blocks_are_given_to_one_at_a_time():
-    blocks = Blocks(5)
-    first, second = blocks.take(2), blocks.take(3)
-    assert sorted(first + second) == list(range(5)) and len(blocks) == 0
-    assert blocks.take(1) is None
-    blocks.give_back(second)
-    assert blocks.take(4) is None and len(blocks) == 3
-    assert sorted(blocks.take(3)) == sorted(second)

@@ -10,7 +10,7 @@ from models.decode import Engine, Limits, RequestError, SamplingParams, decoder
 from tests.models import plain
 from tests.models.decode.small_models import random_params, small, whole
 
-CONFIG = small(num_layers=2, num_groups=1, num_mtp_layers=1)
+CONFIG = small(num_groups=1, num_mtp_layers=1)
 LIMITS = Limits(max_requests=3, max_positions=24, block_size=4, num_blocks=14, chunk_size=4, max_prefill=8)
 
 COMPILED = []
@@ -219,6 +219,25 @@ def test_weights_that_are_no_numbers_fail_those_who_meet_them():
             "the model's answer at position 7 is not a number: its weights hold NaN or infinity, or its activations "
             "grew beyond their type; check the weights, or compute in float32"
         }
+
+
+@pytest.mark.parametrize("drafts", [False, True])
+def test_a_common_beginning_is_computed_once(drafts):
+    serving = Engine(MODEL, a_params(), LIMITS, drafts=drafts)  # one that knows nothing yet
+    (begin,), ends = prompts(11, seed=5), prompts(4, 4, seed=6)
+    first, second = (np.concatenate([begin, end]) for end in ends)
+    asked = [first, second, first, first[:8]]
+    found = []
+    for prompt in asked:
+        serving.add(prompt, SamplingParams(max_tokens=5))
+        found += serving.run()
+    assert [one.num_reused for one in found] == [0, 8, 12, 4]
+    assert [one.tokens for one in found] == [greedy(prompt, 5) for prompt in asked]
+    more = np.asarray([*first, *found[0].tokens])
+    serving.add(more, SamplingParams(max_tokens=3))
+    (one,) = serving.run()
+    assert one.num_reused == 16 and one.tokens == greedy(more, 3)
+    assert len(serving._blocks) == LIMITS.num_blocks
 
 
 def test_limits_must_be_positive():
