@@ -4,6 +4,7 @@ Shape suffixes: B rows, S new tokens of a row, D model dim, V vocabulary.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -48,6 +49,7 @@ class Decoder:
     draft_logits: Callable[[Tree, Array], Array]
 
 
+@functools.cache  # who asks for the same gets the same, and with it what jax.jit has compiled of it
 def decoder(
     config: Config,
     *,

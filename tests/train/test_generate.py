@@ -1,7 +1,9 @@
 """scripts/generate: what it prints of a run and of published weights, and what it says of those that will not do."""
 
+import functools
 import io
 import json
+import signal
 import sys
 
 import jax
@@ -48,6 +50,7 @@ def run(tmp_path_factory):
     return folder
 
 
+@functools.cache
 def greedy(prompt, number):
     text = list(prompt.encode())
     logits = jax.jit(models.logits, static_argnums=0)
@@ -92,6 +95,24 @@ def test_on_a_terminal_lines_are_prompts_until_there_are_no_more(run, capsys, ty
     out, err = capsys.readouterr()
     assert out == 2 * (Bytes().decode(greedy(PROMPT, 12)) + "\n")
     assert err.count("> ") == 4 and "error: the prompt is empty: give at least one token" in err
+
+
+def test_ctrl_c_ends_an_answer_and_no_more(run, capsys, typed, monkeypatch):
+    class Terminal(io.StringIO):
+        def write(self, text):
+            if self.tell() == 0 and text:
+                signal.raise_signal(signal.SIGINT)
+            return super().write(text)
+
+    typed(PROMPT, PROMPT)
+    monkeypatch.setattr(sys, "stdout", Terminal())
+    before = signal.getsignal(signal.SIGINT)
+    assert main([str(run), "--max-tokens", "12", "--drafts", "--context", "64"]) == 0
+    first, rest = sys.stdout.getvalue().split("\n", 1)
+    whole_text = Bytes().decode(greedy(PROMPT, 12))
+    assert 0 < len(first) < len(whole_text) and whole_text.startswith(first.rstrip("\ufffd"))
+    assert rest == whole_text + "\n" and signal.getsignal(signal.SIGINT) is before
+    assert "(cancelled)" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

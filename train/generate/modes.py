@@ -2,9 +2,10 @@
 
 import dataclasses
 import json
+import signal
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TextIO
@@ -63,30 +64,46 @@ def converse(loaded: Loaded, options: Options, out: TextIO, say: Say) -> None:
         if not line:
             return
         try:
-            _stream(engine, loaded, options, line.rstrip("\n"), out, say)
+            with _noted() as interrupts:
+                _stream(engine, loaded, options, line.rstrip("\n"), out, say, interrupts)
         except RequestError as error:
             say(f"error: {error}")
 
 
-def _stream(engine: Engine, loaded: Loaded, options: Options, prompt: str, out: TextIO, say: Say) -> None:
+@contextmanager
+def _noted() -> Iterator[list[int]]:
+    """Ctrl-C leaves a note: an exception in the midst of a step would cost the cache."""
+    notes: list[int] = []
+    before = signal.signal(signal.SIGINT, lambda number, frame: notes.append(number))
+    try:
+        yield notes
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def _stream(
+    engine: Engine,
+    loaded: Loaded,
+    options: Options,
+    prompt: str,
+    out: TextIO,
+    say: Say,
+    interrupts: Sequence[int] = (),
+) -> None:
     stream, began = Stream(loaded.text.decode), time.monotonic()
     fresh: list[int] = []
     first: float | None = None
     number = engine.add(loaded.text.encode(prompt), params_of(options, loaded), fresh.append)
     ended: list[Completion] = []
-    try:
-        while engine.busy:
-            ended += engine.step()
-            if fresh and first is None:
-                first = time.monotonic()
-            out.write("".join(map(stream.push, fresh)))
-            out.flush()
-            fresh.clear()
-    except KeyboardInterrupt:
-        engine.cancel(number)
-        ended += engine.run()
-        if not sys.stdin.isatty() or options.prompt is not None:
-            raise
+    while engine.busy:
+        ended += engine.step()
+        if fresh and first is None:
+            first = time.monotonic()
+        out.write("".join(map(stream.push, fresh)))
+        out.flush()
+        fresh.clear()
+        if interrupts:
+            engine.cancel(number)
     out.write(stream.finish() + "\n")
     out.flush()
     (one,) = ended
