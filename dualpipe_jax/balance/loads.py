@@ -31,14 +31,20 @@ def checked(loads: ArrayLike, who: str = "balance") -> np.ndarray:
     return windows
 
 
-def relative(windows: np.ndarray, num_devices: int) -> np.ndarray:
+def relative(windows: np.ndarray, num_devices: int, silent_as: float = 1.0) -> np.ndarray:
     """Loads in multiples of what a device has to do on average: float64 [windows, layers, experts].
 
-    A window without load asks for nothing. A layer without any says nothing: its experts count as equal.
+    A window without load asks for nothing, and is left out if no layer has any. A layer without load in all windows
+    says nothing: its experts count as equal, or as nothing.
+
+    Args:
+      windows: as ``checked`` gives them.
+      silent_as: 1 or 0, what the mean device has to do in a layer without load.
     """
+    windows = windows[windows.any((1, 2))] if windows.any() else windows[:1]
     largest = windows.max(-1, keepdims=True)  # first, since a sum may be too large for float64
     scaled = np.divide(windows, largest, out=np.zeros_like(windows), where=largest > 0)
     silent = ~(largest > 0).any(0)[:, 0]
-    scaled[:, silent] = 1.0
+    scaled[:, silent] = silent_as
     total = scaled.sum(-1, keepdims=True)
     return np.divide(scaled * num_devices, total, out=scaled, where=total > 0)

@@ -7,7 +7,7 @@ import dataclasses
 
 import numpy as np
 
-_PAIR_ROUNDS = 8
+_PAIR_TURNS = 8
 _LEAST_GAIN = 1e-12
 
 
@@ -127,6 +127,14 @@ class Packed:
         """A copy with some of the layers."""
         return Packed(self.held[layers], self.slots[:, layers], self.devices[:, layers])
 
+    def put(self, layers: np.ndarray, part: "Packed") -> None:
+        """Take over what ``only`` of these layers has become."""
+        self.held[layers], self.slots[:, layers], self.devices[:, layers] = (
+            part.held,
+            part.slots,
+            part.devices,
+        )
+
     def best_swaps(self, one: np.ndarray, other: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """For pairs of devices the swap of a slot each that leaves the lower peak of the two.
 
@@ -185,30 +193,27 @@ def count_copies(held: np.ndarray, num_experts: int) -> np.ndarray:
     return np.bincount(at.ravel(), minlength=layers * num_experts).reshape(layers, num_experts)
 
 
-def refine(packed: Packed, target: np.ndarray) -> None:
-    """Swap slots, in place, until a layer's peak is at its target [layers] or no swap lowers it.
+def refine(packed: Packed, target: np.ndarray, turns: int | None = None) -> None:
+    """Swap slots, in place, until a layer's peak is at its target [layers], no swap lowers it or turns are over.
 
     First heavy devices with light ones, many pairs at a time; then the heaviest with any other.
     """
-    layers = np.flatnonzero(packed.peak.max(-1) > target)
-    if not len(layers):
-        return
-    part = packed.only(layers)
-    for turn in range(_PAIR_ROUNDS):
-        _swap_pairs(part, turn)
-    stuck = np.zeros(len(layers), bool)
-    # A swap lowers one device of at most all that are as heavy as the heaviest: it ends, but not when.
-    for _ in range(6 * packed.held.shape[1] + 50):
-        going = (part.peak.max(-1) > target[layers]) & ~stuck
+    layers, part = np.arange(len(target)), packed.only(np.arange(len(target)))
+    able = np.ones(len(layers), bool)
+    # Swaps with the heaviest end of themselves, since each leaves less on it, but nobody knows when.
+    for turn in range(_PAIR_TURNS + 6 * packed.held.shape[1] + 50 if turns is None else turns):
+        going = (part.peak.max(-1) > target[layers]) & able
         if not going.all():
-            packed.held[layers], packed.slots[:, layers] = part.held, part.slots
-            packed.devices[:, layers] = part.devices
+            packed.put(layers, part)
             layers, part = layers[going], part.only(going)
         if not len(layers):
             return
-        stuck = ~_relieve(part)
-    packed.held[layers], packed.slots[:, layers] = part.held, part.slots
-    packed.devices[:, layers] = part.devices
+        if turn < _PAIR_TURNS:
+            _swap_pairs(part, turn)
+            able = np.ones(len(layers), bool)
+        else:
+            able = _relieve(part)
+    packed.put(layers, part)
 
 
 def _swap_pairs(packed: Packed, turn: int) -> None:

@@ -111,11 +111,6 @@ class Placement:
                 f"Placement: layer {at[0]}, device {at[1]}, slot {at[2]} holds expert {experts[tuple(at)]}; there are "
                 f"experts 0 to {self.num_experts - 1}"
             )
-        if not (self.counts > 0).all():
-            layer, expert = np.argwhere(self.counts == 0)[0].tolist()
-            raise ValueError(
-                f"Placement: expert {expert} has no copy in layer {layer}; every expert needs one"
-            )
         ordered = np.sort(experts, -1)
         twice = ordered[..., 1:] == ordered[..., :-1]
         if twice.any():
@@ -123,6 +118,11 @@ class Placement:
             raise ValueError(
                 f"Placement: layer {layer}, device {device} holds expert {ordered[layer, device, slot]} twice; give it "
                 "one copy there"
+            )
+        if not (self.counts > 0).all():
+            layer, expert = np.argwhere(self.counts == 0)[0].tolist()
+            raise ValueError(
+                f"Placement: expert {expert} has no copy in layer {layer}; every expert needs one"
             )
 
     @property

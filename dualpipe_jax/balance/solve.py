@@ -20,8 +20,11 @@ _SLACK = 2
 _PATIENCE = 20
 """So many other numbers in a row that are no better, and a layer goes on to what is near its best."""
 
-_ROUNDS, _SLOTS, _SLOTS_A_ROUND = 16, 600_000, 40_000
-"""Rounds of tries near the best, and slots that all tries fill, and a round of them, at most: one or two seconds."""
+_TURNS = 32
+"""Swaps one after another in a try; the best is swapped to its end."""
+
+_ROUNDS, _SLOTS, _SLOTS_A_ROUND = 16, 400_000, 40_000
+"""Rounds of tries near the best, and slots that all tries fill, and a round of them, at most: about a second."""
 
 
 def balance(
@@ -43,7 +46,7 @@ def balance(
     Args:
       loads: what each expert has to do, such as counts of tokens: [layers, experts], or [windows, layers, experts],
         windows of time of which the worst counts, each relative to its own mean. A layer that has no load at all is
-        placed as if its experts were equal.
+        placed as if its experts were equal, or left as it was.
       layout: devices and their slots.
       previous: the placement in force. The new one names slots so that what stays is not moved, and a layer takes no
         more moves than its gain needs. With groups, these stay on their nodes.
@@ -52,8 +55,7 @@ def balance(
         the busiest device by more. For example, a move of 5 ms that is to pay within 100 steps, where a layer's mean
         device works for 2 ms a step: 0.025.
       close: a layer is good enough at this share above the bound.
-      effort: how long to try other numbers of copies for layers that are not: at 1 up to a second or two for 58
-        layers of 256 experts, at 0 not at all.
+      effort: how long to try other numbers of copies for layers that are not: at 1 about a second, at 0 not at all.
 
     Raises:
       ValueError: loads are no such numbers, experts do not fit the layout, ``previous`` is of other counts, or
@@ -64,7 +66,7 @@ def balance(
     _check_limits(previous, max_moves, move_cost, close=close, effort=effort)
     if previous is not None:
         _check_previous(previous, windows, layout)
-    load = relative(windows, layout.num_devices)
+    load = relative(windows, layout.num_devices, silent_as=1.0 if previous is None else 0.0)
 
     def place_rows(rows: np.ndarray, num_devices: int, before: np.ndarray | None) -> np.ndarray:
         held = place(rows, num_devices, layout.num_slots, close, effort)
@@ -120,7 +122,8 @@ def place(
         others = other_counts(search.relative, search.bound, copies, num_devices)
         search.try_these(np.stack([counts[rows], *others], 1), _SLOTS * effort / 2)
         search.try_nearby(_SLOTS * effort, round(_ROUNDS * effort))
-        packed.held[rows] = search.held
+        part, counts = relative[:, rows], count_copies(search.held, load.shape[1])
+        packed.held[rows] = refined(search.held, part, counts, close).held
     return packed.held
 
 
@@ -177,7 +180,7 @@ class _Search:
         flat = counts.reshape(len(layers) * tries, -1)
         load = np.repeat(self.relative[:, layers], tries, 1)
         self._filled += tries * self._slots(layers)
-        found = refined(deal(load, flat, self.held.shape[1]), load, flat, self._close)
+        found = refined(deal(load, flat, self.held.shape[1]), load, flat, self._close, _TURNS)
         peaks = found.peak.max(-1).reshape(len(layers), tries)
         best = peaks.argmin(-1)
         better = peaks[row, best] < self._peak[layers] - 1e-12
@@ -186,10 +189,12 @@ class _Search:
         self.held[layers[better]] = found.held[(row * tries + best)[better]]
 
 
-def refined(held: np.ndarray, relative: np.ndarray, counts: np.ndarray, close: float = CLOSE) -> Packed:
-    """Swapped until close to the bound of these copies, or until no swap helps."""
+def refined(
+    held: np.ndarray, relative: np.ndarray, counts: np.ndarray, close: float, turns: int | None = None
+) -> Packed:
+    """Swapped until close to the bound of these copies, or until no swap helps or turns are over."""
     packed = Packed.of(held, relative, counts)
     shares = packed.slots.reshape(*packed.slots.shape[:2], -1)
     bound = np.max([packing_bound(window, held.shape[1]) for window in shares], 0)
-    refine(packed, np.maximum(bound * (1 + 1e-9), 1 + close))
+    refine(packed, np.maximum(bound * (1 + 1e-9), 1 + close), turns)
     return packed
