@@ -8,6 +8,7 @@ from typing import Any
 import tyro
 
 from dualpipe_jax import __version__
+from dualpipe_jax.command.balance import Balance
 from dualpipe_jax.command.check import Check
 from dualpipe_jax.command.child import Died
 from dualpipe_jax.command.choose import Choose
@@ -31,6 +32,7 @@ COMMANDS: dict[str, Callable[..., Any]] = {
     "overlap": Overlap,
     "dryrun": Dryrun,
     "probe": Probe,
+    "balance": Balance,
 }
 
 
@@ -49,7 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             COMMANDS,
             prog="dualpipe",
             description="Pipeline schedules: drawn, compared, chosen, searched, checked, and compiled for pods; "
-            "devices probed. `dualpipe --version` says which version this is.",
+            "devices probed; experts placed by their loads. `dualpipe --version` says which version this is.",
             args=given,
             config=(tyro.conf.OmitArgPrefixes, tyro.conf.FlagCreatePairsOff),
         )

@@ -69,13 +69,15 @@ def replan(
     the least peak + move_cost x moves. With one, moves go one after another to where a move gains most.
 
     Args:
-      previous, fresh: int64 [layers, devices, slots].
+      previous, fresh: int64 [layers, devices, slots]; where previous has fewer slots there is nothing to decide.
       relative: [windows, layers, experts].
       max_moves: of all layers together.
       move_cost: of one, in loads of the mean device.
       close: share of its best by which a layer may fall behind without counting as worse.
     """
-    layers, devices, slots = previous.shape
+    layers, devices, slots = fresh.shape
+    if previous.shape != fresh.shape:
+        return aligned(fresh, previous)
     target = np.full(layers, 1 + close)
     num_steps = devices * slots if max_moves is None else min(max_moves, devices * slots)
     options = [previous, *improve(previous, relative, target, num_steps), aligned(fresh, previous)]

@@ -49,7 +49,8 @@ def balance(
         placed as if its experts were equal, or left as it was.
       layout: devices and their slots.
       previous: the placement in force. The new one names slots so that what stays is not moved, and a layer takes no
-        more moves than its gain needs. With groups, these stay on their nodes.
+        more moves than its gain needs. With groups, these stay on their nodes. One of fewer slots, such as one without
+        copies, only lends its devices their names.
       max_moves: the most experts that devices may have to fetch, over all layers; moves go where each gains most.
       move_cost: what moving one expert costs, in loads of the mean device of a layer: a move is made only if it lowers
         the busiest device by more. For example, a move of 5 ms that is to pay within 100 steps, where a layer's mean
@@ -65,7 +66,7 @@ def balance(
     layout.check(windows.shape[-1])
     _check_limits(previous, max_moves, move_cost, close=close, effort=effort)
     if previous is not None:
-        _check_previous(previous, windows, layout)
+        _check_previous(previous, windows, layout, limited=max_moves is not None or move_cost > 0)
     load = relative(windows, layout.num_devices, silent_as=1.0 if previous is None else 0.0)
 
     def place_rows(rows: np.ndarray, num_devices: int, before: np.ndarray | None) -> np.ndarray:
@@ -94,12 +95,13 @@ def _check_limits(
         raise ValueError("balance: max_moves and move_cost are of moves from a placement; give previous too")
 
 
-def _check_previous(previous: Placement, windows: np.ndarray, layout: Layout) -> None:
-    wanted = windows.shape[1], windows.shape[2], layout.num_devices, layout.num_slots
-    if (previous.num_layers, previous.num_experts, previous.num_devices, previous.num_slots) != wanted:
+def _check_previous(previous: Placement, windows: np.ndarray, layout: Layout, limited: bool) -> None:
+    wanted = windows.shape[1], windows.shape[2], layout.num_devices
+    slots = previous.num_slots <= layout.num_slots if not limited else previous.num_slots == layout.num_slots
+    if (previous.num_layers, previous.num_experts, previous.num_devices) != wanted or not slots:
         raise ValueError(
             f"balance: previous is {previous}; wanted are {wanted[0]} layers x {wanted[1]} experts on {wanted[2]} "
-            f"devices of {wanted[3]} slots. Leave previous out, to begin anew"
+            f"devices of {layout.num_slots} slots, or fewer if moves are not limited. Leave previous out, to begin anew"
         )
 
 

@@ -63,6 +63,16 @@ def test_what_stays_keeps_its_slot(drifted):
     )
 
 
+def test_the_first_copies_leave_devices_their_names():
+    loads = np.random.default_rng(3).random((2, 24))
+    plain = Placement.in_order(2, 24, 8, 3)
+    named, other = balance(loads, Layout(8, 4), plain), balance(loads, Layout(8, 4))
+    np.testing.assert_allclose(named.imbalance(loads), other.imbalance(loads))
+    assert moved(plain, named) < moved(plain, other)
+    with pytest.raises(ValueError, match="or fewer if moves are not limited"):
+        balance(loads, Layout(8, 4), plain, max_moves=3)
+
+
 def test_nothing_moves_where_nothing_is_gained():
     loads = np.random.default_rng(1).random((3, 24))
     layout = Layout(4, 8)
@@ -138,6 +148,10 @@ def test_due_below_a_threshold_of_utilisation():
         ({"effort": -1.0}, "effort=-1.0; give a number of at least 0"),
         (
             {"previous": Placement.in_order(1, 4, 2, 3)},
+            "wanted are 1 layers x 4 experts on 2 devices of 2 slots",
+        ),
+        (
+            {"previous": Placement.in_order(1, 4, 4, 1)},
             "wanted are 1 layers x 4 experts on 2 devices of 2 slots",
         ),
     ],
