@@ -114,7 +114,7 @@ def table() -> None:
                 f"{doubles(theirs).mean():.0%} of layers",
                 f"{imbalance(loads, ours.experts).mean():.4f}",
                 f"{bound_of(loads, layout).mean():.4f}",
-                f"{cpu_ms(lambda: deepseek(loads, replicas, 1, 1, devices), 1):.0f}",  # noqa: B023  called at once
+                f"{cpu_ms(lambda: deepseek(loads, replicas, 1, 1, devices)):.0f}",  # noqa: B023  called at once
                 f"{cpu_ms(lambda: balance(loads, layout)):.0f}",  # noqa: B023
             ]
             print(f"| {name} | {replicas}, {devices} | {' | '.join(figures)} |", flush=True)

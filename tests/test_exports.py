@@ -78,15 +78,19 @@ SCHEDULE = [
     "zb_v",
 ]
 BALANCE = [
+    "Copies",
     "Layout",
     "LoadTracker",
     "Outlook",
     "Placement",
+    "Traffic",
     "balance",
     "bound_of",
+    "count_traffic",
     "is_due",
     "outlook",
     "plot",
+    "random_traffic",
     "rebalance_experts",
     "worst_imbalance",
 ]

@@ -6,17 +6,22 @@ from dualpipe_jax.balance.picture import plot
 from dualpipe_jax.balance.placement import Layout, Placement
 from dualpipe_jax.balance.solve import balance
 from dualpipe_jax.balance.tracker import LoadTracker
+from dualpipe_jax.balance.traffic import Copies, Traffic, count_traffic, random_traffic
 
 __all__ = [
+    "Copies",
     "Layout",
     "LoadTracker",
     "Outlook",
     "Placement",
+    "Traffic",
     "balance",
     "bound_of",
+    "count_traffic",
     "is_due",
     "outlook",
     "plot",
+    "random_traffic",
     "rebalance_experts",
     "worst_imbalance",
 ]

@@ -7,7 +7,7 @@ import dataclasses
 
 import numpy as np
 
-_PAIR_TURNS = 8
+_PAIR_TURNS = 6
 _LEAST_GAIN = 1e-12
 
 
@@ -27,6 +27,7 @@ def pack(relative: np.ndarray, counts: np.ndarray, num_devices: int) -> np.ndarr
     slots = copies // num_devices
     follows = np.zeros((copies, layers), bool)
     np.equal(order.T[1:], order.T[:-1], out=follows[1:])
+    some_follow = np.any(follows, axis=-1).tolist()
     barred = np.zeros((layers, num_devices), bool)  # devices with a copy of the expert whose turn it is
     room = np.zeros((layers, num_devices))  # loads, infinite where a device is full
     filled = np.zeros((layers, num_devices), np.int64)
@@ -35,14 +36,15 @@ def pack(relative: np.ndarray, counts: np.ndarray, num_devices: int) -> np.ndarr
     first = row * num_devices  # of each layer in the flat arrays: half of the time of pairs of indices
     flat_room, flat_filled, flat_barred = room.reshape(-1), filled.reshape(-1), barred.reshape(-1)
     for copy, load in enumerate(np.ascontiguousarray(heaviest.T)):
-        if follows[copy].any():
+        if some_follow[copy]:
             barred &= follows[copy][:, None]
             flat_barred[first + device[copy - 1]] |= follows[copy]
             open_ = np.where(barred, np.inf, room)
             device[copy] = open_.argmin(-1)
             stuck |= open_[row, device[copy]] == np.inf
         else:
-            barred[:] = False
+            if some_follow[copy - 1]:
+                barred[:] = False
             device[copy] = room.argmin(-1)
         at = first + device[copy]
         slot[copy] = flat_filled[at]
@@ -150,11 +152,12 @@ class Packed:
         load_a, load_b = self.devices[:, layer, one], self.devices[:, layer, other]
         half, mean = (load_a - load_b) / 2, (load_a + load_b) / 2
         # After a swap the two are at mean +- (half - what went over), so the larger is:
-        left = np.abs(a[..., :, None] - (b + half[..., None])[..., None, :])
+        left = a[..., :, None] - (b + half[..., None])[..., None, :]
+        np.abs(left, out=left)
         left += mean[..., None, None]
-        left = left[0] if len(left) == 1 else left.max(0)
         slots = left.shape[-1]
-        flat = left.reshape(*left.shape[:2], slots * slots)
+        flat = left.reshape(*left.shape[:3], slots * slots)
+        flat = flat[0] if len(flat) == 1 else flat.max(0)
         best = flat.argmin(-1)
         self._avoid_doubles(flat, best, one, other)
         return np.take_along_axis(flat, best[..., None], -1)[..., 0], best // slots, best % slots
