@@ -68,18 +68,20 @@ def count_traffic(source: ArrayLike, target: ArrayLike, layout: Layout) -> Traff
     tokens, size = len(sources), layout.num_devices // layout.num_nodes
     token, own_node = np.arange(tokens), sources // size
     away = targets // size != own_node[:, None]
-    by_expert = Copies(away.sum() / tokens, (~away & (targets != sources[:, None])).sum() / tokens)
+    beside = ~away & (targets != sources[:, None])
+    by_expert = Copies(float(away.sum() / tokens), float(beside.sum() / tokens))
 
     hit = np.zeros((tokens, layout.num_nodes, size), bool)
     hit.reshape(tokens, -1)[token[:, None], targets] = True
     inside = hit[token, own_node].sum() - hit[token, own_node, sources % size].sum()
     across = hit.sum() - hit[token, own_node].sum()
-    by_device = Copies(across / tokens, inside / tokens)
+    by_device = Copies(float(across / tokens), float(inside / tokens))
 
     nodes: np.ndarray = np.any(hit, axis=-1)
     # In each node the device of the sender's number has it already
     spread = hit.sum() - hit[token, :, sources % size].sum()
-    two_hops = Copies((nodes.sum() - nodes[token, own_node].sum()) / tokens, spread / tokens)
+    others = nodes.sum() - nodes[token, own_node].sum()
+    two_hops = Copies(float(others / tokens), float(spread / tokens))
     return Traffic(by_expert, by_device, two_hops)
 
 
