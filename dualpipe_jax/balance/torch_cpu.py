@@ -30,8 +30,7 @@ def sort_descending(weights: np.ndarray) -> np.ndarray:
 def _partitioned(values: list[float]) -> list[int]:
     """Indices after all partitions of introsort, those of larger values first but for the pieces' own order.
 
-    A piece is left as it is where introsort would go over to its heap, after 2 log2 n partitions in a row that all
-    failed to halve it: no weights but ones made for it do that.
+    A piece that 2 log2 n partitions in a row did not make small goes over a heap.
     """
     at = list(range(len(values)))
     left = [(0, len(values), 2 * (len(values).bit_length() - 1))]
@@ -40,7 +39,35 @@ def _partitioned(values: list[float]) -> list[int]:
         if last - first > _SMALL and depth:
             cut = _partition(values, at, first, last)
             left += [(first, cut, depth - 1), (cut, last, depth - 1)]
+        elif last - first > _SMALL:
+            at[first:last] = _by_heap(values, at[first:last])
     return at
+
+
+def _by_heap(values: list[float], heap: list[int]) -> list[int]:
+    """Sorted by heap, the least on top."""
+    for top in reversed(range(len(heap) // 2)):
+        _sift(values, heap, top, len(heap), heap[top])
+    for end in reversed(range(1, len(heap))):
+        sunk, heap[end] = heap[end], heap[0]
+        _sift(values, heap, 0, end, sunk)
+    return heap
+
+
+def _sift(values: list[float], heap: list[int], top: int, size: int, sunk: int) -> None:
+    """Put an index into the heap below ``top``: down along the lesser children to the bottom, then up to its place."""
+    hole = top
+    while (right := 2 * hole + 2) < size:
+        child = right - 1 if values[heap[right]] > values[heap[right - 1]] else right
+        heap[hole] = heap[child]
+        hole = child
+    if right == size:
+        heap[hole] = heap[right - 1]
+        hole = right - 1
+    while hole > top and values[heap[(hole - 1) // 2]] > values[sunk]:
+        heap[hole] = heap[(hole - 1) // 2]
+        hole = (hole - 1) // 2
+    heap[hole] = sunk
 
 
 def _partition(values: list[float], at: list[int], first: int, last: int) -> int:

@@ -78,12 +78,19 @@ def test_the_three_results_say_the_same(shape, seed, tied):
             assert sorted(slots[slots >= 0]) == np.flatnonzero(phy2log[layer] == expert).tolist()
 
 
-@pytest.mark.parametrize("items", [1, 5, 16, 17, 40, 129, 288])
+@pytest.mark.parametrize("items", [1, 5, 16, 17, 40, 129, 288, 512])
 def test_sorted_and_summed_as_pytorch_does(items):
     torch = pytest.importorskip("torch")
     random = np.random.default_rng(items)
     for kinds in (1, 2, 5, 50):
         tied = random.integers(0, kinds, (20, items)).astype(np.float32)
+        wanted = torch.tensor(tied).sort(-1, descending=True).indices.numpy()
+        np.testing.assert_array_equal(torch_cpu.sort_descending(tied), wanted)
+    pipe = (
+        np.minimum(np.arange(items), items - np.arange(items)) // 3
+    )  # bad for medians of three: goes over a heap
+    for tied in (pipe, -pipe, np.r_[pipe[::2], pipe[1::2]]):
+        tied = tied[None].astype(np.float32)
         wanted = torch.tensor(tied).sort(-1, descending=True).indices.numpy()
         np.testing.assert_array_equal(torch_cpu.sort_descending(tied), wanted)
     weights = random.random((50, items), np.float32)
