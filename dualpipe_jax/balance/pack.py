@@ -220,9 +220,9 @@ def refine(packed: Packed, target: np.ndarray, turns: int | None = None) -> None
 
 
 def _swap_pairs(packed: Packed, turn: int) -> None:
-    """Pair the heavier half of the devices with the lighter one, the other way round in each turn, and swap."""
+    """Pair the heavier half of the devices with the lighter one, later quarters, and swap; each turn pairs anew."""
     order = np.argsort(-packed.peak, -1, kind="stable")
-    half = order.shape[1] // 2
+    half = order.shape[1] // (2 if turn < 2 else 4)
     if not half:
         return
     one, other = order[:, :half], np.roll(order[:, ::-1][:, :half], turn, -1)
