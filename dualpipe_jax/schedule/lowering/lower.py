@@ -75,6 +75,7 @@ class TickTable:
       1. the channels start to send what the rank produced in the tick before;
       2. the rank runs its one unit, if it has one;
       3. what the channels brought is written to the arrival slots of the row.
+
     So what tick t produces is used in tick t + 2 on another rank; on the same rank (a turnaround of a V) it is handed
     over at once, and may be used in tick t + 1.
 
@@ -90,7 +91,7 @@ class TickTable:
       hands_over: of "x" and "dy" those into which some rank writes for a next stage of its own.
       keeps: what was asked for.
 
-    Columns (F_...: of the forward; G_...: of the backward, which is a B, I or W):
+    Columns (``F_...``: of the forward; ``G_...``: of the backward, which is a B, I or W):
       unit: its number; -1 for none.
       F_microbatch, G_microbatch: number in the whole batch.   F_stage, G_stage: number in the model.
       F_x: slot of the stage's input, unless the stage is the first.   F_POOL: slots that it fills.
