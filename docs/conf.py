@@ -9,7 +9,7 @@ from pathlib import Path
 HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE), str(HERE.parent)]  # this checkout's own packages
 
-import dualpipe_jax
+import dualpipe_jax  # noqa: E402
 
 project = "dualpipe-jax"
 author = copyright = "The dualpipe-jax authors"
@@ -20,7 +20,9 @@ myst_heading_anchors = 3
 autodoc_member_order = "bysource"
 autodoc_typehints_format = "short"
 autodoc_preserve_defaults = True
-napoleon_custom_sections = [("Attributes", "params_style")]  # a class may have them in a field's docstring too
+napoleon_custom_sections = [
+    ("Attributes", "params_style")
+]  # a class may have them in a field's docstring too
 toc_object_entries = False
 
 html_theme = "furo"

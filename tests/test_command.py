@@ -11,7 +11,7 @@ import pytest
 from rich.console import Console
 
 import dualpipe_jax
-from dualpipe_jax.__main__ import COMMANDS, main
+from dualpipe_jax.__main__ import COMMANDS, main, options_of
 from dualpipe_jax.command.drawing import draw
 from dualpipe_jax.schedule import (
     ALL_SCHEDULES,
@@ -336,6 +336,29 @@ def test_help_names_every_option(capsys, name):
         main([name, "--help"])
     assert exit.value.code == 0
     assert "--json" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_the_help_of_all_says_of_each_what_its_own_does(capsys, name):
+    """The first words, that is: the one stands in a table so that nothing need be imported for it."""
+    verb = COMMANDS[name].split()[0]
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    assert re.search(rf"{name} +{verb}", capsys.readouterr().out)
+    assert options_of(name).__doc__.split()[0] == verb
+
+
+def test_help_and_version_load_nothing_that_takes_time():
+    code = (
+        "import sys\n"
+        "from dualpipe_jax.__main__ import main\n"
+        "try: main([sys.argv[1]])\n"
+        "except SystemExit: pass\n"
+        "print(*sorted({m.split('.')[0] for m in sys.modules}), file=sys.stderr)\n"
+    )
+    for option, heavy in (("--version", {"tyro", "numpy", "jax"}), ("--help", {"numpy", "jax"})):
+        run = subprocess.run([sys.executable, "-c", code, option], capture_output=True, text=True, check=True)
+        assert not heavy & set(run.stderr.split())
 
 
 def test_it_says_which_version_it_is(capsys):
