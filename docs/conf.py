@@ -31,4 +31,5 @@ html_static_path = ["static"]
 html_css_files = ["site.css"]
 html_copy_source = False
 html_show_sphinx = False
+highlight_language = "text"
 pygments_style, pygments_dark_style = "friendly", "github-dark"
