@@ -22,7 +22,11 @@ from train.options import parse
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.M | re.S)
-ELSEWHERE = {"README.md": "test_readme.py", "own_model.md": "test_docs_own_model.py"}
+ELSEWHERE = {
+    "README.md": "test_readme.py",
+    "short.md": "test_readme.py",
+    "own_model.md": "test_docs_own_model.py",
+}
 """Pages whose Python blocks run in tests of their own."""
 
 

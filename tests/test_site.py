@@ -1,4 +1,4 @@
-"""What makes the site: its link check finds what is wrong, and docstrings' lists are lists. The build is `scripts/docs`."""
+"""What makes the site: its link check finds what is wrong, docstrings' lists are lists. `scripts/docs` builds it."""
 
 import importlib.util
 import subprocess

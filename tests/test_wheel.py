@@ -41,12 +41,12 @@ def wheel(tmp_path_factory):
 def python(wheel, tmp_path_factory):
     """The Python of an environment that holds the wheel and what it depends on."""
     folder = tmp_path_factory.mktemp("environment")
-    venv.create(folder, with_pip=not shutil.which("uv"))
+    venv.create(folder)
     python = folder / "bin" / "python"
     if shutil.which("uv"):
         run(["uv", "pip", "install", "--quiet", "--python", python, wheel])
     else:
-        run([python, "-m", "pip", "install", "--quiet", wheel])
+        run([sys.executable, "-m", "pip", "--python", python, "install", "--quiet", wheel])
     return python
 
 
