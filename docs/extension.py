@@ -1,6 +1,7 @@
 """What Sphinx does not know of itself: the command's help, the schedule player, and lists in docstrings."""
 
 import contextlib
+import importlib
 import io
 import os
 from pathlib import Path
@@ -8,8 +9,11 @@ from pathlib import Path
 from docstrings import listed
 from docutils import nodes
 from docutils.parsers.rst import Directive
+from sphinx.util import logging
 
 from dualpipe_jax.schedule import CostModel, dualpipe, html_page
+
+LOG = logging.getLogger(__name__)
 
 
 class CommandHelp(Directive):
@@ -38,6 +42,15 @@ def write_player(app, error) -> None:
         (Path(app.outdir) / "player.html").write_text(html_page(dualpipe(8, 20), CostModel(FB=2.25)))
 
 
+def check_reference(app, env) -> None:
+    """Warn, which ends the build, where a room that the reference has a page for exports what the page leaves out."""
+    described = {name.rpartition(".")[2] for name, *_ in env.get_domain("py").get_objects()}
+    rooms = {name for name, _, kind, *_ in env.get_domain("py").get_objects() if kind == "module"}
+    for room in sorted(rooms):
+        if missing := set(getattr(importlib.import_module(room), "__all__", ())) - described:
+            LOG.warning("reference: %s exports %s, which no page describes", room, ", ".join(sorted(missing)))
+
+
 def setup(app) -> None:
     """What Sphinx calls."""
 
@@ -52,4 +65,5 @@ def setup(app) -> None:
     app.add_directive("command-help", CommandHelp)
     app.connect("autodoc-process-docstring", process, priority=400)  # before napoleon
     app.connect("autodoc-skip-member", skip)
+    app.connect("env-check-consistency", check_reference)
     app.connect("build-finished", write_player)
