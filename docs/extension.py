@@ -56,7 +56,11 @@ def setup(app) -> None:
 
     def process(app, what, name, obj, options, lines) -> None:
         lines[:] = listed(lines)
-        if what in ("attribute", "data", "property"):  # napoleon takes what stands before a colon there for a type
+        if what in (
+            "attribute",
+            "data",
+            "property",
+        ):  # napoleon takes what stands before a colon there for a type
             lines[:0] = ["..", ""]
 
     def skip(app, what, name, obj, skipped, options) -> bool | None:

@@ -13,11 +13,13 @@ import jax
 import jax.numpy as jnp
 import pytest
 import tokenizers
+import yaml
 
 from dualpipe_jax.__main__ import COMMANDS, main
 from models import deepseek, tiny, weights
 from train.config import check, make_schedule
 from train.options import parse
+from train.prepare.options import parse as parse_preparing
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -134,16 +136,42 @@ def test_every_flag_that_is_named_exists(name, capsys):
                 assert used <= known, f"{page.name}: {line}"
 
 
+def shell_lines(page: Path) -> list[str]:
+    """Of all blocks, lines that go on joined."""
+    text = "\n".join(body for _, body in FENCE.findall(page.read_text()))
+    return re.sub(r"\\\n\s*", " ", text).splitlines()
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_every_training_command_would_start(page):
-    for _, body in FENCE.findall(page.read_text()):
-        for line in body.replace("\\\n", " ").splitlines():
-            match = re.search(r'(?:scripts/train|-m train(?: "\$@")?\' train|-m train)((?: +[^"#]+)?)', line)
-            if match is None or '"$@"' in match[1]:
-                continue
+    """What stands in blocks: options that are read, and fit each other."""
+    for line in shell_lines(page):
+        if match := re.search(r"""(?:scripts/train|-m train(?: "\$@"' train)?) +(-[^"#]+)""", line):
             command = parse(shlex.split(match[1]))
             check(command.options)
             make_schedule(command.options)
+        elif match := re.match("scripts/prepare +([^#]+)", line):
+            parse_preparing(shlex.split(match[1]))
+
+
+def test_the_cluster_starts_what_would_start():
+    (job,) = (yaml.safe_load(body) for body in blocks(ROOT / "docs" / "pods.md", "yaml"))
+    (container,) = job["spec"]["template"]["spec"]["containers"]
+    python, dash, train, *arguments = container["command"]
+    assert (python, dash, train) == ("python", "-m", "train")
+    command = parse(arguments)
+    check(command.options)
+    mesh = command.options.mesh
+    assert command.options.launch.num_processes == job["spec"]["completions"] == mesh.dp * mesh.pp * mesh.ep
+
+
+def test_every_script_that_is_named_is_there():
+    for page in PAGES:
+        text = page.read_text()
+        for name in re.findall(r"scripts/(\w+)", text):
+            assert (ROOT / "scripts" / name).is_file(), f"{page.name}: scripts/{name}"
+        for name in re.findall(r"(?:scripts/bench |benchmarks/)([a-z_]+)", text):
+            assert (ROOT / "benchmarks" / f"{name}.py").is_file(), f"{page.name}: {name}"
 
 
 def test_pictures_and_pages_that_are_linked_are_there():
