@@ -28,6 +28,7 @@ def site(tmp_path):
     (tmp_path / "a%b.png").touch()
     (tmp_path / "index.html").write_text(
         '<h1 id="top">x</h1><a href="#top">x</a><a href="sub/page.html#there">x</a><img src="a%25b.png">'
+        '<a href="sub/page.html#old">x</a>'
         '<a href="https://example.org/nowhere">x</a><a href="mailto:a@b.c">x</a><img src="data:image/png;base64,AA">'
     )
     (tmp_path / "sub" / "page.html").write_text(
@@ -87,6 +88,8 @@ What they are for:
 Source: one line
 and another, which is a sentence.
 
+Rank: a sentence by itself.
+
 Arguments:
   a: stays.
   b: as it is."""
@@ -110,6 +113,8 @@ What they are for:
 
 Source: one line
 and another, which is a sentence.
+
+Rank: a sentence by itself.
 
 Arguments:
   a: stays.
