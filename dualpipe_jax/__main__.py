@@ -23,7 +23,7 @@ COMMANDS = {
     "dryrun": "Memory of each device, time of a step and share of the peak, for devices that are not here.",
     "probe": "Try what works on the devices of this machine, and measure how fast they are.",
 }
-"""Each is a class in a module of its own: ``show`` is ``dualpipe_jax.command.show.Show``."""
+"""Each is the class with a ``run`` in a module of its own: ``show`` is ``dualpipe_jax.command.show.Show``."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -44,7 +44,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def options_of(name: str) -> Callable[..., Any]:
     """The class of a subcommand's options, with its ``run``."""
     module = importlib.import_module(f"dualpipe_jax.command.{name}")
-    return getattr(module, name.capitalize())
+    own = (value for value in vars(module).values() if getattr(value, "__module__", None) == module.__name__)
+    (found,) = (value for value in own if hasattr(value, "run"))
+    return found
 
 
 def _refer(given: list[str]) -> None:
