@@ -29,6 +29,7 @@ from dualpipe_jax.schedule import (
     zb_h1,
 )
 from dualpipe_jax.schedule.formats.json_text import from_json
+from dualpipe_jax.schedule.formats.numbers import Units
 
 NAMES = [recipe.__name__ for recipe in ALL_SCHEDULES]
 RECIPES = dict(zip(NAMES, ALL_SCHEDULES, strict=True))
@@ -89,7 +90,7 @@ def test_shown_in_time_with_the_costs_of_its_stages(capsys):
     assert out.startswith(format_grid(schedule, halves) + "\n# makespan ")
     timeline = simulate(schedule, halves)
     assert f"# makespan {timeline.makespan:g}, bubble {100 * timeline.bubble:.1f} %\n" in out
-    assert "# cost of a stage: F 0.5, I 0.75, W 0.25, FB 1, send 0.25 blocking, last +0.5/1/1\n" in out
+    assert "# cost of a stage: F 0.5, I 0.75, W 0.25, FB 1, send 0.25 blocking, last +0.5/+1/+1\n" in out
 
 
 def test_the_summary_is_of_a_whole_ranks_share_and_equal_ranks_share_a_row(capsys):
@@ -437,10 +438,13 @@ def test_pictures_are_piped(capsysbinary):
 
 
 def test_the_page_is_of_what_was_asked_for(capsys, monkeypatch):
-    monkeypatch.setattr("dualpipe_jax.schedule.formats.page.html_page", lambda *given: repr(given))
+    monkeypatch.setattr(
+        "dualpipe_jax.schedule.formats.page.html_page", lambda *given, **more: repr((given, more))
+    )
     options = ["--FB", "2", "--parameters", "3", "--format", "html"]
     out = printed(capsys, "show", "dualpipe_v", *SMALL, *options)
-    assert out == repr((dualpipe_v(4, 8), CostModel(FB=2.0), MemoryModel(parameters=3.0))) + "\n"
+    given = dualpipe_v(4, 8), CostModel(FB=2.0), MemoryModel(parameters=3.0)
+    assert out == repr((given, {"units": Units(), "chain": None})) + "\n"
 
 
 def test_pictures_are_not_for_terminals(capsys, monkeypatch):
@@ -510,10 +514,10 @@ def test_costs_come_from_a_file_of_their_own_too(capsys, saved):
     assert facts["makespan"] == simulate(zb_h1(4, 8), costs).makespan
     line = ["--F", "2", "--I", "3", "--FB", "6", "--send", ".5", "--last", "1", "1", "1"]
     more = saved(
-        '{"costs": {"F": 2, "I": 3, "send": 0.5, "extra": {"-1": [1, 1, 1]}}, "unit": "ms", "measured": {}}'
+        '{"costs": {"F": 2, "I": 3, "send": 0.5, "extra": {"-1": [1, 1, 1]}}, "of": "anything", "measured": {}}'
     )
     assert printed(capsys, "compare", *SMALL, "--costs", more) == printed(capsys, "compare", *SMALL, *line)
-    alone = saved('{"F": 2, "I": 3, "W": 1, "send": 0.5, "last": [1, 1, 1], "unit": "ms"}')
+    alone = saved('{"F": 2, "I": 3, "W": 1, "send": 0.5, "last": [1, 1, 1], "of": "it"}')
     assert printed(capsys, "compare", *SMALL, "--costs", alone) == printed(capsys, "compare", *SMALL, *line)
     line[1] = line[5] = "5"
     wins = printed(capsys, "compare", *SMALL, "--costs", more, "--F", "5", "--FB", "5")
@@ -529,6 +533,74 @@ def test_costs_come_from_a_file_of_their_own_too(capsys, saved):
         ("{", "not JSON"),
     ):
         assert message in refused(capsys, 2, "show", "zb_h1", *SMALL, "--costs", saved(text))
+
+
+IN_MS = """{
+  "costs": {"F": 60, "I": 60, "W": 40, "send": 2, "send_inside": 0.5, "ranks_per_node": 2, "extra": {"-1": [-5, 0, 0]}},
+  "memory": {"residual_i": 1073741824, "parameters": 17179869184, "extra": {"0": 2147483648}, "fixed": 536870912},
+  "units": {"time": "ms", "memory": "B"}
+}"""
+
+
+def test_units_of_a_file_are_written_by_every_subcommand(capsys, saved, tmp_path):
+    costs = ["--costs", saved(IN_MS)]
+    words = "F 60, I 60, W 40, FB 160, send 2, 0.5 in a node of 2, last -5/+0/+0 ms"
+    known = CostModel(60, 60, 40, send=2, send_inside=0.5, ranks_per_node=2, extra={-1: (-5, 0, 0)})
+    schedule = zb_h1(4, 8)
+    makespan = f"{simulate(schedule, known).makespan:g} ms"
+    shown = printed(capsys, "show", "zb_h1", *SMALL, *costs).splitlines()
+    assert f"# makespan {makespan}, bubble" in shown[5] and shown[5].endswith("memory 22.5 GiB")
+    assert shown[6] == f"# cost of a stage: {words}"
+    assert re.split(" {2,}", shown[7])[1:] == ["idle, ms", "of the step", "activations", "memory"]
+    file = str(tmp_path / "kept.json")
+    printed(capsys, "show", "zb_h1", *SMALL, *costs, "-o", file)
+    assert f"makespan {makespan}, bubble" in printed(capsys, "check", file), (
+        "a schedule's file keeps its units"
+    )
+    assert printed(capsys, "diff", "gpipe", "1f1b", *SMALL, *costs).splitlines()[0].endswith(f" ms; {words}")
+    for command in (["compare"], ["choose", "--memory-limit", "23e9"], ["search", "--effort", "0.01"]):
+        head, title, *rows = printed(capsys, *command, *SMALL, *costs).splitlines()
+        assert words in head and "makespan, ms" in title and " GiB " in rows[0]
+    assert "needs 24.5 GiB on rank 0, but the limit is 21.42 GiB" in printed(
+        capsys, "choose", "--memory-limit", "23e9", *SMALL, *costs
+    )
+    assert f"the step takes {makespan}" in printed(capsys, "show", "zb_h1", *SMALL, *costs, "--why", "path")
+    for command in ("compare", "choose"):
+        facts = json.loads(printed(capsys, command, *SMALL, *costs, "--json"))
+        assert facts["units"] == {"time": "ms", "memory": "B"}
+    told = refused(capsys, 2, "compare", *SMALL, "--costs", saved('{"costs": {}, "units": {"time": 3}}'))
+    assert "Units: time=3; give a short word, such as ms for times" in told
+
+
+def test_a_schedule_too_fine_for_an_extra_is_refused_and_no_other(capsys):
+    arguments = "compare", "gpipe", "hanayo", *SMALL, "--last", "-0.5", "0", "0"
+    out = printed(capsys, *arguments).splitlines()
+    assert (
+        out[2].startswith("gpipe ")
+        and "hanayo  CostModel: extra[-1]=(-0.5, 0.0, 0.0) takes more away" in out[4]
+    )
+    facts = json.loads(printed(capsys, "choose", *arguments[3:], "--json"))
+    assert "hanayo" in facts["refused"] and "gpipe" in [row["name"] for row in facts["schedules"]]
+
+
+def test_the_chain_is_marked_in_pictures_and_traces(capsys, tmp_path):
+    arguments = "show", "1f1b", "--ranks", "2", "--microbatches", "2"
+    trace = json.loads(printed(capsys, *arguments, "--format", "trace", "--why", "path"))
+    found = [event["name"] for event in trace["traceEvents"] if event.get("cat") == "chain"]
+    assert set(found) == {
+        "0F0 on rank 0",
+        "1F0 on rank 1",
+        "1B0 on rank 1",
+        "1F1 on rank 1",
+        "1B1 on rank 1",
+        "0B1 on rank 0",
+    }
+    picture = tmp_path / "why.svg"
+    printed(capsys, *arguments, "--why", "0@3", "-o", str(picture))
+    assert 'id="chain"' in picture.read_text()
+    told = tmp_path / "why.txt"
+    printed(capsys, *arguments, "--why", "0@3", "-o", str(told))
+    assert told.read_text().startswith("rank 0 at 3: idle until 4")
 
 
 def test_why_a_rank_is_idle(capsys):

@@ -4,9 +4,10 @@ import dataclasses
 from pathlib import Path
 from typing import Any, Literal
 
-from dualpipe_jax.command.output import Table, percent, show, show_json
+from dualpipe_jax.command.output import Table, show, show_json
 from dualpipe_jax.command.overlap import cycles, study, units
 from dualpipe_jax.command.program import Files, Program, RatesFile
+from dualpipe_jax.schedule.formats.numbers import percent
 
 _ASSUMED = {
     "I": "an input gradient takes two thirds of a whole backward, a weight gradient the rest",

@@ -121,9 +121,10 @@ def _candidate(
     """Make it, play it, weigh it."""
     try:
         schedule = recipe(*counts)
+        own = costs.for_schedule(schedule)
     except ValueError as error:
         return Candidate(name, refused=str(error))
-    timeline = simulate(schedule, costs.for_schedule(schedule))
+    timeline = simulate(schedule, own)
     kept = timeline.memory(memory.for_schedule(schedule))
     refused = ""
     if max(kept) > memory_limit * (1 + 1e-9):

@@ -78,11 +78,14 @@ def search(
     check_amounts(memory_limit, effort, seconds)
     costs, memory = costs or CostModel(), memory or MemoryModel()
     placements = _placements(num_ranks, num_microbatches, placement)
+    if placement is None:
+        placements = [p for p in placements if _can_cost(costs, p)]
     roomy = _roomy(placements, memory_limit, memory)
     named = [
         schedule
         for schedule in served(ALL_SCHEDULES if schedules is None else schedules, num_ranks, num_microbatches)
-        if schedule.placement in placements or (placement is None and schedule.placement.num_pipes == 1)
+        if schedule.placement in placements
+        or (placement is None and schedule.placement.num_pipes == 1 and _can_cost(costs, schedule.placement))
     ]
     goal = _bounds(roomy, num_microbatches, costs, memory_limit, memory)
     hunt = _Hunt(num_microbatches, costs, memory, named, min(goal.values()), memory_limit)
@@ -119,7 +122,7 @@ def _ladder(
     Where a longer named schedule gives way to a shorter one, without limit, and for as many activations as 1F1B
     keeps, it is a whole part; on the way between those half a part.
     """
-    ranks, unit = placements[0].num_ranks, memory.residual_i + memory.residual_w + memory.boundary
+    ranks, unit = placements[0].num_ranks, memory.live
     least = min(least_memory(p, memory.divided(stages_a_share(p)))[0] for p in placements)
     kept = 1.0  # of activations, where the least has one
     ladder: dict[float, float] = {}
@@ -129,6 +132,15 @@ def _ladder(
     whole = (least + (ranks - 1) * unit, math.inf, *turns)
     ladder |= dict.fromkeys((rung for rung in whole if rung > least), 1.0)
     return dict(sorted(ladder.items()))
+
+
+def _can_cost(costs: CostModel, placement: Placement) -> bool:
+    """Whether its stages are not so fine that an extra takes more away than there is."""
+    try:
+        costs.divided(stages_a_share(placement))
+    except ValueError:
+        return False
+    return True
 
 
 def _in_rounds(placement: Placement) -> bool:
