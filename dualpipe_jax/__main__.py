@@ -17,6 +17,7 @@ from dualpipe_jax.command.dryrun import Dryrun
 from dualpipe_jax.command.options import NothingFits
 from dualpipe_jax.command.overlap import Overlap
 from dualpipe_jax.command.probe import Probe
+from dualpipe_jax.command.replay import ReplayStep
 from dualpipe_jax.command.search import Search
 from dualpipe_jax.command.show import Show
 from dualpipe_jax.schedule import ScheduleError
@@ -28,6 +29,7 @@ COMMANDS: dict[str, Callable[..., Any]] = {
     "search": Search,
     "check": Check,
     "diff": Diff,
+    "replay": ReplayStep,
     "overlap": Overlap,
     "dryrun": Dryrun,
     "probe": Probe,
@@ -49,7 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             COMMANDS,
             prog="dualpipe",
             description="Pipeline schedules: drawn, compared, chosen, searched, checked, and compiled for pods; "
-            "devices probed. `dualpipe --version` says which version this is.",
+            "measured steps replayed, devices probed. `dualpipe --version` says which version this is.",
             args=given,
             config=(tyro.conf.OmitArgPrefixes, tyro.conf.FlagCreatePairsOff),
         )

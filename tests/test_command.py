@@ -651,6 +651,44 @@ def test_where_two_schedules_part(capsys, tmp_path):
     )
 
 
+def test_a_measured_step_is_replayed(capsys, saved):
+    step = saved(
+        printed(capsys, "show", "zb_v", *SMALL, "--costs", saved(IN_MS, "ms.json"), "--json"), "step.json"
+    )
+    told = printed(capsys, "replay", step, "--top", "2").splitlines()
+    assert told[0].startswith(
+        "zb_v, 4 ranks, 8 microbatches; cost of a stage: F 30, I 30, W 20, FB 80, send "
+    )
+    assert told[3].split("  ")[0] == "step" and told[3].endswith("makespan, ms  more")
+    assert [line.split("  ")[0] for line in told[4:7]] == [
+        "simulated at these costs",
+        "each unit as long as it took",
+        "measured",
+    ]
+    assert told.index("units that differ most") - told.index("ranks whose work differs most") == 5
+    other = [
+        "--F",
+        "80",
+        "--I",
+        "60",
+        "--W",
+        "40",
+        "--last",
+        "-5",
+        "0",
+        "0",
+    ]  # a stage's F is 40 instead of 30
+    facts = json.loads(printed(capsys, "replay", step, "--json", *other))
+    assert {unit["kind"] for unit in facts["by_unit"][:8]} == {"F"}
+    assert [unit["difference"] for unit in facts["by_unit"][:8]] == [-80] * 8
+    assert facts["units"]["time"] == "ms"
+    seconds = saved('{"costs": {"F": 1}, "units": {"time": "s"}}', "s.json")
+    assert "the step is in ms, the costs in s; give both in one unit" in refused(
+        capsys, 2, "replay", step, "--costs", seconds
+    )
+    assert "read_measured: not JSON" in refused(capsys, 2, "replay", saved("3F0", "no.json"))
+
+
 def test_counts_beside_files(capsys, saved):
     path = saved(printed(capsys, "show", "zb_v", *SMALL), "mine.txt")
     facts = json.loads(printed(capsys, "compare", "gpipe", path, "--json"))

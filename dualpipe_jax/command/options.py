@@ -38,7 +38,7 @@ class Costs:
     k stages of a pipe, each takes 1/k of it."""
 
     costs: Annotated[Path | None, tyro.conf.arg(metavar="FILE", help_behavior_hint="")] = None
-    """JSON with costs, memory and units of a share, as `dualpipe show --json`, `dryrun --costs-output`, `probe` and a
+    """JSON with costs, memory and units of a share, as `dualpipe show --json`, `dryrun --write-costs`, `probe` and a
     profiled run write them; options beside it count more."""
     F: float = 1.0
     """Forward."""
