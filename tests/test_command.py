@@ -231,6 +231,8 @@ def test_an_invalid_schedule_shows_its_culprit(capsys, saved):
             '{"a":' + "[" * 200_000,
             "from_json: nested too deeply; a schedule is an object of four flat entries",
         ),
+        ("[" * 200_000, "from_json: nested too deeply; a schedule is an object of four flat entries"),
+        ("[1, 2]", "num_microbatches, pipes, orders missing; a schedule has name"),
         ("999999999F0,0F0", "got stages [0, 999999999], but no stage 1"),
         (
             '{"name": "a\\nvalid: b", "num_microbatches": 1, "pipes": [[0]], "orders": [["0F0", "0B0"]]}',

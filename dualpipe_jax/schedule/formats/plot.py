@@ -328,7 +328,7 @@ def _add_legend(figure: "Figure", timeline: Timeline, chained: bool) -> None:
         *zip(*entries, strict=True),
         loc="lower left",
         bbox_to_anchor=((_LEFT - 0.1) / figure.get_figwidth(), 0.02),
-        ncols=min(len(entries), int(figure.get_figwidth() / 1.9)),
+        ncols=min(len(entries), int(figure.get_figwidth() / 1.65)),
         frameon=False,
         fontsize=8.5,
         handlelength=0.9 + 0.45 * min(shades, 4),
