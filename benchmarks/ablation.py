@@ -1,0 +1,107 @@
+"""Bias-balanced routing against an auxiliary loss: DeepSeek-V3's ablation (its table 5), of the default model and text.
+
+Every arm is trained with several seeds, each by the trainer's own command on one device; one that is finished is not
+trained again. A table and a picture of loss and MaxVio are left.
+
+    scripts/bench ablation               # 4 arms of 3 seeds: about half an hour on two cores
+    scripts/bench ablation --picture docs/pictures/ablation.png
+"""
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+
+import matplotlib
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+from rich.console import Console
+from rich.table import Table
+
+ARMS = {
+    "bias, and a loss of 0.0001 (V3)": ("--bias-rate", "0.01", "--balance-factor", "0.0001"),
+    "auxiliary loss of 0.001": ("--bias-rate", "0", "--balance-factor", "0.001"),
+    "auxiliary loss of 0.01": ("--bias-rate", "0", "--balance-factor", "0.01"),
+    "neither": ("--bias-rate", "0", "--balance-factor", "0"),
+}
+"""What the figure says -> options of the trainer."""
+COLOURS = ("#0072b2", "#e69f00", "#d55e00", "#666666")  # Okabe and Ito's, told apart by every eye
+SHARED = (
+    *("--schedule", "gpipe", "--pp", "1", "--ep", "1", "--microbatches", "1", "--microbatch-size", "64"),
+    *("--checkpoint-minutes", "1000"),
+)
+LAST = 50  # steps that a row's MaxVio is the mean of
+
+
+def train(name, options, runs):
+    """Train one run, unless it is finished; its records, those of steps and the two of held-out text."""
+    file = runs / name / "metrics.jsonl"
+    if not (runs / name / "report.html").exists():
+        command = [sys.executable, "-m", "train", "--name", name, "--runs", str(runs), "--resume", *options]
+        cache = {"JAX_COMPILATION_CACHE_DIR": str(runs / "cache"), "JAX_PLATFORMS": "cpu"}  # seeds share a program
+        found = subprocess.run(command, capture_output=True, text=True, env=os.environ | cache)
+        if found.returncode:
+            raise SystemExit(f"{name} ended with {found.returncode}:\n{(found.stdout + found.stderr)[-2000:]}")
+    records = [json.loads(line) for line in file.read_text().splitlines()]
+    return [r for r in records if "loss" in r], [r["heldout_loss"] for r in records if "heldout_loss" in r]
+
+
+def smooth(values, window=20):
+    """The mean of each value and those before it, as many as there are of ``window``."""
+    return [statistics.fmean(values[max(0, end - window) : end]) for end in range(1, len(values) + 1)]
+
+
+def draw(found, file):
+    """Loss and MaxVio of every seed, thin, and their mean."""
+    figure, axes = plt.subplots(1, 2, figsize=(11, 4.2), constrained_layout=True)
+    for (arm, runs), colour in zip(found.items(), COLOURS, strict=True):
+        for axis, metric in zip(axes, ("loss", "max_vio"), strict=True):
+            curves = [smooth([record[metric] for record in steps]) for steps, _ in runs]
+            for curve in curves:
+                axis.plot(range(1, len(curve) + 1), curve, color=colour, linewidth=0.6, alpha=0.5)
+            mean = [statistics.fmean(values) for values in zip(*curves, strict=True)]
+            axis.plot(range(1, len(mean) + 1), mean, color=colour, linewidth=1.8, label=arm)
+    start = len(mean) // 5  # the first fall would hide what differs
+    shown = [v for runs in found.values() for steps, _ in runs for v in smooth([r["loss"] for r in steps])[start:]]
+    axes[0].set(xlabel="step", ylabel="loss, nats a byte", ylim=(min(shown) * 0.98, max(shown) * 1.02))
+    axes[1].set(xlabel="step", ylabel="MaxVio: busiest expert over the mean, less 1", ylim=(0, None))
+    axes[1].legend(frameon=False)
+    figure.suptitle("Routing balanced by a bias or by an auxiliary loss (means of 20 steps; thin: one seed)")
+    figure.savefig(file, dpi=110)
+
+
+def main():
+    """Train, print the table, draw."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--steps", type=int, default=250)
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--runs", type=Path, default=Path("runs/ablation"))
+    parser.add_argument("--picture", type=Path, help="where it goes; into the folder of the runs if not given")
+    given = parser.parse_args()
+    found = {
+        arm: [
+            train(
+                f"{number}-{seed}",
+                [*SHARED, *options, "--steps", str(given.steps), "--seed", str(seed)],
+                given.runs,
+            )
+            for seed in range(given.seeds)
+        ]
+        for number, (arm, options) in enumerate(ARMS.items())
+    }
+    table = Table("routing", "held-out loss, each seed", "mean", f"MaxVio, last {LAST} steps, each seed", "mean")
+    for arm, runs in found.items():
+        losses = [heldout[-1] for _, heldout in runs]
+        vio = [statistics.fmean(record["max_vio"] for record in steps[-LAST:]) for steps, _ in runs]
+        row = [f"{' '.join(f'{v:.3f}' for v in of)}|{statistics.fmean(of):.3f}" for of in (losses, vio)]
+        table.add_row(arm, *row[0].split("|"), *row[1].split("|"))
+    Console(width=120).print(table)
+    draw(found, given.picture or given.runs / "ablation.png")
+
+
+if __name__ == "__main__":
+    main()
