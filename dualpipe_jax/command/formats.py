@@ -6,7 +6,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from dualpipe_jax.command.given import ENTRY, Share
 from dualpipe_jax.command.options import CommandError
@@ -51,12 +51,18 @@ def write(data: bytes, form: Format, output: Path | None) -> None:
 
 
 def encode(timeline: Timeline, form: Format, share: Share, chain: Chain | None = None) -> bytes:
-    """The bytes of a file. The timeline's costs are a stage's. Pictures, pages and traces mark a chain of slots."""
+    """The bytes of a file. The timeline's costs are a stage's. Pictures, pages and traces mark a chain of slots.
+
+    Raises:
+      CommandError: there is a chain, and the format has no place for it.
+    """
+    if chain is not None and form == "csv":
+        raise CommandError("--why: CSV holds orders alone; give a picture, a page, a trace or JSON, or no --output")
     if form in ("svg", "png"):
         return _picture(timeline, form, share, chain)
     writers: dict[str, Callable[[], str]] = {
         "text": lambda: _text(timeline, share),
-        "json": lambda: _json(timeline, share),
+        "json": lambda: _json(timeline, share, chain),
         "csv": lambda: _csv(timeline),
         "trace": lambda: _trace(timeline, share, chain),
         "html": lambda: _html(timeline, share, chain),
@@ -94,12 +100,12 @@ def _text(timeline: Timeline, share: Share) -> str:
     return f"{format_grid(timeline.schedule, timeline.costs)}\n{comments}\n{share.line()}"
 
 
-def _json(timeline: Timeline, share: Share) -> str:
+def _json(timeline: Timeline, share: Share, chain: Chain | None) -> str:
     from dualpipe_jax.schedule.blame import slack
     from dualpipe_jax.schedule.formats.json_text import to_json
 
     schedule = timeline.schedule
-    simulated = {
+    simulated: dict[str, Any] = {
         ENTRY: share.entry(),
         "costs": dataclasses.asdict(timeline.costs),
         "makespan": timeline.makespan,
@@ -111,6 +117,8 @@ def _json(timeline: Timeline, share: Share) -> str:
         "ends": timeline.ends,
         "slack": slack(timeline),
     }
+    if chain is not None:
+        simulated["why"] = [dataclasses.asdict(link) | {"slot": "+".join(map(str, link.slot))} for link in chain]
     return to_json(schedule, simulated)
 
 

@@ -139,7 +139,7 @@ def fit(timed: Iterable[Timed], placement: Placement) -> CostModel:
         for actions, took in pairs
     ]
     pair = max(0.0, statistics.median(alone)) if alone else forward + usual.get("B", i + w)
-    return CostModel(forward, i, w, pair, extra={0: extra["first"], -1: extra["last"]})
+    return CostModel(forward, i, w, pair, extra={0: _at_most(extra["first"], pair), -1: _at_most(extra["last"], pair)})
 
 
 def _place(placement: Placement, action: Action) -> str:
@@ -151,11 +151,19 @@ def _place(placement: Placement, action: Action) -> str:
 def _more(
     found: Mapping[str, Mapping[str, float]], usual: Mapping[str, float], place: str
 ) -> tuple[float, float, float]:
-    """What F, I and W take at a place beyond the usual stage; of a whole backward two thirds are I's."""
+    """What F, I and W take at a place beyond the usual stage; of a longer whole backward two thirds are I's."""
     more = {kind: by.get(place, usual[kind]) - usual[kind] for kind, by in found.items()}
     if "I" in more:
         return more.get("F", 0.0), more["I"], more.get("W", 0.0)
-    return more.get("F", 0.0), more.get("B", 0.0) * 2 / 3, more.get("B", 0.0) / 3
+    backward = more.get("B", 0.0)
+    part = 2 / 3 if backward > 0 else 1 / 2  # no half of a backward may become less than nothing
+    return more.get("F", 0.0), part * backward, (1 - part) * backward
+
+
+def _at_most(more: tuple[float, float, float], pair: float) -> tuple[float, float, float]:
+    """No more taken away than a pair takes, in which a stage of next to nothing has less to hide."""
+    much = -sum(more) / pair if pair else 1.0
+    return more if much <= 1 else tuple(cost / much for cost in more)  # type: ignore[return-value]
 
 
 class Unit(NamedTuple):

@@ -6,7 +6,10 @@ import pytest
 
 from dualpipe_jax.schedule import (
     ALL_SCHEDULES,
+    Action,
     CostModel,
+    Op,
+    Placement,
     dualpipe,
     dualpipe_v,
     gpipe,
@@ -19,7 +22,7 @@ from dualpipe_jax.schedule import (
 )
 from dualpipe_jax.schedule.formats.measured import read_measured
 from dualpipe_jax.schedule.formats.numbers import Units
-from dualpipe_jax.schedule.replay import Measured, replay
+from dualpipe_jax.schedule.replay import Measured, fit, replay
 
 ENDS = {0: (0.25, 0.5, 0.0), -1: (-0.5, -0.25, -0.25)}
 
@@ -46,6 +49,18 @@ def test_costs_come_out_as_they_were_put_in(make):
     again = replay(measured)
     assert again.own == pytest.approx(measured.makespan) == pytest.approx(again.simulated.makespan)
     assert max(abs(unit.difference) for unit in again.units) < 1e-9
+
+
+def test_an_end_of_next_to_nothing_is_priced_still():
+    """One of six stages holds a tenth of the layers of the others; its pairs hide less than theirs."""
+    timed = [(kind, (Action(stage, Op(kind), 0),), took) for stage in range(6) for kind, took in (("F", 2.0), ("B", 4.0))]
+    timed = [(kind, on, took / 10 if on[0].stage == 5 else took) for kind, on, took in timed]
+    timed += [("FB", (Action(stage, Op.F, 1), Action(stage, Op.B, 0)), 3.0) for stage in range(1, 5)]
+    costs = fit(timed, Placement.linear(6))
+    assert (costs.F, costs.B, costs.FB) == (2, 4, 3) and costs.extra[0] == (0, 0, 0)
+    assert sum(costs.extra[-1]) == pytest.approx(-3), "5.4 by its single units, but a pair takes 3"
+    alone = fit([one for one in timed if one[0] != "FB"], Placement.linear(6))
+    assert alone.extra[-1] == pytest.approx((-1.8, -1.8, -1.8))
 
 
 def test_the_rank_and_the_unit_that_are_slow_come_first():
