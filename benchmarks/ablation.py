@@ -42,10 +42,15 @@ def train(name, options, runs):
     file = runs / name / "metrics.jsonl"
     if not (runs / name / "report.html").exists():
         command = [sys.executable, "-m", "train", "--name", name, "--runs", str(runs), "--resume", *options]
-        cache = {"JAX_COMPILATION_CACHE_DIR": str(runs / "cache"), "JAX_PLATFORMS": "cpu"}  # seeds share a program
+        cache = {
+            "JAX_COMPILATION_CACHE_DIR": str(runs / "cache"),
+            "JAX_PLATFORMS": "cpu",
+        }  # seeds share a program
         found = subprocess.run(command, capture_output=True, text=True, env=os.environ | cache)
         if found.returncode:
-            raise SystemExit(f"{name} ended with {found.returncode}:\n{(found.stdout + found.stderr)[-2000:]}")
+            raise SystemExit(
+                f"{name} ended with {found.returncode}:\n{(found.stdout + found.stderr)[-2000:]}"
+            )
     records = [json.loads(line) for line in file.read_text().splitlines()]
     return [r for r in records if "loss" in r], [r["heldout_loss"] for r in records if "heldout_loss" in r]
 
@@ -66,7 +71,9 @@ def draw(found, file):
             mean = [statistics.fmean(values) for values in zip(*curves, strict=True)]
             axis.plot(range(1, len(mean) + 1), mean, color=colour, linewidth=1.8, label=arm)
     start = len(mean) // 5  # the first fall would hide what differs
-    shown = [v for runs in found.values() for steps, _ in runs for v in smooth([r["loss"] for r in steps])[start:]]
+    shown = [
+        v for runs in found.values() for steps, _ in runs for v in smooth([r["loss"] for r in steps])[start:]
+    ]
     axes[0].set(xlabel="step", ylabel="loss, nats a byte", ylim=(min(shown) * 0.98, max(shown) * 1.02))
     axes[1].set(xlabel="step", ylabel="MaxVio: busiest expert over the mean, less 1", ylim=(0, None))
     axes[1].legend(frameon=False)
@@ -80,7 +87,9 @@ def main():
     parser.add_argument("--steps", type=int, default=250)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--runs", type=Path, default=Path("runs/ablation"))
-    parser.add_argument("--picture", type=Path, help="where it goes; into the folder of the runs if not given")
+    parser.add_argument(
+        "--picture", type=Path, help="where it goes; into the folder of the runs if not given"
+    )
     given = parser.parse_args()
     found = {
         arm: [
@@ -93,7 +102,9 @@ def main():
         ]
         for number, (arm, options) in enumerate(ARMS.items())
     }
-    table = Table("routing", "held-out loss, each seed", "mean", f"MaxVio, last {LAST} steps, each seed", "mean")
+    table = Table(
+        "routing", "held-out loss, each seed", "mean", f"MaxVio, last {LAST} steps, each seed", "mean"
+    )
     for arm, runs in found.items():
         losses = [heldout[-1] for _, heldout in runs]
         vio = [statistics.fmean(record["max_vio"] for record in steps[-LAST:]) for steps, _ in runs]

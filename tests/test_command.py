@@ -605,7 +605,9 @@ def test_the_chain_is_marked_in_pictures_and_traces(capsys, tmp_path):
         (0, "0B0", 4, False),
         (1, "1B0", 2, True),
     ]
-    assert "--why: CSV holds orders alone" in refused(capsys, 2, *arguments, "--why", "path", "--format", "csv")
+    assert "--why: CSV holds orders alone" in refused(
+        capsys, 2, *arguments, "--why", "path", "--format", "csv"
+    )
     told = tmp_path / "why.txt"
     printed(capsys, *arguments, "--why", "0@3", "-o", str(told))
     assert told.read_text().startswith("rank 0 at 3: idle until 4")

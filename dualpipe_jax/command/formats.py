@@ -57,7 +57,9 @@ def encode(timeline: Timeline, form: Format, share: Share, chain: Chain | None =
       CommandError: there is a chain, and the format has no place for it.
     """
     if chain is not None and form == "csv":
-        raise CommandError("--why: CSV holds orders alone; give a picture, a page, a trace or JSON, or no --output")
+        raise CommandError(
+            "--why: CSV holds orders alone; give a picture, a page, a trace or JSON, or no --output"
+        )
     if form in ("svg", "png"):
         return _picture(timeline, form, share, chain)
     writers: dict[str, Callable[[], str]] = {
@@ -118,7 +120,9 @@ def _json(timeline: Timeline, share: Share, chain: Chain | None) -> str:
         "slack": slack(timeline),
     }
     if chain is not None:
-        simulated["why"] = [dataclasses.asdict(link) | {"slot": "+".join(map(str, link.slot))} for link in chain]
+        simulated["why"] = [
+            dataclasses.asdict(link) | {"slot": "+".join(map(str, link.slot))} for link in chain
+        ]
     return to_json(schedule, simulated)
 
 

@@ -14,6 +14,7 @@ from dualpipe_jax.command.given import Given, Share
 from dualpipe_jax.command.options import Costs, Memory, NothingFits, Number, Output, limit_of
 from dualpipe_jax.command.output import in_terminal, show, show_json, waiting
 from dualpipe_jax.schedule import ALL_SCHEDULES, CostModel, MemoryModel, Schedule, simulate
+from dualpipe_jax.schedule.costs import HAIR
 from dualpipe_jax.schedule.formats.json_text import to_json
 from dualpipe_jax.schedule.formats.numbers import Units, describe, percent
 from dualpipe_jax.schedule.optimize.seeds import served
@@ -106,7 +107,7 @@ class Search:
         """The named schedules that fit the memory, the best first."""
         schedules = served(ALL_SCHEDULES, self.ranks, self.microbatches)
         rows = rows_of(schedules, share, {}, self.limit)
-        return by_merit(row for row in rows if row.memory <= self.limit * (1 + 1e-9))
+        return by_merit(row for row in rows if row.memory <= self.limit * (1 + HAIR))
 
     def keep(self, found: Schedule, share: Share) -> None:
         """Write the schedule to the file, if there is to be one."""
@@ -131,7 +132,7 @@ def _verdict(ours: Row, named: list[Row], units: Units) -> str:
     if not named:
         return "no named schedule fits"
     best = named[0]
-    if math.isclose(ours.makespan, best.makespan, rel_tol=1e-9):
+    if math.isclose(ours.makespan, best.makespan, rel_tol=HAIR):
         return f"as long as {best.name}, the best of the named that fit"
     change = best.makespan - ours.makespan
     which = "shorter" if change > 0 else "longer"  # than one on another placement than was asked for

@@ -4,6 +4,7 @@ import dataclasses
 import math
 from collections.abc import Iterator
 
+from dualpipe_jax.schedule.costs import HAIR
 from dualpipe_jax.schedule.dataflow import Value, made_by, needed_by
 from dualpipe_jax.schedule.ir import Slot
 from dualpipe_jax.schedule.simulate import Timeline, sending
@@ -131,4 +132,4 @@ def _makers(timeline: Timeline) -> dict[Value, _Place]:
 
 
 def _hair(timeline: Timeline) -> float:
-    return 1e-9 * timeline.makespan
+    return HAIR * timeline.makespan

@@ -8,6 +8,9 @@ from typing import Self
 
 from dualpipe_jax.schedule.ir import Action, Op, Placement, Schedule, Slot
 
+HAIR = 1e-9
+"""Times, and sizes, that differ by less than this share of them are the same: sums in another order."""
+
 _NO_TIME = (0.0, 0.0, 0.0)
 
 _SHARED_OUT = "residual_i", "residual_w", "stash", "parameters"

@@ -139,7 +139,9 @@ def fit(timed: Iterable[Timed], placement: Placement) -> CostModel:
         for actions, took in pairs
     ]
     pair = max(0.0, statistics.median(alone)) if alone else forward + usual.get("B", i + w)
-    return CostModel(forward, i, w, pair, extra={0: _at_most(extra["first"], pair), -1: _at_most(extra["last"], pair)})
+    return CostModel(
+        forward, i, w, pair, extra={0: _at_most(extra["first"], pair), -1: _at_most(extra["last"], pair)}
+    )
 
 
 def _place(placement: Placement, action: Action) -> str:

@@ -53,7 +53,11 @@ def test_costs_come_out_as_they_were_put_in(make):
 
 def test_an_end_of_next_to_nothing_is_priced_still():
     """One of six stages holds a tenth of the layers of the others; its pairs hide less than theirs."""
-    timed = [(kind, (Action(stage, Op(kind), 0),), took) for stage in range(6) for kind, took in (("F", 2.0), ("B", 4.0))]
+    timed = [
+        (kind, (Action(stage, Op(kind), 0),), took)
+        for stage in range(6)
+        for kind, took in (("F", 2.0), ("B", 4.0))
+    ]
     timed = [(kind, on, took / 10 if on[0].stage == 5 else took) for kind, on, took in timed]
     timed += [("FB", (Action(stage, Op.F, 1), Action(stage, Op.B, 0)), 3.0) for stage in range(1, 5)]
     costs = fit(timed, Placement.linear(6))

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dualpipe_jax.schedule.blame import Link
-from dualpipe_jax.schedule.costs import MemoryModel
+from dualpipe_jax.schedule.costs import HAIR, MemoryModel
 from dualpipe_jax.schedule.formats.colours import NAMES, colours, is_dark, num_shades, shade, shade_names
 from dualpipe_jax.schedule.formats.numbers import Units, describe, percent
 from dualpipe_jax.schedule.ir import Action, Op
@@ -120,7 +120,7 @@ def _draw_idle(axes: "Axes", timeline: Timeline, units: Units) -> None:
     for rank, (starts, ends) in enumerate(zip(timeline.starts, timeline.ends, strict=True)):
         edges = zip([0.0, *ends], [*starts, timeline.makespan], strict=True)
         gaps += [
-            _corners(end, start, rank, 1) for end, start in edges if start - end > 1e-9 * timeline.makespan
+            _corners(end, start, rank, 1) for end, start in edges if start - end > HAIR * timeline.makespan
         ]
         _write_beside(axes, rank, f"idle {units.duration(timeline.idle[rank])}", _FAINT)
     if gaps:
@@ -170,7 +170,7 @@ def _draw_bound(axes: "Axes", timeline: Timeline, units: Units) -> None:
     bound = bound_of_stages(
         schedule.placement, schedule.num_microbatches, timeline.costs, math.inf, MemoryModel()
     )
-    if 0 < bound < timeline.makespan * (1 - 1e-9):
+    if 0 < bound < timeline.makespan * (1 - HAIR):
         axes.axvline(bound, color="#c2185b", linewidth=1.1, linestyle=(0, (3, 2)), gid="bound")
         axes.annotate(
             f"proven bound {units.duration(bound)}",
@@ -274,7 +274,7 @@ def _draw_memory(
         axes.fill_between(until, heights, base, step="post", color=_FILL, linewidth=0)
         peak = max(amounts)
         axes.step(until, heights, where="post", color=_INK, linewidth=0.7, label=f"rank {rank}")
-        _write_beside(axes, rank, f"peak {units.size(peak)}", _INK if peak >= most * (1 - 1e-9) else _FAINT)
+        _write_beside(axes, rank, f"peak {units.size(peak)}", _INK if peak >= most * (1 - HAIR) else _FAINT)
     axes.set_ylim(ranks, 0)
     axes.set_yticks([rank + 0.5 for rank in range(ranks)], [f"rank {rank}" for rank in range(ranks)])
     axes.set_title(
@@ -316,7 +316,7 @@ def _add_legend(figure: "Figure", timeline: Timeline, chained: bool) -> None:
     ]
     if any(len(slot) == 2 for order in schedule.orders for slot in order):
         entries.append((Patch(facecolor="none", edgecolor=_INK), "overlapped pair"))
-    if max(timeline.idle) > 1e-9 * timeline.makespan:
+    if max(timeline.idle) > HAIR * timeline.makespan:
         entries.append((Patch(facecolor=_IDLE, edgecolor=_IDLE_LINES, hatch="////", linewidth=0), "idle"))
     if chained:
         entries.append((Patch(facecolor="none", edgecolor=_CHAIN, linewidth=1.6), "waits for the one before"))

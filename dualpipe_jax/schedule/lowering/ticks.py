@@ -24,7 +24,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from dualpipe_jax.schedule.costs import CostModel
+from dualpipe_jax.schedule.costs import HAIR, CostModel
 from dualpipe_jax.schedule.lowering.flat import Channel, Flat, channels, topological
 
 _CHAIN = 256
@@ -88,7 +88,7 @@ class _Timeline:
         self.begin, self.rank = flat.begin.tolist(), flat.rank.tolist()
         self.cost, self.send = cost.tolist(), send
         num_slots, num_ranks = flat.num_slots, flat.schedule.num_ranks
-        self.eps = 1e-9 * float(cost.sum())
+        self.eps = HAIR * float(cost.sum())
         self.after: list[list[tuple[int, int]]] = [[] for _ in range(num_slots)]
         self.later: list[list[tuple[int, float]]] = [[] for _ in range(num_slots)]
         self.before: list[list[tuple[int, float]]] = [[] for _ in range(num_slots)]

@@ -6,7 +6,7 @@ import math
 
 import numpy as np
 
-from dualpipe_jax.schedule.costs import CostModel, MemoryModel, stages_a_share
+from dualpipe_jax.schedule.costs import HAIR, CostModel, MemoryModel, stages_a_share
 from dualpipe_jax.schedule.ir import Placement
 
 
@@ -134,7 +134,7 @@ def _fit(room: float, memory: MemoryModel) -> float:
     if room < 0:
         return -1
     fit = room / memory.live if memory.live and math.isfinite(room) else math.inf
-    return math.floor(fit * (1 + 1e-9) + 1e-9) if math.isfinite(fit) else math.inf
+    return math.floor(fit * (1 + HAIR) + HAIR) if math.isfinite(fit) else math.inf
 
 
 class _Rank:
@@ -211,7 +211,7 @@ def _anywhere(
     work = num_microbatches * (min(costs.F + costs.B, costs.FB) + (extra_f + extra_i + extra_w) / num_ranks)
     room = memory_limit - memory.parameters - memory.fixed - sum(min(0.0, m) for m in memory.extra.values())
     each = memory.residual_i + memory.residual_w
-    if room < each * (1 - 1e-9):
+    if room < each * (1 - HAIR):
         return math.inf
     lived = num_microbatches * each * turn * num_ranks / 2
     return max(chain, work, lived / room if room else 0.0)

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from dualpipe_jax.schedule.costs import CostModel, MemoryModel
+from dualpipe_jax.schedule.costs import HAIR, CostModel, MemoryModel
 from dualpipe_jax.schedule.ir import Action, Op, Placement, Slot
 from dualpipe_jax.schedule.optimize.bounds import reaches
 
@@ -159,7 +159,7 @@ class Programme:
                 changes = [self.memory.before_and_after[op] for op, _ in kind.actions]
                 kept.append((-sum(taken for taken, _ in changes), [kind], t))
                 kept.append((sum(freed for _, freed in changes), [kind], t - kind.duration))
-        room = self.limit * (1 + 1e-9) - self.memory.at_rest(self.placement, rank)
+        room = self.limit * (1 + HAIR) - self.memory.at_rest(self.placement, rank)
         largest = (
             max((abs(size) for size, _, _ in kept), default=0) or 1
         )  # the solver's tolerance is absolute

@@ -3,7 +3,7 @@
 import dataclasses
 import math
 
-from dualpipe_jax.schedule.costs import CostModel, MemoryModel
+from dualpipe_jax.schedule.costs import HAIR, CostModel, MemoryModel
 from dualpipe_jax.schedule.ir import Placement
 
 
@@ -65,7 +65,7 @@ def make_terms(
             f"so their number must be a positive multiple of {pipes}, try {nearest}"
         )
     least, rank = least_memory(placement, memory)
-    if not memory_limit * (1 + 1e-9) >= least:
+    if not memory_limit * (1 + HAIR) >= least:
         raise ValueError(
             f"{who}: got memory_limit={memory_limit:g}, but one microbatch alone, passing through rank {rank} "
             f"there and back, and the rank's parameters take {least:g}; try at least {least:g}"
@@ -85,9 +85,9 @@ def make_terms(
         kept=memory.residual_w + memory.boundary,
         stash=memory.stash,
         room=tuple(
-            memory_limit * (1 + 1e-9) - memory.at_rest(placement, rank) for rank in range(placement.num_ranks)
+            memory_limit * (1 + HAIR) - memory.at_rest(placement, rank) for rank in range(placement.num_ranks)
         ),
-        eps=1e-9 * (costs.F + costs.B + costs.FB + costs.dearest_send),
+        eps=HAIR * (costs.F + costs.B + costs.FB + costs.dearest_send),
     )
 
 
