@@ -11,6 +11,7 @@ Compilers print an asynchronous collective in several ways, which all become one
 and a plain ``all-to-all`` is a synchronous one: the compiler found nothing to put in between.
 """
 
+import math
 import re
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -28,7 +29,8 @@ KINDS = (
 )
 """Opcodes of collectives, which are also the names of the kinds."""
 
-_GROUPS = re.compile(r"replica_groups=(?:\[\d+,(\d+)\]|\{\{([\d,]+)\})")
+_GROUPS = re.compile(r"replica_groups=(?:\[\d+,(\d+)\]|\{\{([\d,]+)\}|mesh\[([^\]]+)\][^{]*\{([^}]+)\})")
+_AXIS = re.compile(r"'([^']+)'(?::\(\d+\)(\d+))?(?:=(\d+))?")
 _IS_SYNC = re.compile(r'"is_sync":\s*true')
 
 
@@ -136,11 +138,16 @@ def _payload(computation: Computation, issued: Instruction, done: int) -> int:
 
 
 def _group_size(module: Module, issued: Instruction) -> int | None:
-    """Devices of the first group: ``{{0,1},{2,3}}`` or ``[2,2]<=[4]``."""
+    """Devices of the first group: ``{{0,1},{2,3}}``, ``[2,2]<=[4]`` or, since jax 0.12, ``mesh['a'=2,'b'=2] {'b'}``."""
     inside = (i.attributes for name in issued.called() for i in module.inside(name))
     for attributes in (issued.attributes, *inside):
         if match := _GROUPS.search(attributes):
-            return int(match[1]) if match[1] else match[2].count(",") + 1
+            size, first, mesh, axes = match.groups()
+            if mesh:
+                sizes = {name: int(whole) for name, _, whole in _AXIS.findall(mesh)}
+                # ``'a':(1)2`` is a part of an axis: the last number is its size.
+                return math.prod(int(part or sizes[name]) for name, part, _ in _AXIS.findall(axes))
+            return int(size) if size else first.count(",") + 1
     return None
 
 

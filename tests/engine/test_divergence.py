@@ -133,7 +133,7 @@ def test_collectives_are_met_in_one_order(make):
     def groups(op):
         if name_of(op) == "collective_permute":
             return [[*DEVICES]]
-        return np.array(op.operation.attributes["replica_groups"]).tolist()
+        return groups_of(op.operation.attributes["replica_groups"])
 
     check_order(schedule, [Met(name_of(op), at[0].number if at else None, groups(op)) for at, op in found])
 
@@ -181,12 +181,29 @@ def groups_in(instruction):
     written = re.search(r"replica_groups=\{(\{[\d,{}]*\})\}", instruction.attributes)
     if written:
         return [[*map(int, group.split(","))] for group in re.findall(r"\{([\d,]+)\}", written[1])]
+    over_mesh = re.search(r"replica_groups=mesh\[([^\]]+)\] \{([^}]+)\}", instruction.attributes)
+    if over_mesh:
+        return groups_over(re.findall(r"'(\w+)'", over_mesh[2]))
     count, size, dims, order = re.search(
         r"replica_groups=\[(\d+),(\d+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", instruction.attributes
     ).groups()
     devices = np.arange(len(DEVICES)).reshape([*map(int, dims.split(","))])
     devices = devices.transpose([*map(int, order.split(","))]) if order else devices
     return devices.reshape(int(count), int(size)).tolist()
+
+
+def groups_of(attribute):
+    """Of an operation: numbers, or since jax 0.12 the names of the mesh's axes."""
+    axes = re.findall(r'axis_ref<name = "(\w+)">', str(attribute))
+    return groups_over(axes) if axes else np.array(attribute).tolist()
+
+
+def groups_over(axes):
+    """Devices that differ along these axes alone."""
+    every, sizes = ("dp", "pp", "ep"), (1, PP, EP)
+    places = [every.index(axis) for axis in axes]
+    last = np.moveaxis(np.arange(PP * EP).reshape(sizes), places, range(-len(places), 0))
+    return last.reshape(-1, int(np.prod([sizes[place] for place in places]))).tolist()
 
 
 def check_order(schedule, met):

@@ -5,9 +5,14 @@ import itertools
 import json
 from pathlib import Path
 
+import jax
+import numpy as np
 import pytest
 import rich.console
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
+from dualpipe_jax import make_mesh
 from dualpipe_jax.inspect import H100_CLOCK, Rates, h100_rates, overlap, parse_statistics, read, tpu_rates
 from tests.inspect.by_hand import done, module, start, work
 
@@ -194,6 +199,37 @@ def test_wrapped_collectives(opcode):
         assert found.form == "sparsecore" and found.cycles_between == 300, "it starts at the update"
     else:
         assert found.form == "async" and found.cycles_between == 400
+
+
+@pytest.mark.parametrize(
+    "groups, size",
+    [
+        ("{{0,1},{2,3},{4,5},{6,7}}", 2),
+        ("[2,4]<=[8]", 4),
+        ("[2,4]<=[4,2]T(1,0)", 4),
+        ("mesh['pp'=4,'ep'=2] {'ep'}", 2),
+        ("mesh['pp'=4,'ep'=2] {'pp','ep'}", 8),
+        ("mesh['x'=8] {'x':(1)2}", 2),
+    ],
+)
+def test_groups_of_devices(groups, size):
+    """As jax 0.10 has them written, and as 0.12 has."""
+    text = module(start("a").replace("{{0,1,2,3},{4,5,6,7}}", groups), done("a"))
+    assert [c.group_size for c in overlap(text, BYTE_A_CYCLE).collectives] == [size]
+
+
+def test_groups_of_devices_are_read_from_what_this_jax_compiles():
+    mesh = make_mesh(4, 2)
+    exchanged = jax.shard_map(
+        lambda x: jax.lax.psum(jax.lax.all_to_all(x, "ep", 0, 0, tiled=True), "pp"),
+        mesh=mesh,
+        in_specs=P(("pp", "ep")),
+        out_specs=P(("pp", "ep")),
+        check_vma=False,
+    )
+    x = jax.device_put(np.zeros((64, 4), np.float32), NamedSharding(mesh, P(("pp", "ep"))))
+    found = overlap(read(jax.jit(exchanged).lower(x).compile()), BYTE_A_CYCLE).collectives
+    assert {c.kind: c.group_size for c in found} == {"all-to-all": 2, "all-reduce": 4}
 
 
 def test_a_done_elsewhere_leaves_it_open():
