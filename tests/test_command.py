@@ -247,6 +247,12 @@ def test_a_file_that_holds_no_schedule(capsys, saved, text, message):
     assert message in refused(capsys, 1, "check", saved(text))
 
 
+def test_one_cell_is_csv_where_the_file_says_so(capsys, saved):
+    message = refused(capsys, 1, "check", saved("999999999F0", "one.csv"))
+    assert "from_torch_csv: got stages [999999999], but no stage 0" in message
+    assert printed(capsys, "check", saved("0F0,0B0", "two.csv")).startswith("valid: parsed, 1 ranks")
+
+
 @pytest.mark.parametrize("text", ["", " \n\n", "\ufeff"])
 def test_an_empty_file_is_called_empty(capsys, saved, text):
     for arguments in (["check"], ["show"]):
