@@ -19,6 +19,7 @@ COMMANDS = {
     "search": "Search for a schedule for these costs in this memory.",
     "check": "Check a schedule in a file.",
     "diff": "Say where two schedules part on each rank, in order and in time.",
+    "replay": "Say where a measured step and its simulation differ: by rank, by unit and by slot.",
     "overlap": "Compile an overlapped pair for devices that are not here, and read what hides behind what.",
     "dryrun": "Memory of each device, time of a step and share of the peak, for devices that are not here.",
     "probe": "Try what works on the devices of this machine, and measure how fast they are.",
@@ -60,7 +61,7 @@ def _refer(given: list[str]) -> None:
         },
         prog="dualpipe",
         description="Pipeline schedules: drawn, compared, chosen, searched, checked, and compiled for pods; "
-        "devices probed. `dualpipe NAME --help` says more of each, `dualpipe --version` which version this is.",
+        "measured steps replayed, devices probed. `dualpipe NAME --help` says more of each, `dualpipe --version` which version this is.",
         args=given,
     )
 

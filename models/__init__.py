@@ -1,6 +1,14 @@
 """Models as pure functions of (params, x); no pipeline in sight."""
 
-from dualpipe_jax.functional import num_params
+from dualpipe_jax.functional import (
+    Functions,
+    from_linen,
+    from_nnx,
+    model_loss,
+    num_params,
+    pure_linen,
+    pure_nnx,
+)
 from models import recipes, weights
 from models.config import MODELS, Config, byte, moe_67b, small, tiny, v2, v2_lite, v3
 from models.forward import logits
@@ -15,18 +23,24 @@ __all__ = [
     "Config",
     "Costs",
     "Dispatch",
+    "Functions",
     "Kernels",
     "Model",
     "byte",
     "cross_entropy_in_blocks",
     "deepseek",
     "figures",
+    "from_linen",
+    "from_nnx",
     "layer_plan",
     "logits",
     "matmul_costs",
+    "model_loss",
     "moe_67b",
     "num_padding",
     "num_params",
+    "pure_linen",
+    "pure_nnx",
     "recipes",
     "small",
     "tiny",

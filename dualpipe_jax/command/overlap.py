@@ -9,8 +9,9 @@ from typing import Annotated, Any
 import tyro
 
 from dualpipe_jax.command.options import CommandError
-from dualpipe_jax.command.output import Table, percent, show, show_json
+from dualpipe_jax.command.output import Table, show, show_json
 from dualpipe_jax.command.program import Files, Program, RatesFile
+from dualpipe_jax.schedule.formats.numbers import percent
 
 _ENDINGS = ".svg", ".png", ".trace", ".hlo", ".txt"
 

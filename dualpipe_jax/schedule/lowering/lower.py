@@ -128,7 +128,7 @@ class TickTable:
         """How long the table takes when each unit takes its cost and empty ticks take nothing.
 
         A rank starts tick t + 1 when its own work of tick t is done and what its neighbours sent at
-        the start of tick t, ``costs.send`` ago, has arrived.
+        the start of tick t has arrived.
         """
         placement = self.schedule.placement
         alone = {"F": costs.F, "B": costs.B, "I": costs.I, "W": costs.W, "FB": costs.FB}
@@ -145,7 +145,7 @@ class TickTable:
                     )
                     cost[rank, number] = alone[op] + ahead + back
         ranks = np.arange(self.schedule.num_ranks)
-        return makespan(cost[ranks, self.column("unit")], self.channels, costs.send)
+        return makespan(cost[ranks, self.column("unit")], self.channels, costs)
 
 
 def lower(schedule: Schedule, costs: CostModel | None = None, keeps: Keeps | None = None) -> TickTable:
