@@ -61,7 +61,8 @@ def _refer(given: list[str]) -> None:
         },
         prog="dualpipe",
         description="Pipeline schedules: drawn, compared, chosen, searched, checked, and compiled for pods; "
-        "measured steps replayed, devices probed. `dualpipe NAME --help` says more of each, `dualpipe --version` which version this is.",
+        "measured steps replayed, devices probed. `dualpipe NAME --help` says more of each, `dualpipe --version` "
+        "which version this is.",
         args=given,
     )
 

@@ -43,6 +43,7 @@ def finished(tmp_path_factory):
     return folder, train(folder, *SHORT, "--data", "train/text.txt")
 
 
+@pytest.mark.slow
 def test_a_short_run_succeeds(finished):
     _, process = finished
     assert process.returncode == 0, process.stderr
