@@ -16,6 +16,7 @@ MAY_IMPORT = {
     "dualpipe_jax.parallel": (),
     "dualpipe_jax.split": (),
     "dualpipe_jax.contract": (),
+    "dualpipe_jax.functional": (),
     "dualpipe_jax.pair": ("dualpipe_jax.split",),
     "dualpipe_jax.engine": (
         "dualpipe_jax.contract",
@@ -47,6 +48,7 @@ MAY_IMPORT = {
         "dualpipe_jax.pair",
         "dualpipe_jax.split",
         "dualpipe_jax.contract",
+        "dualpipe_jax.functional",
     ),
     "train": ("dualpipe_jax", "models"),
 }

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from dualpipe_jax.functional import pure_nnx
 from models.attention import (
     Attention,
     RMSNorm,
@@ -18,7 +19,6 @@ from models.attention import (
     softmax_scale,
 )
 from models.config import tiny, v3
-from models.functional import pure_nnx
 
 
 def rotate_by_complex_numbers(x_SHR, freqs):
