@@ -15,9 +15,10 @@ from typing import Any
 
 import tyro
 
-from dualpipe_jax.command.output import Table, percent, show
+from dualpipe_jax.command.output import Table, show
 from dualpipe_jax.command.overlap import study
 from dualpipe_jax.command.program import Program
+from dualpipe_jax.schedule.formats.numbers import percent
 
 _V2_LITE = Program("v2-lite", layers_per_stage=2, sequence=2048)
 _CHANGE = ("num_dense_layers=0", "num_shared_experts=1", "vocab=1024", "top_k=8")

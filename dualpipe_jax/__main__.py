@@ -1,37 +1,31 @@
-"""The `dualpipe` command: ``dualpipe`` or ``python -m dualpipe_jax``."""
+"""The `dualpipe` command: ``dualpipe`` or ``python -m dualpipe_jax``.
 
+Help and version come without NumPy, and a subcommand's module is imported when it is asked for: so it starts at once.
+"""
+
+import dataclasses
+import importlib
 import os
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import tyro
-
 from dualpipe_jax import __version__
-from dualpipe_jax.command.check import Check
-from dualpipe_jax.command.child import Died
-from dualpipe_jax.command.choose import Choose
-from dualpipe_jax.command.compare import Compare
-from dualpipe_jax.command.diff import Diff
-from dualpipe_jax.command.dryrun import Dryrun
-from dualpipe_jax.command.options import NothingFits
-from dualpipe_jax.command.overlap import Overlap
-from dualpipe_jax.command.probe import Probe
-from dualpipe_jax.command.search import Search
-from dualpipe_jax.command.show import Show
-from dualpipe_jax.schedule import ScheduleError
 
-COMMANDS: dict[str, Callable[..., Any]] = {
-    "show": Show,
-    "compare": Compare,
-    "choose": Choose,
-    "search": Search,
-    "check": Check,
-    "diff": Diff,
-    "overlap": Overlap,
-    "dryrun": Dryrun,
-    "probe": Probe,
+COMMANDS = {
+    "show": "Draw one schedule to time, or write it for other tools.",
+    "compare": "Compare schedules on the same ranks, microbatches and costs.",
+    "choose": "Rank the schedules that fit the memory, and say why the rest are refused.",
+    "search": "Search for a schedule for these costs in this memory.",
+    "check": "Check a schedule in a file.",
+    "diff": "Say where two schedules part on each rank, in order and in time.",
+    "replay": "Say where a measured step and its simulation differ: by rank, by unit and by slot.",
+    "overlap": "Compile an overlapped pair for devices that are not here, and read what hides behind what.",
+    "dryrun": "Memory of each device, time of a step and share of the peak, for devices that are not here.",
+    "probe": "Try what works on the devices of this machine, and measure how fast they are.",
+    "balance": "Place experts on devices by their loads, and say what that gains and moves.",
 }
+"""Each is the class with a ``run`` in a module of its own: ``show`` is ``dualpipe_jax.command.show.Show``."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -44,16 +38,51 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if given == ["--version"]:
         print(f"dualpipe {__version__}")
         return 0
+    if not given or given[0] not in COMMANDS:
+        _refer(given)
+    return _run(options_of(given[0]), given[0], given[1:])
+
+
+def options_of(name: str) -> Callable[..., Any]:
+    """The class of a subcommand's options, with its ``run``."""
+    module = importlib.import_module(f"dualpipe_jax.command.{name}")
+    own = (value for value in vars(module).values() if getattr(value, "__module__", None) == module.__name__)
+    (found,) = (value for value in own if hasattr(value, "run"))
+    return found
+
+
+def _refer(given: list[str]) -> None:
+    """Print the help, or what is wrong with a name; always exits."""
+    import tyro
+
+    tyro.extras.subcommand_cli_from_dict(
+        {
+            name: dataclasses.make_dataclass(name, [], namespace={"__doc__": summary})
+            for name, summary in COMMANDS.items()
+        },
+        prog="dualpipe",
+        description="Pipeline schedules: drawn, compared, chosen, searched, checked, and compiled for pods; "
+        "measured steps replayed, devices probed, experts placed. `dualpipe NAME --help` says more of each, "
+        "`dualpipe --version` which version this is.",
+        args=given,
+    )
+
+
+def _run(asked: Callable[..., Any], name: str, given: list[str]) -> int:
+    import tyro
+
+    from dualpipe_jax.command.child import Died
+    from dualpipe_jax.command.options import NothingFits
+    from dualpipe_jax.schedule import ScheduleError
+
     try:
-        command = tyro.extras.subcommand_cli_from_dict(
-            COMMANDS,
-            prog="dualpipe",
-            description="Pipeline schedules: drawn, compared, chosen, searched, checked, and compiled for pods; "
-            "devices probed. `dualpipe --version` says which version this is.",
+        options = tyro.cli(
+            asked,
+            prog=f"dualpipe {name}",
             args=given,
             config=(tyro.conf.OmitArgPrefixes, tyro.conf.FlagCreatePairsOff),
         )
-        status = command.run()
+        status = options.run()
         sys.stdout.flush()
         return status
     except BrokenPipeError:  # the reader has seen enough; nothing more may be flushed at exit

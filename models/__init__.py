@@ -1,9 +1,17 @@
 """Models as pure functions of (params, x); no pipeline in sight."""
 
+from dualpipe_jax.functional import (
+    Functions,
+    from_linen,
+    from_nnx,
+    model_loss,
+    num_params,
+    pure_linen,
+    pure_nnx,
+)
 from models import recipes, weights
 from models.config import MODELS, Config, byte, moe_67b, small, tiny, v2, v2_lite, v3
 from models.forward import logits
-from models.functional import Functions, from_linen, from_nnx, model_loss, num_params, pure_linen, pure_nnx
 from models.kernels import Kernels
 from models.loss import cross_entropy_in_blocks
 from models.moe import Dispatch, update_bias

@@ -8,8 +8,8 @@ import jax.numpy as jnp
 from jax import Array
 
 from dualpipe_jax.contract import At
+from dualpipe_jax.functional import Tree
 from models.config import Config
-from models.functional import Tree
 from models.kernels import AUTO, Kernels
 from models.transformer import deepseek, head_kernel
 from models.vocabulary import project

@@ -13,10 +13,10 @@ from jax import Array
 from jax.sharding import PartitionSpec
 
 from dualpipe_jax.contract import At, Out, StagedModel
+from dualpipe_jax.functional import Tree, num_params, pure_nnx
 from models.attention import RMSNorm, linear
 from models.blocks import Block, DenseBlock, Merge
 from models.config import Config
-from models.functional import Tree, num_params, pure_nnx
 from models.kernels import AUTO, Kernels
 from models.moe import Dispatch, Load, update_bias
 from models.objective import (

@@ -23,7 +23,7 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
 LIST = ROOT / "tests" / "mutants.toml"
-COPIED = ("dualpipe_jax", "models", "train", "tests", "scripts", "pyproject.toml")
+COPIED = ("dualpipe_jax", "models", "train", "tests", "scripts", "docs", "README.md", "pyproject.toml")
 
 
 class Mutant(NamedTuple):

@@ -1,5 +1,6 @@
 """Every test runs on eight virtual CPU devices, with strict dtype promotion."""
 
+import collections
 import os
 
 os.environ["JAX_PLATFORMS"] = "cpu"
@@ -14,5 +15,18 @@ os.environ["XLA_FLAGS"] = " ".join(
 )
 
 import jax
+import pytest
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items):
+    """Of a grid marked ``thin(n)`` all cases but every n-th are slow."""
+    seen = collections.Counter()
+    for item in items:
+        if (mark := item.get_closest_marker("thin")) is not None:
+            test = item.nodeid.partition("[")[0]
+            if seen[test] % mark.args[0]:
+                item.add_marker(pytest.mark.slow)
+            seen[test] += 1

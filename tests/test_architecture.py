@@ -12,9 +12,11 @@ ROOT = Path(__file__).parent.parent
 
 MAY_IMPORT = {
     "dualpipe_jax.schedule": (),
+    "dualpipe_jax.balance": (),
     "dualpipe_jax.parallel": (),
     "dualpipe_jax.split": (),
     "dualpipe_jax.contract": (),
+    "dualpipe_jax.functional": (),
     "dualpipe_jax.pair": ("dualpipe_jax.split",),
     "dualpipe_jax.engine": (
         "dualpipe_jax.contract",
@@ -36,6 +38,7 @@ MAY_IMPORT = {
     ),
     "dualpipe_jax.command": (
         "dualpipe_jax.schedule",
+        "dualpipe_jax.balance",
         "dualpipe_jax.inspect",
         "dualpipe_jax.probe.findings",  # the side without JAX
         "dualpipe_jax.worker",
@@ -45,13 +48,14 @@ MAY_IMPORT = {
         "dualpipe_jax.pair",
         "dualpipe_jax.split",
         "dualpipe_jax.contract",
+        "dualpipe_jax.functional",
     ),
-    "models.decode": ("models",),
+    "models.decode": ("models", "dualpipe_jax.functional"),
     "train": ("dualpipe_jax", "models"),
 }
 """Part of the project -> what of ours it may import, besides itself."""
 
-NUMPY_ONLY = "dualpipe_jax.schedule"
+NUMPY_ONLY = "dualpipe_jax.schedule", "dualpipe_jax.balance"
 
 
 def sources(part: str) -> list[Path]:
@@ -97,10 +101,11 @@ def test_nothing_imports_the_trainer():
     assert not wrong
 
 
-def test_schedules_need_only_python_and_numpy():
+@pytest.mark.parametrize("part", NUMPY_ONLY)
+def test_the_ground_floor_needs_only_python_and_numpy(part):
     foreign = {
         f"{path.relative_to(ROOT)} imports {name}"
-        for path in sources(NUMPY_ONLY)
+        for path in sources(part)
         for name in imported(path)
         if name.split(".")[0]
         not in {*sys.stdlib_module_names, "numpy", "dualpipe_jax", "matplotlib", "scipy"}  # the last two late
@@ -108,8 +113,9 @@ def test_schedules_need_only_python_and_numpy():
     assert not foreign
 
 
-def test_importing_schedules_loads_no_jax():
-    code = f"import sys, {NUMPY_ONLY}; print(*sorted({{m.split('.')[0] for m in sys.modules}}))"
+@pytest.mark.parametrize("part", NUMPY_ONLY)
+def test_importing_the_ground_floor_loads_no_jax(part):
+    code = f"import sys, {part}; print(*sorted({{m.split('.')[0] for m in sys.modules}}))"
     loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert not {"jax", "jaxlib", "flax", "optax", "matplotlib", "scipy"} & set(loaded.split())
 

@@ -11,7 +11,7 @@ import pytest
 from rich.console import Console
 
 import dualpipe_jax
-from dualpipe_jax.__main__ import COMMANDS, main
+from dualpipe_jax.__main__ import COMMANDS, main, options_of
 from dualpipe_jax.command.drawing import draw
 from dualpipe_jax.schedule import (
     ALL_SCHEDULES,
@@ -29,6 +29,7 @@ from dualpipe_jax.schedule import (
     zb_h1,
 )
 from dualpipe_jax.schedule.formats.json_text import from_json
+from dualpipe_jax.schedule.formats.numbers import Units
 
 NAMES = [recipe.__name__ for recipe in ALL_SCHEDULES]
 RECIPES = dict(zip(NAMES, ALL_SCHEDULES, strict=True))
@@ -89,7 +90,7 @@ def test_shown_in_time_with_the_costs_of_its_stages(capsys):
     assert out.startswith(format_grid(schedule, halves) + "\n# makespan ")
     timeline = simulate(schedule, halves)
     assert f"# makespan {timeline.makespan:g}, bubble {100 * timeline.bubble:.1f} %\n" in out
-    assert "# cost of a stage: F 0.5, I 0.75, W 0.25, FB 1, send 0.25 blocking, last +0.5/1/1\n" in out
+    assert "# cost of a stage: F 0.5, I 0.75, W 0.25, FB 1, send 0.25 blocking, last +0.5/+1/+1\n" in out
 
 
 def test_the_summary_is_of_a_whole_ranks_share_and_equal_ranks_share_a_row(capsys):
@@ -230,6 +231,8 @@ def test_an_invalid_schedule_shows_its_culprit(capsys, saved):
             '{"a":' + "[" * 200_000,
             "from_json: nested too deeply; a schedule is an object of four flat entries",
         ),
+        ("[" * 200_000, "from_json: nested too deeply; a schedule is an object of four flat entries"),
+        ("[1, 2]", "num_microbatches, pipes, orders missing; a schedule has name"),
         ("999999999F0,0F0", "got stages [0, 999999999], but no stage 1"),
         (
             '{"name": "a\\nvalid: b", "num_microbatches": 1, "pipes": [[0]], "orders": [["0F0", "0B0"]]}',
@@ -242,6 +245,12 @@ def test_an_invalid_schedule_shows_its_culprit(capsys, saved):
 )
 def test_a_file_that_holds_no_schedule(capsys, saved, text, message):
     assert message in refused(capsys, 1, "check", saved(text))
+
+
+def test_one_cell_is_csv_where_the_file_says_so(capsys, saved):
+    message = refused(capsys, 1, "check", saved("999999999F0", "one.csv"))
+    assert "from_torch_csv: got stages [999999999], but no stage 0" in message
+    assert printed(capsys, "check", saved("0F0,0B0", "two.csv")).startswith("valid: parsed, 1 ranks")
 
 
 @pytest.mark.parametrize("text", ["", " \n\n", "\ufeff"])
@@ -336,6 +345,29 @@ def test_help_names_every_option(capsys, name):
         main([name, "--help"])
     assert exit.value.code == 0
     assert "--json" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_the_help_of_all_says_of_each_what_its_own_does(capsys, name):
+    """The first words, that is: the one stands in a table so that nothing need be imported for it."""
+    verb = COMMANDS[name].split()[0]
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    assert re.search(rf"{name} +{verb}", capsys.readouterr().out)
+    assert options_of(name).__doc__.split()[0] == verb
+
+
+def test_help_and_version_load_nothing_that_takes_time():
+    code = (
+        "import sys\n"
+        "from dualpipe_jax.__main__ import main\n"
+        "try: main([sys.argv[1]])\n"
+        "except SystemExit: pass\n"
+        "print(*sorted({m.split('.')[0] for m in sys.modules}), file=sys.stderr)\n"
+    )
+    for option, heavy in (("--version", {"tyro", "numpy", "jax"}), ("--help", {"numpy", "jax"})):
+        run = subprocess.run([sys.executable, "-c", code, option], capture_output=True, text=True, check=True)
+        assert not heavy & set(run.stderr.split())
 
 
 def test_it_says_which_version_it_is(capsys):
@@ -437,10 +469,13 @@ def test_pictures_are_piped(capsysbinary):
 
 
 def test_the_page_is_of_what_was_asked_for(capsys, monkeypatch):
-    monkeypatch.setattr("dualpipe_jax.schedule.formats.page.html_page", lambda *given: repr(given))
+    monkeypatch.setattr(
+        "dualpipe_jax.schedule.formats.page.html_page", lambda *given, **more: repr((given, more))
+    )
     options = ["--FB", "2", "--parameters", "3", "--format", "html"]
     out = printed(capsys, "show", "dualpipe_v", *SMALL, *options)
-    assert out == repr((dualpipe_v(4, 8), CostModel(FB=2.0), MemoryModel(parameters=3.0))) + "\n"
+    given = dualpipe_v(4, 8), CostModel(FB=2.0), MemoryModel(parameters=3.0)
+    assert out == repr((given, {"units": Units(), "chain": None})) + "\n"
 
 
 def test_pictures_are_not_for_terminals(capsys, monkeypatch):
@@ -510,10 +545,10 @@ def test_costs_come_from_a_file_of_their_own_too(capsys, saved):
     assert facts["makespan"] == simulate(zb_h1(4, 8), costs).makespan
     line = ["--F", "2", "--I", "3", "--FB", "6", "--send", ".5", "--last", "1", "1", "1"]
     more = saved(
-        '{"costs": {"F": 2, "I": 3, "send": 0.5, "extra": {"-1": [1, 1, 1]}}, "unit": "ms", "measured": {}}'
+        '{"costs": {"F": 2, "I": 3, "send": 0.5, "extra": {"-1": [1, 1, 1]}}, "of": "anything", "measured": {}}'
     )
     assert printed(capsys, "compare", *SMALL, "--costs", more) == printed(capsys, "compare", *SMALL, *line)
-    alone = saved('{"F": 2, "I": 3, "W": 1, "send": 0.5, "last": [1, 1, 1], "unit": "ms"}')
+    alone = saved('{"F": 2, "I": 3, "W": 1, "send": 0.5, "last": [1, 1, 1], "of": "it"}')
     assert printed(capsys, "compare", *SMALL, "--costs", alone) == printed(capsys, "compare", *SMALL, *line)
     line[1] = line[5] = "5"
     wins = printed(capsys, "compare", *SMALL, "--costs", more, "--F", "5", "--FB", "5")
@@ -529,6 +564,82 @@ def test_costs_come_from_a_file_of_their_own_too(capsys, saved):
         ("{", "not JSON"),
     ):
         assert message in refused(capsys, 2, "show", "zb_h1", *SMALL, "--costs", saved(text))
+
+
+IN_MS = """{
+  "costs": {"F": 60, "I": 60, "W": 40, "send": 2, "send_inside": 0.5, "ranks_per_node": 2, "extra": {"-1": [-5, 0, 0]}},
+  "memory": {"residual_i": 1073741824, "parameters": 17179869184, "extra": {"0": 2147483648}, "fixed": 536870912},
+  "units": {"time": "ms", "memory": "B"}
+}"""
+
+
+def test_units_of_a_file_are_written_by_every_subcommand(capsys, saved, tmp_path):
+    costs = ["--costs", saved(IN_MS)]
+    words = "F 60, I 60, W 40, FB 160, send 2, 0.5 in a node of 2, last -5/+0/+0 ms"
+    known = CostModel(60, 60, 40, send=2, send_inside=0.5, ranks_per_node=2, extra={-1: (-5, 0, 0)})
+    schedule = zb_h1(4, 8)
+    makespan = f"{simulate(schedule, known).makespan:g} ms"
+    shown = printed(capsys, "show", "zb_h1", *SMALL, *costs).splitlines()
+    assert f"# makespan {makespan}, bubble" in shown[5] and shown[5].endswith("memory 22.5 GiB")
+    assert shown[6] == f"# cost of a stage: {words}"
+    assert re.split(" {2,}", shown[7])[1:] == ["idle, ms", "of the step", "activations", "memory"]
+    file = str(tmp_path / "kept.json")
+    printed(capsys, "show", "zb_h1", *SMALL, *costs, "-o", file)
+    assert f"makespan {makespan}, bubble" in printed(capsys, "check", file), (
+        "a schedule's file keeps its units"
+    )
+    assert printed(capsys, "diff", "gpipe", "1f1b", *SMALL, *costs).splitlines()[0].endswith(f" ms; {words}")
+    for command in (["compare"], ["choose", "--memory-limit", "23e9"], ["search", "--effort", "0.01"]):
+        head, title, *rows = printed(capsys, *command, *SMALL, *costs).splitlines()
+        assert words in head and "makespan, ms" in title and " GiB " in rows[0]
+    assert "needs 24.5 GiB on rank 0, but the limit is 21.42 GiB" in printed(
+        capsys, "choose", "--memory-limit", "23e9", *SMALL, *costs
+    )
+    assert f"the step takes {makespan}" in printed(capsys, "show", "zb_h1", *SMALL, *costs, "--why", "path")
+    for command in ("compare", "choose"):
+        facts = json.loads(printed(capsys, command, *SMALL, *costs, "--json"))
+        assert facts["units"] == {"time": "ms", "memory": "B"}
+    told = refused(capsys, 2, "compare", *SMALL, "--costs", saved('{"costs": {}, "units": {"time": 3}}'))
+    assert "Units: time=3; give a short word, such as ms for times" in told
+
+
+def test_a_schedule_too_fine_for_an_extra_is_refused_and_no_other(capsys):
+    arguments = "compare", "gpipe", "hanayo", *SMALL, "--last", "-0.5", "0", "0"
+    out = printed(capsys, *arguments).splitlines()
+    assert (
+        out[2].startswith("gpipe ")
+        and "hanayo  CostModel: extra[-1]=(-0.5, 0.0, 0.0) takes more away" in out[4]
+    )
+    facts = json.loads(printed(capsys, "choose", *arguments[3:], "--json"))
+    assert "hanayo" in facts["refused"] and "gpipe" in [row["name"] for row in facts["schedules"]]
+
+
+def test_the_chain_is_marked_in_pictures_and_traces(capsys, tmp_path):
+    arguments = "show", "1f1b", "--ranks", "2", "--microbatches", "2"
+    trace = json.loads(printed(capsys, *arguments, "--format", "trace", "--why", "path"))
+    found = [event["name"] for event in trace["traceEvents"] if event.get("cat") == "chain"]
+    assert set(found) == {
+        "0F0 on rank 0",
+        "1F0 on rank 1",
+        "1B0 on rank 1",
+        "1F1 on rank 1",
+        "1B1 on rank 1",
+        "0B1 on rank 0",
+    }
+    picture = tmp_path / "why.svg"
+    printed(capsys, *arguments, "--why", "0@3", "-o", str(picture))
+    assert 'id="chain"' in picture.read_text()
+    links = json.loads(printed(capsys, *arguments, "--why", "0@3", "--json"))["why"]
+    assert [(link["rank"], link["slot"], link["start"], link["sent"]) for link in links] == [
+        (0, "0B0", 4, False),
+        (1, "1B0", 2, True),
+    ]
+    assert "--why: CSV holds orders alone" in refused(
+        capsys, 2, *arguments, "--why", "path", "--format", "csv"
+    )
+    told = tmp_path / "why.txt"
+    printed(capsys, *arguments, "--why", "0@3", "-o", str(told))
+    assert told.read_text().startswith("rank 0 at 3: idle until 4")
 
 
 def test_why_a_rank_is_idle(capsys):
@@ -577,6 +688,44 @@ def test_where_two_schedules_part(capsys, tmp_path):
     assert "has 4 ranks and 8 microbatches" in refused(
         capsys, 2, "diff", file, "zb_v", "--ranks", "4", "--microbatches", "9"
     )
+
+
+def test_a_measured_step_is_replayed(capsys, saved):
+    step = saved(
+        printed(capsys, "show", "zb_v", *SMALL, "--costs", saved(IN_MS, "ms.json"), "--json"), "step.json"
+    )
+    told = printed(capsys, "replay", step, "--top", "2").splitlines()
+    assert told[0].startswith(
+        "zb_v, 4 ranks, 8 microbatches; cost of a stage: F 30, I 30, W 20, FB 80, send "
+    )
+    assert told[3].split("  ")[0] == "step" and told[3].endswith("makespan, ms  more")
+    assert [line.split("  ")[0] for line in told[4:7]] == [
+        "simulated at these costs",
+        "each unit as long as it took",
+        "measured",
+    ]
+    assert told.index("units that differ most") - told.index("ranks whose work differs most") == 5
+    other = [
+        "--F",
+        "80",
+        "--I",
+        "60",
+        "--W",
+        "40",
+        "--last",
+        "-5",
+        "0",
+        "0",
+    ]  # a stage's F is 40 instead of 30
+    facts = json.loads(printed(capsys, "replay", step, "--json", *other))
+    assert {unit["kind"] for unit in facts["by_unit"][:8]} == {"F"}
+    assert [unit["difference"] for unit in facts["by_unit"][:8]] == [-80] * 8
+    assert facts["units"]["time"] == "ms"
+    seconds = saved('{"costs": {"F": 1}, "units": {"time": "s"}}', "s.json")
+    assert "the step is in ms, the costs in s; give both in one unit" in refused(
+        capsys, 2, "replay", step, "--costs", seconds
+    )
+    assert "read_measured: not JSON" in refused(capsys, 2, "replay", saved("3F0", "no.json"))
 
 
 def test_counts_beside_files(capsys, saved):

@@ -1,6 +1,7 @@
 """What is handed out beside the code: the licence, how to cite, types for those who check theirs."""
 
 import hashlib
+import re
 import tomllib
 from pathlib import Path
 
@@ -34,3 +35,9 @@ def test_the_package_says_that_it_is_typed():
     """PEP 561: a type checker reads annotations only of packages that hold this file, so it must be installed too."""
     assert (Path(dualpipe_jax.__file__).parent / "py.typed").read_bytes() == b""
     assert "py.typed" in PROJECT["tool"]["setuptools"]["package-data"]["dualpipe_jax"]
+
+
+def test_the_page_on_installing_says_what_every_extra_is_for():
+    table = re.findall(r"^\| (`.+`) \| .+ \| .+ \|$", (ROOT / "docs" / "install.md").read_text(), re.M)
+    named = [name for row in table for name in re.findall(r"`([^`]+)`", row)]
+    assert sorted(named) == sorted(PROJECT["project"]["optional-dependencies"])

@@ -27,6 +27,7 @@ def page():
     return names
 
 
+@pytest.mark.slow
 def test_the_page_runs(page):
     assert len(BLOCKS) == 7
     assert set(page["report"].losses) == {"lm", "balance"}

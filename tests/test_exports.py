@@ -3,6 +3,7 @@
 import pytest
 
 import dualpipe_jax
+import dualpipe_jax.balance
 import dualpipe_jax.schedule
 
 FRONT_DOOR = [
@@ -76,9 +77,29 @@ SCHEDULE = [
     "zb_h2",
     "zb_v",
 ]
+BALANCE = [
+    "Copies",
+    "Layout",
+    "LoadTracker",
+    "Outlook",
+    "Placement",
+    "Traffic",
+    "balance",
+    "bound_of",
+    "count_traffic",
+    "is_due",
+    "outlook",
+    "plot",
+    "random_traffic",
+    "rebalance_experts",
+    "worst_imbalance",
+]
 
 
-@pytest.mark.parametrize(("room", "names"), [(dualpipe_jax, FRONT_DOOR), (dualpipe_jax.schedule, SCHEDULE)])
+@pytest.mark.parametrize(
+    ("room", "names"),
+    [(dualpipe_jax, FRONT_DOOR), (dualpipe_jax.schedule, SCHEDULE), (dualpipe_jax.balance, BALANCE)],
+)
 def test_public_names(room, names):
     assert sorted(room.__all__) == names
     assert all(getattr(room, name).__doc__ for name in names if name[0] != "A" or name == "Action")

@@ -224,6 +224,47 @@ def test_dryrun_prints_memory_and_a_prediction(answered, capsys):
     assert answered[0][1]["compile"] == "units"
 
 
+def test_dryrun_writes_costs_that_other_subcommands_read(answered, capsys, tmp_path, monkeypatch):
+    share = {
+        "costs": {
+            "F": 50.0,
+            "I": 60.0,
+            "W": 40.0,
+            "FB": 120.0,
+            "send": 1.0,
+            "extra": {"-1": [-5.0, 0.0, 0.0]},
+        },
+        "memory": {"residual_w": 2.0**30, "parameters": 2.0**33, "extra": {}, "fixed": 2.0**31},
+        "units": {"time": "ms", "memory": "B"},
+    }
+    monkeypatch.setitem(ANSWER, "step", ANSWER["step"] | {"share": share})
+    file = tmp_path / "costs.json"
+    assert main(["dryrun", "--target", "v5e:4x4", *SMALL, "--write-costs", str(file)]) == 0
+    capsys.readouterr()
+    assert main(["compare", "gpipe", "--ranks", "2", "--microbatches", "4", "--costs", str(file)]) == 0
+    head, title, row, *_ = capsys.readouterr().out.splitlines()
+    assert head.endswith("F 50, I 60, W 40, FB 120, send 1, last -5/+0/+0 ms")
+    # 0F0-3 end at 200, 1F3 46 after the last has come, 1B3 after four of 100, 0B3 of 100 after a send
+    assert "makespan, ms" in title and row.split()[1] == f"{200 + 1 + 45 + 400 + 1 + 100}"
+    assert " 14 GiB " in row, "2 + 8 GiB at rest, 4 microbatches of 1"
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--write-costs", "no/costs.json"], "--write-costs no/costs.json: there is no folder no"),
+        (
+            ["--write-costs", "c.json", "--compile", "nothing"],
+            "--write-costs: nothing is compiled, so there are no",
+        ),
+    ],
+)
+def test_costs_that_cannot_be_written_are_said_before_compiling(answered, capsys, options, message):
+    assert main(["dryrun", "--target", "v5e:4x4", *options]) == 2
+    assert capsys.readouterr().err.startswith(f"error: {message}")
+    assert not answered
+
+
 def test_dryrun_fails_where_it_does_not_fit(answered, capsys, monkeypatch):
     monkeypatch.setitem(ANSWER["target"], "memory", 13 * 2**30)
     assert main(["dryrun", "--target", "v5e:4x4", *SMALL]) == 1

@@ -1,4 +1,4 @@
-"""What the README shows is true."""
+"""What the README and the page of short examples show is true."""
 
 import pathlib
 import re
@@ -8,12 +8,11 @@ import numpy as np
 import pytest
 
 from dualpipe_jax import reference_value_and_grad, sequential_value_and_grad, unplace_stages
-from dualpipe_jax.schedule import CostModel, dualpipe, format_grid
 
-README = (pathlib.Path(__file__).parent.parent / "README.md").read_text()
+ROOT = pathlib.Path(__file__).parent.parent
+README, SHORT = (ROOT / "README.md").read_text(), (ROOT / "docs" / "short.md").read_text()
 
-
-EXAMPLES = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+EXAMPLES = re.findall(r"```python\n(.*?)```", SHORT, re.DOTALL)
 
 
 @pytest.fixture(scope="module")
@@ -23,6 +22,14 @@ def example():
     names = {}
     exec(EXAMPLES[0], names)
     return names
+
+
+def test_the_readme_has_the_first_example_of_its_page():
+    assert re.findall(r"```python\n(.*?)```", README, re.DOTALL) == EXAMPLES[:1]
+
+
+def test_the_readme_is_short():
+    assert len(README.splitlines()) <= 90
 
 
 def test_the_example_runs_and_is_right(example):
@@ -47,10 +54,6 @@ def test_the_second_example_goes_on_from_there_and_is_right(example):
     found = jax.tree.leaves(jax.device_get(pipeline.unplace(names["grads"])))
     for got, want in zip(found, jax.tree.leaves(grads), strict=True):
         np.testing.assert_allclose(got, want, rtol=0, atol=2e-6 * np.abs(want).max())
-
-
-def test_the_drawing_is_what_the_code_prints():
-    assert format_grid(dualpipe(4, 10), CostModel(FB=2)).split("\n", 1)[1] in README
 
 
 def test_the_two_commands_stand_first():

@@ -14,7 +14,7 @@ import models
 from dualpipe_jax import inspect
 from dualpipe_jax.command.program import Program
 from dualpipe_jax.parallel import EP, make_mesh
-from dualpipe_jax.schedule import Schedule
+from dualpipe_jax.schedule import CostModel, MemoryModel, Schedule
 from train import ahead, predict, timeline
 from train.bare import lower_bare_pair
 from train.model import REMAT, count_parameters
@@ -287,6 +287,7 @@ def predict_step(
         "schedules": [_prediction(p, target.device.clock, needed / flops) for p in ranked],
         "costs": {name: getattr(costs, name) for name in ("F", "I", "W", "FB", "send")}
         | {"extra": {str(stage): list(more) for stage, more in costs.extra.items()}},
+        "share": _share(predict.rank_costs(split, schedule), sizes, fixed, target.device.clock),
         "assumed": [name for name in ("I", "W", "FB") if name not in units],
         "cycles": cycles,
         "ideal_cycles": ideal,
@@ -296,6 +297,22 @@ def predict_step(
         "tokens_per_second": tokens / seconds,
         "mfu": needed / flops / seconds,
         "lower_bound": any(unit.unpriced for unit in units.values()),
+    }
+
+
+def _share(costs: CostModel, sizes: MemoryModel, fixed: int, clock: float) -> dict[str, Any]:
+    """What `dualpipe ... --costs FILE` reads, of a whole rank's share of the model: milliseconds and bytes."""
+
+    def ms(cycles: float) -> float:
+        return 1e3 * cycles / clock
+
+    times = {name: ms(getattr(costs, name)) for name in ("F", "I", "W", "FB", "send")}
+    extra = {str(stage): list(map(ms, more)) for stage, more in costs.extra.items()}
+    return {
+        "costs": times | {"extra": extra},
+        "memory": dataclasses.asdict(dataclasses.replace(sizes, fixed=fixed)),
+        "units": {"time": "ms", "memory": "B"},
+        "of": "a rank's whole share of the model, one microbatch; predicted, not measured",
     }
 
 

@@ -6,10 +6,12 @@ from typing import Annotated
 
 import tyro
 
+from dualpipe_jax.command.given import Share
 from dualpipe_jax.command.options import Costs, Memory, Pipes
-from dualpipe_jax.command.output import number, percent, show, show_json
+from dualpipe_jax.command.output import show, show_json
 from dualpipe_jax.command.source import load
-from dualpipe_jax.schedule import CostModel, Schedule, ScheduleError, simulate
+from dualpipe_jax.schedule import Schedule, ScheduleError, simulate
+from dualpipe_jax.schedule.formats.numbers import percent
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,12 +39,12 @@ class Check:
                 raise
             show_json({"valid": False, "error": str(error)})
             return 1
-        self.report(schedule, given.under(self.costs, Memory())[0])
+        self.report(schedule, given.under(self.costs, Memory()))
         return 0
 
-    def report(self, schedule: Schedule, costs: CostModel) -> None:
+    def report(self, schedule: Schedule, share: Share) -> None:
         """Say what was found."""
-        timeline = simulate(schedule, costs.for_schedule(schedule))
+        timeline = simulate(schedule, share.costs.for_schedule(schedule))
         pairs = sum(len(slot) == 2 for order in schedule.orders for slot in order)
         facts = {
             "name": schedule.name,
@@ -52,6 +54,7 @@ class Check:
             "pairs": pairs,
             "makespan": timeline.makespan,
             "bubble": timeline.bubble,
+            "units": dataclasses.asdict(share.units),
         }
         if self.json:
             show_json({"valid": True} | facts)
@@ -59,5 +62,5 @@ class Check:
         show(
             f"valid: {schedule.name}, {schedule.num_ranks} ranks, {schedule.num_microbatches} microbatches, "
             f"{schedule.placement.num_stages} stages, {pairs} pairs; "
-            f"makespan {number(timeline.makespan)}, bubble {percent(timeline.bubble)}"
+            f"makespan {share.units.duration(timeline.makespan)}, bubble {percent(timeline.bubble)}"
         )

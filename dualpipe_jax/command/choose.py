@@ -5,10 +5,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
-from dualpipe_jax.command.compare import Row, by_merit, tabulate
-from dualpipe_jax.command.given import Given
+from dualpipe_jax.command.compare import Row, rows_of, tabulate
+from dualpipe_jax.command.given import Given, Share
 from dualpipe_jax.command.options import Costs, Memory, NothingFits, Number, Shape, limit_of, recipes
-from dualpipe_jax.command.output import Reasons, amount, describe, show, show_json, waiting
+from dualpipe_jax.command.output import Reasons, show, show_json, waiting
+from dualpipe_jax.schedule.formats.numbers import describe
 
 if TYPE_CHECKING:
     from dualpipe_jax.schedule.optimize.choose import Candidate
@@ -40,25 +41,23 @@ class Choose:
 
     def run(self) -> int:
         """Print the ranking; returns the exit status."""
-        costs, sizes = Given().under(self.costs, self.memory)
+        share = Given().under(self.costs, self.memory)
         limit = limit_of(self.memory_limit)
         candidates = self.candidates(limit)
         fitting = [candidate.schedule for candidate in candidates if candidate.fits]
-        rows = by_merit(
-            Row.of(schedule, costs, sizes, limit, self.jitter) for schedule in fitting if schedule
-        )
         refused = {
-            candidate.name: candidate.refused.removeprefix(f"{candidate.name}: ")
+            candidate.name: _why_not(candidate, share, limit)
             for candidate in candidates
             if not candidate.fits
         }
-        given = f"{self.ranks} ranks, {self.microbatches} microbatches, {describe(costs)}"
+        rows = rows_of(filter(None, fitting), share, refused, limit, self.jitter)
+        given = f"{self.ranks} ranks, {self.microbatches} microbatches, {describe(share.costs, share.units)}"
         if self.memory_limit is not None:
-            given += f", memory limit {amount(limit)}"
+            given += f", memory limit {share.units.size(limit)}"
         if self.json:
             show_json(self.facts(rows, refused))
         elif rows:
-            show(given, tabulate(rows, costs, sizes), *([Reasons("refused:", refused)] if refused else []))
+            show(given, tabulate(rows, share), *([Reasons("refused:", refused)] if refused else []))
         if not rows:
             raise NothingFits(Reasons(f"no schedule fits {given}:", refused).plain())
         return 0
@@ -67,7 +66,7 @@ class Choose:
         """All that were considered."""
         from dualpipe_jax.schedule.optimize.choose import choose
 
-        costs, sizes = Given().under(self.costs, self.memory)
+        costs, sizes, _ = Given().under(self.costs, self.memory)
         with waiting("choosing"):
             return choose(
                 self.ranks,
@@ -81,11 +80,22 @@ class Choose:
 
     def facts(self, rows: list[Row], refused: dict[str, str]) -> dict[str, Any]:
         """The ranking, for programs."""
+        share = Given().under(self.costs, self.memory)
         return {
             "ranks": self.ranks,
             "microbatches": self.microbatches,
-            "costs": dataclasses.asdict(Given().under(self.costs, self.memory)[0]),
+            "costs": dataclasses.asdict(share.costs),
+            "units": dataclasses.asdict(share.units),
             "memory_limit": self.memory_limit,
             "schedules": [dataclasses.asdict(row) for row in rows],
             "refused": refused,
         }
+
+
+def _why_not(candidate: "Candidate", share: Share, limit: float) -> str:
+    """Why it is refused; memory in the unit that is named."""
+    if candidate.memory and share.units.memory:
+        rank = candidate.memory.index(candidate.peak)
+        size = share.units.size
+        return f"needs {size(candidate.peak)} on rank {rank}, but the limit is {size(limit)}"
+    return candidate.refused.removeprefix(f"{candidate.name}: ")

@@ -8,10 +8,12 @@ from typing import Annotated, Any, Literal
 import numpy as np
 import tyro
 
+from dualpipe_jax.command.given import Share
 from dualpipe_jax.command.options import Costs, Count, Memory, NothingFits, Pipes, Shape
-from dualpipe_jax.command.output import Reasons, Table, amount, describe, number, percent, show, show_json
+from dualpipe_jax.command.output import Reasons, Table, show, show_json
 from dualpipe_jax.command.source import schedules_of
 from dualpipe_jax.schedule import CostModel, MemoryModel, Schedule, simulate
+from dualpipe_jax.schedule.formats.numbers import describe, number, percent
 from dualpipe_jax.schedule.optimize.bounds import lower_bound
 from dualpipe_jax.schedule.simulate import jittered
 
@@ -54,7 +56,7 @@ class Row:
         """Simulate a schedule under a whole rank's costs and sizes; a limit of memory raises the bound."""
         timeline = simulate(schedule, costs.for_schedule(schedule))
         other = simulate(schedule, other_send(costs).for_schedule(schedule)).makespan
-        free, real = (other, timeline.makespan) if costs.send else (timeline.makespan, other)
+        free, real = (other, timeline.makespan) if costs.dearest_send else (timeline.makespan, other)
         spread = jittered(schedule, costs.for_schedule(schedule), jitter, JITTER_RUNS) if jitter else None
         counts = schedule.num_ranks, schedule.num_microbatches
         bound = lower_bound(*counts, costs, limit, placement=schedule.placement, memory=sizes)
@@ -87,7 +89,8 @@ def realistic_send(costs: CostModel) -> float:
 
 def other_send(costs: CostModel) -> CostModel:
     """The costs at the other end of what transfers may take: none if they take any, else a realistic time."""
-    return dataclasses.replace(costs, send=0.0 if costs.send else realistic_send(costs))
+    free = dataclasses.replace(costs, send=0.0, send_inside=None)
+    return free if costs.dearest_send else dataclasses.replace(free, send=realistic_send(costs))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -122,47 +125,47 @@ class Compare:
         schedules, refused, remembered = schedules_of(
             self.names, self.ranks, self.microbatches, self.shape, self.pipes
         )
-        costs, sizes = remembered.under(self.costs, self.memory)
+        share = remembered.under(self.costs, self.memory)
         if not schedules:
             asked = f"{self.ranks} ranks, {self.microbatches} microbatches"
             raise NothingFits(Reasons(f"no schedule takes {asked}:", refused).plain())
         ranks, microbatches = schedules[0].num_ranks, schedules[0].num_microbatches
-        rows = by_merit(Row.of(schedule, costs, sizes, jitter=self.jitter) for schedule in schedules)
-        given = f"{ranks} ranks, {microbatches} microbatches, {describe(costs)}"
+        rows = rows_of(schedules, share, refused, jitter=self.jitter)
+        given = f"{ranks} ranks, {microbatches} microbatches, {describe(share.costs, share.units)}"
         if self.json or self.format == "json":
-            show_json(_facts((ranks, microbatches), costs, rows, refused))
+            show_json(_facts((ranks, microbatches), share, rows, refused))
         elif self.format == "markdown":
-            print("\n\n".join([tabulate(rows, costs, sizes).markdown(), *map(_sentence, refused.items())]))
+            print("\n\n".join([tabulate(rows, share).markdown(), *map(_sentence, refused.items())]))
         else:
             show(
                 given,
-                tabulate(rows, costs, sizes),
+                tabulate(rows, share),
                 *([Reasons("not with these counts:", refused)] if refused else []),
             )
         return 0
 
 
-def _facts(
-    counts: tuple[int, int], costs: CostModel, rows: list[Row], refused: dict[str, str]
-) -> dict[str, Any]:
+def _facts(counts: tuple[int, int], share: Share, rows: list[Row], refused: dict[str, str]) -> dict[str, Any]:
     """What the table says, for programs."""
     return {
         "ranks": counts[0],
         "microbatches": counts[1],
-        "costs": dataclasses.asdict(costs),
-        "lower_bound": lower_bound(*counts, costs),
+        "costs": dataclasses.asdict(share.costs),
+        "units": dataclasses.asdict(share.units),
+        "lower_bound": lower_bound(*counts, share.costs),
         "schedules": [dataclasses.asdict(row) for row in rows],
         "refused": refused,
     }
 
 
-def tabulate(rows: list[Row], costs: CostModel, sizes: MemoryModel, best: int = 0) -> Table:
+def tabulate(rows: list[Row], share: Share, best: int = 0) -> Table:
     """A table for people. Memory and jitter have columns where they were asked for."""
+    costs, _, units = share
     columns: dict[str, Callable[[Row], str]] = {
         "schedule": lambda row: row.name,
-        "makespan": lambda row: number(row.makespan),
+        units.of_time("makespan"): lambda row: number(row.makespan),
         f"send {number(other_send(costs).send)}": lambda row: number(
-            row.free_sends if costs.send else row.real_sends
+            row.free_sends if costs.dearest_send else row.real_sends
         ),
     }
     if any(row.jitter for row in rows):
@@ -176,14 +179,33 @@ def tabulate(rows: list[Row], costs: CostModel, sizes: MemoryModel, best: int = 
         "largest idle": lambda row: number(row.largest_idle),
         "activations": lambda row: number(row.activations),
     }
-    if sizes != MemoryModel():
-        columns["memory"] = lambda row: amount(row.memory)
+    if share.counts_memory:
+        columns[units.of_memory("memory")] = lambda row: units.size(row.memory)
     columns |= {
         "stages": lambda row: str(row.stages),
         "parameters": lambda row: f"{row.parameters}x",
         "pairs": lambda row: "yes" if row.pairs else "no",
     }
     return Table(tuple(columns), tuple(tuple(cell(row) for cell in columns.values()) for row in rows), best)
+
+
+def rows_of(
+    schedules: Iterable[Schedule],
+    share: Share,
+    refused: dict[str, str],
+    limit: float = math.inf,
+    jitter: float = 0.0,
+) -> list[Row]:
+    """A row for each schedule, by merit; the reason for each that these costs do not serve is added to the refused."""
+    rows = []
+    for schedule in schedules:
+        try:
+            share.costs.for_schedule(schedule)
+        except ValueError as error:
+            refused[schedule.name] = str(error)
+        else:
+            rows.append(Row.of(schedule, share.costs, share.sizes, limit, jitter))
+    return by_merit(rows)
 
 
 def by_merit(rows: Iterable[Row]) -> list[Row]:

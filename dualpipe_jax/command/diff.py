@@ -6,10 +6,11 @@ from typing import Annotated, Any
 import tyro
 
 from dualpipe_jax.command.options import CommandError, Costs, Count, Memory, Pipes, Shape
-from dualpipe_jax.command.output import Table, describe, number, show, show_json
+from dualpipe_jax.command.output import Table, show, show_json
 from dualpipe_jax.command.source import schedules_of
 from dualpipe_jax.schedule import Slot, simulate
 from dualpipe_jax.schedule.difference import Parting, partings
+from dualpipe_jax.schedule.formats.numbers import describe, number
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,7 +41,7 @@ class Diff:
         schedules, refused, given = schedules_of(names, self.ranks, self.microbatches, self.shape, self.pipes)
         if refused:
             raise CommandError("; ".join(f"{name}: {why}" for name, why in refused.items()))
-        costs, _ = given.under(self.costs, Memory())
+        costs, _, units = given.under(self.costs, Memory())
         one, other = (
             simulate(schedule, costs.for_schedule(schedule)) for schedule in (schedules[0], schedules[-1])
         )
@@ -50,13 +51,16 @@ class Diff:
                 {
                     "names": names,
                     "makespans": [one.makespan, other.makespan],
+                    "units": dataclasses.asdict(units),
                     "ranks": [_facts(parting) for parting in found],
                 }
             )
             return 0
-        spans = f"makespan {number(one.makespan)} and {number(other.makespan)}; {describe(costs)}"
+        spans = (
+            f"makespan {number(one.makespan)} and {units.duration(other.makespan)}; {describe(costs, units)}"
+        )
         show(f"{self.one} and {self.other}: {spans}")
-        head = "rank", "part at slot", self.one, self.other, "part at time"
+        head = "rank", "part at slot", self.one, self.other, units.of_time("part at time")
         rows = tuple(
             (
                 str(at.rank),

@@ -1,12 +1,17 @@
 """`dualpipe dryrun`: what a training step would take on devices that are not here."""
 
 import dataclasses
+import json
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from dualpipe_jax.command.output import Table, percent, show, show_json
+import tyro
+
+from dualpipe_jax.command.options import CommandError
+from dualpipe_jax.command.output import Table, show, show_json
 from dualpipe_jax.command.overlap import cycles, study, units
 from dualpipe_jax.command.program import Files, Program, RatesFile
+from dualpipe_jax.schedule.formats.numbers import percent
 
 _ASSUMED = {
     "I": "an input gradient takes two thirds of a whole backward, a weight gradient the rest",
@@ -44,19 +49,38 @@ class Dryrun:
     """Files to write of what is compiled, by their endings: see `dualpipe overlap`."""
     rates_file: RatesFile = None
     """Rates measured by `dualpipe probe`, to price the program by instead of the compiler's figures."""
+    write_costs: Annotated[Path | None, tyro.conf.arg(metavar="FILE", help_behavior_hint="")] = None
+    """JSON file to write what a rank's share of the model takes and keeps in, in ms and bytes: --costs of `show`,
+    `compare`, `choose` and `search`."""
     json: bool = False
     """Print for programs."""
     program: Program = dataclasses.field(default_factory=Program)
 
     def run(self) -> int:
         """Print the account; returns the exit status."""
+        self._check_costs()
         found = study(self.program, self.target, self.compile, self.output, rates=self.rates_file)
         found["memory"] |= verdict(found)
+        if self.write_costs is not None and "step" in found:
+            self.write_costs.write_text(json.dumps(found["step"]["share"], indent=2) + "\n")
         if self.json:
             show_json(found)
         else:
             show(*_report(found, self.rates_file))
         return 0 if found["memory"]["fits"] else 1
+
+    def _check_costs(self) -> None:
+        """Now, for compiling takes minutes and writing comes after it."""
+        if self.write_costs is None:
+            return
+        if self.compile == "nothing":
+            raise CommandError(
+                "--write-costs: nothing is compiled, so there are no times; drop it or --compile"
+            )
+        if not self.write_costs.absolute().parent.is_dir():
+            raise CommandError(
+                f"--write-costs {self.write_costs}: there is no folder {self.write_costs.parent}"
+            )
 
 
 def verdict(found: dict[str, Any]) -> dict[str, Any]:

@@ -4,17 +4,22 @@ import dataclasses
 import json
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
-from dualpipe_jax.command import given
+from dualpipe_jax.command.given import ENTRY, Share
 from dualpipe_jax.command.options import CommandError
-from dualpipe_jax.command.output import Table, amount, describe, in_terminal, number, percent, together
-from dualpipe_jax.schedule import CostModel, MemoryModel, Timeline, format_grid
+from dualpipe_jax.command.output import Table, in_terminal, together
+from dualpipe_jax.schedule import MemoryModel, Timeline, format_grid
+from dualpipe_jax.schedule.blame import Link
+from dualpipe_jax.schedule.formats.numbers import describe, number, percent
 
 Format = Literal["text", "csv", "json", "trace", "svg", "png", "html"]
 PICTURES = "svg", "png", "html"
+
+Chain = Sequence[Link]
+"""Slots that wait for each other, the last first."""
 
 
 def format_of(asked: Format | None, json: bool, output: Path | None) -> Format:
@@ -45,65 +50,79 @@ def write(data: bytes, form: Format, output: Path | None) -> None:
         sys.stdout.buffer.write(data)
 
 
-def encode(timeline: Timeline, form: Format, costs: CostModel, sizes: MemoryModel) -> bytes:
-    """The bytes of a file. Costs and sizes are those of a whole rank's share, the timeline's are a stage's."""
+def encode(timeline: Timeline, form: Format, share: Share, chain: Chain | None = None) -> bytes:
+    """The bytes of a file. The timeline's costs are a stage's. Pictures, pages and traces mark a chain of slots.
+
+    Raises:
+      CommandError: there is a chain, and the format has no place for it.
+    """
+    if chain is not None and form == "csv":
+        raise CommandError(
+            "--why: CSV holds orders alone; give a picture, a page, a trace or JSON, or no --output"
+        )
     if form in ("svg", "png"):
-        return _picture(timeline, form, sizes)
+        return _picture(timeline, form, share, chain)
     writers: dict[str, Callable[[], str]] = {
-        "text": lambda: _text(timeline, costs, sizes),
-        "json": lambda: _json(timeline, costs, sizes),
+        "text": lambda: _text(timeline, share),
+        "json": lambda: _json(timeline, share, chain),
         "csv": lambda: _csv(timeline),
-        "trace": lambda: _trace(timeline),
-        "html": lambda: _html(timeline, costs, sizes),
+        "trace": lambda: _trace(timeline, share, chain),
+        "html": lambda: _html(timeline, share, chain),
     }
     return f"{writers[form]().rstrip()}\n".encode()
 
 
-def summary(timeline: Timeline, sizes: MemoryModel) -> tuple[str, Table]:
+def summary(timeline: Timeline, share: Share) -> tuple[str, Table]:
     """The step in a line, and what each rank does and keeps; equal ranks share a row.
 
-    Sizes are those of a whole rank's share, and so are the activations counted.
+    Activations are counted as those of a whole rank's share.
     """
     schedule = timeline.schedule
-    counted = sizes != MemoryModel()
+    _, sizes, units = share
+    counted = share.counts_memory
     activations = timeline.memory(MemoryModel().for_schedule(schedule))
     memory = timeline.memory(sizes.for_schedule(schedule))
     rows: dict[tuple[str, ...], list[int]] = {}
     for rank, idle in enumerate(timeline.idle):
-        share = percent(idle / timeline.makespan if timeline.makespan else 0.0)
-        cells = number(idle), share, number(activations[rank])
-        rows.setdefault((*cells, *([amount(memory[rank])] if counted else [])), []).append(rank)
-    line = f"makespan {number(timeline.makespan)}, bubble {percent(timeline.bubble)}"
+        part = percent(idle / timeline.makespan if timeline.makespan else 0.0)
+        cells = number(idle), part, number(activations[rank])
+        rows.setdefault((*cells, *([units.size(memory[rank])] if counted else [])), []).append(rank)
+    line = f"makespan {units.duration(timeline.makespan)}, bubble {percent(timeline.bubble)}"
     if counted:
-        line += f", memory {amount(max(memory))}"
-    head = "ranks", "idle", "of the step", "activations", *(["memory"] if counted else [])
+        line += f", memory {units.size(max(memory))}"
+    memory_title = [units.of_memory("memory")] if counted else []
+    head = "ranks", units.of_time("idle"), "of the step", "activations", *memory_title
     return line, Table(head, tuple((together(ranks), *cells) for cells, ranks in rows.items()))
 
 
-def _text(timeline: Timeline, costs: CostModel, sizes: MemoryModel) -> str:
-    line, table = summary(timeline, sizes)
-    below = f"{line}\ncost of a stage: {describe(timeline.costs)}\n{table.plain()}"
+def _text(timeline: Timeline, share: Share) -> str:
+    line, table = summary(timeline, share)
+    below = f"{line}\ncost of a stage: {describe(timeline.costs, share.units)}\n{table.plain()}"
     comments = "\n".join(f"# {row}" for row in below.splitlines())
-    return f"{format_grid(timeline.schedule, timeline.costs)}\n{comments}\n{given.line(costs, sizes)}"
+    return f"{format_grid(timeline.schedule, timeline.costs)}\n{comments}\n{share.line()}"
 
 
-def _json(timeline: Timeline, costs: CostModel, sizes: MemoryModel) -> str:
+def _json(timeline: Timeline, share: Share, chain: Chain | None) -> str:
     from dualpipe_jax.schedule.blame import slack
     from dualpipe_jax.schedule.formats.json_text import to_json
 
     schedule = timeline.schedule
-    simulated = {
-        given.ENTRY: given.entry(costs, sizes),
+    simulated: dict[str, Any] = {
+        ENTRY: share.entry(),
         "costs": dataclasses.asdict(timeline.costs),
         "makespan": timeline.makespan,
         "bubble": timeline.bubble,
         "idle": timeline.idle,
         "peak_activations": timeline.memory(MemoryModel().for_schedule(schedule)),
-        "memory": timeline.memory(sizes.for_schedule(schedule)),
+        "memory": timeline.memory(share.sizes.for_schedule(schedule)),
         "starts": timeline.starts,
         "ends": timeline.ends,
         "slack": slack(timeline),
     }
+    if chain is not None:
+        simulated["why"] = [
+            dataclasses.asdict(link) | {"slot": "+".join(map(str, link.slot))} for link in chain
+        ]
     return to_json(schedule, simulated)
 
 
@@ -113,22 +132,24 @@ def _csv(timeline: Timeline) -> str:
     return to_torch_csv(timeline.schedule)
 
 
-def _trace(timeline: Timeline) -> str:
-    from dualpipe_jax.schedule.formats.trace import to_chrome_trace
+def _trace(timeline: Timeline, share: Share, chain: Chain | None) -> str:
+    from dualpipe_jax.schedule.formats.trace import MICROSECONDS, to_chrome_trace
 
-    return json.dumps(to_chrome_trace(timeline))
+    unit_us = MICROSECONDS.get(share.units.time, MICROSECONDS[""])
+    return json.dumps(to_chrome_trace(timeline, unit_us, chain=chain))
 
 
-def _html(timeline: Timeline, costs: CostModel, sizes: MemoryModel) -> str:
+def _html(timeline: Timeline, share: Share, chain: Chain | None) -> str:
     from dualpipe_jax.schedule.formats.page import html_page
 
-    return html_page(timeline.schedule, costs, sizes)
+    return html_page(timeline.schedule, share.costs, share.sizes, units=share.units, chain=chain)
 
 
-def _picture(timeline: Timeline, form: str, sizes: MemoryModel) -> bytes:
+def _picture(timeline: Timeline, form: str, share: Share, chain: Chain | None) -> bytes:
     from dualpipe_jax.schedule.formats.plot import plot
 
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / f"schedule.{form}"
-        plot(timeline, path, memory=None if sizes == MemoryModel() else sizes.for_schedule(timeline.schedule))
+        memory = share.sizes.for_schedule(timeline.schedule) if share.counts_memory else None
+        plot(timeline, path, memory=memory, units=share.units, chain=chain)
         return path.read_bytes()

@@ -8,10 +8,11 @@ import json
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from dualpipe_jax.command.options import CommandError, Costs, Memory
 from dualpipe_jax.schedule import CostModel, MemoryModel
+from dualpipe_jax.schedule.formats.numbers import Units
 
 ENTRY = "of_a_share"
 """Where a schedule's file keeps them."""
@@ -22,8 +23,31 @@ _LINE = re.compile(rf"^# {ENTRY} (\{{.*\}})\s*$", re.MULTILINE)
 _ENDS = {"first": 0, "last": -1}
 """What may be said in place of ``extra``."""
 
-_COSTS = "F", "I", "W", "FB", "send", "blocking", "extra", *_ENDS
+_COSTS = *(field.name for field in dataclasses.fields(CostModel)), *_ENDS
 """Entries that may stand alone, without "costs" around them."""
+
+
+class Share(NamedTuple):
+    """What a whole rank's share of the model costs and keeps, and in which units."""
+
+    costs: CostModel
+    sizes: MemoryModel
+    units: Units
+
+    @property
+    def counts_memory(self) -> bool:
+        """Whether memory is more than the number of live activations."""
+        return self.sizes != MemoryModel()
+
+    def entry(self) -> dict[str, Any]:
+        """What is written."""
+        written = {"costs": dataclasses.asdict(self.costs), "memory": dataclasses.asdict(self.sizes)}
+        units = {name: unit for name, unit in dataclasses.asdict(self.units).items() if unit}
+        return written | ({"units": units} if units else {})
+
+    def line(self) -> str:
+        """The same as a grid's comment."""
+        return f"# {ENTRY} {json.dumps(self.entry())}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,21 +56,12 @@ class Given:
 
     costs: CostModel | None = None
     sizes: MemoryModel | None = None
+    units: Units = Units()  # noqa: RUF009  # frozen
 
-    def under(self, costs: Costs, memory: Memory) -> tuple[CostModel, MemoryModel]:
-        """Costs and sizes: what options say, then the file that they name, then this."""
+    def under(self, costs: Costs, memory: Memory) -> Share:
+        """What options say, then the file that they name, then this."""
         base = from_file(costs.costs) if costs.costs else self
-        return costs.over(base.costs), memory.over(base.sizes)
-
-
-def entry(costs: CostModel, sizes: MemoryModel) -> dict[str, Any]:
-    """What is written."""
-    return {"costs": dataclasses.asdict(costs), "memory": dataclasses.asdict(sizes)}
-
-
-def line(costs: CostModel, sizes: MemoryModel) -> str:
-    """The same as a grid's comment."""
-    return f"# {ENTRY} {json.dumps(entry(costs, sizes))}"
+        return Share(costs.over(base.costs), memory.over(base.sizes), base.units)
 
 
 def remembered(text: str, name: str) -> Given:
@@ -63,7 +78,7 @@ def remembered(text: str, name: str) -> Given:
 
 
 def from_file(path: Path) -> Given:
-    """Read `--costs`: JSON of {"costs": {...}, "memory": {...}}, or a schedule's file that has them.
+    """Read `--costs`: JSON of {"costs": {...}, "memory": {...}, "units": {...}}, or a schedule's file that has them.
 
     Raises:
       CommandError: it holds none, or not readable ones.
@@ -73,7 +88,8 @@ def from_file(path: Path) -> Given:
     text = read_text(str(path))
     entries = _parsed(text, str(path)) if text.lstrip().startswith("{") else {}
     if {"F", "I", "W"} <= entries.keys():
-        entries = {"costs": {name: entries[name] for name in _COSTS if name in entries}}
+        costs = {name: entries[name] for name in _COSTS if name in entries}
+        entries = {"costs": costs} | {name: entries[name] for name in ("memory", "units") if name in entries}
     given = (
         parse(entries, str(path))
         if "costs" in entries and ENTRY not in entries
@@ -99,7 +115,12 @@ def parse(entries: Mapping[str, Any], name: str) -> Given:
             ends = {stage: tuple(costs[name]) for name, stage in _ENDS.items() if name in costs}
             own = {name: cost for name, cost in costs.items() if name not in _ENDS}
             costs = CostModel(**(own | {"extra": extra | ends}))
-        return Given(costs, None if memory is None else MemoryModel(**memory))
+        if memory is not None:
+            sizes = {name: size for name, size in memory.items() if name != "extra"}
+            memory = MemoryModel(
+                **sizes, extra={int(stage): more for stage, more in memory.get("extra", {}).items()}
+            )
+        return Given(costs, memory, Units(**entries.get("units", {})))
     except (TypeError, AttributeError, ValueError) as error:
         told = str(error).replace("__init__() got an unexpected keyword argument", "has no entry")
         raise CommandError(f"{name}: costs that cannot be read: {told}") from None

@@ -38,7 +38,8 @@ class Costs:
     k stages of a pipe, each takes 1/k of it."""
 
     costs: Annotated[Path | None, tyro.conf.arg(metavar="FILE", help_behavior_hint="")] = None
-    """JSON with costs and memory of a share, as `dualpipe show --json` writes them; options beside it count more."""
+    """JSON with costs, memory and units of a share, as `dualpipe show --json`, `dryrun --write-costs`, `probe` and a
+    profiled run write them; options beside it count more."""
     F: float = 1.0
     """Forward."""
     I: float = 1.0
@@ -49,10 +50,14 @@ class Costs:
     """Overlapped pair of a forward and a full backward; F + I + W, no gain, unless given."""
     send: float = 0.0
     """Transfer to another rank."""
+    send_inside: Number = None
+    """Transfer to a rank of the same node; as between nodes unless given."""
+    ranks_per_node: int = 1
+    """Ranks of a node: neighbours, counted from rank 0."""
     blocking: bool = False
     """A transfer keeps its sender too from its next work."""
     first: tuple[float, float, float] = (0.0, 0.0, 0.0)
-    """More F, I, W at the model's first stage: the embedding."""
+    """More F, I, W at the model's first stage, the embedding; less where negative."""
     last: tuple[float, float, float] = (0.0, 0.0, 0.0)
     """More F, I, W at the model's last stage: the head."""
 
@@ -60,8 +65,9 @@ class Costs:
         """The same as the simulator reads it; what is not given is the base's, if there is one."""
         extra = {stage: more for stage, more in ((0, self.first), (-1, self.last)) if any(more)}
         if base is None:
-            return CostModel(self.F, self.I, self.W, self.FB, self.send, extra, self.blocking)  # type: ignore[arg-type]
-        names = ("F", "I", "W", "FB", "send", "blocking")
+            links = self.blocking, self.send_inside, self.ranks_per_node
+            return CostModel(self.F, self.I, self.W, self.FB, self.send, extra, *links)  # type: ignore[arg-type]
+        names = ("F", "I", "W", "FB", "send", "blocking", "send_inside", "ranks_per_node")
         return dataclasses.replace(base, **_changed(self, names), extra={**base.extra, **extra})
 
 
@@ -80,11 +86,20 @@ class Memory:
     """A stage's input (not divided by k): from F to the end of W or B."""
     parameters: float = 0.0
     """Weights, gradient sums and optimizer state of one share, whatever the microbatches."""
+    fixed: float = 0.0
+    """What a rank keeps whatever the schedule."""
+    first_parameters: float = 0.0
+    """More parameters at the model's first stage: the embedding."""
+    last_parameters: float = 0.0
+    """More parameters at the model's last stage: the head."""
 
     def over(self, base: MemoryModel | None) -> MemoryModel:
         """The same as the simulator reads it; what is not given is the base's, if there is one."""
-        names = [field.name for field in dataclasses.fields(self)]
-        return dataclasses.replace(base or MemoryModel(), **_changed(self, names))
+        names = [field.name for field in dataclasses.fields(self) if not field.name.endswith("_parameters")]
+        base = base or MemoryModel()
+        ends = {0: self.first_parameters, -1: self.last_parameters}
+        extra = {**base.extra, **{stage: more for stage, more in ends.items() if more}}
+        return dataclasses.replace(base, **_changed(self, names), extra=extra)
 
 
 def _changed(options: Costs | Memory, names: Iterable[str]) -> dict[str, Any]:

@@ -7,8 +7,6 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from dualpipe_jax.schedule import CostModel
-
 
 @dataclasses.dataclass(frozen=True)
 class Table:
@@ -104,34 +102,6 @@ def waiting(what: str) -> contextlib.AbstractContextManager[Any]:
 def show_json(value: Mapping[str, Any]) -> None:
     """Print for programs."""
     print(json.dumps(value, indent=2))
-
-
-def number(value: float, decimals: int = 3) -> str:
-    """At most so many decimals: 165.5, 33, 0.333."""
-    return f"{round(value, decimals) + 0.0:.12g}"  # + 0.0: no minus before nothing
-
-
-def amount(value: float) -> str:
-    """Four digits, a large one's thousands as a letter: 5.5, 1.55G."""
-    for letter, unit in (("T", 1e12), ("G", 1e9), ("M", 1e6)):
-        if value >= unit:
-            return f"{value / unit:.4g}{letter}"
-    return f"{value:.4g}" if value < 1000 else f"{value:.0f}"
-
-
-def percent(share: float) -> str:
-    """A share of one in percent."""
-    return f"{round(100 * share, 1) + 0.0:.1f} %"
-
-
-def describe(costs: CostModel) -> str:
-    """Costs in a few words, those left out that are nothing."""
-    words = [f"{name} {number(getattr(costs, name))}" for name in ("F", "I", "W", "FB")]
-    if costs.send:
-        words.append(f"send {number(costs.send)}{' blocking' if costs.blocking else ''}")
-    for stage, more in sorted(costs.extra.items(), reverse=True):
-        words.append(f"{'last' if stage < 0 else 'first'} +{'/'.join(map(number, more))}")
-    return ", ".join(words)
 
 
 def together(numbers: Sequence[int]) -> str:

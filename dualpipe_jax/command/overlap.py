@@ -9,8 +9,9 @@ from typing import Annotated, Any
 import tyro
 
 from dualpipe_jax.command.options import CommandError
-from dualpipe_jax.command.output import Table, percent, show, show_json
+from dualpipe_jax.command.output import Table, show, show_json
 from dualpipe_jax.command.program import Files, Program, RatesFile
+from dualpipe_jax.schedule.formats.numbers import percent
 
 _ENDINGS = ".svg", ".png", ".trace", ".hlo", ".txt"
 
@@ -85,6 +86,7 @@ def study(
     _check_files(files)
     if rates is not None:
         read_rates(rates)
+    _check_trainer()
     environment = {"JAX_PLATFORMS": "cpu"}
     if target is not None:
         known = Target.parse(target)
@@ -100,6 +102,15 @@ def study(
         "rates": None if rates is None else str(rates.absolute()),
     }
     return ask("train.dryrun", request, environment, target or program.model)
+
+
+def _check_trainer() -> None:
+    """The step that is compiled is the trainer's, which a wheel does not hold."""
+    if importlib.util.find_spec("train") is None:
+        raise CommandError(
+            "the training step that this compiles is the trainer's, which is in the repository and not in the "
+            "installed package; run .venv/bin/dualpipe of a checkout, which scripts/train --help sets up"
+        )
 
 
 def _check_files(files: Sequence[Path]) -> None:

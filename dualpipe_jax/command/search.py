@@ -8,22 +8,15 @@ from typing import Annotated, Any, Literal
 
 import tyro
 
-from dualpipe_jax.command.compare import Row, by_merit, tabulate
+from dualpipe_jax.command.compare import Row, by_merit, rows_of, tabulate
 from dualpipe_jax.command.formats import encode, format_of, write
-from dualpipe_jax.command.given import Given
+from dualpipe_jax.command.given import Given, Share
 from dualpipe_jax.command.options import Costs, Memory, NothingFits, Number, Output, limit_of
-from dualpipe_jax.command.output import (
-    amount,
-    describe,
-    in_terminal,
-    number,
-    percent,
-    show,
-    show_json,
-    waiting,
-)
+from dualpipe_jax.command.output import in_terminal, show, show_json, waiting
 from dualpipe_jax.schedule import ALL_SCHEDULES, CostModel, MemoryModel, Schedule, simulate
+from dualpipe_jax.schedule.costs import HAIR
 from dualpipe_jax.schedule.formats.json_text import to_json
+from dualpipe_jax.schedule.formats.numbers import Units, describe, percent
 from dualpipe_jax.schedule.optimize.seeds import served
 
 
@@ -65,19 +58,20 @@ class Search:
 
     def run(self) -> int:
         """Search, keep what was found, and print how it compares; returns the exit status."""
-        costs, sizes = Given().under(self.costs, self.memory)
+        share = Given().under(self.costs, self.memory)
+        costs, sizes, units = share
         began = time.perf_counter()
         with waiting("searching"):
             found = self.find(costs, sizes)
         seconds = time.perf_counter() - began
-        self.keep(found, costs, sizes)
-        ours, named = Row.of(found, costs, sizes, self.limit), self.named(costs, sizes)
+        self.keep(found, share)
+        ours, named = Row.of(found, costs, sizes, self.limit), self.named(share)
         if self.json:
-            show_json(_facts(found, ours, named, seconds))
+            show_json(_facts(found, ours, named, seconds) | {"units": dataclasses.asdict(units)})
         else:
             rows = by_merit([ours, *named])
-            show(self.given(costs), tabulate(rows, costs, sizes, best=rows.index(ours)))
-            show(f"{_verdict(ours, named)}; found in {seconds:.1f} s{self.kept()}")
+            show(self.given(share), tabulate(rows, share, best=rows.index(ours)))
+            show(f"{_verdict(ours, named, units)}; found in {seconds:.1f} s{self.kept()}")
         return 0
 
     def find(self, costs: CostModel, sizes: MemoryModel) -> Schedule:
@@ -109,18 +103,18 @@ class Search:
         """The memory limit, infinite if there is none."""
         return limit_of(self.memory_limit)
 
-    def named(self, costs: CostModel, sizes: MemoryModel) -> list[Row]:
+    def named(self, share: Share) -> list[Row]:
         """The named schedules that fit the memory, the best first."""
         schedules = served(ALL_SCHEDULES, self.ranks, self.microbatches)
-        rows = (Row.of(schedule, costs, sizes, self.limit) for schedule in schedules)
-        return by_merit(row for row in rows if row.memory <= self.limit * (1 + 1e-9))
+        rows = rows_of(schedules, share, {}, self.limit)
+        return by_merit(row for row in rows if row.memory <= self.limit * (1 + HAIR))
 
-    def keep(self, found: Schedule, costs: CostModel, sizes: MemoryModel) -> None:
+    def keep(self, found: Schedule, share: Share) -> None:
         """Write the schedule to the file, if there is to be one."""
         if self.output is not None:
             form = format_of(None, False, self.output)
-            timeline = simulate(found, costs.for_schedule(found))
-            write(encode(timeline, form, costs, sizes), form, self.output)
+            timeline = simulate(found, share.costs.for_schedule(found))
+            write(encode(timeline, form, share), form, self.output)
 
     def kept(self) -> str:
         """Where it was written, or how it can be."""
@@ -128,22 +122,22 @@ class Search:
             return f"; written to {self.output}"
         return "; --output FILE keeps it" if in_terminal() else ""
 
-    def given(self, costs: CostModel) -> str:
+    def given(self, share: Share) -> str:
         """What was asked for, in a line."""
-        limit = "" if self.memory_limit is None else f", memory limit {amount(self.limit)}"
-        return f"{self.ranks} ranks, {self.microbatches} microbatches, {describe(costs)}{limit}"
+        limit = "" if self.memory_limit is None else f", memory limit {share.units.size(self.limit)}"
+        return f"{self.ranks} ranks, {self.microbatches} microbatches, {describe(share.costs, share.units)}{limit}"
 
 
-def _verdict(ours: Row, named: list[Row]) -> str:
+def _verdict(ours: Row, named: list[Row], units: Units) -> str:
     if not named:
         return "no named schedule fits"
     best = named[0]
-    if math.isclose(ours.makespan, best.makespan, rel_tol=1e-9):
+    if math.isclose(ours.makespan, best.makespan, rel_tol=HAIR):
         return f"as long as {best.name}, the best of the named that fit"
     change = best.makespan - ours.makespan
     which = "shorter" if change > 0 else "longer"  # than one on another placement than was asked for
     by = percent(abs(change) / best.makespan)
-    return f"{number(abs(change))} ({by}) {which} than {best.name}, the best of the named that fit"
+    return f"{units.duration(abs(change))} ({by}) {which} than {best.name}, the best of the named that fit"
 
 
 def _facts(found: Schedule, ours: Row, named: list[Row], seconds: float) -> dict[str, Any]:

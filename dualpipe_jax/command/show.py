@@ -7,11 +7,13 @@ from typing import Annotated
 import tyro
 
 from dualpipe_jax.command.formats import Format, encode, format_of, summary, write
+from dualpipe_jax.command.given import Share
 from dualpipe_jax.command.options import CommandError, Costs, Count, Memory, Output, Pipes, Shape
-from dualpipe_jax.command.output import describe, in_terminal, make_console, number, show
+from dualpipe_jax.command.output import in_terminal, make_console, show
 from dualpipe_jax.command.source import schedule_of
-from dualpipe_jax.schedule import MemoryModel, Timeline, simulate
+from dualpipe_jax.schedule import Timeline, simulate
 from dualpipe_jax.schedule.blame import Link, critical_path, why_idle
+from dualpipe_jax.schedule.formats.numbers import Units, describe, number
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,8 +40,9 @@ class Show:
     output: Output = None
     """File to write, instead of printing."""
     why: Annotated[str | None, tyro.conf.arg(metavar="{RANK@TIME,path}", help_behavior_hint="")] = None
-    """Instead, say what an idle rank waits for at a time, such as 5@21, back to what ran when it fell idle; or, with
-    "path", what makes the step as long as it is, from its last slot back to its first."""
+    """What an idle rank waits for at a time, such as 5@21, back to what ran when it fell idle; or, with "path", what
+    makes the step as long as it is, from its last slot back to its first: in words, instead of the grid, or marked
+    in a picture, a page or a trace."""
     json: bool = False
     """The same as --format json."""
     costs: Costs = dataclasses.field(default_factory=Costs)
@@ -50,31 +53,38 @@ class Show:
         """Draw or write it; returns the exit status."""
         form = format_of(self.format, self.json, self.output)
         schedule, given = schedule_of(self.name, self.ranks, self.microbatches, self.shape, self.pipes)
-        costs, sizes = given.under(self.costs, self.memory)
-        timeline = simulate(schedule, costs.for_schedule(schedule))
-        if self.why is not None:
-            show(_explain(timeline, self.why))
+        share = given.under(self.costs, self.memory)
+        timeline = simulate(schedule, share.costs.for_schedule(schedule))
+        chain = None if self.why is None else _chain(timeline, self.why)
+        if chain is not None and form == "text":
+            write(f"{_explain(timeline, self.why, chain, share.units)}\n".encode(), form, self.output)
         elif form == "text" and self.output is None and in_terminal():
-            draw_in_terminal(timeline, sizes)
+            draw_in_terminal(timeline, share)
         else:
-            write(encode(timeline, form, costs, sizes), form, self.output)
+            write(encode(timeline, form, share, chain), form, self.output)
         return 0
 
 
-def _explain(timeline: Timeline, asked: str) -> str:
-    """What a rank waits for at a time, or the critical path; a line for each link of the chain."""
-    if asked == "path":
-        return "\n".join(
-            [f"the step takes {number(timeline.makespan)}, last", *_lines(critical_path(timeline))]
-        )
+def _chain(timeline: Timeline, asked: str) -> list[Link]:
+    """What a rank waits for at a time, or the critical path."""
+    return critical_path(timeline) if asked == "path" else why_idle(timeline, *_moment(asked))
+
+
+def _moment(asked: str) -> tuple[int, float]:
     match = re.fullmatch(r"(\d{1,9})@(\d{1,15}(?:\.\d{1,15})?)", asked)
     if match is None:
         raise CommandError(f"--why {asked!r}: expected a rank and a time, such as 5@21, or path")
-    rank, time = int(match[1]), float(match[2])
-    links = why_idle(timeline, rank, time)
+    return int(match[1]), float(match[2])
+
+
+def _explain(timeline: Timeline, asked: str | None, links: list[Link], units: Units) -> str:
+    """A line for each link of a chain."""
+    if asked == "path":
+        return "\n".join([f"the step takes {units.duration(timeline.makespan)}, last", *_lines(links)])
+    rank, time = _moment(asked or "")
     if not links:
-        return f"rank {rank} at {number(time)}: works, or is through with all that it has to do"
-    head = f"rank {rank} at {number(time)}: idle until {number(links[0].start)}, where it runs"
+        return f"rank {rank} at {units.duration(time)}: works, or is through with all that it has to do"
+    head = f"rank {rank} at {number(time)}: idle until {units.duration(links[0].start)}, where it runs"
     return "\n".join([head, *_lines(links)])
 
 
@@ -89,14 +99,14 @@ def _lines(links: list[Link]) -> list[str]:
     return lines
 
 
-def draw_in_terminal(timeline: Timeline, sizes: MemoryModel) -> None:
+def draw_in_terminal(timeline: Timeline, share: Share) -> None:
     """Picture and summary in colour."""
     from dualpipe_jax.command.drawing import print_drawing
 
     schedule = timeline.schedule
     title = f"{schedule.name}, {schedule.num_ranks} ranks, {schedule.num_microbatches} microbatches"
     print_drawing(timeline, console := make_console())
-    line, table = summary(timeline, sizes)
+    line, table = summary(timeline, share)
     console.print(f"\n{title}: {line}", style="bold")
-    console.print(f"cost of a stage: {describe(timeline.costs)}", style="dim")
+    console.print(f"cost of a stage: {describe(timeline.costs, share.units)}", style="dim")
     show(table)

@@ -96,7 +96,7 @@ def load(name: str, pipes: str | None = None) -> tuple[Schedule, Given]:
     placement = None if pipes is None else parse_pipes(pipes)
     text = read_text(name)
     try:
-        schedule = validate(read(text, placement))
+        schedule = validate(read(text, placement, is_csv=name.lower().endswith(".csv")))
     except (CommandError, ScheduleError):
         raise
     except ValueError as error:
@@ -120,16 +120,16 @@ def read_text(name: str) -> str:
     return text
 
 
-def read(text: str, placement: Placement | None) -> Schedule:
-    """The schedule of a text in any format that holds one; not validated.
+def read(text: str, placement: Placement | None, is_csv: bool = False) -> Schedule:
+    """The schedule of a text in any format that holds one, of CSV if so told; not validated.
 
     Raises:
       CommandError: the text does not say where stages live, and no placement is given.
       ValueError: it cannot be read.
     """
-    if text.lstrip().startswith("{"):
+    if text.lstrip().startswith(("{", "[")):
         return from_json(text)
-    if _is_csv(text):
+    if is_csv or _is_csv(text):
         from dualpipe_jax.schedule.formats.torch_csv import from_torch_csv
 
         return from_torch_csv(text, placement)

@@ -158,7 +158,7 @@ def rates_file(found: Mapping[str, Any], divergence: str | None) -> dict[str, An
     """What ``dualpipe overlap`` and ``dryrun`` read as --rates, ``choose`` and ``search`` as --costs.
 
     rates: bytes a second ("all-to-all", "permute", each with its latency in seconds, "memory"), operations a second
-    ("flops"), seconds ("guards"). costs: seconds of ``layer``.
+    ("flops"), seconds ("guards"). costs: milliseconds of ``layer``.
     """
     results = {name: result for name, result in found["results"].items() if "ok" not in result}
     rates: dict[str, Any] = {}
@@ -176,7 +176,9 @@ def rates_file(found: Mapping[str, Any], divergence: str | None) -> dict[str, An
     if guards:
         rates["guards"] = guards
     layer = results.get("layer", {})
-    more = {"costs": _costs(layer, rates.get("permute")), "of": layer["of"]} if "F" in layer else {}
+    more: dict[str, Any] = {}
+    if "F" in layer:
+        more = {"costs": _costs(layer, rates.get("permute")), "units": {"time": "ms"}, "of": layer["of"]}
     return {"made_by": "dualpipe probe", **found, "divergence": divergence, "rates": rates, **more}
 
 
@@ -184,7 +186,8 @@ def _costs(layer: Mapping[str, Any], permute: Mapping[str, float] | None) -> dic
     send = 0.0
     if permute is not None:
         send = permute["latency"] + layer["boundary_bytes"] / permute["bytes_per_second"]
-    return {unit: layer[unit] for unit in ("F", "I", "W", "FB")} | {"send": send}
+    seconds = {unit: layer[unit] for unit in ("F", "I", "W", "FB")} | {"send": send}
+    return {unit: 1e3 * time for unit, time in seconds.items()}
 
 
 def _time(seconds: float) -> str:

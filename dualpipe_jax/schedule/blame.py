@@ -4,9 +4,10 @@ import dataclasses
 import math
 from collections.abc import Iterator
 
+from dualpipe_jax.schedule.costs import HAIR
 from dualpipe_jax.schedule.dataflow import Value, made_by, needed_by
-from dualpipe_jax.schedule.ir import Op, Slot
-from dualpipe_jax.schedule.simulate import Timeline
+from dualpipe_jax.schedule.ir import Slot
+from dualpipe_jax.schedule.simulate import Timeline, sending
 
 _Place = tuple[int, int]
 """A rank, and the index of a slot in its order."""
@@ -112,21 +113,12 @@ def _waits(
         for value in needed_by(schedule.placement, action):
             maker = makers[value]
             if maker[0] != rank:
-                found.append((maker, costs.send, True))
+                found.append((maker, costs.transfer(maker[0], rank), True))
     if index:
-        held = costs.send if costs.blocking and _leaves(timeline, (rank, index - 1)) else 0.0
+        before = schedule.orders[rank][index - 1]
+        held = sending(schedule.placement, before, costs) if costs.blocking else 0.0
         found.append(((rank, index - 1), held, False))
     return found
-
-
-def _leaves(timeline: Timeline, place: _Place) -> bool:
-    placement = timeline.schedule.placement
-    for stage, op, _ in timeline.schedule.orders[place[0]][place[1]]:
-        step = 1 if op is Op.F else -1
-        at_end = placement.is_last(stage) if op is Op.F else placement.is_first(stage)
-        if op is not Op.W and not at_end and placement.rank_of[stage + step] != place[0]:
-            return True
-    return False
 
 
 def _makers(timeline: Timeline) -> dict[Value, _Place]:
@@ -140,4 +132,4 @@ def _makers(timeline: Timeline) -> dict[Value, _Place]:
 
 
 def _hair(timeline: Timeline) -> float:
-    return 1e-9 * timeline.makespan
+    return HAIR * timeline.makespan

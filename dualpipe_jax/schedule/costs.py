@@ -8,7 +8,13 @@ from typing import Self
 
 from dualpipe_jax.schedule.ir import Action, Op, Placement, Schedule, Slot
 
+HAIR = 1e-9
+"""Times, and sizes, that differ by less than this share of them are the same: sums in another order."""
+
 _NO_TIME = (0.0, 0.0, 0.0)
+
+_SHARED_OUT = "residual_i", "residual_w", "stash", "parameters"
+"""Sizes that a stage of half the layers has half of."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,14 +29,18 @@ class CostModel:
       send: a transfer to another rank; a handover on the same rank is free.
       extra: more (F, I, W) at some stages of the model, such as the embedding and the head:
         ``{0: (0.1, 0, 0.1), -1: (0.3, 0.3, 0.3)}``. Negative stages count from the last. In a pair it adds
-        to FB: what stands beside the layers has nobody to overlap with.
+        to FB: what stands beside the layers has nobody to overlap with. Less where negative, such as at a stage
+        with fewer layers.
       blocking: whether a transfer keeps its sender too from its next work (as where sends are waited for),
         or delays only the receiver.
+      send_inside: a transfer to a rank of the same node, whose links are faster; ``send`` unless given.
+      ranks_per_node: so many ranks that follow each other are one node's.
 
     ``dataclasses.replace`` hands on the FB that was worked out; give it anew when F, I or W changes.
 
     Raises:
-      ValueError: if a cost is negative or not finite, or an entry of ``extra`` is not three costs.
+      ValueError: if a cost is negative or not finite, an entry of ``extra`` is not three costs or takes more away
+        than a stage has, or a node has no rank.
     """
 
     F: float = 1.0
@@ -40,17 +50,32 @@ class CostModel:
     send: float = 0.0
     extra: Mapping[int, tuple[float, float, float]] = dataclasses.field(default_factory=dict, hash=False)
     blocking: bool = False
+    send_inside: float | None = None
+    ranks_per_node: int = 1
 
     def __post_init__(self):
         if self.FB is None:
             object.__setattr__(self, "FB", self.F + self.I + self.W)
         object.__setattr__(self, "extra", {stage: tuple(more) for stage, more in self.extra.items()})
-        _refuse_below_zero(self, ("F", "I", "W", "FB", "send"))
+        inside = ("send_inside",) if self.send_inside is not None else ()
+        _refuse_below_zero(self, ("F", "I", "W", "FB", "send", *inside))
+        if self.ranks_per_node < 1:
+            raise ValueError(f"CostModel: ranks_per_node={self.ranks_per_node}; a node has at least one rank")
         for stage, more in self.extra.items():
-            if len(more) != 3 or not all(math.isfinite(cost) and cost >= 0 for cost in more):
-                raise ValueError(
-                    f"CostModel: extra[{stage}]={more}; a stage's extra is (F, I, W), all finite and at least 0"
-                )
+            self._check_extra(stage, more)
+
+    def _check_extra(self, stage: int, more: tuple[float, ...]) -> None:
+        if len(more) != 3 or not all(map(math.isfinite, more)):
+            raise ValueError(
+                f"CostModel: extra[{stage}]={more}; a stage's extra is (F, I, W), all of them finite"
+            )
+        usual = self.F, self.I, self.W
+        left = [cost + extra for cost, extra in zip(usual, more, strict=True)]
+        if min(*left, self.FB + sum(more)) < 0:
+            raise ValueError(
+                f"CostModel: extra[{stage}]={more} takes more away than a stage has, F, I, W = {usual} and FB = "
+                f"{self.FB:g}; cut the model into fewer stages, or take away less"
+            )
 
     @property
     def B(self) -> float:
@@ -64,6 +89,18 @@ class CostModel:
         model_stage, stages = placement.model_stage(stage), placement.num_model_stages
         found = [self.extra[key] for key in {model_stage, model_stage - stages} if key in self.extra]
         return tuple(map(sum, zip(*found, strict=True))) if found else _NO_TIME  # type: ignore[return-value]
+
+    def transfer(self, here: int, there: int) -> float:
+        """How long what one rank makes is on its way to another; no time if it stays."""
+        if here == there:
+            return 0.0
+        inside = self.send_inside is not None and here // self.ranks_per_node == there // self.ranks_per_node
+        return self.send_inside if inside else self.send  # type: ignore[return-value]  # checked in the line before
+
+    @property
+    def dearest_send(self) -> float:
+        """The longest that a transfer may take."""
+        return max(self.send, self.send_inside or 0.0)
 
     def of(self, slot: Slot, placement: Placement) -> float:
         """Duration of a slot: FB for a pair, else that of its one action; and what its stages cost more."""
@@ -101,6 +138,9 @@ class MemoryModel:
       boundary: the stage's input, from the start of F to the end of W or B.
       parameters: of one stage, whether a microbatch is there or not: weights, gradient sums, optimizer
         state. Counted for each stage that a rank holds, a second copy too.
+      extra: more (negative: fewer) parameters at some stages of the model, such as the embedding's and the head's:
+        ``{0: 3e9, -1: 3e9}``. Negative stages count from the last.
+      fixed: what a rank keeps whatever the schedule.
 
     Raises:
       ValueError: if a size is negative or not finite.
@@ -111,26 +151,42 @@ class MemoryModel:
     stash: float = 0.0
     boundary: float = 0.0
     parameters: float = 0.0
+    extra: Mapping[int, float] = dataclasses.field(default_factory=dict, hash=False)
+    fixed: float = 0.0
 
     def __post_init__(self):
-        _refuse_below_zero(self, [field.name for field in dataclasses.fields(self)])
+        _refuse_below_zero(self, (*_SHARED_OUT, "boundary", "fixed"))
+        for stage, more in self.extra.items():
+            if not math.isfinite(more):
+                raise ValueError(f"MemoryModel: extra[{stage}]={more}; it must be finite")
 
     def divided(self, parts: float) -> Self:
-        """Sizes of a stage that holds 1/parts of the layers. A stage's input stays as large."""
-        sizes = {name: size / parts for name, size in dataclasses.asdict(self).items() if name != "boundary"}
-        return dataclasses.replace(self, **sizes)
+        """Sizes of a stage that holds 1/parts of the layers. A stage's input, and extras, stay as large."""
+        return dataclasses.replace(self, **{name: getattr(self, name) / parts for name in _SHARED_OUT})
 
     def for_schedule(self, schedule: Schedule) -> Self:
         """Sizes of the schedule's stages where these are those of a rank's equal share of the model."""
         return self.divided(stages_a_share(schedule.placement))
+
+    @property
+    def live(self) -> float:
+        """What a microbatch keeps at a stage from F to the end of B."""
+        return self.residual_i + self.residual_w + self.boundary
+
+    def at_rest(self, placement: Placement, rank: int) -> float:
+        """What a rank keeps when no microbatch is there."""
+        stages, depth = placement.stages_on[rank], placement.num_model_stages
+        slices = [placement.model_stage(stage) for stage in stages] if self.extra else []
+        more = sum(self.extra.get(at, 0.0) + self.extra.get(at - depth, 0.0) for at in slices)
+        return self.parameters * len(stages) + more + self.fixed
 
     @functools.cached_property
     def before_and_after(self) -> Mapping[Op, tuple[float, float]]:
         """What an action takes when it starts, and what it gives back when it ends."""
         kept = self.residual_w + self.boundary
         return {
-            Op.F: (self.residual_i + kept, 0.0),
-            Op.B: (0.0, self.residual_i + kept),
+            Op.F: (self.live, 0.0),
+            Op.B: (0.0, self.live),
             Op.I: (self.stash, self.residual_i),
             Op.W: (0.0, kept + self.stash),
         }

@@ -3,6 +3,7 @@
 import dataclasses
 from collections.abc import Iterator
 
+from dualpipe_jax.schedule.costs import HAIR
 from dualpipe_jax.schedule.ir import Slot
 from dualpipe_jax.schedule.simulate import Timeline
 
@@ -48,7 +49,7 @@ def partings(one: Timeline, other: Timeline) -> list[Parting]:
 
 
 def _of_a_rank(one: Timeline, other: Timeline, rank: int) -> Iterator[Parting]:
-    hair = 1e-9 * max(one.makespan, other.makespan)
+    hair = HAIR * max(one.makespan, other.makespan)
     runs = [
         list(zip(line.schedule.orders[rank], line.starts[rank], line.ends[rank], strict=True))
         for line in (one, other)

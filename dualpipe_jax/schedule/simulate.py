@@ -73,7 +73,7 @@ class Timeline:
         parameters alone.
         """
         sizes = MemoryModel() if sizes is None else sizes
-        kept = sizes.parameters * len(self.schedule.placement.stages_on[rank])
+        kept = sizes.at_rest(self.schedule.placement, rank)
         times, amounts = [0.0], [kept]
         for slot, start, end in zip(
             self.schedule.orders[rank], self.starts[rank], self.ends[rank], strict=True
@@ -176,13 +176,12 @@ def clock(
         start = free_at[rank]
         for action in slot:
             for value in needed_by(placement, action):
-                delay = costs.send if placement.rank_of[value[1]] != rank else 0.0
-                start = latest(start, made_at[value] + delay)
+                start = latest(start, made_at[value] + costs.transfer(placement.rank_of[value[1]], rank))
         end = free_at[rank] = start + vary(costs.of(slot, placement))
         for made_value in filter(None, map(made_by, slot)):
             made_at[made_value] = end
-        if costs.blocking and any(_is_sent(placement, action) for action in slot):
-            free_at[rank] = end + costs.send  # not in place: an array is the end, too
+        if costs.blocking:
+            free_at[rank] = end + sending(placement, slot, costs)  # not in place: an array is the end, too
         starts[rank].append(start)
         ends[rank].append(end)
     return starts, ends
@@ -195,13 +194,17 @@ def _all_that_runs(schedule: Schedule) -> list[tuple[int, int]]:
     return ran
 
 
-def _is_sent(placement: Placement, action: Action) -> bool:
-    """Whether what an action makes goes to another rank."""
+def sending(placement: Placement, slot: Slot, costs: CostModel) -> float:
+    """How long the transfers of what a slot makes take; they go side by side."""
+    return max(costs.transfer(placement.rank_of[action.stage], sent_to(placement, action)) for action in slot)
+
+
+def sent_to(placement: Placement, action: Action) -> int:
+    """The rank that reads what an action makes: its own, if nobody else does."""
     stage, op, _ = action
     if op is Op.W or (placement.is_last(stage) if op is Op.F else placement.is_first(stage)):
-        return False
-    reader = stage + 1 if op is Op.F else stage - 1
-    return placement.rank_of[reader] != placement.rank_of[stage]
+        return placement.rank_of[stage]
+    return placement.rank_of[stage + 1 if op is Op.F else stage - 1]
 
 
 def _peaks(order: tuple[Slot, ...]) -> tuple[int, int, int]:

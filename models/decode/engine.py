@@ -13,13 +13,13 @@ from typing import Any
 import jax
 import numpy as np
 
+from dualpipe_jax.functional import Tree
 from models.decode.blocks import Blocks, keys_of
 from models.decode.cache import Rows, init_cache
 from models.decode.model import Decoder
 from models.decode.requests import Completion, Limits, SamplingParams, check_request
 from models.decode.sampling import Sampling
 from models.decode.steps import decode, prefill
-from models.functional import Tree
 
 _PREFILL, _DECODE = (
     jax.jit(program, static_argnums=(0, 1), donate_argnums=3) for program in (prefill, decode)

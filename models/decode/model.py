@@ -13,12 +13,12 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import Array
 
+from dualpipe_jax.functional import Tree, pure_nnx
 from models.attention import RMSNorm
 from models.blocks import Block, DenseBlock, Merge
 from models.config import Config
 from models.decode.attention import cached_attention
 from models.decode.cache import Rows
-from models.functional import Tree, pure_nnx
 from models.kernels import AUTO, Kernels
 from models.moe import Dispatch
 from models.transformer import head_kernel

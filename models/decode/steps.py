@@ -9,10 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from dualpipe_jax.functional import Tree
 from models.decode.cache import Rows
 from models.decode.model import Decoder
 from models.decode.sampling import Sampling, sample
-from models.functional import Tree
 
 
 class Prefilled(NamedTuple):

@@ -14,8 +14,8 @@ import tyro
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
+from dualpipe_jax.functional import Tree, num_params
 from models.config import Config
-from models.functional import Tree, num_params
 from models.weights import native, tokenizer
 from models.weights.config_json import to_json
 from models.weights.errors import WeightsError

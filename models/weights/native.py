@@ -16,8 +16,8 @@ import jax.numpy as jnp
 import orbax.checkpoint.experimental.v1 as ocp
 from jax.sharding import SingleDeviceSharding
 
+from dualpipe_jax.functional import Tree
 from models.config import Config
-from models.functional import Tree
 from models.transformer import deepseek
 from models.weights.errors import WeightsError
 

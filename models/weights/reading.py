@@ -14,8 +14,8 @@ import numpy as np
 from jax import Array
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
+from dualpipe_jax.functional import Tree
 from models.config import Config
-from models.functional import Tree
 from models.plan import lay_out
 from models.transformer import deepseek
 from models.weights.config_json import Published, from_json

@@ -10,8 +10,8 @@ import numpy as np
 from jax.sharding import PartitionSpec
 from jax.tree_util import SequenceKey
 
+from dualpipe_jax.functional import Tree
 from models.config import Config
-from models.functional import Tree
 from models.transformer import Model
 from models.weights.names import Entry, Path, Rotary, entries
 

@@ -13,8 +13,8 @@ import numpy as np
 from jax.experimental import multihost_utils
 from safetensors.numpy import save_file
 
+from dualpipe_jax.functional import Tree
 from models.config import Config
-from models.functional import Tree
 from models.transformer import deepseek
 from models.weights.config_json import to_json
 from models.weights.errors import WeightsError

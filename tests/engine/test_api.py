@@ -31,6 +31,7 @@ def setup(make, num_ranks=4, num_ep=2, num_microbatches=8, kind="moe"):
     return schedule, make_mesh(num_ranks, num_ep), params, specs, models.data(num_microbatches)
 
 
+@pytest.mark.thin(3)
 @MAKES
 def test_placed_stages_stay_on_their_ranks(make):
     schedule, mesh, params, specs, data = setup(make)
@@ -64,6 +65,7 @@ def test_no_resharding_of_placed_stages_but_the_mirror():
     assert "all-gather" not in text and "collective-permute" in text
 
 
+@pytest.mark.thin(3)
 @MAKES
 def test_grad_through_the_pipelined_loss(make):
     schedule, mesh, params, specs, data = setup(make)

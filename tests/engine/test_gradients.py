@@ -90,6 +90,7 @@ CORE = pytest.mark.parametrize(
 """One schedule for each thing the engine does: full backwards, split ones, pairs, two pipes, a V."""
 
 
+@pytest.mark.thin(3)
 @CORE
 @pytest.mark.parametrize(("num_ranks", "num_ep"), LAYOUTS)
 def test_schedules_and_layouts(make, num_ranks, num_ep):
@@ -109,6 +110,7 @@ def also(*layouts):
                 yield pytest.param(*case, remat, check_vma, id=f"{make.__name__}-pp{num_ranks}-ep{num_ep}")
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize(
     ("make", "num_ranks", "num_ep", "num_microbatches", "kind", "remat", "check_vma"),
     list(also((2, 2), (4, 1))),
@@ -128,6 +130,7 @@ def test_every_other_schedule_on_more_layouts(
     check(make, num_ranks, num_ep, num_microbatches, kind, remat, check_vma)
 
 
+@pytest.mark.thin(5)
 @pytest.mark.parametrize(
     ("make", "counts", "more"),
     [
@@ -143,18 +146,21 @@ def test_other_counts_of_stages_and_few_microbatches(make, counts, more):
     check(functools.partial(make, **more), counts[0], 1, counts[1], "mlp")
 
 
+@pytest.mark.thin(5)
 @pytest.mark.parametrize(("remat", "check_vma"), [("all", True), ("dots", False)])
 @CORE
 def test_remat_and_vma(make, remat, check_vma):
     check(make, 2, 2, 6, "moe", remat, check_vma)
 
 
+@pytest.mark.thin(5)
 @CORE
 def test_vma_without_remat(make):
     check(make, 4, 2, 8, "mlp", check_vma=True)
     check(make, 2, 2, 4, "moe", check_vma=True)
 
 
+@pytest.mark.thin(4)
 @pytest.mark.parametrize("make", [dualpipe, dualpipe_v], ids=lambda make: make.__name__)
 @pytest.mark.parametrize("kind", ["mlp", "moe"])
 def test_fused_pairs(make, kind):

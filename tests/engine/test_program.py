@@ -69,6 +69,7 @@ def plan_of(size=SIZE, num_layers=3):
     return split_backward(stage).trace(params, jax.ShapeDtypeStruct((size, models.SEQ, WIDTH), jnp.float32))
 
 
+@pytest.mark.thin(4)
 @SCHEDULES
 def test_no_pool_and_no_sum_is_copied_in_a_loop(make):
     schedule, program = compiled(make)
@@ -137,6 +138,7 @@ def test_the_reader_sees_a_copy_and_an_unguarded_dot():
     assert any(i.opcode == "copy" and "[7,16,16]" in i.shape for i in hlo.inside(module, body, True))
 
 
+@pytest.mark.thin(3)
 @pytest.mark.parametrize("make", [one_f_one_b, dualpipe, zb_v], ids=lambda make: make.__name__)
 def test_program_does_not_grow_with_microbatches(make):
     """Compile time is flat because the program is: benchmarks/compile_time.py has the seconds."""
@@ -144,6 +146,7 @@ def test_program_does_not_grow_with_microbatches(make):
     assert sizes[1] <= 1.15 * sizes[0]
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize("make", [dualpipe, one_f_one_b], ids=lambda make: make.__name__)
 def test_memory_is_what_the_pools_and_sums_need(make):
     """PP + 1 residual sets (with their inputs), stash, sums of gradients, mirrored parameters: and 10 %.

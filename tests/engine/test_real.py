@@ -141,6 +141,7 @@ def compare(result, expected, options=None):
     assert frozen == (8 if (options or {}).get("frozen") else 0)
 
 
+@pytest.mark.thin(4)
 @pytest.mark.parametrize("name", CASES)
 def test_case(name):
     check(CASES[name])

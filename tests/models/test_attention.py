@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from dualpipe_jax.functional import pure_nnx
 from models.attention import (
     Attention,
     RMSNorm,
@@ -18,7 +19,6 @@ from models.attention import (
     softmax_scale,
 )
 from models.config import tiny, v3
-from models.functional import pure_nnx
 
 
 def rotate_by_complex_numbers(x_SHR, freqs):
@@ -59,6 +59,19 @@ def test_rope_makes_scores_depend_on_distance_only():
     for distance in range(-4, 5):
         diagonal = np.diagonal(scores, distance)
         np.testing.assert_allclose(diagonal, diagonal[0], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("theta", [1e4, 5e4])
+def test_frequencies_are_powers_of_theta(theta):
+    expected = [theta ** (-2 * pair / 64) for pair in range(32)]
+    np.testing.assert_allclose(rope_frequencies(v3(rope_theta=theta)), expected, rtol=1e-12)
+
+
+def test_yarn_of_v3_goes_over_between_pairs_10_and_23():
+    """4096 tokens are 32 turns of pair 10.47 and one of pair 22.51: rounded outwards, as published."""
+    slower = [min(max(pair - 10, 0) / 13, 1) for pair in range(32)]
+    expected = [1e4 ** (-2 * pair / 64) * (1 - share + share / 40) for pair, share in enumerate(slower)]
+    np.testing.assert_allclose(rope_frequencies(v3(yarn_factor=40.0)), expected, rtol=1e-12)
 
 
 def test_yarn_keeps_fast_turns_and_divides_slow_ones():

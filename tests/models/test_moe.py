@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dualpipe_jax.functional import pure_nnx
 from models.config import tiny
-from models.functional import pure_nnx
 from models.moe import Dispatch, MoE, gated, route, update_bias
 from tests.jaxprs import named
 

@@ -11,12 +11,12 @@ import pytest
 from hugging_face import make, run, saved, tensors, torch, yarn
 
 from dualpipe_jax.contract import At
+from dualpipe_jax.functional import pure_nnx
 from dualpipe_jax.parallel import make_mesh
 from models import logits, tiny, weights
 from models import moe as moe_module
 from models.attention import RMSNorm
 from models.blocks import Block, DenseBlock
-from models.functional import pure_nnx
 from models.moe import Dispatch
 from models.plan import lay_out
 from models.transformer import deepseek, head_kernel

@@ -12,10 +12,10 @@ from jax.sharding import PartitionSpec as P
 import dualpipe_jax
 from dualpipe_jax.contract import At
 from dualpipe_jax.engine.reference import reference_loss, reference_value_and_grad
+from dualpipe_jax.functional import num_params
 from dualpipe_jax.parallel import make_mesh
 from dualpipe_jax.schedule import dualpipe, dualpipe_v, one_f_one_b
 from models.config import moe_67b, tiny, v2, v2_lite, v3
-from models.functional import num_params
 from models.transformer import deepseek, figures, num_padding, update_routing
 from tests.models import plain
 

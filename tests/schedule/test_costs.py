@@ -1,5 +1,6 @@
 """Costs of stages and what they keep: extras, division into finer stages, transfers, memory over time."""
 
+import math
 import random
 
 import pytest
@@ -10,9 +11,11 @@ from dualpipe_jax.schedule import (
     MemoryModel,
     Op,
     chimera,
+    choose,
     dualpipe,
     dualpipe_v,
     gpipe,
+    lower_bound,
     one_f_one_b,
     simulate,
     zb_h1,
@@ -142,10 +145,79 @@ def test_sizes_divide_but_for_the_boundary():
     [
         (lambda: CostModel(F=-1, send=float("inf")), r"CostModel: costs.*at least 0, got F=-1, send=inf"),
         (lambda: CostModel(extra={-1: (1, 2)}), r"extra\[-1\]=\(1, 2\); a stage's extra is \(F, I, W\)"),
-        (lambda: CostModel(extra={0: (1, -2, 0)}), r"extra\[0\]=\(1, -2, 0\)"),
+        (
+            lambda: CostModel(extra={0: (1, -2, 0)}),
+            r"extra\[0\]=\(1, -2, 0\) takes more away than a stage has",
+        ),
+        (
+            lambda: CostModel(FB=0.5, extra={0: (-0.2, -0.2, -0.2)}),
+            r"FB = 0.5; cut the model into fewer stages",
+        ),
+        (lambda: CostModel(extra={0: (-0.6, 0, 0)}).divided(2), r"F, I, W = \(0.5, 0.5, 0.5\)"),
+        (lambda: CostModel(send_inside=-1), r"CostModel: costs.*at least 0, got send_inside=-1"),
+        (lambda: CostModel(ranks_per_node=0), r"ranks_per_node=0; a node has at least one rank"),
+        (lambda: MemoryModel(extra={0: float("inf")}), r"MemoryModel: extra\[0\]=inf"),
         (lambda: MemoryModel(stash=float("nan")), r"MemoryModel: sizes must be finite.*got stash=nan"),
     ],
 )
 def test_what_cannot_be_is_refused(make, message):
     with pytest.raises(ValueError, match=message):
         make()
+
+
+def test_links_inside_a_node_are_their_own_kind():
+    """Four ranks in two nodes: a microbatch crosses three links there and three back, the middle one between nodes."""
+    costs = CostModel(send=1, send_inside=0.25, ranks_per_node=2)
+    assert simulate(gpipe(4, 1), costs).makespan == 4 * 3 + 2 * (0.25 + 1 + 0.25)
+    assert [costs.transfer(1, there) for there in range(4)] == [0.25, 0, 1, 1]
+    assert costs.divided(2).send_inside == 0.25
+    blocked = simulate(gpipe(2, 2), CostModel(send=9, send_inside=0.5, ranks_per_node=2, blocking=True))
+    assert blocked.starts == ((0, 1.5, 6.5, 9), (1.5, 3, 4, 6.5))
+    assert CostModel(send=1, ranks_per_node=8) != CostModel(send=1)
+    same = (simulate(gpipe(4, 3), CostModel(send=0.5, ranks_per_node=n)).makespan for n in (1, 4))
+    assert len({*same}) == 1, "one kind of link, however many ranks a node has"
+
+
+def test_a_stage_may_cost_less_than_the_others():
+    costs = CostModel(extra={-1: (-0.5, -0.25, -0.25)})
+    timeline = simulate(gpipe(2, 3), costs)
+    assert timeline.busy == (9, 6)
+    assert timeline.starts == ((0, 1, 2, 5, 7, 9), (1, 2, 3, 3.5, 5, 6.5))
+
+
+@RECIPES
+def test_bounds_hold_where_stages_cost_less_and_links_differ(make):
+    schedule = make(4, 8)
+    for extra in (
+        {-1: (-0.2, -0.2, -0.1)},
+        {0: (-0.2, 0.1, -0.1), -1: (0.5, -0.2, 0.3)},
+        {1: (-0.1, -0.2, -0.2)},
+    ):
+        costs = CostModel(1, 1.2, 0.9, FB=2.2, send=0.3, extra=extra, send_inside=0.1, ranks_per_node=2)
+        makespan = simulate(schedule, costs.for_schedule(schedule)).makespan
+        assert lower_bound(4, 8, costs, placement=schedule.placement) <= makespan + 1e-9
+        assert lower_bound(4, 8, costs) <= makespan + 1e-9
+
+
+def test_what_a_rank_keeps_at_rest():
+    sizes = MemoryModel(parameters=10, extra={0: 3, -1: 5}, fixed=2)
+    for schedule, expected in (
+        (gpipe(3, 2), (15, 12, 17)),
+        (dualpipe(2, 4), (30, 30)),  # both ends of the model on each rank, and a copy of the stages
+        (dualpipe_v(3, 6), (20, 12, 12)),  # halves, and both ends on rank 0
+    ):
+        own = sizes.for_schedule(schedule)
+        timeline = simulate(schedule)
+        assert tuple(own.at_rest(schedule.placement, rank) for rank in range(schedule.num_ranks)) == expected
+        assert (
+            tuple(timeline.memory_over_time(rank, own)[1][0] for rank in range(schedule.num_ranks))
+            == expected
+        )
+    kept = max(simulate(gpipe(3, 2)).memory(sizes))
+    assert kept == 17 + 2
+    fits = choose(3, 2, memory=sizes, memory_limit=kept, schedules=[gpipe])[0]
+    assert fits.fits and not choose(3, 2, memory=sizes, memory_limit=kept - 1, schedules=[gpipe])[0].fits
+    linear = gpipe(3, 2).placement
+    assert (
+        lower_bound(3, 2, memory_limit=17.5, memory=sizes, placement=linear) == math.inf
+    )  # no activation beside the head

@@ -47,6 +47,7 @@ def on_one_device(tree):
     return sum(shard.data.nbytes for shard in shards if shard.device == device)
 
 
+@pytest.mark.thin(3)
 @pytest.mark.parametrize("make", [dualpipe, dualpipe_v, one_f_one_b])
 def test_parameters_and_optimizer_are_counted_as_they_lie(make):
     kinds, real = ahead.memory_by_kind(blueprint(make)), state(make)
@@ -105,6 +106,7 @@ def test_more_microbatches_need_no_more_slots():
     }
 
 
+@pytest.mark.slow
 def test_the_compiled_step_takes_the_arguments_that_were_counted():
     b = blueprint(fuse_pairs=False)
     memory = ahead.lower_step(b).compile().memory_analysis()

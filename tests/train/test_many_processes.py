@@ -97,6 +97,7 @@ def story(folder, name):
     return (folder / "runs" / name / "processes" / "story.log").read_text()
 
 
+@pytest.mark.slow
 def test_two_processes_are_one_run(tmp_path):
     """What they say, write and save; the loss of a step is that of the model in one piece, without a mesh."""
     (tmp_path / "text.txt").write_text(TEXT)

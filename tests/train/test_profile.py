@@ -17,6 +17,7 @@ from dualpipe_jax.schedule import (
     zb_h1,
     zb_v,
 )
+from dualpipe_jax.schedule.formats.measured import read_measured
 from train.predict import SCOPE_OF
 from train.profile import ProfileError, measure, write_profile
 from train.profile.capture import Event
@@ -194,6 +195,11 @@ def test_files_of_a_profile(tmp_path):
     assert groups == {
         f"{what}: {of}" for what in ("measured", "simulated") for of in ("zb_v", "live activations")
     }
+    for name in ("measured.json", "timeline.trace"):
+        step, _ = read_measured((tmp_path / "profile" / name).read_text())
+        assert step.schedule.orders == schedule.orders and step.makespan == pytest.approx(
+            found.makespan, abs=0.01
+        )
     slices = [event for event in events if event["ph"] == "X"]
     assert len(slices) == 2 * sum(map(len, schedule.orders))
     assert (tmp_path / "profile" / "timeline.png").read_bytes()[:4] == b"\x89PNG"

@@ -25,7 +25,14 @@ def test_a_step_of_measured_units():
     assert step["cycles"] == table.makespan(costs) and step["assumed"] == []
     assert step["seconds"] == step["cycles"] / TARGET.device.clock
     assert step["overhead_cycles"] == 0
+    share, ms = step["share"], 1e3 / TARGET.device.clock
+    times = {"F": 1e6 * ms, "I": 1e6 * ms, "W": 5e5 * ms, "FB": 2e6 * ms, "send": 1e4 * ms}
+    assert share["costs"].pop("extra") == {}
+    assert share["costs"] == pytest.approx(times) and share["units"] == {"time": "ms", "memory": "B"}
     by_name = {each["name"]: each for each in step["schedules"]}
+    sizes = predict.MemoryModel(**share["memory"]).for_schedule(dualpipe(2, 8))
+    kept = max(predict.simulate(dualpipe(2, 8), costs).memory(sizes))
+    assert kept == by_name["dualpipe"]["memory"], "the file's memory is what the schedules are ranked by"
     assert by_name["dualpipe"]["seconds"] == pytest.approx(step["seconds"])
     assert by_name["dualpipe"]["mfu"] == pytest.approx(step["mfu"])
     unsplit = predict.CostModel(1e6, 1.4e6 * 2 / 3, 1.4e6 / 3, FB=2e6, send=1e4)

@@ -10,10 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint.experimental.v1 as ocp
 
+from dualpipe_jax.functional import Tree
 from models import weights
 from models.config import Config
 from models.decode.text import Bytes, Text
-from models.functional import Tree
 from models.weights import WeightsError, native
 from train.checkpoint import FOLDER
 from train.config import ConfigError

@@ -9,6 +9,7 @@ from typing import Any
 from dualpipe_jax.inspect import Module
 from dualpipe_jax.schedule import Action, CostModel, Schedule, Timeline, simulate
 from dualpipe_jax.schedule.costs import stages_a_share
+from dualpipe_jax.schedule.replay import fit
 from train.profile.capture import Event
 from train.profile.match import (
     Execution,
@@ -20,17 +21,6 @@ from train.profile.match import (
     lowered,
     match,
 )
-
-
-def _more(
-    by_place: Mapping[str, Mapping[str, float]], place: str, usual: Mapping[str, float]
-) -> tuple[float, float, float]:
-    """What F, I and W take at a place beyond the usual stage; of a whole backward two thirds are I's. Never less."""
-    at = {op: by_place.get(op, {}).get(place, cost) for op, cost in usual.items()}
-    more = {op: max(0.0, at[op] - cost) for op, cost in usual.items()}
-    if "I" in by_place:
-        return more["F"], more["I"], more["W"]
-    return more["F"], more["B"] * 2 / 3, more["B"] / 3
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,36 +57,8 @@ class Measured:
     @property
     def costs(self) -> CostModel:
         """Costs of a stage: medians of what was measured; see ``assumed`` for what was not."""
-        by_place = self._medians()
-        # Of stages with neither embedding nor head, if there are any; else of the quicker end.
-        median = {kind: found.get("middle", min(found.values())) for kind, found in by_place.items()}
-        backward = median.get("B", median.get("FB", 0.0) * 2 / 3)
-        forward = median.get("F", median.get("FB", 0.0) / 3)
-        i, w = (median.get(op, backward / 2) for op in "IW")
-        usual = {"F": forward, "B": median.get("B", i + w), "I": i, "W": w}
-        ends = {stage: _more(by_place, place, usual) for stage, place in ((0, "first"), (-1, "last"))}
-        # A pair that is no unit of its own is a forward and a backward, one after the other.
-        return CostModel(forward, i, w, median.get("FB", forward + median.get("B", i + w)), extra=ends)
-
-    def _medians(self) -> dict[str, dict[str, float]]:
-        """The median of each kind of unit at the model's "first" stage, the "last" one and those in the "middle"."""
-        placement, times = self.schedule.placement, defaultdict[str, dict[str, list[float]]](dict)
-        for rank in self.units:
-            for unit, execution in rank:
-                places = {
-                    "first"
-                    if placement.is_first(a.stage)
-                    else "last"
-                    if placement.is_last(a.stage)
-                    else "middle"
-                    for a in unit.actions
-                }
-                place = "-".join(sorted(places))
-                times[unit.kind].setdefault(place, []).append(execution.end - execution.start)
-        return {
-            kind: {place: statistics.median(seen) for place, seen in found.items()}
-            for kind, found in times.items()
-        }
+        units = ((unit, execution) for rank in self.units for unit, execution in rank)
+        return fit(((unit.kind, unit.actions, e.end - e.start) for unit, e in units), self.schedule.placement)
 
     @property
     def assumed(self) -> tuple[str, ...]:
@@ -118,12 +80,18 @@ class Measured:
                     found[action] = min(start, execution.start), max(end, execution.end)
         return found
 
+    def times(self) -> tuple[list[list[float]], list[list[float]]]:
+        """When each slot of each rank's order started and ended: a pair from its first start to its last end."""
+        spans, orders = self.spans(), self.schedule.orders
+        starts = [[min(spans[action][0] for action in slot) for slot in order] for order in orders]
+        return starts, [[max(spans[action][1] for action in slot) for slot in order] for order in orders]
+
     def replay(self) -> dict[str, Any]:
         """The costs of a rank's share of the model, as ``dualpipe ... --costs FILE`` reads them, and their origin."""
         costs, parts = self.costs, stages_a_share(self.schedule.placement)
         return {
             "costs": dataclasses.asdict(costs.divided(1 / parts)),
-            "unit": "ms",
+            "units": {"time": "ms"},
             "of": "a rank's whole share of the model, one microbatch",
             "schedule": self.schedule.name,
             "assumed": list(self.assumed),

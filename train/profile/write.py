@@ -7,12 +7,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from dualpipe_jax.schedule import Timeline, lower, simulate, to_chrome_trace
+from dualpipe_jax.schedule import Timeline, lower, simulate, to_chrome_trace, to_json
 from train.profile.measure import Measured
 from train.profile.picture import draw
 from train.report.timelines import FILE, Drawn, boxes_of, drawn
 
-COSTS, TRACE, PICTURE = "costs.json", "timeline.trace", "timeline.png"
+COSTS, TRACE, PICTURE, STEP = "costs.json", "timeline.trace", "timeline.png", "measured.json"
 _APART = 100
 """Between the process numbers of the two timelines in one trace."""
 
@@ -20,14 +20,17 @@ _APART = 100
 def write_profile(measured: Measured, folder: Path, devices: Sequence[Any]) -> str:
     """Leave files in a profile's folder; returns what to tell, in a few lines.
 
-    Files: timeline.json for the report, costs.json for ``dualpipe``, timeline.trace for Perfetto, timeline.png where
-    matplotlib is installed.
+    Files: timeline.json for the report, costs.json and measured.json for ``dualpipe``, timeline.trace for Perfetto,
+    timeline.png where matplotlib is installed.
     """
     theory = measured.theory
     both = [draw_measured(measured, _crowd(devices)), drawn(theory, "simulated at these costs", "ms")]
     folder.mkdir(parents=True, exist_ok=True)
     (folder / FILE).write_text(json.dumps([dataclasses.asdict(one) for one in both]))
     (folder / COSTS).write_text(json.dumps(measured.replay(), indent=2) + "\n")
+    starts, ends = measured.times()
+    step = {"starts": starts, "ends": ends, "units": {"time": "ms"}}
+    (folder / STEP).write_text(to_json(measured.schedule, step) + "\n")
     (folder / TRACE).write_text(json.dumps(perfetto(measured, theory)))
     name = f"{measured.schedule.name}, {measured.schedule.num_ranks} ranks"
     try:
@@ -35,9 +38,7 @@ def write_profile(measured: Measured, folder: Path, devices: Sequence[Any]) -> s
         picture = f", {PICTURE}"
     except ModuleNotFoundError:
         picture = "; no picture without matplotlib: pip install 'dualpipe-jax[plot]'"
-    return (
-        f"{summary(measured, theory, _crowd(devices))}\nprofile         {folder}/: {COSTS}, {TRACE}{picture}"
-    )
+    return f"{summary(measured, theory, _crowd(devices))}\nprofile         {folder}/: {COSTS}, {STEP}, {TRACE}{picture}"
 
 
 def summary(measured: Measured, theory: Timeline, crowd: str) -> str:
@@ -67,16 +68,8 @@ def draw_measured(measured: Measured, crowd: str) -> Drawn:
 
 def perfetto(measured: Measured, theory: Timeline) -> dict[str, Any]:
     """Both timelines in one trace: groups "measured: ..." and "simulated: ..."."""
-    spans = measured.spans()
-    times = [
-        [(min(spans[a][0] for a in slot), max(spans[a][1] for a in slot)) for slot in order]
-        for order in measured.schedule.orders
-    ]
-    real = dataclasses.replace(
-        theory,
-        starts=tuple(tuple(start for start, _ in rank) for rank in times),
-        ends=tuple(tuple(end for _, end in rank) for rank in times),
-    )
+    starts, ends = measured.times()
+    real = dataclasses.replace(theory, starts=tuple(map(tuple, starts)), ends=tuple(map(tuple, ends)))
     first, second = to_chrome_trace(real), to_chrome_trace(theory)
     events = _named(first, "measured", 0) + _named(second, "simulated", _APART)
     other = second["otherData"] | {"measured bubble": measured.bubble, "measured makespan": measured.makespan}

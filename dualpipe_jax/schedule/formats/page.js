@@ -1,188 +1,29 @@
 "use strict";
-/* Plays schedules that Python wrote. No order is made here: see page.py for what the payload holds. */
+/* The page: controls, figures, table and picture of what player.js plays. */
 
 const $ = (id) => document.getElementById(id);
-const OPS = ["F", "B", "I", "W"];
-const F = 0, B = 1, I = 2, W = 3;
-let data, state;
-
-/* ---- the payload ---- */
-
-async function unpack(text) {
-  const bytes = Uint8Array.from(atob(text.trim()), (c) => c.charCodeAt(0));
-  const stream = new DecompressionStream("deflate"), writer = stream.writable.getWriter();
-  writer.write(bytes);
-  writer.close();
-  return new Response(stream.readable).json();
-}
-
-const decoded = new Map();
-
-/** The schedule of a name at some counts: decoded, or the reason why there is none. */
-function lookUp(name, ranks, microbatches) {
-  const key = `${name},${ranks},${microbatches}`;
-  if (!decoded.has(key)) {
-    const entry = data.schedules[name][`${ranks},${microbatches}`];
-    const missing = `This page holds no order of ${name} for ${ranks} ranks and ${microbatches} microbatches.`;
-    decoded.set(key, typeof entry === "object" ? decode(entry) : { reason: entry || missing });
-  }
-  return decoded.get(key);
-}
-
-/** Slots of each rank: [op, stage, microbatch], or both of a pair one after the other. */
-function decode({ pipes, orders }) {
-  const depth = pipes[0].length, rankOf = pipes.flat();
-  const held = orders.map((_, rank) => [...rankOf.keys()].filter((stage) => rankOf[stage] === rank));
-  const slots = orders.map((order, rank) => {
-    const next = new Map(), found = [];
-    let slot = [];
-    for (const [, letter, number, plus] of order.matchAll(/([^\d+])(\d*)(\+?)/g)) {
-      const code = letter.charCodeAt(0) - 65, stage = held[rank][code >> 2];
-      const microbatch = number ? Number(number) : next.get(code) || 0;
-      next.set(code, microbatch + 1);
-      slot.push(code & 3, stage, microbatch);
-      if (!plus) { found.push(slot); slot = []; }
-    }
-    return found;
-  });
-  const count = 1 + slots.flat(1).reduce((most, slot) => Math.max(most, slot[2], slot[5] || 0), 0);
-  return { pipes, depth, rankOf, held, slots, count, ranks: orders.length, parts: depth / orders.length };
-}
-
-/* ---- the simulation: the same rules as simulate.py ---- */
-
-/** Costs of one stage: a rank's share over the stages that it makes; sends and extras as they are. */
-function stageCosts(schedule, s) {
-  const k = schedule.parts;
-  const extra = data.extra.filter(([stage]) => -schedule.depth <= stage && stage < schedule.depth)
-    .map(([stage, ...more]) => [(stage + schedule.depth) % schedule.depth, more]);
-  if (s.head) extra.push([schedule.depth - 1, [s.F, s.I, s.W].map((cost) => s.head * cost)]);
-  const more = new Map();
-  for (const [stage, [f, i, w]] of extra) {
-    const had = more.get(stage) || [0, 0, 0, 0];
-    more.set(stage, [had[F] + f, had[B] + i + w, had[I] + i, had[W] + w]);
-  }
-  const alone = [s.F, s.I + s.W, s.I, s.W].map((cost) => cost / k);
-  return { alone, pair: pairTime(s) / k, send: s.send, blocking: s.blocking, more };
-}
-
-const pairTime = (s) => s.pair * (s.F + s.I + s.W);
-
-function duration(slot, costs, depth) {
-  let time = slot.length > 3 ? costs.pair : costs.alone[slot[0]];
-  for (let at = 0; at < slot.length; at += 3) {
-    const more = costs.more.get(slot[at + 1] % depth);
-    if (more) time += more[slot[at]];
-  }
-  return time;
-}
-
-function simulate(schedule, costs) {
-  const { slots, rankOf, depth, count, ranks } = schedule;
-  const y = new Float64Array(rankOf.length * count).fill(NaN), dx = y.slice();
-  const starts = slots.map(() => []), ends = slots.map(() => []), free = slots.map(() => 0);
-  const arrival = (values, stage, microbatch, rank) =>
-    values[stage * count + microbatch] + (rankOf[stage] === rank ? 0 : costs.send);
-
-  /** When all that an action reads is here; NaN where it is not made yet. */
-  function ready(op, stage, microbatch, rank) {
-    const at = stage % depth;
-    if (op === W) return arrival(dx, stage, microbatch, rank);
-    if (op === F) return at === 0 ? 0 : arrival(y, stage - 1, microbatch, rank);
-    const own = arrival(y, stage, microbatch, rank);
-    return at === depth - 1 ? own : Math.max(own, arrival(dx, stage + 1, microbatch, rank));
-  }
-
-  function leaves(op, stage) {
-    const reader = op === F ? stage + 1 : stage - 1, at = stage % depth;
-    return op !== W && at !== (op === F ? depth - 1 : 0) && rankOf[reader] !== rankOf[stage];
-  }
-
-  function run(rank) {
-    const slot = slots[rank][starts[rank].length];
-    let start = free[rank], sent = false;
-    for (let at = 0; at < slot.length; at += 3) start = Math.max(start, ready(slot[at], slot[at + 1], slot[at + 2], rank));
-    if (Number.isNaN(start)) return false;
-    const end = start + duration(slot, costs, depth);
-    for (let at = 0; at < slot.length; at += 3) {
-      if (slot[at] !== W) (slot[at] === F ? y : dx)[slot[at + 1] * count + slot[at + 2]] = end;
-      sent = sent || leaves(slot[at], slot[at + 1]);
-    }
-    starts[rank].push(start);
-    ends[rank].push(end);
-    free[rank] = end + (costs.blocking && sent ? costs.send : 0);
-    return true;
-  }
-
-  for (let moved = true; moved;) {
-    moved = false;
-    for (let rank = 0; rank < ranks; rank++)
-      while (starts[rank].length < slots[rank].length && run(rank)) moved = true;
-  }
-  const makespan = Math.max(0, ...ends.map((each) => each.at(-1) ?? 0));
-  const busy = slots.map((order) => order.reduce((sum, slot) => sum + duration(slot, costs, depth), 0));
-  const idle = busy.map((time) => makespan - time);
-  const bubble = makespan ? idle.reduce((a, b) => a + b, 0) / (ranks * makespan) : 0;
-  return { starts, ends, makespan, busy, idle, bubble };
-}
-
-/** Of each rank, when what it keeps changes and how much it is from then on. */
-function memoryOverTime(schedule, timeline, s) {
-  const k = schedule.parts, kept = s.residual_w / k + s.boundary;
-  const i = s.residual_i / k, stash = s.stash / k;
-  const changes = [[i + kept, 0], [0, -i - kept], [stash, -i], [0, -kept - stash]];
-  return schedule.slots.map((order, rank) => {
-    let now = (s.parameters / k) * schedule.held[rank].length;
-    const times = [0], amounts = [now];
-    const step = (time, change) => {
-      if (!change) return;
-      now += change;
-      times.push(time);
-      amounts.push(now);
-    };
-    order.forEach((slot, index) => {
-      let before = 0, after = 0;
-      for (let at = 0; at < slot.length; at += 3) {
-        before += changes[slot[at]][0];
-        after += changes[slot[at]][1];
-      }
-      step(timeline.starts[rank][index], before);
-      step(timeline.ends[rank][index], after);
-    });
-    return { times, amounts, peak: amounts.reduce((a, b) => Math.max(a, b)) };
-  });
-}
-
-/** A send at the other end of what it may take: none if it takes any time, else a fiftieth of a forward. */
-const otherSend = (s) => (s.send ? 0 : 0.02 * s.F);
-
-function play(name, s) {
-  const schedule = lookUp(name, s.ranks, s.microbatches);
-  if (schedule.reason) return { name, reason: schedule.reason };
-  const other = simulate(schedule, stageCosts(schedule, { ...s, send: otherSend(s) })).makespan;
-  const timeline = simulate(schedule, stageCosts(schedule, s));
-  const memory = memoryOverTime(schedule, timeline, s);
-  const peak = Math.max(...memory.map((rank) => rank.peak));
-  const pairs = schedule.slots.some((order) => order.some((slot) => slot.length > 3));
-  return { name, schedule, ...timeline, other, memory, peak, pairs };
-}
+let state;
 
 /* ---- state: what the controls say, and the address's fragment ---- */
 
 const SLIDERS = [
-  { id: "F", text: "F forward", group: "costs", min: 0.05, max: 3, step: 0.01 },
-  { id: "I", text: "I backward for input", group: "costs", min: 0.05, max: 3, step: 0.01 },
-  { id: "W", text: "W backward for weights", group: "costs", min: 0.05, max: 3, step: 0.01 },
+  { id: "F", text: "F forward", group: "costs", min: 0.05, max: 3, step: 0.01, time: true },
+  { id: "I", text: "I backward for input", group: "costs", min: 0.05, max: 3, step: 0.01, time: true },
+  { id: "W", text: "W backward for weights", group: "costs", min: 0.05, max: 3, step: 0.01, time: true },
   { id: "pair", text: "pair, of F + I + W", group: "costs", min: 0.4, max: 1.1, step: 0.01,
-    show: (value, s) => `${Math.round(100 * value)} % = ${round(pairTime(s))}` },
-  { id: "send", text: "send", group: "costs", min: 0, max: 1, step: 0.01 },
+    show: (value, s) => `${Math.round(100 * value)} % = ${took(pairTime(s))}` },
+  { id: "send", text: "send", group: "costs", min: 0, max: 1, step: 0.01, time: true },
+  { id: "node", text: "ranks of a node", group: "costs", min: 1, max: 16, step: 1 },
+  { id: "inside", text: "send in a node", group: "costs", min: 0, max: 1, step: 0.01, time: true },
   { id: "head", text: "head, heavier last stage", group: "costs", min: 0, max: 1, step: 0.01,
     show: (value) => `+${Math.round(100 * value)} %` },
+  { id: "jitter", text: "jitter", group: "costs", min: 0, max: 0.5, step: 0.01, show: (value) => `${Math.round(100 * value)} %` },
   { id: "residual_i", text: "kept for I", group: "sizes", min: 0, max: 4, step: 0.05 },
   { id: "residual_w", text: "kept for W", group: "sizes", min: 0, max: 4, step: 0.05 },
   { id: "stash", text: "handed from I to W", group: "sizes", min: 0, max: 4, step: 0.05 },
   { id: "boundary", text: "input of a stage", group: "sizes", min: 0, max: 2, step: 0.05 },
   { id: "parameters", text: "parameters, gradients, optimizer", group: "sizes", min: 0, max: 100, step: 0.5 },
+  { id: "fixed", text: "whatever the schedule", group: "sizes", min: 0, max: 100, step: 0.5 },
 ];
 const ranksAxis = () => [...new Set(data.points.map(([ranks]) => ranks))];
 const microbatchesAxis = (ranks) => data.points.filter(([r]) => r === ranks).map(([, m]) => m);
@@ -195,11 +36,12 @@ function fromFragment(fragment) {
   for (const id of Object.keys(s)) {
     const text = asked.get(id);
     if (text === null) continue;
-    if (id === "schedule") s.schedule = Object.hasOwn(data.schedules, text) ? text : s.schedule;
+    if (id === "schedule" || id === "beside") s[id] = Object.hasOwn(data.schedules, text) ? text : s[id];
     else if (id === "blocking") s.blocking = text === "true";
     else if (Number.isFinite(Number(text)) && Number(text) >= 0) s[id] = Number(text);
   }
   if (asked.has("FB") && Number(asked.get("FB")) >= 0) s.pair = Number(asked.get("FB")) / (s.F + s.I + s.W);
+  s.node = Math.max(1, Math.round(s.node));
   s.ranks = nearest(ranksAxis(), s.ranks);
   s.microbatches = nearest(microbatchesAxis(s.ranks), s.microbatches);
   if (asked.get("theme")) document.documentElement.dataset.theme = asked.get("theme");
@@ -217,8 +59,30 @@ function change(more) {
   if (!microbatchesAxis(state.ranks).includes(state.microbatches))
     state.microbatches = nearest(microbatchesAxis(state.ranks), state.microbatches);
   history.replaceState(null, "", toFragment(state));
+  chained = followed = null;
   update();
 }
+
+/* ---- numbers ---- */
+
+/** Four digits; thousands of a large one as a letter. */
+function round(value) {
+  for (const [letter, unit] of [["T", 1e12], ["G", 1e9], ["M", 1e6]])
+    if (value >= unit) return Number((value / unit).toPrecision(4)) + letter;
+  return String(Number(value.toPrecision(4)));
+}
+const took = (value) => `${round(value)} ${data.units.time}`.trim();
+
+function size(value) {
+  if (data.units.memory !== "B") return `${round(value)} ${data.units.memory}`.trim();
+  for (const [name, unit] of [["TiB", 2 ** 40], ["GiB", 2 ** 30], ["MiB", 2 ** 20], ["KiB", 2 ** 10]])
+    if (value >= unit) return `${Number((value / unit).toPrecision(4))} ${name}`;
+  return `${Number(value.toPrecision(4))} B`;
+}
+const percent = (value) => `${(100 * value).toFixed(1)}\u00a0%`;
+const countsMemory = () =>
+  state.residual_i === 1 && !data.kept.length && ["residual_w", "stash", "boundary", "parameters", "fixed"].every((id) => !state[id]);
+const kept = (value) => (countsMemory() ? round(value) : size(value));
 
 /* ---- controls ---- */
 
@@ -235,68 +99,71 @@ function slider(id, text, range) {
 }
 
 /** The range of a slider: wide enough for the costs and sizes that the page began with, in whatever unit. */
-function reach(id, { min, max, step }) {
-  const given = Math.max(data.start[id], ["F", "I", "W", "send"].includes(id) ? Math.max(data.start.F, data.start.I, data.start.W) : 0);
-  if (given <= max && given >= 10 * step) return { min, max, step };
-  if (!given) return { min, max, step };
+function reach({ id, min, max, step, time }) {
+  const { F, I, W, send } = data.start, given = Math.max(data.start[id], time ? Math.max(F, I, W, send) : 0);
+  if (!given || (given <= max && given >= 10 * step)) return { min, max, step };
   const unit = 10 ** Math.floor(Math.log10(given) - 1);
   return { min: min ? unit / 2 : 0, max: 3 * given, step: "any" };
 }
 
 function buildControls() {
-  for (const name of Object.keys(data.schedules)) $("schedule").append(make("option", { value: name }, name));
-  $("schedule").onchange = () => change({ schedule: $("schedule").value });
+  $("beside").append(make("option", { value: "" }, "nothing beside it"));
+  for (const name of Object.keys(data.schedules))
+    for (const id of ["schedule", "beside"]) $(id).append(make("option", { value: name }, name));
+  for (const id of ["schedule", "beside"]) $(id).onchange = () => change({ [id]: $(id).value });
   for (const [id, axis] of [["ranks", ranksAxis], ["microbatches", () => microbatchesAxis(state.ranks)]]) {
     const [label, input] = slider(id, id, { min: 0, step: 1 });
     input.oninput = () => change({ [id]: axis()[Number(input.value)] });
     $("shape").append(label);
   }
-  for (const { id, text, group, ...range } of SLIDERS) {
-    const [label, input] = slider(id, text, reach(id, range));
-    input.oninput = () => change({ [id]: Number(input.value) });
+  for (const { text, group, ...range } of SLIDERS) {
+    const [label, input] = slider(range.id, text, range.id === "node" ? range : reach(range));
+    input.oninput = () => change({ [range.id]: Number(input.value) });
     $(group).append(label);
   }
   const box = make("input", { id: "blocking", type: "checkbox", onchange: () => change({ blocking: box.checked }) });
   $("costs").append(make("label", { className: "check" }, box, " a send keeps its sender too"));
+  if (data.units.time) $("costs-name").append(`, ${data.units.time}`);
   if (data.extra.length)
     $("costs").append(make("p", {}, "plus " + data.extra.map(([stage, ...more]) => `${more} (F, I, W) at stage ${stage}`).join(", ")));
-  for (const [text, costs, how] of data.presets) {
-    const onclick = () => { change(costs); $("how").textContent = how; };
-    $("presets").append(make("button", { type: "button", title: how, onclick }, text));
-  }
+  if (data.kept.length)
+    $("sizes").append(make("p", {}, "plus " + data.kept.map(([stage, more]) => `${size(more)} at stage ${stage}`).join(", ")));
+  for (const [text, costs, how] of data.presets) buildPreset(text, costs, how);
   $("presets").after(make("p", { id: "how" }));
+}
+
+/** A preset says how costs relate; where they have a unit, F stays as it was at the start. */
+function buildPreset(text, costs, how) {
+  const unit = data.units.time && data.start.F ? data.start.F / costs.F : 1;
+  const scaled = { ...costs, F: unit * costs.F, I: unit * costs.I, W: unit * costs.W };
+  const onclick = () => { change(scaled); $("how").textContent = how; };
+  $("presets").append(make("button", { type: "button", title: how, onclick }, text));
 }
 
 function showControls() {
   $("schedule").value = state.schedule;
+  $("beside").value = state.beside;
   for (const [id, axis] of [["ranks", ranksAxis()], ["microbatches", microbatchesAxis(state.ranks)]]) {
     Object.assign($(id), { max: axis.length - 1, value: axis.indexOf(state[id]) });
     $(id).setAttribute("aria-valuetext", state[id]);
     $(`${id}-value`).textContent = state[id];
   }
-  for (const { id, show } of SLIDERS) {
+  for (const { id, show, group } of SLIDERS) {
     $(id).value = state[id];
-    $(`${id}-value`).textContent = show ? show(state[id], state) : round(state[id]);
+    $(`${id}-value`).textContent = show ? show(state[id], state) : group === "sizes" ? size(state[id]) : round(state[id]);
   }
+  $("inside").parentElement.hidden = state.node === 1;
   $("blocking").checked = state.blocking;
 }
 
 /* ---- figures, table, legend ---- */
 
-/** Four digits; thousands of a large one as a letter. */
-function round(value) {
-  for (const [letter, unit] of [["T", 1e12], ["G", 1e9], ["M", 1e6]])
-    if (value >= unit) return Number((value / unit).toPrecision(4)) + letter;
-  return String(Number(value.toPrecision(4)));
-}
-const percent = (value) => `${(100 * value).toFixed(1)}\u00a0%`;
-const countsMemory = () => state.residual_i === 1 && ["residual_w", "stash", "boundary", "parameters"].every((id) => !state[id]);
-
-let played;
+let played, second;
 
 function update() {
   const all = Object.keys(data.schedules).map((name) => play(name, state));
   played = all.find(({ name }) => name === state.schedule);
+  second = all.find(({ name, reason }) => name === state.beside && !reason);
   showControls();
   $("title").textContent = `${state.schedule}, ${state.ranks} ranks, ${state.microbatches} microbatches`;
   document.title = $("title").textContent;
@@ -305,18 +172,23 @@ function update() {
   $("drawing").hidden = Boolean(played.reason);
   showFigures();
   showTable(all);
+  showSpread(all);
   if (played.reason) refuse();
   else { showLegend(); draw(); }
 }
 
 function showFigures() {
-  const { reason, makespan, bubble, peak, busy, schedule } = played;
-  const values = reason ? {} : { makespan, bubble, memory: peak, ideal: busy.reduce((a, b) => a + b, 0) / schedule.ranks };
-  for (const id of ["makespan", "bubble", "memory", "ideal"]) {
-    $(id).textContent = id in values ? (id === "bubble" ? percent : round)(values[id]) : "\u2013";
+  const { reason, makespan, bubble, peak, busy, schedule, costs } = played;
+  const mean = () => busy.reduce((a, b) => a + b, 0) / schedule.ranks;
+  const values = reason ? {} : { makespan, bubble, memory: peak, ideal: mean(), bound: bound(schedule, costs) };
+  const written = { makespan: took, bubble: percent, memory: kept, ideal: took, bound: took };
+  for (const id of Object.keys(written)) {
+    $(id).textContent = id in values ? written[id](values[id]) : "\u2013";
     if (id in values) $(id).dataset.value = values[id];
     else delete $(id).dataset.value;
   }
+  played.bound = values.bound;
+  if (second) second.bound = bound(second.schedule, second.costs);
   $("memory-name").textContent = countsMemory() ? "peak activations" : "peak memory";
 }
 
@@ -327,8 +199,8 @@ function refuse() {
   const served = data.points.filter((point) => typeof data.schedules[state.schedule][point] === "object");
   const away = ([r, m]) => 4 * Math.abs(r - state.ranks) + Math.abs(m - state.microbatches);
   const to = served.reduce((best, point) => (away(point) < away(best) ? point : best), served[0]);
-  button.hidden = !to;
-  if (!to) return;
+  button.hidden = !to || !away(to);
+  if (button.hidden) return;
   button.textContent = `show ${to[0]} ranks, ${to[1]} microbatches`;
   button.onclick = () => change({ ranks: to[0], microbatches: to[1] });
 }
@@ -343,7 +215,7 @@ function showTable(all) {
     const line = make("tr", {}, make("td", {}, name));
     line.dataset.schedule = row.name;
     if (row.name === state.schedule) line.setAttribute("aria-current", "true");
-    if (row.reason) line.append(make("td", { colSpan: 7, className: "reason" }, row.reason));
+    if (row.reason) line.append(make("td", { colSpan: state.jitter ? 8 : 7, className: "reason" }, row.reason));
     else fillRow(line, row, most, least);
     return line;
   });
@@ -357,17 +229,42 @@ function fillRow(line, { makespan, other, bubble, peak, schedule, pairs }, most,
   const slower = makespan > least * 1.0005 ? `+${(100 * (makespan / least - 1)).toFixed(1)} %` : "";
   const bar = make("div", {}, round(makespan), make("small", {}, slower));
   bar.style.width = `${(100 * makespan) / most}%`;
-  const cells = [round(other), percent(bubble), round(peak), schedule.held[0].length, `${schedule.pipes.length}x`, pairs ? "yes" : ""];
+  const late = state.jitter ? ["\u2026"] : [];
+  const cells = [round(other), ...late, percent(bubble), kept(peak), schedule.held[0].length, `${schedule.pipes.length}x`, pairs ? "yes" : ""];
   line.append(make("td", { className: "wide" }, bar), ...cells.map((text) => make("td", {}, text)));
 }
 
+const RUNS = 100;
+let spreading = 0;
+
+/** The 95th percentile under jitter of every schedule, one after the other while the page stays alive. */
+function showSpread(all) {
+  const turn = ++spreading, left = state.jitter ? all.filter((row) => !row.reason) : [];
+  left.sort((a, b) => (b.name === state.schedule) - (a.name === state.schedule) || a.makespan - b.makespan);
+  $("spread").hidden = $("spread-name").hidden = !state.jitter;
+  $("spread-name").textContent = $("late-name").textContent = `95 % at ${percent(state.jitter)} jitter`;
+  $("late").textContent = "\u2026";
+  const next = () => {
+    const row = turn === spreading && left.shift();
+    if (!row) return;
+    const [median, late] = jittered(row.schedule, row.costs, state.jitter, RUNS);
+    const line = [...$("table").children].find((each) => each.dataset.schedule === row.name);
+    Object.assign(line.dataset, { median, late });
+    line.children[3].textContent = round(late);
+    if (row.name === state.schedule) $("late").textContent = took(late);
+    setTimeout(next);
+  };
+  setTimeout(next);
+}
+
 function showLegend() {
-  const { schedule, pairs } = played, shades = numShades(schedule);
-  const used = new Set(schedule.slots.flat().flatMap((slot) => (slot.length > 3 ? [slot[0], slot[3]] : [slot[0]])));
+  const { schedule, pairs, idle, makespan } = played, shades = numShades(schedule);
+  const used = new Set(schedule.slots.flat().flatMap((slot) => actionsOf(slot).map(([op]) => op)));
   const swatch = (colour) => { const i = make("i"); i.style.background = colour; return i; };
   const entries = [F, B, I, W].filter((op) => used.has(op)).map((op) =>
     make("span", {}, ...Array.from({ length: shades }, (_, at) => swatch(colour(op, at, shades))), `${OPS[op]} ${data.names[op]}`));
   if (pairs) entries.push(make("span", {}, make("i", { className: "frame" }), "overlapped pair"));
+  if (Math.max(...idle) > 1e-9 * makespan) entries.push(make("span", {}, make("i", { className: "idle" }), "idle"));
   if (shades > 1) entries.push(make("span", {}, `shade: ${shadeNames(schedule).join(", ")}`));
   $("legend").replaceChildren(...entries);
 }
@@ -401,78 +298,129 @@ function inkOn(rgb) {
 
 /* ---- the picture ---- */
 
-const LEFT = 58, RIGHT = 8, BETWEEN = 18, PANEL = 110, AXIS = 22;
+const LEFT = 58, TOP = 16, BETWEEN = 18, AXIS = 22;
 let zoomedFor = ""; // the counts for which the zoom was chosen
-let followed = null; // [rank, slot index]
+let followed = null; // { of: played or second, rank, index }, or with links instead of an index where a rank idles
+let chained = null; // [rank, index] of slots that wait for each other
 
-function geometry() {
-  const width = $("scroller").clientWidth, zoom = Number($("zoom").value);
-  const row = Math.max(18, Math.min(30, 420 / played.schedule.ranks));
-  const rows = row * played.schedule.ranks;
-  const scale = ((width - LEFT - RIGHT) * zoom) / (played.makespan || 1);
-  const x = (time) => LEFT + time * scale - $("scroller").scrollLeft;
-  return { width, zoom, row, rows, scale, x, height: rows + BETWEEN + PANEL + AXIS };
+const sides = () => (second && second !== played ? [["canvas", played], ["second", second]] : [["canvas", played]]);
+
+/** Where things stand on a canvas; ``whole`` is the picture at its full width, not the part that is scrolled to. */
+function geometry(shown, whole = false) {
+  const room = $("scroller").clientWidth, zoom = Number($("zoom").value), right = room < 500 ? 8 : 96, { ranks } = shown.schedule;
+  const row = Math.max(18, Math.min(30, 420 / ranks)), band = Math.max(9, Math.min(26, 150 / ranks));
+  const longest = Math.max(...sides().map(([, each]) => each.makespan)) || 1;
+  const scale = ((room - LEFT - right) * zoom) / longest, width = whole ? LEFT + right + scale * longest : room;
+  const x = (time) => LEFT + time * scale - (whole ? 0 : $("scroller").scrollLeft);
+  const rows = TOP + row * ranks;
+  return { width, zoom, row, band, rows, right, scale, x, height: rows + BETWEEN + band * ranks + AXIS };
 }
 
 /** Once for each of the counts: so near that numbers in boxes can be read. */
 function chooseZoom() {
-  const counts = [state.schedule, state.ranks, state.microbatches].join();
-  if (counts === zoomedFor || !$("scroller").clientWidth) return;
+  const counts = [state.schedule, state.ranks, state.microbatches].join(), room = $("scroller").clientWidth - LEFT - 96;
+  if (counts === zoomedFor || room < 0) return;
   zoomedFor = counts;
   const lengths = played.ends.flatMap((row, rank) => row.map((end, at) => end - played.starts[rank][at])).filter(Boolean);
   const short = lengths.sort((a, b) => a - b)[Math.floor(lengths.length / 5)] || played.makespan || 1;
-  const wanted = (9 * played.makespan) / (short * ($("scroller").clientWidth - LEFT - RIGHT));
+  const wanted = (9 * played.makespan) / (short * room);
   $("zoom").value = Math.max(1, Math.min(Number($("zoom").max), wanted));
 }
 
 function draw() {
   if (!played || played.reason) return;
   chooseZoom();
-  const canvas = $("canvas"), dots = window.devicePixelRatio || 1;
-  let g = geometry();
-  $("spacer").style.width = `${LEFT + RIGHT + (g.width - LEFT - RIGHT) * g.zoom}px`;
-  g = geometry(); // the scroll position may have been cut off
+  const first = geometry(played);
+  $("spacer").style.width = `${LEFT + first.right + (first.width - LEFT - first.right) * first.zoom}px`;
+  $("second").hidden = $("second-name").hidden = sides().length < 2;
+  $("second-name").textContent = state.beside;
+  $("chain").setAttribute("aria-pressed", Boolean(chained));
+  for (const [id, shown] of sides()) drawOn($(id), shown, geometry(shown)); // the scroll position may have been cut off
+}
+
+function drawOn(canvas, shown, g) {
+  const dots = window.devicePixelRatio || 1;
   Object.assign(canvas, { width: g.width * dots, height: g.height * dots });
   Object.assign(canvas.style, { width: `${g.width}px`, height: `${g.height}px` });
-  canvas.setAttribute("aria-label", `${document.title}: makespan ${round(played.makespan)}, bubble ${percent(played.bubble)}, peak memory ${round(played.peak)}`);
+  const { name, makespan, bubble, peak } = shown;
+  canvas.setAttribute("aria-label", `${name}, ${document.title}: makespan ${took(makespan)}, bubble ${percent(bubble)}, peak memory ${kept(peak)}`);
   const style = getComputedStyle(document.documentElement);
-  const ink = Object.fromEntries(["ink", "faint", "line", "idle", "frame", "card"].map((id) => [id, style.getPropertyValue(`--${id}`).trim()]));
+  const ids = ["ink", "faint", "line", "idle", "frame", "card", "accent", "chain", "fill"];
+  const ink = Object.fromEntries(ids.map((id) => [id, style.getPropertyValue(`--${id}`).trim()]));
   const pen = canvas.getContext("2d");
   pen.scale(dots, dots);
   pen.font = "12px system-ui, sans-serif";
   pen.textBaseline = "middle";
-  drawLabels(pen, g, ink);
+  drawLabels(pen, g, ink, shown);
   pen.save();
   pen.beginPath();
-  pen.rect(LEFT - 1, 0, g.width - LEFT - RIGHT + 2, g.height);
+  pen.rect(LEFT - 1, 0, g.width - LEFT - g.right + 2, g.height);
   pen.clip();
-  played.schedule.slots.forEach((order, rank) => drawRank(pen, g, ink, order, rank));
-  drawMemory(pen, g, ink);
+  drawIdle(pen, g, ink, shown);
+  shown.schedule.slots.forEach((order, rank) => drawRank(pen, g, ink, shown, order, rank));
+  drawSends(pen, g, ink, shown);
+  drawBound(pen, g, ink, shown);
+  drawMemory(pen, g, ink, shown);
+  drawTimes(pen, g, ink, shown);
+  drawChain(pen, g, ink, shown);
   pen.restore();
 }
 
-function drawLabels(pen, g, ink) {
-  pen.textAlign = "right";
-  played.schedule.slots.forEach((_, rank) => {
-    pen.fillStyle = ink.idle;
-    pen.fillRect(LEFT, rank * g.row + 1, g.width - LEFT - RIGHT, g.row - 2);
+function drawLabels(pen, g, ink, { schedule, idle, memory, peak }) {
+  const beside = g.width - g.right + 6;
+  schedule.slots.forEach((_, rank) => {
+    const row = TOP + (rank + 0.5) * g.row, band = g.rows + BETWEEN + (rank + 0.6) * g.band;
+    pen.textAlign = "right";
     pen.fillStyle = ink.ink;
-    pen.fillText(`rank ${rank}`, LEFT - 8, (rank + 0.5) * g.row);
+    pen.font = "12px system-ui, sans-serif";
+    pen.fillText(`rank ${rank}`, LEFT - 8, row);
+    pen.font = `${Math.min(11, g.band - 1)}px system-ui, sans-serif`;
+    pen.fillText(`rank ${rank}`, LEFT - 8, band);
+    if (g.right < 50) return;
+    pen.textAlign = "left";
+    pen.fillStyle = ink.faint;
+    pen.fillText(`idle ${took(Number(idle[rank].toFixed(9)))}`, beside, row);
+    if (memory[rank].peak === peak) pen.fillStyle = ink.ink;
+    pen.fillText(`peak ${kept(memory[rank].peak)}`, beside, band);
+  });
+  pen.textAlign = "left";
+  pen.fillStyle = ink.faint;
+  pen.font = "11px system-ui, sans-serif";
+  pen.fillText(countsMemory() ? "live activations" : "memory", LEFT, g.rows + BETWEEN / 2);
+}
+
+function drawIdle(pen, g, ink, { schedule, makespan }) {
+  const left = g.x(0), right = g.x(makespan);
+  schedule.slots.forEach((_, rank) => {
+    const top = TOP + rank * g.row + 1, high = g.row - 2;
+    pen.fillStyle = ink.idle;
+    pen.fillRect(left, top, right - left, high);
+    pen.save();
+    pen.beginPath();
+    pen.rect(left, top, right - left, high);
+    pen.clip();
+    pen.strokeStyle = ink.card;
+    pen.lineWidth = 1;
+    pen.beginPath();
+    for (let at = Math.max(left - high, LEFT - high) - (left % 6); at < Math.min(right, g.width); at += 6) {
+      pen.moveTo(at, top + high);
+      pen.lineTo(at + high, top);
+    }
+    pen.stroke();
+    pen.restore();
   });
 }
 
 /** What the pointer follows: a rank's slot's microbatches, as "pipe,microbatch". */
-function trail() {
-  if (!followed) return null;
-  const slot = played.schedule.slots[followed[0]]?.[followed[1]];
-  return slot && new Set(actionsOf(slot).map(([, stage, m]) => `${Math.floor(stage / played.schedule.depth)},${m}`));
+function trail(shown) {
+  if (!followed || followed.of !== shown || followed.links) return null;
+  const slot = shown.schedule.slots[followed.rank]?.[followed.index];
+  return slot && new Set(actionsOf(slot).map(([, stage, m]) => `${Math.floor(stage / shown.schedule.depth)},${m}`));
 }
 
-const actionsOf = (slot) => (slot.length > 3 ? [slot.slice(0, 3), slot.slice(3)] : [slot]);
-
-function drawRank(pen, g, ink, order, rank) {
-  const { schedule, starts, ends } = played, shades = numShades(schedule), seen = trail();
-  const top = rank * g.row + 1, height = g.row - 2;
+function drawRank(pen, g, ink, shown, order, rank) {
+  const { schedule, starts, ends } = shown, shades = numShades(schedule), seen = trail(shown);
+  const top = TOP + rank * g.row + 1, height = g.row - 2;
   order.forEach((slot, index) => {
     const left = g.x(starts[rank][index]), right = g.x(ends[rank][index]);
     if (right < LEFT || left > g.width) return;
@@ -504,51 +452,82 @@ function writeNumber(pen, text, x, y, width, height, fill) {
   pen.fillText(text, x, y + size * 0.06);
 }
 
-function drawMemory(pen, g, ink) {
-  const { memory, peak, makespan, schedule } = played;
-  const bottom = g.rows + BETWEEN + PANEL, most = 1.12 * peak || 1;
-  const y = (amount) => bottom - (PANEL * amount) / most;
-  drawAxes(pen, g, ink, bottom, y);
-  memory.forEach(({ times, amounts }, rank) => {
-    pen.beginPath();
-    pen.moveTo(g.x(0), y(amounts[0]));
-    times.forEach((time, i) => {
-      if (i) pen.lineTo(g.x(time), y(amounts[i - 1]));
-      pen.lineTo(g.x(time), y(amounts[i]));
+/** A thin line for each transfer that takes time, from what made it to where it has arrived. */
+function drawSends(pen, g, ink, { schedule, costs, ends }) {
+  pen.strokeStyle = ink.ink;
+  pen.lineWidth = 0.6;
+  pen.globalAlpha = 0.55;
+  pen.beginPath();
+  schedule.slots.forEach((order, rank) => order.forEach((slot, index) => {
+    const parts = actionsOf(slot), left = g.x(ends[rank][index]);
+    if (left > g.width) return;
+    parts.forEach((action, part) => {
+      const to = sentTo(schedule, action), delay = costs.transfer(rank, to), right = left + delay * g.scale;
+      if (!delay || right < LEFT) return;
+      pen.moveTo(left, TOP + (rank + (part + 0.5) / parts.length) * g.row);
+      pen.lineTo(right, TOP + (to + 0.5) * g.row);
     });
-    pen.lineTo(g.x(makespan), y(amounts.at(-1)));
-    const chosen = followed && followed[0] === rank;
-    pen.strokeStyle = `hsl(${275 - (205 * rank) / Math.max(1, schedule.ranks - 1)} 55% 50%)`;
-    pen.globalAlpha = !followed || chosen ? 1 : 0.25;
-    pen.lineWidth = chosen ? 2.2 : 1.2;
-    pen.stroke();
-  });
+  }));
+  pen.stroke();
   pen.globalAlpha = 1;
 }
 
-function drawAxes(pen, g, ink, bottom, y) {
-  const { peak, makespan } = played;
-  Object.assign(pen, { fillStyle: ink.faint, strokeStyle: ink.line, lineWidth: 1, font: "11px system-ui, sans-serif" });
-  for (const amount of [0, peak]) {
-    pen.beginPath();
-    pen.moveTo(LEFT, y(amount));
-    pen.lineTo(g.width - RIGHT, y(amount));
-    pen.stroke();
-  }
-  const step = niceStep((80 / g.scale) || 1);
-  pen.textAlign = "center";
-  for (let time = 0; time <= makespan * 1.0001; time += step)
-    if (g.x(time) > LEFT - 1) pen.fillText(round(time), g.x(time) + (time ? 0 : 4), bottom + 12);
-  pen.restore();
-  pen.textAlign = "right";
-  pen.fillStyle = ink.faint;
-  pen.fillText(round(peak), LEFT - 8, y(peak));
-  pen.fillText("0", LEFT - 8, y(0));
-  pen.fillText(countsMemory() ? "activ." : "memory", LEFT - 8, (y(0) + y(peak)) / 2);
-  pen.save();
+function drawBound(pen, g, ink, shown) {
+  if (!(shown.bound < shown.makespan * (1 - 1e-9)) || !shown.bound) return;
+  Object.assign(pen, { strokeStyle: ink.chain, fillStyle: ink.chain, lineWidth: 1.2, font: "11px system-ui, sans-serif", textAlign: "right" });
+  const x = g.x(shown.bound);
+  pen.setLineDash([4, 3]);
   pen.beginPath();
-  pen.rect(LEFT - 1, 0, g.width - LEFT - RIGHT + 2, g.height);
-  pen.clip();
+  pen.moveTo(x, TOP - 4);
+  pen.lineTo(x, g.rows);
+  pen.stroke();
+  pen.setLineDash([]);
+  pen.fillText(`proven bound ${took(shown.bound)}`, x - 3, TOP / 2);
+}
+
+/** The slots of a chain framed, and each joined to the one that waits for it. */
+function drawChain(pen, g, ink, shown) {
+  const links = followed?.of === shown && followed.links ? followed.links : shown === played ? chained : null;
+  if (!links?.length) return;
+  const { starts, ends } = shown, middle = (rank) => TOP + (rank + 0.5) * g.row;
+  Object.assign(pen, { strokeStyle: ink.chain, lineWidth: 2 });
+  pen.beginPath();
+  links.forEach(([rank, index], at) => {
+    const left = g.x(starts[rank][index]), right = g.x(ends[rank][index]);
+    pen.rect(left, TOP + rank * g.row + 1, right - left, g.row - 2);
+    if (!at) return;
+    const [later, place] = links[at - 1];
+    pen.moveTo(right, middle(rank));
+    pen.lineTo(g.x(starts[later][place]), middle(later));
+  });
+  pen.stroke();
+}
+
+/** A band for each rank, all to one scale. */
+function drawMemory(pen, g, ink, { memory, peak, makespan }) {
+  memory.forEach(({ times, amounts }, rank) => {
+    const base = g.rows + BETWEEN + (rank + 1) * g.band - 1, y = (amount) => base - ((g.band - 2) * amount) / (peak || 1);
+    pen.beginPath();
+    pen.moveTo(g.x(0), base);
+    times.forEach((time, i) => {
+      pen.lineTo(g.x(time), y(amounts[Math.max(0, i - 1)]));
+      pen.lineTo(g.x(time), y(amounts[i]));
+    });
+    pen.lineTo(g.x(makespan), y(amounts.at(-1)));
+    pen.lineTo(g.x(makespan), base);
+    pen.fillStyle = ink.fill;
+    pen.fill();
+    pen.strokeStyle = ink.faint;
+    pen.lineWidth = 0.7;
+    pen.stroke();
+  });
+}
+
+function drawTimes(pen, g, ink, { makespan }) {
+  const step = niceStep(80 / g.scale || 1), bottom = g.height - AXIS / 2;
+  Object.assign(pen, { fillStyle: ink.faint, font: "11px system-ui, sans-serif", textAlign: "center" });
+  for (let time = 0; time <= makespan * 1.0001; time += step)
+    if (g.x(time) > LEFT - 1) pen.fillText(time ? round(time) : took(0), g.x(time) + (time ? 0 : 12), bottom);
 }
 
 function niceStep(least) {
@@ -559,40 +538,49 @@ function niceStep(least) {
 /* ---- following a microbatch ---- */
 
 function follow(place) {
-  const same = JSON.stringify(place) === JSON.stringify(followed);
-  if (same) return;
+  if (JSON.stringify({ ...place, of: 0 }) === JSON.stringify({ ...followed, of: 0 }) && place?.of === followed?.of) return;
   followed = place;
-  const slot = place && played.schedule.slots[place[0]][place[1]];
-  if (slot) {
-    const [rank, index] = place, { starts, ends, memory } = played;
-    const name = actionsOf(slot).map(([op, stage, m]) => `${stage}${OPS[op]}${m}`).join("+");
-    const kept = memory[rank].amounts[memory[rank].times.findLastIndex((time) => time <= starts[rank][index])];
-    $("readout").textContent = `rank ${rank}: ${name}, from ${round(starts[rank][index])} to ${round(ends[rank][index])}; the rank keeps ${round(kept)}, idles ${round(played.idle[rank])} in all`;
-  }
+  if (place) $("readout").textContent = place.links ? readWait(place) : readSlot(place);
   draw();
 }
 
-function slotAt(event) {
-  const g = geometry(), box = $("canvas").getBoundingClientRect();
-  const rank = Math.floor((event.clientY - box.top) / g.row), x = event.clientX - box.left;
-  if (!(rank in played.schedule.slots)) return null;
-  const index = played.ends[rank].findIndex((end, i) => g.x(end) > x && g.x(played.starts[rank][i]) <= x);
-  return index < 0 ? null : [rank, index];
+function readSlot({ of, rank, index }) {
+  const { starts, ends, memory, idle, schedule } = of, start = starts[rank][index], { times, amounts } = memory[rank];
+  const keeps = amounts[times.findLastIndex((time) => time <= start)];
+  return `rank ${rank}: ${spelt(schedule.slots[rank][index])}, from ${round(start)} to ${took(ends[rank][index])}; ` +
+    `the rank keeps ${kept(keeps)}, idles ${took(idle[rank])} in all`;
+}
+
+function readWait({ of, rank, links }) {
+  const told = links.map(([r, i]) => `rank ${r}'s ${spelt(of.schedule.slots[r][i])}`), shown = told.slice(1, 8).join(", that for ");
+  return `rank ${rank} idles: ${told[0]} waits for ${shown}${told.length > 8 ? " and so on" : ""}`;
+}
+
+function placeAt(event, shown, canvas) {
+  const g = geometry(shown), box = canvas.getBoundingClientRect();
+  const rank = Math.floor((event.clientY - box.top - TOP) / g.row), x = event.clientX - box.left, time = (x - g.x(0)) / g.scale;
+  if (!(rank in shown.schedule.slots) || time < 0 || time > shown.makespan) return null;
+  const index = shown.ends[rank].findIndex((end, i) => end > time && shown.starts[rank][i] <= time);
+  if (index >= 0) return { of: shown, rank, index };
+  const links = whyIdle(shown, rank, time);
+  return links.length > 1 ? { of: shown, rank, links } : null;
 }
 
 function walk(event) {
-  const [rank, index] = followed || [0, -1], { slots } = played.schedule;
+  const { rank, index } = followed?.index !== undefined ? followed : { rank: 0, index: -1 }, { slots } = played.schedule;
   const to = { ArrowRight: [rank, index + 1], ArrowLeft: [rank, index - 1], ArrowDown: [rank + 1, index], ArrowUp: [rank - 1, index] }[event.key];
   if (event.key === "Escape") follow(null);
   if (!to) return;
   event.preventDefault();
   const on = Math.max(0, Math.min(slots.length - 1, to[0]));
-  follow([on, Math.max(0, Math.min(slots[on].length - 1, to[1]))]);
+  follow({ of: played, rank: on, index: Math.max(0, Math.min(slots[on].length - 1, to[1])) });
 }
 
 function listen() {
-  $("canvas").onmousemove = (event) => follow(slotAt(event));
-  $("canvas").onmouseleave = () => follow(null);
+  for (const id of ["canvas", "second"]) {
+    $(id).onmousemove = (event) => follow(placeAt(event, id === "canvas" ? played : second, $(id)));
+    $(id).onmouseleave = () => follow(null);
+  }
   $("canvas").onblur = () => follow(null);
   $("canvas").onkeydown = walk;
   $("scroller").onscroll = draw;
@@ -602,36 +590,22 @@ function listen() {
     root.dataset.theme = root.dataset.theme === "dark" ? "light" : "dark";
     draw();
   };
+  $("chain").onclick = () => { chained = chained ? null : criticalPath(played); draw(); };
   document.body.ondragover = (event) => event.preventDefault();
   document.body.ondrop = drop;
-  $("save-json").onclick = () => save(`${played.name}.json`, new Blob([toJson()], { type: "application/json" }));
-  $("save-png").onclick = () => $("canvas").toBlob((blob) => save(`${played.name}.png`, blob));
+  $("save-json").onclick = () => save(`${played.name}.json`, new Blob([writeSchedule(played)], { type: "application/json" }));
+  $("save-png").onclick = () => picture().toBlob((blob) => save(`${played.name}.png`, blob));
   window.onresize = draw;
   window.onhashchange = () => { state = fromFragment(location.hash.slice(1)); update(); };
 }
 
 /* ---- files in and out ---- */
 
-/** A schedule in the JSON that `dualpipe show --json` writes, as the page's own; throws what is wrong. */
-function readSchedule(text) {
-  const { name, pipes, orders, num_microbatches } = JSON.parse(text);
-  if (typeof name !== "string" || !Array.isArray(pipes) || !Array.isArray(orders) || !num_microbatches)
-    throw new Error("no schedule; give a file that dualpipe show --json wrote");
-  const rankOf = pipes.flat(), depth = pipes[0].length;
-  const slots = orders.map((order) => order.map((slot) => slot.split("+").flatMap((text) => {
-    const [, stage, op, microbatch] = text.match(/^(\d+)([FBIW])(\d+)$/) || [];
-    if (op === undefined || !(Number(stage) in rankOf)) throw new Error(`not an action: ${text}`);
-    return [OPS.indexOf(op), Number(stage), Number(microbatch)];
-  })));
-  const held = orders.map((_, rank) => [...rankOf.keys()].filter((stage) => rankOf[stage] === rank));
-  const count = num_microbatches / pipes.length, ranks = orders.length;
-  return { name, microbatches: num_microbatches, pipes, depth, rankOf, held, slots, count, ranks, parts: depth / ranks };
-}
-
 function takeIn(text) {
   const schedule = readSchedule(text), { ranks, microbatches } = schedule;
   const name = Object.hasOwn(data.schedules, schedule.name) ? `${schedule.name}, as given` : schedule.name;
-  if (!Object.hasOwn(data.schedules, name)) $("schedule").append(make("option", { value: name }, name));
+  if (!Object.hasOwn(data.schedules, name))
+    for (const id of ["schedule", "beside"]) $(id).append(make("option", { value: name }, name));
   Object.defineProperty(data.schedules, name, { value: {}, enumerable: true, configurable: true });
   decoded.set(`${name},${ranks},${microbatches}`, schedule);
   if (!data.points.some(([r, m]) => r === ranks && m === microbatches)) data.points.push([ranks, microbatches]);
@@ -652,17 +626,34 @@ function save(name, blob) {
   setTimeout(() => URL.revokeObjectURL(link.href));
 }
 
-function toJson() {
-  const { schedule, name } = played;
-  const orders = schedule.slots.map((order) => order.map((slot) =>
-    actionsOf(slot).map(([op, stage, m]) => `${stage}${OPS[op]}${m}`).join("+")));
-  return JSON.stringify({ name, num_microbatches: schedule.count * schedule.pipes.length, pipes: schedule.pipes, orders });
+/** The whole step at the zoom that is chosen, not only the part that is scrolled to; with what it is written below. */
+function picture() {
+  const parts = sides().map(([, shown]) => {
+    const canvas = make("canvas");
+    drawOn(canvas, shown, geometry(shown, true));
+    return [canvas, `${shown.name}, ${state.ranks} ranks, ${state.microbatches} microbatches: makespan ${took(shown.makespan)}, bubble ${percent(shown.bubble)}`];
+  });
+  const head = 24 * (window.devicePixelRatio || 1), width = Math.max(...parts.map(([canvas]) => canvas.width));
+  const all = make("canvas", { width, height: parts.reduce((sum, [canvas]) => sum + canvas.height + head, 0) }), pen = all.getContext("2d");
+  const style = getComputedStyle(document.documentElement);
+  pen.fillStyle = style.getPropertyValue("--card");
+  pen.fillRect(0, 0, all.width, all.height);
+  let top = 0;
+  for (const [canvas, title] of parts) {
+    Object.assign(pen, { fillStyle: style.getPropertyValue("--ink"), font: `600 ${head * 0.6}px system-ui, sans-serif`, textBaseline: "middle" });
+    pen.fillText(title, 8, top + head / 2);
+    pen.drawImage(canvas, 0, top + head);
+    top += canvas.height + head;
+  }
+  return all;
 }
 
 async function main() {
   document.documentElement.dataset.theme = matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light";
   data = await unpack($("payload").textContent);
   state = fromFragment(location.hash.slice(1));
+  const same = Object.keys(data.start).every((id) => ["beside", "jitter"].includes(id) || state[id] === data.start[id]);
+  chained = same && data.chain.length ? data.chain : null;
   buildControls();
   listen();
   update();

@@ -2,14 +2,18 @@
 
 import base64
 import dataclasses
+import functools
+import inspect
 import json
 import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from dualpipe_jax.schedule.blame import Link
 from dualpipe_jax.schedule.costs import CostModel, MemoryModel
 from dualpipe_jax.schedule.formats.colours import COLOURS, NAMES
+from dualpipe_jax.schedule.formats.numbers import Units
 from dualpipe_jax.schedule.ir import Op, Schedule, Slot
 from dualpipe_jax.schedule.recipes import ALL_SCHEDULES, Recipe, dualpipe
 
@@ -31,6 +35,8 @@ def html_page(
     memory: MemoryModel | None = None,
     *,
     recipes: Iterable[Recipe] | None = None,
+    units: Units | None = None,
+    chain: Sequence[Link] | None = None,
 ) -> str:
     """A page with sliders for ranks, microbatches, costs and memory; shows the step that they make.
 
@@ -44,17 +50,21 @@ def html_page(
         20 microbatches if left out. Up to the largest of the counts above, its own are added to them.
       costs: at first, of a rank's whole share of the model: each of its k stages in a pipe takes 1/k.
       memory: likewise.
+      units: of the costs and sizes.
+      chain: slots of the schedule that wait for each other, from ``blame``, to be marked until something changes.
       recipes: functions of (num_ranks, num_microbatches); ALL_SCHEDULES if left out.
 
     Returns:
       The page's HTML: a few seconds' work, some hundred kilobytes.
     """
-    recipes = ALL_SCHEDULES if recipes is None else tuple(recipes)
+    recipes = tuple(_finer(ALL_SCHEDULES)) if recipes is None else tuple(recipes)
     shown = dualpipe(8, 20) if schedule is None else schedule
     payload = _payload(shown, costs or CostModel(), memory or MemoryModel(), recipes)
+    payload["units"] = dataclasses.asdict(units or Units())
+    payload["chain"] = [(link.rank, shown.orders[link.rank].index(link.slot)) for link in chain or ()]
     packed = base64.b64encode(zlib.compress(json.dumps(payload, separators=(",", ":")).encode(), 9)).decode()
     page = _HERE.joinpath("page.html").read_text(encoding="utf-8")
-    for place, name in (("@STYLE@", "page.css"), ("@SCRIPT@", "page.js")):
+    for place, name in (("@STYLE@", "page.css"), ("@PLAYER@", "player.js"), ("@SCRIPT@", "page.js")):
         page = page.replace(place, _HERE.joinpath(name).read_text(encoding="utf-8").rstrip())
     return page.replace("@PAYLOAD@", packed)
 
@@ -87,9 +97,21 @@ def _payload(
         "colours": [COLOURS[op] for op in _OPS],
         "names": [NAMES[op] for op in _OPS],
         "extra": [(stage, *more) for stage, more in costs.extra.items()],
+        "kept": list(memory.extra.items()),
         "presets": presets(),
         "start": _start(name, counts, costs, memory),
     }
+
+
+def _finer(recipes: Iterable[Recipe]) -> Iterator[Recipe]:
+    """Recipes, and beside each that cuts the model at will what it makes of four stages a rank."""
+    for recipe in recipes:
+        yield recipe
+        if "num_stages_per_rank" in inspect.signature(recipe).parameters:
+            made = functools.partial(recipe, **{"num_stages_per_rank": 4})
+            functools.update_wrapper(made, recipe)
+            made.__name__ = f"{recipe.__name__}, 4 stages a rank"  # type: ignore[attr-defined]
+            yield made
 
 
 def presets() -> list[tuple[str, dict[str, float], str]]:
@@ -117,6 +139,7 @@ def presets() -> list[tuple[str, dict[str, float], str]]:
 
 def _start(name: str, counts: tuple[int, int], costs: CostModel, memory: MemoryModel) -> dict[str, Any]:
     together = costs.F + costs.I + costs.W
+    sizes = {name: size for name, size in dataclasses.asdict(memory).items() if name != "extra"}
     return {
         "schedule": name,
         "ranks": counts[0],
@@ -126,9 +149,13 @@ def _start(name: str, counts: tuple[int, int], costs: CostModel, memory: MemoryM
         "W": costs.W,
         "pair": costs.FB / together if together else 1.0,
         "send": costs.send,
+        "inside": costs.send if costs.send_inside is None else costs.send_inside,
+        "node": 1 if costs.send_inside is None else costs.ranks_per_node,
         "blocking": costs.blocking,
         "head": 0.0,
-        **dataclasses.asdict(memory),
+        "jitter": 0.0,
+        "beside": "",
+        **sizes,
     }
 
 
@@ -161,12 +188,13 @@ def _entry(made: Schedule | str) -> Mapping[str, Any] | str:
 def encode(order: Iterable[Slot], held: tuple[int, ...]) -> str:
     """An order as text: a letter for each action, ``+`` between the two of a pair.
 
-    The letter tells op and local stage: F B I W of the rank's first stage are A B C D, of its second
-    E F G H. The microbatch is the one after the letter's last, from 0, unless its number follows.
+        The letter tells op and local stage: F B I W of the rank's first stage are A B C D, of its second
+        E F G H. The microbatch is the one after the letter's last, from 0, unless its number follows.
 
-    >>> from dualpipe_jax.schedule.ir import Action
-    >>> encode(((Action(2, Op.F, 0),), (Action(2, Op.F, 1), Action(5, Op.B, 3))), (2, 5))
-    'AA+F3'
+        >>> from dualpipe_jax.schedule.formats.numbers import Units
+    from dualpipe_jax.schedule.ir import Action
+        >>> encode(((Action(2, Op.F, 0),), (Action(2, Op.F, 1), Action(5, Op.B, 3))), (2, 5))
+        'AA+F3'
     """
     letters = {
         (stage, op): chr(65 + 4 * local + number)

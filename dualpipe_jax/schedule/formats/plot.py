@@ -1,25 +1,28 @@
 """A simulated step as a picture, in the manner of DualPipe's figure in the DeepSeek-V3 technical report."""
 
 import dataclasses
+import itertools
 import math
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dualpipe_jax.schedule.costs import CostModel, MemoryModel
+from dualpipe_jax.schedule.blame import Link
+from dualpipe_jax.schedule.costs import HAIR, MemoryModel
 from dualpipe_jax.schedule.formats.colours import NAMES, colours, is_dark, num_shades, shade, shade_names
+from dualpipe_jax.schedule.formats.numbers import Units, describe, percent
 from dualpipe_jax.schedule.ir import Action, Op
 from dualpipe_jax.schedule.optimize.bounds import bound_of_stages
-from dualpipe_jax.schedule.simulate import Timeline
+from dualpipe_jax.schedule.simulate import Timeline, sent_to
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-_INK, _FAINT = "#1c1c22", "#8a8a94"
+_INK, _FAINT, _CHAIN = "#1c1c22", "#8a8a94", "#e3007b"
 _IDLE, _IDLE_LINES, _FILL = "#e9e9ee", "#c3c3cd", "#9db4d8"
-_ROW, _BAND, _LEFT, _RIGHT, _HEAD, _FOOT = 0.34, 0.24, 0.75, 0.85, 0.78, 0.95  # inches
+_ROW, _BAND, _LEFT, _RIGHT, _HEAD, _FOOT = 0.34, 0.24, 0.75, 1.0, 0.92, 1.1  # inches
 _SMALLEST, _LARGEST = 1.8, 8.0  # points of a number in a box
 _POINTS = 72
 
@@ -30,6 +33,8 @@ def plot(
     *,
     memory: MemoryModel | None = None,
     memory_label: str | None = None,
+    units: Units | None = None,
+    chain: Sequence[Link] | None = None,
 ) -> "Figure":
     """Draw a simulated step: one row for each rank, time to the right, and below it a band for what it keeps.
 
@@ -46,6 +51,9 @@ def plot(
       memory: sizes for one stage, for the second panel; live activations, that of a rank's whole share
         of the model as the unit, if left out.
       memory_label: what the second panel's axis says.
+      units: of times and sizes, written where they stand.
+      chain: slots that wait for each other, from ``blame.critical_path`` or ``blame.why_idle``: they are framed, and
+        lines lead from one to the next.
 
     Raises:
       ValueError: if the path ends in neither .svg nor .png.
@@ -64,6 +72,7 @@ def plot(
         ) from error
     label = memory_label or ("live activations" if memory is None else "memory")
     sizes = MemoryModel().for_schedule(timeline.schedule) if memory is None else memory
+    units = units or Units()
     width, dots = _size(timeline)
     rows, bands = (inches * timeline.schedule.num_ranks for inches in (_ROW, _BAND))
     height = _HEAD + rows + 0.3 + bands + _FOOT
@@ -72,10 +81,11 @@ def plot(
     grid = figure.add_axes((across[0], 1 - (_HEAD + rows) / height, across[1], rows / height))
     below = figure.add_axes((across[0], _FOOT / height, across[1], bands / height), sharex=grid)
     kept = [timeline.memory_over_time(rank, sizes) for rank in range(timeline.schedule.num_ranks)]
-    _draw_grid(grid, timeline, (width - _LEFT - _RIGHT) * _POINTS / (timeline.makespan or 1))
-    _draw_memory(below, timeline, kept, label)
-    _write_head(figure, timeline, f"{label} {_number(max(max(amounts) for _, amounts in kept))}")
-    _add_legend(figure, timeline)
+    _draw_grid(grid, timeline, (width - _LEFT - _RIGHT) * _POINTS / (timeline.makespan or 1), units)
+    _draw_chain(grid, chain or ())
+    _draw_memory(below, timeline, kept, label, units)
+    _write_head(figure, timeline, f"{label} {units.size(max(max(amounts) for _, amounts in kept))}", units)
+    _add_legend(figure, timeline, bool(chain))
     if path is not None:
         _save(figure, Path(path))
     return figure
@@ -101,7 +111,7 @@ def _boxes(timeline: Timeline) -> Iterator[_Box]:
                 yield _Box(action, start, end, rank + part / len(slot), 1 / len(slot))
 
 
-def _draw_idle(axes: "Axes", timeline: Timeline) -> None:
+def _draw_idle(axes: "Axes", timeline: Timeline, units: Units) -> None:
     """Hatch the time in which each rank waits, and write its sum beside the row."""
     from matplotlib import rc_context
     from matplotlib.collections import PolyCollection
@@ -110,9 +120,9 @@ def _draw_idle(axes: "Axes", timeline: Timeline) -> None:
     for rank, (starts, ends) in enumerate(zip(timeline.starts, timeline.ends, strict=True)):
         edges = zip([0.0, *ends], [*starts, timeline.makespan], strict=True)
         gaps += [
-            _corners(end, start, rank, 1) for end, start in edges if start - end > 1e-9 * timeline.makespan
+            _corners(end, start, rank, 1) for end, start in edges if start - end > HAIR * timeline.makespan
         ]
-        _write_beside(axes, rank, f"idle {_number(timeline.idle[rank] + 0.0)}", _FAINT)
+        _write_beside(axes, rank, f"idle {units.duration(timeline.idle[rank])}", _FAINT)
     if gaps:
         with rc_context({"hatch.linewidth": 0.5}):
             axes.add_collection(
@@ -126,31 +136,44 @@ def _draw_sends(axes: "Axes", timeline: Timeline) -> None:
     """A thin line for each transfer, from the end of what made it to where it has arrived."""
     from matplotlib.collections import LineCollection
 
-    placement, send = timeline.schedule.placement, timeline.costs.send
+    placement = timeline.schedule.placement
     lines = []
-    for box in _boxes(timeline) if send else ():
-        stage, op, _ = box.action
-        step = 1 if op is Op.F else -1
-        leaves = placement.is_last(stage) if op is Op.F else placement.is_first(stage)
-        if op is Op.W or leaves or placement.rank_of[stage + step] == placement.rank_of[stage]:
-            continue
-        middle = box.top + box.height / 2
-        lines.append([(box.end, middle), (box.end + send, placement.rank_of[stage + step] + 0.5)])
+    for box in _boxes(timeline):
+        to = sent_to(placement, box.action)
+        if took := timeline.costs.transfer(placement.rank_of[box.action.stage], to):
+            lines.append([(box.end, box.top + box.height / 2), (box.end + took, to + 0.5)])
     if lines:
         axes.add_collection(
             LineCollection(lines, gid="sends", colors=_INK, linewidths=0.4, alpha=0.5, zorder=3)
         )
 
 
-def _draw_bound(axes: "Axes", timeline: Timeline) -> None:
+def _draw_chain(axes: "Axes", chain: Sequence[Link]) -> None:
+    """Frame the slots of a chain, and join each to the one that waits for it."""
+    from matplotlib.collections import LineCollection, PolyCollection
+
+    if not chain:
+        return
+    frames = [_corners(link.start, link.end, link.rank, 1) for link in chain]
+    axes.add_collection(
+        PolyCollection(frames, gid="chain", facecolors="none", edgecolors=_CHAIN, linewidths=1.6, zorder=4)
+    )
+    joints = [
+        [(before.end, before.rank + 0.5), (link.start, link.rank + 0.5)]
+        for link, before in itertools.pairwise(chain)
+    ]
+    axes.add_collection(LineCollection(joints, gid="chain joints", colors=_CHAIN, linewidths=1.2, zorder=4))
+
+
+def _draw_bound(axes: "Axes", timeline: Timeline, units: Units) -> None:
     schedule = timeline.schedule
     bound = bound_of_stages(
         schedule.placement, schedule.num_microbatches, timeline.costs, math.inf, MemoryModel()
     )
-    if 0 < bound < timeline.makespan * (1 - 1e-9):
+    if 0 < bound < timeline.makespan * (1 - HAIR):
         axes.axvline(bound, color="#c2185b", linewidth=1.1, linestyle=(0, (3, 2)), gid="bound")
         axes.annotate(
-            f"proven bound {_number(bound)}",
+            f"proven bound {units.duration(bound)}",
             (bound, 0),
             (-2, 3),
             textcoords="offset points",
@@ -161,9 +184,9 @@ def _draw_bound(axes: "Axes", timeline: Timeline) -> None:
         )
 
 
-def _draw_grid(axes: "Axes", timeline: Timeline, points: float) -> None:
+def _draw_grid(axes: "Axes", timeline: Timeline, points: float, units: Units) -> None:
     """``points`` of the page to one unit of time."""
-    _draw_idle(axes, timeline)
+    _draw_idle(axes, timeline, units)
     placement = timeline.schedule.placement
     groups: dict[tuple[Op, int], list[_Box]] = defaultdict(list)
     for box in _boxes(timeline):
@@ -179,7 +202,7 @@ def _draw_grid(axes: "Axes", timeline: Timeline, points: float) -> None:
         line = min(0.9, 0.12 * points * min(box.end - box.start for box in framed))
         _draw_boxes(axes, framed, "pairs", facecolors="none", edgecolors=_INK, linewidths=line)
     _draw_sends(axes, timeline)
-    _draw_bound(axes, timeline)
+    _draw_bound(axes, timeline, units)
     _tidy_grid(axes, timeline)
 
 
@@ -238,7 +261,9 @@ def _write_beside(axes: "Axes", rank: int, text: str, colour: str) -> None:
     )
 
 
-def _draw_memory(axes: "Axes", timeline: Timeline, kept: Sequence[tuple[Any, Any]], label: str) -> None:
+def _draw_memory(
+    axes: "Axes", timeline: Timeline, kept: Sequence[tuple[Any, Any]], label: str, units: Units
+) -> None:
     """A band for each rank, all to one scale, so that none lies under another."""
     ranks = len(kept)
     most = max(max(amounts) for _, amounts in kept) or 1.0
@@ -249,42 +274,35 @@ def _draw_memory(axes: "Axes", timeline: Timeline, kept: Sequence[tuple[Any, Any
         axes.fill_between(until, heights, base, step="post", color=_FILL, linewidth=0)
         peak = max(amounts)
         axes.step(until, heights, where="post", color=_INK, linewidth=0.7, label=f"rank {rank}")
-        _write_beside(axes, rank, f"peak {_number(peak)}", _INK if peak >= most * (1 - 1e-9) else _FAINT)
+        _write_beside(axes, rank, f"peak {units.size(peak)}", _INK if peak >= most * (1 - HAIR) else _FAINT)
     axes.set_ylim(ranks, 0)
     axes.set_yticks([rank + 0.5 for rank in range(ranks)], [f"rank {rank}" for rank in range(ranks)])
     axes.set_title(
         f"{label}, all ranks to one scale", size=8.5, color=_INK, loc="left", pad=2, parse_math=False
     )
-    axes.set_xlabel("time", size=8.5, color=_INK)
+    axes.set_xlabel(units.of_time("time"), size=8.5, color=_INK)
     axes.tick_params(labelsize=8, colors=_INK)
     axes.tick_params(axis="y", length=0)
     for side in ("top", "right", "left"):
         axes.spines[side].set_visible(False)
 
 
-def _write_head(figure: "Figure", timeline: Timeline, peak: str) -> None:
+def _write_head(figure: "Figure", timeline: Timeline, peak: str, units: Units) -> None:
     width, height = figure.get_size_inches()
     schedule = timeline.schedule
     ranks, microbatches = schedule.num_ranks, schedule.num_microbatches
     title = f"{schedule.name}   {_count(ranks, 'rank')}, {_count(microbatches, 'microbatch', 'es')}"
-    facts = f"bubble {timeline.bubble:.1%}   makespan {_number(timeline.makespan)}   peak {peak}"
+    facts = f"bubble {percent(timeline.bubble)}   makespan {units.duration(timeline.makespan)}   peak {peak}"
     left = _LEFT / width
     figure.text(
         left, 1 - 0.2 / height, title, size=12.5, weight="bold", color=_INK, va="top", parse_math=False
     )
     figure.text(left, 1 - 0.47 / height, facts, size=10, color=_INK, va="top", parse_math=False)
-    figure.text(
-        1 - _RIGHT / width,
-        1 - 0.47 / height,
-        _describe(timeline.costs),
-        size=8.5,
-        color=_FAINT,
-        va="top",
-        ha="right",
-    )
+    cost = f"cost of a stage: {describe(timeline.costs, units)}"
+    figure.text(left, 1 - 0.68 / height, cost, size=8.5, color=_FAINT, va="top", parse_math=False)
 
 
-def _add_legend(figure: "Figure", timeline: Timeline) -> None:
+def _add_legend(figure: "Figure", timeline: Timeline, chained: bool) -> None:
     from matplotlib.legend_handler import HandlerTuple
     from matplotlib.patches import Patch
 
@@ -298,8 +316,10 @@ def _add_legend(figure: "Figure", timeline: Timeline) -> None:
     ]
     if any(len(slot) == 2 for order in schedule.orders for slot in order):
         entries.append((Patch(facecolor="none", edgecolor=_INK), "overlapped pair"))
-    if max(timeline.idle) > 1e-9 * timeline.makespan:
+    if max(timeline.idle) > HAIR * timeline.makespan:
         entries.append((Patch(facecolor=_IDLE, edgecolor=_IDLE_LINES, hatch="////", linewidth=0), "idle"))
+    if chained:
+        entries.append((Patch(facecolor="none", edgecolor=_CHAIN, linewidth=1.6), "waits for the one before"))
     if shades > 1:
         names = ", ".join(shade_names(schedule.placement))
         greys = tuple(Patch(color=str(0.82 - 0.42 * at / (shades - 1))) for at in range(shades))
@@ -308,7 +328,7 @@ def _add_legend(figure: "Figure", timeline: Timeline) -> None:
         *zip(*entries, strict=True),
         loc="lower left",
         bbox_to_anchor=((_LEFT - 0.1) / figure.get_figwidth(), 0.02),
-        ncols=len(entries),
+        ncols=min(len(entries), int(figure.get_figwidth() / 1.65)),
         frameon=False,
         fontsize=8.5,
         handlelength=0.9 + 0.45 * min(shades, 4),
@@ -338,14 +358,5 @@ def _size(timeline: Timeline) -> tuple[float, float]:
     return width + _LEFT + _RIGHT, 160 if width < 20 else 110
 
 
-def _describe(costs: CostModel) -> str:
-    text = f"cost of a stage: F {costs.F:.4g}   I {costs.I:.4g}   W {costs.W:.4g}   pair {costs.FB:.4g}"
-    return text + (f"   send {costs.send:.4g}" if costs.send else "")
-
-
 def _count(number: int, what: str, plural: str = "s") -> str:
     return f"{number} {what}{plural if number != 1 else ''}"
-
-
-def _number(value: float) -> str:
-    return f"{value:,.4g}" if abs(value) < 1e4 else f"{value:.3g}"

@@ -1,9 +1,10 @@
 """A simulated step as a trace that Perfetto (ui.perfetto.dev) and chrome://tracing open."""
 
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
+from dualpipe_jax.schedule.blame import Link
 from dualpipe_jax.schedule.dataflow import made_by, needed_by
 from dualpipe_jax.schedule.ir import Action, Op, Placement, Slot
 from dualpipe_jax.schedule.simulate import Timeline
@@ -13,17 +14,23 @@ _Event = dict[str, Any]
 _Microseconds = Callable[[float], int]
 """From the timeline's time to the trace's."""
 
-_WORK, _SENDS, _MEMORY = 1, 2, 3
+_WORK, _SENDS, _MEMORY, _CHAIN = 1, 2, 3, 4
 """The trace's processes: groups of rows. To viewers, 0 is the kernel's idle process, which they hide."""
 
-_FIRST_ROW = 4
+_FIRST_ROW = 5
 """Rows are threads, numbered after the processes, whose main threads they would be taken for otherwise."""
 
 _COLOURS = {"F": "rail_idle", "B": "rail_load", "I": "good", "W": "rail_response", "FB": "rail_animation"}
 """chrome://tracing's names. Perfetto colours by a slice's name without its digits: by op, as it happens."""
 
 
-def to_chrome_trace(timeline: Timeline, unit_us: float = 1000.0) -> dict[str, Any]:
+MICROSECONDS = {"": 1000.0, "s": 1e6, "ms": 1000.0, "us": 1.0}
+"""Of the units of time that a trace can show as what they are; a unit of no name is shown as a millisecond."""
+
+
+def to_chrome_trace(
+    timeline: Timeline, unit_us: float = MICROSECONDS[""], *, chain: Sequence[Link] | None = None
+) -> dict[str, Any]:
     """Draw a simulated step in the Chrome trace event format; ``json.dump`` it to a file and open that.
 
     One row for each rank, named "rank 0", with a slice for each slot: ``0F3``, or ``0F3+7B1`` for a pair. A
@@ -37,6 +44,7 @@ def to_chrome_trace(timeline: Timeline, unit_us: float = 1000.0) -> dict[str, An
       unit_us: microseconds of the trace for one unit of time of the timeline. The trace's times are whole
         microseconds, so that neighbours meet and never overlap; choose it large enough for the shortest
         slot to be seen.
+      chain: slots that wait for each other, from ``blame``; they are shown in a row of their own, too.
 
     Raises:
       ValueError: if ``unit_us`` is not above 0.
@@ -48,6 +56,11 @@ def to_chrome_trace(timeline: Timeline, unit_us: float = 1000.0) -> dict[str, An
         return round(time * unit_us)
 
     events = [*_slices(timeline, us), *_sends(timeline, us), *_counters(timeline, us), *_arrows(timeline, us)]
+    for link in chain or ():
+        name = f"{'+'.join(map(str, link.slot))} on rank {link.rank}"
+        events.append(
+            _slice(_CHAIN, _CHAIN, name, "chain", (us(link.start), us(link.end)), {"rank": link.rank})
+        )
     events.sort(key=lambda event: event["ts"])  # stable: a slice stands before the arrow that it is bound to
     schedule = timeline.schedule
     return {
@@ -108,14 +121,14 @@ def _arrows(timeline: Timeline, us: _Microseconds) -> Iterator[_Event]:
 
 def _sends(timeline: Timeline, us: _Microseconds) -> Iterator[_Event]:
     """A slice for each transfer, in the first of its rank's rows where there is room."""
-    if not timeline.costs.send:
+    if not timeline.costs.dearest_send:
         return
     ranks, placement = timeline.schedule.num_ranks, timeline.schedule.placement
     busy_until: dict[int, int] = {}
     transfers = sorted(_transfers(timeline), key=lambda t: timeline.ends[t[0][0]][t[0][1]])
     for (rank, index), (reader, _), action in transfers:
         end = timeline.ends[rank][index]
-        span = us(end), us(end + timeline.costs.send)
+        span = us(end), us(end + timeline.costs.transfer(rank, reader))
         rows = range(_FIRST_ROW + ranks + rank, sys.maxsize, ranks)  # the first ``ranks`` rows are the work's
         row = next(row for row in rows if busy_until.get(row, 0) <= span[0])
         busy_until[row] = span[1]
@@ -152,12 +165,19 @@ def _counters(timeline: Timeline, us: _Microseconds) -> Iterator[_Event]:
 def _labels(timeline: Timeline, events: Iterable[_Event]) -> Iterator[_Event]:
     ranks = timeline.schedule.num_ranks
     rows = sorted({(event["pid"], event["tid"]) for event in events if event["ph"] == "X"})
-    groups = {_WORK: timeline.schedule.name, _SENDS: "sends", _MEMORY: "live activations"}
+    groups = {
+        _WORK: timeline.schedule.name,
+        _SENDS: "sends",
+        _MEMORY: "live activations",
+        _CHAIN: "what waits for what",
+    }
     for process in sorted({process for process, _ in rows} | {_MEMORY}):
         named = {"ph": "M", "pid": process}
         yield named | {"name": "process_name", "args": {"name": groups[process]}}
         yield named | {"name": "process_sort_index", "args": {"sort_index": process}}
     for process, row in rows:
+        if process == _CHAIN:
+            continue
         lane, rank = divmod(row - _FIRST_ROW, ranks)
         name = f"rank {rank}" + (f" ({lane})" if lane > 1 else "")
         named = {"ph": "M", "pid": process, "tid": row}

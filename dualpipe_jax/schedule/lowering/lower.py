@@ -75,6 +75,7 @@ class TickTable:
       1. the channels start to send what the rank produced in the tick before;
       2. the rank runs its one unit, if it has one;
       3. what the channels brought is written to the arrival slots of the row.
+
     So what tick t produces is used in tick t + 2 on another rank; on the same rank (a turnaround of a V) it is handed
     over at once, and may be used in tick t + 1.
 
@@ -90,7 +91,7 @@ class TickTable:
       hands_over: of "x" and "dy" those into which some rank writes for a next stage of its own.
       keeps: what was asked for.
 
-    Columns (F_...: of the forward; G_...: of the backward, which is a B, I or W):
+    Columns (``F_...``: of the forward; ``G_...``: of the backward, which is a B, I or W):
       unit: its number; -1 for none.
       F_microbatch, G_microbatch: number in the whole batch.   F_stage, G_stage: number in the model.
       F_x: slot of the stage's input, unless the stage is the first.   F_POOL: slots that it fills.
@@ -127,7 +128,7 @@ class TickTable:
         """How long the table takes when each unit takes its cost and empty ticks take nothing.
 
         A rank starts tick t + 1 when its own work of tick t is done and what its neighbours sent at
-        the start of tick t, ``costs.send`` ago, has arrived.
+        the start of tick t has arrived.
         """
         placement = self.schedule.placement
         alone = {"F": costs.F, "B": costs.B, "I": costs.I, "W": costs.W, "FB": costs.FB}
@@ -144,7 +145,7 @@ class TickTable:
                     )
                     cost[rank, number] = alone[op] + ahead + back
         ranks = np.arange(self.schedule.num_ranks)
-        return makespan(cost[ranks, self.column("unit")], self.channels, costs.send)
+        return makespan(cost[ranks, self.column("unit")], self.channels, costs)
 
 
 def lower(schedule: Schedule, costs: CostModel | None = None, keeps: Keeps | None = None) -> TickTable:

@@ -24,7 +24,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from dualpipe_jax.schedule.costs import CostModel
+from dualpipe_jax.schedule.costs import HAIR, CostModel
 from dualpipe_jax.schedule.lowering.flat import Channel, Flat, channels, topological
 
 _CHAIN = 256
@@ -46,11 +46,11 @@ def place(flat: Flat, costs: CostModel, rounds: int = 4) -> np.ndarray:
     def score(ticks: np.ndarray) -> tuple[float, int]:
         work = np.zeros((int(ticks.max(initial=-1)) + 1, flat.schedule.num_ranks))
         work[ticks, flat.rank] = cost
-        return float(f"{makespan(work, permutes, costs.send):.9g}"), len(work)
+        return float(f"{makespan(work, permutes, costs):.9g}"), len(work)
 
     best, best_score = early, score(early)
     fewest = best_score[1]
-    for send in dict.fromkeys((0.0, costs.send)):
+    for send in dict.fromkeys((0.0, costs.dearest_send)):
         timeline = _Timeline(flat, ordered, cost, send, permutes)
         for _ in range(rounds):
             reached = best_score[0] <= timeline.makespan + timeline.eps
@@ -88,7 +88,7 @@ class _Timeline:
         self.begin, self.rank = flat.begin.tolist(), flat.rank.tolist()
         self.cost, self.send = cost.tolist(), send
         num_slots, num_ranks = flat.num_slots, flat.schedule.num_ranks
-        self.eps = 1e-9 * float(cost.sum())
+        self.eps = HAIR * float(cost.sum())
         self.after: list[list[tuple[int, int]]] = [[] for _ in range(num_slots)]
         self.later: list[list[tuple[int, float]]] = [[] for _ in range(num_slots)]
         self.before: list[list[tuple[int, float]]] = [[] for _ in range(num_slots)]
@@ -272,7 +272,7 @@ def _cycle(parent: Sequence[int], slot: int, end: int) -> list[int]:
     return chain[::-1]
 
 
-def makespan(work: np.ndarray, permutes: Sequence[Channel], send: float) -> float:
+def makespan(work: np.ndarray, permutes: Sequence[Channel], costs: CostModel) -> float:
     """How long the ticks take, given the work [ticks, ranks] of each.
 
     A rank starts tick t + 1 when its own work of tick t is done and what its neighbours sent at
@@ -285,11 +285,12 @@ def makespan(work: np.ndarray, permutes: Sequence[Channel], send: float) -> floa
             sources[destination].add(source)
     width = max(map(len, sources))
     index = np.array([[*s, *[num_ranks] * (width - len(s))] for s in map(sorted, sources)], np.int64)
+    delay = np.array([[costs.transfer(s, rank) for s in row] for rank, row in enumerate(index.tolist())])
     start = np.full(num_ranks + 1, 0.0)
     start[-1] = -np.inf
     for row in work:
         done = start[:-1] + row
         if width:
-            done = np.maximum(done, start[index].max(axis=1) + send)
+            done = np.maximum(done, (start[index] + delay).max(axis=1))
         start[:-1] = done
     return float(start[:-1].max())

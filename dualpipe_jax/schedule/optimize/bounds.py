@@ -6,7 +6,7 @@ import math
 
 import numpy as np
 
-from dualpipe_jax.schedule.costs import CostModel, MemoryModel, stages_a_share
+from dualpipe_jax.schedule.costs import HAIR, CostModel, MemoryModel, stages_a_share
 from dualpipe_jax.schedule.ir import Placement
 
 
@@ -49,10 +49,14 @@ def reaches(placement: Placement, costs: CostModel) -> tuple[Reach, ...]:
 def _along(placement: Placement, costs: CostModel, pipe: int) -> list[Reach]:
     ranks, depth = placement.pipes[pipe], placement.num_model_stages
     more = [costs.more(placement, d) for d in range(depth)]
-    f = [min(costs.F, costs.FB) + m[0] for m in more]
-    i = [min(costs.I, costs.FB) + m[1] for m in more]
-    b = [min(costs.B, costs.FB) + m[1] + m[2] for m in more]
-    hop = [costs.send * (here != there) for here, there in itertools.pairwise(ranks)]
+    # A partner whose stage costs less than usual shortens a pair.
+    partners = [[costs.more(placement, stage) for stage in placement.stages_on[rank]] for rank in ranks]
+    by_f = [costs.FB + min(0.0, *(m[0] for m in of)) for of in partners]
+    by_b = [costs.FB + min(0.0, *(m[1] + m[2] for m in of)) for of in partners]
+    f = [min(costs.F, pair) + m[0] for pair, m in zip(by_b, more, strict=True)]
+    i = [min(costs.I, pair + min(0.0, m[2])) + m[1] for pair, m in zip(by_f, more, strict=True)]
+    b = [min(costs.B, pair) + m[1] + m[2] for pair, m in zip(by_f, more, strict=True)]
+    hop = [costs.transfer(here, there) for here, there in itertools.pairwise(ranks)]
     there, back = np.cumsum([0, *f[:-1]]) + np.cumsum([0, *hop]), np.cumsum([0, *hop])
     back = back + np.cumsum([0, b[0], *i[1:-1]][:depth])  # the first stage owes its W too
     turn = np.cumsum([f[d] + i[d] + (2 * hop[d] if d + 1 < depth else 0) for d in range(depth)][::-1])[::-1]
@@ -116,9 +120,9 @@ def bound_of_stages(
     """``lower_bound`` on a placement, with costs and sizes of one stage."""
     around = reaches(placement, costs)
     bound = max(reach.f + reach.rest for reach in around if not reach.head)
-    for stages in placement.stages_on:
+    for number, stages in enumerate(placement.stages_on):
         rank = _Rank(placement, stages, num_microbatches // placement.num_pipes, costs, around)
-        fit = _fit(memory_limit - memory.parameters * len(stages), memory)
+        fit = _fit(memory_limit - memory.at_rest(placement, number), memory)
         if fit < max(rank.stages_of_pipes):
             return math.inf
         bound = max(bound, rank.serial_bound(fit), rank.memory_bound(fit))
@@ -127,10 +131,10 @@ def bound_of_stages(
 
 def _fit(room: float, memory: MemoryModel) -> float:
     """How many live activations fit; a hair too many rather than too few where the division rounds."""
-    each = memory.residual_i + memory.residual_w + memory.boundary
     if room < 0:
         return -1
-    return math.floor(room / each * (1 + 1e-9) + 1e-9) if each and math.isfinite(room) else math.inf
+    fit = room / memory.live if memory.live and math.isfinite(room) else math.inf
+    return math.floor(fit * (1 + HAIR) + HAIR) if math.isfinite(fit) else math.inf
 
 
 class _Rank:
@@ -196,14 +200,18 @@ def _anywhere(
     num_ranks: int, num_microbatches: int, costs: CostModel, memory_limit: float, memory: MemoryModel
 ) -> float:
     """The bound where nothing is known of the placement but that it shares the model over the ranks."""
-    ends = [costs.extra.get(stage, (0.0, 0.0, 0.0)) for stage in (0, -1)]
-    extra_f, extra_i, extra_w = map(sum, zip(*ends, strict=True))
+    # Every cut has both ends; of other stages only what they may take away holds for all.
+    least = [
+        more if stage in (0, -1) else tuple(min(0.0, cost) for cost in more)
+        for stage, more in costs.extra.items()
+    ]
+    extra_f, extra_i, extra_w = map(sum, zip((0.0, 0.0, 0.0), *least, strict=True))
     turn = min(costs.F, costs.FB) + min(costs.I, costs.FB)
     chain = num_ranks * turn + extra_f + extra_i
     work = num_microbatches * (min(costs.F + costs.B, costs.FB) + (extra_f + extra_i + extra_w) / num_ranks)
-    room = memory_limit - memory.parameters
+    room = memory_limit - memory.parameters - memory.fixed - sum(min(0.0, m) for m in memory.extra.values())
     each = memory.residual_i + memory.residual_w
-    if room < each * (1 - 1e-9):
+    if room < each * (1 - HAIR):
         return math.inf
     lived = num_microbatches * each * turn * num_ranks / 2
     return max(chain, work, lived / room if room else 0.0)

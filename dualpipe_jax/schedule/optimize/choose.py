@@ -4,7 +4,7 @@ import dataclasses
 import math
 from collections.abc import Iterable
 
-from dualpipe_jax.schedule.costs import CostModel, MemoryModel
+from dualpipe_jax.schedule.costs import HAIR, CostModel, MemoryModel
 from dualpipe_jax.schedule.ir import Schedule
 from dualpipe_jax.schedule.optimize.search import check_amounts, search
 from dualpipe_jax.schedule.recipes import ALL_SCHEDULES, Recipe
@@ -121,12 +121,13 @@ def _candidate(
     """Make it, play it, weigh it."""
     try:
         schedule = recipe(*counts)
+        own = costs.for_schedule(schedule)
     except ValueError as error:
         return Candidate(name, refused=str(error))
-    timeline = simulate(schedule, costs.for_schedule(schedule))
+    timeline = simulate(schedule, own)
     kept = timeline.memory(memory.for_schedule(schedule))
     refused = ""
-    if max(kept) > memory_limit * (1 + 1e-9):
+    if max(kept) > memory_limit * (1 + HAIR):
         rank = kept.index(max(kept))
         refused = f"{name}: needs {max(kept):g} of memory on rank {rank}, but the limit is {memory_limit:g}"
     return Candidate(name, schedule, timeline, kept, refused)

@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterable
 from fractions import Fraction
 
-from dualpipe_jax.schedule.costs import CostModel, MemoryModel, stages_a_share
+from dualpipe_jax.schedule.costs import HAIR, CostModel, MemoryModel, stages_a_share
 from dualpipe_jax.schedule.ir import Action, Op, Placement, Schedule, Slot
 from dualpipe_jax.schedule.optimize.bounds import bound_of_stages, check_shared
 from dualpipe_jax.schedule.optimize.programme import Programme
@@ -32,7 +32,7 @@ class Optimum:
     @property
     def proven(self) -> bool:
         """Whether the schedule is optimal; otherwise the time ran out with a gap left."""
-        return self.makespan <= self.lower_bound * (1 + 1e-9)
+        return self.makespan <= self.lower_bound * (1 + HAIR)
 
 
 def optimum(
@@ -103,9 +103,10 @@ def _in_whole_steps(costs: CostModel) -> tuple[float, CostModel]:
             f"blocking={costs.blocking}; it needs costs above 0 and sends that do not block: "
             "give a W of nothing a small cost, and blocking=False"
         )
-    times = [costs.F, costs.I, costs.W, costs.FB, costs.send, *itertools.chain(*costs.extra.values())]
+    inside = costs.send if costs.send_inside is None else costs.send_inside
+    times = [costs.F, costs.I, costs.W, costs.FB, costs.send, inside, *itertools.chain(*costs.extra.values())]
     exact = [Fraction(time).limit_denominator(1000) for time in times]
-    if any(abs(float(e) - time) > 1e-9 * max(1, time) for e, time in zip(exact, times, strict=True)):
+    if any(abs(float(e) - time) > HAIR * max(1, time) for e, time in zip(exact, times, strict=True)):
         raise ValueError(
             f"optimum: costs {times} of a stage have no common unit; round them to multiples of one, "
             "such as F=2, I=3, W=2"
@@ -113,16 +114,15 @@ def _in_whole_steps(costs: CostModel) -> tuple[float, CostModel]:
     below = math.lcm(*(e.denominator for e in exact))
     above = math.gcd(*(int(e * below) for e in exact))
     unit = Fraction(above, below)
-    f, i, w, fb, send, *rest = (float(e / unit) for e in exact)
+    f, i, w, fb, send, inside, *rest = (float(e / unit) for e in exact)
     extra = {stage: tuple(rest[3 * n : 3 * n + 3]) for n, stage in enumerate(costs.extra)}
-    return float(unit), CostModel(f, i, w, fb, send, extra)  # type: ignore[arg-type]  # three each
+    whole = CostModel(f, i, w, fb, send, extra, False, inside, costs.ranks_per_node)  # type: ignore[arg-type]  # three each
+    return float(unit), whole
 
 
 def _least_memory(placement: Placement, memory: MemoryModel) -> float:
-    each = memory.residual_i + memory.residual_w + memory.boundary
     return max(
-        memory.parameters * len(placement.stages_on[rank])
-        + each * max(p.count(rank) for p in placement.pipes)
+        memory.at_rest(placement, rank) + memory.live * max(p.count(rank) for p in placement.pipes)
         for rank in range(placement.num_ranks)
     )
 
@@ -139,7 +139,7 @@ def _best(
     fitting = [_one_by_one(placement, num_microbatches)]
     for schedule in incumbents:
         same = schedule.placement == placement and schedule.num_microbatches == num_microbatches
-        if same and max(simulate(schedule, costs).memory(memory)) <= memory_limit * (1 + 1e-9):
+        if same and max(simulate(schedule, costs).memory(memory)) <= memory_limit * (1 + HAIR):
             fitting.append(schedule)
     return min(fitting, key=lambda schedule: simulate(schedule, costs).makespan)
 

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from dualpipe_jax.schedule.costs import CostModel, MemoryModel
+from dualpipe_jax.schedule.costs import HAIR, CostModel, MemoryModel
 from dualpipe_jax.schedule.ir import Action, Op, Placement, Slot
 from dualpipe_jax.schedule.optimize.bounds import reaches
 
@@ -147,7 +147,7 @@ class Programme:
         self._follows(self._holding(stage, Op.W), self._holding(stage, Op.I), t)
 
     def _follows(self, later: list[_Kind], earlier: list[_Kind], t: int) -> None:
-        hop = round(self.costs.send) if later[0].rank != earlier[0].rank else 0
+        hop = round(self.costs.transfer(earlier[0].rank, later[0].rank))
         self._at_least(0, (-1, later, t), *((1, [kind], t - hop - kind.duration) for kind in earlier))
 
     def _fits(self, rank: int, t: int) -> None:
@@ -159,7 +159,7 @@ class Programme:
                 changes = [self.memory.before_and_after[op] for op, _ in kind.actions]
                 kept.append((-sum(taken for taken, _ in changes), [kind], t))
                 kept.append((sum(freed for _, freed in changes), [kind], t - kind.duration))
-        room = self.limit * (1 + 1e-9) - self.memory.parameters * len(self.placement.stages_on[rank])
+        room = self.limit * (1 + HAIR) - self.memory.at_rest(self.placement, rank)
         largest = (
             max((abs(size) for size, _, _ in kept), default=0) or 1
         )  # the solver's tolerance is absolute

@@ -5,7 +5,7 @@ import math
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-from dualpipe_jax.schedule.costs import CostModel, MemoryModel, stages_a_share
+from dualpipe_jax.schedule.costs import HAIR, CostModel, MemoryModel, stages_a_share
 from dualpipe_jax.schedule.ir import Placement, Schedule
 from dualpipe_jax.schedule.optimize.bounds import lower_bound
 from dualpipe_jax.schedule.optimize.improve import Moves, Player, improve, moves_of, paired, split_alone
@@ -78,18 +78,21 @@ def search(
     check_amounts(memory_limit, effort, seconds)
     costs, memory = costs or CostModel(), memory or MemoryModel()
     placements = _placements(num_ranks, num_microbatches, placement)
+    if placement is None:
+        placements = [p for p in placements if _can_cost(costs, p)]
     roomy = _roomy(placements, memory_limit, memory)
     named = [
         schedule
         for schedule in served(ALL_SCHEDULES if schedules is None else schedules, num_ranks, num_microbatches)
-        if schedule.placement in placements or (placement is None and schedule.placement.num_pipes == 1)
+        if schedule.placement in placements
+        or (placement is None and schedule.placement.num_pipes == 1 and _can_cost(costs, schedule.placement))
     ]
     goal = _bounds(roomy, num_microbatches, costs, memory_limit, memory)
     hunt = _Hunt(num_microbatches, costs, memory, named, min(goal.values()), memory_limit)
     ends = math.inf if seconds is None else time.monotonic() + seconds
     ladder = _ladder(placements, memory, hunt.turns())
     shares = {rung: min(1.0, _WHOLE * part / sum(ladder.values())) for rung, part in ladder.items()}
-    climbed = [rung for rung in shares if rung <= memory_limit * (1 + 1e-9)]
+    climbed = [rung for rung in shares if rung <= memory_limit * (1 + HAIR)]
     for number, rung in enumerate(climbed):
         if hunt.is_over():
             break
@@ -119,7 +122,7 @@ def _ladder(
     Where a longer named schedule gives way to a shorter one, without limit, and for as many activations as 1F1B
     keeps, it is a whole part; on the way between those half a part.
     """
-    ranks, unit = placements[0].num_ranks, memory.residual_i + memory.residual_w + memory.boundary
+    ranks, unit = placements[0].num_ranks, memory.live
     least = min(least_memory(p, memory.divided(stages_a_share(p)))[0] for p in placements)
     kept = 1.0  # of activations, where the least has one
     ladder: dict[float, float] = {}
@@ -129,6 +132,15 @@ def _ladder(
     whole = (least + (ranks - 1) * unit, math.inf, *turns)
     ladder |= dict.fromkeys((rung for rung in whole if rung > least), 1.0)
     return dict(sorted(ladder.items()))
+
+
+def _can_cost(costs: CostModel, placement: Placement) -> bool:
+    """Whether its stages are not so fine that an extra takes more away than there is."""
+    try:
+        costs.divided(stages_a_share(placement))
+    except ValueError:
+        return False
+    return True
 
 
 def _in_rounds(placement: Placement) -> bool:
@@ -190,7 +202,7 @@ def _placements(num_ranks: int, num_microbatches: int, placement: Placement | st
 def _roomy(placements: Sequence[Placement], memory_limit: float, memory: MemoryModel) -> list[Placement]:
     """Those placements that some schedule can be run on within the limit; an error if there are none."""
     least = [least_memory(p, memory.divided(stages_a_share(p)))[0] for p in placements]
-    roomy = [p for p, needs in zip(placements, least, strict=True) if needs <= memory_limit * (1 + 1e-9)]
+    roomy = [p for p, needs in zip(placements, least, strict=True) if needs <= memory_limit * (1 + HAIR)]
     if not roomy:
         modest = placements[least.index(min(least))]
         raise ValueError(
@@ -255,9 +267,9 @@ class _Hunt:
     def best(self, count: int, limit: float) -> list[_Found]:
         """The shortest found that fit a limit, one of each makespan; of equals the first."""
         distinct: list[_Found] = []
-        fitting = (found for found in self.found if found.kept <= limit * (1 + 1e-9))
+        fitting = (found for found in self.found if found.kept <= limit * (1 + HAIR))
         for found in sorted(fitting, key=lambda found: (found.makespan, found.number)):
-            if not distinct or found.makespan > distinct[-1].makespan * (1 + 1e-9):
+            if not distinct or found.makespan > distinct[-1].makespan * (1 + HAIR):
                 distinct.append(found)
         return distinct[:count]
 
@@ -265,7 +277,7 @@ class _Hunt:
         """What those keep that are shorter than all that keep less."""
         kept, shortest = [], math.inf
         for found in sorted(self.found, key=lambda found: (found.kept, found.makespan)):
-            if found.makespan < shortest * (1 - 1e-9):
+            if found.makespan < shortest * (1 - HAIR):
                 kept.append(found.kept)
                 shortest = found.makespan
         return kept
@@ -280,13 +292,13 @@ class _Hunt:
 
     def is_over(self) -> bool:
         """Is what fits the limit that was asked for proven to be the best?"""
-        return self.shortest(self.memory_limit) <= self.goal * (1 + 1e-9)
+        return self.shortest(self.memory_limit) <= self.goal * (1 + HAIR)
 
     def hopeful(self, makespan: float) -> list[Placement]:
         """The placements that are not proven to take at least as long as a makespan; none if time is up."""
         if time.monotonic() >= self.until:
             return []
-        return [placement for placement, bound in self.bounds.items() if makespan > bound * (1 + 1e-9)]
+        return [placement for placement, bound in self.bounds.items() if makespan > bound * (1 + HAIR)]
 
     def go_on(self, makespan: float) -> bool:
         """Is there time left, and something to gain over a makespan?"""

@@ -8,6 +8,7 @@ import random
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
+from dualpipe_jax.schedule.costs import HAIR
 from dualpipe_jax.schedule.ir import Placement, Schedule, Slot
 from dualpipe_jax.schedule.optimize.greedy import Policy, play_greedily
 from dualpipe_jax.schedule.optimize.terms import Terms
@@ -86,7 +87,7 @@ def _distinct(entries: Iterable[_Tried]) -> list[_Tried]:
     """In the order of their makespans; of equals the one numbered first."""
     shortest: list[_Tried] = []
     for entry in sorted(entries, key=lambda entry: entry[:2]):
-        if not shortest or entry[0] > shortest[-1][0] * (1 + 1e-9):
+        if not shortest or entry[0] > shortest[-1][0] * (1 + HAIR):
             shortest.append(entry)
     return shortest
 

@@ -3,7 +3,7 @@
 import dataclasses
 import math
 
-from dualpipe_jax.schedule.costs import CostModel, MemoryModel
+from dualpipe_jax.schedule.costs import HAIR, CostModel, MemoryModel
 from dualpipe_jax.schedule.ir import Placement
 
 
@@ -18,7 +18,7 @@ class Terms:
       gain: what a pair saves over its F and B one after the other.
       y_delay, dx_delay: how long the output of each stage's forward, or backward, is on its way to its
         reader; None where nobody else reads it.
-      blocking: how long a transfer keeps its sender.
+      blocking: how long a transfer keeps its sender, at most.
       unit: what a microbatch at a stage keeps from F to B.
       kept: what of that remains after I; with the stash on top it is what an owed W keeps.
       stash: what I hands to W.
@@ -65,7 +65,7 @@ def make_terms(
             f"so their number must be a positive multiple of {pipes}, try {nearest}"
         )
     least, rank = least_memory(placement, memory)
-    if not memory_limit * (1 + 1e-9) >= least:
+    if not memory_limit * (1 + HAIR) >= least:
         raise ValueError(
             f"{who}: got memory_limit={memory_limit:g}, but one microbatch alone, passing through rank {rank} "
             f"there and back, and the rank's parameters take {least:g}; try at least {least:g}"
@@ -78,14 +78,16 @@ def make_terms(
         i=tuple(costs.I + i for _, i, _ in more),
         w=tuple(costs.W + w for _, _, w in more),
         gain=costs.F + costs.B - costs.FB,
-        y_delay=tuple(_delay(placement, costs.send, stage, 1) for stage in range(placement.num_stages)),
-        dx_delay=tuple(_delay(placement, costs.send, stage, -1) for stage in range(placement.num_stages)),
-        blocking=costs.send if costs.blocking else 0.0,
-        unit=memory.residual_i + memory.residual_w + memory.boundary,
+        y_delay=tuple(_delay(placement, costs, stage, 1) for stage in range(placement.num_stages)),
+        dx_delay=tuple(_delay(placement, costs, stage, -1) for stage in range(placement.num_stages)),
+        blocking=costs.dearest_send if costs.blocking else 0.0,
+        unit=memory.live,
         kept=memory.residual_w + memory.boundary,
         stash=memory.stash,
-        room=tuple(memory_limit * (1 + 1e-9) - memory.parameters * len(on) for on in placement.stages_on),
-        eps=1e-9 * (costs.F + costs.B + costs.FB + costs.send),
+        room=tuple(
+            memory_limit * (1 + HAIR) - memory.at_rest(placement, rank) for rank in range(placement.num_ranks)
+        ),
+        eps=HAIR * (costs.F + costs.B + costs.FB + costs.dearest_send),
     )
 
 
@@ -95,18 +97,17 @@ def least_memory(placement: Placement, memory: MemoryModel) -> tuple[float, int]
     A microbatch passes all of a rank's stages of its pipe before the first of them is done with it; all
     microbatches may pass one by one, by full backwards.
     """
-    unit = memory.residual_i + memory.residual_w + memory.boundary
     needs = []
-    for held in placement.stages_on:
+    for rank, held in enumerate(placement.stages_on):
         of_a_pipe = max(
             sum(placement.pipe_of(s) == pipe for s in held) for pipe in range(placement.num_pipes)
         )
-        needs.append(memory.parameters * len(held) + unit * of_a_pipe)
+        needs.append(memory.at_rest(placement, rank) + memory.live * of_a_pipe)
     return max(needs), needs.index(max(needs))
 
 
-def _delay(placement: Placement, send: float, stage: int, step: int) -> float | None:
+def _delay(placement: Placement, costs: CostModel, stage: int, step: int) -> float | None:
     """How long an output is on its way to the stage ``step`` further; None past the ends of the pipe."""
     if placement.is_last(stage) if step > 0 else placement.is_first(stage):
         return None
-    return send if placement.rank_of[stage + step] != placement.rank_of[stage] else 0.0
+    return costs.transfer(placement.rank_of[stage], placement.rank_of[stage + step])

@@ -1,6 +1,7 @@
 """The page: what it holds, and in headless Chromium what its script makes of it, against Python's simulator."""
 
 import base64
+import functools
 import html
 import json
 import re
@@ -22,16 +23,28 @@ from dualpipe_jax.schedule import (
     dualpipe_v,
     from_json,
     gpipe,
+    interleaved_1f1b,
+    interleaved_1f1b_overlap,
+    interleaved_zero_bubble,
+    looped_bfs,
+    lower_bound,
     one_f_one_b,
     simulate,
     to_json,
     zb_h1,
 )
+from dualpipe_jax.schedule.blame import critical_path, why_idle
 from dualpipe_jax.schedule.formats import page as page_module
 from dualpipe_jax.schedule.formats.colours import COLOURS
+from dualpipe_jax.schedule.formats.numbers import Units
 from dualpipe_jax.schedule.formats.page import encode, html_page
+from dualpipe_jax.schedule.simulate import jittered
 
 RECIPES = {recipe.__name__: recipe for recipe in ALL_SCHEDULES}
+FINER = {
+    f"{recipe.__name__}, 4 stages a rank": functools.partial(recipe, num_stages_per_rank=4)
+    for recipe in (interleaved_1f1b, interleaved_1f1b_overlap, looped_bfs, interleaved_zero_bubble)
+}
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 in_chromium = pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium: apt-get install chromium")
 
@@ -64,16 +77,16 @@ def decode(text, held):
 
 def test_the_page_holds_the_orders_of_the_recipes():
     held = payload(html_page())["schedules"]
-    assert list(held) == list(RECIPES)
+    assert set(held) == {*RECIPES, *FINER}
     served = 0
     for name, table in held.items():
         assert set(table) == {f"{r},{m}" for r in (2, 4, 8) for m in (3, 8, 20)}
         for counts, entry in table.items():
             if isinstance(entry, str):
                 with pytest.raises(ValueError, match=re.escape(entry)):
-                    RECIPES[name](*map(int, counts.split(",")))
+                    (RECIPES | FINER)[name](*map(int, counts.split(",")))
                 continue
-            schedule = RECIPES[name](*map(int, counts.split(",")))
+            schedule = (RECIPES | FINER)[name](*map(int, counts.split(",")))
             stages = schedule.placement.stages_on
             assert schedule.placement.pipes == tuple(map(tuple, entry["pipes"]))
             assert schedule.orders == tuple(map(decode, entry["orders"], stages))
@@ -96,7 +109,7 @@ def test_it_is_one_file_that_needs_no_network():
 def test_the_real_page_is_small():
     few = payload(html_page())  # at nine counts of 98
     assert len(json.dumps(few)) < 100_000
-    assert len(html_page()) < 60_000
+    assert len(html_page()) < 72_000
 
 
 @pytest.mark.parametrize("counts", [(3, 5), (24, 8), (2, 96)])
@@ -145,9 +158,10 @@ def rows(dom):
 
 def by_python(counts, costs, memory):
     found = {}
-    for name, recipe in RECIPES.items():
+    for name, recipe in (RECIPES | FINER).items():
         try:
             schedule = recipe(*counts)
+            costs.for_schedule(schedule)
         except ValueError:
             continue
         timeline = simulate(schedule, costs.for_schedule(schedule))
@@ -156,6 +170,7 @@ def by_python(counts, costs, memory):
 
 
 HEAVY = {0: (0.1, 0, 0.2), -1: (0.3, 0.5, 0.25)}
+LIGHT = {0: (-0.3, 0.2, 0), -1: (-0.4, -0.25, -0.1)}
 
 
 @in_chromium
@@ -176,6 +191,14 @@ HEAVY = {0: (0.1, 0, 0.2), -1: (0.3, 0.5, 0.25)}
             MemoryModel(),
         ),
         ((2, 3), "", CostModel(1, 1.64, 0.97, FB=2.2, send=0.1, extra=HEAVY), MemoryModel(stash=1)),
+        (
+            (4, 8),
+            "",
+            CostModel(
+                1, 1.64, 0.97, FB=2.2, send=0.3, extra=LIGHT, send_inside=0.1, ranks_per_node=2, blocking=True
+            ),
+            MemoryModel(parameters=9, extra={0: 2, -1: -1.5}, fixed=0.5),
+        ),
     ],
 )
 def test_the_script_simulates_as_python_does(tmp_path, counts, fragment, costs, memory):
@@ -191,6 +214,8 @@ def test_the_script_simulates_as_python_does(tmp_path, counts, fragment, costs, 
         assert found[name] == pytest.approx(figures_of, rel=1e-12, abs=1e-12), name
     shown = tuple(figures(dom, name) for name in ("makespan", "bubble", "memory"))
     assert shown == found["dualpipe_v"]
+    least = lower_bound(*counts, costs, placement=dualpipe_v(*counts).placement)
+    assert figures(dom, "bound") == pytest.approx(least, rel=1e-12)
 
 
 @in_chromium
@@ -303,7 +328,7 @@ const wait = setInterval(() => {
   if (!document.body.dataset.ready) return;
   clearInterval(wait);
   takeIn(@TEXT@);
-  document.body.dataset.saved = toJson();
+  document.body.dataset.saved = writeSchedule(played);
 }, 50);
 """
 
@@ -347,3 +372,111 @@ def test_the_picture_shows_the_boxes(tmp_path):
         for colour in shades:
             rgb = [int(colour[i : i + 2], 16) for i in (1, 3, 5)]
             assert (pixels == rgb).all(axis=-1).sum() > 500, f"no {op} in {colour} in the picture"
+
+
+BOUNDS = """
+const wait = setInterval(() => {
+  if (!document.body.dataset.ready) return;
+  clearInterval(wait);
+  const told = {};
+  for (const name of Object.keys(data.schedules)) {
+    const row = play(name, state);
+    if (!row.reason) told[name] = [bound(row.schedule, row.costs), criticalPath(row), whyIdle(row, 1, 0)];
+  }
+  document.body.dataset.told = JSON.stringify(told);
+}, 50);
+"""
+
+
+@in_chromium
+def test_bounds_and_chains_of_waiting_are_those_of_python(tmp_path):
+    costs = CostModel(1, 1.64, 0.97, FB=2.2, send=0.3, extra=LIGHT, send_inside=0.1, ranks_per_node=2)
+    page = html_page(gpipe(4, 8), costs, recipes=ALL_SCHEDULES)
+    told = json.loads(
+        html.unescape(re.search(r'data-told="([^"]*)"', open_page(tmp_path, page, script=BOUNDS))[1])
+    )
+    assert len(told) > 10
+    for name, (least, path, waits) in told.items():
+        schedule = RECIPES[name](4, 8)
+        timeline = simulate(schedule, costs.for_schedule(schedule))
+        assert least == pytest.approx(lower_bound(4, 8, costs, placement=schedule.placement), rel=1e-12), name
+        for links, expected in ((path, critical_path(timeline)), (waits, why_idle(timeline, 1, 0))):
+            assert [schedule.orders[rank][index] for rank, index in links] == [
+                link.slot for link in expected
+            ], name
+
+
+@in_chromium
+def test_jitter_beside_another_schedule(tmp_path):
+    page = html_page(dualpipe(4, 8), CostModel(FB=2.25), recipes=(gpipe, dualpipe))
+    dom = open_page(tmp_path, page, "schedule=dualpipe&ranks=4&microbatches=8&beside=gpipe&jitter=0.2")
+    for name, recipe in (("dualpipe", dualpipe), ("gpipe", gpipe)):
+        late, median = (
+            float(re.search(rf'data-schedule="{name}"[^>]*data-{what}="([^"]*)"', dom)[1])
+            for what in ("late", "median")
+        )
+        expected = np.quantile(jittered(recipe(4, 8), CostModel(FB=2.25), 0.2, 2000), (0.5, 0.95))
+        assert (median, late) == pytest.approx(expected, rel=0.03), "a hundred runs, of other luck"
+    assert '<p id="second-name">gpipe</p>' in dom and "95 % at 20.0&nbsp;% jitter" in dom
+    alone = open_page(tmp_path, page, "schedule=dualpipe&ranks=4&microbatches=8")
+    assert '<p id="second-name" hidden=""' in alone and '<div id="spread" hidden="">' in alone
+
+
+@in_chromium
+def test_units_stand_behind_figures_and_presets_keep_them(tmp_path):
+    costs, sizes = CostModel(50, 60, 40, FB=100), MemoryModel(residual_i=2**30, parameters=2**34)
+    page = html_page(gpipe(2, 3), costs, sizes, recipes=(gpipe,), units=Units("ms", "B"))
+    dom = open_page(tmp_path, page, script=PRESET)
+    assert re.search(r'<output id="makespan"[^>]*>600 ms</output>', dom)  # 4 x (50 + 100)
+    assert re.search(r'<output id="memory"[^>]*>19 GiB</output>', dom)
+    assert ">16 GiB</output>" in dom and "Costs of a rank's share, ms</legend>" in dom
+    assert 'data-preset="[50,50,50]"' in dom
+
+
+PRESET = """
+const wait = setInterval(() => {
+  if (!document.body.dataset.ready) return;
+  clearInterval(wait);
+  const before = { ...state };
+  $("presets").children[0].click();
+  document.body.dataset.preset = JSON.stringify([state.F, state.I, state.W]);
+  change(before);
+}, 50);
+"""
+
+
+SAVED = """
+const wait = setInterval(() => {
+  if (!document.body.dataset.ready) return;
+  clearInterval(wait);
+  $("zoom").value = 4;
+  draw();
+  const whole = picture(), seen = $("canvas");
+  document.body.dataset.widths = JSON.stringify([whole.width, seen.width]);
+  try { takeIn('{"name": "mine", "num_microbatches": 1, "pipes": [[0]], "orders": [["0B0", "0F0"]]}'); }
+  catch (error) { document.body.dataset.refused = error.message; }
+}, 50);
+"""
+
+
+@in_chromium
+def test_the_whole_step_is_saved_and_what_never_ends_is_refused(tmp_path):
+    dom = open_page(tmp_path, html_page(dualpipe(4, 8), recipes=(dualpipe,)), script=SAVED)
+    whole, seen = json.loads(re.search(r'data-widths="([^"]*)"', dom)[1])
+    assert whole > 3 * seen
+    assert 'data-refused="mine never ends; dualpipe check says why"' in dom
+
+
+@in_chromium
+def test_a_chain_is_marked_until_something_changes(tmp_path):
+    timeline = simulate(dualpipe(4, 8), CostModel(FB=2.25))
+    page = html_page(
+        timeline.schedule, CostModel(FB=2.25), recipes=(dualpipe,), chain=critical_path(timeline)
+    )
+    held = payload(page)["chain"]
+    assert [timeline.schedule.orders[rank][index] for rank, index in held] == [
+        link.slot for link in critical_path(timeline)
+    ]
+    assert 'id="chain" aria-pressed="true"' in open_page(tmp_path, page)
+    other = "schedule=dualpipe&ranks=4&microbatches=8&F=2"
+    assert 'id="chain" aria-pressed="false"' in open_page(tmp_path, page, other)

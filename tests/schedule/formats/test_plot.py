@@ -1,6 +1,7 @@
 """The picture: every slot a box in the right place, pairs framed, figures and legend printed, files written."""
 
 import dataclasses
+import itertools
 import re
 import sys
 
@@ -21,7 +22,9 @@ from dualpipe_jax.schedule import (
     simulate,
     zb_h1,
 )
+from dualpipe_jax.schedule.blame import critical_path
 from dualpipe_jax.schedule.formats.colours import COLOURS, colours, num_shades, shade, shade_names
+from dualpipe_jax.schedule.formats.numbers import Units
 from dualpipe_jax.schedule.formats.plot import plot
 from dualpipe_jax.schedule.recipes.classic import interleaved_1f1b
 
@@ -108,10 +111,10 @@ def test_figures_are_printed():
     timeline = simulate(dualpipe(4, 8), COSTS)
     printed = " ".join(words(plot(timeline)))
     assert printed.startswith("dualpipe   4 ranks, 8 microbatches")
-    assert f"bubble {timeline.bubble:.1%}" in printed
+    assert f"bubble {100 * timeline.bubble:.1f} %" in printed
     assert f"makespan {timeline.makespan:.4g}" in printed
     assert "peak live activations 5" in printed
-    assert "cost of a stage: F 1   I 1.5   W 0.5   pair 2.25" in printed
+    assert "cost of a stage: F 1, I 1.5, W 0.5, FB 2.25" in printed
     assert "send 0.1" in words(plot(simulate(gpipe(1, 1), CostModel(send=0.1))))[2]
 
 
@@ -144,7 +147,7 @@ def test_idle_time_is_hatched_and_summed(schedule):
     assert waited == pytest.approx(list(timeline.idle))
     assert idle.get_hatch() and to_hex(idle.get_facecolor()[0]) != "#ffffff"
     said = [text.get_text() for text in axes.texts if text.get_text().startswith("idle ")]
-    assert said == [f"idle {idle:.4g}" for idle in timeline.idle]
+    assert said == [f"idle {round(idle, 3):g}" for idle in timeline.idle]
     assert "idle" not in collections(plot(simulate(gpipe(1, 2))))
 
 
@@ -242,3 +245,29 @@ def test_without_matplotlib_it_says_how_to_get_it(monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(ModuleNotFoundError, match=r"not installed; run: pip install matplotlib"):
         plot(simulate(gpipe(1, 1)))
+
+
+def test_a_chain_of_waiting_is_framed_and_joined():
+    timeline = simulate(one_f_one_b(2, 3), CostModel(send=0.25))
+    chain = critical_path(timeline)
+    drawn = collections(plot(timeline, chain=chain))
+    assert spans(drawn["chain"]) == sorted((link.start, link.end, link.rank) for link in chain)
+    joints = [tuple(map(tuple, line)) for line in drawn["chain joints"].get_segments()]
+    assert joints == [
+        ((before.end, before.rank + 0.5), (link.start, link.rank + 0.5))
+        for link, before in itertools.pairwise(chain)
+    ]
+    assert "waits for the one before" in legend(plot(timeline, chain=chain))
+    assert "chain" not in collections(plot(timeline))
+
+
+def test_units_stand_behind_what_is_written():
+    schedule = gpipe(2, 4)
+    sizes = MemoryModel(residual_i=2**30, extra={-1: 3 * 2**29})
+    figure = plot(simulate(schedule, CostModel(50, 60, 40)), memory=sizes, units=Units("ms", "B"))
+    printed = " ".join(words(figure))
+    assert "makespan 750 ms   peak memory 5.5 GiB" in printed
+    assert "cost of a stage: F 50, I 60, W 40, FB 150 ms" in printed
+    assert "idle 150 ms" in [text.get_text() for text in figure.axes[0].texts]
+    assert figure.axes[1].get_xlabel() == "time, ms"
+    assert [text.get_text() for text in figure.axes[1].texts] == ["peak 4 GiB", "peak 5.5 GiB"]

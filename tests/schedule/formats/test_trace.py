@@ -19,6 +19,7 @@ from dualpipe_jax.schedule import (
     parse_grid,
     simulate,
 )
+from dualpipe_jax.schedule.blame import critical_path
 from dualpipe_jax.schedule.formats.trace import to_chrome_trace
 
 COSTS = CostModel(0.7, 1.3, 1.01, FB=2.21, send=0.4)
@@ -207,3 +208,18 @@ def test_a_unit_must_take_time(unit_us):
         ValueError, match=f"to_chrome_trace: unit_us={unit_us}; it must be above 0, such as 1000.0"
     ):
         to_chrome_trace(simulate(gpipe(1, 1)), unit_us)
+
+
+def test_a_chain_of_waiting_has_a_row_of_its_own():
+    timeline = simulate(dualpipe_v(3, 6), CostModel(send=0.5))
+    chain = critical_path(timeline)
+    trace = to_chrome_trace(timeline, 10, chain=chain)
+    process = next(
+        event["pid"]
+        for event in trace["traceEvents"]
+        if event["name"] == "process_name" and event["args"]["name"] == "what waits for what"
+    )
+    found = [event for event in trace["traceEvents"] if event["ph"] == "X" and event["pid"] == process]
+    assert sorted((event["ts"], event["name"]) for event in found) == sorted(
+        (round(10 * link.start), f"{'+'.join(map(str, link.slot))} on rank {link.rank}") for link in chain
+    )

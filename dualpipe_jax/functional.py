@@ -23,8 +23,15 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from flax import linen, nnx
 from jax import Array, lax
+
+try:
+    from flax import linen, nnx
+except ModuleNotFoundError as error:
+    raise ModuleNotFoundError(
+        "dualpipe_jax.functional turns Flax modules into functions, and Flax is not installed; run: "
+        "pip install 'dualpipe-jax[flax]'"
+    ) from error
 
 Tree = Any
 """A pytree of arrays."""

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from flax import linen, nnx
 
-from models.functional import Functions, from_linen, from_nnx, model_loss, num_params, pure_nnx, unstack
+from dualpipe_jax.functional import Functions, from_linen, from_nnx, model_loss, num_params, pure_nnx, unstack
 
 VOCAB, DIM = 11, 8
 TOKENS = jnp.arange(6, dtype=jnp.int32).reshape(2, 3)

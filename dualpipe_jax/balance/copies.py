@@ -1,0 +1,75 @@
+"""How many copies of each expert: the greedy answer, and others that may pack better."""
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from dualpipe_jax.balance.bounds import copies_needed
+
+_LIMITS = (1.0, 1.022, 1.008, 1.045, 1.004, 1.035, 1.012, 1.06, 1.017, 1.028)
+"""Of the heaviest copy, in multiples of the lower bound: first far between, for there may be no time for all."""
+
+_PARTS = (0.0, 0.25, 0.5, 0.75, 1.0)
+"""Of the spare copies, those that make the largest experts' copies smaller than they need be."""
+
+
+def add_copies(load: np.ndarray, counts: np.ndarray, num_copies: int, most: int) -> np.ndarray:
+    """One more copy at a time, of the expert whose copies carry most: int64 [layers, experts].
+
+    From one copy each, no other counts have a lighter heaviest copy. The first of equal experts comes first.
+
+    Args:
+      load: [layers, experts].
+      counts: [layers, experts], to begin with.
+      num_copies: of all experts of a layer, in the end; at most experts x most.
+      most: copies of an expert.
+    """
+    counts = counts.copy()
+    layer = np.arange(len(counts))
+    share = np.where(counts < most, load / counts, -1.0)
+    missing = num_copies - counts.sum(-1)
+    for done in range(int(missing.max(initial=0))):
+        expert = share.argmax(-1)
+        now = counts[layer, expert] + (missing > done)
+        counts[layer, expert] = now
+        share[layer, expert] = np.where(now < most, load[layer, expert] / now, -1.0)
+    return counts
+
+
+def other_counts(relative: np.ndarray, bound: np.ndarray, num_copies: int, most: int) -> Iterator[np.ndarray]:
+    """Counts worth a try where the greedy ones do not pack well: each int64 [layers, experts].
+
+    With few slots a device the heaviest copy decides less than whether every copy finds a partner: a device of two
+    slots takes one copy above half of its load, not two. So every expert gets the copies that hold it under a limit
+    above the bound, and of the spare ones some go to the largest experts, whose copies then become small, the rest to
+    the heaviest copies.
+    """
+    load = relative.max(0)
+    rank = np.argsort(np.argsort(-load, -1, kind="stable"), -1)
+    for limit in _LIMITS:
+        needed = np.minimum(copies_needed(relative, bound * limit), most)
+        spare = num_copies - needed.sum(-1)
+        for part in _PARTS if (spare > 0).any() else _PARTS[:1]:
+            largest = rank < np.round(part * spare.clip(0))[:, None]
+            counts = np.where((spare >= 0)[:, None], np.minimum(needed + largest, most), 1)
+            yield add_copies(load, counts, num_copies, most)
+
+
+def nearby_counts(counts: np.ndarray, num_tries: int, most: int, random: np.random.Generator) -> np.ndarray:
+    """Counts in which one to three copies went from an expert to another: int64 [layers, tries, experts].
+
+    Args:
+      counts: int64 [layers, experts].
+      most: copies of an expert.
+    """
+    found = np.repeat(counts, num_tries, 0)
+    row = np.arange(len(found))
+    left = random.integers(1, 4, len(found))
+    for turn in range(3):
+        chance = random.random((2, *found.shape))
+        less = np.where(found > 1, chance[0], -1.0).argmax(-1)
+        more = np.where(found < most, chance[1], -1.0).argmax(-1)
+        moves = (left > turn) & (found[row, less] > 1) & (found[row, more] < most)
+        found[row[moves], less[moves]] -= 1
+        found[row[moves], more[moves]] += 1
+    return found.reshape(len(counts), num_tries, -1)

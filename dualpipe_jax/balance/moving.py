@@ -1,0 +1,111 @@
+"""A new placement in terms of the old one: few experts moved, and only where it pays."""
+
+import numpy as np
+
+from dualpipe_jax.balance.pack import Packed, count_copies
+from dualpipe_jax.balance.placement import count_moves
+from dualpipe_jax.balance.steps import improve
+
+
+def aligned(held: np.ndarray, previous: np.ndarray) -> np.ndarray:
+    """The same experts together on a device, on the devices that hold most of them already, in the same slots.
+
+    Devices that share most are matched first.
+
+    Args:
+      held: int64 [layers, devices, slots].
+      previous: [layers, devices, slots], as many or fewer slots.
+    """
+    layers, devices, _ = held.shape
+    row = np.arange(layers)
+    experts = int(max(held.max(), previous.max())) + 1
+    there = _holds(held, experts).astype(np.float32)
+    before = _holds(previous, experts).astype(np.float32)
+    shared = (there @ before.swapaxes(1, 2)).reshape(layers, -1)
+    moved = np.empty_like(held)
+    for _ in range(devices):
+        new, old = np.divmod(shared.argmax(-1), devices)
+        moved[row, old] = held[row, new]
+        grid = shared.reshape(layers, devices, devices)
+        grid[row, new] = -1
+        grid[row, :, old] = -1
+    return in_same_slots(moved, previous)
+
+
+def _holds(held: np.ndarray, num_experts: int) -> np.ndarray:
+    """Bool [layers, devices, experts]."""
+    found = np.zeros((*held.shape[:2], num_experts), bool)
+    np.put_along_axis(found, held, True, -1)
+    return found
+
+
+def in_same_slots(held: np.ndarray, previous: np.ndarray) -> np.ndarray:
+    """Each device's experts in the slots where they were; others in those left over, in order."""
+    same = held[..., :, None] == previous[..., None, :]
+    stays = same.any(-1)
+    taken = np.zeros(held.shape, bool)
+    taken[..., : previous.shape[-1]] = same.any(-2)
+    # Those that do not stay and the slots that are not taken are equally many: pair them in order.
+    to = np.empty(held.shape, np.int64)
+    arrivals, free = np.argsort(stays, -1, kind="stable"), np.argsort(taken, -1, kind="stable")
+    np.put_along_axis(to, arrivals, free, -1)
+    to = np.where(stays, same.argmax(-1), to)
+    result = np.empty_like(held)
+    np.put_along_axis(result, to, held, -1)
+    return result
+
+
+def replan(
+    previous: np.ndarray,
+    fresh: np.ndarray,
+    relative: np.ndarray,
+    max_moves: int | None,
+    move_cost: float,
+    close: float,
+) -> np.ndarray:
+    """What to do about a previous placement: leave it, better it step by step, or go over to a fresh one.
+
+    Every layer has these options; each costs moves and leaves a peak. Without a limit each layer takes the one of
+    the least peak + move_cost x moves. With one, moves go one after another to where a move gains most.
+
+    Args:
+      previous, fresh: int64 [layers, devices, slots]; where previous has fewer slots there is nothing to decide.
+      relative: [windows, layers, experts].
+      max_moves: of all layers together.
+      move_cost: of one, in loads of the mean device.
+      close: share of its best by which a layer may fall behind without counting as worse.
+    """
+    layers, devices, slots = fresh.shape
+    if previous.shape != fresh.shape:
+        return aligned(fresh, previous)
+    target = np.full(layers, 1 + close)
+    num_steps = devices * slots if max_moves is None else min(max_moves, devices * slots)
+    options = [previous, *improve(previous, relative, target, num_steps), aligned(fresh, previous)]
+    moves = np.stack([count_moves(previous, option) for option in options])
+    peaks = np.stack(
+        [
+            Packed.of(option, relative, count_copies(option, relative.shape[-1])).peak.max(-1)
+            for option in options
+        ]
+    )
+    peaks = np.maximum(peaks, np.maximum(1.0, peaks.min(0)) * (1 + close))
+    if max_moves is None:
+        chosen = np.lexsort((moves, np.round(peaks + move_cost * moves, 12)), axis=0)[0]
+    else:
+        chosen = _spend(moves, peaks, max_moves, move_cost)
+    row = np.arange(layers)
+    return in_same_slots(np.stack(options)[chosen, row], previous)
+
+
+def _spend(moves: np.ndarray, peaks: np.ndarray, budget: int, move_cost: float) -> np.ndarray:
+    """Which option each layer takes, of [options, layers]: int64 [layers]. The first is to stay."""
+    chosen = np.zeros(moves.shape[1], np.int64)
+    while True:
+        row = np.arange(len(chosen))
+        more, gain = moves - moves[chosen, row], peaks[chosen, row] - peaks
+        fits = (more > 0) & (more <= budget - moves[chosen, row].sum()) & (gain > 1e-12)
+        rate = np.where(fits, gain / np.maximum(more, 1), 0.0)
+        option, layer = np.unravel_index(rate.argmax(), rate.shape)
+        if rate[option, layer] <= move_cost:
+            return chosen
+        chosen[layer] = option

@@ -1,0 +1,105 @@
+"""What a placement is worth, before anything moves: load before and after, the bound, moves."""
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from dualpipe_jax.balance.bounds import lower_bound, packing_bound
+from dualpipe_jax.balance.loads import checked, relative
+from dualpipe_jax.balance.placement import Layout, Placement
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Outlook:
+    """A change of placement, by layers.
+
+    A layer takes as long as its busiest device, all layers have as many tokens: so a step's experts take as long as
+    the sum over layers of max/mean.
+
+    Attributes:
+      before: float64 [layers], max/mean over devices under the placement in force, in the worst window.
+      after: under the other one.
+      bound: no placement of that layout has less.
+      moves: int64 [layers], experts that devices have to fetch.
+    """
+
+    before: np.ndarray
+    after: np.ndarray
+    bound: np.ndarray
+    moves: np.ndarray
+
+    @property
+    def gain(self) -> float:
+        """By which share of its time the experts' work of a step becomes shorter: 0.25 is four thirds of the speed."""
+        return float(1 - self.after.sum() / self.before.sum())
+
+    @property
+    def utilisation(self) -> tuple[float, float]:
+        """Share of their time for which devices work, before and after: the rest they wait for the busiest one."""
+        return float(1 / self.before.mean()), float(1 / self.after.mean())
+
+    def to_json(self) -> dict[str, Any]:
+        """For programs."""
+        arrays = {field.name: getattr(self, field.name).tolist() for field in dataclasses.fields(self)}
+        return arrays | {"gain": self.gain, "utilisation": list(self.utilisation)}
+
+    def __str__(self) -> str:
+        return (
+            f"max/mean {self.before.mean():.4f} -> {self.after.mean():.4f}, bound {self.bound.mean():.4f}; "
+            f"{self.gain:.1%} less for the busiest devices, {int(self.moves.sum())} experts move"
+        )
+
+
+def outlook(loads: ArrayLike, placement: Placement, previous: Placement, layout: Layout) -> Outlook:
+    """What changing from a previous placement to another gains.
+
+    Args:
+      loads: [layers, experts] or [windows, layers, experts].
+      placement: of the layout.
+      previous: as many layers, experts and devices; it may have other slots.
+    """
+    windows = checked(loads, "outlook")
+    return Outlook(
+        worst_imbalance(windows, previous),
+        worst_imbalance(windows, placement),
+        bound_of(windows, layout),
+        placement.moves_from(previous),
+    )
+
+
+def worst_imbalance(loads: ArrayLike, placement: Placement) -> np.ndarray:
+    """Max/mean over devices in the worst window: float64 [layers], at least 1."""
+    return placement.imbalance(checked(loads, "worst_imbalance")).max(0)
+
+
+def bound_of(loads: ArrayLike, layout: Layout) -> np.ndarray:
+    """The least max/mean over devices of any placement of a layout: float64 [layers].
+
+    Proven for placements whose copies share evenly and never two on a device: see ``docs/experts.md``.
+    """
+    windows = checked(loads, "bound_of")
+    layout.check(windows.shape[-1])
+    load = relative(windows, layout.num_devices)
+    bound = lower_bound(load, layout.num_devices, layout.num_slots)
+    if layout.num_groups is None:
+        return bound
+    groups = load.reshape(*load.shape[:2], layout.num_groups, -1).sum(-1)
+    scale = layout.num_nodes / layout.num_devices
+    return np.max([bound, *(packing_bound(window * scale, layout.num_nodes) for window in groups)], 0)
+
+
+def is_due(loads: ArrayLike, placement: Placement, threshold: float = 0.9) -> bool:
+    """Whether to look for another placement: devices work for less than this share of their time.
+
+    Whether that other placement is worth its moves, ``outlook`` says, or ``balance`` by its move_cost.
+
+    Raises:
+      ValueError: the threshold is not in (0, 1].
+    """
+    if not 0 < threshold <= 1:
+        raise ValueError(
+            f"is_due: threshold={threshold}; give a share of the devices' time above 0 and at most 1"
+        )
+    return bool(1 / worst_imbalance(loads, placement).mean() < threshold)

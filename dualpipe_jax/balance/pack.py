@@ -1,0 +1,252 @@
+"""Copies into slots: packed as DeepSeek does, or dealt out in rounds, then swapped until nothing is gained.
+
+All layers go through each step at once; a layer that is good enough drops out.
+"""
+
+import dataclasses
+
+import numpy as np
+
+_PAIR_TURNS = 6
+_LEAST_GAIN = 1e-12
+
+
+def pack(relative: np.ndarray, counts: np.ndarray, num_devices: int) -> np.ndarray:
+    """Every copy into a slot, none beside another of its expert: int64 [layers, devices, slots].
+
+    The heaviest copy comes first, each to the lightest device that has room and none of the expert's copies: but for
+    the latter DeepSeek's packing, so what it is refined to is no worse. In a layer where that leads nowhere, since
+    the last devices with room have the expert already, copies are dealt.
+
+    Args:
+      relative: [windows, layers, experts].
+      counts: [layers, experts], copies, each at most num_devices; their sum a multiple of it.
+    """
+    order, heaviest = _heaviest_first(relative, counts)
+    layers, copies = order.shape
+    slots = copies // num_devices
+    follows = np.zeros((copies, layers), bool)
+    np.equal(order.T[1:], order.T[:-1], out=follows[1:])
+    some_follow = np.any(follows, axis=-1).tolist()
+    barred = np.zeros((layers, num_devices), bool)  # devices with a copy of the expert whose turn it is
+    room = np.zeros((layers, num_devices))  # loads, infinite where a device is full
+    filled = np.zeros((layers, num_devices), np.int64)
+    device, slot = np.empty((copies, layers), np.int64), np.empty((copies, layers), np.int64)
+    row, stuck = np.arange(layers), np.zeros(layers, bool)
+    first = row * num_devices  # of each layer in the flat arrays: half of the time of pairs of indices
+    flat_room, flat_filled, flat_barred = room.reshape(-1), filled.reshape(-1), barred.reshape(-1)
+    for copy, load in enumerate(np.ascontiguousarray(heaviest.T)):
+        if some_follow[copy]:
+            barred &= follows[copy][:, None]
+            flat_barred[first + device[copy - 1]] |= follows[copy]
+            open_ = np.where(barred, np.inf, room)
+            device[copy] = open_.argmin(-1)
+            stuck |= open_[row, device[copy]] == np.inf
+        else:
+            if some_follow[copy - 1]:
+                barred[:] = False
+            device[copy] = room.argmin(-1)
+        at = first + device[copy]
+        slot[copy] = flat_filled[at]
+        flat_filled[at] += 1
+        flat_room[at] = np.where(slot[copy] + 1 < slots, flat_room[at] + load, np.inf)
+    held = np.empty((layers, num_devices, slots), np.int64)
+    fits = ~stuck
+    held[row[fits], device[:, fits], slot[:, fits]] = order.T[:, fits]
+    if stuck.any():
+        held[stuck] = deal(relative[:, stuck], counts[stuck], num_devices)
+    return held
+
+
+def deal(relative: np.ndarray, counts: np.ndarray, num_devices: int) -> np.ndarray:
+    """Every copy into a slot, none beside another of its expert: int64 [layers, devices, slots].
+
+    The heaviest copies are dealt first, one to each device, then the next, the heaviest of a round to the device with
+    the least so far. Copies of an expert follow each other, so they meet at most where two rounds do; there its
+    remaining copies pass over the devices that have one.
+
+    Args: as of ``pack``.
+    """
+    expert, _ = _heaviest_first(relative, counts)
+    layers, copies = expert.shape
+    shares, layer = relative / counts, np.arange(layers)[:, None]
+    held = np.empty((layers, num_devices, copies // num_devices), np.int64)
+    loads = np.zeros((len(relative), layers, num_devices))
+    for slot in range(held.shape[2]):
+        dealt = expert[:, slot * num_devices : (slot + 1) * num_devices]
+        peak = loads.max(0)
+        if slot:
+            split = dealt[:, :1]  # perhaps copies of it came in the round before
+            behind = np.argsort(np.where((held[:, :, slot - 1] == split), np.inf, peak), -1, kind="stable")
+            first = np.arange(num_devices) < (dealt == split).sum(-1, keepdims=True)
+            np.put_along_axis(peak, behind, np.where(first, -1.0, np.take_along_axis(peak, behind, -1)), -1)
+        device = np.argsort(peak, -1, kind="stable")
+        held[layer, device, slot] = dealt
+        loads[:, layer, device] += shares[:, layer, dealt]
+    return held
+
+
+def _heaviest_first(relative: np.ndarray, counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """All copies' experts and their loads in the worst window, [layers, copies]; those of an expert in a row."""
+    layers = len(counts)
+    copies = int(counts[:1].sum())
+    shares = (relative / counts).max(0)
+    order = np.argsort(-shares, -1, kind="stable")
+    counts = np.take_along_axis(counts, order, -1).ravel()
+    return (
+        np.repeat(order.ravel(), counts).reshape(layers, copies),
+        np.repeat(np.take_along_axis(shares, order, -1).ravel(), counts).reshape(layers, copies),
+    )
+
+
+@dataclasses.dataclass
+class Packed:
+    """Copies in slots with their loads, kept up to date as slots are swapped.
+
+    Attributes:
+      held: int64 [layers, devices, slots], the expert in each.
+      slots: float64 [windows, layers, devices, slots], its copy's load.
+      devices: float64 [windows, layers, devices].
+    """
+
+    held: np.ndarray
+    slots: np.ndarray
+    devices: np.ndarray
+
+    @classmethod
+    def of(cls, held: np.ndarray, relative: np.ndarray, counts: np.ndarray) -> "Packed":
+        """Of experts in slots, their loads [windows, layers, experts] and copies [layers, experts]."""
+        shares, layer = relative / counts, np.arange(len(held))[:, None, None]
+        slots = shares[:, layer, held]
+        return cls(held.copy(), slots, slots.sum(-1))
+
+    @property
+    def peak(self) -> np.ndarray:
+        """Float64 [layers, devices]: of each device the load of its worst window."""
+        return self.devices.max(0)
+
+    def only(self, layers: np.ndarray) -> "Packed":
+        """A copy with some of the layers."""
+        return Packed(self.held[layers], self.slots[:, layers], self.devices[:, layers])
+
+    def put(self, layers: np.ndarray, part: "Packed") -> None:
+        """Take over what ``only`` of these layers has become."""
+        self.held[layers], self.slots[:, layers], self.devices[:, layers] = (
+            part.held,
+            part.slots,
+            part.devices,
+        )
+
+    def best_swaps(self, one: np.ndarray, other: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """For pairs of devices the swap of a slot each that leaves the lower peak of the two.
+
+        Args:
+          one: int [layers, 1 or pairs], devices.
+          other: int [layers, pairs], others.
+
+        Returns [layers, pairs] each: the peak that is left (infinite where every swap would put two copies on one
+        device), and the slots of one and of other.
+        """
+        layer = np.arange(len(self.held))[:, None]
+        a, b = self.slots[:, layer, one], self.slots[:, layer, other]
+        load_a, load_b = self.devices[:, layer, one], self.devices[:, layer, other]
+        half, mean = (load_a - load_b) / 2, (load_a + load_b) / 2
+        # After a swap the two are at mean +- (half - what went over), so the larger is:
+        left = a[..., :, None] - (b + half[..., None])[..., None, :]
+        np.abs(left, out=left)
+        left += mean[..., None, None]
+        slots = left.shape[-1]
+        flat = left.reshape(*left.shape[:3], slots * slots)
+        flat = flat[0] if len(flat) == 1 else flat.max(0)
+        best = flat.argmin(-1)
+        self._avoid_doubles(flat, best, one, other)
+        return np.take_along_axis(flat, best[..., None], -1)[..., 0], best // slots, best % slots
+
+    def _avoid_doubles(self, left: np.ndarray, best: np.ndarray, one: np.ndarray, other: np.ndarray) -> None:
+        """Where the best swap would put two copies of an expert on a device, choose again among those that do not."""
+        slots = self.held.shape[-1]
+        layer = np.arange(len(self.held))[:, None]
+        a, b = np.broadcast_to(self.held[layer, one], (*best.shape, slots)), self.held[layer, other]
+        from_a = np.take_along_axis(a, (best // slots)[..., None], -1)
+        from_b = np.take_along_axis(b, (best % slots)[..., None], -1)
+        doubles = np.nonzero(((a == from_b) | (b == from_a)).any(-1))
+        if len(doubles[0]):
+            same = a[doubles][:, :, None] == b[doubles][:, None, :]
+            barred = same.any(-1)[:, :, None] | same.any(-2)[:, None, :]
+            allowed = np.where(barred.reshape(len(same), -1), np.inf, left[doubles])
+            left[doubles], best[doubles] = allowed, allowed.argmin(-1)
+
+    def swap(
+        self, layer: np.ndarray, one: np.ndarray, i: np.ndarray, other: np.ndarray, j: np.ndarray
+    ) -> None:
+        """Exchange slots i of devices one and j of devices other, each [swaps]; a device is in one swap at most."""
+        went = self.slots[:, layer, one, i] - self.slots[:, layer, other, j]
+        for array in (self.held[None], self.slots):
+            kept = array[:, layer, one, i]
+            array[:, layer, one, i] = array[:, layer, other, j]
+            array[:, layer, other, j] = kept
+        self.devices[:, layer, one] -= went
+        self.devices[:, layer, other] += went
+
+
+def count_copies(held: np.ndarray, num_experts: int) -> np.ndarray:
+    """Int64 [layers, experts], of experts [layers, devices, slots]."""
+    layers = len(held)
+    at = held.reshape(layers, -1) + num_experts * np.arange(layers)[:, None]
+    return np.bincount(at.ravel(), minlength=layers * num_experts).reshape(layers, num_experts)
+
+
+def refine(packed: Packed, target: np.ndarray, turns: int | None = None) -> None:
+    """Swap slots, in place, until a layer's peak is at its target [layers], no swap lowers it or turns are over.
+
+    First heavy devices with light ones, many pairs at a time; then the heaviest with any other.
+    """
+    layers, part = np.arange(len(target)), packed.only(np.arange(len(target)))
+    able = np.ones(len(layers), bool)
+    # Swaps with the heaviest end of themselves, since each leaves less on it, but nobody knows when.
+    for turn in range(_PAIR_TURNS + 6 * packed.held.shape[1] + 50 if turns is None else turns):
+        going = (part.peak.max(-1) > target[layers]) & able
+        if not going.all():
+            packed.put(layers, part)
+            layers, part = layers[going], part.only(going)
+        if not len(layers):
+            return
+        if turn < _PAIR_TURNS:
+            _swap_pairs(part, turn)
+            able = np.ones(len(layers), bool)
+        else:
+            able = _relieve(part)
+    packed.put(layers, part)
+
+
+def _swap_pairs(packed: Packed, turn: int) -> None:
+    """Pair the heavier half of the devices with the lighter one, later quarters, and swap; each turn pairs anew."""
+    order = np.argsort(-packed.peak, -1, kind="stable")
+    half = order.shape[1] // (2 if turn < 2 else 4)
+    if not half:
+        return
+    one, other = order[:, :half], np.roll(order[:, ::-1][:, :half], turn, -1)
+    left, i, j = packed.best_swaps(one, other)
+    now = np.take_along_axis(packed.peak, one, -1)
+    now = np.maximum(now, np.take_along_axis(packed.peak, other, -1))
+    gains = np.nonzero(left < now - _LEAST_GAIN)
+    packed.swap(gains[0], one[gains], i[gains], other[gains], j[gains])
+
+
+def _relieve(packed: Packed) -> np.ndarray:
+    """The best swap of each layer's heaviest device with any other; bool [layers], whether there was one."""
+    peak = packed.peak
+    layers, devices = peak.shape
+    layer = np.arange(layers)
+    if devices == 1:
+        return np.zeros(layers, bool)
+    heaviest = peak.argmax(-1)
+    others = (heaviest[:, None] + np.arange(1, devices)) % devices
+    left, i, j = packed.best_swaps(heaviest[:, None], others)
+    which = left.argmin(-1)
+    gains = np.flatnonzero(left[layer, which] < peak[layer, heaviest] - _LEAST_GAIN)
+    at = gains, which[gains]
+    packed.swap(gains, heaviest[gains], i[at], others[at], j[at])
+    found = np.zeros(layers, bool)
+    found[gains] = True
+    return found

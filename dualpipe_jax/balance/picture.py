@@ -1,0 +1,112 @@
+"""Load of devices by layers as a heat map, before and after."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from dualpipe_jax.balance.loads import checked
+from dualpipe_jax.balance.placement import Placement
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+_INK, _FAINT = "#1c1c22", "#8a8a94"
+_COLOURS = "#414ac7", "#98a8fc", "#ffffff", "#ffcc70", "#d77400", "#5a2d00"
+"""Those of the schedules' pictures: blue below the mean, white at it, orange above, brown at the scale's end."""
+_WIDTH, _LEFT, _GAP, _RIGHT, _HEAD, _FOOT = 10.0, 0.6, 0.25, 0.9, 0.85, 0.5  # inches
+_LARGEST = 2.0
+"""End of the scale in multiples of the mean: what is above has its colour."""
+
+
+def plot(
+    loads: ArrayLike,
+    before: Placement,
+    after: Placement,
+    path: str | Path | None = None,
+    *,
+    bound: float | None = None,
+) -> "Figure":
+    """Draw what each device has to do in each layer, over the layer's mean, under two placements side by side.
+
+    A row is a layer, a column a device. Of several windows each device shows its worst. Nothing of matplotlib's
+    global state is read or left changed.
+
+    Args:
+      loads: [layers, experts] or [windows, layers, experts].
+      before, after: placements of these layers and experts.
+      path: where to write it too; SVG or PNG by its ending.
+      bound: mean over layers of the least max/mean, to write beside what is drawn.
+
+    Raises:
+      ValueError: if the path ends in neither .svg nor .png.
+      ModuleNotFoundError: without matplotlib; says how to install it.
+    """
+    if path is not None and Path(path).suffix.lower() not in (".svg", ".png"):
+        raise ValueError(
+            f"plot: cannot tell a format from {str(path)!r}; end the name in .svg or .png, "
+            f"such as {Path(path).stem + '.svg'!r}"
+        )
+    try:
+        from matplotlib.colors import LinearSegmentedColormap, TwoSlopeNorm
+        from matplotlib.figure import Figure
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(
+            "plot draws with matplotlib, which is not installed; run: pip install matplotlib"
+        ) from error
+    windows = checked(loads, "plot")
+    maps = [_relative(windows, placement) for placement in (before, after)]
+    height = min(max(0.1 * len(maps[0]), 1.2), 6.0)
+    whole = _HEAD + height + _FOOT
+    figure = Figure(figsize=(_WIDTH, whole), dpi=160, facecolor="white")
+    across = (_WIDTH - _LEFT - _GAP - _RIGHT) / 2
+    colours = LinearSegmentedColormap.from_list(
+        "load", list(zip((0, 0.25, 0.5, 0.65, 0.85, 1), _COLOURS, strict=True))
+    )
+    scale = TwoSlopeNorm(1.0, 0.0, _LARGEST)
+    for at, (name, values) in enumerate(zip(("before", "after"), maps, strict=True)):
+        left = _LEFT + at * (across + _GAP)
+        axes = figure.add_axes((left / _WIDTH, _FOOT / whole, across / _WIDTH, height / whole))
+        image = axes.imshow(values, cmap=colours, norm=scale, aspect="auto", interpolation="none")
+        peak = values.max(-1)
+        axes.set_title(
+            f"{name}: max/mean {peak.mean():.4f}, worst layer {peak.max():.4f}",
+            size=9,
+            color=_INK,
+            loc="left",
+        )
+        axes.set_xlabel("device", size=8.5, color=_INK)
+        axes.tick_params(labelsize=7.5, colors=_INK, length=2)
+        if at:
+            axes.tick_params(labelleft=False)
+        else:
+            axes.set_ylabel("layer", size=8.5, color=_INK)
+        for side in axes.spines.values():
+            side.set_color(_FAINT)
+    place = ((_WIDTH - _RIGHT + 0.15) / _WIDTH, _FOOT / whole, 0.13 / _WIDTH, height / whole)
+    bar = figure.colorbar(image, cax=figure.add_axes(place), extend="max")
+    bar.ax.tick_params(labelsize=7.5, colors=_INK, length=2)
+    bar.outline.set_edgecolor(_FAINT)  # type: ignore[operator]
+    title = f"Load of a device over the mean: {after.num_layers} layers x {after.num_experts} experts on "
+    title += f"{after.num_devices} devices" + (f"; bound {bound:.4f}" if bound is not None else "")
+    figure.text(_LEFT / _WIDTH, 1 - 0.2 / whole, title, size=11, weight="bold", color=_INK, va="top")
+    if path is not None:
+        _save(figure, Path(path))
+    return figure
+
+
+def _relative(windows: np.ndarray, placement: Placement) -> np.ndarray:
+    """What each device has to do over the layer's mean, in its worst window: float64 [layers, devices]."""
+    devices = placement.device_loads(windows)
+    mean = devices.mean(-1, keepdims=True)
+    return np.divide(devices, mean, out=np.ones_like(devices), where=mean > 0).max(0)
+
+
+def _save(figure: "Figure", path: Path) -> None:
+    """The same bytes for the same figure: no date, no random names."""
+    from matplotlib import rc_context
+
+    svg = path.suffix.lower() == ".svg"
+    with rc_context({"svg.hashsalt": "dualpipe_jax"}):
+        figure.savefig(path, metadata={"Date": None} if svg else None)

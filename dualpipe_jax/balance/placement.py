@@ -1,0 +1,245 @@
+"""Which expert lies in which slot of which device."""
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from dualpipe_jax.balance.pack import count_copies
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """Devices, and room for experts on each.
+
+    Attributes:
+      num_devices: over which a layer's experts lie.
+      num_slots: experts that a device holds in a layer, copies included.
+      num_nodes: machines, each of num_devices / num_nodes devices in a row.
+      num_groups: groups of experts of consecutive indices, all of whose copies are to lie on one node, as routing
+        limited to a few groups wants it; None leaves every expert free. Balance is worse with groups: a node then
+        carries whatever its groups do.
+
+    Raises:
+      ValueError: a count is below 1, or groups are asked for where nodes are unequal or groups cannot be dealt
+        evenly to them.
+    """
+
+    num_devices: int
+    num_slots: int
+    num_nodes: int = 1
+    num_groups: int | None = None
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            count = getattr(self, field.name)
+            if count is None and field.name == "num_groups":
+                continue
+            if isinstance(count, bool) or not isinstance(count, int | np.integer) or count < 1:
+                raise ValueError(f"Layout: {field.name}={count!r}; it must be an integer of at least 1")
+        if self.num_groups is not None and self.num_devices % self.num_nodes:
+            raise ValueError(
+                f"Layout: {self.num_devices} devices on {self.num_nodes} nodes of unequal size cannot keep groups of "
+                "experts together; leave num_groups out"
+            )
+        if self.num_groups is not None and self.num_groups % self.num_nodes:
+            raise ValueError(
+                f"Layout: {self.num_groups} groups cannot be dealt evenly to {self.num_nodes} nodes; leave num_groups "
+                "out, or give a multiple"
+            )
+
+    @property
+    def num_replicas(self) -> int:
+        """Slots of all devices: copies of all experts."""
+        return self.num_devices * self.num_slots
+
+    def check(self, num_experts: int) -> None:
+        """Raise a ValueError that says why so many experts cannot lie here, if they cannot."""
+        slots = f"{self.num_devices} devices of {self.num_slots} slots"
+        if self.num_replicas < num_experts:
+            raise ValueError(
+                f"balance: {slots} have no room for {num_experts} experts; give at least "
+                f"{-(-num_experts // self.num_devices)} slots a device"
+            )
+        if self.num_slots > num_experts:
+            raise ValueError(
+                f"balance: {slots} would hold an expert twice on one device, for there are {num_experts} experts; give "
+                f"at most {num_experts} slots a device"
+            )
+        if self.num_groups is not None and num_experts % self.num_groups:
+            raise ValueError(
+                f"balance: {num_experts} experts are no multiple of {self.num_groups} groups; give num_groups that "
+                "divides them, or leave it out"
+            )
+        if self.num_groups is not None and self.num_slots > num_experts // self.num_nodes:
+            raise ValueError(
+                f"balance: {slots} would hold an expert twice on one device, for a node has "
+                f"{num_experts // self.num_nodes} experts; give at most that many slots a device"
+            )
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Placement:
+    """Where the copies of every layer's experts lie; an expert's tokens are shared evenly by its copies.
+
+    Attributes:
+      experts: int [layers, devices, slots], the expert in each slot.
+      num_experts: of a layer.
+
+    Raises:
+      ValueError: some expert has no copy, or two on one device, or an entry is no expert; says where.
+    """
+
+    experts: np.ndarray
+    num_experts: int
+
+    def __post_init__(self) -> None:
+        experts = np.array(self.experts)
+        if experts.ndim != 3 or experts.dtype.kind not in "iu" or 0 in experts.shape:
+            raise ValueError(
+                f"Placement: experts are {experts.dtype} {list(experts.shape)}; give integers [layers, devices, slots]"
+            )
+        experts = experts.astype(np.int64)
+        experts.setflags(write=False)
+        object.__setattr__(self, "experts", experts)
+        if experts.min() < 0 or experts.max() >= self.num_experts:
+            at = np.argwhere((experts < 0) | (experts >= self.num_experts))[0].tolist()
+            raise ValueError(
+                f"Placement: layer {at[0]}, device {at[1]}, slot {at[2]} holds expert {experts[tuple(at)]}; there are "
+                f"experts 0 to {self.num_experts - 1}"
+            )
+        ordered = np.sort(experts, -1)
+        twice = ordered[..., 1:] == ordered[..., :-1]
+        if twice.any():
+            layer, device, slot = np.argwhere(twice)[0].tolist()
+            raise ValueError(
+                f"Placement: layer {layer}, device {device} holds expert {ordered[layer, device, slot]} twice; give it "
+                "one copy there"
+            )
+        if not (self.counts > 0).all():
+            layer, expert = np.argwhere(self.counts == 0)[0].tolist()
+            raise ValueError(
+                f"Placement: expert {expert} has no copy in layer {layer}; every expert needs one"
+            )
+
+    @property
+    def num_layers(self) -> int:
+        """Layers with experts."""
+        return self.experts.shape[0]
+
+    @property
+    def num_devices(self) -> int:
+        """Devices of a layer."""
+        return self.experts.shape[1]
+
+    @property
+    def num_slots(self) -> int:
+        """Slots of a device in a layer."""
+        return self.experts.shape[2]
+
+    @property
+    def counts(self) -> np.ndarray:
+        """Int64 [layers, experts]: copies of each."""
+        return count_copies(self.experts, self.num_experts)
+
+    @property
+    def slots_of(self) -> np.ndarray:
+        """Int64 [layers, experts, most copies]: slots of each expert in ascending order, -1 where it has fewer.
+
+        Device d has the slots from d * num_slots.
+        """
+        flat, counts = self.experts.reshape(self.num_layers, -1), self.counts
+        order = np.argsort(flat, -1, kind="stable")
+        expert = np.take_along_axis(flat, order, -1)
+        rank = np.arange(flat.shape[1]) - np.take_along_axis(counts.cumsum(-1) - counts, expert, -1)
+        slots = np.full((*counts.shape, counts.max()), -1)
+        slots[np.arange(self.num_layers)[:, None], expert, rank] = order
+        return slots
+
+    def device_loads(self, loads: ArrayLike) -> np.ndarray:
+        """What each device has to do: float64 [..., layers, devices], of loads [..., layers, experts]."""
+        given = np.asarray(loads, float)
+        if given.shape[-2:] != (self.num_layers, self.num_experts):
+            raise ValueError(
+                f"Placement: loads are {list(given.shape)}; give [..., {self.num_layers}, {self.num_experts}]"
+            )
+        shares = given / self.counts
+        layer = np.arange(self.num_layers)[:, None, None]
+        return shares[..., layer, self.experts].sum(-1)
+
+    def imbalance(self, loads: ArrayLike) -> np.ndarray:
+        """The busiest device's load over the mean: float64 [..., layers], at least 1; 1 where there is no load."""
+        devices = self.device_loads(loads)
+        mean = devices.mean(-1)
+        return np.divide(devices.max(-1), mean, out=np.ones_like(mean), where=mean > 0)
+
+    def moves_from(self, previous: "Placement") -> np.ndarray:
+        """Int64 [layers]: experts that some device has to fetch, since it does not hold them in ``previous``."""
+        if (previous.num_layers, previous.num_devices, previous.num_experts) != (
+            self.num_layers,
+            self.num_devices,
+            self.num_experts,
+        ):
+            raise ValueError(f"Placement: {previous} is of other layers, devices or experts than {self}")
+        return count_moves(previous.experts, self.experts)
+
+    def to_json(self) -> dict[str, Any]:
+        """For a file: ``from_json`` reads it."""
+        return {"num_experts": self.num_experts, "experts": self.experts.tolist()}
+
+    @classmethod
+    def from_json(cls, entries: Mapping[str, Any]) -> "Placement":
+        """What ``to_json`` wrote; further entries are left aside.
+
+        Raises:
+          ValueError: entries are missing, or are no placement; says what is wrong.
+        """
+        try:
+            experts, num_experts = np.array(entries["experts"]), int(entries["num_experts"])
+        except (KeyError, TypeError, ValueError) as error:
+            raise ValueError(
+                f'a placement needs "num_experts" and "experts" [layers, devices, slots]; {error!r}'
+            ) from None
+        return cls(experts, num_experts)
+
+    @classmethod
+    def in_order(cls, num_layers: int, num_experts: int, num_devices: int, num_slots: int) -> "Placement":
+        """Experts in order over the devices; left over slots have copies of the first experts, in order again."""
+        Layout(num_devices, num_slots).check(num_experts)
+        experts = np.arange(num_devices * num_slots) % num_experts
+        return cls(np.tile(experts.reshape(num_devices, num_slots), (num_layers, 1, 1)), num_experts)
+
+    def __eq__(self, other: object) -> bool:
+        return (
+            isinstance(other, Placement)
+            and self.num_experts == other.num_experts
+            and np.array_equal(self.experts, other.experts)
+        )
+
+    __hash__ = None  # type: ignore[assignment]  # an array is inside
+
+    def __str__(self) -> str:
+        return (
+            f"a placement of {self.num_layers} layers x {self.num_experts} experts on {self.num_devices} devices of "
+            f"{self.num_slots} slots"
+        )
+
+
+def read_placement(text: str) -> Placement:
+    """The placement in a JSON text."""
+    try:
+        entries = json.loads(text)
+    except ValueError as error:
+        raise ValueError(f"a placement is JSON, but this is not: {error}") from None
+    if not isinstance(entries, dict):
+        raise ValueError('a placement is a JSON object with "num_experts" and "experts"')
+    return Placement.from_json(entries)
+
+
+def count_moves(before: np.ndarray, after: np.ndarray) -> np.ndarray:
+    """Int64 [layers]: of experts [layers, devices, slots] ``after``, those that their device does not hold before."""
+    there = (after[..., :, None] == before[..., None, :]).any(-1)
+    return (~there).sum((-1, -2))

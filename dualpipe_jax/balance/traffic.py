@@ -1,0 +1,128 @@
+"""What dispatch sends over which links: copies of a token inside a node and across nodes."""
+
+import dataclasses
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from dualpipe_jax.balance.placement import Layout
+
+
+@dataclasses.dataclass(frozen=True)
+class Copies:
+    """Copies of a token that cross a kind of link, on average over tokens.
+
+    Attributes:
+      across: from one node to another.
+      inside: from one device to another of the same node.
+    """
+
+    across: float
+    inside: float
+
+    def bytes(self, num_tokens: int, token_bytes: float) -> tuple[float, float]:
+        """Bytes across nodes and inside them, of so many tokens of so many bytes each."""
+        return self.across * num_tokens * token_bytes, self.inside * num_tokens * token_bytes
+
+
+@dataclasses.dataclass(frozen=True)
+class Traffic:
+    """The same routing sent in three ways.
+
+    Attributes:
+      by_expert: a copy for each chosen expert, as one all-to-all over experts sends.
+      by_device: a copy for each device that has chosen experts.
+      two_hops: a copy for each other node that has, to its device of the sender's number there; from that one (or the
+        sender, in its own node) a copy to each other device of the node that has chosen experts. DeepEP's way.
+    """
+
+    by_expert: Copies
+    by_device: Copies
+    two_hops: Copies
+
+
+def count_traffic(source: ArrayLike, target: ArrayLike, layout: Layout) -> Traffic:
+    """Count the copies that a routing sends.
+
+    Args:
+      source: int [tokens], the device that each token is on.
+      target: int [tokens, k], the device of the copy of each expert that the token chose.
+      layout: num_devices in num_nodes nodes of equal size.
+
+    Raises:
+      ValueError: a device is none of the layout's, shapes differ, or nodes are of unequal size; says which.
+    """
+    sources, targets = np.asarray(source), np.asarray(target)
+    if sources.ndim != 1 or targets.ndim != 2 or len(sources) != len(targets) or not targets.size:
+        raise ValueError(
+            f"count_traffic: source {list(sources.shape)} and target {list(targets.shape)}; give [tokens] and "
+            "[tokens, k]"
+        )
+    for name, devices in (("source", sources), ("target", targets)):
+        if devices.dtype.kind not in "iu" or devices.min() < 0 or devices.max() >= layout.num_devices:
+            raise ValueError(f"count_traffic: {name} must be devices, integers 0 to {layout.num_devices - 1}")
+    if layout.num_devices % layout.num_nodes:
+        raise ValueError(
+            f"count_traffic: {layout.num_devices} devices on {layout.num_nodes} nodes of unequal size"
+        )
+    tokens, size = len(sources), layout.num_devices // layout.num_nodes
+    token, own_node = np.arange(tokens), sources // size
+    away = targets // size != own_node[:, None]
+    beside = ~away & (targets != sources[:, None])
+    by_expert = Copies(float(away.sum() / tokens), float(beside.sum() / tokens))
+
+    hit = np.zeros((tokens, layout.num_nodes, size), bool)
+    hit.reshape(tokens, -1)[token[:, None], targets] = True
+    inside = hit[token, own_node].sum() - hit[token, own_node, sources % size].sum()
+    across = hit.sum() - hit[token, own_node].sum()
+    by_device = Copies(float(across / tokens), float(inside / tokens))
+
+    nodes: np.ndarray = np.any(hit, axis=-1)
+    # In each node the device of the sender's number has it already
+    spread = hit.sum() - hit[token, :, sources % size].sum()
+    others = nodes.sum() - nodes[token, own_node].sum()
+    two_hops = Copies(float(others / tokens), float(spread / tokens))
+    return Traffic(by_expert, by_device, two_hops)
+
+
+def random_traffic(
+    layout: Layout,
+    num_experts: int,
+    num_chosen: int,
+    num_limited: int | None = None,
+    num_tokens: int = 20_000,
+    seed: int = 0,
+) -> Traffic:
+    """The traffic of tokens that choose at random, experts in order over the devices: an estimate by so many tokens.
+
+    Args:
+      layout: devices, nodes, and the groups of experts that routing is limited to.
+      num_chosen: experts of a token, those of the highest scores.
+      num_limited: groups that a token's experts come from, those with the highest sums of their two best scores, as
+        DeepSeek-V3 routes; None for all.
+
+    Raises:
+      ValueError: counts do not divide or fit each other; says which.
+    """
+    groups = layout.num_groups or 1
+    limited = groups if num_limited is None else num_limited
+    if num_experts % layout.num_devices or num_experts % groups:
+        raise ValueError(
+            f"random_traffic: {num_experts} experts on {layout.num_devices} devices in {groups} groups; give experts "
+            "that both divide"
+        )
+    if not 1 <= limited <= groups or not 1 <= num_chosen <= limited * (num_experts // groups):
+        raise ValueError(
+            f"random_traffic: {num_chosen} experts of {limited} of {groups} groups of {num_experts // groups}; give "
+            "fewer experts, or 1 to all groups"
+        )
+    random = np.random.default_rng(seed)
+    scores = random.random((num_tokens, groups, num_experts // groups), np.float32)
+    best = -np.partition(-scores, min(1, scores.shape[-1] - 1), -1)[..., :2].sum(-1)
+    dropped = np.argpartition(best, groups - limited, -1)[:, : groups - limited] if limited < groups else None
+    if dropped is not None:
+        scores[np.arange(num_tokens)[:, None], dropped] = -1
+    flat = scores.reshape(num_tokens, num_experts)
+    chosen = np.argpartition(-flat, num_chosen - 1, -1)[:, :num_chosen]
+    source = np.arange(num_tokens) % layout.num_devices
+    return count_traffic(source, chosen // (num_experts // layout.num_devices), layout)

@@ -1,0 +1,157 @@
+"""`dualpipe balance`: experts over devices, by their loads."""
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+import tyro
+
+from dualpipe_jax.balance import Layout, Outlook, Placement, balance, outlook, rebalance_experts
+from dualpipe_jax.balance.placement import count_moves, read_placement
+from dualpipe_jax.command.loads import read_loads
+from dualpipe_jax.command.options import CommandError, Count
+from dualpipe_jax.command.output import Table, show, show_json
+from dualpipe_jax.schedule.formats.numbers import amount, percent
+
+V3_EXPERT = 3 * 7168 * 2048 * 2
+"""Bytes of an expert of DeepSeek-V3: three matrices in bfloat16."""
+
+Row = tuple[str, np.ndarray, int | None]
+"""A line of the table: name, max/mean of each layer, experts moved."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Balance:
+    """Place experts on devices by their loads, so that no device has more to do than it must.
+
+    dualpipe balance runs/NAME/metrics.jsonl --devices 32 --slots 9 -o before_after.svg plan.json
+    """
+
+    loads: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="LOADS")]
+    """What each expert had to do, [layers, experts] or [windows, layers, experts] of which the worst window counts: an
+    array "loads" in .npz or .npy, .json, or a training run's metrics.jsonl or folder."""
+    devices: int
+    """Devices over which a layer's experts lie."""
+    slots: Count = None
+    """Experts that a device holds in a layer, copies included; just enough for one copy each if left out."""
+    nodes: int = 1
+    """Machines of the devices; of account with --groups."""
+    groups: Count = None
+    """Groups of experts, each to stay on one node; leave out unless routing is limited to groups."""
+    windows: int = 10
+    """Of so many of the latest windows, at most."""
+    previous: Annotated[Path | None, tyro.conf.arg(metavar="FILE", help_behavior_hint="")] = None
+    """Placement in force: a plan that this command wrote. Without it "before" is experts in order, one copy each."""
+    max_moves: Count = None
+    """The most experts that may move, over all layers; needs --previous."""
+    move_cost: float = 0.0
+    """What a move costs, in loads of a layer's mean device: a move must gain more; needs --previous."""
+    expert_bytes: float = V3_EXPERT
+    """Bytes of an expert, for those that move; of DeepSeek-V3's in bfloat16 unless given."""
+    output: Annotated[
+        tuple[Path, ...], tyro.conf.arg(metavar="FILE [FILE ...]", aliases=["-o"], help_behavior_hint="")
+    ] = ()
+    """Files to write: the plan as .json, a heat map of devices by layers, before and after, as .svg or .png."""
+    json: bool = False
+    """Print for programs."""
+
+    def run(self) -> int:
+        """Print what it gains; returns the exit status."""
+        if wrong := [path for path in self.output if path.suffix.lower() not in (".json", ".svg", ".png")]:
+            raise CommandError(
+                f"--output {wrong[0]}: end the name in .json for the plan, .svg or .png for a picture"
+            )
+        if self.windows < 1:
+            raise CommandError(f"--windows {self.windows}: give at least 1")
+        given = read_loads(self.loads)
+        loads = given[-self.windows :] if given.ndim == 3 else given
+        layers, experts = loads.shape[-2:]
+        slots = -(-experts // self.devices) if self.slots is None and self.devices > 0 else self.slots
+        layout = Layout(self.devices, slots, self.nodes, self.groups)  # type: ignore[arg-type]
+        layout.check(experts)
+        before, limits = self._before(layers, experts, layout)
+        placed = balance(loads, layout, **limits)
+        found = outlook(loads, placed, before, layout)
+        title = (
+            f"{layers} layers x {experts} experts on {layout.num_devices} devices of {layout.num_slots} slots"
+        )
+        if given.ndim == 3:
+            title += f"; the worst of {len(loads)} windows of {len(given)} counts"
+        name = "in order" if self.previous is None else str(self.previous)
+        rows = [
+            (name, found.before, 0),
+            *self._deepseek(loads, before, layout),
+            ("this", found.after, int(found.moves.sum())),
+        ]
+        if self.json:
+            show_json(self._plan(placed, layout, found))
+        else:
+            show(
+                title, self._table(rows, found), f"the busiest devices have {percent(found.gain)} less to do"
+            )
+        self._write(loads, before, placed, found, layout)
+        return 0
+
+    def _before(self, layers: int, experts: int, layout: Layout) -> tuple[Placement, dict[str, Any]]:
+        if self.previous is not None:
+            before = read_placement(self.previous.read_text())
+            limits = {"previous": before, "max_moves": self.max_moves, "move_cost": self.move_cost}
+            return before, limits
+        if self.max_moves is not None or self.move_cost:
+            raise CommandError(
+                "--max-moves and --move-cost are of moves from a placement; add --previous plan.json"
+            )
+        once = experts // layout.num_devices if experts % layout.num_devices == 0 else layout.num_slots
+        before = Placement.in_order(layers, experts, layout.num_devices, once)
+        return before, {"previous": before} if layout.num_groups is None else {}
+
+    def _deepseek(self, loads: np.ndarray, before: Placement, layout: Layout) -> list[Row]:
+        """DeepSeek's answer to the same layout, where it has one."""
+        mean = loads if loads.ndim == 2 else loads.mean(0)
+        groups = layout.num_groups or 1
+        try:
+            found, _, counts = rebalance_experts(
+                mean, layout.num_replicas, groups, layout.num_nodes, layout.num_devices
+            )
+        except ValueError:
+            return []
+        layer = np.arange(len(found))[:, None]
+        devices = (
+            (loads / counts)[..., layer, found].reshape(*loads.shape[:-1], layout.num_devices, -1).sum(-1)
+        )
+        mean = devices.mean(-1)
+        peak = np.divide(devices.max(-1), mean, out=np.ones_like(mean), where=mean > 0)
+        moves = count_moves(before.experts, found.reshape(len(found), layout.num_devices, -1))
+        return [("DeepSeek's", peak if peak.ndim == 1 else peak.max(0), int(moves.sum()))]
+
+    def _table(self, rows: list[Row], found: Outlook) -> Table:
+        head = "placement", "max/mean", "worst layer", "devices at work", "experts moved", "bytes"
+        lines = [
+            (
+                name,
+                f"{peak.mean():.4f}",
+                f"{peak.max():.4f}",
+                percent(1 / peak.mean()),
+                "" if moves is None else str(moves),
+                "" if moves is None else amount(moves * self.expert_bytes),
+            )
+            for name, peak, moves in [*rows, ("bound", found.bound, None)]
+        ]
+        return Table(head, tuple(lines), best=len(rows) - 1)
+
+    def _plan(self, placed: Placement, layout: Layout, found: Outlook) -> dict[str, Any]:
+        moved = {"moved_bytes": float(found.moves.sum() * self.expert_bytes)}
+        return placed.to_json() | {"layout": dataclasses.asdict(layout), "outlook": found.to_json() | moved}
+
+    def _write(
+        self, loads: np.ndarray, before: Placement, placed: Placement, found: Outlook, layout: Layout
+    ) -> None:
+        for path in self.output:
+            if path.suffix.lower() == ".json":
+                path.write_text(json.dumps(self._plan(placed, layout, found)) + "\n")
+            else:
+                from dualpipe_jax.balance import plot
+
+                plot(loads, before, placed, path, bound=float(found.bound.mean()))

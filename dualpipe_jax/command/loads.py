@@ -1,0 +1,90 @@
+"""Loads of experts from a file: arrays, JSON, or what a training run counted."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from dualpipe_jax.command.options import CommandError
+
+_NAMES = "loads", "load", "weight", "counts"
+"""Of the array in a file that has several, in this order."""
+
+_FORMS = "[layers, experts] or [windows, layers, experts]"
+
+
+def read_loads(path: Path) -> np.ndarray:
+    """Loads in a .npz or .npy, a .json, a run's metrics.jsonl or its folder: [layers, experts], or with windows first.
+
+    In metrics.jsonl every step with a "load" is a window.
+
+    Raises:
+      CommandError: there are none, or not numbers of such dims; says what was found.
+    """
+    if path.is_dir():
+        path = path / "metrics.jsonl"
+    ending = path.suffix.lower()
+    if ending in (".npz", ".npy"):
+        return _arrays(path)
+    text = path.read_text(encoding="utf-8", errors="replace")
+    if ending == ".jsonl":
+        return _metrics(path, text)
+    try:
+        found = json.loads(text)
+    except ValueError as error:
+        raise CommandError(
+            f"{path}: not JSON: {error}; give .npz, .npy, .json, or a run's metrics.jsonl"
+        ) from None
+    if isinstance(found, dict):
+        name = next((name for name in _NAMES if name in found), None)
+        if name is None:
+            raise CommandError(
+                f"{path}: has none of {', '.join(_NAMES)}; give numbers {_FORMS} under one of these"
+            )
+        found = found[name]
+    return _numbers(path, found)
+
+
+def _arrays(path: Path) -> np.ndarray:
+    try:
+        loaded = np.load(path, allow_pickle=False)
+    except (ValueError, EOFError) as error:
+        raise CommandError(f"{path}: no arrays of NumPy: {error}") from None
+    if isinstance(loaded, np.ndarray):
+        return loaded
+    with loaded:
+        name = next((name for name in _NAMES if name in loaded.files), None)
+        if name is None and len(loaded.files) == 1:
+            name = loaded.files[0]
+        if name is None:
+            raise CommandError(
+                f"{path}: has arrays {', '.join(loaded.files) or '(none)'}; name the one with loads {_NAMES[0]!r}"
+            )
+        return loaded[name]
+
+
+def _metrics(path: Path, text: str) -> np.ndarray:
+    windows = []
+    for line in text.splitlines():
+        try:
+            record = json.loads(line)
+        except ValueError:  # the last line of a run that was killed
+            break
+        if isinstance(record, dict) and record.get("load"):
+            windows.append(record["load"])
+    if not windows:
+        raise CommandError(
+            f"{path}: no step has a load; a model with experts writes it every `scripts/train --load-every` steps"
+        )
+    return _numbers(path, windows)
+
+
+def _numbers(path: Path, found: Any) -> np.ndarray:
+    try:
+        numbers = np.array(found)
+    except ValueError:
+        numbers = np.empty(0, object)
+    if numbers.ndim not in (2, 3) or numbers.dtype.kind not in "iuf":
+        raise CommandError(f"{path}: {numbers.dtype} {list(numbers.shape)}; loads are numbers {_FORMS}")
+    return numbers

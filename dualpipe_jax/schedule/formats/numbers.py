@@ -1,0 +1,93 @@
+"""Numbers as people read them, the same in text, tables, pictures and pages; and the units that they are in."""
+
+import dataclasses
+
+from dualpipe_jax.schedule.costs import CostModel
+
+BYTES = "B"
+"""The unit of memory that is written in KiB, MiB and GiB."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Units:
+    """What times and sizes are measured in; empty where nobody said.
+
+    Attributes:
+      time: written behind times: "ms".
+      memory: written behind sizes; "B" is bytes, of which large numbers are written in GiB.
+
+    Raises:
+      ValueError: a unit is no word.
+    """
+
+    time: str = ""
+    memory: str = ""
+
+    def __post_init__(self):
+        for name, unit in dataclasses.asdict(self).items():
+            if not isinstance(unit, str) or not unit.isprintable() or len(unit) > 12:
+                raise ValueError(
+                    f"Units: {name}={unit!r}; give a short word, such as ms for times, B for memory"
+                )
+
+    def duration(self, value: float) -> str:
+        """A time with its unit: 165.5 ms."""
+        return f"{number(value)} {self.time}".rstrip()
+
+    def size(self, value: float) -> str:
+        """An amount of memory with its unit: 1.55G, 17 activations, 40.5 GiB."""
+        return format_bytes(value) if self.memory == BYTES else f"{amount(value)} {self.memory}".rstrip()
+
+    def of_time(self, title: str) -> str:
+        """A title above times: "makespan, ms"."""
+        return f"{title}, {self.time}" if self.time else title
+
+    def of_memory(self, title: str) -> str:
+        """A title above sizes; those in bytes say their unit themselves."""
+        return f"{title}, {self.memory}" if self.memory not in ("", BYTES) else title
+
+
+def number(value: float, decimals: int = 3) -> str:
+    """At most so many decimals: 165.5, 33, 0.333."""
+    return f"{round(value, decimals) + 0.0:.12g}"  # + 0.0: no minus before nothing
+
+
+def amount(value: float) -> str:
+    """Four digits, a large one's thousands as a letter: 5.5, 1.55G."""
+    for letter, unit in (("T", 1e12), ("G", 1e9), ("M", 1e6)):
+        if value >= unit:
+            return f"{value / unit:.4g}{letter}"
+    return f"{value:.4g}" if value < 1000 else f"{value:.0f}"
+
+
+def format_bytes(value: float) -> str:
+    """Bytes in the largest binary unit of which there is one: 40.5 GiB, 512 B."""
+    for unit, size in (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if abs(value) >= size:
+            return f"{value / size:.4g} {unit}"
+    return f"{value:.4g} B"
+
+
+def percent(share: float) -> str:
+    """A share of one in percent."""
+    return f"{round(100 * share, 1) + 0.0:.1f} %"
+
+
+def describe(costs: CostModel, units: Units | None = None) -> str:
+    """Costs in a few words, those left out that are nothing."""
+    words = [f"{name} {number(getattr(costs, name))}" for name in ("F", "I", "W", "FB")]
+    blocking = " blocking" if costs.blocking else ""
+    if costs.send_inside is not None:
+        node = f"in a node of {costs.ranks_per_node}"
+        words.append(f"send {number(costs.send)}, {number(costs.send_inside)} {node}{blocking}")
+    elif costs.send:
+        words.append(f"send {number(costs.send)}{blocking}")
+    for stage, more in sorted(costs.extra.items(), key=lambda item: (item[0] < 0, item[0])):
+        if any(more):
+            words.append(f"{_stage(stage)} {'/'.join(f'{cost:+.6g}' for cost in more)}")
+    return ", ".join(words) + (f" {units.time}" if units and units.time else "")
+
+
+def _stage(stage: int) -> str:
+    ends = {0: "first", -1: "last"}
+    return ends.get(stage, f"stage {stage}" if stage > 0 else f"{-stage}th from the last")

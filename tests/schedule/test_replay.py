@@ -1,0 +1,172 @@
+"""Measured steps beside simulated ones: made from known costs, what was put in must come out."""
+
+import json
+
+import pytest
+
+from dualpipe_jax.schedule import (
+    ALL_SCHEDULES,
+    Action,
+    CostModel,
+    Op,
+    Placement,
+    dualpipe,
+    dualpipe_v,
+    gpipe,
+    interleaved_1f1b,
+    one_f_one_b,
+    simulate,
+    to_chrome_trace,
+    to_json,
+    zb_h1,
+)
+from dualpipe_jax.schedule.formats.measured import read_measured
+from dualpipe_jax.schedule.formats.numbers import Units
+from dualpipe_jax.schedule.replay import Measured, fit, replay
+
+ENDS = {0: (0.25, 0.5, 0.0), -1: (-0.5, -0.25, -0.25)}
+
+
+def ran(schedule, costs):
+    timeline = simulate(schedule, costs)
+    return Measured(schedule, timeline.starts, timeline.ends)
+
+
+@pytest.mark.parametrize("make", ALL_SCHEDULES, ids=lambda make: make.__name__)
+def test_costs_come_out_as_they_were_put_in(make):
+    """A schedule that runs whole backwards says how they are shared by the ends' thirds alone."""
+    costs = CostModel(2, 3, 1.5, FB=5, send=0.25, extra=ENDS)
+    measured = ran(make(4, 8), costs)
+    found, told = measured.costs, {slot[0].op.value for order in measured.schedule.orders for slot in order}
+    pairs = any(len(slot) == 2 for order in measured.schedule.orders for slot in order)
+    assert pytest.approx(2) == found.F and pytest.approx(4.5) == found.B and found.send == pytest.approx(0.25)
+    assert [more[0] for more in found.extra.values()] == pytest.approx([0.25, -0.5])
+    assert [sum(more[1:]) for more in found.extra.values()] == pytest.approx([0.5, -0.5])
+    if "I" in told:
+        assert pytest.approx((3, 1.5)) == (found.I, found.W)
+    if pairs:
+        assert pytest.approx(5) == found.FB
+    again = replay(measured)
+    assert again.own == pytest.approx(measured.makespan) == pytest.approx(again.simulated.makespan)
+    assert max(abs(unit.difference) for unit in again.units) < 1e-9
+
+
+def test_an_end_of_next_to_nothing_is_priced_still():
+    """One of six stages holds a tenth of the layers of the others; its pairs hide less than theirs."""
+    timed = [
+        (kind, (Action(stage, Op(kind), 0),), took)
+        for stage in range(6)
+        for kind, took in (("F", 2.0), ("B", 4.0))
+    ]
+    timed = [(kind, on, took / 10 if on[0].stage == 5 else took) for kind, on, took in timed]
+    timed += [("FB", (Action(stage, Op.F, 1), Action(stage, Op.B, 0)), 3.0) for stage in range(1, 5)]
+    costs = fit(timed, Placement.linear(6))
+    assert (costs.F, costs.B, costs.FB) == (2, 4, 3) and costs.extra[0] == (0, 0, 0)
+    assert sum(costs.extra[-1]) == pytest.approx(-3), "5.4 by its single units, but a pair takes 3"
+    alone = fit([one for one in timed if one[0] != "FB"], Placement.linear(6))
+    assert alone.extra[-1] == pytest.approx((-1.8, -1.8, -1.8))
+
+
+def test_the_rank_and_the_unit_that_are_slow_come_first():
+    schedule = zb_h1(6, 8)
+
+    class Slow(CostModel):
+        def of(self, slot, placement):
+            slow = 1.5 if slot[0].stage == 3 else 0.0
+            return super().of(slot, placement) + slow + 7 * (str(slot[0]) == "1I3")
+
+    timeline = simulate(schedule, Slow(2, 3, 1, send=0.5))
+    found = replay(Measured(schedule, timeline.starts, timeline.ends))
+    assert found.ranks[:2] == (3, 1)
+    assert [(unit.stages, unit.difference) for unit in found.units[:2]] == [
+        ((3,), pytest.approx(8 * 1.5))
+    ] * 2
+    first = found.slots[0]
+    assert (first.rank, str(first.slot[0]), first.took - first.simulated) == (1, "1I3", pytest.approx(7))
+    assert found.own == pytest.approx(timeline.makespan) and found.own > found.simulated.makespan
+    assert found.measured.busy[3] - found.simulated.busy[3] == pytest.approx(1.5 * len(schedule.orders[3]))
+    given = replay(found.measured, CostModel(2, 3, 1, send=0.5))
+    assert given.simulated.makespan == simulate(schedule, CostModel(2, 3, 1, send=0.5)).makespan
+
+
+def test_waits_that_nothing_explains():
+    """Every slot of rank 1 starts later than its data came: neither units nor sends make the step that long."""
+    schedule = one_f_one_b(2, 4)
+    timeline = simulate(schedule)
+    late = (
+        tuple(tuple(t + 5 * (rank == 1) for t in row) for rank, row in enumerate(timeline.starts)),
+        tuple(tuple(t + 5 * (rank == 1) for t in row) for rank, row in enumerate(timeline.ends)),
+    )
+    found = replay(Measured(schedule, *late), CostModel())
+    assert found.own == found.simulated.makespan == timeline.makespan
+    assert found.measured.makespan == max(late[1][1][-1], timeline.makespan)
+
+
+@pytest.mark.parametrize(
+    "schedule", [dualpipe(4, 8), dualpipe_v(3, 7), interleaved_1f1b(2, 4)], ids=lambda s: s.name
+)
+def test_traces_and_json_are_read(schedule):
+    timeline = simulate(schedule, CostModel(2, 3, 1.5, FB=5, send=0.25))
+    trace = to_chrome_trace(timeline)
+    measured, units = read_measured(json.dumps(trace))
+    assert units == Units("ms") and measured.schedule == schedule
+    assert [list(map(pytest.approx, row)) for row in timeline.starts] == list(map(list, measured.starts))
+    times = {"starts": timeline.starts, "ends": [[end + 3 for end in row] for row in timeline.ends]}
+    times["starts"] = [[start + 3 for start in row] for row in times["starts"]]
+    measured, units = read_measured(to_json(schedule, times | {"units": {"time": "s"}}))
+    assert units == Units("s") and measured == ran(schedule, timeline.costs), (
+        "time begins with the first slot"
+    )
+
+
+def test_of_two_steps_in_a_trace_the_measured_one_is_read():
+    played, real = simulate(gpipe(2, 2)), simulate(gpipe(2, 2), CostModel(5, 5, 5))
+    events = []
+    for timeline, what, apart in ((played, "simulated", 0), (real, "measured", 10)):
+        for event in to_chrome_trace(timeline)["traceEvents"]:
+            event = event | {"pid": event["pid"] + apart}
+            if event["name"] == "process_name":
+                event["args"] = {"name": f"{what}: {event['args']['name']}"}
+            events.append(event)
+    measured, _ = read_measured(json.dumps(events))
+    assert measured.makespan == pytest.approx(real.makespan) and measured.schedule.name == "gpipe"
+
+
+def without(text, *names):
+    return json.dumps({name: value for name, value in json.loads(text).items() if name not in names})
+
+
+STEP = to_json(gpipe(1, 1), {"starts": [[0, 1]], "ends": [[1, 3]]})
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{", "read_measured: not JSON"),
+        ("[" * 200_000, "read_measured: not JSON"),
+        (without(STEP, "starts"), 'no "starts" and "ends"; give a schedule\'s JSON with them'),
+        (STEP.replace("[[0, 1]]", "[[0]]"), r"starts of \[1\] slots, but the ranks of gpipe run \[2\]"),
+        (STEP.replace("[[0, 1]]", "[[0, 5]]"), "rank 0, slot 1 runs from 5 to 3, the one before it from 0"),
+        (STEP.replace("[[0, 1]]", '[["a", 1]]'), "could not convert string to float"),
+        (
+            STEP.replace("[[0, 1]]", "[[null, 1]]"),
+            "starts and ends are lists of numbers, one list for each rank",
+        ),
+        (STEP.replace("[[0, 1]]", "7"), "starts and ends are lists of numbers, one list for each rank"),
+        ('{"traceEvents": []}', 'no rows named "rank 0", "rank 1" ... with slices such as "0F3"'),
+        ('{"traceEvents": [3, {"ph": "X"}]}', 'no rows named "rank 0"'),
+    ],
+)
+def test_what_is_no_measured_step(text, message):
+    with pytest.raises(ValueError, match=message):
+        read_measured(text)
+
+
+def test_a_trace_of_half_a_step_is_refused():
+    trace = to_chrome_trace(simulate(gpipe(2, 2)))
+    lost = [event for event in trace["traceEvents"] if event["name"] != "1B1"]
+    with pytest.raises(ValueError, match="1B1"):
+        read_measured(json.dumps(lost))
+    one = [event for event in trace["traceEvents"] if not str(event["name"]).startswith("0")]
+    with pytest.raises(ValueError, match="no slice of stage 0, but of stage 1"):
+        read_measured(json.dumps(one))
