@@ -62,9 +62,24 @@ CONFIGS = {
     ),
 }
 
+NAMES = tuple(CONFIGS)
 
-@pytest.mark.parametrize("absorbed", [True, False])
-@pytest.mark.parametrize("name", CONFIGS)
+
+@pytest.mark.parametrize(
+    "name, absorbed",
+    [
+        ("v3", True),
+        ("no q_lora, yarn", False),
+        *(
+            pytest.param(name, absorbed, marks=pytest.mark.slow)
+            for name, absorbed in (
+                ("v3", False),
+                ("no q_lora, yarn", True),
+                *((NAMES[2], a) for a in (True, False)),
+            )
+        ),
+    ],
+)
 def test_prefill_and_decode_are_the_plain_forward(name, absorbed):
     config = CONFIGS[name]
     params = random_params(config)
@@ -79,6 +94,7 @@ def test_the_cache_is_as_narrow_as_published():
     assert shape.shape == (62, 1000, 64, 576) and shape.dtype == jnp.bfloat16
 
 
+@pytest.mark.slow
 def test_bfloat16_is_near():
     config = small(compute_dtype=jnp.bfloat16)
     wide = dataclasses.replace(config, compute_dtype=jnp.float32)

@@ -3,12 +3,13 @@
 import functools
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from models.decode import Engine, Limits, RequestError, SamplingParams, decoder
 from tests.models import plain
-from tests.models.decode.small_models import random_params, small, whole
+from tests.models.decode.small_models import QUICK, random_params, small, whole
 
 CONFIG = small(num_groups=1, num_mtp_layers=1)
 LIMITS = Limits(max_requests=3, max_positions=24, block_size=4, num_blocks=14, chunk_size=4, max_prefill=8)
@@ -248,28 +249,34 @@ def test_limits_must_be_positive():
 # ------------------------------------------------------------------------------------------------ drafts
 
 
-def guesses(prompt, text):
-    """How often the module ahead is asked, and right, replayed on the whole text with the paper's formulas."""
-    params, config = a_params(), CONFIG
-    shared, tokens = params["shared"], np.asarray([*prompt, *text])[None]
+@functools.partial(jax.jit, compiler_options=QUICK)
+def logits_ahead(params, tokens):
+    """By the paper's formulas, at i of token i + 2."""
+    shared, length = params["shared"], tokens.shape[1]
     segments, live = np.zeros(tokens.shape, np.int32), np.ones(tokens.shape, bool)
 
     def routed(x, row, n):
         own = jax.tree.map(lambda a: a[0], params["stages"]["layers"][row])
         bias = params["stages"]["routing"]["bias"][0, row]
-        return plain.layer(x, own, config, segments[:, :n], bias, live[:, :n])[0]
+        return plain.layer(x, own, CONFIG, segments[:, :n], bias, live[:, :n])[0]
 
-    x = shared["embed_tokens"][tokens]
-    x = plain.layer(x, shared["layers"][0], config, segments)
-    x = routed(x, 0, tokens.shape[1])[:, :-1]
+    x = plain.layer(shared["embed_tokens"][tokens], shared["layers"][0], CONFIG, segments)
+    x = routed(x, 0, length)[:, :-1]
     module = shared["mtp"][0]
     both = plain.norm(shared["embed_tokens"][tokens[:, 1:]], module["enorm"]), plain.norm(x, module["hnorm"])
-    x = routed(np.concatenate(both, -1) @ module["eh_proj"]["kernel"], 1, tokens.shape[1] - 1)
-    logits = plain.norm(x, module["norm"]) @ shared["lm_head"]["kernel"]
-    guess = np.argmax(np.asarray(logits), -1)[0]  # at i of token i + 2
+    x = routed(jnp.concatenate(both, -1) @ module["eh_proj"]["kernel"], 1, length - 1)
+    return plain.norm(x, module["norm"]) @ shared["lm_head"]["kernel"]
+
+
+def guesses(prompt, text):
+    """How often the module ahead is asked, and right, replayed on the whole text."""
+    length = len(prompt) + len(text)
+    tokens = np.zeros((1, LIMITS.max_positions), np.int32)
+    tokens[0, :length] = [*prompt, *text]
+    guess = np.argmax(np.asarray(logits_ahead(a_params(), tokens)), -1)[0]
     asked = right = 0
     at = len(prompt) - 1
-    while at + 3 < tokens.shape[1]:  # the last token is the answer to a token that is fed anyway
+    while at + 3 < length:  # the last token is the answer to a token that is fed anyway
         asked += 1
         hit = guess[at] == tokens[0, at + 2]
         right += hit
