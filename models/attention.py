@@ -187,27 +187,38 @@ class Attention(nnx.Module):
         config = self.config
         B, S, _ = x_BSD.shape
         heads, nope = config.num_heads, config.qk_nope_dim
-        rotate = functools.partial(
-            rope, freqs=rope_frequencies(config), positions=positions_BS, factor=rope_factor(config)
-        )
-
-        q_BSHX = self._queries(x_BSD).reshape(B, S, heads, nope + config.qk_rope_dim)
-        q_BSHX = jnp.concatenate([q_BSHX[..., :nope], rotate(q_BSHX[..., nope:])], axis=-1)
-
-        compressed = self.kv_a_proj_with_mqa(x_BSD)
-        c_BSC, k_BSR = compressed[..., : config.kv_lora_rank], compressed[..., config.kv_lora_rank :]
-        k_BSHR = jnp.broadcast_to(rotate(k_BSR[:, :, None]), (B, S, heads, config.qk_rope_dim))
-        kv_BSHX = self.kv_b_proj(self.kv_a_layernorm(c_BSC)).reshape(B, S, heads, nope + config.v_head_dim)
+        q_BSHX = self.queries(x_BSD, positions_BS)
+        c_BSC, k_BSR = self.latents(x_BSD, positions_BS)
+        k_BSHR = jnp.broadcast_to(k_BSR[:, :, None], (B, S, heads, config.qk_rope_dim))
+        kv_BSHX = self.kv_b_proj(c_BSC).reshape(B, S, heads, nope + config.v_head_dim)
         k_BSHX = jnp.concatenate([kv_BSHX[..., :nope], k_BSHR], axis=-1)
 
         scale = softmax_scale(config)
         out_BSHV = self.attend(q_BSHX, k_BSHX, kv_BSHX[..., nope:], scale, segment_ids=segment_ids_BS)
         return self.o_proj(out_BSHV.reshape(B, S, heads * config.v_head_dim))
 
-    def _queries(self, x_BSD: Array) -> Array:
+    def queries(self, x_BSD: Array, positions_BS: Array | None) -> Array:
+        """Return the queries, [B, S, H, N + R], their last R numbers rotated."""
+        config = self.config
+        nope = config.qk_nope_dim
+        q_BSHX = self._project(x_BSD).reshape(*x_BSD.shape[:2], config.num_heads, nope + config.qk_rope_dim)
+        return jnp.concatenate([q_BSHX[..., :nope], self._rotate(q_BSHX[..., nope:], positions_BS)], axis=-1)
+
+    def latents(self, x_BSD: Array, positions_BS: Array | None) -> tuple[Array, Array]:
+        """Return all that later tokens need to know of these: c [B, S, C], normalised, and k [B, S, R], rotated."""
+        both = self.kv_a_proj_with_mqa(x_BSD)
+        c_BSC, k_BSR = both[..., : self.config.kv_lora_rank], both[..., self.config.kv_lora_rank :]
+        k_BSR = self._rotate(k_BSR[:, :, None], positions_BS)[:, :, 0]
+        return self.kv_a_layernorm(c_BSC), k_BSR
+
+    def _project(self, x_BSD: Array) -> Array:
         if self.config.q_lora_rank:
             return self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x_BSD)))
         return self.q_proj(x_BSD)
+
+    def _rotate(self, x_BSHR: Array, positions_BS: Array | None) -> Array:
+        freqs, factor = rope_frequencies(self.config), rope_factor(self.config)
+        return rope(x_BSHR, freqs, positions_BS, factor)
 
 
 def causal_attention(

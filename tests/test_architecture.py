@@ -50,6 +50,7 @@ MAY_IMPORT = {
         "dualpipe_jax.contract",
         "dualpipe_jax.functional",
     ),
+    "models.decode": ("models", "dualpipe_jax.functional"),
     "train": ("dualpipe_jax", "models"),
 }
 """Part of the project -> what of ours it may import, besides itself."""

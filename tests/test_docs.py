@@ -18,6 +18,7 @@ import yaml
 from dualpipe_jax.__main__ import COMMANDS, main
 from models import deepseek, tiny, weights
 from train.config import check, make_schedule
+from train.generate.options import parse as parse_generating
 from train.options import parse
 from train.prepare.options import parse as parse_preparing
 
@@ -64,7 +65,7 @@ IN_A_PROCESS = {"pods.md": {f"SLURM_{name}": "0" for name in ("LOCALID", "PROCID
 }}  # fmt: skip
 """Pages whose blocks must run before JAX is loaded -> the environment that they need: SLURM's, of a single task."""
 
-NEEDS = {"weights.md": published_checkpoint}
+NEEDS = {"weights.md": published_checkpoint, "serving.md": published_checkpoint}
 """What must be in the folder where a page's blocks run."""
 
 
@@ -152,6 +153,8 @@ def test_every_training_command_would_start(page):
             make_schedule(command.options)
         elif match := re.match("scripts/prepare +([^#]+)", line):
             parse_preparing(shlex.split(match[1]))
+        elif match := re.match("scripts/generate +([^#]+)", line):
+            parse_generating(shlex.split(match[1]))
 
 
 def test_the_cluster_starts_what_would_start():

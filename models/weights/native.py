@@ -7,7 +7,7 @@ has all layers in one array, ``params/stages/layers/mlp/gate`` [layers, ...]; th
 
 import dataclasses
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -54,11 +54,18 @@ def write(folder: Path, config: Config, params: Tree, published: Mapping[str, An
     ocp.save(folder.absolute(), flat, custom_metadata=facts)
 
 
-def read(folder: Path) -> tuple[Config, Tree, Mapping[str, Any]]:
+def read(
+    folder: Path, check: Callable[[Mapping[str, Any], Mapping[str, Any]], list[str]] | None = None
+) -> tuple[Config, Tree, Mapping[str, Any]]:
     """Read what ``write`` wrote, or a step of the trainer's: the configuration, params of one stage, the rest.
 
+    Args:
+      folder: what to read.
+      check: of what is written there beside the arrays and the arrays by name, as they lie there, says what is wrong.
+
     Raises:
-      WeightsError: there is no such folder, or its arrays are not those of its configuration; all are listed.
+      WeightsError: there is no such folder, or its arrays are not those of its configuration; all are listed. Or
+        ``check`` finds something.
 
     """
     try:
@@ -89,6 +96,8 @@ def read(folder: Path) -> tuple[Config, Tree, Mapping[str, Any]]:
     context.pytree.loading.partial_load = True  # the trainer has the optimizer's state there too
     with context:
         flat = ocp.load(folder.absolute(), abstract_state=wanted)
+    if check is not None and (wrong := check(facts, flat)):
+        raise WeightsError(folder, wrong)
     found = []
     for path, leaf in leaves:
         name, layer = _stored(path, stacked)

@@ -1,0 +1,105 @@
+"""Tokens a second of greedy generation on CPU, beside transformers' generate with the same random weights.
+
+python benchmarks/decode.py [--prompt 32] [--tokens 64] [--rounds 3]
+
+Both generate the same numbers of tokens from the same prompts, prompts included in the time, in turns; compilation and
+a first call aside. Of the rounds the fastest counts. The texts must be equal, up to near ties.
+"""
+
+import argparse
+import functools
+import os
+import tempfile
+import time
+
+os.environ["JAX_PLATFORMS"] = "cpu"
+
+import numpy as np
+import torch
+import transformers
+
+from models import weights
+from models.decode import Engine, Limits, SamplingParams, decoder
+
+SIZES = dict(
+    vocab_size=8192,
+    hidden_size=512,
+    intermediate_size=1376,
+    moe_intermediate_size=256,
+    num_hidden_layers=6,
+    first_k_dense_replace=1,
+    num_attention_heads=8,
+    num_key_value_heads=8,
+    n_routed_experts=16,
+    n_shared_experts=1,
+    num_experts_per_tok=4,
+    n_group=4,
+    topk_group=2,
+    q_lora_rank=256,
+    kv_lora_rank=128,
+    qk_rope_head_dim=32,
+    qk_nope_head_dim=64,
+    v_head_dim=64,
+    initializer_range=0.05,
+    num_mtp_layers=0,
+)
+
+
+def theirs(model, prompts, tokens):
+    with torch.no_grad():
+        out = model.generate(
+            torch.tensor(prompts), max_new_tokens=tokens, do_sample=False, eos_token_id=None, pad_token_id=0
+        )
+    return out[:, prompts.shape[1] :].numpy()
+
+
+def ours(engine, prompts, tokens):
+    for prompt in prompts:
+        engine.add(prompt, SamplingParams(max_tokens=tokens))
+    return np.array([one.tokens for one in engine.run()])
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--prompt", type=int, default=32, help="tokens of each prompt")
+    parser.add_argument("--tokens", type=int, default=64, help="tokens generated of each")
+    parser.add_argument("--rounds", type=int, default=3)
+    options = parser.parse_args()
+    transformers.utils.logging.disable_progress_bar()
+    torch.manual_seed(0)
+    model = transformers.DeepseekV3ForCausalLM(transformers.DeepseekV3Config(**SIZES)).eval()
+    with tempfile.TemporaryDirectory() as folder:
+        model.save_pretrained(folder)
+        config, params = weights.load(folder)
+    serving = decoder(config)
+    print(
+        "| batch | ours, tokens/s | transformers | ratio | equal tokens |\n| ---: | ---: | ---: | ---: | ---: |"
+    )
+    for batch in (1, 16):
+        prompts = np.random.default_rng(batch).integers(0, config.vocab, (batch, options.prompt))
+        room = options.prompt + options.tokens
+        limits = Limits(
+            max_requests=batch, max_positions=room, chunk_size=options.prompt, max_prefill=1 << 20
+        )
+        engine = Engine(serving, params, limits)
+        runs = [
+            functools.partial(ours, engine, prompts, options.tokens),
+            functools.partial(theirs, model, prompts, options.tokens),
+        ]
+        texts = [run() for run in runs]
+        took = [[], []]
+        for _ in range(options.rounds):
+            for run, times in zip(runs, took, strict=True):
+                began = time.perf_counter()
+                run()
+                times.append(time.perf_counter() - began)
+        rates = [batch * options.tokens / min(times) for times in took]
+        equal = (texts[0] == texts[1]).mean()
+        print(
+            f"| {batch} | {rates[0]:,.0f} | {rates[1]:,.0f} | {rates[0] / rates[1]:.2f} | {equal:.1%} |",
+            flush=True,
+        )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,24 @@
+"""Text from a trained model: a cache of latents, prefill, decode, sampling; no server."""
+
+from models.decode.blocks import Blocks
+from models.decode.cache import Rows, init_cache
+from models.decode.engine import Engine
+from models.decode.errors import RequestError
+from models.decode.model import Decoder, decoder
+from models.decode.requests import Completion, Limits, SamplingParams
+from models.decode.sampling import Sampling, sample
+
+__all__ = [
+    "Blocks",
+    "Completion",
+    "Decoder",
+    "Engine",
+    "Limits",
+    "RequestError",
+    "Rows",
+    "Sampling",
+    "SamplingParams",
+    "decoder",
+    "init_cache",
+    "sample",
+]

@@ -1,0 +1,77 @@
+"""The cache of latents, in blocks of positions that requests take and give back.
+
+A token leaves ``kv_lora_rank + qk_rope_dim`` numbers a layer, whatever the number of heads: its compressed keys and
+values, normalised, and the rotated key that heads share. A request's positions lie in blocks that need not be
+neighbours; its table says which (Kwon et al. 2023, "PagedAttention").
+
+Shape suffixes: B rows, S new tokens of a row, K positions of a row's table, P blocks, M blocks of a table, X numbers
+of a position.
+"""
+
+from typing import NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from models.config import Config
+
+
+class Rows(NamedTuple):
+    """New tokens, each row of one request. Tokens of one request stand in one row.
+
+    Attributes:
+      tokens: int32 [B, S]; what lies beyond a row's length is ignored.
+      starts: int32 [B], the position of a row's first token.
+      lengths: int32 [B], how many tokens a row has; 0 where there is no request.
+      tables: int32 [B, M], the blocks of a row's positions, in order; any block where it has none.
+
+    """
+
+    tokens: Array | np.ndarray
+    starts: Array | np.ndarray
+    lengths: Array | np.ndarray
+    tables: Array | np.ndarray
+
+    @property
+    def positions(self) -> Array:
+        """Of each token, int32 [B, S]."""
+        return jnp.asarray(self.starts)[:, None] + jnp.arange(self.tokens.shape[1], dtype=jnp.int32)
+
+    @property
+    def live(self) -> Array:
+        """Which tokens there are, bool [B, S]."""
+        return jnp.arange(self.tokens.shape[1], dtype=jnp.int32) < jnp.asarray(self.lengths)[:, None]
+
+
+def init_cache(config: Config, num_blocks: int, block_size: int) -> Array:
+    """Return an empty cache, [layers, P, block_size, X] in the compute dtype.
+
+    Modules of multi-token prediction are layers behind the model's.
+    """
+    layers = config.num_layers + config.num_mtp_layers
+    width = config.kv_lora_rank + config.qk_rope_dim
+    return jnp.zeros((layers, num_blocks, block_size, width), config.compute_dtype)
+
+
+def write(cache: Array, layer: int, rows: Rows, new_BSX: Array) -> Array:
+    """Return the cache with the rows' tokens in one layer."""
+    L, P, size, X = cache.shape
+    positions_BS = rows.positions
+    column_BS = jnp.minimum(positions_BS // size, rows.tables.shape[1] - 1)
+    block_BS = layer * P + jnp.take_along_axis(jnp.asarray(rows.tables), column_BS, axis=1)
+    place_BS = jnp.where(rows.live, block_BS * size + positions_BS % size, L * P * size)
+    flat = cache.reshape(L * P * size, X).at[place_BS.reshape(-1)].set(new_BSX.reshape(-1, X), mode="drop")
+    return flat.reshape(cache.shape)
+
+
+def read(cache: Array, layer: int, rows: Rows) -> Array:
+    """Return one layer's latents of every position that a row's table has room for, [B, K, X]; zeros if not written.
+
+    A block keeps what its last owner left, NaN perhaps, and a probability of 0 times that is no number.
+    """
+    L, P, size, X = cache.shape
+    blocks = cache.reshape(L * P, size, X)[layer * P + jnp.asarray(rows.tables)]
+    found_BKX = blocks.reshape(blocks.shape[0], -1, X)
+    written_BK = jnp.arange(found_BKX.shape[1], dtype=jnp.int32) < (rows.starts + rows.lengths)[:, None]
+    return jnp.where(written_BK[..., None], found_BKX, 0)

@@ -1,0 +1,141 @@
+"""What a request asks for, what there is room for, and what comes of it."""
+
+import dataclasses
+from typing import Literal
+
+import numpy as np
+
+from models.decode.errors import RequestError
+
+
+@dataclasses.dataclass(frozen=True)
+class SamplingParams:
+    """How a request's text goes on.
+
+    Attributes:
+      max_tokens: to be generated at most.
+      temperature: divides the logits; 0 takes the likeliest token.
+      top_p: see ``Sampling``.
+      seed: 0 to 2**32 - 1; the same request with the same seed gets the same text, whatever is served beside it.
+      stop: tokens at any of which the text ends; they are not part of it.
+
+    """
+
+    max_tokens: int = 256
+    temperature: float = 0.0
+    top_p: float = 1.0
+    seed: int = 0
+    stop: tuple[int, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class Limits:
+    """Sizes that the programs are compiled for.
+
+    Attributes:
+      max_requests: served at the same time; others wait.
+      max_positions: tokens of a request, its prompt and what is generated.
+      block_size: positions of a block.
+      num_blocks: of the cache; None has room for ``max_requests`` of ``max_positions``.
+      chunk_size: tokens of a prompt that are taken in at once.
+      max_prefill: tokens of prompts that a step takes in at most, so that those who decode do not wait long.
+
+    Raises:
+      ValueError: a number that is not positive.
+
+    """
+
+    max_requests: int = 8
+    max_positions: int = 1024
+    block_size: int = 16
+    num_blocks: int | None = None
+    chunk_size: int = 64
+    max_prefill: int = 512
+
+    def __post_init__(self) -> None:
+        wrong = [f"{name} is {n}" for name, n in vars(self).items() if n is not None and n < 1]
+        if wrong:
+            raise ValueError(f"Limits: {', '.join(wrong)}; must be at least 1.")
+
+    @property
+    def table_size(self) -> int:
+        """Blocks of one request at most."""
+        return -(-self.max_positions // self.block_size)
+
+    @property
+    def total_blocks(self) -> int:
+        """Blocks of the cache."""
+        return self.num_blocks or self.max_requests * self.table_size
+
+
+@dataclasses.dataclass(frozen=True)
+class Completion:
+    """A request that has ended.
+
+    Attributes:
+      id: as ``Engine.add`` returned it.
+      tokens: what was generated, without the token that stopped it.
+      finish_reason: "stop" at a stop token, "length" at ``max_tokens``, "cancelled", or "error".
+      error: what went wrong; None if nothing did.
+      num_drafted: tokens that were guessed ahead.
+      num_accepted: guesses that were right.
+      num_reused: tokens of the prompt that were in the cache already, of a request that began alike.
+
+    """
+
+    id: int
+    tokens: tuple[int, ...]
+    finish_reason: Literal["stop", "length", "cancelled", "error"]
+    error: str | None = None
+    num_drafted: int = 0
+    num_accepted: int = 0
+    num_reused: int = 0
+
+
+def check_request(prompt: np.ndarray, params: SamplingParams, limits: Limits, vocab: int) -> None:
+    """Find out whether a request can ever be served.
+
+    Raises:
+      RequestError: it cannot; says why, and what to do.
+
+    """
+    if prompt.ndim != 1 or not prompt.size:
+        raise RequestError("the prompt is empty: give at least one token")
+    if not np.issubdtype(prompt.dtype, np.integer):
+        raise RequestError(f"the prompt's tokens are {prompt.dtype}, must be integers")
+    for what, tokens in (("prompt", prompt), ("stop tokens", np.asarray(params.stop, np.int64))):
+        unknown = tokens[(tokens < 0) | (tokens >= vocab)]
+        if unknown.size:
+            raise RequestError(
+                f"the {what} hold token {unknown[0]}, which the model does not know: its tokens are 0 to "
+                f"{vocab - 1}; is this another model's tokenizer?"
+            )
+    wrong = [
+        text
+        for text, good in (
+            (f"max_tokens is {params.max_tokens}, must be at least 1", params.max_tokens >= 1),
+            (f"temperature is {params.temperature}, must be 0 or more", 0 <= params.temperature < np.inf),
+            (f"top_p is {params.top_p}, must be above 0 and at most 1", 0 < params.top_p <= 1),
+            (f"seed is {params.seed}, must lie between 0 and 2**32 - 1", 0 <= params.seed < 2**32),
+        )
+        if not good
+    ]
+    if wrong:
+        raise RequestError("; ".join(wrong))
+    total = len(prompt) + params.max_tokens
+    if total > limits.max_positions:
+        raise RequestError(
+            f"the prompt of {len(prompt)} tokens and max_tokens {params.max_tokens} are {total} together, the "
+            f"limit is max_positions {limits.max_positions}: shorten the prompt, or ask for at most "
+            f"{limits.max_positions - len(prompt)} tokens"
+            if len(prompt) < limits.max_positions
+            else f"the prompt of {len(prompt)} tokens is too long: the limit is max_positions "
+            f"{limits.max_positions}, what is generated included"
+        )
+    need = -(-(total - 1) // limits.block_size)
+    if need > limits.total_blocks:
+        raise RequestError(
+            f"the prompt of {len(prompt)} tokens and max_tokens {params.max_tokens} take {need} blocks of "
+            f"{limits.block_size} positions, and the cache has {limits.total_blocks} in all: ask for less, or raise "
+            "num_blocks"
+        )

@@ -1,0 +1,83 @@
+"""From logits to tokens.
+
+A token is a function of its own logits, its request's numbers and its position alone: the same whatever else is in the
+batch, in whichever row, with drafts or without.
+
+Shape suffixes: B rows, S tokens of a row, V vocabulary.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+
+class Sampling(NamedTuple):
+    """How each row's tokens are chosen.
+
+    Attributes:
+      temperature: float32 [B], divides the logits; 0 takes the likeliest token.
+      top_p: float32 [B], of the likeliest tokens only so many as together have this probability (Holtzman et al.
+        2020, "nucleus sampling"); the likeliest always.
+      seeds: uint32 [B].
+
+    """
+
+    temperature: Array | np.ndarray
+    top_p: Array | np.ndarray
+    seeds: Array | np.ndarray
+
+
+def sample(logits_BSV: Array, sampling: Sampling, positions_BS: Array) -> Array:
+    """Choose tokens, int32 [B, S], that are to stand at ``positions_BS``."""
+    greedy_BS = jnp.argmax(logits_BSV, axis=-1).astype(jnp.int32)
+
+    def drawn() -> Array:
+        found_BS = draw(
+            logits_BSV,
+            jnp.asarray(sampling.temperature)[:, None],
+            jnp.asarray(sampling.top_p)[:, None],
+            uniforms(jnp.asarray(sampling.seeds), positions_BS),
+        )
+        return jnp.where(sampling.temperature[:, None] > 0, found_BS, greedy_BS)
+
+    # Sorting a vocabulary takes longer than many a model's step.
+    return jax.lax.cond(jnp.any(sampling.temperature > 0), drawn, lambda: greedy_BS)
+
+
+def uniforms(seeds_B: Array, positions_BS: Array) -> Array:
+    """Return numbers in [0, 1) that follow from seed and position, float32 [B, S]."""
+
+    def one(seed: Array, position: Array) -> Array:
+        return jax.random.uniform(jax.random.fold_in(jax.random.key(seed, impl="threefry2x32"), position))
+
+    return jax.vmap(jax.vmap(one, (None, 0)))(seeds_B, positions_BS)
+
+
+def draw(logits: Array, temperature: Array, top_p: Array, uniform: Array) -> Array:
+    """Invert the distribution function, tokens in falling order of probability; equal ones by number.
+
+    Args:
+      logits: float32 [..., V].
+      temperature: float32 [...]; where it is not positive the result means nothing.
+      top_p: float32 [...].
+      uniform: float32 [...] in [0, 1).
+
+    Returns:
+      int32 [...].
+
+    """
+    order = jnp.argsort(-logits, axis=-1, stable=True)
+    falling = jnp.take_along_axis(logits, order, axis=-1)
+    positive = jnp.where(temperature > 0, temperature, 1)[..., None]
+    probs = jax.nn.softmax(falling / positive, axis=-1)
+    before = jnp.cumsum(probs, axis=-1) - probs
+    kept = (before < top_p[..., None]) | (jnp.arange(logits.shape[-1]) == 0)
+    probs = jnp.where(kept, probs, 0)
+    total = jnp.cumsum(probs, axis=-1)
+    # The last kept one takes what rounding leaves over.
+    place = jnp.sum(total <= (uniform[..., None] * total[..., -1:]), axis=-1, dtype=jnp.int32)
+    place = jnp.minimum(place, jnp.sum(kept, axis=-1, dtype=jnp.int32) - 1)
+    return jnp.take_along_axis(order, place[..., None], axis=-1)[..., 0].astype(jnp.int32)

@@ -1,0 +1,122 @@
+"""The two programs that serving runs, pure functions of weights, cache and rows: a chunk of prompts, a step of decode.
+
+Shape suffixes: B rows, S new tokens of a row, D model dim.
+"""
+
+from typing import NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from dualpipe_jax.functional import Tree
+from models.decode.cache import Rows
+from models.decode.model import Decoder
+from models.decode.sampling import Sampling, sample
+
+
+class Prefilled(NamedTuple):
+    """What a chunk of prompts gave.
+
+    Attributes:
+      tokens: int32 [B], to stand behind a row's last token.
+      finite: bool [B], whether all its logits are numbers.
+      drafts: int32 [B], a guess at the token after that; -1 without drafts.
+
+    """
+
+    tokens: Array
+    finite: Array
+    drafts: Array
+
+
+class Decoded(NamedTuple):
+    """What a step of decode gave.
+
+    Attributes:
+      tokens: int32 [B, S], to stand behind each of a row's tokens.
+      accepted: int32 [B], how many of them count: one, and one more for a draft that was right.
+      finite: bool [B], whether the logits of all that count are numbers.
+      drafts: int32 [B], a guess at the token after those; -1 without drafts.
+
+    """
+
+    tokens: Array
+    accepted: Array
+    finite: Array
+    drafts: Array
+
+
+def prefill(
+    model: Decoder,
+    drafting: bool,
+    weights: Tree,
+    cache: Array,
+    rows: Rows,
+    follow: Array | np.ndarray,
+    sampling: Sampling,
+) -> tuple[Prefilled, Array]:
+    """Take in the next chunk of prompts.
+
+    Args:
+      model: the functions.
+      drafting: whether drafts are wanted, so that their layer's latents are kept as well.
+      weights: as ``model.prepare`` made them.
+      cache: see ``init_cache``.
+      rows: the chunk.
+      follow: int32 [B], of each row the prompt's token behind the chunk; -1 where the prompt ends with it.
+      sampling: of the rows.
+
+    """
+    x_BSD, cache = model.forward(weights, cache, rows)
+    last_B = jnp.maximum(rows.lengths - 1, 0)
+    logits_B1V = model.logits(weights, _at(x_BSD, last_B))
+    tokens_B = sample(logits_B1V, sampling, jnp.asarray(rows.starts + rows.lengths)[:, None])[:, 0]
+    finite_B = jnp.all(jnp.isfinite(logits_B1V), axis=(1, 2))
+    drafts_B = jnp.full_like(tokens_B, -1)
+    if drafting:
+        next_B = jnp.where(follow < 0, tokens_B, follow)
+        index = jnp.arange(x_BSD.shape[1], dtype=jnp.int32)
+        shifted_BS = jnp.roll(jnp.asarray(rows.tokens), -1, axis=1)
+        nexts_BS = jnp.where(index == last_B[:, None], next_B[:, None], shifted_BS)
+        drafts_B, cache = _drafts(model, weights, cache, rows._replace(tokens=nexts_BS), x_BSD, last_B)
+    return Prefilled(tokens_B, finite_B, drafts_B), cache
+
+
+def decode(
+    model: Decoder, drafting: bool, weights: Tree, cache: Array, rows: Rows, sampling: Sampling
+) -> tuple[Decoded, Array]:
+    """Feed each row its newest token and, of two, a draft of the next; see ``prefill``.
+
+    A draft counts if it is what would have been chosen anyway: by sampling that depends on nothing but logits, seed and
+    position, what comes out is what comes out without drafts (Leviathan et al. 2023, of one that is certain).
+    """
+    x_BSD, cache = model.forward(weights, cache, rows)
+    logits_BSV = model.logits(weights, x_BSD)
+    tokens_BS = sample(logits_BSV, sampling, rows.positions + 1)
+    accepted_B = jnp.minimum(rows.lengths, 1)
+    if tokens_BS.shape[1] > 1:
+        right_B = (rows.lengths > 1) & (rows.tokens[:, 1] == tokens_BS[:, 0])
+        accepted_B = accepted_B + right_B.astype(jnp.int32)
+    counts_BS = jnp.arange(tokens_BS.shape[1], dtype=jnp.int32) < accepted_B[:, None]
+    finite_B = jnp.all(jnp.all(jnp.isfinite(logits_BSV), axis=2) | ~counts_BS, axis=1)
+    drafts_B = jnp.full_like(accepted_B, -1)
+    if drafting:
+        ahead = rows._replace(tokens=tokens_BS, lengths=accepted_B)
+        last_B = jnp.maximum(accepted_B - 1, 0)
+        drafts_B, cache = _drafts(model, weights, cache, ahead, x_BSD, last_B)
+    return Decoded(tokens_BS, accepted_B, finite_B, drafts_B), cache
+
+
+def _drafts(
+    model: Decoder, weights: Tree, cache: Array, rows: Rows, x_BSD: Array, last_B: Array
+) -> tuple[Array, Array]:
+    """The likeliest token behind those that are fed to the module, whose latents all are kept."""
+    x_BSD, cache = model.draft(weights, cache, rows, x_BSD)
+    logits_B1V = model.draft_logits(weights, _at(x_BSD, last_B))
+    return jnp.argmax(logits_B1V[:, 0], axis=-1).astype(jnp.int32), cache
+
+
+def _at(x_BSD: Array, index_B: Array) -> Array:
+    """Each row's x at one place, [B, 1, D]."""
+    return jnp.take_along_axis(x_BSD, index_B[:, None, None], axis=1)

@@ -1,0 +1,40 @@
+"""Small models with nothing left at its initial value, for tests of decoding."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import models
+from models import deepseek, tiny
+
+SMALL = dict(
+    vocab=48, dim=16, num_layers=2, num_heads=2, q_lora_rank=12, kv_lora_rank=8, qk_nope_dim=8, qk_rope_dim=4,
+    v_head_dim=6, dense_hidden=20, expert_hidden=10, num_experts=4, top_k=2, num_groups=2, top_groups=1,
+)  # fmt: skip
+
+
+def small(**changes):
+    return tiny(**(SMALL | changes))
+
+
+@functools.cache
+def random_params(config, seed=0, scale=0.4):
+    """Matrices that make tokens depend on each other, norms that are not one, biases that matter."""
+    model, rng = deepseek(config, 1), np.random.default_rng(seed)
+
+    def fill(path, leaf):
+        name = jax.tree_util.keystr(path)
+        if "row" in name:
+            return jnp.asarray(model.layout.rows)
+        made = rng.uniform(0.5, 1.5, leaf.shape) if "norm" in name else scale * rng.normal(size=leaf.shape)
+        return jnp.asarray(made, leaf.dtype)
+
+    return jax.tree_util.tree_map_with_path(fill, jax.eval_shape(model.init, jax.random.key(0)))
+
+
+QUICK = {"xla_backend_optimization_level": 0}
+
+whole = jax.jit(models.logits, static_argnums=0, compiler_options=QUICK)
+"""The plain forward over the whole text: the oracle."""

@@ -1,0 +1,307 @@
+"""Continuous batching: whoever comes and goes, each request's text is the plain forward's."""
+
+import functools
+
+import jax
+import numpy as np
+import pytest
+
+from models.decode import Engine, Limits, RequestError, SamplingParams, decoder
+from tests.models import plain
+from tests.models.decode.small_models import random_params, small, whole
+
+CONFIG = small(num_groups=1, num_mtp_layers=1)
+LIMITS = Limits(max_requests=3, max_positions=24, block_size=4, num_blocks=14, chunk_size=4, max_prefill=8)
+
+COMPILED = []
+"""What has been compiled in this process."""
+
+
+def note(name, seconds, **more):
+    if name == "/jax/core/compile/backend_compile_duration":
+        COMPILED.append(seconds)
+
+
+jax.monitoring.register_event_duration_secs_listener(note)
+
+
+MODEL = decoder(CONFIG)
+
+
+@functools.cache
+def a_params():
+    """Four tokens are louder than the others, so that some guesses are right."""
+    params = random_params(CONFIG)
+    kernel = params["shared"]["lm_head"]["kernel"].at[:, :4].multiply(3)
+    return params | {"shared": params["shared"] | {"lm_head": {"kernel": kernel}}}
+
+
+@functools.cache
+def engine(**how):
+    """One for all tests of a kind: what a test leaves must not matter to the next."""
+    return Engine(MODEL, a_params(), LIMITS, **how)
+
+
+def prompts(*lengths, seed=0):
+    rng = np.random.default_rng(seed)
+    return [rng.integers(0, CONFIG.vocab, length).astype(np.int32) for length in lengths]
+
+
+def greedy(prompt, number):
+    """By the plain forward over the whole text, once a token."""
+    text = list(prompt)
+    for _ in range(number):
+        padded = np.zeros((1, LIMITS.max_positions), np.int32)
+        padded[0, : len(text)] = text
+        logits = np.asarray(whole(CONFIG, a_params(), padded))
+        text.append(int(np.argmax(logits[0, len(text) - 1])))
+    return tuple(text[len(prompt) :])
+
+
+def texts(completions):
+    return {one.id: one.tokens for one in completions}
+
+
+def test_requests_come_and_go_and_nothing_is_compiled_again():
+    serving = engine()
+    serving.add(prompts(5)[0], SamplingParams(max_tokens=2))
+    serving.run()
+    before = len(COMPILED)
+    wanted, found = {}, []
+    arrivals = zip(prompts(11, 1, 6, 16, 3, 9, 4), (5, 9, 1, 8, 12, 4, 7), strict=True)
+    for prompt, number in arrivals:
+        wanted[serving.add(prompt, SamplingParams(max_tokens=number))] = prompt, number
+        found += serving.step()
+    found += serving.run()
+    assert len(COMPILED) == before
+    assert texts(found) == {key: greedy(*asked) for key, asked in wanted.items()}
+    assert {one.finish_reason for one in found} == {"length"} and not serving.busy
+    assert len(serving._blocks) == LIMITS.num_blocks
+    assert len(COMPILED) > before, "the oracle's own compilation is counted, so others would be"
+
+
+def test_a_text_does_not_depend_on_what_is_served_beside_it():
+    serving = engine()
+    asked = [SamplingParams(max_tokens=10, temperature=1.2, top_p=0.9, seed=seed) for seed in range(5)]
+    alone = []
+    for prompt, params in zip(prompts(5, 9, 2, 7, 3), asked, strict=True):
+        serving.add(prompt, params)
+        alone.append(serving.run()[0].tokens)
+    for prompt, params in zip(prompts(5, 9, 2, 7, 3), asked, strict=True):
+        serving.add(prompt, params)
+        serving.add(prompt[:1], SamplingParams(max_tokens=3))
+    together = [one.tokens for one in serving.run()][::2]
+    assert together == alone
+    serving.add(prompts(5)[0], SamplingParams(max_tokens=10, temperature=1.2, top_p=0.9, seed=9))
+    assert serving.run()[0].tokens != alone[0]
+
+
+def test_stop_tokens_and_streaming():
+    serving, (prompt,) = engine(), prompts(6)
+    text = greedy(prompt, 8)
+    stop = text[4]
+    first = text.index(stop)
+    heard = []
+    serving.add(prompt, SamplingParams(max_tokens=8, stop=(stop, 47)), heard.append)
+    (one,) = serving.run()
+    assert one.finish_reason == "stop" and one.tokens == text[:first] == tuple(heard) and one.error is None
+
+
+def test_a_callback_that_raises_ends_its_own_request_alone():
+    serving, (first, second) = engine(), prompts(6, 3)
+
+    def closed(token):
+        raise BrokenPipeError("the client is gone")
+
+    serving.add(first, SamplingParams(max_tokens=6), closed)
+    serving.add(second, SamplingParams(max_tokens=6))
+    bad, good = serving.run()
+    assert (bad.finish_reason, len(bad.tokens)) == ("error", 1)
+    assert bad.error == "on_token raised BrokenPipeError('the client is gone')"
+    assert good.tokens == greedy(second, 6)
+    assert len(serving._blocks) == LIMITS.num_blocks
+
+
+def test_requests_are_cancelled_waiting_or_served_even_by_their_own_callback():
+    serving, asked = engine(), prompts(5, 5, 5, 5)
+    numbers = []
+
+    def cancel_itself(token):
+        serving.cancel(numbers[1])
+
+    for n, prompt in enumerate(asked):
+        callback = cancel_itself if n == 1 else None
+        numbers.append(serving.add(prompt, SamplingParams(max_tokens=9), callback))
+    serving.cancel(numbers[3])
+    found = serving.step()
+    serving.cancel(numbers[0])
+    serving.cancel(1000)
+    found = {one.id: one for one in found + serving.run()}
+    reasons = [found[number].finish_reason for number in numbers]
+    assert reasons == ["cancelled", "cancelled", "length", "cancelled"]
+    assert len(found[numbers[1]].tokens) == 1 and found[numbers[3]].tokens == ()
+    assert found[numbers[2]].tokens == greedy(asked[2], 9)
+
+
+@pytest.mark.parametrize(
+    "prompt, params, message",
+    [
+        ([], {}, "the prompt is empty: give at least one token"),
+        ([0.5], {}, "the prompt's tokens are float64, must be integers"),
+        (
+            [1, 48],
+            {},
+            r"the prompt hold token 48, which the model does not know: its tokens are 0 to 47; is this",
+        ),
+        ([-1], {}, "the prompt hold token -1, which the model does not know"),
+        ([1], {"stop": (2, 99)}, "the stop tokens hold token 99, which the model does not know"),
+        ([1], {"max_tokens": 0}, "max_tokens is 0, must be at least 1"),
+        (
+            [1],
+            {"temperature": -1.0, "top_p": 0.0},
+            "temperature is -1.0, must be 0 or more; top_p is 0.0, must be",
+        ),
+        ([1], {"temperature": float("nan")}, "temperature is nan, must be 0 or more"),
+        ([1], {"seed": -1}, r"seed is -1, must lie between 0 and 2\*\*32 - 1"),
+        (
+            [1] * 20,
+            {"max_tokens": 5},
+            "the prompt of 20 tokens and max_tokens 5 are 25 together, the limit is max_positions 24: shorten the "
+            "prompt, or ask for at most 4 tokens",
+        ),
+        ([1] * 24, {"max_tokens": 5}, "the prompt of 24 tokens is too long: the limit is max_positions 24"),
+    ],
+)
+def test_what_cannot_be_served_is_refused_and_others_are_unharmed(prompt, params, message):
+    serving, (other,) = engine(), prompts(3)
+    serving.add(other, SamplingParams(max_tokens=2))
+    with pytest.raises(RequestError, match=message):
+        serving.add(prompt, SamplingParams(**params))
+    assert serving.run()[0].tokens == greedy(other, 2)
+
+
+def test_more_than_the_whole_cache_is_refused():
+    small_cache = Limits(max_requests=3, max_positions=24, block_size=4, num_blocks=4, chunk_size=4)
+    message = (
+        "the prompt of 10 tokens and max_tokens 8 take 5 blocks of 4 positions, and the cache has 4 in all: ask for "
+        "less, or raise num_blocks"
+    )
+    with pytest.raises(RequestError, match=message):
+        Engine(MODEL, a_params(), small_cache).add(prompts(10)[0], SamplingParams(max_tokens=8))
+
+
+def test_who_finds_no_room_waits_for_it_though_there_is_a_slot():
+    serving, asked = engine(), prompts(14, 14, 14)
+    for prompt in asked:
+        serving.add(prompt, SamplingParams(max_tokens=8))
+    assert serving.step() == [] and len(serving._waiting) == 1 and len(serving._blocks) == 14 - 2 * 6
+    assert [one.tokens for one in serving.run()] == [greedy(prompt, 8) for prompt in asked]
+
+
+def test_weights_that_are_no_numbers_fail_those_who_meet_them():
+    asked = prompts(6, 6, 6)
+    wanted = [greedy(prompt, 6) for prompt in asked]
+    bad = next(t for t in range(48) if not any(t in p or t in w for p, w in zip(asked, wanted, strict=True)))
+    params = a_params()
+    table = params["shared"]["embed_tokens"].at[bad].set(np.nan)
+    params = params | {"shared": params["shared"] | {"embed_tokens": table}}
+    serving = Engine(MODEL, params, LIMITS)
+    for _ in range(2):  # the second time in blocks where others left NaN
+        numbers = []
+        for prompt in asked:
+            serving.add([*prompt[:3], bad, *prompt[3:]], SamplingParams(max_tokens=6))
+            numbers.append(serving.add(prompt, SamplingParams(max_tokens=6)))
+        found = {one.id: one for one in serving.run()}
+        assert [found[number].tokens for number in numbers] == wanted
+        failed = [one for one in found.values() if one.id not in numbers]
+        assert [one.finish_reason for one in failed] == ["error"] * 3
+        assert {one.error for one in failed} == {
+            "the model's answer at position 7 is not a number: its weights hold NaN or infinity, or its activations "
+            "grew beyond their type; check the weights, or compute in float32"
+        }
+
+
+@pytest.mark.parametrize("drafts", [False, True])
+def test_a_common_beginning_is_computed_once(drafts):
+    serving = Engine(MODEL, a_params(), LIMITS, drafts=drafts)  # one that knows nothing yet
+    (begin,), ends = prompts(11, seed=5), prompts(4, 4, seed=6)
+    first, second = (np.concatenate([begin, end]) for end in ends)
+    asked = [first, second, first, first[:8]]
+    found = []
+    for prompt in asked:
+        serving.add(prompt, SamplingParams(max_tokens=5))
+        found += serving.run()
+    assert [one.num_reused for one in found] == [0, 8, 12, 4]
+    assert [one.tokens for one in found] == [greedy(prompt, 5) for prompt in asked]
+    more = np.asarray([*first, *found[0].tokens])
+    serving.add(more, SamplingParams(max_tokens=3))
+    (one,) = serving.run()
+    assert one.num_reused == 16 and one.tokens == greedy(more, 3)
+    assert len(serving._blocks) == LIMITS.num_blocks
+
+
+def test_limits_must_be_positive():
+    with pytest.raises(ValueError, match="Limits: max_requests is 0, block_size is -1; must be at least 1"):
+        Limits(max_requests=0, block_size=-1)
+
+
+# ------------------------------------------------------------------------------------------------ drafts
+
+
+def guesses(prompt, text):
+    """How often the module ahead is asked, and right, replayed on the whole text with the paper's formulas."""
+    params, config = a_params(), CONFIG
+    shared, tokens = params["shared"], np.asarray([*prompt, *text])[None]
+    segments, live = np.zeros(tokens.shape, np.int32), np.ones(tokens.shape, bool)
+
+    def routed(x, row, n):
+        own = jax.tree.map(lambda a: a[0], params["stages"]["layers"][row])
+        bias = params["stages"]["routing"]["bias"][0, row]
+        return plain.layer(x, own, config, segments[:, :n], bias, live[:, :n])[0]
+
+    x = shared["embed_tokens"][tokens]
+    x = plain.layer(x, shared["layers"][0], config, segments)
+    x = routed(x, 0, tokens.shape[1])[:, :-1]
+    module = shared["mtp"][0]
+    both = plain.norm(shared["embed_tokens"][tokens[:, 1:]], module["enorm"]), plain.norm(x, module["hnorm"])
+    x = routed(np.concatenate(both, -1) @ module["eh_proj"]["kernel"], 1, tokens.shape[1] - 1)
+    logits = plain.norm(x, module["norm"]) @ shared["lm_head"]["kernel"]
+    guess = np.argmax(np.asarray(logits), -1)[0]  # at i of token i + 2
+    asked = right = 0
+    at = len(prompt) - 1
+    while at + 3 < tokens.shape[1]:  # the last token is the answer to a token that is fed anyway
+        asked += 1
+        hit = guess[at] == tokens[0, at + 2]
+        right += hit
+        at += 1 + hit
+    return asked, right
+
+
+def test_drafts_change_nothing_but_the_number_of_steps():
+    serving, asked = engine(drafts=True), prompts(7, 2, 10, 5)
+    for prompt in asked:
+        serving.add(prompt, SamplingParams(max_tokens=12))
+    found = serving.run()
+    assert [one.tokens for one in found] == [greedy(prompt, 12) for prompt in asked]
+    counts = [(one.num_drafted, one.num_accepted) for one in found]
+    assert counts == [guesses(prompt, one.tokens) for prompt, one in zip(asked, found, strict=True)]
+    assert 0 < sum(right for _, right in counts) < sum(tried for tried, _ in counts)
+
+
+def test_drafts_change_no_sampled_text_and_no_stop():
+    asked = prompts(7, 2, 10)
+    outcomes = []
+    for drafts in (True, False):
+        serving = engine(drafts=drafts)
+        for seed, prompt in enumerate(asked):
+            serving.add(prompt, SamplingParams(max_tokens=14, temperature=1.0, seed=seed, stop=(2,)))
+        outcomes.append([(one.tokens, one.finish_reason) for one in serving.run()])
+    assert outcomes[0] == outcomes[1]
+    assert {reason for _, reason in outcomes[0]} == {"stop", "length"}
+
+
+def test_drafts_need_a_module_ahead():
+    with pytest.raises(
+        ValueError, match="drafts need a module of multi-token prediction, and the model has none"
+    ):
+        Engine(decoder(small()), None, LIMITS, drafts=True)

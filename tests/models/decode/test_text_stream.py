@@ -1,0 +1,58 @@
+"""Text that is given out token by token is the text of all tokens, and no character is ever cut."""
+
+import numpy as np
+import pytest
+import tokenizers
+
+from models.decode.text import Bytes, Stream
+
+TEXT = "Größe 漢字 🙂🏽 naïve\n\tend — ok"
+
+
+def byte_pairs():
+    library = tokenizers.Tokenizer(tokenizers.models.BPE())
+    library.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    library.decoder = tokenizers.decoders.ByteLevel()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=280, show_progress=False, initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet()
+    )
+    library.train_from_iterator([TEXT] * 3, trainer)
+    return library
+
+
+def word_pieces():
+    """Its decoder takes away the space before the first word of whatever it is given."""
+    library = tokenizers.Tokenizer(tokenizers.models.WordLevel({"▁a": 0, "▁bc": 1, "d": 2}, unk_token="d"))
+    library.decoder = tokenizers.decoders.Metaspace()
+    return library
+
+
+def streamed(decode, tokens):
+    stream = Stream(decode)
+    parts = [stream.push(token) for token in tokens]
+    return [*parts, stream.finish()]
+
+
+def test_bytes():
+    tokens = Bytes().encode(TEXT)
+    assert tokens.dtype == np.int32 and bytes(tokens.tolist()).decode() == TEXT
+    parts = streamed(Bytes().decode, tokens.tolist())
+    assert "".join(parts) == TEXT and not any("\ufffd" in part for part in parts)
+    assert parts[0] == "G" and parts[2:4] == ["", "ö"]
+
+
+@pytest.mark.parametrize("make, tokens", [(byte_pairs, None), (word_pieces, [0, 1, 2, 1, 0])])
+def test_tokenizers(make, tokens):
+    library = make()
+    tokens = library.encode(TEXT).ids if tokens is None else tokens
+    parts = streamed(library.decode, tokens)
+    assert "".join(parts) == library.decode(tokens)
+    assert sum(map(bool, parts)) > len(tokens) / 3
+
+
+def test_what_is_no_character_does_not_hold_up_the_rest():
+    stream = Stream(Bytes().decode)
+    parts = [stream.push(255) for _ in range(8)]
+    assert parts == [""] * 7 + ["\ufffd" * 8]
+    assert stream.push(65) == "A"
+    assert stream.push(0xE6) == "" and stream.finish() == "\ufffd"

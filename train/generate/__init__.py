@@ -1,0 +1,1 @@
+"""``scripts/generate``: text from a run's checkpoint, or from published weights."""

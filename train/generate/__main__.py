@@ -1,0 +1,66 @@
+"""``python -m train.generate``: prompts in, text out."""
+
+import logging
+import os
+import sys
+from collections.abc import Sequence
+
+from models.decode import RequestError
+from models.weights import WeightsError
+from train.config import ConfigError
+from train.data import DataError
+from train.errors import CheckpointError
+from train.generate.loading import load
+from train.generate.modes import answer_all, complete, converse
+from train.generate.options import Options, parse
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run from the command line.
+
+    Returns the exit code: 2 for options, weights or a prompt that will not do, 1 where some of a batch failed or no
+    checkpoint is whole, 130 for Ctrl-C.
+    """
+    logging.getLogger("absl").setLevel(logging.ERROR)  # Orbax tells there what is no news
+    options = parse(arguments)
+    try:
+        return start(options)
+    except (ConfigError, DataError, WeightsError, RequestError) as error:
+        say(f"error: {error}")
+        return 2
+    except CheckpointError as error:
+        say(f"error: {error}")
+        return 1
+    except BrokenPipeError:  # whoever reads has read enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python complains as it ends
+        return 0
+    except KeyboardInterrupt:
+        say("interrupted")
+        return 130
+
+
+def start(options: Options) -> int:
+    """Do what is asked."""
+    if options.prompt is not None and options.batch is not None:
+        raise ConfigError("--prompt and --batch: give one of them")
+    loaded = load(options, say)
+    say(f"{loaded.name}: {loaded.config.num_layers} layers, {loaded.config.vocab} tokens")
+    if options.batch is not None:
+        return 1 if answer_all(loaded, options, sys.stdout, say) else 0
+    if options.prompt is None and sys.stdin.isatty():
+        converse(loaded, options, sys.stdout, say)
+        return 0
+    prompt = options.prompt
+    if prompt is None:
+        prompt = sys.stdin.read().removesuffix("\n")
+    complete(loaded, options, prompt, sys.stdout, say)
+    return 0
+
+
+def say(text: str) -> None:
+    """Tell, beside the text."""
+    print(text, file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

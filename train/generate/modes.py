@@ -1,0 +1,222 @@
+"""One prompt, prompts that are typed, and prompts of a file."""
+
+import dataclasses
+import json
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TextIO
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from models.decode import Completion, Engine, Limits, RequestError, SamplingParams, decoder
+from models.decode.text import Stream
+from train.config import ConfigError
+from train.generate.loading import Loaded
+from train.generate.options import Options
+
+TYPED = 1024
+"""Positions for prompts that are not known yet."""
+
+Say = Callable[[str], None]
+
+
+def params_of(options: Options, loaded: Loaded, given: Mapping[str, Any] | None = None) -> SamplingParams:
+    """How a prompt goes on; ``given`` wins over the options."""
+    names = ("max_tokens", "temperature", "top_p", "seed")
+    values = {name: getattr(options, name) for name in names} | dict(given or {})
+    return SamplingParams(stop=loaded.stop, **values)
+
+
+def make_engine(loaded: Loaded, options: Options, max_requests: int, positions: int) -> Engine:
+    """For so many requests of so many positions, rounded up so that near lengths are the same program."""
+    if options.drafts and not loaded.config.num_mtp_layers:
+        raise ConfigError(f"--drafts: {loaded.name} has no module of multi-token prediction")
+    room = options.context or -(-positions // 64) * 64
+    limits = Limits(max_requests=max_requests, max_positions=room)
+    model = decoder(loaded.config, mtp_after_norm=loaded.mtp_after_norm)
+    return Engine(model, loaded.params, limits, drafts=options.drafts)
+
+
+def complete(loaded: Loaded, options: Options, prompt: str, out: TextIO, say: Say) -> None:
+    """Write what follows a prompt as it comes.
+
+    Raises:
+      RequestError: it cannot be served.
+    """
+    tokens = loaded.text.encode(prompt)
+    engine = make_engine(loaded, options, 1, len(tokens) + max(1, options.max_tokens))
+    _stream(engine, loaded, options, prompt, out, say)
+
+
+def converse(loaded: Loaded, options: Options, out: TextIO, say: Say) -> None:
+    """Go on with each line that is typed, until there is no more; Ctrl-C ends an answer."""
+    engine = make_engine(loaded, options, 1, TYPED)
+    say("a line is a prompt; Ctrl-C ends an answer, Ctrl-D this")
+    while True:
+        sys.stderr.write("> ")
+        sys.stderr.flush()
+        line = sys.stdin.readline()
+        if not line:
+            return
+        try:
+            with _noted() as interrupts:
+                _stream(engine, loaded, options, line.rstrip("\n"), out, say, interrupts)
+        except RequestError as error:
+            say(f"error: {error}")
+
+
+@contextmanager
+def _noted() -> Iterator[list[int]]:
+    """Ctrl-C leaves a note: an exception in the midst of a step would cost the cache."""
+    notes: list[int] = []
+    before = signal.signal(signal.SIGINT, lambda number, frame: notes.append(number))
+    try:
+        yield notes
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def _stream(
+    engine: Engine,
+    loaded: Loaded,
+    options: Options,
+    prompt: str,
+    out: TextIO,
+    say: Say,
+    interrupts: Sequence[int] = (),
+) -> None:
+    stream, began = Stream(loaded.text.decode), time.monotonic()
+    fresh: list[int] = []
+    first: float | None = None
+    number = engine.add(loaded.text.encode(prompt), params_of(options, loaded), fresh.append)
+    ended: list[Completion] = []
+    while engine.busy:
+        ended += engine.step()
+        if fresh and first is None:
+            first = time.monotonic()
+        out.write("".join(map(stream.push, fresh)))
+        out.flush()
+        fresh.clear()
+        if interrupts:
+            engine.cancel(number)
+    out.write(stream.finish() + "\n")
+    out.flush()
+    (one,) = ended
+    if one.error:
+        raise RequestError(one.error)
+    now = time.monotonic()
+    say(_told(one, (first or now) - began, now - (first or now)))
+
+
+def _told(one: Completion, waited: float, took: float) -> str:
+    rate = f", then {(len(one.tokens) - 1) / took:,.1f} tokens/s" if len(one.tokens) > 1 and took > 0 else ""
+    drafts = f"; {one.num_accepted} of {one.num_drafted} drafts right" if one.num_drafted else ""
+    return f"{len(one.tokens)} tokens ({one.finish_reason}), the first after {waited:.1f} s{rate}{drafts}"
+
+
+@dataclasses.dataclass
+class _Asked:
+    """A line of the file, and its answer once it is there."""
+
+    given: dict[str, Any]
+    tokens: Any = None
+    params: SamplingParams | None = None
+    answer: dict[str, Any] | None = None
+
+
+def answer_all(loaded: Loaded, options: Options, out: TextIO, say: Say) -> int:
+    """Answer each line of a file; one that cannot be served says why and harms no other.
+
+    Returns:
+      How many could not be served.
+
+    Raises:
+      ConfigError: the file cannot be read.
+    """
+    assert options.batch is not None
+    asked = [_read(line, loaded, options) for line in _lines(options.batch)]
+    good = [one for one in asked if one.params is not None]
+    needs = [len(one.tokens) + one.params.max_tokens for one in good if one.params]
+    engine = make_engine(loaded, options, max(1, min(options.at_once, len(good))), max(needs, default=1))
+    by_number: dict[int, _Asked] = {}
+    began, num_tokens, written = time.monotonic(), 0, 0
+    with _bar(len(asked)) as show:
+
+        def note(token: int) -> None:
+            nonlocal num_tokens
+            num_tokens += 1
+
+        for one in good:
+            try:
+                by_number[engine.add(one.tokens, one.params or SamplingParams(), note)] = one
+            except RequestError as error:
+                one.answer = {"error": str(error)}
+        while written < len(asked):
+            for ended in engine.step():
+                by_number[ended.id].answer = _answer(ended, loaded)
+            while written < len(asked) and (answer := asked[written].answer) is not None:
+                out.write(json.dumps(asked[written].given | answer, ensure_ascii=False) + "\n")
+                out.flush()
+                written += 1
+            show(sum(one.answer is not None for one in asked), num_tokens / (time.monotonic() - began))
+    took = time.monotonic() - began
+    failed = sum("error" in (one.answer or {}) for one in asked)
+    drafts = sum((one.answer or {}).get("num_accepted", 0) for one in asked)
+    say(
+        f"{len(asked)} prompts, {failed} failed; {num_tokens} tokens in {took:.1f} s, {num_tokens / took:,.1f} tokens/s"
+        + (f"; {drafts} drafts right" if options.drafts else "")
+    )
+    return failed
+
+
+def _read(line: str, loaded: Loaded, options: Options) -> _Asked:
+    try:
+        given = json.loads(line)
+    except ValueError as error:
+        return _Asked({}, answer={"error": f"not JSON: {error}"})
+    if not isinstance(given, dict) or not isinstance(given.get("prompt"), str):
+        return _Asked({}, answer={"error": 'must be an object with a text, {"prompt": TEXT}'})
+    try:
+        own = {name: kind(given[name]) for name, kind in _KINDS.items() if name in given}
+        return _Asked(given, loaded.text.encode(given["prompt"]), params_of(options, loaded, own))
+    except (TypeError, ValueError) as error:
+        return _Asked(given, answer={"error": str(error)})
+
+
+_KINDS: Mapping[str, Callable[[Any], Any]] = {
+    "max_tokens": int,
+    "temperature": float,
+    "top_p": float,
+    "seed": int,
+}
+
+
+def _answer(one: Completion, loaded: Loaded) -> dict[str, Any]:
+    found: dict[str, Any] = {"text": loaded.text.decode(one.tokens), "finish_reason": one.finish_reason}
+    found["num_tokens"] = len(one.tokens)
+    if one.num_drafted:
+        found |= {"num_drafted": one.num_drafted, "num_accepted": one.num_accepted}
+    return found | ({"error": one.error} if one.error else {})
+
+
+def _lines(file: Path) -> list[str]:
+    try:
+        text = sys.stdin.read() if str(file) == "-" else file.read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--batch {file}: cannot read it: {error}") from None
+    return [line for line in text.splitlines() if line.strip()]
+
+
+@contextmanager
+def _bar(total: int) -> Iterator[Callable[[int, float], None]]:
+    """On a terminal that is not the answers' own."""
+    columns = TextColumn("prompts"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[rate]}")
+    hidden = sys.stdout.isatty() or not sys.stderr.isatty()
+    with Progress(*columns, TimeElapsedColumn(), console=Console(stderr=True), disable=hidden) as progress:
+        task = progress.add_task("", total=total, rate="")
+        yield lambda done, rate: progress.update(task, completed=done, rate=f"{rate:,.1f} tokens/s")

@@ -1,0 +1,59 @@
+"""What ``scripts/generate`` is asked for."""
+
+import dataclasses
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Literal
+
+import tyro
+from tyro.conf import arg
+
+DESCRIPTION = """Let a model go on with a text. Standard output gets that text alone; all else goes to standard error.
+
+Without --prompt or --batch the prompt is all of standard input or, on a terminal, what you type, line by line."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """What is asked for."""
+
+    source: Annotated[Path | None, tyro.conf.Positional, arg(metavar="RUN|FOLDER")] = None
+    """A run's folder or its name in runs/, a folder of Hugging Face's (config.json, *.safetensors), or one that
+    scripts/convert wrote; the newest run if left out."""
+    prompt: Annotated[str | None, arg(metavar="TEXT")] = None
+    """What to go on with."""
+    batch: Annotated[Path | None, arg(metavar="FILE")] = None
+    """Prompts from a JSONL file, or - for standard input, each line {"prompt": TEXT}; max_tokens, temperature, top_p
+    and seed there win over the options. Answers are lines of JSON too, in the same order."""
+    max_tokens: int = 256
+    """Tokens to be generated at most."""
+    temperature: float = 0.0
+    """Divides the logits; 0 takes the likeliest token."""
+    top_p: float = 1.0
+    """Draw only from the likeliest tokens that together have this probability."""
+    seed: int = 0
+    """Of the draw: the same again gives the same text."""
+    drafts: bool = False
+    """Guess a token ahead by the model's module of multi-token prediction. The text is the same."""
+    step: int | None = None
+    """Checkpoint of a run; its newest that is whole if left out."""
+    tokenizer: Annotated[Path | None, arg(metavar="FILE")] = None
+    """A tokenizer.json, or a folder with one, instead of what lies beside the weights."""
+    precision: Literal["as-is", "float32", "bfloat16"] = "as-is"
+    """What activations are computed in; as-is is what the model was made for."""
+    context: int | None = None
+    """Tokens that there is room for, prompt and answer; what the prompts need if left out, 1024 for those typed."""
+    at_once: int = 8
+    """Prompts of --batch that are served together."""
+
+
+def parse(arguments: Sequence[str] | None = None) -> Options:
+    """Read the command line (``sys.argv`` if None). Exits with code 2 where it cannot be read."""
+    return tyro.cli(
+        Options,
+        prog="scripts/generate",
+        description=DESCRIPTION,
+        args=sys.argv[1:] if arguments is None else arguments,
+        config=(tyro.conf.FlagCreatePairsOff,),
+    )
