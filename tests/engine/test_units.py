@@ -87,7 +87,9 @@ def test_the_state_that_is_foretold_is_what_the_scan_carries(make):
     ]
     walk = max(walks, key=lambda eqn: len(eqn.outvars))
     foretold = [f"{leaf.dtype}{list(leaf.shape)}" for leaf in jax.tree.leaves(state) if leaf.size]
-    carried = [f"{v.aval.dtype}{list(v.aval.shape)}" for v in walk.outvars[: walk.params["num_carry"]]]
+    old = "num_carry" in walk.params  # a number in jax 0.10, a tree in 0.12
+    num_carried = walk.params["num_carry"] if old else len(walk.params["ft_in"].unpack()[1])
+    carried = [f"{v.aval.dtype}{list(v.aval.shape)}" for v in walk.outvars[:num_carried]]
     floats = [sorted(name for name in names if name.startswith("float")) for names in (foretold, carried)]
     assert floats[0] == floats[1]
     pools = [state[name] for name in state if name.startswith("residual")]
