@@ -14,6 +14,9 @@ PAGE = Path(__file__).parent.parent / "docs" / "own_model.md"
 BLOCKS = re.findall(r"^```python\n(.*?)^```$", PAGE.read_text(), re.M | re.S)
 
 
+pytestmark = pytest.mark.slow
+
+
 @pytest.fixture(scope="module")
 def page():
     """What the blocks define; compiled one after another, so that an error tells the line of the page."""
@@ -27,7 +30,6 @@ def page():
     return names
 
 
-@pytest.mark.slow
 def test_the_page_runs(page):
     assert len(BLOCKS) == 7
     assert set(page["report"].losses) == {"lm", "balance"}

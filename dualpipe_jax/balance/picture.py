@@ -78,6 +78,7 @@ def plot(
         )
         axes.set_xlabel("device", size=8.5, color=_INK)
         axes.tick_params(labelsize=7.5, colors=_INK, length=2)
+        axes.locator_params(integer=True)
         if at:
             axes.tick_params(labelleft=False)
         else:

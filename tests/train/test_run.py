@@ -50,6 +50,7 @@ def test_a_short_run_succeeds(finished):
     assert process.stderr == ""
 
 
+@pytest.mark.slow
 def test_it_says_what_it_does(finished):
     _, process = finished
     for words in (
@@ -63,6 +64,7 @@ def test_it_says_what_it_does(finished):
         assert words in process.stdout
 
 
+@pytest.mark.slow
 def test_it_leaves_its_files(finished):
     folder, _ = finished
     run = folder / "runs" / "short"
@@ -83,6 +85,7 @@ def test_it_leaves_its_files(finished):
     assert before["heldout_loss"] == pytest.approx(5.545, abs=0.2)
 
 
+@pytest.mark.slow
 def test_its_metrics_agree_with_each_other(finished):
     """Parts of the gradient make up the whole; every token is given to top_k experts of each layer."""
     folder, _ = finished
@@ -102,6 +105,7 @@ def test_its_metrics_agree_with_each_other(finished):
     assert "load" not in second
 
 
+@pytest.mark.slow
 def test_its_profile_is_of_the_schedules_every_action(finished):
     """The median of one traced step: of two ranks' timeline each action, forwards before their backwards."""
     folder, process = finished

@@ -171,7 +171,7 @@ def models_state(step):
 EVALUATED = models.tiny(num_layers=3, dim=16, num_experts=4, num_groups=1, top_groups=1, top_k=2, vocab=64)
 
 
-@pytest.mark.thin(3)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("dp", "pp", "ep", "shape"), [(1, 2, 2, (4, 2, 8)), (1, 1, 1, (1, 3, 8)), (2, 1, 2, (2, 4, 8))]
 )

@@ -50,7 +50,7 @@ def layouts():
     return {name: make(name) for name in LAYOUTS}
 
 
-@pytest.mark.thin(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["v 2x2", "1f1b 3x1 shared out"])
 def test_the_canonical_form_is_the_models_own_layers_in_order(name, layouts):
     """Against the parameters as the model alone makes them, in one stage."""
