@@ -1,9 +1,8 @@
 """The answers of a dry run: built, counted, compiled and read."""
 
 import dataclasses
-import math
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -14,18 +13,17 @@ import models
 from dualpipe_jax import inspect
 from dualpipe_jax.command.program import Program
 from dualpipe_jax.parallel import EP, make_mesh
-from dualpipe_jax.schedule import CostModel, MemoryModel, Schedule
+from dualpipe_jax.schedule import Schedule
 from train import ahead, predict, timeline
 from train.bare import lower_bare_pair
 from train.model import REMAT, count_parameters
+from train.readings import read, unit_figures
 from train.request import UNITS, Request, make_schedule
 from train.sizes import size
+from train.step_time import predict_step
 
 BARE: Mapping[str, bool] = {"bare": False, "bare_ordered": True}
 """What compiles the pair with nothing around it, and whether in our order."""
-
-_COPY_BYTES = 1 << 20
-"""Copies in loops of fewer bytes are not worth a mention."""
 
 
 def study(
@@ -157,7 +155,7 @@ def compile_and_read(
     timeline.write(request.files, compiled.as_text, report, module, target, title)
     found = read(module, report, inspect.memory(compiled), ahead.held_arrays(blueprint))
     if what in BARE:
-        found["units"] = {"FB": _figures(predict.unit_of(report, module.entry))}
+        found["units"] = {"FB": unit_figures(predict.unit_of(report, module.entry))}
     return {"what": what, "options": options, "seconds": seconds} | found
 
 
@@ -208,128 +206,6 @@ def read_text(request: Request, target: inspect.Target) -> dict[str, Any]:
     return {"what": "text"} | read(module, report, None)
 
 
-def read(
-    module: inspect.Module,
-    report: inspect.OverlapReport,
-    memory: inspect.Memory | None,
-    held: Collection[str] = (),
-) -> dict[str, Any]:
-    """Overlap, units, sends, copies and memory of a compiled program.
-
-    ``held`` names the arrays that no loop should copy; see ``ahead.array_name``.
-    """
-    pairs = predict.bodies(module, "FB")
-    exchange = [c for c in report.select("collective-permute") if c.computation == predict.walk(module)]
-    inside = [c for c in report.select("all-to-all") if not pairs or c.computation in pairs]
-    beside = predict.overheads(report, module)
-    return {
-        "all_to_all": _shares(inside),
-        "all_to_alls": [_row(c) for c in inside],
-        "sends": _shares(exchange) | {"each": max((c.duration or 0.0 for c in exchange), default=0.0)},
-        "units": {name: _figures(unit) for name, unit in predict.measure(report, module).items()},
-        "overheads": None if beside is None else {"tick": beside[0], "step": beside[1]},
-        "copies": [
-            _copy(copy, held) for copy in inspect.copies(module, _COPY_BYTES) if not copy.changes_memory
-        ],
-        "memory": None if memory is None else dataclasses.asdict(memory) | {"peak": memory.peak},
-        "scheduler": {name: dataclasses.asdict(s) for name, s in report.statistics.items() if name in pairs},
-    }
-
-
-def _figures(unit: predict.Unit) -> dict[str, Any]:
-    return dataclasses.asdict(unit) | {"over_limit": unit.over_limit, "over_sum": unit.over_sum}
-
-
-def predict_step(
-    compiled: Mapping[str, Any],
-    blueprint: ahead.Blueprint,
-    target: inspect.Target,
-    numbers: models.Config,
-    active: int,
-    guards: float = 0.0,
-) -> dict[str, Any]:
-    """Time of a step by the compiler's model: from units' cycles, in the engine's ticks.
-
-    ``guards`` are cycles that a tick's guards take, beside what the compiler knows.
-
-    "overhead_cycles", beside all ticks (see ``predict.overheads``), are this schedule's own and in no other figure.
-    "assumed" are costs that this schedule's units do not tell and others need: FB without gain, two thirds of B for I.
-    """
-    fields = {field.name for field in dataclasses.fields(predict.Unit)}
-    units = {
-        name: predict.Unit(**{k: v for k, v in unit.items() if k in fields})
-        for name, unit in compiled["units"].items()
-    }
-    send, schedule = compiled["sends"]["each"], blueprint.schedule
-    split, unsplit = (predict.costs(units, send, split=split) for split in (True, False))
-    costs = split if predict.splits(schedule) else unsplit
-    beside = compiled.get("overheads") or {"tick": 0.0, "step": 0.0}
-    tick = beside["tick"] + guards
-    cycles, ideal = predict.step_cycles(schedule, costs, tick)
-    num_microbatches, batch, sequence = blueprint.tokens.shape
-    tokens = num_microbatches * batch * sequence
-    seconds = cycles / target.device.clock
-    needed = tokens * predict.model_flops(numbers, active, sequence)
-    num_devices = blueprint.mesh.size
-    flops = num_devices * target.device.flops
-    sizes, fixed = ahead.rank_memory(blueprint)
-    ranked = predict.rank_schedules(
-        schedule.num_ranks,
-        num_microbatches,
-        predict.rank_costs(split, schedule),
-        predict.rank_costs(unsplit, schedule),
-        sizes,
-        target.device.memory,
-        fixed,
-        tick,
-    )
-    return {
-        "schedules": [_prediction(p, target.device.clock, needed / flops) for p in ranked],
-        "costs": {name: getattr(costs, name) for name in ("F", "I", "W", "FB", "send")}
-        | {"extra": {str(stage): list(more) for stage, more in costs.extra.items()}},
-        "share": _share(predict.rank_costs(split, schedule), sizes, fixed, target.device.clock),
-        "assumed": [name for name in ("I", "W", "FB") if name not in units],
-        "cycles": cycles,
-        "ideal_cycles": ideal,
-        "overhead_cycles": beside["step"],
-        "seconds": seconds,
-        "tokens": tokens,
-        "tokens_per_second": tokens / seconds,
-        "mfu": needed / flops / seconds,
-        "lower_bound": any(unit.unpriced for unit in units.values()),
-    }
-
-
-def _share(costs: CostModel, sizes: MemoryModel, fixed: int, clock: float) -> dict[str, Any]:
-    """What `dualpipe ... --costs FILE` reads, of a whole rank's share of the model: milliseconds and bytes."""
-
-    def ms(cycles: float) -> float:
-        return 1e3 * cycles / clock
-
-    times = {name: ms(getattr(costs, name)) for name in ("F", "I", "W", "FB", "send")}
-    extra = {str(stage): list(map(ms, more)) for stage, more in costs.extra.items()}
-    return {
-        "costs": times | {"extra": extra},
-        "memory": dataclasses.asdict(dataclasses.replace(sizes, fixed=fixed)),
-        "units": {"time": "ms", "memory": "B"},
-        "of": "a rank's whole share of the model, one microbatch; predicted, not measured",
-    }
-
-
-def _prediction(p: predict.Prediction, clock: float, least: float) -> dict[str, Any]:
-    """Seconds and MFU of a schedule; None where it does not serve the counts. JSON has no infinity."""
-    if not math.isfinite(p.cycles):
-        return {"name": p.name, "seconds": None, "mfu": None, "memory": None, "refused": p.refused}
-    seconds = p.cycles / clock
-    return {
-        "name": p.name,
-        "seconds": seconds,
-        "mfu": least / seconds,
-        "memory": p.memory,
-        "refused": p.refused,
-    }
-
-
 def describe(target: inspect.Target) -> dict[str, Any]:
     """A target's figures."""
     return {"name": str(target), "devices": target.num_devices, **dataclasses.asdict(target.device)}
@@ -355,44 +231,6 @@ def _units(compile: str, blueprint: ahead.Blueprint) -> tuple[str, ...]:
         {"FB"} if any(paired for paired, _ in ops) else set()
     )
     return tuple(unit for unit in UNITS if unit in there)
-
-
-def _shares(chosen: Sequence[inspect.Collective]) -> dict[str, Any]:
-    durations = [c.duration for c in chosen]
-    exposed = [c.exposed for c in chosen]
-    known = None not in durations and None not in exposed
-    total = sum(d for d in durations if d is not None)
-    waits = sum(e for e in exposed if e is not None)
-    return {
-        "count": len(chosen),
-        "sync": sum(c.form == "sync" for c in chosen),
-        "payload": sum(c.payload for c in chosen),
-        "cycles": total if known else None,
-        "exposed": waits if known else None,
-        "hidden": max(0.0, 1 - waits / total) if known and total else None,
-    }
-
-
-def _copy(copy: inspect.Copy, held: Collection[str]) -> dict[str, Any]:
-    """A copy; whether it is of a pool, a sum or a parameter is told by its shape."""
-    array = ahead.array_name(*copy.array)
-    own = {"array": array, "of_state": array in held}
-    return {name: getattr(copy, name) for name in ("name", "nbytes", "context", "op_name")} | own
-
-
-def _row(c: inspect.Collective) -> dict[str, Any]:
-    names = (
-        "name",
-        "form",
-        "direction",
-        "payload",
-        "duration",
-        "exposed",
-        "hidden",
-        "cycles_between",
-        "matmuls",
-    )
-    return {name: getattr(c, name) for name in (*names, "opposite_matmuls")}
 
 
 def _assignment(text: str) -> tuple[str, int | float]:

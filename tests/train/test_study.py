@@ -5,7 +5,7 @@ import pytest
 from dualpipe_jax.command.program import Program
 from dualpipe_jax.inspect import Target
 from dualpipe_jax.schedule import dualpipe, lower, one_f_one_b
-from train import predict, study
+from train import predict, step_time, study
 
 TARGET = Target.parse("v5e:2x2")
 
@@ -15,7 +15,7 @@ def predicted(units, schedule="dualpipe", layers=2, **more):
     numbers, blueprint = study.draw(program, TARGET, None)
     cost = {name: vars(predict.Unit(cycles, cycles, 0.0, 0.0, 0)) for name, cycles in units.items()}
     compiled = {"units": cost, "sends": {"each": 1e4}, **more}
-    return study.predict_step(compiled, blueprint, TARGET, numbers, active=10**6)
+    return step_time.predict_step(compiled, blueprint, TARGET, numbers, active=10**6)
 
 
 def test_a_step_of_measured_units():
