@@ -12,7 +12,7 @@ from dualpipe_jax.contract import At, Out, StagedModel, Tree
 from dualpipe_jax.engine.stages import PlacedStages
 from dualpipe_jax.engine.storage import Leaf, entries
 from dualpipe_jax.engine.tick import WATCHED
-from dualpipe_jax.parallel import DP, EP, PP
+from dualpipe_jax.parallel import AXES, BATCH_AXES, EP, NODE, PP
 from dualpipe_jax.schedule import Schedule
 
 PARTS = ("shared", "stages")
@@ -28,7 +28,7 @@ def check_mesh(schedule: Schedule, mesh: Mesh | AbstractMesh) -> None:
             "an ep of size 1 will do."
         )
     types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
-    explicit = [axis for axis in (DP, PP, EP) if types.get(axis, AxisType.Auto) != AxisType.Auto]
+    explicit = [axis for axis in AXES if types.get(axis, AxisType.Auto) != AxisType.Auto]
     if explicit:
         raise ValueError(
             f"mesh has the axis types {types}; {' and '.join(map(repr, explicit))} must be AxisType.Auto: "
@@ -66,7 +66,7 @@ def check_arguments(schedule: Schedule, mesh: Mesh | AbstractMesh, params: Tree,
 
 def _data_problems(schedule: Schedule, mesh: Mesh | AbstractMesh, batch: Tree) -> Iterator[str]:
     wanted = schedule.num_microbatches
-    axes = [axis for axis in (DP, EP) if axis in mesh.shape and (axis == EP or mesh.shape[axis] > 1)]
+    axes = [axis for axis in BATCH_AXES if axis in mesh.shape and (axis == EP or mesh.shape[axis] > 1)]
     parts = int(np.prod([mesh.shape[axis] for axis in axes]))
     where = " x ".join(f"'{axis}'" for axis in axes)
     for name, leaf in _named({"batch": batch}):
@@ -117,7 +117,7 @@ def check_layout(mesh: Mesh | AbstractMesh, params: Tree, layout: Tree) -> None:
         leaves = jax.tree.leaves(layout[part], is_leaf=lambda node: isinstance(node, Leaf))
         for (name, leaf), lies in zip(_named({f"params['{part}']": params[part]}), leaves, strict=True):
             problems += _spec_problems(
-                name, leaf.shape[lead:], lies, mesh, may_store=(DP, EP) if lead else (DP, EP, PP)
+                name, leaf.shape[lead:], lies, mesh, may_store=BATCH_AXES if lead else (*BATCH_AXES, PP)
             )
     if problems:
         raise ValueError("param_specs or storage_specs do not fit.\n" + "\n".join(f"- {p}" for p in problems))
@@ -126,7 +126,7 @@ def check_layout(mesh: Mesh | AbstractMesh, params: Tree, layout: Tree) -> None:
 def _spec_problems(
     name: str, shape: tuple[int, ...], lies: Leaf, mesh: Mesh | AbstractMesh, may_store: tuple[str, ...]
 ) -> Iterator[str]:
-    for kind, spec, allowed in (("param_specs", lies.used, (EP,)), ("storage_specs", lies.stored, may_store)):
+    for kind, spec, allowed in (("param_specs", lies.used, (NODE, EP)), ("storage_specs", lies.stored, may_store)):
         where = name.replace("params", kind, 1)
         if kind == "storage_specs" and lies.stored == lies.used:
             continue
@@ -147,7 +147,8 @@ def _spec_problems(
 
 def _may_name(kind: str, allowed: tuple[str, ...], mesh: Mesh | AbstractMesh) -> str:
     if kind == "param_specs":
-        return "only 'ep' may be named; over 'pp' stages are placed by the schedule"
+        where = "'node' and 'ep'" if NODE in mesh.shape else "'ep'"
+        return f"only {where} may be named; over 'pp' stages are placed by the schedule"
     there = [axis for axis in allowed if axis in mesh.shape]
     return f"of this mesh only {', '.join(map(repr, there))} may be named"
 

@@ -16,7 +16,7 @@ from dualpipe_jax.contract import (
     key_at,
     loss_weights,
 )
-from dualpipe_jax.parallel import DP, EP, PP
+from dualpipe_jax.parallel import AXES
 
 
 def reference_loss(model: StagedModel, *, num_parts: int = 1) -> Callable[..., tuple[jax.Array, Report]]:
@@ -123,8 +123,8 @@ def sequential_value_and_grad(
 
 def _on_one_device(function: Callable[..., Tree]) -> Callable[..., Tree]:
     def run(*arguments: Tree) -> Tree:
-        axes = (DP, PP, EP)
-        mesh = jax.make_mesh((1, 1, 1), axes, (AxisType.Auto,) * 3, devices=jax.devices()[:1])
+        ones, types = (1,) * len(AXES), (AxisType.Auto,) * len(AXES)
+        mesh = jax.make_mesh(ones, AXES, types, devices=jax.devices()[:1])
         everywhere = PartitionSpec()
         mapped = jax.shard_map(
             function, mesh=mesh, in_specs=everywhere, out_specs=everywhere, check_vma=False

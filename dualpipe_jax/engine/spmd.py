@@ -21,7 +21,7 @@ from dualpipe_jax.engine.traced import Traced, trace
 from dualpipe_jax.engine.trees import is_floating, raw, sum_dtype, typed, zeros
 from dualpipe_jax.engine.units import Surroundings, Works
 from dualpipe_jax.engine.varying import Vary
-from dualpipe_jax.parallel import DP, EP, PP
+from dualpipe_jax.parallel import AXES, BATCH_AXES, PP
 from dualpipe_jax.schedule import CostModel, Schedule
 from dualpipe_jax.schedule.lowering.alone import units_alone
 from dualpipe_jax.schedule.lowering.lower import TickTable, forward_only, lower
@@ -38,7 +38,7 @@ class Results:
       gradients: {"stages": PlacedStages of lists, "shared": list, "batch": list}, over floating leaves, None for those
         without a gradient; None forward only.
       outputs: what the last stage returned; None unless asked for.
-      first_bad: int32 [dp, pp, ep, 4], see ``tick``; None unless looked for.
+      first_bad: int32 [dp, pp, ep, 4] (of a mesh with nodes [dp, pp, node, ep, 4]), see ``tick``; None unless looked for.
     """
 
     objective: jax.Array
@@ -80,12 +80,12 @@ class Engine:
     @property
     def axes(self) -> tuple[str, ...]:
         """The mesh's axes that the engine works with; what other axes there are is the compiler's business."""
-        return tuple(axis for axis in (DP, PP, EP) if axis in self.mesh.shape)
+        return tuple(axis for axis in AXES if axis in self.mesh.shape)
 
     @property
     def batch_axes(self) -> tuple[str, ...]:
         """Those over which a microbatch is cut, the first one varying slowest."""
-        return tuple(axis for axis in (DP, EP) if axis in self.mesh.shape)
+        return tuple(axis for axis in BATCH_AXES if axis in self.mesh.shape)
 
     @property
     def num_parts(self) -> int:

@@ -11,20 +11,26 @@ from dualpipe_jax.parallel.expert import (
     plan_dropless,
 )
 from dualpipe_jax.parallel.expert_groups import grouped_matmul
-from dualpipe_jax.parallel.mesh import DP, EP, PP, make_mesh
+from dualpipe_jax.parallel.mesh import AXES, BATCH_AXES, DP, EP, NODE, PP, expert_axes, make_mesh
+from dualpipe_jax.parallel.two_hops import plan_two_hops
 
 __all__ = [
+    "AXES",
+    "BATCH_AXES",
     "DP",
     "EP",
+    "NODE",
     "PP",
     "Handle",
     "capacity_for",
     "combine",
     "count",
     "dispatch",
+    "expert_axes",
     "expert_matmul",
     "grouped_matmul",
     "make_mesh",
     "plan_capacity",
     "plan_dropless",
+    "plan_two_hops",
 ]

@@ -27,10 +27,13 @@ from jax import Array, lax
 
 from dualpipe_jax.parallel.expert_groups import Kernel, grouped_matmul, vary_alike
 
+Axis = str | tuple[str, ...]
+"""The name of a mesh axis, or names of several that are taken as one, the first varying slowest."""
+
 
 @functools.partial(
     jax.tree_util.register_dataclass,
-    data_fields=("slot_TK", "assignment_S", "dropped", "arrival_R", "departure_R", "group_sizes_L"),
+    data_fields=("slot_TK", "assignment_S", "dropped", "arrival_R", "departure_R", "group_sizes_L", "outer"),
     meta_fields=("capacity", "num_devices", "axis_name"),
 )
 @dataclass(frozen=True)
@@ -47,7 +50,9 @@ class Handle:
       group_sizes_L: int32, rows of each local expert. None for ``plan_capacity``: every expert has as many.
       capacity: C, static; None for ``plan_dropless``.
       num_devices: N, static.
-      axis_name: the mesh axis; None without one.
+      axis_name: the mesh axis or axes; None without one.
+      outer: a hop that rows take before this one, and after it on their way back; see ``plan_two_hops``. T is then the
+        number of rows that arrive by it.
 
     """
 
@@ -59,11 +64,12 @@ class Handle:
     group_sizes_L: Array | None
     capacity: int | None
     num_devices: int
-    axis_name: str | None
+    axis_name: Axis | None
+    outer: "Handle | None" = None
 
 
 def plan_capacity(
-    topk_TK: Array, num_experts: int, capacity: int | None = None, axis_name: str | None = None
+    topk_TK: Array, num_experts: int, capacity: int | None = None, axis_name: Axis | None = None
 ) -> Handle:
     """Plan a dispatch where every device may send each expert at most ``capacity`` tokens.
 
@@ -72,10 +78,10 @@ def plan_capacity(
     tokens first, and counted in ``handle.dropped``. See ``capacity_for`` for usual values.
 
     Args:
-      topk_TK: int32, each token's chosen experts, distinct within a token.
+      topk_TK: int32, each token's chosen experts, distinct within a token; E for none.
       num_experts: E, over all devices; device n holds experts n * L to (n + 1) * L - 1.
       capacity: C, for each (expert, source device) pair. None means T, with which nothing is dropped.
-      axis_name: the mesh axis the experts lie on; None if this device holds them all.
+      axis_name: the mesh axis (or axes) the experts lie on; None if this device holds them all.
 
     Returns:
       A handle with which ``dispatch`` returns [L, N, C, D].
@@ -94,7 +100,8 @@ def plan_capacity(
     place_A = rank_A - starts_E[expert_A]
     # Slots are laid out [E, C], which is [N, L, C]: what goes to one device lies together. With L before N
     # the TPU compiler transposes all that is dispatched before and after every all_to_all.
-    slot_A = jnp.where(place_A < C, expert_A * C + place_A, num_experts * C)
+    kept_A = (expert_A < num_experts) & (place_A < C)
+    slot_A = jnp.where(kept_A, expert_A * C + place_A, num_experts * C)
 
     place_C = jnp.arange(C, dtype=jnp.int32)
     index_EC = starts_E[:, None] + place_C
@@ -111,7 +118,7 @@ def capacity_for(num_tokens: int, top_k: int, num_experts: int, factor: float) -
 
 
 def plan_dropless(
-    topk_TK: Array, num_experts: int, axis_name: str | None = None, buffer_factor: float | None = None
+    topk_TK: Array, num_experts: int, axis_name: Axis | None = None, buffer_factor: float | None = None
 ) -> Handle:
     """Plan a dispatch that sorts assignments by expert and sends each device what it is due.
 
@@ -122,9 +129,9 @@ def plan_dropless(
     counted in ``handle.dropped``. (``lax.ragged_all_to_all`` does not exist on XLA:CPU.)
 
     Args:
-      topk_TK: int32, each token's chosen experts, distinct within a token.
+      topk_TK: int32, each token's chosen experts, distinct within a token; E for none.
       num_experts: E, over all devices; device n holds experts n * L to (n + 1) * L - 1.
-      axis_name: the mesh axis the experts lie on; None if this device holds them all.
+      axis_name: the mesh axis (or axes) the experts lie on; None if this device holds them all.
       buffer_factor: None for the worst case.
 
     Returns:
@@ -147,14 +154,15 @@ def plan_dropless(
     starts_N = starts_E.reshape(num_devices, L)[:, 0]
     device_A = topk_TK.reshape(-1) // L
     place_A = rank_A - starts_N[device_A]
-    slot_A = jnp.where(place_A < width, device_A * width + place_A, num_devices * width)
+    kept_A = (device_A < num_devices) & (place_A < width)
+    slot_A = jnp.where(kept_A, device_A * width + place_A, num_devices * width)
 
     ends_NL = jnp.minimum(jnp.cumsum(counts_E.reshape(num_devices, L), axis=1), width)
     place_W = jnp.arange(width, dtype=jnp.int32)
     filled_NW = place_W < ends_NL[:, -1:]
     assignment_NW = order_A.at[starts_N[:, None] + place_W].get(mode="clip")
     assignment_S = jnp.where(filled_NW, assignment_NW, T * K).reshape(-1)
-    dropped = T * K - jnp.sum(ends_NL[:, -1], dtype=jnp.int32)
+    dropped = jnp.sum(counts_E, dtype=jnp.int32) - jnp.sum(ends_NL[:, -1], dtype=jnp.int32)
 
     slot_TK = slot_A.reshape(T, K)
     sent_NL = jnp.diff(ends_NL, axis=1, prepend=0)
@@ -177,6 +185,8 @@ def dispatch(x_TD: Array, handle: Handle) -> Array:
       from) if the handle comes from ``plan_capacity``, [R, D] grouped by expert if from ``plan_dropless``.
 
     """
+    if handle.outer is not None:
+        x_TD = arriving(dispatch(x_TD, handle.outer))
     T = handle.slot_TK.shape[0]
     if x_TD.ndim != 2 or x_TD.shape[0] != T:
         raise ValueError(f"dispatch: the handle was planned for {T} tokens, x has shape {x_TD.shape}.")
@@ -205,18 +215,31 @@ def combine(y: Array, weights_TK: Array, handle: Handle) -> Array:
       [T, D].
 
     """
-    if weights_TK.shape != handle.slot_TK.shape:
+    entry = handle if handle.outer is None else handle.outer
+    planned = entry.slot_TK.shape[0], handle.slot_TK.shape[1]
+    if weights_TK.shape != planned:
         raise ValueError(
-            f"combine: the handle was planned for {handle.slot_TK.shape} assignments, "
-            f"weights have shape {weights_TK.shape}."
+            f"combine: the handle was planned for {planned} assignments, weights have shape {weights_TK.shape}."
         )
+    if handle.outer is not None:
+        # Sums are taken where the first hop has arrived, so weights take it, too.
+        weights_TK = arriving(dispatch(weights_TK, handle.outer))
     if handle.capacity is not None:
         y = y.swapaxes(0, 1)
     rows = y.reshape(-1, y.shape[-1])
     if handle.arrival_R is not None and handle.departure_R is not None:
         rows = _permute(*vary_alike(rows, handle.departure_R, handle.arrival_R))
     back_SD = _exchange(rows, handle)
-    return _collect(*vary_alike(back_SD, weights_TK, handle.assignment_S, handle.slot_TK))
+    out_TD = _collect(*vary_alike(back_SD, weights_TK, handle.assignment_S, handle.slot_TK))
+    if handle.outer is None:
+        return out_TD
+    home_SD = _exchange(out_TD, handle.outer)
+    return _gather_up(*vary_alike(home_SD, handle.outer.assignment_S, handle.outer.slot_TK))
+
+
+def arriving(rows: Array) -> Array:
+    """What a first hop brought, [1, N, C, D], as the rows of a second one, [N * C, D]."""
+    return rows.reshape(-1, rows.shape[-1])
 
 
 def expert_matmul(
@@ -245,7 +268,7 @@ def expert_matmul(
     return jnp.einsum("lsd,ldf->lsf", rows.reshape(L, N * C, D), w_LDF).reshape(L, N, C, -1)
 
 
-def _num_devices(num_experts: int, axis_name: str | None) -> int:
+def _num_devices(num_experts: int, axis_name: Axis | None) -> int:
     num_devices = 1 if axis_name is None else lax.axis_size(axis_name)
     if num_experts % num_devices:
         raise ValueError(
@@ -259,7 +282,7 @@ def _by_expert(topk_TK: Array, num_experts: int) -> tuple[Array, Array, Array, A
     """Sort assignments by expert, stably; return the order, its inverse, and experts' starts and counts."""
     expert_A = topk_TK.reshape(-1).astype(jnp.int32)
     iota_A = jnp.arange(expert_A.size, dtype=jnp.int32)
-    if expert_A.size * num_experts < 2**31:
+    if expert_A.size * (num_experts + 1) < 2**31:
         # One sort of unique keys: several times cheaper on CPU than a stable argsort.
         order_A = jnp.sort(expert_A * expert_A.size + iota_A) % expert_A.size
     else:
@@ -342,12 +365,34 @@ def _spread_fwd(x_TD: Array, assignment_S: Array, slot_TK: Array):
 
 
 def _spread_bwd(slot_TK: Array, d_SD: Array):
-    # One gather per k: several times faster on CPU than one gather [T, K, D] and its sum.
-    parts = (_rows(d_SD, slot_TK[:, k]).astype(jnp.float32) for k in range(slot_TK.shape[1]))
-    return functools.reduce(jnp.add, parts).astype(d_SD.dtype), None, None
+    return _sum_up(d_SD, slot_TK), None, None
 
 
 _spread.defvjp(_spread_fwd, _spread_bwd)
+
+
+def _sum_up(rows_SD: Array, slot_TK: Array) -> Array:
+    # One gather per k: several times faster on CPU than one gather [T, K, D] and its sum.
+    parts = (_rows(rows_SD, slot_TK[:, k]).astype(jnp.float32) for k in range(slot_TK.shape[1]))
+    return functools.reduce(jnp.add, parts).astype(rows_SD.dtype)
+
+
+@jax.custom_vjp
+def _gather_up(rows_SD: Array, assignment_S: Array, slot_TK: Array) -> Array:
+    """Sum for each token the slots of its assignments."""
+    del assignment_S
+    return _sum_up(rows_SD, slot_TK)
+
+
+def _gather_up_fwd(rows_SD: Array, assignment_S: Array, slot_TK: Array):
+    return _sum_up(rows_SD, slot_TK), (assignment_S, slot_TK)
+
+
+def _gather_up_bwd(saved: tuple[Array, Array], d_TD: Array):
+    return _spread(d_TD, *saved), None, None
+
+
+_gather_up.defvjp(_gather_up_fwd, _gather_up_bwd)
 
 
 @jax.custom_vjp

@@ -1,5 +1,6 @@
 """The device mesh: data-parallel replicas by pipeline ranks by expert-parallel devices."""
 
+import math
 from collections.abc import Sequence
 
 import jax
@@ -15,9 +16,31 @@ PP = "pp"
 EP = "ep"
 """The mesh axis that the experts lie on; each of its devices also holds an equal part of every microbatch."""
 
+NODE = "node"
+"""The mesh axis of nodes where experts lie on several and dispatch goes in two hops; "ep" then has the devices of one."""
 
-def make_mesh(pp: int, ep: int = 1, devices: Sequence[jax.Device] | None = None, *, dp: int = 1) -> Mesh:
+BATCH_AXES = (DP, NODE, EP)
+"""Axes over which a microbatch is cut, the first one varying slowest; a mesh need not have all."""
+
+AXES = (DP, PP, NODE, EP)
+"""All axes that a mesh may have, in its order."""
+
+
+def expert_axes(nodes: int = 1) -> str | tuple[str, str]:
+    """What experts lie over, as ``PartitionSpec`` and collectives take it: of ``make_mesh``'s mesh for so many nodes."""
+    return EP if nodes == 1 else (NODE, EP)
+
+
+def make_mesh(
+    pp: int,
+    ep: int | tuple[int, int] = 1,
+    devices: Sequence[jax.Device] | None = None,
+    *,
+    dp: int = 1,
+) -> Mesh:
     """Lay ``dp x pp x ep`` devices out as a mesh with the axes ("dp", "pp", "ep").
+
+    An ep of (nodes, devices of a node) makes two axes of it, ("dp", "pp", "node", "ep"), for dispatch in two hops.
 
     Devices are taken in the order given, "ep" varying fastest and "dp" slowest: the devices that share a pipeline rank
     are neighbours. The axis types are Auto (``jax.make_mesh`` would make them Explicit, which ``shard_map``'s
@@ -25,7 +48,7 @@ def make_mesh(pp: int, ep: int = 1, devices: Sequence[jax.Device] | None = None,
 
     Args:
       pp: pipeline ranks, at least 1.
-      ep: expert-parallel devices of each rank, at least 1.
+      ep: expert-parallel devices of each rank, at least 1; or (nodes, devices of a node) that they are.
       devices: what to lay out; ``jax.devices()`` if None. Devices beyond the first ``dp * pp * ep`` are left out.
       dp: replicas of the whole, at least 1.
 
@@ -33,20 +56,28 @@ def make_mesh(pp: int, ep: int = 1, devices: Sequence[jax.Device] | None = None,
       ValueError: a size is below 1, or there are too few devices.
 
     """
-    sizes = {"dp": dp, "pp": pp, "ep": ep}
+    sizes = {DP: dp, PP: pp, **_over_nodes(ep)}
     if min(sizes.values()) < 1:
         given = ", ".join(f"{name} {size}" for name, size in sizes.items())
         raise ValueError(f"make_mesh: sizes must be at least 1, got {given}.")
     found = list(jax.devices() if devices is None else devices)
-    needed = dp * pp * ep
+    needed = math.prod(sizes.values())
     if len(found) < needed:
         raise ValueError(_too_few(sizes, found, given=devices is not None))
-    grid = np.array(found[:needed], dtype=object).reshape(dp, pp, ep)
-    return Mesh(grid, (DP, PP, EP), axis_types=(AxisType.Auto,) * 3)
+    grid = np.array(found[:needed], dtype=object).reshape(tuple(sizes.values()))
+    return Mesh(grid, tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes))
+
+
+def _over_nodes(ep: int | tuple[int, int]) -> dict[str, int]:
+    if isinstance(ep, int):
+        return {EP: ep}
+    if len(ep) != 2:
+        raise ValueError(f"make_mesh: ep must be a number or (nodes, devices of a node), got {ep}.")
+    return {NODE: ep[0], EP: ep[1]}
 
 
 def _too_few(sizes: dict[str, int], found: list[jax.Device], *, given: bool) -> str:
-    needed = int(np.prod(list(sizes.values())))
+    needed = math.prod(sizes.values())
     product = " x ".join(f"{name} {size}" for name, size in sizes.items() if name != "dp" or size > 1)
     platforms = sorted({device.platform for device in found})
     where = "were given" if given else "are visible to JAX"

@@ -1,0 +1,84 @@
+"""Dispatch in two hops: over the slow links a token goes to a node once, however many of its experts are there.
+
+::
+
+    one hop:    device (0, 1) --+--> (1, 0)      two hops:   device (0, 1) ---> (1, 1) --+--> (1, 0)
+    a copy for                  +--> (1, 2)      across: one copy,    then inside:      +--> (1, 2)
+    each expert                 +--> (1, 3)      to its own number                       +--> (1, 3)
+
+    back, one hop: three vectors                 back: the node sums its three, and sends one
+
+This is the way of DeepSeek's DeepEP library. The expert axis is two mesh axes, (nodes, devices of a node), and every
+collective is an ``all_to_all`` over one of them: first over nodes between devices of the same number, then inside each
+node. The second hop is any plan of ``expert``, with the rows that have arrived for tokens; so ``dispatch``,
+``expert_matmul`` and ``combine`` take the handle as they take any other. What the second hop has to know, which
+experts a row is for, travels in the plan; its weights do in ``combine``.
+
+Shape suffixes: as in ``expert``; M nodes, H hop capacity, R = M * H rows that arrive at a device.
+"""
+
+import dataclasses
+from collections.abc import Callable
+
+import jax.numpy as jnp
+from jax import Array, lax
+
+from dualpipe_jax.parallel.expert import Handle, arriving, dispatch, plan_capacity
+
+
+def plan_two_hops(
+    topk_TK: Array,
+    num_experts: int,
+    axis_names: tuple[str, str],
+    plan: Callable[[Array, int], Handle],
+    node_capacity: int | None = None,
+) -> Handle:
+    """Plan a dispatch to nodes and from there to experts.
+
+    A device may send each node ``node_capacity`` tokens, of which those of later tokens are dropped first; with T
+    nothing can be, for a token goes to a node once. Assignments that a dropped copy was for count in
+    ``handle.dropped``, together with those of arrived rows that the second plan drops: over all devices that is how
+    many assignments found no expert; on one device it is how many it had no slot for, whosever they are.
+
+    Args:
+      topk_TK: int32, each token's chosen experts, distinct within a token; E for none.
+      num_experts: E; node m holds experts m * E / M to (m + 1) * E / M - 1, and its devices equal parts of them.
+      axis_names: the mesh axes (nodes, devices of a node).
+      plan: ``plan(topk_RK, experts_of_a_node)``, the second hop over the second axis: ``plan_capacity`` or
+        ``plan_dropless``. Rows of topk_RK stand for what arrived; where a row is empty, or an expert another node's,
+        its entry is ``experts_of_a_node``.
+      node_capacity: H; None for T.
+
+    Returns:
+      A handle with which ``dispatch`` returns what it does with the second plan's.
+
+    Raises:
+      ValueError: there are not two axes, experts do not divide over nodes, or node_capacity is below 1.
+
+    """
+    if isinstance(axis_names, str) or len(axis_names) != 2:
+        raise ValueError(
+            f"plan_two_hops: axis_names must be two mesh axes, (nodes, devices of a node), got {axis_names!r}."
+        )
+    across = axis_names[0]
+    num_nodes = lax.axis_size(across)
+    if num_experts % num_nodes:
+        raise ValueError(
+            f"plan_two_hops: {num_experts} experts do not divide over the {num_nodes} nodes of axis {across!r}: "
+            f"{num_experts} % {num_nodes} = {num_experts % num_nodes}."
+        )
+    if node_capacity is not None and node_capacity < 1:
+        raise ValueError(f"plan_two_hops: node_capacity must be at least 1, got {node_capacity}.")
+    here = num_experts // num_nodes
+    nodes_M = jnp.arange(num_nodes, dtype=jnp.int32)
+    wanted_TM = jnp.sum(topk_TK[..., None] // here == nodes_M, axis=1, dtype=jnp.int32)
+    outer = plan_capacity(jnp.where(wanted_TM > 0, nodes_M, num_nodes), num_nodes, node_capacity, across)
+
+    # Empty rows arrive as zeros: on the way experts count from one.
+    number_RK = arriving(dispatch(topk_TK.astype(jnp.int32) + 1, outer)) - 1
+    local_RK = number_RK - here * lax.axis_index(across)
+    inner = plan(jnp.where((local_RK >= 0) & (local_RK < here), local_RK, here), here)
+
+    kept_TM = outer.slot_TK < outer.assignment_S.shape[0]
+    lost = jnp.sum(jnp.where(kept_TM, 0, wanted_TM), dtype=jnp.int32)
+    return dataclasses.replace(inner, dropped=inner.dropped + lost, outer=outer)
