@@ -7,6 +7,7 @@ Shape suffixes: B batch, S sequence, T = B * S tokens, D model dim, E experts, K
 M experts of a group, F hidden width of an expert.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
@@ -21,6 +22,9 @@ import dualpipe_jax.parallel as parallel
 from models.attention import linear
 from models.config import Config
 
+Axis = str | tuple[str, ...]
+"""A mesh axis, or several."""
+
 
 @dataclass(frozen=True)
 class Dispatch:
@@ -30,15 +34,16 @@ class Dispatch:
       method: "capacity" gives each expert equally many rows, one batched matmul; "dropless" groups of the
         sizes they come in.
       factor: room, in multiples of an even load, beyond which assignments are dropped: per expert and source
-        device for "capacity", per pair of devices for "dropless". None drops nothing; for "capacity" that
-        means room for every token at every expert, E / K times the work.
-      axis_name: the mesh axis the experts lie on; None if each device holds them all.
+        device for "capacity", per pair of devices for "dropless"; over two axes also per pair of nodes. None
+        drops nothing; for "capacity" that means room for every token at every expert, E / K times the work.
+      axis_name: the mesh axis the experts lie on; two, (nodes, devices of a node), for dispatch in two hops;
+        None if each device holds them all.
 
     """
 
     method: Literal["capacity", "dropless"] = "dropless"
     factor: float | None = None
-    axis_name: str | None = None
+    axis_name: Axis | None = None
 
     def __post_init__(self) -> None:
         if self.method not in ("capacity", "dropless"):
@@ -46,13 +51,39 @@ class Dispatch:
         if self.factor is not None and self.factor <= 0:
             raise ValueError(f"Dispatch: factor must be positive or None, got {self.factor}.")
 
-    def plan(self, topk_TK: Array, num_experts: int) -> parallel.Handle:
-        """Plan one layer's dispatch."""
-        if self.method == "dropless":
-            return parallel.plan_dropless(topk_TK, num_experts, self.axis_name, self.factor)
+    def plan(self, topk_TK: Array, num_experts: int, groups: tuple[int, int] = (1, 1)) -> parallel.Handle:
+        """Plan one layer's dispatch.
+
+        Args:
+          topk_TK: as ``parallel.plan_capacity`` takes them.
+          num_experts: over all devices.
+          groups: into how many groups of consecutive experts they fall, and of how many a token's come: if nodes
+            hold whole groups a token goes to no more nodes, and these need no more room.
+
+        """
+        if not isinstance(self.axis_name, tuple):
+            return self._one_hop(topk_TK, num_experts, self.axis_name, len(topk_TK))
+        across, inside = self.axis_name
         T, K = topk_TK.shape
-        capacity = None if self.factor is None else parallel.capacity_for(T, K, num_experts, self.factor)
-        return parallel.plan_capacity(topk_TK, num_experts, capacity, self.axis_name)
+        num_nodes, room = jax.lax.axis_size(across), None
+        if self.factor is not None:
+            visits = num_nodes if groups[0] % num_nodes else groups[1]
+            room = parallel.capacity_for(T, min(visits, num_nodes, K), num_nodes, self.factor)
+
+        def second(topk_RK: Array, experts: int) -> parallel.Handle:
+            # On average as many assignments arrive at a device as it sends, however many rows there is room for.
+            return self._one_hop(topk_RK, experts, inside, T)
+
+        return parallel.plan_two_hops(topk_TK, num_experts, (across, inside), second, room)
+
+    def _one_hop(self, topk_RK: Array, num_experts: int, axis: Axis | None, num_tokens: int) -> parallel.Handle:
+        """With room for the assignments of so many tokens."""
+        (R, K), factor = topk_RK.shape, self.factor
+        if self.method == "dropless":
+            bound = None if factor is None else factor * num_tokens / R
+            return parallel.plan_dropless(topk_RK, num_experts, axis, bound)
+        capacity = None if factor is None else math.ceil(factor * num_tokens * K / num_experts)
+        return parallel.plan_capacity(topk_RK, num_experts, capacity, axis)
 
 
 def route(logits_TE: Array, bias_E: Array, config: Config) -> tuple[Array, Array]:
@@ -260,7 +291,8 @@ class MoE(nnx.Module):
             "td,de->te", x_TD.astype(jnp.float32), self.gate[...], precision=jax.lax.Precision.HIGHEST
         )
         topk_TK, weights_TK = route(logits_TE, bias_E, self.config)
-        handle = self.dispatch.plan(topk_TK, self.config.num_experts)
+        groups = self.config.num_groups, self.config.top_groups
+        handle = self.dispatch.plan(topk_TK, self.config.num_experts, groups)
         rows = checkpoint_name(parallel.dispatch(x_TD, handle), "dispatched")
         y_TD = parallel.combine(self.experts(rows, handle), weights_TK, handle)
         y_BSD = checkpoint_name(y_TD, "combined").reshape(x_BSD.shape)

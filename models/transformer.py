@@ -54,7 +54,7 @@ def deepseek(
     config: Config,
     stages: int | Sequence[int] = 1,
     *,
-    ep_axis: str | None = None,
+    ep_axis: str | tuple[str, str] | None = None,
     dispatch: Literal["capacity", "dropless"] = "dropless",
     capacity_factor: float | None = None,
     mtp_weight: float = 0.3,
@@ -82,8 +82,9 @@ def deepseek(
     Args:
       config: the numbers; ``config.num_mtp_layers`` modules of multi-token prediction.
       stages: layers of each stage, see ``layer_plan``; or how many stages, for its default.
-      ep_axis: the mesh axis that the experts, the embedding's width and the head's words are shared out over; None if
-        each device has all. Tied, embedding and head stay whole.
+      ep_axis: the mesh axis that the experts, the embedding's width and the head's words are shared out over, or two,
+        (nodes, devices of a node), for dispatch in two hops; None if each device has all. Tied, embedding and head
+        stay whole.
       dispatch: see ``models.moe.Dispatch``.
       capacity_factor: the same; None drops nothing.
       mtp_weight: the paper's lambda: 0.3, later 0.1. A batch that has "mtp_weight" overrules it, so that it changes
@@ -214,7 +215,7 @@ class _Runs:
     block: Callable[..., tuple[Array, Load]]
     merge: Callable[..., Array]
     norm: Callable[..., Array]
-    axis: str | None
+    axis: str | tuple[str, str] | None
     mtp_weight: float
     mtp_after_norm: bool
     balance_factor: float
@@ -359,7 +360,7 @@ def _init(config: Config, layout: Layout, modules: _Modules, key: Array) -> Tree
     }
 
 
-def _param_specs(config: Config, init: Callable[[Array], Tree], ep_axis: str | None) -> Tree:
+def _param_specs(config: Config, init: Callable[[Array], Tree], ep_axis: str | tuple[str, str] | None) -> Tree:
     def spec(path: tuple[Any, ...], leaf: Any) -> PartitionSpec:
         del leaf
         names = {getattr(key, "key", None) for key in path}

@@ -15,18 +15,20 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+Axis = str | tuple[str, ...]
+
 BLOCK = 512
 """Tokens of a device whose logits stand at once: with 129,280 words 265 MB in float32, however many devices."""
 
 
-def look_up(table_VD: Array, tokens_BS: Array, dtype: jnp.dtype, axis: str | None = None) -> Array:
+def look_up(table_VD: Array, tokens_BS: Array, dtype: jnp.dtype, axis: Axis | None = None) -> Array:
     """Return tokens' rows of the embedding, [B, S, D] in ``dtype``.
 
     Args:
       table_VD: all words; with an axis, this device's part of the width.
       tokens_BS: this device's tokens.
       dtype: of the result.
-      axis: the mesh axis that shares out the width; None where the table is whole.
+      axis: the mesh axis or axes that share out the width; None where the table is whole.
 
     """
     if axis is None:
@@ -37,7 +39,7 @@ def look_up(table_VD: Array, tokens_BS: Array, dtype: jnp.dtype, axis: str | Non
 
 
 def cross_entropy(
-    x_TD: Array, kernel_DV: Array, targets_T: Array, axis: str | None = None, block: int = BLOCK
+    x_TD: Array, kernel_DV: Array, targets_T: Array, axis: Axis | None = None, block: int = BLOCK
 ) -> Array:
     """Return each token's cross entropy in nats, float32 [T]; in blocks, both ways.
 
@@ -48,7 +50,7 @@ def cross_entropy(
       x_TD: what the head's norm returned.
       kernel_DV: float32; with an axis, this device's part of the words.
       targets_T: int; a token whose target is no word gets the log of its partition function.
-      axis: the mesh axis that shares out the words; None where the kernel is whole.
+      axis: the mesh axis or axes that share out the words; None where the kernel is whole.
       block: tokens of a device whose logits stand at once, at most.
 
     """
@@ -65,7 +67,7 @@ def cross_entropy(
     return lax.map(lambda pair: one_block(*pair, kernel_DV), blocks).reshape(-1)[:T]
 
 
-def _cross_entropy(x_TD: Array, targets_T: Array, kernel_DV: Array, axis: str | None) -> Array:
+def _cross_entropy(x_TD: Array, targets_T: Array, kernel_DV: Array, axis: Axis | None) -> Array:
     first = jnp.int32(0)
     if axis is not None:
         x_TD, targets_T = (lax.all_gather(a, axis, tiled=True) for a in (x_TD, targets_T))

@@ -14,7 +14,7 @@ from dualpipe_jax.engine import (
     Pipeline,
 )
 from dualpipe_jax.engine.stages import homes
-from dualpipe_jax.parallel import EP, PP
+from dualpipe_jax.parallel import EP, NODE, PP, batch_spec
 from dualpipe_jax.schedule import MemoryModel, Schedule
 from dualpipe_jax.schedule.costs import stages_a_share
 from train.state import TrainState, shard_moments, trainable
@@ -71,13 +71,14 @@ def draw(
     params = jax.tree.map(
         lambda leaf, lie: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=lie), shapes, lies
     )
-    batch = jax.ShapeDtypeStruct(tokens, jnp.int32, sharding=NamedSharding(mesh, PartitionSpec(None, EP)))
+    batch = jax.ShapeDtypeStruct(tokens, jnp.int32, sharding=NamedSharding(mesh, batch_spec(mesh)))
     return Blueprint(model, schedule, mesh, params, batch, **options)
 
 
-def abstract_mesh(num_pp: int, num_ep: int) -> AbstractMesh:
-    """A mesh of no devices in particular, enough for counting."""
-    return AbstractMesh((num_pp, num_ep), (PP, EP), axis_types=(AxisType.Auto, AxisType.Auto))
+def abstract_mesh(num_pp: int, ep: int | tuple[int, int]) -> AbstractMesh:
+    """A mesh of no devices in particular, enough for counting; ep as ``make_mesh`` takes it."""
+    sizes = {PP: num_pp, EP: ep} if isinstance(ep, int) else {PP: num_pp, NODE: ep[0], EP: ep[1]}
+    return AbstractMesh(tuple(sizes.values()), tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes))
 
 
 def lower_units(blueprint: Blueprint, units: Collection[str], *, every_kind: bool = False) -> Any:

@@ -9,13 +9,15 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from dualpipe_jax.engine import At, Out
 from dualpipe_jax.pair import interleave
-from dualpipe_jax.parallel import EP, PP
+from dualpipe_jax.parallel import EP, NODE, PP
 from dualpipe_jax.split import SplitPlan, split_backward
 from dualpipe_jax.split.run import evaluate
 from train.ahead import Blueprint, Tree
 
-_EVERYWHERE = PartitionSpec((PP, EP))
-"""Each device has its own part of the first dim."""
+
+def _everywhere(mesh: Any) -> PartitionSpec:
+    """Each device has its own part of the first dim."""
+    return PartitionSpec(tuple(axis for axis in (PP, NODE, EP) if axis in mesh.shape))
 
 
 def lower_bare_pair(blueprint: Blueprint, *, ordered: bool) -> Any:
@@ -110,11 +112,11 @@ def _shaped(plan: SplitPlan, residuals: Sequence[Any]) -> tuple[list[Any], list[
 def _on_devices(function: Callable[..., Any], mesh: Any, *arguments: Tree) -> tuple[Callable[..., Any], Tree]:
     """The function on each device, and types of what it makes."""
     specs = jax.tree.map(lambda leaf: leaf.sharding.spec, arguments)
-    mapped = jax.shard_map(function, mesh=mesh, in_specs=specs, out_specs=_EVERYWHERE, check_vma=False)
+    mapped = jax.shard_map(function, mesh=mesh, in_specs=specs, out_specs=_everywhere(mesh), check_vma=False)
     return mapped, _laid(jax.eval_shape(mapped, *arguments), mesh)
 
 
 def _laid(tree: Tree, mesh: Any) -> Tree:
     """Types of arrays that lie everywhere."""
-    sharding = NamedSharding(mesh, _EVERYWHERE)
+    sharding = NamedSharding(mesh, _everywhere(mesh))
     return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), tree)

@@ -63,6 +63,8 @@ class MeshConfig:
     """Pipeline ranks."""
     ep: int = 2
     """Expert-parallel devices of each rank; the run needs dp x pp x ep devices."""
+    ep_nodes: int = 1
+    """Nodes that these lie on, for dispatch in two hops: a token crosses to a node at most once."""
     dp: int = 1
     """Replicas of the whole, each with a part of every microbatch."""
     microbatches: int = 16
@@ -288,6 +290,7 @@ def make_schedule(config: TrainConfig) -> Schedule:
 AT_LEAST_ONE = (
     "--pp",
     "--ep",
+    "--ep-nodes",
     "--dp",
     "--microbatches",
     "--microbatch-size",
@@ -347,6 +350,11 @@ def check(config: TrainConfig) -> None:
         raise ConfigError(
             f"--profile {config.log.profile}: --steps {config.optimizer.steps} leaves none that is not compiled in; "
             f"try --steps {config.log.profile + 3}"
+        )
+    if config.mesh.ep % config.mesh.ep_nodes:
+        raise ConfigError(
+            f"--ep {config.mesh.ep} --ep-nodes {config.mesh.ep_nodes}: as many devices on each node; give a number of "
+            "nodes that divides --ep"
         )
     size, parts = config.mesh.microbatch_size, config.mesh.dp * config.mesh.ep
     if size % parts:

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 import models
-from dualpipe_jax.parallel import EP
+from dualpipe_jax.parallel import expert_axes
 from dualpipe_jax.schedule import Schedule
 from train.config import ConfigError, TrainConfig
 
@@ -71,7 +71,7 @@ def make_model(
     return models.deepseek(
         numbers,
         plan,
-        ep_axis=EP,
+        ep_axis=expert_axes(config.mesh.ep_nodes),
         dispatch="dropless" if lossless else asked.dispatch,
         capacity_factor=None if lossless else room(config),
         mtp_weight=asked.mtp_weight,

@@ -17,7 +17,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 from rich.console import Console
 
-from dualpipe_jax.parallel import DP, EP
+from dualpipe_jax.parallel import batch_spec
 from train import coordination
 from train.config import ConfigError, TrainConfig
 from train.options import plain
@@ -212,7 +212,7 @@ def refuse_idle(mesh: Mesh, num_processes: int) -> None:
 
 def batch_sharding(mesh: Mesh) -> NamedSharding:
     """Of a batch's first two dims, microbatches and the rows of each, as the engine cuts them."""
-    return NamedSharding(mesh, PartitionSpec(None, (DP, EP)))
+    return NamedSharding(mesh, batch_spec(mesh))
 
 
 def share_out(draw: Callable[[Rows], Batch], num_rows: tuple[int, int], sharding: Sharding) -> Batch:

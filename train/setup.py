@@ -11,7 +11,7 @@ import optax
 
 from dualpipe_jax.engine import Pipeline
 from dualpipe_jax.inspect import recommended_compiler_options, tpu_generation
-from dualpipe_jax.parallel import make_mesh
+from dualpipe_jax.parallel import make_mesh, over_nodes
 from dualpipe_jax.schedule import Schedule
 from train.config import ConfigError, TrainConfig, make_schedule
 from train.data import Batch, Corpus, open_corpus
@@ -66,7 +66,7 @@ def prepare(config: TrainConfig) -> Run:
     corpus = read_data(config)
     if jax.device_count() < num_devices(config):
         raise ConfigError(too_few_devices(config, jax.device_count()))
-    mesh, asked = make_mesh(config.mesh.pp, config.mesh.ep, dp=config.mesh.dp), config.optimizer
+    mesh, asked = _mesh(config), config.optimizer
     refuse_idle(mesh, jax.process_count())
     model = make_model(config, schedule, corpus.vocab)
     pipeline = Pipeline(
@@ -97,6 +97,14 @@ def prepare(config: TrainConfig) -> Run:
         ),
         learning_rate=learning_rate,
     )
+
+
+def _mesh(config: TrainConfig) -> jax.sharding.Mesh:
+    asked = config.mesh
+    try:
+        return make_mesh(asked.pp, over_nodes(asked.ep, asked.ep_nodes), dp=asked.dp)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
 
 
 def compiler_options(mesh: jax.sharding.Mesh) -> dict[str, str]:

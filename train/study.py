@@ -12,7 +12,7 @@ from jax.errors import JaxRuntimeError
 import models
 from dualpipe_jax import inspect
 from dualpipe_jax.command.program import Program
-from dualpipe_jax.parallel import EP, make_mesh
+from dualpipe_jax.parallel import expert_axes, make_mesh, over_nodes
 from dualpipe_jax.schedule import Schedule
 from train import ahead, predict, timeline
 from train.bare import lower_bare_pair
@@ -90,18 +90,15 @@ def draw(
     model = models.deepseek(
         numbers,
         _plan(program, numbers, schedule),
-        ep_axis=EP,
+        ep_axis=expert_axes(program.ep_nodes),
         dispatch=program.dispatch,
         capacity_factor=program.capacity_factor if program.dispatch == "capacity" else None,
         remat=REMAT[program.remat],
         kernels=models.Kernels(program.attention, program.matmul),
         platform=None if target is None else platform_of(target),
     )
-    mesh = (
-        ahead.abstract_mesh(program.pp, program.ep)
-        if devices is None
-        else make_mesh(program.pp, program.ep, devices)
-    )
+    ep = over_nodes(program.ep, program.ep_nodes)
+    mesh = ahead.abstract_mesh(program.pp, ep) if devices is None else make_mesh(program.pp, ep, devices)
     tokens = (schedule.num_microbatches, batch, program.sequence)
     return numbers, ahead.draw(
         model,

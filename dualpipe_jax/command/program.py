@@ -34,6 +34,8 @@ class Program:
     """Pipeline ranks."""
     ep: int = 4
     """Expert-parallel devices of each rank."""
+    ep_nodes: int = 1
+    """Nodes that these lie on, for dispatch in two hops: a token crosses to a node at most once."""
     microbatches: Count = None
     """Microbatches of a step, over all pipes; 4 for each rank if left out."""
     microbatch_size: Count = None

@@ -11,7 +11,18 @@ from dualpipe_jax.parallel.expert import (
     plan_dropless,
 )
 from dualpipe_jax.parallel.expert_groups import grouped_matmul
-from dualpipe_jax.parallel.mesh import AXES, BATCH_AXES, DP, EP, NODE, PP, expert_axes, make_mesh
+from dualpipe_jax.parallel.mesh import (
+    AXES,
+    BATCH_AXES,
+    DP,
+    EP,
+    NODE,
+    PP,
+    batch_spec,
+    expert_axes,
+    make_mesh,
+    over_nodes,
+)
 from dualpipe_jax.parallel.two_hops import plan_two_hops
 
 __all__ = [
@@ -22,6 +33,7 @@ __all__ = [
     "NODE",
     "PP",
     "Handle",
+    "batch_spec",
     "capacity_for",
     "combine",
     "count",
@@ -30,6 +42,7 @@ __all__ = [
     "expert_matmul",
     "grouped_matmul",
     "make_mesh",
+    "over_nodes",
     "plan_capacity",
     "plan_dropless",
     "plan_two_hops",

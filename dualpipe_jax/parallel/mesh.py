@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import jax
 import numpy as np
-from jax.sharding import AxisType, Mesh
+from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
 
 DP = "dp"
 """The mesh axis of replicas: each has a part of every microbatch and, but for what is stored cut, all parameters."""
@@ -29,6 +29,18 @@ AXES = (DP, PP, NODE, EP)
 def expert_axes(nodes: int = 1) -> str | tuple[str, str]:
     """What experts lie over, as ``PartitionSpec`` and collectives take it: of ``make_mesh``'s mesh for so many nodes."""
     return EP if nodes == 1 else (NODE, EP)
+
+
+def over_nodes(ep: int, nodes: int = 1) -> int | tuple[int, int]:
+    """So many devices on so many nodes, as ``make_mesh`` takes them: a number if on one. Raises ValueError."""
+    if nodes < 1 or ep % nodes:
+        raise ValueError(f"ep {ep} on {nodes} nodes: give a number of nodes that divides it, as many devices on each")
+    return ep if nodes == 1 else (nodes, ep // nodes)
+
+
+def batch_spec(mesh: Mesh | AbstractMesh) -> PartitionSpec:
+    """How a batch, [microbatches, microbatch size, ...], lies on a mesh."""
+    return PartitionSpec(None, tuple(axis for axis in BATCH_AXES if axis in mesh.shape))
 
 
 def make_mesh(
