@@ -13,7 +13,8 @@ ROOT = Path(__file__).parent.parent
 MAY_IMPORT = {
     "dualpipe_jax.schedule": (),
     "dualpipe_jax.balance": (),
-    "dualpipe_jax.parallel": (),
+    "dualpipe_jax.torus": (),
+    "dualpipe_jax.parallel": ("dualpipe_jax.torus",),
     "dualpipe_jax.split": (),
     "dualpipe_jax.contract": (),
     "dualpipe_jax.functional": (),
@@ -25,7 +26,7 @@ MAY_IMPORT = {
         "dualpipe_jax.split",
         "dualpipe_jax.pair",
     ),
-    "dualpipe_jax.inspect": (),
+    "dualpipe_jax.inspect": ("dualpipe_jax.torus",),
     "dualpipe_jax.worker": (),
     "dualpipe_jax.probe": (
         "dualpipe_jax.schedule",

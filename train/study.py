@@ -147,7 +147,8 @@ def compile_and_read(
     seconds = {"lowering": middle - started, "compiling": time.perf_counter() - middle}
     log = "" if request.log is None else Path(request.log).read_text(errors="replace")
     module = inspect.read(compiled)
-    report = inspect.overlap(module, rates_of(request, target), statistics=inspect.parse_statistics(log))
+    rates = rates_of(request, target, blueprint.mesh.devices.flat)
+    report = inspect.overlap(module, rates, statistics=inspect.parse_statistics(log))
     title = f"{program.model}, {program.schedule}, pp {program.pp} x ep {program.ep} on {target}"
     timeline.write(request.files, compiled.as_text, report, module, target, title)
     found = read(module, report, inspect.memory(compiled), ahead.held_arrays(blueprint))
@@ -166,14 +167,16 @@ def _lower(what: str, blueprint: ahead.Blueprint) -> Any:
     )
 
 
-def rates_of(request: Request, target: inspect.Target) -> inspect.Rates:
-    """The target's own rates, or measured ones.
+def rates_of(
+    request: Request, target: inspect.Target, devices: Sequence[Any] | None = None
+) -> inspect.Rates:
+    """The target's own rates, of these devices of it if they are known, or measured ones.
 
     Raises:
       ValueError: the file holds no rates.
     """
     if request.rates is None:
-        return target.rates
+        return target.rates if devices is None else target.rates_on(list(devices))
     switched = target.rates.switched
     return inspect.measured_rates(request.rates, target.device.clock, switched=switched)
 

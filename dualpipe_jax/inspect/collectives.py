@@ -16,6 +16,8 @@ import re
 from collections.abc import Iterator
 from typing import NamedTuple
 
+import numpy as np
+
 from dualpipe_jax.inspect.hlo import Computation, Instruction, Module
 
 KINDS = (
@@ -29,8 +31,11 @@ KINDS = (
 )
 """Opcodes of collectives, which are also the names of the kinds."""
 
-_GROUPS = re.compile(r"replica_groups=(?:\[\d+,(\d+)\]|\{\{([\d,]+)\}|mesh\[([^\]]+)\][^{]*\{([^}]+)\})")
-_AXIS = re.compile(r"'([^']+)'(?::\(\d+\)(\d+))?(?:=(\d+))?")
+_GROUPS = re.compile(
+    r"replica_groups=(?:\[(\d+),(\d+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?|\{(\{[\d,{} ]+\})\}"
+    r"|mesh\[([^\]]+)\][^{]*\{([^}]+)\})"
+)
+_AXIS = re.compile(r"'([^']+)'(?::\((\d+)\)(\d+))?(?:=(\d+))?")
 _IS_SYNC = re.compile(r'"is_sync":\s*true')
 
 
@@ -44,7 +49,7 @@ class Pair(NamedTuple):
       start: position in its computation at which it begins to run; of SparseCore calls that is the update.
       done: position at which the core waits for it; the computation's length if another one does.
       payload: bytes of what a device gives or of what it gets, whichever is more.
-      group_size: devices that take part together; None for permutes, or where the text does not say.
+      groups: numbers of the devices that take part together; None for permutes, or where the text does not say.
     """
 
     kind: str
@@ -53,7 +58,12 @@ class Pair(NamedTuple):
     start: int
     done: int
     payload: int
-    group_size: int | None
+    groups: tuple[tuple[int, ...], ...] | None
+
+    @property
+    def group_size(self) -> int | None:
+        """Devices of the first group."""
+        return None if self.groups is None else len(self.groups[0])
 
 
 def collectives(module: Module, computation: Computation) -> list[Pair]:
@@ -73,7 +83,7 @@ def collectives(module: Module, computation: Computation) -> list[Pair]:
             form, start = "sparsecore", k if update is None else update
         else:
             form = "async"
-        found.append(Pair(kind, form, instruction, start, done, payload, _group_size(module, instruction)))
+        found.append(Pair(kind, form, instruction, start, done, payload, _groups(module, instruction)))
     return sorted(found, key=lambda pair: pair.start)
 
 
@@ -137,18 +147,44 @@ def _payload(computation: Computation, issued: Instruction, done: int) -> int:
     return max(got, sum(operand.nbytes for operand in operands if operand is not None))
 
 
-def _group_size(module: Module, issued: Instruction) -> int | None:
-    """Devices of the first group: ``{{0,1},{2,3}}``, ``[2,2]<=[4]`` or, since jax 0.12, ``mesh['a'=2,'b'=2] {'b'}``."""
+def _groups(module: Module, issued: Instruction) -> tuple[tuple[int, ...], ...] | None:
+    """``{{0,1},{2,3}}``, ``[2,2]<=[4]``, ``[2,2]<=[2,2]T(1,0)`` or, since jax 0.12, ``mesh['a'=2,'b'=2] {'b'}``."""
     inside = (i.attributes for name in issued.called() for i in module.inside(name))
     for attributes in (issued.attributes, *inside):
         if match := _GROUPS.search(attributes):
-            size, first, mesh, axes = match.groups()
+            count, size, dims, order, listed, mesh, axes = match.groups()
+            if listed:
+                return tuple(tuple(map(int, group.split(","))) for group in re.findall(r"[\d,]+\d|\d", listed))
             if mesh:
-                sizes = {name: int(whole) for name, _, whole in _AXIS.findall(mesh)}
-                # ``'a':(1)2`` is a part of an axis: the last number is its size.
-                return math.prod(int(part or sizes[name]) for name, part, _ in _AXIS.findall(axes))
-            return int(size) if size else first.count(",") + 1
+                return _of_mesh(mesh, axes)
+            ids = np.arange(int(count) * int(size)).reshape(_numbers(dims))
+            ids = ids.transpose(_numbers(order)) if order else ids
+            return tuple(map(tuple, ids.reshape(int(count), int(size)).tolist()))
     return None
+
+
+def _of_mesh(mesh: str, axes: str) -> tuple[tuple[int, ...], ...]:
+    """Groups along axes of a mesh; ``'a':(2)4`` is a part of an axis, 4 long, with 2 of them before it."""
+    sizes = {name: int(whole) for name, _, _, whole in _AXIS.findall(mesh)}
+    parts: dict[str, list[tuple[int, int]]] = {}
+    for name, before, part, _ in _AXIS.findall(axes):
+        parts.setdefault(name, []).append((int(before or 1), int(part or sizes[name])))
+    dims, chosen = [], []
+    for name, whole in sizes.items():
+        passed = 1
+        for before, part in sorted(parts.get(name, ())):
+            dims += [before // passed, part]
+            chosen.append(len(dims) - 1)
+            passed = before * part
+        dims.append(whole // passed)
+    ids = np.arange(math.prod(sizes.values())).reshape(dims)
+    others = [dim for dim in range(len(dims)) if dim not in chosen]
+    size = math.prod(dims[dim] for dim in chosen)
+    return tuple(map(tuple, ids.transpose(*others, *chosen).reshape(-1, size).tolist()))
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    return tuple(map(int, text.split(",")))
 
 
 def is_matmul(instruction: Instruction, targets: re.Pattern[str]) -> bool:

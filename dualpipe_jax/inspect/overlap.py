@@ -177,7 +177,7 @@ class _Reader:
 
     def duration(self, pair: Pair) -> float | None:
         """Cycles of a collective; a fusion that holds one may have been priced by the compiler."""
-        known = self.rates.collective(pair.kind, pair.payload, pair.group_size)
+        known = self.rates.collective(pair.kind, pair.payload, pair.group_size, pair.groups)
         return float(pair.issued.cycles) if known is None and pair.issued.cycles is not None else known
 
     def work(self, computation: Computation, instruction: Instruction) -> Work | None:

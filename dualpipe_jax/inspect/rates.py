@@ -4,6 +4,7 @@ import dataclasses
 import re
 from collections.abc import Mapping
 
+from dualpipe_jax.inspect.fabric import Fabric, Groups, Nodes
 from dualpipe_jax.inspect.hlo import Computation, Instruction, Module
 from dualpipe_jax.inspect.roofline import flops, traffic
 
@@ -14,6 +15,7 @@ _TORUS: Mapping[str, float] = {
     "reduce-scatter": 1 / 2,
     "all-reduce": 1,
 }
+_EXCHANGES = "all-to-all", "ragged-all-to-all"
 _SWITCH: Mapping[str, float] = {**dict.fromkeys(_TORUS, 1), "all-reduce": 2}
 """Payloads that cross a link, times the share of the group that is not the device itself."""
 
@@ -83,16 +85,18 @@ H100_CLOCK = 1.83e9
 """Hertz at which an H100 SXM reaches the 989 TFLOP/s (bf16, dense) of its data sheet."""
 
 
-def h100_rates(network: float = 50e9) -> "Rates":
+def h100_rates(network: float = 50e9, node: int = 8) -> "Rates":
     """A roofline for the H100 SXM, in cycles of ``H100_CLOCK``; CUDA's compiler gives no cycles itself.
 
     From the data sheet: 989 TFLOP/s, 3.35 TB/s (read plus written), NVLink with 450 GB/s each way for all
-    collectives but permutes, which are taken to cross nodes.
+    collectives but permutes, which are taken to cross nodes, and the part of all-to-alls that does.
 
     Args:
       network: bytes a second, each way, of a GPU's share of the network between nodes.
+      node: GPUs of a node; consecutive devices are on one.
     """
     return Rates(
+        fabric=Nodes(node, 450e9 / H100_CLOCK, network / H100_CLOCK),
         link=450e9 / H100_CLOCK,
         switched=True,
         collectives={"collective-permute": network / H100_CLOCK},
@@ -122,6 +126,7 @@ class Rates:
       switched: whether the links meet in a switch, as NVLink's do: then all of these take (n - 1) / n, and an
         all-reduce twice that.
       collectives: payload bytes a cycle for kinds for which link says nothing or the wrong thing.
+      fabric: what lies between devices. An all-to-all whose groups are known takes no less than it says.
       latency: cycles that every collective takes besides.
       memory: bytes a cycle, read plus written. What the compiler does not price (on TPU copies between memories,
         gathers, sorts; on GPU everything) takes its traffic over memory, or its arithmetic over flops if that is
@@ -136,13 +141,16 @@ class Rates:
     link: float | None = None
     switched: bool = False
     collectives: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    fabric: Fabric | None = None
     latency: float = 0.0
     memory: float | None = None
     flops: float | None = None
     kernels: Mapping[str, float] = dataclasses.field(default_factory=dict)
     measured: bool = False
 
-    def collective(self, kind: str, payload: int, group_size: int | None) -> float | None:
+    def collective(
+        self, kind: str, payload: int, group_size: int | None, groups: Groups | None = None
+    ) -> float | None:
         """Cycles of a collective that moves payload bytes, alone on its links; None if not known.
 
         A group_size of None, for a group whose size the text does not say, counts as a very large one.
@@ -153,7 +161,10 @@ class Rates:
             return None
         factor = (_SWITCH if self.switched else _TORUS).get(kind)
         others = 1 - 1 / group_size if group_size else 1.0
-        return self.latency + payload * (1.0 if factor is None else factor * others) / self.link
+        alone = payload * (1.0 if factor is None else factor * others) / self.link
+        if self.fabric is not None and groups is not None and kind in _EXCHANGES:
+            alone = max(alone, self.fabric.all_to_all(payload, groups))
+        return self.latency + alone
 
     def instruction(self, module: Module, within: Computation, instruction: Instruction) -> float | None:
         """Cycles of one instruction that runs no other computation line by line; None if nobody prices it."""

@@ -17,10 +17,11 @@ import importlib.util
 import math
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib import resources
 from typing import Any, Literal
 
+from dualpipe_jax.inspect.fabric import Torus
 from dualpipe_jax.inspect.rates import H100_CLOCK, Rates, h100_rates, tpu_rates
 
 TPU_ENVIRONMENT: Mapping[str, str] = {
@@ -135,7 +136,15 @@ class Target:
     @property
     def rates(self) -> Rates:
         """Durations that compiled programs leave out, for ``overlap``."""
-        return h100_rates() if self.platform == "cuda" else tpu_rates(self.generation)
+        return h100_rates(node=self.shape[-1]) if self.platform == "cuda" else tpu_rates(self.generation)
+
+    def rates_on(self, devices: Sequence[Any]) -> Rates:
+        """The same, with all-to-alls that know where these devices lie: those of a mesh, in its order."""
+        if self.platform == "cuda":
+            return self.rates  # nodes follow each other
+        shape = (*self.shape, *(1,) * (3 - len(self.shape)))
+        places = tuple(tuple(device.coords) for device in devices)
+        return dataclasses.replace(self.rates, fabric=Torus(shape, places, self.rates.link or 1.0))
 
     @property
     def environment(self) -> Mapping[str, str]:

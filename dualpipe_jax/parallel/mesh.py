@@ -7,6 +7,8 @@ import jax
 import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
 
+from dualpipe_jax.torus import near_order
+
 DP = "dp"
 """The mesh axis of replicas: each has a part of every microbatch and, but for what is stored cut, all parameters."""
 
@@ -55,7 +57,9 @@ def make_mesh(
     An ep of (nodes, devices of a node) makes two axes of it, ("dp", "pp", "node", "ep"), for dispatch in two hops.
 
     Devices are taken in the order given, "ep" varying fastest and "dp" slowest: the devices that share a pipeline rank
-    are neighbours. The axis types are Auto (``jax.make_mesh`` would make them Explicit, which ``shard_map``'s
+    are neighbours. JAX orders GPUs by nodes, so that "ep" lies inside a node if it fits, and of two axes "ep" must.
+    A whole TPU slice is taken in another order: "ep" (and "node" by "ep") fills boxes of the torus, those whose
+    all-to-alls keep their busiest link least busy, and consecutive ranks are boxes beside each other. The axis types are Auto (``jax.make_mesh`` would make them Explicit, which ``shard_map``'s
     specs then contradict).
 
     Args:
@@ -65,7 +69,7 @@ def make_mesh(
       dp: replicas of the whole, at least 1.
 
     Raises:
-      ValueError: a size is below 1, or there are too few devices.
+      ValueError: a size is below 1, there are too few devices, or what shall be a node's devices lie on several.
 
     """
     sizes = {DP: dp, PP: pp, **_over_nodes(ep)}
@@ -76,8 +80,55 @@ def make_mesh(
     needed = math.prod(sizes.values())
     if len(found) < needed:
         raise ValueError(_too_few(sizes, found, given=devices is not None))
-    grid = np.array(found[:needed], dtype=object).reshape(tuple(sizes.values()))
+    local = sizes[EP]
+    grid = np.array(_near(found[:needed], local, sizes.get(NODE, 1)), dtype=object)
+    if NODE in sizes:
+        _check_nodes(grid.reshape(-1, local).tolist(), ep)
+    grid = grid.reshape(tuple(sizes.values()))
     return Mesh(grid, tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes))
+
+
+def _near(devices: list[jax.Device], local: int, nodes: int) -> list[jax.Device]:
+    """A TPU slice's devices in such an order that those of an expert axis are near each other; others as they are."""
+    if any(device.platform != "tpu" or getattr(device, "coords", None) is None for device in devices):
+        return devices
+    chips: dict[tuple[int, ...], list[jax.Device]] = {}
+    for device in devices:
+        chips.setdefault(tuple(device.coords), []).append(device)
+    (first, *rest), cores = zip(*chips, strict=True), len(next(iter(chips.values())))
+    shape = tuple(1 + max(places) for places in (first, *rest))
+    whole = math.prod(shape) == len(chips) and all(len(chip) == cores for chip in chips.values())
+    if not whole or local % cores:
+        return devices
+    order = near_order(shape, local // cores, nodes)
+    if order is None:
+        return devices
+    return [device for place in order.tolist() for device in chips[tuple(place)]]
+
+
+def _check_nodes(groups: list[list[jax.Device]], ep: object) -> None:
+    """That the devices of a node lie on one, as far as anybody knows: slices, or processes of several GPUs."""
+    devices = [device for group in groups for device in group]
+    for kind, where in (("slice", "slice_index"), ("process", "process_index")):
+        numbers = [getattr(device, where, None) for device in devices]
+        if len(set(numbers)) > 1 and (kind == "slice" or _has_several(devices, numbers)):
+            break
+    else:
+        return
+    for group in groups:
+        there = sorted({getattr(device, where) for device in group})
+        if len(there) > 1:
+            raise ValueError(
+                f"make_mesh: ep {ep}: the {len(group)} devices of a node ({group[0]} to {group[-1]}) lie on "
+                f"{len(there)} nodes ({kind} {', '.join(map(str, there))}), and their exchange would cross between "
+                f"them: give ep as (nodes, devices of a node), of which {kind} {there[0]} has "
+                f"{numbers.count(there[0])}."
+            )
+
+
+def _has_several(devices: list[jax.Device], numbers: list[int | None]) -> bool:
+    """Whether a process has several of these GPUs; one each says nothing about nodes."""
+    return devices[0].platform == "gpu" and len(set(numbers)) < len(numbers)
 
 
 def _over_nodes(ep: int | tuple[int, int]) -> dict[str, int]:

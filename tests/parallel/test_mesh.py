@@ -2,9 +2,9 @@
 
 import jax
 import pytest
-from jax.sharding import AxisType
+from jax.sharding import AxisType, PartitionSpec
 
-from dualpipe_jax.parallel import DP, EP, PP, make_mesh
+from dualpipe_jax.parallel import DP, EP, PP, batch_spec, expert_axes, make_mesh, over_nodes
 
 
 @pytest.mark.parametrize("num_pp, num_ep", [(1, 1), (8, 1), (1, 8), (4, 2), (2, 2)])
@@ -45,3 +45,58 @@ def test_too_few_devices_says_how_many_and_what_to_set():
 def test_sizes_below_one_are_refused(num_pp, num_ep):
     with pytest.raises(ValueError, match="at least 1"):
         make_mesh(num_pp, num_ep)
+
+
+def test_experts_on_nodes_have_an_axis_more():
+    mesh = make_mesh(2, (2, 2))
+    assert mesh.shape == {"dp": 1, "pp": 2, "node": 2, "ep": 2}
+    assert list(mesh.devices.ravel()) == jax.devices()
+    assert batch_spec(mesh) == PartitionSpec(None, ("dp", "node", "ep"))
+    assert (expert_axes(), expert_axes(2)) == ("ep", ("node", "ep"))
+    assert (over_nodes(8), over_nodes(8, 2)) == (8, (2, 4))
+    with pytest.raises(ValueError, match="ep 8 on 3 nodes: give a number of nodes that divides it"):
+        over_nodes(8, 3)
+    with pytest.raises(ValueError, match=r"ep must be a number or \(nodes, devices of a node\), got \(2, 2, 2\)"):
+        make_mesh(1, (2, 2, 2))
+    with pytest.raises(ValueError, match="pp 2 x node 4 x ep 2 = 16 devices, but 8"):
+        make_mesh(2, (4, 2))
+
+
+class Chip:
+    """As much of a device as a mesh looks at."""
+
+    def __init__(self, number, platform, coords=None, process=0, piece=None):
+        self.id, self.platform, self.process_index, self.slice_index = number, platform, process, piece
+        if coords is not None:
+            self.coords = coords
+
+    def __repr__(self):
+        return f"{self.platform}:{self.id}"
+
+
+def test_a_tpu_slices_expert_axis_fills_a_box():
+    """JAX lists a slice host by host, 2 x 2 chips each."""
+    hosts = [(x, y) for y in (0, 2) for x in (0, 2)]
+    places = [(x + i, y + j, z) for z in range(4) for x, y in hosts for j in (0, 1) for i in (0, 1)]
+    chips = [Chip(k, "tpu", place) for k, place in enumerate(places)]
+    grid = make_mesh(4, (4, 4), chips).devices[0]
+    assert {chip.coords[2] for chip in grid[1].ravel()} == {1}
+    for line in (*grid[0], *grid[0].T):
+        assert len({chip.coords[:1] for chip in line}) * len({chip.coords[1:2] for chip in line}) == 4
+    assert list(make_mesh(1, 8, chips[:8]).devices.ravel()) != chips[:8]  # two rows of four: a whole box, too
+    assert list(make_mesh(1, 9, chips[:9]).devices.ravel()) == chips[:9]
+
+
+def test_what_a_nodes_devices_are_lie_on_one():
+    gpus = [Chip(k, "gpu", process=k // 4) for k in range(16)]
+    assert make_mesh(2, (2, 4), gpus).shape["node"] == 2
+    with pytest.raises(
+        ValueError,
+        match=r"ep \(2, 8\): the 8 devices of a node \(gpu:0 to gpu:7\) lie on 2 nodes \(process 0, 1\).*process 0 has 4",
+    ):
+        make_mesh(1, (2, 8), gpus)
+    alone = [Chip(k, "gpu", process=k) for k in range(16)]  # a process a GPU: nobody knows
+    assert make_mesh(1, (2, 8), alone).shape["ep"] == 8
+    pieces = [Chip(k, "gpu", process=k, piece=k // 4) for k in range(16)]
+    with pytest.raises(ValueError, match="slice 0, 1"):
+        make_mesh(1, (2, 8), pieces)
