@@ -38,7 +38,7 @@ def busiest_link(groups: np.ndarray, shape: Shape) -> float:
       groups: [groups, devices of a group, dims], coordinates.
       shape: of the torus.
     """
-    num_groups, size, dims = groups.shape
+    _, size, dims = groups.shape
     at = np.repeat(groups, size, axis=1).reshape(-1, dims)
     to = np.tile(groups, (1, size, 1)).reshape(-1, dims)
     closed = closed_dims(shape)

@@ -76,7 +76,9 @@ class Dispatch:
 
         return parallel.plan_two_hops(topk_TK, num_experts, (across, inside), second, room)
 
-    def _one_hop(self, topk_RK: Array, num_experts: int, axis: Axis | None, num_tokens: int) -> parallel.Handle:
+    def _one_hop(
+        self, topk_RK: Array, num_experts: int, axis: Axis | None, num_tokens: int
+    ) -> parallel.Handle:
         """With room for the assignments of so many tokens."""
         (R, K), factor = topk_RK.shape, self.factor
         if self.method == "dropless":

@@ -360,7 +360,9 @@ def _init(config: Config, layout: Layout, modules: _Modules, key: Array) -> Tree
     }
 
 
-def _param_specs(config: Config, init: Callable[[Array], Tree], ep_axis: str | tuple[str, str] | None) -> Tree:
+def _param_specs(
+    config: Config, init: Callable[[Array], Tree], ep_axis: str | tuple[str, str] | None
+) -> Tree:
     def spec(path: tuple[Any, ...], leaf: Any) -> PartitionSpec:
         del leaf
         names = {getattr(key, "key", None) for key in path}

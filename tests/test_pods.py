@@ -42,7 +42,7 @@ UNIT |= {"over_limit": 1.003, "over_sum": 0.75}
 ANSWER = {
     "target": {"name": "v5e:4x4", "devices": 16, "memory": 16 * 2**30},
     "program": {"model": "tiny", "schedule": "dualpipe", "pp": 2, "ep": 2, "microbatches": 4, "sequence": 16}
-    | {"microbatch_size": 4},
+    | {"microbatch_size": 4, "ep_nodes": 1},
     "parameters": {"total": 10**9, "active": 10**8, "device": 10**8},
     "memory": {
         "kinds": {"stages": 6 * 2**30, "optimizer": 4 * 2**30, "stash": 2 * 2**30},

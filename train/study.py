@@ -1,6 +1,7 @@
 """The answers of a dry run: built, counted, compiled and read."""
 
 import dataclasses
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -11,11 +12,12 @@ from jax.errors import JaxRuntimeError
 
 import models
 from dualpipe_jax import inspect
-from dualpipe_jax.command.program import Program
+from dualpipe_jax.command.program import Program, experts_on
 from dualpipe_jax.parallel import expert_axes, make_mesh, over_nodes
 from dualpipe_jax.schedule import Schedule
 from train import ahead, predict, timeline
 from train.bare import lower_bare_pair
+from train.links import count_links
 from train.model import REMAT, count_parameters
 from train.readings import read, unit_figures
 from train.request import UNITS, Request, make_schedule
@@ -53,6 +55,7 @@ def study(
         "program": dataclasses.asdict(program) | {"microbatches": blueprint.tokens.shape[0]},
         "parameters": {"total": total, "active": active, "device": parameters_of_device(blueprint)},
         "memory": {"kinds": kinds, "total": sum(kinds.values())},
+        "links": count_links(program, numbers, target, tokens_of_device(blueprint)),
     }
     if devices is None or target is None:
         return found
@@ -147,9 +150,10 @@ def compile_and_read(
     seconds = {"lowering": middle - started, "compiling": time.perf_counter() - middle}
     log = "" if request.log is None else Path(request.log).read_text(errors="replace")
     module = inspect.read(compiled)
-    rates = rates_of(request, target, blueprint.mesh.devices.flat)
+    mesh: Any = blueprint.mesh
+    rates = rates_of(request, target, list(mesh.devices.flat))
     report = inspect.overlap(module, rates, statistics=inspect.parse_statistics(log))
-    title = f"{program.model}, {program.schedule}, pp {program.pp} x ep {program.ep} on {target}"
+    title = f"{program.model}, {program.schedule}, pp {program.pp} x ep {experts_on(program)} on {target}"
     timeline.write(request.files, compiled.as_text, report, module, target, title)
     found = read(module, report, inspect.memory(compiled), ahead.held_arrays(blueprint))
     if what in BARE:
@@ -167,16 +171,14 @@ def _lower(what: str, blueprint: ahead.Blueprint) -> Any:
     )
 
 
-def rates_of(
-    request: Request, target: inspect.Target, devices: Sequence[Any] | None = None
-) -> inspect.Rates:
+def rates_of(request: Request, target: inspect.Target, devices: Sequence[Any] | None = None) -> inspect.Rates:
     """The target's own rates, of these devices of it if they are known, or measured ones.
 
     Raises:
       ValueError: the file holds no rates.
     """
     if request.rates is None:
-        return target.rates if devices is None else target.rates_on(list(devices))
+        return target.rates if devices is None else target.rates_on(devices)
     switched = target.rates.switched
     return inspect.measured_rates(request.rates, target.device.clock, switched=switched)
 
@@ -215,6 +217,12 @@ def parameters_of_device(blueprint: ahead.Blueprint) -> int:
     """Numbers that one device holds, a borrowed copy not counted."""
     leaves = jax.tree.leaves(ahead.trainable(blueprint.params))
     return sum(ahead.nbytes(leaf) // leaf.dtype.itemsize for leaf in leaves)
+
+
+def tokens_of_device(blueprint: ahead.Blueprint) -> int:
+    """Of one microbatch."""
+    _, *part = blueprint.tokens.sharding.shard_shape(blueprint.tokens.shape)
+    return math.prod(part)
 
 
 def _units(compile: str, blueprint: ahead.Blueprint) -> tuple[str, ...]:

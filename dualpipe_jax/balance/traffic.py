@@ -34,11 +34,14 @@ class Traffic:
       by_device: a copy for each device that has chosen experts.
       two_hops: a copy for each other node that has, to its device of the sender's number there; from that one (or the
         sender, in its own node) a copy to each other device of the node that has chosen experts. DeepEP's way.
+      two_hops_by_expert: the same, but from there a copy for each chosen expert on another device of the node:
+        ``parallel.plan_two_hops``, whose second hop is a dispatch by experts.
     """
 
     by_expert: Copies
     by_device: Copies
     two_hops: Copies
+    two_hops_by_expert: Copies
 
 
 def count_traffic(source: ArrayLike, target: ArrayLike, layout: Layout) -> Traffic:
@@ -82,7 +85,8 @@ def count_traffic(source: ArrayLike, target: ArrayLike, layout: Layout) -> Traff
     spread = hit.sum() - hit[token, :, sources % size].sum()
     others = nodes.sum() - nodes[token, own_node].sum()
     two_hops = Copies(float(others / tokens), float(spread / tokens))
-    return Traffic(by_expert, by_device, two_hops)
+    spread = (targets % size != sources[:, None] % size).sum()
+    return Traffic(by_expert, by_device, two_hops, Copies(two_hops.across, float(spread / tokens)))
 
 
 def random_traffic(

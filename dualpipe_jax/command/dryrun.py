@@ -10,7 +10,7 @@ import tyro
 from dualpipe_jax.command.options import CommandError
 from dualpipe_jax.command.output import Table, show, show_json
 from dualpipe_jax.command.overlap import cycles, study, units
-from dualpipe_jax.command.program import Files, Program, RatesFile
+from dualpipe_jax.command.program import Files, Program, RatesFile, experts_on
 from dualpipe_jax.schedule.formats.numbers import percent
 
 _ASSUMED = {
@@ -104,16 +104,22 @@ def verdict(found: dict[str, Any]) -> dict[str, Any]:
 def _report(found: dict[str, Any], rates: Path | None) -> list[str | Table]:
     program, target, parameters = found["program"], found["target"], found["parameters"]
     memory, compiled = found["memory"], found.get("compiled", {})
+    batch = program["microbatch_size"] or program["ep"]
     parts: list[str | Table] = [
-        f"{program['model']}, {program['schedule']}, pp {program['pp']} x ep {program['ep']} on {target['name']}, "
-        f"{program['microbatches']} microbatches of {program['microbatch_size'] or program['ep']} x "
-        f"{program['sequence']} tokens",
+        f"{program['model']}, {program['schedule']}, pp {program['pp']} x ep {experts_on(program)} on "
+        f"{target['name']}, {program['microbatches']} microbatches of {batch} x {program['sequence']} tokens",
         f"parameters: {parameters['total'] / 1e9:.2f} G, {parameters['active'] / 1e9:.2f} G active, "
         f"{parameters['device'] / 1e9:.3f} G a device\n",
         _memory_table(memory),
         f"\n{'fits' if memory['fits'] else 'DOES NOT FIT'}: {_gib(memory['needed'])} of {_gib(memory['limit'])} GiB "
         f"a device, {percent(memory['needed'] / memory['limit'])}",
     ]
+    if links := found.get("links"):
+        parts += [
+            f"\na device's dispatch of {links['tokens']} tokens in a layer, by random routing over {links['nodes']} "
+            f"nodes: copies of a token, and their bytes ({links['used']} here; room for uneven loads is more)\n",
+            _links_table(links["ways"]),
+        ]
     if "out_of_memory" in compiled:
         parts.append(compiled["out_of_memory"])
     if compiled.get("units"):
@@ -161,6 +167,18 @@ def _memory_table(memory: dict[str, Any]) -> Table:
             )
         )
     return Table(("memory of a device", "GiB", "of the device"), tuple(rows))
+
+
+def _links_table(ways: dict[str, dict[str, float]]) -> Table:
+    rows = [
+        (
+            way,
+            *(f"{copies[where]:.2f}" for where in ("across", "inside")),
+            *(f"{copies[f'bytes_{where}'] / 2**20:.1f}" for where in ("across", "inside")),
+        )
+        for way, copies in ways.items()
+    ]
+    return Table(("way", "across nodes", "inside", "MiB across", "MiB inside"), tuple(rows))
 
 
 def _step(step: dict[str, Any]) -> list[str]:

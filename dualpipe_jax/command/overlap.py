@@ -10,7 +10,7 @@ import tyro
 
 from dualpipe_jax.command.options import CommandError
 from dualpipe_jax.command.output import Table, show, show_json
-from dualpipe_jax.command.program import Files, Program, RatesFile
+from dualpipe_jax.command.program import Files, Program, RatesFile, experts_on
 from dualpipe_jax.schedule.formats.numbers import percent
 
 _ENDINGS = ".svg", ".png", ".trace", ".hlo", ".txt"
@@ -172,7 +172,7 @@ def cycles(count: float | None) -> str:
 def _title(found: dict[str, Any]) -> str:
     program, target = found["program"], found["target"]
     return (
-        f"{program['model']}, {program['schedule']}, pp {program['pp']} x ep {program['ep']} on {target['name']} "
+        f"{program['model']}, {program['schedule']}, pp {program['pp']} x ep {experts_on(program)} on {target['name']} "
         f"({target['devices']} devices)\n"
     )
 

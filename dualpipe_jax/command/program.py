@@ -1,8 +1,9 @@
 """Options of the commands that compile for a target: which program."""
 
 import dataclasses
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import tyro
 
@@ -13,6 +14,13 @@ Files = Annotated[tuple[Path, ...], tyro.conf.arg(metavar="FILE ...", aliases=["
 
 RatesFile = Annotated[Path | None, tyro.conf.arg(name="rates", metavar="FILE", help_behavior_hint="")]
 """Measured rates."""
+
+
+def experts_on(program: "Program | Mapping[str, Any]") -> str:
+    """Devices of the expert axis in words: 64, or 8 x 8 on nodes."""
+    asked = program if isinstance(program, Mapping) else dataclasses.asdict(program)
+    ep, nodes = asked["ep"], asked["ep_nodes"]
+    return str(ep) if nodes == 1 else f"{ep} ({nodes} nodes x {ep // nodes})"
 
 
 @dataclasses.dataclass(frozen=True)

@@ -126,7 +126,10 @@ def check_layout(mesh: Mesh | AbstractMesh, params: Tree, layout: Tree) -> None:
 def _spec_problems(
     name: str, shape: tuple[int, ...], lies: Leaf, mesh: Mesh | AbstractMesh, may_store: tuple[str, ...]
 ) -> Iterator[str]:
-    for kind, spec, allowed in (("param_specs", lies.used, (NODE, EP)), ("storage_specs", lies.stored, may_store)):
+    for kind, spec, allowed in (
+        ("param_specs", lies.used, (NODE, EP)),
+        ("storage_specs", lies.stored, may_store),
+    ):
         where = name.replace("params", kind, 1)
         if kind == "storage_specs" and lies.stored == lies.used:
             continue

@@ -38,7 +38,7 @@ class Results:
       gradients: {"stages": PlacedStages of lists, "shared": list, "batch": list}, over floating leaves, None for those
         without a gradient; None forward only.
       outputs: what the last stage returned; None unless asked for.
-      first_bad: int32 [dp, pp, ep, 4] (of a mesh with nodes [dp, pp, node, ep, 4]), see ``tick``; None unless looked for.
+      first_bad: int32 [dp, pp, ep, 4], or with nodes [dp, pp, node, ep, 4], see ``tick``; None unless looked for.
     """
 
     objective: jax.Array

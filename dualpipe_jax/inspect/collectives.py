@@ -154,7 +154,9 @@ def _groups(module: Module, issued: Instruction) -> tuple[tuple[int, ...], ...] 
         if match := _GROUPS.search(attributes):
             count, size, dims, order, listed, mesh, axes = match.groups()
             if listed:
-                return tuple(tuple(map(int, group.split(","))) for group in re.findall(r"[\d,]+\d|\d", listed))
+                return tuple(
+                    tuple(map(int, group.split(","))) for group in re.findall(r"[\d,]+\d|\d", listed)
+                )
             if mesh:
                 return _of_mesh(mesh, axes)
             ids = np.arange(int(count) * int(size)).reshape(_numbers(dims))

@@ -126,7 +126,6 @@ class Rates:
       switched: whether the links meet in a switch, as NVLink's do: then all of these take (n - 1) / n, and an
         all-reduce twice that.
       collectives: payload bytes a cycle for kinds for which link says nothing or the wrong thing.
-      fabric: what lies between devices. An all-to-all whose groups are known takes no less than it says.
       latency: cycles that every collective takes besides.
       memory: bytes a cycle, read plus written. What the compiler does not price (on TPU copies between memories,
         gathers, sorts; on GPU everything) takes its traffic over memory, or its arithmetic over flops if that is
@@ -136,17 +135,18 @@ class Rates:
       kernels: cycles of custom calls that the compiler does not price (Pallas kernels), by a regular
         expression searched in the call's target and op_name; the first that is found counts.
       measured: whether memory and flops are of real devices, and so price what the compiler prices as well.
+      fabric: what lies between devices. An all-to-all whose groups are known takes no less than it says.
     """
 
     link: float | None = None
     switched: bool = False
     collectives: Mapping[str, float] = dataclasses.field(default_factory=dict)
-    fabric: Fabric | None = None
     latency: float = 0.0
     memory: float | None = None
     flops: float | None = None
     kernels: Mapping[str, float] = dataclasses.field(default_factory=dict)
     measured: bool = False
+    fabric: Fabric | None = None
 
     def collective(
         self, kind: str, payload: int, group_size: int | None, groups: Groups | None = None

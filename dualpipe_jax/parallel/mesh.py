@@ -19,7 +19,7 @@ EP = "ep"
 """The mesh axis that the experts lie on; each of its devices also holds an equal part of every microbatch."""
 
 NODE = "node"
-"""The mesh axis of nodes where experts lie on several and dispatch goes in two hops; "ep" then has the devices of one."""
+"""The mesh axis of nodes, where experts lie on several and dispatch takes two hops; "ep" then has one's devices."""
 
 BATCH_AXES = (DP, NODE, EP)
 """Axes over which a microbatch is cut, the first one varying slowest; a mesh need not have all."""
@@ -29,14 +29,16 @@ AXES = (DP, PP, NODE, EP)
 
 
 def expert_axes(nodes: int = 1) -> str | tuple[str, str]:
-    """What experts lie over, as ``PartitionSpec`` and collectives take it: of ``make_mesh``'s mesh for so many nodes."""
+    """What experts lie over on ``make_mesh``'s mesh for so many nodes, as ``PartitionSpec`` and collectives take it."""
     return EP if nodes == 1 else (NODE, EP)
 
 
 def over_nodes(ep: int, nodes: int = 1) -> int | tuple[int, int]:
     """So many devices on so many nodes, as ``make_mesh`` takes them: a number if on one. Raises ValueError."""
     if nodes < 1 or ep % nodes:
-        raise ValueError(f"ep {ep} on {nodes} nodes: give a number of nodes that divides it, as many devices on each")
+        raise ValueError(
+            f"ep {ep} on {nodes} nodes: give a number of nodes that divides it, as many devices on each"
+        )
     return ep if nodes == 1 else (nodes, ep // nodes)
 
 
@@ -59,8 +61,9 @@ def make_mesh(
     Devices are taken in the order given, "ep" varying fastest and "dp" slowest: the devices that share a pipeline rank
     are neighbours. JAX orders GPUs by nodes, so that "ep" lies inside a node if it fits, and of two axes "ep" must.
     A whole TPU slice is taken in another order: "ep" (and "node" by "ep") fills boxes of the torus, those whose
-    all-to-alls keep their busiest link least busy, and consecutive ranks are boxes beside each other. The axis types are Auto (``jax.make_mesh`` would make them Explicit, which ``shard_map``'s
-    specs then contradict).
+    all-to-alls keep their busiest link least busy, and consecutive ranks are boxes beside each other.
+
+    The axis types are Auto (``jax.make_mesh`` would make them Explicit, which ``shard_map``'s specs then contradict).
 
     Args:
       pp: pipeline ranks, at least 1.

@@ -11,7 +11,7 @@ from dualpipe_jax.balance import Layout, count_traffic, random_traffic
 
 def by_hand(source, target, num_nodes, size):
     """Each message as (from device, to device), token by token."""
-    sent = {"by_expert": [], "by_device": [], "two_hops": []}
+    sent = {"by_expert": [], "by_device": [], "two_hops": [], "two_hops_by_expert": []}
     for at, devices in zip(source, target, strict=True):
         sent["by_expert"] += [(at, to) for to in devices if to != at]
         sent["by_device"] += [(at, to) for to in set(devices) if to != at]
@@ -19,6 +19,8 @@ def by_hand(source, target, num_nodes, size):
             gate = node * size + at % size
             sent["two_hops"] += [(at, gate)] if gate != at and node != at // size else []
             sent["two_hops"] += [(gate, to) for to in set(devices) if to // size == node and to != gate]
+            sent["two_hops_by_expert"] += [(at, gate)] if gate != at and node != at // size else []
+            sent["two_hops_by_expert"] += [(gate, to) for to in devices if to // size == node and to != gate]
     count = len(source)
     return {
         how: (

@@ -95,7 +95,9 @@ def test_h100_inside_a_node_and_between():
     assert seconds(rates, 64 * MIB, range(4, 12)) == pytest.approx(32 * MIB / 50e9)  # four and four
     assert seconds(rates, 64 * MIB, [0, 8, 9, 10]) == pytest.approx(48 * MIB / 50e9)  # the lonely one's
     assert Target.parse("h100:4x4").rates.fabric.size == 4
-    assert rates.collective("all-reduce", MIB, 16, (tuple(range(16)),)) == rates.collective("all-reduce", MIB, 16)
+    assert rates.collective("all-reduce", MIB, 16, (tuple(range(16)),)) == rates.collective(
+        "all-reduce", MIB, 16
+    )
 
 
 def test_a_place_never_makes_it_shorter_than_the_compiler_says():
@@ -123,7 +125,9 @@ def test_rates_on_the_devices_of_a_mesh():
 
 def test_groups_by_axes_of_a_mesh():
     grid = np.arange(24).reshape(2, 3, 4)
-    assert _of_mesh("'a'=2,'b'=3,'c'=4", "'b'") == tuple(map(tuple, grid.transpose(0, 2, 1).reshape(8, 3).tolist()))
+    assert _of_mesh("'a'=2,'b'=3,'c'=4", "'b'") == tuple(
+        map(tuple, grid.transpose(0, 2, 1).reshape(8, 3).tolist())
+    )
     assert _of_mesh("'a'=2,'b'=3,'c'=4", "'a','c'") == tuple(
         map(tuple, grid.transpose(1, 0, 2).reshape(3, 8).tolist())
     )

@@ -46,7 +46,9 @@ def experts_alone(num_stages, axis=None, factor=None):
         x_TD = (at.batch["x"] + shared["shift"] if x is None else x).reshape(-1, D)
         topk, weights = route(x_TD @ own["router"], jnp.zeros(E), CONFIG)
         handle = sending.plan(topk, E, (CONFIG.num_groups, CONFIG.top_groups))
-        y_TD = combine(jnp.tanh(expert_matmul(dispatch(x_TD, handle), own["experts"], handle)), weights, handle)
+        y_TD = combine(
+            jnp.tanh(expert_matmul(dispatch(x_TD, handle), own["experts"], handle)), weights, handle
+        )
         return (x_TD + y_TD).reshape(-1, SEQ, D), handle.dropped
 
     def first(own, shared, x, at):
@@ -109,7 +111,8 @@ def test_words_and_embedding_over_both_axes():
     tokens = np.random.default_rng(0).integers(0, 32, (2, NUM, 4, 6)).astype(np.int32)
     batch = {"inputs": tokens[0], "targets": tokens[1]}
     plain, model = (
-        deepseek(CONFIG, (1, 1), dispatch="capacity", balance_factor=0.05, ep_axis=axis) for axis in (None, AXES)
+        deepseek(CONFIG, (1, 1), dispatch="capacity", balance_factor=0.05, ep_axis=axis)
+        for axis in (None, AXES)
     )
     params, rng = plain.init(jax.random.key(0)), np.random.default_rng(1)
     params = jax.tree.map(

@@ -56,7 +56,9 @@ def test_experts_on_nodes_have_an_axis_more():
     assert (over_nodes(8), over_nodes(8, 2)) == (8, (2, 4))
     with pytest.raises(ValueError, match="ep 8 on 3 nodes: give a number of nodes that divides it"):
         over_nodes(8, 3)
-    with pytest.raises(ValueError, match=r"ep must be a number or \(nodes, devices of a node\), got \(2, 2, 2\)"):
+    with pytest.raises(
+        ValueError, match=r"ep must be a number or \(nodes, devices of a node\), got \(2, 2, 2\)"
+    ):
         make_mesh(1, (2, 2, 2))
     with pytest.raises(ValueError, match="pp 2 x node 4 x ep 2 = 16 devices, but 8"):
         make_mesh(2, (4, 2))
@@ -92,7 +94,7 @@ def test_what_a_nodes_devices_are_lie_on_one():
     assert make_mesh(2, (2, 4), gpus).shape["node"] == 2
     with pytest.raises(
         ValueError,
-        match=r"ep \(2, 8\): the 8 devices of a node \(gpu:0 to gpu:7\) lie on 2 nodes \(process 0, 1\).*process 0 has 4",
+        match=r"ep \(2, 8\): the 8 devices of a node \(gpu:0 to gpu:7\) lie on 2 nodes \(process 0, 1\), .* 0 has 4",
     ):
         make_mesh(1, (2, 8), gpus)
     alone = [Chip(k, "gpu", process=k) for k in range(16)]  # a process a GPU: nobody knows

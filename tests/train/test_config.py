@@ -23,6 +23,11 @@ REFUSED = {
     "stash": (["--max-stash", "-1"], "--max-stash -1: must not be negative"),
     "rate": (["--learning-rate", "0"], "--learning-rate 0.0: must be above 0"),
     "ep": (["--microbatch-size", "3"], "--microbatch-size 3: --ep 2 devices must share it equally, try 2"),
+    "nodes": (
+        ["--ep-nodes", "3"],
+        "--ep 2 --ep-nodes 3: as many devices on each node; give a number of nodes that",
+    ),
+    "no nodes": (["--ep-nodes", "0"], "--ep-nodes 0: must be at least 1"),
     "experts": (["--ep", "3", "--pp", "2", "--microbatch-size", "3"], "--ep 3: must divide the 8 experts"),
     "layers": (
         ["--layers", "1", "--pp", "8", "--ep", "1", "--microbatches", "16"],
