@@ -203,6 +203,7 @@ class Kind(ForwardKind):
         backward: tuple[Any, tuple[Tree, At], list[Any]],
         slots: Mapping[tuple[str, int], Slot],
         sums: Sequence[Any],
+        links: Mapping[str, float] | None = None,
     ) -> tuple[tuple[Any, Tree, list[Any], list[Any]], "Gradients", dict[tuple[str, int], Any]]:
         """A forward of this kind and a full backward of the other, each hiding the other's communication.
 
@@ -223,6 +224,7 @@ class Kind(ForwardKind):
             pools=pools,
             finish={k: functools.partial(add_to, total) for k, total in enumerate(sums)},
             num_fixed=(len(mine.params.types), len(theirs.params.types)),
+            links=links,
         )
         written = {place: outputs[ahead + slot.made] for place, slot in slots.items() if slot.made >= 0}
         return mine.forward_results(outputs), other._gradients(*theirs.backward_results(made)), written

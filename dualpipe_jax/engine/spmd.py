@@ -21,7 +21,7 @@ from dualpipe_jax.engine.traced import Traced, trace
 from dualpipe_jax.engine.trees import is_floating, raw, sum_dtype, typed, zeros
 from dualpipe_jax.engine.units import Surroundings, Works
 from dualpipe_jax.engine.varying import Vary
-from dualpipe_jax.parallel import AXES, BATCH_AXES, PP
+from dualpipe_jax.parallel import AXES, BATCH_AXES, PP, slow_links
 from dualpipe_jax.schedule import CostModel, Schedule
 from dualpipe_jax.schedule.lowering.alone import units_alone
 from dualpipe_jax.schedule.lowering.lower import TickTable, forward_only, lower
@@ -215,6 +215,7 @@ class _Program:
             None if key is None else typed(key, types[3]),
             self.part,
             self._seeds(types[2]),
+            slow_links(engine.mesh),
         )
         self.tasks = Works(self.table, self.kinds, self.layout, self.around, outputs=outputs).tasks(
             fuse_pairs=engine.fuse_pairs

@@ -46,6 +46,7 @@ class Surroundings:
       key: of the step, or None.
       part: which part of the microbatches this device has.
       seeds: for each loss its cotangent in each microbatch, [num_microbatches]; 1 on average.
+      links: see ``pair.interleave``.
     """
 
     own: tuple[Tree, ...]
@@ -54,6 +55,7 @@ class Surroundings:
     key: jax.Array | None
     part: jax.Array
     seeds: Mapping[str, jax.Array]
+    links: Mapping[str, float]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -249,7 +251,7 @@ class Works:
         slots = self._slots(part, row, ahead.kind, back.kind)
         sums = self._sums_of(part, back)
         (made, metrics, *_), gradients, pools = first.beside(
-            second, (forward_params, seen), (backward_params, saved, dy), slots, sums
+            second, (forward_params, seen), (backward_params, saved, dy), slots, sums, self.around.links
         )
         # What is read is read before it is written again: else the pools are copied.
         inputs = pin({name: part[name] for name in ("x", "dy") if name in part})

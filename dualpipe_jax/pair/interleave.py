@@ -66,6 +66,7 @@ def interleave(
     pools: Sequence[Pool] = (),
     finish: Mapping[int, Callable[[Any], Any]] | None = None,
     num_fixed: tuple[int, int] = (0, 0),
+    links: Mapping[str, float] | None = None,
 ) -> tuple[list[Any], list[Any]]:
     """Run both programs on arrays or tracers; their outputs.
 
@@ -78,10 +79,11 @@ def interleave(
         reads from them, for which the argument may be anything. A slot is read before it is written.
       finish: what becomes of outputs of ``second``, such as a sum to which a gradient is added.
       num_fixed: so many arguments of each, the first ones, were there long before: parameters.
+      links: of mesh axes whose links are slower than others, how many times: so much more work lies beside their bytes.
     """
     first, second = renamed(first), renamed(second)  # they may share values: the backward computes some again
     pair = _Pair(first, first_arguments, second, second_arguments, pools, finish or {})
-    tasks = make_tasks(pair.works)
+    tasks = make_tasks(pair.works, links)
     collectives = [task for task in tasks if task.communicates]
     firsts = set(first.equations)
     order = take_turns(

@@ -69,6 +69,7 @@ class Task:
       tasks: those to be done before; for a collective among them, its phase must have ended.
       earlier: those whose phases must have ended.
       first, last: the phases in which it can be done; a collective's own phase.
+      slow: how many times as long as over the quickest links a collective's bytes take.
     """
 
     nodes: list[Work]
@@ -77,6 +78,7 @@ class Task:
     earlier: set["Task"]
     first: int = 0
     last: int = 0
+    slow: float = 1.0
 
     @property
     def own(self) -> Work:
@@ -89,9 +91,9 @@ class Task:
         return isinstance(self.own, Equation) and self.own.communicates
 
     @property
-    def payload(self) -> int:
-        """Bytes of what it makes."""
-        return sum(value.nbytes for value in self.own.outputs)
+    def payload(self) -> float:
+        """Bytes of what it makes, each as often as it takes longer than one over the quickest links."""
+        return self.slow * sum(value.nbytes for value in self.own.outputs)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -108,8 +110,11 @@ def is_lazy(work: Work) -> bool:
     return work.is_lazy if isinstance(work, Act) else is_cheap(work) or _name(work) in _PASSED_ON
 
 
-def make_tasks(works: Sequence[Work]) -> list[Task]:
-    """A task for each node that is not lazy; ``works`` in an order in which they can be done."""
+def make_tasks(works: Sequence[Work], links: Mapping[str, float] | None = None) -> list[Task]:
+    """A task for each node that is not lazy; ``works`` in an order in which they can be done.
+
+    ``links``: of mesh axes whose links are slower than others, how many times.
+    """
     made_by = {value: work for work in works if is_lazy(work) for value in work.outputs}
     makers: dict[Value, Task] = {}
     users: dict[Work, set[Task]] = {}
@@ -122,11 +127,21 @@ def make_tasks(works: Sequence[Work]) -> list[Task]:
             before = {makers[value] for value in reads if value in makers}
             after = work.after if isinstance(work, Act) else ()
             task = Task(nodes, reads, before, {user for act in after for user in users.get(act, ())})
+            task.slow = max(
+                (times for axis, times in (links or {}).items() if axis in _axes(work)), default=1.0
+            )
             makers |= dict.fromkeys(work.outputs, task)
             for node in nodes[:-1]:
                 users.setdefault(node, set()).add(task)
             tasks.append(task)
     return tasks
+
+
+def _axes(work: Work) -> tuple[str, ...]:
+    """The mesh axes of a collective."""
+    params = work.params if isinstance(work, Equation) and work.communicates else {}
+    axes = params.get("axis_name", ())
+    return (axes,) if isinstance(axes, str) else tuple(axes)
 
 
 def lazy_before(work: Work, made_by: Mapping[Value, Work]) -> list[Work]:

@@ -22,6 +22,7 @@ from dualpipe_jax.parallel.mesh import (
     expert_axes,
     make_mesh,
     over_nodes,
+    slow_links,
 )
 from dualpipe_jax.parallel.two_hops import plan_two_hops
 
@@ -46,4 +47,5 @@ __all__ = [
     "plan_capacity",
     "plan_dropless",
     "plan_two_hops",
+    "slow_links",
 ]

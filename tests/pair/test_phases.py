@@ -140,6 +140,22 @@ def test_work_of_the_last_phase_leaves_the_others_more():
     )
 
 
+def test_beside_a_slow_axis_lies_as_much_more_work():
+    """Three exchanges of as many bytes, the second one's over links nine times as slow: 1, 9 and 1 parts of 11."""
+
+    def beside(links):
+        sent = [exchange() for _ in range(3)]
+        for equation, axis in zip(sent, ("near", ("far",), "near"), strict=True):
+            equation.params["axis_name"] = axis
+        tasks = make_tasks([*(act() for _ in range(44)), *sent], links)
+        of = {task.own: task for task in tasks}
+        costs = {task.own: getattr(task.own, "cost", 0.0) for task in tasks}
+        return [len(phase.beside) for phase in plan(tasks, [of[c] for c in sent], costs)][1:3]
+
+    assert beside({"far": 9.0}) == [4, 36]
+    assert beside({"other": 9.0}) == beside(None) == [15, 15]
+
+
 def test_turns_alternate_and_the_second_leads():
     def turns(num_first, num_second):
         tasks = [make_tasks([exchange() for _ in range(count)]) for count in (num_first, num_second)]

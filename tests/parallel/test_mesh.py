@@ -4,7 +4,7 @@ import jax
 import pytest
 from jax.sharding import AxisType, PartitionSpec
 
-from dualpipe_jax.parallel import DP, EP, PP, batch_spec, expert_axes, make_mesh, over_nodes
+from dualpipe_jax.parallel import DP, EP, PP, batch_spec, expert_axes, make_mesh, over_nodes, slow_links
 
 
 @pytest.mark.parametrize("num_pp, num_ep", [(1, 1), (8, 1), (1, 8), (4, 2), (2, 2)])
@@ -87,6 +87,14 @@ def test_a_tpu_slices_expert_axis_fills_a_box():
         assert len({chip.coords[:1] for chip in line}) * len({chip.coords[1:2] for chip in line}) == 4
     assert list(make_mesh(1, 8, chips[:8]).devices.ravel()) != chips[:8]  # two rows of four: a whole box, too
     assert list(make_mesh(1, 9, chips[:9]).devices.ravel()) == chips[:9]
+
+
+def test_between_nodes_of_gpus_links_are_slower():
+    gpus = [Chip(k, "gpu", process=k // 8) for k in range(64)]
+    (slow,) = slow_links(make_mesh(1, (8, 8), gpus)).values()
+    assert slow == pytest.approx(450 / 50)
+    assert slow_links(make_mesh(4, (2, 8), gpus))["node"] == pytest.approx(9 * (1 / 2) / (7 / 8))
+    assert slow_links(make_mesh(8, 8, gpus)) == slow_links(make_mesh(2, (2, 2))) == {}
 
 
 def test_what_a_nodes_devices_are_lie_on_one():

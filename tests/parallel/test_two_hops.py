@@ -146,7 +146,7 @@ def layer_by_copies(x, w_in, w_out, weights, topk):
 
 
 @functools.cache
-def layer_case(skew=0.5):
+def layer_case(skew=0.1):
     rng = np.random.default_rng(3)
     num_tokens = 8 * 4
     shapes = ((num_tokens, D), (E, D, F), (E, F, D), (num_tokens, K), (num_tokens, D))
