@@ -26,6 +26,7 @@ from dualpipe_jax.pair.phases import (
     make_tasks,
     plan,
     take_turns,
+    turns,
 )
 from dualpipe_jax.split.graph import Atom, Program, Value, values
 from dualpipe_jax.split.run import run, values_of
@@ -70,8 +71,9 @@ def interleave(
 ) -> tuple[list[Any], list[Any]]:
     """Run both programs on arrays or tracers; their outputs.
 
-    Collectives alternate, ``second``'s leading, spread evenly where one program has more. Collectives inside
-    scans and conds are out of reach: a scanned layer overlaps with nothing.
+    Collectives alternate, ``second``'s leading, spread evenly where one program has more; the hops of one dispatch
+    count as one (see ``phases.turns``). Collectives inside scans and conds are out of reach: a scanned layer overlaps
+    with nothing.
 
     Arguments:
       first, second: programs that do not read each other's values, with their arguments.
@@ -86,10 +88,11 @@ def interleave(
     tasks = make_tasks(pair.works, links)
     collectives = [task for task in tasks if task.communicates]
     firsts = set(first.equations)
-    order = take_turns(
-        [task for task in collectives if task.own in firsts],
-        [task for task in collectives if task.own not in firsts],
+    mixed = take_turns(
+        turns(tasks, [task for task in collectives if task.own in firsts]),
+        turns(tasks, [task for task in collectives if task.own not in firsts]),
     )
+    order = [task for turn in mixed for task in turn]
     fixed = {*first.inputs[: num_fixed[0]], *second.inputs[: num_fixed[1]]}
     phases = plan(tasks, order, pair.costs)
     for phase, following in zip(phases, [*phases[1:], None], strict=True):

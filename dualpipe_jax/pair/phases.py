@@ -8,7 +8,7 @@ What nothing waits for, such as weight gradients, goes where there is room.
 
 import dataclasses
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from dualpipe_jax.split.graph import (
     Atom,
@@ -57,6 +57,7 @@ class Act:
 
 
 Work = Node | Act
+Item = TypeVar("Item")
 
 
 @dataclasses.dataclass(eq=False)
@@ -249,11 +250,41 @@ def _bound(tasks: Sequence[Task], number: Mapping[Task, int]) -> None:
             before.last = min(before.last, task.last - 1 if task in number else task.last)
 
 
-def take_turns(first: Sequence[Task], second: Sequence[Task]) -> list[Task]:
+def take_turns(first: Sequence[Item], second: Sequence[Item]) -> list[Item]:
     """Both in one order, as evenly mixed as can be, ``second`` leading."""
-    moments = [((k + 0.5) / len(first), 1, task) for k, task in enumerate(first)]
-    moments += [((k + 0.5) / len(second), 0, task) for k, task in enumerate(second)]
-    return [task for *_, task in sorted(moments, key=lambda moment: moment[:2])]
+    moments = [((k + 0.5) / len(first), 1, item) for k, item in enumerate(first)]
+    moments += [((k + 0.5) / len(second), 0, item) for k, item in enumerate(second)]
+    return [item for *_, item in sorted(moments, key=lambda moment: moment[:2])]
+
+
+def turns(tasks: Sequence[Task], collectives: Sequence[Task]) -> list[list[Task]]:
+    """A program's collectives, those together between which no matrix product waits for one and is waited for.
+
+    The hops of one dispatch are a turn: what the other program does lies beside all of them. Mixed one by one, it would
+    have to be ready for its own first hop when this one's has ended, and both would then wait, with no work left.
+    """
+    found: list[list[Task]] = []
+    for collective in collectives:
+        if found and collective not in _beyond_products(tasks, found[-1]):
+            found[-1].append(collective)
+        else:
+            found.append([collective])
+    return found
+
+
+def _beyond_products(tasks: Sequence[Task], start: Sequence[Task]) -> set[Task]:
+    """What rests on matrix products that rest on one of ``start``."""
+    after, beyond = set(start), set[Task]()
+    for task in tasks:
+        if task.tasks & beyond:
+            beyond.add(task)
+        elif task.tasks & after:
+            (beyond if _multiplies(task) else after).add(task)
+    return beyond
+
+
+def _multiplies(task: Task) -> bool:
+    return any(count_flops([node]) > 0 for node in task.nodes if not isinstance(node, Act))
 
 
 def estimate(program: Program) -> dict[Work, float]:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dualpipe_jax.pair.phases import Act, estimate, make_tasks, plan, take_turns
+from dualpipe_jax.pair.phases import Act, estimate, make_tasks, plan, take_turns, turns
 from dualpipe_jax.split import split_backward
 from dualpipe_jax.split.graph import Equation, Value
 
@@ -154,6 +154,23 @@ def test_beside_a_slow_axis_lies_as_much_more_work():
 
     assert beside({"far": 9.0}) == [4, 36]
     assert beside({"other": 9.0}) == beside(None) == [15, 15]
+
+
+def test_hops_between_which_nothing_is_multiplied_are_one_turn():
+    def product(*inputs):
+        return Equation(types.SimpleNamespace(name="dot_general"), inputs, (value(),), {}, flops=MIB)
+
+    sizes, hop1 = exchange(), exchange()
+    gathered = act(sizes.outputs[0], hop1.outputs[0])
+    hop2 = exchange(gathered.outputs[0])
+    experts = product(hop2.outputs[0])
+    aside = product(hop1.outputs[0])  # nobody sends what it makes
+    back2 = exchange(experts.outputs[0])
+    back1 = exchange(back2.outputs[0])
+    tasks = make_tasks([sizes, hop1, gathered, hop2, experts, aside, back2, back1])
+    found = turns(tasks, [task for task in tasks if task.communicates])
+    assert [[task.own for task in turn] for turn in found] == [[sizes, hop1, hop2], [back2, back1]]
+    assert turns(tasks, []) == []
 
 
 def test_turns_alternate_and_the_second_leads():
