@@ -48,8 +48,9 @@ class Pipeline:
     Arguments:
       model: see ``StagedModel``.
       schedule: any that ``validate`` accepts and whose ranks hold equally many stages.
-      mesh: with the axes "pp" (the schedule's ranks) and "ep", and "dp" if wanted; see ``make_mesh``. Further axes are
-        left to the compiler: shard parameters or activations over them as under ``jax.jit``.
+      mesh: with the axes "pp" (the schedule's ranks) and "ep", and "dp" and "node" if wanted; see ``make_mesh``. What
+        is said of "ep" below is said of "node", too: experts may lie over both. Further axes are left to the compiler:
+        shard parameters or activations over them as under ``jax.jit``.
       param_specs: PartitionSpec over "ep" of each leaf of params as a stage's function sees it, without the stage dim;
         a prefix of the tree will do, None (the default) means whole. The gradient of a leaf that is whole on every
         device is summed over "ep".

@@ -15,6 +15,7 @@ from jax import Array
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
 from dualpipe_jax.functional import Tree
+from dualpipe_jax.parallel import NODE, expert_axes
 from models.config import Config
 from models.plan import lay_out
 from models.transformer import deepseek
@@ -43,8 +44,8 @@ def load(
       folder: with ``config.json`` and ``*.safetensors``, of any of the types in ``files.DTYPES``; FP8 is
         multiplied out by its blocks' scales.
       stages: as ``deepseek`` takes it.
-      mesh: with axes "pp", over which the stages are sharded, and "ep", over which experts, embedding and head are;
-        None puts all on JAX's first device.
+      mesh: with axes "pp", over which the stages are sharded, and "ep" (or "node" and "ep"), over which experts,
+        embedding and head are; None puts all on JAX's first device.
       arrange: puts the stages' leaves [P, ...] into another order or container, and does nothing else to
         them, such as ``lambda stages: to_placed(stages, schedule.placement)``.
       mtp: False leaves out modules of multi-token prediction.
@@ -61,7 +62,7 @@ def load(
     """
     published, files = inspect(folder, mtp=mtp)
     config = published.config
-    axis = "ep" if mesh is not None else None
+    axis = None if mesh is None else expert_axes(mesh.shape.get(NODE, 1))
     model = deepseek(config, stages, ep_axis=axis)
     leaves, treedef = leaves_of(model, config, arrange)
     shardings = [_sharding(leaf.spec, mesh) for leaf in leaves]
