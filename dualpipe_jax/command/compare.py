@@ -10,10 +10,12 @@ import tyro
 
 from dualpipe_jax.command.given import Share
 from dualpipe_jax.command.options import Costs, Count, Memory, NothingFits, Pipes, Shape
-from dualpipe_jax.command.output import Reasons, Table, show, show_json
+from dualpipe_jax.command.output import Reasons, show, show_json
 from dualpipe_jax.command.source import schedules_of
+from dualpipe_jax.present.numbers import number, percent
+from dualpipe_jax.present.table import Table
 from dualpipe_jax.schedule import CostModel, MemoryModel, Schedule, simulate
-from dualpipe_jax.schedule.formats.numbers import describe, number, percent
+from dualpipe_jax.schedule.formats.costs_text import describe
 from dualpipe_jax.schedule.optimize.bounds import lower_bound
 from dualpipe_jax.schedule.simulate import jittered
 
@@ -128,7 +130,7 @@ class Compare:
         share = remembered.under(self.costs, self.memory)
         if not schedules:
             asked = f"{self.ranks} ranks, {self.microbatches} microbatches"
-            raise NothingFits(Reasons(f"no schedule takes {asked}:", refused).plain())
+            raise NothingFits(Reasons(f"no schedule takes {asked}:", refused))
         ranks, microbatches = schedules[0].num_ranks, schedules[0].num_microbatches
         rows = rows_of(schedules, share, refused, jitter=self.jitter)
         given = f"{ranks} ranks, {microbatches} microbatches, {describe(share.costs, share.units)}"

@@ -8,10 +8,12 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from dualpipe_jax.present.figure import FAINT, INK, POINTS, new_figure, save
+from dualpipe_jax.present.numbers import Units, percent
 from dualpipe_jax.schedule.blame import Link
 from dualpipe_jax.schedule.costs import HAIR, MemoryModel
 from dualpipe_jax.schedule.formats.colours import NAMES, colours, is_dark, num_shades, shade, shade_names
-from dualpipe_jax.schedule.formats.numbers import Units, describe, percent
+from dualpipe_jax.schedule.formats.costs_text import describe
 from dualpipe_jax.schedule.ir import Action, Op
 from dualpipe_jax.schedule.optimize.bounds import bound_of_stages
 from dualpipe_jax.schedule.simulate import Timeline, sent_to
@@ -20,11 +22,10 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-_INK, _FAINT, _CHAIN = "#1c1c22", "#8a8a94", "#e3007b"
+_CHAIN = "#e3007b"
 _IDLE, _IDLE_LINES, _FILL = "#e9e9ee", "#c3c3cd", "#9db4d8"
 _ROW, _BAND, _LEFT, _RIGHT, _HEAD, _FOOT = 0.34, 0.24, 0.75, 1.0, 0.92, 1.1  # inches
 _SMALLEST, _LARGEST = 1.8, 8.0  # points of a number in a box
-_POINTS = 72
 
 
 def plot(
@@ -59,36 +60,23 @@ def plot(
       ValueError: if the path ends in neither .svg nor .png.
       ModuleNotFoundError: without matplotlib; says how to install it.
     """
-    if path is not None and Path(path).suffix.lower() not in (".svg", ".png"):
-        raise ValueError(
-            f"plot: cannot tell a format from {str(path)!r}; end the name in .svg or .png, "
-            f"such as {Path(path).stem + '.svg'!r}"
-        )
-    try:
-        from matplotlib.figure import Figure
-    except ModuleNotFoundError as error:
-        raise ModuleNotFoundError(
-            "plot draws with matplotlib, which is not installed; run: pip install matplotlib"
-        ) from error
     label = memory_label or ("live activations" if memory is None else "memory")
     sizes = MemoryModel().for_schedule(timeline.schedule) if memory is None else memory
     units = units or Units()
     width, dots = _size(timeline)
     rows, bands = (inches * timeline.schedule.num_ranks for inches in (_ROW, _BAND))
     height = _HEAD + rows + 0.3 + bands + _FOOT
-    figure = Figure(figsize=(width, height), dpi=dots, facecolor="white")
+    figure = new_figure(width, height, path, dots)
     across = _LEFT / width, (width - _LEFT - _RIGHT) / width
     grid = figure.add_axes((across[0], 1 - (_HEAD + rows) / height, across[1], rows / height))
     below = figure.add_axes((across[0], _FOOT / height, across[1], bands / height), sharex=grid)
     kept = [timeline.memory_over_time(rank, sizes) for rank in range(timeline.schedule.num_ranks)]
-    _draw_grid(grid, timeline, (width - _LEFT - _RIGHT) * _POINTS / (timeline.makespan or 1), units)
+    _draw_grid(grid, timeline, (width - _LEFT - _RIGHT) * POINTS / (timeline.makespan or 1), units)
     _draw_chain(grid, chain or ())
     _draw_memory(below, timeline, kept, label, units)
     _write_head(figure, timeline, f"{label} {units.size(max(max(amounts) for _, amounts in kept))}", units)
     _add_legend(figure, timeline, bool(chain))
-    if path is not None:
-        _save(figure, Path(path))
-    return figure
+    return save(figure, path)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -122,7 +110,7 @@ def _draw_idle(axes: "Axes", timeline: Timeline, units: Units) -> None:
         gaps += [
             _corners(end, start, rank, 1) for end, start in edges if start - end > HAIR * timeline.makespan
         ]
-        _write_beside(axes, rank, f"idle {units.duration(timeline.idle[rank])}", _FAINT)
+        _write_beside(axes, rank, f"idle {units.duration(timeline.idle[rank])}", FAINT)
     if gaps:
         with rc_context({"hatch.linewidth": 0.5}):
             axes.add_collection(
@@ -144,7 +132,7 @@ def _draw_sends(axes: "Axes", timeline: Timeline) -> None:
             lines.append([(box.end, box.top + box.height / 2), (box.end + took, to + 0.5)])
     if lines:
         axes.add_collection(
-            LineCollection(lines, gid="sends", colors=_INK, linewidths=0.4, alpha=0.5, zorder=3)
+            LineCollection(lines, gid="sends", colors=INK, linewidths=0.4, alpha=0.5, zorder=3)
         )
 
 
@@ -196,11 +184,11 @@ def _draw_grid(axes: "Axes", timeline: Timeline, points: float, units: Units) ->
         line = min(0.7, 0.08 * points * min(box.end - box.start for box in boxes))
         _draw_boxes(axes, boxes, f"boxes {op} {at}", facecolors=colour, edgecolors="white", linewidths=line)
         for box in boxes:
-            _write_number(axes, box, points, "white" if is_dark(colour) else _INK)
+            _write_number(axes, box, points, "white" if is_dark(colour) else INK)
     framed = [dataclasses.replace(box, height=1) for box in _boxes(timeline) if _is_upper_half(box)]
     if framed:
         line = min(0.9, 0.12 * points * min(box.end - box.start for box in framed))
-        _draw_boxes(axes, framed, "pairs", facecolors="none", edgecolors=_INK, linewidths=line)
+        _draw_boxes(axes, framed, "pairs", facecolors="none", edgecolors=INK, linewidths=line)
     _draw_sends(axes, timeline)
     _draw_bound(axes, timeline, units)
     _tidy_grid(axes, timeline)
@@ -222,7 +210,7 @@ def _tidy_grid(axes: "Axes", timeline: Timeline) -> None:
     axes.set_xlim(0, timeline.makespan or 1)
     axes.set_ylim(ranks, 0)
     axes.set_yticks([rank + 0.5 for rank in range(ranks)], [f"rank {rank}" for rank in range(ranks)])
-    axes.tick_params(length=0, labelsize=8.5, colors=_INK)
+    axes.tick_params(length=0, labelsize=8.5, colors=INK)
     axes.tick_params(axis="x", labelbottom=False)
     for side in axes.spines.values():
         side.set_visible(False)
@@ -239,7 +227,7 @@ def _write_number(axes: "Axes", box: _Box, points: float, ink: str) -> None:
     text = str(box.action.microbatch)
     size = min(
         _LARGEST,
-        0.8 * box.height * _ROW * _POINTS,
+        0.8 * box.height * _ROW * POINTS,
         (box.end - box.start) * points / (0.64 * max(len(text), 2) + 0.3),
     )
     if size >= _SMALLEST:
@@ -273,15 +261,15 @@ def _draw_memory(
         until = [*times, timeline.makespan]
         axes.fill_between(until, heights, base, step="post", color=_FILL, linewidth=0)
         peak = max(amounts)
-        axes.step(until, heights, where="post", color=_INK, linewidth=0.7, label=f"rank {rank}")
-        _write_beside(axes, rank, f"peak {units.size(peak)}", _INK if peak >= most * (1 - HAIR) else _FAINT)
+        axes.step(until, heights, where="post", color=INK, linewidth=0.7, label=f"rank {rank}")
+        _write_beside(axes, rank, f"peak {units.size(peak)}", INK if peak >= most * (1 - HAIR) else FAINT)
     axes.set_ylim(ranks, 0)
     axes.set_yticks([rank + 0.5 for rank in range(ranks)], [f"rank {rank}" for rank in range(ranks)])
     axes.set_title(
-        f"{label}, all ranks to one scale", size=8.5, color=_INK, loc="left", pad=2, parse_math=False
+        f"{label}, all ranks to one scale", size=8.5, color=INK, loc="left", pad=2, parse_math=False
     )
-    axes.set_xlabel(units.of_time("time"), size=8.5, color=_INK)
-    axes.tick_params(labelsize=8, colors=_INK)
+    axes.set_xlabel(units.of_time("time"), size=8.5, color=INK)
+    axes.tick_params(labelsize=8, colors=INK)
     axes.tick_params(axis="y", length=0)
     for side in ("top", "right", "left"):
         axes.spines[side].set_visible(False)
@@ -295,11 +283,11 @@ def _write_head(figure: "Figure", timeline: Timeline, peak: str, units: Units) -
     facts = f"bubble {percent(timeline.bubble)}   makespan {units.duration(timeline.makespan)}   peak {peak}"
     left = _LEFT / width
     figure.text(
-        left, 1 - 0.2 / height, title, size=12.5, weight="bold", color=_INK, va="top", parse_math=False
+        left, 1 - 0.2 / height, title, size=12.5, weight="bold", color=INK, va="top", parse_math=False
     )
-    figure.text(left, 1 - 0.47 / height, facts, size=10, color=_INK, va="top", parse_math=False)
+    figure.text(left, 1 - 0.47 / height, facts, size=10, color=INK, va="top", parse_math=False)
     cost = f"cost of a stage: {describe(timeline.costs, units)}"
-    figure.text(left, 1 - 0.68 / height, cost, size=8.5, color=_FAINT, va="top", parse_math=False)
+    figure.text(left, 1 - 0.68 / height, cost, size=8.5, color=FAINT, va="top", parse_math=False)
 
 
 def _add_legend(figure: "Figure", timeline: Timeline, chained: bool) -> None:
@@ -315,7 +303,7 @@ def _add_legend(figure: "Figure", timeline: Timeline, chained: bool) -> None:
         if op in used
     ]
     if any(len(slot) == 2 for order in schedule.orders for slot in order):
-        entries.append((Patch(facecolor="none", edgecolor=_INK), "overlapped pair"))
+        entries.append((Patch(facecolor="none", edgecolor=INK), "overlapped pair"))
     if max(timeline.idle) > HAIR * timeline.makespan:
         entries.append((Patch(facecolor=_IDLE, edgecolor=_IDLE_LINES, hatch="////", linewidth=0), "idle"))
     if chained:
@@ -335,15 +323,6 @@ def _add_legend(figure: "Figure", timeline: Timeline, chained: bool) -> None:
         columnspacing=1.5,
         handler_map={tuple: HandlerTuple(ndivide=None, pad=0)},
     )
-
-
-def _save(figure: "Figure", path: Path) -> None:
-    """The same bytes for the same figure: no date, no random names."""
-    from matplotlib import rc_context
-
-    svg = path.suffix.lower() == ".svg"
-    with rc_context({"svg.hashsalt": "dualpipe_jax"}):
-        figure.savefig(path, metadata={"Date": None} if svg else None)
 
 
 def _size(timeline: Timeline) -> tuple[float, float]:
