@@ -181,7 +181,7 @@ def clock(
         for made_value in filter(None, map(made_by, slot)):
             made_at[made_value] = end
         if costs.blocking:
-            free_at[rank] = end + sending(placement, slot, costs)  # not in place: an array is the end, too
+            free_at[rank] = end + send_hold(placement, slot, costs)  # not in place: an array is the end, too
         starts[rank].append(start)
         ends[rank].append(end)
     return starts, ends
@@ -194,8 +194,10 @@ def _all_that_runs(schedule: Schedule) -> list[tuple[int, int]]:
     return ran
 
 
-def sending(placement: Placement, slot: Slot, costs: CostModel) -> float:
-    """How long the transfers of what a slot makes take; they go side by side."""
+def send_hold(placement: Placement, slot: Slot, costs: CostModel) -> float:
+    """How long a slot's sends keep its rank from the next: where they block, the longest, for they go side by side."""
+    if not costs.blocking:
+        return 0.0
     return max(costs.transfer(placement.rank_of[action.stage], sent_to(placement, action)) for action in slot)
 
 
