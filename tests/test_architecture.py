@@ -129,6 +129,16 @@ def test_importing_the_ground_floor_loads_no_jax(part):
     assert not {"jax", "jaxlib", "flax", "optax", "matplotlib", "scipy"} & set(loaded.split())
 
 
+@pytest.mark.parametrize("name", ["show", "compare", "search"])
+def test_the_help_of_a_subcommand_about_schedules_loads_no_numpy(name):
+    code = "import sys\nfrom dualpipe_jax.__main__ import main\ntry:\n    main([sys.argv[1], '--help'])\n"
+    code += "except SystemExit:\n    print(*{m.split('.')[0] for m in sys.modules}, file=sys.stderr)"
+    loaded = subprocess.run(
+        [sys.executable, "-c", code, name], capture_output=True, text=True, check=True
+    ).stderr
+    assert "tyro" in loaded.split() and not {"numpy", "jax", "matplotlib", "scipy"} & {*loaded.split()}
+
+
 def test_nobody_changes_jax_config_at_import():
     """A library that changes jax.config changes it for everyone who imports it."""
     packages = ("dualpipe_jax", "models", "train")
