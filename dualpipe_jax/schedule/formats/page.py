@@ -64,7 +64,12 @@ def html_page(
     payload["chain"] = [(link.rank, shown.orders[link.rank].index(link.slot)) for link in chain or ()]
     packed = base64.b64encode(zlib.compress(json.dumps(payload, separators=(",", ":")).encode(), 9)).decode()
     page = _HERE.joinpath("page.html").read_text(encoding="utf-8")
-    for place, name in (("@STYLE@", "page.css"), ("@PLAYER@", "player.js"), ("@SCRIPT@", "page.js")):
+    for place, name in (
+        ("@STYLE@", "page.css"),
+        ("@PLAYER@", "player.js"),
+        ("@PAINTER@", "painter.js"),
+        ("@SCRIPT@", "page.js"),
+    ):
         page = page.replace(place, _HERE.joinpath(name).read_text(encoding="utf-8").rstrip())
     return page.replace("@PAYLOAD@", packed)
 
