@@ -36,7 +36,8 @@ if TYPE_CHECKING:
     from dualpipe_jax.schedule.formats.text import format_grid, parse_grid
     from dualpipe_jax.schedule.formats.torch_csv import from_torch_csv, to_torch_csv
     from dualpipe_jax.schedule.formats.trace import to_chrome_trace
-    from dualpipe_jax.schedule.lowering.lower import TickTable, lower
+    from dualpipe_jax.schedule.lowering.lower import lower
+    from dualpipe_jax.schedule.lowering.table import TickTable
     from dualpipe_jax.schedule.optimize.bounds import lower_bound
     from dualpipe_jax.schedule.optimize.choose import Candidate, choose
     from dualpipe_jax.schedule.optimize.optimum import Optimum, optimum
@@ -98,7 +99,8 @@ _LATE = {
     "formats.text": ("format_grid", "parse_grid"),
     "formats.torch_csv": ("from_torch_csv", "to_torch_csv"),
     "formats.trace": ("to_chrome_trace",),
-    "lowering.lower": ("TickTable", "lower"),
+    "lowering.lower": ("lower",),
+    "lowering.table": ("TickTable",),
     "optimize.bounds": ("lower_bound",),
     "optimize.choose": ("Candidate", "choose"),
     "optimize.optimum": ("Optimum", "optimum"),
