@@ -9,7 +9,7 @@ import tyro
 
 from dualpipe_jax.command.options import CommandError
 from dualpipe_jax.command.output import Table, show, show_json
-from dualpipe_jax.command.overlap import cycles, study, units
+from dualpipe_jax.command.overlap import cycles, sent, study, units
 from dualpipe_jax.command.program import Files, Program, RatesFile
 from dualpipe_jax.schedule.formats.numbers import percent
 
@@ -117,7 +117,7 @@ def _report(found: dict[str, Any], rates: Path | None) -> list[str | Table]:
     if "out_of_memory" in compiled:
         parts.append(compiled["out_of_memory"])
     if compiled.get("units"):
-        parts += ["\ncycles of each unit, by the compiler's model\n", units(compiled)]
+        parts += ["\ncycles of each unit, by the compiler's model\n", units(compiled), "\n" + sent(compiled)]
     if step := found.get("step"):
         source = "the compiler's model" if rates is None else f"the rates of {rates}"
         parts += [

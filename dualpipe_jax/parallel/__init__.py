@@ -11,18 +11,25 @@ from dualpipe_jax.parallel.expert import (
     plan_dropless,
 )
 from dualpipe_jax.parallel.expert_groups import grouped_matmul
+from dualpipe_jax.parallel.float8 import check_device as check_float8
+from dualpipe_jax.parallel.float8_matmul import float8_matmul
 from dualpipe_jax.parallel.mesh import DP, EP, PP, make_mesh
+from dualpipe_jax.parallel.wire import Payload, check_payload
 
 __all__ = [
     "DP",
     "EP",
     "PP",
     "Handle",
+    "Payload",
     "capacity_for",
+    "check_float8",
+    "check_payload",
     "combine",
     "count",
     "dispatch",
     "expert_matmul",
+    "float8_matmul",
     "grouped_matmul",
     "make_mesh",
     "plan_capacity",

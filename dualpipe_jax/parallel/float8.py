@@ -8,7 +8,7 @@ e4m3. Scales are powers of two, which V3 takes for what it dispatches, so that
 - what was encoded once is not changed by being encoded again, whether for a second hop or for a matmul.
 
 The price is a bit of range at the bottom of a tile, not of precision: a number is off by at most 2^-4 of itself, and
-numbers below 2^-6 of the scale by at most 2^-10 of the scale, which is at most 2^-18 of the tile's largest.
+numbers below 2^-6 of the scale by at most 2^-10 of the scale, less than 2^-17 of the tile's largest.
 
 An all-zero tile has the smallest scale. Infinities and NaNs have no part in their tile's scale: they become NaN, which
 e4m3 has, and their neighbours stay what they are.
