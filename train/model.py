@@ -79,7 +79,9 @@ def make_model(
         mtp_weight=asked.mtp_weight,
         balance_factor=asked.balance_factor,
         remat=REMAT[asked.remat],
-        kernels=models.Kernels(asked.attention, "auto" if lossless and asked.matmul == "float8" else asked.matmul),
+        kernels=models.Kernels(
+            asked.attention, "auto" if lossless and asked.matmul == "float8" else asked.matmul
+        ),
     )
 
 
@@ -90,7 +92,9 @@ def refuse_eight_bits(config: TrainConfig, device: jax.Device) -> None:
         try:
             check_float8(device, matmul=asked.matmul == "float8")
         except ValueError as error:
-            raise ConfigError(f"--dispatch-payload {asked.payload} --matmul {asked.matmul}: {error}") from None
+            raise ConfigError(
+                f"--dispatch-payload {asked.payload} --matmul {asked.matmul}: {error}"
+            ) from None
 
 
 def room(config: TrainConfig) -> float | None:

@@ -262,7 +262,9 @@ def expert_matmul(
     if kernel == "float8":
         if handle.group_sizes_L is not None:
             return float8_matmul(rows, w_LDF, handle.group_sizes_L)
-        return float8_matmul(rows.reshape(rows.shape[0], -1, rows.shape[-1]), w_LDF).reshape(*rows.shape[:-1], -1)
+        return float8_matmul(rows.reshape(rows.shape[0], -1, rows.shape[-1]), w_LDF).reshape(
+            *rows.shape[:-1], -1
+        )
     if handle.group_sizes_L is not None:
         return grouped_matmul(rows, w_LDF, handle.group_sizes_L, kernel=kernel, interpret=interpret)
     if kernel != "plain":

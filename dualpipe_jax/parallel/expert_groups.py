@@ -175,7 +175,12 @@ def _by_blocks(block: int, x_RD: Array, w_GDF: Array, sizes_G: Array) -> Array:
 
 
 def multiply_blocks(
-    block: int, multiply: Callable[[Tree, Tree], Array], rows: Tree, matrices: Tree, sizes_G: Array, dtype: Any
+    block: int,
+    multiply: Callable[[Tree, Tree], Array],
+    rows: Tree,
+    matrices: Tree,
+    sizes_G: Array,
+    dtype: Any,
 ) -> Array:
     """Multiply blocks of each group's rows by its matrix.
 

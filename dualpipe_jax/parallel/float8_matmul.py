@@ -62,7 +62,7 @@ def _product(a: Array, a_AM: Array, b: Array, b_AN: Array, sides: tuple[int, int
     """Sum over blocks of K of the blocks' products times their scales.
 
     Args:
-      a: FLOAT8 [M, K] or [K, M].
+      a: FLOAT8 [M, K] or [K, M]; all arrays may have a dim of groups in front.
       a_AM: its scales for each block of K.
       b, b_AN: the same of [K, N] or [N, K].
       sides: which dim K is of each.
@@ -71,37 +71,43 @@ def _product(a: Array, a_AM: Array, b: Array, b_AN: Array, sides: tuple[int, int
       float32 [M, N].
 
     """
-    num_blocks = a_AM.shape[0]
-    size = a.shape[sides[0]] if num_blocks == 1 else TILE
-    a, b = (_filled(values, side, num_blocks * size) for values, side in ((a, sides[0]), (b, sides[1])))
+    batch = tuple(range(a.ndim - 2))
+    num_blocks, dims = a_AM.shape[-2], tuple(side + len(batch) for side in sides)
+    contracted = ((dims[:1], dims[1:]), (batch, batch))
+
+    def scaled(a: Array, b: Array, k: Array | int) -> Array:
+        product_MN = lax.dot_general(a, b, contracted, preferred_element_type=jnp.float32)
+        return product_MN * a_AM[..., k, :, None] * b_AN[..., k, None, :]
+
+    if num_blocks == 1:
+        return scaled(a, b, 0)
+    a, b = (_filled(values, dim, num_blocks * TILE) for values, dim in ((a, dims[0]), (b, dims[1])))
 
     def block(k: Array | int) -> Array:
-        ours, theirs = (
-            lax.dynamic_slice_in_dim(values, k * size, size, side)
-            for values, side in ((a, sides[0]), (b, sides[1]))
+        cut = (
+            lax.dynamic_slice_in_dim(values, k * TILE, TILE, dim)
+            for values, dim in ((a, dims[0]), (b, dims[1]))
         )
-        dims = (sides[:1], sides[1:]), ((), ())
-        product_MN = lax.dot_general(ours, theirs, dims, preferred_element_type=jnp.float32)
-        return product_MN * a_AM[k][:, None] * b_AN[k]
+        return scaled(*cut, k)
 
     return lax.fori_loop(1, num_blocks, lambda k, sum_MN: sum_MN + block(k), block(0))
 
 
-def _filled(values: Array, side: int, size: int) -> Array:
+def _filled(values: Array, dim: int, size: int) -> Array:
     """Zeros at the end of a dim, so that the last block is whole."""
-    edges = [(0, 0), (0, 0)]
-    edges[side] = (0, size - values.shape[side])
-    return jnp.pad(values, edges) if any(edges[side]) else values
+    edges = [(0, 0)] * values.ndim
+    edges[dim] = (0, size - values.shape[dim])
+    return jnp.pad(values, edges)
 
 
 def _by_rows(rows: Tiled, w: Tiled) -> Array:
-    """Rows in tiles of 1 x 128 times a matrix: float32 [M, N]."""
-    w_AN = spread(w.scales, (1, TILE), (w.scales.shape[0], w.values.shape[1]))
-    return _product(rows.values, rows.scales.T, w.values, w_AN, (1, 0))
+    """Rows in tiles of 1 x 128 times a matrix: float32 [M, N], or of groups."""
+    w_AN = spread(w.scales, (1, TILE), (w.scales.shape[-2], w.values.shape[-1]))
+    return _product(rows.values, rows.scales.swapaxes(-2, -1), w.values, w_AN, (1, 0))
 
 
 def _outer(x_KM: Array, dy_KN: Array) -> Array:
-    """The gradient of a matrix, from rows K: float32 [M, N]."""
+    """The gradient of a matrix, from rows K: float32 [M, N], or of groups."""
     x, dy = quantize(x_KM, _COLUMN), quantize(dy_KN, _COLUMN)
     return _product(x.values, x.scales, dy.values, dy.scales, (0, 0))
 
@@ -117,14 +123,14 @@ def _equal(x_GMD: Array, w_GDF: Array) -> Array:
 
 def _equal_fwd(x_GMD: Array, w_GDF: Array):
     x, w = quantize(x_GMD, _ROW), quantize(w_GDF, _SQUARE)
-    return jax.vmap(_by_rows)(x, w).astype(x_GMD.dtype), (x, w)
+    return _by_rows(x, w).astype(x_GMD.dtype), (x, w)
 
 
 def _equal_bwd(saved: tuple[Tiled, Tiled], dy_GMF: Array):
     x, w = saved
-    dx_GMD = jax.vmap(_by_rows)(quantize(dy_GMF, _ROW), _transposed(w)).astype(dy_GMF.dtype)
-    dw_GDF = jax.vmap(_outer)(dequantize(x, _ROW, dy_GMF.dtype), dy_GMF).astype(dy_GMF.dtype)
-    return dx_GMD, dw_GDF
+    dx_GMD = _by_rows(quantize(dy_GMF, _ROW), _transposed(w))
+    dw_GDF = _outer(dequantize(x, _ROW, dy_GMF.dtype), dy_GMF)
+    return dx_GMD.astype(dy_GMF.dtype), dw_GDF.astype(dy_GMF.dtype)
 
 
 _equal.defvjp(_equal_fwd, _equal_bwd)

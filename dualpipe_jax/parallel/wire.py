@@ -15,7 +15,7 @@ from dualpipe_jax.parallel.expert_groups import vary_alike
 from dualpipe_jax.parallel.float8 import decode, encode
 
 Payload = Literal["plain", "float8"]
-"""Rows as they are; or e4m3 with a scale for each 128 numbers, a byte more (see ``float8.encode``)."""
+"""Rows as they are; or e4m3, and for each 128 numbers a byte of scale; see ``float8.encode``."""
 
 Move = Callable[[Array, Any], Array]
 """From rows [..., D] of any dtype, and a plan, to rows [..., D]; those that nothing goes to are zeros."""

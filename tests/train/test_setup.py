@@ -106,7 +106,11 @@ def test_the_model_is_the_one_asked_for(spied):
     assert (kwargs["dispatch"], kwargs["capacity_factor"], kwargs["payload"]) == ("capacity", 1.5, "float8")
     assert kwargs["remat"] is jax.checkpoint_policies.nothing_saveable
     assert kwargs["kernels"] == models.Kernels("plain", "ragged")
-    assert (judging["dispatch"], judging["capacity_factor"], judging["payload"]) == ("dropless", None, "plain")
+    assert (judging["dispatch"], judging["capacity_factor"], judging["payload"]) == (
+        "dropless",
+        None,
+        "plain",
+    )
     assert seen["make_evaluate"][0][0][0] is judged
     assert seen["Layout"][0][0][0] is trained and seen["Layout"][0][0][4] is True
 
