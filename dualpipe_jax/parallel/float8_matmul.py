@@ -81,14 +81,11 @@ def _product(a: Array, a_AM: Array, b: Array, b_AN: Array, sides: tuple[int, int
 
     if num_blocks == 1:
         return scaled(a, b, 0)
-    a, b = (_filled(values, dim, num_blocks * TILE) for values, dim in ((a, dims[0]), (b, dims[1])))
+    a, b = _filled(a, dims[0], num_blocks * TILE), _filled(b, dims[1], num_blocks * TILE)
 
     def block(k: Array | int) -> Array:
-        cut = (
-            lax.dynamic_slice_in_dim(values, k * TILE, TILE, dim)
-            for values, dim in ((a, dims[0]), (b, dims[1]))
-        )
-        return scaled(*cut, k)
+        ours = lax.dynamic_slice_in_dim(a, k * TILE, TILE, dims[0])
+        return scaled(ours, lax.dynamic_slice_in_dim(b, k * TILE, TILE, dims[1]), k)
 
     return lax.fori_loop(1, num_blocks, lambda k, sum_MN: sum_MN + block(k), block(0))
 

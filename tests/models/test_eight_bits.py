@@ -89,7 +89,7 @@ def test_pairs_over_devices_give_what_one_device_does(dispatch):
         np.testing.assert_allclose(leaf, expected[name], rtol=0, atol=2e-6 * scale, err_msg=name)
 
 
-@pytest.mark.parametrize("dispatch", ["capacity", "dropless"])
+@pytest.mark.parametrize("dispatch", [pytest.param("capacity", marks=pytest.mark.slow), "dropless"])
 def test_gradients_point_where_those_of_more_bits_do(dispatch):
     """Every leaf, and the input: neither sign, nor scale, nor a tile's place may be wrong."""
     rng = np.random.default_rng(0)

@@ -155,7 +155,9 @@ def both_ways(payload, method, bound):
     return run
 
 
-@pytest.mark.parametrize("num_ep, check_vma", [(1, True), (2, True), (4, False)])
+@pytest.mark.parametrize(
+    "num_ep, check_vma", [(1, True), pytest.param(2, True, marks=pytest.mark.slow), (4, False)]
+)
 @pytest.mark.parametrize(
     "method, bound", [("capacity", None), ("capacity", 4), ("dropless", None), ("dropless", 0.7)]
 )
@@ -184,7 +186,7 @@ def layer(make, kernel, x, w_in, w_out, weights, topk):
     return combine(expert_matmul(rows, w_out, handle, kernel=kernel), weights, handle)
 
 
-@pytest.mark.parametrize("num_ep", [1, 2])
+@pytest.mark.parametrize("num_ep", [pytest.param(1, marks=pytest.mark.slow), 2])
 @pytest.mark.parametrize("method", ["capacity", "dropless"])
 def test_what_eight_bits_can_hold_is_treated_as_ever(num_ep, method):
     """Small integers all the way, forward and backward: float8 payloads and matmuls equal plain ones bit for bit."""
@@ -212,7 +214,7 @@ def test_what_eight_bits_can_hold_is_treated_as_ever(num_ep, method):
     jax.tree.map(np.testing.assert_array_equal, ours, plain)
 
 
-@pytest.mark.parametrize("method", ["capacity", "dropless"])
+@pytest.mark.parametrize("method", ["capacity", pytest.param("dropless", marks=pytest.mark.slow)])
 def test_bytes_on_the_wire_are_a_little_over_half_of_bfloat16(method):
     """Of the compiled program: dispatch and the backward of combine shrink, the other two stay."""
     from dualpipe_jax.inspect import read
