@@ -39,7 +39,7 @@ ARMS = {
     "float8 payload and matmul": ("float8", "float8"),
 }
 """Payload and matmul, all with activations in bfloat16."""
-GROUPS = ("experts", "gate", "shared_experts", "self_attn", "norm", "embed_tokens", "lm_head")
+GROUPS = ("experts", "gate", "shared_experts", "self_attn", "embed_tokens", "lm_head")
 
 
 def exchanged(payload, tokens=64, dim=7168, experts=16, top_k=8):
@@ -80,8 +80,8 @@ def gradients(arm):
 
 
 def group_of(path):
-    """The part of the model that a leaf is of; None for one that is counted with none."""
-    return next((group for group in reversed(GROUPS) if group in path), "other")
+    """The part of the model that a leaf is of."""
+    return next((group for group in GROUPS if f"'{group}'" in path), "norms")
 
 
 def compared(found, wanted):
