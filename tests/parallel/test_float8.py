@@ -107,8 +107,8 @@ def test_what_is_no_number_stays_none_and_spares_its_neighbours():
     np.testing.assert_array_equal(back[1], 0)
 
 
-@pytest.mark.parametrize("dim, width", [(1, 2), (127, 128), (128, 256), (129, 131), (256, 384), (7168, 7296)])
-def test_a_row_is_a_byte_a_number_and_one_a_tile_in_whole_tiles(dim, width):
+@pytest.mark.parametrize("dim, width", [(1, 2), (127, 128), (128, 129), (129, 131), (256, 258), (7168, 7224)])
+def test_a_row_is_a_byte_a_number_and_one_a_tile(dim, width):
     x = jnp.asarray(uneven((3, dim)), jnp.bfloat16)
     sent = encode(x)
     assert sent.dtype == jnp.uint8 and sent.shape == (3, width)
@@ -243,7 +243,7 @@ def test_bytes_on_the_wire_are_a_little_over_half_of_bfloat16(method):
 
     coded, plain = payloads("float8"), payloads("plain")
     rows = plain[0][1] // (D * {"bf16": 2, "f32": 4}[plain[0][0]])  # XLA:CPU may send bfloat16 as float32
-    assert [pair for pair in coded if pair[0] == "u8"] == [("u8", rows * (D + 128))] * 2
+    assert [pair for pair in coded if pair[0] == "u8"] == [("u8", rows * (D + D // 128))] * 2
     assert [pair for pair in coded if pair[0] != "u8"] == plain[:2]
 
 
