@@ -38,14 +38,17 @@ class Dispatch:
         drops nothing; for "capacity" that means room for every token at every expert, E / K times the work.
       axis_name: the mesh axis the experts lie on; two, (nodes, devices of a node), for dispatch in two hops;
         None if each device holds them all.
+      payload: "plain" sends tokens as they are, "float8" in eight bits; see ``parallel.dispatch``.
 
     """
 
     method: Literal["capacity", "dropless"] = "dropless"
     factor: float | None = None
     axis_name: Axis | None = None
+    payload: parallel.Payload = "plain"
 
     def __post_init__(self) -> None:
+        parallel.check_payload("Dispatch", self.payload)
         if self.method not in ("capacity", "dropless"):
             raise ValueError(f"Dispatch: method is {self.method!r}, must be 'capacity' or 'dropless'.")
         if self.factor is not None and self.factor <= 0:
@@ -83,9 +86,9 @@ class Dispatch:
         (R, K), factor = topk_RK.shape, self.factor
         if self.method == "dropless":
             bound = None if factor is None else factor * num_tokens / R
-            return parallel.plan_dropless(topk_RK, num_experts, axis, bound)
+            return parallel.plan_dropless(topk_RK, num_experts, axis, bound, self.payload)
         capacity = None if factor is None else math.ceil(factor * num_tokens * K / num_experts)
-        return parallel.plan_capacity(topk_RK, num_experts, capacity, axis)
+        return parallel.plan_capacity(topk_RK, num_experts, capacity, axis, self.payload)
 
 
 def route(logits_TE: Array, bias_E: Array, config: Config) -> tuple[Array, Array]:

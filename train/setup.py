@@ -17,7 +17,7 @@ from train.config import ConfigError, TrainConfig, make_schedule
 from train.data import Batch, Corpus, open_corpus
 from train.devices import num_devices, too_few_devices
 from train.evaluate import make_evaluate
-from train.model import make_model
+from train.model import make_model, refuse_eight_bits
 from train.processes import batch_sharding, refuse_idle, share_out
 from train.state import Layout, TrainState
 from train.step import Update, make_optimizer, make_update, warmup_cosine
@@ -68,6 +68,7 @@ def prepare(config: TrainConfig) -> Run:
         raise ConfigError(too_few_devices(config, jax.device_count()))
     mesh, asked = _mesh(config), config.optimizer
     refuse_idle(mesh, jax.process_count())
+    refuse_eight_bits(config, mesh.devices.flat[0])
     model = make_model(config, schedule, corpus.vocab)
     pipeline = Pipeline(
         model.staged,

@@ -11,6 +11,8 @@ from dualpipe_jax.parallel.expert import (
     plan_dropless,
 )
 from dualpipe_jax.parallel.expert_groups import grouped_matmul
+from dualpipe_jax.parallel.float8 import check_device as check_float8
+from dualpipe_jax.parallel.float8_matmul import float8_matmul
 from dualpipe_jax.parallel.mesh import (
     AXES,
     BATCH_AXES,
@@ -25,6 +27,7 @@ from dualpipe_jax.parallel.mesh import (
     slow_links,
 )
 from dualpipe_jax.parallel.two_hops import plan_two_hops
+from dualpipe_jax.parallel.wire import Payload, check_payload
 
 __all__ = [
     "AXES",
@@ -34,13 +37,17 @@ __all__ = [
     "NODE",
     "PP",
     "Handle",
+    "Payload",
     "batch_spec",
     "capacity_for",
+    "check_float8",
+    "check_payload",
     "combine",
     "count",
     "dispatch",
     "expert_axes",
     "expert_matmul",
+    "float8_matmul",
     "grouped_matmul",
     "make_mesh",
     "over_nodes",

@@ -81,4 +81,5 @@ def plan_two_hops(
 
     kept_TM = outer.slot_TK < outer.assignment_S.shape[0]
     lost = jnp.sum(jnp.where(kept_TM, 0, wanted_TM), dtype=jnp.int32)
+    outer = dataclasses.replace(outer, payload=inner.payload)
     return dataclasses.replace(inner, dropped=inner.dropped + lost, outer=outer)
