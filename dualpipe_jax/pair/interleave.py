@@ -132,8 +132,7 @@ class _Pair:
         finishes = []
         for number, what in finish.items():
             output, done = second.outputs[number], Value((), None)
-            size = sum(2.0 * value.nbytes for value in values([output]))
-            added = Act((output,), (done,), _listed(what), is_eager=True, cost=size)
+            added = Act((output,), (done,), _listed(what), is_eager=True)  # matmuls add what they make
             finishes.append(added)
             self.outputs[1][number] = done
         self.works: list[Work] = [*reads, *second.equations, *first.equations, *finishes, *self.writes]

@@ -7,6 +7,7 @@ What nothing waits for, such as weight gradients, goes where there is room.
 """
 
 import dataclasses
+import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -170,14 +171,13 @@ def plan(tasks: Sequence[Task], collectives: Sequence[Task], costs: Mapping[Work
     number = {task: k for k, task in enumerate(collectives, 1)}
     _bound(tasks, number)
     planner = _Planner(number, costs, [task for task in tasks if task not in number])
-    share = _share(tasks, collectives, costs)
     phases = []
     for k, collective in enumerate([None, *collectives]):
         phase = Phase(collective)
         # To what is sent next there may be something to do as well.
         load = sum(map(planner.cost, collectives[k : k + 1]))
         load += sum(planner.take(task, phase.beside) for task in planner.due(k) if task.first <= k)
-        room = share * collective.payload if collective is not None and k < len(collectives) else 0.0
+        room = planner.share(k, load, collectives) if 0 < k < len(collectives) else 0.0
         while found := [t for t in planner.there(k, phase) if load + planner.cost(t) / 2 <= room]:
             costs_of = {task: planner.cost(task) for task in found}
             best = min(found, key=lambda t: (t.last, load + costs_of[t] > room, -costs_of[t]))
@@ -216,26 +216,28 @@ class _Planner:
         """Tasks that must be done in phase k."""
         return [task for task in self.left if task.last == k]
 
+    def share(self, k: int, load: float, collectives: Sequence[Task]) -> float:
+        """How much work is phase k's, of which ``load`` is in it.
+
+        As much for each byte in flight as there can be from here to whichever phase has least: what is there by then
+        must do for all phases up to it.
+        """
+        nodes, payload, least = set[Work](), 0.0, math.inf
+        for j, collective in enumerate(collectives[k - 1 :], k):
+            following = collectives[j : j + 1] if j > k else ()  # what the next one needs is in the load
+            nodes.update(
+                n for t in (*self.left, *following) if t.first <= max(j, k) or t in following for n in t.nodes
+            )
+            payload += collective.payload
+            least = min(least, (load + sum(self.costs[node] for node in nodes - self.paid)) / payload)
+        return least * collectives[k - 1].payload
+
     def there(self, k: int, phase: Phase) -> Iterator[Task]:
         """Tasks that can be done next in phase k, so far as filled."""
         for task in self.left:
             before = (self.number[t] < k if t in self.number else t in self.done for t in task.tasks)
             if task.first <= k and all(before) and task.earlier <= self.done.difference(phase.beside):
                 yield task
-
-
-def _share(tasks: Sequence[Task], collectives: Sequence[Task], costs: Mapping[Work, float]) -> float:
-    """How much work for each byte in flight, if all phases have as much, or the last one more of its own."""
-    if len(collectives) < 2:
-        return 0.0
-    last = len(collectives)
-    others = [task for task in tasks if task not in collectives]
-    early = {n for t in others if t.last > 0 and t.first < last and t.first <= t.last for n in t.nodes}
-    early |= {node for task in collectives[1:] for node in task.nodes}
-    late = {node for task in others if task.first == last for node in task.nodes} - early
-    work, own = (sum(costs[node] for node in nodes) for nodes in (early, late))
-    payload, payload_last = sum(task.payload for task in collectives[:-1]), collectives[-1].payload
-    return min(work / payload, (work + own) / (payload + payload_last))
 
 
 def _bound(tasks: Sequence[Task], number: Mapping[Task, int]) -> None:
@@ -301,10 +303,26 @@ def estimate(program: Program) -> dict[Work, float]:
     for node in reversed(program.equations):
         if _name(node) in _PASSED_ON and laid.intersection(node.outputs):
             laid.update(values(node.inputs))
-    return {node: _estimate(node, stored | laid, laid) for node in program.equations}
+    read_from = _sources(program, stored | laid)
+    return {node: _estimate(node, stored | laid, laid, read_from) for node in program.equations}
 
 
-def _estimate(node: Node, stored: Collection[Value], laid: Collection[Value]) -> float:
+def _sources(program: Program, stored: Collection[Value]) -> dict[Value, frozenset[Value]]:
+    """Of each value that elementwise work makes and nobody stores: what is read from memory to make it."""
+    sources: dict[Value, frozenset[Value]] = {}
+    for node in program.equations:
+        if is_cheap(node):
+            read = frozenset().union(*(sources.get(value, {value}) for value in values(node.inputs)))
+            sources |= {value: read for value in node.outputs if value not in stored}
+    return sources
+
+
+def _estimate(
+    node: Node,
+    stored: Collection[Value],
+    laid: Collection[Value],
+    sources: Mapping[Value, Collection[Value]],
+) -> float:
     written, name = float(sum(value.nbytes for value in node.outputs)), _name(node)
     read = float(sum(value.nbytes for value in values(node.inputs)))
     if name in _PASSED_ON or getattr(node, "communicates", False):
@@ -312,7 +330,8 @@ def _estimate(node: Node, stored: Collection[Value], laid: Collection[Value]) ->
     if name == "slice":  # odd ones are copied, even for a matmul
         return 2 * written
     if name.startswith("reduce_"):
-        return read
+        read_from = {source for value in values(node.inputs) for source in sources.get(value, {value})}
+        return min(read, float(sum(value.nbytes for value in read_from)))
     if is_view(node):
         return 2 * written if any(value in laid for value in node.outputs) else 0.0
     if is_cheap(node):
