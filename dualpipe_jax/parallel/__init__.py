@@ -12,19 +12,35 @@ from dualpipe_jax.parallel.expert import (
 )
 from dualpipe_jax.parallel.expert_groups import grouped_matmul
 from dualpipe_jax.parallel.mesh import DP, EP, PP, make_mesh
+from dualpipe_jax.parallel.placement import (
+    Moves,
+    choose_copies,
+    first_copies,
+    move_experts,
+    plan_moves,
+    share_copies,
+    sum_copies,
+)
 
 __all__ = [
     "DP",
     "EP",
     "PP",
     "Handle",
+    "Moves",
     "capacity_for",
+    "choose_copies",
     "combine",
     "count",
     "dispatch",
     "expert_matmul",
+    "first_copies",
     "grouped_matmul",
     "make_mesh",
+    "move_experts",
     "plan_capacity",
     "plan_dropless",
+    "plan_moves",
+    "share_copies",
+    "sum_copies",
 ]
