@@ -292,8 +292,8 @@ class MoE(nnx.Module):
         if copies_EX is None:
             return topk_TK, self.config.num_experts
         axis = self.dispatch.axis_name
-        num_slots, num_devices = self.experts.gate_proj.shape[0], 1 if axis is None else jax.lax.axis_size(axis)
-        return parallel.choose_copies(topk_TK, copies_EX), num_slots * num_devices
+        num_devices = 1 if axis is None else jax.lax.axis_size(axis)
+        return parallel.choose_copies(topk_TK, copies_EX), self.experts.gate_proj.shape[0] * num_devices
 
 
 def _by_device(held_TK: Array, live_T1: Array, num_held: int, num_devices: int) -> Array:

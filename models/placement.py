@@ -1,12 +1,12 @@
 """A model's experts in any slots of any devices: the tables that say where, and what follows for parameters.
 
-Parameters of ``deepseek`` hold experts in order, [stages, E, ...]. Placed, they hold slots, [stages, N * S, ...], and two
-tables beside the routing bias, which every layer reads: "held", int32 [stages, slots, N, S], the expert in each slot, and
-"copies", int32 [stages, slots, N, E, X], see ``parallel.share_copies``. The router, its bias, its counts and the balance
-losses know nothing of it.
+Parameters of ``deepseek`` hold experts in order, [stages, E, ...]. Placed, they hold slots, [stages, N * S, ...], and
+two tables beside the routing bias, which every layer reads: "held", int32 [stages, slots, N, S], the expert in each
+slot, and "copies", int32 [stages, slots, N, E, X], see ``parallel.share_copies``. The router, its bias, its counts and
+the balance losses know nothing of it.
 
-Shape suffixes: R rows of the routers' figures, that is layers with experts; E experts, N devices, S slots of a device, X
-copies an expert can have at most.
+Shape suffixes: R rows of the routers' figures, that is layers with experts; E experts, N devices, S slots of a device,
+X copies an expert can have at most.
 """
 
 from collections.abc import Callable
@@ -111,14 +111,15 @@ def sum_copies(grads: Tree, params: Tree, mesh: Mesh | AbstractMesh) -> Tree:
 
     """
 
-    def on_rank(gradient: Array, held_NS: Array, num_experts: int) -> Array:
-        # gradient [1, S, ...] of this device; held_NS [1, N, S] of this rank.
-        return parallel.sum_copies(gradient[0], held_NS[0], num_experts, EP)[None]
-
     def total(gradient: Array, routing: Tree, slot: int) -> Array:
         num_experts = routing["bias"].shape[-1]
+
+        def on_device(gradient: Array, held_NS: Array) -> Array:
+            # gradient [1, S, ...] of this device; held_NS [1, N, S] of this rank.
+            return parallel.sum_copies(gradient[0], held_NS[0], num_experts, EP)[None]
+
         mapped = jax.shard_map(
-            lambda *arrays: on_rank(*arrays, num_experts),
+            on_device,
             mesh=mesh,
             in_specs=(PartitionSpec(PP, EP), PartitionSpec(PP)),
             out_specs=PartitionSpec(PP, EP),

@@ -29,9 +29,7 @@ from numpy.typing import ArrayLike
 from dualpipe_jax.parallel.expert import by_expert
 
 
-def share_copies(
-    held: ArrayLike, num_experts: int, *, num_nodes: int = 1, near: bool = True
-) -> np.ndarray:
+def share_copies(held: ArrayLike, num_experts: int, *, num_nodes: int = 1, near: bool = True) -> np.ndarray:
     """Say for each device which copies of an expert its tokens take in turn.
 
     Every copy gets the same share of its expert's tokens if devices have equally many of them. ``near`` keeps them
@@ -162,12 +160,12 @@ class Moves(NamedTuple):
       send: int32 [..., N, N, W]: for each device, and each that it sends to, the slots sent; 0 where there are fewer.
       take: int32 [..., N, S]: where each slot of the new table is filled from: n * W + w is the w-th that device n
         sends, from N * W on they are the device's own old slots.
-      count: experts that some device has to fetch from another.
+      moved: experts that some device has to fetch from another.
     """
 
     send: np.ndarray
     take: np.ndarray
-    count: int
+    moved: int
 
 
 def plan_moves(before: ArrayLike, after: ArrayLike, num_experts: int) -> Moves:
@@ -247,12 +245,13 @@ def _checked(held: ArrayLike, num_experts: int) -> np.ndarray:
     tables = np.asarray(held)
     if tables.ndim < 2 or tables.dtype.kind not in "iu" or 0 in tables.shape:
         raise ValueError(
-            f"held is {tables.dtype} {list(tables.shape)}; give integers [..., devices, slots], the expert in each slot."
+            f"held is {tables.dtype} {list(tables.shape)}; give integers [..., devices, slots], each slot's expert."
         )
     N, S = tables.shape[-2:]
-    if N * S < num_experts:
+    if num_experts > N * S:
         raise ValueError(
-            f"{N} devices of {S} slots have no room for {num_experts} experts; give at least {-(-num_experts // N)} slots."
+            f"{N} devices of {S} slots have no room for {num_experts} experts; give at least "
+            f"{-(-num_experts // N)} slots."
         )
     if tables.min() < 0 or tables.max() >= num_experts:
         wrong = tables[(tables < 0) | (tables >= num_experts)][0]

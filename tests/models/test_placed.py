@@ -60,9 +60,7 @@ def wanted_from(config, plan, shape):
 
 def in_model_order(grads, schedule):
     """Gradients as the engine gives them, without those of integers."""
-    own = [
-        {"layers": s["layers"], "routing": {"bias": s["routing"]["bias"]}} for s in grads["stages"].local
-    ]
+    own = [{"layers": s["layers"], "routing": {"bias": s["routing"]["bias"]}} for s in grads["stages"].local]
     return grads | {"stages": from_placed(PlacedStages(tuple(own)), schedule.placement)}
 
 
@@ -94,7 +92,8 @@ CASES = {
 
 
 @pytest.mark.parametrize(
-    "case", ["one rank", *(pytest.param(name, marks=pytest.mark.slow) for name in CASES if name != "one rank")]
+    "case",
+    ["one rank", *(pytest.param(name, marks=pytest.mark.slow) for name in CASES if name != "one rank")],
 )
 def test_outputs_and_gradients_are_those_without_a_placement(case):
     """One compiled program for all placements: tables are arguments. Dispatch has room for all."""
@@ -143,5 +142,7 @@ def test_outputs_and_gradients_are_those_without_a_placement(case):
 
 def test_tables_of_too_few_layers_are_refused():
     model = deepseek(CONFIG, (2, 1))
-    with pytest.raises(ValueError, match=r"held is \[2, 4, 2\]; the model has 3 layers with experts, give \[3,"):
+    with pytest.raises(
+        ValueError, match=r"held is \[2, 4, 2\]; the model has 3 layers with experts, give \[3,"
+    ):
         expert_tables(model.layout, tables(2, 8, 4, 2), 8)

@@ -135,9 +135,7 @@ def test_every_copy_gets_the_sum_of_all_copies(sizes):
     num_experts, num_devices, num_slots = sizes
     held = tables(1, *sizes, seed=3)[0]
     gradient = np.random.default_rng(4).normal(size=(num_devices, num_slots, 3, 2)).astype(np.float32)
-    summed = on_devices(
-        num_devices, lambda g: sum_copies(g, jnp.asarray(held, jnp.int32), num_experts, "ep")
-    )
+    summed = on_devices(num_devices, lambda g: sum_copies(g, jnp.asarray(held, jnp.int32), num_experts, "ep"))
     found = np.asarray(summed(gradient))
     for expert in range(num_experts):
         where = np.argwhere(held == expert)
@@ -178,13 +176,13 @@ def test_experts_move_from_any_table_to_any_other(before, after):
         for expert in new[layer, device]
     )
     width = moves.send.shape[-1]
-    assert moves.count == lacking > 0 and width & (width - 1) == 0 < width
+    assert moves.moved == lacking > 0 and width & (width - 1) == 0 < width
 
 
 def test_what_stays_on_its_device_is_not_sent():
     held = tables(1, 8, 4, 3)
     moves = plan_moves(held, held[..., ::-1], 8)
-    assert moves.count == 0 and moves.send.shape == (1, 4, 4, 0)
+    assert moves.moved == 0 and moves.send.shape == (1, 4, 4, 0)
     text = jax.jit(
         jax.shard_map(
             lambda rows, send, take: move_experts(rows[0], send[0], take[0], "ep")[None],
