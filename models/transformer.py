@@ -244,10 +244,9 @@ class _Runs:
     def _layer(
         self, own: Tree, slot: int, x_BSD: Array, batch: Tree, live_BS: Array | None
     ) -> tuple[Array, Load]:
-        routing = own["routing"]
-        bias_E = jax.lax.stop_gradient(routing["bias"][slot])
+        bias_E = jax.lax.stop_gradient(own["routing"]["bias"][slot])
         # A table for each device of the experts' axis, of which this one has its own.
-        copies_EX = routing["copies"][slot, 0] if "copies" in routing else None
+        copies_EX = own["routing"]["copies"][slot, 0] if "copies" in own["routing"] else None
         return self.block(own["layers"][slot], x_BSD, bias_E, *_where(batch), live_BS, copies_EX)
 
     def _ends(self, own: Tree, shared: Tree, x_BSD: Array, batch: Tree, loads: list[Load]) -> Out:

@@ -89,14 +89,19 @@ def room(config: TrainConfig) -> float | None:
 
 def describe_dispatch(config: TrainConfig) -> str:
     """What may be dropped, for the first screen."""
-    factor = room(config)
+    factor, spare, every = room(config), config.mesh.redundant_experts, config.mesh.rebalance_every
+    placed = f"; {spare} redundant" if spare else ""
+    placed += f"; they move every {every} steps if that helps" if every else ""
     if factor is None:
-        return "dropless: every token reaches its experts"
+        return f"dropless: every token reaches its experts{placed}"
     if config.model.dispatch == "dropless":
-        return f"dropless, bounded: what exceeds {factor:g} x an even load between two devices is dropped, and counted"
+        return (
+            f"dropless, bounded: what exceeds {factor:g} x an even load between two devices is dropped, and counted"
+            f"{placed}"
+        )
     return (
         f"capacity: what exceeds {factor:g} x an even load of an expert is dropped, and counted; each of the "
-        f"{config.mesh.ep} devices fills its own part of the room, so --ep changes what is dropped"
+        f"{config.mesh.ep} devices fills its own part of the room, so --ep changes what is dropped{placed}"
     )
 
 

@@ -20,7 +20,7 @@ from dualpipe_jax.schedule import dualpipe, dualpipe_v, one_f_one_b
 from models.placement import map_experts
 from tests.parallel.test_placement import tables
 from tests.train.test_checkpoint import NUMBERS, make_layout
-from train import loop
+from train import loop, setup
 from train.checkpoint import FOLDER
 from train.config import ConfigError, check, configure
 from train.figures import device_load, step_record
@@ -276,6 +276,16 @@ def test_slots_of_a_device():
     assert slots_of(configure(ep=4), 8) is None
     assert slots_of(configure(ep=4, rebalance_every=10), 8) == 2
     assert slots_of(configure(ep=4, redundant_experts=4), 8) == 3
+
+
+@pytest.mark.parametrize(
+    ("options", "near"), [({}, True), ({"dispatch": "capacity"}, False), ({"capacity_factor": 2.0}, False)]
+)
+def test_tokens_stay_near_or_are_spread_where_room_is_bounded(options, near, tmp_path):
+    (tmp_path / "text.txt").write_text("a line\n" * 200)
+    asked = {"pp": 1, "schedule": "gpipe", "microbatches": 1, "sequence": 8, "redundant_experts": 2}
+    run = setup.prepare(configure(data=(tmp_path / "text.txt",), eval_sequences=2, **asked, **options))
+    assert run.layout.near is near and run.layout.num_slots == 5
 
 
 def test_device_load_is_said_of_every_run_over_devices():
