@@ -297,14 +297,16 @@ class _Runs:
     def _with_loads(self, out: Out, own: Tree, loads: list[Load]) -> Out:
         if not loads:
             return out
-        num_rows, first = self.config.num_moe_layers + self.config.num_mtp_layers, own["routing"]["row"][0]
+        num_rows = self.config.num_moe_layers + self.config.num_mtp_layers
 
         def by_row(counts: Sequence[Array]) -> Array:
             rows = jnp.zeros((num_rows, *counts[0].shape), jnp.int32)
+            first = own["routing"]["row"][0]
             return jax.lax.dynamic_update_slice(rows, jnp.stack(counts), (first, jnp.int32(0)))
 
+        counts_RE = by_row([load.counts for load in loads])
         dropped = sum((load.dropped for load in loads), jnp.int32(0))
-        metrics = {**out.metrics, "counts": by_row([load.counts for load in loads]), "dropped": dropped}
+        metrics = {**out.metrics, "counts": counts_RE, "dropped": dropped}
         if devices := [load.devices for load in loads if load.devices is not None]:
             metrics["devices"] = by_row(devices)
         if not self.balance_factor:
