@@ -267,7 +267,12 @@ class MoE(nnx.Module):
             "td,de->te", x_TD.astype(jnp.float32), self.gate[...], precision=jax.lax.Precision.HIGHEST
         )
         topk_TK, weights_TK = route(logits_TE, bias_E, self.config)
-        held_TK, num_held = self._place(topk_TK, copies_EX)
+        axis, num_slots = self.dispatch.axis_name, self.experts.gate_proj.shape[0]
+        num_devices = 1 if axis is None else jax.lax.axis_size(axis)
+        if copies_EX is None:
+            held_TK, num_held = topk_TK, self.config.num_experts
+        else:
+            held_TK, num_held = parallel.choose_copies(topk_TK, copies_EX), num_slots * num_devices
         handle = self.dispatch.plan(held_TK, num_held)
         rows = checkpoint_name(parallel.dispatch(x_TD, handle), "dispatched")
         y_TD = parallel.combine(self.experts(rows, handle), weights_TK, handle)
@@ -283,20 +288,8 @@ class MoE(nnx.Module):
             parallel.count(counted_TK, self.config.num_experts),
             handle.dropped,
             sequence_balance(scores_BSE, live_BS, self.config.top_k),
-            None if copies_EX is None else _by_device(held_TK, live_T1, num_held, handle.num_devices),
         )
+        if copies_EX is not None:
+            device_TK = jnp.where(live_T1, held_TK // num_slots, jnp.int32(num_devices))
+            load = load._replace(devices=parallel.count(device_TK, num_devices))
         return y_BSD, load
-
-    def _place(self, topk_TK: Array, copies_EX: Array | None) -> tuple[Array, int]:
-        """Choices as dispatch wants them, and of how many experts, copies counted."""
-        if copies_EX is None:
-            return topk_TK, self.config.num_experts
-        axis = self.dispatch.axis_name
-        num_devices = 1 if axis is None else jax.lax.axis_size(axis)
-        return parallel.choose_copies(topk_TK, copies_EX), self.experts.gate_proj.shape[0] * num_devices
-
-
-def _by_device(held_TK: Array, live_T1: Array, num_held: int, num_devices: int) -> Array:
-    """Count the choices that go to each device: int32 [N]."""
-    device_TK = held_TK // (num_held // num_devices)
-    return parallel.count(jnp.where(live_T1, device_TK, jnp.int32(num_devices)), num_devices)

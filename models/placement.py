@@ -25,6 +25,9 @@ from dualpipe_jax.functional import Tree
 from dualpipe_jax.parallel import EP, PP
 from models.plan import Layout
 
+Axis = str | tuple[str, ...]
+"""A mesh axis, or several."""
+
 TABLES = "held", "copies"
 """What a placed model's routing has besides the bias."""
 
@@ -72,7 +75,7 @@ def place_experts(params: Tree, tables: dict[str, np.ndarray]) -> Tree:
     return params | {"stages": placed | {"routing": routing}}
 
 
-def placed_specs(specs: Tree, ep_axis: str) -> Tree:
+def placed_specs(specs: Tree, ep_axis: Axis) -> Tree:
     """Return ``Model.param_specs`` for placed params: each device has its own part of "copies"."""
     stages = specs["stages"]
     routing = stages["routing"] | {"held": PartitionSpec(), "copies": PartitionSpec(None, ep_axis)}
@@ -101,6 +104,12 @@ def map_experts(function: Callable[[Array, Tree, int], Any], tree: Tree, params:
     return tree_map_with_path(visit, tree)
 
 
+def expert_axis(mesh: Mesh | AbstractMesh) -> Axis:
+    """Return what a mesh's experts lie over: "ep", or ("node", "ep") where it has both."""
+    found = tuple(axis for axis in mesh.axis_names if axis in ("node", EP))
+    return found if len(found) > 1 else EP
+
+
 def sum_copies(grads: Tree, params: Tree, mesh: Mesh | AbstractMesh) -> Tree:
     """Return gradients of placed params, as the engine gives them, with every copy's being the sum of all copies'.
 
@@ -110,19 +119,20 @@ def sum_copies(grads: Tree, params: Tree, mesh: Mesh | AbstractMesh) -> Tree:
       mesh: of the engine.
 
     """
+    axis = expert_axis(mesh)
 
     def total(gradient: Array, routing: Tree, slot: int) -> Array:
         num_experts = routing["bias"].shape[-1]
 
         def on_device(gradient: Array, held_NS: Array) -> Array:
             # gradient [1, S, ...] of this device; held_NS [1, N, S] of this rank.
-            return parallel.sum_copies(gradient[0], held_NS[0], num_experts, EP)[None]
+            return parallel.sum_copies(gradient[0], held_NS[0], num_experts, axis)[None]
 
         mapped = jax.shard_map(
             on_device,
             mesh=mesh,
-            in_specs=(PartitionSpec(PP, EP), PartitionSpec(PP)),
-            out_specs=PartitionSpec(PP, EP),
+            in_specs=(PartitionSpec(PP, axis), PartitionSpec(PP)),
+            out_specs=PartitionSpec(PP, axis),
         )
         return mapped(gradient, routing["held"][:, slot])
 

@@ -18,8 +18,8 @@ import models
 from dualpipe_jax.balance import Placement
 from dualpipe_jax.engine import PlacedStages
 from dualpipe_jax.engine.stages import homes, to_placed
-from dualpipe_jax.parallel import EP, PP, Moves, move_experts, plan_moves
-from models.placement import TABLES, map_experts
+from dualpipe_jax.parallel import DP, PP, Moves, move_experts, plan_moves
+from models.placement import TABLES, expert_axis, map_experts
 from train.config import ConfigError, TrainConfig
 from train.state import Flat, Layout, TrainState, shardings
 
@@ -73,7 +73,7 @@ class PlacedLayout(Layout):
     @property
     def num_devices(self) -> int:
         """That share a layer's experts."""
-        return self.mesh.shape[EP]
+        return self.mesh.size // (self.mesh.shape[DP] * self.mesh.shape[PP])
 
     @property
     def num_layers(self) -> int:
@@ -156,10 +156,11 @@ class PlacedLayout(Layout):
 
         def on_device(leaf: jax.Array, send: jax.Array, take: jax.Array) -> jax.Array:
             # leaf [1, S, ...] of this device; send [1, 1, N, W], take [1, 1, S'].
-            return move_experts(leaf[0], send[0, 0], take[0, 0], EP)[None]
+            return move_experts(leaf[0], send[0, 0], take[0, 0], axis)[None]
 
+        axis = expert_axis(self.mesh)
         move = jax.shard_map(
-            on_device, mesh=self.mesh, in_specs=PartitionSpec(PP, EP), out_specs=PartitionSpec(PP, EP)
+            on_device, mesh=self.mesh, in_specs=PartitionSpec(PP, axis), out_specs=PartitionSpec(PP, axis)
         )
 
         def moved(state: TrainState, moves: Tree, tables: Tree | None) -> TrainState:
@@ -188,13 +189,13 @@ class PlacedLayout(Layout):
         )
 
     def _tables(self, placement: Placement) -> PlacedStages:
-        specs = {"held": PartitionSpec(PP), "copies": PartitionSpec(PP, None, EP)}
+        specs = {"held": PartitionSpec(PP), "copies": PartitionSpec(PP, None, expert_axis(self.mesh))}
         return self._laid(self._by_stage(placement), specs)
 
     def _moves(self, before: Placement, after: Placement) -> PlacedStages:
         planned: Moves = plan_moves(before.experts, after.experts, self.num_experts)
         rows = np.maximum(self.model.layout.rows, 0)
-        over = PartitionSpec(PP, None, EP)
+        over = PartitionSpec(PP, None, expert_axis(self.mesh))
         arrays = {"send": planned.send[rows], "take": planned.take[rows]}
         placed = self._laid(arrays, {"send": over, "take": over})
         return PlacedStages(tuple({"routing": tables} for tables in placed.local))
@@ -215,7 +216,8 @@ class PlacedLayout(Layout):
 
 def placed_layout(layout: Layout, num_slots: int, near: bool) -> PlacedLayout:
     """The layout of the same states with so many slots a device."""
-    model = dataclasses.replace(layout.model, param_specs=models.placed_specs(layout.model.param_specs, EP))
+    specs = models.placed_specs(layout.model.param_specs, expert_axis(layout.mesh))
+    model = dataclasses.replace(layout.model, param_specs=specs)
     fields = {field.name: getattr(layout, field.name) for field in dataclasses.fields(Layout)}
     return PlacedLayout(**fields | {"model": model}, in_order=layout, num_slots=num_slots, near=near)
 
@@ -228,15 +230,15 @@ def is_placed(params: Tree) -> bool:
 
 
 def num_nodes(mesh: Mesh) -> int:
-    """How many machines, equal shares in a row, the devices of a layer's experts lie on; 1 where they lie otherwise."""
-    along = np.moveaxis(mesh.devices, mesh.axis_names.index(EP), -1).reshape(-1, mesh.shape[EP])[0]
-    of = [device.process_index for device in along]
-    count = len(set(of))
-    return count if len(of) % count == 0 and of == sorted(of, key=of.index) and _even(of) else 1
+    """How many machines, equal shares in a row, the devices of a layer's experts lie on; 1 where they lie otherwise.
 
-
-def _even(values: list[int]) -> bool:
-    return len({values.count(value) for value in values}) == 1
+    Where the mesh does not say, a process is one.
+    """
+    if "node" in mesh.shape:
+        return mesh.shape["node"]
+    of = [device.process_index for device in mesh.devices[0, 0].flat]
+    in_a_row = of == sorted(of, key=of.index)
+    return len(set(of)) if in_a_row and len({of.count(process) for process in of}) == 1 else 1
 
 
 def _without_tables(routing: Tree) -> Tree:

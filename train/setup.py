@@ -11,9 +11,9 @@ import optax
 
 from dualpipe_jax.engine import Pipeline
 from dualpipe_jax.inspect import recommended_compiler_options, tpu_generation
-from dualpipe_jax.parallel import EP, make_mesh
+from dualpipe_jax.parallel import make_mesh
 from dualpipe_jax.schedule import Schedule
-from models import placed_specs
+from models.placement import expert_axis, placed_specs
 from train.config import ConfigError, TrainConfig, make_schedule
 from train.data import Batch, Corpus, open_corpus
 from train.devices import num_devices, too_few_devices
@@ -72,7 +72,7 @@ def prepare(config: TrainConfig) -> Run:
     refuse_idle(mesh, jax.process_count())
     model = make_model(config, schedule, corpus.vocab)
     num_slots = slots_of(config, model.config.num_experts)
-    specs = model.param_specs if num_slots is None else placed_specs(model.param_specs, EP)
+    specs = model.param_specs if num_slots is None else placed_specs(model.param_specs, expert_axis(mesh))
     pipeline = Pipeline(
         model.staged,
         schedule,

@@ -28,6 +28,9 @@ from numpy.typing import ArrayLike
 
 from dualpipe_jax.parallel.expert import by_expert
 
+Axis = str | tuple[str, ...]
+"""The name of a mesh axis, or names of several that are taken as one, the first varying slowest."""
+
 
 def share_copies(held: ArrayLike, num_experts: int, *, num_nodes: int = 1, near: bool = True) -> np.ndarray:
     """Say for each device which copies of an expert its tokens take in turn.
@@ -118,7 +121,7 @@ def choose_copies(topk_TK: Array, copies_EX: Array) -> Array:
 
 
 @jax.named_scope("sum_copies")
-def sum_copies(gradient_S: Array, held_NS: Array, num_experts: int, axis_name: str) -> Array:
+def sum_copies(gradient_S: Array, held_NS: Array, num_experts: int, axis_name: Axis) -> Array:
     """Give every copy of an expert the sum of all copies' gradients, the same to the last bit.
 
     A device sends as many experts as there are redundant ones, N * S - E, in one all-reduce; nothing where there are
@@ -128,7 +131,7 @@ def sum_copies(gradient_S: Array, held_NS: Array, num_experts: int, axis_name: s
       gradient_S: [S, ...], of the experts in this device's slots.
       held_NS: int32, the whole table.
       num_experts: E.
-      axis_name: the mesh axis the experts lie on.
+      axis_name: the mesh axis (or axes) the experts lie on.
 
     """
     N, S = held_NS.shape
@@ -221,14 +224,14 @@ def _fetches(held: np.ndarray, wanted: np.ndarray) -> Iterator[tuple[int, int, i
 
 
 @jax.named_scope("move_experts")
-def move_experts(rows_S: Array, send_NW: Array, take_S: Array, axis_name: str) -> Array:
+def move_experts(rows_S: Array, send_NW: Array, take_S: Array, axis_name: Axis) -> Array:
     """Bring what belongs to experts from one table to another: one all_to_all, none if devices have all they need.
 
     Args:
       rows_S: [S, ...], of the experts in this device's slots.
       send_NW: int32, this device's part of ``Moves.send``.
       take_S: int32 [S'], this device's part of ``Moves.take``.
-      axis_name: the mesh axis the experts lie on.
+      axis_name: the mesh axis (or axes) the experts lie on.
 
     Returns:
       [S', ...].
