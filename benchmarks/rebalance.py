@@ -4,7 +4,7 @@ The default text and model, two layers of it, with nothing that balances its rou
 row is a run by the trainer's own command on four devices of ep; one that is finished is not trained again. Figures are
 means of the last half of its steps.
 
-    scripts/bench rebalance              # seven runs of 80 steps: a few minutes on two cores
+    scripts/bench rebalance              # five runs of 80 steps: a few minutes on two cores
 """
 
 import argparse
@@ -24,15 +24,12 @@ from dualpipe_jax.parallel import capacity_for
 EP, MICROBATCHES, SIZE, SEQUENCE, LAYERS = 4, 2, 16, 64, 2
 MOVED, COPIED = ("--rebalance-every", "10"), ("--rebalance-every", "10", "--redundant-experts", "4")
 ROOM = ("--dispatch", "capacity", "--capacity-factor", "1.5")
-PAIRS = ("--capacity-factor", "1.5")
 ARMS = {
     "dropless, in order": (),
     "dropless, moved": MOVED,
     "dropless, moved, 4 redundant": COPIED,
     "capacity 1.5, in order": ROOM,
     "capacity 1.5, moved, 4 redundant": (*ROOM, *COPIED),
-    "bounded 1.5, in order": PAIRS,
-    "bounded 1.5, moved, 4 redundant": (*PAIRS, *COPIED),
 }
 """What the table says -> options of the trainer."""
 SHARED = (
