@@ -15,10 +15,11 @@ from typing import Any
 
 import tyro
 
-from dualpipe_jax.command.output import Table, show
+from dualpipe_jax.command.output import show
 from dualpipe_jax.command.overlap import study
 from dualpipe_jax.command.program import Program
-from dualpipe_jax.schedule.formats.numbers import percent
+from dualpipe_jax.present.numbers import percent
+from dualpipe_jax.present.table import Table
 
 _V2_LITE = Program("v2-lite", layers_per_stage=2, sequence=2048)
 _CHANGE = ("num_dense_layers=0", "num_shared_experts=1", "vocab=1024", "top_k=8")

@@ -11,7 +11,8 @@ import time
 
 from dualpipe_jax.schedule import ALL_SCHEDULES, CostModel, Schedule, dualpipe, simulate
 from dualpipe_jax.schedule.lowering.flat import flatten, topological
-from dualpipe_jax.schedule.lowering.lower import Keeps, lower, tabulate
+from dualpipe_jax.schedule.lowering.lower import lower, tabulate
+from dualpipe_jax.schedule.lowering.table import Keeps
 from dualpipe_jax.schedule.lowering.ticks import earliest
 from dualpipe_jax.schedule.validate import validate
 

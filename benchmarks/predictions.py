@@ -23,11 +23,11 @@ from bare_pair import CASES as NEAR_ONE
 from dualpipe_jax.command.child import Died
 from dualpipe_jax.command.dryrun import verdict
 from dualpipe_jax.command.options import SCHEDULES
-from dualpipe_jax.command.output import Table
 from dualpipe_jax.command.overlap import study
 from dualpipe_jax.inspect import MissingCompiler
+from dualpipe_jax.present.numbers import percent
+from dualpipe_jax.present.table import Table
 from dualpipe_jax.schedule.costs import stages_a_share
-from dualpipe_jax.schedule.formats.numbers import percent
 
 NAMES = ("dualpipe", "dualpipe_v", "one_f_one_b", "zb_v")
 CASES = NEAR_ONE | {

@@ -71,8 +71,7 @@ def _refer(given: list[str]) -> None:
 def _run(asked: Callable[..., Any], name: str, given: list[str]) -> int:
     import tyro
 
-    from dualpipe_jax.command.child import Died
-    from dualpipe_jax.command.options import NothingFits
+    from dualpipe_jax.command.options import Died, NothingFits
     from dualpipe_jax.schedule import ScheduleError
 
     try:

@@ -11,8 +11,9 @@ import pytest
 ROOT = Path(__file__).parent.parent
 
 MAY_IMPORT = {
-    "dualpipe_jax.schedule": (),
-    "dualpipe_jax.balance": (),
+    "dualpipe_jax.present": (),
+    "dualpipe_jax.schedule": ("dualpipe_jax.present",),
+    "dualpipe_jax.balance": ("dualpipe_jax.present",),
     "dualpipe_jax.parallel": (),
     "dualpipe_jax.split": (),
     "dualpipe_jax.contract": (),
@@ -25,7 +26,7 @@ MAY_IMPORT = {
         "dualpipe_jax.split",
         "dualpipe_jax.pair",
     ),
-    "dualpipe_jax.inspect": (),
+    "dualpipe_jax.inspect": ("dualpipe_jax.present",),
     "dualpipe_jax.worker": (),
     "dualpipe_jax.probe": (
         "dualpipe_jax.schedule",
@@ -37,6 +38,7 @@ MAY_IMPORT = {
         "dualpipe_jax.worker",
     ),
     "dualpipe_jax.command": (
+        "dualpipe_jax.present",
         "dualpipe_jax.schedule",
         "dualpipe_jax.balance",
         "dualpipe_jax.inspect",
@@ -113,11 +115,28 @@ def test_the_ground_floor_needs_only_python_and_numpy(part):
     assert not foreign
 
 
+def test_importing_what_others_are_shown_by_loads_the_standard_library_alone():
+    code = "import sys; before = {*sys.modules}; import dualpipe_jax.present.numbers, dualpipe_jax.present.table, "
+    code += "dualpipe_jax.present.figure; print(*{m.split('.')[0] for m in {*sys.modules} - before})"
+    loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert {*loaded.split()} <= {*sys.stdlib_module_names, "dualpipe_jax"}
+
+
 @pytest.mark.parametrize("part", NUMPY_ONLY)
 def test_importing_the_ground_floor_loads_no_jax(part):
     code = f"import sys, {part}; print(*sorted({{m.split('.')[0] for m in sys.modules}}))"
     loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert not {"jax", "jaxlib", "flax", "optax", "matplotlib", "scipy"} & set(loaded.split())
+
+
+@pytest.mark.parametrize("name", ["show", "compare", "search"])
+def test_the_help_of_a_subcommand_about_schedules_loads_no_numpy(name):
+    code = "import sys\nfrom dualpipe_jax.__main__ import main\ntry:\n    main([sys.argv[1], '--help'])\n"
+    code += "except SystemExit:\n    print(*{m.split('.')[0] for m in sys.modules}, file=sys.stderr)"
+    loaded = subprocess.run(
+        [sys.executable, "-c", code, name], capture_output=True, text=True, check=True
+    ).stderr
+    assert "tyro" in loaded.split() and not {"numpy", "jax", "matplotlib", "scipy"} & {*loaded.split()}
 
 
 def test_nobody_changes_jax_config_at_import():

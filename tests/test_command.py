@@ -13,6 +13,7 @@ from rich.console import Console
 import dualpipe_jax
 from dualpipe_jax.__main__ import COMMANDS, main, options_of
 from dualpipe_jax.command.drawing import draw
+from dualpipe_jax.present.numbers import Units
 from dualpipe_jax.schedule import (
     ALL_SCHEDULES,
     CostModel,
@@ -29,7 +30,6 @@ from dualpipe_jax.schedule import (
     zb_h1,
 )
 from dualpipe_jax.schedule.formats.json_text import from_json
-from dualpipe_jax.schedule.formats.numbers import Units
 
 NAMES = [recipe.__name__ for recipe in ALL_SCHEDULES]
 RECIPES = dict(zip(NAMES, ALL_SCHEDULES, strict=True))

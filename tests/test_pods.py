@@ -94,7 +94,7 @@ def test_overlap_prints_what_hides_what(answered, capsys):
     out = capsys.readouterr().out
     assert "tiny, dualpipe, pp 2 x ep 2 on v5e:4x4 (16 devices)" in out
     assert "hidden: 99.0 % of 1.00 M cycles of all-to-all (enough: 97 % asked for)" in out
-    assert "sends: 2 in flight beside it, 0.0 k of 200.0 k exposed" in out
+    assert "sends: 2 in flight beside it, 0 of 200.00 k exposed" in out
     assert "in a loop: 1\n  bf16[5,8] pair/copied" in out
     assert "pair: 3.00 M cycles, 1.003 of the larger" in out and "0.750 of their sum" in out
     ((module, request, environment, title),) = answered

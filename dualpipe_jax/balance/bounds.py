@@ -2,6 +2,8 @@
 
 import numpy as np
 
+from dualpipe_jax.balance.loads import HAIR
+
 _HALVINGS = 24
 
 _PARTS = 3
@@ -75,7 +77,7 @@ def _may_reach(relative: np.ndarray, limit: np.ndarray, num_devices: int, num_sl
     for window in relative[:, possible]:
         least = np.concatenate([window / most, np.zeros((rows, 1))], -1)
         shares = np.repeat(least.ravel(), counts).reshape(rows, slots)
-        reached &= packing_bound(shares, num_devices) <= limit[possible] * (1 + 1e-12)
+        reached &= packing_bound(shares, num_devices) <= limit[possible] * (1 + HAIR)
         for parts in range(2, min(num_slots, _PARTS) + 1):
             large = _fewest_large(window, needed, spare, limit[possible] / parts)
             reached &= large <= (parts - 1) * num_devices + 1e-9
@@ -89,8 +91,8 @@ def _fewest_large(load: np.ndarray, needed: np.ndarray, spare: np.ndarray, size:
     An expert's needed copies are large until there are so many more that none is. The spare ones go where they spare
     most large copies each; the last may go in parts, which makes this a bound.
     """
-    large = load / needed > size[:, None] * (1 + 1e-12)
-    cost = np.where(large, np.ceil(load / size[:, None] * (1 - 1e-12)) - needed, 0.0)
+    large = load / needed > size[:, None] * (1 + HAIR)
+    cost = np.where(large, np.ceil(load / size[:, None] * (1 - HAIR)) - needed, 0.0)
     spared = np.where(large, needed, 0)
     order = np.argsort(cost / needed, -1)
     cost, spared = np.take_along_axis(cost, order, -1), np.take_along_axis(spared, order, -1)
@@ -101,5 +103,5 @@ def _fewest_large(load: np.ndarray, needed: np.ndarray, spare: np.ndarray, size:
 
 def copies_needed(relative: np.ndarray, limit: np.ndarray) -> np.ndarray:
     """Int64 [layers, experts]: copies that make each at most the limit [layers], in all windows; at least one."""
-    ratio = relative.max(0) / limit[:, None] * (1 - 1e-12)
+    ratio = relative.max(0) / limit[:, None] * (1 - HAIR)
     return np.maximum(np.ceil(np.minimum(ratio, 2**40)), 1).astype(np.int64)

@@ -3,6 +3,9 @@
 import numpy as np
 from numpy.typing import ArrayLike
 
+HAIR = 1e-12
+"""Loads, over the mean device's, that differ by less are the same: sums in another order."""
+
 
 def checked(loads: ArrayLike, who: str = "balance") -> np.ndarray:
     """Loads as float64 [windows, layers, experts]; [layers, experts] is one window.

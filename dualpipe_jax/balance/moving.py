@@ -2,6 +2,7 @@
 
 import numpy as np
 
+from dualpipe_jax.balance.loads import HAIR
 from dualpipe_jax.balance.pack import Packed, count_copies
 from dualpipe_jax.balance.placement import count_moves
 from dualpipe_jax.balance.steps import improve
@@ -103,7 +104,7 @@ def _spend(moves: np.ndarray, peaks: np.ndarray, budget: int, move_cost: float) 
     while True:
         row = np.arange(len(chosen))
         more, gain = moves - moves[chosen, row], peaks[chosen, row] - peaks
-        fits = (more > 0) & (more <= budget - moves[chosen, row].sum()) & (gain > 1e-12)
+        fits = (more > 0) & (more <= budget - moves[chosen, row].sum()) & (gain > HAIR)
         rate = np.where(fits, gain / np.maximum(more, 1), 0.0)
         option, layer = np.unravel_index(rate.argmax(), rate.shape)
         if rate[option, layer] <= move_cost:

@@ -7,8 +7,9 @@ import dataclasses
 
 import numpy as np
 
+from dualpipe_jax.balance.loads import HAIR
+
 _PAIR_TURNS = 6
-_LEAST_GAIN = 1e-12
 
 
 def pack(relative: np.ndarray, counts: np.ndarray, num_devices: int) -> np.ndarray:
@@ -229,7 +230,7 @@ def _swap_pairs(packed: Packed, turn: int) -> None:
     left, i, j = packed.best_swaps(one, other)
     now = np.take_along_axis(packed.peak, one, -1)
     now = np.maximum(now, np.take_along_axis(packed.peak, other, -1))
-    gains = np.nonzero(left < now - _LEAST_GAIN)
+    gains = np.nonzero(left < now - HAIR)
     packed.swap(gains[0], one[gains], i[gains], other[gains], j[gains])
 
 
@@ -244,7 +245,7 @@ def _relieve(packed: Packed) -> np.ndarray:
     others = (heaviest[:, None] + np.arange(1, devices)) % devices
     left, i, j = packed.best_swaps(heaviest[:, None], others)
     which = left.argmin(-1)
-    gains = np.flatnonzero(left[layer, which] < peak[layer, heaviest] - _LEAST_GAIN)
+    gains = np.flatnonzero(left[layer, which] < peak[layer, heaviest] - HAIR)
     at = gains, which[gains]
     packed.swap(gains, heaviest[gains], i[at], others[at], j[at])
     found = np.zeros(layers, bool)

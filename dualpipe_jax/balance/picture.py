@@ -8,11 +8,11 @@ from numpy.typing import ArrayLike
 
 from dualpipe_jax.balance.loads import checked
 from dualpipe_jax.balance.placement import Placement
+from dualpipe_jax.present.figure import FAINT, INK, new_figure, save
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-_INK, _FAINT = "#1c1c22", "#8a8a94"
 _COLOURS = "#414ac7", "#98a8fc", "#ffffff", "#ffcc70", "#d77400", "#5a2d00"
 """Those of the schedules' pictures: blue below the mean, white at it, orange above, brown at the scale's end."""
 _WIDTH, _LEFT, _GAP, _RIGHT, _HEAD, _FOOT = 10.0, 0.6, 0.25, 0.9, 0.85, 0.5  # inches
@@ -43,23 +43,13 @@ def plot(
       ValueError: if the path ends in neither .svg nor .png.
       ModuleNotFoundError: without matplotlib; says how to install it.
     """
-    if path is not None and Path(path).suffix.lower() not in (".svg", ".png"):
-        raise ValueError(
-            f"plot: cannot tell a format from {str(path)!r}; end the name in .svg or .png, "
-            f"such as {Path(path).stem + '.svg'!r}"
-        )
-    try:
-        from matplotlib.colors import LinearSegmentedColormap, TwoSlopeNorm
-        from matplotlib.figure import Figure
-    except ModuleNotFoundError as error:
-        raise ModuleNotFoundError(
-            "plot draws with matplotlib, which is not installed; run: pip install matplotlib"
-        ) from error
     windows = checked(loads, "plot")
     maps = [_relative(windows, placement) for placement in (before, after)]
     height = min(max(0.1 * len(maps[0]), 1.2), 6.0)
     whole = _HEAD + height + _FOOT
-    figure = Figure(figsize=(_WIDTH, whole), dpi=160, facecolor="white")
+    figure = new_figure(_WIDTH, whole, path)
+    from matplotlib.colors import LinearSegmentedColormap, TwoSlopeNorm
+
     across = (_WIDTH - _LEFT - _GAP - _RIGHT) / 2
     colours = LinearSegmentedColormap.from_list(
         "load", list(zip((0, 0.25, 0.5, 0.65, 0.85, 1), _COLOURS, strict=True))
@@ -73,28 +63,26 @@ def plot(
         axes.set_title(
             f"{name}: max/mean {peak.mean():.4f}, worst layer {peak.max():.4f}",
             size=9,
-            color=_INK,
+            color=INK,
             loc="left",
         )
-        axes.set_xlabel("device", size=8.5, color=_INK)
-        axes.tick_params(labelsize=7.5, colors=_INK, length=2)
+        axes.set_xlabel("device", size=8.5, color=INK)
+        axes.tick_params(labelsize=7.5, colors=INK, length=2)
         axes.locator_params(integer=True)
         if at:
             axes.tick_params(labelleft=False)
         else:
-            axes.set_ylabel("layer", size=8.5, color=_INK)
+            axes.set_ylabel("layer", size=8.5, color=INK)
         for side in axes.spines.values():
-            side.set_color(_FAINT)
+            side.set_color(FAINT)
     place = ((_WIDTH - _RIGHT + 0.15) / _WIDTH, _FOOT / whole, 0.13 / _WIDTH, height / whole)
     bar = figure.colorbar(image, cax=figure.add_axes(place), extend="max")
-    bar.ax.tick_params(labelsize=7.5, colors=_INK, length=2)
-    bar.outline.set_edgecolor(_FAINT)  # type: ignore[operator]
+    bar.ax.tick_params(labelsize=7.5, colors=INK, length=2)
+    bar.outline.set_edgecolor(FAINT)  # type: ignore[operator]
     title = f"Load of a device over the mean: {after.num_layers} layers x {after.num_experts} experts on "
     title += f"{after.num_devices} devices" + (f"; bound {bound:.4f}" if bound is not None else "")
-    figure.text(_LEFT / _WIDTH, 1 - 0.2 / whole, title, size=11, weight="bold", color=_INK, va="top")
-    if path is not None:
-        _save(figure, Path(path))
-    return figure
+    figure.text(_LEFT / _WIDTH, 1 - 0.2 / whole, title, size=11, weight="bold", color=INK, va="top")
+    return save(figure, path)
 
 
 def _relative(windows: np.ndarray, placement: Placement) -> np.ndarray:
@@ -102,12 +90,3 @@ def _relative(windows: np.ndarray, placement: Placement) -> np.ndarray:
     devices = placement.device_loads(windows)
     mean = devices.mean(-1, keepdims=True)
     return np.divide(devices, mean, out=np.ones_like(devices), where=mean > 0).max(0)
-
-
-def _save(figure: "Figure", path: Path) -> None:
-    """The same bytes for the same figure: no date, no random names."""
-    from matplotlib import rc_context
-
-    svg = path.suffix.lower() == ".svg"
-    with rc_context({"svg.hashsalt": "dualpipe_jax"}):
-        figure.savefig(path, metadata={"Date": None} if svg else None)

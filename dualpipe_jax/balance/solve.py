@@ -6,7 +6,7 @@ from numpy.typing import ArrayLike
 from dualpipe_jax.balance.bounds import lower_bound, packing_bound
 from dualpipe_jax.balance.copies import add_copies, nearby_counts, other_counts
 from dualpipe_jax.balance.groups import place_by_groups
-from dualpipe_jax.balance.loads import checked, relative
+from dualpipe_jax.balance.loads import HAIR, checked, relative
 from dualpipe_jax.balance.moving import replan
 from dualpipe_jax.balance.pack import Packed, count_copies, deal, pack, refine
 from dualpipe_jax.balance.placement import Layout, Placement
@@ -185,7 +185,7 @@ class _Search:
         found = refined(deal(load, flat, self.held.shape[1]), load, flat, self._close, _TURNS)
         peaks = found.peak.max(-1).reshape(len(layers), tries)
         best = peaks.argmin(-1)
-        better = peaks[row, best] < self._peak[layers] - 1e-12
+        better = peaks[row, best] < self._peak[layers] - HAIR
         self._idle[layers] = np.where(better, 0, self._idle[layers] + tries)
         self._peak[layers] = np.where(better, peaks[row, best], self._peak[layers])
         self.held[layers[better]] = found.held[(row * tries + best)[better]]

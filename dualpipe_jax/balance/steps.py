@@ -4,9 +4,8 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from dualpipe_jax.balance.loads import HAIR
 from dualpipe_jax.balance.pack import Packed, count_copies
-
-_LEAST_GAIN = 1e-12
 
 
 def improve(
@@ -53,15 +52,15 @@ def _step(
     swap_left, swap = _best_swap(packed, heaviest)
     copy_left, copy = _best_copy(packed, relative, counts, heaviest)
     swap_rate, copy_rate = (most - swap_left) / 2, most - copy_left
-    swaps = np.flatnonzero((swap_rate > _LEAST_GAIN) & (swap_rate >= copy_rate))
-    copies = np.flatnonzero((copy_rate > _LEAST_GAIN) & (swap_rate < copy_rate))
+    swaps = np.flatnonzero((swap_rate > HAIR) & (swap_rate >= copy_rate))
+    copies = np.flatnonzero((copy_rate > HAIR) & (swap_rate < copy_rate))
     device, i, j = (index[swaps] for index in swap)
     one = layers[swaps], heaviest[swaps], i
     other = layers[swaps], device, j
     held[one], held[other] = held[other], held[one]
     device, slot, expert = (index[copies] for index in copy)
     held[layers[copies], device, slot] = expert
-    return np.maximum(swap_rate, copy_rate) > _LEAST_GAIN
+    return np.maximum(swap_rate, copy_rate) > HAIR
 
 
 def _best_swap(packed: Packed, heaviest: np.ndarray) -> tuple[np.ndarray, tuple[np.ndarray, ...]]:

@@ -12,8 +12,9 @@ from dualpipe_jax.balance import Layout, Outlook, Placement, balance, outlook, r
 from dualpipe_jax.balance.placement import count_moves, read_placement
 from dualpipe_jax.command.loads import read_loads
 from dualpipe_jax.command.options import CommandError, Count
-from dualpipe_jax.command.output import Table, show, show_json
-from dualpipe_jax.schedule.formats.numbers import amount, percent
+from dualpipe_jax.command.output import show, show_json
+from dualpipe_jax.present.numbers import amount, percent
+from dualpipe_jax.present.table import Table
 
 V3_EXPERT = 3 * 7168 * 2048 * 2
 """Bytes of an expert of DeepSeek-V3: three matrices in bfloat16."""

@@ -10,8 +10,8 @@ from dualpipe_jax.command.given import Share
 from dualpipe_jax.command.options import Costs, Memory, Pipes
 from dualpipe_jax.command.output import show, show_json
 from dualpipe_jax.command.source import load
+from dualpipe_jax.present.numbers import percent
 from dualpipe_jax.schedule import Schedule, ScheduleError, simulate
-from dualpipe_jax.schedule.formats.numbers import percent
 
 
 @dataclasses.dataclass(frozen=True)

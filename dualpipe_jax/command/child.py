@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from dualpipe_jax.command.options import CommandError
+from dualpipe_jax.command.options import CommandError, Died
 from dualpipe_jax.worker import PARTIAL
 
 _EVERY = 15.0
@@ -28,19 +28,6 @@ _PATIENCE = 3.0
 
 Limit = Callable[[str], float]
 """Seconds that a stage may take, by its name."""
-
-
-class Died(RuntimeError):
-    """The process ended without an answer; says how, and its last words.
-
-    Attributes:
-      stage: what it was doing.
-      known: what it had found by then; empty if nothing.
-    """
-
-    def __init__(self, message: str, stage: str, known: dict[str, Any]):
-        super().__init__(message)
-        self.stage, self.known = stage, known
 
 
 class Hung(Died):

@@ -9,7 +9,7 @@ from dualpipe_jax.command.compare import Row, rows_of, tabulate
 from dualpipe_jax.command.given import Given, Share
 from dualpipe_jax.command.options import Costs, Memory, NothingFits, Number, Shape, limit_of, recipes
 from dualpipe_jax.command.output import Reasons, show, show_json, waiting
-from dualpipe_jax.schedule.formats.numbers import describe
+from dualpipe_jax.schedule.formats.costs_text import describe
 
 if TYPE_CHECKING:
     from dualpipe_jax.schedule.optimize.choose import Candidate
@@ -59,7 +59,7 @@ class Choose:
         elif rows:
             show(given, tabulate(rows, share), *([Reasons("refused:", refused)] if refused else []))
         if not rows:
-            raise NothingFits(Reasons(f"no schedule fits {given}:", refused).plain())
+            raise NothingFits(Reasons(f"no schedule fits {given}:", refused))
         return 0
 
     def candidates(self, limit: float) -> "tuple[Candidate, ...]":

@@ -5,16 +5,16 @@ import math
 from collections.abc import Callable, Iterable
 from typing import Annotated, Any, Literal
 
-import numpy as np
 import tyro
 
 from dualpipe_jax.command.given import Share
 from dualpipe_jax.command.options import Costs, Count, Memory, NothingFits, Pipes, Shape
-from dualpipe_jax.command.output import Reasons, Table, show, show_json
+from dualpipe_jax.command.output import Reasons, show, show_json
 from dualpipe_jax.command.source import schedules_of
+from dualpipe_jax.present.numbers import number, percent
+from dualpipe_jax.present.table import Table
 from dualpipe_jax.schedule import CostModel, MemoryModel, Schedule, simulate
-from dualpipe_jax.schedule.formats.numbers import describe, number, percent
-from dualpipe_jax.schedule.optimize.bounds import lower_bound
+from dualpipe_jax.schedule.formats.costs_text import describe
 from dualpipe_jax.schedule.simulate import jittered
 
 JITTER_RUNS = 200
@@ -54,10 +54,11 @@ class Row:
         jitter: float = 0.0,
     ) -> "Row":
         """Simulate a schedule under a whole rank's costs and sizes; a limit of memory raises the bound."""
+        from dualpipe_jax.schedule import lower_bound
+
         timeline = simulate(schedule, costs.for_schedule(schedule))
         other = simulate(schedule, other_send(costs).for_schedule(schedule)).makespan
         free, real = (other, timeline.makespan) if costs.dearest_send else (timeline.makespan, other)
-        spread = jittered(schedule, costs.for_schedule(schedule), jitter, JITTER_RUNS) if jitter else None
         counts = schedule.num_ranks, schedule.num_microbatches
         bound = lower_bound(*counts, costs, limit, placement=schedule.placement, memory=sizes)
         return cls(
@@ -65,7 +66,7 @@ class Row:
             timeline.makespan,
             free,
             real,
-            None if spread is None else tuple(map(float, np.quantile(spread, (0.5, 0.95)))),  # type: ignore[arg-type]
+            _quantiles(schedule, costs.for_schedule(schedule), jitter) if jitter else None,
             timeline.bubble,
             timeline.makespan / bound - 1 if bound else 0.0,
             max(timeline.idle),
@@ -128,7 +129,7 @@ class Compare:
         share = remembered.under(self.costs, self.memory)
         if not schedules:
             asked = f"{self.ranks} ranks, {self.microbatches} microbatches"
-            raise NothingFits(Reasons(f"no schedule takes {asked}:", refused).plain())
+            raise NothingFits(Reasons(f"no schedule takes {asked}:", refused))
         ranks, microbatches = schedules[0].num_ranks, schedules[0].num_microbatches
         rows = rows_of(schedules, share, refused, jitter=self.jitter)
         given = f"{ranks} ranks, {microbatches} microbatches, {describe(share.costs, share.units)}"
@@ -147,6 +148,8 @@ class Compare:
 
 def _facts(counts: tuple[int, int], share: Share, rows: list[Row], refused: dict[str, str]) -> dict[str, Any]:
     """What the table says, for programs."""
+    from dualpipe_jax.schedule import lower_bound
+
     return {
         "ranks": counts[0],
         "microbatches": counts[1],
@@ -156,6 +159,14 @@ def _facts(counts: tuple[int, int], share: Share, rows: list[Row], refused: dict
         "schedules": [dataclasses.asdict(row) for row in rows],
         "refused": refused,
     }
+
+
+def _quantiles(schedule: Schedule, costs: CostModel, jitter: float) -> tuple[float, float]:
+    """The median and the 95th percentile of the makespan."""
+    import numpy as np
+
+    median, late = np.quantile(jittered(schedule, costs, jitter, JITTER_RUNS), (0.5, 0.95))
+    return float(median), float(late)
 
 
 def tabulate(rows: list[Row], share: Share, best: int = 0) -> Table:

@@ -6,11 +6,13 @@ from typing import Annotated, Any
 import tyro
 
 from dualpipe_jax.command.options import CommandError, Costs, Count, Memory, Pipes, Shape
-from dualpipe_jax.command.output import Table, show, show_json
+from dualpipe_jax.command.output import show, show_json
 from dualpipe_jax.command.source import schedules_of
+from dualpipe_jax.present.numbers import number
+from dualpipe_jax.present.table import Table
 from dualpipe_jax.schedule import Slot, simulate
 from dualpipe_jax.schedule.difference import Parting, partings
-from dualpipe_jax.schedule.formats.numbers import describe, number
+from dualpipe_jax.schedule.formats.costs_text import describe
 
 
 @dataclasses.dataclass(frozen=True)

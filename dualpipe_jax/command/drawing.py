@@ -14,6 +14,7 @@ from rich.text import Text
 
 from dualpipe_jax.schedule import Op, Placement, Slot, Timeline
 from dualpipe_jax.schedule.formats.colours import colours, is_dark, num_shades, shade, shade_names
+from dualpipe_jax.schedule.formats.text import column_at
 
 
 class Block(NamedTuple):
@@ -80,16 +81,17 @@ def _blocks(timeline: Timeline, brief: bool) -> list[list[Block]]:
         for stage in range(placement.num_stages)
     }
 
-    def column(time: float) -> int:
-        return math.floor(time * scale + 1e-6)
-
     def blocks(slot: Slot, start: int, end: int) -> Iterator[Block]:
         cuts = [start, end] if len(slot) == 1 else [start, (start + end) // 2, end]
         for action, label, (left, right) in zip(slot, labels[slot], itertools.pairwise(cuts), strict=True):
             yield Block(left, right - (right == end), label, styles[action.op, action.stage])
 
     return [
-        [block for slot, a, b in zip(*row, strict=True) for block in blocks(slot, column(a), column(b))]
+        [
+            block
+            for slot, start, end in zip(*row, strict=True)
+            for block in blocks(slot, column_at(start, scale), column_at(end, scale))
+        ]
         for row in zip(schedule.orders, timeline.starts, timeline.ends, strict=True)
     ]
 

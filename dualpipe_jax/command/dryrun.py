@@ -8,10 +8,11 @@ from typing import Annotated, Any, Literal
 import tyro
 
 from dualpipe_jax.command.options import CommandError
-from dualpipe_jax.command.output import Table, show, show_json
-from dualpipe_jax.command.overlap import cycles, study, units
+from dualpipe_jax.command.output import show, show_json
+from dualpipe_jax.command.overlap import study, units
 from dualpipe_jax.command.program import Files, Program, RatesFile
-from dualpipe_jax.schedule.formats.numbers import percent
+from dualpipe_jax.present.numbers import format_cycles, gib, percent
+from dualpipe_jax.present.table import Table
 
 _ASSUMED = {
     "I": "an input gradient takes two thirds of a whole backward, a weight gradient the rest",
@@ -111,7 +112,7 @@ def _report(found: dict[str, Any], rates: Path | None) -> list[str | Table]:
         f"parameters: {parameters['total'] / 1e9:.2f} G, {parameters['active'] / 1e9:.2f} G active, "
         f"{parameters['device'] / 1e9:.3f} G a device\n",
         _memory_table(memory),
-        f"\n{'fits' if memory['fits'] else 'DOES NOT FIT'}: {_gib(memory['needed'])} of {_gib(memory['limit'])} GiB "
+        f"\n{'fits' if memory['fits'] else 'DOES NOT FIT'}: {gib(memory['needed'])} of {gib(memory['limit'])} GiB "
         f"a device, {percent(memory['needed'] / memory['limit'])}",
     ]
     if "out_of_memory" in compiled:
@@ -138,7 +139,7 @@ def _schedules_table(schedules: list[dict[str, Any]]) -> Table:
             *(
                 ("", "", "")
                 if row["seconds"] is None
-                else (f"{row['seconds']:.4g}", percent(row["mfu"]), _gib(row["memory"]))
+                else (f"{row['seconds']:.4g}", percent(row["mfu"]), gib(row["memory"]))
             ),
             row["refused"],
         )
@@ -149,14 +150,14 @@ def _schedules_table(schedules: list[dict[str, Any]]) -> Table:
 
 def _memory_table(memory: dict[str, Any]) -> Table:
     rows = [
-        (_WORDS[kind], _gib(size), percent(size / memory["limit"])) for kind, size in memory["kinds"].items()
+        (_WORDS[kind], gib(size), percent(size / memory["limit"])) for kind, size in memory["kinds"].items()
     ]
-    rows.append(("counted", _gib(memory["total"]), percent(memory["total"] / memory["limit"])))
+    rows.append(("counted", gib(memory["total"]), percent(memory["total"] / memory["limit"])))
     if memory["beyond"] is not None:
         rows.append(
             (
                 "beyond it, by the compiler",
-                _gib(memory["beyond"]),
+                gib(memory["beyond"]),
                 percent(memory["beyond"] / memory["limit"]),
             )
         )
@@ -167,12 +168,8 @@ def _step(step: dict[str, Any]) -> list[str]:
     bound = "at least " if step["lower_bound"] else ""
     share = "at most " if step["lower_bound"] else ""
     return [
-        f"step: {bound}{step['seconds']:.3g} s, {cycles(step['cycles'])} cycles "
-        f"({cycles(step['ideal_cycles'])} in the ideal order)",
+        f"step: {bound}{step['seconds']:.3g} s, {format_cycles(step['cycles'])} cycles "
+        f"({format_cycles(step['ideal_cycles'])} in the ideal order)",
         f"{step['tokens']} tokens, {step['tokens_per_second']:.4g} a second",
         f"MFU: {share}{percent(step['mfu'])} of the published peak",
     ]
-
-
-def _gib(size: float) -> str:
-    return f"{size / 2**30:.2f}"

@@ -10,10 +10,12 @@ from typing import Any, Literal
 
 from dualpipe_jax.command.given import ENTRY, Share
 from dualpipe_jax.command.options import CommandError
-from dualpipe_jax.command.output import Table, in_terminal, together
+from dualpipe_jax.command.output import in_terminal
+from dualpipe_jax.present.numbers import number, percent, together
+from dualpipe_jax.present.table import Table
 from dualpipe_jax.schedule import MemoryModel, Timeline, format_grid
 from dualpipe_jax.schedule.blame import Link
-from dualpipe_jax.schedule.formats.numbers import describe, number, percent
+from dualpipe_jax.schedule.formats.costs_text import describe
 
 Format = Literal["text", "csv", "json", "trace", "svg", "png", "html"]
 PICTURES = "svg", "png", "html"
@@ -97,7 +99,7 @@ def summary(timeline: Timeline, share: Share) -> tuple[str, Table]:
 
 def _text(timeline: Timeline, share: Share) -> str:
     line, table = summary(timeline, share)
-    below = f"{line}\ncost of a stage: {describe(timeline.costs, share.units)}\n{table.plain()}"
+    below = f"{line}\ncost of a stage: {describe(timeline.costs, share.units)}\n{table}"
     comments = "\n".join(f"# {row}" for row in below.splitlines())
     return f"{format_grid(timeline.schedule, timeline.costs)}\n{comments}\n{share.line()}"
 

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from dualpipe_jax.command.options import CommandError, Costs, Memory
+from dualpipe_jax.present.numbers import Units
 from dualpipe_jax.schedule import CostModel, MemoryModel
-from dualpipe_jax.schedule.formats.numbers import Units
 
 ENTRY = "of_a_share"
 """Where a schedule's file keeps them."""

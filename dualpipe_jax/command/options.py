@@ -32,6 +32,19 @@ class NothingFits(Exception):
     """The command was asked rightly, and nothing answers."""
 
 
+class Died(RuntimeError):
+    """The process ended without an answer; says how, and its last words.
+
+    Attributes:
+      stage: what it was doing.
+      known: what it had found by then; empty if nothing.
+    """
+
+    def __init__(self, message: str, stage: str, known: dict[str, Any]):
+        super().__init__(message)
+        self.stage, self.known = stage, known
+
+
 @dataclasses.dataclass(frozen=True)
 class Costs:
     """Time that a whole rank's share of the model takes for one microbatch, in any unit. Where a rank holds

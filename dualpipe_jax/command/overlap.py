@@ -9,9 +9,10 @@ from typing import Annotated, Any
 import tyro
 
 from dualpipe_jax.command.options import CommandError
-from dualpipe_jax.command.output import Table, show, show_json
+from dualpipe_jax.command.output import show, show_json
 from dualpipe_jax.command.program import Files, Program, RatesFile
-from dualpipe_jax.schedule.formats.numbers import percent
+from dualpipe_jax.present.numbers import format_cycles, percent
+from dualpipe_jax.present.table import Table
 
 _ENDINGS = ".svg", ".png", ".trace", ".hlo", ".txt"
 
@@ -135,9 +136,9 @@ def collectives(compiled: dict[str, Any]) -> Table:
             row["direction"],
             row["form"],
             f"{row['payload'] / 2**20:.1f}",
-            cycles(row["duration"]),
-            cycles(row["exposed"]),
-            "?" if row["hidden"] is None else percent(row["hidden"]),
+            format_cycles(row["duration"]),
+            format_cycles(row["exposed"]),
+            percent(row["hidden"]),
             str(row["opposite_matmuls"]),
         )
         for row in compiled["all_to_alls"]
@@ -151,22 +152,12 @@ def units(compiled: dict[str, Any]) -> Table:
     rows = [
         (
             name,
-            *(cycles(unit[part]) for part in ("cycles", "computation", "communication", "exposed")),
+            *(format_cycles(unit[part]) for part in ("cycles", "computation", "communication", "exposed")),
             *("" if unit[part] is None else f"{unit[part]:.3f}" for part in ("over_limit", "over_sum")),
         )
         for name, unit in compiled["units"].items()
     ]
     return Table(head, tuple(rows))
-
-
-def cycles(count: float | None) -> str:
-    """Cycles in thousands, millions or billions."""
-    if count is None:
-        return "?"
-    letter, unit = next(
-        ((letter, unit) for letter, unit in (("G", 1e9), ("M", 1e6)) if count >= unit), ("k", 1e3)
-    )
-    return f"{count / unit:.2f} {letter}" if letter != "k" else f"{count / unit:.1f} k"
 
 
 def _title(found: dict[str, Any]) -> str:
@@ -182,16 +173,17 @@ def _sentences(compiled: dict[str, Any], at_least: float, enough: bool) -> list[
     copied = [copy for copy in compiled["copies"] if copy["of_state"]]
     hidden = "an unknown share" if totals["hidden"] is None else percent(totals["hidden"])
     lines = [
-        f"hidden: {hidden} of {cycles(totals['cycles'])} cycles of all-to-all "
+        f"hidden: {hidden} of {format_cycles(totals['cycles'])} cycles of all-to-all "
         f"({'enough' if enough else 'too little'}: {at_least:g} % asked for)",
-        f"sends: {sends['count']} in flight beside it, {cycles(sends['exposed'])} of {cycles(sends['cycles'])} exposed",
+        f"sends: {sends['count']} in flight beside it, {format_cycles(sends['exposed'])} of "
+        f"{format_cycles(sends['cycles'])} exposed",
     ]
     if compiled["what"] != "text":  # of which nobody knows what its slots, sums and parameters are
         lines.append(f"copies of slots, sums or parameters in a loop: {len(copied) or 'none'}")
         lines += [f"  {copy['array']} {copy['op_name']}" for copy in copied[:8]]
     if pair := compiled["units"].get("FB"):
         lines.append(
-            f"pair: {cycles(pair['cycles'])} cycles, {pair['over_limit']:.3f} of the larger of its computation "
+            f"pair: {format_cycles(pair['cycles'])} cycles, {pair['over_limit']:.3f} of the larger of its computation "
             f"and its communication, {pair['over_sum']:.3f} of their sum"
             + (f"; a lower bound, {pair['unpriced']} instructions have no price" if pair["unpriced"] else "")
         )

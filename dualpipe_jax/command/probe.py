@@ -10,7 +10,8 @@ from typing import Annotated, Any
 import tyro
 
 from dualpipe_jax.command.options import CommandError, Count
-from dualpipe_jax.command.output import Table, show, show_json
+from dualpipe_jax.command.output import show, show_json
+from dualpipe_jax.present.table import Table
 from dualpipe_jax.probe.findings import ALL, MEASURES, PERMUTE_INSIDE, outcome, rates_file, title, verdict
 
 _STARTING = 180.0

@@ -7,10 +7,12 @@ import tyro
 
 from dualpipe_jax.command.given import Given
 from dualpipe_jax.command.options import Costs, Memory
-from dualpipe_jax.command.output import Table, show, show_json
+from dualpipe_jax.command.output import show, show_json
 from dualpipe_jax.command.source import read_text
+from dualpipe_jax.present.numbers import Units, number, percent
+from dualpipe_jax.present.table import Table
+from dualpipe_jax.schedule.formats.costs_text import describe
 from dualpipe_jax.schedule.formats.measured import read_measured
-from dualpipe_jax.schedule.formats.numbers import Units, describe, number, percent
 from dualpipe_jax.schedule.replay import Replay, replay
 
 

@@ -13,10 +13,11 @@ from dualpipe_jax.command.formats import encode, format_of, write
 from dualpipe_jax.command.given import Given, Share
 from dualpipe_jax.command.options import Costs, Memory, NothingFits, Number, Output, limit_of
 from dualpipe_jax.command.output import in_terminal, show, show_json, waiting
+from dualpipe_jax.present.numbers import Units, percent
 from dualpipe_jax.schedule import ALL_SCHEDULES, CostModel, MemoryModel, Schedule, simulate
-from dualpipe_jax.schedule.costs import HAIR
+from dualpipe_jax.schedule.costs import HAIR, at_most
+from dualpipe_jax.schedule.formats.costs_text import describe
 from dualpipe_jax.schedule.formats.json_text import to_json
-from dualpipe_jax.schedule.formats.numbers import Units, describe, percent
 from dualpipe_jax.schedule.optimize.seeds import served
 
 
@@ -107,7 +108,7 @@ class Search:
         """The named schedules that fit the memory, the best first."""
         schedules = served(ALL_SCHEDULES, self.ranks, self.microbatches)
         rows = rows_of(schedules, share, {}, self.limit)
-        return by_merit(row for row in rows if row.memory <= self.limit * (1 + HAIR))
+        return by_merit(row for row in rows if at_most(row.memory, self.limit))
 
     def keep(self, found: Schedule, share: Share) -> None:
         """Write the schedule to the file, if there is to be one."""

@@ -11,9 +11,10 @@ from dualpipe_jax.command.given import Share
 from dualpipe_jax.command.options import CommandError, Costs, Count, Memory, Output, Pipes, Shape
 from dualpipe_jax.command.output import in_terminal, make_console, show
 from dualpipe_jax.command.source import schedule_of
+from dualpipe_jax.present.numbers import Units, number
 from dualpipe_jax.schedule import Timeline, simulate
 from dualpipe_jax.schedule.blame import Link, critical_path, why_idle
-from dualpipe_jax.schedule.formats.numbers import Units, describe, number
+from dualpipe_jax.schedule.formats.costs_text import describe
 
 
 @dataclasses.dataclass(frozen=True)

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from dualpipe_jax.schedule.lowering.lower import Keeps, Life
+from dualpipe_jax.schedule.lowering.table import Keeps, Life
 
 KEPT = ("residual_i", "residual_w", "stash")
 """What is kept, by who reads it: I alone; W, and perhaps I; W, from I."""

@@ -24,7 +24,8 @@ from dualpipe_jax.engine.varying import Vary
 from dualpipe_jax.parallel import DP, EP, PP
 from dualpipe_jax.schedule import CostModel, Schedule
 from dualpipe_jax.schedule.lowering.alone import units_alone
-from dualpipe_jax.schedule.lowering.lower import TickTable, forward_only, lower
+from dualpipe_jax.schedule.lowering.lower import forward_only, lower
+from dualpipe_jax.schedule.lowering.table import TickTable
 
 Outputs = Literal["none", "last_rank", "everywhere"]
 

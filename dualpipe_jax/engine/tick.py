@@ -31,7 +31,7 @@ from dualpipe_jax.engine.units import Row, State, Task
 from dualpipe_jax.engine.varying import Vary
 from dualpipe_jax.parallel.mesh import PP
 from dualpipe_jax.parallel.p2p import send
-from dualpipe_jax.schedule.lowering.lower import TickTable
+from dualpipe_jax.schedule.lowering.table import TickTable
 
 NEVER = np.iinfo(np.int32).max
 WATCHED = ("the stage's output", "a loss", "the gradient of the stage's input", "a gradient of parameters")

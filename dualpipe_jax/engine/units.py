@@ -17,7 +17,7 @@ from dualpipe_jax.engine.guard import pin
 from dualpipe_jax.engine.kinds import ForwardKind, Gradients, Kind, Slot
 from dualpipe_jax.engine.slots import Layout, read_slot, write_slot
 from dualpipe_jax.engine.trees import add_to
-from dualpipe_jax.schedule.lowering.lower import Stand, TickTable, Unit
+from dualpipe_jax.schedule.lowering.table import Stand, TickTable, Unit
 
 State = dict[str, Any]
 SCOPES = {"F": "forward", "B": "backward", "I": "backward_input", "W": "backward_weight", "FB": "pair"}

@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from dualpipe_jax.inspect.lanes import Stretch, part, rows, stretches
 from dualpipe_jax.inspect.report import Event, OverlapReport, sum_up
-from dualpipe_jax.inspect.table import format_share
+from dualpipe_jax.present.figure import FAINT, INK, POINTS, new_figure, save
+from dualpipe_jax.present.numbers import percent, scale
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -17,10 +18,9 @@ COLOURS = {"forward": "#ffcc70", "backward": "#98a8fc", "unknown": "#d3d3da"}
 
 _NAMES = {"forward": "forward", "backward": "backward", "unknown": "neither", "wait": "the core waits"}
 _SHORT = {"forward": "F", "backward": "B", "unknown": ""}
-_INK, _FAINT, _RED = "#1c1c22", "#8a8a94", "#c8102e"
+_RED = "#c8102e"
 _WIDTH, _LEFT, _RIGHT, _HEAD, _FOOT = 10.0, 1.3, 0.2, 0.82, 0.82  # inches
 _TALL, _ROW, _GAP = 0.62, 0.42, 0.1
-_POINTS = 72
 _LEAST = 1 / 400
 """Of the timeline: what is shorter is drawn with its neighbours."""
 
@@ -52,31 +52,20 @@ def plot(
       ValueError: if the path ends in neither .svg nor .png, or the clock is not above 0.
       ModuleNotFoundError: without matplotlib; says how to install it.
     """
-    if path is not None and Path(path).suffix.lower() not in (".svg", ".png"):
-        raise ValueError(
-            f"plot: cannot tell a format from {str(path)!r}; end the name in .svg or .png, "
-            f"such as {Path(path).stem + '.svg'!r}"
-        )
     if clock is not None and not clock > 0:
         raise ValueError(f"plot: clock={clock}; it must be above 0 hertz, such as 1.75e9")
     events = report.timeline(computation)
-    try:
-        from matplotlib.figure import Figure
-    except ModuleNotFoundError as error:
-        raise ModuleNotFoundError(
-            "plot draws with matplotlib, which is not installed; run: pip install matplotlib"
-        ) from error
     lanes = rows(events)
     inner = _TALL + (sum(map(len, lanes.values())) - 1) * (_GAP + _ROW)
     height = _HEAD + inner + _FOOT
-    figure = Figure(figsize=(_WIDTH, height), dpi=160, facecolor="white")
+    figure = new_figure(_WIDTH, height, path)
     across = _WIDTH - _LEFT - _RIGHT
     axes = figure.add_axes((_LEFT / _WIDTH, _FOOT / height, across / _WIDTH, inner / height))
     length = report.computations[computation].cycles or 1.0
-    letter, unit = _unit(length)
-    page = _Page(axes, unit, across * _POINTS / length)
+    letter, unit = scale(length)
+    page = _Page(axes, unit, across * POINTS / length)
     _draw_work(page, stretches(lanes.pop("compute")[0], _LEAST * length))
-    hidden = {c.name: format_share(c.hidden) for c in report.inside(computation)}
+    hidden = {c.name: percent(c.hidden) for c in report.inside(computation)}
     ticks = {_TALL / 2: "computation"}
     top = _TALL + _GAP
     for kind, lane in lanes.items():
@@ -89,9 +78,7 @@ def plot(
     facts, totals = _facts(report, computation), _totals(report, computation, clock)
     _write_head(figure, title or computation, facts, totals)
     _add_legend(figure, events)
-    if path is not None:
-        _save(figure, Path(path))
-    return figure
+    return save(figure, path)
 
 
 class _Page(NamedTuple):
@@ -121,14 +108,14 @@ def _draw_collectives(page: _Page, row: Sequence[Event], top: float, hidden: Map
         span = event.start / page.unit, (event.end - event.start) / page.unit
         style: dict[str, Any] = {
             "facecolors": COLOURS[event.direction],
-            "edgecolors": _INK,
+            "edgecolors": INK,
             "linewidths": 0.6,
         }
         page.axes.broken_barh([span], (top, _ROW), gid=f"{event.kind} {event.name}", **style)
         direction = _SHORT[event.direction]
         name = f"{part(event)} {direction}".strip()
         texts = f"{name or event.kind}, {hidden[event.name]} hidden", name, direction
-        _write(page, event, top + _ROW / 2, texts, size=8.0, color=_INK)
+        _write(page, event, top + _ROW / 2, texts, size=8.0, color=INK)
 
 
 def _write(
@@ -154,8 +141,8 @@ def _write(
 def _tidy(axes: "Axes", height: float, length: float, label: str) -> None:
     axes.set_xlim(0, length)
     axes.set_ylim(height, 0)
-    axes.set_xlabel(label, size=8.5, color=_INK)
-    axes.tick_params(labelsize=8.5, colors=_INK)
+    axes.set_xlabel(label, size=8.5, color=INK)
+    axes.tick_params(labelsize=8.5, colors=INK)
     axes.tick_params(axis="y", length=0)
     for side in ("top", "right", "left"):
         axes.spines[side].set_visible(False)
@@ -167,7 +154,7 @@ def _facts(report: OverlapReport, computation: str) -> str:
     words = []
     for kind in dict.fromkeys(c.kind for c in own):
         hidden = sum_up(kind, tuple(c for c in own if c.kind == kind)).hidden
-        words.append(f"{kind}: {format_share(hidden)} hidden")
+        words.append(f"{kind}: {percent(hidden)} hidden")
     spent = report.computations[computation]
     durations = [c.duration for c in own if c.duration is not None]
     larger = max(spent.work, sum(durations))
@@ -178,7 +165,7 @@ def _facts(report: OverlapReport, computation: str) -> str:
 
 def _totals(report: OverlapReport, computation: str, clock: float | None) -> str:
     spent = report.computations[computation]
-    letter, unit = _unit(spent.cycles)
+    letter, unit = scale(spent.cycles)
     words = [f"{spent.cycles / unit:.2f} {letter}cycles", f"work {spent.work / unit:.2f}"]
     own = report.inside(computation)
     durations = [c.duration for c in own if c.duration is not None]
@@ -189,18 +176,12 @@ def _totals(report: OverlapReport, computation: str, clock: float | None) -> str
     return "   ".join(words)
 
 
-def _unit(cycles: float) -> tuple[str, float]:
-    return next(
-        ((letter, unit) for letter, unit in (("G", 1e9), ("M", 1e6), ("k", 1e3)) if cycles >= unit), ("", 1.0)
-    )
-
-
 def _write_head(figure: "Figure", title: str, facts: str, totals: str) -> None:
     height = figure.get_figheight()
     left, right = _LEFT / _WIDTH, 1 - _RIGHT / _WIDTH
-    figure.text(left, 1 - 0.17 / height, title, size=11.5, weight="bold", color=_INK, va="top")
-    figure.text(left, 1 - 0.46 / height, facts, size=9.5, color=_INK, va="top")
-    figure.text(right, 0.21 / height, totals, size=8.5, color=_FAINT, va="center_baseline", ha="right")
+    figure.text(left, 1 - 0.17 / height, title, size=11.5, weight="bold", color=INK, va="top")
+    figure.text(left, 1 - 0.46 / height, facts, size=9.5, color=INK, va="top")
+    figure.text(right, 0.21 / height, totals, size=8.5, color=FAINT, va="center_baseline", ha="right")
 
 
 def _add_legend(figure: "Figure", events: Sequence[Event]) -> None:
@@ -222,12 +203,3 @@ def _add_legend(figure: "Figure", events: Sequence[Event]) -> None:
         handlelength=1.5,
         columnspacing=1.5,
     )
-
-
-def _save(figure: "Figure", path: Path) -> None:
-    """The same bytes for the same figure: no date, no random names."""
-    from matplotlib import rc_context
-
-    svg = path.suffix.lower() == ".svg"
-    with rc_context({"svg.hashsalt": "dualpipe_jax"}):
-        figure.savefig(path, metadata={"Date": None} if svg else None)

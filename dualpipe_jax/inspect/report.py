@@ -8,10 +8,9 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from dualpipe_jax.inspect.scheduler import SchedulerStatistics
-from dualpipe_jax.inspect.table import Table, format_bytes, format_cycles, format_share
+from dualpipe_jax.present.table import Table
 
 DIRECTIONS = ("forward", "backward", "unknown")
-_SHORT = {"forward": "F", "backward": "B", "unknown": "?"}
 
 
 class Work(NamedTuple):
@@ -251,8 +250,9 @@ class OverlapReport:
 
     def tables(self) -> tuple[Table, ...]:
         """Collectives, totals by kind, computations, and the scheduler's own account if it was given."""
-        tables = [_collectives_table(self), _totals_table(self), _times_table(self)]
-        return (*tables, _statistics_table(self)) if self.statistics else tuple(tables)
+        from dualpipe_jax.inspect.tables import tables
+
+        return tables(self)
 
     def __str__(self) -> str:
         if not self.collectives:
@@ -285,69 +285,3 @@ def sum_up(kind: str, chosen: tuple[Collective, ...]) -> Total:
         hidden = max(0.0, 1 - exposed / duration)
     payload = sum(c.payload for c in chosen)
     return Total(kind, len(chosen), num_sync, payload, duration, exposed, hidden)
-
-
-def _collectives_table(report: OverlapReport) -> Table:
-    header = (
-        "collective",
-        "form",
-        "of",
-        "payload",
-        "takes",
-        "between",
-        "matmuls",
-        "hidden",
-        "where",
-    )
-    rows = tuple(
-        (
-            c.name,
-            c.form,
-            _SHORT[c.direction],
-            format_bytes(c.payload),
-            format_cycles(c.duration),
-            format_cycles(c.cycles_between),
-            "/".join(str(n) for n in c.matmuls.values()),
-            format_share(c.hidden),
-            c.computation,
-        )
-        for c in report.collectives
-    )
-    return Table(header, rows, left=(0, 1, 2, 8))
-
-
-def _totals_table(report: OverlapReport) -> Table:
-    header = ("kind", "count", "sync", "payload", "takes", "exposed", "hidden")
-    rows = tuple(
-        (
-            t.kind,
-            str(t.count),
-            str(t.num_sync),
-            format_bytes(t.payload),
-            format_cycles(t.duration),
-            format_cycles(t.exposed),
-            format_share(t.hidden),
-        )
-        for t in report.totals()
-    )
-    return Table(header, rows, left=(0,))
-
-
-def _times_table(report: OverlapReport) -> Table:
-    header = ("computation, run once", "cycles", "exposed", "unpriced", "run from")
-    rows = tuple(
-        (c.name, format_cycles(c.cycles), format_cycles(c.exposed), str(len(c.unpriced)), c.context)
-        for c in report.computations.values()
-        if c.cycles or c.unpriced
-    )
-    return Table(header, rows, left=(0, 4))
-
-
-def _statistics_table(report: OverlapReport) -> Table:
-    header = ("the scheduler's own account", "cycles before", "waits", "cycles after", "waits")
-    rows = tuple(
-        (name, *(format_cycles(n) for w in (s.before, s.after) for n in (w.cycles, w.total_wasted)))
-        for name, s in report.statistics.items()
-        if s.before.total_wasted
-    )
-    return Table(header, rows, left=(0,))

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dualpipe_jax.schedule.costs import HAIR
 from dualpipe_jax.schedule.dataflow import Value, made_by, needed_by
 from dualpipe_jax.schedule.ir import Slot
-from dualpipe_jax.schedule.simulate import Timeline, sending
+from dualpipe_jax.schedule.simulate import Timeline, send_hold
 
 _Place = tuple[int, int]
 """A rank, and the index of a slot in its order."""
@@ -116,8 +116,7 @@ def _waits(
                 found.append((maker, costs.transfer(maker[0], rank), True))
     if index:
         before = schedule.orders[rank][index - 1]
-        held = sending(schedule.placement, before, costs) if costs.blocking else 0.0
-        found.append(((rank, index - 1), held, False))
+        found.append(((rank, index - 1), send_hold(schedule.placement, before, costs), False))
     return found
 
 

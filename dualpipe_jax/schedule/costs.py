@@ -11,6 +11,12 @@ from dualpipe_jax.schedule.ir import Action, Op, Placement, Schedule, Slot
 HAIR = 1e-9
 """Times, and sizes, that differ by less than this share of them are the same: sums in another order."""
 
+
+def at_most(value: float, limit: float) -> bool:
+    """Whether a time, or a size, is not above a limit, but for a hair."""
+    return value <= limit * (1 + HAIR)
+
+
 _NO_TIME = (0.0, 0.0, 0.0)
 
 _SHARED_OUT = "residual_i", "residual_w", "stash", "parameters"
@@ -173,6 +179,11 @@ class MemoryModel:
         """What a microbatch keeps at a stage from F to the end of B."""
         return self.residual_i + self.residual_w + self.boundary
 
+    @property
+    def owed(self) -> float:
+        """What of that remains after I, until W."""
+        return self.residual_w + self.boundary
+
     def at_rest(self, placement: Placement, rank: int) -> float:
         """What a rank keeps when no microbatch is there."""
         stages, depth = placement.stages_on[rank], placement.num_model_stages
@@ -183,12 +194,11 @@ class MemoryModel:
     @functools.cached_property
     def before_and_after(self) -> Mapping[Op, tuple[float, float]]:
         """What an action takes when it starts, and what it gives back when it ends."""
-        kept = self.residual_w + self.boundary
         return {
             Op.F: (self.live, 0.0),
             Op.B: (0.0, self.live),
             Op.I: (self.stash, self.residual_i),
-            Op.W: (0.0, kept + self.stash),
+            Op.W: (0.0, self.owed + self.stash),
         }
 
 

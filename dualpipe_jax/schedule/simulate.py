@@ -3,13 +3,14 @@
 import dataclasses
 import math
 from collections.abc import Callable, Iterable
-from typing import Any
-
-import numpy as np
+from typing import TYPE_CHECKING, Any
 
 from dualpipe_jax.schedule.costs import CostModel, MemoryModel
 from dualpipe_jax.schedule.dataflow import Orders, Value, execution_order, made_by, needed_by
 from dualpipe_jax.schedule.ir import Action, Op, Placement, Schedule, Slot
+
+if TYPE_CHECKING:
+    import numpy as np
 
 
 @dataclasses.dataclass(frozen=True)
@@ -121,7 +122,7 @@ def simulate(schedule: Schedule, costs: CostModel | None = None) -> Timeline:
 
 def jittered(
     schedule: Schedule, costs: CostModel | None = None, jitter: float = 0.1, runs: int = 200, seed: int = 0
-) -> np.ndarray:
+) -> "np.ndarray":
     """Makespans [runs], in ascending order, where the time of each slot varies and the orders stay as they are.
 
     Every slot of every run is longer or shorter by a factor of its own, log-normal with mean 1 and standard
@@ -141,6 +142,8 @@ def jittered(
             f"jittered: got jitter={jitter}, runs={runs}; jitter is a share of a slot's time, at least 0 and "
             "finite, such as 0.1, and there must be a run"
         )
+    import numpy as np
+
     spread = math.sqrt(math.log1p(jitter**2))
     dice = np.random.default_rng(seed)
 
@@ -181,7 +184,7 @@ def clock(
         for made_value in filter(None, map(made_by, slot)):
             made_at[made_value] = end
         if costs.blocking:
-            free_at[rank] = end + sending(placement, slot, costs)  # not in place: an array is the end, too
+            free_at[rank] = end + send_hold(placement, slot, costs)  # not in place: an array is the end, too
         starts[rank].append(start)
         ends[rank].append(end)
     return starts, ends
@@ -194,8 +197,10 @@ def _all_that_runs(schedule: Schedule) -> list[tuple[int, int]]:
     return ran
 
 
-def sending(placement: Placement, slot: Slot, costs: CostModel) -> float:
-    """How long the transfers of what a slot makes take; they go side by side."""
+def send_hold(placement: Placement, slot: Slot, costs: CostModel) -> float:
+    """How long a slot's sends keep its rank from the next: where they block, the longest, for they go side by side."""
+    if not costs.blocking:
+        return 0.0
     return max(costs.transfer(placement.rank_of[action.stage], sent_to(placement, action)) for action in slot)
 
 

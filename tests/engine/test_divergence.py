@@ -14,7 +14,7 @@ from dualpipe_jax.contract import staged
 from dualpipe_jax.engine import Pipeline
 from dualpipe_jax.parallel.p2p import BESIDE_OTHERS
 from dualpipe_jax.schedule import CostModel, dualpipe, lower, one_f_one_b, zb_v
-from dualpipe_jax.schedule.lowering.lower import Keeps
+from dualpipe_jax.schedule.lowering.table import Keeps
 from tests.engine import models
 
 MODEL = PipelineModel(models.embed, lambda p, x: models.moe(p, x)[0], models.head_loss)

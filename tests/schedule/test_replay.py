@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from dualpipe_jax.present.numbers import Units
 from dualpipe_jax.schedule import (
     ALL_SCHEDULES,
     Action,
@@ -21,7 +22,6 @@ from dualpipe_jax.schedule import (
     zb_h1,
 )
 from dualpipe_jax.schedule.formats.measured import read_measured
-from dualpipe_jax.schedule.formats.numbers import Units
 from dualpipe_jax.schedule.replay import Measured, fit, replay
 
 ENDS = {0: (0.25, 0.5, 0.0), -1: (-0.5, -0.25, -0.25)}

@@ -7,8 +7,8 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from dualpipe_jax.present.numbers import Units
 from dualpipe_jax.schedule.formats.json_text import from_json
-from dualpipe_jax.schedule.formats.numbers import Units
 from dualpipe_jax.schedule.ir import Action, Placement, Schedule, Slot
 from dualpipe_jax.schedule.replay import Measured, in_step
 from dualpipe_jax.schedule.validate import validate

@@ -10,10 +10,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from dualpipe_jax.present.numbers import Units
 from dualpipe_jax.schedule.blame import Link
 from dualpipe_jax.schedule.costs import CostModel, MemoryModel
 from dualpipe_jax.schedule.formats.colours import COLOURS, NAMES
-from dualpipe_jax.schedule.formats.numbers import Units
 from dualpipe_jax.schedule.ir import Op, Schedule, Slot
 from dualpipe_jax.schedule.recipes import ALL_SCHEDULES, Recipe, dualpipe
 
@@ -64,7 +64,12 @@ def html_page(
     payload["chain"] = [(link.rank, shown.orders[link.rank].index(link.slot)) for link in chain or ()]
     packed = base64.b64encode(zlib.compress(json.dumps(payload, separators=(",", ":")).encode(), 9)).decode()
     page = _HERE.joinpath("page.html").read_text(encoding="utf-8")
-    for place, name in (("@STYLE@", "page.css"), ("@PLAYER@", "player.js"), ("@SCRIPT@", "page.js")):
+    for place, name in (
+        ("@STYLE@", "page.css"),
+        ("@PLAYER@", "player.js"),
+        ("@PAINTER@", "painter.js"),
+        ("@SCRIPT@", "page.js"),
+    ):
         page = page.replace(place, _HERE.joinpath(name).read_text(encoding="utf-8").rstrip())
     return page.replace("@PAYLOAD@", packed)
 
@@ -188,13 +193,12 @@ def _entry(made: Schedule | str) -> Mapping[str, Any] | str:
 def encode(order: Iterable[Slot], held: tuple[int, ...]) -> str:
     """An order as text: a letter for each action, ``+`` between the two of a pair.
 
-        The letter tells op and local stage: F B I W of the rank's first stage are A B C D, of its second
-        E F G H. The microbatch is the one after the letter's last, from 0, unless its number follows.
+    The letter tells op and local stage: F B I W of the rank's first stage are A B C D, of its second
+    E F G H. The microbatch is the one after the letter's last, from 0, unless its number follows.
 
-        >>> from dualpipe_jax.schedule.formats.numbers import Units
-    from dualpipe_jax.schedule.ir import Action
-        >>> encode(((Action(2, Op.F, 0),), (Action(2, Op.F, 1), Action(5, Op.B, 3))), (2, 5))
-        'AA+F3'
+    >>> from dualpipe_jax.schedule import Action
+    >>> encode(((Action(2, Op.F, 0),), (Action(2, Op.F, 1), Action(5, Op.B, 3))), (2, 5))
+    'AA+F3'
     """
     letters = {
         (stage, op): chr(65 + 4 * local + number)

@@ -1,9 +1,12 @@
 "use strict";
-/* Plays schedules that Python wrote against costs, by the rules of simulate.py, bounds.py and blame.py. It makes no
-   order: see page.py for what the payload holds. Nothing here knows the page. */
+/* Plays schedules that Python wrote against costs that are chosen here, which is why the clock, the bound and the chains
+   of waiting of simulate.py, bounds.py and blame.py stand here a second time; tests/schedule/formats/test_page.py holds
+   the two together. It makes no order: see page.py for what the payload holds. Nothing here knows the page. */
 
 const OPS = ["F", "B", "I", "W"];
 const F = 0, B = 1, I = 2, W = 3;
+/** Times that differ by less than this share of the step are the same. */
+const HAIR = 1e-9;
 let data;
 
 /* ---- the payload ---- */
@@ -52,50 +55,44 @@ const heldBy = (pipes, ranks) => {
   return Array.from({ length: ranks }, (_, rank) => [...rankOf.keys()].filter((stage) => rankOf[stage] === rank));
 };
 
-/** A schedule as the rest reads it; ``ran`` is an order in which its slots can run, [rank, slot index]. */
+/** A schedule as the rest reads it: ``waits``, for each slot those whose values it reads, as [rank, index] (undefined
+    if nobody makes one); ``ran``, an order in which the slots can run. */
 function built(pipes, slots) {
   const ranks = slots.length, depth = pipes[0].length, rankOf = pipes.flat();
   const count = 1 + slots.flat(1).reduce((most, slot) => Math.max(most, slot[2], slot[5] || 0), 0);
   const schedule = { pipes, depth, rankOf, held: heldBy(pipes, ranks), slots, count, ranks, parts: depth / ranks };
-  return Object.assign(schedule, { ran: runOrder(schedule), makers: makersOf(schedule) });
+  const makers = new Map();
+  const each = (visit) => slots.map((order, rank) => order.map((slot, index) => visit(actionsOf(slot), rank, index)));
+  each((actions, rank, index) => {
+    for (const [op, stage, m] of actions) if (op !== W) makers.set(value(schedule, op === F, stage, m), [rank, index]);
+  });
+  schedule.waits = each((actions) => actions.flatMap((action) => needs(schedule, ...action)).map((read) => makers.get(read)));
+  return Object.assign(schedule, { ran: runOrder(schedule) });
 }
 
 const actionsOf = (slot) => (slot.length > 3 ? [slot.slice(0, 3), slot.slice(3)] : [slot]);
 const spelt = (slot) => actionsOf(slot).map(([op, stage, m]) => `${stage}${OPS[op]}${m}`).join("+");
 
-/** What an action reads: y of a stage as its number, dx of it as ~number, each times count plus microbatch. */
-function needs({ depth, count }, op, stage, microbatch) {
-  const at = stage % depth, y = (s) => s * count + microbatch, dx = (s) => ~y(s);
+/** The number of what a stage hands on: y of a forward, dx of a backward. */
+const value = ({ count }, isY, stage, microbatch) => 2 * (stage * count + microbatch) + (isY ? 0 : 1);
+
+/** What an action reads. */
+function needs(schedule, op, stage, microbatch) {
+  const { depth } = schedule, at = stage % depth;
+  const y = (s) => value(schedule, true, s, microbatch), dx = (s) => value(schedule, false, s, microbatch);
   if (op === F) return at === 0 ? [] : [y(stage - 1)];
   if (op === W) return [dx(stage)];
   return at === depth - 1 ? [y(stage)] : [y(stage), dx(stage + 1)];
 }
 
-const madeBy = ({ count }, op, stage, microbatch) => (op === F ? stage * count + microbatch : ~(stage * count + microbatch));
-
-function runOrder(schedule) {
-  const { slots, ranks } = schedule, made = new Set(), next = slots.map(() => 0), ran = [];
-  const can = (slot) => actionsOf(slot).every((action) => needs(schedule, ...action).every((value) => made.has(value)));
-  for (let moved = true; moved;) {
-    moved = false;
-    for (let rank = 0; rank < ranks; rank++) {
-      for (let slot; (slot = slots[rank][next[rank]]) && can(slot); next[rank]++) {
-        for (const action of actionsOf(slot)) if (action[0] !== W) made.add(madeBy(schedule, ...action));
-        ran.push([rank, next[rank]]);
-        moved = true;
-      }
-    }
+function runOrder({ slots, waits }) {
+  const next = slots.map(() => 0), ran = [];
+  const can = (rank) => next[rank] < slots[rank].length && waits[rank][next[rank]].every((place) => place && place[1] < next[place[0]]);
+  for (let before = -1; ran.length > before;) {
+    before = ran.length;
+    for (const rank of slots.keys()) while (can(rank)) ran.push([rank, next[rank]++]);
   }
   return ran;
-}
-
-/** Of each value the slot that makes it, as [rank, index]. */
-function makersOf(schedule) {
-  const found = new Map();
-  schedule.slots.forEach((order, rank) => order.forEach((slot, index) => {
-    for (const action of actionsOf(slot)) if (action[0] !== W) found.set(madeBy(schedule, ...action), [rank, index]);
-  }));
-  return found;
 }
 
 /* ---- costs ---- */
@@ -141,31 +138,16 @@ function duration(slot, costs, depth) {
 /* ---- the simulation ---- */
 
 function simulate(schedule, costs, vary = (time) => time) {
-  const { slots, rankOf, depth, count, ran } = schedule;
-  const y = new Float64Array(rankOf.length * count), dx = new Float64Array(rankOf.length * count);
+  const { slots, waits, depth, ran } = schedule;
   const starts = slots.map(() => []), ends = slots.map(() => []), free = slots.map(() => 0);
-  const arrival = (values, stage, microbatch, rank) =>
-    values[stage * count + microbatch] + costs.transfer(rankOf[stage], rank);
-
-  /** When all that an action reads is here. */
-  function ready(op, stage, microbatch, rank) {
-    const at = stage % depth;
-    if (op === W) return arrival(dx, stage, microbatch, rank);
-    if (op === F) return at === 0 ? 0 : arrival(y, stage - 1, microbatch, rank);
-    const own = arrival(y, stage, microbatch, rank);
-    return at === depth - 1 ? own : Math.max(own, arrival(dx, stage + 1, microbatch, rank));
-  }
-
   for (const [rank, index] of ran) {
     const slot = slots[rank][index];
     let start = free[rank];
-    for (let at = 0; at < slot.length; at += 3) start = Math.max(start, ready(slot[at], slot[at + 1], slot[at + 2], rank));
+    for (const [maker, at] of waits[rank][index]) start = Math.max(start, ends[maker][at] + costs.transfer(maker, rank));
     const end = start + vary(duration(slot, costs, depth));
-    for (let at = 0; at < slot.length; at += 3)
-      if (slot[at] !== W) (slot[at] === F ? y : dx)[slot[at + 1] * count + slot[at + 2]] = end;
     starts[rank].push(start);
     ends[rank].push(end);
-    free[rank] = end + (costs.blocking ? sending(schedule, slot, costs) : 0);
+    free[rank] = end + sendHold(schedule, slot, costs);
   }
   const makespan = Math.max(0, ...ends.map((each) => each.at(-1) ?? 0));
   return { starts, ends, makespan };
@@ -177,8 +159,9 @@ function sentTo({ depth, rankOf }, [op, stage]) {
   return op === W || at === (op === F ? depth - 1 : 0) ? rankOf[stage] : rankOf[op === F ? stage + 1 : stage - 1];
 }
 
-const sending = (schedule, slot, costs) =>
-  Math.max(...actionsOf(slot).map((action) => costs.transfer(schedule.rankOf[action[1]], sentTo(schedule, action))));
+/** How long a slot's sends keep its rank: where they block, the longest. */
+const sendHold = (schedule, slot, costs) =>
+  !costs.blocking ? 0 : Math.max(...actionsOf(slot).map((action) => costs.transfer(schedule.rankOf[action[1]], sentTo(schedule, action))));
 
 /** Numbers that are drawn evenly between 0 and 1, the same at each call (mulberry32). */
 function dice(seed) {
@@ -284,16 +267,14 @@ function bound(schedule, costs) {
 /* ---- blame: what a slot waited for, back to one that waited for nothing ---- */
 
 function chainFrom({ schedule, costs, starts, ends, makespan }, rank, index, until = -Infinity) {
-  const hair = 1e-9 * makespan, links = [];
+  const hair = HAIR * makespan, links = [];
   for (let place = [rank, index]; place;) {
     const [r, i] = place, start = starts[r][i];
     links.push(place);
     place = null;
     if (!(start > 0) || (links.length > 1 && start <= until + hair)) break;
-    const waits = actionsOf(schedule.slots[r][i]).flatMap((action) => needs(schedule, ...action))
-      .map((value) => schedule.makers.get(value)).filter(([maker]) => maker !== r)
-      .map((maker) => [maker, costs.transfer(maker[0], r)]);
-    if (i) waits.push([[r, i - 1], costs.blocking ? sending(schedule, schedule.slots[r][i - 1], costs) : 0]);
+    const waits = schedule.waits[r][i].filter(([maker]) => maker !== r).map((maker) => [maker, costs.transfer(maker[0], r)]);
+    if (i) waits.push([[r, i - 1], sendHold(schedule, schedule.slots[r][i - 1], costs)]);
     for (const [[maker, at], delay] of waits)
       if (ends[maker][at] + delay >= start - hair) { place = [maker, at]; break; }
   }

@@ -136,19 +136,20 @@ def _drawn(schedule: Schedule, rows: Sequence[Sequence[str]], costs: CostModel) 
             f"format_grid: drawn to time under {costs}, a line is {timeline.makespan * scale:.2g} characters long; "
             "costs differ too much, so write it without them or in another format, such as JSON"
         )
-
-    def column(time: float) -> int:
-        return math.floor(time * scale + 1e-6)
-
     lines = []
     for row, starts, ends in zip(rows, timeline.starts, timeline.ends, strict=True):
         line = ""
         for cell, start, end in zip(row, starts, ends, strict=True):
-            wait = column(start) - len(line)
+            wait = column_at(start, scale) - len(line)
             line += "." * (wait - 1) + " " * (wait > 0)
-            line += cell.ljust(column(end) - column(start))
+            line += cell.ljust(column_at(end, scale) - column_at(start, scale))
         lines.append(line)
     return lines
+
+
+def column_at(time: float, scale: float) -> int:
+    """The column at which a time is drawn, ``scale`` of them to a unit; a sum's rounding moves nothing."""
+    return math.floor(time * scale + 1e-6)
 
 
 def _parse_line(number: int, line: str) -> tuple[Slot, ...]:

@@ -5,7 +5,7 @@ from collections.abc import Collection
 
 import numpy as np
 
-from dualpipe_jax.schedule.lowering.lower import OPS, TickTable
+from dualpipe_jax.schedule.lowering.table import OPS, TickTable
 
 
 def units_alone(table: TickTable, ops: Collection[str] = ("FB",), *, every: bool = False) -> TickTable:

@@ -4,7 +4,7 @@ import dataclasses
 import math
 from collections.abc import Iterable
 
-from dualpipe_jax.schedule.costs import HAIR, CostModel, MemoryModel
+from dualpipe_jax.schedule.costs import CostModel, MemoryModel, at_most
 from dualpipe_jax.schedule.ir import Schedule
 from dualpipe_jax.schedule.optimize.search import check_amounts, search
 from dualpipe_jax.schedule.recipes import ALL_SCHEDULES, Recipe
@@ -127,7 +127,7 @@ def _candidate(
     timeline = simulate(schedule, own)
     kept = timeline.memory(memory.for_schedule(schedule))
     refused = ""
-    if max(kept) > memory_limit * (1 + HAIR):
+    if not at_most(max(kept), memory_limit):
         rank = kept.index(max(kept))
         refused = f"{name}: needs {max(kept):g} of memory on rank {rank}, but the limit is {memory_limit:g}"
     return Candidate(name, schedule, timeline, kept, refused)

@@ -293,22 +293,21 @@ class _Floor:
     def _start_pair(self, rank: _Rank, now: float, f: int, b: int) -> None:
         end = now + self.terms.f[f] + self.terms.i[b] + self.terms.w[b] - self.terms.gain
         rank.order.append((Action(f, Op.F, self.next_f[f]), Action(b, Op.B, self.next_b[b])))
-        sent_f, sent_b = self._forward(rank, end, f), self._backward(rank, end, b)
-        self._finish(rank, end, sent_f or sent_b)
+        self._finish(rank, end, max(self._forward(rank, end, f), self._backward(rank, end, b)))
 
     def _start_w(self, rank: _Rank, now: float) -> None:
         stage, microbatch = rank.owed[rank.paid]
         rank.paid += 1
         rank.used -= self.terms.kept + self.terms.stash
         rank.order.append((Action(stage, Op.W, microbatch),))
-        self._finish(rank, now + self.terms.w[stage], False)
+        self._finish(rank, now + self.terms.w[stage], 0.0)
 
-    def _finish(self, rank: _Rank, end: float, sent: bool) -> None:
-        rank.free_at = end + self.terms.blocking if sent else end
+    def _finish(self, rank: _Rank, end: float, held: float) -> None:
+        rank.free_at = end + held
         heapq.heappush(self.wakes, (rank.free_at, rank.number))
 
-    def _forward(self, rank: _Rank, end: float, stage: int) -> bool:
-        """Take a forward off the list; return whether its output goes to another rank."""
+    def _forward(self, rank: _Rank, end: float, stage: int) -> float:
+        """Take a forward off the list; return how long sending its output keeps the rank."""
         microbatch = self.next_f[stage]
         self.next_f[stage] += 1
         rank.used += self.terms.unit
@@ -317,27 +316,25 @@ class _Floor:
         delay = self.terms.y_delay[stage]
         if delay is None:
             self.b_at[stage][microbatch] = end
-            return False
-        return self._send(rank, stage + 1, self.f_at[stage + 1], microbatch, end + delay)
+        else:
+            self._send(rank, stage + 1, self.f_at[stage + 1], microbatch, end + delay)
+        return self.terms.y_held[stage]
 
-    def _backward(self, rank: _Rank, end: float, stage: int) -> bool:
-        """Take a backward off the list; return whether its output goes to another rank."""
+    def _backward(self, rank: _Rank, end: float, stage: int) -> float:
+        """Take a backward off the list; return how long sending its output keeps the rank."""
         microbatch = self.next_b[stage]
         self.next_b[stage] += 1
         rank.used -= self.terms.unit
         rank.live -= 1
         rank.backwards += 1
         delay = self.terms.dx_delay[stage]
-        if delay is None:
-            return False
-        return self._send(rank, stage - 1, self.b_at[stage - 1], microbatch, end + delay)
+        if delay is not None:
+            self._send(rank, stage - 1, self.b_at[stage - 1], microbatch, end + delay)
+        return self.terms.dx_held[stage]
 
-    def _send(self, rank: _Rank, reader: int, at: list[float], microbatch: int, arrival: float) -> bool:
+    def _send(self, rank: _Rank, reader: int, at: list[float], microbatch: int, arrival: float) -> None:
         at[microbatch] = arrival
         there = self.terms.placement.rank_of[reader]
-        if there == rank.number:
-            return False
         # A slot of no time may end a rounding error before the reader, idle by now, was last awake.
-        if self.ranks[there].free_at <= arrival + self.terms.eps:
+        if there != rank.number and self.ranks[there].free_at <= arrival + self.terms.eps:
             heapq.heappush(self.wakes, (max(arrival, self.ranks[there].free_at), there))
-        return True

@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterable
 from fractions import Fraction
 
-from dualpipe_jax.schedule.costs import HAIR, CostModel, MemoryModel, stages_a_share
+from dualpipe_jax.schedule.costs import HAIR, CostModel, MemoryModel, at_most, stages_a_share
 from dualpipe_jax.schedule.ir import Action, Op, Placement, Schedule, Slot
 from dualpipe_jax.schedule.optimize.bounds import bound_of_stages, check_shared
 from dualpipe_jax.schedule.optimize.programme import Programme
@@ -32,7 +32,7 @@ class Optimum:
     @property
     def proven(self) -> bool:
         """Whether the schedule is optimal; otherwise the time ran out with a gap left."""
-        return self.makespan <= self.lower_bound * (1 + HAIR)
+        return at_most(self.makespan, self.lower_bound)
 
 
 def optimum(
@@ -139,7 +139,7 @@ def _best(
     fitting = [_one_by_one(placement, num_microbatches)]
     for schedule in incumbents:
         same = schedule.placement == placement and schedule.num_microbatches == num_microbatches
-        if same and max(simulate(schedule, costs).memory(memory)) <= memory_limit * (1 + HAIR):
+        if same and at_most(max(simulate(schedule, costs).memory(memory)), memory_limit):
             fitting.append(schedule)
     return min(fitting, key=lambda schedule: simulate(schedule, costs).makespan)
 

@@ -5,11 +5,12 @@ import dataclasses
 import inspect
 import math
 import random
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
-from dualpipe_jax.schedule.costs import HAIR
-from dualpipe_jax.schedule.ir import Placement, Schedule, Slot
+from dualpipe_jax.schedule.costs import at_most, stages_a_share
+from dualpipe_jax.schedule.ir import Placement, Schedule
+from dualpipe_jax.schedule.optimize.finds import Finds, Rung
 from dualpipe_jax.schedule.optimize.greedy import Policy, play_greedily
 from dualpipe_jax.schedule.optimize.terms import Terms
 from dualpipe_jax.schedule.recipes import Recipe
@@ -50,17 +51,31 @@ class Policies:
     """Random policies, and changes of the best of them; round after round, each under terms of its own."""
 
     def __init__(self) -> None:
-        self.dice = random.Random(0)
-        self.spent = 0.0
+        self._dice = random.Random(0)
         self._again: list[_Tried] = []
         self._tried: list[_Tried] = []
 
-    def begin(self) -> None:
-        """Begin a round. The best policies of the last are tried first, and changes of them later."""
-        self._again = _distinct(self._tried)[:10] or self._again
-        self._tried, self.spent = [], 0.0
+    def sow(self, finds: Finds, rung: Rung, budget: float, most: int) -> None:
+        """At most so many greedy schedules, but one, within a rung; the budget counts actions.
 
-    def try_one(self, terms: Terms) -> float:
+        The best policies of the last round are tried first, and changes of them later.
+        """
+        self._again = _distinct(self._tried)[:10] or self._again
+        self._tried = []
+        shortest, spent = finds.shortest(rung.limit), 0.0
+        while placements := rung.hopeful(shortest) or list(rung.bounds)[: shortest == math.inf]:
+            # In rounds they come to little; there the named schedules are what is improved.
+            placements = [p for p in placements if not _in_rounds(p)] or placements
+            terms = rung.player(placements[len(self._tried) % len(placements)]).terms
+            shortest = min(shortest, self._try_one(terms))
+            spent += 2 * terms.placement.num_stages * terms.count
+            if spent > budget or len(self._tried) > most:
+                break
+        for _, _, placement, policy in _distinct(self._tried)[:6]:
+            orders, _ = play_greedily(rung.player(placement).terms, policy)
+            finds.add(Schedule("greedy", placement, finds.num_microbatches, orders))
+
+    def _try_one(self, terms: Terms) -> float:
         """Play a policy under the terms of a placement; returns its makespan."""
         placement, number = terms.placement, len(self._tried)
         again = [entry for entry in self._again if entry[2] == placement]
@@ -69,25 +84,22 @@ class Policies:
             policy = again[len(tried)][3]
         else:
             known = _distinct([*tried, *again])[:10] if number % 3 else []
-            policy = _draw(placement.num_ranks, self.dice, self.dice.choice(known)[3] if known else None)
+            policy = _draw(placement.num_ranks, self._dice, self._dice.choice(known)[3] if known else None)
         _, makespan = play_greedily(terms, policy)
         self._tried.append((makespan, number, placement, policy))
-        self.spent += 2 * placement.num_model_stages * terms.count * placement.num_pipes
         return makespan
 
-    def best(
-        self, terms_of: Callable[[Placement], Terms]
-    ) -> Iterator[tuple[tuple[tuple[Slot, ...], ...], Placement]]:
-        """The orders of the best six of the round."""
-        for _, _, placement, policy in _distinct(self._tried)[:6]:
-            yield play_greedily(terms_of(placement), policy)[0], placement
+
+def _in_rounds(placement: Placement) -> bool:
+    stages = stages_a_share(placement)
+    return stages > 1 and placement == Placement.interleaved(placement.num_ranks, int(stages))
 
 
 def _distinct(entries: Iterable[_Tried]) -> list[_Tried]:
     """In the order of their makespans; of equals the one numbered first."""
     shortest: list[_Tried] = []
     for entry in sorted(entries, key=lambda entry: entry[:2]):
-        if not shortest or entry[0] > shortest[-1][0] * (1 + HAIR):
+        if not shortest or not at_most(entry[0], shortest[-1][0]):
             shortest.append(entry)
     return shortest
 

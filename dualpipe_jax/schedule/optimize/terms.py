@@ -3,8 +3,9 @@
 import dataclasses
 import math
 
-from dualpipe_jax.schedule.costs import HAIR, CostModel, MemoryModel
-from dualpipe_jax.schedule.ir import Placement
+from dualpipe_jax.schedule.costs import HAIR, CostModel, MemoryModel, at_most
+from dualpipe_jax.schedule.ir import Action, Op, Placement
+from dualpipe_jax.schedule.simulate import send_hold
 
 
 @dataclasses.dataclass(frozen=True)
@@ -18,7 +19,7 @@ class Terms:
       gain: what a pair saves over its F and B one after the other.
       y_delay, dx_delay: how long the output of each stage's forward, or backward, is on its way to its
         reader; None where nobody else reads it.
-      blocking: how long a transfer keeps its sender, at most.
+      y_held, dx_held: how long sending these keeps the stage's rank from its next work.
       unit: what a microbatch at a stage keeps from F to B.
       kept: what of that remains after I; with the stash on top it is what an owed W keeps.
       stash: what I hands to W.
@@ -34,7 +35,8 @@ class Terms:
     gain: float
     y_delay: tuple[float | None, ...]
     dx_delay: tuple[float | None, ...]
-    blocking: float
+    y_held: tuple[float, ...]
+    dx_held: tuple[float, ...]
     unit: float
     kept: float
     stash: float
@@ -65,7 +67,7 @@ def make_terms(
             f"so their number must be a positive multiple of {pipes}, try {nearest}"
         )
     least, rank = least_memory(placement, memory)
-    if not memory_limit * (1 + HAIR) >= least:
+    if not at_most(least, memory_limit):
         raise ValueError(
             f"{who}: got memory_limit={memory_limit:g}, but one microbatch alone, passing through rank {rank} "
             f"there and back, and the rank's parameters take {least:g}; try at least {least:g}"
@@ -80,9 +82,14 @@ def make_terms(
         gain=costs.F + costs.B - costs.FB,
         y_delay=tuple(_delay(placement, costs, stage, 1) for stage in range(placement.num_stages)),
         dx_delay=tuple(_delay(placement, costs, stage, -1) for stage in range(placement.num_stages)),
-        blocking=costs.dearest_send if costs.blocking else 0.0,
+        y_held=tuple(
+            send_hold(placement, (Action(stage, Op.F, 0),), costs) for stage in range(placement.num_stages)
+        ),
+        dx_held=tuple(
+            send_hold(placement, (Action(stage, Op.I, 0),), costs) for stage in range(placement.num_stages)
+        ),
         unit=memory.live,
-        kept=memory.residual_w + memory.boundary,
+        kept=memory.owed,
         stash=memory.stash,
         room=tuple(
             memory_limit * (1 + HAIR) - memory.at_rest(placement, rank) for rank in range(placement.num_ranks)

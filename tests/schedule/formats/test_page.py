@@ -12,6 +12,7 @@ import zlib
 import numpy as np
 import pytest
 
+from dualpipe_jax.present.numbers import Units
 from dualpipe_jax.schedule import (
     ALL_SCHEDULES,
     Action,
@@ -36,7 +37,6 @@ from dualpipe_jax.schedule import (
 from dualpipe_jax.schedule.blame import critical_path, why_idle
 from dualpipe_jax.schedule.formats import page as page_module
 from dualpipe_jax.schedule.formats.colours import COLOURS
-from dualpipe_jax.schedule.formats.numbers import Units
 from dualpipe_jax.schedule.formats.page import encode, html_page
 from dualpipe_jax.schedule.simulate import jittered
 

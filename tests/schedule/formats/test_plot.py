@@ -9,6 +9,7 @@ import pytest
 from matplotlib import rcParams
 from matplotlib.colors import to_hex
 
+from dualpipe_jax.present.numbers import Units
 from dualpipe_jax.schedule import (
     CostModel,
     MemoryModel,
@@ -24,7 +25,6 @@ from dualpipe_jax.schedule import (
 )
 from dualpipe_jax.schedule.blame import critical_path
 from dualpipe_jax.schedule.formats.colours import COLOURS, colours, num_shades, shade, shade_names
-from dualpipe_jax.schedule.formats.numbers import Units
 from dualpipe_jax.schedule.formats.plot import plot
 from dualpipe_jax.schedule.recipes.classic import interleaved_1f1b
 

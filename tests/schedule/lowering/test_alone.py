@@ -5,7 +5,7 @@ import pytest
 
 from dualpipe_jax.schedule import dualpipe, dualpipe_v, lower, one_f_one_b, zb_h1
 from dualpipe_jax.schedule.lowering.alone import units_alone
-from dualpipe_jax.schedule.lowering.lower import OPS, Keeps
+from dualpipe_jax.schedule.lowering.table import OPS, Keeps
 
 PAIRED = pytest.mark.parametrize("make", [dualpipe, dualpipe_v], ids=lambda make: make.__name__)
 FIRST_MIDDLE_LAST = Keeps((0, *(1,) * 2, 2), ("W",) * 3, {})

@@ -19,7 +19,8 @@ from dualpipe_jax.schedule import (
     zb_h1,
 )
 from dualpipe_jax.schedule.lowering.flat import channels, flatten, topological
-from dualpipe_jax.schedule.lowering.lower import Keeps, TickTable, forward_only, lower, tabulate
+from dualpipe_jax.schedule.lowering.lower import forward_only, lower, tabulate
+from dualpipe_jax.schedule.lowering.table import Keeps, TickTable
 from dualpipe_jax.schedule.lowering.ticks import earliest
 from dualpipe_jax.schedule.recipes.bidirectional import hanayo
 from dualpipe_jax.schedule.recipes.classic import interleaved_1f1b

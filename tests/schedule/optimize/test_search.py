@@ -20,15 +20,9 @@ from dualpipe_jax.schedule import (
 )
 from dualpipe_jax.schedule.optimize.bounds import lower_bound
 from dualpipe_jax.schedule.optimize.choose import choose
-from dualpipe_jax.schedule.optimize.improve import (
-    Move,
-    Player,
-    improve,
-    moves_of,
-    paired,
-    split_alone,
-    strangers,
-)
+from dualpipe_jax.schedule.optimize.moves import Move, moves_of, paired, split_alone, strangers
+from dualpipe_jax.schedule.optimize.player import Player
+from dualpipe_jax.schedule.optimize.polish import improve
 from dualpipe_jax.schedule.optimize.search import search
 from dualpipe_jax.schedule.optimize.terms import make_terms
 

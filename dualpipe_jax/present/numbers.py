@@ -1,8 +1,7 @@
 """Numbers as people read them, the same in text, tables, pictures and pages; and the units that they are in."""
 
 import dataclasses
-
-from dualpipe_jax.schedule.costs import CostModel
+from collections.abc import Sequence
 
 BYTES = "B"
 """The unit of memory that is written in KiB, MiB and GiB."""
@@ -68,26 +67,38 @@ def format_bytes(value: float) -> str:
     return f"{value:.4g} B"
 
 
-def percent(share: float) -> str:
-    """A share of one in percent."""
-    return f"{round(100 * share, 1) + 0.0:.1f} %"
+def gib(value: float, decimals: int = 2) -> str:
+    """Bytes in GiB, for a column of them: 14.00."""
+    return f"{value / 2**30:.{decimals}f}"
 
 
-def describe(costs: CostModel, units: Units | None = None) -> str:
-    """Costs in a few words, those left out that are nothing."""
-    words = [f"{name} {number(getattr(costs, name))}" for name in ("F", "I", "W", "FB")]
-    blocking = " blocking" if costs.blocking else ""
-    if costs.send_inside is not None:
-        node = f"in a node of {costs.ranks_per_node}"
-        words.append(f"send {number(costs.send)}, {number(costs.send_inside)} {node}{blocking}")
-    elif costs.send:
-        words.append(f"send {number(costs.send)}{blocking}")
-    for stage, more in sorted(costs.extra.items(), key=lambda item: (item[0] < 0, item[0])):
-        if any(more):
-            words.append(f"{_stage(stage)} {'/'.join(f'{cost:+.6g}' for cost in more)}")
-    return ", ".join(words) + (f" {units.time}" if units and units.time else "")
+def scale(cycles: float) -> tuple[str, float]:
+    """The letter of the thousands that so many cycles are counted in, and how many of them it is."""
+    return next(
+        ((letter, unit) for letter, unit in (("G", 1e9), ("M", 1e6), ("k", 1e3)) if abs(cycles) >= unit),
+        ("", 1.0),
+    )
 
 
-def _stage(stage: int) -> str:
-    ends = {0: "first", -1: "last"}
-    return ends.get(stage, f"stage {stage}" if stage > 0 else f"{-stage}th from the last")
+def format_cycles(cycles: float | None) -> str:
+    """Cycles in thousands, millions or billions: 640, 3.52 k, 1.10 M; ``?`` if unknown."""
+    if cycles is None:
+        return "?"
+    letter, unit = scale(cycles)
+    return f"{cycles / unit:.2f} {letter}" if letter else f"{cycles:.0f}"
+
+
+def percent(share: float | None) -> str:
+    """A share of one in percent; ``?`` if unknown."""
+    return "?" if share is None else f"{round(100 * share, 1) + 0.0:.1f} %"
+
+
+def together(numbers: Sequence[int]) -> str:
+    """Ascending numbers as ranges: 0-3 8 12-15."""
+    runs: list[list[int]] = []
+    for value in numbers:
+        if runs and value == runs[-1][-1] + 1:
+            runs[-1].append(value)
+        else:
+            runs.append([value])
+    return " ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)

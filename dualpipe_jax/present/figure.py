@@ -1,0 +1,50 @@
+"""What every picture shares: its formats, matplotlib imported late, a file whose bytes depend on the figure alone."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+INK, FAINT = "#1c1c22", "#8a8a94"
+"""Of what matters, and of what stands beside it."""
+
+POINTS = 72
+"""To an inch."""
+
+
+def new_figure(width: float, height: float, path: str | Path | None, dots: float = 160) -> "Figure":
+    """An empty white figure of so many inches; nothing of matplotlib's global state is read or left changed.
+
+    Args:
+      width, height: in inches.
+      path: where it will be written, if anywhere; looked at now, for drawing takes time.
+      dots: an inch.
+
+    Raises:
+      ValueError: if the path ends in neither .svg nor .png.
+      ModuleNotFoundError: without matplotlib; says how to install it.
+    """
+    if path is not None and Path(path).suffix.lower() not in (".svg", ".png"):
+        raise ValueError(
+            f"plot: cannot tell a format from {str(path)!r}; end the name in .svg or .png, "
+            f"such as {Path(path).stem + '.svg'!r}"
+        )
+    try:
+        from matplotlib.figure import Figure
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(
+            "plot draws with matplotlib, which is not installed; run: pip install matplotlib"
+        ) from error
+    return Figure(figsize=(width, height), dpi=dots, facecolor="white")
+
+
+def save(figure: "Figure", path: str | Path | None) -> "Figure":
+    """The figure, written if there is a path: the same bytes for the same figure, no date, no random names."""
+    if path is not None:
+        from matplotlib import rc_context
+
+        svg = Path(path).suffix.lower() == ".svg"
+        with rc_context({"svg.hashsalt": "dualpipe_jax"}):
+            figure.savefig(path, metadata={"Date": None} if svg else None)
+    return figure

@@ -1,0 +1,198 @@
+"""The upper half of a schedule's picture: what each rank does when, what it waits for, what its idle time sums to."""
+
+import dataclasses
+import itertools
+import math
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+from dualpipe_jax.present.figure import FAINT, INK, POINTS
+from dualpipe_jax.present.numbers import Units
+from dualpipe_jax.schedule.blame import Link
+from dualpipe_jax.schedule.costs import HAIR, MemoryModel
+from dualpipe_jax.schedule.formats.colours import colours, is_dark, num_shades, shade
+from dualpipe_jax.schedule.ir import Action, Op
+from dualpipe_jax.schedule.optimize.bounds import bound_of_stages
+from dualpipe_jax.schedule.simulate import Timeline, sent_to
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+CHAIN = "#e3007b"
+IDLE, IDLE_LINES = "#e9e9ee", "#c3c3cd"
+ROW = 0.34
+"""Inches of a rank."""
+
+_SMALLEST, _LARGEST = 1.8, 8.0  # points of a number in a box
+
+
+@dataclasses.dataclass(frozen=True)
+class Box:
+    """Half of a pair, or a whole slot: the rectangle of one action. ``top`` and ``height`` count rows."""
+
+    action: Action
+    start: float
+    end: float
+    top: float
+    height: float
+
+
+def boxes_of(timeline: Timeline) -> Iterator[Box]:
+    """All boxes of a step."""
+    for rank, (order, starts, ends) in enumerate(
+        zip(timeline.schedule.orders, timeline.starts, timeline.ends, strict=True)
+    ):
+        for slot, start, end in zip(order, starts, ends, strict=True):
+            for part, action in enumerate(slot):
+                yield Box(action, start, end, rank + part / len(slot), 1 / len(slot))
+
+
+def _draw_idle(axes: "Axes", timeline: Timeline, units: Units) -> None:
+    """Hatch the time in which each rank waits, and write its sum beside the row."""
+    from matplotlib import rc_context
+    from matplotlib.collections import PolyCollection
+
+    gaps = []
+    for rank, (starts, ends) in enumerate(zip(timeline.starts, timeline.ends, strict=True)):
+        edges = zip([0.0, *ends], [*starts, timeline.makespan], strict=True)
+        gaps += [
+            _corners(end, start, rank, 1) for end, start in edges if start - end > HAIR * timeline.makespan
+        ]
+        write_beside(axes, rank, f"idle {units.duration(timeline.idle[rank])}", FAINT)
+    if gaps:
+        with rc_context({"hatch.linewidth": 0.5}):
+            axes.add_collection(
+                PolyCollection(
+                    gaps, gid="idle", facecolors=IDLE, edgecolors=IDLE_LINES, hatch="////", linewidths=0
+                )
+            )
+
+
+def _draw_sends(axes: "Axes", timeline: Timeline) -> None:
+    """A thin line for each transfer, from the end of what made it to where it has arrived."""
+    from matplotlib.collections import LineCollection
+
+    placement = timeline.schedule.placement
+    lines = []
+    for box in boxes_of(timeline):
+        to = sent_to(placement, box.action)
+        if took := timeline.costs.transfer(placement.rank_of[box.action.stage], to):
+            lines.append([(box.end, box.top + box.height / 2), (box.end + took, to + 0.5)])
+    if lines:
+        axes.add_collection(
+            LineCollection(lines, gid="sends", colors=INK, linewidths=0.4, alpha=0.5, zorder=3)
+        )
+
+
+def draw_chain(axes: "Axes", chain: Sequence[Link]) -> None:
+    """Frame the slots of a chain, and join each to the one that waits for it."""
+    from matplotlib.collections import LineCollection, PolyCollection
+
+    if not chain:
+        return
+    frames = [_corners(link.start, link.end, link.rank, 1) for link in chain]
+    axes.add_collection(
+        PolyCollection(frames, gid="chain", facecolors="none", edgecolors=CHAIN, linewidths=1.6, zorder=4)
+    )
+    joints = [
+        [(before.end, before.rank + 0.5), (link.start, link.rank + 0.5)]
+        for link, before in itertools.pairwise(chain)
+    ]
+    axes.add_collection(LineCollection(joints, gid="chain joints", colors=CHAIN, linewidths=1.2, zorder=4))
+
+
+def _draw_bound(axes: "Axes", timeline: Timeline, units: Units) -> None:
+    schedule = timeline.schedule
+    bound = bound_of_stages(
+        schedule.placement, schedule.num_microbatches, timeline.costs, math.inf, MemoryModel()
+    )
+    if 0 < bound < timeline.makespan * (1 - HAIR):
+        axes.axvline(bound, color="#c2185b", linewidth=1.1, linestyle=(0, (3, 2)), gid="bound")
+        axes.annotate(
+            f"proven bound {units.duration(bound)}",
+            (bound, 0),
+            (-2, 3),
+            textcoords="offset points",
+            size=7.5,
+            ha="right",
+            color="#c2185b",
+            annotation_clip=False,
+        )
+
+
+def draw_grid(axes: "Axes", timeline: Timeline, points: float, units: Units) -> None:
+    """All of it but the chain; ``points`` of the page to one unit of time."""
+    _draw_idle(axes, timeline, units)
+    placement = timeline.schedule.placement
+    groups: dict[tuple[Op, int], list[Box]] = defaultdict(list)
+    for box in boxes_of(timeline):
+        groups[box.action.op, shade(placement, box.action.stage)].append(box)
+    for (op, at), boxes in groups.items():
+        colour = colours(op, num_shades(placement))[at]
+        line = min(0.7, 0.08 * points * min(box.end - box.start for box in boxes))
+        _draw_boxes(axes, boxes, f"boxes {op} {at}", facecolors=colour, edgecolors="white", linewidths=line)
+        for box in boxes:
+            _write_number(axes, box, points, "white" if is_dark(colour) else INK)
+    framed = [dataclasses.replace(box, height=1) for box in boxes_of(timeline) if _is_upper_half(box)]
+    if framed:
+        line = min(0.9, 0.12 * points * min(box.end - box.start for box in framed))
+        _draw_boxes(axes, framed, "pairs", facecolors="none", edgecolors=INK, linewidths=line)
+    _draw_sends(axes, timeline)
+    _draw_bound(axes, timeline, units)
+    _tidy_grid(axes, timeline)
+
+
+def _is_upper_half(box: Box) -> bool:
+    return box.height < 1 and box.top == int(box.top)
+
+
+def _draw_boxes(axes: "Axes", boxes: Sequence[Box], name: str, **style: Any) -> None:
+    from matplotlib.collections import PolyCollection
+
+    corners = [_corners(box.start, box.end, box.top, box.height) for box in boxes]
+    axes.add_collection(PolyCollection(corners, gid=name, **style))
+
+
+def _tidy_grid(axes: "Axes", timeline: Timeline) -> None:
+    ranks = timeline.schedule.num_ranks
+    axes.set_xlim(0, timeline.makespan or 1)
+    axes.set_ylim(ranks, 0)
+    axes.set_yticks([rank + 0.5 for rank in range(ranks)], [f"rank {rank}" for rank in range(ranks)])
+    axes.tick_params(length=0, labelsize=8.5, colors=INK)
+    axes.tick_params(axis="x", labelbottom=False)
+    for side in axes.spines.values():
+        side.set_visible(False)
+
+
+def _corners(start: float, end: float, top: float, height: float) -> list[tuple[float, float]]:
+    gap = 0.06  # of a row, between ranks
+    high = top + gap * (top == int(top))
+    low = top + height - gap * (top + height == int(top + height))
+    return [(start, high), (end, high), (end, low), (start, low)]
+
+
+def _write_number(axes: "Axes", box: Box, points: float, ink: str) -> None:
+    text = str(box.action.microbatch)
+    size = min(
+        _LARGEST,
+        0.8 * box.height * ROW * POINTS,
+        (box.end - box.start) * points / (0.64 * max(len(text), 2) + 0.3),
+    )
+    if size >= _SMALLEST:
+        middle = (box.start + box.end) / 2, box.top + box.height / 2
+        axes.text(*middle, text, size=size, color=ink, ha="center", va="center_baseline", clip_on=True)
+
+
+def write_beside(axes: "Axes", rank: int, text: str, colour: str) -> None:
+    """To the right of a rank's row."""
+    axes.annotate(
+        text,
+        (1, rank + 0.5),
+        (5, 0),
+        xycoords=axes.get_yaxis_transform(),
+        textcoords="offset points",
+        size=7.5,
+        va="center",
+        color=colour,
+    )

@@ -1,0 +1,99 @@
+"""What a search has found so far, and a limit of memory within which it goes on."""
+
+import dataclasses
+import math
+import time
+from collections.abc import Mapping
+
+from dualpipe_jax.schedule.costs import HAIR, CostModel, MemoryModel, at_most, stages_a_share
+from dualpipe_jax.schedule.ir import Placement, Schedule
+from dualpipe_jax.schedule.optimize.player import Player
+from dualpipe_jax.schedule.optimize.terms import make_terms
+from dualpipe_jax.schedule.simulate import simulate
+
+FILL = 0.6
+"""Which share of a W a gap must hold to be filled, unless others are tried."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Found:
+    """A schedule, what it takes, what it keeps, and the ``fill`` of the player that made it, if one did."""
+
+    makespan: float
+    number: int
+    schedule: Schedule
+    kept: float
+    fill: float | None
+
+
+class Finds:
+    """The schedules found, played against costs and sizes of a whole rank's share.
+
+    ``varied`` are the numbers of those of which every variant has been tried.
+    """
+
+    def __init__(self, num_microbatches: int, costs: CostModel, memory: MemoryModel):
+        self.num_microbatches, self.costs, self.memory = num_microbatches, costs, memory
+        self.found: list[Found] = []
+        self.varied: set[int] = set()
+
+    def add(self, schedule: Schedule, fill: float | None = None) -> None:
+        """Keep a schedule."""
+        timeline = simulate(schedule, self.costs.for_schedule(schedule))
+        kept = max(timeline.memory(self.memory.for_schedule(schedule)))
+        self.found.append(Found(timeline.makespan, len(self.found), schedule, kept, fill))
+
+    def best(self, count: int, limit: float) -> list[Found]:
+        """The shortest found that fit a limit, one of each makespan; of equals the first."""
+        distinct: list[Found] = []
+        fitting = (found for found in self.found if at_most(found.kept, limit))
+        for found in sorted(fitting, key=lambda found: (found.makespan, found.number)):
+            if not distinct or not at_most(found.makespan, distinct[-1].makespan):
+                distinct.append(found)
+        return distinct[:count]
+
+    def shortest(self, limit: float) -> float:
+        """The makespan of the shortest that fits a limit, infinite if nothing does."""
+        return next((found.makespan for found in self.best(1, limit)), math.inf)
+
+    def turns(self) -> list[float]:
+        """What those keep that are shorter than all that keep less."""
+        kept, shortest = [], math.inf
+        for found in sorted(self.found, key=lambda found: (found.kept, found.makespan)):
+            if found.makespan < shortest * (1 - HAIR):
+                kept.append(found.kept)
+                shortest = found.makespan
+        return kept
+
+
+class Rung:
+    """A limit of memory to search within.
+
+    Attributes:
+      limit: what each rank may keep.
+      bounds: by placement that has room within it, the time below which nothing ends there.
+    """
+
+    def __init__(self, finds: Finds, limit: float, bounds: Mapping[Placement, float], until: float):
+        self.limit, self.bounds = limit, bounds
+        self._finds, self._until = finds, until
+        self._players: dict[tuple[Placement, float], Player] = {}
+
+    def player(self, placement: Placement, fill: float = FILL) -> Player:
+        """The player of a placement's moves."""
+        if (placement, fill) not in self._players:
+            parts, finds = stages_a_share(placement), self._finds
+            costs, memory = finds.costs.divided(parts), finds.memory.divided(parts)
+            terms = make_terms(placement, finds.num_microbatches, costs, self.limit, memory, who="search")
+            self._players[placement, fill] = Player(terms, fill)
+        return self._players[placement, fill]
+
+    def hopeful(self, makespan: float) -> list[Placement]:
+        """The placements that are not proven to take at least as long as a makespan; none if time is up."""
+        if time.monotonic() >= self._until:
+            return []
+        return [placement for placement, bound in self.bounds.items() if not at_most(makespan, bound)]
+
+    def go_on(self, makespan: float) -> bool:
+        """Is there time left, and something to gain over a makespan?"""
+        return bool(self.hopeful(makespan))

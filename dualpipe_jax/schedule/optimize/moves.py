@@ -1,0 +1,66 @@
+"""A schedule as moves: what each rank does, without the W's, which find their places when it is played."""
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from dualpipe_jax.schedule.ir import Op, Schedule, Slot
+from dualpipe_jax.schedule.optimize.terms import Terms
+
+
+class Move(NamedTuple):
+    """A slot without W's, which fill gaps by themselves: a forward, a backward, or both as a pair.
+
+    ``f`` and ``b`` are values, ``stage * count + microbatch``, or -1; a ``split`` backward is an I.
+    """
+
+    f: int
+    b: int
+    split: bool = False
+
+
+Moves = list[list[Move]]
+"""The moves of each rank, in order."""
+
+
+def moves_of(schedule: Schedule) -> Moves:
+    """What a schedule does, without its W's."""
+    count = schedule.microbatches_per_pipe
+
+    def move(slot: Slot) -> Move:
+        f = next((stage * count + m for stage, op, m in slot if op is Op.F), -1)
+        b = next((stage * count + m for stage, op, m in slot if op is not Op.F), -1)
+        return Move(f, b, slot[-1].op is Op.I)
+
+    return [[move(slot) for slot in order if slot[0].op is not Op.W] for order in schedule.orders]
+
+
+def strangers(terms: Terms, pair: Move) -> bool:
+    """Whether the two of a pair are of different microbatches."""
+    of_a_pipe = terms.count * terms.placement.num_model_stages
+    return pair.f % terms.count != pair.b % terms.count or pair.f // of_a_pipe != pair.b // of_a_pipe
+
+
+def paired(terms: Terms, moves: Moves) -> Moves:
+    """Neighbouring forwards and backwards made pairs, wherever they may be."""
+    return [list(_merge(terms, order)) for order in moves]
+
+
+def _merge(terms: Terms, order: Iterable[Move]) -> Iterable[Move]:
+    held: Move | None = None
+    for move in order:
+        if held is not None:
+            pair = Move(max(held.f, move.f), max(held.b, move.b))
+            alone = min(held.f, held.b) < 0 and min(move.f, move.b) < 0
+            if alone and min(pair) >= 0 and strangers(terms, pair):
+                yield pair
+                held = None
+                continue
+            yield held
+        held = move
+    if held is not None:
+        yield held
+
+
+def split_alone(moves: Moves, split: bool = True) -> Moves:
+    """All backwards that are not in a pair split, or all made whole."""
+    return [[move if move.f >= 0 else move._replace(split=split) for move in order] for order in moves]

@@ -1,0 +1,108 @@
+"""What a search goes through: placements, and limits of memory."""
+
+import math
+from collections.abc import Iterable, Sequence
+
+from dualpipe_jax.schedule.costs import CostModel, MemoryModel, at_most, stages_a_share
+from dualpipe_jax.schedule.ir import Placement
+from dualpipe_jax.schedule.optimize.bounds import lower_bound
+from dualpipe_jax.schedule.optimize.terms import least_memory
+
+PLACEMENTS = ("linear", "v", "wave", "interleaved", "interleaved_4", "bidirectional")
+"""Names of placements; all but the last have one copy of the parameters."""
+
+
+def placements_of(
+    num_ranks: int, num_microbatches: int, placement: Placement | str | None
+) -> list[Placement]:
+    """The placements to search."""
+    if num_ranks < 1 or num_microbatches < 1:
+        raise ValueError(
+            f"search: got {num_ranks} ranks and {num_microbatches} microbatches; it needs at least one of "
+            f"each, try {max(num_ranks, 1)} ranks and {max(num_microbatches, 1)} microbatches"
+        )
+    known = {
+        "linear": Placement.linear(num_ranks),
+        "v": Placement.v(num_ranks),
+        "wave": Placement.wave(num_ranks, 2),
+        "interleaved": Placement.interleaved(num_ranks, 2),
+        "interleaved_4": Placement.interleaved(num_ranks, 4),
+        "bidirectional": Placement.bidirectional(num_ranks),
+    }
+    if placement is None:
+        return list(dict.fromkeys(known[name] for name in PLACEMENTS[:-1]))
+    if isinstance(placement, str):
+        if placement not in known:
+            raise ValueError(
+                f"search: no placement {placement!r}; try one of {', '.join(known)}, or a Placement"
+            )
+        placement = known[placement]
+    if placement.num_ranks != num_ranks:
+        raise ValueError(
+            f"search: got {num_ranks} ranks and a placement on {placement.num_ranks}; "
+            f"try num_ranks={placement.num_ranks}"
+        )
+    if num_microbatches % placement.num_pipes:
+        fewer = num_microbatches - num_microbatches % placement.num_pipes
+        raise ValueError(
+            f"search: got {num_microbatches} microbatches for the {placement.num_pipes} pipes of the placement, "
+            f"which share them equally; try {fewer or placement.num_pipes} or {fewer + placement.num_pipes}"
+        )
+    return [placement]
+
+
+def can_cost(costs: CostModel, placement: Placement) -> bool:
+    """Whether its stages are not so fine that an extra takes more away than there is."""
+    try:
+        costs.divided(stages_a_share(placement))
+    except ValueError:
+        return False
+    return True
+
+
+def roomy(placements: Sequence[Placement], memory_limit: float, memory: MemoryModel) -> list[Placement]:
+    """Those placements that some schedule can be run on within the limit; an error if there are none."""
+    least = [least_memory(p, memory.divided(stages_a_share(p)))[0] for p in placements]
+    roomy = [p for p, needs in zip(placements, least, strict=True) if at_most(needs, memory_limit)]
+    if not roomy:
+        modest = placements[least.index(min(least))]
+        raise ValueError(
+            f"search: got memory_limit={memory_limit:g}, but no schedule runs in less than {min(least):g}, "
+            f"which one microbatch at a time takes on the placement {modest.pipes}; "
+            f"try memory_limit={min(least):g} or more"
+        )
+    return roomy
+
+
+def bounds_of(
+    placements: Iterable[Placement],
+    num_microbatches: int,
+    costs: CostModel,
+    memory_limit: float,
+    memory: MemoryModel,
+) -> dict[Placement, float]:
+    """Of each placement the time below which nothing ends."""
+    return {
+        p: lower_bound(p.num_ranks, num_microbatches, costs, memory_limit, placement=p, memory=memory)
+        for p in placements
+    }
+
+
+def ladder(
+    placements: Sequence[Placement], memory: MemoryModel, turns: Iterable[float]
+) -> dict[float, float]:
+    """The limits to climb through, ascending, whatever the limit that is asked for; and of each its part of the effort.
+
+    Where a longer named schedule gives way to a shorter one, without limit, and for as many activations as 1F1B
+    keeps, it is a whole part; on the way between those half a part.
+    """
+    ranks, unit = placements[0].num_ranks, memory.live
+    least = min(least_memory(p, memory.divided(stages_a_share(p)))[0] for p in placements)
+    kept = 1.0  # of activations, where the least has one
+    ladder: dict[float, float] = {}
+    while unit and kept <= 1.5 * ranks:
+        ladder[least + (kept - 1) * unit] = 0.5
+        kept = max(kept + 0.5, math.floor(2.5 * kept) / 2)
+    whole = (least + (ranks - 1) * unit, math.inf, *turns)
+    ladder |= dict.fromkeys((rung for rung in whole if rung > least), 1.0)
+    return dict(sorted(ladder.items()))

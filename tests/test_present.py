@@ -1,0 +1,86 @@
+"""Tables and numbers as people read them."""
+
+import io
+
+import pytest
+from rich.console import Console
+
+from dualpipe_jax.present.figure import new_figure, save
+from dualpipe_jax.present.numbers import Units, format_bytes, format_cycles, gib, percent, scale, together
+from dualpipe_jax.present.table import Table
+
+ROWS = (("a", "1.5", "x"), ("bb", "20", "sync"))
+
+
+def on_terminal(table, width=80):
+    console = Console(file=io.StringIO(), width=width, force_terminal=True, color_system="standard")
+    console.print(table)
+    return console.file.getvalue()
+
+
+def test_columns_line_up_and_figures_stand_to_the_right():
+    assert str(Table(("name", "n", "why"), ROWS)) == "name    n   why\na     1.5     x\nbb     20  sync"
+
+
+def test_a_ruled_table_with_names_at_both_ends():
+    table = Table(("name", "n", "why"), ROWS, left=(0, 2), ruled=True)
+    assert str(table) == "name    n  why\n----  ---  ----\na     1.5  x\nbb     20  sync"
+
+
+def test_a_table_for_markdown():
+    table = Table(("name", "n", "why"), ROWS, left=(0, 2))
+    assert table.markdown().splitlines() == [
+        "| name | n | why |",
+        "| --- | ---: | --- |",
+        "| a | 1.5 | x |",
+        "| bb | 20 | sync |",
+    ]
+
+
+def test_a_terminal_shows_the_best_row_in_green_and_bad_ones_in_red():
+    lines = on_terminal(Table(("name", "n", "why"), ROWS, best=0, bad=[1])).splitlines()
+    best, bad = (next(line for line in lines if cell in line) for cell in ("1.5", "sync"))
+    assert "\x1b[1;32m" in best and "\x1b[31m" not in best
+    assert "\x1b[31m" in bad and "\x1b[1;32m" not in bad
+
+
+def test_only_what_may_be_broken_is():
+    row = ("a_schedule_of_a_long_name", "1234567", "a_reason_that_is_long")
+    narrow = on_terminal(Table(("name", "n", "why"), (row,)), width=40)
+    assert row[0] in narrow and row[2] not in narrow
+    narrow = on_terminal(Table(("name", "n", "why"), (row,), foldable=(0, 2)), width=30)
+    assert row[1] in narrow and row[0] not in narrow
+
+
+@pytest.mark.parametrize(
+    ("cycles", "text"),
+    [(None, "?"), (0, "0"), (640.4, "640"), (3520, "3.52 k"), (1.1e6, "1.10 M"), (-2e9, "-2.00 G")],
+)
+def test_cycles(cycles, text):
+    assert format_cycles(cycles) == text
+
+
+def test_other_numbers():
+    assert scale(3.5e6) == ("M", 1e6) and scale(12) == ("", 1.0)
+    assert [format_bytes(count) for count in (512, 1536, 4 * 2**20, 40.5 * 2**30)] == [
+        "512 B",
+        "1.5 KiB",
+        "4 MiB",
+        "40.5 GiB",
+    ]
+    assert gib(14 * 2**30) == "14.00"
+    assert [percent(share) for share in (None, -1e-9, 0.4894, 1)] == ["?", "0.0 %", "48.9 %", "100.0 %"]
+    assert together([0, 1, 2, 3, 8, 12, 13]) == "0-3 8 12-13"
+    assert Units("ms", "B").size(2**30) == "1 GiB" and Units("ms").of_time("makespan") == "makespan, ms"
+
+
+def test_a_figure_is_the_same_file_each_time(tmp_path):
+    written = []
+    for name in ("a.svg", "b.SVG"):
+        figure = new_figure(2, 1, tmp_path / name)
+        figure.text(0.5, 0.5, "text")
+        assert save(figure, tmp_path / name) is figure
+        written.append((tmp_path / name).read_bytes())
+    assert written[0] == written[1] and b"<svg" in written[0]
+    with pytest.raises(ValueError, match="cannot tell a format from 'a.pdf'"):
+        new_figure(2, 1, "a.pdf")
