@@ -20,7 +20,7 @@ from dualpipe_jax.parallel.expert_groups import Kernel
 from models.attention import Attend, causal_attention, same_segment
 
 AttentionKernel = Literal["auto", "plain", "splash", "cudnn"]
-MatmulKernel = Literal["auto", "plain", "ragged", "megablox"]
+MatmulKernel = Literal["auto", "plain", "ragged", "megablox", "float8"]
 
 KERNEL_VMEM = 32 * 1024**2
 """Bytes of a TPU's VMEM that an attention kernel may take. With the usual 16 MiB, key blocks of 2048 overflow on v5p in
@@ -29,7 +29,7 @@ some programs."""
 
 @dataclasses.dataclass(frozen=True)
 class Kernels:
-    """How attention and the experts are computed. All give the same up to rounding; "auto" is
+    """How attention and the experts are computed. All but "float8" give the same up to rounding; "auto" is
 
     - on a TPU, splash and ragged;
     - on a GPU, cudnn and ragged;
@@ -42,7 +42,8 @@ class Kernels:
       matmul: "plain" flattens rows of equal groups to one batched matmul, and walks unequal groups in blocks
         on CPU. The others leave equal groups in the order they arrive in, which accelerators read without a
         copy; unequal ones go to "ragged", ``lax.ragged_dot``, or "megablox", Pallas' grouped matmul for TPU,
-        for buffers that 128 divides.
+        for buffers that 128 divides. "float8" multiplies in eight bits, forward and backward, on devices that
+        ``parallel.check_float8`` takes.
       interpret: run Pallas kernels in interpret mode, for tests on a CPU.
 
     Raises:
@@ -75,7 +76,7 @@ class Kernels:
     def multiply(self, platform: str) -> Callable[..., Array]:
         """Return the experts' matmul for "cpu", "gpu" or "tpu"; see ``parallel.expert_matmul``."""
         auto: Kernel = "plain" if platform == "cpu" else "ragged"
-        kernel: Kernel = auto if self.matmul == "auto" else self.matmul
+        kernel: Kernel | Literal["float8"] = auto if self.matmul == "auto" else self.matmul
         return functools.partial(expert_matmul, kernel=kernel, interpret=self.interpret)
 
 

@@ -33,14 +33,17 @@ class Dispatch:
         device for "capacity", per pair of devices for "dropless". None drops nothing; for "capacity" that
         means room for every token at every expert, E / K times the work.
       axis_name: the mesh axis the experts lie on; None if each device holds them all.
+      payload: "plain" sends tokens as they are, "float8" in eight bits; see ``parallel.dispatch``.
 
     """
 
     method: Literal["capacity", "dropless"] = "dropless"
     factor: float | None = None
     axis_name: str | None = None
+    payload: parallel.Payload = "plain"
 
     def __post_init__(self) -> None:
+        parallel.check_payload("Dispatch", self.payload)
         if self.method not in ("capacity", "dropless"):
             raise ValueError(f"Dispatch: method is {self.method!r}, must be 'capacity' or 'dropless'.")
         if self.factor is not None and self.factor <= 0:
@@ -49,10 +52,10 @@ class Dispatch:
     def plan(self, topk_TK: Array, num_experts: int) -> parallel.Handle:
         """Plan one layer's dispatch."""
         if self.method == "dropless":
-            return parallel.plan_dropless(topk_TK, num_experts, self.axis_name, self.factor)
+            return parallel.plan_dropless(topk_TK, num_experts, self.axis_name, self.factor, self.payload)
         T, K = topk_TK.shape
         capacity = None if self.factor is None else parallel.capacity_for(T, K, num_experts, self.factor)
-        return parallel.plan_capacity(topk_TK, num_experts, capacity, self.axis_name)
+        return parallel.plan_capacity(topk_TK, num_experts, capacity, self.axis_name, self.payload)
 
 
 def route(logits_TE: Array, bias_E: Array, config: Config) -> tuple[Array, Array]:

@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec
 
 from dualpipe_jax.contract import At, Out, StagedModel
 from dualpipe_jax.functional import Tree, num_params, pure_nnx
+from dualpipe_jax.parallel import Payload
 from models.attention import RMSNorm, linear
 from models.blocks import Block, DenseBlock, Merge
 from models.config import Config
@@ -57,6 +58,7 @@ def deepseek(
     ep_axis: str | None = None,
     dispatch: Literal["capacity", "dropless"] = "dropless",
     capacity_factor: float | None = None,
+    payload: Payload = "plain",
     mtp_weight: float = 0.3,
     mtp_after_norm: bool = False,
     balance_factor: float = 1e-4,
@@ -87,6 +89,7 @@ def deepseek(
         each device has all. Tied, embedding and head stay whole.
       dispatch: see ``models.moe.Dispatch``.
       capacity_factor: the same; None drops nothing.
+      payload: the same.
       mtp_weight: the paper's lambda: 0.3, later 0.1. A batch that has "mtp_weight" overrules it, so that it changes
         with no new compilation.
       mtp_after_norm: whether modules of multi-token prediction hear the hidden state behind the final norm, as
@@ -104,7 +107,7 @@ def deepseek(
     """
     platform = platform or _platform()
     attend, matmul = kernels.attend(platform), kernels.multiply(platform)
-    tokens = Dispatch(dispatch, capacity_factor, ep_axis)
+    tokens = Dispatch(dispatch, capacity_factor, ep_axis, payload)
     layout = lay_out(config, layer_plan(config, stages) if isinstance(stages, int) else stages)
     modules = _Modules(
         *(

@@ -72,7 +72,6 @@ def run_tests(tree: Path, tests: str) -> int:
         *shlex.split(tests),
     ]
     environ = os.environ | {"PYTHONPATH": str(tree), "PYTHONDONTWRITEBYTECODE": "1"}
-    environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")  # compiled once, run once
     done = subprocess.run(
         command, cwd=tree, env=environ, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
     )

@@ -3,9 +3,12 @@
 import collections
 import os
 
+from tests.quick import QUICK
+
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["XLA_FLAGS"] = " ".join(
     [
+        QUICK,
         os.environ.get("XLA_FLAGS", ""),
         "--xla_force_host_platform_device_count=8",
         # Virtual devices share the machine's cores; on a busy one a permute may wait long for the last of them.

@@ -173,7 +173,7 @@ def test_every_script_that_is_named_is_there():
         text = page.read_text()
         for name in re.findall(r"scripts/(\w+)", text):
             assert (ROOT / "scripts" / name).is_file(), f"{page.name}: scripts/{name}"
-        for name in re.findall(r"(?:scripts/bench |benchmarks/)([a-z_]+)", text):
+        for name in re.findall(r"(?:scripts/bench |benchmarks/)([a-z0-9_]+)", text):
             assert (ROOT / "benchmarks" / f"{name}.py").is_file(), f"{page.name}: {name}"
 
 

@@ -38,6 +38,8 @@ class ModelConfig:
     capacity_factor: float | None = None
     """Room in multiples of an even load, beyond which tokens are dropped: of each expert for capacity (2 if left out),
     of each pair of devices for dropless (if left out, as much as can ever be needed)."""
+    payload: Annotated[Literal["plain", "float8"], arg(name="dispatch-payload")] = "plain"
+    """What travels to experts: tokens and, back through them, gradients as they are, or in eight bits."""
     mtp: int | None = None
     """Modules of multi-token prediction, instead of the model's own number."""
     mtp_weight: float = 0.3
@@ -49,8 +51,8 @@ class ModelConfig:
     keeps a layer's input only."""
     attention: Literal["auto", "plain", "splash", "cudnn"] = "auto"
     """What computes attention: auto is what suits the devices."""
-    matmul: Literal["auto", "plain", "ragged", "megablox"] = "auto"
-    """What computes the experts."""
+    matmul: Literal["auto", "plain", "ragged", "megablox", "float8"] = "auto"
+    """What computes the experts; float8 in eight bits, as DeepSeek-V3 was trained."""
 
 
 @dataclasses.dataclass(frozen=True)

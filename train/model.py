@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 import models
-from dualpipe_jax.parallel import EP
+from dualpipe_jax.parallel import EP, check_float8
 from dualpipe_jax.schedule import Schedule
 from train.config import ConfigError, TrainConfig
 
@@ -48,7 +48,8 @@ def make_model(
       config: the options.
       schedule: whose stages.
       vocab: tokens are below this.
-      lossless: drop nothing, whatever the options say: what a model is judged by must not depend on its layout.
+      lossless: drop nothing and round to no eight bits, whatever the options say: what a model is judged by must not
+        depend on its layout, nor on what it trains in.
 
     Raises:
       ConfigError: there are fewer layers than stages, ep cannot share the experts, or a kernel is not for this
@@ -74,11 +75,26 @@ def make_model(
         ep_axis=EP,
         dispatch="dropless" if lossless else asked.dispatch,
         capacity_factor=None if lossless else room(config),
+        payload="plain" if lossless else asked.payload,
         mtp_weight=asked.mtp_weight,
         balance_factor=asked.balance_factor,
         remat=REMAT[asked.remat],
-        kernels=models.Kernels(asked.attention, asked.matmul),
+        kernels=models.Kernels(
+            asked.attention, "auto" if lossless and asked.matmul == "float8" else asked.matmul
+        ),
     )
+
+
+def refuse_eight_bits(config: TrainConfig, device: jax.Device) -> None:
+    """Raise ConfigError where float8 is asked for, and the device has no such type."""
+    asked = config.model
+    if "float8" in (asked.payload, asked.matmul):
+        try:
+            check_float8(device, matmul=asked.matmul == "float8")
+        except ValueError as error:
+            raise ConfigError(
+                f"--dispatch-payload {asked.payload} --matmul {asked.matmul}: {error}"
+            ) from None
 
 
 def room(config: TrainConfig) -> float | None:
@@ -88,21 +104,20 @@ def room(config: TrainConfig) -> float | None:
 
 
 def describe_dispatch(config: TrainConfig) -> str:
-    """What may be dropped, for the first screen."""
+    """What may be dropped and what is rounded, for the first screen."""
     factor, spare, every = room(config), config.mesh.redundant_experts, config.mesh.rebalance_every
-    placed = f"; {spare} redundant" if spare else ""
-    placed += f"; they move every {every} steps if that helps" if every else ""
     if factor is None:
-        return f"dropless: every token reaches its experts{placed}"
-    if config.model.dispatch == "dropless":
-        return (
-            f"dropless, bounded: what exceeds {factor:g} x an even load between two devices is dropped, and counted"
-            f"{placed}"
+        words = "dropless: every token reaches its experts"
+    elif config.model.dispatch == "dropless":
+        words = f"dropless, bounded: what exceeds {factor:g} x an even load between two devices is dropped, and counted"
+    else:
+        words = (
+            f"capacity: what exceeds {factor:g} x an even load of an expert is dropped, and counted; each of the "
+            f"{config.mesh.ep} devices fills its own part of the room, so --ep changes what is dropped"
         )
-    return (
-        f"capacity: what exceeds {factor:g} x an even load of an expert is dropped, and counted; each of the "
-        f"{config.mesh.ep} devices fills its own part of the room, so --ep changes what is dropped{placed}"
-    )
+    words += f"; {spare} redundant" if spare else ""
+    words += f"; they move every {every} steps if that helps" if every else ""
+    return words if config.model.payload == "plain" else f"{words}; sent in eight bits"
 
 
 def count_parameters(numbers: models.Config) -> tuple[int, int]:

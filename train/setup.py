@@ -18,7 +18,7 @@ from train.config import ConfigError, TrainConfig, make_schedule
 from train.data import Batch, Corpus, open_corpus
 from train.devices import num_devices, too_few_devices
 from train.evaluate import make_evaluate
-from train.model import make_model, room
+from train.model import make_model, refuse_eight_bits, room
 from train.placement import placed_layout, slots_of
 from train.processes import batch_sharding, refuse_idle, share_out
 from train.state import Layout, TrainState
@@ -70,6 +70,7 @@ def prepare(config: TrainConfig) -> Run:
         raise ConfigError(too_few_devices(config, jax.device_count()))
     mesh, asked = make_mesh(config.mesh.pp, config.mesh.ep, dp=config.mesh.dp), config.optimizer
     refuse_idle(mesh, jax.process_count())
+    refuse_eight_bits(config, mesh.devices.flat[0])
     model = make_model(config, schedule, corpus.vocab)
     num_slots = slots_of(config, model.config.num_experts)
     specs = model.param_specs if num_slots is None else placed_specs(model.param_specs, expert_axis(mesh))

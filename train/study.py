@@ -12,7 +12,7 @@ from jax.errors import JaxRuntimeError
 import models
 from dualpipe_jax import inspect
 from dualpipe_jax.command.program import Program
-from dualpipe_jax.parallel import EP, make_mesh
+from dualpipe_jax.parallel import EP, check_float8, make_mesh
 from dualpipe_jax.schedule import Schedule
 from train import ahead, predict, timeline
 from train.bare import lower_bare_pair
@@ -87,12 +87,15 @@ def draw(
         raise ValueError(
             f"--target {target}: has {target.num_devices} devices, --pp {program.pp} x --ep {program.ep} = {needed}"
         )
+    if devices is not None and "float8" in (program.dispatch_payload, program.matmul):
+        check_float8(devices[0], matmul=program.matmul == "float8")
     model = models.deepseek(
         numbers,
         _plan(program, numbers, schedule),
         ep_axis=EP,
         dispatch=program.dispatch,
         capacity_factor=program.capacity_factor if program.dispatch == "capacity" else None,
+        payload=program.dispatch_payload,
         remat=REMAT[program.remat],
         kernels=models.Kernels(program.attention, program.matmul),
         platform=None if target is None else platform_of(target),

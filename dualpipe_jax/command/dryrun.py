@@ -9,7 +9,7 @@ import tyro
 
 from dualpipe_jax.command.options import CommandError
 from dualpipe_jax.command.output import show, show_json
-from dualpipe_jax.command.overlap import study, units
+from dualpipe_jax.command.overlap import sent, study, units
 from dualpipe_jax.command.program import Files, Program, RatesFile
 from dualpipe_jax.present.numbers import format_cycles, gib, percent
 from dualpipe_jax.present.table import Table
@@ -118,7 +118,7 @@ def _report(found: dict[str, Any], rates: Path | None) -> list[str | Table]:
     if "out_of_memory" in compiled:
         parts.append(compiled["out_of_memory"])
     if compiled.get("units"):
-        parts += ["\ncycles of each unit, by the compiler's model\n", units(compiled)]
+        parts += ["\ncycles of each unit, by the compiler's model\n", units(compiled), "\n" + sent(compiled)]
     if step := found.get("step"):
         source = "the compiler's model" if rates is None else f"the rates of {rates}"
         parts += [

@@ -160,6 +160,12 @@ def units(compiled: dict[str, Any]) -> Table:
     return Table(head, tuple(rows))
 
 
+def sent(compiled: dict[str, Any]) -> str:
+    """What a device gives to all-to-alls, and how many there are."""
+    payloads = [row["payload"] for row in compiled["all_to_alls"]]
+    return f"sent: {sum(payloads) / 2**20:.1f} MiB of a device in {len(payloads)} all-to-alls"
+
+
 def _title(found: dict[str, Any]) -> str:
     program, target = found["program"], found["target"]
     return (
@@ -175,6 +181,7 @@ def _sentences(compiled: dict[str, Any], at_least: float, enough: bool) -> list[
     lines = [
         f"hidden: {hidden} of {format_cycles(totals['cycles'])} cycles of all-to-all "
         f"({'enough' if enough else 'too little'}: {at_least:g} % asked for)",
+        sent(compiled),
         f"sends: {sends['count']} in flight beside it, {format_cycles(sends['exposed'])} of "
         f"{format_cycles(sends['cycles'])} exposed",
     ]

@@ -47,9 +47,11 @@ class Program:
     """How tokens reach experts."""
     capacity_factor: float = 1.0
     """Room in multiples of an even load, where dispatch is capacity."""
+    dispatch_payload: Literal["plain", "float8"] = "plain"
+    """What travels to experts: tokens and, back through them, gradients as they are, or in eight bits."""
     attention: Literal["auto", "plain", "splash", "cudnn"] = "auto"
     """What computes attention: auto is what suits the target."""
-    matmul: Literal["auto", "plain", "ragged", "megablox"] = "auto"
+    matmul: Literal["auto", "plain", "ragged", "megablox", "float8"] = "auto"
     """What computes the experts."""
     shard_optimizer: bool = False
     """Share the optimizer's state of replicated parameters out over their devices (ZeRO, first stage)."""

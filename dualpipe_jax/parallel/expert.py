@@ -12,6 +12,10 @@ weights, the backward of ``combine`` is a ``dispatch``. Rows are only ever gathe
 or its inverse; nothing is scatter-added. The only collective is ``all_to_all`` over ``axis_name``, so all of
 it may stand in a branch that other pipeline ranks do not take.
 
+With ``payload="float8"`` what goes to experts is in eight bits (see ``float8``), activations in the forward and
+gradients of outputs in the backward; what comes back from them, to be summed, is not. So does DeepSeek-V3 (section
+3.3.3 of its report). It is rounded where no device is crossed, too: results do not depend on how many there are.
+
 Shape suffixes: T tokens of this device, K experts per token, E experts, N devices on the axis, L = E / N
 local experts, C capacity, S slots to send, R rows received, D model dim. An *assignment* is a (token, k)
 pair, numbered token * K + k; a *slot* is a row of the buffer that is sent.
@@ -20,18 +24,21 @@ pair, numbered token * K + k; a *slot* is a row of the buffer that is sent.
 import functools
 import math
 from dataclasses import dataclass
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
 from dualpipe_jax.parallel.expert_groups import Kernel, grouped_matmul, vary_alike
+from dualpipe_jax.parallel.float8_matmul import float8_matmul
+from dualpipe_jax.parallel.wire import Payload, Way, carry, check_payload
 
 
 @functools.partial(
     jax.tree_util.register_dataclass,
     data_fields=("slot_TK", "assignment_S", "dropped", "arrival_R", "departure_R", "group_sizes_L"),
-    meta_fields=("capacity", "num_devices", "axis_name"),
+    meta_fields=("capacity", "num_devices", "axis_name", "payload"),
 )
 @dataclass(frozen=True)
 class Handle:
@@ -48,6 +55,7 @@ class Handle:
       capacity: C, static; None for ``plan_dropless``.
       num_devices: N, static.
       axis_name: the mesh axis; None without one.
+      payload: how rows travel to experts, static.
 
     """
 
@@ -60,10 +68,15 @@ class Handle:
     capacity: int | None
     num_devices: int
     axis_name: str | None
+    payload: Payload = "plain"
 
 
 def plan_capacity(
-    topk_TK: Array, num_experts: int, capacity: int | None = None, axis_name: str | None = None
+    topk_TK: Array,
+    num_experts: int,
+    capacity: int | None = None,
+    axis_name: str | None = None,
+    payload: Payload = "plain",
 ) -> Handle:
     """Plan a dispatch where every device may send each expert at most ``capacity`` tokens.
 
@@ -76,14 +89,16 @@ def plan_capacity(
       num_experts: E, over all devices; device n holds experts n * L to (n + 1) * L - 1.
       capacity: C, for each (expert, source device) pair. None means T, with which nothing is dropped.
       axis_name: the mesh axis the experts lie on; None if this device holds them all.
+      payload: "plain" sends rows as they are, "float8" in eight bits, with a scale for each 128 numbers.
 
     Returns:
       A handle with which ``dispatch`` returns [L, N, C, D].
 
     Raises:
-      ValueError: experts do not divide over devices, or capacity is below 1.
+      ValueError: experts do not divide over devices, capacity is below 1, or there is no such payload.
 
     """
+    check_payload("plan_capacity", payload)
     num_devices = _num_devices(num_experts, axis_name)
     T, K = topk_TK.shape
     C = T if capacity is None else min(capacity, T)
@@ -102,7 +117,7 @@ def plan_capacity(
     assignment_S = jnp.where(filled_EC, order_A.at[index_EC].get(mode="clip"), T * K).reshape(-1)
     dropped = jnp.sum(jnp.maximum(counts_E - C, 0), dtype=jnp.int32)
     slot_TK = slot_A.reshape(T, K)
-    return Handle(slot_TK, assignment_S, dropped, None, None, None, C, num_devices, axis_name)
+    return Handle(slot_TK, assignment_S, dropped, None, None, None, C, num_devices, axis_name, payload)
 
 
 def capacity_for(num_tokens: int, top_k: int, num_experts: int, factor: float) -> int:
@@ -111,7 +126,11 @@ def capacity_for(num_tokens: int, top_k: int, num_experts: int, factor: float) -
 
 
 def plan_dropless(
-    topk_TK: Array, num_experts: int, axis_name: str | None = None, buffer_factor: float | None = None
+    topk_TK: Array,
+    num_experts: int,
+    axis_name: str | None = None,
+    buffer_factor: float | None = None,
+    payload: Payload = "plain",
 ) -> Handle:
     """Plan a dispatch that sorts assignments by expert and sends each device what it is due.
 
@@ -126,14 +145,16 @@ def plan_dropless(
       num_experts: E, over all devices; device n holds experts n * L to (n + 1) * L - 1.
       axis_name: the mesh axis the experts lie on; None if this device holds them all.
       buffer_factor: None for the worst case.
+      payload: see ``plan_capacity``.
 
     Returns:
       A handle with which ``dispatch`` returns [R, D]: the rows of local expert 0, then 1, ..., then zeros.
 
     Raises:
-      ValueError: experts do not divide over devices, or buffer_factor is not positive.
+      ValueError: experts do not divide over devices, buffer_factor is not positive, or there is no such payload.
 
     """
+    check_payload("plan_dropless", payload)
     num_devices = _num_devices(num_experts, axis_name)
     if buffer_factor is not None and buffer_factor <= 0:
         raise ValueError(f"plan_dropless: buffer_factor must be positive, got {buffer_factor}.")
@@ -159,12 +180,12 @@ def plan_dropless(
     slot_TK = slot_A.reshape(T, K)
     sent_NL = jnp.diff(ends_NL, axis=1, prepend=0)
     if num_devices == 1:
-        return Handle(slot_TK, assignment_S, dropped, None, None, sent_NL[0], None, 1, axis_name)
+        return Handle(slot_TK, assignment_S, dropped, None, None, sent_NL[0], None, 1, axis_name, payload)
     received_NL = lax.all_to_all(sent_NL, axis_name, 0, 0, tiled=True)
     arrival_R, departure_R = _sort_arrivals(received_NL, width)
     sizes_L = jnp.sum(received_NL, axis=0, dtype=jnp.int32)
     return Handle(
-        slot_TK, assignment_S, dropped, arrival_R, departure_R, sizes_L, None, num_devices, axis_name
+        slot_TK, assignment_S, dropped, arrival_R, departure_R, sizes_L, None, num_devices, axis_name, payload
     )
 
 
@@ -180,13 +201,10 @@ def dispatch(x_TD: Array, handle: Handle) -> Array:
     T = handle.slot_TK.shape[0]
     if x_TD.ndim != 2 or x_TD.shape[0] != T:
         raise ValueError(f"dispatch: the handle was planned for {T} tokens, x has shape {x_TD.shape}.")
-    sent_SD = _spread(*vary_alike(x_TD, handle.assignment_S, handle.slot_TK))
-    rows = _exchange(sent_SD, handle)
+    rows = carry(Way(_spread, _collect_copies, handle.payload), x_TD, handle)
     if handle.capacity is not None:
         # Transposed between matmul and all_to_all: the compiler has the matmul read and write that order.
         return rows.reshape(handle.num_devices, -1, handle.capacity, rows.shape[-1]).swapaxes(0, 1)
-    if handle.arrival_R is not None and handle.departure_R is not None:
-        rows = _permute(*vary_alike(rows, handle.arrival_R, handle.departure_R))
     return rows
 
 
@@ -213,14 +231,17 @@ def combine(y: Array, weights_TK: Array, handle: Handle) -> Array:
     if handle.capacity is not None:
         y = y.swapaxes(0, 1)
     rows = y.reshape(-1, y.shape[-1])
-    if handle.arrival_R is not None and handle.departure_R is not None:
-        rows = _permute(*vary_alike(rows, handle.departure_R, handle.arrival_R))
-    back_SD = _exchange(rows, handle)
+    back_SD = carry(Way(_from_experts, _to_experts, payload_back=handle.payload), rows, handle)
     return _collect(*vary_alike(back_SD, weights_TK, handle.assignment_S, handle.slot_TK))
 
 
 def expert_matmul(
-    rows: Array, w_LDF: Array, handle: Handle, *, kernel: Kernel = "plain", interpret: bool = False
+    rows: Array,
+    w_LDF: Array,
+    handle: Handle,
+    *,
+    kernel: Kernel | Literal["float8"] = "plain",
+    interpret: bool = False,
 ) -> Array:
     """Multiply each dispatched row by its expert's matrix; rows as ``dispatch`` returned them.
 
@@ -230,13 +251,20 @@ def expert_matmul(
       handle: the one given to ``dispatch``.
       kernel: for unequal groups see ``grouped_matmul``. Equal ones are one batched matmul: with "plain" N and
         C are one dim, which is faster on CPU; otherwise they stay apart, for rows that lie by device cannot be
-        read as one dim, and accelerators would copy them.
+        read as one dim, and accelerators would copy them. "float8" multiplies in eight bits, see
+        ``float8_matmul``.
       interpret: see ``grouped_matmul``.
 
     Returns:
       [L, N, C, F] or [R, F].
 
     """
+    if kernel == "float8":
+        if handle.group_sizes_L is not None:
+            return float8_matmul(rows, w_LDF, handle.group_sizes_L)
+        return float8_matmul(rows.reshape(rows.shape[0], -1, rows.shape[-1]), w_LDF).reshape(
+            *rows.shape[:-1], -1
+        )
     if handle.group_sizes_L is not None:
         return grouped_matmul(rows, w_LDF, handle.group_sizes_L, kernel=kernel, interpret=interpret)
     if kernel != "plain":
@@ -306,48 +334,36 @@ def _exchange(rows_SD: Array, handle: Handle) -> Array:
     return lax.all_to_all(rows_SD, handle.axis_name, 0, 0, tiled=True)
 
 
+def _to_experts(rows_SD: Array, handle: Handle) -> Array:
+    """From the order of slots to that of experts."""
+    rows = _exchange(rows_SD, handle)
+    return rows if handle.arrival_R is None else _rows(rows, handle.arrival_R)
+
+
+def _from_experts(rows: Array, handle: Handle) -> Array:
+    """The inverse, and transpose, of ``_to_experts``."""
+    return _exchange(rows if handle.departure_R is None else _rows(rows, handle.departure_R), handle)
+
+
+def _spread(x_TD: Array, handle: Handle) -> Array:
+    """Copy each token into the slots of its assignments, and send them."""
+    # Empty slots read a row of zeros: to fill them later is one more pass over all that is sent.
+    padded_UD = jnp.pad(x_TD, ((0, 1), (0, 0)))
+    token_S = handle.assignment_S // handle.slot_TK.shape[1]
+    return _to_experts(padded_UD.at[token_S].get(mode="promise_in_bounds"), handle)
+
+
+def _collect_copies(rows: Array, handle: Handle) -> Array:
+    """The transpose of ``_spread``: bring rows back and sum each token's, in float32."""
+    rows_SD, slot_TK = _from_experts(rows, handle), handle.slot_TK
+    # One gather per k: several times faster on CPU than one gather [T, K, D] and its sum.
+    parts = (_rows(rows_SD, slot_TK[:, k]).astype(jnp.float32) for k in range(slot_TK.shape[1]))
+    return functools.reduce(jnp.add, parts).astype(rows.dtype)
+
+
 def _rows(array_RD: Array, index: Array) -> Array:
     """Gather rows; zeros where the index lies past the end."""
     return jnp.take(array_RD, index, axis=0, mode="fill", fill_value=0)
-
-
-@jax.custom_vjp
-def _permute(rows_RD: Array, index_R: Array, inverse_R: Array) -> Array:
-    del inverse_R
-    return _rows(rows_RD, index_R)
-
-
-def _permute_fwd(rows_RD: Array, index_R: Array, inverse_R: Array):
-    return _permute(rows_RD, index_R, inverse_R), (index_R, inverse_R)
-
-
-def _permute_bwd(saved: tuple[Array, Array], d_RD: Array):
-    index_R, inverse_R = saved
-    return _permute(d_RD, inverse_R, index_R), None, None
-
-
-_permute.defvjp(_permute_fwd, _permute_bwd)
-
-
-@jax.custom_vjp
-def _spread(x_TD: Array, assignment_S: Array, slot_TK: Array) -> Array:
-    """Copy each token into the slots of its assignments."""
-    # Empty slots read a row of zeros: to fill them later is one more pass over all that is sent.
-    padded_UD = jnp.pad(x_TD, ((0, 1), (0, 0)))
-    return padded_UD.at[assignment_S // slot_TK.shape[1]].get(mode="promise_in_bounds")
-
-
-def _spread_fwd(x_TD: Array, assignment_S: Array, slot_TK: Array):
-    return _spread(x_TD, assignment_S, slot_TK), slot_TK
-
-
-def _spread_bwd(slot_TK: Array, d_SD: Array):
-    # One gather per k: several times faster on CPU than one gather [T, K, D] and its sum.
-    parts = (_rows(d_SD, slot_TK[:, k]).astype(jnp.float32) for k in range(slot_TK.shape[1]))
-    return functools.reduce(jnp.add, parts).astype(d_SD.dtype), None, None
-
-
-_spread.defvjp(_spread_fwd, _spread_bwd)
 
 
 @jax.custom_vjp

@@ -9,7 +9,8 @@ Shape suffixes: R rows, G groups, D in, F out; B rows of a block.
 """
 
 import functools
-from typing import Literal, NamedTuple
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -74,15 +75,21 @@ def grouped_matmul(
             f"({G}, {D}, F), got {w_GDF.shape}."
         )
     if block is None:
-        block = 8
-        while block < 64 and 4 * 2 * block <= R // max(G, 1):
-            block *= 2
+        block = block_of(R, G)
     if kernel == "megablox" and R % 128:
         raise ValueError(
             f"grouped_matmul: megablox takes multiples of 128 rows, not {R}; try {-(-R // 128) * 128}."
         )
     how = _How(kernel, min(block, R), interpret)
     return _grouped(how, *vary_alike(x_RD, w_GDF, group_sizes_G))
+
+
+def block_of(num_rows: int, num_groups: int) -> int:
+    """A power of two near a quarter of the mean group if all rows were filled, between 8 and 64."""
+    block = 8
+    while block < 64 and 4 * 2 * block <= num_rows // max(num_groups, 1):
+        block *= 2
+    return block
 
 
 class _How(NamedTuple):
@@ -160,15 +167,44 @@ def _tiles(shape: tuple[int, ...], width: int) -> tuple[int, int, int]:
     return rows, min(shape[1], 1024), min(width, 1024)
 
 
+Tree = Any
+
+
 def _by_blocks(block: int, x_RD: Array, w_GDF: Array, sizes_G: Array) -> Array:
+    return multiply_blocks(block, jnp.matmul, x_RD, w_GDF, sizes_G, x_RD.dtype)
+
+
+def multiply_blocks(
+    block: int,
+    multiply: Callable[[Tree, Tree], Array],
+    rows: Tree,
+    matrices: Tree,
+    sizes_G: Array,
+    dtype: Any,
+) -> Array:
+    """Multiply blocks of each group's rows by its matrix.
+
+    Args:
+      block: rows of a block, B, at most R.
+      multiply: from rows [B, ...] and a matrix to [B, F].
+      rows: arrays [R, ...].
+      matrices: arrays [G, ...].
+      sizes_G: rows of each group.
+      dtype: of the result.
+
+    Returns:
+      [R, F]; zeros past the last group.
+
+    """
     ends_G = jnp.cumsum(sizes_G)
+    num_rows = jax.tree.leaves(rows)[0].shape[0]
 
     def group(g, y_RF):
-        w_DF, end, size = w_GDF[g], ends_G[g], sizes_G[g]
+        matrix, end, size = jax.tree.map(lambda leaf: leaf[g], matrices), ends_G[g], sizes_G[g]
 
         def one(b, y_RF):
-            start, here_B = _window(block, y_RF.shape[0], end - size, end, b)
-            y_BF = lax.dynamic_slice_in_dim(x_RD, start, block) @ w_DF
+            start, here_B = _window(block, num_rows, end - size, end, b)
+            y_BF = multiply(_slices(rows, start, block), matrix).astype(dtype)
             # The window may reach into other groups: their rows stay as they are.
             old_BF = lax.dynamic_slice_in_dim(y_RF, start, block)
             return lax.dynamic_update_slice_in_dim(
@@ -177,11 +213,31 @@ def _by_blocks(block: int, x_RD: Array, w_GDF: Array, sizes_G: Array) -> Array:
 
         return lax.fori_loop(0, -(-size // block), one, y_RF)
 
-    zeros_RF = jnp.zeros((x_RD.shape[0], w_GDF.shape[2]), x_RD.dtype)
-    return lax.fori_loop(0, sizes_G.shape[0], group, _vary(zeros_RF, _varying(x_RD)))
+    first = jax.eval_shape(multiply, _slices(rows, 0, block), jax.tree.map(lambda leaf: leaf[0], matrices))
+    zeros_RF = jnp.zeros((num_rows, first.shape[1]), dtype)
+    return lax.fori_loop(0, sizes_G.shape[0], group, _vary(zeros_RF, _varying(jax.tree.leaves(rows)[0])))
+
+
+def _slices(rows: Tree, start: Any, block: int) -> Tree:
+    return jax.tree.map(lambda leaf: lax.dynamic_slice_in_dim(leaf, start, block), rows)
 
 
 def _outer_by_blocks(block: int, x_RD: Array, dy_RF: Array, sizes_G: Array) -> Array:
+    product = functools.partial(jnp.einsum, "bd,bf->df", preferred_element_type=jnp.float32)
+    return sum_blocks(block, product, x_RD, dy_RF, sizes_G)
+
+
+def sum_blocks(
+    block: int, product: Callable[[Array, Array], Array], x_RD: Array, dy_RF: Array, sizes_G: Array
+) -> Array:
+    """Sum over blocks of each group's rows what ``product`` makes of them: [B, D] and [B, F] to float32 [D, F].
+
+    Rows that are not the group's are zeros.
+
+    Returns:
+      float32 [G, D, F].
+
+    """
     ends_G = jnp.cumsum(sizes_G)
 
     def group(g):
@@ -193,7 +249,7 @@ def _outer_by_blocks(block: int, x_RD: Array, dy_RF: Array, sizes_G: Array) -> A
             dy_BF = lax.dynamic_slice_in_dim(dy_RF, start, block)
             # Both: what lies past the groups may be anything, and 0 * nan is nan.
             x_BD, dy_BF = (jnp.where(here_B[:, None], rows, 0) for rows in (x_BD, dy_BF))
-            return dw_DF + jnp.einsum("bd,bf->df", x_BD, dy_BF, preferred_element_type=jnp.float32)
+            return dw_DF + product(x_BD, dy_BF)
 
         zeros_DF = jnp.zeros((x_RD.shape[1], dy_RF.shape[1]), jnp.float32)
         return lax.fori_loop(0, -(-size // block), one, _vary(zeros_DF, _varying(x_RD)))

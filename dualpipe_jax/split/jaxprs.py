@@ -231,16 +231,23 @@ def _key(eqn: Any, inputs: Sequence[Atom], pinned: bool) -> Any:
     name = eqn.primitive.name
     if name not in CHEAP or name == "optimization_barrier":
         return None
-    if not all(isinstance(a, Value) or isinstance(a.value, _SCALARS) for a in inputs):
+    if not all(isinstance(a, Value) or _is_scalar(a.value) for a in inputs):
         return None
     # By repr, for 0.0 equals -0.0; and only of scalars, for an array's is not exact.
-    atoms = tuple(a if isinstance(a, Value) else (repr(a.value), a.kind.dtype) for a in inputs)
+    atoms = tuple(
+        a if isinstance(a, Value) else (repr(np.asarray(a.value).item()), a.kind.dtype) for a in inputs
+    )
     key = name, atoms, tuple(sorted(eqn.params.items())), getattr(eqn, "ctx", None), pinned
     try:
         hash(key)
     except TypeError:
         return None
     return key
+
+
+def _is_scalar(value: Any) -> bool:
+    """Also literals as jax 0.10 has them: arrays of NumPy's without a dim."""
+    return isinstance(value, _SCALARS) or (isinstance(value, np.ndarray) and value.ndim == 0)
 
 
 def _walk(eqn: Any) -> Iterator[Any]:

@@ -25,6 +25,7 @@ from models import deepseek, tiny, weights
 from models.weights import WeightsError
 from models.weights.config_json import from_json, to_json
 from models.weights.files import DTYPES
+from tests.quick import QUICK
 
 CONFIG = tiny(
     vocab=64, dim=16, num_layers=6, num_dense_layers=1, num_heads=2, q_lora_rank=12, kv_lora_rank=8,
@@ -376,7 +377,7 @@ def test_on_two_processes_each_reads_what_it_holds_and_writes_its_part(tmp_path)
         free.bind(("localhost", 0))
         address = f"localhost:{free.getsockname()[1]}"
     root = Path(__file__).parents[2]
-    flags = "--xla_force_host_platform_device_count=2"
+    flags = f"{QUICK} --xla_force_host_platform_device_count=2"
     environment = os.environ | {"XLA_FLAGS": flags, "PYTHONPATH": str(root), "JAX_PLATFORMS": "cpu"}
     script = Path(__file__).with_name("two_processes.py")
     children = [

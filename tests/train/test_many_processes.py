@@ -17,14 +17,12 @@ import pytest
 
 import models
 from models.weights import native
+from tests.quick import QUICK
 from train.checkpoint import verify
 from train.config import FLAGS, configure, option
 from train.data import open_corpus
 
 ROOT = Path(__file__).parents[2]
-QUICK = "--xla_backend_optimization_level=0"
-if jax.__version_info__ < (0, 12):  # which no longer has this flag
-    QUICK += " --xla_cpu_use_fusion_emitters=false"  # compiles in half the time
 TEXT = "\n".join(f"line {number} of the text" for number in range(500))
 TINY = dict(
     schedule="gpipe", pp=2, ep=1, microbatches=2, microbatch_size=2, model="tiny", layers=1, sequence=8,

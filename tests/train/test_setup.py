@@ -14,7 +14,7 @@ import models
 from dualpipe_jax.parallel import make_mesh
 from dualpipe_jax.schedule import gpipe, limit_stash, zb_h1
 from train import loop, model, setup
-from train.config import configure
+from train.config import ConfigError, configure
 from train.data import Corpus
 from train.data.corpus import text_source
 from train.data.vocabulary import BYTES
@@ -27,7 +27,8 @@ from train.watch import Watch
 OTHER = configure(
     dp=2, pp=2, ep=1, mtp=1, mtp_weight=0.2, balance_factor=0.01,
     microbatches=4, microbatch_size=2, sequence=24, schedule="zb_h1", max_stash=1, model="tiny", layers=2,
-    precision="bfloat16", dispatch="capacity", capacity_factor=1.5, remat="all", attention="plain", matmul="ragged",
+    precision="bfloat16", dispatch="capacity", capacity_factor=1.5,
+    dispatch_payload="float8", remat="all", attention="plain", matmul="ragged",
     steps=77, learning_rate=3e-3, warmup=7, weight_decay=0.03, clip=0.7, bias_rate=0.02, shard_optimizer=True, seed=9,
     moments="bfloat16", gradient_sums="bfloat16", eval_sequences=11,
 )  # fmt: skip
@@ -102,10 +103,14 @@ def test_the_model_is_the_one_asked_for(spied):
     assert len(plan) == 2 and sum(plan) == 3, "two stages, all layers"
     assert kwargs["ep_axis"] == "ep"
     assert (kwargs["mtp_weight"], kwargs["balance_factor"]) == (0.2, 0.01)
-    assert (kwargs["dispatch"], kwargs["capacity_factor"]) == ("capacity", 1.5)
+    assert (kwargs["dispatch"], kwargs["capacity_factor"], kwargs["payload"]) == ("capacity", 1.5, "float8")
     assert kwargs["remat"] is jax.checkpoint_policies.nothing_saveable
     assert kwargs["kernels"] == models.Kernels("plain", "ragged")
-    assert (judging["dispatch"], judging["capacity_factor"]) == ("dropless", None)
+    assert (judging["dispatch"], judging["capacity_factor"], judging["payload"]) == (
+        "dropless",
+        None,
+        "plain",
+    )
     assert seen["make_evaluate"][0][0][0] is judged
     assert seen["Layout"][0][0][0] is trained and seen["Layout"][0][0][4] is True
 
@@ -130,6 +135,16 @@ def test_room_for_tokens(options, factor):
     assert model.room(config) == factor
     said = model.describe_dispatch(config)
     assert ("dropped" in said) == (factor is not None) and (factor is None or f"{factor:g} x" in said)
+
+
+def test_eight_bits_are_named_on_the_first_screen_and_refused_where_there_are_none():
+    sent, multiplied = configure(dispatch_payload="float8"), configure(matmul="float8")
+    assert model.describe_dispatch(sent) == "dropless: every token reaches its experts; sent in eight bits"
+    v5p = types.SimpleNamespace(platform="tpu", device_kind="TPU v5")
+    model.refuse_eight_bits(sent, v5p)
+    model.refuse_eight_bits(multiplied, jax.devices()[0])
+    with pytest.raises(ConfigError, match="--dispatch-payload plain --matmul float8: .*TPU v5 take no e4m3"):
+        model.refuse_eight_bits(multiplied, v5p)
 
 
 def test_the_loop_draws_every_steps_own_batch_from_the_text_to_train_on(tmp_path):

@@ -1,0 +1,164 @@
+"""Eight bits a number: e4m3 values in tiles, each tile with one scale.
+
+A tile is what shares a scale: DeepSeek-V3 (section 3.3 of its report) has 1 x 128 for activations and their
+gradients and 128 x 128 for weights. The scale brings the tile's largest magnitude to at most 448, the largest of
+e4m3. Scales are powers of two, which V3 takes for what it dispatches, so that
+
+- to decode is exact in bfloat16: four significant bits, and another exponent;
+- what was encoded once is not changed by being encoded again, whether for a second hop or for a matmul.
+
+The price is a bit of range at the bottom of a tile, not of precision: a number is off by at most 2^-4 of itself, and
+numbers below 2^-6 of the scale by at most 2^-10 of the scale, less than 2^-17 of the tile's largest.
+
+An all-zero tile has the smallest scale. Infinities and NaNs have no part in their tile's scale: they become NaN, which
+e4m3 has, and their neighbours stay what they are.
+
+Shape suffixes: M rows, N columns, A x B tiles, S rows of a buffer, D model dim, W bytes of a row.
+"""
+
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax import Array, lax
+
+FLOAT8 = jnp.float8_e4m3fn
+"""Four bits of exponent, three of mantissa; no infinity, one NaN."""
+
+LARGEST = 448.0
+"""The largest number of ``FLOAT8``."""
+
+TILE = 128
+"""Numbers along a side of a tile."""
+
+_MANTISSA_BITS = 23
+_MANTISSA_OF_LARGEST = 0x600000  # of 448 = 1.75 * 2^8 in float32
+_EXPONENT_OF_LARGEST = 8
+_SMALLEST_SCALE = 2.0**-126
+
+FIRST_GPU = (8, 9)
+"""The compute capability of the first GPUs (Ada, Hopper) with this type."""
+
+TPUS = ("tpu7x",)
+"""TPU generations whose matrix units multiply it; the compiler of the others only converts it."""
+
+
+class Tiled(NamedTuple):
+    """An array in eight bits.
+
+    Attributes:
+      values: FLOAT8 [..., M, N].
+      scales: float32 [..., A, B], of each tile; those at the edges may be smaller than the others.
+    """
+
+    values: Array
+    scales: Array
+
+
+def quantize(x: Array, tile: tuple[int, int], *, power_of_two: bool = True) -> Tiled:
+    """Round to e4m3, to nearest, ties to even.
+
+    Args:
+      x: floating [..., M, N].
+      tile: rows and columns that share a scale.
+      power_of_two: whether a scale is the smallest power of two that will do; else it is the tile's largest magnitude
+        times 1 / 448.
+
+    """
+    wide = x.astype(jnp.float32)
+    largest = _largest(jnp.where(jnp.isfinite(wide), jnp.abs(wide), 0), tile)
+    scales = _power_of_two(largest) if power_of_two else jnp.maximum(largest * (1 / LARGEST), _SMALLEST_SCALE)
+    return Tiled((wide * spread(1 / scales, tile, x.shape)).astype(FLOAT8), scales)
+
+
+def dequantize(tiled: Tiled, tile: tuple[int, int], dtype: Any) -> Array:
+    """Return the values times their scales, [..., M, N] of ``dtype``."""
+    return (tiled.values.astype(jnp.float32) * spread(tiled.scales, tile, tiled.values.shape)).astype(dtype)
+
+
+def spread(scales: Array, tile: tuple[int, int], shape: tuple[int, ...]) -> Array:
+    """Repeat each tile's scale for all of its numbers: [..., A, B] to ``shape``."""
+    rows, columns = tile
+    full = jnp.repeat(jnp.repeat(scales, rows, axis=-2), columns, axis=-1)
+    return full[..., : shape[-2], : shape[-1]]
+
+
+def _largest(magnitudes: Array, tile: tuple[int, int]) -> Array:
+    """The largest of each tile; tiles at the edges are filled up with zeros."""
+    sizes = zip(magnitudes.shape[-2:], tile, strict=True)
+    edges = [(0, 0)] * (magnitudes.ndim - 2) + [(0, -size % side) for size, side in sizes]
+    padded = jnp.pad(magnitudes, edges)
+    *outer, M, N = padded.shape
+    return jnp.max(padded.reshape(*outer, M // tile[0], tile[0], N // tile[1], tile[1]), axis=(-3, -1))
+
+
+def _power_of_two(largest: Array) -> Array:
+    """The smallest power of two, and normal number, by which ``largest`` divided is at most 448."""
+    bits = lax.bitcast_convert_type(largest, jnp.int32)
+    # A mantissa above that of 448 carries into the exponent.
+    carried = (bits + (2**_MANTISSA_BITS - 1 - _MANTISSA_OF_LARGEST)) >> _MANTISSA_BITS
+    return _from_exponent(jnp.maximum(carried - _EXPONENT_OF_LARGEST, 1))
+
+
+def _from_exponent(exponent: Array) -> Array:
+    """Two to the power of exponent - 127; zero for 0."""
+    # A product and not a shift: the backward may do that again, where it would keep what shifts make.
+    return lax.bitcast_convert_type(exponent.astype(jnp.int32) * 2**_MANTISSA_BITS, jnp.float32)
+
+
+def encode(rows_SD: Array) -> Array:
+    """Rows as bytes: e4m3 in tiles of 1 x 128, then the exponents of their scales.
+
+    Returns:
+      uint8 [S, W], W = D + ceil(D / 128): 0.504 of bfloat16's bytes. A row of zero bytes is one of zeros.
+
+    """
+    tiled = quantize(rows_SD, (1, TILE))
+    exponents = (lax.bitcast_convert_type(tiled.scales, jnp.int32) >> _MANTISSA_BITS).astype(jnp.uint8)
+    return jnp.concatenate([lax.bitcast_convert_type(tiled.values, jnp.uint8), exponents], axis=-1)
+
+
+def decode(bytes_SW: Array, dim: int, dtype: Any) -> Array:
+    """What ``encode`` made bytes of, rounded: [S, dim] of ``dtype``."""
+    values = lax.bitcast_convert_type(bytes_SW[..., :dim], FLOAT8)
+    return dequantize(Tiled(values, _from_exponent(bytes_SW[..., dim:])), (1, TILE), dtype)
+
+
+def check_device(device: Any, *, matmul: bool) -> None:
+    """Refuse a device that float8 is not for.
+
+    CPUs convert and multiply by way of float32: the numbers are those of any other device, and nothing is faster. All
+    TPUs convert, so that payloads are halved everywhere; only those of ``TPUS`` multiply. GPUs do both from
+    ``FIRST_GPU`` on.
+
+    Args:
+      device: one of JAX's, or one to compile for.
+      matmul: whether it is to multiply, and not only to convert.
+
+    Raises:
+      ValueError: it has no such type, or no matrix units for it.
+
+    """
+    kind = device.device_kind
+    if device.platform in ("gpu", "cuda", "rocm"):
+        capability = getattr(device, "compute_capability", None)
+        if capability is not None and _version(str(capability)) < FIRST_GPU:
+            raise ValueError(
+                f"float8: {kind} has compute capability {capability}, and e4m3 takes 8.9 or above (Ada, Hopper, "
+                f"Blackwell). {_INSTEAD}"
+            )
+    elif device.platform == "tpu" and matmul and not _is_newest_tpu(kind):
+        raise ValueError(
+            f"float8: the matrix units of {kind} take no e4m3; those of TPU 7x do. Payloads may be float8 there, the "
+            f"experts' matmul may not. {_INSTEAD}"
+        )
+
+
+_INSTEAD = "Leave the experts' matmul and the dispatch's payload as they are by default."
+
+
+def _version(text: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in text.split(".")) if text.replace(".", "").isdigit() else FIRST_GPU
+
+
+def _is_newest_tpu(kind: str) -> bool:
+    return any(name in kind.lower().replace(" ", "") for name in TPUS)

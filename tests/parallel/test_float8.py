@@ -1,0 +1,355 @@
+"""Eight bits: tiles by plain loops in NumPy and ml_dtypes, what dispatch sends, and matmuls block by block."""
+
+import functools
+import types
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax.sharding import PartitionSpec as P
+
+from dualpipe_jax.parallel import (
+    check_float8,
+    combine,
+    dispatch,
+    expert_matmul,
+    float8_matmul,
+    make_mesh,
+    plan_capacity,
+    plan_dropless,
+)
+from dualpipe_jax.parallel.float8 import decode, dequantize, encode, quantize
+
+E4M3 = ml_dtypes.float8_e4m3fn
+ROW, COLUMN, SQUARE = (1, 128), (128, 1), (128, 128)
+T, K, E = 16, 3, 8  # T tokens per device
+
+
+def by_loops(x, tile, power_of_two=True):
+    """Tile after tile: e4m3 values and scales; and the numbers that they stand for."""
+    x = np.asarray(x, np.float32)
+    values, rounded = np.zeros(x.shape, E4M3), np.zeros(x.shape, np.float32)
+    starts = [range(0, size, side) for size, side in zip(x.shape, tile, strict=True)]
+    scales = np.zeros([len(s) for s in starts], np.float32)
+    for a, row in enumerate(starts[0]):
+        for b, column in enumerate(starts[1]):
+            here = slice(row, row + tile[0]), slice(column, column + tile[1])
+            finite = np.abs(x[here][np.isfinite(x[here])])
+            largest = finite.max(initial=0)
+            if power_of_two:
+                exponent = -126
+                while 448.0 * 2.0**exponent < float(largest):
+                    exponent += 1
+                scale = np.float32(2.0**exponent)
+            else:
+                scale = np.float32(max(largest * np.float32(1 / 448), 2.0**-126))
+            scales[a, b] = scale
+            with np.errstate(invalid="ignore"):
+                values[here] = (x[here] * (np.float32(1) / scale)).astype(E4M3)
+            rounded[here] = values[here].astype(np.float32) * scale
+    return values, scales, rounded
+
+
+def rounded(x, tile=ROW):
+    """What x is in eight bits, in its own dtype; any leading dims."""
+    flat = np.asarray(x, np.float32).reshape(-1, x.shape[-1])
+    return by_loops(flat, tile)[2].reshape(x.shape).astype(x.dtype)
+
+
+def uneven(shape, seed=0):
+    """Numbers of many magnitudes, zeros and a whole tile of them."""
+    rng = np.random.default_rng(seed)
+    x = rng.normal(size=shape) * np.exp2(rng.integers(-14, 14, shape)) * (rng.random(shape) < 0.9)
+    x[: min(2, len(x)), :128] = 0
+    return x.astype(np.float32)
+
+
+@pytest.mark.parametrize("power_of_two", [True, False])
+@pytest.mark.parametrize("tile", [ROW, COLUMN, SQUARE])
+@pytest.mark.parametrize("shape", [(3, 5), (130, 256), (256, 300)])
+def test_tiles_are_those_of_a_plain_loop(shape, tile, power_of_two):
+    for x in (uneven(shape), uneven(shape, 1).astype(ml_dtypes.bfloat16)):
+        run = jax.jit(functools.partial(quantize, tile=tile, power_of_two=power_of_two))
+        found, (values, scales, back) = run(x), by_loops(x, tile, power_of_two)
+        np.testing.assert_array_equal(found.scales, scales)
+        np.testing.assert_array_equal(np.asarray(found.values).view(np.uint8), values.view(np.uint8))
+        np.testing.assert_array_equal(dequantize(found, tile, jnp.float32), back)
+
+
+def test_leading_dims_are_so_many_arrays():
+    x = np.stack([uneven((130, 140), seed) for seed in range(3)])
+    found = quantize(jnp.asarray(x), SQUARE)
+    for k in range(3):
+        values, scales, _ = by_loops(x[k], SQUARE)
+        np.testing.assert_array_equal(found.scales[k], scales)
+        np.testing.assert_array_equal(np.asarray(found.values[k], np.float32), values.astype(np.float32))
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(0, 2**32 - 1), st.floats(-100, 100))
+def test_a_number_is_off_by_a_sixteenth_of_itself_or_by_little_of_the_largest(seed, exponent):
+    x = (uneven((4, 200), seed) * 2.0**exponent).astype(np.float32)
+    back = np.asarray(decode(encode(jnp.asarray(x)), 200, jnp.float32), np.float64)
+    largest = np.repeat([[np.abs(t).max() for t in np.split(row, [128])] for row in x], [128, 72], axis=1)
+    bound = np.maximum(np.abs(x.astype(np.float64)) / 16, largest * 2.0**-17 + 2.0**-136)
+    assert np.all(np.abs(back - x) <= bound)
+    assert np.all((np.sign(back) == np.sign(x)) | (back == 0))
+
+
+def test_what_is_no_number_stays_none_and_spares_its_neighbours():
+    x = np.array([[1.5, np.nan, -3.0, np.inf, -np.inf, 0.4375], [0.0, -0.0, 0.0, 0.0, 0.0, 0.0]], np.float32)
+    back = np.asarray(decode(encode(jnp.asarray(x)), 6, jnp.float32))
+    np.testing.assert_array_equal(back[0], [1.5, np.nan, -3.0, np.nan, np.nan, 0.4375])
+    np.testing.assert_array_equal(back[1], 0)
+
+
+@pytest.mark.parametrize("dim, width", [(1, 2), (127, 128), (128, 129), (129, 131), (256, 258), (7168, 7224)])
+def test_a_row_is_a_byte_a_number_and_one_a_tile(dim, width):
+    x = jnp.asarray(uneven((3, dim)), jnp.bfloat16)
+    sent = encode(x)
+    assert sent.dtype == jnp.uint8 and sent.shape == (3, width)
+    np.testing.assert_array_equal(decode(sent, dim, x.dtype), rounded(np.asarray(x)))
+    again = decode(encode(decode(sent, dim, x.dtype)), dim, x.dtype)
+    np.testing.assert_array_equal(again, decode(sent, dim, x.dtype))
+    np.testing.assert_array_equal(decode(jnp.zeros_like(sent), dim, x.dtype), np.zeros(x.shape))
+
+
+# ------------------------------------------------------------------------------------------ dispatch
+
+
+def plan_of(method, payload, axis_name="ep", bound=None):
+    if method == "capacity":
+        return lambda topk: plan_capacity(topk, E, bound, axis_name, payload)
+    return lambda topk: plan_dropless(topk, E, axis_name, bound, payload)
+
+
+def choices(num_tokens, seed=0):
+    logits = np.random.default_rng(seed).normal(size=(num_tokens, E)) - 0.5 * np.arange(E)
+    return np.argsort(-logits, axis=1)[:, :K].astype(np.int32)
+
+
+def on_devices(num_ep, fn, num_out, check_vma=True):
+    """Run fn(*args) on num_ep devices, every argument and result split along its first dim."""
+    mesh = make_mesh(1, num_ep)
+    return jax.jit(
+        jax.shard_map(fn, mesh=mesh, in_specs=P("ep"), out_specs=(P("ep"),) * num_out, check_vma=check_vma)
+    )
+
+
+def both_ways(payload, method, bound):
+    """Dispatch, combine, and their gradients for the cotangents given."""
+
+    def run(x, weights, d_x, d_out, topk):
+        handle = plan_of(method, payload, bound=bound)(topk)
+        rows, back = jax.vjp(lambda x: dispatch(x, handle), x)
+        y = dispatch(jnp.sin(x), plan_of(method, "plain", bound=bound)(topk))
+        out, pull = jax.vjp(lambda y, w: combine(y, w, handle), y, weights)
+        d_rows, d_weights = pull(d_out)
+        d_dispatched = dispatch(d_x, plan_of(method, "plain", bound=bound)(topk))
+        return rows, back(d_dispatched)[0], out, d_rows, d_weights
+
+    return run
+
+
+@pytest.mark.parametrize(
+    "num_ep, check_vma", [(1, True), pytest.param(2, True, marks=pytest.mark.slow), (4, False)]
+)
+@pytest.mark.parametrize(
+    "method, bound", [("capacity", None), ("capacity", 4), ("dropless", None), ("dropless", 0.7)]
+)
+def test_what_goes_out_is_rounded_and_what_comes_back_is_not(num_ep, check_vma, method, bound):
+    """Exactly: rounded tokens reach the experts; the backward of dispatch is a plain combine with unit weights; that
+    of combine brings rounded gradients; nothing else differs from plain payloads."""
+    rng, D = np.random.default_rng(1), 136
+    x, d_x, d_out = (uneven((num_ep * T, D), seed) for seed in range(3))
+    args = x, rng.normal(size=(num_ep * T, K)).astype(np.float32), d_x, d_out, choices(num_ep * T)
+    ours, plain = (
+        on_devices(num_ep, both_ways(payload, method, bound), 5, check_vma)(*args)
+        for payload in ("float8", "plain")
+    )
+    ours, plain = (list(map(np.asarray, found)) for found in (ours, plain))
+    np.testing.assert_array_equal(ours[0], rounded(plain[0]))
+    assert np.any(ours[0] != plain[0])
+    np.testing.assert_array_equal(ours[3], rounded(plain[3]))
+    assert np.any(ours[3] != plain[3])
+    for k in (1, 2, 4):
+        np.testing.assert_array_equal(ours[k], plain[k])
+
+
+def layer(make, kernel, x, w_in, w_out, weights, topk):
+    handle = make(topk)
+    rows = expert_matmul(dispatch(x, handle), w_in, handle, kernel=kernel)
+    return combine(expert_matmul(rows, w_out, handle, kernel=kernel), weights, handle)
+
+
+@pytest.mark.parametrize("num_ep", [pytest.param(1, marks=pytest.mark.slow), 2])
+@pytest.mark.parametrize("method", ["capacity", "dropless"])
+def test_what_eight_bits_can_hold_is_treated_as_ever(num_ep, method):
+    """Small integers all the way, forward and backward: float8 payloads and matmuls equal plain ones bit for bit."""
+    rng, D, F = np.random.default_rng(2), 132, 140
+
+    def sparse(*shape):  # sums stay within 15
+        return (rng.integers(-2, 3, shape) * (rng.random(shape) < 0.02)).astype(np.float32)
+
+    x, target = (rng.integers(-2, 3, (num_ep * T, D)).astype(np.float32) for _ in range(2))
+    args = (
+        x,
+        sparse(E, D, F),
+        sparse(E, F, D),
+        np.exp2(rng.integers(-1, 2, (num_ep * T, K))).astype(np.float32),
+    )
+    topk = choices(num_ep * T)
+
+    def loss(payload, kernel):
+        body = functools.partial(layer, plan_of(method, payload), kernel)
+        run = on_devices(num_ep, lambda *args: (body(*args),), 1)
+        return jax.jit(jax.value_and_grad(lambda *args: jnp.sum(run(*args, topk)[0] * target), (0, 1, 2, 3)))
+
+    ours, plain = loss("float8", "float8")(*args), loss("plain", "plain")(*args)
+    assert all(np.any(leaf != 0) for leaf in jax.tree.leaves(plain))
+    jax.tree.map(np.testing.assert_array_equal, ours, plain)
+
+
+@pytest.mark.parametrize("method", ["capacity", pytest.param("dropless", marks=pytest.mark.slow)])
+def test_bytes_on_the_wire_are_a_little_over_half_of_bfloat16(method):
+    """Of the compiled program: dispatch and the backward of combine shrink, the other two stay."""
+    from dualpipe_jax.inspect import read
+    from dualpipe_jax.inspect.collectives import collectives
+
+    D, num_ep = 512, 2
+    x, weights, topk = jnp.ones((num_ep * T, D), jnp.bfloat16), jnp.ones((num_ep * T, K)), choices(num_ep * T)
+
+    def payloads(payload):
+        def loss(x, weights, topk):
+            handle = plan_of(method, payload)(topk)
+            return jnp.sum(jnp.sin(combine(jnp.sin(dispatch(x, handle)), weights, handle)))[None]
+
+        run = on_devices(num_ep, lambda *args: (loss(*args),), 1)
+        module = read(
+            jax.jit(jax.grad(lambda *args: jnp.sum(run(*args)[0]))).lower(x, weights, topk).compile()
+        )
+        found = [
+            (arrays[0].dtype, pair.payload)
+            for computation in module.computations.values()
+            for pair in collectives(module, computation)
+            if pair.kind == "all-to-all" and (arrays := pair.issued.arrays)[0].dims[-1] >= D
+        ]
+        assert len(found) == 4
+        return sorted(found)
+
+    coded, plain = payloads("float8"), payloads("plain")
+    rows = plain[0][1] // (D * {"bf16": 2, "f32": 4}[plain[0][0]])  # XLA:CPU may send bfloat16 as float32
+    assert [pair for pair in coded if pair[0] == "u8"] == [("u8", rows * (D + D // 128))] * 2
+    assert [pair for pair in coded if pair[0] != "u8"] == plain[:2]
+
+
+# ------------------------------------------------------------------------------------------- matmuls
+
+
+def product_by_blocks(a, b):
+    """Sum over blocks of 128 of what they sum over, in float64; a and b in eight bits already."""
+    blocks = range(0, a.shape[1], 128)
+    return sum(a[:, k : k + 128].astype(np.float64) @ b[k : k + 128].astype(np.float64) for k in blocks)
+
+
+def matmul_by_loops(x, w, dy):
+    """y, dx and dw of one group, each operand in its tiles."""
+    x8, w8 = by_loops(x, ROW)[2], by_loops(w, SQUARE)[2]
+    dx = product_by_blocks(by_loops(dy, ROW)[2], w8.T)
+    dw = product_by_blocks(by_loops(x8, COLUMN)[2].T, by_loops(dy, COLUMN)[2])
+    return product_by_blocks(x8, w8), dx, dw
+
+
+D, F = 200, 150
+MATRICES = 3
+
+
+def operands(num_rows, seed=0):
+    rng = np.random.default_rng(seed)
+    shapes = (num_rows, D), (MATRICES, D, F), (num_rows, F)
+    return [(rng.normal(size=s) * np.exp(rng.normal(size=s))).astype(np.float32) for s in shapes]
+
+
+def products(x, w, dy, sizes=None):
+    y, pull = jax.vjp(lambda x, w: float8_matmul(x, w, sizes), x, w)
+    return y, *pull(dy)
+
+
+jitted = jax.jit(products)
+
+
+def close(got, wanted):
+    for g, w in zip(got, wanted, strict=True):
+        np.testing.assert_allclose(g, w, rtol=0, atol=2e-6 * np.abs(w).max())
+
+
+def test_three_products_of_equal_groups():
+    x, w, dy = operands(MATRICES * 140)
+    x, dy = x.reshape(MATRICES, 140, D), dy.reshape(MATRICES, 140, F)
+    found = jitted(x, w, dy)
+    wanted = [np.stack(parts) for parts in zip(*map(matmul_by_loops, x, w, dy), strict=True)]
+    close(found, wanted)
+    assert [a.shape for a in wanted] == [dy.shape, x.shape, w.shape]
+
+
+@pytest.mark.parametrize("sizes", [(150, 0, 130), (1, 200, 129), (0, 0, 0), (330, 0, 0)])
+def test_three_products_of_unequal_groups(sizes):
+    """Rows past the last group are ignored, whatever they are."""
+    x, w, dy = operands(330, 1)
+    filled, ends = sum(sizes), np.cumsum(sizes)
+    x[filled:], dy[filled:] = np.nan, np.inf
+    wanted = np.zeros_like(dy), np.zeros_like(x), np.zeros_like(w)
+    for g, (end, size) in enumerate(zip(ends, sizes, strict=True)):
+        rows = slice(end - size, end)
+        if size:
+            wanted[0][rows], wanted[1][rows], wanted[2][g] = matmul_by_loops(x[rows], w[g], dy[rows])
+    close(jitted(x, w, dy, jnp.asarray(sizes, jnp.int32)), wanted)
+
+
+def test_bfloat16_in_bfloat16_out():
+    x, w, dy = (jnp.asarray(a, jnp.bfloat16) for a in operands(20, 2))
+    found = jax.eval_shape(products, x, w, dy, jnp.asarray([5, 6, 9], jnp.int32))
+    assert [a.dtype for a in found] == [jnp.bfloat16] * 3
+
+
+# ------------------------------------------------------------------------------------------ refusals
+
+
+def device(platform, kind, **more):
+    return types.SimpleNamespace(platform=platform, device_kind=kind, **more)
+
+
+def test_devices_without_the_type_are_refused():
+    for matmul in (False, True):
+        check_float8(jax.devices()[0], matmul=matmul)
+        check_float8(device("gpu", "NVIDIA H100 80GB HBM3", compute_capability="9.0"), matmul=matmul)
+        check_float8(device("gpu", "NVIDIA L4", compute_capability="8.9"), matmul=matmul)
+        check_float8(device("tpu", "TPU7x"), matmul=matmul)
+        with pytest.raises(
+            ValueError, match=r"A100.* has compute capability 8\.0, and e4m3 takes 8\.9 or above"
+        ):
+            check_float8(device("gpu", "NVIDIA A100-SXM4-80GB", compute_capability="8.0"), matmul=matmul)
+    check_float8(device("tpu", "TPU v5"), matmul=False)
+    with pytest.raises(ValueError, match="matrix units of TPU v5 take no e4m3.*Payloads may be float8 there"):
+        check_float8(device("tpu", "TPU v5"), matmul=True)
+
+
+def test_errors_say_what_does_not_fit():
+    topk = jnp.asarray(choices(T))
+    for plan in (plan_capacity, plan_dropless):
+        with pytest.raises(
+            ValueError, match=f"{plan.__name__}: payload is 'fp8', must be one of plain, float8"
+        ):
+            plan(topk, E, payload="fp8")
+    x, w = jnp.ones((6, 4)), jnp.ones((3, 5, 2))
+    sizes = jnp.asarray([1, 2, 3], jnp.int32)
+    with pytest.raises(
+        ValueError, match=r"x \(6, 4\) in 3 groups asks for w of shape \(3, 4, F\), got \(3, 5, 2\)"
+    ):
+        float8_matmul(x, w, sizes)
+    with pytest.raises(ValueError, match="x is float32 and w bfloat16; they must be alike"):
+        float8_matmul(x, jnp.ones((3, 4, 2), jnp.bfloat16), sizes)

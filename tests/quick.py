@@ -1,0 +1,8 @@
+"""Flags under which XLA compiles in a third of the time: tests compile much and run little."""
+
+import importlib.metadata
+
+QUICK = "--xla_backend_optimization_level=0"
+# Later jaxlibs do not know it, and a flag that is not known ends the process.
+if tuple(map(int, importlib.metadata.version("jaxlib").split(".")[:2])) < (0, 11):
+    QUICK += " --xla_cpu_use_fusion_emitters=false"
