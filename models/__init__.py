@@ -15,6 +15,7 @@ from models.forward import logits
 from models.kernels import Kernels
 from models.loss import cross_entropy_in_blocks
 from models.moe import Dispatch, update_bias
+from models.placement import count_once, expert_tables, place_experts, placed_specs, sum_copies
 from models.plan import Costs, layer_plan, matmul_costs
 from models.transformer import Model, deepseek, figures, num_padding, update_routing
 
@@ -27,8 +28,10 @@ __all__ = [
     "Kernels",
     "Model",
     "byte",
+    "count_once",
     "cross_entropy_in_blocks",
     "deepseek",
+    "expert_tables",
     "figures",
     "from_linen",
     "from_nnx",
@@ -39,10 +42,13 @@ __all__ = [
     "moe_67b",
     "num_padding",
     "num_params",
+    "place_experts",
+    "placed_specs",
     "pure_linen",
     "pure_nnx",
     "recipes",
     "small",
+    "sum_copies",
     "tiny",
     "update_bias",
     "update_routing",

@@ -50,10 +50,11 @@ class Block(nnx.Module):
         positions_BS: Array | None,
         segment_ids_BS: Array | None,
         live_BS: Array | None,
+        copies_EX: Array | None = None,
     ) -> tuple[Array, Load]:
-        """Apply the block; positions and segments as ``Attention`` takes them, live tokens as ``MoE`` does."""
+        """Apply the block; positions and segments as ``Attention`` takes them, the rest as ``MoE`` does."""
         x_BSD = x_BSD + self.self_attn(self.input_layernorm(x_BSD), positions_BS, segment_ids_BS)
-        y_BSD, load = self.mlp(self.post_attention_layernorm(x_BSD), bias_E, live_BS)
+        y_BSD, load = self.mlp(self.post_attention_layernorm(x_BSD), bias_E, live_BS, copies_EX)
         return x_BSD + y_BSD, load
 
 

@@ -255,12 +255,15 @@ class Load(NamedTuple):
       counts: int32 [E], how many of the live tokens chose each expert.
       dropped: int32 [], how many choices, live or not, found no room at their expert.
       balance: float32 [B], see ``sequence_balance``; costs nothing unless used.
+      devices: int32 [N], how many choices of live tokens each device works on; None where experts lie in order, when
+        ``counts`` says it.
 
     """
 
     counts: Array
     dropped: Array
     balance: Array
+    devices: Array | None = None
 
 
 class MoE(nnx.Module):
@@ -275,7 +278,9 @@ class MoE(nnx.Module):
         if config.num_shared_experts:
             self.shared_experts = SwiGLU(config, config.num_shared_experts * config.expert_hidden, rngs)
 
-    def __call__(self, x_BSD: Array, bias_E: Array, live_BS: Array | None = None) -> tuple[Array, Load]:
+    def __call__(
+        self, x_BSD: Array, bias_E: Array, live_BS: Array | None = None, copies_EX: Array | None = None
+    ) -> tuple[Array, Load]:
         """Apply the layer to this device's tokens.
 
         ``jax.checkpoint`` policies may refer to the names "dispatched" and "combined": saving the first
@@ -285,6 +290,8 @@ class MoE(nnx.Module):
           x_BSD: activations.
           bias_E: float32, of the selection.
           live_BS: bool, which tokens the load counts; None counts all. The others travel too.
+          copies_EX: where each expert's copies lie, this device's part of ``parallel.share_copies``; the experts'
+            matrices are then those of this device's slots. None if experts lie in order, one copy each.
 
         Returns:
           x's like, and what the router did.
@@ -296,8 +303,15 @@ class MoE(nnx.Module):
             "td,de->te", x_TD.astype(jnp.float32), self.gate[...], precision=jax.lax.Precision.HIGHEST
         )
         topk_TK, weights_TK = route(logits_TE, bias_E, self.config)
+        axis, num_slots = self.dispatch.axis_name, self.experts.gate_proj.shape[0]
+        num_devices = 1 if axis is None else jax.lax.axis_size(axis)
         groups = self.config.num_groups, self.config.top_groups
-        handle = self.dispatch.plan(topk_TK, self.config.num_experts, groups)
+        if copies_EX is None:
+            held_TK, num_held = topk_TK, self.config.num_experts
+        else:  # whose slots know no groups
+            held_TK, num_held = parallel.choose_copies(topk_TK, copies_EX), num_slots * num_devices
+            groups = 1, 1
+        handle = self.dispatch.plan(held_TK, num_held, groups)
         rows = checkpoint_name(parallel.dispatch(x_TD, handle), "dispatched")
         y_TD = parallel.combine(self.experts(rows, handle), weights_TK, handle)
         y_BSD = checkpoint_name(y_TD, "combined").reshape(x_BSD.shape)
@@ -305,12 +319,15 @@ class MoE(nnx.Module):
             y_BSD = y_BSD + self.shared_experts(x_BSD)
         if live_BS is None:
             live_BS = jnp.ones(x_BSD.shape[:-1], bool)
-        nobody = jnp.int32(self.config.num_experts)
-        counted_TK = jnp.where(live_BS.reshape(-1, 1), topk_TK, nobody)
+        nobody, live_T1 = jnp.int32(self.config.num_experts), live_BS.reshape(-1, 1)
+        counted_TK = jnp.where(live_T1, topk_TK, nobody)
         scores_BSE = _scores(logits_TE, self.config).reshape(*live_BS.shape, -1)
         load = Load(
             parallel.count(counted_TK, self.config.num_experts),
             handle.dropped,
             sequence_balance(scores_BSE, live_BS, self.config.top_k),
         )
+        if copies_EX is not None:
+            device_TK = jnp.where(live_T1, held_TK // num_slots, jnp.int32(num_devices))
+            load = load._replace(devices=parallel.count(device_TK, num_devices))
         return y_BSD, load

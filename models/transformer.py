@@ -79,7 +79,8 @@ def deepseek(
     order, then one for each module of multi-token prediction; "dropped", int32, choices without room at their expert;
     "tokens", int32, targets that counted; "mtp_nll" and "mtp_tokens", float32 and int32 [depths], the sum of each
     depth's cross entropies and how many they are; "balance", float32, the sum of sequences' balance losses without
-    factor, and "sequences", int32, their number. See ``figures``.
+    factor, and "sequences", int32, their number. See ``figures``. Experts may lie otherwise than in order, see
+    ``models.placement``; then there is "devices", int32 [R, N], live tokens' choices that each device worked on.
 
     Args:
       config: the numbers; ``config.num_mtp_layers`` modules of multi-token prediction.
@@ -248,7 +249,9 @@ class _Runs:
         self, own: Tree, slot: int, x_BSD: Array, batch: Tree, live_BS: Array | None
     ) -> tuple[Array, Load]:
         bias_E = jax.lax.stop_gradient(own["routing"]["bias"][slot])
-        return self.block(own["layers"][slot], x_BSD, bias_E, *_where(batch), live_BS)
+        # A table for each device of the experts' axis, of which this one has its own.
+        copies_EX = own["routing"]["copies"][slot, 0] if "copies" in own["routing"] else None
+        return self.block(own["layers"][slot], x_BSD, bias_E, *_where(batch), live_BS, copies_EX)
 
     def _ends(self, own: Tree, shared: Tree, x_BSD: Array, batch: Tree, loads: list[Load]) -> Out:
         """Adds the last stage's losses, and to ``loads`` those of multi-token prediction."""
@@ -298,14 +301,18 @@ class _Runs:
     def _with_loads(self, out: Out, own: Tree, loads: list[Load]) -> Out:
         if not loads:
             return out
-        config = self.config
-        rows_RE = jnp.zeros((config.num_moe_layers + config.num_mtp_layers, config.num_experts), jnp.int32)
-        first = own["routing"]["row"][0]
-        counts_RE = jax.lax.dynamic_update_slice(
-            rows_RE, jnp.stack([load.counts for load in loads]), (first, jnp.int32(0))
-        )
+        num_rows = self.config.num_moe_layers + self.config.num_mtp_layers
+
+        def by_row(counts: Sequence[Array]) -> Array:
+            rows = jnp.zeros((num_rows, *counts[0].shape), jnp.int32)
+            first = own["routing"]["row"][0]
+            return jax.lax.dynamic_update_slice(rows, jnp.stack(counts), (first, jnp.int32(0)))
+
+        counts_RE = by_row([load.counts for load in loads])
         dropped = sum((load.dropped for load in loads), jnp.int32(0))
         metrics = {**out.metrics, "counts": counts_RE, "dropped": dropped}
+        if devices := [load.devices for load in loads if load.devices is not None]:
+            metrics["devices"] = by_row(devices)
         if not self.balance_factor:
             return out._replace(metrics=metrics)
         balance_B = jnp.sum(jnp.stack([load.balance for load in loads]), axis=0)

@@ -3,6 +3,10 @@
 import importlib.metadata
 
 QUICK = "--xla_backend_optimization_level=0"
-# Later jaxlibs do not know it, and a flag that is not known ends the process.
+ALIKE: dict[str, bool] = {}
+"""Compiler options for two programs whose sums are to be equal to the last bit: the same arithmetic in all fusions."""
+
+# Later jaxlibs do not know the flag, and one that is not known ends the process.
 if tuple(map(int, importlib.metadata.version("jaxlib").split(".")[:2])) < (0, 11):
     QUICK += " --xla_cpu_use_fusion_emitters=false"
+    ALIKE |= {"xla_cpu_use_fusion_emitters": True}

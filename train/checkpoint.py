@@ -79,6 +79,8 @@ class Checkpoints:
         self._writing: tuple[int, Any] | None = None
         self.seconds = 0.0
         """That the latest save kept the run waiting."""
+        self.restored: Facts = {}
+        """What is written about the step that was restored."""
         self._store = self._open()
 
     def due(self, step: int) -> bool:
@@ -87,7 +89,9 @@ class Checkpoints:
         by_step = every is not None and step % every == 0
         return by_step or (minutes is not None and time.monotonic() - self._last_time >= 60 * minutes)
 
-    def save(self, step: int, state: TrainState, record: Mapping[str, Any], load: Any) -> None:
+    def save(
+        self, step: int, state: TrainState, record: Mapping[str, Any], load: Any, balance: Any = None
+    ) -> None:
         """Begin to write a step; the run goes on as soon as the arrays are copied.
 
         That the disk is full, or the like, is said and costs no more than this checkpoint.
@@ -95,7 +99,7 @@ class Checkpoints:
         began = time.monotonic()
         self.wait()
         flat = self._layout.to_canonical(state)
-        facts = at_step(self._facts, step, fingerprints(flat), record, load)
+        facts = at_step(self._facts, step, fingerprints(flat), record, load, balance)
         try:
             self._writing = step, self._store.save_async(step, flat, force=True, custom_metadata=facts)
         except Exception as error:  # Orbax raises whatever the file system did
@@ -147,7 +151,7 @@ class Checkpoints:
                 self._put_aside(step)
                 for text in changes(verdict.facts, self._facts):
                     self._say(f"warning: {text}")
-                self._saved = step
+                self._saved, self.restored = step, verdict.facts
                 return self._layout.from_canonical(flat)
             self._say(f"warning: {where} is damaged: {verdict.problem}")
             damaged.append(step)

@@ -76,6 +76,12 @@ class MeshConfig:
     max_stash: int | None = None
     """How many microbatches of a rank may wait for their weights' gradients, for which memory is needed; further
     backwards are whole. As many as the schedule asks for if left out."""
+    rebalance_every: int | None = None
+    """Steps between two looks at the loads of experts, after which they move to other devices of ep where that evens
+    out what devices have to do. They never move if left out."""
+    redundant_experts: int = 0
+    """Experts of a layer that are there twice, or more often, for those with much to do: slots of all ep devices beyond
+    one for each expert."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -300,6 +306,7 @@ AT_LEAST_ONE = (
     "--steps",
     "--log-every",
     "--load-every",
+    "--rebalance-every",
     "--checkpoint-every",
     "--keep",
     "--keep-every",
@@ -317,6 +324,7 @@ NOT_NEGATIVE = (
     "--weight-decay",
     "--bias-rate",
     "--max-stash",
+    "--redundant-experts",
     "--restarts",
     "--process-id",
     "--straggler-every",
@@ -368,6 +376,11 @@ def check(config: TrainConfig) -> None:
         raise ConfigError(
             f"--microbatch-size {size}: {asked} devices must share it equally, try {parts * max(1, size // parts)}"
         )
+    for flag in ("--rebalance-every", "--redundant-experts"):
+        if option(config, flag) and config.mesh.ep == 1:
+            raise ConfigError(
+                f"{flag} {option(config, flag)}: with --ep 1 one device has all experts of a layer; give --ep 2 or more"
+            )
     launch = config.launch
     if launch.processes is not None and (
         launch.coordinator or launch.num_processes or launch.process_id is not None

@@ -71,7 +71,7 @@ def _write(folder: Path, this: Run, state: TrainState, processes: Processes) -> 
     models.weights.save(
         new,
         numbers,
-        state.params,
+        this.layout.plain(state).params,
         stages=models.layer_plan(numbers, this.schedule),
         arrange=lambda stages: to_placed(stages, this.schedule.placement),
         dtype=this.config.model.precision,

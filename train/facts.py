@@ -62,7 +62,12 @@ def describe(
 
 
 def at_step(
-    facts: Facts, step: int, prints: Mapping[str, int], record: Mapping[str, Any], load: Any
+    facts: Facts,
+    step: int,
+    prints: Mapping[str, int],
+    record: Mapping[str, Any],
+    load: Any,
+    balance: Any = None,
 ) -> Facts:
     """The facts of one step.
 
@@ -72,6 +77,7 @@ def at_step(
       prints: the fingerprint of each array.
       record: the step's line in the metrics.
       load: int [layers, experts], how often the step chose each expert.
+      balance: what --rebalance-every goes on from.
     """
     now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     return facts | {
@@ -80,6 +86,7 @@ def at_step(
         "fingerprints": dict(prints),
         "metrics": dict(record),
         "load": load,
+        **({} if balance is None else {"balance": balance}),
     }
 
 

@@ -34,16 +34,14 @@ def step_figures(params: Tree, grads: Tree, aux: Mapping[str, jax.Array]) -> dic
     Args:
       params: after the step, as the engine takes them; routing biases lie under a key "routing".
       grads: of the trainable parameters, before clipping.
-      aux: what the stages counted: "counts", int32 [..., experts], assignments that each expert was given.
+      aux: what the stages counted: "counts", int32 [..., experts], assignments that each expert was given; where
+        experts are placed also "devices", int32 [..., devices], assignments that each device worked on.
 
-    Returns {"grad_norms": {part: float32}, "bias_range": float32, "counts": int32 [..., experts]}: of each part of
-    the model that there is the norm of its gradients; of the layer where it is widest the range of routing biases.
+    Returns {"grad_norms": {part: float32}, "bias_range": float32} and what was counted: of each part of the model that
+    there is the norm of its gradients; of the layer where it is widest the range of routing biases.
     """
-    return {
-        "grad_norms": grad_norms(grads),
-        "bias_range": bias_range(params),
-        "counts": aux["counts"],
-    }
+    found = {"grad_norms": grad_norms(grads), "bias_range": bias_range(params), "counts": aux["counts"]}
+    return found | {name: aux[name] for name in ("devices",) if name in aux}
 
 
 def grad_norms(grads: Tree) -> dict[str, jax.Array]:
@@ -74,19 +72,32 @@ def bias_range(params: Tree) -> jax.Array:
     return jnp.max(jnp.stack(widest)) if widest else jnp.zeros((), jnp.float32)
 
 
-def step_record(metrics: Mapping[str, Any], *, with_load: bool) -> dict[str, Any]:
+def step_record(metrics: Mapping[str, Any], *, with_load: bool, num_devices: int = 1) -> dict[str, Any]:
     """A step's metrics, fetched from the devices, as numbers: what a line of metrics.jsonl holds of them.
 
     "counts" becomes "load_entropy" and, with ``with_load``, "load": a list for each layer of each expert's
-    assignments.
+    assignments. Over ``num_devices`` devices there is "device_load", see ``device_load``: from "devices" if experts are
+    placed, else they lie in order and "counts" says it.
     """
-    record = {name: _number(value) for name, value in metrics.items() if name != "counts"}
+    record = {name: _number(value) for name, value in metrics.items() if name not in ("counts", "devices")}
     if "counts" in metrics:
         load = expert_load(np.asarray(metrics["counts"]))
         record["load_entropy"] = load_entropy(load)
         if with_load:
             record["load"] = load.tolist()
+        if num_devices > 1:
+            in_order = load.reshape(len(load), num_devices, -1).sum(-1)
+            record["device_load"] = device_load(expert_load(np.asarray(metrics.get("devices", in_order))))
     return record
+
+
+def device_load(loads: np.ndarray) -> float:
+    """The busiest device's load over the mean, on average over layers: 1 is balance.
+
+    Args:
+      loads: [layers, devices], no layer without any.
+    """
+    return float((loads.max(-1) / loads.mean(-1)).mean()) if loads.size else 1.0
 
 
 def expert_load(counts: np.ndarray) -> np.ndarray:

@@ -24,6 +24,7 @@ from train.metrics import Display, MetricsFile, Pace
 from train.model import count_parameters, describe_dispatch, model_config
 from train.options import plain
 from train.processes import Processes, common
+from train.rebalance import make_balancer
 from train.report import write_report
 from train.setup import Run, prepare
 from train.state import TrainState
@@ -155,6 +156,9 @@ def train(
     def draw(step: int) -> Batch:
         return this.batch(step + skipped)
 
+    balancer = make_balancer(this)
+    if balancer is not None and first:
+        state = balancer.resume(state, checkpoints.restored.get("balance"))
     display = Display(console, num_steps, config.log.every, first + 1)
     with display, Stop(processes.signals) as stop, Prefetch(draw, first, num_steps) as ahead:
         while step < num_steps:
@@ -185,6 +189,8 @@ def train(
                 processes.pulse.phase("going back")
                 state = go_back(this, checkpoints, reason, trouble)
                 back = int(state.step)
+                if balancer is not None:
+                    state = balancer.resume(state, checkpoints.restored.get("balance") if back else None)
                 told = f"{reason}; back to step {back}, skipping the {step + 1 - back} batches since"
                 file.write({"step": step + 1, "event": told})
                 say(console, f"warning: {told}")
@@ -192,9 +198,16 @@ def train(
                 ahead.restart(step)
                 continue
             step, waited = step + 1, 0.0
+            if balancer is not None:
+                balancer.add(metrics["counts"])
+                if balancer.due(step) and not last:
+                    processes.pulse.phase("rebalancing")
+                    state, moved = balancer.rebalance(state, step)
+                    file.write(moved)
             if due:
                 processes.pulse.phase(f"saving step {step}")
-                checkpoints.save(step, state, record, expert_load(metrics["counts"]).tolist())
+                own = () if balancer is None else (balancer.saved(),)
+                checkpoints.save(step, state, record, expert_load(metrics["counts"]).tolist(), *own)
                 waited = checkpoints.seconds
             if stop.signal and not last:
                 checkpoints.finish(step)

@@ -148,6 +148,8 @@ def describe(record: dict[str, Any], remaining: str) -> str:
         f"MFU {mfu}  {record['step_s']:.2f} s/step  {memory:.1f} GiB  {remaining} left  "
         f"grad {record['grad_norm']:.2f}  MaxVio {record['max_vio']:.2f}"
     )
+    if "device_load" in record:
+        text += f"  devices {record['device_load']:.2f}"
     return f"{text}  dropped {record['drop_rate']:.1%}" if record["dropped"] else text
 
 

@@ -105,7 +105,7 @@ def room(config: TrainConfig) -> float | None:
 
 def describe_dispatch(config: TrainConfig) -> str:
     """What may be dropped and what is rounded, for the first screen."""
-    factor = room(config)
+    factor, spare, every = room(config), config.mesh.redundant_experts, config.mesh.rebalance_every
     if factor is None:
         words = "dropless: every token reaches its experts"
     elif config.model.dispatch == "dropless":
@@ -115,6 +115,8 @@ def describe_dispatch(config: TrainConfig) -> str:
             f"capacity: what exceeds {factor:g} x an even load of an expert is dropped, and counted; each of the "
             f"{config.mesh.ep} devices fills its own part of the room, so --ep changes what is dropped"
         )
+    words += f"; {spare} redundant" if spare else ""
+    words += f"; they move every {every} steps if that helps" if every else ""
     return words if config.model.payload == "plain" else f"{words}; sent in eight bits"
 
 

@@ -13,11 +13,13 @@ from dualpipe_jax.engine import Pipeline
 from dualpipe_jax.inspect import recommended_compiler_options, tpu_generation
 from dualpipe_jax.parallel import make_mesh, over_nodes
 from dualpipe_jax.schedule import Schedule
+from models.placement import expert_axis, placed_specs
 from train.config import ConfigError, TrainConfig, make_schedule
 from train.data import Batch, Corpus, open_corpus
 from train.devices import num_devices, too_few_devices
 from train.evaluate import make_evaluate
-from train.model import make_model, refuse_eight_bits
+from train.model import make_model, refuse_eight_bits, room
+from train.placement import placed_layout, slots_of
 from train.processes import batch_sharding, refuse_idle, share_out
 from train.state import Layout, TrainState
 from train.step import Update, make_optimizer, make_update, warmup_cosine
@@ -70,11 +72,13 @@ def prepare(config: TrainConfig) -> Run:
     refuse_idle(mesh, jax.process_count())
     refuse_eight_bits(config, mesh.devices.flat[0])
     model = make_model(config, schedule, corpus.vocab)
+    num_slots = slots_of(config, model.config.num_experts)
+    specs = model.param_specs if num_slots is None else placed_specs(model.param_specs, expert_axis(mesh))
     pipeline = Pipeline(
         model.staged,
         schedule,
         mesh,
-        param_specs=model.param_specs,
+        param_specs=specs,
         accumulate_dtype=jnp.dtype(asked.gradient_sums),
     )
     learning_rate = warmup_cosine(asked.learning_rate, asked.steps, asked.warmup)
@@ -82,6 +86,11 @@ def prepare(config: TrainConfig) -> Run:
         learning_rate, clip=asked.clip, weight_decay=asked.weight_decay, moments=asked.moments
     )
     layout = Layout(model, schedule, mesh, optimizer, asked.shard_optimizer)
+    judged = make_model(config, schedule, corpus.vocab, lossless=True)
+    if num_slots is not None:
+        # What may be dropped is counted by source device: then a copy has to relieve the device that has it, too.
+        layout = placed_layout(layout, num_slots, near=room(config) is None)
+        judged = dataclasses.replace(judged, param_specs=layout.model.param_specs)
     return Run(
         config=config,
         schedule=schedule,
@@ -91,7 +100,7 @@ def prepare(config: TrainConfig) -> Run:
             pipeline.value_and_grad, optimizer, asked.bias_rate, layout.abstract, compiler_options(mesh)
         ),
         evaluate=make_evaluate(
-            make_model(config, schedule, corpus.vocab, lossless=True),
+            judged,
             schedule,
             mesh,
             corpus.heldout_batches(config.data.eval_sequences, config.batch_shape),

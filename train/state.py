@@ -95,6 +95,10 @@ class Layout:
             for name, leaf in shapes.items()
         }
 
+    def plain(self, state: TrainState) -> TrainState:
+        """The state with every expert once, in order: as it is."""
+        return state
+
     @functools.cached_property
     def to_canonical(self) -> Callable[[TrainState], Flat]:
         """``to_canonical(state)``: arrays by name, layers in model order."""

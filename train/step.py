@@ -12,8 +12,9 @@ import jax.numpy as jnp
 import optax
 from jax.tree_util import KeyPath, tree_map_with_path
 
-from models import figures, update_routing
+from models import count_once, figures, sum_copies, update_routing
 from train.figures import step_figures
+from train.placement import is_placed
 from train.state import TrainState, shardings, trainable, with_trainable
 
 Tree = Any
@@ -24,26 +25,42 @@ Update = Callable[[TrainState, Tree], tuple[TrainState, dict[str, Any]]]
 
 def make_optimizer(
     learning_rate: optax.ScalarOrSchedule, *, clip: float, weight_decay: float, moments: Any = jnp.float32
-) -> optax.GradientTransformation:
+) -> optax.GradientTransformationExtraArgs:
     """AdamW after clipping by the global norm; weights decay, norms and biases do not.
 
     All is computed in float32, whatever dtype the ``moments`` are kept in between steps (DeepSeek-V3 keeps both
-    averages in bfloat16; arXiv:2412.19437, section 3.3.3).
+    averages in bfloat16; arXiv:2412.19437, section 3.3.3). Its ``update`` may be given the gradient's ``norm``, where
+    that is not the norm of all that there is.
     """
-    inner = optax.chain(
-        optax.clip_by_global_norm(clip),
-        optax.adamw(learning_rate, b1=0.9, b2=0.95, weight_decay=weight_decay, mask=is_decayed),
-    )
+    adamw = optax.adamw(learning_rate, b1=0.9, b2=0.95, weight_decay=weight_decay, mask=is_decayed)
+    inner = optax.chain(optax.clip_by_global_norm(clip), adamw)
 
     def init(params: Tree) -> optax.OptState:
         return _floating_as(moments, inner.init(params))
 
-    def update(grads: Tree, state: optax.OptState, params: Tree | None = None):
+    def update(
+        grads: Tree,
+        state: optax.OptState,
+        params: Tree | None = None,
+        *,
+        norm: jax.Array | None = None,
+        **_: Any,
+    ):
+        clipped = inner if norm is None else optax.chain(_clip_norm(clip, norm), adamw)
         with jax.numpy_dtype_promotion("standard"):  # optax raises floats to the power of an integer count
-            updates, state = inner.update(grads, _floating_as(jnp.float32, state), params)
+            updates, state = clipped.update(grads, _floating_as(jnp.float32, state), params)
         return updates, _floating_as(moments, state)
 
-    return optax.GradientTransformation(init, update)
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _clip_norm(largest: float, norm: jax.Array) -> optax.GradientTransformation:
+    """As ``optax.clip_by_global_norm``, but for the norm."""
+
+    def clipped(gradient: jax.Array) -> jax.Array:
+        return jnp.where(norm < largest, gradient, gradient / norm * largest)
+
+    return optax.stateless(lambda grads, params: jax.tree.map(clipped, grads))
 
 
 def _floating_as(dtype: Any, tree: Tree) -> Tree:
@@ -62,7 +79,7 @@ def warmup_cosine(peak: float, num_steps: int, num_warmup: int) -> optax.Schedul
 
 def make_update(
     value_and_grad: ValueAndGrad,
-    optimizer: optax.GradientTransformation,
+    optimizer: optax.GradientTransformationExtraArgs,
     bias_rate: float,
     state: TrainState,
     compiler_options: dict[str, str] | None = None,
@@ -70,30 +87,40 @@ def make_update(
     """``update(state, batch) -> (state, metrics)``, compiled; the old state's memory is reused.
 
     The new state lies where ``state`` does, leaf by leaf: the second step is not compiled anew. For the options see
-    ``recommended_compiler_options``.
+    ``recommended_compiler_options``. If experts are placed (``models.placement``), copies of one all move by the sum of
+    their gradients, and every norm counts it once.
 
     metrics: loss (of the model's own targets, in nats per token), objective (with all that joins it), mtp_1 and so on
     (of each depth, if there are modules of multi-token prediction), balance (a layer's, if it joins the objective),
     grad_norm (before clipping), max_vio (see ``max_violation``), dropped (how often a token found no
     room at an expert of its choice), drop_rate (that as a fraction of all choices),
     counts (int32 [rows, experts]: how often each expert was chosen, by layer), and those of
-    ``step_figures``.
+    ``step_figures``; where experts are placed also devices (int32 [rows, devices]: choices that each worked on).
     """
+
+    def counted_once(grads: Tree, params: Tree) -> tuple[Tree, Tree, dict[str, jax.Array]]:
+        """Gradients to move by, those that norms are taken of, and what the optimizer is told."""
+        if not is_placed(params):
+            return grads, grads, {}
+        grads = sum_copies(grads, params, jax.tree.leaves(shardings(state.params))[0].mesh)
+        once = count_once(grads, params)
+        return grads, once, {"norm": optax.tree.norm(once)}
 
     def update(state: TrainState, batch: Tree):
         (objective, report), grads = value_and_grad(state.params, batch)
         counts, dropped = report.metrics["counts"], report.metrics["dropped"]
         params, grads = trainable(state.params), _floating_as(jnp.float32, trainable(grads))
-        updates, opt_state = optimizer.update(grads, state.opt_state, params)
+        grads, once, told = counted_once(grads, state.params)
+        updates, opt_state = optimizer.update(grads, state.opt_state, params, **told)
         params = with_trainable(state.params, optax.apply_updates(params, updates))
         params = update_routing(params, counts, bias_rate)
         metrics = {
             **_losses(figures(report.losses, report.metrics)),
             "objective": objective,
-            "grad_norm": optax.tree.norm(grads),
+            "grad_norm": optax.tree.norm(once),
             "max_vio": max_violation(counts),
             "dropped": dropped,
-            **step_figures(params, grads, report.metrics),
+            **step_figures(params, once, report.metrics),
             "drop_rate": dropped.astype(jnp.float32) / jnp.sum(counts.astype(jnp.float32)),
         }
         return TrainState(state.step + 1, params, opt_state), metrics

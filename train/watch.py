@@ -61,7 +61,11 @@ class Watch:
         every, num_steps = self._config.log.load_every, self._config.optimizer.steps
         return {
             "step": step + 1,
-            **step_record(metrics, with_load=step % every == 0 or step + 1 == num_steps),
+            **step_record(
+                metrics,
+                with_load=step % every == 0 or step + 1 == num_steps,
+                num_devices=self._config.mesh.ep,
+            ),
             "step_s": seconds,
             **more,
             **self.rates.of(seconds),

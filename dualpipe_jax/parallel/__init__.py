@@ -26,6 +26,15 @@ from dualpipe_jax.parallel.mesh import (
     over_nodes,
     slow_links,
 )
+from dualpipe_jax.parallel.placement import (
+    Moves,
+    choose_copies,
+    first_copies,
+    move_experts,
+    plan_moves,
+    share_copies,
+    sum_copies,
+)
 from dualpipe_jax.parallel.two_hops import plan_two_hops
 from dualpipe_jax.parallel.wire import Payload, check_payload
 
@@ -37,22 +46,29 @@ __all__ = [
     "NODE",
     "PP",
     "Handle",
+    "Moves",
     "Payload",
     "batch_spec",
     "capacity_for",
     "check_float8",
     "check_payload",
+    "choose_copies",
     "combine",
     "count",
     "dispatch",
     "expert_axes",
     "expert_matmul",
+    "first_copies",
     "float8_matmul",
     "grouped_matmul",
     "make_mesh",
+    "move_experts",
     "over_nodes",
     "plan_capacity",
     "plan_dropless",
+    "plan_moves",
     "plan_two_hops",
+    "share_copies",
     "slow_links",
+    "sum_copies",
 ]

@@ -110,7 +110,7 @@ def plan_capacity(
     C = T if capacity is None else min(capacity, T)
     if C < 1:
         raise ValueError(f"plan_capacity: capacity must be at least 1, got {capacity}.")
-    order_A, rank_A, starts_E, counts_E = _by_expert(topk_TK, num_experts)
+    order_A, rank_A, starts_E, counts_E = by_expert(topk_TK, num_experts)
     expert_A = topk_TK.reshape(-1)
     place_A = rank_A - starts_E[expert_A]
     # Slots are laid out [E, C], which is [N, L, C]: what goes to one device lies together. With L before N
@@ -171,7 +171,7 @@ def plan_dropless(
     if buffer_factor is not None:
         width = max(1, min(width, math.ceil(buffer_factor * T * K / num_devices)))
 
-    order_A, rank_A, starts_E, counts_E = _by_expert(topk_TK, num_experts)
+    order_A, rank_A, starts_E, counts_E = by_expert(topk_TK, num_experts)
     starts_N = starts_E.reshape(num_devices, L)[:, 0]
     device_A = topk_TK.reshape(-1) // L
     place_A = rank_A - starts_N[device_A]
@@ -305,7 +305,7 @@ def _num_devices(num_experts: int, axis_name: Axis | None) -> int:
     return num_devices
 
 
-def _by_expert(topk_TK: Array, num_experts: int) -> tuple[Array, Array, Array, Array]:
+def by_expert(topk_TK: Array, num_experts: int) -> tuple[Array, Array, Array, Array]:
     """Sort assignments by expert, stably; return the order, its inverse, and experts' starts and counts."""
     expert_A = topk_TK.reshape(-1).astype(jnp.int32)
     iota_A = jnp.arange(expert_A.size, dtype=jnp.int32)

@@ -23,6 +23,7 @@ from dualpipe_jax.parallel import (
     plan_dropless,
 )
 from dualpipe_jax.parallel.float8 import decode, dequantize, encode, quantize
+from tests.quick import ALIKE
 
 E4M3 = ml_dtypes.float8_e4m3fn
 ROW, COLUMN, SQUARE = (1, 128), (128, 1), (128, 128)
@@ -136,7 +137,8 @@ def on_devices(num_ep, fn, num_out, check_vma=True):
     """Run fn(*args) on num_ep devices, every argument and result split along its first dim."""
     mesh = make_mesh(1, num_ep)
     return jax.jit(
-        jax.shard_map(fn, mesh=mesh, in_specs=P("ep"), out_specs=(P("ep"),) * num_out, check_vma=check_vma)
+        jax.shard_map(fn, mesh=mesh, in_specs=P("ep"), out_specs=(P("ep"),) * num_out, check_vma=check_vma),
+        compiler_options=ALIKE,
     )
 
 

@@ -6,6 +6,7 @@ import numpy as np
 from jax import lax
 
 from dualpipe_jax.split import split_backward
+from tests.quick import ALIKE
 
 COLLECTIVES = (
     "psum",
@@ -54,7 +55,7 @@ def assert_trees_match(want, got, exact, tolerance=1e-6):
 
 def compiled(function, *arguments):
     """Runs a function compiled in haste: the tests' time is XLA's."""
-    options = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
+    options = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True} | ALIKE
     return jax.jit(function).lower(*arguments).compile(compiler_options=options)(*arguments)
 
 

@@ -40,6 +40,7 @@ _CURVES: tuple[tuple[str, tuple[str, ...], dict[str, bool]], ...] = (
 _BALANCE: tuple[tuple[str, tuple[str, ...], dict[str, bool]], ...] = (
     ("MaxVio, 0 is even", ("max_vio",), {"zero": True}),
     ("entropy of load, 1 is even", ("load_entropy",), {}),
+    ("busiest device's load over the mean, 1 is even", ("device_load",), {}),
     ("range of routing biases", ("bias_range",), {"zero": True}),
     ("dropped assignments", ("dropped",), {"zero": True}),
 )

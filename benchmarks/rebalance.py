@@ -1,0 +1,97 @@
+"""What moving and copying experts gains where routing is uneven: drops, padded rows, the busiest device's load.
+
+The default text and model, two layers of it, with nothing that balances its routing: neither bias nor loss. Each
+row is a run by the trainer's own command on four devices of ep; one that is finished is not trained again. Figures are
+means of the last half of its steps.
+
+    scripts/bench rebalance              # five runs of 80 steps: a few minutes on two cores
+"""
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+import models
+from dualpipe_jax.parallel import capacity_for
+
+EP, MICROBATCHES, SIZE, SEQUENCE, LAYERS = 4, 2, 16, 64, 2
+MOVED, COPIED = ("--rebalance-every", "10"), ("--rebalance-every", "10", "--redundant-experts", "4")
+ROOM = ("--dispatch", "capacity", "--capacity-factor", "1.5")
+ARMS = {
+    "dropless, in order": (),
+    "dropless, moved": MOVED,
+    "dropless, moved, 4 redundant": COPIED,
+    "capacity 1.5, in order": ROOM,
+    "capacity 1.5, moved, 4 redundant": (*ROOM, *COPIED),
+}
+"""What the table says -> options of the trainer."""
+SHARED = (
+    *("--schedule", "gpipe", "--pp", "1", "--ep", str(EP), "--microbatches", str(MICROBATCHES)),
+    *("--microbatch-size", str(SIZE), "--sequence", str(SEQUENCE), "--layers", str(LAYERS)),
+    *("--bias-rate", "0", "--balance-factor", "0", "--eval-sequences", "64", "--checkpoint-minutes", "1000"),
+)
+
+
+def train(name, options, runs):
+    """The records of a run, which is trained unless it is finished."""
+    if not (runs / name / "report.html").exists():
+        command = [sys.executable, "-m", "train", "--name", name, "--runs", str(runs), "--resume", *options]
+        cache = {"JAX_COMPILATION_CACHE_DIR": str(runs / "cache"), "JAX_PLATFORMS": "cpu"}
+        found = subprocess.run(command, capture_output=True, text=True, env=os.environ | cache)
+        if found.returncode:
+            raise SystemExit(
+                f"{name} ended with {found.returncode}:\n{(found.stdout + found.stderr)[-2000:]}"
+            )
+    return [json.loads(line) for line in (runs / name / "metrics.jsonl").read_text().splitlines()]
+
+
+def rows_with_room(options):
+    """Rows that a step's experts multiply in all layers, filled or not, and those that are asked for."""
+    config = models.byte()
+    asked = MICROBATCHES * SIZE * SEQUENCE * config.top_k * LAYERS
+    if "capacity" not in options:
+        return None, asked
+    spare = int(options[options.index("--redundant-experts") + 1]) if "--redundant-experts" in options else 0
+    held, tokens = config.num_experts + spare, SIZE // EP * SEQUENCE
+    room = capacity_for(tokens, config.top_k, held, float(options[options.index("--capacity-factor") + 1]))
+    return LAYERS * MICROBATCHES * EP * held * room, asked
+
+
+def figures(records, options):
+    """A row of the table: dropped, padded rows as a share of all, the busiest device's load, held-out loss."""
+    steps = [record for record in records if "loss" in record]
+    last = steps[len(steps) // 2 :]
+    dropped = statistics.fmean(record["drop_rate"] for record in last)
+    load = statistics.fmean(record["device_load"] for record in last)
+    room, asked = rows_with_room(options)
+    # Without equal room for all there is no padding: what is in vain is the others' waiting for the busiest device.
+    padded = "" if room is None else f"{1 - asked * (1 - dropped) / room:.1%}"
+    moved = sum(record.get("experts_moved", 0) for record in records)
+    heldout = [record["heldout_loss"] for record in records if "heldout_loss" in record][-1]
+    return f"{dropped:.2%}", padded, f"{load:.3f}", f"{1 - 1 / load:.1%}", str(moved), f"{heldout:.4f}"
+
+
+def main():
+    """Train and print the table."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--steps", type=int, default=80)
+    parser.add_argument("--runs", type=Path, default=Path("runs/rebalance"))
+    given = parser.parse_args()
+    table = Table(
+        "experts", "dropped", "padded rows", "devices max/mean", "waiting", "moves", "held-out loss"
+    )
+    for number, (arm, options) in enumerate(ARMS.items()):
+        records = train(str(number), [*SHARED, *options, "--steps", str(given.steps)], given.runs)
+        table.add_row(arm, *figures(records, options))
+    Console(width=120).print(table)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,271 @@
+"""Experts in any slots of any devices, some of them more than once: redundant experts.
+
+A router chooses among *logical* experts. Where these lie is a table *held* [N, S]: the expert in each slot of each
+device, every expert somewhere, none twice on a device. A token's choice becomes a *physical* expert, a slot; from
+there on dispatch sees N * S experts, device n has those from n * S on::
+
+    copies = share_copies(held_NS, E)                          # once, on the host
+    slot_TK = choose_copies(topk_TK, copies_EX)                # with this device's part of it
+    handle = plan_dropless(slot_TK, N * S, axis_name)          # and dispatch, matmul, combine as ever
+
+Weights lie as ``held`` says, copies being equal. They stay equal if each gets the gradient of all: ``sum_copies``. When
+loads have changed, ``move_experts`` brings weights, and whatever belongs to them, from one table to another.
+
+Tables are arrays that a program takes as arguments: another placement is nothing new to compile.
+
+Shape suffixes: T tokens of this device, K experts per token, E experts, N devices on the axis, S slots of a device, X
+copies an expert can have at most, W experts that one device sends another at most.
+"""
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+from numpy.typing import ArrayLike
+
+from dualpipe_jax.parallel.expert import by_expert
+
+Axis = str | tuple[str, ...]
+"""The name of a mesh axis, or names of several that are taken as one, the first varying slowest."""
+
+
+def share_copies(held: ArrayLike, num_experts: int, *, num_nodes: int = 1, near: bool = True) -> np.ndarray:
+    """Say for each device which copies of an expert its tokens take in turn.
+
+    Every copy gets the same share of its expert's tokens if devices have equally many of them. ``near`` keeps them
+    close as far as that allows: a device that has a copy uses no other, the others those on their own node before any
+    elsewhere. Without it every device uses all copies alike: for dispatch with bounded room, which is counted by source
+    device, so that a copy relieves the device that has it, too.
+
+    Args:
+      held: int [..., N, S].
+      num_experts: E.
+      num_nodes: machines, each of N / num_nodes devices in a row.
+      near: see above.
+
+    Returns:
+      int32 [..., N, E, X]: for each device and expert the slots to go to, over and over, numbered over all devices; -1
+      behind the last. X is the same for all tables of these N, S and E.
+
+    Raises:
+      ValueError: held is no such table, says where; or nodes do not divide devices.
+
+    """
+    tables = _checked(held, num_experts)
+    *lead, N, S = tables.shape
+    if num_nodes < 1 or N % num_nodes:
+        raise ValueError(f"share_copies: {N} devices do not divide over {num_nodes} nodes of equal size.")
+    flat = tables.reshape(-1, N * S)
+    found = np.full((len(flat), N, num_experts, min(N, N * S - num_experts + 1)), -1, np.int32)
+    for table, into in zip(flat, found, strict=True):
+        into[:, table, 0] = np.arange(N * S)  # right for experts with one copy
+        for expert in np.flatnonzero(np.bincount(table, minlength=num_experts) > 1):
+            slots = np.flatnonzero(table == expert)
+            into[:, expert, : len(slots)] = slots[_turns(slots // S, N, N // num_nodes, near)]
+    return found.reshape(*lead, *found.shape[1:])
+
+
+def _turns(devices: np.ndarray, N: int, size: int, near: bool) -> np.ndarray:
+    """For each device, which of the copies on ``devices`` it uses, as many times as there are copies: int [N, copies].
+
+    Each copy is used N times. ``size`` is that of a node.
+    """
+    copies = len(devices)
+    if not near:
+        return (np.arange(N)[:, None] + np.arange(copies)) % copies
+    left = np.full(copies, N)
+    turns: list[list[int]] = [[] for _ in range(N)]
+
+    def take(device: int, choice: np.ndarray) -> None:
+        # Of equally unused ones another for each device: few tokens shall not all go to the first.
+        copy = min(choice, key=lambda copy: (-left[copy], (copy - device) % copies))
+        turns[device].append(int(copy))
+        left[copy] -= 1
+
+    for copy, device in enumerate(devices):
+        turns[device] = [copy] * copies
+        left[copy] -= copies
+    for within_node in (True, False):
+        for _ in range(copies):  # one turn of every device after another, so that none takes all that is near
+            for device in range(N):
+                there = devices // size == device // size if within_node else np.full(copies, True)
+                choice = np.flatnonzero(there & (left > 0))
+                if len(turns[device]) < copies and len(choice):
+                    take(device, choice)
+    return np.array(turns)
+
+
+@jax.named_scope("choose_copies")
+def choose_copies(topk_TK: Array, copies_EX: Array) -> Array:
+    """Turn chosen experts into slots: this device's tokens take an expert's copies in turn, in their order.
+
+    Args:
+      topk_TK: int32, each token's chosen experts, distinct within a token.
+      copies_EX: int32, this device's part of what ``share_copies`` returned.
+
+    Returns:
+      int32 [T, K], for ``plan_capacity`` or ``plan_dropless`` over N * S experts; distinct within a token, too.
+
+    """
+    E, X = copies_EX.shape
+    if X == 1:
+        return copies_EX[:, 0].at[topk_TK].get(mode="promise_in_bounds")
+    expert_A = topk_TK.reshape(-1)
+    _, rank_A, starts_E, _ = by_expert(topk_TK, E)
+    turns_E = jnp.sum(copies_EX >= 0, axis=1, dtype=jnp.int32)
+    turn_A = (rank_A - starts_E[expert_A]) % turns_E[expert_A]
+    return copies_EX.at[expert_A, turn_A].get(mode="promise_in_bounds").reshape(topk_TK.shape)
+
+
+@jax.named_scope("sum_copies")
+def sum_copies(gradient_S: Array, held_NS: Array, num_experts: int, axis_name: Axis) -> Array:
+    """Give every copy of an expert the sum of all copies' gradients, the same to the last bit.
+
+    A device sends as many experts as there are redundant ones, N * S - E, in one all-reduce; nothing where there are
+    none.
+
+    Args:
+      gradient_S: [S, ...], of the experts in this device's slots.
+      held_NS: int32, the whole table.
+      num_experts: E.
+      axis_name: the mesh axis (or axes) the experts lie on.
+
+    """
+    N, S = held_NS.shape
+    spare = N * S - num_experts
+    if not spare:
+        return gradient_S
+    # Experts with more than one copy, numbered: each has one redundant copy at least, so they are at most as many.
+    several_E = jnp.zeros(num_experts, jnp.int32).at[held_NS.reshape(-1)].add(1) > 1
+    number_E = jnp.where(several_E, jnp.cumsum(several_E.astype(jnp.int32)) - 1, spare)
+    number_S = number_E[held_NS[lax.axis_index(axis_name)]]
+    own = jnp.zeros((spare, *gradient_S.shape[1:]), gradient_S.dtype)
+    total = lax.psum(own.at[number_S].set(gradient_S, mode="drop"), axis_name)
+    among_S = (number_S < spare).reshape(-1, *(1,) * (gradient_S.ndim - 1))
+    return jnp.where(among_S, jnp.take(total, number_S, axis=0, mode="clip"), gradient_S)
+
+
+def first_copies(held_NS: Array, num_experts: int) -> Array:
+    """Say of each slot whether it has the first copy of its expert: bool [N, S]. A norm counts these alone."""
+    held_P = held_NS.reshape(-1)
+    slot_P = jnp.arange(held_P.size, dtype=jnp.int32)
+    first_E = jnp.full(num_experts, held_P.size, jnp.int32).at[held_P].min(slot_P)
+    return (first_E[held_P] == slot_P).reshape(held_NS.shape)
+
+
+class Moves(NamedTuple):
+    """How experts get from one table to another, for ``move_experts``.
+
+    Attributes:
+      send: int32 [..., N, N, W]: for each device, and each that it sends to, the slots sent; 0 where there are fewer.
+      take: int32 [..., N, S]: where each slot of the new table is filled from: n * W + w is the w-th that device n
+        sends, from N * W on they are the device's own old slots.
+      moved: experts that some device has to fetch from another.
+    """
+
+    send: np.ndarray
+    take: np.ndarray
+    moved: int
+
+
+def plan_moves(before: ArrayLike, after: ArrayLike, num_experts: int) -> Moves:
+    """Plan how devices get the experts of another table: what they have stays, of copies elsewhere the least asked one.
+
+    Args:
+      before: int [..., N, S].
+      after: int [..., N, S'], of as many devices.
+      num_experts: E.
+
+    Returns:
+      Moves whose W is a power of two, or 0 if all have what they need: few sizes, so few programs.
+
+    Raises:
+      ValueError: the tables are none, or of other devices or layers.
+
+    """
+    old, new = _checked(before, num_experts), _checked(after, num_experts)
+    if old.shape[:-1] != new.shape[:-1]:
+        raise ValueError(
+            f"plan_moves: before is {list(old.shape)} and after {list(new.shape)}; both need the same [..., N], only "
+            "the number of slots may change."
+        )
+    *lead, N, S = old.shape
+    olds, news = old.reshape(-1, N, S), new.reshape(-1, N, new.shape[-1])
+    fetches = [list(_fetches(*pair)) for pair in zip(olds, news, strict=True)]
+    most = max((turn + 1 for layer in fetches for *_, turn in layer), default=0)
+    width = 0 if most == 0 else 1 << (most - 1).bit_length()
+    send = np.zeros((len(olds), N, N, width), np.int32)
+    take = np.zeros(news.shape, np.int32)
+    for layer, (held, wanted) in enumerate(zip(olds, news, strict=True)):
+        at = (wanted[:, :, None] == held[:, None, :]).argmax(-1)  # only true of those that stay
+        take[layer] = N * width + at
+        for source, slot, device, into, turn in fetches[layer]:
+            send[layer, source, device, turn] = slot
+            take[layer, device, into] = source * width + turn
+    return Moves(
+        send.reshape(*lead, N, N, width),
+        take.reshape(*lead, N, new.shape[-1]),
+        sum(len(layer) for layer in fetches),
+    )
+
+
+def _fetches(held: np.ndarray, wanted: np.ndarray) -> Iterator[tuple[int, int, int, int, int]]:
+    """What each device lacks: (source, its slot, device, slot, how many that source has sent there before)."""
+    N = len(held)
+    sent = np.zeros((N, N), int)
+    for device, into in np.argwhere(~(wanted[:, :, None] == held[:, None, :]).any(-1)):
+        there = np.argwhere(held == wanted[device, into])
+        source, slot = min(there.tolist(), key=lambda at: (sent[at[0], device], sent[at[0]].sum(), at[0]))
+        yield source, slot, int(device), int(into), int(sent[source, device])
+        sent[source, device] += 1
+
+
+@jax.named_scope("move_experts")
+def move_experts(rows_S: Array, send_NW: Array, take_S: Array, axis_name: Axis) -> Array:
+    """Bring what belongs to experts from one table to another: one all_to_all, none if devices have all they need.
+
+    Args:
+      rows_S: [S, ...], of the experts in this device's slots.
+      send_NW: int32, this device's part of ``Moves.send``.
+      take_S: int32 [S'], this device's part of ``Moves.take``.
+      axis_name: the mesh axis (or axes) the experts lie on.
+
+    Returns:
+      [S', ...].
+
+    """
+    if send_NW.shape[1]:
+        sent = jnp.take(rows_S, send_NW, axis=0, mode="clip")
+        arrived = lax.all_to_all(sent, axis_name, 0, 0)
+        rows_S = jnp.concatenate([arrived.reshape(-1, *rows_S.shape[1:]), rows_S])
+    return jnp.take(rows_S, take_S, axis=0, mode="clip")
+
+
+def _checked(held: ArrayLike, num_experts: int) -> np.ndarray:
+    tables = np.asarray(held)
+    if tables.ndim < 2 or tables.dtype.kind not in "iu" or 0 in tables.shape:
+        raise ValueError(
+            f"held is {tables.dtype} {list(tables.shape)}; give integers [..., devices, slots], each slot's expert."
+        )
+    N, S = tables.shape[-2:]
+    if num_experts > N * S:
+        raise ValueError(
+            f"{N} devices of {S} slots have no room for {num_experts} experts; give at least "
+            f"{-(-num_experts // N)} slots."
+        )
+    if tables.min() < 0 or tables.max() >= num_experts:
+        wrong = tables[(tables < 0) | (tables >= num_experts)][0]
+        raise ValueError(f"held has expert {wrong}; there are experts 0 to {num_experts - 1}.")
+    ordered = np.sort(tables, -1)
+    if (twice := ordered[..., 1:] == ordered[..., :-1]).any():
+        *at, device, slot = np.argwhere(twice)[0].tolist()
+        expert = ordered[(*at, device, slot)]
+        raise ValueError(f"held has expert {expert} twice on device {device}; give it one copy there.")
+    present = np.zeros((tables.size // (N * S), num_experts), bool)
+    np.put_along_axis(present, tables.reshape(len(present), -1), True, 1)
+    if not present.all():
+        raise ValueError(f"held has no copy of expert {np.argwhere(~present)[0][1]}; every expert needs one.")
+    return tables

@@ -1,0 +1,163 @@
+"""A model's experts in any slots of any devices: the tables that say where, and what follows for parameters.
+
+Parameters of ``deepseek`` hold experts in order, [stages, E, ...]. Placed, they hold slots, [stages, N * S, ...], and
+two tables beside the routing bias, which every layer reads: "held", int32 [stages, slots, N, S], the expert in each
+slot, and "copies", int32 [stages, slots, N, E, X], see ``parallel.share_copies``. The router, its bias, its counts and
+the balance losses know nothing of it.
+
+Shape suffixes: R rows of the routers' figures, that is layers with experts; E experts, N devices, S slots of a device,
+X copies an expert can have at most.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jax.sharding import AbstractMesh, Mesh, PartitionSpec
+from jax.tree_util import DictKey, GetAttrKey, KeyPath, SequenceKey, tree_map_with_path
+from numpy.typing import ArrayLike
+
+import dualpipe_jax.parallel as parallel
+from dualpipe_jax.functional import Tree
+from dualpipe_jax.parallel import EP, PP
+from models.plan import Layout
+
+Axis = str | tuple[str, ...]
+"""A mesh axis, or several."""
+
+TABLES = "held", "copies"
+"""What a placed model's routing has besides the bias."""
+
+
+def expert_tables(
+    layout: Layout, held_RNS: ArrayLike, num_experts: int, *, num_nodes: int = 1, near: bool = True
+) -> dict[str, np.ndarray]:
+    """Return the tables of all layers by stage, to stand in params["stages"]["routing"].
+
+    Args:
+      layout: which layer stands where.
+      held_RNS: the expert in each slot of each device, for every layer with experts, then for modules of multi-token
+        prediction.
+      num_experts: E.
+      num_nodes: see ``parallel.share_copies``.
+      near: the same.
+
+    Raises:
+      ValueError: held is no such table.
+
+    """
+    held, num_rows = np.asarray(held_RNS, np.int32), int(layout.rows.max()) + 1
+    if held.ndim != 3 or len(held) != num_rows:
+        raise ValueError(
+            f"expert_tables: held is {list(held.shape)}; the model has {num_rows} layers with experts, give "
+            f"[{num_rows}, devices, slots]."
+        )
+    copies = parallel.share_copies(held, num_experts, num_nodes=num_nodes, near=near)
+    rows = np.maximum(layout.rows, 0)  # a place without a layer has some table or other
+    return {"held": held[rows], "copies": copies[rows]}
+
+
+def place_experts(params: Tree, tables: dict[str, np.ndarray]) -> Tree:
+    """Return params of ``deepseek``, stages in model order, with experts placed as ``expert_tables`` says."""
+    stages = params["stages"]
+    held = jnp.asarray(tables["held"])
+
+    def take(leaf: Array, routing: Tree, slot: int) -> Array:
+        del routing
+        slots = held[:, slot].reshape(len(leaf), -1)
+        return jax.vmap(lambda experts, held: jnp.take(experts, held, axis=0))(leaf, slots)
+
+    placed = map_experts(take, {"stages": stages}, params)["stages"]
+    routing = stages["routing"] | {name: jnp.asarray(table) for name, table in tables.items()}
+    return params | {"stages": placed | {"routing": routing}}
+
+
+def placed_specs(specs: Tree, ep_axis: Axis) -> Tree:
+    """Return ``Model.param_specs`` for placed params: each device has its own part of "copies"."""
+    stages = specs["stages"]
+    routing = stages["routing"] | {"held": PartitionSpec(), "copies": PartitionSpec(None, ep_axis)}
+    return specs | {"stages": stages | {"routing": routing}}
+
+
+def map_experts(function: Callable[[Array, Tree, int], Any], tree: Tree, params: Tree) -> Tree:
+    """Apply ``function(leaf, routing, slot)`` to every leaf of experts in a tree, and leave the others.
+
+    Args:
+      function: of a leaf of one of a stage's slots for layers, and of the routing of its stages in ``params``.
+      tree: params, or anything that has trees of their form somewhere, such as an optimizer's state.
+      params: {"stages": ...}, in model order or placed by the engine, of which "routing" is read.
+
+    """
+
+    def visit(path: KeyPath, leaf: Any) -> Any:
+        if DictKey("stages") not in path or DictKey("experts") not in path:
+            return leaf
+        within = path[path.index(DictKey("stages")) :]
+        at = within.index(DictKey("layers"))
+        slot = within[at + 1]
+        assert isinstance(slot, SequenceKey)
+        return function(leaf, _resolve(params, within[:at])["routing"], slot.idx)
+
+    return tree_map_with_path(visit, tree)
+
+
+def expert_axis(mesh: Mesh | AbstractMesh) -> Axis:
+    """Return what a mesh's experts lie over: "ep", or ("node", "ep") where it has both."""
+    found = tuple(axis for axis in mesh.axis_names if axis in ("node", EP))
+    return found if len(found) > 1 else EP
+
+
+def sum_copies(grads: Tree, params: Tree, mesh: Mesh | AbstractMesh) -> Tree:
+    """Return gradients of placed params, as the engine gives them, with every copy's being the sum of all copies'.
+
+    Args:
+      grads: of params as the engine places them: leaves of experts [ranks, N * S, ...] over (pp, ep).
+      params: the same.
+      mesh: of the engine.
+
+    """
+    axis = expert_axis(mesh)
+
+    def total(gradient: Array, routing: Tree, slot: int) -> Array:
+        num_experts = routing["bias"].shape[-1]
+
+        def on_device(gradient: Array, held_NS: Array) -> Array:
+            # gradient [1, S, ...] of this device; held_NS [1, N, S] of this rank.
+            return parallel.sum_copies(gradient[0], held_NS[0], num_experts, axis)[None]
+
+        mapped = jax.shard_map(
+            on_device,
+            mesh=mesh,
+            in_specs=(PartitionSpec(PP, axis), PartitionSpec(PP)),
+            out_specs=PartitionSpec(PP, axis),
+        )
+        return mapped(gradient, routing["held"][:, slot])
+
+    return map_experts(total, grads, params)
+
+
+def count_once(grads: Tree, params: Tree) -> Tree:
+    """Return gradients with zeros for all copies of an expert but its first: what a norm is to be taken of."""
+
+    def first(gradient: Array, routing: Tree, slot: int) -> Array:
+        num_experts, held = routing["bias"].shape[-1], routing["held"][:, slot]
+        counts = jax.vmap(lambda table: parallel.first_copies(table, num_experts))(held)
+        counts = counts.reshape(*gradient.shape[:2], *(1,) * (gradient.ndim - 2))
+        return jnp.where(counts, gradient, 0)
+
+    return map_experts(first, grads, params)
+
+
+def _resolve(node: Tree, path: KeyPath) -> Tree:
+    for key in path:
+        if isinstance(key, DictKey):
+            node = node[key.key]
+        elif isinstance(key, SequenceKey):
+            node = node[key.idx]
+        else:
+            assert isinstance(key, GetAttrKey)
+            node = getattr(node, key.name)
+    return node
