@@ -206,3 +206,14 @@ def test_what_is_eager_follows_at_once():
     added = act(gradient.outputs[0], cost=100.0, is_eager=True)
     phases = planned([gradient, added, other, first, second], [first, second])
     assert phases[1] == ([gradient, added], [])
+
+
+@given(st.lists(st.integers(0, 12), min_size=2, max_size=6))
+def test_no_phase_takes_what_a_later_one_will_lack(numbers):
+    """``numbers[k]`` works are there from phase k + 1 on: up to phase j each has at most what is there by then, over j."""
+    sent = [exchange() for _ in numbers]
+    before = [(), *((collective.outputs[0],) for collective in sent[:-1])]
+    works = [act(*inputs) for inputs, number in zip(before, numbers, strict=True) for _ in range(number)]
+    beside = [len(group) for group, _ in planned([*sent, *works], sent)][1:-1]
+    beside.append(sum(numbers) - sum(beside))  # what is left stands beside the last
+    assert min(beside) > min(sum(numbers[:j]) / j for j in range(1, len(numbers) + 1)) - 1
