@@ -210,7 +210,7 @@ def test_what_is_eager_follows_at_once():
 
 @given(st.lists(st.integers(0, 12), min_size=2, max_size=6))
 def test_no_phase_takes_what_a_later_one_will_lack(numbers):
-    """``numbers[k]`` works are there from phase k + 1 on: up to phase j each has at most what is there by then, over j."""
+    """``numbers[k]`` works are there from phase k + 1 on: j phases have at most what is there by the j-th, over j."""
     sent = [exchange() for _ in numbers]
     before = [(), *((collective.outputs[0],) for collective in sent[:-1])]
     works = [act(*inputs) for inputs, number in zip(before, numbers, strict=True) for _ in range(number)]
