@@ -118,7 +118,7 @@ def test_a_finished_run_is_exported_with_its_tokenizer(written, tmp_path):
     folder = tmp_path / "out"
     corpus = types.SimpleNamespace(vocabulary=Vocabulary(256, 7, tmp_path / "own.json"), vocab=256)
     config = configure(run.config, export=folder)
-    this = types.SimpleNamespace(config=config, corpus=corpus, schedule=run.schedule)
+    this = types.SimpleNamespace(config=config, corpus=corpus, schedule=run.schedule, layout=run.layout)
     (tmp_path / "out.new").mkdir()
     (tmp_path / "out.new" / "model.safetensors").write_text("of a run that was killed")
     out, done = Console(file=io.StringIO(), width=300), state._replace(step=3)
