@@ -225,9 +225,8 @@ class _Planner:
         nodes, payload, least = set[Work](), 0.0, math.inf
         for j, collective in enumerate(collectives[k - 1 :], k):
             following = collectives[j : j + 1] if j > k else ()  # what the next one needs is in the load
-            nodes.update(
-                n for t in (*self.left, *following) if t.first <= max(j, k) or t in following for n in t.nodes
-            )
+            there = (task for task in self.left if task.first <= j)
+            nodes.update(node for task in (*there, *following) for node in task.nodes)
             payload += collective.payload
             least = min(least, (load + sum(self.costs[node] for node in nodes - self.paid)) / payload)
         return least * collectives[k - 1].payload

@@ -14,11 +14,11 @@ from dualpipe_jax.parallel import (
     combine,
     count,
     dispatch,
-    expert_matmul,
     make_mesh,
     plan_capacity,
     plan_dropless,
 )
+from tests.parallel.expert_layers import layer, layer_by_copies
 
 T, K, E, D, F = 16, 3, 8, 6, 5  # T tokens per device
 METHODS = ("capacity", "dropless")
@@ -124,18 +124,6 @@ def test_dispatch_and_combine_are_each_others_transposes(num_ep, method, bound):
     np.testing.assert_allclose(rows_y, np.vdot(combined, x), rtol=1e-5)
     np.testing.assert_allclose(out_x, y_drows, rtol=1e-5)
     assert d_rows.shape == rows.shape
-
-
-def layer(x, w_in, w_out, weights, topk, make):
-    handle = make(topk)
-    hidden = jnp.tanh(expert_matmul(dispatch(x, handle), w_in, handle))
-    return combine(expert_matmul(hidden, w_out, handle), weights, handle)
-
-
-def layer_by_copies(x, w_in, w_out, weights, topk):
-    """Every token with its own copy of its experts' matrices."""
-    hidden = jnp.tanh(jnp.einsum("td,tkdf->tkf", x, jnp.asarray(w_in)[topk]))
-    return jnp.einsum("tk,tkf,tkfd->td", weights, hidden, jnp.asarray(w_out)[topk])
 
 
 @functools.cache

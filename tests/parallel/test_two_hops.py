@@ -14,12 +14,12 @@ from dualpipe_jax.parallel import (
     combine,
     dispatch,
     expert_axes,
-    expert_matmul,
     make_mesh,
     plan_capacity,
     plan_dropless,
     plan_two_hops,
 )
+from tests.parallel.expert_layers import layer, layer_by_copies
 
 T, K, E, D, F = 12, 3, 16, 6, 5  # T tokens per device
 AXES = expert_axes(2)
@@ -131,18 +131,6 @@ def test_every_expert_gets_its_tokens_and_drops_are_counted(shape, method, node_
                 assert sizes[expert] == len(found)
             got = got[np.any(got, axis=-1)]
             np.testing.assert_array_equal(got[np.lexsort(got.T)], found[np.lexsort(found.T)])
-
-
-def layer(x, w_in, w_out, weights, topk, make):
-    handle = make(topk)
-    hidden = jnp.tanh(expert_matmul(dispatch(x, handle), w_in, handle))
-    return combine(expert_matmul(hidden, w_out, handle), weights, handle)
-
-
-def layer_by_copies(x, w_in, w_out, weights, topk):
-    """Every token with its own copy of its experts' matrices."""
-    hidden = jnp.tanh(jnp.einsum("td,tkdf->tkf", x, jnp.asarray(w_in)[topk]))
-    return jnp.einsum("tk,tkf,tkfd->td", weights, hidden, jnp.asarray(w_out)[topk])
 
 
 @functools.cache
