@@ -40,7 +40,9 @@ def test_a_machine_on_which_all_works(here, capfd):
     assert set(found["results"]) == {n for n in ALL if n.startswith(tuple(only))}
     assert not [name for name, result in found["results"].items() if not result.get("ok", True)]
     rates, costs = found["rates"], found["costs"]
-    assert rates["all-to-all"]["devices"] == 2 and rates["guards"]["loop"]["taken_seconds"] > 0
+    assert rates["all-to-all"]["devices"] == 2
+    guards = rates["guards"]["loop"]  # timed less the bare work: none of it may be left beside the noise
+    assert 0 <= guards["skipped_seconds"] < 1 and 0 <= guards["taken_seconds"] < 1
     for rate in (rates["all-to-all"], rates["permute"]):
         assert 1e6 < rate["bytes_per_second"] < 1e12 and 0 <= rate["latency"] < 1
     assert 1e8 < rates["memory"] < 1e12 and 1e8 < rates["flops"] < 1e14
