@@ -54,6 +54,7 @@ MAY_IMPORT = {
         "dualpipe_jax.functional",
     ),
     "models.decode": ("models", "dualpipe_jax.functional"),
+    "models.serve": ("models.config", "models.decode"),
     "train": ("dualpipe_jax", "models"),
 }
 """Part of the project -> what of ours it may import, besides itself."""

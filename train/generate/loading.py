@@ -22,7 +22,7 @@ from train.data.manifest import is_prepared, open_prepared
 from train.data.vocabulary import BYTES, Vocabulary, open_vocabulary
 from train.errors import CheckpointError
 from train.fingerprint import fingerprints
-from train.generate.options import Options
+from train.generate.options import Source
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,6 +31,7 @@ class Loaded:
 
     Attributes:
       name: where it is from, for people.
+      folder: where it is from.
       config: the model's numbers.
       params: of one stage.
       text: its tokens' writing.
@@ -39,6 +40,7 @@ class Loaded:
     """
 
     name: str
+    folder: Path
     config: Config
     params: Tree
     text: Text
@@ -46,7 +48,7 @@ class Loaded:
     mtp_after_norm: bool
 
 
-def load(options: Options, say: Callable[[str], None]) -> Loaded:
+def load(options: Source, say: Callable[[str], None]) -> Loaded:
     """Find and read what ``options.source`` names.
 
     Raises:
@@ -87,7 +89,7 @@ def _steps(folder: Path) -> list[Path]:
     return sorted((p for p in folder.iterdir() if p.name.isdigit()), key=lambda p: -int(p.name))
 
 
-def _from_run(folder: Path, options: Options, say: Callable[[str], None]) -> Loaded:
+def _from_run(folder: Path, options: Source, say: Callable[[str], None]) -> Loaded:
     steps = _steps(folder / FOLDER)
     if options.step is not None:
         steps = [path for path in steps if int(path.name) == options.step]
@@ -106,6 +108,7 @@ def _from_run(folder: Path, options: Options, say: Callable[[str], None]) -> Loa
         precision = facts["options"]["model"]["precision"]
         return Loaded(
             f"{folder}, step {path.name}",
+            folder,
             dataclasses.replace(config, compute_dtype=jnp.dtype(precision)),
             params,
             _OfVocabulary(vocabulary),
@@ -121,7 +124,7 @@ def _damage(facts: Mapping[str, Any], flat: Mapping[str, Any]) -> list[str]:
     return [f"{name} is not what was saved" for name, value in found.items() if saved.get(name) != value]
 
 
-def _vocabulary(folder: Path, facts: Mapping[str, Any], options: Options) -> Vocabulary:
+def _vocabulary(folder: Path, facts: Mapping[str, Any], options: Source) -> Vocabulary:
     """The run's own, by its fingerprint, from wherever it may still be."""
     data = facts["options"]["data"]
     named = [options.tokenizer] if options.tokenizer else [data.get("tokenizer"), *data.get("paths", ())]
@@ -159,7 +162,7 @@ class _OfVocabulary:
         return self._vocabulary.decode(tokens)
 
 
-def _from_folder(folder: Path, options: Options) -> Loaded:
+def _from_folder(folder: Path, options: Source) -> Loaded:
     settings: Mapping[str, Any]
     if (folder / "config.json").is_file():
         config, params = weights.load(folder, mtp=options.drafts)
@@ -180,7 +183,7 @@ def _from_folder(folder: Path, options: Options) -> Loaded:
             f"{where}: there is no tokenizer.json, and a model of {config.vocab} tokens is not one of bytes: "
             "--tokenizer FILE says where it is"
         )
-    return Loaded(str(folder), config, params, text, tuple(sorted(ends)), mtp_after_norm=True)
+    return Loaded(str(folder), folder, config, params, text, tuple(sorted(ends)), mtp_after_norm=True)
 
 
 def _settings(file: Path) -> Mapping[str, Any]:

@@ -17,7 +17,7 @@ from models.decode import Completion, Engine, Limits, RequestError, SamplingPara
 from models.decode.text import Stream
 from train.config import ConfigError
 from train.generate.loading import Loaded
-from train.generate.options import Options
+from train.generate.options import Options, Source
 
 TYPED = 1024
 """Positions for prompts that are not known yet."""
@@ -32,7 +32,7 @@ def params_of(options: Options, loaded: Loaded, given: Mapping[str, Any] | None 
     return SamplingParams(stop=loaded.stop, **values)
 
 
-def make_engine(loaded: Loaded, options: Options, max_requests: int, positions: int) -> Engine:
+def make_engine(loaded: Loaded, options: Source, max_requests: int, positions: int) -> Engine:
     """For so many requests of so many positions, rounded up so that near lengths are the same program."""
     if options.drafts and not loaded.config.num_mtp_layers:
         raise ConfigError(f"--drafts: {loaded.name} has no module of multi-token prediction")

@@ -15,12 +15,31 @@ Without --prompt or --batch the prompt is all of standard input or, on a termina
 
 
 @dataclasses.dataclass(frozen=True)
-class Options:
-    """What is asked for."""
+class Source:
+    """Which model, and how it is served; ``scripts/serve`` asks for the same."""
 
     source: Annotated[Path | None, tyro.conf.Positional, arg(metavar="RUN|FOLDER")] = None
     """A run's folder or its name in runs/, a folder of Hugging Face's (config.json, *.safetensors), or one that
     scripts/convert wrote; the newest run if left out."""
+    step: int | None = None
+    """Checkpoint of a run; its newest that is whole if left out."""
+    tokenizer: Annotated[Path | None, arg(metavar="FILE")] = None
+    """A tokenizer.json, or a folder with one, instead of what lies beside the weights."""
+    precision: Literal["as-is", "float32", "bfloat16"] = "as-is"
+    """What activations are computed in; as-is is what the model was made for."""
+    drafts: bool = False
+    """Guess a token ahead by the model's module of multi-token prediction. The text is the same."""
+    context: int | None = None
+    """Tokens that there is room for, prompt and answer; what the prompts need if left out, 1024 where they are not
+    known yet."""
+    at_once: int = 8
+    """Prompts that are served together."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Options(Source):
+    """What is asked for."""
+
     prompt: Annotated[str | None, arg(metavar="TEXT")] = None
     """What to go on with."""
     batch: Annotated[Path | None, arg(metavar="FILE")] = None
@@ -34,18 +53,6 @@ class Options:
     """Draw only from the likeliest tokens that together have this probability."""
     seed: int = 0
     """Of the draw: the same again gives the same text."""
-    drafts: bool = False
-    """Guess a token ahead by the model's module of multi-token prediction. The text is the same."""
-    step: int | None = None
-    """Checkpoint of a run; its newest that is whole if left out."""
-    tokenizer: Annotated[Path | None, arg(metavar="FILE")] = None
-    """A tokenizer.json, or a folder with one, instead of what lies beside the weights."""
-    precision: Literal["as-is", "float32", "bfloat16"] = "as-is"
-    """What activations are computed in; as-is is what the model was made for."""
-    context: int | None = None
-    """Tokens that there is room for, prompt and answer; what the prompts need if left out, 1024 for those typed."""
-    at_once: int = 8
-    """Prompts of --batch that are served together."""
 
 
 def parse(arguments: Sequence[str] | None = None) -> Options:

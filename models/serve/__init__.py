@@ -1,0 +1,9 @@
+"""An example of a server: OpenAI's completions over HTTP, from one engine on this machine."""
+
+from models.serve.app import Served, make_app
+from models.serve.errors import Refused
+from models.serve.limits import HttpLimits
+from models.serve.runner import Runner
+from models.serve.server import listen, serve
+
+__all__ = ["HttpLimits", "Refused", "Runner", "Served", "listen", "make_app", "serve"]

@@ -1,0 +1,247 @@
+"""The HTTP side: routes, what is refused, streams, clients that go away."""
+
+import asyncio
+import contextlib
+import dataclasses
+import json
+import secrets
+import time
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from typing import Any
+
+import numpy as np
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
+
+from models.decode import RequestError, SamplingParams
+from models.decode.text import Text
+from models.serve.errors import Refused
+from models.serve.job import Job, Piece
+from models.serve.limits import HttpLimits
+from models.serve.protocol import CompletionAsked, Prompt, Shape, parse
+from models.serve.runner import Runner
+
+SLOW_READER = 5.0
+"""Seconds more than for the answer itself, after which a stream that its client does not read is given up."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Served:
+    """The model as clients see it.
+
+    Attributes:
+      name: by which they ask for it.
+      text: its tokens' writing; used by several threads.
+      stop: tokens that end a text.
+
+    """
+
+    name: str
+    text: Text
+    stop: tuple[int, ...] = ()
+
+
+def make_app(runner: Runner, served: Served, limits: HttpLimits = HttpLimits()) -> Starlette:  # noqa: B008
+    """Return the ASGI application; it starts the runner when it starts, and closes it when it ends."""
+
+    @contextlib.asynccontextmanager
+    async def life(app: Starlette) -> AsyncIterator[None]:
+        runner.start()
+        yield
+        await runner.close()
+
+    about = {"id": served.name, "object": "model", "created": int(time.time()), "owned_by": "you"}
+
+    async def health(request: Request) -> Response:
+        runner.ready()
+        return JSONResponse({"status": "ok", "open": runner.num_open})
+
+    async def models(request: Request) -> Response:
+        return JSONResponse({"object": "list", "data": [about]})
+
+    async def model(request: Request) -> Response:
+        _check_name(request.path_params["name"], served)
+        return JSONResponse(about)
+
+    async def completions(request: Request) -> "_Answer":
+        runner.ready()
+        body = await _body(request, limits)
+        # Tokens are made of text in another thread: a long one takes its time.
+        asked, wanted, echoes = await asyncio.to_thread(_prepare, body, runner, served, limits)
+        job = Job(runner, wanted, served.text.decode, asked.stop, limits.answer_seconds)
+        return _Answer(job, asked, Shape(served.name), echoes, limits)
+
+    routes = [
+        Route("/health", health),
+        Route("/v1/models", models),
+        Route("/v1/models/{name:path}", model),
+        Route("/v1/completions", completions, methods=["POST"]),
+    ]
+    handlers: dict[Any, Callable[..., Any]] = {
+        Refused: _refusal,
+        HTTPException: _no_such_route,
+        ClientDisconnect: lambda request, error: Response(status_code=499),  # nobody reads it
+        Exception: _our_fault,
+    }
+    return Starlette(routes=routes, lifespan=life, exception_handlers=handlers)
+
+
+def _prepare(
+    body: bytes, runner: Runner, served: Served, limits: HttpLimits
+) -> tuple[CompletionAsked, list[tuple[np.ndarray, SamplingParams]], list[str]]:
+    asked = parse(CompletionAsked, body)
+    _check_name(asked.model, served)
+    num = len(asked.prompt) * asked.n
+    if num > limits.max_choices:
+        raise Refused(
+            400,
+            f"{len(asked.prompt)} prompts with n {asked.n} are {num} texts, the limit is {limits.max_choices} in one "
+            "request: ask in several",
+            param="n",
+        )
+    seed = secrets.randbits(32) if asked.seed is None else asked.seed
+    wanted, echoes = [], []
+    for prompt in asked.prompt:
+        tokens = _tokens(prompt, served.text)
+        echo = (prompt if isinstance(prompt, str) else served.text.decode(prompt)) if asked.echo else ""
+        for choice in range(asked.n):
+            params = SamplingParams(
+                asked.max_tokens, asked.temperature, asked.top_p, (seed + choice) % 2**32, served.stop
+            )
+            try:
+                runner.check(tokens, params)
+            except RequestError as error:
+                raise Refused(400, str(error)) from None
+            wanted.append((tokens, params))
+            echoes.append(echo)
+    return asked, wanted, echoes
+
+
+def _tokens(prompt: Prompt, text: Text) -> np.ndarray:
+    if not isinstance(prompt, str):
+        return np.asarray(prompt, np.int32)
+    try:
+        return np.asarray(text.encode(prompt))
+    except UnicodeEncodeError as error:
+        raise Refused(400, f"prompt: is not a text of Unicode: {error}", param="prompt") from None
+
+
+def _check_name(name: str, served: Served) -> None:
+    if name != served.name:
+        raise Refused(
+            404,
+            f"there is no model {name!r} here, only {served.name!r}",
+            param="model",
+            code="model_not_found",
+        )
+
+
+async def _body(request: Request, limits: HttpLimits) -> bytes:
+    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind != "application/json":  # a page of another site may send others without asking
+        raise Refused(415, f"content-type is {kind or 'missing'}, must be application/json")
+    too_much = Refused(
+        413, f"the body is larger than the server's limit of {limits.max_bytes} bytes: ask for less at once"
+    )
+    if int(request.headers.get("content-length", 0)) > limits.max_bytes:  # digits, or uvicorn had refused it
+        raise too_much
+    parts, size = [], 0
+    try:
+        async with asyncio.timeout(limits.upload_seconds):
+            async for part in request.stream():
+                size += len(part)
+                if size > limits.max_bytes:
+                    raise too_much
+                parts.append(part)
+    except TimeoutError:
+        raise Refused(408, f"the body did not arrive within {limits.upload_seconds:g} s") from None
+    return b"".join(parts)
+
+
+class _Answer:
+    """An answer that is still being made: a response of ASGI that ends its job in any case."""
+
+    def __init__(
+        self, job: Job, asked: CompletionAsked, shape: Shape, echoes: Sequence[str], limits: HttpLimits
+    ):
+        self._job, self._asked, self._shape, self._echoes = job, asked, shape, echoes
+        self._seconds = limits.answer_seconds + SLOW_READER
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        make = self._stream(send) if self._asked.stream else self._whole(scope, receive, send)
+        try:
+            async with asyncio.timeout(self._seconds):
+                await _while_connected(receive, make)
+        except (ClientDisconnect, TimeoutError):
+            pass  # nobody listens
+        finally:
+            self._job.cancel()
+
+    async def _whole(self, scope: Scope, receive: Receive, send: Send) -> None:
+        pieces = [
+            piece._replace(text=echo + piece.text)
+            for piece, echo in zip(await self._job.whole(), self._echoes, strict=True)
+        ]
+        await JSONResponse(self._shape.whole(pieces, self._job.usage))(scope, receive, send)
+
+    async def _stream(self, send: Send) -> None:
+        headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        try:
+            async for event in self._events():
+                await send({"type": "http.response.body", "body": _event(event), "more_body": True})
+            last = b"data: [DONE]\n\n"
+        except Refused as error:
+            last = _event(error.body)
+        await send({"type": "http.response.body", "body": last})
+
+    async def _events(self) -> AsyncIterator[dict[str, Any]]:
+        with_usage = self._asked.stream_options.include_usage
+        for index, echo in enumerate(self._echoes):
+            if echo:
+                yield self._shape.piece(Piece(index, echo, None), with_usage)
+        async for piece in self._job.pieces():
+            yield self._shape.piece(piece, with_usage)
+        if with_usage:
+            yield self._shape.usage(self._job.usage)
+
+
+def _event(body: dict[str, Any]) -> bytes:
+    return b"data: " + json.dumps(body, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
+
+
+async def _while_connected(receive: Receive, work: Coroutine[Any, Any, None]) -> None:
+    """Raises ClientDisconnect, and the work is cancelled, once the client has gone."""
+
+    async def gone() -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+
+    tasks = asyncio.create_task(work), asyncio.create_task(gone())
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        if not tasks[0].done():
+            raise ClientDisconnect
+        await tasks[0]
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _refusal(request: Request, error: Refused) -> Response:
+    return JSONResponse(error.body, error.status, error.headers)
+
+
+async def _no_such_route(request: Request, error: HTTPException) -> Response:
+    what = f"{request.method} {request.url.path}: {error.detail}"
+    refused = Refused(error.status_code, what, headers=error.headers)
+    return await _refusal(request, refused)
+
+
+async def _our_fault(request: Request, error: Exception) -> Response:
+    return await _refusal(request, Refused(500, "the server failed at this request"))

@@ -1,0 +1,187 @@
+"""The texts that one request asks for, piece by piece."""
+
+import asyncio
+import functools
+from collections.abc import AsyncIterator, Callable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from models.decode import Completion, SamplingParams
+from models.decode.text import Stream
+from models.serve.errors import Refused
+from models.serve.runner import Runner
+
+
+class Piece(NamedTuple):
+    """What one of the texts goes on with, and why it ends if it does."""
+
+    choice: int
+    text: str
+    finish_reason: str | None
+
+
+class Usage(NamedTuple):
+    """Tokens of all texts together; of a prompt's, those that were in the cache."""
+
+    prompt: int
+    completion: int
+    reused: int
+
+
+class Until:
+    """A text up to the word that is whole first, given out where it can no longer be the beginning of one."""
+
+    def __init__(self, stops: Sequence[str]):
+        self._stops = stops
+        self._held = ""
+        self.reached = False
+
+    def push(self, text: str) -> str:
+        """Return what more text makes certain, perhaps nothing."""
+        if self.reached:
+            return ""
+        self._held += text
+        places = [(place + len(stop), place) for stop in self._stops if (place := self._held.find(stop)) >= 0]
+        self.reached = bool(places)
+        end = min(places)[1] if places else len(self._held) - self._num_doubtful()
+        given, self._held = self._held[:end], self._held[end:]
+        return given
+
+    def finish(self) -> str:
+        """Return what is left."""
+        return "" if self.reached else self._held
+
+    def _num_doubtful(self) -> int:
+        """Of characters at the end that a word may begin with."""
+        longest = min(len(self._held), max(map(len, self._stops), default=1) - 1)
+        ends = (self._held[len(self._held) - size :] for size in range(longest, 0, -1))
+        return next((len(end) for end in ends if any(stop.startswith(end) for stop in self._stops)), 0)
+
+
+class _Choice:
+    def __init__(self, decode: Callable[[Sequence[int]], str], stops: Sequence[str]):
+        self._stream, self._until = Stream(decode), Until(stops)
+        self.num_tokens = 0
+        self.completion: Completion | None = None
+
+    @property
+    def stopped(self) -> bool:
+        return self._until.reached
+
+    def take(self, tokens: Sequence[int]) -> str:
+        """Return the text that tokens make certain; those behind the end are nobody's."""
+        given = ""
+        for token in tokens:
+            if not self.stopped:
+                self.num_tokens += 1
+                given += self._until.push(self._stream.push(token))
+        return given
+
+    def finish(self, completion: Completion) -> str:
+        self.completion = completion
+        return self._until.push(self._stream.finish()) + self._until.finish()
+
+    @property
+    def reason(self) -> str:
+        assert self.completion is not None
+        return "stop" if self.stopped else self.completion.finish_reason
+
+
+class Job:
+    """Texts that are being made; made in the event loop.
+
+    Args:
+      runner: who makes them.
+      asked: of each text its prompt's tokens and how it goes on.
+      decode: tokens to text.
+      stops: words at any of which a text ends; they are not part of it.
+      seconds: for all of it.
+
+    Raises:
+      Refused: see ``Runner.submit``.
+
+    """
+
+    def __init__(
+        self,
+        runner: Runner,
+        asked: Sequence[tuple[np.ndarray, SamplingParams]],
+        decode: Callable[[Sequence[int]], str],
+        stops: Sequence[str],
+        seconds: float,
+    ):
+        self._runner, self._seconds = runner, seconds
+        self._deadline = asyncio.get_running_loop().time() + seconds
+        self._news: asyncio.Queue[tuple[int, Sequence[int], Completion | None]] = asyncio.Queue()
+        self._num_prompt = sum(len(prompt) for prompt, _ in asked)
+        self._choices = [_Choice(decode, stops) for _ in asked]
+        self._tickets = runner.submit(
+            [(*one, functools.partial(self._hear, index)) for index, one in enumerate(asked)]
+        )
+
+    def _hear(self, index: int, tokens: Sequence[int], completion: Completion | None) -> None:
+        self._news.put_nowait((index, tokens, completion))
+
+    async def pieces(self) -> AsyncIterator[Piece]:
+        """Give out the texts as they come, those of different ones among each other.
+
+        Raises:
+          Refused: a text failed, or the time is up.
+
+        """
+        for _ in range(len(self._choices)):
+            ended = False
+            while not ended:
+                index, tokens, completion = await self._next()
+                choice, ended = self._choices[index], completion is not None
+                before, text = choice.stopped, choice.take(tokens)
+                if choice.stopped and not before and not ended:
+                    self._runner.cancel(self._tickets[index])
+                if completion is not None:
+                    text += choice.finish(completion)
+                    self._raise_for(choice)
+                if text or ended:
+                    yield Piece(index, text, choice.reason if ended else None)
+
+    async def whole(self) -> list[Piece]:
+        """Return each text in one piece."""
+        texts, reasons = [""] * len(self._choices), [""] * len(self._choices)
+        async for piece in self.pieces():
+            texts[piece.choice] += piece.text
+            reasons[piece.choice] = piece.finish_reason or ""
+        return [Piece(index, *both) for index, both in enumerate(zip(texts, reasons, strict=True))]
+
+    @property
+    def usage(self) -> Usage:
+        """Of all texts, once they have ended."""
+        reused = sum(choice.completion.num_reused for choice in self._choices if choice.completion)
+        return Usage(self._num_prompt, sum(choice.num_tokens for choice in self._choices), reused)
+
+    def cancel(self) -> None:
+        """End what has not ended."""
+        for ticket in self._tickets:
+            self._runner.cancel(ticket)
+
+    async def _next(self) -> tuple[int, Sequence[int], Completion | None]:
+        try:
+            async with asyncio.timeout_at(self._deadline):
+                return await self._news.get()
+        except TimeoutError:
+            raise Refused(
+                504,
+                f"the answer took longer than the server's limit of {self._seconds:g} s: ask for fewer tokens, or "
+                "again later",
+                code="timeout",
+            ) from None
+
+    def _raise_for(self, choice: _Choice) -> None:
+        completion = choice.completion
+        assert completion is not None
+        if completion.finish_reason == "error":
+            if self._runner.failure is not None:
+                self._runner.ready()
+            raise Refused(500, str(completion.error), code="generation_failed")
+        if completion.finish_reason == "cancelled" and not choice.stopped:
+            self._runner.ready()
+            raise Refused(500, "the text was cancelled", code="cancelled")

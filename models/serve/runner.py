@@ -1,0 +1,197 @@
+"""One thread that steps an engine, and the event loop's side of it: neither ever waits for the other."""
+
+import asyncio
+import dataclasses
+import functools
+import queue
+import threading
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import numpy as np
+
+from models.config import Config
+from models.decode import Completion, Limits, RequestError, SamplingParams
+from models.decode.requests import check_request
+from models.serve.errors import Refused
+
+Hear = Callable[[Sequence[int], Completion | None], None]
+"""Called in the event loop with new tokens and, at the end, the completion."""
+
+
+class Steps(Protocol):
+    """What is run: ``models.decode.Engine``."""
+
+    config: Config
+    limits: Limits
+
+    @property
+    def busy(self) -> bool: ...  # noqa: D102
+
+    def add(  # noqa: D102
+        self, prompt: np.ndarray, params: SamplingParams, on_token: Callable[[int], None], /
+    ) -> int: ...
+
+    def cancel(self, number: int, /) -> None: ...  # noqa: D102
+
+    def step(self) -> list[Completion]: ...  # noqa: D102
+
+
+@dataclasses.dataclass(eq=False)
+class Ticket:
+    """A text that is being made."""
+
+    prompt: np.ndarray
+    params: SamplingParams
+    hear: Hear
+    number: int = -1  # the engine's; the thread's alone, as are the tokens not told yet
+    fresh: list[int] = dataclasses.field(default_factory=list)
+
+
+class Runner:
+    """An engine in a thread of its own. All public methods are called in the event loop.
+
+    Args:
+      engine: nobody else's from now on.
+      max_waiting: texts that may wait while as many as the engine serves at once are being made.
+
+    Attributes:
+      failure: what ended the thread; None as long as all is well.
+      on_failure: called in the event loop when that happens.
+
+    """
+
+    def __init__(self, engine: Steps, max_waiting: int):
+        self.max_open = engine.limits.max_requests + max_waiting
+        self.failure: str | None = None
+        self.on_failure: Callable[[], None] = lambda: None
+        self._engine = engine
+        self._closing = False
+        self._tickets: set[Ticket] = set()  # the loop's: all that have not ended
+        self._none_open = asyncio.Event()
+        self._none_open.set()
+        self._numbered: dict[int, Ticket] = {}  # the thread's
+        self._orders: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._work, name="engine", daemon=True)
+
+    def start(self) -> None:
+        """Begin, in the event loop that is running."""
+        self._loop = asyncio.get_running_loop()
+        self._thread.start()
+
+    @property
+    def num_open(self) -> int:
+        """Texts that are being made or wait."""
+        return len(self._tickets)
+
+    def check(self, prompt: np.ndarray, params: SamplingParams) -> None:
+        """Find out whether a text can ever be made; from any thread. Raises RequestError if not."""
+        check_request(prompt, params, self._engine.limits, self._engine.config.vocab)
+
+    def ready(self) -> None:
+        """Raise Refused, 503, once no more texts are taken on."""
+        if self.failure is not None:
+            raise Refused(503, "the engine has failed; the server ends", code="engine_failed")
+        if self._closing:
+            raise Refused(503, "the server is stopping: ask another one, or again later", code="stopping")
+
+    def submit(self, asked: Sequence[tuple[np.ndarray, SamplingParams, Hear]]) -> list[Ticket]:
+        """Take on all of these texts.
+
+        Raises:
+          Refused: 429, and none taken on, if that would be more than there may be; 503 if there are no more to be.
+
+        """
+        self.ready()
+        if self.num_open + len(asked) > self.max_open:
+            raise Refused(
+                429,
+                f"{self.num_open} texts are being made or wait, and {len(asked)} more would be above the server's "
+                f"limit of {self.max_open}: ask again later",
+                code="too_many_requests",
+                headers={"retry-after": "1"},
+            )
+        tickets = [Ticket(*one) for one in asked]
+        for ticket in tickets:
+            self._tickets.add(ticket)
+            self._orders.put(functools.partial(self._add, ticket))
+        self._none_open.clear()
+        return tickets
+
+    def cancel(self, ticket: Ticket) -> None:
+        """End a text, which then completes as cancelled; one that has ended is left alone."""
+        if ticket in self._tickets:
+            self._orders.put(lambda: self._engine.cancel(ticket.number))
+
+    async def drain(self, seconds: float) -> None:
+        """Take on no more, and let what is being made end; what has not by then is cancelled."""
+        self._closing = True
+        try:
+            async with asyncio.timeout(seconds):
+                await self._none_open.wait()
+        except TimeoutError:
+            for ticket in self._tickets:
+                self.cancel(ticket)
+
+    async def close(self) -> None:
+        """Cancel what is left, and end the thread."""
+        await self.drain(0)
+        self._orders.put(None)
+        await asyncio.to_thread(self._thread.join)
+
+    # In the thread.
+
+    def _work(self) -> None:
+        try:
+            while self._follow_orders():
+                self._report(self._engine.step())
+        except Exception as error:  # a step that fails has lost the cache
+            self._loop.call_soon_threadsafe(self._fail, f"{type(error).__name__}: {error}")
+
+    def _follow_orders(self) -> bool:
+        """Until there is something to step, or no more to come."""
+        while True:
+            try:
+                order = self._orders.get(block=not self._engine.busy)
+            except queue.Empty:
+                return True
+            if order is None:
+                return False
+            order()
+
+    def _add(self, ticket: Ticket) -> None:
+        try:
+            ticket.number = self._engine.add(ticket.prompt, ticket.params, ticket.fresh.append)
+        except RequestError as error:
+            ended = Completion(-1, (), "error", str(error))
+            self._loop.call_soon_threadsafe(self._tell, [(ticket, [], ended)])
+        else:
+            self._numbered[ticket.number] = ticket
+
+    def _report(self, completions: Sequence[Completion]) -> None:
+        ended = {one.id: one for one in completions}
+        news = []
+        for number, ticket in self._numbered.items():
+            if ticket.fresh or number in ended:
+                news.append((ticket, ticket.fresh[:], ended.get(number)))
+                ticket.fresh.clear()
+        for number in ended:
+            del self._numbered[number]
+        if news:
+            self._loop.call_soon_threadsafe(self._tell, news)
+
+    # In the event loop.
+
+    def _tell(self, news: Sequence[tuple[Ticket, Sequence[int], Completion | None]]) -> None:
+        for ticket, tokens, completion in news:
+            if completion is not None:
+                self._tickets.discard(ticket)
+            ticket.hear(tokens, completion)
+        if not self._tickets:
+            self._none_open.set()
+
+    def _fail(self, why: str) -> None:
+        self.failure = why
+        ended = Completion(-1, (), "error", "the engine has failed")
+        self._tell([(ticket, [], ended) for ticket in self._tickets])
+        self.on_failure()

@@ -1,0 +1,104 @@
+"""Uvicorn around the application, and how it ends."""
+
+import asyncio
+import contextlib
+import signal
+import socket
+import threading
+from collections.abc import Callable, Iterator
+
+import uvicorn
+from starlette.applications import Starlette
+
+from models.serve.app import SLOW_READER
+from models.serve.runner import Runner
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """Return a socket that accepts connections; port 0 takes a free one. Raises OSError."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    return socket.create_server((host, port), family=family, backlog=1024)
+
+
+class _Server(uvicorn.Server):
+    """Tells the runner when it is asked to stop."""
+
+    def __init__(self, config: uvicorn.Config, runner: Runner, grace: float):
+        super().__init__(config)
+        self._runner, self._grace = runner, grace
+        runner.on_failure = self.stop
+
+    def stop(self) -> None:
+        self.should_exit = True
+
+    async def main_loop(self) -> None:
+        await super().main_loop()
+        for server in self.servers:  # no new connections; those there are may wait for their answers
+            server.close()
+        drained = asyncio.create_task(self._runner.drain(self._grace))
+        while not drained.done() and not self.force_exit:
+            await asyncio.sleep(0.05)
+
+
+def serve(
+    app: Starlette,
+    runner: Runner,
+    listening: socket.socket,
+    *,
+    grace: float = 30.0,
+    max_connections: int = 256,
+    log_level: str = "warning",
+    started: Callable[[Callable[[], None]], None] = lambda stop: None,
+) -> int:
+    """Serve until SIGTERM or Ctrl-C, which is passed on to nobody.
+
+    Then no more requests are taken on, those that are running may end within ``grace`` seconds, what has not is ended
+    with an error that says so, and the thread and all sockets are closed. Ctrl-C a second time does not wait.
+
+    Args:
+      app: see ``make_app``.
+      runner: the app's.
+      listening: see ``listen``.
+      grace: seconds.
+      max_connections: at the same time; more are answered with status 503.
+      log_level: of uvicorn; "info" tells of each request.
+      started: called before the first request with a function that stops, which any thread may call.
+
+    Returns:
+      An exit code: 0 after SIGTERM or ``stop``, 130 after Ctrl-C, 1 if the engine failed.
+
+    """
+    config = uvicorn.Config(
+        app,
+        http="h11",
+        ws="none",
+        loop="asyncio",
+        lifespan="on",
+        log_level=log_level,
+        server_header=False,
+        limit_concurrency=max_connections,
+        timeout_graceful_shutdown=int(SLOW_READER) + 1,
+    )
+    server = _Server(config, runner, grace)
+    started(server.stop)
+    with _noted() as signals:
+        server.run(sockets=[listening])
+    if runner.failure is not None:
+        return 1
+    return 130 if signal.SIGINT in signals else 0
+
+
+@contextlib.contextmanager
+def _noted() -> Iterator[list[int]]:
+    """Uvicorn has its own handlers, and raises again what they caught once it has ended."""
+    notes: list[int] = []
+    if threading.current_thread() is not threading.main_thread():
+        yield notes
+        return
+    caught = signal.SIGTERM, signal.SIGINT
+    before = [signal.signal(number, lambda number, frame: notes.append(number)) for number in caught]
+    try:
+        yield notes
+    finally:
+        for number, handler in zip(caught, before, strict=True):
+            signal.signal(number, handler)

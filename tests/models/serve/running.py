@@ -1,0 +1,83 @@
+"""Servers for tests: around a model, or around an engine that steps when it is told to."""
+
+import contextlib
+import threading
+
+import numpy as np
+
+from models.decode import Completion, Limits, SamplingParams
+from models.decode.text import Bytes
+from models.serve import HttpLimits, Runner, Served, listen, make_app, serve
+from tests.models.decode.small_models import small
+
+
+@contextlib.contextmanager
+def running(engine, *, limits=HttpLimits(), max_waiting=64, stop=(), **how):  # noqa: B008
+    """Yields the address, the runner and a function that stops and returns the exit code."""
+    runner = Runner(engine, max_waiting)
+    listening = listen("127.0.0.1", 0)
+    stops, codes = [], []
+    app = make_app(runner, Served("tiny", Bytes(), stop), limits)
+
+    def work():
+        codes.append(serve(app, runner, listening, started=stops.append, **how))
+
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+
+    def end():
+        stops[0]()
+        thread.join(30)
+        assert not thread.is_alive()
+        return codes[0]
+
+    try:
+        yield f"http://127.0.0.1:{listening.getsockname()[1]}", runner, end
+    finally:
+        end()
+        listening.close()
+
+
+class Slow:
+    """Gives each of its requests the letter a once for every time that it is told to go on."""
+
+    def __init__(self, max_requests=2):
+        self.config, self.limits = small(vocab=256), Limits(max_requests=max_requests, max_positions=64)
+        self.go_on = threading.Semaphore(0)
+        self.cancelled = []
+        self.trouble = None
+        self._open = {}
+        self._ended = []
+
+    @property
+    def busy(self):
+        return bool(self._open or self._ended)
+
+    def add(self, prompt, params: SamplingParams, on_token):
+        number = len(self._open) + len(self.cancelled)
+        self._open[number] = (params, on_token, [])
+        return number
+
+    def cancel(self, number):
+        if self._open.pop(number, None):
+            self.cancelled.append(number)
+            self._ended.append(Completion(number, (), "cancelled"))
+
+    def step(self):
+        if not self._ended:
+            assert self.go_on.acquire(timeout=20)
+        if self.trouble:
+            raise self.trouble
+        for number, (params, on_token, tokens) in list(self._open.items()):
+            if not self._ended:
+                tokens.append(97)
+                on_token(97)
+            if len(tokens) == params.max_tokens:
+                del self._open[number]
+                self._ended.append(Completion(number, tuple(tokens), "length"))
+        ended, self._ended = self._ended, []
+        return ended
+
+
+def as_tokens(text):
+    return np.frombuffer(text.encode(), np.uint8).astype(np.int32)

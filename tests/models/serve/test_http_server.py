@@ -1,0 +1,443 @@
+"""A server by its clients: what 64 of them get at once, what is refused, who leaves, how it ends."""
+
+import asyncio
+import functools
+import json
+import threading
+import time
+
+import httpx
+import numpy as np
+import openai
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from models.decode import Engine, Limits, SamplingParams, decoder
+from models.decode.text import Bytes
+from models.serve import HttpLimits
+from models.serve.app import _Answer
+from models.serve.job import Until
+from tests.models.decode.small_models import random_params, small
+from tests.models.serve.running import Slow, as_tokens, running
+
+CONFIG = small(vocab=256)
+LIMITS = Limits(max_requests=6, max_positions=64, block_size=4, chunk_size=16)
+STOP = 10
+
+
+def engine():
+    return Engine(decoder(CONFIG), random_params(CONFIG), LIMITS)
+
+
+@functools.cache
+def alone():
+    """One engine that serves nobody else."""
+    return engine()
+
+
+def generated(prompt, **params):
+    return all_generated([{"prompt": prompt} | params])[0]
+
+
+def all_generated(asked):
+    for one in asked:
+        prompt, params = one["prompt"], {name: one[name] for name in one if name != "prompt"}
+        tokens = as_tokens(prompt) if isinstance(prompt, str) else np.asarray(prompt)
+        alone().add(tokens, SamplingParams(stop=(STOP,), **params))
+    return [(Bytes().decode(one.tokens), one.finish_reason, len(one.tokens)) for one in alone().run()]
+
+
+@pytest.fixture(scope="module")
+def server():
+    made = engine()
+    with running(made, stop=(STOP,), max_waiting=70) as (url, runner, _):
+        yield url, runner, made
+
+
+@pytest.fixture(scope="module")
+def client(server):
+    with openai.OpenAI(base_url=f"{server[0]}/v1", api_key="none", max_retries=0, timeout=60) as client:
+        yield client
+
+
+def idle(runner, slow=None):
+    """Nothing is being made; a slow engine goes on until then."""
+    until(lambda: runner.num_open == 0 or (slow and slow.go_on.release()))
+
+
+def until(true, seconds=20):
+    end = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+def test_64_clients_at_once_some_of_whom_leave_get_what_the_engine_alone_gives(server):
+    url, runner, made = server
+    asked = [
+        {"prompt": f"{'ab' * (n % 9)}{n}", "max_tokens": 3 + n % 7, "temperature": n % 3 / 2, "seed": n}
+        for n in range(64)
+    ]
+
+    async def one(http, n):
+        body = {"model": "tiny", "stream": n % 2 == 1} | asked[n]
+        if n % 8 == 6:  # leaves while it waits or is served
+            with pytest.raises(httpx.TimeoutException):
+                await http.post("/v1/completions", json=body | {"max_tokens": 40}, timeout=0.05)
+            return None
+        if n % 2 == 0:
+            answer = (await http.post("/v1/completions", json=body)).raise_for_status().json()
+            return answer["choices"][0]["text"], answer["choices"][0]["finish_reason"]
+        text, reason = "", None
+        async with http.stream("POST", "/v1/completions", json=body) as response:
+            assert response.headers["content-type"].startswith("text/event-stream")
+            async for line in response.aiter_lines():
+                if line and line != "data: [DONE]":
+                    (choice,) = json.loads(line.removeprefix("data: "))["choices"]
+                    text, reason = text + choice["text"], choice["finish_reason"]
+                    if n % 8 == 5:  # leaves after the first words
+                        return None
+        assert line == "" and reason is not None
+        return text, reason
+
+    async def everyone():
+        limits = httpx.Limits(max_connections=64)
+        async with httpx.AsyncClient(base_url=url, timeout=60, limits=limits) as http:
+            return await asyncio.gather(*(one(http, n) for n in range(64)))
+
+    found = asyncio.run(everyone())
+    idle(runner)
+    assert len(made._blocks) == LIMITS.total_blocks
+    wanted = [one[:2] for one in all_generated(asked)]
+    stayed = [n for n in range(64) if found[n] is not None]
+    assert len(stayed) == 48 and {reason for _, reason in wanted} >= {"length"}
+    assert [found[n] for n in stayed] == [wanted[n] for n in stayed]
+
+
+def test_openais_client_gets_texts_of_one_and_of_many(client):
+    assert [model.id for model in client.models.list()] == ["tiny"] and client.models.retrieve(
+        "tiny"
+    ).id == "tiny"
+    prompts = ["def f(", "class"]
+    answer = client.completions.create(
+        model="tiny", prompt=prompts, max_tokens=8, n=2, seed=7, temperature=1.5, top_p=0.9, echo=True
+    )
+    sampled = dict(max_tokens=8, temperature=1.5, top_p=0.9)
+    wanted = [generated(prompt, seed=seed, **sampled) for prompt in prompts for seed in (7, 8)]
+    texts = [(choice.index, choice.text, choice.finish_reason) for choice in answer.choices]
+    assert texts == [
+        (index, prompts[index // 2] + text, reason) for index, (text, reason, _) in enumerate(wanted)
+    ]
+    assert len({text for _, text, _ in texts}) == 4
+    assert answer.usage.completion_tokens == sum(number for _, _, number in wanted)
+    assert answer.usage.prompt_tokens == 2 * (6 + 5) and answer.model == "tiny"
+    assert answer.usage.total_tokens == 22 + answer.usage.completion_tokens
+
+
+def test_prompts_of_tokens_and_a_beginning_that_is_known(client):
+    tokens = as_tokens("a prompt that fills blocks").tolist()
+    for reused in (0, 24):
+        answer = client.completions.create(model="tiny", prompt=[tokens], max_tokens=6, temperature=0)
+        assert answer.choices[0].text == generated(tokens, max_tokens=6)[0]
+        assert answer.usage.prompt_tokens_details.cached_tokens == reused
+
+
+def test_openais_client_gets_a_stream_with_its_usage(client):
+    stream = client.completions.create(
+        model="tiny",
+        prompt="for",
+        max_tokens=12,
+        temperature=0,
+        stream=True,
+        stream_options={"include_usage": True},
+    )
+    *events, last = list(stream)
+    text, reason, number = generated("for", max_tokens=12)
+    assert "".join(event.choices[0].text for event in events) == text
+    assert [event.choices[0].finish_reason for event in events] == [None] * (len(events) - 1) + [reason]
+    assert last.choices == [] and last.usage.completion_tokens == number and len(events) > 2
+
+
+def test_a_text_ends_before_the_first_of_the_words_that_stop_it(server, client):
+    text, _, _ = generated("for", max_tokens=30)
+    words = [text[9:12], text[4:6]]
+    wanted = text[: min(text.find(word) for word in words)]
+    for stream in (False, True):
+        answer = client.completions.create(
+            model="tiny", prompt="for", max_tokens=30, temperature=0, stop=words, stream=stream
+        )
+        events = list(answer) if stream else [answer]
+        assert "".join(event.choices[0].text for event in events) == wanted
+        assert events[-1].choices[0].finish_reason == "stop"
+    idle(server[1])
+    assert len(server[2]._blocks) == LIMITS.total_blocks
+
+
+@pytest.mark.parametrize(
+    "change, status, param, message",
+    [
+        ({"prompt": "x" * 70}, 400, None, "the prompt of 70 tokens is too long: the limit is max_positions 64"),
+        ({"max_tokens": 64}, 400, None, "ask for at most 63 tokens"),
+        ({"prompt": ""}, 400, None, "the prompt is empty: give at least one token"),
+        ({"prompt": [1, 256]}, 400, None, "the prompt hold token 256, which the model does not know"),
+        ({"prompt": {}}, 400, "prompt", "prompt: must be a text, a list of texts, a list of tokens, or a list"),
+        ({"prompt": [2**40]}, 400, "prompt", "prompt: must be a text, a list of texts"),
+        ({"prompt": []}, 400, None, "the prompt is empty"),
+        ({"prompt": "\ud800"}, 400, "prompt", "prompt: is not a text of Unicode"),
+        ({"prompt": None}, 400, "prompt", "prompt: is missing"),
+        ({"model": "gpt"}, 404, "model", "there is no model 'gpt' here, only 'tiny'"),
+        ({"max_tokens": "9"}, 400, "max_tokens", "max_tokens: Input should be a valid integer"),
+        ({"max_tokens": True}, 400, "max_tokens", "max_tokens: Input should be a valid integer"),
+        ({"temperature": -1, "top_p": 0}, 400, "temperature", "0; top_p: Input should be greater than 0"),
+        ({"temperature": float("nan")}, 400, "temperature", "temperature: Input should be"),
+        ({"logprobs": 3}, 400, "logprobs", "logprobs: this server knows no such parameter; leave it out"),
+        ({"presence_penalty": 1.0}, 400, "presence_penalty", "presence_penalty: Input should be less than or equal"),
+        ({"stop": ["a", ""]}, 400, "stop", "stop: must be at most 4 texts, none of them empty"),
+        ({"stop": list("abcde")}, 400, "stop", "stop: must be at most 4 texts, none of them empty"),
+        ({"n": 17}, 400, "n", "1 prompts with n 17 are 17 texts, the limit is 16 in one request: ask in several"),
+    ],
+)  # fmt: skip
+def test_requests_that_will_not_do(server, change, status, param, message):
+    body = {"model": "tiny", "prompt": "x", "max_tokens": 4} | change
+    raw = json.dumps(body)
+    answer = httpx.post(
+        f"{server[0]}/v1/completions", content=raw, headers={"content-type": "application/json"}
+    )
+    error = answer.json()["error"]
+    assert (answer.status_code, error["param"], error["type"]) == (status, param, "invalid_request_error")
+    assert message in error["message"]
+
+
+@pytest.mark.parametrize(
+    "method, path, how, status, message",
+    [
+        ("POST", "/v1/completions", {"content": b"{"}, 400, "the body is not JSON"),
+        ("POST", "/v1/completions", {"content": b"[" * 100_000}, 400, "the body is not JSON"),
+        ("POST", "/v1/completions", {"content": b"\xff"}, 400, "the body is not JSON"),
+        ("POST", "/v1/completions", {"content": b"[]"}, 400, "the body must be a JSON object"),
+        (
+            "POST",
+            "/v1/completions",
+            {"content": bytes(1 << 21)},
+            413,
+            "the body is larger than the server's limit of",
+        ),
+        (
+            "POST",
+            "/v1/completions",
+            {"content": iter([bytes(1 << 20)] * 2)},
+            413,
+            "the body is larger than the server",
+        ),
+        (
+            "POST",
+            "/v1/completions",
+            {"headers": {"content-type": "text/plain"}},
+            415,
+            "content-type is text/plain, m",
+        ),
+        ("GET", "/v1/completions", {}, 405, "GET /v1/completions: Method Not Allowed"),
+        ("POST", "/v1/chat/completions", {"content": b"{}"}, 404, "POST /v1/chat/completions: Not Found"),
+        ("GET", "/v1/models/gpt", {}, 404, "there is no model 'gpt' here"),
+    ],
+)
+def test_what_is_no_request(server, method, path, how, status, message):
+    how = {"headers": {"content-type": "application/json"}} | how
+    answer = httpx.request(method, server[0] + path, **how)
+    assert answer.status_code == status and message in answer.json()["error"]["message"]
+    assert httpx.get(f"{server[0]}/health").json() == {"status": "ok", "open": 0}
+
+
+def test_openais_client_knows_the_errors(client):
+    with pytest.raises(openai.BadRequestError, match="the prompt is empty"):
+        client.completions.create(model="tiny", prompt="")
+    with pytest.raises(openai.NotFoundError) as found:
+        client.completions.create(model="other", prompt="x")
+    assert found.value.code == "model_not_found"
+
+
+def test_weights_that_are_no_numbers_are_said_to_those_who_meet_them():
+    params = random_params(CONFIG)
+    table = params["shared"]["embed_tokens"].at[ord("!")].set(np.nan)
+    bad = params | {"shared": params["shared"] | {"embed_tokens": table}}
+    with running(Engine(decoder(CONFIG), bad, LIMITS)) as (url, _, _):
+        body = {"model": "tiny", "prompt": "x!", "max_tokens": 4, "temperature": 0}
+        answer = httpx.post(f"{url}/v1/completions", json=body)
+        assert answer.status_code == 500 and answer.json()["error"]["type"] == "server_error"
+        assert "is not a number: its weights hold NaN" in answer.json()["error"]["message"]
+        client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
+        with client, pytest.raises(openai.APIError, match="its weights hold NaN"):
+            list(client.completions.create(model="tiny", prompt="x!", max_tokens=4, stream=True))
+        wanted = generated("x", max_tokens=1)[0]
+        assert (
+            httpx.post(f"{url}/v1/completions", json=body | {"prompt": "x", "max_tokens": 1}).json()[
+                "choices"
+            ][0]["text"]
+            == wanted
+        )
+
+
+# ---------------------------------------------------------------------- an engine that waits to be told
+
+
+BODY = {"model": "tiny", "prompt": "x", "max_tokens": 3}
+
+
+class Asking(threading.Thread):
+    """A client in a thread of its own."""
+
+    def __init__(self, url, **change):
+        super().__init__()
+        self.url, self.body = url, BODY | change
+        self.start()
+
+    def run(self):
+        self.response = httpx.post(f"{self.url}/v1/completions", json=self.body, timeout=30)
+
+    def answer(self):
+        self.join(30)
+        return self.response
+
+
+def test_the_loop_answers_while_a_step_takes_its_time_and_too_many_are_told_so():
+    slow = Slow(max_requests=2)
+    with running(slow, max_waiting=1) as (url, runner, _):
+        asking = [Asking(url) for _ in range(3)]
+        until(lambda: runner.num_open == 3)
+        assert httpx.get(f"{url}/health").json() == {"status": "ok", "open": 3}
+        answer = httpx.post(f"{url}/v1/completions", json=BODY)
+        assert answer.status_code == 429 and answer.headers["retry-after"] == "1"
+        error = answer.json()["error"]
+        assert error["type"] == "rate_limit_error" and error["message"] == (
+            "3 texts are being made or wait, and 1 more would be above the server's limit of 3: ask again later"
+        )
+        slow.go_on.release(9)
+        texts = [one.answer().json()["choices"][0]["text"] for one in asking]
+        assert texts == ["aaa"] * 3
+
+
+def test_who_leaves_is_cancelled_waiting_or_not():
+    slow = Slow()
+    with running(slow) as (url, runner, _):
+        for stream in (False, True):
+            with pytest.raises(httpx.TimeoutException):
+                body = BODY | {"stream": stream, "max_tokens": 60}
+                httpx.post(f"{url}/v1/completions", json=body, timeout=0.2)
+            idle(runner, slow)
+        assert len(slow.cancelled) == 2
+
+
+def test_an_answer_that_takes_too_long_is_ended():
+    slow = Slow()
+    message = "the answer took longer than the server's limit of 0.2 s: ask for fewer tokens, or again later"
+    with running(slow, limits=HttpLimits(answer_seconds=0.2)) as (url, runner, _):
+        answer = httpx.post(f"{url}/v1/completions", json=BODY)
+        assert answer.status_code == 504 and answer.json()["error"]["message"] == message
+        idle(runner, slow)
+        with httpx.stream("POST", f"{url}/v1/completions", json=BODY | {"stream": True}) as response:
+            slow.go_on.release()
+            *_, last = (json.loads(line[6:]) for line in response.iter_lines() if line)
+        assert last["error"] == {"message": message, "type": "server_error", "param": None, "code": "timeout"}
+        idle(runner, slow)
+
+
+def test_a_body_that_does_not_arrive_is_not_waited_for():
+    def dribble():
+        yield b"{"
+        time.sleep(0.4)
+        yield b"}"
+
+    with running(Slow(), limits=HttpLimits(upload_seconds=0.1)) as (url, _, _):
+        headers = {"content-type": "application/json"}
+        answer = httpx.post(f"{url}/v1/completions", content=dribble(), headers=headers)
+        assert (
+            answer.status_code == 408 and "did not arrive within 0.1 s" in answer.json()["error"]["message"]
+        )
+
+
+def test_a_stream_that_nobody_reads_is_given_up(monkeypatch):
+    monkeypatch.setattr("models.serve.app.SLOW_READER", 0.0)
+    cancelled = []
+
+    class Job:
+        async def pieces(self):
+            yield 0, "a", None
+
+        def cancel(self):
+            cancelled.append(True)
+
+    class Shape:
+        def piece(self, piece, with_usage):
+            return {}
+
+    async def never(*arguments):
+        await asyncio.Event().wait()
+
+    asked = type("Asked", (), {"stream": True, "stream_options": type("", (), {"include_usage": False})})
+    answer = _Answer(Job(), asked, Shape(), [""], HttpLimits(answer_seconds=0.1))
+    asyncio.run(answer({}, never, never))
+    assert cancelled == [True]
+
+
+@pytest.mark.parametrize("grace", [20.0, 0.0])
+def test_a_server_that_stops_lets_end_what_can_and_tells_the_rest(grace):
+    slow = Slow()
+    with running(slow, grace=grace) as (url, runner, end):
+        asking = [Asking(url), Asking(url, stream=True)]
+        until(lambda: runner.num_open == 2)
+        slow.go_on.release()
+        codes = []
+        ending = threading.Thread(target=lambda: codes.append(end()))
+        with httpx.Client() as kept:
+            kept.get(f"{url}/health").raise_for_status()
+            ending.start()
+            until(lambda: runner._closing)
+            if grace:
+                refused = kept.post(f"{url}/v1/completions", json=BODY)
+                assert refused.status_code == 503 and refused.json()["error"]["code"] == "stopping"
+                assert kept.get(f"{url}/health").status_code == 503
+        until(lambda: grace or runner._orders.qsize() == 2)
+        slow.go_on.release(9)
+        first, second = (one.answer() for one in asking)
+        ending.join(30)
+        assert codes == [0] and runner.num_open == 0
+        if grace:
+            assert first.json()["choices"][0]["text"] == "aaa" and second.text.endswith("data: [DONE]\n\n")
+        else:
+            assert first.status_code == 503 and first.json()["error"]["code"] == "stopping"
+            assert '"code":"stopping"' in second.text and second.text.count('"text":"a"') < 3
+        with pytest.raises(httpx.ConnectError):
+            httpx.get(f"{url}/health")
+
+
+def test_an_engine_that_fails_ends_the_server_and_everybody_is_told():
+    slow = Slow()
+    with running(slow) as (url, runner, end):
+        asking = [Asking(url), Asking(url)]
+        until(lambda: runner.num_open == 2)
+        slow.trouble = RuntimeError("out of memory")
+        slow.go_on.release()
+        for one in asking:
+            assert one.answer().status_code == 503
+            assert one.answer().json()["error"]["code"] == "engine_failed"
+        assert end() == 1 and runner.failure == "RuntimeError: out of memory"
+
+
+def test_limits_of_http_must_be_positive():
+    with pytest.raises(
+        ValueError, match="HttpLimits: max_bytes is 0, answer_seconds is -1; must be positive"
+    ):
+        HttpLimits(max_bytes=0, answer_seconds=-1)
+
+
+@given(st.text("ab", max_size=12), st.lists(st.text("ab", min_size=1, max_size=4), max_size=3), st.data())
+def test_until_the_word_that_is_whole_first_however_the_text_is_cut(text, stops, data):
+    ends = (end for end in range(len(text) + 1) if any(text[:end].endswith(stop) for stop in stops))
+    wanted = text
+    if (end := next(ends, None)) is not None:
+        wanted = text[: end - max(len(stop) for stop in stops if text[:end].endswith(stop))]
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=4)))
+    until = Until(stops)
+    parts = [until.push(text[begin:end]) for begin, end in zip([0, *cuts], [*cuts, len(text)], strict=True)]
+    assert "".join([*parts, until.finish()]) == wanted and until.reached == (end is not None)

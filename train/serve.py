@@ -1,0 +1,130 @@
+"""``scripts/serve``: a run's checkpoint or published weights behind OpenAI's completions."""
+
+import dataclasses
+import logging
+import sys
+from collections.abc import Callable, Sequence
+from typing import Annotated
+
+import tyro
+from tyro.conf import arg
+
+from models.decode import SamplingParams
+from models.serve import HttpLimits, Runner, Served, listen, make_app, serve
+from models.weights import WeightsError
+from train.config import ConfigError
+from train.data import DataError
+from train.errors import CheckpointError
+from train.generate.loading import load
+from train.generate.modes import TYPED, make_engine
+from train.generate.options import Source
+
+DESCRIPTION = """Serve a model over HTTP as OpenAI's completions: POST /v1/completions, GET /v1/models, GET /health.
+
+There is no password and no encryption: whoever reaches the address may ask. At SIGTERM or Ctrl-C what runs may end;
+what has not within --grace seconds is told so."""
+
+LOOPBACK = "127.0.0.1", "localhost", "::1"
+
+
+@dataclasses.dataclass(frozen=True)
+class Options(Source):
+    """What is asked for."""
+
+    host: str = "127.0.0.1"
+    """Address to listen at; other machines reach only one that is not 127.0.0.1."""
+    port: int = 8000
+    """Port to listen at; 0 takes a free one."""
+    name: Annotated[str | None, arg(metavar="NAME")] = None
+    """The model's name for those who ask; its folder's if left out."""
+    max_waiting: int = 256
+    """Texts that may wait while --at-once are made; who comes then is answered with status 429."""
+    max_bytes: int = HttpLimits.max_bytes
+    """Of a request."""
+    max_choices: int = HttpLimits.max_choices
+    """Texts of one request, prompts times n."""
+    max_seconds: float = HttpLimits.answer_seconds
+    """For an answer, the waiting included."""
+    grace: float = 30.0
+    """Seconds in which what runs may end when the server is stopped."""
+    log: bool = False
+    """Tell of each request."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run from the command line.
+
+    Returns the exit code: 0 after SIGTERM, 130 after Ctrl-C, 1 if the engine failed or no checkpoint is whole, 2 for
+    options, weights or an address that will not do.
+    """
+    logging.getLogger("absl").setLevel(logging.ERROR)  # Orbax tells there what is no news
+    options = tyro.cli(
+        Options,
+        prog="scripts/serve",
+        description=DESCRIPTION,
+        args=sys.argv[1:] if arguments is None else arguments,
+        config=(tyro.conf.FlagCreatePairsOff,),
+    )
+    try:
+        return start(options)
+    except (ConfigError, DataError, WeightsError) as error:
+        say(f"error: {error}")
+        return 2
+    except CheckpointError as error:
+        say(f"error: {error}")
+        return 1
+    except KeyboardInterrupt:  # while it was loading
+        say("interrupted")
+        return 130
+
+
+def start(options: Options, started: Callable[[Callable[[], None]], None] = lambda stop: None) -> int:
+    """Load, listen, serve; see ``main`` and ``models.serve.serve``."""
+    try:
+        limits = HttpLimits(options.max_bytes, options.max_choices, answer_seconds=options.max_seconds)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+    if options.at_once < 1 or options.max_waiting < 0 or options.grace < 0:
+        raise ConfigError("--at-once must be at least 1, --max-waiting and --grace at least 0")
+    if not 0 <= options.port < 2**16:
+        raise ConfigError(f"--port {options.port}: must be 0 to 65535")
+    try:
+        listening = listen(options.host, options.port)  # before the weights: it may be taken
+    except OSError as error:
+        raise ConfigError(
+            f"cannot listen at {options.host}, port {options.port}: {error}; --host and --port name another"
+        ) from None
+    with listening:
+        host, port = listening.getsockname()[:2]
+        if options.host not in LOOPBACK:
+            say(f"warning: whoever reaches {host} may ask: there is no password and no encryption")
+        loaded = load(options, say)
+        engine = make_engine(loaded, options, options.at_once, TYPED)
+        engine.add([0], SamplingParams(max_tokens=2))  # compiles both programs
+        engine.run()
+        runner = Runner(engine, options.max_waiting)
+        name = options.name or loaded.folder.resolve().name
+        say(
+            f"{loaded.name}: {loaded.config.num_layers} layers, {engine.limits.max_positions} positions a request"
+        )
+        say(f"serving {name!r} at http://{f'[{host}]' if ':' in host else host}:{port}/v1")
+        code = serve(
+            make_app(runner, Served(name, loaded.text, loaded.stop), limits),
+            runner,
+            listening,
+            grace=options.grace,
+            log_level="info" if options.log else "warning",
+            started=started,
+        )
+    if runner.failure is not None:
+        say(f"error: the engine failed: {runner.failure}")
+    return code
+
+
+def say(text: str) -> None:
+    """Tell people."""
+    print(text, file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
