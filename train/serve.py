@@ -99,7 +99,7 @@ def start(options: Options, started: Callable[[Callable[[], None]], None] = lamb
         if options.host not in LOOPBACK:
             say(f"warning: whoever reaches {host} may ask: there is no password and no encryption")
         loaded = load(options, say)
-        engine = make_engine(loaded, options, options.at_once, TYPED)
+        engine = make_engine(loaded, options, options.at_once, TYPED, say)
         engine.add([0], SamplingParams(max_tokens=2))  # compiles both programs
         engine.run()
         runner = Runner(engine, options.max_waiting)
@@ -108,6 +108,9 @@ def start(options: Options, started: Callable[[Callable[[], None]], None] = lamb
             f"{loaded.name}: {loaded.config.num_layers} layers, {engine.limits.max_positions} positions a request"
         )
         say(f"serving {name!r} at http://{f'[{host}]' if ':' in host else host}:{port}/v1")
+        if options.log:
+            logging.getLogger("uvicorn").addHandler(logging.StreamHandler())
+            logging.getLogger("uvicorn").propagate = False
         code = serve(
             make_app(runner, Served(name, loaded.text, loaded.stop), limits),
             runner,

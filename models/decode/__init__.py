@@ -4,6 +4,7 @@ from models.decode.blocks import Blocks
 from models.decode.cache import Rows, init_cache
 from models.decode.engine import Engine
 from models.decode.errors import RequestError
+from models.decode.kept import PrefixFolder
 from models.decode.model import Decoder, decoder
 from models.decode.requests import Completion, Limits, SamplingParams
 from models.decode.sampling import Sampling, sample
@@ -14,6 +15,7 @@ __all__ = [
     "Decoder",
     "Engine",
     "Limits",
+    "PrefixFolder",
     "RequestError",
     "Rows",
     "Sampling",

@@ -16,6 +16,7 @@ import numpy as np
 from dualpipe_jax.functional import Tree
 from models.decode.blocks import Blocks, keys_of
 from models.decode.cache import Rows, init_cache
+from models.decode.kept import KeptBlocks, PrefixFolder, identity
 from models.decode.model import Decoder
 from models.decode.requests import Completion, Limits, SamplingParams, check_request
 from models.decode.sampling import Sampling
@@ -55,13 +56,22 @@ class Engine:
       params: of one stage, as ``models.weights.load`` reads them.
       limits: sizes.
       drafts: whether the first module of multi-token prediction guesses a token ahead. The text is the same.
+      prefixes: a folder where beginnings are kept for other engines.
 
     Raises:
-      ValueError: drafts are asked of a model without such a module.
+      ValueError: drafts are asked of a model without such a module, or the folder may not hold 16 blocks.
 
     """
 
-    def __init__(self, model: Decoder, params: Tree, limits: Limits = Limits(), *, drafts: bool = False):  # noqa: B008
+    def __init__(
+        self,
+        model: Decoder,
+        params: Tree,
+        limits: Limits = Limits(),  # noqa: B008
+        *,
+        drafts: bool = False,
+        prefixes: PrefixFolder | None = None,
+    ):
         if drafts and not model.config.num_mtp_layers:
             raise ValueError(
                 "Engine: drafts need a module of multi-token prediction, and the model has none; "
@@ -77,6 +87,10 @@ class Engine:
         self._slots: list[_Request | None] = [None] * limits.max_requests
         self._ended: list[Completion] = []
         self._next_id = 0
+        self._kept: KeptBlocks | None = None
+        if prefixes is not None:
+            about = identity(self.config, params, drafts)
+            self._kept = KeptBlocks(prefixes, about, self._cache[:, 0].shape, self._cache.dtype)
 
     @property
     def busy(self) -> bool:
@@ -151,10 +165,27 @@ class Engine:
             taken = self._blocks.take(-(-request.room // self.limits.block_size), keys)
             if taken is None:
                 return
-            request.blocks, filled = taken
+            request.blocks, filled = taken[0], self._recall(*taken, keys)
             request.num_cached = request.num_reused = filled * self.limits.block_size
             self._waiting.popleft()
             self._slots[self._slots.index(None)] = request
+
+    def _recall(self, blocks: Sequence[int], filled: int, keys: Sequence[bytes]) -> int:
+        """Fill what can be from the folder; how many blocks at the front are filled then."""
+        for block, key in zip(blocks[filled : len(keys)], keys[filled:], strict=True):
+            found = self._kept.read(key) if self._kept else None
+            if found is None:
+                break
+            self._cache = _put_block(self._cache, block, found)
+            filled += 1
+        self._blocks.remember(blocks[:filled], keys)
+        return filled
+
+    def _remember(self, blocks: Sequence[int], keys: Sequence[bytes]) -> None:
+        self._blocks.remember(blocks, keys)
+        for block, key in zip(blocks, keys, strict=False):
+            if self._kept and self._kept.wants(key):
+                self._kept.write(key, _get_block(self._cache, block))
 
     def _keys(self, request: _Request, num_fed: int) -> list[bytes]:
         """Of the whole blocks among the first positions of a request."""
@@ -213,7 +244,7 @@ class Engine:
             )
             return
         if not request.tokens:
-            self._blocks.remember(request.blocks, self._keys(request, request.num_cached))
+            self._remember(request.blocks, self._keys(request, request.num_cached))
         request.draft = int(draft)
         for token in map(int, tokens):
             if token in request.params.stop:
@@ -239,7 +270,7 @@ class Engine:
         else:
             self._slots[self._slots.index(request)] = None
             if reason != "error":
-                self._blocks.remember(request.blocks, self._keys(request, request.num_cached))
+                self._remember(request.blocks, self._keys(request, request.num_cached))
             self._blocks.give_back(request.blocks)
         numbers = int(request.num_drafted), int(request.num_accepted), request.num_reused
         self._ended.append(Completion(request.id, tuple(request.tokens), reason, error, *numbers))
@@ -250,6 +281,16 @@ class Engine:
             if request is not None:
                 tables[row, : len(request.blocks)] = request.blocks
         return tables
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def _put_block(cache: jax.Array, block: int, new: jax.Array) -> jax.Array:
+    return jax.lax.dynamic_update_index_in_dim(cache, new, block, axis=1)
+
+
+@jax.jit
+def _get_block(cache: jax.Array, block: int) -> jax.Array:
+    return jax.lax.dynamic_index_in_dim(cache, block, axis=1, keepdims=False)
 
 
 def _sampling(requests: Sequence[_Request | None]) -> Sampling:

@@ -61,7 +61,7 @@ def serve(
       listening: see ``listen``.
       grace: seconds.
       max_connections: at the same time; more are answered with status 503.
-      log_level: of uvicorn; "info" tells of each request.
+      log_level: of the loggers "uvicorn.error" and "uvicorn.access"; "info" tells of each request.
       started: called before the first request with a function that stops, which any thread may call.
 
     Returns:
@@ -74,6 +74,7 @@ def serve(
         ws="none",
         loop="asyncio",
         lifespan="on",
+        log_config=None,  # Uvicorn's own closes other libraries' handlers
         log_level=log_level,
         server_header=False,
         limit_concurrency=max_connections,

@@ -5,6 +5,7 @@ import io
 import json
 import signal
 import sys
+import time
 
 import jax
 import numpy as np
@@ -50,15 +51,17 @@ def run(tmp_path_factory):
     return folder
 
 
+whole = jax.jit(models.logits, static_argnums=0)
+
+
 @functools.cache
 def greedy(prompt, number):
     text = list(prompt.encode())
-    logits = jax.jit(models.logits, static_argnums=0)
     for _ in range(number):
         padded = np.zeros((1, 32), np.int32)
         padded[0, : len(text)] = text
         text.append(
-            int(np.argmax(np.asarray(logits(CONFIG, random_params(CONFIG), padded))[0, len(text) - 1]))
+            int(np.argmax(np.asarray(whole(CONFIG, random_params(CONFIG), padded))[0, len(text) - 1]))
         )
         if text[-1] == BYTES.separator:
             return text[len(prompt.encode()) : -1]
@@ -77,6 +80,29 @@ def test_a_run_goes_on_with_a_prompt_and_drafts_change_nothing(run, capsys, monk
     monkeypatch.setattr(sys, "stdin", io.StringIO(PROMPT + "\n"))
     assert main(options) == 0
     assert capsys.readouterr().out == wanted + "\n"
+
+
+def test_what_is_known_of_a_prompt_is_taken_from_a_folder(run, capsys, tmp_path):
+    prompt = 3 * PROMPT
+    wanted = Bytes().decode(greedy(prompt, 12))
+    options = [
+        str(run),
+        "--max-tokens",
+        "12",
+        "--prompt",
+        prompt,
+        "--drafts",
+        "--prefix-cache",
+        str(tmp_path / "kept"),
+    ]
+    for known in (False, True):
+        assert main(options) == 0
+        out, err = capsys.readouterr()
+        assert out == wanted + "\n" and ("16 of the prompt's were known" in err) == known
+        end = time.monotonic() + 20
+        while not list(tmp_path.glob("kept/*/*.safetensors")):  # written behind its back
+            assert time.monotonic() < end
+            time.sleep(0.01)
 
 
 @pytest.fixture
@@ -144,6 +170,11 @@ def test_ctrl_c_ends_an_answer_and_no_more(run, capsys, typed, monkeypatch):
             "RUN/checkpoints is no run: it has no checkpoints",
         ),
         (["RUN/checkpoints", "--prompt", "x"], 2, "neither config.json nor Orbax's files"),
+        (
+            ["RUN", "--prompt", "x", "--prefix-cache", "kept", "--prefix-bytes", "99"],
+            2,
+            "error: PrefixFolder: max_bytes is 99, and a block alone takes",
+        ),
         (["RUN", "--top-p", "2", "--prompt", "x"], 2, "error: top_p is 2.0, must be above 0 and at most 1"),
     ],
 )

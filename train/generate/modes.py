@@ -13,7 +13,7 @@ from typing import Any, TextIO
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from models.decode import Completion, Engine, Limits, RequestError, SamplingParams, decoder
+from models.decode import Completion, Engine, Limits, PrefixFolder, RequestError, SamplingParams, decoder
 from models.decode.text import Stream
 from train.config import ConfigError
 from train.generate.loading import Loaded
@@ -32,14 +32,20 @@ def params_of(options: Options, loaded: Loaded, given: Mapping[str, Any] | None 
     return SamplingParams(stop=loaded.stop, **values)
 
 
-def make_engine(loaded: Loaded, options: Source, max_requests: int, positions: int) -> Engine:
+def make_engine(loaded: Loaded, options: Source, max_requests: int, positions: int, say: Say) -> Engine:
     """For so many requests of so many positions, rounded up so that near lengths are the same program."""
     if options.drafts and not loaded.config.num_mtp_layers:
         raise ConfigError(f"--drafts: {loaded.name} has no module of multi-token prediction")
     room = options.context or -(-positions // 64) * 64
     limits = Limits(max_requests=max_requests, max_positions=room)
     model = decoder(loaded.config, mtp_after_norm=loaded.mtp_after_norm)
-    return Engine(model, loaded.params, limits, drafts=options.drafts)
+    kept, warn = None, lambda text: say(f"warning: {text}")
+    try:
+        if options.prefix_cache is not None:
+            kept = PrefixFolder(options.prefix_cache, options.prefix_bytes, warn)
+        return Engine(model, loaded.params, limits, drafts=options.drafts, prefixes=kept)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
 
 
 def complete(loaded: Loaded, options: Options, prompt: str, out: TextIO, say: Say) -> None:
@@ -49,13 +55,13 @@ def complete(loaded: Loaded, options: Options, prompt: str, out: TextIO, say: Sa
       RequestError: it cannot be served.
     """
     tokens = loaded.text.encode(prompt)
-    engine = make_engine(loaded, options, 1, len(tokens) + max(1, options.max_tokens))
+    engine = make_engine(loaded, options, 1, len(tokens) + max(1, options.max_tokens), say)
     _stream(engine, loaded, options, prompt, out, say)
 
 
 def converse(loaded: Loaded, options: Options, out: TextIO, say: Say) -> None:
     """Go on with each line that is typed, until there is no more; Ctrl-C ends an answer."""
-    engine = make_engine(loaded, options, 1, TYPED)
+    engine = make_engine(loaded, options, 1, TYPED, say)
     say("a line is a prompt; Ctrl-C ends an answer, Ctrl-D this")
     while True:
         sys.stderr.write("> ")
@@ -116,7 +122,10 @@ def _stream(
 def _told(one: Completion, waited: float, took: float) -> str:
     rate = f", then {(len(one.tokens) - 1) / took:,.1f} tokens/s" if len(one.tokens) > 1 and took > 0 else ""
     drafts = f"; {one.num_accepted} of {one.num_drafted} drafts right" if one.num_drafted else ""
-    return f"{len(one.tokens)} tokens ({one.finish_reason}), the first after {waited:.1f} s{rate}{drafts}"
+    known = f"; {one.num_reused} of the prompt's were known" if one.num_reused else ""
+    return (
+        f"{len(one.tokens)} tokens ({one.finish_reason}), the first after {waited:.1f} s{rate}{drafts}{known}"
+    )
 
 
 @dataclasses.dataclass
@@ -142,9 +151,9 @@ def answer_all(loaded: Loaded, options: Options, out: TextIO, say: Say) -> int:
     asked = [_read(line, loaded, options) for line in _lines(options.batch)]
     good = [one for one in asked if one.params is not None]
     needs = [len(one.tokens) + one.params.max_tokens for one in good if one.params]
-    engine = make_engine(loaded, options, max(1, min(options.at_once, len(good))), max(needs, default=1))
+    engine = make_engine(loaded, options, max(1, min(options.at_once, len(good))), max(needs, default=1), say)
     by_number: dict[int, _Asked] = {}
-    began, num_tokens, written = time.monotonic(), 0, 0
+    began, num_tokens, written, num_known = time.monotonic(), 0, 0, 0
     with _bar(len(asked)) as show:
 
         def note(token: int) -> None:
@@ -159,6 +168,7 @@ def answer_all(loaded: Loaded, options: Options, out: TextIO, say: Say) -> int:
         while written < len(asked):
             for ended in engine.step():
                 by_number[ended.id].answer = _answer(ended, loaded)
+                num_known += ended.num_reused
             while written < len(asked) and (answer := asked[written].answer) is not None:
                 out.write(json.dumps(asked[written].given | answer, ensure_ascii=False) + "\n")
                 out.flush()
@@ -170,6 +180,7 @@ def answer_all(loaded: Loaded, options: Options, out: TextIO, say: Say) -> int:
     say(
         f"{len(asked)} prompts, {failed} failed; {num_tokens} tokens in {took:.1f} s, {num_tokens / took:,.1f} tokens/s"
         + (f"; {drafts} drafts right" if options.drafts else "")
+        + (f"; {num_known} of the prompts' tokens were known" if num_known else "")
     )
     return failed
 

@@ -9,6 +9,8 @@ from typing import Annotated, Literal
 import tyro
 from tyro.conf import arg
 
+from models.decode import PrefixFolder
+
 DESCRIPTION = """Let a model go on with a text. Standard output gets that text alone; all else goes to standard error.
 
 Without --prompt or --batch the prompt is all of standard input or, on a terminal, what you type, line by line."""
@@ -32,6 +34,10 @@ class Source:
     context: int | None = None
     """Tokens that there is room for, prompt and answer; what the prompts need if left out, 1024 where they are not
     known yet."""
+    prefix_cache: Annotated[Path | None, arg(metavar="DIR")] = None
+    """Keep what is computed of prompts in this folder, and take what is there from it; any number of processes may."""
+    prefix_bytes: int = PrefixFolder.max_bytes
+    """Of that folder at most; what nobody used for longest is deleted first."""
     at_once: int = 8
     """Prompts that are served together."""
 

@@ -1,0 +1,204 @@
+"""Blocks of latents kept on disk, so that another engine, or another process, need not compute a beginning again.
+
+A block is a file, named by the model and by the block's key, written whole or not at all; any number of processes may
+share a folder. What is read is checked: a file that is damaged, cut off or of something else is left aside.
+"""
+
+import contextlib
+import dataclasses
+import hashlib
+import os
+import re
+import threading
+import time
+import uuid
+import warnings
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import jax
+import numpy as np
+from jax import Array
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save
+
+from dualpipe_jax.functional import Tree
+from models.config import Config
+
+FORMAT = "latents of a block, 1"
+OURS = re.compile(r"[0-9a-f]{32}/[0-9a-f]{64}\.safetensors(\.[0-9a-f]{32}\.part)?")
+"""What may be deleted to make room."""
+
+ABANDONED = 3600.0
+"""Seconds after which a file that somebody began is nobody's."""
+
+
+@dataclasses.dataclass(frozen=True)
+class PrefixFolder:
+    """Where blocks are kept.
+
+    Attributes:
+      path: of the folder, which is made if it is not there; models may share it.
+      max_bytes: of all files in it together, give or take a sixteenth for each process that writes; those that nobody
+        used for longest are deleted first.
+      warn: told of files that will not do, and why no more are written.
+
+    Raises:
+      ValueError: ``max_bytes`` is not positive.
+
+    """
+
+    path: Path
+    max_bytes: int = 10 << 30
+    warn: Callable[[str], None] = warnings.warn
+
+    def __post_init__(self) -> None:
+        if self.max_bytes < 1:
+            raise ValueError(f"PrefixFolder: max_bytes is {self.max_bytes}, must be at least 1")
+
+
+def identity(config: Config, params: Tree, *about: object) -> str:
+    """Return a digest of all that latents depend on beside the tokens: numbers, weights, and what else is given."""
+    digest = hashlib.sha256(repr((FORMAT, config, about)).encode())
+    for path, leaf in jax.tree_util.tree_leaves_with_path(params):
+        digest.update(f"{jax.tree_util.keystr(path)} {leaf.dtype} {leaf.shape}".encode())
+        digest.update(np.ascontiguousarray(np.asarray(leaf)).view(np.uint8).data)
+    return digest.hexdigest()[:32]
+
+
+class KeptBlocks:
+    """Blocks of one model in a folder. Reads at once, writes in a thread of its own.
+
+    Args:
+      folder: where.
+      model: see ``identity``.
+      shape: of a block's latents.
+      dtype: theirs.
+
+    Raises:
+      ValueError: the folder has no room for 16 blocks.
+
+    """
+
+    MAX_PENDING = 256
+    """Blocks that wait to be written; further ones are not kept."""
+
+    def __init__(self, folder: PrefixFolder, model: str, shape: tuple[int, ...], dtype: np.dtype):
+        self._folder, self._model, self._shape, self._dtype = folder, model, shape, np.dtype(dtype)
+        if 16 * (need := int(np.prod(shape)) * self._dtype.itemsize) > folder.max_bytes:
+            raise ValueError(
+                f"PrefixFolder: max_bytes is {folder.max_bytes}, and a block alone takes {need}; give room for 16"
+            )
+        self._pending: set[bytes] = set()
+        self._bad: set[bytes] = set()  # to be written anew
+        self._lock = threading.Lock()
+        self._writer = ThreadPoolExecutor(1, "kept blocks")
+        self._num_new = folder.max_bytes  # bytes since the folder was looked through; never yet
+        self._told = False
+
+    def wants(self, key: bytes) -> bool:
+        """Whether a block is not kept yet, and may be."""
+        with self._lock:
+            if key in self._pending or len(self._pending) >= self.MAX_PENDING:
+                return False
+            return key in self._bad or not self._file(key).exists()
+
+    def write(self, key: bytes, block: Array) -> None:
+        """Keep a block, soon."""
+        with self._lock:
+            self._pending.add(key)
+        self._writer.submit(self._write, key, block)
+
+    def flush(self) -> None:
+        """Wait until everything is written."""
+        self._writer.submit(lambda: None).result()
+
+    def read(self, key: bytes) -> np.ndarray | None:
+        """Return a block; None if it is not there, or will not do."""
+        file = self._file(key)
+        try:
+            with safe_open(file, "numpy") as opened:
+                about, data = opened.metadata(), opened.get_tensor("latents")
+            wrong = self._what_is_wrong(key, about or {}, data)
+        except FileNotFoundError:
+            return None
+        except (OSError, SafetensorError) as error:
+            wrong = str(error)
+        if wrong:
+            self._folder.warn(f"{file} is left aside: {wrong}")
+            with self._lock:
+                self._bad.add(key)
+            return None
+        with contextlib.suppress(OSError):  # deleted meanwhile, or a folder that may only be read
+            os.utime(file)
+        return data.view(self._dtype).reshape(self._shape)
+
+    def _what_is_wrong(self, key: bytes, about: dict[str, str], data: np.ndarray) -> str | None:
+        wanted = self._about(key)
+        differing = [name for name in wanted if about.get(name) != wanted[name]]
+        if differing:
+            return f"its {', '.join(differing)} is another's; was it renamed?"
+        if data.dtype != np.uint8 or data.nbytes != np.prod(self._shape) * self._dtype.itemsize:
+            return f"it holds {data.shape} of {data.dtype}, not {self._shape} of {self._dtype}"
+        if about.get("sha256") != hashlib.sha256(data.data).hexdigest():
+            return "it is damaged: its checksum is another"
+        return None
+
+    def _about(self, key: bytes) -> dict[str, str]:
+        return {
+            "format": FORMAT,
+            "model": self._model,
+            "key": key.hex(),
+            "dtype": str(self._dtype),
+            "shape": str(self._shape),
+        }
+
+    def _file(self, key: bytes) -> Path:
+        return self._folder.path / self._model / f"{key.hex()}.safetensors"
+
+    # In the writer's thread.
+
+    def _write(self, key: bytes, block: Array) -> None:
+        file = self._file(key)
+        part = file.with_name(f"{file.name}.{uuid.uuid4().hex}.part")
+        try:
+            data = np.ascontiguousarray(np.asarray(block)).reshape(-1).view(np.uint8)
+            about = self._about(key) | {"sha256": hashlib.sha256(data.data).hexdigest()}
+            content = save({"latents": data}, about)
+            self._make_room(len(content))
+            file.parent.mkdir(parents=True, exist_ok=True)
+            part.write_bytes(content)
+            part.replace(file)
+        except OSError as error:
+            if not self._told:
+                self._folder.warn(f"{self._folder.path}: blocks are not kept: {error}")
+            self._told = True
+            with contextlib.suppress(OSError):
+                part.unlink(missing_ok=True)
+        finally:
+            with self._lock:
+                self._pending.discard(key)
+                self._bad.discard(key)
+
+    def _make_room(self, size: int) -> None:
+        self._num_new += size
+        if self._num_new <= self._folder.max_bytes // 16:
+            return
+        self._num_new = size
+        files = []
+        for path in self._folder.path.glob("*/*"):
+            if not OURS.fullmatch("/".join(path.parts[-2:])):
+                continue
+            with contextlib.suppress(FileNotFoundError):  # others make room too
+                about = path.stat()
+                if path.suffix != ".part":
+                    files.append((about.st_mtime, about.st_size, path))
+                elif about.st_mtime + ABANDONED < time.time():
+                    path.unlink()
+        total = size + sum(taken for _, taken, _ in files)
+        for _, taken, path in sorted(files):
+            if total <= self._folder.max_bytes // 16 * 15:
+                return
+            path.unlink(missing_ok=True)
+            total -= taken
