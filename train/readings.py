@@ -46,17 +46,19 @@ def unit_figures(unit: predict.Unit) -> dict[str, Any]:
 
 def _shares(chosen: Sequence[inspect.Collective]) -> dict[str, Any]:
     durations = [c.duration for c in chosen]
-    exposed = [c.exposed for c in chosen]
-    known = None not in durations and None not in exposed
-    total = sum(d for d in durations if d is not None)
-    waits = sum(e for e in exposed if e is not None)
+    exposed, waits = ([getattr(c, name) for c in chosen] for name in ("exposed", "waits"))
+    known = None not in durations
+    total, beside_none, waited = (
+        sum(n for n in cycles if n is not None) for cycles in (durations, exposed, waits)
+    )
     return {
         "count": len(chosen),
         "sync": sum(c.form == "sync" for c in chosen),
         "payload": sum(c.payload for c in chosen),
         "cycles": total if known else None,
-        "exposed": waits if known else None,
-        "hidden": max(0.0, 1 - waits / total) if known and total else None,
+        "exposed": beside_none if known else None,
+        "waits": waited if known else None,
+        "hidden": max(0.0, 1 - beside_none / total) if known and total else None,
     }
 
 
