@@ -176,7 +176,7 @@ class Engine:
             found = self._kept.read(key) if self._kept else None
             if found is None:
                 break
-            self._cache = _put_block(self._cache, block, found)
+            self._cache = _put_block(self._cache.sharding)(self._cache, block, found)
             filled += 1
         self._blocks.remember(blocks[:filled], keys)
         return filled
@@ -283,9 +283,11 @@ class Engine:
         return tables
 
 
-@functools.partial(jax.jit, donate_argnums=0)
-def _put_block(cache: jax.Array, block: int, new: jax.Array) -> jax.Array:
-    return jax.lax.dynamic_update_index_in_dim(cache, new, block, axis=1)
+@functools.cache
+def _put_block(sharding: Any) -> Callable[[jax.Array, int, np.ndarray], jax.Array]:
+    """Of a cache that lies so, and stays where it is."""
+    put = functools.partial(jax.lax.dynamic_update_index_in_dim, axis=1)
+    return jax.jit(lambda cache, block, new: put(cache, new, block), donate_argnums=0, out_shardings=sharding)
 
 
 @jax.jit

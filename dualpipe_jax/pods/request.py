@@ -1,0 +1,41 @@
+"""What a dry run is asked; loads no JAX."""
+
+import dataclasses
+from typing import Any
+
+from dualpipe_jax.pods.plain import filled
+from dualpipe_jax.pods.plan import Plan
+
+UNITS = ("FB", "F", "B", "I", "W")
+
+
+@dataclasses.dataclass(frozen=True)
+class Request:
+    """What is to be found out.
+
+    Attributes:
+      plan: the step.
+      target: the devices; None for any, of which nothing can be compiled.
+      compile: "pair" (for overlap), "units" (each unit of the engine once, for costs), "step" (the whole step, with
+        the program's own update), "bare" or "bare_ordered" (see ``bare``, in the compiler's order or in ours), or
+        "nothing": memory is counted all the same.
+      files: what to write of the compiled program, each by its ending: .svg and .png a picture of the pair's
+        timeline, .trace the same for Perfetto, any other the program's text.
+      compiled: file with the text of a program that is already compiled for the target: only this is read, the
+        plan above is not looked at.
+      rates: file of measured rates, by which programs are priced; None for the compiler's figures.
+      log: the file that this process's standard error goes to, where the TPU compiler's statistics are found.
+    """
+
+    plan: Plan
+    target: str | None
+    compile: str
+    files: tuple[str, ...] = ()
+    compiled: str | None = None
+    rates: str | None = None
+    log: str | None = None
+
+
+def read_request(asked: dict[str, Any]) -> Request:
+    """A request as JSON has it."""
+    return filled(Request, asked)
