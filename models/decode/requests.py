@@ -79,7 +79,7 @@ class Completion:
       error: what went wrong; None if nothing did.
       num_drafted: tokens that were guessed ahead.
       num_accepted: guesses that were right.
-      num_reused: tokens of the prompt that were in the cache already, of a request that began alike.
+      num_reused: tokens of the prompt that were in the cache, or kept on disk, of a request that began alike.
 
     """
 
