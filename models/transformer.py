@@ -262,6 +262,8 @@ class _Runs:
         nll_BS, counted_BS = self._nll(shared, normed_BSD, batch, 0)
         losses = {"lm": masked_mean(nll_BS, counted_BS)}
         metrics: dict[str, Array] = {"tokens": jnp.sum(counted_BS, dtype=jnp.int32)}
+        if self.balance_factor and self.config.num_moe_layers + self.config.num_mtp_layers:
+            metrics["sequences"] = jnp.int32(nll_BS.shape[0])  # here, once, even if no expert is
         sums, numbers = [], []
         hidden_BSD = normed_BSD if self.mtp_after_norm else x_BSD
         for depth in range(1, self.config.num_mtp_layers + 1):
@@ -318,8 +320,6 @@ class _Runs:
         balance_B = jnp.sum(jnp.stack([load.balance for load in loads]), axis=0)
         losses = {**out.losses, "balance": self.balance_factor * jnp.mean(balance_B)}
         metrics["balance"] = jax.lax.stop_gradient(jnp.sum(balance_B))
-        if "tokens" in metrics:
-            metrics["sequences"] = jnp.int32(balance_B.shape[0])
         return out._replace(losses=losses, metrics=metrics)
 
 

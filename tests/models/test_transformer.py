@@ -285,6 +285,19 @@ def test_update_routing_moves_each_layers_bias_by_its_own_row(center):
     assert jax.tree.all(jax.tree.map(lambda a, b: a is b, new, params))
 
 
+def test_a_last_stage_of_nothing_but_the_head():
+    """Whose experts are all elsewhere: the paper's loss, and figures that know how many sequences there were."""
+    config = dataclasses.replace(CONFIG, num_layers=2, num_dense_layers=0, num_mtp_layers=0)
+    model = deepseek(config, (1, 1, 0), balance_factor=ALPHA)
+    params, batch = model.init(jax.random.key(0)), jax.tree.map(lambda a: a[:1], packed())
+    run = functools.partial(plain.loss, model=model, mtp_weight=0.0, balance_factor=ALPHA)
+    wanted, (terms, _) = quick(run)(params, batch)
+    (loss, report), _ = quick(reference_value_and_grad(model.staged))(params, batch)
+    np.testing.assert_allclose(loss, wanted, rtol=1e-5)
+    found = figures(report.losses, report.metrics)
+    np.testing.assert_allclose(found["balance"], terms["balance"] / ALPHA / config.num_moe_layers, rtol=1e-5)
+
+
 def test_sequences_too_short_for_a_depth_are_refused():
     batch = jax.tree.map(lambda a: a[..., :2], a_batch())
     with pytest.raises(
