@@ -65,7 +65,14 @@ IN_A_PROCESS = {"pods.md": {f"SLURM_{name}": "0" for name in ("LOCALID", "PROCID
 }}  # fmt: skip
 """Pages whose blocks must run before JAX is loaded -> the environment that they need: SLURM's, of a single task."""
 
-NEEDS = {"weights.md": published_checkpoint, "serving.md": published_checkpoint}
+
+def program(folder: Path) -> None:
+    """The file that the page shows."""
+    (text,) = (block for block in blocks(ROOT / "docs/pods.md", "python") if block.startswith("# my_step.py"))
+    (folder / "my_step.py").write_text(text)
+
+
+NEEDS = {"pods.md": program, "weights.md": published_checkpoint, "serving.md": published_checkpoint}
 """What must be in the folder where a page's blocks run."""
 
 
@@ -89,6 +96,8 @@ def test_python_blocks_run_from_top_to_bottom(page, tmp_path, monkeypatch, capsy
 def test_commands_in_blocks_run(page, tmp_path, monkeypatch):
     """In order, in one folder; where a block or a table of output follows, its lines are what was printed."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    NEEDS.get(page.name, lambda folder: None)(tmp_path)
     text = page.read_text()
     for match in FENCE.finditer(text):
         if match[1] != "bash":
