@@ -10,7 +10,7 @@ import tyro
 
 from dualpipe_jax.command.options import CommandError
 from dualpipe_jax.command.output import show, show_json
-from dualpipe_jax.command.overlap import Files, RatesFile, name_of, sent, study, units
+from dualpipe_jax.command.overlap import Files, PlanFile, RatesFile, name_of, planned, sent, study, units
 from dualpipe_jax.pods.plain import plain
 from dualpipe_jax.pods.plan import Plan
 from dualpipe_jax.pods.results import Answer, Memory, ScheduleTime, Step, Way
@@ -58,12 +58,16 @@ class Dryrun:
     `compare`, `choose` and `search`."""
     json: bool = False
     """Print for programs."""
+    plan_file: PlanFile = None
+    """Take all options below from a file that `dualpipe plan` wrote."""
     plan: Plan = dataclasses.field(default_factory=Plan)
 
     def run(self) -> int:
         """Print the account; returns the exit status."""
         self._check_costs()
-        found = study(self.plan, self.target, self.compile, self.output, rates=self.rates_file)
+        found = study(
+            planned(self.plan, self.plan_file), self.target, self.compile, self.output, rates=self.rates_file
+        )
         assert found.memory is not None
         if self.write_costs is not None and found.step is not None:
             self.write_costs.write_text(json.dumps(plain(found.step.share), indent=2) + "\n")

@@ -39,6 +39,7 @@ class Memory:
       needed: in all.
       limit: what there is; None without a target.
       fits: whether that is enough.
+      share: what a whole rank's share of the model keeps: the fields of a ``MemoryModel``; see ``ahead.rank_memory``.
     """
 
     kinds: Mapping[str, int]
@@ -47,6 +48,7 @@ class Memory:
     needed: int
     limit: int | None
     fits: bool
+    share: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -252,7 +254,12 @@ class Answer:
     step: Step | None = None
 
 
-def weigh(kinds: Mapping[str, int], compiled: Compiled | None, limit: int | None) -> Memory:
+def weigh(
+    kinds: Mapping[str, int],
+    compiled: Compiled | None,
+    limit: int | None,
+    share: Mapping[str, Any] | None = None,
+) -> Memory:
     """What is needed in all, of how much, and whether that fits.
 
     Needed is the compiler's own figure for a whole step; else what was counted, and what a program of the units
@@ -264,4 +271,5 @@ def weigh(kinds: Mapping[str, int], compiled: Compiled | None, limit: int | None
         beyond = compiled.memory["peak"] - there
     needed = total + max(0, beyond or 0)
     refused = compiled is not None and compiled.out_of_memory is not None
-    return Memory(kinds, total, beyond, needed, limit, (limit is None or needed <= limit) and not refused)
+    fits = (limit is None or needed <= limit) and not refused
+    return Memory(kinds, total, beyond, needed, limit, fits, share or {})
