@@ -207,7 +207,8 @@ def _sentences(compiled: Compiled, at_least: float, enough: bool) -> list[str]:
         f"({'enough' if enough else 'too little'}: {at_least:g} % asked for)",
         sent(compiled),
         f"sends: {sends.count} in flight beside it, {format_cycles(sends.exposed)} of "
-        f"{format_cycles(sends.cycles)} exposed",
+        f"{format_cycles(sends.cycles)} exposed, "
+        f"{format_cycles(sends.waits)} waited for",
     ]
     if compiled.what != "text":  # of which nobody knows what its slots, sums and parameters are
         lines.append(f"copies of slots, sums or parameters in a loop: {len(copied) or 'none'}")

@@ -66,7 +66,7 @@ def to_chrome_trace(report: OverlapReport, computation: str, clock: float | None
             "module": report.module,
             "computation": computation,
             "cycles": spent.cycles,
-            "cycles exposed": spent.exposed,
+            "cycles waited": spent.waits,
             **unit,
         },
     }
@@ -116,6 +116,7 @@ def _about_collective(event: Event, collective: Collective) -> dict[str, Any]:
         "form": collective.form,
         "cycles": collective.duration,
         "cycles exposed": collective.exposed,
+        "cycles waited": collective.waits,
         "hidden": collective.hidden,
         "payload": collective.payload,
         "group size": collective.group_size,

@@ -83,7 +83,7 @@ def unit_of(report: OverlapReport, computation: str) -> Unit:
     time = report.computations[computation]
     durations = [c.duration for c in report.inside(computation)]
     total = None if None in durations else sum(d for d in durations if d is not None)
-    return Unit(time.cycles, time.work, total, time.exposed, len(time.unpriced))
+    return Unit(time.cycles, time.work, total, time.waits, len(time.unpriced))
 
 
 def overheads(report: OverlapReport, module: Module) -> tuple[float, float] | None:

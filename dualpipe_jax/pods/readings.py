@@ -45,18 +45,18 @@ def read(
 
 
 def _shares(chosen: Sequence[inspect.Collective]) -> Shares:
-    durations = [c.duration for c in chosen]
-    exposed = [c.exposed for c in chosen]
-    known = None not in durations and None not in exposed
-    total = sum(d for d in durations if d is not None)
-    waits = sum(e for e in exposed if e is not None)
+    cycles, exposed, waits = (
+        None if None in of_each else sum(of_each)
+        for of_each in ([getattr(c, name) for c in chosen] for name in ("duration", "exposed", "waits"))
+    )
     return Shares(
         count=len(chosen),
         sync=sum(c.form == "sync" for c in chosen),
         payload=sum(c.payload for c in chosen),
-        cycles=total if known else None,
-        exposed=waits if known else None,
-        hidden=max(0.0, 1 - waits / total) if known and total else None,
+        cycles=cycles,
+        exposed=exposed,
+        waits=waits,
+        hidden=max(0.0, 1 - exposed / cycles) if cycles and exposed is not None else None,
         each=max((c.duration or 0.0 for c in chosen), default=0.0),
     )
 

@@ -114,7 +114,8 @@ class Shares:
     Attributes:
       count, sync: how many, and how many that wait at once.
       payload: bytes that a device gives to them.
-      cycles, exposed, hidden: None where a rate is missing; hidden also where there is nothing to hide.
+      cycles, exposed, waits, hidden: see ``inspect.Collective``; None where a rate is missing, hidden also where there
+        is nothing to hide.
       each: cycles of the longest.
     """
 
@@ -123,6 +124,7 @@ class Shares:
     payload: int = 0
     cycles: float | None = None
     exposed: float | None = None
+    waits: float | None = None
     hidden: float | None = None
     each: float = 0.0
 

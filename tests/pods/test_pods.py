@@ -66,7 +66,7 @@ ANSWER = {
         "what": "pair",
         "all_to_all": {"cycles": 1e6, "exposed": 1e4, "hidden": 0.99},
         "all_to_alls": [ALL_TO_ALL],
-        "sends": {"count": 2, "cycles": 2e5, "exposed": 0.0, "each": 1e5},
+        "sends": {"count": 2, "cycles": 2e5, "exposed": 1e3, "waits": 0.0, "each": 1e5},
         "units": {"FB": UNIT},
         "copies": [COPY | {"of_state": True, "op_name": "pair/copied"}, COPY],
         "memory": {"peak": 10 * 2**30},
@@ -116,7 +116,7 @@ def test_overlap_prints_what_hides_what(answered, capsys):
     out = capsys.readouterr().out
     assert "tiny, dualpipe, pp 2 x ep 2 on v5e:4x4 (16 devices)" in out
     assert "hidden: 99.0 % of 1.00 M cycles of all-to-all (enough: 97 % asked for)" in out
-    assert "sends: 2 in flight beside it, 0 of 200.00 k exposed" in out
+    assert "sends: 2 in flight beside it, 1.00 k of 200.00 k exposed, 0 waited for" in out
     assert "in a loop: 1\n  bf16[5,8] pair/copied" in out
     assert "pair: 3.00 M cycles, 1.003 of the larger" in out and "0.752 of their sum" in out
     ((module, request, environment, title),) = answered
@@ -402,7 +402,7 @@ def test_a_pair_on_v5e_hides_its_all_to_alls():
     rows = found["compiled"]["all_to_alls"]
     assert [row["form"] for row in rows] == 4 * ["async"]
     assert all(row["opposite_matmuls"] >= 1 for row in rows), rows
-    assert found["compiled"]["sends"]["exposed"] == 0
+    assert found["compiled"]["sends"]["waits"] == 0
     assert not [copy for copy in found["compiled"]["copies"] if copy["of_state"]]
 
 
@@ -421,7 +421,7 @@ def test_a_pair_on_h100s_is_asynchronous(tmp_path):
     rows = found["compiled"]["all_to_alls"]
     assert len(rows) == 4 and not any(row["form"] == "sync" for row in rows)
     sends = found["compiled"]["sends"]
-    assert sends["count"] and not sends["sync"] and sends["exposed"] == 0, sends
+    assert sends["count"] and not sends["sync"] and sends["waits"] == 0, sends
     assert not any(copy["of_state"] for copy in found["compiled"]["copies"])
     # A loop whose trips the data say, and a conditional, are a round trip to the host each.
     module = read(text.read_text())
