@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+import json
 import os
 import re
 import shlex
@@ -16,6 +17,8 @@ import tokenizers
 import yaml
 
 from dualpipe_jax.__main__ import COMMANDS, main
+from dualpipe_jax.pods import Plan
+from dualpipe_jax.pods.plain import plain
 from models import deepseek, tiny, weights
 from train.config import check, make_schedule
 from train.generate.options import parse as parse_generating
@@ -67,7 +70,8 @@ IN_A_PROCESS = {"pods.md": {f"SLURM_{name}": "0" for name in ("LOCALID", "PROCID
 
 
 def program(folder: Path) -> None:
-    """The file that the page shows."""
+    """The file that the page shows; and a plan, which its commands write."""
+    (folder / "plan.json").write_text(json.dumps({"plan": plain(Plan("v2-lite"))}))
     (text,) = (block for block in blocks(ROOT / "docs/pods.md", "python") if block.startswith("# my_step.py"))
     (folder / "my_step.py").write_text(text)
 
@@ -153,8 +157,10 @@ def shell_lines(page: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_every_training_command_would_start(page):
+def test_every_training_command_would_start(page, tmp_path, monkeypatch):
     """What stands in blocks: options that are read, and fit each other."""
+    monkeypatch.chdir(tmp_path)
+    NEEDS.get(page.name, lambda folder: None)(tmp_path)
     for line in shell_lines(page):
         if match := re.search(r"""(?:scripts/train|-m train(?: "\$@"' train)?) +(-[^"#]+)""", line):
             command = parse(shlex.split(match[1]))

@@ -127,8 +127,13 @@ class Plan:
                 {"target": self.target, "plans": list(map(row, plans)), "refused": list(map(row, refused))}
             )
             return 0 if plans else 1
-        title = f"{self.given.model} on {self.target}: {len(plans)} plans fit of {len(search.choices)}"
+        title = f"{self.given.model} on {self.target}: {len(plans)} plans fit"
         parts: list[str | Table] = [title]
+        if len(search.sizes) > 1:
+            sizes = ", ".join(map(str, sorted(search.sizes)))
+            parts += [
+                f"these are different models, of {sizes} parameters: the program's layers follow its stages"
+            ]
         if plans:
             parts += ["a prediction of the compiler's model, no measurement; without the optimizer's time\n"]
             parts += [table(plans[: self.best])]
@@ -152,6 +157,7 @@ class Search:
     def __init__(self, target: str, cache: Cache, rates: Path | None):
         self.target, self.cache, self.rates = target, cache, rates
         self.choices: list[Choice] = []
+        self.sizes: set[int] = set()
         self.left = 0
 
     def explore(self, wanted: Wanted) -> None:
@@ -188,6 +194,8 @@ class Search:
             words = f"{title}: {plan.schedule}, pp {plan.pp} x ep {plan.ep}, {plan.batch} sequences, remat {plan.remat}"
             known = study(plan, self.target, compile, rates=self.rates, title=words)
             self.cache.put(request, known)
+        if known.parameters is not None:
+            self.sizes.add(known.parameters.total)
         return known
 
 

@@ -215,7 +215,7 @@ def _too_much(needed: float, limit: float, how: str) -> str:
 
 
 def ranked(choices: Iterable[Choice]) -> list[Choice]:
-    """Those that can be had, the best first: the shortest, of equal ones the simplest.
+    """Those that can be had, the best first: the highest MFU, of equal ones the simplest.
 
     What shares the optimizer's state out where that need not be is left out: nobody prices what it takes.
     """
@@ -224,7 +224,7 @@ def ranked(choices: Iterable[Choice]) -> list[Choice]:
     able = [
         c for c in able if c.plan in whole or dataclasses.replace(c.plan, shard_optimizer=False) not in whole
     ]
-    return sorted(able, key=lambda c: (c.seconds, c.plan.max_stash is not None))
+    return sorted(able, key=lambda c: (-(c.mfu or 0.0), c.plan.max_stash is not None))
 
 
 def nearest(choices: Iterable[Choice]) -> list[Choice]:

@@ -209,14 +209,23 @@ class ScheduleTime:
 
 
 @dataclasses.dataclass(frozen=True)
+class Part:
+    """A part of a step's time, on average over ranks."""
+
+    name: str
+    seconds: float
+
+
+@dataclasses.dataclass(frozen=True)
 class Step:
     """The time of a step as the compiler's model has it; nothing was measured.
 
     Attributes:
       cycles, ideal_cycles: from the first forward to the last backward, in the engine's ticks and in the ideal order.
-      overhead_cycles: beside all ticks; in no other figure.
-      seconds, tokens, tokens_per_second, mfu: of the cycles in ticks; the customary count of operations over the
-        published peak.
+      overhead_cycles: beside all ticks: pools and sums cleared, stages borrowed, gradients reduced.
+      seconds, tokens, tokens_per_second, mfu: of the cycles in ticks and of those beside them; the program's count of
+        operations over the published peak.
+      account: what the seconds go to, from the operations at the peak on; they add up.
       lower_bound: whether some instructions have no price.
       assumed: costs that this schedule's units do not tell and other schedules need.
       costs: of one stage, in cycles.
@@ -232,6 +241,7 @@ class Step:
     tokens_per_second: float
     mfu: float
     lower_bound: bool
+    account: tuple[Part, ...] = ()
     assumed: tuple[str, ...] = ()
     costs: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     share: Mapping[str, Any] = dataclasses.field(default_factory=dict)
