@@ -88,7 +88,9 @@ class Plan:
             search.explore(self.wanted)
         except KeyboardInterrupt:
             self.tell(search)
-            left = f"{search.left} cases are left; what was compiled is kept, the same command goes on from there"
+            left = (
+                f"cases left: {search.left}; what was compiled is kept, the same command goes on from there"
+            )
             print(f"interrupted: {left}", file=sys.stderr)
             return 130
         return self.tell(search)

@@ -226,7 +226,7 @@ def test_interrupted_it_goes_on_where_it_was(studied, tmp_path, capsys):
     assert "dualpipe " in said.out and "one_f_one_b" not in said.out, "what is known is told"
     assert (
         said.err
-        == "interrupted: 1 cases are left; what was compiled is kept, the same command goes on from there\n"
+        == "interrupted: cases left: 1; what was compiled is kept, the same command goes on from there\n"
     )
     events.clear()
     del asked[:]
