@@ -78,7 +78,7 @@ def row(target, name, of_target):
         target,
         f"{mark}{name}{mark}",
         f"{'at least ' if step.lower_bound else ''}{seconds:.4g}",
-        percent(step.mfu * step.seconds / seconds),
+        percent(step.mfu),
         percent(more),
         gib,
         other,
@@ -87,8 +87,7 @@ def row(target, name, of_target):
 
 def total(found):
     """Seconds of a step with all that is known of it."""
-    step = found.step
-    return step.seconds * (1 + step.overhead_cycles / step.cycles)
+    return found.step.seconds
 
 
 def by_name(found):

@@ -22,6 +22,7 @@ COMMANDS = {
     "replay": "Say where a measured step and its simulation differ: by rank, by unit and by slot.",
     "overlap": "Compile an overlapped pair for devices that are not here, and read what hides behind what.",
     "dryrun": "Memory of each device, time of a step and share of the peak, for devices that are not here.",
+    "plan": "Choose schedule, microbatches and memory policy for devices that are not here: the shortest step first.",
     "probe": "Try what works on the devices of this machine, and measure how fast they are.",
     "balance": "Place experts on devices by their loads, and say what that gains and moves.",
 }

@@ -54,7 +54,10 @@ MAY_IMPORT = {
         "dualpipe_jax.schedule",
         "dualpipe_jax.balance",
         "dualpipe_jax.inspect",
-        *(f"dualpipe_jax.pods.{side}" for side in ("plan", "request", "results", "plain")),  # without JAX
+        *(
+            f"dualpipe_jax.pods.{side}"
+            for side in ("cache", "plain", "plan", "planner", "request", "results")
+        ),  # without JAX
         "dualpipe_jax.probe.findings",  # the side without JAX
         "dualpipe_jax.worker",
     ),
@@ -136,7 +139,7 @@ def test_importing_what_others_are_shown_by_loads_the_standard_library_alone():
     assert {*loaded.split()} <= {*sys.stdlib_module_names, "dualpipe_jax"}
 
 
-@pytest.mark.parametrize("part", [*NUMPY_ONLY, "dualpipe_jax.pods.results", "dualpipe_jax.pods.request"])
+@pytest.mark.parametrize("part", [*NUMPY_ONLY, "dualpipe_jax.pods.results", "dualpipe_jax.pods.planner"])
 def test_importing_what_needs_no_jax_loads_none(part):
     code = f"import sys, {part}; print(*sorted({{m.split('.')[0] for m in sys.modules}}))"
     loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout

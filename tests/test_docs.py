@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+import json
 import os
 import re
 import shlex
@@ -16,6 +17,8 @@ import tokenizers
 import yaml
 
 from dualpipe_jax.__main__ import COMMANDS, main
+from dualpipe_jax.pods import Plan
+from dualpipe_jax.pods.plain import plain
 from models import deepseek, tiny, weights
 from train.config import check, make_schedule
 from train.generate.options import parse as parse_generating
@@ -65,7 +68,15 @@ IN_A_PROCESS = {"pods.md": {f"SLURM_{name}": "0" for name in ("LOCALID", "PROCID
 }}  # fmt: skip
 """Pages whose blocks must run before JAX is loaded -> the environment that they need: SLURM's, of a single task."""
 
-NEEDS = {"weights.md": published_checkpoint, "serving.md": published_checkpoint}
+
+def program(folder: Path) -> None:
+    """The file that the page shows; and a plan, which its commands write."""
+    (folder / "plan.json").write_text(json.dumps({"plan": plain(Plan("v2-lite"))}))
+    (text,) = (block for block in blocks(ROOT / "docs/pods.md", "python") if block.startswith("# my_step.py"))
+    (folder / "my_step.py").write_text(text)
+
+
+NEEDS = {"pods.md": program, "weights.md": published_checkpoint, "serving.md": published_checkpoint}
 """What must be in the folder where a page's blocks run."""
 
 
@@ -89,6 +100,8 @@ def test_python_blocks_run_from_top_to_bottom(page, tmp_path, monkeypatch, capsy
 def test_commands_in_blocks_run(page, tmp_path, monkeypatch):
     """In order, in one folder; where a block or a table of output follows, its lines are what was printed."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    NEEDS.get(page.name, lambda folder: None)(tmp_path)
     text = page.read_text()
     for match in FENCE.finditer(text):
         if match[1] != "bash":
@@ -144,8 +157,10 @@ def shell_lines(page: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_every_training_command_would_start(page):
+def test_every_training_command_would_start(page, tmp_path, monkeypatch):
     """What stands in blocks: options that are read, and fit each other."""
+    monkeypatch.chdir(tmp_path)
+    NEEDS.get(page.name, lambda folder: None)(tmp_path)
     for line in shell_lines(page):
         if match := re.search(r"""(?:scripts/train|-m train(?: "\$@"' train)?) +(-[^"#]+)""", line):
             command = parse(shlex.split(match[1]))

@@ -1,5 +1,6 @@
 """The wheel, installed with what it asks for and nothing else, as a user's `pip install` does it."""
 
+import json
 import os
 import re
 import resource
@@ -90,6 +91,12 @@ def test_what_is_not_in_it_says_so(python, tmp_path):
         done.returncode == 2
         and "error: --program v3: a name without a module is a model of the trainer" in done.stderr
     )
+    (tmp_path / "mine.py").write_text(
+        (ROOT / "tests/pods/own_program.py").read_text().replace("import optax", "")
+    )
+    own = ["--program", "mine.py:blocks", "--change", "learns=0", "--json"]
+    found = json.loads(run([*command, *own], cwd=tmp_path))
+    assert found["memory"]["fits"], "a user's own program needs nothing of the repository"
     done = subprocess.run([python, "-Pc", "import dualpipe_jax.functional"], capture_output=True, text=True)
     assert "pip install 'dualpipe-jax[flax]'" in done.stderr
     done = subprocess.run([python, "-Pc", "import models"], capture_output=True, text=True)

@@ -14,6 +14,7 @@ from typing import Annotated, Any, Literal
 
 import tyro
 
+from dualpipe_jax.pods.plan import read_plan
 from train.config import FLAGS, ConfigError, LaunchConfig, TrainConfig, replaced
 from train.presets import PRESETS
 
@@ -32,6 +33,8 @@ class Command(TrainConfig):
     config: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
     """File with options, .toml, .yaml or .json, in sections: model, mesh, data, optimizer, checkpoint, log, launch.
     A finished run's config.json is one. Flags win over it, and it over the preset."""
+    plan: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
+    """What `dualpipe plan` wrote: model, mesh, microbatches and memory policy. --config and flags win over it."""
     resume: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
     """Go on with the run of this --name, the newest if none is given, from its latest checkpoint that is whole, with
     the options that it had, over which those given here win. Where nothing is saved yet it begins."""
@@ -62,6 +65,7 @@ def parse(arguments: Sequence[str] | None = None) -> Command:
     first = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     first.add_argument("--preset")
     first.add_argument("--config")
+    first.add_argument("--plan", type=Path)
     first.add_argument("--name")
     first.add_argument("--runs", type=Path, default=TrainConfig().runs)
     first.add_argument("--resume", action="store_true")
@@ -72,6 +76,8 @@ def parse(arguments: Sequence[str] | None = None) -> Command:
     options = resumed(sources.name, sources.runs) if sources.resume else TrainConfig()
     if sources.preset is not None:
         options = apply(options, find_preset(sources.preset), f"--preset {sources.preset}")
+    if sources.plan is not None:
+        options = apply(options, from_plan(sources.plan), f"--plan {sources.plan}")
     if sources.config is not None:
         options = apply(options, read_file(Path(sources.config)), f"--config {sources.config}")
     return tyro.cli(
@@ -119,6 +125,52 @@ def find_preset(name: str) -> Mapping[str, Any]:
     if name not in PRESETS:
         raise ConfigError(f"--preset {name}: {_meant(name, PRESETS)}there are {', '.join(PRESETS)}")
     return PRESETS[name]
+
+
+_IN_FLOAT32 = "small", "tiny", "byte"
+"""What dry runs of these models compute in; of the others in bfloat16."""
+
+
+def from_plan(file: Path) -> Mapping[str, Any]:
+    """A plan's options, in sections. Raises ConfigError where it cannot be read or is of another program."""
+    try:
+        plan = read_plan(file)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+    other = {"change": plan.change, "layers_per_stage": plan.layers_per_stage, "serialised": plan.serialised}
+    if ":" in plan.model or any(other.values()):
+        said = [
+            f"--program {plan.model}",
+            *(name.replace("_", "-") for name, value in other.items() if value),
+        ]
+        raise ConfigError(f"--plan {file}: {', '.join(said)}: this trains the published models as they are")
+    return {
+        "model": {
+            "name": plan.model,
+            "precision": "float32" if plan.model in _IN_FLOAT32 else "bfloat16",
+            "dispatch": plan.dispatch,
+            "capacity_factor": plan.capacity_factor if plan.dispatch == "capacity" else None,
+            "payload": plan.dispatch_payload,
+            "remat": plan.remat,
+            "attention": plan.attention,
+            "matmul": plan.matmul,
+        },
+        "mesh": {
+            "schedule": plan.schedule,
+            "pp": plan.pp,
+            "ep": plan.ep,
+            "ep_nodes": plan.ep_nodes,
+            "microbatches": plan.num_microbatches,
+            "microbatch_size": plan.batch,
+            "max_stash": plan.max_stash,
+        },
+        "data": {"sequence": plan.sequence},
+        "optimizer": {
+            "shard_optimizer": plan.shard_optimizer,
+            "moments": plan.moments,
+            "gradient_sums": plan.gradient_sums,
+        },
+    }
 
 
 def read_file(path: Path) -> Mapping[str, Any]:

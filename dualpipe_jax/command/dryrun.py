@@ -10,10 +10,10 @@ import tyro
 
 from dualpipe_jax.command.options import CommandError
 from dualpipe_jax.command.output import show, show_json
-from dualpipe_jax.command.overlap import Files, RatesFile, name_of, sent, study, units
+from dualpipe_jax.command.overlap import Files, PlanFile, RatesFile, name_of, planned, sent, study, units
 from dualpipe_jax.pods.plain import plain
 from dualpipe_jax.pods.plan import Plan
-from dualpipe_jax.pods.results import Answer, Memory, ScheduleTime, Step, Way
+from dualpipe_jax.pods.results import Answer, Machine, Memory, ScheduleTime, Step, Way
 from dualpipe_jax.present.numbers import format_cycles, gib, percent
 from dualpipe_jax.present.table import Table
 
@@ -58,12 +58,16 @@ class Dryrun:
     `compare`, `choose` and `search`."""
     json: bool = False
     """Print for programs."""
+    plan_file: PlanFile = None
+    """Take all options below from a file that `dualpipe plan` wrote."""
     plan: Plan = dataclasses.field(default_factory=Plan)
 
     def run(self) -> int:
         """Print the account; returns the exit status."""
         self._check_costs()
-        found = study(self.plan, self.target, self.compile, self.output, rates=self.rates_file)
+        found = study(
+            planned(self.plan, self.plan_file), self.target, self.compile, self.output, rates=self.rates_file
+        )
         assert found.memory is not None
         if self.write_costs is not None and found.step is not None:
             self.write_costs.write_text(json.dumps(plain(found.step.share), indent=2) + "\n")
@@ -112,7 +116,9 @@ def _report(found: Answer, rates: Path | None) -> list[str | Table]:
         source = "the compiler's model" if rates is None else f"the rates of {rates}"
         parts += [
             f"\na prediction of {source}, no measurement; the optimizer's time is not in it",
-            *_step(step),
+            *_step(step, found.target),
+            "",
+            account_table(step),
             "\nthe same costs under every schedule, what fits first; temporaries are not in this memory",
             *(f"assumed: {words}" for unit, words in _ASSUMED.items() if unit in step.assumed),
             "",
@@ -158,12 +164,24 @@ def links_table(ways: Mapping[str, Way]) -> Table:
     return Table(("way", "across nodes", "inside", "MiB across", "MiB inside"), tuple(rows))
 
 
-def _step(step: Step) -> list[str]:
+def account_table(step: Step) -> Table:
+    """From the peak to the MFU: each part of the step's time, and what share the operations have of all so far."""
+    rows, so_far = [], 0.0
+    for part in step.account:
+        so_far += part.seconds
+        row = part.name, f"{part.seconds:.4g}", percent(part.seconds / step.seconds)
+        rows.append((*row, percent(step.mfu * step.seconds / so_far)))
+    rows.append(("the step", f"{step.seconds:.4g}", percent(1.0), percent(step.mfu)))
+    return Table(("on average over ranks", "s", "of the step", "MFU so far"), tuple(rows))
+
+
+def _step(step: Step, target: Machine | None) -> list[str]:
+    peak = "" if target is None else f", {target.flops / 1e12:g} TFLOP/s a device in bfloat16"
     bound = "at least " if step.lower_bound else ""
     share = "at most " if step.lower_bound else ""
     return [
         f"step: {bound}{step.seconds:.3g} s, {format_cycles(step.cycles)} cycles "
         f"({format_cycles(step.ideal_cycles)} in the ideal order)",
         f"{step.tokens} tokens, {step.tokens_per_second:.4g} a second",
-        f"MFU: {share}{percent(step.mfu)} of the published peak",
+        f"MFU: {share}{percent(step.mfu)} of the published peak{peak}; nothing that is computed again counts",
     ]

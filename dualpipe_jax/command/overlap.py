@@ -11,7 +11,7 @@ import tyro
 from dualpipe_jax.command.options import CommandError
 from dualpipe_jax.command.output import show, show_json
 from dualpipe_jax.pods.plain import filled, plain
-from dualpipe_jax.pods.plan import Plan
+from dualpipe_jax.pods.plan import Plan, read_plan
 from dualpipe_jax.pods.request import Request
 from dualpipe_jax.pods.results import Answer, Compiled
 from dualpipe_jax.present.numbers import format_cycles, percent
@@ -22,6 +22,9 @@ Files = Annotated[tuple[Path, ...], tyro.conf.arg(metavar="FILE ...", aliases=["
 
 RatesFile = Annotated[Path | None, tyro.conf.arg(name="rates", metavar="FILE", help_behavior_hint="")]
 """Measured rates."""
+
+PlanFile = Annotated[Path | None, tyro.conf.arg(name="plan", metavar="FILE", help_behavior_hint="")]
+"""What `dualpipe plan` wrote."""
 
 _ENDINGS = ".svg", ".png", ".trace", ".hlo", ".txt"
 
@@ -49,14 +52,17 @@ class Overlap:
     """Rates measured by `dualpipe probe`, to price the program by instead of the compiler's figures."""
     json: bool = False
     """Print for programs."""
+    plan_file: PlanFile = None
+    """Take all options below from a file that `dualpipe plan` wrote."""
     plan: Plan = dataclasses.field(default_factory=Plan)
 
     def run(self) -> int:
         """Print the report; returns the exit status."""
-        if self.compiled is not None and (self.whole or self.plan != Plan()):
+        if self.compiled is not None and (self.whole or self.plan_file or self.plan != Plan()):
             raise CommandError("--compiled: that program is compiled already; drop --whole and its options")
         what = "nothing" if self.compiled is not None else "step" if self.whole else "pair"
-        found = study(self.plan, self.target, what, self.output, self.compiled, self.rates_file)
+        plan = planned(self.plan, self.plan_file)
+        found = study(plan, self.target, what, self.output, self.compiled, self.rates_file)
         compiled, target = found.compiled, found.target
         assert compiled is not None and target is not None
         title = f"{self.compiled} on {target.name}\n"
@@ -73,6 +79,20 @@ class Overlap:
         return 0 if enough else 1
 
 
+def planned(given: Plan, file: Path | None) -> Plan:
+    """The plan of a file, where one is given, else the options.
+
+    Raises:
+      CommandError: both are given.
+      ValueError: the file holds no plan.
+    """
+    if file is None:
+        return given
+    if given != Plan():
+        raise CommandError(f"--plan {file}: says all of the program; drop its options")
+    return read_plan(file)
+
+
 def study(
     plan: Plan,
     target: str | None,
@@ -80,8 +100,9 @@ def study(
     files: Sequence[Path] = (),
     compiled: Path | None = None,
     rates: Path | None = None,
+    title: str | None = None,
 ) -> Answer:
-    """Ask ``dualpipe_jax.pods`` in a process of its own.
+    """Ask ``dualpipe_jax.pods`` in a process of its own, which is called ``title``.
 
     Raises:
       ValueError, ModuleNotFoundError: it cannot be done; the compiler or matplotlib is not installed.
@@ -113,7 +134,9 @@ def study(
         None if compiled is None else str(compiled),
         None if rates is None else str(rates.absolute()),
     )
-    return filled(Answer, ask("dualpipe_jax.pods", plain(request), environment, target or plan.model))
+    return filled(
+        Answer, ask("dualpipe_jax.pods", plain(request), environment, title or target or plan.model)
+    )
 
 
 def _check_files(files: Sequence[Path]) -> None:

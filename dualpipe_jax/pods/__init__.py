@@ -14,6 +14,7 @@ _MODULE_OF = {
     "Program": "program",
     "Setting": "program",
     "Update": "program",
+    "optimized_by": "updates",
 }
 
 __all__ = sorted(_MODULE_OF)

@@ -42,7 +42,7 @@ def memory_by_kind(blueprint: Blueprint) -> dict[str, int]:
       boundary: slots for inputs of stages and gradients of their outputs, and what is on its way.
       batch: such as tokens and targets; sums of figures.
     """
-    state = _state(blueprint)
+    state = blueprint.state
     stages = [nbytes(stage) for stage in blueprint.params["stages"].local]
     pools = {name: nbytes(entry) for name, entry in state.items()}
     kinds = {
@@ -71,7 +71,7 @@ def rank_memory(blueprint: Blueprint) -> tuple[MemoryModel, int]:
     ends with their sums, the optimizer's state and the batch. Where stages are of several kinds this is an upper bound:
     every stage counts with the pools of all kinds.
     """
-    state, kinds = _state(blueprint), memory_by_kind(blueprint)
+    state, kinds = blueprint.state, memory_by_kind(blueprint)
     parts = int(stages_a_share(blueprint.schedule.placement))
 
     def share(*pools: str) -> int:
@@ -97,7 +97,7 @@ def held_arrays(blueprint: Blueprint) -> set[str]:
 
     A pool of one slot looks like the value in it, and is left out.
     """
-    state = _state(blueprint)
+    state = blueprint.state
     pools = ("x", "dy", "residual", "stash")
     held = [leaf for name, entry in state.items() if _is_sum(name) for leaf in jax.tree.leaves(entry)]
     waiting = [entry for name, entry in state.items() if name.split(".")[0] in pools]
@@ -111,10 +111,6 @@ _HLO_NAMES = {"float32": "f32", "bfloat16": "bf16", "float16": "f16", "int32": "
 def array_name(dtype: str, dims: tuple[int, ...]) -> str:
     """Such as ``bf16[5,2048,1024]``; dims of 1, which compilers drop and add, left out."""
     return f"{dtype}[{','.join(str(dim) for dim in dims if dim != 1)}]"
-
-
-def _state(blueprint: Blueprint) -> dict[str, Tree]:
-    return blueprint.pipeline.state(blueprint.params, blueprint.batch)
 
 
 def num_parameters(tree: Tree, *, device: bool = False) -> int:

@@ -16,7 +16,7 @@ from dualpipe_jax.pods.links import count_links
 from dualpipe_jax.pods.plan import Plan, pair_of
 from dualpipe_jax.pods.program import Blueprint, Setting, abstract_mesh
 from dualpipe_jax.pods.readings import read
-from dualpipe_jax.pods.request import UNITS, Request
+from dualpipe_jax.pods.request import Request
 from dualpipe_jax.pods.results import Answer, Compiled, Machine, Parameters, weigh
 from dualpipe_jax.pods.step_time import predict_step
 
@@ -42,17 +42,21 @@ def answer(
     plan = request.plan
     blueprint = draw(plan, target, devices)
     program, dispatch = blueprint.program, blueprint.program.dispatch
+    kinds = ahead.memory_by_kind(blueprint)
+    sizes, fixed = ahead.rank_memory(blueprint)
+    share = dataclasses.asdict(dataclasses.replace(sizes, fixed=fixed))
     found = Answer(
         target=None if target is None else describe(target),
         program=dataclasses.replace(plan, microbatches=blueprint.num_microbatches),
         parameters=count_parameters(blueprint),
-        memory=weigh(kinds := ahead.memory_by_kind(blueprint), None, limit_of(target)),
+        memory=weigh(kinds, None, limit_of(target), share),
         links=None if dispatch is None else count_links(plan, dispatch, target, blueprint.tokens_of_device),
     )
     if devices is None or target is None:
         return found
     compiled = compile_and_read(request, blueprint, target, say)
-    found = dataclasses.replace(found, compiled=compiled, memory=weigh(kinds, compiled, limit_of(target)))
+    memory = weigh(kinds, compiled, limit_of(target), share)
+    found = dataclasses.replace(found, compiled=compiled, memory=memory)
     if program.flops and {"F"} < compiled.units.keys():
         say("simulating the step")
         step = predict_step(compiled, blueprint, target.device, guards_of(request, target))
@@ -139,7 +143,11 @@ def _lower(what: str, blueprint: Blueprint) -> Any:
     return (
         ahead.lower_step(blueprint)
         if what == "step"
-        else ahead.lower_units(blueprint, _units(what, blueprint), every_kind=what != "pair")
+        else ahead.lower_units(
+            blueprint,
+            ("FB",) if what == "pair" else predict.units_of(blueprint.schedule),
+            every_kind=what != "pair",
+        )
     )
 
 
@@ -183,19 +191,3 @@ def read_text(request: Request, target: inspect.Target) -> Compiled:
 def describe(target: inspect.Target) -> Machine:
     """A target's figures."""
     return Machine(str(target), target.num_devices, **dataclasses.asdict(target.device))
-
-
-def _units(compile: str, blueprint: Blueprint) -> tuple[str, ...]:
-    """The units asked for, as far as the schedule runs them."""
-    if compile == "pair":
-        return ("FB",)
-    ops = {
-        (len(slot) > 1, action.op.name)
-        for order in blueprint.schedule.orders
-        for slot in order
-        for action in slot
-    }
-    there = {name for paired, name in ops if not paired} | (
-        {"FB"} if any(paired for paired, _ in ops) else set()
-    )
-    return tuple(unit for unit in UNITS if unit in there)

@@ -1,10 +1,13 @@
 """What is chosen of a training step on a pod: which program, and how it is cut and ordered; loads no JAX."""
 
 import dataclasses
+import json
+from pathlib import Path
 from typing import Annotated, Literal
 
 import tyro
 
+from dualpipe_jax.pods.plain import filled
 from dualpipe_jax.schedule import Schedule, limit_stash
 from dualpipe_jax.schedule.names import find
 
@@ -100,6 +103,25 @@ class Plan:
         if self.max_stash < 0:
             raise ValueError(f"--max-stash {self.max_stash}: must be 0 or more")
         return limit_stash(schedule, self.max_stash)
+
+
+def read_plan(file: Path) -> Plan:
+    """The plan that a file of `dualpipe plan` holds.
+
+    Raises:
+      ValueError: it cannot be read, or holds none; says where.
+    """
+    where = f"--plan {file}"
+    try:
+        found = json.loads(file.read_text())
+    except (OSError, UnicodeDecodeError, ValueError) as error:
+        raise ValueError(f"{where}: cannot read it: {getattr(error, 'strerror', None) or error}") from None
+    if not isinstance(found, dict) or not isinstance(found.get("plan"), dict):
+        raise ValueError(f"{where}: holds no plan; `dualpipe plan -o {file.name}` writes one")
+    unknown = found["plan"].keys() - {field.name for field in dataclasses.fields(Plan)}
+    if unknown:
+        raise ValueError(f"{where}: a plan has no {', '.join(sorted(unknown))}; it is of another version")
+    return filled(Plan, found["plan"])
 
 
 def _assignment(text: str) -> tuple[str, int | float]:

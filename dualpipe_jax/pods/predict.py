@@ -154,6 +154,14 @@ def splits(schedule: Schedule) -> bool:
     return any(action.op is Op.I for order in schedule.orders for slot in order for action in slot)
 
 
+def units_of(schedule: Schedule) -> tuple[str, ...]:
+    """The units that it runs, by name."""
+    slots = [slot for order in schedule.orders for slot in order]
+    there = {action.op.name for slot in slots if len(slot) == 1 for action in slot}
+    there |= {"FB"} if any(len(slot) > 1 for slot in slots) else set()
+    return tuple(unit for unit in SCOPE_OF if unit in there)
+
+
 def step_cycles(schedule: Schedule, costs: CostModel, tick: float = 0.0) -> tuple[float, float]:
     """Cycles from the first forward to the last backward: in the engine's ticks, and in the ideal order.
 

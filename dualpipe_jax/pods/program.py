@@ -130,6 +130,11 @@ class Blueprint:
         )
 
     @functools.cached_property
+    def state(self) -> dict[str, Tree]:
+        """What the engine keeps while a step runs; see ``Pipeline.state``. It takes seconds: the model is traced."""
+        return self.pipeline.state(self.params, self.batch)
+
+    @functools.cached_property
     def update(self) -> Update | None:
         """What a step does with gradients."""
         return None if self.program.update is None else self.program.update(self.params)

@@ -6,8 +6,6 @@ from typing import Any
 from dualpipe_jax.pods.plain import filled
 from dualpipe_jax.pods.plan import Plan
 
-UNITS = ("FB", "F", "B", "I", "W")
-
 
 @dataclasses.dataclass(frozen=True)
 class Request:

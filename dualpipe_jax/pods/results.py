@@ -39,6 +39,7 @@ class Memory:
       needed: in all.
       limit: what there is; None without a target.
       fits: whether that is enough.
+      share: what a whole rank's share of the model keeps: the fields of a ``MemoryModel``; see ``ahead.rank_memory``.
     """
 
     kinds: Mapping[str, int]
@@ -47,6 +48,7 @@ class Memory:
     needed: int
     limit: int | None
     fits: bool
+    share: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -207,14 +209,23 @@ class ScheduleTime:
 
 
 @dataclasses.dataclass(frozen=True)
+class Part:
+    """A part of a step's time, on average over ranks."""
+
+    name: str
+    seconds: float
+
+
+@dataclasses.dataclass(frozen=True)
 class Step:
     """The time of a step as the compiler's model has it; nothing was measured.
 
     Attributes:
       cycles, ideal_cycles: from the first forward to the last backward, in the engine's ticks and in the ideal order.
-      overhead_cycles: beside all ticks; in no other figure.
-      seconds, tokens, tokens_per_second, mfu: of the cycles in ticks; the customary count of operations over the
-        published peak.
+      overhead_cycles: beside all ticks: pools and sums cleared, stages borrowed, gradients reduced.
+      seconds, tokens, tokens_per_second, mfu: of the cycles in ticks and of those beside them; the program's count of
+        operations over the published peak.
+      account: what the seconds go to, from the operations at the peak on; they add up.
       lower_bound: whether some instructions have no price.
       assumed: costs that this schedule's units do not tell and other schedules need.
       costs: of one stage, in cycles.
@@ -230,6 +241,7 @@ class Step:
     tokens_per_second: float
     mfu: float
     lower_bound: bool
+    account: tuple[Part, ...] = ()
     assumed: tuple[str, ...] = ()
     costs: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     share: Mapping[str, Any] = dataclasses.field(default_factory=dict)
@@ -254,7 +266,12 @@ class Answer:
     step: Step | None = None
 
 
-def weigh(kinds: Mapping[str, int], compiled: Compiled | None, limit: int | None) -> Memory:
+def weigh(
+    kinds: Mapping[str, int],
+    compiled: Compiled | None,
+    limit: int | None,
+    share: Mapping[str, Any] | None = None,
+) -> Memory:
     """What is needed in all, of how much, and whether that fits.
 
     Needed is the compiler's own figure for a whole step; else what was counted, and what a program of the units
@@ -266,4 +283,5 @@ def weigh(kinds: Mapping[str, int], compiled: Compiled | None, limit: int | None
         beyond = compiled.memory["peak"] - there
     needed = total + max(0, beyond or 0)
     refused = compiled is not None and compiled.out_of_memory is not None
-    return Memory(kinds, total, beyond, needed, limit, (limit is None or needed <= limit) and not refused)
+    fits = (limit is None or needed <= limit) and not refused
+    return Memory(kinds, total, beyond, needed, limit, fits, share or {})

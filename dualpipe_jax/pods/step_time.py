@@ -2,13 +2,14 @@
 
 import dataclasses
 import math
+from collections.abc import Mapping
 from typing import Any
 
 from dualpipe_jax.inspect import Device
 from dualpipe_jax.pods import ahead, predict
 from dualpipe_jax.pods.program import Blueprint
-from dualpipe_jax.pods.results import Compiled, Overheads, ScheduleTime, Step
-from dualpipe_jax.schedule import CostModel, MemoryModel
+from dualpipe_jax.pods.results import Compiled, Overheads, Part, ScheduleTime, Step, Unit
+from dualpipe_jax.schedule import CostModel, MemoryModel, Schedule, Slot, lower
 
 NOTHING = Overheads(0.0, 0.0)
 
@@ -18,7 +19,7 @@ def predict_step(compiled: Compiled, blueprint: Blueprint, device: Device, guard
 
     ``guards`` are cycles that a tick's guards take, beside what the compiler knows.
 
-    "overhead_cycles", beside all ticks (see ``predict.overheads``), are this schedule's own and in no other figure.
+    What stands beside all ticks (see ``predict.overheads``) is this schedule's own; the others are given as much.
     "assumed" are costs that this schedule's units do not tell and others need: FB without gain, two thirds of B for I.
     """
     units, send, schedule = compiled.units, compiled.sends.each, blueprint.schedule
@@ -28,7 +29,7 @@ def predict_step(compiled: Compiled, blueprint: Blueprint, device: Device, guard
     tick = beside.tick + guards
     cycles, ideal = predict.step_cycles(schedule, costs, tick)
     tokens = blueprint.program.tokens
-    seconds = cycles / device.clock
+    seconds = (cycles + beside.step) / device.clock
     least = tokens * blueprint.program.flops / (blueprint.mesh.size * device.flops)
     sizes, fixed = ahead.rank_memory(blueprint)
     ranked = predict.rank_schedules(
@@ -50,12 +51,65 @@ def predict_step(compiled: Compiled, blueprint: Blueprint, device: Device, guard
         tokens_per_second=tokens / seconds,
         mfu=least / seconds,
         lower_bound=any(unit.unpriced for unit in units.values()),
+        account=account_of(schedule, costs, units, least, Overheads(tick, beside.step), device.clock),
         assumed=tuple(name for name in ("I", "W", "FB") if name not in units),
         costs={name: getattr(costs, name) for name in ("F", "I", "W", "FB", "send")}
         | {"extra": {str(stage): list(more) for stage, more in costs.extra.items()}},
         share=_share(predict.rank_costs(split, schedule), sizes, fixed, device.clock),
-        schedules=tuple(_time(p, device.clock, least) for p in ranked),
+        schedules=tuple(_time(p, beside.step, device.clock, least) for p in ranked),
     )
+
+
+def account_of(
+    schedule: Schedule,
+    costs: CostModel,
+    units: Mapping[str, Unit],
+    least: float,
+    beside: Overheads,
+    clock: float,
+) -> tuple[Part, ...]:
+    """What a step's seconds go to, on average over ranks; the parts add up to the step.
+
+    Work beyond the peak is all that the core does besides the program's operations at the published peak: what is
+    computed again, places that are empty, matrix units that are not full, everything that is no matrix product. Idle
+    time is what a pipeline of equal stages has, and apart from it what stages that are not equal add (or save).
+
+    Args:
+      schedule, costs: in cycles.
+      units: of which waits for collectives are known.
+      least: seconds of the program's operations at the peak.
+      beside: cycles of a tick beside its units, and of a step beside its ticks.
+      clock: hertz.
+    """
+    equal = dataclasses.replace(costs, extra={}, FB=costs.FB)
+    slots = [slot for order in schedule.orders for slot in order]
+
+    def spans(costs: CostModel) -> tuple[float, float]:
+        """Cycles of a step in ticks, and of them those in which a rank works."""
+        busy = sum(costs.of(slot, schedule.placement) for slot in slots) / schedule.num_ranks
+        return lower(schedule, costs).makespan(costs), busy
+
+    whole, busy = spans(costs)
+    even, busy_even = spans(equal)
+    waits = sum(_waits(slot, units, predict.splits(schedule)) for slot in slots) / schedule.num_ranks
+    ticks = lower(schedule, costs).num_ticks * beside.tick
+    cycles = {
+        "work beyond the peak": busy - waits - least * clock,
+        "waiting for collectives": waits,
+        "idle: bubble of equal stages": even - busy_even,
+        "idle: stages that are not equal": (whole - busy) - (even - busy_even),
+        "ticks beside their units": ticks,
+        "beside the ticks": beside.step,
+    }
+    parts = (Part(name, value / clock) for name, value in cycles.items())
+    return Part("the program's operations at the peak", least), *parts
+
+
+def _waits(slot: Slot, units: Mapping[str, Unit], halves: bool) -> float:
+    """Cycles in which the core waits in a slot; a whole backward is priced by its halves where there are some."""
+    name = "FB" if len(slot) > 1 else slot[0].op.name
+    names = ("I", "W") if name == "B" and halves else (name,)
+    return sum(units[name].exposed for name in names if name in units)
 
 
 def _share(costs: CostModel, sizes: MemoryModel, fixed: int, clock: float) -> dict[str, Any]:
@@ -74,9 +128,9 @@ def _share(costs: CostModel, sizes: MemoryModel, fixed: int, clock: float) -> di
     }
 
 
-def _time(p: predict.Prediction, clock: float, least: float) -> ScheduleTime:
+def _time(p: predict.Prediction, beside: float, clock: float, least: float) -> ScheduleTime:
     """Seconds and MFU of a schedule; None where it does not serve the counts. JSON has no infinity."""
     if not math.isfinite(p.cycles):
         return ScheduleTime(p.name, None, None, None, p.refused)
-    seconds = p.cycles / clock
+    seconds = (p.cycles + beside) / clock
     return ScheduleTime(p.name, seconds, least / seconds, p.memory, p.refused)

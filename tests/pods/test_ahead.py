@@ -75,7 +75,7 @@ def test_what_is_drawn_of_the_state_is_the_trainers():
 def test_slots_are_counted_from_the_tables_numbers(make):
     b = blueprint(make)
     kinds = ahead.memory_by_kind(b)
-    state = ahead._state(b)
+    state = b.state
 
     def sets(*pools):
         return sum(ahead.nbytes(value) for name, value in state.items() if name.split(".")[0] in pools)
@@ -172,7 +172,7 @@ def test_arrays_that_no_loop_should_copy():
     held = ahead.held_arrays(blueprint())
     width = models.byte().dim
     assert f"f32[256,{width // NUM_EP}]" in held, "the embedding's sum"
-    pools = [value for name, value in ahead._state(blueprint()).items() if name.startswith("residual")]
+    pools = [value for name, value in blueprint().state.items() if name.startswith("residual")]
     slots = max(pool[0].shape[0] for pool in pools)
     assert slots > 1 and any(name.startswith(f"f32[{slots},") for name in held)
     assert ahead.array_name("bf16", (1, 5, 1, 8)) == "bf16[5,8]"

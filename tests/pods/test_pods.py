@@ -76,6 +76,10 @@ ANSWER = {
         "cycles": 3e9,
         "ideal_cycles": 2.9e9,
         "overhead_cycles": 0.0,
+        "account": [
+            {"name": "at the peak", "seconds": 0.8},
+            {"name": "waiting for collectives", "seconds": 1.2},
+        ],
         "seconds": 2.0,
         "tokens": 1024,
         "mfu": 0.4,
@@ -237,7 +241,13 @@ def test_dryrun_prints_memory_and_a_prediction(answered, capsys):
     assert re.search(r"beyond it, by the compiler +2.00 +12.5 %", out)
     assert "fits: 14.00 of 16.00 GiB a device, 87.5 %" in out
     assert "a prediction of the compiler's model, no measurement" in out
-    assert "step: at least 2 s, 3.00 G cycles" in out and "MFU: at most 40.0 % of the published peak" in out
+    assert (
+        "step: at least 2 s, 3.00 G cycles" in out
+        and "MFU: at most 40.0 % of the published peak, 197 TFLOP/s" in out
+    )
+    assert re.search(
+        r"the peak +0.8 +40.0 % +100.0 %\nwaiting for collectives +1.2 +60.0 % +40.0 %\nthe step +2 +100", out
+    )
     assert re.search(r"dualpipe +2 +40.0 % +8.00\n", out)
     assert re.search(r"gpipe +3 +30.0 % +16.00 +needs 16.0 GiB of 8.0\nchimera +odd ranks", out)
     assert re.search(r"assumed: an input gradient takes two thirds.*\nassumed: a pair takes as long", out)

@@ -47,6 +47,7 @@ def test_what_stands_beside_units_and_ticks():
     costs = predict.CostModel(1e6, 4e6 / 3, 2e6 / 3, send=1e4)
     assert step.cycles == bare.cycles + 100 * lower(one_f_one_b(2, 8), costs).num_ticks
     assert step.overhead_cycles == 7 and step.ideal_cycles == bare.ideal_cycles
+    assert step.seconds == pytest.approx((step.cycles + 7) / TARGET.device.clock)
     assert step.assumed == ("I", "W", "FB"), "which schedules that split or pair are priced by"
     more = {
         each.name: each.seconds - before.seconds
@@ -64,3 +65,26 @@ def test_a_v_with_stages_half_as_deep_costs_a_rank_as_much():
     of = {each.name: each.seconds for each in deep.schedules}
     assert half.seconds == pytest.approx(of["dualpipe_v"])
     assert half.costs["F"] == 1e6 and half.tokens == deep.tokens
+
+
+def test_the_account_of_a_step_by_hand():
+    """1F1B on 2 ranks: each is busy with 8 F and 8 B, and where stages are equal idle for one of each."""
+    units = {"F": Unit(1e6, 9e5, 1e5, 1e5, 0), "B": Unit(2e6, 1.7e6, 4e5, 3e5, 0)}
+    units |= {"F/last": Unit(1.5e6, 1.5e6, 0.0, 0.0, 0), "B/last": Unit(2e6, 2e6, 0.0, 0.0, 0)}
+    plan = Plan("tiny", 2, schedule="one_f_one_b", pp=2, ep=2, microbatches=8, sequence=64)
+    compiled = Compiled("units", units=units, overheads=Overheads(100.0, 7.0))
+    step = step_time.predict_step(compiled, draw(plan, TARGET, None), TARGET.device)
+    clock, ticks = TARGET.device.clock, lower(one_f_one_b(2, 8)).num_ticks
+    account = {part.name: part.seconds * clock for part in step.account}
+    least = step.mfu * step.seconds * clock
+    assert sum(account.values()) == pytest.approx(step.seconds * clock)
+    assert account.pop("the program's operations at the peak") == pytest.approx(least)
+    assert account.pop("waiting for collectives") == pytest.approx(8 * 4e5)
+    busy = 8 * 3e6 + 8 * 5e5 / 2, "the last stage takes half an F more, on one of two ranks"
+    assert account.pop("work beyond the peak") == pytest.approx(busy[0] - 8 * 4e5 - least)
+    assert account.pop("idle: bubble of equal stages") == pytest.approx(3e6)
+    assert account.pop("ticks beside their units") == pytest.approx(100 * ticks)
+    assert account.pop("beside the ticks") == pytest.approx(7)
+    # The step ends after the first stage's F, eight times the last one's, and the first one's last B.
+    whole = 1e6 + 8 * (1.5e6 + 2e6) + 2e6
+    assert account == {"idle: stages that are not equal": pytest.approx(whole - busy[0] - 3e6)}

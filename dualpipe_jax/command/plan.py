@@ -1,0 +1,260 @@
+"""`dualpipe plan`: which schedule, microbatches and memory policy make a step shortest on devices that are not here."""
+
+import dataclasses
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from tyro.conf import Fixed, Suppress, arg
+
+from dualpipe_jax.command.options import CommandError, Count, Died, Output
+from dualpipe_jax.command.output import show, show_json
+from dualpipe_jax.command.overlap import RatesFile, study
+from dualpipe_jax.pods import planner
+from dualpipe_jax.pods.cache import Cache, default_folder
+from dualpipe_jax.pods.plain import plain
+from dualpipe_jax.pods.plan import Plan as Chosen
+from dualpipe_jax.pods.planner import Case, Choice, Wanted
+from dualpipe_jax.pods.request import Request
+from dualpipe_jax.pods.results import Answer
+from dualpipe_jax.present.numbers import gib, percent
+from dualpipe_jax.present.table import Table
+
+
+@dataclasses.dataclass(frozen=True)
+class Given(Chosen):
+    """What is not chosen: the program, and whatever would change what it learns."""
+
+    schedule: Suppress[Fixed[str]] = "dualpipe"
+    layers_per_stage: Suppress[Fixed[Count]] = None
+    max_stash: Suppress[Fixed[int | None]] = None
+    pp: Suppress[Fixed[int]] = 4
+    ep: Suppress[Fixed[int]] = 4
+    microbatches: Suppress[Fixed[Count]] = None
+    microbatch_size: Suppress[Fixed[Count]] = None
+    remat: Suppress[Fixed[Literal["none", "dots", "all"]]] = "none"
+    dispatch: Suppress[Fixed[Literal["capacity", "dropless"]]] = "capacity"
+    shard_optimizer: Suppress[Fixed[bool]] = False
+    serialised: Suppress[Fixed[bool]] = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """Choose what makes a step shortest within a device's memory, by the compiler's model: schedule, microbatches,
+    what is computed again, stashed and shared out. Units of work are compiled once for each case and kept;
+    interrupted, the same command goes on where it was. Exit status 1 where nothing fits.
+
+    dualpipe plan --target v5p:8x8x16 --program v3 --pp 16 --sequence 2048 --tokens-per-step 8388608 -o plan.json
+    """
+
+    target: str
+    """Devices: v5e:4x4, v5p:8x8x16, v4:, v6e:, tpu7x: or h100:NODESxGPUS; all of them work."""
+    tokens_per_step: Count = None
+    """Tokens of a step, which numbers of microbatches follow from; four microbatches for each rank of one sequence a
+    device if left out."""
+    pp: tuple[int, ...] = ()
+    """Pipeline ranks to choose from; experts lie on what is left of the devices. All up to 32 that divide them if left
+    out, which takes long: each is compiled."""
+    per_device: tuple[int, ...] = (1, 2)
+    """Sequences of a microbatch on each device to choose from."""
+    schedule: tuple[str, ...] = planner.SCHEDULES
+    """Schedules to choose from."""
+    remat: tuple[Literal["none", "dots", "all"], ...] = planner.REMATS
+    """What layers compute again in the backward, to choose from."""
+    dispatch: tuple[Literal["capacity", "dropless"], ...] = ("capacity",)
+    """How tokens reach experts, to choose from; capacity drops what exceeds its room, so they do not learn the same."""
+    max_stash: tuple[int, ...] = tuple(most for most in planner.STASHES if most is not None)
+    """Limits to choose from of the microbatches of a rank that may wait for their weights' gradients, besides none."""
+    best: int = 10
+    """How many plans to print."""
+    cache: Annotated[Path | None, arg(metavar="DIR", help_behavior_hint="")] = None
+    """Where compiled costs are kept, by all that decides them; ~/.cache/dualpipe if left out."""
+    output: Output = None
+    """JSON file to write the best plan to: --plan of `dryrun`, `overlap` and scripts/train."""
+    rates_file: RatesFile = None
+    """Rates measured by `dualpipe probe`, to price units by instead of the compiler's figures."""
+    json: bool = False
+    """Print for programs."""
+    given: Given = dataclasses.field(default_factory=Given)
+
+    def run(self) -> int:
+        """Print the plans; returns the exit status."""
+        if self.output is not None and not self.output.absolute().parent.is_dir():
+            raise CommandError(f"--output {self.output}: there is no folder {self.output.parent}")
+        search = Search(self.target, Cache(self.cache or default_folder()), self.rates_file)
+        try:
+            search.explore(self.wanted)
+        except KeyboardInterrupt:
+            self.tell(search)
+            left = (
+                f"cases left: {search.left}; what was compiled is kept, the same command goes on from there"
+            )
+            print(f"interrupted: {left}", file=sys.stderr)
+            return 130
+        return self.tell(search)
+
+    @property
+    def wanted(self) -> Wanted:
+        """What is looked for.
+
+        Raises:
+          CommandError: a number is below 1.
+        """
+        numbers = {"--pp": self.pp, "--per-device": self.per_device, "--best": (self.best,)}
+        numbers["--tokens-per-step"] = () if self.tokens_per_step is None else (self.tokens_per_step,)
+        for flag, values in numbers.items():
+            if min(values, default=1) < 1:
+                raise CommandError(f"{flag} {min(values)}: must be at least 1")
+        fields = {field.name: getattr(self.given, field.name) for field in dataclasses.fields(Chosen)}
+        return Wanted(
+            base=Chosen(**fields),
+            tokens=self.tokens_per_step,
+            pp=self.pp,
+            per_device=self.per_device,
+            schedules=self.schedule,
+            remats=self.remat,
+            dispatches=self.dispatch,
+            stashes=(None, *self.max_stash),
+        )
+
+    def tell(self, search: "Search") -> int:
+        """Print what was found; the exit status."""
+        plans, refused = planner.ranked(search.choices), planner.nearest(search.choices)
+        if self.output is not None and plans:
+            self.output.write_text(json.dumps(as_file(plans[0], self.target), indent=2) + "\n")
+        if self.json:
+            show_json(
+                {"target": self.target, "plans": list(map(row, plans)), "refused": list(map(row, refused))}
+            )
+            return 0 if plans else 1
+        title = f"{self.given.model} on {self.target}: {len(plans)} plans fit"
+        parts: list[str | Table] = [title]
+        if len(search.sizes) > 1:
+            sizes = ", ".join(map(str, sorted(search.sizes)))
+            parts += [
+                f"these are different models, of {sizes} parameters: the program's layers follow its stages"
+            ]
+        if plans:
+            parts += ["a prediction of the compiler's model, no measurement; without the optimizer's time\n"]
+            parts += [table(plans[: self.best])]
+        if refused:
+            parts += ["\nwhat cannot be had, of each kind what needs least\n", refusals(refused)]
+        if self.output is not None and plans:
+            parts += [f"\nthe best is written to {self.output}"]
+        show(*parts)
+        return 0 if plans else 1
+
+
+class Search:
+    """Plans as they are found.
+
+    Args:
+      target: the devices.
+      cache: of answers.
+      rates: file of measured rates.
+    """
+
+    def __init__(self, target: str, cache: Cache, rates: Path | None):
+        self.target, self.cache, self.rates = target, cache, rates
+        self.choices: list[Choice] = []
+        self.sizes: set[int] = set()
+        self.left = 0
+
+    def explore(self, wanted: Wanted) -> None:
+        """Count, compile and price all that is wanted; ``choices`` grow meanwhile."""
+        cases, self.choices = planner.cases(wanted, planner.num_devices(self.target))
+        for number, case in enumerate(cases, start=1):
+            self.left = len(cases) - number + 1
+            self.choices += self.choices_of(case, f"case {number} of {len(cases)}")
+        self.left = 0
+
+    def choices_of(self, case: Case, title: str) -> list[Choice]:
+        """All plans of a case."""
+        try:
+            counts = {
+                shared: self.ask(dataclasses.replace(case.plan, shard_optimizer=shared), "nothing", title)
+                for shared in (False, True)
+            }
+            fit, refused = planner.counted(case, counts)
+            if not fit:
+                return refused
+            return refused + planner.priced(fit, self.ask(case.plan, "units", title), counts)
+        except Died as death:
+            why = str(death).splitlines()[0]
+        except CommandError as error:
+            why = str(error)
+        return [Choice(plan, refused=why) for plan in case.plans]
+
+    def ask(self, plan: Chosen, compile: str, title: str) -> Answer:
+        """What a dry run finds, or found."""
+        rates = None if self.rates is None else str(self.rates.absolute())
+        request = Request(plan, self.target, compile, rates=rates)
+        known = self.cache.get(request)
+        if known is None:
+            words = f"{title}: {plan.schedule}, pp {plan.pp} x ep {plan.ep}, {plan.batch} sequences, remat {plan.remat}"
+            known = study(plan, self.target, compile, rates=self.rates, title=words)
+            self.cache.put(request, known)
+        if known.parameters is not None:
+            self.sizes.add(known.parameters.total)
+        return known
+
+
+def row(choice: Choice) -> dict[str, Any]:
+    """A plan for programs: what is predicted, and all of its options."""
+    found = {name: getattr(choice, name) for name in ("mfu", "seconds", "memory", "refused")}
+    return found | plain(choice.plan)
+
+
+def as_file(choice: Choice, target: str) -> dict[str, Any]:
+    """What --plan reads; the rest is for people."""
+    predicted = {name: getattr(choice, name) for name in ("mfu", "seconds", "memory")}
+    return {"plan": plain(choice.plan), "target": target, "predicted": predicted}
+
+
+def table(choices: Sequence[Choice]) -> Table:
+    """Plans, the best first."""
+    head = (
+        "schedule",
+        "step, s",
+        "MFU",
+        "pp x ep",
+        "microbatches",
+        "remat",
+        "stash",
+        "optimizer",
+        "dispatch",
+        "GiB",
+    )
+    rows = [
+        (
+            c.plan.schedule,
+            f"{c.seconds:.4g}",
+            percent(c.mfu),
+            f"{c.plan.pp} x {c.plan.ep}",
+            f"{c.plan.num_microbatches} of {c.plan.batch}",
+            c.plan.remat,
+            "" if c.plan.max_stash is None else str(c.plan.max_stash),
+            "shared out" if c.plan.shard_optimizer else "whole",
+            c.plan.dispatch,
+            gib(c.memory or 0),
+        )
+        for c in choices
+    ]
+    return Table(head, tuple(rows), best=0)
+
+
+def refusals(choices: Sequence[Choice]) -> Table:
+    """What cannot be had, and why."""
+    rows = [
+        (
+            c.plan.schedule,
+            f"{c.plan.pp} x {c.plan.ep}",
+            f"{c.plan.num_microbatches} of {c.plan.batch}",
+            c.plan.remat,
+            c.refused,
+        )
+        for c in choices
+    ]
+    return Table(("schedule", "pp x ep", "microbatches", "remat", "why"), tuple(rows), left=(0, 4))

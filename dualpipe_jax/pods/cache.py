@@ -1,0 +1,99 @@
+"""Answers that were found before, on disk: a file each, named by all that decides it; loads no JAX."""
+
+import functools
+import hashlib
+import importlib.metadata
+import importlib.util
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from dualpipe_jax.pods.plain import filled, plain
+from dualpipe_jax.pods.request import Request
+from dualpipe_jax.pods.results import Answer
+
+_PACKAGES = "jax", "jaxlib", "libtpu", "jax-cuda13-pjrt", "jax-cuda12-pjrt"
+_NO_MATTER = "command", "present", "probe", "balance"
+"""Rooms that a compiled program does not depend on."""
+
+
+def default_folder() -> Path:
+    """Where programs keep what they can do without."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "dualpipe"
+
+
+class Cache:
+    """Answers to requests, in a folder that several processes may use.
+
+    A key is made of the request, the versions of JAX and its compilers, and the sources: of this package, and of the
+    program's (a file's folder, a module's top-level package, the trainer and its models for a plain name). What such a
+    file imports from elsewhere is not looked at.
+    """
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+
+    def file(self, request: Request) -> Path:
+        """Where its answer lies, or will."""
+        asked: dict[str, Any] = plain(request)
+        del asked["files"], asked["log"]
+        rates = "" if request.rates is None else Path(request.rates).read_text()
+        parts = [asked, _versions(), _digest(request.plan.model), rates]
+        key = hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
+        return self.folder / f"{key[:32]}.json"
+
+    def get(self, request: Request) -> Answer | None:
+        """What was found; None if nothing was, or the file is damaged."""
+        try:
+            return filled(Answer, json.loads(self.file(request).read_text()))
+        except (OSError, ValueError, TypeError):
+            return None
+
+    def put(self, request: Request, answer: Answer) -> None:
+        """Keep an answer, at once or not at all."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        file = self.file(request)
+        new = file.with_suffix(f".{os.getpid()}")
+        new.write_text(json.dumps(plain(answer)))
+        new.replace(file)
+
+
+def _versions() -> dict[str, str | None]:
+    found: dict[str, str | None] = {}
+    for package in _PACKAGES:
+        try:
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            found[package] = None
+    return found
+
+
+@functools.cache
+def _digest(program: str) -> str:
+    """Of all sources that a program is made from."""
+    found = hashlib.sha256()
+    for path in (*_own(), *_program(program)):
+        found.update(path.name.encode() + b"\0" + path.read_bytes())
+    return found.hexdigest()
+
+
+def _own() -> Iterator[Path]:
+    room = Path(__file__).parents[1]
+    for path in sorted(room.rglob("*.py")):
+        if path.relative_to(room).parts[0] not in _NO_MATTER:
+            yield path
+
+
+def _program(name: str) -> Iterator[Path]:
+    where, colon, _ = name.rpartition(":")
+    if where.endswith(".py"):
+        yield from sorted(Path(where).absolute().parent.glob("*.py"))
+        return
+    for package in (where.partition(".")[0],) if colon else ("models", "train"):
+        spec = importlib.util.find_spec(package)
+        for folder in (spec and spec.submodule_search_locations) or ():
+            yield from sorted(Path(folder).rglob("*.py"))
+        if spec is not None and spec.origin is not None and spec.submodule_search_locations is None:
+            yield Path(spec.origin)

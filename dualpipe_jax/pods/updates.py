@@ -1,0 +1,71 @@
+"""What a step does with gradients, for programs with any of optax's optimizers."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
+
+from dualpipe_jax.pods.program import Tree, Update
+
+
+def optimized_by(optimizer: Any) -> Callable[[Tree], Update]:
+    """``Program.update`` of an ``optax.GradientTransformation``: floating parameters move, others stay.
+
+    What of the optimizer's state has the form of the parameters lies as they do; the rest lies everywhere.
+    """
+
+    def update(params: Tree) -> Update:
+        state = _laid(jax.eval_shape(optimizer.init, _floating(params)), _floating(params))
+
+        def step(params: Tree, state: Tree, batch: Tree, value_and_grad: Callable[..., Any]) -> Any:
+            (objective, _), grads = value_and_grad(params, batch)
+            with jax.numpy_dtype_promotion(
+                "standard"
+            ):  # optax raises floats to the power of an integer count
+                updates, state = optimizer.update(_floating(grads), state, _floating(params))
+            return jax.tree.map(_moved, params, updates, is_leaf=_is_none), state, objective
+
+        def lower(value_and_grad: Callable[..., Any], batch: Tree) -> Any:
+            lies = (*jax.tree.map(lambda leaf: leaf.sharding, (params, state)), None)
+            whole: Any = jax.jit(step, static_argnums=3, donate_argnums=(0, 1), out_shardings=lies)
+            return whole.lower(params, state, batch, value_and_grad)
+
+        return Update(state, lower)
+
+    return update
+
+
+def _floating(tree: Tree) -> Tree:
+    """None in the place of what is no floating leaf."""
+    return jax.tree.map(lambda leaf: leaf if jnp.issubdtype(leaf.dtype, jnp.floating) else None, tree)
+
+
+def _is_none(node: Any) -> bool:
+    return node is None
+
+
+def _moved(param: Any, update: Any) -> Any:
+    return param if update is None else param + update.astype(param.dtype)
+
+
+def _laid(state: Tree, params: Tree) -> Tree:
+    """Types of the optimizer's state, with shardings."""
+    like, form = jax.tree.leaves(params), jax.tree.structure(params)
+    everywhere = NamedSharding(like[0].sharding.mesh, PartitionSpec())
+
+    def is_like(node: Any) -> bool:
+        leaves, here = jax.tree.flatten(node)
+        same: bool = here == form  # type: ignore[operator]
+        return same and all(a.shape == b.shape for a, b in zip(leaves, like, strict=True))
+
+    def lay(leaf: Any, sharding: Any) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+
+    def of(node: Any) -> Any:
+        if is_like(node):
+            return jax.tree.map(lambda leaf, p: lay(leaf, p.sharding), node, params)
+        return lay(node, everywhere)
+
+    return jax.tree.map(of, state, is_leaf=is_like)

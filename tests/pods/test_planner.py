@@ -1,0 +1,396 @@
+"""Plans: what is enumerated, priced by units given by hand, kept on disk, gone on with, written and read back."""
+
+import dataclasses
+import importlib.util
+import itertools
+import json
+import re
+
+import pytest
+
+import models
+from dualpipe_jax.__main__ import main
+from dualpipe_jax.command import plan as command
+from dualpipe_jax.command.options import CommandError, Died
+from dualpipe_jax.inspect import Target
+from dualpipe_jax.pods import Answer, Plan, planner, predict
+from dualpipe_jax.pods.cache import Cache, default_folder
+from dualpipe_jax.pods.plain import filled, plain
+from dualpipe_jax.pods.plan import read_plan
+from dualpipe_jax.pods.request import Request
+from dualpipe_jax.pods.results import Compiled, Machine, Memory, Overheads, Parameters, Shares, Step, Unit
+from dualpipe_jax.schedule import CostModel, MemoryModel, dualpipe, lower, one_f_one_b, simulate, zb_h1
+from tests.pods import own_program
+from train.config import ConfigError
+from train.options import parse
+
+TPU = pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed")
+TARGET = Target.parse("v5e:2x4")
+BASE = Plan("tiny", sequence=16)
+GIB = 2**30
+CYCLES = {"F": 1e6, "I": 1e6, "W": 5e5, "B": 1.4e6, "FB": 2e6}
+SIZES = {"residual_w": 1.0 * GIB, "stash": 0.5 * GIB, "parameters": 1.0 * GIB, "fixed": 2.0 * GIB}
+
+
+def machine(memory=16 * GIB):
+    return Machine(str(TARGET), 8, memory, 197e12, 819e9, 1.5e9)
+
+
+def answer(plan, compile, *, memory=16 * GIB, fixed=None, beyond=0):
+    """As a dry run would: units of the schedule, sizes of a share; a step that says what MFU is a share of."""
+    sizes = SIZES | {
+        "fixed": SIZES["fixed"] - (GIB if plan.shard_optimizer else 0) if fixed is None else fixed
+    }
+    kinds = {"optimizer": 0, "stages": 3 * GIB}
+    found = Answer(machine(memory), plan, memory=Memory(kinds, 3 * GIB, beyond, 3 * GIB, memory, True, sizes))
+    if compile == "nothing":
+        return found
+    units = {
+        name: Unit(CYCLES[name], CYCLES[name], 0.0, 0.0, 0) for name in predict.units_of(plan.make_schedule())
+    }
+    compiled = Compiled("units", units=units, sends=Shares(each=1e4), overheads=Overheads(100.0, 7000.0))
+    step = Step(1.0, 1.0, 0.0, seconds=2.0, tokens=64, tokens_per_second=1.0, mfu=0.25e-3, lower_bound=False)
+    return dataclasses.replace(found, compiled=compiled, step=step)
+
+
+LEAST = 2.0 * 0.25e-3
+"""Seconds at the peak."""
+
+
+def wanted(**more):
+    options = {"pp": (2,), "per_device": (1,), "remats": ("all",), "schedules": ("dualpipe", "1f1b", "zb_h1")}
+    return planner.Wanted(BASE, **{**options, "stashes": (None, 1), **more})
+
+
+def test_what_is_considered():
+    cases, refused = planner.cases(wanted(remats=("none", "all"), per_device=(1, 2)), 8)
+    assert not refused and len(cases) == 2 * 2 * 2, "remat, sequences, and two placements"
+    both, line, *_ = cases
+    assert {plan.schedule for plan in both.plans} == {"dualpipe"}
+    assert {(plan.schedule, plan.max_stash) for plan in line.plans} == {
+        ("one_f_one_b", None),
+        ("zb_h1", None),
+        ("zb_h1", 1),
+    }, "1F1B keeps no stash that could be limited"
+    assert (line.plan.pp, line.plan.ep, line.plan.microbatch_size, line.plan.num_microbatches) == (2, 4, 4, 8)
+    assert {(c.plan.microbatch_size, c.plan.num_microbatches) for c in cases} == {(4, 8), (8, 4)}
+    ops = set(predict.units_of(line.plan.make_schedule()))
+    assert ops >= {"F", "B", "I", "W"}, "what stands for all of them runs whole backwards and halves"
+
+
+def test_what_cannot_be_whatever_it_takes():
+    cases, refused = planner.cases(wanted(tokens=3 * 4 * 16), 8)
+    assert {plan.schedule for case in cases for plan in case.plans} == {"one_f_one_b", "zb_h1"}
+    (odd,) = refused
+    assert odd.plan.schedule == "dualpipe" and "number must be even" in odd.refused
+    (_, (none,)) = planner.cases(wanted(tokens=100), 8)
+    assert none.refused == "100 tokens are no whole number of microbatches of 4 x 16"
+    with pytest.raises(ValueError, match="^--pp 3: must divide the target's 8 devices$"):
+        planner.cases(wanted(pp=(3,)), 8)
+    assert {case.plan.pp for case in planner.cases(wanted(pp=()), 8)[0]} == {2, 4, 8}
+
+
+def choices(limit=16 * GIB, beyond=0, **more):
+    found = []
+    for case in planner.cases(wanted(**more), 8)[0]:
+        both = {shared: dataclasses.replace(case.plan, shard_optimizer=shared) for shared in (False, True)}
+        counts = {shared: answer(plan, "nothing", memory=limit) for shared, plan in both.items()}
+        fit, refused = planner.counted(case, counts)
+        found += refused + planner.priced(
+            fit, answer(case.plan, "units", memory=limit, beyond=beyond), counts
+        )
+    return found
+
+
+def test_times_and_memory_of_plans_by_hand():
+    by_plan = {(c.plan.schedule, c.plan.max_stash, c.plan.shard_optimizer): c for c in choices()}
+    whole = CostModel(1e6, 1.4e6 * 2 / 3, 1.4e6 / 3, send=1e4)
+    halves = CostModel(1e6, 1e6, 5e5, send=1e4)
+    for name, schedule, costs in (
+        ("dualpipe", dualpipe(2, 8), dataclasses.replace(halves, FB=2e6)),
+        ("one_f_one_b", one_f_one_b(2, 8), whole),
+        ("zb_h1", zb_h1(2, 8), halves),
+    ):
+        table, choice = lower(schedule, costs), by_plan[name, None, False]
+        cycles = table.makespan(costs) + 100 * table.num_ticks + 7000
+        assert choice.seconds == pytest.approx(cycles / 1.5e9)
+        assert choice.mfu == pytest.approx(LEAST / choice.seconds)
+        kept = max(simulate(schedule).memory(MemoryModel(**SIZES)))
+        assert choice.memory == kept and not choice.refused
+        assert by_plan[name, None, True].memory == kept - GIB, "what the optimizer has is shared out"
+    best = planner.ranked(by_plan.values())
+    assert [c.seconds for c in best] == sorted(c.seconds for c in best)
+    assert not any(c.plan.shard_optimizer for c in best), "all fit without"
+
+
+def test_what_does_not_fit_is_not_compiled_and_says_so():
+    most = {
+        (c.plan.schedule, c.plan.shard_optimizer): c.memory for c in choices() if c.plan.max_stash is None
+    }
+    limit = most["one_f_one_b", False]
+    best, refused = planner.ranked(choices(limit)), planner.nearest(choices(limit))
+    assert "one_f_one_b" in {c.plan.schedule for c in best}
+    (why,) = (c.refused for c in refused if c.plan.schedule == "dualpipe")
+    assert re.fullmatch(r"needs \d+\.\d GiB of \d+\.\d, counted", why)
+    tight = planner.ranked(choices(limit, beyond=GIB))
+    assert tight and all(c.plan.shard_optimizer for c in tight), "what the compiler takes besides counts, too"
+    assert not planner.ranked(choices(GIB))
+
+
+@pytest.fixture
+def studied(monkeypatch):
+    """Dry runs are answered at once; what was asked, and what happens at the n-th."""
+    asked, events = [], {}
+
+    def study(plan, target, compile, rates=None, title=None):
+        asked.append((plan, compile))
+        if (event := events.get(len(asked))) is not None:
+            raise event
+        return answer(plan, compile)
+
+    monkeypatch.setattr(command, "study", study)
+    return asked, events
+
+
+def planned(tmp_path, *more):
+    asked = [
+        "plan",
+        "--target",
+        "v5e:2x4",
+        "--program",
+        "tiny",
+        "--sequence",
+        "16",
+        "--cache",
+        str(tmp_path / "kept"),
+    ]
+    asked += [
+        "--pp",
+        "2",
+        "--per-device",
+        "1",
+        "--remat",
+        "all",
+        "--schedule",
+        "dualpipe",
+        "1f1b",
+        "--max-stash",
+        "1",
+    ]
+    return main([*asked, *more])
+
+
+def test_the_best_plans_are_printed_and_kept(studied, tmp_path, capsys):
+    asked, _ = studied
+    assert planned(tmp_path, "--json") == 0
+    found = json.loads(capsys.readouterr().out)
+    assert [p["mfu"] for p in found["plans"]] == sorted((p["mfu"] for p in found["plans"]), reverse=True)
+    assert {p["schedule"] for p in found["plans"]} == {"dualpipe", "one_f_one_b"} and not found["refused"]
+    assert found["plans"][0].keys() >= {
+        "mfu",
+        "schedule",
+        "pp",
+        "microbatches",
+        "remat",
+        "max_stash",
+        "seconds",
+    }
+    assert [compile for _, compile in asked] == 2 * ["nothing", "nothing", "units"]
+    file = tmp_path / "plan.json"
+    assert planned(tmp_path, "-o", str(file)) == 0
+    out = capsys.readouterr().out
+    assert len(asked) == 6, "all of it was known"
+    assert re.search(r"schedule +step, s +MFU +pp x ep +microbatches", out) and f"is written to {file}" in out
+    assert plain(read_plan(file)).items() <= found["plans"][0].items()
+    assert planned(tmp_path, "--matmul", "plain") == 0 and len(asked) == 12, (
+        "another program is another question"
+    )
+
+
+def test_programs_that_grow_with_their_stages_are_told(studied, tmp_path, capsys, monkeypatch):
+    several = itertools.count(100)
+
+    def study(plan, target, compile, rates=None, title=None):
+        return dataclasses.replace(answer(plan, compile), parameters=Parameters(next(several) // 3, 1, 1))
+
+    monkeypatch.setattr(command, "study", study)
+    assert planned(tmp_path) == 0
+    assert "these are different models, of 33, 34, 35 parameters" in capsys.readouterr().out
+
+
+def test_interrupted_it_goes_on_where_it_was(studied, tmp_path, capsys):
+    asked, events = studied
+    events[5] = KeyboardInterrupt()
+    assert planned(tmp_path) == 130
+    said = capsys.readouterr()
+    assert "dualpipe " in said.out and "one_f_one_b" not in said.out, "what is known is told"
+    assert (
+        said.err
+        == "interrupted: cases left: 1; what was compiled is kept, the same command goes on from there\n"
+    )
+    events.clear()
+    del asked[:]
+    assert planned(tmp_path) == 0
+    assert [(plan.schedule, compile) for plan, compile in asked] == [
+        ("one_f_one_b", "nothing"),
+        ("one_f_one_b", "units"),
+    ]
+
+
+def test_a_case_that_fails_is_not_the_end(studied, tmp_path, capsys):
+    _, events = studied
+    events[1] = CommandError("--ep 4: must divide the 6 experts")
+    events[4] = Died("ended by SIGABRT\nwords", "compiling", {})
+    assert planned(tmp_path) == 1
+    out = capsys.readouterr().out
+    assert (
+        ": 0 plans fit\n" in out
+        and "--ep 4: must divide the 6 experts" in out
+        and "ended by SIGABRT\n" in out
+    )
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--pp", "0"], "--pp 0: must be at least 1"),
+        (["--pp", "3"], "--pp 3: must divide the target's 8 devices"),
+        (["--tokens-per-step", "0"], "--tokens-per-step 0: must be at least 1"),
+        (["--schedule", "dualpip"], "there is no schedule 'dualpip'; did you mean dualpipe"),
+        (["-o", "no/plan.json"], "--output no/plan.json: there is no folder no"),
+    ],
+)
+def test_options_that_will_not_do(studied, tmp_path, capsys, options, message):
+    assert planned(tmp_path, *options) == 2
+    assert capsys.readouterr().err.startswith(f"error: {message}")
+
+
+def test_a_key_is_all_that_decides_an_answer(tmp_path, monkeypatch):
+    mine, cache = tmp_path / "mine.py", Cache(tmp_path / "kept")
+    mine.write_text("first = 1\n")
+    request = Request(dataclasses.replace(BASE, model=f"{mine}:step"), "v5e:2x4", "units")
+    files = {cache.file(request)}
+    for other in (
+        dataclasses.replace(request, target="v5e:4x4"),
+        dataclasses.replace(request, compile="nothing"),
+        dataclasses.replace(request, plan=dataclasses.replace(request.plan, remat="all")),
+    ):
+        files.add(cache.file(other))
+    assert len(files) == 4 and cache.file(dataclasses.replace(request, log="elsewhere")) in files
+    from dualpipe_jax.pods.cache import _digest
+
+    _digest.cache_clear()
+    mine.write_text("first = 2\n")
+    assert cache.file(request) not in files, "its source has changed"
+    assert cache.get(request) is None
+    cache.put(request, answer(request.plan, "units"))
+    assert cache.get(request) == answer(request.plan, "units")
+    cache.file(request).write_text('{"target": 3')
+    assert cache.get(request) is None, "damaged"
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert default_folder() == tmp_path / "dualpipe"
+
+
+def written(tmp_path, **changes):
+    file = tmp_path / "plan.json"
+    file.write_text(json.dumps({"plan": plain(dataclasses.replace(BASE, **changes))}))
+    return file
+
+
+def test_dry_runs_take_a_plan(tmp_path, capsys):
+    mine = f"{own_program.__file__}:blocks"
+    file = written(tmp_path, model=mine, pp=2, ep=2, microbatches=4, schedule="zb_h1", change=("dim=8",))
+    assert main(["dryrun", "--target", "v5e:2x2", "--compile", "nothing", "--json", "--plan", str(file)]) == 0
+    found = filled(Answer, json.loads(capsys.readouterr().out))
+    assert found.program == read_plan(file)
+    assert main(["dryrun", "--target", "v5e:2x2", "--plan", str(file), "--pp", "2"]) == 2
+    assert capsys.readouterr().err.startswith(
+        f"error: --plan {file}: says all of the program; drop its options"
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (None, "cannot read it: No such file or directory"),
+        ("{", "cannot read it: Expecting"),
+        ("[]", "holds no plan; `dualpipe plan -o plan.json` writes one"),
+        ('{"plan": {"ranks": 3}}', "a plan has no ranks; it is of another version"),
+    ],
+)
+def test_files_that_hold_no_plan(tmp_path, text, message):
+    file = tmp_path / "plan.json"
+    if text is not None:
+        file.write_text(text)
+    with pytest.raises(ValueError, match=f"^--plan {re.escape(str(file))}: {re.escape(message)}"):
+        read_plan(file)
+
+
+def test_the_trainer_takes_a_plan(tmp_path):
+    file = written(
+        tmp_path, model="v2-lite", pp=8, ep=4, microbatches=24, microbatch_size=8, remat="dots", max_stash=2
+    )
+    options = parse(["--plan", str(file), "--pp", "4"]).options
+    assert (options.mesh.pp, options.mesh.ep, options.mesh.microbatches, options.mesh.microbatch_size) == (
+        4,
+        4,
+        24,
+        8,
+    )
+    assert (options.model.name, options.model.remat, options.mesh.max_stash) == ("v2-lite", "dots", 2)
+    assert (options.model.dispatch, options.model.capacity_factor, options.data.sequence) == (
+        "capacity",
+        1.0,
+        16,
+    )
+    for name, make in models.MODELS.items():
+        precision = parse(["--plan", str(written(tmp_path, model=name))]).options.model.precision
+        assert precision == make().compute_dtype.__name__, "as the dry run computed"
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model": "mine.py:step"}, "--program mine.py:step: this trains the published models"),
+        ({"change": ("dim=8",)}, "--program tiny, change: this trains the published models as they are"),
+    ],
+)
+def test_plans_that_the_trainer_cannot_train(tmp_path, changes, message):
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        parse(["--plan", str(written(tmp_path, **changes))])
+
+
+@TPU
+@pytest.mark.slow
+def test_real_units_make_the_plan_that_a_dry_run_of_it_predicts(tmp_path, capsys):
+    file, program = tmp_path / "plan.json", f"{own_program.__file__}:blocks"
+    asked = [
+        "plan",
+        "--target",
+        "v5e:2x2",
+        "--program",
+        program,
+        "--change",
+        "dim=128",
+        "--sequence",
+        "1",
+        "--pp",
+        "2",
+    ]
+    asked += [
+        "--per-device",
+        "4",
+        "--remat",
+        "none",
+        "--tokens-per-step",
+        "64",
+        "--schedule",
+        "1f1b",
+        "dualpipe",
+    ]
+    assert main([*asked, "--cache", str(tmp_path / "kept"), "--json", "-o", str(file)]) == 0
+    best, *_ = json.loads(capsys.readouterr().out)["plans"]
+    assert main(["dryrun", "--target", "v5e:2x2", "--json", "--plan", str(file)]) == 0
+    step = filled(Answer, json.loads(capsys.readouterr().out)).step
+    assert best["seconds"] == pytest.approx(step.seconds) and best["mfu"] == pytest.approx(step.mfu)
+    assert sum(part.seconds for part in step.account) == pytest.approx(step.seconds)

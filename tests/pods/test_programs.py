@@ -1,0 +1,155 @@
+"""Programs of users' own: found by name, counted by hand, updated as optax does it; with the package alone."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from dualpipe_jax.engine import reference_value_and_grad
+from dualpipe_jax.parallel import make_mesh
+from dualpipe_jax.pods import Answer, Plan, Setting, ahead, loading
+from dualpipe_jax.pods.dryrun import draw
+from dualpipe_jax.pods.plain import filled, plain
+from dualpipe_jax.pods.program import Blueprint
+from dualpipe_jax.pods.results import Compiled, Unit
+from tests.pods import own_program
+
+ROOT = Path(__file__).parents[2]
+FILE = Path(own_program.__file__)
+PLAN = Plan(f"{FILE}:blocks", pp=2, ep=2, microbatches=4, microbatch_size=4, schedule="zb_h1")
+DIM, HIDDEN = 4, 8
+STAGE, FLOAT = 2 * DIM * HIDDEN, 4
+
+
+def test_memory_of_a_users_program_by_hand():
+    b = draw(PLAN, None, None)
+    kinds = ahead.memory_by_kind(b)
+    assert kinds["stages"] == STAGE * FLOAT and kinds["shared"] == DIM * FLOAT and kinds["mirrored"] == 0
+    assert kinds["optimizer"] == 2 * (STAGE + DIM) * FLOAT + 4, "two averages, and how many steps"
+    assert kinds["gradients"] == (STAGE + DIM) * FLOAT
+    assert kinds["batch"] == 2 * 4 * 2 * DIM * FLOAT + FLOAT, (
+        "half of each microbatch's x and y, and the loss"
+    )
+    assert ahead.num_parameters(b.program.params) == 2 * STAGE + DIM
+    assert ahead.num_parameters(b.params, device=True) == STAGE + DIM
+
+
+def test_without_an_update_nothing_is_kept_for_one():
+    b = draw(Plan(**{**plain(PLAN), "change": ("learns=0", "dim=6")}), None, None)
+    kinds = ahead.memory_by_kind(b)
+    assert kinds["optimizer"] == 0 and kinds["stages"] == 2 * 6 * HIDDEN * FLOAT
+
+
+def test_the_step_is_optaxs():
+    """Compiled as `--compile step` does, run, and compared with optax on the plain model's gradients."""
+    schedule, mesh = PLAN.make_schedule(), make_mesh(2, 2)
+    program = own_program.blocks(Setting(PLAN, schedule, mesh))
+    b = Blueprint(program, schedule, mesh, fuse_pairs=False)
+    compiled = ahead.lower_step(b).compile()
+    assert compiled.memory_analysis().argument_size_in_bytes == sum(
+        ahead.memory_by_kind(b)[kind] for kind in ("stages", "shared", "optimizer")
+    ) + ahead.nbytes(b.batch)
+    random = np.random.default_rng(0)
+
+    def noise(tree):
+        return jax.tree.map(lambda leaf: jnp.float32(random.standard_normal(leaf.shape)), tree)
+
+    params, batch = noise(program.params), noise(program.batch)
+    optimizer = optax.adam(own_program.RATE)
+    (objective, _), grads = reference_value_and_grad(program.model)(params, batch)
+    with jax.numpy_dtype_promotion("standard"):
+        updates, _ = optimizer.update(grads, optimizer.init(params), params)
+    lies = jax.tree.map(lambda leaf: leaf.sharding, (b.update.state, b.batch))
+    placed = b.pipeline.place(params)
+    state = jax.device_put(optimizer.init(placed), lies[0])
+    new, _, loss = compiled(placed, state, jax.device_put(batch, lies[1]))
+    np.testing.assert_allclose(loss, objective, rtol=1e-5)
+    for a, c in zip(
+        jax.tree.leaves(b.pipeline.unplace(new)),
+        jax.tree.leaves(optax.apply_updates(params, updates)),
+        strict=True,
+    ):
+        np.testing.assert_allclose(a, c, rtol=1e-4, atol=1e-5)
+
+
+@pytest.fixture
+def installed(tmp_path):
+    """Where there is the package and a user's file, and neither trainer nor models."""
+    (tmp_path / "lib").mkdir()
+    (tmp_path / "lib" / "dualpipe_jax").symlink_to(ROOT / "dualpipe_jax")
+    (tmp_path / "mine.py").write_text(FILE.read_text())
+
+    def dryrun(program):
+        command = [
+            sys.executable,
+            "-m",
+            "dualpipe_jax",
+            "dryrun",
+            "--target",
+            "v5e:2x2",
+            "--program",
+            program,
+        ]
+        command += ["--pp", "2", "--ep", "2", "--schedule", "zb_h1", "--compile", "nothing", "--json"]
+        environment = {**os.environ, "PYTHONPATH": str(tmp_path / "lib"), "XLA_FLAGS": ""}
+        return subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+
+    return dryrun
+
+
+def test_the_package_alone_is_enough(installed):
+    done = installed("mine:blocks")
+    assert done.returncode == 0, done.stderr
+    found = filled(Answer, json.loads(done.stdout))
+    assert found.memory.kinds["stages"] == STAGE * FLOAT and found.parameters.total == 2 * STAGE + DIM
+    assert found.program.model == "mine:blocks" and found.program.microbatches == 8
+
+
+def test_models_of_the_trainer_are_not_in_the_package(installed):
+    done = installed("v3")
+    assert done.returncode == 2
+    assert (
+        "error: --program v3: a name without a module is a model of the trainer, which is in" in done.stderr
+    )
+    assert done.stderr.endswith("FILE.py:name or package.module:name\n")
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("no.py:step", "--program no.py:step: there is no file no.py"),
+        (f"{FILE}:block", f"--program {FILE}:block: {FILE} has no function block; did you mean blocks?"),
+        (f"{FILE}:NUMBER", f"--program {FILE}:NUMBER: {FILE} has no function NUMBER; it has blocks, forgets, fails"),
+        ("no.such:step", "--program no.such:step: there is no module no.such on Python's path or in this folder; a"),
+        (":step", "--program :step: wants FILE.py:name or package.module:name"),
+        ("tests.pods.own_program:forgets", "--program tests.pods.own_program:forgets: returns NoneType; it must be a"),
+    ],
+)  # fmt: skip
+def test_programs_that_there_are_not(name, message):
+    with pytest.raises(ValueError, match="^" + re.escape(message)):
+        draw(Plan(name, pp=2, ep=2), None, None)
+
+
+def test_changes_that_it_does_not_take_and_mistakes_inside():
+    with pytest.raises(
+        ValueError, match=r"blocks\(\) got an unexpected keyword argument 'width'; it is called"
+    ):
+        draw(Plan(f"{FILE}:blocks", pp=2, ep=2, change=("width=3",)), None, None)
+    with pytest.raises(TypeError, match="^a mistake inside$"):
+        draw(Plan(f"{FILE}:fails", pp=2, ep=2), None, None)
+    assert loading.find("tests.pods.own_program:blocks") is own_program.blocks
+
+
+def test_results_come_back_from_json():
+    unit = Unit(3.0, 2.0, 1.0, 1.0, 0)
+    found = Answer(program=PLAN, compiled=Compiled("units", units={"F": unit}, options={"a": "b"}))
+    assert filled(Answer, json.loads(json.dumps(plain(found)))) == found
+    assert plain(unit)["over_limit"] == 1.5 and plain(unit)["over_sum"] == 1.0
