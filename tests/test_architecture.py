@@ -53,7 +53,7 @@ MAY_IMPORT = {
         "dualpipe_jax.contract",
         "dualpipe_jax.functional",
     ),
-    "models.decode": ("models", "dualpipe_jax.functional"),
+    "models.decode": ("models", "dualpipe_jax.functional", "dualpipe_jax.parallel", "dualpipe_jax.pair"),
     "train": ("dualpipe_jax", "models"),
 }
 """Part of the project -> what of ours it may import, besides itself."""

@@ -1,0 +1,119 @@
+"""Serving's two programs, compiled: on one device, or on all of an expert axis, each with requests of its own.
+
+Over the axis lie rows, blocks of the cache and experts; other weights are on every device. Rows are in the devices'
+order, and a row's table counts the blocks of its own device.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.sharding import Mesh, PartitionSpec
+
+from dualpipe_jax.functional import Tree
+from dualpipe_jax.parallel import EP
+from models.config import Config
+from models.decode.cache import Rows, init_cache, write
+from models.decode.experts import weight_specs
+from models.decode.model import Decoder
+from models.decode.steps import decode, prefill
+
+ROWS, BLOCKS = PartitionSpec(EP), PartitionSpec(None, EP)
+"""How rows and the cache lie on a mesh."""
+
+Step = Callable[..., tuple[Any, Any]]
+
+
+class Programs(NamedTuple):
+    """What an engine runs; ``prefill`` and ``decode`` take the cache's memory for the new one.
+
+    Attributes:
+      prefill: ``(weights, cache, rows, follow, sampling) -> (Prefilled, counts, cache)``; counts are int32 [devices,
+        layers with experts, E], see ``Made``.
+      decode: ``(weights, cache, rows, sampling) -> (Decoded, counts, cache)``.
+      init_cache: ``(num_blocks, block_size) -> cache``, of all devices.
+
+    """
+
+    prefill: Callable[..., tuple[Any, Array, Array]]
+    decode: Callable[..., tuple[Any, Array, Array]]
+    init_cache: Callable[[int, int], Array]
+
+
+@functools.cache  # who asks for the same gets the same, and with it what jax.jit has compiled of it
+def programs(model: Decoder, drafts: bool, mesh: Mesh | None = None) -> Programs:
+    """Build them.
+
+    Args:
+      model: see ``models.decode.decoder``; on a mesh its dispatch is over the axis "ep".
+      drafts: see ``Engine``.
+      mesh: with that axis alone; None for one device.
+
+    Raises:
+      ValueError: model and mesh do not fit together.
+
+    """
+    check_mesh(model, mesh)
+
+    def compiled(step: Step) -> Callable[..., tuple[Any, Array, Array]]:
+        run = functools.partial(_run, functools.partial(step, model, drafts))
+        return jax.jit(on_mesh(run, mesh), donate_argnums=1)
+
+    return Programs(compiled(prefill), compiled(decode), functools.partial(_init_cache, model.config, mesh))
+
+
+def check_mesh(model: Decoder, mesh: Mesh | None) -> None:
+    """Find out whether a model is for a mesh.
+
+    Raises:
+      ValueError: it is not; says why.
+
+    """
+    axis = model.dispatch.axis_name
+    if mesh is None and axis is not None:
+        raise ValueError(
+            f"Engine: the model sends tokens to experts over axis {axis!r}: give a mesh, or build the model without "
+            "dispatch"
+        )
+    if mesh is not None and (axis != EP or any(size > 1 for name, size in mesh.shape.items() if name != EP)):
+        raise ValueError(
+            f"Engine: the mesh is {dict(mesh.shape)} and the model's experts lie over {axis!r}; both must be over "
+            f"{EP!r} alone: decoder(config, dispatch=Dispatch(axis_name={EP!r})), make_mesh(1, devices)"
+        )
+
+
+def on_mesh(run: Callable[..., Any], mesh: Mesh | None) -> Callable[..., Any]:
+    """``run(weights, cache, rows, ...) -> (out, counts, cache)`` on every device of a mesh, with its own part."""
+    if mesh is None:
+        return run
+
+    def everywhere(weights: Tree, cache: Array, *rows: Tree) -> Any:
+        mapped = jax.shard_map(
+            run,
+            mesh=mesh,
+            in_specs=(weight_specs(weights), BLOCKS, *(ROWS for _ in rows)),
+            out_specs=(ROWS, ROWS, BLOCKS),
+            check_vma=False,
+        )
+        return mapped(weights, cache, *rows)
+
+    return everywhere
+
+
+def _run(step: Step, weights: Tree, cache: Array, rows: Rows, *more: Tree) -> tuple[Any, Array, Array]:
+    """One step of one device; all its rows at once."""
+    out, made = step(weights, cache, rows, *more)
+    # All has been read before anything is written: else the cache is copied.
+    out, made = lax.optimization_barrier((out, made))
+    counts = jnp.stack(made.counts)[None]
+    return out, counts, write(cache, rows, made.latents)
+
+
+def _init_cache(config: Config, mesh: Mesh | None, num_blocks: int, block_size: int) -> Array:
+    make = functools.partial(init_cache, config, num_blocks, block_size)
+    if mesh is None:
+        return make()
+    return jax.jit(make, out_shardings=jax.NamedSharding(mesh, BLOCKS))()
