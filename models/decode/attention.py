@@ -68,10 +68,14 @@ def cached_attention(
     new_BSL = jnp.concatenate(attention.latents(x_BSD, rows.positions), axis=-1)
     places = np.arange(x_BSD.shape[1])
     heard = [_Heard(new_BSL, jnp.asarray(places <= places[:, None])[None])]
+    cached_B = jnp.asarray(rows.starts)
     if before is not None:
-        heard.append(_of_same_requests(rows, *before))
+        others, latents_BSL = before
+        same_B = jnp.all(jnp.asarray(rows.tables) == jnp.asarray(others.tables), axis=1) & (others.lengths > 0)
+        cached_B = jnp.where(same_B, others.starts, cached_B)
+        heard.append(_Heard(latents_BSL, (others.live & same_B[:, None])[:, None]))
     if not fresh:
-        cached_BKL, before_BK = read(cache, layer, rows)
+        cached_BKL, before_BK = read(cache, layer, rows.tables, cached_B)
         heard.append(_Heard(cached_BKL, before_BK[:, None]))
     kernel = attention.kv_b_proj.kernel[...].astype(x_BSD.dtype)
     kernel_CHX = kernel.reshape(config.kv_lora_rank, config.num_heads, -1)
@@ -92,12 +96,6 @@ class _Heard(NamedTuple):
 
     latents: Array
     by: Array
-
-
-def _of_same_requests(rows: Rows, before: Rows, latents_BSL: Array) -> _Heard:
-    same_B = jnp.all(jnp.asarray(rows.tables) == jnp.asarray(before.tables), axis=1)
-    heard_BS = before.live & same_B[:, None]
-    return _Heard(latents_BSL, heard_BS[:, None])
 
 
 def _absorbed(config: Config, q_BSHX: Array, heard: Sequence[_Heard], kernel_CHX: Array) -> Array:

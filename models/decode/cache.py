@@ -77,18 +77,18 @@ def write(cache: Array, rows: Rows, latents: Sequence[Array]) -> Array:
     return flat.reshape(cache.shape)
 
 
-def read(cache: Array, layer: int, rows: Rows) -> tuple[Array, Array]:
-    """Return one layer's latents of every position that a row's table has room for, and which are before the row.
+def read(cache: Array, layer: int, tables: Array | np.ndarray, until_B: Array) -> tuple[Array, Array]:
+    """Return one layer's latents of every position that tables have room for, and which are before ``until_B``.
 
     A block keeps what its last owner left, NaN perhaps, and a probability of 0 times that is no number: what is not
-    before the row reads as zeros.
+    before it reads as zeros.
 
     Returns:
       [B, K, X] and bool [B, K].
 
     """
     L, P, size, X = cache.shape
-    blocks = cache.reshape(L * P, size, X)[layer * P + jnp.asarray(rows.tables)]
+    blocks = cache.reshape(L * P, size, X)[layer * P + jnp.asarray(tables)]
     found_BKX = blocks.reshape(blocks.shape[0], -1, X)
-    before_BK = jnp.arange(found_BKX.shape[1], dtype=jnp.int32) < jnp.asarray(rows.starts)[:, None]
+    before_BK = jnp.arange(found_BKX.shape[1], dtype=jnp.int32) < until_B[:, None]
     return jnp.where(before_BK[..., None], found_BKX, 0), before_BK

@@ -21,6 +21,7 @@ from dualpipe_jax.parallel import EP
 from models.decode import experts
 from models.decode.blocks import Blocks, keys_of
 from models.decode.cache import Rows
+from models.decode.halves import Piece, fixed_cost, halve
 from models.decode.model import Decoder
 from models.decode.programs import programs
 from models.decode.requests import Completion, Limits, SamplingParams, check_request
@@ -61,6 +62,8 @@ class Engine:
       placement: int [R, devices, slots], the expert in each slot of each device, for every layer with experts, then
         for modules of multi-token prediction: ``Placement.experts`` of ``dualpipe_jax.balance``. None shares them out
         in order.
+      microbatches: 2 for steps in two halves, each computed while the other's tokens travel to experts and back: worth
+        it where they take long to. Texts are the same.
 
     Raises:
       ValueError: drafts are asked of a model without such a module; model, limits, placement and mesh do not fit
@@ -77,6 +80,7 @@ class Engine:
         drafts: bool = False,
         mesh: Mesh | None = None,
         placement: ArrayLike | None = None,
+        microbatches: int = 1,
     ):
         if drafts and not model.config.num_mtp_layers:
             raise ValueError(
@@ -86,9 +90,20 @@ class Engine:
         if placement is not None and mesh is None:
             raise ValueError("Engine: a placement needs a mesh on whose devices it places experts")
         self.config, self.limits, self._drafts = model.config, limits, drafts
-        self._programs = programs(model, drafts, mesh)
+        self._programs = programs(model, drafts, mesh, microbatches)
         self._num_devices = 1 if mesh is None else mesh.shape[EP]
         self._own_limits = limits.share(self._num_devices)
+        self._num_halves = microbatches
+        if self._own_limits.max_requests % microbatches:
+            raise ValueError(
+                f"Engine: {self._own_limits.max_requests} requests of a device are not two equal halves; give an even "
+                f"multiple of {self._num_devices} as max_requests"
+            )
+        # Rows of a device that take in prompts at once, and how often in a step.
+        chunks = max(1, limits.max_prefill // limits.chunk_size)
+        self._num_rows = 1 if microbatches == 1 else 2 * max(1, chunks // 2)
+        self._num_prefills = max(1, chunks // self._num_rows)
+        self._fixed_cost = fixed_cost(self.config)
         self._mesh, self._near = mesh, model.dispatch.factor is None
         self._weights = model.prepare(params)
         self._held: np.ndarray = np.zeros((0, 0, 0))  # the placement, on a mesh
@@ -152,11 +167,11 @@ class Engine:
 
         """
         self._admit()
-        for _ in range(max(1, self.limits.max_prefill // self.limits.chunk_size)):
-            oldest = [self._oldest_begun(device) for device in range(self._num_devices)]
-            if not any(oldest):
+        for _ in range(self._num_prefills):
+            pieces = [piece for device in range(self._num_devices) for piece in self._next_pieces(device)]
+            if not any(pieces):
                 break
-            self._take_in(oldest)
+            self._take_in(pieces)
         if any(r and r.tokens for r in self._slots):
             self._go_on()
         ended, self._ended = self._ended, []
@@ -241,12 +256,24 @@ class Engine:
         return self._slots[device * size : (device + 1) * size]
 
     def _seat(self, device: int) -> int:
-        """A free slot of a device."""
-        return device * self._own_limits.max_requests + self._slots_of(device).index(None)
+        """A free slot of a device, in the half that has fewer requests."""
+        slots, size = self._slots_of(device), self._own_limits.max_requests // self._num_halves
+        busy = [sum(map(bool, slots[k * size : (k + 1) * size])) for k in range(self._num_halves)]
+        start = size * busy.index(min(busy))
+        return device * self._own_limits.max_requests + slots.index(None, start)
 
-    def _oldest_begun(self, device: int) -> _Request | None:
+    def _next_pieces(self, device: int) -> list[tuple[_Request, Piece] | None]:
+        """What a device takes in next, by rows."""
         begun = (r for r in self._slots_of(device) if r and r.num_cached < len(r.prompt))
-        return min(begun, key=lambda request: request.id, default=None)
+        oldest = sorted(begun, key=lambda request: request.id)
+        prompts = [(r.num_cached, len(r.prompt) - r.num_cached) for r in oldest]
+        size = self.limits.chunk_size
+        if self._num_halves == 2:
+            first, second = halve(prompts, self._num_rows // 2, size, self._fixed_cost)
+            pieces = first + second
+        else:
+            pieces = [Piece(0, start, min(size, left)) for start, left in prompts[:1]] or [None]
+        return [None if piece is None else (oldest[piece.number], piece) for piece in pieces]
 
     def _keys(self, request: _Request, num_fed: int) -> list[bytes]:
         """Of the whole blocks among the first positions of a request."""
@@ -254,26 +281,26 @@ class Engine:
         keys = keys_of(text, self.limits.block_size, ahead=int(self._drafts))
         return keys[: num_fed // self.limits.block_size]
 
-    def _take_in(self, requests: Sequence[_Request | None]) -> None:
-        """The next chunk of each, one a device."""
+    def _take_in(self, pieces: Sequence[tuple[_Request, Piece] | None]) -> None:
         size = self.limits.chunk_size
-        tokens = np.zeros((len(requests), size), np.int32)
-        starts, lengths = np.zeros((2, len(requests)), np.int32)
-        follow = np.full(len(requests), -1, np.int32)
-        for row, request in enumerate(requests):
-            if request is not None:
-                chunk = request.prompt[request.num_cached :][:size]
-                tokens[row, : len(chunk)] = chunk
-                starts[row], lengths[row] = request.num_cached, len(chunk)
-                request.num_cached += len(chunk)
-                if request.num_cached < len(request.prompt):
-                    follow[row] = request.prompt[request.num_cached]
+        tokens = np.zeros((len(pieces), size), np.int32)
+        starts, lengths = np.zeros((2, len(pieces)), np.int32)
+        follow = np.full(len(pieces), -1, np.int32)
+        requests: list[_Request | None] = [None] * len(pieces)
+        for row, taken in enumerate(pieces):
+            if taken is not None:
+                requests[row], (_, start, length) = request, _ = taken
+                end = start + length
+                tokens[row, :length] = request.prompt[start:end]
+                starts[row], lengths[row] = start, length
+                request.num_cached = max(request.num_cached, end)
+                follow[row] = request.prompt[end] if end < len(request.prompt) else -1
         rows = Rows(tokens, starts, lengths, self._tables(requests))
         out, counts, self._cache = self._programs.prefill(
             self._weights, self._cache, rows, follow, _sampling(requests)
         )
         self._count(counts)
-        over = [(row, r) for row, r in enumerate(requests) if r and r.num_cached == len(r.prompt)]
+        over = [(row, r) for row, r in enumerate(requests) if r and starts[row] + lengths[row] == len(r.prompt)]
         if over:
             found = jax.device_get(out)
         for row, request in over:

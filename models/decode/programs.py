@@ -5,7 +5,7 @@ order, and a row's table counts the blocks of its own device.
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -14,11 +14,12 @@ from jax import Array, lax
 from jax.sharding import Mesh, PartitionSpec
 
 from dualpipe_jax.functional import Tree
+from dualpipe_jax.pair import side_by_side
 from dualpipe_jax.parallel import EP
 from models.config import Config
 from models.decode.cache import Rows, init_cache, write
 from models.decode.experts import weight_specs
-from models.decode.model import Decoder
+from models.decode.model import Decoder, Made
 from models.decode.steps import decode, prefill
 
 ROWS, BLOCKS = PartitionSpec(EP), PartitionSpec(None, EP)
@@ -44,25 +45,34 @@ class Programs(NamedTuple):
 
 
 @functools.cache  # who asks for the same gets the same, and with it what jax.jit has compiled of it
-def programs(model: Decoder, drafts: bool, mesh: Mesh | None = None) -> Programs:
+def programs(model: Decoder, drafts: bool, mesh: Mesh | None = None, microbatches: int = 1) -> Programs:
     """Build them.
 
     Args:
       model: see ``models.decode.decoder``; on a mesh its dispatch is over the axis "ep".
       drafts: see ``Engine``.
       mesh: with that axis alone; None for one device.
+      microbatches: 2 cuts a device's rows in two halves, which are computed while each other's tokens travel. The
+        second half of a prefill hears the first, see ``cached_attention``; of a decode they are different requests.
 
     Raises:
-      ValueError: model and mesh do not fit together.
+      ValueError: model and mesh do not fit together, or there are other than one or two microbatches.
 
     """
     check_mesh(model, mesh)
+    if microbatches not in (1, 2):
+        raise ValueError(f"Engine: microbatches is {microbatches}, must be 1 or 2")
 
-    def compiled(step: Step) -> Callable[..., tuple[Any, Array, Array]]:
-        run = functools.partial(_run, functools.partial(step, model, drafts))
+    def compiled(step: Step, *, hears: bool) -> Callable[..., tuple[Any, Array, Array]]:
+        step = functools.partial(step, model, drafts)
+        run = functools.partial(_in_halves, step, hears) if microbatches == 2 else functools.partial(_whole, step)
         return jax.jit(on_mesh(run, mesh), donate_argnums=1)
 
-    return Programs(compiled(prefill), compiled(decode), functools.partial(_init_cache, model.config, mesh))
+    return Programs(
+        compiled(prefill, hears=True),
+        compiled(decode, hears=False),
+        functools.partial(_init_cache, model.config, mesh),
+    )
 
 
 def check_mesh(model: Decoder, mesh: Mesh | None) -> None:
@@ -103,13 +113,48 @@ def on_mesh(run: Callable[..., Any], mesh: Mesh | None) -> Callable[..., Any]:
     return everywhere
 
 
-def _run(step: Step, weights: Tree, cache: Array, rows: Rows, *more: Tree) -> tuple[Any, Array, Array]:
+def _whole(step: Step, weights: Tree, cache: Array, rows: Rows, *more: Tree) -> tuple[Any, Array, Array]:
     """One step of one device; all its rows at once."""
-    out, made = step(weights, cache, rows, *more)
+    return _written(cache, [(rows, *step(weights, cache, rows, *more))])
+
+
+def _in_halves(
+    step: Step, hears: bool, weights: Tree, cache: Array, rows: Rows, *more: Tree
+) -> tuple[Any, Array, Array]:
+    """The same in two microbatches, the first of which leads."""
+
+    def half(k: int) -> Any:
+        return jax.tree.map(lambda leaf: jnp.split(jnp.asarray(leaf), 2)[k], (rows, *more))
+
+    def lead(fixed: Tree, *arguments: Tree) -> Any:
+        return step(*fixed, *arguments)
+
+    def follow(fixed: Tree, *arguments: Tree) -> Any:
+        if not hears:
+            return step(*fixed, *arguments)
+        *arguments, ahead, latents = arguments  # type: ignore[assignment]
+        return step(*fixed, *arguments, (ahead, latents))
+
+    fixed, first, second = (weights, cache), half(0), half(1)
+    followed, led = side_by_side(
+        follow,
+        (fixed, *second, *first[:1]) if hears else (fixed, *second),
+        lead,
+        (fixed, *first),
+        passed=(lambda result: result[1].latents) if hears else None,
+    )
+    return _written(cache, [(first[0], *led), (second[0], *followed)])
+
+
+def _written(cache: Array, parts: Sequence[tuple[Rows, Any, Made]]) -> tuple[Any, Array, Array]:
+    """What rows came to, one part after the other; and the cache with all of them."""
     # All has been read before anything is written: else the cache is copied.
-    out, made = lax.optimization_barrier((out, made))
-    counts = jnp.stack(made.counts)[None]
-    return out, counts, write(cache, rows, made.latents)
+    parts = lax.optimization_barrier(list(parts))
+    for rows, _, made in parts:
+        cache = write(cache, rows, made.latents)
+    out = jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *(out for _, out, _ in parts))
+    counts = functools.reduce(jnp.add, [jnp.stack(made.counts) for *_, made in parts])
+    return out, counts[None], cache
 
 
 def _init_cache(config: Config, mesh: Mesh | None, num_blocks: int, block_size: int) -> Array:

@@ -65,14 +65,18 @@ def ask(serving, seed=0):
     return [done[number] for number in numbers]
 
 
-WANTED = [pytest.param("dropless", None, False), ("dropless", TWICE, True), ("capacity", TWICE, False)]
+WANTED = [
+    ("dropless", None, False, 1),
+    ("dropless", TWICE, True, 1),
+    ("capacity", TWICE, False, 1),
+    ("dropless", TWICE, True, 2),
+]
 
 
-@pytest.mark.parametrize("method, placement, drafts", WANTED)
-def test_texts_are_the_plain_forwards(method, placement, drafts):
-    serving = Engine(
-        model(method), random_params(CONFIG), LIMITS, mesh=mesh(), placement=placement, drafts=drafts
-    )
+@pytest.mark.parametrize("method, placement, drafts, microbatches", WANTED)
+def test_texts_are_the_plain_forwards(method, placement, drafts, microbatches):
+    how = dict(placement=placement, drafts=drafts, microbatches=microbatches)
+    serving = Engine(model(method), random_params(CONFIG), LIMITS, mesh=mesh(), **how)
     found = ask(serving)
     assert [one.tokens for one in found] == [greedy(n) for n in range(len(LENGTHS))]
     fed = sum(length + number - 1 for length, number in zip(LENGTHS, NUM_NEW, strict=True))
