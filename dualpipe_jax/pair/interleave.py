@@ -189,26 +189,34 @@ class _Pair:
         """
         if following.collective is not None and not phase.after:
             self.do(following.collective.nodes[:-1])
+        reach = self._within_reach()
         for value in list(self.fresh):
-            self._condense(value)
+            if self._condense(value, reach):
+                reach = self._within_reach()
         tasks = [*filter(None, [following.collective]), *following.beside]
         needed = [v for task in tasks for v in (*values(task.own.inputs), *task.reads)]
         held, wanted = dict.fromkeys([*self.fresh, *needed]), self._wanted()
         self._hold([v for v in held if v in wanted and v in self.known and v not in fixed])
         self.fresh.clear()
 
-    def _condense(self, value: Value) -> None:
-        """Reduce and cast what was made as far as that takes less room."""
-        reach = self._within_reach()
+    def _condense(self, value: Value, reach: Sequence[Work]) -> bool:
+        """Reduce and cast what was made as far as that takes less room; whether anything was done for it.
+
+        Arguments:
+          reach: see ``_within_reach``.
+        """
         chain = _following(value, reach)
+        if not chain:
+            return False
         wanted = self._wanted(but=chain)
         left = [v for v in (value, *(v for work in chain for v in work.outputs)) if v in wanted]
         if value in left or sum(v.nbytes for v in left) >= value.nbytes:
-            return
+            return False
         makers = {v: work for work in reach for v in work.outputs}
         needed = {work for end in chain for work in (*lazy_before(end, makers), end)}
         self.do(work for work in reach if work in needed)
         self.fresh.update(dict.fromkeys(left))
+        return True
 
     def _within_reach(self) -> list[Work]:
         """Lazy work that could be done now, in order."""

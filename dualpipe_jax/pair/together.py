@@ -41,7 +41,7 @@ def side_by_side(
     >>> side_by_side(jnp.add, (1, 2), jnp.multiply, (3, 4))
     (Array(3, dtype=int32, weak_type=True), Array(12, dtype=int32, weak_type=True))
     >>> side_by_side(jnp.add, (1,), jnp.multiply, (3, 4), passed=lambda product: product)[0]
-    Array(13, dtype=int32, weak_type=True)
+    Array(13, dtype=int32)
     """
     other, other_tree = _traced(second, second_arguments)
     handed: dict[int, int] = {}

@@ -71,7 +71,9 @@ def cached_attention(
     cached_B = jnp.asarray(rows.starts)
     if before is not None:
         others, latents_BSL = before
-        same_B = jnp.all(jnp.asarray(rows.tables) == jnp.asarray(others.tables), axis=1) & (others.lengths > 0)
+        same_B = jnp.all(jnp.asarray(rows.tables) == jnp.asarray(others.tables), axis=1) & (
+            others.lengths > 0
+        )
         cached_B = jnp.where(same_B, others.starts, cached_B)
         heard.append(_Heard(latents_BSL, (others.live & same_B[:, None])[:, None]))
     if not fresh:

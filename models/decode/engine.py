@@ -300,7 +300,9 @@ class Engine:
             self._weights, self._cache, rows, follow, _sampling(requests)
         )
         self._count(counts)
-        over = [(row, r) for row, r in enumerate(requests) if r and starts[row] + lengths[row] == len(r.prompt)]
+        over = [
+            (row, r) for row, r in enumerate(requests) if r and starts[row] + lengths[row] == len(r.prompt)
+        ]
         if over:
             found = jax.device_get(out)
         for row, request in over:

@@ -36,7 +36,9 @@ Half = list[Piece | None]
 
 def fixed_cost(config: Config) -> float:
     """What a token costs beside attention, in positions attended to, by matmuls of a layer with experts."""
-    free, far = (matmul_costs(config, length).moe for length in (0, 2))  # causal: on average half of the sequence
+    free, far = (
+        matmul_costs(config, length).moe for length in (0, 2)
+    )  # causal: on average half of the sequence
     return free / (far - free)
 
 
@@ -79,7 +81,11 @@ def halve(prompts: Sequence[tuple[int, int]], num_rows: int, size: int, fixed: f
         pairs.append(pair)
         costs = [cost + piece.cost(fixed) for cost, piece in zip(costs, pair, strict=True)]
     first, second = (
-        list(itertools.islice(itertools.chain([pair[k] for pair in pairs], halves[k], itertools.repeat(None)), num_rows))
+        list(
+            itertools.islice(
+                itertools.chain([pair[k] for pair in pairs], halves[k], itertools.repeat(None)), num_rows
+            )
+        )
         for k in (0, 1)
     )
     return first, second

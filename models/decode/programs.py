@@ -65,7 +65,9 @@ def programs(model: Decoder, drafts: bool, mesh: Mesh | None = None, microbatche
 
     def compiled(step: Step, *, hears: bool) -> Callable[..., tuple[Any, Array, Array]]:
         step = functools.partial(step, model, drafts)
-        run = functools.partial(_in_halves, step, hears) if microbatches == 2 else functools.partial(_whole, step)
+        run = (
+            functools.partial(in_halves, step, hears) if microbatches == 2 else functools.partial(whole, step)
+        )
         return jax.jit(on_mesh(run, mesh), donate_argnums=1)
 
     return Programs(
@@ -113,12 +115,12 @@ def on_mesh(run: Callable[..., Any], mesh: Mesh | None) -> Callable[..., Any]:
     return everywhere
 
 
-def _whole(step: Step, weights: Tree, cache: Array, rows: Rows, *more: Tree) -> tuple[Any, Array, Array]:
+def whole(step: Step, weights: Tree, cache: Array, rows: Rows, *more: Tree) -> tuple[Any, Array, Array]:
     """One step of one device; all its rows at once."""
     return _written(cache, [(rows, *step(weights, cache, rows, *more))])
 
 
-def _in_halves(
+def in_halves(
     step: Step, hears: bool, weights: Tree, cache: Array, rows: Rows, *more: Tree
 ) -> tuple[Any, Array, Array]:
     """The same in two microbatches, the first of which leads."""
