@@ -1,4 +1,4 @@
-"""What a training step would take on devices that are not here: ``dualpipe overlap`` and ``dualpipe dryrun``.
+"""What a step would take on devices that are not here: ``dualpipe overlap`` and ``dualpipe dryrun``.
 
 ``python -m train.dryrun FILE`` is the process that those commands start, for compilers take long, may end the
 process that they run in, and can be stopped no other way. It reads a request from standard input (JSON), prints
@@ -30,9 +30,10 @@ def answer(request: Request) -> dict[str, Any]:
     else:
         devices = None
     say("loading JAX")
-    from train import study  # only now: JAX reads the environment when it is imported
+    from train import serving, study  # only now: JAX reads the environment when it is imported
 
-    return study.study(request, target, devices, say)
+    asked = serving if request.compile in serving.WHAT else study
+    return asked.study(request, target, devices, say)
 
 
 def answers(asked: dict[str, Any]) -> Iterator[dict[str, Any]]:

@@ -18,13 +18,14 @@ class Request:
       program: the step.
       target: the devices; None for any, of which nothing can be compiled.
       compile: "pair" (for overlap), "units" (each unit of the engine once, for costs), "step" (the trainer's whole
-        step), "bare" or "bare_ordered" (see ``train.bare``, in the compiler's order or in ours), or "nothing": memory
-        is counted all the same.
+        step), "bare" or "bare_ordered" (see ``train.bare``, in the compiler's order or in ours), "prefill" or "decode"
+        (see ``train.serving``), or "nothing": memory is counted all the same.
       files: what to write of the compiled program, each by its ending: .svg and .png a picture of the pair's
         timeline, .trace the same for Perfetto, any other the program's text.
       compiled: file with the text of a program that is already compiled for the target: only this is read, the
         program above is not looked at.
       rates: file of measured rates, by which programs are priced; None for the compiler's figures.
+      requests: of a device, for serving; None for DeepSeek's.
       log: the file that this process's standard error goes to, where the TPU compiler's statistics are found.
     """
 
@@ -34,6 +35,7 @@ class Request:
     files: tuple[str, ...] = ()
     compiled: str | None = None
     rates: str | None = None
+    requests: int | None = None
     log: str | None = None
 
 

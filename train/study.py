@@ -77,7 +77,7 @@ def draw(
     schedule = make_schedule(program)
     num_stages = schedule.placement.num_model_stages
     layers = None if program.layers_per_stage is None else program.layers_per_stage * num_stages
-    numbers = size(program.model, layers, dict(map(_assignment, program.change)))
+    numbers = size(program.model, layers, dict(map(assignment, program.change)))
     if numbers.num_experts % program.ep:
         raise ValueError(
             f"--ep {program.ep}: must divide the {numbers.num_experts} experts of {program.model}"
@@ -140,8 +140,7 @@ def compile_and_read(
     say("tracing and lowering")
     lowered = _lower(what, blueprint)
     say(f"compiling the {what} for {target}")
-    options = inspect.recommended_compiler_options(platform_of(target), target.generation, ahead_of_time=True)
-    options |= dict(map(_pair, program.compiler_option))
+    options = compiler_options(program, target)
     middle = time.perf_counter()
     try:
         compiled = lowered.compile(options)
@@ -162,6 +161,12 @@ def compile_and_read(
     if what in BARE:
         found["units"] = {"FB": unit_figures(predict.unit_of(report, module.entry))}
     return {"what": what, "options": options, "seconds": seconds} | found
+
+
+def compiler_options(program: Program, target: inspect.Target) -> dict[str, str]:
+    """The recommended ones, and those asked for."""
+    options = inspect.recommended_compiler_options(platform_of(target), target.generation, ahead_of_time=True)
+    return options | dict(map(_pair, program.compiler_option))
 
 
 def _lower(what: str, blueprint: ahead.Blueprint) -> Any:
@@ -244,7 +249,8 @@ def _units(compile: str, blueprint: ahead.Blueprint) -> tuple[str, ...]:
     return tuple(unit for unit in UNITS if unit in there)
 
 
-def _assignment(text: str) -> tuple[str, int | float]:
+def assignment(text: str) -> tuple[str, int | float]:
+    """A field of the model and its number."""
     name, value = _pair(text)
     try:
         return name, float(value) if "." in value else int(value)

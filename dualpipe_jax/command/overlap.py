@@ -4,11 +4,11 @@ import dataclasses
 import importlib.util
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import tyro
 
-from dualpipe_jax.command.options import CommandError
+from dualpipe_jax.command.options import CommandError, Count
 from dualpipe_jax.command.output import show, show_json
 from dualpipe_jax.command.program import Files, Program, RatesFile, experts_on
 from dualpipe_jax.present.numbers import format_cycles, percent
@@ -23,10 +23,16 @@ class Overlap:
     where too little is hidden. All times are the compiler's model, or a roofline where it has none (GPUs).
 
     dualpipe overlap --target v5e:4x4 --pp 4 --ep 4 --model v2-lite --layers-per-stage 1
+    dualpipe overlap --target v5p:4x4x2 --what prefill
     """
 
     target: str
     """Devices: v5e:4x4, v5p:8x8x16, v4:, v6e:, tpu7x: or h100:NODESxGPUS."""
+    what: Literal["train", "prefill", "decode"] = "train"
+    """train: a pair of a pipeline. prefill, decode: a step of serving in two microbatches, experts over all devices
+    of the target, --layers-per-stage layers (4) with experts; --sequence is the prompts' length or decode's context."""
+    requests: Count = None
+    """Of a device, with --what prefill or decode: 16,384 tokens of prompts, or 128, if left out."""
     at_least: Annotated[float, tyro.conf.arg(metavar="PERCENT")] = 97.0
     """How much of the all-to-alls' time must be hidden."""
     whole: bool = False
@@ -46,8 +52,12 @@ class Overlap:
         """Print the report; returns the exit status."""
         if self.compiled is not None and (self.whole or self.program != Program()):
             raise CommandError("--compiled: that program is compiled already; drop --whole and its options")
-        what = "nothing" if self.compiled is not None else "step" if self.whole else "pair"
-        found = study(self.program, self.target, what, self.output, self.compiled, self.rates_file)
+        self._check_what()
+        trained = "nothing" if self.compiled is not None else "step" if self.whole else "pair"
+        what = trained if self.what == "train" else self.what
+        found = study(
+            self.program, self.target, what, self.output, self.compiled, self.rates_file, self.requests
+        )
         title = _title(found) if self.compiled is None else f"{self.compiled} on {found['target']['name']}\n"
         compiled = found["compiled"]
         hidden = compiled.get("all_to_all", {}).get("hidden")
@@ -60,6 +70,25 @@ class Overlap:
             show(title, collectives(compiled), "", *_sentences(compiled, self.at_least, enough))
         return 0 if enough else 1
 
+    def _check_what(self) -> None:
+        """Options of a pipeline say nothing of serving, and the other way round."""
+        if self.what == "train":
+            if self.requests is not None:
+                raise CommandError(
+                    "--requests: a pair has none; add --what prefill or --what decode, or drop it"
+                )
+            return
+        usual = Program()
+        fixed = ["pp", "ep", "ep_nodes", "schedule", "max_stash", "microbatches", "microbatch_size", "remat"]
+        fixed += ["shard_optimizer", "moments", "gradient_sums"]
+        given = [name for name in fixed if getattr(self.program, name) != getattr(usual, name)]
+        given += [name for name in ("whole", "compiled") if getattr(self, name)]
+        if given:
+            options = ", ".join(f"--{name.replace('_', '-')}" for name in given)
+            raise CommandError(
+                f"--what {self.what}: experts lie over all of the target, and nothing is trained; drop {options}"
+            )
+
 
 def study(
     program: Program,
@@ -68,6 +97,7 @@ def study(
     files: Sequence[Path] = (),
     compiled: Path | None = None,
     rates: Path | None = None,
+    requests: int | None = None,
 ) -> dict[str, Any]:
     """Ask ``train.dryrun`` in a process of its own.
 
@@ -101,6 +131,7 @@ def study(
         "files": [str(file.absolute()) for file in files],
         "compiled": None if compiled is None else str(compiled),
         "rates": None if rates is None else str(rates.absolute()),
+        "requests": requests,
     }
     return ask("train.dryrun", request, environment, target or program.model)
 
@@ -168,6 +199,11 @@ def sent(compiled: dict[str, Any]) -> str:
 
 def _title(found: dict[str, Any]) -> str:
     program, target = found["program"], found["target"]
+    if "requests" in program:
+        tokens = f"{program['requests']} requests of {program['sequence']} tokens a device"
+        how = "one microbatch" if program["serialised"] else "two microbatches"
+        what = found["compiled"]["what"]
+        return f"{program['model']}, {what} of {tokens} in {how}, ep {program['ep']} on {target['name']}\n"
     return (
         f"{program['model']}, {program['schedule']}, pp {program['pp']} x ep {experts_on(program)} on {target['name']} "
         f"({target['devices']} devices)\n"
@@ -188,10 +224,17 @@ def _sentences(compiled: dict[str, Any], at_least: float, enough: bool) -> list[
     if compiled["what"] != "text":  # of which nobody knows what its slots, sums and parameters are
         lines.append(f"copies of slots, sums or parameters in a loop: {len(copied) or 'none'}")
         lines += [f"  {copy['array']} {copy['op_name']}" for copy in copied[:8]]
-    if pair := compiled["units"].get("FB"):
-        lines.append(
-            f"pair: {format_cycles(pair['cycles'])} cycles, {pair['over_limit']:.3f} of the larger of its computation "
-            f"and its communication, {pair['over_sum']:.3f} of their sum"
-            + (f"; a lower bound, {pair['unpriced']} instructions have no price" if pair["unpriced"] else "")
-        )
+    names = {"FB": "pair", "prefill": "prefill", "decode": "decode"}
+    for unit, name in names.items():
+        if figures := compiled["units"].get(unit):
+            lines.append(f"{name}: {_over(figures)}")
     return lines
+
+
+def _over(unit: dict[str, Any]) -> str:
+    """A unit's time over the least that it could take."""
+    more = f"; a lower bound, {unit['unpriced']} instructions have no price" if unit["unpriced"] else ""
+    return (
+        f"{format_cycles(unit['cycles'])} cycles, {unit['over_limit']:.3f} of the larger of its computation and its "
+        f"communication, {unit['over_sum']:.3f} of their sum{more}"
+    )

@@ -128,9 +128,11 @@ def in_halves(
     def half(k: int) -> Any:
         return jax.tree.map(lambda leaf: jnp.split(jnp.asarray(leaf), 2)[k], (rows, *more))
 
+    @jax.named_scope("microbatch_a")
     def lead(fixed: Tree, *arguments: Tree) -> Any:
         return step(*fixed, *arguments)
 
+    @jax.named_scope("microbatch_b")
     def follow(fixed: Tree, *arguments: Tree) -> Any:
         if not hears:
             return step(*fixed, *arguments)

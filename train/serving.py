@@ -1,0 +1,210 @@
+"""Serving's programs as shapes: prefill or decode of a whole target's devices, compiled and read.
+
+The settings are those of DeepSeek's published profile data: of prefill 16,384 tokens of a device in prompts of 4096, of
+decode 128 requests of a device with 4096 positions each; the experts of a layer lie over all devices.
+"""
+
+import dataclasses
+import functools
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.errors import JaxRuntimeError
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+import models
+from dualpipe_jax import inspect
+from dualpipe_jax.command.program import Program
+from dualpipe_jax.parallel import EP, check_float8, make_mesh
+from models.decode import Decoder, Rows, Sampling, decoder, init_cache
+from models.decode.experts import weight_specs
+from models.decode.programs import BLOCKS, ROWS, in_halves, on_mesh, whole
+from models.decode.steps import decode, prefill
+from train import ahead, predict, timeline
+from train.model import count_parameters
+from train.readings import read, unit_figures
+from train.request import Request
+from train.sizes import size
+from train.study import assignment, compiler_options, describe, platform_of, rates_of
+
+WHAT = "prefill", "decode"
+"""What of serving can be compiled."""
+
+PREFILL_TOKENS, DECODE_REQUESTS = 16384, 128
+"""Of a device, both microbatches together."""
+
+NUM_LAYERS, BLOCK_SIZE = 4, 64
+"""Layers that are compiled if nobody says how many, all with experts; positions of a block of the cache."""
+
+MICROBATCHES = {"forward": ("microbatch A", "A"), "backward": ("microbatch B", "B")}
+"""What the inspector's two directions are here: the first half of the rows and the second."""
+
+Tree = Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """A step of serving on a mesh.
+
+    Attributes:
+      what: of ``WHAT``.
+      numbers: of the model.
+      model: its functions.
+      mesh: of the axis "ep".
+      num_rows: requests of a device.
+      num_tokens: new ones of a row.
+      table_size: blocks of a row.
+
+    """
+
+    what: str
+    numbers: models.Config
+    model: Decoder
+    mesh: Mesh
+    num_rows: int
+    num_tokens: int
+    table_size: int
+
+
+def study(
+    request: Request, target: inspect.Target | None, devices: Sequence[Any] | None, say: Callable[[str], None]
+) -> dict[str, Any]:
+    """All that is asked of a step of serving.
+
+    Raises:
+      ValueError: options that do not fit together or the target.
+    """
+    if target is None or devices is None:
+        raise ValueError(f"--what {request.compile}: give a --target, whose compiler is asked")
+    say(f"drawing {request.compile}")
+    plan = draw(request, target, devices)
+    total, active = count_parameters(plan.numbers)
+    return {
+        "target": describe(target),
+        "program": dataclasses.asdict(request.program)
+        | {"ep": plan.mesh.shape[EP], "requests": plan.num_rows},
+        "parameters": {"total": total, "active": active},
+        "compiled": compile_and_read(request, plan, target, say),
+    }
+
+
+def draw(request: Request, target: inspect.Target, devices: Sequence[Any]) -> Plan:
+    """Find the sizes.
+
+    Raises:
+      ValueError: options that do not fit together or the target.
+    """
+    program, what = request.program, request.compile
+    numbers = serving_numbers(program)
+    if numbers.num_experts % len(devices):
+        raise ValueError(
+            f"--target {target}: {len(devices)} devices do not share {numbers.num_experts} experts equally"
+        )
+    if "float8" in (program.dispatch_payload, program.matmul):
+        check_float8(devices[0], matmul=program.matmul == "float8")
+    if program.sequence % BLOCK_SIZE:
+        raise ValueError(f"--sequence {program.sequence}: must be a multiple of {BLOCK_SIZE}")
+    num_rows = request.requests or (
+        DECODE_REQUESTS if what == "decode" else max(2, PREFILL_TOKENS // program.sequence)
+    )
+    if num_rows % 2:
+        raise ValueError(f"--requests {num_rows}: two microbatches must share them equally")
+    factor = program.capacity_factor if program.dispatch == "capacity" else None
+    model = decoder(
+        numbers,
+        dispatch=models.Dispatch(program.dispatch, factor, EP, program.dispatch_payload),
+        kernels=models.Kernels(program.attention, program.matmul),
+        fresh=what == "prefill",
+        platform=platform_of(target),
+    )
+    num_tokens = 1 if what == "decode" else program.sequence
+    mesh = make_mesh(1, len(devices), devices)
+    return Plan(what, numbers, model, mesh, num_rows, num_tokens, program.sequence // BLOCK_SIZE)
+
+
+def serving_numbers(program: Program) -> models.Config:
+    """The model's numbers, with a few layers, of which none is dense unless that is asked for."""
+    changes = {"num_dense_layers": 0} | dict(map(assignment, program.change))
+    return size(program.model, program.layers_per_stage or NUM_LAYERS, changes)
+
+
+def lower(plan: Plan, *, serialised: bool) -> Any:
+    """The step, lowered; serialised it is one microbatch of all rows."""
+    mesh, num_devices = plan.mesh, plan.mesh.shape[EP]
+
+    def laid(tree: Tree, specs: Any) -> Tree:
+        if isinstance(specs, PartitionSpec):
+            specs = jax.tree.map(lambda _: specs, tree)
+        return jax.tree.map(
+            lambda leaf, spec: jax.ShapeDtypeStruct(
+                leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, spec)
+            ),
+            tree,
+            specs,
+        )
+
+    params = jax.eval_shape(models.deepseek(plan.numbers, 1).init, jax.random.key(0))
+    weights = jax.eval_shape(plan.model.prepare, params)
+    num_rows = plan.num_rows * num_devices
+    num_blocks = num_rows * plan.table_size
+    cache = jax.eval_shape(functools.partial(init_cache, plan.numbers, num_blocks, BLOCK_SIZE))
+    number, shape = np.zeros(num_rows, np.int32), (num_rows, plan.num_tokens)
+    rows = Rows(
+        jax.ShapeDtypeStruct(shape, jnp.int32),  # type: ignore[arg-type]
+        number,
+        number,
+        jax.ShapeDtypeStruct((num_rows, plan.table_size), jnp.int32),  # type: ignore[arg-type]
+    )
+    sampling = Sampling(number.astype(np.float32), number.astype(np.float32), number.astype(np.uint32))
+    more = (rows, sampling) if plan.what == "decode" else (rows, number, sampling)
+    step = functools.partial(decode if plan.what == "decode" else prefill, plan.model, False)
+    # Whole prompts: no half hears the other.
+    run = functools.partial(whole, step) if serialised else functools.partial(in_halves, step, False)
+    arguments = laid(weights, weight_specs(weights)), laid(cache, BLOCKS), *laid(more, ROWS)
+    return jax.jit(on_mesh(run, mesh), donate_argnums=1).lower(*arguments)
+
+
+def compile_and_read(
+    request: Request, plan: Plan, target: inspect.Target, say: Callable[[str], None]
+) -> dict[str, Any]:
+    """Compile, and read what the compiler made of it."""
+    started = time.perf_counter()
+    say("tracing and lowering")
+    lowered = lower(plan, serialised=request.program.serialised)
+    say(f"compiling {plan.what} for {target}")
+    options, middle = compiler_options(request.program, target), time.perf_counter()
+    try:
+        compiled = lowered.compile(options)
+    except JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise ValueError(f"the compiler refuses this program: {str(error)[:2000]}") from None
+        return {"what": plan.what, "out_of_memory": str(error).split("\n\n")[0][:2000]}
+    say("reading the compiled program")
+    seconds = {"lowering": middle - started, "compiling": time.perf_counter() - middle}
+    log = "" if request.log is None else Path(request.log).read_text(errors="replace")
+    module = inspect.read(compiled)
+    report = inspect.overlap(
+        module,
+        rates_of(request, target, list(plan.mesh.devices.flat)),
+        forward=(r"\bmicrobatch_a\b",),
+        backward=(r"\bmicrobatch_b\b",),
+        statistics=inspect.parse_statistics(log),
+    )
+    title = f"{request.program.model}, {plan.what}, ep {plan.mesh.shape[EP]} on {target}"
+    timeline.write(request.files, compiled.as_text, report, module, target, title, MICROBATCHES)
+    found = read(module, report, inspect.memory(compiled), {_cache_name(plan)})
+    for row in found["all_to_alls"]:
+        row["direction"] = MICROBATCHES.get(row["direction"], ("", "both"))[1]
+    found["units"] = {plan.what: unit_figures(predict.unit_of(report, module.entry))}
+    return {"what": plan.what, "options": options, "seconds": seconds} | found
+
+
+def _cache_name(plan: Plan) -> str:
+    blocks = plan.num_rows * plan.table_size
+    shape = jax.eval_shape(functools.partial(init_cache, plan.numbers, blocks, BLOCK_SIZE))
+    return ahead.array_name({"bfloat16": "bf16", "float32": "f32"}[str(shape.dtype)], shape.shape)
