@@ -34,6 +34,7 @@ def answered(monkeypatch):
         answer = copy.deepcopy(ANSWER)
         program = request["program"] | {"requests": request["requests"] or 4, "ep": 16}
         compiled = answer["compiled"] | {"what": request["compile"], "units": {request["compile"]: UNIT}}
+        compiled["followed"] = {"cycles": 9e5, "exposed": 0.0, "hidden": 1.0}
         return json.loads(json.dumps(answer | {"program": program, "compiled": compiled}))
 
     monkeypatch.setattr(child, "ask", ask)
@@ -47,7 +48,11 @@ def test_what_is_compiled_and_what_is_said(answered, capsys):
     assert out.startswith(
         "tiny, prefill of 4 requests of 4096 tokens a device in two microbatches, ep 16 on v5e:4x4"
     )
-    assert "hidden: 99.0 % of 1.00 M cycles of all-to-all" in out
+    assert (
+        "hidden: 100.0 % of 900.00 k cycles of all-to-all (enough: 97 % asked for)\nthat is without the last"
+        in out
+    )
+    assert "behind which the model goes on; with it: 99.0 %" in out and "sends" not in out
     assert (
         "prefill: 3.00 M cycles, 1.003 of the larger of its computation and its communication, 0.750" in out
     )

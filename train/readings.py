@@ -26,9 +26,9 @@ def read(
     inside = [c for c in report.select("all-to-all") if not pairs or c.computation in pairs]
     beside = predict.overheads(report, module)
     return {
-        "all_to_all": _shares(inside),
+        "all_to_all": shares(inside),
         "all_to_alls": [_row(c) for c in inside],
-        "sends": _shares(exchange) | {"each": max((c.duration or 0.0 for c in exchange), default=0.0)},
+        "sends": shares(exchange) | {"each": max((c.duration or 0.0 for c in exchange), default=0.0)},
         "units": {name: unit_figures(unit) for name, unit in predict.measure(report, module).items()},
         "overheads": None if beside is None else {"tick": beside[0], "step": beside[1]},
         "copies": [
@@ -44,7 +44,8 @@ def unit_figures(unit: predict.Unit) -> dict[str, Any]:
     return dataclasses.asdict(unit) | {"over_limit": unit.over_limit, "over_sum": unit.over_sum}
 
 
-def _shares(chosen: Sequence[inspect.Collective]) -> dict[str, Any]:
+def shares(chosen: Sequence[inspect.Collective]) -> dict[str, Any]:
+    """Collectives together: how many, what they take, how much of it is hidden."""
     durations = [c.duration for c in chosen]
     exposed = [c.exposed for c in chosen]
     known = None not in durations and None not in exposed

@@ -1,4 +1,4 @@
-"""Serving's programs as shapes: prefill or decode of a whole target's devices, compiled and read.
+"""Serving's layers as shapes: prefill or decode of a whole target's devices, compiled and read.
 
 The settings are those of DeepSeek's published profile data: of prefill 16,384 tokens of a device in prompts of 4096, of
 decode 128 requests of a device with 4096 positions each; the experts of a layer lie over all devices.
@@ -21,13 +21,12 @@ import models
 from dualpipe_jax import inspect
 from dualpipe_jax.command.program import Program
 from dualpipe_jax.parallel import EP, check_float8, make_mesh
-from models.decode import Decoder, Rows, Sampling, decoder, init_cache
+from models.decode import Decoder, Rows, decoder, init_cache
 from models.decode.experts import weight_specs
-from models.decode.programs import BLOCKS, ROWS, in_halves, on_mesh, whole
-from models.decode.steps import decode, prefill
+from models.decode.programs import BLOCKS, ROWS, in_halves, jit_step, whole
 from train import ahead, predict, timeline
 from train.model import count_parameters
-from train.readings import read, unit_figures
+from train.readings import read, shares, unit_figures
 from train.request import Request
 from train.sizes import size
 from train.study import assignment, compiler_options, describe, platform_of, rates_of
@@ -134,7 +133,7 @@ def serving_numbers(program: Program) -> models.Config:
 
 
 def lower(plan: Plan, *, serialised: bool) -> Any:
-    """The step, lowered; serialised it is one microbatch of all rows."""
+    """The layers of a step, lowered; serialised it is one microbatch of all rows."""
     mesh, num_devices = plan.mesh, plan.mesh.shape[EP]
 
     def laid(tree: Tree, specs: Any) -> Tree:
@@ -160,13 +159,11 @@ def lower(plan: Plan, *, serialised: bool) -> Any:
         number,
         jax.ShapeDtypeStruct((num_rows, plan.table_size), jnp.int32),  # type: ignore[arg-type]
     )
-    sampling = Sampling(number.astype(np.float32), number.astype(np.float32), number.astype(np.uint32))
-    more = (rows, sampling) if plan.what == "decode" else (rows, number, sampling)
-    step = functools.partial(decode if plan.what == "decode" else prefill, plan.model, False)
-    # Whole prompts: no half hears the other.
+    # Whole prompts: no half hears the other. Without a head: it is there once, and would count as if for few layers.
+    step = plan.model.forward
     run = functools.partial(whole, step) if serialised else functools.partial(in_halves, step, False)
-    arguments = laid(weights, weight_specs(weights)), laid(cache, BLOCKS), *laid(more, ROWS)
-    return jax.jit(on_mesh(run, mesh), donate_argnums=1).lower(*arguments)
+    arguments = laid(weights, weight_specs(weights)), laid(cache, BLOCKS), (laid(rows, ROWS),)
+    return jit_step(run, mesh).lower(*arguments)
 
 
 def compile_and_read(
@@ -200,6 +197,8 @@ def compile_and_read(
     found = read(module, report, inspect.memory(compiled), {_cache_name(plan)})
     for row in found["all_to_alls"]:
         row["direction"] = MICROBATCHES.get(row["direction"], ("", "both"))[1]
+    # Behind the last one a model has the next layer, or its head.
+    found["followed"] = shares(report.select("all-to-all")[:-1])
     found["units"] = {plan.what: unit_figures(predict.unit_of(report, module.entry))}
     return {"what": plan.what, "options": options, "seconds": seconds} | found
 

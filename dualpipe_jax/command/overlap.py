@@ -60,7 +60,7 @@ class Overlap:
         )
         title = _title(found) if self.compiled is None else f"{self.compiled} on {found['target']['name']}\n"
         compiled = found["compiled"]
-        hidden = compiled.get("all_to_all", {}).get("hidden")
+        hidden = compiled.get("followed", compiled.get("all_to_all", {})).get("hidden")
         enough = hidden is not None and 100 * hidden >= self.at_least
         if self.json:
             show_json(found | {"at_least": self.at_least / 100, "enough": enough})
@@ -211,16 +211,23 @@ def _title(found: dict[str, Any]) -> str:
 
 
 def _sentences(compiled: dict[str, Any], at_least: float, enough: bool) -> list[str]:
-    totals, sends = compiled["all_to_all"], compiled["sends"]
+    totals, sends = compiled.get("followed", compiled["all_to_all"]), compiled["sends"]
     copied = [copy for copy in compiled["copies"] if copy["of_state"]]
     hidden = "an unknown share" if totals["hidden"] is None else percent(totals["hidden"])
     lines = [
         f"hidden: {hidden} of {format_cycles(totals['cycles'])} cycles of all-to-all "
         f"({'enough' if enough else 'too little'}: {at_least:g} % asked for)",
         sent(compiled),
-        f"sends: {sends['count']} in flight beside it, {format_cycles(sends['exposed'])} of "
-        f"{format_cycles(sends['cycles'])} exposed",
     ]
+    if "followed" in compiled:
+        whole = compiled["all_to_all"]["hidden"]
+        whole = "unknown" if whole is None else percent(whole)
+        lines.insert(1, f"that is without the last one, behind which the model goes on; with it: {whole}")
+    if compiled["what"] not in ("prefill", "decode"):
+        lines.append(
+            f"sends: {sends['count']} in flight beside it, {format_cycles(sends['exposed'])} of "
+            f"{format_cycles(sends['cycles'])} exposed"
+        )
     if compiled["what"] != "text":  # of which nobody knows what its slots, sums and parameters are
         lines.append(f"copies of slots, sums or parameters in a loop: {len(copied) or 'none'}")
         lines += [f"  {copy['array']} {copy['op_name']}" for copy in copied[:8]]

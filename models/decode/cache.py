@@ -71,9 +71,12 @@ def write(cache: Array, rows: Rows, latents: Sequence[Array]) -> Array:
     # Counted over all layers' blocks: as two indices the cache would be turned around and copied.
     layer_L = jnp.arange(len(latents), dtype=jnp.int32)[:, None, None]
     place_LBS = (layer_L * P + block_BS) * size + positions_BS % size
-    place_LBS = jnp.where(rows.live, place_LBS, L * P * size)
-    new_LBSX = jnp.stack(latents)
-    flat = cache.reshape(L * P * size, X).at[place_LBS.reshape(-1)].set(new_LBSX.reshape(-1, X), mode="drop")
+    new_NX = jnp.stack(latents).reshape(-1, X)
+    # Each has a place of its own, those that are dropped too: so writes need not wait for each other.
+    nowhere_N = L * P * size + jnp.arange(len(new_NX), dtype=jnp.int32)
+    live_LBS = jnp.broadcast_to(rows.live, place_LBS.shape)
+    place_N = jnp.where(live_LBS.reshape(-1), place_LBS.reshape(-1), nowhere_N)
+    flat = cache.reshape(L * P * size, X).at[place_N].set(new_NX, mode="drop", unique_indices=True)
     return flat.reshape(cache.shape)
 
 

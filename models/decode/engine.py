@@ -293,13 +293,15 @@ class Engine:
                 end = start + length
                 tokens[row, :length] = request.prompt[start:end]
                 starts[row], lengths[row] = start, length
-                request.num_cached = max(request.num_cached, end)
                 follow[row] = request.prompt[end] if end < len(request.prompt) else -1
         rows = Rows(tokens, starts, lengths, self._tables(requests))
         out, counts, self._cache = self._programs.prefill(
-            self._weights, self._cache, rows, follow, _sampling(requests)
+            self._weights, self._cache, (rows, follow, _sampling(requests))
         )
         self._count(counts)
+        for row, request in enumerate(requests):
+            if request is not None:  # of two halves the second is later
+                request.num_cached = int(starts[row] + lengths[row])
         over = [
             (row, r) for row, r in enumerate(requests) if r and starts[row] + lengths[row] == len(r.prompt)
         ]
@@ -326,7 +328,7 @@ class Engine:
                     request.num_drafted += 1
         rows = Rows(tokens, starts, lengths, self._tables(requests))
         out, counts, self._cache = self._programs.decode(
-            self._weights, self._cache, rows, _sampling(requests)
+            self._weights, self._cache, (rows, _sampling(requests))
         )
         self._count(counts)
         found = jax.device_get(out)

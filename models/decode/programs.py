@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
+from jax.experimental.layout import Format, Layout
 from jax.sharding import Mesh, PartitionSpec
 
 from dualpipe_jax.functional import Tree
@@ -32,9 +33,9 @@ class Programs(NamedTuple):
     """What an engine runs; ``prefill`` and ``decode`` take the cache's memory for the new one.
 
     Attributes:
-      prefill: ``(weights, cache, rows, follow, sampling) -> (Prefilled, counts, cache)``; counts are int32 [devices,
+      prefill: ``(weights, cache, (rows, follow, sampling)) -> (Prefilled, counts, cache)``; counts are int32 [devices,
         layers with experts, E], see ``Made``.
-      decode: ``(weights, cache, rows, sampling) -> (Decoded, counts, cache)``.
+      decode: ``(weights, cache, (rows, sampling)) -> (Decoded, counts, cache)``.
       init_cache: ``(num_blocks, block_size) -> cache``, of all devices.
 
     """
@@ -68,7 +69,7 @@ def programs(model: Decoder, drafts: bool, mesh: Mesh | None = None, microbatche
         run = (
             functools.partial(in_halves, step, hears) if microbatches == 2 else functools.partial(whole, step)
         )
-        return jax.jit(on_mesh(run, mesh), donate_argnums=1)
+        return jit_step(run, mesh)
 
     return Programs(
         compiled(prefill, hears=True),
@@ -95,6 +96,27 @@ def check_mesh(model: Decoder, mesh: Mesh | None) -> None:
             f"Engine: the mesh is {dict(mesh.shape)} and the model's experts lie over {axis!r}; both must be over "
             f"{EP!r} alone: decoder(config, dispatch=Dispatch(axis_name={EP!r})), make_mesh(1, devices)"
         )
+
+
+def jit_step(run: Callable[..., Any], mesh: Mesh | None) -> Any:
+    """``on_mesh(run, mesh)`` compiled; the cache's memory is taken for the new one, its dims in order.
+
+    Left to itself a TPU's compiler puts blocks last, for 576 numbers do not fill its lanes, and to read one it then
+    copies the whole cache.
+    """
+    if mesh is None:
+        return jax.jit(lambda weights, cache, rows: run(weights, cache, *rows), donate_argnums=1)
+    lie = cache_format(mesh)
+
+    def step(weights: Tree, cache: Array, rows: tuple[Tree, ...]) -> Any:
+        return on_mesh(run, mesh)(weights, cache, *rows)
+
+    return jax.jit(step, donate_argnums=1, in_shardings=(None, lie, None), out_shardings=(None, None, lie))
+
+
+def cache_format(mesh: Mesh) -> Format:
+    """How the cache lies on a mesh."""
+    return Format(Layout((0, 1, 2, 3)), jax.NamedSharding(mesh, BLOCKS))
 
 
 def on_mesh(run: Callable[..., Any], mesh: Mesh | None) -> Callable[..., Any]:
@@ -165,4 +187,4 @@ def _init_cache(config: Config, mesh: Mesh | None, num_blocks: int, block_size: 
     make = functools.partial(init_cache, config, num_blocks, block_size)
     if mesh is None:
         return make()
-    return jax.jit(make, out_shardings=jax.NamedSharding(mesh, BLOCKS))()
+    return jax.jit(make, out_shardings=cache_format(mesh))()
