@@ -11,17 +11,17 @@ Without a target: all of CASES. A target of CASES brings its program along, unle
 """
 
 import dataclasses
-from typing import Any
 
 import tyro
 
 from dualpipe_jax.command.output import show
 from dualpipe_jax.command.overlap import study
-from dualpipe_jax.command.program import Program
+from dualpipe_jax.pods.plan import Plan
+from dualpipe_jax.pods.results import Compiled
 from dualpipe_jax.present.numbers import percent
 from dualpipe_jax.present.table import Table
 
-_V2_LITE = Program("v2-lite", layers_per_stage=2, sequence=2048)
+_V2_LITE = Plan("v2-lite", layers_per_stage=2, sequence=2048)
 _CHANGE = ("num_dense_layers=0", "num_shared_experts=1", "vocab=1024", "top_k=8")
 CASES = {
     "v5p:4x4x4": dataclasses.replace(
@@ -46,34 +46,34 @@ class Options:
 
     target: str | None = None
     """Devices, see `dualpipe overlap`; all of CASES if left out."""
-    program: Program = dataclasses.field(default_factory=Program)
+    plan: Plan = dataclasses.field(default_factory=Plan)
 
 
-def report(target: str, program: Program) -> None:
+def report(target: str, plan: Plan) -> None:
     """Compile the three and print the table."""
-    found = {form: study(program, target, form)["compiled"] for form in FORMS}
+    found = {form: study(plan, target, form).compiled for form in FORMS}
     rows = tuple((title, *cells(found[form], found["pair"])) for form, title in FORMS.items())
     head = ("pair", "Mcycles", "computation", "communication", "hidden", "over the larger", "engine over it")
-    show(f"\n{program.model}, pp {program.pp} x ep {program.ep} on {target}\n", Table(head, rows))
+    show(f"\n{plan.model}, pp {plan.pp} x ep {plan.ep} on {target}\n", Table(head, rows))
     for form, title in FORMS.items():
-        if "out_of_memory" in found[form]:
-            show(f"\n{title}: refused, {found[form]['out_of_memory'][:300]}")
+        if found[form].out_of_memory:
+            show(f"\n{title}: refused, {found[form].out_of_memory[:300]}")
 
 
-def cells(compiled: dict[str, Any], engine: dict[str, Any]) -> tuple[str, ...]:
+def cells(compiled: Compiled, engine: Compiled) -> tuple[str, ...]:
     """A pair's figures; empty where its compiler refuses it."""
-    if "out_of_memory" in compiled or "out_of_memory" in engine:
+    if compiled.out_of_memory or engine.out_of_memory:
         return ("",) * 6
-    pair, whole = compiled["units"]["FB"], engine["units"]["FB"]
-    parts = (f"{(pair[part] or 0) / 1e6:.3f}" for part in ("cycles", "computation", "communication"))
-    ratios = (f"{number:.3f}" for number in (pair["over_limit"], whole["cycles"] / pair["cycles"]))
-    return *parts, percent(compiled["all_to_all"]["hidden"]), *ratios
+    pair, whole = compiled.units["FB"], engine.units["FB"]
+    parts = (f"{(part or 0) / 1e6:.3f}" for part in (pair.cycles, pair.computation, pair.communication))
+    ratios = (f"{number:.3f}" for number in (pair.over_limit, whole.cycles / pair.cycles))
+    return *parts, percent(compiled.all_to_all.hidden), *ratios
 
 
 def main() -> None:
     given = tyro.cli(Options, config=(tyro.conf.OmitArgPrefixes, tyro.conf.FlagCreatePairsOff))
     for target in [given.target] if given.target else CASES:
-        report(target, CASES.get(target, given.program) if given.program == Program() else given.program)
+        report(target, CASES.get(target, given.plan) if given.plan == Plan() else given.plan)
 
 
 if __name__ == "__main__":

@@ -21,13 +21,14 @@ from pathlib import Path
 from bare_pair import CASES as NEAR_ONE
 
 from dualpipe_jax.command.child import Died
-from dualpipe_jax.command.dryrun import verdict
-from dualpipe_jax.command.options import SCHEDULES
 from dualpipe_jax.command.overlap import study
 from dualpipe_jax.inspect import MissingCompiler
+from dualpipe_jax.pods.plain import filled, plain
+from dualpipe_jax.pods.results import Answer
 from dualpipe_jax.present.numbers import percent
 from dualpipe_jax.present.table import Table
 from dualpipe_jax.schedule.costs import stages_a_share
+from dualpipe_jax.schedule.names import SCHEDULES
 
 NAMES = ("dualpipe", "dualpipe_v", "one_f_one_b", "zb_v")
 CASES = NEAR_ONE | {
@@ -55,7 +56,6 @@ def compile_all(targets, known, keep):
             except (MissingCompiler, Died) as error:
                 skipped[target] = f"{name}: {error}" if isinstance(error, Died) else str(error)
                 break
-            found["memory"] |= verdict(found)
             known.setdefault(target, {})[name] = found
             keep(known)
     return skipped
@@ -63,22 +63,22 @@ def compile_all(targets, known, keep):
 
 def row(target, name, of_target):
     """A schedule's line of the table."""
-    found, scaled = of_target.get(name), by_name(of_target.get("dualpipe", {})).get(name, {})
-    other = f"{scaled['seconds']:.4g} ({percent(scaled['mfu'])})" if scaled.get("seconds") else ""
-    if found is None:
+    found, scaled = of_target.get(name), by_name(of_target.get("dualpipe")).get(name)
+    other = f"{scaled.seconds:.4g} ({percent(scaled.mfu)})" if scaled and scaled.seconds else ""
+    if found is None or found.memory is None:
         return target, f"{name}, not compiled", "", "", "", "", other
-    gib = f"{found['memory']['needed'] / 2**30:.1f} of {found['memory']['limit'] / 2**30:.1f}"
-    gib += "" if found["memory"]["fits"] else ", does not fit"
-    if (step := found.get("step")) is None:
+    gib = f"{found.memory.needed / 2**30:.1f} of {found.memory.limit / 2**30:.1f}"
+    gib += "" if found.memory.fits else ", does not fit"
+    if (step := found.step) is None:
         return target, name, "", "", "", gib, other
     seconds = total(found)
     mark = "**" if name == shortest(of_target) else ""
-    more = step["overhead_cycles"] / (step["cycles"] + step["overhead_cycles"])
+    more = step.overhead_cycles / (step.cycles + step.overhead_cycles)
     return (
         target,
         f"{mark}{name}{mark}",
-        f"{'at least ' if step['lower_bound'] else ''}{seconds:.4g}",
-        percent(step["mfu"] * step["seconds"] / seconds),
+        f"{'at least ' if step.lower_bound else ''}{seconds:.4g}",
+        percent(step.mfu * step.seconds / seconds),
         percent(more),
         gib,
         other,
@@ -87,20 +87,20 @@ def row(target, name, of_target):
 
 def total(found):
     """Seconds of a step with all that is known of it."""
-    step = found["step"]
-    return step["seconds"] * (1 + step["overhead_cycles"] / step["cycles"])
+    step = found.step
+    return step.seconds * (1 + step.overhead_cycles / step.cycles)
 
 
 def by_name(found):
     """What `choose` goes by."""
-    return {each["name"]: each for each in found.get("step", {}).get("schedules", ())}
+    return {} if found is None or found.step is None else {each.name: each for each in found.step.schedules}
 
 
 def shortest(of_target):
     """The schedule with the shortest step of those that fit; None as long as one is not compiled."""
     if not set(NAMES) <= of_target.keys():
         return None
-    there = {name: total(f) for name, f in of_target.items() if f["memory"]["fits"] and "step" in f}
+    there = {name: total(f) for name, f in of_target.items() if f.memory.fits and f.step}
     return min(there, key=there.get, default=None)
 
 
@@ -115,9 +115,9 @@ def report(known):
         "",
     ]
     for target, of in known.items():
-        ranked = [p for p in by_name(of.get("dualpipe", {})).values() if not p["refused"]]
+        ranked = [p for p in by_name(of.get("dualpipe")).values() if not p.refused]
         if ranked:
-            first = ", ".join(f"`{p['name']}` {p['seconds']:.4g} s" for p in ranked[:3])
+            first = ", ".join(f"`{p.name}` {p.seconds:.4g} s" for p in ranked[:3])
             lines.append(f"- {target}: from DualPipe's units `choose` ranks, of all that fit, {first} first.")
     return "\n".join([*lines, "", units(known)])
 
@@ -128,10 +128,10 @@ def units(known):
     rows = []
     for target, of in known.items():
         for name, found in of.items():
-            there = found["compiled"].get("units", {})
-            cells = (f"{there[unit]['cycles'] / 1e6:.3f}" if unit in there else "" for unit in names)
-            send = found["compiled"].get("sends", {}).get("each", 0.0)
-            layers = found["program"]["layers_per_stage"]
+            there = found.compiled.units
+            cells = (f"{there[unit].cycles / 1e6:.3f}" if unit in there else "" for unit in names)
+            send = found.compiled.sends.each
+            layers = found.program.layers_per_stage
             rows.append((target, name, str(layers), *cells, f"{send / 1e6:.3f}"))
     head = ("target", "schedule", "layers", *(f"{unit}, Mcycles" for unit in names), "send")
     return Table(head, tuple(rows)).markdown()
@@ -152,11 +152,11 @@ def main():
     known = {}
     for file in given.files:
         for target, of_target in json.loads(file.read_text()).items():
-            known[target] = known.get(target, {}) | of_target
+            known[target] = known.get(target, {}) | {n: filled(Answer, f) for n, f in of_target.items()}
 
     def keep(known):
         if given.json:
-            given.json.write_text(json.dumps(known))
+            given.json.write_text(json.dumps(plain(known)))
 
     for target, why in compile_all(given.targets or CASES, known, keep).items():
         print(f"skipped {target}: {why}", file=sys.stderr)

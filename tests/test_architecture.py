@@ -38,11 +38,23 @@ MAY_IMPORT = {
         "dualpipe_jax.inspect",
         "dualpipe_jax.worker",
     ),
+    "dualpipe_jax.pods": (
+        "dualpipe_jax.contract",
+        "dualpipe_jax.schedule",
+        "dualpipe_jax.balance",
+        "dualpipe_jax.parallel",
+        "dualpipe_jax.split",
+        "dualpipe_jax.pair",
+        "dualpipe_jax.engine",
+        "dualpipe_jax.inspect",
+        "dualpipe_jax.worker",
+    ),
     "dualpipe_jax.command": (
         "dualpipe_jax.present",
         "dualpipe_jax.schedule",
         "dualpipe_jax.balance",
         "dualpipe_jax.inspect",
+        *(f"dualpipe_jax.pods.{side}" for side in ("plan", "request", "results", "plain")),  # without JAX
         "dualpipe_jax.probe.findings",  # the side without JAX
         "dualpipe_jax.worker",
     ),
@@ -123,8 +135,8 @@ def test_importing_what_others_are_shown_by_loads_the_standard_library_alone():
     assert {*loaded.split()} <= {*sys.stdlib_module_names, "dualpipe_jax"}
 
 
-@pytest.mark.parametrize("part", NUMPY_ONLY)
-def test_importing_the_ground_floor_loads_no_jax(part):
+@pytest.mark.parametrize("part", [*NUMPY_ONLY, "dualpipe_jax.pods.results", "dualpipe_jax.pods.request"])
+def test_importing_what_needs_no_jax_loads_none(part):
     code = f"import sys, {part}; print(*sorted({{m.split('.')[0] for m in sys.modules}}))"
     loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert not {"jax", "jaxlib", "flax", "optax", "matplotlib", "scipy"} & set(loaded.split())

@@ -130,3 +130,15 @@ def count_parameters(numbers: models.Config) -> tuple[int, int]:
     )
     total = models.num_params(shapes) - models.num_params(shapes["stages"]["routing"])
     return total, total - routed + routed * numbers.top_k // numbers.num_experts
+
+
+def model_flops(numbers: models.Config, active: int, sequence: int) -> float:
+    """Floating-point operations that one token's training needs, the customary count for MFU.
+
+    6 for each parameter that it meets (the embedding is looked up, not multiplied) and 3 times its attention to
+    half the sequence on average. What is computed again in the backward does not count, nor what fills up
+    capacity.
+    """
+    per_key = numbers.num_heads * (numbers.qk_nope_dim + numbers.qk_rope_dim + numbers.v_head_dim)
+    attention = 2 * per_key * sequence / 2 * numbers.num_layers
+    return 6.0 * (active - numbers.vocab * numbers.dim) + 3.0 * attention

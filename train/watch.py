@@ -13,8 +13,7 @@ from dualpipe_jax.inspect import read
 from train.config import TrainConfig, replaced
 from train.devices import num_devices
 from train.figures import step_record
-from train.model import count_parameters, model_config
-from train.predict import model_flops
+from train.model import count_parameters, model_config, model_flops
 from train.profile import ProfileError, Profiler, measure, write_profile
 from train.profile.capture import read_events
 from train.rates import Rates, find_peak, memory_gib

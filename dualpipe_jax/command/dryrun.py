@@ -2,15 +2,18 @@
 
 import dataclasses
 import json
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import tyro
 
 from dualpipe_jax.command.options import CommandError
 from dualpipe_jax.command.output import show, show_json
-from dualpipe_jax.command.overlap import sent, study, units
-from dualpipe_jax.command.program import Files, Program, RatesFile, experts_on
+from dualpipe_jax.command.overlap import Files, RatesFile, name_of, sent, study, units
+from dualpipe_jax.pods.plain import plain
+from dualpipe_jax.pods.plan import Plan
+from dualpipe_jax.pods.results import Answer, Memory, ScheduleTime, Step, Way
 from dualpipe_jax.present.numbers import format_cycles, gib, percent
 from dualpipe_jax.present.table import Table
 
@@ -38,14 +41,14 @@ class Dryrun:
     """Memory of each device by kind, time of a step and share of the peak, for devices that are not here. Exit
     status 1 where it does not fit. Memory is counted exactly; times are a prediction of the compiler's model.
 
-    dualpipe dryrun --target v5p:8x8x16 --pp 16 --ep 64 --model v3 --remat all --shard-optimizer
+    dualpipe dryrun --target v5p:8x8x16 --pp 16 --ep 64 --program v3 --remat all --shard-optimizer
     """
 
     target: str
     """Devices: v5e:4x4, v5p:8x8x16, v4:, v6e:, tpu7x: or h100:NODESxGPUS."""
     compile: Literal["nothing", "units", "step"] = "units"
     """nothing only counts memory, in seconds and with no compiler; units compiles each unit of the engine once, for
-    times; step compiles the trainer's whole step, for the compiler's own account of memory."""
+    times; step compiles the program's whole step, for the compiler's own account of memory."""
     output: Files = ()
     """Files to write of what is compiled, by their endings: see `dualpipe overlap`."""
     rates_file: RatesFile = None
@@ -55,20 +58,20 @@ class Dryrun:
     `compare`, `choose` and `search`."""
     json: bool = False
     """Print for programs."""
-    program: Program = dataclasses.field(default_factory=Program)
+    plan: Plan = dataclasses.field(default_factory=Plan)
 
     def run(self) -> int:
         """Print the account; returns the exit status."""
         self._check_costs()
-        found = study(self.program, self.target, self.compile, self.output, rates=self.rates_file)
-        found["memory"] |= verdict(found)
-        if self.write_costs is not None and "step" in found:
-            self.write_costs.write_text(json.dumps(found["step"]["share"], indent=2) + "\n")
+        found = study(self.plan, self.target, self.compile, self.output, rates=self.rates_file)
+        assert found.memory is not None
+        if self.write_costs is not None and found.step is not None:
+            self.write_costs.write_text(json.dumps(plain(found.step.share), indent=2) + "\n")
         if self.json:
-            show_json(found)
+            show_json(plain(found))
         else:
             show(*_report(found, self.rates_file))
-        return 0 if found["memory"]["fits"] else 1
+        return 0 if found.memory.fits else 1
 
     def _check_costs(self) -> None:
         """Now, for compiling takes minutes and writing comes after it."""
@@ -84,110 +87,83 @@ class Dryrun:
             )
 
 
-def verdict(found: dict[str, Any]) -> dict[str, Any]:
-    """What is needed in all, of how much, and whether that fits.
-
-    Needed is the compiler's own figure for a whole step; else what was counted, and what a program of the units
-    takes beyond what was counted of it (all but the optimizer's state); else what was counted.
-    """
-    compiled, counted = found.get("compiled", {}), found["memory"]["total"]
-    limit = found["target"]["memory"]
-    memory = compiled.get("memory")
-    beyond = None
-    if memory is not None:
-        there = counted - (found["memory"]["kinds"]["optimizer"] if compiled["what"] != "step" else 0)
-        beyond = memory["peak"] - there
-    needed = counted + max(0, beyond or 0)
-    fits = needed <= limit and "out_of_memory" not in compiled
-    return {"beyond": beyond, "needed": needed, "limit": limit, "fits": fits}
-
-
-def _report(found: dict[str, Any], rates: Path | None) -> list[str | Table]:
-    program, target, parameters = found["program"], found["target"], found["parameters"]
-    memory, compiled = found["memory"], found.get("compiled", {})
-    batch = program["microbatch_size"] or program["ep"]
+def _report(found: Answer, rates: Path | None) -> list[str | Table]:
+    plan, parameters, memory, compiled = found.program, found.parameters, found.memory, found.compiled
+    assert plan is not None and parameters is not None and memory is not None and memory.limit is not None
     parts: list[str | Table] = [
-        f"{program['model']}, {program['schedule']}, pp {program['pp']} x ep {experts_on(program)} on "
-        f"{target['name']}, {program['microbatches']} microbatches of {batch} x {program['sequence']} tokens",
-        f"parameters: {parameters['total'] / 1e9:.2f} G, {parameters['active'] / 1e9:.2f} G active, "
-        f"{parameters['device'] / 1e9:.3f} G a device\n",
-        _memory_table(memory),
-        f"\n{'fits' if memory['fits'] else 'DOES NOT FIT'}: {gib(memory['needed'])} of {gib(memory['limit'])} GiB "
-        f"a device, {percent(memory['needed'] / memory['limit'])}",
+        f"{name_of(found)}, {plan.num_microbatches} microbatches of {plan.batch} x {plan.sequence} tokens",
+        f"parameters: {parameters.total / 1e9:.2f} G, {parameters.active / 1e9:.2f} G active, "
+        f"{parameters.device / 1e9:.3f} G a device\n",
+        _memory_table(memory, memory.limit),
+        f"\n{'fits' if memory.fits else 'DOES NOT FIT'}: {gib(memory.needed)} of {gib(memory.limit)} GiB "
+        f"a device, {percent(memory.needed / memory.limit)}",
     ]
-    if links := found.get("links"):
+    if links := found.links:
         parts += [
-            f"\na device's dispatch of {links['tokens']} tokens in a layer, by random routing over {links['nodes']} "
-            f"nodes: copies of a token, and their bytes ({links['used']} here; room for uneven loads is more)\n",
-            _links_table(links["ways"]),
+            f"\na device's dispatch of {links.tokens} tokens in a layer, by random routing over {links.nodes} "
+            f"nodes: copies of a token, and their bytes ({links.used} here; room for uneven loads is more)\n",
+            links_table(links.ways),
         ]
-    if "out_of_memory" in compiled:
-        parts.append(compiled["out_of_memory"])
-    if compiled.get("units"):
+    if compiled is not None and compiled.out_of_memory is not None:
+        parts.append(compiled.out_of_memory)
+    if compiled is not None and compiled.units:
         parts += ["\ncycles of each unit, by the compiler's model\n", units(compiled), "\n" + sent(compiled)]
-    if step := found.get("step"):
+    if step := found.step:
         source = "the compiler's model" if rates is None else f"the rates of {rates}"
         parts += [
             f"\na prediction of {source}, no measurement; the optimizer's time is not in it",
             *_step(step),
             "\nthe same costs under every schedule, what fits first; temporaries are not in this memory",
-            *(f"assumed: {words}" for unit, words in _ASSUMED.items() if unit in step["assumed"]),
+            *(f"assumed: {words}" for unit, words in _ASSUMED.items() if unit in step.assumed),
             "",
-            _schedules_table(step["schedules"]),
+            _schedules_table(step.schedules),
         ]
     return parts
 
 
-def _schedules_table(schedules: list[dict[str, Any]]) -> Table:
+def _schedules_table(schedules: Sequence[ScheduleTime]) -> Table:
     rows = [
         (
-            row["name"],
+            row.name,
             *(
                 ("", "", "")
-                if row["seconds"] is None
-                else (f"{row['seconds']:.4g}", percent(row["mfu"]), gib(row["memory"]))
+                if row.seconds is None
+                else (f"{row.seconds:.4g}", percent(row.mfu), gib(row.memory or 0))
             ),
-            row["refused"],
+            row.refused,
         )
         for row in schedules
     ]
     return Table(("schedule", "step, s", "MFU", "GiB", "refused"), tuple(rows), best=0)
 
 
-def _memory_table(memory: dict[str, Any]) -> Table:
-    rows = [
-        (_WORDS[kind], gib(size), percent(size / memory["limit"])) for kind, size in memory["kinds"].items()
-    ]
-    rows.append(("counted", gib(memory["total"]), percent(memory["total"] / memory["limit"])))
-    if memory["beyond"] is not None:
-        rows.append(
-            (
-                "beyond it, by the compiler",
-                gib(memory["beyond"]),
-                percent(memory["beyond"] / memory["limit"]),
-            )
-        )
+def _memory_table(memory: Memory, limit: int) -> Table:
+    rows = [(_WORDS[kind], gib(size), percent(size / limit)) for kind, size in memory.kinds.items()]
+    rows.append(("counted", gib(memory.total), percent(memory.total / limit)))
+    if memory.beyond is not None:
+        rows.append(("beyond it, by the compiler", gib(memory.beyond), percent(memory.beyond / limit)))
     return Table(("memory of a device", "GiB", "of the device"), tuple(rows))
 
 
-def _links_table(ways: dict[str, dict[str, float]]) -> Table:
+def links_table(ways: Mapping[str, Way]) -> Table:
+    """Each way's copies of a token and bytes of a device."""
     rows = [
         (
-            way,
-            *(f"{copies[where]:.2f}" for where in ("across", "inside")),
-            *(f"{copies[f'bytes_{where}'] / 2**20:.1f}" for where in ("across", "inside")),
+            name,
+            *(f"{copies:.2f}" for copies in (way.across, way.inside)),
+            *(f"{size / 2**20:.1f}" for size in (way.bytes_across, way.bytes_inside)),
         )
-        for way, copies in ways.items()
+        for name, way in ways.items()
     ]
     return Table(("way", "across nodes", "inside", "MiB across", "MiB inside"), tuple(rows))
 
 
-def _step(step: dict[str, Any]) -> list[str]:
-    bound = "at least " if step["lower_bound"] else ""
-    share = "at most " if step["lower_bound"] else ""
+def _step(step: Step) -> list[str]:
+    bound = "at least " if step.lower_bound else ""
+    share = "at most " if step.lower_bound else ""
     return [
-        f"step: {bound}{step['seconds']:.3g} s, {format_cycles(step['cycles'])} cycles "
-        f"({format_cycles(step['ideal_cycles'])} in the ideal order)",
-        f"{step['tokens']} tokens, {step['tokens_per_second']:.4g} a second",
-        f"MFU: {share}{percent(step['mfu'])} of the published peak",
+        f"step: {bound}{step.seconds:.3g} s, {format_cycles(step.cycles)} cycles "
+        f"({format_cycles(step.ideal_cycles)} in the ideal order)",
+        f"{step.tokens} tokens, {step.tokens_per_second:.4g} a second",
+        f"MFU: {share}{percent(step.mfu)} of the published peak",
     ]

@@ -1,7 +1,6 @@
-"""Options that several subcommands share, and how a person's name of a schedule finds its recipe."""
+"""Options that several subcommands share."""
 
 import dataclasses
-import difflib
 import functools
 import inspect
 import math
@@ -11,11 +10,8 @@ from typing import Annotated, Any
 
 import tyro
 
-from dualpipe_jax.schedule import ALL_SCHEDULES, CostModel, MemoryModel, Schedule, limit_stash
-
-SCHEDULES: dict[str, Callable[..., Schedule]] = {recipe.__name__: recipe for recipe in ALL_SCHEDULES}
-
-_ALSO_CALLED = {"1f1b": "one_f_one_b", "zb1p": "zb_h1", "zb2p": "zb_h2", "wave": "hanayo"}
+from dualpipe_jax.schedule import CostModel, MemoryModel, Schedule, limit_stash
+from dualpipe_jax.schedule.names import SCHEDULES, find
 
 Number = Annotated[float | None, tyro.conf.arg(metavar="FLOAT", help_behavior_hint="")]
 Count = Annotated[int | None, tyro.conf.arg(metavar="INT", help_behavior_hint="")]
@@ -158,25 +154,6 @@ def limited(schedule: Schedule, shape: Shape) -> Schedule:
     return schedule if shape.max_stash is None else limit_stash(schedule, shape.max_stash)
 
 
-def find(name: str) -> Callable[..., Schedule]:
-    """The recipe of a name, however it is spelt: dualpipe_v, DualPipeV, zb-h1, 1f1b.
-
-    Raises:
-      CommandError: there is none; says which names are near.
-    """
-    if not is_known(name):
-        spelt = _spellings()
-        near = dict.fromkeys(spelt[word] for word in difflib.get_close_matches(_plain(name), spelt, n=3))
-        meant = f"did you mean {' or '.join(near)}? There" if near else "there"
-        raise CommandError(f"there is no schedule {name!r}; {meant} are {', '.join(SCHEDULES)}")
-    return SCHEDULES[_spellings()[_plain(name)]]
-
-
-def is_known(name: str) -> bool:
-    """Whether ``find`` finds it."""
-    return _plain(name) in _spellings()
-
-
 def make(name: str, num_ranks: int, num_microbatches: int, shape: Shape) -> Schedule:
     """The schedule that the options name.
 
@@ -213,13 +190,3 @@ def shaped(recipe: Callable[..., Schedule], shape: Shape) -> Callable[[int, int]
 def _taken(recipe: Callable[..., Schedule], shape: Shape) -> dict[str, Any]:
     known = inspect.signature(recipe).parameters
     return {option: count for option, count in shape.given().items() if option in known}
-
-
-def _spellings() -> dict[str, str]:
-    return {_plain(known): known for known in SCHEDULES} | {
-        other: known for other, known in _ALSO_CALLED.items() if known in SCHEDULES
-    }
-
-
-def _plain(name: str) -> str:
-    return name.lower().replace("-", "").replace("_", "")

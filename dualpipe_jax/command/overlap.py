@@ -4,16 +4,26 @@ import dataclasses
 import importlib.util
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import tyro
 
 from dualpipe_jax.command.options import CommandError, Count
 from dualpipe_jax.command.output import show, show_json
-from dualpipe_jax.command.program import Files, Program, RatesFile, experts_on
+from dualpipe_jax.pods.plain import filled, plain
+from dualpipe_jax.pods.plan import Plan
+from dualpipe_jax.pods.request import Request
+from dualpipe_jax.pods.results import Answer, Compiled
 from dualpipe_jax.present.numbers import format_cycles, percent
 from dualpipe_jax.present.table import Table
 
+Files = Annotated[tuple[Path, ...], tyro.conf.arg(metavar="FILE ...", aliases=["-o"], help_behavior_hint="")]
+"""What to write of a compiled program."""
+
+RatesFile = Annotated[Path | None, tyro.conf.arg(name="rates", metavar="FILE", help_behavior_hint="")]
+"""Measured rates."""
+
+_SERVING = "prefill", "decode"
 _ENDINGS = ".svg", ".png", ".trace", ".hlo", ".txt"
 
 
@@ -22,7 +32,7 @@ class Overlap:
     """Compile an overlapped pair for devices that are not here, and read what hides behind what. Exit status 1
     where too little is hidden. All times are the compiler's model, or a roofline where it has none (GPUs).
 
-    dualpipe overlap --target v5e:4x4 --pp 4 --ep 4 --model v2-lite --layers-per-stage 1
+    dualpipe overlap --target v5e:4x4 --pp 4 --ep 4 --program v2-lite --layers-per-stage 1
     dualpipe overlap --target v5p:4x4x2 --what prefill
     """
 
@@ -46,26 +56,29 @@ class Overlap:
     """Rates measured by `dualpipe probe`, to price the program by instead of the compiler's figures."""
     json: bool = False
     """Print for programs."""
-    program: Program = dataclasses.field(default_factory=Program)
+    plan: Plan = dataclasses.field(default_factory=Plan)
 
     def run(self) -> int:
         """Print the report; returns the exit status."""
-        if self.compiled is not None and (self.whole or self.program != Program()):
+        if self.compiled is not None and (self.whole or self.plan != Plan()):
             raise CommandError("--compiled: that program is compiled already; drop --whole and its options")
         self._check_what()
         trained = "nothing" if self.compiled is not None else "step" if self.whole else "pair"
         what = trained if self.what == "train" else self.what
         found = study(
-            self.program, self.target, what, self.output, self.compiled, self.rates_file, self.requests
+            self.plan, self.target, what, self.output, self.compiled, self.rates_file, self.requests
         )
-        title = _title(found) if self.compiled is None else f"{self.compiled} on {found['target']['name']}\n"
-        compiled = found["compiled"]
-        hidden = compiled.get("followed", compiled.get("all_to_all", {})).get("hidden")
+        compiled, target = found.compiled, found.target
+        assert compiled is not None and target is not None
+        title = f"{self.compiled} on {target.name}\n"
+        if self.compiled is None:
+            title = f"{name_of(found)} ({target.devices} devices)\n"
+        hidden = (compiled.followed or compiled.all_to_all).hidden
         enough = hidden is not None and 100 * hidden >= self.at_least
         if self.json:
-            show_json(found | {"at_least": self.at_least / 100, "enough": enough})
-        elif "out_of_memory" in compiled:
-            show(title, "does not fit:", compiled["out_of_memory"])
+            show_json(plain(found) | {"at_least": self.at_least / 100, "enough": enough})
+        elif compiled.out_of_memory is not None:
+            show(title, "does not fit:", compiled.out_of_memory)
         else:
             show(title, collectives(compiled), "", *_sentences(compiled, self.at_least, enough))
         return 0 if enough else 1
@@ -78,10 +91,10 @@ class Overlap:
                     "--requests: a pair has none; add --what prefill or --what decode, or drop it"
                 )
             return
-        usual = Program()
+        usual = Plan()
         fixed = ["pp", "ep", "ep_nodes", "schedule", "max_stash", "microbatches", "microbatch_size", "remat"]
         fixed += ["shard_optimizer", "moments", "gradient_sums"]
-        given = [name for name in fixed if getattr(self.program, name) != getattr(usual, name)]
+        given = [name for name in fixed if getattr(self.plan, name) != getattr(usual, name)]
         given += [name for name in ("whole", "compiled") if getattr(self, name)]
         if given:
             options = ", ".join(f"--{name.replace('_', '-')}" for name in given)
@@ -91,15 +104,15 @@ class Overlap:
 
 
 def study(
-    program: Program,
+    plan: Plan,
     target: str | None,
     compile: str,
     files: Sequence[Path] = (),
     compiled: Path | None = None,
     rates: Path | None = None,
     requests: int | None = None,
-) -> dict[str, Any]:
-    """Ask ``train.dryrun`` in a process of its own.
+) -> Answer:
+    """Ask ``dualpipe_jax.pods`` in a process of its own.
 
     Raises:
       ValueError, ModuleNotFoundError: it cannot be done; the compiler or matplotlib is not installed.
@@ -117,32 +130,22 @@ def study(
     _check_files(files)
     if rates is not None:
         read_rates(rates)
-    _check_trainer()
     environment = {"JAX_PLATFORMS": "cpu"}
     if target is not None:
         known = Target.parse(target)
         if compile != "nothing":
             known.check_compiler()
         environment |= known.environment
-    request = {
-        "program": dataclasses.asdict(program),
-        "target": target,
-        "compile": compile,
-        "files": [str(file.absolute()) for file in files],
-        "compiled": None if compiled is None else str(compiled),
-        "rates": None if rates is None else str(rates.absolute()),
-        "requests": requests,
-    }
-    return ask("train.dryrun", request, environment, target or program.model)
-
-
-def _check_trainer() -> None:
-    """The step that is compiled is the trainer's, which a wheel does not hold."""
-    if importlib.util.find_spec("train") is None:
-        raise CommandError(
-            "the training step that this compiles is the trainer's, which is in the repository and not in the "
-            "installed package; run .venv/bin/dualpipe of a checkout, which scripts/train --help sets up"
-        )
+    request = Request(
+        plan,
+        target,
+        compile,
+        tuple(str(file.absolute()) for file in files),
+        None if compiled is None else str(compiled),
+        None if rates is None else str(rates.absolute()),
+        requests,
+    )
+    return filled(Answer, ask("dualpipe_jax.pods", plain(request), environment, target or plan.model))
 
 
 def _check_files(files: Sequence[Path]) -> None:
@@ -158,90 +161,82 @@ def _check_files(files: Sequence[Path]) -> None:
             )
 
 
-def collectives(compiled: dict[str, Any]) -> Table:
+def collectives(compiled: Compiled) -> Table:
     """The all-to-alls of the pair."""
     head = ("all-to-all", "of", "form", "MiB", "takes", "exposed", "hidden", "matmuls of the other")
     rows = [
         (
-            row["name"],
-            row["direction"],
-            row["form"],
-            f"{row['payload'] / 2**20:.1f}",
-            format_cycles(row["duration"]),
-            format_cycles(row["exposed"]),
-            percent(row["hidden"]),
-            str(row["opposite_matmuls"]),
+            row.name,
+            row.direction or "",
+            row.form,
+            f"{row.payload / 2**20:.1f}",
+            format_cycles(row.duration),
+            format_cycles(row.exposed),
+            percent(row.hidden),
+            str(row.opposite_matmuls),
         )
-        for row in compiled["all_to_alls"]
+        for row in compiled.all_to_alls
     ]
     return Table(head, tuple(rows))
 
 
-def units(compiled: dict[str, Any]) -> Table:
+def units(compiled: Compiled) -> Table:
     """The units of the engine, in cycles."""
     head = ("unit", "cycles", "computation", "communication", "exposed", "over the larger", "over the sum")
     rows = [
         (
             name,
-            *(format_cycles(unit[part]) for part in ("cycles", "computation", "communication", "exposed")),
-            *("" if unit[part] is None else f"{unit[part]:.3f}" for part in ("over_limit", "over_sum")),
+            *map(format_cycles, (unit.cycles, unit.computation, unit.communication, unit.exposed)),
+            *("" if ratio is None else f"{ratio:.3f}" for ratio in (unit.over_limit, unit.over_sum)),
         )
-        for name, unit in compiled["units"].items()
+        for name, unit in compiled.units.items()
     ]
     return Table(head, tuple(rows))
 
 
-def sent(compiled: dict[str, Any]) -> str:
+def sent(compiled: Compiled) -> str:
     """What a device gives to all-to-alls, and how many there are."""
-    payloads = [row["payload"] for row in compiled["all_to_alls"]]
-    return f"sent: {sum(payloads) / 2**20:.1f} MiB of a device in {len(payloads)} all-to-alls"
+    total = sum(row.payload for row in compiled.all_to_alls)
+    return f"sent: {total / 2**20:.1f} MiB of a device in {len(compiled.all_to_alls)} all-to-alls"
 
 
-def _title(found: dict[str, Any]) -> str:
-    program, target = found["program"], found["target"]
-    if "requests" in program:
-        tokens = f"{program['requests']} requests of {program['sequence']} tokens a device"
-        how = "one microbatch" if program["serialised"] else "two microbatches"
-        what = found["compiled"]["what"]
-        return f"{program['model']}, {what} of {tokens} in {how}, ep {program['ep']} on {target['name']}\n"
-    return (
-        f"{program['model']}, {program['schedule']}, pp {program['pp']} x ep {experts_on(program)} on {target['name']} "
-        f"({target['devices']} devices)\n"
-    )
+def name_of(found: Answer) -> str:
+    """The plan and the target in words."""
+    plan, target = found.program, found.target
+    assert plan is not None and target is not None
+    if found.compiled is not None and found.compiled.what in _SERVING:
+        how = "one microbatch" if plan.serialised else "two microbatches"
+        return f"{plan.model}, {found.compiled.what} in {how}, ep {plan.ep} on {target.name}"
+    return f"{plan.model}, {plan.schedule}, pp {plan.pp} x ep {plan.experts_on} on {target.name}"
 
 
-def _sentences(compiled: dict[str, Any], at_least: float, enough: bool) -> list[str]:
-    totals, sends = compiled.get("followed", compiled["all_to_all"]), compiled["sends"]
-    copied = [copy for copy in compiled["copies"] if copy["of_state"]]
-    hidden = "an unknown share" if totals["hidden"] is None else percent(totals["hidden"])
+def _sentences(compiled: Compiled, at_least: float, enough: bool) -> list[str]:
+    totals, sends = compiled.followed or compiled.all_to_all, compiled.sends
+    copied = [copy for copy in compiled.copies if copy.of_state]
+    hidden = "an unknown share" if totals.hidden is None else percent(totals.hidden)
     lines = [
-        f"hidden: {hidden} of {format_cycles(totals['cycles'])} cycles of all-to-all "
+        f"hidden: {hidden} of {format_cycles(totals.cycles)} cycles of all-to-all "
         f"({'enough' if enough else 'too little'}: {at_least:g} % asked for)",
         sent(compiled),
     ]
-    if "followed" in compiled:
-        whole = compiled["all_to_all"]["hidden"]
-        whole = "unknown" if whole is None else percent(whole)
-        lines.insert(1, f"that is without the last one, behind which the model goes on; with it: {whole}")
-    if compiled["what"] not in ("prefill", "decode"):
+    if compiled.followed is not None:
+        all_hidden = compiled.all_to_all.hidden
+        share = "unknown" if all_hidden is None else percent(all_hidden)
+        lines.insert(1, f"that is without the last one, behind which the model goes on; with it: {share}")
+    else:
         lines.append(
-            f"sends: {sends['count']} in flight beside it, {format_cycles(sends['exposed'])} of "
-            f"{format_cycles(sends['cycles'])} exposed"
+            f"sends: {sends.count} in flight beside it, {format_cycles(sends.exposed)} of "
+            f"{format_cycles(sends.cycles)} exposed, {format_cycles(sends.waits)} waited for"
         )
-    if compiled["what"] != "text":  # of which nobody knows what its slots, sums and parameters are
+    if compiled.what != "text":  # of which nobody knows what its slots, sums and parameters are
         lines.append(f"copies of slots, sums or parameters in a loop: {len(copied) or 'none'}")
-        lines += [f"  {copy['array']} {copy['op_name']}" for copy in copied[:8]]
-    names = {"FB": "pair", "prefill": "prefill", "decode": "decode"}
-    for unit, name in names.items():
-        if figures := compiled["units"].get(unit):
-            lines.append(f"{name}: {_over(figures)}")
+        lines += [f"  {copy.array} {copy.op_name}" for copy in copied[:8]]
+    for unit, name in {"FB": "pair", **{what: what for what in _SERVING}}.items():
+        if (pair := compiled.units.get(unit)) is None:
+            continue
+        lines.append(
+            f"{name}: {format_cycles(pair.cycles)} cycles, {pair.over_limit:.3f} of the larger of its computation "
+            f"and its communication, {pair.over_sum:.3f} of their sum"
+            + (f"; a lower bound, {pair.unpriced} instructions have no price" if pair.unpriced else "")
+        )
     return lines
-
-
-def _over(unit: dict[str, Any]) -> str:
-    """A unit's time over the least that it could take."""
-    more = f"; a lower bound, {unit['unpriced']} instructions have no price" if unit["unpriced"] else ""
-    return (
-        f"{format_cycles(unit['cycles'])} cycles, {unit['over_limit']:.3f} of the larger of its computation and its "
-        f"communication, {unit['over_sum']:.3f} of their sum{more}"
-    )

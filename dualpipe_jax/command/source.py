@@ -7,18 +7,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from dualpipe_jax.command.given import Given, remembered
-from dualpipe_jax.command.options import (
-    SCHEDULES,
-    CommandError,
-    Shape,
-    find,
-    is_known,
-    limited,
-    make,
-    shaped,
-)
+from dualpipe_jax.command.options import CommandError, Shape, limited, make, shaped
 from dualpipe_jax.schedule import Placement, Schedule, ScheduleError, parse_grid, validate
 from dualpipe_jax.schedule.formats.json_text import from_json
+from dualpipe_jax.schedule.names import SCHEDULES, find, is_known
 
 
 def is_file(name: str) -> bool:

@@ -1,5 +1,6 @@
 """How much of its communication a compiled program hides behind computation."""
 
+import bisect
 import dataclasses
 import re
 from collections import Counter
@@ -61,9 +62,10 @@ def overlap(
     The schedule is walked in the compiler's order. An instruction takes the cycles that the compiler
     estimated for it (TPU), or what ``rates`` says. A collective begins where its start stands, or when the
     one before it of the same kind has ended, runs for as long as ``rates`` says, and where its done stands
-    the core waits if it has not ended: that wait is what is *exposed*, the rest is *hidden*. A synchronous
-    collective is exposed whole. Without a duration only synchronous collectives have a hidden share, 0; of
-    the others the report says what stands between start and done.
+    the core *waits* if it has not ended. *Hidden* is what of its time lies beside work; the rest is *exposed*,
+    whether the core waits for this collective or for another meanwhile. A synchronous collective is exposed
+    whole. Without a duration only synchronous collectives have a hidden share, 0; of the others the report says
+    what stands between start and done.
 
     Every computation is walked by itself and counted once. Inside another one a loop costs its body times
     its trips, a conditional its longest branch.
@@ -152,7 +154,7 @@ class _Reader:
             if work is not None and work.cycles is None and i.nbytes >= _NOTABLE
         )
         context = self.module.executed[computation.name]
-        time = ComputationTime(computation.name, context, line.clock, line.exposed, unpriced)
+        time = ComputationTime(computation.name, context, line.clock, line.waited, unpriced)
         return _Walk(time, found, line.sorted_events())
 
     def _collective(
@@ -172,7 +174,8 @@ class _Reader:
             pair.group_size,
             between,
             flight.duration,
-            flight.exposed,
+            line.exposed(flight),
+            flight.waits,
         )
 
     def duration(self, pair: Pair) -> float | None:
@@ -186,24 +189,24 @@ class _Reader:
             return None
         if instruction.opcode.endswith(("-start", "-update", "-done")):
             return None
-        cycles, exposed = self._cost(computation, instruction)
+        cycles, waits = self._cost(computation, instruction)
         products = Counter(
             self._own_direction(i.op_name) for i in matmuls(self.module, instruction, self.matmul_calls)
         )
         direction = self.direction(instruction)
-        return Work(instruction.name, instruction.opcode, cycles, exposed, direction, dict(products))
+        return Work(instruction.name, instruction.opcode, cycles, waits, direction, dict(products))
 
     def _cost(self, computation: Computation, instruction: Instruction) -> tuple[float | None, float]:
         """Cycles of an instruction, and how many of them are waits inside it."""
         times = [self.walk(name).time for name in instruction.called() if name in self.module.executed]
         if instruction.opcode == "while":
             trips = self._trips(instruction)
-            return trips * sum(t.cycles for t in times), trips * sum(t.exposed for t in times)
+            return trips * sum(t.cycles for t in times), trips * sum(t.waits for t in times)
         if instruction.opcode == "conditional":
             longest = max(times, key=lambda t: t.cycles)
-            return longest.cycles, longest.exposed
+            return longest.cycles, longest.waits
         if instruction.opcode == "call":
-            return sum(t.cycles for t in times), sum(t.exposed for t in times)
+            return sum(t.cycles for t in times), sum(t.waits for t in times)
         return self.rates.instruction(self.module, computation, instruction), 0.0
 
     def _trips(self, loop: Instruction) -> int:
@@ -239,7 +242,7 @@ class _Flight:
     begin: float
     duration: float | None
     direction: str
-    exposed: float | None = None
+    waits: float | None = None
 
 
 class _Line:
@@ -247,7 +250,10 @@ class _Line:
 
     def __init__(self) -> None:
         self.clock = 0.0
-        self.exposed = 0.0
+        self.waited = 0.0
+        self.stretches: list[
+            tuple[float, float, float]
+        ] = []  # work by its start: its end, its share of waits inside
         self.free: dict[str, float] = {}  # when the last collective of each kind will have ended
         self.flights: dict[str, _Flight] = {}
         self.events: list[Event] = []
@@ -266,11 +272,11 @@ class _Line:
         self.events.append(Event(flight.begin, end, name, pair.kind, flight.direction, pair.kind, op_name))
         if flight.duration is None:
             return
-        flight.exposed = max(0.0, end - self.clock)
-        if flight.exposed:
+        flight.waits = max(0.0, end - self.clock)
+        if flight.waits:
             self.events.append(Event(self.clock, end, name, "wait", flight.direction, "compute", op_name))
-        self.exposed += flight.exposed
-        self.clock += flight.exposed
+        self.waited += flight.waits
+        self.clock += flight.waits
 
     def run(self, work: Work, op_name: str) -> None:
         """Do a piece of work."""
@@ -278,8 +284,22 @@ class _Line:
             end = self.clock + work.cycles
             about = work.name, work.opcode, work.direction, "compute", op_name, work.matmuls
             self.events.append(Event(self.clock, end, *about))
-            self.exposed += work.exposed
+            self.stretches.append((self.clock, end, work.waits / work.cycles))
+            self.waited += work.waits
             self.clock = end
+
+    def exposed(self, flight: _Flight) -> float | None:
+        """Cycles of a flight that lie beside no work; waits inside a loop are taken as spread over it evenly."""
+        if flight.duration is None or flight.waits is None:
+            return None
+        at, end, exposed = flight.begin, flight.begin + flight.duration, 0.0
+        first = bisect.bisect_right(self.stretches, at, key=lambda stretch: stretch[0]) - 1
+        for start, stop, waiting in self.stretches[max(0, first) :]:
+            if start >= end:
+                break
+            exposed += max(0.0, start - at) + waiting * max(0.0, min(stop, end) - max(start, at))
+            at = max(at, min(stop, end))
+        return exposed + max(0.0, end - at)
 
     def sorted_events(self) -> tuple[Event, ...]:
         """All that happened, by start."""

@@ -19,7 +19,7 @@ class Work(NamedTuple):
     Attributes:
       name, opcode: of the instruction; a loop, a conditional or a call is one piece of work.
       cycles: how long it takes, with what it runs inside; None where nobody prices it.
-      exposed: cycles of those in which the core only waits (for collectives inside a loop).
+      waits: cycles of those in which the core only waits (for collectives inside a loop).
       direction: forward, backward or unknown.
       matmuls: matrix products in it by direction, those inside loops counted once.
     """
@@ -27,7 +27,7 @@ class Work(NamedTuple):
     name: str
     opcode: str
     cycles: float | None
-    exposed: float
+    waits: float
     direction: str
     matmuls: Mapping[str, int]
 
@@ -46,7 +46,8 @@ class Collective:
       group_size: devices that take part together; None for permutes, or where the text does not say.
       between: work that stands between its start and its done.
       duration: cycles that it takes by the rates given; None if they do not say.
-      exposed: cycles that the core waits for it; None if that cannot be known.
+      exposed: cycles of those beside which there is no work; None if that cannot be known.
+      waits: cycles that the core waits for it; less than exposed where another one is waited for meanwhile.
     """
 
     kind: str
@@ -61,11 +62,12 @@ class Collective:
     between: tuple[Work, ...]
     duration: float | None
     exposed: float | None
+    waits: float | None
 
     @property
     def cycles_between(self) -> float:
         """Cycles of the work between start and done, as far as they are known."""
-        return sum(work.cycles - work.exposed for work in self.between if work.cycles is not None)
+        return sum(work.cycles - work.waits for work in self.between if work.cycles is not None)
 
     @property
     def matmuls(self) -> dict[str, int]:
@@ -78,7 +80,7 @@ class Collective:
         found = dict.fromkeys(DIRECTIONS, 0.0)
         for work in self.between:
             if work.matmuls and work.cycles is not None:
-                found[work.direction] += work.cycles - work.exposed
+                found[work.direction] += work.cycles - work.waits
         return found
 
     @property
@@ -114,7 +116,7 @@ class ComputationTime:
     Attributes:
       name, context: which, and where it is run from.
       cycles: from its first instruction to its last, waits and loops inside included.
-      exposed: cycles in which the core only waits for collectives, its own and those of loops inside.
+      waits: cycles in which the core only waits for collectives, its own and those of loops inside.
       unpriced: names of the instructions that make 64 KiB or more and that neither the compiler nor the rates
         price: they count 0, so that cycles is a lower bound.
     """
@@ -122,13 +124,13 @@ class ComputationTime:
     name: str
     context: str
     cycles: float
-    exposed: float
+    waits: float
     unpriced: tuple[str, ...]
 
     @property
     def work(self) -> float:
         """Cycles in which the core works."""
-        return self.cycles - self.exposed
+        return self.cycles - self.waits
 
 
 class Event(NamedTuple):
@@ -162,7 +164,7 @@ class Total:
       kind: such as ``all-to-all``.
       count, num_sync: how many there are, and how many of them are synchronous.
       payload: bytes of all.
-      duration, exposed: cycles of all; None if one of them is not known.
+      duration, exposed, waits: cycles of all; None if one of them is not known.
       hidden: 1 - exposed / duration, not below 0; without durations 0 if all are synchronous, else None.
     """
 
@@ -172,6 +174,7 @@ class Total:
     payload: int
     duration: float | None
     exposed: float | None
+    waits: float | None
     hidden: float | None
 
 
@@ -276,12 +279,12 @@ def _counts(counts: Iterable[Mapping[str, int]]) -> dict[str, int]:
 def sum_up(kind: str, chosen: tuple[Collective, ...]) -> Total:
     """Collectives of one kind together."""
     num_sync = sum(c.form == "sync" for c in chosen)
-    durations = [c.duration for c in chosen]
-    exposures = [c.exposed for c in chosen]
-    duration = None if None in durations else sum(d for d in durations if d is not None)
-    exposed = None if None in exposures else sum(e for e in exposures if e is not None)
+    duration, exposed, waits = (
+        None if None in cycles else sum(c for c in cycles if c is not None)
+        for cycles in zip(*((c.duration, c.exposed, c.waits) for c in chosen), strict=True)
+    )
     hidden = 0.0 if num_sync == len(chosen) else None
     if duration and exposed is not None:
         hidden = max(0.0, 1 - exposed / duration)
     payload = sum(c.payload for c in chosen)
-    return Total(kind, len(chosen), num_sync, payload, duration, exposed, hidden)
+    return Total(kind, len(chosen), num_sync, payload, duration, exposed, waits, hidden)

@@ -46,7 +46,7 @@ def _collectives_table(report: OverlapReport) -> Table:
 
 
 def _totals_table(report: OverlapReport) -> Table:
-    head = ("kind", "count", "sync", "payload", "takes", "exposed", "hidden")
+    head = ("kind", "count", "sync", "payload", "takes", "exposed", "waits", "hidden")
     rows = tuple(
         (
             t.kind,
@@ -55,6 +55,7 @@ def _totals_table(report: OverlapReport) -> Table:
             format_bytes(t.payload),
             format_cycles(t.duration),
             format_cycles(t.exposed),
+            format_cycles(t.waits),
             percent(t.hidden),
         )
         for t in report.totals()
@@ -63,9 +64,9 @@ def _totals_table(report: OverlapReport) -> Table:
 
 
 def _times_table(report: OverlapReport) -> Table:
-    head = ("computation, run once", "cycles", "exposed", "unpriced", "run from")
+    head = ("computation, run once", "cycles", "waits", "unpriced", "run from")
     rows = tuple(
-        (c.name, format_cycles(c.cycles), format_cycles(c.exposed), str(len(c.unpriced)), c.context)
+        (c.name, format_cycles(c.cycles), format_cycles(c.waits), str(len(c.unpriced)), c.context)
         for c in report.computations.values()
         if c.cycles or c.unpriced
     )

@@ -75,7 +75,7 @@ def to_chrome_trace(
             "module": report.module,
             "computation": computation,
             "cycles": spent.cycles,
-            "cycles exposed": spent.exposed,
+            "cycles waited": spent.waits,
             **unit,
         },
     }
@@ -127,6 +127,7 @@ def _about_collective(event: Event, collective: Collective) -> dict[str, Any]:
         "form": collective.form,
         "cycles": collective.duration,
         "cycles exposed": collective.exposed,
+        "cycles waited": collective.waits,
         "hidden": collective.hidden,
         "payload": collective.payload,
         "group size": collective.group_size,

@@ -299,9 +299,10 @@ class Engine:
             self._weights, self._cache, (rows, follow, _sampling(requests))
         )
         self._count(counts)
-        for row, request in enumerate(requests):
-            if request is not None:  # of two halves the second is later
-                request.num_cached = int(starts[row] + lengths[row])
+        for taken in pieces:
+            if taken is not None:  # of two halves the second is later
+                request, (_, start, length) = taken
+                request.num_cached = start + length
         over = [
             (row, r) for row, r in enumerate(requests) if r and starts[row] + lengths[row] == len(r.prompt)
         ]

@@ -38,7 +38,7 @@ def drawn(clock=None):
 def test_directions_hold_their_instructions():
     trace = drawn()
     assert trace["otherData"] == {
-        "module": "by_hand", "computation": "main", "cycles": 15 + KIB, "cycles exposed": KIB - 500,
+        "module": "by_hand", "computation": "main", "cycles": 15 + KIB, "cycles waited": KIB - 500,
         "one microsecond is": "one cycle",
     }  # fmt: skip
     tracks = by_track(trace)
@@ -72,7 +72,7 @@ def test_what_slices_say():
         "op_name": "jit(f)/jvp(dispatch)/all_to_all", "form": "async", "payload": KIB, "group size": 4,
         "cycles": KIB,
     }  # fmt: skip
-    assert exchange["args"]["cycles exposed"] == KIB - 500
+    assert exchange["args"]["cycles exposed"] == exchange["args"]["cycles waited"] == KIB - 500
     assert exchange["args"]["hidden"] == pytest.approx(500 / KIB)
     assert exchange["args"]["matmuls between"] == {"forward": 0, "backward": 1, "unknown": 0}
 

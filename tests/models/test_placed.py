@@ -11,6 +11,7 @@ import pytest
 from dualpipe_jax import Pipeline
 from dualpipe_jax.balance import Placement
 from dualpipe_jax.engine import PlacedStages
+from dualpipe_jax.engine.reference import reference_value_and_grad
 from dualpipe_jax.engine.stages import from_placed
 from dualpipe_jax.parallel import EP, make_mesh
 from dualpipe_jax.schedule import dualpipe, dualpipe_v, one_f_one_b
@@ -146,3 +147,23 @@ def test_tables_of_too_few_layers_are_refused():
         ValueError, match=r"held is \[2, 4, 2\]; the model has 3 layers with experts, give \[3,"
     ):
         expert_tables(model.layout, tables(2, 8, 4, 2), 8)
+
+
+def test_eight_bits_know_no_placement():
+    """What is rounded is a token's, wherever its experts lie: the same numbers as on one device with all of them."""
+    shape, held = (2, 4, 8), tables(1, CONFIG.num_experts, 4, 3, seed=0)
+    alone, model = (deepseek(ONE_LAYER, (1,), ep_axis=axis, payload="float8") for axis in (None, EP))
+    params, batch = random_params(model), a_batch(shape)
+    (wanted, report), wanted_grads = quick(reference_value_and_grad(alone.staged, num_parts=4))(params, batch)
+    mesh = make_mesh(1, 4)
+    specs = placed_specs(model.param_specs, EP)
+    pipeline = Pipeline(model.staged, one_f_one_b(1, 2), mesh, param_specs=specs)
+    table = expert_tables(model.layout, held, CONFIG.num_experts)
+    placed = place_experts(params, table)
+    (loss, found), grads = quick(pipeline.value_and_grad)(placed, batch)
+    np.testing.assert_allclose(loss, wanted, rtol=1e-6)
+    np.testing.assert_array_equal(found.metrics["counts"], report.metrics["counts"])
+    summed = quick(lambda grads, params: sum_copies(grads, params, mesh))(grads, placed)
+    same_gradients(
+        by_row(logical(summed, table), model.layout), by_row(wanted_grads, model.layout), rtol=1e-4
+    )

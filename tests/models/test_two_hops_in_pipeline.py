@@ -11,6 +11,7 @@ from jax.sharding import PartitionSpec
 from dualpipe_jax import Out, Pipeline, StagedModel
 from dualpipe_jax.engine.reference import reference_value_and_grad
 from dualpipe_jax.parallel import combine, dispatch, expert_axes, expert_matmul, make_mesh
+from dualpipe_jax.parallel.float8 import decode, encode
 from dualpipe_jax.schedule import dualpipe, dualpipe_v, one_f_one_b
 from models.config import tiny
 from models.moe import Dispatch, route
@@ -38,9 +39,18 @@ AXES = expert_axes(2)
 SPECS = {"router": None, "experts": PartitionSpec(AXES)}
 
 
-def experts_alone(num_stages, axis=None, factor=None):
+@jax.custom_vjp
+def rounded_back(y):
+    """Its gradient goes through eight bits once more."""
+    return y
+
+
+rounded_back.defvjp(lambda y: (y, None), lambda _, d: (decode(encode(d), d.shape[-1], d.dtype),))
+
+
+def experts_alone(num_stages, axis=None, payload="plain", back=lambda y: y):
     """Stages of nothing but experts; the loss is the distance from random numbers."""
-    sending = Dispatch("capacity", factor, axis)
+    sending = Dispatch("capacity", axis_name=axis, payload=payload)
 
     def stage(own, shared, x, at):
         x_TD = (at.batch["x"] + shared["shift"] if x is None else x).reshape(-1, D)
@@ -49,7 +59,7 @@ def experts_alone(num_stages, axis=None, factor=None):
         y_TD = combine(
             jnp.tanh(expert_matmul(dispatch(x_TD, handle), own["experts"], handle)), weights, handle
         )
-        return (x_TD + y_TD).reshape(-1, SEQ, D), handle.dropped
+        return (x_TD + back(y_TD)).reshape(-1, SEQ, D), handle.dropped
 
     def first(own, shared, x, at):
         x, dropped = stage(own, shared, x, at)
@@ -64,14 +74,14 @@ def experts_alone(num_stages, axis=None, factor=None):
 
 
 @functools.cache
-def case(num_stages):
+def case(num_stages, *eight):
     """Parameters and a batch; what the plain model makes of them, each device holding all experts."""
     rng = np.random.default_rng(1)
     shapes = {"router": (num_stages, D, E), "experts": (num_stages, E, D, D)}
     stages = {name: rng.normal(size=shape).astype(np.float32) for name, shape in shapes.items()}
     params = {"stages": stages, "shared": {"shift": np.ones(D, np.float32)}}
     batch = {name: rng.normal(size=(NUM, SIZE, SEQ, D)).astype(np.float32) for name in ("x", "y")}
-    step = quick(reference_value_and_grad(experts_alone(num_stages), num_parts=4))
+    step = quick(reference_value_and_grad(experts_alone(num_stages, None, *eight), num_parts=4))
     return params, batch, jax.device_get(step(params, batch))
 
 
@@ -102,6 +112,20 @@ def test_gradients_are_the_plain_models(schedule, options):
     specs = {"stages": SPECS, "shared": None}
     model, mesh = experts_alone(num_stages, AXES), make_mesh(2, (2, 2))
     pipeline = Pipeline(model, schedule, mesh, param_specs=specs, **options)
+    same(jax.device_get(quick(pipeline.value_and_grad)(params, batch)), wanted)
+
+
+@pytest.mark.slow
+def test_eight_bits():
+    """Tokens are rounded once for both hops; gradients of sums twice, for weights multiply them in between."""
+    params, batch, wanted = case(4, "float8", rounded_back)
+    once = case(4, "float8")[2]
+    np.testing.assert_allclose(wanted[0][0], once[0][0], rtol=1e-7, err_msg="forward they are the same")
+    for unlike in (once, case(4)[2]):
+        off = [abs(tree[1]["stages"]["experts"]) for tree in (wanted, unlike)]
+        assert np.abs(off[0] - off[1]).max() > 1e-3 * off[1].max(), "rounding changes what is compared"
+    model, specs = experts_alone(4, AXES, "float8"), {"stages": SPECS, "shared": None}
+    pipeline = Pipeline(model, dualpipe_v(2, NUM), make_mesh(2, (2, 2)), param_specs=specs)
     same(jax.device_get(quick(pipeline.value_and_grad)(params, batch)), wanted)
 
 

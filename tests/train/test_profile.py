@@ -7,6 +7,7 @@ import pytest
 
 from dualpipe_jax.command.given import from_file
 from dualpipe_jax.inspect import read
+from dualpipe_jax.pods.predict import SCOPE_OF
 from dualpipe_jax.schedule import (
     CostModel,
     Op,
@@ -18,7 +19,6 @@ from dualpipe_jax.schedule import (
     zb_v,
 )
 from dualpipe_jax.schedule.formats.measured import read_measured
-from train.predict import SCOPE_OF
 from train.profile import ProfileError, measure, write_profile
 from train.profile.capture import Event
 from train.profile.match import Execution, Unit, executions, guards, match

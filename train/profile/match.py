@@ -10,8 +10,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from dualpipe_jax.inspect import Module
+from dualpipe_jax.pods.predict import SCOPE_OF, bodies
 from dualpipe_jax.schedule import Action, Op, Schedule, TickTable, lower
-from train.predict import SCOPE_OF, bodies
 from train.profile.capture import Event
 
 
@@ -20,7 +20,7 @@ class ProfileError(ValueError):
 
 
 class Unit(NamedTuple):
-    """A unit in a row of the table: of ``train.predict.SCOPE_OF``, and the actions that it does, or a part of."""
+    """A unit in a row of the table: of ``pods.predict.SCOPE_OF``, and the actions that it does, or a part of."""
 
     kind: str
     actions: tuple[Action, ...]

@@ -7,9 +7,10 @@ import pytest
 
 import models
 from dualpipe_jax.parallel import make_mesh
+from dualpipe_jax.pods.bare import lower_bare_pair
+from dualpipe_jax.pods.program import Blueprint
 from dualpipe_jax.schedule import dualpipe
-from train import ahead
-from train.bare import lower_bare_pair
+from train.pods import step_of
 
 
 @pytest.fixture(scope="module")
@@ -22,7 +23,7 @@ def blueprint():
         capacity_factor=1.0,
     )
     mesh = make_mesh(2, 2)
-    return ahead.draw(model, dualpipe(2, 6), mesh, (6, 2, 8))
+    return Blueprint(step_of(model, (6, 2, 8)), dualpipe(2, 6), mesh)
 
 
 def results(lowered):

@@ -1,6 +1,5 @@
 """A step as shapes: what is counted against what lies on devices, and what is compiled against what is trained."""
 
-import dataclasses
 import functools
 
 import jax
@@ -9,12 +8,13 @@ import numpy as np
 import pytest
 
 import models
-from dualpipe_jax.command.program import Program
 from dualpipe_jax.engine import Report
 from dualpipe_jax.parallel import EP, make_mesh
+from dualpipe_jax.pods import Plan, ahead
+from dualpipe_jax.pods.dryrun import draw
+from dualpipe_jax.pods.program import Blueprint, abstract_mesh
 from dualpipe_jax.schedule import dualpipe, dualpipe_v, lower, one_f_one_b, zb_h1
-from train import ahead, study
-from train.request import make_schedule
+from train.pods import step_of
 from train.state import Layout, shard_moments
 from train.step import make_optimizer, make_update
 
@@ -22,13 +22,18 @@ NUM_PP, NUM_EP, MICROBATCHES, SIZE, SEQ = 2, 2, 4, 4, 16
 
 
 @functools.cache
-def blueprint(make=dualpipe, mesh="devices", **options):
+def model_of(make):
     schedule = make(NUM_PP, MICROBATCHES)
     stages = schedule.placement.num_model_stages
     numbers = models.byte(num_layers=5, num_dense_layers=1)
-    model = models.deepseek(numbers, stages, ep_axis=EP, dispatch="capacity", capacity_factor=1.0)
-    mesh = make_mesh(NUM_PP, NUM_EP) if mesh == "devices" else ahead.abstract_mesh(NUM_PP, NUM_EP)
-    return ahead.draw(model, schedule, mesh, (MICROBATCHES, SIZE, SEQ), **options)
+    return models.deepseek(numbers, stages, ep_axis=EP, dispatch="capacity", capacity_factor=1.0)
+
+
+@functools.cache
+def blueprint(make=dualpipe, mesh="devices", microbatches=MICROBATCHES, moments="float32", **options):
+    program = step_of(model_of(make), (microbatches, SIZE, SEQ), moments=moments)
+    mesh = make_mesh(NUM_PP, NUM_EP) if mesh == "devices" else abstract_mesh(NUM_PP, NUM_EP)
+    return Blueprint(program, make(NUM_PP, microbatches), mesh, **options)
 
 
 OPTIMIZER = make_optimizer(1e-3, clip=1.0, weight_decay=0.1)
@@ -37,7 +42,7 @@ OPTIMIZER = make_optimizer(1e-3, clip=1.0, weight_decay=0.1)
 @functools.cache
 def state(make=dualpipe):
     b = blueprint(make)
-    return Layout(b.model, b.schedule, b.mesh, OPTIMIZER).init(jax.random.key(0))
+    return Layout(model_of(make), b.schedule, b.mesh, OPTIMIZER).init(jax.random.key(0))
 
 
 def on_one_device(tree):
@@ -57,12 +62,13 @@ def test_parameters_and_optimizer_are_counted_as_they_lie(make):
     assert kinds["mirrored"] == (kinds["stages"] if make is dualpipe else 0)
 
 
-def test_the_abstract_state_is_the_trainers():
-    real, drawn = state(), ahead.abstract_state(blueprint())
-    assert jax.tree.structure(real) == jax.tree.structure(drawn)
-    for a, b in zip(jax.tree.leaves(real), jax.tree.leaves(drawn), strict=True):
-        assert (a.shape, a.dtype) == (b.shape, b.dtype)
-        assert a.sharding.is_equivalent_to(b.sharding, a.ndim)
+def test_what_is_drawn_of_the_state_is_the_trainers():
+    whole, b = state(), blueprint()
+    for real, drawn in ((whole.params, b.params), (whole.opt_state, b.update.state)):
+        assert jax.tree.structure(real) == jax.tree.structure(drawn)
+        for a, b in zip(jax.tree.leaves(real), jax.tree.leaves(drawn), strict=True):
+            assert (a.shape, a.dtype) == (b.shape, b.dtype)
+            assert a.sharding.is_equivalent_to(b.sharding, a.ndim)
 
 
 @pytest.mark.parametrize("make", [dualpipe, dualpipe_v, one_f_one_b, zb_h1])
@@ -82,7 +88,7 @@ def test_slots_are_counted_from_the_tables_numbers(make):
     sums = kinds["stages"] + kinds["mirrored"] + kinds["shared"]
     routing = ahead.nbytes([stage["routing"] for stage in b.params["stages"].local])
     assert kinds["gradients"] <= sums
-    if not (b.model.layout.rows < 0).any():  # what no stage of a rank uses has no sum
+    if not (model_of(make).layout.rows < 0).any():  # what no stage of a rank uses has no sum
         assert sums - 2 * routing <= kinds["gradients"]
 
 
@@ -92,14 +98,7 @@ def test_nothing_needs_devices_to_be_counted(make):
 
 
 def test_more_microbatches_need_no_more_slots():
-    b = blueprint()
-    longer = dataclasses.replace(
-        b,
-        schedule=dualpipe(NUM_PP, 4 * MICROBATCHES),
-        tokens=jax.ShapeDtypeStruct(
-            (4 * MICROBATCHES, *b.tokens.shape[1:]), jnp.int32, sharding=b.tokens.sharding
-        ),
-    )
+    b, longer = blueprint(), blueprint(microbatches=4 * MICROBATCHES)
     kinds, few = ahead.memory_by_kind(longer), ahead.memory_by_kind(b)
     assert {k: v for k, v in kinds.items() if k not in ("batch", "stash", "boundary")} == {
         k: v for k, v in few.items() if k not in ("batch", "stash", "boundary")
@@ -111,7 +110,7 @@ def test_the_compiled_step_takes_the_arguments_that_were_counted():
     b = blueprint(fuse_pairs=False)
     memory = ahead.lower_step(b).compile().memory_analysis()
     kinds = ahead.memory_by_kind(b)
-    step_and_tokens = 4 + 2 * ahead.nbytes(b.tokens)
+    step_and_tokens = 4 + ahead.nbytes(b.batch)
     assert memory.argument_size_in_bytes == (
         kinds["stages"] + kinds["shared"] + kinds["optimizer"] + step_and_tokens
     )
@@ -196,8 +195,8 @@ def test_sizes_of_a_ranks_share_are_those_of_the_slots():
 def test_fewer_stashes_take_less_memory_and_nothing_else():
     kinds = []
     for most in (None, 1, 0):
-        program = Program(model="tiny", layers_per_stage=1, pp=4, ep=1, microbatches=16, max_stash=most)
-        kinds.append(ahead.memory_by_kind(study.draw(program, None, None)[1]))
+        plan = Plan("tiny", layers_per_stage=1, pp=4, ep=1, microbatches=16, max_stash=most)
+        kinds.append(ahead.memory_by_kind(draw(plan, None, None)))
     whole, one, none = (k.pop("stash") for k in kinds)
     assert whole > one > none
     assert kinds[0] == kinds[1] == kinds[2]
@@ -205,4 +204,4 @@ def test_fewer_stashes_take_less_memory_and_nothing_else():
 
 def test_a_negative_number_of_stashes_is_refused():
     with pytest.raises(ValueError, match="--max-stash -1: must be 0 or more"):
-        make_schedule(Program(max_stash=-1))
+        Plan(max_stash=-1).make_schedule()

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from dualpipe_jax.inspect import Rates, Target, overlap, read
+from dualpipe_jax.pods.timeline import write
 from tests.inspect.by_hand import done, module, start, work
-from train.timeline import write
 
 TARGET = Target.parse("v5e:4x4")
 ENTRY = [start("a"), work("w", 400), done("a")]

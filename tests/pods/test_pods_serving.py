@@ -14,12 +14,12 @@ import pytest
 
 from dualpipe_jax.__main__ import main
 from dualpipe_jax.command import child
-from dualpipe_jax.command.program import Program
 from dualpipe_jax.inspect import Target
 from dualpipe_jax.inspect import target as targets
-from tests.test_pods import ANSWER, UNIT
+from dualpipe_jax.pods.plan import Plan
+from dualpipe_jax.pods.request import Request
+from tests.pods.test_pods import ANSWER, UNIT
 from train import serving
-from train.request import Request
 
 TPU = pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed")
 
@@ -32,7 +32,7 @@ def answered(monkeypatch):
     def ask(module, request, environment, title):
         asked.append(request)
         answer = copy.deepcopy(ANSWER)
-        program = request["program"] | {"requests": request["requests"] or 4, "ep": 16}
+        program = request["plan"] | {"ep": 16}
         compiled = answer["compiled"] | {"what": request["compile"], "units": {request["compile"]: UNIT}}
         compiled["followed"] = {"cycles": 9e5, "exposed": 0.0, "hidden": 1.0}
         return json.loads(json.dumps(answer | {"program": program, "compiled": compiled}))
@@ -45,20 +45,18 @@ def answered(monkeypatch):
 def test_what_is_compiled_and_what_is_said(answered, capsys):
     assert main(["overlap", "--target", "v5e:4x4", "--what", "prefill", "--model", "tiny"]) == 0
     out = capsys.readouterr().out
-    assert out.startswith(
-        "tiny, prefill of 4 requests of 4096 tokens a device in two microbatches, ep 16 on v5e:4x4"
-    )
+    assert out.startswith("tiny, prefill in two microbatches, ep 16 on v5e:4x4 (16 devices)")
     assert (
         "hidden: 100.0 % of 900.00 k cycles of all-to-all (enough: 97 % asked for)\nthat is without the last"
         in out
     )
     assert "behind which the model goes on; with it: 99.0 %" in out and "sends" not in out
     assert (
-        "prefill: 3.00 M cycles, 1.003 of the larger of its computation and its communication, 0.750" in out
+        "prefill: 3.00 M cycles, 1.003 of the larger of its computation and its communication, 0.752" in out
     )
     given = ["--what", "decode", "--requests", "64", "--serialised", "--sequence", "1024"]
     assert main(["overlap", "--target", "v5e:4x4", *given]) == 0
-    assert "decode of 64 requests of 1024 tokens a device in one microbatch" in capsys.readouterr().out
+    assert "decode in one microbatch, ep 16 on v5e:4x4" in capsys.readouterr().out
     assert [(one["compile"], one["requests"]) for one in answered] == [("prefill", None), ("decode", 64)]
 
 
@@ -87,7 +85,7 @@ SMALL = dict(
 
 def plan_of(what, requests=None, **program):
     target = Target.parse("v5e:2x4")
-    request = Request(Program(**(SMALL | program)), str(target), what, requests=requests)
+    request = Request(Plan(**(SMALL | program)), str(target), what, requests=requests)
     return serving.draw(request, target, jax.devices())
 
 

@@ -8,8 +8,8 @@ import math
 import re
 from collections.abc import Mapping
 
-import models
 from dualpipe_jax.inspect import Module, OverlapReport
+from dualpipe_jax.pods.results import Unit
 from dualpipe_jax.schedule import CostModel, MemoryModel, Op, Schedule, lower, simulate
 from dualpipe_jax.schedule.costs import stages_a_share
 from dualpipe_jax.schedule.optimize.choose import Candidate, choose
@@ -22,37 +22,6 @@ SCOPE_OF = {
     "W": "backward_weight",
 }
 """The scope by which each unit of the engine is found in a compiled program."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Unit:
-    """One guarded unit, run once.
-
-    Attributes:
-      cycles: from its first instruction to its last.
-      computation: cycles in which the core works.
-      communication: cycles that its collectives take, hidden or not; None if a rate is missing.
-      exposed: cycles in which the core waits for them.
-      unpriced: instructions that nobody prices, which make cycles a lower bound.
-    """
-
-    cycles: float
-    computation: float
-    communication: float | None
-    exposed: float
-    unpriced: int
-
-    @property
-    def over_limit(self) -> float | None:
-        """Cycles over the larger of computation and communication: 1 is as good as can be."""
-        limit = max(self.computation, self.communication or 0.0)
-        return self.cycles / limit if limit else None
-
-    @property
-    def over_sum(self) -> float | None:
-        """Cycles over computation and communication one after the other: 1 is nothing hidden."""
-        total = self.computation + (self.communication or 0.0)
-        return self.cycles / total if total else None
 
 
 def bodies(module: Module, unit: str) -> list[str]:
@@ -114,7 +83,7 @@ def unit_of(report: OverlapReport, computation: str) -> Unit:
     time = report.computations[computation]
     durations = [c.duration for c in report.inside(computation)]
     total = None if None in durations else sum(d for d in durations if d is not None)
-    return Unit(time.cycles, time.work, total, time.exposed, len(time.unpriced))
+    return Unit(time.cycles, time.work, total, time.waits, len(time.unpriced))
 
 
 def overheads(report: OverlapReport, module: Module) -> tuple[float, float] | None:
@@ -259,15 +228,3 @@ def _predicted(candidate: Candidate, costs: CostModel, limit: float, fixed: floa
     refused = f"needs {needed / 2**30:.1f} GiB of {limit / 2**30:.1f}" if candidate.refused else ""
     cycles, ideal = step_cycles(candidate.schedule, own, tick)
     return Prediction(candidate.name, cycles, ideal, needed, refused)
-
-
-def model_flops(numbers: models.Config, active: int, sequence: int) -> float:
-    """Floating-point operations that one token's training needs, the customary count for MFU.
-
-    6 for each parameter that it meets (the embedding is looked up, not multiplied) and 3 times its attention to
-    half the sequence on average. What is computed again in the backward does not count, nor what fills up
-    capacity.
-    """
-    per_key = numbers.num_heads * (numbers.qk_nope_dim + numbers.qk_rope_dim + numbers.v_head_dim)
-    attention = 2 * per_key * sequence / 2 * numbers.num_layers
-    return 6.0 * (active - numbers.vocab * numbers.dim) + 3.0 * attention

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from dualpipe_jax import inspect
-from train import predict
+from dualpipe_jax.pods import predict
 
 PICTURES = ".svg", ".png"
 TRACE = ".trace"

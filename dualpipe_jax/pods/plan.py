@@ -1,38 +1,27 @@
-"""Options of the commands that compile for a target: which program."""
+"""What is chosen of a training step on a pod: which program, and how it is cut and ordered; loads no JAX."""
 
 import dataclasses
-from collections.abc import Mapping
-from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import tyro
 
-from dualpipe_jax.command.options import Count
+from dualpipe_jax.schedule import Schedule, limit_stash
+from dualpipe_jax.schedule.names import find
 
-Files = Annotated[tuple[Path, ...], tyro.conf.arg(metavar="FILE ...", aliases=["-o"], help_behavior_hint="")]
-"""What to write of a compiled program."""
-
-RatesFile = Annotated[Path | None, tyro.conf.arg(name="rates", metavar="FILE", help_behavior_hint="")]
-"""Measured rates."""
-
-
-def experts_on(program: "Program | Mapping[str, Any]") -> str:
-    """Devices of the expert axis in words: 64, or 8 x 8 on nodes."""
-    asked = program if isinstance(program, Mapping) else dataclasses.asdict(program)
-    ep, nodes = asked["ep"], asked["ep_nodes"]
-    return str(ep) if nodes == 1 else f"{ep} ({nodes} nodes x {ep // nodes})"
+Count = Annotated[int | None, tyro.conf.arg(metavar="INT", help_behavior_hint="")]
 
 
 @dataclasses.dataclass(frozen=True)
-class Program:
-    """A training step of a DeepSeek-V3-like model. ``train.dryrun`` builds it."""
+class Plan:
+    """A training step: of one of DeepSeek's models, or of a program of your own."""
 
-    model: str = "v3"
-    """Model size: v3, v2, v2-lite, 67b-a2b, small, tiny or byte."""
+    model: Annotated[str, tyro.conf.arg(name="program", aliases=["--model"], metavar="NAME")] = "v3"
+    """Which program: v3, v2, v2-lite, 67b-a2b, small, tiny or byte of this repository, or a function of your own,
+    FILE.py:name or package.module:name, that returns a dualpipe_jax.pods.Program."""
     layers_per_stage: Count = None
     """Layers with experts in each stage, instead of the model's own number, shared out as equally as can be."""
     change: Annotated[tuple[str, ...], tyro.conf.arg(metavar="FIELD=NUMBER ...")] = ()
-    """Other numbers of the model: dim=2048 expert_hidden=512."""
+    """Other numbers of the model, dim=2048 expert_hidden=512; of your own program keyword arguments."""
     schedule: str = "dualpipe"
     """Order of forwards and backwards; see `dualpipe choose`."""
     max_stash: int | None = None
@@ -73,3 +62,57 @@ class Program:
     """Run the pair's forward and backward after each other: what the overlap is to be compared with."""
     compiler_option: Annotated[tuple[str, ...], tyro.conf.arg(metavar="NAME=VALUE ...")] = ()
     """Options for the compiler besides the recommended ones."""
+
+    @property
+    def num_microbatches(self) -> int:
+        """Over all pipes."""
+        return self.microbatches or 4 * self.pp
+
+    @property
+    def batch(self) -> int:
+        """Sequences of a microbatch."""
+        return self.microbatch_size or self.ep
+
+    @property
+    def changes(self) -> dict[str, int | float]:
+        """``change`` by name.
+
+        Raises:
+          ValueError: one is not FIELD=NUMBER.
+        """
+        return dict(map(_assignment, self.change))
+
+    @property
+    def experts_on(self) -> str:
+        """Devices of the expert axis in words: 64, or 8 x 8 on nodes."""
+        nodes = self.ep_nodes
+        return str(self.ep) if nodes == 1 else f"{self.ep} ({nodes} nodes x {self.ep // nodes})"
+
+    def make_schedule(self) -> Schedule:
+        """The schedule that it names.
+
+        Raises:
+          ValueError: there is none of that name, or not with these counts.
+        """
+        schedule = find(self.schedule)(self.pp, self.num_microbatches)
+        if self.max_stash is None:
+            return schedule
+        if self.max_stash < 0:
+            raise ValueError(f"--max-stash {self.max_stash}: must be 0 or more")
+        return limit_stash(schedule, self.max_stash)
+
+
+def _assignment(text: str) -> tuple[str, int | float]:
+    name, value = pair_of(text)
+    try:
+        return name, float(value) if "." in value else int(value)
+    except ValueError:
+        raise ValueError(f"--change {text}: wants FIELD=NUMBER, for instance dim=2048") from None
+
+
+def pair_of(text: str) -> tuple[str, str]:
+    """NAME=VALUE in its parts. Raises ValueError where it is not that."""
+    name, equals, value = text.partition("=")
+    if not (name and equals and value):
+        raise ValueError(f"{text!r}: wants NAME=VALUE")
+    return name, value

@@ -12,10 +12,12 @@ import pytest
 
 from dualpipe_jax.__main__ import main
 from dualpipe_jax.command import child
-from dualpipe_jax.command.dryrun import verdict
 from dualpipe_jax.inspect import read
 from dualpipe_jax.inspect import target as targets
-from train import predict
+from dualpipe_jax.pods import Plan, predict
+from dualpipe_jax.pods.dryrun import draw, guards_of
+from dualpipe_jax.pods.request import Request
+from dualpipe_jax.pods.results import Compiled, weigh
 
 SMALL = ["--model", "tiny", "--layers-per-stage", "1", "--pp", "2", "--ep", "2", "--microbatches", "4"]
 SMALL += ["--microbatch-size", "4", "--sequence", "16"]
@@ -25,7 +27,7 @@ CUDA = pytest.mark.skipif(
     reason="JAX's CUDA plugin is not installed",
 )
 
-V5E_PAIR = Path(__file__).parent / "inspect/texts/v5e_pair.hlo"
+V5E_PAIR = Path(__file__).parent.parent / "inspect/texts/v5e_pair.hlo"
 
 ALL_TO_ALL = {
     "name": "all-to-all-start.1",
@@ -38,26 +40,46 @@ ALL_TO_ALL = {
     "opposite_matmuls": 3,
 }
 UNIT = {"cycles": 3e6, "computation": 2.99e6, "communication": 1e6, "exposed": 1e4, "unpriced": 0}
-UNIT |= {"over_limit": 1.003, "over_sum": 0.75}
+COPY = {
+    "name": "copy.1",
+    "nbytes": 1 << 21,
+    "context": "",
+    "op_name": "",
+    "array": "bf16[5,8]",
+    "of_state": False,
+}
 ANSWER = {
-    "target": {"name": "v5e:4x4", "devices": 16, "memory": 16 * 2**30},
+    "target": {"name": "v5e:4x4", "devices": 16, "memory": 16 * 2**30}
+    | {"flops": 197e12, "bandwidth": 819e9, "clock": 1.5e9},
     "program": {"model": "tiny", "schedule": "dualpipe", "pp": 2, "ep": 2, "microbatches": 4, "sequence": 16}
     | {"microbatch_size": 4, "ep_nodes": 1},
     "parameters": {"total": 10**9, "active": 10**8, "device": 10**8},
     "memory": {
         "kinds": {"stages": 6 * 2**30, "optimizer": 4 * 2**30, "stash": 2 * 2**30},
         "total": 12 * 2**30,
+        "beyond": 2 * 2**30,
+        "needed": 14 * 2**30,
+        "limit": 16 * 2**30,
+        "fits": True,
     },
     "compiled": {
         "what": "pair",
         "all_to_all": {"cycles": 1e6, "exposed": 1e4, "hidden": 0.99},
         "all_to_alls": [ALL_TO_ALL],
-        "sends": {"count": 2, "cycles": 2e5, "exposed": 0.0, "each": 1e5},
+        "sends": {"count": 2, "cycles": 2e5, "exposed": 1e3, "waits": 0.0, "each": 1e5},
         "units": {"FB": UNIT},
-        "copies": [{"array": "bf16[5,8]", "of_state": True, "op_name": "pair/copied"}, {"of_state": False}],
+        "copies": [COPY | {"of_state": True, "op_name": "pair/copied"}, COPY],
         "memory": {"peak": 10 * 2**30},
     },
-    "step": {"costs": {}, "cycles": 3e9, "ideal_cycles": 2.9e9, "seconds": 2.0, "tokens": 1024, "mfu": 0.4}
+    "step": {
+        "costs": {},
+        "cycles": 3e9,
+        "ideal_cycles": 2.9e9,
+        "overhead_cycles": 0.0,
+        "seconds": 2.0,
+        "tokens": 1024,
+        "mfu": 0.4,
+    }
     | {"tokens_per_second": 512.0, "lower_bound": True, "assumed": ["I", "W", "FB"]}
     | {
         "schedules": [
@@ -94,12 +116,12 @@ def test_overlap_prints_what_hides_what(answered, capsys):
     out = capsys.readouterr().out
     assert "tiny, dualpipe, pp 2 x ep 2 on v5e:4x4 (16 devices)" in out
     assert "hidden: 99.0 % of 1.00 M cycles of all-to-all (enough: 97 % asked for)" in out
-    assert "sends: 2 in flight beside it, 0 of 200.00 k exposed" in out
+    assert "sends: 2 in flight beside it, 1.00 k of 200.00 k exposed, 0 waited for" in out
     assert "in a loop: 1\n  bf16[5,8] pair/copied" in out
-    assert "pair: 3.00 M cycles, 1.003 of the larger" in out and "0.750 of their sum" in out
+    assert "pair: 3.00 M cycles, 1.003 of the larger" in out and "0.752 of their sum" in out
     ((module, request, environment, title),) = answered
-    assert (module, title, request["compile"]) == ("train.dryrun", "v5e:4x4", "pair")
-    assert request["program"]["layers_per_stage"] == 1 and request["program"]["sequence"] == 16
+    assert (module, title, request["compile"]) == ("dualpipe_jax.pods", "v5e:4x4", "pair")
+    assert request["plan"]["layers_per_stage"] == 1 and request["plan"]["sequence"] == 16
     assert environment["TPU_SKIP_MDS_QUERY"] == "1" and environment["JAX_PLATFORMS"] == "cpu"
 
 
@@ -108,7 +130,9 @@ def test_overlap_fails_where_too_little_is_hidden(answered, capsys):
     assert "(too little: 99.5 % asked for)" in capsys.readouterr().out
     assert main(["overlap", "--target", "v5e:4x4", "--at-least", "99.5", "--json", *SMALL]) == 1
     found = json.loads(capsys.readouterr().out)
-    assert not found["enough"] and found["compiled"]["all_to_alls"] == [ALL_TO_ALL]
+    assert not found["enough"] and found["compiled"]["all_to_alls"] == [
+        ALL_TO_ALL | {"cycles_between": None, "matmuls": {}}
+    ]
 
 
 def test_overlap_of_a_program_that_does_not_fit(answered, capsys, monkeypatch):
@@ -196,17 +220,13 @@ def test_rates_are_read_before_compiling(answered, capsys, tmp_path, command):
 
 
 def test_guards_that_were_measured_are_part_of_a_tick(tmp_path):
-    from dualpipe_jax.command.program import Program
-    from train.request import Request
-    from train.study import guards_of
-
     file = tmp_path / "rates.json"
     guards = {"loop": {"taken_seconds": 2e-6}, "switch": {"taken_seconds": 1e-5}}
     file.write_text(json.dumps({"rates": {"memory": 1e12, "guards": guards}}))
     for target, cycles in (("v5e:4x4", 2e-6 * 1.5e9), ("h100:1x8", 2e-6 * 1.83e9)):
-        request = Request(Program(), target, "units", rates=str(file))
+        request = Request(Plan(), target, "units", rates=str(file))
         assert guards_of(request, targets.Target.parse(target)) == pytest.approx(cycles)
-    assert guards_of(Request(Program(), "v5e:4x4", "units"), targets.Target.parse("v5e:4x4")) == 0
+    assert guards_of(Request(Plan(), "v5e:4x4", "units"), targets.Target.parse("v5e:4x4")) == 0
 
 
 def test_dryrun_prints_memory_and_a_prediction(answered, capsys):
@@ -266,7 +286,8 @@ def test_costs_that_cannot_be_written_are_said_before_compiling(answered, capsys
 
 
 def test_dryrun_fails_where_it_does_not_fit(answered, capsys, monkeypatch):
-    monkeypatch.setitem(ANSWER["target"], "memory", 13 * 2**30)
+    monkeypatch.setitem(ANSWER["memory"], "limit", 13 * 2**30)
+    monkeypatch.setitem(ANSWER["memory"], "fits", False)
     assert main(["dryrun", "--target", "v5e:4x4", *SMALL]) == 1
     assert "DOES NOT FIT: 14.00 of 13.00 GiB" in capsys.readouterr().out
     assert main(["dryrun", "--target", "v5e:4x4", "--json", *SMALL]) == 1
@@ -275,20 +296,18 @@ def test_dryrun_fails_where_it_does_not_fit(answered, capsys, monkeypatch):
 
 
 def test_what_is_needed():
-    def of(what, peak, memory=16, **more):
-        compiled = {"what": what, "memory": None if peak is None else {"peak": peak}} | more
-        kinds = {"kinds": {"optimizer": 4}, "total": 12}
-        return verdict({"compiled": compiled, "memory": kinds, "target": {"memory": memory}})
+    kinds = {"stages": 8, "optimizer": 4}
 
-    assert of("step", 15) == {"beyond": 3, "needed": 15, "limit": 16, "fits": True}
-    assert of("units", 15)["needed"] == 19, "the units' program has no optimizer state"
-    assert of("pair", 3)["needed"] == 12, "some of what was counted is not in it"
-    assert of("units", None)["needed"] == 12
-    assert not of("step", None, out_of_memory="...")["fits"]
-    assert (
-        verdict({"memory": {"kinds": {"optimizer": 4}, "total": 12}, "target": {"memory": 11}})["fits"]
-        is False
-    )
+    def of(what, peak, limit=16, **more):
+        return weigh(kinds, Compiled(what, memory=None if peak is None else {"peak": peak}, **more), limit)
+
+    step = of("step", 15)
+    assert (step.total, step.beyond, step.needed, step.limit, step.fits) == (12, 3, 15, 16, True)
+    assert of("units", 15).needed == 19, "the units' program has no optimizer state"
+    assert of("pair", 3).needed == 12, "some of what was counted is not in it"
+    assert of("units", None).needed == 12
+    assert not of("step", None, out_of_memory="...").fits
+    assert not weigh(kinds, None, 11).fits and weigh(kinds, None, None).fits
 
 
 @pytest.mark.parametrize("command", ["overlap", "dryrun"])
@@ -340,9 +359,6 @@ def test_memory_is_counted_with_no_compiler(capsys):
     ],
 )
 def test_options_that_do_not_fit(options, message):
-    from dualpipe_jax.command.program import Program
-    from train import study
-
     given = {"model": "tiny", "pp": 2, "ep": 2, "microbatches": 4, "sequence": 16}
     target = targets.Target.parse("v5e:4x4")
     option, value = options[0].removeprefix("--").replace("-", "_"), options[1]
@@ -352,7 +368,7 @@ def test_options_that_do_not_fit(options, message):
         changed = (value,) if option == "change" else int(value) if value.isdigit() else value
         given[option] = changed
     with pytest.raises(ValueError, match="^" + "".join(f"[{c}]" if c in "?.+()" else c for c in message)):
-        study.draw(Program(**given), target, None)
+        draw(Plan(**given), target, None)
 
 
 def compiled(*arguments):
@@ -386,7 +402,7 @@ def test_a_pair_on_v5e_hides_its_all_to_alls():
     rows = found["compiled"]["all_to_alls"]
     assert [row["form"] for row in rows] == 4 * ["async"]
     assert all(row["opposite_matmuls"] >= 1 for row in rows), rows
-    assert found["compiled"]["sends"]["exposed"] == 0
+    assert found["compiled"]["sends"]["waits"] == 0
     assert not [copy for copy in found["compiled"]["copies"] if copy["of_state"]]
 
 
@@ -405,7 +421,7 @@ def test_a_pair_on_h100s_is_asynchronous(tmp_path):
     rows = found["compiled"]["all_to_alls"]
     assert len(rows) == 4 and not any(row["form"] == "sync" for row in rows)
     sends = found["compiled"]["sends"]
-    assert sends["count"] and not sends["sync"] and sends["exposed"] == 0, sends
+    assert sends["count"] and not sends["sync"] and sends["waits"] == 0, sends
     assert not any(copy["of_state"] for copy in found["compiled"]["copies"])
     # A loop whose trips the data say, and a conditional, are a round trip to the host each.
     module = read(text.read_text())

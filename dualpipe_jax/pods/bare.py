@@ -10,9 +10,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 from dualpipe_jax.engine import At, Out
 from dualpipe_jax.pair import interleave
 from dualpipe_jax.parallel import EP, NODE, PP
+from dualpipe_jax.pods.program import Blueprint, Tree
 from dualpipe_jax.split import SplitPlan, split_backward
 from dualpipe_jax.split.run import evaluate
-from train.ahead import Blueprint, Tree
 
 
 def _everywhere(mesh: Any) -> PartitionSpec:
@@ -29,14 +29,12 @@ def lower_bare_pair(blueprint: Blueprint, *, ordered: bool) -> Any:
     Arguments:
       ordered: in the order of ``interleave``, which its barriers keep, instead of the compiler's own.
     """
-    mesh, kinds = blueprint.mesh, blueprint.model.staged.kind_of
-    usual = blueprint.model.staged.kinds[max(kinds, key=kinds.count)]
-    first = blueprint.model.staged.kinds[kinds[0]]
+    mesh, model = blueprint.mesh, blueprint.program.model
+    usual = model.kinds[max(model.kind_of, key=model.kind_of.count)]
+    first = model.kinds[model.kind_of[0]]
     params = blueprint.params["stages"].local[0], blueprint.params["shared"]
-    _, size, sequence = blueprint.tokens.shape
 
-    def at(tokens: Any) -> At:
-        batch = {"inputs": tokens, "targets": tokens}
+    def at(batch: Tree) -> At:
         return At(batch, jnp.int32(1), jnp.int32(0), None)
 
     def stage(params: Tree, seen: tuple[Any, Any]) -> Any:
@@ -47,9 +45,14 @@ def lower_bare_pair(blueprint: Blueprint, *, ordered: bool) -> Any:
     def plan(params: Tree, x: Any) -> SplitPlan:
         return split_backward(stage, has_aux=True, at_hand=(False, True)).trace(params, x)
 
-    def enter(params: Tree, tokens: Any) -> Any:
+    def enter(params: Tree, batch: Tree) -> Any:
         own, shared = _own(params)
-        return Out(*first(own, shared, None, at(tokens))).x
+        return Out(*first(own, shared, None, at(batch))).x
+
+    def microbatches(leaf: Any) -> jax.ShapeDtypeStruct:
+        """One for each rank."""
+        _, size, *shape = leaf.shape
+        return jax.ShapeDtypeStruct((mesh.shape[PP] * size, *shape), leaf.dtype)
 
     def forward(params: Tree, x: Any) -> list[Any]:
         *_, residuals_i, residuals_w = plan(_own(params), x).forward(_own(params), x)
@@ -63,10 +66,10 @@ def lower_bare_pair(blueprint: Blueprint, *, ordered: bool) -> Any:
         cotangents = dy, jax.tree.map(lambda loss: jnp.ones(loss.shape, loss.dtype), split.y[1])
         return _listed(run(split, (own, x), (old_params, old_x, residuals, cotangents)))
 
-    tokens = _laid(jax.ShapeDtypeStruct((mesh.shape[PP] * size, sequence), jnp.int32), mesh)
-    _, x = _on_devices(enter, mesh, params, tokens)
-    _, residuals = _on_devices(forward, mesh, params, (x, tokens))
-    arguments = params, (x, tokens), params, (x, tokens), residuals, x
+    batch = _laid(jax.tree.map(microbatches, blueprint.program.batch), mesh)
+    _, x = _on_devices(enter, mesh, params, batch)
+    _, residuals = _on_devices(forward, mesh, params, (x, batch))
+    arguments = params, (x, batch), params, (x, batch), residuals, x
     function, _ = _on_devices(pair, mesh, *arguments)
     return jax.jit(function).lower(*arguments)
 

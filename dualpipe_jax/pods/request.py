@@ -1,11 +1,10 @@
-"""What a dry run is asked."""
+"""What a dry run is asked; loads no JAX."""
 
 import dataclasses
 from typing import Any
 
-from dualpipe_jax.command.options import Shape, make
-from dualpipe_jax.command.program import Program
-from dualpipe_jax.schedule import limit_stash
+from dualpipe_jax.pods.plain import filled
+from dualpipe_jax.pods.plan import Plan
 
 UNITS = ("FB", "F", "B", "I", "W")
 
@@ -15,21 +14,21 @@ class Request:
     """What is to be found out.
 
     Attributes:
-      program: the step.
+      plan: the step.
       target: the devices; None for any, of which nothing can be compiled.
-      compile: "pair" (for overlap), "units" (each unit of the engine once, for costs), "step" (the trainer's whole
-        step), "bare" or "bare_ordered" (see ``train.bare``, in the compiler's order or in ours), "prefill" or "decode"
-        (see ``train.serving``), or "nothing": memory is counted all the same.
+      compile: "pair" (for overlap), "units" (each unit of the engine once, for costs), "step" (the whole step, with
+        the program's own update), "bare" or "bare_ordered" (see ``bare``, in the compiler's order or in ours), or
+        "nothing": memory is counted all the same. "prefill" or "decode" for layers of serving, the trainer's models'.
       files: what to write of the compiled program, each by its ending: .svg and .png a picture of the pair's
         timeline, .trace the same for Perfetto, any other the program's text.
       compiled: file with the text of a program that is already compiled for the target: only this is read, the
-        program above is not looked at.
+        plan above is not looked at.
       rates: file of measured rates, by which programs are priced; None for the compiler's figures.
       requests: of a device, for serving; None for DeepSeek's.
       log: the file that this process's standard error goes to, where the TPU compiler's statistics are found.
     """
 
-    program: Program
+    plan: Plan
     target: str | None
     compile: str
     files: tuple[str, ...] = ()
@@ -39,12 +38,6 @@ class Request:
     log: str | None = None
 
 
-def make_schedule(program: Program) -> Any:
-    """The schedule that a program names."""
-    num_microbatches = program.microbatches or 4 * program.pp
-    schedule = make(program.schedule, program.pp, num_microbatches, Shape())
-    if program.max_stash is None:
-        return schedule
-    if program.max_stash < 0:
-        raise ValueError(f"--max-stash {program.max_stash}: must be 0 or more")
-    return limit_stash(schedule, program.max_stash)
+def read_request(asked: dict[str, Any]) -> Request:
+    """A request as JSON has it."""
+    return filled(Request, asked)

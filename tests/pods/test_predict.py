@@ -9,6 +9,9 @@ import models
 from dualpipe_jax.engine import Pipeline, staged
 from dualpipe_jax.inspect import Rates, overlap, read
 from dualpipe_jax.parallel import make_mesh
+from dualpipe_jax.pods import ahead, predict
+from dualpipe_jax.pods.program import Blueprint
+from dualpipe_jax.pods.results import Unit
 from dualpipe_jax.schedule import (
     ALL_SCHEDULES,
     CostModel,
@@ -19,13 +22,12 @@ from dualpipe_jax.schedule import (
     one_f_one_b,
 )
 from tests.engine import models as small
-from train import ahead, predict
-from train.model import count_parameters
-from train.sizes import size
+from train.model import count_parameters, model_flops
+from train.pods import size, step_of
 
 
 def unit(cycles, communication=0.0, exposed=0.0):
-    return predict.Unit(cycles, cycles - exposed, communication, exposed, 0)
+    return Unit(cycles, cycles - exposed, communication, exposed, 0)
 
 
 def test_a_unit_that_hides_all_and_one_that_hides_nothing():
@@ -85,10 +87,8 @@ def test_model_flops_of_v3_by_hand():
     total, active = count_parameters(numbers)
     assert total > 671e9
     attention = 61 * 128 * (192 + 128) * 4096  # a half of QK and PV, 2 each
-    assert predict.model_flops(numbers, active, 4096) == pytest.approx(
-        6 * (active - 129280 * 7168) + 3 * attention
-    )
-    assert 2.2e11 < predict.model_flops(numbers, active, 4096) < 2.6e11, "250 GFLOP a token, as published"
+    assert model_flops(numbers, active, 4096) == pytest.approx(6 * (active - 129280 * 7168) + 3 * attention)
+    assert 2.2e11 < model_flops(numbers, active, 4096) < 2.6e11, "250 GFLOP a token, as published"
 
 
 def test_units_are_found_and_priced_in_a_compiled_program():
@@ -96,7 +96,7 @@ def test_units_are_found_and_priced_in_a_compiled_program():
     numbers = models.byte(num_layers=2, num_dense_layers=0)
     model = models.deepseek(numbers, 2, ep_axis="ep", dispatch="capacity", capacity_factor=1.0)
     mesh = make_mesh(2, 2)
-    blueprint = ahead.draw(model, schedule, mesh, (6, 2, 8))
+    blueprint = Blueprint(step_of(model, (6, 2, 8)), schedule, mesh)
     module = read(ahead.lower_units(blueprint, ("FB", "W")).compile())
     assert len(predict.bodies(module, "FB")) == len(predict.bodies(module, "W")) == 1
     assert not predict.bodies(module, "F")

@@ -1,0 +1,40 @@
+"""The process that ``dualpipe overlap``, ``dryrun`` and ``plan`` start; see ``dualpipe_jax.worker``.
+
+Compilers take long, may end the process that they run in, and can be stopped no other way.
+"""
+
+import os
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+from dualpipe_jax.inspect import STATISTICS_ENVIRONMENT, Target
+from dualpipe_jax.pods.plain import plain
+from dualpipe_jax.pods.request import read_request
+from dualpipe_jax.worker import say, serve
+
+
+def answers(asked: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """What a request, as JSON has it, finds out.
+
+    Raises:
+      ValueError: the options do not fit together.
+    """
+    request = read_request(asked)
+    target = None if request.target is None else Target.parse(request.target)
+    devices = None
+    if target is not None and request.compile != "nothing":
+        say(f"loading the compiler for {target}")
+        os.environ.update(STATISTICS_ENVIRONMENT)
+        devices = target.devices()
+    say("loading JAX")
+    # Only now: JAX reads the environment when it is imported.
+    from dualpipe_jax.pods.dryrun import answer
+    from dualpipe_jax.pods.loading import serving
+
+    ask = serving().study if request.compile in ("prefill", "decode") else answer
+    yield plain(ask(request, target, devices, say))
+
+
+if __name__ == "__main__":
+    sys.exit(serve(answers))

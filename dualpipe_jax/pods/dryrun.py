@@ -1,0 +1,206 @@
+"""The answers of a dry run: built, counted, compiled and read."""
+
+import dataclasses
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from jax.errors import JaxRuntimeError
+
+from dualpipe_jax import inspect
+from dualpipe_jax.parallel import make_mesh, over_nodes
+from dualpipe_jax.pods import ahead, loading, predict, timeline
+from dualpipe_jax.pods.bare import lower_bare_pair
+from dualpipe_jax.pods.links import count_links
+from dualpipe_jax.pods.plan import Plan, pair_of
+from dualpipe_jax.pods.program import Blueprint, Setting, abstract_mesh
+from dualpipe_jax.pods.readings import read
+from dualpipe_jax.pods.request import UNITS, Request
+from dualpipe_jax.pods.results import Answer, Compiled, Machine, Parameters, weigh
+from dualpipe_jax.pods.step_time import predict_step
+
+BARE: Mapping[str, bool] = {"bare": False, "bare_ordered": True}
+"""What compiles the pair with nothing around it, and whether in our order."""
+
+
+def answer(
+    request: Request,
+    target: inspect.Target | None,
+    devices: Sequence[Any] | None,
+    say: Callable[[str], None],
+) -> Answer:
+    """All that is asked of one program.
+
+    Raises:
+      ValueError: options that do not fit together or the target; a file that holds no scheduled program.
+    """
+    if request.compiled is not None and target is not None:
+        say(f"reading {request.compiled}")
+        return Answer(describe(target), compiled=read_text(request, target))
+    say("drawing the step")
+    plan = request.plan
+    blueprint = draw(plan, target, devices)
+    program, dispatch = blueprint.program, blueprint.program.dispatch
+    found = Answer(
+        target=None if target is None else describe(target),
+        program=dataclasses.replace(plan, microbatches=blueprint.num_microbatches),
+        parameters=count_parameters(blueprint),
+        memory=weigh(kinds := ahead.memory_by_kind(blueprint), None, limit_of(target)),
+        links=None if dispatch is None else count_links(plan, dispatch, target, blueprint.tokens_of_device),
+    )
+    if devices is None or target is None:
+        return found
+    compiled = compile_and_read(request, blueprint, target, say)
+    found = dataclasses.replace(found, compiled=compiled, memory=weigh(kinds, compiled, limit_of(target)))
+    if program.flops and {"F"} < compiled.units.keys():
+        say("simulating the step")
+        step = predict_step(compiled, blueprint, target.device, guards_of(request, target))
+        found = dataclasses.replace(found, step=step)
+    return found
+
+
+def draw(plan: Plan, target: inspect.Target | None, devices: Sequence[Any] | None) -> Blueprint:
+    """The blueprint of a plan's step.
+
+    Raises:
+      ValueError: options that do not fit together or the target.
+    """
+    schedule = plan.make_schedule()
+    if plan.batch % plan.ep:
+        raise ValueError(f"--microbatch-size {plan.batch}: --ep {plan.ep} devices must share it equally")
+    needed = plan.pp * plan.ep
+    if target is not None and target.num_devices < needed:
+        raise ValueError(
+            f"--target {target}: has {target.num_devices} devices, --pp {plan.pp} x --ep {plan.ep} = {needed}"
+        )
+    ep = over_nodes(plan.ep, plan.ep_nodes)
+    mesh = abstract_mesh(plan.pp, ep) if devices is None else make_mesh(plan.pp, ep, devices)
+    setting = Setting(plan, schedule, mesh, None if target is None else platform_of(target))
+    program = loading.make(plan.model, setting, plan.changes)
+    return Blueprint(program, schedule, mesh, not plan.serialised, plan.gradient_sums)
+
+
+def limit_of(target: inspect.Target | None) -> int | None:
+    """Bytes of a device."""
+    return None if target is None else target.device.memory
+
+
+def count_parameters(blueprint: Blueprint) -> Parameters:
+    """What is learnt; a borrowed copy is not counted."""
+    program = blueprint.program
+    total = ahead.num_parameters(program.params) if program.total is None else program.total
+    device = ahead.num_parameters(blueprint.params, device=True)
+    return Parameters(total, total if program.active is None else program.active, device)
+
+
+def platform_of(target: inspect.Target) -> Literal["gpu", "tpu"]:
+    """As JAX's devices call it."""
+    return "gpu" if target.platform == "cuda" else "tpu"
+
+
+def compile_and_read(
+    request: Request, blueprint: Blueprint, target: inspect.Target, say: Callable[[str], None]
+) -> Compiled:
+    """Compile, and read what the compiler made of it."""
+    what, plan = request.compile, request.plan
+    started = time.perf_counter()
+    say("tracing and lowering")
+    lowered = _lower(what, blueprint)
+    say(f"compiling the {what} for {target}")
+    options = compiler_options(plan, target)
+    middle = time.perf_counter()
+    try:
+        compiled = lowered.compile(options)
+    except JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise ValueError(f"the compiler refuses this program: {str(error)[:2000]}") from None
+        return Compiled(what, out_of_memory=str(error).split("\n\n")[0][:2000])
+    say("reading the compiled program")
+    seconds = {"lowering": middle - started, "compiling": time.perf_counter() - middle}
+    log = "" if request.log is None else Path(request.log).read_text(errors="replace")
+    module = inspect.read(compiled)
+    mesh: Any = blueprint.mesh
+    rates = rates_of(request, target, list(mesh.devices.flat))
+    report = inspect.overlap(module, rates, statistics=inspect.parse_statistics(log))
+    title = f"{plan.model}, {plan.schedule}, pp {plan.pp} x ep {plan.experts_on} on {target}"
+    timeline.write(request.files, compiled.as_text, report, module, target, title)
+    held = ahead.held_arrays(blueprint)
+    found = read(what, module, report, inspect.memory(compiled), held, options=options, seconds=seconds)
+    if what in BARE:
+        found = dataclasses.replace(found, units={"FB": predict.unit_of(report, module.entry)})
+    return found
+
+
+def compiler_options(plan: Plan, target: inspect.Target) -> dict[str, str]:
+    """The recommended ones, and those asked for."""
+    options = inspect.recommended_compiler_options(platform_of(target), target.generation, ahead_of_time=True)
+    return options | dict(map(pair_of, plan.compiler_option))
+
+
+def _lower(what: str, blueprint: Blueprint) -> Any:
+    if what in BARE:
+        return lower_bare_pair(blueprint, ordered=BARE[what])
+    return (
+        ahead.lower_step(blueprint)
+        if what == "step"
+        else ahead.lower_units(blueprint, _units(what, blueprint), every_kind=what != "pair")
+    )
+
+
+def rates_of(request: Request, target: inspect.Target, devices: Sequence[Any] | None = None) -> inspect.Rates:
+    """The target's own rates, of these devices of it if they are known, or measured ones.
+
+    Raises:
+      ValueError: the file holds no rates.
+    """
+    if request.rates is None:
+        return target.rates if devices is None else target.rates_on(devices)
+    switched = target.rates.switched
+    return inspect.measured_rates(request.rates, target.device.clock, switched=switched)
+
+
+def guards_of(request: Request, target: inspect.Target) -> float:
+    """Cycles that the guards of a tick take, in the engine's usual form; 0 where nobody measured them."""
+    if request.rates is None:
+        return 0.0
+    guards = inspect.read_rates(request.rates).get("guards", {})
+    return target.device.clock * guards.get("loop", {}).get("taken_seconds", 0.0)
+
+
+def read_text(request: Request, target: inspect.Target) -> Compiled:
+    """What was compiled before, from its text.
+
+    Raises:
+      ValueError: the file holds no scheduled program.
+    """
+    file = str(request.compiled)
+    text, rates = Path(file).read_text(), rates_of(request, target)
+    try:
+        module = inspect.read(text)
+        report = inspect.overlap(module, rates)
+    except ValueError as error:
+        raise ValueError(f"--compiled {file}: {error}") from None
+    timeline.write(request.files, lambda: text, report, module, target, f"{Path(file).name} on {target}")
+    return read("text", module, report, None)
+
+
+def describe(target: inspect.Target) -> Machine:
+    """A target's figures."""
+    return Machine(str(target), target.num_devices, **dataclasses.asdict(target.device))
+
+
+def _units(compile: str, blueprint: Blueprint) -> tuple[str, ...]:
+    """The units asked for, as far as the schedule runs them."""
+    if compile == "pair":
+        return ("FB",)
+    ops = {
+        (len(slot) > 1, action.op.name)
+        for order in blueprint.schedule.orders
+        for slot in order
+        for action in slot
+    }
+    there = {name for paired, name in ops if not paired} | (
+        {"FB"} if any(paired for paired, _ in ops) else set()
+    )
+    return tuple(unit for unit in UNITS if unit in there)

@@ -1,0 +1,50 @@
+"""Dataclasses as JSON has them, and back."""
+
+import dataclasses
+import functools
+import types
+import typing
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+
+def plain(value: Any) -> Any:
+    """Dataclasses, mappings and sequences as dicts and lists."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {field.name: plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
+    if isinstance(value, Mapping):
+        return {name: plain(part) for name, part in value.items()}
+    return [plain(part) for part in value] if isinstance(value, list | tuple) else value
+
+
+def filled(kind: type[T], value: Any) -> T:
+    """The inverse of ``plain`` for a value of this type; dicts' entries that are no field's are left out."""
+    return _filled(kind, value)
+
+
+def _filled(kind: Any, value: Any) -> Any:
+    origin, parts = typing.get_origin(kind), typing.get_args(kind)
+    if value is None or kind is Any:
+        return value
+    if origin is typing.Annotated:
+        return _filled(parts[0], value)
+    if origin in (types.UnionType, typing.Union):
+        known = [part for part in parts if part is not type(None)]
+        return _filled(known[0], value) if len(known) == 1 else value
+    if origin is tuple:
+        return tuple(_filled(parts[0], part) for part in value)
+    if isinstance(origin, type) and issubclass(origin, Mapping):
+        return {name: _filled(parts[1], part) for name, part in value.items()}
+    if dataclasses.is_dataclass(kind) and isinstance(value, Mapping):
+        hints = _hints(kind)  # type: ignore[arg-type]  # a class is hashable
+        return kind(**{name: _filled(hints[name], part) for name, part in value.items() if name in hints})  # type: ignore[operator]
+    return value
+
+
+@functools.cache
+def _hints(kind: Any) -> dict[str, Any]:
+    """Types by field, of those that are given."""
+    hints = typing.get_type_hints(kind)
+    return {field.name: hints[field.name] for field in dataclasses.fields(kind) if field.init}

@@ -1,0 +1,72 @@
+"""What a compiled program says, as a dry run answers it."""
+
+import dataclasses
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+from dualpipe_jax import inspect
+from dualpipe_jax.pods import ahead, predict
+from dualpipe_jax.pods.results import AllToAll, Compiled, CopyInLoop, Overheads, Shares
+
+_COPY_BYTES = 1 << 20
+"""Copies in loops of fewer bytes are not worth a mention."""
+
+
+def read(
+    what: str,
+    module: inspect.Module,
+    report: inspect.OverlapReport,
+    memory: inspect.Memory | None,
+    held: Collection[str] = (),
+    **more: Mapping[str, Any],
+) -> Compiled:
+    """Overlap, units, sends, copies and memory of a compiled program.
+
+    ``held`` names the arrays that no loop should copy; see ``ahead.array_name``. ``more`` are further fields.
+    """
+    pairs = predict.bodies(module, "FB")
+    exchange = [c for c in report.select("collective-permute") if c.computation == predict.walk(module)]
+    inside = [c for c in report.select("all-to-all") if not pairs or c.computation in pairs]
+    beside = predict.overheads(report, module)
+    return Compiled(
+        what,
+        all_to_all=shares(inside),
+        all_to_alls=tuple(_row(c) for c in inside),
+        sends=shares(exchange),
+        units=predict.measure(report, module),
+        overheads=None if beside is None else Overheads(*beside),
+        copies=tuple(
+            _copy(copy, held) for copy in inspect.copies(module, _COPY_BYTES) if not copy.changes_memory
+        ),
+        memory=None if memory is None else dataclasses.asdict(memory) | {"peak": memory.peak},
+        scheduler={name: dataclasses.asdict(s) for name, s in report.statistics.items() if name in pairs},
+        **more,  # type: ignore[arg-type]
+    )
+
+
+def shares(chosen: Sequence[inspect.Collective]) -> Shares:
+    """Collectives together."""
+    cycles, exposed, waits = (
+        None if None in of_each else sum(of_each)
+        for of_each in ([getattr(c, name) for c in chosen] for name in ("duration", "exposed", "waits"))
+    )
+    return Shares(
+        count=len(chosen),
+        sync=sum(c.form == "sync" for c in chosen),
+        payload=sum(c.payload for c in chosen),
+        cycles=cycles,
+        exposed=exposed,
+        waits=waits,
+        hidden=max(0.0, 1 - exposed / cycles) if cycles and exposed is not None else None,
+        each=max((c.duration or 0.0 for c in chosen), default=0.0),
+    )
+
+
+def _copy(copy: inspect.Copy, held: Collection[str]) -> CopyInLoop:
+    """A copy; whether it is of a pool, a sum or a parameter is told by its shape."""
+    array = ahead.array_name(*copy.array)
+    return CopyInLoop(copy.name, copy.nbytes, copy.context, copy.op_name, array, array in held)
+
+
+def _row(c: inspect.Collective) -> AllToAll:
+    return AllToAll(**{field.name: getattr(c, field.name) for field in dataclasses.fields(AllToAll)})

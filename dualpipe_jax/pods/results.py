@@ -1,0 +1,271 @@
+"""What a dry run finds, as values; loads no JAX. ``plain`` makes JSON of them."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from dualpipe_jax.pods.plan import Plan
+
+
+@dataclasses.dataclass(frozen=True)
+class Machine:
+    """A target: how many devices, and what each can do; see ``inspect.target.Device``."""
+
+    name: str
+    devices: int
+    memory: int
+    flops: float
+    bandwidth: float
+    clock: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Parameters:
+    """Numbers that are learnt: of the whole model, those that a token meets, and those that one device holds."""
+
+    total: int
+    active: int
+    device: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Memory:
+    """Bytes of one device.
+
+    Attributes:
+      kinds: counted exactly, by kind; see ``ahead.memory_by_kind``.
+      total: of all kinds.
+      beyond: what the compiler takes beyond what was counted of its program; None where nobody knows.
+      needed: in all.
+      limit: what there is; None without a target.
+      fits: whether that is enough.
+    """
+
+    kinds: Mapping[str, int]
+    total: int
+    beyond: int | None
+    needed: int
+    limit: int | None
+    fits: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class Way:
+    """Copies of a token that go across nodes and inside one in a dispatch, and a device's bytes of all its tokens."""
+
+    across: float
+    inside: float
+    bytes_across: float
+    bytes_inside: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Links:
+    """A device's dispatch of its tokens in one layer over several nodes, by random routing.
+
+    Attributes:
+      nodes: that the experts lie on.
+      tokens: of a device.
+      used: the way that the step takes.
+      ways: all of them.
+    """
+
+    nodes: int
+    tokens: int
+    used: str
+    ways: Mapping[str, Way]
+
+
+@dataclasses.dataclass(frozen=True)
+class Unit:
+    """One guarded unit, run once.
+
+    Attributes:
+      cycles: from its first instruction to its last.
+      computation: cycles in which the core works.
+      communication: cycles that its collectives take, hidden or not; None if a rate is missing.
+      exposed: cycles in which the core waits for them.
+      unpriced: instructions that nobody prices, which make cycles a lower bound.
+      over_limit: cycles over the larger of computation and communication: 1 is as good as can be.
+      over_sum: cycles over computation and communication one after the other: 1 is nothing hidden.
+    """
+
+    cycles: float
+    computation: float
+    communication: float | None
+    exposed: float
+    unpriced: int
+    over_limit: float | None = dataclasses.field(init=False)
+    over_sum: float | None = dataclasses.field(init=False)
+
+    def __post_init__(self) -> None:
+        sent = self.communication or 0.0
+        limit, total = max(self.computation, sent), self.computation + sent
+        object.__setattr__(self, "over_limit", self.cycles / limit if limit else None)
+        object.__setattr__(self, "over_sum", self.cycles / total if total else None)
+
+
+@dataclasses.dataclass(frozen=True)
+class Shares:
+    """Collectives of a kind together: cycles, those in which the core waits, and what is hidden of them.
+
+    Attributes:
+      count, sync: how many, and how many that wait at once.
+      payload: bytes that a device gives to them.
+      cycles, exposed, waits, hidden: see ``inspect.Collective``; None where a rate is missing, hidden also where there
+        is nothing to hide.
+      each: cycles of the longest.
+    """
+
+    count: int = 0
+    sync: int = 0
+    payload: int = 0
+    cycles: float | None = None
+    exposed: float | None = None
+    waits: float | None = None
+    hidden: float | None = None
+    each: float = 0.0
+
+
+@dataclasses.dataclass(frozen=True)
+class AllToAll:
+    """One of them; see ``inspect.Collective``."""
+
+    name: str
+    form: str
+    direction: str | None
+    payload: int
+    duration: float | None
+    exposed: float | None
+    hidden: float | None
+    cycles_between: float | None = None
+    matmuls: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    opposite_matmuls: int | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Overheads:
+    """Cycles of a tick beside its units, and of a step beside its ticks; see ``units.overheads``."""
+
+    tick: float
+    step: float
+
+
+@dataclasses.dataclass(frozen=True)
+class CopyInLoop:
+    """A copy that a loop makes; ``of_state`` where its array looks like a slot pool, a sum or a parameter."""
+
+    name: str
+    nbytes: int
+    context: str
+    op_name: str
+    array: str
+    of_state: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class Compiled:
+    """What was compiled, and read of it.
+
+    Attributes:
+      what: see ``Request.compile``; "text" of a program that was compiled before.
+      out_of_memory: the compiler's words where it refused; nothing was read then.
+      options: that the compiler was given.
+      seconds: of "lowering" and of "compiling".
+      all_to_all, all_to_alls: of pairs where there are some, else of all.
+      followed: of serving, all but the last one, behind which a model goes on.
+      sends: to the neighbours, beside the units of a tick.
+      units: by name; see ``units.measure``.
+      overheads: None where there are no ticks.
+      copies: of more than a megabyte, in loops.
+      memory: the compiler's own account of one device, in bytes; see ``inspect.Memory``, and their "peak".
+      scheduler: what the TPU compiler's scheduler says of each pair.
+    """
+
+    what: str
+    out_of_memory: str | None = None
+    options: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    seconds: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    all_to_all: Shares = Shares()
+    all_to_alls: tuple[AllToAll, ...] = ()
+    followed: Shares | None = None
+    sends: Shares = Shares()
+    units: Mapping[str, Unit] = dataclasses.field(default_factory=dict)
+    overheads: Overheads | None = None
+    copies: tuple[CopyInLoop, ...] = ()
+    memory: Mapping[str, int] | None = None
+    scheduler: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass(frozen=True)
+class ScheduleTime:
+    """A schedule for the same costs: seconds, MFU and bytes; None where it does not serve the counts."""
+
+    name: str
+    seconds: float | None
+    mfu: float | None
+    memory: float | None
+    refused: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """The time of a step as the compiler's model has it; nothing was measured.
+
+    Attributes:
+      cycles, ideal_cycles: from the first forward to the last backward, in the engine's ticks and in the ideal order.
+      overhead_cycles: beside all ticks; in no other figure.
+      seconds, tokens, tokens_per_second, mfu: of the cycles in ticks; the customary count of operations over the
+        published peak.
+      lower_bound: whether some instructions have no price.
+      assumed: costs that this schedule's units do not tell and other schedules need.
+      costs: of one stage, in cycles.
+      share: what `dualpipe ... --costs FILE` reads, of a whole rank's share of the model: milliseconds and bytes.
+      schedules: all of them for the same costs, what fits first.
+    """
+
+    cycles: float
+    ideal_cycles: float
+    overhead_cycles: float
+    seconds: float
+    tokens: int
+    tokens_per_second: float
+    mfu: float
+    lower_bound: bool
+    assumed: tuple[str, ...] = ()
+    costs: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    share: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    schedules: tuple[ScheduleTime, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class Answer:
+    """All that a dry run finds; None for what was not asked.
+
+    Attributes:
+      target: the devices.
+      program: what was asked for, its microbatches filled in.
+    """
+
+    target: Machine | None = None
+    program: Plan | None = None
+    parameters: Parameters | None = None
+    memory: Memory | None = None
+    links: Links | None = None
+    compiled: Compiled | None = None
+    step: Step | None = None
+
+
+def weigh(kinds: Mapping[str, int], compiled: Compiled | None, limit: int | None) -> Memory:
+    """What is needed in all, of how much, and whether that fits.
+
+    Needed is the compiler's own figure for a whole step; else what was counted, and what a program of the units
+    takes beyond what was counted of it (all but the optimizer's state); else what was counted.
+    """
+    total, beyond = sum(kinds.values()), None
+    if compiled is not None and compiled.memory is not None:
+        there = total - (kinds["optimizer"] if compiled.what != "step" else 0)
+        beyond = compiled.memory["peak"] - there
+    needed = total + max(0, beyond or 0)
+    refused = compiled is not None and compiled.out_of_memory is not None
+    return Memory(kinds, total, beyond, needed, limit, (limit is None or needed <= limit) and not refused)

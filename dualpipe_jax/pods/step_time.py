@@ -1,0 +1,82 @@
+"""The time of a step as the compiler's model has it, of this schedule and of every other."""
+
+import dataclasses
+import math
+from typing import Any
+
+from dualpipe_jax.inspect import Device
+from dualpipe_jax.pods import ahead, predict
+from dualpipe_jax.pods.program import Blueprint
+from dualpipe_jax.pods.results import Compiled, Overheads, ScheduleTime, Step
+from dualpipe_jax.schedule import CostModel, MemoryModel
+
+NOTHING = Overheads(0.0, 0.0)
+
+
+def predict_step(compiled: Compiled, blueprint: Blueprint, device: Device, guards: float = 0.0) -> Step:
+    """Time of a step by the compiler's model: from units' cycles, in the engine's ticks.
+
+    ``guards`` are cycles that a tick's guards take, beside what the compiler knows.
+
+    "overhead_cycles", beside all ticks (see ``predict.overheads``), are this schedule's own and in no other figure.
+    "assumed" are costs that this schedule's units do not tell and others need: FB without gain, two thirds of B for I.
+    """
+    units, send, schedule = compiled.units, compiled.sends.each, blueprint.schedule
+    split, unsplit = (predict.costs(units, send, split=split) for split in (True, False))
+    costs = split if predict.splits(schedule) else unsplit
+    beside = compiled.overheads or NOTHING
+    tick = beside.tick + guards
+    cycles, ideal = predict.step_cycles(schedule, costs, tick)
+    tokens = blueprint.program.tokens
+    seconds = cycles / device.clock
+    least = tokens * blueprint.program.flops / (blueprint.mesh.size * device.flops)
+    sizes, fixed = ahead.rank_memory(blueprint)
+    ranked = predict.rank_schedules(
+        schedule.num_ranks,
+        schedule.num_microbatches,
+        predict.rank_costs(split, schedule),
+        predict.rank_costs(unsplit, schedule),
+        sizes,
+        device.memory,
+        fixed,
+        tick,
+    )
+    return Step(
+        cycles=cycles,
+        ideal_cycles=ideal,
+        overhead_cycles=beside.step,
+        seconds=seconds,
+        tokens=tokens,
+        tokens_per_second=tokens / seconds,
+        mfu=least / seconds,
+        lower_bound=any(unit.unpriced for unit in units.values()),
+        assumed=tuple(name for name in ("I", "W", "FB") if name not in units),
+        costs={name: getattr(costs, name) for name in ("F", "I", "W", "FB", "send")}
+        | {"extra": {str(stage): list(more) for stage, more in costs.extra.items()}},
+        share=_share(predict.rank_costs(split, schedule), sizes, fixed, device.clock),
+        schedules=tuple(_time(p, device.clock, least) for p in ranked),
+    )
+
+
+def _share(costs: CostModel, sizes: MemoryModel, fixed: int, clock: float) -> dict[str, Any]:
+    """What `dualpipe ... --costs FILE` reads, of a whole rank's share of the model: milliseconds and bytes."""
+
+    def ms(cycles: float) -> float:
+        return 1e3 * cycles / clock
+
+    times = {name: ms(getattr(costs, name)) for name in ("F", "I", "W", "FB", "send")}
+    extra = {str(stage): list(map(ms, more)) for stage, more in costs.extra.items()}
+    return {
+        "costs": times | {"extra": extra},
+        "memory": dataclasses.asdict(dataclasses.replace(sizes, fixed=fixed)),
+        "units": {"time": "ms", "memory": "B"},
+        "of": "a rank's whole share of the model, one microbatch; predicted, not measured",
+    }
+
+
+def _time(p: predict.Prediction, clock: float, least: float) -> ScheduleTime:
+    """Seconds and MFU of a schedule; None where it does not serve the counts. JSON has no infinity."""
+    if not math.isfinite(p.cycles):
+        return ScheduleTime(p.name, None, None, None, p.refused)
+    seconds = p.cycles / clock
+    return ScheduleTime(p.name, seconds, least / seconds, p.memory, p.refused)

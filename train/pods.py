@@ -1,0 +1,147 @@
+"""The trainer's step as shapes: what it hands to ``dualpipe_jax.pods``, for each of DeepSeek's models by name."""
+
+import dataclasses
+import difflib
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+import models
+from dualpipe_jax.parallel import check_float8, expert_axes
+from dualpipe_jax.pods import Dispatch, Plan, Program, Setting, Update
+from dualpipe_jax.schedule import Schedule
+from train.model import REMAT, count_parameters, model_flops
+from train.state import abstract_state
+from train.step import make_optimizer, make_update
+
+
+def named(name: str) -> Any:
+    """The maker of a model's programs; ``dualpipe dryrun --program v3`` asks for it."""
+    return functools.partial(make, name)
+
+
+def make(name: str, setting: Setting, **changes: float) -> Program:
+    """A model's training step.
+
+    Args:
+      name: of ``models.MODELS``.
+      setting: where it is to run.
+      changes: other numbers of the model.
+
+    Raises:
+      ValueError: options that do not fit together or the devices.
+    """
+    plan, schedule = setting.plan, setting.schedule
+    num_stages = schedule.placement.num_model_stages
+    layers = None if plan.layers_per_stage is None else plan.layers_per_stage * num_stages
+    numbers = size(name, layers, changes)
+    if numbers.num_experts % plan.ep:
+        raise ValueError(f"--ep {plan.ep}: must divide the {numbers.num_experts} experts of {name}")
+    if isinstance(setting.mesh, jax.sharding.Mesh) and "float8" in (plan.dispatch_payload, plan.matmul):
+        check_float8(setting.mesh.devices.flat[0], matmul=plan.matmul == "float8")
+    model = models.deepseek(
+        numbers,
+        _layers(plan, numbers, schedule),
+        ep_axis=expert_axes(plan.ep_nodes),
+        dispatch=plan.dispatch,
+        capacity_factor=plan.capacity_factor if plan.dispatch == "capacity" else None,
+        payload=plan.dispatch_payload,
+        remat=REMAT[plan.remat],
+        kernels=models.Kernels(plan.attention, plan.matmul),
+        platform=setting.platform,
+    )
+    return step_of(
+        model,
+        (schedule.num_microbatches, plan.batch, plan.sequence),
+        shard_optimizer=plan.shard_optimizer,
+        moments=plan.moments,
+    )
+
+
+def step_of(
+    model: models.Model,
+    tokens: tuple[int, int, int],
+    *,
+    shard_optimizer: bool = False,
+    moments: str = "float32",
+) -> Program:
+    """The step of a model on batches of (microbatches, microbatch size, sequence), with the trainer's optimizer.
+
+    How fast that moves is no matter here.
+    """
+    numbers = model.config
+    total, active = count_parameters(numbers)
+    optimizer = make_optimizer(1e-4, clip=1.0, weight_decay=0.1, moments=moments)
+
+    def update(params: Any) -> Update:
+        state = abstract_state(params, optimizer, shard_optimizer=shard_optimizer)
+
+        def lower(value_and_grad: Any, batch: Any) -> Any:
+            whole: Any = make_update(value_and_grad, optimizer, 1e-3, state)
+            return whole.lower(state, batch)
+
+        return Update(state.opt_state, lower)
+
+    words = jax.ShapeDtypeStruct(tokens, jnp.int32)
+    num_microbatches, batch, sequence = tokens
+    return Program(
+        model=model.staged,
+        params=jax.eval_shape(model.init, jax.random.key(0)),
+        batch={"inputs": words, "targets": words},
+        tokens=num_microbatches * batch * sequence,
+        flops=model_flops(numbers, active, sequence),
+        param_specs=model.param_specs,
+        update=update,
+        active=active,
+        total=total,
+        dispatch=dispatch_of(numbers),
+    )
+
+
+def dispatch_of(numbers: models.Config) -> Dispatch:
+    """How a layer's tokens choose their experts."""
+    token_bytes = numbers.dim * jnp.dtype(numbers.compute_dtype).itemsize
+    return Dispatch(numbers.num_experts, numbers.top_k, token_bytes, numbers.num_groups, numbers.top_groups)
+
+
+def _layers(plan: Plan, numbers: models.Config, schedule: Schedule) -> tuple[int, ...]:
+    """Layers of each stage: as many with experts as was asked for, dense ones on the first; else balanced in time."""
+    if plan.layers_per_stage is None:
+        return models.layer_plan(numbers, schedule)
+    shares = [plan.layers_per_stage] * schedule.placement.num_model_stages
+    return (numbers.num_dense_layers + shares[0], *shares[1:])
+
+
+def size(
+    name: str, num_layers: int | None = None, changes: Mapping[str, float] | None = None
+) -> models.Config:
+    """The numbers of a model.
+
+    Arguments:
+      name: of ``models.MODELS``.
+      num_layers: layers with experts, instead of its own.
+      changes: other fields of ``models.Config``, such as {"dim": 2048}.
+
+    Raises:
+      ValueError: there is no such model or field.
+    """
+    if name not in models.MODELS:
+        near = difflib.get_close_matches(name, models.MODELS, n=1, cutoff=0.4)
+        meant = f"did you mean {near[0]}? " if near else ""
+        raise ValueError(f"model {name!r}: {meant}there are {', '.join(models.MODELS)}")
+    numbers = models.MODELS[name]()
+    given = dict(changes or {})
+    fields = {
+        field.name for field in dataclasses.fields(numbers) if field.type in (int, float, "int", "float")
+    }
+    if unknown := given.keys() - fields:
+        raise ValueError(
+            f"model {name}: no number {', '.join(sorted(unknown))}; there are {', '.join(sorted(fields))}"
+        )
+    if num_layers is not None:
+        dense = int(given.get("num_dense_layers", numbers.num_dense_layers))
+        given["num_layers"] = num_layers + dense
+    return dataclasses.replace(numbers, **given)  # type: ignore[arg-type]
