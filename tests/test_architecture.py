@@ -68,7 +68,7 @@ MAY_IMPORT = {
         "dualpipe_jax.contract",
         "dualpipe_jax.functional",
     ),
-    "models.decode": ("models", "dualpipe_jax.functional"),
+    "models.decode": ("models", "dualpipe_jax.functional", "dualpipe_jax.parallel", "dualpipe_jax.pair"),
     "models.serve": ("models.config", "models.decode"),
     "train": ("dualpipe_jax", "models"),
 }

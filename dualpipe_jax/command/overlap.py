@@ -4,11 +4,11 @@ import dataclasses
 import importlib.util
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import tyro
 
-from dualpipe_jax.command.options import CommandError
+from dualpipe_jax.command.options import CommandError, Count
 from dualpipe_jax.command.output import show, show_json
 from dualpipe_jax.pods.plain import filled, plain
 from dualpipe_jax.pods.plan import Plan, read_plan
@@ -26,6 +26,7 @@ RatesFile = Annotated[Path | None, tyro.conf.arg(name="rates", metavar="FILE", h
 PlanFile = Annotated[Path | None, tyro.conf.arg(name="plan", metavar="FILE", help_behavior_hint="")]
 """What `dualpipe plan` wrote."""
 
+_SERVING = "prefill", "decode"
 _ENDINGS = ".svg", ".png", ".trace", ".hlo", ".txt"
 
 
@@ -35,10 +36,16 @@ class Overlap:
     where too little is hidden. All times are the compiler's model, or a roofline where it has none (GPUs).
 
     dualpipe overlap --target v5e:4x4 --pp 4 --ep 4 --program v2-lite --layers-per-stage 1
+    dualpipe overlap --target v5p:4x4x2 --what prefill
     """
 
     target: str
     """Devices: v5e:4x4, v5p:8x8x16, v4:, v6e:, tpu7x: or h100:NODESxGPUS."""
+    what: Literal["train", "prefill", "decode"] = "train"
+    """train: a pair of a pipeline. prefill, decode: a step of serving in two microbatches, experts over all devices
+    of the target, --layers-per-stage layers (4) with experts; --sequence is the prompts' length or decode's context."""
+    requests: Count = None
+    """Of a device, with --what prefill or decode: 16,384 tokens of prompts, or 128, if left out."""
     at_least: Annotated[float, tyro.conf.arg(metavar="PERCENT")] = 97.0
     """How much of the all-to-alls' time must be hidden."""
     whole: bool = False
@@ -60,15 +67,19 @@ class Overlap:
         """Print the report; returns the exit status."""
         if self.compiled is not None and (self.whole or self.plan_file or self.plan != Plan()):
             raise CommandError("--compiled: that program is compiled already; drop --whole and its options")
-        what = "nothing" if self.compiled is not None else "step" if self.whole else "pair"
+        self._check_what()
+        trained = "nothing" if self.compiled is not None else "step" if self.whole else "pair"
+        what = trained if self.what == "train" else self.what
         plan = planned(self.plan, self.plan_file)
-        found = study(plan, self.target, what, self.output, self.compiled, self.rates_file)
+        found = study(
+            plan, self.target, what, self.output, self.compiled, self.rates_file, requests=self.requests
+        )
         compiled, target = found.compiled, found.target
         assert compiled is not None and target is not None
         title = f"{self.compiled} on {target.name}\n"
         if self.compiled is None:
             title = f"{name_of(found)} ({target.devices} devices)\n"
-        hidden = compiled.all_to_all.hidden
+        hidden = (compiled.followed or compiled.all_to_all).hidden
         enough = hidden is not None and 100 * hidden >= self.at_least
         if self.json:
             show_json(plain(found) | {"at_least": self.at_least / 100, "enough": enough})
@@ -77,6 +88,26 @@ class Overlap:
         else:
             show(title, collectives(compiled), "", *_sentences(compiled, self.at_least, enough))
         return 0 if enough else 1
+
+    def _check_what(self) -> None:
+        """Options of a pipeline say nothing of serving, and the other way round."""
+        if self.what == "train":
+            if self.requests is not None:
+                raise CommandError(
+                    "--requests: a pair has none; add --what prefill or --what decode, or drop it"
+                )
+            return
+        usual = Plan()
+        fixed = ["pp", "ep", "ep_nodes", "schedule", "max_stash", "microbatches", "microbatch_size", "remat"]
+        fixed += ["shard_optimizer", "moments", "gradient_sums"]
+        given = [name for name in fixed if getattr(self.plan, name) != getattr(usual, name)]
+        given += [name for name in ("whole", "compiled") if getattr(self, name)]
+        given += ["plan"] if self.plan_file else []
+        if given:
+            options = ", ".join(f"--{name.replace('_', '-')}" for name in given)
+            raise CommandError(
+                f"--what {self.what}: experts lie over all of the target, and nothing is trained; drop {options}"
+            )
 
 
 def planned(given: Plan, file: Path | None) -> Plan:
@@ -101,6 +132,7 @@ def study(
     compiled: Path | None = None,
     rates: Path | None = None,
     title: str | None = None,
+    requests: int | None = None,
 ) -> Answer:
     """Ask ``dualpipe_jax.pods`` in a process of its own, which is called ``title``.
 
@@ -133,6 +165,7 @@ def study(
         tuple(str(file.absolute()) for file in files),
         None if compiled is None else str(compiled),
         None if rates is None else str(rates.absolute()),
+        requests,
     )
     return filled(
         Answer, ask("dualpipe_jax.pods", plain(request), environment, title or target or plan.model)
@@ -195,27 +228,38 @@ def name_of(found: Answer) -> str:
     """The plan and the target in words."""
     plan, target = found.program, found.target
     assert plan is not None and target is not None
+    if found.compiled is not None and found.compiled.what in _SERVING:
+        how = "one microbatch" if plan.serialised else "two microbatches"
+        return f"{plan.model}, {found.compiled.what} in {how}, ep {plan.ep} on {target.name}"
     return f"{plan.model}, {plan.schedule}, pp {plan.pp} x ep {plan.experts_on} on {target.name}"
 
 
 def _sentences(compiled: Compiled, at_least: float, enough: bool) -> list[str]:
-    totals, sends = compiled.all_to_all, compiled.sends
+    totals, sends = compiled.followed or compiled.all_to_all, compiled.sends
     copied = [copy for copy in compiled.copies if copy.of_state]
     hidden = "an unknown share" if totals.hidden is None else percent(totals.hidden)
     lines = [
         f"hidden: {hidden} of {format_cycles(totals.cycles)} cycles of all-to-all "
         f"({'enough' if enough else 'too little'}: {at_least:g} % asked for)",
         sent(compiled),
-        f"sends: {sends.count} in flight beside it, {format_cycles(sends.exposed)} of "
-        f"{format_cycles(sends.cycles)} exposed, "
-        f"{format_cycles(sends.waits)} waited for",
     ]
+    if compiled.followed is not None:
+        all_hidden = compiled.all_to_all.hidden
+        share = "unknown" if all_hidden is None else percent(all_hidden)
+        lines.insert(1, f"that is without the last one, behind which the model goes on; with it: {share}")
+    else:
+        lines.append(
+            f"sends: {sends.count} in flight beside it, {format_cycles(sends.exposed)} of "
+            f"{format_cycles(sends.cycles)} exposed, {format_cycles(sends.waits)} waited for"
+        )
     if compiled.what != "text":  # of which nobody knows what its slots, sums and parameters are
         lines.append(f"copies of slots, sums or parameters in a loop: {len(copied) or 'none'}")
         lines += [f"  {copy.array} {copy.op_name}" for copy in copied[:8]]
-    if pair := compiled.units.get("FB"):
+    for unit, name in {"FB": "pair", **{what: what for what in _SERVING}}.items():
+        if (pair := compiled.units.get(unit)) is None:
+            continue
         lines.append(
-            f"pair: {format_cycles(pair.cycles)} cycles, {pair.over_limit:.3f} of the larger of its computation "
+            f"{name}: {format_cycles(pair.cycles)} cycles, {pair.over_limit:.3f} of the larger of its computation "
             f"and its communication, {pair.over_sum:.3f} of their sum"
             + (f"; a lower bound, {pair.unpriced} instructions have no price" if pair.unpriced else "")
         )

@@ -14,6 +14,7 @@ from dualpipe_jax.inspect.compiler import (
 )
 from dualpipe_jax.inspect.copies import Copy, copies
 from dualpipe_jax.inspect.hlo import Array, Call, Computation, Instruction, Module, read
+from dualpipe_jax.inspect.lanes import DIRECTION_NAMES, Names
 from dualpipe_jax.inspect.measured import measured_rates, read_rates
 from dualpipe_jax.inspect.memory import Memory, memory
 from dualpipe_jax.inspect.overlap import overlap
@@ -40,6 +41,7 @@ from dualpipe_jax.inspect.trace import to_chrome_trace
 
 __all__ = [
     "DEVICES",
+    "DIRECTION_NAMES",
     "FLOPS_PER_CYCLE",
     "H100_CLOCK",
     "LINK_BYTES_PER_CYCLE",
@@ -57,6 +59,7 @@ __all__ = [
     "Memory",
     "MissingCompiler",
     "Module",
+    "Names",
     "OverlapReport",
     "Rates",
     "SchedulerStatistics",

@@ -2,11 +2,17 @@
 
 import itertools
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from dualpipe_jax.inspect.collectives import KINDS
 from dualpipe_jax.inspect.report import Event
+
+Names = Mapping[str, tuple[str, str]]
+"""What to call ``forward`` and ``backward``, and a letter for each."""
+
+DIRECTION_NAMES: Names = {"forward": ("forward", "F"), "backward": ("backward", "B")}
+"""As in training."""
 
 
 class Stretch(NamedTuple):

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from dualpipe_jax.inspect.lanes import Stretch, part, rows, stretches
+from dualpipe_jax.inspect.lanes import DIRECTION_NAMES, Names, Stretch, part, rows, stretches
 from dualpipe_jax.inspect.report import Event, OverlapReport, sum_up
 from dualpipe_jax.present.figure import FAINT, INK, POINTS, new_figure, save
 from dualpipe_jax.present.numbers import percent, scale
@@ -16,8 +16,6 @@ if TYPE_CHECKING:
 COLOURS = {"forward": "#ffcc70", "backward": "#98a8fc", "unknown": "#d3d3da"}
 """Those of the schedules' pictures, and a grey."""
 
-_NAMES = {"forward": "forward", "backward": "backward", "unknown": "neither", "wait": "the core waits"}
-_SHORT = {"forward": "F", "backward": "B", "unknown": ""}
 _RED = "#c8102e"
 _WIDTH, _LEFT, _RIGHT, _HEAD, _FOOT = 10.0, 1.3, 0.2, 0.82, 0.82  # inches
 _TALL, _ROW, _GAP = 0.62, 0.42, 0.1
@@ -32,6 +30,7 @@ def plot(
     *,
     title: str | None = None,
     clock: float | None = None,
+    names: Names = DIRECTION_NAMES,
 ) -> "Figure":
     """Draw one computation's timeline: a lane for the core's work, and one for each kind of collective.
 
@@ -46,6 +45,7 @@ def plot(
       path: where to write it too; SVG or PNG by its ending.
       title: the first line; the computation's name if left out.
       clock: hertz of the cycles, such as ``target.device.clock``, to give the whole in seconds too.
+      names: of the directions, where they are not those of training.
 
     Raises:
       KeyError: if the program runs no such computation line by line.
@@ -71,13 +71,13 @@ def plot(
     for kind, lane in lanes.items():
         ticks[top + _ROW / 2] = kind
         for row in lane:
-            _draw_collectives(page, row, top, hidden)
+            _draw_collectives(page, row, top, hidden, names)
             top += _ROW + _GAP
     axes.set_yticks(list(ticks), list(ticks.values()))
     _tidy(axes, inner, length / unit, f"{letter}cycles, modelled")
     facts, totals = _facts(report, computation), _totals(report, computation, clock)
     _write_head(figure, title or computation, facts, totals)
-    _add_legend(figure, events)
+    _add_legend(figure, events, names)
     return save(figure, path)
 
 
@@ -103,7 +103,9 @@ def _draw_work(page: _Page, work: Sequence[Stretch]) -> None:
             _write(page, stretch, _TALL / 2, (f"waits {length}", length), size=7.0, color=_RED)
 
 
-def _draw_collectives(page: _Page, row: Sequence[Event], top: float, hidden: Mapping[str, str]) -> None:
+def _draw_collectives(
+    page: _Page, row: Sequence[Event], top: float, hidden: Mapping[str, str], names: Names
+) -> None:
     for event in row:
         span = event.start / page.unit, (event.end - event.start) / page.unit
         style: dict[str, Any] = {
@@ -112,7 +114,7 @@ def _draw_collectives(page: _Page, row: Sequence[Event], top: float, hidden: Map
             "linewidths": 0.6,
         }
         page.axes.broken_barh([span], (top, _ROW), gid=f"{event.kind} {event.name}", **style)
-        direction = _SHORT[event.direction]
+        _, direction = names.get(event.direction, ("", ""))
         name = f"{part(event)} {direction}".strip()
         texts = f"{name or event.kind}, {hidden[event.name]} hidden", name, direction
         _write(page, event, top + _ROW / 2, texts, size=8.0, color=INK)
@@ -184,15 +186,17 @@ def _write_head(figure: "Figure", title: str, facts: str, totals: str) -> None:
     figure.text(right, 0.21 / height, totals, size=8.5, color=FAINT, va="center_baseline", ha="right")
 
 
-def _add_legend(figure: "Figure", events: Sequence[Event]) -> None:
+def _add_legend(figure: "Figure", events: Sequence[Event], names: Names) -> None:
     from matplotlib.patches import Patch
 
     used = {event.direction for event in events} | {event.kind for event in events if event.kind == "wait"}
     entries = [
-        Patch(facecolor=colour, label=_NAMES[what]) for what, colour in COLOURS.items() if what in used
+        Patch(facecolor=colour, label=names.get(what, ("neither", ""))[0])
+        for what, colour in COLOURS.items()
+        if what in used
     ]
     if "wait" in used:
-        entries.append(Patch(facecolor="white", edgecolor=_RED, hatch="//////", label=_NAMES["wait"]))
+        entries.append(Patch(facecolor="white", edgecolor=_RED, hatch="//////", label="the core waits"))
     figure.legend(
         handles=entries,
         loc="center left",

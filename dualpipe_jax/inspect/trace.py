@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from dualpipe_jax.inspect.lanes import part, rows, stretches
+from dualpipe_jax.inspect.lanes import DIRECTION_NAMES, Names, part, rows, stretches
 from dualpipe_jax.inspect.report import Collective, Event, OverlapReport
 
 _Slice = dict[str, Any]
@@ -17,12 +17,16 @@ _PROCESS = 1
 _FIRST_ROW = 2
 """Rows are threads, numbered after the process, whose main thread one would be taken for otherwise."""
 
-_NAMES = {"unknown": "neither"}
 _COLOURS = {"forward": "rail_idle", "backward": "rail_load", "unknown": "grey", "wait": "terrible"}
 """chrome://tracing's names; Perfetto chooses its own."""
 
 
-def to_chrome_trace(report: OverlapReport, computation: str, clock: float | None = None) -> dict[str, Any]:
+def to_chrome_trace(
+    report: OverlapReport,
+    computation: str,
+    clock: float | None = None,
+    names: Names = DIRECTION_NAMES,
+) -> dict[str, Any]:
     """Draw one computation's timeline in the Chrome trace event format; ``json.dump`` it to a file and open that.
 
     The row "computation" has a slice for each stretch of one direction (forward, backward, neither) or wait, and
@@ -37,6 +41,7 @@ def to_chrome_trace(report: OverlapReport, computation: str, clock: float | None
       clock: hertz of the cycles, such as ``target.device.clock``. The trace's times are then rounded to an eighth
         of a microsecond, which is as fine as viewers read without rounding it again: neighbours meet and never
         overlap. If None, a microsecond of the trace is a cycle.
+      names: of the directions, where they are not those of training.
 
     Raises:
       KeyError: if the program runs no such computation line by line.
@@ -47,7 +52,8 @@ def to_chrome_trace(report: OverlapReport, computation: str, clock: float | None
     time = _whole if clock is None else _eighths(clock)
     named = {c.name: c for c in report.inside(computation)}
     lanes = rows(report.timeline(computation))
-    drawn = list(_computation(lanes["compute"][0], time))
+    called = {what: long for what, (long, _) in names.items()} | {"unknown": "neither"}
+    drawn = list(_computation(lanes["compute"][0], time, called))
     labels = [_label("process_name", 0, name=f"{report.module}: {computation}")]
     labels += [*_row_labels(_FIRST_ROW, "computation")]
     row = _FIRST_ROW
@@ -55,7 +61,10 @@ def to_chrome_trace(report: OverlapReport, computation: str, clock: float | None
         for number, events in enumerate(lane if kind != "compute" else ()):
             row += 1
             labels += _row_labels(row, f"{kind} ({number + 1})" if number else kind)
-            drawn += [_slice(row, e, _short(e), _about_collective(e, named[e.name]), time) for e in events]
+            drawn += [
+                _slice(row, e, _short(e, called), _about_collective(e, named[e.name]), time, called)
+                for e in events
+            ]
     drawn.sort(key=lambda event: event["ts"])  # stable: a stretch stands before its first instruction
     unit = {"hertz": clock} if clock else {"one microsecond is": "one cycle"}
     spent = report.computations[computation]
@@ -72,27 +81,29 @@ def to_chrome_trace(report: OverlapReport, computation: str, clock: float | None
     }
 
 
-def _computation(work: list[Event], time: _Time) -> Iterator[_Slice]:
+def _computation(work: list[Event], time: _Time, called: Mapping[str, str]) -> Iterator[_Slice]:
     for stretch in stretches(work):
         span = stretch.events[0]._replace(kind=stretch.what, end=stretch.end)
-        name = _NAMES.get(stretch.what, stretch.what)
+        name = called.get(stretch.what, stretch.what)
         about = {"cycles": span.end - span.start, "instructions": len(stretch.events)}
         if stretch.what == "wait":
-            yield _slice(_FIRST_ROW, span, name, {"for": span.name} | about, time)
+            yield _slice(_FIRST_ROW, span, name, {"for": span.name} | about, time, called)
             continue
-        yield _slice(_FIRST_ROW, span, name, about, time)
+        yield _slice(_FIRST_ROW, span, name, about, time, called)
         for event in stretch.events:
-            yield _slice(_FIRST_ROW, event, event.name, _about(event), time)
+            yield _slice(_FIRST_ROW, event, event.name, _about(event), time, called)
 
 
-def _slice(row: int, event: Event, name: str, args: Mapping[str, Any], time: _Time) -> _Slice:
+def _slice(
+    row: int, event: Event, name: str, args: Mapping[str, Any], time: _Time, called: Mapping[str, str]
+) -> _Slice:
     what = event.kind if event.kind == "wait" else event.direction
     return {
         "ph": "X",
         "pid": _PROCESS,
         "tid": row,
         "name": name,
-        "cat": _NAMES.get(what, what),
+        "cat": called.get(what, what),
         "cname": _COLOURS[what],
         "ts": time(event.start),
         "dur": time(event.end) - time(event.start),
@@ -125,8 +136,9 @@ def _about_collective(event: Event, collective: Collective) -> dict[str, Any]:
     }
 
 
-def _short(event: Event) -> str:
-    return f"{part(event) or event.kind} {event.direction if event.direction != 'unknown' else ''}".rstrip()
+def _short(event: Event, called: Mapping[str, str]) -> str:
+    direction = called[event.direction] if event.direction != "unknown" else ""
+    return f"{part(event) or event.kind} {direction}".rstrip()
 
 
 def _row_labels(row: int, name: str) -> Iterator[_Slice]:

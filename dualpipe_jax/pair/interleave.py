@@ -1,4 +1,4 @@
-"""Two independent programs in one order: the collectives of each lie under the work of the other.
+"""Two programs in one order: the collectives of each lie under the work of the other.
 
 This is DualPipe's pair. For one MoE layer, with b a backward's and f a forward's all-to-all:
 
@@ -30,7 +30,7 @@ from dualpipe_jax.pair.phases import (
 )
 from dualpipe_jax.split.graph import Atom, Program, Value, values
 from dualpipe_jax.split.run import run, values_of
-from dualpipe_jax.split.slices import renamed
+from dualpipe_jax.split.slices import renamed, substitute
 
 
 def _as_it_is(array: Array) -> Array:
@@ -66,6 +66,7 @@ def interleave(
     *,
     pools: Sequence[Pool] = (),
     finish: Mapping[int, Callable[[Any], Any]] | None = None,
+    passed: Mapping[int, int] | None = None,
     num_fixed: tuple[int, int] = (0, 0),
     links: Mapping[str, float] | None = None,
 ) -> tuple[list[Any], list[Any]]:
@@ -76,14 +77,18 @@ def interleave(
     with nothing.
 
     Arguments:
-      first, second: programs that do not read each other's values, with their arguments.
+      first, second: programs, with their arguments.
       pools: what ``first`` writes to slots, in whose place among the outputs stands the new pool, and ``second``
         reads from them, for which the argument may be anything. A slot is read before it is written.
       finish: what becomes of outputs of ``second``, such as a sum to which a gradient is added.
+      passed: of inputs of ``first``, by number, which outputs of ``second`` they are; their arguments may be anything.
+        They do not read each other's values otherwise.
       num_fixed: so many arguments of each, the first ones, were there long before: parameters.
       links: of mesh axes whose links are slower than others, how many times: so much more work lies beside their bytes.
     """
     first, second = renamed(first), renamed(second)  # they may share values: the backward computes some again
+    if passed:
+        first = _given(first, {first.inputs[i]: second.outputs[k] for i, k in passed.items()})
     pair = _Pair(first, first_arguments, second, second_arguments, pools, finish or {})
     tasks = make_tasks(pair.works, links)
     collectives = [task for task in tasks if task.communicates]
@@ -184,26 +189,34 @@ class _Pair:
         """
         if following.collective is not None and not phase.after:
             self.do(following.collective.nodes[:-1])
+        reach = self._within_reach()
         for value in list(self.fresh):
-            self._condense(value)
+            if self._condense(value, reach):
+                reach = self._within_reach()
         tasks = [*filter(None, [following.collective]), *following.beside]
         needed = [v for task in tasks for v in (*values(task.own.inputs), *task.reads)]
         held, wanted = dict.fromkeys([*self.fresh, *needed]), self._wanted()
         self._hold([v for v in held if v in wanted and v in self.known and v not in fixed])
         self.fresh.clear()
 
-    def _condense(self, value: Value) -> None:
-        """Reduce and cast what was made as far as that takes less room."""
-        reach = self._within_reach()
+    def _condense(self, value: Value, reach: Sequence[Work]) -> bool:
+        """Reduce and cast what was made as far as that takes less room; whether anything was done for it.
+
+        Arguments:
+          reach: see ``_within_reach``.
+        """
         chain = _following(value, reach)
+        if not chain:
+            return False
         wanted = self._wanted(but=chain)
         left = [v for v in (value, *(v for work in chain for v in work.outputs)) if v in wanted]
         if value in left or sum(v.nbytes for v in left) >= value.nbytes:
-            return
+            return False
         makers = {v: work for work in reach for v in work.outputs}
         needed = {work for end in chain for work in (*lazy_before(end, makers), end)}
         self.do(work for work in reach if work in needed)
         self.fresh.update(dict.fromkeys(left))
+        return True
 
     def _within_reach(self) -> list[Work]:
         """Lazy work that could be done now, in order."""
@@ -235,6 +248,13 @@ class _Pair:
         self._hold(values(dict.fromkeys([*seconds, *pools])))
         self.do(self.writes)
         return values_of(self.known, self.outputs[0]), values_of(self.known, self.outputs[1])
+
+
+def _given(program: Program, atoms: Mapping[Value, Atom]) -> Program:
+    """The program with atoms of another one in place of some of its inputs."""
+    equations = substitute(program.equations, dict(atoms))
+    outputs = (atoms.get(atom, atom) if isinstance(atom, Value) else atom for atom in program.outputs)
+    return dataclasses.replace(program, equations=equations, outputs=tuple(outputs))
 
 
 def _following(value: Value, works: Iterable[Work]) -> list[Work]:

@@ -8,7 +8,10 @@ from typing import Any, TypeAlias
 import jax
 
 from dualpipe_jax.pair.interleave import Pool, interleave
+from dualpipe_jax.split.graph import Program
 from dualpipe_jax.split.plan import SplitPlan
+from dualpipe_jax.split.run import zeros_like
+from dualpipe_jax.split.slices import prune
 from dualpipe_jax.split.trace import trace_program
 
 Tree: TypeAlias = Any
@@ -20,6 +23,7 @@ def side_by_side(
     first_arguments: Sequence[Tree],
     second: Callable[..., Tree],
     second_arguments: Sequence[Tree],
+    passed: Callable[[Tree], Tree] | None = None,
 ) -> tuple[Tree, Tree]:
     """Gives ``(first(*first_arguments), second(*second_arguments))``, each hiding the other's communication.
 
@@ -28,20 +32,42 @@ def side_by_side(
     for parameters, which were there long before. Not to be differentiated: what functions inside say of their own
     derivatives is lost.
 
+    Arguments:
+      first, second: functions of trees, with their arguments.
+      passed: picks what of the second's result the first takes as one more argument, such as what it has to hear of
+        the other microbatch's layers; each part as soon as it is there.
+
     >>> import jax.numpy as jnp
     >>> side_by_side(jnp.add, (1, 2), jnp.multiply, (3, 4))
     (Array(3, dtype=int32, weak_type=True), Array(12, dtype=int32, weak_type=True))
+    >>> side_by_side(jnp.add, (1,), jnp.multiply, (3, 4), passed=lambda product: product)[0]
+    Array(13, dtype=int32)
     """
-    one, one_tree = trace_program(first, *first_arguments)
-    other, other_tree = trace_program(second, *second_arguments)
+    other, other_tree = _traced(second, second_arguments)
+    handed: dict[int, int] = {}
+    if passed is not None:
+        numbers = passed(other_tree.unflatten(range(len(other.outputs))))
+        start = len(jax.tree.leaves(first_arguments))
+        handed = dict(enumerate(jax.tree.leaves(numbers), start))
+        # What it will be given in their place.
+        stand_ins = jax.tree.map(lambda k: zeros_like(other.outputs[k]), numbers)
+        first_arguments = (*first_arguments, stand_ins)
+    one, one_tree = _traced(first, first_arguments)
     ours, theirs = interleave(
         one,
         jax.tree.leaves(first_arguments),
         other,
         jax.tree.leaves(second_arguments),
+        passed=handed,
         num_fixed=(len(jax.tree.leaves(first_arguments[:1])), len(jax.tree.leaves(second_arguments[:1]))),
     )
     return one_tree.unflatten(ours), other_tree.unflatten(theirs)
+
+
+def _traced(function: Callable[..., Tree], arguments: Sequence[Tree]) -> tuple[Program, Tree]:
+    """Its program, without what nobody wants of it: that would be given time."""
+    program, tree = trace_program(function, *arguments)
+    return dataclasses.replace(program, equations=prune(program.equations, program.outputs)[0]), tree
 
 
 def forward_backward(

@@ -28,9 +28,12 @@ def answers(asked: dict[str, Any]) -> Iterator[dict[str, Any]]:
         os.environ.update(STATISTICS_ENVIRONMENT)
         devices = target.devices()
     say("loading JAX")
-    from dualpipe_jax.pods.dryrun import answer  # only now: JAX reads the environment when it is imported
+    # Only now: JAX reads the environment when it is imported.
+    from dualpipe_jax.pods.dryrun import answer
+    from dualpipe_jax.pods.loading import serving
 
-    yield plain(answer(request, target, devices, say))
+    ask = serving().study if request.compile in ("prefill", "decode") else answer
+    yield plain(ask(request, target, devices, say))
 
 
 if __name__ == "__main__":

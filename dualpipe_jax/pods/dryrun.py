@@ -112,8 +112,7 @@ def compile_and_read(
     say("tracing and lowering")
     lowered = _lower(what, blueprint)
     say(f"compiling the {what} for {target}")
-    options = inspect.recommended_compiler_options(platform_of(target), target.generation, ahead_of_time=True)
-    options |= dict(map(pair_of, plan.compiler_option))
+    options = compiler_options(plan, target)
     middle = time.perf_counter()
     try:
         compiled = lowered.compile(options)
@@ -135,6 +134,12 @@ def compile_and_read(
     if what in BARE:
         found = dataclasses.replace(found, units={"FB": predict.unit_of(report, module.entry)})
     return found
+
+
+def compiler_options(plan: Plan, target: inspect.Target) -> dict[str, str]:
+    """The recommended ones, and those asked for."""
+    options = inspect.recommended_compiler_options(platform_of(target), target.generation, ahead_of_time=True)
+    return options | dict(map(pair_of, plan.compiler_option))
 
 
 def _lower(what: str, blueprint: Blueprint) -> Any:

@@ -79,6 +79,20 @@ def _trainer(name: str) -> ModuleType:
     return importlib.import_module(TRAINER)
 
 
+def serving() -> ModuleType:
+    """The module that draws steps of serving, beside the trainer.
+
+    Raises:
+      ValueError: it is not there.
+    """
+    if importlib.util.find_spec(TRAINER.partition(".")[0]) is None:
+        raise ValueError(
+            "--what prefill and decode: serving is in the repository and not in the installed package; run "
+            ".venv/bin/dualpipe of a checkout, which scripts/train --help sets up"
+        )
+    return importlib.import_module("train.serving")
+
+
 def _file(name: str, path: Path) -> ModuleType:
     if not path.is_file():
         raise ValueError(f"--program {name}: there is no file {path}")

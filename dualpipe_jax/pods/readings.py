@@ -30,9 +30,9 @@ def read(
     beside = predict.overheads(report, module)
     return Compiled(
         what,
-        all_to_all=_shares(inside),
+        all_to_all=shares(inside),
         all_to_alls=tuple(_row(c) for c in inside),
-        sends=_shares(exchange),
+        sends=shares(exchange),
         units=predict.measure(report, module),
         overheads=None if beside is None else Overheads(*beside),
         copies=tuple(
@@ -44,7 +44,8 @@ def read(
     )
 
 
-def _shares(chosen: Sequence[inspect.Collective]) -> Shares:
+def shares(chosen: Sequence[inspect.Collective]) -> Shares:
+    """Collectives together."""
     cycles, exposed, waits = (
         None if None in of_each else sum(of_each)
         for of_each in ([getattr(c, name) for c in chosen] for name in ("duration", "exposed", "waits"))

@@ -16,12 +16,13 @@ class Request:
       target: the devices; None for any, of which nothing can be compiled.
       compile: "pair" (for overlap), "units" (each unit of the engine once, for costs), "step" (the whole step, with
         the program's own update), "bare" or "bare_ordered" (see ``bare``, in the compiler's order or in ours), or
-        "nothing": memory is counted all the same.
+        "nothing": memory is counted all the same. "prefill" or "decode" for layers of serving, the trainer's models'.
       files: what to write of the compiled program, each by its ending: .svg and .png a picture of the pair's
         timeline, .trace the same for Perfetto, any other the program's text.
       compiled: file with the text of a program that is already compiled for the target: only this is read, the
         plan above is not looked at.
       rates: file of measured rates, by which programs are priced; None for the compiler's figures.
+      requests: of a device, for serving; None for DeepSeek's.
       log: the file that this process's standard error goes to, where the TPU compiler's statistics are found.
     """
 
@@ -31,6 +32,7 @@ class Request:
     files: tuple[str, ...] = ()
     compiled: str | None = None
     rates: str | None = None
+    requests: int | None = None
     log: str | None = None
 
 

@@ -175,6 +175,7 @@ class Compiled:
       options: that the compiler was given.
       seconds: of "lowering" and of "compiling".
       all_to_all, all_to_alls: of pairs where there are some, else of all.
+      followed: of serving, all but the last one, behind which a model goes on.
       sends: to the neighbours, beside the units of a tick.
       units: by name; see ``units.measure``.
       overheads: None where there are no ticks.
@@ -189,6 +190,7 @@ class Compiled:
     seconds: Mapping[str, float] = dataclasses.field(default_factory=dict)
     all_to_all: Shares = Shares()
     all_to_alls: tuple[AllToAll, ...] = ()
+    followed: Shares | None = None
     sends: Shares = Shares()
     units: Mapping[str, Unit] = dataclasses.field(default_factory=dict)
     overheads: Overheads | None = None

@@ -18,8 +18,9 @@ def write(
     module: inspect.Module,
     target: inspect.Target,
     title: str,
+    names: inspect.Names = inspect.DIRECTION_NAMES,
 ) -> None:
-    """Write each file by its ending: see ``Request.files``.
+    """Write each file by its ending: see ``Request.files``; ``names`` are those of the two directions.
 
     Raises:
       ValueError: the program has no collectives of which a picture or a trace could be made.
@@ -35,9 +36,9 @@ def write(
     clock = target.device.clock
     for file in drawings:
         if file.suffix.lower() == TRACE:
-            file.write_text(json.dumps(inspect.to_chrome_trace(report, computation, clock)))
+            file.write_text(json.dumps(inspect.to_chrome_trace(report, computation, clock, names)))
         else:
-            inspect.plot(report, computation, file, title=f"{title}: {name}", clock=clock)
+            inspect.plot(report, computation, file, title=f"{title}: {name}", clock=clock, names=names)
 
 
 def _drawn(report: inspect.OverlapReport, module: inspect.Module) -> tuple[str, str]:
@@ -50,4 +51,4 @@ def _drawn(report: inspect.OverlapReport, module: inspect.Module) -> tuple[str, 
     if not spent:
         raise ValueError(f"{module.name}: no collectives, so there is no overlap to draw")
     longest = max(spent, key=spent.__getitem__)
-    return longest, longest
+    return longest, "the whole step" if longest == module.entry else longest

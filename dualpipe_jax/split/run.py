@@ -28,6 +28,11 @@ def zeros(kind: Value) -> Any:
     return _full(Constant(0, kind))
 
 
+def zeros_like(atom: Atom) -> Any:
+    """An array of zeros of an atom's type."""
+    return zeros(atom if isinstance(atom, Value) else atom.kind)
+
+
 def values_of(known: dict[Value, Any], atoms: Sequence[Atom]) -> list[Any]:
     """What the atoms stand for, as arrays."""
     return [_array(known, atom) for atom in atoms]

@@ -1,7 +1,7 @@
 """Text from a trained model: a cache of latents, prefill, decode, sampling."""
 
 from models.decode.blocks import Blocks
-from models.decode.cache import Rows, init_cache
+from models.decode.cache import Rows, init_cache, write
 from models.decode.engine import Engine
 from models.decode.errors import RequestError
 from models.decode.kept import PrefixFolder
@@ -23,4 +23,5 @@ __all__ = [
     "decoder",
     "init_cache",
     "sample",
+    "write",
 ]

@@ -3,13 +3,17 @@
 Shape suffixes as in ``models.attention``, and L = C + R, the numbers of a cached position.
 """
 
-import jax
+import functools
+from collections.abc import Sequence
+from typing import NamedTuple
+
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 
 from models.attention import Attention, softmax_scale
 from models.config import Config
-from models.decode.cache import Rows, read, write
+from models.decode.cache import Rows, read
 
 
 def absorbing_is_cheaper(config: Config, num_tokens: int) -> bool:
@@ -23,8 +27,20 @@ def absorbing_is_cheaper(config: Config, num_tokens: int) -> bool:
     return absorbed <= num_tokens * (nope + rot + value) + config.kv_lora_rank * (nope + value)
 
 
+Before = tuple[Rows, Array]
+"""Other rows, whose tokens come before, and a layer's latents of them, [B, S, L]; see ``cached_attention``."""
+
+
 def cached_attention(
-    attention: Attention, x_BSD: Array, cache: Array, layer: int, rows: Rows, absorbed: bool | None = None
+    attention: Attention,
+    x_BSD: Array,
+    cache: Array,
+    layer: int,
+    rows: Rows,
+    before: Before | None = None,
+    *,
+    absorbed: bool | None = None,
+    fresh: bool = False,
 ) -> tuple[Array, Array]:
     """Attend from each new token to itself and all before it.
 
@@ -37,51 +53,93 @@ def cached_attention(
       cache: see ``init_cache``.
       layer: its place there.
       rows: the tokens.
+      before: as many rows that are not in the cache yet. Where both rows of a place have the same table, these tokens
+        come before those.
       absorbed: which of the two forms; None for the cheaper one. They are equal up to rounding.
+      fresh: promises that all rows start at 0: then the cache is not read, and without ``before`` attention is the
+        layer's own, which may be a kernel.
 
     Returns:
-      x's like, and the cache with the new tokens in it.
+      x's like, and the new tokens' latents, [B, S, L].
 
     """
     config = attention.config
     q_BSHX = attention.queries(x_BSD, rows.positions)
-    cache = write(cache, layer, rows, jnp.concatenate(attention.latents(x_BSD, rows.positions), axis=-1))
-    latents_BKL = read(cache, layer, rows)
-    heard_BSK = jnp.arange(latents_BKL.shape[1], dtype=jnp.int32) <= rows.positions[..., None]
+    new_BSL = jnp.concatenate(attention.latents(x_BSD, rows.positions), axis=-1)
+    places = np.arange(x_BSD.shape[1])
+    heard = [_Heard(new_BSL, jnp.asarray(places <= places[:, None])[None])]
+    cached_B = jnp.asarray(rows.starts)
+    if before is not None:
+        others, latents_BSL = before
+        same_B = jnp.all(jnp.asarray(rows.tables) == jnp.asarray(others.tables), axis=1) & (
+            others.lengths > 0
+        )
+        cached_B = jnp.where(same_B, others.starts, cached_B)
+        heard.append(_Heard(latents_BSL, (others.live & same_B[:, None])[:, None]))
+    if not fresh:
+        cached_BKL, before_BK = read(cache, layer, rows.tables, cached_B)
+        heard.append(_Heard(cached_BKL, before_BK[:, None]))
     kernel = attention.kv_b_proj.kernel[...].astype(x_BSD.dtype)
     kernel_CHX = kernel.reshape(config.kv_lora_rank, config.num_heads, -1)
     if absorbed is None:
         absorbed = absorbing_is_cheaper(config, x_BSD.shape[1])
-    form = _absorbed if absorbed else _expanded
-    out_BSHV = form(config, q_BSHX, latents_BKL, heard_BSK, kernel_CHX)
-    return attention.o_proj(out_BSHV.reshape(*x_BSD.shape[:2], -1)), cache
+    if absorbed:
+        out_BSHV = _absorbed(config, q_BSHX, heard, kernel_CHX)
+    elif len(heard) == 1:
+        keys_and_values = _keys_and_values(config, new_BSL, kernel_CHX)
+        out_BSHV = attention.attend(q_BSHX, *keys_and_values, softmax_scale(config))
+    else:
+        out_BSHV = _expanded(config, q_BSHX, heard, kernel_CHX)
+    return attention.o_proj(out_BSHV.reshape(*x_BSD.shape[:2], -1)), new_BSL
 
 
-def _absorbed(
-    config: Config, q_BSHX: Array, latents_BKL: Array, heard_BSK: Array, kernel_CHX: Array
-) -> Array:
-    nope = config.qk_nope_dim
+class _Heard(NamedTuple):
+    """Latents that may be attended to, [B, K, L], and which of them by whom, bool [B or 1, S or 1, K]."""
+
+    latents: Array
+    by: Array
+
+
+def _absorbed(config: Config, q_BSHX: Array, heard: Sequence[_Heard], kernel_CHX: Array) -> Array:
+    nope, C = config.qk_nope_dim, config.kv_lora_rank
     q_BSHC = jnp.einsum("bshn,chn->bshc", q_BSHX[..., :nope], kernel_CHX[..., :nope])
     q_BSHL = jnp.concatenate([q_BSHC, q_BSHX[..., nope:]], axis=-1)
-    scores_BHSK = jnp.einsum("bshl,bkl->bhsk", q_BSHL, latents_BKL, preferred_element_type=jnp.float32)
-    probs_BHSK = _probs(config, scores_BHSK, heard_BSK, latents_BKL.dtype)
-    out_BSHC = jnp.einsum("bhsk,bkc->bshc", probs_BHSK, latents_BKL[..., : config.kv_lora_rank])
-    return jnp.einsum("bshc,chv->bshv", out_BSHC, kernel_CHX[..., nope:])
+    scores = [
+        jnp.einsum("bshl,bkl->bhsk", q_BSHL, part.latents, preferred_element_type=jnp.float32)
+        for part in heard
+    ]
+    probs = _probs(config, scores, heard)
+    outs = [
+        jnp.einsum("bhsk,bkc->bshc", p, part.latents[..., :C]) for p, part in zip(probs, heard, strict=True)
+    ]
+    return jnp.einsum("bshc,chv->bshv", functools.reduce(jnp.add, outs), kernel_CHX[..., nope:])
 
 
-def _expanded(
-    config: Config, q_BSHX: Array, latents_BKL: Array, heard_BSK: Array, kernel_CHX: Array
-) -> Array:
+def _expanded(config: Config, q_BSHX: Array, heard: Sequence[_Heard], kernel_CHX: Array) -> Array:
+    keys, values = zip(*(_keys_and_values(config, part.latents, kernel_CHX) for part in heard), strict=True)
+    scores = [jnp.einsum("bshx,bkhx->bhsk", q_BSHX, k, preferred_element_type=jnp.float32) for k in keys]
+    probs = _probs(config, scores, heard)
+    return functools.reduce(
+        jnp.add, [jnp.einsum("bhsk,bkhv->bshv", p, v) for p, v in zip(probs, values, strict=True)]
+    )
+
+
+def _keys_and_values(config: Config, latents_BKL: Array, kernel_CHX: Array) -> tuple[Array, Array]:
     nope = config.qk_nope_dim
     c_BKC, k_BKR = latents_BKL[..., : config.kv_lora_rank], latents_BKL[..., config.kv_lora_rank :]
     kv_BKHX = jnp.einsum("bkc,chx->bkhx", c_BKC, kernel_CHX)
     k_BKHR = jnp.broadcast_to(k_BKR[:, :, None], (*kv_BKHX.shape[:3], config.qk_rope_dim))
-    k_BKHX = jnp.concatenate([kv_BKHX[..., :nope], k_BKHR], axis=-1)
-    scores_BHSK = jnp.einsum("bshx,bkhx->bhsk", q_BSHX, k_BKHX, preferred_element_type=jnp.float32)
-    probs_BHSK = _probs(config, scores_BHSK, heard_BSK, latents_BKL.dtype)
-    return jnp.einsum("bhsk,bkhv->bshv", probs_BHSK, kv_BKHX[..., nope:])
+    return jnp.concatenate([kv_BKHX[..., :nope], k_BKHR], axis=-1), kv_BKHX[..., nope:]
 
 
-def _probs(config: Config, scores_BHSK: Array, heard_BSK: Array, dtype: jnp.dtype) -> Array:
-    scores_BHSK = jnp.where(heard_BSK[:, None], scores_BHSK * softmax_scale(config), -jnp.inf)
-    return jax.nn.softmax(scores_BHSK, axis=-1).astype(dtype)
+def _probs(config: Config, scores: Sequence[Array], heard: Sequence[_Heard]) -> list[Array]:
+    """One softmax over the scores of all parts, which are never put together: they are long, and some are short."""
+    scale = softmax_scale(config)
+    masked = [
+        jnp.where(part.by[:, None], score * scale, -jnp.inf)
+        for score, part in zip(scores, heard, strict=True)
+    ]
+    top = functools.reduce(jnp.maximum, [jnp.max(score, axis=-1, keepdims=True) for score in masked])
+    powers = [jnp.exp(score - top) for score in masked]
+    total = functools.reduce(jnp.add, [jnp.sum(power, axis=-1, keepdims=True) for power in powers])
+    return [(power / total).astype(part.latents.dtype) for power, part in zip(powers, heard, strict=True)]

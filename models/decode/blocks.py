@@ -30,32 +30,48 @@ def keys_of(tokens: Sequence[int] | np.ndarray, block_size: int, ahead: int = 0)
 
 
 class Blocks:
-    """Which blocks are free, and what those hold that may be of use to others."""
+    """Which blocks are free, and what those hold that may be of use to others.
 
-    def __init__(self, num_blocks: int):
-        self._free = OrderedDict.fromkeys(range(num_blocks))  # the first is the next to be taken
+    Devices have equal parts of them, in order, and a request's all lie on one: nobody knows what another part holds.
+    """
+
+    def __init__(self, num_blocks: int, num_parts: int = 1):
+        self.part_size = num_blocks // num_parts
+        parts = range(num_parts)
+        # Of each part, the first is the next to be taken.
+        self._free = [
+            OrderedDict.fromkeys(range(p * self.part_size, (p + 1) * self.part_size)) for p in parts
+        ]
         self._num_owners = [0] * num_blocks
         self._keys: dict[int, bytes] = {}
-        self._holders: dict[bytes, int] = {}
+        self._holders: list[dict[bytes, int]] = [{} for _ in parts]
 
     def __len__(self) -> int:
         """Blocks that nobody has."""
-        return len(self._free)
+        return sum(map(len, self._free))
 
-    def take(self, number: int, keys: Sequence[bytes] = ()) -> tuple[list[int], int] | None:
+    def num_known(self, keys: Sequence[bytes], part: int) -> int:
+        """How many of the keys' contents, from the front, a part holds."""
+        return len(self._filled(keys, part))
+
+    def num_free(self, part: int) -> int:
+        """Blocks of a part that nobody has."""
+        return len(self._free[part])
+
+    def take(self, number: int, keys: Sequence[bytes] = (), part: int = 0) -> tuple[list[int], int] | None:
         """Take so many, at the front those that hold the keys' contents, as far as there are.
 
         Returns:
           The blocks, and how many at the front are filled; None, and nothing taken, if there are too few.
 
         """
-        filled = [self._holders[key] for key in itertools.takewhile(self._holders.__contains__, keys)]
+        filled, free = self._filled(keys, part), self._free[part]
         num_new = number - len(filled)
-        if num_new > len(self._free) - sum(block in self._free for block in filled):
+        if num_new > len(free) - sum(block in free for block in filled):
             return None
         for block in filled:
-            self._free.pop(block, None)
-        new = [self._free.popitem(last=False)[0] for _ in range(num_new)]
+            free.pop(block, None)
+        new = [free.popitem(last=False)[0] for _ in range(num_new)]
         for block in new:
             self._forget(block)
         for block in filled + new:
@@ -65,18 +81,24 @@ class Blocks:
     def remember(self, blocks: Sequence[int], keys: Sequence[bytes]) -> None:
         """Let blocks that are filled be found by their keys."""
         for block, key in zip(blocks, keys, strict=False):
-            if block not in self._keys and key not in self._holders:
-                self._keys[block], self._holders[key] = key, block
+            holders = self._holders[block // self.part_size]
+            if block not in self._keys and key not in holders:
+                self._keys[block], holders[key] = key, block
 
     def give_back(self, blocks: Sequence[int]) -> None:
         """Let others have them: first those that hold nothing known, then ends before beginnings."""
         for block in reversed(blocks):
             self._num_owners[block] -= 1
             if not self._num_owners[block]:
-                self._free[block] = None
-                self._free.move_to_end(block, last=block in self._keys)
+                free = self._free[block // self.part_size]
+                free[block] = None
+                free.move_to_end(block, last=block in self._keys)
+
+    def _filled(self, keys: Sequence[bytes], part: int) -> list[int]:
+        holders = self._holders[part]
+        return [holders[key] for key in itertools.takewhile(holders.__contains__, keys)]
 
     def _forget(self, block: int) -> None:
         key = self._keys.pop(block, None)
         if key is not None:
-            del self._holders[key]
+            del self._holders[block // self.part_size][key]

@@ -8,6 +8,7 @@ Shape suffixes: B rows, S new tokens of a row, K positions of a row's table, P b
 of a position.
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax.numpy as jnp
@@ -54,24 +55,43 @@ def init_cache(config: Config, num_blocks: int, block_size: int) -> Array:
     return jnp.zeros((layers, num_blocks, block_size, width), config.compute_dtype)
 
 
-def write(cache: Array, layer: int, rows: Rows, new_BSX: Array) -> Array:
-    """Return the cache with the rows' tokens in one layer."""
+def write(cache: Array, rows: Rows, latents: Sequence[Array]) -> Array:
+    """Return the cache with the rows' tokens.
+
+    Args:
+      cache: see ``init_cache``.
+      rows: the tokens.
+      latents: [B, S, X] of each of the first layers.
+
+    """
     L, P, size, X = cache.shape
     positions_BS = rows.positions
     column_BS = jnp.minimum(positions_BS // size, rows.tables.shape[1] - 1)
-    block_BS = layer * P + jnp.take_along_axis(jnp.asarray(rows.tables), column_BS, axis=1)
-    place_BS = jnp.where(rows.live, block_BS * size + positions_BS % size, L * P * size)
-    flat = cache.reshape(L * P * size, X).at[place_BS.reshape(-1)].set(new_BSX.reshape(-1, X), mode="drop")
+    block_BS = jnp.take_along_axis(jnp.asarray(rows.tables), column_BS, axis=1)
+    # Counted over all layers' blocks: as two indices the cache would be turned around and copied.
+    layer_L = jnp.arange(len(latents), dtype=jnp.int32)[:, None, None]
+    place_LBS = (layer_L * P + block_BS) * size + positions_BS % size
+    new_NX = jnp.stack(latents).reshape(-1, X)
+    # Each has a place of its own, those that are dropped too: so writes need not wait for each other.
+    nowhere_N = L * P * size + jnp.arange(len(new_NX), dtype=jnp.int32)
+    live_LBS = jnp.broadcast_to(rows.live, place_LBS.shape)
+    place_N = jnp.where(live_LBS.reshape(-1), place_LBS.reshape(-1), nowhere_N)
+    flat = cache.reshape(L * P * size, X).at[place_N].set(new_NX, mode="drop", unique_indices=True)
     return flat.reshape(cache.shape)
 
 
-def read(cache: Array, layer: int, rows: Rows) -> Array:
-    """Return one layer's latents of every position that a row's table has room for, [B, K, X]; zeros if not written.
+def read(cache: Array, layer: int, tables: Array | np.ndarray, until_B: Array) -> tuple[Array, Array]:
+    """Return one layer's latents of every position that tables have room for, and which are before ``until_B``.
 
-    A block keeps what its last owner left, NaN perhaps, and a probability of 0 times that is no number.
+    A block keeps what its last owner left, NaN perhaps, and a probability of 0 times that is no number: what is not
+    before it reads as zeros.
+
+    Returns:
+      [B, K, X] and bool [B, K].
+
     """
     L, P, size, X = cache.shape
-    blocks = cache.reshape(L * P, size, X)[layer * P + jnp.asarray(rows.tables)]
+    blocks = cache.reshape(L * P, size, X)[layer * P + jnp.asarray(tables)]
     found_BKX = blocks.reshape(blocks.shape[0], -1, X)
-    written_BK = jnp.arange(found_BKX.shape[1], dtype=jnp.int32) < (rows.starts + rows.lengths)[:, None]
-    return jnp.where(written_BK[..., None], found_BKX, 0)
+    before_BK = jnp.arange(found_BKX.shape[1], dtype=jnp.int32) < until_B[:, None]
+    return jnp.where(before_BK[..., None], found_BKX, 0), before_BK

@@ -1,7 +1,8 @@
 """Continuous batching: requests join and leave between steps, and nothing is compiled again.
 
 What a device computes is in ``models.decode.steps``; here is who sits where. A request takes blocks for all it may ever
-need when it is let in, so that none that has begun can run out of room (Yu et al. 2022, "Orca").
+need when it is let in, so that none that has begun can run out of room (Yu et al. 2022, "Orca"). On a mesh it stays on
+the device that let it in.
 """
 
 import dataclasses
@@ -12,19 +13,21 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax import Array
+from jax.sharding import Mesh
+from numpy.typing import ArrayLike
 
 from dualpipe_jax.functional import Tree
+from dualpipe_jax.parallel import EP
+from models.decode import experts
 from models.decode.blocks import Blocks, keys_of
-from models.decode.cache import Rows, init_cache
+from models.decode.cache import Rows
+from models.decode.halves import Piece, fixed_cost, halve
 from models.decode.kept import KeptBlocks, PrefixFolder, identity
 from models.decode.model import Decoder
+from models.decode.programs import programs
 from models.decode.requests import Completion, Limits, SamplingParams, check_request
 from models.decode.sampling import Sampling
-from models.decode.steps import decode, prefill
-
-_PREFILL, _DECODE = (
-    jax.jit(program, static_argnums=(0, 1), donate_argnums=3) for program in (prefill, decode)
-)
 
 
 @dataclasses.dataclass(eq=False)
@@ -54,12 +57,20 @@ class Engine:
     Args:
       model: see ``models.decode.decoder``.
       params: of one stage, as ``models.weights.load`` reads them.
-      limits: sizes.
+      limits: sizes, of all devices together.
       drafts: whether the first module of multi-token prediction guesses a token ahead. The text is the same.
       prefixes: a folder where beginnings are kept for other engines.
+      mesh: with the axis "ep", over whose devices requests and experts are shared out; the model's ``dispatch`` is then
+        over that axis. None for one device.
+      placement: int [R, devices, slots], the expert in each slot of each device, for every layer with experts, then
+        for modules of multi-token prediction: ``Placement.experts`` of ``dualpipe_jax.balance``. None shares them out
+        in order.
+      microbatches: 2 for steps in two halves, each computed while the other's tokens travel to experts and back: worth
+        it where they take long to. Texts are the same.
 
     Raises:
-      ValueError: drafts are asked of a model without such a module, or the folder may not hold 16 blocks.
+      ValueError: drafts are asked of a model without such a module; model, limits, placement and mesh do not fit
+        together; the folder may not hold 16 blocks.
 
     """
 
@@ -71,21 +82,46 @@ class Engine:
         *,
         drafts: bool = False,
         prefixes: PrefixFolder | None = None,
+        mesh: Mesh | None = None,
+        placement: ArrayLike | None = None,
+        microbatches: int = 1,
     ):
         if drafts and not model.config.num_mtp_layers:
             raise ValueError(
                 "Engine: drafts need a module of multi-token prediction, and the model has none; "
                 "leave drafts out, or load weights with num_mtp_layers of 1."
             )
+        if placement is not None and mesh is None:
+            raise ValueError("Engine: a placement needs a mesh on whose devices it places experts")
         self.config, self.limits, self._drafts = model.config, limits, drafts
+        self._programs = programs(model, drafts, mesh, microbatches)
+        self._num_devices = 1 if mesh is None else mesh.shape[EP]
+        self._own_limits = limits.share(self._num_devices)
+        self._num_halves = microbatches
+        if self._own_limits.max_requests % microbatches:
+            raise ValueError(
+                f"Engine: {self._own_limits.max_requests} requests of a device are not two equal halves; give an even "
+                f"multiple of {self._num_devices} as max_requests"
+            )
+        # Rows of a device that take in prompts at once, and how often in a step.
+        chunks = max(1, limits.max_prefill // limits.chunk_size)
+        self._num_rows = 1 if microbatches == 1 else 2 * max(1, chunks // 2)
+        self._num_prefills = max(1, chunks // self._num_rows)
+        self._fixed_cost = fixed_cost(self.config)
+        self._mesh, self._near = mesh, model.dispatch.factor is None
         self._weights = model.prepare(params)
-        self._cache = init_cache(self.config, limits.total_blocks, limits.block_size)
-        self._blocks = Blocks(limits.total_blocks)
-        self._prefill = functools.partial(_PREFILL, model, drafts)
-        self._decode = functools.partial(_DECODE, model, drafts)
+        self._held: np.ndarray = np.zeros((0, 0, 0))  # the placement, on a mesh
+        if mesh is not None:
+            self._place(mesh, placement)
+        self._cache = self._programs.init_cache(limits.total_blocks, limits.block_size)
+        self._blocks = Blocks(limits.total_blocks, self._num_devices)
         self._waiting: deque[_Request] = deque()
         self._slots: list[_Request | None] = [None] * limits.max_requests
         self._ended: list[Completion] = []
+        num_rows = self.config.num_moe_layers + self.config.num_mtp_layers
+        self._totals = np.zeros((num_rows, self.config.num_experts), np.int64)
+        self._counts: Array | None = None  # not in the totals yet
+        self._num_counted = 0
         self._next_id = 0
         self._kept: KeptBlocks | None = None
         if prefixes is not None:
@@ -119,7 +155,7 @@ class Engine:
 
         """
         tokens = np.asarray(prompt)
-        check_request(tokens, params, self.limits, self.config.vocab)
+        check_request(tokens, params, self._own_limits, self.config.vocab)
         request = _Request(self._next_id, tokens.astype(np.int32), params, on_token)
         self._next_id += 1
         self._waiting.append(request)
@@ -139,11 +175,11 @@ class Engine:
 
         """
         self._admit()
-        for _ in range(max(1, self.limits.max_prefill // self.limits.chunk_size)):
-            begun = [r for r in self._slots if r and r.num_cached < len(r.prompt)]
-            if not begun:
+        for _ in range(self._num_prefills):
+            pieces = [piece for device in range(self._num_devices) for piece in self._next_pieces(device)]
+            if not any(pieces):
                 break
-            self._take_in(min(begun, key=lambda request: request.id))
+            self._take_in(pieces)
         if any(r and r.tokens for r in self._slots):
             self._go_on()
         ended, self._ended = self._ended, []
@@ -156,19 +192,96 @@ class Engine:
             ended += self.step()
         return sorted(ended, key=lambda completion: completion.id)
 
+    @property
+    def counts(self) -> np.ndarray:
+        """How many tokens chose each expert of each layer so far, int64 [R, E]: loads for ``dualpipe_jax.balance``.
+
+        Modules of multi-token prediction stand behind the layers, zeros without drafts.
+        """
+        if self._counts is not None:
+            told = np.asarray(self._counts, np.int64).sum(0)
+            self._totals[: len(told)] += told
+            self._counts, self._num_counted = None, 0
+        return self._totals.copy()
+
+    def rebalance(self, placement: ArrayLike) -> None:
+        """Bring experts elsewhere, between two steps. Texts are the same, and serving is not compiled again.
+
+        What moves them is, for each power of two of experts that one device sends another.
+
+        Args:
+          placement: as the engine was given one, of as many slots.
+
+        Raises:
+          ValueError: it does not fit, or there is no mesh.
+
+        """
+        if self._mesh is None:
+            raise ValueError("Engine: on one device there is nowhere to bring experts; give a mesh")
+        held = experts.check_held(self.config, self._num_devices, placement)
+        if held.shape != self._held.shape:
+            raise ValueError(
+                f"Engine: the new placement has {held.shape[2]} slots a device, the old one {self._held.shape[2]}; "
+                "both need as many, or all would be compiled again"
+            )
+        num_experts = self.config.num_experts
+        weights = experts.moved(self._weights, self._held, held, num_experts, self._mesh)
+        self._weights = experts.with_copies(weights, held, num_experts, self._mesh, near=self._near)
+        self._held = held
+
+    def _place(self, mesh: Mesh, placement: ArrayLike | None) -> None:
+        if placement is None:
+            placement = experts.in_order(self.config, self._num_devices)
+        self._held = experts.check_held(self.config, self._num_devices, placement)
+        self._weights = experts.place(
+            self._weights, self._held, self.config.num_experts, mesh, near=self._near
+        )
+
     def _admit(self) -> None:
         """First come, first served: a small one does not overtake one that waits for room."""
         while self._waiting and None in self._slots:
             request = self._waiting[0]
             # The last token is fed in any case: its logits are wanted.
             keys = self._keys(request, len(request.prompt) - 1)
-            taken = self._blocks.take(-(-request.room // self.limits.block_size), keys)
-            if taken is None:
+            need = -(-request.room // self.limits.block_size)
+            for device in self._best_first(keys):
+                if taken := self._blocks.take(need, keys, device):
+                    break
+            else:
                 return
             request.blocks, filled = taken[0], self._recall(*taken, keys)
             request.num_cached = request.num_reused = filled * self.limits.block_size
             self._waiting.popleft()
-            self._slots[self._slots.index(None)] = request
+            self._slots[self._seat(device)] = request
+
+    def _best_first(self, keys: Sequence[bytes]) -> list[int]:
+        """Devices with a free slot: first those that know most of a prompt's beginning, then those with most room."""
+        free = [device for device in range(self._num_devices) if None in self._slots_of(device)]
+        return sorted(free, key=lambda d: (-self._blocks.num_known(keys, d), -self._blocks.num_free(d)))
+
+    def _slots_of(self, device: int) -> list[_Request | None]:
+        size = self._own_limits.max_requests
+        return self._slots[device * size : (device + 1) * size]
+
+    def _seat(self, device: int) -> int:
+        """A free slot of a device, in the half that has fewer requests."""
+        slots, size = self._slots_of(device), self._own_limits.max_requests // self._num_halves
+        busy = [sum(map(bool, slots[k * size : (k + 1) * size])) for k in range(self._num_halves)]
+        start = size * busy.index(min(busy))
+        return device * self._own_limits.max_requests + slots.index(None, start)
+
+    def _next_pieces(self, device: int) -> list[tuple[_Request, Piece] | None]:
+        """What a device takes in next, by rows."""
+        begun = (r for r in self._slots_of(device) if r and r.num_cached < len(r.prompt))
+        oldest = sorted(begun, key=lambda request: request.id)
+        prompts = [(r.num_cached, len(r.prompt) - r.num_cached) for r in oldest]
+        size = self.limits.chunk_size
+        if self._num_halves == 2:
+            first, second = halve(prompts, self._num_rows // 2, size, self._fixed_cost)
+            pieces = first + second
+        else:
+            pieces = [Piece(0, start, min(size, left)) for start, left in prompts[:1]] or [None]
+        return [None if piece is None else (oldest[piece.number], piece) for piece in pieces]
 
     def _recall(self, blocks: Sequence[int], filled: int, keys: Sequence[bytes]) -> int:
         """Fill what can be from the folder; how many blocks at the front are filled then."""
@@ -193,20 +306,35 @@ class Engine:
         keys = keys_of(text, self.limits.block_size, ahead=int(self._drafts))
         return keys[: num_fed // self.limits.block_size]
 
-    def _take_in(self, request: _Request) -> None:
+    def _take_in(self, pieces: Sequence[tuple[_Request, Piece] | None]) -> None:
         size = self.limits.chunk_size
-        start = request.num_cached
-        chunk = request.prompt[start : start + size]
-        end = start + len(chunk)
-        tokens = np.zeros((1, size), np.int32)
-        tokens[0, : len(chunk)] = chunk
-        rows = Rows(tokens, _int32([start]), _int32([len(chunk)]), self._tables([request]))
-        follow = _int32([request.prompt[end] if end < len(request.prompt) else -1])
-        out, self._cache = self._prefill(self._weights, self._cache, rows, follow, _sampling([request]))
-        request.num_cached = end
-        if end == len(request.prompt):
+        tokens = np.zeros((len(pieces), size), np.int32)
+        starts, lengths = np.zeros((2, len(pieces)), np.int32)
+        follow = np.full(len(pieces), -1, np.int32)
+        requests: list[_Request | None] = [None] * len(pieces)
+        for row, taken in enumerate(pieces):
+            if taken is not None:
+                requests[row], (_, start, length) = request, _ = taken
+                end = start + length
+                tokens[row, :length] = request.prompt[start:end]
+                starts[row], lengths[row] = start, length
+                follow[row] = request.prompt[end] if end < len(request.prompt) else -1
+        rows = Rows(tokens, starts, lengths, self._tables(requests))
+        out, counts, self._cache = self._programs.prefill(
+            self._weights, self._cache, (rows, follow, _sampling(requests))
+        )
+        self._count(counts)
+        for taken in pieces:
+            if taken is not None:  # of two halves the second is later
+                request, (_, start, length) = taken
+                request.num_cached = start + length
+        over = [
+            (row, r) for row, r in enumerate(requests) if r and starts[row] + lengths[row] == len(r.prompt)
+        ]
+        if over:
             found = jax.device_get(out)
-            self._receive(request, found.tokens[:1], found.finite[0], found.drafts[0])
+        for row, request in over:
+            self._receive(request, found.tokens[row : row + 1], found.finite[row], found.drafts[row])
 
     def _go_on(self) -> None:
         width = 2 if self._drafts else 1
@@ -225,7 +353,10 @@ class Engine:
                     tokens[row, 1] = request.draft
                     request.num_drafted += 1
         rows = Rows(tokens, starts, lengths, self._tables(requests))
-        out, self._cache = self._decode(self._weights, self._cache, rows, _sampling(requests))
+        out, counts, self._cache = self._programs.decode(
+            self._weights, self._cache, (rows, _sampling(requests))
+        )
+        self._count(counts)
         found = jax.device_get(out)
         for row, request in enumerate(requests):
             if request is not None:
@@ -280,7 +411,14 @@ class Engine:
         for row, request in enumerate(requests):
             if request is not None:
                 tables[row, : len(request.blocks)] = request.blocks
-        return tables
+        return tables % self._blocks.part_size  # a device counts its own
+
+    def _count(self, counts: Array) -> None:
+        """On the device, for nobody waits for it; now and then in the totals, for it has 32 bits."""
+        self._counts = counts if self._counts is None else self._counts + counts
+        self._num_counted += 1
+        if self._num_counted == 1000:
+            _ = self.counts
 
 
 @functools.cache

@@ -5,8 +5,8 @@ Shape suffixes: B rows, S new tokens of a row, D model dim, V vocabulary.
 
 import dataclasses
 import functools
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -25,26 +25,50 @@ from models.transformer import head_kernel
 from models.vocabulary import look_up, project
 
 
+class Made(NamedTuple):
+    """What layers leave besides activations.
+
+    Attributes:
+      latents: of each layer [B, S, L], for ``cache.write``; L numbers of a cached position.
+      counts: of each layer with experts int32 [E], how many of the rows' tokens chose each.
+
+    """
+
+    latents: tuple[Array, ...]
+    counts: tuple[Array, ...]
+
+    def __add__(self, other: Any) -> "Made":
+        """Layers after layers."""
+        return Made(self.latents + other.latents, self.counts + other.counts)
+
+
+Before = tuple[Rows, Sequence[Array]]
+"""Other rows that are not in the cache yet, and what each layer has of them; see ``cached_attention``."""
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class Decoder:
-    """What ``decoder`` returns; its functions are pure, for ``jax.jit``, where the cache may be donated.
+    """What ``decoder`` returns; its functions are pure, for ``jax.jit``, and ``jax.shard_map`` with experts on an axis.
 
     Attributes:
       config: the model's numbers.
+      dispatch: how tokens travel to experts.
       prepare: ``prepare(params) -> weights``, from params of one stage; matrices in the compute dtype, the router's
         in float32.
-      forward: ``forward(weights, cache, rows) -> (x [B, S, D], cache)``, what leaves the last layer.
-      draft: ``draft(weights, cache, rows, x) -> (x, cache)``, through the first module of multi-token prediction. A
-        row's tokens are those that follow x's.
+      forward: ``forward(weights, cache, rows, before=None) -> (x [B, S, D], Made)``, what leaves the last layer. The
+        cache is read alone; ``write`` adds to it.
+      draft: ``draft(weights, cache, rows, x, before=None) -> (x, Made)``, through the first module of multi-token
+        prediction, a layer behind the model's. A row's tokens are those that follow x's.
       logits: ``logits(weights, x [..., D]) -> [..., V]`` in float32, of what ``forward`` returned.
       draft_logits: the same of what ``draft`` returned.
 
     """
 
     config: Config
+    dispatch: Dispatch
     prepare: Callable[[Tree], Tree]
-    forward: Callable[[Tree, Array, Rows], tuple[Array, Array]]
-    draft: Callable[[Tree, Array, Rows, Array], tuple[Array, Array]]
+    forward: Callable[..., tuple[Array, Made]]
+    draft: Callable[..., tuple[Array, Made]]
     logits: Callable[[Tree, Array], Array]
     draft_logits: Callable[[Tree, Array], Array]
 
@@ -53,43 +77,60 @@ class Decoder:
 def decoder(
     config: Config,
     *,
+    dispatch: Dispatch = Dispatch(),  # noqa: B008
     kernels: Kernels = AUTO,
     absorbed: bool | None = None,
+    fresh: bool = False,
     mtp_after_norm: bool = False,
     platform: str | None = None,
 ) -> Decoder:
-    """Build the model for serving on one device.
+    """Build the model for serving.
 
     Args:
       config: the numbers.
-      kernels: what computes the experts' matmuls.
+      dispatch: how tokens travel to experts; by default on one device, and none is dropped.
+      kernels: what computes attention, where ``fresh`` lets it, and the experts' matmuls.
       absorbed: the form of attention; see ``cached_attention``.
+      fresh: promises that all rows start at 0; see ``cached_attention``.
       mtp_after_norm: as in ``models.deepseek``, for drafts: published weights want it, our own default does not.
       platform: "cpu", "gpu" or "tpu"; None is JAX's default backend.
 
     """
     backend = platform or jax.default_backend()
-    matmul = kernels.multiply(backend if backend in ("cpu", "tpu") else "gpu")
-    dense = pure_nnx(lambda rngs: _Cached(DenseBlock(config, rngs), absorbed)).apply
-    block = pure_nnx(lambda rngs: _Cached(Block(config, Dispatch(), rngs, matmul=matmul), absorbed)).apply
+    backend = backend if backend in ("cpu", "tpu") else "gpu"
+    attend, matmul = kernels.attend(backend), kernels.multiply(backend)
+    attention = functools.partial(cached_attention, absorbed=absorbed, fresh=fresh)
+    dense = pure_nnx(lambda rngs: _Cached(DenseBlock(config, rngs, attend), attention)).apply
+    block = pure_nnx(lambda rngs: _Cached(Block(config, dispatch, rngs, attend, matmul), attention)).apply
     merge = pure_nnx(lambda rngs: Merge(config, rngs)).apply
     norm = pure_nnx(lambda rngs: RMSNorm(config.dim, config.norm_eps)).apply
 
     def embed(weights: Tree, rows: Rows) -> Array:
         return look_up(weights["embed_tokens"], jnp.asarray(rows.tokens), config.compute_dtype)
 
-    def forward(weights: Tree, cache: Array, rows: Rows) -> tuple[Array, Array]:
-        x_BSD = embed(weights, rows)
-        for layer, own in enumerate(weights["layers"]):
-            run = dense if own["bias"] is None else block
-            x_BSD, cache = run({"block": own["block"]}, x_BSD, cache, layer, rows, own["bias"])
-        return x_BSD, cache
+    def run(
+        own: Tree, x_BSD: Array, cache: Array, layer: int, rows: Rows, before: Before | None
+    ) -> tuple[Array, Made]:
+        module = dense if own["bias"] is None else block
+        heard = None if before is None else (before[0], before[1][layer])
+        # Devices of the experts' axis have a table each, of which this is one's own.
+        copies_EX = own["copies"][0] if "copies" in own else None
+        return module({"block": own["block"]}, x_BSD, cache, layer, rows, heard, own["bias"], copies_EX)
 
-    def draft(weights: Tree, cache: Array, rows: Rows, x_BSD: Array) -> tuple[Array, Array]:
+    def forward(weights: Tree, cache: Array, rows: Rows, before: Before | None = None) -> tuple[Array, Made]:
+        x_BSD, made = embed(weights, rows), Made((), ())
+        for layer, own in enumerate(weights["layers"]):
+            x_BSD, more = run(own, x_BSD, cache, layer, rows, before)
+            made += more
+        return x_BSD, made
+
+    def draft(
+        weights: Tree, cache: Array, rows: Rows, x_BSD: Array, before: Before | None = None
+    ) -> tuple[Array, Made]:
         own = weights["mtp"][0]
         heard_BSD = norm(weights["norm"], x_BSD) if mtp_after_norm else x_BSD
         x_BSD = merge(own["merge"], embed(weights, rows), heard_BSD)
-        return block({"block": own["block"]}, x_BSD, cache, config.num_layers, rows, own["bias"])
+        return run(own, x_BSD, cache, config.num_layers, rows, before)
 
     def words(weights: Tree, normed: Array) -> Array:
         flat = project(normed.reshape(-1, config.dim), head_kernel(config, weights))
@@ -97,6 +138,7 @@ def decoder(
 
     return Decoder(
         config,
+        dispatch,
         jax.jit(lambda params: _prepare(config, params)),
         forward,
         draft,
@@ -108,21 +150,30 @@ def decoder(
 class _Cached(nnx.Module):
     """A block whose attention hears a cache."""
 
-    def __init__(self, block: Block | DenseBlock, absorbed: bool | None):
+    def __init__(self, block: Block | DenseBlock, attention: Callable[..., tuple[Array, Array]]):
         self.block = block
-        self.absorbed = absorbed
+        self.attention = attention
 
     def __call__(
-        self, x_BSD: Array, cache: Array, layer: int, rows: Rows, bias_E: Array | None
-    ) -> tuple[Array, Array]:
+        self,
+        x_BSD: Array,
+        cache: Array,
+        layer: int,
+        rows: Rows,
+        before: tuple[Rows, Array] | None,
+        bias_E: Array | None,
+        copies_EX: Array | None,
+    ) -> tuple[Array, Made]:
         block: Any = self.block
-        heard_BSD, cache = cached_attention(
-            block.self_attn, block.input_layernorm(x_BSD), cache, layer, rows, self.absorbed
+        heard_BSD, latents_BSL = self.attention(
+            block.self_attn, block.input_layernorm(x_BSD), cache, layer, rows, before
         )
         x_BSD = x_BSD + heard_BSD
         normed_BSD = block.post_attention_layernorm(x_BSD)
-        y_BSD = block.mlp(normed_BSD) if bias_E is None else block.mlp(normed_BSD, bias_E)[0]
-        return x_BSD + y_BSD, cache
+        if bias_E is None:
+            return x_BSD + block.mlp(normed_BSD), Made((latents_BSL,), ())
+        y_BSD, load = block.mlp(normed_BSD, bias_E, rows.live, copies_EX)
+        return x_BSD + y_BSD, Made((latents_BSL,), (load.counts,))
 
 
 def _prepare(config: Config, params: Tree) -> Tree:

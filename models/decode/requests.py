@@ -67,6 +67,19 @@ class Limits:
         """Blocks of the cache."""
         return self.num_blocks or self.max_requests * self.table_size
 
+    def share(self, num_devices: int) -> "Limits":
+        """Return what one of so many devices has of it.
+
+        Raises:
+          ValueError: they cannot share equally.
+
+        """
+        shared = {"max_requests": self.max_requests, "num_blocks": self.total_blocks}
+        wrong = [f"{name} is {number}" for name, number in shared.items() if number % num_devices]
+        if wrong:
+            raise ValueError(f"Limits: {', '.join(wrong)}; {num_devices} devices must share it equally.")
+        return dataclasses.replace(self, **{name: n // num_devices for name, n in shared.items()})
+
 
 @dataclasses.dataclass(frozen=True)
 class Completion:
@@ -136,6 +149,6 @@ def check_request(prompt: np.ndarray, params: SamplingParams, limits: Limits, vo
     if need > limits.total_blocks:
         raise RequestError(
             f"the prompt of {len(prompt)} tokens and max_tokens {params.max_tokens} take {need} blocks of "
-            f"{limits.block_size} positions, and the cache has {limits.total_blocks} in all: ask for less, or raise "
-            "num_blocks"
+            f"{limits.block_size} positions, and a device's cache has {limits.total_blocks} in all: ask for less, or "
+            "raise num_blocks"
         )

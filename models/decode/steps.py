@@ -11,7 +11,7 @@ from jax import Array
 
 from dualpipe_jax.functional import Tree
 from models.decode.cache import Rows
-from models.decode.model import Decoder
+from models.decode.model import Before, Decoder, Made
 from models.decode.sampling import Sampling, sample
 
 
@@ -55,20 +55,22 @@ def prefill(
     rows: Rows,
     follow: Array | np.ndarray,
     sampling: Sampling,
-) -> tuple[Prefilled, Array]:
+    before: Before | None = None,
+) -> tuple[Prefilled, Made]:
     """Take in the next chunk of prompts.
 
     Args:
       model: the functions.
       drafting: whether drafts are wanted, so that their layer's latents are kept as well.
       weights: as ``model.prepare`` made them.
-      cache: see ``init_cache``.
+      cache: see ``init_cache``; it is read alone.
       rows: the chunk.
       follow: int32 [B], of each row the prompt's token behind the chunk; -1 where the prompt ends with it.
       sampling: of the rows.
+      before: rows that come before these and are not in the cache yet.
 
     """
-    x_BSD, cache = model.forward(weights, cache, rows)
+    x_BSD, made = model.forward(weights, cache, rows, before)
     last_B = jnp.maximum(rows.lengths - 1, 0)
     logits_B1V = model.logits(weights, _at(x_BSD, last_B))
     tokens_B = sample(logits_B1V, sampling, jnp.asarray(rows.starts + rows.lengths)[:, None])[:, 0]
@@ -79,19 +81,21 @@ def prefill(
         index = jnp.arange(x_BSD.shape[1], dtype=jnp.int32)
         shifted_BS = jnp.roll(jnp.asarray(rows.tokens), -1, axis=1)
         nexts_BS = jnp.where(index == last_B[:, None], next_B[:, None], shifted_BS)
-        drafts_B, cache = _drafts(model, weights, cache, rows._replace(tokens=nexts_BS), x_BSD, last_B)
-    return Prefilled(tokens_B, finite_B, drafts_B), cache
+        ahead = rows._replace(tokens=nexts_BS)
+        drafts_B, more = _drafts(model, weights, cache, ahead, x_BSD, last_B, before)
+        made += more
+    return Prefilled(tokens_B, finite_B, drafts_B), made
 
 
 def decode(
     model: Decoder, drafting: bool, weights: Tree, cache: Array, rows: Rows, sampling: Sampling
-) -> tuple[Decoded, Array]:
+) -> tuple[Decoded, Made]:
     """Feed each row its newest token and, of two, a draft of the next; see ``prefill``.
 
     A draft counts if it is what would have been chosen anyway: by sampling that depends on nothing but logits, seed and
     position, what comes out is what comes out without drafts (Leviathan et al. 2023, of one that is certain).
     """
-    x_BSD, cache = model.forward(weights, cache, rows)
+    x_BSD, made = model.forward(weights, cache, rows)
     logits_BSV = model.logits(weights, x_BSD)
     tokens_BS = sample(logits_BSV, sampling, rows.positions + 1)
     accepted_B = jnp.minimum(rows.lengths, 1)
@@ -104,17 +108,24 @@ def decode(
     if drafting:
         ahead = rows._replace(tokens=tokens_BS, lengths=accepted_B)
         last_B = jnp.maximum(accepted_B - 1, 0)
-        drafts_B, cache = _drafts(model, weights, cache, ahead, x_BSD, last_B)
-    return Decoded(tokens_BS, accepted_B, finite_B, drafts_B), cache
+        drafts_B, more = _drafts(model, weights, cache, ahead, x_BSD, last_B)
+        made += more
+    return Decoded(tokens_BS, accepted_B, finite_B, drafts_B), made
 
 
 def _drafts(
-    model: Decoder, weights: Tree, cache: Array, rows: Rows, x_BSD: Array, last_B: Array
-) -> tuple[Array, Array]:
+    model: Decoder,
+    weights: Tree,
+    cache: Array,
+    rows: Rows,
+    x_BSD: Array,
+    last_B: Array,
+    before: Before | None = None,
+) -> tuple[Array, Made]:
     """The likeliest token behind those that are fed to the module, whose latents all are kept."""
-    x_BSD, cache = model.draft(weights, cache, rows, x_BSD)
+    x_BSD, made = model.draft(weights, cache, rows, x_BSD, before)
     logits_B1V = model.draft_logits(weights, _at(x_BSD, last_B))
-    return jnp.argmax(logits_B1V[:, 0], axis=-1).astype(jnp.int32), cache
+    return jnp.argmax(logits_B1V[:, 0], axis=-1).astype(jnp.int32), made
 
 
 def _at(x_BSD: Array, index_B: Array) -> Array:

@@ -130,3 +130,11 @@ def test_without_matplotlib_it_says_how_to_get_it(monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(ModuleNotFoundError, match=r"not installed; run: pip install matplotlib"):
         drawn()
+
+
+def test_directions_may_have_other_names():
+    names = {"forward": ("microbatch A", "A"), "backward": ("microbatch B", "B")}
+    figure = drawn(names=names)
+    legend = [text.get_text() for text in figure.legends[0].get_texts()]
+    assert legend == ["microbatch A", "microbatch B", "neither", "the core waits"]
+    assert any(text.startswith("dispatch A") for text in words(figure))

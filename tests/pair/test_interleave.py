@@ -248,3 +248,48 @@ def test_sums_that_do_not_fit_are_named():
 def test_examples():
     ran = doctest.testmod(together)
     assert ran.attempted and not ran.failed
+
+
+def test_one_function_may_take_what_the_other_makes():
+    """Under shard_map with and without types; collectives still take turns, and what nobody wants is not done."""
+
+    def lead(scale, x):
+        first = lax.all_to_all(jnp.sin(x @ x), "ep", 0, 0, tiled=True) * scale
+        second = lax.all_to_all(jnp.cos(first @ x), "ep", 0, 0, tiled=True)
+        return second, {"heard": [first, second @ x], "unwanted": jnp.linalg.qr(x)[0]}
+
+    def follow(scale, x, heard):
+        first = lax.all_to_all(jnp.sin(x @ x) + heard[0], "ep", 0, 0, tiled=True) * scale
+        return lax.all_to_all(jnp.cos(first @ x) - heard[1], "ep", 0, 0, tiled=True)
+
+    def both(together, x):
+        scale = jnp.float32(1.5)
+        if together:
+            second, (first, _) = side_by_side(
+                follow, (scale, x[1]), lead, (scale, x[0]), lambda r: r[1]["heard"]
+            )
+        else:
+            first, told = lead(scale, x[0])
+            second = follow(scale, x[1], told["heard"])
+        return jnp.stack([first, second])
+
+    x = jax.random.normal(jax.random.key(0), (2, 8, 4))
+    mesh, spec = make_mesh(1, NUM_EP, jax.devices()[:NUM_EP]), PartitionSpec(None, "ep")
+    for check_vma in (True, False):
+        mapped = (
+            jax.jit(
+                jax.shard_map(
+                    functools.partial(both, together),
+                    mesh=mesh,
+                    in_specs=spec,
+                    out_specs=spec,
+                    check_vma=check_vma,
+                )
+            )
+            for together in (True, False)
+        )
+        together_, apart = mapped
+        np.testing.assert_allclose(together_(x), apart(x), rtol=1e-5, atol=1e-5)
+        text = together_.lower(x).as_text(debug_info=False)
+        marks = re.findall(r"stablehlo\.(all_to_all|optimization_barrier)", text)
+        assert [kind for kind, _ in itertools.groupby(marks)].count("all_to_all") == 4

@@ -38,3 +38,14 @@ QUICK = {"xla_backend_optimization_level": 0}
 
 whole = jax.jit(models.logits, static_argnums=0, compiler_options=QUICK)
 """The plain forward over the whole text: the oracle."""
+
+COMPILED = []
+"""What has been compiled in this process."""
+
+
+def note(name, seconds, **more):
+    if name == "/jax/core/compile/backend_compile_duration":
+        COMPILED.append(seconds)
+
+
+jax.monitoring.register_event_duration_secs_listener(note)

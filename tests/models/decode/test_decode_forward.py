@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from models import v3
-from models.decode import Rows, decoder, init_cache
+from models.decode import Rows, decoder, init_cache, write
 from models.decode.attention import absorbing_is_cheaper
 from tests.models.decode.small_models import QUICK, random_params, small, whole
 
@@ -21,8 +21,8 @@ TOTAL, CHUNK, BLOCK = 14, 4, 3
 
 def programs(model):
     def run(weights, cache, rows):
-        x, cache = model.forward(weights, cache, rows)
-        return model.logits(weights, x), cache
+        x, made = model.forward(weights, cache, rows)
+        return model.logits(weights, x), write(cache, rows, made.latents)
 
     return jax.jit(run, donate_argnums=1, compiler_options=QUICK)
 

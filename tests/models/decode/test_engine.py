@@ -9,22 +9,10 @@ import pytest
 
 from models.decode import Engine, Limits, RequestError, SamplingParams, decoder
 from tests.models import plain
-from tests.models.decode.small_models import QUICK, random_params, small, whole
+from tests.models.decode.small_models import COMPILED, QUICK, random_params, small, whole
 
 CONFIG = small(num_groups=1, num_mtp_layers=1)
 LIMITS = Limits(max_requests=3, max_positions=24, block_size=4, num_blocks=14, chunk_size=4, max_prefill=8)
-
-COMPILED = []
-"""What has been compiled in this process."""
-
-
-def note(name, seconds, **more):
-    if name == "/jax/core/compile/backend_compile_duration":
-        COMPILED.append(seconds)
-
-
-jax.monitoring.register_event_duration_secs_listener(note)
-
 
 MODEL = decoder(CONFIG)
 
@@ -184,8 +172,8 @@ def test_what_cannot_be_served_is_refused_and_others_are_unharmed(prompt, params
 def test_more_than_the_whole_cache_is_refused():
     small_cache = Limits(max_requests=3, max_positions=24, block_size=4, num_blocks=4, chunk_size=4)
     message = (
-        "the prompt of 10 tokens and max_tokens 8 take 5 blocks of 4 positions, and the cache has 4 in all: ask for "
-        "less, or raise num_blocks"
+        "the prompt of 10 tokens and max_tokens 8 take 5 blocks of 4 positions, and a device's cache has 4 in all: ask "
+        "for less, or raise num_blocks"
     )
     with pytest.raises(RequestError, match=message):
         Engine(MODEL, a_params(), small_cache).add(prompts(10)[0], SamplingParams(max_tokens=8))

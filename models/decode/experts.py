@@ -1,0 +1,156 @@
+"""Weights on a mesh: experts in any slots of its devices, all else on every one; and how experts move.
+
+Shape suffixes: R layers with experts, modules of multi-token prediction behind them; E experts, N devices, S slots of
+a device, X copies an expert can have at most.
+"""
+
+import functools
+from typing import Any
+
+import jax
+import numpy as np
+from jax import Array
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.tree_util import DictKey
+from numpy.typing import ArrayLike
+
+from dualpipe_jax.functional import Tree
+from dualpipe_jax.parallel import EP, move_experts, plan_moves, share_copies
+from models.config import Config
+
+OVER_EP = PartitionSpec(EP)
+
+
+def in_order(config: Config, num_devices: int) -> np.ndarray:
+    """Each layer's experts shared out in order, int32 [R, N, S].
+
+    Raises:
+      ValueError: they do not divide.
+
+    """
+    if config.num_experts % num_devices:
+        raise ValueError(
+            f"Engine: {config.num_experts} experts do not divide over {num_devices} devices; give a placement with "
+            f"at least {-(-config.num_experts // num_devices)} slots a device, or other devices"
+        )
+    held_NS = np.arange(config.num_experts, dtype=np.int32).reshape(num_devices, -1)
+    return np.tile(held_NS, (_num_rows(config), 1, 1))
+
+
+def check_held(config: Config, num_devices: int, held: ArrayLike) -> np.ndarray:
+    """Return a placement as int32 [R, N, S], its experts not looked at.
+
+    Raises:
+      ValueError: it is one of other layers or devices.
+
+    """
+    held_RNS = np.asarray(held)
+    wanted = _num_rows(config), num_devices
+    if held_RNS.ndim != 3 or held_RNS.shape[:2] != wanted:
+        raise ValueError(
+            f"Engine: the placement is {list(held_RNS.shape)}, must be [{wanted[0]} layers with experts, {wanted[1]} "
+            "devices, slots], modules of multi-token prediction last"
+        )
+    return held_RNS.astype(np.int32)
+
+
+def weight_specs(weights: Tree) -> Tree:
+    """How each of a decoder's weights lies on a mesh."""
+
+    def spec(path: Any, leaf: Any) -> PartitionSpec:
+        del leaf
+        return OVER_EP if _is_expert(path) or path[-1] == DictKey("copies") else PartitionSpec()
+
+    return jax.tree_util.tree_map_with_path(spec, weights)
+
+
+def place(weights: Tree, held_RNS: np.ndarray, num_experts: int, mesh: Mesh, *, near: bool) -> Tree:
+    """Return a decoder's weights on a mesh, every device with the experts of its slots.
+
+    Args:
+      weights: as ``prepare`` made them, experts in order.
+      held_RNS: the expert in each slot.
+      num_experts: E.
+      mesh: with the axis "ep".
+      near: see ``parallel.share_copies``.
+
+    """
+    rows = iter(held_RNS.reshape(len(held_RNS), -1))
+
+    def put(path: Any, leaf: Any, held_P: np.ndarray | None) -> Array:
+        if not _is_expert(path):
+            return jax.device_put(leaf, NamedSharding(mesh, PartitionSpec()))
+        shape = (held_P.size, *leaf.shape[1:])  # type: ignore[union-attr]  # experts are in layers that have a row
+        return jax.make_array_from_callback(
+            shape,
+            NamedSharding(mesh, OVER_EP),
+            lambda index: leaf[held_P[index[0]]],  # type: ignore[index]
+        )
+
+    def layer(own: Tree) -> Tree:
+        held_P = None if own["bias"] is None else next(rows)
+        return jax.tree_util.tree_map_with_path(functools.partial(put, held_P=held_P), own)
+
+    placed = {name: [layer(own) for own in weights[name]] for name in ("layers", "mtp")}
+    rest = jax.device_put(
+        {name: leaf for name, leaf in weights.items() if name not in placed},
+        NamedSharding(mesh, PartitionSpec()),
+    )
+    return with_copies(rest | placed, held_RNS, num_experts, mesh, near=near)
+
+
+def with_copies(weights: Tree, held_RNS: np.ndarray, num_experts: int, mesh: Mesh, *, near: bool) -> Tree:
+    """Return placed weights that say for each device where its tokens find an expert's copies, int32 [N, E, X]."""
+    copies = iter(share_copies(held_RNS, num_experts, near=near))
+    lie = NamedSharding(mesh, OVER_EP)
+
+    def layer(own: Tree) -> Tree:
+        return own if own["bias"] is None else own | {"copies": jax.device_put(next(copies), lie)}
+
+    return weights | {name: [layer(own) for own in weights[name]] for name in ("layers", "mtp")}
+
+
+def moved(weights: Tree, before_RNS: np.ndarray, after_RNS: np.ndarray, num_experts: int, mesh: Mesh) -> Tree:
+    """Return weights with experts brought from one placement to another, in the same memory; copies are as they were.
+
+    Raises:
+      ValueError: see ``parallel.plan_moves``.
+
+    """
+    moves = plan_moves(before_RNS, after_RNS, num_experts)
+    return _mover(mesh)(weights, moves.send, moves.take)
+
+
+@functools.cache
+def _mover(mesh: Mesh) -> Any:
+    def on_device(weights: Tree, send_RNNW: Array, take_RNS: Array) -> Tree:
+        # The second dim of both is this device's own part, 1.
+        rows = iter(zip(send_RNNW[:, 0], take_RNS[:, 0], strict=True))
+
+        def layer(own: Tree) -> Tree:
+            if own["bias"] is None:
+                return own
+            send_NW, take_S = next(rows)
+            return jax.tree_util.tree_map_with_path(
+                lambda path, leaf: move_experts(leaf, send_NW, take_S, EP) if _is_expert(path) else leaf, own
+            )
+
+        return weights | {name: [layer(own) for own in weights[name]] for name in ("layers", "mtp")}
+
+    def everywhere(weights: Tree, send_RNNW: Array, take_RNS: Array) -> Tree:
+        specs = weight_specs(weights)
+        tables = PartitionSpec(None, EP)
+        mapped = jax.shard_map(
+            on_device, mesh=mesh, in_specs=(specs, tables, tables), out_specs=specs, check_vma=False
+        )
+        return mapped(weights, send_RNNW, take_RNS)
+
+    return jax.jit(everywhere, donate_argnums=0)
+
+
+def _num_rows(config: Config) -> int:
+    return config.num_moe_layers + config.num_mtp_layers
+
+
+def _is_expert(path: Any) -> bool:
+    return DictKey("experts") in path

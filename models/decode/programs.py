@@ -1,0 +1,190 @@
+"""Serving's two programs, compiled: on one device, or on all of an expert axis, each with requests of its own.
+
+Over the axis lie rows, blocks of the cache and experts; other weights are on every device. Rows are in the devices'
+order, and a row's table counts the blocks of its own device.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.experimental.layout import Format, Layout
+from jax.sharding import Mesh, PartitionSpec
+
+from dualpipe_jax.functional import Tree
+from dualpipe_jax.pair import side_by_side
+from dualpipe_jax.parallel import EP
+from models.config import Config
+from models.decode.cache import Rows, init_cache, write
+from models.decode.experts import weight_specs
+from models.decode.model import Decoder, Made
+from models.decode.steps import decode, prefill
+
+ROWS, BLOCKS = PartitionSpec(EP), PartitionSpec(None, EP)
+"""How rows and the cache lie on a mesh."""
+
+Step = Callable[..., tuple[Any, Any]]
+
+
+class Programs(NamedTuple):
+    """What an engine runs; ``prefill`` and ``decode`` take the cache's memory for the new one.
+
+    Attributes:
+      prefill: ``(weights, cache, (rows, follow, sampling)) -> (Prefilled, counts, cache)``; counts are int32 [devices,
+        layers with experts, E], see ``Made``.
+      decode: ``(weights, cache, (rows, sampling)) -> (Decoded, counts, cache)``.
+      init_cache: ``(num_blocks, block_size) -> cache``, of all devices.
+
+    """
+
+    prefill: Callable[..., tuple[Any, Array, Array]]
+    decode: Callable[..., tuple[Any, Array, Array]]
+    init_cache: Callable[[int, int], Array]
+
+
+@functools.cache  # who asks for the same gets the same, and with it what jax.jit has compiled of it
+def programs(model: Decoder, drafts: bool, mesh: Mesh | None = None, microbatches: int = 1) -> Programs:
+    """Build them.
+
+    Args:
+      model: see ``models.decode.decoder``; on a mesh its dispatch is over the axis "ep".
+      drafts: see ``Engine``.
+      mesh: with that axis alone; None for one device.
+      microbatches: 2 cuts a device's rows in two halves, which are computed while each other's tokens travel. The
+        second half of a prefill hears the first, see ``cached_attention``; of a decode they are different requests.
+
+    Raises:
+      ValueError: model and mesh do not fit together, or there are other than one or two microbatches.
+
+    """
+    check_mesh(model, mesh)
+    if microbatches not in (1, 2):
+        raise ValueError(f"Engine: microbatches is {microbatches}, must be 1 or 2")
+
+    def compiled(step: Step, *, hears: bool) -> Callable[..., tuple[Any, Array, Array]]:
+        step = functools.partial(step, model, drafts)
+        run = (
+            functools.partial(in_halves, step, hears) if microbatches == 2 else functools.partial(whole, step)
+        )
+        return jit_step(run, mesh)
+
+    return Programs(
+        compiled(prefill, hears=True),
+        compiled(decode, hears=False),
+        functools.partial(_init_cache, model.config, mesh),
+    )
+
+
+def check_mesh(model: Decoder, mesh: Mesh | None) -> None:
+    """Find out whether a model is for a mesh.
+
+    Raises:
+      ValueError: it is not; says why.
+
+    """
+    axis = model.dispatch.axis_name
+    if mesh is None and axis is not None:
+        raise ValueError(
+            f"Engine: the model sends tokens to experts over axis {axis!r}: give a mesh, or build the model without "
+            "dispatch"
+        )
+    if mesh is not None and (axis != EP or any(size > 1 for name, size in mesh.shape.items() if name != EP)):
+        raise ValueError(
+            f"Engine: the mesh is {dict(mesh.shape)} and the model's experts lie over {axis!r}; both must be over "
+            f"{EP!r} alone: decoder(config, dispatch=Dispatch(axis_name={EP!r})), make_mesh(1, devices)"
+        )
+
+
+def jit_step(run: Callable[..., Any], mesh: Mesh | None) -> Any:
+    """``on_mesh(run, mesh)`` compiled; the cache's memory is taken for the new one, its dims in order.
+
+    Left to itself a TPU's compiler puts blocks last, for 576 numbers do not fill its lanes, and to read one it then
+    copies the whole cache.
+    """
+    if mesh is None:
+        return jax.jit(lambda weights, cache, rows: run(weights, cache, *rows), donate_argnums=1)
+    lie = cache_format(mesh)
+
+    def step(weights: Tree, cache: Array, rows: tuple[Tree, ...]) -> Any:
+        return on_mesh(run, mesh)(weights, cache, *rows)
+
+    return jax.jit(step, donate_argnums=1, in_shardings=(None, lie, None), out_shardings=(None, None, lie))
+
+
+def cache_format(mesh: Mesh) -> Format:
+    """How the cache lies on a mesh."""
+    return Format(Layout((0, 1, 2, 3)), jax.NamedSharding(mesh, BLOCKS))
+
+
+def on_mesh(run: Callable[..., Any], mesh: Mesh | None) -> Callable[..., Any]:
+    """``run(weights, cache, rows, ...) -> (out, counts, cache)`` on every device of a mesh, with its own part."""
+    if mesh is None:
+        return run
+
+    def everywhere(weights: Tree, cache: Array, *rows: Tree) -> Any:
+        mapped = jax.shard_map(
+            run,
+            mesh=mesh,
+            in_specs=(weight_specs(weights), BLOCKS, *(ROWS for _ in rows)),
+            out_specs=(ROWS, ROWS, BLOCKS),
+            check_vma=False,
+        )
+        return mapped(weights, cache, *rows)
+
+    return everywhere
+
+
+def whole(step: Step, weights: Tree, cache: Array, rows: Rows, *more: Tree) -> tuple[Any, Array, Array]:
+    """One step of one device; all its rows at once."""
+    return _written(cache, [(rows, *step(weights, cache, rows, *more))])
+
+
+def in_halves(
+    step: Step, hears: bool, weights: Tree, cache: Array, rows: Rows, *more: Tree
+) -> tuple[Any, Array, Array]:
+    """The same in two microbatches, the first of which leads."""
+
+    def half(k: int) -> Any:
+        return jax.tree.map(lambda leaf: jnp.split(jnp.asarray(leaf), 2)[k], (rows, *more))
+
+    @jax.named_scope("microbatch_a")
+    def lead(fixed: Tree, *arguments: Tree) -> Any:
+        return step(*fixed, *arguments)
+
+    @jax.named_scope("microbatch_b")
+    def follow(fixed: Tree, *arguments: Tree) -> Any:
+        if not hears:
+            return step(*fixed, *arguments)
+        *arguments, ahead, latents = arguments  # type: ignore[assignment]
+        return step(*fixed, *arguments, (ahead, latents))
+
+    fixed, first, second = (weights, cache), half(0), half(1)
+    followed, led = side_by_side(
+        follow,
+        (fixed, *second, *first[:1]) if hears else (fixed, *second),
+        lead,
+        (fixed, *first),
+        passed=(lambda result: result[1].latents) if hears else None,
+    )
+    return _written(cache, [(first[0], *led), (second[0], *followed)])
+
+
+def _written(cache: Array, parts: Sequence[tuple[Rows, Any, Made]]) -> tuple[Any, Array, Array]:
+    """What rows came to, one part after the other; and the cache with all of them."""
+    # All has been read before anything is written: else the cache is copied.
+    parts = lax.optimization_barrier(list(parts))
+    for rows, _, made in parts:
+        cache = write(cache, rows, made.latents)
+    out = jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *(out for _, out, _ in parts))
+    counts = functools.reduce(jnp.add, [jnp.stack(made.counts) for *_, made in parts])
+    return out, counts[None], cache
+
+
+def _init_cache(config: Config, mesh: Mesh | None, num_blocks: int, block_size: int) -> Array:
+    make = functools.partial(init_cache, config, num_blocks, block_size)
+    if mesh is None:
+        return make()
+    return jax.jit(make, out_shardings=cache_format(mesh))()

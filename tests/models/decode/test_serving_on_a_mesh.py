@@ -1,0 +1,159 @@
+"""Serving over several devices: each request's text is the plain forward's, wherever requests and experts lie."""
+
+import functools
+import re
+
+import jax
+import numpy as np
+import pytest
+
+from dualpipe_jax.balance import Layout, balance
+from dualpipe_jax.parallel import make_mesh
+from models import Dispatch
+from models.decode import Engine, Limits, RequestError, SamplingParams, decoder
+from tests.models.decode.small_models import COMPILED, random_params, small, whole
+
+CONFIG = small(num_groups=1, num_mtp_layers=1)
+"""A dense layer, one with 4 experts, a module of multi-token prediction with as many."""
+
+LIMITS = Limits(max_requests=4, max_positions=16, block_size=4, chunk_size=4, max_prefill=8)
+LENGTHS = (9, 2, 5, 11, 1, 6)
+NUM_NEW = (4, 7, 5, 3, 8, 2)
+
+TWICE = np.asarray([[[0, 1, 2], [3, 0, 1]], [[2, 3, 0], [1, 2, 3]]])
+ELSEWHERE = np.asarray([[[3, 2, 1], [0, 1, 3]], [[0, 1, 2], [3, 2, 0]]])
+"""Some experts on both devices, [layers, devices, slots]."""
+
+
+@functools.cache
+def mesh(num_devices=2):
+    return make_mesh(1, num_devices, jax.devices()[:num_devices])
+
+
+@functools.cache
+def model(method="dropless"):
+    return decoder(CONFIG, dispatch=Dispatch(method, axis_name="ep"))
+
+
+@functools.cache
+def prompts(seed=0):
+    rng = np.random.default_rng(seed)
+    return [rng.integers(0, CONFIG.vocab, length).astype(np.int32) for length in LENGTHS]
+
+
+@functools.cache
+def greedy(n, seed=0):
+    """By the plain forward over the whole text, once a token."""
+    text, length = list(prompts(seed)[n]), LENGTHS[n]
+    for _ in range(NUM_NEW[n]):
+        padded = np.zeros((1, LIMITS.max_positions), np.int32)
+        padded[0, : len(text)] = text
+        logits = np.asarray(whole(CONFIG, random_params(CONFIG), padded))
+        text.append(int(np.argmax(logits[0, len(text) - 1])))
+    return tuple(text[length:])
+
+
+def ask(serving, seed=0):
+    """All of them, some later than others; texts by request."""
+    numbers, found = [], []
+    for prompt, number in zip(prompts(seed), NUM_NEW, strict=True):
+        numbers.append(serving.add(prompt, SamplingParams(max_tokens=number)))
+        if len(numbers) > 3:
+            found += serving.step()
+    done = {one.id: one for one in found + serving.run()}
+    assert len(serving._blocks) == LIMITS.total_blocks
+    return [done[number] for number in numbers]
+
+
+WANTED = [
+    ("dropless", None, False, 1),
+    ("dropless", TWICE, True, 1),
+    ("capacity", TWICE, False, 1),
+    ("dropless", TWICE, True, 2),
+]
+
+
+@pytest.mark.parametrize("method, placement, drafts, microbatches", WANTED)
+def test_texts_are_the_plain_forwards(method, placement, drafts, microbatches):
+    how = dict(placement=placement, drafts=drafts, microbatches=microbatches)
+    serving = Engine(model(method), random_params(CONFIG), LIMITS, mesh=mesh(), **how)
+    found = ask(serving)
+    assert [one.tokens for one in found] == [greedy(n) for n in range(len(LENGTHS))]
+    fed = sum(length + number - 1 for length, number in zip(LENGTHS, NUM_NEW, strict=True))
+    counts = serving.counts
+    assert counts.shape == (2, 4)
+    if not drafts:
+        assert counts.sum(1).tolist() == [fed * CONFIG.top_k, 0], "every token that was fed chose so many"
+    assert sum(one.num_drafted for one in found) > 0 or not drafts
+
+
+def test_experts_move_while_requests_are_served_and_nothing_is_compiled_again():
+    serving = Engine(model(), random_params(CONFIG), LIMITS, mesh=mesh(), placement=TWICE)
+    ask(serving, seed=1)
+    serving.rebalance(ELSEWHERE)
+    serving.rebalance(TWICE)
+    before = len(COMPILED)
+    layout = Layout(2, 3)
+    numbers = [
+        serving.add(prompt, SamplingParams(max_tokens=number))
+        for prompt, number in zip(prompts(), NUM_NEW, strict=True)
+    ]
+    found, places = [], [ELSEWHERE, TWICE, ELSEWHERE]
+    for place in places:
+        found += serving.step()
+        serving.rebalance(place)
+    found += serving.run()
+    assert len(COMPILED) == before
+    texts = {one.id: one.tokens for one in found}
+    assert [texts[number] for number in numbers] == [greedy(n) for n in range(len(LENGTHS))]
+    serving.rebalance(balance(serving.counts, layout).experts)
+    assert [one.tokens for one in ask(serving)] == [greedy(n) for n in range(len(LENGTHS))]
+
+
+def test_who_begins_alike_goes_where_that_is_known():
+    serving = Engine(model(), random_params(CONFIG), LIMITS, mesh=mesh())
+    prompt = np.arange(9)
+    serving.add(prompt, SamplingParams(max_tokens=2))
+    (first,) = serving.run()
+    for _ in range(3):
+        serving.add(prompt, SamplingParams(max_tokens=2))
+    others = serving.run()
+    assert {one.tokens for one in others} == {first.tokens}
+    assert first.num_reused == 0 and [one.num_reused for one in others][:2] == [8, 8]
+
+
+def test_requests_are_shared_out_over_devices():
+    serving = Engine(model(), random_params(CONFIG), LIMITS, mesh=mesh())
+    for prompt in prompts()[:2]:
+        serving.add(prompt, SamplingParams(max_tokens=4))
+    serving.step()
+    assert [sum(map(bool, serving._slots_of(device))) for device in (0, 1)] == [1, 1]
+    serving.run()
+
+
+def refused(message, **how):
+    arguments = dict(limits=LIMITS, mesh=mesh()) | how
+    served = arguments.pop("model", model())
+    with pytest.raises(ValueError, match=re.escape(message)):
+        Engine(served, random_params(CONFIG), **arguments)
+
+
+def test_what_does_not_fit_together_is_refused():
+    refused("the model sends tokens to experts over axis 'ep': give a mesh", mesh=None)
+    refused(
+        "the mesh is {'dp': 1, 'pp': 1, 'ep': 2} and the model's experts lie over None; both must be over 'ep'",
+        model=decoder(CONFIG),
+    )
+    refused("max_requests is 3; 2 devices must share it equally", limits=Limits(3, 16, 4, num_blocks=8))
+    refused("4 experts do not divide over 8 devices; give a placement", mesh=mesh(8), limits=Limits(8, 16))
+    refused(
+        "the placement is [1, 2, 3], must be [2 layers with experts, 2 devices, slots]", placement=TWICE[:1]
+    )
+    refused("a placement needs a mesh", placement=TWICE, mesh=None, model=decoder(CONFIG))
+    serving = Engine(model(), random_params(CONFIG), LIMITS, mesh=mesh())
+    with pytest.raises(ValueError, match="the new placement has 3 slots a device, the old one 2"):
+        serving.rebalance(TWICE)
+    with pytest.raises(RequestError, match="take 4 blocks of 4 positions, and a device's cache has 3 in all"):
+        Engine(model(), random_params(CONFIG), Limits(4, 16, 4, num_blocks=6), mesh=mesh()).add(
+            [1] * 8, SamplingParams(max_tokens=8)
+        )

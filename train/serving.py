@@ -1,0 +1,213 @@
+"""Serving's layers as shapes: prefill or decode of a whole target's devices, compiled and read.
+
+The settings are those of DeepSeek's published profile data: of prefill 16,384 tokens of a device in prompts of 4096, of
+decode 128 requests of a device with 4096 positions each; the experts of a layer lie over all devices.
+"""
+
+import dataclasses
+import functools
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.errors import JaxRuntimeError
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+import models
+from dualpipe_jax import inspect
+from dualpipe_jax.parallel import EP, check_float8, make_mesh
+from dualpipe_jax.pods import ahead, predict, timeline
+from dualpipe_jax.pods.dryrun import compiler_options, describe, platform_of, rates_of
+from dualpipe_jax.pods.plan import Plan
+from dualpipe_jax.pods.readings import read, shares
+from dualpipe_jax.pods.request import Request
+from dualpipe_jax.pods.results import Answer, Compiled
+from models.decode import Decoder, Rows, decoder, init_cache
+from models.decode.experts import weight_specs
+from models.decode.programs import BLOCKS, ROWS, in_halves, jit_step, whole
+from train.pods import size
+
+WHAT = "prefill", "decode"
+"""What of serving can be compiled."""
+
+PREFILL_TOKENS, DECODE_REQUESTS = 16384, 128
+"""Of a device, both microbatches together."""
+
+NUM_LAYERS, BLOCK_SIZE = 4, 64
+"""Layers that are compiled if nobody says how many, all with experts; positions of a block of the cache."""
+
+MICROBATCHES = {"forward": ("microbatch A", "A"), "backward": ("microbatch B", "B")}
+"""What the inspector's two directions are here: the first half of the rows and the second."""
+
+Tree = Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """A step of serving on a mesh.
+
+    Attributes:
+      what: of ``WHAT``.
+      numbers: of the model.
+      model: its functions.
+      mesh: of the axis "ep".
+      num_rows: requests of a device.
+      num_tokens: new ones of a row.
+      table_size: blocks of a row.
+
+    """
+
+    what: str
+    numbers: models.Config
+    model: Decoder
+    mesh: Mesh
+    num_rows: int
+    num_tokens: int
+    table_size: int
+
+
+def study(
+    request: Request, target: inspect.Target | None, devices: Sequence[Any] | None, say: Callable[[str], None]
+) -> Answer:
+    """All that is asked of a step of serving.
+
+    Raises:
+      ValueError: options that do not fit together or the target.
+    """
+    if target is None or devices is None:
+        raise ValueError(f"--what {request.compile}: give a --target, whose compiler is asked")
+    say(f"drawing {request.compile}")
+    step = draw(request, target, devices)
+    told = dataclasses.replace(request.plan, ep=step.mesh.shape[EP])
+    return Answer(describe(target), told, compiled=compile_and_read(request, step, target, say))
+
+
+def draw(request: Request, target: inspect.Target, devices: Sequence[Any]) -> Step:
+    """Find the sizes.
+
+    Raises:
+      ValueError: options that do not fit together or the target.
+    """
+    plan, what = request.plan, request.compile
+    numbers = serving_numbers(plan)
+    if numbers.num_experts % len(devices):
+        raise ValueError(
+            f"--target {target}: {len(devices)} devices do not share {numbers.num_experts} experts equally"
+        )
+    if "float8" in (plan.dispatch_payload, plan.matmul):
+        check_float8(devices[0], matmul=plan.matmul == "float8")
+    if plan.sequence % BLOCK_SIZE:
+        raise ValueError(f"--sequence {plan.sequence}: must be a multiple of {BLOCK_SIZE}")
+    num_rows = request.requests or (
+        DECODE_REQUESTS if what == "decode" else max(2, PREFILL_TOKENS // plan.sequence)
+    )
+    if num_rows % 2:
+        raise ValueError(f"--requests {num_rows}: two microbatches must share them equally")
+    factor = plan.capacity_factor if plan.dispatch == "capacity" else None
+    model = decoder(
+        numbers,
+        dispatch=models.Dispatch(plan.dispatch, factor, EP, plan.dispatch_payload),
+        kernels=models.Kernels(plan.attention, plan.matmul),
+        fresh=what == "prefill",
+        platform=platform_of(target),
+    )
+    num_tokens = 1 if what == "decode" else plan.sequence
+    mesh = make_mesh(1, len(devices), devices)
+    return Step(what, numbers, model, mesh, num_rows, num_tokens, plan.sequence // BLOCK_SIZE)
+
+
+def serving_numbers(plan: Plan) -> models.Config:
+    """The model's numbers, with a few layers, of which none is dense unless that is asked for."""
+    changes = {"num_dense_layers": 0} | plan.changes
+    return size(plan.model, plan.layers_per_stage or NUM_LAYERS, changes)
+
+
+def lower(step: Step, *, serialised: bool) -> Any:
+    """The layers of a step, lowered; serialised it is one microbatch of all rows."""
+    mesh, num_devices = step.mesh, step.mesh.shape[EP]
+
+    def laid(tree: Tree, specs: Any) -> Tree:
+        if isinstance(specs, PartitionSpec):
+            specs = jax.tree.map(lambda _: specs, tree)
+        return jax.tree.map(
+            lambda leaf, spec: jax.ShapeDtypeStruct(
+                leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, spec)
+            ),
+            tree,
+            specs,
+        )
+
+    params = jax.eval_shape(models.deepseek(step.numbers, 1).init, jax.random.key(0))
+    weights = jax.eval_shape(step.model.prepare, params)
+    num_rows = step.num_rows * num_devices
+    num_blocks = num_rows * step.table_size
+    cache = jax.eval_shape(functools.partial(init_cache, step.numbers, num_blocks, BLOCK_SIZE))
+    number, shape = np.zeros(num_rows, np.int32), (num_rows, step.num_tokens)
+    rows = Rows(
+        jax.ShapeDtypeStruct(shape, jnp.int32),  # type: ignore[arg-type]
+        number,
+        number,
+        jax.ShapeDtypeStruct((num_rows, step.table_size), jnp.int32),  # type: ignore[arg-type]
+    )
+    # Whole prompts: no half hears the other. Without a head: it is there once, and would count as if for few layers.
+    forward = step.model.forward
+    run = functools.partial(whole, forward) if serialised else functools.partial(in_halves, forward, False)
+    arguments = laid(weights, weight_specs(weights)), laid(cache, BLOCKS), (laid(rows, ROWS),)
+    return jit_step(run, mesh).lower(*arguments)
+
+
+def compile_and_read(
+    request: Request, step: Step, target: inspect.Target, say: Callable[[str], None]
+) -> Compiled:
+    """Compile, and read what the compiler made of it."""
+    started = time.perf_counter()
+    say("tracing and lowering")
+    lowered = lower(step, serialised=request.plan.serialised)
+    say(f"compiling {step.what} for {target}")
+    options, middle = compiler_options(request.plan, target), time.perf_counter()
+    try:
+        compiled = lowered.compile(options)
+    except JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise ValueError(f"the compiler refuses this program: {str(error)[:2000]}") from None
+        return Compiled(step.what, out_of_memory=str(error).split("\n\n")[0][:2000])
+    say("reading the compiled program")
+    seconds = {"lowering": middle - started, "compiling": time.perf_counter() - middle}
+    log = "" if request.log is None else Path(request.log).read_text(errors="replace")
+    module = inspect.read(compiled)
+    report = inspect.overlap(
+        module,
+        rates_of(request, target, list(step.mesh.devices.flat)),
+        forward=(r"\bmicrobatch_a\b",),
+        backward=(r"\bmicrobatch_b\b",),
+        statistics=inspect.parse_statistics(log),
+    )
+    title = f"{request.plan.model}, {step.what}, ep {step.mesh.shape[EP]} on {target}"
+    timeline.write(request.files, compiled.as_text, report, module, target, title, MICROBATCHES)
+    found = read(
+        step.what,
+        module,
+        report,
+        inspect.memory(compiled),
+        {_cache_name(step)},
+        options=options,
+        seconds=seconds,
+    )
+    named = (
+        dataclasses.replace(row, direction=MICROBATCHES.get(row.direction or "", ("", "both"))[1])
+        for row in found.all_to_alls
+    )
+    units = {step.what: predict.unit_of(report, module.entry)}
+    # Behind the last one a model has the next layer, or its head.
+    followed = shares(report.select("all-to-all")[:-1])
+    return dataclasses.replace(found, all_to_alls=tuple(named), units=units, followed=followed)
+
+
+def _cache_name(step: Step) -> str:
+    blocks = step.num_rows * step.table_size
+    shape = jax.eval_shape(functools.partial(init_cache, step.numbers, blocks, BLOCK_SIZE))
+    return ahead.array_name({"bfloat16": "bf16", "float32": "f32"}[str(shape.dtype)], shape.shape)
