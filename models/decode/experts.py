@@ -79,7 +79,7 @@ def place(weights: Tree, held_RNS: np.ndarray, num_experts: int, mesh: Mesh, *, 
 
     def put(path: Any, leaf: Any, held_P: np.ndarray | None) -> Array:
         if not _is_expert(path):
-            return jax.device_put(leaf, NamedSharding(mesh, PartitionSpec()))
+            return _spread(leaf, mesh, PartitionSpec())
         shape = (held_P.size, *leaf.shape[1:])  # type: ignore[union-attr]  # experts are in layers that have a row
         return jax.make_array_from_callback(
             shape,
@@ -92,20 +92,17 @@ def place(weights: Tree, held_RNS: np.ndarray, num_experts: int, mesh: Mesh, *, 
         return jax.tree_util.tree_map_with_path(functools.partial(put, held_P=held_P), own)
 
     placed = {name: [layer(own) for own in weights[name]] for name in ("layers", "mtp")}
-    rest = jax.device_put(
-        {name: leaf for name, leaf in weights.items() if name not in placed},
-        NamedSharding(mesh, PartitionSpec()),
-    )
+    others = {name: leaf for name, leaf in weights.items() if name not in placed}
+    rest = jax.tree.map(lambda leaf: _spread(leaf, mesh, PartitionSpec()), others)
     return with_copies(rest | placed, held_RNS, num_experts, mesh, near=near)
 
 
 def with_copies(weights: Tree, held_RNS: np.ndarray, num_experts: int, mesh: Mesh, *, near: bool) -> Tree:
     """Return placed weights that say for each device where its tokens find an expert's copies, int32 [N, E, X]."""
     copies = iter(share_copies(held_RNS, num_experts, near=near))
-    lie = NamedSharding(mesh, OVER_EP)
 
     def layer(own: Tree) -> Tree:
-        return own if own["bias"] is None else own | {"copies": jax.device_put(next(copies), lie)}
+        return own if own["bias"] is None else own | {"copies": _spread(next(copies), mesh, OVER_EP)}
 
     return weights | {name: [layer(own) for own in weights[name]] for name in ("layers", "mtp")}
 
@@ -146,6 +143,14 @@ def _mover(mesh: Mesh) -> Any:
         return mapped(weights, send_RNNW, take_RNS)
 
     return jax.jit(everywhere, donate_argnums=0)
+
+
+def _spread(leaf: Any, mesh: Mesh, spec: PartitionSpec) -> Array:
+    """An array that every process has, on the devices of all."""
+    lie = NamedSharding(mesh, spec)
+    if not mesh.is_multi_process:
+        return jax.device_put(leaf, lie)
+    return jax.make_array_from_callback(leaf.shape, lie, lambda index: leaf[index])
 
 
 def _num_rows(config: Config) -> int:

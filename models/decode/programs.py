@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental.layout import Format, Layout
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from dualpipe_jax.functional import Tree
 from dualpipe_jax.pair import side_by_side
@@ -107,16 +107,18 @@ def jit_step(run: Callable[..., Any], mesh: Mesh | None) -> Any:
     if mesh is None:
         return jax.jit(lambda weights, cache, rows: run(weights, cache, *rows), donate_argnums=1)
     lie = cache_format(mesh)
+    # Whoever runs the engine has to see all rows' tokens.
+    told = NamedSharding(mesh, PartitionSpec()) if mesh.is_multi_process else None
 
     def step(weights: Tree, cache: Array, rows: tuple[Tree, ...]) -> Any:
         return on_mesh(run, mesh)(weights, cache, *rows)
 
-    return jax.jit(step, donate_argnums=1, in_shardings=(None, lie, None), out_shardings=(None, None, lie))
+    return jax.jit(step, donate_argnums=1, in_shardings=(None, lie, None), out_shardings=(told, told, lie))
 
 
 def cache_format(mesh: Mesh) -> Format:
     """How the cache lies on a mesh."""
-    return Format(Layout((0, 1, 2, 3)), jax.NamedSharding(mesh, BLOCKS))
+    return Format(Layout((0, 1, 2, 3)), NamedSharding(mesh, BLOCKS))
 
 
 def on_mesh(run: Callable[..., Any], mesh: Mesh | None) -> Callable[..., Any]:
