@@ -183,7 +183,7 @@ def _write_head(figure: "Figure", title: str, facts: str, totals: str) -> None:
     left, right = _LEFT / _WIDTH, 1 - _RIGHT / _WIDTH
     figure.text(left, 1 - 0.17 / height, title, size=11.5, weight="bold", color=INK, va="top")
     figure.text(left, 1 - 0.46 / height, facts, size=9.5, color=INK, va="top")
-    figure.text(right, 0.21 / height, totals, size=8.5, color=FAINT, va="center_baseline", ha="right")
+    figure.text(right, 0.21 / height, totals, size=8.0, color=FAINT, va="center_baseline", ha="right")
 
 
 def _add_legend(figure: "Figure", events: Sequence[Event], names: Names) -> None:
@@ -204,6 +204,6 @@ def _add_legend(figure: "Figure", events: Sequence[Event], names: Names) -> None
         ncols=max(1, len(entries)),
         frameon=False,
         fontsize=8.5,
-        handlelength=1.5,
-        columnspacing=1.5,
+        handlelength=1.2,
+        columnspacing=1.0,
     )
