@@ -280,8 +280,8 @@ def sum_up(kind: str, chosen: tuple[Collective, ...]) -> Total:
     """Collectives of one kind together."""
     num_sync = sum(c.form == "sync" for c in chosen)
     duration, exposed, waits = (
-        None if None in cycles else sum(c for c in cycles if c is not None)
-        for cycles in zip(*((c.duration, c.exposed, c.waits) for c in chosen), strict=True)
+        None if None in of_each else sum(of_each)
+        for of_each in ([getattr(c, name) for c in chosen] for name in ("duration", "exposed", "waits"))
     )
     hidden = 0.0 if num_sync == len(chosen) else None
     if duration and exposed is not None:

@@ -5,6 +5,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from dualpipe_jax import inspect
+from dualpipe_jax.inspect.report import sum_up
 from dualpipe_jax.pods import ahead, predict
 from dualpipe_jax.pods.results import AllToAll, Compiled, CopyInLoop, Overheads, Shares
 
@@ -46,18 +47,15 @@ def read(
 
 def shares(chosen: Sequence[inspect.Collective]) -> Shares:
     """Collectives together."""
-    cycles, exposed, waits = (
-        None if None in of_each else sum(of_each)
-        for of_each in ([getattr(c, name) for c in chosen] for name in ("duration", "exposed", "waits"))
-    )
+    total = sum_up("", tuple(chosen))
     return Shares(
-        count=len(chosen),
-        sync=sum(c.form == "sync" for c in chosen),
-        payload=sum(c.payload for c in chosen),
-        cycles=cycles,
-        exposed=exposed,
-        waits=waits,
-        hidden=max(0.0, 1 - exposed / cycles) if cycles and exposed is not None else None,
+        count=total.count,
+        sync=total.num_sync,
+        payload=total.payload,
+        cycles=total.duration,
+        exposed=total.exposed,
+        waits=total.waits,
+        hidden=total.hidden if total.duration else None,
         each=max((c.duration or 0.0 for c in chosen), default=0.0),
     )
 

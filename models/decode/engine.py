@@ -70,7 +70,7 @@ class Engine:
 
     Raises:
       ValueError: drafts are asked of a model without such a module; model, limits, placement and mesh do not fit
-        together; the folder may not hold 16 blocks.
+        together; the folder may not hold 16 blocks, or the mesh is of several processes and a folder is given.
 
     """
 
@@ -93,6 +93,10 @@ class Engine:
             )
         if placement is not None and mesh is None:
             raise ValueError("Engine: a placement needs a mesh on whose devices it places experts")
+        if prefixes is not None and mesh is not None and mesh.is_multi_process:
+            raise ValueError(
+                "Engine: prefixes are kept by one process, and the mesh has devices of several; leave them out"
+            )
         self.config, self.limits, self._drafts = model.config, limits, drafts
         self._programs = programs(model, drafts, mesh, microbatches)
         self._num_devices = 1 if mesh is None else mesh.shape[EP]
@@ -440,7 +444,3 @@ def _sampling(requests: Sequence[_Request | None]) -> Sampling:
         np.asarray([p.top_p for p in params], np.float32),
         np.asarray([p.seed for p in params], np.uint32),
     )
-
-
-def _int32(numbers: Sequence[int]) -> np.ndarray:
-    return np.asarray(numbers, np.int32)

@@ -7,7 +7,7 @@ import jax
 
 jax.distributed.initialize(sys.argv[2], num_processes=2, process_id=int(sys.argv[1]))
 
-from models.decode import Engine  # noqa: E402  after the other process is known
+from models.decode import Engine, PrefixFolder  # noqa: E402  after the other process is known
 from tests.models.decode.test_serving_on_a_mesh import (  # noqa: E402
     CONFIG,
     ELSEWHERE,
@@ -23,4 +23,8 @@ serving = Engine(model(), random_params(CONFIG), LIMITS, mesh=mesh(), placement=
 texts = [one.tokens for one in ask(serving)]
 serving.rebalance(ELSEWHERE)
 texts += [one.tokens for one in ask(serving)]
-print(json.dumps({"texts": texts, "counted": int(serving.counts.sum())}, default=int))
+try:
+    Engine(model(), random_params(CONFIG), LIMITS, mesh=mesh(), prefixes=PrefixFolder("."))
+except ValueError as error:
+    refused = str(error)
+print(json.dumps({"refused": refused, "texts": texts, "counted": int(serving.counts.sum())}, default=int))

@@ -186,3 +186,4 @@ def test_two_processes_serve_as_one_program():
     wanted = [list(greedy(n)) for n in range(len(LENGTHS))]
     assert said[0]["texts"] == 2 * wanted
     assert said[0]["counted"] > 0
+    assert "prefixes are kept by one process, and the mesh has devices of several" in said[0]["refused"]
