@@ -15,7 +15,9 @@ from dualpipe_jax.engine.reference import reference_loss, reference_value_and_gr
 from dualpipe_jax.functional import num_params
 from dualpipe_jax.parallel import make_mesh
 from dualpipe_jax.schedule import dualpipe, dualpipe_v, one_f_one_b
+from models.attention import Attend, causal_attention
 from models.config import moe_67b, tiny, v2, v2_lite, v3
+from models.kernels import Kernels
 from models.transformer import deepseek, figures, num_padding, update_routing
 from tests.models import plain
 
@@ -37,6 +39,16 @@ CONFIG = tiny(
 PLAN = (1, 1, 0)
 """Three kinds: the embedding and a dense layer; a layer with experts; two modules ahead and the head."""
 
+
+@dataclasses.dataclass(frozen=True)
+class Lanes(Kernels):
+    """Attention as on a CPU, of heads as on a TPU."""
+
+    def attend(self, platform: str) -> Attend:
+        return Attend(causal_attention, 128)
+
+
+SPREAD = {"kernels": Lanes(), "remat": jax.checkpoint_policies.nothing_saveable}
 NUM, SIZE, SEQ = 2, 4, 8
 ALPHA = 0.05
 
@@ -164,18 +176,18 @@ def in_stages(rows, layout):
     not hasattr(dualpipe_jax, "Pipeline"), reason="the engine does not take stages of kinds yet"
 )
 @pytest.mark.parametrize(
-    "schedule, plan",
+    "schedule, plan, options",
     [
-        (dualpipe(2, 4), (1, 1)),
-        pytest.param(dualpipe_v(2, 4), (1, 0, 1, 0), marks=pytest.mark.slow),
-        pytest.param(one_f_one_b(3, 4), PLAN, marks=pytest.mark.slow),
+        (dualpipe(2, 4), (1, 1), SPREAD),
+        pytest.param(dualpipe_v(2, 4), (1, 0, 1, 0), {}, marks=pytest.mark.slow),
+        pytest.param(one_f_one_b(3, 4), PLAN, SPREAD, marks=pytest.mark.slow),
     ],
-    ids=["dualpipe", "dualpipe_v", "1f1b"],
+    ids=["dualpipe-spread", "dualpipe_v", "1f1b-spread"],
 )
-def test_every_schedule_gives_the_papers_gradients(schedule, plan):
+def test_every_schedule_gives_the_papers_gradients(schedule, plan, options):
     """Experts, words and the embedding's width over two devices; modules further ahead on another rank's embedding."""
     (wanted, (terms, counts)), wanted_grads = wanted_from_packed()
-    model = built(CONFIG, plan, ep_axis="ep")
+    model = built(CONFIG, plan, ep_axis="ep", **options)
     params = in_stages(by_row(a_params(), built().layout), model.layout)
     batch = jax.tree.map(lambda a: a.reshape(4, 2, *a.shape[2:]), packed())
     mesh = make_mesh(1 + max(schedule.placement.pipes[0]), 2)
