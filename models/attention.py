@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax import Array
+from jax.ad_checkpoint import checkpoint_name
 
 from models.config import Config
 
@@ -26,7 +27,7 @@ class Attend:
     """A program for causal attention, and what it likes.
 
     ``(q [B, H, S, X], k [B, H, S, X], v [B, H, S, V], scale, segment_ids) -> [B, H, S, V]``. With ``segment_ids``,
-    int [B, S], a token hears those of its own segment alone.
+    int [B, S], a token hears those of its own segment alone. What comes out is named "attended".
 
     Attributes:
       function: as above.
@@ -230,10 +231,10 @@ class Attention(nnx.Module):
         return q, k, v
 
     def _spread(self, x_BSD: Array, positions_BS: Array | None) -> tuple[Array, Array, Array]:
-        """The same with the same scores, each by one product that writes heads first: no slice, no concatenation.
+        """The same with the same scores, by products that write heads first: no slice of activations, no concatenation.
 
         A rotated query is q cos + turned(q) sin, so its score with a key is that of [q cos, turned(q) sin] with
-        [key, key]. And turned(x @ w) is x @ turned(w).
+        [key, key].
         """
         config = self.config
         H, N, R, V = config.num_heads, config.qk_nope_dim, config.qk_rope_dim, config.v_head_dim
@@ -241,24 +242,24 @@ class Attention(nnx.Module):
         freqs, factor = np.repeat(rope_frequencies(config), 2), rope_factor(config)
         cos, sin = (a.swapaxes(-3, -2) * factor for a in _cos_sin(freqs, x_BSD.shape[1], positions_BS))
         turns = jnp.concatenate([jnp.ones((*cos.shape[:-1], N), cos.dtype), cos, sin], axis=-1)
-        into_queries = np.eye(N + R, N + 2 * R)
-        into_queries[N:, N + R :] = _turn(R)
+        into = np.eye(N + R, N + 2 * R)
+        into[N:, N + R :] = _turn(R)
         x_BSC, projection = self._query_latents(x_BSD)
-        w_CHX = _columns(projection.kernel[...], H, into_queries)
-        q_BHSX = jnp.einsum("bsc,chx->bhsx", x_BSC, w_CHX.astype(dtype))
-        q_BHSX = (q_BHSX.astype(jnp.float32) * turns).astype(dtype)
+        w_CHX = projection.kernel[...].astype(dtype).reshape(-1, H, N + R)
+        q_BHSX = jnp.einsum("bsc,chx->bhsx", x_BSC, w_CHX)
+        wide_BHSX = jnp.einsum(
+            "bhsx,xy->bhsy", q_BHSX, jnp.asarray(into, dtype), precision=jax.lax.Precision.HIGHEST
+        )
+        q_BHSX = (wide_BHSX.astype(jnp.float32) * turns).astype(dtype)
 
         c_BSC, k_BSR = self.latents(x_BSD, positions_BS)
+        w_CHX = self.kv_b_proj.kernel[...].astype(dtype).reshape(-1, H, N + V)
         # All heads' rotated key comes in as R more latents, each of which is two numbers of every key.
         copied_CHX = np.zeros((config.kv_lora_rank + R, 1, N + 2 * R), np.float32)
         copied_CHX[-R:, 0, N:] = np.tile(np.eye(R), 2)
-        kernel = self.kv_b_proj.kernel[...]
-        w_CHX = _columns(kernel, H, np.pad(np.eye(N), ((0, V), (0, 2 * R))))
-        w_CHX = jnp.pad(w_CHX, ((0, R), (0, 0), (0, 0))) + copied_CHX.astype(w_CHX.dtype)
-        both_BSC = jnp.concatenate([c_BSC, k_BSR], axis=-1)
-        k_BHSX = jnp.einsum("bsc,chx->bhsx", both_BSC, w_CHX.astype(dtype))
-        w_CHV = _columns(kernel, H, np.eye(N + V, V, -N))
-        return q_BHSX, k_BHSX, jnp.einsum("bsc,chv->bhsv", c_BSC, w_CHV.astype(dtype))
+        keys_CHX = jnp.pad(w_CHX[..., :N], ((0, R), (0, 0), (0, 2 * R))) + jnp.asarray(copied_CHX, dtype)
+        k_BHSX = jnp.einsum("bsc,chx->bhsx", jnp.concatenate([c_BSC, k_BSR], axis=-1), keys_CHX)
+        return q_BHSX, k_BHSX, jnp.einsum("bsc,chv->bhsv", c_BSC, w_CHX[..., N:])
 
     def queries(self, x_BSD: Array, positions_BS: Array | None) -> Array:
         """Return the queries, [B, S, H, N + R], their last R numbers rotated."""
@@ -270,7 +271,7 @@ class Attention(nnx.Module):
 
     def latents(self, x_BSD: Array, positions_BS: Array | None) -> tuple[Array, Array]:
         """Return all that later tokens need to know of these: c [B, S, C], normalised, and k [B, S, R], rotated."""
-        both = self.kv_a_proj_with_mqa(x_BSD)
+        both = checkpoint_name(self.kv_a_proj_with_mqa(x_BSD), "latents")
         c_BSC, k_BSR = both[..., : self.config.kv_lora_rank], both[..., self.config.kv_lora_rank :]
         k_BSR = self._rotate(k_BSR[:, :, None], positions_BS)[:, :, 0]
         return self.kv_a_layernorm(c_BSC), k_BSR
@@ -278,23 +279,13 @@ class Attention(nnx.Module):
     def _query_latents(self, x_BSD: Array) -> tuple[Array, nnx.Linear]:
         """What queries are made of, and what by."""
         if self.config.q_lora_rank:
-            return self.q_a_layernorm(self.q_a_proj(x_BSD)), self.q_b_proj
+            x_BSC = checkpoint_name(self.q_a_proj(x_BSD), "latents")
+            return self.q_a_layernorm(x_BSC), self.q_b_proj
         return x_BSD, self.q_proj
 
     def _rotate(self, x_BSHR: Array, positions_BS: Array | None) -> Array:
         freqs, factor = rope_frequencies(self.config), rope_factor(self.config)
         return rope(x_BSHR, freqs, positions_BS, factor)
-
-
-def _columns(kernel_CX: Array, num_heads: int, columns_XY: np.ndarray) -> Array:
-    """Each head's columns of a kernel, mixed without rounding: [C, H, Y].
-
-    A slice would do for some. But what products make of parameters alone is made once a step, and so are gradients
-    led back through it (``dualpipe_jax.split.hoist``): until then they are summed as matmuls write them.
-    """
-    kernel_CHX = kernel_CX.reshape(len(kernel_CX), num_heads, -1)
-    columns = jnp.asarray(columns_XY, kernel_CX.dtype)
-    return jnp.einsum("chx,xy->chy", kernel_CHX, columns, precision=jax.lax.Precision.HIGHEST)
 
 
 def causal_attention(
@@ -306,7 +297,7 @@ def causal_attention(
     if segment_ids is not None:
         heard = heard & same_segment(segment_ids)[:, None]
     probs_BHQK = _softmax(jnp.where(heard, scores_BHQK, -jnp.inf), v_BHSV.dtype)
-    return jnp.einsum("bhqk,bhkv->bhqv", probs_BHQK, v_BHSV)
+    return checkpoint_name(jnp.einsum("bhqk,bhkv->bhqv", probs_BHQK, v_BHSV), "attended")
 
 
 def same_segment(segment_ids_BS: Array) -> Array:

@@ -138,7 +138,7 @@ def padded_attention(
             is_causal=True,
             implementation=implementation,
         )
-    return out_BSHX[..., : v_BHSV.shape[-1]].swapaxes(1, 2)
+    return checkpoint_name(out_BSHX[..., : v_BHSV.shape[-1]].swapaxes(1, 2), "attended")
 
 
 # ---------------------------------------------------------------------------------------------- splash
@@ -218,7 +218,12 @@ def _splash_kernel(length: int, num_heads: int, interpret: bool) -> Callable[...
     mask = splash.MultiHeadMask([splash.CausalMask((length, length))] * num_heads)
     with jax.ensure_compile_time_eval():  # kept between traces, so none of them may own its arrays
         return splash.make_splash_mha(
-            mask, head_shards=1, q_seq_shards=1, block_sizes=sizes, interpret=interpret
+            mask,
+            head_shards=1,
+            q_seq_shards=1,
+            block_sizes=sizes,
+            residual_checkpoint_name="attended",  # the logarithms of its sums, too
+            interpret=interpret,
         )
 
 

@@ -10,7 +10,6 @@ import pytest
 from flax import nnx
 
 from dualpipe_jax.functional import pure_nnx
-from dualpipe_jax.split import hoist
 from models.attention import (
     Attend,
     Attention,
@@ -197,19 +196,6 @@ def test_spread_heads_have_the_gradients_of_narrow_ones():
 
     got, wanted = (jax.jit(jax.grad(f, (0, 1)))(params, x) for f in (ours, papers))
     chex.assert_trees_all_close(got, wanted, rtol=1e-4, atol=1e-4)
-
-
-def test_what_spread_heads_make_of_weights_is_made_once_a_step():
-    """One product for each of queries, keys and values, none in what is left; their sums are as wide."""
-    config = tiny()
-    pure = pure_nnx(lambda rngs: Attention(config, rngs, attended([], 128)))
-    params = jax.eval_shape(pure.init, jax.random.key(0))
-    found = hoist(pure.apply, params, jax.ShapeDtypeStruct((1, 8, config.dim), jnp.float32))
-    H, C, R = config.num_heads, config.kv_lora_rank, config.qk_rope_dim
-    shapes = {(config.q_lora_rank, H, 32), (C + R, H, 32), (C, H, config.v_head_dim)}
-    assert {value.shape for value in found.values} == shapes and len(found.values) == 3
-    narrow = pure_nnx(lambda rngs: Attention(config, rngs))
-    assert not hoist(narrow.apply, params, jax.ShapeDtypeStruct((1, 8, config.dim), jnp.float32)).values
 
 
 def test_no_position_sees_the_future():
