@@ -6,6 +6,8 @@ But y is ``hidden @ w``, so <y, d> is <hidden, d @ w.T>, and what stands to the 
 in any case. So gradients travel to experts unweighted, weights travel beside them, one number a row, and one number a
 row comes back. Nothing is divided by a weight, which may be zero.
 
+In eight bits the two stay apart: <hidden, d @ w.T> would be made of rounded gradients, where <y, d> is not.
+
 Shape suffixes: as in ``expert``; F hidden width of an expert.
 """
 
@@ -45,12 +47,14 @@ def combine_product(
       w_LFD: the local experts' last matrices, of the rows' dtype.
       weights_TK: see ``combine``.
       handle: the one given to ``dispatch``, of any plan.
-      matmul: compared by identity, so no function made for the call.
+      matmul: ``expert_matmul``, or a ``functools.partial`` of it; compared by identity, so none made for the call.
 
     Returns:
       [T, D].
 
     """
+    if "float8" in (handle.payload, getattr(matmul, "keywords", {}).get("kernel")):
+        return combine(matmul(hidden, w_LFD, handle), weights_TK, handle)
     leaves, tree = jax.tree.flatten(handle)
     hidden, w_LFD, weights_TK, *leaves = vary_alike(hidden, w_LFD, weights_TK, *leaves)
     return _combine_product(matmul, hidden, w_LFD, weights_TK, jax.tree.unflatten(tree, leaves))
