@@ -27,7 +27,8 @@ class Attend:
     """A program for causal attention, and what it likes.
 
     ``(q [B, H, S, X], k [B, H, S, X], v [B, H, S, V], scale, segment_ids) -> [B, H, S, V]``. With ``segment_ids``,
-    int [B, S], a token hears those of its own segment alone. What comes out is named "attended".
+    int [B, S], a token hears those of its own segment alone. What comes out is named "attended", where that
+    spares the backward something.
 
     Attributes:
       function: as above.
