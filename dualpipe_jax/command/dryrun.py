@@ -111,7 +111,13 @@ def _report(found: Answer, rates: Path | None) -> list[str | Table]:
     if compiled is not None and compiled.out_of_memory is not None:
         parts.append(compiled.out_of_memory)
     if compiled is not None and compiled.units:
-        parts += ["\ncycles of each unit, by the compiler's model\n", units(compiled), "\n" + sent(compiled)]
+        timed = compiled.cores is not None
+        how = (
+            f"nanoseconds of each unit, timed; {compiled.cores:g} cores shared by all"
+            if timed
+            else ("cycles of each unit, by the compiler's model")
+        )
+        parts += [f"\n{how}\n", units(compiled), *([] if timed else ["\n" + sent(compiled)])]
     if step := found.step:
         source = "the compiler's model" if rates is None else f"the rates of {rates}"
         parts += [

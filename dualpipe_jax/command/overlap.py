@@ -4,7 +4,7 @@ import dataclasses
 import importlib.util
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import tyro
 
@@ -155,6 +155,7 @@ def study(
     environment = {"JAX_PLATFORMS": "cpu"}
     if target is not None:
         known = Target.parse(target)
+        _check_timed(known, compile, files, rates)
         if compile != "nothing":
             known.check_compiler()
         environment |= known.environment
@@ -170,6 +171,22 @@ def study(
     return filled(
         Answer, ask("dualpipe_jax.pods", plain(request), environment, title or target or plan.model)
     )
+
+
+def _check_timed(target: Any, compile: str, files: Sequence[Path], rates: Path | None) -> None:
+    """CPU devices are here: units are run and timed, no compiler's order is read."""
+    if target.platform != "cpu":
+        return
+    given = {"--output": bool(files), "--rates": rates is not None}
+    if compile not in ("nothing", "units"):
+        raise CommandError(
+            f"--target {target}: on CPU nothing overlaps, and a whole step is run by scripts/train; its units are "
+            "timed by `dualpipe plan` and `dualpipe dryrun --compile units`"
+        )
+    if wrong := [name for name, there in given.items() if there]:
+        raise CommandError(
+            f"--target {target}: its units are run and timed, not read; drop {', '.join(wrong)}"
+        )
 
 
 def _check_files(files: Sequence[Path]) -> None:

@@ -10,7 +10,7 @@ from jax.errors import JaxRuntimeError
 
 from dualpipe_jax import inspect
 from dualpipe_jax.parallel import make_mesh, over_nodes
-from dualpipe_jax.pods import ahead, loading, predict, timeline
+from dualpipe_jax.pods import ahead, loading, predict, timed, timeline
 from dualpipe_jax.pods.bare import lower_bare_pair
 from dualpipe_jax.pods.links import count_links
 from dualpipe_jax.pods.plan import Plan, pair_of
@@ -54,12 +54,18 @@ def answer(
     )
     if devices is None or target is None:
         return found
-    compiled = compile_and_read(request, blueprint, target, say)
+    device = target.device
+    if target.platform == "cpu":
+        compiled = timed.measure(blueprint, say)
+        device = dataclasses.replace(device, flops=timed.peak() / target.num_devices)
+        found = dataclasses.replace(found, target=describe(target, device))
+    else:
+        compiled = compile_and_read(request, blueprint, target, say)
     memory = weigh(kinds, compiled, limit_of(target), share)
     found = dataclasses.replace(found, compiled=compiled, memory=memory)
     if program.flops and {"F"} < compiled.units.keys():
         say("simulating the step")
-        step = predict_step(compiled, blueprint, target.device, guards_of(request, target))
+        step = predict_step(compiled, blueprint, device, guards_of(request, target))
         found = dataclasses.replace(found, step=step)
     return found
 
@@ -82,7 +88,8 @@ def draw(plan: Plan, target: inspect.Target | None, devices: Sequence[Any] | Non
     mesh = abstract_mesh(plan.pp, ep) if devices is None else make_mesh(plan.pp, ep, devices)
     setting = Setting(plan, schedule, mesh, None if target is None else platform_of(target))
     program = loading.make(plan.model, setting, plan.changes)
-    return Blueprint(program, schedule, mesh, not plan.serialised, plan.gradient_sums)
+    fuse = None if setting.platform == "cpu" and not plan.serialised else not plan.serialised
+    return Blueprint(program, schedule, mesh, fuse, plan.gradient_sums)
 
 
 def limit_of(target: inspect.Target | None) -> int | None:
@@ -98,9 +105,9 @@ def count_parameters(blueprint: Blueprint) -> Parameters:
     return Parameters(total, total if program.active is None else program.active, device)
 
 
-def platform_of(target: inspect.Target) -> Literal["gpu", "tpu"]:
+def platform_of(target: inspect.Target) -> Literal["gpu", "tpu", "cpu"]:
     """As JAX's devices call it."""
-    return "gpu" if target.platform == "cuda" else "tpu"
+    return "gpu" if target.platform == "cuda" else target.platform
 
 
 def compile_and_read(
@@ -193,6 +200,6 @@ def read_text(request: Request, target: inspect.Target) -> Compiled:
     return read("text", module, report, None)
 
 
-def describe(target: inspect.Target) -> Machine:
-    """A target's figures."""
-    return Machine(str(target), target.num_devices, **dataclasses.asdict(target.device))
+def describe(target: inspect.Target, device: inspect.Device | None = None) -> Machine:
+    """A target's figures; ``device`` are those of a device if they are better known."""
+    return Machine(str(target), target.num_devices, **dataclasses.asdict(device or target.device))

@@ -178,14 +178,15 @@ def priced(plans: Iterable[Plan], found: Answer, counts: Mapping[bool, Answer]) 
     least, send = step.mfu * step.seconds, compiled.sends.each
     whole, halves = (predict.costs(compiled.units, send, split=split) for split in (False, True))
     beside = compiled.overheads or Overheads(0.0, 0.0)
+    rest = beside.step + (0.0 if compiled.update is None else compiled.update.cycles)
     beyond = max(0, memory.beyond or 0)
 
     @functools.cache
     def seconds_of(plan: Plan) -> float:
         schedule = schedule_of(plan)
         costs = halves if predict.splits(schedule) else whole
-        cycles, _ = predict.step_cycles(schedule, costs, beside.tick)
-        return (cycles + beside.step) / target.clock
+        cycles, _ = predict.step_cycles(schedule, costs, beside.tick, compiled.at_once)
+        return (cycles + rest) / target.clock
 
     choices = []
     for plan in plans:

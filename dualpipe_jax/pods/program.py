@@ -96,7 +96,7 @@ class Blueprint:
     program: Program
     schedule: Schedule
     mesh: Mesh | AbstractMesh
-    fuse_pairs: bool = True
+    fuse_pairs: bool | None = True
     gradient_sums: str = "float32"
 
     @functools.cached_property

@@ -170,7 +170,7 @@ class Compiled:
     """What was compiled, and read of it.
 
     Attributes:
-      what: see ``Request.compile``; "text" of a program that was compiled before.
+      what: see ``Request.compile``; "text" of a program that was compiled before, "timed" where units were run.
       out_of_memory: the compiler's words where it refused; nothing was read then.
       options: that the compiler was given.
       seconds: of "lowering" and of "compiling".
@@ -179,6 +179,9 @@ class Compiled:
       sends: to the neighbours, beside the units of a tick.
       units: by name; see ``units.measure``.
       overheads: None where there are no ticks.
+      update: what the step does with gradients, once; None where the program does nothing, or nobody looked.
+      cores: that all devices share; None where each has its own.
+      at_once: of how many ranks they do the work at a time.
       copies: of more than a megabyte, in loops.
       memory: the compiler's own account of one device, in bytes; see ``inspect.Memory``, and their "peak".
       scheduler: what the TPU compiler's scheduler says of each pair.
@@ -194,6 +197,9 @@ class Compiled:
     sends: Shares = Shares()
     units: Mapping[str, Unit] = dataclasses.field(default_factory=dict)
     overheads: Overheads | None = None
+    update: Unit | None = None
+    cores: float | None = None
+    at_once: float | None = None
     copies: tuple[CopyInLoop, ...] = ()
     memory: Mapping[str, int] | None = None
     scheduler: Mapping[str, Any] = dataclasses.field(default_factory=dict)
@@ -225,8 +231,8 @@ class Step:
     Attributes:
       cycles, ideal_cycles: from the first forward to the last backward, in the engine's ticks and in the ideal order.
       overhead_cycles: beside all ticks: pools and sums cleared, stages borrowed, gradients reduced.
-      seconds, tokens, tokens_per_second, mfu: of the cycles in ticks and of those beside them; the program's count of
-        operations over the published peak.
+      update_cycles: of what is done with gradients; None where nobody knows.
+      seconds, tokens, tokens_per_second, mfu: of all these cycles; the program's count of operations over the peak.
       account: what the seconds go to, from the operations at the peak on; they add up.
       lower_bound: whether some instructions have no price.
       assumed: costs that this schedule's units do not tell and other schedules need.
@@ -243,6 +249,7 @@ class Step:
     tokens_per_second: float
     mfu: float
     lower_bound: bool
+    update_cycles: float | None = None
     account: tuple[Part, ...] = ()
     assumed: tuple[str, ...] = ()
     costs: Mapping[str, Any] = dataclasses.field(default_factory=dict)

@@ -27,9 +27,9 @@ def predict_step(compiled: Compiled, blueprint: Blueprint, device: Device, guard
     costs = split if predict.splits(schedule) else unsplit
     beside = compiled.overheads or NOTHING
     tick = beside.tick + guards
-    cycles, ideal = predict.step_cycles(schedule, costs, tick)
-    tokens = blueprint.program.tokens
-    seconds = (cycles + beside.step) / device.clock
+    cycles, ideal = predict.step_cycles(schedule, costs, tick, compiled.at_once)
+    tokens, rest = blueprint.program.tokens, beside.step + update_of(compiled)
+    seconds = (cycles + rest) / device.clock
     least = tokens * blueprint.program.flops / (blueprint.mesh.size * device.flops)
     sizes, fixed = ahead.rank_memory(blueprint)
     ranked = predict.rank_schedules(
@@ -41,6 +41,7 @@ def predict_step(compiled: Compiled, blueprint: Blueprint, device: Device, guard
         device.memory,
         fixed,
         tick,
+        compiled.at_once,
     )
     return Step(
         cycles=cycles,
@@ -51,19 +52,20 @@ def predict_step(compiled: Compiled, blueprint: Blueprint, device: Device, guard
         tokens_per_second=tokens / seconds,
         mfu=least / seconds,
         lower_bound=any(unit.unpriced for unit in units.values()),
-        account=account_of(schedule, costs, units, least, Overheads(tick, beside.step), device.clock),
+        update_cycles=None if compiled.update is None else compiled.update.cycles,
+        account=account_of(schedule, costs, compiled, least, Overheads(tick, beside.step), device.clock),
         assumed=tuple(name for name in ("I", "W", "FB") if name not in units),
         costs={name: getattr(costs, name) for name in ("F", "I", "W", "FB", "send")}
         | {"extra": {str(stage): list(more) for stage, more in costs.extra.items()}},
         share=_share(predict.rank_costs(split, schedule), sizes, fixed, device.clock),
-        schedules=tuple(_time(p, beside.step, device.clock, least) for p in ranked),
+        schedules=tuple(_time(p, rest, device.clock, least) for p in ranked),
     )
 
 
 def account_of(
     schedule: Schedule,
     costs: CostModel,
-    units: Mapping[str, Unit],
+    compiled: Compiled,
     least: float,
     beside: Overheads,
     clock: float,
@@ -76,22 +78,24 @@ def account_of(
 
     Args:
       schedule, costs: in cycles.
-      units: of which waits for collectives are known.
+      compiled: whose units' waits for collectives are known.
       least: seconds of the program's operations at the peak.
       beside: cycles of a tick beside its units, and of a step beside its ticks.
       clock: hertz.
     """
     equal = dataclasses.replace(costs, extra={}, FB=costs.FB)
     slots = [slot for order in schedule.orders for slot in order]
+    at_once = compiled.at_once
+    ranks = schedule.num_ranks if at_once is None else min(schedule.num_ranks, at_once)
 
     def spans(costs: CostModel) -> tuple[float, float]:
-        """Cycles of a step in ticks, and of them those in which a rank works."""
-        busy = sum(costs.of(slot, schedule.placement) for slot in slots) / schedule.num_ranks
-        return lower(schedule, costs).makespan(costs), busy
+        """Cycles of a step in ticks, and of them those in which a rank, or what ranks share, works."""
+        busy = sum(costs.of(slot, schedule.placement) for slot in slots) / ranks
+        return predict.span(lower(schedule, costs), costs, at_once), busy
 
     whole, busy = spans(costs)
     even, busy_even = spans(equal)
-    waits = sum(_waits(slot, units, predict.splits(schedule)) for slot in slots) / schedule.num_ranks
+    waits = sum(_waits(slot, compiled.units, predict.splits(schedule)) for slot in slots) / ranks
     ticks = lower(schedule, costs).num_ticks * beside.tick
     cycles = {
         "work beyond the peak": busy - waits - least * clock,
@@ -100,9 +104,15 @@ def account_of(
         "idle: stages that are not equal": (whole - busy) - (even - busy_even),
         "ticks beside their units": ticks,
         "beside the ticks": beside.step,
+        "the optimizer's update": update_of(compiled),
     }
     parts = (Part(name, value / clock) for name, value in cycles.items())
     return Part("the program's operations at the peak", least), *parts
+
+
+def update_of(compiled: Compiled) -> float:
+    """Cycles of what a step does with gradients, 0 where nobody knows."""
+    return 0.0 if compiled.update is None else compiled.update.cycles
 
 
 def _waits(slot: Slot, units: Mapping[str, Unit], halves: bool) -> float:

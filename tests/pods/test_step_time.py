@@ -85,6 +85,7 @@ def test_the_account_of_a_step_by_hand():
     assert account.pop("idle: bubble of equal stages") == pytest.approx(3e6)
     assert account.pop("ticks beside their units") == pytest.approx(100 * ticks)
     assert account.pop("beside the ticks") == pytest.approx(7)
+    assert account.pop("the optimizer's update") == 0
     # The step ends after the first stage's F, eight times the last one's, and the first one's last B.
     whole = 1e6 + 8 * (1.5e6 + 2e6) + 2e6
     assert account == {"idle: stages that are not equal": pytest.approx(whole - busy[0] - 3e6)}
