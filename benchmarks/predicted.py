@@ -1,9 +1,9 @@
 """Predicted steps against measured ones: `dualpipe plan --target cpu:8` and the trainer, schedule by schedule.
 
-The planner times the units of a model on virtual CPU devices and makes steps of them; then the trainer's own step of
-each plan is run in a process of its own, on the trainer's own text. Both are counted in core seconds, which what else
-the machine does hardly changes, and neither is fitted to the other. Printed: both times and the error, how many pairs
-of schedules are in the wrong order, and of these how far apart their measured steps are.
+The planner times the units of a model on virtual CPU devices and makes steps of them; then each plan is run by
+scripts/train's own command, a process each, on its own text. Both are counted in core seconds, which what else the
+machine does hardly changes, and neither is fitted to the other. Printed: both times and the error, how many pairs of
+schedules are in the wrong order, and of these how far apart their measured steps are.
 
     python benchmarks/predicted.py [SCHEDULE ...] [--model small] [--pp 4] [--ep 2] [--sequence 128] [--steps 6]
 """
@@ -21,7 +21,6 @@ import time
 from pathlib import Path
 
 from dualpipe_jax.command.plan import Search, as_file
-from dualpipe_jax.inspect import Target
 from dualpipe_jax.pods import Plan
 from dualpipe_jax.pods.cache import Cache
 from dualpipe_jax.pods.planner import Wanted, cases, num_devices, ranked
@@ -53,34 +52,48 @@ def measure(choice, target, steps):
     # The trainer knows the model by its name, and its vocabulary from the text.
     plan = dataclasses.replace(choice.plan, change=())
     with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder, "plan.json")
+        file, metrics = Path(folder, "plan.json"), Path(folder, "runs", "measured", "metrics.jsonl")
         file.write_text(json.dumps(as_file(dataclasses.replace(choice, plan=plan), target)))
-        environment = os.environ | Target.parse(target).environment
-        command = [sys.executable, __file__, "--measure", str(file), "--steps", str(steps)]
-        found = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    if found.returncode:
-        raise SystemExit(f"{plan.schedule}: {found.stderr[-3000:]}")
-    return json.loads(found.stdout.splitlines()[-1])
+        options = {"--plan": file, "--runs": metrics.parents[1], "--name": "measured", "--steps": 1000}
+        options["--eval-sequences"] = plan.num_microbatches * plan.batch
+        command = [
+            sys.executable,
+            "-P",
+            "-m",
+            "train",
+            *(str(word) for pair in options.items() for word in pair),
+        ]
+        with Path(folder, "log").open("w+") as log:
+            process = subprocess.Popen(command, stdout=log, stderr=log, env=environment())
+            try:
+                ends = list(itertools.islice(follow(process, metrics), steps + 1))
+            finally:
+                process.terminate()
+                process.wait()
+            if len(ends) <= steps:
+                raise SystemExit(f"{plan.schedule}: {Path(log.name).read_text()[-3000:]}")
+    spans = [
+        [after - before for before, after in zip(*pair, strict=True)] for pair in itertools.pairwise(ends)
+    ]
+    return dict(zip(("cores", "wall"), map(statistics.median, zip(*spans, strict=True)), strict=True))
 
 
-def run(file, steps):
-    """In a process of its own: train, and print what each step took."""
-    import jax
+def environment():
+    """Where this checkout's trainer is found, and its devices are not asked for yet."""
+    root = str(Path(__file__).parents[1])
+    return os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))}
 
-    from train.options import parse
-    from train.setup import prepare
 
-    ready = prepare(parse(["--plan", str(file), "--steps", str(steps)]).options)
-    state, spent = ready.init(), []
-    for number in range(steps):
-        batch = ready.batch(number)
-        jax.block_until_ready((state, batch))
-        cores, wall = time.process_time(), time.perf_counter()
-        state, metrics = ready.update(state, batch)
-        jax.block_until_ready((state, metrics))
-        spent.append((time.process_time() - cores, time.perf_counter() - wall))
-    cores, wall = (statistics.median(each) for each in zip(*spent[1:], strict=True))
-    print(json.dumps({"cores": cores, "wall": wall}))
+def follow(process, metrics):
+    """Core seconds that a process has spent, and the clock, each time that it has written down a step."""
+    seen = 0
+    while process.poll() is None:
+        lines = metrics.read_bytes().count(b"\n") if metrics.exists() else 0
+        if lines > seen:
+            seen = lines
+            spent = Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()
+            yield (int(spent[11]) + int(spent[12])) / os.sysconf("SC_CLK_TCK"), time.perf_counter()
+        time.sleep(0.005)
 
 
 def swapped(predicted, measured):
@@ -101,11 +114,7 @@ def main():
     parser.add_argument("--sequence", type=int, default=128)
     parser.add_argument("--microbatches", type=int, default=16)
     parser.add_argument("--steps", type=int, default=6)
-    parser.add_argument("--measure", type=Path, help=argparse.SUPPRESS)
     given = parser.parse_args()
-    if given.measure is not None:
-        run(given.measure, given.steps)
-        return
     target = f"cpu:{given.pp * given.ep}"
     wanted = Wanted(
         Plan(given.model, change=(BYTES,), sequence=given.sequence),

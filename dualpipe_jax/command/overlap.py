@@ -241,6 +241,15 @@ def sent(compiled: Compiled) -> str:
     return f"sent: {total / 2**20:.1f} MiB of a device in {len(compiled.all_to_alls)} all-to-alls"
 
 
+def exposed_sends(compiled: Compiled) -> str:
+    """What of a tick's sends no work of its unit is long enough for, by kind of tick."""
+    beside = (
+        f"{format_cycles(cycles)} beside {name or 'no unit'}"
+        for name, cycles in compiled.sends_exposed.items()
+    )
+    return f"sends of a tick: {format_cycles(compiled.sends.cycles)}; exposed {', '.join(beside)}"
+
+
 def name_of(found: Answer) -> str:
     """The plan and the target in words."""
     plan, target = found.program, found.target
@@ -269,6 +278,7 @@ def _sentences(compiled: Compiled, at_least: float, enough: bool) -> list[str]:
             f"sends: {sends.count} in flight beside it, {format_cycles(sends.exposed)} of "
             f"{format_cycles(sends.cycles)} exposed, {format_cycles(sends.waits)} waited for"
         )
+        lines += [exposed_sends(compiled)] if compiled.sends_exposed else []
     if compiled.what != "text":  # of which nobody knows what its slots, sums and parameters are
         lines.append(f"copies of slots, sums or parameters in a loop: {len(copied) or 'none'}")
         lines += [f"  {copy.array} {copy.op_name}" for copy in copied[:8]]

@@ -46,12 +46,14 @@ class Device:
       clock: hertz of the cycles in which the compiler counts; of a TPU the one at which its matrix units reach
         ``flops``. tpu7x would need 2.2 GHz for that; the compiler's links, counted in cycles, have v5p's speed at
         1.9 GHz exactly, so this is taken.
+      source: who says what ``flops`` is.
     """
 
     memory: int
     flops: float
     bandwidth: float
     clock: float
+    source: str = "Google Cloud's page of this TPU"
 
 
 _GIB = 1 << 30
@@ -63,7 +65,7 @@ DEVICES: Mapping[str, Device] = {
     "v5p": Device(int(95.74 * _GIB), 459e12, 2765e9, 1.75e9),
     "v6e": Device(int(31.25 * _GIB), 918e12, 1640e9, 1.75e9),
     "tpu7x": Device(int(94.75 * _GIB), 1153.5e12, 3690e9, 1.9e9),
-    "h100": Device(80 * 10**9, 989e12, 3350e9, H100_CLOCK),
+    "h100": Device(80 * 10**9, 989e12, 3350e9, H100_CLOCK, "NVIDIA's data sheet of the H100 SXM"),
 }
 """By generation. Published figures: Google Cloud's pages of each TPU, NVIDIA's data sheet of the H100 SXM."""
 
@@ -143,7 +145,7 @@ class Target:
         """
         if self.platform == "cpu":
             memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-            return Device(memory // self.num_devices, 0.0, 0.0, 1e9)
+            return Device(memory // self.num_devices, 0.0, 0.0, 1e9, "not measured")
         return DEVICES[self.generation]
 
     @property

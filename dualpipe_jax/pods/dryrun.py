@@ -17,7 +17,7 @@ from dualpipe_jax.pods.plan import Plan, pair_of
 from dualpipe_jax.pods.program import Blueprint, Setting, abstract_mesh
 from dualpipe_jax.pods.readings import read
 from dualpipe_jax.pods.request import Request
-from dualpipe_jax.pods.results import Answer, Compiled, Machine, Parameters, weigh
+from dualpipe_jax.pods.results import Answer, Compiled, Machine, Parameters, Unit, weigh
 from dualpipe_jax.pods.step_time import predict_step
 
 BARE: Mapping[str, bool] = {"bare": False, "bare_ordered": True}
@@ -57,7 +57,8 @@ def answer(
     device = target.device
     if target.platform == "cpu":
         compiled = timed.measure(blueprint, say)
-        device = dataclasses.replace(device, flops=timed.peak() / target.num_devices)
+        peak = timed.peak() / target.num_devices
+        device = dataclasses.replace(device, flops=peak, source="a float32 product measured on this machine")
         found = dataclasses.replace(found, target=describe(target, device))
     else:
         compiled = compile_and_read(request, blueprint, target, say)
@@ -65,7 +66,7 @@ def answer(
     found = dataclasses.replace(found, compiled=compiled, memory=memory)
     if program.flops and {"F"} < compiled.units.keys():
         say("simulating the step")
-        step = predict_step(compiled, blueprint, device, guards_of(request, target))
+        step = predict_step(compiled, blueprint, plan, device, guards_of(request, target))
         found = dataclasses.replace(found, step=step)
     return found
 
@@ -138,9 +139,23 @@ def compile_and_read(
     timeline.write(request.files, compiled.as_text, report, module, target, title)
     held = ahead.held_arrays(blueprint)
     found = read(what, module, report, inspect.memory(compiled), held, options=options, seconds=seconds)
+    if what == "units" and blueprint.update is not None:
+        say(f"compiling the update for {target}")
+        found = dataclasses.replace(found, update=price_update(blueprint, options, rates))
     if what in BARE:
-        found = dataclasses.replace(found, units={"FB": predict.unit_of(report, module.entry)})
+        found = dataclasses.replace(found, units={"FB": predict.unit_of(report, module, module.entry)})
     return found
+
+
+def price_update(blueprint: Blueprint, options: Mapping[str, str], rates: inspect.Rates) -> Unit | None:
+    """What the step does with gradients, compiled alone; None where the compiler has no memory for it so."""
+    try:
+        module = inspect.read(ahead.lower_update(blueprint).compile(options))
+    except JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise ValueError(f"the compiler refuses the update: {str(error)[:2000]}") from None
+        return None
+    return predict.unit_of(inspect.overlap(module, rates), module, module.entry)
 
 
 def compiler_options(plan: Plan, target: inspect.Target) -> dict[str, str]:

@@ -8,7 +8,7 @@ import math
 import re
 from collections.abc import Mapping
 
-from dualpipe_jax.inspect import Module, OverlapReport
+from dualpipe_jax.inspect import Module, OverlapReport, products
 from dualpipe_jax.pods.results import Unit
 from dualpipe_jax.schedule import CostModel, MemoryModel, Op, Schedule, lower, simulate
 from dualpipe_jax.schedule.costs import stages_a_share
@@ -69,7 +69,7 @@ def measure(report: OverlapReport, module: Module) -> dict[str, Unit]:
     return by_name(
         {
             unit: {
-                kind: max((unit_of(report, body) for body in found), key=lambda u: u.cycles)
+                kind: max((unit_of(report, module, body) for body in found), key=lambda u: u.cycles)
                 for kind, found in by_kind(module, unit).items()
             }
             for unit in SCOPE_OF
@@ -88,12 +88,13 @@ def by_name(found: Mapping[str, Mapping[str, Unit]]) -> dict[str, Unit]:
     return measured
 
 
-def unit_of(report: OverlapReport, computation: str) -> Unit:
+def unit_of(report: OverlapReport, module: Module, computation: str) -> Unit:
     """What a computation takes, run once."""
     time = report.computations[computation]
     durations = [c.duration for c in report.inside(computation)]
     total = None if None in durations else sum(d for d in durations if d is not None)
-    return Unit(time.cycles, time.work, total, time.waits, len(time.unpriced))
+    made = products(report, module, computation)
+    return Unit(time.cycles, time.work, total, time.waits, len(time.unpriced), *made)
 
 
 def overheads(report: OverlapReport, module: Module) -> tuple[float, float] | None:

@@ -59,6 +59,8 @@ class Program:
       batch: of a step: ShapeDtypeStructs [microbatches, microbatch size, ...].
       tokens: that a step learns from.
       flops: floating-point operations that the training of one token needs, by whatever count MFU shall go.
+      counted: that count in words.
+      routed: of ``flops``, those of routed experts, of which there are more where they have more room than tokens.
       param_specs: how parameters lie on "ep"; see ``Pipeline``.
       update: from the parameters as they are placed to what a step does with gradients; None: nothing, and only
         parameters and gradients are counted.
@@ -78,6 +80,8 @@ class Program:
     active: int | None = None
     total: int | None = None
     dispatch: Dispatch | None = None
+    counted: str = ""
+    routed: float = 0.0
     pipeline: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
 
