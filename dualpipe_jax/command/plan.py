@@ -182,7 +182,10 @@ class Search:
             fit, refused = planner.counted(case, counts)
             if not fit:
                 return refused
-            return refused + planner.priced(fit, self.ask(case.plan, "units", title), counts)
+            # The update is compiled with the units, in a form that fits.
+            shared = all(plan.shard_optimizer for plan in fit)
+            compiled = dataclasses.replace(case.plan, shard_optimizer=shared)
+            return refused + planner.priced(fit, self.ask(compiled, "units", title), counts)
         except Died as death:
             why = str(death).splitlines()[0]
         except CommandError as error:
