@@ -98,7 +98,17 @@ class Overlap:
                 )
             return
         usual = Plan()
-        fixed = ["pp", "ep", "ep_nodes", "schedule", "max_stash", "microbatches", "microbatch_size", "remat"]
+        fixed = [
+            "dp",
+            "pp",
+            "ep",
+            "ep_nodes",
+            "schedule",
+            "max_stash",
+            "microbatches",
+            "microbatch_size",
+            "remat",
+        ]
         fixed += ["shard_optimizer", "moments", "gradient_sums"]
         given = [name for name in fixed if getattr(self.plan, name) != getattr(usual, name)]
         given += [name for name in ("whole", "compiled") if getattr(self, name)]
@@ -257,7 +267,7 @@ def name_of(found: Answer) -> str:
     if found.compiled is not None and found.compiled.what in _SERVING:
         how = "one microbatch" if plan.serialised else "two microbatches"
         return f"{plan.model}, {found.compiled.what} in {how}, ep {plan.ep} on {target.name}"
-    return f"{plan.model}, {plan.schedule}, pp {plan.pp} x ep {plan.experts_on} on {target.name}"
+    return f"{plan.model}, {plan.schedule}, {plan.layout} on {target.name}"
 
 
 def _sentences(compiled: Compiled, at_least: float, enough: bool) -> list[str]:

@@ -32,6 +32,7 @@ class Given(Chosen):
     max_stash: Suppress[Fixed[int | None]] = None
     pp: Suppress[Fixed[int]] = 4
     ep: Suppress[Fixed[int]] = 4
+    dp: Suppress[Fixed[int]] = 1
     microbatches: Suppress[Fixed[Count]] = None
     microbatch_size: Suppress[Fixed[Count]] = None
     remat: Suppress[Fixed[Literal["none", "dots", "all"]]] = "none"
@@ -57,6 +58,8 @@ class Plan:
     pp: tuple[int, ...] = ()
     """Pipeline ranks to choose from; experts lie on what is left of the devices. All up to 32 that divide them if left
     out, which takes long: each is compiled."""
+    dp: tuple[int, ...] = (1,)
+    """Replicas of the whole to choose from; pipelines and experts lie on what each has of the devices."""
     per_device: tuple[int, ...] = (1, 2)
     """Sequences of a microbatch on each device to choose from."""
     schedule: tuple[str, ...] = planner.SCHEDULES
@@ -102,7 +105,7 @@ class Plan:
         Raises:
           CommandError: a number is below 1.
         """
-        numbers = {"--pp": self.pp, "--per-device": self.per_device, "--best": (self.best,)}
+        numbers = {"--pp": self.pp, "--dp": self.dp, "--per-device": self.per_device, "--best": (self.best,)}
         numbers["--tokens-per-step"] = () if self.tokens_per_step is None else (self.tokens_per_step,)
         for flag, values in numbers.items():
             if min(values, default=1) < 1:
@@ -112,6 +115,7 @@ class Plan:
             base=Chosen(**fields),
             tokens=self.tokens_per_step,
             pp=self.pp,
+            dp=self.dp,
             per_device=self.per_device,
             schedules=self.schedule,
             remats=self.remat,
@@ -198,7 +202,7 @@ class Search:
         request = Request(plan, self.target, compile, rates=rates)
         known = self.cache.get(request)
         if known is None:
-            words = f"{title}: {plan.schedule}, pp {plan.pp} x ep {plan.ep}, {plan.batch} sequences, remat {plan.remat}"
+            words = f"{title}: {plan.schedule}, {plan.layout}, {plan.batch} sequences, remat {plan.remat}"
             known = study(plan, self.target, compile, rates=self.rates, title=words)
             self.cache.put(request, known)
         if known.parameters is not None:
@@ -224,7 +228,7 @@ def table(choices: Sequence[Choice]) -> Table:
         "schedule",
         "step, s",
         "MFU",
-        "pp x ep",
+        "pp x ep" if all(c.plan.dp == 1 for c in choices) else "(dp x) pp x ep",
         "microbatches",
         "remat",
         "stash",
@@ -237,7 +241,7 @@ def table(choices: Sequence[Choice]) -> Table:
             c.plan.schedule,
             f"{c.seconds:.4g}",
             percent(c.mfu),
-            f"{c.plan.pp} x {c.plan.ep}",
+            _layout(c.plan),
             f"{c.plan.num_microbatches} of {c.plan.batch}",
             c.plan.remat,
             "" if c.plan.max_stash is None else str(c.plan.max_stash),
@@ -255,7 +259,7 @@ def refusals(choices: Sequence[Choice]) -> Table:
     rows = [
         (
             c.plan.schedule,
-            f"{c.plan.pp} x {c.plan.ep}",
+            _layout(c.plan),
             f"{c.plan.num_microbatches} of {c.plan.batch}",
             c.plan.remat,
             c.refused,
@@ -263,3 +267,8 @@ def refusals(choices: Sequence[Choice]) -> Table:
         for c in choices
     ]
     return Table(("schedule", "pp x ep", "microbatches", "remat", "why"), tuple(rows), left=(0, 4))
+
+
+def _layout(plan: Chosen) -> str:
+    """Ranks and experts' devices, and replicas before them where there are some."""
+    return ("" if plan.dp == 1 else f"{plan.dp} x ") + f"{plan.pp} x {plan.ep}"

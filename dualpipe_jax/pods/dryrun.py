@@ -1,6 +1,7 @@
 """The answers of a dry run: built, counted, compiled and read."""
 
 import dataclasses
+import functools
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -78,15 +79,19 @@ def draw(plan: Plan, target: inspect.Target | None, devices: Sequence[Any] | Non
       ValueError: options that do not fit together or the target.
     """
     schedule = plan.make_schedule()
-    if plan.batch % plan.ep:
-        raise ValueError(f"--microbatch-size {plan.batch}: --ep {plan.ep} devices must share it equally")
-    needed = plan.pp * plan.ep
+    replicas = "" if plan.dp == 1 else f"--dp {plan.dp} x "
+    if plan.batch % plan.parts:
+        raise ValueError(
+            f"--microbatch-size {plan.batch}: {replicas}--ep {plan.ep} devices must share it equally"
+        )
+    needed = plan.num_devices
     if target is not None and target.num_devices < needed:
         raise ValueError(
-            f"--target {target}: has {target.num_devices} devices, --pp {plan.pp} x --ep {plan.ep} = {needed}"
+            f"--target {target}: has {target.num_devices} devices, {replicas}--pp {plan.pp} x --ep {plan.ep} = {needed}"
         )
     ep = over_nodes(plan.ep, plan.ep_nodes)
-    mesh = abstract_mesh(plan.pp, ep) if devices is None else make_mesh(plan.pp, ep, devices)
+    make = abstract_mesh if devices is None else functools.partial(make_mesh, devices=devices)
+    mesh = make(plan.pp, ep, dp=plan.dp)
     setting = Setting(plan, schedule, mesh, None if target is None else platform_of(target))
     program = loading.make(plan.model, setting, plan.changes)
     fuse = None if setting.platform == "cpu" and not plan.serialised else not plan.serialised
@@ -135,7 +140,7 @@ def compile_and_read(
     mesh: Any = blueprint.mesh
     rates = rates_of(request, target, list(mesh.devices.flat))
     report = inspect.overlap(module, rates, statistics=inspect.parse_statistics(log))
-    title = f"{plan.model}, {plan.schedule}, pp {plan.pp} x ep {plan.experts_on} on {target}"
+    title = f"{plan.model}, {plan.schedule}, {plan.layout} on {target}"
     timeline.write(request.files, compiled.as_text, report, module, target, title)
     held = ahead.held_arrays(blueprint)
     found = read(what, module, report, inspect.memory(compiled), held, options=options, seconds=seconds)
