@@ -55,7 +55,7 @@ class Dryrun:
     """
 
     target: str
-    """Devices: v5e:4x4, v5p:8x8x16, v4:, v6e:, tpu7x: or h100:NODESxGPUS."""
+    """Devices: v5e:4x4, v5p:8x8x16, v4:, v6e:, tpu7x: or h100:NODESxGPUS; cpu:N to run and time units here."""
     compile: Literal["nothing", "units", "step"] = "units"
     """nothing only counts memory, in seconds and with no compiler; units compiles each unit of the engine once, for
     times; step compiles the program's whole step, for the compiler's own account of memory."""

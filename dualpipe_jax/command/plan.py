@@ -51,7 +51,8 @@ class Plan:
     """
 
     target: str
-    """Devices: v5e:4x4, v5p:8x8x16, v4:, v6e:, tpu7x: or h100:NODESxGPUS; all of them work."""
+    """Devices: v5e:4x4, v5p:8x8x16, v4:, v6e:, tpu7x: or h100:NODESxGPUS, or cpu:N to run and time units here; all of
+    them work."""
     tokens_per_step: Count = None
     """Tokens of a step, which numbers of microbatches follow from; four microbatches for each rank of one sequence a
     device if left out."""
