@@ -142,9 +142,9 @@ class Plan:
                 f"these are different models, of {sizes} parameters: the program's layers follow its stages"
             ]
         if plans:
-            parts += [
-                "a prediction of the compiler's model, no measurement; see `dualpipe dryrun` for its parts\n"
-            ]
+            timed = self.target.lower().startswith("cpu:")
+            source = "units that were timed" if timed else "the compiler's model"
+            parts += [f"a prediction of {source}, no measurement; see `dualpipe dryrun` for its parts\n"]
             parts += [table(plans[: self.best])]
         if refused:
             parts += ["\nwhat cannot be had, of each kind what needs least\n", refusals(refused)]
