@@ -199,7 +199,12 @@ def account_table(step: Step) -> Table:
 
 
 def _step(step: Step, target: Machine | None) -> list[str]:
-    peak = "" if target is None else f", {target.flops / 1e12:.4g} TFLOP/s a device ({target.source})"
+    peak = "the peak"
+    if target is not None:
+        timed = target.name.startswith("cpu:")
+        peak = "a measured peak" if timed else "the published peak"
+        dtype = "float32" if timed else "bfloat16"
+        peak += f", {target.flops / 1e12:.4g} TFLOP/s a device in {dtype} ({target.source})"
     counted = step.counted or "the program's own operations"
     bound = "at least " if step.lower_bound else ""
     share = "at most " if step.lower_bound else ""
@@ -207,6 +212,6 @@ def _step(step: Step, target: Machine | None) -> list[str]:
         f"step: {bound}{step.seconds:.3g} s, {format_cycles(step.cycles)} cycles "
         f"({format_cycles(step.ideal_cycles)} in the ideal order)",
         f"{step.tokens} tokens, {step.tokens_per_second:.4g} a second",
-        f"MFU: {share}{percent(step.mfu)} of the peak{peak}; counted: {counted}; nothing that is "
+        f"MFU: {share}{percent(step.mfu)} of {peak}; counted: {counted}; nothing that is "
         "computed again, no room that is not filled",
     ]

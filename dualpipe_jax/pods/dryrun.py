@@ -59,7 +59,7 @@ def answer(
     if target.platform == "cpu":
         compiled = timed.measure(blueprint, say)
         peak = timed.peak() / target.num_devices
-        device = dataclasses.replace(device, flops=peak, source="a float32 product measured on this machine")
+        device = dataclasses.replace(device, flops=peak, source="of a product on this machine")
         found = dataclasses.replace(found, target=describe(target, device))
     else:
         compiled = compile_and_read(request, blueprint, target, say)
