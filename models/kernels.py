@@ -17,7 +17,8 @@ from jax.extend import core as jex
 
 from dualpipe_jax.parallel import expert_matmul
 from dualpipe_jax.parallel.expert_groups import Kernel
-from models.attention import Attend, causal_attention, same_segment
+from models.attention import Attend, causal_attention
+from models.cudnn import cudnn_attention, cudnn_takes
 
 AttentionKernel = Literal["auto", "plain", "splash", "cudnn"]
 MatmulKernel = Literal["auto", "plain", "ragged", "megablox", "float8"]
@@ -38,7 +39,7 @@ class Kernels:
     Attributes:
       attention: "plain" keeps the [S, S] probabilities. "splash" is Pallas' flash attention for TPU, for
         sequences that 128 divides. "cudnn" is ``jax.nn.dot_product_attention`` in 16 bits, values padded to
-        the width of the keys; it asks the GPU that is there, so that programs compiled without one are plain.
+        the width of the keys.
       matmul: "plain" flattens rows of equal groups to one batched matmul, and walks unequal groups in blocks
         on CPU. The others leave equal groups in the order they arrive in, which accelerators read without a
         copy; unequal ones go to "ragged", ``lax.ragged_dot``, or "megablox", Pallas' grouped matmul for TPU,
@@ -64,7 +65,7 @@ class Kernels:
     def attend(self, platform: str) -> Attend:
         """Return the attention for "cpu", "gpu" or "tpu"."""
         splash: Attend = functools.partial(splash_attention, interpret=self.interpret)
-        kernels = {"plain": causal_attention, "splash": splash, "cudnn": cudnn_attention}
+        kernels: dict[str, Attend] = {"plain": causal_attention, "splash": splash, "cudnn": cudnn_attention}
         if self.attention != "auto":
             return kernels[self.attention]
         if platform == "tpu":
@@ -94,44 +95,6 @@ def _where_it_fits(
     segment_ids: Array | None = None,
 ) -> Array:
     return (kernel if takes(q) else causal_attention)(q, k, v, scale, segment_ids=segment_ids)
-
-
-def cudnn_takes(q_BSHX: Array) -> bool:
-    """Whether a GPU is there, and its attention knows the type and width."""
-    narrow = q_BSHX.dtype in (jnp.bfloat16, jnp.float16)
-    return narrow and q_BSHX.shape[-1] % 8 == 0 and jax.default_backend() == "gpu"
-
-
-def cudnn_attention(
-    q_BSHX: Array, k_BSHX: Array, v_BSHV: Array, scale: float, /, segment_ids: Array | None = None
-) -> Array:
-    """cuDNN's flash attention; as ``causal_attention``. Segments cost a mask of [B, S, S] in its memory."""
-    return padded_attention(q_BSHX, k_BSHX, v_BSHV, scale, "cudnn", segment_ids)
-
-
-def padded_attention(
-    q_BSHX: Array,
-    k_BSHX: Array,
-    v_BSHV: Array,
-    scale: float,
-    implementation: Literal["cudnn", "xla"],
-    segment_ids: Array | None = None,
-) -> Array:
-    """``jax.nn.dot_product_attention``, which wants values as wide as keys."""
-    mask_BHQK = None if segment_ids is None else same_segment(segment_ids)[:, None]
-    missing = k_BSHX.shape[-1] - v_BSHV.shape[-1]
-    wide_BSHX = jnp.pad(v_BSHV, ((0, 0), (0, 0), (0, 0), (0, missing)))
-    with jax.numpy_dtype_promotion("standard"):
-        out_BSHX = jax.nn.dot_product_attention(
-            q_BSHX,
-            k_BSHX,
-            wide_BSHX,
-            mask=mask_BHQK,
-            scale=scale,
-            is_causal=True,
-            implementation=implementation,
-        )
-    return out_BSHX[..., : v_BSHV.shape[-1]]
 
 
 # ---------------------------------------------------------------------------------------------- splash

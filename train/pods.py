@@ -94,6 +94,7 @@ def step_of(
         tokens=num_microbatches * batch * sequence,
         flops=model_flops(numbers, active, sequence),
         param_specs=model.param_specs,
+        pipeline={"compute_dtype": model.compute_dtype},
         update=update,
         active=active,
         total=total,

@@ -187,8 +187,9 @@ class Search:
             fit, refused = planner.counted(case, counts)
             if not fit:
                 return refused
-            # The update is compiled with the units, in a form that fits.
-            shared = all(plan.shard_optimizer for plan in fit)
+            # The update is compiled with the units: shared out, which takes longer, where any plan needs that.
+            whole = {plan for plan in fit if not plan.shard_optimizer}
+            shared = any(dataclasses.replace(plan, shard_optimizer=False) not in whole for plan in fit)
             compiled = dataclasses.replace(case.plan, shard_optimizer=shared)
             return refused + planner.priced(fit, self.ask(compiled, "units", title), counts)
         except Died as death:

@@ -89,6 +89,8 @@ def h100_rates(network: float = 50e9, node: int = 8) -> "Rates":
 
     From the data sheet: 989 TFLOP/s, 3.35 TB/s (read plus written), NVLink with 450 GB/s each way inside a node. What
     crosses nodes goes over the network: see ``fabric.Nodes``; a permute of which nobody knows is taken to do so.
+    cuDNN's attention does not reach the matrix units' rate: causal, in sequences of some thousand tokens, about 55 % of it
+    forward and half of it backward (Shah et al. 2024, "FlashAttention-3", figures 5 and 6).
 
     Args:
       network: bytes a second, each way, of a GPU's share of the network between nodes.
@@ -101,6 +103,7 @@ def h100_rates(network: float = 50e9, node: int = 8) -> "Rates":
         collectives={"collective-permute": network / H100_CLOCK},
         memory=3.35e12 / H100_CLOCK,
         flops=989e12 / H100_CLOCK,
+        kernel_flops={r"fmha.*Backward": 0.5 * 989e12 / H100_CLOCK, "fmha": 0.55 * 989e12 / H100_CLOCK},
     )
 
 
@@ -133,6 +136,8 @@ class Rates:
         kernels that state their cost (``pl.CostEstimate``).
       kernels: cycles of custom calls that the compiler does not price (Pallas kernels), by a regular
         expression searched in the call's target and op_name; the first that is found counts.
+      kernel_flops: the same of custom calls that are known to reach less, by a regular expression searched in the
+        call's target; the first that is found counts.
       measured: whether memory and flops are of real devices, and so price what the compiler prices as well.
       fabric: what lies between devices. A collective whose groups are known takes no less than it says, and as long
         where ``collectives`` says something of its kind.
@@ -145,6 +150,7 @@ class Rates:
     memory: float | None = None
     flops: float | None = None
     kernels: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    kernel_flops: Mapping[str, float] = dataclasses.field(default_factory=dict)
     measured: bool = False
     fabric: Fabric | None = None
 
@@ -191,4 +197,10 @@ class Rates:
         if instruction.opcode == "custom-call" and not arithmetic:
             return None  # a kernel of which nothing is known
         moved = traffic(module, within, instruction) / self.memory
-        return max(moved, arithmetic / self.flops) if self.flops else moved
+        return max(moved, arithmetic / self._reached(instruction)) if self.flops else moved
+
+    def _reached(self, instruction: Instruction) -> float:
+        """Multiplications and additions a cycle."""
+        assert self.flops is not None
+        target = instruction.target if instruction.opcode == "custom-call" else ""
+        return next((rate for name, rate in self.kernel_flops.items() if re.search(name, target)), self.flops)

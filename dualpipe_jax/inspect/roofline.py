@@ -12,6 +12,7 @@ _CONTRACTED = re.compile(r"lhs_contracting_dim(?:ension)?s\"?[=:]\s*[\[{]([^\]}]
 _LABELS = re.compile(r"dim_labels=(\w+)_(\w+)->(\w+)")
 _WINDOW = re.compile(r"window=\{([^}]*)\}")
 _ESTIMATE = re.compile(r'"cost_estimate":\{"flops":"?(\d+)"?.*?"bytes_accessed":"?(\d+)')
+_CAUSAL = re.compile(r'"mask_type":\s*"(?:PADDING_)?CAUSAL"')
 _SLICES = ("dynamic-slice", "slice", "gather")
 _SEEN_THROUGH = ("bitcast", "reshape")
 
@@ -19,11 +20,13 @@ _SEEN_THROUGH = ("bitcast", "reshape")
 def flops(module: Module, computation: Computation, instruction: Instruction) -> int:
     """Multiplications and additions of the matrix products in an instruction.
 
-    Knows ``dot``, the convolutions that TPUs have in its place, the GPU libraries' matrix products, and kernels that
-    state their cost; of a fusion, those inside it. Loops and other kernels count 0.
+    Knows ``dot``, the convolutions that TPUs have in its place, the GPU libraries' matrix products, cuDNN's attention,
+    and kernels that state their cost; of a fusion, those inside it. Loops and other kernels count 0.
     """
     if stated := _ESTIMATE.search(instruction.config):
         return int(stated[1])
+    if "cudnn$fmha" in instruction.target:
+        return _attention(computation, instruction)
     if instruction.opcode == "dot" or "lhs_contracting_dim" in instruction.config:
         left = computation.by_name.get(instruction.operands[0]) if instruction.operands else None
         contracted = _CONTRACTED.search(instruction.attributes)
@@ -71,6 +74,21 @@ def _positions(size: int, window: int, made: int, dim: int, fields: Mapping[str,
     before = int(of("pad", "0_0").partition("_")[0])
     places = (np.arange(made)[:, None] * stride - before) + np.arange(window)[None] * apart
     return int(((places >= 0) & (places <= (size - 1) * spread) & (places % spread == 0)).sum())
+
+
+def _attention(computation: Computation, instruction: Instruction) -> int:
+    """Of cuDNN's calls, whose first operands are q [B, Q, H, X], k [B, K, H, X] and v [B, K, H, V].
+
+    A forward multiplies twice, a backward five times: the scores once more, then the gradients of values, scores,
+    queries and keys. Under a causal mask half of the scores count.
+    """
+    known = [computation.by_name[name] for name in instruction.operands[:3] if name in computation.by_name]
+    if len(known) < 3 or any(len(made.arrays) != 1 or len(made.arrays[0].dims) != 4 for made in known):
+        return 0
+    (B, Q, H, X), (_, K, _, _), (_, _, _, V) = (made.arrays[0].dims for made in known)
+    keys, values = (3, 2) if instruction.target.endswith("Backward") else (1, 1)
+    multiplied = 2 * B * H * Q * K * (keys * X + values * V)
+    return multiplied // 2 if _CAUSAL.search(instruction.config) else multiplied
 
 
 def traffic(module: Module, computation: Computation, instruction: Instruction) -> int:

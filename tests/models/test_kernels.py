@@ -19,7 +19,8 @@ from dualpipe_jax.parallel.expert_groups import grouped_matmul
 from dualpipe_jax.split import split_backward
 from models import Kernels, deepseek, tiny
 from models.attention import causal_attention
-from models.kernels import KERNEL_VMEM, cudnn_attention, padded_attention, splash_attention
+from models.cudnn import cudnn_attention, cudnn_takes, padded_attention
+from models.kernels import KERNEL_VMEM, splash_attention
 from tests.jaxprs import named
 
 SHAPE = 1, 128, 2  # batch, sequence, heads
@@ -86,6 +87,25 @@ def test_cudnn_attention_is_the_plain_one():
     chex.assert_trees_all_close(
         *(jax.tree.map(lambda a: a.astype(jnp.float32), t) for t in (got, wanted)), atol=0.05
     )
+
+
+def test_cudnn_attention_is_traced_where_no_gpu_is():
+    """Ahead of time: one call forward, one backward; and JAX's own checks are back afterwards."""
+    q, k, v, d = heads(jnp.bfloat16)
+    run = jax.checkpoint(lambda *qkv: cudnn_attention(*qkv, 0.3))
+    jaxpr = jax.make_jaxpr(lambda q, k, v, d: jax.vjp(run, q, k, v)[1](d))(q, k, v, d).jaxpr
+    assert len(named(jaxpr, "dot_product_attention_bwd_wrapper")) == 1
+    forward = named(jaxpr, "dot_product_attention_fwd_wrapper")
+    assert [eqn.params["is_training"] for eqn in forward] == [True, True]  # the second recomputed
+    assert {var.aval.shape[-1] for eqn in forward for var in eqn.invars[:3]} == {24}  # values padded
+    with pytest.raises(RuntimeError, match="cuDNN"):
+        padded_attention(q, k, v, 0.3, "cudnn")
+
+
+@pytest.mark.parametrize("dtype, width, takes", [("bfloat16", 192, True), ("float32", 192, False),
+    ("bfloat16", 20, False), ("bfloat16", 264, False)])  # fmt: skip
+def test_what_cudnn_takes(dtype, width, takes):
+    assert cudnn_takes(jax.ShapeDtypeStruct((1, 8, 2, width), dtype)) is takes
 
 
 def test_splash_says_what_it_costs_and_how_much_memory_it_takes():
