@@ -31,6 +31,9 @@ from dualpipe_jax import schedule
 
 RANK = Path(__file__).parent / "sides" / "rank.py"
 TOLERANCE = 1e-4
+KEEP_MEMORY = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": "100000000000", "MALLOC_ARENA_MAX": "1"}
+"""glibc hands memory back to the kernel after each step, and XLA, which asks for all of a step's at once, would pay for
+every page of it again: both sides keep theirs, as they do on an accelerator."""
 PLAIN = ("torch", "plain"), ("jax", "plain")
 PROGRAMS = {
     ("torch", "1F1B"): "PyTorch 1F1B",
@@ -69,6 +72,7 @@ class Side:
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 text=True,
+                env=os.environ | KEEP_MEMORY,
             )
             for rank in range(case.ranks)
         ]
@@ -77,6 +81,7 @@ class Side:
 
     def ask(self, verb: str, name: str) -> list:
         """What each rank answers; the first alone where the step is plain."""
+        print(f"{verb} {self.framework} {name}", file=sys.stderr, flush=True)
         asked = self.ranks[:1] if name == "plain" else self.ranks
         for rank in asked:
             print(verb, name, file=rank.stdin, flush=True)
@@ -127,13 +132,17 @@ def study(case: Case, rounds: int) -> list[tuple[str, ...]]:
         folder = cleanup.enter_context(tempfile.TemporaryDirectory())
         sides = {framework: Side(framework, case, folder, cleanup) for framework in ("torch", "jax")}
         every = (*PLAIN, *PROGRAMS)
-        checked = {key: sides[key[0]].ask("check", key[1]) for key in every}  # PyTorch first: it leaves tables
+        checked = {
+            key: sides[key[0]].ask("check", key[1]) for key in every
+        }  # PyTorch first: it leaves tables
         errors = off_by(case, folder, checked)
         times = {key: [] for key in every}
         for _ in range(rounds):
             for framework, name in every:
                 answers = sides[framework].ask("time", name)
-                times[framework, name].append((sum(cpu for cpu, _ in answers), max(wall for _, wall in answers)))
+                times[framework, name].append(
+                    (sum(cpu for cpu, _ in answers), max(wall for _, wall in answers))
+                )
         cores = len(os.sched_getaffinity(0))
         rows = []
         for (framework, name), title in PROGRAMS.items():

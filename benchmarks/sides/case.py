@@ -24,7 +24,7 @@ class Case:
     microbatches: int = 16
     layers: int = 8
     size: int = 2
-    sequence: int = 128
+    sequence: int = 64
     width: int = 256
     hidden: int = 1024
     experts: int = 8

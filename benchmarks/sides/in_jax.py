@@ -28,9 +28,11 @@ def norm(x, scale):
 def mixture(case: Case, p, x):
     """Experts' outputs for x [tokens, width], combined."""
     gates, chosen = lax.top_k(jax.nn.softmax(x @ p["router"], -1), case.top)
-    one_hot = (chosen[..., None] == jnp.arange(case.experts)).astype(x.dtype).reshape(-1, case.experts)
+    one_hot = jax.nn.one_hot(chosen.reshape(-1), case.experts, dtype=x.dtype)
     place = jnp.sum((jnp.cumsum(one_hot, 0) - 1) * one_hot, -1)  # [tokens * top], in the expert's queue
-    seats = (place[:, None] == jnp.arange(case.capacity)).astype(x.dtype)
+    seats = jax.nn.one_hot(
+        place.astype(int), case.capacity, dtype=x.dtype
+    )  # of nobody where there is no place
     seated = (one_hot[:, :, None] * seats[:, None]).reshape(-1, case.top, case.experts * case.capacity)
     dispatch = jnp.sum(seated, 1)
     combine = jnp.einsum("tk,tks->ts", gates, seated)
