@@ -15,6 +15,7 @@ cores, whichever is more. With more ranks than cores a rank's bubble is another'
 
 import argparse
 import contextlib
+import importlib.util
 import json
 import os
 import socket
@@ -175,6 +176,8 @@ def main():
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--microbatches", type=int, default=16)
     options = parser.parse_args()
+    if importlib.util.find_spec("torch") is None:
+        sys.exit("peers: PyTorch is not installed; pip install -e '.[torch]' beside what scripts/bench set up.")
     print("| " + " | ".join(HEAD) + " |", "| --- | --- |" + " ---: |" * (len(HEAD) - 2), sep="\n", flush=True)
     for block in options.blocks:
         for ranks in options.ranks:

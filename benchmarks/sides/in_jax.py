@@ -11,11 +11,11 @@ from jax import lax
 from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from sides.case import Case, Weights
 
 from dualpipe_jax import Out, Pipeline, StagedModel, make_mesh
 from dualpipe_jax.schedule import Schedule, gpipe, one_f_one_b, validate
 from dualpipe_jax.schedule.formats.torch_csv import from_torch_csv
+from sides.case import Case, Weights
 
 Named = dict[str, np.ndarray]
 Program = tuple[Callable[[], float], Callable[[], Named]]
@@ -158,6 +158,7 @@ class Side:
         self.mesh = make_mesh(case.ranks, 1)
 
     def barrier(self):
+        """Wait for the other ranks."""
         multihost_utils.sync_global_devices("start")
 
     def program(self, name: str) -> Program:

@@ -6,10 +6,11 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from sides.case import Case, Weights
 from torch import distributed as dist
 from torch.distributed.pipelining import PipelineStage, schedules
 from torch.nn import functional
+
+from sides.case import Case, Weights
 
 SCHEDULES = {
     "1F1B": schedules.Schedule1F1B,

@@ -25,6 +25,7 @@ def main():
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # gloo writes greetings to stdout
     import numpy as np
+
     from sides.case import Case
 
     if framework == "torch":
