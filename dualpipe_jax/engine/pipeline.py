@@ -12,11 +12,12 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from dualpipe_jax.contract import At, Out, Report, StagedModel, Tree
 from dualpipe_jax.engine import checks
 from dualpipe_jax.engine.guard import Divergence
-from dualpipe_jax.engine.spmd import Engine, Outputs, Results
+from dualpipe_jax.engine.spmd import Engine, Outputs, Repeated, Results
 from dualpipe_jax.engine.stages import PlacedStages, broadcast, from_placed, to_placed
 from dualpipe_jax.engine.storage import Leaf
 from dualpipe_jax.engine.trees import float0_like, is_floating
 from dualpipe_jax.schedule import CostModel, Schedule
+from dualpipe_jax.schedule.lowering.table import TickTable
 
 
 class Applied(NamedTuple):
@@ -162,6 +163,22 @@ class Pipeline:
         placed = jax.eval_shape(lambda p: self.placed(p), params)
         return self._engine(placed).state(placed, batch, key)
 
+    @functools.cached_property
+    def rehearse(self) -> Callable[..., tuple[tuple[jax.Array, Report], Tree]]:
+        """``rehearse(params, batch, tick, times)``, compiled: ``value_and_grad`` with one tick, again and again.
+
+        For measuring what single units take, each exactly as in the whole step; what it computes is of no use.
+
+        tick: int32 [ranks, columns], as rows of ``table`` are; see ``unit_everywhere``.
+        times: int32, how often.
+        """
+        return jax.jit(lambda params, batch, tick, times: self._step(params, batch, instead=(tick, times)))
+
+    def table(self, params: Tree, batch: Tree, key: jax.Array | None = None) -> TickTable:
+        """The lowered schedule as ``value_and_grad`` of these arguments runs it; nothing is computed or compiled."""
+        placed = jax.eval_shape(lambda p: self.placed(p), params)
+        return self._engine(placed).table(placed, batch, key)
+
     # ------------------------------------------------------------------- placing
 
     def shardings(self, params: Tree) -> Tree:
@@ -236,10 +253,11 @@ class Pipeline:
         *,
         units: tuple[str, ...] = (),
         every_kind: bool = False,
+        instead: Repeated | None = None,
     ) -> tuple[tuple[jax.Array, Report], Tree]:
         checks.check_arguments(self.schedule, self.mesh, params, batch)
         placed = self.placed(params)
-        results = self._engine(placed, units, every_kind).value_and_grad(placed, batch, key)
+        results = self._engine(placed, units, every_kind).value_and_grad(placed, batch, key, instead)
         self._watch(results)
         return (results.objective, results.report), self._gradients(params, placed, batch, results.gradients)
 

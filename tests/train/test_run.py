@@ -12,6 +12,7 @@ import pytest
 
 import models
 from dualpipe_jax.schedule import dualpipe
+from tests.quick import QUICK
 from train.config import SCHEDULES
 
 ROOT = Path(__file__).parents[2]
@@ -22,12 +23,16 @@ SHORT = (
 )
 
 
-def train(folder, *arguments):
-    environ = {"PATH": "/usr/bin:/bin", "HOME": str(folder), "PYTHONPATH": str(ROOT)}
+def around(folder, flags):
+    """Of the environment what a run needs. Runs that are compared need not be compiled as users' are."""
+    return {"PATH": "/usr/bin:/bin", "HOME": str(folder), "PYTHONPATH": str(ROOT), "XLA_FLAGS": flags}
+
+
+def train(folder, *arguments, flags=QUICK):
     return subprocess.run(
         [sys.executable, "-P", "-m", "train", *arguments],
         cwd=folder,
-        env=environ,
+        env=around(folder, flags),
         capture_output=True,
         text=True,
         timeout=600,
@@ -40,7 +45,7 @@ def finished(tmp_path_factory):
     (folder / "train").mkdir()  # not to be taken for the trainer
     text = "\n".join(f"line {number} of the text" for number in range(500))
     (folder / "train" / "text.txt").write_text(text)
-    return folder, train(folder, *SHORT, "--data", "train/text.txt")
+    return folder, train(folder, *SHORT, "--data", "train/text.txt", flags="")
 
 
 @pytest.mark.slow
@@ -156,7 +161,7 @@ def test_a_run_that_was_stopped_goes_on_bit_for_bit(finished):
         process = subprocess.Popen(
             [sys.executable, "-P", "-m", "train", *options, "--resume"],
             cwd=folder,
-            env={"PATH": "/usr/bin:/bin", "HOME": str(folder), "PYTHONPATH": str(ROOT)},
+            env=around(folder, QUICK),
             stderr=subprocess.PIPE,
             text=True,
         )
