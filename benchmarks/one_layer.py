@@ -8,7 +8,7 @@ multiplies as many rows as one of 64 does in the whole model. Work is what the c
 """
 
 import dataclasses
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -21,19 +21,22 @@ from dualpipe_jax.command.output import show
 from dualpipe_jax.contract import At
 from dualpipe_jax.inspect import Target, overlap, recommended_compiler_options, tpu_rates
 from dualpipe_jax.present.table import Table
-from train.model import REMAT
-from train.pods import size
 
 EP = 4
-LAYER = {"num_dense_layers": 0, "num_experts": 4 * EP, "num_groups": 1, "top_groups": 1, "num_mtp_layers": 0}
+REMAT = {
+    "none": None,
+    "wide": models.recompute_wide,
+    "all": jax.checkpoint_policies.nothing_saveable,
+}
+"""As the trainer's ``--remat``."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Options:
     """A layer of V3 on one host."""
 
-    remat: tuple[str, ...] = ("all", "wide")
-    """Of the trainer's --remat."""
+    remat: tuple[Literal["none", "wide", "all"], ...] = ("all", "wide")
+    """What the layer computes again."""
     target: str = "v5p:2x2x1"
     """One host's devices."""
     sequence: int = 2048
@@ -42,7 +45,9 @@ class Options:
 
 def compile_layer(target: Target, remat: str, sequence: int) -> Any:
     """The layer in the middle of three, compiled."""
-    numbers = size("v3", 3, LAYER)
+    numbers = models.v3(
+        num_layers=3, num_dense_layers=0, num_mtp_layers=0, num_experts=4 * EP, num_groups=1, top_groups=1
+    )
     model = models.deepseek(
         numbers,
         (1, 1, 1),
