@@ -128,6 +128,18 @@ class TickTable:
         A rank starts tick t + 1 when its own work of tick t is done and what its neighbours sent at
         the start of tick t has arrived.
         """
+        return makespan(self.work(costs), self.channels, costs)
+
+    def shared_makespan(self, costs: CostModel, at_once: float) -> float:
+        """The same where ranks share processors, which as many as ``at_once`` of them can keep busy at a time.
+
+        Ticks follow each other: none ends before the work of all its ranks is done.
+        """
+        work = self.work(costs)
+        return float(np.maximum(work.max(axis=1), work.sum(axis=1) / at_once).sum())
+
+    def work(self, costs: CostModel) -> np.ndarray:
+        """What each tick's unit costs, [ticks, ranks]."""
         placement, none = self.schedule.placement, len(self.units)
         cost = np.zeros((self.schedule.num_ranks, none + 1))  # the last is "none", which is -1
         for rank, stages in enumerate(placement.stages_on):
@@ -135,4 +147,4 @@ class TickTable:
                 if max(stand.local for stand in unit[1:] if stand is not None) < len(stages):
                     cost[rank, number] = costs.of(unit.slot(stages), placement)
         ranks = np.arange(self.schedule.num_ranks)
-        return makespan(cost[ranks, self.column("unit")], self.channels, costs)
+        return cost[ranks, self.column("unit")]
