@@ -177,7 +177,9 @@ def main():
     parser.add_argument("--microbatches", type=int, default=16)
     options = parser.parse_args()
     if importlib.util.find_spec("torch") is None:
-        sys.exit("peers: PyTorch is not installed; pip install -e '.[torch]' beside what scripts/bench set up.")
+        sys.exit(
+            "peers: PyTorch is not installed; pip install -e '.[torch]' beside what scripts/bench set up."
+        )
     print("| " + " | ".join(HEAD) + " |", "| --- | --- |" + " ---: |" * (len(HEAD) - 2), sep="\n", flush=True)
     for block in options.blocks:
         for ranks in options.ranks:

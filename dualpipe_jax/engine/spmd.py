@@ -69,6 +69,7 @@ class Engine:
     costs: CostModel
     accumulate_dtype: Any
     fuse_pairs: bool
+    idle_sends: bool
     divergence: Divergence
     input_grads: bool
     check_vma: bool
@@ -263,7 +264,15 @@ class _Program:
     def run(self) -> State:
         """All ticks."""
         engine = self.engine
-        body = Tick(self.table, self.tasks, self.boundary, engine.divergence, self.vary, engine.debug_nans)
+        body = Tick(
+            self.table,
+            self.tasks,
+            self.boundary,
+            engine.divergence,
+            self.vary,
+            engine.debug_nans,
+            engine.idle_sends,
+        )
         return tick.run(body, self.initial_state())
 
     def initial_state(self) -> State:

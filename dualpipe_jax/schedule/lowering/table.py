@@ -117,6 +117,14 @@ class TickTable:
         """One column, int32 [ticks, ranks]."""
         return self.array[:, :, self.columns.index(name)]
 
+    def brings(self) -> np.ndarray:
+        """Whether a channel brings any rank what it awaits, bool [ticks, channels]."""
+        found = np.zeros((self.num_ticks, len(self.channels)), bool)
+        for k, channel in enumerate(self.channels):
+            unawaited = self.num_slots[channel.pool] - 1
+            found[:, k] = (self.column(f"arrive{k}") != unawaited).any(axis=1)
+        return found
+
     def counts(self) -> np.ndarray:
         """How often each unit runs, over all ranks and ticks."""
         numbers = self.column("unit")
