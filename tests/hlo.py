@@ -8,7 +8,6 @@ from typing import NamedTuple
 _INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%(\S+) = (.*?) ([\w\-]+)\((.*)$")
 _SHAPE = re.compile(r"\w+\[([\d,]*)\]")
 _CALLED = re.compile(r"(calls|to_apply|body|condition)=%?([\w.\-]+)")
-
 _BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
 
 
