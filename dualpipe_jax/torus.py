@@ -41,6 +41,21 @@ def busiest_link(groups: np.ndarray, shape: Shape) -> float:
     _, size, dims = groups.shape
     at = np.repeat(groups, size, axis=1).reshape(-1, dims)
     to = np.tile(groups, (1, size, 1)).reshape(-1, dims)
+    return busiest_way(at, to, shape) / size
+
+
+def busiest_way(sources: np.ndarray, targets: np.ndarray, shape: Shape) -> float:
+    """How many messages cross the busiest link when all are sent at once, on ways as ``busiest_link`` has them.
+
+    >>> here = np.array([[0, 0, 0], [1, 0, 0], [2, 0, 0]])
+    >>> busiest_way(here, here + [1, 0, 0], (8, 8, 16)), busiest_way(here, here + [3, 0, 0], (8, 8, 16))
+    (1.0, 3.0)
+
+    Args:
+      sources, targets: [messages, dims], coordinates.
+      shape: of the torus.
+    """
+    at, to = sources.copy(), targets
     closed = closed_dims(shape)
     busiest = 0.0
     for dim, length in enumerate(shape):
@@ -50,7 +65,7 @@ def busiest_link(groups: np.ndarray, shape: Shape) -> float:
         tie = closed[dim] & (2 * np.abs(far) == length)
         for sign in (1, -1):
             load = np.zeros(shape)
-            steps, weight = np.where(tie, length // 2, sign * far), np.where(tie, 0.5, 1.0) / size
+            steps, weight = np.where(tie, length // 2, sign * far), np.where(tie, 0.5, 1.0)
             for step in range(int(steps.max(initial=0))):
                 crossing = steps > step
                 link = at[crossing]

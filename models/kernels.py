@@ -17,7 +17,8 @@ from jax.extend import core as jex
 
 from dualpipe_jax.parallel import expert_matmul
 from dualpipe_jax.parallel.expert_groups import Kernel
-from models.attention import Attend, causal_attention, same_segment
+from models.attention import Attend, causal_attention
+from models.cudnn import cudnn_attention, cudnn_takes
 
 AttentionKernel = Literal["auto", "plain", "splash", "cudnn"]
 MatmulKernel = Literal["auto", "plain", "ragged", "megablox", "float8"]
@@ -25,6 +26,8 @@ MatmulKernel = Literal["auto", "plain", "ragged", "megablox", "float8"]
 KERNEL_VMEM = 32 * 1024**2
 """Bytes of a TPU's VMEM that an attention kernel may take. With the usual 16 MiB, key blocks of 2048 overflow on v5p in
 some programs."""
+LANES = 128
+"""Numbers of a TPU's vector registers and matrix units: heads are padded to these."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,7 +41,7 @@ class Kernels:
     Attributes:
       attention: "plain" keeps the [S, S] probabilities. "splash" is Pallas' flash attention for TPU, for
         sequences that 128 divides. "cudnn" is ``jax.nn.dot_product_attention`` in 16 bits, values padded to
-        the width of the keys; it asks the GPU that is there, so that programs compiled without one are plain.
+        the width of the keys.
       matmul: "plain" flattens rows of equal groups to one batched matmul, and walks unequal groups in blocks
         on CPU. The others leave equal groups in the order they arrive in, which accelerators read without a
         copy; unequal ones go to "ragged", ``lax.ragged_dot``, or "megablox", Pallas' grouped matmul for TPU,
@@ -63,15 +66,19 @@ class Kernels:
 
     def attend(self, platform: str) -> Attend:
         """Return the attention for "cpu", "gpu" or "tpu"."""
-        splash: Attend = functools.partial(splash_attention, interpret=self.interpret)
-        kernels = {"plain": causal_attention, "splash": splash, "cudnn": cudnn_attention}
+        splash = functools.partial(splash_attention, interpret=self.interpret)
+        kernels = {
+            "plain": Attend(causal_attention),
+            "splash": Attend(splash, LANES),
+            "cudnn": Attend(cudnn_attention),
+        }
         if self.attention != "auto":
             return kernels[self.attention]
         if platform == "tpu":
-            return functools.partial(_where_it_fits, splash, splash_takes)
+            return Attend(functools.partial(_where_it_fits, splash, splash_takes), LANES)
         if platform == "gpu":
-            return functools.partial(_where_it_fits, cudnn_attention, cudnn_takes)
-        return causal_attention
+            return Attend(functools.partial(_where_it_fits, cudnn_attention, cudnn_takes))
+        return kernels["plain"]
 
     def multiply(self, platform: str) -> Callable[..., Array]:
         """Return the experts' matmul for "cpu", "gpu" or "tpu"; see ``parallel.expert_matmul``."""
@@ -85,7 +92,7 @@ AUTO = Kernels()
 
 
 def _where_it_fits(
-    kernel: Attend,
+    kernel: Callable[..., Array],
     takes: Callable[[Array], bool],
     q: Array,
     k: Array,
@@ -96,57 +103,19 @@ def _where_it_fits(
     return (kernel if takes(q) else causal_attention)(q, k, v, scale, segment_ids=segment_ids)
 
 
-def cudnn_takes(q_BSHX: Array) -> bool:
-    """Whether a GPU is there, and its attention knows the type and width."""
-    narrow = q_BSHX.dtype in (jnp.bfloat16, jnp.float16)
-    return narrow and q_BSHX.shape[-1] % 8 == 0 and jax.default_backend() == "gpu"
-
-
-def cudnn_attention(
-    q_BSHX: Array, k_BSHX: Array, v_BSHV: Array, scale: float, /, segment_ids: Array | None = None
-) -> Array:
-    """cuDNN's flash attention; as ``causal_attention``. Segments cost a mask of [B, S, S] in its memory."""
-    return padded_attention(q_BSHX, k_BSHX, v_BSHV, scale, "cudnn", segment_ids)
-
-
-def padded_attention(
-    q_BSHX: Array,
-    k_BSHX: Array,
-    v_BSHV: Array,
-    scale: float,
-    implementation: Literal["cudnn", "xla"],
-    segment_ids: Array | None = None,
-) -> Array:
-    """``jax.nn.dot_product_attention``, which wants values as wide as keys."""
-    mask_BHQK = None if segment_ids is None else same_segment(segment_ids)[:, None]
-    missing = k_BSHX.shape[-1] - v_BSHV.shape[-1]
-    wide_BSHX = jnp.pad(v_BSHV, ((0, 0), (0, 0), (0, 0), (0, missing)))
-    with jax.numpy_dtype_promotion("standard"):
-        out_BSHX = jax.nn.dot_product_attention(
-            q_BSHX,
-            k_BSHX,
-            wide_BSHX,
-            mask=mask_BHQK,
-            scale=scale,
-            is_causal=True,
-            implementation=implementation,
-        )
-    return out_BSHX[..., : v_BSHV.shape[-1]]
-
-
 # ---------------------------------------------------------------------------------------------- splash
 
 
-def splash_takes(q_BSHX: Array) -> bool:
+def splash_takes(q_BHSX: Array) -> bool:
     """Whether the sequence is whole blocks."""
-    return q_BSHX.shape[1] % 128 == 0
+    return q_BHSX.shape[2] % 128 == 0
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
 def splash_attention(
-    q_BSHX: Array,
-    k_BSHX: Array,
-    v_BSHV: Array,
+    q_BHSX: Array,
+    k_BHSX: Array,
+    v_BHSV: Array,
     scale: float,
     interpret: bool = False,
     segment_ids: Array | None = None,
@@ -159,7 +128,7 @@ def splash_attention(
       ValueError: 128 does not divide the sequence.
 
     """
-    return _splash_fwd(q_BSHX, k_BSHX, v_BSHV, scale, interpret, segment_ids)[0]
+    return _splash_fwd(q_BHSX, k_BHSX, v_BHSV, scale, interpret, segment_ids)[0]
 
 
 def _splash_fwd(
@@ -167,18 +136,16 @@ def _splash_fwd(
 ) -> tuple[Array, Any]:
     from jax.experimental.pallas.ops.tpu import splash_attention as splash
 
-    kernel = _splash_kernel(q.shape[1], q.shape[2], interpret)
+    kernel = _splash_kernel(q.shape[2], q.shape[1], interpret)
     segments = None if segment_ids is None else splash.SegmentIds(segment_ids, segment_ids)
 
-    def heads_first(q: Array, k: Array, v: Array) -> Array:
+    def attend(q: Array, k: Array, v: Array) -> Array:
         scaled = (q.astype(jnp.float32) * scale).astype(q.dtype)
-        # Named, they are what is kept for the backward: kept with positions first, as a cheap way back to the
-        # same, they would be transposed again there, on TPU with the whole pool they wait in.
-        first = (checkpoint_name(a.swapaxes(1, 2), "heads") for a in (scaled, k, v))
-        out_BHSV = jax.vmap(kernel)(*first, segments)
-        return out_BHSV.swapaxes(1, 2)
+        # Named, they are what is kept for the backward: where a cheap way led back to the same with positions
+        # first, they would be kept so and transposed again there, on TPU with the whole pool they wait in.
+        return jax.vmap(kernel)(*(checkpoint_name(a, "heads") for a in (scaled, k, v)), segments)
 
-    return _priced(functools.partial(jax.vjp, heads_first), _cost(q, v, 1, 1, (q, k, v, v)))(q, k, v)
+    return _priced(functools.partial(jax.vjp, attend), _cost(q, v, 1, 1, (q, k, v, v)))(q, k, v)
 
 
 def _splash_bwd(scale: float, interpret: bool, pull: Any, d: Array) -> tuple[Array, Array, Array, None]:
@@ -213,16 +180,21 @@ def _splash_kernel(length: int, num_heads: int, interpret: bool) -> Callable[...
     mask = splash.MultiHeadMask([splash.CausalMask((length, length))] * num_heads)
     with jax.ensure_compile_time_eval():  # kept between traces, so none of them may own its arrays
         return splash.make_splash_mha(
-            mask, head_shards=1, q_seq_shards=1, block_sizes=sizes, interpret=interpret
+            mask,
+            head_shards=1,
+            q_seq_shards=1,
+            block_sizes=sizes,
+            residual_checkpoint_name="attended",  # the logarithms of its sums, too
+            interpret=interpret,
         )
 
 
-def _cost(q_BSHX: Array, v_BSHV: Array, num_keys: int, num_values: int, arrays: Any) -> pl.CostEstimate:
+def _cost(q_BHSX: Array, v_BHSV: Array, num_keys: int, num_values: int, arrays: Any) -> pl.CostEstimate:
     """Of so many matmuls as wide as keys and as values, over the lower half of [S, S]."""
-    B, S, H, X = q_BSHX.shape
+    B, H, S, X = q_BHSX.shape
     pairs = B * H * S * S // 2
     return pl.CostEstimate(
-        flops=2 * pairs * (num_keys * X + num_values * v_BSHV.shape[-1]),
+        flops=2 * pairs * (num_keys * X + num_values * v_BHSV.shape[-1]),
         transcendentals=pairs,
         bytes_accessed=sum(array.size * array.dtype.itemsize for array in arrays),
     )

@@ -30,6 +30,12 @@ from models.objective import (
 from models.plan import Content, Layout, lay_out, layer_plan
 from models.vocabulary import BLOCK, cross_entropy, look_up
 
+recompute_wide = jax.checkpoint_policies.save_only_these_names(
+    "middle", "latents", "attended", "routing", "hidden"
+)
+"""A policy of ``jax.checkpoint``: of a layer keep what is dear and narrow, and compute again what is wide: heads from
+latents, norms, rows as they were dispatched, which costs an all_to_all."""
+
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Model:
@@ -42,6 +48,8 @@ class Model:
       init: ``init(key) -> params``, float32; the same weights for every plan. Slots that a stage leaves empty are
         zeros, which no gradient moves.
       param_specs: for each leaf of params, for those of stages without the stage dim, how it lies on the expert axis.
+      compute_dtype: of leaves that are only ever read in another dtype than their own, which; a prefix of params for
+        ``Pipeline(compute_dtype=...)``.
     """
 
     config: Config
@@ -49,6 +57,7 @@ class Model:
     staged: StagedModel
     init: Callable[[Array], Tree]
     param_specs: Tree
+    compute_dtype: Tree = None
 
 
 def deepseek(
@@ -96,8 +105,8 @@ def deepseek(
       mtp_after_norm: whether modules of multi-token prediction hear the hidden state behind the final norm, as
         published weights want it, or before.
       balance_factor: the paper's alpha; 0 for no such loss, and none of its cost.
-      remat: a ``jax.checkpoint`` policy for each layer, such as ``jax.checkpoint_policies.nothing_saveable``; None to
-        keep what the backward needs.
+      remat: a ``jax.checkpoint`` policy for each layer, such as ``recompute_wide`` or
+        ``jax.checkpoint_policies.nothing_saveable``; None to keep what the backward needs.
       loss_block: tokens of a device whose logits stand at once, at most.
       kernels: what computes attention and the experts' matmuls.
       platform: what the functions will be compiled for; None is JAX's default backend.
@@ -150,8 +159,9 @@ def deepseek(
     def init(key: Array) -> Tree:
         return _init(config, layout, modules, key)
 
+    staged = StagedModel(kinds, layout.kinds, weights)
     return Model(
-        config, layout, StagedModel(kinds, layout.kinds, weights), init, _param_specs(config, init, ep_axis)
+        config, layout, staged, init, _param_specs(config, init, ep_axis), _compute_dtype(config, init)
     )
 
 
@@ -383,6 +393,21 @@ def _param_specs(
         return PartitionSpec()
 
     return jax.tree_util.tree_map_with_path(spec, jax.eval_shape(init, jax.random.key(0)))
+
+
+def _compute_dtype(config: Config, init: Callable[[Array], Tree]) -> Tree:
+    """Matrices of layers are multiplied in ``compute_dtype``; norms and routers are float32.
+
+    So are the sums of the head's gradients over blocks of words, which are as wide as the head.
+    """
+
+    def dtype(path: tuple[Any, ...], leaf: Any) -> Any:
+        del leaf
+        names = {getattr(key, "key", None) for key in path}
+        return config.compute_dtype if names & {"kernel", "experts"} and "lm_head" not in names else None
+
+    whole = jax.tree_util.tree_map_with_path(dtype, jax.eval_shape(init, jax.random.key(0)))
+    return whole | {"stages": whole["stages"] | {"routing": None}}
 
 
 def _platform() -> Literal["cpu", "gpu", "tpu"]:

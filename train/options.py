@@ -157,6 +157,7 @@ def from_plan(file: Path) -> Mapping[str, Any]:
         },
         "mesh": {
             "schedule": plan.schedule,
+            "dp": plan.dp,
             "pp": plan.pp,
             "ep": plan.ep,
             "ep_nodes": plan.ep_nodes,

@@ -94,11 +94,20 @@ def step_of(
         tokens=num_microbatches * batch * sequence,
         flops=model_flops(numbers, active, sequence),
         param_specs=model.param_specs,
+        pipeline={"compute_dtype": model.compute_dtype},
         update=update,
         active=active,
         total=total,
         dispatch=dispatch_of(numbers),
+        counted="6 for each parameter that a token meets but the embedding, and 3 x causal attention",
+        routed=routed_flops(numbers),
     )
+
+
+def routed_flops(numbers: models.Config) -> float:
+    """Of ``model_flops``, those of a token's routed experts, three matrices each."""
+    layers = numbers.num_layers - numbers.num_dense_layers
+    return 6.0 * layers * numbers.top_k * 3 * numbers.dim * numbers.expert_hidden
 
 
 def dispatch_of(numbers: models.Config) -> Dispatch:

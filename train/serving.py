@@ -201,7 +201,7 @@ def compile_and_read(
         dataclasses.replace(row, direction=MICROBATCHES.get(row.direction or "", ("", "both"))[1])
         for row in found.all_to_alls
     )
-    units = {step.what: predict.unit_of(report, module.entry)}
+    units = {step.what: predict.unit_of(report, module, module.entry)}
     # Behind the last one a model has the next layer, or its head.
     followed = shares(report.select("all-to-all")[:-1])
     return dataclasses.replace(found, all_to_alls=tuple(named), units=units, followed=followed)

@@ -79,6 +79,7 @@ def prepare(config: TrainConfig) -> Run:
         schedule,
         mesh,
         param_specs=specs,
+        compute_dtype=model.compute_dtype,
         accumulate_dtype=jnp.dtype(asked.gradient_sums),
     )
     learning_rate = warmup_cosine(asked.learning_rate, asked.steps, asked.warmup)

@@ -10,7 +10,17 @@ import tyro
 
 from dualpipe_jax.command.options import CommandError
 from dualpipe_jax.command.output import show, show_json
-from dualpipe_jax.command.overlap import Files, PlanFile, RatesFile, name_of, planned, sent, study, units
+from dualpipe_jax.command.overlap import (
+    Files,
+    PlanFile,
+    RatesFile,
+    exposed_sends,
+    name_of,
+    planned,
+    sent,
+    study,
+    units,
+)
 from dualpipe_jax.pods.plain import plain
 from dualpipe_jax.pods.plan import Plan
 from dualpipe_jax.pods.results import Answer, Machine, Memory, ScheduleTime, Step, Way
@@ -45,7 +55,7 @@ class Dryrun:
     """
 
     target: str
-    """Devices: v5e:4x4, v5p:8x8x16, v4:, v6e:, tpu7x: or h100:NODESxGPUS."""
+    """Devices: v5e:4x4, v5p:8x8x16, v4:, v6e:, tpu7x: or h100:NODESxGPUS; cpu:N to run and time units here."""
     compile: Literal["nothing", "units", "step"] = "units"
     """nothing only counts memory, in seconds and with no compiler; units compiles each unit of the engine once, for
     times; step compiles the program's whole step, for the compiler's own account of memory."""
@@ -111,11 +121,24 @@ def _report(found: Answer, rates: Path | None) -> list[str | Table]:
     if compiled is not None and compiled.out_of_memory is not None:
         parts.append(compiled.out_of_memory)
     if compiled is not None and compiled.units:
-        parts += ["\ncycles of each unit, by the compiler's model\n", units(compiled), "\n" + sent(compiled)]
+        timed = compiled.cores is not None
+        how = (
+            f"nanoseconds of each unit, timed; {compiled.cores:g} cores shared by all"
+            if timed
+            else ("cycles of each unit, by the compiler's model")
+        )
+        parts += [
+            f"\n{how}\n",
+            units(compiled),
+            *([] if timed else ["\n" + sent(compiled), exposed_sends(compiled)]),
+        ]
     if step := found.step:
         source = "the compiler's model" if rates is None else f"the rates of {rates}"
+        missing = "" if step.update_cycles is not None else "; what is done with gradients is not in it"
+        if compiled is not None and compiled.cores is not None:
+            source = f"units that were timed, {compiled.cores:g} cores at work without a pause"
         parts += [
-            f"\na prediction of {source}, no measurement; the optimizer's time is not in it",
+            f"\na prediction of {source}, no measurement{missing}",
             *_step(step, found.target),
             "",
             account_table(step),
@@ -176,12 +199,19 @@ def account_table(step: Step) -> Table:
 
 
 def _step(step: Step, target: Machine | None) -> list[str]:
-    peak = "" if target is None else f", {target.flops / 1e12:g} TFLOP/s a device in bfloat16"
+    peak = "the peak"
+    if target is not None:
+        timed = target.name.startswith("cpu:")
+        peak = "a measured peak" if timed else "the published peak"
+        dtype = "float32" if timed else "bfloat16"
+        peak += f", {target.flops / 1e12:.4g} TFLOP/s a device in {dtype} ({target.source})"
+    counted = step.counted or "the program's own operations"
     bound = "at least " if step.lower_bound else ""
     share = "at most " if step.lower_bound else ""
     return [
         f"step: {bound}{step.seconds:.3g} s, {format_cycles(step.cycles)} cycles "
         f"({format_cycles(step.ideal_cycles)} in the ideal order)",
         f"{step.tokens} tokens, {step.tokens_per_second:.4g} a second",
-        f"MFU: {share}{percent(step.mfu)} of the published peak{peak}; nothing that is computed again counts",
+        f"MFU: {share}{percent(step.mfu)} of {peak}; counted: {counted}; nothing that is "
+        "computed again, no room that is not filled",
     ]

@@ -4,7 +4,7 @@ import dataclasses
 import importlib.util
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import tyro
 
@@ -98,7 +98,17 @@ class Overlap:
                 )
             return
         usual = Plan()
-        fixed = ["pp", "ep", "ep_nodes", "schedule", "max_stash", "microbatches", "microbatch_size", "remat"]
+        fixed = [
+            "dp",
+            "pp",
+            "ep",
+            "ep_nodes",
+            "schedule",
+            "max_stash",
+            "microbatches",
+            "microbatch_size",
+            "remat",
+        ]
         fixed += ["shard_optimizer", "moments", "gradient_sums"]
         given = [name for name in fixed if getattr(self.plan, name) != getattr(usual, name)]
         given += [name for name in ("whole", "compiled") if getattr(self, name)]
@@ -155,6 +165,7 @@ def study(
     environment = {"JAX_PLATFORMS": "cpu"}
     if target is not None:
         known = Target.parse(target)
+        _check_timed(known, compile, files, rates)
         if compile != "nothing":
             known.check_compiler()
         environment |= known.environment
@@ -170,6 +181,22 @@ def study(
     return filled(
         Answer, ask("dualpipe_jax.pods", plain(request), environment, title or target or plan.model)
     )
+
+
+def _check_timed(target: Any, compile: str, files: Sequence[Path], rates: Path | None) -> None:
+    """CPU devices are here: units are run and timed, no compiler's order is read."""
+    if target.platform != "cpu":
+        return
+    given = {"--output": bool(files), "--rates": rates is not None}
+    if compile not in ("nothing", "units"):
+        raise CommandError(
+            f"--target {target}: on CPU nothing overlaps, and a whole step is run by scripts/train; its units are "
+            "timed by `dualpipe plan` and `dualpipe dryrun --compile units`"
+        )
+    if wrong := [name for name, there in given.items() if there]:
+        raise CommandError(
+            f"--target {target}: its units are run and timed, not read; drop {', '.join(wrong)}"
+        )
 
 
 def _check_files(files: Sequence[Path]) -> None:
@@ -224,6 +251,15 @@ def sent(compiled: Compiled) -> str:
     return f"sent: {total / 2**20:.1f} MiB of a device in {len(compiled.all_to_alls)} all-to-alls"
 
 
+def exposed_sends(compiled: Compiled) -> str:
+    """What of a tick's sends no work of its unit is long enough for, by kind of tick."""
+    beside = (
+        f"{format_cycles(cycles)} beside {name or 'no unit'}"
+        for name, cycles in compiled.sends_exposed.items()
+    )
+    return f"sends of a tick: {format_cycles(compiled.sends.cycles)}; exposed {', '.join(beside)}"
+
+
 def name_of(found: Answer) -> str:
     """The plan and the target in words."""
     plan, target = found.program, found.target
@@ -231,7 +267,7 @@ def name_of(found: Answer) -> str:
     if found.compiled is not None and found.compiled.what in _SERVING:
         how = "one microbatch" if plan.serialised else "two microbatches"
         return f"{plan.model}, {found.compiled.what} in {how}, ep {plan.ep} on {target.name}"
-    return f"{plan.model}, {plan.schedule}, pp {plan.pp} x ep {plan.experts_on} on {target.name}"
+    return f"{plan.model}, {plan.schedule}, {plan.layout} on {target.name}"
 
 
 def _sentences(compiled: Compiled, at_least: float, enough: bool) -> list[str]:
@@ -252,6 +288,7 @@ def _sentences(compiled: Compiled, at_least: float, enough: bool) -> list[str]:
             f"sends: {sends.count} in flight beside it, {format_cycles(sends.exposed)} of "
             f"{format_cycles(sends.cycles)} exposed, {format_cycles(sends.waits)} waited for"
         )
+        lines += [exposed_sends(compiled)] if compiled.sends_exposed else []
     if compiled.what != "text":  # of which nobody knows what its slots, sums and parameters are
         lines.append(f"copies of slots, sums or parameters in a loop: {len(copied) or 'none'}")
         lines += [f"  {copy.array} {copy.op_name}" for copy in copied[:8]]

@@ -32,9 +32,10 @@ class Given(Chosen):
     max_stash: Suppress[Fixed[int | None]] = None
     pp: Suppress[Fixed[int]] = 4
     ep: Suppress[Fixed[int]] = 4
+    dp: Suppress[Fixed[int]] = 1
     microbatches: Suppress[Fixed[Count]] = None
     microbatch_size: Suppress[Fixed[Count]] = None
-    remat: Suppress[Fixed[Literal["none", "dots", "all"]]] = "none"
+    remat: Suppress[Fixed[Literal["none", "dots", "wide", "all"]]] = "none"
     dispatch: Suppress[Fixed[Literal["capacity", "dropless"]]] = "capacity"
     shard_optimizer: Suppress[Fixed[bool]] = False
     serialised: Suppress[Fixed[bool]] = False
@@ -50,18 +51,21 @@ class Plan:
     """
 
     target: str
-    """Devices: v5e:4x4, v5p:8x8x16, v4:, v6e:, tpu7x: or h100:NODESxGPUS; all of them work."""
+    """Devices: v5e:4x4, v5p:8x8x16, v4:, v6e:, tpu7x: or h100:NODESxGPUS, or cpu:N to run and time units here; all of
+    them work."""
     tokens_per_step: Count = None
     """Tokens of a step, which numbers of microbatches follow from; four microbatches for each rank of one sequence a
     device if left out."""
     pp: tuple[int, ...] = ()
     """Pipeline ranks to choose from; experts lie on what is left of the devices. All up to 32 that divide them if left
     out, which takes long: each is compiled."""
+    dp: tuple[int, ...] = (1,)
+    """Replicas of the whole to choose from; pipelines and experts lie on what each has of the devices."""
     per_device: tuple[int, ...] = (1, 2)
     """Sequences of a microbatch on each device to choose from."""
     schedule: tuple[str, ...] = planner.SCHEDULES
     """Schedules to choose from."""
-    remat: tuple[Literal["none", "dots", "all"], ...] = planner.REMATS
+    remat: tuple[Literal["none", "dots", "wide", "all"], ...] = planner.REMATS
     """What layers compute again in the backward, to choose from."""
     dispatch: tuple[Literal["capacity", "dropless"], ...] = ("capacity",)
     """How tokens reach experts, to choose from; capacity drops what exceeds its room, so they do not learn the same."""
@@ -102,7 +106,7 @@ class Plan:
         Raises:
           CommandError: a number is below 1.
         """
-        numbers = {"--pp": self.pp, "--per-device": self.per_device, "--best": (self.best,)}
+        numbers = {"--pp": self.pp, "--dp": self.dp, "--per-device": self.per_device, "--best": (self.best,)}
         numbers["--tokens-per-step"] = () if self.tokens_per_step is None else (self.tokens_per_step,)
         for flag, values in numbers.items():
             if min(values, default=1) < 1:
@@ -112,6 +116,7 @@ class Plan:
             base=Chosen(**fields),
             tokens=self.tokens_per_step,
             pp=self.pp,
+            dp=self.dp,
             per_device=self.per_device,
             schedules=self.schedule,
             remats=self.remat,
@@ -137,7 +142,9 @@ class Plan:
                 f"these are different models, of {sizes} parameters: the program's layers follow its stages"
             ]
         if plans:
-            parts += ["a prediction of the compiler's model, no measurement; without the optimizer's time\n"]
+            timed = self.target.lower().startswith("cpu:")
+            source = "units that were timed" if timed else "the compiler's model"
+            parts += [f"a prediction of {source}, no measurement; see `dualpipe dryrun` for its parts\n"]
             parts += [table(plans[: self.best])]
         if refused:
             parts += ["\nwhat cannot be had, of each kind what needs least\n", refusals(refused)]
@@ -180,7 +187,11 @@ class Search:
             fit, refused = planner.counted(case, counts)
             if not fit:
                 return refused
-            return refused + planner.priced(fit, self.ask(case.plan, "units", title), counts)
+            # The update is compiled with the units: shared out, which takes longer, where any plan needs that.
+            whole = {plan for plan in fit if not plan.shard_optimizer}
+            shared = any(dataclasses.replace(plan, shard_optimizer=False) not in whole for plan in fit)
+            compiled = dataclasses.replace(case.plan, shard_optimizer=shared)
+            return refused + planner.priced(fit, self.ask(compiled, "units", title), counts)
         except Died as death:
             why = str(death).splitlines()[0]
         except CommandError as error:
@@ -193,7 +204,7 @@ class Search:
         request = Request(plan, self.target, compile, rates=rates)
         known = self.cache.get(request)
         if known is None:
-            words = f"{title}: {plan.schedule}, pp {plan.pp} x ep {plan.ep}, {plan.batch} sequences, remat {plan.remat}"
+            words = f"{title}: {plan.schedule}, {plan.layout}, {plan.batch} sequences, remat {plan.remat}"
             known = study(plan, self.target, compile, rates=self.rates, title=words)
             self.cache.put(request, known)
         if known.parameters is not None:
@@ -219,7 +230,7 @@ def table(choices: Sequence[Choice]) -> Table:
         "schedule",
         "step, s",
         "MFU",
-        "pp x ep",
+        "pp x ep" if all(c.plan.dp == 1 for c in choices) else "(dp x) pp x ep",
         "microbatches",
         "remat",
         "stash",
@@ -232,7 +243,7 @@ def table(choices: Sequence[Choice]) -> Table:
             c.plan.schedule,
             f"{c.seconds:.4g}",
             percent(c.mfu),
-            f"{c.plan.pp} x {c.plan.ep}",
+            _layout(c.plan),
             f"{c.plan.num_microbatches} of {c.plan.batch}",
             c.plan.remat,
             "" if c.plan.max_stash is None else str(c.plan.max_stash),
@@ -250,7 +261,7 @@ def refusals(choices: Sequence[Choice]) -> Table:
     rows = [
         (
             c.plan.schedule,
-            f"{c.plan.pp} x {c.plan.ep}",
+            _layout(c.plan),
             f"{c.plan.num_microbatches} of {c.plan.batch}",
             c.plan.remat,
             c.refused,
@@ -258,3 +269,8 @@ def refusals(choices: Sequence[Choice]) -> Table:
         for c in choices
     ]
     return Table(("schedule", "pp x ep", "microbatches", "remat", "why"), tuple(rows), left=(0, 4))
+
+
+def _layout(plan: Chosen) -> str:
+    """Ranks and experts' devices, and replicas before them where there are some."""
+    return ("" if plan.dp == 1 else f"{plan.dp} x ") + f"{plan.pp} x {plan.ep}"

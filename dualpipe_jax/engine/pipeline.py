@@ -12,11 +12,12 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from dualpipe_jax.contract import At, Out, Report, StagedModel, Tree
 from dualpipe_jax.engine import checks
 from dualpipe_jax.engine.guard import Divergence
-from dualpipe_jax.engine.spmd import Engine, Outputs, Results
+from dualpipe_jax.engine.spmd import Engine, Outputs, Repeated, Results
 from dualpipe_jax.engine.stages import PlacedStages, broadcast, from_placed, to_placed
 from dualpipe_jax.engine.storage import Leaf
 from dualpipe_jax.engine.trees import float0_like, is_floating
 from dualpipe_jax.schedule import CostModel, Schedule
+from dualpipe_jax.schedule.lowering.table import TickTable
 
 
 class Applied(NamedTuple):
@@ -57,7 +58,9 @@ class Pipeline:
       storage_specs: PartitionSpec of each leaf as it is stored between steps, over "dp", "ep" and, of shared leaves,
         "pp"; None: as it is used. What is stored cut further than it is used is gathered once a step, and its gradient
         comes back reduce-scattered: see ``storage``.
-      gather_dtype: dtype in which such leaves are gathered and used, a prefix of params; None keeps each leaf's own.
+      compute_dtype: dtype in which floating leaves are used, a prefix of params; None keeps each leaf's own. They are
+        cast once a step, before they are gathered or sent to the rank of a second pipe; sums of their gradients are not
+        narrower for it.
       frozen: whether a leaf has no gradient, a prefix of params; nothing is computed or kept for it.
       input_grads: whether gradients have an entry "batch", for the batch's floating leaves (an encoder in front).
       costs: relative costs by which actions are placed on ticks; changes the speed, not the result.
@@ -82,7 +85,7 @@ class Pipeline:
     mesh: Mesh | AbstractMesh
     param_specs: Tree = None
     storage_specs: Tree = None
-    gather_dtype: Tree = None
+    compute_dtype: Tree = None
     frozen: Tree = None
     input_grads: bool = False
     costs: CostModel | None = None
@@ -163,6 +166,22 @@ class Pipeline:
         placed = jax.eval_shape(lambda p: self.placed(p), params)
         return self._engine(placed).state(placed, batch, key)
 
+    @functools.cached_property
+    def rehearse(self) -> Callable[..., tuple[tuple[jax.Array, Report], Tree]]:
+        """``rehearse(params, batch, tick, times)``, compiled: ``value_and_grad`` with one tick, again and again.
+
+        For measuring what single units take, each exactly as in the whole step; what it computes is of no use.
+
+        tick: int32 [ranks, columns], as rows of ``table`` are; see ``unit_everywhere``.
+        times: int32, how often.
+        """
+        return jax.jit(lambda params, batch, tick, times: self._step(params, batch, instead=(tick, times)))
+
+    def table(self, params: Tree, batch: Tree, key: jax.Array | None = None) -> TickTable:
+        """The lowered schedule as ``value_and_grad`` of these arguments runs it; nothing is computed or compiled."""
+        placed = jax.eval_shape(lambda p: self.placed(p), params)
+        return self._engine(placed).table(placed, batch, key)
+
     # ------------------------------------------------------------------- placing
 
     def shardings(self, params: Tree) -> Tree:
@@ -202,12 +221,12 @@ class Pipeline:
         used = every("param_specs", PartitionSpec())
         stored = every("storage_specs", _AS_USED)
         # A dtype is a leaf for tree.map, but None is not.
-        dtypes = every("gather_dtype", _OWN) if isinstance(self.gather_dtype, dict) else None
+        dtypes = every("compute_dtype", _OWN) if isinstance(self.compute_dtype, dict) else None
 
         def leaf(use: PartitionSpec, store: Any, dtype: Any) -> Leaf:
             return Leaf(use, use if store is _AS_USED else store, None if dtype is _OWN else dtype)
 
-        single = _OWN if self.gather_dtype is None else self.gather_dtype
+        single = _OWN if self.compute_dtype is None else self.compute_dtype
         dtypes = jax.tree.map(lambda _: single, used) if dtypes is None else dtypes
         layout = jax.tree.map(leaf, used, stored, dtypes)
         checks.check_layout(self.mesh, one, layout)
@@ -238,10 +257,11 @@ class Pipeline:
         *,
         units: tuple[str, ...] = (),
         every_kind: bool = False,
+        instead: Repeated | None = None,
     ) -> tuple[tuple[jax.Array, Report], Tree]:
         checks.check_arguments(self.schedule, self.mesh, params, batch)
         placed = self.placed(params)
-        results = self._engine(placed, units, every_kind).value_and_grad(placed, batch, key)
+        results = self._engine(placed, units, every_kind).value_and_grad(placed, batch, key, instead)
         self._watch(results)
         return (results.objective, results.report), self._gradients(params, placed, batch, results.gradients)
 
@@ -353,8 +373,8 @@ def _by_report(pipeline: Pipeline, params: Tree, batch: Tree, key: Any, cotangen
         return {**given, "shared": {"given": given.get("shared"), "cotangents": value}}
 
     changes = {name: wrapped(getattr(pipeline, name), None) for name in ("param_specs", "storage_specs")}
-    if isinstance(pipeline.gather_dtype, dict):
-        changes["gather_dtype"] = wrapped(pipeline.gather_dtype, None)
+    if isinstance(pipeline.compute_dtype, dict):
+        changes["compute_dtype"] = wrapped(pipeline.compute_dtype, None)
     other = dataclasses.replace(pipeline, model=model, frozen=wrapped(pipeline.frozen, True), **changes)
     shared = {"given": params["shared"], "cotangents": (cotangents.losses, cotangents.metrics)}
     _, gradients = other._step(params | {"shared": shared}, batch, key)

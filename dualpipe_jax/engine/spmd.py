@@ -27,6 +27,8 @@ from dualpipe_jax.schedule.lowering.alone import units_alone
 from dualpipe_jax.schedule.lowering.lower import forward_only, lower
 from dualpipe_jax.schedule.lowering.table import TickTable
 
+Repeated = tuple[jax.Array, jax.Array]
+"""A tick, int32 [ranks, columns], and how often it is run."""
 Outputs = Literal["none", "last_rank", "everywhere"]
 
 
@@ -110,12 +112,14 @@ class Engine:
 
     # ------------------------------------------------------------------- programs
 
-    def value_and_grad(self, params: Tree, batch: Tree, key: jax.Array | None) -> Results:
-        """Objective, report and gradients. ``params["stages"]`` is placed."""
+    def value_and_grad(
+        self, params: Tree, batch: Tree, key: jax.Array | None, instead: Repeated | None = None
+    ) -> Results:
+        """Objective, report and gradients. ``params["stages"]`` is placed; ``instead`` of the schedule's ticks."""
 
         def on_rank(params: Tree, batch: Tree, key: jax.Array | None) -> Any:
             program = _Program(self, params, batch, key, backward=True)
-            state = program.run()
+            state = program.run(instead)
             return *program.sums(state), program.gradients(state), None, program.first_bad(state)
 
         return self._run(on_rank, params, batch, key, self._gradient_specs(params, batch), None)
@@ -133,10 +137,25 @@ class Engine:
 
     def state(self, params: Tree, batch: Tree, key: jax.Array | None) -> State:
         """Types of what the scan carries on each device, by the entries that ``tick`` lists; computes nothing."""
+        return self._shapes(_Program.initial_state, params, batch, key)
+
+    def table(self, params: Tree, batch: Tree, key: jax.Array | None) -> TickTable:
+        """What the program walks through; computes nothing."""
+        found = []
+
+        def keep(program: "_Program") -> State:
+            found.append(program.table)
+            return {}
+
+        self._shapes(keep, params, batch, key)
+        return found[0]
+
+    def _shapes(self, of: Callable[["_Program"], State], params: Tree, batch: Tree, key: Any) -> State:
+        """Types of what a function of one device's program returns."""
         unchecked = dataclasses.replace(self, check_vma=False)
 
         def on_rank(params: Tree, batch: Tree, key: jax.Array | None) -> State:
-            return _Program(unchecked, params, batch, key, backward=True).initial_state()
+            return of(_Program(unchecked, params, batch, key, backward=True))
 
         # Called replicated, what it returns has the shapes that it has on one device.
         on_device = unchecked._shard_map(on_rank, params, PartitionSpec())
@@ -261,7 +280,7 @@ class _Program:
 
     # ------------------------------------------------------------------- the scan
 
-    def run(self) -> State:
+    def run(self, instead: Repeated | None = None) -> State:
         """All ticks."""
         engine = self.engine
         body = Tick(
@@ -273,6 +292,8 @@ class _Program:
             engine.debug_nans,
             engine.idle_sends,
         )
+        if instead is not None:
+            return tick.repeat(body, self.initial_state(), *instead)
         return tick.run(body, self.initial_state())
 
     def initial_state(self) -> State:

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
 
@@ -35,7 +36,7 @@ class Leaf:
     Attributes:
       used: PartitionSpec over "ep", as the stage's function sees it.
       stored: over any axes; each dim's begin with those of ``used``.
-      dtype: what it is gathered in; None: its own.
+      dtype: what it is used in; None: its own.
     """
 
     used: PartitionSpec
@@ -51,10 +52,9 @@ class Leaf:
 
     def gather(self, leaf: jax.Array) -> jax.Array:
         """From the device's stored part to what functions see."""
-        extra = self.extra(leaf.ndim)
-        if extra and self.dtype is not None:
+        if self.dtype is not None and jnp.issubdtype(leaf.dtype, jnp.floating):
             leaf = leaf.astype(self.dtype)
-        for dim, axes in extra:
+        for dim, axes in self.extra(leaf.ndim):
             leaf = lax.all_gather(leaf, axes, axis=dim, tiled=True)
         return leaf
 

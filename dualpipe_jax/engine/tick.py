@@ -61,8 +61,8 @@ class Tick:
     debug_nans: bool
     idle_sends: bool
 
-    def __call__(self, state: State, row: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[State, None]:
-        """One tick; ``row`` is (the tick's number, int32 [columns], bool [channels] as ``TickTable.brings``)."""
+    def __call__(self, state: State, row: tuple[jax.Array, jax.Array, tuple]) -> tuple[State, None]:
+        """One tick; ``row`` is (the tick's number, int32 [columns], ``TickTable.brings``)."""
         number, here = row[0], Row(self.table.columns, row[1])
         # What the previous tick made goes out now and is not looked at before this tick's work is done.
         arrived = [
@@ -162,4 +162,11 @@ def run(tick: Tick, state: State) -> State:
     table = tick.table
     rows = lax.dynamic_index_in_dim(jnp.asarray(table.array), lax.axis_index(PP), axis=1, keepdims=False)
     ticks = (jnp.arange(table.num_ticks, dtype=jnp.int32), rows)
-    return lax.scan(tick, state, (*tick.vary(ticks), jnp.asarray(table.brings())))[0]
+    return lax.scan(tick, state, (*tick.vary(ticks), table.brings(jnp.asarray(table.array))))[0]
+
+
+def repeat(tick: Tick, state: State, rows: jax.Array, times: jax.Array) -> State:
+    """A tick of ``rows``, int32 [ranks, columns], so many times; called inside shard_map."""
+    own = lax.dynamic_index_in_dim(rows, lax.axis_index(PP), axis=0, keepdims=False)
+    brings = tick.table.brings(rows)
+    return lax.fori_loop(0, times, lambda number, state: tick(state, (number, own, brings))[0], state)

@@ -19,6 +19,7 @@ from dualpipe_jax.inspect.measured import measured_rates, read_rates
 from dualpipe_jax.inspect.memory import Memory, memory
 from dualpipe_jax.inspect.overlap import overlap
 from dualpipe_jax.inspect.picture import plot
+from dualpipe_jax.inspect.products import Products, products
 from dualpipe_jax.inspect.rates import (
     FLOPS_PER_CYCLE,
     H100_CLOCK,
@@ -61,6 +62,7 @@ __all__ = [
     "Module",
     "Names",
     "OverlapReport",
+    "Products",
     "Rates",
     "SchedulerStatistics",
     "Target",
@@ -76,6 +78,7 @@ __all__ = [
     "overlap",
     "parse_statistics",
     "plot",
+    "products",
     "read",
     "read_rates",
     "recommended_compiler_options",

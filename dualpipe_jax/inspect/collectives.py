@@ -35,6 +35,7 @@ _GROUPS = re.compile(
     r"replica_groups=(?:\[(\d+),(\d+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?|\{(\{[\d,{} ]+\})\}"
     r"|mesh\[([^\]]+)\][^{]*\{([^}]+)\})"
 )
+_PAIRS = re.compile(r"source_target_pairs=\{([\d,{} ]+)\}")
 _AXIS = re.compile(r"'([^']+)'(?::\((\d+)\)(\d+))?(?:=(\d+))?")
 _IS_SYNC = re.compile(r'"is_sync":\s*true')
 
@@ -49,7 +50,8 @@ class Pair(NamedTuple):
       start: position in its computation at which it begins to run; of SparseCore calls that is the update.
       done: position at which the core waits for it; the computation's length if another one does.
       payload: bytes of what a device gives or of what it gets, whichever is more.
-      groups: numbers of the devices that take part together; None for permutes, or where the text does not say.
+      groups: numbers of the devices that take part together, of permutes pairs of a source and a target; None where
+        the text does not say.
     """
 
     kind: str
@@ -62,8 +64,8 @@ class Pair(NamedTuple):
 
     @property
     def group_size(self) -> int | None:
-        """Devices of the first group."""
-        return None if self.groups is None else len(self.groups[0])
+        """Devices of the first group; None for permutes."""
+        return None if self.groups is None or self.kind == "collective-permute" else len(self.groups[0])
 
 
 def collectives(module: Module, computation: Computation) -> list[Pair]:
@@ -151,6 +153,8 @@ def _groups(module: Module, issued: Instruction) -> tuple[tuple[int, ...], ...] 
     """``{{0,1},{2,3}}``, ``[2,2]<=[4]``, ``[2,2]<=[2,2]T(1,0)`` or, since jax 0.12, ``mesh['a'=2,'b'=2] {'b'}``."""
     inside = (i.attributes for name in issued.called() for i in module.inside(name))
     for attributes in (issued.attributes, *inside):
+        if pairs := _PAIRS.search(attributes):
+            return tuple((int(a), int(b)) for a, b in re.findall(r"(\d+),\s*(\d+)", pairs[1]))
         if match := _GROUPS.search(attributes):
             count, size, dims, order, listed, mesh, axes = match.groups()
             if listed:

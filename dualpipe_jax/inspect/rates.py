@@ -15,7 +15,6 @@ _TORUS: Mapping[str, float] = {
     "reduce-scatter": 1 / 2,
     "all-reduce": 1,
 }
-_EXCHANGES = "all-to-all", "ragged-all-to-all"
 _SWITCH: Mapping[str, float] = {**dict.fromkeys(_TORUS, 1), "all-reduce": 2}
 """Payloads that cross a link, times the share of the group that is not the device itself."""
 
@@ -88,8 +87,10 @@ H100_CLOCK = 1.83e9
 def h100_rates(network: float = 50e9, node: int = 8) -> "Rates":
     """A roofline for the H100 SXM, in cycles of ``H100_CLOCK``; CUDA's compiler gives no cycles itself.
 
-    From the data sheet: 989 TFLOP/s, 3.35 TB/s (read plus written), NVLink with 450 GB/s each way for all
-    collectives but permutes, which are taken to cross nodes, and the part of all-to-alls that does.
+    From the data sheet: 989 TFLOP/s, 3.35 TB/s (read plus written), NVLink with 450 GB/s each way inside a node. What
+    crosses nodes goes over the network: see ``fabric.Nodes``; a permute of which nobody knows is taken to do so.
+    cuDNN's attention does not reach the matrix units' rate: causal, in sequences of some thousand tokens, about
+    55 % of it forward and half of it backward (Shah et al. 2024, "FlashAttention-3", figures 5 and 6).
 
     Args:
       network: bytes a second, each way, of a GPU's share of the network between nodes.
@@ -102,6 +103,7 @@ def h100_rates(network: float = 50e9, node: int = 8) -> "Rates":
         collectives={"collective-permute": network / H100_CLOCK},
         memory=3.35e12 / H100_CLOCK,
         flops=989e12 / H100_CLOCK,
+        kernel_flops={r"fmha.*Backward": 0.5 * 989e12 / H100_CLOCK, "fmha": 0.55 * 989e12 / H100_CLOCK},
     )
 
 
@@ -134,8 +136,11 @@ class Rates:
         kernels that state their cost (``pl.CostEstimate``).
       kernels: cycles of custom calls that the compiler does not price (Pallas kernels), by a regular
         expression searched in the call's target and op_name; the first that is found counts.
+      kernel_flops: the same of custom calls that are known to reach less, by a regular expression searched in the
+        call's target; the first that is found counts.
       measured: whether memory and flops are of real devices, and so price what the compiler prices as well.
-      fabric: what lies between devices. An all-to-all whose groups are known takes no less than it says.
+      fabric: what lies between devices. A collective whose groups are known takes no less than it says, and as long
+        where ``collectives`` says something of its kind.
     """
 
     link: float | None = None
@@ -145,6 +150,7 @@ class Rates:
     memory: float | None = None
     flops: float | None = None
     kernels: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    kernel_flops: Mapping[str, float] = dataclasses.field(default_factory=dict)
     measured: bool = False
     fabric: Fabric | None = None
 
@@ -153,18 +159,20 @@ class Rates:
     ) -> float | None:
         """Cycles of a collective that moves payload bytes, alone on its links; None if not known.
 
-        A group_size of None, for a group whose size the text does not say, counts as a very large one.
+        A group_size of None, for a group whose size the text does not say, counts as a very large one. ``groups`` of a
+        permute are its pairs of a source and a target.
         """
+        placed = 0.0
+        if self.fabric is not None and groups:
+            placed = self.fabric.collective(kind, payload, groups)
         if kind in self.collectives:
-            return self.latency + payload / self.collectives[kind]
+            return self.latency + (placed or payload / self.collectives[kind])
         if self.link is None:
             return None
         factor = (_SWITCH if self.switched else _TORUS).get(kind)
         others = 1 - 1 / group_size if group_size else 1.0
         alone = payload * (1.0 if factor is None else factor * others) / self.link
-        if self.fabric is not None and groups is not None and kind in _EXCHANGES:
-            alone = max(alone, self.fabric.all_to_all(payload, groups))
-        return self.latency + alone
+        return self.latency + max(alone, placed)
 
     def instruction(self, module: Module, within: Computation, instruction: Instruction) -> float | None:
         """Cycles of one instruction that runs no other computation line by line; None if nobody prices it."""
@@ -189,4 +197,10 @@ class Rates:
         if instruction.opcode == "custom-call" and not arithmetic:
             return None  # a kernel of which nothing is known
         moved = traffic(module, within, instruction) / self.memory
-        return max(moved, arithmetic / self.flops) if self.flops else moved
+        return max(moved, arithmetic / self._reached(instruction)) if self.flops else moved
+
+    def _reached(self, instruction: Instruction) -> float:
+        """Multiplications and additions a cycle."""
+        assert self.flops is not None
+        target = instruction.target if instruction.opcode == "custom-call" else ""
+        return next((rate for name, rate in self.kernel_flops.items() if re.search(name, target)), self.flops)

@@ -2,12 +2,17 @@
 
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+
+import numpy as np
 
 from dualpipe_jax.inspect.hlo import Computation, Instruction, Module
 
 _CONTRACTED = re.compile(r"lhs_contracting_dim(?:ension)?s\"?[=:]\s*[\[{]([^\]}]*)[\]}]")
+_LABELS = re.compile(r"dim_labels=(\w+)_(\w+)->(\w+)")
+_WINDOW = re.compile(r"window=\{([^}]*)\}")
 _ESTIMATE = re.compile(r'"cost_estimate":\{"flops":"?(\d+)"?.*?"bytes_accessed":"?(\d+)')
+_CAUSAL = re.compile(r'"mask_type":\s*"(?:PADDING_)?CAUSAL"')
 _SLICES = ("dynamic-slice", "slice", "gather")
 _SEEN_THROUGH = ("bitcast", "reshape")
 
@@ -15,11 +20,13 @@ _SEEN_THROUGH = ("bitcast", "reshape")
 def flops(module: Module, computation: Computation, instruction: Instruction) -> int:
     """Multiplications and additions of the matrix products in an instruction.
 
-    Knows ``dot`` and the GPU libraries' matrix products, and kernels that state their cost; of a fusion, those
-    inside it. Convolutions, loops and other kernels count 0.
+    Knows ``dot``, the convolutions that TPUs have in its place, the GPU libraries' matrix products, cuDNN's attention,
+    and kernels that state their cost; of a fusion, those inside it. Loops and other kernels count 0.
     """
     if stated := _ESTIMATE.search(instruction.config):
         return int(stated[1])
+    if "cudnn$fmha" in instruction.target:
+        return _attention(computation, instruction)
     if instruction.opcode == "dot" or "lhs_contracting_dim" in instruction.config:
         left = computation.by_name.get(instruction.operands[0]) if instruction.operands else None
         contracted = _CONTRACTED.search(instruction.attributes)
@@ -27,12 +34,61 @@ def flops(module: Module, computation: Computation, instruction: Instruction) ->
             return 0
         sizes = [left.arrays[0].dims[int(d)] for d in re.findall(r"\d+", contracted[1])]
         return 2 * math.prod(instruction.arrays[0].dims) * math.prod(sizes)
+    if instruction.opcode == "convolution":
+        return _convolved(computation, instruction)
     if instruction.opcode == "fusion":
         called = [
             module.computations[name] for name in instruction.called("calls") if name in module.computations
         ]
         return sum(flops(module, inner, i) for inner in called for i in inner)
     return 0
+
+
+def _convolved(computation: Computation, instruction: Instruction) -> int:
+    """Of a convolution: those of its products that no padding and no dilation make zero."""
+    labels = _LABELS.search(instruction.attributes)
+    found = [computation.by_name.get(name) for name in instruction.operands[:2]]
+    if labels is None or len(found) < 2 or any(operand is None or not operand.arrays for operand in found):
+        return 0
+    left, kernel = (operand.arrays[0].dims for operand in found if operand is not None)
+    sizes = [
+        dict(zip(text, dims, strict=True))
+        for text, dims in zip(labels.groups(), (left, kernel, instruction.arrays[0].dims), strict=True)
+    ]
+    of_left, of_kernel, made = sizes
+    products = of_kernel["i"] * made["f"] * made["b"]
+    window = _WINDOW.search(instruction.attributes)
+    fields = dict(part.split("=") for part in window[1].split()) if window else {}
+    for dim in filter(str.isdigit, of_left):
+        products *= _positions(of_left[dim], of_kernel[dim], made[dim], int(dim), fields)
+    return 2 * products
+
+
+def _positions(size: int, window: int, made: int, dim: int, fields: Mapping[str, str]) -> int:
+    """Pairs of an output and a place in its window, along one dim, that meet an element of the input."""
+
+    def of(name: str, default: str) -> str:
+        return fields[name].split("x")[dim] if name in fields else default
+
+    stride, spread, apart = (int(of(name, "1")) for name in ("stride", "lhs_dilate", "rhs_dilate"))
+    before = int(of("pad", "0_0").partition("_")[0])
+    places = (np.arange(made)[:, None] * stride - before) + np.arange(window)[None] * apart
+    return int(((places >= 0) & (places <= (size - 1) * spread) & (places % spread == 0)).sum())
+
+
+def _attention(computation: Computation, instruction: Instruction) -> int:
+    """Of cuDNN's calls, whose first operands are q [B, Q, H, X], k [B, K, H, X] and v [B, K, H, V].
+
+    A forward multiplies twice, a backward five times: the scores once more, then the gradients of values, scores,
+    queries and keys. Under a causal mask half of the scores count.
+    """
+    known = [computation.by_name[name] for name in instruction.operands[:3] if name in computation.by_name]
+    if len(known) < 3 or any(len(made.arrays) != 1 or len(made.arrays[0].dims) != 4 for made in known):
+        return 0
+    (B, Q, H, X), (_, K, _, _), (_, _, _, V) = (made.arrays[0].dims for made in known)
+    keys, values = (3, 2) if instruction.target.endswith("Backward") else (1, 1)
+    multiplied = 2 * B * H * Q * K * (keys * X + values * V)
+    return multiplied // 2 if _CAUSAL.search(instruction.config) else multiplied
 
 
 def traffic(module: Module, computation: Computation, instruction: Instruction) -> int:

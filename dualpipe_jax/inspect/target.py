@@ -1,4 +1,4 @@
-"""Devices to compile for that are not here: TPU pods and clusters of H100s.
+"""Devices to compile for that are not here: TPU pods and clusters of H100s; and virtual ones of this machine's CPU.
 
 >>> from dualpipe_jax.inspect import Target
 >>> target = Target.parse("v5p:8x8x16")
@@ -46,12 +46,14 @@ class Device:
       clock: hertz of the cycles in which the compiler counts; of a TPU the one at which its matrix units reach
         ``flops``. tpu7x would need 2.2 GHz for that; the compiler's links, counted in cycles, have v5p's speed at
         1.9 GHz exactly, so this is taken.
+      source: who says what ``flops`` is.
     """
 
     memory: int
     flops: float
     bandwidth: float
     clock: float
+    source: str = "Google Cloud's page of this TPU"
 
 
 _GIB = 1 << 30
@@ -63,13 +65,18 @@ DEVICES: Mapping[str, Device] = {
     "v5p": Device(int(95.74 * _GIB), 459e12, 2765e9, 1.75e9),
     "v6e": Device(int(31.25 * _GIB), 918e12, 1640e9, 1.75e9),
     "tpu7x": Device(int(94.75 * _GIB), 1153.5e12, 3690e9, 1.9e9),
-    "h100": Device(80 * 10**9, 989e12, 3350e9, H100_CLOCK),
+    "h100": Device(80 * 10**9, 989e12, 3350e9, H100_CLOCK, "NVIDIA's data sheet of the H100 SXM"),
 }
 """By generation. Published figures: Google Cloud's pages of each TPU, NVIDIA's data sheet of the H100 SXM."""
 
-_DIMS = {"v4": (2, 3), "v5e": (2,), "v5p": (2, 3), "v6e": (2,), "tpu7x": (2, 3), "h100": (2,)}
+_DIMS = {"v4": (2, 3), "v5e": (2,), "v5p": (2, 3), "v6e": (2,), "tpu7x": (2, 3), "h100": (2,), "cpu": (1,)}
 _DEVICES_PER_CHIP = {"v4": 2, "tpu7x": 2}
-_EXAMPLES = "v5e:4x4, v5p:4x4x4, tpu7x:4x4x4, or h100:8x8 (nodes x GPUs of a node)"
+_EXAMPLES = "v5e:4x4, v5p:4x4x4, tpu7x:4x4x4, h100:8x8 (nodes x GPUs of a node), or cpu:8"
+_PATIENCE = (
+    "--xla_cpu_collective_call_warn_stuck_timeout_seconds=300",
+    "--xla_cpu_collective_call_terminate_timeout_seconds=600",
+)
+"""Virtual devices wait for each other where cores are few; the defaults end a process after seconds of that."""
 _CUDA = ("xla_cuda13", "xla_cuda12")
 
 
@@ -82,8 +89,8 @@ class Target:
     """Devices of one kind, by name.
 
     Attributes:
-      generation: v4, v5e, v5p, v6e, tpu7x or h100.
-      shape: chips along each axis of a TPU's torus; of h100 nodes x GPUs of a node.
+      generation: v4, v5e, v5p, v6e, tpu7x, h100 or cpu.
+      shape: chips along each axis of a TPU's torus; of h100 nodes x GPUs of a node; of cpu virtual devices.
     """
 
     generation: str
@@ -100,11 +107,11 @@ class Target:
           ValueError: it is no such name.
         """
         generation, _, shape = name.lower().partition(":")
-        if generation not in DEVICES:
-            near = difflib.get_close_matches(generation, DEVICES, n=1, cutoff=0.4)
+        if generation not in _DIMS:
+            near = difflib.get_close_matches(generation, _DIMS, n=1, cutoff=0.5)
             meant = f"did you mean {near[0]}? " if near else ""
             raise ValueError(
-                f"target {name!r}: {meant}known are {', '.join(DEVICES)}; for instance {_EXAMPLES}"
+                f"target {name!r}: {meant}known are {', '.join(_DIMS)}; for instance {_EXAMPLES}"
             )
         sizes = tuple(map(int, shape.split("x"))) if re.fullmatch(r"[1-9]\d*(x[1-9]\d*)*", shape) else ()
         if len(sizes) not in _DIMS[generation]:
@@ -119,9 +126,10 @@ class Target:
         return f"{self.generation}:{'x'.join(map(str, self.shape))}"
 
     @property
-    def platform(self) -> Literal["tpu", "cuda"]:
+    def platform(self) -> Literal["tpu", "cuda", "cpu"]:
         """As JAX's compilers call it."""
-        return "cuda" if self.generation == "h100" else "tpu"
+        known: Mapping[str, Literal["cuda", "cpu"]] = {"h100": "cuda", "cpu": "cpu"}
+        return known.get(self.generation, "tpu")
 
     @property
     def num_devices(self) -> int:
@@ -130,17 +138,26 @@ class Target:
 
     @property
     def device(self) -> Device:
-        """What each of them can do."""
+        """What each of them can do.
+
+        A virtual device has its share of this machine's memory, and a clock of nanoseconds; how fast it is, nobody
+        knows before it is measured: 0.
+        """
+        if self.platform == "cpu":
+            memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+            return Device(memory // self.num_devices, 0.0, 0.0, 1e9, "not measured")
         return DEVICES[self.generation]
 
     @property
     def rates(self) -> Rates:
-        """Durations that compiled programs leave out, for ``overlap``."""
+        """Durations that compiled programs leave out, for ``overlap``; none of CPU devices, which are timed."""
+        if self.platform == "cpu":
+            return Rates()
         return h100_rates(node=self.shape[-1]) if self.platform == "cuda" else tpu_rates(self.generation)
 
     def rates_on(self, devices: Sequence[Any]) -> Rates:
         """The same, with all-to-alls that know where these devices lie: those of a mesh, in its order."""
-        if self.platform == "cuda":
+        if self.platform != "tpu":
             return self.rates  # nodes follow each other
         shape = (*self.shape, *(1,) * (3 - len(self.shape)))
         places = tuple(tuple(device.coords) for device in devices)
@@ -149,6 +166,10 @@ class Target:
     @property
     def environment(self) -> Mapping[str, str]:
         """What must be in the environment before JAX is imported."""
+        if self.platform == "cpu":
+            count = f"--xla_force_host_platform_device_count={self.num_devices}"
+            flags = f"{os.environ.get('XLA_FLAGS', '')} {' '.join((count, *_PATIENCE))}"
+            return {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags.strip()}
         return TPU_ENVIRONMENT if self.platform == "tpu" else {"JAX_PLATFORMS": "cpu"}
 
     def check_compiler(self) -> None:
@@ -163,7 +184,7 @@ class Target:
             raise MissingCompiler(_missing(self, "JAX's CUDA plugin", "cuda"))
 
     def devices(self) -> list[Any]:
-        """Its devices, which programs can be compiled for and nothing can be put on.
+        """Its devices, which programs can be compiled for and nothing can be put on; but CPU's are there.
 
         Variables of ``environment`` that are not set are set, which helps unless JAX has read them before.
 
@@ -174,6 +195,10 @@ class Target:
         self.check_compiler()
         for name, value in self.environment.items():
             os.environ.setdefault(name, value)
+        if self.platform == "cpu":
+            import jax
+
+            return _enough(self, jax.devices("cpu"))
         from jax.errors import JaxRuntimeError
         from jax.experimental import topologies
 
@@ -188,6 +213,16 @@ class Target:
             return list(topology.devices)
         except JaxRuntimeError as error:
             raise ValueError(f"target {self}: {str(error).splitlines()[0]}") from None
+
+
+def _enough(target: Target, devices: list[Any]) -> list[Any]:
+    """The first of them. Raises ValueError where JAX was loaded with fewer."""
+    if len(devices) < target.num_devices:
+        flags = target.environment["XLA_FLAGS"]
+        raise ValueError(
+            f"target {target}: JAX has {len(devices)} CPU devices; set XLA_FLAGS={flags!r} before it loads"
+        )
+    return devices[: target.num_devices]
 
 
 def _is_installed(module: str) -> bool:

@@ -5,6 +5,8 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
 
 from dualpipe_jax.engine.stages import homes
 from dualpipe_jax.pods.program import Blueprint, Tree
@@ -24,6 +26,44 @@ def lower_step(blueprint: Blueprint) -> Any:
     if blueprint.update is None:
         return value_and_grad.lower(blueprint.params, blueprint.batch)
     return blueprint.update.lower(value_and_grad, blueprint.batch)
+
+
+def lower_update(blueprint: Blueprint) -> Any:
+    """What a step does with gradients that are there already, lowered alone; the program has an update.
+
+    Arguments are the state, and in the place of a batch (objective, report) and gradients.
+    """
+    assert blueprint.update is not None
+    made = jax.eval_shape(blueprint.pipeline.value_and_grad, blueprint.params, blueprint.batch)
+    everywhere = NamedSharding(blueprint.mesh, PartitionSpec())  # type: ignore[arg-type]  # an abstract mesh will do
+    lies = jax.tree.map(lambda leaf: leaf.sharding, blueprint.params)
+    (report, grads), none = made, jax.dtypes.float0
+    laid = (
+        jax.tree.map(lambda leaf: _struct(leaf, everywhere), report),
+        jax.tree.map(_struct, grads, lies, is_leaf=_is_none),
+    )
+    leaves, form = jax.tree.flatten(laid)
+    there = [leaf for leaf in leaves if leaf.dtype != none]
+
+    def at_hand(params: Tree, given: list[Any]) -> Any:
+        del params
+        own: Any = form
+        rest = iter(given)
+        return own.unflatten(np.zeros(s.shape, none) if s.dtype == none else next(rest) for s in leaves)
+
+    return blueprint.update.lower(at_hand, there)
+
+
+def _is_none(node: Any) -> bool:
+    return node is None
+
+
+def _struct(leaf: Any, lies: Any) -> jax.ShapeDtypeStruct | None:
+    if leaf is None:  # frozen
+        return None
+    return jax.ShapeDtypeStruct(
+        leaf.shape, leaf.dtype, sharding=None if leaf.dtype == jax.dtypes.float0 else lies
+    )
 
 
 def memory_by_kind(blueprint: Blueprint) -> dict[str, int]:

@@ -9,7 +9,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from dualpipe_jax.engine import At, Out
 from dualpipe_jax.pair import interleave
-from dualpipe_jax.parallel import EP, NODE, PP
+from dualpipe_jax.parallel import DP, EP, NODE, PP
 from dualpipe_jax.pods.program import Blueprint, Tree
 from dualpipe_jax.split import SplitPlan, split_backward
 from dualpipe_jax.split.run import evaluate
@@ -17,7 +17,7 @@ from dualpipe_jax.split.run import evaluate
 
 def _everywhere(mesh: Any) -> PartitionSpec:
     """Each device has its own part of the first dim."""
-    return PartitionSpec(tuple(axis for axis in (PP, NODE, EP) if axis in mesh.shape))
+    return PartitionSpec(tuple(axis for axis in (DP, PP, NODE, EP) if axis in mesh.shape))
 
 
 def lower_bare_pair(blueprint: Blueprint, *, ordered: bool) -> Any:

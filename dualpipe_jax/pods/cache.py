@@ -6,6 +6,7 @@ import importlib.metadata
 import importlib.util
 import json
 import os
+import platform
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,7 @@ class Cache:
 
     A key is made of the request, the versions of JAX and its compilers, and the sources: of this package, and of the
     program's (a file's folder, a module's top-level package, the trainer and its models for a plain name). What such a
-    file imports from elsewhere is not looked at.
+    file imports from elsewhere is not looked at. Where units are timed, the machine is part of it.
     """
 
     def __init__(self, folder: Path):
@@ -40,7 +41,9 @@ class Cache:
         asked: dict[str, Any] = plain(request)
         del asked["files"], asked["log"]
         rates = "" if request.rates is None else Path(request.rates).read_text()
-        parts = [asked, _versions(), _digest(request.plan.model), rates]
+        parts: list[Any] = [asked, _versions(), _digest(request.plan.model), rates]
+        if (request.target or "").startswith("cpu:"):  # timed on this machine
+            parts += [platform.node(), platform.processor(), os.cpu_count()]
         key = hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
         return self.folder / f"{key[:32]}.json"
 

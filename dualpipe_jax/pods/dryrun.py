@@ -1,6 +1,7 @@
 """The answers of a dry run: built, counted, compiled and read."""
 
 import dataclasses
+import functools
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -10,14 +11,14 @@ from jax.errors import JaxRuntimeError
 
 from dualpipe_jax import inspect
 from dualpipe_jax.parallel import make_mesh, over_nodes
-from dualpipe_jax.pods import ahead, loading, predict, timeline
+from dualpipe_jax.pods import ahead, loading, predict, timed, timeline
 from dualpipe_jax.pods.bare import lower_bare_pair
 from dualpipe_jax.pods.links import count_links
 from dualpipe_jax.pods.plan import Plan, pair_of
 from dualpipe_jax.pods.program import Blueprint, Setting, abstract_mesh
 from dualpipe_jax.pods.readings import read
 from dualpipe_jax.pods.request import Request
-from dualpipe_jax.pods.results import Answer, Compiled, Machine, Parameters, weigh
+from dualpipe_jax.pods.results import Answer, Compiled, Machine, Parameters, Unit, weigh
 from dualpipe_jax.pods.step_time import predict_step
 
 BARE: Mapping[str, bool] = {"bare": False, "bare_ordered": True}
@@ -54,12 +55,19 @@ def answer(
     )
     if devices is None or target is None:
         return found
-    compiled = compile_and_read(request, blueprint, target, say)
+    device = target.device
+    if target.platform == "cpu":
+        compiled = timed.measure(blueprint, say)
+        peak = timed.peak() / target.num_devices
+        device = dataclasses.replace(device, flops=peak, source="of a product on this machine")
+        found = dataclasses.replace(found, target=describe(target, device))
+    else:
+        compiled = compile_and_read(request, blueprint, target, say)
     memory = weigh(kinds, compiled, limit_of(target), share)
     found = dataclasses.replace(found, compiled=compiled, memory=memory)
     if program.flops and {"F"} < compiled.units.keys():
         say("simulating the step")
-        step = predict_step(compiled, blueprint, target.device, guards_of(request, target))
+        step = predict_step(compiled, blueprint, plan, device, guards_of(request, target))
         found = dataclasses.replace(found, step=step)
     return found
 
@@ -71,18 +79,23 @@ def draw(plan: Plan, target: inspect.Target | None, devices: Sequence[Any] | Non
       ValueError: options that do not fit together or the target.
     """
     schedule = plan.make_schedule()
-    if plan.batch % plan.ep:
-        raise ValueError(f"--microbatch-size {plan.batch}: --ep {plan.ep} devices must share it equally")
-    needed = plan.pp * plan.ep
+    replicas = "" if plan.dp == 1 else f"--dp {plan.dp} x "
+    if plan.batch % plan.parts:
+        raise ValueError(
+            f"--microbatch-size {plan.batch}: {replicas}--ep {plan.ep} devices must share it equally"
+        )
+    needed = plan.num_devices
     if target is not None and target.num_devices < needed:
         raise ValueError(
-            f"--target {target}: has {target.num_devices} devices, --pp {plan.pp} x --ep {plan.ep} = {needed}"
+            f"--target {target}: has {target.num_devices} devices, {replicas}--pp {plan.pp} x --ep {plan.ep} = {needed}"
         )
     ep = over_nodes(plan.ep, plan.ep_nodes)
-    mesh = abstract_mesh(plan.pp, ep) if devices is None else make_mesh(plan.pp, ep, devices)
+    make = abstract_mesh if devices is None else functools.partial(make_mesh, devices=devices)
+    mesh = make(plan.pp, ep, dp=plan.dp)
     setting = Setting(plan, schedule, mesh, None if target is None else platform_of(target))
     program = loading.make(plan.model, setting, plan.changes)
-    return Blueprint(program, schedule, mesh, not plan.serialised, plan.gradient_sums)
+    fuse = None if setting.platform == "cpu" and not plan.serialised else not plan.serialised
+    return Blueprint(program, schedule, mesh, fuse, plan.gradient_sums)
 
 
 def limit_of(target: inspect.Target | None) -> int | None:
@@ -98,9 +111,9 @@ def count_parameters(blueprint: Blueprint) -> Parameters:
     return Parameters(total, total if program.active is None else program.active, device)
 
 
-def platform_of(target: inspect.Target) -> Literal["gpu", "tpu"]:
+def platform_of(target: inspect.Target) -> Literal["gpu", "tpu", "cpu"]:
     """As JAX's devices call it."""
-    return "gpu" if target.platform == "cuda" else "tpu"
+    return "gpu" if target.platform == "cuda" else target.platform
 
 
 def compile_and_read(
@@ -127,13 +140,27 @@ def compile_and_read(
     mesh: Any = blueprint.mesh
     rates = rates_of(request, target, list(mesh.devices.flat))
     report = inspect.overlap(module, rates, statistics=inspect.parse_statistics(log))
-    title = f"{plan.model}, {plan.schedule}, pp {plan.pp} x ep {plan.experts_on} on {target}"
+    title = f"{plan.model}, {plan.schedule}, {plan.layout} on {target}"
     timeline.write(request.files, compiled.as_text, report, module, target, title)
     held = ahead.held_arrays(blueprint)
     found = read(what, module, report, inspect.memory(compiled), held, options=options, seconds=seconds)
+    if what == "units" and blueprint.update is not None:
+        say(f"compiling the update for {target}")
+        found = dataclasses.replace(found, update=price_update(blueprint, options, rates))
     if what in BARE:
-        found = dataclasses.replace(found, units={"FB": predict.unit_of(report, module.entry)})
+        found = dataclasses.replace(found, units={"FB": predict.unit_of(report, module, module.entry)})
     return found
+
+
+def price_update(blueprint: Blueprint, options: Mapping[str, str], rates: inspect.Rates) -> Unit | None:
+    """What the step does with gradients, compiled alone; None where the compiler has no memory for it so."""
+    try:
+        module = inspect.read(ahead.lower_update(blueprint).compile(options))
+    except JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise ValueError(f"the compiler refuses the update: {str(error)[:2000]}") from None
+        return None
+    return predict.unit_of(inspect.overlap(module, rates), module, module.entry)
 
 
 def compiler_options(plan: Plan, target: inspect.Target) -> dict[str, str]:
@@ -193,6 +220,6 @@ def read_text(request: Request, target: inspect.Target) -> Compiled:
     return read("text", module, report, None)
 
 
-def describe(target: inspect.Target) -> Machine:
-    """A target's figures."""
-    return Machine(str(target), target.num_devices, **dataclasses.asdict(target.device))
+def describe(target: inspect.Target, device: inspect.Device | None = None) -> Machine:
+    """A target's figures; ``device`` are those of a device if they are better known."""
+    return Machine(str(target), target.num_devices, **dataclasses.asdict(device or target.device))

@@ -36,15 +36,17 @@ class Plan:
     """Expert-parallel devices of each rank."""
     ep_nodes: int = 1
     """Nodes that these lie on, for dispatch in two hops: a token crosses to a node at most once."""
+    dp: int = 1
+    """Replicas of the whole, each with a part of every microbatch."""
     microbatches: Count = None
     """Microbatches of a step, over all pipes; 4 for each rank if left out."""
     microbatch_size: Count = None
-    """Sequences of a microbatch, shared out over ep; one for each device if left out."""
+    """Sequences of a microbatch, shared out over dp and ep; one for each device if left out."""
     sequence: int = 4096
     """Tokens of a sequence."""
-    remat: Literal["none", "dots", "all"] = "none"
-    """What layers compute again in the backward: none keeps what it needs, dots keeps matrix products only, all
-    keeps a layer's input only."""
+    remat: Literal["none", "dots", "wide", "all"] = "none"
+    """What layers compute again in the backward: none keeps what it needs, dots keeps matrix products only, wide
+    keeps what is dear and narrow, all keeps a layer's input only."""
     dispatch: Literal["capacity", "dropless"] = "capacity"
     """How tokens reach experts."""
     capacity_factor: float = 1.0
@@ -74,7 +76,22 @@ class Plan:
     @property
     def batch(self) -> int:
         """Sequences of a microbatch."""
-        return self.microbatch_size or self.ep
+        return self.microbatch_size or self.parts
+
+    @property
+    def parts(self) -> int:
+        """Devices that share a microbatch."""
+        return self.dp * self.ep
+
+    @property
+    def num_devices(self) -> int:
+        """That a step needs."""
+        return self.dp * self.pp * self.ep
+
+    @property
+    def layout(self) -> str:
+        """Devices in words: pp 16 x ep 64, and dp before it where there are replicas."""
+        return ("" if self.dp == 1 else f"dp {self.dp} x ") + f"pp {self.pp} x ep {self.experts_on}"
 
     @property
     def changes(self) -> dict[str, int | float]:

@@ -19,7 +19,7 @@ from dualpipe_jax.schedule.costs import at_most
 from dualpipe_jax.schedule.names import find
 
 SCHEDULES = "dualpipe", "dualpipe_v", "one_f_one_b", "zb_h1", "zb_v"
-REMATS: tuple[Literal["none", "dots", "all"], ...] = ("none", "dots", "all")
+REMATS: tuple[Literal["none", "dots", "wide", "all"], ...] = ("none", "dots", "wide", "all")
 STASHES: tuple[int | None, ...] = (None, 8, 2, 1)
 
 
@@ -31,6 +31,7 @@ class Wanted:
       base: whatever is not chosen.
       tokens: of a step; None: four microbatches for each rank, of one sequence a device.
       pp: numbers of pipeline ranks; empty: all that divide the devices, up to ``most_ranks``.
+      dp: numbers of replicas.
       per_device: sequences of a microbatch that a device has.
       schedules, remats, dispatches, stashes: to choose from.
     """
@@ -38,9 +39,10 @@ class Wanted:
     base: Plan
     tokens: int | None = None
     pp: tuple[int, ...] = ()
+    dp: tuple[int, ...] = (1,)
     per_device: tuple[int, ...] = (1, 2)
     schedules: tuple[str, ...] = SCHEDULES
-    remats: tuple[Literal["none", "dots", "all"], ...] = REMATS
+    remats: tuple[Literal["none", "dots", "wide", "all"], ...] = REMATS
     dispatches: tuple[Literal["capacity", "dropless"], ...] = ("capacity",)
     stashes: tuple[int | None, ...] = STASHES
     most_ranks: int = 32
@@ -81,13 +83,13 @@ def cases(wanted: Wanted, num_devices: int) -> tuple[list[Case], list[Choice]]:
     """Everything to be compiled, and what cannot be had whatever it takes."""
     found: list[Case] = []
     refused: list[Choice] = []
-    for pp, per_device, remat, dispatch in itertools.product(
+    for (dp, pp), per_device, remat, dispatch in itertools.product(
         _ranks(wanted, num_devices), wanted.per_device, wanted.remats, wanted.dispatches
     ):
-        ep = num_devices // pp
-        size, tokens = per_device * ep, wanted.tokens or 4 * num_devices * wanted.base.sequence
+        ep = num_devices // (dp * pp)
+        size, tokens = per_device * dp * ep, wanted.tokens or 4 * num_devices * wanted.base.sequence
         plan = dataclasses.replace(
-            wanted.base, pp=pp, ep=ep, microbatch_size=size, remat=remat, dispatch=dispatch
+            wanted.base, dp=dp, pp=pp, ep=ep, microbatch_size=size, remat=remat, dispatch=dispatch
         )
         microbatches, left = divmod(tokens, size * plan.sequence)
         if left or not microbatches:
@@ -106,14 +108,21 @@ def cases(wanted: Wanted, num_devices: int) -> tuple[list[Case], list[Choice]]:
     return found, refused
 
 
-def _ranks(wanted: Wanted, num_devices: int) -> tuple[int, ...]:
-    """Pipeline ranks, of which a device is one of as many experts' devices as are left."""
-    if wanted.pp:
-        wrong = [pp for pp in wanted.pp if pp < 1 or num_devices % pp]
-        if wrong:
-            raise ValueError(f"--pp {wrong[0]}: must divide the target's {num_devices} devices")
-        return wanted.pp
-    return tuple(pp for pp in range(2, wanted.most_ranks + 1) if num_devices % pp == 0)
+def _ranks(wanted: Wanted, num_devices: int) -> list[tuple[int, int]]:
+    """Replicas and their pipeline ranks, of which a device is one of as many experts' devices as are left."""
+    found = []
+    for dp in wanted.dp:
+        of_each, left = divmod(num_devices, dp)
+        if left:
+            raise ValueError(f"--dp {dp}: must divide the target's {num_devices} devices")
+        if wrong := [pp for pp in wanted.pp if pp < 1 or of_each % pp]:
+            whose = (
+                f"the target's {num_devices} devices" if dp == 1 else f"the {of_each} devices of a replica"
+            )
+            raise ValueError(f"--pp {wrong[0]}: must divide {whose}")
+        all_that_divide = [pp for pp in range(2, wanted.most_ranks + 1) if of_each % pp == 0]
+        found += [(dp, pp) for pp in wanted.pp or all_that_divide]
+    return found
 
 
 def _case(plans: list[Plan], stashes: Iterable[int | None]) -> Case:
@@ -178,14 +187,15 @@ def priced(plans: Iterable[Plan], found: Answer, counts: Mapping[bool, Answer]) 
     least, send = step.mfu * step.seconds, compiled.sends.each
     whole, halves = (predict.costs(compiled.units, send, split=split) for split in (False, True))
     beside = compiled.overheads or Overheads(0.0, 0.0)
+    rest = beside.step + (0.0 if compiled.update is None else compiled.update.cycles)
     beyond = max(0, memory.beyond or 0)
 
     @functools.cache
     def seconds_of(plan: Plan) -> float:
         schedule = schedule_of(plan)
         costs = halves if predict.splits(schedule) else whole
-        cycles, _ = predict.step_cycles(schedule, costs, beside.tick)
-        return (cycles + beside.step) / target.clock
+        cycles, _ = predict.step_cycles(schedule, costs, beside.tick, compiled.at_once)
+        return (cycles + rest) / target.clock
 
     choices = []
     for plan in plans:
@@ -231,7 +241,7 @@ def nearest(choices: Iterable[Choice]) -> list[Choice]:
     """Those that cannot be had, of each schedule and remat policy the one that needs least."""
     groups: dict[tuple[object, ...], Choice] = {}
     for choice in choices:
-        key = choice.plan.schedule, choice.plan.pp, choice.plan.remat, choice.plan.dispatch
+        key = choice.plan.schedule, choice.plan.dp, choice.plan.pp, choice.plan.remat, choice.plan.dispatch
         if choice.refused:
             kept = groups.get(key)
             smaller = kept is not None and (choice.memory or 0) < (kept.memory or 0)

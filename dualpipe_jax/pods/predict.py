@@ -8,10 +8,11 @@ import math
 import re
 from collections.abc import Mapping
 
-from dualpipe_jax.inspect import Module, OverlapReport
+from dualpipe_jax.inspect import Module, OverlapReport, products
 from dualpipe_jax.pods.results import Unit
 from dualpipe_jax.schedule import CostModel, MemoryModel, Op, Schedule, lower, simulate
 from dualpipe_jax.schedule.costs import stages_a_share
+from dualpipe_jax.schedule.lowering.table import TickTable
 from dualpipe_jax.schedule.optimize.choose import Candidate, choose
 
 SCOPE_OF = {
@@ -65,12 +66,21 @@ def measure(report: OverlapReport, module: Module) -> dict[str, Unit]:
 
     Most stages are of kind "middle", where there is one.
     """
-    measured: dict[str, Unit] = {}
-    for unit in SCOPE_OF:
-        kinds = {
-            kind: max((unit_of(report, body) for body in found), key=lambda u: u.cycles)
-            for kind, found in by_kind(module, unit).items()
+    return by_name(
+        {
+            unit: {
+                kind: max((unit_of(report, module, body) for body in found), key=lambda u: u.cycles)
+                for kind, found in by_kind(module, unit).items()
+            }
+            for unit in SCOPE_OF
         }
+    )
+
+
+def by_name(found: Mapping[str, Mapping[str, Unit]]) -> dict[str, Unit]:
+    """Units by what ``costs`` asks for, from units by kind of stage, "KIND", or for pairs "KIND-KIND"."""
+    measured: dict[str, Unit] = {}
+    for unit, kinds in found.items():
         usual = {kind: u for kind, u in kinds.items() if set(kind.split("-")) == {"middle"}} or kinds
         if usual:
             measured[unit] = max(usual.values(), key=lambda u: u.cycles)
@@ -78,12 +88,13 @@ def measure(report: OverlapReport, module: Module) -> dict[str, Unit]:
     return measured
 
 
-def unit_of(report: OverlapReport, computation: str) -> Unit:
+def unit_of(report: OverlapReport, module: Module, computation: str) -> Unit:
     """What a computation takes, run once."""
     time = report.computations[computation]
     durations = [c.duration for c in report.inside(computation)]
     total = None if None in durations else sum(d for d in durations if d is not None)
-    return Unit(time.cycles, time.work, total, time.waits, len(time.unpriced))
+    made = products(report, module, computation)
+    return Unit(time.cycles, time.work, total, time.waits, len(time.unpriced), *made)
 
 
 def overheads(report: OverlapReport, module: Module) -> tuple[float, float] | None:
@@ -162,14 +173,24 @@ def units_of(schedule: Schedule) -> tuple[str, ...]:
     return tuple(unit for unit in SCOPE_OF if unit in there)
 
 
-def step_cycles(schedule: Schedule, costs: CostModel, tick: float = 0.0) -> tuple[float, float]:
+def step_cycles(
+    schedule: Schedule, costs: CostModel, tick: float = 0.0, at_once: float | None = None
+) -> tuple[float, float]:
     """Cycles from the first forward to the last backward: in the engine's ticks, and in the ideal order.
 
     The optimizer and the reduction of gradients come on top. ``tick`` is what each tick takes beside its units, which
-    the ideal order, of no ticks, leaves out.
+    the ideal order, of no ticks, leaves out. ``at_once`` is of how many ranks the processors can do the work at a
+    time, where they share them; None: all.
     """
-    table = lower(schedule, costs)
-    return table.makespan(costs) + table.num_ticks * tick, simulate(schedule, costs).makespan
+    table, ideal = lower(schedule, costs), simulate(schedule, costs).makespan
+    if at_once is not None:
+        ideal = max(ideal, float(table.work(costs).sum()) / at_once)
+    return span(table, costs, at_once) + table.num_ticks * tick, ideal
+
+
+def span(table: TickTable, costs: CostModel, at_once: float | None) -> float:
+    """Cycles of a table's units; see ``step_cycles``."""
+    return table.makespan(costs) if at_once is None else table.shared_makespan(costs, at_once)
 
 
 def rank_costs(costs: CostModel, schedule: Schedule) -> CostModel:
@@ -207,6 +228,7 @@ def rank_schedules(
     limit: float,
     fixed: float = 0.0,
     tick: float = 0.0,
+    at_once: float | None = None,
 ) -> tuple[Prediction, ...]:
     """All schedules for given costs and sizes of a rank's share: the shortest step that fits first.
 
@@ -217,6 +239,7 @@ def rank_schedules(
       limit: bytes of a device.
       fixed: bytes that every schedule needs.
       tick: cycles of each tick beside its units; as many on a V, whose stages are half as deep and ticks twice as many.
+      at_once: see ``step_cycles``.
     """
     found = []
     for own, wanted in ((costs, True), (costs_unsplit, False)):
@@ -226,13 +249,15 @@ def rank_schedules(
                     refused = candidate.refused.removeprefix(f"{candidate.name}: ")
                     found.append(Prediction(candidate.name, math.inf, math.inf, 0.0, refused))
             elif splits(candidate.schedule) == wanted:
-                found.append(_predicted(candidate, own, limit, fixed, tick))
+                found.append(_predicted(candidate, own, limit, fixed, tick, at_once))
     return tuple(sorted(found, key=lambda p: (bool(p.refused), p.cycles)))
 
 
-def _predicted(candidate: Candidate, costs: CostModel, limit: float, fixed: float, tick: float) -> Prediction:
+def _predicted(
+    candidate: Candidate, costs: CostModel, limit: float, fixed: float, tick: float, at_once: float | None
+) -> Prediction:
     assert candidate.schedule is not None
     own, needed = costs.for_schedule(candidate.schedule), candidate.peak + fixed
     refused = f"needs {needed / 2**30:.1f} GiB of {limit / 2**30:.1f}" if candidate.refused else ""
-    cycles, ideal = step_cycles(candidate.schedule, own, tick)
+    cycles, ideal = step_cycles(candidate.schedule, own, tick, at_once)
     return Prediction(candidate.name, cycles, ideal, needed, refused)

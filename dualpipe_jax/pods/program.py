@@ -11,7 +11,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 
 from dualpipe_jax.contract import StagedModel
 from dualpipe_jax.engine import Pipeline
-from dualpipe_jax.parallel import EP, NODE, PP, batch_spec
+from dualpipe_jax.parallel import DP, EP, NODE, PP, batch_spec
 from dualpipe_jax.pods.links import Dispatch
 from dualpipe_jax.pods.plan import Plan
 from dualpipe_jax.schedule import Schedule
@@ -39,7 +39,7 @@ class Setting:
     Attributes:
       plan: all that was asked for.
       schedule: whose stages the model is cut into: ``schedule.placement.num_model_stages``.
-      mesh: of "pp" and "ep" devices, or an abstract mesh where nothing is to be compiled.
+      mesh: of "pp" and "ep" devices, and "dp" replicas, or an abstract mesh where nothing is to be compiled.
       platform: as JAX calls it; None where nobody knows.
     """
 
@@ -59,6 +59,8 @@ class Program:
       batch: of a step: ShapeDtypeStructs [microbatches, microbatch size, ...].
       tokens: that a step learns from.
       flops: floating-point operations that the training of one token needs, by whatever count MFU shall go.
+      counted: that count in words.
+      routed: of ``flops``, those of routed experts, of which there are more where they have more room than tokens.
       param_specs: how parameters lie on "ep"; see ``Pipeline``.
       update: from the parameters as they are placed to what a step does with gradients; None: nothing, and only
         parameters and gradients are counted.
@@ -78,6 +80,8 @@ class Program:
     active: int | None = None
     total: int | None = None
     dispatch: Dispatch | None = None
+    counted: str = ""
+    routed: float = 0.0
     pipeline: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
 
@@ -96,7 +100,7 @@ class Blueprint:
     program: Program
     schedule: Schedule
     mesh: Mesh | AbstractMesh
-    fuse_pairs: bool = True
+    fuse_pairs: bool | None = True
     gradient_sums: str = "float32"
 
     @functools.cached_property
@@ -151,7 +155,8 @@ class Blueprint:
         return self.program.tokens // (self.num_microbatches * devices)
 
 
-def abstract_mesh(num_pp: int, ep: int | tuple[int, int]) -> AbstractMesh:
-    """A mesh of no devices in particular, enough for counting; ep as ``make_mesh`` takes it."""
+def abstract_mesh(num_pp: int, ep: int | tuple[int, int], *, dp: int = 1) -> AbstractMesh:
+    """A mesh of no devices in particular, enough for counting; arguments as ``make_mesh`` takes them."""
     sizes = {PP: num_pp, EP: ep} if isinstance(ep, int) else {PP: num_pp, NODE: ep[0], EP: ep[1]}
+    sizes = {DP: dp} | sizes if dp > 1 else sizes
     return AbstractMesh(tuple(sizes.values()), tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes))

@@ -7,7 +7,7 @@ from typing import Any
 from dualpipe_jax import inspect
 from dualpipe_jax.inspect.report import sum_up
 from dualpipe_jax.pods import ahead, predict
-from dualpipe_jax.pods.results import AllToAll, Compiled, CopyInLoop, Overheads, Shares
+from dualpipe_jax.pods.results import AllToAll, Compiled, CopyInLoop, Overheads, Shares, Unit
 
 _COPY_BYTES = 1 << 20
 """Copies in loops of fewer bytes are not worth a mention."""
@@ -29,12 +29,14 @@ def read(
     exchange = [c for c in report.select("collective-permute") if c.computation == predict.walk(module)]
     inside = [c for c in report.select("all-to-all") if not pairs or c.computation in pairs]
     beside = predict.overheads(report, module)
+    sends, units = shares(exchange), predict.measure(report, module)
     return Compiled(
         what,
         all_to_all=shares(inside),
         all_to_alls=tuple(_row(c) for c in inside),
-        sends=shares(exchange),
-        units=predict.measure(report, module),
+        sends=sends,
+        sends_exposed=exposed_by_tick(sends.cycles, units),
+        units=units,
         overheads=None if beside is None else Overheads(*beside),
         copies=tuple(
             _copy(copy, held) for copy in inspect.copies(module, _COPY_BYTES) if not copy.changes_memory
@@ -58,6 +60,14 @@ def shares(chosen: Sequence[inspect.Collective]) -> Shares:
         hidden=total.hidden if total.duration else None,
         each=max((c.duration or 0.0 for c in chosen), default=0.0),
     )
+
+
+def exposed_by_tick(cycles: float | None, units: Mapping[str, Unit]) -> dict[str, float]:
+    """Cycles of a tick's sends, one after the other, beyond the work of each of most stages' units, and of none: ""."""
+    if cycles is None:
+        return {}
+    usual = {name: unit.computation for name, unit in units.items() if "/" not in name}
+    return {"": cycles} | {name: max(0.0, cycles - work) for name, work in usual.items()}
 
 
 def _copy(copy: inspect.Copy, held: Collection[str]) -> CopyInLoop:

@@ -9,7 +9,7 @@ from dualpipe_jax.pods.plan import Plan
 
 @dataclasses.dataclass(frozen=True)
 class Machine:
-    """A target: how many devices, and what each can do; see ``inspect.target.Device``."""
+    """A target: how many devices, and what each can do; see ``inspect.target.Device``, and ``source`` of its peak."""
 
     name: str
     devices: int
@@ -17,6 +17,7 @@ class Machine:
     flops: float
     bandwidth: float
     clock: float
+    source: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,6 +89,8 @@ class Unit:
       communication: cycles that its collectives take, hidden or not; None if a rate is missing.
       exposed: cycles in which the core waits for them.
       unpriced: instructions that nobody prices, which make cycles a lower bound.
+      flops: multiplications and additions of its matrix products; None where nobody counted.
+      matmuls: cycles of the instructions that hold these.
       over_limit: cycles over the larger of computation and communication: 1 is as good as can be.
       over_sum: cycles over computation and communication one after the other: 1 is nothing hidden.
     """
@@ -97,6 +100,8 @@ class Unit:
     communication: float | None
     exposed: float
     unpriced: int
+    flops: float | None = None
+    matmuls: float = 0.0
     over_limit: float | None = dataclasses.field(init=False)
     over_sum: float | None = dataclasses.field(init=False)
 
@@ -170,15 +175,19 @@ class Compiled:
     """What was compiled, and read of it.
 
     Attributes:
-      what: see ``Request.compile``; "text" of a program that was compiled before.
+      what: see ``Request.compile``; "text" of a program that was compiled before, "timed" where units were run.
       out_of_memory: the compiler's words where it refused; nothing was read then.
       options: that the compiler was given.
       seconds: of "lowering" and of "compiling".
       all_to_all, all_to_alls: of pairs where there are some, else of all.
       followed: of serving, all but the last one, behind which a model goes on.
       sends: to the neighbours, beside the units of a tick.
-      units: by name; see ``units.measure``.
+      sends_exposed: cycles of a tick's sends that the work of its unit is too short for; "" is no unit.
+      units: by name; see ``predict.measure``.
       overheads: None where there are no ticks.
+      update: what the step does with gradients, once; None where the program does nothing, or nobody looked.
+      cores: that all devices share; None where each has its own.
+      at_once: of how many ranks they do the work at a time.
       copies: of more than a megabyte, in loops.
       memory: the compiler's own account of one device, in bytes; see ``inspect.Memory``, and their "peak".
       scheduler: what the TPU compiler's scheduler says of each pair.
@@ -192,8 +201,12 @@ class Compiled:
     all_to_alls: tuple[AllToAll, ...] = ()
     followed: Shares | None = None
     sends: Shares = Shares()
+    sends_exposed: Mapping[str, float] = dataclasses.field(default_factory=dict)
     units: Mapping[str, Unit] = dataclasses.field(default_factory=dict)
     overheads: Overheads | None = None
+    update: Unit | None = None
+    cores: float | None = None
+    at_once: float | None = None
     copies: tuple[CopyInLoop, ...] = ()
     memory: Mapping[str, int] | None = None
     scheduler: Mapping[str, Any] = dataclasses.field(default_factory=dict)
@@ -225,9 +238,10 @@ class Step:
     Attributes:
       cycles, ideal_cycles: from the first forward to the last backward, in the engine's ticks and in the ideal order.
       overhead_cycles: beside all ticks: pools and sums cleared, stages borrowed, gradients reduced.
-      seconds, tokens, tokens_per_second, mfu: of the cycles in ticks and of those beside them; the program's count of
-        operations over the published peak.
+      update_cycles: of what is done with gradients; None where nobody knows.
+      seconds, tokens, tokens_per_second, mfu: of all these cycles; the program's count of operations over the peak.
       account: what the seconds go to, from the operations at the peak on; they add up.
+      counted: the program's count in words.
       lower_bound: whether some instructions have no price.
       assumed: costs that this schedule's units do not tell and other schedules need.
       costs: of one stage, in cycles.
@@ -243,6 +257,8 @@ class Step:
     tokens_per_second: float
     mfu: float
     lower_bound: bool
+    counted: str = ""
+    update_cycles: float | None = None
     account: tuple[Part, ...] = ()
     assumed: tuple[str, ...] = ()
     costs: Mapping[str, Any] = dataclasses.field(default_factory=dict)

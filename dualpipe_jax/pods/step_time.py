@@ -2,19 +2,22 @@
 
 import dataclasses
 import math
-from collections.abc import Mapping
 from typing import Any
 
 from dualpipe_jax.inspect import Device
 from dualpipe_jax.pods import ahead, predict
+from dualpipe_jax.pods.account import Useful, account_of
+from dualpipe_jax.pods.plan import Plan
 from dualpipe_jax.pods.program import Blueprint
-from dualpipe_jax.pods.results import Compiled, Overheads, Part, ScheduleTime, Step, Unit
-from dualpipe_jax.schedule import CostModel, MemoryModel, Schedule, Slot, lower
+from dualpipe_jax.pods.results import Compiled, Overheads, ScheduleTime, Step
+from dualpipe_jax.schedule import CostModel, MemoryModel
 
 NOTHING = Overheads(0.0, 0.0)
 
 
-def predict_step(compiled: Compiled, blueprint: Blueprint, device: Device, guards: float = 0.0) -> Step:
+def predict_step(
+    compiled: Compiled, blueprint: Blueprint, plan: Plan, device: Device, guards: float = 0.0
+) -> Step:
     """Time of a step by the compiler's model: from units' cycles, in the engine's ticks.
 
     ``guards`` are cycles that a tick's guards take, beside what the compiler knows.
@@ -27,10 +30,11 @@ def predict_step(compiled: Compiled, blueprint: Blueprint, device: Device, guard
     costs = split if predict.splits(schedule) else unsplit
     beside = compiled.overheads or NOTHING
     tick = beside.tick + guards
-    cycles, ideal = predict.step_cycles(schedule, costs, tick)
-    tokens = blueprint.program.tokens
-    seconds = (cycles + beside.step) / device.clock
-    least = tokens * blueprint.program.flops / (blueprint.mesh.size * device.flops)
+    cycles, ideal = predict.step_cycles(schedule, costs, tick, compiled.at_once)
+    tokens, rest = blueprint.program.tokens, beside.step + update_of(compiled)
+    seconds = (cycles + rest) / device.clock
+    useful = useful_of(blueprint, device, plan)
+    least = useful.program
     sizes, fixed = ahead.rank_memory(blueprint)
     ranked = predict.rank_schedules(
         schedule.num_ranks,
@@ -41,6 +45,7 @@ def predict_step(compiled: Compiled, blueprint: Blueprint, device: Device, guard
         device.memory,
         fixed,
         tick,
+        compiled.at_once,
     )
     return Step(
         cycles=cycles,
@@ -51,65 +56,28 @@ def predict_step(compiled: Compiled, blueprint: Blueprint, device: Device, guard
         tokens_per_second=tokens / seconds,
         mfu=least / seconds,
         lower_bound=any(unit.unpriced for unit in units.values()),
-        account=account_of(schedule, costs, units, least, Overheads(tick, beside.step), device.clock),
+        counted=blueprint.program.counted,
+        update_cycles=None if compiled.update is None else compiled.update.cycles,
+        account=account_of(schedule, costs, compiled, useful, Overheads(tick, beside.step), device),
         assumed=tuple(name for name in ("I", "W", "FB") if name not in units),
         costs={name: getattr(costs, name) for name in ("F", "I", "W", "FB", "send")}
         | {"extra": {str(stage): list(more) for stage, more in costs.extra.items()}},
         share=_share(predict.rank_costs(split, schedule), sizes, fixed, device.clock),
-        schedules=tuple(_time(p, beside.step, device.clock, least) for p in ranked),
+        schedules=tuple(_time(p, rest, device.clock, least) for p in ranked),
     )
 
 
-def account_of(
-    schedule: Schedule,
-    costs: CostModel,
-    units: Mapping[str, Unit],
-    least: float,
-    beside: Overheads,
-    clock: float,
-) -> tuple[Part, ...]:
-    """What a step's seconds go to, on average over ranks; the parts add up to the step.
-
-    Work beyond the peak is all that the core does besides the program's operations at the published peak: what is
-    computed again, places that are empty, matrix units that are not full, everything that is no matrix product. Idle
-    time is what a pipeline of equal stages has, and apart from it what stages that are not equal add (or save).
-
-    Args:
-      schedule, costs: in cycles.
-      units: of which waits for collectives are known.
-      least: seconds of the program's operations at the peak.
-      beside: cycles of a tick beside its units, and of a step beside its ticks.
-      clock: hertz.
-    """
-    equal = dataclasses.replace(costs, extra={}, FB=costs.FB)
-    slots = [slot for order in schedule.orders for slot in order]
-
-    def spans(costs: CostModel) -> tuple[float, float]:
-        """Cycles of a step in ticks, and of them those in which a rank works."""
-        busy = sum(costs.of(slot, schedule.placement) for slot in slots) / schedule.num_ranks
-        return lower(schedule, costs).makespan(costs), busy
-
-    whole, busy = spans(costs)
-    even, busy_even = spans(equal)
-    waits = sum(_waits(slot, units, predict.splits(schedule)) for slot in slots) / schedule.num_ranks
-    ticks = lower(schedule, costs).num_ticks * beside.tick
-    cycles = {
-        "work beyond the peak": busy - waits - least * clock,
-        "waiting for collectives": waits,
-        "idle: bubble of equal stages": even - busy_even,
-        "idle: stages that are not equal": (whole - busy) - (even - busy_even),
-        "ticks beside their units": ticks,
-        "beside the ticks": beside.step,
-    }
-    parts = (Part(name, value / clock) for name, value in cycles.items())
-    return Part("the program's operations at the peak", least), *parts
+def useful_of(blueprint: Blueprint, device: Device, plan: Plan) -> Useful:
+    """What of a step is the program's own, and what its experts' room makes of it."""
+    program = blueprint.program
+    at_peak = program.tokens / (blueprint.mesh.size * device.flops)
+    beyond = plan.capacity_factor - 1 if plan.dispatch == "capacity" else 0.0
+    return Useful(at_peak * program.flops, at_peak * program.routed * beyond)
 
 
-def _waits(slot: Slot, units: Mapping[str, Unit], halves: bool) -> float:
-    """Cycles in which the core waits in a slot; a whole backward is priced by its halves where there are some."""
-    name = "FB" if len(slot) > 1 else slot[0].op.name
-    names = ("I", "W") if name == "B" and halves else (name,)
-    return sum(units[name].exposed for name in names if name in units)
+def update_of(compiled: Compiled) -> float:
+    """Cycles of what a step does with gradients, 0 where nobody knows."""
+    return 0.0 if compiled.update is None else compiled.update.cycles
 
 
 def _share(costs: CostModel, sizes: MemoryModel, fixed: int, clock: float) -> dict[str, Any]:

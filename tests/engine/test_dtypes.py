@@ -14,7 +14,7 @@ from dualpipe_jax import (
     sequential_value_and_grad,
 )
 from dualpipe_jax.contract import staged
-from dualpipe_jax.schedule import one_f_one_b, zb_h1
+from dualpipe_jax.schedule import dualpipe, one_f_one_b, zb_h1
 from tests.engine import models
 from tests.engine.models import assert_close, quick
 
@@ -37,11 +37,13 @@ def test_a_bfloat16_loss_does_not_round_the_seed():
         assert_close(rounded, want, 1e-3)
 
 
-def test_what_is_stored_sharded_may_be_gathered_in_bfloat16():
-    """As a plain model whose parameters are cast first; what is not gathered stays as it is."""
+@pytest.mark.parametrize("schedule", [zb_h1, dualpipe], ids=lambda schedule: schedule.__name__)
+@pytest.mark.parametrize("sharded", [False, True])
+def test_what_is_kept_in_float32_may_be_used_in_bfloat16(schedule, sharded):
+    """As a plain model whose parameters are cast first, a second pipe's copies too; others stay as they are."""
     params, _ = models.init("mlp", 2)
     given = {"stages": params["stages"], "shared": {"embed": params["embed"], "head": params["head"]}}
-    stored = {"stages": {"up": PartitionSpec("ep"), "bias": None, "down": None}}
+    stored = {"stages": {"up": PartitionSpec("ep"), "bias": None, "down": None}} if sharded else None
 
     def mlp(p, x):
         return x + jnp.tanh(x @ p["up"].astype(jnp.float32) + p["bias"]) @ p["down"]
@@ -49,10 +51,10 @@ def test_what_is_stored_sharded_may_be_gathered_in_bfloat16():
     model = MLP._replace(stage=mlp)
     pipeline = Pipeline(
         staged(model, 2),
-        zb_h1(2, 4),
+        schedule(2, 4),
         make_mesh(2, 2),
         storage_specs=stored,
-        gather_dtype={"stages": jnp.bfloat16},
+        compute_dtype={"stages": {"up": jnp.bfloat16, "bias": None, "down": None}},
         accumulate_dtype=jnp.float32,
     )
     inputs, targets = models.data(4)

@@ -6,8 +6,8 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from dualpipe_jax.inspect import Rates, Target, h100_rates
-from dualpipe_jax.inspect.collectives import _GROUPS, _of_mesh
+from dualpipe_jax.inspect import Rates, Target, h100_rates, read
+from dualpipe_jax.inspect.collectives import _GROUPS, _of_mesh, collectives
 from dualpipe_jax.inspect.fabric import Nodes, Torus
 from dualpipe_jax.inspect.rates import H100_CLOCK
 from dualpipe_jax.torus import busiest_link, closed_dims, near_order
@@ -95,9 +95,56 @@ def test_h100_inside_a_node_and_between():
     assert seconds(rates, 64 * MIB, range(4, 12)) == pytest.approx(32 * MIB / 50e9)  # four and four
     assert seconds(rates, 64 * MIB, [0, 8, 9, 10]) == pytest.approx(48 * MIB / 50e9)  # the lonely one's
     assert Target.parse("h100:4x4").rates.fabric.size == 4
-    assert rates.collective("all-reduce", MIB, 16, (tuple(range(16)),)) == rates.collective(
-        "all-reduce", MIB, 16
+    assert rates.collective("all-reduce", MIB, 8, (tuple(range(8)),)) == rates.collective(
+        "all-reduce", MIB, 8
     )
+
+
+def test_what_is_gathered_and_reduced_crosses_to_a_node_once():
+    """By hand, in seconds; NVLink 450 GB/s each way, a network card of 50 GB/s for each GPU."""
+    rates = h100_rates()
+
+    def taken(kind, *groups):
+        return rates.collective(kind, 64 * MIB, len(groups[0]), groups) / H100_CLOCK
+
+    two_nodes, cards = tuple(range(16)), tuple(range(0, 64, 8))
+    # A node gets its other half over eight cards: 4 MiB each, less than what a GPU gets over NVLink.
+    assert taken("all-gather", two_nodes) == pytest.approx(60 * MIB / 450e9)
+    assert taken("all-reduce", two_nodes) == pytest.approx(2 * 60 * MIB / 450e9)
+    assert taken("reduce-scatter", cards) == pytest.approx(56 * MIB / 50e9), "one GPU of each of eight nodes"
+    assert taken("all-reduce", cards) == pytest.approx(2 * 56 * MIB / 50e9)
+    assert taken("all-gather", (0, 1, 8)) == pytest.approx(64 / 3 * 2 * MIB / 50e9), "the lonely one's card"
+    assert taken("all-gather", tuple(range(8)), cards) == taken("all-gather", cards), "the slowest group"
+
+
+def test_a_send_inside_a_node_takes_nvlink():
+    rates, inside, across = h100_rates(), ((0, 1), (1, 2)), ((6, 7), (7, 8))
+    sends = {
+        pairs: rates.collective("collective-permute", MIB, None, pairs) for pairs in (inside, across, None)
+    }
+    assert sends[inside] == pytest.approx(MIB / 450e9 * H100_CLOCK)
+    assert sends[across] == sends[None] == pytest.approx(MIB / 50e9 * H100_CLOCK)
+
+
+def test_sends_over_a_torus_that_share_links():
+    places = tuple((x, y, 0) for x in range(8) for y in range(4))
+    rates = Rates(link=2.0, fabric=Torus((8, 4, 4), places, 2.0), latency=7)
+    near = tuple((d, (d + 4) % 32) for d in range(32))  # the next along x, round the ring
+    far = tuple((d, (d + 12) % 32) for d in range(32))  # three further: three messages on every link
+    half = tuple((d, (d + 16) % 32) for d in range(32))  # half of each goes either way round
+    for pairs, crossing in ((near, 1), (far, 3), (half, 2)):
+        assert rates.collective("collective-permute", 4000, None, pairs) == 7 + crossing * 2000
+    assert rates.collective("all-gather", 4000, 4, ((0, 1, 2, 3),)) == 7 + 3 / 8 * 2000, (
+        "as the compiler has it"
+    )
+
+
+def test_pairs_of_a_permute_are_read():
+    line = "%s = f32[4]{0} collective-permute(%x), channel_id=3, source_target_pairs={{0,2},{1,3},{2,0}}"
+    text = "HloModule m, is_scheduled=true\n\nENTRY %main (x: f32[4]) -> f32[4] {\n  %x = f32[4]{0} parameter(0)\n"
+    module = read(f"{text}  ROOT {line}\n}}\n")
+    (pair,) = collectives(module, module.computations["main"])
+    assert pair.groups == ((0, 2), (1, 3), (2, 0)) and pair.group_size is None
 
 
 def test_a_place_never_makes_it_shorter_than_the_compiler_says():
@@ -119,7 +166,9 @@ def test_rates_on_the_devices_of_a_mesh():
     target = Target.parse("v5e:4x4")
     row = [Chip(x, 0, 0) for x in range(4)]
     rates = target.rates_on(row)
-    assert rates.fabric.all_to_all(100.0, ((0, 1, 2, 3),)) == pytest.approx(100 / target.rates.link)
+    assert rates.fabric.collective("all-to-all", 100.0, ((0, 1, 2, 3),)) == pytest.approx(
+        100 / target.rates.link
+    )
     assert Target.parse("h100:2x8").rates_on([]).fabric == Nodes(8, 450e9 / H100_CLOCK, 50e9 / H100_CLOCK)
 
 

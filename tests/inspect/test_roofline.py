@@ -1,8 +1,10 @@
 """Arithmetic and traffic of instructions, against numbers worked out by hand."""
 
+import dataclasses
+
 import pytest
 
-from dualpipe_jax.inspect import read
+from dualpipe_jax.inspect import Rates, read
 from dualpipe_jax.inspect.roofline import flops, traffic
 
 TEXT = """HloModule by_hand, is_scheduled=true
@@ -47,6 +49,14 @@ ENTRY %main (p: bf16[5,100,8], x: f32[100,8], a: bf16[6,16,32], b: bf16[6,64,32]
 backend_config={"gemm_backend_config":{"dot_dimension_numbers":{"lhs_contracting_dimensions":["1"]}}}
   %flash = bf16[100,8]{1,0} custom-call(%x), custom_call_target="tpu_custom_call", \
 backend_config={"custom_call_config":{"cost_estimate":{"flops":"5000","transcendentals":"7","bytes_accessed":"900"}}}
+  %q = bf16[2,64,4,24]{3,2,1,0} parameter(4)
+  %k.1 = bf16[2,32,4,24]{3,2,1,0} parameter(5)
+  %v = bf16[2,32,4,16]{3,2,1,0} parameter(6)
+  %fmha = (bf16[2,4,64,16]{3,1,2,0}, f32[2,4,64]{2,1,0}, u8[0]{0}) custom-call(%q, %k.1, %v), \
+custom_call_target="__cudnn$fmhaSoftmax", backend_config={"cudnn_fmha_backend_config": {"mask_type": "NO_MASK", \
+"bmm1_dot_dimension_numbers": {"lhs_contracting_dimensions": ["3"]}}}
+  %back = (bf16[2,4,64,24]{3,1,2,0}, u8[0]{0}) custom-call(%q, %k.1, %v), \
+custom_call_target="__cudnn$fmhaSoftmaxBackward", backend_config={"cudnn_fmha_backend_config": {"mask_type": "CAUSAL"}}
   ROOT %end = f32[] constant(0)
 }
 """
@@ -56,7 +66,15 @@ MAIN = MODULE.computations["main"]
 
 @pytest.mark.parametrize(
     "name, count",
-    {"m": 2 * 6 * 16 * 64 * 32, "gemm": 2 * 100 * 64 * 8, "got": 0, "sum": 0, "flash": 5000}.items(),
+    {
+        "m": 2 * 6 * 16 * 64 * 32,
+        "gemm": 2 * 100 * 64 * 8,
+        "got": 0,
+        "sum": 0,
+        "flash": 5000,
+        "fmha": 2 * (2 * 4 * 64 * 32) * (24 + 16),
+        "back": 2 * (2 * 4 * 64 * 32) * (3 * 24 + 2 * 16) // 2,  # causal
+    }.items(),
 )
 def test_flops(name, count):
     assert flops(MODULE, MAIN, MAIN.by_name[name]) == count
@@ -74,3 +92,52 @@ def test_flops(name, count):
 )
 def test_traffic(name, count):
     assert traffic(MODULE, MAIN, MAIN.by_name[name]) == count
+
+
+CONVOLUTIONS = """HloModule tpu, is_scheduled=true
+
+ENTRY %main (a: bf16[4,128,256], b: bf16[256,512], c: bf16[8,128,256], d: bf16[8,256,64], e: bf16[16,128,256], \
+f: bf16[2,128,256], g: bf16[1,10,3], h: bf16[4,3,5]) -> f32[] {
+  %a = bf16[4,128,256]{2,1,0} parameter(0)
+  %b = bf16[256,512]{1,0} parameter(1)
+  %c = bf16[8,128,256]{2,1,0} parameter(2)
+  %d = bf16[8,256,64]{2,1,0} parameter(3)
+  %e = bf16[16,128,256]{2,1,0} parameter(4)
+  %f = bf16[2,128,256]{2,1,0} parameter(5)
+  %g = bf16[1,10,3]{2,1,0} parameter(6)
+  %h = bf16[4,3,5]{2,1,0} parameter(7)
+  %b1 = bf16[256,512,1]{1,0,2} bitcast(%b)
+  %one = bf16[4,128,512]{2,1,0} convolution(%a, %b1), window={size=1}, dim_labels=0bf_io0->0bf
+  %plain = bf16[128,512]{1,0} convolution(%k, %b), dim_labels=bf_io->bf
+  %k = bf16[128,256]{1,0} bitcast(%a)
+  %batched = bf16[8,128,64]{2,1,0} convolution(%c, %d), window={size=8 stride=7 lhs_dilate=8}, dim_labels=0bf_0io->0bf
+  %outer = bf16[2,128,16,128]{3,2,1,0} convolution(%f, %e), window={size=1x16 pad=0_0x15_15 rhs_reversal=0x1}, \
+dim_labels=0bf1_1oi0->0b1f
+  %true = bf16[1,10,5]{2,1,0} convolution(%g, %h), window={size=4 pad=1_2}, dim_labels=b0f_0io->b0f
+  ROOT %end = f32[] constant(0)
+}
+"""
+
+
+@pytest.mark.parametrize(
+    "name, count",
+    {
+        "one": 2 * 4 * 128 * 256 * 512,
+        "plain": 2 * 128 * 256 * 512,
+        "batched": 2 * 8 * 128 * 256 * 64,  # the window meets one element of the dilated input
+        "true": 2 * 3 * 5 * (4 * 10 - 1 - 1 - 2),  # places beyond the ends are no work
+    }.items(),
+)
+def test_convolutions_that_tpus_have_for_products(name, count):
+    module = read(CONVOLUTIONS)
+    main = module.computations["main"]
+    assert flops(module, main, main.by_name[name]) == count
+
+
+def test_kernels_that_reach_less():
+    plain = Rates(memory=1e9, flops=100.0)
+    slower = dataclasses.replace(plain, kernel_flops={"fmha.*Backward": 25.0, "fmha": 50.0})
+    for name, times in {"fmha": 2, "back": 4, "gemm": 1}.items():
+        instruction = MAIN.by_name[name]
+        whole = plain.instruction(MODULE, MAIN, instruction)
+        assert slower.instruction(MODULE, MAIN, instruction) == pytest.approx(times * whole)

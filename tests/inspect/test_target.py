@@ -43,7 +43,7 @@ def test_names_are_read_whatever_their_case():
         ("v5e", r"target 'v5e': v5e wants 2 sizes with x between them, for instance v5e:4x4.*; got none"),
         ("v5e:4x4x4", r"v5e wants 2 sizes .*; got 4x4x4"),
         ("v5p:16", r"v5p wants 2 or 3 sizes .*; got 16"),
-        ("h100:64", r"h100 wants 2 sizes .*h100:8x8 \(nodes x GPUs of a node\); got 64"),
+        ("h100:64", r"h100 wants 2 sizes .*h100:8x8 \(nodes x GPUs of a node\), or cpu:8; got 64"),
         ("v5e:4x-4", r"v5e wants 2 sizes .*; got 4x-4"),
         ("v5e:0x4", r"v5e wants 2 sizes .*; got 0x4"),
     ],

@@ -13,8 +13,9 @@ from dualpipe_jax.__main__ import main
 from dualpipe_jax.command import plan as command
 from dualpipe_jax.command.options import CommandError, Died
 from dualpipe_jax.inspect import Target
-from dualpipe_jax.pods import Answer, Plan, planner, predict
+from dualpipe_jax.pods import Answer, Plan, ahead, planner, predict
 from dualpipe_jax.pods.cache import Cache, default_folder
+from dualpipe_jax.pods.dryrun import draw
 from dualpipe_jax.pods.plain import filled, plain
 from dualpipe_jax.pods.plan import read_plan
 from dualpipe_jax.pods.request import Request
@@ -394,3 +395,44 @@ def test_real_units_make_the_plan_that_a_dry_run_of_it_predicts(tmp_path, capsys
     step = filled(Answer, json.loads(capsys.readouterr().out)).step
     assert best["seconds"] == pytest.approx(step.seconds) and best["mfu"] == pytest.approx(step.mfu)
     assert sum(part.seconds for part in step.account) == pytest.approx(step.seconds)
+
+
+def test_replicas_are_chosen_too():
+    """Of eight devices two replicas of two ranks have two devices for experts each; a microbatch lies on both."""
+    cases, refused = planner.cases(wanted(dp=(1, 2), per_device=(1, 3), tokens=3 * 4 * 8 * 16), 8)
+    assert not refused
+    found = {(c.plan.dp, c.plan.ep, c.plan.microbatch_size, c.plan.num_microbatches) for c in cases}
+    assert found == {(1, 4, 4, 24), (1, 4, 12, 8), (2, 2, 4, 24), (2, 2, 12, 8)}
+    assert all(c.plan.num_devices == 8 for c in cases)
+    with pytest.raises(ValueError, match="^--dp 3: must divide the target's 8 devices$"):
+        planner.cases(wanted(dp=(3,)), 8)
+    with pytest.raises(ValueError, match="^--pp 8: must divide the 4 devices of a replica$"):
+        planner.cases(wanted(dp=(2,), pp=(8,)), 8)
+
+
+def test_replicas_hold_the_same_and_share_a_microbatch():
+    mine = Plan(f"{own_program.__file__}:blocks", pp=2, ep=2, microbatches=4, microbatch_size=4)
+    once, twice = (draw(dataclasses.replace(mine, dp=dp), None, None) for dp in (1, 2))
+    one, two = ahead.memory_by_kind(once), ahead.memory_by_kind(twice)
+    assert two["stages"] == one["stages"] and two["shared"] == one["shared"]
+    assert two["boundary"] * 2 == one["boundary"], "half as many sequences a device"
+    assert twice.tokens_of_device * 2 == once.tokens_of_device
+    with pytest.raises(ValueError, match="--target v5e:2x2: has 4 devices, --dp 2 x --pp 2 x --ep 2 = 8"):
+        draw(dataclasses.replace(mine, dp=2), Target.parse("v5e:2x2"), None)
+    with pytest.raises(
+        ValueError, match="^--microbatch-size 2: --dp 2 x --ep 2 devices must share it equally$"
+    ):
+        draw(dataclasses.replace(mine, dp=2, microbatch_size=2), None, None)
+
+
+def test_the_update_is_compiled_in_a_form_that_fits(studied, tmp_path, monkeypatch):
+    asked, _ = studied
+
+    def large(plan, target, compile, rates=None, title=None):
+        asked.append((plan, compile))
+        fixed = 2 * GIB if plan.shard_optimizer else 20 * GIB
+        return answer(plan, compile, fixed=fixed)
+
+    monkeypatch.setattr(command, "study", large)
+    assert planned(tmp_path, "--json") == 0
+    assert {plan.shard_optimizer for plan, compile in asked if compile == "units"} == {True}

@@ -50,7 +50,8 @@ COPY = {
 }
 ANSWER = {
     "target": {"name": "v5e:4x4", "devices": 16, "memory": 16 * 2**30}
-    | {"flops": 197e12, "bandwidth": 819e9, "clock": 1.5e9},
+    | {"flops": 197e12, "bandwidth": 819e9, "clock": 1.5e9}
+    | {"source": "a data sheet"},
     "program": {"model": "tiny", "schedule": "dualpipe", "pp": 2, "ep": 2, "microbatches": 4, "sequence": 16}
     | {"microbatch_size": 4, "ep_nodes": 1},
     "parameters": {"total": 10**9, "active": 10**8, "device": 10**8},
@@ -67,6 +68,7 @@ ANSWER = {
         "all_to_all": {"cycles": 1e6, "exposed": 1e4, "hidden": 0.99},
         "all_to_alls": [ALL_TO_ALL],
         "sends": {"count": 2, "cycles": 2e5, "exposed": 1e3, "waits": 0.0, "each": 1e5},
+        "sends_exposed": {"": 2e5, "FB": 0.0},
         "units": {"FB": UNIT},
         "copies": [COPY | {"of_state": True, "op_name": "pair/copied"}, COPY],
         "memory": {"peak": 10 * 2**30},
@@ -76,6 +78,7 @@ ANSWER = {
         "cycles": 3e9,
         "ideal_cycles": 2.9e9,
         "overhead_cycles": 0.0,
+        "counted": "6 N and attention",
         "account": [
             {"name": "at the peak", "seconds": 0.8},
             {"name": "waiting for collectives", "seconds": 1.2},
@@ -240,7 +243,12 @@ def test_dryrun_prints_memory_and_a_prediction(answered, capsys):
     assert re.search(r"parameters of stages +6.00 +37.5 %", out)
     assert re.search(r"beyond it, by the compiler +2.00 +12.5 %", out)
     assert "fits: 14.00 of 16.00 GiB a device, 87.5 %" in out
-    assert "a prediction of the compiler's model, no measurement" in out
+    assert (
+        "a prediction of the compiler's model, no measurement; what is done with gradients is not in it"
+        in out
+    )
+    assert "in bfloat16 (a data sheet); counted: 6 N and attention; nothing that is computed again" in out
+    assert "sends of a tick: 200.00 k; exposed 200.00 k beside no unit, 0 beside FB" in out
     assert (
         "step: at least 2 s, 3.00 G cycles" in out
         and "MFU: at most 40.0 % of the published peak, 197 TFLOP/s" in out

@@ -105,7 +105,7 @@ def test_units_are_found_and_priced_in_a_compiled_program():
     (kind,) = predict.by_kind(module, "W")
     assert units.keys() == {"FB", "W", f"W/{kind}"}
     assert units["FB"].cycles > units["FB"].communication > 0 == units["W"].communication
-    assert predict.unit_of(report, *predict.bodies(module, "FB")) == units["FB"]
+    assert predict.unit_of(report, module, *predict.bodies(module, "FB")) == units["FB"]
     tick, step = predict.overheads(report, module)
     walked, entry = (report.computations[name].cycles for name in (predict.walk(module), module.entry))
     assert 0 < tick == pytest.approx(walked - units["FB"].cycles - units["W"].cycles, abs=1)

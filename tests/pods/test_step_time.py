@@ -5,8 +5,10 @@ import pytest
 from dualpipe_jax.inspect import Target
 from dualpipe_jax.pods import Plan, predict, step_time
 from dualpipe_jax.pods.dryrun import draw
+from dualpipe_jax.pods.readings import exposed_by_tick
 from dualpipe_jax.pods.results import Compiled, Overheads, Shares, Unit
-from dualpipe_jax.schedule import dualpipe, lower, one_f_one_b
+from dualpipe_jax.schedule import dualpipe, gpipe, lower, one_f_one_b
+from train.pods import routed_flops, size
 
 TARGET = Target.parse("v5e:2x2")
 
@@ -15,7 +17,7 @@ def predicted(units, schedule="dualpipe", layers=2, **more):
     plan = Plan("tiny", layers, schedule=schedule, pp=2, ep=2, microbatches=8, sequence=64)
     found = {name: Unit(cycles, cycles, 0.0, 0.0, 0) for name, cycles in units.items()}
     compiled = Compiled("units", units=found, sends=Shares(each=1e4), **more)
-    return step_time.predict_step(compiled, draw(plan, TARGET, None), TARGET.device)
+    return step_time.predict_step(compiled, draw(plan, TARGET, None), plan, TARGET.device)
 
 
 def test_a_step_of_measured_units():
@@ -73,18 +75,72 @@ def test_the_account_of_a_step_by_hand():
     units |= {"F/last": Unit(1.5e6, 1.5e6, 0.0, 0.0, 0), "B/last": Unit(2e6, 2e6, 0.0, 0.0, 0)}
     plan = Plan("tiny", 2, schedule="one_f_one_b", pp=2, ep=2, microbatches=8, sequence=64)
     compiled = Compiled("units", units=units, overheads=Overheads(100.0, 7.0))
-    step = step_time.predict_step(compiled, draw(plan, TARGET, None), TARGET.device)
+    step = step_time.predict_step(compiled, draw(plan, TARGET, None), plan, TARGET.device)
     clock, ticks = TARGET.device.clock, lower(one_f_one_b(2, 8)).num_ticks
     account = {part.name: part.seconds * clock for part in step.account}
     least = step.mfu * step.seconds * clock
     assert sum(account.values()) == pytest.approx(step.seconds * clock)
     assert account.pop("the program's operations at the peak") == pytest.approx(least)
-    assert account.pop("waiting for collectives") == pytest.approx(8 * 4e5)
+    waits = 8 * 4e5 / 2, "the last stage, one of two, waits for none"
+    assert account.pop("waiting for collectives") == pytest.approx(waits[0])
     busy = 8 * 3e6 + 8 * 5e5 / 2, "the last stage takes half an F more, on one of two ranks"
-    assert account.pop("work beyond the peak") == pytest.approx(busy[0] - 8 * 4e5 - least)
+    assert account.pop("work beyond the peak") == pytest.approx(busy[0] - waits[0] - least)
     assert account.pop("idle: bubble of equal stages") == pytest.approx(3e6)
     assert account.pop("ticks beside their units") == pytest.approx(100 * ticks)
     assert account.pop("beside the ticks") == pytest.approx(7)
+    assert account.pop("the optimizer's update") == 0
     # The step ends after the first stage's F, eight times the last one's, and the first one's last B.
     whole = 1e6 + 8 * (1.5e6 + 2e6) + 2e6
     assert account == {"idle: stages that are not equal": pytest.approx(whole - busy[0] - 3e6)}
+
+
+def test_every_part_of_the_account_by_hand():
+    """GPipe on 2 ranks, room for a quarter more than an even load; FLOPs in multiples of what the program counts."""
+    plan = Plan("tiny", 2, schedule="gpipe", pp=2, ep=2, microbatches=4, sequence=64, capacity_factor=1.25)
+    drawn, clock = draw(plan, TARGET, None), TARGET.device.clock
+    program, a_cycle = drawn.program, TARGET.device.flops / clock
+    whole = program.flops * program.tokens / 4 / 4  # of a rank's device, of one microbatch
+    forward, backward = 0.5 * whole, 1.3 * whole  # a third of it would be just enough; 0.3 are done again
+    products = {"F": 2 * forward / a_cycle, "B": 3 * backward / a_cycle}
+    units = {
+        "F": Unit(products["F"] + 50, products["F"] + 40, 20, 10, 0, forward, products["F"]),
+        "B": Unit(products["B"] + 200, products["B"] + 170, 40, 30, 0, backward, products["B"]),
+    }
+    update = Unit(7000, 7000, 0.0, 0.0, 0)
+    compiled = Compiled("units", units=units, overheads=Overheads(100.0, 7.0), update=update)
+    step = step_time.predict_step(compiled, drawn, plan, TARGET.device)
+    account = {part.name: part.seconds * clock for part in step.account}
+    assert sum(account.values()) == pytest.approx(step.seconds * clock)
+    a_token = 6 * program.routed / 6  # of routed experts, which a quarter more is room for
+    unfilled = 0.25 * a_token * program.tokens / 4 / a_cycle
+    assert 0 < unfilled < 0.25 * 4 * whole / a_cycle
+    expected = {
+        "the program's operations at the peak": 4 * whole / a_cycle,
+        "recomputation": 4 * 0.3 * whole / a_cycle,
+        "capacity not filled": unfilled,
+        "operations that the program does not count": 4 * 0.5 * whole / a_cycle - unfilled,
+        "matrix units not full": 4 * (products["F"] + products["B"] - (forward + backward) / a_cycle),
+        "no matrix product": 4 * (40 + 170),
+        "waiting for collectives": 4 * (10 + 30),
+        "idle: bubble of equal stages": units["F"].cycles + units["B"].cycles,
+        "idle: stages that are not equal": 0,
+        "ticks beside their units": 100 * lower(gpipe(2, 4)).num_ticks,
+        "beside the ticks": 7,
+        "the optimizer's update": 7000,
+    }
+    assert list(account) == list(expected)
+    assert account == pytest.approx(expected, abs=1e-3 * units["F"].cycles / 100)
+    assert step.update_cycles == 7000 and "6 for each parameter" in step.counted
+
+
+def test_routed_operations_of_v3_by_hand():
+    """58 layers of 8 experts, three matrices of 7168 x 2048 each, forward and twice as much backward."""
+    assert routed_flops(size("v3", None)) == 6 * 58 * 8 * 3 * 7168 * 2048
+
+
+def test_sends_are_exposed_by_kind_of_tick():
+    units = {
+        name: Unit(9.0, work, 0.0, 0.0, 0) for name, work in {"F": 3.0, "FB": 8.0, "F/first": 1.0}.items()
+    }
+    assert exposed_by_tick(5.0, units) == {"": 5.0, "F": 2.0, "FB": 0.0}
+    assert exposed_by_tick(None, units) == {}

@@ -35,6 +35,24 @@ def units_alone(table: TickTable, ops: Collection[str] = ("FB",), *, every: bool
     return dataclasses.replace(table, array=array[kept.any(axis=1)])
 
 
+def unit_everywhere(table: TickTable, number: int) -> np.ndarray:
+    """One tick, int32 [ranks, columns], in which all ranks run a unit that run it anywhere, and the others nothing.
+
+    Arguments:
+      table: any.
+      number: of the unit; -1: no rank runs any.
+
+    Raises ValueError for a number that no rank runs.
+    """
+    units, column = table.column("unit"), table.columns.index("unit")
+    if number >= 0 and not (units == number).any():
+        raise ValueError(f"unit_everywhere: no rank of {table.schedule.name} runs unit {number}")
+    ticks = np.argmax(units == number, axis=0)  # the first of each rank; 0 for a rank that never does
+    row = table.array[ticks, np.arange(units.shape[1])].copy()
+    row[:, column] = np.where((units == number).any(axis=0), number, -1)
+    return row
+
+
 def _check(table: TickTable, ops: Collection[str]) -> None:
     if unknown := [op for op in ops if op not in OPS]:
         raise ValueError(f"units_alone: there is no unit {', '.join(unknown)}; there are {', '.join(OPS)}")

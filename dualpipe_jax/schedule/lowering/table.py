@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
@@ -117,13 +117,16 @@ class TickTable:
         """One column, int32 [ticks, ranks]."""
         return self.array[:, :, self.columns.index(name)]
 
-    def brings(self) -> np.ndarray:
-        """Whether a channel brings any rank what it awaits, bool [ticks, channels]."""
-        found = np.zeros((self.num_ticks, len(self.channels)), bool)
-        for k, channel in enumerate(self.channels):
-            unawaited = self.num_slots[channel.pool] - 1
-            found[:, k] = (self.column(f"arrive{k}") != unawaited).any(axis=1)
-        return found
+    def brings(self, rows: Any) -> tuple[Any, ...]:
+        """For each channel whether it brings any rank what it awaits.
+
+        ``rows``: int32 [..., ranks, columns] of any array library, as in ``array``; gives booleans [...].
+        """
+        unawaited = [self.num_slots[channel.pool] - 1 for channel in self.channels]
+        columns = [self.columns.index(f"arrive{k}") for k in range(len(unawaited))]
+        return tuple(
+            (rows[..., column] != bin_).any(axis=-1) for column, bin_ in zip(columns, unawaited, strict=True)
+        )
 
     def counts(self) -> np.ndarray:
         """How often each unit runs, over all ranks and ticks."""
@@ -136,6 +139,18 @@ class TickTable:
         A rank starts tick t + 1 when its own work of tick t is done and what its neighbours sent at
         the start of tick t has arrived.
         """
+        return makespan(self.work(costs), self.channels, costs)
+
+    def shared_makespan(self, costs: CostModel, at_once: float) -> float:
+        """The same where ranks share processors, which as many as ``at_once`` of them can keep busy at a time.
+
+        Ticks follow each other: none ends before the work of all its ranks is done.
+        """
+        work = self.work(costs)
+        return float(np.maximum(work.max(axis=1), work.sum(axis=1) / at_once).sum())
+
+    def work(self, costs: CostModel) -> np.ndarray:
+        """What each tick's unit costs, [ticks, ranks]."""
         placement, none = self.schedule.placement, len(self.units)
         cost = np.zeros((self.schedule.num_ranks, none + 1))  # the last is "none", which is -1
         for rank, stages in enumerate(placement.stages_on):
@@ -143,4 +158,4 @@ class TickTable:
                 if max(stand.local for stand in unit[1:] if stand is not None) < len(stages):
                     cost[rank, number] = costs.of(unit.slot(stages), placement)
         ranks = np.arange(self.schedule.num_ranks)
-        return makespan(cost[ranks, self.column("unit")], self.channels, costs)
+        return cost[ranks, self.column("unit")]

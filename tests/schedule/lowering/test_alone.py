@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from dualpipe_jax.schedule import dualpipe, dualpipe_v, lower, one_f_one_b, zb_h1
-from dualpipe_jax.schedule.lowering.alone import units_alone
+from dualpipe_jax.schedule import CostModel, dualpipe, dualpipe_v, gpipe, lower, one_f_one_b, zb_h1
+from dualpipe_jax.schedule.lowering.alone import unit_everywhere, units_alone
 from dualpipe_jax.schedule.lowering.table import OPS, Keeps
 
 PAIRED = pytest.mark.parametrize("make", [dualpipe, dualpipe_v], ids=lambda make: make.__name__)
@@ -66,3 +66,30 @@ def test_what_never_runs_is_named():
         units_alone(lower(one_f_one_b(4, 8)), ("F", "I", "W"))
     with pytest.raises(ValueError, match="units_alone: there is no unit BW; there are F, B, I, W, FB"):
         units_alone(lower(one_f_one_b(4, 8)), ("BW",))
+
+
+@PAIRED
+def test_a_unit_everywhere_is_run_by_all_ranks_that_ever_run_it(make):
+    table = lower(make(4, 12), keeps=FIRST_MIDDLE_LAST if make is dualpipe else Keeps.alike(8))
+    units = table.column("unit")
+    for number in np.unique(units[units >= 0]):
+        row = unit_everywhere(table, number)
+        runs = row[:, table.columns.index("unit")]
+        assert [r == number for r in runs] == [number in units[:, rank] for rank in range(4)]
+        assert set(runs) <= {number, -1}
+        for rank in np.flatnonzero(runs == number):
+            assert any((row[rank] == each).all() for each in table.array[:, rank]), "as the schedule has it"
+    assert (unit_everywhere(table, -1)[:, table.columns.index("unit")] == -1).all()
+    with pytest.raises(ValueError, match=f"^unit_everywhere: no rank of {make.__name__} runs unit 999$"):
+        unit_everywhere(table, 999)
+
+
+def test_ranks_that_share_processors_by_hand():
+    """1F1B on two ranks, one microbatch: F, F, B, B after each other, whoever shares what; with more, ticks fill up."""
+    costs = CostModel(2.0, 2.0, 1.0)
+    assert lower(one_f_one_b(2, 1), costs).shared_makespan(costs, 1.0) == 2 + 2 + 3 + 3
+    table = lower(gpipe(2, 4), costs)
+    assert table.shared_makespan(costs, 1.0) == 2 * 4 * (2 + 3), "one at a time: the sum of all work"
+    alone = sum(max(work) for work in table.work(costs))
+    assert table.shared_makespan(costs, 2.0) == alone < 2 * 4 * (2 + 3)
+    assert table.shared_makespan(costs, 1.25) == sum(max(max(w), sum(w) / 1.25) for w in table.work(costs))

@@ -1,0 +1,158 @@
+"""Predicted steps against measured ones: `dualpipe plan --target cpu:8` and the trainer, schedule by schedule.
+
+The planner times the units of a model on virtual CPU devices and makes steps of them; then each plan is run by
+scripts/train's own command, a process each, on its own text. Both are counted in core seconds, which what else the
+machine does hardly changes, and neither is fitted to the other. Printed: both times and the error, how many pairs of
+schedules are in the wrong order, and of these how far apart their measured steps are.
+
+    python benchmarks/predicted.py [SCHEDULE ...] [--model small] [--pp 4] [--ep 2] [--sequence 128] [--steps 6]
+"""
+
+import argparse
+import dataclasses
+import itertools
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from dualpipe_jax.command.plan import Search, as_file
+from dualpipe_jax.pods import Plan
+from dualpipe_jax.pods.cache import Cache
+from dualpipe_jax.pods.planner import Wanted, cases, num_devices, ranked
+from dualpipe_jax.present.table import Table
+
+SCHEDULES = "gpipe", "one_f_one_b", "zb_h1", "dualpipe", "dualpipe_v", "zb_v"
+BYTES = "vocab=256"
+"""What the trainer makes of a model for text read byte by byte."""
+
+
+def predict(target, wanted):
+    """Core seconds of a step by plan: what the planner finds, times the cores that it takes to be at work."""
+    with tempfile.TemporaryDirectory() as folder:
+        search = Search(target, Cache(Path(folder)), None)
+        search.explore(wanted)
+        cores = {
+            plan: search.ask(case.plan, "units", "").compiled.cores
+            for case in cases(wanted, num_devices(target))[0]
+            for plan in case.plans
+        }
+    for choice in search.choices:
+        if choice.refused:
+            print(f"{choice.plan.schedule}: {choice.refused}", file=sys.stderr)
+    return {choice.plan: (choice, choice.seconds * cores[choice.plan]) for choice in ranked(search.choices)}
+
+
+def measure(choice, target, steps):
+    """Seconds of the trainer's steps with a plan, the first one left out: of all cores, and on the clock."""
+    # The trainer knows the model by its name, and its vocabulary from the text.
+    plan = dataclasses.replace(choice.plan, change=())
+    with tempfile.TemporaryDirectory() as folder:
+        file, metrics = Path(folder, "plan.json"), Path(folder, "runs", "measured", "metrics.jsonl")
+        file.write_text(json.dumps(as_file(dataclasses.replace(choice, plan=plan), target)))
+        options = {"--plan": file, "--runs": metrics.parents[1], "--name": "measured", "--steps": 1000}
+        options["--eval-sequences"] = plan.num_microbatches * plan.batch
+        command = [
+            sys.executable,
+            "-P",
+            "-m",
+            "train",
+            *(str(word) for pair in options.items() for word in pair),
+        ]
+        with Path(folder, "log").open("w+") as log:
+            process = subprocess.Popen(command, stdout=log, stderr=log, env=environment())
+            try:
+                ends = list(itertools.islice(follow(process, metrics), steps + 1))
+            finally:
+                process.terminate()
+                process.wait()
+            if len(ends) <= steps:
+                raise SystemExit(f"{plan.schedule}: {Path(log.name).read_text()[-3000:]}")
+    spans = [
+        [after - before for before, after in zip(*pair, strict=True)] for pair in itertools.pairwise(ends)
+    ]
+    return dict(zip(("cores", "wall"), map(statistics.median, zip(*spans, strict=True)), strict=True))
+
+
+def environment():
+    """Where this checkout's trainer is found, and its devices are not asked for yet."""
+    root = str(Path(__file__).parents[1])
+    return os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))}
+
+
+def follow(process, metrics):
+    """Core seconds that a process has spent, and the clock, each time that it has written down a step."""
+    seen = 0
+    while process.poll() is None:
+        lines = metrics.read_bytes().count(b"\n") if metrics.exists() else 0
+        if lines > seen:
+            seen = lines
+            spent = Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()
+            yield (int(spent[11]) + int(spent[12])) / os.sysconf("SC_CLK_TCK"), time.perf_counter()
+        time.sleep(0.005)
+
+
+def swapped(predicted, measured):
+    """Pairs of schedules whose order is not the measured one; with the share by which their measured steps differ."""
+    found = []
+    for a, b in itertools.combinations(predicted, 2):
+        if (predicted[a] - predicted[b]) * (measured[a] - measured[b]) < 0:
+            found.append((a, b, abs(measured[a] / measured[b] - 1)))
+    return found
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("schedules", nargs="*", default=SCHEDULES)
+    parser.add_argument("--model", default="small")
+    parser.add_argument("--pp", type=int, default=4)
+    parser.add_argument("--ep", type=int, default=2)
+    parser.add_argument("--sequence", type=int, default=128)
+    parser.add_argument("--microbatches", type=int, default=16)
+    parser.add_argument("--steps", type=int, default=6)
+    given = parser.parse_args()
+    target = f"cpu:{given.pp * given.ep}"
+    wanted = Wanted(
+        Plan(given.model, change=(BYTES,), sequence=given.sequence),
+        tokens=given.microbatches * given.ep * given.sequence,
+        pp=(given.pp,),
+        per_device=(1,),
+        schedules=tuple(given.schedules),
+        remats=("none",),
+        stashes=(None,),
+    )
+    predicted, rows = predict(target, wanted), []
+    measured = {plan: measure(choice, target, given.steps) for plan, (choice, _) in predicted.items()}
+    for plan, (_, cores) in predicted.items():
+        took = measured[plan]
+        rows.append(
+            (
+                plan.schedule,
+                f"{cores:.3f}",
+                f"{took['cores']:.3f}",
+                f"{100 * (cores / took['cores'] - 1):+.1f} %",
+                f"{took['wall']:.3f}",
+            )
+        )
+    head = ("schedule", "predicted, core s", "measured, core s", "error", "measured, s on the clock")
+    print(Table(head, tuple(rows)).markdown())
+    wrong = swapped(
+        {plan.schedule: cores for plan, (_, cores) in predicted.items()},
+        {plan.schedule: took["cores"] for plan, took in measured.items()},
+    )
+    pairs = len(predicted) * (len(predicted) - 1) // 2
+    errors = [abs(cores / measured[plan]["cores"] - 1) for plan, (_, cores) in predicted.items()]
+    print(
+        f"\nerror: {100 * statistics.median(errors):.1f} % at the median, {100 * max(errors):.1f} % at most"
+    )
+    print(f"pairs in the measured order: {pairs - len(wrong)} of {pairs}")
+    for a, b, apart in wrong:
+        print(f"  {a} and {b} are swapped; measured they are {100 * apart:.1f} % apart")
+
+
+if __name__ == "__main__":
+    main()

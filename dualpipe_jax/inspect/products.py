@@ -1,0 +1,41 @@
+"""How much of a computation's work is matrix products."""
+
+from typing import NamedTuple
+
+from dualpipe_jax.inspect.hlo import Module
+from dualpipe_jax.inspect.report import OverlapReport
+from dualpipe_jax.inspect.roofline import flops
+
+
+class Products(NamedTuple):
+    """Of a computation, run once, with what it runs inside.
+
+    Attributes:
+      flops: multiplications and additions of its matrix products.
+      cycles: of the instructions that hold them, whatever else these do.
+    """
+
+    flops: float
+    cycles: float
+
+
+def products(report: OverlapReport, module: Module, computation: str) -> Products:
+    """The matrix products of a computation that runs line by line; of a conditional those of its longest branch."""
+    within, found = module.computations[computation], Products(0.0, 0.0)
+    for event in report.timelines[computation]:
+        if event.lane != "compute" or event.kind == "wait":
+            continue
+        instruction = within.by_name[event.name]
+        times, inside = 1, [name for name in instruction.called() if name in module.executed]
+        if instruction.opcode == "while":
+            times = instruction.trips or 1
+        elif instruction.opcode == "conditional":
+            inside = [max(inside, key=lambda name: report.computations[name].cycles)]
+        if inside:
+            parts = [products(report, module, name) for name in inside]
+            own = Products(times * sum(p.flops for p in parts), times * sum(p.cycles for p in parts))
+        else:
+            count = flops(module, within, instruction)
+            own = Products(count, event.end - event.start if count else 0.0)
+        found = Products(found.flops + own.flops, found.cycles + own.cycles)
+    return found

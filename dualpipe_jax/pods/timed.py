@@ -1,0 +1,192 @@
+"""Units that are run and timed, on CPU devices of this machine: what the compiler's cycles are of other targets.
+
+Virtual devices share the machine's cores, so what a unit takes is counted in seconds of a core: the work of all ranks
+adds up, and all cores do it without a pause. What else runs on the machine meanwhile is not in it. A cycle is a
+nanosecond.
+"""
+
+import dataclasses
+import functools
+import math
+import os
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from dualpipe_jax.parallel import PP
+from dualpipe_jax.pods import ahead, predict
+from dualpipe_jax.pods.program import Blueprint, Tree
+from dualpipe_jax.pods.results import Compiled, Overheads, Unit
+from dualpipe_jax.schedule.lowering.alone import unit_everywhere
+from dualpipe_jax.schedule.lowering.table import TickTable
+
+CLOCK = 1e9
+FEW, MANY = 4, 40
+"""Ticks of a run, at least and at most."""
+LONG = 0.25
+"""Core seconds that a run should take, for less than that is hard to tell from what stands beside it."""
+ROUNDS = 5
+_PRODUCT = 1024
+"""Width of the matrices by whose product the cores' peak is measured."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Spent:
+    """Seconds of all cores together, in which so many ticks were run."""
+
+    cores: float
+    ticks: int
+
+
+Round = Mapping[int, Spent]
+"""What each unit took, by its number; ``IDLE`` is a tick of none."""
+IDLE, FEWER, UPDATE = -1, -2, -3
+"""Numbers of what is no unit: many ticks in which no rank works, a few of them, and what is done with gradients."""
+
+
+def measure(blueprint: Blueprint, say: Callable[[str], None]) -> Compiled:
+    """Every unit of the schedule, each in ticks in which all ranks run it that ever do; ticks with none; the update.
+
+    Numbers are made up: a unit takes as long for any, but for how evenly tokens reach experts where nothing is dropped.
+    """
+    pipeline, params, batch = blueprint.pipeline, blueprint.params, blueprint.batch
+    say("tracing and compiling the step")
+    started = time.perf_counter()
+    table = pipeline.table(params, batch)
+    row = jax.ShapeDtypeStruct((table.schedule.num_ranks, len(table.columns)), jnp.int32)
+    whole: Any = pipeline.rehearse
+    rehearse = whole.lower(params, batch, row, jax.ShapeDtypeStruct((), jnp.int32)).compile()
+    update = None if blueprint.update is None else ahead.lower_update(blueprint).compile()
+    seconds = {"compiling": time.perf_counter() - started}
+    given, units = made_up((params, batch)), table_units(table)
+    ticks = {number: unit_everywhere(table, number) for number in (IDLE, *units)}
+    ticks[FEWER] = ticks[IDLE]
+    times = dict.fromkeys(ticks, FEW)
+
+    def once() -> Round:
+        found = {}
+        for number, tick in ticks.items():
+            call = functools.partial(rehearse, *given, tick, np.int32(times[number]))
+            found[number] = spend(call, times[number])
+        if update is not None:
+            state = made_up(_inputs(update))  # anew each time: the update takes it over
+            found[UPDATE] = spend(lambda: update(*state))
+        return found
+
+    say(f"running {len(units)} units")
+    once()  # warms up
+    first = once()
+    for number in units:
+        each = max(first[number].cores - first[FEWER].cores, 0.0) / FEW
+        times[number] = min(MANY, max(FEW, math.ceil(LONG / each))) if each else MANY
+    times[IDLE] = MANY
+    rounds = []
+    for number in range(ROUNDS):
+        say(f"timing {len(units)} units, round {number + 1} of {ROUNDS}")
+        rounds.append(once())
+    return read(table, blueprint, rounds, seconds)
+
+
+def read(
+    table: TickTable, blueprint: Blueprint, rounds: Sequence[Round], seconds: Mapping[str, float]
+) -> Compiled:
+    """What was measured, as a compiled program would have it."""
+    model, placement = blueprint.program.model, blueprint.schedule.placement
+    ranks = {number: int((table.column("unit") == number).any(axis=0).sum()) for number in table_units(table)}
+    cores = float(num_cores())
+    together = min(blueprint.mesh.size / blueprint.mesh.shape[PP], cores)  # cores that one rank keeps busy
+    name_of = {
+        table.keeps.kind_of[stage]: model.kind_of[stage] for stage in range(placement.num_model_stages)
+    }
+    tick, beside = (statistics.median(each) for each in zip(*map(_idle, rounds), strict=True))
+    by_kind: dict[str, dict[str, list[float]]] = {op: {} for op in predict.SCOPE_OF}
+    for number, count in ranks.items():
+        op, forward, backward = table.units[number]
+        kind = "-".join(name_of[stand.kind] for stand in (forward, backward) if stand is not None)
+        each = statistics.median(_unit_alone(found, number) for found in rounds) / count / together
+        by_kind[op].setdefault(kind, []).append(each * CLOCK)
+    units = {
+        op: {kind: _unit(statistics.fmean(each)) for kind, each in kinds.items()}
+        for op, kinds in by_kind.items()
+    }
+    update = [found[UPDATE].cores for found in rounds if UPDATE in found]
+    return Compiled(
+        "timed",
+        seconds=seconds,
+        units=predict.by_name(units),
+        overheads=Overheads(tick / cores * CLOCK, beside / cores * CLOCK),
+        update=_unit(statistics.median(update) / cores * CLOCK) if update else None,
+        cores=cores,
+        at_once=cores / together,
+    )
+
+
+def _idle(found: Round) -> tuple[float, float]:
+    """Core seconds of a tick in which no rank works, and of a step beside its ticks."""
+    many, few = found[IDLE], found[FEWER]
+    tick = max(0.0, (many.cores - few.cores) / (many.ticks - few.ticks))
+    return tick, max(0.0, few.cores - few.ticks * tick)
+
+
+def _unit_alone(found: Round, number: int) -> float:
+    """Core seconds of a unit, on all ranks that run it."""
+    tick, beside = _idle(found)
+    spent = found[number]
+    return max(0.0, (spent.cores - beside) / spent.ticks - tick)
+
+
+def table_units(table: TickTable) -> list[int]:
+    """Numbers of the units that some rank runs."""
+    return sorted(set(table.column("unit").ravel().tolist()) - {-1})
+
+
+def _unit(cycles: float) -> Unit:
+    return Unit(cycles, cycles, None, 0.0, 0)
+
+
+def spend(call: Callable[[], Any], ticks: int = 0) -> Spent:
+    """What a call takes of this process."""
+    before = time.process_time()
+    jax.block_until_ready(call())
+    return Spent(time.process_time() - before, ticks)
+
+
+def num_cores() -> int:
+    """That this process may run on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def peak() -> float:
+    """Operations a second of all cores together, in a product of square float32 matrices."""
+    matrix = jnp.full((_PRODUCT, _PRODUCT), 1 / _PRODUCT, jnp.float32)
+    product = jax.jit(jnp.matmul)
+    jax.block_until_ready(product(matrix, matrix))
+    least = min(spend(lambda: product(matrix, matrix)).cores for _ in range(ROUNDS))
+    return 2 * _PRODUCT**3 / least * num_cores()
+
+
+def _inputs(compiled: Any) -> Tree:
+    """Types of what a compiled function takes, with shardings."""
+    (avals, _), (lies, _) = compiled.in_avals, compiled.input_shardings
+    return jax.tree.map(
+        lambda aval, lie: jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=lie), avals, lies
+    )
+
+
+def made_up(tree: Tree) -> Tree:
+    """Arrays of these types where they lie: small normal floats, integers below 16."""
+    rng = np.random.default_rng(0)
+
+    def array(leaf: Any) -> jax.Array:
+        if jnp.issubdtype(leaf.dtype, jnp.floating):
+            values = rng.standard_normal(leaf.shape, np.float32) * np.float32(0.02)
+        else:
+            values = rng.integers(0, 16 if math.prod(leaf.shape) else 1, leaf.shape)
+        return jax.device_put(values.astype(leaf.dtype), leaf.sharding)
+
+    return jax.tree.map(array, tree)

@@ -1,0 +1,105 @@
+"""cuDNN's flash attention, for programs that a GPU runs, compiled where there is one and where there is none.
+
+What JAX checks before it calls cuDNN, its version and the GPU's generation, it asks of the machine that it runs on. A
+program compiled ahead of time is for another one, so there the checks are answered for an H100 (``checks_of``, the only
+place here that touches JAX's internals). Shape suffixes as in ``models.attention``.
+"""
+
+import contextlib
+import functools
+from collections.abc import Iterator
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from models.attention import same_segment
+
+HOPPER = (9, 0)
+"""The compute capability of an H100."""
+
+CUDNN = 90100
+"""cuDNN 9.1: what a program compiled where there is none may ask for. Nothing that came later is used."""
+
+
+def cudnn_takes(q_BHSX: Array) -> bool:
+    """Whether cuDNN's attention knows the type and the width."""
+    narrow = q_BHSX.dtype in (jnp.bfloat16, jnp.float16)
+    return narrow and q_BHSX.shape[-1] % 8 == 0 and q_BHSX.shape[-1] <= 256
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
+def cudnn_attention(
+    q_BHSX: Array, k_BHSX: Array, v_BHSV: Array, scale: float, segment_ids: Array | None = None
+) -> Array:
+    """cuDNN's flash attention; as ``causal_attention``. Segments cost a mask of [B, S, S] in its memory."""
+    return _forward(q_BHSX, k_BHSX, v_BHSV, scale, segment_ids)[0]
+
+
+def _forward(q: Array, k: Array, v: Array, scale: float, segment_ids: Array | None) -> tuple[Array, Any]:
+    with _checks():
+        return jax.vjp(lambda q, k, v: padded_attention(q, k, v, scale, "cudnn", segment_ids), q, k, v)
+
+
+def _backward(scale: float, pull: Any, d: Array) -> tuple[Array, Array, Array, None]:
+    del scale
+    with _checks():
+        return *pull(d), None
+
+
+cudnn_attention.defvjp(_forward, _backward)
+
+
+def padded_attention(
+    q_BHSX: Array,
+    k_BHSX: Array,
+    v_BHSV: Array,
+    scale: float,
+    implementation: Literal["cudnn", "xla"],
+    segment_ids: Array | None = None,
+) -> Array:
+    """``jax.nn.dot_product_attention``, which wants values as wide as keys."""
+    mask_BHQK = None if segment_ids is None else same_segment(segment_ids)[:, None]
+    missing = k_BHSX.shape[-1] - v_BHSV.shape[-1]
+    wide_BHSX = jnp.pad(v_BHSV, ((0, 0), (0, 0), (0, 0), (0, missing)))
+    q_BSHX, k_BSHX, wide_BSHX = (a.swapaxes(1, 2) for a in (q_BHSX, k_BHSX, wide_BHSX))
+    with jax.numpy_dtype_promotion("standard"):
+        out_BSHX = jax.nn.dot_product_attention(
+            q_BSHX,
+            k_BSHX,
+            wide_BSHX,
+            mask=mask_BHQK,
+            scale=scale,
+            is_causal=True,
+            implementation=implementation,
+        )
+    return out_BSHX[..., : v_BHSV.shape[-1]].swapaxes(1, 2)
+
+
+def _checks() -> contextlib.AbstractContextManager[None]:
+    """As they are where a GPU is there."""
+    return contextlib.nullcontext() if jax.default_backend() == "gpu" else checks_of(HOPPER, CUDNN)
+
+
+@contextlib.contextmanager
+def checks_of(capability: tuple[int, int], version: int) -> Iterator[None]:
+    """Within it, JAX traces cuDNN's attention as on a GPU of this capability with this version of cuDNN."""
+    from jax._src.cudnn import fused_attention_stablehlo as internal
+
+    def numbers(text: str) -> tuple[int, ...]:
+        return tuple(map(int, text.split(".")))
+
+    answers = {
+        "check_cudnn_version": lambda: version,
+        "check_compute_capability": lambda least: capability >= numbers(least),
+        "is_cuda_compute_capability_equal": lambda one: capability == numbers(one),
+    }
+    kept = {name: getattr(internal, name) for name in answers}
+    try:
+        for name, answer in answers.items():
+            setattr(internal, name, answer)
+        yield
+    finally:
+        for name, function in kept.items():
+            setattr(internal, name, function)

@@ -1,0 +1,65 @@
+"""Matrices that are cast once a step: the same model as one that casts them where it uses them."""
+
+import dataclasses
+
+import chex
+import jax
+import jax.numpy as jnp
+import pytest
+
+import models
+from dualpipe_jax import Pipeline, make_mesh, reference_value_and_grad
+from dualpipe_jax.schedule import dualpipe
+
+
+def build(num_stages, **changes):
+    numbers = models.tiny(vocab=64)
+    layers = num_stages + numbers.num_dense_layers
+    numbers = dataclasses.replace(numbers, compute_dtype=jnp.bfloat16, num_layers=layers, **changes)
+    return models.deepseek(numbers, num_stages, ep_axis="ep", platform="cpu")
+
+
+def words(*shape):
+    tokens = jax.random.randint(jax.random.key(1), shape, 0, 64)
+    return {"inputs": tokens, "targets": jnp.roll(tokens, -1, -1)}
+
+
+@pytest.mark.parametrize("changes", [{}, {"num_mtp_layers": 1, "q_lora_rank": 0, "attention_bias": True}])
+def test_what_is_named_is_read_in_no_other_dtype(changes):
+    """Rounded beforehand it gives the plain model's loss to the last bit; what is not named does not, if rounded."""
+    model = models.deepseek(build(1, **changes).config, 1, platform="cpu")
+    params, loss = model.init(jax.random.key(0)), reference_value_and_grad(model.staged)
+    named = jax.tree.map(
+        lambda dtype, part: jax.tree.map(lambda _: dtype is not None, part),
+        model.compute_dtype,
+        params,
+        is_leaf=lambda node: node is None,
+    )
+
+    def rounded(which):
+        def one(leaf, is_named):
+            narrow = leaf.dtype == jnp.float32 and is_named is which
+            return leaf.astype(jnp.bfloat16).astype(jnp.float32) if narrow else leaf
+
+        return jax.tree.map(one, params, named)
+
+    run = jax.jit(lambda params: loss(params, words(1, 2, 16))[0][0])
+    assert any(jax.tree.leaves(named)) and run(rounded(True)) == run(params)
+    assert run(rounded(False)) != run(params)
+
+
+@pytest.mark.slow
+def test_a_step_is_the_same_to_the_last_bit():
+    """With a second pipe, whose copies travel cast."""
+    model, batch, made = build(2), words(4, 4, 16), []
+    for dtype in (None, model.compute_dtype):
+        pipeline = Pipeline(
+            model.staged,
+            dualpipe(2, 4),
+            make_mesh(2, 2),
+            param_specs=model.param_specs,
+            compute_dtype=dtype,
+            accumulate_dtype=jnp.float32,
+        )
+        made.append(pipeline.value_and_grad(pipeline.place(model.init(jax.random.key(0))), batch))
+    chex.assert_trees_all_equal(*jax.device_get(made))

@@ -1,0 +1,151 @@
+"""Units timed on CPU devices: what is read of rounds given by hand, and a small program really run."""
+
+import dataclasses
+import json
+import re
+
+import jax
+import numpy as np
+import pytest
+
+from dualpipe_jax.__main__ import main
+from dualpipe_jax.command import child
+from dualpipe_jax.inspect import Target
+from dualpipe_jax.inspect import target as targets
+from dualpipe_jax.pods import Plan, timed
+from dualpipe_jax.pods.cache import Cache
+from dualpipe_jax.pods.dryrun import answer, draw
+from dualpipe_jax.pods.request import Request
+from dualpipe_jax.pods.timed import FEWER, IDLE, UPDATE, Spent
+from dualpipe_jax.schedule import CostModel, lower, one_f_one_b
+
+TARGET = Target.parse("cpu:4")
+PLAN = Plan("tests.pods.own_program:blocks", pp=2, ep=2, schedule="1f1b", microbatches=4, microbatch_size=4)
+
+
+def blueprint(**changes):
+    return draw(dataclasses.replace(PLAN, **changes), TARGET, jax.devices()[:4])
+
+
+def test_units_of_rounds_by_hand(monkeypatch):
+    """A tick of nothing takes 0.5 core seconds, a step beside its ticks 3; two cores, ranks of two devices."""
+    monkeypatch.setattr(timed, "num_cores", lambda: 2)
+    drawn = blueprint()
+    table = drawn.pipeline.table(drawn.params, drawn.batch)
+    seconds = {("F", "first"): 1.0, ("F", "last"): 2.0, ("B", "first"): 3.0, ("B", "last"): 5.0}
+    kinds = {0: "first", 1: "last"}
+    found = {IDLE: Spent(3 + 10 * 0.5, 10), FEWER: Spent(3 + 4 * 0.5, 4), UPDATE: Spent(8.0, 0)}
+    for number, unit in enumerate(table.units):
+        (stand,) = (stand for stand in unit[1:] if stand is not None)
+        found[number] = Spent(3 + 6 * (0.5 + seconds[unit.op, kinds[stand.kind]]), 6)
+    odd = {number: Spent(2 * spent.cores, spent.ticks) for number, spent in found.items()}
+    read = timed.read(table, drawn, [found, odd, found], {})
+    # A rank's two devices keep both cores busy, so a unit of 2 core seconds takes one on the clock.
+    assert read.units["F"].cycles == pytest.approx(2.0 / 2 * 1e9), "the slower of both kinds stands for most"
+    assert read.units["F/first"].cycles == pytest.approx(1.0 / 2 * 1e9)
+    assert read.units["B/last"].cycles == pytest.approx(5.0 / 2 * 1e9)
+    assert (read.cores, read.at_once) == (2, 1)
+    assert read.overheads.tick == pytest.approx(0.5 / 2 * 1e9)
+    assert read.overheads.step == pytest.approx(3 / 2 * 1e9)
+    assert read.update.cycles == pytest.approx(8 / 2 * 1e9)
+
+
+def test_two_cores_run_two_ranks_of_one_device_at_once(monkeypatch):
+    monkeypatch.setattr(timed, "num_cores", lambda: 2)
+    drawn = draw(dataclasses.replace(PLAN, ep=1, microbatch_size=2), TARGET, jax.devices()[:2])
+    table = drawn.pipeline.table(drawn.params, drawn.batch)
+    found = {number: Spent(2.0, 2) for number in timed.table_units(table)} | {
+        IDLE: Spent(0, 9),
+        FEWER: Spent(0, 4),
+    }
+    read = timed.read(table, drawn, [found], {})
+    assert read.at_once == 2 and read.update is None
+    assert read.units["F"].cycles == 1e9, "of one rank, which one core works for"
+
+
+def test_the_table_of_a_pipeline_is_the_one_that_its_schedule_lowers_to():
+    drawn = blueprint(schedule="dualpipe")
+    table, plain = drawn.pipeline.table(drawn.params, drawn.batch), lower(drawn.schedule)
+    assert [unit.op for unit in table.units] and table.num_ticks == plain.num_ticks
+    ops = [[table.units[n].op if n >= 0 else "" for n in row] for row in table.column("unit")]
+    assert ops == [[plain.units[n].op if n >= 0 else "" for n in row] for row in plain.column("unit")]
+
+
+def test_a_tick_is_rehearsed_as_often_as_is_said():
+    """A forward of the last stage adds its loss each time, and a backward its gradients."""
+    drawn = blueprint()
+    table = drawn.pipeline.table(drawn.params, drawn.batch)
+    params, batch = timed.made_up((drawn.params, drawn.batch))
+    (forward,) = (n for n, unit in enumerate(table.units) if unit.op == "F" and unit.forward.kind == 1)
+    tick = timed.unit_everywhere(table, forward)
+
+    def objective(times):
+        return float(drawn.pipeline.rehearse(params, batch, tick, np.int32(times))[0][0])
+
+    once = objective(1)
+    assert objective(0) == 0 and once > 0
+    assert objective(5) == pytest.approx(5 * once, rel=1e-5)
+
+
+def test_a_program_is_timed_and_its_step_predicted(monkeypatch):
+    monkeypatch.setattr(timed, "ROUNDS", 2)
+    said = []
+    request = Request(PLAN, "cpu:4", "units")
+    found = answer(request, TARGET, jax.devices()[:4], said.append)
+    compiled, step = found.compiled, found.step
+    assert {"F", "F/first", "F/last", "B", "B/first", "B/last"} == compiled.units.keys()
+    assert said[-2:] == ["timing 4 units, round 2 of 2", "simulating the step"]
+    assert compiled.update.cycles > 0 and compiled.overheads.tick > 0 and found.target.flops > 1e8
+    costs = CostModel(
+        **{n: step.costs[n] for n in ("F", "I", "W")},
+        extra={int(k): v for k, v in step.costs["extra"].items()},
+    )
+    table = lower(one_f_one_b(2, 4), costs)
+    assert step.cycles == pytest.approx(
+        table.shared_makespan(costs, compiled.at_once) + table.num_ticks * compiled.overheads.tick
+    )
+    rest = compiled.overheads.step + compiled.update.cycles
+    assert step.seconds == pytest.approx((step.cycles + rest) / 1e9)
+    assert sum(part.seconds for part in step.account) == pytest.approx(step.seconds)
+
+
+def test_cpu_devices_are_told_by_name(monkeypatch):
+    monkeypatch.setenv("XLA_FLAGS", "--already=there")
+    target = Target.parse("cpu:16")
+    assert (target.platform, target.num_devices, target.device.clock) == ("cpu", 16, 1e9)
+    flags = target.environment["XLA_FLAGS"].split()
+    assert flags[:2] == ["--already=there", "--xla_force_host_platform_device_count=16"]
+    assert Target.parse("cpu:4").device.memory == 4 * target.device.memory
+    with pytest.raises(ValueError, match="target cpu:16: JAX has 8 CPU devices; set XLA_FLAGS='--already"):
+        target.devices()
+    with pytest.raises(
+        ValueError, match="cpu wants 1 sizes with x between them, for instance .*cpu:8; got 2x2"
+    ):
+        Target.parse("cpu:2x2")
+
+
+@pytest.mark.parametrize(
+    ("asked", "why"),
+    [
+        (["overlap"], "on CPU nothing overlaps, .* its units are timed by `dualpipe plan`"),
+        (["dryrun", "--compile", "step"], "on CPU nothing overlaps"),
+        (["dryrun", "-o", "x.svg"], "its units are run and timed, not read; drop --output"),
+        (["dryrun", "--rates", "r.json"], "not read; drop --rates"),
+    ],
+)
+def test_what_makes_no_sense_on_cpu(asked, why, capsys, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "r.json").write_text(json.dumps({"rates": {"memory": 1.0}}))
+    monkeypatch.setattr(child, "ask", lambda *_: pytest.fail("nothing is to be asked"))
+    assert main([*asked, "--target", "cpu:4", "--program", "tiny", "--pp", "2", "--ep", "2"]) == 2
+    assert re.search(why, capsys.readouterr().err)
+
+
+def test_what_was_timed_elsewhere_is_not_known_here(monkeypatch, tmp_path):
+    """Compiled costs are the same on every machine, timed ones are not."""
+    cache = Cache(tmp_path)
+    timed_here, compiled = (cache.file(Request(PLAN, target, "units")) for target in ("cpu:4", "v5e:2x2"))
+    monkeypatch.setattr("platform.node", lambda: "another")
+    assert cache.file(Request(PLAN, "cpu:4", "units")) != timed_here
+    assert cache.file(Request(PLAN, "v5e:2x2", "units")) == compiled
+    assert targets.DEVICES.keys() >= {"v5e", "h100"} and "cpu" not in targets.DEVICES
