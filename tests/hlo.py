@@ -8,6 +8,7 @@ from typing import NamedTuple
 _INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%(\S+) = (.*?) ([\w\-]+)\((.*)$")
 _SHAPE = re.compile(r"\w+\[([\d,]*)\]")
 _CALLED = re.compile(r"(calls|to_apply|body|condition)=%?([\w.\-]+)")
+_BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
 
 
 class Instruction(NamedTuple):
@@ -34,7 +35,11 @@ def computations(text: str) -> dict[str, list[Instruction]]:
         if header:
             current = found.setdefault(header[1], [])
         elif match := _INSTRUCTION.match(line):
-            current.append(Instruction(match[2], match[3], dict(_CALLED.findall(match[4]))))
+            branches = ",".join(_BRANCHES.findall(match[4])).replace("%", "").split(",")
+            called = dict(_CALLED.findall(match[4])) | {
+                f"branch{number}": branch.strip() for number, branch in enumerate(branches) if branch
+            }
+            current.append(Instruction(match[2], match[3], called))
     return found
 
 

@@ -68,6 +68,8 @@ class Pipeline:
       fuse_pairs: run an overlapped pair as one computation, in which the compiler can hide the all-to-alls of
         one direction behind the other's work, or as F and B after each other, with the same result. None: fuse
         but on CPU, which overlaps nothing and would copy every slot pool once a pair.
+      idle_sends: whether ranks exchange at ticks, too, at which nobody awaits anything. None: but on CPU, where an
+        exchange costs as much as it holds; elsewhere it is under way beside the work, and no conditional around it.
       divergence: how ranks part ways in a tick: "loop", each unit a loop of zero or one trips; "switch", one
         conditional: a single round trip to the host on GPU, but there all slot pools are copied at every tick; "none",
         every rank runs every unit, results masked, for machines on which groups of devices may not part ways. The
@@ -89,6 +91,7 @@ class Pipeline:
     costs: CostModel | None = None
     accumulate_dtype: Any = None
     fuse_pairs: bool | None = None
+    idle_sends: bool | None = None
     divergence: Divergence = "loop"
     check_vma: bool = False
     debug_nans: bool = False
@@ -237,6 +240,7 @@ class Pipeline:
             costs=CostModel() if self.costs is None else self.costs,
             accumulate_dtype=self.accumulate_dtype,
             fuse_pairs=platform != "cpu" if self.fuse_pairs is None else self.fuse_pairs,
+            idle_sends=platform != "cpu" if self.idle_sends is None else self.idle_sends,
             divergence=self.divergence,
             input_grads=self.input_grads,
             check_vma=self.check_vma,

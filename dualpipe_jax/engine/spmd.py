@@ -71,6 +71,7 @@ class Engine:
     costs: CostModel
     accumulate_dtype: Any
     fuse_pairs: bool
+    idle_sends: bool
     divergence: Divergence
     input_grads: bool
     check_vma: bool
@@ -282,7 +283,15 @@ class _Program:
     def run(self, instead: Repeated | None = None) -> State:
         """All ticks."""
         engine = self.engine
-        body = Tick(self.table, self.tasks, self.boundary, engine.divergence, self.vary, engine.debug_nans)
+        body = Tick(
+            self.table,
+            self.tasks,
+            self.boundary,
+            engine.divergence,
+            self.vary,
+            engine.debug_nans,
+            engine.idle_sends,
+        )
         if instead is not None:
             return tick.repeat(body, self.initial_state(), *instead)
         return tick.run(body, self.initial_state())

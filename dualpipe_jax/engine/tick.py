@@ -31,6 +31,7 @@ from dualpipe_jax.engine.units import Row, State, Task
 from dualpipe_jax.engine.varying import Vary
 from dualpipe_jax.parallel.mesh import PP
 from dualpipe_jax.parallel.p2p import send
+from dualpipe_jax.schedule.lowering.flat import Channel
 from dualpipe_jax.schedule.lowering.table import TickTable
 
 NEVER = np.iinfo(np.int32).max
@@ -49,6 +50,7 @@ class Tick:
       divergence: the form in which ranks part ways.
       vary: types values as varying over the mesh's axes.
       debug_nans: whether to look for values that are not finite.
+      idle_sends: whether a channel's permute runs at ticks, too, at which it brings nobody anything.
     """
 
     table: TickTable
@@ -57,20 +59,31 @@ class Tick:
     divergence: Divergence
     vary: Vary
     debug_nans: bool
+    idle_sends: bool
 
-    def __call__(self, state: State, row: tuple[jax.Array, jax.Array]) -> tuple[State, None]:
-        """One tick; ``row`` is (the tick's number, int32 [columns])."""
+    def __call__(self, state: State, row: tuple[jax.Array, jax.Array, tuple]) -> tuple[State, None]:
+        """One tick; ``row`` is (the tick's number, int32 [columns], ``TickTable.brings``)."""
         number, here = row[0], Row(self.table.columns, row[1])
         # What the previous tick made goes out now and is not looked at before this tick's work is done.
         arrived = [
-            send(state[f"{channel.payload}_out"], channel.pairs, beside_others=True)
-            for channel in self.table.channels
+            self._exchange(channel, state[f"{channel.payload}_out"], row[2][c])
+            for c, channel in enumerate(self.table.channels)
         ]
         state = self._work(state | self.vary(fresh(self.boundary, state)), here)
         state = self._watch(state, here, number)
         for c, (channel, payload) in enumerate(zip(self.table.channels, arrived, strict=True)):
             state = state | {channel.pool: write_slot(state[channel.pool], here[f"arrive{c}"], payload)}
         return state, None
+
+    def _exchange(self, channel: Channel, payload: Tree, brings: jax.Array) -> Tree:
+        """What the channel brings here. ``brings`` is the same on all ranks, so that all of them meet or none."""
+
+        def exchanged(payload: Tree) -> Tree:
+            return send(payload, channel.pairs, beside_others=True)
+
+        if self.idle_sends:
+            return exchanged(payload)
+        return lax.cond(brings, exchanged, lambda payload: payload, payload)
 
     def _work(self, state: State, row: Row) -> State:
         if self.divergence == "switch":
@@ -149,10 +162,11 @@ def run(tick: Tick, state: State) -> State:
     table = tick.table
     rows = lax.dynamic_index_in_dim(jnp.asarray(table.array), lax.axis_index(PP), axis=1, keepdims=False)
     ticks = (jnp.arange(table.num_ticks, dtype=jnp.int32), rows)
-    return lax.scan(tick, state, tick.vary(ticks))[0]
+    return lax.scan(tick, state, (*tick.vary(ticks), table.brings(jnp.asarray(table.array))))[0]
 
 
 def repeat(tick: Tick, state: State, rows: jax.Array, times: jax.Array) -> State:
     """A tick of ``rows``, int32 [ranks, columns], so many times; called inside shard_map."""
     own = lax.dynamic_index_in_dim(rows, lax.axis_index(PP), axis=0, keepdims=False)
-    return lax.fori_loop(0, times, lambda number, state: tick(state, (number, own))[0], state)
+    brings = tick.table.brings(rows)
+    return lax.fori_loop(0, times, lambda number, state: tick(state, (number, own, brings))[0], state)

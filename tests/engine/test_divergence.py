@@ -63,6 +63,7 @@ def lowered_step(make, divergence, check_vma=False):
         make_mesh(PP, EP),
         param_specs={"stages": specs["stages"]},
         fuse_pairs=True,
+        idle_sends=True,
         divergence=divergence,
         check_vma=check_vma,
     )

@@ -68,10 +68,13 @@ CASES = {
     "no pair, whole backwards": Case(one_f_one_b, (2, 2, 1), 3, remat=False),
     "no pair, halves": Case(zb_h1, (1, 2, 2), 4, options={"frozen": FROZEN}),
     "two pipes, halves of pairs": Case(dualpipe, (1, 4, 2), 8),
-    "two pipes, fused pairs": Case(dualpipe, (2, 2, 2), 4, options={"fuse_pairs": True}),
+    "two pipes, fused pairs": Case(dualpipe, (2, 2, 2), 4, options={"fuse_pairs": True, "idle_sends": True}),
     "two pipes, stored sharded": Case(dualpipe, (2, 2, 2), 4, options={"storage_specs": STORED}),
     "a V, fused pairs, one conditional": Case(
-        dualpipe_v, (1, 2, 2), 5, options={"fuse_pairs": True, "divergence": "switch", "frozen": FROZEN}
+        dualpipe_v,
+        (1, 2, 2),
+        5,
+        options={"fuse_pairs": True, "idle_sends": True, "divergence": "switch", "frozen": FROZEN},
     ),
     "a V, gradients of inputs": Case(dualpipe_v, (2, 2, 1), 4, remat=False, options={"input_grads": True}),
     "a V, checked": Case(zb_v, (1, 2, 2), 4, dropout=False, options={"check_vma": True}),

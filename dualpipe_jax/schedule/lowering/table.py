@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
@@ -116,6 +116,17 @@ class TickTable:
     def column(self, name: str) -> np.ndarray:
         """One column, int32 [ticks, ranks]."""
         return self.array[:, :, self.columns.index(name)]
+
+    def brings(self, rows: Any) -> tuple[Any, ...]:
+        """For each channel whether it brings any rank what it awaits.
+
+        ``rows``: int32 [..., ranks, columns] of any array library, as in ``array``; gives booleans [...].
+        """
+        unawaited = [self.num_slots[channel.pool] - 1 for channel in self.channels]
+        columns = [self.columns.index(f"arrive{k}") for k in range(len(unawaited))]
+        return tuple(
+            (rows[..., column] != bin_).any(axis=-1) for column, bin_ in zip(columns, unawaited, strict=True)
+        )
 
     def counts(self) -> np.ndarray:
         """How often each unit runs, over all ranks and ticks."""

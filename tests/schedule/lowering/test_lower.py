@@ -1,3 +1,4 @@
+import itertools
 import random
 import re
 
@@ -361,3 +362,20 @@ def test_a_schedule_that_hangs_is_refused():
     schedule = handmade(Placement.linear(2), 1, "0B0 0F0", "1F0 1B0")
     with pytest.raises(ValueError, match=re.escape("lower: handmade never ends; call validate(schedule)")):
         lower(schedule)
+
+
+@pytest.mark.parametrize("make", [gpipe, one_f_one_b, zb_h1], ids=lambda make: make.__name__)
+def test_two_ranks_in_a_row_exchange_once_for_each_microbatch_and_way(make):
+    table = lower(make(2, 7))
+    assert [brought.sum() for brought in table.brings(table.array)] == [7, 7]
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES[::17], ids=name_of)
+def test_channels_bring_no_more_often_than_there_is_something_to_bring(schedule):
+    """Microbatches times boundaries between stages on different ranks, both ways; a permute serves many of them."""
+    crossings = sum(a != b for pipe in schedule.placement.pipes for a, b in itertools.pairwise(pipe))
+    needed = 2 * crossings * schedule.microbatches_per_pipe
+    table = lower(schedule)
+    most = max((len(channel.pairs) for channel in table.channels), default=1)
+    used = sum(brought.sum() for brought in table.brings(table.array))
+    assert used <= needed <= used * most
