@@ -6,13 +6,15 @@ of a head without position, R the rotated part, V the value of a head, C compres
 
 import functools
 import math
-from typing import Protocol
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax import Array
+from jax.ad_checkpoint import checkpoint_name
 
 from models.config import Config
 
@@ -20,16 +22,28 @@ LATENT_EPS = 1e-6
 """Of the norms of compressed queries, keys and values, whatever the model's own eps: so in the published code."""
 
 
-class Attend(Protocol):
-    """``(q [B, S, H, X], k [B, S, H, X], v [B, S, H, V], scale, segment_ids) -> [B, S, H, V]``.
+@dataclass(frozen=True)
+class Attend:
+    """A program for causal attention, and what it likes.
 
-    Causal. With ``segment_ids``, int [B, S], a token hears those of its own segment alone.
+    ``(q [B, H, S, X], k [B, H, S, X], v [B, H, S, V], scale, segment_ids) -> [B, H, S, V]``. With ``segment_ids``,
+    int [B, S], a token hears those of its own segment alone. What comes out is named "attended", where that
+    spares the backward something.
+
+    Attributes:
+      function: as above.
+      lanes: heads are padded to multiples of so many numbers.
+
     """
+
+    function: Callable[..., Array]
+    lanes: int = 1
 
     def __call__(
         self, q: Array, k: Array, v: Array, scale: float, /, segment_ids: Array | None = None
     ) -> Array:
         """Attend."""
+        return self.function(q, k, v, scale, segment_ids=segment_ids)
 
 
 class RMSNorm(nnx.Module):
@@ -100,11 +114,16 @@ def rope(x_BSHR: Array, freqs: np.ndarray, positions: Array | None = None, facto
     wide = x_BSHR.astype(jnp.float32)
     # Neighbours change places in a matmul, exact at this precision: a TPU's lanes hold the last dim, and it
     # takes many times longer over slices of it, or over pairs as a dim of their own.
-    even = np.arange(0, R, 2)
-    turn_RR = np.zeros((R, R), np.float32)
-    turn_RR[even + 1, even], turn_RR[even, even + 1] = -1, 1
-    turned = jnp.matmul(wide, turn_RR, precision=jax.lax.Precision.HIGHEST)
+    turned = jnp.matmul(wide, _turn(R), precision=jax.lax.Precision.HIGHEST)
     return (wide * (cos * factor) + turned * (sin * factor)).astype(x_BSHR.dtype)
+
+
+def _turn(dim: int) -> np.ndarray:
+    """The matrix by which each pair (a, b) becomes (-b, a), float32 [dim, dim]."""
+    even = np.arange(0, dim, 2)
+    turn_RR = np.zeros((dim, dim), np.float32)
+    turn_RR[even + 1, even], turn_RR[even, even + 1] = -1, 1
+    return turn_RR
 
 
 def _cos_sin(freqs_R: np.ndarray, length: int, positions_BS: Array | None) -> tuple[Array, Array]:
@@ -151,7 +170,7 @@ class Attention(nnx.Module):
 
     def __init__(self, config: Config, rngs: nnx.Rngs, attend: Attend | None = None):
         self.config = config
-        self.attend: Attend = attend or causal_attention
+        self.attend = attend or Attend(causal_attention)
         bias = config.attention_bias
         heads, head = config.num_heads, config.qk_nope_dim + config.qk_rope_dim
         if config.q_lora_rank:
@@ -184,37 +203,86 @@ class Attention(nnx.Module):
           x's like.
 
         """
-        config = self.config
-        B, S, _ = x_BSD.shape
-        heads, nope = config.num_heads, config.qk_nope_dim
-        q_BSHX = self.queries(x_BSD, positions_BS)
-        c_BSC, k_BSR = self.latents(x_BSD, positions_BS)
-        k_BSHR = jnp.broadcast_to(k_BSR[:, :, None], (B, S, heads, config.qk_rope_dim))
-        kv_BSHX = self.kv_b_proj(c_BSC).reshape(B, S, heads, nope + config.v_head_dim)
-        k_BSHX = jnp.concatenate([kv_BSHX[..., :nope], k_BSHR], axis=-1)
+        heads = self._spread if self._spread_is_free() else self._narrow
+        scale = softmax_scale(self.config)
+        out_BHSV = self.attend(*heads(x_BSD, positions_BS), scale, segment_ids=segment_ids_BS)
+        return self.output(out_BHSV)
 
-        scale = softmax_scale(config)
-        out_BSHV = self.attend(q_BSHX, k_BSHX, kv_BSHX[..., nope:], scale, segment_ids=segment_ids_BS)
-        return self.o_proj(out_BSHV.reshape(B, S, heads * config.v_head_dim))
+    def output(self, out_BHSV: Array) -> Array:
+        """Project what heads attended to, to x's like."""
+        _, H, _, V = out_BHSV.shape
+        kernel_HVD = self.o_proj.kernel[...].astype(out_BHSV.dtype).reshape(H, V, -1)
+        out_BSD = jnp.einsum("bhsv,hvd->bsd", out_BHSV, kernel_HVD)
+        return out_BSD if self.o_proj.bias is None else out_BSD + self.o_proj.bias[...].astype(out_BSD.dtype)
+
+    def _spread_is_free(self) -> bool:
+        """Whether heads with the rotated part twice take no more of the program's lanes."""
+        nope, rot, lanes = self.config.qk_nope_dim, self.config.qk_rope_dim, self.attend.lanes
+        return -(-(nope + 2 * rot) // lanes) == -(-(nope + rot) // lanes)
+
+    def _narrow(self, x_BSD: Array, positions_BS: Array | None) -> tuple[Array, Array, Array]:
+        """Queries, keys and values as the paper has them, heads first."""
+        config = self.config
+        nope = config.qk_nope_dim
+        c_BSC, k_BSR = self.latents(x_BSD, positions_BS)
+        kv_BSHX = self.kv_b_proj(c_BSC).reshape(*x_BSD.shape[:2], config.num_heads, nope + config.v_head_dim)
+        k_BSHR = jnp.broadcast_to(k_BSR[:, :, None], (*kv_BSHX.shape[:3], config.qk_rope_dim))
+        k_BSHX = jnp.concatenate([kv_BSHX[..., :nope], k_BSHR], axis=-1)
+        q, k, v = (a.swapaxes(1, 2) for a in (self.queries(x_BSD, positions_BS), k_BSHX, kv_BSHX[..., nope:]))
+        return q, k, v
+
+    def _spread(self, x_BSD: Array, positions_BS: Array | None) -> tuple[Array, Array, Array]:
+        """The same with the same scores, by products that write heads first: no slice of activations, no concatenation.
+
+        A rotated query is q cos + turned(q) sin, so its score with a key is that of [q cos, turned(q) sin] with
+        [key, key].
+        """
+        config = self.config
+        H, N, R, V = config.num_heads, config.qk_nope_dim, config.qk_rope_dim, config.v_head_dim
+        dtype = x_BSD.dtype
+        freqs, factor = np.repeat(rope_frequencies(config), 2), rope_factor(config)
+        cos, sin = (a.swapaxes(-3, -2) * factor for a in _cos_sin(freqs, x_BSD.shape[1], positions_BS))
+        turns = jnp.concatenate([jnp.ones((*cos.shape[:-1], N), cos.dtype), cos, sin], axis=-1)
+        into = np.eye(N + R, N + 2 * R)
+        into[N:, N + R :] = _turn(R)
+        x_BSC, projection = self._query_latents(x_BSD)
+        w_CHX = projection.kernel[...].astype(dtype).reshape(-1, H, N + R)
+        q_BHSX = jnp.einsum("bsc,chx->bhsx", x_BSC, w_CHX)
+        wide_BHSX = jnp.einsum(
+            "bhsx,xy->bhsy", q_BHSX, jnp.asarray(into, dtype), precision=jax.lax.Precision.HIGHEST
+        )
+        q_BHSX = (wide_BHSX.astype(jnp.float32) * turns).astype(dtype)
+
+        c_BSC, k_BSR = self.latents(x_BSD, positions_BS)
+        w_CHX = self.kv_b_proj.kernel[...].astype(dtype).reshape(-1, H, N + V)
+        # All heads' rotated key comes in as R more latents, each of which is two numbers of every key.
+        copied_CHX = np.zeros((config.kv_lora_rank + R, 1, N + 2 * R), np.float32)
+        copied_CHX[-R:, 0, N:] = np.tile(np.eye(R), 2)
+        keys_CHX = jnp.pad(w_CHX[..., :N], ((0, R), (0, 0), (0, 2 * R))) + jnp.asarray(copied_CHX, dtype)
+        k_BHSX = jnp.einsum("bsc,chx->bhsx", jnp.concatenate([c_BSC, k_BSR], axis=-1), keys_CHX)
+        return q_BHSX, k_BHSX, jnp.einsum("bsc,chv->bhsv", c_BSC, w_CHX[..., N:])
 
     def queries(self, x_BSD: Array, positions_BS: Array | None) -> Array:
         """Return the queries, [B, S, H, N + R], their last R numbers rotated."""
         config = self.config
         nope = config.qk_nope_dim
-        q_BSHX = self._project(x_BSD).reshape(*x_BSD.shape[:2], config.num_heads, nope + config.qk_rope_dim)
+        x_BSC, projection = self._query_latents(x_BSD)
+        q_BSHX = projection(x_BSC).reshape(*x_BSD.shape[:2], config.num_heads, nope + config.qk_rope_dim)
         return jnp.concatenate([q_BSHX[..., :nope], self._rotate(q_BSHX[..., nope:], positions_BS)], axis=-1)
 
     def latents(self, x_BSD: Array, positions_BS: Array | None) -> tuple[Array, Array]:
         """Return all that later tokens need to know of these: c [B, S, C], normalised, and k [B, S, R], rotated."""
-        both = self.kv_a_proj_with_mqa(x_BSD)
+        both = checkpoint_name(self.kv_a_proj_with_mqa(x_BSD), "latents")
         c_BSC, k_BSR = both[..., : self.config.kv_lora_rank], both[..., self.config.kv_lora_rank :]
         k_BSR = self._rotate(k_BSR[:, :, None], positions_BS)[:, :, 0]
         return self.kv_a_layernorm(c_BSC), k_BSR
 
-    def _project(self, x_BSD: Array) -> Array:
+    def _query_latents(self, x_BSD: Array) -> tuple[Array, nnx.Linear]:
+        """What queries are made of, and what by."""
         if self.config.q_lora_rank:
-            return self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x_BSD)))
-        return self.q_proj(x_BSD)
+            x_BSC = checkpoint_name(self.q_a_proj(x_BSD), "latents")
+            return self.q_a_layernorm(x_BSC), self.q_b_proj
+        return x_BSD, self.q_proj
 
     def _rotate(self, x_BSHR: Array, positions_BS: Array | None) -> Array:
         freqs, factor = rope_frequencies(self.config), rope_factor(self.config)
@@ -222,15 +290,15 @@ class Attention(nnx.Module):
 
 
 def causal_attention(
-    q_BSHX: Array, k_BSHX: Array, v_BSHV: Array, scale: float, /, segment_ids: Array | None = None
+    q_BHSX: Array, k_BHSX: Array, v_BHSV: Array, scale: float, /, segment_ids: Array | None = None
 ) -> Array:
-    """Softmax attention as ``Attend`` says, scores and softmax in float32; [B, S, H, V]."""
-    scores_BHQK = jnp.einsum("bqhx,bkhx->bhqk", q_BSHX, k_BSHX, preferred_element_type=jnp.float32) * scale
-    heard = np.tril(np.ones((q_BSHX.shape[1],) * 2, bool))
+    """Softmax attention as ``Attend`` says, scores and softmax in float32; [B, H, S, V]."""
+    scores_BHQK = jnp.einsum("bhqx,bhkx->bhqk", q_BHSX, k_BHSX, preferred_element_type=jnp.float32) * scale
+    heard = np.tril(np.ones((q_BHSX.shape[2],) * 2, bool))
     if segment_ids is not None:
         heard = heard & same_segment(segment_ids)[:, None]
-    probs_BHQK = _softmax(jnp.where(heard, scores_BHQK, -jnp.inf), v_BSHV.dtype)
-    return jnp.einsum("bhqk,bkhv->bqhv", probs_BHQK, v_BSHV)
+    probs_BHQK = _softmax(jnp.where(heard, scores_BHQK, -jnp.inf), v_BHSV.dtype)
+    return checkpoint_name(jnp.einsum("bhqk,bhkv->bhqv", probs_BHQK, v_BHSV), "attended")
 
 
 def same_segment(segment_ids_BS: Array) -> Array:

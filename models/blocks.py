@@ -6,6 +6,7 @@ Shape suffixes: B batch, S sequence, D model dim, E experts.
 import jax.numpy as jnp
 from flax import nnx
 from jax import Array
+from jax.ad_checkpoint import checkpoint_name
 
 from models.attention import Attend, Attention, RMSNorm, linear
 from models.config import Config
@@ -23,7 +24,8 @@ class DenseBlock(nnx.Module):
 
     def __call__(self, x_BSD: Array, positions_BS: Array | None, segment_ids_BS: Array | None) -> Array:
         """Apply the block; positions and segments as ``Attention`` takes them."""
-        x_BSD = x_BSD + self.self_attn(self.input_layernorm(x_BSD), positions_BS, segment_ids_BS)
+        attended_BSD = self.self_attn(self.input_layernorm(x_BSD), positions_BS, segment_ids_BS)
+        x_BSD = checkpoint_name(x_BSD + attended_BSD, "middle")
         return x_BSD + self.mlp(self.post_attention_layernorm(x_BSD))
 
 
@@ -53,7 +55,8 @@ class Block(nnx.Module):
         copies_EX: Array | None = None,
     ) -> tuple[Array, Load]:
         """Apply the block; positions and segments as ``Attention`` takes them, the rest as ``MoE`` does."""
-        x_BSD = x_BSD + self.self_attn(self.input_layernorm(x_BSD), positions_BS, segment_ids_BS)
+        attended_BSD = self.self_attn(self.input_layernorm(x_BSD), positions_BS, segment_ids_BS)
+        x_BSD = checkpoint_name(x_BSD + attended_BSD, "middle")
         y_BSD, load = self.mlp(self.post_attention_layernorm(x_BSD), bias_E, live_BS, copies_EX)
         return x_BSD + y_BSD, load
 

@@ -23,18 +23,18 @@ CUDNN = 90100
 """cuDNN 9.1: what a program compiled where there is none may ask for. Nothing that came later is used."""
 
 
-def cudnn_takes(q_BSHX: Array) -> bool:
+def cudnn_takes(q_BHSX: Array) -> bool:
     """Whether cuDNN's attention knows the type and the width."""
-    narrow = q_BSHX.dtype in (jnp.bfloat16, jnp.float16)
-    return narrow and q_BSHX.shape[-1] % 8 == 0 and q_BSHX.shape[-1] <= 256
+    narrow = q_BHSX.dtype in (jnp.bfloat16, jnp.float16)
+    return narrow and q_BHSX.shape[-1] % 8 == 0 and q_BHSX.shape[-1] <= 256
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
 def cudnn_attention(
-    q_BSHX: Array, k_BSHX: Array, v_BSHV: Array, scale: float, segment_ids: Array | None = None
+    q_BHSX: Array, k_BHSX: Array, v_BHSV: Array, scale: float, segment_ids: Array | None = None
 ) -> Array:
     """cuDNN's flash attention; as ``causal_attention``. Segments cost a mask of [B, S, S] in its memory."""
-    return _forward(q_BSHX, k_BSHX, v_BSHV, scale, segment_ids)[0]
+    return _forward(q_BHSX, k_BHSX, v_BHSV, scale, segment_ids)[0]
 
 
 def _forward(q: Array, k: Array, v: Array, scale: float, segment_ids: Array | None) -> tuple[Array, Any]:
@@ -52,17 +52,18 @@ cudnn_attention.defvjp(_forward, _backward)
 
 
 def padded_attention(
-    q_BSHX: Array,
-    k_BSHX: Array,
-    v_BSHV: Array,
+    q_BHSX: Array,
+    k_BHSX: Array,
+    v_BHSV: Array,
     scale: float,
     implementation: Literal["cudnn", "xla"],
     segment_ids: Array | None = None,
 ) -> Array:
     """``jax.nn.dot_product_attention``, which wants values as wide as keys."""
     mask_BHQK = None if segment_ids is None else same_segment(segment_ids)[:, None]
-    missing = k_BSHX.shape[-1] - v_BSHV.shape[-1]
-    wide_BSHX = jnp.pad(v_BSHV, ((0, 0), (0, 0), (0, 0), (0, missing)))
+    missing = k_BHSX.shape[-1] - v_BHSV.shape[-1]
+    wide_BHSX = jnp.pad(v_BHSV, ((0, 0), (0, 0), (0, 0), (0, missing)))
+    q_BSHX, k_BSHX, wide_BSHX = (a.swapaxes(1, 2) for a in (q_BHSX, k_BHSX, wide_BHSX))
     with jax.numpy_dtype_promotion("standard"):
         out_BSHX = jax.nn.dot_product_attention(
             q_BSHX,
@@ -73,7 +74,7 @@ def padded_attention(
             is_causal=True,
             implementation=implementation,
         )
-    return out_BSHX[..., : v_BSHV.shape[-1]]
+    return out_BSHX[..., : v_BHSV.shape[-1]].swapaxes(1, 2)
 
 
 def _checks() -> contextlib.AbstractContextManager[None]:

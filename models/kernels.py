@@ -26,6 +26,8 @@ MatmulKernel = Literal["auto", "plain", "ragged", "megablox", "float8"]
 KERNEL_VMEM = 32 * 1024**2
 """Bytes of a TPU's VMEM that an attention kernel may take. With the usual 16 MiB, key blocks of 2048 overflow on v5p in
 some programs."""
+LANES = 128
+"""Numbers of a TPU's vector registers and matrix units: heads are padded to these."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,15 +66,19 @@ class Kernels:
 
     def attend(self, platform: str) -> Attend:
         """Return the attention for "cpu", "gpu" or "tpu"."""
-        splash: Attend = functools.partial(splash_attention, interpret=self.interpret)
-        kernels: dict[str, Attend] = {"plain": causal_attention, "splash": splash, "cudnn": cudnn_attention}
+        splash = functools.partial(splash_attention, interpret=self.interpret)
+        kernels = {
+            "plain": Attend(causal_attention),
+            "splash": Attend(splash, LANES),
+            "cudnn": Attend(cudnn_attention),
+        }
         if self.attention != "auto":
             return kernels[self.attention]
         if platform == "tpu":
-            return functools.partial(_where_it_fits, splash, splash_takes)
+            return Attend(functools.partial(_where_it_fits, splash, splash_takes), LANES)
         if platform == "gpu":
-            return functools.partial(_where_it_fits, cudnn_attention, cudnn_takes)
-        return causal_attention
+            return Attend(functools.partial(_where_it_fits, cudnn_attention, cudnn_takes))
+        return kernels["plain"]
 
     def multiply(self, platform: str) -> Callable[..., Array]:
         """Return the experts' matmul for "cpu", "gpu" or "tpu"; see ``parallel.expert_matmul``."""
@@ -86,7 +92,7 @@ AUTO = Kernels()
 
 
 def _where_it_fits(
-    kernel: Attend,
+    kernel: Callable[..., Array],
     takes: Callable[[Array], bool],
     q: Array,
     k: Array,
@@ -100,16 +106,16 @@ def _where_it_fits(
 # ---------------------------------------------------------------------------------------------- splash
 
 
-def splash_takes(q_BSHX: Array) -> bool:
+def splash_takes(q_BHSX: Array) -> bool:
     """Whether the sequence is whole blocks."""
-    return q_BSHX.shape[1] % 128 == 0
+    return q_BHSX.shape[2] % 128 == 0
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
 def splash_attention(
-    q_BSHX: Array,
-    k_BSHX: Array,
-    v_BSHV: Array,
+    q_BHSX: Array,
+    k_BHSX: Array,
+    v_BHSV: Array,
     scale: float,
     interpret: bool = False,
     segment_ids: Array | None = None,
@@ -122,7 +128,7 @@ def splash_attention(
       ValueError: 128 does not divide the sequence.
 
     """
-    return _splash_fwd(q_BSHX, k_BSHX, v_BSHV, scale, interpret, segment_ids)[0]
+    return _splash_fwd(q_BHSX, k_BHSX, v_BHSV, scale, interpret, segment_ids)[0]
 
 
 def _splash_fwd(
@@ -130,18 +136,16 @@ def _splash_fwd(
 ) -> tuple[Array, Any]:
     from jax.experimental.pallas.ops.tpu import splash_attention as splash
 
-    kernel = _splash_kernel(q.shape[1], q.shape[2], interpret)
+    kernel = _splash_kernel(q.shape[2], q.shape[1], interpret)
     segments = None if segment_ids is None else splash.SegmentIds(segment_ids, segment_ids)
 
-    def heads_first(q: Array, k: Array, v: Array) -> Array:
+    def attend(q: Array, k: Array, v: Array) -> Array:
         scaled = (q.astype(jnp.float32) * scale).astype(q.dtype)
-        # Named, they are what is kept for the backward: kept with positions first, as a cheap way back to the
-        # same, they would be transposed again there, on TPU with the whole pool they wait in.
-        first = (checkpoint_name(a.swapaxes(1, 2), "heads") for a in (scaled, k, v))
-        out_BHSV = jax.vmap(kernel)(*first, segments)
-        return out_BHSV.swapaxes(1, 2)
+        # Named, they are what is kept for the backward: where a cheap way led back to the same with positions
+        # first, they would be kept so and transposed again there, on TPU with the whole pool they wait in.
+        return jax.vmap(kernel)(*(checkpoint_name(a, "heads") for a in (scaled, k, v)), segments)
 
-    return _priced(functools.partial(jax.vjp, heads_first), _cost(q, v, 1, 1, (q, k, v, v)))(q, k, v)
+    return _priced(functools.partial(jax.vjp, attend), _cost(q, v, 1, 1, (q, k, v, v)))(q, k, v)
 
 
 def _splash_bwd(scale: float, interpret: bool, pull: Any, d: Array) -> tuple[Array, Array, Array, None]:
@@ -176,16 +180,21 @@ def _splash_kernel(length: int, num_heads: int, interpret: bool) -> Callable[...
     mask = splash.MultiHeadMask([splash.CausalMask((length, length))] * num_heads)
     with jax.ensure_compile_time_eval():  # kept between traces, so none of them may own its arrays
         return splash.make_splash_mha(
-            mask, head_shards=1, q_seq_shards=1, block_sizes=sizes, interpret=interpret
+            mask,
+            head_shards=1,
+            q_seq_shards=1,
+            block_sizes=sizes,
+            residual_checkpoint_name="attended",  # the logarithms of its sums, too
+            interpret=interpret,
         )
 
 
-def _cost(q_BSHX: Array, v_BSHV: Array, num_keys: int, num_values: int, arrays: Any) -> pl.CostEstimate:
+def _cost(q_BHSX: Array, v_BHSV: Array, num_keys: int, num_values: int, arrays: Any) -> pl.CostEstimate:
     """Of so many matmuls as wide as keys and as values, over the lower half of [S, S]."""
-    B, S, H, X = q_BSHX.shape
+    B, H, S, X = q_BHSX.shape
     pairs = B * H * S * S // 2
     return pl.CostEstimate(
-        flops=2 * pairs * (num_keys * X + num_values * v_BSHV.shape[-1]),
+        flops=2 * pairs * (num_keys * X + num_values * v_BHSV.shape[-1]),
         transcendentals=pairs,
         bytes_accessed=sum(array.size * array.dtype.itemsize for array in arrays),
     )

@@ -223,7 +223,8 @@ class SwiGLU(nnx.Module):
 
     def __call__(self, x: Array) -> Array:
         """Apply to the last dim."""
-        return self.down_proj(gated(self.gate_proj(x), self.up_proj(x)))
+        gate, up = (checkpoint_name(project(x), "hidden") for project in (self.gate_proj, self.up_proj))
+        return self.down_proj(gated(gate, up))
 
 
 Matmul = Callable[[Array, Array, parallel.Handle], Array]
@@ -241,11 +242,14 @@ class Experts(nnx.Module):
         self.up_proj = nnx.Param(init(rngs.params(), (experts, dim, hidden), jnp.float32))
         self.down_proj = nnx.Param(init(rngs.params(), (experts, hidden, dim), jnp.float32))
 
-    def __call__(self, rows: Array, handle: parallel.Handle) -> Array:
-        """Apply each row's expert; rows as ``parallel.dispatch`` returns them."""
-        gate, up, down = (w[...].astype(rows.dtype) for w in (self.gate_proj, self.up_proj, self.down_proj))
-        hidden = gated(self.matmul(rows, gate, handle), self.matmul(rows, up, handle))
-        return self.matmul(hidden, down, handle)
+    def __call__(self, rows: Array, weights_TK: Array, handle: parallel.Handle) -> Array:
+        """Apply each row's expert, and sum for each token by weights; rows as ``parallel.dispatch`` returns them."""
+        kernels = self.gate_proj, self.up_proj, self.down_proj
+        into_gate, into_up, down = (kernel[...].astype(rows.dtype) for kernel in kernels)
+        gate, up = (
+            checkpoint_name(self.matmul(rows, kernel, handle), "hidden") for kernel in (into_gate, into_up)
+        )
+        return parallel.combine_product(gated(gate, up), down, weights_TK, handle, matmul=self.matmul)
 
 
 class Load(NamedTuple):
@@ -283,8 +287,8 @@ class MoE(nnx.Module):
     ) -> tuple[Array, Load]:
         """Apply the layer to this device's tokens.
 
-        ``jax.checkpoint`` policies may refer to the names "dispatched" and "combined": saving the first
-        spares the recomputation its all_to_all.
+        ``jax.checkpoint`` policies may refer to the names "routing", "dispatched", "hidden" and "combined": saving
+        the second spares the recomputation its all_to_all.
 
         Args:
           x_BSD: activations.
@@ -302,7 +306,8 @@ class MoE(nnx.Module):
         logits_TE = jnp.einsum(
             "td,de->te", x_TD.astype(jnp.float32), self.gate[...], precision=jax.lax.Precision.HIGHEST
         )
-        topk_TK, weights_TK = route(logits_TE, bias_E, self.config)
+        logits_TE = checkpoint_name(logits_TE, "routing")
+        topk_TK, weights_TK = checkpoint_name(route(logits_TE, bias_E, self.config), "routing")
         axis, num_slots = self.dispatch.axis_name, self.experts.gate_proj.shape[0]
         num_devices = 1 if axis is None else jax.lax.axis_size(axis)
         groups = self.config.num_groups, self.config.top_groups
@@ -311,9 +316,9 @@ class MoE(nnx.Module):
         else:  # whose slots know no groups
             held_TK, num_held = parallel.choose_copies(topk_TK, copies_EX), num_slots * num_devices
             groups = 1, 1
-        handle = self.dispatch.plan(held_TK, num_held, groups)
+        handle = checkpoint_name(self.dispatch.plan(held_TK, num_held, groups), "routing")
         rows = checkpoint_name(parallel.dispatch(x_TD, handle), "dispatched")
-        y_TD = parallel.combine(self.experts(rows, handle), weights_TK, handle)
+        y_TD = self.experts(rows, weights_TK, handle)
         y_BSD = checkpoint_name(y_TD, "combined").reshape(x_BSD.shape)
         if self.config.num_shared_experts:
             y_BSD = y_BSD + self.shared_experts(x_BSD)

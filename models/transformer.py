@@ -30,6 +30,12 @@ from models.objective import (
 from models.plan import Content, Layout, lay_out, layer_plan
 from models.vocabulary import BLOCK, cross_entropy, look_up
 
+recompute_wide = jax.checkpoint_policies.save_only_these_names(
+    "middle", "latents", "attended", "routing", "hidden"
+)
+"""A policy of ``jax.checkpoint``: of a layer keep what is dear and narrow, and compute again what is wide: heads from
+latents, norms, rows as they were dispatched, which costs an all_to_all."""
+
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Model:
@@ -99,8 +105,8 @@ def deepseek(
       mtp_after_norm: whether modules of multi-token prediction hear the hidden state behind the final norm, as
         published weights want it, or before.
       balance_factor: the paper's alpha; 0 for no such loss, and none of its cost.
-      remat: a ``jax.checkpoint`` policy for each layer, such as ``jax.checkpoint_policies.nothing_saveable``; None to
-        keep what the backward needs.
+      remat: a ``jax.checkpoint`` policy for each layer, such as ``recompute_wide`` or
+        ``jax.checkpoint_policies.nothing_saveable``; None to keep what the backward needs.
       loss_block: tokens of a device whose logits stand at once, at most.
       kernels: what computes attention and the experts' matmuls.
       platform: what the functions will be compiled for; None is JAX's default backend.

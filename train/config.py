@@ -46,9 +46,9 @@ class ModelConfig:
     """What their losses together count beside the model's own: the paper's lambda."""
     balance_factor: float = 1e-4
     """What the sequence-wise balance loss counts: the paper's alpha."""
-    remat: Literal["none", "dots", "all"] = "none"
-    """What layers compute again in the backward: none keeps what it needs, dots keeps matrix products only, all
-    keeps a layer's input only."""
+    remat: Literal["none", "dots", "wide", "all"] = "none"
+    """What layers compute again in the backward: none keeps what it needs, dots keeps matrix products only, wide
+    keeps what is dear and narrow, all keeps a layer's input only."""
     attention: Literal["auto", "plain", "splash", "cudnn"] = "auto"
     """What computes attention: auto is what suits the devices."""
     matmul: Literal["auto", "plain", "ragged", "megablox", "float8"] = "auto"

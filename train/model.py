@@ -17,6 +17,7 @@ VOCAB = 256
 REMAT: Mapping[str, Callable[..., Any] | None] = {
     "none": None,
     "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+    "wide": models.recompute_wide,
     "all": jax.checkpoint_policies.nothing_saveable,
 }
 """What layers compute again in the backward, as policies of ``jax.checkpoint``."""

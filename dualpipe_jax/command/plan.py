@@ -35,7 +35,7 @@ class Given(Chosen):
     dp: Suppress[Fixed[int]] = 1
     microbatches: Suppress[Fixed[Count]] = None
     microbatch_size: Suppress[Fixed[Count]] = None
-    remat: Suppress[Fixed[Literal["none", "dots", "all"]]] = "none"
+    remat: Suppress[Fixed[Literal["none", "dots", "wide", "all"]]] = "none"
     dispatch: Suppress[Fixed[Literal["capacity", "dropless"]]] = "capacity"
     shard_optimizer: Suppress[Fixed[bool]] = False
     serialised: Suppress[Fixed[bool]] = False
@@ -65,7 +65,7 @@ class Plan:
     """Sequences of a microbatch on each device to choose from."""
     schedule: tuple[str, ...] = planner.SCHEDULES
     """Schedules to choose from."""
-    remat: tuple[Literal["none", "dots", "all"], ...] = planner.REMATS
+    remat: tuple[Literal["none", "dots", "wide", "all"], ...] = planner.REMATS
     """What layers compute again in the backward, to choose from."""
     dispatch: tuple[Literal["capacity", "dropless"], ...] = ("capacity",)
     """How tokens reach experts, to choose from; capacity drops what exceeds its room, so they do not learn the same."""

@@ -89,8 +89,8 @@ def h100_rates(network: float = 50e9, node: int = 8) -> "Rates":
 
     From the data sheet: 989 TFLOP/s, 3.35 TB/s (read plus written), NVLink with 450 GB/s each way inside a node. What
     crosses nodes goes over the network: see ``fabric.Nodes``; a permute of which nobody knows is taken to do so.
-    cuDNN's attention does not reach the matrix units' rate: causal, in sequences of some thousand tokens, about 55 % of
-    it forward and half of it backward (Shah et al. 2024, "FlashAttention-3", figures 5 and 6).
+    cuDNN's attention does not reach the matrix units' rate: causal, in sequences of some thousand tokens, about
+    55 % of it forward and half of it backward (Shah et al. 2024, "FlashAttention-3", figures 5 and 6).
 
     Args:
       network: bytes a second, each way, of a GPU's share of the network between nodes.

@@ -11,6 +11,7 @@ from dualpipe_jax.parallel.expert import (
     plan_dropless,
 )
 from dualpipe_jax.parallel.expert_groups import grouped_matmul
+from dualpipe_jax.parallel.expert_output import combine_product
 from dualpipe_jax.parallel.float8 import check_device as check_float8
 from dualpipe_jax.parallel.float8_matmul import float8_matmul
 from dualpipe_jax.parallel.mesh import (
@@ -54,6 +55,7 @@ __all__ = [
     "check_payload",
     "choose_copies",
     "combine",
+    "combine_product",
     "count",
     "dispatch",
     "expert_axes",

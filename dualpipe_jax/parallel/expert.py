@@ -212,10 +212,15 @@ def dispatch(x_TD: Array, handle: Handle) -> Array:
     if x_TD.ndim != 2 or x_TD.shape[0] != T:
         raise ValueError(f"dispatch: the handle was planned for {T} tokens, x has shape {x_TD.shape}.")
     rows = carry(Way(_spread, _collect_copies, handle.payload), x_TD, handle)
-    if handle.capacity is not None:
-        # Transposed between matmul and all_to_all: the compiler has the matmul read and write that order.
-        return rows.reshape(handle.num_devices, -1, handle.capacity, rows.shape[-1]).swapaxes(0, 1)
-    return rows
+    return by_device(rows, handle)
+
+
+def by_device(rows: Array, handle: Handle) -> Array:
+    """Rows [R, ...] in the layout that ``dispatch`` returns."""
+    if handle.capacity is None:
+        return rows
+    # Transposed between matmul and all_to_all: the compiler has the matmul read and write that order.
+    return rows.reshape(handle.num_devices, -1, handle.capacity, *rows.shape[1:]).swapaxes(0, 1)
 
 
 @jax.named_scope("combine")
@@ -245,7 +250,7 @@ def combine(y: Array, weights_TK: Array, handle: Handle) -> Array:
     if handle.capacity is not None:
         y = y.swapaxes(0, 1)
     rows = y.reshape(-1, y.shape[-1])
-    back_SD = carry(Way(_from_experts, _to_experts, payload_back=handle.payload), rows, handle)
+    back_SD = carry(Way(from_experts, to_experts, payload_back=handle.payload), rows, handle)
     out_TD = _collect(*vary_alike(back_SD, weights_TK, handle.assignment_S, handle.slot_TK))
     if handle.outer is None:
         return out_TD
@@ -356,15 +361,15 @@ def _exchange(rows_SD: Array, handle: Handle) -> Array:
     return lax.all_to_all(rows_SD, handle.axis_name, 0, 0, tiled=True)
 
 
-def _to_experts(rows_SD: Array, handle: Handle) -> Array:
+def to_experts(rows_SD: Array, handle: Handle) -> Array:
     """From the order of slots to that of experts."""
     rows = _exchange(rows_SD, handle)
-    return rows if handle.arrival_R is None else _rows(rows, handle.arrival_R)
+    return rows if handle.arrival_R is None else take_rows(rows, handle.arrival_R)
 
 
-def _from_experts(rows: Array, handle: Handle) -> Array:
-    """The inverse, and transpose, of ``_to_experts``."""
-    return _exchange(rows if handle.departure_R is None else _rows(rows, handle.departure_R), handle)
+def from_experts(rows: Array, handle: Handle) -> Array:
+    """The inverse, and transpose, of ``to_experts``."""
+    return _exchange(rows if handle.departure_R is None else take_rows(rows, handle.departure_R), handle)
 
 
 def _spread(x_TD: Array, handle: Handle) -> Array:
@@ -372,18 +377,18 @@ def _spread(x_TD: Array, handle: Handle) -> Array:
     # Empty slots read a row of zeros: to fill them later is one more pass over all that is sent.
     padded_UD = jnp.pad(x_TD, ((0, 1), (0, 0)))
     token_S = handle.assignment_S // handle.slot_TK.shape[1]
-    return _to_experts(padded_UD.at[token_S].get(mode="promise_in_bounds"), handle)
+    return to_experts(padded_UD.at[token_S].get(mode="promise_in_bounds"), handle)
 
 
 def _collect_copies(rows: Array, handle: Handle) -> Array:
     """The transpose of ``_spread``: bring rows back and sum each token's, in float32."""
-    rows_SD, slot_TK = _from_experts(rows, handle), handle.slot_TK
+    rows_SD, slot_TK = from_experts(rows, handle), handle.slot_TK
     # One gather per k: several times faster on CPU than one gather [T, K, D] and its sum.
-    parts = (_rows(rows_SD, slot_TK[:, k]).astype(jnp.float32) for k in range(slot_TK.shape[1]))
+    parts = (take_rows(rows_SD, slot_TK[:, k]).astype(jnp.float32) for k in range(slot_TK.shape[1]))
     return functools.reduce(jnp.add, parts).astype(rows.dtype)
 
 
-def _rows(array_RD: Array, index: Array) -> Array:
+def take_rows(array_RD: Array, index: Array) -> Array:
     """Gather rows; zeros where the index lies past the end."""
     return jnp.take(array_RD, index, axis=0, mode="fill", fill_value=0)
 
@@ -394,7 +399,7 @@ def _collect(rows_SD: Array, weights_TK: Array, assignment_S: Array, slot_TK: Ar
     del assignment_S
     weights_KT = weights_TK.astype(jnp.float32).T
     parts = (
-        _rows(rows_SD, slot_TK[:, k]).astype(jnp.float32) * weights_KT[k, :, None]
+        take_rows(rows_SD, slot_TK[:, k]).astype(jnp.float32) * weights_KT[k, :, None]
         for k in range(slot_TK.shape[1])
     )
     return functools.reduce(jnp.add, parts).astype(rows_SD.dtype)
@@ -407,10 +412,10 @@ def _collect_fwd(rows_SD: Array, weights_TK: Array, assignment_S: Array, slot_TK
 
 def _collect_bwd(saved: tuple[Array, Array, Array, Array], d_TD: Array):
     rows_SD, weights_TK, assignment_S, slot_TK = saved
-    weight_S = _rows(weights_TK.reshape(-1), assignment_S).astype(jnp.float32)
-    d_SD = _rows(d_TD, assignment_S // slot_TK.shape[1]).astype(jnp.float32)
+    weight_S = take_rows(weights_TK.reshape(-1), assignment_S).astype(jnp.float32)
+    d_SD = take_rows(d_TD, assignment_S // slot_TK.shape[1]).astype(jnp.float32)
     products = (
-        jnp.sum(_rows(rows_SD, slot_TK[:, k]).astype(jnp.float32) * d_TD.astype(jnp.float32), axis=-1)
+        jnp.sum(take_rows(rows_SD, slot_TK[:, k]).astype(jnp.float32) * d_TD.astype(jnp.float32), axis=-1)
         for k in range(slot_TK.shape[1])
     )
     d_rows_SD = (d_SD * weight_S[:, None]).astype(rows_SD.dtype)

@@ -44,9 +44,9 @@ class Plan:
     """Sequences of a microbatch, shared out over dp and ep; one for each device if left out."""
     sequence: int = 4096
     """Tokens of a sequence."""
-    remat: Literal["none", "dots", "all"] = "none"
-    """What layers compute again in the backward: none keeps what it needs, dots keeps matrix products only, all
-    keeps a layer's input only."""
+    remat: Literal["none", "dots", "wide", "all"] = "none"
+    """What layers compute again in the backward: none keeps what it needs, dots keeps matrix products only, wide
+    keeps what is dear and narrow, all keeps a layer's input only."""
     dispatch: Literal["capacity", "dropless"] = "capacity"
     """How tokens reach experts."""
     capacity_factor: float = 1.0

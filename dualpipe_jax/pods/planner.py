@@ -19,7 +19,7 @@ from dualpipe_jax.schedule.costs import at_most
 from dualpipe_jax.schedule.names import find
 
 SCHEDULES = "dualpipe", "dualpipe_v", "one_f_one_b", "zb_h1", "zb_v"
-REMATS: tuple[Literal["none", "dots", "all"], ...] = ("none", "dots", "all")
+REMATS: tuple[Literal["none", "dots", "wide", "all"], ...] = ("none", "dots", "wide", "all")
 STASHES: tuple[int | None, ...] = (None, 8, 2, 1)
 
 
@@ -42,7 +42,7 @@ class Wanted:
     dp: tuple[int, ...] = (1,)
     per_device: tuple[int, ...] = (1, 2)
     schedules: tuple[str, ...] = SCHEDULES
-    remats: tuple[Literal["none", "dots", "all"], ...] = REMATS
+    remats: tuple[Literal["none", "dots", "wide", "all"], ...] = REMATS
     dispatches: tuple[Literal["capacity", "dropless"], ...] = ("capacity",)
     stashes: tuple[int | None, ...] = STASHES
     most_ranks: int = 32

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.extend import core as jex
@@ -75,6 +76,8 @@ class Reader:
             return self.cotangents
         if name in (_CALLS if self._differentiable else _INLINED):
             return self._inline(eqn, inputs, scope)
+        if name == "reduce_precision" and _keeps_every_bit(eqn):
+            return inputs
         if name == "scan":
             node: Node = self._scan(eqn, inputs, scope)
         elif name in _REMAT:
@@ -243,6 +246,12 @@ def _key(eqn: Any, inputs: Sequence[Atom], pinned: bool) -> Any:
     except TypeError:
         return None
     return key
+
+
+def _keeps_every_bit(eqn: Any) -> bool:
+    """Whether a rounding is to what the type has; ``jax.checkpoint`` puts one on all that a policy saves."""
+    kind = jnp.finfo(eqn.outvars[0].aval.dtype)
+    return (eqn.params["exponent_bits"], eqn.params["mantissa_bits"]) == (kind.nexp, kind.nmant)
 
 
 def _is_scalar(value: Any) -> bool:

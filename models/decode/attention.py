@@ -86,8 +86,8 @@ def cached_attention(
     if absorbed:
         out_BSHV = _absorbed(config, q_BSHX, heard, kernel_CHX)
     elif len(heard) == 1:
-        keys_and_values = _keys_and_values(config, new_BSL, kernel_CHX)
-        out_BSHV = attention.attend(q_BSHX, *keys_and_values, softmax_scale(config))
+        q, k, v = (a.swapaxes(1, 2) for a in (q_BSHX, *_keys_and_values(config, new_BSL, kernel_CHX)))
+        out_BSHV = attention.attend(q, k, v, softmax_scale(config)).swapaxes(1, 2)
     else:
         out_BSHV = _expanded(config, q_BSHX, heard, kernel_CHX)
     return attention.o_proj(out_BSHV.reshape(*x_BSD.shape[:2], -1)), new_BSL

@@ -2,6 +2,7 @@
 
 import math
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,6 +11,7 @@ from flax import nnx
 
 from dualpipe_jax.functional import pure_nnx
 from models.attention import (
+    Attend,
     Attention,
     RMSNorm,
     causal_attention,
@@ -19,12 +21,14 @@ from models.attention import (
     softmax_scale,
 )
 from models.config import tiny, v3
+from tests.models import plain
 
 
-def rotate_by_complex_numbers(x_SHR, freqs):
+def rotate_by_complex_numbers(x_SHR, freqs, positions=None):
     """Each adjacent pair is a complex number; position s turns it by s * freq."""
+    positions = np.arange(len(x_SHR)) if positions is None else positions
     z = x_SHR[..., 0::2] + 1j * x_SHR[..., 1::2]
-    z = z * np.exp(1j * np.arange(len(x_SHR))[:, None, None] * freqs)
+    z = z * np.exp(1j * np.asarray(positions)[:, None, None] * freqs)
     out = np.empty_like(x_SHR)
     out[..., 0::2], out[..., 1::2] = z.real, z.imag
     return out
@@ -105,25 +109,27 @@ def test_rms_norm_has_float32_statistics(dtype):
     )
 
 
-def attention_by_loops(p, x_BSD, config):
+def attention_by_loops(p, x_BSD, config, positions_BS=None):
     """Position by position, head by head, in float64."""
     p = jax.tree.map(lambda a: np.asarray(a, np.float64), p)
     heads, nope, rot, val = config.num_heads, config.qk_nope_dim, config.qk_rope_dim, config.v_head_dim
-    freqs = rope_frequencies(config)
+    freqs, factor = rope_frequencies(config), rope_factor(config)
 
     def norm(x, weight):
         return x / np.sqrt((x**2).mean(-1, keepdims=True) + 1e-6) * weight
 
     out = np.zeros_like(x_BSD)
     for b, x in enumerate(x_BSD):
+        positions = np.arange(len(x)) if positions_BS is None else positions_BS[b]
         if config.q_lora_rank:
             q = norm(x @ p["q_a_proj"]["kernel"], p["q_a_layernorm"]["weight"]) @ p["q_b_proj"]["kernel"]
         else:
             q = x @ p["q_proj"]["kernel"]
         q = q.reshape(len(x), heads, nope + rot)
-        q_rot = rotate_by_complex_numbers(q[..., nope:].copy(), freqs)
+        q_rot = factor * rotate_by_complex_numbers(q[..., nope:].copy(), freqs, positions)
         both = x @ p["kv_a_proj_with_mqa"]["kernel"]
-        k_rot = rotate_by_complex_numbers(both[:, None, config.kv_lora_rank :].copy(), freqs)[:, 0]
+        k_rot = rotate_by_complex_numbers(both[:, None, config.kv_lora_rank :].copy(), freqs, positions)[:, 0]
+        k_rot = factor * k_rot
         kv = norm(both[:, : config.kv_lora_rank], p["kv_a_layernorm"]["weight"]) @ p["kv_b_proj"]["kernel"]
         kv = kv.reshape(len(x), heads, nope + val)
         for s in range(len(x)):
@@ -139,17 +145,57 @@ def attention_by_loops(p, x_BSD, config):
     return out
 
 
+def attended(seen, lanes):
+    """The plain attention, which notes the widths of its arguments, as if for so many lanes."""
+
+    def run(q, k, v, scale, segment_ids=None):
+        seen.append((q.shape[-1], k.shape[-1], v.shape[-1]))
+        return causal_attention(q, k, v, scale, segment_ids=segment_ids)
+
+    return Attend(run, lanes)
+
+
+@pytest.mark.parametrize("lanes, wide", [(1, 24), (128, 32), (30, 24), (32, 32)])
 @pytest.mark.parametrize(
-    "changes", [{"norm_eps": 1.0}, {"q_lora_rank": 0}, {"yarn_factor": 4.0, "v_head_dim": 12}]
+    "changes",
+    [
+        {"norm_eps": 1.0},
+        {"q_lora_rank": 0},
+        {"yarn_factor": 4.0, "v_head_dim": 12, "yarn_mscale_all_dim": 0.5},
+    ],
 )
-def test_attention_equals_loops(changes):
-    config = tiny(init_std=0.2, **changes)
-    pure = pure_nnx(lambda rngs: Attention(config, rngs))
+def test_attention_equals_loops(changes, lanes, wide):
+    """With the rotated part of heads once, or spread where that costs no lanes."""
+    config, seen = tiny(init_std=0.2, **changes), []
+    pure = pure_nnx(lambda rngs: Attention(config, rngs, attended(seen, lanes)))
     params = pure.init(jax.random.key(0))
     params["kv_a_layernorm"]["weight"] += 0.3
-    x = np.random.default_rng(3).normal(size=(2, 7, config.dim))
-    out = jax.jit(pure.apply)(params, jnp.asarray(x, jnp.float32))
-    np.testing.assert_allclose(out, attention_by_loops(params, x, config), rtol=2e-4, atol=2e-4)
+    rng = np.random.default_rng(3)
+    x, positions = rng.normal(size=(2, 7, config.dim)), None
+    if "q_lora_rank" in changes:
+        positions = np.sort(rng.integers(0, 50, (2, 7)))
+    out = jax.jit(pure.apply)(params, jnp.asarray(x, jnp.float32), positions)
+    wanted = attention_by_loops(params, x, config, positions)
+    np.testing.assert_allclose(out, wanted, rtol=2e-4, atol=2e-4)
+    assert seen == [(wide, wide, config.v_head_dim)]
+
+
+def test_spread_heads_have_the_gradients_of_narrow_ones():
+    """Of parameters and x, against JAX's of the paper's formulas."""
+    config = tiny(init_std=0.2)
+    pure = pure_nnx(lambda rngs: Attention(config, rngs, attended([], 128)))
+    params = pure.init(jax.random.key(0))
+    x, target = jax.random.normal(jax.random.key(4), (2, 2, 7, config.dim))
+    one = jnp.zeros((2, 7), jnp.int32)
+
+    def ours(params, x):
+        return jnp.sum(pure.apply(params, x) * target)
+
+    def papers(params, x):
+        return jnp.sum(plain.attention(x, params, config, one) * target)
+
+    got, wanted = (jax.jit(jax.grad(f, (0, 1)))(params, x) for f in (ours, papers))
+    chex.assert_trees_all_close(got, wanted, rtol=1e-4, atol=1e-4)
 
 
 def test_no_position_sees_the_future():
@@ -163,14 +209,14 @@ def test_no_position_sees_the_future():
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_attention_gradients_equal_those_of_the_plain_formula(dtype):
-    q, k, v, target = (jax.random.normal(key, (2, 5, 3, 4)) for key in jax.random.split(jax.random.key(2), 4))
+    q, k, v, target = (jax.random.normal(key, (2, 3, 5, 4)) for key in jax.random.split(jax.random.key(2), 4))
     q, k, v = (a.astype(dtype) for a in (q, k, v))
 
     def plain(q, k, v):
         q, k, v = (a.astype(jnp.float32) for a in (q, k, v))
-        scores = jnp.einsum("bqhx,bkhx->bhqk", q, k) * 0.7
+        scores = jnp.einsum("bhqx,bhkx->bhqk", q, k) * 0.7
         probs = jax.nn.softmax(jnp.where(jnp.tril(jnp.ones((5, 5), bool)), scores, -jnp.inf))
-        return jnp.sum(jnp.einsum("bhqk,bkhv->bqhv", probs, v) * target)
+        return jnp.sum(jnp.einsum("bhqk,bhkv->bhqv", probs, v) * target)
 
     def ours(q, k, v):
         return jnp.sum(causal_attention(q, k, v, 0.7).astype(jnp.float32) * target)

@@ -18,12 +18,12 @@ from dualpipe_jax.parallel import make_mesh
 from dualpipe_jax.parallel.expert_groups import grouped_matmul
 from dualpipe_jax.split import split_backward
 from models import Kernels, deepseek, tiny
-from models.attention import causal_attention
+from models.attention import Attend, causal_attention
 from models.cudnn import cudnn_attention, cudnn_takes, padded_attention
 from models.kernels import KERNEL_VMEM, splash_attention
 from tests.jaxprs import named
 
-SHAPE = 1, 128, 2  # batch, sequence, heads
+SHAPE = 1, 2, 128  # batch, heads, sequence
 SPLASH = functools.partial(splash_attention, interpret=True)
 
 
@@ -69,8 +69,8 @@ DOCUMENTS = ((0, 50), (50, 51), (51, 128))
 
 @functools.cache
 def documents_alone():
-    parts = [out_and_gradients(causal_attention, *(x[:, a:b] for x in heads())) for a, b in DOCUMENTS]
-    return jax.tree.map(lambda *parts: jnp.concatenate(parts, axis=1), *parts)
+    parts = [out_and_gradients(causal_attention, *(x[:, :, a:b] for x in heads())) for a, b in DOCUMENTS]
+    return jax.tree.map(lambda *parts: jnp.concatenate(parts, axis=2), *parts)
 
 
 @pytest.mark.parametrize("attend", [causal_attention, SPLASH, PADDED], ids=["plain", "splash", "padded"])
@@ -121,7 +121,7 @@ def test_splash_says_what_it_costs_and_how_much_memory_it_takes():
 
 def test_splash_says_which_lengths_it_takes():
     with pytest.raises(ValueError, match="128 must divide the sequence of 200, as it does 256"):
-        SPLASH(*(jnp.ones((1, 200, 1, 8)) for _ in range(3)), 1.0)
+        SPLASH(*(jnp.ones((1, 1, 200, 8)) for _ in range(3)), 1.0)
 
 
 SIZES = {"even": [64, 64, 64, 64], "uneven": [0, 100, 3, 70], "none": [0, 0, 0, 0]}
@@ -202,16 +202,16 @@ def test_a_stage_split_in_a_shard_map_has_the_plain_gradients(dispatch, kernels)
 
 
 def test_auto_is_plain_on_cpu_and_where_the_kernel_does_not_fit():
-    assert Kernels().attend("cpu") is causal_attention
+    assert Kernels().attend("cpu") == Attend(causal_attention)
     assert Kernels().multiply("cpu").keywords["kernel"] == "plain"
     assert Kernels().multiply("tpu").keywords["kernel"] == "ragged"
-    q = jnp.ones((1, 6, 1, 8))
+    q = jnp.ones((1, 1, 6, 8))
     for platform in ("tpu", "gpu"):  # a length that splash does not take; no GPU here
         np.testing.assert_array_equal(
             Kernels().attend(platform)(q, q, q, 1.0), causal_attention(q, q, q, 1.0)
         )
-    long = jnp.ones((1, 128, 1, 8))
-    jaxpr = jax.make_jaxpr(functools.partial(Kernels().attend("tpu"), scale=1.0))(long, long, long)
+    long = jnp.ones((1, 1, 128, 8))
+    jaxpr = jax.make_jaxpr(lambda q: Kernels().attend("tpu")(q, q, q, 1.0))(long)
     assert len(named(jaxpr.jaxpr, "pallas_call")) == 1
 
 

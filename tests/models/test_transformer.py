@@ -15,8 +15,11 @@ from dualpipe_jax.engine.reference import reference_loss, reference_value_and_gr
 from dualpipe_jax.functional import num_params
 from dualpipe_jax.parallel import make_mesh
 from dualpipe_jax.schedule import dualpipe, dualpipe_v, one_f_one_b
+from dualpipe_jax.split import split_backward
+from models.attention import Attend, causal_attention
 from models.config import moe_67b, tiny, v2, v2_lite, v3
-from models.transformer import deepseek, figures, num_padding, update_routing
+from models.kernels import Kernels
+from models.transformer import deepseek, figures, num_padding, recompute_wide, update_routing
 from tests.models import plain
 
 CONFIG = tiny(
@@ -37,6 +40,16 @@ CONFIG = tiny(
 PLAN = (1, 1, 0)
 """Three kinds: the embedding and a dense layer; a layer with experts; two modules ahead and the head."""
 
+
+@dataclasses.dataclass(frozen=True)
+class Lanes(Kernels):
+    """Attention as on a CPU, of heads as on a TPU."""
+
+    def attend(self, platform: str) -> Attend:
+        return Attend(causal_attention, 128)
+
+
+SPREAD = {"kernels": Lanes(), "remat": recompute_wide}
 NUM, SIZE, SEQ = 2, 4, 8
 ALPHA = 0.05
 
@@ -164,18 +177,18 @@ def in_stages(rows, layout):
     not hasattr(dualpipe_jax, "Pipeline"), reason="the engine does not take stages of kinds yet"
 )
 @pytest.mark.parametrize(
-    "schedule, plan",
+    "schedule, plan, options",
     [
-        (dualpipe(2, 4), (1, 1)),
-        pytest.param(dualpipe_v(2, 4), (1, 0, 1, 0), marks=pytest.mark.slow),
-        pytest.param(one_f_one_b(3, 4), PLAN, marks=pytest.mark.slow),
+        (dualpipe(2, 4), (1, 1), SPREAD),
+        pytest.param(dualpipe_v(2, 4), (1, 0, 1, 0), {"remat": recompute_wide}, marks=pytest.mark.slow),
+        pytest.param(one_f_one_b(3, 4), PLAN, SPREAD, marks=pytest.mark.slow),
     ],
-    ids=["dualpipe", "dualpipe_v", "1f1b"],
+    ids=["dualpipe-spread", "dualpipe_v", "1f1b-spread"],
 )
-def test_every_schedule_gives_the_papers_gradients(schedule, plan):
+def test_every_schedule_gives_the_papers_gradients(schedule, plan, options):
     """Experts, words and the embedding's width over two devices; modules further ahead on another rank's embedding."""
     (wanted, (terms, counts)), wanted_grads = wanted_from_packed()
-    model = built(CONFIG, plan, ep_axis="ep")
+    model = built(CONFIG, plan, ep_axis="ep", **options)
     params = in_stages(by_row(a_params(), built().layout), model.layout)
     batch = jax.tree.map(lambda a: a.reshape(4, 2, *a.shape[2:]), packed())
     mesh = make_mesh(1 + max(schedule.placement.pipes[0]), 2)
@@ -188,6 +201,38 @@ def test_every_schedule_gives_the_papers_gradients(schedule, plan):
     same_gradients(by_row(grads, model.layout), by_row(wanted_grads, built().layout))
     for slot, layer in enumerate(grads["stages"]["layers"]):
         assert not any(np.any(w[model.layout.rows[:, slot] < 0]) for w in jax.tree.leaves(layer))
+
+
+def test_wide_makes_again_heads_and_what_was_dispatched():
+    """By hand: q and kv of their latents, scores, rotations; of a layer's two all_to_alls one. No weight's gradient."""
+    config = dataclasses.replace(CONFIG, q_lora_rank=12, num_mtp_layers=0)
+    batch = jax.tree.map(lambda a: a[0], a_batch())
+    at = At(batch, jnp.int32(0), jnp.int32(0), None)
+    x = jnp.ones((SIZE, SEQ, config.dim))
+    counts = []
+
+    def stage(remat):
+        model = built(config, PLAN, remat=remat, ep_axis="ep")
+        return lambda own, x: model.staged.kinds[model.layout.kinds[1]](own, {}, x, at).x
+
+    def run(own):
+        for remat in (None, recompute_wide):
+            plan = split_backward(stage(remat)).trace(own, x)
+            counts.append((plan.flops, plan.counts("backward")["all_to_all"]))
+        return jnp.zeros(2)
+
+    model = built(config, PLAN, ep_axis="ep")
+    own = jax.eval_shape(lambda: jax.tree.map(lambda w: w[1], model.init(jax.random.key(0))["stages"]))
+    in_specs = (model.param_specs["stages"],)
+    jax.eval_shape(
+        jax.shard_map(run, mesh=make_mesh(1, 2), in_specs=in_specs, out_specs=P("ep"), check_vma=False), own
+    )
+    (none, exchanges), (wide, more) = counts
+    H, N, R, V = config.num_heads, config.qk_nope_dim, config.qk_rope_dim, config.v_head_dim
+    products = config.q_lora_rank * H * (N + R) + config.kv_lora_rank * H * (N + V)
+    again = products + SEQ * H * (N + R) + (H + 1) * R * R
+    assert wide.backward - none.backward == 2 * SIZE * SEQ * again
+    assert (wide.forward, wide.weight, more) == (none.forward, none.weight, exchanges + 1)
 
 
 def test_without_targets_the_last_stage_gives_what_the_final_norm_returns():

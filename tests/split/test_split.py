@@ -19,6 +19,7 @@ from split_checks import (
 )
 
 from dualpipe_jax.split import split_backward, total_bytes
+from tests.jaxprs import named as named_in
 
 POLICIES = jax.checkpoint_policies
 X = normal(10, BATCH, WIDTH)
@@ -371,3 +372,19 @@ def test_numpy_arguments_and_constants():
         np.asarray(normal(1, WIDTH, WIDTH)),
         np.asarray(X),
     )
+
+
+def test_what_is_saved_by_name_is_not_rounded_to_what_it_is():
+    """``jax.checkpoint`` does so to all that a policy saves. What rounds to fewer bits stays."""
+
+    def rounds(params, x):
+        h = lax.reduce_precision(x @ params["up"], exponent_bits=8, mantissa_bits=7)
+        return jnp.tanh(checkpoint_name(h, "up")) @ params["down"]
+
+    saved = jax.checkpoint(rounds, policy=POLICIES.save_only_these_names("up"))
+    params, x = block_params(), X
+    jaxpr = jax.make_jaxpr(lambda params, x: jax.vjp(saved, params, x)[1](x))(params, x)
+    assert {eqn.params["mantissa_bits"] for eqn in named_in(jaxpr.jaxpr, "reduce_precision")} == {7, 23}
+    programs = split_backward(saved).trace(params, x).programs
+    roundings = [n for program in programs for n in program.equations if n.name == "reduce_precision"]
+    assert roundings and {node.params["mantissa_bits"] for node in roundings} == {7}

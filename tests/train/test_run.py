@@ -12,6 +12,7 @@ import pytest
 
 import models
 from dualpipe_jax.schedule import dualpipe
+from tests.quick import QUICK
 from train.config import SCHEDULES
 
 ROOT = Path(__file__).parents[2]
@@ -22,12 +23,16 @@ SHORT = (
 )
 
 
-def train(folder, *arguments):
-    environ = {"PATH": "/usr/bin:/bin", "HOME": str(folder), "PYTHONPATH": str(ROOT)}
+def around(folder, flags):
+    """Of the environment what a run needs."""
+    return {"PATH": "/usr/bin:/bin", "HOME": str(folder), "PYTHONPATH": str(ROOT), "XLA_FLAGS": flags}
+
+
+def train(folder, *arguments, flags=""):
     return subprocess.run(
         [sys.executable, "-P", "-m", "train", *arguments],
         cwd=folder,
-        env=environ,
+        env=around(folder, flags),
         capture_output=True,
         text=True,
         timeout=600,
@@ -145,18 +150,21 @@ def num_steps(folder):
 
 @pytest.mark.slow
 def test_a_run_that_was_stopped_goes_on_bit_for_bit(finished):
-    """Killed after its first steps, wherever that is; then told to stop; then to its end."""
+    """Killed after its first steps, wherever that is; then told to stop; then to its end.
+
+    All of them compiled alike, and quickly.
+    """
     folder, _ = finished
     base = (*SHORT[:-2], "--data", "train/text.txt", "--steps", "40")
     options = (*base, "--name", "stopped", "--checkpoint-every", "1")
-    alone = train(folder, *base, "--name", "alone", "--checkpoint-minutes", "60")
+    alone = train(folder, *base, "--name", "alone", "--checkpoint-minutes", "60", flags=QUICK)
     assert alone.returncode == 0, alone.stderr
     expected = compared(folder, "alone")
     for number in (signal.SIGKILL, signal.SIGTERM):
         process = subprocess.Popen(
             [sys.executable, "-P", "-m", "train", *options, "--resume"],
             cwd=folder,
-            env={"PATH": "/usr/bin:/bin", "HOME": str(folder), "PYTHONPATH": str(ROOT)},
+            env=around(folder, QUICK),
             stderr=subprocess.PIPE,
             text=True,
         )
@@ -169,7 +177,7 @@ def test_a_run_that_was_stopped_goes_on_bit_for_bit(finished):
         found = compared(folder, "stopped") if number == signal.SIGTERM else {}
         assert found.items() <= expected.items()
     assert "SIGTERM: saved at step" in said
-    ended = train(folder, *options, "--resume")
+    ended = train(folder, *options, "--resume", flags=QUICK)
     assert ended.returncode == 0 and "resuming from step" in ended.stdout
     assert compared(folder, "stopped") == expected
 

@@ -1,0 +1,109 @@
+"""The experts' last product and ``combine`` as one operation, whose backward needs no output of an expert.
+
+The gradient of a routing weight is <y, d>: of an expert's output for a token and the gradient of that token's sum. Kept
+for it, y takes more room than all else in a layer of experts; computed again, it costs the product and an all_to_all.
+But y is ``hidden @ w``, so <y, d> is <hidden, d @ w.T>, and what stands to the right is made for the gradient of hidden
+in any case. So gradients travel to experts unweighted, weights travel beside them, one number a row, and one number a
+row comes back. Nothing is divided by a weight, which may be zero.
+
+In eight bits the two stay apart: <hidden, d @ w.T> would be made of rounded gradients, where <y, d> is not.
+
+Shape suffixes: as in ``expert``; F hidden width of an expert.
+"""
+
+import functools
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from dualpipe_jax.parallel.expert import (
+    Handle,
+    arriving,
+    by_device,
+    combine,
+    dispatch,
+    expert_matmul,
+    from_experts,
+    take_rows,
+    to_experts,
+)
+from dualpipe_jax.parallel.expert_groups import vary_alike
+
+Matmul = Callable[[Array, Array, Handle], Array]
+"""``expert_matmul``, or that with a kernel chosen."""
+
+
+def combine_product(
+    hidden: Array, w_LFD: Array, weights_TK: Array, handle: Handle, *, matmul: Matmul = expert_matmul
+) -> Array:
+    """``combine(matmul(hidden, w_LFD, handle), weights_TK, handle)``, which keeps its arguments for the backward only.
+
+    Args:
+      hidden: rows in the layout that ``dispatch`` returns, [L, N, C, F] or [R, F].
+      w_LFD: the local experts' last matrices, of the rows' dtype.
+      weights_TK: see ``combine``.
+      handle: the one given to ``dispatch``, of any plan.
+      matmul: ``expert_matmul``, or a ``functools.partial`` of it; compared by identity, so none made for the call.
+
+    Returns:
+      [T, D].
+
+    """
+    if "float8" in (handle.payload, getattr(matmul, "keywords", {}).get("kernel")):
+        return combine(matmul(hidden, w_LFD, handle), weights_TK, handle)
+    leaves, tree = jax.tree.flatten(handle)
+    hidden, w_LFD, weights_TK, *leaves = vary_alike(hidden, w_LFD, weights_TK, *leaves)
+    return _combine_product(matmul, hidden, w_LFD, weights_TK, jax.tree.unflatten(tree, leaves))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _combine_product(matmul: Matmul, hidden: Array, w_LFD: Array, weights_TK: Array, handle: Handle) -> Array:
+    return combine(matmul(hidden, w_LFD, handle), weights_TK, handle)
+
+
+def _combine_product_fwd(matmul: Matmul, *args: Any) -> tuple[Array, tuple[Any, ...]]:
+    return _combine_product(matmul, *args), args
+
+
+def _combine_product_bwd(matmul: Matmul, saved: tuple[Any, ...], d_TD: Array) -> tuple[Any, ...]:
+    hidden, w_LFD, weights_TK, handle = saved
+    weights, pull_weights = jax.vjp(lambda w: _weights_of_rows(w, handle), weights_TK)
+    d_rows = dispatch(d_TD, handle)
+    _, pull = jax.vjp(lambda rows: matmul(rows, w_LFD, handle), hidden)
+    wide = hidden.astype(jnp.float32)
+    d_wide = pull(d_rows)[0].astype(jnp.float32)  # not weighted yet
+    # Weighted is what is narrow, hidden and its gradient, and never the rows that travelled.
+    _, pull = jax.vjp(lambda w: matmul((wide * weights).astype(hidden.dtype), w, handle), w_LFD)
+    d_weights = jnp.sum(wide * d_wide, axis=-1, keepdims=True)
+    return (d_wide * weights).astype(hidden.dtype), *pull(d_rows), *pull_weights(d_weights), None
+
+
+_combine_product.defvjp(_combine_product_fwd, _combine_product_bwd)
+
+
+def _weights_of_rows(weights_TK: Array, handle: Handle) -> Array:
+    """Each row's weight, float32 [L, N, C, 1] or [R, 1], zero in empty rows."""
+    if handle.outer is not None:
+        weights_TK = arriving(dispatch(weights_TK, replace(handle.outer, payload="plain")))
+    return by_device(_carried(weights_TK.astype(jnp.float32), handle), handle)[..., None]
+
+
+@jax.custom_vjp
+def _carried(weights_TK: Array, handle: Handle) -> Array:
+    """From assignments to the rows of one hop: numbers, so all_to_alls are of one dim, which nothing pads."""
+    return to_experts(take_rows(weights_TK.reshape(-1), handle.assignment_S), handle)
+
+
+def _carried_fwd(weights_TK: Array, handle: Handle) -> tuple[Array, Handle]:
+    return _carried(weights_TK, handle), handle
+
+
+def _carried_bwd(handle: Handle, d_R: Array) -> tuple[Array, None]:
+    return take_rows(from_experts(d_R, handle), handle.slot_TK), None
+
+
+_carried.defvjp(_carried_fwd, _carried_bwd)
