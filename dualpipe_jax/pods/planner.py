@@ -7,6 +7,7 @@ alike, numbers of microbatches, limits of stashes and what the optimizer shares 
 import dataclasses
 import functools
 import itertools
+import math
 from collections.abc import Iterable, Mapping
 from typing import Literal
 
@@ -126,7 +127,10 @@ def _ranks(wanted: Wanted, num_devices: int) -> list[tuple[int, int]]:
 
 
 def _case(plans: list[Plan], stashes: Iterable[int | None]) -> Case:
-    """Plans of one placement, with all limits that change their order; the one that runs most units stands for all."""
+    """Plans of one placement, with all limits that change their order; the one that runs most units stands for all.
+
+    Of several the one with the fewest stashes: what does not fit is compiled to slower units that compute again.
+    """
     all_plans = []
     for plan in plans:
         seen = set()
@@ -136,7 +140,8 @@ def _case(plans: list[Plan], stashes: Iterable[int | None]) -> Case:
             if orders not in seen:
                 seen.add(orders)
                 all_plans.append(limited)
-    whole = max(all_plans, key=lambda plan: len(predict.units_of(schedule_of(plan))))
+    fewest = sorted(all_plans, key=lambda plan: math.inf if plan.max_stash is None else plan.max_stash)
+    whole = max(fewest, key=lambda plan: len(predict.units_of(schedule_of(plan))))
     return Case(whole, tuple(all_plans))
 
 

@@ -77,6 +77,7 @@ def test_what_is_considered():
     assert {(c.plan.microbatch_size, c.plan.num_microbatches) for c in cases} == {(4, 8), (8, 4)}
     ops = set(predict.units_of(line.plan.make_schedule()))
     assert ops >= {"F", "B", "I", "W"}, "what stands for all of them runs whole backwards and halves"
+    assert line.plan.max_stash == 1, "units of a program that does not fit are not those of one that does"
 
 
 def test_what_cannot_be_whatever_it_takes():

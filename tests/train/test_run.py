@@ -24,11 +24,11 @@ SHORT = (
 
 
 def around(folder, flags):
-    """Of the environment what a run needs. Runs that are compared need not be compiled as users' are."""
+    """Of the environment what a run needs."""
     return {"PATH": "/usr/bin:/bin", "HOME": str(folder), "PYTHONPATH": str(ROOT), "XLA_FLAGS": flags}
 
 
-def train(folder, *arguments, flags=QUICK):
+def train(folder, *arguments, flags=""):
     return subprocess.run(
         [sys.executable, "-P", "-m", "train", *arguments],
         cwd=folder,
@@ -45,7 +45,7 @@ def finished(tmp_path_factory):
     (folder / "train").mkdir()  # not to be taken for the trainer
     text = "\n".join(f"line {number} of the text" for number in range(500))
     (folder / "train" / "text.txt").write_text(text)
-    return folder, train(folder, *SHORT, "--data", "train/text.txt", flags="")
+    return folder, train(folder, *SHORT, "--data", "train/text.txt")
 
 
 @pytest.mark.slow
@@ -150,11 +150,14 @@ def num_steps(folder):
 
 @pytest.mark.slow
 def test_a_run_that_was_stopped_goes_on_bit_for_bit(finished):
-    """Killed after its first steps, wherever that is; then told to stop; then to its end."""
+    """Killed after its first steps, wherever that is; then told to stop; then to its end.
+
+    All of them compiled alike, and quickly.
+    """
     folder, _ = finished
     base = (*SHORT[:-2], "--data", "train/text.txt", "--steps", "40")
     options = (*base, "--name", "stopped", "--checkpoint-every", "1")
-    alone = train(folder, *base, "--name", "alone", "--checkpoint-minutes", "60")
+    alone = train(folder, *base, "--name", "alone", "--checkpoint-minutes", "60", flags=QUICK)
     assert alone.returncode == 0, alone.stderr
     expected = compared(folder, "alone")
     for number in (signal.SIGKILL, signal.SIGTERM):
@@ -174,7 +177,7 @@ def test_a_run_that_was_stopped_goes_on_bit_for_bit(finished):
         found = compared(folder, "stopped") if number == signal.SIGTERM else {}
         assert found.items() <= expected.items()
     assert "SIGTERM: saved at step" in said
-    ended = train(folder, *options, "--resume")
+    ended = train(folder, *options, "--resume", flags=QUICK)
     assert ended.returncode == 0 and "resuming from step" in ended.stdout
     assert compared(folder, "stopped") == expected
 
