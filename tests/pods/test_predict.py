@@ -1,5 +1,6 @@
 """From cycles of units to a step's time: by hand, and on a program of our own compiled for CPU."""
 
+import dataclasses
 import math
 
 import jax
@@ -96,8 +97,9 @@ def test_units_are_found_and_priced_in_a_compiled_program():
     numbers = models.byte(num_layers=2, num_dense_layers=0)
     model = models.deepseek(numbers, 2, ep_axis="ep", dispatch="capacity", capacity_factor=1.0)
     mesh = make_mesh(2, 2)
-    blueprint = Blueprint(step_of(model, (6, 2, 8)), schedule, mesh)
-    module = read(ahead.lower_units(blueprint, ("FB", "W")).compile())
+    program = step_of(model, (6, 2, 8))
+    program = dataclasses.replace(program, pipeline={**program.pipeline, "idle_sends": True})  # as on pods
+    module = read(ahead.lower_units(Blueprint(program, schedule, mesh), ("FB", "W")).compile())
     assert len(predict.bodies(module, "FB")) == len(predict.bodies(module, "W")) == 1
     assert not predict.bodies(module, "F")
     report = overlap(module, Rates(link=8.0, memory=64.0, flops=1024.0))
@@ -126,7 +128,7 @@ def test_units_that_are_branches_of_one_conditional():
     batch = dict(zip(("inputs", "targets"), small.data(6, 2), strict=True))
     model, mesh, units = staged(small.model("mlp"), 2, has_aux=True), make_mesh(2, 1), {}
     for form in ("loop", "switch"):
-        pipeline = Pipeline(model, dualpipe(2, 6), mesh, divergence=form, fuse_pairs=True)
+        pipeline = Pipeline(model, dualpipe(2, 6), mesh, divergence=form, fuse_pairs=True, idle_sends=True)
         step = pipeline.units(("FB", "F", "W"), every_kind=True)
         module = read(step.lower(params, batch, None).compile())
         report = overlap(module, Rates(link=8.0, memory=64.0, flops=1024.0))
