@@ -36,6 +36,7 @@ _ASSUMED = {
 _WORDS = {
     "stages": "parameters of stages",
     "shared": "parameters of all stages, on every rank",
+    "cast": "copies in the dtype of use",
     "mirrored": "second copy of the stages",
     "optimizer": "optimizer state",
     "gradients": "sums of gradients",

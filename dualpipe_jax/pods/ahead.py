@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from dualpipe_jax.engine.stages import homes
+from dualpipe_jax.engine.stages import broadcast, homes
 from dualpipe_jax.pods.program import Blueprint, Tree
 from dualpipe_jax.schedule import MemoryModel
 from dualpipe_jax.schedule.costs import stages_a_share
@@ -74,7 +74,8 @@ def memory_by_kind(blueprint: Blueprint) -> dict[str, int]:
 
     Kinds:
       stages, shared: parameters of the stages that the device owns; and those of all, which every rank holds.
-      mirrored: the second copy of the stages on a bidirectional pipe.
+      cast: copies of parameters in the dtype that they are used in, where that is another one.
+      mirrored: the second copy of the stages on a bidirectional pipe, as they are used.
       optimizer: what the program's update keeps, such as AdamW's two moments.
       gradients: sums for stages, mirrored ones, embedding and head.
       residuals: slots for what forwards keep.
@@ -83,12 +84,18 @@ def memory_by_kind(blueprint: Blueprint) -> dict[str, int]:
       batch: such as tokens and targets; sums of figures.
     """
     state = blueprint.state
-    stages = [nbytes(stage) for stage in blueprint.params["stages"].local]
+    stages = blueprint.params["stages"].local
+    used = [_as_used(blueprint, "stages", stage) for stage in stages]
+    pairs = [
+        *zip(stages, used, strict=True),
+        (shared := blueprint.params["shared"], _as_used(blueprint, "shared", shared)),
+    ]
     pools = {name: nbytes(entry) for name, entry in state.items()}
     kinds = {
-        "stages": sum(stages),
-        "shared": nbytes(blueprint.params["shared"]),
-        "mirrored": sum(stages[source] for source, _ in homes(blueprint.schedule.placement).borrowed),
+        "stages": nbytes(stages),
+        "shared": nbytes(shared),
+        "cast": sum(_changed(kept, cast) for kept, cast in pairs),
+        "mirrored": sum(nbytes(used[source]) for source, _ in homes(blueprint.schedule.placement).borrowed),
         "optimizer": 0 if blueprint.update is None else nbytes(blueprint.update.state),
         "gradients": sum(size for name, size in pools.items() if _is_sum(name)),
         "residuals": sum(size for name, size in pools.items() if name.startswith("residual")),
@@ -97,6 +104,28 @@ def memory_by_kind(blueprint: Blueprint) -> dict[str, int]:
     }
     figures = sum(size for name, size in pools.items() if name.startswith(("loss.", "metric.")))
     return kinds | {"batch": nbytes(blueprint.batch) + figures}
+
+
+def _as_used(blueprint: Blueprint, part: str, tree: Tree) -> Tree:
+    """Parameters of a part in the dtypes of ``Pipeline.compute_dtype``."""
+    given = blueprint.pipeline.compute_dtype
+    dtypes = broadcast(given.get(part) if isinstance(given, dict) else given, tree, _OWN, "compute_dtype")
+
+    def used(leaf: Any, dtype: Any) -> Any:
+        if dtype is _OWN or not jnp.issubdtype(leaf.dtype, jnp.floating):
+            return leaf
+        return jax.ShapeDtypeStruct(leaf.shape, dtype, sharding=getattr(leaf, "sharding", None))
+
+    return jax.tree.map(used, tree, dtypes)
+
+
+_OWN = object()
+
+
+def _changed(kept: Tree, cast: Tree) -> int:
+    """Bytes of leaves that have another dtype than before."""
+    both = zip(jax.tree.leaves(kept), jax.tree.leaves(cast), strict=True)
+    return nbytes([new for old, new in both if old.dtype != new.dtype])
 
 
 def _is_sum(name: str) -> bool:
@@ -129,7 +158,9 @@ def rank_memory(blueprint: Blueprint) -> tuple[MemoryModel, int]:
     fixed = kinds["shared"] + sum(
         nbytes(value) for name, value in state.items() if name.startswith("shared.")
     )
-    return sizes, fixed + kinds["optimizer"] + kinds["batch"]
+    # A second copy is as it is used, so what it has less than the first is not a share of every schedule's.
+    cast = kinds["cast"] - (kinds["stages"] - kinds["mirrored"] if kinds["mirrored"] else 0)
+    return sizes, fixed + kinds["optimizer"] + kinds["batch"] + cast
 
 
 def held_arrays(blueprint: Blueprint) -> set[str]:

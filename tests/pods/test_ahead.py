@@ -22,16 +22,18 @@ NUM_PP, NUM_EP, MICROBATCHES, SIZE, SEQ = 2, 2, 4, 4, 16
 
 
 @functools.cache
-def model_of(make):
+def model_of(make, dtype=jnp.float32):
     schedule = make(NUM_PP, MICROBATCHES)
     stages = schedule.placement.num_model_stages
-    numbers = models.byte(num_layers=5, num_dense_layers=1)
+    numbers = models.byte(num_layers=5, num_dense_layers=1, compute_dtype=dtype)
     return models.deepseek(numbers, stages, ep_axis=EP, dispatch="capacity", capacity_factor=1.0)
 
 
 @functools.cache
-def blueprint(make=dualpipe, mesh="devices", microbatches=MICROBATCHES, moments="float32", **options):
-    program = step_of(model_of(make), (microbatches, SIZE, SEQ), moments=moments)
+def blueprint(
+    make=dualpipe, mesh="devices", microbatches=MICROBATCHES, moments="float32", dtype=jnp.float32, **options
+):
+    program = step_of(model_of(make, dtype), (microbatches, SIZE, SEQ), moments=moments)
     mesh = make_mesh(NUM_PP, NUM_EP) if mesh == "devices" else abstract_mesh(NUM_PP, NUM_EP)
     return Blueprint(program, make(NUM_PP, microbatches), mesh, **options)
 
@@ -59,7 +61,23 @@ def test_parameters_and_optimizer_are_counted_as_they_lie(make):
     assert kinds["stages"] == on_one_device(real.params["stages"])
     assert kinds["shared"] == on_one_device(real.params["shared"])
     assert kinds["optimizer"] == on_one_device(real.opt_state)
-    assert kinds["mirrored"] == (kinds["stages"] if make is dualpipe else 0)
+    assert kinds["mirrored"] == (kinds["stages"] if make is dualpipe else 0) and kinds["cast"] == 0
+
+
+def test_what_is_cast_once_a_step_is_counted():
+    """In bfloat16 a matrix has a copy of half its bytes, and no other in the second pipe."""
+    b = blueprint(mesh="abstract", dtype=jnp.bfloat16)
+    kinds = ahead.memory_by_kind(b)
+    stages = jax.tree_util.tree_leaves_with_path(b.params["stages"].local)
+    matrices = ahead.nbytes([leaf for path, leaf in stages if {"kernel", "experts"} & keys(path)])
+    shared = jax.tree_util.tree_leaves_with_path(b.params["shared"])
+    others = [leaf for path, leaf in shared if "kernel" in keys(path) and "lm_head" not in keys(path)]
+    assert kinds["cast"] == (matrices + ahead.nbytes(others)) / 2 > 0
+    assert kinds["mirrored"] == kinds["stages"] - matrices / 2
+
+
+def keys(path):
+    return {getattr(key, "key", None) for key in path}
 
 
 def test_what_is_drawn_of_the_state_is_the_trainers():
@@ -178,14 +196,16 @@ def test_arrays_that_no_loop_should_copy():
     assert ahead.array_name("bf16", (1, 5, 1, 8)) == "bf16[5,8]"
 
 
-def test_sizes_of_a_ranks_share_are_those_of_the_slots():
-    kinds, (sizes, fixed) = ahead.memory_by_kind(blueprint()), ahead.rank_memory(blueprint())
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_sizes_of_a_ranks_share_are_those_of_the_slots(dtype):
+    b = blueprint(dtype=dtype)
+    kinds, (sizes, fixed) = ahead.memory_by_kind(b), ahead.rank_memory(b)
     slots = lower(blueprint().schedule).num_slots
     assert 0 < kinds["residuals"] <= slots["residual_w"] * sizes.residual_w, "some pools have fewer slots"
     assert 0 < kinds["stash"] <= slots["stash"] * sizes.stash
     assert (slots["x"] + slots["dy"] + 2) * sizes.boundary == kinds["boundary"]
     assert 2 * sizes.parameters + fixed == sum(
-        kinds[kind] for kind in ("stages", "shared", "mirrored", "optimizer", "gradients", "batch")
+        kinds[kind] for kind in ("stages", "shared", "cast", "mirrored", "optimizer", "gradients", "batch")
     )
     one, two = (ahead.rank_memory(blueprint(make))[0] for make in (dualpipe, dualpipe_v))
     assert two.boundary == one.boundary
