@@ -143,7 +143,10 @@ def costs(units: Mapping[str, Unit], send: float, *, split: bool = True) -> Cost
     extra = {}
     for stage, kind in ((0, "first"), (-1, "last")):
         if f"F/{kind}" in cycles:
-            extra[stage] = _more(cycles, kind, whole, backward)
+            more = _more(cycles, kind, whole, backward)
+            # In a pair differences do not add up: alone, much of F and B is an exchange that the pair hides. So where
+            # there are pairs an end that takes less counts as a usual stage, which is an upper bound.
+            extra[stage] = tuple(max(0.0, cost) for cost in more) if "FB" in cycles else more
     return CostModel(cycles["F"], *backward, FB=cycles.get("FB"), send=send, extra=extra)  # type: ignore[arg-type]
 
 

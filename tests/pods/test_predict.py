@@ -165,3 +165,25 @@ def test_models_that_there_are_not():
         size("v33")
     with pytest.raises(ValueError, match=r"model v3: no number dims, score; there are .*dim, expert_hidden"):
         size("v3", changes={"dims": 3, "score": 1})
+
+
+def test_ends_that_take_less_are_usual_stages_where_there_are_pairs():
+    """Of F = 10, 6 of them an exchange that a pair hides: an end's F of 4 does not make a pair of 12 one of 6."""
+
+    def units(**cycles):
+        return {name.replace("_", "/"): Unit(float(c), float(c), 0.0, 0.0, 0) for name, c in cycles.items()}
+
+    measured = {
+        "F": 10,
+        "I": 9,
+        "W": 3,
+        "F_first": 4,
+        "I_first": 5,
+        "W_first": 5,
+        "F_last": 11,
+        "I_last": 9,
+        "W_last": 2,
+    }
+    alone, paired = predict.costs(units(**measured), 0.0), predict.costs(units(**measured, FB=12), 0.0)
+    assert alone.extra == {0: (-6, -4, 2), -1: (1, 0, -1)}
+    assert paired.extra == {0: (0, 0, 2), -1: (1, 0, 0)} and paired.FB == 12
