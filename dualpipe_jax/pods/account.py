@@ -123,10 +123,11 @@ class _Sums:
         return sum(self.action(action, field) for action in slot)
 
     def action(self, action: Action, field: Field) -> float:
-        """Of an action, by the kind of its stage where that is known."""
+        """Of an action, by the kind of its stage where that is known; beside pairs no less than of a usual stage."""
         placement = self.schedule.placement
         ends = {0: "first", placement.num_model_stages - 1: "last"}
-        return self._usual(action.op, field, ends.get(placement.model_stage(action.stage)))
+        own = self._usual(action.op, field, ends.get(placement.model_stage(action.stage)))
+        return max(own, self._usual(action.op, field)) if "FB" in self.units else own
 
     def _usual(self, op: Op, field: Field, kind: str | None = None) -> float:
         def one(name: str) -> float | None:
