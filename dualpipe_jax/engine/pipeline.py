@@ -100,6 +100,7 @@ class Pipeline:
     def __post_init__(self):
         checks.check_mesh(self.schedule, self.mesh)
         checks.check_model(self.model, self.schedule)
+        checks.check_divergence(self.divergence)
 
     @functools.cached_property
     def value_and_grad(self) -> Callable[..., tuple[tuple[jax.Array, Report], Tree]]:
