@@ -127,13 +127,14 @@ class Kind(ForwardKind):
         *,
         is_last: bool,
         wanted: tuple[tuple[Tree, Tree], tuple[bool, At]],
+        sums: Sequence[Any] | None,
     ):
         def handing_on(params: tuple[Tree, Tree], seen: tuple[Tree, At]) -> Any:
             (y, losses), metrics = function(params, seen)
             return (None if is_last else y, losses), metrics
 
         super().__init__(name, handing_on, params, seen)
-        split = split_backward(handing_on, has_aux=True, wanted=wanted, at_hand=(False, True))
+        split = split_backward(handing_on, has_aux=True, wanted=wanted, at_hand=(False, True), sums=sums)
         self.plan: SplitPlan = split.trace(params, seen)
         plan = self.plan
         checks.check_backward(name, plan.counts("backward"))

@@ -71,6 +71,9 @@ class Pipeline:
         but on CPU, which overlaps nothing and would copy every slot pool once a pair.
       idle_sends: whether ranks exchange at ticks, too, at which nobody awaits anything. None: but on CPU, where an
         exchange costs as much as it holds; elsewhere it is under way beside the work, and no conditional around it.
+      wide_gradients: whether matrix products make gradients in the dtype of their sums where that is wider, not rounded
+        to the parameter's; on GPU they add to the sum at once then. None: but on CPU, where such products are slow and
+        may wait for each other's threads for ever (YNNPACK's; see docs/faq.md).
       divergence: how ranks part ways in a tick: "loop", each unit a loop of zero or one trips; "switch", one
         conditional: a single round trip to the host on GPU, but there all slot pools are copied at every tick; "none",
         every rank runs every unit, results masked, for machines on which groups of devices may not part ways. The
@@ -93,6 +96,7 @@ class Pipeline:
     accumulate_dtype: Any = None
     fuse_pairs: bool | None = None
     idle_sends: bool | None = None
+    wide_gradients: bool | None = None
     divergence: Divergence = "loop"
     check_vma: bool = False
     debug_nans: bool = False
@@ -257,6 +261,7 @@ class Pipeline:
             accumulate_dtype=self.accumulate_dtype,
             fuse_pairs=self._fuses,
             idle_sends=not self._on_cpu if self.idle_sends is None else self.idle_sends,
+            wide_gradients=not self._on_cpu if self.wide_gradients is None else self.wide_gradients,
             divergence=self.divergence,
             input_grads=self.input_grads,
             check_vma=self.check_vma,

@@ -72,6 +72,7 @@ class Engine:
     accumulate_dtype: Any
     fuse_pairs: bool
     idle_sends: bool
+    wide_gradients: bool
     divergence: Divergence
     input_grads: bool
     check_vma: bool
@@ -245,6 +246,7 @@ class _Program:
     def _traced(self, gathered: Tree, shared: Tree, own: Tree, batch: Tree, key: Any) -> Traced:
         """The model's kinds, given the types of parameters, of a batch and of a key as the caller has them."""
         engine = self.engine
+        sums = (own, shared, engine.accumulate_dtype) if engine.wide_gradients else None
         own, shared = jax.eval_shape(lambda: (typed(gathered, own), typed(self.shared, shared)))
         at = jax.eval_shape(
             lambda: At(
@@ -257,7 +259,7 @@ class _Program:
         trained = jax.tree.map(lambda stop: not stop, (engine.frozen["stages"], engine.frozen["shared"]))
         of_at: Any = At(engine.input_grads, False, False, None if key is None else False)  # type: ignore[arg-type]
         wanted = (trained, of_at) if self.backward else None
-        return trace(engine.model, (own, shared), at, self.schedule.placement, self.vary, wanted)
+        return trace(engine.model, (own, shared), at, self.schedule.placement, self.vary, wanted, sums)
 
     def _table(self) -> TickTable:
         engine = self.engine

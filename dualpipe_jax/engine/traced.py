@@ -1,6 +1,6 @@
 """The model as one device sees it: each kind of stage traced, split, rid of what it makes of parameters alone."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 
@@ -8,7 +8,7 @@ from dualpipe_jax.contract import At, Out, StagedModel, Tree
 from dualpipe_jax.engine import checks
 from dualpipe_jax.engine.kinds import ForwardKind, Kind, Sight, plain
 from dualpipe_jax.engine.prepared import Prepared
-from dualpipe_jax.engine.trees import raw, raw_zeros, structs, zeros
+from dualpipe_jax.engine.trees import raw, raw_zeros, structs, sum_dtype, zeros
 from dualpipe_jax.engine.varying import Vary
 from dualpipe_jax.schedule import Placement
 from dualpipe_jax.split import hoist
@@ -35,6 +35,7 @@ def trace(
     placement: Placement,
     vary: Vary,
     wanted: tuple[tuple[Tree, Tree], At] | None,
+    sums: tuple[Tree, Tree, Any] | None,
 ) -> Traced:
     """Trace each kind of stage, inside shard_map.
 
@@ -42,6 +43,8 @@ def trace(
       params: types of one stage's own and of the shared parameters, as the stage sees them.
       at: of the rest that it sees.
       wanted: which leaves of params and of ``at`` have gradients; None forward only.
+      sums: params as they are stored, and the dtype in which gradients are summed, None their own, if products are to
+        make them in it.
     """
     last = model.num_stages - 1
     x, boundary = None, None
@@ -62,6 +65,7 @@ def trace(
     prepared = Prepared(hoisted, tuple(map(names.index, stages)), placement, vary)
     own, shared = raw_zeros(params)
     arguments = vary(((own, zeros(prepared.types)), shared))
+    sums_in = None if sums is None else _sum_dtypes(*sums, prepared)
     kinds: list[ForwardKind] = []
     for number, (name, _, is_last) in enumerate(names):
         stage = name, prepared.function(number), arguments, seen[number]
@@ -70,5 +74,9 @@ def trace(
         else:
             trained, of_at = wanted
             of_params = (trained[0], prepared.wanted(trained)), trained[1]
-            kinds.append(Kind(*stage, is_last=is_last, wanted=(of_params, (True, of_at))))
+            kinds.append(Kind(*stage, is_last=is_last, wanted=(of_params, (True, of_at)), sums=sums_in))
     return Traced(kinds, prepared, boundary)
+
+
+def _sum_dtypes(own: Tree, shared: Tree, dtype: Any, prepared: Prepared) -> list[Any]:
+    return [sum_dtype(leaf.dtype, dtype) for leaf in jax.tree.leaves((own, prepared.types, shared))]

@@ -1,6 +1,6 @@
 """Split the backward of any JAX function in two: the front door."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
 import jax
@@ -17,12 +17,18 @@ class SplitFunction:
     """What ``split_backward`` gives; see there."""
 
     def __init__(
-        self, function: Callable[[Tree, Tree], Any], has_aux: bool, wanted: tuple[Tree, Tree], at_hand: Tree
+        self,
+        function: Callable[[Tree, Tree], Any],
+        has_aux: bool,
+        wanted: tuple[Tree, Tree],
+        at_hand: Tree,
+        sums: Sequence[Any] | None,
     ):
         self._function = function
         self._has_aux = has_aux
         self._wanted = wanted
         self._at_hand = at_hand
+        self._sums = sums
         self._plans: dict[Any, SplitPlan] = {}
 
     def trace(self, params: Tree, x: Tree) -> SplitPlan:
@@ -34,7 +40,7 @@ class SplitFunction:
             wanted = [
                 ask and is_floating(leaf) for ask, leaf in zip(asked, map(jax.typeof, leaves), strict=True)
             ]
-            joint = trace_backward(self._function, params, x, self._has_aux, wanted)
+            joint = trace_backward(self._function, params, x, self._has_aux, wanted, self._sums)
             trees = jax.tree.structure(params), jax.tree.structure(x)
             plan = make_plan(joint, wanted, flags("at_hand", self._at_hand, x), trees)
             if joint.holds_tracers:  # captured from the caller's trace: no use to anyone else
@@ -68,6 +74,7 @@ def split_backward(
     *,
     wanted: tuple[Tree, Tree] = (True, True),
     at_hand: Tree = False,
+    sums: Sequence[Any] | None = None,
 ) -> SplitFunction:
     """Splits the backward of ``function(params, x) -> y`` in two, with no change to the function.
 
@@ -88,6 +95,8 @@ def split_backward(
       wanted: of params and of x, the leaves whose gradient is wanted: bools in place of leaves or of whole branches.
         For the others (frozen parameters) nothing is computed and nothing kept, and their gradient is None.
       at_hand: which leaves of x the caller has in the backward anyway, in the same form: to keep them costs nothing.
+      sums: for each leaf of params the dtype in which the caller sums its gradient, or None. Where a matrix product
+        makes it, it comes in that dtype if that is wider than its own, and is not rounded; see ``widen``.
 
     >>> import jax, jax.numpy as jnp
     >>> split = split_backward(lambda w, x: jnp.tanh(x @ w))
@@ -96,7 +105,7 @@ def split_backward(
     >>> dx, stash = split.backward_input(w, x, residuals, jnp.ones_like(y))
     >>> dw = split.backward_weight(w, x, residuals, stash)
     """
-    return SplitFunction(function, has_aux, wanted, at_hand)
+    return SplitFunction(function, has_aux, wanted, at_hand, sums)
 
 
 def _type_key(leaf: Any) -> Any:

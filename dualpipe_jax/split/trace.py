@@ -12,6 +12,7 @@ from dualpipe_jax.split.graph import Atom, Node, Program, Value, is_zero
 from dualpipe_jax.split.jaxprs import Reader, cotangents_p, value_of
 from dualpipe_jax.split.leaves import is_floating
 from dualpipe_jax.split.slices import zero_values
+from dualpipe_jax.split.widen import widen
 
 
 @dataclass(frozen=True, eq=False)
@@ -33,12 +34,17 @@ class JointTrace:
 
 
 def trace_backward(
-    function: Callable[..., Any], params: Any, x: Any, has_aux: bool, wanted: Sequence[bool]
+    function: Callable[..., Any],
+    params: Any,
+    x: Any,
+    has_aux: bool,
+    wanted: Sequence[bool],
+    sums: Sequence[Any] | None = None,
 ) -> JointTrace:
     """Traces ``function(params, x)`` and its ``jax.vjp``; nothing is computed.
 
     ``wanted``: for each leaf of params and of x whether it is differentiated by. A gradient that is zero whatever
-    the arguments are counts as none.
+    the arguments are counts as none. ``sums``: see ``split_backward``.
     """
     box: dict[str, Any] = {}
 
@@ -71,6 +77,10 @@ def trace_backward(
     given, gradients = iter(reader.cotangents), iter(outputs[num_y + num_aux :])
     zeros = zero_values(reader.nodes)
     every = [_unless_zero(next(gradients), zeros) if want else None for want in wanted]
+    backward, dparams = tuple(reader.nodes[reader.boundary :]), tuple(every[:num_params])
+    if sums is not None:
+        others = [*outputs[: num_y + num_aux], *(dx for dx in every[num_params:] if dx is not None)]
+        backward, dparams = widen(backward, dparams, sums, others)
     return JointTrace(
         params=inputs[:num_params],
         x=inputs[num_params:],
@@ -78,8 +88,8 @@ def trace_backward(
         y=tuple(outputs[:num_y]),
         aux=tuple(outputs[num_y : num_y + num_aux]),
         dy=tuple(next(given) if float_ else None for float_ in box["floats"]),
-        backward=tuple(reader.nodes[reader.boundary :]),
-        dparams=tuple(every[:num_params]),
+        backward=backward,
+        dparams=dparams,
         dx=tuple(every[num_params:]),
         y_tree=box["y_tree"],
         aux_tree=box["aux_tree"],

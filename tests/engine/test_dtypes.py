@@ -73,6 +73,43 @@ def test_what_is_kept_in_float32_may_be_used_in_bfloat16(schedule, sharded):
     assert_close(made, want)
 
 
+@pytest.mark.parametrize("schedule", [one_f_one_b, zb_h1, dualpipe], ids=lambda schedule: schedule.__name__)
+def test_gradients_of_bfloat16_products_are_not_rounded_before_they_are_summed(schedule):
+    """Against NumPy in float64, with numbers that bfloat16 has: the sums are exact but for float32."""
+
+    def rounded(a):
+        return jnp.asarray(a, jnp.bfloat16).astype(jnp.float32)
+
+    params, _ = models.init("mlp", 2)
+    seen = rounded(np.random.default_rng(3).standard_normal((models.WIDTH, models.VOCAB)))
+
+    def head_loss(head, x, targets):
+        return jnp.sum(
+            (x.astype(jnp.bfloat16) @ head).astype(jnp.float32)
+            * seen[targets[..., 0] % models.WIDTH][:, None]
+        )
+
+    model = PipelineModel(models.embed, lambda p, x: x + 0 * p["bias"].sum(), head_loss)
+    embed = rounded(params["embed"])
+    given = {"stages": params["stages"], "shared": {"embed": embed, "head": params["head"]}}
+    pipeline = Pipeline(
+        staged(model, 2),
+        schedule(2, 4),
+        make_mesh(2, 1),
+        compute_dtype={"shared": {"embed": None, "head": jnp.bfloat16}},
+        wide_gradients=True,
+    )
+    inputs, targets = models.data(4)
+    _, grads = quick(pipeline.value_and_grad)(given, {"inputs": inputs, "targets": targets})
+    x, weights = (
+        np.asarray(embed, np.float64)[inputs],
+        np.asarray(seen, np.float64)[targets[..., 0] % models.WIDTH],
+    )
+    exact = np.einsum("mbsw,mbv->wv", x, weights) / 4
+    got = np.asarray(grads["shared"]["head"], np.float64)
+    assert np.abs(got - exact).max() < 1e-6 * np.abs(exact).max()
+
+
 def test_complex_parameters_keep_their_imaginary_part():
     """Summed in float32 they are summed in complex64: against jax.value_and_grad of the plain model."""
 

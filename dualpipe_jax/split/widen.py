@@ -1,0 +1,77 @@
+"""Gradients of parameters in the dtype in which they are summed, straight from the products that make them.
+
+``jax.vjp`` rounds a gradient to its parameter's dtype. Where many of them are summed in float32 that loses bits, and
+on GPU time: a product adds to what is there, as its last step, only if it makes the same dtype.
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+
+from dualpipe_jax.split.graph import Atom, Equation, Node, Value, definitions, values
+
+_MOVES = frozenset({"add_any", "concatenate", "reshape", "transpose"})
+"""What a gradient may pass through on its way from a product: these make the dtype that they are given."""
+
+_Changed = dict[Node, Equation]
+
+
+def widen(
+    nodes: Sequence[Node], gradients: Sequence[Atom | None], dtypes: Sequence[Any], read: Iterable[Atom]
+) -> tuple[tuple[Node, ...], tuple[Atom | None, ...]]:
+    """The nodes of a backward, and gradients of parameters, where products can make them in wider dtypes.
+
+    A gradient that anything else reads, or that is no matrix product, stays as it is.
+
+    Arguments:
+      dtypes: of each gradient's sum; None: leave it.
+      read: all else that is wanted of the nodes.
+    """
+    uses = Counter(values(atom for node in nodes for atom in node.inputs))
+    uses.update(values([*read, *(gradient for gradient in gradients if gradient is not None)]))
+    graph = _Graph(definitions(nodes), uses)
+    changed: _Changed = {}
+    found: list[Atom | None] = []
+    for gradient, dtype in zip(gradients, dtypes, strict=True):
+        wide = None if gradient is None or dtype is None else graph.wide(gradient, jnp.dtype(dtype))
+        found.append(gradient if wide is None else wide[0])
+        changed |= {} if wide is None else wide[1]
+    return tuple(changed.get(node, node) for node in nodes), tuple(found)
+
+
+@dataclass(frozen=True)
+class _Graph:
+    made_by: dict[Value, Node]
+    uses: Counter[Value]
+
+    def wide(self, atom: Atom, dtype: Any) -> tuple[Value, _Changed] | None:
+        """The value in a wider dtype, and what makes it so; None where that cannot be."""
+        node = self.made_by.get(atom) if isinstance(atom, Value) else None
+        if not isinstance(node, Equation) or not isinstance(atom, Value) or self.uses[atom] > 1:
+            return None
+        if not (jnp.issubdtype(atom.dtype, jnp.floating) and atom.dtype.itemsize < dtype.itemsize):
+            return None
+        made = Value(atom.shape, dtype, atom.varying, atom.memory)
+        if node.name == "dot_general" and _is_plain(node.params["precision"]):
+            params = node.params | {"preferred_element_type": dtype}
+            return made, {node: replace(node, params=params, outputs=(made,))}
+        if node.name not in _MOVES:
+            return None
+        inputs = [self.wide(given, dtype) for given in node.inputs]
+        changed: _Changed = {}
+        for given in inputs:
+            if given is None:
+                return None
+            changed |= given[1]
+        moved = tuple(given[0] for given in inputs if given is not None)
+        return made, changed | {node: replace(node, inputs=moved, outputs=(made,))}
+
+
+def _is_plain(precision: Any) -> bool:
+    """Whether it leaves the dtype of the result open, as no named algorithm does."""
+    each = precision if isinstance(precision, tuple) else (precision,)
+    return all(one is None or isinstance(one, lax.Precision) for one in each)
