@@ -16,6 +16,7 @@ from dualpipe_jax.pods import planner
 from dualpipe_jax.pods.cache import Cache, default_folder
 from dualpipe_jax.pods.plain import plain
 from dualpipe_jax.pods.plan import Plan as Chosen
+from dualpipe_jax.pods.plan import Shard
 from dualpipe_jax.pods.planner import Case, Choice, Wanted
 from dualpipe_jax.pods.request import Request
 from dualpipe_jax.pods.results import Answer
@@ -37,7 +38,7 @@ class Given(Chosen):
     microbatch_size: Suppress[Fixed[Count]] = None
     remat: Suppress[Fixed[Literal["none", "dots", "wide", "all"]]] = "none"
     dispatch: Suppress[Fixed[Literal["capacity", "dropless"]]] = "capacity"
-    shard_optimizer: Suppress[Fixed[bool]] = False
+    shard: Suppress[Fixed[Shard]] = "nothing"
     serialised: Suppress[Fixed[bool]] = False
 
 
@@ -181,16 +182,13 @@ class Search:
         """All plans of a case."""
         try:
             counts = {
-                shared: self.ask(dataclasses.replace(case.plan, shard_optimizer=shared), "nothing", title)
-                for shared in (False, True)
+                shard: self.ask(planner.shared(case.plan, shard), "nothing", title)
+                for shard in planner.SHARDS
             }
             fit, refused = planner.counted(case, counts)
             if not fit:
                 return refused
-            # The update is compiled with the units: shared out, which takes longer, where any plan needs that.
-            whole = {plan for plan in fit if not plan.shard_optimizer}
-            shared = any(dataclasses.replace(plan, shard_optimizer=False) not in whole for plan in fit)
-            compiled = dataclasses.replace(case.plan, shard_optimizer=shared)
+            compiled = planner.shared(case.plan, planner.least_shared(fit))
             return refused + planner.priced(fit, self.ask(compiled, "units", title), counts)
         except Died as death:
             why = str(death).splitlines()[0]
@@ -234,7 +232,7 @@ def table(choices: Sequence[Choice]) -> Table:
         "microbatches",
         "remat",
         "stash",
-        "optimizer",
+        "shared out",
         "dispatch",
         "GiB",
     )
@@ -247,7 +245,7 @@ def table(choices: Sequence[Choice]) -> Table:
             f"{c.plan.num_microbatches} of {c.plan.batch}",
             c.plan.remat,
             "" if c.plan.max_stash is None else str(c.plan.max_stash),
-            "shared out" if c.plan.shard_optimizer else "whole",
+            c.plan.shard,
             c.plan.dispatch,
             gib(c.memory or 0),
         )
