@@ -1,9 +1,9 @@
 """Which plan makes a step shortest? All that are wanted, by unit costs that were compiled once; loads no JAX.
 
 Units are compiled for each *case*: everything that decides what a stage's functions become. Schedules that place stages
-alike, numbers of microbatches and limits of stashes are told apart by simulation alone; what is shared out by memory
-alone. All plans of a case have the price of the least that any of them shares out. Units differ little by it; the update,
-and what stands beside the ticks, such as gathers of parameters, are then another's.
+alike, numbers of microbatches and limits of stashes are told apart by simulation alone. What is shared out is told
+apart by memory alone, and priced as the least that any plan of the case shares out: units differ little by it, the
+update and what stands beside the ticks, such as gathers of parameters, do.
 """
 
 import dataclasses
