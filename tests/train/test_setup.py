@@ -90,6 +90,8 @@ def test_the_schedule_is_the_one_asked_for(spied):
     args, kwargs, _ = seen["Pipeline"][0]
     trained = seen["deepseek"][0][2]
     assert args[0] is trained.staged and kwargs["param_specs"] is trained.param_specs
+    assert kwargs["storage_specs"] is run.layout.storage_specs is seen["make_evaluate"][0][0][4]
+    assert kwargs["storage_specs"] is not None
     assert args[1] == run.schedule and dict(args[2].shape) == {"dp": 2, "pp": 2, "ep": 1}
 
 
