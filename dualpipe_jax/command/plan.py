@@ -72,6 +72,9 @@ class Plan:
     """How tokens reach experts, to choose from; capacity drops what exceeds its room, so they do not learn the same."""
     max_stash: tuple[int, ...] = tuple(most for most in planner.STASHES if most is not None)
     """Limits to choose from of the microbatches of a rank that may wait for their weights' gradients, besides none."""
+    shard: tuple[Shard, ...] = planner.SHARDS
+    """What is shared out over devices that would each hold the same (ZeRO), to choose from: the least that fits, by which
+    all are priced. Given alone, parameters are priced as they are."""
     best: int = 10
     """How many plans to print."""
     cache: Annotated[Path | None, arg(metavar="DIR", help_behavior_hint="")] = None
@@ -123,6 +126,7 @@ class Plan:
             remats=self.remat,
             dispatches=self.dispatch,
             stashes=(None, *self.max_stash),
+            shards=self.shard,
         )
 
     def tell(self, search: "Search") -> int:
@@ -175,16 +179,13 @@ class Search:
         cases, self.choices = planner.cases(wanted, planner.num_devices(self.target))
         for number, case in enumerate(cases, start=1):
             self.left = len(cases) - number + 1
-            self.choices += self.choices_of(case, f"case {number} of {len(cases)}")
+            self.choices += self.choices_of(case, wanted.shards, f"case {number} of {len(cases)}")
         self.left = 0
 
-    def choices_of(self, case: Case, title: str) -> list[Choice]:
+    def choices_of(self, case: Case, shards: Sequence[Shard], title: str) -> list[Choice]:
         """All plans of a case."""
         try:
-            counts = {
-                shard: self.ask(planner.shared(case.plan, shard), "nothing", title)
-                for shard in planner.SHARDS
-            }
+            counts = {shard: self.ask(planner.shared(case.plan, shard), "nothing", title) for shard in shards}
             fit, refused = planner.counted(case, counts)
             if not fit:
                 return refused

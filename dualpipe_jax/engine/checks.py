@@ -1,7 +1,7 @@
 """Bad input gets an error that says what was given, what is needed and what to do."""
 
 from collections.abc import Collection, Iterator
-from typing import Any
+from typing import Any, get_args
 
 import jax
 import jax.numpy as jnp
@@ -9,6 +9,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from dualpipe_jax.contract import At, Out, StagedModel, Tree
+from dualpipe_jax.engine.guard import Divergence
 from dualpipe_jax.engine.stages import PlacedStages
 from dualpipe_jax.engine.storage import Leaf, entries
 from dualpipe_jax.engine.tick import WATCHED
@@ -49,6 +50,15 @@ def check_model(model: StagedModel, schedule: Schedule) -> None:
         raise ValueError(
             f"the model has {model.num_stages} stages, but {schedule.name} on {schedule.num_ranks} ranks has {wanted} "
             f"in a pipe: give kind_of {wanted} entries, or choose another schedule."
+        )
+
+
+def check_divergence(given: str) -> None:
+    """It is one of those that there are. Raises ValueError."""
+    known = get_args(Divergence)
+    if given not in known:
+        raise ValueError(
+            f"divergence={given!r}: there are {', '.join(map(repr, known))}; see guard.Divergence"
         )
 
 

@@ -63,7 +63,8 @@ class Pipeline:
         narrower for it.
       frozen: whether a leaf has no gradient, a prefix of params; nothing is computed or kept for it.
       input_grads: whether gradients have an entry "batch", for the batch's floating leaves (an encoder in front).
-      costs: relative costs by which actions are placed on ticks; changes the speed, not the result.
+      costs: relative costs by which actions are placed on ticks; changes the speed, not the result. None: equal ones,
+        and a pair that is fused takes as long as two actions.
       accumulate_dtype: dtype of the gradients, summed over microbatches; None keeps each parameter's own.
       fuse_pairs: run an overlapped pair as one computation, in which the compiler can hide the all-to-alls of
         one direction behind the other's work, or as F and B after each other, with the same result. None: fuse
@@ -99,6 +100,7 @@ class Pipeline:
     def __post_init__(self):
         checks.check_mesh(self.schedule, self.mesh)
         checks.check_model(self.model, self.schedule)
+        checks.check_divergence(self.divergence)
 
     @functools.cached_property
     def value_and_grad(self) -> Callable[..., tuple[tuple[jax.Array, Report], Tree]]:
@@ -206,7 +208,22 @@ class Pipeline:
         placement = self.schedule.placement
         return jax.jit(lambda p: p | {"stages": from_placed(p["stages"], placement)})(params)
 
+    @property
+    def placing_costs(self) -> CostModel:
+        """By which actions are placed on ticks."""
+        if self.costs is not None:
+            return self.costs
+        return CostModel(FB=2.0) if self._fuses else CostModel()
+
     # ------------------------------------------------------------------ internals
+
+    @property
+    def _on_cpu(self) -> bool:
+        return isinstance(self.mesh, Mesh) and self.mesh.devices.flat[0].platform == "cpu"
+
+    @property
+    def _fuses(self) -> bool:
+        return not self._on_cpu if self.fuse_pairs is None else self.fuse_pairs
 
     def _engine(self, params: Tree, units: tuple[str, ...] = (), every_kind: bool = False) -> Engine:
         """The engine for placed params of these shapes."""
@@ -230,17 +247,16 @@ class Pipeline:
         dtypes = jax.tree.map(lambda _: single, used) if dtypes is None else dtypes
         layout = jax.tree.map(leaf, used, stored, dtypes)
         checks.check_layout(self.mesh, one, layout)
-        platform = self.mesh.devices.flat[0].platform if isinstance(self.mesh, Mesh) else "tpu"
         return Engine(
             model=self.model,
             schedule=self.schedule,
             mesh=self.mesh,
             layout=layout,
             frozen=every("frozen", False),
-            costs=CostModel() if self.costs is None else self.costs,
+            costs=self.placing_costs,
             accumulate_dtype=self.accumulate_dtype,
-            fuse_pairs=platform != "cpu" if self.fuse_pairs is None else self.fuse_pairs,
-            idle_sends=platform != "cpu" if self.idle_sends is None else self.idle_sends,
+            fuse_pairs=self._fuses,
+            idle_sends=not self._on_cpu if self.idle_sends is None else self.idle_sends,
             divergence=self.divergence,
             input_grads=self.input_grads,
             check_vma=self.check_vma,

@@ -11,7 +11,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import jax
-import jax.numpy as jnp
 from jax import lax
 
 from dualpipe_jax.schedule.lowering.table import Keeps, Life
@@ -26,13 +25,16 @@ Entry = tuple[tuple[int, ...], Any, bool]
 
 
 def make_pool(num_slots: int, like: Any) -> Any:
-    """Zeroed pool for each leaf of ``like`` (arrays or ShapeDtypeStructs), with a leading slot dim."""
-    return jax.tree.map(lambda a: jnp.zeros((num_slots, *a.shape), a.dtype), like)
+    """Pool for each leaf of ``like`` (arrays or ShapeDtypeStructs), with a leading slot dim; nothing is in it yet.
+
+    No slot is read before it is written, so nobody clears them: on TPU and GPU they hold whatever was there.
+    """
+    return jax.tree.map(lambda a: lax.empty((num_slots, *a.shape), a.dtype), like)
 
 
 def make_kept(num_slots: int, entries: Sequence[Entry]) -> list[jax.Array]:
-    """Zeroed pools for what is kept, each where it is to lie."""
-    pools = [jnp.zeros((num_slots, *shape), dtype) for shape, dtype, _ in entries]
+    """The same for what is kept, each where it is to lie."""
+    pools = [lax.empty((num_slots, *shape), dtype) for shape, dtype, _ in entries]
     return [
         jax.device_put(pool, jax.memory.Space.Host) if offloaded else pool
         for pool, (_, _, offloaded) in zip(pools, entries, strict=True)

@@ -297,7 +297,7 @@ class _Program:
         return tick.run(body, self.initial_state())
 
     def initial_state(self) -> State:
-        """Empty pools, nothing to send, zero sums."""
+        """Pools with nothing in them, nothing to send, zero sums."""
         slots = self.table.num_slots
         ends = tick.fresh(self.boundary)
         state: State = {"x": make_pool(slots["x"], self.boundary), "y_out": ends["y_out"]}
@@ -306,7 +306,8 @@ class _Program:
             state |= {f"metric.{name}": zeros(metric) for name, metric in kind.metrics.items()}
         if self.with_outputs:
             last = self.kinds[self.table.keeps.kind_of[-1]]
-            state["outputs"] = make_pool(self.schedule.num_microbatches, last.y)
+            every = self.schedule.num_microbatches
+            state["outputs"] = jax.tree.map(lambda y: jnp.zeros((every, *y.shape), y.dtype), last.y)
         if self.engine.debug_nans:
             state["first_bad"] = jnp.full((4,), NEVER, jnp.int32)
         if self.backward:
@@ -350,7 +351,7 @@ class _Program:
         return sum(losses.values(), jnp.float32(0)), Report(losses, metrics)
 
     def gradients(self, state: State) -> Tree:
-        """Scale each sum and reduce it over the axes that it still owes."""
+        """Reduce each sum over the axes that it still owes, and scale what the device keeps of it."""
         engine, all_sums = self.engine, self._sums()
         scale = 1 / (self.schedule.num_microbatches * engine.num_parts)
         over = engine.batch_axes
@@ -360,15 +361,17 @@ class _Program:
                 key = f"{name}.{number}"
                 if key not in all_sums or stops[number]:
                     return None
-                total = state[key] if key in state else self.vary(all_sums[key])
-                return total * jnp.asarray(scale, total.dtype)
+                return state[key] if key in state else self.vary(all_sums[key])
 
             stops = jax.tree.leaves(frozen)
             return [one(number) for number in range(count)]
 
         def reduced(sums: list[Any], layout: Tree, *more: str) -> list[Any]:
             pairs = zip(sums, _leaves(layout), strict=True)
-            return [None if g is None else lies.reduce(g, (*over, *more)) for g, lies in pairs]
+            return [None if g is None else scaled(lies.reduce(g, (*over, *more))) for g, lies in pairs]
+
+        def scaled(total: jax.Array) -> jax.Array:
+            return total * jnp.asarray(scale, total.dtype)
 
         num_own, num_shared = len(jax.tree.leaves(self.own[0])), len(jax.tree.leaves(self.shared))
         frozen = engine.frozen["stages"], jax.tree.map(lambda _: False, self.prepared.types)
@@ -379,7 +382,7 @@ class _Program:
         shared = reduced(of_shared, engine.layout["shared"], PP)
         leaves = jax.tree.leaves(self.batch)
         by_batch = [
-            None if g is None else lax.psum(g, PP)
+            None if g is None else scaled(lax.psum(g, PP))
             for g in listed("batch", [False] * len(leaves), len(leaves))
         ]
         lead = PlacedStages(tuple([None if g is None else g[None] for g in stage] for stage in own))

@@ -69,7 +69,7 @@ class Tick:
             self._exchange(channel, state[f"{channel.payload}_out"], row[2][c])
             for c, channel in enumerate(self.table.channels)
         ]
-        state = self._work(state | self.vary(fresh(self.boundary, state)), here)
+        state = self._work(state | self.vary(fresh(self.boundary, state, watched=self.debug_nans)), here)
         state = self._watch(state, here, number)
         for c, (channel, payload) in enumerate(zip(self.table.channels, arrived, strict=True)):
             state = state | {channel.pool: write_slot(state[channel.pool], here[f"arrive{c}"], payload)}
@@ -144,11 +144,12 @@ class Tick:
         return state | {"first_bad": jnp.where(first, seen, state["first_bad"])}
 
 
-def fresh(boundary: Tree, state: State | None = None) -> State:
-    """Nothing to send: zeros for "y_out" and, where ``state`` has it, "dx_out"."""
-    leaves = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), boundary)
+def fresh(boundary: Tree, state: State | None = None, *, watched: bool = False) -> State:
+    """Nothing to send: "y_out" and, where ``state`` has it, "dx_out" with whatever was in memory; zeros if watched."""
+    make = jnp.zeros if watched else lax.empty
+    leaves = jax.tree.map(lambda leaf: make(leaf.shape, leaf.dtype), boundary)
     made = {"y_out": leaves, "dx_out": [leaf for leaf in jax.tree.leaves(leaves) if is_floating(leaf)]}
-    return made if state is None else {name: zero for name, zero in made.items() if name in state}
+    return made if state is None else {name: sent for name, sent in made.items() if name in state}
 
 
 def all_finite(tree: Tree) -> jax.Array:

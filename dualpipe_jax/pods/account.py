@@ -26,20 +26,22 @@ class Useful:
 
 def account_of(
     schedule: Schedule,
-    costs: CostModel,
+    costs: predict.Measured,
     compiled: Compiled,
     useful: Useful,
     beside: Overheads,
     device: Device,
+    placed: CostModel | None = None,
 ) -> tuple[Part, ...]:
     """What a step's seconds go to, on average over ranks; the parts add up to the step.
 
     Args:
-      schedule, costs: in cycles.
+      schedule, costs: in cycles, see ``predict.measured``.
       compiled: its units.
       useful: of one device.
       beside: cycles of a tick beside its units, and of a step beside its ticks.
       device: whose peak and clock are meant.
+      placed: see ``predict.step_cycles``.
 
     Parts, in this order:
       the program's operations at the peak; then what all matrix products do at the peak besides, by what they are for:
@@ -56,14 +58,15 @@ def account_of(
 
     Where nobody counted the units' operations, those from recomputation to no matrix product are one part.
     """
-    equal = dataclasses.replace(costs, extra={}, FB=costs.FB)
+    usual = {name: cycles for name, cycles in costs.cycles.items() if "/" not in name}
+    equal = dataclasses.replace(costs, extra={}, FB=costs.FB, cycles=usual)
     slots = [slot for order in schedule.orders for slot in order]
     ranks = schedule.num_ranks if compiled.at_once is None else min(schedule.num_ranks, compiled.at_once)
 
     def spans(costs: CostModel) -> tuple[float, float]:
         """Cycles of a step in ticks, and of them those in which a rank, or what ranks share, works."""
         busy = sum(costs.of(slot, schedule.placement) for slot in slots) / ranks
-        return predict.span(lower(schedule, costs), costs, compiled.at_once), busy
+        return predict.span(lower(schedule, placed or costs), costs, compiled.at_once), busy
 
     whole, busy = spans(costs)
     even, busy_even = spans(equal)
@@ -74,7 +77,7 @@ def account_of(
         "waiting for collectives": waits,
         "idle: bubble of equal stages": even - busy_even,
         "idle: stages that are not equal": (whole - busy) - (even - busy_even),
-        "ticks beside their units": lower(schedule, costs).num_ticks * beside.tick,
+        "ticks beside their units": lower(schedule, placed or costs).num_ticks * beside.tick,
         "beside the ticks": beside.step,
         "the optimizer's update": 0.0 if compiled.update is None else compiled.update.cycles,
     }
@@ -109,27 +112,30 @@ def _work(
 
 @dataclasses.dataclass(frozen=True)
 class _Sums:
-    """Figures of slots, as ``predict.costs`` makes their cycles of units."""
+    """Figures of slots, as ``predict.measured`` makes their cycles of units."""
 
     schedule: Schedule
     units: Mapping[str, Unit]
     halves: bool
 
     def of(self, slot: Slot, field: Field) -> float:
-        """Of a slot: a pair is a unit of its own, but for what its stages have more than the usual one."""
-        if len(slot) == 2 and "FB" in self.units:
-            more = sum(self.action(action, field) - self._usual(action.op, field) for action in slot)
-            return field(self.units["FB"]) + more
-        return sum(self.action(action, field) for action in slot)
+        """Of a slot: what was measured of it; else beside pairs no less than of usual stages, see ``predict.costs``."""
+        own = predict.found(self.units, predict.name_of(slot, self.schedule.placement))
+        if own is not None:
+            return field(own)
+        each = [(self.action(action, field), self._of(action.op, field)) for action in slot]
+        if "FB" not in self.units:
+            return sum(of_kind for of_kind, _ in each)
+        usual = field(self.units["FB"]) if len(slot) == 2 else each[0][1]
+        return usual + sum(max(0.0, of_kind - usual) for of_kind, usual in each)
 
     def action(self, action: Action, field: Field) -> float:
-        """Of an action, by the kind of its stage where that is known; beside pairs no less than of a usual stage."""
+        """Of an action alone, by the kind of its stage where that is known."""
         placement = self.schedule.placement
         ends = {0: "first", placement.num_model_stages - 1: "last"}
-        own = self._usual(action.op, field, ends.get(placement.model_stage(action.stage)))
-        return max(own, self._usual(action.op, field)) if "FB" in self.units else own
+        return self._of(action.op, field, ends.get(placement.model_stage(action.stage)))
 
-    def _usual(self, op: Op, field: Field, kind: str | None = None) -> float:
+    def _of(self, op: Op, field: Field, kind: str | None = None) -> float:
         def one(name: str) -> float | None:
             unit = self.units.get(f"{name}/{kind}", self.units.get(name))
             return None if unit is None else field(unit)

@@ -18,7 +18,7 @@ from dualpipe_jax.inspect.target import Target
 from dualpipe_jax.pods import predict
 from dualpipe_jax.pods.plan import Plan, Shard
 from dualpipe_jax.pods.results import Answer, Overheads
-from dualpipe_jax.schedule import MemoryModel, Schedule, limit_stash, simulate
+from dualpipe_jax.schedule import CostModel, MemoryModel, Schedule, limit_stash, simulate
 from dualpipe_jax.schedule.costs import at_most
 from dualpipe_jax.schedule.names import find
 
@@ -39,7 +39,7 @@ class Wanted:
       pp: numbers of pipeline ranks; empty: all that divide the devices, up to ``most_ranks``.
       dp: numbers of replicas.
       per_device: sequences of a microbatch that a device has.
-      schedules, remats, dispatches, stashes: to choose from.
+      schedules, remats, dispatches, stashes, shards: to choose from.
     """
 
     base: Plan
@@ -51,6 +51,7 @@ class Wanted:
     remats: tuple[Literal["none", "dots", "wide", "all"], ...] = REMATS
     dispatches: tuple[Literal["capacity", "dropless"], ...] = ("capacity",)
     stashes: tuple[int | None, ...] = STASHES
+    shards: tuple[Shard, ...] = SHARDS
     most_ranks: int = 32
 
 
@@ -204,7 +205,11 @@ def priced(plans: Iterable[Plan], found: Answer, counts: Mapping[Shard, Answer])
         why = compiled.out_of_memory or "its units have no forward to be priced by"
         return [Choice(plan, refused=f"the compiler refuses its units: {why[:200]}") for plan in plans]
     least, send = step.mfu * step.seconds, compiled.sends.each
-    whole, halves = (predict.costs(compiled.units, send, split=split) for split in (False, True))
+    placed = CostModel(**step.placed)  # type: ignore[arg-type]  # none of them is a flag
+    units = compiled.units
+    whole, halves = (
+        predict.measured(predict.costs(units, send, split=split), units) for split in (False, True)
+    )
     beside = compiled.overheads or Overheads(0.0, 0.0)
     rest = beside.step + (0.0 if compiled.update is None else compiled.update.cycles)
     beyond = max(0, memory.beyond or 0)
@@ -213,7 +218,7 @@ def priced(plans: Iterable[Plan], found: Answer, counts: Mapping[Shard, Answer])
     def seconds_of(plan: Plan) -> float:
         schedule = schedule_of(plan)
         costs = halves if predict.splits(schedule) else whole
-        cycles, _ = predict.step_cycles(schedule, costs, beside.tick, compiled.at_once)
+        cycles, _ = predict.step_cycles(schedule, costs, beside.tick, compiled.at_once, placed)
         return (cycles + rest) / target.clock
 
     choices = []

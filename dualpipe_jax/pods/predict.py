@@ -7,13 +7,16 @@ import dataclasses
 import math
 import re
 from collections.abc import Mapping
+from typing import Any, TypeVar
 
 from dualpipe_jax.inspect import Module, OverlapReport, products
 from dualpipe_jax.pods.results import Unit
-from dualpipe_jax.schedule import CostModel, MemoryModel, Op, Schedule, lower, simulate
+from dualpipe_jax.schedule import CostModel, MemoryModel, Op, Placement, Schedule, Slot, lower, simulate
 from dualpipe_jax.schedule.costs import stages_a_share
 from dualpipe_jax.schedule.lowering.table import TickTable
 from dualpipe_jax.schedule.optimize.choose import Candidate, choose
+
+T = TypeVar("T")
 
 SCOPE_OF = {
     "FB": "pair",
@@ -64,7 +67,8 @@ def _guarded(module: Module) -> dict[str, tuple[str, list[str]]]:
 def measure(report: OverlapReport, module: Module) -> dict[str, Unit]:
     """The units of a program, of several for different stages the slowest: "F" of most stages, "F/first" of the first.
 
-    Most stages are of kind "middle", where there is one.
+    "FB/first-last" is a pair of the first one's forward and the last one's backward. Most stages are of kind "middle",
+    where there is one.
     """
     return by_name(
         {
@@ -84,8 +88,22 @@ def by_name(found: Mapping[str, Mapping[str, Unit]]) -> dict[str, Unit]:
         usual = {kind: u for kind, u in kinds.items() if set(kind.split("-")) == {"middle"}} or kinds
         if usual:
             measured[unit] = max(usual.values(), key=lambda u: u.cycles)
-        measured |= {f"{unit}/{kind}": u for kind, u in kinds.items() if kind in ("first", "last")}
+        measured |= {f"{unit}/{kind}": u for kind, u in kinds.items() if _at_an_end(kind)}
     return measured
+
+
+def _at_an_end(kind: str) -> bool:
+    """Whether a kind, or one of a pair's two, is the first stage's or the last one's, and the other one is known."""
+    kinds = set(kind.split("-"))
+    return kinds <= {"first", "middle", "last"} and kinds != {"middle"}
+
+
+def name_of(slot: Slot, placement: Placement) -> str:
+    """What ``by_name`` calls the unit that runs a slot: "F/last", "FB/first-last", "FB" in the midst."""
+    ends = {0: "first", placement.num_model_stages - 1: "last"}
+    kinds = "-".join(ends.get(placement.model_stage(action.stage), "middle") for action in slot)
+    unit = "FB" if len(slot) == 2 else slot[0].op.name
+    return f"{unit}/{kinds}" if _at_an_end(kinds) else unit
 
 
 def unit_of(report: OverlapReport, module: Module, computation: str) -> Unit:
@@ -150,6 +168,55 @@ def costs(units: Mapping[str, Unit], send: float, *, split: bool = True) -> Cost
     return CostModel(cycles["F"], *backward, FB=cycles.get("FB"), send=send, extra=extra)  # type: ignore[arg-type]
 
 
+def found(units: Mapping[str, T], name: str) -> T | None:
+    """A unit by ``name_of``; one for all stages where the ends have none of their own."""
+    unit = name.partition("/")[0]
+    alike = not any(other.startswith(f"{unit}/") for other in units)
+    return units.get(unit if alike else name)
+
+
+@dataclasses.dataclass(frozen=True)
+class Measured(CostModel):
+    """Costs of one stage of which whole units were measured, each for the stages that it works on.
+
+    What was measured costs that: a pair of the first stage's forward and the last one's backward, a full backward
+    beside I and W. All else, such as a pair of kinds that never met, is as in a ``CostModel``.
+
+    Attributes:
+      cycles: by ``name_of``.
+    """
+
+    cycles: Mapping[str, float] = dataclasses.field(default_factory=dict, hash=False)
+
+    def of(self, slot: Slot, placement: Placement) -> float:
+        """Duration of a slot."""
+        own = found(self.cycles, name_of(slot, placement))
+        return super().of(slot, placement) if own is None else own
+
+
+def measured(costs: CostModel, units: Mapping[str, Unit]) -> Measured:
+    """Costs of ``costs(units, ...)``, and what it has no place for."""
+    return Measured(**_fields(costs), cycles={name: unit.cycles for name, unit in units.items()})
+
+
+@dataclasses.dataclass(frozen=True)
+class _Share(CostModel):
+    """Costs of a whole rank's share, made of those of a ``stage``: one of ``parts``."""
+
+    stage: CostModel = CostModel()  # noqa: RUF009  # frozen
+    parts: float = 1.0
+
+    def for_schedule(self, schedule: Schedule) -> CostModel:  # type: ignore[override]  # not of its own type
+        """Costs of the schedule's stages: what was measured, where they are as deep as those that were."""
+        return (
+            self.stage if stages_a_share(schedule.placement) == self.parts else super().for_schedule(schedule)
+        )
+
+
+def _fields(costs: CostModel) -> dict[str, Any]:
+    return {field.name: getattr(costs, field.name) for field in dataclasses.fields(CostModel)}
+
+
 def _more(
     cycles: Mapping[str, float], kind: str, whole: bool, usual: tuple[float, float]
 ) -> tuple[float, float, float]:
@@ -177,15 +244,20 @@ def units_of(schedule: Schedule) -> tuple[str, ...]:
 
 
 def step_cycles(
-    schedule: Schedule, costs: CostModel, tick: float = 0.0, at_once: float | None = None
+    schedule: Schedule,
+    costs: CostModel,
+    tick: float = 0.0,
+    at_once: float | None = None,
+    placed: CostModel | None = None,
 ) -> tuple[float, float]:
     """Cycles from the first forward to the last backward: in the engine's ticks, and in the ideal order.
 
     The optimizer and the reduction of gradients come on top. ``tick`` is what each tick takes beside its units, which
     the ideal order, of no ticks, leaves out. ``at_once`` is of how many ranks the processors can do the work at a
-    time, where they share them; None: all.
+    time, where they share them; None: all. ``placed`` are the costs by which the engine places actions on ticks, see
+    ``Pipeline.costs``; None: those given.
     """
-    table, ideal = lower(schedule, costs), simulate(schedule, costs).makespan
+    table, ideal = lower(schedule, placed or costs), simulate(schedule, costs).makespan
     if at_once is not None:
         ideal = max(ideal, float(table.work(costs).sum()) / at_once)
     return span(table, costs, at_once) + table.num_ticks * tick, ideal
@@ -200,7 +272,7 @@ def rank_costs(costs: CostModel, schedule: Schedule) -> CostModel:
     """Costs of a whole rank's share of the model, which ``choose`` wants, from those of a schedule's stage."""
     parts = stages_a_share(schedule.placement)
     more = {name: parts * getattr(costs, name) for name in ("F", "I", "W", "FB")}
-    return dataclasses.replace(costs, **more)
+    return _Share(**(_fields(costs) | more), stage=costs, parts=parts)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -232,6 +304,7 @@ def rank_schedules(
     fixed: float = 0.0,
     tick: float = 0.0,
     at_once: float | None = None,
+    placed: CostModel | None = None,
 ) -> tuple[Prediction, ...]:
     """All schedules for given costs and sizes of a rank's share: the shortest step that fits first.
 
@@ -242,7 +315,7 @@ def rank_schedules(
       limit: bytes of a device.
       fixed: bytes that every schedule needs.
       tick: cycles of each tick beside its units; as many on a V, whose stages are half as deep and ticks twice as many.
-      at_once: see ``step_cycles``.
+      at_once, placed: see ``step_cycles``.
     """
     found = []
     for own, wanted in ((costs, True), (costs_unsplit, False)):
@@ -252,15 +325,15 @@ def rank_schedules(
                     refused = candidate.refused.removeprefix(f"{candidate.name}: ")
                     found.append(Prediction(candidate.name, math.inf, math.inf, 0.0, refused))
             elif splits(candidate.schedule) == wanted:
-                found.append(_predicted(candidate, own, limit, fixed, tick, at_once))
+                found.append(_predicted(candidate, own, limit, fixed, tick, at_once, placed))
     return tuple(sorted(found, key=lambda p: (bool(p.refused), p.cycles)))
 
 
 def _predicted(
-    candidate: Candidate, costs: CostModel, limit: float, fixed: float, tick: float, at_once: float | None
+    candidate: Candidate, costs: CostModel, limit: float, fixed: float, tick: float, *more: Any
 ) -> Prediction:
     assert candidate.schedule is not None
     own, needed = costs.for_schedule(candidate.schedule), candidate.peak + fixed
     refused = f"needs {needed / 2**30:.1f} GiB of {limit / 2**30:.1f}" if candidate.refused else ""
-    cycles, ideal = step_cycles(candidate.schedule, own, tick, at_once)
+    cycles, ideal = step_cycles(candidate.schedule, own, tick, *more)
     return Prediction(candidate.name, cycles, ideal, needed, refused)

@@ -245,6 +245,7 @@ class Step:
       lower_bound: whether some instructions have no price.
       assumed: costs that this schedule's units do not tell and other schedules need.
       costs: of one stage, in cycles.
+      placed: relative costs by which the engine places actions on ticks; empty: all equal.
       share: what `dualpipe ... --costs FILE` reads, of a whole rank's share of the model: milliseconds and bytes.
       schedules: all of them for the same costs, what fits first.
     """
@@ -262,6 +263,7 @@ class Step:
     account: tuple[Part, ...] = ()
     assumed: tuple[str, ...] = ()
     costs: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    placed: Mapping[str, float] = dataclasses.field(default_factory=dict)
     share: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     schedules: tuple[ScheduleTime, ...] = ()
 

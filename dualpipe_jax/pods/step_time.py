@@ -26,11 +26,13 @@ def predict_step(
     "assumed" are costs that this schedule's units do not tell and others need: FB without gain, two thirds of B for I.
     """
     units, send, schedule = compiled.units, compiled.sends.each, blueprint.schedule
-    split, unsplit = (predict.costs(units, send, split=split) for split in (True, False))
-    costs = split if predict.splits(schedule) else unsplit
+    split, unsplit = (
+        predict.measured(predict.costs(units, send, split=split), units) for split in (True, False)
+    )
+    costs, placed = split if predict.splits(schedule) else unsplit, blueprint.pipeline.placing_costs
     beside = compiled.overheads or NOTHING
     tick = beside.tick + guards
-    cycles, ideal = predict.step_cycles(schedule, costs, tick, compiled.at_once)
+    cycles, ideal = predict.step_cycles(schedule, costs, tick, compiled.at_once, placed)
     tokens, rest = blueprint.program.tokens, beside.step + update_of(compiled)
     seconds = (cycles + rest) / device.clock
     useful = useful_of(blueprint, device, plan)
@@ -46,6 +48,7 @@ def predict_step(
         fixed,
         tick,
         compiled.at_once,
+        placed,
     )
     return Step(
         cycles=cycles,
@@ -58,13 +61,17 @@ def predict_step(
         lower_bound=any(unit.unpriced for unit in units.values()),
         counted=blueprint.program.counted,
         update_cycles=None if compiled.update is None else compiled.update.cycles,
-        account=account_of(schedule, costs, compiled, useful, Overheads(tick, beside.step), device),
+        account=account_of(schedule, costs, compiled, useful, Overheads(tick, beside.step), device, placed),
         assumed=tuple(name for name in ("I", "W", "FB") if name not in units),
-        costs={name: getattr(costs, name) for name in ("F", "I", "W", "FB", "send")}
-        | {"extra": {str(stage): list(more) for stage, more in costs.extra.items()}},
+        costs=_named(costs) | {"extra": {str(stage): list(more) for stage, more in costs.extra.items()}},
+        placed=_named(placed),
         share=_share(predict.rank_costs(split, schedule), sizes, fixed, device.clock),
         schedules=tuple(_time(p, rest, device.clock, least) for p in ranked),
     )
+
+
+def _named(costs: CostModel) -> dict[str, float]:
+    return {name: getattr(costs, name) for name in ("F", "I", "W", "FB", "send")}
 
 
 def useful_of(blueprint: Blueprint, device: Device, plan: Plan) -> Useful:

@@ -32,6 +32,11 @@ def test_mesh_without_an_axis():
         run(mesh=mesh)
 
 
+def test_ranks_that_part_ways_in_a_way_that_there_is_not():
+    with pytest.raises(ValueError, match=r"divergence='cond': there are 'loop', 'switch', 'none'"):
+        Pipeline(staged(PLAIN, 4), dualpipe(4, 8), make_mesh(4, 2), divergence="cond")
+
+
 def test_mesh_of_explicit_axes():
     mesh = jax.make_mesh((4, 2), ("pp", "ep"), axis_types=(AxisType.Explicit,) * 2)
     with pytest.raises(ValueError, match=r"'pp' and 'ep' must be AxisType.Auto: jax.make_mesh\(.*axis_types"):

@@ -20,7 +20,7 @@ from dualpipe_jax.pods.plain import filled, plain
 from dualpipe_jax.pods.plan import read_plan
 from dualpipe_jax.pods.request import Request
 from dualpipe_jax.pods.results import Compiled, Machine, Memory, Overheads, Parameters, Shares, Step, Unit
-from dualpipe_jax.schedule import CostModel, MemoryModel, dualpipe, lower, one_f_one_b, simulate, zb_h1
+from dualpipe_jax.schedule import CostModel, MemoryModel, Op, dualpipe, lower, one_f_one_b, simulate, zb_h1
 from tests.pods import own_program
 from train.config import ConfigError
 from train.options import parse
@@ -104,6 +104,14 @@ def choices(limit=16 * GIB, beyond=0, **more):
     return found
 
 
+class WholeBackwards(CostModel):
+    """A full backward takes 1.4e6, less than its two halves."""
+
+    def of(self, slot, placement):
+        alone = len(slot) == 1 and slot[0].op is Op.B
+        return 1.4e6 if alone else super().of(slot, placement)
+
+
 def test_times_and_memory_of_plans_by_hand():
     by_plan = {(c.plan.schedule, c.plan.max_stash, c.plan.shard): c for c in choices()}
     whole = CostModel(1e6, 1.4e6 * 2 / 3, 1.4e6 / 3, send=1e4)
@@ -113,8 +121,8 @@ def test_times_and_memory_of_plans_by_hand():
         ("one_f_one_b", one_f_one_b(2, 8), whole),
         ("zb_h1", zb_h1(2, 8), halves),
     ):
-        table, choice = lower(schedule, costs), by_plan[name, None, "nothing"]
-        cycles = table.makespan(costs) + 100 * table.num_ticks + 7000
+        table, choice = lower(schedule), by_plan[name, None, "nothing"]
+        cycles = table.makespan(WholeBackwards(**vars(costs))) + 100 * table.num_ticks + 7000
         assert choice.seconds == pytest.approx(cycles / 1.5e9)
         assert choice.mfu == pytest.approx(LEAST / choice.seconds)
         kept = max(simulate(schedule).memory(MemoryModel(**SIZES)))
@@ -441,3 +449,8 @@ def test_the_update_is_compiled_in_a_form_that_fits(studied, tmp_path, monkeypat
     monkeypatch.setattr(command, "study", large)
     assert planned(tmp_path, "--json") == 0
     assert {plan.shard for plan, compile in asked if compile == "units"} == {"optimizer"}
+    assert len(asked) == 2 * (3 + 1)
+    assert planned(tmp_path, "--json", "--shard", "parameters") == 0
+    assert [(plan.shard, compile) for plan, compile in asked[8:]] == 2 * [("parameters", "units")], (
+        "counted before, and priced as it is"
+    )

@@ -15,8 +15,10 @@ from dualpipe_jax.pods.program import Blueprint
 from dualpipe_jax.pods.results import Unit
 from dualpipe_jax.schedule import (
     ALL_SCHEDULES,
+    Action,
     CostModel,
     MemoryModel,
+    Op,
     dualpipe,
     dualpipe_v,
     lower,
@@ -78,10 +80,13 @@ def test_schedules_are_ranked_and_those_that_do_not_fit_say_so():
 
 def test_costs_of_a_ranks_share():
     stage = CostModel(1, 2, 3, FB=5, send=7, extra={0: (1, 0, 0)})
-    assert predict.rank_costs(stage, dualpipe(4, 8)) == stage
-    assert predict.rank_costs(stage, dualpipe_v(4, 8)) == CostModel(
-        2, 4, 6, FB=10, send=7, extra={0: (1, 0, 0)}
-    )
+    of_line, of_v = (predict.rank_costs(stage, recipe(4, 8)) for recipe in (dualpipe, dualpipe_v))
+    assert (of_line.F, of_line.I, of_line.W, of_line.FB, of_line.send) == (1, 2, 3, 5, 7)
+    assert (of_v.F, of_v.I, of_v.W, of_v.FB, of_v.send) == (2, 4, 6, 10, 7)
+    assert of_line.extra == of_v.extra == {0: (1, 0, 0)}
+    assert of_line.for_schedule(dualpipe(4, 8)) is stage and of_v.for_schedule(dualpipe_v(4, 8)) is stage
+    deeper = of_v.for_schedule(dualpipe(4, 8))
+    assert (deeper.F, deeper.I, deeper.W, deeper.FB) == (2, 4, 6, 10)
 
 
 def test_model_flops_of_v3_by_hand():
@@ -106,7 +111,9 @@ def test_units_are_found_and_priced_in_a_compiled_program():
     report = overlap(module, Rates(link=8.0, memory=64.0, flops=1024.0))
     units = predict.measure(report, module)
     (kind,) = predict.by_kind(module, "W")
-    assert units.keys() == {"FB", "W", f"W/{kind}"}
+    (pair,) = predict.by_kind(module, "FB")
+    assert pair in ("first-last", "last-first")
+    assert units.keys() == {"FB", f"FB/{pair}", "W", f"W/{kind}"}
     assert units["FB"].cycles > units["FB"].communication > 0 == units["W"].communication
     assert predict.unit_of(report, module, *predict.bodies(module, "FB")) == units["FB"]
     tick, step = predict.overheads(report, module)
@@ -188,3 +195,38 @@ def test_ends_that_take_less_are_usual_stages_where_there_are_pairs():
     alone, paired = predict.costs(units(**measured), 0.0), predict.costs(units(**measured, FB=12), 0.0)
     assert alone.extra == {0: (-6, -4, 2), -1: (1, 0, -1)}
     assert paired.extra == {0: (0, 0, 2), -1: (1, 0, 0)} and paired.FB == 12
+
+
+def test_a_step_of_units_by_kind_costs_what_each_took():
+    """Every slot of DualPipe on 4 ranks, against a table of prices written out."""
+    prices = {"F": 10, "B": 19, "I": 9, "W": 12, "FB": 12}  # a full backward takes less than its halves
+    prices |= {
+        "F/first": 4,
+        "B/first": 8,
+        "I/first": 5,
+        "W/first": 5,
+        "F/last": 11,
+        "B/last": 21,
+        "W/last": 2,
+    }
+    prices |= {"FB/first-last": 17, "FB/last-first": 9}
+    units = {name: unit(float(cycles)) for name, cycles in prices.items()}
+    costs = predict.measured(predict.costs(units, 0.0), units)
+    schedule = dualpipe(4, 12)
+    usual_i = 9  # I of the last stage was not measured: no less than a usual one
+    ends = {0: "first", 3: "last", 4: "first", 7: "last"}  # of both pipes
+    seen = set()
+    for order in schedule.orders:
+        for slot in order:
+            op = "FB" if len(slot) == 2 else slot[0].op.name
+            kinds = [ends.get(action.stage) for action in slot]
+            name = f"{op}/{'-'.join(kinds)}" if all(kinds) else op
+            seen.add(name)
+            expected = usual_i if name == "I/last" else prices[name]
+            assert costs.of(slot, schedule.placement) == expected, name
+    assert seen >= {"FB", "FB/first-last", "FB/last-first", "B", "B/last", "I/last", "W/last"}
+    met = Action(0, Op.F, 0), Action(0, Op.B, 1)
+    assert costs.of(met, schedule.placement) == 12, "never measured: no less than a usual pair"
+    busy = [sum(costs.of(slot, schedule.placement) for slot in order) for order in schedule.orders]
+    cycles, ideal = predict.step_cycles(schedule, costs)
+    assert max(busy) <= ideal <= cycles

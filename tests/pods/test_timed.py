@@ -100,7 +100,7 @@ def test_a_program_is_timed_and_its_step_predicted(monkeypatch):
         **{n: step.costs[n] for n in ("F", "I", "W")},
         extra={int(k): v for k, v in step.costs["extra"].items()},
     )
-    table = lower(one_f_one_b(2, 4), costs)
+    table = lower(one_f_one_b(2, 4))
     assert step.cycles == pytest.approx(
         table.shared_makespan(costs, compiled.at_once) + table.num_ticks * compiled.overheads.tick
     )
