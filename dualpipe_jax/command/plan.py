@@ -73,8 +73,8 @@ class Plan:
     max_stash: tuple[int, ...] = tuple(most for most in planner.STASHES if most is not None)
     """Limits to choose from of the microbatches of a rank that may wait for their weights' gradients, besides none."""
     shard: tuple[Shard, ...] = planner.SHARDS
-    """What is shared out over devices that would each hold the same (ZeRO), to choose from: the least that fits, by which
-    all are priced. Given alone, parameters are priced as they are."""
+    """What is shared out over devices that would each hold the same (ZeRO), to choose from: the least that fits. All
+    plans of a case are priced by the least that any needs; given alone, parameters are priced as they are."""
     best: int = 10
     """How many plans to print."""
     cache: Annotated[Path | None, arg(metavar="DIR", help_behavior_hint="")] = None
