@@ -1,6 +1,7 @@
 """What is shared out: where each array lies, that a step's gradients and the steps themselves are the same."""
 
 import math
+import re
 import types
 
 import jax
@@ -12,7 +13,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import models
-from dualpipe_jax.engine import Out, Pipeline, StagedModel, reference_value_and_grad
+from dualpipe_jax.engine import Out, Pipeline, Report, StagedModel, reference_value_and_grad
 from dualpipe_jax.parallel import EP, make_mesh
 from dualpipe_jax.pods.program import abstract_mesh
 from dualpipe_jax.schedule import dualpipe
@@ -156,6 +157,26 @@ def test_steps_are_the_same_whatever_is_shared_out():
             np.testing.assert_allclose(ours, theirs, rtol=2e-5, atol=1e-6)
     moved = jax.tree.map(lambda a, b: np.abs(a - b).max(), trainable(first), trainable(whole.params))
     assert min(jax.tree.leaves(moved)) > 0.005
+
+
+def test_the_update_of_what_is_stored_in_parts_asks_nobody_but_for_norms():
+    """Compiled, with parameters for gradients: no more than scalars travel; else parameters are gathered."""
+
+    def value_and_grad(params, batch):
+        counts = jnp.ones((2, 4), jnp.int32)
+        return (
+            jnp.float32(0),
+            Report({"lm": jnp.float32(0)}, {"counts": counts, "dropped": counts.sum()}),
+        ), params
+
+    def exchanged(shard):
+        state = step_of(toy(EP), shard)[0].abstract
+        text = make_update(value_and_grad, OPTIMIZER, 0.5, state).lower(state, {}).compile().as_text()
+        found = re.findall(r"= (\S+|\([^=]*\)) (all-gather|all-reduce|reduce-scatter|all-to-all)\(", text)
+        return {(op, shape) for shapes, op in found for shape in re.findall(r"\w+\[[\d,]*\]", shapes)}
+
+    assert exchanged("parameters") == {("all-reduce", "f32[]")}
+    assert {op for op, _ in exchanged("optimizer")} == {"all-reduce", "all-gather"}
 
 
 def test_each_device_has_its_part():
