@@ -117,8 +117,9 @@ class OptimizerConfig:
     """Largest global norm of the gradient."""
     bias_rate: float = 0.01
     """How far a step moves the routing bias of an expert with too much or too little load."""
-    shard_optimizer: bool = False
-    """Share the optimizer's state of replicated parameters out over their devices (ZeRO, first stage)."""
+    shard: Literal["nothing", "optimizer", "parameters"] = "nothing"
+    """What is shared out over devices that would each hold the same (ZeRO): nothing, the optimizer's state, or
+    parameters, too, which are gathered once a step."""
     moments: Literal["float32", "bfloat16"] = "float32"
     """What AdamW's two averages are kept in between steps; they are computed in float32. Parameters are float32."""
     gradient_sums: Literal["float32", "bfloat16"] = "float32"

@@ -21,6 +21,7 @@ def make_evaluate(
     schedule: Schedule,
     mesh: Mesh,
     batches: Sequence[tuple[Batch, np.ndarray]],
+    storage_specs: Tree = None,
 ) -> Callable[[Tree], float]:
     """``evaluate(params)``: mean loss of the sequences of ``batches``, in nats per token.
 
@@ -30,8 +31,16 @@ def make_evaluate(
       mesh: where.
       batches: with the weight of each sequence, 1, or 0 for one that only fills up; see ``Corpus.heldout_batches``. How
         sequences are grouped into batches makes no difference.
+      storage_specs: how parameters are stored; see ``Layout``.
     """
-    pipeline = Pipeline(model.staged, schedule, mesh, param_specs=model.param_specs)
+    pipeline = Pipeline(
+        model.staged,
+        schedule,
+        mesh,
+        param_specs=model.param_specs,
+        storage_specs=storage_specs,
+        compute_dtype=model.compute_dtype,
+    )
 
     @jax.jit
     def total(params: Tree, batch: Tree) -> tuple[jax.Array, jax.Array]:

@@ -54,6 +54,7 @@ def describe(
             "pp": mesh.pp,
             "ep": mesh.ep,
             "dp": mesh.dp,
+            "shard": config.optimizer.shard,
             "processes": jax.process_count(),
         },
         "platform": {"devices": jax.devices()[0].device_kind, "machine": platform.machine()},
@@ -132,7 +133,8 @@ def changes(saved: Facts, ours: Facts) -> list[str]:
     return found
 
 
-_SILENT = ("name", "runs", "checkpoint.", "log.", "launch.", "mesh.schedule", "mesh.pp", "mesh.ep", "mesh.dp")
+_LAYOUT = ("mesh.schedule", "mesh.pp", "mesh.ep", "mesh.dp", "optimizer.shard")
+_SILENT = ("name", "runs", "checkpoint.", "log.", "launch.", *_LAYOUT)
 """Options that change nothing, or are spoken of as the layout."""
 
 

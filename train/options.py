@@ -167,7 +167,7 @@ def from_plan(file: Path) -> Mapping[str, Any]:
         },
         "data": {"sequence": plan.sequence},
         "optimizer": {
-            "shard_optimizer": plan.shard_optimizer,
+            "shard": plan.shard,
             "moments": plan.moments,
             "gradient_sums": plan.gradient_sums,
         },

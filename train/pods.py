@@ -14,7 +14,7 @@ from dualpipe_jax.parallel import check_float8, expert_axes
 from dualpipe_jax.pods import Dispatch, Plan, Program, Setting, Update
 from dualpipe_jax.schedule import Schedule
 from train.model import REMAT, count_parameters, model_flops
-from train.state import abstract_state
+from train.state import Layout, abstract_state
 from train.step import make_optimizer, make_update
 
 
@@ -53,34 +53,25 @@ def make(name: str, setting: Setting, **changes: float) -> Program:
         kernels=models.Kernels(plan.attention, plan.matmul),
         platform=setting.platform,
     )
-    return step_of(
-        model,
-        (schedule.num_microbatches, plan.batch, plan.sequence),
-        shard_optimizer=plan.shard_optimizer,
-        moments=plan.moments,
-    )
+    layout = Layout(model, schedule, setting.mesh, optimizer_of(plan.moments), plan.shard)
+    return step_of(layout, (schedule.num_microbatches, plan.batch, plan.sequence))
 
 
-def step_of(
-    model: models.Model,
-    tokens: tuple[int, int, int],
-    *,
-    shard_optimizer: bool = False,
-    moments: str = "float32",
-) -> Program:
-    """The step of a model on batches of (microbatches, microbatch size, sequence), with the trainer's optimizer.
+def optimizer_of(moments: str = "float32") -> Any:
+    """The trainer's; how fast it moves is no matter here."""
+    return make_optimizer(1e-4, clip=1.0, weight_decay=0.1, moments=moments)
 
-    How fast that moves is no matter here.
-    """
-    numbers = model.config
+
+def step_of(layout: Layout, tokens: tuple[int, int, int]) -> Program:
+    """The trainer's step on batches of (microbatches, microbatch size, sequence), of a state that lies so."""
+    model, numbers = layout.model, layout.model.config
     total, active = count_parameters(numbers)
-    optimizer = make_optimizer(1e-4, clip=1.0, weight_decay=0.1, moments=moments)
 
     def update(params: Any) -> Update:
-        state = abstract_state(params, optimizer, shard_optimizer=shard_optimizer)
+        state = abstract_state(params, layout.optimizer, layout.shard)
 
         def lower(value_and_grad: Any, batch: Any) -> Any:
-            whole: Any = make_update(value_and_grad, optimizer, 1e-3, state)
+            whole: Any = make_update(value_and_grad, layout.optimizer, 1e-3, state)
             return whole.lower(state, batch)
 
         return Update(state.opt_state, lower)
@@ -94,7 +85,7 @@ def step_of(
         tokens=num_microbatches * batch * sequence,
         flops=model_flops(numbers, active, sequence),
         param_specs=model.param_specs,
-        pipeline={"compute_dtype": model.compute_dtype},
+        pipeline={"compute_dtype": model.compute_dtype, "storage_specs": layout.storage_specs},
         update=update,
         active=active,
         total=total,

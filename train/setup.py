@@ -13,7 +13,6 @@ from dualpipe_jax.engine import Pipeline
 from dualpipe_jax.inspect import recommended_compiler_options, tpu_generation
 from dualpipe_jax.parallel import make_mesh, over_nodes
 from dualpipe_jax.schedule import Schedule
-from models.placement import expert_axis, placed_specs
 from train.config import ConfigError, TrainConfig, make_schedule
 from train.data import Batch, Corpus, open_corpus
 from train.devices import num_devices, too_few_devices
@@ -72,26 +71,26 @@ def prepare(config: TrainConfig) -> Run:
     refuse_idle(mesh, jax.process_count())
     refuse_eight_bits(config, mesh.devices.flat[0])
     model = make_model(config, schedule, corpus.vocab)
-    num_slots = slots_of(config, model.config.num_experts)
-    specs = model.param_specs if num_slots is None else placed_specs(model.param_specs, expert_axis(mesh))
-    pipeline = Pipeline(
-        model.staged,
-        schedule,
-        mesh,
-        param_specs=specs,
-        compute_dtype=model.compute_dtype,
-        accumulate_dtype=jnp.dtype(asked.gradient_sums),
-    )
     learning_rate = warmup_cosine(asked.learning_rate, asked.steps, asked.warmup)
     optimizer = make_optimizer(
         learning_rate, clip=asked.clip, weight_decay=asked.weight_decay, moments=asked.moments
     )
-    layout = Layout(model, schedule, mesh, optimizer, asked.shard_optimizer)
+    layout = Layout(model, schedule, mesh, optimizer, asked.shard)
+    num_slots = slots_of(config, model.config.num_experts)
     judged = make_model(config, schedule, corpus.vocab, lossless=True)
     if num_slots is not None:
         # What may be dropped is counted by source device: then a copy has to relieve the device that has it, too.
         layout = placed_layout(layout, num_slots, near=room(config) is None)
         judged = dataclasses.replace(judged, param_specs=layout.model.param_specs)
+    pipeline = Pipeline(
+        model.staged,
+        schedule,
+        mesh,
+        param_specs=layout.model.param_specs,
+        storage_specs=layout.storage_specs,
+        compute_dtype=model.compute_dtype,
+        accumulate_dtype=jnp.dtype(asked.gradient_sums),
+    )
     return Run(
         config=config,
         schedule=schedule,
@@ -105,6 +104,7 @@ def prepare(config: TrainConfig) -> Run:
             schedule,
             mesh,
             corpus.heldout_batches(config.data.eval_sequences, config.batch_shape),
+            layout.storage_specs,
         ),
         learning_rate=learning_rate,
     )

@@ -23,6 +23,7 @@ from dualpipe_jax.engine import Pipeline, PlacedStages
 from dualpipe_jax.engine.stages import from_placed, to_placed
 from dualpipe_jax.parallel import PP
 from dualpipe_jax.schedule import Placement, Schedule
+from train.sharing import Shard, share_out, storage_specs
 
 Tree = Any
 Flat = dict[str, jax.Array]
@@ -51,14 +52,14 @@ class Layout:
       schedule: says where stages live.
       mesh: of devices, or an abstract one, which is enough for all but ``init``.
       optimizer: whose state belongs to the parameters.
-      shard_optimizer: whether its arrays are shared out where parameters are replicated; see ``shard_moments``.
+      shard: what is shared out where devices would hold the same; see ``train.sharing``.
     """
 
     model: models.Model
     schedule: Schedule
     mesh: Mesh
     optimizer: optax.GradientTransformation
-    shard_optimizer: bool = False
+    shard: Shard = "nothing"
 
     def init(self, key: jax.Array) -> TrainState:
         """The state before the first step, each device making its own part; the same on every mesh."""
@@ -75,11 +76,24 @@ class Layout:
     @functools.cached_property
     def abstract(self) -> TrainState:
         """The same as ShapeDtypeStructs with shardings; nothing is computed."""
+        return abstract_state(self._described(self.storage_specs), self.optimizer, self.shard)
+
+    @functools.cached_property
+    def storage_specs(self) -> Tree:
+        """How the ``Pipeline`` of any step is to find parameters stored; None: as they are used."""
+        return storage_specs(trainable(self._described(None))) if self.shard == "parameters" else None
+
+    def _described(self, stored: Tree) -> Tree:
         params = jax.eval_shape(lambda: self._params(jax.random.key(0)))
-        pipeline = Pipeline(self.model.staged, self.schedule, self.mesh, param_specs=self.model.param_specs)
+        pipeline = Pipeline(
+            self.model.staged,
+            self.schedule,
+            self.mesh,
+            param_specs=self.model.param_specs,
+            storage_specs=stored,
+        )
         lies = pipeline.shardings(params)
-        params = jax.tree.map(lambda leaf, lie: _lay(leaf, self.mesh, lie.spec), params, lies)
-        return abstract_state(params, self.optimizer, shard_optimizer=self.shard_optimizer)
+        return jax.tree.map(lambda leaf, lie: _lay(leaf, self.mesh, lie.spec), params, lies)
 
     @functools.cached_property
     def canonical(self) -> dict[str, jax.ShapeDtypeStruct]:
@@ -162,9 +176,7 @@ def fresh(params: Tree, optimizer: optax.GradientTransformation) -> TrainState:
     return TrainState(jnp.zeros((), jnp.int32), params, optimizer.init(trainable(params)))
 
 
-def init_state(
-    params: Tree, optimizer: optax.GradientTransformation, *, shard_optimizer: bool = False
-) -> TrainState:
+def init_state(params: Tree, optimizer: optax.GradientTransformation) -> TrainState:
     """``fresh`` with every array where it belongs; params, which are placed already, are used as they are.
 
     Arrays that belong to a parameter lie where it lies; counters lie everywhere.
@@ -172,7 +184,7 @@ def init_state(
     described = jax.tree.map(
         lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding), params
     )
-    lies = shardings(abstract_state(described, optimizer, shard_optimizer=shard_optimizer))
+    lies = shardings(abstract_state(described, optimizer))
     rest = jax.jit(
         lambda params: fresh(params, optimizer)._replace(params=None),
         out_shardings=lies._replace(params=None),
@@ -181,46 +193,24 @@ def init_state(
 
 
 def abstract_state(
-    params: Tree, optimizer: optax.GradientTransformation, *, shard_optimizer: bool = False
+    params: Tree, optimizer: optax.GradientTransformation, shard: Shard = "nothing"
 ) -> TrainState:
-    """What ``init_state`` makes, as ShapeDtypeStructs with shardings, from params that are described so."""
+    """What ``init_state`` makes, as ShapeDtypeStructs with shardings, from params that are described so.
+
+    With ``shard`` "optimizer" what belongs to a parameter is shared out further than that.
+    """
     mesh = jax.tree.leaves(params)[0].sharding.mesh
     state = jax.eval_shape(lambda params: fresh(params, optimizer), params)
     step, opt_state = jax.tree.map(
         lambda leaf: _lay(leaf, mesh, PartitionSpec()), (state.step, state.opt_state)
     )
-    opt_state = optax.tree.map_params(
-        optimizer, lambda leaf, like: _lay(leaf, mesh, like.sharding.spec), opt_state, trainable(params)
-    )
-    return TrainState(step, params, shard_moments(opt_state) if shard_optimizer else opt_state)
 
+    def lay(leaf: jax.ShapeDtypeStruct, like: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+        leaf = _lay(leaf, mesh, like.sharding.spec)
+        return share_out(leaf) if shard == "optimizer" else leaf
 
-def shard_moments(opt_state: Tree) -> Tree:
-    """The optimizer's state with every array shared out over the mesh axes over which it is replicated.
-
-    Each array is cut along its longest dim that divides. Gradients and parameters stay whole where they are: a
-    device updates its part of a parameter and gathers the rest (ZeRO's first stage; Rajbhandari et al.,
-    arXiv:1910.02054). Takes and gives ShapeDtypeStructs with shardings.
-    """
-
-    def share_out(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-        mesh, spec = (
-            leaf.sharding.mesh,
-            [*leaf.sharding.spec] + [None] * (leaf.ndim - len(leaf.sharding.spec)),
-        )
-        taken = {axis for entry in spec for axis in (entry if isinstance(entry, tuple) else (entry,))}
-        for axis in (name for name in mesh.axis_names if name not in taken):
-            here = NamedSharding(mesh, PartitionSpec(*spec)).shard_shape(leaf.shape)
-            fitting = [d for d in range(leaf.ndim) if here[d] % mesh.shape[axis] == 0 and here[d] > 1]
-            if fitting:
-                dim = max(fitting, key=lambda d: here[d])
-                entry = (
-                    spec[dim] if isinstance(spec[dim], tuple) else () if spec[dim] is None else (spec[dim],)
-                )
-                spec[dim] = (*entry, axis)
-        return _lay(leaf, mesh, PartitionSpec(*spec))
-
-    return jax.tree.map(share_out, opt_state)
+    opt_state = optax.tree.map_params(optimizer, lay, opt_state, trainable(params))
+    return TrainState(step, params, opt_state)
 
 
 def trainable(params: Tree) -> Tree:

@@ -35,8 +35,8 @@ _ASSUMED = {
 
 _WORDS = {
     "stages": "parameters of stages",
-    "shared": "parameters of all stages, on every rank",
-    "cast": "copies in the dtype of use",
+    "shared": "parameters of all stages",
+    "cast": "copies as they are used",
     "mirrored": "second copy of the stages",
     "optimizer": "optimizer state",
     "gradients": "sums of gradients",
@@ -52,7 +52,7 @@ class Dryrun:
     """Memory of each device by kind, time of a step and share of the peak, for devices that are not here. Exit
     status 1 where it does not fit. Memory is counted exactly; times are a prediction of the compiler's model.
 
-    dualpipe dryrun --target v5p:8x8x16 --pp 16 --ep 64 --program v3 --remat all --shard-optimizer
+    dualpipe dryrun --target v5p:8x8x16 --pp 16 --ep 64 --program v3 --remat all --shard optimizer
     """
 
     target: str

@@ -16,6 +16,7 @@ from dualpipe_jax.pods import planner
 from dualpipe_jax.pods.cache import Cache, default_folder
 from dualpipe_jax.pods.plain import plain
 from dualpipe_jax.pods.plan import Plan as Chosen
+from dualpipe_jax.pods.plan import Shard
 from dualpipe_jax.pods.planner import Case, Choice, Wanted
 from dualpipe_jax.pods.request import Request
 from dualpipe_jax.pods.results import Answer
@@ -37,7 +38,7 @@ class Given(Chosen):
     microbatch_size: Suppress[Fixed[Count]] = None
     remat: Suppress[Fixed[Literal["none", "dots", "wide", "all"]]] = "none"
     dispatch: Suppress[Fixed[Literal["capacity", "dropless"]]] = "capacity"
-    shard_optimizer: Suppress[Fixed[bool]] = False
+    shard: Suppress[Fixed[Shard]] = "nothing"
     serialised: Suppress[Fixed[bool]] = False
 
 
@@ -71,6 +72,9 @@ class Plan:
     """How tokens reach experts, to choose from; capacity drops what exceeds its room, so they do not learn the same."""
     max_stash: tuple[int, ...] = tuple(most for most in planner.STASHES if most is not None)
     """Limits to choose from of the microbatches of a rank that may wait for their weights' gradients, besides none."""
+    shard: tuple[Shard, ...] = planner.SHARDS
+    """What is shared out over devices that would each hold the same (ZeRO), to choose from: the least that fits. All
+    plans of a case are priced by the least that any needs; given alone, parameters are priced as they are."""
     best: int = 10
     """How many plans to print."""
     cache: Annotated[Path | None, arg(metavar="DIR", help_behavior_hint="")] = None
@@ -122,6 +126,7 @@ class Plan:
             remats=self.remat,
             dispatches=self.dispatch,
             stashes=(None, *self.max_stash),
+            shards=self.shard,
         )
 
     def tell(self, search: "Search") -> int:
@@ -174,23 +179,17 @@ class Search:
         cases, self.choices = planner.cases(wanted, planner.num_devices(self.target))
         for number, case in enumerate(cases, start=1):
             self.left = len(cases) - number + 1
-            self.choices += self.choices_of(case, f"case {number} of {len(cases)}")
+            self.choices += self.choices_of(case, wanted.shards, f"case {number} of {len(cases)}")
         self.left = 0
 
-    def choices_of(self, case: Case, title: str) -> list[Choice]:
+    def choices_of(self, case: Case, shards: Sequence[Shard], title: str) -> list[Choice]:
         """All plans of a case."""
         try:
-            counts = {
-                shared: self.ask(dataclasses.replace(case.plan, shard_optimizer=shared), "nothing", title)
-                for shared in (False, True)
-            }
+            counts = {shard: self.ask(planner.shared(case.plan, shard), "nothing", title) for shard in shards}
             fit, refused = planner.counted(case, counts)
             if not fit:
                 return refused
-            # The update is compiled with the units: shared out, which takes longer, where any plan needs that.
-            whole = {plan for plan in fit if not plan.shard_optimizer}
-            shared = any(dataclasses.replace(plan, shard_optimizer=False) not in whole for plan in fit)
-            compiled = dataclasses.replace(case.plan, shard_optimizer=shared)
+            compiled = planner.shared(case.plan, planner.least_shared(fit))
             return refused + planner.priced(fit, self.ask(compiled, "units", title), counts)
         except Died as death:
             why = str(death).splitlines()[0]
@@ -234,7 +233,7 @@ def table(choices: Sequence[Choice]) -> Table:
         "microbatches",
         "remat",
         "stash",
-        "optimizer",
+        "shared out",
         "dispatch",
         "GiB",
     )
@@ -247,7 +246,7 @@ def table(choices: Sequence[Choice]) -> Table:
             f"{c.plan.num_microbatches} of {c.plan.batch}",
             c.plan.remat,
             "" if c.plan.max_stash is None else str(c.plan.max_stash),
-            "shared out" if c.plan.shard_optimizer else "whole",
+            c.plan.shard,
             c.plan.dispatch,
             gib(c.memory or 0),
         )

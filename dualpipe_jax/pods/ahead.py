@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from dualpipe_jax.engine.stages import broadcast, homes
+from dualpipe_jax.engine.stages import homes
 from dualpipe_jax.pods.program import Blueprint, Tree
 from dualpipe_jax.schedule import MemoryModel
 from dualpipe_jax.schedule.costs import stages_a_share
@@ -73,29 +73,24 @@ def memory_by_kind(blueprint: Blueprint) -> dict[str, int]:
     after the scan: by then the slots are free.
 
     Kinds:
-      stages, shared: parameters of the stages that the device owns; and those of all, which every rank holds.
-      cast: copies of parameters in the dtype that they are used in, where that is another one.
+      stages, shared: parameters of the stages that the device owns; and those of all ranks. Both as they are stored.
+      cast: copies of parameters as they are used, where that is in another dtype, or whole what is stored in parts.
       mirrored: the second copy of the stages on a bidirectional pipe, as they are used.
       optimizer: what the program's update keeps, such as AdamW's two moments.
-      gradients: sums for stages, mirrored ones, embedding and head.
+      gradients: sums for stages, mirrored ones, embedding and head, each like the parameter as it is used.
       residuals: slots for what forwards keep.
       stash: slots for what the backward for the input hands to that for the weights.
       boundary: slots for inputs of stages and gradients of their outputs, and what is on its way.
       batch: such as tokens and targets; sums of figures.
     """
-    state = blueprint.state
-    stages = blueprint.params["stages"].local
-    used = [_as_used(blueprint, "stages", stage) for stage in stages]
-    pairs = [
-        *zip(stages, used, strict=True),
-        (shared := blueprint.params["shared"], _as_used(blueprint, "shared", shared)),
-    ]
+    state, params, used = blueprint.state, blueprint.params, blueprint.used
+    borrowed = homes(blueprint.schedule.placement).borrowed
     pools = {name: nbytes(entry) for name, entry in state.items()}
     kinds = {
-        "stages": nbytes(stages),
-        "shared": nbytes(shared),
-        "cast": sum(_changed(kept, cast) for kept, cast in pairs),
-        "mirrored": sum(nbytes(used[source]) for source, _ in homes(blueprint.schedule.placement).borrowed),
+        "stages": nbytes(params["stages"]),
+        "shared": nbytes(params["shared"]),
+        "cast": _changed(params, used),
+        "mirrored": sum(nbytes(used["stages"].local[source]) for source, _ in borrowed),
         "optimizer": 0 if blueprint.update is None else nbytes(blueprint.update.state),
         "gradients": sum(size for name, size in pools.items() if _is_sum(name)),
         "residuals": sum(size for name, size in pools.items() if name.startswith("residual")),
@@ -106,26 +101,10 @@ def memory_by_kind(blueprint: Blueprint) -> dict[str, int]:
     return kinds | {"batch": nbytes(blueprint.batch) + figures}
 
 
-def _as_used(blueprint: Blueprint, part: str, tree: Tree) -> Tree:
-    """Parameters of a part in the dtypes of ``Pipeline.compute_dtype``."""
-    given = blueprint.pipeline.compute_dtype
-    dtypes = broadcast(given.get(part) if isinstance(given, dict) else given, tree, _OWN, "compute_dtype")
-
-    def used(leaf: Any, dtype: Any) -> Any:
-        if dtype is _OWN or not jnp.issubdtype(leaf.dtype, jnp.floating):
-            return leaf
-        return jax.ShapeDtypeStruct(leaf.shape, dtype, sharding=getattr(leaf, "sharding", None))
-
-    return jax.tree.map(used, tree, dtypes)
-
-
-_OWN = object()
-
-
-def _changed(kept: Tree, cast: Tree) -> int:
-    """Bytes of leaves that have another dtype than before."""
-    both = zip(jax.tree.leaves(kept), jax.tree.leaves(cast), strict=True)
-    return nbytes([new for old, new in both if old.dtype != new.dtype])
+def _changed(stored: Tree, used: Tree) -> int:
+    """Bytes of leaves that are used in another dtype, or more of them on a device, than they are stored."""
+    both = zip(jax.tree.leaves(stored), jax.tree.leaves(used), strict=True)
+    return nbytes([new for old, new in both if old.dtype != new.dtype or nbytes(old) != nbytes(new)])
 
 
 def _is_sum(name: str) -> bool:
@@ -136,9 +115,9 @@ def _is_sum(name: str) -> bool:
 def rank_memory(blueprint: Blueprint) -> tuple[MemoryModel, int]:
     """Bytes of a whole rank's share of the model, for ``choose``; and what a device holds whatever the schedule.
 
-    "parameters" are one copy of the stages and its gradients' sums; the rest, which no schedule changes, is both
-    ends with their sums, the optimizer's state and the batch. Where stages are of several kinds this is an upper bound:
-    every stage counts with the pools of all kinds.
+    "parameters" are one copy of the stages, as it is used, and its gradients' sums; the rest, which no schedule
+    changes, is both ends with their sums, the optimizer's state, the batch, and what is stored beside what is used.
+    Where stages are of several kinds this is an upper bound: every stage counts with the pools of all kinds.
     """
     state, kinds = blueprint.state, memory_by_kind(blueprint)
     parts = int(stages_a_share(blueprint.schedule.placement))
@@ -147,20 +126,19 @@ def rank_memory(blueprint: Blueprint) -> tuple[MemoryModel, int]:
         leaves = jax.tree.leaves([value for name, value in state.items() if name.split(".")[0] in pools])
         return parts * sum(nbytes(jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype)) for leaf in leaves)
 
+    def sums(*names: str) -> int:
+        return sum(nbytes(value) for name, value in state.items() if name.startswith(names))
+
+    used = nbytes(blueprint.used["stages"])
     mine = tuple(f"own{k}." for k in range(len(blueprint.params["stages"].local)))
-    own = sum(nbytes(value) for name, value in state.items() if name.startswith(mine))
     sizes = MemoryModel(
         residual_w=share("residual"),
         stash=share("stash"),
         boundary=share("x") // parts,
-        parameters=kinds["stages"] + own,
+        parameters=used + sums(*mine),
     )
-    fixed = kinds["shared"] + sum(
-        nbytes(value) for name, value in state.items() if name.startswith("shared.")
-    )
-    # A second copy is as it is used, so what it has less than the first is not a share of every schedule's.
-    cast = kinds["cast"] - (kinds["stages"] - kinds["mirrored"] if kinds["mirrored"] else 0)
-    return sizes, fixed + kinds["optimizer"] + kinds["batch"] + cast
+    rest = ("stages", "shared", "cast", "optimizer", "batch")
+    return sizes, sum(kinds[kind] for kind in rest) - used + sums("shared.")
 
 
 def held_arrays(blueprint: Blueprint) -> set[str]:
@@ -185,7 +163,7 @@ def array_name(dtype: str, dims: tuple[int, ...]) -> str:
 
 
 def num_parameters(tree: Tree, *, device: bool = False) -> int:
-    """Numbers that are learnt, of the whole tree or of one device: integers and keys are not."""
+    """Numbers that are learnt, of the whole tree or of what one device stores of it: integers and keys are not."""
     leaves = [leaf for leaf in jax.tree.leaves(tree) if jnp.issubdtype(leaf.dtype, jnp.floating)]
     return sum(nbytes(leaf) // leaf.dtype.itemsize if device else _product(leaf.shape) for leaf in leaves)
 

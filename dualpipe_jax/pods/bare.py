@@ -32,7 +32,7 @@ def lower_bare_pair(blueprint: Blueprint, *, ordered: bool) -> Any:
     mesh, model = blueprint.mesh, blueprint.program.model
     usual = model.kinds[max(model.kind_of, key=model.kind_of.count)]
     first = model.kinds[model.kind_of[0]]
-    params = blueprint.params["stages"].local[0], blueprint.params["shared"]
+    params = blueprint.used["stages"].local[0], blueprint.used["shared"]
 
     def at(batch: Tree) -> At:
         return At(batch, jnp.int32(1), jnp.int32(0), None)

@@ -12,6 +12,7 @@ from dualpipe_jax.schedule import Schedule, limit_stash
 from dualpipe_jax.schedule.names import find
 
 Count = Annotated[int | None, tyro.conf.arg(metavar="INT", help_behavior_hint="")]
+Shard = Literal["nothing", "optimizer", "parameters"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,8 +58,9 @@ class Plan:
     """What computes attention: auto is what suits the target."""
     matmul: Literal["auto", "plain", "ragged", "megablox", "float8"] = "auto"
     """What computes the experts."""
-    shard_optimizer: bool = False
-    """Share the optimizer's state of replicated parameters out over their devices (ZeRO, first stage)."""
+    shard: Shard = "nothing"
+    """What is shared out over devices that would each hold the same (ZeRO): nothing, the optimizer's state, or
+    parameters, too, which are gathered once a step."""
     moments: Literal["float32", "bfloat16"] = "float32"
     """What AdamW's two averages are kept in between steps."""
     gradient_sums: Literal["float32", "bfloat16"] = "float32"

@@ -1,19 +1,22 @@
 """Which plan makes a step shortest? All that are wanted, by unit costs that were compiled once; loads no JAX.
 
 Units are compiled for each *case*: everything that decides what a stage's functions become. Schedules that place stages
-alike, numbers of microbatches, limits of stashes and what the optimizer shares out are told apart by simulation alone.
+alike, numbers of microbatches and limits of stashes are told apart by simulation alone. What is shared out is told
+apart by memory alone, and priced as the least that any plan of the case shares out: units differ little by it, the
+update and what stands beside the ticks, such as gathers of parameters, do.
 """
 
 import dataclasses
 import functools
 import itertools
 import math
+import typing
 from collections.abc import Iterable, Mapping
 from typing import Literal
 
 from dualpipe_jax.inspect.target import Target
 from dualpipe_jax.pods import predict
-from dualpipe_jax.pods.plan import Plan
+from dualpipe_jax.pods.plan import Plan, Shard
 from dualpipe_jax.pods.results import Answer, Overheads
 from dualpipe_jax.schedule import CostModel, MemoryModel, Schedule, limit_stash, simulate
 from dualpipe_jax.schedule.costs import at_most
@@ -22,6 +25,8 @@ from dualpipe_jax.schedule.names import find
 SCHEDULES = "dualpipe", "dualpipe_v", "one_f_one_b", "zb_h1", "zb_v"
 REMATS: tuple[Literal["none", "dots", "wide", "all"], ...] = ("none", "dots", "wide", "all")
 STASHES: tuple[int | None, ...] = (None, 8, 2, 1)
+SHARDS: tuple[Shard, ...] = typing.get_args(Shard)
+"""The simplest first."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,7 +39,7 @@ class Wanted:
       pp: numbers of pipeline ranks; empty: all that divide the devices, up to ``most_ranks``.
       dp: numbers of replicas.
       per_device: sequences of a microbatch that a device has.
-      schedules, remats, dispatches, stashes: to choose from.
+      schedules, remats, dispatches, stashes, shards: to choose from.
     """
 
     base: Plan
@@ -46,6 +51,7 @@ class Wanted:
     remats: tuple[Literal["none", "dots", "wide", "all"], ...] = REMATS
     dispatches: tuple[Literal["capacity", "dropless"], ...] = ("capacity",)
     stashes: tuple[int | None, ...] = STASHES
+    shards: tuple[Shard, ...] = SHARDS
     most_ranks: int = 32
 
 
@@ -55,7 +61,7 @@ class Case:
 
     Attributes:
       plan: the one whose units are compiled; its schedule runs as many kinds of units as any of them.
-      plans: all of them, without what the optimizer shares out.
+      plans: all of them, with nothing shared out.
     """
 
     plan: Plan
@@ -156,17 +162,21 @@ def schedule_of(plan: Plan) -> Schedule:
     return _schedule(plan.schedule, plan.pp, plan.num_microbatches, plan.max_stash)
 
 
-def counted(case: Case, counts: Mapping[bool, Answer]) -> tuple[list[Plan], list[Choice]]:
+def shared(plan: Plan, shard: Shard) -> Plan:
+    """The plan with that shared out."""
+    return dataclasses.replace(plan, shard=shard)
+
+
+def counted(case: Case, counts: Mapping[Shard, Answer]) -> tuple[list[Plan], list[Choice]]:
     """Plans of a case that may fit by what is counted alone, and those that cannot; nothing is compiled for it.
 
     Args:
       case: the plans.
-      counts: what was counted of the case's plan, by whether the optimizer's state is shared out.
+      counts: what was counted of the case's plan, by what is shared out.
     """
     fit, refused = [], []
-    for plan, shared in itertools.product(case.plans, sorted(counts)):
-        own = dataclasses.replace(plan, shard_optimizer=shared)
-        memory = counts[shared].memory
+    for plan, shard in itertools.product(case.plans, counts):
+        own, memory = shared(plan, shard), counts[shard].memory
         assert memory is not None and memory.limit is not None
         needed = _needed(own, memory.share)
         if at_most(needed, memory.limit):
@@ -176,7 +186,12 @@ def counted(case: Case, counts: Mapping[bool, Answer]) -> tuple[list[Plan], list
     return fit, refused
 
 
-def priced(plans: Iterable[Plan], found: Answer, counts: Mapping[bool, Answer]) -> list[Choice]:
+def least_shared(plans: Iterable[Plan]) -> Shard:
+    """The least that any of some plans shares out."""
+    return min((plan.shard for plan in plans), key=SHARDS.index)
+
+
+def priced(plans: Iterable[Plan], found: Answer, counts: Mapping[Shard, Answer]) -> list[Choice]:
     """Time and memory of plans, from the units of their case.
 
     Args:
@@ -208,11 +223,11 @@ def priced(plans: Iterable[Plan], found: Answer, counts: Mapping[bool, Answer]) 
 
     choices = []
     for plan in plans:
-        of = counts[plan.shard_optimizer].memory
+        of = counts[plan.shard].memory
         assert of is not None
         needed = _needed(plan, of.share) + beyond
         refused = "" if at_most(needed, target.memory) else _too_much(needed, target.memory, "compiled")
-        seconds = seconds_of(dataclasses.replace(plan, shard_optimizer=False))
+        seconds = seconds_of(shared(plan, "nothing"))
         choices.append(Choice(plan, least / seconds, seconds, needed, refused))
     return choices
 
@@ -236,13 +251,15 @@ def _too_much(needed: float, limit: float, how: str) -> str:
 def ranked(choices: Iterable[Choice]) -> list[Choice]:
     """Those that can be had, the best first: the highest MFU, of equal ones the simplest.
 
-    What shares the optimizer's state out where that need not be is left out: nobody prices what it takes.
+    What shares more out than need be is left out: all of a case are priced alike.
     """
     able = [choice for choice in choices if not choice.refused and choice.seconds is not None]
-    whole = {choice.plan for choice in able if not choice.plan.shard_optimizer}
-    able = [
-        c for c in able if c.plan in whole or dataclasses.replace(c.plan, shard_optimizer=False) not in whole
-    ]
+    plans = {choice.plan for choice in able}
+
+    def needed(plan: Plan) -> bool:
+        return not any(shared(plan, less) in plans for less in SHARDS[: SHARDS.index(plan.shard)])
+
+    able = [choice for choice in able if needed(choice.plan)]
     return sorted(able, key=lambda c: (-(c.mfu or 0.0), c.plan.max_stash is not None))
 
 

@@ -10,7 +10,8 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 
 from dualpipe_jax.contract import StagedModel
-from dualpipe_jax.engine import Pipeline
+from dualpipe_jax.engine import Pipeline, PlacedStages
+from dualpipe_jax.engine.stages import broadcast
 from dualpipe_jax.parallel import DP, EP, NODE, PP, batch_spec
 from dualpipe_jax.pods.links import Dispatch
 from dualpipe_jax.pods.plan import Plan
@@ -126,6 +127,22 @@ class Blueprint:
         )
 
     @functools.cached_property
+    def used(self) -> Tree:
+        """``params`` as stages' functions see them: in ``Pipeline.compute_dtype``, gathered where stored in parts."""
+        given, stages = self.pipeline.compute_dtype, self.params["stages"].local
+        lies = dataclasses.replace(self.pipeline, storage_specs=None).shardings(self.params)
+
+        def of(part: str, tree: Tree, lies: Tree) -> Tree:
+            own = given.get(part) if isinstance(given, dict) else given
+            return jax.tree.map(_as_used, tree, lies, broadcast(own, tree, _OWN, "compute_dtype"))
+
+        local = (of("stages", *stage) for stage in zip(stages, lies["stages"].local, strict=True))
+        return {
+            "stages": PlacedStages(tuple(local)),
+            "shared": of("shared", self.params["shared"], lies["shared"]),
+        }
+
+    @functools.cached_property
     def batch(self) -> Tree:
         """The same of the batch."""
         lies = NamedSharding(self.mesh, batch_spec(self.mesh))  # type: ignore[arg-type]  # an abstract mesh will do
@@ -153,6 +170,14 @@ class Blueprint:
         """Of one microbatch."""
         devices = self.mesh.size // self.mesh.shape[PP]
         return self.program.tokens // (self.num_microbatches * devices)
+
+
+_OWN = object()
+
+
+def _as_used(leaf: Any, lies: Any, dtype: Any) -> jax.ShapeDtypeStruct:
+    own = dtype is _OWN or not jnp.issubdtype(leaf.dtype, jnp.floating)
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype if own else dtype, sharding=lies)
 
 
 def abstract_mesh(num_pp: int, ep: int | tuple[int, int], *, dp: int = 1) -> AbstractMesh:

@@ -22,7 +22,7 @@ class Machine:
 
 @dataclasses.dataclass(frozen=True)
 class Parameters:
-    """Numbers that are learnt: of the whole model, those that a token meets, and those that one device holds."""
+    """Numbers that are learnt: of the whole model, those that a token meets, and those that one device stores."""
 
     total: int
     active: int

@@ -14,7 +14,7 @@ def blocks(setting, dim=4, hidden=8, learns=1):
     stages, plan = setting.schedule.placement.num_model_stages, setting.plan
 
     def run(own, x):
-        return x + jnp.tanh(x @ own["up"]) @ own["down"]
+        return x + jnp.tanh(x @ own["up"].astype(x.dtype)) @ own["down"]
 
     def first(own, shared, x, at):
         return Out(run(own, at.batch["x"] + shared["bias"]))

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.tree_util import keystr
 
 import models
 from dualpipe_jax.engine import Report
@@ -15,7 +16,8 @@ from dualpipe_jax.pods.dryrun import draw
 from dualpipe_jax.pods.program import Blueprint, abstract_mesh
 from dualpipe_jax.schedule import dualpipe, dualpipe_v, lower, one_f_one_b, zb_h1
 from train.pods import step_of
-from train.state import Layout, shard_moments
+from train.sharing import share_out
+from train.state import Layout
 from train.step import make_optimizer, make_update
 
 NUM_PP, NUM_EP, MICROBATCHES, SIZE, SEQ = 2, 2, 4, 4, 16
@@ -31,20 +33,30 @@ def model_of(make, dtype=jnp.float32):
 
 @functools.cache
 def blueprint(
-    make=dualpipe, mesh="devices", microbatches=MICROBATCHES, moments="float32", dtype=jnp.float32, **options
+    make=dualpipe,
+    mesh="devices",
+    microbatches=MICROBATCHES,
+    moments="float32",
+    dtype=jnp.float32,
+    shard="nothing",
+    **options,
 ):
-    program = step_of(model_of(make, dtype), (microbatches, SIZE, SEQ), moments=moments)
     mesh = make_mesh(NUM_PP, NUM_EP) if mesh == "devices" else abstract_mesh(NUM_PP, NUM_EP)
-    return Blueprint(program, make(NUM_PP, microbatches), mesh, **options)
+    schedule = make(NUM_PP, microbatches)
+    optimizer = make_optimizer(1e-3, clip=1.0, weight_decay=0.1, moments=moments)
+    program = step_of(
+        Layout(model_of(make, dtype), schedule, mesh, optimizer, shard), (microbatches, SIZE, SEQ)
+    )
+    return Blueprint(program, schedule, mesh, **options)
 
 
 OPTIMIZER = make_optimizer(1e-3, clip=1.0, weight_decay=0.1)
 
 
 @functools.cache
-def state(make=dualpipe):
+def state(make=dualpipe, shard="nothing"):
     b = blueprint(make)
-    return Layout(model_of(make), b.schedule, b.mesh, OPTIMIZER).init(jax.random.key(0))
+    return Layout(model_of(make), b.schedule, b.mesh, OPTIMIZER, shard).init(jax.random.key(0))
 
 
 def on_one_device(tree):
@@ -62,6 +74,27 @@ def test_parameters_and_optimizer_are_counted_as_they_lie(make):
     assert kinds["shared"] == on_one_device(real.params["shared"])
     assert kinds["optimizer"] == on_one_device(real.opt_state)
     assert kinds["mirrored"] == (kinds["stages"] if make is dualpipe else 0) and kinds["cast"] == 0
+
+
+def test_stored_in_parts_they_are_counted_as_they_lie():
+    """Every matrix lies over ep and what is shared over pp, too; only gathered ones are there twice."""
+    kinds, real = ahead.memory_by_kind(blueprint(shard="parameters")), state(shard="parameters")
+    whole = ahead.memory_by_kind(blueprint())
+    assert kinds["stages"] == on_one_device(real.params["stages"]) < 0.8 * whole["stages"]
+    assert kinds["shared"] == on_one_device(real.params["shared"]) < 0.4 * whole["shared"]
+    assert kinds["optimizer"] == on_one_device(real.opt_state) < 0.7 * whole["optimizer"]
+    assert {kind: kinds[kind] for kind in ("mirrored", "gradients", "residuals", "stash")} == {
+        kind: whole[kind] for kind in ("mirrored", "gradients", "residuals", "stash")
+    }
+    assert kinds["cast"] == whole["stages"] + whole["shared"] - once(real.params)
+
+
+def once(params):
+    """Bytes on a device of what is stored as it is used: norms, what the router knows, and experts, over ep already."""
+    leaves = jax.tree_util.tree_leaves_with_path(params)
+    names = [(keystr(path, simple=True, separator="/"), leaf) for path, leaf in leaves]
+    same = ("norm", "/experts/", "/routing/")
+    return on_one_device([leaf for name, leaf in names if any(word in name for word in same)])
 
 
 def test_what_is_cast_once_a_step_is_counted():
@@ -183,7 +216,7 @@ def slopes(params, batch):
 
 def shardings(opt_state):
     shapes = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.sharding), opt_state)
-    return jax.tree.map(lambda a: a.sharding, shard_moments(shapes))
+    return jax.tree.map(lambda a: share_out(a).sharding, shapes)
 
 
 def test_arrays_that_no_loop_should_copy():
@@ -196,9 +229,11 @@ def test_arrays_that_no_loop_should_copy():
     assert ahead.array_name("bf16", (1, 5, 1, 8)) == "bf16[5,8]"
 
 
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-def test_sizes_of_a_ranks_share_are_those_of_the_slots(dtype):
-    b = blueprint(dtype=dtype)
+@pytest.mark.parametrize(
+    ("dtype", "shard"), [(jnp.float32, "nothing"), (jnp.bfloat16, "nothing"), (jnp.bfloat16, "parameters")]
+)
+def test_sizes_of_a_ranks_share_are_those_of_the_slots(dtype, shard):
+    b = blueprint(dtype=dtype, shard=shard)
     kinds, (sizes, fixed) = ahead.memory_by_kind(b), ahead.rank_memory(b)
     slots = lower(blueprint().schedule).num_slots
     assert 0 < kinds["residuals"] <= slots["residual_w"] * sizes.residual_w, "some pools have fewer slots"

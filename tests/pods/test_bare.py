@@ -10,7 +10,8 @@ from dualpipe_jax.parallel import make_mesh
 from dualpipe_jax.pods.bare import lower_bare_pair
 from dualpipe_jax.pods.program import Blueprint
 from dualpipe_jax.schedule import dualpipe
-from train.pods import step_of
+from train.pods import optimizer_of, step_of
+from train.state import Layout
 
 
 @pytest.fixture(scope="module")
@@ -23,7 +24,8 @@ def blueprint():
         capacity_factor=1.0,
     )
     mesh = make_mesh(2, 2)
-    return Blueprint(step_of(model, (6, 2, 8)), dualpipe(2, 6), mesh)
+    program = step_of(Layout(model, dualpipe(2, 6), mesh, optimizer_of()), (6, 2, 8))
+    return Blueprint(program, dualpipe(2, 6), mesh)
 
 
 def results(lowered):

@@ -40,7 +40,7 @@ def machine(memory=16 * GIB):
 def answer(plan, compile, *, memory=16 * GIB, fixed=None, beyond=0):
     """As a dry run would: units of the schedule, sizes of a share; a step that says what MFU is a share of."""
     sizes = SIZES | {
-        "fixed": SIZES["fixed"] - (GIB if plan.shard_optimizer else 0) if fixed is None else fixed
+        "fixed": SIZES["fixed"] - planner.SHARDS.index(plan.shard) * GIB if fixed is None else fixed
     }
     kinds = {"optimizer": 0, "stages": 3 * GIB}
     found = Answer(machine(memory), plan, memory=Memory(kinds, 3 * GIB, beyond, 3 * GIB, memory, True, sizes))
@@ -95,8 +95,8 @@ def test_what_cannot_be_whatever_it_takes():
 def choices(limit=16 * GIB, beyond=0, **more):
     found = []
     for case in planner.cases(wanted(**more), 8)[0]:
-        both = {shared: dataclasses.replace(case.plan, shard_optimizer=shared) for shared in (False, True)}
-        counts = {shared: answer(plan, "nothing", memory=limit) for shared, plan in both.items()}
+        plans = {shard: dataclasses.replace(case.plan, shard=shard) for shard in planner.SHARDS}
+        counts = {shard: answer(plan, "nothing", memory=limit) for shard, plan in plans.items()}
         fit, refused = planner.counted(case, counts)
         found += refused + planner.priced(
             fit, answer(case.plan, "units", memory=limit, beyond=beyond), counts
@@ -113,7 +113,7 @@ class WholeBackwards(CostModel):
 
 
 def test_times_and_memory_of_plans_by_hand():
-    by_plan = {(c.plan.schedule, c.plan.max_stash, c.plan.shard_optimizer): c for c in choices()}
+    by_plan = {(c.plan.schedule, c.plan.max_stash, c.plan.shard): c for c in choices()}
     whole = CostModel(1e6, 1.4e6 * 2 / 3, 1.4e6 / 3, send=1e4)
     halves = CostModel(1e6, 1e6, 5e5, send=1e4)
     for name, schedule, costs in (
@@ -121,29 +121,32 @@ def test_times_and_memory_of_plans_by_hand():
         ("one_f_one_b", one_f_one_b(2, 8), whole),
         ("zb_h1", zb_h1(2, 8), halves),
     ):
-        table, choice = lower(schedule), by_plan[name, None, False]
+        table, choice = lower(schedule), by_plan[name, None, "nothing"]
         cycles = table.makespan(WholeBackwards(**vars(costs))) + 100 * table.num_ticks + 7000
         assert choice.seconds == pytest.approx(cycles / 1.5e9)
         assert choice.mfu == pytest.approx(LEAST / choice.seconds)
         kept = max(simulate(schedule).memory(MemoryModel(**SIZES)))
         assert choice.memory == kept and not choice.refused
-        assert by_plan[name, None, True].memory == kept - GIB, "what the optimizer has is shared out"
+        assert by_plan[name, None, "optimizer"].memory == kept - GIB, "what the optimizer has is shared out"
+        assert by_plan[name, None, "parameters"].memory == kept - 2 * GIB
     best = planner.ranked(by_plan.values())
     assert [c.seconds for c in best] == sorted(c.seconds for c in best)
-    assert not any(c.plan.shard_optimizer for c in best), "all fit without"
+    assert {c.plan.shard for c in best} == {"nothing"}, "all fit without"
 
 
 def test_what_does_not_fit_is_not_compiled_and_says_so():
-    most = {
-        (c.plan.schedule, c.plan.shard_optimizer): c.memory for c in choices() if c.plan.max_stash is None
-    }
-    limit = most["one_f_one_b", False]
+    most = {(c.plan.schedule, c.plan.shard): c.memory for c in choices() if c.plan.max_stash is None}
+    limit = most["one_f_one_b", "nothing"]
     best, refused = planner.ranked(choices(limit)), planner.nearest(choices(limit))
     assert "one_f_one_b" in {c.plan.schedule for c in best}
     (why,) = (c.refused for c in refused if c.plan.schedule == "dualpipe")
     assert re.fullmatch(r"needs \d+\.\d GiB of \d+\.\d, counted", why)
     tight = planner.ranked(choices(limit, beyond=GIB))
-    assert tight and all(c.plan.shard_optimizer for c in tight), "what the compiler takes besides counts, too"
+    assert {c.plan.shard for c in tight if c.plan.schedule == "one_f_one_b"} == {"optimizer"}, (
+        "what the compiler takes besides counts, too"
+    )
+    tight = planner.ranked(choices(limit, beyond=2 * GIB))
+    assert {c.plan.shard for c in tight if c.plan.schedule == "one_f_one_b"} == {"parameters"}
     assert not planner.ranked(choices(GIB))
 
 
@@ -205,14 +208,14 @@ def test_the_best_plans_are_printed_and_kept(studied, tmp_path, capsys):
         "max_stash",
         "seconds",
     }
-    assert [compile for _, compile in asked] == 2 * ["nothing", "nothing", "units"]
+    assert [compile for _, compile in asked] == 2 * ["nothing", "nothing", "nothing", "units"]
     file = tmp_path / "plan.json"
     assert planned(tmp_path, "-o", str(file)) == 0
     out = capsys.readouterr().out
-    assert len(asked) == 6, "all of it was known"
+    assert len(asked) == 8, "all of it was known"
     assert re.search(r"schedule +step, s +MFU +pp x ep +microbatches", out) and f"is written to {file}" in out
     assert plain(read_plan(file)).items() <= found["plans"][0].items()
-    assert planned(tmp_path, "--matmul", "plain") == 0 and len(asked) == 12, (
+    assert planned(tmp_path, "--matmul", "plain") == 0 and len(asked) == 16, (
         "another program is another question"
     )
 
@@ -230,7 +233,7 @@ def test_programs_that_grow_with_their_stages_are_told(studied, tmp_path, capsys
 
 def test_interrupted_it_goes_on_where_it_was(studied, tmp_path, capsys):
     asked, events = studied
-    events[5] = KeyboardInterrupt()
+    events[6] = KeyboardInterrupt()
     assert planned(tmp_path) == 130
     said = capsys.readouterr()
     assert "dualpipe " in said.out and "one_f_one_b" not in said.out, "what is known is told"
@@ -243,6 +246,7 @@ def test_interrupted_it_goes_on_where_it_was(studied, tmp_path, capsys):
     assert planned(tmp_path) == 0
     assert [(plan.schedule, compile) for plan, compile in asked] == [
         ("one_f_one_b", "nothing"),
+        ("one_f_one_b", "nothing"),
         ("one_f_one_b", "units"),
     ]
 
@@ -250,7 +254,7 @@ def test_interrupted_it_goes_on_where_it_was(studied, tmp_path, capsys):
 def test_a_case_that_fails_is_not_the_end(studied, tmp_path, capsys):
     _, events = studied
     events[1] = CommandError("--ep 4: must divide the 6 experts")
-    events[4] = Died("ended by SIGABRT\nwords", "compiling", {})
+    events[5] = Died("ended by SIGABRT\nwords", "compiling", {})
     assert planned(tmp_path) == 1
     out = capsys.readouterr().out
     assert (
@@ -439,9 +443,14 @@ def test_the_update_is_compiled_in_a_form_that_fits(studied, tmp_path, monkeypat
 
     def large(plan, target, compile, rates=None, title=None):
         asked.append((plan, compile))
-        fixed = 2 * GIB if plan.shard_optimizer else 20 * GIB
+        fixed = {"nothing": 20 * GIB, "optimizer": 3 * GIB, "parameters": 2 * GIB}[plan.shard]
         return answer(plan, compile, fixed=fixed)
 
     monkeypatch.setattr(command, "study", large)
     assert planned(tmp_path, "--json") == 0
-    assert {plan.shard_optimizer for plan, compile in asked if compile == "units"} == {True}
+    assert {plan.shard for plan, compile in asked if compile == "units"} == {"optimizer"}
+    assert len(asked) == 2 * (3 + 1)
+    assert planned(tmp_path, "--json", "--shard", "parameters") == 0
+    assert [(plan.shard, compile) for plan, compile in asked[8:]] == 2 * [("parameters", "units")], (
+        "counted before, and priced as it is"
+    )

@@ -26,7 +26,8 @@ from dualpipe_jax.schedule import (
 )
 from tests.engine import models as small
 from train.model import count_parameters, model_flops
-from train.pods import size, step_of
+from train.pods import optimizer_of, size, step_of
+from train.state import Layout
 
 
 def unit(cycles, communication=0.0, exposed=0.0):
@@ -102,7 +103,7 @@ def test_units_are_found_and_priced_in_a_compiled_program():
     numbers = models.byte(num_layers=2, num_dense_layers=0)
     model = models.deepseek(numbers, 2, ep_axis="ep", dispatch="capacity", capacity_factor=1.0)
     mesh = make_mesh(2, 2)
-    program = step_of(model, (6, 2, 8))
+    program = step_of(Layout(model, schedule, mesh, optimizer_of()), (6, 2, 8))
     program = dataclasses.replace(program, pipeline={**program.pipeline, "idle_sends": True})  # as on pods
     module = read(ahead.lower_units(Blueprint(program, schedule, mesh), ("FB", "W")).compile())
     assert len(predict.bodies(module, "FB")) == len(predict.bodies(module, "W")) == 1

@@ -1,5 +1,6 @@
 """Programs of users' own: found by name, counted by hand, updated as optax does it; with the package alone."""
 
+import dataclasses
 import json
 import os
 import re
@@ -12,14 +13,16 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.sharding import PartitionSpec as P
 
 from dualpipe_jax.engine import reference_value_and_grad
 from dualpipe_jax.parallel import make_mesh
 from dualpipe_jax.pods import Answer, Plan, Setting, ahead, loading
 from dualpipe_jax.pods.dryrun import draw
 from dualpipe_jax.pods.plain import filled, plain
-from dualpipe_jax.pods.program import Blueprint
+from dualpipe_jax.pods.program import Blueprint, abstract_mesh
 from dualpipe_jax.pods.results import Compiled, Unit
+from dualpipe_jax.schedule import dualpipe
 from tests.pods import own_program
 
 ROOT = Path(__file__).parents[2]
@@ -40,6 +43,31 @@ def test_memory_of_a_users_program_by_hand():
     )
     assert ahead.num_parameters(b.program.params) == 2 * STAGE + DIM
     assert ahead.num_parameters(b.params, device=True) == STAGE + DIM
+
+
+@pytest.mark.parametrize("narrow", [False, True])
+def test_what_is_stored_in_parts_is_counted_by_hand(narrow):
+    """A matrix of each stage and the bias over ep and pp, gathered once a step; DualPipe's second copy is whole."""
+    schedule, mesh = dualpipe(2, 4), abstract_mesh(2, 2)
+    options = {
+        "storage_specs": {"stages": {"up": P("ep"), "down": None}, "shared": {"bias": P(("pp", "ep"))}},
+        "compute_dtype": {"stages": {"up": jnp.bfloat16, "down": None}} if narrow else None,
+    }
+    program = own_program.blocks(Setting(PLAN, schedule, mesh))
+    b = Blueprint(dataclasses.replace(program, pipeline=options), schedule, mesh)
+    kinds, (sizes, fixed) = ahead.memory_by_kind(b), ahead.rank_memory(b)
+    half, up = STAGE // 2, STAGE // 2 * (2 if narrow else FLOAT)
+    stored = (half // 2 + half) * FLOAT, DIM // 4 * FLOAT
+    optimizer = 2 * (half // 2 + half + DIM // 4) * FLOAT + 4
+    assert (kinds["stages"], kinds["shared"], kinds["optimizer"]) == (*stored, optimizer)
+    assert kinds["cast"] == up + DIM * FLOAT and kinds["mirrored"] == up + half * FLOAT
+    assert kinds["gradients"] == (2 * STAGE + DIM) * FLOAT
+    assert sizes.parameters == up + half * FLOAT + STAGE * FLOAT
+    beside = half // 2 * FLOAT  # the part of up that is stored
+    assert fixed == beside + stored[1] + 2 * DIM * FLOAT + optimizer + kinds["batch"]
+    assert ahead.num_parameters(b.params, device=True) == half // 2 + half + DIM // 4
+    assert ahead.num_parameters(b.program.params) == 2 * STAGE + DIM
+    assert [leaf.sharding.spec for leaf in jax.tree.leaves(b.used)] == [P(), P("pp"), P("pp")]
 
 
 def test_without_an_update_nothing_is_kept_for_one():

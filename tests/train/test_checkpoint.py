@@ -38,10 +38,10 @@ NUMBERS = models.tiny(
 RECORD = {"loss": 2.5}
 
 
-def make_layout(recipe=one_f_one_b, pp=2, ep=2):
+def make_layout(recipe=one_f_one_b, pp=2, ep=2, dp=1, shard="nothing"):
     schedule = recipe(pp, 12)
     model = models.deepseek(NUMBERS, schedule.placement.num_model_stages, ep_axis=EP)
-    return Layout(model, schedule, make_mesh(pp, ep), OPTIMIZER)
+    return Layout(model, schedule, make_mesh(pp, ep, dp=dp), OPTIMIZER, shard)
 
 
 @pytest.fixture(scope="module")
@@ -80,7 +80,11 @@ class Run:
     ):
         layout = self.layout if layout is None else layout
         config = configure(
-            schedule=layout.schedule.name, pp=layout.mesh.shape["pp"], ep=layout.mesh.shape["ep"], **options
+            schedule=layout.schedule.name,
+            pp=layout.mesh.shape["pp"],
+            ep=layout.mesh.shape["ep"],
+            shard=layout.shard,
+            **options,
         )
         facts = describe(config, numbers, corpus, layout.canonical)
         when = CheckpointConfig(every=every, minutes=minutes, keep=keep, keep_every=keep_every)
@@ -136,6 +140,21 @@ def test_it_comes_back_under_another_layout(recipe, pp, ep, run, layout, state):
     assert_equal(run.restore(other), layout, state, other)
     assert len(run.said) == 1 and "warning: not bit for bit: layout changed, " in run.said[0]
     assert ("pp 2 -> " in run.said[0] and "ep 2 -> 1" in run.said[0]) or ep == 2
+
+
+@pytest.mark.parametrize("before", ["nothing", "parameters"])
+def test_it_comes_back_however_it_is_shared_out(before, tmp_path, layout, state):
+    """Bit for bit, on the same devices."""
+    now = "optimizer" if before == "parameters" else "parameters"
+    first, second = make_layout(shard=before), make_layout(shard=now)
+    state = first.from_canonical(layout.to_canonical(state))
+    run = Run(tmp_path, first, state)
+    run.save(3)
+    found = run.restore(second)
+    assert_equal(found, layout, first.plain(state), second)
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(second.abstract), strict=True):
+        assert a.sharding.is_equivalent_to(b.sharding, a.ndim)
+    assert run.said == [f"warning: not bit for bit: layout changed, shard {before} -> {now}"]
 
 
 def test_nothing_saved_is_no_error(run):
@@ -285,7 +304,8 @@ def test_the_facts_are_all_that_matters(run):
     facts = verdict.facts
     json.dumps(facts)
     assert facts["step"] == 3 and facts["metrics"]["loss"] == 2.5 and facts["load"] == [[1, 2]]
-    assert facts["layout"] == {"schedule": "one_f_one_b", "pp": 2, "ep": 2, "dp": 1, "processes": 1}
+    layout = {"schedule": "one_f_one_b", "pp": 2, "ep": 2, "dp": 1, "shard": "nothing", "processes": 1}
+    assert facts["layout"] == layout
     assert (
         facts["options"]["optimizer"]["steps"] == 250 and facts["seed"] == 0 and facts["tokenizer"] == "bytes"
     )

@@ -74,11 +74,15 @@ def assert_lies(state, layout, placement, flat):
 
 
 @pytest.mark.parametrize(
-    ("recipe", "pp", "ep", "slots"),
-    [(one_f_one_b, 1, 2, 3), pytest.param(dualpipe_v, 1, 4, 2, marks=pytest.mark.slow)],
+    ("recipe", "pp", "ep", "slots", "how"),
+    [
+        (one_f_one_b, 1, 2, 3, {}),
+        (one_f_one_b, 1, 2, 3, {"dp": 2, "shard": "parameters"}),
+        pytest.param(dualpipe_v, 1, 4, 2, {}, marks=pytest.mark.slow),
+    ],
 )
-def test_weights_and_moments_lie_where_a_placement_says(recipe, pp, ep, slots):
-    layout = placed_layout(make_layout(recipe, pp, ep), slots, near=True)
+def test_weights_and_moments_lie_where_a_placement_says(recipe, pp, ep, slots, how):
+    layout = placed_layout(make_layout(recipe, pp, ep, **how), slots, near=True)
     flat = random_flat(layout)
     state = layout.from_canonical(flat)
     assert layout.placement_of(state) == layout.start
@@ -113,9 +117,13 @@ def test_any_placement_leaves_a_checkpoint_as_it_is(recipe, pp, ep, slots):
         np.testing.assert_array_equal(saved[name], value, err_msg=name)
 
 
-def test_copies_move_as_one_expert_that_has_all_their_gradients():
-    """Two layers of four experts on two devices of three slots; AdamW by optax on each expert once."""
-    mesh, rng = make_mesh(1, 2), np.random.default_rng(0)
+@pytest.mark.parametrize("num_dp", [1, 2])
+def test_copies_move_as_one_expert_that_has_all_their_gradients(num_dp):
+    """Two layers of four experts on two devices of three slots; AdamW by optax on each expert once.
+
+    Of two replicas each has a half of every copy.
+    """
+    mesh, rng = make_mesh(1, 2, dp=num_dp), np.random.default_rng(0)
     held = tables(2, E, 2, 3, seed=4)
     value = rng.normal(size=(2, E, 3, 2)).astype(np.float32)
     gradient = rng.normal(size=(2, 6, 3, 2)).astype(np.float32) * 4
@@ -137,7 +145,8 @@ def test_copies_move_as_one_expert_that_has_all_their_gradients():
         return params | {"stages": stages}
 
     def lie(path, leaf):
-        over = PartitionSpec("pp", "ep") if "experts" in jax.tree_util.keystr(path) else PartitionSpec()
+        cut = PartitionSpec("pp", "ep", None, "dp") if num_dp > 1 else PartitionSpec("pp", "ep")
+        over = cut if "experts" in jax.tree_util.keystr(path) else PartitionSpec()
         return jax.device_put(leaf, NamedSharding(mesh, over))
 
     shared, slope = rng.normal(size=(5,)).astype(np.float32), rng.normal(size=(5,)).astype(np.float32)

@@ -29,7 +29,7 @@ OTHER = configure(
     microbatches=4, microbatch_size=2, sequence=24, schedule="zb_h1", max_stash=1, model="tiny", layers=2,
     precision="bfloat16", dispatch="capacity", capacity_factor=1.5,
     dispatch_payload="float8", remat="all", attention="plain", matmul="ragged",
-    steps=77, learning_rate=3e-3, warmup=7, weight_decay=0.03, clip=0.7, bias_rate=0.02, shard_optimizer=True, seed=9,
+    steps=77, learning_rate=3e-3, warmup=7, weight_decay=0.03, clip=0.7, bias_rate=0.02, shard="parameters", seed=9,
     moments="bfloat16", gradient_sums="bfloat16", eval_sequences=11,
 )  # fmt: skip
 """No option has its default."""
@@ -90,6 +90,8 @@ def test_the_schedule_is_the_one_asked_for(spied):
     args, kwargs, _ = seen["Pipeline"][0]
     trained = seen["deepseek"][0][2]
     assert args[0] is trained.staged and kwargs["param_specs"] is trained.param_specs
+    assert kwargs["storage_specs"] is run.layout.storage_specs is seen["make_evaluate"][0][0][4]
+    assert kwargs["storage_specs"] is not None
     assert args[1] == run.schedule and dict(args[2].shape) == {"dp": 2, "pp": 2, "ep": 1}
 
 
@@ -112,7 +114,7 @@ def test_the_model_is_the_one_asked_for(spied):
         "plain",
     )
     assert seen["make_evaluate"][0][0][0] is judged
-    assert seen["Layout"][0][0][0] is trained and seen["Layout"][0][0][4] is True
+    assert seen["Layout"][0][0][0] is trained and seen["Layout"][0][0][4] == "parameters"
 
 
 def test_evaluation_reads_what_training_does_not(spied):

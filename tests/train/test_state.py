@@ -33,7 +33,8 @@ LAYOUTS = {
     "v 2x1": (dualpipe_v, 2, 1, {}),
     "interleaved 4x2": (interleaved_1f1b, 2, 1, {}),
     "1f1b 4x2": (one_f_one_b, 4, 2, {}),
-    "1f1b 3x1 shared out": (one_f_one_b, 3, 2, {"shard_optimizer": True}),
+    "1f1b 3x1 shared out": (one_f_one_b, 3, 2, {"shard": "optimizer"}),
+    "dualpipe 2x2, parameters too": (dualpipe, 2, 2, {"shard": "parameters"}),
 }
 
 
