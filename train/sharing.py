@@ -13,30 +13,40 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from dualpipe_jax.engine import PlacedStages
 from dualpipe_jax.engine.storage import axes_of, entries
+from dualpipe_jax.parallel import PP
 
 Tree = Any
 Shard = Literal["nothing", "optimizer", "parameters"]
 """What is shared out; each is on top of the one before."""
 
+_ROWS, _LANES = 16, 128
+"""Of a TPU's tile of bfloat16, in which arrays lie."""
+
 
 def share_out(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-    """An array, cut further over all mesh axes over which it is replicated.
+    """An array, cut further over the mesh axes over which it is replicated: those that share a batch, else pp.
 
-    Along its longest dim that they divide together, for one collective gathers it then; else along the longest that
-    each divides. Vectors stay whole, for what they take is not worth collectives of their own; so does what has no such
-    dim. Takes and gives types with shardings.
+    Along the dim that they divide together, for one collective gathers it then; else along one that each divides. Of
+    several such dims along the longest, of which parts are whole tiles where they can be. Vectors stay whole, for what
+    they take is not worth collectives of their own; so does what has no such dim. Takes and gives types with shardings.
     """
     mesh, spec = leaf.sharding.mesh, entries(leaf.sharding.spec, leaf.ndim)
     here = list(leaf.sharding.shard_shape(leaf.shape))
     if sum(length > 1 for length in here) < 2:
         return leaf
     taken = axes_of(leaf.sharding.spec)
-    free = tuple(axis for axis, size in mesh.shape.items() if size > 1 and axis not in taken)
+    larger = [axis for axis, size in mesh.shape.items() if size > 1 and axis != PP]
+    free = tuple(axis for axis in larger or mesh.shape if mesh.shape[axis] > 1 and axis not in taken)
+
+    def good(dim: int, size: int) -> tuple[bool, int]:
+        # Of other parts than whole tiles the TPU compiler makes all-reduces of zeros, twice as dear as a gather.
+        return here[dim] // size % (_LANES if dim == leaf.ndim - 1 else _ROWS) == 0, here[dim]
+
     for axes in (free, *((axis,) for axis in free)):
         size = math.prod(mesh.shape[axis] for axis in axes)
         fitting = [dim for dim, length in enumerate(here) if length > 1 and length % size == 0]
         if fitting and not taken.intersection(axes):
-            dim = max(fitting, key=lambda dim: here[dim])
+            dim = max(fitting, key=lambda dim: good(dim, size))
             spec[dim], here[dim] = (*spec[dim], *axes), here[dim] // size
             taken.update(axes)
     lies = NamedSharding(mesh, PartitionSpec(*(axes or None for axes in spec)))
