@@ -14,8 +14,6 @@ os.environ["XLA_FLAGS"] = " ".join(
         # Virtual devices share the machine's cores; on a busy one a permute may wait long for the last of them.
         "--xla_cpu_collective_call_warn_stuck_timeout_seconds=120",
         "--xla_cpu_collective_call_terminate_timeout_seconds=600",
-        # YNNPACK's products wait for threads that other devices' permutes hold: a product of bfloat16 in float32 hung.
-        "--xla_cpu_experimental_ynn_fusion_type=",
     ]
 )
 

@@ -8,8 +8,6 @@ from train.config import ConfigError, TrainConfig
 _PATIENCE = (  # virtual devices share the cores: on a busy machine a collective waits long for the last of them
     "--xla_cpu_collective_call_warn_stuck_timeout_seconds=120",
     "--xla_cpu_collective_call_terminate_timeout_seconds=600",
-    # YNNPACK's products wait for threads that other devices' permutes hold: a product of bfloat16 in float32 hung.
-    "--xla_cpu_experimental_ynn_fusion_type=",
 )
 _DEVICE_COUNT = re.compile(r"--xla_force_host_platform_device_count=(\d+)")
 

@@ -75,8 +75,6 @@ _EXAMPLES = "v5e:4x4, v5p:4x4x4, tpu7x:4x4x4, h100:8x8 (nodes x GPUs of a node),
 _PATIENCE = (
     "--xla_cpu_collective_call_warn_stuck_timeout_seconds=300",
     "--xla_cpu_collective_call_terminate_timeout_seconds=600",
-    # YNNPACK's products wait for threads that other devices' permutes hold: a product of bfloat16 in float32 hung.
-    "--xla_cpu_experimental_ynn_fusion_type=",
 )
 """Virtual devices wait for each other where cores are few; the defaults end a process after seconds of that."""
 _CUDA = ("xla_cuda13", "xla_cuda12")
