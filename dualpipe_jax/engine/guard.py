@@ -1,6 +1,6 @@
 """Run a piece of work only on the ranks and ticks that want it, in one of three forms."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, Literal
 
 import jax
@@ -13,7 +13,9 @@ Divergence = Literal["loop", "switch", "none"]
 or not at all: every rank runs every unit, and keeps what it wants."""
 
 
-def run_if(wanted: jax.Array, work: Callable[..., Any], state: Any, *operands: Any) -> Any:
+def run_if(
+    wanted: jax.Array, work: Callable[..., Any], state: Any, *operands: Any, sums: Collection[str] = ()
+) -> Any:
     """``state = work(state, *operands)`` if wanted.
 
     Arguments:
@@ -21,6 +23,7 @@ def run_if(wanted: jax.Array, work: Callable[..., Any], state: Any, *operands: A
       work: takes the state and the operands, returns the new state.
       state: what work changes, updated in place.
       operands: what work reads and no guard changes: parameters, the row of the table.
+      sums: entries of the state, then a dict, that work adds to every time, and does nothing else with.
 
     A loop and not ``lax.cond``, because a loop's state is updated in place on every platform. The barrier is
     what makes it a guard: without it XLA moves work that does not depend on the state out of the loop, and
@@ -29,11 +32,17 @@ def run_if(wanted: jax.Array, work: Callable[..., Any], state: Any, *operands: A
     Slot pools and sums belong in the state of every guard that touches them, also of one that only reads:
     as one guard's result is the next one's state, a single buffer passes through all. Closed over, a pool
     that another guard changes is copied whole at each tick (the CPU time of a 1F1B step rose 3.3 times).
+
+    Sums go around the barrier: no work with them can leave the loop, as each trip changes them, and on GPU no product
+    adds to what comes out of a barrier.
     """
 
     def trip(i, state):
-        _, state, inside = lax.optimization_barrier((i, state, operands))
-        return pin(work(pin(state), *pin(inside)))
+        around = {name: state[name] for name in sums}
+        held = {name: value for name, value in state.items() if name not in around} if around else state
+        _, held, inside = lax.optimization_barrier((i, held, operands))
+        held = pin(held)
+        return pin(work(held | around if around else held, *pin(inside)))
 
     return pin(lax.fori_loop(0, wanted.astype(jnp.int32), trip, pin(state)))
 

@@ -88,8 +88,9 @@ class Tick:
     def _work(self, state: State, row: Row) -> State:
         if self.divergence == "switch":
             return self._switch(state, row)
-        guard = run_if if self.divergence == "loop" else run_always
         for task in self.tasks:
+            looped = functools.partial(run_if, sums=task.sums)
+            guard = looped if self.divergence == "loop" else run_always
             wanted = functools.reduce(jnp.logical_or, [row["unit"] == number for number in task.numbers])
             with jax.named_scope(task.scope):
                 part = {name: state[name] for name in task.changes}

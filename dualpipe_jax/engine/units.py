@@ -66,6 +66,7 @@ class Task:
       scope: its name in compiled programs.
       numbers: the table's units that it carries out.
       changes: the entries of the state that it changes, or reads of a pool.
+      sums: those of them that it adds gradients to.
       reads: parameters.
       work: ``work(part of the state, row, *reads) -> part``.
     """
@@ -73,6 +74,7 @@ class Task:
     scope: str
     numbers: tuple[int, ...]
     changes: tuple[str, ...]
+    sums: tuple[str, ...]
     reads: tuple[Tree, ...]
     work: Callable[..., State]
 
@@ -141,7 +143,8 @@ class Works:
             assert back is not None
             return {"B": self._backward, "I": self._input, "W": self._weight}[op](part, row, back, *params)
 
-        return Task("/".join((SCOPES[op], "-".join(names))), numbers, tuple(changes), reads, work)
+        sums = tuple(self._sum_names(back)) if back is not None and op != "I" else ()
+        return Task("/".join((SCOPES[op], "-".join(names))), numbers, tuple(changes), sums, reads, work)
 
     # ------------------------------------------------------------------ forward
 
