@@ -5,6 +5,7 @@ and gathers the rest; parameters that are stored alike are gathered once a step,
 their gradients come back reduce-scattered, so that the update asks nobody but for the gradient's norm.
 """
 
+import itertools
 import math
 from typing import Any, Literal
 
@@ -24,29 +25,28 @@ _ROWS, _LANES = 16, 128
 
 
 def share_out(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-    """An array, cut further over the mesh axes over which it is replicated: those that share a batch, else pp.
+    """An array, cut further over all mesh axes over which it is replicated.
 
-    Along the dim that they divide together, for one collective gathers it then; else along one that each divides. Of
-    several such dims along the longest, of which parts are whole tiles where they can be. Vectors stay whole, for what
-    they take is not worth collectives of their own; so does what has no such dim. Takes and gives types with shardings.
+    Along a dim that they divide together, for one collective gathers it then; else along one that those that share a
+    batch divide, or each does. Of several such dims along the longest. Parts that are whole tiles come before all that:
+    of others the TPU compiler makes all-reduces of zeros, twice as dear as a gather. Vectors stay whole, for what they
+    take is not worth collectives of their own; so does what has no such dim. Takes and gives types with shardings.
     """
     mesh, spec = leaf.sharding.mesh, entries(leaf.sharding.spec, leaf.ndim)
     here = list(leaf.sharding.shard_shape(leaf.shape))
     if sum(length > 1 for length in here) < 2:
         return leaf
     taken = axes_of(leaf.sharding.spec)
-    larger = [axis for axis, size in mesh.shape.items() if size > 1 and axis != PP]
-    free = tuple(axis for axis in larger or mesh.shape if mesh.shape[axis] > 1 and axis not in taken)
-
-    def good(dim: int, size: int) -> tuple[bool, int]:
-        # Of other parts than whole tiles the TPU compiler makes all-reduces of zeros, twice as dear as a gather.
-        return here[dim] // size % (_LANES if dim == leaf.ndim - 1 else _ROWS) == 0, here[dim]
-
-    for axes in (free, *((axis,) for axis in free)):
+    free = tuple(axis for axis, size in mesh.shape.items() if size > 1 and axis not in taken)
+    groups = free, tuple(axis for axis in free if axis != PP), *((axis,) for axis in free)
+    for tiled, axes in itertools.product((True, False), groups):
         size = math.prod(mesh.shape[axis] for axis in axes)
         fitting = [dim for dim, length in enumerate(here) if length > 1 and length % size == 0]
+        if tiled:
+            tiles = [_LANES if dim == leaf.ndim - 1 else _ROWS for dim in range(leaf.ndim)]
+            fitting = [dim for dim in fitting if here[dim] // size % tiles[dim] == 0]
         if fitting and not taken.intersection(axes):
-            dim = max(fitting, key=lambda dim: good(dim, size))
+            dim = max(fitting, key=lambda dim: here[dim])
             spec[dim], here[dim] = (*spec[dim], *axes), here[dim] // size
             taken.update(axes)
     lies = NamedSharding(mesh, PartitionSpec(*(axes or None for axes in spec)))

@@ -37,8 +37,8 @@ OPTIMIZER = make_optimizer(0.01, clip=0.5, weight_decay=0.1)
         (P("pp"), (2, 12, 20), P("pp", "ep", "dp")),
         (P("pp"), (2, 9, 5), P("pp")),
         (P("pp", "ep"), (2, 8, 6, 10), P("pp", "ep", None, "dp")),
-        (P(None, "ep"), (6, 64), P(None, ("ep", "dp"))),
-        (P("ep", "dp"), (16, 96), P("ep", "dp")),
+        (P(None, "ep"), (6, 64), P(("dp", "pp"), "ep")),
+        (P("ep", "dp"), (16, 96), P("ep", ("dp", "pp"))),
         (P("pp"), (2, 256, 1024), P("pp", None, ("dp", "ep"))),  # 128 lanes each
         (P("pp"), (2, 256, 1000), P("pp", ("dp", "ep"))),  # 32 rows, where 125 lanes are no tile
     ],
@@ -52,10 +52,12 @@ def test_an_array_is_cut_where_all_axes_divide_it_or_each_does(spec, shape, expe
     assert again.sharding.spec == found.sharding.spec
 
 
-def test_over_pp_only_where_there_is_nothing_else():
-    mesh = abstract_mesh(4, 1)
-    found = share_out(jax.ShapeDtypeStruct((8, 6), jnp.float32, sharding=NamedSharding(mesh, P())))
-    assert found.sharding.is_equivalent_to(NamedSharding(mesh, P("pp")), 2)
+def test_matrices_of_v3_are_cut_into_whole_tiles_where_they_can_be():
+    """18432 / 1024 = 18 rows are none of 16 each, nor are 7168 / 1024 = 7; 112 rows are, and 9 x 128 lanes."""
+    lies = NamedSharding(abstract_mesh(16, 64), P())
+    for shape, expected in (((7168, 18432), P("ep", "pp")), ((16384, 7168), P(("pp", "ep")))):
+        found = share_out(jax.ShapeDtypeStruct(shape, jnp.float32, sharding=lies)).sharding
+        assert found.is_equivalent_to(NamedSharding(lies.mesh, expected), 2), (shape, found.spec)
 
 
 def step_of(model, shard):
@@ -201,7 +203,7 @@ def test_each_device_has_its_part():
             [math.prod(tree[name].sharding.shard_shape(tree[name].shape)) for name in names] for tree in both
         ]
 
-    whole, parts = [96, 96, 128, 8, 512, 512], [24, 24, 64, 8, 128, 128]
+    whole, parts = [96, 96, 128, 8, 512, 512], [24, 24, 64, 8, 64, 64]
     assert numbers("nothing") == [whole, whole]
     assert numbers("optimizer") == [whole, parts]
     assert numbers("parameters") == [parts, parts]
