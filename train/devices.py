@@ -9,6 +9,8 @@ _PATIENCE = (  # virtual devices share the cores: on a busy machine a collective
     "--xla_cpu_collective_call_warn_stuck_timeout_seconds=120",
     "--xla_cpu_collective_call_terminate_timeout_seconds=600",
 )
+_BFLOAT16 = "--xla_cpu_experimental_ynn_fusion_type="
+"""No YNNPACK: its products of bfloat16 in float32 wait for threads that other devices' permutes hold, for minutes."""
 _DEVICE_COUNT = re.compile(r"--xla_force_host_platform_device_count=(\d+)")
 
 
@@ -34,7 +36,8 @@ def set_devices(
     flags = environ.get("XLA_FLAGS", "")
     counts = _DEVICE_COUNT.findall(flags)
     if not counts:
-        ours = f"--xla_force_host_platform_device_count={needed}", *_PATIENCE
+        ours = [f"--xla_force_host_platform_device_count={needed}", *_PATIENCE]
+        ours += [_BFLOAT16] if config.model.precision == "bfloat16" else []
         environ["XLA_FLAGS"] = " ".join([*flags.split(), *ours])
     elif int(counts[-1]) < needed:
         raise ConfigError(too_few_devices(config, int(counts[-1]) * num_processes, "XLA_FLAGS asks for"))

@@ -89,6 +89,10 @@ def test_virtual_devices_are_asked_for():
     set_devices(configure(pp=2, ep=3), environ)
     assert environ["JAX_PLATFORMS"] == "cpu"
     assert environ["XLA_FLAGS"].startswith("--xla_other=1 --xla_force_host_platform_device_count=6 ")
+    assert "ynn" not in environ["XLA_FLAGS"]
+    narrow: dict[str, str] = {}
+    set_devices(configure(pp=2, ep=3, precision="bfloat16"), narrow)
+    assert narrow["XLA_FLAGS"].endswith(" --xla_cpu_experimental_ynn_fusion_type=")
 
 
 def test_the_users_own_device_count_stays():
