@@ -206,10 +206,7 @@ def priced(plans: Iterable[Plan], found: Answer, counts: Mapping[Shard, Answer])
         return [Choice(plan, refused=f"the compiler refuses its units: {why[:200]}") for plan in plans]
     least, send = step.mfu * step.seconds, compiled.sends.each
     placed = CostModel(**step.placed)  # type: ignore[arg-type]  # none of them is a flag
-    units = compiled.units
-    whole, halves = (
-        predict.measured(predict.costs(units, send, split=split), units) for split in (False, True)
-    )
+    whole, halves = (predict.measured(compiled.units, send, split=split) for split in (False, True))
     beside = compiled.overheads or Overheads(0.0, 0.0)
     rest = beside.step + (0.0 if compiled.update is None else compiled.update.cycles)
     beyond = max(0, memory.beyond or 0)

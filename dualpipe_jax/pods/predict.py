@@ -4,9 +4,10 @@ All of this is the compiler's model of the device, or a roofline where it has no
 """
 
 import dataclasses
+import functools
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 from dualpipe_jax.inspect import Module, OverlapReport, products
@@ -194,9 +195,10 @@ class Measured(CostModel):
         return super().of(slot, placement) if own is None else own
 
 
-def measured(costs: CostModel, units: Mapping[str, Unit]) -> Measured:
-    """Costs of ``costs(units, ...)``, and what it has no place for."""
-    return Measured(**_fields(costs), cycles={name: unit.cycles for name, unit in units.items()})
+def measured(units: Mapping[str, Unit], send: float, *, split: bool = True) -> Measured:
+    """``costs`` of the same, and what they have no place for."""
+    usual = _fields(costs(units, send, split=split))
+    return Measured(**usual, cycles={name: unit.cycles for name, unit in units.items()})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -317,6 +319,7 @@ def rank_schedules(
       tick: cycles of each tick beside its units; as many on a V, whose stages are half as deep and ticks twice as many.
       at_once, placed: see ``step_cycles``.
     """
+    price = functools.partial(step_cycles, tick=tick, at_once=at_once, placed=placed)
     found = []
     for own, wanted in ((costs, True), (costs_unsplit, False)):
         for candidate in choose(num_ranks, num_microbatches, own, limit - fixed, memory=memory):
@@ -325,15 +328,19 @@ def rank_schedules(
                     refused = candidate.refused.removeprefix(f"{candidate.name}: ")
                     found.append(Prediction(candidate.name, math.inf, math.inf, 0.0, refused))
             elif splits(candidate.schedule) == wanted:
-                found.append(_predicted(candidate, own, limit, fixed, tick, at_once, placed))
+                found.append(_predicted(candidate, own, limit, fixed, price))
     return tuple(sorted(found, key=lambda p: (bool(p.refused), p.cycles)))
 
 
 def _predicted(
-    candidate: Candidate, costs: CostModel, limit: float, fixed: float, tick: float, *more: Any
+    candidate: Candidate,
+    costs: CostModel,
+    limit: float,
+    fixed: float,
+    price: Callable[[Schedule, CostModel], tuple[float, float]],
 ) -> Prediction:
     assert candidate.schedule is not None
     own, needed = costs.for_schedule(candidate.schedule), candidate.peak + fixed
     refused = f"needs {needed / 2**30:.1f} GiB of {limit / 2**30:.1f}" if candidate.refused else ""
-    cycles, ideal = step_cycles(candidate.schedule, own, tick, *more)
+    cycles, ideal = price(candidate.schedule, own)
     return Prediction(candidate.name, cycles, ideal, needed, refused)

@@ -26,9 +26,7 @@ def predict_step(
     "assumed" are costs that this schedule's units do not tell and others need: FB without gain, two thirds of B for I.
     """
     units, send, schedule = compiled.units, compiled.sends.each, blueprint.schedule
-    split, unsplit = (
-        predict.measured(predict.costs(units, send, split=split), units) for split in (True, False)
-    )
+    split, unsplit = (predict.measured(units, send, split=split) for split in (True, False))
     costs, placed = split if predict.splits(schedule) else unsplit, blueprint.pipeline.placing_costs
     beside = compiled.overheads or NOTHING
     tick = beside.tick + guards

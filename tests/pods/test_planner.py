@@ -20,8 +20,9 @@ from dualpipe_jax.pods.plain import filled, plain
 from dualpipe_jax.pods.plan import read_plan
 from dualpipe_jax.pods.request import Request
 from dualpipe_jax.pods.results import Compiled, Machine, Memory, Overheads, Parameters, Shares, Step, Unit
-from dualpipe_jax.schedule import CostModel, MemoryModel, Op, dualpipe, lower, one_f_one_b, simulate, zb_h1
+from dualpipe_jax.schedule import CostModel, MemoryModel, dualpipe, lower, one_f_one_b, simulate, zb_h1
 from tests.pods import own_program
+from tests.pods.whole_backwards import WholeBackwards
 from train.config import ConfigError
 from train.options import parse
 
@@ -102,14 +103,6 @@ def choices(limit=16 * GIB, beyond=0, **more):
             fit, answer(case.plan, "units", memory=limit, beyond=beyond), counts
         )
     return found
-
-
-class WholeBackwards(CostModel):
-    """A full backward takes 1.4e6, less than its two halves."""
-
-    def of(self, slot, placement):
-        alone = len(slot) == 1 and slot[0].op is Op.B
-        return 1.4e6 if alone else super().of(slot, placement)
 
 
 def test_times_and_memory_of_plans_by_hand():

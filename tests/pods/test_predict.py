@@ -211,7 +211,7 @@ def test_a_step_of_units_by_kind_costs_what_each_took():
     }
     prices |= {"FB/first-last": 17, "FB/last-first": 9}
     units = {name: unit(float(cycles)) for name, cycles in prices.items()}
-    costs = predict.measured(predict.costs(units, 0.0), units)
+    costs = predict.measured(units, 0.0)
     schedule = dualpipe(4, 12)
     usual_i = 9  # I of the last stage was not measured: no less than a usual one
     ends = {0: "first", 3: "last", 4: "first", 7: "last"}  # of both pipes

@@ -7,7 +7,8 @@ from dualpipe_jax.pods import Plan, predict, step_time
 from dualpipe_jax.pods.dryrun import draw
 from dualpipe_jax.pods.readings import exposed_by_tick
 from dualpipe_jax.pods.results import Compiled, Overheads, Shares, Unit
-from dualpipe_jax.schedule import Op, dualpipe, gpipe, lower, one_f_one_b
+from dualpipe_jax.schedule import dualpipe, gpipe, lower, one_f_one_b
+from tests.pods.whole_backwards import WholeBackwards
 from train.pods import routed_flops, size
 
 TARGET = Target.parse("v5e:2x2")
@@ -18,14 +19,6 @@ def predicted(units, schedule="dualpipe", layers=2, **more):
     found = {name: Unit(cycles, cycles, 0.0, 0.0, 0) for name, cycles in units.items()}
     compiled = Compiled("units", units=found, sends=Shares(each=1e4), **more)
     return step_time.predict_step(compiled, draw(plan, TARGET, None), plan, TARGET.device)
-
-
-class WholeBackwards(predict.CostModel):
-    """A full backward takes 1.4e6, less than its two halves."""
-
-    def of(self, slot, placement):
-        alone = len(slot) == 1 and slot[0].op is Op.B
-        return 1.4e6 if alone else super().of(slot, placement)
 
 
 def test_a_step_of_measured_units():
