@@ -255,12 +255,15 @@ class Attention(nnx.Module):
 
         c_BSC, k_BSR = self.latents(x_BSD, positions_BS)
         w_CHX = self.kv_b_proj.kernel[...].astype(dtype).reshape(-1, H, N + V)
+        # Split and joined, never indexed and padded: so are the gradients, which stay as wide as products make them.
+        w_CHN, w_CHV = jnp.split(w_CHX, [N], axis=-1)
         # All heads' rotated key comes in as R more latents, each of which is two numbers of every key.
-        copied_CHX = np.zeros((config.kv_lora_rank + R, 1, N + 2 * R), np.float32)
-        copied_CHX[-R:, 0, N:] = np.tile(np.eye(R), 2)
-        keys_CHX = jnp.pad(w_CHX[..., :N], ((0, R), (0, 0), (0, 2 * R))) + jnp.asarray(copied_CHX, dtype)
+        copied_RX = np.eye(R, N + 2 * R, N) + np.eye(R, N + 2 * R, N + R)
+        copied_RHX = jnp.broadcast_to(jnp.asarray(copied_RX, dtype)[:, None], (R, H, N + 2 * R))
+        keys_CHX = jnp.concatenate([w_CHN, jnp.zeros((*w_CHN.shape[:2], 2 * R), dtype)], axis=-1)
+        keys_CHX = jnp.concatenate([keys_CHX, copied_RHX], axis=0)
         k_BHSX = jnp.einsum("bsc,chx->bhsx", jnp.concatenate([c_BSC, k_BSR], axis=-1), keys_CHX)
-        return q_BHSX, k_BHSX, jnp.einsum("bsc,chv->bhsv", c_BSC, w_CHX[..., N:])
+        return q_BHSX, k_BHSX, jnp.einsum("bsc,chv->bhsv", c_BSC, w_CHV)
 
     def queries(self, x_BSD: Array, positions_BS: Array | None) -> Array:
         """Return the queries, [B, S, H, N + R], their last R numbers rotated."""

@@ -14,7 +14,7 @@ from jax import lax
 
 from dualpipe_jax.split.graph import Atom, Equation, Node, Value, definitions, values
 
-_MOVES = frozenset({"add_any", "concatenate", "reshape", "transpose"})
+_MOVES = frozenset({"add_any", "concatenate", "reshape", "split", "transpose"})
 """What a gradient may pass through on its way from a product: these make the dtype that they are given."""
 
 _Changed = dict[Node, Equation]
@@ -59,7 +59,7 @@ class _Graph:
         if node.name == "dot_general" and _is_plain(node.params["precision"]):
             params = node.params | {"preferred_element_type": dtype}
             return made, {node: replace(node, params=params, outputs=(made,))}
-        if node.name not in _MOVES:
+        if node.name not in _MOVES or any(self.uses[out] for out in node.outputs if out is not atom):
             return None
         inputs = [self.wide(given, dtype) for given in node.inputs]
         changed: _Changed = {}
@@ -68,7 +68,10 @@ class _Graph:
                 return None
             changed |= given[1]
         moved = tuple(given[0] for given in inputs if given is not None)
-        return made, changed | {node: replace(node, inputs=moved, outputs=(made,))}
+        outputs = tuple(
+            made if out is atom else Value(out.shape, dtype, out.varying, out.memory) for out in node.outputs
+        )
+        return made, changed | {node: replace(node, inputs=moved, outputs=outputs)}
 
 
 def _is_plain(precision: Any) -> bool:

@@ -10,6 +10,7 @@ import pytest
 from flax import nnx
 
 from dualpipe_jax.functional import pure_nnx
+from dualpipe_jax.split import split_backward
 from models.attention import (
     Attend,
     Attention,
@@ -196,6 +197,29 @@ def test_spread_heads_have_the_gradients_of_narrow_ones():
 
     got, wanted = (jax.jit(jax.grad(f, (0, 1)))(params, x) for f in (ours, papers))
     chex.assert_trees_all_close(got, wanted, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("lanes", [1, 128])
+def test_gradients_of_matrices_are_summed_as_wide_as_their_products(lanes):
+    """In bfloat16, heads spread or not: each comes in the dtype of its sum, and rounded it is JAX's own."""
+    config = tiny(init_std=0.2, compute_dtype="bfloat16")
+    pure = pure_nnx(lambda rngs: Attention(config, rngs, attended([], lanes)))
+    params = pure.init(jax.random.key(0))
+    x, target = jax.random.normal(jax.random.key(4), (2, 2, 7, config.dim), jnp.bfloat16)
+    half = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16) if leaf.ndim == 2 else leaf, params)
+    split = split_backward(pure.apply, sums=[jnp.float32] * len(jax.tree.leaves(params)))
+    got, _ = split.backward(half, x, split.forward(half, x)[1], target)
+    rounded = jax.vjp(pure.apply, half, x)[1](target)[0]
+    plainly = tiny(init_std=0.2)
+    exactly, one = x.astype(jnp.float32), jnp.zeros((2, 7), jnp.int32)
+    target = target.astype(jnp.float32)
+    papers = jax.grad(lambda params: jnp.sum(plain.attention(exactly, params, plainly, one) * target))
+    wanted = papers(jax.tree.map(lambda leaf: leaf.astype(jnp.float32), half))
+    for name in ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"):
+        wide, narrow, exact = (tree[name]["kernel"] for tree in (got, rounded, wanted))
+        assert wide.dtype == jnp.float32 and narrow.dtype == jnp.bfloat16, name
+        np.testing.assert_array_equal(wide.astype(jnp.bfloat16), narrow)
+        assert abs(wide - exact).max() < 0.05 * abs(exact).max(), name
 
 
 def test_no_position_sees_the_future():

@@ -44,6 +44,11 @@ PLAIN = {
         EXACT.reshape(4, -1, WIDTH),
     ),
     "in parts": (lambda w, x: jnp.concatenate([x @ part for part in jnp.split(w, 2, axis=1)], 1), W, EXACT),
+    "filled up and cut": (
+        lambda w, x: (x @ jnp.concatenate([w, jnp.zeros_like(w)], 1))[:, :WIDTH],
+        W,
+        EXACT,
+    ),
     "twice": (lambda w, x: x @ w + x @ w, W, 2 * EXACT),
 }
 
