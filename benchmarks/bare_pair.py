@@ -21,7 +21,7 @@ from dualpipe_jax.pods.results import Compiled
 from dualpipe_jax.present.numbers import percent
 from dualpipe_jax.present.table import Table
 
-_V2_LITE = Plan("v2-lite", layers_per_stage=2, sequence=2048)
+_V2_LITE = Plan("v2-lite", layers_per_stage=2, sequence=2048, dispatch="capacity", capacity_factor=1.0)
 _CHANGE = ("num_dense_layers=0", "num_shared_experts=1", "vocab=1024", "top_k=8")
 CASES = {
     "v5p:4x4x4": dataclasses.replace(

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 
 import models
 from dualpipe_jax.parallel import check_float8, expert_axes
+from dualpipe_jax.pods.plan import ROOM
 from dualpipe_jax.schedule import Schedule
 from train.config import ConfigError, TrainConfig
 
@@ -21,9 +22,6 @@ REMAT: Mapping[str, Callable[..., Any] | None] = {
     "all": jax.checkpoint_policies.nothing_saveable,
 }
 """What layers compute again in the backward, as policies of ``jax.checkpoint``."""
-
-CAPACITY_FACTOR = 2.0
-"""Room where dispatch is capacity and nothing else is said."""
 
 
 def model_config(config: TrainConfig, vocab: int = VOCAB) -> models.Config:
@@ -100,8 +98,8 @@ def refuse_eight_bits(config: TrainConfig, device: jax.Device) -> None:
 
 def room(config: TrainConfig) -> float | None:
     """The room for tokens at experts, in multiples of an even load; None is as much as can ever be needed."""
-    default = CAPACITY_FACTOR if config.model.dispatch == "capacity" else None
-    return default if config.model.capacity_factor is None else config.model.capacity_factor
+    asked = config.model
+    return ROOM[asked.dispatch] if asked.capacity_factor is None else asked.capacity_factor
 
 
 def describe_dispatch(config: TrainConfig) -> str:

@@ -149,7 +149,7 @@ def from_plan(file: Path) -> Mapping[str, Any]:
             "name": plan.model,
             "precision": "float32" if plan.model in _IN_FLOAT32 else "bfloat16",
             "dispatch": plan.dispatch,
-            "capacity_factor": plan.capacity_factor if plan.dispatch == "capacity" else None,
+            "capacity_factor": plan.capacity_factor,
             "payload": plan.dispatch_payload,
             "remat": plan.remat,
             "attention": plan.attention,

@@ -47,7 +47,7 @@ def make(name: str, setting: Setting, **changes: float) -> Program:
         _layers(plan, numbers, schedule),
         ep_axis=expert_axes(plan.ep_nodes),
         dispatch=plan.dispatch,
-        capacity_factor=plan.capacity_factor if plan.dispatch == "capacity" else None,
+        capacity_factor=plan.room,
         payload=plan.dispatch_payload,
         remat=REMAT[plan.remat],
         kernels=models.Kernels(plan.attention, plan.matmul),

@@ -107,10 +107,9 @@ def draw(request: Request, target: inspect.Target, devices: Sequence[Any]) -> St
     )
     if num_rows % 2:
         raise ValueError(f"--requests {num_rows}: two microbatches must share them equally")
-    factor = plan.capacity_factor if plan.dispatch == "capacity" else None
     model = decoder(
         numbers,
-        dispatch=models.Dispatch(plan.dispatch, factor, EP, plan.dispatch_payload),
+        dispatch=models.Dispatch(plan.dispatch, plan.room, EP, plan.dispatch_payload),
         kernels=models.Kernels(plan.attention, plan.matmul),
         fresh=what == "prefill",
         platform=platform_of(target),

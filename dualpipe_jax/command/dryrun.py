@@ -17,6 +17,7 @@ from dualpipe_jax.command.overlap import (
     exposed_sends,
     name_of,
     planned,
+    room_of,
     sent,
     study,
     units,
@@ -108,7 +109,9 @@ def _report(found: Answer, rates: Path | None) -> list[str | Table]:
     parts: list[str | Table] = [
         f"{name_of(found)}, {plan.num_microbatches} microbatches of {plan.batch} x {plan.sequence} tokens",
         f"parameters: {parameters.total / 1e9:.2f} G, {parameters.active / 1e9:.2f} G active, "
-        f"{parameters.device / 1e9:.3f} G a device\n",
+        f"{parameters.device / 1e9:.3f} G a device",
+        *room_of(found),
+        "",
         _memory_table(memory, memory.limit),
         f"\n{'fits' if memory.fits else 'DOES NOT FIT'}: {gib(memory.needed)} of {gib(memory.limit)} GiB "
         f"a device, {percent(memory.needed / memory.limit)}",

@@ -86,7 +86,8 @@ class Overlap:
         elif compiled.out_of_memory is not None:
             show(title, "does not fit:", compiled.out_of_memory)
         else:
-            show(title, collectives(compiled), "", *_sentences(compiled, self.at_least, enough))
+            rest = _sentences(compiled, self.at_least, enough)
+            show(title, collectives(compiled), "", *room_of(found), *rest)
         return 0 if enough else 1
 
     def _check_what(self) -> None:
@@ -268,6 +269,20 @@ def name_of(found: Answer) -> str:
         how = "one microbatch" if plan.serialised else "two microbatches"
         return f"{plan.model}, {found.compiled.what} in {how}, ep {plan.ep} on {target.name}"
     return f"{plan.model}, {plan.schedule}, {plan.layout} on {target.name}"
+
+
+def room_of(found: Answer) -> list[str]:
+    """How tokens reach experts, and what is lost on the way."""
+    plan = found.program
+    if plan is None or found.dropped is None:
+        return []
+    if plan.room is None:
+        return ["dispatch: dropless"]
+    whose = "an expert" if plan.dispatch == "capacity" else "two devices"
+    return [
+        f"dispatch: {plan.dispatch}, room for {plan.room:g} x an even load of {whose}; "
+        f"{100 * found.dropped:.2g} % of the assignments dropped under uniform routing"
+    ]
 
 
 def _sentences(compiled: Compiled, at_least: float, enough: bool) -> list[str]:

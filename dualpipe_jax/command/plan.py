@@ -37,7 +37,7 @@ class Given(Chosen):
     microbatches: Suppress[Fixed[Count]] = None
     microbatch_size: Suppress[Fixed[Count]] = None
     remat: Suppress[Fixed[Literal["none", "dots", "wide", "all"]]] = "none"
-    dispatch: Suppress[Fixed[Literal["capacity", "dropless"]]] = "capacity"
+    dispatch: Suppress[Fixed[Literal["dropless", "capacity"]]] = "dropless"
     shard: Suppress[Fixed[Shard]] = "nothing"
     serialised: Suppress[Fixed[bool]] = False
 
@@ -68,7 +68,7 @@ class Plan:
     """Schedules to choose from."""
     remat: tuple[Literal["none", "dots", "wide", "all"], ...] = planner.REMATS
     """What layers compute again in the backward, to choose from."""
-    dispatch: tuple[Literal["capacity", "dropless"], ...] = ("capacity",)
+    dispatch: tuple[Literal["dropless", "capacity"], ...] = planner.DISPATCHES
     """How tokens reach experts, to choose from; capacity drops what exceeds its room, so they do not learn the same."""
     max_stash: tuple[int, ...] = tuple(most for most in planner.STASHES if most is not None)
     """Limits to choose from of the microbatches of a rank that may wait for their weights' gradients, besides none."""

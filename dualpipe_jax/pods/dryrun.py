@@ -13,7 +13,7 @@ from dualpipe_jax import inspect
 from dualpipe_jax.parallel import make_mesh, over_nodes
 from dualpipe_jax.pods import ahead, loading, predict, timed, timeline
 from dualpipe_jax.pods.bare import lower_bare_pair
-from dualpipe_jax.pods.links import count_links
+from dualpipe_jax.pods.links import count_links, share_dropped
 from dualpipe_jax.pods.plan import Plan, pair_of
 from dualpipe_jax.pods.program import Blueprint, Setting, abstract_mesh
 from dualpipe_jax.pods.readings import read
@@ -52,6 +52,7 @@ def answer(
         parameters=count_parameters(blueprint),
         memory=weigh(kinds, None, limit_of(target), share),
         links=None if dispatch is None else count_links(plan, dispatch, target, blueprint.tokens_of_device),
+        dropped=None if dispatch is None else share_dropped(plan, dispatch, blueprint.tokens_of_device),
     )
     if devices is None or target is None:
         return found

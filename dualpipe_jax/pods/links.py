@@ -1,6 +1,9 @@
-"""What dispatch sends over which links: of a dry run, by random routing."""
+"""What dispatch sends over which links, and what finds no room: of a dry run, by random routing."""
 
 import dataclasses
+import math
+
+import numpy as np
 
 from dualpipe_jax.balance import Layout, random_traffic
 from dualpipe_jax.inspect import Target
@@ -47,3 +50,38 @@ def count_links(plan: Plan, dispatch: Dispatch, target: Target | None, tokens: i
         )
     }
     return Links(nodes, tokens, "two hops" if plan.ep_nodes > 1 else "one hop", ways)
+
+
+def share_dropped(plan: Plan, dispatch: Dispatch, tokens: int) -> float | None:
+    """Of the assignments of a device's ``tokens`` in a layer, the share that finds no room, on average.
+
+    Tokens choose independently, every expert and group of experts as often as any. 0 where room is never short, None
+    of dispatch in two hops.
+    """
+    if plan.room is None:
+        return 0.0
+    if plan.ep_nodes > 1:
+        return None
+    experts, chosen = dispatch.num_experts, dispatch.top_k
+    held = 1 if plan.dispatch == "capacity" else experts // plan.ep
+    even = tokens * chosen * held / experts
+    arrivals = _arrivals(tokens, _visits(dispatch, held))
+    beyond = np.maximum(np.arange(len(arrivals)) - math.ceil(plan.room * even), 0)
+    return float(arrivals @ beyond) / even
+
+
+def _visits(dispatch: Dispatch, held: int) -> np.ndarray:
+    """How likely a token is to choose 0, 1, ... of some experts that are held together."""
+    kept = dispatch.num_experts * dispatch.top_groups // dispatch.num_groups
+    among = kept if held <= dispatch.num_experts // dispatch.num_groups else dispatch.num_experts
+    most, rest = min(held, dispatch.top_k), among - held
+    ways = [math.comb(held, n) * math.comb(rest, dispatch.top_k - n) for n in range(most + 1)]
+    visits = np.array(ways, float) / math.comb(among, dispatch.top_k) * (among / dispatch.num_experts)
+    visits[0] += 1 - among / dispatch.num_experts
+    return visits
+
+
+def _arrivals(tokens: int, visits: np.ndarray) -> np.ndarray:
+    """The distribution of the sum over so many tokens."""
+    length = tokens * (len(visits) - 1) + 1
+    return np.clip(np.fft.irfft(np.fft.rfft(visits, length) ** tokens, length), 0, 1)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -13,6 +14,8 @@ from dualpipe_jax.schedule.names import find
 
 Count = Annotated[int | None, tyro.conf.arg(metavar="INT", help_behavior_hint="")]
 Shard = Literal["nothing", "optimizer", "parameters"]
+ROOM: Mapping[str, float | None] = {"dropless": None, "capacity": 2.0}
+"""Of each way in which tokens reach experts, the room that it has if none is asked for."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,10 +51,11 @@ class Plan:
     remat: Literal["none", "dots", "wide", "all"] = "none"
     """What layers compute again in the backward: none keeps what it needs, dots keeps matrix products only, wide
     keeps what is dear and narrow, all keeps a layer's input only."""
-    dispatch: Literal["capacity", "dropless"] = "capacity"
-    """How tokens reach experts."""
-    capacity_factor: float = 1.0
-    """Room in multiples of an even load, where dispatch is capacity."""
+    dispatch: Literal["dropless", "capacity"] = "dropless"
+    """How tokens reach experts: dropless gives every expert as much room as it needs, capacity gives all equal room."""
+    capacity_factor: Annotated[float | None, tyro.conf.arg(metavar="FLOAT", help_behavior_hint="")] = None
+    """Room in multiples of an even load, beyond which tokens are dropped: of each expert for capacity (2 if left out),
+    of each pair of devices for dropless (if left out, as much as can ever be needed)."""
     dispatch_payload: Literal["plain", "float8"] = "plain"
     """What travels to experts: tokens and, back through them, gradients as they are, or in eight bits."""
     attention: Literal["auto", "plain", "splash", "cudnn"] = "auto"
@@ -69,6 +73,11 @@ class Plan:
     """Run the pair's forward and backward after each other: what the overlap is to be compared with."""
     compiler_option: Annotated[tuple[str, ...], tyro.conf.arg(metavar="NAME=VALUE ...")] = ()
     """Options for the compiler besides the recommended ones."""
+
+    @property
+    def room(self) -> float | None:
+        """``capacity_factor`` with its default, which the trainer has, too; None: as much as can ever be needed."""
+        return ROOM[self.dispatch] if self.capacity_factor is None else self.capacity_factor
 
     @property
     def num_microbatches(self) -> int:

@@ -24,6 +24,7 @@ from dualpipe_jax.schedule.names import find
 
 SCHEDULES = "dualpipe", "dualpipe_v", "one_f_one_b", "zb_h1", "zb_v"
 REMATS: tuple[Literal["none", "dots", "wide", "all"], ...] = ("none", "dots", "wide", "all")
+DISPATCHES: tuple[Literal["dropless", "capacity"], ...] = ("dropless", "capacity")
 STASHES: tuple[int | None, ...] = (None, 8, 2, 1)
 SHARDS: tuple[Shard, ...] = typing.get_args(Shard)
 """The simplest first."""
@@ -49,7 +50,7 @@ class Wanted:
     per_device: tuple[int, ...] = (1, 2)
     schedules: tuple[str, ...] = SCHEDULES
     remats: tuple[Literal["none", "dots", "wide", "all"], ...] = REMATS
-    dispatches: tuple[Literal["capacity", "dropless"], ...] = ("capacity",)
+    dispatches: tuple[Literal["dropless", "capacity"], ...] = DISPATCHES
     stashes: tuple[int | None, ...] = STASHES
     shards: tuple[Shard, ...] = SHARDS
     most_ranks: int = 32

@@ -275,6 +275,7 @@ class Answer:
     Attributes:
       target: the devices.
       program: what was asked for, its microbatches filled in.
+      dropped: share of the assignments of tokens that finds no room under uniform routing.
     """
 
     target: Machine | None = None
@@ -282,6 +283,7 @@ class Answer:
     parameters: Parameters | None = None
     memory: Memory | None = None
     links: Links | None = None
+    dropped: float | None = None
     compiled: Compiled | None = None
     step: Step | None = None
 

@@ -76,7 +76,7 @@ def useful_of(blueprint: Blueprint, device: Device, plan: Plan) -> Useful:
     """What of a step is the program's own, and what its experts' room makes of it."""
     program = blueprint.program
     at_peak = program.tokens / (blueprint.mesh.size * device.flops)
-    beyond = plan.capacity_factor - 1 if plan.dispatch == "capacity" else 0.0
+    beyond = plan.room - 1 if plan.dispatch == "capacity" and plan.room is not None else 0.0
     return Useful(at_peak * program.flops, at_peak * program.routed * beyond)
 
 

@@ -1,13 +1,15 @@
 """Copies of a token by kind of link, of a dry run: published and closed forms."""
 
+import dataclasses
 import math
 
+import numpy as np
 import pytest
 
 from dualpipe_jax.command.dryrun import links_table
 from dualpipe_jax.inspect import Target
 from dualpipe_jax.pods import Plan
-from dualpipe_jax.pods.links import count_links
+from dualpipe_jax.pods.links import Dispatch, count_links, share_dropped
 from train.pods import dispatch_of, size
 
 
@@ -34,3 +36,44 @@ def test_nodes_of_gpus_are_the_targets():
     assert found.ways["two hops"].across == pytest.approx(1 - missed, abs=0.01)
     assert count_links(Plan(pp=4, ep=8), numbers, Target.parse("h100:8x8"), 1) is None
     assert count_links(Plan(pp=4, ep=16), numbers, Target.parse("v5p:4x4x4"), 1) is None
+
+
+def by_throwing_dice(plan, dispatch, tokens, rounds):
+    """The share dropped by each device, of tokens that choose their groups and then their experts by lot."""
+    rng = np.random.default_rng(0)
+    experts, groups = dispatch.num_experts, dispatch.num_groups
+    of = experts if plan.dispatch == "capacity" else plan.ep
+    room = math.ceil(plan.capacity_factor * tokens * dispatch.top_k / of)
+    shares = []
+    for _ in range(rounds):
+        keys = rng.random((tokens, groups, experts // groups))
+        best = np.argsort(rng.random((tokens, groups)))[:, dispatch.top_groups :]
+        np.put_along_axis(keys, best[:, :, None], 2.0, axis=1)
+        chosen = np.argsort(keys.reshape(tokens, experts))[:, : dispatch.top_k]
+        counts = np.bincount(chosen.ravel() // (experts // of), minlength=of)
+        shares.append(np.maximum(counts - room, 0).sum() / chosen.size)
+    return np.mean(shares), np.std(shares) / math.sqrt(rounds)
+
+
+@pytest.mark.parametrize("dispatch", ["capacity", "dropless"])
+@pytest.mark.parametrize(
+    "size, tokens, factor",
+    [(Dispatch(64, 6, 0), 256, 1.0), (Dispatch(64, 6, 0), 256, 1.1), (Dispatch(32, 4, 0, 8, 4), 128, 1.1)],
+)
+def test_what_is_dropped_is_what_dice_tell(dispatch, size, tokens, factor):
+    plan = Plan(ep=8, dispatch=dispatch, capacity_factor=factor)
+    mean, error = by_throwing_dice(plan, size, tokens, 400)
+    assert error < 0.2 * mean
+    assert share_dropped(plan, size, tokens) == pytest.approx(mean, abs=4 * error)
+
+
+def test_what_deepseek_v3_drops():
+    """An expert has room for 64 or 80 of a device's 2048 tokens, of which each comes with a chance of 1 in 32."""
+    plan, v3 = Plan(pp=16, ep=64, dispatch="capacity", capacity_factor=1.0), dispatch_of(size("v3"))
+    for factor, room in ((1.0, 64), (1.25, 80)):
+        come = (math.comb(2048, n) * 31 ** (2048 - n) // 32**2028 / 32**20 for n in range(room + 1, 2049))
+        lost = sum((n - room) * float(chance) for n, chance in enumerate(come, room + 1)) / 64
+        found = share_dropped(dataclasses.replace(plan, capacity_factor=factor), v3, 2048)
+        assert found == pytest.approx(lost, rel=1e-6)
+    assert share_dropped(Plan(ep=64), v3, 2048) == 0
+    assert share_dropped(dataclasses.replace(plan, ep_nodes=8), v3, 2048) is None

@@ -420,6 +420,7 @@ def test_a_pair_on_v5e_hides_its_all_to_alls():
     """The engine's pair of the real model. Serialised it hides most too, behind its own direction's work, and so
     fails the second assertion."""
     pair = ["--model", "v2-lite", "--layers-per-stage", "1", "--pp", "4", "--ep", "4", "--sequence", "1024"]
+    pair += ["--dispatch", "capacity", "--capacity-factor", "1"]
     small = ["num_dense_layers=0", "vocab=1024", "dim=1024", "num_heads=16", "num_experts=16", "top_k=2"]
     status, found = compiled(
         "overlap", "--target", "v5e:4x4", "--at-least", "97", *pair, "--change", *small, "expert_hidden=2048"
@@ -441,7 +442,7 @@ def test_a_pair_on_h100s_is_asynchronous(tmp_path):
     """Its all-to-alls inside their guard, and the sends of its tick across the guard, which is the tick's only one."""
     wide = ["--change", "dim=512", "expert_hidden=512", "num_dense_layers=0"]
     size = ["--model", "tiny", "--layers-per-stage", "1", "--pp", "4", "--ep", "2", "--microbatches", "8"]
-    size += ["--microbatch-size", "4", "--sequence", "512"]
+    size += ["--microbatch-size", "4", "--sequence", "512", "--dispatch", "capacity", "--capacity-factor", "1"]
     text = tmp_path / "pair.hlo"
     status, found = compiled(
         "overlap", "--target", "h100:1x8", "--at-least", "0", "-o", str(text), *size, *wide

@@ -1,5 +1,7 @@
 """A step's time from units' cycles given by hand; nothing is compiled."""
 
+import dataclasses
+
 import pytest
 
 from dualpipe_jax.inspect import Target
@@ -97,7 +99,8 @@ def test_the_account_of_a_step_by_hand():
 
 def test_every_part_of_the_account_by_hand():
     """GPipe on 2 ranks, room for a quarter more than an even load; FLOPs in multiples of what the program counts."""
-    plan = Plan("tiny", 2, schedule="gpipe", pp=2, ep=2, microbatches=4, sequence=64, capacity_factor=1.25)
+    plan = Plan("tiny", 2, schedule="gpipe", pp=2, ep=2, microbatches=4, sequence=64)
+    plan = dataclasses.replace(plan, dispatch="capacity", capacity_factor=1.25)
     drawn, clock = draw(plan, TARGET, None), TARGET.device.clock
     program, a_cycle = drawn.program, TARGET.device.flops / clock
     whole = program.flops * program.tokens / 4 / 4  # of a rank's device, of one microbatch
