@@ -76,6 +76,23 @@ def linear(config: Config, dim_in: int, dim_out: int, rngs: nnx.Rngs, use_bias: 
     )
 
 
+class ToHeads(nnx.LinearGeneral):
+    """A linear layer to all heads, [..., dim_in] to [..., H, head]: kernel float32 [dim_in, H, head], no bias.
+
+    Gradients come by heads. In a kernel of two dims their sum would be turned over, there and back, at every backward.
+    """
+
+    def __init__(self, config: Config, dim_in: int, head: int, rngs: nnx.Rngs):
+        super().__init__(
+            dim_in,
+            (config.num_heads, head),
+            use_bias=False,
+            dtype=config.compute_dtype,
+            kernel_init=jax.nn.initializers.normal(config.init_std),
+            rngs=rngs,
+        )
+
+
 def rope_frequencies(config: Config) -> np.ndarray:
     """Return the rotation of each pair in radians per position, float64 [qk_rope_dim / 2].
 
@@ -165,7 +182,7 @@ class Attention(nnx.Module):
 
     Queries pass through a low-rank bottleneck (none if ``q_lora_rank`` is 0), keys and values share another;
     position enters only through ``qk_rope_dim`` numbers per head, whose key all heads share. Parameter names
-    follow the published checkpoints; kernels are [in, out], the transpose of theirs.
+    follow the published checkpoints; kernels are [in, out], the transpose of theirs, or [in, H, out] to heads.
     """
 
     def __init__(self, config: Config, rngs: nnx.Rngs, attend: Attend | None = None):
@@ -176,16 +193,14 @@ class Attention(nnx.Module):
         if config.q_lora_rank:
             self.q_a_proj = linear(config, config.dim, config.q_lora_rank, rngs, bias)
             self.q_a_layernorm = RMSNorm(config.q_lora_rank, LATENT_EPS)
-            self.q_b_proj = linear(config, config.q_lora_rank, heads * head, rngs)
+            self.q_b_proj = ToHeads(config, config.q_lora_rank, head, rngs)
         else:
-            self.q_proj = linear(config, config.dim, heads * head, rngs)
+            self.q_proj = ToHeads(config, config.dim, head, rngs)
         self.kv_a_proj_with_mqa = linear(
             config, config.dim, config.kv_lora_rank + config.qk_rope_dim, rngs, bias
         )
         self.kv_a_layernorm = RMSNorm(config.kv_lora_rank, LATENT_EPS)
-        self.kv_b_proj = linear(
-            config, config.kv_lora_rank, heads * (config.qk_nope_dim + config.v_head_dim), rngs
-        )
+        self.kv_b_proj = ToHeads(config, config.kv_lora_rank, config.qk_nope_dim + config.v_head_dim, rngs)
         self.o_proj = linear(config, heads * config.v_head_dim, config.dim, rngs, bias)
 
     def __call__(
@@ -225,7 +240,7 @@ class Attention(nnx.Module):
         config = self.config
         nope = config.qk_nope_dim
         c_BSC, k_BSR = self.latents(x_BSD, positions_BS)
-        kv_BSHX = self.kv_b_proj(c_BSC).reshape(*x_BSD.shape[:2], config.num_heads, nope + config.v_head_dim)
+        kv_BSHX = self.kv_b_proj(c_BSC)
         k_BSHR = jnp.broadcast_to(k_BSR[:, :, None], (*kv_BSHX.shape[:3], config.qk_rope_dim))
         k_BSHX = jnp.concatenate([kv_BSHX[..., :nope], k_BSHR], axis=-1)
         q, k, v = (a.swapaxes(1, 2) for a in (self.queries(x_BSD, positions_BS), k_BSHX, kv_BSHX[..., nope:]))
@@ -238,7 +253,7 @@ class Attention(nnx.Module):
         [key, key].
         """
         config = self.config
-        H, N, R, V = config.num_heads, config.qk_nope_dim, config.qk_rope_dim, config.v_head_dim
+        H, N, R = config.num_heads, config.qk_nope_dim, config.qk_rope_dim
         dtype = x_BSD.dtype
         freqs, factor = np.repeat(rope_frequencies(config), 2), rope_factor(config)
         cos, sin = (a.swapaxes(-3, -2) * factor for a in _cos_sin(freqs, x_BSD.shape[1], positions_BS))
@@ -246,7 +261,7 @@ class Attention(nnx.Module):
         into = np.eye(N + R, N + 2 * R)
         into[N:, N + R :] = _turn(R)
         x_BSC, projection = self._query_latents(x_BSD)
-        w_CHX = projection.kernel[...].astype(dtype).reshape(-1, H, N + R)
+        w_CHX = projection.kernel[...].astype(dtype)
         q_BHSX = jnp.einsum("bsc,chx->bhsx", x_BSC, w_CHX)
         wide_BHSX = jnp.einsum(
             "bhsx,xy->bhsy", q_BHSX, jnp.asarray(into, dtype), precision=jax.lax.Precision.HIGHEST
@@ -254,7 +269,7 @@ class Attention(nnx.Module):
         q_BHSX = (wide_BHSX.astype(jnp.float32) * turns).astype(dtype)
 
         c_BSC, k_BSR = self.latents(x_BSD, positions_BS)
-        w_CHX = self.kv_b_proj.kernel[...].astype(dtype).reshape(-1, H, N + V)
+        w_CHX = self.kv_b_proj.kernel[...].astype(dtype)
         # Split and joined, never indexed and padded: so are the gradients, which stay as wide as products make them.
         w_CHN, w_CHV = jnp.split(w_CHX, [N], axis=-1)
         # All heads' rotated key comes in as R more latents, each of which is two numbers of every key.
@@ -270,7 +285,7 @@ class Attention(nnx.Module):
         config = self.config
         nope = config.qk_nope_dim
         x_BSC, projection = self._query_latents(x_BSD)
-        q_BSHX = projection(x_BSC).reshape(*x_BSD.shape[:2], config.num_heads, nope + config.qk_rope_dim)
+        q_BSHX = projection(x_BSC)
         return jnp.concatenate([q_BSHX[..., :nope], self._rotate(q_BSHX[..., nope:], positions_BS)], axis=-1)
 
     def latents(self, x_BSD: Array, positions_BS: Array | None) -> tuple[Array, Array]:
@@ -280,7 +295,7 @@ class Attention(nnx.Module):
         k_BSR = self._rotate(k_BSR[:, :, None], positions_BS)[:, :, 0]
         return self.kv_a_layernorm(c_BSC), k_BSR
 
-    def _query_latents(self, x_BSD: Array) -> tuple[Array, nnx.Linear]:
+    def _query_latents(self, x_BSD: Array) -> tuple[Array, ToHeads]:
         """What queries are made of, and what by."""
         if self.config.q_lora_rank:
             x_BSC = checkpoint_name(self.q_a_proj(x_BSD), "latents")

@@ -79,8 +79,7 @@ def cached_attention(
     if not fresh:
         cached_BKL, before_BK = read(cache, layer, rows.tables, cached_B)
         heard.append(_Heard(cached_BKL, before_BK[:, None]))
-    kernel = attention.kv_b_proj.kernel[...].astype(x_BSD.dtype)
-    kernel_CHX = kernel.reshape(config.kv_lora_rank, config.num_heads, -1)
+    kernel_CHX = attention.kv_b_proj.kernel[...].astype(x_BSD.dtype)
     if absorbed is None:
         absorbed = absorbing_is_cheaper(config, x_BSD.shape[1])
     if absorbed:

@@ -32,7 +32,7 @@ class Entry(NamedTuple):
       shape: as published.
       path: of our leaf, key by key.
       at: which of the leaf's leading dims.
-      transposed: ours is the transpose.
+      transposed: ours is the transpose, perhaps with its outputs in several dims.
       rotary: of matrices whose outputs are rotated.
 
     """

@@ -142,21 +142,26 @@ def _filled(leaf: Leaf, sharding: Sharding, reader: Reader, interleaved: bool) -
         if leaf.numbers is not None:
             host[...] = leaf.numbers[slice(*part[0])]
         for index, entry in _within(leaf, part):
-            _read(host[index], entry, part[leaf.num_leading :], reader, interleaved)
+            trailing = leaf.shape[leaf.num_leading :], part[leaf.num_leading :]
+            _read(host[index], entry, *trailing, reader, interleaved)
         arrays += [jax.device_put(host, device) for device in devices]
         jax.block_until_ready(arrays)  # at most this part and the next are on the host
     return jax.make_array_from_single_device_arrays(leaf.shape, sharding, arrays, dtype=leaf.dtype)
 
 
-def _read(out: np.ndarray, entry: Entry, trailing: Part, reader: Reader, interleaved: bool) -> None:
+def _read(
+    out: np.ndarray, entry: Entry, shape: tuple[int, ...], part: Part, reader: Reader, interleaved: bool
+) -> None:
+    """Fill a part of a leaf, of this shape for a tensor, which may have its outputs in several dims."""
     order = None
     if entry.rotary is not None and not interleaved:
         order = rotary_order(entry.rotary, entry.shape[0])
     whole = entry.shape[::-1] if entry.transposed else entry.shape
-    target = out if out.shape == whole else np.empty(whole, np.float32)
-    reader.into(target.T if entry.transposed else target, entry.name, order)
+    target = out if out.shape == shape else np.empty(shape, np.float32)
+    as_published = target.reshape(whole)  # the same memory
+    reader.into(as_published.T if entry.transposed else as_published, entry.name, order)
     if target is not out:
-        out[...] = target[tuple(slice(*bounds) for bounds in trailing)]
+        out[...] = target[tuple(slice(*bounds) for bounds in part)]
 
 
 def _aligned_zeros(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:

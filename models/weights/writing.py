@@ -112,7 +112,10 @@ class _Source:
             ours = np.empty(self.array.shape[lead:], self.array.dtype)
             for part, piece in found:
                 ours[tuple(slice(*bounds) for bounds in part[lead:])] = piece
-        return narrowed(ours.T if self.entry.transposed else ours, self.dtype(wanted))
+        published = self.entry.shape
+        return narrowed(
+            ours.reshape(published[::-1]).T if self.entry.transposed else ours, self.dtype(wanted)
+        )
 
     def _piece(self, device: jax.Device, part: Part) -> np.ndarray:
         shard = next(s.data for s in self.array.addressable_shards if s.device == device)

@@ -101,7 +101,8 @@ def by_name(config, tree):
     found = {}
     for entry in entries(config, lay_out(config, [config.num_layers])):
         leaf = functools.reduce(lambda node, key: node[key], entry.path, tree)[entry.at]
-        found[entry.name] = np.asarray(leaf.T if entry.transposed else leaf), entry.rotary
+        matrix = leaf.reshape(len(leaf), -1).T if entry.transposed else leaf
+        found[entry.name] = np.asarray(matrix), entry.rotary
     return found
 
 

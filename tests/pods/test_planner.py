@@ -335,7 +335,14 @@ def test_files_that_hold_no_plan(tmp_path, text, message):
 
 def test_the_trainer_takes_a_plan(tmp_path):
     file = written(
-        tmp_path, model="v2-lite", pp=8, ep=4, microbatches=24, microbatch_size=8, remat="dots", max_stash=2,
+        tmp_path,
+        model="v2-lite",
+        pp=8,
+        ep=4,
+        microbatches=24,
+        microbatch_size=8,
+        remat="dots",
+        max_stash=2,
         dispatch="capacity",
         capacity_factor=1.0,
     )

@@ -442,7 +442,16 @@ def test_a_pair_on_h100s_is_asynchronous(tmp_path):
     """Its all-to-alls inside their guard, and the sends of its tick across the guard, which is the tick's only one."""
     wide = ["--change", "dim=512", "expert_hidden=512", "num_dense_layers=0"]
     size = ["--model", "tiny", "--layers-per-stage", "1", "--pp", "4", "--ep", "2", "--microbatches", "8"]
-    size += ["--microbatch-size", "4", "--sequence", "512", "--dispatch", "capacity", "--capacity-factor", "1"]
+    size += [
+        "--microbatch-size",
+        "4",
+        "--sequence",
+        "512",
+        "--dispatch",
+        "capacity",
+        "--capacity-factor",
+        "1",
+    ]
     text = tmp_path / "pair.hlo"
     status, found = compiled(
         "overlap", "--target", "h100:1x8", "--at-least", "0", "-o", str(text), *size, *wide

@@ -79,7 +79,13 @@ def test_options_of_the_other_kind_are_refused(answered, capsys, options, messag
 
 
 SMALL = dict(
-    model="tiny", layers_per_stage=2, sequence=128, attention="plain", matmul="ragged", dispatch="capacity", capacity_factor=1.5
+    model="tiny",
+    layers_per_stage=2,
+    sequence=128,
+    attention="plain",
+    matmul="ragged",
+    dispatch="capacity",
+    capacity_factor=1.5,
 )
 
 
