@@ -1,6 +1,7 @@
 """What a step's time goes to: from the program's operations at the peak to the step as it is predicted."""
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping
 
 from dualpipe_jax.inspect import Device
@@ -118,9 +119,14 @@ class _Sums:
     units: Mapping[str, Unit]
     halves: bool
 
+    @functools.cached_property
+    def kinds(self) -> Mapping[int, str]:
+        """Of stages."""
+        return predict.kinds_of(self.units)
+
     def of(self, slot: Slot, field: Field) -> float:
         """Of a slot: what was measured of it; else beside pairs no less than of usual stages, see ``predict.costs``."""
-        own = predict.found(self.units, predict.name_of(slot, self.schedule.placement))
+        own = predict.found(self.units, predict.name_of(slot, self.schedule.placement, self.kinds))
         if own is not None:
             return field(own)
         each = [(self.action(action, field), self._of(action.op, field)) for action in slot]
@@ -131,9 +137,8 @@ class _Sums:
 
     def action(self, action: Action, field: Field) -> float:
         """Of an action alone, by the kind of its stage where that is known."""
-        placement = self.schedule.placement
-        ends = {0: "first", placement.num_model_stages - 1: "last"}
-        return self._of(action.op, field, ends.get(placement.model_stage(action.stage)))
+        kind = predict.kind_at(action.stage, self.schedule.placement, self.kinds)
+        return self._of(action.op, field, kind)
 
     def _of(self, op: Op, field: Field, kind: str | None = None) -> float:
         def one(name: str) -> float | None:

@@ -143,8 +143,10 @@ def compile_and_read(
     report = inspect.overlap(module, rates, statistics=inspect.parse_statistics(log))
     title = f"{plan.model}, {plan.schedule}, {plan.layout} on {target}"
     timeline.write(request.files, compiled.as_text, report, module, target, title)
-    held = ahead.held_arrays(blueprint)
-    found = read(what, module, report, inspect.memory(compiled), held, options=options, seconds=seconds)
+    held, kind_of = ahead.held_arrays(blueprint), blueprint.program.model.kind_of
+    found = read(
+        what, module, report, inspect.memory(compiled), held, kind_of, options=options, seconds=seconds
+    )
     if what == "units" and blueprint.update is not None:
         say(f"compiling the update for {target}")
         found = dataclasses.replace(found, update=price_update(blueprint, options, rates))

@@ -7,7 +7,8 @@ import dataclasses
 import functools
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from dualpipe_jax.inspect import Module, OverlapReport, products
@@ -27,6 +28,8 @@ SCOPE_OF = {
     "W": "backward_weight",
 }
 """The scope by which each unit of the engine is found in a compiled program."""
+USUAL = "middle"
+"""What most stages' kind is called."""
 
 
 def bodies(module: Module, unit: str) -> list[str]:
@@ -65,12 +68,8 @@ def _guarded(module: Module) -> dict[str, tuple[str, list[str]]]:
     return found
 
 
-def measure(report: OverlapReport, module: Module) -> dict[str, Unit]:
-    """The units of a program, of several for different stages the slowest: "F" of most stages, "F/first" of the first.
-
-    "FB/first-last" is a pair of the first one's forward and the last one's backward. Most stages are of kind "middle",
-    where there is one.
-    """
+def measure(report: OverlapReport, module: Module, kind_of: Sequence[str] = ()) -> dict[str, Unit]:
+    """The units of a program, by name; of several for the same kinds of stages the slowest."""
     return by_name(
         {
             unit: {
@@ -78,33 +77,56 @@ def measure(report: OverlapReport, module: Module) -> dict[str, Unit]:
                 for kind, found in by_kind(module, unit).items()
             }
             for unit in SCOPE_OF
-        }
+        },
+        kind_of,
     )
 
 
-def by_name(found: Mapping[str, Mapping[str, Unit]]) -> dict[str, Unit]:
-    """Units by what ``costs`` asks for, from units by kind of stage, "KIND", or for pairs "KIND-KIND"."""
+def by_name(found: Mapping[str, Mapping[str, Unit]], kind_of: Sequence[str] = ()) -> dict[str, Unit]:
+    """Units by what ``costs`` asks for: "F" of most stages, "F/first" of the first.
+
+    "FB/first-last" is a pair of the first one's forward and the last one's backward. Most stages are of the kind that
+    most between the ends are of, and are called "middle"; if none was found of that, the slowest stands for them.
+
+    Args:
+      found: by kind of stage, "KIND", or for pairs "KIND-KIND".
+      kind_of: the kind of each stage of the model; where nobody knows, stages go by their place.
+    """
+    between = Counter([USUAL] if USUAL in kind_of else kind_of[1:-1])
+    usual = max(between, key=between.__getitem__, default=USUAL)
     measured: dict[str, Unit] = {}
     for unit, kinds in found.items():
-        usual = {kind: u for kind, u in kinds.items() if set(kind.split("-")) == {"middle"}} or kinds
-        if usual:
-            measured[unit] = max(usual.values(), key=lambda u: u.cycles)
-        measured |= {f"{unit}/{kind}": u for kind, u in kinds.items() if _at_an_end(kind)}
+        own = {
+            "-".join(USUAL if part == usual else part for part in kind.split("-")): dataclasses.replace(
+                u, stages=tuple(stage for stage, its in enumerate(kind_of) if its == kind)
+            )
+            for kind, u in kinds.items()
+        }
+        most = [u for kind, u in own.items() if set(kind.split("-")) == {USUAL}]
+        if most:
+            measured[unit] = most[0]
+        elif own:
+            measured[unit] = dataclasses.replace(max(own.values(), key=lambda u: u.cycles), stages=())
+        measured |= {f"{unit}/{kind}": u for kind, u in own.items() if set(kind.split("-")) != {USUAL}}
     return measured
 
 
-def _at_an_end(kind: str) -> bool:
-    """Whether a kind, or one of a pair's two, is the first stage's or the last one's, and the other one is known."""
-    kinds = set(kind.split("-"))
-    return kinds <= {"first", "middle", "last"} and kinds != {"middle"}
+def kinds_of(units: Mapping[str, Unit]) -> dict[int, str]:
+    """The kind of each stage that units say they work on, as ``by_name`` calls it."""
+    return {stage: name.partition("/")[2] or USUAL for name, unit in units.items() for stage in unit.stages}
 
 
-def name_of(slot: Slot, placement: Placement) -> str:
+def kind_at(stage: int, placement: Placement, kinds: Mapping[int, str]) -> str:
+    """Of a stage of a pipe: as ``kinds`` has it, else by its place."""
+    at, last = placement.model_stage(stage), placement.num_model_stages - 1
+    return kinds.get(at) or {0: "first", last: "last"}.get(at, USUAL)
+
+
+def name_of(slot: Slot, placement: Placement, kinds: Mapping[int, str]) -> str:
     """What ``by_name`` calls the unit that runs a slot: "F/last", "FB/first-last", "FB" in the midst."""
-    ends = {0: "first", placement.num_model_stages - 1: "last"}
-    kinds = "-".join(ends.get(placement.model_stage(action.stage), "middle") for action in slot)
+    of = [kind_at(action.stage, placement, kinds) for action in slot]
     unit = "FB" if len(slot) == 2 else slot[0].op.name
-    return f"{unit}/{kinds}" if _at_an_end(kinds) else unit
+    return unit if set(of) == {USUAL} else f"{unit}/{'-'.join(of)}"
 
 
 def unit_of(report: OverlapReport, module: Module, computation: str) -> Unit:
@@ -160,17 +182,18 @@ def costs(units: Mapping[str, Unit], send: float, *, split: bool = True) -> Cost
     whole = "B" in cycles and not (split and halves)
     backward = (cycles["B"] * 2 / 3, cycles["B"] / 3) if whole else (cycles["I"], cycles["W"])
     extra = {}
-    for stage, kind in ((0, "first"), (-1, "last")):
+    between = {stage: kind for stage, kind in kinds_of(units).items() if kind not in ("first", "last")}
+    for stage, kind in ({0: "first", -1: "last"} | between).items():
         if f"F/{kind}" in cycles:
             more = _more(cycles, kind, whole, backward)
             # In a pair differences do not add up: alone, much of F and B is an exchange that the pair hides. So where
-            # there are pairs an end that takes less counts as a usual stage, which is an upper bound.
+            # there are pairs a stage that takes less counts as a usual one, which is an upper bound.
             extra[stage] = tuple(max(0.0, cost) for cost in more) if "FB" in cycles else more
     return CostModel(cycles["F"], *backward, FB=cycles.get("FB"), send=send, extra=extra)  # type: ignore[arg-type]
 
 
 def found(units: Mapping[str, T], name: str) -> T | None:
-    """A unit by ``name_of``; one for all stages where the ends have none of their own."""
+    """A unit by ``name_of``; one for all stages where none has one of its own."""
     unit = name.partition("/")[0]
     alike = not any(other.startswith(f"{unit}/") for other in units)
     return units.get(unit if alike else name)
@@ -185,20 +208,23 @@ class Measured(CostModel):
 
     Attributes:
       cycles: by ``name_of``.
+      kinds: of stages, see ``kinds_of``.
     """
 
     cycles: Mapping[str, float] = dataclasses.field(default_factory=dict, hash=False)
+    kinds: Mapping[int, str] = dataclasses.field(default_factory=dict, hash=False)
 
     def of(self, slot: Slot, placement: Placement) -> float:
         """Duration of a slot."""
-        own = found(self.cycles, name_of(slot, placement))
+        own = found(self.cycles, name_of(slot, placement, self.kinds))
         return super().of(slot, placement) if own is None else own
 
 
 def measured(units: Mapping[str, Unit], send: float, *, split: bool = True) -> Measured:
     """``costs`` of the same, and what they have no place for."""
     usual = _fields(costs(units, send, split=split))
-    return Measured(**usual, cycles={name: unit.cycles for name, unit in units.items()})
+    cycles = {name: unit.cycles for name, unit in units.items()}
+    return Measured(**usual, cycles=cycles, kinds=kinds_of(units))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -274,7 +300,8 @@ def rank_costs(costs: CostModel, schedule: Schedule) -> CostModel:
     """Costs of a whole rank's share of the model, which ``choose`` wants, from those of a schedule's stage."""
     parts = stages_a_share(schedule.placement)
     more = {name: parts * getattr(costs, name) for name in ("F", "I", "W", "FB")}
-    return _Share(**(_fields(costs) | more), stage=costs, parts=parts)
+    ends = {stage: extra for stage, extra in costs.extra.items() if stage in (0, -1)}  # as deep as any are
+    return _Share(**(_fields(costs) | more | {"extra": ends}), stage=costs, parts=parts)
 
 
 @dataclasses.dataclass(frozen=True)

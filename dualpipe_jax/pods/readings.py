@@ -19,17 +19,19 @@ def read(
     report: inspect.OverlapReport,
     memory: inspect.Memory | None,
     held: Collection[str] = (),
+    kind_of: Sequence[str] = (),
     **more: Mapping[str, Any],
 ) -> Compiled:
     """Overlap, units, sends, copies and memory of a compiled program.
 
-    ``held`` names the arrays that no loop should copy; see ``ahead.array_name``. ``more`` are further fields.
+    ``held`` names the arrays that no loop should copy; see ``ahead.array_name``. ``kind_of`` is the kind of each stage
+    of the model, where it is known. ``more`` are further fields.
     """
     pairs = predict.bodies(module, "FB")
     exchange = [c for c in report.select("collective-permute") if c.computation == predict.walk(module)]
     inside = [c for c in report.select("all-to-all") if not pairs or c.computation in pairs]
     beside = predict.overheads(report, module)
-    sends, units = shares(exchange), predict.measure(report, module)
+    sends, units = shares(exchange), predict.measure(report, module, kind_of)
     return Compiled(
         what,
         all_to_all=shares(inside),

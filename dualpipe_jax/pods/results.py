@@ -91,6 +91,7 @@ class Unit:
       unpriced: instructions that nobody prices, which make cycles a lower bound.
       flops: multiplications and additions of its matrix products; None where nobody counted.
       matmuls: cycles of the instructions that hold these.
+      stages: all stages of the model that it works on; empty for a pair, whose two kinds tell, and where nobody knows.
       over_limit: cycles over the larger of computation and communication: 1 is as good as can be.
       over_sum: cycles over computation and communication one after the other: 1 is nothing hidden.
     """
@@ -102,6 +103,7 @@ class Unit:
     unpriced: int
     flops: float | None = None
     matmuls: float = 0.0
+    stages: tuple[int, ...] = ()
     over_limit: float | None = dataclasses.field(init=False)
     over_sum: float | None = dataclasses.field(init=False)
 

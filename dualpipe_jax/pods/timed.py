@@ -118,7 +118,7 @@ def read(
     return Compiled(
         "timed",
         seconds=seconds,
-        units=predict.by_name(units),
+        units=predict.by_name(units, model.kind_of),
         overheads=Overheads(tick / cores * CLOCK, beside / cores * CLOCK),
         update=_unit(statistics.median(update) / cores * CLOCK) if update else None,
         cores=cores,

@@ -10,7 +10,8 @@ from dualpipe_jax.pods import Program, optimized_by
 RATE = 0.1
 
 
-def blocks(setting, dim=4, hidden=8, learns=1):
+def blocks(setting, dim=4, hidden=8, learns=1, deep=0):
+    """``deep``: how many stages behind the first are of a kind of their own, which runs its block twice."""
     stages, plan = setting.schedule.placement.num_model_stages, setting.plan
 
     def run(own, x):
@@ -22,17 +23,23 @@ def blocks(setting, dim=4, hidden=8, learns=1):
     def middle(own, shared, x, at):
         return Out(run(own, x))
 
+    def twice(own, shared, x, at):
+        return Out(run(own, run(own, x)))
+
     def last(own, shared, x, at):
         return Out(losses={"square": jnp.mean((run(own, x) - at.batch["y"]) ** 2)})
 
     def shape(*dims):
         return jax.ShapeDtypeStruct(dims, jnp.float32)
 
+    kinds = {"first": first, "middle": middle, "last": last}
+    between = ["middle"] * (stages - 2)
+    if deep:
+        kinds = {"first": first, "middle_2": twice, "middle_1": middle, "last": last}
+        between = ["middle_2"] * deep + ["middle_1"] * (stages - 2 - deep)
     tokens = shape(plan.num_microbatches, plan.batch, dim)
     return Program(
-        StagedModel(
-            {"first": first, "middle": middle, "last": last}, ("first", *["middle"] * (stages - 2), "last")
-        ),
+        StagedModel(kinds, ("first", *between, "last")),
         {
             "stages": {"up": shape(stages, dim, hidden), "down": shape(stages, hidden, dim)},
             "shared": {"bias": shape(dim)},

@@ -230,3 +230,35 @@ def test_a_step_of_units_by_kind_costs_what_each_took():
     busy = [sum(costs.of(slot, schedule.placement) for slot in order) for order in schedule.orders]
     cycles, ideal = predict.step_cycles(schedule, costs)
     assert max(busy) <= ideal <= cycles
+
+
+def test_stages_between_the_ends_cost_by_kind_what_each_took():
+    """DualPipeV on 4 ranks, whose second stage of eight is deeper than most; a pair of it, as B, was never met."""
+    kind_of = ("first", "deep", *["shallow"] * 5, "last")
+    prices = {  # by op and kinds
+        "F": {"first": 3, "deep": 9, "shallow": 4, "last": 5},
+        "B": {"shallow": 9, "deep": 18, "last": 10},
+        "I": {"first": 4, "deep": 11, "shallow": 5, "last": 6},
+        "W": {"first": 5, "deep": 12, "shallow": 6, "last": 7},
+        "FB": {"first-last": 13, "last-first": 12, "deep-shallow": 21, "shallow-shallow": 14},
+    }
+    named = predict.by_name(
+        {op: {kind: unit(float(c)) for kind, c in kinds.items()} for op, kinds in prices.items()}, kind_of
+    )
+    assert (named["F"].cycles, named["F/deep"].cycles, named["FB/deep-middle"].cycles) == (4, 9, 21)
+    assert predict.kinds_of(named)[1] == "deep" and named["F"].stages == (2, 3, 4, 5, 6)
+    costs, schedule = predict.measured(named, 0.0), dualpipe_v(4, 12)
+    # A usual pair, and what a deep backward takes more; and no less than the halves of a usual backward.
+    missing = {("FB", "shallow-deep"): 14 + (11 - 5) + (12 - 6), ("B", "first"): 5 + 6}
+    seen = set()
+    for order in schedule.orders:
+        for slot in order:
+            op = "FB" if len(slot) == 2 else slot[0].op.name
+            kinds = "-".join(kind_of[action.stage] for action in slot)
+            seen.add((op, kinds))
+            expected = prices[op].get(kinds) or missing[op, kinds]
+            assert costs.of(slot, schedule.placement) == expected, (op, kinds)
+    assert seen >= {("FB", "shallow-deep"), ("FB", "deep-shallow"), ("F", "deep"), ("W", "deep")}
+    assert set(predict.rank_costs(costs, schedule).extra) <= {0, -1}, "no other schedule has that stage"
+    whole = predict.by_name({"F": {"block": unit(2.0)}, "B": {"block": unit(4.0)}}, ("block",) * 4)
+    assert whole.keys() == {"F", "B"} and whole["F"].stages == (0, 1, 2, 3)

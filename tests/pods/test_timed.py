@@ -12,10 +12,12 @@ from dualpipe_jax.__main__ import main
 from dualpipe_jax.command import child
 from dualpipe_jax.inspect import Target
 from dualpipe_jax.inspect import target as targets
-from dualpipe_jax.pods import Plan, timed
+from dualpipe_jax.pods import Plan, step_time, timed
 from dualpipe_jax.pods.cache import Cache
 from dualpipe_jax.pods.dryrun import answer, draw
+from dualpipe_jax.pods.plain import filled, plain
 from dualpipe_jax.pods.request import Request
+from dualpipe_jax.pods.results import Compiled
 from dualpipe_jax.pods.timed import FEWER, IDLE, UPDATE, Spent
 from dualpipe_jax.schedule import CostModel, lower, one_f_one_b
 
@@ -61,6 +63,38 @@ def test_two_cores_run_two_ranks_of_one_device_at_once(monkeypatch):
     read = timed.read(table, drawn, [found], {})
     assert read.at_once == 2 and read.update is None
     assert read.units["F"].cycles == 1e9, "of one rank, which one core works for"
+
+
+def test_each_stage_of_a_v_is_priced_by_its_own_depth(monkeypatch):
+    """Two cores at work for one rank of two devices: a step takes what all stages take for all microbatches."""
+    monkeypatch.setattr(timed, "num_cores", lambda: 2)
+    plan = dataclasses.replace(PLAN, pp=4, schedule="zb_v", change=("deep=2",))
+    drawn = draw(plan, Target.parse("cpu:8"), jax.devices())
+    table = drawn.pipeline.table(drawn.params, drawn.batch)
+    seconds = {  # of F, I and W; stages behind the first run two layers, the others one
+        "first": (2.0, 1.0, 2.0),
+        "middle_2": (6.0, 7.0, 8.0),
+        "middle_1": (3.0, 4.0, 4.0),
+        "last": (5.0, 6.0, 5.0),
+    }
+    names = ["first", "middle_2", "middle_2", "middle_1", "middle_1", "middle_1", "middle_1", "last"]
+    found = {IDLE: Spent(0.0, 10), FEWER: Spent(0.0, 4)}
+    for number, unit in enumerate(table.units):
+        (stand,) = (stand for stand in unit[1:] if stand is not None)
+        each = seconds[names[table.keeps.kind_of.index(stand.kind)]]["FIW".index(unit.op)]
+        ranks = {rank for rank in range(4) if (table.column("unit")[:, rank] == number).any()}
+        found[number] = Spent(6 * each * len(ranks), 6)
+    read = timed.read(table, drawn, [found], {})
+    assert read.units["F"].cycles == pytest.approx(3.0 / 2 * 1e9), "of most stages, not of the deepest"
+    assert read.units["F/middle_2"].cycles == pytest.approx(6.0 / 2 * 1e9)
+    assert (read.units["F"].stages, read.units["F/middle_2"].stages) == ((3, 4, 5, 6), (1, 2))
+    device = dataclasses.replace(Target.parse("cpu:8").device, flops=1e9)
+    step = step_time.predict_step(read, drawn, plan, device)
+    whole = 4 * sum(sum(seconds[name]) for name in names) / 2  # four microbatches, two cores
+    assert step.seconds == pytest.approx(whole)
+    assert sum(part.seconds for part in step.account) == pytest.approx(whole)
+    again = filled(Compiled, json.loads(json.dumps(plain(read))))
+    assert again == read, "a child process answers in JSON"
 
 
 def test_the_table_of_a_pipeline_is_the_one_that_its_schedule_lowers_to():
