@@ -79,7 +79,8 @@ def linear(config: Config, dim_in: int, dim_out: int, rngs: nnx.Rngs, use_bias: 
 class ToHeads(nnx.LinearGeneral):
     """A linear layer to all heads, [..., dim_in] to [..., H, head]: kernel float32 [dim_in, H, head], no bias.
 
-    Gradients come by heads. In a kernel of two dims their sum would be turned over, there and back, at every backward.
+    Gradients come by heads. In a kernel of two dims a TPU turns their sum over, there and back, at every backward;
+    but heads that do not fill its lanes (queries of 192) are better off with two.
     """
 
     def __init__(self, config: Config, dim_in: int, head: int, rngs: nnx.Rngs):
@@ -182,7 +183,7 @@ class Attention(nnx.Module):
 
     Queries pass through a low-rank bottleneck (none if ``q_lora_rank`` is 0), keys and values share another;
     position enters only through ``qk_rope_dim`` numbers per head, whose key all heads share. Parameter names
-    follow the published checkpoints; kernels are [in, out], the transpose of theirs, or [in, H, out] to heads.
+    follow the published checkpoints; kernels are [in, out], the transpose of theirs, or [in, H, out] for ``kv_b_proj``.
     """
 
     def __init__(self, config: Config, rngs: nnx.Rngs, attend: Attend | None = None):
@@ -193,9 +194,9 @@ class Attention(nnx.Module):
         if config.q_lora_rank:
             self.q_a_proj = linear(config, config.dim, config.q_lora_rank, rngs, bias)
             self.q_a_layernorm = RMSNorm(config.q_lora_rank, LATENT_EPS)
-            self.q_b_proj = ToHeads(config, config.q_lora_rank, head, rngs)
+            self.q_b_proj = linear(config, config.q_lora_rank, heads * head, rngs)
         else:
-            self.q_proj = ToHeads(config, config.dim, head, rngs)
+            self.q_proj = linear(config, config.dim, heads * head, rngs)
         self.kv_a_proj_with_mqa = linear(
             config, config.dim, config.kv_lora_rank + config.qk_rope_dim, rngs, bias
         )
@@ -261,7 +262,7 @@ class Attention(nnx.Module):
         into = np.eye(N + R, N + 2 * R)
         into[N:, N + R :] = _turn(R)
         x_BSC, projection = self._query_latents(x_BSD)
-        w_CHX = projection.kernel[...].astype(dtype)
+        w_CHX = projection.kernel[...].astype(dtype).reshape(-1, H, N + R)
         q_BHSX = jnp.einsum("bsc,chx->bhsx", x_BSC, w_CHX)
         wide_BHSX = jnp.einsum(
             "bhsx,xy->bhsy", q_BHSX, jnp.asarray(into, dtype), precision=jax.lax.Precision.HIGHEST
@@ -285,7 +286,7 @@ class Attention(nnx.Module):
         config = self.config
         nope = config.qk_nope_dim
         x_BSC, projection = self._query_latents(x_BSD)
-        q_BSHX = projection(x_BSC)
+        q_BSHX = projection(x_BSC).reshape(*x_BSD.shape[:2], config.num_heads, nope + config.qk_rope_dim)
         return jnp.concatenate([q_BSHX[..., :nope], self._rotate(q_BSHX[..., nope:], positions_BS)], axis=-1)
 
     def latents(self, x_BSD: Array, positions_BS: Array | None) -> tuple[Array, Array]:
@@ -295,7 +296,7 @@ class Attention(nnx.Module):
         k_BSR = self._rotate(k_BSR[:, :, None], positions_BS)[:, :, 0]
         return self.kv_a_layernorm(c_BSC), k_BSR
 
-    def _query_latents(self, x_BSD: Array) -> tuple[Array, ToHeads]:
+    def _query_latents(self, x_BSD: Array) -> tuple[Array, nnx.Linear]:
         """What queries are made of, and what by."""
         if self.config.q_lora_rank:
             x_BSC = checkpoint_name(self.q_a_proj(x_BSD), "latents")

@@ -20,20 +20,17 @@ def rotate(x, theta):
     return jnp.stack([turned.real, turned.imag], -1).reshape(x.shape)
 
 
-def _matrix(p):
-    """Of a layer to heads, which keeps its outputs in two dims."""
-    return p["kernel"].reshape(len(p["kernel"]), -1)
-
-
 def attention(x, p, config, segments):
     B, S, _ = x.shape
     H, N, R, V = config.num_heads, config.qk_nope_dim, config.qk_rope_dim, config.v_head_dim
-    q = x @ _matrix(p["q_proj"]) if not config.q_lora_rank else None
+    q = x @ p["q_proj"]["kernel"] if not config.q_lora_rank else None
     if q is None:
-        q = norm(x @ p["q_a_proj"]["kernel"], p["q_a_layernorm"]) @ _matrix(p["q_b_proj"])
+        q = norm(x @ p["q_a_proj"]["kernel"], p["q_a_layernorm"]) @ p["q_b_proj"]["kernel"]
     q = q.reshape(B, S, H, N + R)
     c = x @ p["kv_a_proj_with_mqa"]["kernel"]
-    kv = norm(c[..., : config.kv_lora_rank], p["kv_a_layernorm"]) @ _matrix(p["kv_b_proj"])
+    kv = norm(c[..., : config.kv_lora_rank], p["kv_a_layernorm"]) @ p["kv_b_proj"]["kernel"].reshape(
+        config.kv_lora_rank, -1
+    )
     kv = kv.reshape(B, S, H, N + V)
     k_turned = rotate(c[..., None, config.kv_lora_rank :], config.rope_theta)[:, :, 0]
     scores = jnp.einsum("bqhn,bkhn->bhqk", q[..., :N], kv[..., :N])

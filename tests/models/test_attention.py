@@ -119,22 +119,21 @@ def attention_by_loops(p, x_BSD, config, positions_BS=None):
     def norm(x, weight):
         return x / np.sqrt((x**2).mean(-1, keepdims=True) + 1e-6) * weight
 
-    def matrix(to_heads):
-        return to_heads["kernel"].reshape(len(to_heads["kernel"]), -1)
-
     out = np.zeros_like(x_BSD)
     for b, x in enumerate(x_BSD):
         positions = np.arange(len(x)) if positions_BS is None else positions_BS[b]
         if config.q_lora_rank:
-            q = norm(x @ p["q_a_proj"]["kernel"], p["q_a_layernorm"]["weight"]) @ matrix(p["q_b_proj"])
+            q = norm(x @ p["q_a_proj"]["kernel"], p["q_a_layernorm"]["weight"]) @ p["q_b_proj"]["kernel"]
         else:
-            q = x @ matrix(p["q_proj"])
+            q = x @ p["q_proj"]["kernel"]
         q = q.reshape(len(x), heads, nope + rot)
         q_rot = factor * rotate_by_complex_numbers(q[..., nope:].copy(), freqs, positions)
         both = x @ p["kv_a_proj_with_mqa"]["kernel"]
         k_rot = rotate_by_complex_numbers(both[:, None, config.kv_lora_rank :].copy(), freqs, positions)[:, 0]
         k_rot = factor * k_rot
-        kv = norm(both[:, : config.kv_lora_rank], p["kv_a_layernorm"]["weight"]) @ matrix(p["kv_b_proj"])
+        kv = norm(both[:, : config.kv_lora_rank], p["kv_a_layernorm"]["weight"]) @ p["kv_b_proj"][
+            "kernel"
+        ].reshape(config.kv_lora_rank, -1)
         kv = kv.reshape(len(x), heads, nope + val)
         for s in range(len(x)):
             heard = []
