@@ -103,6 +103,7 @@ def test_the_sends_of_ticks_may_run_beside_other_collectives():
     assert len(permutes) > len(beside)
 
 
+@pytest.mark.thin(4)
 @SCHEDULES
 def test_no_stage_computation_outside_its_guard(make):
     _, program = compiled(make)

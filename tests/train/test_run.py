@@ -23,16 +23,22 @@ SHORT = (
 )
 
 
-def around(folder, flags):
-    """Of the environment what a run needs."""
-    return {"PATH": "/usr/bin:/bin", "HOME": str(folder), "PYTHONPATH": str(ROOT), "XLA_FLAGS": flags}
+def around(folder):
+    """Of the environment what a run needs; all of them compile alike, quickly, and one program once."""
+    return {
+        "PATH": "/usr/bin:/bin",
+        "HOME": str(folder),
+        "PYTHONPATH": str(ROOT),
+        "XLA_FLAGS": QUICK,
+        "JAX_COMPILATION_CACHE_DIR": str(folder / "compiled"),
+    }
 
 
-def train(folder, *arguments, flags=""):
+def train(folder, *arguments):
     return subprocess.run(
         [sys.executable, "-P", "-m", "train", *arguments],
         cwd=folder,
-        env=around(folder, flags),
+        env=around(folder),
         capture_output=True,
         text=True,
         timeout=600,
@@ -150,21 +156,18 @@ def num_steps(folder):
 
 @pytest.mark.slow
 def test_a_run_that_was_stopped_goes_on_bit_for_bit(finished):
-    """Killed after its first steps, wherever that is; then told to stop; then to its end.
-
-    All of them compiled alike, and quickly.
-    """
+    """Killed after its first steps, wherever that is; then told to stop; then to its end."""
     folder, _ = finished
     base = (*SHORT[:-2], "--data", "train/text.txt", "--steps", "40")
     options = (*base, "--name", "stopped", "--checkpoint-every", "1")
-    alone = train(folder, *base, "--name", "alone", "--checkpoint-minutes", "60", flags=QUICK)
+    alone = train(folder, *base, "--name", "alone", "--checkpoint-minutes", "60")
     assert alone.returncode == 0, alone.stderr
     expected = compared(folder, "alone")
     for number in (signal.SIGKILL, signal.SIGTERM):
         process = subprocess.Popen(
             [sys.executable, "-P", "-m", "train", *options, "--resume"],
             cwd=folder,
-            env=around(folder, QUICK),
+            env=around(folder),
             stderr=subprocess.PIPE,
             text=True,
         )
@@ -177,7 +180,7 @@ def test_a_run_that_was_stopped_goes_on_bit_for_bit(finished):
         found = compared(folder, "stopped") if number == signal.SIGTERM else {}
         assert found.items() <= expected.items()
     assert "SIGTERM: saved at step" in said
-    ended = train(folder, *options, "--resume", flags=QUICK)
+    ended = train(folder, *options, "--resume")
     assert ended.returncode == 0 and "resuming from step" in ended.stdout
     assert compared(folder, "stopped") == expected
 
