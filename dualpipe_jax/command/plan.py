@@ -17,7 +17,7 @@ from dualpipe_jax.pods.cache import Cache, default_folder
 from dualpipe_jax.pods.plain import plain
 from dualpipe_jax.pods.plan import Plan as Chosen
 from dualpipe_jax.pods.plan import Shard
-from dualpipe_jax.pods.planner import Case, Choice, Wanted
+from dualpipe_jax.pods.planner import Case, Choice, Prices, Wanted
 from dualpipe_jax.pods.request import Request
 from dualpipe_jax.pods.results import Answer
 from dualpipe_jax.present.numbers import gib, percent
@@ -73,8 +73,9 @@ class Plan:
     max_stash: tuple[int, ...] = tuple(most for most in planner.STASHES if most is not None)
     """Limits to choose from of the microbatches of a rank that may wait for their weights' gradients, besides none."""
     shard: tuple[Shard, ...] = planner.SHARDS
-    """What is shared out over devices that would each hold the same (ZeRO), to choose from: the least that fits. All
-    plans of a case are priced by the least that any needs; given alone, parameters are priced as they are."""
+    """What is shared out over devices that would each hold the same (ZeRO), to choose from. Units are compiled with the
+    least that any plan of a case needs, and again with more only where a plan that needs it, such as for more stashes,
+    could be shorter; each is priced as it is compiled. Given alone, that is compiled."""
     best: int = 10
     """How many plans to print."""
     cache: Annotated[Path | None, arg(metavar="DIR", help_behavior_hint="")] = None
@@ -177,25 +178,32 @@ class Search:
     def explore(self, wanted: Wanted) -> None:
         """Count, compile and price all that is wanted; ``choices`` grow meanwhile."""
         cases, self.choices = planner.cases(wanted, planner.num_devices(self.target))
+        shards = sorted(wanted.shards, key=planner.SHARDS.index)
         for number, case in enumerate(cases, start=1):
             self.left = len(cases) - number + 1
-            self.choices += self.choices_of(case, wanted.shards, f"case {number} of {len(cases)}")
+            self.consider(case, shards, f"case {number} of {len(cases)}")
         self.left = 0
 
-    def choices_of(self, case: Case, shards: Sequence[Shard], title: str) -> list[Choice]:
-        """All plans of a case."""
+    def consider(self, case: Case, shards: Sequence[Shard], title: str) -> None:
+        """All plans of a case; ``shards`` from the least on."""
+        done: list[Choice] = []
+        plans: Sequence[Chosen] = case.plans
         try:
             counts = {shard: self.ask(planner.shared(case.plan, shard), "nothing", title) for shard in shards}
-            fit, refused = planner.counted(case, counts)
-            if not fit:
-                return refused
-            compiled = planner.shared(case.plan, planner.least_shared(fit))
-            return refused + planner.priced(fit, self.ask(compiled, "units", title), counts)
-        except Died as death:
-            why = str(death).splitlines()[0]
-        except CommandError as error:
-            why = str(error)
-        return [Choice(plan, refused=why) for plan in case.plans]
+            fit, done = planner.counted(case, counts)
+            prices = None
+            for shard, count in counts.items():
+                plans = [plan for plan in fit if plan.shard == shard]
+                if not planner.worth(plans, done, prices):
+                    continue
+                new = Prices(self.ask(planner.shared(case.plan, shard), "units", title))
+                done += new.choices(plans, count)
+                prices = new if new.known else prices
+        except (Died, CommandError) as error:
+            why = str(error).splitlines()[0] if isinstance(error, Died) else str(error)
+            done += [Choice(plan, refused=why) for plan in plans]
+        finally:
+            self.choices += done
 
     def ask(self, plan: Chosen, compile: str, title: str) -> Answer:
         """What a dry run finds, or found."""
