@@ -24,7 +24,7 @@ from dualpipe_jax.command.overlap import (
 from dualpipe_jax.pods.plain import plain
 from dualpipe_jax.pods.plan import Plan
 from dualpipe_jax.pods.results import Answer, Machine, Memory, ScheduleTime, Step, Way
-from dualpipe_jax.present.numbers import format_cycles, gib, percent
+from dualpipe_jax.present.numbers import format_cycles, gib, in_runs, percent
 from dualpipe_jax.present.table import Table
 
 _ASSUMED = {
@@ -108,7 +108,9 @@ def _report(found: Answer, rates: Path | None) -> list[str | Table]:
     parts: list[str | Table] = [
         f"{name_of(found)}, {plan.num_microbatches} microbatches of {plan.batch} x {plan.sequence} tokens",
         f"parameters: {parameters.total / 1e9:.2f} G, {parameters.active / 1e9:.2f} G active, "
-        f"{parameters.device / 1e9:.3f} G a device\n",
+        f"{parameters.device / 1e9:.3f} G a device",
+        *([f"layers of stages: {in_runs(found.stage_layers)}"] if found.stage_layers else []),
+        "",
         _memory_table(memory, memory.limit),
         f"\n{'fits' if memory.fits else 'DOES NOT FIT'}: {gib(memory.needed)} of {gib(memory.limit)} GiB "
         f"a device, {percent(memory.needed / memory.limit)}",

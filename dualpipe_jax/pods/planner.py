@@ -4,6 +4,7 @@ Units are compiled for each *case*: everything that decides what a stage's funct
 alike, numbers of microbatches and limits of stashes are told apart by simulation alone. What is shared out changes
 units little, but the update and what stands beside the ticks, such as gathers of parameters: so a case is compiled with
 the least that any of its plans needs, and again with more where that could make a step shorter; see ``worth``.
+Layers stand where the program puts them, and then where the costs of its stages would have them; see ``moved``.
 """
 
 import dataclasses
@@ -16,6 +17,7 @@ from typing import Literal
 
 from dualpipe_jax.inspect.target import Target
 from dualpipe_jax.pods import predict
+from dualpipe_jax.pods.layers import moved_layers
 from dualpipe_jax.pods.plan import Plan, Shard
 from dualpipe_jax.pods.results import Answer, Overheads
 from dualpipe_jax.schedule import CostModel, MemoryModel, Schedule, limit_stash, simulate
@@ -40,6 +42,7 @@ class Wanted:
       dp: numbers of replicas.
       per_device: sequences of a microbatch that a device has.
       schedules, remats, dispatches, stashes, shards: to choose from.
+      moves: how many cases with layers moved between stages may be compiled besides; see ``moved``.
     """
 
     base: Plan
@@ -52,6 +55,7 @@ class Wanted:
     dispatches: tuple[Literal["capacity", "dropless"], ...] = ("capacity",)
     stashes: tuple[int | None, ...] = STASHES
     shards: tuple[Shard, ...] = SHARDS
+    moves: int = 0
     most_ranks: int = 32
 
 
@@ -190,11 +194,14 @@ class Prices:
     """What was compiled of a case, as prices of all of its plans that share out as much.
 
     Args:
+      case: the plans.
+      shard: what is shared out.
       found: the answer; whose units were compiled, or not, see ``known``.
     """
 
-    def __init__(self, found: Answer):
+    def __init__(self, case: Case, shard: Shard, found: Answer):
         assert found.compiled is not None and found.target is not None and found.memory is not None
+        self.case, self.shard, self.layers = case, shard, found.stage_layers
         self.compiled, self.step, self.target = found.compiled, found.step, found.target
         self.beside = self.compiled.overheads or Overheads(0.0, 0.0)
         self.beyond = max(0, found.memory.beyond or 0)
@@ -243,6 +250,41 @@ class Prices:
             seconds = self.ticks(plan) + rest
             found.append(Choice(plan, least / seconds, seconds, needed, refused))
         return found
+
+
+GAIN = 0.99
+"""Steps that are estimated to take more of the best one are not worth a compilation."""
+
+
+def moved(compiled: Sequence[Prices], choices: Iterable[Choice], tried: Iterable[Case]) -> Case | None:
+    """The case that promises most, by what its stages' units took, if its layers are moved between them.
+
+    Estimated is the best plan of each case, with the busiest rank as ``moved_layers`` makes it. None where none is
+    shorter than the best of all, or programs do not tell their layers, or have no kinds "first" and "last".
+
+    Args:
+      compiled: whose prices are known.
+      choices: all so far.
+      tried: cases that were considered.
+    """
+    able = {c.plan: c.seconds for c in choices if not c.refused and c.seconds is not None}
+    shortest, known, promised = min(able.values(), default=0.0), set(tried), []
+    for prices in compiled:
+        known.add(_with_layers(prices.case, prices.layers))
+        mine = [plan for own in prices.case.plans if (plan := shared(own, prices.shard)) in able]
+        if not mine or not prices.layers or not {"F/first", "F/last"} <= prices.compiled.units.keys():
+            continue
+        best = min(mine, key=able.__getitem__)
+        schedule, at_once = schedule_of(best), prices.compiled.at_once
+        layers, ratio = moved_layers(prices.layers, schedule, prices.costs(schedule), at_once)
+        promised.append((able[best] * ratio, _with_layers(prices.case, layers)))
+    worthy = [(s, case) for s, case in promised if s < GAIN * shortest and case not in known]
+    return min(worthy, key=lambda found: found[0])[1] if worthy else None
+
+
+def _with_layers(case: Case, layers: tuple[int, ...]) -> Case:
+    plan, *plans = (dataclasses.replace(plan, stage_layers=layers) for plan in (case.plan, *case.plans))
+    return Case(plan, tuple(plans))
 
 
 def worth(plans: Sequence[Plan], done: Iterable[Choice], prices: Prices | None) -> bool:

@@ -69,7 +69,7 @@ def measure(report: OverlapReport, module: Module) -> dict[str, Unit]:
     """The units of a program, of several for different stages the slowest: "F" of most stages, "F/first" of the first.
 
     "FB/first-last" is a pair of the first one's forward and the last one's backward. Most stages are of kind "middle",
-    where there is one.
+    where there is one, else all but the ends.
     """
     return by_name(
         {
@@ -86,11 +86,17 @@ def by_name(found: Mapping[str, Mapping[str, Unit]]) -> dict[str, Unit]:
     """Units by what ``costs`` asks for, from units by kind of stage, "KIND", or for pairs "KIND-KIND"."""
     measured: dict[str, Unit] = {}
     for unit, kinds in found.items():
-        usual = {kind: u for kind, u in kinds.items() if set(kind.split("-")) == {"middle"}} or kinds
+        between = {kind: u for kind, u in kinds.items() if not _ENDS & set(kind.split("-"))}
+        usual = (
+            {kind: u for kind, u in between.items() if set(kind.split("-")) == {"middle"}} or between or kinds
+        )
         if usual:
             measured[unit] = max(usual.values(), key=lambda u: u.cycles)
         measured |= {f"{unit}/{kind}": u for kind, u in kinds.items() if _at_an_end(kind)}
     return measured
+
+
+_ENDS = {"first", "last"}
 
 
 def _at_an_end(kind: str) -> bool:

@@ -275,10 +275,12 @@ class Answer:
     Attributes:
       target: the devices.
       program: what was asked for, its microbatches filled in.
+      stage_layers: layers of each stage of the model; empty where the program does not tell, for nobody can choose.
     """
 
     target: Machine | None = None
     program: Plan | None = None
+    stage_layers: tuple[int, ...] = ()
     parameters: Parameters | None = None
     memory: Memory | None = None
     links: Links | None = None

@@ -41,18 +41,18 @@ def machine(memory=16 * GIB):
     return Machine(str(TARGET), 8, memory, 197e12, 819e9, 1.5e9)
 
 
-def answer(plan, compile, *, memory=16 * GIB, fixed=None, beyond=0):
+def answer(plan, compile, *, memory=16 * GIB, fixed=None, beyond=0, cycles=None, layers=()):
     """As a dry run would: units of the schedule, sizes of a share; a step that says what MFU is a share of."""
     sizes = SIZES | {
         "fixed": SIZES["fixed"] - planner.SHARDS.index(plan.shard) * GIB if fixed is None else fixed
     }
     kinds = {"optimizer": 0, "stages": 3 * GIB}
-    found = Answer(machine(memory), plan, memory=Memory(kinds, 3 * GIB, beyond, 3 * GIB, memory, True, sizes))
+    memory = Memory(kinds, 3 * GIB, beyond, 3 * GIB, memory, True, sizes)
+    found = Answer(machine(memory.limit), plan, tuple(layers), memory=memory)
     if compile == "nothing":
         return found
-    units = {
-        name: Unit(CYCLES[name], CYCLES[name], 0.0, 0.0, 0) for name in predict.units_of(plan.make_schedule())
-    }
+    cycles = cycles or {name: CYCLES[name] for name in predict.units_of(plan.make_schedule())}
+    units = {name: Unit(each, each, 0.0, 0.0, 0) for name, each in cycles.items()}
     compiled = Compiled(
         "units",
         units=units,
@@ -283,6 +283,62 @@ def test_programs_that_grow_with_their_stages_are_told(studied, tmp_path, capsys
     assert "these are different models, of 33, 34, 35 parameters" in capsys.readouterr().out
 
 
+def layered(plan, compile, rates=None, title=None, own=(3, 2, 2, 2)):
+    """Four stages of layers that take 1e6 cycles forwards and twice that backwards; a head as much as two layers."""
+    layers = plan.stage_layers or own
+    deep = {"/first": layers[0], "": max(layers[1:-1]), "/last": layers[-1] + 2}
+    cycles = {f"F{kind}": 1e6 * many for kind, many in deep.items()}
+    cycles |= {f"B{kind}": 2e6 * many for kind, many in deep.items()}
+    return answer(plan, compile, cycles=cycles, layers=layers)
+
+
+def test_layers_are_moved_where_the_ends_take_more_or_less(monkeypatch, tmp_path, capsys):
+    """The last stage takes as much as four layers; three for the first and 2 x 2, or 2 and 2 x 3, leave it three."""
+    asked = []
+
+    def study(plan, target, compile, **more):
+        asked.append((plan.stage_layers, compile))
+        return layered(plan, compile, **more)
+
+    monkeypatch.setattr(command, "study", study)
+    options = ["--pp", "4", "--schedule", "1f1b", "--shard", "nothing"]
+    assert planned(tmp_path, *options, "--move-layers", "0", "--json") == 0
+    (own,) = json.loads(capsys.readouterr().out)["plans"]
+    assert asked == [((), "nothing"), ((), "units")] and own["stage_layers"] == []
+    file = tmp_path / "plan.json"
+    assert planned(tmp_path, *options, "--move-layers", "9", "-o", str(file)) == 0
+    moved = (2, 3, 3, 1)
+    assert asked[2:] == [(moved, "nothing"), (moved, "units")], "and no other promises more"
+    out = capsys.readouterr().out
+    assert re.search(r"^one_f_one_b .* 4 x 2 +2, 2 x 3, 1 +16 of 2 ", out, re.M)
+    assert re.search(r"^one_f_one_b .* 4 x 2 +own +16 of 2 ", out, re.M)
+    assert read_plan(file).stage_layers == moved
+    seconds = json.loads(file.read_text())["predicted"]["seconds"]
+    costs = CostModel(3e6, 4e6, 2e6, send=1e4, extra={0: (-1e6, -4e6 / 3, -2e6 / 3)})
+    table = lower(one_f_one_b(4, 16))
+    cycles = table.makespan(costs) + 100 * table.num_ticks + BESIDE["nothing"] + UPDATE["nothing"]
+    assert seconds == pytest.approx(cycles / 1.5e9) and seconds < own["seconds"]
+
+
+@pytest.mark.parametrize("why", ["cannot be chosen", "fit their stages", "one core"])
+def test_layers_that_stay(monkeypatch, why):
+    """Where nobody can choose, where the ends take as long as the others, where one core works for all ranks."""
+
+    def ask(plan, compile, title):
+        asked.add(plan.stage_layers)
+        found = layered(plan, compile, own=(3, 3, 3, 1) if why == "fit their stages" else (3, 2, 2, 3))
+        if why == "cannot be chosen":
+            return dataclasses.replace(found, stage_layers=())
+        if why == "one core" and compile == "units":
+            return dataclasses.replace(found, compiled=dataclasses.replace(found.compiled, at_once=1))
+        return found
+
+    asked, search = set(), command.Search(str(TARGET), None, None)
+    search.ask = ask
+    search.explore(wanted(pp=(4,), schedules=("1f1b",), moves=3))
+    assert asked == {()}
+
+
 def test_interrupted_it_goes_on_where_it_was(studied, tmp_path, capsys):
     asked, events = studied
     events[6] = KeyboardInterrupt()
@@ -323,6 +379,7 @@ def test_a_case_that_fails_is_not_the_end(studied, tmp_path, capsys):
         (["--pp", "3"], "--pp 3: must divide the target's 8 devices"),
         (["--tokens-per-step", "0"], "--tokens-per-step 0: must be at least 1"),
         (["--schedule", "dualpip"], "there is no schedule 'dualpip'; did you mean dualpipe"),
+        (["--move-layers", "-1"], "--move-layers -1: must be at least 0"),
         (["-o", "no/plan.json"], "--output no/plan.json: there is no folder no"),
     ],
 )

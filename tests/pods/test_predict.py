@@ -230,3 +230,17 @@ def test_a_step_of_units_by_kind_costs_what_each_took():
     busy = [sum(costs.of(slot, schedule.placement) for slot in order) for order in schedule.orders]
     cycles, ideal = predict.step_cycles(schedule, costs)
     assert max(busy) <= ideal <= cycles
+
+
+def test_stages_between_the_ends_are_not_priced_as_an_end():
+    """Where they are of several kinds the dearest of them stands for all; where there are none, the dearest end."""
+
+    def named(**cycles):
+        units = {kind.replace("_to_", "-"): Unit(each, each, 0.0, 0.0, 0) for kind, each in cycles.items()}
+        return {name: unit.cycles for name, unit in predict.by_name({"F": units}).items()}
+
+    between = {"middle_2": 3.0, "middle_3": 4.0}
+    assert named(first=5.0, last=9.0, **between) == {"F": 4.0, "F/first": 5.0, "F/last": 9.0}
+    assert named(first=5.0, last=9.0) == {"F": 9.0, "F/first": 5.0, "F/last": 9.0}
+    assert named(middle=3.0, last=9.0, only=7.0)["F"] == 3.0
+    assert named(first_to_last=5.0, middle_2_to_middle_3=4.0) == {"F": 4.0, "F/first-last": 5.0}
