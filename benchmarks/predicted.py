@@ -117,12 +117,13 @@ def main():
     given = parser.parse_args()
     target = f"cpu:{given.pp * given.ep}"
     wanted = Wanted(
-        Plan(given.model, change=(BYTES,), sequence=given.sequence),
+        Plan(given.model, change=(BYTES,), sequence=given.sequence, capacity_factor=1.0),
         tokens=given.microbatches * given.ep * given.sequence,
         pp=(given.pp,),
         per_device=(1,),
         schedules=tuple(given.schedules),
         remats=("none",),
+        dispatches=("capacity",),
         stashes=(None,),
     )
     predicted, rows = predict(target, wanted), []

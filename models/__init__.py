@@ -16,7 +16,7 @@ from models.kernels import Kernels
 from models.loss import cross_entropy_in_blocks
 from models.moe import Dispatch, update_bias
 from models.placement import count_once, expert_tables, place_experts, placed_specs, sum_copies
-from models.plan import Costs, layer_plan, matmul_costs
+from models.plan import Costs, given_plan, layer_plan, matmul_costs
 from models.transformer import Model, deepseek, figures, num_padding, recompute_wide, update_routing
 
 __all__ = [
@@ -35,6 +35,7 @@ __all__ = [
     "figures",
     "from_linen",
     "from_nnx",
+    "given_plan",
     "layer_plan",
     "logits",
     "matmul_costs",

@@ -129,6 +129,26 @@ def layer_plan(config: Config, schedule: Any, costs: Costs | None = None) -> tup
     return min(near, key=lambda plan: (max(plan), len(set(_contents(config, plan))), *badness(plan)))
 
 
+def given_plan(config: Config, schedule: Any, shares: Sequence[int]) -> tuple[int, ...]:
+    """Layers of each stage as they are given, dense ones included; ``layer_plan`` where nothing is.
+
+    Raises:
+      ValueError: they are not of the schedule's stages, or do not add up to the model's layers.
+    """
+    if not shares:
+        return layer_plan(config, schedule)
+    num_stages, wrong = schedule.placement.num_model_stages, []
+    if len(shares) != num_stages:
+        wrong.append(f"of {len(shares)} stages; there are {num_stages}, one number for each")
+    if min(shares) < 0:
+        wrong.append("none can have fewer than 0 layers")
+    if sum(shares) != config.num_layers:
+        wrong.append(f"{sum(shares)} layers; there are {config.num_layers}, dense ones included")
+    if wrong:
+        raise ValueError(f"{'; '.join(wrong)}. Leave them out for shares that are balanced")
+    return tuple(shares)
+
+
 def _alike_between_ends(num_layers: int, num_stages: int) -> Iterator[tuple[int, ...]]:
     """All plans whose stages between the ends are equally deep."""
     between = max(0, num_stages - 2)

@@ -6,7 +6,16 @@ import pytest
 from rich.console import Console
 
 from dualpipe_jax.present.figure import new_figure, save
-from dualpipe_jax.present.numbers import Units, format_bytes, format_cycles, gib, percent, scale, together
+from dualpipe_jax.present.numbers import (
+    Units,
+    format_bytes,
+    format_cycles,
+    gib,
+    in_runs,
+    percent,
+    scale,
+    together,
+)
 from dualpipe_jax.present.table import Table
 
 ROWS = (("a", "1.5", "x"), ("bb", "20", "sync"))
@@ -58,6 +67,10 @@ def test_only_what_may_be_broken_is():
 )
 def test_cycles(cycles, text):
     assert format_cycles(cycles) == text
+
+
+def test_numbers_in_a_row():
+    assert in_runs((3, *[4] * 14, 2)) == "3, 14 x 4, 2" and in_runs((2, 2)) == "2 x 2" and in_runs(()) == ""
 
 
 def test_other_numbers():

@@ -73,6 +73,8 @@ class MeshConfig:
     """Microbatches of a step."""
     microbatch_size: int = 4
     """Sequences of a microbatch, shared out over dp and ep."""
+    stage_layers: tuple[int, ...] = ()
+    """Layers of each stage in model order, dense ones included; balanced by their products if left out."""
     max_stash: int | None = None
     """How many microbatches of a rank may wait for their weights' gradients, for which memory is needed; further
     backwards are whole. As many as the schedule asks for if left out."""

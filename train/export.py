@@ -72,7 +72,7 @@ def _write(folder: Path, this: Run, state: TrainState, processes: Processes) -> 
         new,
         numbers,
         this.layout.plain(state).params,
-        stages=models.layer_plan(numbers, this.schedule),
+        stages=this.layout.model.layout.plan,
         arrange=lambda stages: to_placed(stages, this.schedule.placement),
         dtype=this.config.model.precision,
         extra={"eos_token_id": this.corpus.vocabulary.separator},

@@ -41,7 +41,7 @@ def model_config(config: TrainConfig, vocab: int = VOCAB) -> models.Config:
 def make_model(
     config: TrainConfig, schedule: Schedule, vocab: int = VOCAB, *, lossless: bool = False
 ) -> models.Model:
-    """The model cut into stages that are balanced in time, its experts, embedding and head over ep.
+    """The model cut into stages, as asked for or balanced in time, its experts, embedding and head over ep.
 
     Args:
       config: the options.
@@ -51,8 +51,8 @@ def make_model(
         depend on its layout, nor on what it trains in.
 
     Raises:
-      ConfigError: there are fewer layers than stages, ep cannot share the experts, or a kernel is not for this
-        platform.
+      ConfigError: there are fewer layers than stages, or others than are shared out, ep cannot share the experts, or
+        a kernel is not for this platform.
     """
     numbers, asked = model_config(config, vocab), config.model
     for what, number in (
@@ -63,8 +63,10 @@ def make_model(
         if number % config.mesh.ep:
             raise ConfigError(f"--ep {config.mesh.ep}: must divide the {number} {what}")
     try:
-        plan = models.layer_plan(numbers, schedule)
+        plan = models.given_plan(numbers, schedule, config.mesh.stage_layers)
     except ValueError as error:
+        if given := config.mesh.stage_layers:
+            raise ConfigError(f"--stage-layers {' '.join(map(str, given))}: {error}") from None
         raise ConfigError(
             f"--schedule {config.mesh.schedule} --pp {config.mesh.pp}: --model {asked.name}: {error}; see --layers"
         ) from None

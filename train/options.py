@@ -163,6 +163,7 @@ def from_plan(file: Path) -> Mapping[str, Any]:
             "ep_nodes": plan.ep_nodes,
             "microbatches": plan.num_microbatches,
             "microbatch_size": plan.batch,
+            "stage_layers": plan.stage_layers,
             "max_stash": plan.max_stash,
         },
         "data": {"sequence": plan.sequence},

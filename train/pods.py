@@ -92,6 +92,7 @@ def step_of(layout: Layout, tokens: tuple[int, int, int]) -> Program:
         dispatch=dispatch_of(numbers),
         counted="6 for each parameter that a token meets but the embedding, and 3 x causal attention",
         routed=routed_flops(numbers),
+        stage_layers=model.layout.plan,
     )
 
 
@@ -108,9 +109,14 @@ def dispatch_of(numbers: models.Config) -> Dispatch:
 
 
 def _layers(plan: Plan, numbers: models.Config, schedule: Schedule) -> tuple[int, ...]:
-    """Layers of each stage: as many with experts as was asked for, dense ones on the first; else balanced in time."""
+    """Layers of each stage: those asked for; or as many with experts, dense ones on the first; or balanced in time."""
     if plan.layers_per_stage is None:
-        return models.layer_plan(numbers, schedule)
+        try:
+            return models.given_plan(numbers, schedule, plan.stage_layers)
+        except ValueError as error:
+            if not plan.stage_layers:
+                raise
+            raise ValueError(f"--stage-layers {' '.join(map(str, plan.stage_layers))}: {error}") from None
     shares = [plan.layers_per_stage] * schedule.placement.num_model_stages
     return (numbers.num_dense_layers + shares[0], *shares[1:])
 

@@ -116,15 +116,17 @@ def keep_going(
 def smaller(config: TrainConfig, num_lost: int) -> TrainConfig:
     """The options without ``num_lost`` of the processes, at least one: fewer pipeline ranks, or what fits.
 
-    Each process keeps its number of devices; dp and ep stay. Of the numbers of processes that the schedule and the mesh
-    allow the largest is taken; the same options if there is none.
+    Each process keeps its number of devices; dp and ep stay, layers are shared out anew. Of the numbers of processes
+    that the schedule and the mesh allow the largest is taken; the same options if there is none.
     """
     count, mesh = config.launch.processes or 1, config.mesh
     devices, beside = num_devices(config) // count, mesh.dp * mesh.ep
     for left in range(count - max(num_lost, 1), 0, -1):
         pp, rest = divmod(left * devices, beside)
         launch = dataclasses.replace(config.launch, processes=left)
-        fewer = dataclasses.replace(config, mesh=dataclasses.replace(mesh, pp=pp), launch=launch)
+        fewer = dataclasses.replace(
+            config, mesh=dataclasses.replace(mesh, pp=pp, stage_layers=()), launch=launch
+        )
         if rest or pp < 1:
             continue
         try:

@@ -25,7 +25,7 @@ from dualpipe_jax.command.overlap import (
 from dualpipe_jax.pods.plain import plain
 from dualpipe_jax.pods.plan import Plan
 from dualpipe_jax.pods.results import Answer, Machine, Memory, ScheduleTime, Step, Way
-from dualpipe_jax.present.numbers import format_cycles, gib, percent
+from dualpipe_jax.present.numbers import format_cycles, gib, in_runs, percent
 from dualpipe_jax.present.table import Table
 
 _ASSUMED = {
@@ -111,6 +111,7 @@ def _report(found: Answer, rates: Path | None) -> list[str | Table]:
         f"parameters: {parameters.total / 1e9:.2f} G, {parameters.active / 1e9:.2f} G active, "
         f"{parameters.device / 1e9:.3f} G a device",
         *room_of(found),
+        *([f"layers of stages: {in_runs(found.stage_layers)}"] if found.stage_layers else []),
         "",
         _memory_table(memory, memory.limit),
         f"\n{'fits' if memory.fits else 'DOES NOT FIT'}: {gib(memory.needed)} of {gib(memory.limit)} GiB "

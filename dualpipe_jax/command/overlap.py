@@ -110,7 +110,7 @@ class Overlap:
             "microbatch_size",
             "remat",
         ]
-        fixed += ["shard", "moments", "gradient_sums"]
+        fixed += ["shard", "moments", "gradient_sums", "stage_layers"]
         given = [name for name in fixed if getattr(self.plan, name) != getattr(usual, name)]
         given += [name for name in ("whole", "compiled") if getattr(self, name)]
         given += ["plan"] if self.plan_file else []

@@ -15,7 +15,7 @@ from dualpipe_jax.pods import ahead, loading, predict, timed, timeline
 from dualpipe_jax.pods.bare import lower_bare_pair
 from dualpipe_jax.pods.links import count_links, share_dropped
 from dualpipe_jax.pods.plan import Plan, pair_of
-from dualpipe_jax.pods.program import Blueprint, Setting, abstract_mesh
+from dualpipe_jax.pods.program import Blueprint, Program, Setting, abstract_mesh
 from dualpipe_jax.pods.readings import read
 from dualpipe_jax.pods.request import Request
 from dualpipe_jax.pods.results import Answer, Compiled, Machine, Parameters, Unit, weigh
@@ -49,6 +49,7 @@ def answer(
     found = Answer(
         target=None if target is None else describe(target),
         program=dataclasses.replace(plan, microbatches=blueprint.num_microbatches),
+        stage_layers=program.stage_layers,
         parameters=count_parameters(blueprint),
         memory=weigh(kinds, None, limit_of(target), share),
         links=None if dispatch is None else count_links(plan, dispatch, target, blueprint.tokens_of_device),
@@ -94,9 +95,31 @@ def draw(plan: Plan, target: inspect.Target | None, devices: Sequence[Any] | Non
     make = abstract_mesh if devices is None else functools.partial(make_mesh, devices=devices)
     mesh = make(plan.pp, ep, dp=plan.dp)
     setting = Setting(plan, schedule, mesh, None if target is None else platform_of(target))
-    program = loading.make(plan.model, setting, plan.changes)
+    program = _made(plan, setting)
     fuse = None if setting.platform == "cpu" and not plan.serialised else not plan.serialised
     return Blueprint(program, schedule, mesh, fuse, plan.gradient_sums)
+
+
+def _made(plan: Plan, setting: Setting) -> Program:
+    """The program, its layers on the stages that were asked for."""
+    asked, stages = plan.stage_layers, setting.schedule.placement.num_model_stages
+    words = f"--stage-layers {' '.join(map(str, asked))}"
+    if asked and len(asked) != stages:
+        raise ValueError(
+            f"{words}: of {len(asked)} stages; {plan.schedule} on {plan.pp} ranks has {stages}, one number for each"
+        )
+    if asked and plan.layers_per_stage is not None:
+        raise ValueError(
+            f"{words}: --layers-per-stage {plan.layers_per_stage} says it, too, and another number; drop one of both"
+        )
+    program = loading.make(plan.model, setting, plan.changes)
+    if asked and program.stage_layers != asked:
+        has = " ".join(map(str, program.stage_layers)) or "nothing"
+        raise ValueError(
+            f"{words}: --program {plan.model} does not cut its layers so, its Program.stage_layers says {has}; make it "
+            "follow setting.plan.stage_layers, or drop the option"
+        )
+    return program
 
 
 def limit_of(target: inspect.Target | None) -> int | None:

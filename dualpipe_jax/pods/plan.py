@@ -27,6 +27,8 @@ class Plan:
     FILE.py:name or package.module:name, that returns a dualpipe_jax.pods.Program."""
     layers_per_stage: Count = None
     """Layers with experts in each stage, instead of the model's own number, shared out as equally as can be."""
+    stage_layers: Annotated[tuple[int, ...], tyro.conf.arg(metavar="INT ...")] = ()
+    """Layers of each stage in model order, dense ones included; the program's own choice if left out."""
     change: Annotated[tuple[str, ...], tyro.conf.arg(metavar="FIELD=NUMBER ...")] = ()
     """Other numbers of the model, dim=2048 expert_hidden=512; of your own program keyword arguments."""
     schedule: str = "dualpipe"

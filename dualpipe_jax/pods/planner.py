@@ -1,9 +1,10 @@
 """Which plan makes a step shortest? All that are wanted, by unit costs that were compiled once; loads no JAX.
 
 Units are compiled for each *case*: everything that decides what a stage's functions become. Schedules that place stages
-alike, numbers of microbatches and limits of stashes are told apart by simulation alone. What is shared out is told
-apart by memory alone, and priced as the least that any plan of the case shares out: units differ little by it, the
-update and what stands beside the ticks, such as gathers of parameters, do.
+alike, numbers of microbatches and limits of stashes are told apart by simulation alone. What is shared out changes
+units little, but the update and what stands beside the ticks, such as gathers of parameters: so a case is compiled with
+the least that any of its plans needs, and again with more where that could make a step shorter; see ``worth``.
+Layers stand where the program puts them, and then where the costs of its stages would have them; see ``moved``.
 """
 
 import dataclasses
@@ -11,11 +12,12 @@ import functools
 import itertools
 import math
 import typing
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Literal
 
 from dualpipe_jax.inspect.target import Target
 from dualpipe_jax.pods import predict
+from dualpipe_jax.pods.layers import moved_layers
 from dualpipe_jax.pods.plan import Plan, Shard
 from dualpipe_jax.pods.results import Answer, Overheads
 from dualpipe_jax.schedule import CostModel, MemoryModel, Schedule, limit_stash, simulate
@@ -41,6 +43,7 @@ class Wanted:
       dp: numbers of replicas.
       per_device: sequences of a microbatch that a device has.
       schedules, remats, dispatches, stashes, shards: to choose from.
+      moves: how many cases with layers moved between stages may be compiled besides; see ``moved``.
     """
 
     base: Plan
@@ -53,6 +56,7 @@ class Wanted:
     dispatches: tuple[Literal["dropless", "capacity"], ...] = DISPATCHES
     stashes: tuple[int | None, ...] = STASHES
     shards: tuple[Shard, ...] = SHARDS
+    moves: int = 0
     most_ranks: int = 32
 
 
@@ -187,47 +191,120 @@ def counted(case: Case, counts: Mapping[Shard, Answer]) -> tuple[list[Plan], lis
     return fit, refused
 
 
-def least_shared(plans: Iterable[Plan]) -> Shard:
-    """The least that any of some plans shares out."""
-    return min((plan.shard for plan in plans), key=SHARDS.index)
-
-
-def priced(plans: Iterable[Plan], found: Answer, counts: Mapping[Shard, Answer]) -> list[Choice]:
-    """Time and memory of plans, from the units of their case.
+class Prices:
+    """What was compiled of a case, as prices of all of its plans that share out as much.
 
     Args:
-      plans: see ``counted``.
-      found: what was compiled of the case's plan.
-      counts: see ``counted``.
+      case: the plans.
+      shard: what is shared out.
+      found: the answer; whose units were compiled, or not, see ``known``.
     """
-    compiled, step, target, memory = found.compiled, found.step, found.target, found.memory
-    assert compiled is not None and target is not None and memory is not None
-    if step is None:
-        why = compiled.out_of_memory or "its units have no forward to be priced by"
-        return [Choice(plan, refused=f"the compiler refuses its units: {why[:200]}") for plan in plans]
-    least, send = step.mfu * step.seconds, compiled.sends.each
-    placed = CostModel(**step.placed)  # type: ignore[arg-type]  # none of them is a flag
-    whole, halves = (predict.measured(compiled.units, send, split=split) for split in (False, True))
-    beside = compiled.overheads or Overheads(0.0, 0.0)
-    rest = beside.step + (0.0 if compiled.update is None else compiled.update.cycles)
-    beyond = max(0, memory.beyond or 0)
 
-    @functools.cache
-    def seconds_of(plan: Plan) -> float:
-        schedule = schedule_of(plan)
-        costs = halves if predict.splits(schedule) else whole
-        cycles, _ = predict.step_cycles(schedule, costs, beside.tick, compiled.at_once, placed)
-        return (cycles + rest) / target.clock
+    def __init__(self, case: Case, shard: Shard, found: Answer):
+        assert found.compiled is not None and found.target is not None and found.memory is not None
+        self.case, self.shard, self.layers = case, shard, found.stage_layers
+        self.compiled, self.step, self.target = found.compiled, found.step, found.target
+        self.beside = self.compiled.overheads or Overheads(0.0, 0.0)
+        self.beyond = max(0, found.memory.beyond or 0)
+        self.ticks = functools.cache(self._ticks)
 
-    choices = []
-    for plan in plans:
-        of = counts[plan.shard].memory
-        assert of is not None
-        needed = _needed(plan, of.share) + beyond
-        refused = "" if at_most(needed, target.memory) else _too_much(needed, target.memory, "compiled")
-        seconds = seconds_of(shared(plan, "nothing"))
-        choices.append(Choice(plan, least / seconds, seconds, needed, refused))
-    return choices
+    @property
+    def known(self) -> bool:
+        """Whether there are times; else the compiler refused the units."""
+        return self.step is not None
+
+    @functools.cached_property
+    def _costs(self) -> tuple[CostModel, CostModel]:
+        """For schedules that never split a backward, and for those that do."""
+        units, send = self.compiled.units, self.compiled.sends.each
+        return predict.measured(units, send, split=False), predict.measured(units, send, split=True)
+
+    def costs(self, schedule: Schedule) -> CostModel:
+        """Of its units, in cycles."""
+        return self._costs[predict.splits(schedule)]
+
+    def _ticks(self, plan: Plan) -> float:
+        """Seconds of a plan's ticks."""
+        assert self.step is not None
+        schedule, tick, at_once = schedule_of(plan), self.beside.tick, self.compiled.at_once
+        placed = CostModel(**self.step.placed)  # type: ignore[arg-type]  # none of them is a flag
+        cycles, _ = predict.step_cycles(schedule, self.costs(schedule), tick, at_once, placed)
+        return cycles / self.target.clock
+
+    def choices(self, plans: Iterable[Plan], count: Answer) -> list[Choice]:
+        """Time and memory of plans that share out as much as was compiled.
+
+        Args:
+          plans: see ``counted``.
+          count: what was counted of the case's plan, with as much shared out.
+        """
+        assert count.memory is not None
+        if self.step is None:
+            why = self.compiled.out_of_memory or "its units have no forward to be priced by"
+            return [Choice(plan, refused=f"the compiler refuses its units: {why[:200]}") for plan in plans]
+        least, update = self.step.mfu * self.step.seconds, self.compiled.update
+        rest = (self.beside.step + (0.0 if update is None else update.cycles)) / self.target.clock
+        found, limit = [], self.target.memory
+        for plan in plans:
+            needed = _needed(plan, count.memory.share) + self.beyond
+            refused = "" if at_most(needed, limit) else _too_much(needed, limit, "compiled")
+            seconds = self.ticks(plan) + rest
+            found.append(Choice(plan, least / seconds, seconds, needed, refused))
+        return found
+
+
+GAIN = 0.99
+"""Steps that are estimated to take more of the best one are not worth a compilation."""
+
+
+def moved(compiled: Sequence[Prices], choices: Iterable[Choice], tried: Iterable[Case]) -> Case | None:
+    """The case that promises most, by what its stages' units took, if its layers are moved between them.
+
+    Estimated is the best plan of each case, with the busiest rank as ``moved_layers`` makes it. None where none is
+    shorter than the best of all, or programs do not tell their layers, or have no kinds "first" and "last".
+
+    Args:
+      compiled: whose prices are known.
+      choices: all so far.
+      tried: cases that were considered.
+    """
+    able = {c.plan: c.seconds for c in choices if not c.refused and c.seconds is not None}
+    shortest, known, promised = min(able.values(), default=0.0), set(tried), []
+    for prices in compiled:
+        known.add(_with_layers(prices.case, prices.layers))
+        mine = [plan for own in prices.case.plans if (plan := shared(own, prices.shard)) in able]
+        if not mine or not prices.layers or not {"F/first", "F/last"} <= prices.compiled.units.keys():
+            continue
+        best = min(mine, key=able.__getitem__)
+        schedule, at_once = schedule_of(best), prices.compiled.at_once
+        layers, ratio = moved_layers(prices.layers, schedule, prices.costs(schedule), at_once)
+        promised.append((able[best] * ratio, _with_layers(prices.case, layers)))
+    worthy = [(s, case) for s, case in promised if s < GAIN * shortest and case not in known]
+    return min(worthy, key=lambda found: found[0])[1] if worthy else None
+
+
+def _with_layers(case: Case, layers: tuple[int, ...]) -> Case:
+    plan, *plans = (dataclasses.replace(plan, stage_layers=layers) for plan in (case.plan, *case.plans))
+    return Case(plan, tuple(plans))
+
+
+def worth(plans: Sequence[Plan], done: Iterable[Choice], prices: Prices | None) -> bool:
+    """Whether to compile units with as much shared out as some plans of a case share, after those that share out less.
+
+    It is, if one of them does not fit with less and could be the shortest: its ticks alone are shorter than the
+    shortest step so far.
+
+    Args:
+      plans: that may fit, see ``counted``.
+      done: those of the case that are priced, and others that cannot be had.
+      prices: the latest of the case; None: there are none.
+    """
+    able = [choice for choice in done if not choice.refused]
+    if prices is None or not able:
+        return bool(plans)
+    there = {shared(choice.plan, "nothing") for choice in able}
+    shortest = min(choice.seconds or 0.0 for choice in able)
+    return any(shared(plan, "nothing") not in there and prices.ticks(plan) < shortest for plan in plans)
 
 
 @functools.cache
@@ -249,16 +326,17 @@ def _too_much(needed: float, limit: float, how: str) -> str:
 def ranked(choices: Iterable[Choice]) -> list[Choice]:
     """Those that can be had, the best first: the highest MFU, of equal ones the simplest.
 
-    What shares more out than need be is left out: all of a case are priced alike.
+    What shares more out than need be, and is no shorter for it, is left out.
     """
     able = [choice for choice in choices if not choice.refused and choice.seconds is not None]
-    plans = {choice.plan for choice in able}
+    seconds = {choice.plan: choice.seconds for choice in able}
 
-    def needed(plan: Plan) -> bool:
-        return not any(shared(plan, less) in plans for less in SHARDS[: SHARDS.index(plan.shard)])
+    def better(choice: Choice) -> bool:
+        """Than the same with less shared out."""
+        less = [shared(choice.plan, shard) for shard in SHARDS[: SHARDS.index(choice.plan.shard)]]
+        return all(seconds[choice.plan] < seconds[plan] for plan in less if plan in seconds)  # type: ignore[operator]
 
-    able = [choice for choice in able if needed(choice.plan)]
-    return sorted(able, key=lambda c: (-(c.mfu or 0.0), c.plan.max_stash is not None))
+    return sorted(filter(better, able), key=lambda c: (-(c.mfu or 0.0), c.plan.max_stash is not None))
 
 
 def nearest(choices: Iterable[Choice]) -> list[Choice]:

@@ -86,7 +86,8 @@ def by_name(found: Mapping[str, Mapping[str, Unit]], kind_of: Sequence[str] = ()
     """Units by what ``costs`` asks for: "F" of most stages, "F/first" of the first.
 
     "FB/first-last" is a pair of the first one's forward and the last one's backward. Most stages are of the kind that
-    most between the ends are of, and are called "middle"; if none was found of that, the slowest stands for them.
+    most between the ends are of, and are called "middle"; if none was found of that, the slowest between the ends
+    stands for them, or the slowest of all.
 
     Args:
       found: by kind of stage, "KIND", or for pairs "KIND-KIND".
@@ -103,10 +104,13 @@ def by_name(found: Mapping[str, Mapping[str, Unit]], kind_of: Sequence[str] = ()
             for kind, u in kinds.items()
         }
         most = [u for kind, u in own.items() if set(kind.split("-")) == {USUAL}]
+        others = [
+            u for kind, u in own.items() if not {"first", "last"} & set(kind.split("-"))
+        ] or own.values()
         if most:
             measured[unit] = most[0]
         elif own:
-            measured[unit] = dataclasses.replace(max(own.values(), key=lambda u: u.cycles), stages=())
+            measured[unit] = dataclasses.replace(max(others, key=lambda u: u.cycles), stages=())
         measured |= {f"{unit}/{kind}": u for kind, u in own.items() if set(kind.split("-")) != {USUAL}}
     return measured
 

@@ -38,7 +38,7 @@ class Setting:
     """Where a program is to run: what its maker is told.
 
     Attributes:
-      plan: all that was asked for.
+      plan: all that was asked for; of it a program cuts its layers as ``plan.stage_layers`` says, where it says so.
       schedule: whose stages the model is cut into: ``schedule.placement.num_model_stages``.
       mesh: of "pp" and "ep" devices, and "dp" replicas, or an abstract mesh where nothing is to be compiled.
       platform: as JAX calls it; None where nobody knows.
@@ -69,6 +69,8 @@ class Program:
       total: parameters of the model; None: those that ``params`` has.
       dispatch: what its dispatch to experts sends; None without.
       pipeline: further arguments of ``Pipeline``, such as ``storage_specs``.
+      stage_layers: layers of each stage of the model, which are ``plan.stage_layers`` where those are given; empty
+        where they cannot be chosen. `dualpipe plan` moves them where the ends are of kinds "first" and "last".
     """
 
     model: StagedModel
@@ -84,6 +86,7 @@ class Program:
     counted: str = ""
     routed: float = 0.0
     pipeline: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    stage_layers: tuple[int, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -277,11 +277,13 @@ class Answer:
     Attributes:
       target: the devices.
       program: what was asked for, its microbatches filled in.
+      stage_layers: layers of each stage of the model; empty where the program does not tell, for nobody can choose.
       dropped: share of the assignments of tokens that finds no room under uniform routing.
     """
 
     target: Machine | None = None
     program: Plan | None = None
+    stage_layers: tuple[int, ...] = ()
     parameters: Parameters | None = None
     memory: Memory | None = None
     links: Links | None = None

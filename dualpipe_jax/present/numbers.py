@@ -1,6 +1,7 @@
 """Numbers as people read them, the same in text, tables, pictures and pages; and the units that they are in."""
 
 import dataclasses
+import itertools
 from collections.abc import Sequence
 
 BYTES = "B"
@@ -49,6 +50,12 @@ class Units:
 def number(value: float, decimals: int = 3) -> str:
     """At most so many decimals: 165.5, 33, 0.333."""
     return f"{round(value, decimals) + 0.0:.12g}"  # + 0.0: no minus before nothing
+
+
+def in_runs(values: Sequence[int]) -> str:
+    """Whole numbers in a row, equal ones counted: 3, 14 x 4, 2."""
+    runs = ((value, len(list(run))) for value, run in itertools.groupby(values))
+    return ", ".join(str(value) if count == 1 else f"{count} x {value}" for value, count in runs)
 
 
 def amount(value: float) -> str:

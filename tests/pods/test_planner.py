@@ -31,6 +31,9 @@ TARGET = Target.parse("v5e:2x4")
 BASE = Plan("tiny", sequence=16)
 GIB = 2**30
 CYCLES = {"F": 1e6, "I": 1e6, "W": 5e5, "B": 1.4e6, "FB": 2e6}
+BESIDE = {"nothing": 7000.0, "optimizer": 9000.0, "parameters": 50e3}
+UPDATE = {"nothing": 80e3, "optimizer": 40e3, "parameters": 10e3}
+"""Cycles of what stands beside the ticks, by what is shared out."""
 SIZES = {"residual_w": 1.0 * GIB, "stash": 0.5 * GIB, "parameters": 1.0 * GIB, "fixed": 2.0 * GIB}
 
 
@@ -38,19 +41,25 @@ def machine(memory=16 * GIB):
     return Machine(str(TARGET), 8, memory, 197e12, 819e9, 1.5e9)
 
 
-def answer(plan, compile, *, memory=16 * GIB, fixed=None, beyond=0):
+def answer(plan, compile, *, memory=16 * GIB, fixed=None, beyond=0, cycles=None, layers=()):
     """As a dry run would: units of the schedule, sizes of a share; a step that says what MFU is a share of."""
     sizes = SIZES | {
         "fixed": SIZES["fixed"] - planner.SHARDS.index(plan.shard) * GIB if fixed is None else fixed
     }
     kinds = {"optimizer": 0, "stages": 3 * GIB}
-    found = Answer(machine(memory), plan, memory=Memory(kinds, 3 * GIB, beyond, 3 * GIB, memory, True, sizes))
+    memory = Memory(kinds, 3 * GIB, beyond, 3 * GIB, memory, True, sizes)
+    found = Answer(machine(memory.limit), plan, tuple(layers), memory=memory)
     if compile == "nothing":
         return found
-    units = {
-        name: Unit(CYCLES[name], CYCLES[name], 0.0, 0.0, 0) for name in predict.units_of(plan.make_schedule())
-    }
-    compiled = Compiled("units", units=units, sends=Shares(each=1e4), overheads=Overheads(100.0, 7000.0))
+    cycles = cycles or {name: CYCLES[name] for name in predict.units_of(plan.make_schedule())}
+    units = {name: Unit(each, each, 0.0, 0.0, 0) for name, each in cycles.items()}
+    compiled = Compiled(
+        "units",
+        units=units,
+        sends=Shares(each=1e4),
+        overheads=Overheads(100.0, BESIDE[plan.shard]),
+        update=Unit(UPDATE[plan.shard], 0.0, 0.0, 0.0, 0),
+    )
     step = Step(1.0, 1.0, 0.0, seconds=2.0, tokens=64, tokens_per_second=1.0, mfu=0.25e-3, lower_bound=False)
     return dataclasses.replace(found, compiled=compiled, step=step)
 
@@ -61,7 +70,7 @@ LEAST = 2.0 * 0.25e-3
 
 def wanted(**more):
     options = {"pp": (2,), "per_device": (1,), "remats": ("all",), "schedules": ("dualpipe", "1f1b", "zb_h1")}
-    return planner.Wanted(BASE, **{**options, "stashes": (None, 1), **more})
+    return planner.Wanted(BASE, **{**options, "stashes": (None, 1), "dispatches": ("capacity",), **more})
 
 
 def test_what_is_considered():
@@ -93,20 +102,23 @@ def test_what_cannot_be_whatever_it_takes():
     assert {case.plan.pp for case in planner.cases(wanted(pp=()), 8)[0]} == {2, 4, 8}
 
 
-def choices(limit=16 * GIB, beyond=0, **more):
-    found = []
-    for case in planner.cases(wanted(**more), 8)[0]:
-        plans = {shard: dataclasses.replace(case.plan, shard=shard) for shard in planner.SHARDS}
-        counts = {shard: answer(plan, "nothing", memory=limit) for shard, plan in plans.items()}
-        fit, refused = planner.counted(case, counts)
-        found += refused + planner.priced(
-            fit, answer(case.plan, "units", memory=limit, beyond=beyond), counts
-        )
-    return found
+def choices(limit=16 * GIB, beyond=0, compiled=None, **more):
+    """All that is found in a memory; what is compiled is told, schedule and what is shared out."""
+
+    def ask(plan, compile, title):
+        if compile == "units" and compiled is not None:
+            compiled.append((plan.schedule, plan.shard))
+        return answer(plan, compile, memory=limit, beyond=beyond)
+
+    search = command.Search(str(TARGET), None, None)
+    search.ask = ask
+    search.explore(wanted(**more))
+    return search.choices
 
 
-def test_times_and_memory_of_plans_by_hand():
-    by_plan = {(c.plan.schedule, c.plan.max_stash, c.plan.shard): c for c in choices()}
+@pytest.mark.parametrize("shard", planner.SHARDS)
+def test_times_and_memory_of_plans_by_hand(shard):
+    by_plan = {(c.plan.schedule, c.plan.max_stash): c for c in choices(shards=(shard,))}
     whole = CostModel(1e6, 1.4e6 * 2 / 3, 1.4e6 / 3, send=1e4)
     halves = CostModel(1e6, 1e6, 5e5, send=1e4)
     for name, schedule, costs in (
@@ -114,22 +126,19 @@ def test_times_and_memory_of_plans_by_hand():
         ("one_f_one_b", one_f_one_b(2, 8), whole),
         ("zb_h1", zb_h1(2, 8), halves),
     ):
-        table, choice = lower(schedule), by_plan[name, None, "nothing"]
-        cycles = table.makespan(WholeBackwards(**vars(costs))) + 100 * table.num_ticks + 7000
-        assert choice.seconds == pytest.approx(cycles / 1.5e9)
+        table, choice = lower(schedule), by_plan[name, None]
+        cycles = table.makespan(WholeBackwards(**vars(costs))) + 100 * table.num_ticks
+        assert choice.seconds == pytest.approx((cycles + BESIDE[shard] + UPDATE[shard]) / 1.5e9)
         assert choice.mfu == pytest.approx(LEAST / choice.seconds)
         kept = max(simulate(schedule).memory(MemoryModel(**SIZES)))
-        assert choice.memory == kept and not choice.refused
-        assert by_plan[name, None, "optimizer"].memory == kept - GIB, "what the optimizer has is shared out"
-        assert by_plan[name, None, "parameters"].memory == kept - 2 * GIB
+        assert choice.memory == kept - planner.SHARDS.index(shard) * GIB and not choice.refused
     best = planner.ranked(by_plan.values())
     assert [c.seconds for c in best] == sorted(c.seconds for c in best)
-    assert {c.plan.shard for c in best} == {"nothing"}, "all fit without"
 
 
 def test_what_does_not_fit_is_not_compiled_and_says_so():
-    most = {(c.plan.schedule, c.plan.shard): c.memory for c in choices() if c.plan.max_stash is None}
-    limit = most["one_f_one_b", "nothing"]
+    kept = {c.plan.schedule: c.memory for c in choices() if c.plan.max_stash is None}
+    limit = kept["one_f_one_b"]
     best, refused = planner.ranked(choices(limit)), planner.nearest(choices(limit))
     assert "one_f_one_b" in {c.plan.schedule for c in best}
     (why,) = (c.refused for c in refused if c.plan.schedule == "dualpipe")
@@ -141,6 +150,56 @@ def test_what_does_not_fit_is_not_compiled_and_says_so():
     tight = planner.ranked(choices(limit, beyond=2 * GIB))
     assert {c.plan.shard for c in tight if c.plan.schedule == "one_f_one_b"} == {"parameters"}
     assert not planner.ranked(choices(GIB))
+
+
+def test_more_is_shared_out_only_where_that_could_be_shorter(monkeypatch):
+    """ZB-H1's first rank keeps four stashes, half a GiB each; with one its backwards are whole, and others wait."""
+    compiled: list[tuple[str, str]] = []
+    asked = {"compiled": compiled, "schedules": ("zb_h1",), "pp": (4,)}
+    by_stash = {c.plan.max_stash: c for c in choices(**asked)}
+    most, least = by_stash[None], by_stash[1]
+    assert compiled == [("zb_h1", "nothing")], "all fit"
+    assert most.memory == pytest.approx(least.memory + 3 * GIB / 2) and most.seconds < least.seconds
+    compiled.clear()
+
+    tight = choices(most.memory - GIB, **asked)
+    assert compiled == [("zb_h1", "nothing"), ("zb_h1", "optimizer")], "parameters in parts add nothing"
+    by_plan = {(c.plan.max_stash, c.plan.shard): c for c in tight if not c.refused}
+    assert by_plan.keys() == {(1, "nothing"), (1, "optimizer"), (None, "optimizer")}
+    saved = BESIDE["nothing"] + UPDATE["nothing"] - BESIDE["optimizer"] - UPDATE["optimizer"]
+    assert by_plan[None, "optimizer"].seconds == pytest.approx(most.seconds - saved / 1.5e9)
+    best = [(c.plan.max_stash, c.plan.shard) for c in planner.ranked(tight)]
+    assert best == [(None, "optimizer"), (1, "optimizer"), (1, "nothing")], "shorter with more shared out"
+
+    monkeypatch.setitem(UPDATE, "optimizer", 1e6)
+    best = [(c.plan.max_stash, c.plan.shard) for c in planner.ranked(choices(most.memory - GIB, **asked))]
+    assert best == [(None, "optimizer"), (1, "nothing")], "for no gain none is shared out"
+
+    compiled.clear()
+    monkeypatch.setitem(CYCLES, "W", 3e6)
+    tight = choices(most.memory - GIB, **asked)
+    assert compiled == [("zb_h1", "nothing")], (
+        "halves take longer than whole backwards whatever stands beside"
+    )
+    assert {(c.plan.max_stash, c.plan.shard) for c in planner.ranked(tight)} == {(1, "nothing")}
+
+
+def test_what_the_compiler_refuses_is_tried_with_more_shared_out(monkeypatch):
+    plain_answer = answer
+
+    def refuses(plan, compile, **more):
+        found = plain_answer(plan, compile, **more)
+        if compile == "nothing" or plan.shard != "nothing":
+            return found
+        refused = Compiled("units", out_of_memory="RESOURCE_EXHAUSTED: 99 GiB")
+        return dataclasses.replace(found, compiled=refused, step=None)
+
+    monkeypatch.setitem(globals(), "answer", refuses)
+    found = choices(compiled=(compiled := []), schedules=("1f1b",))
+    assert compiled == [("one_f_one_b", "nothing"), ("one_f_one_b", "optimizer")]
+    assert [c.plan.shard for c in planner.ranked(found)] == ["optimizer"]
+    (why,) = (c.refused for c in planner.nearest(found))
+    assert why == "the compiler refuses its units: RESOURCE_EXHAUSTED: 99 GiB"
 
 
 @pytest.fixture
@@ -183,7 +242,21 @@ def planned(tmp_path, *more):
         "--max-stash",
         "1",
     ]
+    asked += [] if "--dispatch" in more else ["--dispatch", "capacity"]
     return main([*asked, *more])
+
+
+@pytest.mark.parametrize("dropped, ways", [(None, ["dropless"]), (0.01, ["dropless", "capacity"])])
+def test_ways_to_experts_are_told_apart_if_any_token_goes_there(
+    studied, tmp_path, monkeypatch, dropped, ways
+):
+    asked, _ = studied
+    study = command.study
+    answered = lambda *args, **how: dataclasses.replace(study(*args, **how), dropped=dropped)  # noqa: E731
+    monkeypatch.setattr(command, "study", answered)
+    assert planned(tmp_path, "--dispatch", *planner.DISPATCHES) == 0
+    assert list(dict.fromkeys(plan.dispatch for plan, _ in asked)) == ways
+    assert command.Plan("v5e:2x4").dispatch == ("dropless", "capacity"), "the trainer's own comes first"
 
 
 def test_the_best_plans_are_printed_and_kept(studied, tmp_path, capsys):
@@ -222,6 +295,62 @@ def test_programs_that_grow_with_their_stages_are_told(studied, tmp_path, capsys
     monkeypatch.setattr(command, "study", study)
     assert planned(tmp_path) == 0
     assert "these are different models, of 33, 34, 35 parameters" in capsys.readouterr().out
+
+
+def layered(plan, compile, rates=None, title=None, own=(3, 2, 2, 2)):
+    """Four stages of layers that take 1e6 cycles forwards and twice that backwards; a head as much as two layers."""
+    layers = plan.stage_layers or own
+    deep = {"/first": layers[0], "": max(layers[1:-1]), "/last": layers[-1] + 2}
+    cycles = {f"F{kind}": 1e6 * many for kind, many in deep.items()}
+    cycles |= {f"B{kind}": 2e6 * many for kind, many in deep.items()}
+    return answer(plan, compile, cycles=cycles, layers=layers)
+
+
+def test_layers_are_moved_where_the_ends_take_more_or_less(monkeypatch, tmp_path, capsys):
+    """The last stage takes as much as four layers; three for the first and 2 x 2, or 2 and 2 x 3, leave it three."""
+    asked = []
+
+    def study(plan, target, compile, **more):
+        asked.append((plan.stage_layers, compile))
+        return layered(plan, compile, **more)
+
+    monkeypatch.setattr(command, "study", study)
+    options = ["--pp", "4", "--schedule", "1f1b", "--shard", "nothing"]
+    assert planned(tmp_path, *options, "--move-layers", "0", "--json") == 0
+    (own,) = json.loads(capsys.readouterr().out)["plans"]
+    assert asked == [((), "nothing"), ((), "units")] and own["stage_layers"] == []
+    file = tmp_path / "plan.json"
+    assert planned(tmp_path, *options, "--move-layers", "9", "-o", str(file)) == 0
+    moved = (2, 3, 3, 1)
+    assert asked[2:] == [(moved, "nothing"), (moved, "units")], "and no other promises more"
+    out = capsys.readouterr().out
+    assert re.search(r"^one_f_one_b .* 4 x 2 +2, 2 x 3, 1 +16 of 2 ", out, re.M)
+    assert re.search(r"^one_f_one_b .* 4 x 2 +own +16 of 2 ", out, re.M)
+    assert read_plan(file).stage_layers == moved
+    seconds = json.loads(file.read_text())["predicted"]["seconds"]
+    costs = CostModel(3e6, 4e6, 2e6, send=1e4, extra={0: (-1e6, -4e6 / 3, -2e6 / 3)})
+    table = lower(one_f_one_b(4, 16))
+    cycles = table.makespan(costs) + 100 * table.num_ticks + BESIDE["nothing"] + UPDATE["nothing"]
+    assert seconds == pytest.approx(cycles / 1.5e9) and seconds < own["seconds"]
+
+
+@pytest.mark.parametrize("why", ["cannot be chosen", "fit their stages", "one core"])
+def test_layers_that_stay(monkeypatch, why):
+    """Where nobody can choose, where the ends take as long as the others, where one core works for all ranks."""
+
+    def ask(plan, compile, title):
+        asked.add(plan.stage_layers)
+        found = layered(plan, compile, own=(3, 3, 3, 1) if why == "fit their stages" else (3, 2, 2, 3))
+        if why == "cannot be chosen":
+            return dataclasses.replace(found, stage_layers=())
+        if why == "one core" and compile == "units":
+            return dataclasses.replace(found, compiled=dataclasses.replace(found.compiled, at_once=1))
+        return found
+
+    asked, search = set(), command.Search(str(TARGET), None, None)
+    search.ask = ask
+    search.explore(wanted(pp=(4,), schedules=("1f1b",), moves=3))
+    assert asked == {()}
 
 
 def test_interrupted_it_goes_on_where_it_was(studied, tmp_path, capsys):
@@ -264,6 +393,7 @@ def test_a_case_that_fails_is_not_the_end(studied, tmp_path, capsys):
         (["--pp", "3"], "--pp 3: must divide the target's 8 devices"),
         (["--tokens-per-step", "0"], "--tokens-per-step 0: must be at least 1"),
         (["--schedule", "dualpip"], "there is no schedule 'dualpip'; did you mean dualpipe"),
+        (["--move-layers", "-1"], "--move-layers -1: must be at least 0"),
         (["-o", "no/plan.json"], "--output no/plan.json: there is no folder no"),
     ],
 )

@@ -262,3 +262,19 @@ def test_stages_between_the_ends_cost_by_kind_what_each_took():
     assert set(predict.rank_costs(costs, schedule).extra) <= {0, -1}, "no other schedule has that stage"
     whole = predict.by_name({"F": {"block": unit(2.0)}, "B": {"block": unit(4.0)}}, ("block",) * 4)
     assert whole.keys() == {"F", "B"} and whole["F"].stages == (0, 1, 2, 3)
+
+
+def test_stages_between_the_ends_are_not_priced_as_an_end():
+    """Where nobody knows which kind most are of the dearest of them stands for all; without one, the dearest end."""
+
+    def named(**cycles):
+        units = {kind.replace("_to_", "-"): unit(each) for kind, each in cycles.items()}
+        return {
+            name: unit.cycles for name, unit in predict.by_name({"F": units}).items() if "middle_" not in name
+        }
+
+    between = {"middle_2": 3.0, "middle_3": 4.0}
+    assert named(first=5.0, last=9.0, **between) == {"F": 4.0, "F/first": 5.0, "F/last": 9.0}
+    assert named(first=5.0, last=9.0) == {"F": 9.0, "F/first": 5.0, "F/last": 9.0}
+    assert named(middle=3.0, last=9.0, only=7.0)["F"] == 3.0
+    assert named(first_to_last=5.0, middle_2_to_middle_3=4.0) == {"F": 4.0, "F/first-last": 5.0}

@@ -23,7 +23,7 @@ from train.state import trainable, with_trainable
 
 OPTIONS = dict(
     schedule="dualpipe", pp=2, ep=2, microbatches=4, microbatch_size=2, model="tiny", layers=4, sequence=12,
-    eval_sequences=10, name="x", steps=3,
+    stage_layers=(1, 4), eval_sequences=10, name="x", steps=3,
 )  # fmt: skip
 
 

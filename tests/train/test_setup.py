@@ -27,6 +27,7 @@ from train.watch import Watch
 OTHER = configure(
     dp=2, pp=2, ep=1, mtp=1, mtp_weight=0.2, balance_factor=0.01,
     microbatches=4, microbatch_size=2, sequence=24, schedule="zb_h1", max_stash=1, model="tiny", layers=2,
+    stage_layers=(1, 2),
     precision="bfloat16", dispatch="capacity", capacity_factor=1.5,
     dispatch_payload="float8", remat="all", attention="plain", matmul="ragged",
     steps=77, learning_rate=3e-3, warmup=7, weight_decay=0.03, clip=0.7, bias_rate=0.02, shard="parameters", seed=9,
@@ -60,7 +61,7 @@ def spied():
     ):
         spy(setup, name)
     spy(model.models, "deepseek")
-    spy(model.models, "layer_plan")
+    spy(model.models, "given_plan")
     run = setup.prepare(OTHER)
     patch.undo()
     return run, seen
@@ -100,9 +101,8 @@ def test_the_model_is_the_one_asked_for(spied):
     (args, kwargs, trained), (_, judging, judged) = seen["deepseek"]
     numbers = args[0]
     assert numbers == models.tiny(num_layers=3, num_mtp_layers=1, compute_dtype=np.dtype(jax.numpy.bfloat16))
-    planned, _, plan = seen["layer_plan"][0]
-    assert planned == (numbers, run.schedule) and args[1] == plan
-    assert len(plan) == 2 and sum(plan) == 3, "two stages, all layers"
+    planned, _, plan = seen["given_plan"][0]
+    assert planned == (numbers, run.schedule, (1, 2)) and args[1] == plan == (1, 2)
     assert kwargs["ep_axis"] == "ep"
     assert (kwargs["mtp_weight"], kwargs["balance_factor"]) == (0.2, 0.01)
     assert (kwargs["dispatch"], kwargs["capacity_factor"], kwargs["payload"]) == ("capacity", 1.5, "float8")

@@ -155,7 +155,9 @@ def test_who_died_is_told_from_who_noticed(tmp_path):
     ],
 )
 def test_what_is_left(changes, lost, left):
-    fewer = smaller(configure(**changes), lost)
+    before = configure(**changes, stage_layers=(1,) * changes["pp"])
+    fewer = smaller(before, lost)
+    assert fewer.mesh.stage_layers == (() if fewer != before else before.mesh.stage_layers), "of other ranks"
     assert (fewer.launch.processes, fewer.mesh.pp) == left
     assert fewer.mesh.ep == 2 and fewer.mesh.microbatches == 8
 
