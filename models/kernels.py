@@ -34,7 +34,7 @@ LANES = 128
 class Kernels:
     """How attention and the experts are computed. All but "float8" give the same up to rounding; "auto" is
 
-    - on a TPU, splash and ragged;
+    - on a TPU, splash and ragged, but for gradients of matrices megablox where 128 divides the rows;
     - on a GPU, cudnn and ragged;
     - on a CPU, and wherever an attention kernel does not take the shapes, plain.
 
@@ -82,7 +82,7 @@ class Kernels:
 
     def multiply(self, platform: str) -> Callable[..., Array]:
         """Return the experts' matmul for "cpu", "gpu" or "tpu"; see ``parallel.expert_matmul``."""
-        auto: Kernel = "plain" if platform == "cpu" else "ragged"
+        auto: Kernel = "plain" if platform == "cpu" else "tpu" if platform == "tpu" else "ragged"
         kernel: Kernel | Literal["float8"] = auto if self.matmul == "auto" else self.matmul
         return functools.partial(expert_matmul, kernel=kernel, interpret=self.interpret)
 

@@ -16,7 +16,10 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-Kernel = Literal["plain", "ragged", "megablox"]
+Kernel = Literal["plain", "ragged", "megablox", "tpu"]
+
+_ROWS = 128
+"""Megablox takes whole tiles of so many rows."""
 
 
 def vary_alike(*arrays: Array) -> tuple[Array, ...]:
@@ -57,7 +60,8 @@ def grouped_matmul(
       block: rows that the CPU multiplies at once. By default a power of two near a quarter of the mean group
         if all R rows were filled, between 8 and 64.
       kernel: "plain" walks blocks on CPU and is ``lax.ragged_dot`` elsewhere; "ragged" is that on CPU, too;
-        "megablox" is Pallas' kernel for TPU, for R that 128 divides.
+        "megablox" is Pallas' kernel for TPU, for R that 128 divides; "tpu" is "ragged" but for the gradients of the
+        matrices, which are megablox' where 128 divides R, for the TPU's compiler multiplies all rows once a group.
       interpret: run the Pallas kernel in interpret mode, for tests on a CPU.
 
     Returns:
@@ -76,9 +80,9 @@ def grouped_matmul(
         )
     if block is None:
         block = block_of(R, G)
-    if kernel == "megablox" and R % 128:
+    if kernel == "megablox" and R % _ROWS:
         raise ValueError(
-            f"grouped_matmul: megablox takes multiples of 128 rows, not {R}; try {-(-R // 128) * 128}."
+            f"grouped_matmul: megablox takes multiples of {_ROWS} rows, not {R}; try {-(-R // _ROWS) * _ROWS}."
         )
     how = _How(kernel, min(block, R), interpret)
     return _grouped(how, *vary_alike(x_RD, w_GDF, group_sizes_G))
@@ -100,7 +104,7 @@ class _How(NamedTuple):
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _grouped(how: _How, x_RD: Array, w_GDF: Array, sizes_G: Array) -> Array:
-    if how.kernel == "ragged":
+    if how.kernel in ("ragged", "tpu"):
         return _by_ragged_dot(x_RD, w_GDF, sizes_G)
     if how.kernel == "megablox":
         return _by_megablox(how.interpret, x_RD, w_GDF, sizes_G)
@@ -111,10 +115,10 @@ def _grouped(how: _How, x_RD: Array, w_GDF: Array, sizes_G: Array) -> Array:
 
 def _outer(how: _How, x_RD: Array, dy_RF: Array, sizes_G: Array) -> Array:
     """The gradient of the matrices, in float32."""
-    if how.kernel == "ragged":
-        return _outer_by_ragged_dot(x_RD, dy_RF, sizes_G)
-    if how.kernel == "megablox":
+    if how.kernel == "megablox" or (how.kernel == "tpu" and x_RD.shape[0] % _ROWS == 0):
         return _outer_by_megablox(how.interpret, x_RD, dy_RF, sizes_G)
+    if how.kernel in ("ragged", "tpu"):
+        return _outer_by_ragged_dot(x_RD, dy_RF, sizes_G)
     blocks = functools.partial(_outer_by_blocks, how.block)
     return lax.platform_dependent(x_RD, dy_RF, sizes_G, cpu=blocks, default=_outer_by_ragged_dot)
 
@@ -163,7 +167,7 @@ def _outer_by_megablox(interpret: bool, x_RD: Array, dy_RF: Array, sizes_G: Arra
 
 
 def _tiles(shape: tuple[int, ...], width: int) -> tuple[int, int, int]:
-    rows = next(size for size in (512, 256, 128) if shape[0] % size == 0)
+    rows = next(size for size in (512, 256, _ROWS) if shape[0] % size == 0)
     return rows, min(shape[1], 1024), min(width, 1024)
 
 

@@ -128,7 +128,7 @@ SIZES = {"even": [64, 64, 64, 64], "uneven": [0, 100, 3, 70], "none": [0, 0, 0, 
 
 
 @pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
-@pytest.mark.parametrize("kernel", ["ragged", "megablox"])
+@pytest.mark.parametrize("kernel", ["ragged", "megablox", "tpu"])
 def test_grouped_matmul_is_the_plain_one(kernel, sizes):
     x, w, d = (
         jax.random.normal(jax.random.key(n), s) for n, s in enumerate([(256, 16), (4, 16, 8), (256, 8)])
@@ -142,6 +142,17 @@ def test_grouped_matmul_is_the_plain_one(kernel, sizes):
 
     got = jax.jit(functools.partial(run, kernel=kernel, interpret=True))(x, w, d)
     chex.assert_trees_all_close(got, jax.jit(run)(x, w, d), rtol=1e-5, atol=1e-5)
+
+
+def test_where_megablox_takes_no_such_buffer_a_tpu_does_without():
+    rng = np.random.default_rng(0)
+    x, w, d = (rng.normal(size=shape).astype(np.float32) for shape in [(100, 4), (2, 4, 3), (100, 3)])
+    rows = np.arange(100) < 60
+    sizes = jnp.asarray([60, 40], jnp.int32)
+    y, pull = jax.vjp(lambda w: grouped_matmul(jnp.asarray(x), w, sizes, kernel="tpu", interpret=True), w)
+    np.testing.assert_allclose(y, np.where(rows[:, None], x @ w[0], x @ w[1]), rtol=1e-5, atol=1e-5)
+    wanted = [x[rows].T @ d[rows], x[~rows].T @ d[~rows]]
+    np.testing.assert_allclose(pull(jnp.asarray(d))[0], wanted, rtol=1e-5, atol=1e-5)
 
 
 def test_megablox_says_which_buffers_it_takes():
@@ -204,7 +215,8 @@ def test_a_stage_split_in_a_shard_map_has_the_plain_gradients(dispatch, kernels)
 def test_auto_is_plain_on_cpu_and_where_the_kernel_does_not_fit():
     assert Kernels().attend("cpu") == Attend(causal_attention)
     assert Kernels().multiply("cpu").keywords["kernel"] == "plain"
-    assert Kernels().multiply("tpu").keywords["kernel"] == "ragged"
+    assert Kernels().multiply("tpu").keywords["kernel"] == "tpu"
+    assert Kernels().multiply("gpu").keywords["kernel"] == "ragged"
     q = jnp.ones((1, 1, 6, 8))
     for platform in ("tpu", "gpu"):  # a length that splash does not take; no GPU here
         np.testing.assert_array_equal(
