@@ -431,9 +431,7 @@ def test_a_pair_on_v5e_hides_its_all_to_alls():
     # One of them may lie beside elementwise work of the other direction: exchanges of weights take turns, too.
     assert sum(row["opposite_matmuls"] >= 1 for row in rows) >= 3, [row["opposite_matmuls"] for row in rows]
     assert found["compiled"]["sends"]["waits"] == 0
-    # Sums of the weights that queries and keys are spread from are copied: known, and a cost; no slot is.
-    copied = [copy["op_name"].rpartition("/")[2] for copy in found["compiled"]["copies"] if copy["of_state"]]
-    assert set(copied) <= {"convert_element_type"} and len(copied) <= 2, copied
+    assert not [copy for copy in found["compiled"]["copies"] if copy["of_state"]]
 
 
 @CUDA
