@@ -147,6 +147,10 @@ def test_a_step_on_v5e_hides_more_than_one_microbatch_does(what):
         "16",
         "--at-least",
         "0",
+        "--dispatch",
+        "capacity",
+        "--capacity-factor",
+        "1",
     ]
 
     def hidden(*more):
