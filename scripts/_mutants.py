@@ -1,11 +1,15 @@
-"""Apply each edit of tests/mutants.toml to a copy of the tree and run the tests that should notice.
+"""Apply each edit of tests/mutants/*.toml to a copy of the tree and run the tests that should notice.
 
 An edit that no test notices survives: then a test is missing. Before that the same tests run without any edit, for a
-test that fails anyway notices nothing.
+test that fails anyway notices nothing. The quick ones of its tests come first, the slow ones only if those pass.
+
+In `file` the text `find` stands once and becomes `put`. A group says where its mutants are and which tests are theirs,
+unless a mutant says otherwise.
 
     scripts/mutants                      # all of them
     scripts/mutants adamw clip           # those whose name has one of these words
     scripts/mutants --part 3/20          # every twentieth, from the third on
+    scripts/mutants --quick              # by quick tests alone
     scripts/mutants --list
 """
 
@@ -22,7 +26,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
-LIST = ROOT / "tests" / "mutants.toml"
+LISTS = ROOT / "tests" / "mutants"
+NO_TESTS = 5  # pytest's exit code
 COPIED = ("dualpipe_jax", "models", "train", "tests", "scripts", "docs", "README.md", "pyproject.toml")
 
 
@@ -39,13 +44,14 @@ class Mutant(NamedTuple):
 def read() -> list[Mutant]:
     """All mutants; the tests of a group are those of each in it that names no others."""
     found = []
-    for group in tomllib.loads(LIST.read_text())["group"]:
-        for mutant in group["mutant"]:
-            found.append(Mutant(**({"file": group.get("file"), "tests": group.get("tests")} | mutant)))
+    for path in sorted(LISTS.glob("*.toml")):
+        for group in tomllib.loads(path.read_text())["group"]:
+            for mutant in group["mutant"]:
+                found.append(Mutant(**({"file": group.get("file"), "tests": group.get("tests")} | mutant)))
     names = [mutant.name for mutant in found]
     if len(set(names)) != len(names):
         raise SystemExit(
-            f"{LIST}: a name stands there twice: {sorted(n for n in names if names.count(n) > 1)}"
+            f"{LISTS}: a name stands there twice: {sorted(n for n in names if names.count(n) > 1)}"
         )
     return found
 
@@ -57,20 +63,10 @@ def stale(mutant: Mutant) -> str | None:
     return None if count == 1 else f"{mutant.file} has {mutant.find!r} {count} times, must have it once"
 
 
-def run_tests(tree: Path, tests: str) -> int:
-    """Pytest's exit code: 0 all passed, 1 some failed."""
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-x",
-        "-q",
-        "-n",
-        "0",
-        "--no-header",
-        "--tb=no",
-        *shlex.split(tests),
-    ]
+def run_tests(tree: Path, tests: str, part: str) -> int:
+    """Pytest's exit code for the quick or the slow ones of some tests: 0 all passed, 1 some failed, 5 no such test."""
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "-n", "0", "--no-header", "--tb=no"]
+    command += ["-m", {"quick": "not slow", "slow": "slow"}[part], *shlex.split(tests)]
     environ = os.environ | {"PYTHONPATH": str(tree), "PYTHONDONTWRITEBYTECODE": "1"}
     done = subprocess.run(
         command, cwd=tree, env=environ, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
@@ -78,22 +74,30 @@ def run_tests(tree: Path, tests: str) -> int:
     return done.returncode
 
 
-def try_one(mutant: Mutant, tree: Path, sound: dict[str, int]) -> str:
-    """What became of an edit: "caught", "SURVIVED", or why nothing can be said."""
+def try_one(mutant: Mutant, tree: Path, sound: dict[tuple[str, str], int], parts: list[str]) -> str:
+    """What became of an edit: "caught (quick)", "caught (slow)", "SURVIVED", or why nothing can be said."""
     if problem := stale(mutant):
         return f"STALE: {problem}"
-    if mutant.tests not in sound:
-        sound[mutant.tests] = run_tests(tree, mutant.tests)
-    if sound[mutant.tests] != 0:
-        return f"BROKEN: without the edit {mutant.tests} ends with {sound[mutant.tests]}"
-    path = tree / mutant.file
+    path, ran = tree / mutant.file, False
     text = path.read_text()
-    path.write_text(text.replace(mutant.find, mutant.put))
-    try:
-        code = run_tests(tree, mutant.tests)
-    finally:
-        path.write_text(text)
-    return {0: "SURVIVED", 1: "caught", 2: "caught"}.get(code, f"BROKEN: pytest ended with {code}")
+    for part in parts:
+        if (code := sound.get((mutant.tests, part))) is None:
+            code = sound[mutant.tests, part] = run_tests(tree, mutant.tests, part)
+        if code == NO_TESTS:
+            continue
+        if code != 0:
+            return f"BROKEN: without the edit the {part} ones of {mutant.tests} end with {code}"
+        path.write_text(text.replace(mutant.find, mutant.put))
+        try:
+            code = run_tests(tree, mutant.tests, part)
+        finally:
+            path.write_text(text)
+        if code in (1, 2):  # 2: an edit after which a test file cannot even be imported
+            return f"caught ({part})"
+        if code != 0:
+            return f"BROKEN: pytest ended with {code}"
+        ran = True
+    return "SURVIVED" if ran else f"BROKEN: no {' or '.join(parts)} test in {mutant.tests}"
 
 
 def choose(mutants: list[Mutant], words: list[str], part: str | None) -> list[Mutant]:
@@ -111,6 +115,9 @@ def main() -> int:
     parser.add_argument("words", nargs="*", help="parts of names; all mutants if left out")
     parser.add_argument("--part", help="K/N: every Nth, from the Kth on")
     parser.add_argument(
+        "--quick", action="store_true", help="by the quick tests alone, as scripts/test runs them"
+    )
+    parser.add_argument(
         "--list", action="store_true", help="names, and edits that do not fit the code any more"
     )
     given = parser.parse_args()
@@ -119,7 +126,8 @@ def main() -> int:
         problems = [(m.name, stale(m)) for m in mutants]
         print("\n".join(f"{name}{f'  STALE: {problem}' if problem else ''}" for name, problem in problems))
         return int(any(problem for _, problem in problems))
-    bad, sound = [], {}
+    bad, by_quick, sound = [], 0, {}
+    parts = ["quick"] if given.quick else ["quick", "slow"]
     with tempfile.TemporaryDirectory(prefix="mutants") as folder:
         tree = Path(folder)
         for name in COPIED:
@@ -130,10 +138,12 @@ def main() -> int:
                 shutil.copy(source, tree / name)
         for mutant in mutants:
             began = time.monotonic()
-            told = try_one(mutant, tree, sound)
-            bad += [mutant.name] if told != "caught" else []
+            told = try_one(mutant, tree, sound, parts)
+            bad += [] if told.startswith("caught") else [mutant.name]
+            by_quick += told == "caught (quick)"
             print(f"{mutant.name}: {told} ({time.monotonic() - began:.0f} s)", flush=True)
-    print(f"{len(mutants) - len(bad)} of {len(mutants)} caught" + (f"; not: {', '.join(bad)}" if bad else ""))
+    print(f"{len(mutants) - len(bad)} of {len(mutants)} caught, {by_quick} of them by quick tests", end="")
+    print(f"; not: {', '.join(bad)}" if bad else "")
     return int(bool(bad))
 
 

@@ -1,9 +1,12 @@
 """Every test runs on eight virtual CPU devices, with strict dtype promotion."""
 
 import collections
+import gc
 import os
+import shutil
 
-from tests.quick import QUICK
+from tests.changed import changed_files, touched
+from tests.quick import COMPILED, COMPILED_BYTES, QUICK, ROOT
 
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["XLA_FLAGS"] = " ".join(
@@ -16,6 +19,8 @@ os.environ["XLA_FLAGS"] = " ".join(
         "--xla_cpu_collective_call_terminate_timeout_seconds=600",
     ]
 )
+os.environ["JAX_COMPILATION_CACHE_DIR"] = str(COMPILED)  # the processes that tests start share it as well
+os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.3"
 
 import jax
 import pytest
@@ -23,9 +28,39 @@ import pytest
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 
 
+def pytest_addoption(parser):
+    group = parser.getgroup("dualpipe-jax")
+    group.addoption("--all", action="store_true", help="the slow tests too")
+    group.addoption(
+        "--changed",
+        nargs="?",
+        const="HEAD",
+        metavar="REVISION",
+        help="only the tests of what differs from a revision (HEAD if none is given): those of the changed files' own "
+        "rooms, and those that import a changed module themselves",
+    )
+
+
+def pytest_configure(config):
+    if (since := config.getoption("--changed")) is not None:
+        try:
+            config.touched = touched(ROOT, changed_files(ROOT, since))
+        except ValueError as error:
+            raise pytest.UsageError(str(error)) from None
+    is_worker = hasattr(config, "workerinput")
+    if not is_worker and sum(file.stat().st_size for file in COMPILED.glob("*")) > COMPILED_BYTES:
+        shutil.rmtree(COMPILED)
+
+
+def pytest_ignore_collect(collection_path, config):
+    if hasattr(config, "touched") and collection_path.is_file() and collection_path not in config.touched:
+        return True
+    return None
+
+
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items):
-    """Of a grid marked ``thin(n)`` all cases but every n-th are slow."""
+def pytest_collection_modifyitems(config, items):
+    """Of a grid marked ``thin(n)`` all cases but every n-th are slow; slow tests wait for --all, -m or their name."""
     seen = collections.Counter()
     for item in items:
         if (mark := item.get_closest_marker("thin")) is not None:
@@ -33,3 +68,22 @@ def pytest_collection_modifyitems(items):
             if seen[test] % mark.args[0]:
                 item.add_marker(pytest.mark.slow)
             seen[test] += 1
+    if config.getoption("--all") or config.option.markexpr:
+        return
+    named = [argument for argument in config.args if "::" in argument]
+    left = [item for item in items if item.get_closest_marker("slow") and not _named(item.nodeid, named)]
+    if left:
+        config.hook.pytest_deselected(items=left)
+        items[:] = [item for item in items if item not in set(left)]
+
+
+def _named(nodeid, named):
+    """Whether a test stands on the command line itself: `tests/x/test_y.py::test_z`, with or without its case."""
+    return any(nodeid == name or nodeid.startswith((name + "[", name + "::")) for name in named)
+
+
+def pytest_collection_finish():
+    # Thousands of collected tests live to the end: looked through at each collection, they took a tenth of the time.
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(200_000, 20, 50)
