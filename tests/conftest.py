@@ -20,9 +20,8 @@ os.environ["XLA_FLAGS"] = " ".join(
     ]
 )
 os.environ["JAX_COMPILATION_CACHE_DIR"] = str(COMPILED)  # the processes that tests start share it as well
-os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = (
-    "0"  # a test run one operation at a time compiles dozens
-)
+# However little a program took: a test that runs one operation at a time compiles dozens.
+os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
 
 import jax
 import pytest
