@@ -1,5 +1,6 @@
 """A step as shapes: what is counted against what lies on devices, and what is compiled against what is trained."""
 
+import dataclasses
 import functools
 
 import jax
@@ -14,7 +15,7 @@ from dualpipe_jax.parallel import EP, make_mesh
 from dualpipe_jax.pods import Plan, ahead
 from dualpipe_jax.pods.dryrun import draw
 from dualpipe_jax.pods.program import Blueprint, abstract_mesh
-from dualpipe_jax.schedule import dualpipe, dualpipe_v, lower, one_f_one_b, zb_h1
+from dualpipe_jax.schedule import dualpipe, dualpipe_v, lower, one_f_one_b
 from train.pods import step_of
 from train.sharing import share_out
 from train.state import Layout
@@ -23,40 +24,45 @@ from train.step import make_optimizer, make_update
 NUM_PP, NUM_EP, MICROBATCHES, SIZE, SEQ = 2, 2, 4, 4, 16
 
 
+def numbers_of(stages=NUM_PP, dtype=jnp.float32):
+    """A layer for each stage, and experts in two at least."""
+    return models.byte(num_layers=max(3, stages), num_dense_layers=1, compute_dtype=dtype)
+
+
 @functools.cache
 def model_of(make, dtype=jnp.float32):
     schedule = make(NUM_PP, MICROBATCHES)
     stages = schedule.placement.num_model_stages
-    numbers = models.byte(num_layers=5, num_dense_layers=1, compute_dtype=dtype)
-    return models.deepseek(numbers, stages, ep_axis=EP, dispatch="capacity", capacity_factor=1.0)
+    return models.deepseek(
+        numbers_of(stages, dtype), stages, ep_axis=EP, dispatch="capacity", capacity_factor=1.0
+    )
 
 
 @functools.cache
 def blueprint(
-    make=dualpipe,
-    mesh="devices",
-    microbatches=MICROBATCHES,
-    moments="float32",
-    dtype=jnp.float32,
-    shard="nothing",
-    **options,
+    make=dualpipe, abstract=False, dtype=jnp.float32, shard="nothing", moments="float32", **options
 ):
-    mesh = make_mesh(NUM_PP, NUM_EP) if mesh == "devices" else abstract_mesh(NUM_PP, NUM_EP)
-    schedule = make(NUM_PP, microbatches)
+    """Tracing the model for one takes a second: tests share these."""
+    mesh = abstract_mesh(NUM_PP, NUM_EP) if abstract else make_mesh(NUM_PP, NUM_EP)
+    schedule = make(NUM_PP, MICROBATCHES)
     optimizer = make_optimizer(1e-3, clip=1.0, weight_decay=0.1, moments=moments)
-    program = step_of(
-        Layout(model_of(make, dtype), schedule, mesh, optimizer, shard), (microbatches, SIZE, SEQ)
-    )
-    return Blueprint(program, schedule, mesh, **options)
+    layout = Layout(model_of(make, dtype), schedule, mesh, optimizer, shard)
+    return Blueprint(step_of(layout, (MICROBATCHES, SIZE, SEQ)), schedule, mesh, **options)
+
+
+def users(**changes):
+    """Blocks without experts, on four ranks."""
+    plan = Plan("tests.pods.own_program:blocks", pp=4, ep=1, microbatches=16)
+    return ahead.memory_by_kind(draw(dataclasses.replace(plan, **changes), None, None))
 
 
 OPTIMIZER = make_optimizer(1e-3, clip=1.0, weight_decay=0.1)
 
 
 @functools.cache
-def state(make=dualpipe, shard="nothing"):
-    b = blueprint(make)
-    return Layout(model_of(make), b.schedule, b.mesh, OPTIMIZER, shard).init(jax.random.key(0))
+def state(shard="nothing"):
+    b = blueprint()
+    return Layout(model_of(dualpipe), b.schedule, b.mesh, OPTIMIZER, shard).init(jax.random.key(0))
 
 
 def on_one_device(tree):
@@ -66,14 +72,12 @@ def on_one_device(tree):
     return sum(shard.data.nbytes for shard in shards if shard.device == device)
 
 
-@pytest.mark.thin(3)
-@pytest.mark.parametrize("make", [dualpipe, dualpipe_v, one_f_one_b])
-def test_parameters_and_optimizer_are_counted_as_they_lie(make):
-    kinds, real = ahead.memory_by_kind(blueprint(make)), state(make)
-    assert kinds["stages"] == on_one_device(real.params["stages"])
+def test_parameters_and_optimizer_are_counted_as_they_lie():
+    kinds, real = ahead.memory_by_kind(blueprint()), state()
+    assert kinds["stages"] == kinds["mirrored"] == on_one_device(real.params["stages"])
     assert kinds["shared"] == on_one_device(real.params["shared"])
     assert kinds["optimizer"] == on_one_device(real.opt_state)
-    assert kinds["mirrored"] == (kinds["stages"] if make is dualpipe else 0) and kinds["cast"] == 0
+    assert kinds["cast"] == 0
 
 
 def test_stored_in_parts_they_are_counted_as_they_lie():
@@ -99,7 +103,7 @@ def once(params):
 
 def test_what_is_cast_once_a_step_is_counted():
     """In bfloat16 a matrix has a copy of half its bytes, and no other in the second pipe."""
-    b = blueprint(mesh="abstract", dtype=jnp.bfloat16)
+    b = blueprint(dtype=jnp.bfloat16)
     kinds = ahead.memory_by_kind(b)
     stages = jax.tree_util.tree_leaves_with_path(b.params["stages"].local)
     matrices = ahead.nbytes([leaf for path, leaf in stages if {"kernel", "experts"} & keys(path)])
@@ -122,14 +126,14 @@ def test_what_is_drawn_of_the_state_is_the_trainers():
             assert a.sharding.is_equivalent_to(b.sharding, a.ndim)
 
 
-@pytest.mark.parametrize("make", [dualpipe, dualpipe_v, one_f_one_b, zb_h1])
+@pytest.mark.parametrize("make", [dualpipe, dualpipe_v, one_f_one_b])
 def test_slots_are_counted_from_the_tables_numbers(make):
     b = blueprint(make)
     kinds = ahead.memory_by_kind(b)
-    state = b.state
+    assert kinds["mirrored"] == (kinds["stages"] if make is dualpipe else 0) and kinds["cast"] == 0
 
     def sets(*pools):
-        return sum(ahead.nbytes(value) for name, value in state.items() if name.split(".")[0] in pools)
+        return sum(ahead.nbytes(value) for name, value in b.state.items() if name.split(".")[0] in pools)
 
     assert kinds["residuals"] == sets("residual") > 0
     assert kinds["stash"] == sets("stash") and (kinds["stash"] > 0) == (make is not one_f_one_b)
@@ -143,17 +147,13 @@ def test_slots_are_counted_from_the_tables_numbers(make):
         assert sums - 2 * routing <= kinds["gradients"]
 
 
-@pytest.mark.parametrize("make", [dualpipe, one_f_one_b])
-def test_nothing_needs_devices_to_be_counted(make):
-    assert ahead.memory_by_kind(blueprint(make, "abstract")) == ahead.memory_by_kind(blueprint(make))
+def test_nothing_needs_devices_to_be_counted():
+    assert ahead.memory_by_kind(blueprint(abstract=True)) == ahead.memory_by_kind(blueprint())
 
 
 def test_more_microbatches_need_no_more_slots():
-    b, longer = blueprint(), blueprint(microbatches=4 * MICROBATCHES)
-    kinds, few = ahead.memory_by_kind(longer), ahead.memory_by_kind(b)
-    assert {k: v for k, v in kinds.items() if k not in ("batch", "stash", "boundary")} == {
-        k: v for k, v in few.items() if k not in ("batch", "stash", "boundary")
-    }
+    few, many = users(), users(microbatches=64)
+    assert few.pop("batch") < many.pop("batch") and few == many
 
 
 @pytest.mark.slow
@@ -169,10 +169,8 @@ def test_the_compiled_step_takes_the_arguments_that_were_counted():
 
 
 def test_moments_and_sums_in_bfloat16_take_half_the_room():
-    wide, narrow = (
-        ahead.memory_by_kind(blueprint(mesh="abstract", moments=dtype, gradient_sums=dtype))
-        for dtype in ("float32", "bfloat16")
-    )
+    narrow = ahead.memory_by_kind(blueprint(moments="bfloat16", gradient_sums="bfloat16"))
+    wide = ahead.memory_by_kind(blueprint())
     floats = ("optimizer", "gradients")
     counts = 4  # how many steps Adam has made
     assert [narrow[kind] for kind in floats] == [
@@ -207,9 +205,7 @@ def slopes(params, batch):
     del batch
     gradients = jax.tree.map(lambda p: jnp.sin(9 * p) if jnp.issubdtype(p.dtype, jnp.floating) else p, params)
     bias = params["stages"].local[0]["routing"]["bias"]
-    counts = jnp.ones(
-        (models.byte(num_layers=5, num_dense_layers=1).num_moe_layers, bias.shape[-1]), jnp.int32
-    )
+    counts = jnp.ones((numbers_of().num_moe_layers, bias.shape[-1]), jnp.int32)
     report = Report({"lm": jnp.float32(0)}, {"counts": counts, "dropped": jnp.int32(0)})
     return (jnp.float32(0), report), gradients
 
@@ -229,11 +225,9 @@ def test_arrays_that_no_loop_should_copy():
     assert ahead.array_name("bf16", (1, 5, 1, 8)) == "bf16[5,8]"
 
 
-@pytest.mark.parametrize(
-    ("dtype", "shard"), [(jnp.float32, "nothing"), (jnp.bfloat16, "nothing"), (jnp.bfloat16, "parameters")]
-)
-def test_sizes_of_a_ranks_share_are_those_of_the_slots(dtype, shard):
-    b = blueprint(dtype=dtype, shard=shard)
+@pytest.mark.parametrize("how", [{}, {"dtype": jnp.bfloat16}, {"shard": "parameters"}])
+def test_sizes_of_a_ranks_share_are_those_of_the_slots(how):
+    b = blueprint(**how)
     kinds, (sizes, fixed) = ahead.memory_by_kind(b), ahead.rank_memory(b)
     slots = lower(blueprint().schedule).num_slots
     assert 0 < kinds["residuals"] <= slots["residual_w"] * sizes.residual_w, "some pools have fewer slots"
@@ -248,10 +242,7 @@ def test_sizes_of_a_ranks_share_are_those_of_the_slots(dtype, shard):
 
 
 def test_fewer_stashes_take_less_memory_and_nothing_else():
-    kinds = []
-    for most in (None, 1, 0):
-        plan = Plan("tiny", layers_per_stage=1, pp=4, ep=1, microbatches=16, max_stash=most)
-        kinds.append(ahead.memory_by_kind(draw(plan, None, None)))
+    kinds = [users(max_stash=most) for most in (None, 1, 0)]
     whole, one, none = (k.pop("stash") for k in kinds)
     assert whole > one > none
     assert kinds[0] == kinds[1] == kinds[2]
