@@ -11,6 +11,7 @@ import pytest
 from rich.console import Console
 
 import models
+from dualpipe_jax.engine import Out, StagedModel
 from dualpipe_jax.parallel import make_mesh
 from dualpipe_jax.schedule import gpipe, limit_stash, zb_h1
 from train import loop, model, setup
@@ -185,34 +186,53 @@ def models_state(step):
     return TrainState(step, None, None)
 
 
-EVALUATED = models.tiny(num_layers=3, dim=16, num_experts=4, num_groups=1, top_groups=1, top_k=2, vocab=64)
+def test_every_held_out_window_counts_once():
+    """Seven of them in batches of four, the last one filled up; a table of logits, against NumPy."""
+    random = np.random.default_rng(0)
+    table = random.standard_normal((256, 256)).astype(np.float32)
+    text = bytes(random.integers(1, 256, 300).tolist())
+    corpus = Corpus((text_source("text", [], [text], 1, BYTES),))
+
+    def stage(own, shared, x, at):
+        losses = optax.softmax_cross_entropy_with_integer_labels(
+            shared[at.batch["inputs"]], at.batch["targets"]
+        )
+        tokens = at.batch["mask"].sum(dtype=np.int32)
+        mean = jax.numpy.where(at.batch["mask"], losses, 0).sum() / tokens.astype(np.float32).clip(1)
+        return Out(losses, {"lm": mean}, {"tokens": tokens})
+
+    def counted(batch):
+        return {"lm": batch["mask"].sum(dtype=np.float32)}
+
+    toy = types.SimpleNamespace(
+        staged=StagedModel({"all": stage}, ("all",), weights=counted), param_specs=None, compute_dtype=None
+    )
+    evaluate = make_evaluate(toy, gpipe(1, 2), make_mesh(1, 2), corpus.heldout_batches(7, (2, 2, 8)))
+    ((batch, _),) = corpus.heldout_batches(7, (1, 7, 8))
+    rows = table[batch["inputs"]].astype(np.float64)
+    right = np.take_along_axis(rows, batch["targets"][..., None], -1)[..., 0]
+    expected = (np.log(np.exp(rows).sum(-1)) - right).mean()
+    assert evaluate({"stages": {"none": np.zeros(1, np.float32)}, "shared": table}) == pytest.approx(expected)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("dp", "pp", "ep", "shape"), [(1, 2, 2, (4, 2, 8)), (1, 1, 1, (1, 3, 8)), (2, 1, 2, (2, 4, 8))]
-)
-def test_the_held_out_loss_is_the_plain_models_whatever_the_layout(dp, pp, ep, shape):
-    """Seven windows, which fill no batch; the oracle is the model in one piece, without a mesh."""
+def test_the_held_out_loss_is_the_plain_models_whatever_the_layout():
+    """Documents within windows, on all three axes; the oracle is the model in one piece, without a mesh."""
+    numbers = models.tiny(num_layers=3, dim=16, num_experts=4, num_groups=1, top_groups=1, top_k=2, vocab=64)
     random = np.random.default_rng(0)
     texts = [bytes(random.integers(1, 64, length).tolist()) for length in (5, 90, 130, 70)]
     corpus = Corpus((text_source("text", [], texts, 4, BYTES),))
-    built = models.deepseek(EVALUATED, pp, ep_axis="ep")
-    params = built.init(jax.random.key(1))
-    found = make_evaluate(
-        built, gpipe(pp, shape[0]), make_mesh(pp, ep, dp=dp), corpus.heldout_batches(7, shape)
-    )(params)
+    built = models.deepseek(numbers, 2, ep_axis="ep")
+    batches = corpus.heldout_batches(7, (2, 4, 8))
+    found = make_evaluate(built, gpipe(2, 2), make_mesh(2, 2, dp=2), batches)(
+        jax.jit(built.init)(jax.random.key(1))
+    )
 
-    whole = models.deepseek(EVALUATED, 1).init(jax.random.key(1))
+    whole = jax.jit(models.deepseek(numbers, 1).init)(jax.random.key(1))
     ((batch, _),) = corpus.heldout_batches(7, (1, 7, 8))
     one = {name: values[0] for name, values in batch.items()}
     assert (one["segment_ids"] != one["segment_ids"][:, :1]).any(), "some window spans documents"
-    logits = models.logits(
-        EVALUATED,
-        whole,
-        one["inputs"],
-        positions=one["positions"],
-        segment_ids=one["segment_ids"],
-    )
+    plain = jax.jit(models.logits, static_argnums=0)
+    logits = plain(numbers, whole, one["inputs"], positions=one["positions"], segment_ids=one["segment_ids"])
     expected = optax.softmax_cross_entropy_with_integer_labels(logits, one["targets"]).mean()
     assert found == pytest.approx(float(expected), abs=2e-6)
