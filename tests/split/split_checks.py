@@ -1,9 +1,10 @@
-"""What every split must satisfy, against ``jax.vjp`` in two programs of its own."""
+"""What every split must satisfy, against ``jax.vjp``."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.extend.core import Literal
 
 from dualpipe_jax.split import split_backward
 from tests.quick import ALIKE
@@ -20,8 +21,9 @@ COLLECTIVES = (
 )
 
 
-def normal(seed, *shape, dtype=jnp.float32):
-    return (0.3 * jax.random.normal(jax.random.key(seed), shape)).astype(dtype)
+def normal(seed, *shape, dtype=np.float32):
+    """NumPy's: what JAX does at import is done again in every worker, and compiled."""
+    return (0.3 * np.random.default_rng(seed).standard_normal(shape)).astype(dtype)
 
 
 def cotangent(seed, y):
@@ -59,6 +61,65 @@ def compiled(function, *arguments):
     return jax.jit(function).lower(*arguments).compile(compiler_options=options)(*arguments)
 
 
+def step_by_step(function, *arguments):
+    """What a function gives, one operation after the other, with nothing fused.
+
+    An operation is compiled once for all tests; programs of whole functions would take them ten times as long.
+    """
+    closed, shape = jax.make_jaxpr(function, return_shape=True)(*arguments)
+    outputs = _run(closed, closed.consts, jax.tree.leaves(arguments))
+    return jax.tree.unflatten(jax.tree.structure(shape), outputs)
+
+
+def _run(inside, consts, inputs):
+    jaxpr = getattr(inside, "jaxpr", inside)
+    known = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *inputs], strict=True))
+
+    def read(atom):
+        return atom.val if isinstance(atom, Literal) else known[atom]
+
+    for eqn in jaxpr.eqns:
+        known.update(zip(eqn.outvars, _apply(eqn, [read(atom) for atom in eqn.invars]), strict=True))
+    return [read(atom) for atom in jaxpr.outvars]
+
+
+def _apply(eqn, inputs):
+    name, params = eqn.primitive.name, eqn.params
+    if name == "optimization_barrier":
+        return inputs
+    if name == "scan":
+        return _scan(params, inputs)
+    if name == "cond":
+        return _call(params["branches"][int(inputs[0])], inputs[1:])
+    if name == "while":
+        first, second = params["cond_nconsts"], params["cond_nconsts"] + params["body_nconsts"]
+        carry = inputs[second:]
+        while _call(params["cond_jaxpr"], [*inputs[:first], *carry])[0]:
+            carry = _call(params["body_jaxpr"], [*inputs[first:second], *carry])
+        return carry
+    if name in ("jit", "checkpoint", "remat2", "custom_jvp_call", "custom_vjp_call", "closed_call"):
+        return _call(params.get("jaxpr") or params["call_jaxpr"], inputs)
+    outputs = eqn.primitive.bind(*inputs, **params)
+    return outputs if eqn.primitive.multiple_results else [outputs]
+
+
+def _call(inside, inputs):
+    return _run(inside, getattr(inside, "consts", ()), inputs)
+
+
+def _scan(params, inputs):
+    num_consts, num_carry = params["num_consts"], params["num_carry"]
+    consts, carry, xs = inputs[:num_consts], inputs[num_consts:][:num_carry], inputs[num_consts + num_carry :]
+    rows = []
+    for place in range(params["length"]):
+        place = params["length"] - 1 - place if params["reverse"] else place
+        outputs = _call(params["jaxpr"], [*consts, *carry, *(x[place] for x in xs)])
+        carry, ys = outputs[:num_carry], outputs[num_carry:]
+        rows.append(ys)
+    rows = rows[::-1] if params["reverse"] else rows
+    return [*carry, *(jnp.stack(column) for column in zip(*rows, strict=True))]
+
+
 def run_parts(plan, params, x, dy):
     """Forward, I and W, a barrier between them as if each were a program of its own."""
     y, aux, residuals_i, residuals_w = plan.forward(params, x)
@@ -69,7 +130,7 @@ def run_parts(plan, params, x, dy):
     return (y, aux), (dparams, dx), (residuals_i, residuals_w, stash)
 
 
-def check_split(f, params, x, *, has_aux=False, exact=True, tolerance=1e-6):
+def check_split(f, params, x, *, has_aux=False, run=step_by_step, exact=True, tolerance=1e-6):
     """Compares every part of the split with ``jax.vjp``; gives the plan."""
     plan = split_backward(f, has_aux).trace(params, x)
     dy = cotangent(99, plan.y)
@@ -78,8 +139,8 @@ def check_split(f, params, x, *, has_aux=False, exact=True, tolerance=1e-6):
         y, pull, *aux = jax.vjp(f, params, x, has_aux=has_aux)
         return (y, aux[0] if has_aux else None), pull(float0_zeros(y, dy))
 
-    outputs, gradients = compiled(reference, params, x, dy)
-    got_outputs, got_gradients, kept = compiled(lambda *args: run_parts(plan, *args), params, x, dy)
+    outputs, gradients = run(reference, params, x, dy)
+    got_outputs, got_gradients, kept = run(lambda *args: run_parts(plan, *args), params, x, dy)
     assert_trees_match(outputs, got_outputs, exact, tolerance)
     assert_trees_match(gradients, got_gradients, exact, tolerance)
     assert_types(plan, *kept)

@@ -5,13 +5,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
-from split_checks import BATCH, HIDDEN, WIDTH, assert_trees_match, block, block_params, compiled, mlp, normal
+from split_checks import BATCH, HIDDEN, WIDTH, assert_trees_match, block, block_params, mlp, normal, step_by_step
 
 from dualpipe_jax.split import split_backward, total_bytes
 
 X = normal(0, BATCH, WIDTH)
-SEGMENTS = jnp.arange(BATCH) // 3
-KEPT = jnp.arange(BATCH) % 4 > 0
+SEGMENTS = np.arange(BATCH) // 3
+KEPT = np.arange(BATCH) % 4 > 0
 
 
 def travelling(params, x):
@@ -51,7 +51,7 @@ PARAMS = {
     "block": block_params(),
     "key": jax.random.key(1),
     "gain": 1 + normal(2, 5, WIDTH),
-    "row": jnp.int32(2),
+    "row": np.int32(2),
 }
 STACKED = {"w": normal(3, 3, WIDTH, WIDTH), "keys": jax.random.split(jax.random.key(2), 3)}
 
@@ -74,11 +74,11 @@ def test_integers_bools_and_keys_everywhere(f, params, handed):
         y, pull = jax.vjp(f, params, x)
         return y, pull(jax.tree.map(lambda leaf: np.zeros(leaf.shape, jax.dtypes.float0), y) | {"x": dy})
 
-    y, want = compiled(reference, params, x, dy)
+    y, want = step_by_step(reference, params, x, dy)
     plan = split_backward(f).trace(params, x)
     given = (y if handed == "anything" else dict.fromkeys(y)) | {"x": dy}
-    got_y, halves, whole = jax.jit(lambda params, x, dy: parts(plan, params, x, given | {"x": dy}))(
-        params, x, dy
+    got_y, halves, whole = step_by_step(
+        lambda params, x, dy: parts(plan, params, x, given | {"x": dy}), params, x, dy
     )
     assert jax.tree.map(lambda a: a.dtype, got_y) == jax.tree.map(lambda a: a.dtype, y)
     assert_trees_match(jax.tree.map(bare, y), jax.tree.map(bare, got_y), exact=False)
@@ -104,8 +104,8 @@ def test_branches_that_hand_over_keys_share_a_place():
     plan = split_backward(f).trace(params, X)
     assert any(jnp.issubdtype(kind.dtype, jax.dtypes.prng_key) for kind in plan.residuals_i)
     for x in (X, -X):
-        want = compiled(lambda params, x, dy: jax.vjp(f, params, x)[1](dy), params, x, X)
-        _, halves, _ = compiled(lambda *arguments: parts(plan, *arguments), params, x, X)
+        want = step_by_step(lambda params, x, dy: jax.vjp(f, params, x)[1](dy), params, x, X)
+        _, halves, _ = step_by_step(lambda *arguments: parts(plan, *arguments), params, x, X)
         assert_trees_match(want, halves, exact=False)
 
 
@@ -129,7 +129,7 @@ def test_what_is_frozen_costs_nothing():
     params = {name: block_params()[name] for name in ("up", "down")} | {"lora": lora}
     mask = {"up": False, "down": False, "lora": True}
     plan = split_backward(layer, wanted=(mask, True)).trace(params, X)
-    _, halves, whole = compiled(lambda *arguments: parts(plan, *arguments), params, X, X)
+    _, halves, whole = step_by_step(lambda *arguments: parts(plan, *arguments), params, X, X)
     _, pull = jax.vjp(lambda lora, x: layer(params | {"lora": lora}, x), lora, X)
     want_lora, want_dx = pull(X)
     for dparams, dx in (halves, whole):
@@ -209,10 +209,10 @@ USES = {
 @pytest.mark.parametrize("name", USES)
 def test_leaves_that_are_not_used_have_no_entry(name):
     f, used = USES[name]
-    params = {"layers": block_params(num_layers=2), "shift": normal(7, WIDTH), "number": jnp.int32(3)}
+    params = {"layers": block_params(num_layers=2), "shift": normal(7, WIDTH), "number": np.int32(3)}
     plan = split_backward(f).trace(params, X)
-    want = compiled(lambda params, x, dy: jax.vjp(f, params, x)[1](dy), params, X, X)
-    _, halves, whole = compiled(lambda *arguments: parts(plan, *arguments), params, X, X)
+    want = step_by_step(lambda params, x, dy: jax.vjp(f, params, x)[1](dy), params, X, X)
+    _, halves, whole = step_by_step(lambda *arguments: parts(plan, *arguments), params, X, X)
     for got in (halves, whole):
         assert_trees_match(want, got, exact=False)
     paths = [path[-1].key for path, _ in jax.tree.leaves_with_path(params)]
