@@ -81,9 +81,9 @@ def test_integers_bools_and_keys_everywhere(f, params, handed):
         lambda params, x, dy: parts(plan, params, x, given | {"x": dy}), params, x, dy
     )
     assert jax.tree.map(lambda a: a.dtype, got_y) == jax.tree.map(lambda a: a.dtype, y)
-    assert_trees_match(jax.tree.map(bare, y), jax.tree.map(bare, got_y), exact=False)
+    assert_trees_match(jax.tree.map(bare, y), jax.tree.map(bare, got_y), exact=True)
     for got in (halves, whole):
-        assert_trees_match(want, got, exact=False, tolerance=5e-6)
+        assert_trees_match(want, got, exact=True)
 
 
 def bare(leaf):
@@ -106,7 +106,7 @@ def test_branches_that_hand_over_keys_share_a_place():
     for x in (X, -X):
         want = step_by_step(lambda params, x, dy: jax.vjp(f, params, x)[1](dy), params, x, X)
         _, halves, _ = step_by_step(lambda *arguments: parts(plan, *arguments), params, x, X)
-        assert_trees_match(want, halves, exact=False)
+        assert_trees_match(want, halves, exact=True)
 
 
 # ------------------------------------------------------------------------------- masks
@@ -134,7 +134,7 @@ def test_what_is_frozen_costs_nothing():
     want_lora, want_dx = pull(X)
     for dparams, dx in (halves, whole):
         assert dparams["up"] is None and dparams["down"] is None
-        assert_trees_match((want_lora, want_dx), (dparams["lora"], dx), exact=False)
+        assert_trees_match((want_lora, want_dx), (dparams["lora"], dx), exact=True)
     assert plan.params.wanted == plan.params.has_gradient == [False, *[True] * 4, False]
     # a and b of both: [rows, rank] from x and what dy makes of b, [rank, columns] from x @ a and dy.
     assert plan.flops.weight == 2 * BATCH * 2 * rank * (WIDTH + HIDDEN)
@@ -153,7 +153,7 @@ def test_masks_of_x():
     dparams, dx = pull(X)
     _, halves, whole = parts(plan, block_params(), x, X)
     for got in (halves, whole):
-        assert_trees_match((dparams, dx | {"b": None}), got, exact=False)
+        assert_trees_match((dparams, dx | {"b": None}), got, exact=True)
     frozen = split_backward(f, wanted=(False, False)).trace(block_params(), x)
     assert frozen.flops.backward == 0 and frozen.residuals_i == frozen.residuals_w == frozen.stash == []
     assert frozen.keep_input == "F"
@@ -214,7 +214,7 @@ def test_leaves_that_are_not_used_have_no_entry(name):
     want = step_by_step(lambda params, x, dy: jax.vjp(f, params, x)[1](dy), params, X, X)
     _, halves, whole = step_by_step(lambda *arguments: parts(plan, *arguments), params, X, X)
     for got in (halves, whole):
-        assert_trees_match(want, got, exact=False)
+        assert_trees_match(want, got, exact=True)
     paths = [path[-1].key for path, _ in jax.tree.leaves_with_path(params)]
     assert {path for path, has in zip(paths, plan.params.has_gradient, strict=True) if has} == used
     assert len(plan.programs.weight.outputs) == len(used)
@@ -244,7 +244,7 @@ def test_each_leaf_of_x_is_kept_as_long_as_it_is_read():
     dx, stash = plan.backward_input(params, x | {"unread": None}, residuals_i, residuals_w, y)
     late = dict.fromkeys(x) | {"late": x["late"]}
     dparams = plan.backward_weight(params, late, residuals_w, stash)
-    assert_trees_match(jax.vjp(f, params, x)[1](y), (dparams, dx), exact=False)
+    assert_trees_match(jax.vjp(f, params, x)[1](y), (dparams, dx), exact=True)
     with pytest.raises(ValueError, match="x is not the tree"):
         plan.backward_weight(params, late | {"late": None}, residuals_w, stash)
 
@@ -265,4 +265,4 @@ def test_what_is_at_hand_is_read_again_and_not_kept():
     dy = normal(1, BATCH, HIDDEN)
     _, _, residuals_i, residuals_w = plan.forward(block_params(), (X, tokens))
     got = plan.backward(block_params(), (None, tokens), residuals_i, residuals_w, dy)
-    assert_trees_match(jax.vjp(f, block_params(), (X, tokens))[1](dy), got, exact=False)
+    assert_trees_match(jax.vjp(f, block_params(), (X, tokens))[1](dy), got, exact=True)

@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from split_checks import BATCH, HIDDEN, WIDTH, block, block_params, mlp, norm, normal
 from test_split import ATTENTION, LAYERS, X, attention, cast, choose, scanned
@@ -62,7 +63,7 @@ def transformer_layer(params, x):
 def test_transformer_layer():
     """W holds the inputs of six linears, and is handed their six cotangents and two gains."""
     params = ATTENTION | {k: v for k, v in block_params().items() if k in ("up", "down")}
-    params |= {"scale1": jnp.ones(WIDTH), "scale2": jnp.ones(WIDTH)}
+    params |= {"scale1": np.ones(WIDTH, np.float32), "scale2": np.ones(WIDTH, np.float32)}
     x = normal(30, 2, 4, WIDTH)  # as many rows as BATCH
     plan = plan_of(transformer_layer, params, x)
     cotangents = 4 * ROWS + WIDE + ROWS  # of q, k, v, o; up; down
@@ -180,7 +181,7 @@ def test_a_parameter_of_a_frozen_layer_costs_nothing():
 
 
 def test_integer_input_of_an_embedding_waits_for_the_weights():
-    plan = plan_of(lambda table, t: jnp.take(table, t, axis=0, mode="clip"), X, jnp.arange(5))
+    plan = plan_of(lambda table, t: jnp.take(table, t, axis=0, mode="clip"), X, np.arange(5, dtype=np.int32))
     assert total_bytes(plan.stash) == 5 * WIDTH * F32
     assert total_bytes(plan.residuals_w) <= 5 * 4
 
@@ -194,7 +195,7 @@ def test_planning_a_deep_stage_is_quick():
         return x
 
     params = ATTENTION | {k: v for k, v in block_params().items() if k in ("up", "down")}
-    params |= {"scale1": jnp.ones(WIDTH), "scale2": jnp.ones(WIDTH)}
+    params |= {"scale1": np.ones(WIDTH, np.float32), "scale2": np.ones(WIDTH, np.float32)}
     types = jax.tree.map(lambda a: jax.ShapeDtypeStruct((12, *a.shape), a.dtype), params)
     plan = plan_of(deep, types, jax.ShapeDtypeStruct((2, 4, WIDTH), jnp.float32))
     assert held_for_weights(plan) == 12 * (8 * ROWS + 2 * WIDE + 2 * GAIN)

@@ -31,7 +31,7 @@ def moe(params, x):
 
 
 PARAMS = {
-    "scale": jnp.ones(WIDTH),
+    "scale": np.ones(WIDTH, np.float32),
     "router": normal(1, WIDTH, EXPERTS),
     "up": normal(2, EXPERTS, WIDTH, HIDDEN),
     "down": normal(3, EXPERTS, HIDDEN, WIDTH),

@@ -62,16 +62,4 @@ def test_random_network(seed):
     params = {f"w{i}": normal(i, WIDTH, WIDTH) for i in range(3)} | {
         f"v{i}": normal(9 + i, WIDTH) for i in range(3)
     }
-    f = network(rng)
-    check_split(
-        f,
-        params,
-        normal(seed + 50, ROWS, WIDTH),
-        exact=False,
-        tolerance=2e-3 if uses_halves(f, params) else 2e-6,
-    )
-
-
-def uses_halves(f, params):
-    """Float16 rounds where XLA fuses, so its last bits differ from program to program."""
-    return "f16" in str(jax.make_jaxpr(f)(params, jnp.ones((ROWS, WIDTH))))
+    check_split(network(rng), params, normal(seed + 50, ROWS, WIDTH))
