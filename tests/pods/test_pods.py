@@ -343,19 +343,15 @@ def test_targets_that_are_none(capsys):
     assert capsys.readouterr().err.startswith("error: target 'v5x:4x4': did you mean v5")
 
 
-def test_memory_is_counted_with_no_compiler(capsys):
-    """Through the real process, on this machine's own CPU."""
-    asked = ["dryrun", "--target", "v5p:8x8x16", "--compile", "nothing", *SMALL]
-    assert main(asked) == 0
-    table = capsys.readouterr().out
-    assert main([*asked, "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    for words in (
-        "parameters of stages",
-        "parameters of all stages",
-        "optimizer state",
-        "counted",
-    ):
+def test_memory_is_counted_with_no_compiler(capsys, monkeypatch):
+    """Through the real process, on this machine's own CPU; what it answers and what is printed of that."""
+    asked = ["dryrun", "--target", "v5p:8x8x16", "--compile", "nothing", *SMALL[:2], *SMALL[4:]]
+    answers, real = [], child.ask
+    monkeypatch.setattr(child, "ask", lambda *given: answers.append(real(*given)) or answers[0])
+    assert main([*asked, "--change", "num_layers=3", "--stage-layers", "1", "2"]) == 0
+    (found,), table = answers, capsys.readouterr().out
+    assert "\nlayers of stages: 1, 2\n\n" in table
+    for words in ("parameters of stages", "parameters of all stages", "optimizer state", "counted"):
         assert words in table
     assert len(re.findall("GiB|%", table)) > len(found["memory"]["kinds"])
     assert found["memory"]["fits"] and found["memory"]["total"] == sum(found["memory"]["kinds"].values())
@@ -377,16 +373,15 @@ def test_memory_is_counted_with_no_compiler(capsys):
     ],
 )
 def test_options_that_do_not_fit(options, message):
+    (option, value), target = options, "v5e:4x4"
     given = {"model": "tiny", "pp": 2, "ep": 2, "microbatches": 4, "sequence": 16}
-    target = targets.Target.parse("v5e:4x4")
-    option, value = options[0].removeprefix("--").replace("-", "_"), options[1]
-    if option == "target":
-        target = targets.Target.parse(value)
+    if option == "--target":
+        target = value
     else:
-        changed = (value,) if option == "change" else int(value) if value.isdigit() else value
-        given[option] = changed
-    with pytest.raises(ValueError, match="^" + "".join(f"[{c}]" if c in "?.+()" else c for c in message)):
-        draw(Plan(**given), target, None)
+        name = option.removeprefix("--").replace("-", "_")
+        given[name] = (value,) if name == "change" else int(value) if value.isdigit() else value
+    with pytest.raises(ValueError, match="^" + re.escape(message)):
+        draw(Plan(**given), targets.Target.parse(target), None)
 
 
 def compiled(*arguments):
@@ -399,6 +394,7 @@ def compiled(*arguments):
 
 
 @TPU
+@pytest.mark.slow
 def test_a_pod_that_the_compiler_does_not_survive():
     status, said = compiled("overlap", "--target", "v5e:16x32", *SMALL)
     assert status == 2

@@ -1,6 +1,7 @@
 """Programs of users' own: found by name, counted by hand, updated as optax does it; with the package alone."""
 
 import dataclasses
+import importlib.util
 import json
 import os
 import re
@@ -100,16 +101,14 @@ def test_the_step_is_optaxs():
     state = jax.device_put(optimizer.init(placed), lies[0])
     new, _, loss = compiled(placed, state, jax.device_put(batch, lies[1]))
     np.testing.assert_allclose(loss, objective, rtol=1e-5)
-    for a, c in zip(
-        jax.tree.leaves(b.pipeline.unplace(new)),
-        jax.tree.leaves(optax.apply_updates(params, updates)),
-        strict=True,
-    ):
+    pairs = zip(
+        *map(jax.tree.leaves, (b.pipeline.unplace(new), optax.apply_updates(params, updates))), strict=True
+    )
+    for a, c in pairs:
         np.testing.assert_allclose(a, c, rtol=1e-4, atol=1e-5)
 
 
-@pytest.fixture
-def installed(tmp_path):
+def test_the_package_alone_is_enough(tmp_path):
     """Where there is the package and a user's file, and neither trainer nor models."""
     (tmp_path / "lib").mkdir()
     (tmp_path / "lib" / "dualpipe_jax").symlink_to(ROOT / "dualpipe_jax")
@@ -119,39 +118,40 @@ def installed(tmp_path):
         "import sys\nsys.modules.update(train=None, models=None)\n"
     )
 
-    def dryrun(program):
-        command = [
-            sys.executable,
-            "-m",
-            "dualpipe_jax",
-            "dryrun",
-            "--target",
-            "v5e:2x2",
-            "--program",
-            program,
-        ]
-        command += ["--pp", "2", "--ep", "2", "--schedule", "zb_h1", "--compile", "nothing", "--json"]
-        environment = {**os.environ, "PYTHONPATH": str(tmp_path / "lib"), "XLA_FLAGS": ""}
-        return subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
-
-    return dryrun
-
-
-def test_the_package_alone_is_enough(installed):
-    done = installed("mine:blocks")
+    command = [
+        sys.executable,
+        "-m",
+        "dualpipe_jax",
+        "dryrun",
+        "--target",
+        "v5e:2x2",
+        "--program",
+        "mine:blocks",
+    ]
+    command += ["--pp", "2", "--ep", "2", "--schedule", "zb_h1", "--compile", "nothing", "--json"]
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path / "lib"), "XLA_FLAGS": ""}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     found = filled(Answer, json.loads(done.stdout))
     assert found.memory.kinds["stages"] == STAGE * FLOAT and found.parameters.total == 2 * STAGE + DIM
     assert found.program.model == "mine:blocks" and found.program.microbatches == 8
 
 
-def test_models_of_the_trainer_are_not_in_the_package(installed):
-    done = installed("v3")
-    assert done.returncode == 2
-    assert (
-        "error: --program v3: a name without a module is a model of the trainer, which is in" in done.stderr
-    )
-    assert done.stderr.endswith("FILE.py:name or package.module:name\n")
+def test_models_of_the_trainer_are_not_in_the_package(monkeypatch):
+    found = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "train" else found(name))
+    for look, message in (
+        (
+            lambda: loading.find("v3"),
+            "--program v3: a name without a module is a model of the trainer, which is in",
+        ),
+        (
+            loading.serving,
+            "--what prefill and decode: serving is in the repository and not in the installed package",
+        ),
+    ):
+        with pytest.raises(ValueError, match="^" + re.escape(message)):
+            look()
 
 
 @pytest.mark.parametrize(

@@ -14,10 +14,11 @@ from tests.pods.whole_backwards import WholeBackwards
 from train.pods import routed_flops, size
 
 TARGET = Target.parse("v5e:2x2")
+BLOCKS = "tests.pods.own_program:blocks"
 
 
 def predicted(units, schedule="dualpipe", layers=2, **more):
-    plan = Plan("tiny", layers, schedule=schedule, pp=2, ep=2, microbatches=8, sequence=64)
+    plan = Plan(BLOCKS, layers, schedule=schedule, pp=2, ep=2, microbatches=8, microbatch_size=4)
     found = {name: Unit(cycles, cycles, 0.0, 0.0, 0) for name, cycles in units.items()}
     compiled = Compiled("units", units=found, sends=Shares(each=1e4), **more)
     return step_time.predict_step(compiled, draw(plan, TARGET, None), plan, TARGET.device)
@@ -54,12 +55,8 @@ def test_what_stands_beside_units_and_ticks():
     assert step.overhead_cycles == 7 and step.ideal_cycles == bare.ideal_cycles
     assert step.seconds == pytest.approx((step.cycles + 7) / TARGET.device.clock)
     assert step.assumed == ("I", "W", "FB"), "which schedules that split or pair are priced by"
-    more = {
-        each.name: each.seconds - before.seconds
-        for each in step.schedules
-        for before in bare.schedules
-        if each.name == before.name and each.seconds
-    }
+    before = {each.name: each.seconds for each in bare.schedules}
+    more = {each.name: each.seconds - before[each.name] for each in step.schedules if each.seconds}
     assert more["dualpipe_v"] > 1.5 * more["dualpipe"] > 0, "half as deep, about twice as many ticks"
 
 
@@ -76,7 +73,7 @@ def test_the_account_of_a_step_by_hand():
     """1F1B on 2 ranks: each is busy with 8 F and 8 B, and where stages are equal idle for one of each."""
     units = {"F": Unit(1e6, 9e5, 1e5, 1e5, 0), "B": Unit(2e6, 1.7e6, 4e5, 3e5, 0)}
     units |= {"F/last": Unit(1.5e6, 1.5e6, 0.0, 0.0, 0), "B/last": Unit(2e6, 2e6, 0.0, 0.0, 0)}
-    plan = Plan("tiny", 2, schedule="one_f_one_b", pp=2, ep=2, microbatches=8, sequence=64)
+    plan = Plan(BLOCKS, 2, schedule="one_f_one_b", pp=2, ep=2, microbatches=8, microbatch_size=4)
     compiled = Compiled("units", units=units, overheads=Overheads(100.0, 7.0))
     step = step_time.predict_step(compiled, draw(plan, TARGET, None), plan, TARGET.device)
     clock, ticks = TARGET.device.clock, lower(one_f_one_b(2, 8)).num_ticks
@@ -151,16 +148,8 @@ def test_sends_are_exposed_by_kind_of_tick():
 
 
 def test_the_account_of_pairs_of_ends_adds_up():
-    units = {
-        "F": 9e5,
-        "I": 8e5,
-        "W": 4e5,
-        "B": 1.1e6,
-        "FB": 1.3e6,
-        "F/first": 5e5,
-        "F/last": 1e6,
-        "B/last": 9e5,
-    }
+    units = {"F": 9e5, "I": 8e5, "W": 4e5, "B": 1.1e6, "FB": 1.3e6}
+    units |= {"F/first": 5e5, "F/last": 1e6, "B/last": 9e5}
     ends = {"FB/first-last": 1.1e6, "FB/last-first": 1.5e6}
     step, bound = predicted(units | ends), predicted(units)
     for of in (step, bound):
