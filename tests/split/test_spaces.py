@@ -6,17 +6,7 @@ import pytest
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.experimental import pallas as pl
-from split_checks import (
-    BATCH,
-    WIDTH,
-    assert_trees_match,
-    block,
-    block_params,
-    check_split,
-    compiled,
-    normal,
-    run_parts,
-)
+from split_checks import BATCH, WIDTH, assert_trees_match, block_params, check_split, compiled, mlp, normal, run_parts
 
 from dualpipe_jax.split import split_backward
 
@@ -39,20 +29,19 @@ elsewhere.defvjp(lambda x: (elsewhere(x), x), lambda x, dy: (elsewhere(x) * dy,)
 
 def by_platform(params, x):
     return lax.platform_dependent(
-        block(params, x), cpu=jnp.sin, tpu=elsewhere, rocm=elsewhere, default=lambda x: elsewhere(2 * x)
+        mlp(params, x), cpu=jnp.sin, tpu=elsewhere, rocm=elsewhere, default=lambda x: elsewhere(2 * x)
     )
 
 
-@pytest.mark.parametrize("wrap", [lambda f: f, jax.checkpoint], ids=["plain", "remat"])
-def test_only_the_branch_of_the_platform_is_lowered(wrap):
-    check_split(wrap(by_platform), block_params(), X)
+def by_platform_in_a_scan(params, x):
+    return lax.scan(lambda x, layer: (by_platform(layer, x), None), x, params)[0]
 
 
-def test_a_choice_by_platform_inside_a_scan():
-    def layers(params, x):
-        return lax.scan(lambda x, layer: (by_platform(layer, x), None), x, params)[0]
-
-    check_split(layers, block_params(num_layers=2), X)
+@pytest.mark.parametrize(
+    ("f", "num_layers"), [(by_platform, None), (jax.checkpoint(by_platform), None), (by_platform_in_a_scan, 2)]
+)
+def test_only_the_branch_of_the_platform_is_lowered(f, num_layers):
+    check_split(f, block_params(num_layers=num_layers), X, run=compiled)
 
 
 def lowered(function, *arguments):

@@ -45,35 +45,25 @@ def vary(tree):
 
 
 def run_both(f, params, specs, x, *, check_vma, cast=True, has_aux=False):
-    """Gradients of the split and of jax.vjp, each in a shard_map, and the plan."""
+    """Gradients of the split and of jax.vjp, and the plan."""
     plans = []
 
-    def prepare(*trees):
-        return vary(trees) if cast and check_vma else trees
-
-    def ours(params, x, dy):
-        params, x, dy = prepare(params, x, dy)
+    def both(params, x, dy):
+        if cast and check_vma:
+            params, x, dy = vary((params, x, dy))
         plans.append(split_backward(f, has_aux).trace(params, x))
-        return run_parts(plans[-1], params, x, dy)[1]
-
-    def theirs(params, x, dy):
-        params, x, dy = prepare(params, x, dy)
         _, pull, *_ = jax.vjp(f, params, x, has_aux=has_aux)
-        return pull(dy)
+        return run_parts(plans[-1], params, x, dy)[1], pull(dy)
 
     outputs = jax.tree.map(
         lambda spec: EVERYWHERE if cast else spec, specs, is_leaf=lambda s: isinstance(s, P)
     )
-
-    def mapped(body):
-        options = {"in_specs": (specs, EVERYWHERE, EVERYWHERE), "out_specs": (outputs, EVERYWHERE)}
-        return compiled(jax.shard_map(body, mesh=MESH, check_vma=check_vma, **options), params, x, x)
-
-    return mapped(ours), mapped(theirs), plans[-1]
+    options = {"in_specs": (specs, EVERYWHERE, EVERYWHERE), "out_specs": ((outputs, EVERYWHERE),) * 2}
+    mapped = jax.shard_map(both, mesh=MESH, check_vma=check_vma, **options)
+    return *compiled(mapped, params, x, x), plans[-1]
 
 
-@pytest.mark.parametrize("check_vma", [True, False])
-@pytest.mark.parametrize("remat", [False, True])
+@pytest.mark.parametrize(("check_vma", "remat"), [(True, False), (False, True)])
 def test_mixture_of_experts(check_vma, remat):
     f = jax.checkpoint(moe) if remat else moe
     ours, theirs, plan = run_both(f, PARAMS, SPECS, X, check_vma=check_vma, has_aux=True)
