@@ -14,6 +14,7 @@ from dualpipe_jax.inspect.compiler import recommended_compiler_options, tpu_gene
 from dualpipe_jax.inspect.target import DEVICES, Target
 
 CHIPS = {"v4": "2x2x1", "v5e": "2x2", "v5p": "2x2x1", "v6e": "2x2", "tpu7x": "2x2x1", "h100": "1x4"}
+QUICK = "v5e", "h100"
 PROGRAM = """
 import sys
 from dualpipe_jax.inspect.compiler import recommended_compiler_options
@@ -46,7 +47,9 @@ def installed(generation):
     return True
 
 
-@pytest.mark.parametrize("generation", CHIPS)
+@pytest.mark.parametrize(
+    "generation", [g if g in QUICK else pytest.param(g, marks=pytest.mark.slow) for g in CHIPS]
+)
 def test_compilers_take_the_options_and_make_the_all_to_all_asynchronous(generation):
     if not installed(generation):
         pytest.skip(f"the compiler for {generation} is not installed")

@@ -151,12 +151,12 @@ def test_text_without_a_module_is_refused(text):
 
 
 def test_a_large_text_takes_seconds():
-    """20 MB in some 3 CPU-seconds; the bound leaves room for slower machines."""
+    """7 MB in about one CPU-second; the bound leaves room for slower machines."""
     header, body = (Path(__file__).parent / "texts/v5e_pair.hlo").read_text().split("\n", 1)
     before, entry = body.split("ENTRY ")
-    many = [before.replace("computation", f"c{k}_") for k in range(2700)]
+    many = [before.replace("computation", f"c{k}_") for k in range(900)]
     text = "\n".join([header, *many, "ENTRY " + entry])
-    assert len(text) > 20e6
+    assert len(text) > 6.7e6
     start = time.process_time()
-    assert len(read(text).computations) > 2700
-    assert time.process_time() - start < 12
+    assert len(read(text).computations) > 900
+    assert time.process_time() - start < 4

@@ -331,10 +331,7 @@ def test_waits_inside_a_loop_are_no_work():
     )
     text = module(start("s", "collective-permute"), loop, done("s", "collective-permute"), more=body)
     found = overlap(text, BYTE_A_CYCLE)
-    assert (found.computations["main"].cycles, found.computations["main"].waits) == (
-        3 * KIB,
-        3 * (KIB - 24),
-    )
+    assert (found.computations["main"].cycles, found.computations["main"].waits) == (3 * KIB, 3 * (KIB - 24))
     send = found.select("collective-permute")[0]
     assert send.waits == 0 and send.cycles_between == 3 * 24
     assert send.exposed == pytest.approx(KIB - 24), (
