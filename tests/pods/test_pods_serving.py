@@ -78,15 +78,8 @@ def test_options_of_the_other_kind_are_refused(answered, capsys, options, messag
     assert not answered
 
 
-SMALL = dict(
-    model="tiny",
-    layers_per_stage=2,
-    sequence=128,
-    attention="plain",
-    matmul="ragged",
-    dispatch="capacity",
-    capacity_factor=1.5,
-)
+SMALL = dict(model="tiny", layers_per_stage=2, sequence=128, attention="plain", matmul="ragged")
+SMALL |= dict(dispatch="capacity", capacity_factor=1.5)
 
 
 def plan_of(what, requests=None, **program):
@@ -135,27 +128,16 @@ def test_two_microbatches_take_turns(what):
 @pytest.mark.parametrize("what", serving.WHAT)
 def test_a_step_on_v5e_hides_more_than_one_microbatch_does(what):
     environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
-    small = ["dim=512", "expert_hidden=1024", "num_experts=16", "num_groups=1", "top_groups=1", "vocab=1024"]
-    arguments = [
-        "--what",
-        what,
-        "--model",
-        "tiny",
-        "--sequence",
-        "1024",
-        "--requests",
-        "16",
-        "--at-least",
-        "0",
-        "--dispatch",
-        "capacity",
-        "--capacity-factor",
-        "1",
-    ]
+    arguments = (
+        f"--what {what} --target v5e:2x2 --model tiny --layers-per-stage 2 --sequence 128 --requests 16"
+    )
+    arguments += (
+        " --attention plain --dispatch capacity --capacity-factor 1 --at-least 0 --json --change dim=512"
+    )
+    arguments += " expert_hidden=1024 num_experts=16 num_groups=1 top_groups=1 vocab=1024"
 
     def hidden(*more):
-        command = [sys.executable, "-m", "dualpipe_jax", "overlap", "--target", "v5e:2x2", *arguments]
-        command += ["--change", *small, "--layers-per-stage", "2", "--json", *more]
+        command = [sys.executable, "-m", "dualpipe_jax", "overlap", *arguments.split(), *more]
         done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=900)
         assert done.returncode == 0, done.stderr
         compiled = json.loads(done.stdout)["compiled"]
