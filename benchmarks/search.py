@@ -85,6 +85,7 @@ def report(setting, placement, effort):
     assert kept <= limit * (1 + 1e-9)
     bound = lower_bound(ranks, microbatches, costs, limit, placement=found.placement)
     ratio = timeline.makespan / named.makespan if named else None
+    assert ratio is None or ratio <= 1 + 1e-9, "no worse than any named schedule is what the search promises"
     print(
         f"{ranks:5} {microbatches:5}  {costs.F:g}:{costs.I:g}:{costs.W:g}:{costs.FB:<6.4g} {limit:6.4g} "
         f"{named.name if named else '-':24} {named.makespan if named else math.inf:9.2f} "
