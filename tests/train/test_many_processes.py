@@ -1,6 +1,7 @@
 """The trainer itself in several processes: the same curve, whatever their number, and whatever happens to one."""
 
 import functools
+import io
 import json
 import os
 import re
@@ -14,21 +15,23 @@ import jax
 import numpy as np
 import optax
 import pytest
+from rich.console import Console
 
 import models
 from models.weights import native
 from tests.quick import QUICK
+from train import loop
 from train.checkpoint import verify
 from train.config import FLAGS, configure, option
 from train.data import open_corpus
+from train.processes import Processes
 
 ROOT = Path(__file__).parents[2]
 TEXT = "\n".join(f"line {number} of the text" for number in range(500))
-TINY = dict(
-    schedule="gpipe", pp=2, ep=1, microbatches=2, microbatch_size=2, model="tiny", layers=1, sequence=8,
-    eval_sequences=4, steps=3, seed=3, straggler_every=2, checkpoint_every=2, data=("text.txt",),
+OPTIONS = dict(
+    schedule="gpipe", pp=2, ep=2, microbatches=2, microbatch_size=2, model="tiny", layers=1, sequence=8,
+    eval_sequences=4, steps=32, seed=3, straggler_every=9, checkpoint_every=10,
 )  # fmt: skip
-LARGER = TINY | dict(ep=2, steps=24, checkpoint_every=10, straggler_every=0)
 
 
 def written(options):
@@ -44,17 +47,21 @@ def written(options):
     ]
 
 
-def start(folder, name, options, *more):
-    """Begin a run, or go on with it."""
+def start(folder, name, *more):
+    """Begin a run in processes of its own."""
     environ = {"PATH": "/usr/bin:/bin", "HOME": str(folder), "PYTHONPATH": str(ROOT), "XLA_FLAGS": QUICK}
+    environ |= {"JAX_COMPILATION_CACHE_DIR": str(folder / "compiled")}
+    line = [sys.executable, "-P", "-m", "train", *written(OPTIONS), "--data", "text.txt", "--name", name]
     with (folder / f"{name}.out").open("a") as out:
-        return subprocess.Popen(
-            [sys.executable, "-P", "-m", "train", *written(options), "--name", name, *more],
-            cwd=folder,
-            env=environ,
-            stdout=out,
-            stderr=out,
-        )
+        return subprocess.Popen([*line, *more], cwd=folder, env=environ, stdout=out, stderr=out)
+
+
+def run_here(folder, name, resume=False):
+    """A run, or what is left of it, in this process; what it said."""
+    config = configure(**OPTIONS, name=name, runs=folder / "runs", data=(str(folder / "text.txt"),))
+    out = Console(file=io.StringIO(), width=200)
+    loop.run(config, out, Processes(), resume=resume)
+    return out.file.getvalue()
 
 
 def ended(process, folder, name, code=0, seconds=500):
@@ -95,42 +102,12 @@ def story(folder, name):
     return (folder / "runs" / name / "processes" / "story.log").read_text()
 
 
-@pytest.mark.slow
-def test_two_processes_are_one_run(tmp_path):
-    """What they say, write and save; the loss of a step is that of the model in one piece, without a mesh."""
-    (tmp_path / "text.txt").write_text(TEXT)
-    two = start(tmp_path, "two", TINY, "--processes", "2", "--restarts", "0", "--export", "weights")
-    said, run = ended(two, tmp_path, "two"), tmp_path / "runs" / "two"
-    assert [step for step, _, _ in curve(tmp_path, "two")] == [0, 1, 1, 2, 2, 3, 3, 3]
-    assert said.count("step 3/3  loss") == 1 and said.count("held-out loss before") == 1, "one process prints"
-    assert "all processes ended well" in story(tmp_path, "two")
-    assert [record["step"] for record in records(tmp_path, "two") if "slowest_host" in record] == [2]
-    verdicts = list(verify(run))
-    assert [(verdict.step, verdict.problem) for verdict in verdicts] == [(2, None), (3, None)]
-    assert verdicts[0].facts["layout"]["processes"] == 2
-
-    config, params, _ = native.read(run / "checkpoints" / "2")
-    batch = open_corpus((str(tmp_path / "text.txt"),)).train_batch(TINY["seed"], 2, (2, 2, 8))
-    inputs, targets, segments, positions = (
-        batch[name].reshape(4, 8) for name in ("inputs", "targets", "segment_ids", "positions")
-    )
-    logits = jax.jit(functools.partial(models.logits, config))
-    found = logits(params, inputs, positions=positions, segment_ids=segments)
-    expected = optax.softmax_cross_entropy_with_integer_labels(found, targets).mean()
-    assert curve(tmp_path, "two", "loss")[2][2] == pytest.approx(float(expected), rel=2e-6)
-
-    _, exported = models.weights.load(tmp_path / "weights")
-    _, last, _ = native.read(run / "checkpoints" / "3")
-    jax.tree.map(np.testing.assert_array_equal, exported, last)
-    assert len(list((tmp_path / "weights").glob("*-of-00002.safetensors"))) == 2, "each wrote its part"
-
-
 @pytest.fixture(scope="module")
-def larger(tmp_path_factory):
-    """A folder where one process trains alone."""
-    folder = tmp_path_factory.mktemp("runs")
+def folder(tmp_path_factory):
+    """A folder where one process has trained alone."""
+    folder = tmp_path_factory.mktemp("work")
     (folder / "text.txt").write_text(TEXT)
-    ended(start(folder, "alone", LARGER), folder, "alone")
+    run_here(folder, "alone")
     return folder
 
 
@@ -155,35 +132,58 @@ def at_step(step, process, folder, name):
 
 
 @pytest.mark.slow
-def test_a_killed_process_leaves_no_trace_in_the_curve(larger):
-    two = start(larger, "two", LARGER, "--processes", "2", "--restarts", "1")
+def test_two_processes_are_one_run_though_one_is_killed(folder):
+    """What they say, write and save; the loss of a step is that of the model in one piece, without a mesh."""
+    two = start(folder, "two", "--processes", "2", "--restarts", "1", "--export", "weights")
     try:
         victim = worker(two.pid, 1)
-        at_step(12, two, larger, "two")
+        at_step(12, two, folder, "two")
         os.kill(victim, signal.SIGKILL)
-        before = curve(larger, "two")
+        before = curve(folder, "two")
     finally:
-        said = ended(two, larger, "two")
-    told = story(larger, "two")
+        said = ended(two, folder, "two")
+    told = story(folder, "two")
     assert "process 1 died of SIGKILL" in told and "restart 1 of 1" in told, told
+    assert "all processes ended well" in told
     back = int(re.search(r"resuming from step (\d+)", said)[1])
     assert back % 10 == 0 and back < before[-1][0], "some steps were done again"
-    after = curve(larger, "two")
+    after = curve(folder, "two")
     assert after[: len(before)] == before, "and gave the same, bit for bit"
-    assert_close(after, curve(larger, "alone"))
+    assert_close(after, curve(folder, "alone"))
+    assert said.count("step 32/32  loss") == 1, "one process prints"
+    assert [record["step"] for record in records(folder, "two") if "slowest_host" in record] == [9, 18, 27]
+    run = folder / "runs" / "two"
+    verdicts = list(verify(run))
+    assert [(verdict.step, verdict.problem) for verdict in verdicts] == [(20, None), (30, None), (32, None)]
+    assert verdicts[0].facts["layout"]["processes"] == 2
+
+    config, params, _ = native.read(run / "checkpoints" / "30")
+    batch = open_corpus((str(folder / "text.txt"),)).train_batch(OPTIONS["seed"], 30, (2, 2, 8))
+    inputs, targets, segments, positions = (
+        batch[name].reshape(4, 8) for name in ("inputs", "targets", "segment_ids", "positions")
+    )
+    logits = jax.jit(functools.partial(models.logits, config))
+    found = logits(params, inputs, positions=positions, segment_ids=segments)
+    expected = optax.softmax_cross_entropy_with_integer_labels(found, targets).mean()
+    assert curve(folder, "two", "loss")[30][2] == pytest.approx(float(expected), rel=2e-6)
+
+    _, exported = models.weights.load(folder / "weights")
+    _, last, _ = native.read(run / "checkpoints" / "32")
+    jax.tree.map(np.testing.assert_array_equal, exported, last)
+    assert len(list((folder / "weights").glob("*-of-00002.safetensors"))) == 2, "each wrote its part"
 
 
 @pytest.mark.slow
-def test_a_notice_ends_four_processes_and_one_goes_on(larger):
-    four = start(larger, "four", LARGER, "--processes", "4")
+def test_a_notice_ends_four_processes_and_one_goes_on(folder):
+    four = start(folder, "four", "--processes", "4")
     try:
         any_one = worker(four.pid, 2)
-        at_step(5, four, larger, "four")
+        at_step(5, four, folder, "four")
         os.kill(any_one, signal.SIGTERM)
     finally:
-        said = ended(four, larger, "four", code=143)
+        said = ended(four, folder, "four", code=143)
     step = int(re.search(r"SIGTERM: saved at step (\d+)", said)[1])
-    assert 5 <= step < 24 and "told to stop: process 0 ended with code 143" in story(larger, "four")
-    said = ended(start(larger, "four", LARGER, "--resume"), larger, "four")
+    assert 5 <= step < 32 and "told to stop: process 0 ended with code 143" in story(folder, "four")
+    said = run_here(folder, "four", resume=True)
     assert f"resuming from step {step}" in said and "processes 4 -> 1" in said
-    assert_close(curve(larger, "four"), curve(larger, "alone"))
+    assert_close(curve(folder, "four"), curve(folder, "alone"))

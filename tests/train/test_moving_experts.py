@@ -32,7 +32,7 @@ from train.state import init_state
 from train.step import is_decayed, make_optimizer, make_update
 
 E = NUMBERS.num_experts
-LAYERS = 3
+LAYERS = NUMBERS.num_layers
 
 
 def random_placement(num_devices, num_slots, seed):
@@ -76,9 +76,9 @@ def assert_lies(state, layout, placement, flat):
 @pytest.mark.parametrize(
     ("recipe", "pp", "ep", "slots", "how"),
     [
-        (one_f_one_b, 1, 2, 3, {}),
         (one_f_one_b, 1, 2, 3, {"dp": 2, "shard": "parameters"}),
         pytest.param(dualpipe_v, 1, 4, 2, {}, marks=pytest.mark.slow),
+        pytest.param(dualpipe, 2, 2, 4, {}, marks=pytest.mark.slow),
     ],
 )
 def test_weights_and_moments_lie_where_a_placement_says(recipe, pp, ep, slots, how):
@@ -104,26 +104,12 @@ def test_weights_and_moments_lie_where_a_placement_says(recipe, pp, ep, slots, h
     assert jax.tree.structure(plain) == jax.tree.structure(layout.in_order.abstract)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("recipe", "pp", "ep", "slots"), [(one_f_one_b, 2, 2, 4), (dualpipe, 2, 4, 1), (dualpipe_v, 2, 2, 3)]
-)
-def test_any_placement_leaves_a_checkpoint_as_it_is(recipe, pp, ep, slots):
-    layout = placed_layout(make_layout(recipe, pp, ep), slots, near=False)
-    flat = random_flat(layout)
-    state = layout.rebalanced(layout.from_canonical(flat), random_placement(ep, slots, 3))
-    saved = layout.to_canonical(state)
-    for name, value in flat.items():
-        np.testing.assert_array_equal(saved[name], value, err_msg=name)
-
-
-@pytest.mark.parametrize("num_dp", [1, 2])
-def test_copies_move_as_one_expert_that_has_all_their_gradients(num_dp):
+def test_copies_move_as_one_expert_that_has_all_their_gradients():
     """Two layers of four experts on two devices of three slots; AdamW by optax on each expert once.
 
     Of two replicas each has a half of every copy.
     """
-    mesh, rng = make_mesh(1, 2, dp=num_dp), np.random.default_rng(0)
+    mesh, rng = make_mesh(1, 2, dp=2), np.random.default_rng(0)
     held = tables(2, E, 2, 3, seed=4)
     value = rng.normal(size=(2, E, 3, 2)).astype(np.float32)
     gradient = rng.normal(size=(2, 6, 3, 2)).astype(np.float32) * 4
@@ -145,7 +131,7 @@ def test_copies_move_as_one_expert_that_has_all_their_gradients(num_dp):
         return params | {"stages": stages}
 
     def lie(path, leaf):
-        cut = PartitionSpec("pp", "ep", None, "dp") if num_dp > 1 else PartitionSpec("pp", "ep")
+        cut = PartitionSpec("pp", "ep", None, "dp")
         over = cut if "experts" in jax.tree_util.keystr(path) else PartitionSpec()
         return jax.device_put(leaf, NamedSharding(mesh, over))
 
@@ -171,15 +157,20 @@ def test_copies_move_as_one_expert_that_has_all_their_gradients(num_dp):
         optax.clip_by_global_norm(1.0), optax.adamw(0.1, b1=0.9, b2=0.95, weight_decay=0.1, mask=is_decayed)
     )
     plain = {"experts": value, "a": shared}
-    grads, kept = {"experts": logical, "a": slope}, by_hand.init(plain)
+    grads, kept = {"experts": logical, "a": slope}, jax.jit(by_hand.init)(plain)
+
+    @jax.jit
+    def move(plain, kept):
+        steps, kept = by_hand.update(grads, kept, plain)
+        return optax.apply_updates(plain, steps), kept
+
+    norms = np.linalg.norm(logical), np.linalg.norm(slope)
     for _ in range(3):
         state, metrics = update(state, {})
         with jax.numpy_dtype_promotion("standard"):
-            steps, kept = by_hand.update(grads, kept, plain)
-        plain = optax.apply_updates(plain, steps)
-        np.testing.assert_allclose(metrics["grad_norm"], optax.tree.norm(grads), rtol=1e-6)
-        parts = metrics["grad_norms"]
-        np.testing.assert_allclose(parts["experts"], np.linalg.norm(logical), rtol=1e-6)
+            plain, kept = move(plain, kept)
+        np.testing.assert_allclose(metrics["grad_norm"], np.hypot(*norms), rtol=1e-6)
+        np.testing.assert_allclose(metrics["grad_norms"]["experts"], norms[0], rtol=1e-6)
     for layer in range(2):
         found = np.asarray(state.params["stages"].local[0]["layers"][layer]["mlp"]["experts"]["w"])[0]
         where = held[layer].reshape(-1)
@@ -287,9 +278,7 @@ def test_slots_of_a_device():
     assert slots_of(configure(ep=4, redundant_experts=4), 8) == 3
 
 
-@pytest.mark.parametrize(
-    ("options", "near"), [({}, True), ({"dispatch": "capacity"}, False), ({"capacity_factor": 2.0}, False)]
-)
+@pytest.mark.parametrize(("options", "near"), [({}, True), ({"dispatch": "capacity"}, False)])
 def test_tokens_stay_near_or_are_spread_where_room_is_bounded(options, near, tmp_path):
     (tmp_path / "text.txt").write_text("a line\n" * 200)
     asked = {"pp": 1, "schedule": "gpipe", "microbatches": 1, "sequence": 8, "redundant_experts": 2}
@@ -365,8 +354,6 @@ def runs(tmp_path_factory):
     found["resumed"] = go("resumed", resume=True, rebalance_every=2, redundant_experts=2)
     killed("moved", "elsewhere")
     found["elsewhere"] = go("elsewhere", resume=True, rebalance_every=2, redundant_experts=4, ep=4)
-    killed("moved", "in order")
-    found["in order"] = go("in order", resume=True)
     return found
 
 
@@ -376,29 +363,18 @@ def curve(records, key="loss"):
 
 @pytest.mark.slow
 def test_a_run_whose_experts_move_is_the_same_run(runs):
-    for name in ("moved", "resumed", "elsewhere", "in order"):
+    """Resumed on the same devices it goes on to the last bit; its loads are evened out, and it says so."""
+    for name in ("moved", "resumed", "elsewhere"):
         for key in ("loss", "grad_norm", "heldout_loss"):
-            np.testing.assert_allclose(
-                curve(runs[name], key),
-                curve(runs["plain"], key),
-                rtol=1e-6 if key == "loss" else 1e-5,
-                err_msg=name,
-            )
+            found, rtol = curve(runs[name], key), 1e-6 if key == "loss" else 1e-5
+            np.testing.assert_allclose(found, curve(runs["plain"], key), rtol=rtol, err_msg=name)
     loads = [record["load"] for record in runs["plain"] if "load" in record]
     assert loads == [record["load"] for record in runs["moved"] if "load" in record]
-
-
-@pytest.mark.slow
-def test_it_says_what_moving_gained(runs):
+    for key in ("loss", "grad_norm", "device_load"):
+        assert curve(runs["resumed"], key) == curve(runs["moved"], key)
     moves = [record for record in runs["moved"] if "experts_moved" in record]
     assert [record["step"] for record in moves] == [2, 4]
     assert moves[0]["experts_moved"] > 0 and moves[0]["device_load_after"] < moves[0]["device_load_before"]
     plain, moved = curve(runs["plain"], "device_load"), curve(runs["moved"], "device_load")
     assert sum(moved[2:]) < sum(plain[2:])
     assert not any("event" in record for record in runs["plain"])
-
-
-@pytest.mark.slow
-def test_resumed_on_the_same_devices_it_goes_on_to_the_last_bit(runs):
-    for key in ("loss", "grad_norm", "device_load"):
-        assert curve(runs["resumed"], key) == curve(runs["moved"], key)

@@ -1,5 +1,7 @@
 """A state's forms: where it lies, its canonical form, and that neither knows the other's schedule or mesh."""
 
+import math
+
 import jax
 import numpy as np
 import optax
@@ -13,53 +15,37 @@ from train.step import make_optimizer
 
 OPTIMIZER = make_optimizer(lambda step: 1e-3, clip=1.0, weight_decay=0.1)
 NUMBERS = models.tiny(
-    num_layers=6,
-    num_mtp_layers=1,
-    num_experts=4,
-    num_groups=1,
-    top_groups=1,
-    top_k=2,
-    dim=16,
-    expert_hidden=8,
-)
-"""Five layers with experts and a module of multi-token prediction: on four stages two slots stay empty."""
-
-PLAN = (2, 2, 1, 1)
-"""Of four stages; the first layer is dense."""
+    num_layers=4, num_mtp_layers=1, num_experts=4, num_groups=1, top_groups=1, top_k=2, dim=16, expert_hidden=8,
+    q_lora_rank=0,
+)  # fmt: skip
+"""A dense layer, three with experts and a module of multi-token prediction."""
 
 LAYOUTS = {
-    "dualpipe 2x2": (dualpipe, 2, 2, {}),
-    "v 2x2": (dualpipe_v, 2, 2, {}),
-    "v 2x1": (dualpipe_v, 2, 1, {}),
-    "interleaved 4x2": (interleaved_1f1b, 2, 1, {}),
-    "1f1b 4x2": (one_f_one_b, 4, 2, {}),
-    "1f1b 3x1 shared out": (one_f_one_b, 3, 2, {"shard": "optimizer"}),
-    "dualpipe 2x2, parameters too": (dualpipe, 2, 2, {"shard": "parameters"}),
+    "v 2x2": (dualpipe_v, 2, 2, (1, 2, 0, 1), {}),
+    "1f1b 3x2, shared out": (one_f_one_b, 3, 2, 3, {"shard": "optimizer"}),
+    "dualpipe 2x2, parameters too": (dualpipe, 2, 2, (3, 1), {"shard": "parameters"}),
+    "interleaved 2x1": (interleaved_1f1b, 2, 1, (1, 2, 0, 1), {}),
 }
 
 
 def make(name):
-    recipe, pp, ep, options = LAYOUTS[name]
-    schedule = recipe(pp, 12)
-    num_stages = schedule.placement.num_model_stages
-    model = models.deepseek(NUMBERS, PLAN if num_stages == 4 else num_stages, ep_axis=EP)
-    return Layout(model, schedule, make_mesh(pp, ep), OPTIMIZER, **options)
-
-
-@pytest.fixture(scope="module")
-def layouts():
-    return {name: make(name) for name in LAYOUTS}
+    recipe, pp, ep, plan, options = LAYOUTS[name]
+    model = models.deepseek(NUMBERS, plan, ep_axis=EP)
+    return Layout(model, recipe(pp, 12), make_mesh(pp, ep), OPTIMIZER, **options)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["v 2x2", "1f1b 3x1 shared out"])
-def test_the_canonical_form_is_the_models_own_layers_in_order(name, layouts):
-    """Against the parameters as the model alone makes them, in one stage."""
-    layout = layouts[name]
-    state = layout.init(jax.random.key(3))
+def test_the_canonical_form_is_the_models_own_layers_in_order():
+    """Against the parameters as the model alone makes them, in one stage; no device ever makes the whole state."""
+    layout, key = make("v 2x2"), jax.random.key(3)
+    initialize = layout.initializer.lower(key).compile()
+    memory = initialize.memory_analysis()
+    everything = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(layout.abstract))
+    assert memory.output_size_in_bytes + memory.temp_size_in_bytes < 0.9 * everything
+    state = initialize(key)
     check_lies(state, layout.abstract)
     flat = layout.to_canonical(state)
-    params = models.deepseek(NUMBERS, 1).init(jax.random.key(3))
+    params = jax.jit(models.deepseek(NUMBERS, 1).init)(key)
     plain = {jax.tree_util.keystr(path, simple=True, separator="/"): np.asarray(leaf)
              for path, leaf in jax.tree_util.tree_leaves_with_path(params)}  # fmt: skip
     slots = [jax.tree_util.tree_leaves_with_path(slot) for slot in params["stages"]["layers"]]
@@ -85,20 +71,16 @@ def check_lies(real, described):
         assert a.sharding.is_equivalent_to(b.sharding, b.ndim)
 
 
-def numbered(layout):
-    """A canonical state whose every value is another, and counters of a later step."""
-
-    def fill(leaf):
-        values = np.arange(np.prod(leaf.shape), dtype=leaf.dtype).reshape(leaf.shape)
-        return values if leaf.ndim else values + leaf.dtype.type(7)
-
-    return jax.tree.map(fill, layout.canonical)
-
-
-@pytest.mark.parametrize("name", LAYOUTS)
-def test_there_and_back_is_the_same_state(name, layouts):
-    layout = layouts[name]
-    flat = numbered(layout)
+@pytest.mark.parametrize(
+    "name", [*list(LAYOUTS)[:-1], pytest.param("interleaved 2x1", marks=pytest.mark.slow)]
+)
+def test_there_and_back_is_the_same_state(name):
+    """A canonical state whose every value is another, and whose counters are of a later step."""
+    layout = make(name)
+    flat = {
+        key: np.arange(math.prod(leaf.shape), dtype=leaf.dtype).reshape(leaf.shape) + 7 * (not leaf.shape)
+        for key, leaf in layout.canonical.items()
+    }
     placed = layout.from_canonical(flat)
     check_lies(placed, layout.abstract)
     again = layout.to_canonical(placed)
@@ -107,15 +89,13 @@ def test_there_and_back_is_the_same_state(name, layouts):
         np.testing.assert_array_equal(again[key], flat[key], err_msg=key)
     counts = [int(count) for _, count in optax.tree.get_all_with_path(placed.opt_state, "count")]
     assert counts == [7] * len(counts) and len(counts) == 2 and int(placed.step) == 7
+    if name == "v 2x2":
+        check_layers_lie_where_their_stages_are(placed, flat)
 
 
-def test_layers_lie_where_their_stages_are(layouts):
+def check_layers_lie_where_their_stages_are(placed, flat):
     """By hand, on a V, which holds its second half in reverse: placed as it is, it would be another model."""
-    layout = layouts["v 2x2"]
-    assert layout.model.layout.plan == PLAN
-    where = [[0, -1], [1, 2], [3, -1], [4, 5]]
-    flat = numbered(layout)
-    placed = layout.from_canonical(flat)
+    where = [[-1, -1], [0, 1], [-1, -1], [2, 3]]
     rows = flat["mu/stages/layers/input_layernorm/weight"]
     moments = optax.tree.get(placed.opt_state, "mu")["stages"].local
     for half, stages in enumerate([[0, 1], [3, 2]]):
@@ -128,11 +108,3 @@ def test_layers_lie_where_their_stages_are(layouts):
     biases = flat["params/stages/routing/bias"]
     expected = [[biases[row] if row >= 0 else 0 * biases[0] for row in where[stage]] for stage in (3, 2)]
     np.testing.assert_array_equal(routing["bias"], expected)
-
-
-def test_no_device_makes_the_whole_model(layouts):
-    """What the compiled program holds on a device at once is less than the state."""
-    layout = layouts["1f1b 4x2"]
-    memory = layout.initializer.lower(jax.random.key(0)).compile().memory_analysis()
-    whole = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(layout.abstract))
-    assert memory.output_size_in_bytes + memory.temp_size_in_bytes < 0.9 * whole
