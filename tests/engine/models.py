@@ -1,14 +1,23 @@
 """Small models for the engine's tests: an MLP, and a mixture of experts whose tokens cross the ep axis."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from dualpipe_jax import PipelineModel
+from dualpipe_jax import PipelineModel, sequential_value_and_grad
 
 WIDTH, VOCAB, SEQ, EXPERTS = 8, 11, 3, 4
+
+
+@functools.cache
+def oracle(kind, num_stages, num_microbatches):
+    """What the plain model gives, as ``pipeline_value_and_grad`` would with has_aux."""
+    step = quick(sequential_value_and_grad(model(kind), has_aux=True))
+    return jax.device_get(step(init(kind, num_stages)[0], *data(num_microbatches)))
 
 
 def quick(function):
@@ -25,6 +34,16 @@ def assert_close(got, want, rtol=2e-6):
         if g.dtype != jax.dtypes.float0:
             assert np.abs(w).max() > 0, name
             np.testing.assert_allclose(g, w, atol=rtol * np.abs(w).max(), rtol=0, err_msg=name)
+
+
+def assert_same(result, expected):
+    """Loss, aux and every leaf of the gradients; aux exactly."""
+    (loss, aux), grads = jax.device_get(result)
+    (expected_loss, expected_aux), expected_grads = jax.device_get(expected)
+    np.testing.assert_allclose(loss, expected_loss, rtol=1e-6)
+    jax.tree.map(np.testing.assert_array_equal, aux, expected_aux)
+    assert jax.tree.structure(grads) == jax.tree.structure(expected_grads)
+    assert_close(grads, expected_grads)
 
 
 def embed(params, tokens):
@@ -67,6 +86,11 @@ def moe(params, x):
     return x + out + params["bias"], {"tokens": counts, "load": jnp.sum(chosen == 0, dtype=jnp.int32)}
 
 
+MLP = PipelineModel(embed, lambda params, x: mlp(params, x)[0], head_loss)
+MOE = PipelineModel(embed, lambda params, x: moe(params, x)[0], head_loss)
+"""Without aux."""
+
+
 def model(kind, remat=None):
     """A PipelineModel of MLP or MoE stages; ``remat`` is a jax.checkpoint policy or "all"."""
     stage = {"mlp": mlp, "moe": moe}[kind]
@@ -77,10 +101,10 @@ def model(kind, remat=None):
 
 def init(kind, num_stages, seed=0):
     """Parameters and their specs over ep."""
-    keys = iter(jax.random.split(jax.random.key(seed), 8))
+    rng = np.random.default_rng(seed)
 
     def normal(*shape):
-        return jax.random.normal(next(keys), shape) / 3
+        return jnp.asarray(rng.standard_normal(shape, np.float32) / 3)
 
     if kind == "mlp":
         stages = {
@@ -95,8 +119,8 @@ def init(kind, num_stages, seed=0):
             "w1": normal(num_stages, EXPERTS, WIDTH, WIDTH),
             "w2": normal(num_stages, EXPERTS, WIDTH, WIDTH),
             "bias": normal(num_stages, WIDTH),
-            "stage": jnp.arange(num_stages, dtype=jnp.int32),
-            "counts": jnp.zeros((num_stages, num_stages), jnp.int32),
+            "stage": jnp.asarray(np.arange(num_stages, dtype=np.int32)),
+            "counts": jnp.asarray(np.zeros((num_stages, num_stages), np.int32)),
         }
         experts = {"w1", "w2"}
         specs = {"stages": {name: PartitionSpec("ep") if name in experts else None for name in stages}}
@@ -105,5 +129,13 @@ def init(kind, num_stages, seed=0):
 
 def data(num_microbatches, size=4, seed=1):
     """Tokens and targets [num_microbatches, size, seq]."""
-    tokens = jax.random.randint(jax.random.key(seed), (2, num_microbatches, size, SEQ), 0, VOCAB)
-    return tokens[0], tokens[1]
+    tokens = np.random.default_rng(seed).integers(0, VOCAB, (2, num_microbatches, size, SEQ), np.int32)
+    return jnp.asarray(tokens[0]), jnp.asarray(tokens[1])
+
+
+def given(kind, num_stages, num_microbatches):
+    """The same for a ``Pipeline`` of ``staged(model)``: parameters with their stages, and a batch."""
+    params, _ = init(kind, num_stages)
+    inputs, targets = data(num_microbatches)
+    shared = {"embed": params["embed"], "head": params["head"]}
+    return {"stages": params["stages"], "shared": shared}, {"inputs": inputs, "targets": targets}

@@ -5,13 +5,12 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
 
-from dualpipe_jax import Pipeline, PipelineModel, PlacedStages, make_mesh
+from dualpipe_jax import Pipeline, PlacedStages, make_mesh
 from dualpipe_jax.contract import staged
 from dualpipe_jax.schedule import dualpipe, dualpipe_v, one_f_one_b
 from tests.engine import models
 from tests.engine.models import assert_close, quick
 
-MLP = PipelineModel(models.embed, lambda p, x: models.mlp(p, x)[0], models.head_loss)
 SPECS = {"stages": {"up": PartitionSpec(None, "ep"), "bias": PartitionSpec("ep"), "down": None}}
 STORED = {"up": PartitionSpec("dp", "ep"), "bias": PartitionSpec("ep"), "down": PartitionSpec("dp")}
 STORED_ENDS = {"embed": PartitionSpec(None, ("pp", "dp")), "head": None}
@@ -20,20 +19,18 @@ STORED_ENDS = {"embed": PartitionSpec(None, ("pp", "dp")), "head": None}
 def setup(make, num_microbatches=4, *, ep=1, dp=1, **options):
     schedule = make(2, num_microbatches)
     stages = schedule.placement.num_model_stages
-    params, _ = models.init("mlp", stages)
-    given = {"stages": params["stages"], "shared": {"embed": params["embed"], "head": params["head"]}}
-    inputs, targets = models.data(num_microbatches)
-    pipeline = Pipeline(staged(MLP, stages), schedule, make_mesh(2, ep, dp=dp), **options)
-    return pipeline, given, {"inputs": inputs, "targets": targets}
+    pipeline = Pipeline(staged(models.MLP, stages), schedule, make_mesh(2, ep, dp=dp), **options)
+    return pipeline, *models.given("mlp", stages, num_microbatches)
 
 
+@jax.jit
 def plain(params, batch):
     """Outputs of the last stage, and the loss."""
 
     def one(inputs, targets):
         x = params["shared"]["embed"][inputs]
         for stage in range(params["stages"]["up"].shape[0]):
-            x = MLP.stage(jax.tree.map(lambda leaf, stage=stage: leaf[stage], params["stages"]), x)
+            x = models.MLP.stage(jax.tree.map(lambda leaf, stage=stage: leaf[stage], params["stages"]), x)
         return x, models.head_loss(params["shared"]["head"], x, targets)
 
     outputs, losses = jax.vmap(one)(batch["inputs"], batch["targets"])
@@ -41,9 +38,10 @@ def plain(params, batch):
 
 
 # On which rank the last stage stands for each half of the microbatches.
-LAST = {dualpipe: (1, 0), dualpipe_v: (0, 0), one_f_one_b: (1, 1)}
+LAST = {dualpipe: (1, 0), one_f_one_b: (1, 1), dualpipe_v: (0, 0)}
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize("make", LAST, ids=lambda make: make.__name__)
 def test_outputs_where_they_are_asked_for(make):
     pipeline, params, batch = setup(make, ep=2)
@@ -60,10 +58,9 @@ def test_outputs_where_they_are_asked_for(make):
 
 def test_without_targets_there_is_no_loss():
     pipeline, params, batch = setup(dualpipe)
-    outputs, loss = plain(params, batch)
-    given = quick(pipeline.apply)(params, batch)
-    assert given.outputs is None
-    np.testing.assert_allclose(given.objective, loss, rtol=1e-6)
+    outputs, _ = plain(params, batch)
+    without_outputs = jax.eval_shape(pipeline.apply, params, batch)
+    assert without_outputs.outputs is None and without_outputs.report.losses
     bare = {"inputs": batch["inputs"]}
     made = quick(lambda p, b: pipeline.apply(p, b, outputs="everywhere"))(params, bare)
     assert not made.report.losses and made.objective == 0

@@ -3,10 +3,9 @@
 import functools
 
 import jax
-import numpy as np
 import pytest
 
-from dualpipe_jax import make_mesh, pipeline_value_and_grad, sequential_value_and_grad
+from dualpipe_jax import make_mesh, pipeline_value_and_grad
 from dualpipe_jax.schedule import (
     ALL_SCHEDULES,
     CostModel,
@@ -16,166 +15,105 @@ from dualpipe_jax.schedule import (
     gpipe,
     hanayo,
     interleaved_1f1b,
+    interleaved_1f1b_overlap,
     interleaved_zero_bubble,
+    looped_bfs,
     one_f_one_b,
+    v_half,
+    v_min,
     validate,
     zb_h1,
+    zb_h2,
+    zb_v,
 )
 from tests.engine import models
 
-POLICIES = {
-    "none": None,
-    "all": "all",
-    "dots": jax.checkpoint_policies.dots_saveable,
-}
+POLICIES = {"none": None, "all": "all", "dots": jax.checkpoint_policies.dots_saveable}
+COSTS = CostModel(F=1, I=1.64, W=0.97, FB=2.65, send=0.1)
+TYPED = {"check_vma": True}
+FUSED = {"fuse_pairs": True}  # as accelerators run pairs; on CPU only if asked for
+
+# Schedule, ranks, devices of ep, microbatches (few, or well into the steady state), model, remat, the engine's
+# options and the schedule's. Every schedule meets both models; either model meets each remat, with types and without,
+# on each number of ranks but three. The corners are here: one rank, eight, one microbatch, fewer of them than ranks.
+QUICK = [
+    (gpipe, 1, 1, 1, "mlp", "dots", TYPED),
+    (one_f_one_b, 4, 1, 7, "mlp", "none", TYPED),
+    (interleaved_1f1b, 2, 2, 4, "moe", "all", {}),
+    (zb_h1, 4, 2, 1, "moe", "dots", {}),
+    (zb_v, 2, 2, 4, "moe", "none", {}),
+    (hanayo, 2, 1, 5, "mlp", "none", {}),
+    (chimera, 2, 2, 4, "mlp", "dots", {}),
+    (dualpipe, 8, 1, 14, "mlp", "none", {"costs": COSTS}),
+    (dualpipe, 2, 2, 4, "moe", "all", TYPED | FUSED),
+    (dualpipe_v, 1, 2, 5, "moe", "none", {}),
+    (dualpipe_v, 4, 1, 7, "mlp", "all", FUSED),
+]
+SLOW = [
+    (gpipe, 2, 2, 5, "moe", "all", TYPED),
+    (gpipe, 8, 1, 11, "mlp", "none", {}),
+    (one_f_one_b, 1, 2, 4, "moe", "dots", {}),
+    (one_f_one_b, 2, 2, 1, "mlp", "all", TYPED),
+    (one_f_one_b, 8, 1, 1, "moe", "none", {}),
+    (interleaved_1f1b, 4, 1, 7, "mlp", "dots", TYPED),
+    (interleaved_1f1b, 2, 1, 6, "mlp", "none", {}, {"num_stages_per_rank": 3}),
+    (interleaved_1f1b_overlap, 2, 2, 5, "moe", "none", {}),
+    (interleaved_1f1b_overlap, 4, 1, 1, "mlp", "all", TYPED),
+    (looped_bfs, 2, 2, 5, "mlp", "dots", TYPED),
+    (looped_bfs, 4, 2, 1, "moe", "none", {}),
+    (zb_h1, 1, 1, 4, "mlp", "all", TYPED),
+    (zb_h1, 8, 1, 11, "moe", "dots", {}),
+    (zb_h2, 2, 2, 5, "moe", "all", {}),
+    (zb_h2, 4, 1, 1, "mlp", "dots", TYPED),
+    (interleaved_zero_bubble, 2, 2, 5, "moe", "dots", TYPED),
+    (interleaved_zero_bubble, 4, 1, 5, "mlp", "none", {}, {"num_stages_per_rank": 4}),
+    (zb_v, 4, 1, 7, "mlp", "all", TYPED),
+    (v_half, 2, 1, 5, "mlp", "none", {}),
+    (v_half, 4, 2, 1, "moe", "dots", TYPED),
+    (v_min, 2, 2, 5, "moe", "all", {}),
+    (v_min, 4, 1, 1, "mlp", "none", TYPED),
+    (hanayo, 3, 1, 4, "mlp", "dots", {}, {"num_waves": 1}),
+    (hanayo, 4, 2, 1, "moe", "all", TYPED),
+    (chimera, 4, 1, 6, "moe", "none", TYPED),
+    (dualpipe, 2, 1, 2, "mlp", "dots", {}),
+    (dualpipe, 4, 1, 2, "mlp", "none", {}),
+    (dualpipe, 4, 2, 10, "moe", "none", FUSED),
+    (dualpipe, 4, 2, 12, "mlp", "all", TYPED | {"costs": COSTS}),
+    (dualpipe_v, 2, 2, 7, "mlp", "dots", TYPED),
+    (dualpipe_v, 4, 1, 3, "mlp", "none", {}),
+    (dualpipe_v, 4, 2, 10, "moe", "dots", FUSED),
+    (dualpipe_v, 8, 1, 15, "moe", "all", TYPED),
+]
 
 
-@functools.cache
-def oracle(kind, num_stages, num_microbatches):
-    params, _ = models.init(kind, num_stages)
-    step = models.quick(sequential_value_and_grad(models.model(kind), has_aux=True))
-    return jax.device_get(step(params, *models.data(num_microbatches)))
+def cases():
+    for marks, rows in ((), QUICK), (pytest.mark.slow, SLOW):
+        for make, ranks, ep, count, kind, remat, options, *more in rows:
+            if more:
+                make = functools.wraps(make)(functools.partial(make, **more[0]))
+            name = "-".join([make.__name__, f"pp{ranks}", f"ep{ep}", f"mb{count}", kind, remat, *options])
+            yield pytest.param(make, (ranks, ep), count, kind, remat, options, id=name, marks=marks)
 
 
-def assert_same(result, expected):
-    """Loss, aux and every leaf of the gradients; integers exactly."""
-    (loss, aux), grads = jax.device_get(result)
-    (expected_loss, expected_aux), expected_grads = expected
-    np.testing.assert_allclose(loss, expected_loss, rtol=1e-6)
-    jax.tree.map(np.testing.assert_array_equal, aux, expected_aux)
-    assert jax.tree.structure(grads) == jax.tree.structure(expected_grads)
-    for (path, got), want in zip(
-        jax.tree_util.tree_leaves_with_path(grads), jax.tree.leaves(expected_grads), strict=True
-    ):
-        assert got.dtype == want.dtype and got.shape == want.shape
-        if got.dtype != jax.dtypes.float0:
-            scale = np.abs(want).max()
-            assert scale > 0, jax.tree_util.keystr(path)
-            np.testing.assert_allclose(
-                got / scale, want / scale, atol=2e-6, err_msg=jax.tree_util.keystr(path)
-            )
-
-
-def check(make, num_ranks, num_ep, num_microbatches, kind, remat="none", check_vma=False, **options):
-    schedule = make(num_ranks, num_microbatches)
+@pytest.mark.parametrize(("make", "layout", "num_microbatches", "kind", "remat", "options"), [*cases()])
+def test_as_the_plain_model(make, layout, num_microbatches, kind, remat, options):
+    schedule = make(layout[0], num_microbatches)
     validate(schedule)
     num_stages = schedule.placement.num_model_stages
     params, specs = models.init(kind, num_stages)
     step = pipeline_value_and_grad(
         models.model(kind, POLICIES[remat]),
         schedule,
-        make_mesh(num_ranks, num_ep),
+        make_mesh(*layout),
         param_specs=specs,
         has_aux=True,
-        check_vma=check_vma,
         **options,
     )
     result = models.quick(step)(params, *models.data(num_microbatches))
-    assert_same(result, oracle(kind, num_stages, num_microbatches))
+    models.assert_same(result, models.oracle(kind, num_stages, num_microbatches))
 
 
-def legal(make, num_ranks):
-    """A few legal microbatch counts: few, and well into the steady state."""
-    if make in (dualpipe, chimera):
-        return [max(2, 2 * num_ranks - 2), 2 * num_ranks + 4] if num_ranks % 2 == 0 else []
-    if make is dualpipe_v:
-        return [max(2, 2 * num_ranks - 1), 2 * num_ranks + 3]
-    return [1, num_ranks + 3]
-
-
-LAYOUTS = [(1, 1), (1, 2), (2, 1), (2, 2), (4, 1), (4, 2), (8, 1)]
-CORE = pytest.mark.parametrize(
-    "make", (gpipe, one_f_one_b, zb_h1, dualpipe, dualpipe_v), ids=lambda make: make.__name__
-)
-"""One schedule for each thing the engine does: full backwards, split ones, pairs, two pipes, a V."""
-
-
-@pytest.mark.thin(3)
-@CORE
-@pytest.mark.parametrize(("num_ranks", "num_ep"), LAYOUTS)
-def test_schedules_and_layouts(make, num_ranks, num_ep):
-    turn = (num_ranks // 2 + num_ep) % 2
-    for num_microbatches in legal(make, num_ranks)[turn : turn + 1]:
-        check(make, num_ranks, num_ep, num_microbatches, ("moe", "mlp")[(num_ranks + num_ep) % 2])
-
-
-def also(*layouts):
-    """Every other schedule: each layout once, and with it a count, a model, remat and vma, all in turn."""
-    others = [make for make in ALL_SCHEDULES if make not in (gpipe, one_f_one_b, zb_h1, dualpipe, dualpipe_v)]
-    for number, make in enumerate(others):
-        for turn, (num_ranks, num_ep) in enumerate(layouts, start=number):
-            if counts := legal(make, num_ranks):
-                remat, check_vma = ("none", "all", "dots")[turn % 3], bool(turn // 2 % 2)
-                case = make, num_ranks, num_ep, counts[turn % 5 > 0], ("moe", "mlp")[turn % 2]
-                yield pytest.param(*case, remat, check_vma, id=f"{make.__name__}-pp{num_ranks}-ep{num_ep}")
-
-
-@pytest.mark.thin(2)
-@pytest.mark.parametrize(
-    ("make", "num_ranks", "num_ep", "num_microbatches", "kind", "remat", "check_vma"),
-    list(also((2, 2), (4, 1))),
-)
-def test_every_other_schedule(make, num_ranks, num_ep, num_microbatches, kind, remat, check_vma):
-    check(make, num_ranks, num_ep, num_microbatches, kind, remat, check_vma)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("make", "num_ranks", "num_ep", "num_microbatches", "kind", "remat", "check_vma"),
-    list(also((1, 1), (4, 2))),
-)
-def test_every_other_schedule_on_more_layouts(
-    make, num_ranks, num_ep, num_microbatches, kind, remat, check_vma
-):
-    check(make, num_ranks, num_ep, num_microbatches, kind, remat, check_vma)
-
-
-@pytest.mark.thin(5)
-@pytest.mark.parametrize(
-    ("make", "counts", "more"),
-    [
-        (interleaved_1f1b, (2, 6), {"num_stages_per_rank": 3}),
-        (interleaved_zero_bubble, (4, 5), {"num_stages_per_rank": 4}),
-        (hanayo, (3, 4), {"num_waves": 1}),
-        (dualpipe, (4, 2), {}),
-        (dualpipe_v, (4, 3), {}),
-    ],
-    ids=lambda value: getattr(value, "__name__", None),
-)
-def test_other_counts_of_stages_and_few_microbatches(make, counts, more):
-    check(functools.partial(make, **more), counts[0], 1, counts[1], "mlp")
-
-
-@pytest.mark.thin(5)
-@pytest.mark.parametrize(("remat", "check_vma"), [("all", True), ("dots", False)])
-@CORE
-def test_remat_and_vma(make, remat, check_vma):
-    check(make, 2, 2, 6, "moe", remat, check_vma)
-
-
-@pytest.mark.thin(5)
-@CORE
-def test_vma_without_remat(make):
-    check(make, 4, 2, 8, "mlp", check_vma=True)
-    check(make, 2, 2, 4, "moe", check_vma=True)
-
-
-@pytest.mark.thin(4)
-@pytest.mark.parametrize("make", [dualpipe, dualpipe_v], ids=lambda make: make.__name__)
-@pytest.mark.parametrize("kind", ["mlp", "moe"])
-def test_fused_pairs(make, kind):
-    """As accelerators run them: on CPU pairs are not fused unless asked for."""
-    check(make, 4, 2, 10, kind, fuse_pairs=True)
-
-
-def test_costs_change_the_ticks_and_not_the_result():
-    check(dualpipe, 4, 1, 12, "mlp", costs=CostModel(F=1, I=1.64, W=0.97, FB=2.65, send=0.1))
-
-
-@pytest.mark.slow
-@CORE
-@pytest.mark.parametrize(("num_ranks", "num_ep"), [(2, 2), (8, 1)])
-def test_schedules_and_layouts_with_remat_and_vma(make, num_ranks, num_ep):
-    turn = (num_ranks + num_ep) % 2
-    for num_microbatches in legal(make, num_ranks)[turn : turn + 1]:
-        check(make, num_ranks, num_ep, num_microbatches, ("mlp", "moe")[turn], "all", check_vma=True)
+def test_no_schedule_is_left_out():
+    """And each has experts in one case, none in another."""
+    found = {(make, kind) for make, _, _, _, kind, *_ in QUICK + SLOW}
+    assert found == {(make, kind) for make in ALL_SCHEDULES for kind in ("mlp", "moe")}

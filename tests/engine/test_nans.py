@@ -1,11 +1,12 @@
-"""Where the first value that is not finite began: in a head, or in a backward under a finite loss."""
+"""Where the first value that is not finite began: in a stage, a head, or in a backward under a finite loss."""
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from dualpipe_jax import PipelineModel, make_mesh, pipeline_value_and_grad
-from dualpipe_jax.schedule import one_f_one_b, zb_h1
+from dualpipe_jax.schedule import dualpipe, one_f_one_b, zb_h1
 from tests.engine import models
 from tests.engine.models import quick
 
@@ -24,7 +25,7 @@ fragile.defvjp(lambda x: (x, x), lambda x, g: (jnp.where(x > 50, jnp.nan, g),))
 def message(make, stage, head_loss, inputs, targets):
     params, _ = models.init("mlp", 2)
     params["embed"] = params["embed"].at[FAR].set(100.0)
-    params["stages"]["number"] = jnp.arange(2)
+    params["stages"]["number"] = jnp.asarray(np.arange(2))
     model = PipelineModel(models.embed, stage, head_loss)
     step = quick(pipeline_value_and_grad(model, make(2, 4), make_mesh(2, 1), debug_nans=True))
     with pytest.raises(Exception, match="first value that is not finite") as error:
@@ -34,6 +35,16 @@ def message(make, stage, head_loss, inputs, targets):
     jax.effects_barrier()  # nothing is said of healthy values
     assert jnp.isfinite(loss)
     return str(error.value)
+
+
+def test_a_stages_output():
+    def stage(p, x):
+        return jnp.where((p["number"] == 1) & (x[..., :1] > 50), jnp.nan, models.mlp(p, x)[0])
+
+    inputs, targets = models.data(4)
+    inputs = jnp.zeros_like(inputs).at[3, 3, 0].set(FAR)
+    said = message(dualpipe, stage, models.head_loss, inputs, targets)
+    assert "the loss is nan" in said and "in the forward of microbatch 3 at stage 1" in said
 
 
 def test_a_gradient_under_a_finite_loss():
@@ -57,6 +68,6 @@ def test_a_head_is_told_from_the_stage_before_it():
 
     inputs, targets = models.data(4)
     targets = jnp.where(targets == FAR, 0, targets).at[3, 2, 0].set(FAR)
-    said = message(one_f_one_b, lambda p, x: models.mlp(p, x)[0], head_loss, jnp.zeros_like(inputs), targets)
+    said = message(one_f_one_b, models.MLP.stage, head_loss, jnp.zeros_like(inputs), targets)
     assert "the loss is nan" in said
     assert "is a loss, in the forward of microbatch 3 at stage 1" in said
