@@ -1,17 +1,24 @@
 """Hugging Face transformers as the oracle: small random models, saved as it saves them."""
 
+import functools
 import logging
 
 import numpy as np
 import pytest
 
-torch = pytest.importorskip("torch", reason="the oracle runs on torch, which is not installed")
-transformers = pytest.importorskip(
-    "transformers", minversion="5.15.1", reason="the oracle is transformers, which is not installed"
-)
-transformers.utils.logging.disable_progress_bar()
-logging.getLogger("transformers").setLevel(logging.ERROR)
-torch.set_num_threads(1)
+
+@functools.cache
+def libraries():
+    """Torch and transformers, which take seconds to import: only the tests that call this wait for them."""
+    torch = pytest.importorskip("torch", reason="the oracle runs on torch, which is not installed")
+    transformers = pytest.importorskip(
+        "transformers", minversion="5.15.1", reason="the oracle is transformers, which is not installed"
+    )
+    transformers.utils.logging.disable_progress_bar()
+    logging.getLogger("transformers").setLevel(logging.ERROR)
+    torch.set_num_threads(1)
+    return torch, transformers
+
 
 SIZES = dict(
     vocab_size=96,
@@ -49,6 +56,7 @@ def yarn(factor, original, **more):
 
 def make(version=3, seed=0, **changes):
     """A model with nothing left at its initial one or zero: norms, biases, selection biases about -0.9."""
+    torch, transformers = libraries()
     kind = f"DeepseekV{version}"
     own = GROUPS | {"num_mtp_layers": 0} if version == 3 else {"num_experts_per_tok": 4}
     config = getattr(transformers, f"{kind}Config")(**(SIZES | own | changes))
@@ -100,7 +108,7 @@ def run(model, tokens, **how):
         for layer in model.model.layers
         if hasattr(layer.mlp, "gate")
     ]
-    tokens = torch.tensor(tokens)
+    tokens = libraries()[0].tensor(tokens)
     out = model(tokens, labels=tokens, output_hidden_states=True, **how)
     for hook in hooks:
         hook.remove()

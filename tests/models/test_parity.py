@@ -8,7 +8,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hugging_face import make, run, saved, tensors, torch, yarn
 
 from dualpipe_jax.contract import At
 from dualpipe_jax.functional import pure_nnx
@@ -22,6 +21,7 @@ from models.plan import lay_out
 from models.transformer import deepseek, head_kernel
 from models.weights.names import entries
 from models.weights.tree import rotary_order
+from tests.models.hugging_face import libraries, make, run, saved, tensors, yarn
 
 TOKENS = np.random.default_rng(0).integers(0, 96, (2, 20))
 

@@ -20,9 +20,9 @@ def small(**changes):
 
 
 @functools.cache
-def random_params(config, seed=0, scale=0.4):
+def random_params(config, seed=0, scale=0.4, plan=1):
     """Matrices that make tokens depend on each other, norms that are not one, biases that matter."""
-    model, rng = deepseek(config, 1), np.random.default_rng(seed)
+    model, rng = deepseek(config, plan), np.random.default_rng(seed)
 
     def fill(path, leaf):
         name = jax.tree_util.keystr(path)
