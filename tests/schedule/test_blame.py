@@ -44,12 +44,10 @@ def test_why_by_hand():
     assert [link.sent for link in why_idle(timeline, 0, 3)] == [False, True]
 
 
-@pytest.mark.parametrize(("rank", "time"), [(-1, 0), (2, 0), (0, -1), (0, 99)])
-def test_where_there_is_no_such_time(rank, time):
-    with pytest.raises(
-        ValueError, match=r"why_idle: got rank .*; there are ranks 0 to 1, and times from 0 to 9"
-    ):
-        why_idle(simulate(one_f_one_b(2, 2)), rank, time)
+def test_where_there_is_no_such_time():
+    for rank, time in ((-1, 0), (2, 0), (0, -1), (0, 99)):
+        with pytest.raises(ValueError, match=r"got rank .*; there are ranks 0 to 1, and times from 0 to 9"):
+            why_idle(simulate(one_f_one_b(2, 2)), rank, time)
 
 
 COSTS = [CostModel(1, 1.5, 0.7, FB=2.5, send=0.3), CostModel(FB=2, send=0.2, blocking=True)]
@@ -63,7 +61,7 @@ def test_slots_may_be_late_by_their_slack_and_no_more(recipe, costs):
     room = slack(timeline)
     assert min(map(min, room)) == pytest.approx(0, abs=1e-9)
     places = [(rank, index) for rank, row in enumerate(room) for index in range(len(row))]
-    for rank, index in dice.sample(places, 12):
+    for rank, index in dice.sample(places, 8):
         slot, most = schedule.orders[rank][index], room[rank][index]
         assert simulate(schedule, delayed(costs, slot, most)).makespan == pytest.approx(timeline.makespan)
         longer = simulate(schedule, delayed(costs, slot, most + 0.5)).makespan

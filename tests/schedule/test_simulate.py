@@ -82,21 +82,14 @@ def slow_ends(schedule, costs):
 
 @settings(max_examples=60, deadline=None)
 @given(schedules(), cost_models(longest_send=2.0))
-def test_equals_relaxation_by_hand(schedule, costs):
+def test_equals_relaxation_by_hand_and_idle_is_what_is_left(schedule, costs):
     timeline, expected = simulate(schedule, costs), slow_ends(schedule, costs)
-    for order, ends in zip(schedule.orders, timeline.ends, strict=True):
+    assert timeline.makespan == pytest.approx(max(expected.values()))
+    for rank, order in enumerate(schedule.orders):
+        starts, ends = timeline.starts[rank], timeline.ends[rank]
         assert [end for slot, end in zip(order, ends, strict=True) for _ in slot] == pytest.approx(
             [expected[action] for slot in order for action in slot]
         )
-    assert timeline.makespan == pytest.approx(max(expected.values()))
-
-
-@settings(max_examples=60, deadline=None)
-@given(schedules(), cost_models(longest_send=2.0))
-def test_slots_of_a_rank_follow_each_other_and_idle_is_what_is_left(schedule, costs):
-    timeline = simulate(schedule, costs)
-    for rank, order in enumerate(schedule.orders):
-        starts, ends = timeline.starts[rank], timeline.ends[rank]
         assert len(starts) == len(ends) == len(order)
         assert all(end <= start for end, start in zip(ends, starts[1:], strict=False))
         assert [end - start for start, end in zip(starts, ends, strict=True)] == pytest.approx(
@@ -136,8 +129,8 @@ def test_peaks_equal_a_count_over_time(schedule, costs):
         assert timeline.peak_inputs[rank] == most(inputs)
 
 
-@settings(max_examples=50, deadline=None)
-@given(st.integers(2, 8), st.integers(0, 12), cost_models())
+@settings(max_examples=40, deadline=None)
+@given(st.integers(2, 6), st.integers(0, 8), cost_models())
 def test_dualpipe_closed_forms(h, more, c):
     ranks, pairs = 2 * h, 2 * h - 1 + more  # of microbatches; the fewest is 2 * ranks - 2
     m = 2 * pairs
@@ -182,11 +175,9 @@ def test_zb_h1_bubble(ranks, more, f, i, share):
     assert timeline.peak_weight_stashes == tuple(min(r + 1, ranks + more) for r in range(ranks))
 
 
-@pytest.mark.parametrize(("ranks", "m"), [(4, 1), (6, 3), (8, 7)])
-def test_zb_h1_with_few_microbatches_still_beats_1f1b(ranks, m):
-    c = CostModel()
-    less, more = simulate(zb_h1(ranks, m), c).makespan, simulate(one_f_one_b(ranks, m), c).makespan
-    assert less < more
+def test_zb_h1_with_few_microbatches_still_beats_1f1b():
+    for counts in ((4, 1), (6, 3), (8, 7)):
+        assert simulate(zb_h1(*counts)).makespan < simulate(one_f_one_b(*counts)).makespan
 
 
 def test_owed_weights_of_dualpipe():
@@ -220,9 +211,8 @@ def test_defaults_are_all_one():
 
 
 def test_costs():
-    assert CostModel(F=1, I=2, W=3).FB == 6
+    assert (CostModel(F=1, I=2, W=3).FB, CostModel(F=1, I=2, W=3).B) == (6, 5)
     assert CostModel(F=1, I=2, W=3, FB=4.5).FB == 4.5
-    assert CostModel(F=1, I=2, W=3).B == 5
 
 
 @pytest.mark.parametrize("wrong", [-1, math.nan, math.inf])
@@ -237,14 +227,13 @@ def test_a_schedule_that_hangs():
 
 
 def test_many_ranks_and_microbatches():
-    timeline = simulate(dualpipe(64, 1024))
-    assert (timeline.makespan, max(timeline.idle)) == (3072 + 62, 62)
+    timeline = simulate(dualpipe(32, 256))
+    assert (timeline.makespan, max(timeline.idle)) == (768 + 30, 30)
 
 
 def test_longer_costs_never_shorten_the_step():
     rng = random.Random(0)
-    for _ in range(40):
-        recipe = rng.choice(ALL_SCHEDULES)
+    for recipe in ALL_SCHEDULES:
         schedule = recipe(4, rng.choice([8, 10]))
         f, i, w, more = (rng.uniform(0.1, 2) for _ in range(4))
         base = simulate(schedule, CostModel(f, i, w, FB=f + i + w)).makespan

@@ -1,17 +1,10 @@
-"""ZB-V, V-Half and V-Min against recorded orders, published figures and their own closed forms."""
-
-import pathlib
-import re
+"""ZB-V, V-Half and V-Min against published figures and their own closed forms; recorded orders: test_recipes.py."""
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dualpipe_jax.schedule.costs import CostModel
-from dualpipe_jax.schedule.formats.text import format_grid, parse_grid
-from dualpipe_jax.schedule.ir import Op, Placement
-from dualpipe_jax.schedule.lowering.lower import lower
-from dualpipe_jax.schedule.recipes.classic import one_f_one_b
+from dualpipe_jax.schedule import CostModel, Op, Placement, lower, one_f_one_b, simulate
 from dualpipe_jax.schedule.recipes.v_shaped import (
     v_half,
     v_half_bubble,
@@ -20,14 +13,10 @@ from dualpipe_jax.schedule.recipes.v_shaped import (
     zb_v,
     zb_v_bubble,
 )
-from dualpipe_jax.schedule.simulate import simulate
-from dualpipe_jax.schedule.validate import validate
 
-GOLDEN = pathlib.Path(__file__).parents[2] / "golden"
-RECORDED = {"zbv": zb_v, "torch_zbvzerobubble": zb_v, "vhalf": v_half, "vmin": v_min}
-PATHS = sorted((GOLDEN / "v").glob("*.txt"))
 RECIPES = zb_v, v_half, v_min
 EVEN, MEASURED = CostModel(), CostModel(1, 1.64, 0.97)
+RANKS = (1, 2, 3, 4, 5, 6, 7, 8, 12, 16)  # one, and every remainder of what the memory is counted in
 
 each_recipe = pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.__name__)
 
@@ -47,59 +36,13 @@ def steady_idle(recipe, ranks):
     return max(least, 4 * ranks - (7, 5, 9)[ranks % 3])
 
 
-def read(path):
-    """A recorded order as a schedule, and what the recipe of that name makes of the same counts."""
-    header, *recorded = path.read_text().splitlines()
-    ours = RECORDED[path.stem.rpartition("_pp")[0]](*map(int, re.findall(r"\d+", header)))
-    return validate(parse_grid("\n".join(recorded), ours.placement)), ours
-
-
-def test_there_are_recordings():
-    assert len(PATHS) == 7
-
-
-@pytest.mark.parametrize("path", PATHS, ids=lambda path: path.stem)
-@pytest.mark.parametrize("costs", [EVEN, MEASURED], ids=["even", "measured"])
-def test_orders_differ_from_the_recorded_ones_and_are_no_worse(path, costs):
-    recorded, ours = read(path)
-    assert ours.orders != recorded.orders
-    theirs, played = simulate(recorded, costs), simulate(ours, costs)
-    assert played.makespan <= theirs.makespan + 1e-9
-    assert max(played.peak_activations) <= max(theirs.peak_activations)
-    assert max(played.peak_inputs) <= max(theirs.peak_inputs)
-
-
-@pytest.mark.parametrize(
-    ("name", "even", "measured"),
-    [("zbv_pp8_c20", 0, 0), ("vhalf_pp8_c20", 0, 2.7), ("vmin_pp4_c8", 0, 0), ("vmin_pp8_c20", 4, 8.5)],
-)
-def test_time_saved_against_the_recorded_orders(name, even, measured):
-    recorded, ours = read(GOLDEN / "v" / f"{name}.txt")
-    for costs, saved in ((EVEN, even), (MEASURED, measured)):
-        gain = simulate(recorded, costs).makespan - simulate(ours, costs).makespan
-        assert gain == pytest.approx(saved, abs=0.1)
-
-
-@each_recipe
-def test_grids_are_the_ones_kept(recipe):
-    """On purpose? Then write ``format_grid(recipe(4, 8))`` to the file and look at the difference."""
-    kept = (GOLDEN / "grids" / f"{recipe.__name__}.txt").read_text()
-    assert format_grid(recipe(4, 8)) + "\n" == kept
-
-
-@each_recipe
-def test_any_counts_give_valid_schedules(recipe):
-    for ranks in (*range(1, 9), 16):
-        for microbatches in (1, 2, 3, 5, 8, 13, 24):
-            schedule = validate(recipe(ranks, microbatches))
-            assert schedule.name == recipe.__name__
-            assert schedule.placement == Placement.v(ranks)
-            assert schedule.num_microbatches == microbatches
+def test_all_are_placed_as_a_v():
+    assert {recipe(3, 4).placement for recipe in RECIPES} == {Placement.v(3)}
 
 
 @each_recipe
 def test_activations_and_inputs_stay_within_the_memory(recipe):
-    for ranks in range(1, 17):
+    for ranks in RANKS:
         places = 2 * shares(recipe, ranks)
         for microbatches in (1, ranks // 2 + 1, ranks, 2 * ranks + 1):
             played = simulate(recipe(ranks, microbatches))
@@ -109,10 +52,10 @@ def test_activations_and_inputs_stay_within_the_memory(recipe):
 
 @each_recipe
 def test_idle_for_even_costs(recipe):
-    for ranks in range(1, 17):
-        for microbatches in (ranks, ranks + 1, 2 * ranks + 3):
+    for ranks in RANKS:
+        for microbatches in (ranks, 2 * ranks + 3):
             idle = simulate(recipe(ranks, microbatches)).idle
-            assert idle == (steady_idle(recipe, ranks),) * ranks
+            assert idle == (steady_idle(recipe, ranks),) * ranks, (ranks, microbatches)
 
 
 @pytest.mark.parametrize(
@@ -167,26 +110,12 @@ def test_microbatches_come_in_sequence_and_weights_first_in_first_out(recipe):
 
 
 @each_recipe
-@pytest.mark.parametrize("counts", [(1, 2), (3, 2), (4, 8)])
-def test_tables_hold_what_the_schedule_says(recipe, counts):
-    ranks, microbatches = counts
-    table = lower(recipe(*counts))
-    for op in "FIW":
-        numbers = [number for number, unit in enumerate(table.units) if unit.op == op]
-        assert table.counts()[numbers].sum() == 2 * ranks * microbatches
-
-
-@pytest.mark.parametrize(
-    ("recipe", "counts", "message"),
-    [
-        (zb_v, (0, 4), r"zb_v: got 0 ranks and 4 microbatches.*try 1 ranks and 4 microbatches"),
-        (v_half, (4, 0), r"v_half: got 4 ranks and 0 microbatches.*try 4 ranks and 1 microbatches"),
-        (v_min, (-1, 0), r"v_min: got -1 ranks and 0 microbatches.*try 1 ranks and 1 microbatches"),
-    ],
-)
-def test_counts_that_cannot_work_are_refused_with_the_nearest_that_can(recipe, counts, message):
-    with pytest.raises(ValueError, match=message):
-        recipe(*counts)
+def test_tables_hold_what_the_schedule_says(recipe):
+    for ranks, microbatches in ((1, 2), (3, 2), (4, 8)):
+        table = lower(recipe(ranks, microbatches))
+        for op in "FIW":
+            numbers = [number for number, unit in enumerate(table.units) if unit.op == op]
+            assert table.counts()[numbers].sum() == 2 * ranks * microbatches
 
 
 times = st.floats(0.1, 4.0)
