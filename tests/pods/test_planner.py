@@ -14,7 +14,7 @@ from dualpipe_jax.command import plan as command
 from dualpipe_jax.command.options import CommandError, Died
 from dualpipe_jax.inspect import Target
 from dualpipe_jax.pods import Answer, Plan, ahead, planner, predict
-from dualpipe_jax.pods.cache import Cache, default_folder
+from dualpipe_jax.pods.cache import Cache, _digest, default_folder
 from dualpipe_jax.pods.dryrun import draw
 from dualpipe_jax.pods.plain import filled, plain
 from dualpipe_jax.pods.plan import read_plan
@@ -43,9 +43,8 @@ def machine(memory=16 * GIB):
 
 def answer(plan, compile, *, memory=16 * GIB, fixed=None, beyond=0, cycles=None, layers=()):
     """As a dry run would: units of the schedule, sizes of a share; a step that says what MFU is a share of."""
-    sizes = SIZES | {
-        "fixed": SIZES["fixed"] - planner.SHARDS.index(plan.shard) * GIB if fixed is None else fixed
-    }
+    less = planner.SHARDS.index(plan.shard) * GIB
+    sizes = SIZES | {"fixed": SIZES["fixed"] - less if fixed is None else fixed}
     kinds = {"optimizer": 0, "stages": 3 * GIB}
     memory = Memory(kinds, 3 * GIB, beyond, 3 * GIB, memory, True, sizes)
     found = Answer(machine(memory.limit), plan, tuple(layers), memory=memory)
@@ -53,13 +52,8 @@ def answer(plan, compile, *, memory=16 * GIB, fixed=None, beyond=0, cycles=None,
         return found
     cycles = cycles or {name: CYCLES[name] for name in predict.units_of(plan.make_schedule())}
     units = {name: Unit(each, each, 0.0, 0.0, 0) for name, each in cycles.items()}
-    compiled = Compiled(
-        "units",
-        units=units,
-        sends=Shares(each=1e4),
-        overheads=Overheads(100.0, BESIDE[plan.shard]),
-        update=Unit(UPDATE[plan.shard], 0.0, 0.0, 0.0, 0),
-    )
+    beside, update = Overheads(100.0, BESIDE[plan.shard]), Unit(UPDATE[plan.shard], 0.0, 0.0, 0.0, 0)
+    compiled = Compiled("units", units=units, sends=Shares(each=1e4), overheads=beside, update=update)
     step = Step(1.0, 1.0, 0.0, seconds=2.0, tokens=64, tokens_per_second=1.0, mfu=0.25e-3, lower_bound=False)
     return dataclasses.replace(found, compiled=compiled, step=step)
 
@@ -78,11 +72,9 @@ def test_what_is_considered():
     assert not refused and len(cases) == 2 * 2 * 2, "remat, sequences, and two placements"
     both, line, *_ = cases
     assert {plan.schedule for plan in both.plans} == {"dualpipe"}
-    assert {(plan.schedule, plan.max_stash) for plan in line.plans} == {
-        ("one_f_one_b", None),
-        ("zb_h1", None),
-        ("zb_h1", 1),
-    }, "1F1B keeps no stash that could be limited"
+    found = {(plan.schedule, plan.max_stash) for plan in line.plans}
+    no_stash = "1F1B keeps no stash that could be limited"
+    assert found == {("one_f_one_b", None), ("zb_h1", None), ("zb_h1", 1)}, no_stash
     assert (line.plan.pp, line.plan.ep, line.plan.microbatch_size, line.plan.num_microbatches) == (2, 4, 4, 8)
     assert {(c.plan.microbatch_size, c.plan.num_microbatches) for c in cases} == {(4, 8), (8, 4)}
     ops = set(predict.units_of(line.plan.make_schedule()))
@@ -144,9 +136,8 @@ def test_what_does_not_fit_is_not_compiled_and_says_so():
     (why,) = (c.refused for c in refused if c.plan.schedule == "dualpipe")
     assert re.fullmatch(r"needs \d+\.\d GiB of \d+\.\d, counted", why)
     tight = planner.ranked(choices(limit, beyond=GIB))
-    assert {c.plan.shard for c in tight if c.plan.schedule == "one_f_one_b"} == {"optimizer"}, (
-        "what the compiler takes besides counts, too"
-    )
+    besides = "what the compiler takes besides counts, too"
+    assert {c.plan.shard for c in tight if c.plan.schedule == "one_f_one_b"} == {"optimizer"}, besides
     tight = planner.ranked(choices(limit, beyond=2 * GIB))
     assert {c.plan.shard for c in tight if c.plan.schedule == "one_f_one_b"} == {"parameters"}
     assert not planner.ranked(choices(GIB))
@@ -218,32 +209,12 @@ def studied(monkeypatch):
 
 
 def planned(tmp_path, *more):
-    asked = [
-        "plan",
-        "--target",
-        "v5e:2x4",
-        "--program",
-        "tiny",
-        "--sequence",
-        "16",
-        "--cache",
-        str(tmp_path / "kept"),
-    ]
-    asked += [
-        "--pp",
-        "2",
-        "--per-device",
-        "1",
-        "--remat",
-        "all",
-        "--schedule",
-        "dualpipe",
-        "1f1b",
-        "--max-stash",
-        "1",
-    ]
-    asked += [] if "--dispatch" in more else ["--dispatch", "capacity"]
-    return main([*asked, *more])
+    asked = (
+        "plan --target v5e:2x4 --program tiny --sequence 16 --pp 2 --per-device 1 --remat all --max-stash 1"
+    )
+    asked += "" if "--dispatch" in more else " --dispatch capacity"
+    kept = str(tmp_path / "kept")
+    return main([*asked.split(), "--schedule", "dualpipe", "1f1b", "--cache", kept, *more])
 
 
 @pytest.mark.parametrize("dropped, ways", [(None, ["dropless"]), (0.01, ["dropless", "capacity"])])
@@ -281,9 +252,8 @@ def test_the_best_plans_are_printed_and_kept(studied, tmp_path, capsys):
     assert len(asked) == 8, "all of it was known"
     assert re.search(r"schedule +step, s +MFU +pp x ep +microbatches", out) and f"is written to {file}" in out
     assert plain(read_plan(file)).items() <= found["plans"][0].items()
-    assert planned(tmp_path, "--matmul", "plain") == 0 and len(asked) == 16, (
-        "another program is another question"
-    )
+    assert planned(tmp_path, "--matmul", "plain") == 0
+    assert len(asked) == 16, "another program is another question"
 
 
 def test_programs_that_grow_with_their_stages_are_told(studied, tmp_path, capsys, monkeypatch):
@@ -359,18 +329,13 @@ def test_interrupted_it_goes_on_where_it_was(studied, tmp_path, capsys):
     assert planned(tmp_path) == 130
     said = capsys.readouterr()
     assert "dualpipe " in said.out and "one_f_one_b" not in said.out, "what is known is told"
-    assert (
-        said.err
-        == "interrupted: cases left: 1; what was compiled is kept, the same command goes on from there\n"
-    )
+    kept = "interrupted: cases left: 1; what was compiled is kept, the same command goes on from there\n"
+    assert said.err == kept
     events.clear()
     del asked[:]
     assert planned(tmp_path) == 0
-    assert [(plan.schedule, compile) for plan, compile in asked] == [
-        ("one_f_one_b", "nothing"),
-        ("one_f_one_b", "nothing"),
-        ("one_f_one_b", "units"),
-    ]
+    assert {plan.schedule for plan, _ in asked} == {"one_f_one_b"}
+    assert [compile for _, compile in asked] == ["nothing", "nothing", "units"]
 
 
 def test_a_case_that_fails_is_not_the_end(studied, tmp_path, capsys):
@@ -379,11 +344,8 @@ def test_a_case_that_fails_is_not_the_end(studied, tmp_path, capsys):
     events[5] = Died("ended by SIGABRT\nwords", "compiling", {})
     assert planned(tmp_path) == 1
     out = capsys.readouterr().out
-    assert (
-        ": 0 plans fit\n" in out
-        and "--ep 4: must divide the 6 experts" in out
-        and "ended by SIGABRT\n" in out
-    )
+    for words in (": 0 plans fit\n", "--ep 4: must divide the 6 experts", "ended by SIGABRT\n"):
+        assert words in out
 
 
 @pytest.mark.parametrize(
@@ -407,15 +369,10 @@ def test_a_key_is_all_that_decides_an_answer(tmp_path, monkeypatch):
     mine.write_text("first = 1\n")
     request = Request(dataclasses.replace(BASE, model=f"{mine}:step"), "v5e:2x4", "units")
     files = {cache.file(request)}
-    for other in (
-        dataclasses.replace(request, target="v5e:4x4"),
-        dataclasses.replace(request, compile="nothing"),
-        dataclasses.replace(request, plan=dataclasses.replace(request.plan, remat="all")),
-    ):
-        files.add(cache.file(other))
+    whole = dataclasses.replace(request.plan, remat="all")
+    for change in ({"target": "v5e:4x4"}, {"compile": "nothing"}, {"plan": whole}):
+        files.add(cache.file(dataclasses.replace(request, **change)))
     assert len(files) == 4 and cache.file(dataclasses.replace(request, log="elsewhere")) in files
-    from dualpipe_jax.pods.cache import _digest
-
     _digest.cache_clear()
     mine.write_text("first = 2\n")
     assert cache.file(request) not in files, "its source has changed"
@@ -441,9 +398,8 @@ def test_dry_runs_take_a_plan(tmp_path, capsys):
     found = filled(Answer, json.loads(capsys.readouterr().out))
     assert found.program == read_plan(file)
     assert main(["dryrun", "--target", "v5e:2x2", "--plan", str(file), "--pp", "2"]) == 2
-    assert capsys.readouterr().err.startswith(
-        f"error: --plan {file}: says all of the program; drop its options"
-    )
+    said = capsys.readouterr().err
+    assert said.startswith(f"error: --plan {file}: says all of the program; drop its options")
 
 
 @pytest.mark.parametrize(
@@ -464,31 +420,14 @@ def test_files_that_hold_no_plan(tmp_path, text, message):
 
 
 def test_the_trainer_takes_a_plan(tmp_path):
-    file = written(
-        tmp_path,
-        model="v2-lite",
-        pp=8,
-        ep=4,
-        microbatches=24,
-        microbatch_size=8,
-        remat="dots",
-        max_stash=2,
-        dispatch="capacity",
-        capacity_factor=1.0,
-    )
+    room = {"dispatch": "capacity", "capacity_factor": 1.0}
+    shape = {"pp": 8, "ep": 4, "microbatches": 24, "microbatch_size": 8}
+    file = written(tmp_path, model="v2-lite", remat="dots", max_stash=2, **shape, **room)
     options = parse(["--plan", str(file), "--pp", "4"]).options
-    assert (options.mesh.pp, options.mesh.ep, options.mesh.microbatches, options.mesh.microbatch_size) == (
-        4,
-        4,
-        24,
-        8,
-    )
-    assert (options.model.name, options.model.remat, options.mesh.max_stash) == ("v2-lite", "dots", 2)
-    assert (options.model.dispatch, options.model.capacity_factor, options.data.sequence) == (
-        "capacity",
-        1.0,
-        16,
-    )
+    mesh, model = options.mesh, options.model
+    assert (mesh.pp, mesh.ep, mesh.microbatches, mesh.microbatch_size) == (4, 4, 24, 8)
+    assert (model.name, model.remat, mesh.max_stash) == ("v2-lite", "dots", 2)
+    assert (model.dispatch, model.capacity_factor, options.data.sequence) == ("capacity", 1.0, 16)
     for name, make in models.MODELS.items():
         precision = parse(["--plan", str(written(tmp_path, model=name))]).options.model.precision
         assert precision == make().compute_dtype.__name__, "as the dry run computed"
@@ -510,30 +449,8 @@ def test_plans_that_the_trainer_cannot_train(tmp_path, changes, message):
 @pytest.mark.slow
 def test_real_units_make_the_plan_that_a_dry_run_of_it_predicts(tmp_path, capsys):
     file, program = tmp_path / "plan.json", f"{own_program.__file__}:blocks"
-    asked = [
-        "plan",
-        "--target",
-        "v5e:2x2",
-        "--program",
-        program,
-        "--change",
-        "dim=128",
-        "--sequence",
-        "1",
-        "--pp",
-        "2",
-    ]
-    asked += [
-        "--per-device",
-        "4",
-        "--remat",
-        "none",
-        "--tokens-per-step",
-        "64",
-        "--schedule",
-        "1f1b",
-        "dualpipe",
-    ]
+    asked = f"plan --target v5e:2x2 --program {program} --change dim=128 --sequence 1 --pp 2 --per-device 4"
+    asked = f"{asked} --remat none --tokens-per-step 64 --schedule 1f1b dualpipe".split()
     assert main([*asked, "--cache", str(tmp_path / "kept"), "--json", "-o", str(file)]) == 0
     best, *_ = json.loads(capsys.readouterr().out)["plans"]
     assert main(["dryrun", "--target", "v5e:2x2", "--json", "--plan", str(file)]) == 0
@@ -583,6 +500,5 @@ def test_the_update_is_compiled_in_a_form_that_fits(studied, tmp_path, monkeypat
     assert {plan.shard for plan, compile in asked if compile == "units"} == {"optimizer"}
     assert len(asked) == 2 * (3 + 1)
     assert planned(tmp_path, "--json", "--shard", "parameters") == 0
-    assert [(plan.shard, compile) for plan, compile in asked[8:]] == 2 * [("parameters", "units")], (
-        "counted before, and priced as it is"
-    )
+    known = "counted before, and priced as it is"
+    assert [(plan.shard, compile) for plan, compile in asked[8:]] == 2 * [("parameters", "units")], known

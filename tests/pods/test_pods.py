@@ -29,16 +29,8 @@ CUDA = pytest.mark.skipif(
 
 V5E_PAIR = Path(__file__).parent.parent / "inspect/texts/v5e_pair.hlo"
 
-ALL_TO_ALL = {
-    "name": "all-to-all-start.1",
-    "direction": "forward",
-    "form": "async",
-    "payload": 1 << 20,
-    "duration": 1e6,
-    "exposed": 1e4,
-    "hidden": 0.99,
-    "opposite_matmuls": 3,
-}
+ALL_TO_ALL = {"name": "all-to-all-start.1", "direction": "forward", "form": "async", "payload": 1 << 20}
+ALL_TO_ALL |= {"duration": 1e6, "exposed": 1e4, "hidden": 0.99, "opposite_matmuls": 3}
 UNIT = {"cycles": 3e6, "computation": 2.99e6, "communication": 1e6, "exposed": 1e4, "unpriced": 0}
 COPY = {
     "name": "copy.1",
@@ -48,21 +40,20 @@ COPY = {
     "array": "bf16[5,8]",
     "of_state": False,
 }
+GIB = 2**30
+SCHEDULES = [
+    {"name": "dualpipe", "seconds": 2.0, "mfu": 0.4, "memory": 2**33, "refused": ""},
+    {"name": "gpipe", "seconds": 3.0, "mfu": 0.3, "memory": 2**34, "refused": "needs 16.0 GiB of 8.0"},
+    {"name": "chimera", "seconds": None, "mfu": None, "memory": None, "refused": "odd ranks"},
+]
 ANSWER = {
-    "target": {"name": "v5e:4x4", "devices": 16, "memory": 16 * 2**30}
-    | {"flops": 197e12, "bandwidth": 819e9, "clock": 1.5e9}
-    | {"source": "a data sheet"},
+    "target": {"name": "v5e:4x4", "devices": 16, "memory": 16 * GIB, "flops": 197e12, "bandwidth": 819e9}
+    | {"clock": 1.5e9, "source": "a data sheet"},
     "program": {"model": "tiny", "schedule": "dualpipe", "pp": 2, "ep": 2, "microbatches": 4, "sequence": 16}
     | {"microbatch_size": 4, "ep_nodes": 1},
     "parameters": {"total": 10**9, "active": 10**8, "device": 10**8},
-    "memory": {
-        "kinds": {"stages": 6 * 2**30, "optimizer": 4 * 2**30, "stash": 2 * 2**30},
-        "total": 12 * 2**30,
-        "beyond": 2 * 2**30,
-        "needed": 14 * 2**30,
-        "limit": 16 * 2**30,
-        "fits": True,
-    },
+    "memory": {"kinds": {"stages": 6 * GIB, "optimizer": 4 * GIB, "stash": 2 * GIB}, "total": 12 * GIB}
+    | {"beyond": 2 * GIB, "needed": 14 * GIB, "limit": 16 * GIB, "fits": True},
     "compiled": {
         "what": "pair",
         "all_to_all": {"cycles": 1e6, "exposed": 1e4, "hidden": 0.99},
@@ -71,34 +62,14 @@ ANSWER = {
         "sends_exposed": {"": 2e5, "FB": 0.0},
         "units": {"FB": UNIT},
         "copies": [COPY | {"of_state": True, "op_name": "pair/copied"}, COPY],
-        "memory": {"peak": 10 * 2**30},
+        "memory": {"peak": 10 * GIB},
     },
-    "step": {
-        "costs": {},
-        "cycles": 3e9,
-        "ideal_cycles": 2.9e9,
-        "overhead_cycles": 0.0,
-        "counted": "6 N and attention",
-        "account": [
-            {"name": "at the peak", "seconds": 0.8},
-            {"name": "waiting for collectives", "seconds": 1.2},
-        ],
-        "seconds": 2.0,
-        "tokens": 1024,
-        "mfu": 0.4,
-    }
-    | {"tokens_per_second": 512.0, "lower_bound": True, "assumed": ["I", "W", "FB"]}
+    "step": {"costs": {}, "cycles": 3e9, "ideal_cycles": 2.9e9, "overhead_cycles": 0.0, "seconds": 2.0}
+    | {"tokens": 1024, "mfu": 0.4, "tokens_per_second": 512.0, "lower_bound": True, "schedules": SCHEDULES}
+    | {"assumed": ["I", "W", "FB"], "counted": "6 N and attention"}
     | {
-        "schedules": [
-            {"name": "dualpipe", "seconds": 2.0, "mfu": 0.4, "memory": 2**33, "refused": ""},
-            {
-                "name": "gpipe",
-                "seconds": 3.0,
-                "mfu": 0.3,
-                "memory": 2**34,
-                "refused": "needs 16.0 GiB of 8.0",
-            },
-            {"name": "chimera", "seconds": None, "mfu": None, "memory": None, "refused": "odd ranks"},
+        "account": [
+            {"name": n, "seconds": t} for n, t in (("at the peak", 0.8), ("waiting for collectives", 1.2))
         ]
     },
 }
@@ -137,9 +108,8 @@ def test_overlap_fails_where_too_little_is_hidden(answered, capsys):
     assert "(too little: 99.5 % asked for)" in capsys.readouterr().out
     assert main(["overlap", "--target", "v5e:4x4", "--at-least", "99.5", "--json", *SMALL]) == 1
     found = json.loads(capsys.readouterr().out)
-    assert not found["enough"] and found["compiled"]["all_to_alls"] == [
-        ALL_TO_ALL | {"cycles_between": None, "matmuls": {}}
-    ]
+    assert not found["enough"]
+    assert found["compiled"]["all_to_alls"] == [ALL_TO_ALL | {"cycles_between": None, "matmuls": {}}]
 
 
 def test_overlap_of_a_program_that_does_not_fit(answered, capsys, monkeypatch):
@@ -263,18 +233,9 @@ def test_dryrun_prints_memory_and_a_prediction(answered, capsys):
 
 
 def test_dryrun_writes_costs_that_other_subcommands_read(answered, capsys, tmp_path, monkeypatch):
-    share = {
-        "costs": {
-            "F": 50.0,
-            "I": 60.0,
-            "W": 40.0,
-            "FB": 120.0,
-            "send": 1.0,
-            "extra": {"-1": [-5.0, 0.0, 0.0]},
-        },
-        "memory": {"residual_w": 2.0**30, "parameters": 2.0**33, "extra": {}, "fixed": 2.0**31},
-        "units": {"time": "ms", "memory": "B"},
-    }
+    costs = {"F": 50.0, "I": 60.0, "W": 40.0, "FB": 120.0, "send": 1.0, "extra": {"-1": [-5.0, 0.0, 0.0]}}
+    memory = {"residual_w": 2.0**30, "parameters": 2.0**33, "extra": {}, "fixed": 2.0**31}
+    share = {"costs": costs, "memory": memory, "units": {"time": "ms", "memory": "B"}}
     monkeypatch.setitem(ANSWER, "step", ANSWER["step"] | {"share": share})
     file = tmp_path / "costs.json"
     assert main(["dryrun", "--target", "v5e:4x4", *SMALL, "--write-costs", str(file)]) == 0
@@ -415,12 +376,10 @@ def of_tokens(found):
 def test_a_pair_on_v5e_hides_its_all_to_alls():
     """The engine's pair of the real model. Serialised it hides most too, behind its own direction's work, and so
     fails the second assertion."""
-    pair = ["--model", "v2-lite", "--layers-per-stage", "1", "--pp", "4", "--ep", "4", "--sequence", "1024"]
-    pair += ["--dispatch", "capacity", "--capacity-factor", "1"]
-    small = ["num_dense_layers=0", "vocab=1024", "dim=1024", "num_heads=16", "num_experts=16", "top_k=2"]
-    status, found = compiled(
-        "overlap", "--target", "v5e:4x4", "--at-least", "97", *pair, "--change", *small, "expert_hidden=2048"
-    )
+    pair = "overlap --target v5e:4x4 --at-least 97 --model v2-lite --layers-per-stage 1 --pp 4 --ep 4 --sequence 1024"
+    pair += " --dispatch capacity --capacity-factor 1 --change num_dense_layers=0 vocab=1024 dim=1024 num_heads=16"
+    pair += " num_experts=16 top_k=2 expert_hidden=2048"
+    status, found = compiled(*pair.split())
     assert status == 0, found
     rows = of_tokens(found)
     assert [row["form"] for row in rows] == 4 * ["async"]
@@ -435,21 +394,12 @@ def test_a_pair_on_v5e_hides_its_all_to_alls():
 def test_a_pair_on_h100s_is_asynchronous(tmp_path):
     """Its all-to-alls inside their guard, and the sends of its tick across the guard, which is the tick's only one."""
     wide = ["--change", "dim=512", "expert_hidden=512", "num_dense_layers=0"]
-    size = ["--model", "tiny", "--layers-per-stage", "1", "--pp", "4", "--ep", "2", "--microbatches", "8"]
-    size += [
-        "--microbatch-size",
-        "4",
-        "--sequence",
-        "512",
-        "--dispatch",
-        "capacity",
-        "--capacity-factor",
-        "1",
-    ]
-    text = tmp_path / "pair.hlo"
-    status, found = compiled(
-        "overlap", "--target", "h100:1x8", "--at-least", "0", "-o", str(text), *size, *wide
+    size = (
+        "--model tiny --layers-per-stage 1 --pp 4 --ep 2 --microbatches 8 --microbatch-size 4 --sequence 512"
     )
+    size = f"{size} --dispatch capacity --capacity-factor 1 --at-least 0".split()
+    text = tmp_path / "pair.hlo"
+    status, found = compiled("overlap", "--target", "h100:1x8", "-o", str(text), *size, *wide)
     assert status == 0, found
     rows = of_tokens(found)
     assert len(rows) == 4 and not any(row["form"] == "sync" for row in rows)
