@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from jax.sharding import PartitionSpec as P
 
 from dualpipe_jax.parallel import (
     check_float8,
@@ -18,16 +17,19 @@ from dualpipe_jax.parallel import (
     dispatch,
     expert_matmul,
     float8_matmul,
-    make_mesh,
     plan_capacity,
     plan_dropless,
 )
 from dualpipe_jax.parallel.float8 import decode, dequantize, encode, quantize
+from tests.parallel import expert_layers
+from tests.parallel.expert_layers import K, on_devices
 from tests.quick import ALIKE
 
 E4M3 = ml_dtypes.float8_e4m3fn
 ROW, COLUMN, SQUARE = (1, 128), (128, 1), (128, 128)
-T, K, E = 16, 3, 8  # T tokens per device
+T, E = 16, 8  # T tokens per device
+plan_of = functools.partial(expert_layers.plan_of, num_experts=E)
+choices = functools.partial(expert_layers.choices, num_experts=E)
 
 
 def by_loops(x, tile, power_of_two=True):
@@ -69,9 +71,17 @@ def uneven(shape, seed=0):
     return x.astype(np.float32)
 
 
-@pytest.mark.parametrize("power_of_two", [True, False])
-@pytest.mark.parametrize("tile", [ROW, COLUMN, SQUARE])
-@pytest.mark.parametrize("shape", [(3, 5), (130, 256), (256, 300)])
+@pytest.mark.parametrize(
+    "shape, tile, power_of_two",
+    [
+        ((3, 5), ROW, True),
+        ((256, 300), COLUMN, True),
+        ((130, 256), SQUARE, True),
+        ((256, 300), ROW, False),
+        ((130, 256), COLUMN, False),
+        ((3, 5), SQUARE, False),
+    ],
+)
 def test_tiles_are_those_of_a_plain_loop(shape, tile, power_of_two):
     for x in (uneven(shape), uneven(shape, 1).astype(ml_dtypes.bfloat16)):
         run = jax.jit(functools.partial(quantize, tile=tile, power_of_two=power_of_two))
@@ -83,18 +93,23 @@ def test_tiles_are_those_of_a_plain_loop(shape, tile, power_of_two):
 
 def test_leading_dims_are_so_many_arrays():
     x = np.stack([uneven((130, 140), seed) for seed in range(3)])
-    found = quantize(jnp.asarray(x), SQUARE)
+    found = jax.jit(quantize, static_argnums=1)(x, SQUARE)
     for k in range(3):
         values, scales, _ = by_loops(x[k], SQUARE)
         np.testing.assert_array_equal(found.scales[k], scales)
         np.testing.assert_array_equal(np.asarray(found.values[k], np.float32), values.astype(np.float32))
 
 
+@jax.jit
+def there_and_back(x):
+    return decode(encode(x), x.shape[-1], x.dtype)
+
+
 @settings(max_examples=40, deadline=None)
 @given(st.integers(0, 2**32 - 1), st.floats(-100, 100))
 def test_a_number_is_off_by_a_sixteenth_of_itself_or_by_little_of_the_largest(seed, exponent):
     x = (uneven((4, 200), seed) * 2.0**exponent).astype(np.float32)
-    back = np.asarray(decode(encode(jnp.asarray(x)), 200, jnp.float32), np.float64)
+    back = np.asarray(there_and_back(x), np.float64)
     largest = np.repeat([[np.abs(t).max() for t in np.split(row, [128])] for row in x], [128, 72], axis=1)
     bound = np.maximum(np.abs(x.astype(np.float64)) / 16, largest * 2.0**-17 + 2.0**-136)
     assert np.all(np.abs(back - x) <= bound)
@@ -103,65 +118,50 @@ def test_a_number_is_off_by_a_sixteenth_of_itself_or_by_little_of_the_largest(se
 
 def test_what_is_no_number_stays_none_and_spares_its_neighbours():
     x = np.array([[1.5, np.nan, -3.0, np.inf, -np.inf, 0.4375], [0.0, -0.0, 0.0, 0.0, 0.0, 0.0]], np.float32)
-    back = np.asarray(decode(encode(jnp.asarray(x)), 6, jnp.float32))
+    back = np.asarray(there_and_back(x))
     np.testing.assert_array_equal(back[0], [1.5, np.nan, -3.0, np.nan, np.nan, 0.4375])
     np.testing.assert_array_equal(back[1], 0)
 
 
-@pytest.mark.parametrize("dim, width", [(1, 2), (127, 128), (128, 129), (129, 131), (256, 258), (7168, 7224)])
-def test_a_row_is_a_byte_a_number_and_one_a_tile(dim, width):
-    x = jnp.asarray(uneven((3, dim)), jnp.bfloat16)
-    sent = encode(x)
-    assert sent.dtype == jnp.uint8 and sent.shape == (3, width)
-    np.testing.assert_array_equal(decode(sent, dim, x.dtype), rounded(np.asarray(x)))
-    again = decode(encode(decode(sent, dim, x.dtype)), dim, x.dtype)
-    np.testing.assert_array_equal(again, decode(sent, dim, x.dtype))
-    np.testing.assert_array_equal(decode(jnp.zeros_like(sent), dim, x.dtype), np.zeros(x.shape))
+def test_a_row_is_a_byte_a_number_and_one_a_tile():
+    for dim, width in [(1, 2), (127, 128), (128, 129), (129, 131), (256, 258), (7168, 7224)]:
+        sent = jax.eval_shape(encode, jax.ShapeDtypeStruct((3, dim), jnp.bfloat16))
+        assert sent.dtype == jnp.uint8 and sent.shape == (3, width)
+    for dim in (1, 129):
+        x = uneven((3, dim)).astype(jnp.bfloat16)
+        once = there_and_back(x)
+        np.testing.assert_array_equal(once, rounded(x))
+        np.testing.assert_array_equal(there_and_back(once), once)
+    nothing = jax.jit(decode, static_argnums=(1, 2))(np.zeros((3, 131), np.uint8), 129, jnp.bfloat16)
+    np.testing.assert_array_equal(nothing, np.zeros((3, 129)))
 
 
 # ------------------------------------------------------------------------------------------ dispatch
-
-
-def plan_of(method, payload, axis_name="ep", bound=None):
-    if method == "capacity":
-        return lambda topk: plan_capacity(topk, E, bound, axis_name, payload)
-    return lambda topk: plan_dropless(topk, E, axis_name, bound, payload)
-
-
-def choices(num_tokens, seed=0):
-    logits = np.random.default_rng(seed).normal(size=(num_tokens, E)) - 0.5 * np.arange(E)
-    return np.argsort(-logits, axis=1)[:, :K].astype(np.int32)
-
-
-def on_devices(num_ep, fn, num_out, check_vma=True, options=None):
-    """Run fn(*args) on num_ep devices, every argument and result split along its first dim."""
-    mesh = make_mesh(1, num_ep)
-    return jax.jit(
-        jax.shard_map(fn, mesh=mesh, in_specs=P("ep"), out_specs=(P("ep"),) * num_out, check_vma=check_vma),
-        compiler_options=options,
-    )
 
 
 def both_ways(payload, method, bound):
     """Dispatch, combine, and their gradients for the cotangents given."""
 
     def run(x, weights, d_x, d_out, topk):
-        handle = plan_of(method, payload, bound=bound)(topk)
+        handle = plan_of(method, payload=payload, bound=bound)(topk)
         rows, back = jax.vjp(lambda x: dispatch(x, handle), x)
-        y = dispatch(jnp.sin(x), plan_of(method, "plain", bound=bound)(topk))
+        y = dispatch(jnp.sin(x), plan_of(method, bound=bound)(topk))
         out, pull = jax.vjp(lambda y, w: combine(y, w, handle), y, weights)
         d_rows, d_weights = pull(d_out)
-        d_dispatched = dispatch(d_x, plan_of(method, "plain", bound=bound)(topk))
+        d_dispatched = dispatch(d_x, plan_of(method, bound=bound)(topk))
         return rows, back(d_dispatched)[0], out, d_rows, d_weights
 
     return run
 
 
 @pytest.mark.parametrize(
-    "num_ep, check_vma", [(1, True), pytest.param(2, True, marks=pytest.mark.slow), (4, False)]
-)
-@pytest.mark.parametrize(
-    "method, bound", [("capacity", None), ("capacity", 4), ("dropless", None), ("dropless", 0.7)]
+    "method, bound, num_ep, check_vma",
+    [
+        ("capacity", 4, 1, True),
+        ("dropless", 0.7, 4, False),
+        pytest.param("capacity", None, 4, False, marks=pytest.mark.slow),
+        pytest.param("dropless", None, 2, True, marks=pytest.mark.slow),
+    ],
 )
 def test_what_goes_out_is_rounded_and_what_comes_back_is_not(num_ep, check_vma, method, bound):
     """Exactly: rounded tokens reach the experts; the backward of dispatch is a plain combine with unit weights; that
@@ -170,7 +170,7 @@ def test_what_goes_out_is_rounded_and_what_comes_back_is_not(num_ep, check_vma, 
     x, d_x, d_out = (uneven((num_ep * T, D), seed) for seed in range(3))
     args = x, rng.normal(size=(num_ep * T, K)).astype(np.float32), d_x, d_out, choices(num_ep * T)
     ours, plain = (
-        on_devices(num_ep, both_ways(payload, method, bound), 5, check_vma, ALIKE)(*args)
+        on_devices(num_ep, both_ways(payload, method, bound), check_vma, compiler_options=ALIKE)(*args)
         for payload in ("float8", "plain")
     )
     ours, plain = (list(map(np.asarray, found)) for found in (ours, plain))
@@ -188,8 +188,9 @@ def layer(make, kernel, x, w_in, w_out, weights, topk):
     return combine(expert_matmul(rows, w_out, handle, kernel=kernel), weights, handle)
 
 
-@pytest.mark.parametrize("num_ep", [pytest.param(1, marks=pytest.mark.slow), 2])
-@pytest.mark.parametrize("method", ["capacity", "dropless"])
+@pytest.mark.parametrize(
+    "num_ep, method", [(2, "dropless"), pytest.param(1, "capacity", marks=pytest.mark.slow)]
+)
 def test_what_eight_bits_can_hold_is_treated_as_ever(num_ep, method):
     """Small integers all the way, forward and backward: float8 payloads and matmuls equal plain ones bit for bit."""
     rng, D, F = np.random.default_rng(2), 132, 140
@@ -207,9 +208,8 @@ def test_what_eight_bits_can_hold_is_treated_as_ever(num_ep, method):
     topk = choices(num_ep * T)
 
     def loss(payload, kernel):
-        body = functools.partial(layer, plan_of(method, payload), kernel)
-        run = on_devices(num_ep, lambda *args: (body(*args),), 1)
-        return jax.jit(jax.value_and_grad(lambda *args: jnp.sum(run(*args, topk)[0] * target), (0, 1, 2, 3)))
+        run = on_devices(num_ep, functools.partial(layer, plan_of(method, payload=payload), kernel))
+        return jax.jit(jax.value_and_grad(lambda *args: jnp.sum(run(*args, topk) * target), (0, 1, 2, 3)))
 
     ours, plain = loss("float8", "float8")(*args), loss("plain", "plain")(*args)
     assert all(np.any(leaf != 0) for leaf in jax.tree.leaves(plain))
@@ -223,17 +223,19 @@ def test_bytes_on_the_wire_are_a_little_over_half_of_bfloat16(method):
     from dualpipe_jax.inspect.collectives import collectives
 
     D, num_ep = 512, 2
-    x, weights, topk = jnp.ones((num_ep * T, D), jnp.bfloat16), jnp.ones((num_ep * T, K)), choices(num_ep * T)
+    x, weights, topk = (
+        np.ones((num_ep * T, D), jnp.bfloat16),
+        np.ones((num_ep * T, K), np.float32),
+        choices(num_ep * T),
+    )
 
     def payloads(payload):
         def loss(x, weights, topk):
-            handle = plan_of(method, payload)(topk)
+            handle = plan_of(method, payload=payload)(topk)
             return jnp.sum(jnp.sin(combine(jnp.sin(dispatch(x, handle)), weights, handle)))[None]
 
-        run = on_devices(num_ep, lambda *args: (loss(*args),), 1)
-        module = read(
-            jax.jit(jax.grad(lambda *args: jnp.sum(run(*args)[0]))).lower(x, weights, topk).compile()
-        )
+        run = on_devices(num_ep, loss)
+        module = read(jax.jit(jax.grad(lambda *args: jnp.sum(run(*args)))).lower(x, weights, topk).compile())
         found = [
             (arrays[0].dtype, pair.payload)
             for computation in module.computations.values()
@@ -341,17 +343,17 @@ def test_devices_without_the_type_are_refused():
 
 
 def test_errors_say_what_does_not_fit():
-    topk = jnp.asarray(choices(T))
+    topk = choices(T)
     for plan in (plan_capacity, plan_dropless):
         with pytest.raises(
             ValueError, match=f"{plan.__name__}: payload is 'fp8', must be one of plain, float8"
         ):
             plan(topk, E, payload="fp8")
-    x, w = jnp.ones((6, 4)), jnp.ones((3, 5, 2))
-    sizes = jnp.asarray([1, 2, 3], jnp.int32)
+    x, w = np.ones((6, 4), np.float32), np.ones((3, 5, 2), np.float32)
+    sizes = np.array([1, 2, 3], np.int32)
     with pytest.raises(
         ValueError, match=r"x \(6, 4\) in 3 groups asks for w of shape \(3, 4, F\), got \(3, 5, 2\)"
     ):
         float8_matmul(x, w, sizes)
     with pytest.raises(ValueError, match="x is float32 and w bfloat16; they must be alike"):
-        float8_matmul(x, jnp.ones((3, 4, 2), jnp.bfloat16), sizes)
+        float8_matmul(x, np.ones((3, 4, 2), jnp.bfloat16), sizes)

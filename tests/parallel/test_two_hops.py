@@ -10,51 +10,35 @@ import pytest
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from dualpipe_jax.parallel import (
-    combine,
-    dispatch,
-    expert_axes,
-    make_mesh,
-    plan_capacity,
-    plan_dropless,
-    plan_two_hops,
+from dualpipe_jax.parallel import combine, dispatch, expert_axes, make_mesh, plan_capacity, plan_two_hops
+from tests.parallel import expert_layers
+from tests.parallel.expert_layers import (
+    METHODS,
+    TOKENS,
+    D,
+    K,
+    close,
+    layer,
+    layer_by_copies,
+    layer_case,
+    on_devices,
+    plain_layer,
+    with_gradients,
 )
-from tests.parallel.expert_layers import layer, layer_by_copies
 
-T, K, E, D, F = 12, 3, 16, 6, 5  # T tokens per device
+T, E = 12, 16  # T tokens per device
 AXES = expert_axes(2)
-METHODS = ("capacity", "dropless")
+choices = functools.partial(expert_layers.choices, num_experts=E)
+TOPK = choices(TOKENS, skew=0.1)
 
 
 def plan_of(method, node_capacity=None, bound=None):
     """Two hops, with the second one's capacity or buffer factor."""
 
     def second(topk, experts):
-        if method == "capacity":
-            return plan_capacity(topk, experts, bound, "ep")
-        return plan_dropless(topk, experts, "ep", bound)
+        return expert_layers.plan_of(method, experts, bound=bound)(topk)
 
     return lambda topk: plan_two_hops(topk, E, AXES, second, node_capacity)
-
-
-def one_hop(method):
-    """Over both axes as if they were one."""
-    plan = plan_capacity if method == "capacity" else plan_dropless
-    return lambda topk: plan(topk, E, axis_name=AXES)
-
-
-def choices(num_tokens, *, skew=0.0, seed=0):
-    """Distinct random experts for each token; skew makes the low ones popular."""
-    rng = np.random.default_rng(seed)
-    logits = rng.normal(size=(num_tokens, E)) - skew * np.arange(E)
-    return np.argsort(-logits, axis=1)[:, :K].astype(np.int32)
-
-
-def on_devices(shape, fn, num_out, check_vma=True):
-    """Run fn(*args) on nodes x devices, every argument and result split along its first dim."""
-    mesh, spec = make_mesh(1, shape), P(AXES)
-    run = jax.shard_map(fn, mesh=mesh, in_specs=spec, out_specs=(spec,) * num_out, check_vma=check_vma)
-    return jax.jit(run)
 
 
 def by_loops(topk, shape, method, node_capacity, bound):
@@ -94,11 +78,11 @@ def by_loops(topk, shape, method, node_capacity, bound):
 @pytest.mark.parametrize(
     "shape, method, node_capacity, bound",
     [
-        ((2, 2), "capacity", None, None),
+        pytest.param((2, 2), "capacity", None, None, marks=pytest.mark.slow),
         ((2, 4), "capacity", 5, 4),
         ((2, 2), "dropless", None, None),
         ((4, 2), "dropless", 4, 0.5),
-        ((2, 4), "dropless", 7, None),
+        pytest.param((2, 4), "dropless", 7, None, marks=pytest.mark.slow),
     ],
 )
 def test_every_expert_gets_its_tokens_and_drops_are_counted(shape, method, node_capacity, bound):
@@ -111,7 +95,7 @@ def test_every_expert_gets_its_tokens_and_drops_are_counted(shape, method, node_
         sizes = jnp.zeros(1, jnp.int32) if handle.group_sizes_L is None else handle.group_sizes_L
         return dispatch(x, handle), sizes, handle.dropped[None]
 
-    run = on_devices(shape, run, 3)
+    run = on_devices(shape, run)
     for skew in (0.0, 0.5):
         topk = choices(num * T, skew=skew)
         rows, sizes, dropped = map(np.asarray, run(x, topk))
@@ -133,58 +117,33 @@ def test_every_expert_gets_its_tokens_and_drops_are_counted(shape, method, node_
             np.testing.assert_array_equal(got[np.lexsort(got.T)], found[np.lexsort(found.T)])
 
 
-@functools.cache
-def layer_case(skew=0.1):
-    rng = np.random.default_rng(3)
-    num_tokens = 8 * 4
-    shapes = ((num_tokens, D), (E, D, F), (E, F, D), (num_tokens, K), (num_tokens, D))
-    *args, target = (rng.normal(size=s).astype(np.float32) for s in shapes)
-    return args, target, choices(num_tokens, skew=skew)
-
-
-def value_and_grad(function, args, target, topk):
-    def loss(*args):
-        return jnp.sum(function(*args, topk) * target)
-
-    return jax.device_get(jax.jit(jax.value_and_grad(loss, argnums=(0, 1, 2, 3)))(*args))
-
-
-def close(got, want):
-    """To 1e-6 of each leaf's largest entry."""
-    for g, w in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
-        np.testing.assert_allclose(g, w, rtol=0, atol=1e-6 * max(1, np.abs(w).max()))
-
-
 @pytest.mark.parametrize(
     "shape, method, check_vma",
     [
         ((2, 2), "capacity", True),
-        ((4, 2), "capacity", False),
-        ((1, 4), "capacity", True),
-        pytest.param((4, 1), "capacity", True, marks=pytest.mark.slow),
-        ((2, 2), "dropless", True),
+        ((4, 2), "dropless", False),
+        pytest.param((1, 4), "capacity", True, marks=pytest.mark.slow),
+        pytest.param((4, 1), "dropless", True, marks=pytest.mark.slow),
     ],
 )
 def test_results_and_gradients_are_the_plain_layers(shape, method, check_vma):
-    args, target, topk = layer_case()
-    run = on_devices(shape, lambda *args: (layer(*args, plan_of(method)),), 1, check_vma)
-    got = value_and_grad(lambda *args: run(*args)[0], args, target, topk)
-    close(got, value_and_grad(layer_by_copies, args, target, topk))
+    args, target = layer_case(E)
+    run = on_devices(shape, functools.partial(layer, make=plan_of(method)), check_vma)
+    close(with_gradients(run, target)(args, TOPK), plain_layer(E)(args, TOPK))
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", [METHODS[0], pytest.param(METHODS[1], marks=pytest.mark.slow)])
 def test_results_are_one_hops(method):
-    args, _, topk = layer_case()
-
     def both(*args):
-        return layer(*args, plan_of(method)), layer(*args, one_hop(method))
+        one_hop = expert_layers.plan_of(method, E, AXES)  # over both axes as if they were one
+        return layer(*args, plan_of(method)), layer(*args, one_hop)
 
-    close(*on_devices((2, 2), both, 2)(*args, topk))
+    close(*on_devices((2, 2), both)(*layer_case(E)[0], TOPK))
 
 
 def test_any_physical_experts_will_do():
     """Two of each expert, tokens to either: the gradients of copies add up to the expert's."""
-    (x, w_in, w_out, weights), target, _ = layer_case()
+    (x, w_in, w_out, weights), target = layer_case(E)
     rng = np.random.default_rng(9)
     logical = E // 2
     of_slot = rng.permutation(np.repeat(np.arange(logical), 2))
@@ -192,26 +151,23 @@ def test_any_physical_experts_will_do():
     topk = np.argsort(rng.normal(size=(len(x), logical)), axis=1)[:, :K]
     physical = slots[topk, rng.integers(2, size=topk.shape)].astype(np.int32)
     args = x, w_in[:logical], w_out[:logical], weights
-    want = value_and_grad(layer_by_copies, args, target, topk)
-    run = on_devices((2, 4), lambda *args: (layer(*args, plan_of("capacity")),), 1)
+    run = on_devices((2, 4), functools.partial(layer, make=plan_of("capacity")))
 
     def placed(x, w_in, w_out, weights, physical):
-        return run(x, w_in[of_slot], w_out[of_slot], weights, physical)[0]
+        return run(x, w_in[of_slot], w_out[of_slot], weights, physical)
 
-    close(value_and_grad(placed, args, target, physical), want)
+    close(with_gradients(placed, target)(args, physical), plain_layer(E)(args, topk))
 
 
 def test_dropped_copies_add_nothing_and_have_no_gradient():
-    (x, w_in, w_out, weights), target, topk = layer_case(skew=0.2)
-    tokens = len(x) // 4
+    args, target = layer_case(E)
+    topk, tokens = choices(TOKENS, skew=0.2), TOKENS // 4
 
-    def run(*args):
-        handle = plan_of("capacity", 2)(args[-1])
-        kept = handle.outer.slot_TK < handle.outer.assignment_S.shape[0]
-        return layer(*args, lambda topk: handle), kept
+    def kept(topk):
+        outer = plan_of("capacity", 2)(topk).outer
+        return outer.slot_TK < outer.assignment_S.shape[0]
 
-    run = on_devices((2, 2), run, 2)
-    kept = np.asarray(run(x, w_in, w_out, weights, topk)[1])
+    kept = np.asarray(on_devices((2, 2), kept)(topk))
     nodes = topk // (E // 2)
     for device in range(4):
         for node in range(2):
@@ -220,21 +176,18 @@ def test_dropped_copies_add_nothing_and_have_no_gradient():
             np.testing.assert_array_equal(np.flatnonzero(kept[rows, node]), wants[:2])
     alive = np.take_along_axis(kept, nodes, axis=1)
     assert 0 < alive.sum() < alive.size
-
-    def by_copies(x, w_in, w_out, weights, topk):
-        return layer_by_copies(x, w_in, w_out, jnp.where(alive, weights, 0), topk)
-
-    args = x, w_in, w_out, weights
-    got = value_and_grad(lambda *args: run(*args)[0], args, target, topk)
-    close(got, value_and_grad(by_copies, args, target, topk))
-    np.testing.assert_array_equal(got[1][3][~alive], 0)
+    run = on_devices((2, 2), functools.partial(layer, make=plan_of("capacity", 2)))
+    got, (*rest, d_weights) = with_gradients(run, target)(args, topk)
+    np.testing.assert_array_equal(d_weights[~alive], 0)
+    want, (*want_rest, want_weights) = plain_layer(E)([*args[:3], np.where(alive, args[3], 0)], topk)
+    close((got, rest, d_weights[alive]), (want, want_rest, want_weights[alive]))
 
 
 @pytest.mark.parametrize("method, forward, more", [("capacity", 6, 5), ("dropless", 7, 5)])
 def test_all_to_alls_over_one_axis_are_the_only_collectives(method, forward, more):
-    args, _, topk = layer_case()
-    run = on_devices((2, 2), lambda *args: (layer(*args, plan_of(method)),), 1)
-    grad = jax.grad(lambda *args: jnp.sum(run(*args, topk)[0]), argnums=(0, 1, 2, 3))
+    (args, _), topk = layer_case(E), TOPK
+    run = on_devices((2, 2), functools.partial(layer, make=plan_of(method)))
+    grad = jax.grad(lambda *args: jnp.sum(run(*args, topk)), argnums=(0, 1, 2, 3))
     for text, exchanges in (
         (str(jax.make_jaxpr(run)(*args, topk)), forward),
         (str(jax.make_jaxpr(grad)(*args)), forward + more),
@@ -247,7 +200,7 @@ def test_all_to_alls_over_one_axis_are_the_only_collectives(method, forward, mor
 
 def test_works_in_branches_that_only_some_ranks_take():
     """The engine's way: one pipeline rank works, others pass, inside a loop."""
-    args, _, topk = layer_case()
+    (args, _), topk = layer_case(E), TOPK
     spec = P(AXES)
 
     def body(x, *rest):
@@ -260,9 +213,10 @@ def test_works_in_branches_that_only_some_ranks_take():
     run = jax.shard_map(body, mesh=make_mesh(2, (2, 2)), in_specs=spec, out_specs=P("pp", AXES))
     out = jax.jit(run)(*args, topk)
     x, *rest = args
-    once = layer_by_copies(x, *rest, topk)
+    plain = jax.jit(layer_by_copies)
+    once = plain(x, *rest, topk)
     np.testing.assert_allclose(out[1], once, rtol=1e-4, atol=1e-4)
-    np.testing.assert_allclose(out[0], layer_by_copies(once, *rest, topk), rtol=1e-4, atol=1e-4)
+    np.testing.assert_allclose(out[0], plain(once, *rest, topk), rtol=1e-4, atol=1e-4)
 
 
 def test_what_does_not_fit_is_refused():
@@ -277,12 +231,12 @@ def test_what_does_not_fit_is_refused():
     }
     for message, changes in cases.items():
         with pytest.raises(ValueError, match=message):
-            on_devices((2, 2), lambda topk, changes=changes: (plan(topk, **changes),), 1)(choices(8))
+            on_devices((2, 2), lambda topk, changes=changes: plan(topk, **changes))(choices(8))
     x, weights = np.ones((8, D), np.float32), np.ones((8, K + 1), np.float32)
 
     def wrong(x, weights, topk):
         handle = plan_of("capacity")(topk)
-        return (combine(dispatch(x, handle), weights, handle),)
+        return combine(dispatch(x, handle), weights, handle)
 
     with pytest.raises(ValueError, match=r"combine: the handle was planned for \(2, 3\) assignments"):
-        on_devices((2, 2), wrong, 1)(x, weights, choices(8))
+        on_devices((2, 2), wrong)(x, weights, choices(8))
