@@ -1,6 +1,7 @@
 """The page: what it holds, and in headless Chromium what its script makes of it, against Python's simulator."""
 
 import base64
+import dataclasses
 import functools
 import html
 import json
@@ -112,12 +113,12 @@ def test_the_real_page_is_small():
     assert len(html_page()) < 72_000
 
 
-@pytest.mark.parametrize("counts", [(3, 5), (24, 8), (2, 96)])
-def test_counts_off_the_grid_are_held(counts):
-    data = payload(html_page(zb_h1(*counts), recipes=(gpipe, zb_h1)))
-    assert (data["start"]["schedule"], list(counts) in data["points"]) == ("zb_h1", True)
-    assert f"{counts[0]},{counts[1]}" in data["schedules"]["zb_h1"]
-    assert ("3,8" in data["schedules"]["gpipe"]) == (counts == (3, 5))
+def test_counts_off_the_grid_are_held():
+    for counts in ((3, 5), (24, 8), (2, 96)):
+        data = payload(html_page(zb_h1(*counts), recipes=(gpipe, zb_h1)))
+        assert (data["start"]["schedule"], list(counts) in data["points"]) == ("zb_h1", True)
+        assert f"{counts[0]},{counts[1]}" in data["schedules"]["zb_h1"]
+        assert ("3,8" in data["schedules"]["gpipe"]) == (counts == (3, 5))
 
 
 def test_a_schedule_of_ones_own_is_held_beside_the_recipe_of_its_name():
@@ -128,16 +129,45 @@ def test_a_schedule_of_ones_own_is_held_beside_the_recipe_of_its_name():
     assert data["schedules"]["gpipe"]["2,3"]["orders"][0] == "AAABBB"
 
 
-def open_page(folder, page, fragment="", script="", options=()):
-    """The page's DOM after it has run, and whatever ``script`` did to it."""
+def open_page(folder, page, fragment="", options=("--dump-dom",)):
+    """What Chromium prints of a page after it has run."""
     path = folder / "page.html"
-    path.write_text(page.replace("</body>", f"<script>{script}</script></body>"))
+    path.write_text(page)
     switches = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"]
     switches += [f"--user-data-dir={folder / 'profile'}", "--virtual-time-budget=20000"]
-    command = [CHROMIUM, *switches, *(options or ["--dump-dom"]), f"file://{path}#{fragment}"]
+    command = [CHROMIUM, *switches, *options, f"file://{path}#{fragment}"]
     run = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert run.returncode == 0, run.stderr
     return run.stdout
+
+
+STEPS = """
+const steps = [@STEPS@], seen = [];
+const look = () => {
+  seen.push(document.documentElement.outerHTML.replace(/<script[^]*?<\\/script>/g, ""));
+  if (!steps.length) { document.body.dataset.seen = JSON.stringify(seen); return; }
+  try { steps.shift()(); } catch (error) { document.body.dataset.error = error; }
+  setTimeout(look, 2000);
+};
+const wait = setInterval(() => {
+  if (!document.body.dataset.ready) return;
+  clearInterval(wait);
+  look();
+}, 50);
+"""
+
+
+def look(folder, page, *steps, fragment=""):
+    """The page as it stands at first and after each of some steps, lines of JavaScript; Chromium starts once."""
+    script = STEPS.replace("@STEPS@", ",".join(f"() => {{ {step} }}" for step in steps))
+    dom = open_page(folder, page.replace("</body>", f"<script>{script}</script></body>"), fragment)
+    assert "data-error" not in dom
+    return json.loads(html.unescape(re.search(r'data-seen="([^"]*)"', dom)[1]))
+
+
+def told(dom, name):
+    """What a step left in the body's data."""
+    return html.unescape(re.search(rf'data-{name}="([^"]*)"', dom)[1])
 
 
 def figures(dom, name):
@@ -173,10 +203,20 @@ HEAVY = {0: (0.1, 0, 0.2), -1: (0.3, 0.5, 0.25)}
 LIGHT = {0: (-0.3, 0.2, 0), -1: (-0.4, -0.25, -0.1)}
 
 
+def check_table(dom, counts, costs, memory):
+    """All schedules in the table, and DualPipeV, which is shown, are as Python plays them."""
+    expected, found = by_python(counts, costs, memory), rows(dom)
+    assert {"gpipe", "dualpipe_v"} <= set(expected) == set(found)
+    for name, figures_of in expected.items():
+        assert found[name] == pytest.approx(figures_of, rel=1e-12, abs=1e-12), name
+    assert tuple(figures(dom, name) for name in ("makespan", "bubble", "memory")) == found["dualpipe_v"]
+    least = lower_bound(*counts, costs, placement=dualpipe_v(*counts).placement)
+    assert figures(dom, "bound") == pytest.approx(least, rel=1e-12)
+
+
 @in_chromium
-@pytest.mark.parametrize(
-    ("counts", "fragment", "costs", "memory"),
-    [
+def test_the_script_simulates_as_python_does_what_the_fragment_asks_for(tmp_path):
+    first, *others = [
         ((8, 20), "FB=2.2", CostModel(FB=2.2), MemoryModel()),
         (
             (4, 20),
@@ -190,51 +230,62 @@ LIGHT = {0: (-0.3, 0.2, 0), -1: (-0.4, -0.25, -0.1)}
             CostModel(1, 1, 1.5, FB=0.75 * 3.5, send=0.3, blocking=True, extra={-1: (0.4, 0.4, 0.6)}),
             MemoryModel(),
         ),
-        ((2, 3), "", CostModel(1, 1.64, 0.97, FB=2.2, send=0.1, extra=HEAVY), MemoryModel(stash=1)),
+    ]
+
+    def where(counts, asked, *_):
+        return f"schedule=dualpipe_v&ranks={counts[0]}&microbatches={counts[1]}&{asked}"
+
+    steps = [f'location.hash = "{where(*case)}";' for case in others]
+    doms = look(tmp_path, html_page(one_f_one_b(4, 8)), *steps, fragment=where(*first))
+    for dom, (counts, _, costs, memory) in zip(doms, (first, *others), strict=True):
+        check_table(dom, counts, costs, memory)
+
+
+TOLD = """
+  const told = {};
+  for (const name of Object.keys(data.schedules)) {
+    const row = play(name, state);
+    if (!row.reason) told[name] = [bound(row.schedule, row.costs), criticalPath(row), whyIdle(row, 1, 0)];
+  }
+  document.body.dataset.told = JSON.stringify(told);
+"""
+
+
+@in_chromium
+@pytest.mark.parametrize(
+    ("counts", "costs", "memory"),
+    [
+        (
+            (4, 3),
+            CostModel(1, 1.64, 0.97, FB=2.2, send=0.3, extra=HEAVY, send_inside=0.1, ranks_per_node=2),
+            MemoryModel(stash=1),
+        ),
         (
             (4, 8),
-            "",
             CostModel(
                 1, 1.64, 0.97, FB=2.2, send=0.3, extra=LIGHT, send_inside=0.1, ranks_per_node=2, blocking=True
             ),
             MemoryModel(parameters=9, extra={0: 2, -1: -1.5}, fixed=0.5),
         ),
     ],
+    ids=["heavy", "light"],
 )
-def test_the_script_simulates_as_python_does(tmp_path, counts, fragment, costs, memory):
-    # the last case hands its costs over through Python, the others through the fragment
-    page = html_page(one_f_one_b(*counts), *([] if fragment else [costs, memory]))
-    where = f"schedule=dualpipe_v&ranks={counts[0]}&microbatches={counts[1]}&{fragment}"
-    dom = open_page(tmp_path, page, where)
-    expected = by_python(counts, costs, memory)
-    assert {"gpipe", "dualpipe_v"} <= set(expected)
-    found = rows(dom)
-    assert set(found) == set(expected)
-    for name, figures_of in expected.items():
-        assert found[name] == pytest.approx(figures_of, rel=1e-12, abs=1e-12), name
-    shown = tuple(figures(dom, name) for name in ("makespan", "bubble", "memory"))
-    assert shown == found["dualpipe_v"]
-    least = lower_bound(*counts, costs, placement=dualpipe_v(*counts).placement)
-    assert figures(dom, "bound") == pytest.approx(least, rel=1e-12)
-
-
-@in_chromium
-def test_refused_counts_show_the_reason_and_a_way_out(tmp_path):
-    dom = open_page(
-        tmp_path, html_page(recipes=(gpipe, dualpipe)), "schedule=dualpipe&ranks=4&microbatches=3"
-    )
-    with pytest.raises(ValueError) as refusal:
-        dualpipe(4, 3)
-    assert f'<div id="refused"><p>{refusal.value}</p>' in dom
-    assert "show 4 ranks, 8 microbatches" in dom
-    assert re.search(r'<output id="makespan">\u2013</output>', dom)
-    assert set(rows(dom)) == {"gpipe"}
+def test_costs_bounds_and_chains_of_waiting_are_those_of_python(tmp_path, counts, costs, memory):
+    _, dom = look(tmp_path, html_page(dualpipe_v(*counts), costs, memory), TOLD)
+    check_table(dom, counts, costs, memory)
+    found = json.loads(told(dom, "told"))
+    assert len(found) > 10
+    for name, (least, path, waits) in found.items():
+        schedule = (RECIPES | FINER)[name](*counts)
+        timeline = simulate(schedule, costs.for_schedule(schedule))
+        bound = lower_bound(*counts, costs, placement=schedule.placement)
+        assert least == pytest.approx(bound, rel=1e-12), name
+        for links, expected in ((path, critical_path(timeline)), (waits, why_idle(timeline, 1, 0))):
+            slots = [schedule.orders[rank][index] for rank, index in links]
+            assert slots == [link.slot for link in expected], name
 
 
 USE = """
-const wait = setInterval(() => {
-  if (!document.body.dataset.ready) return;
-  clearInterval(wait);
   const slide = (id, value) => { $(id).value = value; $(id).dispatchEvent(new Event("input")); };
   slide("ranks", 0);
   slide("microbatches", 2);
@@ -244,102 +295,96 @@ const wait = setInterval(() => {
     $("canvas").dispatchEvent(new KeyboardEvent("keydown", { key }));
   $("theme").click();
   document.body.dataset.hash = location.hash;
-}, 50);
 """
 
 
 @in_chromium
-def test_sliders_table_and_keys(tmp_path):
-    dom = open_page(tmp_path, html_page(recipes=(gpipe, zb_h1)), "theme=light&schedule=gpipe&ranks=8", USE)
+def test_sliders_table_and_keys_and_what_a_fragment_cannot_ask_for(tmp_path):
+    names = ("constructor", "__proto__", "toString", "no such")
+    doms = look(
+        tmp_path,
+        html_page(gpipe(2, 3), recipes=(gpipe, zb_h1, dualpipe)),
+        *(f'location.hash = "schedule={name}";' for name in names),
+        'location.hash = "schedule=dualpipe&ranks=4&microbatches=3";',
+        'location.hash = "theme=light&schedule=gpipe&ranks=8";',
+        USE,
+        fragment="schedule=nothing",
+    )
+    *unmoved, refused, _, used = doms
+    assert len(unmoved) == 1 + len(names)
+    for dom in unmoved:
+        assert "<title>gpipe, 2 ranks, 3 microbatches</title>" in dom
+        assert figures(dom, "makespan") == simulate(gpipe(2, 3)).makespan
+    with pytest.raises(ValueError) as refusal:
+        dualpipe(4, 3)
+    assert f'<div id="refused"><p>{refusal.value}</p>' in refused
+    assert "show 4 ranks, 8 microbatches" in refused
+    assert re.search(r'<output id="makespan">\u2013</output>', refused)
+    assert set(rows(refused)) == {"gpipe", "zb_h1"}
     timeline = simulate(zb_h1(2, 20), CostModel(2, 1, 1))
-    assert figures(dom, "makespan") == timeline.makespan
-    assert 'data-theme="dark"' in dom
-    assert 'data-hash="#schedule=zb_h1&amp;ranks=2&amp;microbatches=20&amp;F=2"' in dom
+    assert figures(used, "makespan") == timeline.makespan
+    assert 'data-theme="dark"' in used
+    assert told(used, "hash") == "#schedule=zb_h1&ranks=2&microbatches=20&F=2"
     start, end = timeline.starts[1][1], timeline.ends[1][1]
-    text = f"rank 1: {timeline.schedule.orders[1][1][0]}, from {start:g} to {end:g}; the rank keeps"
-    assert text in dom
-    assert "<title>zb_h1, 2 ranks, 20 microbatches</title>" in dom
-
-
-@in_chromium
-@pytest.mark.parametrize("asked", ["constructor", "__proto__", "toString", "no such"])
-def test_a_fragment_that_names_no_schedule_changes_nothing(tmp_path, asked):
-    dom = open_page(tmp_path, html_page(gpipe(2, 3), recipes=(gpipe,)), f"schedule={asked}")
-    assert "<title>gpipe, 2 ranks, 3 microbatches</title>" in dom and "data-error" not in dom
-    assert figures(dom, "makespan") == simulate(gpipe(2, 3)).makespan
+    assert f"rank 1: {timeline.schedule.orders[1][1][0]}, from {start:g} to {end:g}; the rank keeps" in used
+    assert "<title>zb_h1, 2 ranks, 20 microbatches</title>" in used
 
 
 FOCUS = """
-const wait = setInterval(() => {
-  if (!document.body.dataset.ready) return;
-  clearInterval(wait);
-  try {
-    $("table").querySelector("button").focus();
-    change({ F: 2 });
-    document.body.dataset.focused = document.activeElement.textContent;
-  } catch (error) { document.body.dataset.error = error; }
-}, 50);
+  [...$("table").querySelectorAll("button")].find((button) => button.textContent.includes("<i>")).focus();
+  change({ F: 2 });
+  document.body.dataset.focused = document.activeElement.textContent;
 """
 
 
 @in_chromium
-def test_a_quote_in_a_name_is_a_letter_like_any_other(tmp_path):
-    mine = Schedule('a "b" <i>', gpipe(2, 3).placement, 3, gpipe(2, 3).orders)
-    dom = open_page(tmp_path, html_page(mine, recipes=()), script=FOCUS)
-    assert "data-error" not in dom
-    assert 'data-focused="a &quot;b&quot; &lt;i&gt;"' in dom
+def test_a_schedule_of_ones_own_is_played_whatever_its_name_beside_another_send(tmp_path):
+    mine, costs = dataclasses.replace(dualpipe_v(3, 8), name='a "b" <i>'), CostModel(FB=2.5)
+    dom, slower = look(tmp_path, html_page(mine, costs, recipes=(gpipe, dualpipe_v)), FOCUS)
+    found = {html.unescape(name): row for name, row in rows(dom).items()}
+    assert found[mine.name] == found["dualpipe_v"] and figures(dom, "makespan") == found[mine.name][0]
+    others = dict(re.findall(r'data-schedule="(\w+)"[^>]*data-other="([^"]*)"', dom))
+    for schedule in (gpipe(3, 8), dualpipe_v(3, 8)):
+        played = simulate(schedule, dataclasses.replace(costs, send=0.02).for_schedule(schedule))
+        assert float(others[schedule.name]) == pytest.approx(played.makespan)
+    assert ">send 0.02</th>" in dom
+    assert told(slower, "focused") == mine.name
 
 
 @in_chromium
-def test_an_extra_of_a_stage_that_is_not_there_counts_nowhere_as_in_python(tmp_path):
-    costs = CostModel(extra={7: (1, 1, 1), -9: (2, 2, 2), -1: (0.5, 0.5, 0.5)})
-    dom = open_page(tmp_path, html_page(gpipe(2, 3), costs, recipes=(gpipe, dualpipe_v)))
-    assert {name: row[0] for name, row in rows(dom).items()} == {
-        name: pytest.approx(by_python((2, 3), costs, MemoryModel())[name][0])
-        for name in ("gpipe", "dualpipe_v")
-    }
-
-
-@in_chromium
-def test_costs_in_ms_and_bytes_move_their_sliders(tmp_path):
+def test_costs_in_ms_and_bytes_move_their_sliders_and_an_extra_of_no_stage_counts_nowhere(tmp_path):
+    costs = CostModel(76.2, 99.6, 35.1, FB=129, extra={7: (1, 1, 1), -9: (2, 2, 2), -1: (0.5, 0.5, 0.5)})
     sizes = MemoryModel(residual_i=3e9, parameters=40e9)
-    dom = open_page(
-        tmp_path, html_page(gpipe(2, 3), CostModel(76.2, 99.6, 35.1, FB=129), sizes, recipes=(gpipe,))
-    )
+    (dom,) = look(tmp_path, html_page(gpipe(2, 3), costs, sizes, recipes=(gpipe, dualpipe_v)))
     for id, value in (("F", 76.2), ("I", 99.6), ("residual_i", 3e9), ("parameters", 40e9)):
         (slider,) = re.findall(rf'<input[^>]* ?id="{id}"[^>]*>', dom)
         least, most = (float(re.search(rf'{end}="([^"]*)"', slider)[1]) for end in ("min", "max"))
         assert least < value < most / 2, f"{id} is pinned: {slider}"
     assert ">3G</output>" in dom and ">40G</output>" in dom
-
-
-@in_chromium
-def test_the_table_shows_the_other_send_and_the_stages(tmp_path):
-    dom = open_page(tmp_path, html_page(gpipe(4, 8), CostModel(FB=2.25), recipes=(gpipe, dualpipe_v)))
-    found = dict(re.findall(r'data-schedule="(\w+)"[^>]*data-other="([^"]*)"', dom))
-    for name, recipe in (("gpipe", gpipe), ("dualpipe_v", dualpipe_v)):
-        schedule, costs = recipe(4, 8), CostModel(FB=2.25, send=0.02)
-        assert float(found[name]) == pytest.approx(simulate(schedule, costs.for_schedule(schedule)).makespan)
-    assert ">send 0.02</th>" in dom
-
-
-DROP = """
-const wait = setInterval(() => {
-  if (!document.body.dataset.ready) return;
-  clearInterval(wait);
-  takeIn(@TEXT@);
-  document.body.dataset.saved = writeSchedule(played);
-}, 50);
-"""
+    expected = by_python((2, 3), costs, sizes)
+    for name in ("gpipe", "dualpipe_v"):
+        assert rows(dom)[name][0] == pytest.approx(expected[name][0])
 
 
 @in_chromium
 def test_a_schedule_dropped_on_the_page_is_played_and_saved_again(tmp_path):
-    mine = Schedule('mine "too"', dualpipe_v(3, 7).placement, 7, dualpipe_v(3, 7).orders)
-    script = DROP.replace("@TEXT@", json.dumps(to_json(mine)))
-    dom = open_page(tmp_path, html_page(gpipe(2, 3), CostModel(FB=2.5), recipes=(gpipe,)), script=script)
-    assert figures(dom, "makespan") == pytest.approx(simulate(mine, CostModel(FB=2.5).divided(2)).makespan)
-    assert from_json(html.unescape(re.search(r'data-saved="([^"]*)"', dom)[1])) == mine
+    """And what never ends is refused; of a step that is zoomed into, all is saved."""
+    mine, costs = dataclasses.replace(dualpipe_v(3, 7), name='mine "too"'), CostModel(FB=2.5)
+    text = '{"name": "mine", "num_microbatches": 1, "pipes": [[0]], "orders": [["0B0", "0F0"]]}'
+    *_, zoomed, refused, dropped = look(
+        tmp_path,
+        html_page(dualpipe(4, 8), costs, recipes=(dualpipe,)),
+        """$("zoom").value = 4;
+        draw();
+        document.body.dataset.widths = JSON.stringify([picture().width, $("canvas").width]);""",
+        f"try {{ takeIn({json.dumps(text)}); }} catch (error) {{ document.body.dataset.refused = error.message; }}",
+        f"takeIn({json.dumps(to_json(mine))}); document.body.dataset.saved = writeSchedule(played);",
+    )
+    whole, seen = json.loads(told(zoomed, "widths"))
+    assert whole > 3 * seen
+    assert told(refused, "refused") == "mine never ends; dualpipe check says why"
+    assert figures(dropped, "makespan") == pytest.approx(simulate(mine, costs.divided(2)).makespan)
+    assert from_json(told(dropped, "saved")) == mine
 
 
 def test_the_measured_preset_is_the_trace_it_says():
@@ -353,20 +398,12 @@ def test_the_measured_preset_is_the_trace_it_says():
 
 
 @in_chromium
-def test_a_schedule_of_ones_own_is_played(tmp_path):
-    mine = Schedule("mine", dualpipe_v(3, 7).placement, 7, dualpipe_v(3, 7).orders)
-    dom = open_page(tmp_path, html_page(mine, CostModel(FB=2.5), recipes=(dualpipe_v,)))
-    found = rows(dom)
-    assert found["mine"] == found["dualpipe_v"] and figures(dom, "makespan") == found["mine"][0]
-
-
-@in_chromium
 def test_the_picture_shows_the_boxes(tmp_path):
     from matplotlib.image import imread
 
     shot = tmp_path / "shot.png"
     options = [f"--screenshot={shot}", "--window-size=1300,900", "--hide-scrollbars"]
-    open_page(tmp_path, html_page(dualpipe(4, 8), recipes=(dualpipe,)), "theme=light", options=options)
+    open_page(tmp_path, html_page(dualpipe(4, 8), recipes=(dualpipe,)), "theme=light", options)
     pixels = np.round(imread(shot)[..., :3] * 255).astype(int)
     for op, shades in COLOURS.items():
         for colour in shades:
@@ -374,109 +411,41 @@ def test_the_picture_shows_the_boxes(tmp_path):
             assert (pixels == rgb).all(axis=-1).sum() > 500, f"no {op} in {colour} in the picture"
 
 
-BOUNDS = """
-const wait = setInterval(() => {
-  if (!document.body.dataset.ready) return;
-  clearInterval(wait);
-  const told = {};
-  for (const name of Object.keys(data.schedules)) {
-    const row = play(name, state);
-    if (!row.reason) told[name] = [bound(row.schedule, row.costs), criticalPath(row), whyIdle(row, 1, 0)];
-  }
-  document.body.dataset.told = JSON.stringify(told);
-}, 50);
-"""
-
-
 @in_chromium
-def test_bounds_and_chains_of_waiting_are_those_of_python(tmp_path):
-    costs = CostModel(1, 1.64, 0.97, FB=2.2, send=0.3, extra=LIGHT, send_inside=0.1, ranks_per_node=2)
-    page = html_page(gpipe(4, 8), costs, recipes=ALL_SCHEDULES)
-    told = json.loads(
-        html.unescape(re.search(r'data-told="([^"]*)"', open_page(tmp_path, page, script=BOUNDS))[1])
-    )
-    assert len(told) > 10
-    for name, (least, path, waits) in told.items():
-        schedule = RECIPES[name](4, 8)
-        timeline = simulate(schedule, costs.for_schedule(schedule))
-        assert least == pytest.approx(lower_bound(4, 8, costs, placement=schedule.placement), rel=1e-12), name
-        for links, expected in ((path, critical_path(timeline)), (waits, why_idle(timeline, 1, 0))):
-            assert [schedule.orders[rank][index] for rank, index in links] == [
-                link.slot for link in expected
-            ], name
-
-
-@in_chromium
-def test_jitter_beside_another_schedule(tmp_path):
-    page = html_page(dualpipe(4, 8), CostModel(FB=2.25), recipes=(gpipe, dualpipe))
-    dom = open_page(tmp_path, page, "schedule=dualpipe&ranks=4&microbatches=8&beside=gpipe&jitter=0.2")
-    for name, recipe in (("dualpipe", dualpipe), ("gpipe", gpipe)):
-        late, median = (
-            float(re.search(rf'data-schedule="{name}"[^>]*data-{what}="([^"]*)"', dom)[1])
-            for what in ("late", "median")
-        )
-        expected = np.quantile(jittered(recipe(4, 8), CostModel(FB=2.25), 0.2, 2000), (0.5, 0.95))
-        assert (median, late) == pytest.approx(expected, rel=0.03), "a hundred runs, of other luck"
-    assert '<p id="second-name">gpipe</p>' in dom and "95 % at 20.0&nbsp;% jitter" in dom
-    alone = open_page(tmp_path, page, "schedule=dualpipe&ranks=4&microbatches=8")
+def test_a_chain_is_marked_until_something_changes_and_jitter_stands_beside_another_schedule(tmp_path):
+    costs = CostModel(FB=2.25)
+    chain = critical_path(simulate(dualpipe(4, 8), costs))
+    page = html_page(dualpipe(4, 8), costs, recipes=(gpipe, dualpipe), chain=chain)
+    held = payload(page)["chain"]
+    assert [dualpipe(4, 8).orders[rank][index] for rank, index in held] == [link.slot for link in chain]
+    beside = "schedule=dualpipe&ranks=4&microbatches=8&beside=gpipe&jitter=0.2"
+    alone, dom, slower = look(tmp_path, page, f'location.hash = "{beside}";', "change({ F: 2 });")
+    assert 'id="chain" aria-pressed="true"' in alone and 'id="chain" aria-pressed="false"' in slower
     assert '<p id="second-name" hidden=""' in alone and '<div id="spread" hidden="">' in alone
+    assert '<p id="second-name">gpipe</p>' in dom and "95 % at 20.0&nbsp;% jitter" in dom
+    for recipe in (dualpipe, gpipe):
+        row = re.search(rf'<tr [^>]*data-schedule="{recipe.__name__}"[^>]*>', dom)[0]
+        found = float(told(row, "median")), float(told(row, "late"))
+        expected = np.quantile(jittered(recipe(4, 8), costs, 0.2, 2000), (0.5, 0.95))
+        assert found == pytest.approx(expected, rel=0.03), "a hundred runs, of other luck"
+    (other,) = look(tmp_path, page, fragment="schedule=dualpipe&ranks=4&microbatches=8&F=2")
+    assert 'id="chain" aria-pressed="false"' in other
+
+
+PRESET = """
+  const before = { ...state };
+  $("presets").children[0].click();
+  document.body.dataset.preset = JSON.stringify([state.F, state.I, state.W]);
+  change(before);
+"""
 
 
 @in_chromium
 def test_units_stand_behind_figures_and_presets_keep_them(tmp_path):
     costs, sizes = CostModel(50, 60, 40, FB=100), MemoryModel(residual_i=2**30, parameters=2**34)
     page = html_page(gpipe(2, 3), costs, sizes, recipes=(gpipe,), units=Units("ms", "B"))
-    dom = open_page(tmp_path, page, script=PRESET)
+    _, dom = look(tmp_path, page, PRESET)
     assert re.search(r'<output id="makespan"[^>]*>600 ms</output>', dom)  # 4 x (50 + 100)
     assert re.search(r'<output id="memory"[^>]*>19 GiB</output>', dom)
     assert ">16 GiB</output>" in dom and "Costs of a rank's share, ms</legend>" in dom
-    assert 'data-preset="[50,50,50]"' in dom
-
-
-PRESET = """
-const wait = setInterval(() => {
-  if (!document.body.dataset.ready) return;
-  clearInterval(wait);
-  const before = { ...state };
-  $("presets").children[0].click();
-  document.body.dataset.preset = JSON.stringify([state.F, state.I, state.W]);
-  change(before);
-}, 50);
-"""
-
-
-SAVED = """
-const wait = setInterval(() => {
-  if (!document.body.dataset.ready) return;
-  clearInterval(wait);
-  $("zoom").value = 4;
-  draw();
-  const whole = picture(), seen = $("canvas");
-  document.body.dataset.widths = JSON.stringify([whole.width, seen.width]);
-  try { takeIn('{"name": "mine", "num_microbatches": 1, "pipes": [[0]], "orders": [["0B0", "0F0"]]}'); }
-  catch (error) { document.body.dataset.refused = error.message; }
-}, 50);
-"""
-
-
-@in_chromium
-def test_the_whole_step_is_saved_and_what_never_ends_is_refused(tmp_path):
-    dom = open_page(tmp_path, html_page(dualpipe(4, 8), recipes=(dualpipe,)), script=SAVED)
-    whole, seen = json.loads(re.search(r'data-widths="([^"]*)"', dom)[1])
-    assert whole > 3 * seen
-    assert 'data-refused="mine never ends; dualpipe check says why"' in dom
-
-
-@in_chromium
-def test_a_chain_is_marked_until_something_changes(tmp_path):
-    timeline = simulate(dualpipe(4, 8), CostModel(FB=2.25))
-    page = html_page(
-        timeline.schedule, CostModel(FB=2.25), recipes=(dualpipe,), chain=critical_path(timeline)
-    )
-    held = payload(page)["chain"]
-    assert [timeline.schedule.orders[rank][index] for rank, index in held] == [
-        link.slot for link in critical_path(timeline)
-    ]
-    assert 'id="chain" aria-pressed="true"' in open_page(tmp_path, page)
-    other = "schedule=dualpipe&ranks=4&microbatches=8&F=2"
-    assert 'id="chain" aria-pressed="false"' in open_page(tmp_path, page, other)
+    assert told(dom, "preset") == "[50,50,50]"
