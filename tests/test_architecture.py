@@ -10,63 +10,32 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 
+ENGINE = "contract", "schedule", "parallel", "split", "pair"
+NO_JAX = "probe.findings", *(f"pods.{s}" for s in ("cache", "plain", "plan", "planner", "request", "results"))
+"""Of rooms that load JAX, what does not."""
 MAY_IMPORT = {
-    "dualpipe_jax.present": (),
-    "dualpipe_jax.schedule": ("dualpipe_jax.present",),
-    "dualpipe_jax.balance": ("dualpipe_jax.present",),
-    "dualpipe_jax.torus": (),
-    "dualpipe_jax.parallel": ("dualpipe_jax.torus",),
-    "dualpipe_jax.split": (),
-    "dualpipe_jax.contract": (),
-    "dualpipe_jax.functional": (),
-    "dualpipe_jax.pair": ("dualpipe_jax.split",),
-    "dualpipe_jax.engine": (
-        "dualpipe_jax.contract",
-        "dualpipe_jax.schedule",
-        "dualpipe_jax.parallel",
-        "dualpipe_jax.split",
-        "dualpipe_jax.pair",
-    ),
-    "dualpipe_jax.inspect": ("dualpipe_jax.present", "dualpipe_jax.torus"),
-    "dualpipe_jax.worker": (),
-    "dualpipe_jax.probe": (
-        "dualpipe_jax.schedule",
-        "dualpipe_jax.parallel",
-        "dualpipe_jax.split",
-        "dualpipe_jax.pair",
-        "dualpipe_jax.engine",
-        "dualpipe_jax.inspect",
-        "dualpipe_jax.worker",
-    ),
-    "dualpipe_jax.pods": (
-        "dualpipe_jax.contract",
-        "dualpipe_jax.schedule",
-        "dualpipe_jax.balance",
-        "dualpipe_jax.parallel",
-        "dualpipe_jax.split",
-        "dualpipe_jax.pair",
-        "dualpipe_jax.engine",
-        "dualpipe_jax.inspect",
-        "dualpipe_jax.worker",
-    ),
-    "dualpipe_jax.command": (
-        "dualpipe_jax.present",
-        "dualpipe_jax.schedule",
-        "dualpipe_jax.balance",
-        "dualpipe_jax.inspect",
-        *(
-            f"dualpipe_jax.pods.{side}"
-            for side in ("cache", "plain", "plan", "planner", "request", "results")
-        ),  # without JAX
-        "dualpipe_jax.probe.findings",  # the side without JAX
-        "dualpipe_jax.worker",
-    ),
-    "models": (
-        "dualpipe_jax.parallel",
-        "dualpipe_jax.pair",
-        "dualpipe_jax.split",
-        "dualpipe_jax.contract",
-        "dualpipe_jax.functional",
+    "present": (),
+    "schedule": ("present",),
+    "balance": ("present",),
+    "torus": (),
+    "parallel": ("torus",),
+    "split": (),
+    "contract": (),
+    "functional": (),
+    "pair": ("split",),
+    "engine": ENGINE,
+    "inspect": ("present", "torus"),
+    "worker": (),
+    "probe": (*ENGINE[1:], "engine", "inspect", "worker"),
+    "pods": (*ENGINE, "balance", "engine", "inspect", "worker"),
+    "command": ("present", "schedule", "balance", "inspect", "worker", *NO_JAX),
+}
+MAY_IMPORT = {
+    f"dualpipe_jax.{part}": tuple(f"dualpipe_jax.{b}" for b in below) for part, below in MAY_IMPORT.items()
+}
+MAY_IMPORT |= {
+    "models": tuple(
+        f"dualpipe_jax.{part}" for part in ("parallel", "pair", "split", "contract", "functional")
     ),
     "models.decode": ("models", "dualpipe_jax.functional", "dualpipe_jax.parallel", "dualpipe_jax.pair"),
     "models.serve": ("models.config", "models.decode"),
