@@ -1,34 +1,22 @@
 """Several sources in their proportions; records and data sets; places that are not files; what nearly repeats."""
 
-import io
 import json
-import os
 import random
+import sys
 import uuid
+from pathlib import Path
 
 import numpy as np
 import pytest
-from rich.console import Console
 
+from tests.train.test_data_prepare import prepare, write_lines
 from train.config import configure
 from train.data import DataError, open_corpus
 from train.data.manifest import find_damage
-from train.prepare import near, pipeline
-from train.prepare.options import Options
-from train.prepare.workers import Report
+from train.prepare import near
 from train.setup import read_data
 
 SHAPE = (2, 5, 8)
-
-
-def prepare(out, data, **options):
-    given = Options(str(out), tuple(map(str, data)), **{"workers": 1, **options})
-    return pipeline.prepare(given, Report(Console(file=io.StringIO(), width=200)))
-
-
-def write_lines(file, rows):
-    file.write_text("".join(json.dumps({"text": row, "n": n}) + "\n" for n, row in enumerate(rows)))
-    return file
 
 
 def letters(folder, name, letter, count=40, length=50):
@@ -40,12 +28,12 @@ def letters(folder, name, letter, count=40, length=50):
     return place
 
 
-@pytest.fixture
-def three(tmp_path):
+@pytest.fixture(scope="module")
+def three(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("three")
     for name in "abc":
-        text = letters(tmp_path, f"text-{name}", name)
-        prepare(tmp_path / name, [text], held_out=0.2)
-    return [tmp_path / name for name in "abc"]
+        prepare(folder / name, [letters(folder, f"text-{name}", name)], held_out=0.2)
+    return [folder / name for name in "abc"]
 
 
 def mostly(rows):
@@ -127,10 +115,9 @@ def test_a_model_has_the_vocabulary_of_its_data(tmp_path):
 
 def test_sources_that_do_not_fit_together_are_refused(three, tmp_path):
     pytest.importorskip("tokenizers")
-    prepare(tmp_path / "bpe", [tmp_path / "text-a"], train_tokenizer=300)
-    with pytest.raises(
-        DataError, match=r"bpe: its tokens \(\d+, separator 0\) are not those of the other sources"
-    ):
+    prepare(tmp_path / "bpe", [three[0].with_name("text-a")], train_tokenizer=300)
+    others = r"bpe: its tokens \(\d+, separator 0\) are not those of the other sources"
+    with pytest.raises(DataError, match=others):
         open_corpus([three[0], tmp_path / "bpe"])
     with pytest.raises(DataError, match="--data-weights: 2 for 3 paths of --data; give one for each"):
         open_corpus(three, (1, 2))
@@ -175,21 +162,16 @@ def test_records_train_like_files_of_text(kind, tmp_path):
     for number, row in enumerate(rows):
         (tmp_path / "text" / str(number)).write_text(row)
     records, files = open_corpus([path]), open_corpus([tmp_path / "text"])
-    assert (records.num_documents, records.num_tokens, records.num_heldout) == (
-        50,
-        files.num_tokens,
-        files.num_heldout,
-    )
+    assert records.num_documents == 50
+    assert (records.num_tokens, records.num_heldout) == (files.num_tokens, files.num_heldout)
     for step in range(5):
         for name, values in files.train_batch(2, step, SHAPE).items():
             np.testing.assert_array_equal(records.train_batch(2, step, SHAPE)[name], values)
     assert len(records.fingerprint) == 64
     made = prepare(tmp_path / "out", [path], held_out=0.1)
     assert made.origin["documents"] == 50
-    again = open_corpus([tmp_path / "out"])
-    np.testing.assert_array_equal(
-        again.train_batch(2, 0, SHAPE)["inputs"], files.train_batch(2, 0, SHAPE)["inputs"]
-    )
+    again, first = open_corpus([tmp_path / "out"]), files.train_batch(2, 0, SHAPE)["inputs"]
+    np.testing.assert_array_equal(again.train_batch(2, 0, SHAPE)["inputs"], first)
 
 
 @pytest.mark.filterwarnings("default")
@@ -200,20 +182,17 @@ def test_a_data_set_without_text_is_refused(tmp_path):
         open_corpus([tmp_path / "set"])
 
 
-@pytest.mark.parametrize(
-    ("library", "name", "text"),
-    [
-        ("grain", "x.array_record", "pip install grain array_record"),
-        ("datasets", "set", "pip install datasets"),
-    ],
-)
-def test_a_library_that_is_missing_is_named(library, name, text, tmp_path, monkeypatch):
-    monkeypatch.setitem(__import__("sys").modules, library, None)
+def test_a_library_that_is_missing_is_named(tmp_path, monkeypatch):
     (tmp_path / "x.array_record").write_bytes(b"")
     (tmp_path / "set").mkdir()
     (tmp_path / "set" / "dataset_info.json").write_text("{}")
-    with pytest.raises(DataError, match=text):
-        open_corpus([tmp_path / name])
+    for library, name, text in (
+        ("grain", "x.array_record", "pip install grain array_record"),
+        ("datasets", "set", "pip install datasets"),
+    ):
+        monkeypatch.setitem(sys.modules, library, None)
+        with pytest.raises(DataError, match=text):
+            open_corpus([tmp_path / name])
 
 
 # --- tables, places
@@ -223,7 +202,7 @@ def test_a_query_picks_the_rows(tmp_path):
     pytest.importorskip("duckdb")
     rows = [f"row {number}" for number in range(100)]
     inputs = [write_lines(tmp_path / "a.jsonl", rows[:60]), write_lines(tmp_path / "b.jsonl", rows)]
-    query = "SELECT upper(text) AS text FROM documents WHERE n % 3 = 0"
+    query = "SELECT upper(text) AS text FROM documents WHERE id % 3 = 0"
     prepare(tmp_path / "out", inputs, sql=query, held_out=0.2)
     kept = [file.read_bytes() for file in (tmp_path / "out").glob("*.bin")]
     wanted = {row.upper() for part in (rows[:60], rows) for n, row in enumerate(part) if n % 3 == 0}
@@ -231,9 +210,8 @@ def test_a_query_picks_the_rows(tmp_path):
     with pytest.raises(DataError, match=r'--sql: .*"nothing"'):
         prepare(tmp_path / "other", inputs, sql="SELECT nothing FROM documents")
     (tmp_path / "c.txt").write_text("c")
-    with pytest.raises(
-        DataError, match="--sql: needs Parquet files alone or JSONL files alone, .* got lines, text"
-    ):
+    kinds = "--sql: needs Parquet files alone or JSONL files alone, .* got lines, text"
+    with pytest.raises(DataError, match=kinds):
         prepare(tmp_path / "third", [tmp_path], sql=query)
 
 
@@ -251,9 +229,8 @@ def test_data_elsewhere(tmp_path, monkeypatch):
     assert prepare(f"{place}/out", [f"{place}/in"], shard_mb=0.001).fingerprint == made.fingerprint
     there, here = open_corpus([f"{place}/out"]), open_corpus([tmp_path / "local"])
     assert there.fingerprint == here.fingerprint
-    np.testing.assert_array_equal(
-        there.train_batch(0, 1, SHAPE)["inputs"], here.train_batch(0, 1, SHAPE)["inputs"]
-    )
+    found, wanted = (corpus.train_batch(0, 1, SHAPE)["inputs"] for corpus in (there, here))
+    np.testing.assert_array_equal(found, wanted)
     (copy,) = [path.parent for path in (tmp_path / "cache").rglob("manifest.json")]
     assert find_damage(copy) == []
     with pytest.raises(DataError, match=r"memory://.*/nowhere: cannot read manifest.json"):
@@ -287,9 +264,8 @@ def test_bands_agree_as_often_as_their_formula_says(similarity):
     for number in range(300):
         text = " ".join(f"w{number}-{rng.randrange(10**6)}" for _ in range(120))
         other = edited(text, rng.choice([0.05, 0.1, 0.2, 0.3, 0.5]), rng)
-        agreed += bool(
-            (near.bands(text.encode(), similarity) == near.bands(other.encode(), similarity)).any()
-        )
+        one, two = (near.bands(words.encode(), similarity) for words in (text, other))
+        agreed += bool((one == two).any())
         expected += 1 - (1 - jaccard(text, other) ** rows) ** count
     assert abs(agreed - expected) < 4 * (300 * 0.25) ** 0.5 * 0.7
 
@@ -334,4 +310,4 @@ def test_the_cache_is_where_it_should_be(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert cache_folder() == tmp_path / "dualpipe-jax"
     monkeypatch.delenv("XDG_CACHE_HOME")
-    assert cache_folder() == __import__("pathlib").Path(os.path.expanduser("~/.cache/dualpipe-jax"))
+    assert cache_folder() == Path("~/.cache/dualpipe-jax").expanduser()

@@ -1,6 +1,7 @@
-"""The loop around a step: what it writes, and that nothing is lost when it is cut short."""
+"""The loop around a step: what it draws and writes, that nothing is lost when it is cut short, and what is trouble."""
 
 import collections
+import functools
 import io
 import json
 import signal
@@ -11,6 +12,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
+from dualpipe_jax.parallel import make_mesh
 from dualpipe_jax.schedule import gpipe, one_f_one_b
 from train import loop
 from train.config import configure
@@ -19,13 +21,25 @@ from train.data.corpus import text_source
 from train.data.vocabulary import BYTES
 from train.errors import DivergedError, Stopped
 from train.metrics import Display, MetricsFile, Pace, read_metrics
+from train.options import plain
 from train.processes import Processes
 from train.rates import Rates
+from train.report import RunFolder
+from train.setup import Run
 from train.stop import Stop
+from train.trouble import Trouble
 from train.watch import Watch
 
-CONFIG = configure(pp=1, ep=1, microbatches=2, microbatch_size=1, sequence=4, steps=5, log_every=2, name="x")
-
+CONFIG = configure(
+    pp=1, ep=1, microbatches=2, microbatch_size=1, sequence=4, steps=5, log_every=2, seed=5, name="x"
+)
+SKIP = configure(CONFIG, steps=6, on_trouble="skip")
+TEXT = [np.random.default_rng(0).integers(1, 128, 4096).astype(np.uint8).tobytes()]
+HELD_OUT = [bytes(range(128, 256))]
+CORPUS = Corpus((text_source("text", TEXT, HELD_OUT, 1, BYTES),))
+NUMBERS = {CORPUS.train_batch(5, n, CONFIG.batch_shape)["inputs"].tobytes(): n for n in range(40)}
+"""Of the batches to train on, by their bytes."""
+NAN = float("nan")
 
 State = collections.namedtuple("State", "step")
 
@@ -36,7 +50,7 @@ class FakeCheckpoints:
     seconds = 0.5
 
     def __init__(self, every=100):
-        self.every, self.saved, self.finished = every, [], []
+        self.every, self.saved, self.finished, self.states = every, [], [], []
 
     def due(self, step):
         return step % self.every == 0
@@ -44,70 +58,66 @@ class FakeCheckpoints:
     def save(self, step, state, record, load):
         assert state.step == record["step"] == step and load == [[2, 0], [1, 1]]
         self.saved.append(step)
+        self.states.append(state)
+
+    def wait(self):
+        pass
+
+    def restore(self):
+        return self.states[-1] if self.states else None
 
     def finish(self, step):
         assert step == self.saved[-1]
         self.finished.append(step)
 
 
-def fake_run(losses, number=None):
-    """A run whose step ``n`` returns ``losses[n]``, or raises it."""
-    text = [bytes(range(1, 64))]
-    corpus = Corpus((text_source("text", text, text, 1, BYTES),))
+Found = collections.namedtuple("Found", "lines said learnt")
+
+
+def run(losses, path, saved=None, *, config=CONFIG, start=0, skipped=0, name="loss"):
+    """Train where batch ``n`` gives ``losses[n]``, 3 if there is none, raises it, or is interrupted by that signal."""
+    learnt, out = [], io.StringIO()
+    losses = dict(enumerate(losses)) if isinstance(losses, list) else losses
 
     def update(state, batch):
-        expected = corpus.train_batch(CONFIG.seed, state.step, CONFIG.batch_shape)
+        number = NUMBERS[batch["inputs"].tobytes()]
+        expected = CORPUS.train_batch(config.seed, number, config.batch_shape)
         assert batch.keys() == expected.keys() >= {"inputs", "targets", "segment_ids", "positions"}
         jax.tree.map(np.testing.assert_array_equal, dict(batch), dict(expected))
-        if isinstance(losses[state.step], BaseException):
-            raise losses[state.step]
-        if losses[state.step] == "signal":
-            signal.raise_signal(number)
-            losses[state.step] = 3.0
-        metrics = {
-            "loss": losses[state.step],
-            "grad_norm": 1.0,
-            "max_vio": 0.25,
-            "dropped": 3,
-            "drop_rate": 0.021,
-        }
-        metrics["counts"] = [[2, 0], [1, 1]]
-        return State(state.step + 1), {name: np.asarray(value) for name, value in metrics.items()}
+        learnt.append(number)
+        loss = (
+            dict(enumerate(losses)).get(number, 3.0) if isinstance(losses, list) else losses.get(number, 3.0)
+        )
+        if isinstance(loss, BaseException):
+            raise loss
+        if isinstance(loss, signal.Signals):
+            signal.raise_signal(loss)
+            loss = 3.0
+        metrics = {"loss": 3.0, "grad_norm": 1.0, "max_vio": 0.25, "dropped": 3, "drop_rate": 0.021}
+        metrics |= {"counts": [[2, 0], [1, 1]], name: loss}
+        return State(state.step + 1), {key: np.asarray(value) for key, value in metrics.items()}
 
-    return types.SimpleNamespace(
-        config=CONFIG,
-        batch=lambda number: corpus.train_batch(CONFIG.seed, number, CONFIG.batch_shape),
-        update=update,
-        learning_rate=lambda step: 0.5,
-    )
-
-
-def run(losses, path, saved=None, number=None):
-    saved = FakeCheckpoints() if saved is None else saved
-    out = io.StringIO()
-    try:
-        with MetricsFile(path) as file:
-            watch = Watch(
-                CONFIG, Rates(CONFIG.tokens_per_step, 1e6, 1, None), jax.devices()[:1], path.parent, 0
-            )
-            shown = Console(file=out, width=200)
-            loop.train(fake_run(losses, number), State(0), file, shown, saved, watch, Processes())
-    finally:
-        lines = [json.loads(line) for line in path.read_text().splitlines()]
-    return lines, out.getvalue()
+    this = types.SimpleNamespace(config=config, corpus=CORPUS, update=update)
+    this.learning_rate, this.init = lambda step: 0.5, lambda: State(0)
+    this.layout = types.SimpleNamespace(mesh=make_mesh(1, 1))
+    this.batch = functools.partial(Run.batch, this)
+    rates = Rates(config.tokens_per_step, 1e6, 1, None)
+    watch = Watch(config, rates, jax.devices()[:1], path.parent, start)
+    console, saved = Console(file=out, width=300), saved or FakeCheckpoints()
+    with MetricsFile(path) as file:
+        state = loop.train(this, State(start), file, console, saved, watch, Processes(), skipped)
+    assert state.step == config.optimizer.steps
+    return Found([json.loads(line) for line in path.read_text().splitlines()], out.getvalue(), learnt)
 
 
-def test_a_step_is_a_line_of_json(tmp_path):
-    lines, _ = run([5.0, 4.0, 3.0, 2.0, 1.0], tmp_path / "metrics.jsonl")
+def test_a_step_is_a_line_of_json_and_now_and_then_one_of_plain_output(tmp_path):
+    lines, said, learnt = run([5.0, 4.0, 3.0, 2.0, 1.0], tmp_path / "metrics.jsonl")
+    assert learnt == [0, 1, 2, 3, 4]
     assert [line["step"] for line in lines] == [1, 2, 3, 4, 5]
     assert [line["loss"] for line in lines] == [5.0, 4.0, 3.0, 2.0, 1.0]
     assert {"grad_norm", "max_vio", "dropped", "learning_rate", "step_s", "data_wait_s"} <= lines[0].keys()
     assert {"tokens_per_s", "tflops_per_s", "process_memory_gib"} <= lines[0].keys()
     assert lines[0]["tokens_per_s"] == pytest.approx(CONFIG.tokens_per_step / lines[0]["step_s"])
-
-
-def test_plain_output_is_a_line_now_and_then(tmp_path):
-    _, said = run([5.0, 4.0, 3.0, 2.0, 1.0], tmp_path / "metrics.jsonl")
     assert [line.split()[1] for line in said.splitlines()] == ["1/5", "2/5", "4/5", "5/5"]
     words = (
         "loss 5.000",
@@ -134,22 +144,15 @@ def test_an_interrupted_run_keeps_its_steps(tmp_path):
 def test_a_loss_that_is_no_number_ends_the_run(tmp_path):
     path = tmp_path / "metrics.jsonl"
     with pytest.raises(DivergedError, match="loss is nan at step 2; lower --learning-rate"):
-        run([5.0, float("nan"), 3.0], path)
+        run([5.0, NAN, 3.0], path)
     assert json.loads(path.read_text().splitlines()[1])["loss"] is None
 
 
 def test_a_terminal_gets_a_bar():
     out = io.StringIO()
     console = Console(file=out, force_terminal=True, width=180)
-    record = {
-        "loss": 2.0,
-        "grad_norm": 1.0,
-        "max_vio": 0.1,
-        "dropped": 0,
-        "drop_rate": 0.0,
-        "tokens_per_s": 1e4,
-        "step_s": 0.5,
-    }
+    record = {"loss": 2.0, "grad_norm": 1.0, "max_vio": 0.1, "dropped": 0, "drop_rate": 0.0}
+    record |= {"tokens_per_s": 1e4, "step_s": 0.5}
     record |= {"tflops_per_s": 1.25, "mfu": 0.125, "device_memory_gib": 3.5}
     pace = Pace()
     pace.add(60.0)
@@ -177,7 +180,7 @@ def test_the_bubble_is_the_simulated_idle_fraction(recipe):
 
 def test_what_is_due_and_the_last_step_are_saved(tmp_path):
     saved = FakeCheckpoints(every=2)
-    lines, _ = run([5.0, 4.0, 3.0, 2.0, 1.0], tmp_path / "metrics.jsonl", saved)
+    lines, *_ = run([], tmp_path / "metrics.jsonl", saved)
     assert (saved.saved, saved.finished) == ([2, 4, 5], [5])
     assert [line["checkpoint_s"] for line in lines] == [0.0, 0.0, 0.5, 0.0, 0.5]
 
@@ -187,10 +190,9 @@ def test_what_is_due_and_the_last_step_are_saved(tmp_path):
 )
 def test_a_signal_saves_and_ends_the_run(number, name, code, tmp_path):
     saved, before = FakeCheckpoints(), signal.getsignal(number)
-    with pytest.raises(
-        Stopped, match=f"{name}: saved at step 2; --name x --resume goes on from there"
-    ) as stopped:
-        run([5.0, "signal", 3.0], tmp_path / "metrics.jsonl", saved, number)
+    told = f"{name}: saved at step 2; --name x --resume goes on from there"
+    with pytest.raises(Stopped, match=told) as stopped:
+        run([5.0, number, 3.0], tmp_path / "metrics.jsonl", saved)
     assert (saved.saved, saved.finished, stopped.value.code) == ([2], [2], code)
     assert signal.getsignal(number) is before
 
@@ -212,3 +214,76 @@ def test_metrics_go_on_where_a_checkpoint_is(tmp_path):
     with MetricsFile(path):
         pass
     assert path.read_text() == ""
+
+
+@pytest.mark.parametrize("name", ["loss", "grad_norm"])
+def test_a_run_goes_back_and_skips_the_batches_that_led_to_trouble(tmp_path, name):
+    path = tmp_path / "metrics.jsonl"
+    lines, said, learnt = run({3: NAN}, path, FakeCheckpoints(every=2), config=SKIP, name=name)
+    assert learnt == [0, 1, 2, 3, 4, 5, 6, 7], "steps 3 and 4 are done again, from batches 4 and 5"
+    told = f"{name} is nan at step 4; back to step 2, skipping the 2 batches since"
+    assert told in said
+    assert [line["step"] for line in lines] == [1, 2, 3, 4, 4, 3, 4, 5, 6]
+    assert lines[4] == {"step": 4, "event": told}
+    assert [line.get("skipped", 0) for line in lines if "loss" in line] == [0, 0, 0, 0, 2, 2, 2, 2]
+    (tmp_path / "config.json").write_text(json.dumps(plain(SKIP)))
+    report = RunFolder.read(tmp_path)
+    assert report.series("loss") == ([1, 2, 3, 4, 5, 6], [3.0] * 6), "what was kept"
+    assert [event["step"] for event in report.events] == [4]
+
+
+def test_without_a_checkpoint_it_begins_anew_and_gives_up_where_that_does_not_help(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    _, said, learnt = run({1: NAN}, path, config=SKIP)
+    assert learnt == [0, 1, 2, 3, 4, 5, 6, 7]
+    assert "loss is nan at step 2; back to step 0, skipping the 2 batches since" in said
+    with pytest.raises(DivergedError, match="going back to step 0 did not help; lower --learning-rate"):
+        run([NAN] * 40, path, config=SKIP)
+    message = "grad_norm is nan at step 3; lower --learning-rate, or --on-trouble skip goes back"
+    with pytest.raises(DivergedError, match=message):
+        run({2: NAN}, path, name="grad_norm")
+
+
+def test_a_resumed_run_draws_on_where_it_skipped(tmp_path):
+    lines, _, learnt = run([], tmp_path / "metrics.jsonl", config=SKIP, start=2, skipped=2)
+    assert learnt == [4, 5, 6, 7]
+    assert loop.skipped_before([*lines, {"step": 6, "heldout_loss": 1.0}]) == 2
+    assert loop.skipped_before([{"step": 0, "heldout_loss": 1.0}]) == loop.skipped_before([]) == 0
+
+
+def spikes(losses, spike):
+    """Against NumPy: which losses stand out from up to 32 before them that did not."""
+    calm, found = [], []
+    for step, loss in enumerate(losses, 1):
+        latest = np.array(calm[-32:])
+        if len(latest) >= 8:
+            middle = np.median(latest)
+            spread = max(1.4826 * np.median(np.abs(latest - middle)), abs(middle) / 100)
+            if loss > middle + spike * spread:
+                found.append(step)
+                continue
+        calm.append(loss)
+    return found
+
+
+@pytest.mark.parametrize("spike", [3.0, 6.0])
+def test_spikes_stand_out_from_the_losses_before(spike):
+    random = np.random.default_rng(1)
+    losses = 2 + 2 * np.exp(-np.arange(200) / 30) + 0.05 * random.standard_normal(200)
+    losses[[3, 60, 61, 150]] += 1.5
+    losses[180] += 0.25
+    trouble = Trouble(spike)
+    reasons = {
+        n: trouble.reason({"step": n, "loss": loss, "grad_norm": 1.0}) for n, loss in enumerate(losses, 1)
+    }
+    found = [step for step, reason in reasons.items() if reason]
+    assert found == spikes(losses, spike)
+    assert set(found) >= {61, 62, 151} and 4 not in found, "none before there is anything to compare with"
+    assert "spreads above the median" in reasons[61]
+
+
+def test_falling_losses_and_small_steps_up_are_no_spikes():
+    trouble = Trouble(6.0)
+    for step, loss in enumerate([*np.linspace(5, 2, 40), *[2.0] * 40, 2.1], 1):
+        assert trouble.reason({"step": step, "loss": loss, "grad_norm": 1.0}) is None
+    assert Trouble(None).reason({"step": 1, "loss": 1e30, "grad_norm": 1.0}) is None

@@ -1,29 +1,22 @@
 """Wiring: every option reaches what it is for, batches come from the text to train on, evaluation from the other."""
 
-import functools
-import io
 import types
 
 import jax
 import numpy as np
 import optax
 import pytest
-from rich.console import Console
 
 import models
 from dualpipe_jax.engine import Out, StagedModel
 from dualpipe_jax.parallel import make_mesh
 from dualpipe_jax.schedule import gpipe, limit_stash, zb_h1
-from train import loop, model, setup
+from train import model, setup
 from train.config import ConfigError, configure
 from train.data import Corpus
 from train.data.corpus import text_source
 from train.data.vocabulary import BYTES
 from train.evaluate import make_evaluate
-from train.metrics import MetricsFile
-from train.processes import Processes
-from train.rates import Rates
-from train.watch import Watch
 
 OTHER = configure(
     dp=2, pp=2, ep=1, mtp=1, mtp_weight=0.2, balance_factor=0.01,
@@ -148,42 +141,6 @@ def test_eight_bits_are_named_on_the_first_screen_and_refused_where_there_are_no
     model.refuse_eight_bits(multiplied, jax.devices()[0])
     with pytest.raises(ConfigError, match="--dispatch-payload plain --matmul float8: .*TPU v5 take no e4m3"):
         model.refuse_eight_bits(multiplied, v5p)
-
-
-def test_the_loop_draws_every_steps_own_batch_from_the_text_to_train_on(tmp_path):
-    config = configure(pp=1, ep=1, microbatches=2, microbatch_size=1, sequence=4, steps=4, seed=5, name="x")
-    text = text_source("text", [bytes(range(1, 100))], [bytes(range(100, 200))], 2, BYTES)
-    corpus, drawn = Corpus((text,)), []
-
-    def update(state, batch):
-        drawn.append(batch)
-        metrics = {"loss": 1.0, "grad_norm": 1.0, "max_vio": 0.0, "dropped": 0, "counts": [[1]]}
-        return state._replace(step=state.step + 1), {
-            name: np.asarray(value) for name, value in metrics.items()
-        }
-
-    checkpoints = types.SimpleNamespace(
-        due=lambda step: False, save=lambda *_: None, finish=lambda step: None, seconds=0.0
-    )
-    run = types.SimpleNamespace(config=config, corpus=corpus, update=update, learning_rate=lambda step: 0.1)
-    run.layout = types.SimpleNamespace(mesh=make_mesh(1, 1))
-    run.batch = functools.partial(setup.Run.batch, run)
-    state = models_state(step=1)
-    with MetricsFile(tmp_path / "m.jsonl") as file:
-        watch = Watch(config, Rates(8, 1e6, 1, None), jax.devices()[:1], tmp_path, 1)
-        loop.train(run, state, file, Console(file=io.StringIO()), checkpoints, watch, Processes())
-    assert len(drawn) == 3, "the first step was done before"
-    for step, batch in enumerate(drawn, start=1):
-        jax.tree.map(
-            np.testing.assert_array_equal, dict(batch), dict(corpus.train_batch(5, step, config.batch_shape))
-        )
-        assert batch["targets"].max() < 100, "the held-out text has no byte below 100 but the separator"
-
-
-def models_state(step):
-    from train.state import TrainState
-
-    return TrainState(step, None, None)
 
 
 def test_every_held_out_window_counts_once():
