@@ -4,6 +4,7 @@ integers and keys."""
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
@@ -124,10 +125,10 @@ def model(num_stages, remat=True):
 
 def init(num_stages, seed=0):
     """Parameters."""
-    keys = iter(jax.random.split(jax.random.key(seed), 32))
+    rng = np.random.default_rng(seed)
 
     def normal(*shape):
-        return jax.random.normal(next(keys), shape) / 3
+        return rng.standard_normal(shape, np.float32) / 3
 
     def layer():
         return {
@@ -144,8 +145,8 @@ def init(num_stages, seed=0):
         "stages": {
             "layers": [layer() for _ in range(SLOTS)],
             "scale": 1 + normal(num_stages, WIDTH),
-            "number": jnp.arange(num_stages, dtype=jnp.int32),
-            "key": jax.random.split(next(keys), num_stages),
+            "number": np.arange(num_stages, dtype=np.int32),
+            "key": jax.random.split(jax.random.key(seed), num_stages),
         },
         "shared": {
             "embed": normal(VOCAB, WIDTH),
@@ -163,15 +164,16 @@ SPECS = {"stages": {"layers": [LAYER_SPECS] * SLOTS, "scale": None, "number": No
 
 def data(num_microbatches, size=4, seed=1, extra=False):
     """A batch, its last tokens invalid here and there."""
-    keys = jax.random.split(jax.random.key(seed), 4)
+    rng = np.random.default_rng(seed)
     shape = num_microbatches, size, SEQ
-    tokens = jax.random.randint(keys[0], (2, *shape), 0, VOCAB)
-    lengths = jax.random.randint(keys[1], shape[:2], 1, SEQ + 1)
+    tokens = rng.integers(0, VOCAB, (2, *shape), np.int32)
+    lengths = rng.integers(1, SEQ + 1, shape[:2])
     batch = {
         "tokens": tokens[0],
         "targets": tokens[1],
-        "positions": jnp.broadcast_to(jnp.arange(SEQ, dtype=jnp.float32), shape),
-        "segments": jax.random.randint(keys[2], shape, 0, 3),
-        "valid": (jnp.arange(SEQ) < lengths[..., None]).astype(jnp.float32),
+        "positions": np.broadcast_to(np.arange(SEQ, dtype=np.float32), shape),
+        "segments": rng.integers(0, 3, shape, np.int32),
+        "valid": (np.arange(SEQ) < lengths[..., None]).astype(np.float32),
     }
-    return batch | ({"extra": jax.random.normal(keys[3], (*shape, WIDTH))} if extra else {})
+    batch |= {"extra": rng.standard_normal((*shape, WIDTH), np.float32)} if extra else {}
+    return jax.tree.map(jnp.asarray, batch)

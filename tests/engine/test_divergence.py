@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 
-from dualpipe_jax import PipelineModel, inspect, make_mesh
+from dualpipe_jax import inspect, make_mesh
 from dualpipe_jax.contract import staged
 from dualpipe_jax.engine import Pipeline
 from dualpipe_jax.parallel.p2p import BESIDE_OTHERS
@@ -17,7 +17,6 @@ from dualpipe_jax.schedule import CostModel, dualpipe, lower, one_f_one_b, zb_v
 from dualpipe_jax.schedule.lowering.table import Keeps
 from tests.engine import models
 
-MODEL = PipelineModel(models.embed, lambda p, x: models.moe(p, x)[0], models.head_loss)
 COLLECTIVES = {"all_to_all", "all_reduce", "all_gather", "reduce_scatter", "collective_permute"}
 PP, EP = 2, 2
 DEVICES = range(PP * EP)
@@ -54,20 +53,17 @@ def table_of(schedule):
 def lowered_step(make, divergence, check_vma=False):
     schedule = make(PP, 4)
     stages = schedule.placement.num_model_stages
-    params, specs = models.init("moe", stages)
-    given = {"stages": params["stages"], "shared": {"embed": params["embed"], "head": params["head"]}}
-    inputs, targets = models.data(4)
     pipeline = Pipeline(
-        staged(MODEL, stages),
+        staged(models.MOE, stages),
         schedule,
         make_mesh(PP, EP),
-        param_specs={"stages": specs["stages"]},
+        param_specs=models.init("moe", stages)[1],
         fuse_pairs=True,
         idle_sends=True,
         divergence=divergence,
         check_vma=check_vma,
     )
-    return schedule, pipeline.value_and_grad.lower(given, {"inputs": inputs, "targets": targets})
+    return schedule, pipeline.value_and_grad.lower(*models.given("moe", stages, 4))
 
 
 @functools.cache
@@ -107,8 +103,10 @@ def walk(region, functions, at=()) -> Iterator:
                 yield from walk(op.regions[0], functions, at)
 
 
-@pytest.mark.parametrize("make", [one_f_one_b, dualpipe], ids=lambda make: make.__name__)
-@pytest.mark.parametrize("divergence", ["loop", "switch", "none"])
+@pytest.mark.parametrize(
+    ("divergence", "make"),
+    [("loop", dualpipe), ("switch", dualpipe), ("switch", one_f_one_b), ("none", one_f_one_b)],
+)
 def test_round_trips_to_the_host(make, divergence):
     """On GPU each costs one: as many as units, one, and none."""
     schedule, body = scan_of(make, divergence)
@@ -233,8 +231,7 @@ def check_order(schedule, met):
     assert len({tuple(sequence) for sequence in sequences.values()}) == PP, "ranks do part ways"
 
 
-@pytest.mark.parametrize("check_vma", [False, True])
-@pytest.mark.parametrize("divergence", ["loop", "switch"])
+@pytest.mark.parametrize(("divergence", "check_vma"), [("loop", True), ("switch", False)])
 def test_attributes_of_permutes_stand_on_nothing_else(divergence, check_vma):
     """On GPU XLA runs whatever else carries them as asynchronous computation (since xla#46465)."""
     schedule, found = operations(dualpipe, divergence, check_vma)

@@ -25,11 +25,8 @@ def compare(stage, make, *, ep=1, head_loss=models.head_loss, mesh=None, params=
     assert_close(result, quick(sequential_value_and_grad(plain))(given, *data))
 
 
-def mlp(params, x):
-    return models.mlp(params, x)[0]
-
-
-@pytest.mark.parametrize("make", [one_f_one_b, zb_h1], ids=lambda make: make.__name__)
+@pytest.mark.thin(2)
+@pytest.mark.parametrize("make", [zb_h1, one_f_one_b], ids=lambda make: make.__name__)
 def test_residuals_that_a_policy_offloads(make):
     policy = jax.checkpoint_policies.save_and_offload_only_these_names(
         names_which_can_be_saved=["kept"],
@@ -46,18 +43,23 @@ def test_residuals_that_a_policy_offloads(make):
     compare(jax.checkpoint(stage, policy=policy), make)
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize("make", [dualpipe, zb_h1], ids=lambda make: make.__name__)
 def test_code_by_platform(make):
     """The branch for others does not compile here: no callback of it, and it would be wrong."""
 
     def stage(params, x):
         return lax.platform_dependent(
-            params, x, cpu=mlp, default=lambda params, x: jnp.full_like(x, jnp.nan) * mlp(params, x)
+            params,
+            x,
+            cpu=models.MLP.stage,
+            default=lambda params, x: jnp.full_like(x, jnp.nan) * models.MLP.stage(params, x),
         )
 
-    compare(stage, make, oracle=(mlp, models.head_loss), fuse_pairs=True)
+    compare(stage, make, oracle=(models.MLP.stage, models.head_loss), fuse_pairs=True)
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize(
     ("make", "fuse", "check"), [(zb_h1, False, False), (zb_h1, False, True), (dualpipe, True, True)]
 )
@@ -67,10 +69,10 @@ def test_sums_over_ep_in_a_stage_and_in_the_head(make, fuse, check):
     def stage(params, x):
         mean = lax.pmean(jnp.mean(x, 0), "ep")
         square = lax.psum(jnp.sum(x**2, 0), "ep")
-        return mlp(params, x - mean) / jnp.sqrt(1 + square)
+        return models.MLP.stage(params, x - mean) / jnp.sqrt(1 + square)
 
     def plain(params, x):
-        return mlp(params, x - jnp.mean(x, 0)) / jnp.sqrt(1 + jnp.sum(x**2, 0))
+        return models.MLP.stage(params, x - jnp.mean(x, 0)) / jnp.sqrt(1 + jnp.sum(x**2, 0))
 
     def head(params, x, targets):
         return lax.pmean(models.head_loss(params, x, targets), "ep")

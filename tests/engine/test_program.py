@@ -7,18 +7,7 @@ import pytest
 
 from dualpipe_jax import Pipeline, PipelineModel, make_mesh, pipeline_value_and_grad, split_backward, staged
 from dualpipe_jax.parallel.p2p import BESIDE_OTHERS
-from dualpipe_jax.schedule import (
-    chimera,
-    dualpipe,
-    dualpipe_v,
-    gpipe,
-    hanayo,
-    interleaved_zero_bubble,
-    lower,
-    one_f_one_b,
-    zb_h1,
-    zb_v,
-)
+from dualpipe_jax.schedule import ALL_SCHEDULES, dualpipe, lower, one_f_one_b, zb_v
 from tests import hlo
 from tests.engine import models
 
@@ -65,8 +54,8 @@ def pools_and_sums(schedule, num_layers=2):
     }
 
 
-SLOW = [gpipe, one_f_one_b, interleaved_zero_bubble, zb_h1, dualpipe_v, chimera, hanayo]
-MAKES = [dualpipe, zb_v, *(pytest.param(make, marks=pytest.mark.slow) for make in SLOW)]
+QUICK = dualpipe, zb_v
+MAKES = [make if make in QUICK else pytest.param(make, marks=pytest.mark.slow) for make in ALL_SCHEDULES]
 
 
 @pytest.mark.parametrize("make", MAKES, ids=lambda make: make.__name__)

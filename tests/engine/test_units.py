@@ -10,25 +10,24 @@ import pytest
 from dualpipe_jax import make_mesh, pipeline_units, pipeline_value_and_grad
 from dualpipe_jax.engine import pipeline_state
 from dualpipe_jax.inspect import read
-from dualpipe_jax.schedule import dualpipe, one_f_one_b, zb_h1
+from dualpipe_jax.schedule import dualpipe, one_f_one_b
 from tests.engine import models
 from tests.jaxprs import equations
 
-RANKS, NUM_EP, MICROBATCHES = 2, 2, 8
 SCOPES = ("pair", "forward", "backward", "backward_input", "backward_weight")
 
 
 @functools.cache
-def lowered(make, units, **options):
-    schedule = make(RANKS, MICROBATCHES)
-    params, specs = models.init("moe", schedule.placement.num_model_stages)
-    arguments = dict(param_specs=specs, has_aux=True, **options)
-    mesh = make_mesh(RANKS, NUM_EP)
+def lowered(make, units, kind="mlp", **options):
+    schedule = make(2, 8)
+    params, specs = models.init(kind, schedule.placement.num_model_stages)
+    arguments = models.model(kind), schedule, make_mesh(2, 2)
+    options |= dict(param_specs=specs, has_aux=True)
     if units is None:
-        step = pipeline_value_and_grad(models.model("moe"), schedule, mesh, **arguments)
+        step = pipeline_value_and_grad(*arguments, **options)
     else:
-        step = pipeline_units(models.model("moe"), schedule, mesh, units, **arguments)
-    return step.lower(params, *models.data(MICROBATCHES, 2 * NUM_EP))
+        step = pipeline_units(*arguments, units, **options)
+    return step.lower(params, *models.data(8))
 
 
 def guards(lowered):
@@ -39,8 +38,8 @@ def guards(lowered):
 
 
 def test_a_pair_alone_holds_its_all_to_alls():
-    text = lowered(dualpipe, ("FB",), fuse_pairs=True).as_text()
-    whole = lowered(dualpipe, None, fuse_pairs=True).as_text()
+    text = lowered(dualpipe, ("FB",), "moe", fuse_pairs=True).as_text()
+    whole = lowered(dualpipe, None, "moe", fuse_pairs=True).as_text()
     assert text.count("stablehlo.all_to_all") == 4 < whole.count("stablehlo.all_to_all")
     assert text.count("stablehlo.collective_permute") == whole.count("stablehlo.collective_permute")
 
@@ -72,16 +71,16 @@ def test_a_schedule_that_pairs_nothing_says_so():
         lowered(one_f_one_b, ("FB",))
 
 
-@pytest.mark.parametrize("make", [dualpipe, one_f_one_b, zb_h1], ids=lambda make: make.__name__)
-def test_the_state_that_is_foretold_is_what_the_scan_carries(make):
-    schedule = make(RANKS, MICROBATCHES)
+def test_the_state_that_is_foretold_is_what_the_scan_carries():
+    schedule = dualpipe(2, 8)
     params, specs = models.init("moe", schedule.placement.num_model_stages)
-    data = models.data(MICROBATCHES, 2 * NUM_EP)
-    arguments = dict(param_specs=specs, has_aux=True)
-    state = pipeline_state(models.model("moe"), schedule, make_mesh(RANKS, NUM_EP), **arguments)(
-        params, *data
+    arguments, options = (
+        (models.model("moe"), schedule, make_mesh(2, 2)),
+        dict(param_specs=specs, has_aux=True),
     )
-    step = pipeline_value_and_grad(models.model("moe"), schedule, make_mesh(RANKS, NUM_EP), **arguments)
+    data = models.data(8)
+    state = pipeline_state(*arguments, **options)(params, *data)
+    step = pipeline_value_and_grad(*arguments, **options)
     walks = [
         eqn for _, eqn in equations(jax.make_jaxpr(step)(params, *data).jaxpr) if eqn.primitive.name == "scan"
     ]
