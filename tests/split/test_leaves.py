@@ -5,7 +5,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
-from split_checks import BATCH, HIDDEN, WIDTH, assert_trees_match, block, block_params, mlp, normal, step_by_step
+from split_checks import (
+    BATCH,
+    HIDDEN,
+    WIDTH,
+    assert_trees_match,
+    block,
+    block_params,
+    mlp,
+    normal,
+    step_by_step,
+)
 
 from dualpipe_jax.split import split_backward, total_bytes
 

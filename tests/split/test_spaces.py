@@ -6,7 +6,17 @@ import pytest
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.experimental import pallas as pl
-from split_checks import BATCH, WIDTH, assert_trees_match, block_params, check_split, compiled, mlp, normal, run_parts
+from split_checks import (
+    BATCH,
+    WIDTH,
+    assert_trees_match,
+    block_params,
+    check_split,
+    compiled,
+    mlp,
+    normal,
+    run_parts,
+)
 
 from dualpipe_jax.split import split_backward
 
@@ -38,7 +48,8 @@ def by_platform_in_a_scan(params, x):
 
 
 @pytest.mark.parametrize(
-    ("f", "num_layers"), [(by_platform, None), (jax.checkpoint(by_platform), None), (by_platform_in_a_scan, 2)]
+    ("f", "num_layers"),
+    [(by_platform, None), (jax.checkpoint(by_platform), None), (by_platform_in_a_scan, 2)],
 )
 def test_only_the_branch_of_the_platform_is_lowered(f, num_layers):
     check_split(f, block_params(num_layers=num_layers), X, run=compiled)
