@@ -260,7 +260,10 @@ function bound(schedule, costs) {
       const after = Math.max(0, least("rest") - mostB[left], least("tail") - mostW[left]);
       meeting = Math.min(meeting, mostF[all] + mostB[all] - pairs * gain + before + after);
     }
-    return Math.max(best, meeting);
+    // Or every forward is before every backward: then there are no pairs, and the last forward's backward is awaited.
+    const before = Math.max(least("head"), least("early") - mostF[all]), after = Math.max(0, least("tail") - mostW[all]);
+    const drained = Math.max(mostF[all] + mostB[all] + before + after, least("head") + mostF[all] + least("rest"));
+    return Math.max(best, Math.min(meeting, drained));
   }, chain);
 }
 
