@@ -4,7 +4,6 @@ import os
 import re
 import subprocess
 import sys
-import tempfile
 import xml.etree.ElementTree
 
 import pytest
@@ -41,6 +40,10 @@ def printed(capsys, *arguments):
     captured = capsys.readouterr()
     assert not captured.err
     return captured.out
+
+
+def facts_of(capsys, *arguments):
+    return json.loads(printed(capsys, *arguments, "--json"))
 
 
 def refused(capsys, status, *arguments):
@@ -127,19 +130,18 @@ def test_compared_by_makespan_and_refusals_with_their_reason(capsys):
     out = printed(capsys, "compare", "dualpipe", "zb_h1", "1F1B", "--ranks", "5", "--microbatches", "10")
     lines = out.splitlines()
     assert lines[0] == "5 ranks, 10 microbatches, F 1, I 1, W 1, FB 3"
+    heads = [
+        "schedule",
+        "makespan",
+        "send 0.02",
+        "bubble",
+        "above bound",
+        "largest idle",
+        "activations",
+        "stages",
+    ]
     assert [re.split(" {2,}", line) for line in lines[1:4]] == [
-        [
-            "schedule",
-            "makespan",
-            "send 0.02",
-            "bubble",
-            "above bound",
-            "largest idle",
-            "activations",
-            "stages",
-            "parameters",
-            "pairs",
-        ],
+        [*heads, "parameters", "pairs"],
         ["zb_h1", "34", "34.32", "11.8 %", "0.0 %", "4", "5", "1", "1x", "no"],
         ["one_f_one_b", "42", "42.44", "28.6 %", "23.5 %", "12", "5", "1", "1x", "no"],
     ]
@@ -151,26 +153,18 @@ def test_compared_by_makespan_and_refusals_with_their_reason(capsys):
 
 def test_compare_and_choose_show_how_sends_and_jitter_change_the_ranking(capsys):
     deep = ["--stages-per-rank", "4", "--FB", "2.25", "--json"]
-    order = {}
+    order, deeper = {}, "interleaved_1f1b_overlap"
     for send in ("0", "0.02"):
         arguments = "--ranks", "16", "--microbatches", "64", "--send", send, *deep
-        facts = json.loads(
-            printed(capsys, "compare", "dualpipe", "interleaved_1f1b_overlap", "zb_v", *arguments)
-        )
+        facts = json.loads(printed(capsys, "compare", "dualpipe", deeper, "zb_v", *arguments))
         order[send] = [row["name"] for row in facts["schedules"]]
         rows = {row["name"]: row for row in facts["schedules"]}
-        for name, free, real in (
-            ("dualpipe", 165.5, 167.12),
-            ("interleaved_1f1b_overlap", 164.4375, 171.0775),
-        ):
+        for name, free, real in (("dualpipe", 165.5, 167.12), (deeper, 164.4375, 171.0775)):
             assert rows[name]["free_sends"] == pytest.approx(free)
             assert rows[name]["real_sends"] == pytest.approx(real)
             assert rows[name]["makespan"] == pytest.approx(free if send == "0" else real)
-        assert (rows["interleaved_1f1b_overlap"]["stages"], rows["interleaved_1f1b_overlap"]["jitter"]) == (
-            4,
-            None,
-        )
-    assert order["0"][0] == "interleaved_1f1b_overlap" and order["0.02"][0] == "dualpipe"
+        assert (rows[deeper]["stages"], rows[deeper]["jitter"]) == (4, None)
+    assert order["0"][0] == deeper and order["0.02"][0] == "dualpipe"
     for command in ("compare", "choose"):
         facts = json.loads(printed(capsys, command, *SMALL, "--jitter", "0.1", *deep))
         for row in facts["schedules"]:
@@ -181,9 +175,7 @@ def test_compare_and_choose_show_how_sends_and_jitter_change_the_ranking(capsys)
 
 
 def test_compare_counts_halves_and_copies(capsys):
-    facts = json.loads(
-        printed(capsys, "compare", *SMALL, "--FB", "2", "--parameters", "10", "--boundary", "1", "--json")
-    )
+    facts = facts_of(capsys, "compare", *SMALL, "--FB", "2", "--parameters", "10", "--boundary", "1")
     rows = {row["name"]: row for row in facts["schedules"]}
     assert set(rows) | set(facts["refused"]) == set(NAMES)
     halves = simulate(dualpipe_v(4, 8), CostModel(0.5, 0.5, 0.5, FB=1))
@@ -197,9 +189,8 @@ def test_compare_counts_halves_and_copies(capsys):
 
 
 def test_compare_writes_markdown(capsys):
-    out = printed(
-        capsys, "compare", "gpipe", "dualpipe", "--ranks", "3", "--microbatches", "4", "--format", "markdown"
-    )
+    counts = "--ranks", "3", "--microbatches", "4"
+    out = printed(capsys, "compare", "gpipe", "dualpipe", *counts, "--format", "markdown")
     table, reason = out.strip().split("\n\n")
     assert table.splitlines()[:2] == [
         "| schedule | makespan | send 0.02 | bubble | above bound | largest idle | activations | stages | "
@@ -296,10 +287,7 @@ def test_check_reads_standard_input(capsys, monkeypatch):
         (["show", "gpipe", "--ranks", "0", "--microbatches", "8"], "try 1 ranks"),
         (["show", "gpipe", *SMALL, "--F", "-1"], "costs must be finite and at least 0, got F=-1.0"),
         (["show", "zb_h1", *SMALL, "--W", "0"], "all costs must be above 0"),
-        (
-            ["show", "gpipe", *SMALL, "--F", "1e-12"],
-            "characters long; costs differ too much",
-        ),
+        (["show", "gpipe", *SMALL, "--F", "1e-12"], "characters long; costs differ too much"),
         (
             ["show", "gpipe", *SMALL, "--F", "1e308"],
             "gpipe takes longer than a number can say under CostModel",
@@ -340,20 +328,14 @@ def test_bad_usage_is_status_2(arguments):
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_help_names_every_option(capsys, name):
-    with pytest.raises(SystemExit) as exit:
-        main([name, "--help"])
-    assert exit.value.code == 0
-    assert "--json" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize("name", COMMANDS)
-def test_the_help_of_all_says_of_each_what_its_own_does(capsys, name):
+def test_help_names_every_option_and_the_help_of_all_says_what_each_does(capsys, name):
     """The first words, that is: the one stands in a table so that nothing need be imported for it."""
-    verb = COMMANDS[name].split()[0]
-    with pytest.raises(SystemExit):
-        main(["--help"])
-    assert re.search(rf"{name} +{verb}", capsys.readouterr().out)
+    for arguments in ([name, "--help"], ["--help"]):
+        with pytest.raises(SystemExit) as exit:
+            main(arguments)
+        assert exit.value.code == 0
+    verb, said = COMMANDS[name].split()[0], capsys.readouterr().out
+    assert "--json" in said and re.search(rf"{name} +{verb}", said)
     assert options_of(name).__doc__.split()[0] == verb
 
 
@@ -375,29 +357,25 @@ def test_it_says_which_version_it_is(capsys):
     assert "--version" in in_process("--help").stdout
 
 
-def test_starts_without_what_is_slow():
+def test_starts_without_what_is_slow(tmp_path):
     code = (
         "import sys\n"
         "from dualpipe_jax.__main__ import main\n"
-        "grid = sys.argv[1]\n"
-        "counts = ['--ranks', '4', '--microbatches', '8']\n"
+        "grid, *counts = sys.argv[1:]\n"
         "assert not main(['show', 'dualpipe', *counts, '-o', grid])\n"
         "assert not main(['compare', *counts, '--json'])\n"
         "assert not main(['check', grid])\n"
         "print(*sorted({m.split('.')[0] for m in sys.modules}), file=sys.stderr)\n"
     )
-    with tempfile.TemporaryDirectory() as folder:
-        run = subprocess.run(
-            [sys.executable, "-c", code, f"{folder}/grid.txt"], capture_output=True, text=True, check=True
-        )
+    command = [sys.executable, "-c", code, tmp_path / "grid.txt", *SMALL]
+    run = subprocess.run(command, capture_output=True, text=True, check=True)
     assert not {"jax", "jaxlib", "flax", "optax", "scipy", "matplotlib"} & set(run.stderr.split())
 
 
 def test_piped_output_is_plain_and_the_status_tells(tmp_path):
     path = tmp_path / "bad.txt"
-    run = in_process(
-        "show", "dualpipe", "--ranks", "16", "--microbatches", "64", env=os.environ | {"COLUMNS": "40"}
-    )
+    counts = "--ranks", "16", "--microbatches", "64"
+    run = in_process("show", "dualpipe", *counts, env=os.environ | {"COLUMNS": "40"})
     assert run.returncode == 0
     assert run.stdout.isascii()
     assert "\x1b" not in run.stdout
@@ -425,9 +403,8 @@ def test_a_drawing_keeps_to_the_terminal_and_loses_no_slot(schedule, width):
     lines = [line.plain for line in draw(simulate(schedule, CostModel(FB=2.25)), console)[0]]
     assert all(len(line) <= max(width, 40) for line in lines)
     for rank, order in enumerate(schedule.orders):
-        drawn = " ".join(
-            line.removeprefix(f"rank {rank} ") for line in lines if line.startswith(f"rank {rank} ")
-        )
+        own = f"rank {rank} "
+        drawn = " ".join(line.removeprefix(own) for line in lines if line.startswith(own))
         written = "".join("+".join(map(str, slot)) for slot in order)
         numbers = [str(action.microbatch) for slot in order for action in slot]
         assert drawn.replace(" ", "") == written if width > 60 else drawn.split() == numbers
@@ -456,7 +433,7 @@ def test_a_terminal_gets_colours():
     assert "gpipe" in shown
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", ["gpipe", "dualpipe", "zb_v"])
 def test_pictures_are_files(capsys, tmp_path, name):
     path = tmp_path / "schedule.svg"
     assert printed(capsys, "show", name, "--ranks", "2", "--microbatches", "4", "-o", str(path)) == ""
@@ -469,9 +446,8 @@ def test_pictures_are_piped(capsysbinary):
 
 
 def test_the_page_is_of_what_was_asked_for(capsys, monkeypatch):
-    monkeypatch.setattr(
-        "dualpipe_jax.schedule.formats.page.html_page", lambda *given, **more: repr((given, more))
-    )
+    told = lambda *given, **more: repr((given, more))  # noqa: E731
+    monkeypatch.setattr("dualpipe_jax.schedule.formats.page.html_page", told)
     options = ["--FB", "2", "--parameters", "3", "--format", "html"]
     out = printed(capsys, "show", "dualpipe_v", *SMALL, *options)
     given = dualpipe_v(4, 8), CostModel(FB=2.0), MemoryModel(parameters=3.0)
@@ -521,10 +497,7 @@ def test_a_file_stands_where_a_name_does_and_remembers_its_costs(capsys, tmp_pat
     expected = simulate(schedule, known.for_schedule(schedule)).makespan
     told = json.loads(printed(capsys, "check", str(path), "--json"))
     assert told["makespan"] == pytest.approx(expected)
-    rows = {
-        row["name"]: row
-        for row in json.loads(printed(capsys, "compare", str(path), "zb_v", "--json"))["schedules"]
-    }
+    rows = {row["name"]: row for row in facts_of(capsys, "compare", str(path), "zb_v")["schedules"]}
     assert rows[path.name]["makespan"] == pytest.approx(expected)
     sizes = MemoryModel(stash=2).for_schedule(schedule)
     assert rows[path.name]["memory"] == max(simulate(schedule, known.for_schedule(schedule)).memory(sizes))
@@ -532,10 +505,9 @@ def test_a_file_stands_where_a_name_does_and_remembers_its_costs(capsys, tmp_pat
     again = json.loads(printed(capsys, "check", str(path), "--json", "--send", ".3"))
     dearer = CostModel(FB=2.25, send=0.3, extra=known.extra)
     assert again["makespan"] == pytest.approx(simulate(schedule, dearer.for_schedule(schedule)).makespan)
-    other = printed(
-        capsys, "compare", "zb_h1", "--ranks", "2", "--microbatches", "5", "--costs", str(path), "--json"
-    )
-    assert json.loads(other)["schedules"][0]["makespan"] == simulate(zb_h1(2, 5), known).makespan
+    counts = "--ranks", "2", "--microbatches", "5"
+    other = facts_of(capsys, "compare", "zb_h1", *counts, "--costs", str(path))
+    assert other["schedules"][0]["makespan"] == simulate(zb_h1(2, 5), known).makespan
 
 
 def test_costs_come_from_a_file_of_their_own_too(capsys, saved):
@@ -544,18 +516,16 @@ def test_costs_come_from_a_file_of_their_own_too(capsys, saved):
     facts = json.loads(printed(capsys, "show", "zb_h1", *SMALL, "--json", "--costs", path))
     assert facts["makespan"] == simulate(zb_h1(4, 8), costs).makespan
     line = ["--F", "2", "--I", "3", "--FB", "6", "--send", ".5", "--last", "1", "1", "1"]
-    more = saved(
-        '{"costs": {"F": 2, "I": 3, "send": 0.5, "extra": {"-1": [1, 1, 1]}}, "of": "anything", "measured": {}}'
-    )
+    known = '"costs": {"F": 2, "I": 3, "send": 0.5, "extra": {"-1": [1, 1, 1]}}'
+    more = saved("{" + known + ', "of": "anything", "measured": {}}')
     assert printed(capsys, "compare", *SMALL, "--costs", more) == printed(capsys, "compare", *SMALL, *line)
     alone = saved('{"F": 2, "I": 3, "W": 1, "send": 0.5, "last": [1, 1, 1], "of": "it"}')
     assert printed(capsys, "compare", *SMALL, "--costs", alone) == printed(capsys, "compare", *SMALL, *line)
     line[1] = line[5] = "5"
     wins = printed(capsys, "compare", *SMALL, "--costs", more, "--F", "5", "--FB", "5")
     assert wins == printed(capsys, "compare", *SMALL, *line)
-    assert "nowhere.json: No such file" in refused(
-        capsys, 2, "show", "zb_h1", *SMALL, "--costs", "nowhere.json"
-    )
+    missing = "show", "zb_h1", *SMALL, "--costs", "nowhere.json"
+    assert "nowhere.json: No such file" in refused(capsys, 2, *missing)
     for text, message in (
         ("{}", "no costs; give JSON such as"),
         ('{"costs": {"G": 1}}', "costs that cannot be read: "),
@@ -592,9 +562,8 @@ def test_units_of_a_file_are_written_by_every_subcommand(capsys, saved, tmp_path
     for command in (["compare"], ["choose", "--memory-limit", "23e9"], ["search", "--effort", "0.01"]):
         head, title, *rows = printed(capsys, *command, *SMALL, *costs).splitlines()
         assert words in head and "makespan, ms" in title and " GiB " in rows[0]
-    assert "needs 24.5 GiB on rank 0, but the limit is 21.42 GiB" in printed(
-        capsys, "choose", "--memory-limit", "23e9", *SMALL, *costs
-    )
+    chosen = printed(capsys, "choose", "--memory-limit", "23e9", *SMALL, *costs)
+    assert "needs 24.5 GiB on rank 0, but the limit is 21.42 GiB" in chosen
     assert f"the step takes {makespan}" in printed(capsys, "show", "zb_h1", *SMALL, *costs, "--why", "path")
     for command in ("compare", "choose"):
         facts = json.loads(printed(capsys, command, *SMALL, *costs, "--json"))
@@ -606,10 +575,8 @@ def test_units_of_a_file_are_written_by_every_subcommand(capsys, saved, tmp_path
 def test_a_schedule_too_fine_for_an_extra_is_refused_and_no_other(capsys):
     arguments = "compare", "gpipe", "hanayo", *SMALL, "--last", "-0.5", "0", "0"
     out = printed(capsys, *arguments).splitlines()
-    assert (
-        out[2].startswith("gpipe ")
-        and "hanayo  CostModel: extra[-1]=(-0.5, 0.0, 0.0) takes more away" in out[4]
-    )
+    assert out[2].startswith("gpipe ")
+    assert "hanayo  CostModel: extra[-1]=(-0.5, 0.0, 0.0) takes more away" in out[4]
     facts = json.loads(printed(capsys, "choose", *arguments[3:], "--json"))
     assert "hanayo" in facts["refused"] and "gpipe" in [row["name"] for row in facts["schedules"]]
 
@@ -618,25 +585,16 @@ def test_the_chain_is_marked_in_pictures_and_traces(capsys, tmp_path):
     arguments = "show", "1f1b", "--ranks", "2", "--microbatches", "2"
     trace = json.loads(printed(capsys, *arguments, "--format", "trace", "--why", "path"))
     found = [event["name"] for event in trace["traceEvents"] if event.get("cat") == "chain"]
-    assert set(found) == {
-        "0F0 on rank 0",
-        "1F0 on rank 1",
-        "1B0 on rank 1",
-        "1F1 on rank 1",
-        "1B1 on rank 1",
-        "0B1 on rank 0",
-    }
+    chain = {0: ["0F0", "0B1"], 1: ["1F0", "1B0", "1F1", "1B1"]}
+    assert set(found) == {f"{slot} on rank {rank}" for rank, slots in chain.items() for slot in slots}
     picture = tmp_path / "why.svg"
     printed(capsys, *arguments, "--why", "0@3", "-o", str(picture))
     assert 'id="chain"' in picture.read_text()
     links = json.loads(printed(capsys, *arguments, "--why", "0@3", "--json"))["why"]
-    assert [(link["rank"], link["slot"], link["start"], link["sent"]) for link in links] == [
-        (0, "0B0", 4, False),
-        (1, "1B0", 2, True),
-    ]
-    assert "--why: CSV holds orders alone" in refused(
-        capsys, 2, *arguments, "--why", "path", "--format", "csv"
-    )
+    found = [(link["rank"], link["slot"], link["start"], link["sent"]) for link in links]
+    assert found == [(0, "0B0", 4, False), (1, "1B0", 2, True)]
+    as_csv = "--why", "path", "--format", "csv"
+    assert "--why: CSV holds orders alone" in refused(capsys, 2, *arguments, *as_csv)
     told = tmp_path / "why.txt"
     printed(capsys, *arguments, "--why", "0@3", "-o", str(told))
     assert told.read_text().startswith("rank 0 at 3: idle until 4")
@@ -661,9 +619,8 @@ def test_why_a_rank_is_idle(capsys):
     slack = json.loads(printed(capsys, *arguments[:-1], "--json"))["slack"]
     assert slack == [[0, 2, 1, 0], [0, 0, 0, 0]]  # 0F1 may end when 1F1 starts, 0B0 when 0B1 does
     assert "rank 0 at 0.5: works" in printed(capsys, *arguments, "0@0.5")
-    assert "--why 'now': expected a rank and a time, such as 5@21, or path" in refused(
-        capsys, 2, *arguments, "now"
-    )
+    wanted = "--why 'now': expected a rank and a time, such as 5@21, or path"
+    assert wanted in refused(capsys, 2, *arguments, "now")
     assert "there are ranks 0 to 1" in refused(capsys, 2, *arguments, "7@1")
 
 
@@ -685,15 +642,13 @@ def test_where_two_schedules_part(capsys, tmp_path):
     assert "part at slot" in printed(capsys, "diff", file, "zb_v")
     assert printed(capsys, "diff", file, file).endswith("the same on every rank, in order and in time\n")
     assert "place their stages differently" in refused(capsys, 2, "diff", file, "gpipe")
-    assert "has 4 ranks and 8 microbatches" in refused(
-        capsys, 2, "diff", file, "zb_v", "--ranks", "4", "--microbatches", "9"
-    )
+    counts = "--ranks", "4", "--microbatches", "9"
+    assert "has 4 ranks and 8 microbatches" in refused(capsys, 2, "diff", file, "zb_v", *counts)
 
 
 def test_a_measured_step_is_replayed(capsys, saved):
-    step = saved(
-        printed(capsys, "show", "zb_v", *SMALL, "--costs", saved(IN_MS, "ms.json"), "--json"), "step.json"
-    )
+    costs = saved(IN_MS, "ms.json")
+    step = saved(printed(capsys, "show", "zb_v", *SMALL, "--costs", costs, "--json"), "step.json")
     told = printed(capsys, "replay", step, "--top", "2").splitlines()
     assert told[0].startswith(
         "zb_v, 4 ranks, 8 microbatches; cost of a stage: F 30, I 30, W 20, FB 80, send "
@@ -717,24 +672,21 @@ def test_a_measured_step_is_replayed(capsys, saved):
         "0",
         "0",
     ]  # a stage's F is 40 instead of 30
-    facts = json.loads(printed(capsys, "replay", step, "--json", *other))
+    facts = facts_of(capsys, "replay", step, *other)
     assert {unit["kind"] for unit in facts["by_unit"][:8]} == {"F"}
     assert [unit["difference"] for unit in facts["by_unit"][:8]] == [-80] * 8
     assert facts["units"]["time"] == "ms"
     seconds = saved('{"costs": {"F": 1}, "units": {"time": "s"}}', "s.json")
-    assert "the step is in ms, the costs in s; give both in one unit" in refused(
-        capsys, 2, "replay", step, "--costs", seconds
-    )
+    wanted = "the step is in ms, the costs in s; give both in one unit"
+    assert wanted in refused(capsys, 2, "replay", step, "--costs", seconds)
     assert "read_measured: not JSON" in refused(capsys, 2, "replay", saved("3F0", "no.json"))
 
 
 def test_counts_beside_files(capsys, saved):
     path = saved(printed(capsys, "show", "zb_v", *SMALL), "mine.txt")
-    facts = json.loads(printed(capsys, "compare", "gpipe", path, "--json"))
+    facts = facts_of(capsys, "compare", "gpipe", path)
     assert (facts["ranks"], facts["microbatches"]) == (4, 8)
-    other = json.loads(
-        printed(capsys, "compare", path, "gpipe", "--ranks", "2", "--microbatches", "8", "--json")
-    )
+    other = facts_of(capsys, "compare", path, "gpipe", "--ranks", "2", "--microbatches", "8")
     assert other["refused"] == {path: "has 4 ranks and 8 microbatches"}
     assert "add --ranks and --microbatches, or name a file" in refused(capsys, 2, "compare", "gpipe")
     bare = saved(format_grid(dualpipe(2, 4)).partition("\n")[2])
@@ -767,9 +719,8 @@ def test_search_in_no_memory_is_status_1(capsys):
     message = refused(capsys, 1, "search", *QUICK, "--memory-limit", ".25")
     assert "--memory-limit 0.25" in message
     assert "try --memory-limit 1 or more" in message
-    assert "which share them equally; try 4 or 6" in refused(
-        capsys, 2, "search", "--ranks", "2", "--microbatches", "5", "--placement", "bidirectional"
-    )
+    odd = "--ranks", "2", "--microbatches", "5", "--placement", "bidirectional"
+    assert "which share them equally; try 4 or 6" in refused(capsys, 2, "search", *odd)
 
 
 def test_choose_ranks_what_fits_and_says_why_not(capsys):
@@ -780,9 +731,7 @@ def test_choose_ranks_what_fits_and_says_why_not(capsys):
     cut = lines.index("refused:")
     makespans = [float(line.split()[1]) for line in lines[2:cut]]
     assert makespans == sorted(makespans)
-    assert {line.split()[0] for line in lines[2:cut]} | {
-        line.split()[0] for line in lines[cut + 1 :]
-    } == named
+    assert {line.split()[0] for line in (*lines[2:cut], *lines[cut + 1 :])} == named
     gpipe = next(line for line in lines[cut:] if line.startswith("  gpipe "))
     assert gpipe.endswith("needs 8 of memory on rank 0, but the limit is 4.5")
     facts = json.loads(printed(capsys, "choose", *SMALL, "--search", "0.02", "--memory-limit", "3", "--json"))
