@@ -16,24 +16,13 @@ from dualpipe_jax.split import split_backward
 from models.config import tiny
 from models.kernels import Kernels
 from models.moe import Dispatch, MoE
+from tests.engine.models import quick
 
 CONFIG = tiny(dim=16, expert_hidden=8, num_experts=4, top_k=2, num_groups=1, top_groups=1, init_std=0.4)
 WIDE = tiny(
-    dim=128,
-    expert_hidden=64,
-    num_experts=4,
-    top_k=2,
-    num_groups=1,
-    top_groups=1,
-    num_shared_experts=0,
-    init_std=0.2,
-)
+    dim=128, expert_hidden=64, num_experts=4, top_k=2, num_groups=1, top_groups=1, num_shared_experts=0, init_std=0.2,
+)  # fmt: skip
 VOCAB, SEQ, STAGES = 11, 8, 2
-
-
-def quick(function):
-    """Compiled in half the time."""
-    return jax.jit(function, compiler_options={"xla_backend_optimization_level": 0})
 
 
 def layer(config, dispatch, axis_name=None, eight=True):
@@ -69,17 +58,16 @@ def model(dispatch, axis_name=None):
     return PipelineModel(lambda table, tokens: table[tokens], lambda p, x: x + apply(p, x), head_loss), params
 
 
-@pytest.mark.parametrize("dispatch", ["capacity", pytest.param("dropless", marks=pytest.mark.slow)])
-def test_pairs_over_devices_give_what_one_device_does(dispatch):
+@pytest.mark.slow
+def test_pairs_over_devices_give_what_one_device_does():
     """DualPipe, whose pairs run one microbatch's forward between another's backward; experts over two devices. What
     is rounded together lies on one device in the one case, on two in the other."""
     tokens = jax.random.randint(jax.random.key(1), (2, 4, 2, SEQ), 0, VOCAB)
-    alone, params = model(dispatch)
+    alone, params = model("dropless")
     wanted, wanted_grads = jax.device_get(quick(sequential_value_and_grad(alone))(params, *tokens))
     specs = {"stages": {name: P() for name in params["stages"]} | {"experts": P("ep")}}
-    step = pipeline_value_and_grad(
-        model(dispatch, "ep")[0], dualpipe(2, 4), make_mesh(2, 2), param_specs=specs
-    )
+    over, mesh = model("dropless", "ep")[0], make_mesh(2, 2)
+    step = pipeline_value_and_grad(over, dualpipe(2, 4), mesh, param_specs=specs)
     loss, grads = jax.device_get(quick(step)(params, *tokens))
     np.testing.assert_allclose(loss, wanted, rtol=1e-6)
     expected = floats(wanted_grads)

@@ -19,7 +19,7 @@ from models import tiny
 from models.placement import count_once, expert_tables, map_experts, place_experts, placed_specs, sum_copies
 from models.transformer import deepseek
 from tests.models import plain
-from tests.models.test_transformer import by_row, floats, quick, same_gradients
+from tests.models.test_transformer import a_params, by_row, floats, quick, same_gradients
 from tests.parallel.test_placement import tables
 
 CONFIG = tiny(
@@ -37,26 +37,14 @@ def a_batch(shape):
     return {"inputs": tokens[0], "targets": tokens[1], "valid": valid}
 
 
-def random_params(model):
-    """Routing uneven enough for copies to matter."""
-    rng = np.random.default_rng(2)
-
-    def fill(path, leaf):
-        name = jax.tree_util.keystr(path)
-        if "row" in name:
-            return model.layout.rows
-        made = rng.uniform(0.5, 1.5, leaf.shape) if "norm" in name else rng.normal(size=leaf.shape) / 5
-        return made.astype(leaf.dtype)
-
-    return jax.tree_util.tree_map_with_path(fill, jax.eval_shape(model.init, jax.random.key(0)))
-
-
 @functools.cache
 def wanted_from(config, plan, shape):
     """The paper's formulas on one device, which know neither slots nor copies."""
     model = deepseek(config, plan)
     run = functools.partial(plain.loss, model=model, mtp_weight=0.3, balance_factor=ALPHA)
-    return quick(jax.value_and_grad(run, has_aux=True, allow_int=True))(random_params(model), a_batch(shape))
+    return quick(jax.value_and_grad(run, has_aux=True, allow_int=True))(
+        a_params(config, plan), a_batch(shape)
+    )
 
 
 def in_model_order(grads, schedule):
@@ -81,24 +69,20 @@ def logical(grads, table):
     return map_experts(pick, grads, grads)
 
 
-CASES = {
-    "one rank": (one_f_one_b(1, 2), 4, 3, {}, (2, 4, 8)),
-    "1f1b": (one_f_one_b(2, 3), 2, 6, {"dispatch": "capacity"}, (3, 4, 8)),
-    "dualpipe": (dualpipe(2, 4), 4, 3, {}, (4, 4, 8)),
-    "dualpipe_v": (dualpipe_v(2, 4), 2, 5, {}, (4, 4, 8)),
-    "dualpipe_v, capacity": (dualpipe_v(2, 4), 4, 3, {"dispatch": "capacity"}, (4, 4, 8)),
-    "dualpipe, no copies": (dualpipe(2, 4), 4, 2, {"dispatch": "capacity"}, (4, 4, 8)),
-}
-"""Schedule, devices, slots of a device, options, and (microbatches, size, sequence)."""
-
-
 @pytest.mark.parametrize(
-    "case",
-    ["one rank", *(pytest.param(name, marks=pytest.mark.slow) for name in CASES if name != "one rank")],
+    "schedule, num_devices, num_slots, options, shape",
+    [
+        (one_f_one_b(1, 2), 4, 3, {}, (2, 4, 8)),
+        pytest.param(one_f_one_b(2, 3), 2, 4, {"dispatch": "capacity"}, (3, 4, 8), marks=pytest.mark.slow),
+        pytest.param(dualpipe(2, 4), 4, 3, {}, (4, 4, 8), marks=pytest.mark.slow),
+        pytest.param(dualpipe_v(2, 4), 2, 5, {"dispatch": "capacity"}, (4, 4, 8), marks=pytest.mark.slow),
+    ],
+    ids=["one rank", "1f1b, no copies", "dualpipe", "dualpipe_v, capacity"],
 )
-def test_outputs_and_gradients_are_those_without_a_placement(case):
+def test_outputs_and_gradients_are_those_without_a_placement(
+    schedule, num_devices, num_slots, options, shape
+):
     """One compiled program for all placements: tables are arguments. Dispatch has room for all."""
-    schedule, num_devices, num_slots, options, shape = CASES[case]
     config, plan = {1: (ONE_LAYER, (1,)), 2: (CONFIG, (2, 1)), 4: (CONFIG, (1, 0, 1, 1))}[
         schedule.placement.num_model_stages
     ]
@@ -118,11 +102,11 @@ def test_outputs_and_gradients_are_those_without_a_placement(case):
         ]
         return loss, report, in_model_order(summed, schedule), norms
 
-    compiled, place, params = quick(run), quick(place_experts), random_params(model)
+    compiled, place, params = quick(run), quick(place_experts), a_params(config, plan)
     for seed in (0, 1, 2):
         held = tables(model.layout.rows.max() + 1, CONFIG.num_experts, num_devices, num_slots, seed=seed)
         table = expert_tables(model.layout, held, CONFIG.num_experts, num_nodes=1 + seed % 2, near=seed < 2)
-        loss, report, grads, norms = compiled(place(params, table), a_batch(shape))
+        loss, report, grads, norms = jax.device_get(compiled(place(params, table), a_batch(shape)))
         np.testing.assert_allclose(loss, wanted, rtol=1e-6)
         for name, term in terms.items():
             np.testing.assert_allclose(report.losses[name], term, rtol=1e-6, err_msg=name)
@@ -149,21 +133,22 @@ def test_tables_of_too_few_layers_are_refused():
         expert_tables(model.layout, tables(2, 8, 4, 2), 8)
 
 
+@pytest.mark.slow
 def test_eight_bits_know_no_placement():
     """What is rounded is a token's, wherever its experts lie: the same numbers as on one device with all of them."""
     shape, held = (2, 4, 8), tables(1, CONFIG.num_experts, 4, 3, seed=0)
     alone, model = (deepseek(ONE_LAYER, (1,), ep_axis=axis, payload="float8") for axis in (None, EP))
-    params, batch = random_params(model), a_batch(shape)
+    params, batch = a_params(ONE_LAYER, (1,)), a_batch(shape)
     (wanted, report), wanted_grads = quick(reference_value_and_grad(alone.staged, num_parts=4))(params, batch)
     mesh = make_mesh(1, 4)
     specs = placed_specs(model.param_specs, EP)
     pipeline = Pipeline(model.staged, one_f_one_b(1, 2), mesh, param_specs=specs)
     table = expert_tables(model.layout, held, CONFIG.num_experts)
-    placed = place_experts(params, table)
+    placed = quick(place_experts)(params, table)
     (loss, found), grads = quick(pipeline.value_and_grad)(placed, batch)
     np.testing.assert_allclose(loss, wanted, rtol=1e-6)
     np.testing.assert_array_equal(found.metrics["counts"], report.metrics["counts"])
-    summed = quick(lambda grads, params: sum_copies(grads, params, mesh))(grads, placed)
+    summed = jax.device_get(quick(lambda grads, params: sum_copies(grads, params, mesh))(grads, placed))
     same_gradients(
         by_row(logical(summed, table), model.layout), by_row(wanted_grads, model.layout), rtol=1e-4
     )
