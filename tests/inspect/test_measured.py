@@ -19,6 +19,9 @@ ENTRY %main (a: bf16[64,32], b: bf16[32,128]) -> bf16[64,128] {
 TEXT = re.sub(r"CYCLES(\d+)", r'backend_config={"estimated_cycles":"\1"}', TEXT)
 
 
+OFTEN = '{"rates": {"all-to-all": {"bytes_per_second": 1e9, "latency": %d, "devices": %d}}}'
+
+
 def cycles(rates):
     return overlap(TEXT, rates).computations["main"].cycles
 
@@ -39,14 +42,8 @@ def test_they_come_before_the_compilers_figures():
         ('{"rates": {"flops": "fast"}}', "flops is 'fast', must be a number above 0"),
         ('{"rates": {"memory": 0}}', "memory is 0, must be a number above 0"),
         ('{"rates": {"permute": {"latency": 0}}}', "permute.bytes_per_second is None, must be a number"),
-        (
-            '{"rates": {"all-to-all": {"bytes_per_second": 1e9, "latency": -1, "devices": 4}}}',
-            "all-to-all.latency is -1, must be a number from 0 on",
-        ),
-        (
-            '{"rates": {"all-to-all": {"bytes_per_second": 1e9, "latency": 0, "devices": 1}}}',
-            "all-to-all.devices is 1, must be a number above 1",
-        ),
+        (OFTEN % (-1, 4), "all-to-all.latency is -1, must be a number from 0 on"),
+        (OFTEN % (0, 1), "all-to-all.devices is 1, must be a number above 1"),
         ('{"rates": {"all-to-all": 3}}', "all-to-all is 3, must be an object with bytes_per_second, latency"),
     ],
 )

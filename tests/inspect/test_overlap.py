@@ -46,9 +46,8 @@ def test_pair_on_v5e():
     # Each of the three has one matrix product between, and the compiler's estimate of it stands in the text.
     assert [c.cycles_between for c in found.collectives] == [0, 271238, 271238, 278532, 271238 + 278532]
     assert [c.waits for c in found.collectives] == [400e3, 128762, 128762, 121468, 0]
-    assert [c.exposed for c in found.collectives] == [400e3, 128762, 128762, 121468, 121468], (
-        "the last beside a wait"
-    )
+    exposed = [400e3, 128762, 128762, 121468, 121468]
+    assert [c.exposed for c in found.collectives] == exposed, "the last beside a wait"
     assert [c.opposite_matmuls for c in found.collectives] == [0, 1, 1, 0, 0]
     assert found.collectives[1].matmuls == {"forward": 1, "backward": 0, "unknown": 0}
     assert found.collectives[2].matmul_cycles == {"forward": 0, "backward": 271238, "unknown": 0}
@@ -132,9 +131,8 @@ def test_rates_agree_with_the_scheduler():
     """It priced two all-to-alls and a permute when nothing stood between (log: before scheduling)."""
     before = parse_statistics((TEXTS / "v5e_pair.log").read_text())[0].before.wasted
     rates = tpu_rates("v5e:4x4")
-    assert before["collective-permute"] == pytest.approx(
-        rates.collective("collective-permute", PAYLOAD, None), rel=1e-3
-    )
+    send = rates.collective("collective-permute", PAYLOAD, None)
+    assert before["collective-permute"] == pytest.approx(send, rel=1e-3)
     assert before["all-to-all"] == pytest.approx(4 * rates.collective("all-to-all", PAYLOAD, 4), rel=1e-3)
 
 
@@ -154,13 +152,8 @@ def test_collectives_of_one_kind_share_their_links():
     both = module(start("a"), start("b"), work("w", 1500), done("a"), done("b"))
     found = overlap(both, BYTE_A_CYCLE)
     assert [c.exposed for c in found.collectives] == [0, 2 * KIB - 1500]
-    other = module(
-        start("a"),
-        start("b", "collective-permute"),
-        work("w", 1500),
-        done("a"),
-        done("b", "collective-permute"),
-    )
+    b = "b", "collective-permute"
+    other = module(start("a"), start(*b), work("w", 1500), done("a"), done(*b))
     assert [c.exposed for c in overlap(other, BYTE_A_CYCLE).collectives] == [0, 0]
 
 
@@ -173,16 +166,8 @@ def test_a_wait_for_another_collective_hides_nothing():
 
 def test_of_a_flight_only_what_lies_beside_work_is_hidden():
     """By hand: a is in flight from 10 to 10 + K, b from 110 to 110 + K; the core waits for a from 310 on."""
-    text = module(
-        work("u", 10),
-        start("a"),
-        work("v", 100),
-        start("b", "collective-permute"),
-        work("w", 200),
-        done("a"),
-        work("x", 50),
-        done("b", "collective-permute"),
-    )
+    b, others = ("b", "collective-permute"), (work("w", 200), done("a"), work("x", 50))
+    text = module(work("u", 10), start("a"), work("v", 100), start(*b), *others, done(*b))
     a, b = overlap(text, BYTE_A_CYCLE).collectives
     assert (a.exposed, a.waits) == (KIB - 300, KIB - 300)
     assert (b.exposed, b.waits) == (KIB - 250, 50)
@@ -212,45 +197,33 @@ def test_wrapped_collectives(opcode):
         more=WRAPPED,
     )
     (found,) = overlap(text, BYTE_A_CYCLE).collectives
-    assert (found.kind, found.direction, found.payload, found.group_size) == (
-        "all-to-all",
-        "backward",
-        KIB,
-        4,
-    )
+    assert (found.kind, found.direction) == ("all-to-all", "backward")
+    assert (found.payload, found.group_size) == (KIB, 4)
     if opcode == "call":
         assert found.form == "sparsecore" and found.cycles_between == 300, "it starts at the update"
     else:
         assert found.form == "async" and found.cycles_between == 400
 
 
-@pytest.mark.parametrize(
-    "groups, size",
-    [
-        ("{{0,1},{2,3},{4,5},{6,7}}", 2),
-        ("[2,4]<=[8]", 4),
-        ("[2,4]<=[4,2]T(1,0)", 4),
-        ("mesh['pp'=4,'ep'=2] {'ep'}", 2),
-        ("mesh['pp'=4,'ep'=2] {'pp','ep'}", 8),
-        ("mesh['x'=8] {'x':(1)2}", 2),
-    ],
-)
-def test_groups_of_devices(groups, size):
+def test_groups_of_devices():
     """As jax 0.10 has them written, and as 0.12 has."""
-    text = module(start("a").replace("{{0,1,2,3},{4,5,6,7}}", groups), done("a"))
-    assert [c.group_size for c in overlap(text, BYTE_A_CYCLE).collectives] == [size]
+    sizes = {"{{0,1},{2,3},{4,5},{6,7}}": 2, "[2,4]<=[8]": 4, "[2,4]<=[4,2]T(1,0)": 4}
+    sizes |= {
+        "mesh['pp'=4,'ep'=2] {'ep'}": 2,
+        "mesh['pp'=4,'ep'=2] {'pp','ep'}": 8,
+        "mesh['x'=8] {'x':(1)2}": 2,
+    }
+    for groups, size in sizes.items():
+        text = module(start("a").replace("{{0,1,2,3},{4,5,6,7}}", groups), done("a"))
+        assert [c.group_size for c in overlap(text, BYTE_A_CYCLE).collectives] == [size], groups
 
 
 def test_groups_of_devices_are_read_from_what_this_jax_compiles():
     mesh = make_mesh(4, 2)
-    exchanged = jax.shard_map(
-        lambda x: jax.lax.psum(jax.lax.all_to_all(x, "ep", 0, 0, tiled=True), "pp"),
-        mesh=mesh,
-        in_specs=P(("pp", "ep")),
-        out_specs=P(("pp", "ep")),
-        check_vma=False,
-    )
-    x = jax.device_put(np.zeros((64, 4), np.float32), NamedSharding(mesh, P(("pp", "ep"))))
+    spec = P(("pp", "ep"))
+    work = lambda x: jax.lax.psum(jax.lax.all_to_all(x, "ep", 0, 0, tiled=True), "pp")  # noqa: E731
+    exchanged = jax.shard_map(work, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
+    x = jax.device_put(np.zeros((64, 4), np.float32), NamedSharding(mesh, spec))
     found = overlap(read(jax.jit(exchanged).lower(x).compile()), BYTE_A_CYCLE).collectives
     assert {c.kind: c.group_size for c in found} == {"all-to-all": 2, "all-reduce": 4}
 
@@ -297,9 +270,8 @@ def test_kernels_that_count_as_matmuls(target, counts):
 
 
 def test_rates_price_kernels_and_copies():
-    call = (
-        '%k = f32[256]{0} custom-call(%x), custom_call_target="tpu_custom_call", metadata={op_name="flash"}'
-    )
+    kernel = 'custom_call_target="tpu_custom_call", metadata={op_name="flash"}'
+    call = f"%k = f32[256]{{0}} custom-call(%x), {kernel}"
     text = module(start("a"), call, "%c = f32[256]{0} copy(%k)", done("a"))
     assert overlap(text).collectives[0].cycles_between == 0
     priced = overlap(text, Rates(memory=2.0, kernels={"flash": 500.0})).collectives[0]
@@ -321,22 +293,17 @@ def test_a_conditional_costs_its_longest_branch():
 
 def test_waits_inside_a_loop_are_no_work():
     lines = [start("a"), work("w", 24), done("a")]
-    body = (
-        "%body (p: f32[256]) -> f32[256] {\n  %x = f32[256]{0} parameter(0)\n"
-        + "".join(f"  {li}\n" for li in lines)
-        + "}\n"
-    )
-    loop = (
-        '%l = f32[256] while(%x), condition=%none, body=%body, backend_config={"known_trip_count":{"n":"3"}}'
-    )
+    head = "%body (p: f32[256]) -> f32[256] {\n  %x = f32[256]{0} parameter(0)\n"
+    body = head + "".join(f"  {li}\n" for li in lines) + "}\n"
+    trips = 'backend_config={"known_trip_count":{"n":"3"}}'
+    loop = f"%l = f32[256] while(%x), condition=%none, body=%body, {trips}"
     text = module(start("s", "collective-permute"), loop, done("s", "collective-permute"), more=body)
     found = overlap(text, BYTE_A_CYCLE)
     assert (found.computations["main"].cycles, found.computations["main"].waits) == (3 * KIB, 3 * (KIB - 24))
     send = found.select("collective-permute")[0]
     assert send.waits == 0 and send.cycles_between == 3 * 24
-    assert send.exposed == pytest.approx(KIB - 24), (
-        "in its time the loop runs once: it works 24 cycles and waits"
-    )
+    once = "in its time the loop runs once: it works 24 cycles and waits"
+    assert send.exposed == pytest.approx(KIB - 24), once
     assert found.select(within="l body") == found.select("all-to-all")
     assert found.hidden("all-to-all", within="l body") == pytest.approx(24 / KIB)
     assert found.hidden("all-gather") is None
@@ -396,24 +363,16 @@ def test_rich_prints_what_plain_text_says():
 def test_an_unscheduled_module_is_refused():
     text = module(work("w", 1)).replace(", is_scheduled=true", "")
     assert read(text).entry == "main"
-    with pytest.raises(
-        ValueError, match="by_hand is not scheduled, so the order of its lines says nothing; pass what"
-    ):
+    message = "by_hand is not scheduled, so the order of its lines says nothing; pass what"
+    with pytest.raises(ValueError, match=message):
         overlap(text)
 
 
-@pytest.mark.parametrize(
-    "kind, torus, switch",
-    [
-        ("all-to-all", 1.5, 0.75),
-        ("all-gather", 0.375, 0.75),
-        ("all-reduce", 0.75, 1.5),
-        ("collective-permute", 1, 1),
-    ],
-)
-def test_what_crosses_a_link(kind, torus, switch):
-    assert Rates(link=2.0, latency=7).collective(kind, 4000, 4) == 7 + torus * 2000
-    assert Rates(link=2.0, switched=True).collective(kind, 4000, 4) == switch * 2000
+def test_what_crosses_a_link():
+    shares = {"all-to-all": (1.5, 0.75), "all-gather": (0.375, 0.75), "all-reduce": (0.75, 1.5)}
+    for kind, (torus, switch) in (shares | {"collective-permute": (1, 1)}).items():
+        assert Rates(link=2.0, latency=7).collective(kind, 4000, 4) == 7 + torus * 2000, kind
+        assert Rates(link=2.0, switched=True).collective(kind, 4000, 4) == switch * 2000, kind
 
 
 def test_an_unknown_tpu_is_refused_by_name():

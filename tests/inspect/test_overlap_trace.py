@@ -18,6 +18,7 @@ LINES = (
     work("z", 5),
 )
 KIB = 1024
+RATES = {"v5e_pair": tpu_rates("v5e"), "h100_pair": h100_rates(), "v5e_ticks": Rates(), "cpu_ticks": None}
 
 
 def by_track(trace):
@@ -85,17 +86,9 @@ def test_a_clock_gives_microseconds():
 
 
 @pytest.mark.parametrize("clock", [None, 1.5e9, 1.83e9])
-@pytest.mark.parametrize(
-    ("name", "rates"),
-    [
-        ("v5e_pair", tpu_rates("v5e")),
-        ("h100_pair", h100_rates()),
-        ("v5e_ticks", Rates()),
-        ("cpu_ticks", None),
-    ],
-)
-def test_slices_nest_or_follow_each_other(name, rates, clock):
-    found = overlap((TEXTS / f"{name}.hlo").read_text(), rates)
+@pytest.mark.parametrize("name", RATES)
+def test_slices_nest_or_follow_each_other(name, clock):
+    found = overlap((TEXTS / f"{name}.hlo").read_text(), RATES[name])
     for computation in found.computations:
         trace = to_chrome_trace(found, computation, clock)
         for track in by_track(trace).values():

@@ -53,12 +53,8 @@ def test_work_waits_and_collectives_stand_at_their_times():
         "all-to-all a": [(0.1, 1.124)],
         "collective-permute s": [(0.1, 0.783)],
     }, "the smallest piece is drawn with its neighbours"
-    axes = figure.axes[0]
-    assert [label.get_text() for label in axes.get_yticklabels()] == [
-        "computation",
-        "all-to-all",
-        "collective-permute",
-    ]
+    axes, rows = figure.axes[0], ["computation", "all-to-all", "collective-permute"]
+    assert [label.get_text() for label in axes.get_yticklabels()] == rows
     assert axes.get_xlabel() == "kcycles, modelled" and axes.get_xlim() == pytest.approx((0, 3.524))
 
 

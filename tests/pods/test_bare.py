@@ -16,13 +16,8 @@ from train.state import Layout
 
 @pytest.fixture(scope="module")
 def blueprint():
-    model = models.deepseek(
-        models.byte(num_layers=2, num_dense_layers=0),
-        2,
-        ep_axis="ep",
-        dispatch="capacity",
-        capacity_factor=1.0,
-    )
+    numbers = models.byte(num_layers=2, num_dense_layers=0)
+    model = models.deepseek(numbers, 2, ep_axis="ep", dispatch="capacity", capacity_factor=1.0)
     mesh = make_mesh(2, 2)
     program = step_of(Layout(model, dualpipe(2, 6), mesh, optimizer_of()), (6, 2, 8))
     return Blueprint(program, dualpipe(2, 6), mesh)

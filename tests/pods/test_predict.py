@@ -181,17 +181,8 @@ def test_ends_that_take_less_are_usual_stages_where_there_are_pairs():
     def units(**cycles):
         return {name.replace("_", "/"): Unit(float(c), float(c), 0.0, 0.0, 0) for name, c in cycles.items()}
 
-    measured = {
-        "F": 10,
-        "I": 9,
-        "W": 3,
-        "F_first": 4,
-        "I_first": 5,
-        "W_first": 5,
-        "F_last": 11,
-        "I_last": 9,
-        "W_last": 2,
-    }
+    measured = {"F": 10, "I": 9, "W": 3, "F_first": 4, "I_first": 5, "W_first": 5, "F_last": 11, "I_last": 9}
+    measured |= {"W_last": 2}
     alone, paired = predict.costs(units(**measured), 0.0), predict.costs(units(**measured, FB=12), 0.0)
     assert alone.extra == {0: (-6, -4, 2), -1: (1, 0, -1)}
     assert paired.extra == {0: (0, 0, 2), -1: (1, 0, 0)} and paired.FB == 12
@@ -269,9 +260,8 @@ def test_stages_between_the_ends_are_not_priced_as_an_end():
 
     def named(**cycles):
         units = {kind.replace("_to_", "-"): unit(each) for kind, each in cycles.items()}
-        return {
-            name: unit.cycles for name, unit in predict.by_name({"F": units}).items() if "middle_" not in name
-        }
+        units = predict.by_name({"F": units})
+        return {name: unit.cycles for name, unit in units.items() if "middle_" not in name}
 
     between = {"middle_2": 3.0, "middle_3": 4.0}
     assert named(first=5.0, last=9.0, **between) == {"F": 4.0, "F/first": 5.0, "F/last": 9.0}

@@ -39,9 +39,8 @@ def test_memory_of_a_users_program_by_hand():
     assert kinds["stages"] == STAGE * FLOAT and kinds["shared"] == DIM * FLOAT and kinds["mirrored"] == 0
     assert kinds["optimizer"] == 2 * (STAGE + DIM) * FLOAT + 4, "two averages, and how many steps"
     assert kinds["gradients"] == (STAGE + DIM) * FLOAT
-    assert kinds["batch"] == 2 * 4 * 2 * DIM * FLOAT + FLOAT, (
-        "half of each microbatch's x and y, and the loss"
-    )
+    halves = "half of each microbatch's x and y, and the loss"
+    assert kinds["batch"] == 2 * 4 * 2 * DIM * FLOAT + FLOAT, halves
     assert ahead.num_parameters(b.program.params) == 2 * STAGE + DIM
     assert ahead.num_parameters(b.params, device=True) == STAGE + DIM
 
@@ -114,9 +113,8 @@ def test_the_package_alone_is_enough(tmp_path):
     (tmp_path / "lib" / "dualpipe_jax").symlink_to(ROOT / "dualpipe_jax")
     (tmp_path / "mine.py").write_text(FILE.read_text())
     # Where scripts/test runs, every process would find the checkout's.
-    (tmp_path / "lib" / "sitecustomize.py").write_text(
-        "import sys\nsys.modules.update(train=None, models=None)\n"
-    )
+    hidden = "import sys\nsys.modules.update(train=None, models=None)\n"
+    (tmp_path / "lib" / "sitecustomize.py").write_text(hidden)
 
     command = [
         sys.executable,

@@ -56,10 +56,8 @@ def test_two_cores_run_two_ranks_of_one_device_at_once(monkeypatch):
     monkeypatch.setattr(timed, "num_cores", lambda: 2)
     drawn = draw(dataclasses.replace(PLAN, ep=1, microbatch_size=2), TARGET, jax.devices()[:2])
     table = drawn.pipeline.table(drawn.params, drawn.batch)
-    found = {number: Spent(2.0, 2) for number in timed.table_units(table)} | {
-        IDLE: Spent(0, 9),
-        FEWER: Spent(0, 4),
-    }
+    found = {number: Spent(2.0, 2) for number in timed.table_units(table)}
+    found |= {IDLE: Spent(0, 9), FEWER: Spent(0, 4)}
     read = timed.read(table, drawn, [found], {})
     assert read.at_once == 2 and read.update is None
     assert read.units["F"].cycles == 1e9, "of one rank, which one core works for"
@@ -71,12 +69,9 @@ def test_each_stage_of_a_v_is_priced_by_its_own_depth(monkeypatch):
     plan = dataclasses.replace(PLAN, pp=4, schedule="zb_v", change=("deep=2",))
     drawn = draw(plan, Target.parse("cpu:8"), jax.devices())
     table = drawn.pipeline.table(drawn.params, drawn.batch)
-    seconds = {  # of F, I and W; stages behind the first run two layers, the others one
-        "first": (2.0, 1.0, 2.0),
-        "middle_2": (6.0, 7.0, 8.0),
-        "middle_1": (3.0, 4.0, 4.0),
-        "last": (5.0, 6.0, 5.0),
-    }
+    # Of F, I and W; stages behind the first run two layers, the others one.
+    seconds = {"first": (2.0, 1.0, 2.0), "last": (5.0, 6.0, 5.0)}
+    seconds |= {"middle_2": (6.0, 7.0, 8.0), "middle_1": (3.0, 4.0, 4.0)}
     names = ["first", "middle_2", "middle_2", "middle_1", "middle_1", "middle_1", "middle_1", "last"]
     found = {IDLE: Spent(0.0, 10), FEWER: Spent(0.0, 4)}
     for number, unit in enumerate(table.units):
@@ -130,14 +125,10 @@ def test_a_program_is_timed_and_its_step_predicted(monkeypatch):
     assert {"F", "F/first", "F/last", "B", "B/first", "B/last"} == compiled.units.keys()
     assert said[-2:] == ["timing 4 units, round 2 of 2", "simulating the step"]
     assert compiled.update.cycles > 0 and compiled.overheads.tick > 0 and found.target.flops > 1e8
-    costs = CostModel(
-        **{n: step.costs[n] for n in ("F", "I", "W")},
-        extra={int(k): v for k, v in step.costs["extra"].items()},
-    )
-    table = lower(one_f_one_b(2, 4))
-    assert step.cycles == pytest.approx(
-        table.shared_makespan(costs, compiled.at_once) + table.num_ticks * compiled.overheads.tick
-    )
+    extra = {int(k): v for k, v in step.costs["extra"].items()}
+    costs, table = CostModel(**{n: step.costs[n] for n in "FIW"}, extra=extra), lower(one_f_one_b(2, 4))
+    makespan = table.shared_makespan(costs, compiled.at_once)
+    assert step.cycles == pytest.approx(makespan + table.num_ticks * compiled.overheads.tick)
     rest = compiled.overheads.step + compiled.update.cycles
     assert step.seconds == pytest.approx((step.cycles + rest) / 1e9)
     assert sum(part.seconds for part in step.account) == pytest.approx(step.seconds)

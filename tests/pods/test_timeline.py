@@ -37,11 +37,8 @@ def drawn(folder, text):
 
 
 def test_the_slowest_pair_is_drawn(tmp_path):
-    bodies = {
-        "forward": ("forward/middle", 9000),
-        "short": ("pair/middle-middle", 100),
-        "long": ("pair/first-last", 5000),
-    }
+    bodies = {"forward": ("forward/middle", 9000), "short": ("pair/middle-middle", 100)}
+    bodies |= {"long": ("pair/first-last", 5000)}
     lines = [guard(name, scope) for name, (scope, _) in bodies.items()]
     text = module(*lines, more="".join(pair(name, cycles) for name, (_, cycles) in bodies.items()))
     assert drawn(tmp_path, text) == "long"
