@@ -80,21 +80,20 @@ def test_pairs_and_only_they_are_framed_with_the_forward_above():
     assert "pairs" not in collections(plot(simulate(gpipe(2, 2))))
 
 
-def _numbers(schedule):
-    return [text.get_text() for text in plot(simulate(schedule)).axes[0].texts if text.get_text().isdigit()]
+def numbers(schedule):
+    return [text for text in plot(simulate(schedule)).axes[0].texts if text.get_text().isdigit()]
 
 
 def test_numbers_are_microbatches_within_their_pipe():
     schedule = dualpipe(4, 8)
-    drawn = sorted(map(int, _numbers(schedule)))
+    drawn = sorted(int(text.get_text()) for text in numbers(schedule))
     assert drawn == sorted(a.microbatch for order in schedule.orders for slot in order for a in slot)
     assert max(drawn) == 3
 
 
 def test_numbers_shrink_and_then_go():
     def sizes(schedule):
-        texts = plot(simulate(schedule)).axes[0].texts
-        return [text.get_size() for text in texts if text.get_text().isdigit()]
+        return [text.get_size() for text in numbers(schedule)]
 
     assert min(sizes(one_f_one_b(2, 8))) > 7
     assert min(sizes(dualpipe(16, 64))) > 5, "what people look at must be readable"

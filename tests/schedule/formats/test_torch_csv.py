@@ -1,6 +1,7 @@
 """PyTorch's CSV there and back; and, where PyTorch is installed, through its own parser and runtime."""
 
 import contextlib
+import itertools
 import json
 import os
 import pathlib
@@ -29,10 +30,6 @@ from dualpipe_jax.schedule.formats.torch_csv import from_torch_csv, to_torch_csv
 COUNTS = (2, 4), (4, 8), (8, 16)
 ONE_PIPE = [recipe for recipe in ALL_SCHEDULES if recipe(4, 8).placement.num_pipes == 1]
 TWO_PIPES = [recipe for recipe in ALL_SCHEDULES if recipe not in ONE_PIPE]
-
-
-def named(recipe):
-    return recipe.__name__
 
 
 @pytest.fixture
@@ -64,13 +61,11 @@ def fake_stages(stages, num_stages, num_ranks):
     ]
 
 
-@pytest.mark.parametrize("recipe", ALL_SCHEDULES, ids=named)
-def test_schedules_come_back(recipe):
-    for counts in COUNTS:
+def test_schedules_come_back():
+    for recipe, counts, aligned in itertools.product(ALL_SCHEDULES, COUNTS, (False, True)):
         schedule = recipe(*counts)
         placement = schedule.placement if schedule.placement.num_pipes > 1 else None
-        for aligned in (False, True):
-            assert from_torch_csv(to_torch_csv(schedule, aligned), placement, schedule.name) == schedule
+        assert from_torch_csv(to_torch_csv(schedule, aligned), placement, schedule.name) == schedule
 
 
 def test_text():
@@ -115,14 +110,11 @@ def test_the_lines_place_the_stages():
     assert both.num_microbatches == 2
 
 
-@pytest.mark.parametrize(
-    "schedule",
-    [make(*counts) for make in (dualpipe, chimera) for counts in ((2, 2), (2, 6), (4, 8), (8, 20))]
-    + [make(*counts) for make in (zb_v, dualpipe_v) for counts in ((1, 2), (2, 6), (4, 8))],
-    ids=lambda schedule: f"{schedule.name} {schedule.num_ranks} {schedule.num_microbatches}",
-)
-def test_two_pipes_and_a_v_read_back_as_what_they_are(schedule):
-    assert validate(from_torch_csv(to_torch_csv(schedule), name=schedule.name)) == schedule
+def test_two_pipes_and_a_v_read_back_as_what_they_are():
+    two = itertools.product((dualpipe, chimera), ((2, 2), (2, 6), (4, 8), (8, 20)))
+    for make, counts in (*two, *itertools.product((zb_v, dualpipe_v), ((1, 2), (2, 6), (4, 8)))):
+        schedule = make(*counts)
+        assert validate(from_torch_csv(to_torch_csv(schedule), name=schedule.name)) == schedule
 
 
 def test_what_hangs_as_two_pipes_as_well_is_taken_for_one():
@@ -166,19 +158,17 @@ def test_lines_and_placement_disagree():
         from_torch_csv("0F0,0B0", Placement.linear(2))
 
 
-@pytest.mark.parametrize("aligned", [False, True])
-@pytest.mark.parametrize("recipe", ONE_PIPE, ids=named)
-def test_pytorch_reads_ours(torch_schedules, tmp_path, recipe, aligned):
-    for counts in COUNTS:
+def test_pytorch_reads_ours(torch_schedules, tmp_path):
+    for number, (recipe, counts) in enumerate(itertools.product(ONE_PIPE, COUNTS)):
         schedule = recipe(*counts)
-        text = to_torch_csv(schedule, aligned)
+        text = to_torch_csv(schedule, aligned=bool(number % 2))
         (tmp_path / "ours.csv").write_text(text)
         runtime = load(torch_schedules, schedule, tmp_path / "ours.csv")
         assert runtime.stage_index_to_group_rank == dict(enumerate(schedule.placement.rank_of))
         for order, theirs in zip(schedule.orders, runtime.pipeline_order.values(), strict=True):
             assert [as_slot(action) for action in theirs if action] == [
                 tuple((a.stage, a.op.value, a.microbatch) for a in slot) for slot in order
-            ]
+            ], (schedule.name, counts)
         runtime._dump_csv(str(tmp_path / "lowered.csv"), format="compute_comms")
         lowered = (tmp_path / "lowered.csv").read_text()
         assert "REDUCE_GRAD" in lowered and "SEND_B" in lowered
@@ -192,17 +182,16 @@ def as_slot(action):
     )
 
 
-@pytest.mark.parametrize("recipe", TWO_PIPES, ids=named)
-def test_pytorch_refuses_two_pipes(torch_schedules, tmp_path, recipe):
-    schedule = recipe(4, 8)
-    (tmp_path / "ours.csv").write_text(to_torch_csv(schedule))
-    with pytest.raises(AssertionError, match="Malformed compute schedule"):
-        load(torch_schedules, schedule, tmp_path / "ours.csv")
+def test_pytorch_refuses_two_pipes(torch_schedules, tmp_path):
+    for recipe in TWO_PIPES:
+        schedule = recipe(4, 8)
+        (tmp_path / "ours.csv").write_text(to_torch_csv(schedule))
+        with pytest.raises(AssertionError, match="Malformed compute schedule"):
+            load(torch_schedules, schedule, tmp_path / "ours.csv")
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize(
-    ("theirs", "stages_a_rank"),
+    ("theirs", "a_rank"),
     [
         ("LoopedBFS", 2),
         ("Interleaved1F1B", 3),
@@ -211,15 +200,16 @@ def test_pytorch_refuses_two_pipes(torch_schedules, tmp_path, recipe):
         ("DualPipeV", 2),
     ],
 )
-def test_pytorchs_own_schedules_are_read(torch_schedules, tmp_path, theirs, stages_a_rank, ranks):
-    stages = fake_stages(range(stages_a_rank), stages_a_rank * ranks, ranks)
-    made = torch_schedules.get_schedule_class(theirs)(stages, 2 * ranks)
-    made._dump_csv(str(tmp_path / "theirs.csv"), format="compute_only")
-    read = validate(from_torch_csv((tmp_path / "theirs.csv").read_text()))
-    assert (read.num_ranks, read.num_microbatches) == (ranks, 2 * ranks)
-    assert dict(enumerate(read.placement.rank_of)) == made.stage_index_to_group_rank
-    if theirs == "DualPipeV":
-        assert read.orders == dualpipe_v(ranks, 2 * ranks).orders
+def test_pytorchs_own_schedules_are_read(torch_schedules, tmp_path, theirs, a_rank):
+    for ranks in (2, 4):
+        stages = fake_stages(range(a_rank), a_rank * ranks, ranks)
+        made = torch_schedules.get_schedule_class(theirs)(stages, 2 * ranks)
+        made._dump_csv(str(tmp_path / "theirs.csv"), format="compute_only")
+        read = validate(from_torch_csv((tmp_path / "theirs.csv").read_text()))
+        assert (read.num_ranks, read.num_microbatches) == (ranks, 2 * ranks)
+        assert dict(enumerate(read.placement.rank_of)) == made.stage_index_to_group_rank
+        if theirs == "DualPipeV":
+            assert read.orders == dualpipe_v(ranks, 2 * ranks).orders
 
 
 def test_pytorch_runs_ours(torch_schedules, tmp_path):

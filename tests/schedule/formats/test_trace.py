@@ -25,8 +25,7 @@ from dualpipe_jax.schedule.formats.trace import to_chrome_trace
 COSTS = CostModel(0.7, 1.3, 1.01, FB=2.21, send=0.4)
 
 
-def recipes(test):
-    return pytest.mark.parametrize("recipe", ALL_SCHEDULES, ids=lambda recipe: recipe.__name__)(test)
+recipes = pytest.mark.parametrize("recipe", ALL_SCHEDULES, ids=lambda recipe: recipe.__name__)
 
 
 def read(trace):
@@ -65,9 +64,8 @@ def test_every_slot_is_drawn_once_when_it_runs(recipe):
 
 
 @recipes
-@pytest.mark.parametrize("unit_us", [1000.0, 3.3])
-@pytest.mark.parametrize("send", [0.4, 5.0])
-def test_rows_never_overlap_and_time_ascends(recipe, unit_us, send):
+@pytest.mark.parametrize(("send", "unit_us"), [(0.4, 3.3), (5.0, 1000.0)])
+def test_rows_never_overlap_and_time_ascends(recipe, send, unit_us):
     trace = to_chrome_trace(simulate(recipe(4, 8), CostModel(0.7, 1.3, 1.01, FB=2.21, send=send)), unit_us)
     for row in itertools.chain(*(rows.values() for rows in work_and_sends(trace))):
         for before, after in itertools.pairwise(row):
@@ -202,12 +200,10 @@ def test_what_was_drawn():
     assert said["costs"] == repr(COSTS) and said["makespan"] == simulate(dualpipe(4, 8), COSTS).makespan
 
 
-@pytest.mark.parametrize("unit_us", [0, -1.0, float("nan")])
-def test_a_unit_must_take_time(unit_us):
-    with pytest.raises(
-        ValueError, match=f"to_chrome_trace: unit_us={unit_us}; it must be above 0, such as 1000.0"
-    ):
-        to_chrome_trace(simulate(gpipe(1, 1)), unit_us)
+def test_a_unit_must_take_time():
+    for unit in (0, -1.0, float("nan")):
+        with pytest.raises(ValueError, match=f"unit_us={unit}; it must be above 0, such as 1000.0"):
+            to_chrome_trace(simulate(gpipe(1, 1)), unit)
 
 
 def test_a_chain_of_waiting_has_a_row_of_its_own():

@@ -3,7 +3,6 @@
 import itertools
 import math
 import random
-import re
 import sys
 
 import pytest
@@ -33,7 +32,8 @@ TINY = (
     (Placement.linear(2), 2),
     (Placement.v(2), 1),
     (Placement.bidirectional(2), 2),
-    (Placement.linear(1), 3),
+    (Placement.linear(1), 2),
+    pytest.param(Placement.linear(1), 3, marks=pytest.mark.slow),
 )
 
 
@@ -64,44 +64,41 @@ def taken(recipe, counts):
 # ---- the lower bound ----
 
 
-@pytest.mark.parametrize("recipe", ALL_SCHEDULES, ids=lambda recipe: recipe.__name__)
-def test_no_schedule_beats_the_bound(recipe):
-    chance = random.Random(recipe.__name__)
-    counts = [(chance.randint(1, 8), chance.choice((1, 2, 4, 6, 8, 12, 16, 24))) for _ in range(60)]
-    schedules = list(taken(recipe, counts))
-    assert len(schedules) > 5
-    for schedule in schedules:
-        sizes = MemoryModel(*(chance.choice((0, 0.5, 1)) for _ in range(5)))
-        for memory, wild in ((None, False), (sizes, True)):
-            costs = seeded_costs(chance, wild)
-            makespan, kept = whole_rank(schedule, costs, memory)
-            counts = schedule.num_ranks, schedule.num_microbatches, costs
-            for limit in (math.inf, kept):
-                near = lower_bound(*counts, limit, placement=schedule.placement, memory=memory)
-                anywhere = lower_bound(*counts, limit, memory=memory)
-                assert anywhere <= near * (1 + 1e-9), (schedule.name, counts, limit, memory)
-                assert near <= makespan * (1 + 1e-9), (schedule.name, counts, limit, memory)
+def test_no_schedule_beats_the_bound():
+    for recipe in ALL_SCHEDULES:
+        chance = random.Random(recipe.__name__)
+        counts = [(chance.randint(1, 8), chance.choice((1, 2, 4, 6, 8, 12, 16))) for _ in range(24)]
+        schedules = list(taken(recipe, counts))
+        assert len(schedules) > 5
+        for schedule in schedules:
+            sizes = MemoryModel(*(chance.choice((0, 0.5, 1)) for _ in range(5)))
+            for memory, wild in ((None, False), (sizes, True)):
+                costs = seeded_costs(chance, wild)
+                makespan, kept = whole_rank(schedule, costs, memory)
+                counts = schedule.num_ranks, schedule.num_microbatches, costs
+                for limit in (math.inf, kept):
+                    near = lower_bound(*counts, limit, placement=schedule.placement, memory=memory)
+                    anywhere = lower_bound(*counts, limit, memory=memory)
+                    assert anywhere <= near * (1 + 1e-9), (schedule.name, counts, limit, memory)
+                    assert near <= makespan * (1 + 1e-9), (schedule.name, counts, limit, memory)
 
 
 def test_a_transfer_that_blocks_only_adds():
+    costs = CostModel(1, 2, 1, send=0.5, blocking=True)
     for schedule in (zb_h1(4, 6), dualpipe(4, 8), dualpipe_v(3, 6)):
-        costs = CostModel(1, 2, 1, send=0.5, blocking=True)
-        makespan, _ = whole_rank(schedule, costs)
-        assert (
-            lower_bound(schedule.num_ranks, schedule.num_microbatches, costs, placement=schedule.placement)
-            <= makespan
-        )
+        counts = schedule.num_ranks, schedule.num_microbatches
+        assert lower_bound(*counts, costs, placement=schedule.placement) <= whole_rank(schedule, costs)[0]
 
 
-@pytest.mark.parametrize("num_ranks", [2, 3, 4, 8])
-def test_bounds_that_are_known_to_be_met(num_ranks):
+def test_bounds_that_are_known_to_be_met():
     """On a line the last rank waits for its first forward and works from then on: ZB-H1 does just that."""
-    line, num_microbatches = Placement.linear(num_ranks), 2 * num_ranks
-    assert lower_bound(num_ranks, num_microbatches, placement=line) == 3 * num_microbatches + num_ranks - 1
-    assert simulate(zb_h1(num_ranks, num_microbatches)).makespan == 3 * num_microbatches + num_ranks - 1
-    # Where a pair gains 1: what the first rank runs while it waits for its first backward has no partner left.
-    gaining = CostModel(FB=2)
-    assert lower_bound(num_ranks, num_microbatches, gaining, placement=line) == 3 * num_microbatches - 1
+    for ranks in (2, 3, 4, 8):
+        line, microbatches = Placement.linear(ranks), 2 * ranks
+        assert lower_bound(ranks, microbatches, placement=line) == 3 * microbatches + ranks - 1
+        assert simulate(zb_h1(ranks, microbatches)).makespan == 3 * microbatches + ranks - 1
+        # Where a pair gains 1: what the first rank runs while it waits for its first backward has no partner left.
+        gaining = CostModel(FB=2)
+        assert lower_bound(ranks, microbatches, gaining, placement=line) == 3 * microbatches - 1
 
 
 def test_one_microbatch_goes_there_and_back():
@@ -267,8 +264,7 @@ def test_time_that_runs_out_is_said():
     [
         (
             lambda: lower_bound(0, 4),
-            "lower_bound: got 0 ranks and 4 microbatches; it needs at least one of each, "
-            "try 1 ranks and 4 microbatches",
+            "lower_bound: got 0 ranks and 4 microbatches; .* at least one of each, try 1 ranks and 4 microbatches",
         ),
         (
             lambda: lower_bound(3, 4, placement=Placement.v(2)),
@@ -276,8 +272,7 @@ def test_time_that_runs_out_is_said():
         ),
         (
             lambda: lower_bound(2, 5, placement=Placement.bidirectional(2)),
-            "the placement's 2 pipe(s) share the microbatches equally, so their number must be a positive "
-            "multiple of 2; try 4 or 6",
+            r"the placement's 2 pipe\(s\) share .* must be a positive multiple of 2; try 4 or 6",
         ),
         (
             lambda: optimum(Placement.bidirectional(2), 1),
@@ -285,8 +280,7 @@ def test_time_that_runs_out_is_said():
         ),
         (
             lambda: optimum(Placement.v(3), 2, memory_limit=0.5),
-            "optimum: got 3 ranks and 2 microbatches, but not even one microbatch fits memory_limit=0.5; "
-            "give at least 1$",
+            "optimum: got 3 .*, but not even one microbatch fits memory_limit=0.5; give at least 1$",
         ),
         (lambda: optimum(Placement.linear(2), 2, CostModel(W=0)), "F=1, I=1, W=0, .*it needs costs above 0"),
         (lambda: optimum(Placement.linear(2), 2, CostModel(blocking=True)), "sends that do not block"),
@@ -301,6 +295,5 @@ def test_time_that_runs_out_is_said():
     ],
 )
 def test_messages(call, message):
-    pattern = message if ".*" in message or message.endswith("$") else re.escape(message)
-    with pytest.raises(ValueError, match=pattern):
+    with pytest.raises(ValueError, match=message):
         call()

@@ -70,7 +70,7 @@ def cost_models(draw):
     )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=120, deadline=None)
 @given(placements, st.integers(1, 7), cost_models(), st.sampled_from(SIZES), st.data(), policies)
 def test_any_policy_ends_within_any_memory(placement, per_pipe, costs, sizes, data, policy):
     limit = least_memory(placement, sizes)[0] * data.draw(st.sampled_from((1, 1, 1.3, 2, 5, math.inf)))
@@ -79,15 +79,9 @@ def test_any_policy_ends_within_any_memory(placement, per_pipe, costs, sizes, da
     _, makespan = play_greedily(terms, policy)
     schedule = validate(greedy(placement, microbatches, costs, limit, sizes, policy))
     timeline = simulate(schedule, costs)
+    assert lower(schedule, CostModel()).num_ticks > 0
     assert max(timeline.memory(sizes)) <= limit * (1 + 1e-8)
     assert timeline.makespan <= makespan * (1 + 1e-8)
-
-
-@settings(max_examples=12, deadline=None)
-@given(placements, st.integers(1, 5), cost_models(), policies)
-def test_what_it_makes_lowers(placement, per_pipe, costs, policy):
-    schedule = greedy(placement, per_pipe * placement.num_pipes, costs, policy=policy)
-    assert lower(schedule, CostModel()).num_ticks > 0
 
 
 def test_zb_v_is_found_anew():
@@ -96,11 +90,11 @@ def test_zb_v_is_found_anew():
     assert ours.peak_activations == papers.peak_activations
 
 
-@pytest.mark.parametrize("ranks", [2, 4, 7])
-def test_with_the_memory_of_1f1b_and_whole_backwards_it_takes_as_long(ranks):
+def test_with_the_memory_of_1f1b_and_whole_backwards_it_takes_as_long():
     policy = Policy(pair=False, split="never")
-    ours = greedy(Placement.linear(ranks), 3 * ranks, memory_limit=ranks, policy=policy)
-    assert simulate(ours).makespan == simulate(one_f_one_b(ranks, 3 * ranks)).makespan
+    for ranks in (2, 4, 7):
+        ours = greedy(Placement.linear(ranks), 3 * ranks, memory_limit=ranks, policy=policy)
+        assert simulate(ours).makespan == simulate(one_f_one_b(ranks, 3 * ranks)).makespan
 
 
 def test_pairs_are_made_when_they_gain_and_not_otherwise():
@@ -141,32 +135,14 @@ def test_microbatches_that_the_pipes_cannot_share():
 @pytest.mark.parametrize(
     ("placement", "microbatches", "costs", "limit", "policy"),
     [
-        (
-            Placement.linear(2),
-            2,
-            CostModel(0.1, 0, 1, FB=0),
-            math.inf,
-            Policy(patience=4.0, owed=2, fill=0.2, pace=1.05),
-        ),
-        (
-            Placement.v(2),
-            4,
-            CostModel(0, 1.64, 0.97, FB=0),
-            math.inf,
-            Policy(patience=4.0, split="never", burst=3),
-        ),
-        (
-            Placement.interleaved(2, 2),
-            8,
-            CostModel(0, 1.64, 0.97, FB=0),
-            5.3,
-            Policy(patience=4.0, match=True, pace=1),
-        ),
-        (Placement.v(3), 6, CostModel(0, 0, 0, FB=0), math.inf, Policy()),
+        (Placement.linear(2), 2, (0.1, 0, 1), math.inf, Policy(patience=4.0, owed=2, fill=0.2, pace=1.05)),
+        (Placement.v(2), 4, (0, 1.64, 0.97), math.inf, Policy(patience=4.0, split="never", burst=3)),
+        (Placement.interleaved(2, 2), 8, (0, 1.64, 0.97), 5.3, Policy(patience=4.0, match=True, pace=1)),
+        (Placement.v(3), 6, (0, 0, 0), math.inf, Policy()),
     ],
 )
 def test_slots_of_no_time_are_all_run(placement, microbatches, costs, limit, policy):
     for knobs in itertools.product((True, False), (True, False), ("always", "never", "ends")):
         names = dict(zip(("forward_first", "deep_backward", "split"), knobs, strict=True))
         varied = dataclasses.replace(policy, **names)
-        validate(greedy(placement, microbatches, costs, limit, policy=varied))
+        validate(greedy(placement, microbatches, CostModel(*costs, FB=0), limit, policy=varied))

@@ -112,7 +112,7 @@ def test_small_ones_are_the_optimum(ranks, placement, costs, limit):
 
 
 def test_the_same_arguments_give_the_same_schedule_and_it_lowers():
-    arguments = 3, 6, CostModel(1, 1.64, 0.97, FB=2.7), 3.0
+    arguments = 2, 4, CostModel(1, 1.64, 0.97, FB=2.7), 2.0
     found = search(*arguments, effort=0.02)
     assert found == search(*arguments, effort=0.02)
     assert lower(found).num_ticks > 0
