@@ -106,7 +106,7 @@ def test_forward_only_keeps_no_residuals():
 
 
 def test_bfloat16_compute_with_float32_accumulators():
-    schedule, mesh, params, _, data = setup(dualpipe, kind="mlp")
+    schedule, mesh, params, _, data = setup(zb_h1, kind="mlp")
     low = jax.tree.map(lambda p: p.astype(jnp.bfloat16), params)
     step = pipeline_value_and_grad(models.MLP, schedule, mesh, accumulate_dtype=jnp.float32)
     loss, grads = step(low, *data)

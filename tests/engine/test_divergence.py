@@ -137,6 +137,7 @@ def test_collectives_are_met_in_one_order(make):
     check_order(schedule, [Met(name_of(op), at[0].number if at else None, groups(op)) for at, op in found])
 
 
+@pytest.mark.slow
 def test_collectives_are_met_in_one_order_when_compiled():
     """As scheduled: in the order in which every device issues them, and with no more than one round trip a tick."""
     schedule, lowered = lowered_step(dualpipe, "switch")

@@ -112,6 +112,7 @@ def test_the_sends_of_ticks_may_run_beside_other_collectives():
     assert len(permutes) > len(beside)
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize("make", [dualpipe, zb_v], ids=lambda make: make.__name__)
 def test_program_does_not_grow_with_microbatches(make):
     """Compile time is flat because the program is: benchmarks/compile_time.py has the seconds."""
@@ -119,7 +120,7 @@ def test_program_does_not_grow_with_microbatches(make):
     assert many <= 1.15 * few
 
 
-@pytest.mark.thin(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [one_f_one_b, dualpipe], ids=lambda make: make.__name__)
 def test_memory_is_what_the_pools_and_sums_need(make):
     """PP + 1 residual sets (with their inputs), stash, sums of gradients, mirrored parameters: and 10 %.
