@@ -1,5 +1,6 @@
 """scripts/serve: how it begins, by whom it can be reached, and how it ends."""
 
+import json
 import os
 import signal
 import socket
@@ -12,8 +13,8 @@ import models
 from models.decode.text import Bytes
 from models.serve import listen
 from tests.models.decode.small_models import random_params, small
+from tests.train.test_generate import greedy
 from train.config import ConfigError
-from train.generate.__main__ import main as generate
 from train.serve import main
 
 CONFIG = small(vocab=256)
@@ -44,23 +45,16 @@ def test_it_serves_a_folder_until_it_is_told_to_stop(folder, capsys, number, cod
     before = signal.getsignal(number)
     thread = threading.Thread(target=client, daemon=True)
     thread.start()
-    assert (
-        main([str(folder), "--port", str(port), "--name", "mine", "--context", "40", "--at-once", "2"])
-        == code
-    )
+    asked_of_it = ["--port", str(port), "--name", "mine", "--context", "40", "--at-once", "2"]
+    assert main([str(folder), *asked_of_it]) == code
     thread.join(30)
     assert signal.getsignal(number) is before
     assert answers[-2:] == ["data: [DONE]", ""] and '"finish_reason":"length"' in answers[-4]
     out, err = capsys.readouterr()
-    assert (
-        out == ""
-        and f"serving 'mine' at http://127.0.0.1:{port}/v1" in err
-        and "40 positions a request" in err
-    )
-    assert "warning" not in err
-    text = "".join(httpx.Response(200, text=line[6:]).json()["choices"][0]["text"] for line in answers[:-2:2])
-    assert generate([str(folder), "--prompt", "def f(", "--max-tokens", "20"]) == 0
-    assert capsys.readouterr().out == text + "\n" and len(Bytes().encode(text)) >= 20
+    assert f"serving 'mine' at http://127.0.0.1:{port}/v1" in err and "40 positions a request" in err
+    assert out == "" and "warning" not in err
+    text = "".join(json.loads(line[6:])["choices"][0]["text"] for line in answers[:-2:2])
+    assert text == greedy("def f(", 20, CONFIG) and len(Bytes().encode(text)) >= 20
 
 
 def test_only_this_machine_reaches_it_unless_told_otherwise(capsys, monkeypatch):
