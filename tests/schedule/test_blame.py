@@ -5,14 +5,7 @@ import random
 
 import pytest
 
-from dualpipe_jax.schedule import (
-    ALL_SCHEDULES,
-    CostModel,
-    dualpipe,
-    gpipe,
-    one_f_one_b,
-    simulate,
-)
+from dualpipe_jax.schedule import ALL_SCHEDULES, CostModel, dualpipe, gpipe, one_f_one_b, simulate
 from dualpipe_jax.schedule.blame import critical_path, slack, why_idle
 
 

@@ -33,9 +33,8 @@ times = st.floats(0.1, 4.0)
 def cost_models(draw, longest_send=0.0):
     f, i, w = draw(times), draw(times), draw(times)
     least = max(f, i + w)
-    return CostModel(
-        f, i, w, FB=least + draw(st.floats(0, 1)) * (f + i + w - least), send=draw(st.floats(0, longest_send))
-    )
+    fb = least + draw(st.floats(0, 1)) * (f + i + w - least)
+    return CostModel(f, i, w, fb, send=draw(st.floats(0, longest_send)))
 
 
 @st.composite
@@ -100,30 +99,28 @@ def test_equals_relaxation_by_hand_and_idle_is_what_is_left(schedule, costs):
         assert timeline.busy[rank] + timeline.idle[rank] == pytest.approx(timeline.makespan)
 
 
+def most(spans):
+    """How many of those spans overlap at once; a hair apart counts as touching, not as overlapping."""
+    tiny = 1e-9
+    return max((sum(s <= at + tiny and at + tiny < e for s, e in spans) for at, _ in spans), default=0)
+
+
 @settings(max_examples=60, deadline=None)
 @given(schedules(), cost_models())
 def test_peaks_equal_a_count_over_time(schedule, costs):
     timeline = simulate(schedule, costs)
     for rank, order in enumerate(schedule.orders):
-        when = {}
-        for slot, start, end in zip(order, timeline.starts[rank], timeline.ends[rank], strict=True):
-            when.update({action: (start, end) for action in slot})
+        runs = zip(order, timeline.starts[rank], timeline.ends[rank], strict=True)
+        when = {action: (start, end) for slot, start, end in runs for action in slot}
         live, owed, inputs = [], [], []
         for (stage, op, microbatch), (start, end) in when.items():
             if op is Op.F:
-                freed = next(when[a][1] for o in "BI" if (a := (stage, o, microbatch)) in when)
-                dropped = next(when[a][1] for o in "BW" if (a := (stage, o, microbatch)) in when)
-                live.append((start, freed))
-                inputs.append((start, dropped))
+                live.append((start, next(when[a][1] for o in "BI" if (a := (stage, o, microbatch)) in when)))
+                inputs.append(
+                    (start, next(when[a][1] for o in "BW" if (a := (stage, o, microbatch)) in when))
+                )
             if op is Op.I:
                 owed.append((end, when[stage, Op.W, microbatch][1]))
-
-        def most(spans):
-            tiny = 1e-9
-            return max(
-                (sum(s <= at + tiny and at + tiny < e for s, e in spans) for at, _ in spans), default=0
-            )
-
         assert timeline.peak_activations[rank] == most(live)
         assert timeline.peak_weight_stashes[rank] == most(owed)
         assert timeline.peak_inputs[rank] == most(inputs)
@@ -134,14 +131,8 @@ def test_peaks_equal_a_count_over_time(schedule, costs):
 def test_dualpipe_closed_forms(h, more, c):
     ranks, pairs = 2 * h, 2 * h - 1 + more  # of microbatches; the fewest is 2 * ranks - 2
     m = 2 * pairs
-    makespan = (
-        (m - h - 2) * c.FB
-        + ranks * c.F
-        + (h + 2) * c.I
-        + 3 * c.W
-        + max(h * c.F, (h - 1) * c.I)
-        + (h - 1) * max(c.I, c.W)
-    )
+    makespan = (m - h - 2) * c.FB + ranks * c.F + (h + 2) * c.I + 3 * c.W
+    makespan += max(h * c.F, (h - 1) * c.I) + (h - 1) * max(c.I, c.W)
     idle = (h - 1) * (c.FB + max(0, c.W - c.I) - 2 * c.W + max(c.F, c.I))
     idle -= min(c.F, (h - 1) * max(0, c.I - c.F))
     for schedule in (dualpipe(ranks, m), dualpipe_v(h, pairs)):
@@ -155,14 +146,11 @@ def test_dualpipe_closed_forms(h, more, c):
 @settings(max_examples=60, deadline=None)
 @given(st.integers(1, 9), st.integers(1, 24), cost_models())
 def test_classic_bubbles_and_activations(ranks, m, c):
-    for recipe in (gpipe, one_f_one_b):
-        assert simulate(recipe(ranks, m), c).idle == pytest.approx(
-            [(ranks - 1) * (c.F + c.B)] * ranks, abs=1e-6
-        )
-    assert simulate(gpipe(ranks, m), c).peak_activations == (m,) * ranks
-    assert simulate(one_f_one_b(ranks, m), c).peak_activations == tuple(
-        min(m, ranks - r) for r in range(ranks)
-    )
+    every, fewest = simulate(gpipe(ranks, m), c), simulate(one_f_one_b(ranks, m), c)
+    idle = [(ranks - 1) * (c.F + c.B)] * ranks
+    assert every.idle == pytest.approx(idle, abs=1e-6) and fewest.idle == pytest.approx(idle, abs=1e-6)
+    assert every.peak_activations == (m,) * ranks
+    assert fewest.peak_activations == tuple(min(m, ranks - r) for r in range(ranks))
 
 
 @settings(max_examples=60, deadline=None)
@@ -180,11 +168,6 @@ def test_zb_h1_with_few_microbatches_still_beats_1f1b():
         assert simulate(zb_h1(*counts)).makespan < simulate(one_f_one_b(*counts)).makespan
 
 
-def test_owed_weights_of_dualpipe():
-    assert simulate(dualpipe(8, 20)).peak_weight_stashes == (1, 2, 3, 4, 4, 3, 2, 1)
-    assert simulate(dualpipe_v(4, 10)).peak_weight_stashes == (1, 2, 3, 4)
-
-
 def test_figures_for_16_ranks_and_64_microbatches():
     """The table that decides between schedules: F = I = W = 1, PP 16, M 64."""
     assert simulate(one_f_one_b(16, 64)).makespan == 237
@@ -194,6 +177,8 @@ def test_figures_for_16_ranks_and_64_microbatches():
     assert simulate(dualpipe_v(16, 64), CostModel(0.5, 0.5, 0.5)).makespan == 207
     uneven = simulate(dualpipe(16, 64), CostModel(FB=2)).idle
     assert (uneven[0], uneven[7]) == (1, 7)
+    assert simulate(dualpipe(8, 20)).peak_weight_stashes == (1, 2, 3, 4, 4, 3, 2, 1)
+    assert simulate(dualpipe_v(4, 10)).peak_weight_stashes == (1, 2, 3, 4)
 
 
 def test_sends_delay_the_receiver_and_nobody_else():
@@ -205,20 +190,16 @@ def test_sends_delay_the_receiver_and_nobody_else():
     assert timeline.starts[0][2:] == (25, 27)
 
 
-def test_defaults_are_all_one():
-    schedule = dualpipe(4, 8)
-    assert simulate(schedule) == simulate(schedule, CostModel(1, 1, 1, 3, 0))
-
-
 def test_costs():
+    assert simulate(dualpipe(4, 8)) == simulate(dualpipe(4, 8), CostModel(1, 1, 1, 3, 0)), "all one"
     assert (CostModel(F=1, I=2, W=3).FB, CostModel(F=1, I=2, W=3).B) == (6, 5)
     assert CostModel(F=1, I=2, W=3, FB=4.5).FB == 4.5
 
 
-@pytest.mark.parametrize("wrong", [-1, math.nan, math.inf])
-def test_costs_that_are_no_durations_are_all_named(wrong):
-    with pytest.raises(ValueError, match=f"finite and at least 0, got I={wrong}, FB=.*, send={wrong}"):
-        CostModel(I=wrong, send=wrong, FB=wrong)
+def test_costs_that_are_no_durations_are_all_named():
+    for wrong in (-1, math.nan, math.inf):
+        with pytest.raises(ValueError, match=f"finite and at least 0, got I={wrong}, FB=.*, send={wrong}"):
+            CostModel(I=wrong, send=wrong, FB=wrong)
 
 
 def test_a_schedule_that_hangs():
@@ -242,23 +223,17 @@ def test_longer_costs_never_shorten_the_step():
 
 
 def test_jitter_of_nothing_changes_nothing_and_the_same_factor_for_all_scales_all():
-    costs = CostModel(1, 1.5, 0.5, FB=2.25, send=0.25, blocking=True)
+    costs, three = CostModel(1, 1.5, 0.5, FB=2.25, send=0.25, blocking=True), np.array([1, 2, 3])
     for recipe in ALL_SCHEDULES:
         schedule = recipe(4, 8)
         plain = simulate(schedule, costs)
         assert jittered(schedule, costs, 0.0, runs=3).tolist() == pytest.approx([plain.makespan] * 3)
         ran = execution_order(schedule.placement, schedule.orders)
         free = dataclasses.replace(costs, send=0)
-        _, ends = clock(
-            schedule.placement,
-            schedule.orders,
-            ran,
-            free,
-            vary=lambda cost: cost * np.array([1, 2, 3]),
-            latest=np.maximum,
-        )
-        most = np.max([end[-1] for end in ends], axis=0)
-        assert most == pytest.approx(simulate(schedule, free).makespan * np.array([1, 2, 3]))
+        told = {"vary": lambda cost: cost * three, "latest": np.maximum}
+        _, ends = clock(schedule.placement, schedule.orders, ran, free, **told)
+        last = np.max([end[-1] for end in ends], axis=0)
+        assert last == pytest.approx(simulate(schedule, free).makespan * three)
 
 
 def test_jitter_has_the_mean_and_the_spread_that_it_says():
@@ -275,7 +250,7 @@ def test_waiting_for_each_other_makes_jitter_cost_time():
     assert np.median(jittered(schedule)) > simulate(schedule).makespan * 1.02
 
 
-@pytest.mark.parametrize(("jitter", "runs"), [(-0.1, 10), (math.nan, 10), (math.inf, 10), (0.1, 0)])
-def test_jitter_that_makes_no_sense(jitter, runs):
-    with pytest.raises(ValueError, match=rf"jittered: got jitter={jitter}, runs={runs}; jitter is a share"):
-        jittered(gpipe(1, 1), jitter=jitter, runs=runs)
+def test_jitter_that_makes_no_sense():
+    for jitter, runs in ((-0.1, 10), (math.nan, 10), (math.inf, 10), (0.1, 0)):
+        with pytest.raises(ValueError, match=rf"got jitter={jitter}, runs={runs}; jitter is a share"):
+            jittered(gpipe(1, 1), jitter=jitter, runs=runs)

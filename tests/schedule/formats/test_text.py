@@ -93,11 +93,7 @@ def test_what_the_header_leaves_out_comes_from_arguments_or_actions():
         ("0F0\n0F0 0X0", Placement.linear(2), "parse_grid: line 2: not an action: '0X0'"),
         ("# ranks 1, microbatches 1\n\n0F0 0REDUCE_GRAD", Placement.linear(1), "line 3: not an action"),
         ("0F0", Placement.linear(2), "1 lines of slots, 2 ranks in the placement; they must be the same"),
-        (
-            "# ranks 2, microbatches 1\n0F0",
-            Placement.linear(1),
-            "1 lines of slots, 1 ranks .* 2 in the",
-        ),
+        ("# ranks 2, microbatches 1\n0F0", Placement.linear(1), "1 lines of slots, 1 ranks .* 2 in the"),
         ("# a, ranks 1, microbatches 1, pipes (0)\n0F0", Placement.v(1), "the header says .* the argument"),
     ],
 )
