@@ -12,6 +12,7 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 import tokenizers
 import yaml
@@ -48,12 +49,15 @@ def published_checkpoint(folder: Path) -> None:
     """A small one, under the name that the page gives it."""
     config = tiny(vocab=300, num_layers=2, num_mtp_layers=0)
     model = deepseek(config)
-    params = jax.tree.map(
-        lambda leaf: (
-            model.layout.rows if jnp.issubdtype(leaf.dtype, jnp.integer) else jnp.full(leaf.shape, 0.02)
-        ),
-        jax.eval_shape(model.init, jax.random.key(0)),
-    )
+
+    def made(leaf):
+        return (
+            model.layout.rows
+            if jnp.issubdtype(leaf.dtype, jnp.integer)
+            else np.full(leaf.shape, 0.02, "float32")
+        )
+
+    params = jax.tree.map(made, jax.eval_shape(model.init, jax.random.key(0)))
     weights.save(folder / "DeepSeek-V2-Lite", config, params)
     library = tokenizers.Tokenizer(tokenizers.models.BPE())
     library.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -128,9 +132,8 @@ def shown_after(text: str) -> list[str]:
     if match := re.match(r"\n```text\n(.*?)^```", text, re.M | re.S):
         return match[1].splitlines()
     before = text.split("\n```")[0]
-    return (
-        re.findall(r"^\|.*\|$", before.split("\n\n**")[0], re.M) if before.startswith("\n\nprinted") else []
-    )
+    table = before.split("\n\n**")[0] if before.startswith("\n\nprinted") else ""
+    return re.findall(r"^\|.*\|$", table, re.M)
 
 
 def flags(text: str) -> set[str]:

@@ -42,12 +42,7 @@ class LinenStage(linen.Module):
 
 
 def nnx_case(num_stages=3):
-    return from_nnx(
-        lambda rngs: nnx.Embed(VOCAB, DIM, rngs=rngs),
-        lambda rngs: Stage(rngs),
-        lambda rngs: Head(rngs),
-        num_stages,
-    )
+    return from_nnx(lambda rngs: nnx.Embed(VOCAB, DIM, rngs=rngs), Stage, Head, num_stages)
 
 
 def linen_case(num_stages=3, stage=None):

@@ -5,17 +5,9 @@ import io
 import pytest
 from rich.console import Console
 
+from dualpipe_jax.present import numbers
 from dualpipe_jax.present.figure import new_figure, save
-from dualpipe_jax.present.numbers import (
-    Units,
-    format_bytes,
-    format_cycles,
-    gib,
-    in_runs,
-    percent,
-    scale,
-    together,
-)
+from dualpipe_jax.present.numbers import Units
 from dualpipe_jax.present.table import Table
 
 ROWS = (("a", "1.5", "x"), ("bb", "20", "sync"))
@@ -38,12 +30,8 @@ def test_a_ruled_table_with_names_at_both_ends():
 
 def test_a_table_for_markdown():
     table = Table(("name", "n", "why"), ROWS, left=(0, 2))
-    assert table.markdown().splitlines() == [
-        "| name | n | why |",
-        "| --- | ---: | --- |",
-        "| a | 1.5 | x |",
-        "| bb | 20 | sync |",
-    ]
+    lines = "| name | n | why |", "| --- | ---: | --- |", "| a | 1.5 | x |", "| bb | 20 | sync |"
+    assert table.markdown().splitlines() == [*lines]
 
 
 def test_a_terminal_shows_the_best_row_in_green_and_bad_ones_in_red():
@@ -61,29 +49,31 @@ def test_only_what_may_be_broken_is():
     assert row[1] in narrow and row[0] not in narrow
 
 
-@pytest.mark.parametrize(
-    ("cycles", "text"),
-    [(None, "?"), (0, "0"), (640.4, "640"), (3520, "3.52 k"), (1.1e6, "1.10 M"), (-2e9, "-2.00 G")],
-)
-def test_cycles(cycles, text):
-    assert format_cycles(cycles) == text
+def test_cycles():
+    texts = {None: "?", 0: "0", 640.4: "640", 3520: "3.52 k", 1.1e6: "1.10 M", -2e9: "-2.00 G"}
+    assert {cycles: numbers.format_cycles(cycles) for cycles in texts} == texts
 
 
 def test_numbers_in_a_row():
-    assert in_runs((3, *[4] * 14, 2)) == "3, 14 x 4, 2" and in_runs((2, 2)) == "2 x 2" and in_runs(()) == ""
+    assert (
+        numbers.in_runs((3, *[4] * 14, 2)) == "3, 14 x 4, 2"
+        and numbers.in_runs((2, 2)) == "2 x 2"
+        and numbers.in_runs(()) == ""
+    )
 
 
 def test_other_numbers():
-    assert scale(3.5e6) == ("M", 1e6) and scale(12) == ("", 1.0)
-    assert [format_bytes(count) for count in (512, 1536, 4 * 2**20, 40.5 * 2**30)] == [
-        "512 B",
-        "1.5 KiB",
-        "4 MiB",
-        "40.5 GiB",
+    assert numbers.scale(3.5e6) == ("M", 1e6) and numbers.scale(12) == ("", 1.0)
+    sizes = {512: "512 B", 1536: "1.5 KiB", 4 * 2**20: "4 MiB", 40.5 * 2**30: "40.5 GiB"}
+    assert {count: numbers.format_bytes(count) for count in sizes} == sizes
+    assert numbers.gib(14 * 2**30) == "14.00"
+    assert [numbers.percent(share) for share in (None, -1e-9, 0.4894, 1)] == [
+        "?",
+        "0.0 %",
+        "48.9 %",
+        "100.0 %",
     ]
-    assert gib(14 * 2**30) == "14.00"
-    assert [percent(share) for share in (None, -1e-9, 0.4894, 1)] == ["?", "0.0 %", "48.9 %", "100.0 %"]
-    assert together([0, 1, 2, 3, 8, 12, 13]) == "0-3 8 12-13"
+    assert numbers.together([0, 1, 2, 3, 8, 12, 13]) == "0-3 8 12-13"
     assert Units("ms", "B").size(2**30) == "1 GiB" and Units("ms").of_time("makespan") == "makespan, ms"
 
 

@@ -100,15 +100,9 @@ def test_what_ends_its_process_is_left_out_of_the_next(here, answering, capsys):
     assert main(["probe", "--limit", "5", "--json", "--only", *only]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["divergence"] == "switch"
-    assert [names[0] for _, names, _, _ in asked] == [
-        "guard-loop",
-        "permute-beside-loop",
-        "permute-beside-loop",
-    ]
-    assert (
-        all("all-to-all-loop" not in names for _, names, _, _ in asked[1:])
-        and "units-loop" not in asked[2][1]
-    )
+    first, second, third = (names for _, names, _, _ in asked)
+    assert (first[0], second[0], third[0]) == ("guard-loop", "permute-beside-loop", "permute-beside-loop")
+    assert "all-to-all-loop" not in {*second, *third} and "units-loop" not in third
     module, _, environment, limit = asked[0]
     assert (module, environment) == ("dualpipe_jax.probe", {})
     assert limit("guard-loop") == 5 and limit("starting") == 180
@@ -161,9 +155,8 @@ def test_the_setting(broken, setting):
     assert found.divergence == setting and found.told
     text = " ".join(found.sentences)
     assert (f'divergence="{setting}"' in text) if setting else "Nothing works" in text
-    assert [stands(results, form) for form in FORMS] == [
-        not any(name.endswith(form) for name in broken) for form in FORMS
-    ]
+    for form in FORMS:
+        assert stands(results, form) == (not any(name.endswith(form) for name in broken)), form
 
 
 def test_what_was_not_tried_is_not_said_to_work():
@@ -210,13 +203,12 @@ def test_rates_that_price_programs(here):
     assert "guards" not in file["rates"] and "costs" not in file
     (here / "rates.json").write_text(json.dumps(file))
     rates = measured_rates("rates.json", clock, switched=True)
-    np.testing.assert_allclose(rates.collective("all-to-all", payload, 4), seconds * clock)
-    np.testing.assert_allclose(
-        rates.collective("all-to-all", payload, 8), (latency + payload * 7 / 8 / link) * clock
-    )
-    np.testing.assert_allclose(
-        rates.collective("collective-permute", payload, None), (latency + payload / 25e9) * clock
-    )
+    for kind, group, wanted in (
+        ("all-to-all", 4, seconds),
+        ("all-to-all", 8, latency + payload * 7 / 8 / link),
+        ("collective-permute", None, latency + payload / 25e9),
+    ):
+        np.testing.assert_allclose(rates.collective(kind, payload, group), wanted * clock)
     assert (rates.memory, rates.flops) == (3e12 / clock, 600e12 / clock)
     torus = measured_rates("rates.json", clock, switched=False)
     np.testing.assert_allclose(torus.collective("all-to-all", payload, 4), seconds * clock)

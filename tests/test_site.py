@@ -31,9 +31,8 @@ def site(tmp_path):
         '<a href="sub/page.html#old">x</a>'
         '<a href="https://example.org/nowhere">x</a><a href="mailto:a@b.c">x</a><img src="data:image/png;base64,AA">'
     )
-    (tmp_path / "sub" / "page.html").write_text(
-        '<p id="there"><a href="../index.html">x</a><a name="old"></a>'
-    )
+    other = '<p id="there"><a href="../index.html">x</a><a name="old"></a>'
+    (tmp_path / "sub" / "page.html").write_text(other)
     return tmp_path
 
 
