@@ -37,22 +37,22 @@ WORKERS = {
     """,
     "lingers": """
         import subprocess
-        other = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+        other = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
         open(os.environ["PIDS"], "w").write(f"{os.getpid()} {other.pid}")
         print("compiling", flush=True)
-        time.sleep(60)
+        time.sleep(600)
     """,
     "hangs": """
         print("counting", flush=True)
         open(sys.argv[1] + ".partial", "w").write(json.dumps({"sum": 3}))
         open(os.environ["PIDS"], "w").write(f"{os.getpid()}")
         print("waiting", flush=True)
-        time.sleep(60)
+        time.sleep(600)
     """,
     "hangs at its end": """
         sys.stdout.close()
         os.close(1)
-        time.sleep(60)
+        time.sleep(600)
     """,
     "serves": """
         from dualpipe_jax.worker import say, serve
@@ -72,7 +72,7 @@ WORKERS = {
         sys.stdin.readline()
         threading.Thread(target=end_with_parent, daemon=True).start()
         open(os.environ["PIDS"], "w").write(f"{os.getpid()}")
-        time.sleep(60)
+        time.sleep(600)
     """,
 }
 
@@ -145,15 +145,12 @@ def killed(environment, worker, number):
     call = f"from dualpipe_jax.command.child import ask; ask({worker!r}, {{}}, {{}}, 'v5e:4x4')"
     # A shell's background job ignores interrupts, and hands that on: Python then raises no KeyboardInterrupt.
     call = f"import signal; signal.signal(signal.SIGINT, signal.default_int_handler); {call}"
-    parent = subprocess.Popen(
-        [sys.executable, "-c", call],
-        env={**os.environ, **environment, "PYTHONPATH": paths},
-        stderr=subprocess.PIPE,
-    )
+    environ = {**os.environ, **environment, "PYTHONPATH": paths}
+    parent = subprocess.Popen([sys.executable, "-c", call], env=environ, stderr=subprocess.PIPE)
     pids = waited_for(lambda: Path(environment["PIDS"]).read_text().split())
     assert all(is_alive(int(pid)) for pid in pids)
     os.kill(parent.pid, number)
-    parent.communicate(timeout=20)
+    parent.communicate(timeout=60)
     return [int(pid) for pid in pids]
 
 
@@ -167,7 +164,7 @@ def test_if_its_parent_is_killed_it_ends_by_itself(environment):
     waited_for(lambda: not is_alive(pid))
 
 
-def waited_for(found, seconds=20.0):
+def waited_for(found, seconds=60.0):
     end = time.monotonic() + seconds
     while time.monotonic() < end:
         with contextlib.suppress(FileNotFoundError):

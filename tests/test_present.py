@@ -55,11 +55,8 @@ def test_cycles():
 
 
 def test_numbers_in_a_row():
-    assert (
-        numbers.in_runs((3, *[4] * 14, 2)) == "3, 14 x 4, 2"
-        and numbers.in_runs((2, 2)) == "2 x 2"
-        and numbers.in_runs(()) == ""
-    )
+    texts = {(3, *[4] * 14, 2): "3, 14 x 4, 2", (2, 2): "2 x 2", (): ""}
+    assert {row: numbers.in_runs(row) for row in texts} == texts
 
 
 def test_other_numbers():
