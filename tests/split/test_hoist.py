@@ -155,11 +155,22 @@ def test_sums_are_as_precise_as_those_of_the_parameters():
     assert [kind.dtype for kind in hoist(in_halves, LORA, X).values] == [jnp.float32]
 
 
-def test_nothing_is_taken_out_where_nothing_is_made_of_parameters_alone():
-    lifted = hoist(block, block_params(), X)
-    assert lifted.values == [] and lifted.prelude(block_params()) == []
-    want = split_backward(block).trace(block_params(), X)
-    got = split_backward(lifted.function).trace((block_params(), []), X)
+def chosen(params, x):
+    """Of matrices alone, but x says which."""
+    return x @ lax.cond(x.sum() > 0, lambda w: w @ w, lambda w: w, params["w"])
+
+
+def carried(params, x):
+    """A carry that begins as a parameter."""
+    return x @ lax.scan(lambda w, _: (w @ w * x.sum(), None), params["w"], None, length=2)[0]
+
+
+@pytest.mark.parametrize(("f", "params"), [(block, block_params()), (chosen, LORA), (carried, LORA)])
+def test_nothing_is_taken_out_where_nothing_is_made_of_parameters_alone(f, params):
+    lifted = hoist(f, params, X)
+    assert lifted.values == [] and lifted.prelude(params) == []
+    want = split_backward(f).trace(params, X)
+    got = split_backward(lifted.function).trace((params, []), X)
     assert want.flops == got.flops
     assert want.residuals_w == got.residuals_w and want.stash == got.stash
 

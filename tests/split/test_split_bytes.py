@@ -77,11 +77,27 @@ def test_scanned_layers_cost_as_many_single_layers():
         assert total_bytes(getattr(layers, part)) == 3 * total_bytes(getattr(single, part))
 
 
+def test_what_all_iterations_read_is_kept_once():
+    """Its bfloat16 copy is smaller, but every iteration makes one."""
+
+    def f(params, x):
+        same = jnp.sin(x)
+
+        def layer(x, _):
+            return jnp.tanh(x + (same.astype(jnp.bfloat16) @ params).astype(x.dtype)), None
+
+        return lax.scan(jax.checkpoint(layer), x, None, length=3)[0]
+
+    plan = plan_of(f, normal(0, WIDTH, WIDTH, dtype=jnp.bfloat16), X)
+    assert held_for_weights(plan) == ROWS + 3 * ROWS // 2  # and each iteration's cotangent in bfloat16
+
+
 def test_remat_keeps_only_the_input():
-    plan = plan_of(jax.checkpoint(block), block_params(), X)
-    assert (plan.residuals_i, plan.residuals_w, plan.keep_input) == ([], [], "I")
-    # The recomputed inputs of the linears are handed over, but not what they are recomputed from.
-    assert total_bytes(plan.stash) == 2 * (ROWS + WIDE) + GAIN
+    for prevent_cse in (True, False):
+        plan = plan_of(jax.checkpoint(block, prevent_cse=prevent_cse), block_params(), X)
+        assert (plan.residuals_i, plan.residuals_w, plan.keep_input) == ([], [], "I")
+        # The recomputed inputs of the linears are handed over, but not what they are recomputed from.
+        assert total_bytes(plan.stash) == 2 * (ROWS + WIDE) + GAIN
     layers = plan_of(scanned(jax.checkpoint(block)), LAYERS, X)
     assert shapes(layers.residuals_i) == [(3, BATCH, WIDTH)]
     assert layers.residuals_w == []
