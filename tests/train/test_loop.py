@@ -197,6 +197,14 @@ def test_a_signal_saves_and_ends_the_run(number, name, code, tmp_path):
     assert signal.getsignal(number) is before
 
 
+def test_a_notice_to_any_process_saves_and_ends_the_run(tmp_path, monkeypatch):
+    saved, told = FakeCheckpoints(), iter([False, True])
+    monkeypatch.setattr(Processes, "preempted", lambda self: next(told))
+    with pytest.raises(Stopped, match="SIGTERM: saved at step 2") as stopped:
+        run([], tmp_path / "metrics.jsonl", saved)
+    assert (saved.saved, saved.finished, stopped.value.code) == ([2], [2], 143)
+
+
 def test_a_second_signal_ends_it_at_once():
     with pytest.raises(KeyboardInterrupt), Stop() as stop:
         signal.raise_signal(signal.SIGTERM)

@@ -28,12 +28,9 @@ def test_only_what_devices_hold_is_drawn():
         return {"inputs": whole[rows], "targets": -whole[rows]}
 
     batch = share_out(draw, SHAPE[:2], NamedSharding(mesh, PartitionSpec(None, "ep")))
-    assert sorted(rows[1].start for rows in drawn) == [
-        0,
-        1,
-        2,
-        3,
-    ]  # once each, though two pipeline ranks hold it
+    assert sorted(rows[1].start for rows in drawn) == [0, 1, 2, 3], (
+        "once each, though two pipeline ranks hold it"
+    )
     assert all(rows[1].stop - rows[1].start == 1 and rows[0] == slice(0, 3) for rows in drawn)
     np.testing.assert_array_equal(batch["inputs"], np.arange(60).reshape(SHAPE))
     np.testing.assert_array_equal(batch["targets"], -np.arange(60).reshape(SHAPE))
@@ -43,11 +40,13 @@ def test_what_differs_is_named_with_who():
     ours = common(configure(seed=1), "abc")
     theirs = common(configure(seed=2), "abd")
     assert differences([ours, ours]) == []
-    lines = differences([ours, ours, theirs, theirs])
-    assert lines == [
+    assert differences([ours, ours, theirs, theirs]) == [
         "  option seed: 1 on process 0, 2 on process 2 and 1 more",
         "  corpus: abc on process 0, abd on process 2 and 1 more",
     ]
+    assert common(configure(process_id=0), "abc") == common(configure(process_id=1), "abc"), (
+        "who one is may differ"
+    )
 
 
 def test_a_process_without_devices_of_the_mesh_is_refused():
@@ -55,10 +54,6 @@ def test_a_process_without_devices_of_the_mesh_is_refused():
     refuse_idle(mesh, 1)
     with pytest.raises(ConfigError, match="process 1, 2 of 3 has no device of the mesh, whose 4 devices"):
         refuse_idle(mesh, 3)
-
-
-def test_who_one_is_may_differ():
-    assert common(configure(process_id=0), "abc") == common(configure(process_id=1), "abc")
 
 
 def test_alone_nothing_waits():
@@ -73,16 +68,10 @@ def test_alone_nothing_waits():
     assert Stragglers(alone, 1).report(1) is None
 
 
-@pytest.mark.parametrize(
-    ("seconds", "slowest", "excess", "median"),
-    [
-        ([1.0, 5.0], 1, 4.0, 1.0),
-        ([2.0, 1.0, 3.0, 9.0, 4.0], 3, 6.0, 3.0),
-        ([7.0, 1.0, 1.0, 1.0], 0, 6.0, 1.0),
-    ],
-)
-def test_the_slowest_and_its_excess(seconds, slowest, excess, median):
-    assert excess_over_median(seconds) == (slowest, excess, median)
+def test_the_slowest_and_its_excess():
+    assert excess_over_median([1.0, 5.0]) == (1, 4.0, 1.0)
+    assert excess_over_median([2.0, 1.0, 3.0, 9.0, 4.0]) == (3, 6.0, 3.0)
+    assert excess_over_median([7.0, 1.0, 1.0, 1.0]) == (0, 6.0, 1.0)
 
 
 MEETING = """
@@ -124,7 +113,7 @@ for asked in (process == 0, process == 1, [process, None]):
 stragglers = Stragglers(processes, 2)
 for step in (1, 2):
     with stragglers.host():
-        time.sleep(0.2 * process)
+        time.sleep(1.0 * process)
     told["stragglers"] = stragglers.report(step)
 print("TOLD", json.dumps(told), flush=True)
 processes.leave()
@@ -157,27 +146,13 @@ def meeting():
     ]
 
 
-def test_devices_are_counted_over_all_processes(meeting):
-    assert [told["devices"] for told in meeting] == [[1, 2], [1, 2]]
-
-
-def test_processes_tell_one_another(meeting):
+def test_processes_tell_one_another_and_draw_their_own_rows(meeting):
     for told in meeting:
-        assert told["first"] == {"from": 0}
+        assert told["devices"] == [1, 2] and told["first"] == {"from": 0}
         assert told["any"] == "broken" and told["none"] is None
         assert told["decided"] == [True, False, [0, None]]
-
-
-def test_all_learn_who_differs(meeting):
-    for told in meeting:
-        assert "would not train the same model" in told["differ"]
-        assert (
-            "corpus: abd on process 0, abc on process 1" in told["differ"]
-            and "same" not in told["differ"][40:]
-        )
-
-
-def test_each_process_draws_its_own_rows(meeting):
+        assert "would not train the same model" in told["differ"] and "same" not in told["differ"][40:]
+        assert "corpus: abd on process 0, abc on process 1" in told["differ"]
     assert [told["drawn"] for told in meeting] == [[[0, 2]], [[2, 4]]]
     assert [told["sum"] for told in meeting] == [[276, -276]] * 2
 
@@ -185,6 +160,6 @@ def test_each_process_draws_its_own_rows(meeting):
 def test_the_straggler_is_named(meeting):
     report = meeting[0]["stragglers"]
     assert meeting[1]["stragglers"] is None
-    assert report["slowest_host"] == 1 and report["slowest_host_excess_s"] == pytest.approx(0.2, abs=0.1)
+    assert report["slowest_host"] == 1 and report["slowest_host_excess_s"] == pytest.approx(1.0, abs=0.5)
     assert report["median_device_s"] > 0
     assert "host work of a step: process 1, " in describe(report)

@@ -8,16 +8,7 @@ import pytest
 from dualpipe_jax.command.given import from_file
 from dualpipe_jax.inspect import read
 from dualpipe_jax.pods.predict import SCOPE_OF
-from dualpipe_jax.schedule import (
-    CostModel,
-    Op,
-    dualpipe,
-    dualpipe_v,
-    one_f_one_b,
-    simulate,
-    zb_h1,
-    zb_v,
-)
+from dualpipe_jax.schedule import CostModel, Op, dualpipe, dualpipe_v, one_f_one_b, simulate, zb_h1, zb_v
 from dualpipe_jax.schedule.formats.measured import read_measured
 from train.profile import ProfileError, measure, write_profile
 from train.profile.capture import Event
@@ -33,9 +24,9 @@ def program(fused):
     kinds = [kind for kind in SCOPE_OF if fused or kind != "FB"]
     names = [f"{SCOPE_OF[kind]}_{k}" for kind in kinds for k in range(LOCAL)]
     state, parts = "(f32[])", []
-    parts.append(
+    parts += [
         f"%inner (p: {state}) -> {state} {{\n  %many = f32[] add()\n  ROOT %t = {state} tuple(%many)\n}}"
-    )
+    ]
     for name in names:
         parts.append(
             f"%{name} (p: {state}) -> {state} {{\n"
@@ -60,12 +51,9 @@ def trace(schedule, costs, *, fused=False, run=7, at=1000.0, late=0.0):
     def emit(rank, kind, stage, start, end):
         name = f"{SCOPE_OF[kind]}_{placement.stages_on[rank].index(stage)}"
         middle = start + (end - start) / 3
+        spans = (f"{name}.a", start, middle), ("many", start, middle), (f"{name}.b", middle, end)
         for device, by in ((2 * rank, 0.0), (2 * rank + 1, late)):
-            for op, a, b in (
-                (f"{name}.a", start, middle),
-                ("many", start, middle),
-                (f"{name}.b", middle, end),
-            ):
+            for op, a, b in spans:
                 events.append(Event(device, run, op, at + a + by, at + b + by))
 
     for rank, order in enumerate(schedule.orders):
@@ -186,20 +174,16 @@ def test_files_of_a_profile(tmp_path):
     for words in (f"bubble {found.bubble:.1%}", "at the measured costs", "F 2  I 3  W 1.5", "costs.json"):
         assert words in said
     measured, theory = timelines(tmp_path)
-    assert measured.bubble == pytest.approx(theory.bubble) and measured.makespan == pytest.approx(
-        theory.makespan
-    )
+    assert near(measured.bubble, theory.bubble) and near(measured.makespan, theory.makespan)
     assert sorted(box[:5] for box in measured.boxes) == sorted(box[:5] for box in theory.boxes)
     events = json.loads((tmp_path / "profile" / "timeline.trace").read_text())["traceEvents"]
     groups = {event["args"]["name"] for event in events if event["name"] == "process_name"}
-    assert groups == {
-        f"{what}: {of}" for what in ("measured", "simulated") for of in ("zb_v", "live activations")
-    }
+    both = ("measured", "simulated")
+    assert groups == {f"{what}: {of}" for what in both for of in ("zb_v", "live activations")}
     for name in ("measured.json", "timeline.trace"):
         step, _ = read_measured((tmp_path / "profile" / name).read_text())
-        assert step.schedule.orders == schedule.orders and step.makespan == pytest.approx(
-            found.makespan, abs=0.01
-        )
+        assert step.schedule.orders == schedule.orders
+        assert step.makespan == pytest.approx(found.makespan, abs=0.01)
     slices = [event for event in events if event["ph"] == "X"]
     assert len(slices) == 2 * sum(map(len, schedule.orders))
     assert (tmp_path / "profile" / "timeline.png").read_bytes()[:4] == b"\x89PNG"

@@ -121,41 +121,33 @@ def test_codes(tmp_path, codes, code):
     assert run_once(quick(*codes), tmp_path / "0", Told(), os.environ).code == code
 
 
-def test_who_raised_is_told_from_who_noticed(tmp_path):
+def test_who_raised_or_died_is_told_from_who_noticed(tmp_path):
     outcome = run_once(quick(71, 70, 71), tmp_path / "0", Told(), os.environ)
     assert outcome.culprits == (1,)
-    assert outcome.why.startswith(
-        "process 1 ended with code 70 in its start; then process 0 ended with code 71"
-    )
-
-
-def test_who_died_is_told_from_who_noticed(tmp_path):
+    told = "process 1 ended with code 70 in its start; then process 0 ended with code 71"
+    assert outcome.why.startswith(told)
     abort = [sys.executable, "-c", "import os; os.abort()"]  # as JAX does when the coordinator is gone
     killed = [sys.executable, "-c", "import os; os.kill(os.getpid(), 9)"]
-    outcome = run_once([abort, killed, *quick(0, 70)[1:]], tmp_path / "0", Told(), os.environ)
+    outcome = run_once([abort, killed, *quick(0, 70)[1:]], tmp_path / "1", Told(), os.environ)
     assert outcome.culprits == (1,)
-    assert outcome.why.startswith(
-        "process 1 died of SIGKILL in its start; then process 0 died of SIGABRT, process 2"
-    )
+    told = "process 1 died of SIGKILL in its start; then process 0 died of SIGABRT, process 2"
+    assert outcome.why.startswith(told)
 
 
 @pytest.mark.parametrize(
     ("changes", "lost", "left"),
     [
-        (dict(processes=4, pp=4, ep=2, schedule="one_f_one_b", microbatches=8), 1, (3, 3)),
-        (
-            dict(processes=4, pp=4, ep=2, schedule="dualpipe", microbatches=8),
-            1,
-            (2, 2),
-        ),  # takes even numbers only
-        (dict(processes=4, pp=4, ep=2, schedule="one_f_one_b", microbatches=8), 3, (1, 1)),
-        (dict(processes=8, pp=4, ep=2, schedule="one_f_one_b", microbatches=8), 1, (6, 3)),  # ep stays
-        (dict(processes=4, dp=2, pp=2, ep=2, schedule="one_f_one_b", microbatches=8), 1, (2, 1)),  # dp too
-        (dict(processes=1, pp=4, ep=2, schedule="one_f_one_b", microbatches=8), 1, (1, 4)),
+        (dict(processes=4, pp=4), 1, (3, 3)),
+        (dict(processes=4, pp=4, schedule="dualpipe"), 1, (2, 2)),  # takes even numbers only
+        (dict(processes=4, pp=4), 3, (1, 1)),
+        (dict(processes=8, pp=4), 1, (6, 3)),  # ep stays
+        (dict(processes=4, dp=2, pp=2), 1, (2, 1)),  # dp too
+        (dict(processes=1, pp=4), 1, (1, 4)),
     ],
 )
 def test_what_is_left(changes, lost, left):
-    before = configure(**changes, stage_layers=(1,) * changes["pp"])
+    whole = dict(ep=2, schedule="one_f_one_b", microbatches=8, stage_layers=(1,) * changes["pp"])
+    before = configure(**whole | changes)
     fewer = smaller(before, lost)
     assert fewer.mesh.stage_layers == (() if fewer != before else before.mesh.stage_layers), "of other ranks"
     assert (fewer.launch.processes, fewer.mesh.pp) == left
@@ -197,8 +189,13 @@ def supervisor(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_notice_saves_and_ends(tmp_path, supervisor):
-    supervisor.send_signal(signal.SIGTERM)
+@pytest.mark.parametrize("who", ["supervisor", "worker"])
+def test_a_notice_saves_and_ends(tmp_path, supervisor, who):
+    """Whoever gets it: all stop after the same step."""
+    line = ["ps", "-ww", "--ppid", str(supervisor.pid), "-o", "pid=,args="]
+    found = subprocess.run(line, capture_output=True, text=True, check=True).stdout.splitlines()
+    (worker,) = [int(line.split()[0]) for line in found if line.endswith(" 2 1")]
+    os.kill(supervisor.pid if who == "supervisor" else worker, signal.SIGTERM)
     _, said = supervisor.communicate(timeout=60)
     assert supervisor.returncode == 143
     assert "told to stop: process 0 ended with code 143, process 1 ended with code 143\n    saved " in said
