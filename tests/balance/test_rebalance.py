@@ -71,10 +71,8 @@ def test_the_three_results_say_the_same(shape, seed, tied):
     assert logcnt.min() >= 1 and (logcnt.sum(-1) == shape[1]).all() and log2phy.shape[-1] == logcnt.max()
     for layer in range(3):
         for expert in range(shape[0]):
-            slots = log2phy[layer, expert]
-            assert (slots >= 0).sum() == logcnt[layer, expert] and (
-                slots[logcnt[layer, expert] :] == -1
-            ).all()
+            slots, count = log2phy[layer, expert], logcnt[layer, expert]
+            assert (slots >= 0).sum() == count and (slots[count:] == -1).all()
             assert sorted(slots[slots >= 0]) == np.flatnonzero(phy2log[layer] == expert).tolist()
 
 
@@ -86,9 +84,8 @@ def test_sorted_and_summed_as_pytorch_does(items):
         tied = random.integers(0, kinds, (20, items)).astype(np.float32)
         wanted = torch.tensor(tied).sort(-1, descending=True).indices.numpy()
         np.testing.assert_array_equal(torch_cpu.sort_descending(tied), wanted)
-    pipe = (
-        np.minimum(np.arange(items), items - np.arange(items)) // 3
-    )  # bad for medians of three: goes over a heap
+    # Bad for medians of three: goes over a heap.
+    pipe = np.minimum(np.arange(items), items - np.arange(items)) // 3
     for tied in (pipe, -pipe, np.r_[pipe[::2], pipe[1::2]]):
         tied = tied[None].astype(np.float32)
         wanted = torch.tensor(tied).sort(-1, descending=True).indices.numpy()
@@ -108,11 +105,7 @@ def test_sorted_and_summed_as_pytorch_does(items):
         (np.ones((1, 8)), (6, 1, 1, 2), "num_replicas=6 leaves no slot for some of the 8 experts"),
         (np.ones((1, 8)), (10, 1, 1, 4), "num_replicas=10 is no multiple of num_gpus=4"),
         (np.ones((1, 8)), (9, 3, 1, 3), "8 experts are no multiple of num_groups=3"),
-        (
-            np.ones((1, 8)),
-            (9, 4, 2, 3),
-            "num_gpus=3 is no multiple of num_nodes=2; nodes of unequal size go by",
-        ),
+        (np.ones((1, 8)), (9, 4, 2, 3), "num_gpus=3 is no multiple of num_nodes=2; nodes of unequal size go"),
         (np.ones((1, 8)), (8, 1, 0, 1), "num_nodes=0; it must be at least 1"),
     ],
 )

@@ -17,18 +17,16 @@ def by_hand(source, target, num_nodes, size):
         sent["by_device"] += [(at, to) for to in set(devices) if to != at]
         for node in {to // size for to in devices}:
             gate = node * size + at % size
-            sent["two_hops"] += [(at, gate)] if gate != at and node != at // size else []
-            sent["two_hops"] += [(gate, to) for to in set(devices) if to // size == node and to != gate]
-            sent["two_hops_by_expert"] += [(at, gate)] if gate != at and node != at // size else []
-            sent["two_hops_by_expert"] += [(gate, to) for to in devices if to // size == node and to != gate]
+            first = [(at, gate)] if gate != at and node != at // size else []
+            sent["two_hops"] += first + [
+                (gate, to) for to in set(devices) if to // size == node and to != gate
+            ]
+            sent["two_hops_by_expert"] += first + [
+                (gate, to) for to in devices if to // size == node and to != gate
+            ]
     count = len(source)
-    return {
-        how: (
-            sum(a // size != b // size for a, b in pairs) / count,
-            sum(a // size == b // size for a, b in pairs) / count,
-        )
-        for how, pairs in sent.items()
-    }
+    across = {how: sum(a // size != b // size for a, b in pairs) for how, pairs in sent.items()}
+    return {how: (across[how] / count, (len(pairs) - across[how]) / count) for how, pairs in sent.items()}
 
 
 @pytest.mark.parametrize(("nodes", "size", "chosen"), [(1, 4, 2), (2, 2, 3), (3, 2, 4), (4, 1, 2), (2, 4, 8)])
