@@ -20,6 +20,18 @@ from tests.engine import models
 NUM_EP = 2
 
 
+def mapped(function, in_specs, out_specs, check_vma=False):
+    """On the devices of ep."""
+    mesh = make_mesh(1, NUM_EP, jax.devices()[:NUM_EP])
+    return jax.shard_map(function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=check_vma)
+
+
+def groups(text):
+    """Of what a program's text holds in a row, collectives or barriers: how many groups of collectives."""
+    marks = re.findall(r"stablehlo\.(all_to_all|optimization_barrier)", text)
+    return [kind for kind, _ in itertools.groupby(marks)].count("all_to_all"), marks.count("all_to_all")
+
+
 @functools.cache
 def case(remat=None):
     """A MoE stage of two layers on two devices, traced there; arguments of a forward and of a backward."""
@@ -27,7 +39,7 @@ def case(remat=None):
     specs = {
         name: PartitionSpec(None, "ep") if spec else PartitionSpec() for name, spec in specs["stages"].items()
     }
-    x = jax.random.normal(jax.random.key(1), (2, 4, models.SEQ, models.WIDTH))
+    x = np.random.default_rng(1).standard_normal((2, 4, models.SEQ, models.WIDTH), np.float32)
     return params["stages"], specs, x, models.model("moe", remat).stage
 
 
@@ -43,15 +55,8 @@ def run(work, remat=None):
         plan = split_backward(layers).trace(params, x[0])
         return work(plan, params, x)
 
-    mesh = make_mesh(1, NUM_EP, jax.devices()[:NUM_EP])
     spec = PartitionSpec(None, "ep")
-    return (
-        jax.shard_map(
-            on_device, mesh=mesh, in_specs=(specs, spec), out_specs=PartitionSpec("ep"), check_vma=False
-        ),
-        params,
-        x,
-    )
+    return mapped(on_device, (specs, spec), PartitionSpec("ep")), params, x
 
 
 SLOTS = 3
@@ -124,13 +129,7 @@ def in_float64(tree):
     return jax.tree.map(lambda a: a.astype(jnp.float64) if jnp.issubdtype(a.dtype, jnp.floating) else a, tree)
 
 
-def lowered(remat):
-    """The pair's StableHLO."""
-    function, *arguments = run(lambda plan, params, x: _pair_only(plan, params, x), remat)
-    return jax.jit(function).lower(*arguments).as_text(debug_info=False)
-
-
-def _pair_only(plan, params, x):
+def pair_alone(plan, params, x):
     kept = [
         [jnp.ones((SLOTS, *kind.shape), kind.dtype) for kind in kinds]
         for kinds in (plan.residuals_i, plan.residuals_w)
@@ -144,42 +143,27 @@ def _pair_only(plan, params, x):
 @pytest.mark.parametrize(("remat", "count"), [(None, 8), ("all", 12)])
 def test_collectives_are_tied_to_each_other(remat, count):
     """Between any two there is a barrier: no two are in flight together, and none is waited for too early."""
-    marks = re.findall(r"stablehlo\.(all_to_all|optimization_barrier)", lowered(remat))
-    kinds = [kind for kind, _ in itertools.groupby(marks)]
-    assert marks.count("all_to_all") == count, "two layers, each there and back, forwards and backwards"
-    assert kinds.count("all_to_all") == count, "each is followed by a barrier"
-
-
-def two_forwards(together):
-    """Microbatches of different layers."""
-
-    def work(stage, params, x):
-        halves = [(jax.tree.map(lambda leaf, k=k: leaf[k], params), x[k]) for k in range(2)]
-        made = (
-            side_by_side(stage, halves[0], stage, halves[1])
-            if together
-            else [stage(*half) for half in halves]
-        )
-        return jax.tree.map(lambda a: jnp.asarray(a, x.dtype)[None], tuple(made))
-
-    params, specs, x, stage = case()
-    mesh = make_mesh(1, NUM_EP, jax.devices()[:NUM_EP])
-    in_specs, out_specs = (specs, PartitionSpec(None, "ep")), PartitionSpec("ep")
-    mapped = jax.shard_map(
-        functools.partial(work, stage), mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False
-    )
-    return jax.jit(mapped), params, x
+    function, *arguments = run(pair_alone, remat)
+    text = jax.jit(function).lower(*arguments).as_text()
+    assert groups(text) == (count, count), "two layers, each there and back, forwards and backwards"
 
 
 def test_two_forwards_hide_each_others_collectives():
-    (together, *arguments), (apart, *_) = two_forwards(True), two_forwards(False)
-    text = together.lower(*arguments).as_text(debug_info=False)
-    kinds = [
-        kind
-        for kind, _ in itertools.groupby(re.findall(r"stablehlo\.(all_to_all|optimization_barrier)", text))
-    ]
-    assert kinds.count("all_to_all") == 4, "each there and back, a barrier between any two"
-    got, want = together(*arguments), apart(*arguments)
+    """Microbatches of different layers."""
+    params, specs, x, stage = case()
+
+    def work(together, params, x):
+        halves = [(jax.tree.map(lambda leaf, k=k: leaf[k], params), x[k]) for k in range(2)]
+        apart = [stage(*half) for half in halves]
+        made = side_by_side(stage, halves[0], stage, halves[1]) if together else apart
+        return jax.tree.map(lambda a: jnp.asarray(a, x.dtype)[None], tuple(made))
+
+    in_specs = specs, PartitionSpec(None, "ep")
+    both = [jax.jit(mapped(functools.partial(work, t), in_specs, PartitionSpec("ep"))) for t in (True, False)]
+    assert groups(both[0].lower(params, x).as_text())[0] == 4, (
+        "each there and back, a barrier between any two"
+    )
+    got, want = (function(params, x) for function in both)
     assert jax.tree.structure(got) == jax.tree.structure(want)
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-6)
@@ -196,8 +180,8 @@ SHARED = {
 @pytest.mark.parametrize("behind", SHARED)
 def test_stages_of_two_kinds_whose_values_do_not_all_vary(ahead, behind):
     """A forward of one function, a backward of another, under check_vma; pools of their own."""
-    w = jax.random.normal(jax.random.key(0), (2, 6, 6))
-    x = jax.random.normal(jax.random.key(1), (3, 8, 6))
+    rng = np.random.default_rng(0)
+    w, x = rng.standard_normal((2, 6, 6), np.float32), rng.standard_normal((3, 8, 6), np.float32)
 
     def on_device(w, x):
         w, x = (vary(a, ("pp", "ep")) for a in (w, x))
@@ -226,16 +210,10 @@ def test_stages_of_two_kinds_whose_values_do_not_all_vary(ahead, behind):
         want = SHARED[ahead](w[0], x[2]), [*residuals[0], *residuals[1]], dw + 1, want_dx
         return jax.tree.map(lambda a: vary(a, ("pp", "ep"))[None], (got, want))
 
-    mesh = make_mesh(2, NUM_EP, jax.devices()[:4])
-    everywhere = PartitionSpec(("pp", "ep"))
-    mapped = jax.shard_map(
-        on_device,
-        mesh=mesh,
-        in_specs=(PartitionSpec(), PartitionSpec(None, ("pp", "ep"))),
-        out_specs=everywhere,
-    )
-    got, want = jax.jit(mapped)(w, x)
-    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+    mesh, everywhere = make_mesh(2, NUM_EP, jax.devices()[:4]), PartitionSpec(("pp", "ep"))
+    in_specs = PartitionSpec(), PartitionSpec(None, ("pp", "ep"))
+    made = jax.jit(jax.shard_map(on_device, mesh=mesh, in_specs=in_specs, out_specs=everywhere))(w, x)
+    for a, b in zip(*map(jax.tree.leaves, made), strict=True):
         np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-5)
 
 
@@ -273,23 +251,11 @@ def test_one_function_may_take_what_the_other_makes():
             second = follow(scale, x[1], told["heard"])
         return jnp.stack([first, second])
 
-    x = jax.random.normal(jax.random.key(0), (2, 8, 4))
-    mesh, spec = make_mesh(1, NUM_EP, jax.devices()[:NUM_EP]), PartitionSpec(None, "ep")
+    x, spec = np.random.default_rng(0).standard_normal((2, 8, 4), np.float32), PartitionSpec(None, "ep")
     for check_vma in (True, False):
-        mapped = (
-            jax.jit(
-                jax.shard_map(
-                    functools.partial(both, together),
-                    mesh=mesh,
-                    in_specs=spec,
-                    out_specs=spec,
-                    check_vma=check_vma,
-                )
-            )
+        together_, apart = (
+            jax.jit(mapped(functools.partial(both, together), spec, spec, check_vma))
             for together in (True, False)
         )
-        together_, apart = mapped
         np.testing.assert_allclose(together_(x), apart(x), rtol=1e-5, atol=1e-5)
-        text = together_.lower(x).as_text(debug_info=False)
-        marks = re.findall(r"stablehlo\.(all_to_all|optimization_barrier)", text)
-        assert [kind for kind, _ in itertools.groupby(marks)].count("all_to_all") == 4
+        assert groups(together_.lower(x).as_text())[0] == 4
