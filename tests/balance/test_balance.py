@@ -190,11 +190,7 @@ def test_greedy_counts_are_the_best_for_the_heaviest_copy():
 @pytest.mark.parametrize(
     ("loads", "layout", "message"),
     [
-        (
-            np.ones(4),
-            Layout(2, 2),
-            r"loads are float64 \[4\]; give numbers \[layers, experts\] or \[windows, layers",
-        ),
+        (np.ones(4), Layout(2, 2), r"loads are float64 \[4\]; give numbers \[layers, experts\]"),
         ([[1, 2], [1]], Layout(2, 2), r"loads are object \[0\]"),
         ([[1, np.nan]], Layout(2, 1), "the load of layer 0, expert 1 is nan; loads are counts of tokens"),
         ([[[1, 2]], [[1, -2]]], Layout(2, 1), "the load of window 1, layer 0, expert 1 is -2.0"),

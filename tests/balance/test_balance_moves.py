@@ -141,14 +141,8 @@ HELD = Placement.in_order(1, 4, 2, 2)
         ({"max_moves": -1, "previous": HELD}, "max_moves=-1; give an integer of at least 0"),
         ({"move_cost": np.nan, "previous": HELD}, "move_cost=nan; give a number"),
         ({"effort": -1.0}, "effort=-1.0; give a number of at least 0"),
-        (
-            {"previous": Placement.in_order(1, 4, 2, 3)},
-            "wanted are 1 layers x 4 experts on 2 devices of 2 slots",
-        ),
-        (
-            {"previous": Placement.in_order(1, 4, 4, 1)},
-            "wanted are 1 layers x 4 experts on 2 devices of 2 slots",
-        ),
+        ({"previous": Placement.in_order(1, 4, 2, 3)}, "wanted are 1 layers x 4 .* on 2 devices of 2 slots"),
+        ({"previous": Placement.in_order(1, 4, 4, 1)}, "wanted are 1 layers x 4 .* on 2 devices of 2 slots"),
     ],
 )
 def test_limits_that_cannot_be(options, message):

@@ -72,21 +72,12 @@ def test_bytes():
 @pytest.mark.parametrize(
     ("work", "message"),
     [
-        (
-            lambda: count_traffic([0], [0], Layout(2, 1)),
-            r"source \[1\] and target \[1\]; give \[tokens\] and",
-        ),
+        (lambda: count_traffic([0], [0], Layout(2, 1)), r"source \[1\] and target \[1\]; give \[tokens\]"),
         (lambda: count_traffic([2], [[0]], Layout(2, 1)), "source must be devices, integers 0 to 1"),
         (lambda: count_traffic([0], [[0.5]], Layout(2, 1)), "target must be devices, integers 0 to 1"),
         (lambda: count_traffic([0], [[0]], Layout(3, 1, 2)), "3 devices on 2 nodes of unequal size"),
-        (
-            lambda: random_traffic(Layout(3, 1), 8, 2),
-            "8 experts on 3 devices in 1 groups; give experts that both",
-        ),
-        (
-            lambda: random_traffic(Layout(2, 1, 1, 2), 8, 5, 1),
-            "5 experts of 1 of 2 groups of 4; give fewer experts",
-        ),
+        (lambda: random_traffic(Layout(3, 1), 8, 2), "8 experts on 3 devices in 1 groups; give experts"),
+        (lambda: random_traffic(Layout(2, 1, 1, 2), 8, 5, 1), "5 experts of 1 of 2 groups of 4; give fewer"),
     ],
 )
 def test_what_cannot_be_counted(work, message):

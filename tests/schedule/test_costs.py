@@ -137,10 +137,7 @@ def test_sizes_divide_but_for_the_boundary():
     [
         (lambda: CostModel(F=-1, send=float("inf")), r"CostModel: costs.*at least 0, got F=-1, send=inf"),
         (lambda: CostModel(extra={-1: (1, 2)}), r"extra\[-1\]=\(1, 2\); a stage's extra is \(F, I, W\)"),
-        (
-            lambda: CostModel(extra={0: (1, -2, 0)}),
-            r"extra\[0\]=\(1, -2, 0\) takes more away than a stage has",
-        ),
+        (lambda: CostModel(extra={0: (1, -2, 0)}), r"extra\[0\]=\(1, -2, 0\) takes more away than"),
         (lambda: CostModel(FB=0.5, extra={0: (-0.2,) * 3}), r"FB = 0.5; cut the model into fewer stages"),
         (lambda: CostModel(extra={0: (-0.6, 0, 0)}).divided(2), r"F, I, W = \(0.5, 0.5, 0.5\)"),
         (lambda: CostModel(send_inside=-1), r"CostModel: costs.*at least 0, got send_inside=-1"),
@@ -182,10 +179,7 @@ def test_bounds_hold_where_stages_cost_less_and_links_differ():
         schedule = make(4, 8)
         costs = CostModel(1, 1.2, 0.9, FB=2.2, send=0.3, extra=extra, send_inside=0.1, ranks_per_node=2)
         makespan = simulate(schedule, costs.for_schedule(schedule)).makespan
-        assert lower_bound(4, 8, costs, placement=schedule.placement) <= makespan + 1e-9, (
-            schedule.name,
-            extra,
-        )
+        assert lower_bound(4, 8, costs, placement=schedule.placement) <= makespan + 1e-9, extra
         assert lower_bound(4, 8, costs) <= makespan + 1e-9, (schedule.name, extra)
 
 

@@ -21,12 +21,8 @@ from dualpipe_jax.schedule.difference import partings
 
 def doing(timeline, rank, time):
     """What a rank does just after a time, and until when it does it."""
-    for slot, start, end in zip(
-        timeline.schedule.orders[rank], timeline.starts[rank], timeline.ends[rank], strict=True
-    ):
-        if start <= time < end:
-            return slot
-    return None
+    runs = zip(timeline.schedule.orders[rank], timeline.starts[rank], timeline.ends[rank], strict=True)
+    return next((slot for slot, start, end in runs if start <= time < end), None)
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """Measured steps beside simulated ones: made from known costs, what was put in must come out."""
 
+import itertools
 import json
 
 import pytest
@@ -53,11 +54,8 @@ def test_costs_come_out_as_they_were_put_in(make):
 
 def test_an_end_of_next_to_nothing_is_priced_still():
     """One of six stages holds a tenth of the layers of the others; its pairs hide less than theirs."""
-    timed = [
-        (kind, (Action(stage, Op(kind), 0),), took)
-        for stage in range(6)
-        for kind, took in (("F", 2.0), ("B", 4.0))
-    ]
+    times = itertools.product(range(6), (("F", 2.0), ("B", 4.0)))
+    timed = [(kind, (Action(stage, Op(kind), 0),), took) for stage, (kind, took) in times]
     timed = [(kind, on, took / 10 if on[0].stage == 5 else took) for kind, on, took in timed]
     timed += [("FB", (Action(stage, Op.F, 1), Action(stage, Op.B, 0)), 3.0) for stage in range(1, 5)]
     costs = fit(timed, Placement.linear(6))
@@ -78,9 +76,8 @@ def test_the_rank_and_the_unit_that_are_slow_come_first():
     timeline = simulate(schedule, Slow(2, 3, 1, send=0.5))
     found = replay(Measured(schedule, timeline.starts, timeline.ends))
     assert found.ranks[:2] == (3, 1)
-    assert [(unit.stages, unit.difference) for unit in found.units[:2]] == [
-        ((3,), pytest.approx(8 * 1.5))
-    ] * 2
+    for unit in found.units[:2]:
+        assert (unit.stages, unit.difference) == ((3,), pytest.approx(8 * 1.5))
     first = found.slots[0]
     assert (first.rank, str(first.slot[0]), first.took - first.simulated) == (1, "1I3", pytest.approx(7))
     assert found.own == pytest.approx(timeline.makespan) and found.own > found.simulated.makespan
@@ -102,9 +99,7 @@ def test_waits_that_nothing_explains():
     assert found.measured.makespan == max(late[1][1][-1], timeline.makespan)
 
 
-@pytest.mark.parametrize(
-    "schedule", [dualpipe(4, 8), dualpipe_v(3, 7), interleaved_1f1b(2, 4)], ids=lambda s: s.name
-)
+@pytest.mark.parametrize("schedule", [dualpipe(4, 8), dualpipe_v(3, 7), interleaved_1f1b(2, 4)])
 def test_traces_and_json_are_read(schedule):
     timeline = simulate(schedule, CostModel(2, 3, 1.5, FB=5, send=0.25))
     trace = to_chrome_trace(timeline)
@@ -114,9 +109,7 @@ def test_traces_and_json_are_read(schedule):
     times = {"starts": timeline.starts, "ends": [[end + 3 for end in row] for row in timeline.ends]}
     times["starts"] = [[start + 3 for start in row] for row in times["starts"]]
     measured, units = read_measured(to_json(schedule, times | {"units": {"time": "s"}}))
-    assert units == Units("s") and measured == ran(schedule, timeline.costs), (
-        "time begins with the first slot"
-    )
+    assert units == Units("s") and measured == ran(schedule, timeline.costs), "time begins with a slot"
 
 
 def test_of_two_steps_in_a_trace_the_measured_one_is_read():
@@ -148,10 +141,7 @@ STEP = to_json(gpipe(1, 1), {"starts": [[0, 1]], "ends": [[1, 3]]})
         (STEP.replace("[[0, 1]]", "[[0]]"), r"starts of \[1\] slots, but the ranks of gpipe run \[2\]"),
         (STEP.replace("[[0, 1]]", "[[0, 5]]"), "rank 0, slot 1 runs from 5 to 3, the one before it from 0"),
         (STEP.replace("[[0, 1]]", '[["a", 1]]'), "could not convert string to float"),
-        (
-            STEP.replace("[[0, 1]]", "[[null, 1]]"),
-            "starts and ends are lists of numbers, one list for each rank",
-        ),
+        (STEP.replace("[[0, 1]]", "[[null, 1]]"), "starts and ends are lists of numbers, one list"),
         (STEP.replace("[[0, 1]]", "7"), "starts and ends are lists of numbers, one list for each rank"),
         ('{"traceEvents": []}', 'no rows named "rank 0", "rank 1" ... with slices such as "0F3"'),
         ('{"traceEvents": [3, {"ph": "X"}]}', 'no rows named "rank 0"'),

@@ -39,11 +39,8 @@ def cost_models(draw, longest_send=0.0):
 
 @st.composite
 def schedules(draw):
-    recipe, ranks, more = (
-        draw(st.sampled_from(ALL_SCHEDULES)),
-        draw(st.integers(1, 6)),
-        draw(st.integers(0, 8)),
-    )
+    recipe, ranks = draw(st.sampled_from(ALL_SCHEDULES)), draw(st.integers(1, 6))
+    more = draw(st.integers(0, 8))
     return recipe(2 * ranks, 2 + 2 * more) if recipe in (chimera, dualpipe) else recipe(ranks, 1 + more)
 
 

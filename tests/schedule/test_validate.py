@@ -104,25 +104,10 @@ def test_a_missing_action_is_named_where_it_is_missing_not_where_it_is_awaited()
         (dualpipe(2, 4), 0, lambda o: put(o, 0, "0F2"), "slot 0 runs 0F2, but there is no microbatch 2."),
         (dualpipe(4, 8), 0, lambda o: put(o, 7, "7B1+0F3"), "rank 0, slot 7 pairs what cannot be paired."),
         (dualpipe(4, 8), 0, lambda o: put(o, 7, "0F3+7I1"), "rank 0, slot 7 pairs what cannot be paired."),
-        (
-            dualpipe(4, 8),
-            0,
-            lambda o: put(o, 0, "0F0+0F1+7B0"),
-            "rank 0, slot 0 pairs what cannot be paired.",
-        ),
-        (
-            dualpipe_v(2, 4),
-            0,
-            lambda o: put(o, 7, "0F1+3B1"),
-            "slot 7 pairs 0F1 with 3B1, one microbatch with",
-        ),
+        (dualpipe(4, 8), 0, lambda o: put(o, 0, "0F0+0F1+7B0"), "slot 0 pairs what cannot be paired."),
+        (dualpipe_v(2, 4), 0, lambda o: put(o, 7, "0F1+3B1"), "slot 7 pairs 0F1 with 3B1, one microbatch"),
         (gpipe(2, 2), 0, lambda o: o.insert(0, ()), "rank 0, slot 0 is (), not a tuple of actions."),
-        (
-            gpipe(2, 2),
-            0,
-            lambda o: o.insert(0, Action(0, Op.F, 0)),
-            "slot 0 is Action(stage=0, op=<Op.F: 'F'>",
-        ),
+        (gpipe(2, 2), 0, lambda o: o.insert(0, Action(0, Op.F, 0)), "slot 0 is Action(stage=0, op=<Op.F"),
         (gpipe(2, 2), 0, lambda o: o.insert(0, (Action(0, "F", 0),)), "not a tuple of actions"),
     ],
 )

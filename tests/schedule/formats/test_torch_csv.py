@@ -34,9 +34,7 @@ TWO_PIPES = [recipe for recipe in ALL_SCHEDULES if recipe not in ONE_PIPE]
 
 @pytest.fixture
 def torch_schedules():
-    pytest.importorskip(
-        "torch", reason="PyTorch is not installed: pip install -e '.[torch]' on Linux or macOS"
-    )
+    pytest.importorskip("torch", reason="no PyTorch: pip install -e '.[torch]' on Linux or macOS")
     from torch.distributed.pipelining import schedules
 
     return schedules
@@ -152,9 +150,7 @@ def test_what_cannot_be_read_is_named(text, message):
 
 
 def test_lines_and_placement_disagree():
-    with pytest.raises(
-        ValueError, match="1 lines, but 2 ranks in the placement; give one line for each rank"
-    ):
+    with pytest.raises(ValueError, match="1 lines, but 2 ranks in the placement; give one line for each"):
         from_torch_csv("0F0,0B0", Placement.linear(2))
 
 
@@ -177,9 +173,8 @@ def test_pytorch_reads_ours(torch_schedules, tmp_path):
 
 def as_slot(action):
     """PyTorch's action, field by field rather than by its text."""
-    return tuple(
-        (a.stage_index, a.computation_type.value, a.microbatch_index) for a in action.sub_actions or [action]
-    )
+    every = action.sub_actions or [action]
+    return tuple((a.stage_index, a.computation_type.value, a.microbatch_index) for a in every)
 
 
 def test_pytorch_refuses_two_pipes(torch_schedules, tmp_path):
@@ -193,11 +188,8 @@ def test_pytorch_refuses_two_pipes(torch_schedules, tmp_path):
 @pytest.mark.parametrize(
     ("theirs", "a_rank"),
     [
-        ("LoopedBFS", 2),
-        ("Interleaved1F1B", 3),
-        ("InterleavedZeroBubble", 2),
-        ("ZBVZeroBubble", 2),
-        ("DualPipeV", 2),
+        *(("LoopedBFS", 2), ("Interleaved1F1B", 3), ("InterleavedZeroBubble", 2)),
+        *(("ZBVZeroBubble", 2), ("DualPipeV", 2)),
     ],
 )
 def test_pytorchs_own_schedules_are_read(torch_schedules, tmp_path, theirs, a_rank):

@@ -33,11 +33,8 @@ def read(trace):
     events = collections.defaultdict(list)
     for event in json.loads(json.dumps(trace, allow_nan=False))["traceEvents"]:
         events[event["ph"]].append(event)
-    named = {
-        (e["name"], e["pid"], e.get("tid")): next(iter(e["args"].values()))
-        for e in events.pop("M")
-        if e["args"]
-    }
+    titles = (event for event in events.pop("M") if event["args"])
+    named = {(e["name"], e["pid"], e.get("tid")): next(iter(e["args"].values())) for e in titles}
     return events, named
 
 
@@ -180,9 +177,8 @@ def test_counters_follow_live_activations(recipe):
 
 
 def test_a_counter_step_by_step():
-    events, _ = read(
-        to_chrome_trace(simulate(parse_grid("0F0 0F1 0B0 0F2 0B1 0B2", Placement.linear(1))), 10)
-    )
+    schedule = parse_grid("0F0 0F1 0B0 0F2 0B1 0B2", Placement.linear(1))
+    events, _ = read(to_chrome_trace(simulate(schedule), 10))
     steps = [(event["ts"], event["args"]["live activations"]) for event in events["C"]]
     assert steps == [(0, 1), (10, 2), (40, 2), (70, 1), (90, 0)]
 
@@ -190,11 +186,8 @@ def test_a_counter_step_by_step():
 def test_what_was_drawn():
     trace = to_chrome_trace(simulate(dualpipe(4, 8), COSTS), 50)
     _, named = read(trace)
-    assert [name for key, name in named.items() if key[0] == "process_name"] == [
-        "dualpipe",
-        "sends",
-        "live activations",
-    ]
+    processes = [name for key, name in named.items() if key[0] == "process_name"]
+    assert processes == ["dualpipe", "sends", "live activations"]
     said = trace["otherData"]
     assert (said["schedule"], said["ranks"], said["microbatches"]) == ("dualpipe", 4, 8)
     assert said["costs"] == repr(COSTS) and said["makespan"] == simulate(dualpipe(4, 8), COSTS).makespan

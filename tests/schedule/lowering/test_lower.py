@@ -196,14 +196,11 @@ def random_keeps(num_stages: int, seed: int) -> Keeps:
 
 def done_by_schedule(schedule: Schedule) -> list[list[tuple[str, int, int]]]:
     placement, per_pipe = schedule.placement, schedule.microbatches_per_pipe
-    return [
-        sorted(
-            (a.op.value, a.stage, placement.pipe_of(a.stage) * per_pipe + a.microbatch)
-            for slot in order
-            for a in slot
-        )
-        for order in schedule.orders
-    ]
+
+    def done(a: Action) -> tuple[str, int, int]:
+        return a.op.value, a.stage, placement.pipe_of(a.stage) * per_pipe + a.microbatch
+
+    return [sorted(done(a) for slot in order for a in slot) for order in schedule.orders]
 
 
 def check(table: TickTable) -> None:
@@ -336,16 +333,11 @@ def test_makespan_is_that_of_the_plain_recursion():
                 work, number = 0.0, table.column("unit")[t, r]
                 if number >= 0:
                     op, forward, backward = table.units[number]
-                    held = placement.stages_on[r]
-                    more = {None: (0.0, 0.0, 0.0)}
-                    more |= {
-                        s: costs.extra.get(placement.model_stage(held[s.local]), more[None])
-                        for s in (forward, backward)
-                        if s
-                    }
-                    work = (
-                        price[op] + more[forward][0] + sum(more[backward]["FIW".index(p)] for p in parts[op])
-                    )
+                    held, more = placement.stages_on[r], {None: (0.0, 0.0, 0.0)}
+                    for s in filter(None, (forward, backward)):
+                        more[s] = costs.extra.get(placement.model_stage(held[s.local]), more[None])
+                    extra = sum(more[backward]["FIW".index(p)] for p in parts[op])
+                    work = price[op] + more[forward][0] + extra
                 sent = [start[a] + costs.send for c in table.channels for a, b in c.pairs if b == r]
                 done.append(max([begun + work, *sent]))
             start = done

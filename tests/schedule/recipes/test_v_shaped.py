@@ -5,14 +5,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dualpipe_jax.schedule import CostModel, Op, Placement, lower, one_f_one_b, simulate
-from dualpipe_jax.schedule.recipes.v_shaped import (
-    v_half,
-    v_half_bubble,
-    v_min,
-    v_min_bubble,
-    zb_v,
-    zb_v_bubble,
-)
+from dualpipe_jax.schedule.recipes import v_half, v_min, zb_v
+from dualpipe_jax.schedule.recipes.v_shaped import v_half_bubble, v_min_bubble, zb_v_bubble
 
 RECIPES = zb_v, v_half, v_min
 EVEN, MEASURED = CostModel(), CostModel(1, 1.64, 0.97)
