@@ -14,9 +14,8 @@ from train.pods import dispatch_of, size
 
 
 def test_deepseek_v3_on_8_nodes():
-    found = count_links(
-        Plan(pp=16, ep=64, ep_nodes=8), dispatch_of(size("v3")), Target.parse("v5p:8x8x16"), 4096
-    )
+    plan = Plan(pp=16, ep=64, ep_nodes=8)
+    found = count_links(plan, dispatch_of(size("v3")), Target.parse("v5p:8x8x16"), 4096)
     one, two = found.ways["one hop"], found.ways["two hops"]
     assert one.across == pytest.approx(7.0, abs=0.04)  # 8 experts, 7 of 8 nodes are others
     assert two.across == pytest.approx(3.5, abs=0.06)  # DeepSeek's 4 groups are 4 nodes at most

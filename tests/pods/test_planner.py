@@ -169,9 +169,7 @@ def test_more_is_shared_out_only_where_that_could_be_shorter(monkeypatch):
     compiled.clear()
     monkeypatch.setitem(CYCLES, "W", 3e6)
     tight = choices(most.memory - GIB, **asked)
-    assert compiled == [("zb_h1", "nothing")], (
-        "halves take longer than whole backwards whatever stands beside"
-    )
+    assert compiled == [("zb_h1", "nothing")], "halves take longer than whole backwards"
     assert {(c.plan.max_stash, c.plan.shard) for c in planner.ranked(tight)} == {(1, "nothing")}
 
 
@@ -209,9 +207,8 @@ def studied(monkeypatch):
 
 
 def planned(tmp_path, *more):
-    asked = (
-        "plan --target v5e:2x4 --program tiny --sequence 16 --pp 2 --per-device 1 --remat all --max-stash 1"
-    )
+    asked = "plan --target v5e:2x4 --program tiny --sequence 16 --pp 2 --per-device 1"
+    asked += " --remat all --max-stash 1"
     asked += "" if "--dispatch" in more else " --dispatch capacity"
     kept = str(tmp_path / "kept")
     return main([*asked.split(), "--schedule", "dualpipe", "1f1b", "--cache", kept, *more])
@@ -236,15 +233,8 @@ def test_the_best_plans_are_printed_and_kept(studied, tmp_path, capsys):
     found = json.loads(capsys.readouterr().out)
     assert [p["mfu"] for p in found["plans"]] == sorted((p["mfu"] for p in found["plans"]), reverse=True)
     assert {p["schedule"] for p in found["plans"]} == {"dualpipe", "one_f_one_b"} and not found["refused"]
-    assert found["plans"][0].keys() >= {
-        "mfu",
-        "schedule",
-        "pp",
-        "microbatches",
-        "remat",
-        "max_stash",
-        "seconds",
-    }
+    keys = "mfu schedule pp microbatches remat max_stash seconds"
+    assert found["plans"][0].keys() >= {*keys.split()}
     assert [compile for _, compile in asked] == 2 * ["nothing", "nothing", "nothing", "units"]
     file = tmp_path / "plan.json"
     assert planned(tmp_path, "-o", str(file)) == 0
@@ -481,9 +471,8 @@ def test_replicas_hold_the_same_and_share_a_microbatch():
     assert twice.tokens_of_device * 2 == once.tokens_of_device
     with pytest.raises(ValueError, match="--target v5e:2x2: has 4 devices, --dp 2 x --pp 2 x --ep 2 = 8"):
         draw(dataclasses.replace(mine, dp=2), Target.parse("v5e:2x2"), None)
-    with pytest.raises(
-        ValueError, match="^--microbatch-size 2: --dp 2 x --ep 2 devices must share it equally$"
-    ):
+    message = "^--microbatch-size 2: --dp 2 x --ep 2 devices must share it equally$"
+    with pytest.raises(ValueError, match=message):
         draw(dataclasses.replace(mine, dp=2, microbatch_size=2), None, None)
 
 

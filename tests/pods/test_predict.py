@@ -167,9 +167,8 @@ def test_models_by_name():
 
 
 def test_models_that_there_are_not():
-    with pytest.raises(
-        ValueError, match=r"model 'v33': did you mean v3\? there are v3, v2, v2-lite, 67b-a2b"
-    ):
+    message = r"model 'v33': did you mean v3\? there are v3, v2, v2-lite, 67b-a2b"
+    with pytest.raises(ValueError, match=message):
         size("v33")
     with pytest.raises(ValueError, match=r"model v3: no number dims, score; there are .*dim, expert_hidden"):
         size("v3", changes={"dims": 3, "score": 1})
@@ -191,15 +190,8 @@ def test_ends_that_take_less_are_usual_stages_where_there_are_pairs():
 def test_a_step_of_units_by_kind_costs_what_each_took():
     """Every slot of DualPipe on 4 ranks, against a table of prices written out."""
     prices = {"F": 10, "B": 19, "I": 9, "W": 12, "FB": 12}  # a full backward takes less than its halves
-    prices |= {
-        "F/first": 4,
-        "B/first": 8,
-        "I/first": 5,
-        "W/first": 5,
-        "F/last": 11,
-        "B/last": 21,
-        "W/last": 2,
-    }
+    prices |= {"F/first": 4, "B/first": 8, "I/first": 5, "W/first": 5}
+    prices |= {"F/last": 11, "B/last": 21, "W/last": 2}
     prices |= {"FB/first-last": 17, "FB/last-first": 9}
     units = {name: unit(float(cycles)) for name, cycles in prices.items()}
     costs = predict.measured(units, 0.0)
@@ -233,9 +225,8 @@ def test_stages_between_the_ends_cost_by_kind_what_each_took():
         "W": {"first": 5, "deep": 12, "shallow": 6, "last": 7},
         "FB": {"first-last": 13, "last-first": 12, "deep-shallow": 21, "shallow-shallow": 14},
     }
-    named = predict.by_name(
-        {op: {kind: unit(float(c)) for kind, c in kinds.items()} for op, kinds in prices.items()}, kind_of
-    )
+    units = {op: {kind: unit(float(c)) for kind, c in kinds.items()} for op, kinds in prices.items()}
+    named = predict.by_name(units, kind_of)
     assert (named["F"].cycles, named["F/deep"].cycles, named["FB/deep-middle"].cycles) == (4, 9, 21)
     assert predict.kinds_of(named)[1] == "deep" and named["F"].stages == (2, 3, 4, 5, 6)
     costs, schedule = predict.measured(named, 0.0), dualpipe_v(4, 12)

@@ -82,9 +82,8 @@ def test_the_step_is_optaxs():
     program = own_program.blocks(Setting(PLAN, schedule, mesh))
     b = Blueprint(program, schedule, mesh, fuse_pairs=False)
     compiled = ahead.lower_step(b).compile()
-    assert compiled.memory_analysis().argument_size_in_bytes == sum(
-        ahead.memory_by_kind(b)[kind] for kind in ("stages", "shared", "optimizer")
-    ) + ahead.nbytes(b.batch)
+    counted = sum(ahead.memory_by_kind(b)[kind] for kind in ("stages", "shared", "optimizer"))
+    assert compiled.memory_analysis().argument_size_in_bytes == counted + ahead.nbytes(b.batch)
     random = np.random.default_rng(0)
 
     def noise(tree):
@@ -100,10 +99,8 @@ def test_the_step_is_optaxs():
     state = jax.device_put(optimizer.init(placed), lies[0])
     new, _, loss = compiled(placed, state, jax.device_put(batch, lies[1]))
     np.testing.assert_allclose(loss, objective, rtol=1e-5)
-    pairs = zip(
-        *map(jax.tree.leaves, (b.pipeline.unplace(new), optax.apply_updates(params, updates))), strict=True
-    )
-    for a, c in pairs:
+    wanted = optax.apply_updates(params, updates)
+    for a, c in zip(*map(jax.tree.leaves, (b.pipeline.unplace(new), wanted)), strict=True):
         np.testing.assert_allclose(a, c, rtol=1e-4, atol=1e-5)
 
 
@@ -116,17 +113,8 @@ def test_the_package_alone_is_enough(tmp_path):
     hidden = "import sys\nsys.modules.update(train=None, models=None)\n"
     (tmp_path / "lib" / "sitecustomize.py").write_text(hidden)
 
-    command = [
-        sys.executable,
-        "-m",
-        "dualpipe_jax",
-        "dryrun",
-        "--target",
-        "v5e:2x2",
-        "--program",
-        "mine:blocks",
-    ]
-    command += ["--pp", "2", "--ep", "2", "--schedule", "zb_h1", "--compile", "nothing", "--json"]
+    command = "-m dualpipe_jax dryrun --target v5e:2x2 --program mine:blocks --pp 2 --ep 2 --schedule zb_h1"
+    command = [sys.executable, *command.split(), "--compile", "nothing", "--json"]
     environment = {**os.environ, "PYTHONPATH": str(tmp_path / "lib"), "XLA_FLAGS": ""}
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
@@ -169,9 +157,8 @@ def test_programs_that_there_are_not(name, message):
 
 
 def test_changes_that_it_does_not_take_and_mistakes_inside():
-    with pytest.raises(
-        ValueError, match=r"blocks\(\) got an unexpected keyword argument 'width'; it is called"
-    ):
+    message = r"blocks\(\) got an unexpected keyword argument 'width'; it is called"
+    with pytest.raises(ValueError, match=message):
         draw(Plan(f"{FILE}:blocks", pp=2, ep=2, change=("width=3",)), None, None)
     with pytest.raises(TypeError, match="^a mistake inside$"):
         draw(Plan(f"{FILE}:fails", pp=2, ep=2), None, None)

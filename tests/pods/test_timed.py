@@ -143,9 +143,8 @@ def test_cpu_devices_are_told_by_name(monkeypatch):
     assert Target.parse("cpu:4").device.memory == 4 * target.device.memory
     with pytest.raises(ValueError, match="target cpu:16: JAX has 8 CPU devices; set XLA_FLAGS='--already"):
         target.devices()
-    with pytest.raises(
-        ValueError, match="cpu wants 1 sizes with x between them, for instance .*cpu:8; got 2x2"
-    ):
+    message = "cpu wants 1 sizes with x between them, for instance .*cpu:8; got 2x2"
+    with pytest.raises(ValueError, match=message):
         Target.parse("cpu:2x2")
 
 
