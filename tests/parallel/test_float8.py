@@ -188,9 +188,8 @@ def layer(make, kernel, x, w_in, w_out, weights, topk):
     return combine(expert_matmul(rows, w_out, handle, kernel=kernel), weights, handle)
 
 
-@pytest.mark.parametrize(
-    "num_ep, method", [(2, "dropless"), pytest.param(1, "capacity", marks=pytest.mark.slow)]
-)
+@pytest.mark.slow  # test_expert_output.py has the same with capacities and the product that combines
+@pytest.mark.parametrize("num_ep, method", [(2, "dropless"), (1, "capacity")])
 def test_what_eight_bits_can_hold_is_treated_as_ever(num_ep, method):
     """Small integers all the way, forward and backward: float8 payloads and matmuls equal plain ones bit for bit."""
     rng, D, F = np.random.default_rng(2), 132, 140

@@ -32,6 +32,7 @@ def test_mlp_hands_over_the_cotangent_of_each_linear():
     plan = plan_of(mlp, block_params(), X)
     assert shapes(plan.stash) == [(BATCH, WIDTH), (BATCH, HIDDEN)]
     assert shapes(plan.residuals_w) == [(BATCH, HIDDEN)]
+    assert plan.residuals_i == [], "I reads it there, too"
     assert plan.keep_input == "W"
 
 

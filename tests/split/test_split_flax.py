@@ -4,10 +4,9 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from split_checks import check_split, normal
+from split_checks import BATCH, WIDTH, check_split, normal
 
-WIDTH = 16
-X = normal(0, 2, 4, WIDTH)
+X = normal(0, BATCH, WIDTH)
 
 
 class Layer(nn.Module):

@@ -5,9 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
-from split_checks import check_split, norm, normal
-
-ROWS, WIDTH = 4, 8
+from split_checks import BATCH, WIDTH, check_split, norm, normal
 
 
 def network(rng, depth=2):
@@ -38,9 +36,9 @@ def operation(kind, rng, depth):
         "act": lambda p, x: act(x),
         "residual": lambda p, x: x + act(x @ p[matrix]) @ p[matrix].T,
         "mix": lambda p, x: jax.nn.softmax(x @ x.T) @ (x @ p[matrix]),
-        "gather": lambda p, x: x + p[matrix][jnp.array([1, 0, 1, 3])],
+        "gather": lambda p, x: x + p[matrix][np.array([1, 0, 1, 3, 1, 7, 6, 6])],
         "cast": lambda p, x: (x.astype(jnp.float16) @ p[matrix].astype(jnp.float16)).astype(x.dtype),
-        "fold": lambda p, x: (x.T.reshape(WIDTH // 2, -1) * 2).reshape(WIDTH, ROWS).T @ p[matrix],
+        "fold": lambda p, x: (x.T.reshape(WIDTH // 2, -1) * 2).reshape(WIDTH, BATCH).T @ p[matrix],
     }[kind]
 
 
@@ -62,4 +60,4 @@ def test_random_network(seed):
     params = {f"w{i}": normal(i, WIDTH, WIDTH) for i in range(3)} | {
         f"v{i}": normal(9 + i, WIDTH) for i in range(3)
     }
-    check_split(network(rng), params, normal(seed + 50, ROWS, WIDTH))
+    check_split(network(rng), params, normal(seed + 50, BATCH, WIDTH))
