@@ -8,10 +8,9 @@ from dualpipe_jax.schedule.formats.json_text import from_json, to_json
 GOOD = {"name": "a", "num_microbatches": 1, "pipes": [[0]], "orders": [["0F0", "0B0"]]}
 
 
-@pytest.mark.parametrize("recipe", ALL_SCHEDULES, ids=lambda recipe: recipe.__name__)
-def test_schedules_come_back(recipe):
-    schedule = recipe(4, 8)
-    assert from_json(to_json(schedule)) == schedule
+def test_schedules_come_back():
+    for recipe in ALL_SCHEDULES:
+        assert from_json(to_json(recipe(4, 8))) == recipe(4, 8)
 
 
 def test_the_entries_are_plain():
@@ -27,27 +26,20 @@ def test_other_entries_and_spaces_count_for_nothing():
     assert from_json(to_json(empty)) == empty
 
 
-@pytest.mark.parametrize(
-    ("changed", "message"),
-    [
-        ({"name": 1}, "from_json: name must be a string, not 1"),
-        ({"num_microbatches": True}, "num_microbatches must be a whole number, not true"),
-        ({"num_microbatches": 2.5}, "num_microbatches must be a whole number, not 2.5"),
-        ({"pipes": [0]}, "pipes must be a list of lists of ranks, such as [[0, 1], [1, 0]], not [0]"),
-        ({"pipes": [[0, 2]]}, "Placement: ranks must be 0..1 with none left out, got [0, 2]"),
-        ({"orders": ["0F0"]}, 'a list of lists of slots, such as [["0F0", "0B0"]], not ["0F0"]'),
-        ({"orders": [["0F0", "0G0"]]}, "from_json: orders[0][1]: not an action: '0G0'"),
-    ],
-)
-def test_entries_that_cannot_be_read(changed, message):
-    with pytest.raises(ValueError) as error:
-        from_json(json.dumps(GOOD | changed))
-    assert message in str(error.value)
+def changed(**entries):
+    return json.dumps(GOOD | entries)
 
 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
+        (changed(name=1), "from_json: name must be a string, not 1"),
+        (changed(num_microbatches=True), "num_microbatches must be a whole number, not true"),
+        (changed(num_microbatches=2.5), "num_microbatches must be a whole number, not 2.5"),
+        (changed(pipes=[0]), "pipes must be a list of lists of ranks, such as [[0, 1], [1, 0]], not [0]"),
+        (changed(pipes=[[0, 2]]), "Placement: ranks must be 0..1 with none left out, got [0, 2]"),
+        (changed(orders=["0F0"]), 'must be a list of lists of slots, such as [["0F0", "0B0"]], not ["0F0"]'),
+        (changed(orders=[["0F0", "0G0"]]), "from_json: orders[0][1]: not an action: '0G0'"),
         ("{", "from_json: not JSON: Expecting property name"),
         ("[]", "name, num_microbatches, pipes, orders missing; a schedule has name, num_microbatches"),
         ('{"name": "a", "orders": []}', "from_json: num_microbatches, pipes missing"),

@@ -95,6 +95,8 @@ def test_with_the_memory_of_1f1b_and_whole_backwards_it_takes_as_long():
     for ranks in (2, 4, 7):
         ours = greedy(Placement.linear(ranks), 3 * ranks, memory_limit=ranks, policy=policy)
         assert simulate(ours).makespan == simulate(one_f_one_b(ranks, 3 * ranks)).makespan
+    made = greedy(Placement.v(3), 9, policy=policy)
+    assert {action.op for order in made.orders for slot in order for action in slot} == {Op.F, Op.B}
 
 
 def test_pairs_are_made_when_they_gain_and_not_otherwise():
@@ -112,23 +114,23 @@ def test_pace_keeps_memory_low():
     assert paced < hasty / 2
 
 
-def test_ops_of_a_policy_that_never_splits():
-    made = greedy(Placement.v(3), 9, policy=Policy(pair=False, split="never"))
-    assert {action.op for order in made.orders for slot in order for action in slot} == {Op.F, Op.B}
-
-
-def test_too_little_memory_says_which_rank_needs_how_much():
-    with pytest.raises(ValueError, match="greedy: got memory_limit=1.5, but one microbatch alone.*take 2;"):
-        greedy(Placement.v(4), 8, memory_limit=1.5)
-    with pytest.raises(ValueError, match="passing through rank 0 there and back.*try at least 7"):
-        greedy(Placement.v(2), 8, memory_limit=6, memory=MemoryModel(residual_w=0.5, parameters=2))
-
-
-def test_microbatches_that_the_pipes_cannot_share():
-    with pytest.raises(ValueError, match="greedy: got 5 microbatches for 2 pipe.*try 4"):
-        greedy(Placement.bidirectional(4), 5)
-    with pytest.raises(ValueError, match="greedy: got 0 microbatches.*try 1"):
-        greedy(Placement.linear(4), 0)
+@pytest.mark.parametrize(
+    ("placement", "microbatches", "options", "message"),
+    [
+        (Placement.v(4), 8, {"memory_limit": 1.5}, "memory_limit=1.5, but one microbatch alone.*take 2;"),
+        (
+            Placement.v(2),
+            8,
+            {"memory_limit": 6, "memory": MemoryModel(residual_w=0.5, parameters=2)},
+            "memory_limit=6, .*passing through rank 0 there and back.*try at least 7",
+        ),
+        (Placement.bidirectional(4), 5, {}, "5 microbatches for 2 pipe.*try 4"),
+        (Placement.linear(4), 0, {}, "0 microbatches.*try 1"),
+    ],
+)
+def test_what_cannot_be_made(placement, microbatches, options, message):
+    with pytest.raises(ValueError, match=f"greedy: got {message}"):
+        greedy(placement, microbatches, **options)
 
 
 @pytest.mark.parametrize(

@@ -170,7 +170,7 @@ def test_dualpipe_ranks_mirror_each_other():
 
 
 def test_weights_fall_due_first_in_first_out():
-    for recipe in (zb_h1, zb_h2, interleaved_zero_bubble, dualpipe, dualpipe_v):
+    for recipe in (zb_h1, zb_h2, interleaved_zero_bubble, zb_v, v_half, v_min, dualpipe, dualpipe_v):
         for order in recipe(8, 20).orders:
             actions = [action for slot in order for action in slot]
             due = [a._replace(op=Op.W) for a in actions if a.op is Op.I]
@@ -179,7 +179,7 @@ def test_weights_fall_due_first_in_first_out():
 
 def test_placements():
     assert dualpipe(4, 8).placement == Placement.bidirectional(4)
-    assert dualpipe_v(3, 8).placement == Placement.v(3)
+    assert {recipe(3, 8).placement for recipe in (dualpipe_v, zb_v, v_half, v_min)} == {Placement.v(3)}
     assert {recipe(3, 8).placement for recipe in (gpipe, one_f_one_b, zb_h1, zb_h2)} == {Placement.linear(3)}
     assert chimera(4, 8).placement == Placement.bidirectional(4)
     assert hanayo(3, 6, num_waves=1).placement == Placement.v(3)
