@@ -140,6 +140,23 @@ def test_work_of_the_last_phase_leaves_the_others_more():
     )
 
 
+def test_lazy_work_that_several_need_is_paid_by_the_first():
+    """Of 2 + 5 half is 3.5: the first of the five with the lazy one, and one that costs 1 alone."""
+    first, second = exchange(), exchange()
+    lazy = act(cost=2.0, is_lazy=True)
+    users = [act(lazy.outputs[0]) for _ in range(5)]
+    assert planned([lazy, *users, first, second], [first, second])[1] == (users[:2], [])
+
+
+def test_a_slot_is_written_in_a_phase_after_its_reader():
+    first, second = exchange(), exchange()
+    read = act(cost=0.0, is_lazy=True)
+    reader, writer = act(read.outputs[0]), act(cost=1.0, after=(read,))
+    others = [act() for _ in range(3)]
+    phases = planned([read, reader, writer, *others, first, second], [first, second])
+    assert phases[1] == ([reader, *others[:2]], [])
+
+
 def test_beside_a_slow_axis_lies_as_much_more_work():
     """Three exchanges of as many bytes, the second one's over links nine times as slow: 1, 9 and 1 parts of 11."""
 
