@@ -12,6 +12,7 @@ import pytest
 from dualpipe_jax import inspect, make_mesh
 from dualpipe_jax.contract import staged
 from dualpipe_jax.engine import Pipeline
+from dualpipe_jax.inspect.collectives import collectives
 from dualpipe_jax.parallel.p2p import BESIDE_OTHERS
 from dualpipe_jax.schedule import CostModel, dualpipe, lower, one_f_one_b, zb_v
 from dualpipe_jax.schedule.lowering.table import Keeps
@@ -143,30 +144,32 @@ def test_collectives_are_met_in_one_order_when_compiled():
     schedule, lowered = lowered_step(dualpipe, "switch")
     module = inspect.read(lowered.compile(compiler_options={"xla_backend_optimization_level": 0}))
     assert module.is_scheduled
-    (scan,) = {name for name, i in collectives_of(module, module.loops) if i.opcode == "collective-permute"}
+    (scan,) = {name for name in module.loops if "collective-permute" in dict(issued(module, name))}
     everywhere = [i for name in {scan, *held_by(module, scan)} for i in module.computations[name]]
     divergent = [i for i in everywhere if i.opcode in ("while", "conditional") and i.trips is None]
     assert [i.opcode for i in divergent] == ["conditional"], "no more than two a tick, and one is enough"
     branches = divergent[0].called()
     assert len(branches) == len(units_of(schedule)) + 1, "and one for ranks that do nothing"
+    at_tick_level = {pair.issued: pair for _, pair in issued(module, scan)}
     met = []
     for instruction in module.computations[scan]:
         if instruction is divergent[0]:
             for number, branch in enumerate(branches):
-                inside = collectives_of(module, {branch, *held_by(module, branch)})
-                met += [Met(c.opcode.replace("-", "_"), number, groups_in(c)) for _, c in inside]
-        elif instruction.opcode.replace("-", "_") in COLLECTIVES:
-            met.append(Met(instruction.opcode.replace("-", "_"), None, groups_in(instruction)))
+                for name in {branch, *held_by(module, branch)}:
+                    met += [met_as(pair, number) for _, pair in issued(module, name)]
+        elif instruction in at_tick_level:
+            met.append(met_as(at_tick_level[instruction], None))
     check_order(schedule, met)
 
 
-def collectives_of(module, names):
-    return [
-        (name, i)
-        for name in names
-        for i in module.computations[name]
-        if i.opcode.replace("-", "_") in COLLECTIVES
-    ]
+def issued(module, name):
+    """A computation's own collectives, each with its kind."""
+    return [(pair.kind, pair) for pair in collectives(module, module.computations[name])]
+
+
+def met_as(pair, unit):
+    groups = [[*DEVICES]] if pair.kind == "collective-permute" else [[*group] for group in pair.groups]
+    return Met(pair.kind.replace("-", "_"), unit, groups)
 
 
 def held_by(module, name):
@@ -175,35 +178,14 @@ def held_by(module, name):
     return itertools.chain(inner, *(held_by(module, c) for c in inner))
 
 
-def groups_in(instruction):
-    if instruction.opcode == "collective-permute":
-        return [[*DEVICES]]
-    written = re.search(r"replica_groups=\{(\{[\d,{}]*\})\}", instruction.attributes)
-    if written:
-        return [[*map(int, group.split(","))] for group in re.findall(r"\{([\d,]+)\}", written[1])]
-    over_mesh = re.search(r"replica_groups=mesh\[([^\]]+)\] \{([^}]+)\}", instruction.attributes)
-    if over_mesh:
-        return groups_over(re.findall(r"'(\w+)'", over_mesh[2]))
-    count, size, dims, order = re.search(
-        r"replica_groups=\[(\d+),(\d+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", instruction.attributes
-    ).groups()
-    devices = np.arange(len(DEVICES)).reshape([*map(int, dims.split(","))])
-    devices = devices.transpose([*map(int, order.split(","))]) if order else devices
-    return devices.reshape(int(count), int(size)).tolist()
-
-
 def groups_of(attribute):
-    """Of an operation: numbers, or since jax 0.12 the names of the mesh's axes."""
-    axes = re.findall(r'axis_ref<name = "(\w+)">', str(attribute))
-    return groups_over(axes) if axes else np.array(attribute).tolist()
-
-
-def groups_over(axes):
-    """Devices that differ along these axes alone."""
-    every, sizes = ("dp", "pp", "ep"), (1, PP, EP)
-    places = [every.index(axis) for axis in axes]
+    """Of an operation: numbers, or since jax 0.12 the names of the mesh's axes, along which alone they differ."""
+    if not (axes := re.findall(r'axis_ref<name = "(\w+)">', str(attribute))):
+        return np.array(attribute).tolist()
+    places = [("dp", "pp", "ep").index(axis) for axis in axes]
+    sizes = np.array([1, PP, EP])
     last = np.moveaxis(np.arange(PP * EP).reshape(sizes), places, range(-len(places), 0))
-    return last.reshape(-1, int(np.prod([sizes[place] for place in places]))).tolist()
+    return last.reshape(-1, sizes[places].prod()).tolist()
 
 
 def check_order(schedule, met):
