@@ -10,10 +10,8 @@ import pytest
 from dualpipe_jax.__main__ import main
 from dualpipe_jax.balance import Layout, Placement, balance, plot
 
-TWO_LAYERS = [
-    [4, 3, 2, 1],
-    [1, 1, 5, 5],
-]  # in order on two devices: 7 | 3 and 2 | 10; at best 5 | 5 and 6 | 6
+TWO_LAYERS = [[4, 3, 2, 1], [1, 1, 5, 5]]
+"""In order on two devices: 7 | 3 and 2 | 10; at best 5 | 5 and 6 | 6."""
 
 
 def run(capsys, *arguments):
@@ -98,9 +96,8 @@ def test_groups_and_what_deepseeks_does_not_answer(capsys, tmp_path):
     np.save(tmp_path / "a.npy", np.random.default_rng(1).random((1, 8)))
     by_groups = run(capsys, tmp_path / "a.npy", "--devices", 4, "--slots", 3, "--nodes", 2, "--groups", 4)
     assert "DeepSeek's" in by_groups
-    alone = run(
-        capsys, tmp_path / "a.npy", "--devices", 3, "--slots", 3, "--nodes", 2
-    )  # nodes of unequal size
+    unequal = "--devices", 3, "--slots", 3, "--nodes", 2
+    alone = run(capsys, tmp_path / "a.npy", *unequal)
     assert "this" in alone
 
 

@@ -107,9 +107,8 @@ def test_a_compiler_that_ends_its_process(environment):
 
 
 def test_a_mistake_of_ours(environment):
-    with pytest.raises(
-        Died, match=r"ended with status 1 while drawing; .*\n  RuntimeError: a mistake of ours$"
-    ):
+    message = r"ended with status 1 while drawing; .*\n  RuntimeError: a mistake of ours$"
+    with pytest.raises(Died, match=message):
         ask("raises", {}, environment, "v5e:4x4")
 
 

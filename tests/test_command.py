@@ -54,9 +54,8 @@ def refused(capsys, status, *arguments):
 
 
 def in_process(*arguments, **options):
-    return subprocess.run(
-        [sys.executable, "-m", "dualpipe_jax", *arguments], capture_output=True, text=True, **options
-    )
+    command = [sys.executable, "-m", "dualpipe_jax", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, **options)
 
 
 @pytest.fixture
@@ -130,25 +129,14 @@ def test_compared_by_makespan_and_refusals_with_their_reason(capsys):
     out = printed(capsys, "compare", "dualpipe", "zb_h1", "1F1B", "--ranks", "5", "--microbatches", "10")
     lines = out.splitlines()
     assert lines[0] == "5 ranks, 10 microbatches, F 1, I 1, W 1, FB 3"
-    heads = [
-        "schedule",
-        "makespan",
-        "send 0.02",
-        "bubble",
-        "above bound",
-        "largest idle",
-        "activations",
-        "stages",
-    ]
+    heads = "schedule  makespan  send 0.02  bubble  above bound  largest idle  activations  stages"
     assert [re.split(" {2,}", line) for line in lines[1:4]] == [
-        [*heads, "parameters", "pairs"],
+        [*heads.split("  "), "parameters", "pairs"],
         ["zb_h1", "34", "34.32", "11.8 %", "0.0 %", "4", "5", "1", "1x", "no"],
         ["one_f_one_b", "42", "42.44", "28.6 %", "23.5 %", "12", "5", "1", "1x", "no"],
     ]
     assert lines[4] == "not with these counts:"
-    assert lines[5].startswith(
-        "  dualpipe  got 5 ranks and 10 microbatches, but ranks work in mirrored pairs"
-    )
+    assert lines[5].startswith("  dualpipe  got 5 ranks and 10 microbatches, but ranks work in mirrored")
 
 
 def test_compare_and_choose_show_how_sends_and_jitter_change_the_ranking(capsys):
@@ -213,16 +201,16 @@ def test_an_invalid_schedule_shows_its_culprit(capsys, saved):
     assert "[2F0]" in told["error"]
 
 
+DEEP = "from_json: nested too deeply; a schedule is an object of four flat entries"
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
         ("# a, ranks 1, microbatches 1, pipes (0)\n0F0 0X0", "parse_grid: line 2: not an action: '0X0'"),
         ("{", "from_json: not JSON"),
-        (
-            '{"a":' + "[" * 200_000,
-            "from_json: nested too deeply; a schedule is an object of four flat entries",
-        ),
-        ("[" * 200_000, "from_json: nested too deeply; a schedule is an object of four flat entries"),
+        ('{"a":' + "[" * 200_000, DEEP),
+        ("[" * 200_000, DEEP),
         ("[1, 2]", "num_microbatches, pipes, orders missing; a schedule has name"),
         ("999999999F0,0F0", "got stages [0, 999999999], but no stage 1"),
         (
@@ -555,9 +543,8 @@ def test_units_of_a_file_are_written_by_every_subcommand(capsys, saved, tmp_path
     assert re.split(" {2,}", shown[7])[1:] == ["idle, ms", "of the step", "activations", "memory"]
     file = str(tmp_path / "kept.json")
     printed(capsys, "show", "zb_h1", *SMALL, *costs, "-o", file)
-    assert f"makespan {makespan}, bubble" in printed(capsys, "check", file), (
-        "a schedule's file keeps its units"
-    )
+    checked = printed(capsys, "check", file)
+    assert f"makespan {makespan}, bubble" in checked, "a schedule's file keeps its units"
     assert printed(capsys, "diff", "gpipe", "1f1b", *SMALL, *costs).splitlines()[0].endswith(f" ms; {words}")
     for command in (["compare"], ["choose", "--memory-limit", "23e9"], ["search", "--effort", "0.01"]):
         head, title, *rows = printed(capsys, *command, *SMALL, *costs).splitlines()
@@ -650,29 +637,13 @@ def test_a_measured_step_is_replayed(capsys, saved):
     costs = saved(IN_MS, "ms.json")
     step = saved(printed(capsys, "show", "zb_v", *SMALL, "--costs", costs, "--json"), "step.json")
     told = printed(capsys, "replay", step, "--top", "2").splitlines()
-    assert told[0].startswith(
-        "zb_v, 4 ranks, 8 microbatches; cost of a stage: F 30, I 30, W 20, FB 80, send "
-    )
+    assert told[0].startswith("zb_v, 4 ranks, 8 microbatches; cost of a stage: F 30, I 30, W 20, FB 80, ")
     assert told[3].split("  ")[0] == "step" and told[3].endswith("makespan, ms  more")
-    assert [line.split("  ")[0] for line in told[4:7]] == [
-        "simulated at these costs",
-        "each unit as long as it took",
-        "measured",
-    ]
+    rows = ["simulated at these costs", "each unit as long as it took", "measured"]
+    assert [line.split("  ")[0] for line in told[4:7]] == rows
     assert told.index("units that differ most") - told.index("ranks whose work differs most") == 5
-    other = [
-        "--F",
-        "80",
-        "--I",
-        "60",
-        "--W",
-        "40",
-        "--last",
-        "-5",
-        "0",
-        "0",
-    ]  # a stage's F is 40 instead of 30
-    facts = facts_of(capsys, "replay", step, *other)
+    other = "--F 80 --I 60 --W 40 --last -5 0 0"  # a stage's F is 40 instead of 30
+    facts = facts_of(capsys, "replay", step, *other.split())
     assert {unit["kind"] for unit in facts["by_unit"][:8]} == {"F"}
     assert [unit["difference"] for unit in facts["by_unit"][:8]] == [-80] * 8
     assert facts["units"]["time"] == "ms"

@@ -29,11 +29,8 @@ from train.prepare.options import parse as parse_preparing
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.M | re.S)
-ELSEWHERE = {
-    "README.md": "test_readme.py",
-    "short.md": "test_readme.py",
-    "own_model.md": "test_docs_own_model.py",
-}
+ELSEWHERE = {"README.md": "test_readme.py", "short.md": "test_readme.py"}
+ELSEWHERE |= {"own_model.md": "test_docs_own_model.py"}
 """Pages whose Python blocks run in tests of their own."""
 
 
@@ -51,11 +48,9 @@ def published_checkpoint(folder: Path) -> None:
     model = deepseek(config)
 
     def made(leaf):
-        return (
-            model.layout.rows
-            if jnp.issubdtype(leaf.dtype, jnp.integer)
-            else np.full(leaf.shape, 0.02, "float32")
-        )
+        if jnp.issubdtype(leaf.dtype, jnp.integer):
+            return model.layout.rows
+        return np.full(leaf.shape, 0.02, "float32")
 
     params = jax.tree.map(made, jax.eval_shape(model.init, jax.random.key(0)))
     weights.save(folder / "DeepSeek-V2-Lite", config, params)
@@ -117,9 +112,7 @@ def test_commands_in_blocks_run(page, tmp_path, monkeypatch):
 
 def run(line: str) -> str:
     program, *arguments = shlex.split(line)
-    assert program == "dualpipe", (
-        f"{line}: only dualpipe's commands stand in bash blocks; others in plain ones"
-    )
+    assert program == "dualpipe", f"{line}: only dualpipe's commands stand in bash blocks"
     printed = io.TextIOWrapper(io.BytesIO(), encoding="utf-8")
     with contextlib.redirect_stdout(printed):
         assert main(arguments) == 0, line

@@ -64,12 +64,8 @@ def test_other_numbers():
     sizes = {512: "512 B", 1536: "1.5 KiB", 4 * 2**20: "4 MiB", 40.5 * 2**30: "40.5 GiB"}
     assert {count: numbers.format_bytes(count) for count in sizes} == sizes
     assert numbers.gib(14 * 2**30) == "14.00"
-    assert [numbers.percent(share) for share in (None, -1e-9, 0.4894, 1)] == [
-        "?",
-        "0.0 %",
-        "48.9 %",
-        "100.0 %",
-    ]
+    shares = {None: "?", -1e-9: "0.0 %", 0.4894: "48.9 %", 1: "100.0 %"}
+    assert {share: numbers.percent(share) for share in shares} == shares
     assert numbers.together([0, 1, 2, 3, 8, 12, 13]) == "0-3 8 12-13"
     assert Units("ms", "B").size(2**30) == "1 GiB" and Units("ms").of_time("makespan") == "makespan, ms"
 

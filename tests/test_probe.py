@@ -29,9 +29,8 @@ def test_a_machine_on_which_all_works(here, capfd):
     assert main(["probe", "--cpu", "4", "--only", *only]) == 0
     said, progress = capfd.readouterr()
     assert said.startswith("4 x cpu (cpu), pp 2 x ep 2, jax ")
-    assert re.search(
-        r"\nunits-loop: all units of the engine, compared with plain JAX, in loops +works\n", said
-    )
+    row = r"\nunits-loop: all units of the engine, compared with plain JAX, in loops +works\n"
+    assert re.search(row, said)
     assert 'Use Pipeline(..., divergence="loop"), which is the default here' in said
     assert said.endswith("\nwritten to rates.json\n")
     assert progress.count("probe: starting") <= 1, "one process did it all"
@@ -120,10 +119,7 @@ def test_devices_that_are_never_found(here, answering, capsys):
     [
         (["--pp", "0"], "--pp 0: must be above 0"),
         (["--limit", "-1"], "--limit -1: must be above 0"),
-        (
-            ["--only", "guards"],
-            "--only guards: no experiment; did you mean guard-switch? There are permute-inside, ",
-        ),
+        (["--only", "guards"], "--only guards: no experiment; did you mean guard-switch? There are permute-"),
         (["-o", "no/rates.json"], "--output no/rates.json: there is no folder no"),
     ],
 )
@@ -188,12 +184,9 @@ def test_rates_that_price_programs(here):
     link, latency, clock = 400e9, 2e-6, 1.5e9
     payload = 1 << 26
     seconds = latency + payload * 3 / 4 / link
+    speed = payload / (seconds - latency)
     results = {
-        "rate-all-to-all": {
-            "bytes_per_second": payload / (seconds - latency),
-            "latency": latency,
-            "devices": 4,
-        },
+        "rate-all-to-all": {"bytes_per_second": speed, "latency": latency, "devices": 4},
         "rate-permute": {"bytes_per_second": 25e9, "latency": 1e-6},
         "rate-matmul": {"flops_per_second": 600e12},
         "rate-copy": {"bytes_per_second": 3e12},

@@ -38,9 +38,8 @@ def site(tmp_path):
 
 def test_a_site_whose_links_lead_somewhere(site):
     assert links.problems(site) == []
-    done = subprocess.run(
-        [sys.executable, "scripts/_links.py", site], cwd=ROOT, capture_output=True, text=True
-    )
+    command = [sys.executable, "scripts/_links.py", site]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0 and "every link inside it leads somewhere" in done.stderr
 
 

@@ -62,11 +62,8 @@ def test_it_holds_one_package_whole(wheel):
     names = zipfile.ZipFile(wheel).namelist()
     assert {name.split("/")[0] for name in names if ".dist-info/" not in name} == {"dualpipe_jax"}
     assert any(name.endswith(".dist-info/licenses/LICENSE") for name in names)
-    source = {
-        str(path.relative_to(ROOT))
-        for path in (ROOT / "dualpipe_jax").rglob("*")
-        if path.is_file() and path.suffix != ".pyc"
-    }
+    files = (path for path in (ROOT / "dualpipe_jax").rglob("*") if path.is_file() and path.suffix != ".pyc")
+    source = {str(path.relative_to(ROOT)) for path in files}
     assert source <= set(names), "py.typed, the page and the targets among them"
 
 
@@ -87,13 +84,10 @@ def test_the_command_works_and_starts_at_once(python, tmp_path):
 def test_what_is_not_in_it_says_so(python, tmp_path):
     command = [python.parent / "dualpipe", "dryrun", "--target", "v5e:4x4", "--compile", "nothing"]
     done = subprocess.run(list(map(str, command)), cwd=tmp_path, capture_output=True, text=True)
-    assert (
-        done.returncode == 2
-        and "error: --program v3: a name without a module is a model of the trainer" in done.stderr
-    )
-    (tmp_path / "mine.py").write_text(
-        (ROOT / "tests/pods/own_program.py").read_text().replace("import optax", "")
-    )
+    assert done.returncode == 2
+    assert "error: --program v3: a name without a module is a model of the trainer" in done.stderr
+    program = (ROOT / "tests/pods/own_program.py").read_text()
+    (tmp_path / "mine.py").write_text(program.replace("import optax", ""))
     own = ["--program", "mine.py:blocks", "--change", "learns=0", "--json"]
     found = json.loads(run([*command, *own], cwd=tmp_path))
     assert found["memory"]["fits"], "a user's own program needs nothing of the repository"

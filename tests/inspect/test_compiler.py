@@ -85,36 +85,31 @@ def test_what_each_platform_gets():
 
 
 def test_a_platform_that_is_not_known():
-    with pytest.raises(
-        ValueError, match=r"options: platform 'xpu' is none of cpu, .*; pass jax.devices\(\)\[0\]"
-    ):
+    message = r"options: platform 'xpu' is none of cpu, .*; pass jax.devices\(\)\[0\]"
+    with pytest.raises(ValueError, match=message):
         recommended_compiler_options("xpu")
 
 
 def test_a_process_for_each_gpu():
     """JAX itself reads which one from there; NCCL 2.26 and CUDA document the others."""
     environment = compiler.gpu_process_environment(3)
-    assert (
-        environment["NCCL_LAUNCH_ORDER_IMPLICIT"] == "1" and environment["CUDA_DEVICE_MAX_CONNECTIONS"] != "1"
-    )
+    assert environment["NCCL_LAUNCH_ORDER_IMPLICIT"] == "1"
+    assert environment["CUDA_DEVICE_MAX_CONNECTIONS"] != "1"
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    program = (
-        f"import jax; jax.distributed.initialize('127.0.0.1:{port}', 1, 0)\n"
-        "print(jax.config.values['jax_cuda_visible_devices'])"
-    )
+    program = f"import jax; jax.distributed.initialize('127.0.0.1:{port}', 1, 0)\n"
+    program += "print(jax.config.values['jax_cuda_visible_devices'])"
+    environ = {**os.environ, **environment}
     done = subprocess.run(
-        [sys.executable, "-c", program],
-        capture_output=True, text=True, env={**os.environ, **environment}, timeout=120,
-    )  # fmt: skip
+        [sys.executable, "-c", program], capture_output=True, text=True, env=environ, timeout=120
+    )
     assert done.stdout == "3\n", done.stderr
 
 
 def test_a_process_of_no_number():
-    with pytest.raises(
-        ValueError, match="gpu_process_environment: local is -1, must be this process's number"
-    ):
+    message = "gpu_process_environment: local is -1, must be this process's number"
+    with pytest.raises(ValueError, match=message):
         compiler.gpu_process_environment(-1)
 
 

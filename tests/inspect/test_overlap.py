@@ -184,18 +184,13 @@ WRAPPED = """
 
 @pytest.mark.parametrize("opcode", ["async", "call"])
 def test_wrapped_collectives(opcode):
-    thread = (
-        ', async_execution_thread="sparsecore", to_apply=%wrapped' if opcode == "call" else ", calls=%wrapped"
-    )
-    shape = "((f32[256]{0}), f32[256]{0}, u32[])"
-    text = module(
-        f"%s = {shape} {opcode}-start(%x){thread}",
-        work("before", 100),
-        f"%u = {shape} {opcode}-update(%s){thread}",
-        work("between", 300),
-        f"%d = f32[256]{{0}} {opcode}-done(%u){thread}",
-        more=WRAPPED,
-    )
+    thread = ", calls=%wrapped"
+    if opcode == "call":
+        thread = ', async_execution_thread="sparsecore", to_apply=%wrapped'
+    shape, before, between = "((f32[256]{0}), f32[256]{0}, u32[])", work("before", 100), work("between", 300)
+    first, second = (f"%s = {shape} {opcode}-start(%x){thread}", f"%u = {shape} {opcode}-update(%s){thread}")
+    last = f"%d = f32[256]{{0}} {opcode}-done(%u){thread}"
+    text = module(first, before, second, between, last, more=WRAPPED)
     (found,) = overlap(text, BYTE_A_CYCLE).collectives
     assert (found.kind, found.direction) == ("all-to-all", "backward")
     assert (found.payload, found.group_size) == (KIB, 4)
@@ -208,11 +203,8 @@ def test_wrapped_collectives(opcode):
 def test_groups_of_devices():
     """As jax 0.10 has them written, and as 0.12 has."""
     sizes = {"{{0,1},{2,3},{4,5},{6,7}}": 2, "[2,4]<=[8]": 4, "[2,4]<=[4,2]T(1,0)": 4}
-    sizes |= {
-        "mesh['pp'=4,'ep'=2] {'ep'}": 2,
-        "mesh['pp'=4,'ep'=2] {'pp','ep'}": 8,
-        "mesh['x'=8] {'x':(1)2}": 2,
-    }
+    sizes |= {"mesh['pp'=4,'ep'=2] {'ep'}": 2, "mesh['pp'=4,'ep'=2] {'pp','ep'}": 8}
+    sizes |= {"mesh['x'=8] {'x':(1)2}": 2}
     for groups, size in sizes.items():
         text = module(start("a").replace("{{0,1,2,3},{4,5,6,7}}", groups), done("a"))
         assert [c.group_size for c in overlap(text, BYTE_A_CYCLE).collectives] == [size], groups
@@ -234,10 +226,8 @@ def test_a_done_elsewhere_leaves_it_open():
 
 
 def test_a_wrapped_thing_that_is_no_collective_is_none():
-    text = module(
-        "%s = ((f32[256]), f32[256], u32[]) async-start(%x), calls=%dot_fusion",
-        "%d = f32[256] async-done(%s)",
-    )
+    begun = "%s = ((f32[256]), f32[256], u32[]) async-start(%x), calls=%dot_fusion"
+    text = module(begun, "%d = f32[256] async-done(%s)")
     assert not overlap(text).collectives
     assert str(overlap(text)) == "by_hand: no collectives"
 
@@ -257,16 +247,15 @@ def test_directions_are_a_matter_of_patterns():
     assert not overlap(text, forward=[], backward=[]).collectives[0].opposite_matmuls
 
 
-@pytest.mark.parametrize(
-    "target, counts",
-    {"__cublas$gemm": 1, "tpu_custom_call": 1, "__gpu$xla.gpu.triton": 1, "Sharding": 0, "TopK": 0}.items(),
-)
-def test_kernels_that_count_as_matmuls(target, counts):
-    call = f'%k = f32[256]{{0}} custom-call(%x), custom_call_target="{target}", metadata={{op_name="jit(f)/jvp()/k"}}'
-    (found,) = overlap(module(start("a"), call, done("a"))).collectives
-    assert found.matmuls["forward"] == counts
-    (found,) = overlap(module(start("a"), call, done("a")), matmul_calls=[]).collectives
-    assert found.matmuls["forward"] == 0
+def test_kernels_that_count_as_matmuls():
+    kernels = {"__cublas$gemm": 1, "tpu_custom_call": 1, "__gpu$xla.gpu.triton": 1, "Sharding": 0, "TopK": 0}
+    for target, count in kernels.items():
+        named = f'custom_call_target="{target}", metadata={{op_name="jit(f)/jvp()/k"}}'
+        text = module(start("a"), f"%k = f32[256]{{0}} custom-call(%x), {named}", done("a"))
+        (found,) = overlap(text).collectives
+        assert found.matmuls["forward"] == count, target
+        (found,) = overlap(text, matmul_calls=[]).collectives
+        assert found.matmuls["forward"] == 0, target
 
 
 def test_rates_price_kernels_and_copies():
@@ -376,7 +365,6 @@ def test_what_crosses_a_link():
 
 
 def test_an_unknown_tpu_is_refused_by_name():
-    with pytest.raises(
-        ValueError, match=r"'v3:2x2' is none of v4, v5e, v5p, v6e, tpu7x; for other devices use Rates\(link="
-    ):
+    message = r"'v3:2x2' is none of v4, v5e, v5p, v6e, tpu7x; for other devices use Rates\(link="
+    with pytest.raises(ValueError, match=message):
         tpu_rates("v3:2x2")
