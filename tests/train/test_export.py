@@ -22,7 +22,7 @@ from train.processes import Processes
 from train.state import trainable, with_trainable
 
 OPTIONS = dict(
-    schedule="dualpipe", pp=2, ep=2, microbatches=4, microbatch_size=2, model="tiny", layers=2, sequence=12,
+    schedule="gpipe", pp=2, ep=2, microbatches=2, microbatch_size=2, model="tiny", layers=2, sequence=12,
     stage_layers=(1, 2), eval_sequences=10, name="x", steps=3,
 )  # fmt: skip
 
@@ -46,6 +46,7 @@ def written(tmp_path_factory):
     return run, state
 
 
+@pytest.mark.slow
 def test_another_librarys_model_has_the_runs_held_out_loss(written):
     torch = pytest.importorskip("torch", reason="the oracle runs on torch, which is not installed")
     transformers = pytest.importorskip(

@@ -174,13 +174,8 @@ def test_folders_without_what_is_needed(tmp_path, capsys):
     assert "bytes has no module of multi-token prediction" in capsys.readouterr().err
 
 
-def test_a_batch_from_published_weights_is_what_transformers_generates(tmp_path, capsys):
-    """Ragged prompts, each alone there; sampling settings of a line's own; lines that will not do."""
-    torch = pytest.importorskip("torch", reason="the oracle runs on torch, which is not installed")
-    from tests.models import hugging_face
-
-    model = hugging_face.saved(hugging_face.make(vocab_size=256, num_hidden_layers=2), tmp_path / "model")
-    oracle = hugging_face.make(vocab_size=256, num_hidden_layers=2)
+def check_batch(model, wanted, tmp_path, capsys):
+    """Ragged prompts, each alone by the oracle; sampling settings of a line's own; lines that will not do."""
     prompts = ["class", "x", "for n in range(", "Größe"]
     lines = [{"prompt": prompt, "n": n} for n, prompt in enumerate(prompts)]
     lines.insert(1, {"prompt": "y" * 30, "max_tokens": 0})
@@ -198,10 +193,28 @@ def test_a_batch_from_published_weights_is_what_transformers_generates(tmp_path,
     assert answers[7]["error"].startswith("not JSON: ")
     assert answers[6]["num_tokens"] == 9 and answers[6]["text"] != answers[2]["text"]
     for prompt, answer in zip(prompts, (answers[n] for n in (0, 2, 4, 5)), strict=True):
+        assert answer["text"] == wanted(prompt), prompt
+        assert (answer["finish_reason"], answer["prompt"]) == ("length", prompt)
+
+
+def test_a_batch_from_published_weights_is_what_the_plain_model_gives(tmp_path, capsys):
+    config = small(vocab=256)
+    models.weights.save(tmp_path / "model", config, random_params(config))
+    check_batch(tmp_path / "model", lambda prompt: greedy(prompt, 10, config), tmp_path, capsys)
+
+
+@pytest.mark.slow
+def test_a_batch_from_published_weights_is_what_transformers_generates(tmp_path, capsys):
+    torch = pytest.importorskip("torch", reason="the oracle runs on torch, which is not installed")
+    from tests.models import hugging_face
+
+    model = hugging_face.saved(hugging_face.make(vocab_size=256, num_hidden_layers=2), tmp_path / "model")
+    oracle = hugging_face.make(vocab_size=256, num_hidden_layers=2)
+    asked = dict(max_new_tokens=10, do_sample=False, eos_token_id=None, pad_token_id=0)
+
+    def wanted(prompt):
         tokens = torch.tensor([list(prompt.encode())])
         with torch.no_grad():
-            wanted = oracle.generate(
-                tokens, max_new_tokens=10, do_sample=False, eos_token_id=None, pad_token_id=0
-            )
-        assert answer["text"] == Bytes().decode(wanted[0, tokens.shape[1] :].tolist()), prompt
-        assert (answer["finish_reason"], answer["prompt"]) == ("length", prompt)
+            return Bytes().decode(oracle.generate(tokens, **asked)[0, tokens.shape[1] :].tolist())
+
+    check_batch(model, wanted, tmp_path, capsys)

@@ -37,7 +37,7 @@ def make(name):
 @pytest.mark.slow
 def test_the_canonical_form_is_the_models_own_layers_in_order():
     """Against the parameters as the model alone makes them, in one stage; no device ever makes the whole state."""
-    layout, key = make("v 2x2"), jax.random.key(3)
+    layout, key = make("1f1b 3x2, shared out"), jax.random.key(3)
     initialize = layout.initializer.lower(key).compile()
     memory = initialize.memory_analysis()
     everything = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(layout.abstract))
