@@ -81,6 +81,9 @@ CASES = {
     "a V, checked": Case(zb_v, (1, 2, 2), 4, dropout=False, options={"check_vma": True}),
     "a V, lockstep": Case(zb_v, (1, 2, 1), 3, options={"divergence": "none"}),
     "rounds, one conditional": Case(interleaved_1f1b, (1, 2, 1), 4, options={"divergence": "switch"}),
+    "two pipes, no pair": Case(chimera, (1, 2, 2), 4),
+    "waves": Case(hanayo, (1, 2, 2), 4),
+    "a V of half the memory": Case(v_half, (1, 2, 2), 4),
     "two pipes, checked, all at once": Case(
         dualpipe,
         (2, 2, 2),
@@ -168,12 +171,6 @@ def test_what_is_of_parameters_alone_is_made_once():
     table = {(real.VOCAB, real.WIDTH), (real.WIDTH, real.WIDTH)}
     assert in_tick and not [s for s in in_tick if real.RANK in sum(s, ()) or table == set(s)]
     assert [s for s in once if real.RANK in sum(s, ())] and [s for s in once if table == set(s)]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("make", [chimera, hanayo, v_half], ids=lambda make: make.__name__)
-def test_further_schedules(make):
-    check(Case(make, (1, 2, 2), 4))
 
 
 def test_the_comparison_can_fail():
