@@ -48,8 +48,7 @@ def by_platform_in_a_scan(params, x):
 
 
 @pytest.mark.parametrize(
-    ("f", "num_layers"),
-    [(by_platform, None), (jax.checkpoint(by_platform), None), (by_platform_in_a_scan, 2)],
+    ("f", "num_layers"), [(jax.checkpoint(by_platform), None), (by_platform_in_a_scan, 2)]
 )
 def test_only_the_branch_of_the_platform_is_lowered(f, num_layers):
     check_split(f, block_params(num_layers=num_layers), X, run=compiled)
@@ -94,8 +93,8 @@ def chosen(params, x):
 
 saved = jax.checkpoint_policies.save_only_these_names("kept", "offloaded")
 OFFLOADED = {
-    "straight": (OFFLOADING, block_params(), 1),
     "scan": (layers, block_params(num_layers=2), 2),
+    "straight": (OFFLOADING, block_params(), 1),
     "cond": (chosen, block_params(), 1),
 }
 
@@ -104,6 +103,7 @@ def on_host(arrays):
     return [jax.typeof(array).memory_space is HOST for array in arrays]
 
 
+@pytest.mark.thin(3)
 @pytest.mark.parametrize("name", OFFLOADED)
 def test_what_a_policy_offloads_waits_in_the_hosts_memory(name):
     f, params, count = OFFLOADED[name]

@@ -198,7 +198,7 @@ def test_bfloat16_casts(name):
     assert all(kept.dtype == jnp.bfloat16 for kept in (*plan.residuals_w, *plan.stash))
 
 
-WHOLE = ["cond in scan", "scan of dots_saveable", "nested scan", "reverse scan", "remat of cond", "switch"]
+WHOLE = ["reverse scan", "scan of dots_saveable", "nested scan", "cond in scan", "remat of cond", "switch"]
 WHOLE += ["scan in cond", "custom rules", "attention", "ragged_dot", "several inputs", "shared in scan"]
 
 

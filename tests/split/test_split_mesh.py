@@ -63,7 +63,9 @@ def run_both(f, params, specs, x, *, check_vma, cast=True, has_aux=False):
     return *compiled(mapped, params, x, x), plans[-1]
 
 
-@pytest.mark.parametrize(("check_vma", "remat"), [(True, False), (False, True)])
+@pytest.mark.parametrize(
+    ("check_vma", "remat"), [(True, False), pytest.param(False, True, marks=pytest.mark.slow)]
+)
 def test_mixture_of_experts(check_vma, remat):
     f = jax.checkpoint(moe) if remat else moe
     ours, theirs, plan = run_both(f, PARAMS, SPECS, X, check_vma=check_vma, has_aux=True)
@@ -73,7 +75,7 @@ def test_mixture_of_experts(check_vma, remat):
     assert plan.counts("input")["all_to_all"] == (4 if remat else 2)
 
 
-@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize("check_vma", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_scanned_layers_of_remat_in_a_cond(check_vma):
     """A cond whose branches differ in what they hand over, typed as varying."""
 

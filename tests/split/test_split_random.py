@@ -54,7 +54,8 @@ def compound(kind, rng, depth):
     }[kind]
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.thin(4)
+@pytest.mark.parametrize("seed", range(16))
 def test_random_network(seed):
     rng = np.random.default_rng(seed)
     params = {f"w{i}": normal(i, WIDTH, WIDTH) for i in range(3)} | {
