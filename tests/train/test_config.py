@@ -83,6 +83,9 @@ def test_virtual_devices_are_asked_for():
     narrow: dict[str, str] = {}
     set_devices(configure(pp=2, ep=3, precision="bfloat16"), narrow)
     assert narrow["XLA_FLAGS"].endswith(" --xla_cpu_experimental_ynn_fusion_type=")
+    accelerator: dict[str, str] = {}
+    set_devices(configure(devices="accelerator"), accelerator)
+    assert accelerator == {}, "left to JAX"
 
 
 def test_the_users_own_device_count_stays():
@@ -91,9 +94,3 @@ def test_the_users_own_device_count_stays():
     assert environ["XLA_FLAGS"] == "--xla_force_host_platform_device_count=8"
     with pytest.raises(ConfigError, match="needs 10 devices, but XLA_FLAGS asks for 8"):
         set_devices(configure(pp=10, ep=1), environ)
-
-
-def test_accelerators_are_left_to_jax():
-    environ = {}
-    set_devices(configure(devices="accelerator"), environ)
-    assert environ == {}

@@ -111,25 +111,6 @@ def test_documents_are_told_apart():
     np.testing.assert_array_equal(batch["positions"], [positions for _, positions in expected])
 
 
-def test_a_target_is_of_the_document_that_it_is_predicted_from(tmp_path):
-    """Every document is one letter, so whatever a segment predicts must be its letter, or the end."""
-    texts = [bytes([letter]) * (5 + letter % 7) for letter in range(65, 91)]
-    corpus = corpus_of(texts)
-    seen = 0
-    for step in range(20):
-        batch = corpus.train_batch(0, step, (1, 4, 24))
-        rows = zip(
-            *(batch[name].reshape(-1, 24) for name in ("segment_ids", "inputs", "targets")), strict=True
-        )
-        for segments, inputs, targets in rows:
-            for segment in np.unique(segments):
-                here = segments == segment
-                letters = {*inputs[here], *targets[here]} - {SEPARATOR}
-                assert len(letters) <= 1
-                seen += 1
-    assert seen > 100
-
-
 def test_parts_make_the_whole(library):
     """What each device would ask for, by JAX's own indices."""
     shape = (4, 6, 16)

@@ -114,12 +114,18 @@ def test_batches_are_made_while_the_step_runs():
 
 
 def test_the_wait_is_measured():
-    with Prefetch(lambda step: time.sleep(0.1)) as ahead:
+    made = threading.Semaphore(0)
+
+    def draw(step):
+        time.sleep(0.6)
+        made.release()
+
+    with Prefetch(draw) as ahead:
         ahead.get(0)
-        assert ahead.wait >= 0.05
-        time.sleep(0.35)
+        assert ahead.wait >= 0.3
+        assert made.acquire(timeout=10) and made.acquire(timeout=10), "the next one is there"
         ahead.get(1)
-        assert ahead.wait < 0.05
+        assert ahead.wait < 0.3
 
 
 def test_what_is_fetched_ahead_is_what_would_be_drawn_after_a_jump_too():

@@ -14,17 +14,12 @@ def array(*shape):
     return RANDOM.standard_normal(shape).astype(np.float32)
 
 
+ATTENTION = {"o_proj": array(3, 3), "kv_a_layernorm": {"weight": array(3)}}
+FIRST = {"experts": {"gate_proj": array(2, 4, 3)}, "gate": array(3, 4)}
+SECOND = {"shared_experts": {"gate_proj": array(3, 3)}, "up_proj": array(3)}
 GRADS = {
-    "embed": {
-        "embed_tokens": array(7, 3),
-        "layers": {"0": {"self_attn": {"o_proj": array(3, 3), "kv_a_layernorm": {"weight": array(3)}}}},
-    },
-    "stages": PlacedStages(
-        (
-            {"layers": {"mlp": {"experts": {"gate_proj": array(2, 4, 3)}, "gate": array(3, 4)}}},
-            {"layers": {"mlp": {"shared_experts": {"gate_proj": array(3, 3)}, "up_proj": array(3)}}},
-        )
-    ),
+    "embed": {"embed_tokens": array(7, 3), "layers": {"0": {"self_attn": ATTENTION}}},
+    "stages": PlacedStages(({"layers": {"mlp": FIRST}}, {"layers": {"mlp": SECOND}})),
     "head": {"lm_head": array(3, 7), "norm": {"weight": array(3)}, "extra": array(2)},
 }
 
@@ -46,16 +41,14 @@ def test_gradient_norms_by_part():
     counts = np.zeros((1, 4), np.int32)
     found = jax.jit(step_figures)(params(), GRADS, {"counts": counts})["grad_norms"]
     embed, head = GRADS["embed"], GRADS["head"]
-    first, second = (stage["layers"]["mlp"] for stage in GRADS["stages"].local)
-    attention = embed["layers"]["0"]["self_attn"]
     expected = {
         "embedding": norm(embed["embed_tokens"]),
-        "norms": norm(attention["kv_a_layernorm"]["weight"], head["norm"]["weight"]),
-        "attention": norm(attention["o_proj"]),
-        "router": norm(first["gate"]),
-        "experts": norm(first["experts"]["gate_proj"]),
-        "shared": norm(second["shared_experts"]["gate_proj"]),
-        "dense": norm(second["up_proj"]),
+        "norms": norm(ATTENTION["kv_a_layernorm"]["weight"], head["norm"]["weight"]),
+        "attention": norm(ATTENTION["o_proj"]),
+        "router": norm(FIRST["gate"]),
+        "experts": norm(FIRST["experts"]["gate_proj"]),
+        "shared": norm(SECOND["shared_experts"]["gate_proj"]),
+        "dense": norm(SECOND["up_proj"]),
         "head": norm(head["lm_head"]),
         "other": norm(head["extra"]),
     }
@@ -86,12 +79,9 @@ COUNTS = np.array([[[3, 1, 0, 0], [0, 0, 0, 0]], [[1, 1, 1, 1], [4, 0, 0, 0]]])
 """[stages, places, experts]: of the first stage the second place is empty."""
 
 
-def test_load_is_by_layer_and_expert_without_empty_places():
+def test_load_and_its_entropy_are_by_layer_and_expert_without_empty_places():
     assert expert_load(COUNTS).tolist() == [[3, 1, 0, 0], [1, 1, 1, 1], [4, 0, 0, 0]]
     assert expert_load(COUNTS[1]).tolist() == [[1, 1, 1, 1], [4, 0, 0, 0]], "in model order already"
-
-
-def test_entropy_of_load():
     quarter = -(0.75 * np.log2(0.75) + 0.25 * np.log2(0.25)) / 2  # bits of (3, 1, 0, 0), of two at most
     assert load_entropy(expert_load(COUNTS)) == pytest.approx((quarter + 1 + 0) / 3)
     assert load_entropy(np.ones((2, 1), int)) == 1, "one expert alone is balanced"

@@ -45,14 +45,7 @@ def spied():
 
         patch.setattr(module, name, call)
 
-    for name in (
-        "make_optimizer",
-        "warmup_cosine",
-        "make_update",
-        "make_evaluate",
-        "Pipeline",
-        "Layout",
-    ):
+    for name in ("make_optimizer", "warmup_cosine", "make_update", "make_evaluate", "Pipeline", "Layout"):
         spy(setup, name)
     spy(model.models, "deepseek")
     spy(model.models, "given_plan")
@@ -175,7 +168,7 @@ def test_every_held_out_window_counts_once():
 @pytest.mark.slow
 def test_the_held_out_loss_is_the_plain_models_whatever_the_layout():
     """Documents within windows, on all three axes; the oracle is the model in one piece, without a mesh."""
-    numbers = models.tiny(num_layers=3, dim=16, num_experts=4, num_groups=1, top_groups=1, top_k=2, vocab=64)
+    numbers = models.tiny(num_layers=2, dim=16, num_experts=4, num_groups=1, top_groups=1, top_k=2, vocab=64)
     random = np.random.default_rng(0)
     texts = [bytes(random.integers(1, 64, length).tolist()) for length in (5, 90, 130, 70)]
     corpus = Corpus((text_source("text", [], texts, 4, BYTES),))

@@ -34,14 +34,10 @@ class ToyModel:
             "bias": jnp.zeros((self.num_stages, 1, self.experts)),
             "row": jnp.arange(self.num_stages, dtype=jnp.int32)[:, None],
         }
-        weights = {
-            "w": normal(self.num_stages, 1, self.dim, self.dim),
-            "norm": jnp.ones((self.num_stages, 1, self.dim)),
-        }
-        return {
-            "stages": {"layers": weights, "routing": routing},
-            "shared": {"embed": {"table": normal(256, self.dim)}, "head": {"w": normal(self.dim, 256)}},
-        }
+        square = normal(self.num_stages, 1, self.dim, self.dim)
+        weights = {"w": square, "norm": jnp.ones((self.num_stages, 1, self.dim))}
+        shared = {"embed": {"table": normal(256, self.dim)}, "head": {"w": normal(self.dim, 256)}}
+        return {"stages": {"layers": weights, "routing": routing}, "shared": shared}
 
     def stage(self, own, shared, x, at):
         routing, weights = own["routing"], own["layers"]
@@ -100,9 +96,7 @@ def test_the_learning_rate_warms_up_and_comes_down():
     assert float(warmup_cosine(1.0, 1, 10)(0)) == pytest.approx(0.1)  # the last step, too
 
 
-def adamw_by_hand(
-    params, gradients, rates, clip=1.0, decay=0.1, b1=0.9, b2=0.95, eps=1e-8, kept=lambda moment: moment
-):
+def adamw_by_hand(params, gradients, rates, clip=1, decay=0.1, b1=0.9, b2=0.95, eps=1e-8, kept=lambda m: m):
     """Clipped AdamW in float64 (Loshchilov and Hutter, arXiv:1711.05101), a list of gradients' dicts after another.
 
     ``kept`` is what becomes of a moment between two steps.
@@ -124,16 +118,11 @@ def adamw_by_hand(
 
 def named(tree):
     """Trainable leaves by name."""
-    return {
-        jax.tree_util.keystr(path): leaf
-        for path, leaf in jax.tree_util.tree_leaves_with_path(trainable(tree))
-    }
+    leaves = jax.tree_util.tree_leaves_with_path(trainable(tree))
+    return {jax.tree_util.keystr(path): leaf for path, leaf in leaves}
 
 
-KEPT = {
-    "float32": lambda moment: moment,
-    "bfloat16": lambda moment: moment.astype(jnp.bfloat16).astype(np.float64),
-}
+KEPT = {"float32": lambda m: m, "bfloat16": lambda m: m.astype(jnp.bfloat16).astype(np.float64)}
 
 
 @pytest.mark.parametrize("moments", KEPT)
