@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from dualpipe_jax.balance import Layout, Placement, balance, bound_of, worst_imbalance
 from dualpipe_jax.balance.copies import add_copies
 
-BENCHMARK = runpy.run_path(str(pathlib.Path(__file__).parents[2] / "benchmarks" / "balance.py"))
+BENCHMARK = pathlib.Path(__file__).parents[2] / "benchmarks" / "balance.py"
 
 
 def peak(loads, devices):
@@ -108,16 +108,15 @@ def test_58_layers_of_256_uniform_experts(slots, devices, most):
 
 def test_never_worse_than_deepseeks():
     """With few experts, all in all or on a node, its double copies may share better: the benchmark counts those too."""
-    random = np.random.default_rng(5)
-    gains = []
+    random, gains, benchmark = np.random.default_rng(5), [], runpy.run_path(str(BENCHMARK))
     for _ in range(12):
-        loads, layout = BENCHMARK["random_case"](random, 32)
+        loads, layout = benchmark["random_case"](random, 32)
         groups, nodes = layout.num_groups or 1, layout.num_nodes
         given = layout.num_replicas, groups, nodes, layout.num_devices
-        theirs, ours = np.array(BENCHMARK["deepseek"](loads, *given)), balance(loads, layout, effort=0.3)
-        before, after = BENCHMARK["imbalance"](loads, theirs), BENCHMARK["imbalance"](loads, ours.experts)
+        theirs, ours = np.array(benchmark["deepseek"](loads, *given)), balance(loads, layout, effort=0.3)
+        before, after = benchmark["imbalance"](loads, theirs), benchmark["imbalance"](loads, ours.experts)
         few = loads.shape[1] < 32 * (nodes if groups > 1 else 1)
-        fair = ~BENCHMARK["doubles"](theirs) if few else np.ones(len(loads), bool)
+        fair = ~benchmark["doubles"](theirs) if few else np.ones(len(loads), bool)
         assert (after <= before * (1 + 1e-9))[fair].all(), (loads.shape, layout)
         gains += (before - after).tolist()
     assert np.mean(gains) > 0.005

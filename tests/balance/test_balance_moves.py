@@ -44,12 +44,13 @@ def test_more_moves_never_make_it_worse_and_few_go_far(drifted):
 def test_a_move_that_costs_more_than_it_gains_is_not_made(drifted):
     previous, loads = drifted
     before = worst_imbalance(loads, previous).sum()
-    counts = []
-    for cost in (0.0, 0.002, 0.02, 0.2, 10.0):
-        placed = balance(loads, LAYOUT, previous, move_cost=cost, effort=0.3)
-        counts.append(moved(previous, placed))
-        assert before - worst_imbalance(loads, placed).sum() >= cost * counts[-1] - 1e-9
-    assert counts == sorted(counts, reverse=True) and counts[0] > counts[2] > counts[-1] == 0
+    for limit in (None, 60):
+        counts = []
+        for cost in (0.0, 0.002, 0.02, 0.2, 10.0):
+            placed = balance(loads, LAYOUT, previous, max_moves=limit, move_cost=cost, effort=0.3)
+            counts.append(moved(previous, placed))
+            assert before - worst_imbalance(loads, placed).sum() >= cost * counts[-1] - 1e-9
+        assert counts == sorted(counts, reverse=True) and counts[0] > counts[2] > counts[-1] == 0
 
 
 def test_what_stays_keeps_its_slot(drifted):
