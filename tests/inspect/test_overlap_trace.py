@@ -119,11 +119,6 @@ def test_a_clock_must_run(clock):
         drawn(clock)
 
 
-def test_a_computation_that_is_not_there():
-    with pytest.raises(KeyError, match="no computation 'maine'; there are main"):
-        to_chrome_trace(overlap(module(*LINES)), "maine")
-
-
 def test_directions_may_have_other_names():
     names = {"forward": ("microbatch A", "A"), "backward": ("microbatch B", "B")}
     tracks = by_track(to_chrome_trace(overlap(module(*LINES), Rates(link=2 * 0.75)), "main", None, names))

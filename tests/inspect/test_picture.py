@@ -117,11 +117,6 @@ def test_what_cannot_be_drawn(options, message):
         drawn(**options)
 
 
-def test_a_computation_that_is_not_there():
-    with pytest.raises(KeyError, match="no computation 'maine'; there are main"):
-        plot(overlap(module(*LINES)), "maine")
-
-
 def test_without_matplotlib_it_says_how_to_get_it(monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(ModuleNotFoundError, match=r"not installed; run: pip install matplotlib"):

@@ -338,20 +338,20 @@ def test_a_case_that_fails_is_not_the_end(studied, tmp_path, capsys):
         assert words in out
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (["--pp", "0"], "--pp 0: must be at least 1"),
-        (["--pp", "3"], "--pp 3: must divide the target's 8 devices"),
-        (["--tokens-per-step", "0"], "--tokens-per-step 0: must be at least 1"),
-        (["--schedule", "dualpip"], "there is no schedule 'dualpip'; did you mean dualpipe"),
-        (["--move-layers", "-1"], "--move-layers -1: must be at least 0"),
-        (["-o", "no/plan.json"], "--output no/plan.json: there is no folder no"),
-    ],
-)
-def test_options_that_will_not_do(studied, tmp_path, capsys, options, message):
-    assert planned(tmp_path, *options) == 2
-    assert capsys.readouterr().err.startswith(f"error: {message}")
+REFUSED = {
+    "--pp 0": "--pp 0: must be at least 1",
+    "--pp 3": "--pp 3: must divide the target's 8 devices",
+    "--tokens-per-step 0": "--tokens-per-step 0: must be at least 1",
+    "--schedule dualpip": "there is no schedule 'dualpip'; did you mean dualpipe",
+    "--move-layers -1": "--move-layers -1: must be at least 0",
+    "-o no/plan.json": "--output no/plan.json: there is no folder no",
+}
+
+
+def test_options_that_will_not_do(studied, tmp_path, capsys):
+    for options, message in REFUSED.items():
+        assert planned(tmp_path, *options.split()) == 2
+        assert capsys.readouterr().err.startswith(f"error: {message}"), options
 
 
 def test_a_key_is_all_that_decides_an_answer(tmp_path, monkeypatch):
@@ -392,21 +392,18 @@ def test_dry_runs_take_a_plan(tmp_path, capsys):
     assert said.startswith(f"error: --plan {file}: says all of the program; drop its options")
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
+def test_files_that_hold_no_plan(tmp_path):
+    file = tmp_path / "plan.json"
+    for text, message in (
         (None, "cannot read it: No such file or directory"),
         ("{", "cannot read it: Expecting"),
         ("[]", "holds no plan; `dualpipe plan -o plan.json` writes one"),
         ('{"plan": {"ranks": 3}}', "a plan has no ranks; it is of another version"),
-    ],
-)
-def test_files_that_hold_no_plan(tmp_path, text, message):
-    file = tmp_path / "plan.json"
-    if text is not None:
-        file.write_text(text)
-    with pytest.raises(ValueError, match=f"^--plan {re.escape(str(file))}: {re.escape(message)}"):
-        read_plan(file)
+    ):
+        if text is not None:
+            file.write_text(text)
+        with pytest.raises(ValueError, match=f"^--plan {re.escape(str(file))}: {re.escape(message)}"):
+            read_plan(file)
 
 
 def test_the_trainer_takes_a_plan(tmp_path):
@@ -423,16 +420,13 @@ def test_the_trainer_takes_a_plan(tmp_path):
         assert precision == make().compute_dtype.__name__, "as the dry run computed"
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
+def test_plans_that_the_trainer_cannot_train(tmp_path):
+    for changes, message in (
         ({"model": "mine.py:step"}, "--program mine.py:step: this trains the published models"),
         ({"change": ("dim=8",)}, "--program tiny, change: this trains the published models as they are"),
-    ],
-)
-def test_plans_that_the_trainer_cannot_train(tmp_path, changes, message):
-    with pytest.raises(ConfigError, match=re.escape(message)):
-        parse(["--plan", str(written(tmp_path, **changes))])
+    ):
+        with pytest.raises(ConfigError, match=re.escape(message)):
+            parse(["--plan", str(written(tmp_path, **changes))])
 
 
 @TPU
