@@ -3,15 +3,13 @@
 import asyncio
 import functools
 import json
+import random
 import threading
 import time
 
 import httpx
 import numpy as np
-import openai
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from models.decode import Engine, Limits, SamplingParams, decoder
 from models.decode.text import Bytes
@@ -57,6 +55,7 @@ def server():
 
 @pytest.fixture(scope="module")
 def client(server):
+    openai = pytest.importorskip("openai")  # two seconds that most tests need not wait
     with openai.OpenAI(base_url=f"{server[0]}/v1", api_key="none", max_retries=0, timeout=60) as client:
         yield client
 
@@ -66,7 +65,8 @@ def idle(runner, slow=None):
     until(lambda: runner.num_open == 0 or (slow and slow.go_on.release()))
 
 
-def until(true, seconds=20):
+def until(true, seconds=120):
+    """Waits as long as a busy machine may take."""
     end = time.monotonic() + seconds
     while not true():
         assert time.monotonic() < end
@@ -118,9 +118,8 @@ def test_64_clients_at_once_some_of_whom_leave_get_what_the_engine_alone_gives(s
 
 
 def test_openais_client_gets_texts_of_one_and_of_many(client):
-    assert [model.id for model in client.models.list()] == ["tiny"] and client.models.retrieve(
-        "tiny"
-    ).id == "tiny"
+    assert [model.id for model in client.models.list()] == ["tiny"]
+    assert client.models.retrieve("tiny").id == "tiny"
     prompts = ["def f(", "class"]
     answer = client.completions.create(
         model="tiny", prompt=prompts, max_tokens=8, n=2, seed=7, temperature=1.5, top_p=0.9, echo=True
@@ -147,13 +146,8 @@ def test_prompts_of_tokens_and_a_beginning_that_is_known(client):
 
 def test_openais_client_gets_a_stream_with_its_usage(client):
     stream = client.completions.create(
-        model="tiny",
-        prompt="for",
-        max_tokens=12,
-        temperature=0,
-        stream=True,
-        stream_options={"include_usage": True},
-    )
+        model="tiny", prompt="for", max_tokens=12, temperature=0, stream=True, stream_options={"include_usage": True}
+    )  # fmt: skip
     *events, last = list(stream)
     text, reason, number = generated("for", max_tokens=12)
     assert "".join(event.choices[0].text for event in events) == text
@@ -211,39 +205,24 @@ def test_requests_that_will_not_do(server, change, status, param, message):
     assert message in error["message"]
 
 
+COMPLETIONS = "/v1/completions"
+
+
 @pytest.mark.parametrize(
     "method, path, how, status, message",
     [
-        ("POST", "/v1/completions", {"content": b"{"}, 400, "the body is not JSON"),
-        ("POST", "/v1/completions", {"content": b"[" * 100_000}, 400, "the body is not JSON"),
-        ("POST", "/v1/completions", {"content": b"\xff"}, 400, "the body is not JSON"),
-        ("POST", "/v1/completions", {"content": b"[]"}, 400, "the body must be a JSON object"),
-        (
-            "POST",
-            "/v1/completions",
-            {"content": bytes(1 << 21)},
-            413,
-            "the body is larger than the server's limit of",
-        ),
-        (
-            "POST",
-            "/v1/completions",
-            {"content": iter([bytes(1 << 20)] * 2)},
-            413,
-            "the body is larger than the server",
-        ),
-        (
-            "POST",
-            "/v1/completions",
-            {"headers": {"content-type": "text/plain"}},
-            415,
-            "content-type is text/plain, m",
-        ),
-        ("GET", "/v1/completions", {}, 405, "GET /v1/completions: Method Not Allowed"),
+        ("POST", COMPLETIONS, {"content": b"{"}, 400, "the body is not JSON"),
+        ("POST", COMPLETIONS, {"content": b"[" * 100_000}, 400, "the body is not JSON"),
+        ("POST", COMPLETIONS, {"content": b"\xff"}, 400, "the body is not JSON"),
+        ("POST", COMPLETIONS, {"content": b"[]"}, 400, "the body must be a JSON object"),
+        ("POST", COMPLETIONS, {"content": bytes(1 << 21)}, 413, "the body is larger than the server's limit of"),
+        ("POST", COMPLETIONS, {"content": iter([bytes(1 << 20)] * 2)}, 413, "the body is larger than the server"),
+        ("POST", COMPLETIONS, {"headers": {"content-type": "text/plain"}}, 415, "content-type is text/plain, m"),
+        ("GET", COMPLETIONS, {}, 405, "GET /v1/completions: Method Not Allowed"),
         ("POST", "/v1/chat/completions", {"content": b"{}"}, 404, "POST /v1/chat/completions: Not Found"),
         ("GET", "/v1/models/gpt", {}, 404, "there is no model 'gpt' here"),
     ],
-)
+)  # fmt: skip
 def test_what_is_no_request(server, method, path, how, status, message):
     how = {"headers": {"content-type": "application/json"}} | how
     answer = httpx.request(method, server[0] + path, **how)
@@ -252,6 +231,7 @@ def test_what_is_no_request(server, method, path, how, status, message):
 
 
 def test_openais_client_knows_the_errors(client):
+    openai = pytest.importorskip("openai")
     with pytest.raises(openai.BadRequestError, match="the prompt is empty"):
         client.completions.create(model="tiny", prompt="")
     with pytest.raises(openai.NotFoundError) as found:
@@ -268,16 +248,13 @@ def test_weights_that_are_no_numbers_are_said_to_those_who_meet_them():
         answer = httpx.post(f"{url}/v1/completions", json=body)
         assert answer.status_code == 500 and answer.json()["error"]["type"] == "server_error"
         assert "is not a number: its weights hold NaN" in answer.json()["error"]["message"]
+        openai = pytest.importorskip("openai")
         client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
         with client, pytest.raises(openai.APIError, match="its weights hold NaN"):
             list(client.completions.create(model="tiny", prompt="x!", max_tokens=4, stream=True))
         wanted = generated("x", max_tokens=1)[0]
-        assert (
-            httpx.post(f"{url}/v1/completions", json=body | {"prompt": "x", "max_tokens": 1}).json()[
-                "choices"
-            ][0]["text"]
-            == wanted
-        )
+        answer = httpx.post(f"{url}/v1/completions", json=body | {"prompt": "x", "max_tokens": 1})
+        assert answer.json()["choices"][0]["text"] == wanted
 
 
 # ---------------------------------------------------------------------- an engine that waits to be told
@@ -433,13 +410,22 @@ def test_limits_of_http_must_be_positive():
         HttpLimits(max_bytes=0, answer_seconds=-1)
 
 
-@given(st.text("ab", max_size=12), st.lists(st.text("ab", min_size=1, max_size=4), max_size=3), st.data())
-def test_until_the_word_that_is_whole_first_however_the_text_is_cut(text, stops, data):
-    ends = (end for end in range(len(text) + 1) if any(text[:end].endswith(stop) for stop in stops))
-    wanted = text
-    if (end := next(ends, None)) is not None:
-        wanted = text[: end - max(len(stop) for stop in stops if text[:end].endswith(stop))]
-    cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=4)))
-    until = Until(stops)
-    parts = [until.push(text[begin:end]) for begin, end in zip([0, *cuts], [*cuts, len(text)], strict=True)]
-    assert "".join([*parts, until.finish()]) == wanted and until.reached == (end is not None)
+def test_until_the_word_that_is_whole_first_however_the_text_is_cut():
+    rng = random.Random(0)
+
+    def word(least, most):
+        return "".join(rng.choices("ab", k=rng.randint(least, most)))
+
+    for _ in range(1000):
+        text, stops = word(0, 12), [word(1, 4) for _ in range(rng.randint(0, 3))]
+        cuts = sorted(rng.randint(0, len(text)) for _ in range(rng.randint(0, 4)))
+        ends = (end for end in range(len(text) + 1) if any(text[:end].endswith(stop) for stop in stops))
+        wanted = text
+        if (end := next(ends, None)) is not None:
+            wanted = text[: end - max(len(stop) for stop in stops if text[:end].endswith(stop))]
+        until = Until(stops)
+        parts = [
+            until.push(text[begin:end]) for begin, end in zip([0, *cuts], [*cuts, len(text)], strict=True)
+        ]
+        assert "".join([*parts, until.finish()]) == wanted, (text, stops, cuts)
+        assert until.reached == (wanted != text), (text, stops, cuts)
