@@ -130,8 +130,13 @@ def run_parts(plan, params, x, dy):
     return (y, aux), (dparams, dx), (residuals_i, residuals_w, stash)
 
 
+def vjp(f):
+    """What the backward of a function gives, of (params, x, dy)."""
+    return lambda params, x, dy: jax.vjp(f, params, x)[1](dy)
+
+
 def check_split(f, params, x, *, has_aux=False, run=step_by_step, exact=True, tolerance=1e-6):
-    """Compares every part of the split with ``jax.vjp``; gives the plan."""
+    """Compares every part of the split, and I and W at once, with ``jax.vjp``; gives the plan."""
     plan = split_backward(f, has_aux).trace(params, x)
     dy = cotangent(99, plan.y)
 
@@ -139,10 +144,16 @@ def check_split(f, params, x, *, has_aux=False, run=step_by_step, exact=True, to
         y, pull, *aux = jax.vjp(f, params, x, has_aux=has_aux)
         return (y, aux[0] if has_aux else None), pull(float0_zeros(y, dy))
 
+    def ours(params, x, dy):
+        outputs, halves, kept = run_parts(plan, params, x, dy)
+        whole = plan.backward(params, x if plan.keep_input in "IW" else None, *kept[:2], dy)
+        return outputs, halves, whole, kept
+
     outputs, gradients = run(reference, params, x, dy)
-    got_outputs, got_gradients, kept = run(lambda *args: run_parts(plan, *args), params, x, dy)
+    got_outputs, halves, whole, kept = run(ours, params, x, dy)
     assert_trees_match(outputs, got_outputs, exact, tolerance)
-    assert_trees_match(gradients, got_gradients, exact, tolerance)
+    assert_trees_match(gradients, halves, exact, tolerance)
+    assert_trees_match(gradients, whole, exact, tolerance)
     assert_types(plan, *kept)
     assert_no_parameter_kept(params, (*kept[0], *kept[1]))
     assert_parts(plan)

@@ -8,7 +8,7 @@ from declared_matmuls import grouped_matmul
 from jax import lax
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
-from split_checks import WIDTH, assert_parts, assert_trees_match, compiled, norm, normal, run_parts
+from split_checks import WIDTH, assert_parts, assert_trees_match, compiled, norm, normal, run_parts, vjp
 
 from dualpipe_jax.split import split_backward
 from dualpipe_jax.split.varying import vary as vary_over
@@ -131,7 +131,7 @@ def test_plan_of_a_shard_map_inside():
     plan = split_backward(f).trace(params, X)
     dy = normal(3, *plan.y.shape)
     ours = compiled(lambda *args: run_parts(plan, *args)[1], params, X, dy)
-    theirs = compiled(lambda params, x, dy: jax.vjp(f, params, x)[1](dy), params, X, dy)
+    theirs = compiled(vjp(f), params, X, dy)
     assert_trees_match(theirs, ours, exact=False)
     assert_parts(plan)
 
