@@ -140,26 +140,6 @@ def test_dualpipe_closed_forms(h, more, c):
         assert min(timeline.peak_activations) == ranks + 1 or more == 0
 
 
-@settings(max_examples=60, deadline=None)
-@given(st.integers(1, 9), st.integers(1, 24), cost_models())
-def test_classic_bubbles_and_activations(ranks, m, c):
-    every, fewest = simulate(gpipe(ranks, m), c), simulate(one_f_one_b(ranks, m), c)
-    idle = [(ranks - 1) * (c.F + c.B)] * ranks
-    assert every.idle == pytest.approx(idle, abs=1e-6) and fewest.idle == pytest.approx(idle, abs=1e-6)
-    assert every.peak_activations == (m,) * ranks
-    assert fewest.peak_activations == tuple(min(m, ranks - r) for r in range(ranks))
-
-
-@settings(max_examples=60, deadline=None)
-@given(st.integers(1, 9), st.integers(0, 12), times, times, st.floats(0, 1))
-def test_zb_h1_bubble(ranks, more, f, i, share):
-    c = CostModel(f, i, W=share * min(f, i))
-    timeline = simulate(zb_h1(ranks, ranks + more), c)
-    assert max(timeline.idle) == pytest.approx((ranks - 1) * (c.F + c.B - 2 * c.W), abs=1e-6)
-    assert max(timeline.peak_activations) == ranks
-    assert timeline.peak_weight_stashes == tuple(min(r + 1, ranks + more) for r in range(ranks))
-
-
 def test_zb_h1_with_few_microbatches_still_beats_1f1b():
     for counts in ((4, 1), (6, 3), (8, 7)):
         assert simulate(zb_h1(*counts)).makespan < simulate(one_f_one_b(*counts)).makespan

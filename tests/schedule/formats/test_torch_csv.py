@@ -97,15 +97,17 @@ def test_what_pytorch_adds_is_left_out():
     )
     assert from_torch_csv(text, name="x") == parse_grid("0F0 0I0 0W0\n1F0 1B0", Placement.linear(2), "x")
 
+    plain = to_torch_csv(one_f_one_b(2, 3))
+    first, second = plain.splitlines()
+    blanks = f"\ufeff\n{first}\n\n  \n{second}\n\n"  # and a byte order mark
+    assert from_torch_csv(blanks) == from_torch_csv(plain)
+
 
 def test_the_lines_place_the_stages():
     text = "0F0,3F0,3B0,0B0\n1F0,2F0,2B0,1B0"
-    assert from_torch_csv(text).placement == Placement.v(2)
-    assert from_torch_csv(text).name == "parsed"
-    assert from_torch_csv(text).num_microbatches == 1
-    both = from_torch_csv(text, Placement.bidirectional(2))
-    assert both.placement == Placement.bidirectional(2)
-    assert both.num_microbatches == 2
+    alone, both = from_torch_csv(text), from_torch_csv(text, Placement.bidirectional(2))
+    assert (alone.placement, alone.name, alone.num_microbatches) == (Placement.v(2), "parsed", 1)
+    assert (both.placement, both.num_microbatches) == (Placement.bidirectional(2), 2)
 
 
 def test_two_pipes_and_a_v_read_back_as_what_they_are():
@@ -256,9 +258,3 @@ def run_ranks(directory, num_ranks):
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(ranks.pid, signal.SIGKILL)
     assert ranks.returncode == 0, output
-
-
-def test_a_byte_order_mark_and_blank_lines_say_nothing():
-    plain = to_torch_csv(one_f_one_b(2, 3))
-    first, second = plain.splitlines()
-    assert from_torch_csv(f"\ufeff\n{first}\n\n  \n{second}\n\n") == from_torch_csv(plain)

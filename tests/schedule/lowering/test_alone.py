@@ -25,11 +25,7 @@ def test_a_pair_alone_keeps_the_pools_and_one_pair_of_stages(make):
     (unit,) = running(alone)
     assert unit.op == "FB"
     assert (alone.column("unit") >= 0).any(axis=1).all()
-
-
-@PAIRED
-def test_all_units_stand_there_once(make):
-    assert sorted(unit.op for unit in running(units_alone(lower(make(4, 12)), OPS))) == sorted(OPS)
+    assert sorted(unit.op for unit in running(units_alone(table, OPS))) == sorted(OPS)
 
 
 def test_the_most_frequent_one_is_taken():
@@ -57,15 +53,13 @@ def test_a_schedule_without_pairs_has_its_own_units_alone():
 
 
 def test_what_never_runs_is_named():
-    with pytest.raises(
-        ValueError,
-        match=r"units_alone: zb_h1 with 8 .* never runs FB; it runs F, I, W.*For pairs take dualpipe",
+    for make, units, message in (
+        (zb_h1, ("FB",), "zb_h1 with 8 .* never runs FB; it runs F, I, W.*For pairs take dualpipe"),
+        (one_f_one_b, ("F", "I", "W"), "one_f_one_b with 8 .*never runs I, W; it runs F, B"),
+        (one_f_one_b, ("BW",), "there is no unit BW; there are F, B, I, W, FB"),
     ):
-        units_alone(lower(zb_h1(4, 8)))
-    with pytest.raises(ValueError, match=r"one_f_one_b with 8 .*never runs I, W; it runs F, B"):
-        units_alone(lower(one_f_one_b(4, 8)), ("F", "I", "W"))
-    with pytest.raises(ValueError, match="units_alone: there is no unit BW; there are F, B, I, W, FB"):
-        units_alone(lower(one_f_one_b(4, 8)), ("BW",))
+        with pytest.raises(ValueError, match=f"units_alone: {message}"):
+            units_alone(lower(make(4, 8)), units)
 
 
 @PAIRED

@@ -217,6 +217,8 @@ def check(table: TickTable) -> None:
 
 
 def test_every_unit_reads_what_it_should():
+    check(lower(dualpipe(4, 8), CostModel(F=0, I=0, W=0)))
+    check(lower(zb_h1(4, 8), CostModel(F=1, I=0, W=0)))
     for number, schedule in enumerate(SCHEDULES):
         stages = schedule.placement.num_model_stages
         check(lower(schedule, random_costs(number), Keeps.alike(stages, "FIW"[number % 3])))
@@ -258,19 +260,10 @@ def test_whatever_the_costs_it_takes_no_longer_than_with_every_unit_as_early_as_
         assert ideal - 1e-6 <= table.makespan(costs) <= first.makespan(costs) + 1e-6, (seed, schedule.name)
 
 
-def test_costs_of_nothing_are_costs():
-    check(lower(dualpipe(4, 8), CostModel(F=0, I=0, W=0)))
-    check(lower(zb_h1(4, 8), CostModel(F=1, I=0, W=0)))
-
-
-PAIR_AT_THE_TURN = handmade(
-    Placement.v(2), 2, "0F0 3F0 0F1+3B0 3F1 3B1 0B0 0B1", "1F0 2F0 1F1+2B0 2F1+1B0 2B1 1B1"
-)
-
-
-@pytest.mark.parametrize("keep_input", ["F", "I", "W"])
-def test_a_pair_may_hand_over_on_its_own_rank(keep_input):
-    check(lower(PAIR_AT_THE_TURN, keeps=Keeps.alike(4, keep_input)))
+def test_a_pair_may_hand_over_on_its_own_rank():
+    orders = "0F0 3F0 0F1+3B0 3F1 3B1 0B0 0B1", "1F0 2F0 1F1+2B0 2F1+1B0 2B1 1B1"
+    for keep_input in ("F", "I", "W"):
+        check(lower(handmade(Placement.v(2), 2, *orders), keeps=Keeps.alike(4, keep_input)))
 
 
 def test_forwards_alone_need_no_slots_but_inputs():

@@ -338,8 +338,12 @@ def gentle_costs(draw):
 @settings(max_examples=40, deadline=None)
 @given(ranks_of, st.integers(1, 20), st.integers(1, 4), any_costs, st.floats(0, 1))
 def test_bubbles_that_are_always_exact(ranks, m, v, c, gain):
-    for recipe in (gpipe, one_f_one_b):
-        assert bubble(recipe, ranks, m, c) == largest_idle(recipe(ranks, m), c)
+    every, few = simulate(gpipe(ranks, m), c), simulate(one_f_one_b(ranks, m), c)
+    for recipe, played in ((gpipe, every), (one_f_one_b, few)):
+        assert bubble(recipe, ranks, m, c) == pytest.approx((ranks - 1) * (c.F + c.B))
+        assert played.idle == pytest.approx([(ranks - 1) * (c.F + c.B)] * ranks, abs=1e-6)
+    assert every.peak_activations == (m,) * ranks
+    assert few.peak_activations == tuple(min(m, ranks - r) for r in range(ranks))
     for recipe in (interleaved_1f1b, looped_bfs):
         assert bubble(recipe, ranks, m, c, v) == largest_idle(recipe(ranks, m, v), c)
     c = dataclasses.replace(c, FB=c.F + c.B - gain * min(c.F, c.B))
@@ -350,8 +354,11 @@ def test_bubbles_that_are_always_exact(ranks, m, v, c, gain):
 @settings(max_examples=40, deadline=None)
 @given(ranks_of, st.integers(0, 12), st.integers(1, 3), gentle_costs())
 def test_bubbles_of_split_backwards(ranks, more, v, c):
-    m = ranks + more
-    assert bubble(zb_h1, ranks, m, c) == largest_idle(zb_h1(ranks, m), c)
+    m, played = ranks + more, simulate(zb_h1(ranks, ranks + more), c)
+    assert bubble(zb_h1, ranks, m, c) == pytest.approx((ranks - 1) * (c.F + c.B - 2 * c.W))
+    assert max(played.idle) == pytest.approx((ranks - 1) * (c.F + c.B - 2 * c.W), abs=1e-6)
+    assert max(played.peak_activations) == ranks
+    assert played.peak_weight_stashes == tuple(min(r + 1, m) for r in range(ranks))
     assert bubble(interleaved_zero_bubble, ranks, m, c) == largest_idle(
         interleaved_zero_bubble(ranks, m, v), c
     )
