@@ -101,6 +101,14 @@ def test_bounds_that_are_known_to_be_met():
         assert lower_bound(ranks, microbatches, gaining, placement=line) == 3 * microbatches - 1
 
 
+def test_too_few_weights_to_fill_the_way_of_the_last_backward():
+    for placement, costs, known in (
+        (Placement.linear(2), CostModel(4, 4, 3, FB=11), 27),
+        (Placement.v(2), CostModel(2, 4, 1, FB=5), 16.5),
+    ):
+        assert lower_bound(2, 2, costs, placement=placement) == optimum(placement, 2, costs).makespan == known
+
+
 def test_one_microbatch_goes_there_and_back():
     costs = CostModel(1, 2, 3, send=0.5, extra={0: (0.25, 0, 0.5), -1: (1, 1, 1)})
     # forwards 4 + 1.25, three hops, backwards 8 + 1, three hops, and the W of the first stage
