@@ -6,7 +6,14 @@ import jax
 import numpy as np
 import pytest
 
-from dualpipe_jax.parallel import combine_product, dispatch, expert_axes, expert_matmul, plan_two_hops
+from dualpipe_jax.parallel import (
+    combine,
+    combine_product,
+    dispatch,
+    expert_axes,
+    expert_matmul,
+    plan_two_hops,
+)
 from dualpipe_jax.split import split_backward
 from tests.jaxprs import named
 from tests.parallel import expert_layers
@@ -73,8 +80,25 @@ def test_gradients_over_two_hops_are_the_plain_layers(method):
     close(with_gradients(run, target)(args, TOPK), plain_layer(E)(args, TOPK))
 
 
-def test_eight_bits_are_as_exact_as_ever():
-    """Small integers all the way: float8 payloads and matmuls equal plain ones bit for bit."""
+def linear_layer(x, w_in, w_out, weights, topk, make, matmul):
+    handle = make(topk)
+    rows = matmul(matmul(dispatch(x, handle), w_in, handle), w_out, handle)
+    return combine(rows, weights, handle)
+
+
+def fused_linear_layer(x, w_in, w_out, weights, topk, make, matmul):
+    handle = make(topk)
+    rows = matmul(dispatch(x, handle), w_in, handle)
+    return combine_product(rows, w_out, weights, handle, matmul=matmul)
+
+
+@pytest.mark.thin(3)
+@pytest.mark.parametrize(
+    "apply, method, num_ep",
+    [(fused_linear_layer, "capacity", 2), (linear_layer, "dropless", 2), (linear_layer, "capacity", 1)],
+)
+def test_eight_bits_are_as_exact_as_ever(apply, method, num_ep):
+    """Small integers all the way, forward and backward: float8 payloads and matmuls equal plain ones bit for bit."""
     rng, D, F = np.random.default_rng(2), 132, 140
 
     def sparse(*shape):  # sums stay within 15
@@ -85,12 +109,8 @@ def test_eight_bits_are_as_exact_as_ever():
     args = x, sparse(E, D, F), sparse(E, F, D), weights
 
     def run(payload, matmul):
-        def linear(x, w_in, w_out, weights, topk):
-            handle = plan_of("capacity", payload=payload)(topk)
-            rows = matmul(dispatch(x, handle), w_in, handle)
-            return combine_product(rows, w_out, weights, handle, matmul=matmul)
-
-        return with_gradients(on_devices(2, linear), target)(args, TOPK)
+        layer = functools.partial(apply, make=plan_of(method, payload=payload), matmul=matmul)
+        return with_gradients(on_devices(num_ep, layer), target)(args, TOPK)
 
     ours, plain = run("float8", EXACT), run("plain", expert_matmul)
     assert all(np.any(leaf != 0) for leaf in jax.tree.leaves(plain))
