@@ -71,70 +71,69 @@ def ask(serving, seed=0):
     return [done[number] for number in numbers]
 
 
-WANTED = [
-    ("dropless", None, False, 1),
-    ("dropless", TWICE, True, 1),
-    ("capacity", TWICE, False, 1),
-    ("dropless", TWICE, True, 2),
-]
+@pytest.fixture(scope="module")
+def moving():
+    """One for all that compile nothing new; some experts are on both devices."""
+    return Engine(model(), random_params(CONFIG), LIMITS, mesh=mesh(), placement=TWICE)
 
 
-@pytest.mark.parametrize("method, placement, drafts, microbatches", WANTED)
+def test_experts_move_while_requests_are_served_and_nothing_is_compiled_again(moving):
+    ask(moving, seed=1)
+    fed = sum(length + number - 1 for length, number in zip(LENGTHS, NUM_NEW, strict=True))
+    assert moving.counts.tolist()[1] == [0] * 4 and moving.counts.shape == (2, 4)
+    assert moving.counts[0].sum() == fed * CONFIG.top_k, "every token that was fed chose so many"
+    moving.rebalance(ELSEWHERE)
+    moving.rebalance(TWICE)
+    before = len(COMPILED)
+    numbers = [
+        moving.add(prompt, SamplingParams(max_tokens=number))
+        for prompt, number in zip(prompts(), NUM_NEW, strict=True)
+    ]
+    found = []
+    for place in (ELSEWHERE, TWICE, ELSEWHERE):
+        found += moving.step()
+        moving.rebalance(place)
+    found += moving.run()
+    assert len(COMPILED) == before
+    texts = {one.id: one.tokens for one in found}
+    assert [texts[number] for number in numbers] == [greedy(n) for n in range(len(LENGTHS))]
+    moving.rebalance(balance(moving.counts, Layout(2, 3)).experts)
+    assert [one.tokens for one in ask(moving)] == [greedy(n) for n in range(len(LENGTHS))]
+
+
+def test_who_begins_alike_goes_where_that_is_known(moving):
+    prompt = np.arange(9)
+    moving.add(prompt, SamplingParams(max_tokens=2))
+    (first,) = moving.run()
+    for _ in range(3):
+        moving.add(prompt, SamplingParams(max_tokens=2))
+    others = moving.run()
+    assert {one.tokens for one in others} == {first.tokens}
+    assert first.num_reused == 0 and [one.num_reused for one in others][:2] == [8, 8]
+
+
+def test_requests_are_shared_out_over_devices(moving):
+    for prompt in prompts(seed=2)[:2]:
+        moving.add(prompt, SamplingParams(max_tokens=4))
+    moving.step()
+    assert [sum(map(bool, moving._slots_of(device))) for device in (0, 1)] == [1, 1]
+    moving.run()
+
+
+@pytest.mark.parametrize(
+    "method, placement, drafts, microbatches",
+    [
+        ("capacity", None, True, 1),
+        pytest.param("dropless", TWICE, True, 2, marks=pytest.mark.slow),
+        pytest.param("capacity", None, False, 2, marks=pytest.mark.slow),
+    ],
+)
 def test_texts_are_the_plain_forwards(method, placement, drafts, microbatches):
     how = dict(placement=placement, drafts=drafts, microbatches=microbatches)
     serving = Engine(model(method), random_params(CONFIG), LIMITS, mesh=mesh(), **how)
     found = ask(serving)
     assert [one.tokens for one in found] == [greedy(n) for n in range(len(LENGTHS))]
-    fed = sum(length + number - 1 for length, number in zip(LENGTHS, NUM_NEW, strict=True))
-    counts = serving.counts
-    assert counts.shape == (2, 4)
-    if not drafts:
-        assert counts.sum(1).tolist() == [fed * CONFIG.top_k, 0], "every token that was fed chose so many"
     assert sum(one.num_drafted for one in found) > 0 or not drafts
-
-
-def test_experts_move_while_requests_are_served_and_nothing_is_compiled_again():
-    serving = Engine(model(), random_params(CONFIG), LIMITS, mesh=mesh(), placement=TWICE)
-    ask(serving, seed=1)
-    serving.rebalance(ELSEWHERE)
-    serving.rebalance(TWICE)
-    before = len(COMPILED)
-    layout = Layout(2, 3)
-    numbers = [
-        serving.add(prompt, SamplingParams(max_tokens=number))
-        for prompt, number in zip(prompts(), NUM_NEW, strict=True)
-    ]
-    found, places = [], [ELSEWHERE, TWICE, ELSEWHERE]
-    for place in places:
-        found += serving.step()
-        serving.rebalance(place)
-    found += serving.run()
-    assert len(COMPILED) == before
-    texts = {one.id: one.tokens for one in found}
-    assert [texts[number] for number in numbers] == [greedy(n) for n in range(len(LENGTHS))]
-    serving.rebalance(balance(serving.counts, layout).experts)
-    assert [one.tokens for one in ask(serving)] == [greedy(n) for n in range(len(LENGTHS))]
-
-
-def test_who_begins_alike_goes_where_that_is_known():
-    serving = Engine(model(), random_params(CONFIG), LIMITS, mesh=mesh())
-    prompt = np.arange(9)
-    serving.add(prompt, SamplingParams(max_tokens=2))
-    (first,) = serving.run()
-    for _ in range(3):
-        serving.add(prompt, SamplingParams(max_tokens=2))
-    others = serving.run()
-    assert {one.tokens for one in others} == {first.tokens}
-    assert first.num_reused == 0 and [one.num_reused for one in others][:2] == [8, 8]
-
-
-def test_requests_are_shared_out_over_devices():
-    serving = Engine(model(), random_params(CONFIG), LIMITS, mesh=mesh())
-    for prompt in prompts()[:2]:
-        serving.add(prompt, SamplingParams(max_tokens=4))
-    serving.step()
-    assert [sum(map(bool, serving._slots_of(device))) for device in (0, 1)] == [1, 1]
-    serving.run()
 
 
 def refused(message, **how):

@@ -94,10 +94,8 @@ def served(config, params, tokens, dispatch, held, microbatches):
     "dispatch, placed, microbatches",
     [
         ("dropless", True, 2),
-        pytest.param("dropless", False, 2, marks=pytest.mark.slow),
-        pytest.param("capacity", True, 2, marks=pytest.mark.slow),
-        pytest.param("capacity", False, 1, marks=pytest.mark.slow),
-        pytest.param("dropless", True, 1, marks=pytest.mark.slow),
+        pytest.param("capacity", False, 2, marks=pytest.mark.slow),
+        pytest.param("capacity", True, 1, marks=pytest.mark.slow),
     ],
 )
 def test_a_mesh_in_two_halves_is_the_plain_forward(dispatch, placed, microbatches):
