@@ -1,6 +1,10 @@
-"""A run from the command line to its files."""
+"""A run from the command line to its files, whatever happens to it: killed, under another layout, in two processes."""
 
+import functools
+import io
 import json
+import os
+import re
 import shutil
 import signal
 import subprocess
@@ -8,12 +12,22 @@ import sys
 import time
 from pathlib import Path
 
+import jax
+import numpy as np
+import optax
 import pytest
+from rich.console import Console
 
 import models
 from dualpipe_jax.schedule import dualpipe
+from models.weights import native
 from tests.quick import QUICK
+from train import loop
+from train.checkpoint import verify
 from train.config import SCHEDULES
+from train.data import open_corpus
+from train.options import parse
+from train.processes import Processes
 
 ROOT = Path(__file__).parents[2]
 STEPS = 30
@@ -51,11 +65,16 @@ def records(folder, name):
 
 
 @pytest.fixture(scope="module")
-def finished(tmp_path_factory):
+def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("work")
     (folder / "train").mkdir()  # not to be taken for the trainer
     text = "\n".join(f"line {number} of the text" for number in range(500))
     (folder / "train" / "text.txt").write_text(text)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def finished(folder):
     process = train(folder, *SHORT, "--name", "short", "--profile", "1", "--checkpoint-every", "10")
     assert (process.returncode, process.stderr) == (0, "")
     return folder, process
@@ -131,55 +150,141 @@ def test_every_schedule_is_on_offer():
     assert set(SCHEDULES) == one_pipe | split | {"chimera"} | paired
 
 
-def compared(folder, name):
-    """Loss and gradient norm of each step, as they stand in the file."""
-    lines = records(folder, name)
-    return {line["step"]: (line["loss"], line["grad_norm"]) for line in lines if "loss" in line}
+def curve(folder, name):
+    """Each number of a run by step and name, as it stands in the file."""
+    keys = ("loss", "grad_norm", "heldout_loss")
+    return {(line["step"], key): line[key] for line in records(folder, name) for key in keys if key in line}
 
 
-def num_steps(folder):
-    """Steps in the file of the run that is stopped."""
-    metrics = folder / "runs" / "stopped" / "metrics.jsonl"
-    return metrics.read_text().count('"loss"') if metrics.exists() else 0
+def wait_for_step(number, process, folder, name):
+    """Return as soon as a running run has done so many steps."""
+    metrics = folder / "runs" / name / "metrics.jsonl"
+    while not (metrics.exists() and metrics.read_text().count('"loss"') >= number):
+        assert process.poll() is None, f"{name} ended before step {number}"
+        time.sleep(0.02)
+
+
+def go_on_here(folder, name, *flags):
+    """The rest of a run in this process; what it said."""
+    text = str(folder / "train" / "text.txt")
+    given = parse(["--runs", str(folder / "runs"), "--name", name, "--resume", "--data", text, *flags])
+    said = Console(file=io.StringIO(), width=200)
+    loop.run(given.options, said, Processes(), resume=given.resume)
+    return said.file.getvalue()
 
 
 @pytest.mark.slow
-def test_a_run_that_was_stopped_goes_on_bit_for_bit(finished):
-    """Killed after its first steps, wherever that is; then told to stop; then to its end."""
+def test_a_run_that_was_killed_goes_on_bit_for_bit(finished):
+    """After its first steps, wherever that is."""
     folder, _ = finished
-    expected = compared(folder, "short")
-    options = (*SHORT, "--name", "stopped", "--checkpoint-every", "1", "--resume")
-    for number in (signal.SIGKILL, signal.SIGTERM):
-        line = command(*options)
-        process = subprocess.Popen(line, cwd=folder, env=around(folder), stderr=subprocess.PIPE, text=True)
-        before = num_steps(folder)
-        while process.poll() is None and num_steps(folder) < before + 3:
-            time.sleep(0.05)
-        process.send_signal(number)
-        said = process.communicate(timeout=300)[1]
-        assert process.returncode == (-9 if number == signal.SIGKILL else 143)
-        found = compared(folder, "stopped") if number == signal.SIGTERM else {}
-        assert found.items() <= expected.items()
-    assert "SIGTERM: saved at step" in said
+    options = (*SHORT, "--name", "killed", "--checkpoint-every", "1", "--resume")
+    line = command(*options)
+    with subprocess.Popen(line, cwd=folder, env=around(folder), stderr=subprocess.DEVNULL) as process:
+        try:
+            wait_for_step(3, process, folder, "killed")
+        finally:
+            process.kill()
+    assert process.returncode == -signal.SIGKILL
     ended = train(folder, *options)
-    assert ended.returncode == 0 and "resuming from step" in ended.stdout
-    assert compared(folder, "stopped") == expected
+    assert ended.returncode == 0 and "resuming from step" in ended.stdout, ended.stderr
+    assert curve(folder, "killed") == curve(folder, "short")
 
 
 @pytest.mark.slow
 def test_a_run_goes_on_under_another_layout(finished):
     """Twenty steps of DualPipe on 2 x 2, then a V on one device: the same steps that would have come."""
     folder, _ = finished
-    expected = compared(folder, "short")
-    copy = folder / "runs" / "copy"
-    shutil.copytree(folder / "runs" / "short", copy)
-    shutil.rmtree(copy / "checkpoints" / "30")
-    resumed = train(folder, "--name", "copy", "--resume", "--schedule", "zb_v", "--pp", "1", "--ep", "1")
-    assert resumed.returncode == 0, resumed.stderr
-    assert "warning: not bit for bit: layout changed" in resumed.stdout
-    assert "resuming from step 20" in resumed.stdout
-    found = compared(folder, "copy")
+    shutil.copytree(folder / "runs" / "short", folder / "runs" / "copy")
+    shutil.rmtree(folder / "runs" / "copy" / "checkpoints" / "30")
+    said = go_on_here(folder, "copy", "--schedule", "zb_v", "--pp", "1", "--ep", "1")
+    assert "warning: not bit for bit: layout changed" in said and "resuming from step 20" in said
+    found, expected = curve(folder, "copy"), curve(folder, "short")
     assert found.keys() == expected.keys()
-    assert found[21][0] == pytest.approx(expected[21][0], abs=2e-6), "the same parameters"
+    assert found[21, "loss"] == pytest.approx(expected[21, "loss"], abs=2e-6), "the same parameters"
     for step in (22, 23):
-        assert found[step][0] == pytest.approx(expected[step][0], abs=1e-4)
+        assert found[step, "loss"] == pytest.approx(expected[step, "loss"], abs=1e-4)
+
+
+TWO = (
+    *("--schedule", "gpipe", "--pp", "2", "--ep", "2", "--microbatches", "2", "--microbatch-size", "2"),
+    *(
+        "--model",
+        "tiny",
+        "--layers",
+        "1",
+        "--sequence",
+        "8",
+        "--eval-sequences",
+        "4",
+        "--steps",
+        "20",
+        "--seed",
+        "3",
+    ),
+    *("--straggler-every", "7", "--checkpoint-every", "6", "--data", "train/text.txt", "--name", "two"),
+    *("--processes", "2", "--restarts", "1", "--export", "weights"),
+)
+
+
+def worker(parent, number):
+    """The id of a process that a supervisor has started, once it is there."""
+    line = ["ps", "-ww", "--ppid", str(parent), "-o", "pid=,args="]
+    while True:
+        found = subprocess.run(line, capture_output=True, text=True).stdout.splitlines()
+        ids = [one.split()[0] for one in found if one.endswith(f"--process-id {number}")]
+        if ids:
+            return int(ids[0])
+        time.sleep(0.1)
+
+
+@pytest.mark.slow
+def test_two_processes_are_one_run_though_one_is_killed(folder):
+    """What they say, write and save; the loss of a step is that of the model in one piece, without a mesh."""
+    with (folder / "two.out").open("w") as out:
+        two = subprocess.Popen(command(*TWO), cwd=folder, env=around(folder), stdout=out, stderr=out)
+    try:
+        victim = worker(two.pid, 1)
+        wait_for_step(8, two, folder, "two")
+        os.kill(victim, signal.SIGKILL)
+        before = curve(folder, "two")
+        code = two.wait(500)
+    finally:
+        two.terminate()  # a supervisor ends its own
+        two.wait()
+    said = (folder / "two.out").read_text()
+    assert code == 0, said
+    told = (folder / "runs" / "two" / "processes" / "story.log").read_text()
+    assert "process 1 died of SIGKILL" in told and "restart 1 of 1" in told, told
+    assert "all processes ended well" in told
+    back = int(re.search(r"resuming from step (\d+)", said)[1])
+    assert back % 6 == 0 and back < max(step for step, _ in before), "some steps were done again"
+    after = curve(folder, "two")
+    assert before.items() <= after.items(), "and gave the same, bit for bit"
+    assert said.count("step 20/20  loss") == 1, "one process prints"
+    assert [record["step"] for record in records(folder, "two") if "slowest_host" in record] == [7, 14]
+    run = folder / "runs" / "two"
+    verdicts = list(verify(run))
+    assert [(verdict.step, verdict.problem) for verdict in verdicts] == [(12, None), (18, None), (20, None)]
+    assert verdicts[0].facts["layout"]["processes"] == 2
+
+    config, params, _ = native.read(run / "checkpoints" / "18")
+    batch = open_corpus((str(folder / "train" / "text.txt"),)).train_batch(3, 18, (2, 2, 8))
+    inputs, targets, segments, positions = (
+        batch[name].reshape(4, 8) for name in ("inputs", "targets", "segment_ids", "positions")
+    )
+    logits = jax.jit(functools.partial(models.logits, config))
+    found = logits(params, inputs, positions=positions, segment_ids=segments)
+    expected = optax.softmax_cross_entropy_with_integer_labels(found, targets).mean()
+    assert curve(folder, "two")[19, "loss"] == pytest.approx(float(expected), rel=2e-6)
+
+    _, exported = models.weights.load(folder / "weights")
+    _, last, _ = native.read(run / "checkpoints" / "20")
+    jax.tree.map(np.testing.assert_array_equal, exported, last)
+    assert len(list((folder / "weights").glob("*-of-00002.safetensors"))) == 2, "each wrote its part"
+
+    shutil.copytree(run, folder / "runs" / "one")
+    for step in ("18", "20"):
+        shutil.rmtree(folder / "runs" / "one" / "checkpoints" / step)
+    said = go_on_here(folder, "one")
+    assert "resuming from step 12" in said and "processes 2 -> 1" in said
+    assert curve(folder, "one") == pytest.approx(after, rel=1e-6), "one process goes on"

@@ -16,7 +16,7 @@ import models
 from dualpipe_jax.engine import Out, Pipeline, Report, StagedModel, reference_value_and_grad
 from dualpipe_jax.parallel import EP, make_mesh
 from dualpipe_jax.pods.program import abstract_mesh
-from dualpipe_jax.schedule import dualpipe
+from dualpipe_jax.schedule import dualpipe, gpipe
 from tests.engine.models import quick
 from tests.train.test_state import check_lies
 from train.sharing import share_out
@@ -61,12 +61,12 @@ def test_matrices_of_v3_are_cut_into_whole_tiles_where_they_can_be():
         assert found.is_equivalent_to(NamedSharding(lies.mesh, expected), 2), (shape, found.spec)
 
 
-def step_of(model, shard):
+def step_of(model, shard, schedule=SCHEDULE):
     """Layout and pipeline on all eight devices, as ``prepare`` makes them."""
-    layout = Layout(model, SCHEDULE, make_mesh(NUM_PP, NUM_EP, dp=NUM_DP), OPTIMIZER, shard)
+    layout = Layout(model, schedule, make_mesh(NUM_PP, NUM_EP, dp=NUM_DP), OPTIMIZER, shard)
     pipeline = Pipeline(
         model.staged,
-        SCHEDULE,
+        schedule,
         layout.mesh,
         param_specs=model.param_specs,
         storage_specs=layout.storage_specs,
@@ -80,9 +80,9 @@ def words(vocab=64):
     return {"inputs": tokens[..., :-1], "targets": tokens[..., 1:]}
 
 
-def check_gradients(model, plain):
+def check_gradients(model, plain, schedule=SCHEDULE):
     """Of what is stored in parts: leaf by leaf, against ``jax.value_and_grad`` of the model in one piece."""
-    layout, pipeline = step_of(model, "parameters")
+    layout, pipeline = step_of(model, "parameters", schedule)
     state = layout.init(jax.random.key(0))
     (loss, _), grads = quick(pipeline.value_and_grad)(state.params, words())
     (wanted, _), wanted_grads = quick(reference_value_and_grad(plain.staged))(
@@ -144,7 +144,7 @@ def test_gradients_of_deepseek_are_the_plain_models():
     numbers = models.tiny(
         num_layers=2, num_experts=4, num_groups=1, top_groups=1, top_k=2, dim=16, expert_hidden=8, vocab=64
     )
-    check_gradients(models.deepseek(numbers, 2, ep_axis=EP), models.deepseek(numbers, 2))
+    check_gradients(models.deepseek(numbers, 2, ep_axis=EP), models.deepseek(numbers, 2), gpipe(2, 4))
 
 
 def test_steps_are_the_same_whatever_is_shared_out():
