@@ -198,25 +198,32 @@ def test_all_to_alls_over_one_axis_are_the_only_collectives(method, forward, mor
             assert name not in text
 
 
-def test_works_in_branches_that_only_some_ranks_take():
+@pytest.mark.parametrize(
+    "ep, make",
+    [
+        (2, expert_layers.plan_of("capacity", E)),
+        ((2, 2), plan_of("capacity")),
+        pytest.param(2, expert_layers.plan_of("dropless", E), marks=pytest.mark.slow),
+    ],
+)
+def test_works_in_branches_that_only_some_ranks_take(ep, make):
     """The engine's way: one pipeline rank works, others pass, inside a loop."""
-    (args, _), topk = layer_case(E), TOPK
-    spec = P(AXES)
+    (args, _), axes = layer_case(E), "ep" if ep == 2 else AXES
 
     def body(x, *rest):
         def step(i, x):
             mine = lax.axis_index("pp") == i % 2
-            return lax.cond(mine, lambda x: layer(x, *rest, plan_of("capacity")), lambda x: x, x)
+            return lax.cond(mine, lambda x: layer(x, *rest, make), lambda x: x, x)
 
         return lax.fori_loop(0, 3, step, lax.pcast(x, "pp", to="varying"))[None]
 
-    run = jax.shard_map(body, mesh=make_mesh(2, (2, 2)), in_specs=spec, out_specs=P("pp", AXES))
-    out = jax.jit(run)(*args, topk)
+    run = jax.shard_map(body, mesh=make_mesh(2, ep), in_specs=P(axes), out_specs=P("pp", axes))
+    out = jax.jit(run)(*args, TOPK)
     x, *rest = args
     plain = jax.jit(layer_by_copies)
-    once = plain(x, *rest, topk)
+    once = plain(x, *rest, TOPK)
     np.testing.assert_allclose(out[1], once, rtol=1e-4, atol=1e-4)
-    np.testing.assert_allclose(out[0], plain(once, *rest, topk), rtol=1e-4, atol=1e-4)
+    np.testing.assert_allclose(out[0], plain(once, *rest, TOPK), rtol=1e-4, atol=1e-4)
 
 
 def test_what_does_not_fit_is_refused():
