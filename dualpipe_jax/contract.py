@@ -73,6 +73,7 @@ class StagedModel:
       kind_of: the kind of each stage, in model order. The first is given x None; of the last x is not needed.
       weights: ``weights(batch) -> {loss name: float32 scalar}``: how much a part of a microbatch counts in the mean of
         that loss, such as its number of valid tokens; a constant. Names left out, and None, count every part alike.
+        Their sum over a step must not be zero: a mean over nothing is NaN, as 0/0 is.
     """
 
     kinds: Mapping[str, StageFunction]
@@ -170,6 +171,46 @@ def staged(model: PipelineModel, num_stages: int, *, has_aux: bool = False) -> S
     return StagedModel(kinds, ("first", *("middle",) * (num_stages - 2), "last"))
 
 
+def returned(kind: str, value: Any) -> Out:
+    """What a stage of a kind returned, if it can be used.
+
+    Raises TypeError, saying what is wanted, for anything but an ``Out`` of floating scalars as losses and of arrays
+    that can be summed as metrics.
+    """
+    what = f"a stage of kind {kind!r}"
+    if not isinstance(value, Out):
+        raise TypeError(
+            f"{what} must return a dualpipe_jax.Out: Out(x), or Out(x, losses={{'loss': ...}}, metrics={{...}}); it "
+            f"returned {_kind_of_value(value)}."
+        )
+    for name in ("losses", "metrics"):
+        if not isinstance(getattr(value, name), Mapping):
+            raise TypeError(
+                f"{what} must return {name} by name, such as Out(x, {name}={{'name': ...}}); Out.{name} is "
+                f"{_kind_of_value(getattr(value, name))}."
+            )
+    for name, loss in value.losses.items():
+        if jnp.shape(loss) != () or not jnp.issubdtype(jnp.result_type(loss), jnp.floating):
+            raise TypeError(
+                f"{what} must return each loss as a floating scalar, the mean over its examples; "
+                f"losses[{name!r}] is {_kind_of_value(loss)}."
+            )
+    for name, metric in value.metrics.items():
+        for leaf in jax.tree.leaves(metric):
+            if jnp.result_type(leaf) == jnp.bool_:
+                raise TypeError(
+                    f"{what} returned a bool in metrics[{name!r}]: metrics are summed over microbatches and stages. "
+                    "For how often it was true return it .astype(jnp.int32)."
+                )
+    return value
+
+
+def _kind_of_value(value: Any) -> str:
+    if hasattr(value, "shape") and hasattr(value, "dtype"):
+        return f"an array {value.dtype}{list(value.shape)}"
+    return f"a {type(value).__name__}"
+
+
 def key_at(key: jax.Array | None, stage: Any, microbatch: Any, part: Any) -> jax.Array | None:
     """The key of a stage's work on a part of a microbatch; see ``At.key``."""
     if key is None:
@@ -182,4 +223,9 @@ def key_at(key: jax.Array | None, stage: Any, microbatch: Any, part: Any) -> jax
 def loss_weights(model: StagedModel, batch: Tree, names: Any) -> dict[str, jax.Array]:
     """How much a part of a microbatch counts in the mean of each loss, float32 scalars."""
     given = {} if model.weights is None else model.weights(batch)
+    if names and (unknown := sorted(set(given) - set(names))):
+        raise ValueError(
+            f"StagedModel.weights names {unknown}, but the losses that stages return are {sorted(names)}; each name in "
+            "weights must be one of them."
+        )
     return {name: jax.lax.stop_gradient(jnp.asarray(given.get(name, 1.0), jnp.float32)) for name in names}

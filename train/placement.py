@@ -17,7 +17,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 import models
 from dualpipe_jax.balance import Placement
 from dualpipe_jax.engine import PlacedStages
-from dualpipe_jax.engine.stages import homes, to_placed
+from dualpipe_jax.engine.stages import homes, owned_stages, to_placed
 from dualpipe_jax.parallel import DP, PP, Moves, move_experts, plan_moves
 from models.placement import TABLES, expert_axis, map_experts
 from train.config import ConfigError, TrainConfig
@@ -177,7 +177,7 @@ class PlacedLayout(Layout):
                 stage | {"routing": _without_tables(stage["routing"]) | more}
                 for stage, more in zip(new.params["stages"].local, added, strict=True)
             ]
-            params = new.params | {"stages": PlacedStages(tuple(stages))}
+            params = new.params | {"stages": dataclasses.replace(new.params["stages"], local=tuple(stages))}
             return TrainState(new.step, params, opt_state)
 
         return moved
@@ -198,7 +198,7 @@ class PlacedLayout(Layout):
         over = PartitionSpec(PP, None, expert_axis(self.mesh))
         arrays = {"send": planned.send[rows], "take": planned.take[rows]}
         placed = self._laid(arrays, {"send": over, "take": over})
-        return PlacedStages(tuple({"routing": tables} for tables in placed.local))
+        return dataclasses.replace(placed, local=tuple({"routing": tables} for tables in placed.local))
 
     def _laid(self, arrays: dict[str, np.ndarray], specs: dict[str, PartitionSpec]) -> PlacedStages:
         """Arrays [stages, ...] in model order on the ranks of their stages."""
@@ -208,9 +208,9 @@ class PlacedLayout(Layout):
                 array.shape, NamedSharding(self.mesh, specs[name]), lambda index: array[index]
             )
 
-        owned = homes(self.schedule.placement).owned
+        owned = owned_stages(self.schedule.placement)
         return PlacedStages(
-            tuple({name: lay(name, array[stages]) for name, array in arrays.items()} for stages in owned)
+            tuple({name: lay(name, array[list(on)]) for name, array in arrays.items()} for on in owned), owned
         )
 
 

@@ -1,6 +1,6 @@
 """Bad input gets an error that says what was given, what is needed and what to do."""
 
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, get_args
 
 import jax
@@ -8,13 +8,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
-from dualpipe_jax.contract import At, Out, StagedModel, Tree
-from dualpipe_jax.engine.guard import Divergence
+from dualpipe_jax.contract import At, Out, StagedModel, StageFunction, Tree, returned
 from dualpipe_jax.engine.stages import PlacedStages
 from dualpipe_jax.engine.storage import Leaf, entries
 from dualpipe_jax.engine.tick import WATCHED
 from dualpipe_jax.parallel import AXES, BATCH_AXES, EP, NODE, PP
 from dualpipe_jax.schedule import Schedule
+from dualpipe_jax.split.jaxprs import collectives
 
 PARTS = ("shared", "stages")
 
@@ -53,17 +53,18 @@ def check_model(model: StagedModel, schedule: Schedule) -> None:
         )
 
 
-def check_divergence(given: str) -> None:
-    """It is one of those that there are. Raises ValueError."""
-    known = get_args(Divergence)
+def check_choice(name: str, given: str, choices: Any) -> None:
+    """It is one of a Literal's. Raises ValueError."""
+    known = get_args(choices)
     if given not in known:
-        raise ValueError(
-            f"divergence={given!r}: there are {', '.join(map(repr, known))}; see guard.Divergence"
-        )
+        raise ValueError(f"{name}={given!r}: there are {', '.join(map(repr, known))}.")
 
 
-def check_arguments(schedule: Schedule, mesh: Mesh | AbstractMesh, params: Tree, batch: Tree) -> None:
+def check_arguments(
+    schedule: Schedule, mesh: Mesh | AbstractMesh, params: Tree, batch: Tree, key: Any = None
+) -> None:
     """Shapes of params and data against the schedule and the mesh; all failures in one ValueError."""
+    check_key(key)
     if not isinstance(params, dict) or set(params) != set(PARTS):
         given = sorted(params) if isinstance(params, dict) else type(params).__name__
         raise ValueError(f"params must be a dict with the keys {list(PARTS)}, got {given}.")
@@ -71,6 +72,20 @@ def check_arguments(schedule: Schedule, mesh: Mesh | AbstractMesh, params: Tree,
     if problems:
         raise ValueError(
             f"{schedule.name}: the step's arguments do not fit.\n" + "\n".join(f"- {p}" for p in problems)
+        )
+
+
+def check_key(key: Any) -> None:
+    """None, a typed PRNG key, or raw key data. Raises TypeError."""
+    if key is None:
+        return
+    typed = hasattr(key, "dtype") and jnp.issubdtype(key.dtype, jax.dtypes.prng_key) and key.shape == ()
+    raw = getattr(key, "dtype", None) == jnp.uint32 and jnp.ndim(key) == 1
+    if not (typed or raw):
+        given = f"{key.dtype}{list(key.shape)}" if hasattr(key, "dtype") else f"a {type(key).__name__}"
+        raise TypeError(
+            f"the third argument of a step is the key of its randomness: None or one typed PRNG key, such as "
+            f"jax.random.key(step), not {given}. Inputs and targets both belong in the batch, the second argument."
         )
 
 
@@ -96,6 +111,8 @@ def _data_problems(schedule: Schedule, mesh: Mesh | AbstractMesh, batch: Tree) -
 
 
 def _stage_problems(schedule: Schedule, stages: Tree) -> Iterator[str]:
+    if isinstance(stages, list):
+        return  # one tree for each stage: ``to_placed`` says what is wrong with them
     placed = isinstance(stages, PlacedStages)
     placement = schedule.placement
     wanted = placement.num_ranks if placed else placement.num_model_stages
@@ -177,31 +194,44 @@ def _extension_problems(name: str, shape: tuple[int, ...], lies: Leaf) -> Iterat
             )
 
 
-def check_kinds(model: StagedModel, own: Tree, shared: Tree, x: Tree, at: At) -> None:
-    """What kinds return, and no ppermute in them. Called where their collectives may be traced.
+def called(kind: str, function: StageFunction, own: Tree, shared: Tree, x: Tree, at: At) -> Out:
+    """What a stage returns. Raises TypeError for anything but an ``Out``, and where a key is used that is not there."""
+    try:
+        value = function(own, shared, x, at)
+    except TypeError as error:
+        if at.key is None and "NoneType" in str(error) and "key" in str(error):
+            raise TypeError(
+                f"{_of(kind)} uses at.key, but the step was given no key: call it with one, such as "
+                "value_and_grad(params, batch, jax.random.key(step))."
+            ) from error
+        raise
+    return returned(kind, value)
 
-    Raises TypeError for what does not fit together, ValueError for a ppermute.
+
+def check_kinds(model: StagedModel, own: Tree, shared: Tree, x: Tree, at: At, *, trains: bool) -> None:
+    """What kinds return, and which collectives are in them. Called where these may be traced.
+
+    Raises TypeError for what does not fit together, ValueError for a ppermute, for a collective over "pp", and, if it
+    ``trains``, where no stage returns a loss.
     """
+    losses: set[str] = set()
     metrics: dict[str, tuple[str, Any]] = {}
     last = model.num_stages - 1
     for stage, name in enumerate(model.kind_of):
         if stage not in (0, last) and model.kind_of.index(name) not in (0, stage):
             continue  # seen already
         given = None if stage == 0 else x
-        traced = jax.make_jaxpr(lambda *a, name=name: tuple(Out(*model.kinds[name](*a))), return_shape=True)
+        traced = jax.make_jaxpr(
+            lambda *a, name=name: tuple(called(name, model.kinds[name], *a)), return_shape=True
+        )
         jaxpr, out = traced(own, shared, given, at)
         out = Out(*out)
+        losses |= set(out.losses)
         if stage < last and _shapes(out.x) != _shapes(x):
             raise TypeError(
                 f"{_of(name)} must return what the next stage takes: the first stage returned x {_shapes(x)}, this one "
                 f"{_shapes(out.x)}; shapes and dtypes must be equal."
             )
-        for loss, value in out.losses.items():
-            if value.shape != () or not jnp.issubdtype(value.dtype, np.floating):
-                raise TypeError(
-                    f"{_of(name)} must return each loss as a floating scalar, the mean over its examples; "
-                    f"losses[{loss!r}] is {_shapes(value)}."
-                )
         for metric, value in out.metrics.items():
             other, shapes = metrics.setdefault(metric, (name, _shapes(value)))
             if shapes != _shapes(value):
@@ -209,8 +239,24 @@ def check_kinds(model: StagedModel, own: Tree, shared: Tree, x: Tree, at: At) ->
                     f"metrics[{metric!r}] is {shapes} in stages of kind {other!r} and {_shapes(value)} in those of "
                     f"kind {name!r}: what is summed under one name must be alike."
                 )
-        if "ppermute" in primitives(jaxpr.jaxpr):
-            raise ValueError(f"{_of(name)} contains a ppermute. {_NO_PPERMUTE}")
+        _check_collectives(_of(name), collectives(jaxpr.jaxpr.eqns))
+    if trains and not losses:
+        raise ValueError(
+            "no stage returns a loss, so there is nothing to differentiate: return Out(x, losses={'loss': ...}) from "
+            "the last stage at least (a PipelineModel's head_loss needs 'targets' in the batch). For a forward alone "
+            "there is Pipeline.apply."
+        )
+
+
+def _check_collectives(where: str, found: Mapping[str, frozenset[str]]) -> None:
+    if "ppermute" in found:
+        raise ValueError(f"{where} contains a ppermute. {_NO_PPERMUTE}")
+    if over := sorted(name for name, axes in found.items() if PP in axes):
+        raise ValueError(
+            f"{where} contains a {over[0]} over 'pp'. Ranks run it at different times, so they never meet and the step "
+            "hangs; sum over 'ep' and 'dp' alone. Over microbatches and stages the engine sums: return the value in "
+            "Out.metrics."
+        )
 
 
 _NO_PPERMUTE = (
@@ -219,10 +265,9 @@ _NO_PPERMUTE = (
 )
 
 
-def check_backward(name: str, names: Collection[str]) -> None:
-    """No ppermute among the primitives of a kind's backward either. Raises ValueError."""
-    if "ppermute" in names:
-        raise ValueError(f"the backward of {_of(name)} contains a ppermute. {_NO_PPERMUTE}")
+def check_backward(name: str, found: Mapping[str, frozenset[str]]) -> None:
+    """The collectives of a kind's backward may be what those of its forward may. Raises ValueError."""
+    _check_collectives(f"the backward of {_of(name)}", found)
 
 
 def _of(kind: str) -> str:
@@ -256,15 +301,3 @@ def _named(trees: dict[str, Tree]) -> Iterator[tuple[str, Any]]:
 def _shapes(tree: Tree) -> Any:
     """Shapes and dtypes as text; a bare array without its tree."""
     return str(jax.tree.map(lambda a: f"{a.dtype}{list(a.shape)}", tree)).replace("'", "")
-
-
-def primitives(jaxpr: Any) -> set[str]:
-    """Names of all primitives in a jaxpr and in those inside it."""
-    names = set()
-    for eqn in jaxpr.eqns:
-        names.add(eqn.primitive.name)
-        for value in jax.tree.leaves(list(eqn.params.values()), is_leaf=lambda v: hasattr(v, "jaxpr")):
-            inner = getattr(value, "jaxpr", value)
-            if hasattr(inner, "eqns"):
-                names |= primitives(inner)
-    return names

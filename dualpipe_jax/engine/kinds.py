@@ -9,7 +9,7 @@ from typing import Any, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from dualpipe_jax.contract import At, Out, StageFunction, Tree
+from dualpipe_jax.contract import At, StageFunction, Tree, returned
 from dualpipe_jax.engine import checks
 from dualpipe_jax.engine.guard import pin
 from dualpipe_jax.engine.slots import KEPT, Entry, read_slot, write_slot
@@ -37,7 +37,7 @@ class Sight:
     at: At
 
 
-def plain(function: StageFunction, sight: Sight, vary: Vary) -> Callable[..., Any]:
+def plain(kind: str, function: StageFunction, sight: Sight, vary: Vary) -> Callable[..., Any]:
     """A stage of raw trees: ``f((own, shared), (x, at)) -> ((x, losses), metrics)``.
 
     Typed keys are integers here, which is what slots and permutes know; losses are float32.
@@ -45,7 +45,7 @@ def plain(function: StageFunction, sight: Sight, vary: Vary) -> Callable[..., An
 
     def stage(params: tuple[Tree, Tree], seen: tuple[Tree, At]) -> Any:
         own, shared = typed(params[0], sight.own), typed(params[1], sight.shared)
-        out = Out(*function(own, shared, typed(seen[0], sight.x), typed(seen[1], sight.at)))
+        out = returned(kind, function(own, shared, typed(seen[0], sight.x), typed(seen[1], sight.at)))
         losses = {name: jnp.asarray(loss).astype(jnp.float32) for name, loss in out.losses.items()}
         metrics = jax.tree.map(lambda m: jax.lax.stop_gradient(jnp.asarray(m)), dict(out.metrics))
         return vary((raw(out.x), losses)), vary(metrics)
@@ -137,7 +137,7 @@ class Kind(ForwardKind):
         split = split_backward(handing_on, has_aux=True, wanted=wanted, at_hand=(False, True), sums=sums)
         self.plan: SplitPlan = split.trace(params, seen)
         plan = self.plan
-        checks.check_backward(name, plan.counts("backward"))
+        checks.check_backward(name, plan.collectives("backward"))
         self.kept = {
             pool: [(struct.shape, struct.dtype, off) for struct, off in zip(structs, offloaded, strict=True)]
             for pool, structs, offloaded in zip(

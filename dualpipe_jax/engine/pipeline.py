@@ -9,13 +9,13 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
-from dualpipe_jax.contract import At, Out, Report, StagedModel, Tree
+from dualpipe_jax.contract import At, Out, Report, StagedModel, StageFunction, Tree, returned
 from dualpipe_jax.engine import checks
 from dualpipe_jax.engine.guard import Divergence
 from dualpipe_jax.engine.spmd import Engine, Outputs, Repeated, Results
 from dualpipe_jax.engine.stages import PlacedStages, broadcast, from_placed, to_placed
 from dualpipe_jax.engine.storage import Leaf
-from dualpipe_jax.engine.trees import float0_like, is_floating
+from dualpipe_jax.engine.trees import float0_like, is_floating, is_key
 from dualpipe_jax.schedule import CostModel, Schedule
 from dualpipe_jax.schedule.lowering.table import TickTable
 
@@ -40,8 +40,9 @@ class Pipeline:
     Its methods compute what ``jax.value_and_grad`` of the plain model does (``reference_value_and_grad``), and are
     compiled at their first call. Make a Pipeline once: a new one in each iteration is compiled anew each time.
 
-    params: {"stages", "shared"} as in ``StagedModel``; "stages" with a leading stage dim in model order, or as
-      ``place`` gives it. Gradients have the same form: float0 for integers and keys, None for what is frozen.
+    params: {"stages", "shared"} as in ``StagedModel``; "stages" with a leading stage dim in model order, a list of one
+      tree for each stage, or as ``place`` gives it. Gradients have the same form: float0 for integers and keys, None
+      for what is frozen (see ``trained``).
     batch: leaves [num_microbatches, microbatch size, ...]; the microbatch size is cut over "dp" and "ep". A schedule
       with two pipes sends the first half of the microbatches into pipe 0.
     key: a typed PRNG key of the step, or None; see ``At.key``.
@@ -65,7 +66,8 @@ class Pipeline:
       input_grads: whether gradients have an entry "batch", for the batch's floating leaves (an encoder in front).
       costs: relative costs by which actions are placed on ticks; changes the speed, not the result. None: equal ones,
         and a pair that is fused takes as long as two actions.
-      accumulate_dtype: dtype of the gradients, summed over microbatches; None keeps each parameter's own.
+      accumulate_dtype: dtype in which gradients are summed over microbatches and devices, and returned. None: summed in
+        the parameter's own dtype but float32 at least, and rounded to the parameter's once, at the end.
       fuse_pairs: run an overlapped pair as one computation, in which the compiler can hide the all-to-alls of
         one direction behind the other's work, or as F and B after each other, with the same result. None: fuse
         but on CPU, which overlaps nothing and would copy every slot pool once a pair.
@@ -104,7 +106,7 @@ class Pipeline:
     def __post_init__(self):
         checks.check_mesh(self.schedule, self.mesh)
         checks.check_model(self.model, self.schedule)
-        checks.check_divergence(self.divergence)
+        checks.check_choice("divergence", self.divergence, Divergence)
 
     @functools.cached_property
     def value_and_grad(self) -> Callable[..., tuple[tuple[jax.Array, Report], Tree]]:
@@ -204,13 +206,57 @@ class Pipeline:
         return params | {"stages": to_placed(params["stages"], self.schedule.placement)}
 
     def place(self, params: Tree) -> Tree:
-        """Params where a step wants them, stages on their ranks: once, before a training loop."""
-        return jax.jit(self.placed, out_shardings=self.shardings(params))(params)
+        """Params where a step wants them, stages on their ranks: once, before a training loop.
+
+        They may lie on any devices: what was put on others than the mesh's goes by way of the host.
+        """
+        return jax.jit(self.placed, out_shardings=self.shardings(params))(
+            jax.tree.map(self._reachable, params)
+        )
 
     def unplace(self, params: Tree) -> Tree:
         """The inverse of ``place``, for gradients too: leaves [num_stages, ...] in model order."""
         placement = self.schedule.placement
         return jax.jit(lambda p: p | {"stages": from_placed(p["stages"], placement)})(params)
+
+    # ------------------------------------------------------------- what is trained
+
+    def trained(self, tree: Tree) -> Tree:
+        """Params, or gradients of them, with None for every leaf that is frozen or not floating.
+
+        Optimizers of optax map over leaves and want one form of both; a gradient of None, or float0, is not one::
+
+            optimizer_state = optimizer.init(pipeline.trained(params))
+            _, gradients = pipeline.value_and_grad(params, batch)
+            updates, optimizer_state = optimizer.update(
+                pipeline.trained(gradients), optimizer_state, pipeline.trained(params)
+            )
+            params = pipeline.with_trained(params, optax.apply_updates(pipeline.trained(params), updates))
+        """
+
+        frozen = {} if self.frozen is None else self.frozen
+
+        def of(part: str, value: Tree) -> Tree:
+            stops = broadcast(frozen.get(part), value, False, "frozen")
+            return jax.tree.map(
+                lambda leaf, stop: leaf if not stop and is_floating(leaf) else None, value, stops
+            )
+
+        stages, shared = tree["stages"], of("shared", tree["shared"])
+        if isinstance(stages, PlacedStages):
+            local = tuple(of("stages", stage) for stage in stages.local)
+            return {"stages": dataclasses.replace(stages, local=local), "shared": shared}
+        if isinstance(stages, list):
+            return {"stages": [of("stages", stage) for stage in stages], "shared": shared}
+        return {"stages": of("stages", stages), "shared": shared}
+
+    def with_trained(self, params: Tree, trained: Tree) -> Tree:
+        """Params with the leaves of ``trained`` where it has any: the inverse of ``trained``."""
+        parts = {part: params[part] for part in trained}
+        new = jax.tree.map(
+            lambda new, old: old if new is None else new, trained, parts, is_leaf=lambda node: node is None
+        )
+        return params | new
 
     @property
     def placing_costs(self) -> CostModel:
@@ -224,6 +270,17 @@ class Pipeline:
     @property
     def _on_cpu(self) -> bool:
         return isinstance(self.mesh, Mesh) and self.mesh.devices.flat[0].platform == "cpu"
+
+    def _reachable(self, leaf: Any) -> Any:
+        """The leaf where a program of this mesh takes it."""
+        if not isinstance(leaf, jax.Array) or isinstance(leaf, jax.core.Tracer) or not leaf.committed:
+            return leaf
+        if leaf.sharding.device_set == set(self.mesh.devices.flat):
+            return leaf
+        if is_key(leaf):
+            data = jax.device_get(jax.random.key_data(leaf))
+            return jax.random.wrap_key_data(data, impl=jax.random.key_impl(leaf))
+        return jax.device_get(leaf)
 
     @property
     def _fuses(self) -> bool:
@@ -280,7 +337,7 @@ class Pipeline:
         every_kind: bool = False,
         instead: Repeated | None = None,
     ) -> tuple[tuple[jax.Array, Report], Tree]:
-        checks.check_arguments(self.schedule, self.mesh, params, batch)
+        checks.check_arguments(self.schedule, self.mesh, params, batch, key)
         placed = self.placed(params)
         results = self._engine(placed, units, every_kind).value_and_grad(placed, batch, key, instead)
         self._watch(results)
@@ -289,7 +346,8 @@ class Pipeline:
     def _apply(
         self, params: Tree, batch: Tree, key: jax.Array | None = None, outputs: Outputs = "none"
     ) -> Applied:
-        checks.check_arguments(self.schedule, self.mesh, params, batch)
+        checks.check_arguments(self.schedule, self.mesh, params, batch, key)
+        checks.check_choice("outputs", outputs, Outputs)
         placed = self.placed(params)
         results = self._engine(placed).forward(placed, batch, key, outputs)
         self._watch(results)
@@ -302,9 +360,18 @@ class Pipeline:
     def _gradients(self, params: Tree, placed: Tree, batch: Tree, lists: Tree) -> Tree:
         """Lists of gradients in the form of params."""
         local = zip(placed["stages"].local, lists["stages"].local, strict=True)
-        stages: Tree = PlacedStages(tuple(_as_tree(tree, found) for tree, found in local))
-        if not isinstance(params["stages"], PlacedStages):
-            stages = _from_placed(params["stages"], lists["stages"], self.schedule)
+        given = params["stages"]
+        if isinstance(given, PlacedStages):
+            trees = (_as_tree(tree, found) for tree, found in local)
+            stages: Tree = dataclasses.replace(given, local=tuple(trees))
+        elif isinstance(given, list):
+            lead = from_placed(lists["stages"], self.schedule.placement, is_leaf=lambda g: g is None)
+            stages = [
+                _as_tree(tree, [None if g is None else g[number] for g in lead])
+                for number, tree in enumerate(given)
+            ]
+        else:
+            stages = _from_placed(given, lists["stages"], self.schedule)
         gradients = {"stages": stages, "shared": _as_tree(params["shared"], lists["shared"])}
         return gradients | ({"batch": _as_tree(batch, lists["batch"])} if self.input_grads else {})
 
@@ -368,13 +435,20 @@ def _by_report(pipeline: Pipeline, params: Tree, batch: Tree, key: Any, cotangen
     parts = pipeline.schedule.num_microbatches * pipeline._engine(pipeline.placed(params)).num_parts
     cotangents = jax.tree.map(lambda c: None if _is_zero(c) else c, cotangents)
 
-    def weighted(function: Callable[..., Out]) -> Callable[..., Out]:
+    wanted = {name for name, cotangent in cotangents.losses.items() if cotangent is not None}
+
+    def of_loss(name: str) -> str:
+        return f"loss.{name}"  # apart from the sum of metrics, whatever the user's names
+
+    def weights(batch: Tree) -> dict[str, jax.Array]:
+        given = {} if pipeline.model.weights is None else pipeline.model.weights(batch)
+        return {of_loss(name): weight for name, weight in given.items() if name in wanted}
+
+    def weighted(kind: str, function: StageFunction) -> StageFunction:
         def stage(own: Tree, shared: Tree, x: Tree, at: At) -> Out:
-            out = Out(*function(own, shared["given"], x, at))
+            out = returned(kind, function(own, shared["given"], x, at))
             by_loss, by_metric = shared["cotangents"]
-            losses = {
-                name: by_loss[name] * v for name, v in out.losses.items() if by_loss.get(name) is not None
-            }
+            losses = {of_loss(name): by_loss[name] * v for name, v in out.losses.items() if name in wanted}
             terms = jax.tree.map(
                 lambda c, m: jnp.float32(0) if c is None else jnp.sum(c * m).astype(jnp.float32) * parts,
                 {name: by_metric[name] for name in out.metrics},
@@ -386,7 +460,7 @@ def _by_report(pipeline: Pipeline, params: Tree, batch: Tree, key: Any, cotangen
         return stage
 
     model = dataclasses.replace(
-        pipeline.model, kinds={n: weighted(f) for n, f in pipeline.model.kinds.items()}
+        pipeline.model, kinds={n: weighted(n, f) for n, f in pipeline.model.kinds.items()}, weights=weights
     )
 
     def wrapped(prefix: Tree, value: Any) -> Tree:

@@ -8,14 +8,15 @@ from jax.sharding import AxisType, PartitionSpec
 
 from dualpipe_jax.contract import (
     At,
-    Out,
     PipelineModel,
     Report,
     StagedModel,
     Tree,
     key_at,
     loss_weights,
+    returned,
 )
+from dualpipe_jax.engine.trees import sum_dtype
 from dualpipe_jax.parallel import AXES
 
 
@@ -23,6 +24,7 @@ def reference_loss(model: StagedModel, *, num_parts: int = 1) -> Callable[..., t
     """``loss(params, batch, key=None) -> (loss, Report)``: each microbatch through every stage, one after another.
 
     The same arguments and results as a ``Pipeline``'s, on one device; the model's collectives see axes of size one.
+    Gradients of it are summed over microbatches in float32 at least, whatever the parameters' dtype.
 
     Arguments:
       num_parts: into how many parts dp and ep would cut a microbatch: each part is run by itself, with the key and
@@ -34,10 +36,10 @@ def reference_loss(model: StagedModel, *, num_parts: int = 1) -> Callable[..., t
         metrics: dict[str, Tree] = {}
         x = None
         for stage, kind in enumerate(model.kind_of):
-            own = jax.tree.map(lambda leaf, stage=stage: leaf[stage], params["stages"])
+            own = stage_of(params["stages"], stage)
             microbatch, part = number // num_parts, number % num_parts
             at = At(batch, jnp.int32(stage), microbatch, key_at(key, stage, microbatch, part))
-            out = Out(*model.kinds[kind](own, params["shared"], x, at))
+            out = returned(kind, model.kinds[kind](own, params["shared"], x, at))
             x = out.x
             for name, value in out.losses.items():
                 losses[name] = losses.get(name, jnp.float32(0)) + jnp.asarray(value).astype(jnp.float32)
@@ -54,14 +56,29 @@ def reference_loss(model: StagedModel, *, num_parts: int = 1) -> Callable[..., t
             lambda leaf: leaf.reshape(-1, leaf.shape[1] // num_parts, *leaf.shape[2:]), batch
         )
         numbers = jnp.arange(jax.tree.leaves(parts)[0].shape[0], dtype=jnp.int32)
+        wide = _widened(params)
         losses, metrics, weights = jax.lax.map(
-            lambda item: run(params, item[0], key, item[1]), (parts, numbers)
+            lambda item: run(_as_given(wide, params), item[0], key, item[1]), (parts, numbers)
         )
         means = {name: jnp.sum(losses[name] * weights[name]) / jnp.sum(weights[name]) for name in losses}
         totals = jax.tree.map(lambda a: a.sum(0, dtype=a.dtype), metrics)
         return sum(means.values(), jnp.float32(0)), Report(means, totals)
 
     return _on_one_device(loss)
+
+
+def _widened(params: Tree) -> Tree:
+    """Float32 for narrower leaves: the loop over microbatches sums the gradients of what it reads, in its dtype."""
+    return jax.tree.map(lambda leaf: leaf.astype(sum_dtype(leaf.dtype, None)), params)
+
+
+def _as_given(wide: Tree, params: Tree) -> Tree:
+    return jax.tree.map(lambda leaf, given: leaf.astype(given.dtype), wide, params)
+
+
+def stage_of(stages: Tree, stage: int) -> Tree:
+    """The parameters of one stage, of leaves [num_stages, ...] or of a list of one tree for each stage."""
+    return stages[stage] if isinstance(stages, list) else jax.tree.map(lambda leaf: leaf[stage], stages)
 
 
 def reference_value_and_grad(
@@ -94,7 +111,9 @@ def sequential_loss(model: PipelineModel, *, has_aux: bool = False) -> Callable[
     axis of size one. Differentiable as any JAX function; microbatches are accumulated by a scan.
     """
 
-    def microbatch_loss(params, inputs, targets):
+    def microbatch_loss(wide, params, inputs, targets):
+        params = _as_given(wide, params)
+
         def one_stage(x, stage_params):
             return model.stage(stage_params, x) if has_aux else (model.stage(stage_params, x), ())
 
@@ -104,7 +123,8 @@ def sequential_loss(model: PipelineModel, *, has_aux: bool = False) -> Callable[
         )
 
     def loss(params, inputs, targets):
-        losses, aux = jax.lax.map(lambda pair: microbatch_loss(params, *pair), (inputs, targets))
+        wide = _widened(params)
+        losses, aux = jax.lax.map(lambda pair: microbatch_loss(wide, params, *pair), (inputs, targets))
         total = jax.tree.map(lambda a: a.sum(0, dtype=a.dtype), aux)
         return (jnp.mean(losses), total) if has_aux else jnp.mean(losses)
 

@@ -14,7 +14,7 @@ from dualpipe_jax.contract import At, Report, StagedModel, Tree, key_at, loss_we
 from dualpipe_jax.engine import tick
 from dualpipe_jax.engine.guard import Divergence
 from dualpipe_jax.engine.slots import Layout, lay_out, make_kept, make_pool
-from dualpipe_jax.engine.stages import PlacedStages, borrow, give_back, homes
+from dualpipe_jax.engine.stages import PlacedStages, borrow, give_back, homes, owned_stages
 from dualpipe_jax.engine.storage import Leaf
 from dualpipe_jax.engine.tick import NEVER, State, Tick
 from dualpipe_jax.engine.traced import Traced, trace
@@ -109,7 +109,10 @@ class Engine:
 
         own = _map_leaf(over_ranks, self.layout["stages"])
         shared = _map_leaf(lambda leaf: leaf.stored, self.layout["shared"])
-        return {"stages": PlacedStages((own,) * num_owned), "shared": shared}
+        return {"stages": self._placed((own,) * num_owned), "shared": shared}
+
+    def _placed(self, local: tuple[Tree, ...]) -> PlacedStages:
+        return PlacedStages(local, owned_stages(self.schedule.placement))
 
     # ------------------------------------------------------------------- programs
 
@@ -194,7 +197,7 @@ class Engine:
         over = PartitionSpec(None, self.batch_axes)
         by_batch = [over if is_floating(leaf) else None for leaf in jax.tree.leaves(batch)]
         return {
-            "stages": PlacedStages(tuple(stages)),
+            "stages": self._placed(tuple(stages)),
             "shared": listed(params["shared"], self.layout["shared"], self.frozen["shared"]),
             "batch": by_batch if self.input_grads else [],
         }
@@ -368,26 +371,37 @@ class _Program:
             stops = jax.tree.leaves(frozen)
             return [one(number) for number in range(count)]
 
-        def reduced(sums: list[Any], layout: Tree, *more: str) -> list[Any]:
-            pairs = zip(sums, _leaves(layout), strict=True)
-            return [None if g is None else scaled(lies.reduce(g, (*over, *more))) for g, lies in pairs]
+        def reduced(sums: list[Any], layout: Tree, stored: Tree, *more: str) -> list[Any]:
+            rows = zip(sums, _leaves(layout), jax.tree.leaves(stored), strict=True)
+            return [
+                None if g is None else returned(scaled(lies.reduce(g, (*over, *more))), leaf)
+                for g, lies, leaf in rows
+            ]
 
         def scaled(total: jax.Array) -> jax.Array:
             return total * jnp.asarray(scale, total.dtype)
+
+        def returned(gradient: jax.Array, leaf: jax.Array) -> jax.Array:
+            return gradient.astype(leaf.dtype) if engine.accumulate_dtype is None else gradient
 
         num_own, num_shared = len(jax.tree.leaves(self.own[0])), len(jax.tree.leaves(self.shared))
         frozen = engine.frozen["stages"], jax.tree.map(lambda _: False, self.prepared.types)
         own = [listed(f"own{k}", frozen, num_own) for k in range(len(self.own))]
         of_shared = listed("shared", engine.frozen["shared"], num_shared)
         own, of_shared = self.prepared.lead_back(self.own, self.shared, own, of_shared)
-        own = [reduced(stage, engine.layout["stages"]) for stage in give_back(own, self.schedule.placement)]
-        shared = reduced(of_shared, engine.layout["shared"], PP)
+        own = [
+            reduced(stage, engine.layout["stages"], leaves)
+            for stage, leaves in zip(
+                give_back(own, self.schedule.placement), self.stored["stages"], strict=True
+            )
+        ]
+        shared = reduced(of_shared, engine.layout["shared"], self.stored["shared"], PP)
         leaves = jax.tree.leaves(self.batch)
         by_batch = [
             None if g is None else scaled(lax.psum(g, PP))
             for g in listed("batch", [False] * len(leaves), len(leaves))
         ]
-        lead = PlacedStages(tuple([None if g is None else g[None] for g in stage] for stage in own))
+        lead = engine._placed(tuple([None if g is None else g[None] for g in stage] for stage in own))
         return {"stages": lead, "shared": shared, "batch": by_batch if engine.input_grads else []}
 
     def outputs(self, state: State, where: Outputs) -> Tree:

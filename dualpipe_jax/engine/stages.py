@@ -16,17 +16,21 @@ from dualpipe_jax.parallel.p2p import send
 from dualpipe_jax.schedule.ir import Placement, Schedule
 
 
-@functools.partial(jax.tree_util.register_dataclass, data_fields=["local"], meta_fields=[])
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["local"], meta_fields=["model_stages"])
 @dataclasses.dataclass(frozen=True)
 class PlacedStages:
     """Stage parameters as the ranks own them.
 
     Attributes:
       local: one tree for each stage that a rank owns; the leading dim of every leaf is the rank, sharded
-        over pp. On a V, ``local[0]`` holds stages 0..R-1 and ``local[1]`` stages 2R-1..R.
+        over pp.
+      model_stages: for each tree of ``local`` the number in model order of each rank's stage, static. On a V of R
+        ranks ``local[0]`` holds stages 0..R-1 and ``local[1]`` stages 2R-1..R. Trees of different places have
+        different structures: JAX adds no parameter to the gradient of another stage.
     """
 
     local: tuple[Any, ...]
+    model_stages: tuple[tuple[int, ...], ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,16 +75,57 @@ def homes(placement: Placement) -> Homes:
     return Homes(owned, tuple(borrowed))
 
 
+def owned_stages(placement: Placement) -> tuple[tuple[int, ...], ...]:
+    """``PlacedStages.model_stages`` of stages that are placed so."""
+    return tuple(tuple(map(int, row)) for row in homes(placement).owned)
+
+
 def to_placed(stages: Tree, placement: Placement) -> PlacedStages:
-    """Model order to ranks; a gather only where the order differs. What is placed already stays as it is."""
+    """Model order to ranks; a gather only where the order differs. What is placed already stays as it is.
+
+    ``stages`` has leaves [num_stages, ...], or is a list of one tree for each stage.
+
+    Raises ValueError for stages that are placed otherwise, and for a list of trees that are not alike.
+    """
     if isinstance(stages, PlacedStages):
+        if stages.model_stages != owned_stages(placement):
+            raise ValueError(
+                "params['stages'] are placed for another schedule: the ranks hold the stages "
+                f"{list(map(list, stages.model_stages))}, here they must hold "
+                f"{list(map(list, owned_stages(placement)))}. Bring them to model order with the old Pipeline's "
+                "unplace (or unplace_stages), and place them with this one's place."
+            )
         return stages
+    if isinstance(stages, list):
+        stages = _stacked(stages, placement)
 
     def pick(model_stages):
         in_order = np.array_equal(model_stages, np.arange(placement.num_model_stages))
         return stages if in_order else jax.tree.map(lambda leaf: jnp.take(leaf, model_stages, axis=0), stages)
 
-    return PlacedStages(tuple(pick(row) for row in homes(placement).owned))
+    return PlacedStages(tuple(pick(row) for row in homes(placement).owned), owned_stages(placement))
+
+
+def _stacked(trees: list[Tree], placement: Placement) -> Tree:
+    wanted = placement.num_model_stages
+    if len(trees) != wanted:
+        raise ValueError(
+            f"params['stages'] is a list of {len(trees)} trees, so one for each stage, but there are {wanted} stages; "
+            f"a tree whose leaves are [{wanted}, ...] may be anything but a list at its top."
+        )
+    types = [jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), tree) for tree in trees]
+    other = next((number for number, form in enumerate(types) if form != types[0]), None)
+    if other is not None:
+        raise ValueError(
+            f"params['stages'] is a list of one tree for each stage: stage {other} has {_forms(trees[other])}, but "
+            f"stage 0 has {_forms(trees[0])}. Trees of stages must be alike, since every rank runs one program; what "
+            "only some stages have belongs in params['shared']."
+        )
+    return jax.tree.map(lambda *leaves: jnp.stack(leaves), *trees)
+
+
+def _forms(tree: Tree) -> str:
+    return str(jax.tree.map(lambda leaf: f"{leaf.dtype}{list(leaf.shape)}", tree)).replace("'", "")
 
 
 def from_placed(
@@ -132,7 +177,7 @@ def place_stages(stages: Tree, schedule: Schedule, mesh: Mesh, param_specs: Tree
     def put(leaf, spec):
         return jax.device_put(leaf, NamedSharding(mesh, PartitionSpec(PP, *spec)))
 
-    return PlacedStages(tuple(jax.tree.map(put, tree, specs) for tree in placed.local))
+    return dataclasses.replace(placed, local=tuple(jax.tree.map(put, tree, specs) for tree in placed.local))
 
 
 def unplace_stages(placed: PlacedStages, schedule: Schedule) -> Tree:

@@ -4,7 +4,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from dualpipe_jax.contract import At, Out, StagedModel, Tree
+from dualpipe_jax.contract import At, StagedModel, Tree
 from dualpipe_jax.engine import checks
 from dualpipe_jax.engine.kinds import ForwardKind, Kind, Sight, plain
 from dualpipe_jax.engine.prepared import Prepared
@@ -50,14 +50,18 @@ def trace(
     x, boundary = None, None
     if last:
         first = model.kinds[model.kind_of[0]]
-        x = jax.eval_shape(lambda own, shared, at: Out(*first(own, shared, None, at)).x, *params, at)
+        x = jax.eval_shape(
+            lambda own, shared, at: checks.called(model.kind_of[0], first, own, shared, None, at).x,
+            *params,
+            at,
+        )
         boundary = structs(jax.eval_shape(raw, x))
-    checks.check_kinds(model, *params, x, at)
+    checks.check_kinds(model, *params, x, at, trains=wanted is not None)
     stages = [(name, k == 0, k == last) for k, name in enumerate(model.kind_of)]
     names = sorted(set(stages), key=stages.index)
     given = [None if is_first else x for _, is_first, _ in names]
     functions = [
-        plain(model.kinds[name], Sight(*params, x, at), vary)
+        plain(name, model.kinds[name], Sight(*params, x, at), vary)
         for (name, _, _), x in zip(names, given, strict=True)
     ]
     seen = [vary(raw_zeros((x, at))) for x in given]

@@ -91,7 +91,7 @@ def plan_capacity(
     tokens first, and counted in ``handle.dropped``. See ``capacity_for`` for usual values.
 
     Args:
-      topk_TK: int32, each token's chosen experts, distinct within a token; E for none.
+      topk_TK: int32, each token's chosen experts, distinct within a token; E, or any number outside 0..E-1, for none.
       num_experts: E, over all devices; device n holds experts n * L to (n + 1) * L - 1.
       capacity: C, for each (expert, source device) pair. None means T, with which nothing is dropped.
       axis_name: the mesh axis (or axes) the experts lie on; None if this device holds them all.
@@ -110,6 +110,7 @@ def plan_capacity(
     C = T if capacity is None else min(capacity, T)
     if C < 1:
         raise ValueError(f"plan_capacity: capacity must be at least 1, got {capacity}.")
+    topk_TK = known_experts(topk_TK, num_experts)
     order_A, rank_A, starts_E, counts_E = by_expert(topk_TK, num_experts)
     expert_A = topk_TK.reshape(-1)
     place_A = rank_A - starts_E[expert_A]
@@ -148,7 +149,7 @@ def plan_dropless(
     counted in ``handle.dropped``. (``lax.ragged_all_to_all`` does not exist on XLA:CPU.)
 
     Args:
-      topk_TK: int32, each token's chosen experts, distinct within a token; E for none.
+      topk_TK: int32, each token's chosen experts, distinct within a token; E, or any number outside 0..E-1, for none.
       num_experts: E, over all devices; device n holds experts n * L to (n + 1) * L - 1.
       axis_name: the mesh axis (or axes) the experts lie on; None if this device holds them all.
       buffer_factor: None for the worst case.
@@ -171,6 +172,7 @@ def plan_dropless(
     if buffer_factor is not None:
         width = max(1, min(width, math.ceil(buffer_factor * T * K / num_devices)))
 
+    topk_TK = known_experts(topk_TK, num_experts)
     order_A, rank_A, starts_E, counts_E = by_expert(topk_TK, num_experts)
     starts_N = starts_E.reshape(num_devices, L)[:, 0]
     device_A = topk_TK.reshape(-1) // L
@@ -310,9 +312,18 @@ def _num_devices(num_experts: int, axis_name: Axis | None) -> int:
     return num_devices
 
 
+def known_experts(topk_TK: Array, num_experts: int) -> Array:
+    """Int32, with E for every number that is no expert's: a negative one would be read from the end of a table."""
+    topk_TK = topk_TK.astype(jnp.int32)
+    return jnp.where((topk_TK >= 0) & (topk_TK < num_experts), topk_TK, num_experts)
+
+
 def by_expert(topk_TK: Array, num_experts: int) -> tuple[Array, Array, Array, Array]:
-    """Sort assignments by expert, stably; return the order, its inverse, and experts' starts and counts."""
-    expert_A = topk_TK.reshape(-1).astype(jnp.int32)
+    """Sort assignments by expert, stably; return the order, its inverse, and experts' starts and counts.
+
+    Numbers are those of ``known_experts``.
+    """
+    expert_A = topk_TK.reshape(-1)
     iota_A = jnp.arange(expert_A.size, dtype=jnp.int32)
     if expert_A.size * (num_experts + 1) < 2**31:
         # One sort of unique keys: several times cheaper on CPU than a stable argsort.
@@ -397,7 +408,8 @@ def take_rows(array_RD: Array, index: Array) -> Array:
 def _collect(rows_SD: Array, weights_TK: Array, assignment_S: Array, slot_TK: Array) -> Array:
     """Sum for each token the slots of its assignments, weighted."""
     del assignment_S
-    weights_KT = weights_TK.astype(jnp.float32).T
+    # Not by zeros of their rows alone: zero times a weight that is not finite is NaN.
+    weights_KT = jnp.where(slot_TK < rows_SD.shape[0], weights_TK, 0).astype(jnp.float32).T
     parts = (
         take_rows(rows_SD, slot_TK[:, k]).astype(jnp.float32) * weights_KT[k, :, None]
         for k in range(slot_TK.shape[1])

@@ -26,7 +26,7 @@ import numpy as np
 from jax import Array, lax
 from numpy.typing import ArrayLike
 
-from dualpipe_jax.parallel.expert import by_expert
+from dualpipe_jax.parallel.expert import by_expert, known_experts
 
 Axis = str | tuple[str, ...]
 """The name of a mesh axis, or names of several that are taken as one, the first varying slowest."""
@@ -103,21 +103,23 @@ def choose_copies(topk_TK: Array, copies_EX: Array) -> Array:
     """Turn chosen experts into slots: this device's tokens take an expert's copies in turn, in their order.
 
     Args:
-      topk_TK: int32, each token's chosen experts, distinct within a token.
+      topk_TK: int32, each token's chosen experts, distinct within a token; E, or any number outside 0..E-1, for none.
       copies_EX: int32, this device's part of what ``share_copies`` returned.
 
     Returns:
-      int32 [T, K], for ``plan_capacity`` or ``plan_dropless`` over N * S experts; distinct within a token, too.
+      int32 [T, K], for ``plan_capacity`` or ``plan_dropless`` over N * S experts; distinct within a token, too; -1
+      for none.
 
     """
     E, X = copies_EX.shape
+    topk_TK = known_experts(topk_TK, E)
     if X == 1:
-        return copies_EX[:, 0].at[topk_TK].get(mode="promise_in_bounds")
+        return copies_EX[:, 0].at[topk_TK].get(mode="fill", fill_value=-1)
     expert_A = topk_TK.reshape(-1)
     _, rank_A, starts_E, _ = by_expert(topk_TK, E)
     turns_E = jnp.sum(copies_EX >= 0, axis=1, dtype=jnp.int32)
     turn_A = (rank_A - starts_E[expert_A]) % turns_E[expert_A]
-    return copies_EX.at[expert_A, turn_A].get(mode="promise_in_bounds").reshape(topk_TK.shape)
+    return copies_EX.at[expert_A, turn_A].get(mode="fill", fill_value=-1).reshape(topk_TK.shape)
 
 
 @jax.named_scope("sum_copies")

@@ -41,7 +41,7 @@ def plan_two_hops(
     many assignments found no expert; on one device it is how many it had no slot for, whosever they are.
 
     Args:
-      topk_TK: int32, each token's chosen experts, distinct within a token; E for none.
+      topk_TK: int32, each token's chosen experts, distinct within a token; E, or any number outside 0..E-1, for none.
       num_experts: E; node m holds experts m * E / M to (m + 1) * E / M - 1, and its devices equal parts of them.
       axis_names: the mesh axes (nodes, devices of a node).
       plan: ``plan(topk_RK, experts_of_a_node)``, the second hop over the second axis: ``plan_capacity`` or

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
-from dualpipe_jax.engine import At, Out
+from dualpipe_jax.engine import At
 from dualpipe_jax.pair import interleave
 from dualpipe_jax.parallel import DP, EP, NODE, PP
 from dualpipe_jax.pods.program import Blueprint, Tree
@@ -39,7 +39,7 @@ def lower_bare_pair(blueprint: Blueprint, *, ordered: bool) -> Any:
 
     def stage(params: Tree, seen: tuple[Any, Any]) -> Any:
         own, shared = params
-        out = Out(*usual(own, shared, seen[0], at(seen[1])))
+        out = usual(own, shared, seen[0], at(seen[1]))
         return (out.x, dict(out.losses)), dict(out.metrics)
 
     def plan(params: Tree, x: Any) -> SplitPlan:
@@ -47,7 +47,7 @@ def lower_bare_pair(blueprint: Blueprint, *, ordered: bool) -> Any:
 
     def enter(params: Tree, batch: Tree) -> Any:
         own, shared = _own(params)
-        return Out(*first(own, shared, None, at(batch))).x
+        return first(own, shared, None, at(batch)).x
 
     def microbatches(leaf: Any) -> jax.ShapeDtypeStruct:
         """One for each rank."""

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 
 from dualpipe_jax.contract import StagedModel
-from dualpipe_jax.engine import Pipeline, PlacedStages
+from dualpipe_jax.engine import Pipeline
 from dualpipe_jax.engine.stages import broadcast
 from dualpipe_jax.parallel import DP, EP, NODE, PP, batch_spec
 from dualpipe_jax.pods.links import Dispatch
@@ -141,7 +141,7 @@ class Blueprint:
 
         local = (of("stages", *stage) for stage in zip(stages, lies["stages"].local, strict=True))
         return {
-            "stages": PlacedStages(tuple(local)),
+            "stages": dataclasses.replace(self.params["stages"], local=tuple(local)),
             "shared": of("shared", self.params["shared"], lies["shared"]),
         }
 

@@ -6,8 +6,8 @@ value may be computed by two programs (that is what recomputing means here).
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -67,7 +67,7 @@ class Equation:
 
     Attributes:
       scope: where in the user's code it stood, for profiles.
-      communicates: it is, or holds, a collective over a mesh axis.
+      collectives: the mesh axes of each collective primitive that it is, or holds.
       effectful: it does something besides its outputs (a debug print).
       pinned: the user marked it as part of a weight gradient (see linear.split_vjp).
       flops: what it spends in matmuls and convolutions.
@@ -80,11 +80,16 @@ class Equation:
     params: dict[str, Any]
     context: Any = None
     scope: str = ""
-    communicates: bool = False
+    collectives: Mapping[str, frozenset[str]] = field(default_factory=dict)
     effectful: bool = False
     pinned: bool = False
     flops: int = 0
     counts: Counter[str] | None = None
+
+    @property
+    def communicates(self) -> bool:
+        """Whether it is, or holds, a collective over a mesh axis."""
+        return bool(self.collectives)
 
     @property
     def name(self) -> str:
@@ -286,6 +291,16 @@ def count_primitives(nodes: Iterable[Node]) -> Counter[str]:
         for name, count in (pair for body in bodies(node) for pair in count_primitives(body).items()):
             total[name] += count * (node.length if isinstance(node, Scan) else 1)
     return total
+
+
+def find_collectives(nodes: Iterable[Node]) -> dict[str, frozenset[str]]:
+    """The mesh axes of each collective primitive in the nodes and inside them."""
+    found: dict[str, frozenset[str]] = {}
+    for node in nodes:
+        inner = [node.collectives] if isinstance(node, Equation) else map(find_collectives, bodies(node))
+        for name, axes in (pair for each in inner for pair in each.items()):
+            found[name] = found.get(name, frozenset()) | axes
+    return found
 
 
 def has_effect(node: Equation) -> bool:

@@ -1,8 +1,9 @@
 """Reads jaxprs into programs, for jax 0.10 to 0.12. It and ``run`` are all that knows their inside."""
 
+import itertools
 import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -128,7 +129,7 @@ class Reader:
                 params=eqn.params,
                 context=getattr(eqn, "ctx", None),
                 scope=scope,
-                communicates=any(_communicates(inner) for inner in _walk(eqn)),
+                collectives=collectives([eqn]),
                 effectful=any(type(effect).__name__ != "NamedAxisEffect" for effect in eqn.effects),
                 pinned=self._pinned,
                 flops=flops,
@@ -262,16 +263,25 @@ def _is_scalar(value: Any) -> bool:
 def _walk(eqn: Any) -> Iterator[Any]:
     """The equation and all inside it."""
     yield eqn
+    for inner in _inside(eqn):
+        yield from _walk(inner)
+
+
+def _inside(eqn: Any) -> Iterator[Any]:
     for param in eqn.params.values():
         for item in param if isinstance(param, tuple | list) else (param,):
-            jaxpr = getattr(item, "jaxpr", item)
-            for inner in getattr(jaxpr, "eqns", ()):
-                yield from _walk(inner)
+            yield from getattr(getattr(item, "jaxpr", item), "eqns", ())
 
 
-def _communicates(eqn: Any) -> bool:
-    named = any(type(effect).__name__ == "NamedAxisEffect" for effect in eqn.effects)
-    return named and eqn.primitive.name != "axis_index"
+def collectives(eqns: Iterable[Any]) -> dict[str, frozenset[str]]:
+    """The mesh axes of each collective primitive among equations and inside them, at any depth."""
+    found: dict[str, frozenset[str]] = {}
+    for eqn in itertools.chain.from_iterable(map(_walk, eqns)):
+        axes = {effect.name for effect in eqn.effects if type(effect).__name__ == "NamedAxisEffect"}
+        # A loop has the effects of all that is in it, of an axis_index too, which exchanges nothing.
+        if axes and not any(True for _ in _inside(eqn)) and eqn.primitive.name != "axis_index":
+            found[eqn.primitive.name] = found.get(eqn.primitive.name, frozenset()) | axes
+    return found
 
 
 def _flops(eqn: Any) -> int:

@@ -22,6 +22,7 @@ from dualpipe_jax.split.graph import (
     Value,
     count_flops,
     count_primitives,
+    find_collectives,
     is_arithmetic,
     is_cheap,
     values,
@@ -122,6 +123,10 @@ class SplitPlan:
     def counts(self, part: Literal["forward", "backward", "input", "weight"]) -> Counter[str]:
         """How often each primitive is applied in a part."""
         return count_primitives(getattr(self.programs, part).equations)
+
+    def collectives(self, part: Literal["forward", "backward"]) -> dict[str, frozenset[str]]:
+        """The mesh axes of each collective primitive in a part."""
+        return find_collectives(getattr(self.programs, part).equations)
 
     def primitives(self) -> frozenset[str]:
         """Names of all primitives in the forward and the backward, also of those inside rules of the user's own."""

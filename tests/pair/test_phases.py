@@ -26,7 +26,7 @@ def exchange(*inputs):
         inputs,
         (Value((MIB,), jnp.dtype("int8")),),
         {},
-        communicates=True,
+        collectives={"all_to_all": frozenset({"ep"})},
     )
 
 

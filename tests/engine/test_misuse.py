@@ -1,0 +1,264 @@
+"""What users get wrong first is refused, with what is wanted; what they have is taken as it is."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from dualpipe_jax import Out, Pipeline, StagedModel, make_mesh, reference_value_and_grad
+from dualpipe_jax.schedule import dualpipe_v, gpipe, interleaved_1f1b, one_f_one_b, zb_v
+
+MICROBATCHES = 4
+
+
+def stage(own, shared, x, at):
+    """x times a weight and a shared one; every stage adds a loss."""
+    x = at.batch if x is None else x
+    y = jnp.sin(x * own["w"] + shared["b"])
+    return Out(y, {"loss": jnp.mean(y**2)}, {"sum": jnp.sum(y)})
+
+
+def plain_loss(params, batch, weight_of_metric=0.0):
+    """The same in a loop over microbatches: the objective, and what ``sum`` adds to it."""
+    total = 0.0
+    for x in batch:
+        for w in params["stages"]["w"]:
+            x = jnp.sin(x * w + params["shared"]["b"])
+            total += jnp.mean(x**2) / len(batch) + weight_of_metric * jnp.sum(x)
+    return total
+
+
+def arguments(num_stages=2, dtype=jnp.float32):
+    params = {
+        "stages": {"w": jnp.linspace(0.5, 1.5, num_stages, dtype=dtype)},
+        "shared": {"b": jnp.ones((), dtype)},
+    }
+    return params, jnp.linspace(-1, 1, MICROBATCHES * 2, dtype=dtype).reshape(MICROBATCHES, 2)
+
+
+def pipeline(function=stage, num_stages=2, schedule=None, weights=None, **options):
+    schedule = schedule or one_f_one_b(2, MICROBATCHES)
+    model = StagedModel({"middle": function}, ("middle",) * num_stages, weights)
+    return Pipeline(model, schedule, make_mesh(2, 1), **options)
+
+
+def returning(change):
+    """A stage that returns something else."""
+    return lambda own, shared, x, at: change(stage(own, shared, x, at), at)
+
+
+WRONG = {
+    "a bare array": (
+        lambda out, at: out.x,
+        TypeError,
+        r"must return a dualpipe_jax.Out: .*an array float32\[2\]",
+    ),
+    "a tuple": (lambda out, at: (out.x, {}), TypeError, r"must return a dualpipe_jax.Out: .* a tuple"),
+    "a loss without a name": (
+        lambda out, at: Out(out.x, jnp.mean(out.x)),
+        TypeError,
+        r"losses by name, such as .*Out.losses is an array float32\[\]",
+    ),
+    "no loss": (
+        lambda out, at: Out(out.x),
+        ValueError,
+        "no stage returns a loss, so there is nothing to differ",
+    ),
+    "a loss of many": (
+        lambda out, at: Out(out.x, {"l": out.x}),
+        TypeError,
+        r"each loss as a floating scalar.*losses\['l'\] is an array float32\[2\]",
+    ),
+    "a bool metric": (
+        lambda out, at: out._replace(metrics={"all": jnp.all(out.x > 0)}),
+        TypeError,
+        r"a bool in metrics\['all'\].*astype\(jnp.int32\)",
+    ),
+    "a key that is not there": (
+        lambda out, at: out._replace(x=out.x * jax.random.bernoulli(at.key, 0.5, (2,))),
+        TypeError,
+        "kind 'middle' uses at.key, but the step was given no key: call it with one",
+    ),
+}
+
+
+@pytest.mark.parametrize("change, error, words", WRONG.values(), ids=WRONG)
+def test_what_a_stage_may_not_return(change, error, words):
+    with pytest.raises(error, match=words):
+        jax.eval_shape(pipeline(returning(change)).value_and_grad, *arguments())
+    if error is TypeError:
+        model = StagedModel({"middle": returning(change)}, ("middle",) * 2)
+        with pytest.raises(TypeError):  # the oracle takes no less
+            jax.eval_shape(reference_value_and_grad(model), *arguments())
+
+
+def test_a_forward_needs_no_loss():
+    applied = pipeline(returning(lambda out, at: Out(out.x))).apply(*arguments(), outputs="everywhere")
+    params, want = arguments()
+    for w in params["stages"]["w"]:
+        want = jnp.sin(want * w + params["shared"]["b"])
+    np.testing.assert_allclose(applied.outputs, want, rtol=1e-6)
+
+
+def test_arguments_of_a_step():
+    step = pipeline()
+    with pytest.raises(
+        TypeError, match=r"third argument of a step is the key.*not int32\[\]. Inputs and targets"
+    ):
+        step.value_and_grad(*arguments(), 7)
+    with pytest.raises(TypeError, match=r"not int32\[4\].*belong in the batch"):
+        step.value_and_grad(*arguments(), jnp.arange(4))
+    with pytest.raises(ValueError, match="outputs='all': there are 'none', 'last_rank', 'everywhere'"):
+        step.apply(*arguments(), outputs="all")
+    with pytest.raises(ValueError, match=r"weights names \['lmm'\], but the losses.*are \['loss'\]"):
+        pipeline(weights=lambda batch: {"lmm": jnp.sum(batch)}).value_and_grad(*arguments())
+
+
+def test_sums_of_narrow_gradients():
+    """1,024 gradients of 1: one by one in bfloat16 a quarter arrives."""
+    number = 1024
+
+    def one(own, shared, x, at):
+        x = at.batch if x is None else x
+        return Out(x, {"loss": jnp.mean(x) * own + jnp.mean(x) * shared})
+
+    model = StagedModel({"one": one}, ("one",) * 2)
+    params = {"stages": jnp.ones(2, jnp.bfloat16), "shared": jnp.ones((), jnp.bfloat16)}
+    batch = jnp.ones((number, 1), jnp.bfloat16)
+    want = {"stages": jnp.ones(2, jnp.bfloat16), "shared": jnp.full((), 2, jnp.bfloat16)}
+    steps = [
+        Pipeline(model, gpipe(2, number), make_mesh(2, 1)).value_and_grad,
+        reference_value_and_grad(model),
+    ]
+    for step in steps:
+        _, gradients = jax.jit(step)(params, batch)
+        jax.tree.map(np.testing.assert_array_equal, gradients, want)
+        assert {leaf.dtype for leaf in jax.tree.leaves(gradients)} == {jnp.dtype(jnp.bfloat16)}
+    wide = Pipeline(model, gpipe(2, number), make_mesh(2, 1), accumulate_dtype=jnp.float32)
+    shapes = jax.eval_shape(wide.value_and_grad, params, batch)[1]
+    assert shapes["shared"].dtype == jnp.float32  # what is asked for is returned
+
+
+def test_a_loss_may_have_any_name():
+    """Also the one that the report's own sum once had."""
+    named = returning(lambda out, at: Out(out.x, {"metrics": out.losses["loss"]}, out.metrics))
+    weights = lambda batch: {"metrics": jnp.ones(())}  # noqa: E731
+    step = pipeline(named, weights=weights)
+
+    def total(params, batch):
+        _, report = step.loss(params, batch)
+        return report.losses["metrics"] ** 2 + 0.1 * report.metrics["sum"]
+
+    def plain(params, batch):
+        objective = plain_loss(params, batch)
+        return objective**2 + (plain_loss(params, batch, 0.1) - objective)
+
+    got, want = jax.grad(total)(*arguments()), jax.grad(plain)(*arguments())
+    jax.tree.map(lambda g, w: np.testing.assert_allclose(g, w, rtol=2e-6), got, want)
+
+
+def test_stages_placed_for_another_schedule():
+    params, batch = arguments(num_stages=4)
+    placed = pipeline(num_stages=4, schedule=interleaved_1f1b(2, MICROBATCHES, num_stages_per_rank=2)).place(
+        params
+    )
+    on_a_v = [pipeline(num_stages=4, schedule=make(2, MICROBATCHES)) for make in (dualpipe_v, zb_v)]
+    for other in on_a_v:
+        for use in (other.value_and_grad, other.apply, other.loss, other.state):
+            with pytest.raises(
+                ValueError, match=r"hold the stages \[\[0, 1\], \[2, 3\]\].*\[\[0, 1\], \[3, 2\]\]"
+            ):
+                use(placed, batch)
+    # Both of these hold stages alike, so either takes the other's.
+    _, gradients = on_a_v[0].value_and_grad(on_a_v[1].place(params), batch)
+    want = jax.grad(plain_loss)(params, batch)
+    got = on_a_v[0].unplace(gradients)
+    jax.tree.map(lambda g, w: np.testing.assert_allclose(g, w, rtol=2e-6, atol=1e-7), got, want)
+    with pytest.raises(ValueError, match="metadata"):
+        jax.tree.map(jnp.add, placed, on_a_v[0].place(params))
+
+
+def test_a_list_of_one_tree_for_each_stage():
+    params, batch = arguments(num_stages=4)
+    listed = params | {"stages": [{"w": w} for w in params["stages"]["w"]]}
+    step = pipeline(num_stages=4, schedule=zb_v(2, MICROBATCHES))
+    reference = reference_value_and_grad(step.model)
+    want = jax.grad(plain_loss)(params, batch)
+    for function in (step.value_and_grad, reference):
+        _, got = function(listed, batch)
+        assert jax.tree.structure(got) == jax.tree.structure(listed)
+        stacked = got | {"stages": {"w": jnp.stack([stage["w"] for stage in got["stages"]])}}
+        jax.tree.map(lambda g, w: np.testing.assert_allclose(g, w, rtol=2e-6, atol=1e-7), stacked, want)
+    with pytest.raises(ValueError, match="a list of 3 trees.*there are 4 stages"):
+        step.value_and_grad(listed | {"stages": listed["stages"][:3]}, batch)
+    unlike = [*listed["stages"][:3], {"w": jnp.ones(5)}]
+    with pytest.raises(ValueError, match=r"stage 3 has {w: float32\[5\]}, but stage 0 has {w: float32\[\]}"):
+        step.value_and_grad(listed | {"stages": unlike}, batch)
+
+
+def test_parameters_are_placed_from_wherever_they_lie():
+    params, batch = arguments()
+    params["shared"]["key"] = jax.random.key(3)
+    away = jax.device_put(params, jax.devices()[5])
+    step = pipeline()
+    _, got = step.value_and_grad(step.place(away), batch)
+    _, want = step.value_and_grad(step.place(params), batch)
+    np.testing.assert_array_equal(got["stages"].local[0]["w"], want["stages"].local[0]["w"])
+    assert step.place(away)["shared"]["key"] == params["shared"]["key"]
+
+
+def test_frozen_leaves_and_an_optimizer():
+    """One step of momentum by hand, for the only leaf that is trained; the shared one and the count stay."""
+    params, batch = arguments()
+    params["shared"]["count"] = jnp.int32(3)
+    step = pipeline(frozen={"shared": {"b": True, "count": None}})
+    optimizer = optax.sgd(0.1, momentum=0.9)
+    for given in (params, step.place(params)):
+        trained = step.trained(given)
+        state = optimizer.init(trained)
+        _, gradients = step.value_and_grad(given, batch)
+        updates, state = optimizer.update(step.trained(gradients), state, trained)
+        new = step.with_trained(given, optax.apply_updates(trained, updates))
+        new = step.unplace(new) if given is not params else new
+        want = params["stages"]["w"] - 0.1 * jax.grad(plain_loss, allow_int=True)(params, batch)["stages"]["w"]
+        np.testing.assert_allclose(new["stages"]["w"], want, rtol=2e-6)
+        assert new["shared"] == params["shared"]
+
+
+@jax.custom_vjp
+def summed_in_the_backward(x):
+    return x
+
+
+summed_in_the_backward.defvjp(lambda x: (x, None), lambda _, g: (jax.lax.pmean(g, ("pp", "ep")),))
+
+OVER_PP = {
+    "psum": lambda x: x + jax.lax.psum(jnp.sum(x), "pp"),
+    "all_gather in a scan": lambda x: jax.lax.scan(
+        lambda c, _: (jax.lax.all_gather(c, "pp")[0], None), x, None, 2
+    )[0],
+    "pmax under checkpoint and jit": jax.checkpoint(
+        jax.jit(lambda x: x - jax.lax.pmax(jnp.max(x), ("ep", "pp")))
+    ),
+    "a custom backward": summed_in_the_backward,
+}
+
+
+@pytest.mark.parametrize("check_vma", [False, True])
+@pytest.mark.parametrize("function", OVER_PP.values(), ids=OVER_PP)
+def test_collectives_over_the_ranks(function, check_vma):
+    """Ranks run a stage at different times: it would hang."""
+    if check_vma and function is summed_in_the_backward:
+        pytest.skip("JAX itself refuses a backward whose result varies over fewer axes")
+    wrong = returning(lambda out, at: out._replace(x=function(out.x)))
+    with pytest.raises(ValueError, match=r"a stage of kind 'middle' contains a p?\w+ over 'pp'.*Out.metrics"):
+        jax.eval_shape(pipeline(wrong, check_vma=check_vma).value_and_grad, *arguments())
+
+
+def test_a_rank_may_know_its_number():
+    """An index over pp exchanges nothing, and so does a collective over ep."""
+    fine = returning(
+        lambda out, at: out._replace(x=out.x + jax.lax.psum(jax.lax.axis_index("pp").astype(float), "ep"))
+    )
+    jax.eval_shape(pipeline(fine).value_and_grad, *arguments())

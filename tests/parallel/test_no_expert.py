@@ -1,0 +1,89 @@
+"""Assignments to no expert: every number outside 0..E-1 means none, and what is not sent adds nothing."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from dualpipe_jax.parallel import (
+    choose_copies,
+    combine,
+    dispatch,
+    expert_axes,
+    make_mesh,
+    plan_capacity,
+    plan_dropless,
+    plan_two_hops,
+    share_copies,
+)
+
+T, K, E, D, DEVICES = 6, 3, 8, 4, 4  # T tokens a device
+AXES = expert_axes(2)
+PLANS = {
+    "capacity": lambda topk: plan_capacity(topk, E, axis_name=AXES),
+    "dropless": lambda topk: plan_dropless(topk, E, AXES),
+    "two hops, capacity": lambda topk: plan_two_hops(
+        topk, E, AXES, lambda t, e: plan_capacity(t, e, None, "ep")
+    ),
+    "two hops, dropless": lambda topk: plan_two_hops(topk, E, AXES, lambda t, e: plan_dropless(t, e, "ep")),
+}
+
+
+def choices():
+    """Distinct experts, a third of them replaced by numbers that are none, some of whose weights are not finite."""
+    rng = np.random.default_rng(0)
+    topk = np.argsort(rng.normal(size=(DEVICES * T, E)), axis=1)[:, :K].astype(np.int32)
+    none = rng.random(topk.shape) < 1 / 3
+    topk[none] = rng.choice([-1, -2, -E, -100, E, E + 1, 1000], size=none.sum())
+    weights = rng.normal(size=topk.shape).astype(np.float32)
+    weights[none] = rng.choice([np.nan, np.inf, -np.inf, 1], size=none.sum())
+    return topk, none, weights, rng.normal(size=(DEVICES * T, D)).astype(np.float32)
+
+
+@pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
+def test_numbers_of_no_expert(plan):
+    """An expert doubles what it gets: the sum over the rest of the assignments, in NumPy; and its gradients."""
+    topk, none, weights, x = choices()
+
+    def layer(x, weights, topk):
+        handle = plan(topk)
+        return combine(2 * dispatch(x, handle), weights, handle), handle.dropped[None]
+
+    mesh, spec = make_mesh(1, (2, 2)), P(AXES)
+    run = jax.shard_map(layer, mesh=mesh, in_specs=spec, out_specs=(spec, spec), check_vma=False)
+    out, dropped = jax.jit(run)(x, weights, topk)
+    counted = np.where(none, 0, weights)
+    np.testing.assert_allclose(out, 2 * counted.sum(1, keepdims=True) * x, rtol=1e-5, atol=1e-6)
+    assert not np.any(dropped)
+    by_x, by_weights = jax.jit(jax.grad(lambda *a: jnp.sum(run(*a, topk)[0]), argnums=(0, 1)))(x, weights)
+    np.testing.assert_allclose(
+        by_x, np.broadcast_to(2 * counted.sum(1, keepdims=True), x.shape), rtol=1e-5, atol=1e-6
+    )
+    want = np.where(none, 0, 2 * x.sum(1, keepdims=True))
+    np.testing.assert_allclose(by_weights, want, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("plan", [plan_capacity, plan_dropless])
+def test_a_dropped_weight_may_be_anything(plan):
+    """All want expert 0, which takes two: the others' weights are not finite."""
+    topk = jnp.zeros((T, 1), jnp.int32)
+    handle = plan(topk, E, capacity=2) if plan is plan_capacity else plan(topk, E, buffer_factor=2 / T)
+    assert int(handle.dropped) == T - 2
+    weights = jnp.array([1, 1, *[jnp.nan, jnp.inf] * 2])[:, None]
+    x = jnp.ones((T, D))
+    np.testing.assert_array_equal(
+        combine(dispatch(x, handle), weights, handle), [[1] * D] * 2 + [[0] * D] * (T - 2)
+    )
+
+
+@pytest.mark.parametrize("num_slots", [4, 5])
+def test_copies_of_no_expert(num_slots):
+    """With one copy of each and with several: those that are none stay none, and take no expert's turn."""
+    held = np.arange(2 * num_slots).reshape(2, num_slots) % E
+    copies = jnp.asarray(share_copies(held, E, near=False))
+    topk = jnp.array([[0], [-1], [0], [E], [0], [-E]])
+    got = np.asarray(choose_copies(topk, copies[0]))[:, 0]
+    assert got[[1, 3, 5]].tolist() == [-1] * 3
+    slots = np.flatnonzero(held.reshape(-1) == 0).tolist()
+    assert sorted(set(got[[0, 2, 4]].tolist())) == slots
