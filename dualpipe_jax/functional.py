@@ -18,6 +18,7 @@ Modules are stateless here: what a layer must remember (batch statistics, a rand
 in as a parameter or input, and leaves as an output.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -65,21 +66,24 @@ class Pure(NamedTuple):
     apply: Callable[..., Any]
 
 
-def pure_nnx(create: Callable[[nnx.Rngs], nnx.Module]) -> Pure:
+def pure_nnx(create: Callable[[nnx.Rngs], nnx.Module], *, evaluate: bool = False) -> Pure:
     """Split a module, once, into a function and its parameters.
 
     Given a key, ``apply`` runs the module as it was made, its random streams started from that key; without one,
-    as ``module.eval()`` leaves it, in which dropout does nothing.
+    as ``module.eval()`` leaves it, in which dropout does nothing. A module with dropout must be given a key, or be
+    meant for evaluation.
 
     Args:
       create: makes the module; it is called under ``jax.eval_shape`` here, and again by ``init``.
+      evaluate: whether dropout, where there is no key, may do nothing.
 
     Returns:
       ``init``, whose params are a nested dict named like the module's attributes, and ``apply``, which calls
       the module with them.
 
     Raises:
-      ValueError: the module holds variables that are neither ``nnx.Param`` nor random streams.
+      ValueError: the module holds variables that are neither ``nnx.Param`` nor random streams; from ``apply``,
+        when it is traced: the module has dropout, but there is no key.
 
     """
     module = nnx.eval_shape(lambda: create(nnx.Rngs(0)))
@@ -93,6 +97,7 @@ def pure_nnx(create: Callable[[nnx.Rngs], nnx.Module]) -> Pure:
             "pure_nnx: only nnx.Param can be a parameter, but the module also holds "
             f"{', '.join(extra)}. Pass such values in as inputs, and out as outputs."
         )
+    dropouts = [] if evaluate else _live_dropouts(module)
     module.eval()
     still = nnx.split(module)[0]
     kinds = [(path, isinstance(variable, nnx.RngKey)) for path, variable in nnx.to_flat_state(streams)]
@@ -101,6 +106,12 @@ def pure_nnx(create: Callable[[nnx.Rngs], nnx.Module]) -> Pure:
         return nnx.to_pure_dict(nnx.state(create(nnx.Rngs(key)), nnx.Param))
 
     def apply(params: Tree, *args: Any, key: Array | None = None) -> Any:
+        if key is None and dropouts:
+            raise ValueError(
+                f"the module has dropout ({', '.join(dropouts)}) but was given no key, so that it would train without. "
+                "Use pure_nnx in a stage of a StagedModel and call apply(params, x, key=at.key); or, to evaluate, make "
+                "it with evaluate=True."
+            )
         started: dict[Any, Any] = {}
         for number, (path, is_key) in enumerate(kinds):
             node = started
@@ -111,6 +122,17 @@ def pure_nnx(create: Callable[[nnx.Rngs], nnx.Module]) -> Pure:
         return nnx.merge(still if key is None else graph, params, started)(*args)
 
     return Pure(init, apply)
+
+
+def _live_dropouts(module: nnx.Module) -> list[str]:
+    """Where a module has a rate of dropout above zero, as its maker left it."""
+    found = []
+    for path, part in nnx.iter_modules(module):
+        for name in ("rate", "dropout_rate"):
+            rate = getattr(part, name, 0)
+            if isinstance(rate, int | float) and rate > 0 and not getattr(part, "deterministic", False):
+                found.append(".".join([*map(str, path), f"{name}={rate}"]))
+    return found
 
 
 def pure_linen(module: linen.Module, *examples: Tree) -> Pure:
@@ -151,6 +173,8 @@ def from_nnx(
     head: Callable[[nnx.Rngs], nnx.Module],
     num_stages: int,
     loss: Callable[[Any, Any], Array] | None = None,
+    *,
+    evaluate: bool = False,
 ) -> tuple[Functions, Callable[[Array], Tree]]:
     """Turn three nnx modules into a pipeline's functions and its parameters' initialiser.
 
@@ -160,12 +184,18 @@ def from_nnx(
       head: makes the module called as ``head(x, targets) -> loss``, or ``head(x)`` if ``loss`` is given.
       num_stages: how many stages ``init`` makes, each from its own key.
       loss: ``loss(head's output, targets) -> scalar``.
+      evaluate: see ``pure_nnx``. These functions have no key, so modules with dropout need it, or a ``StagedModel`` of
+        ``pure_nnx``.
 
     Returns:
       ``(functions, init)``; ``init(key)`` returns params, ``init`` may be traced.
 
+    Raises:
+      ValueError: see ``pure_nnx``.
+
     """
-    return _assemble(pure_nnx(embed), pure_nnx(stage), pure_nnx(head), num_stages, loss)
+    pure = functools.partial(pure_nnx, evaluate=evaluate)
+    return _assemble(pure(embed), pure(stage), pure(head), num_stages, loss)
 
 
 def from_linen(

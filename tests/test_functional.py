@@ -112,3 +112,39 @@ def test_modules_that_remember_are_refused():
 def test_no_stages_is_refused():
     with pytest.raises(ValueError, match="num_stages must be at least 1, got 0"):
         nnx_case(0)
+
+
+def test_dropout_without_a_key_is_refused_unless_asked_for():
+    """It would train without dropout, and say nothing."""
+
+    class Layer(nnx.Module):
+        def __init__(self, rngs, rate):
+            self.linear = nnx.Linear(4, 4, rngs=rngs)
+            self.parts = nnx.List([nnx.Dropout(rate, rngs=rngs)])
+
+        def __call__(self, x):
+            return self.parts[0](self.linear(x))
+
+    key, x = jax.random.key(0), jnp.ones((2, 4))
+    live = pure_nnx(lambda rngs: Layer(rngs, 0.5))
+    params = live.init(key)
+    with pytest.raises(
+        ValueError, match=r"has dropout \(parts.0.rate=0.5\) but was given no key.*apply\(params, x, key="
+    ):
+        jax.eval_shape(live.apply, params, x)
+    assert np.any(live.apply(params, x, key=key) == 0)  # some of it is dropped
+    for quiet in (
+        pure_nnx(lambda rngs: Layer(rngs, 0.5), evaluate=True),
+        pure_nnx(lambda rngs: Layer(rngs, 0.0)),
+    ):
+        np.testing.assert_allclose(quiet.apply(params, x), x @ params["linear"]["kernel"], rtol=1e-6)
+
+    def attention(rngs):
+        return nnx.MultiHeadAttention(2, 4, dropout_rate=0.1, decode=False, rngs=rngs)
+
+    ends = [lambda rngs: nnx.Linear(4, 4, rngs=rngs)] * 2
+    functions, init = from_nnx(ends[0], attention, ends[1], 1, jnp.subtract)
+    with pytest.raises(ValueError, match=r"has dropout \(dropout_rate=0.1\)"):
+        jax.eval_shape(
+            lambda key: functions.stage(jax.tree.map(lambda leaf: leaf[0], init(key)["stages"]), x), key
+        )

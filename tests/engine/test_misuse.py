@@ -221,7 +221,9 @@ def test_frozen_leaves_and_an_optimizer():
         updates, state = optimizer.update(step.trained(gradients), state, trained)
         new = step.with_trained(given, optax.apply_updates(trained, updates))
         new = step.unplace(new) if given is not params else new
-        want = params["stages"]["w"] - 0.1 * jax.grad(plain_loss, allow_int=True)(params, batch)["stages"]["w"]
+        want = (
+            params["stages"]["w"] - 0.1 * jax.grad(plain_loss, allow_int=True)(params, batch)["stages"]["w"]
+        )
         np.testing.assert_allclose(new["stages"]["w"], want, rtol=2e-6)
         assert new["shared"] == params["shared"]
 
