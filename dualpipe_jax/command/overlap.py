@@ -167,8 +167,6 @@ def study(
     if target is not None:
         known = Target.parse(target)
         _check_timed(known, compile, files, rates)
-        if compile != "nothing":
-            known.check_compiler()
         environment |= known.environment
     request = Request(
         plan,
@@ -179,9 +177,17 @@ def study(
         None if rates is None else str(rates.absolute()),
         requests,
     )
-    return filled(
-        Answer, ask("dualpipe_jax.pods", plain(request), environment, title or target or plan.model)
-    )
+    called = title or target or plan.model
+    if target is not None and compile != "nothing":
+        try:
+            known.check_compiler()
+        except ModuleNotFoundError:
+            # What is wrong with the options needs no compiler to be told, and is told first.
+            counted = dataclasses.replace(request, compile="nothing", files=())
+            if compile not in _SERVING:
+                ask("dualpipe_jax.pods", plain(counted), environment, called)
+            raise
+    return filled(Answer, ask("dualpipe_jax.pods", plain(request), environment, called))
 
 
 def _check_timed(target: Any, compile: str, files: Sequence[Path], rates: Path | None) -> None:

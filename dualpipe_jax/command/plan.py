@@ -187,14 +187,27 @@ class Search:
         self.left = 0
 
     def explore(self, wanted: Wanted) -> None:
-        """Count, compile and price all that is wanted; ``choices`` grow meanwhile."""
+        """Count, compile and price all that is wanted; ``choices`` grow meanwhile.
+
+        Raises:
+          CommandError: what the first case cannot have, and the most different one neither, for the same reason word
+            for word: no case can, such as a program that there is not.
+        """
         cases, self.choices = planner.cases(wanted, planner.num_devices(self.target))
         shards = sorted(wanted.shards, key=planner.SHARDS.index)
         for number, case in enumerate(cases, start=1):
             self.left = len(cases) - number + 1
             if case.plan.dispatch != wanted.dispatches[0] and not self.dispatches:
                 continue
-            self.consider(case, shards, f"case {number} of {len(cases)}")
+            error = self.consider(case, shards, f"case {number} of {len(cases)}")
+            if number == 1 and isinstance(error, CommandError):
+                try:
+                    self.ask(planner.shared(cases[-1].plan, shards[0]), "nothing", "the last case")
+                except CommandError as other:
+                    if str(other) == str(error):
+                        raise
+                except Died:
+                    pass  # told when its turn comes
         self.left = wanted.moves
         while self.left and (better := planner.moved(self.prices, self.choices, cases)) is not None:
             cases.append(better)
@@ -202,8 +215,8 @@ class Search:
             self.left -= 1
         self.left = 0
 
-    def consider(self, case: Case, shards: Sequence[Shard], title: str) -> None:
-        """All plans of a case; ``shards`` from the least on."""
+    def consider(self, case: Case, shards: Sequence[Shard], title: str) -> Exception | None:
+        """All plans of a case; ``shards`` from the least on. Returns why there are none, if it could not be asked."""
         done: list[Choice] = []
         plans: Sequence[Chosen] = case.plans
         try:
@@ -222,8 +235,10 @@ class Search:
         except (Died, CommandError) as error:
             why = str(error).splitlines()[0] if isinstance(error, Died) else str(error)
             done += [Choice(plan, refused=why) for plan in plans]
+            return error
         finally:
             self.choices += done
+        return None
 
     def ask(self, plan: Chosen, compile: str, title: str) -> Answer:
         """What a dry run finds, or found."""

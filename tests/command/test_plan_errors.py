@@ -1,0 +1,51 @@
+"""What is wrong with all cases of a plan is told after two of them, and with options before a compiler is asked for."""
+
+import pytest
+
+from dualpipe_jax.__main__ import main
+from dualpipe_jax.command import child, overlap, plan
+from dualpipe_jax.command.options import CommandError
+from dualpipe_jax.inspect import Target
+from dualpipe_jax.inspect.target import MissingCompiler
+
+
+def test_what_no_case_can_have_is_told_after_two(monkeypatch, tmp_path, capsys):
+    """A change that the program does not take: in all of dozens of cases the same words."""
+    asked = []
+
+    def refuse(words):
+        def study(given, target, compile, **more):
+            asked.append((given.pp, given.ep))
+            raise CommandError(words(given))
+
+        monkeypatch.setattr(plan, "study", study)
+        asked.clear()
+        return main(["plan", "--target", "v5p:4x4x4", "--program", "tiny", "--cache", str(tmp_path)])
+
+    assert refuse(lambda given: "--change nosuch=1: there is no such number") == 2
+    assert capsys.readouterr().err == "error: --change nosuch=1: there is no such number\n"
+    assert len(asked) == 2 and asked[0] != asked[1]
+    assert refuse(lambda given: f"--ep {given.ep}: must divide the 6 experts") == 1  # each tells its own
+    assert len(set(asked)) > 4 and "--ep 8: must divide the 6 experts" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("command", ["dryrun", "overlap"])
+def test_options_are_looked_at_without_a_compiler(monkeypatch, capsys, command):
+    asked = []
+
+    def ask(module, request, environment, title):
+        asked.append(request["compile"])
+        raise CommandError("--ep 7: must divide the 64 experts")
+
+    def missing(target):
+        raise MissingCompiler("libtpu is not installed")
+
+    monkeypatch.setattr(child, "ask", ask)
+    monkeypatch.setattr(Target, "check_compiler", missing)
+    options = [command, "--target", "v5e:4x4", "--program", "tiny", "--ep", "7"]
+    assert main([*options, *(["--compile", "units"] if command == "dryrun" else [])]) == 2
+    assert asked == ["nothing"] and "error: --ep 7: must divide" in capsys.readouterr().err
+    monkeypatch.setattr(child, "ask", lambda *_: asked.append("right") or {})
+    with pytest.raises(MissingCompiler):
+        overlap.study(overlap.Plan("tiny"), "v5e:4x4", "units")
+    assert asked == ["nothing", "right"]
