@@ -3,6 +3,7 @@
 Help and version come without NumPy, and a subcommand's module is imported when it is asked for: so it starts at once.
 """
 
+import contextlib
 import dataclasses
 import importlib
 import os
@@ -27,6 +28,10 @@ COMMANDS = {
     "balance": "Place experts on devices by their loads, and say what that gains and moves.",
 }
 """Each is the class with a ``run`` in a module of its own: ``show`` is ``dualpipe_jax.command.show.Show``."""
+
+
+SILENT = ("show", "compare", "check", "diff", "replay")
+"""Those that show no progress of their own."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -73,6 +78,7 @@ def _run(asked: Callable[..., Any], name: str, given: list[str]) -> int:
     import tyro
 
     from dualpipe_jax.command.options import Died, NothingFits
+    from dualpipe_jax.command.output import told_if_long
     from dualpipe_jax.schedule import ScheduleError
 
     try:
@@ -82,7 +88,8 @@ def _run(asked: Callable[..., Any], name: str, given: list[str]) -> int:
             args=given,
             config=(tyro.conf.OmitArgPrefixes, tyro.conf.FlagCreatePairsOff),
         )
-        status = options.run()
+        with told_if_long(f"dualpipe {name}: at work") if name in SILENT else contextlib.nullcontext():
+            status = options.run()
         sys.stdout.flush()
         return status
     except BrokenPipeError:  # the reader has seen enough; nothing more may be flushed at exit

@@ -7,9 +7,19 @@ import tyro
 
 from dualpipe_jax.command.compare import Row, rows_of, tabulate
 from dualpipe_jax.command.given import Given, Share
-from dualpipe_jax.command.options import Costs, Memory, NothingFits, Number, Shape, limit_of, recipes
+from dualpipe_jax.command.options import (
+    Costs,
+    Memory,
+    NothingFits,
+    Number,
+    Shape,
+    check_size,
+    limit_of,
+    recipes,
+)
 from dualpipe_jax.command.output import Reasons, show, show_json, waiting
 from dualpipe_jax.schedule.formats.costs_text import describe
+from dualpipe_jax.schedule.names import SCHEDULES
 
 if TYPE_CHECKING:
     from dualpipe_jax.schedule.optimize.choose import Candidate
@@ -41,6 +51,7 @@ class Choose:
 
     def run(self) -> int:
         """Print the ranking; returns the exit status."""
+        check_size(self.ranks, self.microbatches, self.shape, len(SCHEDULES))
         share = Given().under(self.costs, self.memory)
         limit = limit_of(self.memory_limit)
         candidates = self.candidates(limit)

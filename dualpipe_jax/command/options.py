@@ -149,6 +149,27 @@ def limit_of(memory_limit: float | None) -> float:
     return math.inf if memory_limit is None else memory_limit
 
 
+MOST_ACTIONS = 10_000_000
+"""Forwards and backwards of the schedules that a command makes: some minutes of work, and gigabytes."""
+
+
+def check_size(num_ranks: int, num_microbatches: int, shape: Shape, num_schedules: int = 1) -> None:
+    """Whether so many schedules of these counts can be made in minutes.
+
+    Raises:
+      CommandError: it cannot.
+    """
+    stages = max(shape.stages_per_rank or 1, 2 * (shape.waves or 0))
+    actions = 2 * num_ranks * num_microbatches * stages * num_schedules
+    if min(num_ranks, num_microbatches, stages) > 0 and actions > MOST_ACTIONS:
+        finer = f" x {stages:,} stages of a rank" if stages > 1 else ""
+        finer += f" x {num_schedules} schedules" if num_schedules > 1 else ""
+        raise CommandError(
+            f"{num_ranks:,} ranks x {num_microbatches:,} microbatches{finer} are {actions:,} forwards and backwards; "
+            f"at most {MOST_ACTIONS:,} can be handled. The order of a long step repeats: look at fewer microbatches."
+        )
+
+
 def limited(schedule: Schedule, shape: Shape) -> Schedule:
     """The schedule with no more stashes than the options allow."""
     return schedule if shape.max_stash is None else limit_stash(schedule, shape.max_stash)

@@ -4,10 +4,14 @@ import contextlib
 import dataclasses
 import json
 import sys
-from collections.abc import Mapping
+import threading
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from dualpipe_jax.present.table import Table
+
+_PATIENCE = 5.0
+"""Seconds after which silence is explained."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,8 +59,20 @@ def make_console() -> Any:
 
 
 def waiting(what: str) -> contextlib.AbstractContextManager[Any]:
-    """While this lasts, a terminal shows that something goes on."""
-    return make_console().status(what) if in_terminal() else contextlib.nullcontext()
+    """While this lasts, a terminal shows that something goes on; elsewhere a line says so if it takes long."""
+    return make_console().status(what) if in_terminal() else told_if_long(what)
+
+
+@contextlib.contextmanager
+def told_if_long(what: str) -> Iterator[None]:
+    """A line on standard error where this lasts for more than a few seconds."""
+    timer = threading.Timer(_PATIENCE, lambda: print(f"{what} ...", file=sys.stderr, flush=True))
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def show_json(value: Mapping[str, Any]) -> None:

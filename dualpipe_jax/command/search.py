@@ -11,7 +11,16 @@ import tyro
 from dualpipe_jax.command.compare import Row, by_merit, rows_of, tabulate
 from dualpipe_jax.command.formats import encode, format_of, write
 from dualpipe_jax.command.given import Given, Share
-from dualpipe_jax.command.options import Costs, Memory, NothingFits, Number, Output, limit_of
+from dualpipe_jax.command.options import (
+    Costs,
+    Memory,
+    NothingFits,
+    Number,
+    Output,
+    Shape,
+    check_size,
+    limit_of,
+)
 from dualpipe_jax.command.output import in_terminal, show, show_json, waiting
 from dualpipe_jax.present.numbers import Units, percent
 from dualpipe_jax.schedule import ALL_SCHEDULES, CostModel, MemoryModel, Schedule, simulate
@@ -59,6 +68,7 @@ class Search:
 
     def run(self) -> int:
         """Search, keep what was found, and print how it compares; returns the exit status."""
+        check_size(self.ranks, self.microbatches, Shape(), len(ALL_SCHEDULES))
         share = Given().under(self.costs, self.memory)
         costs, sizes, units = share
         began = time.perf_counter()

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from dualpipe_jax.command.given import Given, remembered
-from dualpipe_jax.command.options import CommandError, Shape, limited, make, shaped
+from dualpipe_jax.command.options import CommandError, Shape, check_size, limited, make, shaped
 from dualpipe_jax.schedule import Placement, Schedule, ScheduleError, parse_grid, validate
 from dualpipe_jax.schedule.formats.json_text import from_json
 from dualpipe_jax.schedule.names import SCHEDULES, find, is_known
@@ -34,6 +34,7 @@ def schedule_of(
         return limited(schedule, shape), given
     if ranks is None or microbatches is None:
         raise CommandError(f"show {find(name).__name__}: add --ranks and --microbatches")
+    check_size(ranks, microbatches, shape)
     return make(name, ranks, microbatches, shape), Given()
 
 
@@ -59,6 +60,7 @@ def schedules_of(
         microbatches = first.num_microbatches if microbatches is None else microbatches
     if ranks is None or microbatches is None:
         raise CommandError("add --ranks and --microbatches, or name a file that says its own")
+    check_size(ranks, microbatches, shape, len(names or SCHEDULES))
     made: list[Schedule] = []
     refused: dict[str, str] = {}
     for name in names or SCHEDULES:
