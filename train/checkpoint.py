@@ -7,6 +7,7 @@ before writing and compared after reading.
 """
 
 import contextlib
+import errno
 import functools
 import tempfile
 import time
@@ -35,6 +36,16 @@ ASIDE = "damaged"
 
 PATIENCE = 600
 """Seconds after which a save that has not ended is given up."""
+
+
+AGAIN = 30
+"""Seconds after which a save that failed is tried again, though none is due."""
+
+MISSING = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR)
+"""Errors of a checkpoint that is not whole; others are of the disk or the network, and may pass."""
+
+WAITS = (0.5, 2.0, 8.0)
+"""Seconds before a checkpoint that could not be read is read again."""
 
 
 class Verdict(NamedTuple):
@@ -76,6 +87,7 @@ class Checkpoints:
         self._folder, self._config, self._layout, self._facts, self._say = folder, config, layout, facts, say
         self._last_time = time.monotonic()
         self._saved: int | None = None
+        self._failing = False
         self._writing: tuple[int, Any] | None = None
         self.seconds = 0.0
         """That the latest save kept the run waiting."""
@@ -84,22 +96,30 @@ class Checkpoints:
         self._store = self._open()
 
     def due(self, step: int) -> bool:
-        """Whether a step that is done should be saved by what the options say of steps and minutes."""
+        """Whether a step that is done should be saved: by what the options say of steps and minutes, or once more."""
         every, minutes = self._config.every, self._config.minutes
+        if self._failing and time.monotonic() - self._last_time >= AGAIN:
+            return True
         by_step = every is not None and step % every == 0
         return by_step or (minutes is not None and time.monotonic() - self._last_time >= 60 * minutes)
 
     def save(
-        self, step: int, state: TrainState, record: Mapping[str, Any], load: Any, balance: Any = None
+        self,
+        step: int,
+        state: TrainState,
+        record: Mapping[str, Any],
+        load: Any,
+        balance: Any = None,
+        carried: Mapping[str, Any] | None = None,
     ) -> None:
-        """Begin to write a step; the run goes on as soon as the arrays are copied.
+        """Begin to write a step; the run goes on as soon as the arrays are copied. See ``at_step``.
 
         That the disk is full, or the like, is said and costs no more than this checkpoint.
         """
         began = time.monotonic()
         self.wait()
         flat = self._layout.to_canonical(state)
-        facts = at_step(self._facts, step, fingerprints(flat), record, load, balance)
+        facts = at_step(self._facts, step, fingerprints(flat), record, load, balance, carried)
         try:
             self._writing = step, self._store.save_async(step, flat, force=True, custom_metadata=facts)
         except Exception as error:  # Orbax raises whatever the file system did
@@ -118,7 +138,7 @@ class Checkpoints:
         except Exception as error:
             self._failed(step, error)
         else:
-            self._saved = step
+            self._saved, self._failing = step, False
 
     def finish(self, step: int) -> None:
         """Wait, and raise CheckpointError unless ``step`` is on the disk."""
@@ -189,7 +209,11 @@ class Checkpoints:
     def _failed(self, step: int, error: Exception) -> None:
         if self._processes.count > 1:  # the others know nothing of it
             raise CheckpointError(f"step {step} could not be saved: {_first_line(error)}") from error
-        self._say(f"warning: step {step} could not be saved: {_first_line(error)}; training goes on")
+        if not self._failing:
+            self._say(
+                f"warning: step {step} could not be saved: {_first_line(error)}; training goes on, and tries again"
+            )
+        self._failing = True
         with contextlib.suppress(Exception):  # it says the same again
             self._store.close()
         self._store = _store(self._folder / FOLDER, self._config)
@@ -256,16 +280,26 @@ def _read(
     facts: Facts = {}
     flat: dict[str, jax.Array] = {}
     problem = None
-    try:
-        facts = store.metadata(step).custom_metadata or {}
-        if facts:
-            flat = store.load(step, describe(facts))
-        else:
-            problem = "it says nothing about itself"
-    except CheckpointError:
-        raise
-    except Exception as error:  # whatever half a folder or a flipped bit makes Orbax raise
-        problem = _first_line(error)
+    for wait in (*WAITS, None):
+        try:
+            facts = store.metadata(step).custom_metadata or {}
+            if facts:
+                flat = store.load(step, describe(facts))
+            else:
+                problem = "it says nothing about itself"
+        except CheckpointError:
+            raise
+        except Exception as error:  # whatever half a folder or a flipped bit makes Orbax raise
+            if _may_pass(error):
+                if wait is not None:
+                    time.sleep(wait)
+                    continue
+                raise CheckpointError(
+                    f"step {step} cannot be read: {_first_line(error)}; tried {len(WAITS) + 1} times. It is left where "
+                    "it is: resume again when the disk can be read"
+                ) from error
+            problem = _first_line(error)
+        break
     problem = any_problem(problem)
     if problem is not None:
         return Verdict(step, problem, facts), {}
@@ -291,6 +325,15 @@ def _store(folder: Path, config: CheckpointConfig, *, clean: bool = True) -> Any
         preservation_policy=keep.AnyPreservationPolicy(kept),
         cleanup_tmp_directories=clean,  # of whoever is writing, too
     )
+
+
+def _may_pass(error: BaseException | None) -> bool:
+    """Whether input and output failed, rather than what is there is wrong."""
+    while error is not None:
+        if isinstance(error, OSError) and error.errno is not None and error.errno not in MISSING:
+            return True
+        error = error.__cause__ or error.__context__
+    return False
 
 
 def _first_line(error: Exception) -> str:

@@ -69,6 +69,7 @@ def at_step(
     record: Mapping[str, Any],
     load: Any,
     balance: Any = None,
+    carried: Mapping[str, Any] | None = None,
 ) -> Facts:
     """The facts of one step.
 
@@ -79,6 +80,7 @@ def at_step(
       record: the step's line in the metrics.
       load: int [layers, experts], how often the step chose each expert.
       balance: what --rebalance-every goes on from.
+      carried: what else the run goes on from, whatever becomes of its other files.
     """
     now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     return facts | {
@@ -88,6 +90,7 @@ def at_step(
         "metrics": dict(record),
         "load": load,
         **({} if balance is None else {"balance": balance}),
+        **({} if carried is None else {"carried": dict(carried)}),
     }
 
 

@@ -64,6 +64,19 @@ def claimed(config: TrainConfig, *, resume: bool) -> Iterator[Path]:
         os.close(handle)
 
 
+@contextmanager
+def writing(folder: Path) -> Iterator[None]:
+    """Turn what the disk refuses at the start of a run into one line.
+
+    Raises:
+      ConfigError: the folder cannot be written.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise ConfigError(f"--runs: cannot write into {folder}: {error.strerror or error}") from None
+
+
 def write_config(config: TrainConfig, folder: Path) -> None:
     """Leave all options there, in the form that --config reads."""
     new = folder / f"{CONFIG}.new"

@@ -3,7 +3,7 @@
 import dataclasses
 import signal
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from train.errors import DivergedError, Stopped
 from train.export import check_export, export
 from train.facts import describe
 from train.figures import expert_load
-from train.folder import METRICS, claimed, find, write_config
+from train.folder import METRICS, claimed, find, write_config, writing
 from train.metrics import Display, MetricsFile, Pace
 from train.model import count_parameters, describe_dispatch, model_config
 from train.options import plain
@@ -65,24 +65,39 @@ def run(config: TrainConfig, console: Console, processes: Processes, *, resume: 
         facts = describe(config, numbers, read.fingerprint, layout.canonical, read.vocabulary.fingerprint)
         with Checkpoints(folder, config.checkpoint, layout, facts, note, processes) as checkpoints:
             if processes.leads:
-                introduce(this, folder, console)
+                with writing(folder):
+                    introduce(this, folder, console)
             state = checkpoints.restore() if resume else None
             if processes.leads:
-                write_config(config, folder)
+                with writing(folder):
+                    write_config(config, folder)
             if resume:
                 note(f"resuming from step {0 if state is None else int(state.step)} of {folder}")
             state = this.init() if state is None else state
             path = folder / METRICS if processes.leads else None
-            file = MetricsFile(path, upto=int(state.step) if resume else -1)
+            with writing(folder):
+                file = MetricsFile(path, upto=int(state.step) if resume else -1)
+            if file.damage:
+                note(f"warning: {file.damage}")
             told = config.log.track if processes.leads else ()
             try:
-                with Trackers(file, told, folder, plain(config)) as trackers:
+                with Trackers(file, told, folder, plain(config), note) as trackers:
                     conclude(this, state, folder, trackers, checkpoints, console, file.kept, processes)
             finally:
                 if processes.leads:
-                    write_report(folder)  # of a run that was cut short too
+                    report(folder, note)  # of a run that was cut short too
     say(console, f"wall time       {time.perf_counter() - began:.0f} s, compilation included")
     return folder
+
+
+def report(folder: Path, note: Callable[[str], None]) -> None:
+    """Write report.html; that the disk is full, or the like, is said."""
+    try:
+        write_report(folder)
+    except OSError as error:
+        note(
+            f"warning: no report.html: {error}; scripts/train --report {folder} writes it when there is room"
+        )
 
 
 def conclude(
@@ -101,14 +116,20 @@ def conclude(
         say(console, f"all {num_steps} steps are done; --steps says how many there should be")
         export_weights(this, state, console, processes)
         return
-    before, skipped = processes.first(lambda: (held_out(kept, 0), skipped_before(kept)))
+    first, carried = int(state.step), dict(checkpoints.restored.get("carried", {}))
+    if not carried:  # nothing restored, or by a trainer that left these to metrics.jsonl
+        carried["before"], carried["skipped"] = processes.first(
+            lambda: (held_out(kept, 0), skipped_before(kept))
+        )
     say(console, "\ncompiling ...")
-    if before is None:
-        before = this.evaluate(state.params)
-        file.write({"step": 0, "heldout_loss": before})
-    say(console, f"held-out loss before training: {before:.3f} nats per {unit}")
+    since = "before training" if carried["before"] is not None or not first else f"at step {first}"
+    if carried["before"] is None:
+        carried["before"] = this.evaluate(state.params)
+        file.write({"step": first, "heldout_loss": carried["before"]})
+    before = carried["before"]
+    say(console, f"held-out loss {since}: {before:.3f} nats per {unit}")
     with watch_run(this, folder, int(state.step), processes.leads) as watch:
-        state = train(this, state, file, console, checkpoints, watch, processes, skipped)
+        state = train(this, state, file, console, checkpoints, watch, processes, carried)
     processes.pulse.phase("evaluating")
     if this.config.log.profile:
         say(console, read_profile(this, state, folder, processes.leads))
@@ -139,18 +160,22 @@ def train(
     checkpoints: Checkpoints,
     watch: Watch,
     processes: Processes,
-    skipped: int = 0,
+    carried: Mapping[str, Any] | None = None,
 ) -> TrainState:
     """The steps that are left of a run; each leaves a line in the metrics, the last one a checkpoint.
 
-    Step n, from 0 on, learns from batch n + ``skipped``.
+    ``carried`` is what checkpoints keep beside the state: the held-out loss "before"; how many batches were "skipped",
+    so that step n, from 0 on, learns from batch n + skipped; and what "trouble" has seen.
 
     Raises:
       CheckpointError, DivergedError, Stopped: see ``run``.
     """
     config, pace, first = this.config, Pace(), int(state.step)
     num_steps, waited, step = config.optimizer.steps, 0.0, first
-    trouble = Trouble(config.log.spike)
+    carried = carried or {"skipped": 0}
+    trouble, skipped = Trouble(config.log.spike), carried["skipped"]
+    if "trouble" in carried:
+        trouble.resume(carried["trouble"])
     stragglers = Stragglers(processes, config.launch.straggler_every)
 
     def draw(step: int) -> Batch:
@@ -206,8 +231,9 @@ def train(
                     file.write(moved)
             if due:
                 processes.pulse.phase(f"saving step {step}")
-                own = () if balancer is None else (balancer.saved(),)
-                checkpoints.save(step, state, record, expert_load(metrics["counts"]).tolist(), *own)
+                own = None if balancer is None else balancer.saved()
+                kept = {**carried, "skipped": skipped, "trouble": trouble.saved()}
+                checkpoints.save(step, state, record, expert_load(metrics["counts"]).tolist(), own, kept)
                 waited = checkpoints.seconds
             if stop.signal and not last:
                 checkpoints.finish(step)

@@ -4,7 +4,9 @@ import collections
 import json
 import math
 import os
+import shutil
 import statistics
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
@@ -16,40 +18,67 @@ from rich.table import Column
 
 
 class MetricsFile:
-    """``metrics.jsonl``: an object a line, flushed at once: a run that is cut short keeps what it wrote.
+    """``metrics.jsonl``: an object a line, written at once: a run that is cut short keeps what it wrote.
 
     Attributes:
       kept: the records that were there already and stay.
+      damage: what was wrong with the file, in words; None if nothing was.
     """
 
     kept: list[dict[str, Any]]
-    _file: IO[str] | None
+    _file: IO[bytes] | None
 
     def __init__(self, path: Path | None, upto: int = -1):
         """Open it; of what an earlier part of the run wrote, the records of steps up to ``upto`` stay.
 
-        Without a path nothing is written: of several processes one writes.
+        Lines that cannot be read are left out; a file that has any but a last line that a kill cut short is kept under
+        another name. Without a path nothing is written: of several processes one writes.
         """
+        self.damage: str | None = None
+        self._path, self._waiting = path, b""
         if path is None:
             self.kept, self._file = [], None
             return
-        self.kept = [record for record in read_metrics(path) if record["step"] <= upto]
+        records, bad = _parse(path)
+        if bad:
+            aside = path.with_name(f"{path.name}.damaged.{time.time_ns()}")
+            shutil.copyfile(path, aside)
+            numbers = ", ".join(map(str, bad[:5])) + (" ..." if len(bad) > 5 else "")
+            self.damage = f"{path} has lines that cannot be read ({numbers}); as it was it is kept in {aside}"
+        self.kept = [record for record in records if record["step"] <= upto]
         whole = path.with_suffix(".new")  # a kill between the two leaves the old file or the new one
         whole.write_text("".join(json.dumps(record) + "\n" for record in self.kept))
         os.replace(whole, path)
-        self._file = path.open("a")
+        self._file = path.open("ab", buffering=0)
 
     def write(self, record: Mapping[str, Any]) -> None:
-        """Append a record. Numbers that JSON cannot hold, NaN and infinities, become null."""
+        """Append a record. Numbers that JSON cannot hold, NaN and infinities, become null.
+
+        Raises OSError where the disk does not take it; it is kept and written before the next one.
+        """
         if self._file is None:
             return
-        self._file.write(json.dumps(_plain(record)) + "\n")
-        self._file.flush()
+        self._waiting += (json.dumps(_plain(record)) + "\n").encode()
+        self._flush()
 
     def close(self) -> None:
-        """Close the file."""
-        if self._file is not None:
+        """Write what is still waiting and close the file. Raises OSError, saying how many records are lost."""
+        if self._file is None:
+            return
+        try:
+            self._flush()
+        except OSError as error:
+            lost = self._waiting.count(b"\n")
+            raise OSError(
+                error.errno, f"{error.strerror}; its last {lost} records are lost", str(self._path)
+            ) from None
+        finally:
             self._file.close()
+
+    def _flush(self) -> None:
+        assert self._file is not None
+        while self._waiting:  # of a disk that is nearly full a part is taken
+            self._waiting = self._waiting[self._file.write(self._waiting) :]
 
     def __enter__(self) -> Self:
         return self
@@ -59,18 +88,24 @@ class MetricsFile:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The records of a metrics file, none if there is no file; a last line that a kill cut short is left out."""
-    lines = path.read_text(errors="replace").splitlines() if path.exists() else []
-    records = []
-    for line in lines:
+    """The records of a metrics file, none if there is no file; lines that cannot be read are left out."""
+    return _parse(path)[0]
+
+
+def _parse(path: Path) -> tuple[list[dict[str, Any]], list[int]]:
+    """The records, and the numbers from 1 on of lines that are none, but for a last one that a kill cut short."""
+    text = path.read_text(errors="replace") if path.exists() else ""
+    records, bad = [], []
+    for number, line in enumerate(text.split("\n"), start=1):
         try:
             record = json.loads(line)
-        except ValueError:
-            break
-        if not isinstance(record, dict) or not isinstance(record.get("step"), int):
-            break
-        records.append(record)
-    return records
+        except (ValueError, RecursionError):
+            record = None
+        if isinstance(record, dict) and isinstance(record.get("step"), int):
+            records.append(record)
+        elif number <= text.count("\n"):
+            bad.append(number)
+    return records, bad
 
 
 class Pace:

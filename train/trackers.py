@@ -8,6 +8,7 @@ from types import TracebackType
 from typing import Any, Protocol, Self
 
 from train.config import ConfigError
+from train.folder import METRICS
 
 Record = Mapping[str, Any]
 
@@ -88,28 +89,46 @@ class Trackers:
       names: of ``TRACKERS``.
       folder: the run's.
       config: the run's options, as ``train.options.plain`` gives them.
+      say: called with what a user should know: a tracker that fails, once until it works again, ends no run.
 
     Raises:
       ConfigError: a tracker is not installed.
     """
 
-    def __init__(self, file: Tracker, names: Sequence[str], folder: Path, config: Record):
-        self._all: list[Tracker] = [file]
+    def __init__(
+        self, file: Tracker, names: Sequence[str], folder: Path, config: Record, say: Callable[[str], None]
+    ):
+        self._all: dict[str, Tracker] = {METRICS: file}
+        self._say, self._failing = say, set[str]()
         try:
-            self._all += [TRACKERS[name](folder, config) for name in dict.fromkeys(names)]
+            self._all |= {name: TRACKERS[name](folder, config) for name in dict.fromkeys(names)}
         except BaseException:
             self.close()
             raise
 
     def write(self, record: Record) -> None:
         """Tell every tracker."""
-        for tracker in self._all:
-            tracker.write(record)
+        for name, tracker in self._all.items():
+            try:
+                tracker.write(record)
+            except Exception as error:  # whatever a disk or a library does
+                if name not in self._failing:
+                    self._say(
+                        f"warning: {name} cannot be written: {error}; training goes on, and tries again"
+                    )
+                self._failing.add(name)
+                continue
+            if name in self._failing:
+                self._failing.remove(name)
+                self._say(f"{name} is written again")
 
     def close(self) -> None:
         """Close every tracker."""
-        for tracker in self._all:
-            tracker.close()
+        for name, tracker in self._all.items():
+            try:
+                tracker.close()
+            except Exception as error:
+                self._say(f"warning: {name} is not whole: {error}")
 
     def __enter__(self) -> Self:
         return self

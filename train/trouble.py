@@ -41,6 +41,15 @@ class Trouble:
         self._losses.append(loss)
         return None
 
+    def saved(self) -> dict[str, Any]:
+        """What ``resume`` takes, for JSON."""
+        return {"losses": list(self._losses), "returns": list(self._returns)}
+
+    def resume(self, saved: Mapping[str, Any]) -> None:
+        """Go on from what an earlier part of the run saw."""
+        self._losses.extend(saved["losses"])
+        self._returns.extend(saved["returns"])
+
     def may_return(self, step: int) -> bool:
         """Note that the run would go back to a step; False if it did too often."""
         self._returns.append(step)

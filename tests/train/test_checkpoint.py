@@ -1,6 +1,7 @@
 """Checkpoints: what comes back, under which layouts, and what happens to what is damaged, foreign or has no room."""
 
 import contextlib
+import errno
 import gc
 import json
 import resource
@@ -14,6 +15,7 @@ import models
 from dualpipe_jax.parallel import EP, make_mesh
 from dualpipe_jax.schedule import dualpipe_v, one_f_one_b
 from tests.train.test_state import check_lies
+from train import checkpoint
 from train.__main__ import main
 from train.checkpoint import ASIDE, FOLDER, Checkpoints, verify
 from train.config import CheckpointConfig, configure
@@ -198,6 +200,32 @@ def test_damaged_steps_are_put_aside_and_the_one_before_is_taken(run, layout, st
     assert run.restore() is not None
 
 
+@pytest.mark.parametrize("times", [2, 9])
+def test_a_disk_that_cannot_be_read_damages_nothing(times, run, layout, state, monkeypatch):
+    """It is tried again; where that does not help nothing is put aside."""
+    run.save(3)
+    monkeypatch.setattr(checkpoint, "WAITS", (0.0,) * 3)
+    left = [times]
+    with run.open() as checkpoints:
+        load = checkpoints._store.load
+
+        def failing(*arguments):
+            left[0] -= 1
+            if left[0] >= 0:
+                raise ValueError("tensorstore") from OSError(errno.EIO, "Input/output error")
+            return load(*arguments)
+
+        monkeypatch.setattr(checkpoints._store, "load", failing)
+        if times == 2:
+            assert_equal(checkpoints.restore(), layout, state, layout)
+        else:
+            with pytest.raises(
+                CheckpointError, match="step 3 cannot be read: .*; tried 4 times. It is left where"
+            ):
+                checkpoints.restore()
+    assert run.steps() == [3] and not (run.folder / ASIDE).exists() and run.said == []
+
+
 @pytest.mark.usefixtures("collected")
 def test_half_a_step_is_no_step(run, layout, state):
     """As a kill leaves it while an old step is taken away: any of its files may be gone."""
@@ -243,7 +271,7 @@ def test_changed_options_are_said(run):
     assert run.said == [f"warning: options changed: {told}"]
 
 
-def test_a_full_disk_costs_a_checkpoint_and_not_the_run(run, layout, state):
+def test_a_full_disk_costs_a_checkpoint_and_not_the_run(run, layout, state, monkeypatch):
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     with run.open() as checkpoints:
         checkpoints.save(1, state, RECORD, [])
@@ -258,7 +286,11 @@ def test_a_full_disk_costs_a_checkpoint_and_not_the_run(run, layout, state):
             resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
         assert len(run.said) == 1
         assert run.said[0].startswith("warning: step 2 could not be saved: ")
-        assert run.said[0].endswith("; training goes on")
+        assert run.said[0].endswith("; training goes on, and tries again")
+        monkeypatch.setattr(checkpoint, "AGAIN", 1e9)
+        assert not checkpoints.due(2)
+        monkeypatch.setattr(checkpoint, "AGAIN", 0)
+        assert checkpoints.due(2)
         for step in range(
             3, 9
         ):  # threads of Orbax may still write what failed while the next step clears it away

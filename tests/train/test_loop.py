@@ -55,7 +55,8 @@ class FakeCheckpoints:
     def due(self, step):
         return step % self.every == 0
 
-    def save(self, step, state, record, load):
+    def save(self, step, state, record, load, balance, carried):
+        assert balance is None and carried["skipped"] == record.get("skipped", 0)
         assert state.step == record["step"] == step and load == [[2, 0], [1, 1]]
         self.saved.append(step)
         self.states.append(state)
@@ -103,7 +104,7 @@ def run(losses, path, saved=None, *, config=CONFIG, start=0, skipped=0, name="lo
     watch = Watch(config, rates, jax.devices()[:1], path.parent, start)
     console, saved = Console(file=out, width=300), saved or FakeCheckpoints()
     with MetricsFile(path) as file:
-        state = loop.train(this, State(start), file, console, saved, watch, Processes(), skipped)
+        state = loop.train(this, State(start), file, console, saved, watch, Processes(), {"skipped": skipped})
     assert state.step == config.optimizer.steps
     return Found([json.loads(line) for line in path.read_text().splitlines()], out.getvalue(), learnt)
 
@@ -278,3 +279,18 @@ def test_falling_losses_and_small_steps_up_are_no_spikes():
     for step, loss in enumerate([*np.linspace(5, 2, 40), *[2.0] * 40, 2.1], 1):
         assert trouble.reason({"step": step, "loss": loss, "grad_norm": 1.0}) is None
     assert Trouble(None).reason({"step": 1, "loss": 1e30, "grad_norm": 1.0}) is None
+
+
+@pytest.mark.parametrize("at", [3, 20, 50])
+def test_what_was_seen_outlives_the_process(at):
+    """Through JSON, as a checkpoint has it: the same verdicts as without an end in between."""
+    losses = np.random.default_rng(1).normal(3, 0.1, 80) + 2 * (np.arange(80) % 17 == 16)
+    records = [{"loss": float(loss), "grad_norm": 1.0, "step": step} for step, loss in enumerate(losses, 1)]
+    alone, first, second = Trouble(3.0), Trouble(3.0), Trouble(3.0)
+    expected = [alone.reason(record) for record in records]
+    assert sum(reason is not None for reason in expected) >= 4
+    assert [first.reason(record) for record in records[:at]] == expected[:at]
+    assert first.may_return(2) and first.may_return(2)
+    second.resume(json.loads(json.dumps(first.saved())))
+    assert [second.reason(record) for record in records[at:]] == expected[at:]
+    assert second.may_return(2) and not second.may_return(2)

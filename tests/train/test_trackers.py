@@ -42,7 +42,9 @@ def events(path):
 
 def test_tensorboard_reads_what_was_told(tmp_path):
     pytest.importorskip("tensorboardX")
-    with Trackers(MetricsFile(tmp_path / "metrics.jsonl"), ("tensorboard",), tmp_path, {}) as all_of_them:
+    with Trackers(
+        MetricsFile(tmp_path / "metrics.jsonl"), ("tensorboard",), tmp_path, {}, print
+    ) as all_of_them:
         for record in RECORDS:
             all_of_them.write(record)
     (path,) = tmp_path.glob("events.out.tfevents.*")
@@ -68,7 +70,9 @@ def test_wandb_keeps_what_was_told_offline(tmp_path):
     pytest.importorskip("wandb")
     from wandb.proto.wandb_internal_pb2 import Record
 
-    with Trackers(MetricsFile(tmp_path / "m"), ("wandb",), tmp_path, {"mesh": {"pp": 4}}) as all_of_them:
+    with Trackers(
+        MetricsFile(tmp_path / "m"), ("wandb",), tmp_path, {"mesh": {"pp": 4}}, print
+    ) as all_of_them:
         for record in RECORDS:
             all_of_them.write(record)
     (path,) = tmp_path.glob("wandb/offline-run-*/run-*.wandb")
@@ -95,5 +99,5 @@ def test_a_tracker_that_is_not_installed(monkeypatch, tmp_path):
     file = MetricsFile(tmp_path / "metrics.jsonl")
     for name in TRACKERS:
         with pytest.raises(ConfigError, match=rf"--track {name}: .* pip install 'dualpipe-jax\[{name}\]'"):
-            Trackers(file, (name,), tmp_path, {})
+            Trackers(file, (name,), tmp_path, {}, print)
     assert file._file.closed
