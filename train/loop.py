@@ -15,6 +15,7 @@ from dualpipe_jax.schedule.formats.text import format_grid
 from train.checkpoint import FOLDER, Checkpoints
 from train.config import TrainConfig
 from train.data import Batch, Prefetch
+from train.data.text import describe_skipped
 from train.errors import DivergedError, Stopped
 from train.export import check_export, export
 from train.facts import describe
@@ -299,6 +300,8 @@ def introduce(this: Run, folder: Path, console: Console) -> None:
         f"devices    {layout_of(config)}, {jax.devices()[0].platform}\n"
         f"run        {folder}\n",
     )
+    if corpus.skipped:
+        say(console, describe_skipped(corpus.skipped) + "\n")
     width = console.width if console.is_terminal else None  # cut off at the edge; the file has it whole
     say(console, "\n".join(line[:width] for line in picture.splitlines()))
 

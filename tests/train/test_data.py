@@ -202,7 +202,7 @@ def test_what_cannot_be_read_is_named(tmp_path):
     empty.write_bytes(b"")
     with pytest.raises(DataError, match=r"--data: cannot read .*nowhere\.txt: No such file or directory"):
         open_corpus([tmp_path / "nowhere.txt"])
-    with pytest.raises(DataError, match="binary is not text .* run scripts/prepare first"):
+    with pytest.raises(DataError, match="binary is no text: it holds zero bytes"):
         open_corpus([binary])
     with pytest.raises(DataError, match=r"nothing to read in .*empty\.txt"):
         open_corpus([empty])

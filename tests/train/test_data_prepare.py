@@ -19,10 +19,10 @@ import pytest
 from rich.console import Console
 
 from train.data import DataError, open_corpus
+from train.data.inputs import Piece, documents, find, pieces
 from train.data.manifest import find_damage, read_document, read_manifest
 from train.prepare import pipeline
 from train.prepare.__main__ import main
-from train.prepare.inputs import Piece, documents, find, pieces
 from train.prepare.options import Options
 from train.prepare.workers import Report
 

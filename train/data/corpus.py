@@ -32,6 +32,7 @@ class Source:
       num_documents: of both together; repeats count once.
       fingerprint: equal for equal streams.
       weight: its share of all sequences, relative to other sources.
+      skipped: why, for each file that was named with a folder and could not be read.
     """
 
     name: str
@@ -40,6 +41,7 @@ class Source:
     num_documents: int
     fingerprint: str
     weight: float = 1.0
+    skipped: tuple[str, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,6 +75,11 @@ class Corpus:
     def num_heldout(self) -> int:
         """Tokens held out."""
         return sum(len(source.heldout) for source in self.sources)
+
+    @property
+    def skipped(self) -> list[str]:
+        """Why, for each file that could not be read."""
+        return [reason for source in self.sources for reason in source.skipped]
 
     @functools.cached_property
     def mixture(self) -> Mixture:

@@ -21,7 +21,8 @@ def open_corpus(
     Without weights all text is one source, and sources are drawn from in proportion to their tokens.
 
     Args:
-      paths: text files and folders of text; folders (or fsspec URLs of folders) that ``scripts/prepare`` made;
+      paths: files, and folders of files, of text, JSON lines and Parquet, see ``read_documents``; folders (or fsspec
+        URLs of folders) that ``scripts/prepare`` made;
         ArrayRecord files; folders of Hugging Face ``datasets``.
       weights: a share for each path, in any unit.
       tokenizer: what turns text into tokens, see ``open_vocabulary``; prepared folders have their own.
@@ -65,7 +66,7 @@ def _open(paths: Sequence[Path], vocabulary: Vocabulary) -> Source:
         return source
     if len(paths) == 1 and records.is_records(paths[0]):
         return records.open_records(paths[0], vocabulary)
-    documents = read_documents(paths)
+    documents, skipped = read_documents(paths)
     name = " ".join(map(str, paths)) or "the standard library"
     source = text_source(name, *split(documents), len(documents), vocabulary)
-    return dataclasses.replace(source, weight=max(1, len(source.train)))
+    return dataclasses.replace(source, weight=max(1, len(source.train)), skipped=tuple(skipped))

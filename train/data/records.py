@@ -15,8 +15,7 @@ import numpy as np
 from train.data.corpus import Source
 from train.data.errors import DataError
 from train.data.streams import DocumentStream
-from train.data.text import is_text
-from train.data.vocabulary import Vocabulary
+from train.data.vocabulary import Vocabulary, is_text
 
 ARRAY_RECORD = (".array_record", ".arrayrecord")
 

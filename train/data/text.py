@@ -5,9 +5,16 @@ import os
 import sysconfig
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from train.data.errors import DataError
+from train.data.inputs import COMPRESSED, Piece, documents, kind_of
+from train.data.vocabulary import is_text
 
+SHOWN = 10
+"""Files that are named, of those that were skipped."""
+KEY = "text"
+"""The field or column that holds a document; another is named to scripts/prepare."""
 _LEFT_OUT = {"site-packages", "test", "tests", "idle_test", "lib2to3", "__pycache__"}
 
 
@@ -20,18 +27,46 @@ def standard_library() -> list[Path]:
     return sorted(found)
 
 
-def read_documents(paths: Sequence[Path]) -> list[bytes]:
-    """Each file, or all text under a folder, once, in an order that says nothing of them; empty ones are dropped.
+class Read(NamedTuple):
+    """What was found under some paths.
+
+    Attributes:
+      documents: each once, in an order that says nothing of them; no empty ones.
+      skipped: why, for each file of a folder that could not be read.
+    """
+
+    documents: list[bytes]
+    skipped: list[str]
+
+
+def read_documents(paths: Sequence[Path]) -> Read:
+    """Each file, or all under a folder but hidden ones: text, JSON lines and Parquet by "text", also compressed.
 
     The standard library if no paths are given.
 
     Raises:
-      DataError: a path is missing, is not text, or nothing is left to read.
+      DataError: a path is missing, is no text, or nothing is left to read.
     """
-    documents = {hashlib.sha256(text).digest(): text for text in _texts(paths) if text}
+    skipped: list[str] = []
+    documents = {hashlib.sha256(text).digest(): text for text in _texts(paths, skipped) if text}
     if not documents:
-        raise DataError(f"--data: nothing to read in {', '.join(map(str, paths)) or 'the standard library'}")
-    return [documents[digest] for digest in sorted(documents)]
+        where = ", ".join(map(str, paths)) or "the standard library"
+        raise DataError("\n".join([f"--data: nothing to read in {where}", *_shown(skipped)]))
+    return Read([documents[digest] for digest in sorted(documents)], skipped)
+
+
+def describe_skipped(skipped: Sequence[str]) -> str:
+    """The first ten and how many there are, in lines; nothing of none."""
+    if not skipped:
+        return ""
+    return "\n".join(
+        [f"skipped    {len(skipped)} of the files of --data, each for a reason", *_shown(skipped)]
+    )
+
+
+def _shown(skipped: Sequence[str]) -> list[str]:
+    more = [f"  and {len(skipped) - SHOWN} more"] if len(skipped) > SHOWN else []
+    return [f"  {reason}" for reason in skipped[:SHOWN]] + more
 
 
 def split(documents: Sequence[bytes]) -> tuple[list[bytes], list[bytes]]:
@@ -51,28 +86,37 @@ def cut(text: bytes, share: float) -> tuple[bytes, bytes]:
     return text[:place], text[place:]
 
 
-def is_text(content: bytes) -> bool:
-    """Whether it has no zero bytes."""
-    return 0 not in content
-
-
-def _texts(paths: Sequence[Path]) -> Iterable[bytes]:
+def _texts(paths: Sequence[Path], skipped: list[str]) -> Iterable[bytes]:
     if not paths:
         yield from (path.read_bytes() for path in standard_library())
     for path in paths:
-        if path.is_dir():
-            inside = sorted(file for file in path.rglob("*") if file.is_file())
-            yield from (text for file in inside if is_text(text := _read(file)))
-        elif not is_text(text := _read(path)):
-            raise DataError(
-                f"--data: {path} is not text (it holds zero bytes); for Parquet and the like run scripts/prepare first"
-            )
-        else:
-            yield text
+        if not path.is_dir():
+            yield from _of_file(path)
+            continue
+        inside = (file for file in path.rglob("*") if file.is_file())
+        for file in sorted(file for file in inside if not is_hidden(file.relative_to(path))):
+            try:
+                yield from _of_file(file)
+            except DataError as error:
+                skipped.append(str(error).removeprefix("--data: "))
 
 
-def _read(path: Path) -> bytes:
-    try:
-        return path.read_bytes()
-    except OSError as error:
-        raise DataError(f"--data: cannot read {path}: {error.strerror or error}") from None
+def is_hidden(path: Path) -> bool:
+    """Whether a part of it begins with a dot, as .git and .env do: they hold what is not meant to be read."""
+    return any(part.startswith(".") for part in path.parts)
+
+
+def _of_file(path: Path) -> list[bytes]:
+    kind = kind_of(str(path))
+    if kind == "text" and path.suffix not in COMPRESSED:
+        try:
+            found = [path.read_bytes()]
+        except OSError as error:
+            raise DataError(f"--data: cannot read {path}: {error.strerror or error}") from None
+    else:
+        found = list(documents(Piece(kind, (str(path),)), KEY))
+    if not all(map(is_text, found)):
+        raise DataError(
+            f"--data: {path} is no text: it holds zero bytes, as UTF-16 and most other formats do"
+        )
+    return found

@@ -136,3 +136,8 @@ def _configured(file: Path) -> list[str]:
         return []
     token = json.loads(config.read_text()).get("eos_token")
     return [token["content"] if isinstance(token, dict) else token] if token else []
+
+
+def is_text(content: bytes) -> bool:
+    """Whether it has no zero bytes."""
+    return 0 not in content

@@ -2,7 +2,7 @@
 
 import re
 
-from train.data.text import is_text
+from train.data.vocabulary import is_text
 from train.prepare.options import Options
 
 

@@ -13,9 +13,9 @@ from typing import Any
 
 import numpy as np
 
+from train.data.inputs import Piece, documents
 from train.prepare import filters, near
 from train.prepare.files import partial, settle, write_array, write_json
-from train.prepare.inputs import Piece, documents
 from train.prepare.options import Options
 
 

@@ -15,12 +15,12 @@ from typing import Any
 import numpy as np
 
 from train.data import DataError, Vocabulary
+from train.data.inputs import File, Piece, find, pieces
 from train.data.manifest import MANIFEST, SPLITS, TOKENIZER, Manifest, Shard, loads
 from train.data.remote import cache_folder, is_url, open_filesystem
 from train.data.vocabulary import BYTES, open_vocabulary
 from train.prepare import query
 from train.prepare.files import partial, write, write_json
-from train.prepare.inputs import File, Piece, find, pieces
 from train.prepare.options import Options
 from train.prepare.partition import Parts, partition
 from train.prepare.plan import Plan, choose_num_buckets, make_plan, total

@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from train.data import DataError
+from train.data.inputs import File
 from train.prepare.files import partial
-from train.prepare.inputs import File
 
 _READERS = {"parquet": "read_parquet", "lines": "read_ndjson"}
 

@@ -6,14 +6,14 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from train.data import DataError
+from train.data.errors import DataError
 from train.data.records import is_records, read_records
 from train.data.remote import is_url, open_filesystem
 
 PIECE = 2**26
 """Bytes of files that are read in one go, about."""
 
-_COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
+COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
 _LINES = (".jsonl", ".ndjson")
 _CHANGED = ("mtime", "ETag", "etag", "LastModified", "updated")
 """What file systems call it."""
@@ -76,7 +76,7 @@ def find(paths: Sequence[str], leave_out: str = "") -> list[File]:
                 if not (leave_out and f"{name}/".startswith(leave_out.rstrip("/") + "/")):
                     url = filesystem.unstrip_protocol(name)
                     changed = next((str(info[key]) for key in _CHANGED if info.get(key)), "")
-                    found[url] = File(url, _kind(name), int(info["size"] or 0), changed)
+                    found[url] = File(url, kind_of(name), int(info["size"] or 0), changed)
         except OSError as error:
             raise DataError(f"--data: cannot read {path}: {error.strerror or error}") from None
     if not found:
@@ -91,7 +91,7 @@ def pieces(files: Sequence[File], size: int = PIECE) -> list[Piece]:
     for file in files:
         if file.kind == "text":
             texts.append(file)
-        elif file.kind == "lines" and not file.url.endswith(_COMPRESSED):
+        elif file.kind == "lines" and not file.url.endswith(COMPRESSED):
             cuts = range(0, max(file.size, 1), size)
             found += [
                 Piece("lines", (file.url,), cut, min(cut + size, file.size), min(size, file.size - cut))
@@ -151,7 +151,7 @@ def _lines(piece: Piece, key: str) -> Iterator[bytes]:
 def _field(line: bytes, key: str, where: str) -> bytes:
     try:
         row = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise DataError(f"--data: {where}: is not JSON: {error}") from None
     if not isinstance(row, dict) or key not in row:
         there = ", ".join(row) if isinstance(row, dict) else f"a {type(row).__name__}"
@@ -170,10 +170,10 @@ def _rows(piece: Piece, key: str) -> Iterator[bytes]:
             raise DataError(
                 f"--data: {url}: no column {key!r}; there is {there}; --text-key names the column"
             )
-        if str(table.schema_arrow.field(key).type) not in ("string", "large_string", "string_view"):
-            raise DataError(
-                f"--data: {url}: column {key!r} is not text but {table.schema_arrow.field(key).type}"
-            )
+        kind = table.schema_arrow.field(key).type
+        values = getattr(kind, "value_type", kind) if str(kind).startswith("dictionary") else kind
+        if str(values) not in ("string", "large_string", "string_view"):
+            raise DataError(f"--data: {url}: column {key!r} is not text but {kind}")
         groups = list(range(piece.start, table.num_row_groups if piece.stop is None else piece.stop))
         for batch in table.iter_batches(batch_size=1024, row_groups=groups, columns=[key]):
             yield from ((value or "").encode() for value in batch.column(0).to_pylist())
@@ -239,7 +239,8 @@ def _size(path: Path) -> int:
     return sum(file.stat().st_size for file in files)
 
 
-def _kind(name: str) -> str:
-    for ending in _COMPRESSED:
+def kind_of(name: str) -> str:
+    """What a file of this name holds, compressed or not: text, lines or parquet."""
+    for ending in COMPRESSED:
         name = name.removesuffix(ending)
     return "lines" if name.endswith(_LINES) else "parquet" if name.endswith(".parquet") else "text"

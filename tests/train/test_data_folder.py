@@ -1,0 +1,75 @@
+"""A folder of all kinds of files: what can be read is, what cannot is named, what is hidden stays so."""
+
+import bz2
+import gzip
+import json
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+from train.data import DataError, open_corpus
+from train.data.text import describe_skipped, read_documents
+
+
+def lines(*texts):
+    return "".join(json.dumps({"text": text, "id": 7}) + "\n" for text in texts).encode()
+
+
+@pytest.fixture
+def folder(tmp_path):
+    (tmp_path / "deep" / ".git").mkdir(parents=True)
+    (tmp_path / ".env").write_text("PASSWORD=1")
+    (tmp_path / "deep" / ".git" / "config").write_text("url = secret")
+    (tmp_path / "README.md").write_text("a readme")
+    (tmp_path / "deep" / "rows.jsonl").write_bytes(lines("first row", "second row"))
+    (tmp_path / "rows.ndjson.gz").write_bytes(gzip.compress(lines("packed row")))
+    (tmp_path / "note.txt.bz2").write_bytes(bz2.compress(b"packed note"))
+    words = pyarrow.array(["ein Wort", "zwei"]).dictionary_encode()
+    pyarrow.parquet.write_table(pyarrow.table({"text": words}), tmp_path / "words.parquet")
+    return tmp_path
+
+
+READ = {b"a readme", b"first row", b"second row", b"packed row", b"packed note", b"ein Wort", b"zwei"}
+
+
+def test_a_folder_is_read_as_scripts_prepare_reads_it(folder):
+    documents, skipped = read_documents([folder])
+    assert set(documents) == READ and len(documents) == len(READ) and skipped == []
+    assert describe_skipped(skipped) == ""
+    (source,) = open_corpus([folder]).sources
+    assert source.num_documents == len(READ)
+
+
+def test_what_is_skipped_is_named(folder):
+    (folder / "wide.txt").write_bytes("text".encode("utf-16"))
+    (folder / "cut.jsonl.gz").write_bytes(gzip.compress(lines("x" * 9999))[:-20])
+    (folder / "deep.jsonl").write_text("[" * 200_000)
+    (folder / "other.jsonl").write_text('{"body": "b"}\n')
+    (folder / "no.parquet").write_text("not Parquet")
+    corpus = open_corpus([folder])
+    told = describe_skipped(corpus.skipped)
+    assert told.startswith("skipped    5 of the files of --data, each for a reason\n")
+    for name, reason in {
+        "wide.txt": "is no text: it holds zero bytes, as UTF-16",
+        "cut.jsonl.gz": "cannot read",
+        "deep.jsonl": "is not JSON",
+        "other.jsonl": "no field 'text'; there is body",
+        "no.parquet": "is not Parquet",
+    }.items():
+        (line,) = [line for line in told.splitlines() if name in line]
+        assert reason in line
+        with pytest.raises(DataError, match=reason.split(",")[0]):  # named by itself it is an error
+            open_corpus([folder / name])
+    assert corpus.num_documents == len(READ)
+
+
+def test_of_many_the_first_ten_are_named(tmp_path):
+    for number in range(13):
+        (tmp_path / f"{number:02}.txt").write_bytes(b"\0")
+    with pytest.raises(DataError) as error:
+        read_documents([tmp_path])
+    said = str(error.value).splitlines()
+    assert (
+        said[0] == f"--data: nothing to read in {tmp_path}" and said[-1] == "  and 3 more" and len(said) == 12
+    )
