@@ -22,13 +22,13 @@ from train.facts import describe
 from train.figures import expert_load
 from train.folder import METRICS, claimed, find, write_config, writing
 from train.metrics import Display, MetricsFile, Pace
-from train.model import count_parameters, describe_dispatch, model_config
+from train.model import count_parameters, describe_dispatch, has_selection_bias, model_config
 from train.options import plain
 from train.processes import Processes, common
 from train.rebalance import make_balancer
 from train.report import write_report
 from train.setup import Run, prepare
-from train.state import TrainState
+from train.state import TrainState, without_biases
 from train.stop import Stop
 from train.stragglers import Stragglers
 from train.stragglers import describe as describe_stragglers
@@ -69,6 +69,16 @@ def run(config: TrainConfig, console: Console, processes: Processes, *, resume: 
                 with writing(folder):
                     introduce(this, folder, console)
             state = checkpoints.restore() if resume else None
+            if (
+                state is not None
+                and not has_selection_bias(numbers)
+                and (mended := without_biases(state)) is not None
+            ):
+                state = mended
+                note(
+                    f"warning: the routers of {config.model.name} have no selection bias; those that an earlier "
+                    "trainer moved are zero from here on, so that the weights can be exported"
+                )
             if processes.leads:
                 with writing(folder):
                     write_config(config, folder)

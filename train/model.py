@@ -24,6 +24,11 @@ REMAT: Mapping[str, Callable[..., Any] | None] = {
 """What layers compute again in the backward, as policies of ``jax.checkpoint``."""
 
 
+def has_selection_bias(numbers: models.Config) -> bool:
+    """Whether the architecture's routers have a bias that balances loads; softmax ones, of V2, have a loss for it."""
+    return numbers.score == "sigmoid"
+
+
 def model_config(config: TrainConfig, vocab: int = VOCAB) -> models.Config:
     """The model's numbers. Raises ConfigError for a size that there is not."""
     asked = config.model

@@ -17,7 +17,7 @@ from train.config import ConfigError, TrainConfig, make_schedule
 from train.data import Batch, Corpus, open_corpus
 from train.devices import num_devices, too_few_devices
 from train.evaluate import make_evaluate
-from train.model import make_model, refuse_eight_bits, room
+from train.model import has_selection_bias, make_model, refuse_eight_bits, room
 from train.placement import placed_layout, slots_of
 from train.processes import batch_sharding, refuse_idle, share_out
 from train.state import Layout, TrainState
@@ -91,13 +91,14 @@ def prepare(config: TrainConfig) -> Run:
         compute_dtype=model.compute_dtype,
         accumulate_dtype=jnp.dtype(asked.gradient_sums),
     )
+    bias_rate = asked.bias_rate if has_selection_bias(model.config) else 0.0
     return Run(
         config=config,
         schedule=schedule,
         corpus=corpus,
         layout=layout,
         update=make_update(
-            pipeline.value_and_grad, optimizer, asked.bias_rate, layout.abstract, compiler_options(mesh)
+            pipeline.value_and_grad, optimizer, bias_rate, layout.abstract, compiler_options(mesh)
         ),
         evaluate=make_evaluate(
             judged,

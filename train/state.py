@@ -218,6 +218,20 @@ def trainable(params: Tree) -> Tree:
     return tree_map_with_path(lambda path, leaf: None if DictKey("routing") in path else leaf, params)
 
 
+def without_biases(state: TrainState) -> TrainState | None:
+    """The state with selection biases of zero, for routers that have none; None where they are zero already."""
+
+    def is_bias(path: KeyPath) -> bool:
+        return DictKey("routing") in path and DictKey("bias") in path
+
+    def zeroed(path: KeyPath, leaf: Any) -> Any:
+        return jax.jit(jnp.zeros_like, out_shardings=leaf.sharding)(leaf) if is_bias(path) else leaf
+
+    leaves = jax.tree_util.tree_leaves_with_path(state.params)
+    moved = [jax.jit(jnp.any)(leaf) for path, leaf in leaves if is_bias(path)]
+    return state._replace(params=tree_map_with_path(zeroed, state.params)) if any(map(bool, moved)) else None
+
+
 def with_trainable(params: Tree, new: Tree) -> Tree:
     """Params with their trainable part replaced."""
     return jax.tree.map(lambda old, new: old if new is None else new, params, new)

@@ -1,5 +1,6 @@
 """Weights that leave a run: another library's model has its held-out loss."""
 
+import functools
 import io
 import json
 import shutil
@@ -16,10 +17,10 @@ from train.config import ConfigError, configure
 from train.data.vocabulary import Vocabulary
 from train.errors import CheckpointError
 from train.export import check_export, export
-from train.model import model_config
+from train.model import has_selection_bias, model_config
 from train.options import parse
 from train.processes import Processes
-from train.state import trainable, with_trainable
+from train.state import trainable, with_trainable, without_biases
 
 OPTIONS = dict(
     schedule="gpipe", pp=2, ep=2, microbatches=2, microbatch_size=2, model="tiny", layers=2, sequence=12,
@@ -142,3 +143,27 @@ def test_it_is_asked_of_one_start_only(tmp_path):
     asked = parse(["--runs", str(tmp_path), "--name", "x", "--resume", "--export", "out"]).options
     assert str(asked.checkpoint.export) == "out"
     shutil.rmtree(tmp_path / "x")
+
+
+@pytest.mark.parametrize(("score", "rate"), [("softmax", 0.0), ("sigmoid", 0.01)])
+def test_routers_without_a_selection_bias_get_none(score, rate, monkeypatch):
+    """Of V2's architecture: what a trainer once moved could never be exported, and is zero after a resume."""
+    monkeypatch.setitem(models.MODELS, "tiny", functools.partial(models.tiny, score=score))
+    told = []
+
+    def make_update(value_and_grad, optimizer, bias_rate, *rest):
+        told.append(bias_rate)
+
+    monkeypatch.setattr(setup, "make_update", make_update)
+    options = OPTIONS | {"schedule": "one_f_one_b", "pp": 1, "ep": 1, "layers": 2, "stage_layers": ()}
+    run = setup.prepare(configure(**options))
+    assert told == [rate] and has_selection_bias(run.layout.model.config) == (score == "sigmoid")
+    state = run.init()
+    assert without_biases(state) is None
+
+    def moved(path, leaf):
+        return leaf + 0.5 if "routing" in str(path) and "bias" in str(path) else leaf
+
+    params = jax.tree_util.tree_map_with_path(moved, state.params)
+    mended = without_biases(state._replace(params=params))
+    jax.tree.map(np.testing.assert_array_equal, mended.params, state.params)
