@@ -150,6 +150,8 @@ class LogConfig:
 
     every: Annotated[int, arg(name="log-every")] = 10
     """Steps between lines where the output is not a terminal."""
+    eval_every: int | None = None
+    """Steps between measurements of the held-out loss, besides before and after."""
     load_every: int = 10
     """Steps between records of each expert's load in metrics.jsonl; balance and drops are in every one."""
     track: tuple[Literal["tensorboard", "wandb"], ...] = ()
@@ -308,6 +310,7 @@ AT_LEAST_ONE = (
     "--sequence",
     "--steps",
     "--log-every",
+    "--eval-every",
     "--load-every",
     "--rebalance-every",
     "--checkpoint-every",

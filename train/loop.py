@@ -92,7 +92,7 @@ def run(config: TrainConfig, console: Console, processes: Processes, *, resume: 
                 note(f"warning: {file.damage}")
             told = config.log.track if processes.leads else ()
             try:
-                with Trackers(file, told, folder, plain(config), note) as trackers:
+                with Trackers(file, told, folder, plain(config), note, int(state.step)) as trackers:
                     conclude(this, state, folder, trackers, checkpoints, console, file.kept, processes)
             finally:
                 if processes.leads:
@@ -135,8 +135,9 @@ def conclude(
     say(console, "\ncompiling ...")
     since = "before training" if carried["before"] is not None or not first else f"at step {first}"
     if carried["before"] is None:
-        carried["before"] = this.evaluate(state.params)
-        file.write({"step": first, "heldout_loss": carried["before"]})
+        found = this.held_out(state.params)
+        carried["before"] = found["heldout_loss"]
+        file.write({"step": first, **found})
     before = carried["before"]
     say(console, f"held-out loss {since}: {before:.3f} nats per {unit}")
     with watch_run(this, folder, int(state.step), processes.leads) as watch:
@@ -144,12 +145,13 @@ def conclude(
     processes.pulse.phase("evaluating")
     if this.config.log.profile:
         say(console, read_profile(this, state, folder, processes.leads))
-    after = this.evaluate(state.params)
-    file.write({"step": num_steps, "heldout_loss": after})
+    found = this.held_out(state.params)
+    after, bits = found["heldout_loss"], found["heldout_bits_per_byte"]
+    file.write({"step": num_steps, **found})
     export_weights(this, state, console, processes)
     say(
         console,
-        f"held-out loss   from {before:.3f} to {after:.3f} nats per {unit}\n"
+        f"held-out loss   from {before:.3f} to {after:.3f} nats per {unit}, {bits:.3f} bits per byte\n"
         f"bubble          {bubble(this.schedule):.1%} of {this.schedule.name}'s step when F = I = W\n"
         f"files           {folder}/: report.html, {METRICS}, config.json, environment.json, schedule.txt, {FOLDER}/\n"
         f"go on           scripts/train --name {folder.name} --resume --steps {2 * num_steps}",
@@ -240,6 +242,11 @@ def train(
                     processes.pulse.phase("rebalancing")
                     state, moved = balancer.rebalance(state, step)
                     file.write(moved)
+            if config.log.eval_every and step % config.log.eval_every == 0 and not last:
+                processes.pulse.phase("evaluating")
+                found = this.held_out(state.params)
+                file.write({"step": step, **found})
+                say(console, f"held-out loss at step {step}: {found['heldout_loss']:.3f} nats")
             if due:
                 processes.pulse.phase(f"saving step {step}")
                 own = None if balancer is None else balancer.saved()

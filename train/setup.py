@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -45,6 +46,25 @@ class Run:
     update: Update
     evaluate: Callable[[Any], float]
     learning_rate: optax.Schedule
+
+    @functools.cached_property
+    def bytes_per_token(self) -> float:
+        """Bytes of text for each token of what the held-out loss is measured on; 1 where tokens are bytes."""
+        if self.corpus.vocabulary.file is None:
+            return 1.0
+        num_tokens = num_bytes = 0
+        for batch, weights in self.corpus.heldout_batches(
+            self.config.data.eval_sequences, self.config.batch_shape
+        ):
+            targets = batch["targets"][weights > 0]
+            num_tokens += targets.size
+            num_bytes += sum(len(self.corpus.decode(row).encode()) for row in targets)
+        return num_bytes / num_tokens
+
+    def held_out(self, params: Any) -> dict[str, float]:
+        """The held-out loss, in nats per token and in bits per byte of text: of one text equal for all tokenizers."""
+        nats = self.evaluate(params)
+        return {"heldout_loss": nats, "heldout_bits_per_byte": nats / math.log(2) / self.bytes_per_token}
 
     def init(self) -> TrainState:
         """The state before the first step."""

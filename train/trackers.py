@@ -30,10 +30,12 @@ class TensorBoard:
       ConfigError: tensorboardX is not installed.
     """
 
-    def __init__(self, folder: Path, config: Record):
+    def __init__(self, folder: Path, config: Record, first: int = 0):
         del config  # config.json lies beside
         module = _load("tensorboardX", "tensorboard")
-        self._writer = module.SummaryWriter(str(folder), write_to_disk=True)
+        # What a resumed run does again is shown once: events of steps beyond the checkpoint are passed over.
+        again = {"purge_step": first + 1} if first else {}
+        self._writer = module.SummaryWriter(str(folder), write_to_disk=True, **again)
 
     def write(self, record: Record) -> None:
         """Add the scalars of a record."""
@@ -53,7 +55,8 @@ class WeightsAndBiases:
       ConfigError: wandb is not installed.
     """
 
-    def __init__(self, folder: Path, config: Record):
+    def __init__(self, folder: Path, config: Record, first: int = 0):
+        del first  # wandb itself passes over steps that it has
         module = _load("wandb", "wandb")
         settings = module.Settings(console="off", silent=True, disable_git=True, x_disable_stats=True)
         self._run = module.init(
@@ -74,7 +77,7 @@ class WeightsAndBiases:
         self._run.finish()
 
 
-TRACKERS: Mapping[str, Callable[[Path, Record], Tracker]] = {
+TRACKERS: Mapping[str, Callable[[Path, Record, int], Tracker]] = {
     "tensorboard": TensorBoard,
     "wandb": WeightsAndBiases,
 }
@@ -89,6 +92,7 @@ class Trackers:
       names: of ``TRACKERS``.
       folder: the run's.
       config: the run's options, as ``train.options.plain`` gives them.
+      first: steps that were done before, by an earlier part of the run.
       say: called with what a user should know: a tracker that fails, once until it works again, ends no run.
 
     Raises:
@@ -96,12 +100,18 @@ class Trackers:
     """
 
     def __init__(
-        self, file: Tracker, names: Sequence[str], folder: Path, config: Record, say: Callable[[str], None]
+        self,
+        file: Tracker,
+        names: Sequence[str],
+        folder: Path,
+        config: Record,
+        say: Callable[[str], None],
+        first: int = 0,
     ):
         self._all: dict[str, Tracker] = {METRICS: file}
         self._say, self._failing = say, set[str]()
         try:
-            self._all |= {name: TRACKERS[name](folder, config) for name in dict.fromkeys(names)}
+            self._all |= {name: TRACKERS[name](folder, config, first) for name in dict.fromkeys(names)}
         except BaseException:
             self.close()
             raise
@@ -140,13 +150,29 @@ class Trackers:
 
 
 def scalars(record: Record, inside: str = "") -> Iterator[tuple[str, float]]:
-    """Finite numbers of a record by name, those of records in it as ``outer/inner``; no lists, and not the step."""
+    """Finite numbers of a record as ``group/name``, of records in it as ``outer/inner``; no lists, step or time."""
     for name, value in record.items():
         if isinstance(value, Mapping):
             yield from scalars(value, f"{inside}{name}/")
-        elif isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):  # noqa: SIM102
-            if inside + name != "step":
+        elif isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
+            if not inside and name not in ("step", "time"):
+                yield f"{_group(name)}/{name}", value
+            elif inside:
                 yield inside + name, value
+
+
+def _group(name: str) -> str:
+    """Under which heading a number is shown."""
+    return next((group for group, words in _GROUPS.items() if any(word in name for word in words)), "train")
+
+
+_GROUPS = {
+    "held out": ("heldout",),
+    "experts": ("max_vio", "drop", "load", "bias", "moved"),
+    "memory": ("gib",),
+    "speed": ("_s", "mfu", "per_"),
+}
+"""Words in the names of a group's numbers."""
 
 
 def _load(module: str, extra: str) -> Any:

@@ -1,6 +1,7 @@
 """Looks on while a run trains: what each step's line of the metrics holds, and which steps are profiled."""
 
 import json
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -53,13 +54,15 @@ class Watch:
         Args:
           step: numbered from 0; in the line from 1.
           metrics: what the step gave, fetched.
-          seconds: that it took.
+          seconds: that it took; "time" is when it ended, in seconds since 1970.
           more: further numbers of the line.
         """
         self._profiler.after()
         every, num_steps = self._config.log.load_every, self._config.optimizer.steps
         return {
             "step": step + 1,
+            "tokens": (step + 1) * self._config.tokens_per_step,
+            "time": round(time.time(), 3),
             **step_record(
                 metrics,
                 with_load=step % every == 0 or step + 1 == num_steps,

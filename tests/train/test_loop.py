@@ -41,7 +41,7 @@ NUMBERS = {CORPUS.train_batch(5, n, CONFIG.batch_shape)["inputs"].tobytes(): n f
 """Of the batches to train on, by their bytes."""
 NAN = float("nan")
 
-State = collections.namedtuple("State", "step")
+State = collections.namedtuple("State", "step params", defaults=(None,))
 
 
 class FakeCheckpoints:
@@ -100,6 +100,7 @@ def run(losses, path, saved=None, *, config=CONFIG, start=0, skipped=0, name="lo
     this.learning_rate, this.init = lambda step: 0.5, lambda: State(0)
     this.layout = types.SimpleNamespace(mesh=make_mesh(1, 1))
     this.batch = functools.partial(Run.batch, this)
+    this.held_out = lambda params: {"heldout_loss": 2.0}
     rates = Rates(config.tokens_per_step, 1e6, 1, None)
     watch = Watch(config, rates, jax.devices()[:1], path.parent, start)
     console, saved = Console(file=out, width=300), saved or FakeCheckpoints()
@@ -294,3 +295,33 @@ def test_what_was_seen_outlives_the_process(at):
     second.resume(json.loads(json.dumps(first.saved())))
     assert [second.reason(record) for record in records[at:]] == expected[at:]
     assert second.may_return(2) and not second.may_return(2)
+
+
+def test_the_held_out_loss_is_measured_on_the_way(tmp_path):
+    """Not at the last step, after which it is measured anyway."""
+    lines, said, _ = run([], tmp_path / "metrics.jsonl", config=configure(CONFIG, steps=4, eval_every=2))
+    assert [line["step"] for line in lines] == [1, 2, 2, 3, 4]
+    assert lines[2] == {"step": 2, "heldout_loss": 2.0} and "held-out loss at step 2: 2.000 nats" in said
+    steps = [line for line in lines if "loss" in line]
+    assert [line["tokens"] for line in steps] == [n * CONFIG.tokens_per_step for n in (1, 2, 3, 4)]
+    assert sorted(line["time"] for line in steps) == [line["time"] for line in steps]
+
+
+def test_bits_per_byte_are_those_of_the_text():
+    """Two tokens of three letters and one that is two bytes of UTF-8: 8 bytes; what only fills up is left out."""
+    words = {1: "abc", 2: "\N{LATIN SMALL LETTER E WITH ACUTE}", 3: "wrong"}
+    batch = {"targets": np.array([[[1, 1, 2], [3, 3, 3]]])}, np.array([[1.0, 0.0]])
+    corpus = types.SimpleNamespace(
+        vocabulary=types.SimpleNamespace(file="tokenizer.json"),
+        heldout_batches=lambda num_sequences, shape: [batch],
+        decode=lambda row: "".join(words[int(token)] for token in row),
+    )
+    this = types.SimpleNamespace(config=CONFIG, corpus=corpus, evaluate=lambda params: 2.5)
+    this.bytes_per_token = Run.bytes_per_token.func(this)
+    assert this.bytes_per_token == pytest.approx(8 / 3)
+    assert Run.held_out(this, None) == {
+        "heldout_loss": 2.5,
+        "heldout_bits_per_byte": pytest.approx(2.5 * 3 / 8 / np.log(2)),
+    }
+    this.corpus = CORPUS
+    assert Run.bytes_per_token.func(this) == 1.0
