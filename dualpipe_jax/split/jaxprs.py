@@ -278,6 +278,8 @@ def collectives(eqns: Iterable[Any]) -> dict[str, frozenset[str]]:
     found: dict[str, frozenset[str]] = {}
     for eqn in itertools.chain.from_iterable(map(_walk, eqns)):
         axes = {effect.name for effect in eqn.effects if type(effect).__name__ == "NamedAxisEffect"}
+        if eqn.primitive.name == "ppermute":  # the only one without the effect
+            axes = set(eqn.params["axis_name"])
         # A loop has the effects of all that is in it, of an axis_index too, which exchanges nothing.
         if axes and not any(True for _ in _inside(eqn)) and eqn.primitive.name != "axis_index":
             found[eqn.primitive.name] = found.get(eqn.primitive.name, frozenset()) | axes
