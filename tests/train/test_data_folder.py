@@ -2,14 +2,21 @@
 
 import bz2
 import gzip
+import io
 import json
 
 import pyarrow
 import pyarrow.parquet
 import pytest
+from rich.console import Console
 
 from train.data import DataError, open_corpus
 from train.data.text import describe_skipped, read_documents
+from train.prepare import pipeline
+from train.prepare.__main__ import main
+from train.prepare.options import Options
+from train.prepare.partition import BAD
+from train.prepare.workers import Report
 
 
 def lines(*texts):
@@ -73,3 +80,42 @@ def test_of_many_the_first_ten_are_named(tmp_path):
     assert (
         said[0] == f"--data: nothing to read in {tmp_path}" and said[-1] == "  and 3 more" and len(said) == 12
     )
+
+
+def test_bad_lines_up_to_a_number_are_left_out(tmp_path):
+    """Counted over all files; the message of one too many says how to leave it out."""
+    good = [f"document {number}" for number in range(30)]
+    for name in ("a", "b"):
+        rows = lines(*good[:15]) if name == "a" else lines(*good[15:])
+        (tmp_path / f"{name}.jsonl").write_bytes(
+            b'{"text": \n' + rows + b'["no", "object"]\n' + b"[" * 100_000 + b"\n"
+        )
+    data = (str(tmp_path / "*.jsonl"),)
+
+    def prepare(name, **options):
+        asked = Options(str(tmp_path / name), data, workers=1, **options)
+        return pipeline.prepare(asked, Report(Console(file=io.StringIO(), width=200)))
+
+    manifest = prepare("six", skip_bad=6)
+    assert manifest.origin["documents"] == len(good) and manifest.origin["dropped"] == {BAD: 6}
+    with pytest.raises(DataError, match=rf"--data: 6 {BAD}, more than --skip-bad 5"):
+        prepare("five", skip_bad=5)
+    with pytest.raises(DataError, match="is not JSON.*; --skip-bad 10 leaves out so many such lines"):
+        prepare("none")
+
+
+def test_too_little_to_hold_anything_out_is_said(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "little.txt").write_text("a few bytes of text.")
+    assert (
+        main(["out", "--data", "little.txt", "--workers", "1"]) == 0
+    )  # a byte is held out, and the separator
+    said = capsys.readouterr().out
+    assert (
+        "20 to train on, 2 held out" in said
+        and "scripts/train --data out --sequence 1, for no more can" in said
+    )
+    (tmp_path / "less.txt").write_text("a")
+    assert main(["less", "--data", "less.txt", "--workers", "1"]) == 0
+    said = capsys.readouterr().out
+    assert "too few tokens to train on; give more documents" in said and "scripts/train" not in said

@@ -2,7 +2,7 @@
 
 import dataclasses
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -104,12 +104,17 @@ def pieces(files: Sequence[File], size: int = PIECE) -> list[Piece]:
     return found + _together(texts, size)
 
 
-def documents(piece: Piece, key: str) -> Iterator[bytes]:
+def _refuse(error: DataError) -> None:
+    raise error
+
+
+def documents(piece: Piece, key: str, bad: Callable[[DataError], None] = _refuse) -> Iterator[bytes]:
     """The documents of a piece, in order.
 
     Args:
       piece: which.
       key: the field or column that holds the text.
+      bad: called with what is wrong with a line of JSON, which is then left out unless this raises; it does by default.
 
     Raises:
       DataError: a file cannot be read or is not what its name says, or has no such field.
@@ -121,7 +126,7 @@ def documents(piece: Piece, key: str) -> Iterator[bytes]:
                     with _open(url) as file:
                         yield file.read()
             case "lines":
-                yield from _lines(piece, key)
+                yield from _lines(piece, key, bad)
             case "parquet":
                 yield from _rows(piece, key)
             case "records":
@@ -131,7 +136,7 @@ def documents(piece: Piece, key: str) -> Iterator[bytes]:
         raise DataError(f"--data: cannot read {' '.join(piece.urls[:1])}: {error}") from None
 
 
-def _lines(piece: Piece, key: str) -> Iterator[bytes]:
+def _lines(piece: Piece, key: str, bad: Callable[[DataError], None]) -> Iterator[bytes]:
     """Lines that begin within the piece."""
     (url,) = piece.urls
     with _open(url) as file:
@@ -144,7 +149,12 @@ def _lines(piece: Piece, key: str) -> Iterator[bytes]:
             if not line:
                 return
             if line.strip():
-                yield _field(line, key, f"{url}, byte {at}")
+                try:
+                    text = _field(line, key, f"{url}, byte {at}")
+                except DataError as error:
+                    bad(error)
+                else:
+                    yield text
             at += len(line)
 
 

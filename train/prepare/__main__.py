@@ -6,6 +6,7 @@ from pathlib import Path
 
 from rich.console import Console
 
+from train.config import DataConfig
 from train.data import DataError
 from train.data.manifest import Manifest, find_damage, read_manifest
 from train.data.remote import is_url
@@ -53,12 +54,17 @@ def summary(manifest: Manifest, out: str) -> str:
     origin = manifest.origin
     train, heldout = (sum(shard.tokens for shard in shards) for shards in (manifest.train, manifest.heldout))
     dropped = ", ".join(f"{count} {why}" for why, count in origin["dropped"].items())
+    then, usual, most = f"scripts/train --data {out}", DataConfig().sequence, min(train, heldout) - 1
+    if most < 1:
+        then = "too few tokens to train on; give more documents, or another --held-out"
+    elif most < usual:
+        then += f" --sequence {most}, for no more can be cut; give more documents, or another --held-out, for {usual}"
     each = origin["bytes"] / max(1, train + heldout)
     return (
         f"documents  {origin['documents']} kept; dropped: {dropped or 'none'}\n"
         f"tokens     {train} to train on, {heldout} held out, {each:.2f} bytes each\n"
         f"vocabulary {manifest.vocab}, stored as {manifest.dtype}\n"
-        f"files      {out}/: {len(manifest.train) + len(manifest.heldout)} shards; scripts/train --data {out}"
+        f"files      {out}/: {len(manifest.train) + len(manifest.heldout)} shards; {then}"
     )
 
 

@@ -39,6 +39,8 @@ class Options:
     """Megabytes of text that a tokenizer is trained on, of documents that are not held out."""
     held_out: float = 0.05
     """Share of documents never to be trained on; where that is less than one document, the end of each."""
+    skip_bad: Annotated[int, arg(metavar="N")] = 0
+    """Lines of JSON that cannot be read, or have no text, of which so many are left out; one more ends all."""
     min_bytes: int = 1
     """Documents that are shorter are dropped."""
     max_bytes: int | None = None
@@ -91,6 +93,8 @@ def check(options: Options) -> None:
     for flag, value in (("--workers", options.workers), ("--min-bytes", options.min_bytes)):
         if value < 1:
             raise DataError(f"{flag} {value}: must be at least 1")
+    if options.skip_bad < 0:
+        raise DataError(f"--skip-bad {options.skip_bad}: must not be negative")
     for flag, size in (("--shard-mb", options.shard_mb), ("--sample-mb", options.sample_mb)):
         if not size > 0:
             raise DataError(f"{flag} {size}: must be above 0")

@@ -13,10 +13,13 @@ from typing import Any
 
 import numpy as np
 
+from train.data.errors import DataError
 from train.data.inputs import Piece, documents
 from train.prepare import filters, near
 from train.prepare.files import partial, settle, write_array, write_json
 from train.prepare.options import Options
+
+BAD = "lines that cannot be read"
 
 
 def partition(number: int, piece: Piece, options: Options, folder: Path) -> dict[str, Any]:
@@ -36,7 +39,14 @@ def partition(number: int, piece: Piece, options: Options, folder: Path) -> dict
         return json.loads(receipt.read_text())
     kept: dict[bytes, bytes] = {}
     dropped: collections.Counter[str] = collections.Counter()
-    for text in documents(piece, options.text_key):
+
+    def bad(error: DataError) -> None:
+        dropped[BAD] += 1
+        if dropped[BAD] > options.skip_bad:
+            hint = f"; --skip-bad {max(10, 10 * options.skip_bad)} leaves out so many such lines"
+            raise DataError(str(error) + hint)
+
+    for text in documents(piece, options.text_key, bad):
         why = filters.reason(text, options)
         digest = hashlib.sha256(text).digest()[:16]
         if why is None and digest in kept:

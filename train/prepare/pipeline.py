@@ -22,7 +22,7 @@ from train.data.vocabulary import BYTES, open_vocabulary
 from train.prepare import query
 from train.prepare.files import partial, write, write_json
 from train.prepare.options import Options
-from train.prepare.partition import Parts, partition
+from train.prepare.partition import BAD, Parts, partition
 from train.prepare.plan import Plan, choose_num_buckets, make_plan, total
 from train.prepare.tokenise import Shop, tokenise, train_tokenizer
 from train.prepare.workers import Report, share_out
@@ -115,6 +115,8 @@ def _first_pass(
     if options.near_duplicates is not None:
         dropped["near duplicates"] = plan.near
     dropped = {why: count for why, count in sorted(dropped.items()) if count}
+    if dropped.get(BAD, 0) > options.skip_bad:
+        raise DataError(f"--data: {dropped[BAD]} {BAD}, more than --skip-bad {options.skip_bad}")
     if not sum(plan.documents):
         why = ", ".join(f"{count} {why}" for why, count in dropped.items())
         raise DataError(
