@@ -35,6 +35,9 @@ class Options(Source):
     """Address to listen at; other machines reach only one that is not 127.0.0.1."""
     port: int = 8000
     """Port to listen at; 0 takes a free one."""
+    allow_host: tuple[str, ...] = ()
+    """More names by which this server may be asked, without a port: of a proxy, or of web pages that ask. At 127.0.0.1
+    only the machine's own names are let in, so that no other site's page can ask; at any other address all are."""
     name: Annotated[str | None, arg(metavar="NAME")] = None
     """The model's name for those who ask; its folder's if left out."""
     max_waiting: int = 256
@@ -96,6 +99,7 @@ def start(options: Options, started: Callable[[Callable[[], None]], None] = lamb
         ) from None
     with listening:
         host, port = listening.getsockname()[:2]
+        hosts = (*LOOPBACK, *options.allow_host) if options.host in LOOPBACK else options.allow_host or None
         if options.host not in LOOPBACK:
             say(f"warning: whoever reaches {host} may ask: there is no password and no encryption")
         loaded = load(options, say)
@@ -112,9 +116,10 @@ def start(options: Options, started: Callable[[Callable[[], None]], None] = lamb
             logging.getLogger("uvicorn").addHandler(logging.StreamHandler())
             logging.getLogger("uvicorn").propagate = False
         code = serve(
-            make_app(runner, Served(name, loaded.text, loaded.stop), limits),
+            make_app(runner, Served(name, loaded.text, loaded.stop), limits, hosts),
             runner,
             listening,
+            limits=limits,
             grace=options.grace,
             log_level="info" if options.log else "warning",
             started=started,

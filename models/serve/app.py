@@ -6,12 +6,13 @@ import dataclasses
 import json
 import secrets
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Sequence
 from typing import Any
 
 import numpy as np
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
@@ -20,6 +21,7 @@ from starlette.types import Receive, Scope, Send
 from models.decode import RequestError, SamplingParams
 from models.decode.text import Text
 from models.serve.errors import Refused
+from models.serve.gate import Gate
 from models.serve.job import Job, Piece
 from models.serve.limits import HttpLimits
 from models.serve.protocol import CompletionAsked, Prompt, Shape, parse
@@ -45,8 +47,16 @@ class Served:
     stop: tuple[int, ...] = ()
 
 
-def make_app(runner: Runner, served: Served, limits: HttpLimits = HttpLimits()) -> Starlette:  # noqa: B008
-    """Return the ASGI application; it starts the runner when it starts, and closes it when it ends."""
+def make_app(
+    runner: Runner,
+    served: Served,
+    limits: HttpLimits = HttpLimits(),  # noqa: B008
+    hosts: Collection[str] | None = None,
+) -> Starlette:
+    """Return the ASGI application; it starts the runner when it starts, and closes it when it ends.
+
+    ``hosts`` are the names that requests may be for, None for any; see ``Gate``.
+    """
 
     @contextlib.asynccontextmanager
     async def life(app: Starlette) -> AsyncIterator[None]:
@@ -87,7 +97,8 @@ def make_app(runner: Runner, served: Served, limits: HttpLimits = HttpLimits()) 
         ClientDisconnect: lambda request, error: Response(status_code=499),  # nobody reads it
         Exception: _our_fault,
     }
-    return Starlette(routes=routes, lifespan=life, exception_handlers=handlers)
+    gate = Middleware(Gate, hosts=hosts)
+    return Starlette(routes=routes, middleware=[gate], lifespan=life, exception_handlers=handlers)
 
 
 def _prepare(

@@ -10,6 +10,8 @@ class HttpLimits:
     Attributes:
       max_bytes: of a request's body.
       max_choices: texts that one request may ask for, prompts times ``n``.
+      header_seconds: for a request's headers to arrive.
+      connections_per_address: that one address may hold at the same time.
       upload_seconds: for a request's body to arrive.
       answer_seconds: for an answer, the waiting included.
 
@@ -20,6 +22,8 @@ class HttpLimits:
 
     max_bytes: int = 1 << 20
     max_choices: int = 16
+    header_seconds: float = 10
+    connections_per_address: int = 128
     upload_seconds: float = 10
     answer_seconds: float = 600
 

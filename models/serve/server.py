@@ -11,6 +11,8 @@ import uvicorn
 from starlette.applications import Starlette
 
 from models.serve.app import SLOW_READER
+from models.serve.gate import guarded
+from models.serve.limits import HttpLimits
 from models.serve.runner import Runner
 
 
@@ -45,6 +47,7 @@ def serve(
     runner: Runner,
     listening: socket.socket,
     *,
+    limits: HttpLimits = HttpLimits(),  # noqa: B008
     grace: float = 30.0,
     max_connections: int = 256,
     log_level: str = "warning",
@@ -59,6 +62,7 @@ def serve(
       app: see ``make_app``.
       runner: the app's.
       listening: see ``listen``.
+      limits: of connections.
       grace: seconds.
       max_connections: at the same time; more are answered with status 503.
       log_level: of the loggers "uvicorn.error" and "uvicorn.access"; "info" tells of each request.
@@ -70,7 +74,7 @@ def serve(
     """
     config = uvicorn.Config(
         app,
-        http="h11",
+        http=guarded(limits),
         ws="none",
         loop="asyncio",
         lifespan="on",

@@ -12,15 +12,15 @@ from tests.models.decode.small_models import small
 
 
 @contextlib.contextmanager
-def running(engine, *, limits=HttpLimits(), max_waiting=64, stop=(), **how):  # noqa: B008
+def running(engine, *, limits=HttpLimits(), max_waiting=64, stop=(), hosts=None, **how):  # noqa: B008
     """Yields the address, the runner and a function that stops and returns the exit code."""
     runner = Runner(engine, max_waiting)
     listening = listen("127.0.0.1", 0)
     stops, codes = [], []
-    app = make_app(runner, Served("tiny", Bytes(), stop), limits)
+    app = make_app(runner, Served("tiny", Bytes(), stop), limits, hosts)
 
     def work():
-        codes.append(serve(app, runner, listening, started=stops.append, **how))
+        codes.append(serve(app, runner, listening, limits=limits, started=stops.append, **how))
 
     thread = threading.Thread(target=work, daemon=True)
     thread.start()

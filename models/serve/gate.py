@@ -1,0 +1,107 @@
+"""Who is let in: connections that say what they want in time, and pages of this host alone."""
+
+import asyncio
+from collections.abc import Collection
+from typing import Any
+from urllib.parse import urlsplit
+
+import h11
+from starlette.datastructures import Headers
+from starlette.responses import JSONResponse
+from starlette.types import ASGIApp, Receive, Scope, Send
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from models.serve.errors import Refused
+from models.serve.limits import HttpLimits
+
+
+def guarded(limits: HttpLimits) -> type[H11Protocol]:
+    """Uvicorn's connections with limits: on the time for a request's headers, and on how many one address may hold."""
+
+    class Guarded(H11Protocol):
+        _timer: asyncio.TimerHandle | None = None
+
+        def connection_made(self, transport: Any) -> None:
+            super().connection_made(transport)
+            held = sum(getattr(other, "_address", None) == self._address for other in self.connections)
+            if held > limits.connections_per_address:
+                self._end(
+                    429,
+                    f"this address holds {limits.connections_per_address} connections: close some of them",
+                )
+                return
+            self._wait_for_headers()
+
+        def data_received(self, data: bytes) -> None:
+            super().data_received(data)
+            if (
+                self.conn.their_state is h11.IDLE
+            ):  # a request has begun, or another on a connection that is kept
+                self._wait_for_headers()
+            elif self._timer is not None:
+                self._timer.cancel()
+                self._timer = None
+
+        def connection_lost(self, exc: Exception | None) -> None:
+            super().connection_lost(exc)
+            if self._timer is not None:
+                self._timer.cancel()
+
+        @property
+        def _address(self) -> str | None:
+            return None if self.client is None else self.client[0]
+
+        def _wait_for_headers(self) -> None:
+            if self._timer is None:
+                words = f"the headers did not arrive within {limits.header_seconds:g} s"
+                self._timer = self.loop.call_later(limits.header_seconds, self._end, 408, words)
+
+        def _end(self, status: int, message: str) -> None:
+            if not self.transport.is_closing():
+                body = JSONResponse(Refused(status, message).body).body
+                head = (
+                    f"HTTP/1.1 {status} \r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n"
+                )
+                self.transport.write(head.encode() + b"connection: close\r\n\r\n" + bytes(body))
+                self.transport.close()
+
+    return Guarded
+
+
+class Gate:
+    """An application that answers requests for its own host alone.
+
+    A name of someone else's may be made to lead here, and then a page of theirs that a browser shows could ask as if it
+    were ours (DNS rebinding).
+
+    Args:
+      app: the application.
+      hosts: names that requests may be for, without a port; None for any.
+
+    """
+
+    def __init__(self, app: ASGIApp, hosts: Collection[str] | None):
+        self._app, self._hosts = app, hosts
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer a request, or refuse it."""
+        if scope["type"] == "http" and (wrong := self._wrong(Headers(scope=scope))) is not None:
+            await JSONResponse(Refused(403, wrong).body, 403)(scope, receive, send)
+            return
+        await self._app(scope, receive, send)
+
+    def _wrong(self, headers: Headers) -> str | None:
+        given, origin = headers.get("host", ""), headers.get("origin")
+        host = _name(f"//{given}")
+        if self._hosts is not None and host not in self._hosts:
+            return f"this server is not {given!r} but {', '.join(self._hosts)}; --allow-host lets others in"
+        if origin is not None and _name(origin) != host and _name(origin) not in (self._hosts or ()):
+            return f"pages of {origin!r} may not ask here; --allow-host lets them"
+        return None
+
+
+def _name(url: str) -> str | None:
+    try:
+        return urlsplit(url).hostname
+    except ValueError:
+        return None

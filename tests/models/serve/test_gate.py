@@ -1,0 +1,94 @@
+"""Who is let in: connections that keep silent are closed, other hosts' pages refused."""
+
+import json
+import socket
+
+import httpx
+import pytest
+
+from models.serve import HttpLimits
+from tests.models.serve.running import Slow, running
+
+
+def connect(url):
+    host, port = url.removeprefix("http://").split(":")
+    return socket.create_connection((host, int(port)), timeout=60)
+
+
+def answer(connection):
+    """All until the server closes: its status, and what it says."""
+    data = b""
+    while part := connection.recv(4096):
+        data += part
+    head, _, body = data.partition(b"\r\n\r\n")
+    return int(head.split()[1]), json.loads(body)["error"]["message"]
+
+
+@pytest.mark.parametrize("sent", [b"", b"GET /health HTTP/1.1\r\nhost: 127.0.0.1\r\nx-half:"])
+def test_headers_must_arrive_in_time(sent):
+    with running(Slow(), limits=HttpLimits(header_seconds=0.05)) as (url, _, _), connect(url) as connection:
+        connection.sendall(sent)
+        assert answer(connection) == (408, "the headers did not arrive within 0.05 s")
+
+
+def test_a_connection_that_is_kept_begins_anew():
+    """The second request on it has a time of its own, which begins with it."""
+    limits = HttpLimits(header_seconds=60)
+    with running(Slow(), limits=limits) as (url, _, _), connect(url) as connection:
+        connection.sendall(b"GET /health HTTP/1.1\r\nhost: 127.0.0.1\r\n\r\n")
+        whole = connection.recv(4096)
+        assert whole.startswith(b"HTTP/1.1 200") and b'"ok"' in whole
+        object.__setattr__(limits, "header_seconds", 0.05)
+        connection.sendall(b"GET /health HTTP/1.1\r\nhost:")
+        assert answer(connection)[0] == 408
+
+
+def test_one_address_may_not_hold_all_connections():
+    with running(Slow(), limits=HttpLimits(connections_per_address=3)) as (url, _, _):
+        held = [connect(url) for _ in range(3)]
+        for connection in held:  # they are accepted in order: an answer says that it is known
+            connection.sendall(b"GET /health HTTP/1.1\r\nhost: 127.0.0.1\r\n\r\n")
+            assert connection.recv(4096).startswith(b"HTTP/1.1 200")
+        with connect(url) as more:
+            assert answer(more) == (429, "this address holds 3 connections: close some of them")
+        for connection in held:
+            connection.close()
+
+
+HERE = ("127.0.0.1", "::1", "localhost")
+
+
+@pytest.mark.parametrize(
+    ("hosts", "headers", "status"),
+    [
+        (HERE, {}, 200),
+        (HERE, {"host": "localhost:8000", "origin": "http://localhost:3000"}, 200),
+        (HERE, {"host": "[::1]:8000"}, 200),
+        (HERE, {"host": "evil.example", "origin": "http://evil.example"}, 403),
+        (HERE, {"host": "evil.example:8000"}, 403),
+        (HERE, {"origin": "http://evil.example"}, 403),
+        (HERE, {"origin": "null"}, 403),
+        (HERE, {"host": "[::1"}, 403),
+        ((*HERE, "models.example"), {"host": "models.example", "origin": "https://models.example"}, 200),
+        (None, {"host": "anything.example"}, 200),
+        (None, {"host": "anything.example", "origin": "http://evil.example"}, 403),
+    ],
+)
+def test_hosts_and_origins(gates, hosts, headers, status):
+    found = httpx.get(f"{gates[hosts]}/health", headers=headers)
+    assert found.status_code == status
+    if status == 403:
+        assert found.json()["error"]["message"].endswith(
+            ("--allow-host lets others in", "--allow-host lets them")
+        )
+
+
+@pytest.fixture(scope="module")
+def gates():
+    """A server for each set of hosts."""
+    with (
+        running(Slow(), hosts=HERE) as (here, _, _),
+        running(Slow(), hosts=(*HERE, "models.example")) as (more, _, _),
+        running(Slow()) as (any_host, _, _),
+    ):
+        yield {HERE: here, (*HERE, "models.example"): more, None: any_host}
