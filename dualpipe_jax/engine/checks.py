@@ -9,7 +9,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from dualpipe_jax.contract import At, Out, StagedModel, StageFunction, Tree, returned
-from dualpipe_jax.engine.stages import PlacedStages
+from dualpipe_jax.engine.stages import PlacedStages, is_listed
 from dualpipe_jax.engine.storage import Leaf, entries
 from dualpipe_jax.engine.tick import WATCHED
 from dualpipe_jax.parallel import AXES, BATCH_AXES, EP, NODE, PP
@@ -111,8 +111,8 @@ def _data_problems(schedule: Schedule, mesh: Mesh | AbstractMesh, batch: Tree) -
 
 
 def _stage_problems(schedule: Schedule, stages: Tree) -> Iterator[str]:
-    if isinstance(stages, list):
-        return  # one tree for each stage: ``to_placed`` says what is wrong with them
+    if is_listed(stages, schedule.placement.num_model_stages):
+        return
     placed = isinstance(stages, PlacedStages)
     placement = schedule.placement
     wanted = placement.num_ranks if placed else placement.num_model_stages

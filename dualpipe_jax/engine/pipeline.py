@@ -13,7 +13,7 @@ from dualpipe_jax.contract import At, Out, Report, StagedModel, StageFunction, T
 from dualpipe_jax.engine import checks
 from dualpipe_jax.engine.guard import Divergence
 from dualpipe_jax.engine.spmd import Engine, Outputs, Repeated, Results
-from dualpipe_jax.engine.stages import PlacedStages, broadcast, from_placed, to_placed
+from dualpipe_jax.engine.stages import PlacedStages, broadcast, from_placed, is_listed, to_placed
 from dualpipe_jax.engine.storage import Leaf
 from dualpipe_jax.engine.trees import float0_like, is_floating, is_key
 from dualpipe_jax.schedule import CostModel, Schedule
@@ -246,7 +246,7 @@ class Pipeline:
         if isinstance(stages, PlacedStages):
             local = tuple(of("stages", stage) for stage in stages.local)
             return {"stages": dataclasses.replace(stages, local=local), "shared": shared}
-        if isinstance(stages, list):
+        if is_listed(stages, self.schedule.placement.num_model_stages):
             return {"stages": [of("stages", stage) for stage in stages], "shared": shared}
         return {"stages": of("stages", stages), "shared": shared}
 
@@ -364,7 +364,7 @@ class Pipeline:
         if isinstance(given, PlacedStages):
             trees = (_as_tree(tree, found) for tree, found in local)
             stages: Tree = dataclasses.replace(given, local=tuple(trees))
-        elif isinstance(given, list):
+        elif is_listed(given, self.schedule.placement.num_model_stages):
             lead = from_placed(lists["stages"], self.schedule.placement, is_leaf=lambda g: g is None)
             stages = [
                 _as_tree(tree, [None if g is None else g[number] for g in lead])

@@ -16,6 +16,7 @@ from dualpipe_jax.contract import (
     loss_weights,
     returned,
 )
+from dualpipe_jax.engine.stages import is_listed
 from dualpipe_jax.engine.trees import sum_dtype
 from dualpipe_jax.parallel import AXES
 
@@ -36,7 +37,7 @@ def reference_loss(model: StagedModel, *, num_parts: int = 1) -> Callable[..., t
         metrics: dict[str, Tree] = {}
         x = None
         for stage, kind in enumerate(model.kind_of):
-            own = stage_of(params["stages"], stage)
+            own = stage_of(params["stages"], stage, model.num_stages)
             microbatch, part = number // num_parts, number % num_parts
             at = At(batch, jnp.int32(stage), microbatch, key_at(key, stage, microbatch, part))
             out = returned(kind, model.kinds[kind](own, params["shared"], x, at))
@@ -76,9 +77,11 @@ def _as_given(wide: Tree, params: Tree) -> Tree:
     return jax.tree.map(lambda leaf, given: leaf.astype(given.dtype), wide, params)
 
 
-def stage_of(stages: Tree, stage: int) -> Tree:
+def stage_of(stages: Tree, stage: int, num_stages: int) -> Tree:
     """The parameters of one stage, of leaves [num_stages, ...] or of a list of one tree for each stage."""
-    return stages[stage] if isinstance(stages, list) else jax.tree.map(lambda leaf: leaf[stage], stages)
+    if is_listed(stages, num_stages):
+        return stages[stage]
+    return jax.tree.map(lambda leaf: leaf[stage], stages)
 
 
 def reference_value_and_grad(

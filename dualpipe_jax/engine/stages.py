@@ -96,8 +96,8 @@ def to_placed(stages: Tree, placement: Placement) -> PlacedStages:
                 "unplace (or unplace_stages), and place them with this one's place."
             )
         return stages
-    if isinstance(stages, list):
-        stages = _stacked(stages, placement)
+    if is_listed(stages, placement.num_model_stages):
+        stages = jax.tree.map(lambda *leaves: jnp.stack(leaves), *stages)
 
     def pick(model_stages):
         in_order = np.array_equal(model_stages, np.arange(placement.num_model_stages))
@@ -106,22 +106,39 @@ def to_placed(stages: Tree, placement: Placement) -> PlacedStages:
     return PlacedStages(tuple(pick(row) for row in homes(placement).owned), owned_stages(placement))
 
 
-def _stacked(trees: list[Tree], placement: Placement) -> Tree:
-    wanted = placement.num_model_stages
-    if len(trees) != wanted:
-        raise ValueError(
-            f"params['stages'] is a list of {len(trees)} trees, so one for each stage, but there are {wanted} stages; "
-            f"a tree whose leaves are [{wanted}, ...] may be anything but a list at its top."
-        )
-    types = [jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), tree) for tree in trees]
+def is_listed(stages: Tree, num_stages: int) -> bool:
+    """Whether parameters are a list of one tree for each stage, rather than a tree of leaves [num_stages, ...].
+
+    Raises ValueError where they may be both, or are neither.
+    """
+    if not isinstance(stages, list):
+        return False
+    types = [jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), tree) for tree in stages]
+    leaves = jax.tree.leaves(stages)
+    if not leaves:
+        return len(stages) == num_stages
+    stacked = all(leaf.ndim and leaf.shape[0] == num_stages for leaf in leaves)
     other = next((number for number, form in enumerate(types) if form != types[0]), None)
+    if stacked and (len(stages) != num_stages or other is not None):
+        return False
+    if stacked:
+        raise ValueError(
+            f"params['stages'] is a list of {num_stages} alike trees of leaves [{num_stages}, ...]: that may be a tree "
+            "for each stage, or one tree of all. Stack it yourself, jax.tree.map(lambda *leaves: jnp.stack(leaves), "
+            "*stages), or give one tree of all stages as a tuple."
+        )
+    if len(stages) != num_stages:
+        raise ValueError(
+            f"params['stages'] is a list of {len(stages)} trees, but there are {num_stages} stages: give one tree for "
+            f"each stage, or leaves [{num_stages}, ...]."
+        )
     if other is not None:
         raise ValueError(
-            f"params['stages'] is a list of one tree for each stage: stage {other} has {_forms(trees[other])}, but "
-            f"stage 0 has {_forms(trees[0])}. Trees of stages must be alike, since every rank runs one program; what "
+            f"params['stages'] is a list of one tree for each stage: stage {other} has {_forms(stages[other])}, but "
+            f"stage 0 has {_forms(stages[0])}. Trees of stages must be alike, since every rank runs one program; what "
             "only some stages have belongs in params['shared']."
         )
-    return jax.tree.map(lambda *leaves: jnp.stack(leaves), *trees)
+    return True
 
 
 def _forms(tree: Tree) -> str:

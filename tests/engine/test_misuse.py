@@ -190,11 +190,25 @@ def test_a_list_of_one_tree_for_each_stage():
         assert jax.tree.structure(got) == jax.tree.structure(listed)
         stacked = got | {"stages": {"w": jnp.stack([stage["w"] for stage in got["stages"]])}}
         jax.tree.map(lambda g, w: np.testing.assert_allclose(g, w, rtol=2e-6, atol=1e-7), stacked, want)
-    with pytest.raises(ValueError, match="a list of 3 trees.*there are 4 stages"):
+    with pytest.raises(ValueError, match="a list of 3 trees, but there are 4 stages"):
         step.value_and_grad(listed | {"stages": listed["stages"][:3]}, batch)
     unlike = [*listed["stages"][:3], {"w": jnp.ones(5)}]
     with pytest.raises(ValueError, match=r"stage 3 has {w: float32\[5\]}, but stage 0 has {w: float32\[\]}"):
         step.value_and_grad(listed | {"stages": unlike}, batch)
+    both = [{"w": jnp.ones((4, 2))}] * 4
+    with pytest.raises(
+        ValueError, match=r"a list of 4 alike trees of leaves \[4, ...\]: that may be a tree for each"
+    ):
+        step.value_and_grad(listed | {"stages": both}, batch)
+
+
+def test_a_list_of_leaves_of_all_stages_is_one_tree():
+    params, batch = arguments()
+    of_leaves = params | {"stages": [params["stages"]["w"]]}
+    step = pipeline(lambda own, shared, x, at: stage({"w": own[0]}, shared, x, at))
+    _, got = step.value_and_grad(of_leaves, batch)
+    want = jax.grad(plain_loss)(params, batch)["stages"]["w"]
+    np.testing.assert_allclose(got["stages"][0], want, rtol=2e-6)
 
 
 def test_parameters_are_placed_from_wherever_they_lie():
