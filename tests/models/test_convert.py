@@ -11,12 +11,12 @@ import orbax.checkpoint.experimental.v1 as ocp
 import pytest
 import tokenizers
 from safetensors.numpy import load_file
-from test_weights import CONFIG, random_params
 
 from models import weights
 from models.weights import WeightsError, load_tokenizer
 from models.weights.__main__ import main
 from models.weights.native import read
+from tests.models.test_weights import CONFIG, random_params
 
 TEXT = "Experts are chosen by scores; the bias takes part in the choice only. Zwölf Boxkämpfer!"
 
@@ -45,12 +45,11 @@ def all_tensors(folder):
     return {name: v for file in sorted(folder.glob("*.safetensors")) for name, v in load_file(file).items()}
 
 
-@pytest.mark.parametrize("narrow", [False, True], ids=["float32", "bfloat16"])
-def test_there_and_back_is_bit_for_bit(tmp_path, narrow, capsys):
-    config = dataclasses.replace(CONFIG, compute_dtype=jnp.bfloat16 if narrow else jnp.float32)
-    params, dtype = random_params(config), "bfloat16" if narrow else "float32"
+def test_there_and_back_is_bit_for_bit(tmp_path, capsys):
+    config = dataclasses.replace(CONFIG, compute_dtype=jnp.bfloat16)
     there, ours, back = (tmp_path / name for name in ("there", "ours", "back"))
-    weights.save(there, config, params, dtype=dtype, extra={"eos_token_id": 7, "auto_map": {"x": "evil.py"}})
+    extra = {"eos_token_id": 7, "auto_map": {"x": "evil.py"}}
+    weights.save(there, config, random_params(config), dtype="bfloat16", extra=extra)
     make_tokenizer(there)
     (there / "evil.py").write_text("raise SystemExit")
     assert main([str(there), str(ours)]) == 0
@@ -67,12 +66,11 @@ def test_there_and_back_is_bit_for_bit(tmp_path, narrow, capsys):
 
 def test_a_step_of_the_trainers_can_be_published(tmp_path):
     """Beside the parameters, layers in model order, it has the optimizer's state, and facts that we ignore."""
-    params = random_params(CONFIG)
+    params = jax.device_get(random_params(CONFIG))
+    one_stage = jax.tree.map(lambda w: w[0], params["stages"])
     flat = {
         f"params/{jax.tree_util.keystr(path, simple=True, separator='/')}": leaf
-        for path, leaf in jax.tree_util.tree_leaves_with_path(
-            params | {"stages": jax.tree.map(lambda w: w[0], params["stages"])}
-        )
+        for path, leaf in jax.tree_util.tree_leaves_with_path(params | {"stages": one_stage})
         if getattr(path[-1], "key", None) != "row"
     }
     flat |= {name.replace("params", "mu", 1): leaf * 0 for name, leaf in flat.items()} | {

@@ -89,9 +89,10 @@ def same(got, wanted):
     "schedule, options",
     [
         (one_f_one_b(2, NUM), {}),
+        pytest.param(dualpipe(2, NUM), {"fuse_pairs": True}, marks=pytest.mark.slow),
         pytest.param(dualpipe(2, NUM), {"check_vma": True}, marks=pytest.mark.slow),
     ],
-    ids=["1f1b", "dualpipe, checked"],
+    ids=["1f1b", "dualpipe, fused", "dualpipe, checked"],
 )
 def test_gradients_are_the_plain_models(schedule, options):
     num_stages = schedule.placement.num_model_stages
@@ -118,7 +119,7 @@ def test_eight_bits():
 
 @pytest.mark.slow
 def test_words_and_embedding_over_both_axes():
-    """All of DeepSeek's model, under DualPipe."""
+    """All of DeepSeek's model."""
     tokens = np.random.default_rng(0).integers(0, 32, (2, NUM, 4, 6)).astype(np.int32)
     batch = {"inputs": tokens[0], "targets": tokens[1]}
     plain, model = (
@@ -127,9 +128,8 @@ def test_words_and_embedding_over_both_axes():
     )
     params = random_params(CONFIG, 1, 0.25, (1, 1))
     wanted = quick(reference_value_and_grad(plain.staged, num_parts=4))(params, batch)
-    pipeline = Pipeline(
-        model.staged, dualpipe(2, NUM), make_mesh(2, (2, 2)), param_specs=model.param_specs, fuse_pairs=True
-    )
+    mesh = make_mesh(2, (2, 2))
+    pipeline = Pipeline(model.staged, one_f_one_b(2, NUM), mesh, param_specs=model.param_specs)
     got = quick(pipeline.value_and_grad)(params, batch)
     np.testing.assert_array_equal(got[0][1].metrics["counts"], wanted[0][1].metrics["counts"])
     same(jax.device_get(got), jax.device_get(wanted))
