@@ -38,7 +38,7 @@ def choices(num_tokens, num_experts, *, skew=0.5, seed=0):
 
 def on_devices(ep, function, check_vma=True, **options):
     """On so many devices, or (nodes, devices of a node): arguments and results are split along their first dim."""
-    spec = P("ep" if isinstance(ep, int) else expert_axes(ep[0]))
+    spec = P("ep" if isinstance(ep, int) else expert_axes(2))
     mapped = jax.shard_map(
         function, mesh=make_mesh(1, ep), in_specs=spec, out_specs=spec, check_vma=check_vma
     )

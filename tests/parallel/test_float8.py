@@ -15,6 +15,7 @@ from dualpipe_jax.parallel import (
     check_float8,
     combine,
     dispatch,
+    expert_matmul,
     float8_matmul,
     plan_capacity,
     plan_dropless,
@@ -277,6 +278,18 @@ def test_three_products_of_unequal_groups(sizes):
         if size:
             wanted[0][rows], wanted[1][rows], wanted[2][g] = matmul_by_loops(x[rows], w[g], dy[rows])
     close(jitted(x, w, dy, jnp.asarray(sizes, jnp.int32)), wanted)
+
+
+def test_experts_take_the_groups_that_arrived():
+    """Without a gradient."""
+    handle = jax.jit(plan_of("dropless", axis_name=None))(choices(T))
+    x, w = operands(T * K, 3)[0], np.resize(operands(1, 4)[1], (E, D, F))
+    found = jax.jit(functools.partial(expert_matmul, kernel="float8"))(x, w, handle)
+    groups = zip(np.split(x, np.cumsum(handle.group_sizes_L)[:-1]), w, strict=True)
+    wanted = [
+        product_by_blocks(by_loops(rows, ROW)[2], by_loops(matrix, SQUARE)[2]) for rows, matrix in groups
+    ]
+    close([found], [np.concatenate(wanted)])
 
 
 def test_bfloat16_in_bfloat16_out():

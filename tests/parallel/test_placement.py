@@ -95,8 +95,10 @@ def test_of_few_tokens_not_all_devices_take_the_same_copy_first():
     assert sorted(ring[np.arange(3), wanted, 0] // 2) == [0, 1, 2], "a device is asked by one other"
 
 
-@pytest.mark.parametrize("near", [True, False])
-@pytest.mark.parametrize("sizes", SIZES[:5], ids=str)
+@pytest.mark.parametrize(
+    "sizes, near",
+    [(SIZES[0], True), (SIZES[1], False), (SIZES[2], False), (SIZES[3], True), (SIZES[4], True)],
+)
 def test_tokens_take_copies_in_turn(sizes, near):
     num_experts, num_devices, num_slots = sizes
     held = tables(1, *sizes, seed=1)[0]
@@ -104,7 +106,7 @@ def test_tokens_take_copies_in_turn(sizes, near):
     rng = np.random.default_rng(2)
     skewed = rng.normal(size=(T, num_experts)) - 0.5 * np.arange(num_experts)
     topk = np.argsort(-skewed, axis=1)[:, :K].astype(np.int32)
-    found = jax.jit(jax.vmap(choose_copies, in_axes=(None, 0)))(topk, copies)
+    found = np.asarray(jax.jit(jax.vmap(choose_copies, in_axes=(None, 0)))(topk, copies))
     assert found.dtype == jnp.int32
     for device in range(num_devices):
         seen = collections.Counter()
@@ -116,7 +118,7 @@ def test_tokens_take_copies_in_turn(sizes, near):
                 assert held.reshape(-1)[found[device, token, k]] == expert
                 seen[expert] += 1
     counts = np.bincount(topk.reshape(-1), minlength=num_experts) * num_devices
-    loads = np.bincount(np.asarray(found).reshape(-1), minlength=num_devices * num_slots)
+    loads = np.bincount(found.reshape(-1), minlength=num_devices * num_slots)
     for expert, there in places(held).items():
         share = counts[expert] / len(there)
         # A device's tokens differ by one at most between turns.
@@ -154,8 +156,7 @@ def test_every_copy_gets_the_sum_of_all_copies(sizes):
 
 
 def test_without_redundant_experts_there_is_nothing_to_sum():
-    held = jnp.asarray(tables(1, 6, 2, 3)[0])
-    gradient = jnp.ones((3, 2))
+    held, gradient = tables(1, 6, 2, 3)[0], np.ones((3, 2))
     assert sum_copies(gradient, held, 6, "no such axis") is gradient
 
 
@@ -174,10 +175,8 @@ def test_experts_move_from_any_table_to_any_other(before, after):
         found = move(value[old[layer]], moves.send[layer], moves.take[layer])
         np.testing.assert_array_equal(found, value[new[layer]])
     lacking = sum(
-        expert not in old[layer, device]
-        for layer in range(2)
-        for device in range(num_devices)
-        for expert in new[layer, device]
+        np.isin(wanted, had, invert=True).sum()
+        for wanted, had in zip(np.vstack(new), np.vstack(old), strict=True)
     )
     width = moves.send.shape[-1]
     assert moves.moved == lacking > 0 and width & (width - 1) == 0 < width
@@ -187,15 +186,9 @@ def test_what_stays_on_its_device_is_not_sent():
     held = tables(1, 8, 4, 3)
     moves = plan_moves(held, held[..., ::-1], 8)
     assert moves.moved == 0 and moves.send.shape == (1, 4, 4, 0)
-    text = jax.jit(
-        jax.shard_map(
-            lambda rows, send, take: move_experts(rows[0], send[0], take[0], "ep")[None],
-            mesh=make_mesh(1, 4),
-            in_specs=P("ep"),
-            out_specs=P("ep"),
-        )
-    ).lower(np.zeros((4, 3, 2), np.float32), moves.send[0], moves.take[0])
-    assert "all_to_all" not in text.as_text()
+    move = on_devices(4, functools.partial(move_experts, axis_name="ep"))
+    text = move.lower(np.zeros((4, 3, 2), np.float32), moves.send[0], moves.take[0]).as_text()
+    assert "all_to_all" not in text
 
 
 def test_a_copy_is_fetched_from_those_least_asked():
