@@ -4,19 +4,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import PartitionSpec as P
 
 from dualpipe_jax.parallel import (
     choose_copies,
     combine,
     dispatch,
     expert_axes,
-    make_mesh,
     plan_capacity,
     plan_dropless,
     plan_two_hops,
     share_copies,
 )
+from tests.parallel.expert_layers import on_devices
 
 T, K, E, D, DEVICES = 6, 3, 8, 4, 4  # T tokens a device
 AXES = expert_axes(2)
@@ -46,20 +45,19 @@ def test_numbers_of_no_expert(plan):
     """An expert doubles what it gets: the sum over the rest of the assignments, in NumPy; and its gradients."""
     topk, none, weights, x = choices()
 
-    def layer(x, weights, topk):
-        handle = plan(topk)
-        return combine(2 * dispatch(x, handle), weights, handle), handle.dropped[None]
+    def run(x, weights, topk):
+        def layer(x, weights):
+            handle = plan(topk)
+            return combine(2 * dispatch(x, handle), weights, handle), handle.dropped[None]
 
-    mesh, spec = make_mesh(1, (2, 2)), P(AXES)
-    run = jax.shard_map(layer, mesh=mesh, in_specs=spec, out_specs=(spec, spec), check_vma=False)
-    out, dropped = jax.jit(run)(x, weights, topk)
-    counted = np.where(none, 0, weights)
-    np.testing.assert_allclose(out, 2 * counted.sum(1, keepdims=True) * x, rtol=1e-5, atol=1e-6)
+        out, pull, dropped = jax.vjp(layer, x, weights, has_aux=True)
+        return out, dropped, *pull(jnp.ones_like(out))
+
+    out, dropped, by_x, by_weights = on_devices((2, 2), run)(x, weights, topk)
+    counted = 2 * np.where(none, 0, weights).sum(1, keepdims=True)
+    np.testing.assert_allclose(out, counted * x, rtol=1e-5, atol=1e-6)
     assert not np.any(dropped)
-    by_x, by_weights = jax.jit(jax.grad(lambda *a: jnp.sum(run(*a, topk)[0]), argnums=(0, 1)))(x, weights)
-    np.testing.assert_allclose(
-        by_x, np.broadcast_to(2 * counted.sum(1, keepdims=True), x.shape), rtol=1e-5, atol=1e-6
-    )
+    np.testing.assert_allclose(by_x, np.broadcast_to(counted, x.shape), rtol=1e-5, atol=1e-6)
     want = np.where(none, 0, 2 * x.sum(1, keepdims=True))
     np.testing.assert_allclose(by_weights, want, rtol=1e-5, atol=1e-6)
 
@@ -67,14 +65,17 @@ def test_numbers_of_no_expert(plan):
 @pytest.mark.parametrize("plan", [plan_capacity, plan_dropless])
 def test_a_dropped_weight_may_be_anything(plan):
     """All want expert 0, which takes two: the others' weights are not finite."""
-    topk = jnp.zeros((T, 1), jnp.int32)
-    handle = plan(topk, E, capacity=2) if plan is plan_capacity else plan(topk, E, buffer_factor=2 / T)
-    assert int(handle.dropped) == T - 2
-    weights = jnp.array([1, 1, *[jnp.nan, jnp.inf] * 2])[:, None]
-    x = jnp.ones((T, D))
-    np.testing.assert_array_equal(
-        combine(dispatch(x, handle), weights, handle), [[1] * D] * 2 + [[0] * D] * (T - 2)
-    )
+    topk, x = np.zeros((T, 1), np.int32), np.ones((T, D), np.float32)
+    weights = np.array([1, 1, *[np.nan, np.inf] * 2], np.float32)[:, None]
+
+    @jax.jit
+    def run(x, weights, topk):
+        handle = plan(topk, E, capacity=2) if plan is plan_capacity else plan(topk, E, buffer_factor=2 / T)
+        return combine(dispatch(x, handle), weights, handle), handle.dropped
+
+    out, dropped = run(x, weights, topk)
+    assert dropped == T - 2
+    np.testing.assert_array_equal(out, [[1] * D] * 2 + [[0] * D] * (T - 2))
 
 
 @pytest.mark.parametrize("num_slots", [4, 5])
