@@ -19,7 +19,7 @@ FIRST = {"experts": {"gate_proj": array(2, 4, 3)}, "gate": array(3, 4)}
 SECOND = {"shared_experts": {"gate_proj": array(3, 3)}, "up_proj": array(3)}
 GRADS = {
     "embed": {"embed_tokens": array(7, 3), "layers": {"0": {"self_attn": ATTENTION}}},
-    "stages": PlacedStages(({"layers": {"mlp": FIRST}}, {"layers": {"mlp": SECOND}})),
+    "stages": PlacedStages(({"layers": {"mlp": FIRST}}, {"layers": {"mlp": SECOND}}), ((0,), (1,))),
     "head": {"lm_head": array(3, 7), "norm": {"weight": array(3)}, "extra": array(2)},
 }
 
@@ -30,7 +30,10 @@ def params():
 
     one = np.array([[[0.5, -0.5, 0.0], [0.0, 0.0, 0.0]]], np.float32)
     other = np.array([[[0.25, 0.25, 0.25], [2.0, 0.5, 1.0]]], np.float32)
-    return {"embed": {"bias": np.array([9.0, -9.0])}, "stages": PlacedStages((stage(one), stage(other)))}
+    return {
+        "embed": {"bias": np.array([9.0, -9.0])},
+        "stages": PlacedStages((stage(one), stage(other)), ((0,), (1,))),
+    }
 
 
 def norm(*leaves):

@@ -116,7 +116,7 @@ def test_copies_move_as_one_expert_that_has_all_their_gradients():
     def placed(params):
         tables = {"held": held[None].astype(np.int32), "copies": np.zeros((1, 2, 2, E, 2), np.int32)}
         stages = params["stages"] | {"routing": params["stages"]["routing"] | tables}
-        return params | {"stages": PlacedStages((stages,))}
+        return params | {"stages": PlacedStages((stages,), ((0,),))}
 
     def lie(path, leaf):
         cut = PartitionSpec("pp", "ep", None, "dp")
@@ -278,7 +278,9 @@ def test_every_leaf_of_experts_is_found_and_no_other():
         return leaf
 
     stage = {"layers": [{"mlp": {"experts": {"w": 1}, "gate": 2}}, {"mlp": {"experts": {"w": 1}}}]}
-    params = {"stages": PlacedStages(tuple(stage | {"routing": {"name": name}} for name in "ab"))}
+    params = {
+        "stages": PlacedStages(tuple(stage | {"routing": {"name": name}} for name in "ab"), ((0,), (1,)))
+    }
     map_experts(note, {"mu": params, "nu": params, "experts": 3}, params)
     assert sorted(seen) == sorted(2 * [(name, slot) for name in "ab" for slot in range(2)])
 

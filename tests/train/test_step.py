@@ -77,7 +77,7 @@ def test_placed_biases_find_their_counts():
         routing = {"bias": jnp.zeros((2, 1, 2)), "row": jnp.array(numbers, jnp.int32)[:, None]}
         return {"layers": {}, "routing": routing}
 
-    placed = PlacedStages((stages([0, 1]), stages([3, 2])))
+    placed = PlacedStages((stages([0, 1]), stages([3, 2])), ((0, 1), (3, 2)))
     near, far = jax.jit(update_routing)({"stages": placed}, counts, 1.0)["stages"].local
     np.testing.assert_array_equal(near["routing"]["bias"][:, 0], [[-1, 1], [1, -1]])
     np.testing.assert_array_equal(far["routing"]["bias"][:, 0], [[-1, 1], [0, 0]])
