@@ -21,37 +21,17 @@ def libraries():
 
 
 SIZES = dict(
-    vocab_size=96,
-    hidden_size=48,
-    intermediate_size=64,
-    moe_intermediate_size=24,
-    num_hidden_layers=3,
-    first_k_dense_replace=1,
-    num_attention_heads=4,
-    num_key_value_heads=4,
-    n_routed_experts=16,
-    n_shared_experts=1,
-    num_experts_per_tok=4,
-    q_lora_rank=24,
-    kv_lora_rank=16,
-    qk_rope_head_dim=8,
-    qk_nope_head_dim=16,
-    v_head_dim=12,
+    vocab_size=96, hidden_size=48, intermediate_size=64, moe_intermediate_size=24, num_hidden_layers=3,
+    first_k_dense_replace=1, num_attention_heads=4, num_key_value_heads=4, n_routed_experts=16, n_shared_experts=1,
+    num_experts_per_tok=4, q_lora_rank=24, kv_lora_rank=16, qk_rope_head_dim=8, qk_nope_head_dim=16, v_head_dim=12,
     initializer_range=0.2,
-)
+)  # fmt: skip
 GROUPS = dict(n_group=4, topk_group=2)
 
 
 def yarn(factor, original, **more):
-    return {
-        "rope_type": "yarn",
-        "rope_theta": 10000.0,
-        "factor": factor,
-        "original_max_position_embeddings": original,
-        "beta_fast": 32,
-        "beta_slow": 1,
-        **more,
-    }
+    found = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": factor, "beta_fast": 32, "beta_slow": 1}
+    return found | {"original_max_position_embeddings": original} | more
 
 
 def make(version=3, seed=0, **changes):

@@ -27,43 +27,29 @@ TOKENS = np.random.default_rng(0).integers(0, 96, (2, 20))
 
 CASES = {
     "v3, queries compressed, groups, biases, halves rotated, YaRN of unequal mscales": dict(
-        rope_interleave=False,
-        attention_bias=True,
-        rope_parameters=yarn(40, 32, mscale=1.0, mscale_all_dim=0.707),
+        rope_interleave=False, attention_bias=True, rope_parameters=yarn(40, 32, mscale=1.0, mscale_all_dim=0.707)
     ),
     "v3, plain queries, one group, tied, eps 1e-3, two shared, not normalised": dict(
-        q_lora_rank=None,
-        n_group=1,
-        topk_group=1,
-        n_shared_experts=2,
-        norm_topk_prob=False,
-        tie_word_embeddings=True,
+        q_lora_rank=None, n_group=1, topk_group=1, n_shared_experts=2, norm_topk_prob=False, tie_word_embeddings=True,
         rms_norm_eps=1e-3,
     ),
     "v2, groups, YaRN": dict(
-        version=2,
-        n_group=4,
-        topk_group=2,
-        topk_method="group_limited_greedy",
-        routed_scaling_factor=4.0,
+        version=2, n_group=4, topk_group=2, topk_method="group_limited_greedy", routed_scaling_factor=4.0,
         rope_parameters=yarn(40, 32, mscale=0.707, mscale_all_dim=0.707),
     ),
-}
+}  # fmt: skip
+THETA = {"rope_type": "default", "rope_theta": 5e4}
 MORE = {
     "v3, eight groups of two, no dense layer": dict(n_group=8, topk_group=3, first_k_dense_replace=0),
-    "v3, all groups reached, theta 5e4": dict(
-        topk_group=4, rope_parameters={"rope_type": "default", "rope_theta": 5e4}
-    ),
+    "v3, all groups reached, theta 5e4": dict(topk_group=4, rope_parameters=THETA),
     "v3, plain queries, halves rotated": dict(q_lora_rank=None, rope_interleave=False),
-    "v3, YaRN 32 with betas of 1": dict(
-        rope_parameters=yarn(32, 4096, beta_fast=1, mscale=1.0, mscale_all_dim=1.0)
-    ),
+    "v3, YaRN 32 with betas of 1": dict(rope_parameters=yarn(32, 4096, beta_fast=1, mscale=1.0, mscale_all_dim=1.0)),
     "v3, YaRN with mscale_all_dim alone": dict(rope_parameters=yarn(4, 16, beta_fast=1, mscale_all_dim=1.0)),
     "v3, YaRN with mscale alone": dict(rope_parameters=yarn(40, 32, mscale=0.707)),
     "v3, eps 1e-5, scale 1": dict(rms_norm_eps=1e-5, routed_scaling_factor=1.0),
     "v2, greedy, plain queries, biases": dict(version=2, q_lora_rank=None, attention_bias=True),
     "v2, one shared expert, tied, no YaRN": dict(version=2, n_shared_experts=1, tie_word_embeddings=True),
-}
+}  # fmt: skip
 
 
 def our_run(config, params, tokens, monkeypatch):
@@ -131,9 +117,8 @@ def measure(case, folder, monkeypatch):
             gradient = gradient[rotary_order(rotary, len(gradient))]
         apart.append((np.abs(got - gradient).max(), np.abs(gradient).max()))
     return {
-        "states": max(
-            np.abs(a - b).max() / b.std() for a, b in zip(states[:-1], their_states, strict=False)
-        ),  # their last is normalised
+        # Their last is normalised.
+        "states": max(np.abs(a - b).max() / b.std() for a, b in zip(states[:-1], their_states, strict=False)),
         "logits": np.abs(ours - theirs).max() / theirs.std(),
         "experts": np.mean([np.array_equal(a, b) for a, b in zip(choice, their_choice, strict=True)]),
         "loss": abs(loss - their_loss.item()),
@@ -153,20 +138,16 @@ def test_equals_transformers(case, tmp_path, monkeypatch):
     assert errors["loss"] < 1e-5 and errors["gradients"] < 1e-5, errors
 
 
-def packed():
-    """Two documents and padding in a row, and a row of one: tokens, positions, segments."""
-    tokens = np.concatenate([TOKENS[0, :7], TOKENS[1, :9], np.zeros(4, int)])
-    segments = np.repeat([1, 2, 0], [7, 9, 4])
-    positions = np.concatenate([np.arange(7), np.arange(9), np.arange(4)])
-    rows = (tokens, TOKENS[0]), (positions, np.arange(20)), (segments, np.ones(20, int))
-    return (jnp.asarray(np.stack(row), jnp.int32) for row in rows)
-
-
 def test_logits_of_packed_documents_are_those_of_each_alone(tmp_path):
     """Documents start anywhere in a row, next to others and to padding; transformers sees each by itself."""
     model = make(num_hidden_layers=2)
     config, params = weights.load(saved(model, tmp_path))
-    tokens, positions, segments = packed()
+    rows = (  # two documents and padding in a row, and a row of one: tokens, positions, segments
+        (np.concatenate([TOKENS[0, :7], TOKENS[1, :9], np.zeros(4, int)]), TOKENS[0]),
+        (np.concatenate([np.arange(7), np.arange(9), np.arange(4)]), np.arange(20)),
+        (np.repeat([1, 2, 0], [7, 9, 4]), np.ones(20, int)),
+    )
+    tokens, positions, segments = (np.stack(row).astype(np.int32) for row in rows)
     out = jax.jit(logits, static_argnums=0)(config, params, tokens, positions=positions, segment_ids=segments)
     alone = [run(model, doc[None])[0][0] for doc in (TOKENS[0, :7], TOKENS[1, :9], TOKENS[0])]
     for ours, wanted in zip((out[0, :7], out[0, 7:16], out[1]), alone, strict=True):
@@ -216,9 +197,8 @@ def test_predictions_further_ahead_are_those_of_transformers(tmp_path, monkeypat
     made = jax.tree_util.tree_map_with_path(fill, jax.eval_shape(last.init, jax.random.key(0)))
     layers, bias = params["stages"]["layers"], params["stages"]["routing"]["bias"]
     made["stages"]["layers"][:-1] = layers
-    made["stages"]["routing"]["bias"] = jnp.concatenate(
-        [bias, made["stages"]["routing"]["bias"][:, -1:] - 0.9], axis=1
-    )
+    own_bias = made["stages"]["routing"]["bias"][:, -1:] - 0.9
+    made["stages"]["routing"]["bias"] = jnp.concatenate([bias, own_bias], axis=1)
     made["shared"] = params["shared"] | {"mtp": made["shared"]["mtp"]}
     weights.save(tmp_path / "out", config, made)
 
@@ -233,10 +213,7 @@ def test_predictions_further_ahead_are_those_of_transformers(tmp_path, monkeypat
         )
     # The module's loss, and what it would be of the states that transformers gives.
     own = jax.tree.map(lambda w: w[0], made["stages"])
-    batch = {
-        "inputs": jnp.asarray(TOKENS, jnp.int32),
-        "targets": jnp.roll(jnp.asarray(TOKENS, jnp.int32), -1, 1),
-    }
+    batch = {"inputs": TOKENS.astype(np.int32), "targets": np.roll(TOKENS, -1, 1).astype(np.int32)}
     at = At(batch, jnp.int32(0), jnp.int32(0), None)
     out = jax.jit(last.staged.kinds["only"])(own, made["shared"], None, at)
     log_probs = jax.nn.log_softmax(jnp.asarray(wanted.numpy()) @ made["shared"]["lm_head"]["kernel"])

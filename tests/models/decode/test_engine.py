@@ -137,30 +137,18 @@ def test_requests_are_cancelled_waiting_or_served_even_by_their_own_callback():
     [
         ([], {}, "the prompt is empty: give at least one token"),
         ([0.5], {}, "the prompt's tokens are float64, must be integers"),
-        (
-            [1, 48],
-            {},
-            r"the prompt hold token 48, which the model does not know: its tokens are 0 to 47; is this",
-        ),
+        ([1, 48], {}, "the prompt hold token 48, which the model does not know: its tokens are 0 to 47; is this"),
         ([-1], {}, "the prompt hold token -1, which the model does not know"),
         ([1], {"stop": (2, 99)}, "the stop tokens hold token 99, which the model does not know"),
         ([1], {"max_tokens": 0}, "max_tokens is 0, must be at least 1"),
-        (
-            [1],
-            {"temperature": -1.0, "top_p": 0.0},
-            "temperature is -1.0, must be 0 or more; top_p is 0.0, must be",
-        ),
+        ([1], {"temperature": -1.0, "top_p": 0.0}, "temperature is -1.0, must be 0 or more; top_p is 0.0, must be"),
         ([1], {"temperature": float("nan")}, "temperature is nan, must be 0 or more"),
         ([1], {"seed": -1}, r"seed is -1, must lie between 0 and 2\*\*32 - 1"),
-        (
-            [1] * 20,
-            {"max_tokens": 5},
-            "the prompt of 20 tokens and max_tokens 5 are 25 together, the limit is max_positions 24: shorten the "
-            "prompt, or ask for at most 4 tokens",
-        ),
+        ([1] * 20, {"max_tokens": 5}, "the prompt of 20 tokens and max_tokens 5 are 25 together, the limit is max_pos"
+         "itions 24: shorten the prompt, or ask for at most 4 tokens"),
         ([1] * 24, {"max_tokens": 5}, "the prompt of 24 tokens is too long: the limit is max_positions 24"),
     ],
-)
+)  # fmt: skip
 def test_what_cannot_be_served_is_refused_and_others_are_unharmed(prompt, params, message):
     serving, (other,) = engine(), prompts(3)
     serving.add(other, SamplingParams(max_tokens=2))
@@ -229,11 +217,6 @@ def test_a_common_beginning_is_computed_once(drafts):
     assert len(serving._blocks) == LIMITS.num_blocks
 
 
-def test_limits_must_be_positive():
-    with pytest.raises(ValueError, match="Limits: max_requests is 0, block_size is -1; must be at least 1"):
-        Limits(max_requests=0, block_size=-1)
-
-
 # ------------------------------------------------------------------------------------------------ drafts
 
 
@@ -295,7 +278,9 @@ def test_drafts_change_no_sampled_text_and_no_stop():
     assert {reason for _, reason in outcomes[0]} == {"stop", "length"}
 
 
-def test_drafts_need_a_module_ahead():
+def test_limits_and_drafts_that_cannot_be():
+    with pytest.raises(ValueError, match="Limits: max_requests is 0, block_size is -1; must be at least 1"):
+        Limits(max_requests=0, block_size=-1)
     with pytest.raises(
         ValueError, match="drafts need a module of multi-token prediction, and the model has none"
     ):
