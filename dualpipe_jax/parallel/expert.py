@@ -30,7 +30,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from dualpipe_jax.parallel.expert_groups import Kernel, grouped_matmul, vary_alike
+from dualpipe_jax.parallel.expert_groups import Kernel, check_kernel, grouped_matmul, vary_alike
 from dualpipe_jax.parallel.float8_matmul import float8_matmul
 from dualpipe_jax.parallel.wire import Payload, Way, carry, check_payload
 
@@ -287,7 +287,11 @@ def expert_matmul(
     Returns:
       [L, N, C, F] or [R, F].
 
+    Raises:
+      ValueError: there is no such kernel.
+
     """
+    check_kernel("expert_matmul", kernel, "float8")
     if kernel == "float8":
         if handle.group_sizes_L is not None:
             return float8_matmul(rows, w_LDF, handle.group_sizes_L)

@@ -10,7 +10,7 @@ Shape suffixes: R rows, G groups, D in, F out; B rows of a block.
 
 import functools
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
@@ -68,9 +68,10 @@ def grouped_matmul(
       [R, F] of x's dtype; zeros past the last group. The gradients are exact, accumulated in float32.
 
     Raises:
-      ValueError: the shapes do not fit together, or megablox does not take so many rows.
+      ValueError: the shapes do not fit together, megablox does not take so many rows, or there is no such kernel.
 
     """
+    check_kernel("grouped_matmul", kernel)
     R, D = x_RD.shape
     G = group_sizes_G.shape[0]
     if w_GDF.shape[:2] != (G, D):
@@ -86,6 +87,13 @@ def grouped_matmul(
         )
     how = _How(kernel, min(block, R), interpret)
     return _grouped(how, *vary_alike(x_RD, w_GDF, group_sizes_G))
+
+
+def check_kernel(where: str, kernel: str, *more: str) -> None:
+    """Raise ValueError for a kernel that there is not; ``more`` are others that there are."""
+    known = (*get_args(Kernel), *more)
+    if kernel not in known:
+        raise ValueError(f"{where}: kernel is {kernel!r}, must be one of {', '.join(known)}.")
 
 
 def block_of(num_rows: int, num_groups: int) -> int:

@@ -10,6 +10,8 @@ from dualpipe_jax.parallel import (
     combine,
     dispatch,
     expert_axes,
+    expert_matmul,
+    grouped_matmul,
     plan_capacity,
     plan_dropless,
     plan_two_hops,
@@ -88,3 +90,15 @@ def test_copies_of_no_expert(num_slots):
     assert got[[1, 3, 5]].tolist() == [-1] * 3
     slots = np.flatnonzero(held.reshape(-1) == 0).tolist()
     assert sorted(set(got[[0, 2, 4]].tolist())) == slots
+
+
+def test_a_kernel_that_there_is_not():
+    """Misspelt, it once multiplied by another."""
+    rows, w = jnp.ones((2, 1, 3, D)), jnp.ones((2, D, D))
+    handle = plan_capacity(jnp.zeros((3, 1), jnp.int32), 2)
+    with pytest.raises(
+        ValueError, match="expert_matmul: kernel is 'raged', must be one of plain, ragged, .*float8"
+    ):
+        expert_matmul(rows, w, handle, kernel="raged")
+    with pytest.raises(ValueError, match="grouped_matmul: kernel is 'float8', must be one of plain, ragged"):
+        grouped_matmul(rows.reshape(-1, D), w, jnp.array([3, 3]), kernel="float8")
