@@ -29,6 +29,8 @@ class ModelConfig:
 
     name: Annotated[str, arg(name="model", metavar="NAME")] = "byte"
     """Model size: byte, made for the default run, tiny, small, v2-lite, 67b-a2b, v2 or v3."""
+    numbers: Annotated[tuple[str, ...], arg(name="set", metavar="NAME=VALUE ...")] = ()
+    """Other numbers than the model's own, by their names in models.Config: --set dim=512 num_experts=16 top_k=4."""
     layers: int | None = None
     """Layers with experts, instead of the model's own number; they are shared out over stages by their time."""
     precision: Literal["float32", "bfloat16"] = "float32"

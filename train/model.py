@@ -1,6 +1,9 @@
 """Which model a run trains."""
 
-from collections.abc import Callable, Mapping
+import dataclasses
+import difflib
+import math
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -30,17 +33,68 @@ def has_selection_bias(numbers: models.Config) -> bool:
 
 
 def model_config(config: TrainConfig, vocab: int = VOCAB) -> models.Config:
-    """The model's numbers. Raises ConfigError for a size that there is not."""
+    """The model's numbers. Raises ConfigError for a size or a number that there is not, and where they do not fit."""
     asked = config.model
     if asked.name not in models.MODELS:
         raise ConfigError(f"--model {asked.name}: there are {', '.join(models.MODELS)}")
-    make, dtype = models.MODELS[asked.name], jnp.dtype(asked.precision)
-    changes = {} if asked.mtp is None else {"num_mtp_layers": asked.mtp}
-    numbers = make(vocab=vocab, compute_dtype=dtype, **changes)
-    if asked.layers is None:
-        return numbers
-    deep = asked.layers + numbers.num_dense_layers
-    return make(vocab=vocab, compute_dtype=dtype, num_layers=deep, **changes)
+    try:
+        numbers = size(asked.name, asked.layers, _own_numbers(asked.numbers))
+        changes: dict[str, Any] = {} if asked.mtp is None else {"num_mtp_layers": asked.mtp}
+        return dataclasses.replace(numbers, vocab=vocab, compute_dtype=jnp.dtype(asked.precision), **changes)
+    except ValueError as error:
+        raise ConfigError(
+            f"--set {' '.join(asked.numbers)}: {error}" if asked.numbers else str(error)
+        ) from None
+
+
+def _own_numbers(given: Sequence[str]) -> dict[str, float]:
+    """Of NAME=VALUE. Raises ValueError for what is no number."""
+    found: dict[str, float] = {}
+    for text in given:
+        name, equals, value = text.partition("=")
+        try:
+            number = float(value)
+        except ValueError:
+            number = math.nan
+        if not equals or not math.isfinite(number):
+            raise ValueError(f"{text!r} is not NAME=NUMBER, such as dim=512")
+        found[name.strip().replace("-", "_")] = number
+    return found
+
+
+def size(
+    name: str, num_layers: int | None = None, changes: Mapping[str, float] | None = None
+) -> models.Config:
+    """The numbers of a model.
+
+    Arguments:
+      name: of ``models.MODELS``.
+      num_layers: layers with experts, instead of its own.
+      changes: other fields of ``models.Config``, such as {"dim": 2048}.
+
+    Raises:
+      ValueError: there is no such model or field.
+    """
+    if name not in models.MODELS:
+        near = difflib.get_close_matches(name, models.MODELS, n=1, cutoff=0.4)
+        meant = f"did you mean {near[0]}? " if near else ""
+        raise ValueError(f"model {name!r}: {meant}there are {', '.join(models.MODELS)}")
+    numbers = models.MODELS[name]()
+    given = dict(changes or {})
+    fields = {
+        field.name for field in dataclasses.fields(numbers) if field.type in (int, float, "int", "float")
+    }
+    if unknown := given.keys() - fields:
+        raise ValueError(
+            f"model {name}: no number {', '.join(sorted(unknown))}; there are {', '.join(sorted(fields))}"
+        )
+    if broken := [field for field in given if isinstance(getattr(numbers, field), int) and given[field] % 1]:
+        raise ValueError(f"model {name}: {broken[0]} is {given[broken[0]]:g}, must be a whole number")
+    given = {field: type(getattr(numbers, field))(number) for field, number in given.items()}
+    if num_layers is not None:
+        dense = int(given.get("num_dense_layers", numbers.num_dense_layers))
+        given["num_layers"] = num_layers + dense
+    return dataclasses.replace(numbers, **given)  # type: ignore[arg-type]
 
 
 def make_model(

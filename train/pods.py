@@ -1,9 +1,6 @@
 """The trainer's step as shapes: what it hands to ``dualpipe_jax.pods``, for each of DeepSeek's models by name."""
 
-import dataclasses
-import difflib
 import functools
-from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -13,7 +10,7 @@ import models
 from dualpipe_jax.parallel import check_float8, expert_axes
 from dualpipe_jax.pods import Dispatch, Plan, Program, Setting, Update
 from dualpipe_jax.schedule import Schedule
-from train.model import REMAT, count_parameters, model_flops
+from train.model import REMAT, count_parameters, model_flops, size
 from train.state import Layout, abstract_state
 from train.step import make_optimizer, make_update
 
@@ -119,35 +116,3 @@ def _layers(plan: Plan, numbers: models.Config, schedule: Schedule) -> tuple[int
             raise ValueError(f"--stage-layers {' '.join(map(str, plan.stage_layers))}: {error}") from None
     shares = [plan.layers_per_stage] * schedule.placement.num_model_stages
     return (numbers.num_dense_layers + shares[0], *shares[1:])
-
-
-def size(
-    name: str, num_layers: int | None = None, changes: Mapping[str, float] | None = None
-) -> models.Config:
-    """The numbers of a model.
-
-    Arguments:
-      name: of ``models.MODELS``.
-      num_layers: layers with experts, instead of its own.
-      changes: other fields of ``models.Config``, such as {"dim": 2048}.
-
-    Raises:
-      ValueError: there is no such model or field.
-    """
-    if name not in models.MODELS:
-        near = difflib.get_close_matches(name, models.MODELS, n=1, cutoff=0.4)
-        meant = f"did you mean {near[0]}? " if near else ""
-        raise ValueError(f"model {name!r}: {meant}there are {', '.join(models.MODELS)}")
-    numbers = models.MODELS[name]()
-    given = dict(changes or {})
-    fields = {
-        field.name for field in dataclasses.fields(numbers) if field.type in (int, float, "int", "float")
-    }
-    if unknown := given.keys() - fields:
-        raise ValueError(
-            f"model {name}: no number {', '.join(sorted(unknown))}; there are {', '.join(sorted(fields))}"
-        )
-    if num_layers is not None:
-        dense = int(given.get("num_dense_layers", numbers.num_dense_layers))
-        given["num_layers"] = num_layers + dense
-    return dataclasses.replace(numbers, **given)  # type: ignore[arg-type]

@@ -29,7 +29,7 @@ from dualpipe_jax.pods.results import Answer, Compiled
 from models.decode import Decoder, Rows, decoder, init_cache
 from models.decode.experts import weight_specs
 from models.decode.programs import BLOCKS, ROWS, in_halves, jit_step, whole
-from train.pods import size
+from train.model import size
 
 WHAT = "prefill", "decode"
 """What of serving can be compiled."""

@@ -10,7 +10,8 @@ from dualpipe_jax.command.dryrun import links_table
 from dualpipe_jax.inspect import Target
 from dualpipe_jax.pods import Plan
 from dualpipe_jax.pods.links import Dispatch, count_links, share_dropped
-from train.pods import dispatch_of, size
+from train.model import size
+from train.pods import dispatch_of
 
 
 def test_deepseek_v3_on_8_nodes():

@@ -26,7 +26,8 @@ from dualpipe_jax.schedule import (
 )
 from tests.engine import models as small
 from train.model import count_parameters, model_flops
-from train.pods import optimizer_of, size, step_of
+from train.model import size
+from train.pods import optimizer_of, step_of
 from train.state import Layout
 
 

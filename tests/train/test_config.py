@@ -1,5 +1,6 @@
 """Options: what is refused, in one line and with exit code 2; the devices asked of JAX."""
 
+import dataclasses
 import inspect
 import re
 import subprocess
@@ -12,6 +13,7 @@ from train import config
 from train.__main__ import main
 from train.config import FLAGS, ConfigError, configure
 from train.devices import set_devices
+from train.model import model_config
 
 REFUSED = {
     "unknown schedule": (["--schedule", "dualpip"], "did you mean dualpipe? there are gpipe, one_f_one_b"),
@@ -94,3 +96,30 @@ def test_the_users_own_device_count_stays():
     assert environ["XLA_FLAGS"] == "--xla_force_host_platform_device_count=8"
     with pytest.raises(ConfigError, match="needs 10 devices, but XLA_FLAGS asks for 8"):
         set_devices(configure(pp=10, ep=1), environ)
+
+
+def test_a_model_of_ones_own_numbers():
+    numbers = model_config(
+        configure(set=("dim=96", "num-experts=16", "routed_scale=2.5"), layers=3, mtp=1), 300
+    )
+    usual = models.byte()
+    deep = 3 + usual.num_dense_layers
+    changed = dict(dim=96, num_experts=16, routed_scale=2.5, num_layers=deep, num_mtp_layers=1, vocab=300)
+    assert numbers == dataclasses.replace(usual, compute_dtype=numbers.compute_dtype, **changed)
+    assert type(numbers.dim) is int
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    {
+        "dim": "'dim' is not NAME=NUMBER, such as dim=512",
+        "dim=x": "'dim=x' is not NAME=NUMBER",
+        "dim=nan": "'dim=nan' is not NAME=NUMBER",
+        "dims=3": "model byte: no number dims; there are dense_hidden, dim, ",
+        "dim=5.5": "model byte: dim is 5.5, must be a whole number",
+        "top_groups=3": "Config: top_groups 3 must lie between 1 and num_groups 1",
+    }.items(),
+)
+def test_numbers_that_a_model_cannot_have(given, words):
+    with pytest.raises(ConfigError, match=re.escape(f"--set {given}: ") + ".*" + re.escape(words)):
+        model_config(configure(set=(given,)))
