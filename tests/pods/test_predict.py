@@ -25,8 +25,7 @@ from dualpipe_jax.schedule import (
     one_f_one_b,
 )
 from tests.engine import models as small
-from train.model import count_parameters, model_flops
-from train.model import size
+from train.model import count_parameters, model_flops, size
 from train.pods import optimizer_of, step_of
 from train.state import Layout
 
