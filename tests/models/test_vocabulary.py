@@ -28,9 +28,7 @@ def whole(x, kernel):
     return losses, d_logits @ np.asarray(kernel).T, np.asarray(x).T @ d_logits
 
 
-@pytest.mark.parametrize(
-    "num_ep, block, check_vma", [(1, 20, False), (1, 6, True), (2, 4, True), (4, 2, False)]
-)
+@pytest.mark.parametrize("num_ep, block, check_vma", [(1, 20, False), (1, 6, True), (4, 2, False)])
 def test_cross_entropy_equals_that_of_whole_logits(num_ep, block, check_vma):
     """Blocks that divide the tokens and blocks that do not; gradients of x and of the kernel."""
     axis = "ep" if num_ep > 1 else None
@@ -52,7 +50,7 @@ def test_cross_entropy_equals_that_of_whole_logits(num_ep, block, check_vma):
         np.testing.assert_allclose(got, wanted, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("num_ep, check_vma", [(1, False), (2, True), (4, False)])
+@pytest.mark.parametrize("num_ep, check_vma", [(1, False), (2, True)])
 def test_look_up_equals_indexing(num_ep, check_vma):
     axis = "ep" if num_ep > 1 else None
     d_rows = RNG.normal(size=(4, 5, DIM)).astype(np.float32)

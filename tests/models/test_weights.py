@@ -112,10 +112,8 @@ def test_names_and_layouts_are_the_published_ones(tmp_path):
 def test_tensors_go_straight_to_the_devices_that_hold_them(tmp_path):
     """Two stages on a device, of which the second lie in reverse."""
     schedule, stages = dualpipe_v(2, 4), (2, 2, 1, 1)
-    params, how = (
-        random_params(CONFIG, stages),
-        dict(stages=stages, arrange=lambda s: to_placed(s, schedule.placement)),
-    )
+    params = random_params(CONFIG, stages)
+    how = dict(stages=stages, arrange=lambda s: to_placed(s, schedule.placement))
     weights.save(tmp_path / "in", CONFIG, params, stages=stages)
     _, got = weights.load(tmp_path / "in", mesh=make_mesh(2, 4), **how)
     assert isinstance(got["stages"], PlacedStages)
@@ -125,9 +123,8 @@ def test_tensors_go_straight_to_the_devices_that_hold_them(tmp_path):
     local = got["stages"].local[0]["layers"][0]
     assert local["mlp"]["experts"]["gate_proj"].sharding.spec == P("pp", "ep")
     assert local["self_attn"]["o_proj"]["kernel"].sharding.spec == P("pp")
-    assert got["shared"]["embed_tokens"].sharding.spec == P(
-        None, "ep"
-    )  # in pieces, put together to be written
+    # In pieces, put together to be written.
+    assert got["shared"]["embed_tokens"].sharding.spec == P(None, "ep")
     weights.save(tmp_path / "out", CONFIG, got, **how)
     before, after = (sorted((tmp_path / name).iterdir()) for name in ("in", "out"))
     assert [file.read_bytes() for file in before] == [file.read_bytes() for file in after]
