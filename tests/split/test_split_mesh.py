@@ -44,8 +44,8 @@ def vary(tree):
     return vary_over(tree, ("pp", "ep"))
 
 
-def run_both(f, params, specs, x, *, check_vma, cast=True, has_aux=False):
-    """Gradients of the split and of jax.vjp, and the plan."""
+def check_on_mesh(f, params, specs, x, *, check_vma, cast=True, has_aux=False):
+    """Compares gradients of the split with those of jax.vjp; gives the plan."""
     plans = []
 
     def both(params, x, dy):
@@ -60,7 +60,10 @@ def run_both(f, params, specs, x, *, check_vma, cast=True, has_aux=False):
     )
     options = {"in_specs": (specs, EVERYWHERE, EVERYWHERE), "out_specs": ((outputs, EVERYWHERE),) * 2}
     mapped = jax.shard_map(both, mesh=MESH, check_vma=check_vma, **options)
-    return *compiled(mapped, params, x, x), plans[-1]
+    ours, theirs = compiled(mapped, params, x, x)
+    assert_trees_match(theirs, ours, exact=False)
+    assert_parts(plans[-1])
+    return plans[-1]
 
 
 @pytest.mark.parametrize(
@@ -68,9 +71,7 @@ def run_both(f, params, specs, x, *, check_vma, cast=True, has_aux=False):
 )
 def test_mixture_of_experts(check_vma, remat):
     f = jax.checkpoint(moe) if remat else moe
-    ours, theirs, plan = run_both(f, PARAMS, SPECS, X, check_vma=check_vma, has_aux=True)
-    assert_trees_match(theirs, ours, exact=False)
-    assert_parts(plan)
+    plan = check_on_mesh(f, PARAMS, SPECS, X, check_vma=check_vma, has_aux=True)
     assert plan.counts("forward")["all_to_all"] == 2
     assert plan.counts("input")["all_to_all"] == (4 if remat else 2)
 
@@ -85,9 +86,7 @@ def test_scanned_layers_of_remat_in_a_cond(check_vma):
 
     params = normal(5, 3, WIDTH, WIDTH)
     x = normal(6, 2 * 4 * 8, WIDTH)
-    ours, theirs, plan = run_both(layers, params, P(), x, check_vma=check_vma)
-    assert_trees_match(theirs, ours, exact=False)
-    assert_parts(plan)
+    check_on_mesh(layers, params, P(), x, check_vma=check_vma)
 
 
 def test_gathered_parameters_are_scattered_in_the_input_part():
@@ -98,9 +97,7 @@ def test_gathered_parameters_are_scattered_in_the_input_part():
         return jnp.sin(x @ w) @ params["v"]
 
     params = {"w": normal(1, WIDTH, WIDTH), "v": normal(2, WIDTH, WIDTH)}
-    ours, theirs, plan = run_both(f, params, {"w": P("ep"), "v": P()}, X, check_vma=False)
-    assert_trees_match(theirs, ours, exact=False)
-    assert_parts(plan)
+    plan = check_on_mesh(f, params, {"w": P("ep"), "v": P()}, X, check_vma=False)
     assert plan.counts("input")["reduce_scatter"] == 1
     assert plan.flops.input == 3 * plan.flops.weight
     assert all(kind.shape != (WIDTH, WIDTH) for kind in (*plan.residuals_i, *plan.residuals_w))
@@ -112,9 +109,7 @@ def test_replicated_parameters_are_summed_in_the_input_part():
     def f(params, x):
         return jnp.sin(x @ params)
 
-    ours, theirs, plan = run_both(f, normal(1, WIDTH, WIDTH), P(), X, check_vma=True, cast=False)
-    assert_trees_match(theirs, ours, exact=False)
-    assert_parts(plan)
+    plan = check_on_mesh(f, normal(1, WIDTH, WIDTH), P(), X, check_vma=True, cast=False)
     assert plan.counts("input")["psum_invariant"] == 1
 
 
@@ -156,11 +151,7 @@ VARYING = {
 @pytest.mark.parametrize("name", VARYING)
 def test_what_does_not_vary_over_ep_waits_with_what_does(name):
     """Behind a barrier with others a sum over ep is typed as varying; so are slots."""
-    ours, theirs, plan = run_both(
-        lambda w, x: vary(VARYING[name](w, x)), normal(1, WIDTH, WIDTH), P(), X, check_vma=True
-    )
-    assert_trees_match(theirs, ours, exact=False)
-    assert_parts(plan)
+    check_on_mesh(lambda w, x: vary(VARYING[name](w, x)), normal(1, WIDTH, WIDTH), P(), X, check_vma=True)
 
 
 def test_a_loss_beside_the_output_that_is_a_mean_over_ep():
