@@ -7,11 +7,13 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
 from dualpipe_jax.__main__ import main
 from dualpipe_jax.command import child
+from dualpipe_jax.command.options import CommandError
 from dualpipe_jax.inspect import read
 from dualpipe_jax.inspect import target as targets
 from dualpipe_jax.pods import Plan, predict
@@ -271,11 +273,16 @@ def test_what_is_needed():
 
 @pytest.mark.parametrize("command", ["overlap", "dryrun"])
 @pytest.mark.parametrize(("target", "extra"), [("v5e:4x4", "tpu"), ("h100:8x8", "cuda")])
-def test_missing_compilers(capsys, monkeypatch, command, target, extra):
+def test_missing_compilers(answered, capsys, monkeypatch, command, target, extra):
+    """What is wrong with the options is told first, for that needs none."""
     monkeypatch.setattr(targets, "_is_installed", lambda _: False)
     assert main([command, "--target", target]) == 2
     line = f"pip install 'dualpipe-jax[{extra}]'"
     assert capsys.readouterr().err.endswith(f"not installed; it needs no device:\n  {line}\n")
+    assert [request["compile"] for _, request, _, _ in answered] == ["nothing"]
+    monkeypatch.setattr(child, "ask", refuse := mock.Mock(side_effect=CommandError("--ep 3: must divide")))
+    assert main([command, "--target", target]) == 2 and refuse.call_count == 1
+    assert capsys.readouterr().err == "error: --ep 3: must divide\n"
 
 
 def test_memory_is_counted_with_no_compiler(capsys, monkeypatch):
