@@ -87,22 +87,10 @@ def test_other_weights_numbers_or_types_are_other_files(folder, warnings):
     assert len(set(different)) == 4 and different[0] == identity(CONFIG, random_params(CONFIG))
 
 
-def cut(file):
-    file.write_bytes(file.read_bytes()[:-5])
-
-
 def flip(file):
     content = bytearray(file.read_bytes())
     content[-7] ^= 4
     file.write_bytes(content)
-
-
-def empty(file):
-    file.write_bytes(b"")
-
-
-def text(file):
-    file.write_text("not at all a file of tensors, but long enough for a header of eight bytes")
 
 
 def another_block(file):
@@ -118,14 +106,15 @@ def a_folder(file):
 @pytest.mark.parametrize(
     "spoil, message",
     [
-        (cut, "is left aside: "),
+        (lambda file: file.write_bytes(file.read_bytes()[:-5]), "is left aside: "),
         (flip, "is left aside: it is damaged: its checksum is another"),
-        (empty, "is left aside: "),
-        (text, "is left aside: "),
+        (lambda file: file.write_bytes(b""), "is left aside: "),
+        (lambda file: file.write_text("no tensors at all, but long enough for a header"), "is left aside: "),
         (another_block, "is left aside: its key is another's; was it renamed?"),
         (a_folder, "is left aside: "),
     ],
-)
+    ids=["cut", "flipped", "empty", "text", "another", "folder"],
+)  # fmt: skip
 def test_a_file_that_will_not_do_is_never_used_and_written_anew(folder, warnings, spoil, message):
     kept = kept_blocks(folder)
     blocks = np.random.default_rng(1).normal(size=(3, *SHAPE)).astype(np.float32)

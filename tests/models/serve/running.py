@@ -1,6 +1,7 @@
 """Servers for tests: around a model, or around an engine that steps when it is told to."""
 
 import contextlib
+import socket
 import threading
 
 import numpy as np
@@ -27,7 +28,7 @@ def running(engine, *, limits=HttpLimits(), max_waiting=64, stop=(), hosts=None,
 
     def end():
         stops[0]()
-        thread.join(30)
+        thread.join(120)
         assert not thread.is_alive()
         return codes[0]
 
@@ -36,6 +37,21 @@ def running(engine, *, limits=HttpLimits(), max_waiting=64, stop=(), hosts=None,
     finally:
         end()
         listening.close()
+
+
+def connect(url):
+    host, port = url.removeprefix("http://").split(":")
+    return socket.create_connection((host, int(port)), timeout=60)
+
+
+def read_until(connection, text):
+    """Head and body of an answer may come one by one."""
+    answer = b""
+    while text not in answer:
+        part = connection.recv(4096)
+        assert part, answer
+        answer += part
+    return answer
 
 
 class Slow:
@@ -65,7 +81,7 @@ class Slow:
 
     def step(self):
         if not self._ended:
-            assert self.go_on.acquire(timeout=20)
+            assert self.go_on.acquire(timeout=120)
         if self.trouble:
             raise self.trouble
         for number, (params, on_token, tokens) in list(self._open.items()):

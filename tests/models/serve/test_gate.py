@@ -1,18 +1,12 @@
 """Who is let in: connections that keep silent are closed, other hosts' pages refused."""
 
 import json
-import socket
 
 import httpx
 import pytest
 
 from models.serve import HttpLimits
-from tests.models.serve.running import Slow, running
-
-
-def connect(url):
-    host, port = url.removeprefix("http://").split(":")
-    return socket.create_connection((host, int(port)), timeout=60)
+from tests.models.serve.running import Slow, connect, read_until, running
 
 
 def answer(connection):
@@ -36,8 +30,7 @@ def test_a_connection_that_is_kept_begins_anew():
     limits = HttpLimits(header_seconds=60)
     with running(Slow(), limits=limits) as (url, _, _), connect(url) as connection:
         connection.sendall(b"GET /health HTTP/1.1\r\nhost: 127.0.0.1\r\n\r\n")
-        whole = connection.recv(4096)
-        assert whole.startswith(b"HTTP/1.1 200") and b'"ok"' in whole
+        assert read_until(connection, b'"ok"').startswith(b"HTTP/1.1 200")
         object.__setattr__(limits, "header_seconds", 0.05)
         connection.sendall(b"GET /health HTTP/1.1\r\nhost:")
         assert answer(connection)[0] == 408
@@ -48,7 +41,7 @@ def test_one_address_may_not_hold_all_connections():
         held = [connect(url) for _ in range(3)]
         for connection in held:  # they are accepted in order: an answer says that it is known
             connection.sendall(b"GET /health HTTP/1.1\r\nhost: 127.0.0.1\r\n\r\n")
-            assert connection.recv(4096).startswith(b"HTTP/1.1 200")
+            assert read_until(connection, b'"ok"').startswith(b"HTTP/1.1 200")
         with connect(url) as more:
             assert answer(more) == (429, "this address holds 3 connections: close some of them")
         for connection in held:

@@ -17,7 +17,7 @@ from models.serve import HttpLimits
 from models.serve.app import _Answer
 from models.serve.job import Until
 from tests.models.decode.small_models import random_params, small
-from tests.models.serve.running import Slow, as_tokens, running
+from tests.models.serve.running import Slow, as_tokens, connect, read_until, running
 
 CONFIG = small(vocab=256)
 LIMITS = Limits(max_requests=6, max_positions=64, block_size=4, chunk_size=16)
@@ -279,6 +279,13 @@ class Asking(threading.Thread):
         return self.response
 
 
+def send(connection, change, content_length=None):
+    """A request as far as it goes."""
+    body = json.dumps(BODY | change).encode()
+    head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {content_length or len(body)}\r\n"
+    connection.sendall(head.encode() + b"content-type: application/json\r\n\r\n" + body)
+
+
 def test_the_loop_answers_while_a_step_takes_its_time_and_too_many_are_told_so():
     slow = Slow(max_requests=2)
     with running(slow, max_waiting=1) as (url, runner, _):
@@ -300,9 +307,10 @@ def test_who_leaves_is_cancelled_waiting_or_not():
     slow = Slow()
     with running(slow) as (url, runner, _):
         for stream in (False, True):
-            with pytest.raises(httpx.TimeoutException):
-                body = BODY | {"stream": stream, "max_tokens": 60}
-                httpx.post(f"{url}/v1/completions", json=body, timeout=0.2)
+            with connect(url) as connection:
+                send(connection, {"stream": stream, "max_tokens": 60})
+                until(lambda: runner.num_open == 1)
+            until(lambda: runner._orders.qsize() == 1)  # to cancel, while the engine waits to be told
             idle(runner, slow)
         assert len(slow.cancelled) == 2
 
@@ -322,17 +330,9 @@ def test_an_answer_that_takes_too_long_is_ended():
 
 
 def test_a_body_that_does_not_arrive_is_not_waited_for():
-    def dribble():
-        yield b"{"
-        time.sleep(0.4)
-        yield b"}"
-
-    with running(Slow(), limits=HttpLimits(upload_seconds=0.1)) as (url, _, _):
-        headers = {"content-type": "application/json"}
-        answer = httpx.post(f"{url}/v1/completions", content=dribble(), headers=headers)
-        assert (
-            answer.status_code == 408 and "did not arrive within 0.1 s" in answer.json()["error"]["message"]
-        )
+    with running(Slow(), limits=HttpLimits(upload_seconds=0.1)) as (url, _, _), connect(url) as connection:
+        send(connection, {}, content_length=1000)
+        assert read_until(connection, b"did not arrive within 0.1 s").startswith(b"HTTP/1.1 408")
 
 
 def test_a_stream_that_nobody_reads_is_given_up(monkeypatch):
