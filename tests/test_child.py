@@ -7,10 +7,12 @@ import signal
 import subprocess
 import sys
 import time
+import types
 from pathlib import Path
 
 import pytest
 
+from dualpipe_jax.command import child
 from dualpipe_jax.command.child import Died, Hung, ask
 from dualpipe_jax.command.options import CommandError
 
@@ -37,22 +39,22 @@ WORKERS = {
     """,
     "lingers": """
         import subprocess
-        other = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+        other = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(120)"])
         open(os.environ["PIDS"], "w").write(f"{os.getpid()} {other.pid}")
         print("compiling", flush=True)
-        time.sleep(600)
+        time.sleep(120)
     """,
     "hangs": """
         print("counting", flush=True)
         open(sys.argv[1] + ".partial", "w").write(json.dumps({"sum": 3}))
         open(os.environ["PIDS"], "w").write(f"{os.getpid()}")
         print("waiting", flush=True)
-        time.sleep(600)
+        time.sleep(120)
     """,
     "hangs at its end": """
         sys.stdout.close()
         os.close(1)
-        time.sleep(600)
+        time.sleep(120)
     """,
     "serves": """
         from dualpipe_jax.worker import say, serve
@@ -72,7 +74,7 @@ WORKERS = {
         sys.stdin.readline()
         threading.Thread(target=end_with_parent, daemon=True).start()
         open(os.environ["PIDS"], "w").write(f"{os.getpid()}")
-        time.sleep(600)
+        time.sleep(120)
     """,
 }
 
@@ -119,6 +121,19 @@ def test_a_stage_that_takes_too_long(environment):
         ask("hangs", {}, environment, "probe", limits.__getitem__)
     assert (hung.value.stage, hung.value.known) == ("waiting", {"sum": 3})
     assert not is_alive(int(Path(environment["PIDS"]).read_text()))
+
+
+def test_each_stage_has_its_own_limit(environment, monkeypatch):
+    """By a clock on which two stages take six of their ten seconds each, and the third takes all of them."""
+    times, clock = {"starting": 6.0, "counting": 6.0, "waiting": 11.0}, [0.0]
+
+    def limit(stage):
+        clock[0] += times.pop(stage, 0.0)
+        return 10.0
+
+    monkeypatch.setattr(child, "time", types.SimpleNamespace(monotonic=lambda: clock[0]))
+    with pytest.raises(Hung, match=r"^no answer in 10 s while waiting$"):
+        ask("hangs", {}, environment, "probe", limit)
 
 
 def test_a_process_that_hangs_on_its_way_out(environment):
