@@ -6,22 +6,9 @@ import random
 
 import pytest
 
-from dualpipe_jax.schedule import (
-    ALL_SCHEDULES,
-    CostModel,
-    MemoryModel,
-    Op,
-    chimera,
-    choose,
-    dualpipe,
-    dualpipe_v,
-    gpipe,
-    lower_bound,
-    one_f_one_b,
-    simulate,
-    zb_h1,
-)
+from dualpipe_jax.schedule import ALL_SCHEDULES, CostModel, MemoryModel, Op, choose, lower_bound, simulate
 from dualpipe_jax.schedule.lowering.lower import lower
+from dualpipe_jax.schedule.recipes import chimera, dualpipe, dualpipe_v, gpipe, one_f_one_b, zb_h1
 
 
 def test_extras_are_added_wherever_their_stage_works():

@@ -4,19 +4,9 @@ import dataclasses
 
 import pytest
 
-from dualpipe_jax.schedule import (
-    CostModel,
-    Placement,
-    dualpipe_v,
-    gpipe,
-    limit_stash,
-    one_f_one_b,
-    parse_grid,
-    simulate,
-    zb_h1,
-    zb_v,
-)
+from dualpipe_jax.schedule import CostModel, Placement, limit_stash, parse_grid, simulate
 from dualpipe_jax.schedule.difference import partings
+from dualpipe_jax.schedule.recipes import dualpipe_v, gpipe, one_f_one_b, zb_h1, zb_v
 
 
 def doing(timeline, rank, time):

@@ -6,23 +6,10 @@ import json
 import pytest
 
 from dualpipe_jax.present.numbers import Units
-from dualpipe_jax.schedule import (
-    ALL_SCHEDULES,
-    Action,
-    CostModel,
-    Op,
-    Placement,
-    dualpipe,
-    dualpipe_v,
-    gpipe,
-    interleaved_1f1b,
-    one_f_one_b,
-    simulate,
-    to_chrome_trace,
-    to_json,
-    zb_h1,
-)
+from dualpipe_jax.schedule import ALL_SCHEDULES, Action, CostModel, Op, Placement, simulate, to_json
 from dualpipe_jax.schedule.formats.measured import read_measured
+from dualpipe_jax.schedule.formats.trace import to_chrome_trace
+from dualpipe_jax.schedule.recipes import dualpipe, dualpipe_v, gpipe, interleaved_1f1b, one_f_one_b, zb_h1
 from dualpipe_jax.schedule.replay import Measured, fit, replay
 
 ENDS = {0: (0.25, 0.5, 0.0), -1: (-0.5, -0.25, -0.25)}

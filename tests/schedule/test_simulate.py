@@ -9,21 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dualpipe_jax.schedule import (
-    ALL_SCHEDULES,
-    CostModel,
-    Op,
-    Placement,
-    chimera,
-    dualpipe,
-    dualpipe_v,
-    gpipe,
-    one_f_one_b,
-    parse_grid,
-    simulate,
-    zb_h1,
-)
+from dualpipe_jax.schedule import ALL_SCHEDULES, CostModel, Op, Placement, parse_grid, simulate
 from dualpipe_jax.schedule.dataflow import execution_order
+from dualpipe_jax.schedule.recipes import chimera, dualpipe, dualpipe_v, gpipe, one_f_one_b, zb_h1
 from dualpipe_jax.schedule.simulate import clock, jittered
 
 times = st.floats(0.1, 4.0)

@@ -4,21 +4,9 @@ import re
 
 import pytest
 
-from dualpipe_jax.schedule import (
-    ALL_SCHEDULES,
-    Action,
-    Op,
-    Placement,
-    Schedule,
-    ScheduleError,
-    dualpipe,
-    dualpipe_v,
-    gpipe,
-    one_f_one_b,
-    parse_grid,
-    validate,
-    zb_h1,
-)
+from dualpipe_jax.schedule import ALL_SCHEDULES, Action, Op, Placement, Schedule, ScheduleError, validate
+from dualpipe_jax.schedule.formats.text import parse_grid
+from dualpipe_jax.schedule.recipes import dualpipe, dualpipe_v, gpipe, one_f_one_b, zb_h1
 
 
 def refusal(schedule):

@@ -14,31 +14,22 @@ import numpy as np
 import pytest
 
 from dualpipe_jax.present.numbers import Units
-from dualpipe_jax.schedule import (
-    ALL_SCHEDULES,
-    Action,
-    CostModel,
-    MemoryModel,
-    Op,
-    Schedule,
-    dualpipe,
-    dualpipe_v,
-    from_json,
-    gpipe,
-    interleaved_1f1b,
-    interleaved_1f1b_overlap,
-    interleaved_zero_bubble,
-    looped_bfs,
-    lower_bound,
-    one_f_one_b,
-    simulate,
-    to_json,
-    zb_h1,
-)
+from dualpipe_jax.schedule import ALL_SCHEDULES, Action, CostModel, MemoryModel, Op, Schedule, simulate
 from dualpipe_jax.schedule.blame import critical_path, why_idle
 from dualpipe_jax.schedule.formats import page as page_module
 from dualpipe_jax.schedule.formats.colours import COLOURS
+from dualpipe_jax.schedule.formats.json_text import from_json, to_json
 from dualpipe_jax.schedule.formats.page import encode, html_page
+from dualpipe_jax.schedule.optimize.bounds import lower_bound
+from dualpipe_jax.schedule.recipes import (
+    dualpipe,
+    dualpipe_v,
+    gpipe,
+    interleaved_zero_bubble,
+    one_f_one_b,
+    zb_h1,
+)
+from dualpipe_jax.schedule.recipes.classic import interleaved_1f1b, interleaved_1f1b_overlap, looped_bfs
 from dualpipe_jax.schedule.simulate import jittered
 
 RECIPES = {recipe.__name__: recipe for recipe in ALL_SCHEDULES}

@@ -10,22 +10,11 @@ from matplotlib import rcParams
 from matplotlib.colors import to_hex
 
 from dualpipe_jax.present.numbers import Units
-from dualpipe_jax.schedule import (
-    CostModel,
-    MemoryModel,
-    Op,
-    Placement,
-    dualpipe,
-    dualpipe_v,
-    gpipe,
-    lower_bound,
-    one_f_one_b,
-    simulate,
-    zb_h1,
-)
+from dualpipe_jax.schedule import CostModel, MemoryModel, Op, Placement, lower_bound, simulate
 from dualpipe_jax.schedule.blame import critical_path
 from dualpipe_jax.schedule.formats.colours import COLOURS, colours, num_shades, shade, shade_names
 from dualpipe_jax.schedule.formats.plot import plot
+from dualpipe_jax.schedule.recipes import dualpipe, dualpipe_v, gpipe, one_f_one_b, zb_h1
 from dualpipe_jax.schedule.recipes.classic import interleaved_1f1b
 
 COSTS = CostModel(1, 1.5, 0.5, FB=2.25)

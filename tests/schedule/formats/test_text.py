@@ -5,18 +5,8 @@ import pathlib
 
 import pytest
 
-from dualpipe_jax.schedule import (
-    ALL_SCHEDULES,
-    CostModel,
-    Placement,
-    dualpipe,
-    dualpipe_v,
-    format_grid,
-    gpipe,
-    one_f_one_b,
-    parse_grid,
-    zb_h1,
-)
+from dualpipe_jax.schedule import ALL_SCHEDULES, CostModel, Placement, format_grid, parse_grid
+from dualpipe_jax.schedule.recipes import dualpipe, dualpipe_v, gpipe, one_f_one_b, zb_h1
 
 GOLDEN = pathlib.Path(__file__).parents[2] / "golden"
 

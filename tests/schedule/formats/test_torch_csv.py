@@ -12,20 +12,9 @@ import types
 
 import pytest
 
-from dualpipe_jax.schedule import (
-    ALL_SCHEDULES,
-    Placement,
-    ScheduleError,
-    chimera,
-    dualpipe,
-    dualpipe_v,
-    one_f_one_b,
-    parse_grid,
-    validate,
-    zb_h1,
-    zb_v,
-)
+from dualpipe_jax.schedule import ALL_SCHEDULES, Placement, ScheduleError, parse_grid, validate
 from dualpipe_jax.schedule.formats.torch_csv import from_torch_csv, to_torch_csv
+from dualpipe_jax.schedule.recipes import chimera, dualpipe, dualpipe_v, one_f_one_b, zb_h1, zb_v
 
 COUNTS = (2, 4), (4, 8), (8, 16)
 ONE_PIPE = [recipe for recipe in ALL_SCHEDULES if recipe(4, 8).placement.num_pipes == 1]

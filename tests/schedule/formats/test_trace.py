@@ -6,21 +6,10 @@ import json
 
 import pytest
 
-from dualpipe_jax.schedule import (
-    ALL_SCHEDULES,
-    Action,
-    CostModel,
-    Op,
-    Placement,
-    dualpipe,
-    dualpipe_v,
-    gpipe,
-    one_f_one_b,
-    parse_grid,
-    simulate,
-)
+from dualpipe_jax.schedule import ALL_SCHEDULES, Action, CostModel, Op, Placement, parse_grid, simulate
 from dualpipe_jax.schedule.blame import critical_path
 from dualpipe_jax.schedule.formats.trace import to_chrome_trace
+from dualpipe_jax.schedule.recipes import dualpipe, dualpipe_v, gpipe, one_f_one_b
 
 COSTS = CostModel(0.7, 1.3, 1.01, FB=2.21, send=0.4)
 

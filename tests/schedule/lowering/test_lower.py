@@ -7,24 +7,12 @@ import re
 import numpy as np
 import pytest
 
-from dualpipe_jax.schedule import (
-    ALL_SCHEDULES,
-    Action,
-    CostModel,
-    Op,
-    Placement,
-    Schedule,
-    dualpipe,
-    dualpipe_v,
-    gpipe,
-    one_f_one_b,
-    simulate,
-    zb_h1,
-)
+from dualpipe_jax.schedule import ALL_SCHEDULES, Action, CostModel, Op, Placement, Schedule, simulate
 from dualpipe_jax.schedule.lowering.flat import channels, flatten, topological
 from dualpipe_jax.schedule.lowering.lower import forward_only, lower, tabulate
 from dualpipe_jax.schedule.lowering.table import Keeps, TickTable
 from dualpipe_jax.schedule.lowering.ticks import earliest
+from dualpipe_jax.schedule.recipes import dualpipe, dualpipe_v, gpipe, one_f_one_b, zb_h1
 from dualpipe_jax.schedule.recipes.bidirectional import hanayo
 from dualpipe_jax.schedule.recipes.classic import interleaved_1f1b
 from dualpipe_jax.schedule.recipes.zero_bubble import interleaved_zero_bubble

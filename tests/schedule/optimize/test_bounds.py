@@ -9,24 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dualpipe_jax.schedule import (
-    ALL_SCHEDULES,
-    Action,
-    CostModel,
-    MemoryModel,
-    Op,
-    Placement,
-    Schedule,
-    dualpipe,
-    dualpipe_v,
-    gpipe,
-    one_f_one_b,
-    simulate,
-    validate,
-    zb_h1,
-)
+from dualpipe_jax.schedule import ALL_SCHEDULES, CostModel, MemoryModel, simulate, validate
+from dualpipe_jax.schedule.ir import Action, Op, Placement, Schedule
 from dualpipe_jax.schedule.optimize.bounds import lower_bound
 from dualpipe_jax.schedule.optimize.optimum import optimum
+from dualpipe_jax.schedule.recipes import dualpipe, dualpipe_v, gpipe, one_f_one_b, zb_h1
 
 TINY = (
     (Placement.linear(2), 2),

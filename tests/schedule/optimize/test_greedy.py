@@ -8,19 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dualpipe_jax.schedule import (
-    CostModel,
-    MemoryModel,
-    Op,
-    Placement,
-    lower,
-    one_f_one_b,
-    simulate,
-    validate,
-    zb_v,
-)
+from dualpipe_jax.schedule import CostModel, MemoryModel, Op, Placement, lower, simulate, validate
 from dualpipe_jax.schedule.optimize.greedy import Policy, greedy, play_greedily
 from dualpipe_jax.schedule.optimize.terms import least_memory, make_terms
+from dualpipe_jax.schedule.recipes import one_f_one_b, zb_v
 
 PLACEMENTS = (
     Placement.linear,

@@ -7,17 +7,7 @@ import time
 
 import pytest
 
-from dualpipe_jax.schedule import (
-    ALL_SCHEDULES,
-    CostModel,
-    MemoryModel,
-    Placement,
-    interleaved_1f1b_overlap,
-    lower,
-    one_f_one_b,
-    simulate,
-    validate,
-)
+from dualpipe_jax.schedule import ALL_SCHEDULES, CostModel, MemoryModel, Placement, lower, simulate, validate
 from dualpipe_jax.schedule.optimize.bounds import lower_bound
 from dualpipe_jax.schedule.optimize.choose import choose
 from dualpipe_jax.schedule.optimize.moves import Move, moves_of, paired, split_alone, strangers
@@ -25,6 +15,7 @@ from dualpipe_jax.schedule.optimize.player import Player
 from dualpipe_jax.schedule.optimize.polish import improve
 from dualpipe_jax.schedule.optimize.search import search
 from dualpipe_jax.schedule.optimize.terms import make_terms
+from dualpipe_jax.schedule.recipes import interleaved_1f1b_overlap, one_f_one_b
 
 BENCHMARK = pathlib.Path(__file__).parents[3] / "benchmarks" / "search.py"
 
@@ -225,8 +216,11 @@ def test_moves_play_as_the_schedule_they_came_from():
         player, moves = Player(make_terms(schedule.placement, 8, costs)), moves_of(schedule)
         again = simulate(validate(player.schedule(moves, "again")), costs)
         assert again.makespan == pytest.approx(player.play(moves).makespan), schedule.name
+        timeline, sizes = simulate(schedule, costs), MemoryModel(0.4, 0.6, stash=0.5)
         if not any(move.split for order in moves for move in order):
-            assert again.ends == simulate(schedule, costs).ends, schedule.name
+            assert again.ends == timeline.ends, schedule.name
+        within = make_terms(schedule.placement, 8, costs, max(timeline.memory(sizes)), sizes)
+        assert Player(within).play(moves) is not None, f"{schedule.name} fits the memory that it takes"
 
 
 def test_moves_that_hang_or_overflow_are_refused():

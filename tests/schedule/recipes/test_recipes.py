@@ -13,23 +13,10 @@ from hypothesis import strategies as st
 
 from dualpipe_jax.schedule import ALL_SCHEDULES, CostModel, Op, Placement, simulate, validate
 from dualpipe_jax.schedule.formats.text import format_grid, parse_grid
-from dualpipe_jax.schedule.recipes import (
-    chimera,
-    dualpipe,
-    dualpipe_v,
-    gpipe,
-    hanayo,
-    interleaved_1f1b,
-    interleaved_1f1b_overlap,
-    interleaved_zero_bubble,
-    looped_bfs,
-    one_f_one_b,
-    v_half,
-    v_min,
-    zb_h1,
-    zb_h2,
-    zb_v,
-)
+from dualpipe_jax.schedule.recipes import chimera, dualpipe, dualpipe_v, hanayo, looped_bfs, one_f_one_b
+from dualpipe_jax.schedule.recipes.classic import gpipe, interleaved_1f1b, interleaved_1f1b_overlap
+from dualpipe_jax.schedule.recipes.v_shaped import v_half, v_min, zb_v
+from dualpipe_jax.schedule.recipes.zero_bubble import interleaved_zero_bubble, zb_h1, zb_h2
 
 GOLDEN = pathlib.Path(__file__).parents[2] / "golden"
 RECORDED = {
