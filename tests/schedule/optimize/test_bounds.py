@@ -121,7 +121,8 @@ def test_no_bound_where_not_even_one_microbatch_fits():
     assert lower_bound(2, 4, memory_limit=0.9, placement=v) == math.inf
     assert lower_bound(2, 4, memory_limit=0.9) == math.inf
     heavy = MemoryModel(parameters=2)
-    assert lower_bound(2, 4, memory_limit=2.9, memory=heavy, placement=v) == math.inf
+    for limit in (1.9, 2.9):  # no room for the parameters, none beside them
+        assert lower_bound(2, 4, memory_limit=limit, memory=heavy, placement=v) == math.inf
     assert lower_bound(2, 4, memory_limit=3, memory=heavy, placement=v) < math.inf
     # two copies of the parameters
     assert lower_bound(2, 4, memory_limit=4.9, memory=heavy, placement=Placement.bidirectional(2)) == math.inf

@@ -162,6 +162,12 @@ def test_finer_cuts_are_where_it_starts_too():
     assert makespan(modest, dear) < makespan(deep, dear)
 
 
+def test_cuts_so_fine_that_an_extra_takes_more_than_there_is_are_left_out():
+    costs = CostModel(FB=2.25, extra={-1: (-0.4, 0, 0)})  # of a quarter of a forward
+    found = search(2, 4, costs, effort=0)
+    assert found.placement.num_stages <= 4 and makespan(found, costs) > 0
+
+
 def test_own_recipes_are_where_it_starts():
     made = []
 
