@@ -82,9 +82,8 @@ def test_documents_do_not_hear_each_other(attend):
 def test_cudnn_attention_is_the_plain_one():
     wanted = out_and_gradients(causal_attention, *heads(jnp.bfloat16))
     got = out_and_gradients(cudnn_attention, *heads(jnp.bfloat16))
-    chex.assert_trees_all_close(
-        *(jax.tree.map(lambda a: a.astype(jnp.float32), t) for t in (got, wanted)), atol=0.05
-    )
+    got, wanted = (jax.tree.map(lambda a: a.astype(jnp.float32), tree) for tree in (got, wanted))
+    chex.assert_trees_all_close(got, wanted, atol=0.05)
 
 
 def test_cudnn_attention_is_traced_where_no_gpu_is():
@@ -200,13 +199,10 @@ def test_a_stage_split_in_a_shard_map_has_the_plain_gradients(dispatch, kernels)
 
     specs = plain.param_specs["stages"]
     weights = jax.tree.map(lambda s: s if "ep" in s else P("ep"), specs["layers"])
-    run = functools.partial(
-        jax.shard_map,
-        mesh=make_mesh(1, 2),
-        in_specs=(specs, P("ep"), P("ep")),
-        out_specs=(P("ep"), P("ep"), weights),
-        check_vma=False,
+    how = dict(
+        mesh=make_mesh(1, 2), in_specs=(specs, P("ep"), P("ep")), out_specs=(P("ep"), P("ep"), weights)
     )
+    run = functools.partial(jax.shard_map, check_vma=False, **how)
     got, wanted = (jax.jit(run(f))(params, x, dy) for f in (split, whole))
     chex.assert_trees_all_close(got, wanted, rtol=1e-3, atol=1e-4)
 

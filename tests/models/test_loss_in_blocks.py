@@ -66,11 +66,8 @@ def test_in_bfloat16_every_matmul_takes_bfloat16_and_sums_float32():
 def test_logits_never_stand_whole():
     """Of 2048 tokens and 4096 words they take 32 MiB, of which the blocks together need less than an eighth."""
     tokens, words, block = 2048, 4096, 64
-    shapes = [
-        jax.ShapeDtypeStruct((tokens, 16), jnp.float32),
-        jax.ShapeDtypeStruct((16, words), jnp.float32),
-        jax.ShapeDtypeStruct((tokens,), jnp.int32),
-    ]
+    kinds = ((tokens, 16), jnp.float32), ((16, words), jnp.float32), ((tokens,), jnp.int32)
+    shapes = [jax.ShapeDtypeStruct(*kind) for kind in kinds]
 
     def temporary(loss):
         compiled = jax.jit(jax.grad(loss, (0, 1))).lower(*shapes).compile()
@@ -93,13 +90,8 @@ def test_each_device_has_its_tokens_and_all_one_kernel(check_vma):
             d_kernel = jax.lax.psum(d_kernel, "ep")
         return jax.lax.psum(value, "ep"), d_x, d_kernel
 
-    run = jax.shard_map(
-        local,
-        mesh=make_mesh(1, 2),
-        in_specs=(P("ep"), P(), P("ep")),
-        out_specs=(P(), P("ep"), P()),
-        check_vma=check_vma,
-    )
+    how = dict(mesh=make_mesh(1, 2), in_specs=(P("ep"), P(), P("ep")), out_specs=(P(), P("ep"), P()))
+    run = jax.shard_map(local, check_vma=check_vma, **how)
     value, *gradients = jax.jit(run)(x, kernel, targets)
     wanted = jax.value_and_grad(plain, (0, 1))(x, kernel, targets, jnp.ones((B, S)))
     chex.assert_trees_all_close((value, tuple(gradients)), wanted, rtol=1e-5, atol=1e-6)

@@ -45,9 +45,8 @@ def experts_alone(num_stages, axis=None, payload="plain", back=lambda y: y):
         x_TD = (at.batch["x"] + shared["shift"] if x is None else x).reshape(-1, D)
         topk, weights = route(x_TD @ own["router"], jnp.zeros(E), CONFIG)
         handle = sending.plan(topk, E, (CONFIG.num_groups, CONFIG.top_groups))
-        y_TD = combine(
-            jnp.tanh(expert_matmul(dispatch(x_TD, handle), own["experts"], handle)), weights, handle
-        )
+        made = jnp.tanh(expert_matmul(dispatch(x_TD, handle), own["experts"], handle))
+        y_TD = combine(made, weights, handle)
         return (x_TD + back(y_TD)).reshape(-1, SEQ, D), handle.dropped
 
     def first(own, shared, x, at):
@@ -122,10 +121,8 @@ def test_words_and_embedding_over_both_axes():
     """All of DeepSeek's model."""
     tokens = np.random.default_rng(0).integers(0, 32, (2, NUM, 4, 6)).astype(np.int32)
     batch = {"inputs": tokens[0], "targets": tokens[1]}
-    plain, model = (
-        deepseek(CONFIG, (1, 1), dispatch="capacity", balance_factor=0.05, ep_axis=axis)
-        for axis in (None, AXES)
-    )
+    how = dict(dispatch="capacity", balance_factor=0.05)
+    plain, model = (deepseek(CONFIG, (1, 1), ep_axis=axis, **how) for axis in (None, AXES))
     params = random_params(CONFIG, 1, 0.25, (1, 1))
     wanted = quick(reference_value_and_grad(plain.staged, num_parts=4))(params, batch)
     mesh = make_mesh(2, (2, 2))

@@ -38,13 +38,8 @@ def test_cross_entropy_equals_that_of_whole_logits(num_ep, block, check_vma):
         return losses, pull(weights)
 
     kernel_spec = P(None, axis)
-    run = jax.shard_map(
-        local,
-        mesh=make_mesh(1, num_ep),
-        in_specs=(P(axis), kernel_spec, P(axis), P(axis)),
-        out_specs=(P(axis), (P(axis), kernel_spec)),
-        check_vma=check_vma,
-    )
+    how = dict(in_specs=(P(axis), kernel_spec, P(axis), P(axis)), out_specs=(P(axis), (P(axis), kernel_spec)))
+    run = jax.shard_map(local, mesh=make_mesh(1, num_ep), check_vma=check_vma, **how)
     losses, (dx, dw) = jax.jit(run)(X, KERNEL, TARGETS.astype(np.uint8), WEIGHTS)
     for got, wanted in zip((losses, dx, dw), whole(X, KERNEL), strict=True):
         np.testing.assert_allclose(got, wanted, rtol=1e-5, atol=1e-5)
@@ -61,13 +56,8 @@ def test_look_up_equals_indexing(num_ep, check_vma):
         return rows, *pull(d_rows)
 
     spec = P(None, axis)
-    run = jax.shard_map(
-        local,
-        mesh=make_mesh(1, num_ep),
-        in_specs=(spec, P(axis), P(axis)),
-        out_specs=(P(axis), spec),
-        check_vma=check_vma,
-    )
+    how = dict(in_specs=(spec, P(axis), P(axis)), out_specs=(P(axis), spec))
+    run = jax.shard_map(local, mesh=make_mesh(1, num_ep), check_vma=check_vma, **how)
     rows, d_table = jax.jit(run)(TABLE, tokens, d_rows)
     np.testing.assert_array_equal(rows, TABLE[tokens])
     wanted = np.zeros_like(TABLE)
@@ -78,11 +68,8 @@ def test_look_up_equals_indexing(num_ep, check_vma):
 def test_whole_logits_stand_nowhere():
     """On four devices, V3's words and 1024 tokens of each: blocks of 128, two blocks' worth of copies at most."""
     vocab, dim, tokens, block = 129280, 64, 1024, 128
-    shapes = [
-        jax.ShapeDtypeStruct((4 * tokens, dim), jnp.bfloat16),
-        jax.ShapeDtypeStruct((dim, vocab), jnp.float32),
-        jax.ShapeDtypeStruct((4 * tokens,), jnp.int32),
-    ]
+    kinds = ((4 * tokens, dim), jnp.bfloat16), ((dim, vocab), jnp.float32), ((4 * tokens,), jnp.int32)
+    shapes = [jax.ShapeDtypeStruct(*kind) for kind in kinds]
 
     def local(x, kernel, targets):
         def loss(x, kernel):

@@ -306,15 +306,11 @@ def test_configurations_of_other_models_are_refused(changes, message):
     assert message in str(error.value)
 
 
-def test_missing_settings_are_all_named():
+def test_missing_settings_are_all_named(tmp_path):
     data = to_json(CONFIG, "float32")
-    for key in ("vocab_size", "kv_lora_rank"):
-        del data[key]
+    del data["vocab_size"], data["kv_lora_rank"]
     with pytest.raises(WeightsError, match="vocab_size is missing\n  kv_lora_rank is missing"):
         from_json(data)
-
-
-def test_no_configuration(tmp_path):
     assert "config.json: [Errno 2]" in refused(tmp_path)
 
 
