@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dualpipe_jax.balance import Layout, Placement, balance, bound_of, worst_imbalance
+from dualpipe_jax.balance.bounds import packing_bound
 from dualpipe_jax.balance.copies import add_copies
 
 BENCHMARK = pathlib.Path(__file__).parents[2] / "benchmarks" / "balance.py"
@@ -177,6 +178,10 @@ def test_groups_stay_on_their_nodes():
 def test_unequal_nodes_are_fine_where_groups_are_free():
     loads = np.random.default_rng(1).random((1, 12))
     assert balance(loads, Layout(6, 3, num_nodes=4)) == balance(loads, Layout(6, 3))
+
+
+def test_of_three_heavy_copies_two_meet_on_one_of_two_devices():
+    assert packing_bound(np.array([[4.0, 4, 4, 1, 1, 1]]), 2) == [4 + 4 + 1]
 
 
 def test_greedy_counts_are_the_best_for_the_heaviest_copy():
