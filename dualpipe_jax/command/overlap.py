@@ -183,7 +183,7 @@ def study(
             known.check_compiler()
         except ModuleNotFoundError:
             # What is wrong with the options needs no compiler to be told, and is told first.
-            counted = dataclasses.replace(request, compile="nothing", files=())
+            counted = dataclasses.replace(request, compile="draw", files=())
             if compile not in _SERVING:
                 ask("dualpipe_jax.pods", plain(counted), environment, called)
             raise

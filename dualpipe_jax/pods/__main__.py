@@ -23,7 +23,7 @@ def answers(asked: dict[str, Any]) -> Iterator[dict[str, Any]]:
     request = read_request(asked)
     target = None if request.target is None else Target.parse(request.target)
     devices = None
-    if target is not None and request.compile != "nothing":
+    if target is not None and request.compile not in ("nothing", "draw"):
         say(f"loading the compiler for {target}")
         os.environ.update(STATISTICS_ENVIRONMENT)
         devices = target.devices()

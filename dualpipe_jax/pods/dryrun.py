@@ -42,6 +42,8 @@ def answer(
     say("drawing the step")
     plan = request.plan
     blueprint = draw(plan, target, devices)
+    if request.compile == "draw":
+        return Answer(None if target is None else describe(target), plan)
     program, dispatch = blueprint.program, blueprint.program.dispatch
     kinds = ahead.memory_by_kind(blueprint)
     sizes, fixed = ahead.rank_memory(blueprint)

@@ -44,8 +44,8 @@ def test_options_are_looked_at_without_a_compiler(monkeypatch, capsys, command):
     monkeypatch.setattr(Target, "check_compiler", missing)
     options = [command, "--target", "v5e:4x4", "--program", "tiny", "--ep", "7"]
     assert main([*options, *(["--compile", "units"] if command == "dryrun" else [])]) == 2
-    assert asked == ["nothing"] and "error: --ep 7: must divide" in capsys.readouterr().err
+    assert asked == ["draw"] and "error: --ep 7: must divide" in capsys.readouterr().err
     monkeypatch.setattr(child, "ask", lambda *_: asked.append("right") or {})
     with pytest.raises(MissingCompiler):
         overlap.study(overlap.Plan("tiny"), "v5e:4x4", "units")
-    assert asked == ["nothing", "right"]
+    assert asked == ["draw", "right"]

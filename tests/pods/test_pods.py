@@ -279,7 +279,7 @@ def test_missing_compilers(answered, capsys, monkeypatch, command, target, extra
     assert main([command, "--target", target]) == 2
     line = f"pip install 'dualpipe-jax[{extra}]'"
     assert capsys.readouterr().err.endswith(f"not installed; it needs no device:\n  {line}\n")
-    assert [request["compile"] for _, request, _, _ in answered] == ["nothing"]
+    assert [request["compile"] for _, request, _, _ in answered] == ["draw"]
     monkeypatch.setattr(child, "ask", refuse := mock.Mock(side_effect=CommandError("--ep 3: must divide")))
     assert main([command, "--target", target]) == 2 and refuse.call_count == 1
     assert capsys.readouterr().err == "error: --ep 3: must divide\n"
