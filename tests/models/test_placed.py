@@ -49,8 +49,9 @@ def wanted_from(config, plan, shape):
 
 def in_model_order(grads, schedule):
     """Gradients as the engine gives them, without those of integers."""
-    own = [{"layers": s["layers"], "routing": {"bias": s["routing"]["bias"]}} for s in grads["stages"].local]
-    return grads | {"stages": from_placed(PlacedStages(tuple(own)), schedule.placement)}
+    placed = grads["stages"]
+    own = tuple({"layers": s["layers"], "routing": {"bias": s["routing"]["bias"]}} for s in placed.local)
+    return grads | {"stages": from_placed(PlacedStages(own, placed.model_stages), schedule.placement)}
 
 
 def logical(grads, table):
