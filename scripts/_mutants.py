@@ -28,7 +28,17 @@ from typing import NamedTuple
 ROOT = Path(__file__).resolve().parent.parent
 LISTS = ROOT / "tests" / "mutants"
 NO_TESTS = 5  # pytest's exit code
-COPIED = ("dualpipe_jax", "models", "train", "tests", "scripts", "benchmarks", "docs", "README.md", "pyproject.toml")
+COPIED = (
+    "dualpipe_jax",
+    "models",
+    "train",
+    "tests",
+    "scripts",
+    "benchmarks",
+    "docs",
+    "README.md",
+    "pyproject.toml",
+)
 
 
 class Mutant(NamedTuple):
