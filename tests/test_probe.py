@@ -53,6 +53,7 @@ def test_a_machine_on_which_all_works(here, capfd):
     assert measured_rates("rates.json", 1e9, switched=True).flops == pytest.approx(rates["flops"] / 1e9)
 
 
+@pytest.mark.slow
 def test_an_experiment_that_hangs(here, capfd):
     """A permute that half of the devices never come to: it is reported, and another process goes on after it."""
     assert main(["probe", "--cpu", "4", "--limit", "10", "--only", "permute-inside", "rate-matmul"]) == 1
