@@ -31,13 +31,13 @@ def page():
 
 
 def test_the_page_runs(page):
-    assert len(BLOCKS) == 7
+    assert len(BLOCKS) == 8
     assert set(page["report"].losses) == {"lm", "balance"}
 
 
 def test_dropout_follows_the_key(page):
-    """Other keys give other masks; none gives none: then a stage is the module in its eval mode."""
-    layer = page["pure_nnx"](page["Layer"])
+    """Other keys give other masks; to evaluate, none gives none, and a stage is the module in its eval mode."""
+    layer = page["pure_nnx"](page["Layer"], evaluate=True)
     params, x = layer.init(jax.random.key(0)), jnp.ones((2, 3, page["DIM"]))
     one, again, other = (layer.apply(params, x, key=jax.random.key(seed))[0] for seed in (1, 1, 2))
     np.testing.assert_array_equal(one, again)
