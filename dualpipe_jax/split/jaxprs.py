@@ -142,7 +142,7 @@ class Reader:
 
     def _scan(self, eqn: Any, inputs: list[Atom], scope: str) -> Scan:
         jaxpr, consts = _open(eqn.params["jaxpr"])
-        num_consts, num_carry = _scan_arity(eqn.params)
+        num_consts, num_carry = scan_arity(eqn.params)
         inner = [value_of(var.aval) for var in jaxpr.invars]
         body = Reader(self._pinned, self._differentiable)
         updates = body.read(jaxpr, consts, inner)
@@ -213,7 +213,7 @@ def _open(jaxpr: Any) -> tuple[Any, Sequence[Any]]:
     return jaxpr.jaxpr, jaxpr.consts
 
 
-def _scan_arity(params: dict[str, Any]) -> tuple[int, int]:
+def scan_arity(params: dict[str, Any]) -> tuple[int, int]:
     """How many consts and carries lead a scan's inputs: plain numbers in jax 0.10, a tree in 0.12."""
     if "num_consts" in params:
         return params["num_consts"], params["num_carry"]

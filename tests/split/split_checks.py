@@ -7,6 +7,7 @@ from jax import lax
 from jax.extend.core import Literal
 
 from dualpipe_jax.split import split_backward
+from dualpipe_jax.split.jaxprs import scan_arity
 from tests.quick import ALIKE
 
 COLLECTIVES = (
@@ -108,7 +109,7 @@ def _call(inside, inputs):
 
 
 def _scan(params, inputs):
-    num_consts, num_carry = params["num_consts"], params["num_carry"]
+    num_consts, num_carry = scan_arity(params)
     consts, carry, xs = inputs[:num_consts], inputs[num_consts:][:num_carry], inputs[num_consts + num_carry :]
     rows = []
     for place in range(params["length"]):
