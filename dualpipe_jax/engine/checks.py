@@ -12,6 +12,7 @@ from dualpipe_jax.contract import At, Out, StagedModel, StageFunction, Tree, ret
 from dualpipe_jax.engine.stages import PlacedStages, is_listed
 from dualpipe_jax.engine.storage import Leaf, entries
 from dualpipe_jax.engine.tick import WATCHED
+from dualpipe_jax.engine.trees import types_in_words
 from dualpipe_jax.parallel import AXES, BATCH_AXES, EP, NODE, PP
 from dualpipe_jax.schedule import Schedule
 from dualpipe_jax.split.jaxprs import collectives
@@ -227,17 +228,17 @@ def check_kinds(model: StagedModel, own: Tree, shared: Tree, x: Tree, at: At, *,
         jaxpr, out = traced(own, shared, given, at)
         out = Out(*out)
         losses |= set(out.losses)
-        if stage < last and _shapes(out.x) != _shapes(x):
+        if stage < last and types_in_words(out.x) != types_in_words(x):
             raise TypeError(
-                f"{_of(name)} must return what the next stage takes: the first stage returned x {_shapes(x)}, this one "
-                f"{_shapes(out.x)}; shapes and dtypes must be equal."
+                f"{_of(name)} must return what the next stage takes: the first stage returned x {types_in_words(x)}, "
+                f"this one {types_in_words(out.x)}; shapes and dtypes must be equal."
             )
         for metric, value in out.metrics.items():
-            other, shapes = metrics.setdefault(metric, (name, _shapes(value)))
-            if shapes != _shapes(value):
+            other, shapes = metrics.setdefault(metric, (name, types_in_words(value)))
+            if shapes != types_in_words(value):
                 raise TypeError(
-                    f"metrics[{metric!r}] is {shapes} in stages of kind {other!r} and {_shapes(value)} in those of "
-                    f"kind {name!r}: what is summed under one name must be alike."
+                    f"metrics[{metric!r}] is {shapes} in stages of kind {other!r} and {types_in_words(value)} in those "
+                    f"of kind {name!r}: what is summed under one name must be alike."
                 )
         _check_collectives(_of(name), collectives(jaxpr.jaxpr.eqns))
     if trains and not losses:
@@ -296,8 +297,3 @@ def _named(trees: dict[str, Tree]) -> Iterator[tuple[str, Any]]:
     for name, tree in trees.items():
         for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
             yield name + jax.tree_util.keystr(path), leaf
-
-
-def _shapes(tree: Tree) -> Any:
-    """Shapes and dtypes as text; a bare array without its tree."""
-    return str(jax.tree.map(lambda a: f"{a.dtype}{list(a.shape)}", tree)).replace("'", "")

@@ -11,6 +11,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from dualpipe_jax.contract import Tree
+from dualpipe_jax.engine.trees import types_in_words
 from dualpipe_jax.parallel import PP
 from dualpipe_jax.parallel.p2p import send
 from dualpipe_jax.schedule.ir import Placement, Schedule
@@ -134,15 +135,12 @@ def is_listed(stages: Tree, num_stages: int) -> bool:
         )
     if other is not None:
         raise ValueError(
-            f"params['stages'] is a list of one tree for each stage: stage {other} has {_forms(stages[other])}, but "
-            f"stage 0 has {_forms(stages[0])}. Trees of stages must be alike, since every rank runs one program; what "
-            "only some stages have belongs in params['shared']."
+            f"params['stages'] is a list of one tree for each stage: stage {other} has "
+            f"{types_in_words(stages[other])}, but stage 0 has {types_in_words(stages[0])}. "
+            "Trees of stages must be alike, since every rank runs one program; what only some stages "
+            "have belongs in params['shared']."
         )
     return True
-
-
-def _forms(tree: Tree) -> str:
-    return str(jax.tree.map(lambda leaf: f"{leaf.dtype}{list(leaf.shape)}", tree)).replace("'", "")
 
 
 def from_placed(

@@ -50,6 +50,11 @@ def structs(tree: Tree) -> Tree:
     return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), tree)
 
 
+def types_in_words(tree: Tree) -> str:
+    """Shapes and dtypes as text; a bare array without its tree."""
+    return str(jax.tree.map(lambda leaf: f"{leaf.dtype}{list(leaf.shape)}", tree)).replace("'", "")
+
+
 def zeros(tree: Tree) -> Tree:
     """Zeros of these shapes and dtypes."""
     return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), tree)

@@ -291,9 +291,8 @@ def test_a_full_disk_costs_a_checkpoint_and_not_the_run(run, layout, state, monk
         assert not checkpoints.due(2)
         monkeypatch.setattr(checkpoint, "AGAIN", 0)
         assert checkpoints.due(2)
-        for step in range(
-            3, 9
-        ):  # threads of Orbax may still write what failed while the next step clears it away
+        # As the trainer does: Orbax may still write what failed while the next save clears it away, which fails too.
+        for step in range(3, 9):
             checkpoints.save(step, state, RECORD, [])
             with contextlib.suppress(CheckpointError):
                 checkpoints.finish(step)
