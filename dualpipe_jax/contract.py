@@ -100,10 +100,13 @@ class Report(NamedTuple):
     Attributes:
       losses: float32 scalars by name; their sum is the objective.
       metrics: by name, summed over microbatches, stages and devices.
+      dropped: int32 [], how many assignments of tokens to experts found no slot in a plan of ``parallel`` made by any
+        stage, over all layers, stages, microbatches and devices, whether the model reports them or not.
     """
 
     losses: dict[str, jax.Array]
     metrics: dict[str, Tree]
+    dropped: jax.Array
 
 
 class PipelineModel(NamedTuple):

@@ -16,7 +16,8 @@ from dualpipe_jax.engine.slots import KEPT, Entry, read_slot, write_slot
 from dualpipe_jax.engine.trees import add_to, is_floating, raw, typed
 from dualpipe_jax.engine.varying import Vary
 from dualpipe_jax.pair import Pool, interleave
-from dualpipe_jax.split import SplitPlan, split_backward
+from dualpipe_jax.parallel.expert import DROPPED
+from dualpipe_jax.split import SplitPlan, reveal, split_backward
 from dualpipe_jax.split.leaves import cut
 from dualpipe_jax.split.run import evaluate
 
@@ -53,6 +54,25 @@ def plain(kind: str, function: StageFunction, sight: Sight, vary: Vary) -> Calla
     return stage
 
 
+def counting(stage: Callable[..., Any], params: Tree, seen: Tree) -> Callable[..., Any]:
+    """The stage with ``(metrics, dropped)`` for its metrics, see ``Report``; dropped is None where it plans nothing."""
+    revealed = reveal(stage, DROPPED, params, seen)
+
+    def counted(params: Tree, seen: Tree) -> Any:
+        if revealed is None:
+            made, metrics = stage(params, seen)
+            return made, (metrics, None)
+        (made, metrics), marked = revealed(params, seen)
+        return made, (metrics, sum_marked(marked))
+
+    return counted
+
+
+def sum_marked(marked: Sequence[jax.Array]) -> jax.Array:
+    """All that ``reveal`` found, together: int32 []."""
+    return functools.reduce(jnp.add, [jnp.sum(counts, dtype=jnp.int32) for counts in marked])
+
+
 class ForwardKind:
     """A kind of stage that keeps nothing for a backward.
 
@@ -61,6 +81,7 @@ class ForwardKind:
       y: types of what it hands on, or at the last stage gives out.
       losses: names of its losses.
       metrics: types of its metrics, by name.
+      dropped: type of the number of dropped assignments, None for a stage without experts.
       keep_input: how long x is read.
       kept: for each of ``KEPT`` the types of what is kept: nothing.
     """
@@ -71,14 +92,14 @@ class ForwardKind:
         self, name: str, function: Callable[..., Any], params: tuple[Tree, Tree], seen: tuple[Tree, At]
     ):
         self.name, self.function = name, function
-        (self.y, losses), self.metrics = jax.eval_shape(function, params, seen)
+        (self.y, losses), (self.metrics, self.dropped) = jax.eval_shape(function, params, seen)
         self.losses = tuple(losses)
         self.kept: dict[str, list[Entry]] = {pool: [] for pool in KEPT}
 
     def forward(
         self, params: tuple[Tree, Tree], seen: tuple[Tree, At]
     ) -> tuple[Any, Tree, list[Any], list[Any]]:
-        """Gives ((x, losses), metrics, [], [])."""
+        """Gives ((x, losses), (metrics, dropped), [], [])."""
         return *self.function(params, seen), [], []
 
 
@@ -130,8 +151,8 @@ class Kind(ForwardKind):
         sums: Sequence[Any] | None,
     ):
         def handing_on(params: tuple[Tree, Tree], seen: tuple[Tree, At]) -> Any:
-            (y, losses), metrics = function(params, seen)
-            return (None if is_last else y, losses), metrics
+            (y, losses), aside = function(params, seen)
+            return (None if is_last else y, losses), aside
 
         super().__init__(name, handing_on, params, seen)
         split = split_backward(handing_on, has_aux=True, wanted=wanted, at_hand=(False, True), sums=sums)
@@ -157,7 +178,7 @@ class Kind(ForwardKind):
     def forward(
         self, params: tuple[Tree, Tree], seen: tuple[Tree, At]
     ) -> tuple[Any, Tree, list[Any], list[Any]]:
-        """Gives ((x, losses), metrics, residuals_i, residuals_w)."""
+        """Gives ((x, losses), (metrics, dropped), residuals_i, residuals_w)."""
         return self.plan.forward(params, seen)
 
     def backward(

@@ -169,7 +169,7 @@ class Pipeline:
           stash.0, ...: slots for what a backward for the input hands to that for the weights.
           own0.0, ..., own1.0, ...: sums of gradients of each local stage's leaves, those of a borrowed copy too.
           shared.0, ...: and of shared ones.
-          loss.NAME, metric.NAME: figures.
+          loss.NAME, metric.NAME, dropped: figures.
         """
         placed = jax.eval_shape(lambda p: self.placed(p), params)
         return self._engine(placed).state(placed, batch, key)

@@ -1,6 +1,7 @@
 """The oracle: the plain model, one device, no cleverness."""
 
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,14 +12,18 @@ from dualpipe_jax.contract import (
     PipelineModel,
     Report,
     StagedModel,
+    StageFunction,
     Tree,
     key_at,
     loss_weights,
     returned,
 )
+from dualpipe_jax.engine.kinds import sum_marked
 from dualpipe_jax.engine.stages import is_listed
 from dualpipe_jax.engine.trees import sum_dtype
 from dualpipe_jax.parallel import AXES
+from dualpipe_jax.parallel.expert import DROPPED
+from dualpipe_jax.split import reveal
 
 
 def reference_loss(model: StagedModel, *, num_parts: int = 1) -> Callable[..., tuple[jax.Array, Report]]:
@@ -32,15 +37,17 @@ def reference_loss(model: StagedModel, *, num_parts: int = 1) -> Callable[..., t
         the weights that it has there.
     """
 
-    def run(params: Tree, batch: Tree, key: jax.Array | None, number: jax.Array) -> tuple[Tree, Tree, Tree]:
+    def run(params: Tree, batch: Tree, key: jax.Array | None, number: jax.Array) -> tuple[Tree, ...]:
         losses: dict[str, jax.Array] = {}
         metrics: dict[str, Tree] = {}
+        dropped = jnp.int32(0)
         x = None
         for stage, kind in enumerate(model.kind_of):
             own = stage_of(params["stages"], stage, model.num_stages)
             microbatch, part = number // num_parts, number % num_parts
             at = At(batch, jnp.int32(stage), microbatch, key_at(key, stage, microbatch, part))
             out = returned(kind, model.kinds[kind](own, params["shared"], x, at))
+            dropped += _dropped(model.kinds[kind], own, params["shared"], x, at)
             x = out.x
             for name, value in out.losses.items():
                 losses[name] = losses.get(name, jnp.float32(0)) + jnp.asarray(value).astype(jnp.float32)
@@ -50,7 +57,7 @@ def reference_loss(model: StagedModel, *, num_parts: int = 1) -> Callable[..., t
                     if name in metrics
                     else jax.tree.map(jnp.asarray, value)
                 )
-        return losses, metrics, loss_weights(model, batch, losses)
+        return losses, metrics, dropped, loss_weights(model, batch, losses)
 
     def loss(params: Tree, batch: Tree, key: jax.Array | None = None) -> tuple[jax.Array, Report]:
         parts = jax.tree.map(
@@ -58,14 +65,21 @@ def reference_loss(model: StagedModel, *, num_parts: int = 1) -> Callable[..., t
         )
         numbers = jnp.arange(jax.tree.leaves(parts)[0].shape[0], dtype=jnp.int32)
         wide = _widened(params)
-        losses, metrics, weights = jax.lax.map(
+        losses, metrics, dropped, weights = jax.lax.map(
             lambda item: run(_as_given(wide, params), item[0], key, item[1]), (parts, numbers)
         )
         means = {name: jnp.sum(losses[name] * weights[name]) / jnp.sum(weights[name]) for name in losses}
         totals = jax.tree.map(lambda a: a.sum(0, dtype=a.dtype), metrics)
-        return sum(means.values(), jnp.float32(0)), Report(means, totals)
+        return sum(means.values(), jnp.float32(0)), Report(means, totals, dropped.sum(dtype=jnp.int32))
 
     return _on_one_device(loss)
+
+
+def _dropped(stage: StageFunction, *arguments: Any) -> jax.Array:
+    """What the stage's plans drop, by running it once more, so that its gradients stay those of the plain function."""
+    arguments = jax.tree.map(jax.lax.stop_gradient, arguments)
+    revealed = reveal(stage, DROPPED, *arguments)
+    return jnp.int32(0) if revealed is None else sum_marked(revealed(*arguments)[1])
 
 
 def _widened(params: Tree) -> Tree:

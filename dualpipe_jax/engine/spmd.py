@@ -309,6 +309,7 @@ class _Program:
         for kind in self.kinds:
             state |= {f"loss.{name}": jnp.zeros((), jnp.float32) for name in kind.losses}
             state |= {f"metric.{name}": zeros(metric) for name, metric in kind.metrics.items()}
+            state |= {} if kind.dropped is None else {"dropped": zeros(kind.dropped)}
         if self.with_outputs:
             last = self.kinds[self.table.keeps.kind_of[-1]]
             every = self.schedule.num_microbatches
@@ -353,7 +354,8 @@ class _Program:
                 losses[name.removeprefix("loss.")] = lax.psum(value, self.engine.axes) / every
             elif name.startswith("metric."):
                 metrics[name.removeprefix("metric.")] = lax.psum(value, self.engine.axes)
-        return sum(losses.values(), jnp.float32(0)), Report(losses, metrics)
+        dropped = lax.psum(state.get("dropped", jnp.int32(0)), self.engine.axes)
+        return sum(losses.values(), jnp.float32(0)), Report(losses, metrics, dropped)
 
     def gradients(self, state: State) -> Tree:
         """Reduce each sum over the axes that it still owes, and scale what the device keeps of it."""

@@ -6,7 +6,7 @@ import jax
 
 from dualpipe_jax.contract import At, StagedModel, Tree
 from dualpipe_jax.engine import checks
-from dualpipe_jax.engine.kinds import ForwardKind, Kind, Sight, plain
+from dualpipe_jax.engine.kinds import ForwardKind, Kind, Sight, counting, plain
 from dualpipe_jax.engine.prepared import Prepared
 from dualpipe_jax.engine.trees import raw, raw_zeros, structs, sum_dtype, zeros
 from dualpipe_jax.engine.varying import Vary
@@ -60,11 +60,11 @@ def trace(
     stages = [(name, k == 0, k == last) for k, name in enumerate(model.kind_of)]
     names = sorted(set(stages), key=stages.index)
     given = [None if is_first else x for _, is_first, _ in names]
-    functions = [
-        plain(name, model.kinds[name], Sight(*params, x, at), vary)
-        for (name, _, _), x in zip(names, given, strict=True)
-    ]
     seen = [vary(raw_zeros((x, at))) for x in given]
+    functions = [
+        counting(plain(name, model.kinds[name], Sight(*params, x, at), vary), vary(raw_zeros(params)), sees)
+        for (name, _, _), x, sees in zip(names, given, seen, strict=True)
+    ]
     hoisted = [hoist(f, vary(raw_zeros(params)), s) for f, s in zip(functions, seen, strict=True)]
     prepared = Prepared(hoisted, tuple(map(names.index, stages)), placement, vary)
     own, shared = raw_zeros(params)

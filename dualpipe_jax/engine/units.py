@@ -159,17 +159,18 @@ class Works:
             *(("outputs",) if last and self.outputs else ()),
             *(f"loss.{name}" for name in kind.losses),
             *(f"metric.{name}" for name in kind.metrics),
+            *(("dropped",) if kind.dropped is not None else ()),
         )
 
     def _forward(self, part: State, row: Row, stand: Stand, params: Tree) -> State:
         kind = self.kinds[stand.kind]
         seen = self._x(part, row, stand, "F"), self._at(row, "F")
-        made, metrics, residuals_i, residuals_w = kind.forward(params, seen)
+        made, aside, residuals_i, residuals_w = kind.forward(params, seen)
         part = self._put(part, row, "F", stand.kind, {"residual_i": residuals_i, "residual_w": residuals_w})
-        return self._hand_over(part, row, stand, made, metrics)
+        return self._hand_over(part, row, stand, made, aside)
 
-    def _hand_over(self, part: State, row: Row, stand: Stand, made: Any, metrics: Tree) -> State:
-        y, losses = made
+    def _hand_over(self, part: State, row: Row, stand: Stand, made: Any, aside: Any) -> State:
+        (y, losses), (metrics, dropped) = made, aside
         if stand.kind != self._last:
             if "x" in self.table.hands_over:
                 part = part | {"x": write_slot(part["x"], row["F_y"], y)}
@@ -180,6 +181,8 @@ class Works:
             part = part | {f"loss.{name}": part[f"loss.{name}"] + self._seed(name, row, "F") * loss}
         for name, metric in metrics.items():
             part = part | {f"metric.{name}": jax.tree.map(jnp.add, part[f"metric.{name}"], metric)}
+        if dropped is not None:
+            part = part | {"dropped": part["dropped"] + dropped}
         return part
 
     # ----------------------------------------------------------------- backward
@@ -253,7 +256,7 @@ class Works:
         saved, dy = self._seen(part, row, back, "B"), self._dy(part, row, back)
         slots = self._slots(part, row, ahead.kind, back.kind)
         sums = self._sums_of(part, back)
-        (made, metrics, *_), gradients, pools = first.beside(
+        (made, aside, *_), gradients, pools = first.beside(
             second, (forward_params, seen), (backward_params, saved, dy), slots, sums, self.around.links
         )
         # What is read is read before it is written again: else the pools are copied.
@@ -261,7 +264,7 @@ class Works:
         gradients, inputs = lax.optimization_barrier((gradients, inputs))
         part = part | pin(inputs) | self._replaced(part, pools)
         part = part | dict(zip(self._sum_names(back), [*gradients.own, *gradients.shared], strict=True))
-        return self._hand_back(self._hand_over(part, row, ahead, made, metrics), row, back, gradients)
+        return self._hand_back(self._hand_over(part, row, ahead, made, aside), row, back, gradients)
 
     def _slots(self, part: State, row: Row, ahead: int, back: int) -> dict[tuple[str, int], Slot]:
         """The pools that the forward writes and the backward reads; by name and position."""

@@ -29,6 +29,7 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
+from jax.ad_checkpoint import checkpoint_name
 
 from dualpipe_jax.parallel.expert_groups import Kernel, check_kernel, grouped_matmul, vary_alike
 from dualpipe_jax.parallel.float8_matmul import float8_matmul
@@ -36,6 +37,9 @@ from dualpipe_jax.parallel.wire import Payload, Way, carry, check_payload
 
 Axis = str | tuple[str, ...]
 """The name of a mesh axis, or names of several that are taken as one, the first varying slowest."""
+
+DROPPED = "dualpipe_dropped"
+"""The mark on every number of dropped assignments, by which the engine finds them in a stage: ``Report.dropped``."""
 
 
 @functools.partial(
@@ -123,7 +127,7 @@ def plan_capacity(
     index_EC = starts_E[:, None] + place_C
     filled_EC = place_C < counts_E[:, None]
     assignment_S = jnp.where(filled_EC, order_A.at[index_EC].get(mode="clip"), T * K).reshape(-1)
-    dropped = jnp.sum(jnp.maximum(counts_E - C, 0), dtype=jnp.int32)
+    dropped = checkpoint_name(jnp.sum(jnp.maximum(counts_E - C, 0), dtype=jnp.int32), DROPPED)
     slot_TK = slot_A.reshape(T, K)
     return Handle(slot_TK, assignment_S, dropped, None, None, None, C, num_devices, axis_name, payload)
 
@@ -186,6 +190,7 @@ def plan_dropless(
     assignment_NW = order_A.at[starts_N[:, None] + place_W].get(mode="clip")
     assignment_S = jnp.where(filled_NW, assignment_NW, T * K).reshape(-1)
     dropped = jnp.sum(counts_E, dtype=jnp.int32) - jnp.sum(ends_NL[:, -1], dtype=jnp.int32)
+    dropped = checkpoint_name(dropped, DROPPED)
 
     slot_TK = slot_A.reshape(T, K)
     sent_NL = jnp.diff(ends_NL, axis=1, prepend=0)

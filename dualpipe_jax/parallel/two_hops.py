@@ -22,8 +22,9 @@ from collections.abc import Callable
 
 import jax.numpy as jnp
 from jax import Array, lax
+from jax.ad_checkpoint import checkpoint_name
 
-from dualpipe_jax.parallel.expert import Handle, arriving, dispatch, plan_capacity
+from dualpipe_jax.parallel.expert import DROPPED, Handle, arriving, dispatch, plan_capacity
 
 
 def plan_two_hops(
@@ -81,5 +82,7 @@ def plan_two_hops(
 
     kept_TM = outer.slot_TK < outer.assignment_S.shape[0]
     lost = jnp.sum(jnp.where(kept_TM, 0, wanted_TM), dtype=jnp.int32)
+    # The outer plan marked how many copies it dropped; what counts is the assignments that they were for.
+    checkpoint_name(lost - outer.dropped, DROPPED)
     outer = dataclasses.replace(outer, payload=inner.payload)
     return dataclasses.replace(inner, dropped=inner.dropped + lost, outer=outer)

@@ -263,14 +263,20 @@ def _is_scalar(value: Any) -> bool:
 def _walk(eqn: Any) -> Iterator[Any]:
     """The equation and all inside it."""
     yield eqn
-    for inner in _inside(eqn):
+    for inner in _inside(eqn.params):
         yield from _walk(inner)
 
 
-def _inside(eqn: Any) -> Iterator[Any]:
-    for param in eqn.params.values():
+def _inside(params: dict[str, Any]) -> Iterator[Any]:
+    for param in params.values():
         for item in param if isinstance(param, tuple | list) else (param,):
             yield from getattr(getattr(item, "jaxpr", item), "eqns", ())
+
+
+def names_in(params: dict[str, Any]) -> set[str]:
+    """What ``jax.ad_checkpoint.checkpoint_name`` named inside an equation with these params, at any depth."""
+    inside = itertools.chain.from_iterable(map(_walk, _inside(params)))
+    return {eqn.params["name"] for eqn in inside if eqn.primitive.name == "name"}
 
 
 def collectives(eqns: Iterable[Any]) -> dict[str, frozenset[str]]:
@@ -281,7 +287,7 @@ def collectives(eqns: Iterable[Any]) -> dict[str, frozenset[str]]:
         if eqn.primitive.name == "ppermute":  # the only one without the effect
             axes = set(eqn.params["axis_name"])
         # A loop has the effects of all that is in it, of an axis_index too, which exchanges nothing.
-        if axes and not any(True for _ in _inside(eqn)) and eqn.primitive.name != "axis_index":
+        if axes and not any(True for _ in _inside(eqn.params)) and eqn.primitive.name != "axis_index":
             found[eqn.primitive.name] = found.get(eqn.primitive.name, frozenset()) | axes
     return found
 

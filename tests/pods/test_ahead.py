@@ -197,7 +197,7 @@ def slopes(params, batch):
     gradients = jax.tree.map(lambda p: jnp.sin(9 * p) if jnp.issubdtype(p.dtype, jnp.floating) else p, params)
     bias = params["stages"].local[0]["routing"]["bias"]
     counts = jnp.ones((numbers_of().num_moe_layers, bias.shape[-1]), jnp.int32)
-    report = Report({"lm": jnp.float32(0)}, {"counts": counts, "dropped": jnp.int32(0)})
+    report = Report({"lm": jnp.float32(0)}, {"counts": counts, "dropped": jnp.int32(0)}, jnp.int32(0))
     return (jnp.float32(0), report), gradients
 
 

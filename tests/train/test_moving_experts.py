@@ -132,7 +132,7 @@ def test_copies_move_as_one_expert_that_has_all_their_gradients():
         grads = placed(tree(jnp.asarray(gradient), jnp.asarray(slope)))
         metrics = {"counts": jnp.asarray([[3, 1, 1, 3]] * 2, jnp.int32), "dropped": jnp.int32(0)}
         metrics |= {"devices": jnp.ones((2, 2), jnp.int32)}
-        return (jnp.float32(0), Report({"lm": jnp.float32(0)}, metrics)), grads
+        return (jnp.float32(0), Report({"lm": jnp.float32(0)}, metrics, jnp.int32(0))), grads
 
     optimizer = make_optimizer(0.1, clip=1.0, weight_decay=0.1)
     state = init_state(params, optimizer)

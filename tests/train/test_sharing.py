@@ -154,7 +154,7 @@ def test_steps_are_the_same_whatever_is_shared_out():
         counts = jnp.broadcast_to(jnp.arange(4, dtype=jnp.int32), (2, 4))
         metrics = {"counts": counts, "dropped": jnp.int32(0)}
         grads = jax.tree.map(lambda leaf: jnp.cos(5 * leaf.astype(jnp.float32)) - batch, params)
-        return (jnp.float32(0), Report({"lm": jnp.float32(0)}, metrics)), grads
+        return (jnp.float32(0), Report({"lm": jnp.float32(0)}, metrics, jnp.int32(0))), grads
 
     states = {}
     for shard in SHARDS:
@@ -181,7 +181,7 @@ def test_the_update_of_what_is_stored_in_parts_asks_nobody_but_for_norms():
         counts = jnp.ones((2, 4), jnp.int32)
         return (
             jnp.float32(0),
-            Report({"lm": jnp.float32(0)}, {"counts": counts, "dropped": counts.sum()}),
+            Report({"lm": jnp.float32(0)}, {"counts": counts, "dropped": counts.sum()}, jnp.int32(0)),
         ), params
 
     def exchanged(shard):

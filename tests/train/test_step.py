@@ -186,7 +186,7 @@ def test_the_compiler_is_given_its_options():
     def value_and_grad(params, batch):
         del batch
         metrics = {"counts": jnp.ones((1, 2), jnp.int32), "dropped": jnp.int32(0)}
-        return (jnp.float32(0), Report({"lm": jnp.float32(0)}, metrics)), params
+        return (jnp.float32(0), Report({"lm": jnp.float32(0)}, metrics, jnp.int32(0))), params
 
     optimizer = make_optimizer(1e-3, clip=1.0, weight_decay=0.0)
     update = make_update(value_and_grad, optimizer, RATE, state, {"xla_no_such_option": "true"})

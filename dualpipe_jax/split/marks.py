@@ -1,0 +1,84 @@
+"""What a function marks by name, however deep inside it, as results of the function."""
+
+import dataclasses
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+
+from dualpipe_jax.split.graph import Atom, Cond, Constant, Node, Program, Scan, Stacked, Value
+from dualpipe_jax.split.jaxprs import names_in
+from dualpipe_jax.split.run import evaluate
+from dualpipe_jax.split.trace import trace_program
+
+
+def reveal(function: Callable[..., Any], name: str, *arguments: Any) -> Callable[..., Any] | None:
+    """A function that gives ``(function(*arguments), marked)``, or None where nothing is marked.
+
+    ``marked`` is a list of all arrays that ``jax.ad_checkpoint.checkpoint_name(array, name)`` named, those of a scan
+    stacked along a new leading dim, and zeros for those of a branch that is not taken. What is marked inside a while
+    loop or a function with a derivative of its own cannot be given; a warning says so.
+
+    Arguments:
+      function: of trees of arrays.
+      name: the mark.
+      arguments: arrays, tracers or ShapeDtypeStructs; the result is for these shapes.
+    """
+    program, tree = trace_program(function, *arguments, differentiable=True)
+    nodes, marked = _outside(program.equations, name)
+    if not marked:
+        return None
+    whole = Program(program.inputs, nodes, (*program.outputs, *marked))
+
+    def revealed(*arguments: Any) -> tuple[Any, list[Any]]:
+        results = evaluate(whole, jax.tree.leaves(arguments))
+        return tree.unflatten(results[: tree.num_leaves]), results[tree.num_leaves :]
+
+    return revealed
+
+
+def _outside(nodes: Sequence[Node], name: str) -> tuple[tuple[Node, ...], list[Value]]:
+    """The nodes, and the marked values among and inside them, brought out."""
+    found: list[Value] = []
+
+    def visit(node: Node) -> Node:
+        if isinstance(node, Scan):
+            node, values = _of_scan(node, name)
+        elif isinstance(node, Cond):
+            node, values = _of_cond(node, name)
+        else:
+            values = []
+            if node.name == "name" and node.params["name"] == name:
+                values = list(node.outputs)
+            elif name in names_in(node.params):
+                warnings.warn(
+                    f"what is marked {name!r} inside {node.name} is not seen from outside it, and not counted",
+                    stacklevel=2,
+                )
+        found.extend(values)
+        return node
+
+    return tuple(map(visit, nodes)), found
+
+
+def _of_scan(scan: Scan, name: str) -> tuple[Scan, list[Value]]:
+    inside, marked = _outside(scan.equations, name)
+    ys = [Stacked(value, value.stacked(scan.length)) for value in marked]
+    return dataclasses.replace(scan, equations=inside, ys=(*scan.ys, *ys)), [y.outer for y in ys]
+
+
+def _of_cond(cond: Cond, name: str) -> tuple[Cond, list[Value]]:
+    each = [_outside(branch.equations, name) for branch in cond.branches]
+    every = [(number, value) for number, (_, marked) in enumerate(each) for value in marked]
+
+    def branch(number: int, old: Program, inside: tuple[Node, ...]) -> Program:
+        more: list[Atom] = [value if home == number else Constant(0, value.like()) for home, value in every]
+        return Program(old.inputs, inside, (*old.outputs, *more))
+
+    branches = tuple(
+        branch(number, old, inside)
+        for number, (old, (inside, _)) in enumerate(zip(cond.branches, each, strict=True))
+    )
+    outer = [value.like() for _, value in every]
+    return dataclasses.replace(cond, branches=branches, outputs=(*cond.outputs, *outer)), outer
