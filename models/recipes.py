@@ -1,10 +1,12 @@
-"""How the published models were trained, as data: optimizer, schedules, factors of the losses.
+"""How models are trained, as data: optimizer, schedules, factors of the losses.
 
-From DeepSeek-V3 (arXiv:2412.19437, section 4.2), DeepSeek-V2 and V2-Lite (arXiv:2405.04434, sections 3.1 and B.1)::
+From DeepSeek-V3 (arXiv:2412.19437, section 4.2), DeepSeek-V2 and V2-Lite (arXiv:2405.04434, sections 3.1 and B.1), and
+rules of our own for small models on short runs, which benchmarks/rates.py tries::
 
     recipe = recipes.v3()
     recipe.learning_rate(step)      # and bias_rate, mtp_weight: functions of the step, which may be traced
     recipe.batch_size(step)         # sequences; of a step on the host, for it is a shape
+    recipes.of("small", config)     # by the names of models.MODELS
 """
 
 import dataclasses
@@ -39,9 +41,10 @@ class Recipe:
     """One training run; its schedules go by tokens.
 
     Attributes:
+      source: who says so.
       config: the model.
       tokens: to train on.
-      rates: the learning rate after the warmup.
+      rates: the learning rate; the first phase begins where the warmup ends.
       bias_rates: how fast the selection biases move, see ``models.moe.update_bias``; 0 for not at all.
       mtp_weights: the factor of multi-token prediction.
       balance_factor: that of the balance loss.
@@ -57,6 +60,7 @@ class Recipe:
       clip: largest norm of all gradients together.
     """
 
+    source: str
     config: Config
     tokens: float
     rates: tuple[Phase, ...]
@@ -107,10 +111,16 @@ class Recipe:
         beyond = jnp.maximum(step - last, 0).astype(jnp.float32) * jnp.float32(self._whole)
         return ramped[jnp.minimum(step, last)] + beyond
 
+    def count_tokens(self, step: int) -> int:
+        """Return the same of a step on the host, exactly."""
+        last = len(self._ramp) - 1
+        return int(self._ramp[min(step, last)]) + max(step - last, 0) * self._whole
+
     def learning_rate(self, step: Any) -> Array:
-        """Return the learning rate of a step, float32; that of the first is not 0."""
-        warm = jnp.minimum((jnp.asarray(step) + 1).astype(jnp.float32) / max(self.warmup, 1), 1)
-        return warm * _value(self.rates, self.tokens_before(step))
+        """Return the learning rate of a step, float32: that of the first is not 0, the last one has the final rate."""
+        done = jnp.asarray(step) + 1
+        warm = jnp.minimum(done.astype(jnp.float32) / max(self.warmup, 1), 1)
+        return warm * _value(self.rates, self.tokens_before(done), float(self.count_tokens(self.warmup)))
 
     def bias_rate(self, step: Any) -> Array:
         """Return how far a step moves the selection biases, float32."""
@@ -142,6 +152,7 @@ class Recipe:
 def v3(**changes: Any) -> Recipe:
     """DeepSeek-V3: 14.8T tokens."""
     recipe = Recipe(
+        source="DeepSeek-V3, arXiv:2412.19437, section 4.2",
         config=configs.v3(num_mtp_layers=1),
         tokens=14.8e12,
         rates=(
@@ -163,6 +174,7 @@ def v3(**changes: Any) -> Recipe:
 def v2(**changes: Any) -> Recipe:
     """DeepSeek-V2: 8.1T tokens. Of its three balance losses the one over experts is built."""
     recipe = Recipe(
+        source="DeepSeek-V2, arXiv:2405.04434, section 3.1",
         config=configs.v2(),
         tokens=8.1e12,
         rates=_steps(8.1e12, 2.4e-4, (0.6, 0.9)),
@@ -179,6 +191,7 @@ def v2(**changes: Any) -> Recipe:
 def v2_lite(**changes: Any) -> Recipe:
     """DeepSeek-V2-Lite: 5.7T tokens, in equal batches."""
     recipe = Recipe(
+        source="DeepSeek-V2-Lite, arXiv:2405.04434, section B.1",
         config=configs.v2_lite(),
         tokens=5.7e12,
         rates=_steps(5.7e12, 4.2e-4, (0.8, 0.9)),
@@ -190,12 +203,44 @@ def v2_lite(**changes: Any) -> Recipe:
     return dataclasses.replace(recipe, **changes)
 
 
-def small(**changes: Any) -> Recipe:
-    """V3's rules for ``models.small``, 20 million parameters on 50 million tokens. The rate is our own."""
-    run = dict(sequence=256, first_batch=8, batch=40, batch_multiple=8, warmup=100)
-    return dataclasses.replace(
-        in_proportion(v3(), 50e6, 1e-3, configs.small(num_mtp_layers=1), **run), **changes
+def ours(config: Config, **changes: Any) -> Recipe:
+    """A small model on a short run: the rate by its width, a cosine to a tenth, biases that move fast enough."""
+    tokens, rate = 1e6, rate_for(config.dim)
+    recipe = Recipe(
+        source="our own, tried at widths 64 to 512",
+        config=config,
+        tokens=tokens,
+        rates=(Phase(tokens, rate, rate / 10),),
+        bias_rates=(Phase(tokens, 0.01),),
+        mtp_weights=(Phase(tokens, 0.3),),
+        balance_factor=1e-4,
+        sequence=64,
+        warmup=20,
+        batch=64,
     )
+    return dataclasses.replace(recipe, **changes)
+
+
+def rate_for(dim: int) -> float:
+    """Return a learning rate for a width: 4e-3 at 64, 2.4e-4 at V3's 7168, where 2.2e-4 is published."""
+    return 4e-3 * (64 / dim) ** 0.6
+
+
+def of(name: str, config: Config) -> Recipe:
+    """Return the recipe of a model of ``models.MODELS``, with ``config`` for its numbers.
+
+    A model that is published with a recipe has that one. If another width is given, its learning rate follows
+    ``rate_for``, and so it does for "67b-a2b", which has V3's recipe else.
+    """
+    published = {"v3": v3, "v2": v2, "v2-lite": v2_lite, "67b-a2b": v3}
+    if name not in published:
+        return ours(config)
+    recipe = published[name]()
+    if config.dim == recipe.config.dim:
+        return dataclasses.replace(recipe, config=config)
+    rate = rate_for(config.dim)
+    source = f"{recipe.source}; the rate by our rule for width {config.dim}"
+    return in_proportion(recipe, recipe.tokens, rate, config, source=source)
 
 
 def in_proportion(recipe: Recipe, tokens: float, rate: float, config: Config, **changes: Any) -> Recipe:
@@ -210,16 +255,15 @@ def in_proportion(recipe: Recipe, tokens: float, rate: float, config: Config, **
         ]
         return (*inner[:-1], inner[-1]._replace(until=tokens))
 
-    return dataclasses.replace(
-        recipe,
+    proportional: dict[str, Any] = dict(
         config=config,
         tokens=tokens,
         rates=scaled(recipe.rates, rate / highest),
         bias_rates=scaled(recipe.bias_rates),
         mtp_weights=scaled(recipe.mtp_weights),
         ramp=recipe.ramp * scale,
-        **changes,
     )
+    return dataclasses.replace(recipe, **(proportional | changes))
 
 
 def _steps(tokens: float, rate: float, where: tuple[float, float]) -> tuple[Phase, ...]:
@@ -232,12 +276,12 @@ def _rises(until: list[float], tokens: float) -> bool:
     return bool(until) and until[-1] == tokens and all(np.diff([0, *until]) > 0)
 
 
-def _value(phases: Sequence[Phase], tokens: Array) -> Array:
+def _value(phases: Sequence[Phase], tokens: Array, begin: float = 0.0) -> Array:
     """Of the phase that the tokens are in, or of the last."""
-    found, begin = jnp.float32(phases[0].start), 0.0
+    found = jnp.float32(phases[0].start)
     for phase in phases:
         end = phase.start if phase.end is None else phase.end
-        way = jnp.clip((tokens - begin) / (phase.until - begin), 0, 1)
+        way = jnp.clip((tokens - begin) / max(phase.until - begin, 1.0), 0, 1)
         value = end + (phase.start - end) * (1 + jnp.cos(jnp.pi * way)) / 2
         found = jnp.where(tokens >= begin, value, found)
         begin = phase.until

@@ -44,10 +44,12 @@ class ModelConfig:
     """What travels to experts: tokens and, back through them, gradients as they are, or in eight bits."""
     mtp: int | None = None
     """Modules of multi-token prediction, instead of the model's own number."""
-    mtp_weight: float = 0.3
-    """What their losses together count beside the model's own: the paper's lambda."""
-    balance_factor: float = 1e-4
-    """What the sequence-wise balance loss counts: the paper's alpha."""
+    mtp_weight: float | None = None
+    """What their losses together count beside the model's own: the paper's lambda. The recipe's if left out."""
+    final_mtp_weight: float | None = None
+    """The same from where the learning rate begins to fall. The recipe's if both are left out, else --mtp-weight."""
+    balance_factor: float | None = None
+    """What the sequence-wise balance loss counts: the paper's alpha. The recipe's if left out."""
     remat: Literal["none", "dots", "wide", "all"] = "none"
     """What layers compute again in the backward: none keeps what it needs, dots keeps matrix products only, wide
     keeps what is dear and narrow, all keeps a layer's input only."""
@@ -75,6 +77,11 @@ class MeshConfig:
     """Microbatches of a step."""
     microbatch_size: int = 4
     """Sequences of a microbatch, shared out over dp and ep."""
+    first_microbatches: int | None = None
+    """Microbatches of the first steps, from which they grow by as many again and again, to all --microbatches once
+    --ramp-tokens are done. A step is compiled for each number."""
+    ramp_tokens: int | None = None
+    """See --first-microbatches: tokens after which a step has all --microbatches."""
     stage_layers: tuple[int, ...] = ()
     """Layers of each stage in model order, dense ones included; balanced by their products if left out."""
     max_stash: int | None = None
@@ -99,28 +106,40 @@ class DataConfig:
     """A share of all sequences for each path of --data; by their tokens if left out."""
     tokenizer: Annotated[str | None, arg(metavar="FILE")] = None
     """A tokenizer.json for text that is not prepared; bytes if left out."""
-    sequence: int = 64
-    """Tokens of a sequence."""
+    sequence: int | None = None
+    """Tokens of a sequence. The recipe's if left out."""
     eval_sequences: int = 512
     """Sequences of held-out text that the loss is measured on, before and after: the same ones for every run."""
 
 
 @dataclasses.dataclass(frozen=True)
 class OptimizerConfig:
-    """How parameters move: AdamW on a learning rate that warms up and comes down, routing biases beside it."""
+    """How parameters move: AdamW on a learning rate that warms up and comes down, routing biases beside it.
+
+    What is left out is the recipe's, of the model by its name: models/recipes.py.
+    """
 
     steps: int = 250
     """Optimizer steps."""
-    learning_rate: float = 4e-3
-    """Peak of the learning rate, after warm-up; a cosine takes it down to a tenth."""
-    warmup: int = 20
-    """Steps of warm-up."""
-    weight_decay: float = 0.1
-    """AdamW's weight decay; norms and biases do not decay."""
-    clip: float = 1.0
-    """Largest global norm of the gradient."""
-    bias_rate: float = 0.01
-    """How far a step moves the routing bias of an expert with too much or too little load."""
+    learning_rate: float | None = None
+    """Peak of the learning rate, after warm-up. The recipe's if left out."""
+    constant_until: float | None = None
+    """Share of the run after which the learning rate begins to fall, along half a cosine to --final-rate at the last
+    step. The recipe's phases if both are left out."""
+    final_rate: float | None = None
+    """Learning rate of the last step, as a share of the peak; 0.1 if only --constant-until is given."""
+    warmup: int | None = None
+    """Steps of warm-up. The recipe's if left out, at most a tenth of the run."""
+    b1: float | None = None
+    """AdamW's decay of the average gradient. The recipe's if left out."""
+    b2: float | None = None
+    """AdamW's decay of the average squared gradient. The recipe's if left out."""
+    weight_decay: float | None = None
+    """AdamW's weight decay; norms and biases do not decay. The recipe's if left out."""
+    clip: float | None = None
+    """Largest global norm of the gradient. The recipe's if left out."""
+    bias_rate: float | None = None
+    """How far a step moves the routing bias of an expert with too much or too little load. The recipe's if left out."""
     shard: Literal["nothing", "optimizer", "parameters"] = "nothing"
     """What is shared out over devices that would each hold the same (ZeRO): nothing, the optimizer's state, or
     parameters, too, which are gathered once a step."""
@@ -218,13 +237,34 @@ class TrainConfig:
 
     @property
     def batch_shape(self) -> tuple[int, int, int]:
-        """(microbatches, microbatch size, sequence)."""
-        return self.mesh.microbatches, self.mesh.microbatch_size, self.data.sequence
+        """(microbatches, microbatch size, sequence), of the largest batch where batches grow."""
+        return self.mesh.microbatches, self.mesh.microbatch_size, self.sequence
+
+    @property
+    def sequence(self) -> int:
+        """Tokens of a sequence, once ``train.recipe.follow`` has filled the options in."""
+        if self.data.sequence is None:
+            raise TypeError(
+                "TrainConfig: data.sequence is None: train.recipe.follow(config) takes the recipe's"
+            )
+        return self.data.sequence
 
     @property
     def tokens_per_step(self) -> int:
-        """Tokens that a step learns from."""
-        return self.mesh.microbatches * self.mesh.microbatch_size * self.data.sequence
+        """Tokens that a step learns from, of the largest batch where batches grow."""
+        return self.mesh.microbatches * self.mesh.microbatch_size * self.sequence
+
+    @property
+    def batch_counts(self) -> tuple[int, ...]:
+        """Numbers of microbatches that steps have, from the first to the last."""
+        mesh = self.mesh
+        return tuple(
+            range(
+                mesh.first_microbatches or mesh.microbatches,
+                mesh.microbatches + 1,
+                mesh.first_microbatches or 1,
+            )
+        )
 
 
 def _flags() -> dict[str, tuple[str, ...]]:
@@ -284,22 +324,24 @@ def option(config: TrainConfig, flag: str) -> Any:
     return value
 
 
-def make_schedule(config: TrainConfig) -> Schedule:
-    """The schedule that the options name.
+def make_schedule(config: TrainConfig, num_microbatches: int | None = None) -> Schedule:
+    """The schedule that the options name, for all microbatches or for so many.
 
     Raises:
       ConfigError: there is none of that name, or it does not take these counts.
     """
     mesh = config.mesh
+    count = mesh.microbatches if num_microbatches is None else num_microbatches
     if mesh.schedule not in SCHEDULES:
         near = difflib.get_close_matches(mesh.schedule, SCHEDULES, n=1)
         meant = f"did you mean {near[0]}? " if near else ""
         raise ConfigError(f"--schedule {mesh.schedule}: {meant}there are {', '.join(SCHEDULES)}")
     try:
-        schedule = SCHEDULES[mesh.schedule](mesh.pp, mesh.microbatches)
+        schedule = SCHEDULES[mesh.schedule](mesh.pp, count)
         return schedule if mesh.max_stash is None else limit_stash(schedule, mesh.max_stash)
     except ValueError as error:
-        raise ConfigError(f"--pp {mesh.pp} --microbatches {mesh.microbatches}: {error}") from None
+        flag = "--microbatches" if count == mesh.microbatches else "--first-microbatches: a step with"
+        raise ConfigError(f"--pp {mesh.pp} {flag} {count}: {error}") from None
 
 
 AT_LEAST_ONE = (
@@ -309,6 +351,8 @@ AT_LEAST_ONE = (
     "--dp",
     "--microbatches",
     "--microbatch-size",
+    "--first-microbatches",
+    "--ramp-tokens",
     "--sequence",
     "--steps",
     "--log-every",
@@ -326,6 +370,11 @@ NOT_NEGATIVE = (
     "--profile",
     "--mtp",
     "--mtp-weight",
+    "--final-mtp-weight",
+    "--constant-until",
+    "--final-rate",
+    "--b1",
+    "--b2",
     "--balance-factor",
     "--seed",
     "--warmup",
@@ -360,6 +409,10 @@ def check(config: TrainConfig) -> None:
             value = option(config, flag)
             if value is not None and not holds(value):
                 raise ConfigError(f"{flag} {value}: {must}")
+    for flag, bound in (("--b1", 1), ("--b2", 1), ("--constant-until", 1)):
+        if (value := option(config, flag)) is not None and value >= bound:
+            raise ConfigError(f"{flag} {value}: must be below {bound}")
+    check_ramp(config)
     if config.seed >= 2**32:
         raise ConfigError(f"--seed {config.seed}: must be below 2^32 = {2**32}; more bits would be cut off")
     if config.name is not None and (not config.name.strip(".") or Path(config.name).name != config.name):
@@ -406,3 +459,25 @@ def check(config: TrainConfig) -> None:
         address = option(config, flag)
         if address is not None and not re.fullmatch(r".+:\d{1,5}", address):
             raise ConfigError(f"{flag} {address}: must be HOST:PORT, such as 10.0.0.1:8476")
+
+
+def check_ramp(config: TrainConfig) -> None:
+    """Raise ConfigError where batches cannot grow as asked for."""
+    mesh = config.mesh
+    if (mesh.first_microbatches is None) != (mesh.ramp_tokens is None):
+        raise ConfigError(
+            "--first-microbatches and --ramp-tokens: one says from what, one how long; give both or neither"
+        )
+    if mesh.first_microbatches is None:
+        return
+    if mesh.microbatches % mesh.first_microbatches:
+        raise ConfigError(
+            f"--first-microbatches {mesh.first_microbatches}: steps grow by as many, which must divide the "
+            f"{mesh.microbatches} of --microbatches"
+        )
+    if config.log.profile:
+        raise ConfigError(
+            "--profile: with --first-microbatches steps are of several kinds; profile a run without it"
+        )
+    for count in config.batch_counts:
+        make_schedule(config, count)

@@ -26,6 +26,7 @@ from train.model import count_parameters, describe_dispatch, has_selection_bias,
 from train.options import plain
 from train.processes import Processes, common
 from train.rebalance import make_balancer
+from train.recipe import describe as describe_recipe
 from train.report import write_report
 from train.setup import Run, prepare
 from train.state import TrainState, without_biases
@@ -50,6 +51,7 @@ def run(config: TrainConfig, console: Console, processes: Processes, *, resume: 
     if processes.leads:
         find(config, resume=resume)  # before anything that takes time
     this = prepare(config)
+    config = this.config
     if processes.leads:
         check_export(config, model_config(config, this.corpus.vocab))
     processes.agree(common(config, this.corpus.fingerprint))
@@ -200,7 +202,7 @@ def train(
     display = Display(console, num_steps, config.log.every, first + 1)
     with display, Stop(processes.signals) as stop, Prefetch(draw, first, num_steps) as ahead:
         while step < num_steps:
-            processes.pulse.step(step + 1, compiles=step == first)
+            processes.pulse.step(step + 1, compiles=step == first or this.compiles(step + skipped))
             watch.begin(step)
             started = time.perf_counter()
             with stragglers.host():
@@ -209,7 +211,7 @@ def train(
             metrics = jax.device_get(on_device)
             seconds = time.perf_counter() - started
             pace.add(seconds)
-            more = {"learning_rate": float(this.learning_rate(step)), "data_wait_s": ahead.wait}
+            more = {"learning_rate": float(this.recipe.learning_rate(step)), "data_wait_s": ahead.wait}
             record = watch.end(step, metrics, seconds, checkpoint_s=waited, **more)
             if skipped:
                 record["skipped"] = skipped
@@ -313,7 +315,8 @@ def introduce(this: Run, folder: Path, console: Console) -> None:
         f"experts    {describe_dispatch(config)}\n"
         f"data       {corpus.num_documents} documents: {corpus.num_tokens / 1e6:.1f} M {unit}s to train on, "
         f"{corpus.num_heldout / 1e6:.1f} M held out\n"
-        f"step       {' x '.join(map(str, config.batch_shape[:2]))} sequences of {config.data.sequence} {unit}s\n"
+        f"step       {' x '.join(map(str, config.batch_shape[:2]))} sequences of {config.sequence} {unit}s\n"
+        f"recipe     {describe_recipe(config, this.recipe)}\n"
         f"devices    {layout_of(config)}, {jax.devices()[0].platform}\n"
         f"run        {folder}\n",
     )

@@ -114,6 +114,7 @@ def make_model(
         a kernel is not for this platform.
     """
     numbers, asked = model_config(config, vocab), config.model
+    factors: dict[str, Any] = {"mtp_weight": asked.mtp_weight, "balance_factor": asked.balance_factor}
     for what, number in (
         ("experts of a layer", numbers.num_experts),
         ("words", vocab),
@@ -136,8 +137,7 @@ def make_model(
         dispatch="dropless" if lossless else asked.dispatch,
         capacity_factor=None if lossless else room(config),
         payload="plain" if lossless else asked.payload,
-        mtp_weight=asked.mtp_weight,
-        balance_factor=asked.balance_factor,
+        **{name: factor for name, factor in factors.items() if factor is not None},
         remat=REMAT[asked.remat],
         kernels=models.Kernels(
             asked.attention, "auto" if lossless and asked.matmul == "float8" else asked.matmul

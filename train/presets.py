@@ -16,7 +16,7 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
         "model": {"name": "small"},
         "mesh": {"microbatches": 16, "microbatch_size": 8},
         "data": {"sequence": 256},
-        "optimizer": {"steps": 5000, "learning_rate": 1e-3, "warmup": 200, "bias_rate": 0.001},
+        "optimizer": {"steps": 5000, "warmup": 200},
     },
 }
 """Name -> sections of options; the rest are the defaults of ``TrainConfig``."""

@@ -38,21 +38,19 @@ class Rates:
     """What turns a step's duration into rates.
 
     Attributes:
-      tokens: of a step.
       flops_per_token: that one token's training needs, the customary count.
       num_devices: of the run.
       peak: of all devices together; None if nobody knows.
     """
 
-    tokens: int
     flops_per_token: float
     num_devices: int
     peak: Peak | None
 
-    def of(self, seconds: float) -> dict[str, float]:
+    def of(self, seconds: float, tokens: int) -> dict[str, float]:
         """Rates of a step: tokens_per_s, tflops_per_s of all devices together, mfu where there is a peak."""
-        flops = self.tokens * self.flops_per_token / seconds
-        found = {"tokens_per_s": self.tokens / seconds, "tflops_per_s": flops / _TERA}
+        flops = tokens * self.flops_per_token / seconds
+        found = {"tokens_per_s": tokens / seconds, "tflops_per_s": flops / _TERA}
         return found if self.peak is None else found | {"mfu": flops / self.peak.flops}
 
 

@@ -8,12 +8,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import optax
 
 from dualpipe_jax.engine import Pipeline
 from dualpipe_jax.inspect import recommended_compiler_options, tpu_generation
 from dualpipe_jax.parallel import make_mesh, over_nodes
 from dualpipe_jax.schedule import Schedule
+from models.recipes import Recipe
 from train.config import ConfigError, TrainConfig, make_schedule
 from train.data import Batch, Corpus, open_corpus
 from train.devices import num_devices, too_few_devices
@@ -21,8 +21,9 @@ from train.evaluate import make_evaluate
 from train.model import has_selection_bias, make_model, refuse_eight_bits, room
 from train.placement import placed_layout, slots_of
 from train.processes import batch_sharding, refuse_idle, share_out
+from train.recipe import follow, of_run
 from train.state import Layout, TrainState
-from train.step import Update, make_optimizer, make_update, warmup_cosine
+from train.step import Update, make_optimizer, make_update
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,9 +35,9 @@ class Run:
       schedule: who does what in which order.
       corpus: text to train on and text held out.
       layout: where the state lies.
-      update: one step.
+      update: one step, compiled once for each number of microbatches that ``recipe`` has steps of.
       evaluate: ``evaluate(params)``, the held-out loss in nats per token.
-      learning_rate: of a step, numbered from 0.
+      recipe: how the learning rate, the batch and more go, step by step.
     """
 
     config: TrainConfig
@@ -45,7 +46,7 @@ class Run:
     layout: Layout
     update: Update
     evaluate: Callable[[Any], float]
-    learning_rate: optax.Schedule
+    recipe: Recipe
 
     @functools.cached_property
     def bytes_per_token(self) -> float:
@@ -72,9 +73,15 @@ class Run:
 
     def batch(self, number: int) -> Batch:
         """A batch, numbered from 0, as global arrays; only what this process's devices hold is drawn."""
-        shape = self.config.batch_shape
-        draw = functools.partial(self.corpus.train_batch, self.config.seed, number, shape)
+        _, size, sequence = self.config.batch_shape
+        shape = self.recipe.batch_size(number) // size, size, sequence
+        begin = self.recipe.count_tokens(number) // sequence
+        draw = functools.partial(self.corpus.train_batch, self.config.seed, number, shape, begin=begin)
         return share_out(draw, shape[:2], batch_sharding(self.layout.mesh))
+
+    def compiles(self, number: int) -> bool:
+        """Whether a batch has another size than the one before."""
+        return number == 0 or self.recipe.batch_size(number) != self.recipe.batch_size(number - 1)
 
 
 def prepare(config: TrainConfig) -> Run:
@@ -83,6 +90,7 @@ def prepare(config: TrainConfig) -> Run:
     Raises:
       ConfigError, DataError: options or data that will not do.
     """
+    config = follow(config)
     schedule = make_schedule(config)
     corpus = read_data(config)
     if jax.device_count() < num_devices(config):
@@ -91,9 +99,14 @@ def prepare(config: TrainConfig) -> Run:
     refuse_idle(mesh, jax.process_count())
     refuse_eight_bits(config, mesh.devices.flat[0])
     model = make_model(config, schedule, corpus.vocab)
-    learning_rate = warmup_cosine(asked.learning_rate, asked.steps, asked.warmup)
+    recipe = of_run(config, model.config)
     optimizer = make_optimizer(
-        learning_rate, clip=asked.clip, weight_decay=asked.weight_decay, moments=asked.moments
+        recipe.learning_rate,
+        clip=recipe.clip,
+        weight_decay=recipe.weight_decay,
+        b1=recipe.b1,
+        b2=recipe.b2,
+        moments=asked.moments,
     )
     layout = Layout(model, schedule, mesh, optimizer, asked.shard)
     num_slots = slots_of(config, model.config.num_experts)
@@ -102,24 +115,36 @@ def prepare(config: TrainConfig) -> Run:
         # What may be dropped is counted by source device: then a copy has to relieve the device that has it, too.
         layout = placed_layout(layout, num_slots, near=room(config) is None)
         judged = dataclasses.replace(judged, param_specs=layout.model.param_specs)
-    pipeline = Pipeline(
-        model.staged,
-        schedule,
-        mesh,
-        param_specs=layout.model.param_specs,
-        storage_specs=layout.storage_specs,
-        compute_dtype=model.compute_dtype,
-        accumulate_dtype=jnp.dtype(asked.gradient_sums),
-    )
-    bias_rate = asked.bias_rate if has_selection_bias(model.config) else 0.0
+
+    @functools.cache
+    def update_of(num_microbatches: int) -> Update:
+        pipeline = Pipeline(
+            model.staged,
+            make_schedule(config, num_microbatches),
+            mesh,
+            param_specs=layout.model.param_specs,
+            storage_specs=layout.storage_specs,
+            compute_dtype=model.compute_dtype,
+            accumulate_dtype=jnp.dtype(asked.gradient_sums),
+        )
+        return make_update(
+            pipeline.value_and_grad,
+            optimizer,
+            recipe.bias_rate if has_selection_bias(model.config) else 0.0,
+            layout.abstract,
+            compiler_options(mesh),
+            recipe.mtp_weight if model.config.num_mtp_layers else None,
+        )
+
+    def grown(state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, Any]]:
+        return update_of(batch["inputs"].shape[0])(state, batch)
+
     return Run(
         config=config,
         schedule=schedule,
         corpus=corpus,
         layout=layout,
-        update=make_update(
-            pipeline.value_and_grad, optimizer, bias_rate, layout.abstract, compiler_options(mesh)
-        ),
+        update=update_of(config.mesh.microbatches) if len(config.batch_counts) == 1 else grown,
         evaluate=make_evaluate(
             judged,
             schedule,
@@ -127,7 +152,7 @@ def prepare(config: TrainConfig) -> Run:
             corpus.heldout_batches(config.data.eval_sequences, config.batch_shape),
             layout.storage_specs,
         ),
-        learning_rate=learning_rate,
+        recipe=recipe,
     )
 
 
@@ -148,5 +173,5 @@ def compiler_options(mesh: jax.sharding.Mesh) -> dict[str, str]:
 def read_data(config: TrainConfig) -> Corpus:
     """The corpus, long enough for a sequence. Raises DataError."""
     corpus = open_corpus(config.data.paths, config.data.weights, config.data.tokenizer)
-    corpus.check(config.data.sequence)
+    corpus.check(config.sequence)
     return corpus

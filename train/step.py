@@ -24,7 +24,13 @@ Update = Callable[[TrainState, Tree], tuple[TrainState, dict[str, Any]]]
 
 
 def make_optimizer(
-    learning_rate: optax.ScalarOrSchedule, *, clip: float, weight_decay: float, moments: Any = jnp.float32
+    learning_rate: optax.ScalarOrSchedule,
+    *,
+    clip: float,
+    weight_decay: float,
+    b1: float = 0.9,
+    b2: float = 0.95,
+    moments: Any = jnp.float32,
 ) -> optax.GradientTransformationExtraArgs:
     """AdamW after clipping by the global norm; weights decay, norms and biases do not.
 
@@ -32,7 +38,7 @@ def make_optimizer(
     averages in bfloat16; arXiv:2412.19437, section 3.3.3). Its ``update`` may be given the gradient's ``norm``, where
     that is not the norm of all that there is.
     """
-    adamw = optax.adamw(learning_rate, b1=0.9, b2=0.95, weight_decay=weight_decay, mask=is_decayed)
+    adamw = optax.adamw(learning_rate, b1=b1, b2=b2, weight_decay=weight_decay, mask=is_decayed)
     inner = optax.chain(optax.clip_by_global_norm(clip), adamw)
 
     def init(params: Tree) -> optax.OptState:
@@ -70,21 +76,17 @@ def _floating_as(dtype: Any, tree: Tree) -> Tree:
     return jax.tree.map(cast, tree)
 
 
-def warmup_cosine(peak: float, num_steps: int, num_warmup: int) -> optax.Schedule:
-    """Up in ``num_warmup`` equal steps to ``peak``, then a cosine down to a tenth of it at the last step."""
-    num_warmup = min(num_warmup, num_steps - 1)
-    curve = optax.warmup_cosine_decay_schedule(0.0, peak, num_warmup, num_steps, 0.1 * peak)
-    return lambda step: curve(step + 1)  # the first step is number 0, and should not be idle
-
-
 def make_update(
     value_and_grad: ValueAndGrad,
     optimizer: optax.GradientTransformationExtraArgs,
-    bias_rate: float,
+    bias_rate: optax.ScalarOrSchedule,
     state: TrainState,
     compiler_options: dict[str, str] | None = None,
+    mtp_weight: optax.Schedule | None = None,
 ) -> Update:
     """``update(state, batch) -> (state, metrics)``, compiled; the old state's memory is reused.
+
+    ``bias_rate`` and ``mtp_weight``, if it is to overrule the model's own, may be functions of the step.
 
     The new state lies where ``state`` does, leaf by leaf: the second step is not compiled anew. For the options see
     ``recommended_compiler_options``. If experts are placed (``models.placement``), copies of one all move by the sum of
@@ -107,13 +109,16 @@ def make_update(
         return grads, once, {"norm": optax.tree.norm(once)}
 
     def update(state: TrainState, batch: Tree):
+        if mtp_weight is not None:
+            batch = batch | {"mtp_weight": jnp.full(batch["inputs"].shape[:2], mtp_weight(state.step))}
         (objective, report), grads = value_and_grad(state.params, batch)
         counts, dropped = report.metrics["counts"], report.metrics["dropped"]
         params, grads = trainable(state.params), _floating_as(jnp.float32, trainable(grads))
         grads, once, told = counted_once(grads, state.params)
         updates, opt_state = optimizer.update(grads, state.opt_state, params, **told)
         params = with_trainable(state.params, optax.apply_updates(params, updates))
-        params = update_routing(params, counts, bias_rate)
+        moved = bias_rate(state.step) if callable(bias_rate) else bias_rate
+        params = update_routing(params, counts, moved)
         metrics = {
             **_losses(figures(report.losses, report.metrics)),
             "objective": objective,

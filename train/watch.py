@@ -11,6 +11,7 @@ import jax
 import numpy as np
 
 from dualpipe_jax.inspect import read
+from models.recipes import Recipe
 from train.config import TrainConfig, replaced
 from train.devices import num_devices
 from train.figures import step_record
@@ -31,14 +32,23 @@ class Watch:
 
     Args:
       config: of the run.
+      recipe: of the run.
       rates: see ``run_rates``.
       devices: of the run.
       folder: of the run.
       first: the first step to come, numbered from 0.
     """
 
-    def __init__(self, config: TrainConfig, rates: Rates, devices: Sequence[Any], folder: Path, first: int):
-        self.rates, self._config, self._devices = rates, config, devices
+    def __init__(
+        self,
+        config: TrainConfig,
+        recipe: Recipe,
+        rates: Rates,
+        devices: Sequence[Any],
+        folder: Path,
+        first: int,
+    ):
+        self.rates, self._config, self._recipe, self._devices = rates, config, recipe, devices
         left = config.optimizer.steps - first
         # The first step compiles; some more warm up, if there are as many.
         skip = max(1, min(3, left - config.log.profile))
@@ -61,7 +71,7 @@ class Watch:
         every, num_steps = self._config.log.load_every, self._config.optimizer.steps
         return {
             "step": step + 1,
-            "tokens": (step + 1) * self._config.tokens_per_step,
+            "tokens": self._recipe.count_tokens(step + 1),
             "time": round(time.time(), 3),
             **step_record(
                 metrics,
@@ -70,7 +80,7 @@ class Watch:
             ),
             "step_s": seconds,
             **more,
-            **self.rates.of(seconds),
+            **self.rates.of(seconds, self._recipe.batch_size(step) * self._recipe.sequence),
             **memory_gib(self._devices),
         }
 
@@ -96,7 +106,7 @@ def watch_run(this: Run, folder: Path, first: int, leads: bool = True) -> Watch:
     else:
         config = replaced(config, ("log", "profile"), 0)
     own = [device for device in devices if device.process_index == jax.process_index()]
-    return Watch(config, rates, own, folder, first)
+    return Watch(config, this.recipe, rates, own, folder, first)
 
 
 def used_devices(config: TrainConfig) -> list[Any]:
@@ -109,8 +119,7 @@ def run_rates(config: TrainConfig, vocab: int) -> Rates:
     numbers, devices = model_config(config, vocab), used_devices(config)
     _, active = count_parameters(numbers)
     return Rates(
-        tokens=config.tokens_per_step,
-        flops_per_token=model_flops(numbers, active, config.data.sequence),
+        flops_per_token=model_flops(numbers, active, config.sequence),
         num_devices=len(devices),
         peak=find_peak(devices, config.log.peak_tflops, config.log.measure_peak),
     )

@@ -4,6 +4,7 @@ import jax
 import numpy as np
 import pytest
 
+import models
 from models import recipes
 from models.recipes import Phase
 
@@ -71,8 +72,10 @@ def test_v2_falls_in_steps(recipe, peak, falls, batches, tokens, alpha):
     assert recipe.bias_rate(0) == 0 and recipe.config.num_mtp_layers == 0
 
 
-def test_small_follows_v3_in_proportion():
-    small, v3 = recipes.small(), recipes.v3()
+def test_another_model_follows_v3_in_proportion():
+    config = models.small(num_mtp_layers=1)
+    run = dict(sequence=256, first_batch=8, batch=40, batch_multiple=8, warmup=100)
+    small, v3 = recipes.in_proportion(recipes.v3(), 50e6, 1e-3, config, **run), recipes.v3()
     for share in (0.2, 0.7, 0.8, 0.97, 0.98, 0.99):
         ours, theirs = (step_at(recipe, share * recipe.tokens) for recipe in (small, v3))
         np.testing.assert_allclose(
@@ -81,7 +84,28 @@ def test_small_follows_v3_in_proportion():
         np.testing.assert_allclose(small.mtp_weight(ours), v3.mtp_weight(theirs))
         np.testing.assert_allclose(small.bias_rate(ours), v3.bias_rate(theirs))
     assert (small.batch_size(0), small.batch_size(small.num_steps)) == (8, 40)
-    assert small.config.num_mtp_layers == 1
+    steps = range(0, small.num_steps, 37)
+    done = np.cumsum([0, *(small.batch_size(step) * 256 for step in range(small.num_steps))])
+    assert [small.count_tokens(step) for step in steps] == [done[step] for step in steps]
+
+
+@pytest.mark.parametrize(
+    "name, changes, rate, source",
+    [
+        ("v3", {}, 2.2e-4, "DeepSeek-V3, arXiv:2412.19437, section 4.2"),
+        ("v2", {}, 2.4e-4, "DeepSeek-V2, arXiv:2405.04434, section 3.1"),
+        ("v2-lite", {}, 4.2e-4, "DeepSeek-V2-Lite, arXiv:2405.04434, section B.1"),
+        ("v3", {"dim": 512}, 4e-3 * 8**-0.6, "the rate by our rule for width 512"),
+        ("67b-a2b", {}, 4e-3 * 32**-0.6, "the rate by our rule for width 2048"),
+        ("byte", {}, 4e-3, "our own"),
+        ("small", {}, 4e-3 * 4**-0.6, "our own"),
+    ],
+)
+def test_a_model_has_its_own_recipe_or_the_rate_of_its_width(name, changes, rate, source):
+    recipe = recipes.of(name, models.MODELS[name](**changes))
+    assert max(phase.start for phase in recipe.rates) == pytest.approx(rate)
+    assert source in recipe.source
+    assert recipe.config.dim == changes.get("dim", models.MODELS[name]().dim)
 
 
 def test_recipes_that_do_not_fit_are_refused():

@@ -125,7 +125,7 @@ def test_the_same_with_tied_embeddings_and_what_published_weights_want():
     wanted, (terms, _) = quick(run)(params, batch)
     loss, report = quick(reference_loss(model.staged))(params, batch)
     np.testing.assert_allclose(loss, wanted, rtol=1e-5)
-    found = figures(*report)
+    found = figures(report.losses, report.metrics)
     np.testing.assert_allclose(found["lm"], terms["lm"], rtol=1e-5)
     np.testing.assert_allclose(found["mtp"] * 0.3 / 2, [terms["mtp_1"], terms["mtp_2"]], rtol=1e-5)
     np.testing.assert_allclose(found["balance"] * 3 * ALPHA, terms["balance"], rtol=1e-5)

@@ -45,7 +45,7 @@ def plain_curve(run):
         model_config(asked), 1, mtp_weight=asked.model.mtp_weight, balance_factor=asked.model.balance_factor
     )
     optimizer = make_optimizer(
-        run.learning_rate, clip=asked.optimizer.clip, weight_decay=asked.optimizer.weight_decay
+        run.recipe.learning_rate, clip=asked.optimizer.clip, weight_decay=asked.optimizer.weight_decay
     )
     state = init_state(jax.jit(model.init, out_shardings=one)(jax.random.key(asked.seed)), optimizer)
     gradients = reference_value_and_grad(model.staged)

@@ -21,17 +21,21 @@ from train.data.corpus import text_source
 from train.data.vocabulary import BYTES
 from train.errors import DivergedError, Stopped
 from train.metrics import Display, MetricsFile, Pace, read_metrics
+from train.model import model_config
 from train.options import plain
 from train.processes import Processes
 from train.rates import Rates
+from train.recipe import follow, of_run
 from train.report import RunFolder
 from train.setup import Run
 from train.stop import Stop
 from train.trouble import Trouble
 from train.watch import Watch
 
-CONFIG = configure(
-    pp=1, ep=1, microbatches=2, microbatch_size=1, sequence=4, steps=5, log_every=2, seed=5, name="x"
+CONFIG = follow(
+    configure(
+        pp=1, ep=1, microbatches=2, microbatch_size=1, sequence=4, steps=5, log_every=2, seed=5, name="x"
+    )
 )
 SKIP = configure(CONFIG, steps=6, on_trouble="skip")
 TEXT = [np.random.default_rng(0).integers(1, 128, 4096).astype(np.uint8).tobytes()]
@@ -97,12 +101,13 @@ def run(losses, path, saved=None, *, config=CONFIG, start=0, skipped=0, name="lo
         return State(state.step + 1), {key: np.asarray(value) for key, value in metrics.items()}
 
     this = types.SimpleNamespace(config=config, corpus=CORPUS, update=update)
-    this.learning_rate, this.init = lambda step: 0.5, lambda: State(0)
+    this.recipe, this.init = of_run(config, model_config(config)), lambda: State(0)
+    this.compiles = functools.partial(Run.compiles, this)
     this.layout = types.SimpleNamespace(mesh=make_mesh(1, 1))
     this.batch = functools.partial(Run.batch, this)
     this.held_out = lambda params: {"heldout_loss": 2.0}
-    rates = Rates(config.tokens_per_step, 1e6, 1, None)
-    watch = Watch(config, rates, jax.devices()[:1], path.parent, start)
+    rates = Rates(1e6, 1, None)
+    watch = Watch(config, this.recipe, rates, jax.devices()[:1], path.parent, start)
     console, saved = Console(file=out, width=300), saved or FakeCheckpoints()
     with MetricsFile(path) as file:
         state = loop.train(this, State(start), file, console, saved, watch, Processes(), {"skipped": skipped})

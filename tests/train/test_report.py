@@ -119,7 +119,7 @@ def test_the_command_to_reproduce_parses_to_the_same_options(options):
 
 
 def test_options_that_are_not_defaults_are_marked(tmp_path):
-    page = report_page(RunFolder.read(make_run(tmp_path / "a", learning_rate=0.5)))
+    page = report_page(RunFolder.read(make_run(tmp_path / "a", learning_rate=0.5, clip=1.0)))
     tables = {table["title"]: dict(table["rows"]) for table in section(page, "Options")["tables"]}
     assert tables["optimizer"]["learning-rate"] == {"own": "0.5"}
     assert tables["optimizer"]["clip"] == "1.0"

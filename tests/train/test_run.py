@@ -209,6 +209,53 @@ def test_a_run_goes_on_under_another_layout(finished):
         assert found[step, "loss"] == pytest.approx(expected[step, "loss"], abs=1e-4)
 
 
+@pytest.mark.slow
+def test_a_run_whose_batches_grow_goes_on_bit_for_bit(folder):
+    """From the middle of the ramp."""
+    text = str(folder / "train" / "text.txt")
+    options = (
+        *(
+            "--schedule",
+            "one_f_one_b",
+            "--pp",
+            "1",
+            "--ep",
+            "1",
+            "--microbatches",
+            "2",
+            "--microbatch-size",
+            "2",
+        ),
+        *("--sequence", "16", "--model", "tiny", "--layers", "1", "--steps", "7", "--eval-sequences", "4"),
+        *(
+            "--data",
+            text,
+            "--runs",
+            str(folder / "runs"),
+            "--checkpoint-every",
+            "1",
+            "--keep",
+            "9",
+            "--warmup",
+            "1",
+        ),
+        *("--first-microbatches", "1", "--ramp-tokens", "128"),
+    )
+
+    def run(name, *more):
+        given = parse([*options, "--name", name, *more])
+        loop.run(given.options, Console(file=io.StringIO(), width=200), Processes(), resume=given.resume)
+        return curve(folder, name)
+
+    whole = run("grown")
+    counts = [line["tokens"] for line in records(folder, "grown") if "tokens" in line]
+    assert counts == [32, 64, 96, 128, 192, 256, 320]
+    shutil.copytree(folder / "runs" / "grown", folder / "runs" / "regrown")
+    for step in (3, 4, 5, 6, 7):
+        shutil.rmtree(folder / "runs" / "regrown" / "checkpoints" / str(step))
+    assert run("regrown", "--resume") == whole
+
+
 TWO = (
     *("--schedule", "gpipe", "--pp", "2", "--ep", "2", "--microbatches", "2", "--microbatch-size", "2"),
     *(

@@ -24,7 +24,8 @@ OTHER = configure(
     stage_layers=(1, 2),
     precision="bfloat16", dispatch="capacity", capacity_factor=1.5,
     dispatch_payload="float8", remat="all", attention="plain", matmul="ragged",
-    steps=77, learning_rate=3e-3, warmup=7, weight_decay=0.03, clip=0.7, bias_rate=0.02, shard="parameters", seed=9,
+    steps=77, learning_rate=3e-3, warmup=7, weight_decay=0.03, clip=0.7, b1=0.8, b2=0.9, bias_rate=0.02,
+    shard="parameters", seed=9,
     moments="bfloat16", gradient_sums="bfloat16", eval_sequences=11,
 )  # fmt: skip
 """No option has its default."""
@@ -45,7 +46,7 @@ def spied():
 
         patch.setattr(module, name, call)
 
-    for name in ("make_optimizer", "warmup_cosine", "make_update", "make_evaluate", "Pipeline", "Layout"):
+    for name in ("make_optimizer", "of_run", "make_update", "make_evaluate", "Pipeline", "Layout"):
         spy(setup, name)
     spy(model.models, "deepseek")
     spy(model.models, "given_plan")
@@ -57,9 +58,11 @@ def spied():
 def test_the_optimizer_gets_its_options(spied):
     _, seen = spied
     ((args, kwargs, _),) = seen["make_optimizer"]
-    rate = seen["warmup_cosine"][0]
-    assert rate[0] == (3e-3, 77, 7)
-    assert args == (rate[2],) and kwargs == {"clip": 0.7, "weight_decay": 0.03, "moments": "bfloat16"}
+    recipe = seen["of_run"][0][2]
+    assert recipe.warmup == 7 and recipe.rates[0].start == 3e-3
+    assert recipe.tokens == 77 * OTHER.tokens_per_step and recipe.bias_rates[0].start == 0.02
+    assert args == (recipe.learning_rate,)
+    assert kwargs == {"clip": 0.7, "weight_decay": 0.03, "b1": 0.8, "b2": 0.9, "moments": "bfloat16"}
     ((_, asked, _), *_) = seen["Pipeline"]
     assert asked["accumulate_dtype"] == "bfloat16"
 
@@ -68,7 +71,9 @@ def test_the_update_gets_gradients_optimizer_and_bias_rate(spied):
     run, seen = spied
     ((args, _, update),) = seen["make_update"]
     assert args[0] is seen["Pipeline"][0][2].value_and_grad
-    assert args[1] is seen["make_optimizer"][0][2] and args[2] == 0.02
+    recipe = seen["of_run"][0][2]
+    assert args[1] is seen["make_optimizer"][0][2]
+    assert (args[2], args[5]) == (recipe.bias_rate, recipe.mtp_weight)
     assert run.update is update
 
 

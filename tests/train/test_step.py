@@ -11,7 +11,7 @@ from dualpipe_jax.engine import Out, PlacedStages, Report, StagedModel, referenc
 from dualpipe_jax.parallel import make_mesh
 from models import update_routing
 from train.state import init_state, trainable, with_trainable
-from train.step import make_optimizer, make_update, max_violation, warmup_cosine
+from train.step import make_optimizer, make_update, max_violation
 
 SHAPE = (2, 2, 8)
 RATE = 0.25
@@ -88,12 +88,6 @@ def test_the_gradient_is_clipped():
     gradient = {"w": np.array([30.0, 40.0], np.float32)}
     _, state = jax.jit(lambda grads: optimizer.update(grads, optimizer.init(grads), grads))(gradient)
     np.testing.assert_allclose(optax.tree.get(state, "mu")["w"], [0.06, 0.08], rtol=1e-6)
-
-
-def test_the_learning_rate_warms_up_and_comes_down():
-    rate = warmup_cosine(2e-3, 100, 10)
-    assert [float(rate(step)) for step in (0, 4, 9, 99)] == pytest.approx([2e-4, 1e-3, 2e-3, 2e-4])
-    assert float(warmup_cosine(1.0, 1, 10)(0)) == pytest.approx(0.1)  # the last step, too
 
 
 def adamw_by_hand(params, gradients, rates, clip=1, decay=0.1, b1=0.9, b2=0.95, eps=1e-8, kept=lambda m: m):

@@ -95,7 +95,13 @@ class Corpus:
         return hashlib.sha256(content.encode()).hexdigest()
 
     def train_batch(
-        self, seed: int, step: int, shape: tuple[int, int, int], part: tuple[slice, ...] = ()
+        self,
+        seed: int,
+        step: int,
+        shape: tuple[int, int, int],
+        part: tuple[slice, ...] = (),
+        *,
+        begin: int | None = None,
     ) -> Batch:
         """The batch of a step, or a part of it.
 
@@ -104,6 +110,7 @@ class Corpus:
           step: of the run, from 0.
           shape: (num_microbatches, microbatch size, sequence) of the whole.
           part: what of it is needed, as an index: nothing else is read. ``jax.make_array_from_callback`` gives such.
+          begin: how many sequences the steps before have had, where that is not this one's number times its own.
 
         Raises:
           DataError: damaged data.
@@ -112,7 +119,7 @@ class Corpus:
         rows, columns = part[:2], part[2:]
         size = num_microbatches * microbatch_size
         wanted = np.arange(size).reshape(num_microbatches, microbatch_size)[rows]
-        sources, numbers = self.mixture.locate(step * size + wanted.reshape(-1))
+        sources, numbers = self.mixture.locate((step * size if begin is None else begin) + wanted.reshape(-1))
         starts = np.empty_like(numbers)
         for number, source in enumerate(self.sources):
             here = sources == number

@@ -6,13 +6,15 @@ from pathlib import Path
 
 from rich.console import Console
 
-from train.config import DataConfig
 from train.data import DataError
 from train.data.manifest import Manifest, find_damage, read_manifest
 from train.data.remote import is_url
 from train.prepare.options import Options, check, parse
 from train.prepare.pipeline import prepare
 from train.prepare.workers import Report
+
+USUAL_SEQUENCE = 64
+"""Tokens of a sequence of the run that is proposed: what the recipe of the default model has."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -54,7 +56,7 @@ def summary(manifest: Manifest, out: str) -> str:
     origin = manifest.origin
     train, heldout = (sum(shard.tokens for shard in shards) for shards in (manifest.train, manifest.heldout))
     dropped = ", ".join(f"{count} {why}" for why, count in origin["dropped"].items())
-    then, usual, most = f"scripts/train --data {out}", DataConfig().sequence, min(train, heldout) - 1
+    then, usual, most = f"scripts/train --data {out}", USUAL_SEQUENCE, min(train, heldout) - 1
     if most < 1:
         then = "too few tokens to train on; give more documents, or another --held-out"
     elif most < usual:

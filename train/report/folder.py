@@ -15,6 +15,7 @@ from typing import Any
 
 from train.config import FLAGS, ConfigError, TrainConfig, option
 from train.options import apply
+from train.recipe import is_own
 
 _PACKAGES = ("jax", "jaxlib", "flax", "optax", "numpy")
 
@@ -112,10 +113,10 @@ def environment(devices: Sequence[Any], arguments: Sequence[str] | None = None) 
 
 def command_line(config: TrainConfig) -> str:
     """The shortest command of these options: flags alone, no preset, no file."""
-    default, words = TrainConfig(), ["scripts/train"]
+    words = ["scripts/train"]
     for flag in FLAGS:
         value = option(config, flag)
-        if value == option(default, flag):
+        if not is_own(config, flag):
             continue
         if isinstance(value, bool):
             words.append(flag if value else flag.replace("--", "--no-", 1))

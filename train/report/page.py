@@ -12,6 +12,7 @@ import numpy as np
 from dualpipe_jax.schedule import simulate
 from train.config import FLAGS, TrainConfig, make_schedule, option
 from train.figures import PARTS
+from train.recipe import is_own
 from train.report.folder import RunFolder, command_line
 from train.report.timelines import Drawn, drawn, timelines
 
@@ -163,11 +164,11 @@ def _timeline_section(measured: Sequence[Drawn], theory: Drawn) -> dict[str, Any
 
 
 def _options(config: TrainConfig) -> list[dict[str, Any]]:
-    default, tables = TrainConfig(), dict[str, list[Any]]()
+    tables = dict[str, list[Any]]()
     for flag, path in FLAGS.items():
         value = option(config, flag)
         text = " ".join(map(str, value)) if isinstance(value, tuple) else str(value)
-        own = value != option(default, flag)
+        own = is_own(config, flag)
         tables.setdefault(path[0] if len(path) > 1 else "run", []).append(
             [flag.removeprefix("--"), {"own": text} if own else text]
         )
