@@ -8,34 +8,44 @@ library, all with one seed. The held-out loss is measured; how much is rounding 
 """
 
 import argparse
-import io
+import json
+import subprocess
+import sys
 import tempfile
 from pathlib import Path
 
 import numpy as np
-from rich.console import Console
 
 from models.recipes import rate_for
-from train import loop
-from train.config import configure
-from train.processes import Processes
-from train.report import RunFolder
 
+ROOT = Path(__file__).parent.parent
 FACTORS = 0.5, 1.0, 2.0
 BIAS_RATES = 0.001, 0.01
+SAME = (
+    *("--schedule", "one_f_one_b", "--pp", "1", "--ep", "1", "--microbatches", "2", "--microbatch-size", "4"),
+    *("--sequence", "64", "--model", "tiny", "--layers", "2", "--eval-sequences", "128"),
+)
 
 
-def figures(folder: Path, dim: int, rate: float, bias_rate: float, steps: int) -> tuple[float, float, float]:
+def figures(runs: Path, dim: int, rate: float, bias_rate: float, steps: int) -> tuple[float, float, float]:
     """Held-out loss in nats a byte at the end; largest MaxVio and its mean over the last half."""
-    config = configure(
-        schedule="one_f_one_b", pp=1, ep=1, microbatches=2, microbatch_size=4, sequence=64, steps=steps,
-        model="tiny", layers=2, set=(f"dim={dim}", f"dense_hidden={2 * dim}", f"expert_hidden={dim // 2}"),
-        learning_rate=rate, bias_rate=bias_rate, runs=folder, name=f"{dim}-{rate:g}-{bias_rate:g}",
-        checkpoint_minutes=None, eval_sequences=128,
-    )  # fmt: skip
-    run = RunFolder.read(loop.run(config, Console(file=io.StringIO()), Processes()))
-    unevenness = [step["max_vio"] for step in run.steps]
-    return run.evaluations[-1]["heldout_loss"], max(unevenness), float(np.mean(unevenness[steps // 2 :]))
+    name, numbers = (
+        f"{dim}-{rate:g}-{bias_rate:g}",
+        {"dim": dim, "dense_hidden": 2 * dim, "expert_hidden": dim // 2},
+    )
+    own = [
+        f"--steps={steps}",
+        f"--learning-rate={rate}",
+        f"--bias-rate={bias_rate}",
+        f"--runs={runs}",
+        f"--name={name}",
+    ]
+    sizes = ["--set", *(f"{key}={number}" for key, number in numbers.items())]
+    command = [sys.executable, "-P", "-m", "train", *SAME, *own, *sizes]
+    subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
+    lines = [json.loads(line) for line in (runs / name / "metrics.jsonl").read_text().splitlines()]
+    unevenness = [line["max_vio"] for line in lines if "max_vio" in line]
+    return lines[-1]["heldout_loss"], max(unevenness), float(np.mean(unevenness[steps // 2 :]))
 
 
 def main() -> None:
