@@ -41,7 +41,7 @@ def figures(runs: Path, dim: int, rate: float, bias_rate: float, steps: int) -> 
         f"--name={name}",
     ]
     sizes = ["--set", *(f"{key}={number}" for key, number in numbers.items())]
-    command = [sys.executable, "-P", "-m", "train", *SAME, *own, *sizes]
+    command = [sys.executable, "-P", "-m", "train", f"--runs={runs}", f"--name={name}", *SAME, *own, *sizes]
     subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
     lines = [json.loads(line) for line in (runs / name / "metrics.jsonl").read_text().splitlines()]
     unevenness = [line["max_vio"] for line in lines if "max_vio" in line]
