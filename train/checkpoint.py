@@ -10,6 +10,7 @@ import contextlib
 import errno
 import functools
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -214,6 +215,11 @@ class Checkpoints:
                 f"warning: step {step} could not be saved: {_first_line(error)}; training goes on, and tries again"
             )
         self._failing = True
+        for (
+            thread
+        ) in threading.enumerate():  # Orbax waits for none after the first that failed: they still write
+            if type(thread).__module__.startswith("orbax."):
+                threading.Thread.join(thread, PATIENCE)  # its own raises what we know
         with contextlib.suppress(Exception):  # it says the same again
             self._store.close()
         self._store = _store(self._folder / FOLDER, self._config)

@@ -1,6 +1,5 @@
 """Checkpoints: what comes back, under which layouts, and what happens to what is damaged, foreign or has no room."""
 
-import contextlib
 import errno
 import gc
 import json
@@ -291,14 +290,10 @@ def test_a_full_disk_costs_a_checkpoint_and_not_the_run(run, layout, state, monk
         assert not checkpoints.due(2)
         monkeypatch.setattr(checkpoint, "AGAIN", 0)
         assert checkpoints.due(2)
-        # As the trainer does: Orbax may still write what failed while the next save clears it away, which fails too.
-        for step in range(3, 9):
-            checkpoints.save(step, state, RECORD, [])
-            with contextlib.suppress(CheckpointError):
-                checkpoints.finish(step)
-                break
+        checkpoints.save(3, state, RECORD, [])
+        checkpoints.finish(3)
     assert_equal(run.restore(), layout, state, layout)
-    assert run.steps() == [1, step]
+    assert run.steps() == [1, 3]
 
 
 def test_a_folder_that_cannot_be_written_is_named(run):
