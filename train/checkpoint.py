@@ -22,6 +22,7 @@ import jax.numpy as jnp
 import orbax.checkpoint.experimental.v1 as ocp
 from jax.sharding import SingleDeviceSharding
 
+from models.weights.faults import quiet, reason
 from train.config import CheckpointConfig
 from train.errors import CheckpointError, Stopped
 from train.facts import FORMAT, Facts, at_step, changes, refuse_foreign
@@ -90,6 +91,7 @@ class Checkpoints:
         self._saved: int | None = None
         self._failing = False
         self._writing: tuple[int, Any] | None = None
+        self._quiet = contextlib.ExitStack()
         self.seconds = 0.0
         """That the latest save kept the run waiting."""
         self.restored: Facts = {}
@@ -184,15 +186,17 @@ class Checkpoints:
         return None
 
     def __enter__(self) -> Self:
+        self._quiet.enter_context(quiet())
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._processes.count > 1 and kind is not None and not issubclass(kind, Stopped):
-            return  # whoever else writes may be gone, and never come to an end
-        self.wait()
-        self._store.close()
+        with self._quiet:
+            if self._processes.count > 1 and kind is not None and not issubclass(kind, Stopped):
+                return  # whoever else writes may be gone, and never come to an end
+            self.wait()
+            self._store.close()
 
     def _open(self) -> Any:
         folder = self._folder / FOLDER
@@ -201,7 +205,8 @@ class Checkpoints:
             tempfile.TemporaryFile(dir=folder).close()  # a folder that is only to be read is found out now
         except OSError as error:
             raise CheckpointError(f"cannot write into {folder}: {error.strerror or error}") from None
-        return _store(folder, self._config)
+        with quiet():
+            return _store(folder, self._config)
 
     def _admit(self, where: str, facts: Facts) -> Mapping[str, Any]:
         refuse_foreign(facts, self._facts, where)
@@ -209,17 +214,17 @@ class Checkpoints:
 
     def _failed(self, step: int, error: Exception) -> None:
         if self._processes.count > 1:  # the others know nothing of it
-            raise CheckpointError(f"step {step} could not be saved: {_first_line(error)}") from error
+            raise CheckpointError(f"step {step} could not be saved: {reason(error)}") from error
         if not self._failing:
             self._say(
-                f"warning: step {step} could not be saved: {_first_line(error)}; training goes on, and tries again"
+                f"warning: step {step} could not be saved: {reason(error)}; training goes on, and tries again"
             )
         self._failing = True
-        for (
-            thread
-        ) in threading.enumerate():  # Orbax waits for none after the first that failed: they still write
-            if type(thread).__module__.startswith("orbax."):
-                threading.Thread.join(thread, PATIENCE)  # its own raises what we know
+        for thread in threading.enumerate():
+            if type(thread).__module__.startswith(
+                "orbax."
+            ):  # Orbax waits for none after the first that failed
+                threading.Thread.join(thread, PATIENCE)  # its own would raise the same again
         with contextlib.suppress(Exception):  # it says the same again
             self._store.close()
         self._store = _store(self._folder / FOLDER, self._config)
@@ -240,7 +245,8 @@ class Checkpoints:
                 path.rename(aside / f"{path.name}.{time.time_ns()}")
         self._processes.meet()
         self._store.reload()
-        self._say(f"warning: put aside in {aside}: step {', '.join(sorted(path.name for path in newer))}")
+        gone = ", ".join(sorted((path.name for path in newer), key=int))
+        self._say(f"warning: put aside in {aside}: step {gone}; going on from step {whole}")
 
 
 def verify(folder: Path) -> Iterator[Verdict]:
@@ -264,7 +270,7 @@ def verify(folder: Path) -> Iterator[Verdict]:
             for name, (shape, dtype) in facts["arrays"].items()
         }
 
-    with _store(found, CheckpointConfig(), clean=False) as store:
+    with quiet(), _store(found, CheckpointConfig(), clean=False) as store:
         steps = sorted(step.step for step in store.checkpoints)
         if not steps:
             raise CheckpointError(f"--check {folder}: no whole step in {found}")
@@ -286,26 +292,27 @@ def _read(
     facts: Facts = {}
     flat: dict[str, jax.Array] = {}
     problem = None
-    for wait in (*WAITS, None):
-        try:
-            facts = store.metadata(step).custom_metadata or {}
-            if facts:
-                flat = store.load(step, describe(facts))
-            else:
-                problem = "it says nothing about itself"
-        except CheckpointError:
-            raise
-        except Exception as error:  # whatever half a folder or a flipped bit makes Orbax raise
-            if _may_pass(error):
-                if wait is not None:
-                    time.sleep(wait)
-                    continue
-                raise CheckpointError(
-                    f"step {step} cannot be read: {_first_line(error)}; tried {len(WAITS) + 1} times. It is left where "
-                    "it is: resume again when the disk can be read"
-                ) from error
-            problem = _first_line(error)
-        break
+    with quiet():
+        for wait in (*WAITS, None):
+            try:
+                facts = store.metadata(step).custom_metadata or {}
+                if facts:
+                    flat = store.load(step, describe(facts))
+                else:
+                    problem = "its _CHECKPOINT_METADATA says nothing about it"
+            except CheckpointError:
+                raise
+            except Exception as error:  # whatever half a folder or a flipped bit makes Orbax raise
+                if _may_pass(error):
+                    if wait is not None:
+                        time.sleep(wait)
+                        continue
+                    raise CheckpointError(
+                        f"step {step} cannot be read: {reason(error)}; tried {len(WAITS) + 1} times. It is left where "
+                        "it is: resume again when the disk can be read"
+                    ) from error
+                problem = reason(error)
+            break
     problem = any_problem(problem)
     if problem is not None:
         return Verdict(step, problem, facts), {}
@@ -340,8 +347,3 @@ def _may_pass(error: BaseException | None) -> bool:
             return True
         error = error.__cause__ or error.__context__
     return False
-
-
-def _first_line(error: Exception) -> str:
-    text = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {text[0][:200]}" if text else type(error).__name__

@@ -20,6 +20,7 @@ from dualpipe_jax.functional import Tree
 from models.config import Config
 from models.transformer import deepseek
 from models.weights.errors import WeightsError
+from models.weights.faults import quiet, reason
 
 FORMAT = 1
 PREFIX = "params/"
@@ -64,14 +65,13 @@ def read(
       check: of what is written there beside the arrays and the arrays by name, as they lie there, says what is wrong.
 
     Raises:
-      WeightsError: there is no such folder, or its arrays are not those of its configuration; all are listed. Or
-        ``check`` finds something.
+      WeightsError: there is no such folder, or a file of it cannot be read. Its arrays are not those of its
+        configuration; all are listed. Or ``check`` finds something.
 
     """
-    try:
-        facts = ocp.metadata(folder.absolute()).custom_metadata or {}
-    except Exception as error:  # whatever half a folder makes Orbax raise
-        raise WeightsError(folder, [f"neither config.json nor Orbax's files: {error}"]) from None
+    facts = _whole(folder, lambda: ocp.metadata(folder.absolute()).custom_metadata or {})
+    if not facts:
+        raise WeightsError(folder, ["cannot be read: its _CHECKPOINT_METADATA says nothing of a model"])
     if facts.get("format") != FORMAT or "model" not in facts:
         raise WeightsError(folder, [f"format {facts.get('format')}, must be {FORMAT}"])
     config = _config(folder, facts["model"])
@@ -95,7 +95,7 @@ def read(
     context = ocp.Context()
     context.pytree.loading.partial_load = True  # the trainer has the optimizer's state there too
     with context:
-        flat = ocp.load(folder.absolute(), abstract_state=wanted)
+        flat = _whole(folder, lambda: ocp.load(folder.absolute(), abstract_state=wanted))
     if check is not None and (wrong := check(facts, flat)):
         raise WeightsError(folder, wrong)
     found = []
@@ -106,6 +106,17 @@ def read(
             value = jnp.asarray(model.layout.rows)
         found.append((value if layer is None else value[layer]).reshape(leaf.shape))
     return config, jax.tree.unflatten(treedef, found), facts.get("published", {})
+
+
+def _whole(folder: Path, read: Callable[[], Any]) -> Any:
+    with quiet():
+        try:
+            return read()
+        except Exception as error:  # whatever half a folder makes Orbax raise
+            wrong = reason(error)
+    if not (folder / "_CHECKPOINT_METADATA").exists():
+        raise WeightsError(folder, ["neither config.json nor Orbax's files: no _CHECKPOINT_METADATA there"])
+    raise WeightsError(folder, [f"cannot be read: {wrong}"])
 
 
 def _config(folder: Path, numbers: Mapping[str, Any]) -> Config:

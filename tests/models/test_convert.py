@@ -1,7 +1,10 @@
 """scripts/convert both ways, and the tokenizer that lies beside the weights."""
 
 import dataclasses
+import gc
 import json
+import re
+import shutil
 
 import chex
 import jax
@@ -15,7 +18,7 @@ from safetensors.numpy import load_file
 from models import weights
 from models.weights import WeightsError, load_tokenizer
 from models.weights.__main__ import main
-from models.weights.native import read
+from models.weights.native import read, write
 from tests.models.test_weights import CONFIG, random_params
 
 TEXT = "Experts are chosen by scores; the bias takes part in the choice only. Zwölf Boxkämpfer!"
@@ -103,8 +106,39 @@ def test_what_cannot_be_converted(tmp_path, capsys):
     with pytest.raises(WeightsError, match="params/shared/embed_tokens: missing, must be"):
         read(tmp_path / "half")
     ocp.save(tmp_path / "foreign", {"x": jnp.ones(1)})
-    with pytest.raises(WeightsError, match="format None, must be 1"):
+    with pytest.raises(
+        WeightsError, match="foreign:\n  cannot be read: its _CHECKPOINT_METADATA says nothing of"
+    ):
         read(tmp_path / "foreign")
+
+
+@pytest.fixture(scope="module")
+def ours(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("weights") / "ours"
+    write(folder, CONFIG, random_params(CONFIG), {})
+    return folder
+
+
+@pytest.mark.parametrize("cut", [False, True])
+@pytest.mark.parametrize(
+    ("file", "told"),
+    [
+        ("_CHECKPOINT_METADATA", "no _CHECKPOINT_METADATA there|_CHECKPOINT_METADATA says nothing"),
+        ("state/_METADATA", "No valid PyTree|JSONDecodeError"),
+        ("state/manifest.ocdbt", "zarr.json.*does not exist|manifest: Length in header"),
+        ("state/d/*", "state/d/|Requested byte range"),
+        ("state/ocdbt.process_0/d/*", "shard has size of 0 bytes|Requested byte range"),
+    ],
+)
+def test_what_is_damaged_is_said_in_two_lines(ours, tmp_path, file, told, cut, capfd, caplog):
+    shutil.copytree(ours, tmp_path / "in")
+    for path in (tmp_path / "in").glob(file):
+        path.write_bytes(path.read_bytes()[: path.stat().st_size // 4]) if cut else path.unlink()
+    assert main([str(tmp_path / "in"), str(tmp_path / "out")]) == 2
+    gc.collect()
+    first, second = capfd.readouterr().err.splitlines()
+    assert first == f"error: {tmp_path / 'in'}:" and re.search(told, second) and len(second) < 300
+    assert caplog.text == "" and not (tmp_path / "out").exists()
 
 
 def test_the_tokenizer_is_that_of_the_library_with_its_beginning(tmp_path):

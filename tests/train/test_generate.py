@@ -3,6 +3,8 @@
 import functools
 import io
 import json
+import re
+import shutil
 import signal
 import sys
 import time
@@ -20,6 +22,8 @@ from train.data.vocabulary import BYTES
 from train.facts import at_step, describe
 from train.fingerprint import fingerprints
 from train.generate.__main__ import main
+from train.generate.loading import load
+from train.generate.options import Options
 
 CONFIG = small(vocab=256, num_mtp_layers=1)
 PROMPT = "def f("
@@ -72,7 +76,7 @@ def test_a_run_goes_on_with_a_prompt_and_drafts_change_nothing(run, capsys, monk
     assert main([*options, "--prompt", PROMPT]) == 0
     out, err = capsys.readouterr()
     assert out == wanted + "\n"
-    assert f"warning: {run}/checkpoints/100 is damaged: {run}/checkpoints/100:" in err
+    assert f"warning: {run}/checkpoints/100: params/" in err and "; trying an earlier step\n" in err
     assert f"{run}, step 20: 2 layers, 256 tokens" in err
     assert "12 tokens (length), the first after" in err and "drafts right" in err and "tokens/s" in err
     monkeypatch.setattr(sys, "stdin", io.StringIO(PROMPT + "\n"))
@@ -153,6 +157,20 @@ def test_what_will_not_do(run, capsys, monkeypatch, tmp_path, arguments, code, m
     assert main([word.replace("RUN", str(run)) for word in arguments]) == code
     out, err = capsys.readouterr()
     assert out == "" and message.replace("RUN", str(run)) in err
+
+
+def test_a_damaged_step_is_a_line_and_the_one_before_is_taken(run, tmp_path, capfd, caplog):
+    shutil.copytree(run / "checkpoints" / "20", tmp_path / "checkpoints" / "20")
+    shutil.copytree(run / "checkpoints" / "20", tmp_path / "checkpoints" / "30")
+    for path in (tmp_path / "checkpoints" / "30").glob("state/d/*"):
+        path.unlink()
+    said = []
+    assert load(Options(source=tmp_path), said.append).name == f"{tmp_path}, step 20"
+    (told,) = said
+    assert re.fullmatch(
+        r"warning: .*/30: cannot be read: ValueError: NOT_FOUND: .*; trying an earlier step", told
+    )
+    assert len(told) < 400 and capfd.readouterr() == ("", "") and caplog.text == ""
 
 
 def test_a_run_whose_tokenizer_is_another(tmp_path, capsys):

@@ -99,10 +99,10 @@ def _from_run(folder: Path, options: Source, say: Callable[[str], None]) -> Load
         raise CheckpointError(f"{folder}: there is no {what} in {folder / FOLDER}, only {there}")
     for path in steps:
         try:
-            facts = ocp.metadata(path.absolute()).custom_metadata or {}
             config, params, _ = native.read(path, check=_damage)
-        except Exception as error:  # whatever half a folder makes Orbax raise
-            say(f"warning: {path} is damaged: {str(error).strip().splitlines()[0][:200]}")
+            facts = ocp.metadata(path.absolute()).custom_metadata
+        except WeightsError as error:
+            say(f"warning: {path}: {error.complaints[0]}; trying an earlier step")
             continue
         vocabulary = _vocabulary(folder, facts, options)
         precision = facts["options"]["model"]["precision"]

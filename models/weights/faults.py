@@ -1,0 +1,73 @@
+"""What Orbax has to say of files that it cannot read or write, in a line."""
+
+import functools
+import logging
+import re
+import sys
+import traceback
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+RAISED = "Failed to json parse", "Failed to get metadata for", "TensorStore data files not found"
+"""What it logs, without a traceback, before it raises."""
+
+
+def reason(error: BaseException) -> str:
+    """Why, of an exception and those that led to it: the first one's kind and words, a line of at most 240 characters.
+
+    What TensorStore opened on the way, and how, is left out.
+    """
+    while (
+        earlier := error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+    ) is not None:
+        error = earlier
+    lines = re.split(r" \[[a-z_]+(?:\[\d+\])?=", str(error))[0].strip().splitlines()
+    text = re.sub(r'Error opening "\w+" driver: ', "", lines[0] if lines else "")
+    text = text if len(text) <= 200 else f"{text[:80]} ... {text[-115:]}"
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Print nothing of what Orbax raises as well: tracebacks in its log, and of the reads that it abandons.
+
+    For whoever says why, see ``reason``. All else is printed as before.
+    """
+    _ignore_abandoned_reads()
+    logs = logging.getLogger("absl"), logging.getLogger()
+    for log in logs:
+        log.addFilter(_is_news)
+    try:
+        yield
+    finally:
+        for log in logs:
+            log.removeFilter(_is_news)
+
+
+def _is_news(record: logging.LogRecord) -> bool:
+    raised = bool(record.exc_info) or any(words in str(record.msg) for words in RAISED)
+    return not (raised and "orbax" in record.pathname)
+
+
+def _is_awaited(record: logging.LogRecord) -> bool:
+    told = record.getMessage()
+    return not any(name in told for name in ("orbax/checkpoint", "tensorstore", "OCDBT"))
+
+
+@functools.cache
+def _ignore_abandoned_reads() -> None:
+    """From now on: where one fails Orbax waits for no other, and they may end at any time."""
+    logging.getLogger("asyncio").addFilter(_is_awaited)
+    warnings.filterwarnings("ignore", "coroutine '_read_array_index.*' was never awaited", RuntimeWarning)
+    before = sys.unraisablehook
+
+    def hook(found: Any) -> None:
+        files = [frame.f_code.co_filename for frame, _ in traceback.walk_tb(found.exc_traceback)]
+        files.append(getattr(getattr(found.object, "cr_code", None), "co_filename", ""))
+        late = "Event loop is closed" in str(found.exc_value) and any("uvloop" in file for file in files)
+        if not late and not any("orbax" in file for file in files):
+            before(found)
+
+    sys.unraisablehook = hook
