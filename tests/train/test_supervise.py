@@ -11,7 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from train import watcher
 from train.config import configure
+from train.pulse import Pulse
 from train.supervise import free_port, keep_going, smaller
 from train.watcher import Told, run_once
 
@@ -45,13 +47,16 @@ def nobody_left(folder):
 @pytest.mark.parametrize(
     ("fault", "process", "told"),
     [
-        ("stop", 1, "process 1 gave no sign of life for 1"),
+        ("stop", 1, "process 1 gave no sign of life for "),
         ("spin", 1, "process 1 ended with code 1 in step 7"),
         ("raise", 1, "process 1 ended with code 70 in step 7; then process 0 ended with code 71"),
         ("save", 0, "process 0 died of SIGKILL in saving step 8"),  # with it the coordinator
     ],
 )
-def test_a_fault_costs_the_steps_since_the_last_checkpoint(tmp_path, capfd, fault, process, told):
+def test_a_fault_costs_the_steps_since_the_last_checkpoint(
+    tmp_path, capfd, monkeypatch, fault, process, told
+):
+    monkeypatch.setattr(watcher, "SILENT_S", 3.0)  # one that runs has longer, and may be slow
     asked = {"fault": fault, "process": process, "step": 6, "patience": 4.0 if fault == "spin" else None}
     config = configure(processes=2, restarts=1)
     assert keep_going(config, commands(tmp_path, asked), tmp_path / "logs", Told()) == 0
@@ -84,6 +89,25 @@ def test_fewer_processes_go_on(tmp_path, capfd):
     captured = capfd.readouterr()
     assert "going on with 1 processes, pp 1 x ep 1" in captured.err
     assert [line for line in captured.out.splitlines() if line.startswith("from")] == ["from 0", "from 4"]
+
+
+def test_a_step_may_take_ten_times_the_median(monkeypatch):
+    """And twenty seconds at least; what is compiled may take any time."""
+    clock, limits = [0.0], []
+    monkeypatch.setattr("train.pulse.time.monotonic", lambda: clock[0])
+    monkeypatch.setattr(
+        "train.pulse.faulthandler.dump_traceback_later", lambda s, exit: limits.append((s, exit))
+    )
+    monkeypatch.setattr("train.pulse.faulthandler.cancel_dump_traceback_later", limits.clear)
+    pulse = Pulse()
+    pulse.step(1, compiles=True)
+    assert limits == []
+    for number, seconds in enumerate((100.0, 1.0, 3.0, 7.0, 4.0), 1):  # the first is that of compiling
+        clock[0] += seconds
+        pulse.step(number + 1)
+    assert limits == [(20.0, True), (20.0, True), (20.0, True), (30.0, True), (35.0, True)]
+    pulse.phase("saving step 6")
+    assert limits == [] and Pulse(patience=4.0).limit == 4.0
 
 
 QUICK = """
@@ -216,7 +240,7 @@ def test_without_their_supervisor_processes_end(tmp_path, supervisor):
 @pytest.mark.parametrize(("fault", "process"), [("stop", 1), ("raise", 0)])
 def test_without_any_supervisor_the_others_end_too(tmp_path, fault, process):
     """As on a cluster: whoever is not stopped itself ends soon."""
-    started, asked = [], {"fault": fault, "process": process, "step": 2}
+    started, asked = [], {"fault": fault, "process": process, "step": 2, "patience": 4.0}
     for line in commands(tmp_path, asked)(configure(processes=2), 0):
         with (tmp_path / f"out.{len(started)}").open("w") as out:
             started.append(subprocess.Popen(line, stdout=out, stderr=out))
