@@ -116,11 +116,11 @@ def check_request(prompt: np.ndarray, params: SamplingParams, limits: Limits, vo
         raise RequestError("the prompt is empty: give at least one token")
     if not np.issubdtype(prompt.dtype, np.integer):
         raise RequestError(f"the prompt's tokens are {prompt.dtype}, must be integers")
-    for what, tokens in (("prompt", prompt), ("stop tokens", np.asarray(params.stop, np.int64))):
+    for what, tokens in (("prompt holds", prompt), ("stop tokens hold", np.asarray(params.stop, np.int64))):
         unknown = tokens[(tokens < 0) | (tokens >= vocab)]
         if unknown.size:
             raise RequestError(
-                f"the {what} hold token {unknown[0]}, which the model does not know: its tokens are 0 to "
+                f"the {what} token {unknown[0]}, which the model does not know: its tokens are 0 to "
                 f"{vocab - 1}; is this another model's tokenizer?"
             )
     wrong = [

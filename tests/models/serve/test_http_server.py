@@ -176,7 +176,7 @@ def test_a_text_ends_before_the_first_of_the_words_that_stop_it(server, client):
         ({"prompt": "x" * 70}, 400, None, "the prompt of 70 tokens is too long: the limit is max_positions 64"),
         ({"max_tokens": 64}, 400, None, "ask for at most 63 tokens"),
         ({"prompt": ""}, 400, None, "the prompt is empty: give at least one token"),
-        ({"prompt": [1, 256]}, 400, None, "the prompt hold token 256, which the model does not know"),
+        ({"prompt": [1, 256]}, 400, None, "the prompt holds token 256, which the model does not know"),
         ({"prompt": {}}, 400, "prompt", "prompt: must be a text, a list of texts, a list of tokens, or a list"),
         ({"prompt": [2**40]}, 400, "prompt", "prompt: must be a text, a list of texts"),
         ({"prompt": []}, 400, None, "the prompt is empty"),
