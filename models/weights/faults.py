@@ -52,8 +52,15 @@ def _is_news(record: logging.LogRecord) -> bool:
 
 
 def _is_awaited(record: logging.LogRecord) -> bool:
-    told = record.getMessage()
-    return not any(name in told for name in ("orbax/checkpoint", "tensorstore", "OCDBT"))
+    """Whether what asyncio says of a coroutine or a future that nobody awaits is of others than Orbax."""
+    places = [record.getMessage(), *_files(record.exc_info[1] if record.exc_info else None)]
+    return not any(name in place.lower() for name in ("orbax", "tensorstore", "ocdbt") for place in places)
+
+
+def _files(error: BaseException | None) -> list[str]:
+    return [
+        frame.f_code.co_filename for frame, _ in traceback.walk_tb(error.__traceback__ if error else None)
+    ]
 
 
 @functools.cache
@@ -64,7 +71,7 @@ def _ignore_abandoned_reads() -> None:
     before = sys.unraisablehook
 
     def hook(found: Any) -> None:
-        files = [frame.f_code.co_filename for frame, _ in traceback.walk_tb(found.exc_traceback)]
+        files = _files(found.exc_value)
         files.append(getattr(getattr(found.object, "cr_code", None), "co_filename", ""))
         late = "Event loop is closed" in str(found.exc_value) and any("uvloop" in file for file in files)
         if not late and not any("orbax" in file for file in files):

@@ -1,5 +1,6 @@
 """scripts/convert both ways, and the tokenizer that lies beside the weights."""
 
+import asyncio
 import dataclasses
 import gc
 import json
@@ -18,6 +19,7 @@ from safetensors.numpy import load_file
 from models import weights
 from models.weights import WeightsError, load_tokenizer
 from models.weights.__main__ import main
+from models.weights.faults import quiet
 from models.weights.native import read, write
 from tests.models.test_weights import CONFIG, random_params
 
@@ -139,6 +141,30 @@ def test_what_is_damaged_is_said_in_two_lines(ours, tmp_path, file, told, cut, c
     first, second = capfd.readouterr().err.splitlines()
     assert first == f"error: {tmp_path / 'in'}:" and re.search(told, second) and len(second) < 300
     assert caplog.text == "" and not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("file", "words", "told"),
+    [
+        ("orbax/checkpoint/x.py", "", 0),
+        ("x.py", "DATA_LOSS [tensorstore_spec=]", 0),
+        ("x.py", "TensorStore({})", 0),
+        ("x.py", "DATA_LOSS", 1),
+    ],
+)
+def test_of_reads_that_nobody_awaits_only_orbaxs_are_not_told(file, words, told, caplog):
+    """One of several may fail after the first did, when Orbax listens no more."""
+    scope = {}
+    exec(compile(f"async def read():\n  raise ValueError({words!r})", file, "exec"), scope)
+
+    async def abandon():
+        asyncio.gather(scope["read"](), scope["read"]())
+        await asyncio.sleep(0)
+
+    with quiet():
+        asyncio.run(abandon())
+    gc.collect()
+    assert caplog.text.count("exception was never retrieved") == told
 
 
 def test_the_tokenizer_is_that_of_the_library_with_its_beginning(tmp_path):
