@@ -11,6 +11,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from dualpipe_jax.arguments import typechecked
+
 Tree = Any
 """A pytree of arrays."""
 
@@ -54,6 +56,7 @@ StageFunction = Callable[[Tree, Tree, Tree, At], Out]
 """``stage(own, shared, x, at) -> Out``; x is None at the first stage."""
 
 
+@typechecked
 @dataclasses.dataclass(frozen=True)
 class StagedModel:
     """A model as the engine sees it.
@@ -129,6 +132,7 @@ class PipelineModel(NamedTuple):
     head_loss: Callable[[Tree, Tree, Tree], Any]
 
 
+@typechecked
 def staged(model: PipelineModel, num_stages: int, *, has_aux: bool = False) -> StagedModel:
     """An embedding, equal stages and a head as kinds of stages.
 

@@ -26,6 +26,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+from dualpipe_jax.arguments import typechecked
+
 try:
     from flax import linen, nnx
 except ModuleNotFoundError as error:
@@ -66,6 +68,7 @@ class Pure(NamedTuple):
     apply: Callable[..., Any]
 
 
+@typechecked
 def pure_nnx(create: Callable[[nnx.Rngs], nnx.Module], *, evaluate: bool = False) -> Pure:
     """Split a module, once, into a function and its parameters.
 
@@ -135,6 +138,7 @@ def _live_dropouts(module: nnx.Module) -> list[str]:
     return found
 
 
+@typechecked
 def pure_linen(module: linen.Module, *examples: Tree) -> Pure:
     """Split a module into a function and its parameters.
 
@@ -167,6 +171,7 @@ def pure_linen(module: linen.Module, *examples: Tree) -> Pure:
     return Pure(init, apply)
 
 
+@typechecked
 def from_nnx(
     embed: Callable[[nnx.Rngs], nnx.Module],
     stage: Callable[[nnx.Rngs], nnx.Module],
@@ -198,6 +203,7 @@ def from_nnx(
     return _assemble(pure(embed), pure(stage), pure(head), num_stages, loss)
 
 
+@typechecked
 def from_linen(
     embed: linen.Module,
     stage: linen.Module,
@@ -257,6 +263,7 @@ def unstack(tree: Tree) -> list[Tree]:
     return [jax.tree.unflatten(treedef, row) for row in rows]
 
 
+@typechecked
 def num_params(params: Tree) -> int:
     """Count floating-point parameters, of arrays or of the shapes that ``jax.eval_shape`` returns."""
     leaves = jax.tree.leaves(params)

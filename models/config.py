@@ -7,7 +7,10 @@ from typing import Any, Literal
 
 import jax.numpy as jnp
 
+from dualpipe_jax.arguments import typechecked
 
+
+@typechecked
 @dataclass(frozen=True)
 class Config:
     """The numbers that make one model; see ``v3`` for the published values.

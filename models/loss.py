@@ -10,10 +10,13 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from dualpipe_jax.arguments import typechecked
+
 BLOCK = 16384
 """Words whose logits stand at once: 268 MB of float32 for 4096 tokens, an eighth of V3's vocabulary."""
 
 
+@typechecked
 def cross_entropy_in_blocks(
     x: Array, kernel_DV: Array, targets: Array, valid: Array | None = None, *, block: int = BLOCK
 ) -> Array:
@@ -29,6 +32,20 @@ def cross_entropy_in_blocks(
       block: words whose logits stand at once.
 
     """
+    if x.shape != (*targets.shape, kernel_DV.shape[0]):
+        raise ValueError(
+            f"cross_entropy_in_blocks: x must be of shape [..., D] for targets {list(targets.shape)} and "
+            f"kernel_DV {list(kernel_DV.shape)}, got {list(x.shape)}."
+        )
+    if not jnp.issubdtype(targets.dtype, jnp.integer):
+        raise TypeError(f"cross_entropy_in_blocks: targets must be integers, got {targets.dtype}.")
+    if valid is not None and valid.shape != targets.shape:
+        raise ValueError(
+            f"cross_entropy_in_blocks: valid must be of the shape of targets, {list(targets.shape)}, got "
+            f"{list(valid.shape)}."
+        )
+    if block < 1:
+        raise ValueError(f"cross_entropy_in_blocks: block must be at least 1, got {block}.")
     losses = token_losses(x, kernel_DV, targets, block)
     if valid is None:
         return jnp.mean(losses)

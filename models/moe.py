@@ -19,6 +19,7 @@ from jax import Array
 from jax.ad_checkpoint import checkpoint_name
 
 import dualpipe_jax.parallel as parallel
+from dualpipe_jax.arguments import typechecked
 from models.attention import linear
 from models.config import Config
 
@@ -162,6 +163,7 @@ def sequence_balance(scores_BSE: Array, live_BS: Array, top_k: int) -> Array:
     return jnp.sum(f_BE * p_BE, axis=-1)
 
 
+@typechecked
 def update_bias(bias: Array, counts: Array, rate: float | Array, *, center: bool = False) -> Array:
     """Move the selection bias against the load: up by ``rate`` below the mean, down above it.
 
@@ -183,6 +185,13 @@ def update_bias(bias: Array, counts: Array, rate: float | Array, *, center: bool
     """
     if not jnp.issubdtype(counts.dtype, jnp.integer):
         raise TypeError(f"update_bias: counts must be integers, got {counts.dtype}.")
+    if not jnp.issubdtype(bias.dtype, jnp.floating):
+        raise TypeError(f"update_bias: bias must be floating, got {bias.dtype}.")
+    if counts.shape != bias.shape or jnp.ndim(rate):
+        raise ValueError(
+            f"update_bias: bias {list(bias.shape)} and counts {list(counts.shape)} must have one shape, and rate "
+            f"{list(jnp.shape(rate))} none."
+        )
     # sign(mean - count) in integers: count * E could overflow.
     total, experts = jnp.sum(counts, axis=-1, keepdims=True, dtype=counts.dtype), counts.shape[-1]
     below, above = counts < -(-total // experts), counts > total // experts

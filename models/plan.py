@@ -3,10 +3,11 @@
 import dataclasses
 import itertools
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
+from dualpipe_jax.arguments import typechecked
 from models.config import Config
 
 
@@ -33,6 +34,16 @@ PAPER = Costs(head=0.5)
 """As DeepSeek-V3 seems to count: the embedding a layer's time, a module and both heads two."""
 
 
+@runtime_checkable
+class Scheduled(Protocol):
+    """What has a schedule's placement, which says which stages share a rank."""
+
+    @property
+    def placement(self) -> Any:
+        """Pipes of stages on ranks."""
+
+
+@typechecked
 def matmul_costs(config: Config, sequence: int = 4096) -> Costs:
     """Price parts by the matmuls that a token needs in the forward, in FLOPs; causal attention over ``sequence``."""
     head = config.qk_nope_dim + config.qk_rope_dim
@@ -62,7 +73,8 @@ def stage_times(config: Config, plan: Sequence[int], costs: Costs) -> list[float
     return times
 
 
-def layer_plan(config: Config, schedule: Any, costs: Costs | None = None) -> tuple[int, ...]:
+@typechecked
+def layer_plan(config: Config, schedule: Scheduled | int, costs: Costs | None = None) -> tuple[int, ...]:
     """Share all layers out over stages, in model order, so that the busiest rank is as little busy as can be.
 
     Every stage but the two ends has a layer at least. Of plans whose busiest ranks are within one per cent of the best,
@@ -87,13 +99,13 @@ def layer_plan(config: Config, schedule: Any, costs: Costs | None = None) -> tup
     >>> layer_plan(v3(num_mtp_layers=1), 16, PAPER)
     (3, 4, 4, 4, 4, 4, 4, 4, 4, 4, 4, 4, 4, 4, 4, 2)
     """
-    pipes = ((tuple(range(schedule)),)) if isinstance(schedule, int) else schedule.placement.pipes
-    num_stages = len(pipes[0])
+    num_stages = len(schedule.placement.pipes[0]) if isinstance(schedule, Scheduled) else int(schedule)
     if num_stages < 1 or config.num_layers < max(1, num_stages - 2):
         raise ValueError(
-            f"layer_plan: {config.num_layers} layers do not give each of {num_stages} stages one, the two ends aside; "
-            f"{max(1, config.num_layers + 2)} stages at most."
+            f"layer_plan: {config.num_layers} layers do not give each of the schedule's {num_stages} stages one, "
+            f"the two ends aside; {max(1, config.num_layers + 2)} stages at most."
         )
+    pipes = schedule.placement.pipes if isinstance(schedule, Scheduled) else (range(num_stages),)
     costs = costs or matmul_costs(config)
     ranks = [{pipe[stage] for pipe in pipes} for stage in range(num_stages)]
     home = np.array([ranks.index(here) for here in ranks])  # one for all stages of the same ranks
@@ -129,7 +141,8 @@ def layer_plan(config: Config, schedule: Any, costs: Costs | None = None) -> tup
     return min(near, key=lambda plan: (max(plan), len(set(_contents(config, plan))), *badness(plan)))
 
 
-def given_plan(config: Config, schedule: Any, shares: Sequence[int]) -> tuple[int, ...]:
+@typechecked
+def given_plan(config: Config, schedule: Scheduled, shares: Sequence[int]) -> tuple[int, ...]:
     """Layers of each stage as they are given, dense ones included; ``layer_plan`` where nothing is.
 
     Raises:
@@ -254,5 +267,5 @@ def _check(config: Config, plan: Sequence[int]) -> None:
         wrong.append(f"its sum is {sum(plan)}, the layers are {config.num_layers}, dense ones included")
     if wrong:
         raise ValueError(
-            f"deepseek: plan {tuple(plan)}: {'; '.join(wrong)}. See layer_plan(config, schedule) for one."
+            f"deepseek: stages {tuple(plan)}: {'; '.join(wrong)}. See layer_plan(config, schedule) for one."
         )

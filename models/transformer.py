@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax.sharding import PartitionSpec
 
+from dualpipe_jax.arguments import typechecked
 from dualpipe_jax.contract import At, Out, StagedModel
 from dualpipe_jax.functional import Tree, num_params, pure_nnx
 from dualpipe_jax.parallel import Payload
@@ -60,6 +61,7 @@ class Model:
     compute_dtype: Tree = None
 
 
+@typechecked
 def deepseek(
     config: Config,
     stages: int | Sequence[int] = 1,
@@ -118,7 +120,7 @@ def deepseek(
     platform = platform or _platform()
     attend, matmul = kernels.attend(platform), kernels.multiply(platform)
     tokens = Dispatch(dispatch, capacity_factor, ep_axis, payload)
-    layout = lay_out(config, layer_plan(config, stages) if isinstance(stages, int) else stages)
+    layout = lay_out(config, stages if isinstance(stages, Sequence) else layer_plan(config, stages))
     modules = _Modules(
         *(
             pure_nnx(create)

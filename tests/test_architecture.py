@@ -15,6 +15,7 @@ NO_JAX = "probe.findings", *(f"pods.{s}" for s in ("cache", "plain", "plan", "pl
 """Of rooms that load JAX, what does not."""
 MAY_IMPORT = {
     "present": (),
+    "arguments": (),
     "schedule": ("present",),
     "balance": ("present",),
     "torus": (),
@@ -31,13 +32,18 @@ MAY_IMPORT = {
     "command": ("present", "schedule", "balance", "inspect", "worker", *NO_JAX),
 }
 MAY_IMPORT = {
-    f"dualpipe_jax.{part}": tuple(f"dualpipe_jax.{b}" for b in below) for part, below in MAY_IMPORT.items()
+    f"dualpipe_jax.{part}": tuple(f"dualpipe_jax.{b}" for b in ("arguments", *below))
+    for part, below in MAY_IMPORT.items()
 }
 MAY_IMPORT |= {
     "models": tuple(
-        f"dualpipe_jax.{part}" for part in ("parallel", "pair", "split", "contract", "functional")
+        f"dualpipe_jax.{part}"
+        for part in ("arguments", "parallel", "pair", "split", "contract", "functional")
     ),
-    "models.decode": ("models", "dualpipe_jax.functional", "dualpipe_jax.parallel", "dualpipe_jax.pair"),
+    "models.decode": (
+        "models",
+        *(f"dualpipe_jax.{p}" for p in ("arguments", "functional", "parallel", "pair")),
+    ),
     "models.serve": ("models.config", "models.decode"),
     "train": ("dualpipe_jax", "models"),
 }

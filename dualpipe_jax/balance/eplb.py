@@ -11,9 +11,11 @@ from typing import Literal
 import numpy as np
 from numpy.typing import ArrayLike
 
+from dualpipe_jax.arguments import typechecked
 from dualpipe_jax.balance import torch_cpu
 
 
+@typechecked
 def rebalance_experts(
     weight: ArrayLike,
     num_replicas: int,
@@ -47,9 +49,7 @@ def rebalance_experts(
       ValueError: the counts do not divide each other, or weights are not finite numbers of at least 0; says which.
     """
     weights = _weights(weight)
-    order = _ORDERS.get(ties)
-    if order is None:
-        raise ValueError(f'rebalance_experts: ties={ties!r}; give "torch" or "stable"')
+    order = _ORDERS[ties]
     _check(weights, num_replicas, num_groups, num_nodes, num_gpus)
     if num_groups % num_nodes:
         num_groups, num_nodes = 1, 1

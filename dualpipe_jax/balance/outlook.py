@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike
 
+from dualpipe_jax.arguments import typechecked
 from dualpipe_jax.balance.bounds import lower_bound, packing_bound
 from dualpipe_jax.balance.loads import checked, relative
 from dualpipe_jax.balance.placement import Layout, Placement
@@ -52,6 +53,7 @@ class Outlook:
         )
 
 
+@typechecked
 def outlook(loads: ArrayLike, placement: Placement, previous: Placement, layout: Layout) -> Outlook:
     """What changing from a previous placement to another gains.
 
@@ -69,11 +71,13 @@ def outlook(loads: ArrayLike, placement: Placement, previous: Placement, layout:
     )
 
 
+@typechecked
 def worst_imbalance(loads: ArrayLike, placement: Placement) -> np.ndarray:
     """Max/mean over devices in the worst window: float64 [layers], at least 1."""
     return placement.imbalance(checked(loads, "worst_imbalance")).max(0)
 
 
+@typechecked
 def bound_of(loads: ArrayLike, layout: Layout) -> np.ndarray:
     """The least max/mean over devices of any placement of a layout: float64 [layers].
 
@@ -90,6 +94,7 @@ def bound_of(loads: ArrayLike, layout: Layout) -> np.ndarray:
     return np.max([bound, *(packing_bound(window * scale, layout.num_nodes) for window in groups)], 0)
 
 
+@typechecked
 def is_due(loads: ArrayLike, placement: Placement, threshold: float = 0.9) -> bool:
     """Whether to look for another placement: devices work for less than this share of their time.
 

@@ -8,9 +8,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike
 
+from dualpipe_jax.arguments import typechecked
 from dualpipe_jax.balance.pack import count_copies
 
 
+@typechecked
 @dataclasses.dataclass(frozen=True)
 class Layout:
     """Devices, and room for experts on each.
@@ -38,8 +40,8 @@ class Layout:
             count = getattr(self, field.name)
             if count is None and field.name == "num_groups":
                 continue
-            if isinstance(count, bool) or not isinstance(count, int | np.integer) or count < 1:
-                raise ValueError(f"Layout: {field.name}={count!r}; it must be an integer of at least 1")
+            if count < 1:
+                raise ValueError(f"Layout: {field.name}={count}; it must be at least 1")
         if self.num_groups is not None and self.num_devices % self.num_nodes:
             raise ValueError(
                 f"Layout: {self.num_devices} devices on {self.num_nodes} nodes of unequal size cannot keep groups of "
@@ -61,13 +63,13 @@ class Layout:
         slots = f"{self.num_devices} devices of {self.num_slots} slots"
         if self.num_replicas < num_experts:
             raise ValueError(
-                f"balance: {slots} have no room for {num_experts} experts; give at least "
+                f"balance: {slots} have no room for the loads' {num_experts} experts; give at least "
                 f"{-(-num_experts // self.num_devices)} slots a device"
             )
         if self.num_slots > num_experts:
             raise ValueError(
-                f"balance: {slots} would hold an expert twice on one device, for there are {num_experts} experts; give "
-                f"at most {num_experts} slots a device"
+                f"balance: {slots} would hold an expert twice on one device, for the loads are of {num_experts} "
+                f"experts; give at most {num_experts} slots a device"
             )
         if self.num_groups is not None and num_experts % self.num_groups:
             raise ValueError(

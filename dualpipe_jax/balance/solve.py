@@ -3,6 +3,7 @@
 import numpy as np
 from numpy.typing import ArrayLike
 
+from dualpipe_jax.arguments import typechecked
 from dualpipe_jax.balance.bounds import lower_bound, packing_bound
 from dualpipe_jax.balance.copies import add_copies, nearby_counts, other_counts
 from dualpipe_jax.balance.groups import place_by_groups
@@ -27,6 +28,7 @@ _ROUNDS, _SLOTS, _SLOTS_A_ROUND = 16, 400_000, 40_000
 """Rounds of tries near the best, and slots that all tries fill, and a round of them, at most: about a second."""
 
 
+@typechecked
 def balance(
     loads: ArrayLike,
     layout: Layout,

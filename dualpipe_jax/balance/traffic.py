@@ -5,6 +5,7 @@ import dataclasses
 import numpy as np
 from numpy.typing import ArrayLike
 
+from dualpipe_jax.arguments import typechecked
 from dualpipe_jax.balance.placement import Layout
 
 
@@ -44,6 +45,7 @@ class Traffic:
     two_hops_by_expert: Copies
 
 
+@typechecked
 def count_traffic(source: ArrayLike, target: ArrayLike, layout: Layout) -> Traffic:
     """Count the copies that a routing sends.
 
@@ -89,6 +91,7 @@ def count_traffic(source: ArrayLike, target: ArrayLike, layout: Layout) -> Traff
     return Traffic(by_expert, by_device, two_hops, Copies(two_hops.across, float(spread / tokens)))
 
 
+@typechecked
 def random_traffic(
     layout: Layout,
     num_experts: int,
@@ -117,8 +120,12 @@ def random_traffic(
         )
     if not 1 <= limited <= groups or not 1 <= num_chosen <= limited * (num_experts // groups):
         raise ValueError(
-            f"random_traffic: {num_chosen} experts of {limited} of {groups} groups of {num_experts // groups}; give "
-            "fewer experts, or 1 to all groups"
+            f"random_traffic: num_chosen {num_chosen} of num_limited {limited} of {groups} groups of "
+            f"{num_experts // groups} experts; give fewer experts, or 1 to all groups"
+        )
+    if num_tokens < 1 or seed < 0:
+        raise ValueError(
+            f"random_traffic: num_tokens {num_tokens} must be at least 1, seed {seed} at least 0"
         )
     random = np.random.default_rng(seed)
     scores = random.random((num_tokens, groups, num_experts // groups), np.float32)

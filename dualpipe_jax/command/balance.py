@@ -69,8 +69,8 @@ class Balance:
         given = read_loads(self.loads)
         loads = given[-self.windows :] if given.ndim == 3 else given
         layers, experts = loads.shape[-2:]
-        slots = -(-experts // self.devices) if self.slots is None and self.devices > 0 else self.slots
-        layout = Layout(self.devices, slots, self.nodes, self.groups)  # type: ignore[arg-type]
+        slots = -(-experts // max(self.devices, 1)) if self.slots is None else self.slots
+        layout = Layout(self.devices, slots, self.nodes, self.groups)
         layout.check(experts)
         before, limits = self._before(layers, experts, layout)
         placed = balance(loads, layout, **limits)

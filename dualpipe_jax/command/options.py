@@ -12,6 +12,7 @@ import tyro
 
 from dualpipe_jax.schedule import CostModel, MemoryModel, Schedule, limit_stash
 from dualpipe_jax.schedule.names import SCHEDULES, find
+from dualpipe_jax.schedule.recipes.classic import MOST_ACTIONS
 
 Number = Annotated[float | None, tyro.conf.arg(metavar="FLOAT", help_behavior_hint="")]
 Count = Annotated[int | None, tyro.conf.arg(metavar="INT", help_behavior_hint="")]
@@ -147,10 +148,6 @@ def limit_of(memory_limit: float | None) -> float:
             f"--memory-limit {memory_limit}: give a number above 0, or leave it out for no limit"
         )
     return math.inf if memory_limit is None else memory_limit
-
-
-MOST_ACTIONS = 10_000_000
-"""Forwards and backwards of the schedules that a command makes: some minutes of work, and gigabytes."""
 
 
 def check_size(num_ranks: int, num_microbatches: int, shape: Shape, num_schedules: int = 1) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
+from dualpipe_jax.arguments import typechecked
 from dualpipe_jax.contract import PipelineModel, Tree, staged
 from dualpipe_jax.engine.pipeline import Pipeline
 from dualpipe_jax.schedule import CostModel, Schedule
@@ -17,6 +18,7 @@ Step = Callable[[Tree, Tree, Tree], tuple[Any, Tree]]
 PARTS = ("embed", "stages", "head")
 
 
+@typechecked
 def pipeline_value_and_grad(
     model: PipelineModel,
     schedule: Schedule,
@@ -58,6 +60,7 @@ def pipeline_value_and_grad(
     return _step(pipeline.value_and_grad, has_aux)
 
 
+@typechecked
 def pipeline_units(
     model: PipelineModel,
     schedule: Schedule,
@@ -91,6 +94,7 @@ def pipeline_state(
     return lambda params, inputs, targets: pipeline.state(_ours(params), _batch(inputs, targets))
 
 
+@typechecked
 def pipeline_apply(
     model: PipelineModel,
     schedule: Schedule,
@@ -117,6 +121,7 @@ def pipeline_apply(
     return jax.jit(apply)
 
 
+@typechecked
 def pipeline_loss(
     model: PipelineModel,
     schedule: Schedule,

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
+from dualpipe_jax.arguments import typechecked
 from dualpipe_jax.contract import At, Out, Report, StagedModel, StageFunction, Tree, returned
 from dualpipe_jax.engine import checks
 from dualpipe_jax.engine.guard import Divergence
@@ -33,6 +34,7 @@ class Applied(NamedTuple):
     outputs: Tree
 
 
+@typechecked
 @dataclasses.dataclass(frozen=True, eq=False)
 class Pipeline:
     """A model, run in the order of a schedule on the ranks of a mesh.

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AxisType, PartitionSpec
 
+from dualpipe_jax.arguments import typechecked
 from dualpipe_jax.contract import (
     At,
     PipelineModel,
@@ -26,6 +27,7 @@ from dualpipe_jax.parallel.expert import DROPPED
 from dualpipe_jax.split import reveal
 
 
+@typechecked
 def reference_loss(model: StagedModel, *, num_parts: int = 1) -> Callable[..., tuple[jax.Array, Report]]:
     """``loss(params, batch, key=None) -> (loss, Report)``: each microbatch through every stage, one after another.
 
@@ -98,6 +100,7 @@ def stage_of(stages: Tree, stage: int, num_stages: int) -> Tree:
     return jax.tree.map(lambda leaf: leaf[stage], stages)
 
 
+@typechecked
 def reference_value_and_grad(
     model: StagedModel, *, num_parts: int = 1, input_grads: bool = False
 ) -> Callable[..., tuple[tuple[jax.Array, Report], Tree]]:
@@ -121,6 +124,7 @@ def reference_value_and_grad(
     return step
 
 
+@typechecked
 def sequential_loss(model: PipelineModel, *, has_aux: bool = False) -> Callable[[Tree, Tree, Tree], Tree]:
     """``loss(params, inputs, targets)``, or ``(loss, aux)``: each microbatch through every stage; the mean.
 
@@ -148,6 +152,7 @@ def sequential_loss(model: PipelineModel, *, has_aux: bool = False) -> Callable[
     return _on_one_device(loss)
 
 
+@typechecked
 def sequential_value_and_grad(
     model: PipelineModel, *, has_aux: bool = False
 ) -> Callable[[Tree, Tree, Tree], Tree]:

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from dualpipe_jax.arguments import typechecked
 from dualpipe_jax.contract import Tree
 from dualpipe_jax.engine.trees import types_in_words
 from dualpipe_jax.parallel import PP
@@ -173,6 +174,7 @@ def give_back(gradients: list[Tree], placement: Placement) -> list[Tree]:
     return own
 
 
+@typechecked
 def place_stages(stages: Tree, schedule: Schedule, mesh: Mesh, param_specs: Tree = None) -> PlacedStages:
     """Put stage parameters on the ranks that work with them, once, before a training loop.
 
@@ -195,6 +197,7 @@ def place_stages(stages: Tree, schedule: Schedule, mesh: Mesh, param_specs: Tree
     return dataclasses.replace(placed, local=tuple(jax.tree.map(put, tree, specs) for tree in placed.local))
 
 
+@typechecked
 def unplace_stages(placed: PlacedStages, schedule: Schedule) -> Tree:
     """The inverse of ``place_stages``: leaves [num_stages, ...] in model order."""
     return jax.jit(from_placed, static_argnums=1)(placed, schedule.placement)

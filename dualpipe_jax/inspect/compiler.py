@@ -1,5 +1,7 @@
 """Compiler options that decide whether communication is hidden."""
 
+from dualpipe_jax.arguments import typechecked
+
 _EXPERIMENTAL = "xla_tpu_enable_all_experimental_scheduler_features"
 """The scheduler hides markedly more with them from v5p on (v5p: 51 -> 100 %)."""
 
@@ -32,6 +34,7 @@ CUDA's own number of queues: launchers for other frameworks set 1, with which li
 PLATFORMS = ("cpu", "gpu", "cuda", "rocm", "tpu")
 
 
+@typechecked
 def recommended_compiler_options(
     platform: str, generation: str | None = None, *, ahead_of_time: bool = False
 ) -> dict[str, str]:
@@ -76,6 +79,7 @@ def recommended_compiler_options(
     return {}
 
 
+@typechecked
 def gpu_process_environment(local: int) -> dict[str, str]:
     """Variables for one process per GPU, to be set before JAX is imported.
 
@@ -101,6 +105,7 @@ def gpu_process_environment(local: int) -> dict[str, str]:
     return {"JAX_LOCAL_DEVICE_IDS": str(local), **GPU_PROCESS}
 
 
+@typechecked
 def tpu_generation(device_kind: str) -> str | None:
     """The generation of a TPU from ``jax.devices()[0].device_kind``, None if it is not known.
 

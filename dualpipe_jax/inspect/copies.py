@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
+from dualpipe_jax.arguments import typechecked
 from dualpipe_jax.inspect.hlo import Array, Computation, Instruction, Module, read
 
 _MOVES = ("copy", "bitcast", "transpose", "reshape", "parameter", "get-tuple-element", "tuple")
@@ -34,6 +35,7 @@ class Copy(NamedTuple):
     op_name: str
 
 
+@typechecked
 def copies(program: Any, min_bytes: int = 1 << 20, *, in_loops: bool = True) -> tuple[Copy, ...]:
     """Copies of buffers of at least min_bytes, largest first.
 

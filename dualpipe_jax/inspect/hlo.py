@@ -12,6 +12,8 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
+from dualpipe_jax.arguments import typechecked
+
 _HEADER = re.compile(r"(ENTRY )?%?([\w.\-$]+) .*\{$")
 _INSTRUCTION = re.compile(r"\s+(ROOT )?%?([\w.\-$]+) = (\(.*?\)|[^\s(]\S*) ([a-z][\w\-]*)\(")
 _CALLED = re.compile(
@@ -194,6 +196,7 @@ class Module:
                     yield from self.inside(called, enter_loops)
 
 
+@typechecked
 def read(program: Any) -> Module:
     """Parse a compiled program.
 
@@ -205,6 +208,10 @@ def read(program: Any) -> Module:
     """
     if isinstance(program, Module):
         return program
+    if not isinstance(program, str) and not hasattr(program, "as_text"):
+        raise TypeError(
+            f"read: program must be text, or what jax.jit(f).lower(...).compile() returns, got {program!r:.40}"
+        )
     text = program if isinstance(program, str) else program.as_text()
     if not isinstance(text, str):
         raise ValueError("read: the compiler gave no text for this program; as_text() returned None")

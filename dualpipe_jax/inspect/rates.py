@@ -4,6 +4,7 @@ import dataclasses
 import re
 from collections.abc import Mapping
 
+from dualpipe_jax.arguments import typechecked
 from dualpipe_jax.inspect.fabric import Fabric, Groups, Nodes
 from dualpipe_jax.inspect.hlo import Computation, Instruction, Module
 from dualpipe_jax.inspect.roofline import flops, traffic
@@ -58,6 +59,7 @@ counts its two cores as one device. The compiler estimates 70 (v6e) to 90 % of i
 """
 
 
+@typechecked
 def tpu_rates(generation: str) -> "Rates":
     """Rates by which the TPU compiler itself prices collectives and copies, for ``v5e`` or a target ``v5e:4x4``.
 
@@ -71,7 +73,7 @@ def tpu_rates(generation: str) -> "Rates":
     if name not in LINK_BYTES_PER_CYCLE:
         known = ", ".join(LINK_BYTES_PER_CYCLE)
         raise ValueError(
-            f"tpu_rates: {generation!r} is none of {known}; for other devices use Rates(link=...)"
+            f"tpu_rates: generation {generation!r} is none of {known}; for other devices use Rates(link=...)"
         )
     return Rates(
         link=LINK_BYTES_PER_CYCLE[name],
@@ -84,6 +86,7 @@ H100_CLOCK = 1.83e9
 """Hertz at which an H100 SXM reaches the 989 TFLOP/s (bf16, dense) of its data sheet."""
 
 
+@typechecked
 def h100_rates(network: float = 50e9, node: int = 8) -> "Rates":
     """A roofline for the H100 SXM, in cycles of ``H100_CLOCK``; CUDA's compiler gives no cycles itself.
 

@@ -31,6 +31,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.ad_checkpoint import checkpoint_name
 
+from dualpipe_jax.arguments import typechecked
 from dualpipe_jax.parallel.expert_groups import Kernel, check_kernel, grouped_matmul, vary_alike
 from dualpipe_jax.parallel.float8_matmul import float8_matmul
 from dualpipe_jax.parallel.wire import Payload, Way, carry, check_payload
@@ -81,6 +82,7 @@ class Handle:
     outer: "Handle | None" = None
 
 
+@typechecked
 def plan_capacity(
     topk_TK: Array,
     num_experts: int,
@@ -111,9 +113,11 @@ def plan_capacity(
     check_payload("plan_capacity", payload)
     num_devices = _num_devices(num_experts, axis_name)
     T, K = topk_TK.shape
+    if T < 1 or (capacity is not None and capacity < 1):
+        raise ValueError(
+            f"plan_capacity: {T} tokens in topk_TK and capacity {capacity} must both be at least 1."
+        )
     C = T if capacity is None else min(capacity, T)
-    if C < 1:
-        raise ValueError(f"plan_capacity: capacity must be at least 1, got {capacity}.")
     topk_TK = known_experts(topk_TK, num_experts)
     order_A, rank_A, starts_E, counts_E = by_expert(topk_TK, num_experts)
     expert_A = topk_TK.reshape(-1)
@@ -132,11 +136,17 @@ def plan_capacity(
     return Handle(slot_TK, assignment_S, dropped, None, None, None, C, num_devices, axis_name, payload)
 
 
+@typechecked
 def capacity_for(num_tokens: int, top_k: int, num_experts: int, factor: float) -> int:
     """Return the capacity for ``factor`` times an even load, at least 1 and at most ``num_tokens``."""
+    if num_experts < 1 or not 0 < factor < math.inf:
+        raise ValueError(
+            f"capacity_for: num_experts {num_experts} and factor {factor} must both be positive and finite."
+        )
     return max(1, min(num_tokens, math.ceil(factor * num_tokens * top_k / num_experts)))
 
 
+@typechecked
 def plan_dropless(
     topk_TK: Array,
     num_experts: int,
@@ -168,8 +178,8 @@ def plan_dropless(
     """
     check_payload("plan_dropless", payload)
     num_devices = _num_devices(num_experts, axis_name)
-    if buffer_factor is not None and buffer_factor <= 0:
-        raise ValueError(f"plan_dropless: buffer_factor must be positive, got {buffer_factor}.")
+    if buffer_factor is not None and not 0 < buffer_factor < math.inf:
+        raise ValueError(f"plan_dropless: buffer_factor must be positive and finite, got {buffer_factor}.")
     T, K = topk_TK.shape
     L = num_experts // num_devices
     width = T * min(K, L)
@@ -204,6 +214,7 @@ def plan_dropless(
     )
 
 
+@typechecked
 @jax.named_scope("dispatch")
 def dispatch(x_TD: Array, handle: Handle) -> Array:
     """Send each token to its experts.
@@ -217,9 +228,19 @@ def dispatch(x_TD: Array, handle: Handle) -> Array:
         x_TD = arriving(dispatch(x_TD, handle.outer))
     T = handle.slot_TK.shape[0]
     if x_TD.ndim != 2 or x_TD.shape[0] != T:
-        raise ValueError(f"dispatch: the handle was planned for {T} tokens, x has shape {x_TD.shape}.")
+        raise ValueError(f"dispatch: the handle was planned for {T} tokens, x_TD has shape {x_TD.shape}.")
     rows = carry(Way(_spread, _collect_copies, handle.payload), x_TD, handle)
     return by_device(rows, handle)
+
+
+def _check_rows(what: str, rows: Array, handle: Handle) -> None:
+    """Raise ValueError unless rows lie as ``dispatch`` returned them."""
+    S, N, C = handle.assignment_S.shape[0], handle.num_devices, handle.capacity
+    wanted = (S,) if C is None else (S // (N * C), N, C)
+    if rows.shape[:-1] != wanted:
+        raise ValueError(
+            f"{what} must be of shape [{', '.join(map(str, wanted))}, D] for this handle, got {list(rows.shape)}."
+        )
 
 
 def by_device(rows: Array, handle: Handle) -> Array:
@@ -230,6 +251,7 @@ def by_device(rows: Array, handle: Handle) -> Array:
     return rows.reshape(handle.num_devices, -1, handle.capacity, *rows.shape[1:]).swapaxes(0, 1)
 
 
+@typechecked
 @jax.named_scope("combine")
 def combine(y: Array, weights_TK: Array, handle: Handle) -> Array:
     """Bring the experts' outputs back and sum them for each token by ``weights_TK``.
@@ -251,6 +273,7 @@ def combine(y: Array, weights_TK: Array, handle: Handle) -> Array:
         raise ValueError(
             f"combine: the handle was planned for {planned} assignments, weights have shape {weights_TK.shape}."
         )
+    _check_rows("combine: y", y, handle)
     if handle.outer is not None:
         # Sums are taken where the first hop has arrived, so weights take it, too.
         weights_TK = arriving(dispatch(weights_TK, replace(handle.outer, payload="plain")))
@@ -269,6 +292,7 @@ def arriving(rows: Array) -> Array:
     return rows.reshape(-1, rows.shape[-1])
 
 
+@typechecked
 def expert_matmul(
     rows: Array,
     w_LDF: Array,
@@ -297,6 +321,13 @@ def expert_matmul(
 
     """
     check_kernel("expert_matmul", kernel, "float8")
+    _check_rows("expert_matmul: rows", rows, handle)
+    wanted = (w_LDF.shape[0] if handle.capacity is None else rows.shape[0], rows.shape[-1])
+    if w_LDF.shape[:2] != wanted:
+        raise ValueError(
+            f"expert_matmul: rows {list(rows.shape)} ask for w_LDF of shape [{wanted[0]}, {wanted[1]}, F], got "
+            f"{list(w_LDF.shape)}."
+        )
     if kernel == "float8":
         if handle.group_sizes_L is not None:
             return float8_matmul(rows, w_LDF, handle.group_sizes_L)
@@ -312,7 +343,14 @@ def expert_matmul(
 
 
 def _num_devices(num_experts: int, axis_name: Axis | None) -> int:
-    num_devices = 1 if axis_name is None else lax.axis_size(axis_name)
+    if not 1 <= num_experts < 2**31:
+        raise ValueError(f"num_experts must be at least 1 and fit int32, got {num_experts}.")
+    try:
+        num_devices = 1 if axis_name is None else lax.axis_size(axis_name)
+    except NameError:
+        raise ValueError(
+            f"axis_name {axis_name!r}: no mesh axis of this name here; call it inside a shard_map over that axis."
+        ) from None
     if num_experts % num_devices:
         raise ValueError(
             f"{num_experts} experts do not divide over the {num_devices} devices of axis {axis_name!r}: "
@@ -323,6 +361,8 @@ def _num_devices(num_experts: int, axis_name: Axis | None) -> int:
 
 def known_experts(topk_TK: Array, num_experts: int) -> Array:
     """Int32, with E for every number that is no expert's: a negative one would be read from the end of a table."""
+    if not jnp.issubdtype(topk_TK.dtype, jnp.integer):
+        raise TypeError(f"topk_TK must be integers, numbers of experts, got {topk_TK.dtype}.")
     topk_TK = topk_TK.astype(jnp.int32)
     return jnp.where((topk_TK >= 0) & (topk_TK < num_experts), topk_TK, num_experts)
 
@@ -344,9 +384,11 @@ def by_expert(topk_TK: Array, num_experts: int) -> tuple[Array, Array, Array, Ar
     return order_A, rank_A, jnp.cumsum(counts_E) - counts_E, counts_E
 
 
+@typechecked
 def count(topk_TK: Array, num_experts: int) -> Array:
     """Count the tokens that chose each expert, on this device: int32 [E]. Exact; dropped ones included."""
-    chosen = topk_TK.reshape(-1, 1).astype(jnp.int32) == jnp.arange(num_experts, dtype=jnp.int32)
+    _num_devices(num_experts, None)
+    chosen = known_experts(topk_TK, num_experts).reshape(-1, 1) == jnp.arange(num_experts, dtype=jnp.int32)
     return jnp.sum(chosen, axis=0, dtype=jnp.int32)
 
 

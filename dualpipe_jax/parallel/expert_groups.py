@@ -16,6 +16,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+from dualpipe_jax.arguments import typechecked
+
 Kernel = Literal["plain", "ragged", "megablox", "tpu"]
 
 _ROWS = 128
@@ -42,6 +44,7 @@ def _vary(array: Array, axes: frozenset[str]) -> Array:
     return lax.pcast(array, missing, to="varying") if missing else array
 
 
+@typechecked
 def grouped_matmul(
     x_RD: Array,
     w_GDF: Array,
@@ -72,21 +75,21 @@ def grouped_matmul(
 
     """
     check_kernel("grouped_matmul", kernel)
-    R, D = x_RD.shape
-    G = group_sizes_G.shape[0]
-    if w_GDF.shape[:2] != (G, D):
-        raise ValueError(
-            f"grouped_matmul: x {x_RD.shape} and group_sizes {group_sizes_G.shape} ask for w of shape "
-            f"({G}, {D}, F), got {w_GDF.shape}."
-        )
+    if not jnp.issubdtype(group_sizes_G.dtype, jnp.integer):
+        raise TypeError(f"grouped_matmul: group_sizes_G must be integers, got {group_sizes_G.dtype}.")
+    if x_RD.dtype != w_GDF.dtype:
+        raise TypeError(f"grouped_matmul: x_RD is {x_RD.dtype} and w_GDF {w_GDF.dtype}; they must be equal.")
+    R, G = len(x_RD), len(group_sizes_G)
     if block is None:
         block = block_of(R, G)
+    if block < 1:
+        raise ValueError(f"grouped_matmul: block must be at least 1, got {block}.")
     if kernel == "megablox" and R % _ROWS:
         raise ValueError(
             f"grouped_matmul: megablox takes multiples of {_ROWS} rows, not {R}; try {-(-R // _ROWS) * _ROWS}."
         )
     how = _How(kernel, min(block, R), interpret)
-    return _grouped(how, *vary_alike(x_RD, w_GDF, group_sizes_G))
+    return _grouped(how, *vary_alike(x_RD, w_GDF, group_sizes_G.astype(jnp.int32)))
 
 
 def check_kernel(where: str, kernel: str, *more: str) -> None:

@@ -2,11 +2,13 @@
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
 
+from dualpipe_jax.arguments import typechecked
 from dualpipe_jax.torus import near_order
 
 DP = "dp"
@@ -28,11 +30,13 @@ AXES = (DP, PP, NODE, EP)
 """All axes that a mesh may have, in its order."""
 
 
+@typechecked
 def expert_axes(nodes: int = 1) -> str | tuple[str, str]:
     """What experts lie over on ``make_mesh``'s mesh for so many nodes, as ``PartitionSpec`` and collectives take it."""
     return EP if nodes == 1 else (NODE, EP)
 
 
+@typechecked
 def over_nodes(ep: int, nodes: int = 1) -> int | tuple[int, int]:
     """So many devices on so many nodes, as ``make_mesh`` takes them: a number if on one. Raises ValueError."""
     if nodes < 1 or ep % nodes:
@@ -59,10 +63,11 @@ def slow_links(mesh: Mesh | AbstractMesh) -> dict[str, float]:
     return {NODE: 9 * (1 - 1 / nodes) / (1 - 1 / max(local, 2))}
 
 
+@typechecked
 def make_mesh(
     pp: int,
     ep: int | tuple[int, int] = 1,
-    devices: Sequence[jax.Device] | None = None,
+    devices: Sequence[Any] | None = None,
     *,
     dp: int = 1,
 ) -> Mesh:
@@ -93,6 +98,10 @@ def make_mesh(
         raise ValueError(f"make_mesh: sizes must be at least 1, got {given}.")
     found = list(jax.devices() if devices is None else devices)
     needed = math.prod(sizes.values())
+    if wrong := [device for device in found if not hasattr(device, "platform")]:
+        raise TypeError(
+            f"make_mesh: devices must be JAX's, as jax.devices() gives them, got {wrong[0]!r:.60}."
+        )
     if len(found) < needed:
         raise ValueError(_too_few(sizes, found, given=devices is not None))
     local = sizes[EP]
@@ -147,7 +156,7 @@ def _has_several(devices: list[jax.Device], numbers: list[int | None]) -> bool:
 
 
 def _over_nodes(ep: int | tuple[int, int]) -> dict[str, int]:
-    if isinstance(ep, int):
+    if not isinstance(ep, tuple):
         return {EP: ep}
     if len(ep) != 2:
         raise ValueError(f"make_mesh: ep must be a number or (nodes, devices of a node), got {ep}.")

@@ -11,6 +11,7 @@ from typing import Any, Literal, NamedTuple, get_args
 import jax
 from jax import Array
 
+from dualpipe_jax.arguments import typechecked
 from dualpipe_jax.parallel.expert_groups import vary_alike
 from dualpipe_jax.parallel.float8 import decode, encode
 
@@ -36,6 +37,7 @@ class Way(NamedTuple):
     payload_back: Payload = "plain"
 
 
+@typechecked
 def check_payload(where: str, payload: str) -> None:
     """Raise ValueError for a payload that there is not."""
     if payload not in get_args(Payload):

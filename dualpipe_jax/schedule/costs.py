@@ -3,9 +3,10 @@
 import dataclasses
 import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Self
 
+from dualpipe_jax.arguments import typechecked
 from dualpipe_jax.schedule.ir import Action, Op, Placement, Schedule, Slot
 
 HAIR = 1e-9
@@ -23,6 +24,7 @@ _SHARED_OUT = "residual_i", "residual_w", "stash", "parameters"
 """Sizes that a stage of half the layers has half of."""
 
 
+@typechecked
 @dataclasses.dataclass(frozen=True)
 class CostModel:
     """How long each kind of work takes on one stage, in any unit of time.
@@ -54,7 +56,7 @@ class CostModel:
     W: float = 1.0
     FB: float = None  # type: ignore[assignment]  # a float once constructed
     send: float = 0.0
-    extra: Mapping[int, tuple[float, float, float]] = dataclasses.field(default_factory=dict, hash=False)
+    extra: Mapping[int, Sequence[float]] = dataclasses.field(default_factory=dict, hash=False)
     blocking: bool = False
     send_inside: float | None = None
     ranks_per_node: int = 1
@@ -70,7 +72,7 @@ class CostModel:
         for stage, more in self.extra.items():
             self._check_extra(stage, more)
 
-    def _check_extra(self, stage: int, more: tuple[float, ...]) -> None:
+    def _check_extra(self, stage: int, more: Sequence[float]) -> None:
         if len(more) != 3 or not all(map(math.isfinite, more)):
             raise ValueError(
                 f"CostModel: extra[{stage}]={more}; a stage's extra is (F, I, W), all of them finite"
@@ -131,6 +133,7 @@ class CostModel:
         return self.divided(stages_a_share(schedule.placement))
 
 
+@typechecked
 @dataclasses.dataclass(frozen=True)
 class MemoryModel:
     """What a rank keeps for one stage, and for one microbatch at one stage, in bytes or any other unit.

@@ -10,6 +10,8 @@ import functools
 import re
 from typing import NamedTuple
 
+from dualpipe_jax.arguments import typechecked
+
 
 class Op(enum.StrEnum):
     """A kind of work on one microbatch at one stage (PyTorch's letters; many papers write B for our I)."""
@@ -62,6 +64,7 @@ Slot = tuple[Action, ...]
 """One action, or an overlapped pair ``(forward, backward)`` of independent microbatches."""
 
 
+@typechecked
 @dataclasses.dataclass(frozen=True)
 class Placement:
     """Which rank holds which stage: ``pipes[p][depth]`` is the rank of pipe p's stage at that depth.

@@ -5,6 +5,7 @@ import math
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
+from dualpipe_jax.arguments import typechecked
 from dualpipe_jax.schedule.costs import CostModel, MemoryModel
 from dualpipe_jax.schedule.dataflow import Orders, Value, execution_order, made_by, needed_by
 from dualpipe_jax.schedule.ir import Action, Op, Placement, Schedule, Slot
@@ -91,6 +92,7 @@ class Timeline:
         return tuple(times), tuple(amounts)
 
 
+@typechecked
 def simulate(schedule: Schedule, costs: CostModel | None = None) -> Timeline:
     """Run every slot as early as its rank's order and the data it needs allow.
 

@@ -5,6 +5,7 @@ import itertools
 from collections.abc import Iterable
 from typing import NoReturn
 
+from dualpipe_jax.arguments import typechecked
 from dualpipe_jax.schedule.costs import CostModel
 from dualpipe_jax.schedule.dataflow import Value, execution_order, made_by, needed_by
 from dualpipe_jax.schedule.formats.text import excerpt
@@ -26,6 +27,7 @@ class ScheduleError(ValueError):
     """A schedule that cannot be run; the message shows the culprit in the grid and names the rule."""
 
 
+@typechecked
 def validate(schedule: Schedule) -> Schedule:
     """Check that a schedule is complete, in order and free of deadlock; return it.
 

@@ -5,6 +5,7 @@ from typing import Any, TypeAlias
 
 import jax
 
+from dualpipe_jax.arguments import typechecked
 from dualpipe_jax.split.leaves import flags, is_floating
 from dualpipe_jax.split.plan import SplitPlan, make_plan
 from dualpipe_jax.split.trace import trace_backward
@@ -68,6 +69,7 @@ class SplitFunction:
         return self.trace(params, x).backward(params, x, residuals_i, residuals_w, dy)
 
 
+@typechecked
 def split_backward(
     function: Callable[[Tree, Tree], Any],
     has_aux: bool = False,

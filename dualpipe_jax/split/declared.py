@@ -11,6 +11,7 @@ from typing import Any, TypeAlias
 
 import jax
 
+from dualpipe_jax.arguments import typechecked
 from dualpipe_jax.split.jaxprs import WEIGHT_PART
 from dualpipe_jax.split.varying import vary_alike
 
@@ -66,6 +67,7 @@ class split_vjp:
         return self._function(*vary_alike((x, weights)))
 
 
+@typechecked
 def weight_part(function: Callable[..., Any]) -> Callable[..., Any]:
     """Marks a function as part of a weight gradient: the split leaves it to W, however cheap it is."""
 

@@ -12,6 +12,7 @@ from typing import Any, TypeAlias
 import jax
 import jax.numpy as jnp
 
+from dualpipe_jax.arguments import typechecked
 from dualpipe_jax.split.crossing import stay
 from dualpipe_jax.split.graph import (
     Atom,
@@ -65,6 +66,7 @@ class Hoisted:
         return pull([jnp.zeros_like(a) if g is None else g.astype(a.dtype) for a, g in pairs])[0]
 
 
+@typechecked
 def hoist(function: Callable[[Tree, Tree], Any], params: Tree, x: Tree) -> Hoisted:
     """Takes out of ``function(params, x)`` what derives from params alone and holds matmuls or convolutions.
 

@@ -7,12 +7,14 @@ from typing import Any
 
 import jax
 
+from dualpipe_jax.arguments import typechecked
 from dualpipe_jax.split.graph import Atom, Cond, Constant, Node, Program, Scan, Stacked, Value
 from dualpipe_jax.split.jaxprs import names_in
 from dualpipe_jax.split.run import evaluate
 from dualpipe_jax.split.trace import trace_program
 
 
+@typechecked
 def reveal(function: Callable[..., Any], name: str, *arguments: Any) -> Callable[..., Any] | None:
     """A function that gives ``(function(*arguments), marked)``, or None where nothing is marked.
 

@@ -14,6 +14,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 
 import jax
 
+from dualpipe_jax.arguments import typechecked
 from dualpipe_jax.split.crossing import choose_crossing, nbytes, stay
 from dualpipe_jax.split.graph import (
     Atom,
@@ -263,6 +264,7 @@ def _reads(program: Program) -> set[Value]:
     )
 
 
+@typechecked
 def total_bytes(types: Iterable[jax.ShapeDtypeStruct]) -> int:
     """Bytes of a list of arrays, such as ``plan.stash``."""
     return sum(math.prod(kind.shape) * kind.dtype.itemsize for kind in types)

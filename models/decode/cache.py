@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from dualpipe_jax.arguments import typechecked
 from models.config import Config
 
 
@@ -45,11 +46,16 @@ class Rows(NamedTuple):
         return jnp.arange(self.tokens.shape[1], dtype=jnp.int32) < jnp.asarray(self.lengths)[:, None]
 
 
+@typechecked
 def init_cache(config: Config, num_blocks: int, block_size: int) -> Array:
     """Return an empty cache, [layers, P, block_size, X] in the compute dtype.
 
     Modules of multi-token prediction are layers behind the model's.
     """
+    if num_blocks < 1 or block_size < 1:
+        raise ValueError(
+            f"init_cache: num_blocks {num_blocks} and block_size {block_size} must both be at least 1."
+        )
     layers = config.num_layers + config.num_mtp_layers
     width = config.kv_lora_rank + config.qk_rope_dim
     return jnp.zeros((layers, num_blocks, block_size, width), config.compute_dtype)

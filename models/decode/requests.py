@@ -5,9 +5,11 @@ from typing import Literal
 
 import numpy as np
 
+from dualpipe_jax.arguments import typechecked
 from models.decode.errors import RequestError
 
 
+@typechecked
 @dataclasses.dataclass(frozen=True)
 class SamplingParams:
     """How a request's text goes on.
@@ -28,6 +30,7 @@ class SamplingParams:
     stop: tuple[int, ...] = ()
 
 
+@typechecked
 @dataclasses.dataclass(frozen=True)
 class Limits:
     """Sizes that the programs are compiled for.

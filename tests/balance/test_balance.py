@@ -199,8 +199,16 @@ def test_greedy_counts_are_the_best_for_the_heaviest_copy():
         ([[1, np.nan]], Layout(2, 1), "the load of layer 0, expert 1 is nan; loads are counts of tokens"),
         ([[[1, 2]], [[1, -2]]], Layout(2, 1), "the load of window 1, layer 0, expert 1 is -2.0"),
         ([[1, np.inf]], Layout(2, 1), "expert 1 is inf"),
-        (np.ones((1, 9)), Layout(4, 2), "4 devices of 2 slots have no room for 9 .*; give at least 3 slots"),
-        (np.ones((1, 3)), Layout(2, 4), "twice on one device, for there are 3 experts; give at most 3 slots"),
+        (
+            np.ones((1, 9)),
+            Layout(4, 2),
+            "4 devices of 2 slots have no room for the loads. 9 .*; give at least 3 slots",
+        ),
+        (
+            np.ones((1, 3)),
+            Layout(2, 4),
+            "twice on one device, for the loads are of 3 experts; give at most 3 slots",
+        ),
         (np.ones((1, 6)), Layout(4, 2, 4, 4), "6 experts are no multiple of 4 groups"),
         (np.ones((1, 8)), Layout(4, 3, 4, 4), "a node has 2 experts; give at most that many slots"),
     ],
@@ -213,8 +221,8 @@ def test_what_cannot_be_placed(loads, layout, message):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ((0, 2), "num_devices=0; it must be an integer of at least 1"),
-        ((2, 1.5), "num_slots=1.5; it must be an integer"),
+        ((0, 2), "num_devices=0; it must be at least 1"),
+        ((2, 1.5), "num_slots=1.5 .*int"),
         ((6, 2, 4, 4), "6 devices on 4 nodes of unequal size cannot keep groups of experts together; leave"),
         ((8, 2, 4, 6), "6 groups cannot be dealt evenly to 4 nodes"),
     ],

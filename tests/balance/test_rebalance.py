@@ -115,5 +115,5 @@ def test_what_cannot_be(weight, counts, message):
 
 
 def test_ties_by_an_unknown_rule():
-    with pytest.raises(ValueError, match='ties=\'random\'; give "torch" or "stable"'):
+    with pytest.raises(ValueError, match="ties='random' .*'torch', 'stable'"):
         rebalance_experts(np.ones((1, 2)), 2, 1, 1, 1, ties="random")

@@ -77,7 +77,10 @@ def test_bytes():
         (lambda: count_traffic([0], [[0.5]], Layout(2, 1)), "target must be devices, integers 0 to 1"),
         (lambda: count_traffic([0], [[0]], Layout(3, 1, 2)), "3 devices on 2 nodes of unequal size"),
         (lambda: random_traffic(Layout(3, 1), 8, 2), "8 experts on 3 devices in 1 groups; give experts"),
-        (lambda: random_traffic(Layout(2, 1, 1, 2), 8, 5, 1), "5 experts of 1 of 2 groups of 4; give fewer"),
+        (
+            lambda: random_traffic(Layout(2, 1, 1, 2), 8, 5, 1),
+            "num_chosen 5 of num_limited 1 of 2 groups of 4 experts",
+        ),
     ],
 )
 def test_what_cannot_be_counted(work, message):

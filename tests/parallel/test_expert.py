@@ -204,12 +204,12 @@ def test_capacity_for(factor, wanted):
 
 def test_errors_say_what_does_not_fit():
     topk = choices(T)
-    with pytest.raises(ValueError, match="capacity must be at least 1, got 0"):
+    with pytest.raises(ValueError, match="16 tokens in topk_TK and capacity 0 must both be at least 1"):
         plan_capacity(topk, E, 0)
-    with pytest.raises(ValueError, match=r"buffer_factor must be positive, got -1\.0"):
+    with pytest.raises(ValueError, match=r"buffer_factor must be positive and finite, got -1\.0"):
         plan_dropless(topk, E, buffer_factor=-1.0)
     handle = jax.eval_shape(plan_of("capacity", axis_name=None), topk)
-    with pytest.raises(ValueError, match=r"planned for 16 tokens, x has shape \(4, 6\)"):
+    with pytest.raises(ValueError, match=r"planned for 16 tokens, x_TD has shape \(4, 6\)"):
         dispatch(np.ones((4, D), np.float32), handle)
     with pytest.raises(ValueError, match=r"\(16, 3\) assignments, weights have shape \(16, 2\)"):
         combine(np.ones((E, T, D), np.float32), np.ones((T, 2), np.float32), handle)

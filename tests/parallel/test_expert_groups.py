@@ -138,5 +138,5 @@ def test_the_work_follows_the_rows_and_not_the_groups(monkeypatch):
 
 def test_errors_show_the_shapes():
     x, w, _ = case()
-    with pytest.raises(ValueError, match=r"ask for w of shape \(4, 6, F\), got \(4, 5, 6\)"):
+    with pytest.raises(ValueError, match=r"D is 6 in x_RD \[24, 6\] and 5 in w_GDF \[4, 5, 6\]"):
         grouped_matmul(x, w.swapaxes(1, 2), jnp.zeros(G, jnp.int32))

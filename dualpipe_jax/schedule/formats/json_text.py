@@ -4,11 +4,13 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+from dualpipe_jax.arguments import typechecked
 from dualpipe_jax.schedule.ir import Action, Placement, Schedule, Slot
 
 _ENTRIES = "name", "num_microbatches", "pipes", "orders"
 
 
+@typechecked
 def to_json(schedule: Schedule, more: Mapping[str, Any] | None = None) -> str:
     """Write a schedule as JSON; ``from_json`` reads it back.
 
@@ -31,16 +33,21 @@ def to_json(schedule: Schedule, more: Mapping[str, Any] | None = None) -> str:
       schedule: what to write, valid or not.
       more: further entries, which ``from_json`` passes over.
     """
+    try:
+        added = {name: json.dumps(value) for name, value in (more or {}).items()}
+    except (TypeError, ValueError) as error:
+        raise TypeError(f"to_json: more has what JSON has no form for: {error}") from None
     orders = (json.dumps(["+".join(map(str, slot)) for slot in order]) for order in schedule.orders)
     entries = {
         "name": json.dumps(schedule.name),
-        "num_microbatches": json.dumps(schedule.num_microbatches),
+        "num_microbatches": json.dumps(int(schedule.num_microbatches)),
         "pipes": json.dumps(schedule.placement.pipes),
         "orders": "[\n    " + ",\n    ".join(orders) + "\n  ]",
-    } | {name: json.dumps(value) for name, value in (more or {}).items()}
+    } | added
     return "{\n" + ",\n".join(f"  {json.dumps(name)}: {text}" for name, text in entries.items()) + "\n}"
 
 
+@typechecked
 def from_json(text: str) -> Schedule:
     """Read a schedule that ``to_json`` wrote. Other entries are passed over; the result is not validated.
 

@@ -5,6 +5,7 @@ import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 
+from dualpipe_jax.arguments import typechecked
 from dualpipe_jax.schedule.costs import CostModel
 from dualpipe_jax.schedule.ir import Action, Placement, Schedule, Slot
 from dualpipe_jax.schedule.simulate import simulate
@@ -18,6 +19,7 @@ _WIDEST = 1_000_000
 """The most characters of a line drawn to time."""
 
 
+@typechecked
 def format_grid(schedule: Schedule, costs: CostModel | None = None) -> str:
     """Print a schedule, one line per rank; ``parse_grid`` reads it back.
 
@@ -45,6 +47,7 @@ def format_grid(schedule: Schedule, costs: CostModel | None = None) -> str:
     return "\n".join([f"{header}pipes {pipes}", *_labelled(range(schedule.num_ranks), lines)])
 
 
+@typechecked
 def parse_grid(text: str, placement: Placement | None = None, name: str | None = None) -> Schedule:
     """Read a schedule that ``format_grid`` printed, or bare lines of slots, one per rank.
 

@@ -5,6 +5,7 @@ import re
 import reprlib
 from collections.abc import Mapping, Sequence
 
+from dualpipe_jax.arguments import typechecked
 from dualpipe_jax.schedule.costs import CostModel
 from dualpipe_jax.schedule.dataflow import execution_order
 from dualpipe_jax.schedule.ir import Action, Placement, Schedule, Slot
@@ -19,6 +20,7 @@ _Row = list[tuple[int, Slot]]
 """The slots of a line, each with the number of its cell."""
 
 
+@typechecked
 def to_torch_csv(schedule: Schedule, aligned: bool = False) -> str:
     """Write a schedule as ``torch.distributed.pipelining`` reads it, in the format "compute_only".
 
@@ -47,6 +49,7 @@ def to_torch_csv(schedule: Schedule, aligned: bool = False) -> str:
     return "".join(f"{','.join(row)}\n" for row in rows)
 
 
+@typechecked
 def from_torch_csv(text: str, placement: Placement | None = None, name: str = "parsed") -> Schedule:
     """Read a schedule in PyTorch's CSV, one line for each rank. The result is not validated.
 

@@ -1,9 +1,11 @@
 """A simulated step as a trace that Perfetto (ui.perfetto.dev) and chrome://tracing open."""
 
+import math
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
+from dualpipe_jax.arguments import typechecked
 from dualpipe_jax.schedule.blame import Link
 from dualpipe_jax.schedule.dataflow import made_by, needed_by
 from dualpipe_jax.schedule.ir import Action, Op, Placement, Slot
@@ -28,6 +30,7 @@ MICROSECONDS = {"": 1000.0, "s": 1e6, "ms": 1000.0, "us": 1.0}
 """Of the units of time that a trace can show as what they are; a unit of no name is shown as a millisecond."""
 
 
+@typechecked
 def to_chrome_trace(
     timeline: Timeline, unit_us: float = MICROSECONDS[""], *, chain: Sequence[Link] | None = None
 ) -> dict[str, Any]:
@@ -47,10 +50,10 @@ def to_chrome_trace(
       chain: slots that wait for each other, from ``blame``; they are shown in a row of their own, too.
 
     Raises:
-      ValueError: if ``unit_us`` is not above 0.
+      ValueError: if ``unit_us`` is not finite and above 0.
     """
-    if not unit_us > 0:
-        raise ValueError(f"to_chrome_trace: unit_us={unit_us}; it must be above 0, such as 1000.0")
+    if not 0 < unit_us < math.inf:
+        raise ValueError(f"to_chrome_trace: unit_us={unit_us}; it must be finite and above 0, such as 1000.0")
 
     def us(time: float) -> int:
         return round(time * unit_us)

@@ -4,6 +4,7 @@ import dataclasses
 
 import numpy as np
 
+from dualpipe_jax.arguments import typechecked
 from dualpipe_jax.schedule.costs import CostModel
 from dualpipe_jax.schedule.ir import Op, Schedule
 from dualpipe_jax.schedule.lowering.flat import Flat, channels, flatten
@@ -12,6 +13,7 @@ from dualpipe_jax.schedule.lowering.table import Keeps, TickTable
 from dualpipe_jax.schedule.lowering.ticks import place
 
 
+@typechecked
 def lower(schedule: Schedule, costs: CostModel | None = None, keeps: Keeps | None = None) -> TickTable:
     """Place a schedule's slots on ticks and its values in slots.
 

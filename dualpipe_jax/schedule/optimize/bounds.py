@@ -6,8 +6,10 @@ import math
 
 import numpy as np
 
+from dualpipe_jax.arguments import typechecked
 from dualpipe_jax.schedule.costs import HAIR, CostModel, MemoryModel, stages_a_share
 from dualpipe_jax.schedule.ir import Placement
+from dualpipe_jax.schedule.recipes.classic import check_counts
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,6 +65,7 @@ def _along(placement: Placement, costs: CostModel, pipe: int) -> list[Reach]:
     return [Reach(*map(float, (there[d], turn[d], back[d], f[d], i[d], b[d]))) for d in range(depth)]
 
 
+@typechecked
 def lower_bound(
     num_ranks: int,
     num_microbatches: int,
@@ -234,7 +237,7 @@ def _check(num_ranks: int, num_microbatches: int, placement: Placement | None) -
 
 
 def check_shared(given: str, placement: Placement, num_microbatches: int) -> None:
-    """Raise ValueError unless the pipes can share the microbatches equally."""
+    """Raise ValueError unless the pipes can share the microbatches equally, and there are not too many of them."""
     pipes = placement.num_pipes
     if num_microbatches < 1 or num_microbatches % pipes:
         low, high = num_microbatches // pipes * pipes, (num_microbatches // pipes + 1) * pipes
@@ -243,3 +246,4 @@ def check_shared(given: str, placement: Placement, num_microbatches: int) -> Non
             f"{given}, but the placement's {pipes} pipe(s) share the microbatches equally, so their number "
             f"must be a positive multiple of {pipes}; try {nearest}"
         )
+    check_counts(given.partition(":")[0], placement.num_ranks, num_microbatches)

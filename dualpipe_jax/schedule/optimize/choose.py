@@ -4,6 +4,7 @@ import dataclasses
 import math
 from collections.abc import Iterable
 
+from dualpipe_jax.arguments import typechecked
 from dualpipe_jax.schedule.costs import CostModel, MemoryModel, at_most
 from dualpipe_jax.schedule.ir import Schedule
 from dualpipe_jax.schedule.optimize.search import check_amounts, search
@@ -54,6 +55,7 @@ class Candidate:
         return 0 if self.schedule is None else self.schedule.placement.num_pipes
 
 
+@typechecked
 def choose(
     num_ranks: int,
     num_microbatches: int,

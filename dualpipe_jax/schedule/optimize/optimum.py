@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterable
 from fractions import Fraction
 
+from dualpipe_jax.arguments import typechecked
 from dualpipe_jax.schedule.costs import HAIR, CostModel, MemoryModel, at_most, stages_a_share
 from dualpipe_jax.schedule.ir import Action, Op, Placement, Schedule, Slot
 from dualpipe_jax.schedule.optimize.bounds import bound_of_stages, check_shared
@@ -35,6 +36,7 @@ class Optimum:
         return at_most(self.makespan, self.lower_bound)
 
 
+@typechecked
 def optimum(
     placement: Placement,
     num_microbatches: int,
@@ -70,6 +72,7 @@ def optimum(
     """
     given = f"optimum: got {placement.num_ranks} ranks and {num_microbatches} microbatches"
     check_shared(given, placement, num_microbatches)
+    memory_limit = float(memory_limit)  # a whole number may be too long for NumPy
     share = stages_a_share(placement)
     costs = (CostModel() if costs is None else costs).divided(share)
     memory = (MemoryModel() if memory is None else memory).divided(share)

@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Iterable
 
+from dualpipe_jax.arguments import typechecked
 from dualpipe_jax.schedule.costs import CostModel, MemoryModel, at_most
 from dualpipe_jax.schedule.ir import Placement, Schedule
 from dualpipe_jax.schedule.optimize.finds import Finds, Rung
@@ -22,6 +23,7 @@ _MOST_POLICIES, _MOST_TRIES = 600, 10_000
 """More for a rung gain little, however small the schedule is."""
 
 
+@typechecked
 def search(
     num_ranks: int,
     num_microbatches: int,
@@ -73,6 +75,7 @@ def search(
         is no number that makes sense.
     """
     check_amounts(memory_limit, effort, seconds)
+    memory_limit = float(memory_limit)  # a whole number may be too long for NumPy
     costs, memory = costs or CostModel(), memory or MemoryModel()
     placements = placements_of(num_ranks, num_microbatches, placement)
     if placement is None:

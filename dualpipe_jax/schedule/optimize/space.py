@@ -7,6 +7,7 @@ from dualpipe_jax.schedule.costs import CostModel, MemoryModel, at_most, stages_
 from dualpipe_jax.schedule.ir import Placement
 from dualpipe_jax.schedule.optimize.bounds import lower_bound
 from dualpipe_jax.schedule.optimize.terms import least_memory
+from dualpipe_jax.schedule.recipes.classic import check_counts
 
 PLACEMENTS = ("linear", "v", "wave", "interleaved", "interleaved_4", "bidirectional")
 """Names of placements; all but the last have one copy of the parameters."""
@@ -16,11 +17,7 @@ def placements_of(
     num_ranks: int, num_microbatches: int, placement: Placement | str | None
 ) -> list[Placement]:
     """The placements to search."""
-    if num_ranks < 1 or num_microbatches < 1:
-        raise ValueError(
-            f"search: got {num_ranks} ranks and {num_microbatches} microbatches; it needs at least one of "
-            f"each, try {max(num_ranks, 1)} ranks and {max(num_microbatches, 1)} microbatches"
-        )
+    check_counts("search", num_ranks, num_microbatches)
     known = {
         "linear": Placement.linear(num_ranks),
         "v": Placement.v(num_ranks),

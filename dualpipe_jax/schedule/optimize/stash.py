@@ -2,9 +2,11 @@
 
 import dataclasses
 
+from dualpipe_jax.arguments import typechecked
 from dualpipe_jax.schedule.ir import Action, Op, Schedule, Slot
 
 
+@typechecked
 def limit_stash(schedule: Schedule, most: int) -> Schedule:
     """The schedule with at most so many stashes on each rank, what I leaves for W: other backwards are whole.
 

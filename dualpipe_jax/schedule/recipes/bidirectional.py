@@ -1,10 +1,12 @@
 """Chimera and Hanayo: full backwards over a pipe that meets itself, on one clock."""
 
+from dualpipe_jax.arguments import typechecked
 from dualpipe_jax.schedule.costs import CostModel
 from dualpipe_jax.schedule.ir import Action, Op, Placement, Schedule, Slot
 from dualpipe_jax.schedule.recipes.classic import check_counts, check_two_pipes
 
 
+@typechecked
 def chimera(num_ranks: int, num_microbatches: int) -> Schedule:
     """Chimera: two pipes in opposite directions, so each rank holds two stages (2x parameters).
 
@@ -42,6 +44,7 @@ def chimera_bubble(num_ranks: int, num_microbatches: int, costs: CostModel) -> f
     return (num_ranks / 2 - 1) * (costs.F + costs.B)
 
 
+@typechecked
 def hanayo(num_ranks: int, num_microbatches: int, num_waves: int = 2) -> Schedule:
     """Hanayo: one pipe there and back over the ranks num_waves times, 2 num_waves stages a rank.
 

@@ -1,12 +1,15 @@
 """GPipe and 1F1B, on a line, interleaved, and interleaved in overlapped pairs: one pipe, full backwards."""
 
 import dataclasses
+import math
 from collections.abc import Sequence
 
+from dualpipe_jax.arguments import typechecked
 from dualpipe_jax.schedule.costs import CostModel
 from dualpipe_jax.schedule.ir import Action, Op, Placement, Schedule, Slot
 
 
+@typechecked
 def gpipe(num_ranks: int, num_microbatches: int) -> Schedule:
     """GPipe: all forwards, then all backwards.
 
@@ -31,6 +34,7 @@ def gpipe_bubble(num_ranks: int, num_microbatches: int, costs: CostModel) -> flo
     return (num_ranks - 1) * (costs.F + costs.B)
 
 
+@typechecked
 def one_f_one_b(num_ranks: int, num_microbatches: int) -> Schedule:
     """1F1B (PipeDream-flush): fill the pipe, then one backward for each forward, then drain.
 
@@ -62,6 +66,7 @@ def one_f_one_b_bubble(num_ranks: int, num_microbatches: int, costs: CostModel) 
     return gpipe_bubble(num_ranks, num_microbatches, costs)
 
 
+@typechecked
 def interleaved_1f1b(num_ranks: int, num_microbatches: int, num_stages_per_rank: int = 2) -> Schedule:
     """Interleaved 1F1B: 1F1B over a pipe that walks the ranks v = num_stages_per_rank times.
 
@@ -109,6 +114,7 @@ def interleaved_1f1b_bubble(
     return (num_ranks - 1 + missing) * (costs.F + costs.B)
 
 
+@typechecked
 def interleaved_1f1b_overlap(num_ranks: int, num_microbatches: int, num_stages_per_rank: int = 2) -> Schedule:
     """Interleaved 1F1B with a steady state of overlapped pairs, where each hides the other's communication.
 
@@ -152,6 +158,7 @@ def _overlapped(order: tuple[Slot, ...]) -> tuple[Slot, ...]:
     return tuple(slots)
 
 
+@typechecked
 def looped_bfs(num_ranks: int, num_microbatches: int, num_stages_per_rank: int = 2) -> Schedule:
     """Breadth-first pipeline: GPipe over a pipe that walks the ranks v = num_stages_per_rank times.
 
@@ -229,14 +236,28 @@ def groups(num_ranks: int, num_microbatches: int) -> list[int]:
     return [size + 1] * more + [size] * (num_groups - more)
 
 
+MOST_ACTIONS = 10_000_000
+"""Forwards and backwards of a schedule that can be made: some minutes of work, and gigabytes."""
+
+
 def check_counts(name: str, num_ranks: int, num_microbatches: int, **others: int) -> None:
-    """Raise ValueError unless there is at least one rank, one microbatch and one of each of the others."""
+    """Raise ValueError unless there is at least one rank, one microbatch and one of each of the others.
+
+    And not so many that making their schedule would not end.
+    """
     if min(num_ranks, num_microbatches, *others.values()) < 1:
         more = "".join(f", {key}={count}" for key, count in others.items() if count < 1)
         try_more = "".join(f", {key}=1" for key, count in others.items() if count < 1)
         raise ValueError(
             f"{name}: got {num_ranks} ranks and {num_microbatches} microbatches{more}; it needs at least one "
             f"of each, try {max(num_ranks, 1)} ranks and {max(num_microbatches, 1)} microbatches{try_more}"
+        )
+    if (actions := 2 * math.prod(map(int, (num_ranks, num_microbatches, *others.values())))) > MOST_ACTIONS:
+        more = "".join(f" x {key}={count:,}" for key, count in others.items())
+        raise ValueError(
+            f"{name}: {num_ranks:,} ranks x {num_microbatches:,} microbatches{more} are {actions:,} forwards and "
+            f"backwards; at most {MOST_ACTIONS:,} can be handled. The order of a long step repeats: look at fewer "
+            "microbatches"
         )
 
 
@@ -255,3 +276,4 @@ def check_two_pipes(name: str, num_ranks: int, num_microbatches: int, instead: s
             f"{given}, but its two pipes share the microbatches equally, so their number must be even and "
             f"at least 2; try {try_counts}"
         )
+    check_counts(name, num_ranks, num_microbatches)

@@ -7,6 +7,7 @@ published code, action for action.
 from collections import Counter, deque
 from collections.abc import Iterable
 
+from dualpipe_jax.arguments import typechecked
 from dualpipe_jax.schedule.costs import CostModel
 from dualpipe_jax.schedule.ir import Action, Op, Placement, Schedule, Slot
 from dualpipe_jax.schedule.recipes.classic import check_counts, check_two_pipes
@@ -15,6 +16,7 @@ _Step = tuple[tuple[Op, int], ...]
 """A slot whose microbatches are not numbered yet: one (op, stage), or two for a pair."""
 
 
+@typechecked
 def dualpipe(num_ranks: int, num_microbatches: int) -> Schedule:
     """DualPipe: two pipes in opposite directions, so each rank holds two stages (2x parameters).
 
@@ -57,6 +59,7 @@ def dualpipe_bubble(num_ranks: int, num_microbatches: int, costs: CostModel) -> 
     return (num_ranks / 2 - 1) * (costs.FB + costs.B - 3 * costs.W)
 
 
+@typechecked
 def dualpipe_v(num_ranks: int, num_microbatches: int) -> Schedule:
     """DualPipeV: DualPipe cut in half and folded into one pipe, there and back over any number of ranks.
 

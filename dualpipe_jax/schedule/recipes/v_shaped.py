@@ -14,6 +14,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Sequence
 
+from dualpipe_jax.arguments import typechecked
 from dualpipe_jax.schedule.costs import CostModel
 from dualpipe_jax.schedule.ir import Action, Op, Placement, Schedule, Slot
 from dualpipe_jax.schedule.recipes.classic import check_counts
@@ -24,6 +25,7 @@ _PERIOD = 6
 """Ticks from one microbatch to the next: F, I and W of a rank's two stages."""
 
 
+@typechecked
 def zb_v(num_ranks: int, num_microbatches: int) -> Schedule:
     """ZB-V: no rank idles between its first slot and its last when F = I = W, with the memory of 1F1B.
 
@@ -53,6 +55,7 @@ def zb_v_bubble(num_ranks: int, num_microbatches: int, costs: CostModel) -> floa
     return (num_ranks - 1) * costs.F
 
 
+@typechecked
 def v_half(num_ranks: int, num_microbatches: int) -> Schedule:
     """V-Half: half of 1F1B's activations, (num_ranks + 2) // 2 of a rank's share, inputs kept for W's included.
 
@@ -79,6 +82,7 @@ def v_half_bubble(num_ranks: int, num_microbatches: int, costs: CostModel) -> fl
     return num_ranks * (costs.F + costs.I + costs.W)
 
 
+@typechecked
 def v_min(num_ranks: int, num_microbatches: int) -> Schedule:
     """V-Min: a third of 1F1B's activations, (num_ranks + 4) // 3 of a rank's share, inputs kept for W's included.
 

@@ -1,10 +1,12 @@
 """Zero-bubble schedules: the backward in two halves, the second of which fills the gaps."""
 
+from dualpipe_jax.arguments import typechecked
 from dualpipe_jax.schedule.costs import CostModel
 from dualpipe_jax.schedule.ir import Op, Placement, Schedule, Slot
 from dualpipe_jax.schedule.recipes.classic import check_counts, groups, in_rounds, one_for_one
 
 
+@typechecked
 def zb_h1(num_ranks: int, num_microbatches: int) -> Schedule:
     """ZB-H1: 1F1B with each backward split, rank r doing its W's r microbatches late.
 
@@ -38,6 +40,7 @@ def zb_h1_bubble(num_ranks: int, num_microbatches: int, costs: CostModel) -> flo
     return (num_ranks - 1) * (costs.F + costs.B - 2 * costs.W)
 
 
+@typechecked
 def zb_h2(num_ranks: int, num_microbatches: int) -> Schedule:
     """ZB-H2 (ZB2P): ZB-H1 with twice the forwards ahead, so that no rank idles between first and last slot.
 
@@ -73,6 +76,7 @@ def zb_h2_bubble(num_ranks: int, num_microbatches: int, costs: CostModel) -> flo
     return (num_ranks - 1) * (costs.F + costs.B - 3 * costs.W)
 
 
+@typechecked
 def interleaved_zero_bubble(num_ranks: int, num_microbatches: int, num_stages_per_rank: int = 2) -> Schedule:
     """Interleaved ZB-H1: interleaved 1F1B with each backward split, rank r doing its W's r backwards late.
 

@@ -180,7 +180,9 @@ def test_what_was_drawn():
 
 def test_a_unit_must_take_time():
     for unit in (0, -1.0, float("nan")):
-        with pytest.raises(ValueError, match=f"unit_us={unit}; it must be above 0, such as 1000.0"):
+        with pytest.raises(
+            ValueError, match=f"unit_us={unit}; it must be finite and above 0, such as 1000.0"
+        ):
             to_chrome_trace(simulate(gpipe(1, 1)), unit)
 
 

@@ -1,0 +1,87 @@
+"""Arguments of public functions, held against the types and the shapes that their signatures name.
+
+Python runs ``v_half(4, 2.5)`` until something deep inside is puzzled, or until nothing is. Which values of a type a
+function can use it says itself.
+"""
+
+import functools
+import inspect
+import re
+import sys
+from collections.abc import Callable, Mapping
+from numbers import Integral, Real
+from typing import Annotated, Any, TypeVar
+
+from beartype import BeartypeConf, BeartypeViolationVerbosity, FrozenDict, beartype
+from beartype.vale import IsInstance
+
+T = TypeVar("T", bound=Callable[..., Any])
+
+NUMBERS: Mapping[Any, Any] = {
+    int: Annotated[Integral, ~IsInstance[bool]],
+    float: Annotated[Real, ~IsInstance[bool]],
+}
+"""NumPy's are numbers, too; True is one to Python, and no number of anything."""
+
+
+class ArgumentError(TypeError, ValueError):
+    """An argument is not of the type in the signature, or none of its literals."""
+
+
+def typechecked(function: T) -> T:
+    """The function, or the dataclass, raising ArgumentError for an argument that is not of the type in its signature.
+
+    NumPy's numbers are numbers, a whole number is a float, a bool is neither, and NumPy's arrays are arrays of JAX. An
+    array whose name ends in its dims, as ``x_TD`` does, must have as many, and a dim that stands in several names is
+    equal in all of them, else ValueError is raised.
+    """
+    taken = dict(NUMBERS)
+    if jax := sys.modules.get("jax"):  # a room without JAX names none of its types
+        taken[jax.Array] = jax.Array | sys.modules["numpy"].ndarray
+    conf = BeartypeConf(
+        hint_overrides=FrozenDict(taken),
+        violation_type=ArgumentError,
+        violation_verbosity=BeartypeViolationVerbosity.MINIMAL,
+        is_color=False,
+        is_random=False,  # the first item of a sequence, not any one: what is refused once is refused always
+    )
+    check: Any = beartype(conf=conf)
+    if isinstance(function, type):
+        init: Any = function.__init__  # type: ignore[misc]
+        for name, parameter in inspect.signature(init).parameters.items():
+            if parameter.default is None:  # a field that its __post_init__ fills in
+                init.__annotations__[name] |= None
+        function.__init__ = check(init)  # type: ignore[misc]
+        return function
+    return check(_with_equal_dims(function))
+
+
+def _with_equal_dims(function: T) -> T:
+    signature = inspect.signature(function)
+    dims = {name: m[1] for name in signature.parameters if (m := re.search("_([A-Z]+)$", name))}
+    if not dims:
+        return function
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        _check_dims(function.__name__, dims, signature.bind(*args, **kwargs).arguments)
+        return function(*args, **kwargs)
+
+    return call  # type: ignore[return-value]
+
+
+def _check_dims(where: str, dims: Mapping[str, str], given: Mapping[str, Any]) -> None:
+    seen: dict[str, tuple[int, str]] = {}
+    for name, letters in dims.items():
+        if given.get(name) is None:
+            continue
+        shape = given[name].shape
+        if len(shape) != len(letters):
+            raise ValueError(f"{where}: {name} must be of shape [{', '.join(letters)}], got {list(shape)}.")
+        for letter, size in zip(letters, shape, strict=True):
+            before, of = seen.setdefault(letter, (size, name))
+            if before != size:
+                raise ValueError(
+                    f"{where}: {letter} is {before} in {of} {list(given[of].shape)} and {size} in {name} "
+                    f"{list(shape)}; they must be equal."
+                )
