@@ -1,7 +1,7 @@
 """How models are trained, as data: optimizer, schedules, factors of the losses.
 
 From DeepSeek-V3 (arXiv:2412.19437, section 4.2), DeepSeek-V2 and V2-Lite (arXiv:2405.04434, sections 3.1 and B.1), and
-rules of our own for small models on short runs, which benchmarks/rates.py tries::
+rules of our own for small models on short runs, which benchmarks/learning_rates.py tries::
 
     recipe = recipes.v3()
     recipe.learning_rate(step)      # and bias_rate, mtp_weight: functions of the step, which may be traced

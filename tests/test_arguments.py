@@ -132,7 +132,7 @@ def test_numpys_numbers_and_arrays_are_numbers_and_arrays():
     np.testing.assert_array_equal(slots, parallel.plan_capacity(TOPK, 4).slot_TK)
 
 
-@settings(derandomize=True, max_examples=1500, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(derandomize=True, max_examples=500, deadline=None, suppress_health_check=list(HealthCheck))
 @given(st.sampled_from(CHECKED), WRONG)
 def test_what_is_wrong_is_named_or_it_is_right(argument, value):
     outcome(*argument, value)

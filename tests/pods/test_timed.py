@@ -117,6 +117,15 @@ def test_a_tick_is_rehearsed_as_often_as_is_said():
 
 
 def test_a_program_is_timed_and_its_step_predicted(monkeypatch):
+    """By a clock of its own, for a busy machine's may say that a tick takes no time."""
+    column = lower(one_f_one_b(2, 4)).columns.index("unit")
+
+    def spend(call, ticks=0):
+        jax.block_until_ready(call())
+        busy = ticks and (np.asarray(call.args[-2])[:, column] >= 0).sum()
+        return Spent(0.3 + ticks * (0.01 + 0.2 * busy), ticks)
+
+    monkeypatch.setattr(timed, "spend", spend)
     monkeypatch.setattr(timed, "ROUNDS", 2)
     said = []
     request = Request(PLAN, "cpu:4", "units")
@@ -124,7 +133,10 @@ def test_a_program_is_timed_and_its_step_predicted(monkeypatch):
     compiled, step = found.compiled, found.step
     assert {"F", "F/first", "F/last", "B", "B/first", "B/last"} == compiled.units.keys()
     assert said[-2:] == ["timing 4 units, round 2 of 2", "simulating the step"]
-    assert compiled.update.cycles > 0 and compiled.overheads.tick > 0 and found.target.flops > 1e8
+    cores = timed.num_cores()
+    assert compiled.overheads.tick == pytest.approx(0.01 / cores * 1e9)
+    assert compiled.overheads.step == pytest.approx(0.3 / cores * 1e9)
+    assert compiled.update.cycles == pytest.approx(0.3 / cores * 1e9) and found.target.flops > 1e8
     extra = {int(k): v for k, v in step.costs["extra"].items()}
     costs, table = CostModel(**{n: step.costs[n] for n in "FIW"}, extra=extra), lower(one_f_one_b(2, 4))
     makespan = table.shared_makespan(costs, compiled.at_once)
