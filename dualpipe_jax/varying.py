@@ -1,4 +1,4 @@
-"""Over which mesh axes a value varies, as ``shard_map`` with ``check_vma`` types it."""
+"""Over which mesh axes a value varies, as ``shard_map`` with ``check_vma`` types it: the only place that asks."""
 
 from collections.abc import Collection
 from typing import Any, TypeAlias
@@ -15,8 +15,7 @@ def varying_axes(x: Any) -> frozenset[str]:
 
 
 def vary(tree: Tree, axes: Collection[str]) -> Tree:
-    """Casts each leaf to vary over these axes too."""
-
+    """Casts each leaf to vary over these axes too; nothing where there are none, as without check_vma."""
     if not axes:
         return tree
 

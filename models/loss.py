@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from dualpipe_jax.arguments import typechecked
+from dualpipe_jax.varying import vary_alike
 
 BLOCK = 16384
 """Words whose logits stand at once: 268 MB of float32 for 4096 tokens, an eighth of V3's vocabulary."""
@@ -61,7 +62,7 @@ def token_losses(x: Array, kernel_DV: Array, targets: Array, block: int = BLOCK)
     of its matmuls take bfloat16, and sum in float32. Blocks are of words, not of tokens, so that the kernel's
     gradient, the largest array here, is written once.
     """
-    x, kernel_DV, targets = _vary_alike(x, kernel_DV, jnp.asarray(targets))
+    x, kernel_DV, targets = vary_alike((x, kernel_DV, jnp.asarray(targets)))
     losses_T = _token_losses(x.reshape(-1, x.shape[-1]), kernel_DV, targets.reshape(-1), block)
     return losses_T.reshape(targets.shape)
 
@@ -80,7 +81,7 @@ def _forward(x_TD: Array, kernel_DV: Array, targets_T: Array, block: int) -> tup
         hit_TW = _hit(targets_T, words_W) & (logits_TW > -jnp.inf)
         return (new_T, sum_T, picked_T + jnp.sum(jnp.where(hit_TW, logits_TW, 0), axis=-1)), None
 
-    zeros_T, _ = _vary_alike(jnp.zeros(x_TD.shape[0], jnp.float32), x_TD)
+    zeros_T, _ = vary_alike((jnp.zeros(x_TD.shape[0], jnp.float32), x_TD))
     start = zeros_T - jnp.inf, zeros_T, zeros_T
     (highest_T, sum_T, picked_T), _ = jax.lax.scan(one, start, _numbers(kernel_DV, block))
     log_sum_T = highest_T + jnp.log(sum_T)
@@ -104,7 +105,7 @@ def _backward(block: int, saved: tuple[Array, ...], d_T: Array) -> tuple[Array, 
         return (d_x_TD, jax.lax.dynamic_update_slice_in_dim(d_kernel_DV, more_DW, words_W[0], axis=1)), None
 
     zeros = jnp.zeros_like(x_TD, jnp.float32), jnp.zeros_like(kernel_DV)
-    d_x_TD, d_kernel_DV, _, _ = _vary_alike(*zeros, x_TD, kernel_DV)
+    d_x_TD, d_kernel_DV, _, _ = vary_alike((*zeros, x_TD, kernel_DV))
     start = d_x_TD, d_kernel_DV
     (d_x_TD, d_kernel_DV), _ = jax.lax.scan(one, start, _numbers(kernel_DV, block))
     return d_x_TD.astype(x_TD.dtype), d_kernel_DV, None
@@ -131,13 +132,3 @@ def _logits(x_TD: Array, kernel_DV: Array, number: Array, block: int) -> tuple[A
 def _hit(targets_T: Array, words_W: Array) -> Array:
     # Compare: the backward of a gather here would be a scatter into [T, V].
     return targets_T[:, None] == words_W.astype(targets_T.dtype)
-
-
-def _vary_alike(*arrays: Array) -> tuple[Array, ...]:
-    """Inside ``shard_map``, cast all to vary over the axes that any does: gradients then have their types."""
-    axes = [frozenset(jax.typeof(array).manual_axis_type.varying) for array in arrays]
-    missing = [tuple(sorted(frozenset().union(*axes) - own)) for own in axes]
-    return tuple(
-        jax.lax.pcast(array, more, to="varying") if more else array
-        for array, more in zip(arrays, missing, strict=True)
-    )

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 import models
 from dualpipe_jax.parallel import check_float8, expert_axes
-from dualpipe_jax.pods import Dispatch, Plan, Program, Setting, Update
+from dualpipe_jax.pods import Answer, Dispatch, Plan, Program, Setting, Update
 from dualpipe_jax.schedule import Schedule
 from train.model import REMAT, count_parameters, model_flops, size
 from train.state import Layout, abstract_state
@@ -18,6 +18,13 @@ from train.step import make_optimizer, make_update
 def named(name: str) -> Any:
     """The maker of a model's programs; ``dualpipe dryrun --program v3`` asks for it."""
     return functools.partial(make, name)
+
+
+def study(*asked: Any) -> Answer:
+    """What is asked of a step of serving, see ``train.serving.study``."""
+    from train import serving
+
+    return serving.study(*asked)
 
 
 def make(name: str, setting: Setting, **changes: float) -> Program:

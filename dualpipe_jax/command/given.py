@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from dualpipe_jax.command.options import CommandError, Costs, Memory
+from dualpipe_jax.command.text import read_text
 from dualpipe_jax.present.numbers import Units
 from dualpipe_jax.schedule import CostModel, MemoryModel
 
@@ -83,8 +84,6 @@ def from_file(path: Path) -> Given:
     Raises:
       CommandError: it holds none, or not readable ones.
     """
-    from dualpipe_jax.command.source import read_text
-
     text = read_text(str(path))
     entries = _parsed(text, str(path)) if text.lstrip().startswith("{") else {}
     if {"F", "I", "W"} <= entries.keys():

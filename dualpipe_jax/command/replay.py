@@ -8,7 +8,7 @@ import tyro
 from dualpipe_jax.command.given import Given
 from dualpipe_jax.command.options import Costs, Memory
 from dualpipe_jax.command.output import show, show_json
-from dualpipe_jax.command.source import read_text
+from dualpipe_jax.command.text import read_text
 from dualpipe_jax.present.numbers import Units, number, percent
 from dualpipe_jax.present.table import Table
 from dualpipe_jax.schedule.formats.costs_text import describe

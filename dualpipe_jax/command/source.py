@@ -2,12 +2,12 @@
 
 import dataclasses
 import re
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from dualpipe_jax.command.given import Given, remembered
 from dualpipe_jax.command.options import CommandError, Shape, check_size, limited, make, shaped
+from dualpipe_jax.command.text import read_text
 from dualpipe_jax.schedule import Placement, Schedule, ScheduleError, parse_grid, validate
 from dualpipe_jax.schedule.formats.json_text import from_json
 from dualpipe_jax.schedule.names import SCHEDULES, find, is_known
@@ -96,22 +96,6 @@ def load(name: str, pipes: str | None = None) -> tuple[Schedule, Given]:
     except ValueError as error:
         raise ScheduleError(f"{name}: {error}") from None
     return schedule, remembered(text, name)
-
-
-def read_text(name: str) -> str:
-    """What a file holds, without a byte order mark.
-
-    Raises:
-      CommandError: nothing, or no text.
-    """
-    try:
-        data = sys.stdin.read() if name == "-" else Path(name).read_text(encoding="utf-8")
-    except UnicodeDecodeError:
-        raise CommandError(f"{name}: not a text; give a grid, JSON or PyTorch's CSV") from None
-    text = data.removeprefix("\ufeff")
-    if not text.strip():
-        raise CommandError(f"{name}: empty; give a grid, JSON or PyTorch's CSV")
-    return text
 
 
 def read(text: str, placement: Placement | None, is_csv: bool = False) -> Schedule:

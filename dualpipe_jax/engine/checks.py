@@ -11,7 +11,6 @@ from jax.sharding import AbstractMesh, AxisType, Mesh
 from dualpipe_jax.contract import At, Out, StagedModel, StageFunction, Tree, returned
 from dualpipe_jax.engine.stages import PlacedStages, is_listed
 from dualpipe_jax.engine.storage import Leaf, entries
-from dualpipe_jax.engine.tick import WATCHED
 from dualpipe_jax.engine.trees import types_in_words
 from dualpipe_jax.parallel import AXES, BATCH_AXES, EP, NODE, PP
 from dualpipe_jax.schedule import Schedule
@@ -273,24 +272,6 @@ def check_backward(name: str, found: Mapping[str, frozenset[str]]) -> None:
 
 def _of(kind: str) -> str:
     return f"a stage of kind {kind!r}"
-
-
-def report_first_bad(objective: jax.Array, first_bad: jax.Array, schedule: Schedule) -> None:
-    """Raise from the running program where a value was not finite, with the place where that began.
-
-    first_bad: int32 [dp, pp, ep, 4], each device's first (tick, what, stage, microbatch).
-    """
-
-    def report(objective, first_bad):
-        tick, what, stage, microbatch = map(int, min(first_bad.reshape(-1, 4).tolist()))
-        if tick == np.iinfo(np.int32).max:
-            return
-        raise FloatingPointError(
-            f"{schedule.name}: the loss is {objective}. The first value that is not finite is {WATCHED[what]}, in the "
-            f"{'forward' if what < 2 else 'backward'} of microbatch {microbatch} at stage {stage} (tick {tick})."
-        )
-
-    jax.debug.callback(report, objective, first_bad)
 
 
 def _named(trees: dict[str, Tree]) -> Iterator[tuple[str, Any]]:

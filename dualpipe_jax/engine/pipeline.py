@@ -11,14 +11,15 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from dualpipe_jax.arguments import typechecked
 from dualpipe_jax.contract import At, Out, Report, StagedModel, StageFunction, Tree, returned
-from dualpipe_jax.engine import checks
+from dualpipe_jax.engine import checks, nans
 from dualpipe_jax.engine.guard import Divergence
 from dualpipe_jax.engine.spmd import Engine, Outputs, Repeated, Results
 from dualpipe_jax.engine.stages import PlacedStages, broadcast, from_placed, is_listed, to_placed
 from dualpipe_jax.engine.storage import Leaf
-from dualpipe_jax.engine.trees import float0_like, is_floating, is_key
+from dualpipe_jax.engine.trees import float0_like, is_key
 from dualpipe_jax.schedule import CostModel, Schedule
 from dualpipe_jax.schedule.lowering.table import TickTable
+from dualpipe_jax.split.leaves import is_floating
 
 
 class Applied(NamedTuple):
@@ -357,7 +358,7 @@ class Pipeline:
 
     def _watch(self, results: Results) -> None:
         if results.first_bad is not None:
-            checks.report_first_bad(results.objective, results.first_bad, self.schedule)
+            nans.raise_first(results.objective, results.first_bad, self.schedule)
 
     def _gradients(self, params: Tree, placed: Tree, batch: Tree, lists: Tree) -> Tree:
         """Lists of gradients in the form of params."""

@@ -11,11 +11,11 @@ from jax import lax
 
 from dualpipe_jax.contract import Tree
 from dualpipe_jax.engine.guard import run_if
-from dualpipe_jax.engine.trees import is_floating, zeros
-from dualpipe_jax.engine.varying import Vary
+from dualpipe_jax.engine.trees import Vary, zeros
 from dualpipe_jax.parallel import PP
 from dualpipe_jax.schedule import Placement
 from dualpipe_jax.split import Hoisted
+from dualpipe_jax.split.leaves import is_floating
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,6 +1,7 @@
 """The engine: one SPMD program that runs any lowered schedule."""
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable
 from typing import Any, Literal
@@ -13,19 +14,21 @@ from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 from dualpipe_jax.contract import At, Report, StagedModel, Tree, key_at, loss_weights
 from dualpipe_jax.engine import tick
 from dualpipe_jax.engine.guard import Divergence
+from dualpipe_jax.engine.nans import NEVER
 from dualpipe_jax.engine.slots import Layout, lay_out, make_kept, make_pool
 from dualpipe_jax.engine.stages import PlacedStages, borrow, give_back, homes, owned_stages
 from dualpipe_jax.engine.storage import Leaf
-from dualpipe_jax.engine.tick import NEVER, State, Tick
+from dualpipe_jax.engine.tick import State, Tick
 from dualpipe_jax.engine.traced import Traced, trace
-from dualpipe_jax.engine.trees import is_floating, raw, sum_dtype, typed, zeros
+from dualpipe_jax.engine.trees import Vary, raw, sum_dtype, typed, zeros
 from dualpipe_jax.engine.units import Surroundings, Works
-from dualpipe_jax.engine.varying import Vary
 from dualpipe_jax.parallel import AXES, BATCH_AXES, PP, slow_links
 from dualpipe_jax.schedule import CostModel, Schedule
 from dualpipe_jax.schedule.lowering.alone import units_alone
 from dualpipe_jax.schedule.lowering.lower import forward_only, lower
 from dualpipe_jax.schedule.lowering.table import TickTable
+from dualpipe_jax.split.leaves import is_floating
+from dualpipe_jax.varying import vary
 
 Repeated = tuple[jax.Array, jax.Array]
 """A tick, int32 [ranks, columns], and how often it is run."""
@@ -99,7 +102,7 @@ class Engine:
 
     @property
     def _vary(self) -> Vary:
-        return Vary(self.axes if self.check_vma else ())
+        return functools.partial(vary, axes=self.axes if self.check_vma else ())
 
     def param_specs(self, num_owned: int) -> Tree:
         """A PartitionSpec for every leaf of placed params."""

@@ -20,23 +20,19 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
 from dualpipe_jax.contract import Tree
+from dualpipe_jax.engine import nans
 from dualpipe_jax.engine.guard import Divergence, run_always, run_if, run_one
 from dualpipe_jax.engine.slots import write_slot
-from dualpipe_jax.engine.trees import is_floating
+from dualpipe_jax.engine.trees import Vary
 from dualpipe_jax.engine.units import Row, State, Task
-from dualpipe_jax.engine.varying import Vary
 from dualpipe_jax.parallel.mesh import PP
 from dualpipe_jax.parallel.p2p import send
 from dualpipe_jax.schedule.lowering.flat import Channel
 from dualpipe_jax.schedule.lowering.table import TickTable
-
-NEVER = np.iinfo(np.int32).max
-WATCHED = ("the stage's output", "a loss", "the gradient of the stage's input", "a gradient of parameters")
-"""What is looked at by ``debug_nans``, in this order."""
+from dualpipe_jax.split.leaves import is_floating
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -70,7 +66,8 @@ class Tick:
             for c, channel in enumerate(self.table.channels)
         ]
         state = self._work(state | self.vary(fresh(self.boundary, state, watched=self.debug_nans)), here)
-        state = self._watch(state, here, number)
+        if self.debug_nans:
+            state = nans.watch(state, here, self.vary(number))
         for c, (channel, payload) in enumerate(zip(self.table.channels, arrived, strict=True)):
             state = state | {channel.pool: write_slot(state[channel.pool], here[f"arrive{c}"], payload)}
         return state, None
@@ -125,25 +122,6 @@ class Tick:
 
         return trip
 
-    def _watch(self, state: State, row: Row, number: jax.Array) -> State:
-        if not self.debug_nans:
-            return state
-        sums = [value for name, value in state.items() if name.startswith(("own", "shared", "batch"))]
-        watched = (
-            state.get("y_out"),
-            [value for name, value in state.items() if name.startswith("loss.")],
-            state.get("dx_out"),
-            sums,
-        )
-        bad = jnp.stack([~all_finite(tree) for tree in watched])
-        what = jnp.argmax(bad).astype(jnp.int32)
-        stage, microbatch = (
-            jnp.where(what < 2, row[f"F_{name}"], row[f"G_{name}"]) for name in ("stage", "microbatch")
-        )
-        seen = jnp.stack([self.vary(number), what, stage, microbatch])
-        first = bad.any() & (state["first_bad"][0] == NEVER)
-        return state | {"first_bad": jnp.where(first, seen, state["first_bad"])}
-
 
 def fresh(boundary: Tree, state: State | None = None, *, watched: bool = False) -> State:
     """Nothing to send: "y_out" and, where ``state`` has it, "dx_out" with whatever was in memory; zeros if watched."""
@@ -151,12 +129,6 @@ def fresh(boundary: Tree, state: State | None = None, *, watched: bool = False) 
     leaves = jax.tree.map(lambda leaf: make(leaf.shape, leaf.dtype), boundary)
     made = {"y_out": leaves, "dx_out": [leaf for leaf in jax.tree.leaves(leaves) if is_floating(leaf)]}
     return made if state is None else {name: sent for name, sent in made.items() if name in state}
-
-
-def all_finite(tree: Tree) -> jax.Array:
-    """Whether all floating leaves are finite."""
-    finite = [jnp.isfinite(leaf).all() for leaf in jax.tree.leaves(tree) if is_floating(leaf)]
-    return functools.reduce(jnp.logical_and, finite, jnp.asarray(True))
 
 
 def run(tick: Tick, state: State) -> State:

@@ -8,8 +8,7 @@ from dualpipe_jax.contract import At, StagedModel, Tree
 from dualpipe_jax.engine import checks
 from dualpipe_jax.engine.kinds import ForwardKind, Kind, Sight, counting, plain
 from dualpipe_jax.engine.prepared import Prepared
-from dualpipe_jax.engine.trees import raw, raw_zeros, structs, sum_dtype, zeros
-from dualpipe_jax.engine.varying import Vary
+from dualpipe_jax.engine.trees import Vary, raw, raw_zeros, structs, sum_dtype, zeros
 from dualpipe_jax.schedule import Placement
 from dualpipe_jax.split import hoist
 

@@ -1,5 +1,6 @@
 """Leaves: which have gradients, how keys travel as plain integers, how sums are made."""
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -7,16 +8,19 @@ import jax.numpy as jnp
 import numpy as np
 
 from dualpipe_jax.contract import Tree
+from dualpipe_jax.split.leaves import is_floating
+
+Vary = Callable[[Tree], Tree]
+"""Casts leaves to vary over all axes of the mesh, as a rank's own values do, where ``check_vma`` asks.
+
+Parameters must be cast before the stage sees them: else the vjp of a parameter that does not vary over pp holds a psum
+over pp, inside a branch that other ranks do not take.
+"""
 
 
 def is_key(leaf: Any) -> bool:
     """Whether a leaf is an array of typed PRNG keys."""
     return jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
-
-
-def is_floating(leaf: Any) -> bool:
-    """Whether a leaf can have a gradient."""
-    return jnp.issubdtype(leaf.dtype, jnp.inexact)
 
 
 def floating(tree: Tree) -> list[Any]:

@@ -13,6 +13,7 @@ from dualpipe_jax.inspect.compiler import (
     tpu_generation,
 )
 from dualpipe_jax.inspect.copies import Copy, copies
+from dualpipe_jax.inspect.cycles import Collective, ComputationTime, Event, Total, Work
 from dualpipe_jax.inspect.hlo import Array, Call, Computation, Instruction, Module, read
 from dualpipe_jax.inspect.lanes import DIRECTION_NAMES, Names
 from dualpipe_jax.inspect.measured import measured_rates, read_rates
@@ -29,7 +30,7 @@ from dualpipe_jax.inspect.rates import (
     h100_rates,
     tpu_rates,
 )
-from dualpipe_jax.inspect.report import Collective, ComputationTime, Event, OverlapReport, Total, Work
+from dualpipe_jax.inspect.report import OverlapReport
 from dualpipe_jax.inspect.scheduler import (
     STATISTICS_ENVIRONMENT,
     SchedulerStatistics,

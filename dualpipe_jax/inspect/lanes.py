@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from dualpipe_jax.inspect.collectives import KINDS
-from dualpipe_jax.inspect.report import Event
+from dualpipe_jax.inspect.cycles import Event
 
 Names = Mapping[str, tuple[str, str]]
 """What to call ``forward`` and ``backward``, and a letter for each."""

@@ -8,9 +8,10 @@ from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 from dualpipe_jax.inspect.collectives import Pair, collectives, matmuls
+from dualpipe_jax.inspect.cycles import Collective, ComputationTime, Event, Work
 from dualpipe_jax.inspect.hlo import Computation, Instruction, Module, read
 from dualpipe_jax.inspect.rates import Rates
-from dualpipe_jax.inspect.report import Collective, ComputationTime, Event, OverlapReport, Work
+from dualpipe_jax.inspect.report import OverlapReport
 from dualpipe_jax.inspect.scheduler import SchedulerStatistics
 
 FORWARD = (r"\bjvp\(",)

@@ -4,8 +4,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from dualpipe_jax.inspect.cycles import Event, sum_up
 from dualpipe_jax.inspect.lanes import DIRECTION_NAMES, Names, Stretch, part, rows, stretches
-from dualpipe_jax.inspect.report import Event, OverlapReport, sum_up
+from dualpipe_jax.inspect.report import OverlapReport
 from dualpipe_jax.present.figure import FAINT, INK, POINTS, new_figure, save
 from dualpipe_jax.present.numbers import percent, scale
 

@@ -3,8 +3,9 @@
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+from dualpipe_jax.inspect.cycles import Collective, Event
 from dualpipe_jax.inspect.lanes import DIRECTION_NAMES, Names, part, rows, stretches
-from dualpipe_jax.inspect.report import Collective, Event, OverlapReport
+from dualpipe_jax.inspect.report import OverlapReport
 
 _Slice = dict[str, Any]
 

@@ -32,9 +32,10 @@ from jax import Array, lax
 from jax.ad_checkpoint import checkpoint_name
 
 from dualpipe_jax.arguments import typechecked
-from dualpipe_jax.parallel.expert_groups import Kernel, check_kernel, grouped_matmul, vary_alike
+from dualpipe_jax.parallel.expert_groups import Kernel, check_kernel, grouped_matmul
 from dualpipe_jax.parallel.float8_matmul import float8_matmul
 from dualpipe_jax.parallel.wire import Payload, Way, carry, check_payload
+from dualpipe_jax.varying import vary_alike
 
 Axis = str | tuple[str, ...]
 """The name of a mesh axis, or names of several that are taken as one, the first varying slowest."""
@@ -281,7 +282,7 @@ def combine(y: Array, weights_TK: Array, handle: Handle) -> Array:
         y = y.swapaxes(0, 1)
     rows = y.reshape(-1, y.shape[-1])
     back_SD = carry(Way(from_experts, to_experts, payload_back=handle.payload), rows, handle)
-    out_TD = _collect(*vary_alike(back_SD, weights_TK, handle.assignment_S, handle.slot_TK))
+    out_TD = _collect(*vary_alike((back_SD, weights_TK, handle.assignment_S, handle.slot_TK)))
     if handle.outer is None:
         return out_TD
     return carry(Way(_collect_copies, _spread, payload_back=handle.payload), out_TD, handle.outer)

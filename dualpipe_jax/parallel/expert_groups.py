@@ -17,31 +17,12 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from dualpipe_jax.arguments import typechecked
+from dualpipe_jax.varying import vary, vary_alike, varying_axes
 
 Kernel = Literal["plain", "ragged", "megablox", "tpu"]
 
 _ROWS = 128
 """Megablox takes whole tiles of so many rows."""
-
-
-def vary_alike(*arrays: Array) -> tuple[Array, ...]:
-    """Let all arrays vary over the mesh axes that any of them varies over.
-
-    Inside ``shard_map`` with ``check_vma=True`` a ``custom_vjp`` must return cotangents that vary as its
-    arguments do; cast outside of it, the casts' own transposes then sum what is owed.
-    """
-    arrays = tuple(map(jnp.asarray, arrays))
-    axes = frozenset[str]().union(*map(_varying, arrays))
-    return tuple(_vary(array, axes) for array in arrays)
-
-
-def _varying(array: Array) -> frozenset[str]:
-    return jax.typeof(array).manual_axis_type.varying
-
-
-def _vary(array: Array, axes: frozenset[str]) -> Array:
-    missing = tuple(sorted(axes - _varying(array)))
-    return lax.pcast(array, missing, to="varying") if missing else array
 
 
 @typechecked
@@ -89,7 +70,7 @@ def grouped_matmul(
             f"grouped_matmul: megablox takes multiples of {_ROWS} rows, not {R}; try {-(-R // _ROWS) * _ROWS}."
         )
     how = _How(kernel, min(block, R), interpret)
-    return _grouped(how, *vary_alike(x_RD, w_GDF, group_sizes_G.astype(jnp.int32)))
+    return _grouped(how, *vary_alike((x_RD, w_GDF, group_sizes_G.astype(jnp.int32))))
 
 
 def check_kernel(where: str, kernel: str, *more: str) -> None:
@@ -230,7 +211,7 @@ def multiply_blocks(
 
     first = jax.eval_shape(multiply, _slices(rows, 0, block), jax.tree.map(lambda leaf: leaf[0], matrices))
     zeros_RF = jnp.zeros((num_rows, first.shape[1]), dtype)
-    return lax.fori_loop(0, sizes_G.shape[0], group, _vary(zeros_RF, _varying(jax.tree.leaves(rows)[0])))
+    return lax.fori_loop(0, sizes_G.shape[0], group, vary(zeros_RF, varying_axes(jax.tree.leaves(rows)[0])))
 
 
 def _slices(rows: Tree, start: Any, block: int) -> Tree:
@@ -267,7 +248,7 @@ def sum_blocks(
             return dw_DF + product(x_BD, dy_BF)
 
         zeros_DF = jnp.zeros((x_RD.shape[1], dy_RF.shape[1]), jnp.float32)
-        return lax.fori_loop(0, -(-size // block), one, _vary(zeros_DF, _varying(x_RD)))
+        return lax.fori_loop(0, -(-size // block), one, vary(zeros_DF, varying_axes(x_RD)))
 
     return lax.map(group, jnp.arange(sizes_G.shape[0]))
 

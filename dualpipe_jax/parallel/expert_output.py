@@ -31,7 +31,7 @@ from dualpipe_jax.parallel.expert import (
     take_rows,
     to_experts,
 )
-from dualpipe_jax.parallel.expert_groups import vary_alike
+from dualpipe_jax.varying import vary_alike
 
 Matmul = Callable[[Array, Array, Handle], Array]
 """``expert_matmul``, or that with a kernel chosen."""
@@ -56,7 +56,7 @@ def combine_product(
     if "float8" in (handle.payload, getattr(matmul, "keywords", {}).get("kernel")):
         return combine(matmul(hidden, w_LFD, handle), weights_TK, handle)
     leaves, tree = jax.tree.flatten(handle)
-    hidden, w_LFD, weights_TK, *leaves = vary_alike(hidden, w_LFD, weights_TK, *leaves)
+    hidden, w_LFD, weights_TK, *leaves = vary_alike((hidden, w_LFD, weights_TK, *leaves))
     return _combine_product(matmul, hidden, w_LFD, weights_TK, jax.tree.unflatten(tree, leaves))
 
 

@@ -22,8 +22,9 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from dualpipe_jax.parallel.expert_groups import block_of, multiply_blocks, sum_blocks, vary_alike
+from dualpipe_jax.parallel.expert_groups import block_of, multiply_blocks, sum_blocks
 from dualpipe_jax.parallel.float8 import TILE, Tiled, dequantize, quantize, spread
+from dualpipe_jax.varying import vary_alike
 
 _ROW, _COLUMN, _SQUARE = (1, TILE), (TILE, 1), (TILE, TILE)
 
@@ -54,8 +55,8 @@ def float8_matmul(x: Array, w_GDF: Array, group_sizes_G: Array | None = None) ->
     if x.dtype != w_GDF.dtype:
         raise ValueError(f"float8_matmul: x is {x.dtype} and w {w_GDF.dtype}; they must be alike.")
     if group_sizes_G is None:
-        return _equal(*vary_alike(x, w_GDF))
-    return _unequal(*vary_alike(x, w_GDF, group_sizes_G))
+        return _equal(*vary_alike((x, w_GDF)))
+    return _unequal(*vary_alike((x, w_GDF, group_sizes_G)))
 
 
 def _product(a: Array, a_AM: Array, b: Array, b_AN: Array, sides: tuple[int, int]) -> Array:

@@ -12,8 +12,8 @@ import jax
 from jax import Array
 
 from dualpipe_jax.arguments import typechecked
-from dualpipe_jax.parallel.expert_groups import vary_alike
 from dualpipe_jax.parallel.float8 import decode, encode
+from dualpipe_jax.varying import vary_alike
 
 Payload = Literal["plain", "float8"]
 """Rows as they are; or e4m3, and for each 128 numbers a byte of scale; see ``float8.encode``."""
@@ -57,7 +57,7 @@ def carry(way: Way, rows: Array, plan: Any) -> Array:
 
     """
     leaves, tree = jax.tree.flatten(plan)
-    rows, *leaves = vary_alike(rows, *leaves)
+    rows, *leaves = vary_alike((rows, *leaves))
     return _carry(way, rows, jax.tree.unflatten(tree, leaves))
 
 

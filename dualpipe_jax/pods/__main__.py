@@ -30,9 +30,10 @@ def answers(asked: dict[str, Any]) -> Iterator[dict[str, Any]]:
     say("loading JAX")
     # Only now: JAX reads the environment when it is imported.
     from dualpipe_jax.pods.dryrun import answer
-    from dualpipe_jax.pods.loading import serving
+    from dualpipe_jax.pods.loading import registered
 
-    ask = serving().study if request.compile in ("prefill", "decode") else answer
+    is_serving = request.compile in ("prefill", "decode")
+    ask = registered("--what prefill and decode: serving is").study if is_serving else answer
     yield plain(ask(request, target, devices, say))
 
 

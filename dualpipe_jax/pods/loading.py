@@ -1,7 +1,8 @@
-"""Programs by name: those of this repository's trainer, and those of users."""
+"""Programs by name: those that are registered, as the trainer's are, and those in files and modules of users."""
 
 import difflib
 import importlib
+import importlib.metadata
 import importlib.util
 import re
 import sys
@@ -12,8 +13,9 @@ from typing import Any
 
 from dualpipe_jax.pods.program import Program, Setting
 
-TRAINER = "train.pods"
-"""Where a name without a module is looked for: a function ``named(NAME)``."""
+GROUP = "dualpipe_jax.programs"
+"""Entry points of this group are modules with ``named(NAME)``, the maker of a plain name, and ``study``, which
+answers what is asked of a step of serving."""
 
 Maker = Callable[..., Program]
 """``maker(setting, **changes) -> Program``."""
@@ -45,14 +47,16 @@ def make(name: str, setting: Setting, changes: dict[str, Any]) -> Program:
 
 
 def find(name: str) -> Maker:
-    """The function of a name: FILE.py:function, package.module:function, or the trainer's own for a plain name.
+    """The function of a name: FILE.py:function, package.module:function, or a registered one for a plain name.
 
     Raises:
       ValueError: there is none; says what is there.
     """
     where, colon, function = name.rpartition(":")
     if not colon:
-        return _trainer(name).named(name)
+        return registered(
+            f"--program {name}: a name without a module is a model of the trainer, which is"
+        ).named(name)
     if not where or not function:
         raise ValueError(f"--program {name}: wants FILE.py:name or package.module:name")
     module = _file(name, Path(where)) if where.endswith(".py") else _module(name, where)
@@ -69,28 +73,19 @@ def find(name: str) -> Maker:
     return found
 
 
-def _trainer(name: str) -> ModuleType:
-    if importlib.util.find_spec(TRAINER.partition(".")[0]) is None:
-        raise ValueError(
-            f"--program {name}: a name without a module is a model of the trainer, which is in the repository and not "
-            "in the installed package; run .venv/bin/dualpipe of a checkout, which scripts/train --help sets up, or "
-            "name a program of your own, FILE.py:name or package.module:name"
-        )
-    return importlib.import_module(TRAINER)
-
-
-def serving() -> ModuleType:
-    """The module that draws steps of serving, beside the trainer.
+def registered(what: str) -> ModuleType:
+    """The module that is registered for ``GROUP`` and there; ``what`` is asked for, in words that an error begins with.
 
     Raises:
-      ValueError: it is not there.
+      ValueError: there is none.
     """
-    if importlib.util.find_spec(TRAINER.partition(".")[0]) is None:
-        raise ValueError(
-            "--what prefill and decode: serving is in the repository and not in the installed package; run "
-            ".venv/bin/dualpipe of a checkout, which scripts/train --help sets up"
-        )
-    return importlib.import_module("train.serving")
+    for point in importlib.metadata.entry_points(group=GROUP):
+        if importlib.util.find_spec(point.module.partition(".")[0]) is not None:
+            return point.load()
+    raise ValueError(
+        f"{what} in the repository and not in the installed package; run .venv/bin/dualpipe of a checkout, which "
+        "scripts/train --help sets up, or name a program of your own, FILE.py:name or package.module:name"
+    )
 
 
 def _file(name: str, path: Path) -> ModuleType:

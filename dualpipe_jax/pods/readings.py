@@ -5,7 +5,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from dualpipe_jax import inspect
-from dualpipe_jax.inspect.report import sum_up
+from dualpipe_jax.inspect.cycles import sum_up
 from dualpipe_jax.pods import ahead, predict
 from dualpipe_jax.pods.results import AllToAll, Compiled, CopyInLoop, Overheads, Shares, Unit
 

@@ -13,7 +13,7 @@ import jax
 
 from dualpipe_jax.arguments import typechecked
 from dualpipe_jax.split.jaxprs import WEIGHT_PART
-from dualpipe_jax.split.varying import vary_alike
+from dualpipe_jax.varying import vary_alike
 
 Tree: TypeAlias = Any
 

@@ -10,7 +10,7 @@ import numpy as np
 from jax import lax
 
 from dualpipe_jax.split.graph import Atom, Cond, Constant, Equation, Node, Program, Scan, Value
-from dualpipe_jax.split.varying import vary, vary_alike, varying_axes
+from dualpipe_jax.varying import vary, vary_alike, varying_axes
 
 _CASTS = frozenset({"pvary", "pcast"})
 """Primitives that change which axes a value is typed as varying over, and nothing else."""

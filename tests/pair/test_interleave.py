@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec
 
 from dualpipe_jax import make_mesh, split_backward
 from dualpipe_jax.pair import Pool, forward_backward, side_by_side, together
-from dualpipe_jax.split.varying import vary
+from dualpipe_jax.varying import vary
 from tests.engine import models
 
 NUM_EP = 2

@@ -132,7 +132,7 @@ def test_models_of_the_trainer_are_not_in_the_package(monkeypatch):
             "--program v3: a name without a module is a model of the trainer, which is in",
         ),
         (
-            loading.serving,
+            lambda: loading.registered("--what prefill and decode: serving is"),
             "--what prefill and decode: serving is in the repository and not in the installed package",
         ),
     ):

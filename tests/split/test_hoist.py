@@ -13,7 +13,7 @@ from split_checks import BATCH, WIDTH, assert_trees_match, block, block_params, 
 from test_flops import flops_of, flops_of_vjp
 
 from dualpipe_jax.split import hoist, split_backward
-from dualpipe_jax.split.varying import vary
+from dualpipe_jax.varying import vary
 
 X = normal(0, BATCH, WIDTH)
 RANK = 2

@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 from split_checks import WIDTH, assert_parts, assert_trees_match, compiled, norm, normal, run_parts, vjp
 
 from dualpipe_jax.split import split_backward
-from dualpipe_jax.split.varying import vary as vary_over
+from dualpipe_jax.varying import vary as vary_over
 
 EXPERTS, HIDDEN = 8, 24
 MESH = jax.make_mesh((2, 4), ("pp", "ep"), axis_types=(AxisType.Auto,) * 2)

@@ -1,0 +1,53 @@
+"""Where the first value that is not finite was made: looked for at every tick, told when the step is done."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from dualpipe_jax.contract import Tree
+from dualpipe_jax.engine.units import Row, State
+from dualpipe_jax.schedule import Schedule
+from dualpipe_jax.split.leaves import is_floating
+
+NEVER = np.iinfo(np.int32).max
+WATCHED = ("the stage's output", "a loss", "the gradient of the stage's input", "a gradient of parameters")
+"""What is looked at, in this order."""
+
+
+def watch(state: State, row: Row, tick: jax.Array) -> State:
+    """The state with "first_bad" as (tick, what, stage, microbatch) where this tick of a row made the first one."""
+    sums = [value for name, value in state.items() if name.startswith(("own", "shared", "batch"))]
+    losses = [value for name, value in state.items() if name.startswith("loss.")]
+    bad = jnp.stack([~_all_finite(tree) for tree in (state.get("y_out"), losses, state.get("dx_out"), sums)])
+    what = jnp.argmax(bad).astype(jnp.int32)
+    stage, microbatch = (
+        jnp.where(what < 2, row[f"F_{name}"], row[f"G_{name}"]) for name in ("stage", "microbatch")
+    )
+    seen = jnp.stack([tick, what, stage, microbatch])
+    first = bad.any() & (state["first_bad"][0] == NEVER)
+    return state | {"first_bad": jnp.where(first, seen, state["first_bad"])}
+
+
+def _all_finite(tree: Tree) -> jax.Array:
+    finite = [jnp.isfinite(leaf).all() for leaf in jax.tree.leaves(tree) if is_floating(leaf)]
+    return functools.reduce(jnp.logical_and, finite, jnp.asarray(True))
+
+
+def raise_first(objective: jax.Array, first_bad: jax.Array, schedule: Schedule) -> None:
+    """Raise FloatingPointError from the running program where a value was not finite, with the place where that began.
+
+    first_bad: int32 [dp, pp, ep, 4], each device's.
+    """
+
+    def report(objective, first_bad):
+        tick, what, stage, microbatch = map(int, min(first_bad.reshape(-1, 4).tolist()))
+        if tick == NEVER:
+            return
+        raise FloatingPointError(
+            f"{schedule.name}: the loss is {objective}. The first value that is not finite is {WATCHED[what]}, in the "
+            f"{'forward' if what < 2 else 'backward'} of microbatch {microbatch} at stage {stage} (tick {tick})."
+        )
+
+    jax.debug.callback(report, objective, first_bad)
