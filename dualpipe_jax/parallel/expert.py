@@ -362,10 +362,14 @@ def _num_devices(num_experts: int, axis_name: Axis | None) -> int:
 
 def known_experts(topk_TK: Array, num_experts: int) -> Array:
     """Int32, with E for every number that is no expert's: a negative one would be read from the end of a table."""
-    if not jnp.issubdtype(topk_TK.dtype, jnp.integer):
-        raise TypeError(f"topk_TK must be integers, numbers of experts, got {topk_TK.dtype}.")
+    _check_integers(topk_TK)
     topk_TK = topk_TK.astype(jnp.int32)
     return jnp.where((topk_TK >= 0) & (topk_TK < num_experts), topk_TK, num_experts)
+
+
+def _check_integers(topk_TK: Array) -> None:
+    if not jnp.issubdtype(topk_TK.dtype, jnp.integer):
+        raise TypeError(f"topk_TK must be integers, numbers of experts, got {topk_TK.dtype}.")
 
 
 def by_expert(topk_TK: Array, num_experts: int) -> tuple[Array, Array, Array, Array]:
@@ -389,7 +393,8 @@ def by_expert(topk_TK: Array, num_experts: int) -> tuple[Array, Array, Array, Ar
 def count(topk_TK: Array, num_experts: int) -> Array:
     """Count the tokens that chose each expert, on this device: int32 [E]. Exact; dropped ones included."""
     _num_devices(num_experts, None)
-    chosen = known_experts(topk_TK, num_experts).reshape(-1, 1) == jnp.arange(num_experts, dtype=jnp.int32)
+    _check_integers(topk_TK)
+    chosen = topk_TK.reshape(-1, 1).astype(jnp.int32) == jnp.arange(num_experts, dtype=jnp.int32)
     return jnp.sum(chosen, axis=0, dtype=jnp.int32)
 
 
