@@ -88,3 +88,9 @@ def pytest_collection_finish():
     gc.collect()
     gc.freeze()
     gc.set_threshold(200_000, 20, 50)
+
+
+@pytest.fixture(autouse=True)
+def no_word_of_what_takes_long(monkeypatch):
+    """On a busy machine anything may, and commands would say so beside what tests expect of them."""
+    monkeypatch.setattr("dualpipe_jax.command.output._PATIENCE", 3600.0)
