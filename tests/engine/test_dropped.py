@@ -140,7 +140,9 @@ def given(num_stages=2):
     return {"stages": stages, "shared": {}}, rng.standard_normal((MICROBATCHES, TOKENS, WIDTH), np.float32)
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case", [pytest.param(c, marks=pytest.mark.slow) if c == "two hops, compiled apart" else c for c in CASES]
+)
 def test_the_report_counts_what_is_dropped(case):
     layers, plan, ep, kept, with_experts, schedule = CASES[case]
     params, batch = given()
@@ -160,6 +162,7 @@ def test_the_report_counts_what_is_dropped(case):
         assert quick(pipeline._apply)(params, batch).report.dropped == wanted
 
 
+@pytest.mark.slow
 def test_counting_leaves_losses_and_gradients_alone():
     """Of stages whose drops are counted: those of the plain layers."""
     params, batch = given()

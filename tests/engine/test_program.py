@@ -7,7 +7,17 @@ import pytest
 
 from dualpipe_jax import Pipeline, PipelineModel, make_mesh, pipeline_value_and_grad, split_backward, staged
 from dualpipe_jax.parallel.p2p import BESIDE_OTHERS
-from dualpipe_jax.schedule import ALL_SCHEDULES, dualpipe, lower, one_f_one_b, zb_v
+from dualpipe_jax.schedule import (
+    chimera,
+    dualpipe,
+    dualpipe_v,
+    gpipe,
+    interleaved_1f1b_overlap,
+    interleaved_zero_bubble,
+    lower,
+    one_f_one_b,
+    zb_v,
+)
 from tests import hlo
 from tests.engine import models
 
@@ -54,8 +64,12 @@ def pools_and_sums(schedule, num_layers=2):
     }
 
 
-QUICK = dualpipe, zb_v
-MAKES = [make if make in QUICK else pytest.param(make, marks=pytest.mark.slow) for make in ALL_SCHEDULES]
+# Whole backwards and halves; one stage a rank, rounds of them, a V, two pipes; with pairs and without.
+QUICK, SLOW = (
+    (dualpipe, zb_v),
+    (gpipe, interleaved_1f1b_overlap, interleaved_zero_bubble, chimera, dualpipe_v),
+)
+MAKES = [*QUICK, *(pytest.param(make, marks=pytest.mark.slow) for make in SLOW)]
 
 
 @pytest.mark.parametrize("make", MAKES, ids=lambda make: make.__name__)

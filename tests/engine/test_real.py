@@ -18,10 +18,8 @@ from dualpipe_jax.schedule import (
     chimera,
     dualpipe,
     dualpipe_v,
-    hanayo,
     interleaved_1f1b,
     one_f_one_b,
-    v_half,
     zb_h1,
     zb_v,
 )
@@ -77,13 +75,13 @@ CASES = {
         5,
         options={"fuse_pairs": True, "idle_sends": True, "divergence": "switch", "frozen": FROZEN},
     ),
-    "a V, gradients of inputs": Case(dualpipe_v, (2, 2, 1), 4, remat=False, options={"input_grads": True}),
-    "a V, checked": Case(zb_v, (1, 2, 2), 4, dropout=False, options={"check_vma": True}),
-    "a V, lockstep": Case(zb_v, (1, 2, 1), 3, options={"divergence": "none"}),
+    "a V, checked, lockstep": Case(
+        zb_v, (1, 2, 2), 4, dropout=False, options={"check_vma": True, "divergence": "none"}
+    ),
     "rounds, one conditional": Case(interleaved_1f1b, (1, 2, 1), 4, options={"divergence": "switch"}),
-    "two pipes, no pair": Case(chimera, (1, 2, 2), 4),
-    "waves": Case(hanayo, (1, 2, 2), 4),
-    "a V of half the memory": Case(v_half, (1, 2, 2), 4),
+    "two pipes, no pair, gradients of inputs": Case(
+        chimera, (2, 2, 1), 4, remat=False, options={"input_grads": True}
+    ),
     "two pipes, checked, all at once": Case(
         dualpipe,
         (2, 2, 2),

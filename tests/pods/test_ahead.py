@@ -173,6 +173,7 @@ def test_moments_and_sums_in_bfloat16_take_half_the_room():
     assert narrow == wide
 
 
+@pytest.mark.slow
 def test_moments_that_are_shared_out_change_no_step():
     real = state()
     shared = real._replace(opt_state=jax.device_put(real.opt_state, shardings(real.opt_state)))

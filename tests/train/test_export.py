@@ -145,7 +145,9 @@ def test_it_is_asked_of_one_start_only(tmp_path):
     shutil.rmtree(tmp_path / "x")
 
 
-@pytest.mark.parametrize(("score", "rate"), [("softmax", 0.0), ("sigmoid", 0.01)])
+@pytest.mark.parametrize(
+    ("score", "rate"), [("softmax", 0.0), pytest.param("sigmoid", 0.01, marks=pytest.mark.slow)]
+)
 def test_routers_without_a_selection_bias_get_none(score, rate, monkeypatch):
     """Of V2's architecture: what a trainer once moved could never be exported, and is zero after a resume."""
     monkeypatch.setitem(models.MODELS, "tiny", functools.partial(models.tiny, score=score))

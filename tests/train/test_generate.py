@@ -70,6 +70,7 @@ def greedy(prompt, number, config=CONFIG):
     return Bytes().decode(text[begun:])
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_with_a_prompt_and_drafts_change_nothing(run, capsys, monkeypatch):
     wanted = greedy(PROMPT, 12)
     options = [str(run), "--max-tokens", "12", "--drafts"]

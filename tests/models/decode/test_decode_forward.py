@@ -67,7 +67,7 @@ CONFIGS = {
     "name, absorbed",
     [
         ("v3", True),
-        ("no q_lora, yarn", False),
+        pytest.param("no q_lora, yarn", False, marks=pytest.mark.slow),
         pytest.param("v2, biases, tied", True, marks=pytest.mark.slow),
     ],
 )
