@@ -51,7 +51,7 @@ def test_what_is_named_is_read_in_no_other_dtype():
 @pytest.mark.slow
 def test_a_step_is_the_same_to_the_last_bit():
     """With a second pipe, whose copies travel cast."""
-    model, batch, made = build(2, num_dense_layers=0), words(4, 2, 8), []
+    model, batch, made = build(2, num_layers=2, num_dense_layers=0), words(4, 2, 8), []
     params = jax.device_get(
         random_params(dataclasses.replace(model.config, compute_dtype=jnp.float32), plan=2)
     )

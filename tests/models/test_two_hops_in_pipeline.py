@@ -88,10 +88,9 @@ def same(got, wanted):
     "schedule, options",
     [
         (one_f_one_b(2, NUM), {}),
-        pytest.param(dualpipe(2, NUM), {"fuse_pairs": True}, marks=pytest.mark.slow),
-        pytest.param(dualpipe(2, NUM), {"check_vma": True}, marks=pytest.mark.slow),
+        pytest.param(dualpipe(2, NUM), {"fuse_pairs": True, "check_vma": True}, marks=pytest.mark.slow),
     ],
-    ids=["1f1b", "dualpipe, fused", "dualpipe, checked"],
+    ids=["1f1b", "dualpipe, fused, checked"],
 )
 def test_gradients_are_the_plain_models(schedule, options):
     num_stages = schedule.placement.num_model_stages
