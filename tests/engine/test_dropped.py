@@ -140,9 +140,7 @@ def given(num_stages=2):
     return {"stages": stages, "shared": {}}, rng.standard_normal((MICROBATCHES, TOKENS, WIDTH), np.float32)
 
 
-@pytest.mark.parametrize(
-    "case", [pytest.param(c, marks=pytest.mark.slow) if c == "two hops, compiled apart" else c for c in CASES]
-)
+@pytest.mark.parametrize("case", CASES)
 def test_the_report_counts_what_is_dropped(case):
     layers, plan, ep, kept, with_experts, schedule = CASES[case]
     params, batch = given()
