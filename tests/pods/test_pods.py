@@ -354,7 +354,7 @@ def of_tokens(found):
 def test_a_pair_on_v5e_hides_its_all_to_alls():
     """The engine's pair of the real model. Serialised it hides most too, behind its own direction's work, and so
     fails the second assertion."""
-    pair = "overlap --target v5e:4x4 --at-least 97 --model v2-lite --layers-per-stage 1 --pp 4 --ep 4 --sequence 256"
+    pair = "overlap --target v5e:4x4 --at-least 97 --model v2-lite --layers-per-stage 1 --pp 4 --ep 4 --sequence 512"
     pair += " --dispatch capacity --capacity-factor 1 --change num_dense_layers=0 vocab=1024 dim=1024 num_heads=16"
     pair += " num_experts=16 top_k=2 expert_hidden=2048"
     status, found = compiled(*pair.split())
