@@ -53,6 +53,7 @@ SLOW = [
     (gpipe, 8, 1, 11, "mlp", "none", {}),
     (one_f_one_b, 1, 2, 4, "moe", "dots", {}),
     (one_f_one_b, 2, 2, 1, "mlp", "all", TYPED),
+    (one_f_one_b, 4, 1, 1, "moe", "none", {}),
     (interleaved_1f1b, 4, 1, 7, "moe", "dots", TYPED),
     (interleaved_1f1b, 2, 1, 6, "mlp", "none", {}, {"num_stages_per_rank": 3}),
     (interleaved_1f1b_overlap, 2, 2, 5, "moe", "none", {}),
@@ -60,10 +61,12 @@ SLOW = [
     (looped_bfs, 2, 2, 5, "mlp", "dots", TYPED),
     (looped_bfs, 4, 2, 1, "moe", "none", {}),
     (zb_h1, 1, 1, 4, "mlp", "all", TYPED),
+    (zb_h1, 8, 1, 11, "moe", "dots", {}),
     (zb_h2, 2, 2, 5, "moe", "all", {}),
     (zb_h2, 4, 1, 1, "mlp", "dots", TYPED),
     (interleaved_zero_bubble, 2, 2, 5, "moe", "dots", TYPED),
     (interleaved_zero_bubble, 4, 1, 5, "mlp", "none", {}, {"num_stages_per_rank": 4}),
+    (zb_v, 4, 1, 7, "mlp", "all", TYPED),
     (zb_v, 2, 2, 4, "moe", "none", {}),
     (v_half, 2, 1, 5, "mlp", "none", {}),
     (v_half, 4, 2, 1, "moe", "dots", TYPED),
@@ -79,6 +82,7 @@ SLOW = [
     (dualpipe_v, 2, 2, 7, "mlp", "dots", TYPED),
     (dualpipe_v, 1, 2, 5, "moe", "none", {}),
     (dualpipe_v, 4, 1, 3, "mlp", "none", {}),
+    (dualpipe_v, 4, 2, 10, "moe", "dots", FUSED),
     (dualpipe_v, 8, 1, 15, "moe", "all", TYPED),
 ]
 

@@ -12,10 +12,12 @@ from dualpipe_jax.schedule import (
     dualpipe,
     dualpipe_v,
     gpipe,
+    hanayo,
     interleaved_1f1b_overlap,
     interleaved_zero_bubble,
     lower,
     one_f_one_b,
+    zb_h1,
     zb_v,
 )
 from tests import hlo
@@ -64,11 +66,9 @@ def pools_and_sums(schedule, num_layers=2):
     }
 
 
-# Whole backwards and halves; one stage a rank, rounds of them, a V, two pipes; with pairs and without.
-QUICK, SLOW = (
-    (dualpipe, zb_v),
-    (gpipe, interleaved_1f1b_overlap, interleaved_zero_bubble, chimera, dualpipe_v),
-)
+# Whole backwards and halves; one stage a rank, rounds of them, waves, two pipes; with pairs and without.
+QUICK = dualpipe, zb_v
+SLOW = gpipe, zb_h1, interleaved_1f1b_overlap, interleaved_zero_bubble, hanayo, chimera, dualpipe_v
 MAKES = [*QUICK, *(pytest.param(make, marks=pytest.mark.slow) for make in SLOW)]
 
 

@@ -64,7 +64,7 @@ class Case(NamedTuple):
 
 CASES = {
     "one stage": Case(one_f_one_b, (1, 1, 2), 2),
-    "no pair, whole backwards": Case(one_f_one_b, (2, 2, 1), 3, remat=False),
+    "no pair, whole backwards": Case(one_f_one_b, (2, 2, 1), 3, dropout=False, remat=False),
     "no pair, halves": Case(zb_h1, (1, 2, 2), 4, options={"frozen": FROZEN}),
     "two pipes, halves of pairs": Case(dualpipe, (1, 4, 2), 8),
     "two pipes, fused pairs": Case(dualpipe, (2, 2, 2), 4, options={"fuse_pairs": True, "idle_sends": True}),
@@ -75,9 +75,7 @@ CASES = {
         5,
         options={"fuse_pairs": True, "idle_sends": True, "divergence": "switch", "frozen": FROZEN},
     ),
-    "a V, checked, lockstep": Case(
-        zb_v, (1, 2, 2), 4, dropout=False, options={"check_vma": True, "divergence": "none"}
-    ),
+    "a V, checked, lockstep": Case(zb_v, (1, 2, 2), 4, options={"check_vma": True, "divergence": "none"}),
     "rounds, one conditional": Case(interleaved_1f1b, (1, 2, 1), 4, options={"divergence": "switch"}),
     "two pipes, no pair, gradients of inputs": Case(
         chimera, (2, 2, 1), 4, remat=False, options={"input_grads": True}

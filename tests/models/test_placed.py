@@ -74,10 +74,10 @@ def logical(grads, table):
     "schedule, num_devices, num_slots, options, shape",
     [
         (one_f_one_b(1, 2), 4, 3, {}, (2, 4, 8)),
-        pytest.param(one_f_one_b(1, 2), 4, 2, {}, (2, 4, 8), marks=pytest.mark.slow),
+        pytest.param(one_f_one_b(2, 3), 4, 2, {}, (3, 4, 8), marks=pytest.mark.slow),
         pytest.param(dualpipe(2, 4), 2, 5, {"dispatch": "capacity"}, (4, 4, 8), marks=pytest.mark.slow),
     ],
-    ids=["one rank", "one rank, no copies", "dualpipe, capacity"],
+    ids=["one rank", "1f1b, no copies", "dualpipe, capacity"],
 )
 def test_outputs_and_gradients_are_those_without_a_placement(
     schedule, num_devices, num_slots, options, shape
