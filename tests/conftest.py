@@ -4,7 +4,6 @@ import collections
 import gc
 import os
 import shutil
-import tempfile
 
 from tests.changed import changed_files, touched
 from tests.quick import COMPILED, COMPILED_BYTES, QUICK, ROOT
@@ -52,23 +51,6 @@ def pytest_configure(config):
     is_worker = hasattr(config, "workerinput")
     if not is_worker and sum(file.stat().st_size for file in COMPILED.glob("*")) > COMPILED_BYTES:
         shutil.rmtree(COMPILED)
-    # Some programs with several permutes in flight abort or hang once XLA for CPU has read them back (jaxlib 0.10.2):
-    # among the quick tests none did, among the slow ones two, nearly always. A run of all has none of an earlier run.
-    if config.getoption("--all"):
-        if is_worker:
-            config.compiled = config.workerinput["compiled"]
-        else:
-            COMPILED.parent.mkdir(parents=True, exist_ok=True)
-            config.compiled = tempfile.mkdtemp(prefix="compiled-", dir=COMPILED.parent)
-            config.add_cleanup(lambda: shutil.rmtree(config.compiled, ignore_errors=True))
-        os.environ["JAX_COMPILATION_CACHE_DIR"] = config.compiled
-        jax.config.update("jax_compilation_cache_dir", config.compiled)
-
-
-@pytest.hookimpl(optionalhook=True)
-def pytest_configure_node(node):
-    if hasattr(node.config, "compiled"):
-        node.workerinput["compiled"] = node.config.compiled
 
 
 def pytest_ignore_collect(collection_path, config):

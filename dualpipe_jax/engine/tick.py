@@ -15,6 +15,7 @@ which are updated in place, and reads parameters, its row and the batch besides:
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -30,7 +31,6 @@ from dualpipe_jax.engine.trees import Vary
 from dualpipe_jax.engine.units import Row, State, Task
 from dualpipe_jax.parallel.mesh import PP
 from dualpipe_jax.parallel.p2p import send
-from dualpipe_jax.schedule.lowering.flat import Channel
 from dualpipe_jax.schedule.lowering.table import TickTable
 from dualpipe_jax.split.leaves import is_floating
 
@@ -61,10 +61,7 @@ class Tick:
         """One tick; ``row`` is (the tick's number, int32 [columns], ``TickTable.brings``)."""
         number, here = row[0], Row(self.table.columns, row[1])
         # What the previous tick made goes out now and is not looked at before this tick's work is done.
-        arrived = [
-            self._exchange(channel, state[f"{channel.payload}_out"], row[2][c])
-            for c, channel in enumerate(self.table.channels)
-        ]
+        arrived = self._exchange([state[f"{channel.payload}_out"] for channel in self.table.channels], row[2])
         state = self._work(state | self.vary(fresh(self.boundary, state, watched=self.debug_nans)), here)
         if self.debug_nans:
             state = nans.watch(state, here, self.vary(number))
@@ -72,15 +69,25 @@ class Tick:
             state = state | {channel.pool: write_slot(state[channel.pool], here[f"arrive{c}"], payload)}
         return state, None
 
-    def _exchange(self, channel: Channel, payload: Tree, brings: jax.Array) -> Tree:
-        """What the channel brings here. ``brings`` is the same on all ranks, so that all of them meet or none."""
+    def _exchange(self, payloads: list[Tree], brings: tuple[jax.Array, ...]) -> list[Tree]:
+        """What the channels bring here. ``brings`` is the same on all ranks, so that all of them meet or none.
 
-        def exchanged(payload: Tree) -> Tree:
-            return send(payload, channel.pairs, beside_others=True)
+        One branch for each set of channels, not one conditional for each channel: in a program that XLA for CPU has
+        read back from JAX's compilation cache only the collectives of one branch stay in order, and ranks that meet in
+        two orders wait for ever.
+        """
+
+        def exchange(wanted: tuple[bool, ...], payloads: list[Tree]) -> list[Tree]:
+            return [
+                send(payload, channel.pairs, beside_others=True) if sent else payload
+                for channel, payload, sent in zip(self.table.channels, payloads, wanted, strict=True)
+            ]
 
         if self.idle_sends:
-            return exchanged(payload)
-        return lax.cond(brings, exchanged, lambda payload: payload, payload)
+            return exchange((True,) * len(payloads), payloads)
+        subsets = itertools.product((False, True), repeat=len(payloads))
+        number = functools.reduce(lambda so_far, some: 2 * so_far + some.astype(jnp.int32), brings, jnp.int32(0))
+        return lax.switch(number, [functools.partial(exchange, wanted) for wanted in subsets], payloads)
 
     def _work(self, state: State, row: Row) -> State:
         if self.divergence == "switch":
