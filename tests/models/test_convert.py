@@ -126,9 +126,9 @@ def ours(tmp_path_factory):
     ("file", "told"),
     [
         ("_CHECKPOINT_METADATA", "no _CHECKPOINT_METADATA there|_CHECKPOINT_METADATA says nothing"),
-        ("state/_METADATA", "No valid PyTree|JSONDecodeError"),
+        pytest.param("state/_METADATA", "No valid PyTree|JSONDecodeError", marks=pytest.mark.slow),
         ("state/manifest.ocdbt", "zarr.json.*does not exist|manifest: Length in header"),
-        ("state/d/*", "state/d/|Requested byte range"),
+        pytest.param("state/d/*", "state/d/|Requested byte range", marks=pytest.mark.slow),
         ("state/ocdbt.process_0/d/*", "shard has size of 0 bytes|Requested byte range"),
     ],
 )
