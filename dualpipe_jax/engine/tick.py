@@ -86,7 +86,9 @@ class Tick:
         if self.idle_sends:
             return exchange((True,) * len(payloads), payloads)
         subsets = itertools.product((False, True), repeat=len(payloads))
-        number = functools.reduce(lambda so_far, some: 2 * so_far + some.astype(jnp.int32), brings, jnp.int32(0))
+        number = functools.reduce(
+            lambda so_far, some: 2 * so_far + some.astype(jnp.int32), brings, jnp.int32(0)
+        )
         return lax.switch(number, [functools.partial(exchange, wanted) for wanted in subsets], payloads)
 
     def _work(self, state: State, row: Row) -> State:
