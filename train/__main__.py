@@ -10,11 +10,11 @@ from pathlib import Path
 
 from train.config import ConfigError, TrainConfig, check, make_schedule
 from train.data import DataError
-from train.devices import set_devices
 from train.errors import BEREFT, DIVERGED, FAILED, CheckpointError, DivergedError, Stopped, is_of_others
-from train.launch import Launch, initialize, recognise
 from train.options import Command, parse
-from train.pulse import WATCHER, Pulse
+from train.processes.devices import set_devices
+from train.processes.launch import Launch, initialize, recognise
+from train.processes.pulse import WATCHER, Pulse
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -58,7 +58,7 @@ def start(command: Command) -> int:
     check(config)
     make_schedule(config)
     if config.launch.processes is not None:
-        from train.supervise import supervise
+        from train.processes.supervise import supervise
 
         return supervise(config, resume=command.resume)
     launch = recognise(config.launch)
@@ -82,7 +82,7 @@ def train(config: TrainConfig, launch: Launch | None, *, resume: bool) -> None:
     from rich.console import Console
 
     from train.loop import run
-    from train.processes import Processes, joined
+    from train.processes.group import Processes, joined
 
     processes = Processes(pulse=pulse) if launch is None else joined(pulse)
     run(config, processes.console(Console()), processes, resume=resume)
@@ -131,7 +131,7 @@ def look_back(command: Command) -> int:
 
 def check_run(folder: Path) -> int:
     """Say of every checkpoint of a run whether it is whole; 1 if one is not."""
-    from train.checkpoint import verify
+    from train.state.checkpoint import verify
 
     problems = 0
     for step, problem, facts in verify(folder):

@@ -11,7 +11,7 @@ import models
 from dualpipe_jax.engine import Pipeline
 from dualpipe_jax.schedule import Schedule
 from train.data import Batch
-from train.processes import batch_sharding, share_out
+from train.processes.group import batch_sharding, share_out
 
 Tree = Any
 

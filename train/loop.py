@@ -12,30 +12,30 @@ from rich.console import Console
 
 from dualpipe_jax.schedule import CostModel, Schedule, simulate
 from dualpipe_jax.schedule.formats.text import format_grid
-from train.checkpoint import FOLDER, Checkpoints
 from train.config import TrainConfig
 from train.data import Batch, Prefetch
 from train.data.text import describe_skipped
 from train.errors import DivergedError, Stopped
-from train.export import check_export, export
-from train.facts import describe
-from train.figures import expert_load
-from train.folder import METRICS, claimed, find, write_config, writing
-from train.metrics import Display, MetricsFile, Pace
+from train.figures.folder import METRICS, claimed, find, write_config, writing
+from train.figures.metrics import Display, MetricsFile, Pace
+from train.figures.step import expert_load
+from train.figures.trackers import Tracker, Trackers
+from train.figures.watch import Watch, read_profile, watch_run
 from train.model import count_parameters, describe_dispatch, has_selection_bias, model_config
 from train.options import plain
-from train.processes import Processes, common
-from train.rebalance import make_balancer
+from train.processes.group import Processes, common
+from train.processes.stop import Stop
+from train.processes.stragglers import Stragglers
+from train.processes.stragglers import describe as describe_stragglers
 from train.recipe import describe as describe_recipe
 from train.report import write_report
 from train.setup import Run, prepare
-from train.state import TrainState, without_biases
-from train.stop import Stop
-from train.stragglers import Stragglers
-from train.stragglers import describe as describe_stragglers
-from train.trackers import Tracker, Trackers
+from train.state.checkpoint import FOLDER, Checkpoints
+from train.state.export import check_export, export
+from train.state.facts import describe
+from train.state.layout import TrainState, without_biases
+from train.state.rebalance import make_balancer
 from train.trouble import Trouble
-from train.watch import Watch, read_profile, watch_run
 
 
 def run(config: TrainConfig, console: Console, processes: Processes, *, resume: bool = False) -> Path:

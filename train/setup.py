@@ -16,13 +16,13 @@ from dualpipe_jax.schedule import Schedule
 from models.recipes import Recipe
 from train.config import ConfigError, TrainConfig, make_schedule
 from train.data import Batch, Corpus, open_corpus
-from train.devices import num_devices, too_few_devices
 from train.evaluate import make_evaluate
 from train.model import has_selection_bias, make_model, refuse_eight_bits, room
-from train.placement import placed_layout, slots_of
-from train.processes import batch_sharding, refuse_idle, share_out
+from train.processes.devices import num_devices, too_few_devices
+from train.processes.group import batch_sharding, refuse_idle, share_out
 from train.recipe import follow, of_run
-from train.state import Layout, TrainState
+from train.state.layout import Layout, TrainState
+from train.state.placement import placed_layout, slots_of
 from train.step import Update, make_optimizer, make_update
 
 

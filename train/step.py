@@ -13,9 +13,9 @@ import optax
 from jax.tree_util import KeyPath, tree_map_with_path
 
 from models import count_once, figures, sum_copies, update_routing
-from train.figures import step_figures
-from train.placement import is_placed
-from train.state import TrainState, shardings, trainable, with_trainable
+from train.figures.step import step_figures
+from train.state.layout import TrainState, shardings, trainable, with_trainable
+from train.state.placement import is_placed
 
 Tree = Any
 ValueAndGrad = Callable[[Tree, Tree], tuple[tuple[jax.Array, Any], Tree]]

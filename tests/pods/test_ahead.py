@@ -16,9 +16,9 @@ from dualpipe_jax.pods import Plan, ahead
 from dualpipe_jax.pods.dryrun import draw
 from dualpipe_jax.pods.program import Blueprint, abstract_mesh
 from dualpipe_jax.schedule import dualpipe, dualpipe_v, lower, one_f_one_b
-from train.pods import step_of
-from train.sharing import share_out
-from train.state import Layout
+from train.pods.training import step_of
+from train.state.layout import Layout
+from train.state.sharing import share_out
 from train.step import make_optimizer, make_update
 
 NUM_PP, NUM_EP, MICROBATCHES, SIZE, SEQ = 2, 2, 4, 4, 16

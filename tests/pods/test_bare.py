@@ -10,8 +10,8 @@ from dualpipe_jax.parallel import make_mesh
 from dualpipe_jax.pods.bare import lower_bare_pair
 from dualpipe_jax.pods.program import Blueprint
 from dualpipe_jax.schedule import dualpipe
-from train.pods import optimizer_of, step_of
-from train.state import Layout
+from train.pods.training import optimizer_of, step_of
+from train.state.layout import Layout
 
 
 @pytest.fixture(scope="module")

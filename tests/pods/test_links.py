@@ -11,7 +11,7 @@ from dualpipe_jax.inspect import Target
 from dualpipe_jax.pods import Plan
 from dualpipe_jax.pods.links import Dispatch, count_links, share_dropped
 from train.model import size
-from train.pods import dispatch_of
+from train.pods.training import dispatch_of
 
 
 def test_deepseek_v3_on_8_nodes():

@@ -19,7 +19,7 @@ from dualpipe_jax.inspect import target as targets
 from dualpipe_jax.pods.plan import Plan
 from dualpipe_jax.pods.request import Request
 from tests.pods.test_pods import ANSWER, UNIT
-from train import serving
+from train.pods import serving
 
 TPU = pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed")
 

@@ -26,8 +26,8 @@ from dualpipe_jax.schedule import (
 )
 from tests.engine import models as small
 from train.model import count_parameters, model_flops, size
-from train.pods import optimizer_of, step_of
-from train.state import Layout
+from train.pods.training import optimizer_of, step_of
+from train.state.layout import Layout
 
 
 def unit(cycles, communication=0.0, exposed=0.0):

@@ -12,7 +12,7 @@ from dualpipe_jax.pods.results import Compiled, Overheads, Shares, Unit
 from dualpipe_jax.schedule import dualpipe, gpipe, lower, one_f_one_b
 from tests.pods.whole_backwards import WholeBackwards
 from train.model import size
-from train.pods import routed_flops
+from train.pods.training import routed_flops
 
 TARGET = Target.parse("v5e:2x2")
 BLOCKS = "tests.pods.own_program:blocks"

@@ -12,8 +12,8 @@ import models
 from train import config
 from train.__main__ import main
 from train.config import FLAGS, ConfigError, configure
-from train.devices import set_devices
 from train.model import model_config
+from train.processes.devices import set_devices
 
 REFUSED = {
     "unknown schedule": (["--schedule", "dualpip"], "did you mean dualpipe? there are gpipe, one_f_one_b"),

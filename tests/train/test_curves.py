@@ -15,7 +15,7 @@ from dualpipe_jax.parallel import make_mesh
 from train.config import configure
 from train.model import model_config
 from train.setup import prepare
-from train.state import init_state
+from train.state.layout import init_state
 from train.step import make_optimizer, make_update
 
 NUM_STEPS = 4

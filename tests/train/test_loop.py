@@ -20,17 +20,17 @@ from train.data import Corpus
 from train.data.corpus import text_source
 from train.data.vocabulary import BYTES
 from train.errors import DivergedError, Stopped
-from train.metrics import Display, MetricsFile, Pace, read_metrics
+from train.figures.metrics import Display, MetricsFile, Pace, read_metrics
+from train.figures.rates import Rates
+from train.figures.watch import Watch
 from train.model import model_config
 from train.options import plain
-from train.processes import Processes
-from train.rates import Rates
+from train.processes.group import Processes
+from train.processes.stop import Stop
 from train.recipe import follow, of_run
 from train.report import RunFolder
 from train.setup import Run
-from train.stop import Stop
 from train.trouble import Trouble
-from train.watch import Watch
 
 CONFIG = follow(
     configure(

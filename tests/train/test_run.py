@@ -23,11 +23,11 @@ from dualpipe_jax.schedule import dualpipe
 from models.weights import native
 from tests.quick import QUICK
 from train import loop
-from train.checkpoint import verify
 from train.config import SCHEDULES
 from train.data import open_corpus
 from train.options import parse
-from train.processes import Processes
+from train.processes.group import Processes
+from train.state.checkpoint import verify
 
 ROOT = Path(__file__).parents[2]
 STEPS = 20

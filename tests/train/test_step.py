@@ -10,7 +10,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from dualpipe_jax.engine import Out, PlacedStages, Report, StagedModel, reference_value_and_grad
 from dualpipe_jax.parallel import make_mesh
 from models import update_routing
-from train.state import init_state, trainable, with_trainable
+from train.state.layout import init_state, trainable, with_trainable
 from train.step import make_optimizer, make_update, max_violation
 
 SHAPE = (2, 2, 8)

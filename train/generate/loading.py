@@ -15,14 +15,14 @@ from models import weights
 from models.config import Config
 from models.decode.text import Bytes, Text
 from models.weights import WeightsError, native
-from train.checkpoint import FOLDER
 from train.config import ConfigError
 from train.data import DataError
 from train.data.manifest import is_prepared, open_prepared
 from train.data.vocabulary import BYTES, Vocabulary, open_vocabulary
 from train.errors import CheckpointError
-from train.fingerprint import fingerprints
 from train.generate.options import Source
+from train.state.checkpoint import FOLDER
+from train.state.fingerprint import fingerprints
 
 
 @dataclasses.dataclass(frozen=True)

@@ -11,7 +11,7 @@ import numpy as np
 
 from dualpipe_jax.schedule import simulate
 from train.config import FLAGS, TrainConfig, make_schedule, option
-from train.figures import PARTS
+from train.figures.step import PARTS
 from train.recipe import is_own
 from train.report.folder import RunFolder, command_line
 from train.report.timelines import Drawn, drawn, timelines

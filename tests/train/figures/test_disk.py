@@ -1,0 +1,118 @@
+"""A disk that is full, or full of nonsense, costs what could not be written and nothing else."""
+
+import errno
+import json
+
+import pytest
+
+from train.config import ConfigError
+from train.figures.folder import METRICS, writing
+from train.figures.metrics import MetricsFile, read_metrics
+from train.figures.trackers import Trackers
+from train.loop import report
+
+
+class NearlyFull:
+    """A file with room for so many bytes more."""
+
+    def __init__(self, file, room):
+        self.file, self.room = file, room
+
+    def write(self, data):
+        if not self.room:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        part = data[: self.room]
+        self.room -= len(part)
+        return self.file.write(part)
+
+    def close(self):
+        self.file.close()
+
+
+def lines(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_records_wait_for_room(tmp_path):
+    """A record that is cut in two is completed; none is lost, and it is said once that one was late."""
+    said, path = [], tmp_path / METRICS
+    file = MetricsFile(path)
+    file._file = full = NearlyFull(file._file, room=20)
+    with Trackers(file, (), tmp_path, {}, said.append) as told:
+        for step in range(1, 5):
+            told.write({"step": step, "loss": 0.5})
+        assert len(path.read_bytes()) == 20 and len(said) == 1
+        full.room = 1000
+        told.write({"step": 5, "loss": 0.5})
+        full.room = 0
+        told.write({"step": 6, "loss": 0.5})
+        told.write({"step": 7, "loss": 0.5})
+    assert lines(path) == [{"step": step, "loss": 0.5} for step in range(1, 6)]
+    assert (
+        said[0]
+        == f"warning: {METRICS} cannot be written: [Errno 28] No space left on device; training goes on, and "
+        "tries again"
+    )
+    assert said[1] == f"{METRICS} is written again"
+    assert said[2].startswith(f"warning: {METRICS} cannot be written")
+    assert (
+        said[3].startswith(f"warning: {METRICS} is not whole:") and "its last 2 records are lost" in said[3]
+    )
+    assert len(said) == 4
+
+
+def test_a_tracker_that_fails_ends_no_run(tmp_path):
+    class Broken:
+        def write(self, record):
+            raise RuntimeError("no network")
+
+        def close(self):
+            raise RuntimeError("no network")
+
+    said = []
+    with Trackers(Broken(), (), tmp_path, {}, said.append) as told:
+        told.write({"step": 1})
+        told.write({"step": 2})
+    assert [text.split(":")[0] for text in said] == ["warning", "warning"] and "no network" in said[0]
+
+
+def test_good_lines_are_kept_whatever_stands_between_them(tmp_path):
+    """A line that is damaged in the middle takes nothing with it, and the file is kept as it was."""
+    path = tmp_path / METRICS
+    good = [{"step": step, "loss": 1.0 / step} for step in range(1, 7)]
+    text = [json.dumps(record) for record in good]
+    text[2:2] = ['{"step": 3, "lo\0\0', "[1]", '{"step": "four"}', "[" * 100_000]
+    path.write_text("\n".join(text) + '\n{"step": 7, "lo')  # the last one was cut short by a kill
+    assert read_metrics(path) == good
+    before = path.read_bytes()
+    with MetricsFile(path, upto=5) as file:
+        assert file.kept == good[:5]
+        (aside,) = tmp_path.glob(f"{METRICS}.damaged.*")
+        assert (
+            file.damage
+            == f"{path} has lines that cannot be read (3, 4, 5, 6); as it was it is kept in {aside}"
+        )
+        assert aside.read_bytes() == before
+    assert lines(path) == good[:5]
+    with MetricsFile(path, upto=3) as file:
+        assert file.damage is None and file.kept == good[:3]
+
+
+def test_no_room_at_the_start_is_one_line(tmp_path):
+    words = f"--runs: cannot write into {tmp_path}: No space left on device"
+    with pytest.raises(ConfigError, match=words), writing(tmp_path):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def test_no_room_for_the_report_is_said(tmp_path, monkeypatch):
+    def full(folder):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    said = []
+    monkeypatch.setattr("train.loop.write_report", full)
+    report(tmp_path, said.append)
+    assert (
+        len(said) == 1
+        and f"no report.html: [Errno 28] No space left on device; scripts/train --report {tmp_path}"
+        in said[0]
+    )

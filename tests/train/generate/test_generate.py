@@ -1,0 +1,239 @@
+"""scripts/generate: what it prints of a run and of published weights, and what it says of those that will not do."""
+
+import functools
+import io
+import json
+import re
+import shutil
+import signal
+import sys
+import time
+
+import jax
+import numpy as np
+import orbax.checkpoint.experimental.v1 as ocp
+import pytest
+
+import models
+from models.decode.text import Bytes
+from tests.models.decode.small_models import random_params, small, whole
+from train.config import TrainConfig
+from train.data.vocabulary import BYTES
+from train.generate.__main__ import main
+from train.generate.loading import load
+from train.generate.options import Options
+from train.state.facts import at_step, describe
+from train.state.fingerprint import fingerprints
+
+CONFIG = small(vocab=256, num_mtp_layers=1)
+PROMPT = "def f("
+
+
+def checkpoint(run, step, **changes):
+    """As a run leaves one: layers in one array, facts beside them."""
+    params = random_params(CONFIG)
+    flat = {}
+    layers = jax.tree.map(lambda *leaves: np.concatenate(leaves), *params["stages"]["layers"])
+    tree = {
+        "stages": {"layers": layers, "routing": {"bias": params["stages"]["routing"]["bias"][0]}},
+        "shared": params["shared"],
+    }
+    for path, leaf in jax.tree_util.tree_leaves_with_path({"params": tree}):
+        flat[jax.tree_util.keystr(path, simple=True, separator="/")] = jax.numpy.asarray(leaf)
+    facts = describe(TrainConfig(), CONFIG, "corpus", flat, BYTES.fingerprint)
+    facts = at_step(facts, step, fingerprints(flat), {"loss": 1.0}, None)
+    ocp.save(run / "checkpoints" / str(step), flat, custom_metadata=facts | changes)
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("runs") / "one"
+    folder.mkdir()
+    (folder / "checkpoints").mkdir()
+    checkpoint(folder, 20)
+    checkpoint(folder, 100, fingerprints={"params/shared/embed_tokens": 1})
+    return folder
+
+
+@functools.cache
+def greedy(prompt, number, config=CONFIG):
+    """What a prompt goes on with, as text."""
+    text, begun = list(prompt.encode()), len(prompt.encode())
+    for _ in range(number):
+        padded = np.zeros((1, 32), np.int32)
+        padded[0, : len(text)] = text
+        text.append(
+            int(np.argmax(np.asarray(whole(config, random_params(config), padded))[0, len(text) - 1]))
+        )
+        if text[-1] == BYTES.separator:
+            return Bytes().decode(text[begun:-1])
+    return Bytes().decode(text[begun:])
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_with_a_prompt_and_drafts_change_nothing(run, capsys, monkeypatch):
+    wanted = greedy(PROMPT, 12)
+    options = [str(run), "--max-tokens", "12", "--drafts"]
+    assert main([*options, "--prompt", PROMPT]) == 0
+    out, err = capsys.readouterr()
+    assert out == wanted + "\n"
+    assert f"warning: {run}/checkpoints/100: params/" in err and "; trying an earlier step\n" in err
+    assert f"{run}, step 20: 2 layers, 256 tokens" in err
+    assert "12 tokens (length), the first after" in err and "drafts right" in err and "tokens/s" in err
+    monkeypatch.setattr(sys, "stdin", io.StringIO(PROMPT + "\n"))
+    assert main(options) == 0
+    assert capsys.readouterr().out == wanted + "\n"
+
+
+def test_what_is_known_of_a_prompt_is_taken_from_a_folder(run, capsys, tmp_path):
+    prompt = 3 * PROMPT
+    wanted = greedy(prompt, 12)
+    options = [str(run), "--max-tokens", "12", "--prompt", prompt, "--drafts"]
+    options += ["--prefix-cache", str(tmp_path / "kept")]
+    for known in (False, True):
+        assert main(options) == 0
+        out, err = capsys.readouterr()
+        assert out == wanted + "\n" and ("16 of the prompt's were known" in err) == known
+        end = time.monotonic() + 60
+        while not list(tmp_path.glob("kept/*/*.safetensors")):  # written behind its back
+            assert time.monotonic() < end
+            time.sleep(0.01)
+
+
+@pytest.fixture
+def typed(monkeypatch):
+    def lines(*texts):
+        stdin = io.StringIO("".join(f"{text}\n" for text in texts))
+        stdin.isatty = lambda: True
+        monkeypatch.setattr(sys, "stdin", stdin)
+
+    return lines
+
+
+def test_on_a_terminal_lines_are_prompts_until_there_are_no_more(run, capsys, typed):
+    typed(PROMPT, "", PROMPT)
+    assert main([str(run), "--max-tokens", "12", "--drafts", "--context", "64"]) == 0
+    out, err = capsys.readouterr()
+    assert out == 2 * (greedy(PROMPT, 12) + "\n")
+    assert err.count("> ") == 4 and "error: the prompt is empty: give at least one token" in err
+
+
+def test_ctrl_c_ends_an_answer_and_no_more(run, capsys, typed, monkeypatch):
+    class Terminal(io.StringIO):
+        def write(self, text):
+            if self.tell() == 0 and text:
+                signal.raise_signal(signal.SIGINT)
+            return super().write(text)
+
+    typed(PROMPT, PROMPT)
+    monkeypatch.setattr(sys, "stdout", Terminal())
+    before = signal.getsignal(signal.SIGINT)
+    assert main([str(run), "--max-tokens", "12", "--drafts", "--context", "64"]) == 0
+    (first, rest), wanted = sys.stdout.getvalue().split("\n", 1), greedy(PROMPT, 12)
+    assert 0 < len(first) < len(wanted) and wanted.startswith(first.rstrip("\ufffd"))
+    assert rest == wanted + "\n" and signal.getsignal(signal.SIGINT) is before
+    assert "(cancelled)" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "arguments, code, message",
+    [
+        (["nowhere", "--prompt", "x"], 2, "error: nowhere: there is no such folder, nor runs/nowhere"),
+        (["--prompt", "x"], 2, "error: there is no run with a checkpoint in runs: scripts/train makes one, or name"),
+        (["RUN", "--prompt", "x", "--batch", "y"], 2, "error: --prompt and --batch: give one of them"),
+        (["RUN", "--prompt", ""], 2, "error: the prompt is empty: give at least one token"),
+        (["RUN", "--step", "7", "--prompt", "x"], 1, "there is no step 7 in RUN/checkpoints, only 100, 20"),
+        (["RUN", "--step", "100", "--prompt", "x"], 1, "error: none of the checkpoints in RUN/checkpoints is whole"),
+        (["RUN", "--batch", "nothing"], 2, "error: --batch nothing: cannot read it"),
+        (["RUN", "--prompt", "x", "--context", "9"], 2, "256 are 257 together, the limit is max_positions 9"),
+        (["RUN/checkpoints", "--prompt", "x", "--step", "3"], 2, "RUN/checkpoints is no run: it has no checkpoints"),
+        (["RUN/checkpoints", "--prompt", "x"], 2, "neither config.json nor Orbax's files"),
+        (["RUN", "--prompt", "x", "--prefix-cache", "kept", "--prefix-bytes", "99"], 2,
+         "error: PrefixFolder: max_bytes is 99, and a block alone takes"),
+        (["RUN", "--top-p", "2", "--prompt", "x"], 2, "error: top_p is 2.0, must be above 0 and at most 1"),
+    ],
+)  # fmt: skip
+def test_what_will_not_do(run, capsys, monkeypatch, tmp_path, arguments, code, message):
+    monkeypatch.chdir(tmp_path)
+    assert main([word.replace("RUN", str(run)) for word in arguments]) == code
+    out, err = capsys.readouterr()
+    assert out == "" and message.replace("RUN", str(run)) in err
+
+
+def test_a_damaged_step_is_a_line_and_the_one_before_is_taken(run, tmp_path, capfd, caplog):
+    shutil.copytree(run / "checkpoints" / "20", tmp_path / "checkpoints" / "20")
+    shutil.copytree(run / "checkpoints" / "20", tmp_path / "checkpoints" / "30")
+    for path in (tmp_path / "checkpoints" / "30").glob("state/d/*"):
+        path.unlink()
+    said = []
+    assert load(Options(source=tmp_path), said.append).name == f"{tmp_path}, step 20"
+    (told,) = said
+    assert re.fullmatch(
+        r"warning: .*/30: cannot be read: ValueError: NOT_FOUND: .*; trying an earlier step", told
+    )
+    assert len(told) < 400 and capfd.readouterr() == ("", "") and caplog.text == ""
+
+
+def test_a_run_whose_tokenizer_is_another(tmp_path, capsys):
+    (tmp_path / "checkpoints").mkdir()
+    checkpoint(tmp_path, 1, tokenizer="of words")
+    assert main([str(tmp_path), "--prompt", "x", "--tokenizer", str(tmp_path / "own.json")]) == 2
+    message = f"its tokenizer is not {tmp_path}/own.json: --tokenizer FILE says where the one is that it was trained"
+    assert message in capsys.readouterr().err
+
+
+def test_folders_without_what_is_needed(tmp_path, capsys):
+    config = small()
+    models.weights.save(tmp_path / "out", config, random_params(config))
+    assert main([str(tmp_path / "out"), "--prompt", "x"]) == 2
+    told = "there is no tokenizer.json, and a model of 48 tokens is not one of bytes"
+    assert told in capsys.readouterr().err
+    models.weights.save(tmp_path / "bytes", small(vocab=256), random_params(small(vocab=256)))
+    assert main([str(tmp_path / "bytes"), "--prompt", "x", "--drafts"]) == 2
+    assert "bytes has no module of multi-token prediction" in capsys.readouterr().err
+
+
+def check_batch(model, wanted, tmp_path, capsys):
+    """Ragged prompts, each alone by the oracle; sampling settings of a line's own; lines that will not do."""
+    prompts = ["class", "x", "for n in range(", "Größe"]
+    lines = [{"prompt": prompt, "n": n} for n, prompt in enumerate(prompts)]
+    lines.insert(1, {"prompt": "y" * 30, "max_tokens": 0})
+    lines.insert(3, {"text": "no prompt"})
+    lines.append({"prompt": "x", "temperature": 5.0, "seed": 3, "max_tokens": 9})
+    texts = [json.dumps(line) for line in lines]
+    (tmp_path / "in.jsonl").write_text("\n".join([*texts, "{"]))
+    asked = ["--batch", str(tmp_path / "in.jsonl"), "--max-tokens", "10", "--at-once", "2"]
+    assert main([str(model), *asked]) == 1
+    out, err = capsys.readouterr()
+    answers = [json.loads(line) for line in out.splitlines()]
+    assert "8 prompts, 3 failed; 49 tokens in" in err
+    assert answers[1]["error"] == "max_tokens is 0, must be at least 1"
+    assert answers[3]["error"] == 'must be an object with a text, {"prompt": TEXT}'
+    assert answers[7]["error"].startswith("not JSON: ")
+    assert answers[6]["num_tokens"] == 9 and answers[6]["text"] != answers[2]["text"]
+    for prompt, answer in zip(prompts, (answers[n] for n in (0, 2, 4, 5)), strict=True):
+        assert answer["text"] == wanted(prompt), prompt
+        assert (answer["finish_reason"], answer["prompt"]) == ("length", prompt)
+
+
+def test_a_batch_from_published_weights_is_what_the_plain_model_gives(tmp_path, capsys):
+    config = small(vocab=256)
+    models.weights.save(tmp_path / "model", config, random_params(config))
+    check_batch(tmp_path / "model", lambda prompt: greedy(prompt, 10, config), tmp_path, capsys)
+
+
+@pytest.mark.slow
+def test_a_batch_from_published_weights_is_what_transformers_generates(tmp_path, capsys):
+    torch = pytest.importorskip("torch", reason="the oracle runs on torch, which is not installed")
+    from tests.models import hugging_face
+
+    model = hugging_face.saved(hugging_face.make(vocab_size=256, num_hidden_layers=2), tmp_path / "model")
+    oracle = hugging_face.make(vocab_size=256, num_hidden_layers=2)
+    asked = dict(max_new_tokens=10, do_sample=False, eos_token_id=None, pad_token_id=0)
+
+    def wanted(prompt):
+        tokens = torch.tensor([list(prompt.encode())])
+        with torch.no_grad():
+            return Bytes().decode(oracle.generate(tokens, **asked)[0, tokens.shape[1] :].tolist())
+
+    check_batch(model, wanted, tmp_path, capsys)

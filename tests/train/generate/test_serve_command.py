@@ -1,0 +1,102 @@
+"""scripts/serve: how it begins, by whom it can be reached, and how it ends."""
+
+import json
+import os
+import signal
+import socket
+import threading
+
+import httpx
+import pytest
+
+import models
+from models.decode.text import Bytes
+from models.serve import listen
+from tests.models.decode.small_models import random_params, small
+from tests.train.generate.test_generate import greedy
+from train.config import ConfigError
+from train.generate.serve import main
+
+CONFIG = small(vocab=256)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("published") / "tiny"
+    models.weights.save(folder, CONFIG, random_params(CONFIG))
+    return folder
+
+
+@pytest.mark.parametrize("number, code", [(signal.SIGTERM, 0), (signal.SIGINT, 130)])
+def test_it_serves_a_folder_until_it_is_told_to_stop(folder, capsys, number, code):
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    answers, asked = [], {"model": "mine", "prompt": "def f(", "max_tokens": 20, "temperature": 0}
+
+    def client():
+        url = f"http://127.0.0.1:{port}/v1/completions"
+        http = httpx.Client(transport=httpx.HTTPTransport(retries=9), timeout=60)
+        with http, http.stream("POST", url, json=asked | {"stream": True}) as response:
+            lines = response.iter_lines()
+            answers.append(next(lines))
+            os.kill(os.getpid(), number)
+            answers.extend(lines)
+
+    before = signal.getsignal(number)
+    thread = threading.Thread(target=client, daemon=True)
+    thread.start()
+    asked_of_it = ["--port", str(port), "--name", "mine", "--context", "40", "--at-once", "2"]
+    assert main([str(folder), *asked_of_it]) == code
+    thread.join(30)
+    assert signal.getsignal(number) is before
+    assert answers[-2:] == ["data: [DONE]", ""] and '"finish_reason":"length"' in answers[-4]
+    out, err = capsys.readouterr()
+    assert f"serving 'mine' at http://127.0.0.1:{port}/v1" in err and "40 positions a request" in err
+    assert out == "" and "warning" not in err
+    text = "".join(json.loads(line[6:])["choices"][0]["text"] for line in answers[:-2:2])
+    assert text == greedy("def f(", 20, CONFIG) and len(Bytes().encode(text)) >= 20
+
+
+def test_only_this_machine_reaches_it_unless_told_otherwise(capsys, monkeypatch):
+    heard = []
+
+    def listening(*where):
+        heard.append(listen(*where))
+        return heard[-1]
+
+    monkeypatch.setattr("train.generate.serve.listen", listening)
+    names = []
+    for host in ([], ["--host", "0.0.0.0"]):
+        monkeypatch.setattr(
+            "train.generate.serve.load", lambda *_: names.append(heard[-1].getsockname()[0]) or nothing()
+        )
+        assert main(["--port", "0", *host]) == 2
+        warned = "warning: whoever reaches 0.0.0.0 may ask: there is no password" in capsys.readouterr().err
+        assert warned == bool(host)
+    assert names == ["127.0.0.1", "0.0.0.0"]
+
+
+def nothing():
+    raise ConfigError("there is nothing")
+
+
+@pytest.mark.parametrize(
+    "arguments, code, message",
+    [
+        (["nowhere"], 2, "error: nowhere: there is no such folder, nor runs/nowhere"),
+        (["FOLDER", "--max-bytes", "0"], 2, "error: HttpLimits: max_bytes is 0; must be positive"),
+        (["FOLDER", "--at-once", "0"], 2, "error: --at-once must be at least 1, --max-waiting and --grace at least 0"),
+        (["FOLDER", "--host", "256.1.1.1"], 2, "error: cannot listen at 256.1.1.1, port 0: "),
+        (["FOLDER", "--port", "70000"], 2, "error: --port 70000: must be 0 to 65535"),
+    ],
+)  # fmt: skip
+def test_what_will_not_do(folder, capsys, arguments, code, message):
+    assert main(["--port", "0", *(word.replace("FOLDER", str(folder)) for word in arguments)]) == code
+    assert message in capsys.readouterr().err
+
+
+def test_a_port_that_is_taken(folder, capsys):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        assert main([str(folder), "--port", str(port)]) == 2
+    assert f"error: cannot listen at 127.0.0.1, port {port}: " in capsys.readouterr().err

@@ -1,0 +1,253 @@
+"""Faults of real processes: noticed soon, all ended, started again from what was saved, and told."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from datetime import datetime
+from pathlib import Path
+
+import pytest
+
+from train.config import configure
+from train.processes import watcher
+from train.processes.pulse import Pulse
+from train.processes.supervise import free_port, keep_going, smaller
+from train.processes.watcher import Told, run_once
+
+WORKER = Path(__file__).with_name("toy_worker.py")
+SOON_S = 60
+"""On a machine that has much else to do; left to itself, JAX would notice after minutes."""
+
+
+def commands(folder, asked):
+    def lines(config, attempt):
+        del attempt
+        count = config.launch.processes
+        line = [sys.executable, str(WORKER), str(folder), json.dumps(asked), f"127.0.0.1:{free_port()}"]
+        return [[*line, str(count), str(number)] for number in range(count)]
+
+    return lines
+
+
+@pytest.fixture(autouse=True)
+def path(monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[3]))
+
+
+def nobody_left(folder):
+    """No process that was started with this folder is there any more."""
+    found = subprocess.run(["ps", "-ww", "-eo", "args"], capture_output=True, text=True, check=True).stdout
+    return not [line for line in found.splitlines() if f"{WORKER} {folder} " in line]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("fault", "process", "told"),
+    [
+        ("stop", 1, "process 1 gave no sign of life for "),
+        ("spin", 1, "process 1 ended with code 1 in step 7"),
+        ("raise", 1, "process 1 ended with code 70 in step 7; then process 0 ended with code 71"),
+        ("save", 0, "process 0 died of SIGKILL in saving step 8"),  # with it the coordinator
+    ],
+)
+def test_a_fault_costs_the_steps_since_the_last_checkpoint(
+    tmp_path, capfd, monkeypatch, fault, process, told
+):
+    monkeypatch.setattr(watcher, "SILENT_S", 3.0)  # one that runs has longer, and may be slow
+    asked = {"fault": fault, "process": process, "step": 6, "patience": 4.0 if fault == "spin" else None}
+    config = configure(processes=2, restarts=1)
+    assert keep_going(config, commands(tmp_path, asked), tmp_path / "logs", Told()) == 0
+    said = [line for line in capfd.readouterr().out.splitlines() if line.startswith("from")]
+    assert said == ["from 0", "from 4"]
+    story = (tmp_path / "logs" / "story.log").read_text()
+    noticed = next(line for line in story.splitlines() if told in line)
+    struck = (tmp_path / "struck").stat().st_mtime
+    assert datetime.fromisoformat(noticed[:19]).timestamp() - struck < SOON_S
+    assert told in story and "restart 1 of 1, from the last good checkpoint" in story
+    assert story.rstrip().endswith("all processes ended well")
+    assert (tmp_path / "saved").read_text() == "12"
+    assert nobody_left(tmp_path)
+
+
+@pytest.mark.slow
+def test_what_would_only_come_again_is_not_started_again(tmp_path, capfd):
+    asked = {"fault": "exit 2", "process": 1, "step": 1}
+    assert keep_going(configure(processes=2), commands(tmp_path, asked), tmp_path / "logs", Told()) == 2
+    said = capfd.readouterr().err
+    assert "process 1 gave up (options or data that will not do)" in said
+    assert "error: this will not do" in said and "restart" not in said
+
+
+@pytest.mark.slow
+def test_fewer_processes_go_on(tmp_path, capfd):
+    asked = {"fault": "kill", "process": 1, "step": 5}
+    config = configure(processes=2, restarts=1, shrink=True, schedule="one_f_one_b", pp=2, ep=1)
+    assert keep_going(config, commands(tmp_path, asked), tmp_path / "logs", Told()) == 0
+    captured = capfd.readouterr()
+    assert "going on with 1 processes, pp 1 x ep 1" in captured.err
+    assert [line for line in captured.out.splitlines() if line.startswith("from")] == ["from 0", "from 4"]
+
+
+def test_a_step_may_take_ten_times_the_median(monkeypatch):
+    """And twenty seconds at least; what is compiled may take any time."""
+    clock, limits = [0.0], []
+    monkeypatch.setattr("train.processes.pulse.time.monotonic", lambda: clock[0])
+    monkeypatch.setattr(
+        "train.processes.pulse.faulthandler.dump_traceback_later", lambda s, exit: limits.append((s, exit))
+    )
+    monkeypatch.setattr("train.processes.pulse.faulthandler.cancel_dump_traceback_later", limits.clear)
+    pulse = Pulse()
+    pulse.step(1, compiles=True)
+    assert limits == []
+    for number, seconds in enumerate((100.0, 1.0, 3.0, 7.0, 4.0), 1):  # the first is that of compiling
+        clock[0] += seconds
+        pulse.step(number + 1)
+    assert limits == [(20.0, True), (20.0, True), (20.0, True), (30.0, True), (35.0, True)]
+    pulse.phase("saving step 6")
+    assert limits == [] and Pulse(patience=4.0).limit == 4.0
+
+
+QUICK = """
+import sys, time
+time.sleep(0.1 * int(sys.argv[1]))
+print("words", file=sys.stderr)
+sys.exit(int(sys.argv[2]))
+"""
+
+
+def quick(*codes):
+    """Commands of processes that end with these codes, a tenth of a second after one another."""
+    return [[sys.executable, "-c", QUICK, str(number), str(code)] for number, code in enumerate(codes)]
+
+
+def test_restarts_come_to_an_end(tmp_path, capfd):
+    starts = []
+
+    def lines(config, attempt):
+        starts.append(attempt)
+        return quick(70, 0)
+
+    assert keep_going(configure(processes=2, restarts=2), lines, tmp_path, Told()) == 1
+    assert starts == [0, 1, 2]
+    story = (tmp_path / "story.log").read_text()
+    assert story.count("process 0 ended with code 70 in its start; then process 1 ended well") == 3
+    assert "    words" in story and story.rstrip().endswith("given up after 2 restarts")
+    assert (tmp_path / "2.1.log").read_text() == "words\n"
+
+
+@pytest.mark.parametrize(
+    ("codes", "code"), [((0, 0), 0), ((0, 70), None), ((143, 143), 143), ((2, 70), 2), ((70, 3), 3)]
+)
+def test_codes(tmp_path, codes, code):
+    assert run_once(quick(*codes), tmp_path / "0", Told(), os.environ).code == code
+
+
+def test_who_raised_or_died_is_told_from_who_noticed(tmp_path):
+    outcome = run_once(quick(71, 70, 71), tmp_path / "0", Told(), os.environ)
+    assert outcome.culprits == (1,)
+    told = "process 1 ended with code 70 in its start; then process 0 ended with code 71"
+    assert outcome.why.startswith(told)
+    abort = [sys.executable, "-c", "import os; os.abort()"]  # as JAX does when the coordinator is gone
+    killed = [sys.executable, "-c", "import os; os.kill(os.getpid(), 9)"]
+    outcome = run_once([abort, killed, *quick(0, 70)[1:]], tmp_path / "1", Told(), os.environ)
+    assert outcome.culprits == (1,)
+    told = "process 1 died of SIGKILL in its start; then process 0 died of SIGABRT, process 2"
+    assert outcome.why.startswith(told)
+
+
+@pytest.mark.parametrize(
+    ("changes", "lost", "left"),
+    [
+        (dict(processes=4, pp=4), 1, (3, 3)),
+        (dict(processes=4, pp=4, schedule="dualpipe"), 1, (2, 2)),  # takes even numbers only
+        (dict(processes=4, pp=4), 3, (1, 1)),
+        (dict(processes=8, pp=4), 1, (6, 3)),  # ep stays
+        (dict(processes=4, dp=2, pp=2), 1, (2, 1)),  # dp too
+        (dict(processes=1, pp=4), 1, (1, 4)),
+    ],
+)
+def test_what_is_left(changes, lost, left):
+    whole = dict(ep=2, schedule="one_f_one_b", microbatches=8, stage_layers=(1,) * changes["pp"])
+    before = configure(**whole | changes)
+    fewer = smaller(before, lost)
+    assert fewer.mesh.stage_layers == (() if fewer != before else before.mesh.stage_layers), "of other ranks"
+    assert (fewer.launch.processes, fewer.mesh.pp) == left
+    assert fewer.mesh.ep == 2 and fewer.mesh.microbatches == 8
+
+
+def wait_for(holds, seconds=180):
+    deadline = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+
+
+SUPERVISOR = """
+import json, sys
+from pathlib import Path
+sys.path.insert(0, sys.argv[1])
+from test_supervise import commands
+from train.config import configure
+from train.processes.supervise import keep_going
+from train.processes.watcher import Told
+folder = Path(sys.argv[2])
+with Told() as told:
+    line = commands(folder, {"fault": None, "process": 0, "step": 0, "pause": 0.5})
+    sys.exit(keep_going(configure(processes=2), line, folder / "logs", told))
+"""
+
+
+@pytest.fixture
+def supervisor(tmp_path):
+    """A supervisor of two processes that are at work, in a process of its own."""
+    line = [sys.executable, "-c", SUPERVISOR, str(WORKER.parent), str(tmp_path)]
+    with subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            wait_for(lambda: (tmp_path / "saved").exists())
+            yield process
+        finally:
+            process.kill()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("who", ["supervisor", "worker"])
+def test_a_notice_saves_and_ends(tmp_path, supervisor, who):
+    """Whoever gets it: all stop after the same step."""
+    line = ["ps", "-ww", "--ppid", str(supervisor.pid), "-o", "pid=,args="]
+    found = subprocess.run(line, capture_output=True, text=True, check=True).stdout.splitlines()
+    (worker,) = [int(line.split()[0]) for line in found if line.endswith(" 2 1")]
+    os.kill(supervisor.pid if who == "supervisor" else worker, signal.SIGTERM)
+    _, said = supervisor.communicate(timeout=60)
+    assert supervisor.returncode == 143
+    assert "told to stop: process 0 ended with code 143, process 1 ended with code 143\n    saved " in said
+    assert 4 < int((tmp_path / "saved").read_text()) < 12
+    assert nobody_left(tmp_path)
+
+
+@pytest.mark.slow
+def test_without_their_supervisor_processes_end(tmp_path, supervisor):
+    supervisor.kill()
+    wait_for(lambda: nobody_left(tmp_path), SOON_S)
+    logs = [(tmp_path / "logs" / f"0.{process}.log").read_text() for process in (0, 1)]
+    # Whoever sees it first takes the other with it.
+    assert any("the supervisor is gone" in log for log in logs)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("fault", "process"), [("stop", 1), ("raise", 0)])
+def test_without_any_supervisor_the_others_end_too(tmp_path, fault, process):
+    """As on a cluster: whoever is not stopped itself ends soon."""
+    started, asked = [], {"fault": fault, "process": process, "step": 2, "patience": 4.0}
+    for line in commands(tmp_path, asked)(configure(processes=2), 0):
+        with (tmp_path / f"out.{len(started)}").open("w") as out:
+            started.append(subprocess.Popen(line, stdout=out, stderr=out))
+    try:
+        wait_for((tmp_path / "struck").exists)
+        assert started[1 - process].wait(SOON_S) != 0
+    finally:
+        for one in started:
+            one.kill()
+            one.wait()

@@ -1,0 +1,184 @@
+"""Who is told the metrics besides metrics.jsonl: TensorBoard and Weights & Biases, behind one small interface."""
+
+import importlib
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Protocol, Self
+
+from train.config import ConfigError
+from train.figures.folder import METRICS
+
+Record = Mapping[str, Any]
+
+
+class Tracker(Protocol):
+    """Is told every record of a run, in order."""
+
+    def write(self, record: Record) -> None:
+        """Take a record: numbers by name, of which "step" is one; names may hold further records, or lists."""
+
+    def close(self) -> None:
+        """Write what is not written yet. No record follows."""
+
+
+class TensorBoard:
+    """Scalars as TensorBoard reads them, in the run's folder: ``tensorboard --logdir runs``.
+
+    Raises:
+      ConfigError: tensorboardX is not installed.
+    """
+
+    def __init__(self, folder: Path, config: Record, first: int = 0):
+        del config  # config.json lies beside
+        module = _load("tensorboardX", "tensorboard")
+        # What a resumed run does again is shown once: events of steps beyond the checkpoint are passed over.
+        again = {"purge_step": first + 1} if first else {}
+        self._writer = module.SummaryWriter(str(folder), write_to_disk=True, **again)
+
+    def write(self, record: Record) -> None:
+        """Add the scalars of a record."""
+        for name, value in scalars(record):
+            self._writer.add_scalar(name, value, record["step"])
+        self._writer.flush()
+
+    def close(self) -> None:
+        """Close the file."""
+        self._writer.close()
+
+
+class WeightsAndBiases:
+    """Scalars as Weights & Biases keeps them, offline, in the run's folder: ``wandb sync FOLDER/wandb/offline-*``.
+
+    Raises:
+      ConfigError: wandb is not installed.
+    """
+
+    def __init__(self, folder: Path, config: Record, first: int = 0):
+        del first  # wandb itself passes over steps that it has
+        module = _load("wandb", "wandb")
+        settings = module.Settings(console="off", silent=True, disable_git=True, x_disable_stats=True)
+        self._run = module.init(
+            project="dualpipe-jax",
+            name=folder.name,
+            dir=str(folder),
+            mode="offline",
+            config=dict(config),
+            settings=settings,
+        )
+
+    def write(self, record: Record) -> None:
+        """Log the scalars of a record."""
+        self._run.log(dict(scalars(record)), step=record["step"])
+
+    def close(self) -> None:
+        """Finish the run."""
+        self._run.finish()
+
+
+TRACKERS: Mapping[str, Callable[[Path, Record, int], Tracker]] = {
+    "tensorboard": TensorBoard,
+    "wandb": WeightsAndBiases,
+}
+"""By the names that ``--track`` knows."""
+
+
+class Trackers:
+    """Several trackers as one: what is written goes to each, and leaving closes all.
+
+    Args:
+      file: the first of them, metrics.jsonl.
+      names: of ``TRACKERS``.
+      folder: the run's.
+      config: the run's options, as ``train.options.plain`` gives them.
+      first: steps that were done before, by an earlier part of the run.
+      say: called with what a user should know: a tracker that fails, once until it works again, ends no run.
+
+    Raises:
+      ConfigError: a tracker is not installed.
+    """
+
+    def __init__(
+        self,
+        file: Tracker,
+        names: Sequence[str],
+        folder: Path,
+        config: Record,
+        say: Callable[[str], None],
+        first: int = 0,
+    ):
+        self._all: dict[str, Tracker] = {METRICS: file}
+        self._say, self._failing = say, set[str]()
+        try:
+            self._all |= {name: TRACKERS[name](folder, config, first) for name in dict.fromkeys(names)}
+        except BaseException:
+            self.close()
+            raise
+
+    def write(self, record: Record) -> None:
+        """Tell every tracker."""
+        for name, tracker in self._all.items():
+            try:
+                tracker.write(record)
+            except Exception as error:  # whatever a disk or a library does
+                if name not in self._failing:
+                    self._say(
+                        f"warning: {name} cannot be written: {error}; training goes on, and tries again"
+                    )
+                self._failing.add(name)
+                continue
+            if name in self._failing:
+                self._failing.remove(name)
+                self._say(f"{name} is written again")
+
+    def close(self) -> None:
+        """Close every tracker."""
+        for name, tracker in self._all.items():
+            try:
+                tracker.close()
+            except Exception as error:
+                self._say(f"warning: {name} is not whole: {error}")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def scalars(record: Record, inside: str = "") -> Iterator[tuple[str, float]]:
+    """Finite numbers of a record as ``group/name``, of records in it as ``outer/inner``; no lists, step or time."""
+    for name, value in record.items():
+        if isinstance(value, Mapping):
+            yield from scalars(value, f"{inside}{name}/")
+        elif isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
+            if not inside and name not in ("step", "time"):
+                yield f"{_group(name)}/{name}", value
+            elif inside:
+                yield inside + name, value
+
+
+def _group(name: str) -> str:
+    """Under which heading a number is shown."""
+    return next((group for group, words in _GROUPS.items() if any(word in name for word in words)), "train")
+
+
+_GROUPS = {
+    "held out": ("heldout",),
+    "experts": ("max_vio", "drop", "load", "bias", "moved"),
+    "memory": ("gib",),
+    "speed": ("_s", "mfu", "per_"),
+}
+"""Words in the names of a group's numbers."""
+
+
+def _load(module: str, extra: str) -> Any:
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError:
+        raise ConfigError(
+            f"--track {extra}: {module} is not installed; run: pip install 'dualpipe-jax[{extra}]'"
+        ) from None

@@ -1,0 +1,145 @@
+"""Looks on while a run trains: what each step's line of the metrics holds, and which steps are profiled."""
+
+import json
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import jax
+import numpy as np
+
+from dualpipe_jax.inspect import read
+from models.recipes import Recipe
+from train.config import TrainConfig, replaced
+from train.figures.rates import Rates, find_peak, memory_gib
+from train.figures.step import step_record
+from train.model import count_parameters, model_config, model_flops
+from train.processes.devices import num_devices
+from train.profile import ProfileError, Profiler, measure, write_profile
+from train.profile.capture import read_events
+from train.report.folder import environment
+from train.setup import Run
+from train.state.layout import TrainState
+
+PROFILE = "profile"
+"""Folder of a run's folder."""
+
+
+class Watch:
+    """What is measured of a run's steps. Enter it: leaving ends a profile that was not finished.
+
+    Args:
+      config: of the run.
+      recipe: of the run.
+      rates: see ``run_rates``.
+      devices: of the run.
+      folder: of the run.
+      first: the first step to come, numbered from 0.
+    """
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        recipe: Recipe,
+        rates: Rates,
+        devices: Sequence[Any],
+        folder: Path,
+        first: int,
+    ):
+        self.rates, self._config, self._recipe, self._devices = rates, config, recipe, devices
+        left = config.optimizer.steps - first
+        # The first step compiles; some more warm up, if there are as many.
+        skip = max(1, min(3, left - config.log.profile))
+        self._profiler = Profiler(folder / PROFILE, min(config.log.profile, left - 1), skip)
+
+    def begin(self, step: int) -> None:
+        """A step, numbered from 0, begins."""
+        self._profiler.before(step)
+
+    def end(self, step: int, metrics: Mapping[str, Any], seconds: float, **more: float) -> dict[str, Any]:
+        """It has ended: its line of the metrics.
+
+        Args:
+          step: numbered from 0; in the line from 1.
+          metrics: what the step gave, fetched.
+          seconds: that it took; "time" is when it ended, in seconds since 1970.
+          more: further numbers of the line.
+        """
+        self._profiler.after()
+        every, num_steps = self._config.log.load_every, self._config.optimizer.steps
+        return {
+            "step": step + 1,
+            "tokens": self._recipe.count_tokens(step + 1),
+            "time": round(time.time(), 3),
+            **step_record(
+                metrics,
+                with_load=step % every == 0 or step + 1 == num_steps,
+                num_devices=self._config.mesh.ep,
+            ),
+            "step_s": seconds,
+            **more,
+            **self.rates.of(seconds, self._recipe.batch_size(step) * self._recipe.sequence),
+            **memory_gib(self._devices),
+        }
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._profiler.close()
+
+
+def watch_run(this: Run, folder: Path, first: int, leads: bool = True) -> Watch:
+    """The watch of a run; leaves in its folder where it runs.
+
+    Of several processes one ``leads``: it writes, and profiles its own devices.
+    """
+    config, devices = this.config, used_devices(this.config)
+    rates = run_rates(config, this.corpus.vocab)
+    if leads:
+        found = environment(devices) | {"peak": "" if rates.peak is None else rates.peak.source}
+        (folder / "environment.json").write_text(json.dumps(found, indent=2) + "\n")
+    else:
+        config = replaced(config, ("log", "profile"), 0)
+    own = [device for device in devices if device.process_index == jax.process_index()]
+    return Watch(config, this.recipe, rates, own, folder, first)
+
+
+def used_devices(config: TrainConfig) -> list[Any]:
+    """The devices of a run's mesh."""
+    return jax.devices()[: num_devices(config)]
+
+
+def run_rates(config: TrainConfig, vocab: int) -> Rates:
+    """What turns the duration of a run's steps into rates."""
+    numbers, devices = model_config(config, vocab), used_devices(config)
+    _, active = count_parameters(numbers)
+    return Rates(
+        flops_per_token=model_flops(numbers, active, config.sequence),
+        num_devices=len(devices),
+        peak=find_peak(devices, config.log.peak_tflops, config.log.measure_peak),
+    )
+
+
+def read_profile(this: Run, state: TrainState, folder: Path, leads: bool = True) -> str:
+    """Measure the profiled steps and leave what was found in the run's folder; returns what to tell.
+
+    Of several processes one ``leads`` and measures; all compile, for compilers may have to agree.
+    """
+    update: Any = this.update
+    program = update.lower(state, this.batch(0)).compile()  # compiled before: found again
+    if not leads:
+        return ""
+    devices = [
+        [device.id for device in rank]
+        for rank in np.swapaxes(this.layout.mesh.devices, 0, 1).reshape(this.config.mesh.pp, -1)
+    ]
+    try:
+        measured = measure(read_events(folder / PROFILE), read(program), this.schedule, devices)
+    except (ProfileError, FileNotFoundError) as error:
+        return f"profile         {folder / PROFILE}: no timeline: {error}"
+    return write_profile(measured, folder / PROFILE, used_devices(this.config))

@@ -1,0 +1,112 @@
+"""The trainer's step as shapes: what it hands to ``dualpipe_jax.pods``, for each of DeepSeek's models by name."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+import models
+from dualpipe_jax.parallel import check_float8, expert_axes
+from dualpipe_jax.pods import Dispatch, Plan, Program, Setting, Update
+from dualpipe_jax.schedule import Schedule
+from train.model import REMAT, count_parameters, model_flops, size
+from train.state.layout import Layout, abstract_state
+from train.step import make_optimizer, make_update
+
+
+def make(name: str, setting: Setting, **changes: float) -> Program:
+    """A model's training step.
+
+    Args:
+      name: of ``models.MODELS``.
+      setting: where it is to run.
+      changes: other numbers of the model.
+
+    Raises:
+      ValueError: options that do not fit together or the devices.
+    """
+    plan, schedule = setting.plan, setting.schedule
+    num_stages = schedule.placement.num_model_stages
+    layers = None if plan.layers_per_stage is None else plan.layers_per_stage * num_stages
+    numbers = size(name, layers, changes)
+    if numbers.num_experts % plan.ep:
+        raise ValueError(f"--ep {plan.ep}: must divide the {numbers.num_experts} experts of {name}")
+    if isinstance(setting.mesh, jax.sharding.Mesh) and "float8" in (plan.dispatch_payload, plan.matmul):
+        check_float8(setting.mesh.devices.flat[0], matmul=plan.matmul == "float8")
+    model = models.deepseek(
+        numbers,
+        _layers(plan, numbers, schedule),
+        ep_axis=expert_axes(plan.ep_nodes),
+        dispatch=plan.dispatch,
+        capacity_factor=plan.room,
+        payload=plan.dispatch_payload,
+        remat=REMAT[plan.remat],
+        kernels=models.Kernels(plan.attention, plan.matmul),
+        platform=setting.platform,
+    )
+    layout = Layout(model, schedule, setting.mesh, optimizer_of(plan.moments), plan.shard)
+    return step_of(layout, (schedule.num_microbatches, plan.batch, plan.sequence))
+
+
+def optimizer_of(moments: str = "float32") -> Any:
+    """The trainer's; how fast it moves is no matter here."""
+    return make_optimizer(1e-4, clip=1.0, weight_decay=0.1, moments=moments)
+
+
+def step_of(layout: Layout, tokens: tuple[int, int, int]) -> Program:
+    """The trainer's step on batches of (microbatches, microbatch size, sequence), of a state that lies so."""
+    model, numbers = layout.model, layout.model.config
+    total, active = count_parameters(numbers)
+
+    def update(params: Any) -> Update:
+        state = abstract_state(params, layout.optimizer, layout.shard)
+
+        def lower(value_and_grad: Any, batch: Any) -> Any:
+            whole: Any = make_update(value_and_grad, layout.optimizer, 1e-3, state)
+            return whole.lower(state, batch)
+
+        return Update(state.opt_state, lower)
+
+    words = jax.ShapeDtypeStruct(tokens, jnp.int32)
+    num_microbatches, batch, sequence = tokens
+    return Program(
+        model=model.staged,
+        params=jax.eval_shape(model.init, jax.random.key(0)),
+        batch={"inputs": words, "targets": words},
+        tokens=num_microbatches * batch * sequence,
+        flops=model_flops(numbers, active, sequence),
+        param_specs=model.param_specs,
+        pipeline={"compute_dtype": model.compute_dtype, "storage_specs": layout.storage_specs},
+        update=update,
+        active=active,
+        total=total,
+        dispatch=dispatch_of(numbers),
+        counted="6 for each parameter that a token meets but the embedding, and 3 x causal attention",
+        routed=routed_flops(numbers),
+        stage_layers=model.layout.plan,
+    )
+
+
+def routed_flops(numbers: models.Config) -> float:
+    """Of ``model_flops``, those of a token's routed experts, three matrices each."""
+    layers = numbers.num_layers - numbers.num_dense_layers
+    return 6.0 * layers * numbers.top_k * 3 * numbers.dim * numbers.expert_hidden
+
+
+def dispatch_of(numbers: models.Config) -> Dispatch:
+    """How a layer's tokens choose their experts."""
+    token_bytes = numbers.dim * jnp.dtype(numbers.compute_dtype).itemsize
+    return Dispatch(numbers.num_experts, numbers.top_k, token_bytes, numbers.num_groups, numbers.top_groups)
+
+
+def _layers(plan: Plan, numbers: models.Config, schedule: Schedule) -> tuple[int, ...]:
+    """Layers of each stage: those asked for; or as many with experts, dense ones on the first; or balanced in time."""
+    if plan.layers_per_stage is None:
+        try:
+            return models.given_plan(numbers, schedule, plan.stage_layers)
+        except ValueError as error:
+            if not plan.stage_layers:
+                raise
+            raise ValueError(f"--stage-layers {' '.join(map(str, plan.stage_layers))}: {error}") from None
+    shares = [plan.layers_per_stage] * schedule.placement.num_model_stages
+    return (numbers.num_dense_layers + shares[0], *shares[1:])

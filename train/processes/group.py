@@ -1,0 +1,252 @@
+"""One program in several processes: who writes, who waits for whom, which rows of a batch are whose."""
+
+import contextlib
+import importlib.metadata
+import itertools
+import json
+import platform
+import signal
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import TypeVar
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
+from rich.console import Console
+
+from dualpipe_jax.parallel import batch_spec
+from train.config import ConfigError, TrainConfig
+from train.options import plain
+from train.processes import coordination
+from train.processes.pulse import Pulse
+
+Index = tuple[slice, ...] | None
+Rows = tuple[slice, ...]
+Batch = TypeVar("Batch")
+Json = TypeVar("Json")
+
+VERSIONS = ("jax", "jaxlib", "numpy", "optax", "flax", "orbax-checkpoint")
+OWN_OPTIONS = ("process_id", "coordinator_bind")
+
+
+class Processes:
+    """This process among the others; alone, every meeting returns at once.
+
+    Meetings go by number, so all processes must call the same methods in the same order.
+
+    Attributes:
+      id: which process this is, from 0.
+      count: how many there are.
+      pulse: its signs of life.
+    """
+
+    def __init__(self, id: int = 0, count: int = 1, pulse: Pulse | None = None):
+        self.id, self.count = id, count
+        self.pulse = Pulse(watched=False) if pulse is None else pulse
+        self._meetings = self._decisions = self._asked = 0
+
+    @property
+    def leads(self) -> bool:
+        """Whether this process prints and writes."""
+        return self.id == 0
+
+    def console(self, console: Console) -> Console:
+        """``console`` for the process that prints, a silent one for the others."""
+        return console if self.leads else Console(quiet=True)
+
+    def meet(self) -> None:
+        """Wait until all processes are here. Runs nothing on a device."""
+        if self.count > 1:
+            coordination.wait_for_all(f"train/{self._number()}")
+
+    def first(self, value: Callable[[], Json]) -> Json:
+        """What ``value()`` is on process 0, which alone calls it: something that JSON can hold."""
+        if self.count == 1:
+            return value()
+        key = f"train/{self._number()}"
+        if self.leads:
+            coordination.tell(key, json.dumps(value()))
+        return json.loads(coordination.hear(key))
+
+    @contextlib.contextmanager
+    def entering(self, context: AbstractContextManager[Path]) -> Iterator[Path]:
+        """The path of a context that process 0 alone enters."""
+        with context if self.leads else contextlib.nullcontext(Path()) as path:
+            yield Path(self.first(lambda: str(path)))
+
+    def decide(self, asked: Json) -> Json:
+        """What process 0 asks for, once a step and after the step's own collectives: clocks differ.
+
+        Something that JSON can hold; tuples become lists.
+        """
+        if self.count == 1:
+            return asked
+        self._decisions += 1
+        name = "train/decision/{}".format
+        if self.leads:
+            coordination.tell(name(self._decisions), json.dumps(asked))
+            # That all have done this step says that all have heard of the one before.
+            coordination.forget(name(self._decisions - 1))
+        return json.loads(coordination.hear(name(self._decisions)))
+
+    def gather(self, value: str) -> list[str]:
+        """Every process's value on process 0, in their order; [] on the others."""
+        if self.count == 1:
+            return [value]
+        key = f"train/{self._number()}"
+        if not self.leads:
+            coordination.tell(f"{key}/{self.id}", value)
+            return []
+        others = [coordination.hear(f"{key}/{other}") for other in range(1, self.count)]
+        coordination.forget(f"{key}/")
+        return [value, *others]
+
+    def agree(self, facts: Mapping[str, str]) -> None:
+        """Return if all processes have the same facts.
+
+        Nothing else would tell: arrays that differ from process to process raise nothing.
+
+        Raises:
+          ConfigError: on every process, naming what differs and on whom.
+        """
+        found = [json.loads(text) for text in self.gather(json.dumps(dict(facts)))]
+        verdict = self.first(lambda: "\n".join(differences(found)))
+        if verdict:
+            raise ConfigError(f"the processes would not train the same model:\n{verdict}")
+
+    def any(self, problem: str | None) -> str | None:
+        """A problem that some process has, or None, the same on all."""
+        if self.count == 1:
+            return problem
+        found = [json.loads(text) for text in self.gather(json.dumps(problem))]
+        return self.first(lambda: next((one for one in found if one is not None), None))
+
+    @property
+    def signals(self) -> tuple[signal.Signals, ...]:
+        """The signals that this process may handle: of several it is JAX that catches SIGTERM, see ``preempted``."""
+        return (signal.SIGINT, signal.SIGTERM) if self.count == 1 else ()
+
+    def preempted(self) -> bool:
+        """Whether the machine of some process was told to go; to be asked once a step, and all learn it at the same.
+
+        With several processes it is JAX that catches SIGTERM. It takes numbers that only grow, and a run that goes
+        back does some steps again: asked are counted, not steps.
+        """
+        self._asked += 1
+        return self.count > 1 and multihost_utils.reached_preemption_sync_point(self._asked)
+
+    def connect(self, mesh: Mesh) -> None:
+        """Have every group of devices of a mesh meet once, all processes at the same time.
+
+        gloo gives the first collective of a group 30 s to find all its members, which no flag changes, and programs
+        take longer to compile on one machine than on another. Groups that have met wait as long as it takes.
+        """
+        if self.count == 1:
+            return
+        axes = mesh.axis_names
+
+        def meet(x: jax.Array) -> jax.Array:
+            groups = (some for size in range(len(axes)) for some in itertools.combinations(axes, size + 1))
+            return x + sum(jax.lax.psum(x, group) for group in groups)
+
+        spec = PartitionSpec(axes)
+        ones = jax.make_array_from_callback(
+            (mesh.size,), NamedSharding(mesh, spec), lambda index: np.ones(mesh.size, np.float32)[index]
+        )
+        program = jax.jit(jax.shard_map(meet, mesh=mesh, in_specs=spec, out_specs=spec)).lower(ones).compile()
+        self.meet()
+        jax.block_until_ready(program(ones))
+
+    def leave(self) -> None:
+        """The end of a run that went well: all leave together, so that nobody takes an early leaver for dead."""
+        self.pulse.phase("leaving")
+        if self.count > 1:
+            jax.distributed.shutdown()
+
+    def _number(self) -> int:
+        self._meetings += 1
+        return self._meetings
+
+
+def joined(pulse: Pulse) -> Processes:
+    """The processes that ``train.processes.launch.initialize`` brought together."""
+    return Processes(jax.process_index(), jax.process_count(), pulse)
+
+
+def common(config: TrainConfig, corpus: str) -> dict[str, str]:
+    """What all processes must have in common, short enough to be shown. ``corpus``: the hash of what is read."""
+    options = plain(config)
+    options["launch"] = {name: value for name, value in options["launch"].items() if name not in OWN_OPTIONS}
+    versions = {name: _version(name) for name in VERSIONS}
+    told = {f"option {section}": json.dumps(value, sort_keys=True) for section, value in options.items()}
+    return told | {"corpus": corpus, "Python": platform.python_version()} | versions
+
+
+def differences(found: list[dict[str, str]]) -> list[str]:
+    """A line for each fact that is not the same everywhere: process 0's, and the first other one."""
+    lines = []
+    for name in found[0] if found else ():
+        others = [number for number, one in enumerate(found) if one.get(name) != found[0][name]]
+        if others:
+            theirs = found[others[0]].get(name)
+            lines.append(
+                f"  {name}: {found[0][name]} on process 0, {theirs} on process {others[0]}"
+                + (f" and {len(others) - 1} more" if len(others) > 1 else "")
+            )
+    return lines
+
+
+def refuse_idle(mesh: Mesh, num_processes: int) -> None:
+    """Raise ConfigError where a process has no device of the mesh: it could take no part in anything."""
+    busy = {device.process_index for device in mesh.devices.flat}
+    idle = [number for number in range(num_processes) if number not in busy]
+    if idle:
+        raise ConfigError(
+            f"process {', '.join(map(str, idle))} of {num_processes} has no device of the mesh, whose {mesh.size} "
+            "devices are others'; start fewer processes, or raise --dp, --pp or --ep"
+        )
+
+
+def batch_sharding(mesh: Mesh) -> NamedSharding:
+    """Of a batch's first two dims, microbatches and the rows of each, as the engine cuts them."""
+    return NamedSharding(mesh, batch_spec(mesh))
+
+
+def share_out(draw: Callable[[Rows], Batch], num_rows: tuple[int, int], sharding: Sharding) -> Batch:
+    """A batch of global arrays of which each process draws only what its devices hold.
+
+    Args:
+      draw: ``draw((microbatches, rows))`` is those parts of the batch, a tree of NumPy arrays whose first two dims
+        are microbatches and the rows of each.
+      num_rows: (microbatches, rows of each) of the whole batch.
+      sharding: of the first two dims.
+    """
+    places = sharding.addressable_devices_indices_map(num_rows)
+    held = {_bounds(index, num_rows) for index in places.values()}
+    parts = {bounds: draw((slice(*bounds[0]), slice(*bounds[1]))) for bounds in held}
+    leaves = {bounds: jax.tree.leaves(part) for bounds, part in parts.items()}
+    first, treedef = jax.tree.flatten(next(iter(parts.values())))
+
+    def whole(number: int) -> jax.Array:
+        def part(index: Index) -> np.ndarray:
+            return leaves[_bounds(index, num_rows)][number]
+
+        shape = (*num_rows, *first[number].shape[2:])
+        return jax.make_array_from_callback(shape, sharding, part)
+
+    return jax.tree.unflatten(treedef, [whole(number) for number in range(len(first))])
+
+
+def _bounds(index: Index, num_rows: tuple[int, int]) -> tuple[tuple[int, ...], ...]:
+    assert index is not None  # every device of a process that is asked holds a part
+    return tuple(part.indices(size)[:2] for part, size in zip(index[:2], num_rows, strict=True))
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed"

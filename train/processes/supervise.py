@@ -1,0 +1,137 @@
+"""Several processes on this machine: start them, watch over them, end them all when one fails, start them again.
+
+One process of a JAX program cannot go on without the others, and not always does it notice that one is gone: so the
+rule is all or none, and what is kept is what a checkpoint holds. No JAX here.
+"""
+
+import dataclasses
+import json
+import os
+import socket
+import sys
+from collections.abc import Callable, Sequence
+from datetime import datetime
+from pathlib import Path
+
+from train.config import ConfigError, TrainConfig, make_schedule
+from train.figures.folder import find, unnamed
+from train.options import plain
+from train.processes.devices import num_devices, set_devices
+from train.processes.watcher import Told, run_once
+
+
+class Story:
+    """What happened, line by line, in a file and on stderr."""
+
+    def __init__(self, path: Path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._path = path
+
+    def tell(self, text: str) -> None:
+        """Add to it."""
+        with self._path.open("a") as file:
+            file.write(f"{datetime.now():%Y-%m-%d %H:%M:%S} {text}\n")
+        print(f"supervisor: {text}", file=sys.stderr, flush=True)
+
+
+def free_port() -> int:
+    """A port of loopback that nobody listens at now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def supervise(config: TrainConfig, *, resume: bool) -> int:
+    """Train in ``--processes`` processes of this machine; the exit code.
+
+    What happens is told in ``runs/NAME/processes/story.log``; what the processes say stands beside it.
+
+    Raises:
+      ConfigError: devices cannot be shared out, or another run has that name.
+    """
+    set_devices(config, {}, num_processes=config.launch.processes or 1)
+    if config.name is None:
+        config = dataclasses.replace(config, name=unnamed(config).name)
+    else:
+        find(config, resume=resume)
+    assert config.name is not None
+    folder = config.runs / config.name / "processes"
+    folder.mkdir(parents=True, exist_ok=True)
+    with Told() as told:
+        return keep_going(
+            config,
+            lambda config, attempt: command_lines(
+                config, folder / f"{attempt}", resume=resume or attempt > 0
+            ),
+            folder,
+            told,
+        )
+
+
+def command_lines(config: TrainConfig, where: Path, *, resume: bool) -> list[list[str]]:
+    """How each process is started: with all options in one file, a fresh port and its number."""
+    options, count = Path(f"{where}.options.json"), config.launch.processes or 1
+    alone = dataclasses.replace(config, launch=dataclasses.replace(config.launch, processes=None))
+    options.write_text(json.dumps(plain(alone), indent=2) + "\n")
+    line = [sys.executable, "-P", "-m", "train", "--config", str(options), "--name", str(config.name)]
+    line += ["--runs", str(config.runs), "--coordinator", f"127.0.0.1:{free_port()}"]
+    line += ["--num-processes", str(count), *(["--resume"] if resume else [])]
+    return [[*line, "--process-id", str(number)] for number in range(count)]
+
+
+def keep_going(
+    config: TrainConfig,
+    commands: Callable[[TrainConfig, int], Sequence[Sequence[str]]],
+    folder: Path,
+    told: Told,
+) -> int:
+    """Start all processes, and again when one fails, ``--restarts`` times at most; the exit code.
+
+    Args:
+      config: the options.
+      commands: ``commands(config, attempt)``, a command for each process; attempts count from 0.
+      folder: for the story and for what processes say.
+      told: whether to stop.
+    """
+    story, most = Story(folder / "story.log"), config.launch.restarts
+    for attempt in range(most + 1):
+        lines = commands(config, attempt)
+        story.tell(f"start {attempt}: {len(lines)} processes, logs in {folder}/{attempt}.*.log")
+        outcome = run_once(lines, folder / str(attempt), told, os.environ)
+        story.tell(outcome.why)
+        if outcome.code is not None:
+            return outcome.code
+        if attempt == most:
+            break
+        if config.launch.shrink:
+            fewer = smaller(config, len(outcome.culprits))
+            mesh = fewer.mesh
+            story.tell(f"going on with {fewer.launch.processes} processes, pp {mesh.pp} x ep {mesh.ep}")
+            config = fewer
+        story.tell(f"restart {attempt + 1} of {most}, from the last good checkpoint")
+    story.tell(f"given up after {most} restarts")
+    return 1
+
+
+def smaller(config: TrainConfig, num_lost: int) -> TrainConfig:
+    """The options without ``num_lost`` of the processes, at least one: fewer pipeline ranks, or what fits.
+
+    Each process keeps its number of devices; dp and ep stay, layers are shared out anew. Of the numbers of processes
+    that the schedule and the mesh allow the largest is taken; the same options if there is none.
+    """
+    count, mesh = config.launch.processes or 1, config.mesh
+    devices, beside = num_devices(config) // count, mesh.dp * mesh.ep
+    for left in range(count - max(num_lost, 1), 0, -1):
+        pp, rest = divmod(left * devices, beside)
+        launch = dataclasses.replace(config.launch, processes=left)
+        fewer = dataclasses.replace(
+            config, mesh=dataclasses.replace(mesh, pp=pp, stage_layers=()), launch=launch
+        )
+        if rest or pp < 1:
+            continue
+        try:
+            make_schedule(fewer)
+        except ConfigError:
+            continue
+        return fewer
+    return config

@@ -1,0 +1,349 @@
+"""Checkpoints: the canonical state and the facts about it, written by Orbax, believed only when proved.
+
+Orbax writes a step beside its place and renames it when it is whole, so a process that is killed leaves the steps
+before. But it does not notice bits that flipped on the disk, loads other dtypes without a word, and takes old steps
+away file by file, so that a kill may leave half of one. Hence a fingerprint of every array, taken on the devices
+before writing and compared after reading.
+"""
+
+import contextlib
+import errno
+import functools
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any, NamedTuple, Self
+
+import jax
+import jax.numpy as jnp
+import orbax.checkpoint.experimental.v1 as ocp
+from jax.sharding import SingleDeviceSharding
+
+from models.weights.faults import quiet, reason
+from train.config import CheckpointConfig
+from train.errors import CheckpointError, Stopped
+from train.processes.group import Processes
+from train.state.facts import FORMAT, Facts, at_step, changes, refuse_foreign
+from train.state.fingerprint import fingerprints
+from train.state.layout import Layout, TrainState
+
+FOLDER = "checkpoints"
+"""Of a run's folder."""
+
+ASIDE = "damaged"
+"""Folder beside it for steps that could not be used, which are kept for whoever wants to know why."""
+
+PATIENCE = 600
+"""Seconds after which a save that has not ended is given up."""
+
+
+AGAIN = 30
+"""Seconds after which a save that failed is tried again, though none is due."""
+
+MISSING = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR)
+"""Errors of a checkpoint that is not whole; others are of the disk or the network, and may pass."""
+
+WAITS = (0.5, 2.0, 8.0)
+"""Seconds before a checkpoint that could not be read is read again."""
+
+
+class Verdict(NamedTuple):
+    """Whether a step can be used.
+
+    Attributes:
+      step: which.
+      problem: what is wrong with it; None if it is whole.
+      facts: what is written about it, as far as it can be read.
+    """
+
+    step: int
+    problem: str | None
+    facts: Facts
+
+
+class Checkpoints:
+    """The checkpoints of one run. Enter it: leaving waits for what is still being written.
+
+    Args:
+      folder: of the run.
+      config: when, and what to keep.
+      layout: of the state.
+      facts: of the run; see ``train.state.facts.describe``.
+      say: called with what a user should know.
+      processes: all of which write and read.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        config: CheckpointConfig,
+        layout: Layout,
+        facts: Facts,
+        say: Callable[[str], None],
+        processes: Processes,
+    ):
+        self._processes = processes
+        self._folder, self._config, self._layout, self._facts, self._say = folder, config, layout, facts, say
+        self._last_time = time.monotonic()
+        self._saved: int | None = None
+        self._failing = False
+        self._writing: tuple[int, Any] | None = None
+        self._quiet = contextlib.ExitStack()
+        self.seconds = 0.0
+        """That the latest save kept the run waiting."""
+        self.restored: Facts = {}
+        """What is written about the step that was restored."""
+        self._store = self._open()
+
+    def due(self, step: int) -> bool:
+        """Whether a step that is done should be saved: by what the options say of steps and minutes, or once more."""
+        every, minutes = self._config.every, self._config.minutes
+        if self._failing and time.monotonic() - self._last_time >= AGAIN:
+            return True
+        by_step = every is not None and step % every == 0
+        return by_step or (minutes is not None and time.monotonic() - self._last_time >= 60 * minutes)
+
+    def save(
+        self,
+        step: int,
+        state: TrainState,
+        record: Mapping[str, Any],
+        load: Any,
+        balance: Any = None,
+        carried: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Begin to write a step; the run goes on as soon as the arrays are copied. See ``at_step``.
+
+        That the disk is full, or the like, is said and costs no more than this checkpoint.
+        """
+        began = time.monotonic()
+        self.wait()
+        flat = self._layout.to_canonical(state)
+        facts = at_step(self._facts, step, fingerprints(flat), record, load, balance, carried)
+        try:
+            self._writing = step, self._store.save_async(step, flat, force=True, custom_metadata=facts)
+        except Exception as error:  # Orbax raises whatever the file system did
+            self._failed(step, error)
+        self._last_time = time.monotonic()
+        self.seconds = self._last_time - began
+
+    def wait(self) -> None:
+        """Until nothing is being written any more."""
+        if self._writing is None:
+            return
+        step, writing = self._writing
+        self._writing = None
+        try:
+            writing.result(PATIENCE)
+        except Exception as error:
+            self._failed(step, error)
+        else:
+            self._saved, self._failing = step, False
+
+    def finish(self, step: int) -> None:
+        """Wait, and raise CheckpointError unless ``step`` is on the disk."""
+        self.wait()
+        if self._saved != step:
+            left = "no step" if self._saved is None else f"step {self._saved}"
+            raise CheckpointError(
+                f"step {step} could not be saved, as said above; the newest that was is {left}. With room "
+                f"and rights in {self._folder / FOLDER}, --resume trains on from there"
+            )
+
+    def restore(self) -> TrainState | None:
+        """The newest whole step as the run's state; None where nothing was ever saved.
+
+        Steps that prove damaged are put aside, with a word.
+
+        Raises:
+          CheckpointError: what is there is of another run, or nothing of it is whole.
+        """
+        stored = self._store
+        steps: list[int] = self._processes.first(
+            lambda: sorted((s.step for s in stored.checkpoints), reverse=True)
+        )
+        damaged: list[int] = []
+        for step in steps:
+            where = f"{self._folder / FOLDER / str(step)}"
+            admit = functools.partial(self._admit, where)
+            verdict, flat = _read(self._store, step, admit, self._processes.any)
+            if verdict.problem is None:
+                self._put_aside(step)
+                for text in changes(verdict.facts, self._facts):
+                    self._say(f"warning: {text}")
+                self._saved, self.restored = step, verdict.facts
+                return self._layout.from_canonical(flat)
+            self._say(f"warning: {where} is damaged: {verdict.problem}")
+            damaged.append(step)
+        if damaged:
+            raise CheckpointError(
+                f"none of the checkpoints in {self._folder / FOLDER} is whole (steps {', '.join(map(str, damaged))}); "
+                "begin anew under another --name"
+            )
+        return None
+
+    def __enter__(self) -> Self:
+        self._quiet.enter_context(quiet())
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        with self._quiet:
+            if self._processes.count > 1 and kind is not None and not issubclass(kind, Stopped):
+                return  # whoever else writes may be gone, and never come to an end
+            self.wait()
+            self._store.close()
+
+    def _open(self) -> Any:
+        folder = self._folder / FOLDER
+        try:
+            folder.mkdir(exist_ok=True)
+            tempfile.TemporaryFile(dir=folder).close()  # a folder that is only to be read is found out now
+        except OSError as error:
+            raise CheckpointError(f"cannot write into {folder}: {error.strerror or error}") from None
+        with quiet():
+            return _store(folder, self._config)
+
+    def _admit(self, where: str, facts: Facts) -> Mapping[str, Any]:
+        refuse_foreign(facts, self._facts, where)
+        return self._layout.canonical
+
+    def _failed(self, step: int, error: Exception) -> None:
+        if self._processes.count > 1:  # the others know nothing of it
+            raise CheckpointError(f"step {step} could not be saved: {reason(error)}") from error
+        if not self._failing:
+            self._say(
+                f"warning: step {step} could not be saved: {reason(error)}; training goes on, and tries again"
+            )
+        self._failing = True
+        for thread in threading.enumerate():
+            if type(thread).__module__.startswith(
+                "orbax."
+            ):  # Orbax waits for none after the first that failed
+                threading.Thread.join(thread, PATIENCE)  # its own would raise the same again
+        with contextlib.suppress(Exception):  # it says the same again
+            self._store.close()
+        self._store = _store(self._folder / FOLDER, self._config)
+
+    def _put_aside(self, whole: int) -> None:
+        """Move what is newer than the step that is whole: it will be written again, which Orbax would refuse.
+
+        That is more than what it lists: it overlooks the remains of a step that it was taking away.
+        """
+        folder, aside = self._folder / FOLDER, self._folder / ASIDE
+        newer = [path for path in folder.iterdir() if path.name.isdigit() and int(path.name) > whole]
+        self._processes.meet()  # everybody has looked
+        if not newer:
+            return
+        if self._processes.leads:
+            aside.mkdir(exist_ok=True)
+            for path in newer:
+                path.rename(aside / f"{path.name}.{time.time_ns()}")
+        self._processes.meet()
+        self._store.reload()
+        gone = ", ".join(sorted((path.name for path in newer), key=int))
+        self._say(f"warning: put aside in {aside}: step {gone}; going on from step {whole}")
+
+
+def verify(folder: Path) -> Iterator[Verdict]:
+    """Read every step of a run, oldest first, and compare its fingerprints; on one device, whatever wrote it.
+
+    Raises:
+      CheckpointError: there is no checkpoint.
+    """
+    found = folder / FOLDER
+    if not found.is_dir():
+        raise CheckpointError(
+            f"--check {folder}: no checkpoints there; a run's folder, such as runs/NAME, has them"
+        )
+    here = SingleDeviceSharding(jax.devices()[0])
+
+    def described(facts: Facts) -> Mapping[str, Any]:
+        if facts.get("format") != FORMAT:
+            raise ValueError(f"format {facts.get('format')}, this trainer reads {FORMAT}")
+        return {
+            name: jax.ShapeDtypeStruct(tuple(shape), jnp.dtype(dtype), sharding=here)
+            for name, (shape, dtype) in facts["arrays"].items()
+        }
+
+    with quiet(), _store(found, CheckpointConfig(), clean=False) as store:
+        steps = sorted(step.step for step in store.checkpoints)
+        if not steps:
+            raise CheckpointError(f"--check {folder}: no whole step in {found}")
+        for step in steps:
+            yield _read(store, step, described)[0]
+
+
+def _read(
+    store: Any,
+    step: int,
+    describe: Callable[[Facts], Mapping[str, Any]],
+    any_problem: Callable[[str | None], str | None] = lambda problem: problem,
+) -> tuple[Verdict, dict[str, jax.Array]]:
+    """Load a step and prove it.
+
+    ``describe`` says from its facts what arrays to expect, or raises; ``any_problem`` of this process's problem is
+    that of any process.
+    """
+    facts: Facts = {}
+    flat: dict[str, jax.Array] = {}
+    problem = None
+    with quiet():
+        for wait in (*WAITS, None):
+            try:
+                facts = store.metadata(step).custom_metadata or {}
+                if facts:
+                    flat = store.load(step, describe(facts))
+                else:
+                    problem = "its _CHECKPOINT_METADATA says nothing about it"
+            except CheckpointError:
+                raise
+            except Exception as error:  # whatever half a folder or a flipped bit makes Orbax raise
+                if _may_pass(error):
+                    if wait is not None:
+                        time.sleep(wait)
+                        continue
+                    raise CheckpointError(
+                        f"step {step} cannot be read: {reason(error)}; tried {len(WAITS) + 1} times. It is left where "
+                        "it is: resume again when the disk can be read"
+                    ) from error
+                problem = reason(error)
+            break
+    problem = any_problem(problem)
+    if problem is not None:
+        return Verdict(step, problem, facts), {}
+    prints = fingerprints(flat)
+    wrong = [name for name, value in facts["fingerprints"].items() if prints.get(name) != value]
+    if wrong:
+        problem = f"{len(wrong)} of {len(prints)} arrays are not what was saved, such as {wrong[0]}"
+        return Verdict(step, problem, facts), {}
+    return Verdict(step, None, facts), flat
+
+
+def _store(folder: Path, config: CheckpointConfig, *, clean: bool = True) -> Any:
+    context = ocp.Context()
+    context.array.saving.use_replica_parallel = False  # or the first save compiles a slice for every shape
+    context.asynchronous.timeout_secs = PATIENCE
+    keep = ocp.training.preservation_policies
+    kept = [keep.LatestN(config.keep)]
+    if config.keep_every is not None:
+        kept.append(keep.EveryNSteps(config.keep_every))
+    return ocp.training.Checkpointer(
+        folder.absolute(),
+        context=context,
+        preservation_policy=keep.AnyPreservationPolicy(kept),
+        cleanup_tmp_directories=clean,  # of whoever is writing, too
+    )
+
+
+def _may_pass(error: BaseException | None) -> bool:
+    """Whether input and output failed, rather than what is there is wrong."""
+    while error is not None:
+        if isinstance(error, OSError) and error.errno is not None and error.errno not in MISSING:
+            return True
+        error = error.__cause__ or error.__context__
+    return False

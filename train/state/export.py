@@ -1,0 +1,91 @@
+"""A run's weights in Hugging Face's layout, which transformers and servers of models read."""
+
+import os
+import shutil
+from pathlib import Path
+
+from safetensors import SafetensorError
+
+import models
+from dualpipe_jax.engine.stages import to_placed
+from models.weights.config_json import to_json
+from models.weights.tokenizer import FILES
+from train.config import ConfigError, TrainConfig
+from train.data import Vocabulary
+from train.errors import CheckpointError
+from train.model import model_config
+from train.processes.group import Processes
+from train.setup import Run
+from train.state.layout import TrainState
+
+
+def check_export(config: TrainConfig, numbers: models.Config) -> None:
+    """Find out before training what would hinder at its end; makes the folder.
+
+    Raises:
+      ConfigError: there is something in the folder, it cannot be made, or the layout has no such model.
+    """
+    folder = config.checkpoint.export
+    if folder is None:
+        return
+    try:
+        to_json(numbers, config.model.precision)
+        folder.mkdir(parents=True, exist_ok=True)
+        if any(folder.iterdir()):
+            raise ConfigError(f"--export {folder}: is not empty; name another folder, or empty it")
+    except OSError as error:
+        raise ConfigError(f"--export {folder}: cannot write there: {error.strerror or error}") from None
+    except models.weights.WeightsError as error:
+        raise ConfigError(f"--export {folder}: {error}") from None
+
+
+def export(this: Run, state: TrainState, processes: Processes) -> str | None:
+    """Write the weights to ``--export DIR``, if that is asked for; returns what to tell.
+
+    Tensors are in the dtype that activations are computed in. The folder has its name once it is whole. A tokenizer
+    goes along. Each process writes what it holds the first copy of.
+
+    Raises:
+      CheckpointError: they could not be written.
+    """
+    folder = this.config.checkpoint.export
+    if folder is None:
+        return None
+    try:
+        _write(folder, this, state, processes)
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(
+            f"--export {folder}: {error}; the run is saved: with room and rights there, --name {this.config.name} "
+            f"--resume --export {folder} writes its weights"
+        ) from error
+    return f"weights         {folder}: Hugging Face's layout, {this.config.model.precision}"
+
+
+def _write(folder: Path, this: Run, state: TrainState, processes: Processes) -> None:
+    new, numbers = folder.with_name(f"{folder.name}.new"), model_config(this.config, this.corpus.vocab)
+    if processes.leads:
+        shutil.rmtree(new, ignore_errors=True)  # of a run that was killed here
+        new.mkdir()
+        _copy_tokenizer(this.corpus.vocabulary, new)
+    processes.meet()
+    models.weights.save(
+        new,
+        numbers,
+        this.layout.plain(state).params,
+        stages=this.layout.model.layout.plan,
+        arrange=lambda stages: to_placed(stages, this.schedule.placement),
+        dtype=this.config.model.precision,
+        extra={"eos_token_id": this.corpus.vocabulary.separator},
+    )
+    processes.meet()
+    if processes.leads:
+        os.rename(new, folder)
+
+
+def _copy_tokenizer(vocabulary: Vocabulary, folder: Path) -> None:
+    if vocabulary.file is None:
+        return
+    shutil.copyfile(vocabulary.file, folder / FILES[0])
+    for name in FILES[1:]:
+        if (beside := vocabulary.file.with_name(name)).is_file():
+            shutil.copyfile(beside, folder / name)
