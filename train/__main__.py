@@ -81,8 +81,8 @@ def train(config: TrainConfig, launch: Launch | None, *, resume: bool) -> None:
         initialize(launch, config.launch)
     from rich.console import Console
 
-    from train.loop import run
     from train.processes.group import Processes, joined
+    from train.run import run
 
     processes = Processes(pulse=pulse) if launch is None else joined(pulse)
     run(config, processes.console(Console()), processes, resume=resume)

@@ -1,170 +1,28 @@
-"""A run: what it prints, the steps, the evaluations, the files it leaves."""
+"""The steps of a run, and what may happen between two of them: an evaluation, a checkpoint, a fault, a signal."""
 
-import dataclasses
 import signal
 import time
-from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Mapping
 from typing import Any
 
 import jax
 from rich.console import Console
 
-from dualpipe_jax.schedule import CostModel, Schedule, simulate
-from dualpipe_jax.schedule.formats.text import format_grid
-from train.config import TrainConfig
 from train.data import Batch, Prefetch
-from train.data.text import describe_skipped
 from train.errors import DivergedError, Stopped
-from train.figures.folder import METRICS, claimed, find, write_config, writing
-from train.figures.metrics import Display, MetricsFile, Pace
+from train.figures.metrics import Display, Pace, say
 from train.figures.step import expert_load
-from train.figures.trackers import Tracker, Trackers
-from train.figures.watch import Watch, read_profile, watch_run
-from train.model import count_parameters, describe_dispatch, has_selection_bias, model_config
-from train.options import plain
-from train.processes.group import Processes, common
+from train.figures.trackers import Tracker
+from train.figures.watch import Watch
+from train.processes.group import Processes
 from train.processes.stop import Stop
 from train.processes.stragglers import Stragglers
 from train.processes.stragglers import describe as describe_stragglers
-from train.recipe import describe as describe_recipe
-from train.report import write_report
-from train.setup import Run, prepare
-from train.state.checkpoint import FOLDER, Checkpoints
-from train.state.export import check_export, export
-from train.state.facts import describe
-from train.state.layout import TrainState, without_biases
+from train.setup import Run
+from train.state.checkpoint import Checkpoints
+from train.state.layout import TrainState
 from train.state.rebalance import make_balancer
 from train.trouble import Trouble
-
-
-def run(config: TrainConfig, console: Console, processes: Processes, *, resume: bool = False) -> Path:
-    """Train, measure the held-out loss before and after, say what came of it. Returns the run's folder.
-
-    Raises:
-      ConfigError, DataError: options or data that will not do.
-      CheckpointError: what is to be resumed cannot be, or the last step could not be saved.
-      DivergedError: the loss is no number any more.
-      Stopped: a signal came, and the run was saved.
-    """
-    began = time.perf_counter()
-    if processes.leads:
-        find(config, resume=resume)  # before anything that takes time
-    this = prepare(config)
-    config = this.config
-    if processes.leads:
-        check_export(config, model_config(config, this.corpus.vocab))
-    processes.agree(common(config, this.corpus.fingerprint))
-    processes.connect(this.layout.mesh)
-
-    def note(text: str) -> None:
-        say(console, text)
-
-    with processes.entering(claimed(config, resume=resume)) as folder:
-        config = dataclasses.replace(config, name=folder.name)
-        this = dataclasses.replace(this, config=config)
-        layout, numbers = this.layout, model_config(config, this.corpus.vocab)
-        read = this.corpus
-        facts = describe(config, numbers, read.fingerprint, layout.canonical, read.vocabulary.fingerprint)
-        with Checkpoints(folder, config.checkpoint, layout, facts, note, processes) as checkpoints:
-            if processes.leads:
-                with writing(folder):
-                    introduce(this, folder, console)
-            state = checkpoints.restore() if resume else None
-            if (
-                state is not None
-                and not has_selection_bias(numbers)
-                and (mended := without_biases(state)) is not None
-            ):
-                state = mended
-                note(
-                    f"warning: the routers of {config.model.name} have no selection bias; those that an earlier "
-                    "trainer moved are zero from here on, so that the weights can be exported"
-                )
-            if processes.leads:
-                with writing(folder):
-                    write_config(config, folder)
-            if resume:
-                note(f"resuming from step {0 if state is None else int(state.step)} of {folder}")
-            state = this.init() if state is None else state
-            path = folder / METRICS if processes.leads else None
-            with writing(folder):
-                file = MetricsFile(path, upto=int(state.step) if resume else -1)
-            if file.damage:
-                note(f"warning: {file.damage}")
-            told = config.log.track if processes.leads else ()
-            try:
-                with Trackers(file, told, folder, plain(config), note, int(state.step)) as trackers:
-                    conclude(this, state, folder, trackers, checkpoints, console, file.kept, processes)
-            finally:
-                if processes.leads:
-                    report(folder, note)  # of a run that was cut short too
-    say(console, f"wall time       {time.perf_counter() - began:.0f} s, compilation included")
-    return folder
-
-
-def report(folder: Path, note: Callable[[str], None]) -> None:
-    """Write report.html; that the disk is full, or the like, is said."""
-    try:
-        write_report(folder)
-    except OSError as error:
-        note(
-            f"warning: no report.html: {error}; scripts/train --report {folder} writes it when there is room"
-        )
-
-
-def conclude(
-    this: Run,
-    state: TrainState,
-    folder: Path,
-    file: Tracker,
-    checkpoints: Checkpoints,
-    console: Console,
-    kept: Sequence[Mapping[str, Any]],
-    processes: Processes,
-) -> None:
-    """Train to the end and say what came of it; ``kept`` are the records of an earlier part of the run."""
-    num_steps, unit = this.config.optimizer.steps, this.corpus.vocabulary.unit
-    if int(state.step) >= num_steps:
-        say(console, f"all {num_steps} steps are done; --steps says how many there should be")
-        export_weights(this, state, console, processes)
-        return
-    first, carried = int(state.step), dict(checkpoints.restored.get("carried", {}))
-    if not carried:  # nothing restored, or by a trainer that left these to metrics.jsonl
-        carried["before"], carried["skipped"] = processes.first(
-            lambda: (held_out(kept, 0), skipped_before(kept))
-        )
-    say(console, "\ncompiling ...")
-    since = "before training" if carried["before"] is not None or not first else f"at step {first}"
-    if carried["before"] is None:
-        found = this.held_out(state.params)
-        carried["before"] = found["heldout_loss"]
-        file.write({"step": first, **found})
-    before = carried["before"]
-    say(console, f"held-out loss {since}: {before:.3f} nats per {unit}")
-    with watch_run(this, folder, int(state.step), processes.leads) as watch:
-        state = train(this, state, file, console, checkpoints, watch, processes, carried)
-    processes.pulse.phase("evaluating")
-    if this.config.log.profile:
-        say(console, read_profile(this, state, folder, processes.leads))
-    found = this.held_out(state.params)
-    after, bits = found["heldout_loss"], found["heldout_bits_per_byte"]
-    file.write({"step": num_steps, **found})
-    export_weights(this, state, console, processes)
-    say(
-        console,
-        f"held-out loss   from {before:.3f} to {after:.3f} nats per {unit}, {bits:.3f} bits per byte\n"
-        f"bubble          {bubble(this.schedule):.1%} of {this.schedule.name}'s step when F = I = W\n"
-        f"files           {folder}/: report.html, {METRICS}, config.json, environment.json, schedule.txt, {FOLDER}/\n"
-        f"go on           scripts/train --name {folder.name} --resume --steps {2 * num_steps}",
-    )
-
-
-def export_weights(this: Run, state: TrainState, console: Console, processes: Processes) -> None:
-    """What --export asks for."""
-    processes.pulse.phase("exporting")
-    if (told := export(this, state, processes)) is not None:
-        say(console, told)
 
 
 def train(
@@ -283,55 +141,3 @@ def go_back(this: Run, checkpoints: Checkpoints, reason: str, trouble: Trouble) 
             f"{reason}; going back to step {int(state.step)} did not help; lower --learning-rate"
         )
     return state
-
-
-def skipped_before(kept: Sequence[Mapping[str, Any]]) -> int:
-    """How many batches an earlier part of the run skipped."""
-    return next((record.get("skipped", 0) for record in reversed(kept) if "loss" in record), 0)
-
-
-def held_out(kept: Sequence[Mapping[str, Any]], step: int) -> float | None:
-    """The held-out loss at a step, if it was measured before the run was resumed."""
-    found = [record["heldout_loss"] for record in kept if record["step"] == step and "heldout_loss" in record]
-    return found[-1] if found else None
-
-
-def bubble(schedule: Schedule) -> float:
-    """The fraction of a step that ranks wait, by simulation with equal costs of F, I and W."""
-    played = simulate(schedule, CostModel())
-    return sum(played.idle) / (schedule.num_ranks * played.makespan)
-
-
-def introduce(this: Run, folder: Path, console: Console) -> None:
-    """Say what will be trained on what and in which order; leave the order in the run's folder."""
-    config, corpus = this.config, this.corpus
-    picture = format_grid(this.schedule)
-    (folder / "schedule.txt").write_text(picture + "\n")
-    unit = corpus.vocabulary.unit
-    total, active = count_parameters(model_config(config, corpus.vocab))
-    say(
-        console,
-        f"model      {config.model.name}: {total / 1e6:.2f} M parameters, {active / 1e6:.2f} M at work on a {unit}\n"
-        f"experts    {describe_dispatch(config)}\n"
-        f"data       {corpus.num_documents} documents: {corpus.num_tokens / 1e6:.1f} M {unit}s to train on, "
-        f"{corpus.num_heldout / 1e6:.1f} M held out\n"
-        f"step       {' x '.join(map(str, config.batch_shape[:2]))} sequences of {config.sequence} {unit}s\n"
-        f"recipe     {describe_recipe(config, this.recipe)}\n"
-        f"devices    {layout_of(config)}, {jax.devices()[0].platform}\n"
-        f"run        {folder}\n",
-    )
-    if corpus.skipped:
-        say(console, describe_skipped(corpus.skipped) + "\n")
-    width = console.width if console.is_terminal else None  # cut off at the edge; the file has it whole
-    say(console, "\n".join(line[:width] for line in picture.splitlines()))
-
-
-def layout_of(config: TrainConfig) -> str:
-    """The mesh in words."""
-    mesh = config.mesh
-    return (f"dp {mesh.dp} x " if mesh.dp > 1 else "") + f"pp {mesh.pp} x ep {mesh.ep}"
-
-
-def say(console: Console, text: str) -> None:
-    """Print as it is: rich neither wraps nor colours it."""
-    console.print(text, markup=False, highlight=False, soft_wrap=True)

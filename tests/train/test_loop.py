@@ -29,6 +29,7 @@ from train.processes.group import Processes
 from train.processes.stop import Stop
 from train.recipe import follow, of_run
 from train.report import RunFolder
+from train.run import bubble, skipped_before
 from train.setup import Run
 from train.trouble import Trouble
 
@@ -165,7 +166,7 @@ def test_the_pace_leaves_out_the_step_that_compiles():
 
 def test_the_bubble_is_the_simulated_idle_fraction():
     for recipe in (gpipe, one_f_one_b):
-        assert loop.bubble(recipe(4, 12)) == pytest.approx((4 - 1) / (12 + 4 - 1))
+        assert bubble(recipe(4, 12)) == pytest.approx((4 - 1) / (12 + 4 - 1))
 
 
 def test_what_is_due_and_the_last_step_are_saved(tmp_path):
@@ -245,8 +246,8 @@ def test_without_a_checkpoint_it_begins_anew_and_gives_up_where_that_does_not_he
 def test_a_resumed_run_draws_on_where_it_skipped(tmp_path):
     lines, _, learnt = run([], tmp_path / "metrics.jsonl", config=SKIP, start=2, skipped=2)
     assert learnt == [4, 5, 6, 7]
-    assert loop.skipped_before([*lines, {"step": 6, "heldout_loss": 1.0}]) == 2
-    assert loop.skipped_before([{"step": 0, "heldout_loss": 1.0}]) == loop.skipped_before([]) == 0
+    assert skipped_before([*lines, {"step": 6, "heldout_loss": 1.0}]) == 2
+    assert skipped_before([{"step": 0, "heldout_loss": 1.0}]) == skipped_before([]) == 0
 
 
 def spikes(losses, spike):

@@ -22,11 +22,11 @@ import models
 from dualpipe_jax.schedule import dualpipe
 from models.weights import native
 from tests.quick import QUICK
-from train import loop
 from train.config import SCHEDULES
 from train.data import open_corpus
 from train.options import parse
 from train.processes.group import Processes
+from train.run import run as whole_run
 from train.state.checkpoint import verify
 
 ROOT = Path(__file__).parents[2]
@@ -169,7 +169,7 @@ def go_on_here(folder, name, *flags):
     text = str(folder / "train" / "text.txt")
     given = parse(["--runs", str(folder / "runs"), "--name", name, "--resume", "--data", text, *flags])
     said = Console(file=io.StringIO(), width=200)
-    loop.run(given.options, said, Processes(), resume=given.resume)
+    whole_run(given.options, said, Processes(), resume=given.resume)
     return said.file.getvalue()
 
 
@@ -244,7 +244,7 @@ def test_a_run_whose_batches_grow_goes_on_bit_for_bit(folder):
 
     def run(name, *more):
         given = parse([*options, "--name", name, *more])
-        loop.run(given.options, Console(file=io.StringIO(), width=200), Processes(), resume=given.resume)
+        whole_run(given.options, Console(file=io.StringIO(), width=200), Processes(), resume=given.resume)
         return curve(folder, name)
 
     whole = run("grown")

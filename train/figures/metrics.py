@@ -192,3 +192,8 @@ def _plain(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {name: _plain(part) for name, part in value.items()}
     return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def say(console: Console, text: str) -> None:
+    """Print as it is: rich neither wraps nor colours it."""
+    console.print(text, markup=False, highlight=False, soft_wrap=True)

@@ -9,7 +9,7 @@ from train.config import ConfigError
 from train.figures.folder import METRICS, writing
 from train.figures.metrics import MetricsFile, read_metrics
 from train.figures.trackers import Trackers
-from train.loop import report
+from train.run import report
 
 
 class NearlyFull:
@@ -109,7 +109,7 @@ def test_no_room_for_the_report_is_said(tmp_path, monkeypatch):
         raise OSError(errno.ENOSPC, "No space left on device")
 
     said = []
-    monkeypatch.setattr("train.loop.write_report", full)
+    monkeypatch.setattr("train.run.write_report", full)
     report(tmp_path, said.append)
     assert (
         len(said) == 1

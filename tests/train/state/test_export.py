@@ -12,13 +12,14 @@ import pytest
 from rich.console import Console
 
 import models
-from train import loop, setup
+from train import setup
 from train.config import ConfigError, configure
 from train.data.vocabulary import Vocabulary
 from train.errors import CheckpointError
 from train.model import has_selection_bias, model_config
 from train.options import parse
 from train.processes.group import Processes
+from train.run import conclude
 from train.state.export import check_export, export
 from train.state.layout import trainable, with_trainable, without_biases
 
@@ -124,7 +125,7 @@ def test_a_finished_run_is_exported_with_its_tokenizer(written, tmp_path):
     (tmp_path / "out.new").mkdir()
     (tmp_path / "out.new" / "model.safetensors").write_text("of a run that was killed")
     out, done = Console(file=io.StringIO(), width=300), state._replace(step=3)
-    loop.conclude(this, done, tmp_path, None, None, out, [], Processes())
+    conclude(this, done, tmp_path, None, None, out, [], Processes())
     assert (
         "all 3 steps are done" in out.file.getvalue() and f"weights         {folder}" in out.file.getvalue()
     )

@@ -23,11 +23,12 @@ from tests.parallel.test_placement import tables
 from tests.train.state.test_checkpoint import NUMBERS, make_layout, random_flat
 from tests.train.state.test_state import check_lies
 from tests.train.test_step import adamw_by_hand
-from train import loop, setup
+from train import setup
 from train.config import ConfigError, check, configure
 from train.figures.metrics import read_metrics
 from train.figures.step import device_load, step_record
 from train.processes.group import Processes
+from train.run import run as whole_run
 from train.state.checkpoint import FOLDER
 from train.state.layout import init_state
 from train.state.placement import num_nodes, placed_layout, slots_of
@@ -299,7 +300,7 @@ def runs(tmp_path_factory):
     def go(name, resume=False, **options):
         config = configure(base, name=name, **options)
         check(config)
-        loop.run(config, Console(file=io.StringIO()), Processes(), resume=resume)
+        whole_run(config, Console(file=io.StringIO()), Processes(), resume=resume)
         return read_metrics(folder / name / "metrics.jsonl")
 
     found = {"plain": go("plain"), "moved": go("moved", rebalance_every=2, redundant_experts=2)}
