@@ -6,15 +6,17 @@ from collections.abc import Callable, Collection
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from dualpipe_jax.arguments import typechecked
-from dualpipe_jax.contract import At, Out, Report, StagedModel, StageFunction, Tree, returned
-from dualpipe_jax.engine import checks, nans
+from dualpipe_jax.contract import Report, StagedModel, Tree
+from dualpipe_jax.engine import checks, nans, spmd
+from dualpipe_jax.engine.differentiable import differentiable, for_figures
 from dualpipe_jax.engine.guard import Divergence
-from dualpipe_jax.engine.spmd import Engine, Outputs, Repeated, Results
+from dualpipe_jax.engine.program import Outputs, Repeated
+from dualpipe_jax.engine.spmd import Results
 from dualpipe_jax.engine.stages import PlacedStages, broadcast, from_placed, is_listed, to_placed
+from dualpipe_jax.engine.step import Step
 from dualpipe_jax.engine.storage import Leaf
 from dualpipe_jax.engine.trees import float0_like, is_key
 from dualpipe_jax.schedule import CostModel, Schedule
@@ -139,7 +141,7 @@ class Pipeline:
         params are differentiable, and with ``input_grads`` the batch's floating leaves; else differentiating by the
         batch raises ValueError.
         """
-        return _differentiable(self)
+        return differentiable(self._apply, self._step, self._by_report, input_grads=self.input_grads)
 
     def units(self, ops: Collection[str] = ("FB",), *, every_kind: bool = False) -> Callable[..., Any]:
         """``value_and_grad`` with only some of its units in it, to be compiled and looked at, not to be run.
@@ -175,7 +177,7 @@ class Pipeline:
           loss.NAME, metric.NAME, dropped: figures.
         """
         placed = jax.eval_shape(lambda p: self.placed(p), params)
-        return self._engine(placed).state(placed, batch, key)
+        return spmd.state(self._bound(placed), placed, batch, key)
 
     @functools.cached_property
     def rehearse(self) -> Callable[..., tuple[tuple[jax.Array, Report], Tree]]:
@@ -191,7 +193,7 @@ class Pipeline:
     def table(self, params: Tree, batch: Tree, key: jax.Array | None = None) -> TickTable:
         """The lowered schedule as ``value_and_grad`` of these arguments runs it; nothing is computed or compiled."""
         placed = jax.eval_shape(lambda p: self.placed(p), params)
-        return self._engine(placed).table(placed, batch, key)
+        return spmd.table(self._bound(placed), placed, batch, key)
 
     # ------------------------------------------------------------------- placing
 
@@ -201,7 +203,7 @@ class Pipeline:
         For ``jax.jit(init, out_shardings=...)``, which makes every array where it belongs.
         """
         placed = jax.eval_shape(self.placed, params)
-        specs = self._engine(placed).param_specs(len(placed["stages"].local))
+        specs = self._bound(placed).param_specs(len(placed["stages"].local))
         return jax.tree.map(lambda _, spec: NamedSharding(self.mesh, spec), placed, specs)
 
     def placed(self, params: Tree) -> Tree:
@@ -289,8 +291,8 @@ class Pipeline:
     def _fuses(self) -> bool:
         return not self._on_cpu if self.fuse_pairs is None else self.fuse_pairs
 
-    def _engine(self, params: Tree, units: tuple[str, ...] = (), every_kind: bool = False) -> Engine:
-        """The engine for placed params of these shapes."""
+    def _bound(self, params: Tree, units: tuple[str, ...] = (), every_kind: bool = False) -> Step:
+        """The step for placed params of these shapes."""
         one = {"stages": params["stages"].local[0], "shared": params["shared"]}
 
         def every(name: str, default: Any) -> Tree:
@@ -311,7 +313,7 @@ class Pipeline:
         dtypes = jax.tree.map(lambda _: single, used) if dtypes is None else dtypes
         layout = jax.tree.map(leaf, used, stored, dtypes)
         checks.check_layout(self.mesh, one, layout)
-        return Engine(
+        return Step(
             model=self.model,
             schedule=self.schedule,
             mesh=self.mesh,
@@ -342,7 +344,7 @@ class Pipeline:
     ) -> tuple[tuple[jax.Array, Report], Tree]:
         checks.check_arguments(self.schedule, self.mesh, params, batch, key)
         placed = self.placed(params)
-        results = self._engine(placed, units, every_kind).value_and_grad(placed, batch, key, instead)
+        results = spmd.value_and_grad(self._bound(placed, units, every_kind), placed, batch, key, instead)
         self._watch(results)
         return (results.objective, results.report), self._gradients(params, placed, batch, results.gradients)
 
@@ -352,9 +354,29 @@ class Pipeline:
         checks.check_arguments(self.schedule, self.mesh, params, batch, key)
         checks.check_choice("outputs", outputs, Outputs)
         placed = self.placed(params)
-        results = self._engine(placed).forward(placed, batch, key, outputs)
+        results = spmd.forward(self._bound(placed), placed, batch, key, outputs)
         self._watch(results)
         return Applied(results.objective, results.report, results.outputs)
+
+    def _by_report(self, params: Tree, batch: Tree, key: jax.Array | None, cotangents: Report) -> Tree:
+        """The gradients of <cotangents, report>: a step of the same stages with another objective.
+
+        The cotangents are shared parameters, frozen.
+        """
+        parts = self.schedule.num_microbatches * self._bound(self.placed(params)).num_parts
+
+        def wrapped(prefix: Tree, value: Any) -> Tree:
+            given = {} if prefix is None else prefix
+            return {**given, "shared": {"given": given.get("shared"), "cotangents": value}}
+
+        changes = {name: wrapped(getattr(self, name), None) for name in ("param_specs", "storage_specs")}
+        if isinstance(self.compute_dtype, dict):
+            changes["compute_dtype"] = wrapped(self.compute_dtype, None)
+        model = for_figures(self.model, cotangents, parts)
+        other = dataclasses.replace(self, model=model, frozen=wrapped(self.frozen, True), **changes)
+        shared = {"given": params["shared"], "cotangents": (cotangents.losses, cotangents.metrics)}
+        _, gradients = other._step(params | {"shared": shared}, batch, key)
+        return gradients | {"shared": gradients["shared"]["given"]}
 
     def _watch(self, results: Results) -> None:
         if results.first_bad is not None:
@@ -394,106 +416,3 @@ def _as_tree(tree: Tree, gradients: list[Any]) -> Tree:
 def _from_placed(stages: Tree, lists: PlacedStages, schedule: Schedule) -> Tree:
     """Lists of gradients in model order."""
     return _as_tree(stages, from_placed(lists, schedule.placement, is_leaf=lambda g: g is None))
-
-
-def _differentiable(pipeline: Pipeline) -> Callable[..., tuple[jax.Array, Report]]:
-    forward_only, step = pipeline._apply, pipeline._step
-
-    @jax.custom_vjp
-    def loss(params: Tree, batch: Tree, key: jax.Array | None) -> tuple[jax.Array, Report]:
-        objective, report, _ = forward_only(params, batch, key)
-        return objective, report
-
-    def forward(params: Tree, batch: Tree, key: Any) -> Any:
-        if not pipeline.input_grads and any(leaf.perturbed for leaf in jax.tree.leaves(batch)):
-            raise ValueError(
-                "Pipeline.loss: differentiable by params only; stop_gradient the batch, or make the Pipeline with "
-                "input_grads=True"
-            )
-        arguments = jax.tree.map(lambda leaf: leaf.value, (params, batch, key))
-        result, gradients = step(*arguments)
-        return result, (arguments, gradients)
-
-    def backward(kept: Any, cotangents: Any) -> Any:
-        (params, batch, key), gradients = kept
-        of_objective, of_report = cotangents
-        scale = jnp.zeros(()) if _is_zero(of_objective) else of_objective
-        gradients = jax.tree.map(lambda g: g * scale.astype(g.dtype) if _has_values(g) else None, gradients)
-        if not all(map(_is_zero, jax.tree.leaves(of_report))):
-            more = _by_report(pipeline, params, batch, key, of_report)
-            gradients = jax.tree.map(jnp.add, gradients, more)
-        cast = _cotangents(gradients, {**params, "batch": batch} if pipeline.input_grads else params)
-        by_batch = cast.pop("batch", None)
-        return cast, by_batch, None
-
-    loss.defvjp(forward, backward, symbolic_zeros=True)
-    return jax.jit(lambda params, batch, key=None: loss(params, batch, key))
-
-
-def _by_report(pipeline: Pipeline, params: Tree, batch: Tree, key: Any, cotangents: Report) -> Tree:
-    """The gradients of <cotangents, report>: a step of the same stages with another objective.
-
-    The cotangents are shared parameters, frozen. A metric is summed over all parts, a loss is a mean over them.
-    """
-    parts = pipeline.schedule.num_microbatches * pipeline._engine(pipeline.placed(params)).num_parts
-    cotangents = jax.tree.map(lambda c: None if _is_zero(c) else c, cotangents)
-
-    wanted = {name for name, cotangent in cotangents.losses.items() if cotangent is not None}
-
-    def of_loss(name: str) -> str:
-        return f"loss.{name}"  # apart from the sum of metrics, whatever the user's names
-
-    def weights(batch: Tree) -> dict[str, jax.Array]:
-        given = {} if pipeline.model.weights is None else pipeline.model.weights(batch)
-        return {of_loss(name): weight for name, weight in given.items() if name in wanted}
-
-    def weighted(kind: str, function: StageFunction) -> StageFunction:
-        def stage(own: Tree, shared: Tree, x: Tree, at: At) -> Out:
-            out = returned(kind, function(own, shared["given"], x, at))
-            by_loss, by_metric = shared["cotangents"]
-            losses = {of_loss(name): by_loss[name] * v for name, v in out.losses.items() if name in wanted}
-            terms = jax.tree.map(
-                lambda c, m: jnp.float32(0) if c is None else jnp.sum(c * m).astype(jnp.float32) * parts,
-                {name: by_metric[name] for name in out.metrics},
-                dict(out.metrics),
-                is_leaf=lambda node: node is None,
-            )
-            return Out(out.x, losses | {"metrics": sum(jax.tree.leaves(terms), jnp.float32(0))})
-
-        return stage
-
-    model = dataclasses.replace(
-        pipeline.model, kinds={n: weighted(n, f) for n, f in pipeline.model.kinds.items()}, weights=weights
-    )
-
-    def wrapped(prefix: Tree, value: Any) -> Tree:
-        given = {} if prefix is None else prefix
-        return {**given, "shared": {"given": given.get("shared"), "cotangents": value}}
-
-    changes = {name: wrapped(getattr(pipeline, name), None) for name in ("param_specs", "storage_specs")}
-    if isinstance(pipeline.compute_dtype, dict):
-        changes["compute_dtype"] = wrapped(pipeline.compute_dtype, None)
-    other = dataclasses.replace(pipeline, model=model, frozen=wrapped(pipeline.frozen, True), **changes)
-    shared = {"given": params["shared"], "cotangents": (cotangents.losses, cotangents.metrics)}
-    _, gradients = other._step(params | {"shared": shared}, batch, key)
-    gradients = gradients | {"shared": gradients["shared"]["given"]}
-    return jax.tree.map(lambda g: g if _has_values(g) else None, gradients)
-
-
-def _is_zero(cotangent: Any) -> bool:
-    return isinstance(cotangent, jax.custom_derivatives.SymbolicZero) or cotangent.dtype == jax.dtypes.float0
-
-
-def _has_values(gradient: Any) -> bool:
-    return gradient.dtype != jax.dtypes.float0
-
-
-def _cotangents(gradients: Tree, params: Tree) -> Tree:
-    """Gradients in their parameters' dtypes, as cotangents must be; None for integers, zeros for what is frozen."""
-
-    def cotangent(p: Any, g: Any) -> Any:
-        if not is_floating(p):
-            return None
-        return jnp.zeros(p.shape, p.dtype) if g is None else g.astype(p.dtype)
-
-    return jax.tree.map(cotangent, params, gradients, is_leaf=lambda node: node is None)

@@ -7,13 +7,15 @@ et al., arXiv:1910.02054).
 """
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
+
+from dualpipe_jax.contract import Tree
 
 Axes = tuple[str, ...]
 
@@ -68,3 +70,17 @@ class Leaf:
             gradient = lax.psum_scatter(gradient, axes, scatter_dimension=dim, tiled=True)
             owed = [axis for axis in owed if axis not in axes]
         return lax.psum(gradient, tuple(owed)) if owed else gradient
+
+
+def _is_leaf(node: Any) -> bool:
+    return isinstance(node, Leaf)
+
+
+def leaves_of(layout: Tree) -> list[Leaf]:
+    """Those of a tree of them."""
+    return jax.tree.leaves(layout, is_leaf=_is_leaf)
+
+
+def map_leaves(function: Callable[..., Any], layout: Tree, *trees: Tree) -> Tree:
+    """``function(leaf of layout, of trees)`` for each."""
+    return jax.tree.map(function, layout, *trees, is_leaf=_is_leaf)

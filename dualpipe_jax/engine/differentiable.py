@@ -1,0 +1,118 @@
+"""A pipeline's loss for ``jax.grad``: its forward does the whole step, its backward scales the gradients that it kept."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from dualpipe_jax.contract import At, Out, Report, StagedModel, StageFunction, Tree, returned
+from dualpipe_jax.split.leaves import is_floating
+
+
+def differentiable(
+    forward_only: Callable[..., Any],
+    step: Callable[..., Any],
+    by_report: Callable[..., Tree],
+    *,
+    input_grads: bool,
+) -> Callable[..., tuple[jax.Array, Report]]:
+    """``loss(params, batch, key=None) -> (objective, Report)``, compiled; see ``Pipeline.loss``.
+
+    Arguments:
+      forward_only: ``(params, batch, key) -> (objective, report, _)``.
+      step: ``(params, batch, key) -> ((objective, report), gradients)``.
+      by_report: ``(params, batch, key, cotangents) -> gradients`` of <cotangents, report>; None for a cotangent that is
+        zero.
+      input_grads: whether gradients have an entry "batch".
+    """
+
+    @jax.custom_vjp
+    def loss(params: Tree, batch: Tree, key: jax.Array | None) -> tuple[jax.Array, Report]:
+        objective, report, _ = forward_only(params, batch, key)
+        return objective, report
+
+    def forward(params: Tree, batch: Tree, key: Any) -> Any:
+        if not input_grads and any(leaf.perturbed for leaf in jax.tree.leaves(batch)):
+            raise ValueError(
+                "Pipeline.loss: differentiable by params only; stop_gradient the batch, or make the Pipeline with "
+                "input_grads=True"
+            )
+        arguments = jax.tree.map(lambda leaf: leaf.value, (params, batch, key))
+        result, gradients = step(*arguments)
+        return result, (arguments, gradients)
+
+    def backward(kept: Any, cotangents: Any) -> Any:
+        (params, batch, key), gradients = kept
+        of_objective, of_report = cotangents
+        scale = jnp.zeros(()) if _is_zero(of_objective) else of_objective
+        gradients = jax.tree.map(lambda g: g * scale.astype(g.dtype), _with_values(gradients))
+        if not all(map(_is_zero, jax.tree.leaves(of_report))):
+            of_report = jax.tree.map(lambda c: None if _is_zero(c) else c, of_report)
+            more = _with_values(by_report(params, batch, key, of_report))
+            gradients = jax.tree.map(jnp.add, gradients, more)
+        cast = _cotangents(gradients, {**params, "batch": batch} if input_grads else params)
+        by_batch = cast.pop("batch", None)
+        return cast, by_batch, None
+
+    loss.defvjp(forward, backward, symbolic_zeros=True)
+    return jax.jit(lambda params, batch, key=None: loss(params, batch, key))
+
+
+def for_figures(model: StagedModel, cotangents: Report, parts: int) -> StagedModel:
+    """The same stages, whose objective is <cotangents, report>.
+
+    Their shared parameters are {"given": those of the model, "cotangents": (losses', metrics')}; a cotangent is None
+    where it is zero. A metric is summed over all ``parts`` of the microbatches, a loss is a mean over them.
+    """
+    wanted = {name for name, cotangent in cotangents.losses.items() if cotangent is not None}
+
+    def of_loss(name: str) -> str:
+        return f"loss.{name}"  # apart from the sum of metrics, whatever the user's names
+
+    def weights(batch: Tree) -> dict[str, jax.Array]:
+        given = {} if model.weights is None else model.weights(batch)
+        return {of_loss(name): weight for name, weight in given.items() if name in wanted}
+
+    def weighted(kind: str, function: StageFunction) -> StageFunction:
+        def stage(own: Tree, shared: Tree, x: Tree, at: At) -> Out:
+            out = returned(kind, function(own, shared["given"], x, at))
+            by_loss, by_metric = shared["cotangents"]
+            losses = {of_loss(name): by_loss[name] * v for name, v in out.losses.items() if name in wanted}
+            terms = jax.tree.map(
+                lambda c, m: jnp.float32(0) if c is None else jnp.sum(c * m).astype(jnp.float32) * parts,
+                {name: by_metric[name] for name in out.metrics},
+                dict(out.metrics),
+                is_leaf=lambda node: node is None,
+            )
+            return Out(out.x, losses | {"metrics": sum(jax.tree.leaves(terms), jnp.float32(0))})
+
+        return stage
+
+    kinds = {name: weighted(name, function) for name, function in model.kinds.items()}
+    return dataclasses.replace(model, kinds=kinds, weights=weights)
+
+
+def _is_zero(cotangent: Any) -> bool:
+    return isinstance(cotangent, jax.custom_derivatives.SymbolicZero) or cotangent.dtype == jax.dtypes.float0
+
+
+def _has_values(gradient: Any) -> bool:
+    return gradient.dtype != jax.dtypes.float0
+
+
+def _with_values(gradients: Tree) -> Tree:
+    """None for what can have no gradient."""
+    return jax.tree.map(lambda g: g if _has_values(g) else None, gradients)
+
+
+def _cotangents(gradients: Tree, params: Tree) -> Tree:
+    """Gradients in their parameters' dtypes, as cotangents must be; None for integers, zeros for what is frozen."""
+
+    def cotangent(p: Any, g: Any) -> Any:
+        if not is_floating(p):
+            return None
+        return jnp.zeros(p.shape, p.dtype) if g is None else g.astype(p.dtype)
+
+    return jax.tree.map(cotangent, params, gradients, is_leaf=lambda node: node is None)

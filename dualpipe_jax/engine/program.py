@@ -1,0 +1,250 @@
+"""What one rank does in a step: parameters in, the scan over ticks, reductions, gradients out."""
+
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from dualpipe_jax.contract import At, Report, Tree, key_at, loss_weights
+from dualpipe_jax.engine import tick
+from dualpipe_jax.engine.nans import NEVER
+from dualpipe_jax.engine.slots import Layout, lay_out, make_kept, make_pool
+from dualpipe_jax.engine.stages import borrow, give_back, homes
+from dualpipe_jax.engine.step import Step
+from dualpipe_jax.engine.storage import Leaf, leaves_of, map_leaves
+from dualpipe_jax.engine.tick import State, Tick
+from dualpipe_jax.engine.traced import Traced, trace
+from dualpipe_jax.engine.trees import raw, sum_dtype, typed, zeros
+from dualpipe_jax.engine.units import Surroundings, Works
+from dualpipe_jax.parallel import PP, slow_links
+from dualpipe_jax.schedule.lowering.alone import units_alone
+from dualpipe_jax.schedule.lowering.lower import forward_only, lower
+from dualpipe_jax.schedule.lowering.table import TickTable
+from dualpipe_jax.split.leaves import is_floating
+
+Repeated = tuple[jax.Array, jax.Array]
+"""A tick, int32 [ranks, columns], and how often it is run."""
+Outputs = Literal["none", "last_rank", "everywhere"]
+
+
+class Program:
+    """What one rank does, inside shard_map: parameters in, the scan, reductions, gradients out.
+
+    Per device: stages [1, ...] of its rank, shared parameters as they are stored, batch [num_microbatches, part of a
+    microbatch, ...].
+    """
+
+    def __init__(
+        self, step: Step, params: Tree, batch: Tree, key: Any, *, backward: bool, outputs: bool = False
+    ):
+        self.step, self.schedule = step, step.schedule
+        self.backward, self.with_outputs, self.vary = backward, outputs, step.vary
+        local = tuple(jax.tree.map(lambda leaf: leaf[0], stage) for stage in params["stages"].local)
+        self.stored = {"stages": local, "shared": params["shared"]}
+        types = params["shared"], local[0], jax.tree.map(lambda leaf: leaf[0], batch), key
+
+        local, shared, batch, key = self.vary(raw((local, params["shared"], batch, key)))
+        own = tuple(map_leaves(Leaf.gather, step.layout["stages"], stage) for stage in local)
+        shared = map_leaves(Leaf.gather, step.layout["shared"], shared)
+        own = own + borrow(own, self.schedule.placement)
+        self.shared, self.batch, self.key = shared, batch, key
+        self.part = self.vary(_part(step))
+        self.kinds, self.prepared, self.boundary = self._traced(own[0], *types)
+        self.own = self.prepared.stages(own, shared)
+        self.layout: Layout = lay_out(
+            [kind.kept for kind in self.kinds],
+            [kind.keep_input for kind in self.kinds],
+            self.prepared.kind_of,
+        )
+        self.table: TickTable = self._table()
+        self.around = Surroundings(
+            self.own,
+            shared,
+            batch,
+            None if key is None else typed(key, types[3]),
+            self.part,
+            self._seeds(types[2]),
+            slow_links(step.mesh),
+        )
+        self.tasks = Works(self.table, self.kinds, self.layout, self.around, outputs=outputs).tasks(
+            fuse_pairs=step.fuse_pairs
+        )
+
+    def _traced(self, gathered: Tree, shared: Tree, own: Tree, batch: Tree, key: Any) -> Traced:
+        """The model's kinds, given the types of parameters, of a batch and of a key as the caller has them."""
+        step = self.step
+        sums = (own, shared, step.accumulate_dtype) if step.wide_gradients else None
+        own, shared = jax.eval_shape(lambda: (typed(gathered, own), typed(self.shared, shared)))
+        at = jax.eval_shape(
+            lambda: At(
+                typed(jax.tree.map(lambda leaf: leaf[0], self.batch), batch),
+                jnp.int32(0),
+                jnp.int32(0),
+                key_at(None if key is None else typed(self.key, key), 0, 0, 0),
+            )
+        )
+        trained = jax.tree.map(lambda stop: not stop, (step.frozen["stages"], step.frozen["shared"]))
+        of_at: Any = At(step.input_grads, False, False, None if key is None else False)  # type: ignore[arg-type]
+        wanted = (trained, of_at) if self.backward else None
+        return trace(step.model, (own, shared), at, self.schedule.placement, self.vary, wanted, sums)
+
+    def _table(self) -> TickTable:
+        step = self.step
+        schedule = self.schedule if self.backward else forward_only(self.schedule)
+        table = lower(schedule, step.costs, self.layout.keeps)
+        return units_alone(table, step.units, every=step.every_kind) if step.units else table
+
+    def _seeds(self, types: Tree) -> dict[str, jax.Array]:
+        """For each loss its weight in each microbatch here, [num_microbatches], 1 on average over all parts."""
+        step = self.step
+        names = sorted({name for kind in self.kinds for name in kind.losses})
+
+        def weights(microbatch: Tree) -> dict[str, jax.Array]:
+            return self.vary(loss_weights(step.model, typed(microbatch, types), names))
+
+        given = lax.map(weights, self.batch)
+        every = self.schedule.num_microbatches * step.num_parts
+        axes = step.batch_axes
+        return {name: w * (every / lax.psum(jnp.sum(w), axes)) if w.ndim else w for name, w in given.items()}
+
+    # ------------------------------------------------------------------- the scan
+
+    def run(self, instead: Repeated | None = None) -> State:
+        """All ticks."""
+        step = self.step
+        body = Tick(
+            self.table,
+            self.tasks,
+            self.boundary,
+            step.divergence,
+            self.vary,
+            step.debug_nans,
+            step.idle_sends,
+        )
+        if instead is not None:
+            return tick.repeat(body, self.initial_state(), *instead)
+        return tick.run(body, self.initial_state())
+
+    def initial_state(self) -> State:
+        """Pools with nothing in them, nothing to send, zero sums."""
+        slots = self.table.num_slots
+        ends = tick.fresh(self.boundary)
+        state: State = {"x": make_pool(slots["x"], self.boundary), "y_out": ends["y_out"]}
+        for kind in self.kinds:
+            state |= {f"loss.{name}": jnp.zeros((), jnp.float32) for name in kind.losses}
+            state |= {f"metric.{name}": zeros(metric) for name, metric in kind.metrics.items()}
+            state |= {} if kind.dropped is None else {"dropped": zeros(kind.dropped)}
+        if self.with_outputs:
+            last = self.kinds[self.table.keeps.kind_of[-1]]
+            every = self.schedule.num_microbatches
+            state["outputs"] = jax.tree.map(lambda y: jnp.zeros((every, *y.shape), y.dtype), last.y)
+        if self.step.debug_nans:
+            state["first_bad"] = jnp.full((4,), NEVER, jnp.int32)
+        if self.backward:
+            state |= {"dy": make_pool(slots["dy"], ends["dx_out"]), "dx_out": ends["dx_out"]}
+            state |= {name: make_kept(slots[name], entries) for name, entries in self.layout.types.items()}
+            used = {name for task in self.tasks for name in task.changes}
+            state |= {name: zero for name, zero in self._sums().items() if name in used}
+        return self.vary(state)
+
+    def _sums(self) -> State:
+        """A zero for every gradient that there may be."""
+        dtype, source = self.step.accumulate_dtype, self.stored["stages"]
+        owners = [*range(len(source))]
+        owners += [owner for owner, _ in homes(self.schedule.placement).borrowed]
+        sums = {}
+        for name, seen, stored in (
+            *((f"own{k}", self.own[k], (source[owner], self.own[k][1])) for k, owner in enumerate(owners)),
+            ("shared", self.shared, self.stored["shared"]),
+        ):
+            for number, (leaf, kept) in enumerate(
+                zip(jax.tree.leaves(seen), jax.tree.leaves(stored), strict=True)
+            ):
+                if is_floating(kept):
+                    sums[f"{name}.{number}"] = jnp.zeros(leaf.shape, sum_dtype(kept.dtype, dtype))
+        for number, leaf in enumerate(jax.tree.leaves(self.batch)):
+            if is_floating(leaf):
+                sums[f"batch.{number}"] = jnp.zeros(leaf.shape, leaf.dtype)
+        return sums
+
+    # ----------------------------------------------------------------- after it
+
+    def sums(self, state: State) -> tuple[jax.Array, Report]:
+        """The objective and the report, the same on all devices."""
+        every = self.schedule.num_microbatches * self.step.num_parts
+        losses, metrics = {}, {}
+        for name, value in state.items():
+            if name.startswith("loss."):
+                losses[name.removeprefix("loss.")] = lax.psum(value, self.step.axes) / every
+            elif name.startswith("metric."):
+                metrics[name.removeprefix("metric.")] = lax.psum(value, self.step.axes)
+        dropped = lax.psum(state.get("dropped", jnp.int32(0)), self.step.axes)
+        return sum(losses.values(), jnp.float32(0)), Report(losses, metrics, dropped)
+
+    def gradients(self, state: State) -> Tree:
+        """Reduce each sum over the axes that it still owes, and scale what the device keeps of it."""
+        step, all_sums = self.step, self._sums()
+        scale = 1 / (self.schedule.num_microbatches * step.num_parts)
+        over = step.batch_axes
+
+        def listed(name: str, frozen: Tree, count: int) -> list[jax.Array | None]:
+            def one(number: int) -> jax.Array | None:
+                key = f"{name}.{number}"
+                if key not in all_sums or stops[number]:
+                    return None
+                return state[key] if key in state else self.vary(all_sums[key])
+
+            stops = jax.tree.leaves(frozen)
+            return [one(number) for number in range(count)]
+
+        def reduced(sums: list[Any], layout: Tree, stored: Tree, *more: str) -> list[Any]:
+            rows = zip(sums, leaves_of(layout), jax.tree.leaves(stored), strict=True)
+            return [
+                None if g is None else returned(scaled(lies.reduce(g, (*over, *more))), leaf)
+                for g, lies, leaf in rows
+            ]
+
+        def scaled(total: jax.Array) -> jax.Array:
+            return total * jnp.asarray(scale, total.dtype)
+
+        def returned(gradient: jax.Array, leaf: jax.Array) -> jax.Array:
+            return gradient.astype(leaf.dtype) if step.accumulate_dtype is None else gradient
+
+        num_own, num_shared = len(jax.tree.leaves(self.own[0])), len(jax.tree.leaves(self.shared))
+        frozen = step.frozen["stages"], jax.tree.map(lambda _: False, self.prepared.types)
+        own = [listed(f"own{k}", frozen, num_own) for k in range(len(self.own))]
+        of_shared = listed("shared", step.frozen["shared"], num_shared)
+        own, of_shared = self.prepared.lead_back(self.own, self.shared, own, of_shared)
+        own = [
+            reduced(stage, step.layout["stages"], leaves)
+            for stage, leaves in zip(
+                give_back(own, self.schedule.placement), self.stored["stages"], strict=True
+            )
+        ]
+        shared = reduced(of_shared, step.layout["shared"], self.stored["shared"], PP)
+        leaves = jax.tree.leaves(self.batch)
+        by_batch = [
+            None if g is None else scaled(lax.psum(g, PP))
+            for g in listed("batch", [False] * len(leaves), len(leaves))
+        ]
+        lead = step.placed(tuple([None if g is None else g[None] for g in stage] for stage in own))
+        return {"stages": lead, "shared": shared, "batch": by_batch if step.input_grads else []}
+
+    def outputs(self, state: State, where: Outputs) -> Tree:
+        """What the last stages returned; zeros on all ranks but theirs."""
+        if where == "none":
+            return None
+        made = state["outputs"]
+        return jax.tree.map(lambda a: a[None], made) if where == "last_rank" else lax.psum(made, PP)
+
+    def first_bad(self, state: State) -> jax.Array | None:
+        """Leading dims for the mesh's axes."""
+        return state["first_bad"][(None,) * len(self.step.axes)] if self.step.debug_nans else None
+
+
+def _part(step: Step) -> jax.Array:
+    number = jnp.int32(0)
+    for axis in step.batch_axes:
+        number = number * step.mesh.shape[axis] + lax.axis_index(axis)
+    return number

@@ -1,0 +1,81 @@
+"""A step as a value: a model, a schedule and a mesh, and for every leaf of the parameters where it lies."""
+
+import dataclasses
+import functools
+import math
+from typing import Any
+
+from jax.sharding import AbstractMesh, Mesh, PartitionSpec
+
+from dualpipe_jax.contract import StagedModel, Tree
+from dualpipe_jax.engine.guard import Divergence
+from dualpipe_jax.engine.stages import PlacedStages, owned_stages
+from dualpipe_jax.engine.storage import Leaf, map_leaves
+from dualpipe_jax.engine.trees import Vary
+from dualpipe_jax.parallel import AXES, BATCH_AXES, PP
+from dualpipe_jax.schedule import CostModel, Schedule
+from dualpipe_jax.varying import vary
+
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """A model, a schedule and a mesh, ready to become a program; ``Pipeline`` documents the fields.
+
+    With ``units`` the program holds these alone, to be compiled and looked at in a fraction of the time; what it
+    computes is of no use.
+
+    Further fields:
+      layout: a ``Leaf`` for every leaf of params: {"stages": for one local stage, "shared"}.
+      frozen: likewise whether it has no gradient.
+    """
+
+    model: StagedModel
+    schedule: Schedule
+    mesh: Mesh | AbstractMesh
+    layout: Tree
+    frozen: Tree
+    costs: CostModel
+    accumulate_dtype: Any
+    fuse_pairs: bool
+    idle_sends: bool
+    wide_gradients: bool
+    divergence: Divergence
+    input_grads: bool
+    check_vma: bool
+    debug_nans: bool
+    units: tuple[str, ...] = ()
+    every_kind: bool = False
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """The mesh's axes that the engine works with; what other axes there are is the compiler's business."""
+        return tuple(axis for axis in AXES if axis in self.mesh.shape)
+
+    @property
+    def batch_axes(self) -> tuple[str, ...]:
+        """Those over which a microbatch is cut, the first one varying slowest."""
+        return tuple(axis for axis in BATCH_AXES if axis in self.mesh.shape)
+
+    @property
+    def num_parts(self) -> int:
+        """Into how many parts a microbatch is cut."""
+        return math.prod(self.mesh.shape[axis] for axis in self.batch_axes)
+
+    @property
+    def vary(self) -> Vary:
+        """See ``Vary``."""
+        return functools.partial(vary, axes=self.axes if self.check_vma else ())
+
+    def param_specs(self, num_owned: int) -> Tree:
+        """A PartitionSpec for every leaf of placed params."""
+
+        def over_ranks(leaf: Leaf) -> PartitionSpec:
+            return PartitionSpec(PP, *leaf.stored)
+
+        own = map_leaves(over_ranks, self.layout["stages"])
+        shared = map_leaves(lambda leaf: leaf.stored, self.layout["shared"])
+        return {"stages": self.placed((own,) * num_owned), "shared": shared}
+
+    def placed(self, local: tuple[Tree, ...]) -> PlacedStages:
+        """Values of each local stage, with where they belong."""
+        return PlacedStages(local, owned_stages(self.schedule.placement))
