@@ -1,4 +1,4 @@
-"""A pipeline's loss for ``jax.grad``: its forward does the whole step, its backward scales the gradients that it kept."""
+"""A pipeline's loss for ``jax.grad``: its forward does the whole step, its backward scales what that gave."""
 
 import dataclasses
 from collections.abc import Callable
