@@ -12,6 +12,7 @@ from jax.sharding import Mesh
 from dualpipe_jax.arguments import typechecked
 from dualpipe_jax.contract import PipelineModel, Tree, staged
 from dualpipe_jax.engine.pipeline import Pipeline
+from dualpipe_jax.engine.state import State
 from dualpipe_jax.schedule import CostModel, Schedule
 
 Step = Callable[[Tree, Tree, Tree], tuple[Any, Tree]]
@@ -85,7 +86,7 @@ def pipeline_state(
     param_specs: Tree = None,
     has_aux: bool = False,
     **options: Any,
-) -> Callable[[Tree, Tree, Tree], dict[str, Tree]]:
+) -> Callable[[Tree, Tree, Tree], State]:
     """What the engine keeps on each device while a step runs, as shapes; see ``Pipeline.state``.
 
     Returns ``state(params, inputs, targets)``, whose arguments are those of ``pipeline_value_and_grad``'s step.

@@ -8,13 +8,15 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.layout import Layout, with_layout_constraint
 
+from dualpipe_jax.engine.state import Entry
+
 Divergence = Literal["loop", "switch", "none"]
 """How ranks part ways in a tick: each unit in a loop of zero or one trips; all units the branches of one conditional;
 or not at all: every rank runs every unit, and keeps what it wants."""
 
 
 def run_if(
-    wanted: jax.Array, work: Callable[..., Any], state: Any, *operands: Any, sums: Collection[str] = ()
+    wanted: jax.Array, work: Callable[..., Any], state: Any, *operands: Any, sums: Collection[Entry] = ()
 ) -> Any:
     """``state = work(state, *operands)`` if wanted.
 
@@ -23,7 +25,7 @@ def run_if(
       work: takes the state and the operands, returns the new state.
       state: what work changes, updated in place.
       operands: what work reads and no guard changes: parameters, the row of the table.
-      sums: entries of the state, then a dict, that work adds to every time, and does nothing else with.
+      sums: entries of the state, then a ``State``, that work adds to every time, and does nothing else with.
 
     A loop and not ``lax.cond``, because a loop's state is updated in place on every platform. The barrier is
     what makes it a guard: without it XLA moves work that does not depend on the state out of the loop, and
@@ -38,11 +40,11 @@ def run_if(
     """
 
     def trip(i, state):
-        around = {name: state[name] for name in sums}
-        held = {name: value for name, value in state.items() if name not in around} if around else state
+        around = state.pick(sums) if sums else None
+        held = state.pick(state.entries - {*sums}) if sums else state
         _, held, inside = lax.optimization_barrier((i, held, operands))
         held = pin(held)
-        return pin(work(held | around if around else held, *pin(inside)))
+        return pin(work(held.merge(around) if sums else held, *pin(inside)))
 
     return pin(lax.fori_loop(0, wanted.astype(jnp.int32), trip, pin(state)))
 

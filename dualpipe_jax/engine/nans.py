@@ -7,7 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from dualpipe_jax.contract import Tree
-from dualpipe_jax.engine.units import Row, State
+from dualpipe_jax.engine.state import State
+from dualpipe_jax.engine.units import Row
 from dualpipe_jax.schedule import Schedule
 from dualpipe_jax.split.leaves import is_floating
 
@@ -18,16 +19,16 @@ WATCHED = ("the stage's output", "a loss", "the gradient of the stage's input", 
 
 def watch(state: State, row: Row, tick: jax.Array) -> State:
     """The state with "first_bad" as (tick, what, stage, microbatch) where this tick of a row made the first one."""
-    sums = [value for name, value in state.items() if name.startswith(("own", "shared", "batch"))]
-    losses = [value for name, value in state.items() if name.startswith("loss.")]
-    bad = jnp.stack([~_all_finite(tree) for tree in (state.get("y_out"), losses, state.get("dx_out"), sums)])
+    y, dx = (state.under_way.get(payload) for payload in ("y", "dx"))
+    sums = state.own, state.shared, state.batch
+    bad = jnp.stack([~_all_finite(tree) for tree in (y, state.losses, dx, sums)])
     what = jnp.argmax(bad).astype(jnp.int32)
     stage, microbatch = (
         jnp.where(what < 2, row[f"F_{name}"], row[f"G_{name}"]) for name in ("stage", "microbatch")
     )
     seen = jnp.stack([tick, what, stage, microbatch])
-    first = bad.any() & (state["first_bad"][0] == NEVER)
-    return state | {"first_bad": jnp.where(first, seen, state["first_bad"])}
+    first = bad.any() & (state.first_bad[0] == NEVER)
+    return state.put(first_bad=jnp.where(first, seen, state.first_bad))
 
 
 def _all_finite(tree: Tree) -> jax.Array:

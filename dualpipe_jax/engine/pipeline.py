@@ -16,6 +16,7 @@ from dualpipe_jax.engine.guard import Divergence
 from dualpipe_jax.engine.program import Outputs, Repeated
 from dualpipe_jax.engine.spmd import Results
 from dualpipe_jax.engine.stages import PlacedStages, broadcast, from_placed, is_listed, to_placed
+from dualpipe_jax.engine.state import State
 from dualpipe_jax.engine.step import Step
 from dualpipe_jax.engine.storage import Leaf
 from dualpipe_jax.engine.trees import float0_like, is_key
@@ -163,18 +164,10 @@ class Pipeline:
         """
         return jax.jit(functools.partial(self._step, units=tuple(ops), every_kind=every_kind))
 
-    def state(self, params: Tree, batch: Tree, key: jax.Array | None = None) -> dict[str, Tree]:
+    def state(self, params: Tree, batch: Tree, key: jax.Array | None = None) -> State:
         """What the engine keeps on each device while a step runs, as shapes; nothing is computed or compiled.
 
-        Arguments are those of ``value_and_grad``, ShapeDtypeStructs will do. Gives ShapeDtypeStructs of one device:
-          x, dy: slots for inputs of stages, and for gradients of their outputs.
-          y_out, dx_out: what is on its way to other ranks.
-          residual.0, ...: slots for what forwards keep for backwards, a pool for every set of kinds of stages that has
-            arrays of the same types.
-          stash.0, ...: slots for what a backward for the input hands to that for the weights.
-          own0.0, ..., own1.0, ...: sums of gradients of each local stage's leaves, those of a borrowed copy too.
-          shared.0, ...: and of shared ones.
-          loss.NAME, metric.NAME, dropped: figures.
+        Arguments are those of ``value_and_grad``, ShapeDtypeStructs will do. Gives ShapeDtypeStructs of one device.
         """
         placed = jax.eval_shape(lambda p: self.placed(p), params)
         return spmd.state(self._bound(placed), placed, batch, key)

@@ -11,9 +11,10 @@ from dualpipe_jax.engine import tick
 from dualpipe_jax.engine.nans import NEVER
 from dualpipe_jax.engine.slots import Layout, lay_out, make_kept, make_pool
 from dualpipe_jax.engine.stages import borrow, give_back, homes
+from dualpipe_jax.engine.state import Entry, State
 from dualpipe_jax.engine.step import Step
 from dualpipe_jax.engine.storage import Leaf, leaves_of, map_leaves
-from dualpipe_jax.engine.tick import State, Tick
+from dualpipe_jax.engine.tick import Tick
 from dualpipe_jax.engine.traced import Traced, trace
 from dualpipe_jax.engine.trees import raw, sum_dtype, typed, zeros
 from dualpipe_jax.engine.units import Surroundings, Works
@@ -129,23 +130,28 @@ class Program:
     def initial_state(self) -> State:
         """Pools with nothing in them, nothing to send, zero sums."""
         slots = self.table.num_slots
-        ends = tick.fresh(self.boundary)
-        state: State = {"x": make_pool(slots["x"], self.boundary), "y_out": ends["y_out"]}
+        nothing = tick.fresh(self.boundary, ("y", "dx"))
+        state = State(pools={"x": make_pool(slots["x"], self.boundary)}, under_way={"y": nothing["y"]})
         for kind in self.kinds:
-            state |= {f"loss.{name}": jnp.zeros((), jnp.float32) for name in kind.losses}
-            state |= {f"metric.{name}": zeros(metric) for name, metric in kind.metrics.items()}
-            state |= {} if kind.dropped is None else {"dropped": zeros(kind.dropped)}
+            state = state.put(
+                losses={name: jnp.zeros((), jnp.float32) for name in kind.losses},
+                metrics={name: zeros(metric) for name, metric in kind.metrics.items()},
+            )
+            state = state if kind.dropped is None else state.put(dropped=zeros(kind.dropped))
         if self.with_outputs:
             last = self.kinds[self.table.keeps.kind_of[-1]]
             every = self.schedule.num_microbatches
-            state["outputs"] = jax.tree.map(lambda y: jnp.zeros((every, *y.shape), y.dtype), last.y)
+            outputs = jax.tree.map(lambda y: jnp.zeros((every, *y.shape), y.dtype), last.y)
+            state = state.put(outputs=outputs)
         if self.step.debug_nans:
-            state["first_bad"] = jnp.full((4,), NEVER, jnp.int32)
+            state = state.put(first_bad=jnp.full((4,), NEVER, jnp.int32))
         if self.backward:
-            state |= {"dy": make_pool(slots["dy"], ends["dx_out"]), "dx_out": ends["dx_out"]}
-            state |= {name: make_kept(slots[name], entries) for name, entries in self.layout.types.items()}
-            used = {name for task in self.tasks for name in task.changes}
-            state |= {name: zero for name, zero in self._sums().items() if name in used}
+            kept = {name: make_kept(slots[name], entries) for name, entries in self.layout.types.items()}
+            state = state.put(
+                pools={"dy": make_pool(slots["dy"], nothing["dx"]), **kept}, under_way={"dx": nothing["dx"]}
+            )
+            sums, used = self._sums(), {entry for task in self.tasks for entry in task.changes}
+            state = state.merge(sums.pick(sums.entries & used))
         return self.vary(state)
 
     def _sums(self) -> State:
@@ -153,50 +159,55 @@ class Program:
         dtype, source = self.step.accumulate_dtype, self.stored["stages"]
         owners = [*range(len(source))]
         owners += [owner for owner, _ in homes(self.schedule.placement).borrowed]
-        sums = {}
-        for name, seen, stored in (
-            *((f"own{k}", self.own[k], (source[owner], self.own[k][1])) for k, owner in enumerate(owners)),
-            ("shared", self.shared, self.stored["shared"]),
-        ):
-            for number, (leaf, kept) in enumerate(
-                zip(jax.tree.leaves(seen), jax.tree.leaves(stored), strict=True)
-            ):
-                if is_floating(kept):
-                    sums[f"{name}.{number}"] = jnp.zeros(leaf.shape, sum_dtype(kept.dtype, dtype))
-        for number, leaf in enumerate(jax.tree.leaves(self.batch)):
-            if is_floating(leaf):
-                sums[f"batch.{number}"] = jnp.zeros(leaf.shape, leaf.dtype)
-        return sums
+
+        def of(seen: Tree, stored: Tree) -> dict[int, jax.Array]:
+            leaves = zip(jax.tree.leaves(seen), jax.tree.leaves(stored), strict=True)
+            return {
+                number: jnp.zeros(leaf.shape, sum_dtype(kept.dtype, dtype))
+                for number, (leaf, kept) in enumerate(leaves)
+                if is_floating(kept)
+            }
+
+        return State(
+            own={
+                (local, number): zero
+                for local, owner in enumerate(owners)
+                for number, zero in of(self.own[local], (source[owner], self.own[local][1])).items()
+            },
+            shared=of(self.shared, self.stored["shared"]),
+            batch={
+                number: jnp.zeros(leaf.shape, leaf.dtype)
+                for number, leaf in enumerate(jax.tree.leaves(self.batch))
+                if is_floating(leaf)
+            },
+        )
 
     # ----------------------------------------------------------------- after it
 
     def sums(self, state: State) -> tuple[jax.Array, Report]:
         """The objective and the report, the same on all devices."""
         every = self.schedule.num_microbatches * self.step.num_parts
-        losses, metrics = {}, {}
-        for name, value in state.items():
-            if name.startswith("loss."):
-                losses[name.removeprefix("loss.")] = lax.psum(value, self.step.axes) / every
-            elif name.startswith("metric."):
-                metrics[name.removeprefix("metric.")] = lax.psum(value, self.step.axes)
-        dropped = lax.psum(state.get("dropped", jnp.int32(0)), self.step.axes)
+        losses = {name: lax.psum(value, self.step.axes) / every for name, value in state.losses.items()}
+        metrics = {name: lax.psum(value, self.step.axes) for name, value in state.metrics.items()}
+        dropped = lax.psum(jnp.int32(0) if state.dropped is None else state.dropped, self.step.axes)
         return sum(losses.values(), jnp.float32(0)), Report(losses, metrics, dropped)
 
     def gradients(self, state: State) -> Tree:
         """Reduce each sum over the axes that it still owes, and scale what the device keeps of it."""
         step, all_sums = self.step, self._sums()
+        known = state.entries
         scale = 1 / (self.schedule.num_microbatches * step.num_parts)
         over = step.batch_axes
 
-        def listed(name: str, frozen: Tree, count: int) -> list[jax.Array | None]:
-            def one(number: int) -> jax.Array | None:
-                key = f"{name}.{number}"
-                if key not in all_sums or stops[number]:
+        def listed(field: str, frozen: Tree, local: int | None = None) -> list[jax.Array | None]:
+            def one(leaf: int, stop: bool) -> jax.Array | None:
+                key = leaf if local is None else (local, leaf)
+                zero = getattr(all_sums, field).get(key)
+                if zero is None or stop:
                     return None
-                return state[key] if key in state else self.vary(all_sums[key])
+                return getattr(state, field)[key] if Entry(field, key) in known else self.vary(zero)
 
-            stops = jax.tree.leaves(frozen)
-            return [one(number) for number in range(count)]
+            return [one(leaf, stop) for leaf, stop in enumerate(jax.tree.leaves(frozen))]
 
         def reduced(sums: list[Any], layout: Tree, stored: Tree, *more: str) -> list[Any]:
             rows = zip(sums, leaves_of(layout), jax.tree.leaves(stored), strict=True)
@@ -211,10 +222,9 @@ class Program:
         def returned(gradient: jax.Array, leaf: jax.Array) -> jax.Array:
             return gradient.astype(leaf.dtype) if step.accumulate_dtype is None else gradient
 
-        num_own, num_shared = len(jax.tree.leaves(self.own[0])), len(jax.tree.leaves(self.shared))
         frozen = step.frozen["stages"], jax.tree.map(lambda _: False, self.prepared.types)
-        own = [listed(f"own{k}", frozen, num_own) for k in range(len(self.own))]
-        of_shared = listed("shared", step.frozen["shared"], num_shared)
+        own = [listed("own", frozen, local) for local in range(len(self.own))]
+        of_shared = listed("shared", step.frozen["shared"])
         own, of_shared = self.prepared.lead_back(self.own, self.shared, own, of_shared)
         own = [
             reduced(stage, step.layout["stages"], leaves)
@@ -223,11 +233,8 @@ class Program:
             )
         ]
         shared = reduced(of_shared, step.layout["shared"], self.stored["shared"], PP)
-        leaves = jax.tree.leaves(self.batch)
-        by_batch = [
-            None if g is None else scaled(lax.psum(g, PP))
-            for g in listed("batch", [False] * len(leaves), len(leaves))
-        ]
+        none_frozen = jax.tree.map(lambda _: False, self.batch)
+        by_batch = [None if g is None else scaled(lax.psum(g, PP)) for g in listed("batch", none_frozen)]
         lead = step.placed(tuple([None if g is None else g[None] for g in stage] for stage in own))
         return {"stages": lead, "shared": shared, "batch": by_batch if step.input_grads else []}
 
@@ -235,12 +242,12 @@ class Program:
         """What the last stages returned; zeros on all ranks but theirs."""
         if where == "none":
             return None
-        made = state["outputs"]
+        made = state.outputs
         return jax.tree.map(lambda a: a[None], made) if where == "last_rank" else lax.psum(made, PP)
 
     def first_bad(self, state: State) -> jax.Array | None:
         """Leading dims for the mesh's axes."""
-        return state["first_bad"][(None,) * len(self.step.axes)] if self.step.debug_nans else None
+        return state.first_bad[(None,) * len(self.step.axes)] if self.step.debug_nans else None
 
 
 def _part(step: Step) -> jax.Array:

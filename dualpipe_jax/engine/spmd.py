@@ -9,9 +9,9 @@ from jax.sharding import PartitionSpec
 
 from dualpipe_jax.contract import Report, Tree
 from dualpipe_jax.engine.program import Outputs, Program, Repeated
+from dualpipe_jax.engine.state import State
 from dualpipe_jax.engine.step import Step
 from dualpipe_jax.engine.storage import leaves_of
-from dualpipe_jax.engine.tick import State
 from dualpipe_jax.parallel import PP
 from dualpipe_jax.schedule.lowering.table import TickTable
 from dualpipe_jax.split.leaves import is_floating
@@ -26,7 +26,7 @@ class Results:
       gradients: {"stages": PlacedStages of lists, "shared": list, "batch": list}, over floating leaves, None for those
         without a gradient; None forward only.
       outputs: what the last stage returned; None unless asked for.
-      first_bad: int32 [dp, pp, ep, 4], or with nodes [dp, pp, node, ep, 4], see ``tick``; None unless looked for.
+      first_bad: int32 [dp, pp, ep, 4], or with nodes [dp, pp, node, ep, 4], see ``State``; None unless looked for.
     """
 
     objective: jax.Array
@@ -62,7 +62,7 @@ def forward(step: Step, params: Tree, batch: Tree, key: jax.Array | None, output
 
 
 def state(step: Step, params: Tree, batch: Tree, key: jax.Array | None) -> State:
-    """Types of what the scan carries on each device, by the entries that ``tick`` lists; computes nothing."""
+    """Types of what the scan carries on each device, computes nothing."""
     return _shapes(step, Program.initial_state, params, batch, key)
 
 
@@ -72,7 +72,7 @@ def table(step: Step, params: Tree, batch: Tree, key: jax.Array | None) -> TickT
 
     def keep(program: "Program") -> State:
         found.append(program.table)
-        return {}
+        return State()
 
     _shapes(step, keep, params, batch, key)
     return found[0]

@@ -1,22 +1,13 @@
 """One tick of one rank: the exchange, and the unit of its row.
 
-``Tick`` is the body of the engine's scan. Its state is a dict; every unit names the entries that it changes,
-which are updated in place, and reads parameters, its row and the batch besides:
-
-  x, dy, residual.0, ..., stash.0, ...   slot pools (see ``TickTable`` and ``slots``)
-  y_out, dx_out                what the rank produced in this tick; sent in the next one
-  own0.0, own0.1, own1.0, ...  sums of gradients of each local stage's leaves
-  shared.0, ...                and of those that all stages share
-  batch.0, ...                 gradients of the batch's leaves, [num_microbatches, ...]
-  loss.NAME, metric.NAME       sums so far
-  outputs                      in a forward-only program what the last stage returned, [num_microbatches, ...]
-  first_bad                    (tick, what, stage, microbatch) of the first value that is not finite
+``Tick`` is the body of the engine's scan. It carries a ``State``; every unit names the entries that it changes,
+which are updated in place, and reads parameters, its row and the batch besides.
 """
 
 import dataclasses
 import functools
 import itertools
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import jax
@@ -27,8 +18,9 @@ from dualpipe_jax.contract import Tree
 from dualpipe_jax.engine import nans
 from dualpipe_jax.engine.guard import Divergence, run_always, run_if, run_one
 from dualpipe_jax.engine.slots import write_slot
+from dualpipe_jax.engine.state import State
 from dualpipe_jax.engine.trees import Vary
-from dualpipe_jax.engine.units import Row, State, Task
+from dualpipe_jax.engine.units import Row, Task
 from dualpipe_jax.parallel.mesh import PP
 from dualpipe_jax.parallel.p2p import send
 from dualpipe_jax.schedule.lowering.table import TickTable
@@ -61,12 +53,17 @@ class Tick:
         """One tick; ``row`` is (the tick's number, int32 [columns], ``TickTable.brings``)."""
         number, here = row[0], Row(self.table.columns, row[1])
         # What the previous tick made goes out now and is not looked at before this tick's work is done.
-        arrived = self._exchange([state[f"{channel.payload}_out"] for channel in self.table.channels], row[2])
-        state = self._work(state | self.vary(fresh(self.boundary, state, watched=self.debug_nans)), here)
+        arrived = self._exchange(
+            [state.under_way[channel.payload] for channel in self.table.channels], row[2]
+        )
+        nothing = fresh(self.boundary, state.under_way.keys(), watched=self.debug_nans)
+        state = self._work(state.put(under_way=self.vary(nothing)), here)
         if self.debug_nans:
             state = nans.watch(state, here, self.vary(number))
         for c, (channel, payload) in enumerate(zip(self.table.channels, arrived, strict=True)):
-            state = state | {channel.pool: write_slot(state[channel.pool], here[f"arrive{c}"], payload)}
+            state = state.put(
+                pools={channel.pool: write_slot(state.pools[channel.pool], here[f"arrive{c}"], payload)}
+            )
         return state, None
 
     def _exchange(self, payloads: list[Tree], brings: tuple[jax.Array, ...]) -> list[Tree]:
@@ -99,8 +96,8 @@ class Tick:
             guard = looped if self.divergence == "loop" else run_always
             wanted = functools.reduce(jnp.logical_or, [row["unit"] == number for number in task.numbers])
             with jax.named_scope(task.scope):
-                part = {name: state[name] for name in task.changes}
-                state = state | guard(wanted, self._trip(task, row), part, row.values, *task.reads)
+                part = state.pick(task.changes)
+                state = state.merge(guard(wanted, self._trip(task, row), part, row.values, *task.reads))
         return state
 
     def _switch(self, state: State, row: Row) -> State:
@@ -112,7 +109,7 @@ class Tick:
                 for task, read in zip(self.tasks, reads, strict=True):
                     if number in task.numbers:
                         with jax.named_scope(task.scope):
-                            part = part | self._trip(task, row)(part, values, *read)
+                            part = part.merge(self._trip(task, row)(part, values, *read))
                 return part
 
             return work
@@ -121,23 +118,23 @@ class Tick:
             [numbers.index(n) if n in numbers else -1 for n in range(len(self.table.units))] + [-1]
         )
         chosen = position.astype(jnp.int32)[row["unit"]]
-        part = {name: state[name] for name in dict.fromkeys(n for task in self.tasks for n in task.changes)}
-        return state | run_one(chosen, [branch(n) for n in numbers], part, row.values, *reads)
+        part = state.pick(entry for task in self.tasks for entry in task.changes)
+        return state.merge(run_one(chosen, [branch(n) for n in numbers], part, row.values, *reads))
 
     def _trip(self, task: Task, row: Row):
         def trip(part: State, values: jax.Array, *reads: Tree) -> State:
             made = task.work(part, Row(row.columns, values), *reads)
-            return part | self.vary(made)
+            return part.merge(self.vary(made))
 
         return trip
 
 
-def fresh(boundary: Tree, state: State | None = None, *, watched: bool = False) -> State:
-    """Nothing to send: "y_out" and, where ``state`` has it, "dx_out" with whatever was in memory; zeros if watched."""
+def fresh(boundary: Tree, payloads: Collection[str], *, watched: bool = False) -> dict[str, Tree]:
+    """Nothing to send, for each of "y" and "dx" that is asked for: whatever was in memory, zeros if watched."""
     make = jnp.zeros if watched else lax.empty
     leaves = jax.tree.map(lambda leaf: make(leaf.shape, leaf.dtype), boundary)
-    made = {"y_out": leaves, "dx_out": [leaf for leaf in jax.tree.leaves(leaves) if is_floating(leaf)]}
-    return made if state is None else {name: sent for name, sent in made.items() if name in state}
+    made = {"y": leaves, "dx": [leaf for leaf in jax.tree.leaves(leaves) if is_floating(leaf)]}
+    return {payload: made[payload] for payload in payloads}
 
 
 def run(tick: Tick, state: State) -> State:

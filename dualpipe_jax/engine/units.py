@@ -16,10 +16,10 @@ from dualpipe_jax.contract import At, Tree, key_at
 from dualpipe_jax.engine.guard import pin
 from dualpipe_jax.engine.kinds import ForwardKind, Gradients, Kind, Slot
 from dualpipe_jax.engine.slots import Layout, read_slot, write_slot
+from dualpipe_jax.engine.state import Entry, State
 from dualpipe_jax.engine.trees import add_to
 from dualpipe_jax.schedule.lowering.table import Stand, TickTable, Unit
 
-State = dict[str, Any]
 SCOPES = {"F": "forward", "B": "backward", "I": "backward_input", "W": "backward_weight", "FB": "pair"}
 """The names by which a compiled program's units are found."""
 
@@ -73,8 +73,8 @@ class Task:
 
     scope: str
     numbers: tuple[int, ...]
-    changes: tuple[str, ...]
-    sums: tuple[str, ...]
+    changes: tuple[Entry, ...]
+    sums: tuple[Entry, ...]
     reads: tuple[Tree, ...]
     work: Callable[..., State]
 
@@ -143,23 +143,22 @@ class Works:
             assert back is not None
             return {"B": self._backward, "I": self._input, "W": self._weight}[op](part, row, back, *params)
 
-        sums = tuple(self._sum_names(back)) if back is not None and op != "I" else ()
+        sums = tuple(self._sums(back)) if back is not None and op != "I" else ()
         return Task("/".join((SCOPES[op], "-".join(names))), numbers, tuple(changes), sums, reads, work)
 
     # ------------------------------------------------------------------ forward
 
-    def _forward_changes(self, stand: Stand) -> tuple[str, ...]:
+    def _forward_changes(self, stand: Stand) -> tuple[Entry, ...]:
         kind, last = self.kinds[stand.kind], stand.kind == self._last
-        handing = () if last else ("y_out",)
         touches_x = stand.kind != self._first or (not last and "x" in self.table.hands_over)
         return (
-            *(("x",) if touches_x else ()),
-            *self.layout.groups(stand.kind, "residual_i", "residual_w"),
-            *handing,
-            *(("outputs",) if last and self.outputs else ()),
-            *(f"loss.{name}" for name in kind.losses),
-            *(f"metric.{name}" for name in kind.metrics),
-            *(("dropped",) if kind.dropped is not None else ()),
+            *([Entry("pools", "x")] if touches_x else []),
+            *self._pools(stand.kind, "residual_i", "residual_w"),
+            *([] if last else [Entry("under_way", "y")]),
+            *([Entry("outputs")] if last and self.outputs else []),
+            *(Entry("losses", name) for name in kind.losses),
+            *(Entry("metrics", name) for name in kind.metrics),
+            *([] if kind.dropped is None else [Entry("dropped")]),
         )
 
     def _forward(self, part: State, row: Row, stand: Stand, params: Tree) -> State:
@@ -173,33 +172,34 @@ class Works:
         (y, losses), (metrics, dropped) = made, aside
         if stand.kind != self._last:
             if "x" in self.table.hands_over:
-                part = part | {"x": write_slot(part["x"], row["F_y"], y)}
-            part = part | {"y_out": y}
+                part = part.put(pools={"x": write_slot(part.pools["x"], row["F_y"], y)})
+            part = part.put(under_way={"y": y})
         elif self.outputs:
-            part = part | {"outputs": write_slot(part["outputs"], row["F_microbatch"], y)}
-        for name, loss in losses.items():
-            part = part | {f"loss.{name}": part[f"loss.{name}"] + self._seed(name, row, "F") * loss}
-        for name, metric in metrics.items():
-            part = part | {f"metric.{name}": jax.tree.map(jnp.add, part[f"metric.{name}"], metric)}
-        if dropped is not None:
-            part = part | {"dropped": part["dropped"] + dropped}
-        return part
+            part = part.put(outputs=write_slot(part.outputs, row["F_microbatch"], y))
+        weighted = {name: self._seed(name, row, "F") * loss for name, loss in losses.items()}
+        part = part.put(
+            losses={name: part.losses[name] + loss for name, loss in weighted.items()},
+            metrics={
+                name: jax.tree.map(jnp.add, part.metrics[name], metric) for name, metric in metrics.items()
+            },
+        )
+        return part if dropped is None else part.put(dropped=part.dropped + dropped)
 
     # ----------------------------------------------------------------- backward
 
-    def _backward_changes(self, op: str, stand: Stand) -> tuple[str, ...]:
+    def _backward_changes(self, op: str, stand: Stand) -> tuple[Entry, ...]:
         kind = self._split(stand)
         last, first = stand.kind == self._last, stand.kind == self._first
         pools = {"I": ("residual_i", "residual_w", "stash"), "W": ("residual_w", "stash")}
-        entries = [*self.layout.groups(stand.kind, *pools.get(op, ("residual_i", "residual_w")))]
+        entries = self._pools(stand.kind, *pools.get(op, ("residual_i", "residual_w")))
         if self._reads_x(op, stand) and not first:
-            entries.append("x")
+            entries.append(Entry("pools", "x"))
         if op != "W":
-            entries += [] if last and (first or "dy" not in self.table.hands_over) else ["dy"]
-            entries += [] if first else ["dx_out"]
-            entries += [f"batch.{i}" for i in kind.batch]
+            entries += [] if last and (first or "dy" not in self.table.hands_over) else [Entry("pools", "dy")]
+            entries += [] if first else [Entry("under_way", "dx")]
+            entries += [Entry("batch", leaf) for leaf in kind.batch]
         if op != "I":
-            entries += self._sum_names(stand)
+            entries += self._sums(stand)
         return tuple(entries)
 
     def _backward(self, part: State, row: Row, stand: Stand, params: Tree) -> State:
@@ -224,14 +224,14 @@ class Works:
 
     def _hand_back(self, part: State, row: Row, stand: Stand, gradients: Gradients) -> State:
         for number, gradient in zip(self._split(stand).batch, gradients.batch, strict=True):
-            name, at = f"batch.{number}", row["G_microbatch"]
-            part = part | {name: write_slot(part[name], at, add_to(read_slot(part[name], at), gradient))}
+            held, at = part.batch[number], row["G_microbatch"]
+            part = part.put(batch={number: write_slot(held, at, add_to(read_slot(held, at), gradient))})
         if stand.kind == self._first:
             return part
         dx = self._whole_dx(part, stand, gradients.x)
         if "dy" in self.table.hands_over:
-            part = part | {"dy": write_slot(part["dy"], row["G_dx"], dx)}
-        return part | {"dx_out": dx}
+            part = part.put(pools={"dy": write_slot(part.pools["dy"], row["G_dx"], dx)})
+        return part.put(under_way={"dx": dx})
 
     def _whole_dx(self, part: State, stand: Stand, gradients: list[Any]) -> list[Any]:
         """Over all floating leaves of x: zeros where the stage does not use one."""
@@ -239,12 +239,17 @@ class Works:
         made = dict(zip(kind.x, gradients, strict=True))
         return [
             made[number] if number in made else jnp.zeros_like(zero)
-            for number, zero in zip(kind.floating_x, part["dx_out"], strict=True)
+            for number, zero in zip(kind.floating_x, part.under_way["dx"], strict=True)
         ]
 
     def _add(self, part: State, stand: Stand, gradients: Gradients) -> State:
-        made = zip(self._sum_names(stand), [*gradients.own, *gradients.shared], strict=True)
-        return part | {name: add_to(part[name], gradient) for name, gradient in made}
+        kind, at = self._split(stand), stand.local
+        own = zip(kind.own, gradients.own, strict=True)
+        shared = zip(kind.shared, gradients.shared, strict=True)
+        return part.put(
+            own={(at, leaf): add_to(part.own[at, leaf], gradient) for leaf, gradient in own},
+            shared={leaf: add_to(part.shared[leaf], gradient) for leaf, gradient in shared},
+        )
 
     # --------------------------------------------------------------------- pair
 
@@ -255,15 +260,18 @@ class Works:
         seen = self._x(part, row, ahead, "F"), self._at(row, "F")
         saved, dy = self._seen(part, row, back, "B"), self._dy(part, row, back)
         slots = self._slots(part, row, ahead.kind, back.kind)
-        sums = self._sums_of(part, back)
+        sums = [getattr(part, field)[key] for field, key in self._sums(back)]
         (made, aside, *_), gradients, pools = first.beside(
             second, (forward_params, seen), (backward_params, saved, dy), slots, sums, self.around.links
         )
         # What is read is read before it is written again: else the pools are copied.
-        inputs = pin({name: part[name] for name in ("x", "dy") if name in part})
+        inputs = pin({name: part.pools[name] for name in ("x", "dy") if name in part.pools})
         gradients, inputs = lax.optimization_barrier((gradients, inputs))
-        part = part | pin(inputs) | self._replaced(part, pools)
-        part = part | dict(zip(self._sum_names(back), [*gradients.own, *gradients.shared], strict=True))
+        part = part.put(
+            pools=pin(inputs) | self._replaced(part, pools),
+            own={(back.local, leaf): total for leaf, total in zip(second.own, gradients.own, strict=True)},
+            shared=dict(zip(second.shared, gradients.shared, strict=True)),
+        )
         return self._hand_back(self._hand_over(part, row, ahead, made, aside), row, back, gradients)
 
     def _slots(self, part: State, row: Row, ahead: int, back: int) -> dict[tuple[str, int], Slot]:
@@ -274,7 +282,7 @@ class Works:
                 place for pool in ("residual_i", "residual_w") for place in self.layout.places[kind][pool]
             ]
             for number, (name, i) in enumerate(places):
-                slot = pools.get((name, i)) or Slot(part[name][i])
+                slot = pools.get((name, i)) or Slot(part.pools[name][i])
                 at = row[f"{letter}_{name}"]
                 pools[name, i] = (
                     slot._replace(written_at=at, made=number)
@@ -283,18 +291,16 @@ class Works:
                 )
         return pools
 
-    def _replaced(self, part: State, pools: Mapping[tuple[str, int], Any]) -> State:
-        changed = {name: list(part[name]) for name, _ in pools}
+    def _replaced(self, part: State, pools: Mapping[tuple[str, int], Any]) -> dict[str, list[Any]]:
+        changed = {name: list(part.pools[name]) for name, _ in pools}
         for (name, i), pool in pools.items():
             changed[name][i] = pool
         return changed
 
-    def _sum_names(self, stand: Stand) -> list[str]:
+    def _sums(self, stand: Stand) -> list[Entry]:
         kind = self._split(stand)
-        return [*(f"own{stand.local}.{i}" for i in kind.own), *(f"shared.{i}" for i in kind.shared)]
-
-    def _sums_of(self, part: State, stand: Stand) -> list[Any]:
-        return [part[name] for name in self._sum_names(stand)]
+        own = [Entry("own", (stand.local, leaf)) for leaf in kind.own]
+        return [*own, *(Entry("shared", leaf) for leaf in kind.shared)]
 
     # ------------------------------------------------------------ small helpers
 
@@ -314,7 +320,7 @@ class Works:
         )
 
     def _x(self, part: State, row: Row, stand: Stand, letter: str) -> Tree:
-        return None if stand.kind == self._first else read_slot(part["x"], row[f"{letter}_x"])
+        return None if stand.kind == self._first else read_slot(part.pools["x"], row[f"{letter}_x"])
 
     def _seen(self, part: State, row: Row, stand: Stand, op: str) -> tuple[Tree, At]:
         """What the forward saw; None for an x that is not read any more."""
@@ -330,18 +336,23 @@ class Works:
 
     def _dy(self, part: State, row: Row, stand: Stand) -> list[Any]:
         """The cotangents of x, over its floating leaves, and of the losses, in the order of their names."""
-        above = [] if stand.kind == self._last else read_slot(part["dy"], row["G_dy"])
+        above = [] if stand.kind == self._last else read_slot(part.pools["dy"], row["G_dy"])
         return [*above, *(self._seed(name, row, "G") for name in sorted(self.kinds[stand.kind].losses))]
 
     def _take(self, part: State, row: Row, kind: int, pool: str) -> list[Any]:
-        return [read_slot(part[name][i], row[f"G_{name}"]) for name, i in self.layout.places[kind][pool]]
+        return [
+            read_slot(part.pools[name][i], row[f"G_{name}"]) for name, i in self.layout.places[kind][pool]
+        ]
 
     def _kept(self, part: State, row: Row, kind: int) -> tuple[list[Any], list[Any]]:
         return self._take(part, row, kind, "residual_i"), self._take(part, row, kind, "residual_w")
 
     def _put(self, part: State, row: Row, letter: str, kind: int, made: Mapping[str, list[Any]]) -> State:
-        pools = {name: list(part[name]) for name in self.layout.groups(kind, *made)}
+        pools = {name: list(part.pools[name]) for name in self.layout.groups(kind, *made)}
         for pool, values in made.items():
             for (name, i), value in zip(self.layout.places[kind][pool], values, strict=True):
                 pools[name][i] = write_slot(pools[name][i], row[f"{letter}_{name}"], value)
-        return part | pools
+        return part.put(pools=pools)
+
+    def _pools(self, kind: int, *kept: str) -> list[Entry]:
+        return [Entry("pools", name) for name in self.layout.groups(kind, *kept)]

@@ -85,31 +85,24 @@ def memory_by_kind(blueprint: Blueprint) -> dict[str, int]:
     """
     state, params, used = blueprint.state, blueprint.params, blueprint.used
     borrowed = homes(blueprint.schedule.placement).borrowed
-    pools = {name: nbytes(entry) for name, entry in state.items()}
     kinds = {
         "stages": nbytes(params["stages"]),
         "shared": nbytes(params["shared"]),
         "cast": _changed(params, used),
         "mirrored": sum(nbytes(used["stages"].local[source]) for source, _ in borrowed),
         "optimizer": 0 if blueprint.update is None else nbytes(blueprint.update.state),
-        "gradients": sum(size for name, size in pools.items() if _is_sum(name)),
-        "residuals": sum(size for name, size in pools.items() if name.startswith("residual")),
-        "stash": sum(size for name, size in pools.items() if name.startswith("stash")),
-        "boundary": sum(pools[name] for name in ("x", "dy", "y_out", "dx_out")),
+        "gradients": nbytes((state.own, state.shared)),
+        "residuals": nbytes(state.family("residual")),
+        "stash": nbytes(state.family("stash")),
+        "boundary": nbytes((state.pools["x"], state.pools["dy"], state.under_way)),
     }
-    figures = sum(size for name, size in pools.items() if name.startswith(("loss.", "metric.")))
-    return kinds | {"batch": nbytes(blueprint.batch) + figures}
+    return kinds | {"batch": nbytes((blueprint.batch, state.losses, state.metrics))}
 
 
 def _changed(stored: Tree, used: Tree) -> int:
     """Bytes of leaves that are used in another dtype, or more of them on a device, than they are stored."""
     both = zip(jax.tree.leaves(stored), jax.tree.leaves(used), strict=True)
     return nbytes([new for old, new in both if old.dtype != new.dtype or nbytes(old) != nbytes(new)])
-
-
-def _is_sum(name: str) -> bool:
-    """Whether an entry of the engine's state is a sum of gradients."""
-    return name.startswith(("own", "shared."))
 
 
 def rank_memory(blueprint: Blueprint) -> tuple[MemoryModel, int]:
@@ -122,23 +115,21 @@ def rank_memory(blueprint: Blueprint) -> tuple[MemoryModel, int]:
     state, kinds = blueprint.state, memory_by_kind(blueprint)
     parts = int(stages_a_share(blueprint.schedule.placement))
 
-    def share(*pools: str) -> int:
-        leaves = jax.tree.leaves([value for name, value in state.items() if name.split(".")[0] in pools])
+    def share(pool: str) -> int:
+        leaves = jax.tree.leaves(state.family(pool))
         return parts * sum(nbytes(jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype)) for leaf in leaves)
 
-    def sums(*names: str) -> int:
-        return sum(nbytes(value) for name, value in state.items() if name.startswith(names))
-
     used = nbytes(blueprint.used["stages"])
-    mine = tuple(f"own{k}." for k in range(len(blueprint.params["stages"].local)))
+    num_mine = len(blueprint.params["stages"].local)
+    mine = [total for (local, _), total in state.own.items() if local < num_mine]
     sizes = MemoryModel(
         residual_w=share("residual"),
         stash=share("stash"),
         boundary=share("x") // parts,
-        parameters=used + sums(*mine),
+        parameters=used + nbytes(mine),
     )
     rest = ("stages", "shared", "cast", "optimizer", "batch")
-    return sizes, sum(kinds[kind] for kind in rest) - used + sums("shared.")
+    return sizes, sum(kinds[kind] for kind in rest) - used + nbytes(state.shared)
 
 
 def held_arrays(blueprint: Blueprint) -> set[str]:
@@ -147,10 +138,8 @@ def held_arrays(blueprint: Blueprint) -> set[str]:
     A pool of one slot looks like the value in it, and is left out.
     """
     state = blueprint.state
-    pools = ("x", "dy", "residual", "stash")
-    held = [leaf for name, entry in state.items() if _is_sum(name) for leaf in jax.tree.leaves(entry)]
-    waiting = [entry for name, entry in state.items() if name.split(".")[0] in pools]
-    held += [leaf for leaf in jax.tree.leaves(waiting) if leaf.shape[0] > 1]
+    held = jax.tree.leaves((state.own, state.shared))
+    held += [leaf for leaf in jax.tree.leaves(state.pools) if leaf.shape[0] > 1]
     return {array_name(_HLO_NAMES.get(str(leaf.dtype), str(leaf.dtype)), leaf.shape) for leaf in held}
 
 

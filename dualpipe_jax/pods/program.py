@@ -12,6 +12,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from dualpipe_jax.contract import StagedModel
 from dualpipe_jax.engine import Pipeline
 from dualpipe_jax.engine.stages import broadcast
+from dualpipe_jax.engine.state import State
 from dualpipe_jax.parallel import DP, EP, NODE, PP, batch_spec
 from dualpipe_jax.pods.links import Dispatch
 from dualpipe_jax.pods.plan import Plan
@@ -154,7 +155,7 @@ class Blueprint:
         )
 
     @functools.cached_property
-    def state(self) -> dict[str, Tree]:
+    def state(self) -> State:
         """What the engine keeps while a step runs; see ``Pipeline.state``. It takes seconds: the model is traced."""
         return self.pipeline.state(self.params, self.batch)
 

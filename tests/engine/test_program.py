@@ -57,8 +57,7 @@ def pools_and_sums(schedule, num_layers=2):
     params = {"stages": given["stages"], "shared": {"embed": given["embed"], "head": given["head"]}}
     inputs, targets = models.data(schedule.num_microbatches, SIZE)
     state = pipeline.state(params, {"inputs": inputs, "targets": targets})
-    held = [v for k, v in state.items() if k.split(".")[0] in ("residual", "stash")]
-    held += [v for k, v in state.items() if k.startswith("own")]
+    held = state.family("residual"), state.family("stash"), state.own
     return {
         f"[{','.join(map(str, leaf.shape))}]"
         for leaf in jax.tree.leaves(held)

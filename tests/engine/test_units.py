@@ -91,6 +91,6 @@ def test_the_state_that_is_foretold_is_what_the_scan_carries():
     carried = [f"{v.aval.dtype}{list(v.aval.shape)}" for v in walk.outvars[:num_carried]]
     floats = [sorted(name for name in names if name.startswith("float")) for names in (foretold, carried)]
     assert floats[0] == floats[1]
-    pools = [state[name] for name in state if name.startswith("residual")]
+    pools = state.family("residual").values()
     assert all(len({pool.shape[0] for pool in group}) == 1 for group in pools)
     assert max(group[0].shape[0] for group in pools) > 1
