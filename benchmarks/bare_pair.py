@@ -20,6 +20,7 @@ from dualpipe_jax.pods.plan import Plan
 from dualpipe_jax.pods.results import Compiled
 from dualpipe_jax.present.numbers import percent
 from dualpipe_jax.present.table import Table
+from dualpipe_jax.schedule.lowering.unit_key import UnitKey
 
 _V2_LITE = Plan("v2-lite", layers_per_stage=2, sequence=2048, dispatch="capacity", capacity_factor=1.0)
 _CHANGE = ("num_dense_layers=0", "num_shared_experts=1", "vocab=1024", "top_k=8")
@@ -33,6 +34,7 @@ CASES = {
 }
 """Near 1 : 1 of computation and communication, where it is hardest."""
 
+PAIR = UnitKey("FB")
 FORMS = {
     "pair": "the engine's",
     "bare_ordered": "bare, our order",
@@ -64,7 +66,7 @@ def cells(compiled: Compiled, engine: Compiled) -> tuple[str, ...]:
     """A pair's figures; empty where its compiler refuses it."""
     if compiled.out_of_memory or engine.out_of_memory:
         return ("",) * 6
-    pair, whole = compiled.units["FB"], engine.units["FB"]
+    pair, whole = compiled.units[PAIR], engine.units[PAIR]
     parts = (f"{(part or 0) / 1e6:.3f}" for part in (pair.cycles, pair.computation, pair.communication))
     ratios = (f"{number:.3f}" for number in (pair.over_limit, whole.cycles / pair.cycles))
     return *parts, percent(compiled.all_to_all.hidden), *ratios

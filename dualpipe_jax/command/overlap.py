@@ -16,6 +16,7 @@ from dualpipe_jax.pods.request import Request
 from dualpipe_jax.pods.results import Answer, Compiled
 from dualpipe_jax.present.numbers import format_cycles, percent
 from dualpipe_jax.present.table import Table
+from dualpipe_jax.schedule.lowering.unit_key import UnitKey
 
 Files = Annotated[tuple[Path, ...], tyro.conf.arg(metavar="FILE ...", aliases=["-o"], help_behavior_hint="")]
 """What to write of a compiled program."""
@@ -243,11 +244,11 @@ def units(compiled: Compiled) -> Table:
     head = ("unit", "cycles", "computation", "communication", "exposed", "over the larger", "over the sum")
     rows = [
         (
-            name,
+            str(key),
             *map(format_cycles, (unit.cycles, unit.computation, unit.communication, unit.exposed)),
             *("" if ratio is None else f"{ratio:.3f}" for ratio in (unit.over_limit, unit.over_sum)),
         )
-        for name, unit in compiled.units.items()
+        for key, unit in compiled.units.items()
     ]
     return Table(head, tuple(rows))
 
@@ -313,8 +314,8 @@ def _sentences(compiled: Compiled, at_least: float, enough: bool) -> list[str]:
     if compiled.what != "text":  # of which nobody knows what its slots, sums and parameters are
         lines.append(f"copies of slots, sums or parameters in a loop: {len(copied) or 'none'}")
         lines += [f"  {copy.array} {copy.op_name}" for copy in copied[:8]]
-    for unit, name in {"FB": "pair", **{what: what for what in _SERVING}}.items():
-        if (pair := compiled.units.get(unit)) is None:
+    for op, name in {"FB": "pair", **{what: what for what in _SERVING}}.items():
+        if (pair := compiled.units.get(UnitKey(op))) is None:
             continue
         lines.append(
             f"{name}: {format_cycles(pair.cycles)} cycles, {pair.over_limit:.3f} of the larger of its computation "

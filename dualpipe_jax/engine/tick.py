@@ -95,7 +95,7 @@ class Tick:
             looped = functools.partial(run_if, sums=task.sums)
             guard = looped if self.divergence == "loop" else run_always
             wanted = functools.reduce(jnp.logical_or, [row["unit"] == number for number in task.numbers])
-            with jax.named_scope(task.scope):
+            with jax.named_scope(task.key.scope):
                 part = state.pick(task.changes)
                 state = state.merge(guard(wanted, self._trip(task, row), part, row.values, *task.reads))
         return state
@@ -108,7 +108,7 @@ class Tick:
             def work(part: State, values: jax.Array, *reads: Any) -> State:
                 for task, read in zip(self.tasks, reads, strict=True):
                     if number in task.numbers:
-                        with jax.named_scope(task.scope):
+                        with jax.named_scope(task.key.scope):
                             part = part.merge(self._trip(task, row)(part, values, *read))
                 return part
 

@@ -19,9 +19,7 @@ from dualpipe_jax.engine.slots import Layout, read_slot, write_slot
 from dualpipe_jax.engine.state import Entry, State
 from dualpipe_jax.engine.trees import add_to
 from dualpipe_jax.schedule.lowering.table import Stand, TickTable, Unit
-
-SCOPES = {"F": "forward", "B": "backward", "I": "backward_input", "W": "backward_weight", "FB": "pair"}
-"""The names by which a compiled program's units are found."""
+from dualpipe_jax.schedule.lowering.unit_key import UnitKey
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,7 +61,7 @@ class Task:
     """A unit of the program.
 
     Attributes:
-      scope: its name in compiled programs.
+      key: what it is called in compiled programs.
       numbers: the table's units that it carries out.
       changes: the entries of the state that it changes, or reads of a pool.
       sums: those of them that it adds gradients to.
@@ -71,7 +69,7 @@ class Task:
       work: ``work(part of the state, row, *reads) -> part``.
     """
 
-    scope: str
+    key: UnitKey
     numbers: tuple[int, ...]
     changes: tuple[Entry, ...]
     sums: tuple[Entry, ...]
@@ -126,7 +124,7 @@ class Works:
     def _task(self, unit: Unit, numbers: tuple[int, ...]) -> Task:
         op, ahead, back = unit
         stands = [stand for stand in (ahead, back) if stand is not None]
-        names = [self.kinds[stand.kind].name for stand in stands]
+        key = UnitKey(op, tuple(self.kinds[stand.kind].name for stand in stands))
         changes = dict.fromkeys(
             [
                 *(self._forward_changes(ahead) if ahead else ()),
@@ -144,7 +142,7 @@ class Works:
             return {"B": self._backward, "I": self._input, "W": self._weight}[op](part, row, back, *params)
 
         sums = tuple(self._sums(back)) if back is not None and op != "I" else ()
-        return Task("/".join((SCOPES[op], "-".join(names))), numbers, tuple(changes), sums, reads, work)
+        return Task(key, numbers, tuple(changes), sums, reads, work)
 
     # ------------------------------------------------------------------ forward
 

@@ -8,6 +8,7 @@ from dualpipe_jax.inspect import Device
 from dualpipe_jax.pods import predict
 from dualpipe_jax.pods.results import Compiled, Overheads, Part, Unit
 from dualpipe_jax.schedule import Action, CostModel, Op, Schedule, Slot, lower
+from dualpipe_jax.schedule.lowering.unit_key import UnitKey
 
 Field = Callable[[Unit], float]
 
@@ -59,7 +60,7 @@ def account_of(
 
     Where nobody counted the units' operations, those from recomputation to no matrix product are one part.
     """
-    usual = {name: cycles for name, cycles in costs.cycles.items() if "/" not in name}
+    usual = {key: cycles for key, cycles in costs.cycles.items() if not key.kinds}
     equal = dataclasses.replace(costs, extra={}, FB=costs.FB, cycles=usual)
     slots = [slot for order in schedule.orders for slot in order]
     ranks = schedule.num_ranks if compiled.at_once is None else min(schedule.num_ranks, compiled.at_once)
@@ -116,7 +117,7 @@ class _Sums:
     """Figures of slots, as ``predict.measured`` makes their cycles of units."""
 
     schedule: Schedule
-    units: Mapping[str, Unit]
+    units: Mapping[UnitKey, Unit]
     halves: bool
 
     @functools.cached_property
@@ -126,13 +127,14 @@ class _Sums:
 
     def of(self, slot: Slot, field: Field) -> float:
         """Of a slot: what was measured of it; else beside pairs no less than of usual stages, see ``predict.costs``."""
-        own = predict.found(self.units, predict.name_of(slot, self.schedule.placement, self.kinds))
+        own = predict.found(self.units, predict.key_of(slot, self.schedule.placement, self.kinds))
         if own is not None:
             return field(own)
         each = [(self.action(action, field), self._of(action.op, field)) for action in slot]
-        if "FB" not in self.units:
+        pair = self.units.get(UnitKey("FB"))
+        if pair is None:
             return sum(of_kind for of_kind, _ in each)
-        usual = field(self.units["FB"]) if len(slot) == 2 else each[0][1]
+        usual = field(pair) if len(slot) == 2 else each[0][1]
         return usual + sum(max(0.0, of_kind - usual) for of_kind, usual in each)
 
     def action(self, action: Action, field: Field) -> float:
@@ -142,7 +144,8 @@ class _Sums:
 
     def _of(self, op: Op, field: Field, kind: str | None = None) -> float:
         def one(name: str) -> float | None:
-            unit = self.units.get(f"{name}/{kind}", self.units.get(name))
+            usual = self.units.get(UnitKey(name))
+            unit = usual if kind is None else self.units.get(UnitKey(name, (kind,)), usual)
             return None if unit is None else field(unit)
 
         names = ("I", "W") if op is Op.B and self.halves else (op.name,)

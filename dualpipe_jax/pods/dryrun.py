@@ -20,6 +20,7 @@ from dualpipe_jax.pods.readings import read
 from dualpipe_jax.pods.request import Request
 from dualpipe_jax.pods.results import Answer, Compiled, Machine, Parameters, Unit, weigh
 from dualpipe_jax.pods.step_time import predict_step
+from dualpipe_jax.schedule.lowering.unit_key import UnitKey
 
 BARE: Mapping[str, bool] = {"bare": False, "bare_ordered": True}
 """What compiles the pair with nothing around it, and whether in our order."""
@@ -69,7 +70,7 @@ def answer(
         compiled = compile_and_read(request, blueprint, target, say)
     memory = weigh(kinds, compiled, limit_of(target), share)
     found = dataclasses.replace(found, compiled=compiled, memory=memory)
-    if program.flops and {"F"} < compiled.units.keys():
+    if program.flops and {UnitKey("F")} < compiled.units.keys():
         say("simulating the step")
         step = predict_step(compiled, blueprint, plan, device, guards_of(request, target))
         found = dataclasses.replace(found, step=step)
@@ -176,7 +177,9 @@ def compile_and_read(
         say(f"compiling the update for {target}")
         found = dataclasses.replace(found, update=price_update(blueprint, options, rates))
     if what in BARE:
-        found = dataclasses.replace(found, units={"FB": predict.unit_of(report, module, module.entry)})
+        found = dataclasses.replace(
+            found, units={UnitKey("FB"): predict.unit_of(report, module, module.entry)}
+        )
     return found
 
 

@@ -11,16 +11,19 @@ T = TypeVar("T")
 
 
 def plain(value: Any) -> Any:
-    """Dataclasses, mappings and sequences as dicts and lists."""
+    """Dataclasses, mappings and sequences as dicts and lists; keys as text."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {field.name: plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
     if isinstance(value, Mapping):
-        return {name: plain(part) for name, part in value.items()}
+        return {str(name): plain(part) for name, part in value.items()}
     return [plain(part) for part in value] if isinstance(value, list | tuple) else value
 
 
 def filled(kind: type[T], value: Any) -> T:
-    """The inverse of ``plain`` for a value of this type; dicts' entries that are no field's are left out."""
+    """The inverse of ``plain`` for a value of this type; dicts' entries that are no field's are left out.
+
+    Keys of a type that has ``parse``, such as ``UnitKey``, are read by that.
+    """
     return _filled(kind, value)
 
 
@@ -36,7 +39,8 @@ def _filled(kind: Any, value: Any) -> Any:
     if origin is tuple:
         return tuple(_filled(parts[0], part) for part in value)
     if isinstance(origin, type) and issubclass(origin, Mapping):
-        return {name: _filled(parts[1], part) for name, part in value.items()}
+        key = getattr(parts[0], "parse", lambda name: name)
+        return {key(name): _filled(parts[1], part) for name, part in value.items()}
     if dataclasses.is_dataclass(kind) and isinstance(value, Mapping):
         hints = _hints(kind)  # type: ignore[arg-type]  # a class is hashable
         return kind(**{name: _filled(hints[name], part) for name, part in value.items() if name in hints})  # type: ignore[operator]

@@ -22,6 +22,7 @@ from dualpipe_jax.pods.plan import Plan, Shard
 from dualpipe_jax.pods.results import Answer, Overheads
 from dualpipe_jax.schedule import CostModel, MemoryModel, Schedule, limit_stash, simulate
 from dualpipe_jax.schedule.costs import at_most
+from dualpipe_jax.schedule.lowering.unit_key import UnitKey
 from dualpipe_jax.schedule.names import find
 
 SCHEDULES = "dualpipe", "dualpipe_v", "one_f_one_b", "zb_h1", "zb_v"
@@ -253,6 +254,7 @@ class Prices:
         return found
 
 
+_ENDS = {UnitKey("F", (kind,)) for kind in ("first", "last")}
 GAIN = 0.99
 """Steps that are estimated to take more of the best one are not worth a compilation."""
 
@@ -273,7 +275,7 @@ def moved(compiled: Sequence[Prices], choices: Iterable[Choice], tried: Iterable
     for prices in compiled:
         known.add(_with_layers(prices.case, prices.layers))
         mine = [plan for own in prices.case.plans if (plan := shared(own, prices.shard)) in able]
-        if not mine or not prices.layers or not {"F/first", "F/last"} <= prices.compiled.units.keys():
+        if not mine or not prices.layers or not prices.compiled.units.keys() >= _ENDS:
             continue
         best = min(mine, key=able.__getitem__)
         schedule, at_once = schedule_of(best), prices.compiled.at_once

@@ -16,33 +16,26 @@ from dualpipe_jax.pods.results import Unit
 from dualpipe_jax.schedule import CostModel, MemoryModel, Op, Placement, Schedule, Slot, lower, simulate
 from dualpipe_jax.schedule.costs import stages_a_share
 from dualpipe_jax.schedule.lowering.table import TickTable
+from dualpipe_jax.schedule.lowering.unit_key import SCOPE, SCOPES, UnitKey
 from dualpipe_jax.schedule.optimize.choose import Candidate, choose
 
 T = TypeVar("T")
 
-SCOPE_OF = {
-    "FB": "pair",
-    "F": "forward",
-    "B": "backward",
-    "I": "backward_input",
-    "W": "backward_weight",
-}
-"""The scope by which each unit of the engine is found in a compiled program."""
 USUAL = "middle"
 """What most stages' kind is called."""
 
 
-def bodies(module: Module, unit: str) -> list[str]:
-    """Computations in which a unit stands, behind its guard: one for each local stage and kind that runs it."""
-    return [body for found in by_kind(module, unit).values() for body in found]
+def bodies(module: Module, op: str) -> list[str]:
+    """Computations in which units of an op stand, each behind its guard."""
+    return [body for key, found in units_in(module).items() if key.op == op for body in found]
 
 
-def by_kind(module: Module, unit: str) -> dict[str, list[str]]:
-    """The same by kind of stage, "KIND", or for pairs the forward's and the backward's, "KIND-KIND"."""
-    found: dict[str, list[str]] = {}
-    for body, (_, names) in _guarded(module).items():
-        if len(names) == 1 and (match := re.fullmatch(rf"{SCOPE_OF[unit]}/(.+)", names[0])):
-            found.setdefault(match[1], []).append(body)
+def units_in(module: Module) -> dict[UnitKey, list[str]]:
+    """The computations in which each unit stands: one for each local stage that runs it."""
+    found: dict[UnitKey, list[str]] = {}
+    for body, (_, scopes) in _guarded(module).items():
+        if len(scopes) == 1:
+            found.setdefault(UnitKey.of_scope(scopes[0]), []).append(body)
     return found
 
 
@@ -52,9 +45,8 @@ def walk(module: Module) -> str | None:
 
 
 def _guarded(module: Module) -> dict[str, tuple[str, list[str]]]:
-    """What a guard skips, a loop's body or one branch of a conditional: -> (its holder, the units in it, UNIT/KIND)."""
-    unit = rf"({'|'.join(SCOPE_OF.values())})/[^/]+"
-    loop, inside = re.compile(rf"/({unit})/while$"), re.compile(rf"/branch_\d+_fun/({unit})/")
+    """What a guard skips, a loop's body or one branch of a conditional: -> (its holder, the scopes of units in it)."""
+    loop, inside = re.compile(rf"/({SCOPE})/while$"), re.compile(rf"/branch_\d+_fun/({SCOPE})/")
     found = {
         body: (holder, [match[1]])
         for body, (holder, instruction) in module.loops.items()
@@ -68,56 +60,49 @@ def _guarded(module: Module) -> dict[str, tuple[str, list[str]]]:
     return found
 
 
-def measure(report: OverlapReport, module: Module, kind_of: Sequence[str] = ()) -> dict[str, Unit]:
-    """The units of a program, by name; of several for the same kinds of stages the slowest."""
-    return by_name(
-        {
-            unit: {
-                kind: max((unit_of(report, module, body) for body in found), key=lambda u: u.cycles)
-                for kind, found in by_kind(module, unit).items()
-            }
-            for unit in SCOPE_OF
-        },
-        kind_of,
-    )
+def measure(report: OverlapReport, module: Module, kind_of: Sequence[str] = ()) -> dict[UnitKey, Unit]:
+    """The units of a program; of several for the same kinds of stages the slowest. ``kind_of``: see ``with_usual``."""
+    units = {
+        key: max((unit_of(report, module, body) for body in found), key=lambda u: u.cycles)
+        for key, found in units_in(module).items()
+    }
+    return with_usual(units, kind_of)
 
 
-def by_name(found: Mapping[str, Mapping[str, Unit]], kind_of: Sequence[str] = ()) -> dict[str, Unit]:
-    """Units by what ``costs`` asks for: "F" of most stages, "F/first" of the first.
+def with_usual(found: Mapping[UnitKey, Unit], kind_of: Sequence[str] = ()) -> dict[UnitKey, Unit]:
+    """Units as ``costs`` asks for them: of most stages by op alone, of others with their kinds.
 
-    "FB/first-last" is a pair of the first one's forward and the last one's backward. Most stages are of the kind that
-    most between the ends are of, and are called "middle"; if none was found of that, the slowest between the ends
-    stands for them, or the slowest of all.
+    Most stages are of the kind that most between the ends are of, and are called "middle"; if none was found of that,
+    the slowest between the ends stands for them, or the slowest of all.
 
     Args:
-      found: by kind of stage, "KIND", or for pairs "KIND-KIND".
+      found: by op and kinds.
       kind_of: the kind of each stage of the model; where nobody knows, stages go by their place.
     """
     between = Counter([USUAL] if USUAL in kind_of else kind_of[1:-1])
     usual = max(between, key=between.__getitem__, default=USUAL)
-    measured: dict[str, Unit] = {}
-    for unit, kinds in found.items():
+    units: dict[UnitKey, Unit] = {}
+    for op in (op for op in SCOPES if any(key.op == op for key in found)):
         own = {
-            "-".join(USUAL if part == usual else part for part in kind.split("-")): dataclasses.replace(
-                u, stages=tuple(stage for stage, its in enumerate(kind_of) if its == kind)
+            tuple(USUAL if kind == usual else kind for kind in key.kinds): dataclasses.replace(
+                unit, stages=tuple(stage for stage, its in enumerate(kind_of) if (its,) == key.kinds)
             )
-            for kind, u in kinds.items()
+            for key, unit in found.items()
+            if key.op == op
         }
-        most = [u for kind, u in own.items() if set(kind.split("-")) == {USUAL}]
-        others = [
-            u for kind, u in own.items() if not {"first", "last"} & set(kind.split("-"))
-        ] or own.values()
-        if most:
-            measured[unit] = most[0]
-        elif own:
-            measured[unit] = dataclasses.replace(max(others, key=lambda u: u.cycles), stages=())
-        measured |= {f"{unit}/{kind}": u for kind, u in own.items() if set(kind.split("-")) != {USUAL}}
-    return measured
+        most = [unit for kinds, unit in own.items() if set(kinds) == {USUAL}]
+        others = [unit for kinds, unit in own.items() if not {"first", "last"} & set(kinds)] or own.values()
+        slowest = max(others, key=lambda unit: unit.cycles)
+        units[UnitKey(op)] = most[0] if most else dataclasses.replace(slowest, stages=())
+        units |= {UnitKey(op, kinds): unit for kinds, unit in own.items() if set(kinds) != {USUAL}}
+    return units
 
 
-def kinds_of(units: Mapping[str, Unit]) -> dict[int, str]:
-    """The kind of each stage that units say they work on, as ``by_name`` calls it."""
-    return {stage: name.partition("/")[2] or USUAL for name, unit in units.items() for stage in unit.stages}
+def kinds_of(units: Mapping[UnitKey, Unit]) -> dict[int, str]:
+    """The kind of each stage that units say they work on, as ``with_usual`` calls it."""
+    return {
+        stage: key.kinds[0] if key.kinds else USUAL for key, unit in units.items() for stage in unit.stages
+    }
 
 
 def kind_at(stage: int, placement: Placement, kinds: Mapping[int, str]) -> str:
@@ -126,11 +111,11 @@ def kind_at(stage: int, placement: Placement, kinds: Mapping[int, str]) -> str:
     return kinds.get(at) or {0: "first", last: "last"}.get(at, USUAL)
 
 
-def name_of(slot: Slot, placement: Placement, kinds: Mapping[int, str]) -> str:
-    """What ``by_name`` calls the unit that runs a slot: "F/last", "FB/first-last", "FB" in the midst."""
-    of = [kind_at(action.stage, placement, kinds) for action in slot]
-    unit = "FB" if len(slot) == 2 else slot[0].op.name
-    return unit if set(of) == {USUAL} else f"{unit}/{'-'.join(of)}"
+def key_of(slot: Slot, placement: Placement, kinds: Mapping[int, str]) -> UnitKey:
+    """The unit that runs a slot."""
+    of = tuple(kind_at(action.stage, placement, kinds) for action in slot)
+    op = "FB" if len(slot) == 2 else slot[0].op.name
+    return UnitKey(op) if set(of) == {USUAL} else UnitKey(op, of)
 
 
 def unit_of(report: OverlapReport, module: Module, computation: str) -> Unit:
@@ -162,14 +147,14 @@ def overheads(report: OverlapReport, module: Module) -> tuple[float, float] | No
     return max(0.0, beside), max(0.0, cycles[holder] - (scan.trips or 1) * cycles[tick])
 
 
-def costs(units: Mapping[str, Unit], send: float, *, split: bool = True) -> CostModel:
+def costs(units: Mapping[UnitKey, Unit], send: float, *, split: bool = True) -> CostModel:
     """Costs of one stage in cycles, from units measured.
 
     A full backward takes less than its two halves, which pass a stash between them, and a cost model has no place
     for both. So schedules that never split get costs of their own.
 
     Arguments:
-      units: by name; F and either B or I and W.
+      units: F and either B or I and W, of most stages at least.
       send: cycles of a transfer.
       split: take I and W for the backward if they were measured; else B, two thirds of it for the input, which
         schedules that never split do not mind.
@@ -177,30 +162,30 @@ def costs(units: Mapping[str, Unit], send: float, *, split: bool = True) -> Cost
     Raises:
       ValueError: one of those is missing.
     """
-    cycles = {name: unit.cycles for name, unit in units.items()}
-    halves = {"I", "W"} <= cycles.keys()
-    if "F" not in cycles or not (halves or "B" in cycles):
+    cycles = {key: unit.cycles for key, unit in units.items()}
+    usual = {key.op: each for key, each in cycles.items() if not key.kinds}
+    halves = {"I", "W"} <= usual.keys()
+    if "F" not in usual or not (halves or "B" in usual):
         raise ValueError(
-            f"costs: needs F and either B or I and W; measured were {', '.join(cycles) or 'none'}"
+            f"costs: needs F and either B or I and W; measured were {', '.join(map(str, cycles)) or 'none'}"
         )
-    whole = "B" in cycles and not (split and halves)
-    backward = (cycles["B"] * 2 / 3, cycles["B"] / 3) if whole else (cycles["I"], cycles["W"])
+    whole = "B" in usual and not (split and halves)
+    backward = (usual["B"] * 2 / 3, usual["B"] / 3) if whole else (usual["I"], usual["W"])
     extra = {}
     between = {stage: kind for stage, kind in kinds_of(units).items() if kind not in ("first", "last")}
     for stage, kind in ({0: "first", -1: "last"} | between).items():
-        if f"F/{kind}" in cycles:
+        if UnitKey("F", (kind,)) in cycles:
             more = _more(cycles, kind, whole, backward)
             # In a pair differences do not add up: alone, much of F and B is an exchange that the pair hides. So where
             # there are pairs a stage that takes less counts as a usual one, which is an upper bound.
-            extra[stage] = tuple(max(0.0, cost) for cost in more) if "FB" in cycles else more
-    return CostModel(cycles["F"], *backward, FB=cycles.get("FB"), send=send, extra=extra)  # type: ignore[arg-type]
+            extra[stage] = tuple(max(0.0, cost) for cost in more) if "FB" in usual else more
+    return CostModel(usual["F"], *backward, FB=usual.get("FB"), send=send, extra=extra)  # type: ignore[arg-type]
 
 
-def found(units: Mapping[str, T], name: str) -> T | None:
-    """A unit by ``name_of``; one for all stages where none has one of its own."""
-    unit = name.partition("/")[0]
-    alike = not any(other.startswith(f"{unit}/") for other in units)
-    return units.get(unit if alike else name)
+def found(units: Mapping[UnitKey, T], key: UnitKey) -> T | None:
+    """What there is of a unit; what is of all stages where none has one of its own."""
+    alike = not any(other.op == key.op and other.kinds for other in units)
+    return units.get(UnitKey(key.op) if alike else key)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -211,23 +196,23 @@ class Measured(CostModel):
     beside I and W. All else, such as a pair of kinds that never met, is as in a ``CostModel``.
 
     Attributes:
-      cycles: by ``name_of``.
+      cycles: of each unit.
       kinds: of stages, see ``kinds_of``.
     """
 
-    cycles: Mapping[str, float] = dataclasses.field(default_factory=dict, hash=False)
+    cycles: Mapping[UnitKey, float] = dataclasses.field(default_factory=dict, hash=False)
     kinds: Mapping[int, str] = dataclasses.field(default_factory=dict, hash=False)
 
     def of(self, slot: Slot, placement: Placement) -> float:
         """Duration of a slot."""
-        own = found(self.cycles, name_of(slot, placement, self.kinds))
+        own = found(self.cycles, key_of(slot, placement, self.kinds))
         return super().of(slot, placement) if own is None else own
 
 
-def measured(units: Mapping[str, Unit], send: float, *, split: bool = True) -> Measured:
+def measured(units: Mapping[UnitKey, Unit], send: float, *, split: bool = True) -> Measured:
     """``costs`` of the same, and what they have no place for."""
     usual = _fields(costs(units, send, split=split))
-    cycles = {name: unit.cycles for name, unit in units.items()}
+    cycles = {key: unit.cycles for key, unit in units.items()}
     return Measured(**usual, cycles=cycles, kinds=kinds_of(units))
 
 
@@ -250,15 +235,16 @@ def _fields(costs: CostModel) -> dict[str, Any]:
 
 
 def _more(
-    cycles: Mapping[str, float], kind: str, whole: bool, usual: tuple[float, float]
+    cycles: Mapping[UnitKey, float], kind: str, whole: bool, usual: tuple[float, float]
 ) -> tuple[float, float, float]:
     """What F, I and W of a kind take beyond the usual stage's; an unmeasured backward is twice the forward."""
-    ahead = cycles[f"F/{kind}"] - cycles["F"]
-    if f"B/{kind}" in cycles and (whole or f"I/{kind}" not in cycles):
-        more = cycles[f"B/{kind}"] - sum(usual)
+    own = {key.op: each for key, each in cycles.items() if key.kinds == (kind,)}
+    ahead = own["F"] - cycles[UnitKey("F")]
+    if "B" in own and (whole or "I" not in own):
+        more = own["B"] - sum(usual)
         return ahead, more * 2 / 3, more / 3
-    if {f"I/{kind}", f"W/{kind}"} <= cycles.keys():
-        return ahead, cycles[f"I/{kind}"] - usual[0], cycles[f"W/{kind}"] - usual[1]
+    if {"I", "W"} <= own.keys():
+        return ahead, own["I"] - usual[0], own["W"] - usual[1]
     return ahead, ahead, ahead
 
 
@@ -268,11 +254,11 @@ def splits(schedule: Schedule) -> bool:
 
 
 def units_of(schedule: Schedule) -> tuple[str, ...]:
-    """The units that it runs, by name."""
+    """The ops of units that it runs."""
     slots = [slot for order in schedule.orders for slot in order]
     there = {action.op.name for slot in slots if len(slot) == 1 for action in slot}
     there |= {"FB"} if any(len(slot) > 1 for slot in slots) else set()
-    return tuple(unit for unit in SCOPE_OF if unit in there)
+    return tuple(op for op in SCOPES if op in there)
 
 
 def step_cycles(

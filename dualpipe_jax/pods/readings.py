@@ -8,6 +8,7 @@ from dualpipe_jax import inspect
 from dualpipe_jax.inspect.cycles import sum_up
 from dualpipe_jax.pods import ahead, predict
 from dualpipe_jax.pods.results import AllToAll, Compiled, CopyInLoop, Overheads, Shares, Unit
+from dualpipe_jax.schedule.lowering.unit_key import UnitKey
 
 _COPY_BYTES = 1 << 20
 """Copies in loops of fewer bytes are not worth a mention."""
@@ -64,11 +65,11 @@ def shares(chosen: Sequence[inspect.Collective]) -> Shares:
     )
 
 
-def exposed_by_tick(cycles: float | None, units: Mapping[str, Unit]) -> dict[str, float]:
+def exposed_by_tick(cycles: float | None, units: Mapping[UnitKey, Unit]) -> dict[str, float]:
     """Cycles of a tick's sends, one after the other, beyond the work of each of most stages' units, and of none: ""."""
     if cycles is None:
         return {}
-    usual = {name: unit.computation for name, unit in units.items() if "/" not in name}
+    usual = {key.op: unit.computation for key, unit in units.items() if not key.kinds}
     return {"": cycles} | {name: max(0.0, cycles - work) for name, work in usual.items()}
 
 

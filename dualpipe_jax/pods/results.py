@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from dualpipe_jax.pods.plan import Plan
+from dualpipe_jax.schedule.lowering.unit_key import UnitKey
 
 
 @dataclasses.dataclass(frozen=True)
@@ -185,7 +186,7 @@ class Compiled:
       followed: of serving, all but the last one, behind which a model goes on.
       sends: to the neighbours, beside the units of a tick.
       sends_exposed: cycles of a tick's sends that the work of its unit is too short for; "" is no unit.
-      units: by name; see ``predict.measure``.
+      units: see ``predict.measure``; of serving one, called by what it is.
       overheads: None where there are no ticks.
       update: what the step does with gradients, once; None where the program does nothing, or nobody looked.
       cores: that all devices share; None where each has its own.
@@ -204,7 +205,7 @@ class Compiled:
     followed: Shares | None = None
     sends: Shares = Shares()
     sends_exposed: Mapping[str, float] = dataclasses.field(default_factory=dict)
-    units: Mapping[str, Unit] = dataclasses.field(default_factory=dict)
+    units: Mapping[UnitKey, Unit] = dataclasses.field(default_factory=dict)
     overheads: Overheads | None = None
     update: Unit | None = None
     cores: float | None = None

@@ -11,6 +11,7 @@ from dualpipe_jax.pods.plan import Plan
 from dualpipe_jax.pods.program import Blueprint
 from dualpipe_jax.pods.results import Compiled, Overheads, ScheduleTime, Step
 from dualpipe_jax.schedule import CostModel, MemoryModel
+from dualpipe_jax.schedule.lowering.unit_key import UnitKey
 
 NOTHING = Overheads(0.0, 0.0)
 
@@ -60,7 +61,7 @@ def predict_step(
         counted=blueprint.program.counted,
         update_cycles=None if compiled.update is None else compiled.update.cycles,
         account=account_of(schedule, costs, compiled, useful, Overheads(tick, beside.step), device, placed),
-        assumed=tuple(name for name in ("I", "W", "FB") if name not in units),
+        assumed=tuple(name for name in ("I", "W", "FB") if UnitKey(name) not in units),
         costs=_named(costs) | {"extra": {str(stage): list(more) for stage, more in costs.extra.items()}},
         placed=_named(placed),
         share=_share(predict.rank_costs(split, schedule), sizes, fixed, device.clock),

@@ -24,6 +24,7 @@ from dualpipe_jax.pods.program import Blueprint, Tree
 from dualpipe_jax.pods.results import Compiled, Overheads, Unit
 from dualpipe_jax.schedule.lowering.alone import unit_everywhere
 from dualpipe_jax.schedule.lowering.table import TickTable
+from dualpipe_jax.schedule.lowering.unit_key import UnitKey
 
 CLOCK = 1e9
 FEW, MANY = 4, 40
@@ -104,21 +105,18 @@ def read(
         table.keeps.kind_of[stage]: model.kind_of[stage] for stage in range(placement.num_model_stages)
     }
     tick, beside = (statistics.median(each) for each in zip(*map(_idle, rounds), strict=True))
-    by_kind: dict[str, dict[str, list[float]]] = {op: {} for op in predict.SCOPE_OF}
+    taken: dict[UnitKey, list[float]] = {}
     for number, count in ranks.items():
         op, forward, backward = table.units[number]
-        kind = "-".join(name_of[stand.kind] for stand in (forward, backward) if stand is not None)
+        kinds = tuple(name_of[stand.kind] for stand in (forward, backward) if stand is not None)
         each = statistics.median(_unit_alone(found, number) for found in rounds) / count / together
-        by_kind[op].setdefault(kind, []).append(each * CLOCK)
-    units = {
-        op: {kind: _unit(statistics.fmean(each)) for kind, each in kinds.items()}
-        for op, kinds in by_kind.items()
-    }
+        taken.setdefault(UnitKey(op, kinds), []).append(each * CLOCK)
+    units = {key: _unit(statistics.fmean(each)) for key, each in taken.items()}
     update = [found[UPDATE].cores for found in rounds if UPDATE in found]
     return Compiled(
         "timed",
         seconds=seconds,
-        units=predict.by_name(units, model.kind_of),
+        units=predict.with_usual(units, model.kind_of),
         overheads=Overheads(tick / cores * CLOCK, beside / cores * CLOCK),
         update=_unit(statistics.median(update) / cores * CLOCK) if update else None,
         cores=cores,

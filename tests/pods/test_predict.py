@@ -24,6 +24,7 @@ from dualpipe_jax.schedule import (
     lower,
     one_f_one_b,
 )
+from dualpipe_jax.schedule.lowering.unit_key import UnitKey
 from tests.engine import models as small
 from train.model import count_parameters, model_flops, size
 from train.pods.training import optimizer_of, step_of
@@ -34,6 +35,18 @@ def unit(cycles, communication=0.0, exposed=0.0):
     return Unit(cycles, cycles - exposed, communication, exposed, 0)
 
 
+def keyed(named):
+    return {UnitKey.parse(name): each for name, each in named.items()}
+
+
+def test_keys_are_read_as_they_are_written():
+    for key in (UnitKey("F"), UnitKey("W", ("first",)), UnitKey("FB", ("first", "middle_2"))):
+        assert UnitKey.parse(str(key)) == key
+        assert not key.kinds or UnitKey.of_scope(key.scope) == key
+    assert str(UnitKey("FB", ("first", "last"))) == "FB/first-last"
+    assert UnitKey("I", ("last",)).scope == "backward_input/last"
+
+
 def test_a_unit_that_hides_all_and_one_that_hides_nothing():
     best, worst = unit(10.0, communication=10.0), unit(20.0, communication=10.0, exposed=10.0)
     assert best.over_limit == 1 and best.over_sum == 0.5
@@ -42,17 +55,17 @@ def test_a_unit_that_hides_all_and_one_that_hides_nothing():
 
 
 def test_costs_of_units():
-    units = {"F": unit(3.0), "B": unit(7.0), "I": unit(4.0), "W": unit(2.0), "FB": unit(8.0)}
+    units = keyed({"F": unit(3.0), "B": unit(7.0), "I": unit(4.0), "W": unit(2.0), "FB": unit(8.0)})
     assert predict.costs(units, 0.5) == CostModel(3, 4, 2, FB=8, send=0.5)
-    ends = units | {"F/first": unit(4.0), "I/first": unit(4.5), "W/first": unit(3.0), "F/last": unit(9.0)}
-    ends |= {"B/last": unit(15.0)}
+    ends = {"F/first": unit(4.0), "I/first": unit(4.5), "W/first": unit(3.0), "F/last": unit(9.0)}
+    ends = units | keyed(ends | {"B/last": unit(15.0)})
     assert predict.costs(ends, 0).extra == {0: (1, 0.5, 1), -1: (6, 6, 3)}
-    whole = predict.costs({"F": unit(3.0), "B": unit(6.0)}, 0)
+    whole = predict.costs(keyed({"F": unit(3.0), "B": unit(6.0)}), 0)
     assert (whole.B, whole.FB) == (6, 9)
     unsplit = predict.costs(units, 0, split=False)
     assert math.isclose(unsplit.B, 7)
     with pytest.raises(ValueError, match="costs: needs F and either B or I and W; measured were FB, W"):
-        predict.costs({"FB": unit(1.0), "W": unit(1.0)}, 0)
+        predict.costs(keyed({"FB": unit(1.0), "W": unit(1.0)}), 0)
 
 
 def test_a_step_in_ticks_takes_no_less_than_in_the_ideal_order():
@@ -110,15 +123,15 @@ def test_units_are_found_and_priced_in_a_compiled_program():
     assert not predict.bodies(module, "F")
     report = overlap(module, Rates(link=8.0, memory=64.0, flops=1024.0))
     units = predict.measure(report, module)
-    (kind,) = predict.by_kind(module, "W")
-    (pair,) = predict.by_kind(module, "FB")
-    assert pair in ("first-last", "last-first")
-    assert units.keys() == {"FB", f"FB/{pair}", "W", f"W/{kind}"}
-    assert units["FB"].cycles > units["FB"].communication > 0 == units["W"].communication
-    assert predict.unit_of(report, module, *predict.bodies(module, "FB")) == units["FB"]
+    own = {key.op: key for key in predict.units_in(module)}
+    assert own["FB"].kinds in (("first", "last"), ("last", "first"))
+    pair, weights = UnitKey("FB"), UnitKey("W")
+    assert units.keys() == {pair, own["FB"], weights, own["W"]}
+    assert units[pair].cycles > units[pair].communication > 0 == units[weights].communication
+    assert predict.unit_of(report, module, *predict.bodies(module, "FB")) == units[pair]
     tick, step = predict.overheads(report, module)
     walked, entry = (report.computations[name].cycles for name in (predict.walk(module), module.entry))
-    assert 0 < tick == pytest.approx(walked - units["FB"].cycles - units["W"].cycles, abs=1)
+    assert 0 < tick == pytest.approx(walked - units[pair].cycles - units[weights].cycles, abs=1)
     trips = module.loops[predict.walk(module)][1].trips
     assert 0 < step == pytest.approx(entry - trips * walked)
     if jax.__version_info__ < (
@@ -142,12 +155,11 @@ def test_units_that_are_branches_of_one_conditional():
         report = overlap(module, Rates(link=8.0, memory=64.0, flops=1024.0))
         assert predict.walk(module) is not None and len(module.branches) == (0 if form == "loop" else 6)
         units[form] = {
-            f"{unit}/{kind}": [len([i for i in module.inside(body) if i.opcode == "dot"]) for body in found]
-            for unit in ("FB", "F", "W")
-            for kind, found in predict.by_kind(module, unit).items()
+            key: [len([i for i in module.inside(body) if i.opcode == "dot"]) for body in found]
+            for key, found in predict.units_in(module).items()
         }
         assert all(beside > 0 for beside in predict.overheads(report, module))
-        assert {"FB", "F", "W"} <= predict.measure(report, module).keys()
+        assert set(map(UnitKey, ("FB", "F", "W"))) <= predict.measure(report, module).keys()
     assert units["loop"] == units["switch"] and len(units["loop"]) == 5, "W is alone in one kind"
 
 
@@ -178,7 +190,7 @@ def test_ends_that_take_less_are_usual_stages_where_there_are_pairs():
     """Of F = 10, 6 of them an exchange that a pair hides: an end's F of 4 does not make a pair of 12 one of 6."""
 
     def units(**cycles):
-        return {name.replace("_", "/"): Unit(float(c), float(c), 0.0, 0.0, 0) for name, c in cycles.items()}
+        return keyed({n.replace("_", "/"): Unit(float(c), float(c), 0.0, 0.0, 0) for n, c in cycles.items()})
 
     measured = {"F": 10, "I": 9, "W": 3, "F_first": 4, "I_first": 5, "W_first": 5, "F_last": 11, "I_last": 9}
     measured |= {"W_last": 2}
@@ -193,7 +205,7 @@ def test_a_step_of_units_by_kind_costs_what_each_took():
     prices |= {"F/first": 4, "B/first": 8, "I/first": 5, "W/first": 5}
     prices |= {"F/last": 11, "B/last": 21, "W/last": 2}
     prices |= {"FB/first-last": 17, "FB/last-first": 9}
-    units = {name: unit(float(cycles)) for name, cycles in prices.items()}
+    units = keyed({name: unit(float(cycles)) for name, cycles in prices.items()})
     costs = predict.measured(units, 0.0)
     schedule = dualpipe(4, 12)
     usual_i = 9  # I of the last stage was not measured: no less than a usual one
@@ -225,10 +237,11 @@ def test_stages_between_the_ends_cost_by_kind_what_each_took():
         "W": {"first": 5, "deep": 12, "shallow": 6, "last": 7},
         "FB": {"first-last": 13, "last-first": 12, "deep-shallow": 21, "shallow-shallow": 14},
     }
-    units = {op: {kind: unit(float(c)) for kind, c in kinds.items()} for op, kinds in prices.items()}
-    named = predict.by_name(units, kind_of)
-    assert (named["F"].cycles, named["F/deep"].cycles, named["FB/deep-middle"].cycles) == (4, 9, 21)
-    assert predict.kinds_of(named)[1] == "deep" and named["F"].stages == (2, 3, 4, 5, 6)
+    units = {f"{op}/{kind}": unit(float(c)) for op, kinds in prices.items() for kind, c in kinds.items()}
+    named = predict.with_usual(keyed(units), kind_of)
+    some = UnitKey("F"), UnitKey("F", ("deep",)), UnitKey("FB", ("deep", "middle"))
+    assert [named[key].cycles for key in some] == [4, 9, 21]
+    assert predict.kinds_of(named)[1] == "deep" and named[UnitKey("F")].stages == (2, 3, 4, 5, 6)
     costs, schedule = predict.measured(named, 0.0), dualpipe_v(4, 12)
     # A usual pair, and what a deep backward takes more; and no less than the halves of a usual backward.
     missing = {("FB", "shallow-deep"): 14 + (11 - 5) + (12 - 6), ("B", "first"): 5 + 6}
@@ -242,17 +255,18 @@ def test_stages_between_the_ends_cost_by_kind_what_each_took():
             assert costs.of(slot, schedule.placement) == expected, (op, kinds)
     assert seen >= {("FB", "shallow-deep"), ("FB", "deep-shallow"), ("F", "deep"), ("W", "deep")}
     assert set(predict.rank_costs(costs, schedule).extra) <= {0, -1}, "no other schedule has that stage"
-    whole = predict.by_name({"F": {"block": unit(2.0)}, "B": {"block": unit(4.0)}}, ("block",) * 4)
-    assert whole.keys() == {"F", "B"} and whole["F"].stages == (0, 1, 2, 3)
+    whole = keyed({"F/block": unit(2.0), "B/block": unit(4.0)})
+    whole = predict.with_usual(whole, ("block",) * 4)
+    assert whole.keys() == {UnitKey("F"), UnitKey("B")} and whole[UnitKey("F")].stages == (0, 1, 2, 3)
 
 
 def test_stages_between_the_ends_are_not_priced_as_an_end():
     """Where nobody knows which kind most are of the dearest of them stands for all; without one, the dearest end."""
 
     def named(**cycles):
-        units = {kind.replace("_to_", "-"): unit(each) for kind, each in cycles.items()}
-        units = predict.by_name({"F": units})
-        return {name: unit.cycles for name, unit in units.items() if "middle_" not in name}
+        keys = {kind: UnitKey("F", tuple(kind.split("_to_"))) for kind in cycles}
+        units = predict.with_usual({keys[kind]: unit(each) for kind, each in cycles.items()})
+        return {str(key): unit.cycles for key, unit in units.items() if "middle_" not in str(key)}
 
     between = {"middle_2": 3.0, "middle_3": 4.0}
     assert named(first=5.0, last=9.0, **between) == {"F": 4.0, "F/first": 5.0, "F/last": 9.0}

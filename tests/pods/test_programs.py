@@ -24,6 +24,7 @@ from dualpipe_jax.pods.plain import filled, plain
 from dualpipe_jax.pods.program import Blueprint, abstract_mesh
 from dualpipe_jax.pods.results import Compiled, Unit
 from dualpipe_jax.schedule import dualpipe
+from dualpipe_jax.schedule.lowering.unit_key import UnitKey
 from tests.pods import own_program
 
 ROOT = Path(__file__).parents[2]
@@ -167,6 +168,11 @@ def test_changes_that_it_does_not_take_and_mistakes_inside():
 
 def test_results_come_back_from_json():
     unit = Unit(3.0, 2.0, 1.0, 1.0, 0)
-    found = Answer(program=PLAN, compiled=Compiled("units", units={"F": unit}, options={"a": "b"}))
+    found = Answer(
+        program=PLAN,
+        compiled=Compiled(
+            "units", units={UnitKey("F"): unit, UnitKey("FB", ("first", "last")): unit}, options={"a": "b"}
+        ),
+    )
     assert filled(Answer, json.loads(json.dumps(plain(found)))) == found
     assert plain(unit)["over_limit"] == 1.5 and plain(unit)["over_sum"] == 1.0

@@ -10,6 +10,7 @@ from dualpipe_jax.pods.dryrun import draw
 from dualpipe_jax.pods.readings import exposed_by_tick
 from dualpipe_jax.pods.results import Compiled, Overheads, Shares, Unit
 from dualpipe_jax.schedule import dualpipe, gpipe, lower, one_f_one_b
+from dualpipe_jax.schedule.lowering.unit_key import UnitKey
 from tests.pods.whole_backwards import WholeBackwards
 from train.model import size
 from train.pods.training import routed_flops
@@ -20,7 +21,7 @@ BLOCKS = "tests.pods.own_program:blocks"
 
 def predicted(units, schedule="dualpipe", layers=2, **more):
     plan = Plan(BLOCKS, layers, schedule=schedule, pp=2, ep=2, microbatches=8, microbatch_size=4)
-    found = {name: Unit(cycles, cycles, 0.0, 0.0, 0) for name, cycles in units.items()}
+    found = {UnitKey.parse(name): Unit(cycles, cycles, 0.0, 0.0, 0) for name, cycles in units.items()}
     compiled = Compiled("units", units=found, sends=Shares(each=1e4), **more)
     return step_time.predict_step(compiled, draw(plan, TARGET, None), plan, TARGET.device)
 
@@ -75,7 +76,11 @@ def test_the_account_of_a_step_by_hand():
     units = {"F": Unit(1e6, 9e5, 1e5, 1e5, 0), "B": Unit(2e6, 1.7e6, 4e5, 3e5, 0)}
     units |= {"F/last": Unit(1.5e6, 1.5e6, 0.0, 0.0, 0), "B/last": Unit(2e6, 2e6, 0.0, 0.0, 0)}
     plan = Plan(BLOCKS, 2, schedule="one_f_one_b", pp=2, ep=2, microbatches=8, microbatch_size=4)
-    compiled = Compiled("units", units=units, overheads=Overheads(100.0, 7.0))
+    compiled = Compiled(
+        "units",
+        units={UnitKey.parse(name): unit for name, unit in units.items()},
+        overheads=Overheads(100.0, 7.0),
+    )
     step = step_time.predict_step(compiled, draw(plan, TARGET, None), plan, TARGET.device)
     clock, ticks = TARGET.device.clock, lower(one_f_one_b(2, 8)).num_ticks
     account = {part.name: part.seconds * clock for part in step.account}
@@ -109,7 +114,12 @@ def test_every_part_of_the_account_by_hand():
         "B": Unit(products["B"] + 200, products["B"] + 170, 40, 30, 0, backward, products["B"]),
     }
     update = Unit(7000, 7000, 0.0, 0.0, 0)
-    compiled = Compiled("units", units=units, overheads=Overheads(100.0, 7.0), update=update)
+    compiled = Compiled(
+        "units",
+        units={UnitKey.parse(name): unit for name, unit in units.items()},
+        overheads=Overheads(100.0, 7.0),
+        update=update,
+    )
     step = step_time.predict_step(compiled, drawn, plan, TARGET.device)
     account = {part.name: part.seconds * clock for part in step.account}
     assert sum(account.values()) == pytest.approx(step.seconds * clock)
@@ -142,7 +152,8 @@ def test_routed_operations_of_v3_by_hand():
 
 def test_sends_are_exposed_by_kind_of_tick():
     units = {
-        name: Unit(9.0, work, 0.0, 0.0, 0) for name, work in {"F": 3.0, "FB": 8.0, "F/first": 1.0}.items()
+        UnitKey.parse(name): Unit(9.0, work, 0.0, 0.0, 0)
+        for name, work in {"F": 3.0, "FB": 8.0, "F/first": 1.0}.items()
     }
     assert exposed_by_tick(5.0, units) == {"": 5.0, "F": 2.0, "FB": 0.0}
     assert exposed_by_tick(None, units) == {}

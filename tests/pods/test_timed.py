@@ -20,6 +20,7 @@ from dualpipe_jax.pods.request import Request
 from dualpipe_jax.pods.results import Compiled
 from dualpipe_jax.pods.timed import FEWER, IDLE, UPDATE, Spent
 from dualpipe_jax.schedule import CostModel, lower, one_f_one_b
+from dualpipe_jax.schedule.lowering.unit_key import UnitKey
 
 TARGET = Target.parse("cpu:4")
 PLAN = Plan("tests.pods.own_program:blocks", pp=2, ep=2, schedule="1f1b", microbatches=4, microbatch_size=4)
@@ -43,9 +44,11 @@ def test_units_of_rounds_by_hand(monkeypatch):
     odd = {number: Spent(2 * spent.cores, spent.ticks) for number, spent in found.items()}
     read = timed.read(table, drawn, [found, odd, found], {})
     # A rank's two devices keep both cores busy, so a unit of 2 core seconds takes one on the clock.
-    assert read.units["F"].cycles == pytest.approx(2.0 / 2 * 1e9), "the slower of both kinds stands for most"
-    assert read.units["F/first"].cycles == pytest.approx(1.0 / 2 * 1e9)
-    assert read.units["B/last"].cycles == pytest.approx(5.0 / 2 * 1e9)
+    assert read.units[UnitKey("F")].cycles == pytest.approx(2.0 / 2 * 1e9), (
+        "the slower of both kinds stands for most"
+    )
+    assert read.units[UnitKey("F", ("first",))].cycles == pytest.approx(1.0 / 2 * 1e9)
+    assert read.units[UnitKey("B", ("last",))].cycles == pytest.approx(5.0 / 2 * 1e9)
     assert (read.cores, read.at_once) == (2, 1)
     assert read.overheads.tick == pytest.approx(0.5 / 2 * 1e9)
     assert read.overheads.step == pytest.approx(3 / 2 * 1e9)
@@ -60,7 +63,7 @@ def test_two_cores_run_two_ranks_of_one_device_at_once(monkeypatch):
     found |= {IDLE: Spent(0, 9), FEWER: Spent(0, 4)}
     read = timed.read(table, drawn, [found], {})
     assert read.at_once == 2 and read.update is None
-    assert read.units["F"].cycles == 1e9, "of one rank, which one core works for"
+    assert read.units[UnitKey("F")].cycles == 1e9, "of one rank, which one core works for"
 
 
 def test_each_stage_of_a_v_is_priced_by_its_own_depth(monkeypatch):
@@ -80,9 +83,14 @@ def test_each_stage_of_a_v_is_priced_by_its_own_depth(monkeypatch):
         ranks = {rank for rank in range(4) if (table.column("unit")[:, rank] == number).any()}
         found[number] = Spent(6 * each * len(ranks), 6)
     read = timed.read(table, drawn, [found], {})
-    assert read.units["F"].cycles == pytest.approx(3.0 / 2 * 1e9), "of most stages, not of the deepest"
-    assert read.units["F/middle_2"].cycles == pytest.approx(6.0 / 2 * 1e9)
-    assert (read.units["F"].stages, read.units["F/middle_2"].stages) == ((3, 4, 5, 6), (1, 2))
+    assert read.units[UnitKey("F")].cycles == pytest.approx(3.0 / 2 * 1e9), (
+        "of most stages, not of the deepest"
+    )
+    assert read.units[UnitKey("F", ("middle_2",))].cycles == pytest.approx(6.0 / 2 * 1e9)
+    assert (read.units[UnitKey("F")].stages, read.units[UnitKey("F", ("middle_2",))].stages) == (
+        (3, 4, 5, 6),
+        (1, 2),
+    )
     device = dataclasses.replace(Target.parse("cpu:8").device, flops=1e9)
     step = step_time.predict_step(read, drawn, plan, device)
     whole = 4 * sum(sum(seconds[name]) for name in names) / 2  # four microbatches, two cores
@@ -131,7 +139,7 @@ def test_a_program_is_timed_and_its_step_predicted(monkeypatch):
     request = Request(PLAN, "cpu:4", "units")
     found = answer(request, TARGET, jax.devices()[:4], said.append)
     compiled, step = found.compiled, found.step
-    assert {"F", "F/first", "F/last", "B", "B/first", "B/last"} == compiled.units.keys()
+    assert {"F", "F/first", "F/last", "B", "B/first", "B/last"} == set(map(str, compiled.units))
     assert said[-2:] == ["timing 4 units, round 2 of 2", "simulating the step"]
     cores = timed.num_cores()
     assert compiled.overheads.tick == pytest.approx(0.01 / cores * 1e9)

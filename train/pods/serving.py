@@ -26,6 +26,7 @@ from dualpipe_jax.pods.plan import Plan
 from dualpipe_jax.pods.readings import read, shares
 from dualpipe_jax.pods.request import Request
 from dualpipe_jax.pods.results import Answer, Compiled
+from dualpipe_jax.schedule.lowering.unit_key import UnitKey
 from models.decode import Decoder, Rows, decoder, init_cache
 from models.decode.experts import weight_specs
 from models.decode.programs import BLOCKS, ROWS, in_halves, jit_step, whole
@@ -200,7 +201,7 @@ def compile_and_read(
         dataclasses.replace(row, direction=MICROBATCHES.get(row.direction or "", ("", "both"))[1])
         for row in found.all_to_alls
     )
-    units = {step.what: predict.unit_of(report, module, module.entry)}
+    units = {UnitKey(step.what): predict.unit_of(report, module, module.entry)}
     # Behind the last one a model has the next layer, or its head.
     followed = shares(report.select("all-to-all")[:-1])
     return dataclasses.replace(found, all_to_alls=tuple(named), units=units, followed=followed)

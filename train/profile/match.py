@@ -10,8 +10,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from dualpipe_jax.inspect import Module
-from dualpipe_jax.pods.predict import SCOPE_OF, bodies
+from dualpipe_jax.pods.predict import bodies
 from dualpipe_jax.schedule import Action, Op, Schedule, TickTable, lower
+from dualpipe_jax.schedule.lowering.unit_key import SCOPES
 from train.profile.capture import Event
 
 
@@ -20,7 +21,7 @@ class ProfileError(ValueError):
 
 
 class Unit(NamedTuple):
-    """A unit in a row of the table: of ``pods.predict.SCOPE_OF``, and the actions that it does, or a part of."""
+    """A unit in a row of the table: of ``SCOPES``, and the actions that it does, or a part of."""
 
     kind: str
     actions: tuple[Action, ...]
@@ -38,7 +39,7 @@ def guards(module: Module) -> dict[str, tuple[str, str]]:
     """Instruction -> (kind, guard) of the unit that it stands in; not those of inner loops, which run more often."""
     found: dict[str, tuple[str, str]] = {}
     seen: Counter[str] = Counter()
-    for kind in SCOPE_OF:
+    for kind in SCOPES:
         for body in bodies(module, kind):
             for name in {i.name for i in module.inside(body, enter_loops=False)}:
                 seen[name] += 1

@@ -7,9 +7,9 @@ import pytest
 
 from dualpipe_jax.command.given import from_file
 from dualpipe_jax.inspect import read
-from dualpipe_jax.pods.predict import SCOPE_OF
 from dualpipe_jax.schedule import CostModel, Op, dualpipe, dualpipe_v, one_f_one_b, simulate, zb_h1, zb_v
 from dualpipe_jax.schedule.formats.measured import read_measured
+from dualpipe_jax.schedule.lowering.unit_key import SCOPES
 from train.profile import ProfileError, measure, write_profile
 from train.profile.capture import Event
 from train.profile.match import Execution, Unit, executions, guards, match
@@ -21,8 +21,8 @@ LOCAL = 2
 
 def program(fused):
     """The text of a program with a guard for each unit and local stage, each two instructions and an inner loop."""
-    kinds = [kind for kind in SCOPE_OF if fused or kind != "FB"]
-    names = [f"{SCOPE_OF[kind]}_{k}" for kind in kinds for k in range(LOCAL)]
+    kinds = [kind for kind in SCOPES if fused or kind != "FB"]
+    names = [f"{SCOPES[kind]}_{k}" for kind in kinds for k in range(LOCAL)]
     state, parts = "(f32[])", []
     parts += [
         f"%inner (p: {state}) -> {state} {{\n  %many = f32[] add()\n  ROOT %t = {state} tuple(%many)\n}}"
@@ -49,7 +49,7 @@ def trace(schedule, costs, *, fused=False, run=7, at=1000.0, late=0.0):
     timeline, placement, events = simulate(schedule, costs), schedule.placement, []
 
     def emit(rank, kind, stage, start, end):
-        name = f"{SCOPE_OF[kind]}_{placement.stages_on[rank].index(stage)}"
+        name = f"{SCOPES[kind]}_{placement.stages_on[rank].index(stage)}"
         middle = start + (end - start) / 3
         spans = (f"{name}.a", start, middle), ("many", start, middle), (f"{name}.b", middle, end)
         for device, by in ((2 * rank, 0.0), (2 * rank + 1, late)):
