@@ -5,7 +5,6 @@ them from there, from files and from presets.
 """
 
 import dataclasses
-import difflib
 import re
 import typing
 from collections.abc import Mapping
@@ -14,9 +13,8 @@ from typing import Annotated, Any, Literal
 
 from tyro.conf import arg
 
-from dualpipe_jax.schedule import ALL_SCHEDULES, Schedule, limit_stash
-
-SCHEDULES = {recipe.__name__: recipe for recipe in ALL_SCHEDULES}
+from dualpipe_jax.schedule import Schedule, limit_stash
+from dualpipe_jax.schedule.names import SCHEDULES, find, is_known
 
 
 class ConfigError(ValueError):
@@ -93,6 +91,11 @@ class MeshConfig:
     redundant_experts: int = 0
     """Experts of a layer that are there twice, or more often, for those with much to do: slots of all ep devices beyond
     one for each expert."""
+
+    def __post_init__(self) -> None:
+        """A schedule goes by one name, however it was spelt: a run's layout is compared by it."""
+        if is_known(self.schedule):
+            object.__setattr__(self, "schedule", find(self.schedule).__name__)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -332,12 +335,12 @@ def make_schedule(config: TrainConfig, num_microbatches: int | None = None) -> S
     """
     mesh = config.mesh
     count = mesh.microbatches if num_microbatches is None else num_microbatches
-    if mesh.schedule not in SCHEDULES:
-        near = difflib.get_close_matches(mesh.schedule, SCHEDULES, n=1)
-        meant = f"did you mean {near[0]}? " if near else ""
-        raise ConfigError(f"--schedule {mesh.schedule}: {meant}there are {', '.join(SCHEDULES)}")
     try:
-        schedule = SCHEDULES[mesh.schedule](mesh.pp, count)
+        recipe = find(mesh.schedule)
+    except ValueError as error:
+        raise ConfigError(f"--schedule {mesh.schedule}: {error}") from None
+    try:
+        schedule = recipe(mesh.pp, count)
         return schedule if mesh.max_stash is None else limit_stash(schedule, mesh.max_stash)
     except ValueError as error:
         flag = "--microbatches" if count == mesh.microbatches else "--first-microbatches: a step with"

@@ -16,7 +16,7 @@ from train.model import model_config
 from train.processes.devices import set_devices
 
 REFUSED = {
-    "unknown schedule": (["--schedule", "dualpip"], "did you mean dualpipe? there are gpipe, one_f_one_b"),
+    "unknown schedule": (["--schedule", "dualpip"], "no schedule 'dualpip'; did you mean dualpipe or dualpipe_v?"),
     "counts": (["--microbatches", "5"], "dualpipe: got 4 ranks and 5 microbatches"),
     "odd ranks": (["--pp", "3"], "must be even"),
     "devices": (["--pp", "16", "--microbatches", "32"], "--pp 16 --ep 2: needs 32 devices, but"),
@@ -123,3 +123,8 @@ def test_a_model_of_ones_own_numbers():
 def test_numbers_that_a_model_cannot_have(given, words):
     with pytest.raises(ConfigError, match=re.escape(f"--set {given}: ") + ".*" + re.escape(words)):
         model_config(configure(set=(given,)))
+
+
+def test_a_schedule_has_one_name_however_it_is_spelt():
+    assert config.configure(schedule="1F1B").mesh == config.configure(schedule="one_f_one_b").mesh
+    assert config.make_schedule(config.configure(schedule="ZB-V", pp=2)).name == "zb_v"

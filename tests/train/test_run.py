@@ -20,9 +20,9 @@ from rich.console import Console
 
 import models
 from dualpipe_jax.schedule import dualpipe
+from dualpipe_jax.schedule.names import SCHEDULES
 from models.weights import native
 from tests.quick import QUICK
-from train.config import SCHEDULES
 from train.data import open_corpus
 from train.options import parse
 from train.processes.group import Processes
