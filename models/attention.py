@@ -145,7 +145,7 @@ def _turn(dim: int) -> np.ndarray:
 
 
 def _cos_sin(freqs_R: np.ndarray, length: int, positions_BS: Array | None) -> tuple[Array, Array]:
-    """Of each position's angles, float32 [(B,) S, 1, R]."""
+    """Cosine and sine of each position's angles, float32 [(B,) S, 1, R]."""
     if positions_BS is None:
         angles = np.arange(length)[:, None, None] * freqs_R
         return jnp.asarray(np.cos(angles), jnp.float32), jnp.asarray(np.sin(angles), jnp.float32)

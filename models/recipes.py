@@ -277,7 +277,7 @@ def _rises(until: list[float], tokens: float) -> bool:
 
 
 def _value(phases: Sequence[Phase], tokens: Array, begin: float = 0.0) -> Array:
-    """Of the phase that the tokens are in, or of the last."""
+    """The value in the phase that the tokens are in, or at the end of the last."""
     found = jnp.float32(phases[0].start)
     for phase in phases:
         end = phase.start if phase.end is None else phase.end

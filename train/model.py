@@ -48,7 +48,7 @@ def model_config(config: TrainConfig, vocab: int = VOCAB) -> models.Config:
 
 
 def _own_numbers(given: Sequence[str]) -> dict[str, float]:
-    """Of NAME=VALUE. Raises ValueError for what is no number."""
+    """The numbers of NAME=VALUE texts. Raises ValueError for what is no number."""
     found: dict[str, float] = {}
     for text in given:
         name, equals, value = text.partition("=")

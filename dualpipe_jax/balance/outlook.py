@@ -42,7 +42,7 @@ class Outlook:
         return float(1 / self.before.mean()), float(1 / self.after.mean())
 
     def to_json(self) -> dict[str, Any]:
-        """For programs."""
+        """The outlook as JSON has it."""
         arrays = {field.name: getattr(self, field.name).tolist() for field in dataclasses.fields(self)}
         return arrays | {"gain": self.gain, "utilisation": list(self.utilisation)}
 

@@ -42,7 +42,7 @@ class Balance:
     groups: Count = None
     """Groups of experts, each to stay on one node; leave out unless routing is limited to groups."""
     windows: int = 10
-    """Of so many of the latest windows, at most."""
+    """How many of the latest windows count, at most."""
     previous: Annotated[Path | None, tyro.conf.arg(metavar="FILE", help_behavior_hint="")] = None
     """Placement in force: a plan that this command wrote. Without it "before" is experts in order, one copy each."""
     max_moves: Count = None

@@ -258,7 +258,7 @@ class Pipeline:
 
     @property
     def placing_costs(self) -> CostModel:
-        """By which actions are placed on ticks."""
+        """The costs by which actions are placed on ticks."""
         if self.costs is not None:
             return self.costs
         return CostModel(FB=2.0) if self._fuses else CostModel()

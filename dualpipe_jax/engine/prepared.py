@@ -36,7 +36,7 @@ class Prepared:
 
     @property
     def types(self) -> list[list[jax.ShapeDtypeStruct]]:
-        """Of the values, by kind."""
+        """The types of each kind's values."""
         return [kind.values for kind in self.kinds]
 
     def wanted(self, trained: tuple[Tree, Tree]) -> list[list[bool]]:

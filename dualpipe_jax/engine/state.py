@@ -86,7 +86,7 @@ class State:
         )
 
     def merge(self, other: "State") -> Self:
-        """With all that the other has."""
+        """The state with all that the other has."""
         return self.put(**{field: getattr(other, field) for field, _ in other.entries})
 
 

@@ -199,7 +199,7 @@ class _Planner:
     paid: set[Work] = dataclasses.field(default_factory=set)
 
     def cost(self, task: Task) -> float:
-        """Of its nodes but lazy ones that belong to an earlier task."""
+        """The cost of its nodes, without lazy ones that belong to an earlier task."""
         return sum(self.costs[node] for node in task.nodes if node not in self.paid)
 
     def take(self, task: Task, into: list[Task]) -> float:

@@ -37,7 +37,7 @@ class Cache:
         self.folder = folder
 
     def file(self, request: Request) -> Path:
-        """Where its answer lies, or will."""
+        """The file in which a request's answer lies, or will."""
         asked: dict[str, Any] = plain(request)
         del asked["files"], asked["log"]
         rates = "" if request.rates is None else Path(request.rates).read_text()
@@ -75,7 +75,7 @@ def _versions() -> dict[str, str | None]:
 
 @functools.cache
 def _digest(program: str) -> str:
-    """Of all sources that a program is made from."""
+    """A digest of all sources that a program is made from."""
     found = hashlib.sha256()
     for path in (*_own(), *_program(program)):
         found.update(path.name.encode() + b"\0" + path.read_bytes())

@@ -83,7 +83,7 @@ class Plan:
 
     @property
     def num_microbatches(self) -> int:
-        """Over all pipes."""
+        """The number of microbatches of a step, over all pipes."""
         return self.microbatches or 4 * self.pp
 
     @property
@@ -98,7 +98,7 @@ class Plan:
 
     @property
     def num_devices(self) -> int:
-        """That a step needs."""
+        """The number of devices of a step."""
         return self.dp * self.pp * self.ep
 
     @property

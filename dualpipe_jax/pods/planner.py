@@ -221,7 +221,7 @@ class Prices:
         return predict.measured(units, send, split=False), predict.measured(units, send, split=True)
 
     def costs(self, schedule: Schedule) -> CostModel:
-        """Of its units, in cycles."""
+        """The costs of its units for a schedule, in cycles."""
         return self._costs[predict.splits(schedule)]
 
     def _ticks(self, plan: Plan) -> float:
@@ -354,5 +354,5 @@ def nearest(choices: Iterable[Choice]) -> list[Choice]:
 
 
 def num_devices(target: str) -> int:
-    """Of a target's name."""
+    """The number of devices of a target, by its name."""
     return Target.parse(target).num_devices

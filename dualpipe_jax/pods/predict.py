@@ -106,7 +106,7 @@ def kinds_of(units: Mapping[UnitKey, Unit]) -> dict[int, str]:
 
 
 def kind_at(stage: int, placement: Placement, kinds: Mapping[int, str]) -> str:
-    """Of a stage of a pipe: as ``kinds`` has it, else by its place."""
+    """The kind of a stage of a pipe: as ``kinds`` has it, else by its place."""
     at, last = placement.model_stage(stage), placement.num_model_stages - 1
     return kinds.get(at) or {0: "first", last: "last"}.get(at, USUAL)
 

@@ -148,7 +148,7 @@ class Blueprint:
 
     @functools.cached_property
     def batch(self) -> Tree:
-        """The same of the batch."""
+        """The batch as ShapeDtypeStructs with their shardings."""
         lies = NamedSharding(self.mesh, batch_spec(self.mesh))  # type: ignore[arg-type]  # an abstract mesh will do
         return jax.tree.map(
             lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=lies), self.program.batch
@@ -166,12 +166,12 @@ class Blueprint:
 
     @property
     def num_microbatches(self) -> int:
-        """Of a step."""
+        """The number of microbatches of a step."""
         return self.schedule.num_microbatches
 
     @property
     def tokens_of_device(self) -> int:
-        """Of one microbatch."""
+        """The number of a device's tokens of one microbatch."""
         devices = self.mesh.size // self.mesh.shape[PP]
         return self.program.tokens // (self.num_microbatches * devices)
 

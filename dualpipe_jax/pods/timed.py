@@ -155,7 +155,7 @@ def spend(call: Callable[[], Any], ticks: int = 0) -> Spent:
 
 
 def num_cores() -> int:
-    """That this process may run on."""
+    """The number of cores that this process may run on."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 

@@ -178,7 +178,7 @@ class Unit(NamedTuple):
 
     @property
     def median(self) -> float:
-        """Of the measured times."""
+        """The median of the measured times."""
         return statistics.median(self.times)
 
     @property

@@ -37,7 +37,7 @@ class Rows(NamedTuple):
 
     @property
     def positions(self) -> Array:
-        """Of each token, int32 [B, S]."""
+        """The position of each token, int32 [B, S]."""
         return jnp.asarray(self.starts)[:, None] + jnp.arange(self.tokens.shape[1], dtype=jnp.int32)
 
     @property

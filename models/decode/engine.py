@@ -305,7 +305,7 @@ class Engine:
                 self._kept.write(key, _get_block(self._cache, block))
 
     def _keys(self, request: _Request, num_fed: int) -> list[bytes]:
-        """Of the whole blocks among the first positions of a request."""
+        """The keys of the whole blocks among the first positions of a request."""
         text = [*request.prompt, *request.tokens]
         keys = keys_of(text, self.limits.block_size, ahead=int(self._drafts))
         return keys[: num_fed // self.limits.block_size]
@@ -427,7 +427,7 @@ class Engine:
 
 @functools.cache
 def _put_block(sharding: Any) -> Callable[[jax.Array, int, np.ndarray], jax.Array]:
-    """Of a cache that lies so, and stays where it is."""
+    """A function that writes a block into a cache of this sharding, in place."""
     put = functools.partial(jax.lax.dynamic_update_index_in_dim, axis=1)
     return jax.jit(lambda cache, block, new: put(cache, new, block), donate_argnums=0, out_shardings=sharding)
 

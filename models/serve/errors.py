@@ -31,7 +31,7 @@ class Refused(Exception):
 
     @property
     def body(self) -> dict[str, Any]:
-        """As JSON."""
+        """The error as JSON has it."""
         kind = "invalid_request_error" if self.status < 500 else "server_error"
         kind = "rate_limit_error" if self.status == 429 else kind
         return {

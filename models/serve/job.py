@@ -53,7 +53,7 @@ class Until:
         return "" if self.reached else self._held
 
     def _num_doubtful(self) -> int:
-        """Of characters at the end that a word may begin with."""
+        """How many characters at the end may begin a word to stop at."""
         longest = min(len(self._held), max(map(len, self._stops), default=1) - 1)
         ends = (self._held[len(self._held) - size :] for size in range(longest, 0, -1))
         return next((len(end) for end in ends if any(stop.startswith(end) for stop in self._stops)), 0)
@@ -154,7 +154,7 @@ class Job:
 
     @property
     def usage(self) -> Usage:
-        """Of all texts, once they have ended."""
+        """The tokens of the prompt and of all texts, once they have ended."""
         reused = sum(choice.completion.num_reused for choice in self._choices if choice.completion)
         return Usage(self._num_prompt, sum(choice.num_tokens for choice in self._choices), reused)
 

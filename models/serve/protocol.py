@@ -54,7 +54,7 @@ class _Strict(pydantic.BaseModel):
 
 
 class StreamOptions(_Strict):
-    """How a stream ends."""
+    """Options of a stream: whether it ends with the usage."""
 
     include_usage: bool = False
 

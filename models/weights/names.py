@@ -100,7 +100,7 @@ def _routed(config: Config, layer: int, place: tuple[int, int]) -> Iterator[Entr
 
 
 def _layer(config: Config, layer: int, path: Path, stage: int | None) -> Iterator[Entry]:
-    """Of a stage, with experts, or dense."""
+    """Entries of one layer: with experts in a stage, dense without one."""
     norms = [Part(f"{n}.weight", (n, "weight"), (config.dim,)) for n in _NORMS]
     mlp = list(_dense(config)) if stage is None else list(_experts(config))
     index = () if stage is None else (stage,)

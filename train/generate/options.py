@@ -58,7 +58,7 @@ class Options(Source):
     top_p: float = 1.0
     """Draw only from the likeliest tokens that together have this probability."""
     seed: int = 0
-    """Of the draw: the same again gives the same text."""
+    """Seed of the draw: the same again gives the same text."""
 
 
 def parse(arguments: Sequence[str] | None = None) -> Options:

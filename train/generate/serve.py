@@ -43,7 +43,7 @@ class Options(Source):
     max_waiting: int = 256
     """Texts that may wait while --at-once are made; who comes then is answered with status 429."""
     max_bytes: int = HttpLimits.max_bytes
-    """Of a request."""
+    """The most bytes of a request."""
     max_choices: int = HttpLimits.max_choices
     """Texts of one request, prompts times n."""
     max_seconds: float = HttpLimits.answer_seconds

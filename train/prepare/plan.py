@@ -33,7 +33,7 @@ class Plan:
 
     @property
     def num_buckets(self) -> int:
-        """How many shards' worth."""
+        """How many shards' worth of tokens there is."""
         return len(self.documents)
 
     def first(self, bucket: int) -> int:

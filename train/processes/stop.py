@@ -56,7 +56,7 @@ class Stop(Handlers):
         return None if self.signal is None else NAMES[self.signal]
 
     def note(self, number: int) -> None:
-        """That a signal came."""
+        """Note that a signal came. Raises KeyboardInterrupt for a second one."""
         if self.signal is not None:
             raise KeyboardInterrupt  # asked twice: at once, and nothing is saved
         self.signal = signal.Signals(number)

@@ -93,7 +93,7 @@ class Checkpoints:
         self._writing: tuple[int, Any] | None = None
         self._quiet = contextlib.ExitStack()
         self.seconds = 0.0
-        """That the latest save kept the run waiting."""
+        """Seconds for which the latest save kept the run waiting."""
         self.restored: Facts = {}
         """What is written about the step that was restored."""
         self._store = self._open()

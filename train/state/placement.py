@@ -67,12 +67,12 @@ class PlacedLayout(Layout):
 
     @property
     def num_experts(self) -> int:
-        """Of a layer, each counted once."""
+        """The number of experts of a layer, each counted once."""
         return self.model.config.num_experts
 
     @property
     def num_devices(self) -> int:
-        """That share a layer's experts."""
+        """The number of devices that share a layer's experts."""
         return self.mesh.size // (self.mesh.shape[DP] * self.mesh.shape[PP])
 
     @property

@@ -185,7 +185,7 @@ def _write_number(axes: "Axes", box: Box, points: float, ink: str) -> None:
 
 
 def write_beside(axes: "Axes", rank: int, text: str, colour: str) -> None:
-    """To the right of a rank's row."""
+    """Write to the right of a rank's row."""
     axes.annotate(
         text,
         (1, rank + 0.5),

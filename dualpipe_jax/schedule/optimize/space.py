@@ -78,7 +78,7 @@ def bounds_of(
     memory_limit: float,
     memory: MemoryModel,
 ) -> dict[Placement, float]:
-    """Of each placement the time below which nothing ends."""
+    """The time below which nothing ends, for each placement."""
     return {
         p: lower_bound(p.num_ranks, num_microbatches, costs, memory_limit, placement=p, memory=memory)
         for p in placements
