@@ -13,16 +13,16 @@ from train.errors import DivergedError, Stopped
 from train.figures.metrics import Display, Pace, say
 from train.figures.step import expert_load
 from train.figures.trackers import Tracker
-from train.figures.watch import Watch
 from train.processes.group import Processes
 from train.processes.stop import Stop
 from train.processes.stragglers import Stragglers
 from train.processes.stragglers import describe as describe_stragglers
+from train.rebalance import make_balancer
 from train.setup import Run
 from train.state.checkpoint import Checkpoints
 from train.state.layout import TrainState
-from train.state.rebalance import make_balancer
 from train.trouble import Trouble
+from train.watch import Watch
 
 
 def train(

@@ -13,10 +13,10 @@ from dualpipe_jax.schedule import CostModel, Schedule, simulate
 from dualpipe_jax.schedule.formats.text import format_grid
 from train.config import TrainConfig
 from train.data.text import describe_skipped
+from train.export import check_export, export
 from train.figures.folder import METRICS, claimed, find, write_config, writing
 from train.figures.metrics import MetricsFile, say
 from train.figures.trackers import Tracker, Trackers
-from train.figures.watch import read_profile, watch_run
 from train.loop import train
 from train.model import count_parameters, describe_dispatch, has_selection_bias, model_config
 from train.options import plain
@@ -25,9 +25,9 @@ from train.recipe import describe as describe_recipe
 from train.report import write_report
 from train.setup import Run, prepare
 from train.state.checkpoint import FOLDER, Checkpoints
-from train.state.export import check_export, export
 from train.state.facts import describe
 from train.state.layout import TrainState, without_biases
+from train.watch import read_profile, watch_run
 
 
 def run(config: TrainConfig, console: Console, processes: Processes, *, resume: bool = False) -> Path:

@@ -22,7 +22,6 @@ from train.data.vocabulary import BYTES
 from train.errors import DivergedError, Stopped
 from train.figures.metrics import Display, MetricsFile, Pace, read_metrics
 from train.figures.rates import Rates
-from train.figures.watch import Watch
 from train.model import model_config
 from train.options import plain
 from train.processes.group import Processes
@@ -32,6 +31,7 @@ from train.report import RunFolder
 from train.run import bubble, skipped_before
 from train.setup import Run
 from train.trouble import Trouble
+from train.watch import Watch
 
 CONFIG = follow(
     configure(

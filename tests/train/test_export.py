@@ -16,11 +16,11 @@ from train import setup
 from train.config import ConfigError, configure
 from train.data.vocabulary import Vocabulary
 from train.errors import CheckpointError
+from train.export import check_export, export
 from train.model import has_selection_bias, model_config
 from train.options import parse
 from train.processes.group import Processes
 from train.run import conclude
-from train.state.export import check_export, export
 from train.state.layout import trainable, with_trainable, without_biases
 
 OPTIONS = dict(

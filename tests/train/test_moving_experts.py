@@ -28,11 +28,11 @@ from train.config import ConfigError, check, configure
 from train.figures.metrics import read_metrics
 from train.figures.step import device_load, step_record
 from train.processes.group import Processes
+from train.rebalance import Balancer
 from train.run import run as whole_run
 from train.state.checkpoint import FOLDER
 from train.state.layout import init_state
 from train.state.placement import num_nodes, placed_layout, slots_of
-from train.state.rebalance import Balancer
 from train.step import make_optimizer, make_update
 
 E = NUMBERS.num_experts
