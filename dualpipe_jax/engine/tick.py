@@ -6,8 +6,7 @@ which are updated in place, and reads parameters, its row and the batch besides.
 
 import dataclasses
 import functools
-import itertools
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -69,24 +68,23 @@ class Tick:
     def _exchange(self, payloads: list[Tree], brings: tuple[jax.Array, ...]) -> list[Tree]:
         """What the channels bring here. ``brings`` is the same on all ranks, so that all of them meet or none.
 
-        One branch for each set of channels, not one conditional for each channel: in a program that XLA for CPU has
-        read back from JAX's compilation cache only the collectives of one branch stay in order, and ranks that meet in
-        two orders wait for ever.
+        One branch for each set of channels that some tick needs, not one conditional for each channel: in a program
+        that XLA for CPU has read back from JAX's compilation cache only the collectives of one branch stay in order,
+        and ranks that meet in two orders wait for ever.
         """
 
-        def exchange(wanted: tuple[bool, ...], payloads: list[Tree]) -> list[Tree]:
+        def exchange(wanted: Iterable[bool], payloads: list[Tree]) -> list[Tree]:
             return [
                 send(payload, channel.pairs, beside_others=True) if sent else payload
                 for channel, payload, sent in zip(self.table.channels, payloads, wanted, strict=True)
             ]
 
-        if self.idle_sends:
-            return exchange((True,) * len(payloads), payloads)
-        subsets = itertools.product((False, True), repeat=len(payloads))
-        number = functools.reduce(
-            lambda so_far, some: 2 * so_far + some.astype(jnp.int32), brings, jnp.int32(0)
-        )
-        return lax.switch(number, [functools.partial(exchange, wanted) for wanted in subsets], payloads)
+        *_, every = sets = self.table.together
+        if self.idle_sends or not payloads:
+            return exchange(every, payloads)
+        same = (jnp.asarray(sets) == jnp.stack(brings)).all(axis=1)
+        number = jnp.where(same.any(), jnp.argmax(same), len(sets) - 1)  # all of them will do for any
+        return lax.switch(number, [functools.partial(exchange, wanted) for wanted in sets], payloads)
 
     def _work(self, state: State, row: Row) -> State:
         if self.divergence == "switch":

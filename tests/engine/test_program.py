@@ -128,9 +128,8 @@ def test_the_sends_of_ticks_may_run_beside_other_collectives():
         line for line in lowered(schedule).as_text().splitlines() if "stablehlo.collective_permute" in line
     ]
     beside = [line for line in permutes if all(f'{k} = "{v}"' in line for k, v in BESIDE_OTHERS.items())]
-    num_channels = len(lower(schedule).channels)
-    assert num_channels == 4
-    assert len(beside) == num_channels * 2**num_channels / 2, "each in half of the sets of channels"
+    table = lower(schedule)
+    assert len(table.channels) == 4 and len(beside) == sum(map(sum, table.together)) >= 4
     assert len(permutes) > len(beside)
 
 

@@ -28,7 +28,6 @@ for _ in range(20):
 @pytest.mark.slow
 def test_a_program_that_was_read_back_meets_in_the_same_order():
     """In a process of its own, as what is wrong there never ends: with a conditional for each channel two of two."""
-    environ = os.environ | {
-        "JAX_ENABLE_COMPILATION_CACHE": "false"
-    }  # what comes from there cannot be written again
+    # What is read from the cache cannot be written again.
+    environ = os.environ | {"JAX_ENABLE_COMPILATION_CACHE": "false"}
     subprocess.run([sys.executable, "-c", STEPS], check=True, timeout=300, env=environ)

@@ -96,4 +96,9 @@ def tabulate(flat: Flat, ticks: np.ndarray, keeps: Keeps) -> TickTable:
                 shift = (channel.pairs[0][1] - channel.pairs[0][0]) % schedule.num_ranks
                 mine = ~here & ((values.rank[taken] - flat.rank[giver]) % schedule.num_ranks == shift)
                 array[ticks[giver[mine]] + 1, values.rank[taken[mine]], number[f"arrive{k}"]] = slots[mine]
-    return TickTable(schedule, units, columns, array, permutes, num_slots, frozenset(hands_over), keeps)
+    every = ((True,) * len(permutes),)
+    table = TickTable(
+        schedule, units, columns, array, permutes, every, num_slots, frozenset(hands_over), keeps
+    )
+    awaited = {*zip(*(brings.tolist() for brings in table.brings(array)), strict=True), *every}
+    return dataclasses.replace(table, together=tuple(sorted(awaited)))

@@ -84,6 +84,8 @@ class TickTable:
       array: int32 [ticks, ranks, columns]. Slot columns count from 0; where a row has no use for a slot
         column it holds 0, or the bin for an arrival that nobody awaits.
       channels: the permutes of a tick.
+      together: the sets of channels that are awaited at a time at some tick of the schedule, each as a bool for every
+        channel; all of them last.
       num_slots: slots of each pool, by pool name: "x" (stage inputs; one more than needed: the last is
         the bin), "dy" (gradients of stage outputs; likewise), and those of ``keeps.pools``.
       hands_over: of "x" and "dy" those into which some rank writes for a next stage of its own.
@@ -104,6 +106,7 @@ class TickTable:
     columns: tuple[str, ...]
     array: np.ndarray
     channels: tuple[Channel, ...]
+    together: tuple[tuple[bool, ...], ...]
     num_slots: dict[str, int]
     hands_over: frozenset[str]
     keeps: Keeps

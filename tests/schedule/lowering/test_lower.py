@@ -299,6 +299,10 @@ def test_no_more_slots_than_are_live_and_no_more_exchanges_than_there_is_somethi
         most = max((len(channel.pairs) for channel in table.channels), default=1)
         used = sum(brought.sum() for brought in table.brings(table.array))
         assert used <= needed <= used * most, where
+        bins = [table.num_slots[channel.pool] - 1 for channel in table.channels]
+        arrivals = [table.column(f"arrive{k}") != unawaited for k, unawaited in enumerate(bins)]
+        awaited = {tuple(bool(one[tick].any()) for one in arrivals) for tick in range(table.num_ticks)}
+        assert table.together == tuple(sorted(awaited | {(True,) * len(bins)})), where
 
 
 def test_makespan_is_that_of_the_plain_recursion():
