@@ -14,7 +14,6 @@ from dualpipe_jax.engine.storage import Leaf, entries
 from dualpipe_jax.engine.trees import types_in_words
 from dualpipe_jax.parallel import AXES, BATCH_AXES, EP, NODE, PP
 from dualpipe_jax.schedule import Schedule
-from dualpipe_jax.schedule.lowering.unit_key import may_name_a_kind
 from dualpipe_jax.split.jaxprs import collectives
 
 PARTS = ("shared", "stages")
@@ -45,12 +44,7 @@ def check_mesh(schedule: Schedule, mesh: Mesh | AbstractMesh) -> None:
 
 
 def check_model(model: StagedModel, schedule: Schedule) -> None:
-    """As many stages as a pipe of the schedule, of kinds whose units can be told apart. Raises ValueError."""
-    if wrong := sorted(kind for kind in set(model.kind_of) if not may_name_a_kind(kind)):
-        raise ValueError(
-            f"the model has a kind of stages called {wrong[0]!r}: its name must not be empty or have '/' or '-' in it, "
-            "by which the names of a compiled program's units are read; call it otherwise."
-        )
+    """As many stages as a pipe of the schedule. Raises ValueError."""
     wanted = schedule.placement.num_model_stages
     if model.num_stages != wanted:
         raise ValueError(

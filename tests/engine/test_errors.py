@@ -130,9 +130,6 @@ VALUES = {
     r"keys \['embed', 'stages', 'head'\], got \['stages'\]": partial(run, params={"stages": np.ones(4)}),
     r"keys \['shared', 'stages'\], got \['stages'\]": partial(run_staged, params={"stages": np.ones(4)}),
     "model has 3 stages, but dualpipe on 4 ranks has 4 in a pipe": partial(run_staged, staged(PLAIN, 3)),
-    "kind of stages called 'dense-first': .* must not .* have '/' or '-' in it": partial(
-        run_staged, StagedModel({"dense-first": len, "b": len}, ("dense-first", "b", "b", "b"))
-    ),
     r"kind_of names \['a', 'c'\], but the kinds are \['a', 'b'\]": partial(
         StagedModel, {"a": len, "b": len}, ("a", "c")
     ),

@@ -21,8 +21,8 @@ from dualpipe_jax.pods.plan import read_plan
 from dualpipe_jax.pods.request import Request
 from dualpipe_jax.pods.results import Compiled, Machine, Memory, Overheads, Parameters, Shares, Step, Unit
 from dualpipe_jax.schedule import CostModel, MemoryModel, dualpipe, lower, one_f_one_b, simulate, zb_h1
-from dualpipe_jax.schedule.lowering.unit_key import UnitKey
 from tests.pods import own_program
+from tests.pods.test_predict import keyed
 from tests.pods.whole_backwards import WholeBackwards
 from train.config import ConfigError
 from train.options import parse
@@ -52,7 +52,7 @@ def answer(plan, compile, *, memory=16 * GIB, fixed=None, beyond=0, cycles=None,
     if compile == "nothing":
         return found
     cycles = cycles or {name: CYCLES[name] for name in predict.units_of(plan.make_schedule())}
-    units = {UnitKey.parse(name): Unit(each, each, 0.0, 0.0, 0) for name, each in cycles.items()}
+    units = keyed({name: Unit(each, each, 0.0, 0.0, 0) for name, each in cycles.items()})
     beside, update = Overheads(100.0, BESIDE[plan.shard]), Unit(UPDATE[plan.shard], 0.0, 0.0, 0.0, 0)
     compiled = Compiled("units", units=units, sends=Shares(each=1e4), overheads=beside, update=update)
     step = Step(1.0, 1.0, 0.0, seconds=2.0, tokens=64, tokens_per_second=1.0, mfu=0.25e-3, lower_bound=False)

@@ -10,7 +10,7 @@ from dualpipe_jax.pods.dryrun import draw
 from dualpipe_jax.pods.readings import exposed_by_tick
 from dualpipe_jax.pods.results import Compiled, Overheads, Shares, Unit
 from dualpipe_jax.schedule import dualpipe, gpipe, lower, one_f_one_b
-from dualpipe_jax.schedule.lowering.unit_key import UnitKey
+from tests.pods.test_predict import keyed
 from tests.pods.whole_backwards import WholeBackwards
 from train.model import size
 from train.pods.training import routed_flops
@@ -21,7 +21,7 @@ BLOCKS = "tests.pods.own_program:blocks"
 
 def predicted(units, schedule="dualpipe", layers=2, **more):
     plan = Plan(BLOCKS, layers, schedule=schedule, pp=2, ep=2, microbatches=8, microbatch_size=4)
-    found = {UnitKey.parse(name): Unit(cycles, cycles, 0.0, 0.0, 0) for name, cycles in units.items()}
+    found = keyed({name: Unit(cycles, cycles, 0.0, 0.0, 0) for name, cycles in units.items()})
     compiled = Compiled("units", units=found, sends=Shares(each=1e4), **more)
     return step_time.predict_step(compiled, draw(plan, TARGET, None), plan, TARGET.device)
 
@@ -78,7 +78,7 @@ def test_the_account_of_a_step_by_hand():
     plan = Plan(BLOCKS, 2, schedule="one_f_one_b", pp=2, ep=2, microbatches=8, microbatch_size=4)
     compiled = Compiled(
         "units",
-        units={UnitKey.parse(name): unit for name, unit in units.items()},
+        units=keyed(units),
         overheads=Overheads(100.0, 7.0),
     )
     step = step_time.predict_step(compiled, draw(plan, TARGET, None), plan, TARGET.device)
@@ -116,7 +116,7 @@ def test_every_part_of_the_account_by_hand():
     update = Unit(7000, 7000, 0.0, 0.0, 0)
     compiled = Compiled(
         "units",
-        units={UnitKey.parse(name): unit for name, unit in units.items()},
+        units=keyed(units),
         overheads=Overheads(100.0, 7.0),
         update=update,
     )
@@ -151,10 +151,8 @@ def test_routed_operations_of_v3_by_hand():
 
 
 def test_sends_are_exposed_by_kind_of_tick():
-    units = {
-        UnitKey.parse(name): Unit(9.0, work, 0.0, 0.0, 0)
-        for name, work in {"F": 3.0, "FB": 8.0, "F/first": 1.0}.items()
-    }
+    work = {"F": 3.0, "FB": 8.0, "F/first": 1.0}
+    units = keyed({name: Unit(9.0, each, 0.0, 0.0, 0) for name, each in work.items()})
     assert exposed_by_tick(5.0, units) == {"": 5.0, "F": 2.0, "FB": 0.0}
     assert exposed_by_tick(None, units) == {}
 

@@ -10,9 +10,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from dualpipe_jax.inspect import Module
-from dualpipe_jax.pods.predict import bodies
+from dualpipe_jax.pods.predict import units_in
 from dualpipe_jax.schedule import Action, Op, Schedule, TickTable, lower
-from dualpipe_jax.schedule.lowering.unit_key import SCOPES
 from train.profile.capture import Event
 
 
@@ -21,7 +20,7 @@ class ProfileError(ValueError):
 
 
 class Unit(NamedTuple):
-    """A unit in a row of the table: of ``SCOPES``, and the actions that it does, or a part of."""
+    """A unit in a row of the table: of an op of ``SCOPES``, and the actions that it does, or a part of."""
 
     kind: str
     actions: tuple[Action, ...]
@@ -39,11 +38,11 @@ def guards(module: Module) -> dict[str, tuple[str, str]]:
     """Instruction -> (kind, guard) of the unit that it stands in; not those of inner loops, which run more often."""
     found: dict[str, tuple[str, str]] = {}
     seen: Counter[str] = Counter()
-    for kind in SCOPES:
-        for body in bodies(module, kind):
+    for key, where in units_in(module).items():
+        for body in where:
             for name in {i.name for i in module.inside(body, enter_loops=False)}:
                 seen[name] += 1
-                found[name] = kind, body
+                found[name] = key.op, body
     return {name: unit for name, unit in found.items() if seen[name] == 1}
 
 

@@ -1,8 +1,8 @@
 """How a unit of the engine is named: by one value in a program, in what is measured of it and in what it costs."""
 
-import re
 from collections.abc import Mapping
 from typing import NamedTuple, Self
+from urllib.parse import quote, unquote
 
 SCOPES: Mapping[str, str] = {
     "FB": "pair",
@@ -28,29 +28,33 @@ class UnitKey(NamedTuple):
     @property
     def scope(self) -> str:
         """The named scope in which it is compiled: forward/first, pair/first-last."""
-        return f"{SCOPES[self.op]}/{'-'.join(self.kinds)}"
+        return f"{SCOPES[self.op]}/{_joined(self.kinds)}"
 
     @classmethod
     def of_scope(cls, scope: str) -> Self:
         """The inverse of ``scope``."""
         name, _, kinds = scope.partition("/")
-        return cls({name: op for op, name in SCOPES.items()}[name], tuple(kinds.split("-")))
+        return cls({name: op for op, name in SCOPES.items()}[name], _parted(kinds))
 
     def __str__(self) -> str:
         """As reports and JSON have it: F of most stages, F/first of the first, FB/first-last of a pair of both ends."""
-        return "/".join((self.op, "-".join(self.kinds))) if self.kinds else self.op
+        return f"{self.op}/{_joined(self.kinds)}" if self.kinds else self.op
 
     @classmethod
     def parse(cls, text: str) -> Self:
         """The inverse of ``str``."""
         op, _, kinds = text.partition("/")
-        return cls(op, tuple(kinds.split("-")) if kinds else ())
+        return cls(op, _parted(kinds) if kinds else ())
 
 
 SCOPE = rf"(?:{'|'.join(SCOPES.values())})/[^/]+"
 """Matches a unit's scope in the name of a compiled program's instruction."""
 
 
-def may_name_a_kind(name: str) -> bool:
-    """Whether units of a kind of stages of this name can be told apart in a compiled program."""
-    return re.fullmatch(r"[^/\-]+", name) is not None
+def _joined(kinds: tuple[str, ...]) -> str:
+    """With what parts names in them written as in addresses: a kind may have any name."""
+    return "-".join(quote(kind, safe="").replace("-", "%2D") for kind in kinds)
+
+
+def _parted(text: str) -> tuple[str, ...]:
+    return tuple(map(unquote, text.split("-")))
