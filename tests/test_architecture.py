@@ -17,6 +17,7 @@ MAY_IMPORT = {
     "present": (),
     "arguments": (),
     "schedule": ("present",),
+    "step_options": ("schedule",),
     "balance": ("present",),
     "torus": (),
     "varying": (),
@@ -29,8 +30,8 @@ MAY_IMPORT = {
     "inspect": ("present", "torus"),
     "worker": (),
     "probe": (*ENGINE[1:], "engine", "inspect", "worker"),
-    "pods": (*ENGINE, "balance", "engine", "inspect", "worker"),
-    "command": ("present", "schedule", "balance", "inspect", "worker", *NO_JAX),
+    "pods": (*ENGINE, "step_options", "balance", "engine", "inspect", "worker"),
+    "command": ("present", "schedule", "step_options", "balance", "inspect", "worker", *NO_JAX),
 }
 MAY_IMPORT = {
     f"dualpipe_jax.{part}": tuple(f"dualpipe_jax.{b}" for b in ("arguments", *below))

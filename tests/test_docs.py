@@ -175,8 +175,9 @@ def test_the_cluster_starts_what_would_start():
     assert (python, dash, train) == ("python", "-m", "train")
     command = parse(arguments)
     check(command.options)
-    mesh = command.options.mesh
-    assert command.options.launch.num_processes == job["spec"]["completions"] == mesh.dp * mesh.pp * mesh.ep
+    assert (
+        command.options.launch.num_processes == job["spec"]["completions"] == command.options.step.num_devices
+    )
 
 
 def test_every_script_that_is_named_is_there():

@@ -5,6 +5,7 @@ them from there, from files and from presets.
 """
 
 import dataclasses
+import math
 import re
 import typing
 from collections.abc import Mapping
@@ -13,8 +14,9 @@ from typing import Annotated, Any, Literal
 
 from tyro.conf import arg
 
-from dualpipe_jax.schedule import Schedule, limit_stash
-from dualpipe_jax.schedule.names import SCHEDULES, find, is_known
+from dualpipe_jax.schedule import Schedule
+from dualpipe_jax.schedule.names import find
+from dualpipe_jax.step_options import StepOptions
 
 
 class ConfigError(ValueError):
@@ -31,15 +33,6 @@ class ModelConfig:
     """Other numbers than the model's own, by their names in models.Config: --set dim=512 num_experts=16 top_k=4."""
     layers: int | None = None
     """Layers with experts, instead of the model's own number; they are shared out over stages by their time."""
-    precision: Literal["float32", "bfloat16"] = "float32"
-    """What activations are computed in. Parameters and their sums are float32."""
-    dispatch: Literal["dropless", "capacity"] = "dropless"
-    """How tokens reach experts: dropless gives every expert as much room as it needs, capacity gives all equal room."""
-    capacity_factor: float | None = None
-    """Room in multiples of an even load, beyond which tokens are dropped: of each expert for capacity (2 if left out),
-    of each pair of devices for dropless (if left out, as much as can ever be needed)."""
-    payload: Annotated[Literal["plain", "float8"], arg(name="dispatch-payload")] = "plain"
-    """What travels to experts: tokens and, back through them, gradients as they are, or in eight bits."""
     mtp: int | None = None
     """Modules of multi-token prediction, instead of the model's own number."""
     mtp_weight: float | None = None
@@ -48,54 +41,18 @@ class ModelConfig:
     """The same from where the learning rate begins to fall. The recipe's if both are left out, else --mtp-weight."""
     balance_factor: float | None = None
     """What the sequence-wise balance loss counts: the paper's alpha. The recipe's if left out."""
-    remat: Literal["none", "dots", "wide", "all"] = "none"
-    """What layers compute again in the backward: none keeps what it needs, dots keeps matrix products only, wide
-    keeps what is dear and narrow, all keeps a layer's input only."""
-    attention: Literal["auto", "plain", "splash", "cudnn"] = "auto"
-    """What computes attention: auto is what suits the devices."""
-    matmul: Literal["auto", "plain", "ragged", "megablox", "float8"] = "auto"
-    """What computes the experts; float8 in eight bits, as DeepSeek-V3 was trained."""
 
 
 @dataclasses.dataclass(frozen=True)
-class MeshConfig:
-    """The devices of a step, and the order in which they share its work."""
+class ExpertsConfig:
+    """Which devices of ep have which experts; in order, once and for all, without these."""
 
-    schedule: Annotated[str, arg(metavar="{" + ",".join(SCHEDULES) + "}")] = "dualpipe"
-    """Order of forwards and backwards on the pipeline's ranks."""
-    pp: int = 4
-    """Pipeline ranks."""
-    ep: int = 2
-    """Expert-parallel devices of each rank; the run needs dp x pp x ep devices."""
-    ep_nodes: int = 1
-    """Nodes that these lie on, for dispatch in two hops: a token crosses to a node at most once."""
-    dp: int = 1
-    """Replicas of the whole, each with a part of every microbatch."""
-    microbatches: int = 16
-    """Microbatches of a step."""
-    microbatch_size: int = 4
-    """Sequences of a microbatch, shared out over dp and ep."""
-    first_microbatches: int | None = None
-    """Microbatches of the first steps, from which they grow by as many again and again, to all --microbatches once
-    --ramp-tokens are done. A step is compiled for each number."""
-    ramp_tokens: int | None = None
-    """See --first-microbatches: tokens after which a step has all --microbatches."""
-    stage_layers: tuple[int, ...] = ()
-    """Layers of each stage in model order, dense ones included; balanced by their products if left out."""
-    max_stash: int | None = None
-    """How many microbatches of a rank may wait for their weights' gradients, for which memory is needed; further
-    backwards are whole. As many as the schedule asks for if left out."""
     rebalance_every: int | None = None
     """Steps between two looks at the loads of experts, after which they move to other devices of ep where that evens
     out what devices have to do. They never move if left out."""
     redundant_experts: int = 0
     """Experts of a layer that are there twice, or more often, for those with much to do: slots of all ep devices beyond
     one for each expert."""
-
-    def __post_init__(self) -> None:
-        """A schedule goes by one name, however it was spelt: a run's layout is compared by it."""
-        if is_known(self.schedule):
-            object.__setattr__(self, "schedule", find(self.schedule).__name__)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,8 +66,6 @@ class DataConfig:
     """A share of all sequences for each path of --data; by their tokens if left out."""
     tokenizer: Annotated[str | None, arg(metavar="FILE")] = None
     """A tokenizer.json for text that is not prepared; bytes if left out."""
-    sequence: int | None = None
-    """Tokens of a sequence. The recipe's if left out."""
     eval_sequences: int = 512
     """Sequences of held-out text that the loss is measured on, before and after: the same ones for every run."""
 
@@ -143,13 +98,11 @@ class OptimizerConfig:
     """Largest global norm of the gradient. The recipe's if left out."""
     bias_rate: float | None = None
     """How far a step moves the routing bias of an expert with too much or too little load. The recipe's if left out."""
-    shard: Literal["nothing", "optimizer", "parameters"] = "nothing"
-    """What is shared out over devices that would each hold the same (ZeRO): nothing, the optimizer's state, or
-    parameters, too, which are gathered once a step."""
-    moments: Literal["float32", "bfloat16"] = "float32"
-    """What AdamW's two averages are kept in between steps; they are computed in float32. Parameters are float32."""
-    gradient_sums: Literal["float32", "bfloat16"] = "float32"
-    """What gradients are summed in over the microbatches of a step."""
+    first_microbatches: int | None = None
+    """Microbatches of the first steps, from which they grow by as many again and again, to all --microbatches once
+    --ramp-tokens are done. A step is compiled for each number."""
+    ramp_tokens: int | None = None
+    """See --first-microbatches: tokens after which a step has all --microbatches."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -220,6 +173,10 @@ class LaunchConfig:
     """Steps between reports of the slowest of several processes; 0 for none."""
 
 
+STEP = StepOptions(ep=2, microbatches=16, microbatch_size=4, precision="float32")
+"""The step that is trained if nothing else is asked for."""
+
+
 @dataclasses.dataclass(frozen=True)
 class TrainConfig:
     """All options of a run. Without any: DualPipe, pp 4 x ep 2 on 8 virtual CPU devices, on the standard library."""
@@ -231,7 +188,8 @@ class TrainConfig:
     seed: int = 0
     """Of initial parameters and batches, below 2^32. A batch depends on seed and step alone."""
     model: ModelConfig = ModelConfig()
-    mesh: MeshConfig = MeshConfig()
+    step: StepOptions = STEP
+    experts: ExpertsConfig = ExpertsConfig()
     data: DataConfig = DataConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
@@ -241,33 +199,27 @@ class TrainConfig:
     @property
     def batch_shape(self) -> tuple[int, int, int]:
         """(microbatches, microbatch size, sequence), of the largest batch where batches grow."""
-        return self.mesh.microbatches, self.mesh.microbatch_size, self.sequence
+        return self.step.num_microbatches, self.step.batch, self.sequence
 
     @property
     def sequence(self) -> int:
         """Tokens of a sequence, once ``train.recipe.follow`` has filled the options in."""
-        if self.data.sequence is None:
+        if self.step.sequence is None:
             raise TypeError(
-                "TrainConfig: data.sequence is None: train.recipe.follow(config) takes the recipe's"
+                "TrainConfig: step.sequence is None: train.recipe.follow(config) takes the recipe's"
             )
-        return self.data.sequence
+        return self.step.sequence
 
     @property
     def tokens_per_step(self) -> int:
         """Tokens that a step learns from, of the largest batch where batches grow."""
-        return self.mesh.microbatches * self.mesh.microbatch_size * self.sequence
+        return math.prod(self.batch_shape)
 
     @property
     def batch_counts(self) -> tuple[int, ...]:
         """Numbers of microbatches that steps have, from the first to the last."""
-        mesh = self.mesh
-        return tuple(
-            range(
-                mesh.first_microbatches or mesh.microbatches,
-                mesh.microbatches + 1,
-                mesh.first_microbatches or 1,
-            )
-        )
+        last, first = self.step.num_microbatches, self.optimizer.first_microbatches
+        return (last,) if first is None else tuple(range(first, last + 1, first))
 
 
 def _flags() -> dict[str, tuple[str, ...]]:
@@ -293,7 +245,7 @@ def _flags() -> dict[str, tuple[str, ...]]:
 
 
 FLAGS: Mapping[str, tuple[str, ...]] = _flags()
-"""Flag -> where its option lies in a ``TrainConfig``: ``FLAGS["--pp"] == ("mesh", "pp")``."""
+"""Flag -> where its option lies in a ``TrainConfig``: ``FLAGS["--pp"] == ("step", "pp")``."""
 
 
 def configure(base: TrainConfig | None = None, /, **changes: Any) -> TrainConfig:
@@ -333,30 +285,22 @@ def make_schedule(config: TrainConfig, num_microbatches: int | None = None) -> S
     Raises:
       ConfigError: there is none of that name, or it does not take these counts.
     """
-    mesh = config.mesh
-    count = mesh.microbatches if num_microbatches is None else num_microbatches
+    step = config.step
+    count = step.num_microbatches if num_microbatches is None else num_microbatches
     try:
-        recipe = find(mesh.schedule)
+        find(step.schedule)
     except ValueError as error:
-        raise ConfigError(f"--schedule {mesh.schedule}: {error}") from None
+        raise ConfigError(f"--schedule {step.schedule}: {error}") from None
     try:
-        schedule = recipe(mesh.pp, count)
-        return schedule if mesh.max_stash is None else limit_stash(schedule, mesh.max_stash)
+        return step.make_schedule(count)
     except ValueError as error:
-        flag = "--microbatches" if count == mesh.microbatches else "--first-microbatches: a step with"
-        raise ConfigError(f"--pp {mesh.pp} {flag} {count}: {error}") from None
+        flag = "--microbatches" if count == step.num_microbatches else "--first-microbatches: a step with"
+        raise ConfigError(f"--pp {step.pp} {flag} {count}: {error}") from None
 
 
 AT_LEAST_ONE = (
-    "--pp",
-    "--ep",
-    "--ep-nodes",
-    "--dp",
-    "--microbatches",
-    "--microbatch-size",
     "--first-microbatches",
     "--ramp-tokens",
-    "--sequence",
     "--steps",
     "--log-every",
     "--eval-every",
@@ -383,7 +327,6 @@ NOT_NEGATIVE = (
     "--warmup",
     "--weight-decay",
     "--bias-rate",
-    "--max-stash",
     "--redundant-experts",
     "--restarts",
     "--process-id",
@@ -392,7 +335,6 @@ NOT_NEGATIVE = (
 POSITIVE = (
     "--learning-rate",
     "--clip",
-    "--capacity-factor",
     "--checkpoint-minutes",
     "--peak-tflops",
     "--spike",
@@ -415,6 +357,10 @@ def check(config: TrainConfig) -> None:
     for flag, bound in (("--b1", 1), ("--b2", 1), ("--constant-until", 1)):
         if (value := option(config, flag)) is not None and value >= bound:
             raise ConfigError(f"{flag} {value}: must be below {bound}")
+    try:
+        config.step.check()
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
     check_ramp(config)
     if config.seed >= 2**32:
         raise ConfigError(f"--seed {config.seed}: must be below 2^32 = {2**32}; more bits would be cut off")
@@ -425,23 +371,8 @@ def check(config: TrainConfig) -> None:
             f"--profile {config.log.profile}: --steps {config.optimizer.steps} leaves none that is not compiled in; "
             f"try --steps {config.log.profile + 3}"
         )
-    if config.mesh.ep % config.mesh.ep_nodes:
-        raise ConfigError(
-            f"--ep {config.mesh.ep} --ep-nodes {config.mesh.ep_nodes}: as many devices on each node; give a number of "
-            "nodes that divides --ep"
-        )
-    size, parts = config.mesh.microbatch_size, config.mesh.dp * config.mesh.ep
-    if size % parts:
-        asked = (
-            f"--ep {config.mesh.ep}"
-            if config.mesh.dp == 1
-            else f"--dp {config.mesh.dp} x --ep {config.mesh.ep}"
-        )
-        raise ConfigError(
-            f"--microbatch-size {size}: {asked} devices must share it equally, try {parts * max(1, size // parts)}"
-        )
     for flag in ("--rebalance-every", "--redundant-experts"):
-        if option(config, flag) and config.mesh.ep == 1:
+        if option(config, flag) and config.step.ep == 1:
             raise ConfigError(
                 f"{flag} {option(config, flag)}: with --ep 1 one device has all experts of a layer; give --ep 2 or more"
             )
@@ -466,17 +397,17 @@ def check(config: TrainConfig) -> None:
 
 def check_ramp(config: TrainConfig) -> None:
     """Raise ConfigError where batches cannot grow as asked for."""
-    mesh = config.mesh
-    if (mesh.first_microbatches is None) != (mesh.ramp_tokens is None):
+    first, last = config.optimizer.first_microbatches, config.step.num_microbatches
+    if (first is None) != (config.optimizer.ramp_tokens is None):
         raise ConfigError(
             "--first-microbatches and --ramp-tokens: one says from what, one how long; give both or neither"
         )
-    if mesh.first_microbatches is None:
+    if first is None:
         return
-    if mesh.microbatches % mesh.first_microbatches:
+    if last % first:
         raise ConfigError(
-            f"--first-microbatches {mesh.first_microbatches}: steps grow by as many, which must divide the "
-            f"{mesh.microbatches} of --microbatches"
+            f"--first-microbatches {first}: steps grow by as many, which must divide the "
+            f"{last} of --microbatches"
         )
     if config.log.profile:
         raise ConfigError(

@@ -3,7 +3,9 @@
 import os
 import shutil
 from pathlib import Path
+from typing import Any
 
+import jax.numpy as jnp
 from safetensors import SafetensorError
 
 import models
@@ -29,7 +31,7 @@ def check_export(config: TrainConfig, numbers: models.Config) -> None:
     if folder is None:
         return
     try:
-        to_json(numbers, config.model.precision)
+        to_json(numbers, _dtype(numbers))
         folder.mkdir(parents=True, exist_ok=True)
         if any(folder.iterdir()):
             raise ConfigError(f"--export {folder}: is not empty; name another folder, or empty it")
@@ -58,7 +60,7 @@ def export(this: Run, state: TrainState, processes: Processes) -> str | None:
             f"--export {folder}: {error}; the run is saved: with room and rights there, --name {this.config.name} "
             f"--resume --export {folder} writes its weights"
         ) from error
-    return f"weights         {folder}: Hugging Face's layout, {this.config.model.precision}"
+    return f"weights         {folder}: Hugging Face's layout, {_dtype(this.layout.model.config)}"
 
 
 def _write(folder: Path, this: Run, state: TrainState, processes: Processes) -> None:
@@ -74,12 +76,16 @@ def _write(folder: Path, this: Run, state: TrainState, processes: Processes) -> 
         this.layout.plain(state).params,
         stages=this.layout.model.layout.plan,
         arrange=lambda stages: to_placed(stages, this.schedule.placement),
-        dtype=this.config.model.precision,
+        dtype=_dtype(numbers),
         extra={"eos_token_id": this.corpus.vocabulary.separator},
     )
     processes.meet()
     if processes.leads:
         os.rename(new, folder)
+
+
+def _dtype(numbers: models.Config) -> Any:
+    return jnp.dtype(numbers.compute_dtype).name
 
 
 def _copy_tokenizer(vocabulary: Vocabulary, folder: Path) -> None:

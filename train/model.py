@@ -4,15 +4,15 @@ import dataclasses
 import difflib
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 
 import models
 from dualpipe_jax.parallel import check_float8, expert_axes
-from dualpipe_jax.pods.plan import ROOM
 from dualpipe_jax.schedule import Schedule
+from dualpipe_jax.step_options import StepOptions
 from train.config import ConfigError, TrainConfig
 
 VOCAB = 256
@@ -40,7 +40,7 @@ def model_config(config: TrainConfig, vocab: int = VOCAB) -> models.Config:
     try:
         numbers = size(asked.name, asked.layers, _own_numbers(asked.numbers))
         changes: dict[str, Any] = {} if asked.mtp is None else {"num_mtp_layers": asked.mtp}
-        return dataclasses.replace(numbers, vocab=vocab, compute_dtype=jnp.dtype(asked.precision), **changes)
+        return dataclasses.replace(in_precision(numbers, config.step), vocab=vocab, **changes)
     except ValueError as error:
         raise ConfigError(
             f"--set {' '.join(asked.numbers)}: {error}" if asked.numbers else str(error)
@@ -97,6 +97,39 @@ def size(
     return dataclasses.replace(numbers, **given)  # type: ignore[arg-type]
 
 
+def in_precision(numbers: models.Config, step: StepOptions) -> models.Config:
+    """A model's numbers, computed in what is asked for."""
+    if step.precision is None:
+        return numbers
+    return dataclasses.replace(numbers, compute_dtype=jnp.dtype(step.precision))
+
+
+def staged(
+    numbers: models.Config,
+    stage_layers: Sequence[int],
+    step: StepOptions,
+    platform: Literal["cpu", "gpu", "tpu"] | None = None,
+    **factors: Any,
+) -> models.Model:
+    """The model cut into stages, its experts, embedding and head over ep: that of a run and of a dry run.
+
+    Raises:
+      ValueError: layers, ep or a kernel do not fit the model or the platform.
+    """
+    return models.deepseek(
+        numbers,
+        stage_layers,
+        ep_axis=expert_axes(step.ep_nodes),
+        dispatch=step.dispatch,
+        capacity_factor=step.room,
+        payload=step.dispatch_payload,
+        remat=REMAT[step.remat],
+        kernels=models.Kernels(step.attention, step.matmul),
+        platform=platform,
+        **factors,
+    )
+
+
 def make_model(
     config: TrainConfig, schedule: Schedule, vocab: int = VOCAB, *, lossless: bool = False
 ) -> models.Model:
@@ -113,71 +146,60 @@ def make_model(
       ConfigError: there are fewer layers than stages, or others than are shared out, ep cannot share the experts, or
         a kernel is not for this platform.
     """
-    numbers, asked = model_config(config, vocab), config.model
+    numbers, asked, step = model_config(config, vocab), config.model, config.step
     factors: dict[str, Any] = {"mtp_weight": asked.mtp_weight, "balance_factor": asked.balance_factor}
     for what, number in (
         ("experts of a layer", numbers.num_experts),
         ("words", vocab),
         ("dims", numbers.dim),
     ):
-        if number % config.mesh.ep:
-            raise ConfigError(f"--ep {config.mesh.ep}: must divide the {number} {what}")
+        if number % step.ep:
+            raise ConfigError(f"--ep {step.ep}: must divide the {number} {what}")
     try:
-        plan = models.given_plan(numbers, schedule, config.mesh.stage_layers)
+        plan = models.given_plan(numbers, schedule, step.stage_layers)
     except ValueError as error:
-        if given := config.mesh.stage_layers:
+        if given := step.stage_layers:
             raise ConfigError(f"--stage-layers {' '.join(map(str, given))}: {error}") from None
         raise ConfigError(
-            f"--schedule {config.mesh.schedule} --pp {config.mesh.pp}: --model {asked.name}: {error}; see --layers"
+            f"--schedule {step.schedule} --pp {step.pp}: --model {asked.name}: {error}; see --layers"
         ) from None
-    return models.deepseek(
-        numbers,
-        plan,
-        ep_axis=expert_axes(config.mesh.ep_nodes),
-        dispatch="dropless" if lossless else asked.dispatch,
-        capacity_factor=None if lossless else room(config),
-        payload="plain" if lossless else asked.payload,
-        **{name: factor for name, factor in factors.items() if factor is not None},
-        remat=REMAT[asked.remat],
-        kernels=models.Kernels(
-            asked.attention, "auto" if lossless and asked.matmul == "float8" else asked.matmul
-        ),
-    )
+    if lossless:
+        matmul = "auto" if step.matmul == "float8" else step.matmul
+        step = dataclasses.replace(
+            step, dispatch="dropless", capacity_factor=None, dispatch_payload="plain", matmul=matmul
+        )
+    asked_for = {name: factor for name, factor in factors.items() if factor is not None}
+    return staged(numbers, plan, step, **asked_for)
 
 
 def refuse_eight_bits(config: TrainConfig, device: jax.Device) -> None:
     """Raise ConfigError where float8 is asked for, and the device has no such type."""
-    asked = config.model
-    if "float8" in (asked.payload, asked.matmul):
+    asked = config.step
+    if "float8" in (asked.dispatch_payload, asked.matmul):
         try:
             check_float8(device, matmul=asked.matmul == "float8")
         except ValueError as error:
             raise ConfigError(
-                f"--dispatch-payload {asked.payload} --matmul {asked.matmul}: {error}"
+                f"--dispatch-payload {asked.dispatch_payload} --matmul {asked.matmul}: {error}"
             ) from None
-
-
-def room(config: TrainConfig) -> float | None:
-    """The room for tokens at experts, in multiples of an even load; None is as much as can ever be needed."""
-    asked = config.model
-    return ROOM[asked.dispatch] if asked.capacity_factor is None else asked.capacity_factor
 
 
 def describe_dispatch(config: TrainConfig) -> str:
     """What may be dropped and what is rounded, for the first screen."""
-    factor, spare, every = room(config), config.mesh.redundant_experts, config.mesh.rebalance_every
+    step, spare, every = config.step, config.experts.redundant_experts, config.experts.rebalance_every
+    factor = step.room
     if factor is None:
         words = "dropless: every token reaches its experts"
-    elif config.model.dispatch == "dropless":
+    elif step.dispatch == "dropless":
         words = f"dropless, bounded: what exceeds {factor:g} x an even load between two devices is dropped, and counted"
     else:
         words = (
             f"capacity: what exceeds {factor:g} x an even load of an expert is dropped, and counted; each of the "
-            f"{config.mesh.ep} devices fills its own part of the room, so --ep changes what is dropped"
+            f"{step.ep} devices fills its own part of the room, so --ep changes what is dropped"
         )
     words += f"; {spare} redundant" if spare else ""
     words += f"; they move every {every} steps if that helps" if every else ""
-    return words if config.model.payload == "plain" else f"{words}; sent in eight bits"
+    return words if step.dispatch_payload == "plain" else f"{words}; sent in eight bits"
 
 
 def count_parameters(numbers: models.Config) -> tuple[int, int]:

@@ -31,10 +31,11 @@ class Command(TrainConfig):
     preset: Annotated[str | None, tyro.conf.arg(metavar="{" + ",".join(PRESETS) + "}")] = None
     """Options to start from, by name."""
     config: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
-    """File with options, .toml, .yaml or .json, in sections: model, mesh, data, optimizer, checkpoint, log, launch.
+    """File with options, .toml, .yaml or .json, in sections: model, step, experts, data, optimizer, checkpoint, log,
+    launch.
     A finished run's config.json is one. Flags win over it, and it over the preset."""
     plan: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
-    """What `dualpipe plan` wrote: model, mesh, microbatches and memory policy. --config and flags win over it."""
+    """What `dualpipe plan` wrote: the model and its step's options. --config and flags win over it."""
     resume: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
     """Go on with the run of this --name, the newest if none is given, from its latest checkpoint that is whole, with
     the options that it had, over which those given here win. Where nothing is saved yet it begins."""
@@ -127,51 +128,23 @@ def find_preset(name: str) -> Mapping[str, Any]:
     return PRESETS[name]
 
 
-_IN_FLOAT32 = "small", "tiny", "byte"
-"""What dry runs of these models compute in; of the others in bfloat16."""
-
-
 def from_plan(file: Path) -> Mapping[str, Any]:
     """A plan's options, in sections. Raises ConfigError where it cannot be read or is of another program."""
     try:
         plan = read_plan(file)
     except ValueError as error:
         raise ConfigError(str(error)) from None
-    other = {"change": plan.change, "layers_per_stage": plan.layers_per_stage, "serialised": plan.serialised}
-    if ":" in plan.model or any(other.values()):
-        said = [
-            f"--program {plan.model}",
-            *(name.replace("_", "-") for name, value in other.items() if value),
-        ]
-        raise ConfigError(f"--plan {file}: {', '.join(said)}: this trains the published models as they are")
+    if ":" in plan.model:
+        raise ConfigError(f"--plan {file}: --program {plan.model}: this trains the published models only")
+    if plan.layers_per_stage is not None:
+        raise ConfigError(
+            f"--plan {file}: layers-per-stage {plan.layers_per_stage}: say how many layers there are by --layers, and "
+            "where they stand by --stage-layers; or plan without it"
+        )
+    counts = {"microbatches": plan.num_microbatches, "microbatch_size": plan.batch}
     return {
-        "model": {
-            "name": plan.model,
-            "precision": "float32" if plan.model in _IN_FLOAT32 else "bfloat16",
-            "dispatch": plan.dispatch,
-            "capacity_factor": plan.capacity_factor,
-            "payload": plan.dispatch_payload,
-            "remat": plan.remat,
-            "attention": plan.attention,
-            "matmul": plan.matmul,
-        },
-        "mesh": {
-            "schedule": plan.schedule,
-            "dp": plan.dp,
-            "pp": plan.pp,
-            "ep": plan.ep,
-            "ep_nodes": plan.ep_nodes,
-            "microbatches": plan.num_microbatches,
-            "microbatch_size": plan.batch,
-            "stage_layers": plan.stage_layers,
-            "max_stash": plan.max_stash,
-        },
-        "data": {"sequence": plan.sequence},
-        "optimizer": {
-            "shard": plan.shard,
-            "moments": plan.moments,
-            "gradient_sums": plan.gradient_sums,
-        },
+        "model": {"name": plan.model, "numbers": plan.change},
+        "step": dataclasses.asdict(plan.step) | counts,
     }
 
 
@@ -208,6 +181,40 @@ def read_file(path: Path) -> Mapping[str, Any]:
     return found
 
 
+_FORMER = {
+    "mesh": {
+        "first_microbatches": ("optimizer", "first_microbatches"),
+        "ramp_tokens": ("optimizer", "ramp_tokens"),
+        "rebalance_every": ("experts", "rebalance_every"),
+        "redundant_experts": ("experts", "redundant_experts"),
+    },
+    "model": {
+        **{
+            name: ("step", name)
+            for name in ("precision", "dispatch", "capacity_factor", "remat", "attention", "matmul")
+        },
+        "payload": ("step", "dispatch_payload"),
+    },
+    "data": {"sequence": ("step", "sequence")},
+    "optimizer": {name: ("step", name) for name in ("shard", "moments", "gradient_sums")},
+}
+"""Section -> option -> where it stands now: runs and files from before go on. The rest of "mesh" is "step"."""
+
+
+def in_todays_sections(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Options with those that an earlier version wrote in another section, in today's."""
+    found: dict[str, Any] = {}
+    for section, options in given.items():
+        if section not in _FORMER or not isinstance(options, Mapping):
+            found[section] = options
+            continue
+        own = "step" if section == "mesh" else section
+        for name, value in options.items():
+            place, now = _FORMER[section].get(name, (own, name))
+            found[place] = {**found.get(place, {}), now: value}
+    return found
+
+
 def apply(base: TrainConfig, given: Mapping[str, Any], where: str) -> TrainConfig:
     """``base`` with the options of a file, whose names and types are checked; ``where`` opens the errors' text.
 
@@ -232,7 +239,7 @@ def apply(base: TrainConfig, given: Mapping[str, Any], where: str) -> TrainConfi
             config = replaced(config, (name,), value)
         return config
 
-    return visit(base, TrainConfig, given, ())
+    return visit(base, TrainConfig, in_todays_sections(given), ())
 
 
 def plain(config: TrainConfig) -> dict[str, Any]:
@@ -257,7 +264,15 @@ def _short(argument: str) -> str:
     return _DOTTED.get(flag.replace("_", "-"), flag) + equals + value
 
 
-_DOTTED = {f"--{'.'.join(path)}".replace("_", "-"): flag for flag, path in FLAGS.items() if len(path) > 1}
+def _dotted() -> dict[str, str]:
+    """Flags with their section, today's or the former, to flags."""
+    flag_of = {path: flag for flag, path in FLAGS.items() if len(path) > 1}
+    former = {("mesh", name): flag for (section, name), flag in flag_of.items() if section == "step"}
+    former |= {(s, name): flag_of[now] for s, names in _FORMER.items() for name, now in names.items()}
+    return {f"--{'.'.join(path)}".replace("_", "-"): flag for path, flag in (former | flag_of).items()}
+
+
+_DOTTED = _dotted()
 
 
 def _read(kind: Any, value: Any, where: str) -> Any:

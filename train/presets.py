@@ -7,15 +7,14 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
     # A look at everything within a minute on two cores.
     "quick": {
         "model": {"name": "tiny", "layers": 2},
-        "mesh": {"pp": 2, "ep": 1, "microbatches": 4, "microbatch_size": 2},
-        "data": {"sequence": 32, "eval_sequences": 16},
+        "step": {"pp": 2, "ep": 1, "microbatches": 4, "microbatch_size": 2, "sequence": 32},
+        "data": {"eval_sequences": 16},
         "optimizer": {"steps": 20, "warmup": 2},
     },
     # Twenty million parameters, hours on a laptop.
     "small": {
         "model": {"name": "small"},
-        "mesh": {"microbatches": 16, "microbatch_size": 8},
-        "data": {"sequence": 256},
+        "step": {"microbatches": 16, "microbatch_size": 8, "sequence": 256},
         "optimizer": {"steps": 5000, "warmup": 200},
     },
 }

@@ -86,7 +86,7 @@ class Balancer:
 
 def make_balancer(this: Run) -> Balancer | None:
     """What --rebalance-every asks for."""
-    every = this.config.mesh.rebalance_every
+    every = this.config.experts.rebalance_every
     if every is None:
         return None
     assert isinstance(this.layout, PlacedLayout)

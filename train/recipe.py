@@ -54,17 +54,17 @@ def of_run(config: TrainConfig, numbers: models.Config) -> Recipe:
       config: options that ``follow`` has filled in.
       numbers: of the model.
     """
-    asked, mesh = config.optimizer, config.mesh
-    first = mesh.first_microbatches or mesh.microbatches
+    asked, (last, size, _) = config.optimizer, config.batch_shape
+    first = last if asked.first_microbatches is None else asked.first_microbatches
     base = dataclasses.replace(
         published(config),
         config=numbers,
         sequence=config.sequence,
         warmup=min(int(_number(config, "--warmup")), asked.steps - 1),
-        first_batch=first * mesh.microbatch_size,
-        batch=mesh.microbatches * mesh.microbatch_size,
-        batch_multiple=first * mesh.microbatch_size,
-        ramp=float(mesh.ramp_tokens or 0),
+        first_batch=first * size,
+        batch=last * size,
+        batch_multiple=first * size,
+        ramp=float(asked.ramp_tokens or 0),
         b1=_number(config, "--b1"),
         b2=_number(config, "--b2"),
         weight_decay=_number(config, "--weight-decay"),

@@ -191,16 +191,10 @@ def introduce(this: Run, folder: Path, console: Console) -> None:
         f"{corpus.num_heldout / 1e6:.1f} M held out\n"
         f"step       {' x '.join(map(str, config.batch_shape[:2]))} sequences of {config.sequence} {unit}s\n"
         f"recipe     {describe_recipe(config, this.recipe)}\n"
-        f"devices    {layout_of(config)}, {jax.devices()[0].platform}\n"
+        f"devices    {config.step.layout}, {jax.devices()[0].platform}\n"
         f"run        {folder}\n",
     )
     if corpus.skipped:
         say(console, describe_skipped(corpus.skipped) + "\n")
     width = console.width if console.is_terminal else None  # cut off at the edge; the file has it whole
     say(console, "\n".join(line[:width] for line in picture.splitlines()))
-
-
-def layout_of(config: TrainConfig) -> str:
-    """The mesh in words."""
-    mesh = config.mesh
-    return (f"dp {mesh.dp} x " if mesh.dp > 1 else "") + f"pp {mesh.pp} x ep {mesh.ep}"

@@ -13,12 +13,13 @@ from dualpipe_jax.engine import Pipeline
 from dualpipe_jax.inspect import recommended_compiler_options, tpu_generation
 from dualpipe_jax.parallel import make_mesh, over_nodes
 from dualpipe_jax.schedule import Schedule
+from dualpipe_jax.step_options import StepOptions
 from models.recipes import Recipe
 from train.config import ConfigError, TrainConfig, make_schedule
 from train.data import Batch, Corpus, open_corpus
 from train.evaluate import make_evaluate
-from train.model import has_selection_bias, make_model, refuse_eight_bits, room
-from train.processes.devices import num_devices, too_few_devices
+from train.model import has_selection_bias, make_model, refuse_eight_bits
+from train.processes.devices import too_few_devices
 from train.processes.group import batch_sharding, refuse_idle, share_out
 from train.recipe import follow, of_run
 from train.state.layout import Layout, TrainState
@@ -93,9 +94,10 @@ def prepare(config: TrainConfig) -> Run:
     config = follow(config)
     schedule = make_schedule(config)
     corpus = read_data(config)
-    if jax.device_count() < num_devices(config):
+    if jax.device_count() < config.step.num_devices:
         raise ConfigError(too_few_devices(config, jax.device_count()))
-    mesh, asked = _mesh(config), config.optimizer
+    mesh, asked = _mesh(config), config.step
+    options = compiler_options(mesh, asked)
     refuse_idle(mesh, jax.process_count())
     refuse_eight_bits(config, mesh.devices.flat[0])
     model = make_model(config, schedule, corpus.vocab)
@@ -113,7 +115,7 @@ def prepare(config: TrainConfig) -> Run:
     judged = make_model(config, schedule, corpus.vocab, lossless=True)
     if num_slots is not None:
         # What may be dropped is counted by source device: then a copy has to relieve the device that has it, too.
-        layout = placed_layout(layout, num_slots, near=room(config) is None)
+        layout = placed_layout(layout, num_slots, near=asked.room is None)
         judged = dataclasses.replace(judged, param_specs=layout.model.param_specs)
 
     @functools.cache
@@ -126,13 +128,14 @@ def prepare(config: TrainConfig) -> Run:
             storage_specs=layout.storage_specs,
             compute_dtype=model.compute_dtype,
             accumulate_dtype=jnp.dtype(asked.gradient_sums),
+            fuse_pairs=False if asked.serialised else None,
         )
         return make_update(
             pipeline.value_and_grad,
             optimizer,
             recipe.bias_rate if has_selection_bias(model.config) else 0.0,
             layout.abstract,
-            compiler_options(mesh),
+            options,
             recipe.mtp_weight if model.config.num_mtp_layers else None,
         )
 
@@ -144,7 +147,7 @@ def prepare(config: TrainConfig) -> Run:
         schedule=schedule,
         corpus=corpus,
         layout=layout,
-        update=update_of(config.mesh.microbatches) if len(config.batch_counts) == 1 else grown,
+        update=update_of(asked.num_microbatches) if len(config.batch_counts) == 1 else grown,
         evaluate=make_evaluate(
             judged,
             schedule,
@@ -157,17 +160,28 @@ def prepare(config: TrainConfig) -> Run:
 
 
 def _mesh(config: TrainConfig) -> jax.sharding.Mesh:
-    asked = config.mesh
+    asked = config.step
     try:
         return make_mesh(asked.pp, over_nodes(asked.ep, asked.ep_nodes), dp=asked.dp)
     except ValueError as error:
         raise ConfigError(str(error)) from None
 
 
-def compiler_options(mesh: jax.sharding.Mesh) -> dict[str, str]:
-    """What the compiler for the mesh's devices is told."""
+def compiler_options(mesh: jax.sharding.Mesh, step: StepOptions) -> dict[str, str]:
+    """What the compiler for the mesh's devices is told: the recommended options, and those asked for.
+
+    Raises:
+      ConfigError: the compiler does not take one that is asked for.
+    """
     device = mesh.devices.flat[0]
-    return recommended_compiler_options(device.platform, tpu_generation(device.device_kind))
+    options = recommended_compiler_options(device.platform, tpu_generation(device.device_kind))
+    there = jax.sharding.SingleDeviceSharding(device)
+    for name, value in step.compiler_options.items():
+        try:  # now, with nothing to compile, not after the data is read
+            jax.jit(lambda: 0, out_shardings=there, compiler_options={name: value}).lower().compile()
+        except Exception as error:
+            raise ConfigError(f"--compiler-option {name}={value}: {str(error).splitlines()[0]}") from None
+    return options | step.compiler_options
 
 
 def read_data(config: TrainConfig) -> Corpus:

@@ -16,7 +16,6 @@ from train.config import TrainConfig, replaced
 from train.figures.rates import Rates, find_peak, memory_gib
 from train.figures.step import step_record
 from train.model import count_parameters, model_config, model_flops
-from train.processes.devices import num_devices
 from train.profile import ProfileError, Profiler, measure, write_profile
 from train.profile.capture import read_events
 from train.report.folder import environment
@@ -76,7 +75,7 @@ class Watch:
             **step_record(
                 metrics,
                 with_load=step % every == 0 or step + 1 == num_steps,
-                num_devices=self._config.mesh.ep,
+                num_devices=self._config.step.ep,
             ),
             "step_s": seconds,
             **more,
@@ -111,7 +110,7 @@ def watch_run(this: Run, folder: Path, first: int, leads: bool = True) -> Watch:
 
 def used_devices(config: TrainConfig) -> list[Any]:
     """The devices of a run's mesh."""
-    return jax.devices()[: num_devices(config)]
+    return jax.devices()[: config.step.num_devices]
 
 
 def run_rates(config: TrainConfig, vocab: int) -> Rates:
@@ -136,7 +135,7 @@ def read_profile(this: Run, state: TrainState, folder: Path, leads: bool = True)
         return ""
     devices = [
         [device.id for device in rank]
-        for rank in np.swapaxes(this.layout.mesh.devices, 0, 1).reshape(this.config.mesh.pp, -1)
+        for rank in np.swapaxes(this.layout.mesh.devices, 0, 1).reshape(this.config.step.pp, -1)
     ]
     try:
         measured = measure(read_events(folder / PROFILE), read(program), this.schedule, devices)

@@ -16,15 +16,15 @@ from dualpipe_jax.pods import planner
 from dualpipe_jax.pods.cache import Cache, default_folder
 from dualpipe_jax.pods.plain import plain
 from dualpipe_jax.pods.plan import Plan as Chosen
-from dualpipe_jax.pods.plan import Shard
 from dualpipe_jax.pods.planner import Case, Choice, Prices, Wanted
 from dualpipe_jax.pods.request import Request
 from dualpipe_jax.pods.results import Answer
 from dualpipe_jax.present.numbers import gib, in_runs, percent
 from dualpipe_jax.present.table import Table
+from dualpipe_jax.step_options import Shard
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Given(Chosen):
     """What is not chosen: the program, and whatever would change what it learns."""
 

@@ -14,7 +14,7 @@ from dualpipe_jax.parallel import make_mesh, over_nodes
 from dualpipe_jax.pods import ahead, loading, predict, timed, timeline
 from dualpipe_jax.pods.bare import lower_bare_pair
 from dualpipe_jax.pods.links import count_links, share_dropped
-from dualpipe_jax.pods.plan import Plan, pair_of
+from dualpipe_jax.pods.plan import Plan
 from dualpipe_jax.pods.program import Blueprint, Program, Setting, abstract_mesh
 from dualpipe_jax.pods.readings import read
 from dualpipe_jax.pods.request import Request
@@ -83,13 +83,9 @@ def draw(plan: Plan, target: inspect.Target | None, devices: Sequence[Any] | Non
     Raises:
       ValueError: options that do not fit together or the target.
     """
+    plan.check()
     schedule = plan.make_schedule()
-    replicas = "" if plan.dp == 1 else f"--dp {plan.dp} x "
-    if plan.batch % plan.parts:
-        raise ValueError(
-            f"--microbatch-size {plan.batch}: {replicas}--ep {plan.ep} devices must share it equally"
-        )
-    needed = plan.num_devices
+    replicas, needed = "" if plan.dp == 1 else f"--dp {plan.dp} x ", plan.num_devices
     if target is not None and target.num_devices < needed:
         raise ValueError(
             f"--target {target}: has {target.num_devices} devices, {replicas}--pp {plan.pp} x --ep {plan.ep} = {needed}"
@@ -197,7 +193,7 @@ def price_update(blueprint: Blueprint, options: Mapping[str, str], rates: inspec
 def compiler_options(plan: Plan, target: inspect.Target) -> dict[str, str]:
     """The recommended ones, and those asked for."""
     options = inspect.recommended_compiler_options(platform_of(target), target.generation, ahead_of_time=True)
-    return options | dict(map(pair_of, plan.compiler_option))
+    return options | plan.compiler_options
 
 
 def _lower(what: str, blueprint: Blueprint) -> Any:

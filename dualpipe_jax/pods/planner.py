@@ -18,12 +18,13 @@ from typing import Literal
 from dualpipe_jax.inspect.target import Target
 from dualpipe_jax.pods import predict
 from dualpipe_jax.pods.layers import moved_layers
-from dualpipe_jax.pods.plan import Plan, Shard
+from dualpipe_jax.pods.plan import Plan
 from dualpipe_jax.pods.results import Answer, Overheads
 from dualpipe_jax.schedule import CostModel, MemoryModel, Schedule, limit_stash, simulate
 from dualpipe_jax.schedule.costs import at_most
 from dualpipe_jax.schedule.lowering.unit_key import UnitKey
 from dualpipe_jax.schedule.names import find
+from dualpipe_jax.step_options import Shard
 
 SCHEDULES = "dualpipe", "dualpipe_v", "one_f_one_b", "zb_h1", "zb_v"
 REMATS: tuple[Literal["none", "dots", "wide", "all"], ...] = ("none", "dots", "wide", "all")

@@ -239,5 +239,5 @@ def test_fewer_stashes_take_less_memory_and_nothing_else():
 
 
 def test_a_negative_number_of_stashes_is_refused():
-    with pytest.raises(ValueError, match="--max-stash -1: must be 0 or more"):
-        Plan(max_stash=-1).make_schedule()
+    with pytest.raises(ValueError, match="--max-stash -1: must not be negative"):
+        Plan(max_stash=-1).check()

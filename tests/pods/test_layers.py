@@ -115,7 +115,7 @@ def test_the_trainer_takes_a_plans_shares(tmp_path):
     options = parse(["--plan", str(file)]).options
     for given in ((2, 3, 3, 1), ()):
         asked = ["--plan", str(file), "--stage-layers", *map(str, given)]
-        assert parse(asked).options.mesh.stage_layers == given
+        assert parse(asked).options.step.stage_layers == given
     schedule = make_schedule(options)
     model = make_model(options, schedule)
     assert model.layout.plan == (1, 2, 2, 4)

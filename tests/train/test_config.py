@@ -22,6 +22,8 @@ REFUSED = {
     "devices": (["--pp", "16", "--microbatches", "32"], "--pp 16 --ep 2: needs 32 devices, but"),
     "zero": (["--steps", "0"], "--steps 0: must be at least 1"),
     "seed": (["--seed", str(2**63)], f"--seed {2**63}: must be below 2^32"),
+    "no pair": (["--compiler-option", "opt=1", "level"], "'level': wants NAME=VALUE"),
+    "no such compiler option": (["--compiler-option", "xla=1"], "--compiler-option xla=1: INVALID_ARGUMENT: No such"),
     "stash": (["--max-stash", "-1"], "--max-stash -1: must not be negative"),
     "rate": (["--learning-rate", "0"], "--learning-rate 0.0: must be above 0"),
     "ep": (["--microbatch-size", "3"], "--microbatch-size 3: --ep 2 devices must share it equally, try 2"),
@@ -126,5 +128,5 @@ def test_numbers_that_a_model_cannot_have(given, words):
 
 
 def test_a_schedule_has_one_name_however_it_is_spelt():
-    assert config.configure(schedule="1F1B").mesh == config.configure(schedule="one_f_one_b").mesh
+    assert config.configure(schedule="1F1B").step == config.configure(schedule="one_f_one_b").step
     assert config.make_schedule(config.configure(schedule="ZB-V", pp=2)).name == "zb_v"

@@ -58,7 +58,7 @@ def test_a_schedule_gives_the_plain_models_loss_curve():
     run = prepare(TINY)
     losses, loads = curve(run, run.init(), run.update)
     expected, plain_loads = plain_curve(run)
-    assert run.config.model.precision == "float32"
+    assert run.config.step.precision == "float32"
     assert expected[-1, 0] < expected[0, 0] - 0.1, "nothing was learnt, so nothing was compared"
     assert np.all(expected[:, 1] > expected[:, 0] + 0.1), "tokens further ahead are in no objective"
     # Two experts' scores may tie in seven digits. Then two orders of the same work choose differently, which is seen

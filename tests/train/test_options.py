@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 
 from train.config import FLAGS, ConfigError, TrainConfig, check, configure, make_schedule, option
-from train.options import apply, parse, plain
+from train.options import apply, in_todays_sections, parse, plain
 from train.presets import PRESETS
 
 FILES = {
-    "options.toml": 'seed = 7\n[mesh]\npp = 2\n[data]\npaths = ["a", "b"]\n[optimizer]\nclip = 2\n',
-    "options.yaml": "seed: 7\nmesh: {pp: 2}\ndata: {paths: [a, b]}\noptimizer: {clip: 2}\n",
-    "options.json": '{"seed": 7, "mesh": {"pp": 2}, "data": {"paths": ["a", "b"]}, "optimizer": {"clip": 2}}',
+    "options.toml": 'seed = 7\n[step]\npp = 2\n[data]\npaths = ["a", "b"]\n[optimizer]\nclip = 2\n',
+    "options.yaml": "seed: 7\nstep: {pp: 2}\ndata: {paths: [a, b]}\noptimizer: {clip: 2}\n",
+    "options.json": '{"seed": 7, "step": {"pp": 2}, "data": {"paths": ["a", "b"]}, "optimizer": {"clip": 2}}',
 }
 
 
@@ -24,7 +24,7 @@ def test_no_option_is_the_default():
 def test_a_flag_reaches_its_section():
     given = parse(["--pp", "2", "--steps", "3", "--model", "tiny", "--data", "a", "b", "--log-every", "5"])
     expected = {
-        "mesh": {"pp": 2},
+        "step": {"pp": 2},
         "optimizer": {"steps": 3},
         "model": {"name": "tiny"},
         "data": {"paths": ["a", "b"]},
@@ -35,7 +35,7 @@ def test_a_flag_reaches_its_section():
 
 
 def test_flags_may_be_written_with_their_section():
-    long = ["--mesh.pp", "2", "--model.capacity-factor=3.5", "--model.name", "tiny", "--log.every", "5"]
+    long = ["--step.pp", "2", "--step.capacity-factor=3.5", "--model.name", "tiny", "--log.every", "5"]
     assert parse(long).options == configure(pp=2, capacity_factor=3.5, model="tiny", log_every=5)
 
 
@@ -50,9 +50,9 @@ def test_a_file_gives_options_and_flags_win(name, tmp_path):
 
 def test_a_file_wins_over_the_preset(tmp_path):
     file = tmp_path / "more.toml"
-    file.write_text("[mesh]\npp = 1\n")
+    file.write_text("[step]\npp = 1\n")
     options = parse(["--preset", "quick", "--config", str(file)]).options
-    assert (options.mesh.pp, options.mesh.ep) == (1, PRESETS["quick"]["mesh"]["ep"])
+    assert (options.step.pp, options.step.ep) == (1, PRESETS["quick"]["step"]["ep"])
 
 
 @pytest.mark.parametrize("name", PRESETS)
@@ -81,6 +81,36 @@ def test_every_option_has_a_flag_of_its_own():
     assert option(TrainConfig(), "--pp") == 4
 
 
+def test_runs_and_files_from_before_go_on(tmp_path):
+    """Of the sections that there were, each option is read where it stands now."""
+    file = tmp_path / "config.json"
+    before = {
+        "mesh": {
+            "schedule": "zb_h1",
+            "pp": 2,
+            "first_microbatches": 2,
+            "ramp_tokens": 9,
+            "rebalance_every": 5,
+        },
+        "model": {"name": "tiny", "precision": "bfloat16", "payload": "float8", "mtp": 1},
+        "data": {"sequence": 32, "paths": ["a"]},
+        "optimizer": {"shard": "optimizer", "gradient_sums": "bfloat16", "clip": 2.0},
+        "seed": 3,
+    }
+    file.write_text(json.dumps(before))
+    now = configure(
+        schedule="zb_h1",
+        pp=2, first_microbatches=2, ramp_tokens=9, rebalance_every=5, model="tiny", mtp=1, data=("a",),
+        precision="bfloat16", dispatch_payload="float8", sequence=32, shard="optimizer", clip=2.0, seed=3,
+        gradient_sums="bfloat16",
+    )  # fmt: skip
+    assert parse(["--config", str(file)]).options == now
+    assert plain(now) == in_todays_sections(plain(now))
+    assert parse(
+        ["--mesh.pp", "2", "--model.payload=float8", "--mesh.rebalance-every", "5"]
+    ).options == configure(pp=2, dispatch_payload="float8", rebalance_every=5)
+
+
 REFUSED = {
     "no such preset": (["--preset", "quik"], "", "--preset quik: did you mean quick? there are "),
     "no such file": (["--config", "none.toml"], "", "none.toml: cannot read it: No such file"),
@@ -88,10 +118,11 @@ REFUSED = {
     "broken": (["--config", "{file}.toml"], "[mesh", "Expected ']'"),
     "broken yaml": (["--config", "{file}.yaml"], "a: [", "expected the node content"),
     "no sections": (["--config", "{file}.json"], "[1]", "must hold sections of options, holds list"),
-    "no such option": (["--config", "{file}.toml"], "[mesh]\nschedul = 1", "mesh.schedul; did you mean schedule?"),
-    "no such section": (["--config", "{file}.toml"], "[mash]\npp = 1", "no option mash; did you mean mesh?"),
-    "no section": (["--config", "{file}.toml"], "mesh = 3", "mesh is a section, got 3"),
-    "text for a number": (["--config", "{file}.toml"], "[mesh]\npp = '2'", "mesh.pp is '2', must be int"),
+    "no such option": (["--config", "{file}.toml"], "[step]\nschedul = 1", "step.schedul; did you mean schedule?"),
+    "no such section": (["--config", "{file}.toml"], "[stop]\npp = 1", "no option stop; did you mean step?"),
+    "not before either": (["--config", "{file}.toml"], "[mesh]\nschedul = 1", "step.schedul; did you mean schedule?"),
+    "no section": (["--config", "{file}.toml"], "step = 3", "step is a section, got 3"),
+    "text for a number": (["--config", "{file}.toml"], "[step]\npp = '2'", "step.pp is '2', must be int"),
     "truth for a number": (["--config", "{file}.toml"], "seed = true", "seed is True, must be int"),
     "choice": (["--config", "{file}.toml"], "[launch]\ndevices = 'gpu'", "devices is 'gpu', must be one of cpu, acc"),
     "path for paths": (["--config", "{file}.toml"], "[data]\npaths = 'a'", "data.paths is 'a', must be a list of str"),

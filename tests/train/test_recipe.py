@@ -56,7 +56,7 @@ def test_v3_is_trained_as_deepseek_did_in_proportion():
     """Of 14.8T tokens: constant to 10T, a cosine to 14.3T, two constants to 14.633T and the end."""
     steps = 14_800
     config, recipe = recipe_of(model="v3", steps=steps, mtp=1)
-    assert config.data.sequence == 4096 and config.model.balance_factor == 1e-4 and recipe.warmup == 1480
+    assert config.step.sequence == 4096 and config.model.balance_factor == 1e-4 and recipe.warmup == 1480
     wanted = {
         1479: 2.2e-4,
         9_990: 2.2e-4,

@@ -97,7 +97,7 @@ def test_it_says_what_it_does_and_leaves_its_files(finished):
         *("checkpoints", "config.json", "environment.json", "metrics.jsonl"),
         *("profile", "report.html", "schedule.txt"),
     ]
-    assert json.loads((run / "config.json").read_text())["mesh"]["schedule"] == "dualpipe"
+    assert json.loads((run / "config.json").read_text())["step"]["schedule"] == "dualpipe"
     assert (run / "schedule.txt").read_text().startswith("# dualpipe, ranks 2, microbatches 4")
     before, *steps, after = records(folder, "short")
     assert [line["step"] for line in (before, *steps, after)] == [*range(STEPS + 1), STEPS]

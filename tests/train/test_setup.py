@@ -27,6 +27,7 @@ OTHER = configure(
     steps=77, learning_rate=3e-3, warmup=7, weight_decay=0.03, clip=0.7, b1=0.8, b2=0.9, bias_rate=0.02,
     shard="parameters", seed=9,
     moments="bfloat16", gradient_sums="bfloat16", eval_sequences=11,
+    serialised=True, compiler_option=("xla_cpu_enable_fast_min_max=True",),
 )  # fmt: skip
 """No option has its default."""
 
@@ -74,6 +75,7 @@ def test_the_update_gets_gradients_optimizer_and_bias_rate(spied):
     recipe = seen["of_run"][0][2]
     assert args[1] is seen["make_optimizer"][0][2]
     assert (args[2], args[5]) == (recipe.bias_rate, recipe.mtp_weight)
+    assert args[4]["xla_cpu_enable_fast_min_max"] == "True"
     assert run.update is update
 
 
@@ -84,7 +86,7 @@ def test_the_schedule_is_the_one_asked_for(spied):
     trained = seen["deepseek"][0][2]
     assert args[0] is trained.staged and kwargs["param_specs"] is trained.param_specs
     assert kwargs["storage_specs"] is run.layout.storage_specs is seen["make_evaluate"][0][0][4]
-    assert kwargs["storage_specs"] is not None
+    assert kwargs["storage_specs"] is not None and kwargs["fuse_pairs"] is False
     assert args[1] == run.schedule and dict(args[2].shape) == {"dp": 2, "pp": 2, "ep": 1}
 
 
@@ -121,7 +123,7 @@ def test_room_for_tokens():
     bounded = {"dispatch": "dropless", "capacity_factor": 3.0}
     for options, factor in (({}, None), ({"dispatch": "capacity"}, 2.0), (bounded, 3.0)):
         config = configure(**options)
-        assert model.room(config) == factor
+        assert config.step.room == factor
         said = model.describe_dispatch(config)
         assert ("dropped" in said) == (factor is not None) and (factor is None or f"{factor:g} x" in said)
 

@@ -87,7 +87,7 @@ def write_config(config: TrainConfig, folder: Path) -> None:
 def unnamed(config: TrainConfig) -> Path:
     """A folder that nobody has, even where two runs begin in the same second."""
     config.runs.mkdir(parents=True, exist_ok=True)
-    name = f"{config.mesh.schedule}-{datetime.now():%Y%m%d-%H%M%S}"
+    name = f"{config.step.schedule}-{datetime.now():%Y%m%d-%H%M%S}"
     for number in range(1, 1000):
         folder = config.runs / (name if number == 1 else f"{name}-{number}")
         try:

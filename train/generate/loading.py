@@ -15,12 +15,14 @@ from models import weights
 from models.config import Config
 from models.decode.text import Bytes, Text
 from models.weights import WeightsError, native
-from train.config import ConfigError
+from train.config import ConfigError, TrainConfig
 from train.data import DataError
 from train.data.manifest import is_prepared, open_prepared
 from train.data.vocabulary import BYTES, Vocabulary, open_vocabulary
 from train.errors import CheckpointError
 from train.generate.options import Source
+from train.model import model_config
+from train.options import apply
 from train.state.checkpoint import FOLDER
 from train.state.fingerprint import fingerprints
 
@@ -105,11 +107,11 @@ def _from_run(folder: Path, options: Source, say: Callable[[str], None]) -> Load
             say(f"warning: {path}: {error.complaints[0]}; trying an earlier step")
             continue
         vocabulary = _vocabulary(folder, facts, options)
-        precision = facts["options"]["model"]["precision"]
+        trained = apply(TrainConfig(), facts["options"], f"{path}: options")
         return Loaded(
             f"{folder}, step {path.name}",
             folder,
-            dataclasses.replace(config, compute_dtype=jnp.dtype(precision)),
+            dataclasses.replace(config, compute_dtype=model_config(trained).compute_dtype),
             params,
             _OfVocabulary(vocabulary),
             (vocabulary.separator,),

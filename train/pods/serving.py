@@ -30,7 +30,7 @@ from dualpipe_jax.schedule.lowering.unit_key import UnitKey
 from models.decode import Decoder, Rows, decoder, init_cache
 from models.decode.experts import weight_specs
 from models.decode.programs import BLOCKS, ROWS, in_halves, jit_step, whole
-from train.model import size
+from train.model import in_precision, size
 
 WHAT = "prefill", "decode"
 """What of serving can be compiled."""
@@ -123,7 +123,7 @@ def draw(request: Request, target: inspect.Target, devices: Sequence[Any]) -> St
 def serving_numbers(plan: Plan) -> models.Config:
     """The model's numbers, with a few layers, of which none is dense unless that is asked for."""
     changes = {"num_dense_layers": 0} | plan.changes
-    return size(plan.model, plan.layers_per_stage or NUM_LAYERS, changes)
+    return in_precision(size(plan.model, plan.layers_per_stage or NUM_LAYERS, changes), plan)
 
 
 def lower(step: Step, *, serialised: bool) -> Any:

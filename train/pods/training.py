@@ -6,10 +6,10 @@ import jax
 import jax.numpy as jnp
 
 import models
-from dualpipe_jax.parallel import check_float8, expert_axes
+from dualpipe_jax.parallel import check_float8
 from dualpipe_jax.pods import Dispatch, Plan, Program, Setting, Update
 from dualpipe_jax.schedule import Schedule
-from train.model import REMAT, count_parameters, model_flops, size
+from train.model import count_parameters, in_precision, model_flops, size, staged
 from train.state.layout import Layout, abstract_state
 from train.step import make_optimizer, make_update
 
@@ -28,22 +28,12 @@ def make(name: str, setting: Setting, **changes: float) -> Program:
     plan, schedule = setting.plan, setting.schedule
     num_stages = schedule.placement.num_model_stages
     layers = None if plan.layers_per_stage is None else plan.layers_per_stage * num_stages
-    numbers = size(name, layers, changes)
+    numbers = in_precision(size(name, layers, changes), plan)
     if numbers.num_experts % plan.ep:
         raise ValueError(f"--ep {plan.ep}: must divide the {numbers.num_experts} experts of {name}")
     if isinstance(setting.mesh, jax.sharding.Mesh) and "float8" in (plan.dispatch_payload, plan.matmul):
         check_float8(setting.mesh.devices.flat[0], matmul=plan.matmul == "float8")
-    model = models.deepseek(
-        numbers,
-        _layers(plan, numbers, schedule),
-        ep_axis=expert_axes(plan.ep_nodes),
-        dispatch=plan.dispatch,
-        capacity_factor=plan.room,
-        payload=plan.dispatch_payload,
-        remat=REMAT[plan.remat],
-        kernels=models.Kernels(plan.attention, plan.matmul),
-        platform=setting.platform,
-    )
+    model = staged(numbers, _layers(plan, numbers, schedule), plan, setting.platform)
     layout = Layout(model, schedule, setting.mesh, optimizer_of(plan.moments), plan.shard)
     return step_of(layout, (schedule.num_microbatches, plan.batch, plan.sequence))
 

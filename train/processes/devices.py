@@ -26,10 +26,10 @@ def set_devices(
     """
     if config.launch.devices != "cpu":
         return
-    needed, rest = divmod(num_devices(config), num_processes)
+    needed, rest = divmod(config.step.num_devices, num_processes)
     if rest:
         raise ConfigError(
-            f"{asked_devices(config)}: {num_devices(config)} devices cannot be shared out equally over "
+            f"{asked_devices(config)}: {config.step.num_devices} devices cannot be shared out equally over "
             f"{num_processes} processes"
         )
     environ["JAX_PLATFORMS"] = "cpu"
@@ -37,7 +37,7 @@ def set_devices(
     counts = _DEVICE_COUNT.findall(flags)
     if not counts:
         ours = [f"--xla_force_host_platform_device_count={needed}", *_PATIENCE]
-        ours += [_BFLOAT16] if config.model.precision == "bfloat16" else []
+        ours += [_BFLOAT16] if config.step.precision != "float32" else []  # the model's own may be
         environ["XLA_FLAGS"] = " ".join([*flags.split(), *ours])
     elif int(counts[-1]) < needed:
         raise ConfigError(too_few_devices(config, int(counts[-1]) * num_processes, "XLA_FLAGS asks for"))
@@ -45,16 +45,11 @@ def set_devices(
 
 def too_few_devices(config: TrainConfig, num_found: int, source: str = "JAX finds") -> str:
     """What to say when dp x pp x ep does not fit."""
-    needed = f"{asked_devices(config)}: needs {num_devices(config)} devices"
+    needed = f"{asked_devices(config)}: needs {config.step.num_devices} devices"
     return f"{needed}, but {source} {num_found}; lower --pp or --ep"
 
 
 def asked_devices(config: TrainConfig) -> str:
     """The options that ask for devices."""
-    mesh = config.mesh
-    return f"--pp {mesh.pp} --ep {mesh.ep}" + (f" --dp {mesh.dp}" if mesh.dp > 1 else "")
-
-
-def num_devices(config: TrainConfig) -> int:
-    """Devices that a run needs."""
-    return config.mesh.dp * config.mesh.pp * config.mesh.ep
+    step = config.step
+    return f"--pp {step.pp} --ep {step.ep}" + (f" --dp {step.dp}" if step.dp > 1 else "")

@@ -16,7 +16,7 @@ from pathlib import Path
 from train.config import ConfigError, TrainConfig, make_schedule
 from train.figures.folder import find, unnamed
 from train.options import plain
-from train.processes.devices import num_devices, set_devices
+from train.processes.devices import set_devices
 from train.processes.watcher import Told, run_once
 
 
@@ -105,8 +105,7 @@ def keep_going(
             break
         if config.launch.shrink:
             fewer = smaller(config, len(outcome.culprits))
-            mesh = fewer.mesh
-            story.tell(f"going on with {fewer.launch.processes} processes, pp {mesh.pp} x ep {mesh.ep}")
+            story.tell(f"going on with {fewer.launch.processes} processes, {fewer.step.layout}")
             config = fewer
         story.tell(f"restart {attempt + 1} of {most}, from the last good checkpoint")
     story.tell(f"given up after {most} restarts")
@@ -119,13 +118,13 @@ def smaller(config: TrainConfig, num_lost: int) -> TrainConfig:
     Each process keeps its number of devices; dp and ep stay, layers are shared out anew. Of the numbers of processes
     that the schedule and the mesh allow the largest is taken; the same options if there is none.
     """
-    count, mesh = config.launch.processes or 1, config.mesh
-    devices, beside = num_devices(config) // count, mesh.dp * mesh.ep
+    count, step = config.launch.processes or 1, config.step
+    devices = step.num_devices // count
     for left in range(count - max(num_lost, 1), 0, -1):
-        pp, rest = divmod(left * devices, beside)
+        pp, rest = divmod(left * devices, step.parts)
         launch = dataclasses.replace(config.launch, processes=left)
         fewer = dataclasses.replace(
-            config, mesh=dataclasses.replace(mesh, pp=pp, stage_layers=()), launch=launch
+            config, step=dataclasses.replace(step, pp=pp, stage_layers=()), launch=launch
         )
         if rest or pp < 1:
             continue

@@ -176,10 +176,10 @@ def _options(config: TrainConfig) -> list[dict[str, Any]]:
 
 
 def _about(run: RunFolder) -> str:
-    mesh, data = run.config.mesh, run.config.data
+    step = run.config.step
     return (
-        f"Model {run.config.model.name}, schedule {mesh.schedule}, pp {mesh.pp} x ep {mesh.ep}; a step is "
-        f"{mesh.microbatches} microbatches of {mesh.microbatch_size} sequences of {data.sequence} tokens. "
+        f"Model {run.config.model.name}, schedule {step.schedule}, {step.layout}; a step is "
+        f"{step.num_microbatches} microbatches of {step.batch} sequences of {step.sequence} tokens. "
         f"{run.environment.get('devices', '')} {run.environment.get('started', '')}"
     ).strip()
 

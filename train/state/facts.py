@@ -12,7 +12,7 @@ import jax
 import models
 from train.config import TrainConfig
 from train.errors import CheckpointError
-from train.options import plain
+from train.options import in_todays_sections, plain
 
 FORMAT = 1
 """Of what is written: raised when an older reader would misread it."""
@@ -36,7 +36,7 @@ def describe(
       arrays: name -> what has a shape and a dtype.
       tokenizer: what makes tokens.
     """
-    mesh = config.mesh
+    step = config.step
     return {
         "format": FORMAT,
         "model": {
@@ -50,11 +50,11 @@ def describe(
         "seed": config.seed,
         "options": plain(config),
         "layout": {
-            "schedule": mesh.schedule,
-            "pp": mesh.pp,
-            "ep": mesh.ep,
-            "dp": mesh.dp,
-            "shard": config.optimizer.shard,
+            "schedule": step.schedule,
+            "pp": step.pp,
+            "ep": step.ep,
+            "dp": step.dp,
+            "shard": step.shard,
             "processes": jax.process_count(),
         },
         "platform": {"devices": jax.devices()[0].device_kind, "machine": platform.machine()},
@@ -129,14 +129,14 @@ def changes(saved: Facts, ours: Facts) -> list[str]:
         for key, what in NOT_BITWISE.items()
         if saved.get(key) != ours[key]
     ]
-    before, now = _leaves(saved.get("options", {})), _leaves(ours["options"])
+    before, now = _leaves(in_todays_sections(saved.get("options", {}))), _leaves(ours["options"])
     options = [name for name in now if before.get(name) != now[name] and not name.startswith(_SILENT)]
     if options:
         found.append("options changed: " + ", ".join(f"{n} {before.get(n)} -> {now[n]}" for n in options))
     return found
 
 
-_LAYOUT = ("mesh.schedule", "mesh.pp", "mesh.ep", "mesh.dp", "optimizer.shard")
+_LAYOUT = ("step.schedule", "step.pp", "step.ep", "step.dp", "step.shard")
 _SILENT = ("name", "runs", "checkpoint.", "log.", "launch.", *_LAYOUT)
 """Options that change nothing, or are spoken of as the layout."""
 

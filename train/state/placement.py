@@ -32,8 +32,8 @@ def slots_of(config: TrainConfig, num_experts: int) -> int | None:
     Raises:
       ConfigError: the options' redundant experts do not fit the devices.
     """
-    spare, ep = config.mesh.redundant_experts, config.mesh.ep
-    if not spare and config.mesh.rebalance_every is None:
+    spare, ep = config.experts.redundant_experts, config.step.ep
+    if not spare and config.experts.rebalance_every is None:
         return None
     most = num_experts * (ep - 1)
     if spare > most:

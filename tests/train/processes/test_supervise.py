@@ -173,9 +173,9 @@ def test_what_is_left(changes, lost, left):
     whole = dict(ep=2, schedule="one_f_one_b", microbatches=8, stage_layers=(1,) * changes["pp"])
     before = configure(**whole | changes)
     fewer = smaller(before, lost)
-    assert fewer.mesh.stage_layers == (() if fewer != before else before.mesh.stage_layers), "of other ranks"
-    assert (fewer.launch.processes, fewer.mesh.pp) == left
-    assert fewer.mesh.ep == 2 and fewer.mesh.microbatches == 8
+    assert fewer.step.stage_layers == (() if fewer != before else before.step.stage_layers), "of other ranks"
+    assert (fewer.launch.processes, fewer.step.pp) == left
+    assert fewer.step.ep == 2 and fewer.step.microbatches == 8
 
 
 def wait_for(holds, seconds=180):
