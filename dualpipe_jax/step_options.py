@@ -97,7 +97,6 @@ class StepOptions:
 
     @property
     def batch(self) -> int:
-        """Sequences of a microbatch."""
         return self.parts if self.microbatch_size is None else self.microbatch_size
 
     @property
@@ -107,7 +106,6 @@ class StepOptions:
 
     @property
     def num_devices(self) -> int:
-        """The number of devices of a step."""
         return self.dp * self.pp * self.ep
 
     @property

@@ -39,7 +39,6 @@ def serve(
 
 
 def say(stage: str) -> None:
-    """Tell the parent what comes next."""
     print(stage, flush=True)
 
 

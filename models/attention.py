@@ -42,7 +42,6 @@ class Attend:
     def __call__(
         self, q: Array, k: Array, v: Array, scale: float, /, segment_ids: Array | None = None
     ) -> Array:
-        """Attend."""
         return self.function(q, k, v, scale, segment_ids=segment_ids)
 
 

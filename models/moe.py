@@ -231,7 +231,6 @@ class SwiGLU(nnx.Module):
         self.down_proj = linear(config, hidden, config.dim, rngs)
 
     def __call__(self, x: Array) -> Array:
-        """Apply to the last dim."""
         gate, up = (checkpoint_name(project(x), "hidden") for project in (self.gate_proj, self.up_proj))
         return self.down_proj(gated(gate, up))
 

@@ -224,7 +224,6 @@ class Layout:
 
     @property
     def kinds(self) -> tuple[str, ...]:
-        """The kind of each stage."""
         return tuple(content.name(self.contents) for content in self.contents)
 
     def slot_of(self, row: int) -> tuple[int, int]:

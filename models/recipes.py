@@ -104,7 +104,6 @@ class Recipe:
         return self._batch_after(float(done))
 
     def tokens_before(self, step: Any) -> Array:
-        """Return the tokens done before a step, float32."""
         ramped = jnp.asarray(self._ramp, jnp.float32)
         step = jnp.asarray(step)
         last = len(self._ramp) - 1
@@ -150,7 +149,6 @@ class Recipe:
 
 
 def v3(**changes: Any) -> Recipe:
-    """DeepSeek-V3: 14.8T tokens."""
     recipe = Recipe(
         source="DeepSeek-V3, arXiv:2412.19437, section 4.2",
         config=configs.v3(num_mtp_layers=1),
@@ -189,7 +187,6 @@ def v2(**changes: Any) -> Recipe:
 
 
 def v2_lite(**changes: Any) -> Recipe:
-    """DeepSeek-V2-Lite: 5.7T tokens, in equal batches."""
     recipe = Recipe(
         source="DeepSeek-V2-Lite, arXiv:2405.04434, section B.1",
         config=configs.v2_lite(),

@@ -192,7 +192,6 @@ def update_routing(params: Tree, counts_RE: Array, rate: float | Array, *, cente
 
 
 def head_kernel(config: Config, shared: Tree) -> Array:
-    """Return the output projection [D, V]."""
     return shared["embed_tokens"].T if config.tie_embeddings else shared["lm_head"]["kernel"]
 
 

@@ -1,5 +1,8 @@
 """The public names: a change here is a change for users, and belongs in the changelog."""
 
+import importlib
+import inspect
+
 import pytest
 
 import dualpipe_jax
@@ -29,7 +32,31 @@ rebalance_experts worst_imbalance
 )
 def test_public_names(room, names):
     assert sorted(room.__all__) == names.split()
-    assert all(getattr(room, name).__doc__ for name in names.split() if name[0] != "A" or name == "Action")
+
+
+ROOMS = ["schedule", "balance", "split", "pair", "parallel", "engine", "inspect", "pods"]
+
+
+@pytest.mark.parametrize("room", ["dualpipe_jax", *(f"dualpipe_jax.{room}" for room in ROOMS)])
+def test_what_is_public_says_what_it_is(room):
+    """Public functions and classes, their methods too; what is private says what its name does not."""
+    exported = (
+        getattr(importlib.import_module(room), name) for name in importlib.import_module(room).__all__
+    )
+    silent = []
+    for thing in exported:
+        if inspect.isclass(thing):
+            fields = getattr(thing, "__dataclass_fields__", ())
+            own = {
+                f"{thing.__name__}.{n}": m for n, m in vars(thing).items() if n[0] != "_" and n not in fields
+            }
+            callables = {name: m for name, m in own.items() if callable(m) or isinstance(m, property)}
+            silent += [
+                name for name, member in {thing.__name__: thing, **callables}.items() if not member.__doc__
+            ]
+        elif inspect.isfunction(thing) and not thing.__doc__:
+            silent.append(thing.__name__)
+    assert not silent
 
 
 def test_a_name_that_is_not_there():

@@ -272,7 +272,6 @@ def replaced(config: Any, path: tuple[str, ...], value: Any) -> Any:
 
 
 def option(config: TrainConfig, flag: str) -> Any:
-    """The value of a flag's option."""
     value: Any = config
     for name in FLAGS[flag]:
         value = getattr(value, name)

@@ -50,7 +50,6 @@ class Command(TrainConfig):
 
     @property
     def options(self) -> TrainConfig:
-        """The options alone."""
         return TrainConfig(**_values(self))
 
 

@@ -85,7 +85,6 @@ class Balancer:
 
 
 def make_balancer(this: Run) -> Balancer | None:
-    """What --rebalance-every asks for."""
     every = this.config.experts.rebalance_every
     if every is None:
         return None

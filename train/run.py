@@ -153,7 +153,6 @@ def conclude(
 
 
 def export_weights(this: Run, state: TrainState, console: Console, processes: Processes) -> None:
-    """What --export asks for."""
     processes.pulse.phase("exporting")
     if (told := export(this, state, processes)) is not None:
         say(console, told)

@@ -69,7 +69,6 @@ class Run:
         return {"heldout_loss": nats, "heldout_bits_per_byte": nats / math.log(2) / self.bytes_per_token}
 
     def init(self) -> TrainState:
-        """The state before the first step."""
         return self.layout.init(jax.random.key(self.config.seed))
 
     def batch(self, number: int) -> Batch:

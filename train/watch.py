@@ -54,7 +54,6 @@ class Watch:
         self._profiler = Profiler(folder / PROFILE, min(config.log.profile, left - 1), skip)
 
     def begin(self, step: int) -> None:
-        """A step, numbered from 0, begins."""
         self._profiler.before(step)
 
     def end(self, step: int, metrics: Mapping[str, Any], seconds: float, **more: float) -> dict[str, Any]:
@@ -109,7 +108,6 @@ def watch_run(this: Run, folder: Path, first: int, leads: bool = True) -> Watch:
 
 
 def used_devices(config: TrainConfig) -> list[Any]:
-    """The devices of a run's mesh."""
     return jax.devices()[: config.step.num_devices]
 
 

@@ -59,7 +59,6 @@ class Balance:
     """Print for programs."""
 
     def run(self) -> int:
-        """Print what it gains; returns the exit status."""
         if wrong := [path for path in self.output if path.suffix.lower() not in (".json", ".svg", ".png")]:
             raise CommandError(
                 f"--output {wrong[0]}: end the name in .json for the plan, .svg or .png for a picture"

@@ -43,7 +43,6 @@ class Check:
         return 0
 
     def report(self, schedule: Schedule, share: Share) -> None:
-        """Say what was found."""
         timeline = simulate(schedule, share.costs.for_schedule(schedule))
         pairs = sum(len(slot) == 2 for order in schedule.orders for slot in order)
         facts = {

@@ -50,7 +50,6 @@ class Choose:
     shape: Shape = dataclasses.field(default_factory=Shape)
 
     def run(self) -> int:
-        """Print the ranking; returns the exit status."""
         check_size(self.ranks, self.microbatches, self.shape, len(SCHEDULES))
         share = Given().under(self.costs, self.memory)
         limit = limit_of(self.memory_limit)
@@ -74,7 +73,6 @@ class Choose:
         return 0
 
     def candidates(self, limit: float) -> "tuple[Candidate, ...]":
-        """All that were considered."""
         from dualpipe_jax.schedule.optimize.choose import choose
 
         costs, sizes, _ = Given().under(self.costs, self.memory)
@@ -90,7 +88,6 @@ class Choose:
             )
 
     def facts(self, rows: list[Row], refused: dict[str, str]) -> dict[str, Any]:
-        """The ranking, for programs."""
         share = Given().under(self.costs, self.memory)
         return {
             "ranks": self.ranks,

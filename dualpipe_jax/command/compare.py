@@ -122,7 +122,6 @@ class Compare:
     shape: Shape = dataclasses.field(default_factory=Shape)
 
     def run(self) -> int:
-        """Print the table; returns the exit status."""
         schedules, refused, remembered = schedules_of(
             self.names, self.ranks, self.microbatches, self.shape, self.pipes
         )
@@ -147,7 +146,6 @@ class Compare:
 
 
 def _facts(counts: tuple[int, int], share: Share, rows: list[Row], refused: dict[str, str]) -> dict[str, Any]:
-    """What the table says, for programs."""
     from dualpipe_jax.schedule import lower_bound
 
     return {

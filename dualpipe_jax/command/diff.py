@@ -38,7 +38,6 @@ class Diff:
     shape: Shape = dataclasses.field(default_factory=Shape)
 
     def run(self) -> int:
-        """Print where they part; returns the exit status."""
         names = self.one, self.other
         schedules, refused, given = schedules_of(names, self.ranks, self.microbatches, self.shape, self.pipes)
         if refused:

@@ -75,7 +75,6 @@ class Dryrun:
     plan: Plan = dataclasses.field(default_factory=Plan)
 
     def run(self) -> int:
-        """Print the account; returns the exit status."""
         self._check_costs()
         found = study(
             planned(self.plan, self.plan_file), self.target, self.compile, self.output, rates=self.rates_file

@@ -41,7 +41,6 @@ class Share(NamedTuple):
         return self.sizes != MemoryModel()
 
     def entry(self) -> dict[str, Any]:
-        """What is written."""
         written = {"costs": dataclasses.asdict(self.costs), "memory": dataclasses.asdict(self.sizes)}
         units = {name: unit for name, unit in dataclasses.asdict(self.units).items() if unit}
         return written | ({"units": units} if units else {})

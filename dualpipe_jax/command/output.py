@@ -26,7 +26,6 @@ class Reasons:
         return "\n".join([self.title, *(f"  {name:<{width}}  {why}" for name, why in self.of.items())])
 
     def __rich__(self) -> Any:
-        """Wrapped beside the names."""
         from rich.console import Group
         from rich.table import Table as RichTable
 
@@ -52,7 +51,6 @@ def show(*parts: str | Table | Reasons) -> None:
 
 
 def make_console() -> Any:
-    """Rich's console on standard output."""
     from rich.console import Console
 
     return Console(highlight=False, markup=False)
@@ -76,5 +74,4 @@ def told_if_long(what: str) -> Iterator[None]:
 
 
 def show_json(value: Mapping[str, Any]) -> None:
-    """Print for programs."""
     print(json.dumps(value, indent=2))

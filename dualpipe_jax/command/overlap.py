@@ -65,7 +65,6 @@ class Overlap:
     plan: Plan = dataclasses.field(default_factory=Plan)
 
     def run(self) -> int:
-        """Print the report; returns the exit status."""
         if self.compiled is not None and (self.whole or self.plan_file or self.plan != Plan()):
             raise CommandError("--compiled: that program is compiled already; drop --whole and its options")
         self._check_what()
@@ -221,7 +220,6 @@ def _check_files(files: Sequence[Path]) -> None:
 
 
 def collectives(compiled: Compiled) -> Table:
-    """The all-to-alls of the pair."""
     head = ("all-to-all", "of", "form", "MiB", "takes", "exposed", "hidden", "matmuls of the other")
     rows = [
         (
@@ -240,7 +238,6 @@ def collectives(compiled: Compiled) -> Table:
 
 
 def units(compiled: Compiled) -> Table:
-    """The units of the engine, in cycles."""
     head = ("unit", "cycles", "computation", "communication", "exposed", "over the larger", "over the sum")
     rows = [
         (

@@ -95,7 +95,6 @@ class Plan:
     given: Given = dataclasses.field(default_factory=Given)
 
     def run(self) -> int:
-        """Print the plans; returns the exit status."""
         if self.output is not None and not self.output.absolute().parent.is_dir():
             raise CommandError(f"--output {self.output}: there is no folder {self.output.parent}")
         search = Search(self.target, Cache(self.cache or default_folder()), self.rates_file)
@@ -140,7 +139,6 @@ class Plan:
         )
 
     def tell(self, search: "Search") -> int:
-        """Print what was found; the exit status."""
         plans, refused = planner.ranked(search.choices), planner.nearest(search.choices)
         if self.output is not None and plans:
             self.output.write_text(json.dumps(as_file(plans[0], self.target), indent=2) + "\n")
@@ -241,7 +239,6 @@ class Search:
         return None
 
     def ask(self, plan: Chosen, compile: str, title: str) -> Answer:
-        """What a dry run finds, or found."""
         rates = None if self.rates is None else str(self.rates.absolute())
         request = Request(plan, self.target, compile, rates=rates)
         known = self.cache.get(request)
@@ -303,7 +300,6 @@ def table(choices: Sequence[Choice]) -> Table:
 
 
 def refusals(choices: Sequence[Choice]) -> Table:
-    """What cannot be had, and why."""
     rows = [
         (
             c.plan.schedule,

@@ -35,7 +35,6 @@ class ReplayStep:
     costs: Costs = dataclasses.field(default_factory=Costs)
 
     def run(self) -> int:
-        """Print the differences; returns the exit status."""
         measured, units = read_measured(read_text(self.file))
         costs = None
         if self.costs != Costs():

@@ -111,7 +111,6 @@ class Search:
 
     @property
     def limit(self) -> float:
-        """The memory limit, infinite if there is none."""
         return limit_of(self.memory_limit)
 
     def named(self, share: Share) -> list[Row]:
@@ -134,7 +133,6 @@ class Search:
         return "; --output FILE keeps it" if in_terminal() else ""
 
     def given(self, share: Share) -> str:
-        """What was asked for, in a line."""
         limit = "" if self.memory_limit is None else f", memory limit {share.units.size(self.limit)}"
         return f"{self.ranks} ranks, {self.microbatches} microbatches, {describe(share.costs, share.units)}{limit}"
 

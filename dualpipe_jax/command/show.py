@@ -51,7 +51,6 @@ class Show:
     shape: Shape = dataclasses.field(default_factory=Shape)
 
     def run(self) -> int:
-        """Draw or write it; returns the exit status."""
         form = format_of(self.format, self.json, self.output)
         schedule, given = schedule_of(self.name, self.ranks, self.microbatches, self.shape, self.pipes)
         share = given.under(self.costs, self.memory)
@@ -101,7 +100,6 @@ def _lines(links: list[Link]) -> list[str]:
 
 
 def draw_in_terminal(timeline: Timeline, share: Share) -> None:
-    """Picture and summary in colour."""
     from dualpipe_jax.command.drawing import print_drawing
 
     schedule = timeline.schedule

@@ -212,7 +212,6 @@ class Kind(ForwardKind):
     def backward_weight(
         self, params: tuple[Tree, Tree], seen: tuple[Tree, At], residuals_w: list[Any], stash: list[Any]
     ) -> "Gradients":
-        """The gradients of parameters."""
         arguments = [*self._leaves(params, seen), *residuals_w, *stash]
         dparams = evaluate(self.plan.programs.weight, arguments)
         return self._gradients(dparams, [None] * self.plan.x.num_gradients)

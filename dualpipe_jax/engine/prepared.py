@@ -36,7 +36,6 @@ class Prepared:
 
     @property
     def types(self) -> list[list[jax.ShapeDtypeStruct]]:
-        """The types of each kind's values."""
         return [kind.values for kind in self.kinds]
 
     def wanted(self, trained: tuple[Tree, Tree]) -> list[list[bool]]:

@@ -112,7 +112,6 @@ class Program:
     # ------------------------------------------------------------------- the scan
 
     def run(self, instead: Repeated | None = None) -> State:
-        """All ticks."""
         step = self.step
         body = Tick(
             self.table,

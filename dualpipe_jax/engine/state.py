@@ -51,7 +51,6 @@ class State:
 
     @property
     def entries(self) -> set[Entry]:
-        """All that it has."""
         found = set()
         for field in _FIELDS:
             value = getattr(self, field)
@@ -66,7 +65,6 @@ class State:
         return {pool: held for pool, held in self.pools.items() if pool.partition(".")[0] == name}
 
     def pick(self, entries: Iterable[Entry]) -> Self:
-        """These alone."""
         found: dict[str, Any] = {}
         for field, key in entries:
             if field in _SINGLE:
@@ -86,7 +84,6 @@ class State:
         )
 
     def merge(self, other: "State") -> Self:
-        """The state with all that the other has."""
         return self.put(**{field: getattr(other, field) for field, _ in other.entries})
 
 

@@ -63,7 +63,6 @@ class Step:
 
     @property
     def vary(self) -> Vary:
-        """See ``Vary``."""
         return functools.partial(vary, axes=self.axes if self.check_vma else ())
 
     def param_specs(self, num_owned: int) -> Tree:

@@ -77,7 +77,6 @@ def _is_leaf(node: Any) -> bool:
 
 
 def leaves_of(layout: Tree) -> list[Leaf]:
-    """Those of a tree of them."""
     return jax.tree.leaves(layout, is_leaf=_is_leaf)
 
 

@@ -24,7 +24,6 @@ def is_key(leaf: Any) -> bool:
 
 
 def floating(tree: Tree) -> list[Any]:
-    """The leaves that can have gradients."""
     return [leaf for leaf in jax.tree.leaves(tree) if is_floating(leaf)]
 
 
@@ -50,7 +49,6 @@ def _impl(kind: Any) -> Any:
 
 
 def structs(tree: Tree) -> Tree:
-    """Shapes and dtypes alone."""
     return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), tree)
 
 
@@ -60,12 +58,10 @@ def types_in_words(tree: Tree) -> str:
 
 
 def zeros(tree: Tree) -> Tree:
-    """Zeros of these shapes and dtypes."""
     return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), tree)
 
 
 def raw_zeros(tree: Tree) -> Tree:
-    """The same with plain integers for typed keys."""
     return zeros(jax.eval_shape(raw, tree))
 
 

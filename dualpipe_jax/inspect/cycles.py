@@ -182,7 +182,6 @@ def _counts(counts: Iterable[Mapping[str, int]]) -> dict[str, int]:
 
 
 def sum_up(kind: str, chosen: tuple[Collective, ...]) -> Total:
-    """Collectives of one kind together."""
     num_sync = sum(c.form == "sync" for c in chosen)
     duration, exposed, waits = (
         None if None in of_each else sum(of_each)

@@ -21,8 +21,6 @@ _RINGS = {"all-gather": 1, "reduce-scatter": 1, "all-reduce": 2}
 
 
 class Fabric(Protocol):
-    """Links."""
-
     def collective(self, kind: str, payload: float, groups: Groups) -> float:
         """Cycles that a collective of ``payload`` bytes a device takes at least, in all groups at once; 0: unknown."""
 

@@ -238,8 +238,6 @@ class _Reader:
 
 @dataclasses.dataclass
 class _Flight:
-    """A collective on its way."""
-
     begin: float
     duration: float | None
     direction: str
@@ -280,7 +278,6 @@ class _Line:
         self.clock += flight.waits
 
     def run(self, work: Work, op_name: str) -> None:
-        """Do a piece of work."""
         if work.cycles:
             end = self.clock + work.cycles
             about = work.name, work.opcode, work.direction, "compute", op_name, work.matmuls
@@ -303,5 +300,4 @@ class _Line:
         return exposed + max(0.0, end - at)
 
     def sorted_events(self) -> tuple[Event, ...]:
-        """All that happened, by start."""
         return tuple(sorted(self.events, key=lambda event: (event.start, event.end)))

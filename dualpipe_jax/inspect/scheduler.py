@@ -80,7 +80,6 @@ class Captured:
 
     @property
     def text(self) -> str:
-        """All of it."""
         if self._text is None:
             with open(self._path, errors="replace") as file:
                 return file.read()

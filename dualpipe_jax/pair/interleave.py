@@ -228,13 +228,11 @@ class _Pair:
         return reach
 
     def _hold(self, held: Sequence[Value]) -> None:
-        """Give out these values together."""
         arrays = lax.optimization_barrier([self.known[value] for value in held])
         for value, array in zip(held, arrays, strict=True):
             self.known[value] = self.pins.get(value, _as_it_is)(array)
 
     def _wanted(self, but: Collection[Work] = ()) -> set[Value]:
-        """Values that somebody will read."""
         done = self.ran.union(but)
         wanted = {value for work in self.works if work not in done for value in values(work.inputs)}
         return wanted | {value for outputs in self.outputs for value in values(outputs)}

@@ -84,12 +84,10 @@ class Task:
 
     @property
     def own(self) -> Work:
-        """The node that is not lazy."""
         return self.nodes[-1]
 
     @property
     def communicates(self) -> bool:
-        """Whether it is a collective."""
         return isinstance(self.own, Equation) and self.own.communicates
 
     @property
@@ -140,7 +138,6 @@ def make_tasks(works: Sequence[Work], links: Mapping[str, float] | None = None) 
 
 
 def _axes(work: Work) -> tuple[str, ...]:
-    """The mesh axes of a collective."""
     params = work.params if isinstance(work, Equation) and work.communicates else {}
     axes = params.get("axis_name", ())
     return (axes,) if isinstance(axes, str) else tuple(axes)

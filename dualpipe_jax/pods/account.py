@@ -122,7 +122,6 @@ class _Sums:
 
     @functools.cached_property
     def kinds(self) -> Mapping[int, str]:
-        """The kind of each stage."""
         return predict.kinds_of(self.units)
 
     def of(self, slot: Slot, field: Field) -> float:

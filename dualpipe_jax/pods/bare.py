@@ -50,7 +50,6 @@ def lower_bare_pair(blueprint: Blueprint, *, ordered: bool) -> Any:
         return first(own, shared, None, at(batch)).x
 
     def microbatches(leaf: Any) -> jax.ShapeDtypeStruct:
-        """One for each rank."""
         _, size, *shape = leaf.shape
         return jax.ShapeDtypeStruct((mesh.shape[PP] * size, *shape), leaf.dtype)
 

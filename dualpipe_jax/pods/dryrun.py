@@ -122,7 +122,6 @@ def _made(plan: Plan, setting: Setting) -> Program:
 
 
 def limit_of(target: inspect.Target | None) -> int | None:
-    """Bytes of a device."""
     return None if target is None else target.device.memory
 
 
@@ -135,7 +134,6 @@ def count_parameters(blueprint: Blueprint) -> Parameters:
 
 
 def platform_of(target: inspect.Target) -> Literal["gpu", "tpu", "cpu"]:
-    """As JAX's devices call it."""
     return "gpu" if target.platform == "cuda" else target.platform
 
 
@@ -191,7 +189,6 @@ def price_update(blueprint: Blueprint, options: Mapping[str, str], rates: inspec
 
 
 def compiler_options(plan: Plan, target: inspect.Target) -> dict[str, str]:
-    """The recommended ones, and those asked for."""
     options = inspect.recommended_compiler_options(platform_of(target), target.generation, ahead_of_time=True)
     return options | plan.compiler_options
 

@@ -165,12 +165,10 @@ def _schedule(name: str, pp: int, microbatches: int, max_stash: int | None) -> S
 
 
 def schedule_of(plan: Plan) -> Schedule:
-    """As ``Plan.make_schedule``, made once."""
     return _schedule(plan.schedule, plan.pp, plan.num_microbatches, plan.max_stash)
 
 
 def shared(plan: Plan, shard: Shard) -> Plan:
-    """The plan with that shared out."""
     return dataclasses.replace(plan, shard=shard)
 
 
@@ -226,7 +224,6 @@ class Prices:
         return self._costs[predict.splits(schedule)]
 
     def _ticks(self, plan: Plan) -> float:
-        """Seconds of a plan's ticks."""
         assert self.step is not None
         schedule, tick, at_once = schedule_of(plan), self.beside.tick, self.compiled.at_once
         placed = CostModel(**self.step.placed)  # type: ignore[arg-type]  # none of them is a flag

@@ -112,14 +112,12 @@ def kind_at(stage: int, placement: Placement, kinds: Mapping[int, str]) -> str:
 
 
 def key_of(slot: Slot, placement: Placement, kinds: Mapping[int, str]) -> UnitKey:
-    """The unit that runs a slot."""
     of = tuple(kind_at(action.stage, placement, kinds) for action in slot)
     op = "FB" if len(slot) == 2 else slot[0].op.name
     return UnitKey(op) if set(of) == {USUAL} else UnitKey(op, of)
 
 
 def unit_of(report: OverlapReport, module: Module, computation: str) -> Unit:
-    """What a computation takes, run once."""
     time = report.computations[computation]
     durations = [c.duration for c in report.inside(computation)]
     total = None if None in durations else sum(d for d in durations if d is not None)
@@ -204,7 +202,6 @@ class Measured(CostModel):
     kinds: Mapping[int, str] = dataclasses.field(default_factory=dict, hash=False)
 
     def of(self, slot: Slot, placement: Placement) -> float:
-        """Duration of a slot."""
         own = found(self.cycles, key_of(slot, placement, self.kinds))
         return super().of(slot, placement) if own is None else own
 
@@ -282,7 +279,6 @@ def step_cycles(
 
 
 def span(table: TickTable, costs: CostModel, at_once: float | None) -> float:
-    """Cycles of a table's units; see ``step_cycles``."""
     return table.makespan(costs) if at_once is None else table.shared_makespan(costs, at_once)
 
 

@@ -110,7 +110,6 @@ class Blueprint:
 
     @functools.cached_property
     def pipeline(self) -> Pipeline:
-        """The engine's side of it."""
         return Pipeline(
             self.program.model,
             self.schedule,
@@ -148,7 +147,6 @@ class Blueprint:
 
     @functools.cached_property
     def batch(self) -> Tree:
-        """The batch as ShapeDtypeStructs with their shardings."""
         lies = NamedSharding(self.mesh, batch_spec(self.mesh))  # type: ignore[arg-type]  # an abstract mesh will do
         return jax.tree.map(
             lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=lies), self.program.batch
@@ -161,12 +159,10 @@ class Blueprint:
 
     @functools.cached_property
     def update(self) -> Update | None:
-        """What a step does with gradients."""
         return None if self.program.update is None else self.program.update(self.params)
 
     @property
     def num_microbatches(self) -> int:
-        """The number of microbatches of a step."""
         return self.schedule.num_microbatches
 
     @property

@@ -51,7 +51,6 @@ def read(
 
 
 def shares(chosen: Sequence[inspect.Collective]) -> Shares:
-    """Collectives together."""
     total = sum_up("", tuple(chosen))
     return Shares(
         count=total.count,

@@ -38,5 +38,4 @@ class Request:
 
 
 def read_request(asked: dict[str, Any]) -> Request:
-    """A request as JSON has it."""
     return filled(Request, asked)

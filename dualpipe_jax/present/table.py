@@ -44,12 +44,10 @@ class Table:
         return "\n".join(line.rstrip() for line in (head, *rule, *rows))
 
     def markdown(self) -> str:
-        """A table of GitHub's Markdown."""
         rule = ("---" if column in self.left else "---:" for column in range(len(self.head)))
         return "\n".join(f"| {' | '.join(row)} |" for row in (self.head, rule, *self.rows))
 
     def __rich__(self) -> Any:
-        """What rich prints."""
         from rich import box
         from rich.table import Table as RichTable
 

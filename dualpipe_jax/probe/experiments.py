@@ -73,7 +73,6 @@ def experiment(asked: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def describe(place: Place) -> dict[str, Any]:
-    """The devices probed."""
     device = place.mesh.devices.flat[0]
     return {
         "platform": device.platform,

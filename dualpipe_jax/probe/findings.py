@@ -62,7 +62,6 @@ class Verdict:
 
 
 def title(name: str) -> str:
-    """What an experiment tries or measures."""
     if name in MEASURES:
         return MEASURES[name]
     if name == PERMUTE_INSIDE:
@@ -73,7 +72,6 @@ def title(name: str) -> str:
 
 
 def outcome(result: Mapping[str, Any]) -> str:
-    """A result in a few words."""
     if "skipped" in result:
         return f"not tried: {result['skipped']}"
     if "why" in result:

@@ -44,12 +44,10 @@ class Place:
 
     @property
     def pp(self) -> int:
-        """Ranks."""
         return self.mesh.shape[PP]
 
     @property
     def ep(self) -> int:
-        """Devices of each."""
         return self.mesh.shape[EP]
 
     def part(self, ranks: slice) -> "Place":

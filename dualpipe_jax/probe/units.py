@@ -38,7 +38,6 @@ def units(place: Place, form: Divergence) -> str:
 
 
 def schedule_of(pp: int) -> Schedule:
-    """One with F, B, I, W and pairs."""
     return dualpipe(pp, 2 * pp) if pp % 2 == 0 else dualpipe_v(pp, 2 * pp)
 
 
@@ -56,7 +55,6 @@ def stage(p: Any, x: jax.Array) -> jax.Array:
 
 
 def head_loss(p: Any, x: jax.Array, targets: jax.Array) -> jax.Array:
-    """Mean cross entropy."""
     return -jnp.mean(jnp.take_along_axis(jax.nn.log_softmax(x @ p), targets[..., None], -1))
 
 
@@ -72,7 +70,6 @@ def plain_loss(params: Any, tokens: jax.Array, targets: jax.Array) -> jax.Array:
 
 
 def inputs(schedule: Schedule, ep: int) -> tuple[Any, Any]:
-    """Parameters and a batch, drawn at random."""
     rng = np.random.default_rng(0)
 
     def normal(*shape: int) -> np.ndarray:

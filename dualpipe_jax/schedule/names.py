@@ -26,7 +26,6 @@ def find(name: str) -> Callable[..., Schedule]:
 
 
 def is_known(name: str) -> bool:
-    """Whether ``find`` finds it."""
     return _plain(name) in _spellings()
 
 

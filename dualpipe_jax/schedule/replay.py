@@ -53,12 +53,10 @@ class Measured:
 
     @property
     def makespan(self) -> float:
-        """When the last slot ended."""
         return max((ends[-1] for ends in self.ends if ends), default=0.0)
 
     @property
     def busy(self) -> tuple[float, ...]:
-        """Time that each rank worked."""
         return tuple(
             sum(end - start for start, end in zip(*rank, strict=True))
             for rank in zip(self.starts, self.ends, strict=True)
@@ -66,7 +64,6 @@ class Measured:
 
     @property
     def idle(self) -> tuple[float, ...]:
-        """Time that each rank did not work."""
         return tuple(self.makespan - busy for busy in self.busy)
 
     @property
@@ -178,7 +175,6 @@ class Unit(NamedTuple):
 
     @property
     def median(self) -> float:
-        """The median of the measured times."""
         return statistics.median(self.times)
 
     @property

@@ -33,7 +33,6 @@ class Value:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the array."""
         return math.prod(self.shape) * getattr(self.dtype, "itemsize", 1)
 
     @property
@@ -42,7 +41,6 @@ class Value:
         return self.shape, self.dtype, self.varying, self.memory
 
     def like(self) -> "Value":
-        """A new value of this type."""
         return Value(*self.type)
 
     def stacked(self, length: int) -> "Value":
@@ -93,7 +91,6 @@ class Equation:
 
     @property
     def name(self) -> str:
-        """The primitive's name."""
         return self.primitive.name
 
 
@@ -122,8 +119,6 @@ class Stacked(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Scan:
-    """A loop of known length."""
-
     consts: tuple[Binding, ...]
     carry: tuple[Carry, ...]
     xs: tuple[Binding, ...]
@@ -136,17 +131,14 @@ class Scan:
 
     @property
     def inputs(self) -> tuple[Atom, ...]:
-        """What it reads."""
         return (*(b.outer for b in self.consts), *(c.start for c in self.carry), *(b.outer for b in self.xs))
 
     @property
     def outputs(self) -> tuple[Value, ...]:
-        """What it defines."""
         return (*(c.end for c in self.carry), *(y.outer for y in self.ys))
 
     @property
     def updates(self) -> tuple[Atom, ...]:
-        """What the body must compute."""
         return (*(c.update for c in self.carry), *(y.inner for y in self.ys))
 
 
@@ -178,7 +170,6 @@ class Cond:
 
     @property
     def inputs(self) -> tuple[Atom, ...]:
-        """What it reads."""
         return (self.index, *self.operands)
 
 
@@ -225,12 +216,10 @@ KEEPS_ZEROS = VIEWS | _names(
 
 
 def values(atoms: Iterable[Atom]) -> list[Value]:
-    """The atoms that are not constants."""
     return [atom for atom in atoms if isinstance(atom, Value)]
 
 
 def is_zero(constant: Constant) -> bool:
-    """Whether it is a literal zero."""
     value = constant.value
     return isinstance(value, bool | int | float | complex | np.generic | np.ndarray) and not np.any(value)
 
@@ -265,7 +254,6 @@ def bodies(node: Node) -> list[tuple[Node, ...]]:
 
 
 def definitions(nodes: Iterable[Node]) -> dict[Value, Node]:
-    """The node that defines each value."""
     return {output: node for node in nodes for output in node.outputs}
 
 

@@ -261,7 +261,6 @@ def _is_scalar(value: Any) -> bool:
 
 
 def _walk(eqn: Any) -> Iterator[Any]:
-    """The equation and all inside it."""
     yield eqn
     for inner in _inside(eqn.params):
         yield from _walk(inner)

@@ -33,7 +33,6 @@ class Leaves:
 
     @property
     def types(self) -> list[jax.ShapeDtypeStruct]:
-        """Shapes and dtypes."""
         return [jax.ShapeDtypeStruct(value.shape, value.dtype) for value in self.values]
 
     @property

@@ -141,7 +141,6 @@ def _by_inner(bindings: Iterable[Binding]) -> dict[Value, Binding]:
 def _split_cond(
     cond: Cond, trimmed: Cond, free: Collection[Value], movable: Movable
 ) -> tuple[Cond, Cond | None]:
-    """Splits a cond, branch by branch."""
     early_outputs = set(trimmed.outputs)
     is_early = [output in early_outputs for output in cond.outputs]
     parts = []

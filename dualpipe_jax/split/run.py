@@ -24,17 +24,14 @@ def evaluate(program: Program, arguments: Sequence[Any]) -> list[Any]:
 
 
 def zeros(kind: Value) -> Any:
-    """An array of zeros of this type."""
     return _full(Constant(0, kind))
 
 
 def zeros_like(atom: Atom) -> Any:
-    """An array of zeros of an atom's type."""
     return zeros(atom if isinstance(atom, Value) else atom.kind)
 
 
 def values_of(known: dict[Value, Any], atoms: Sequence[Atom]) -> list[Any]:
-    """What the atoms stand for, as arrays."""
     return [_array(known, atom) for atom in atoms]
 
 

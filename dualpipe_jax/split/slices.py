@@ -207,7 +207,6 @@ def substitute(nodes: Iterable[Node], mapping: dict[Value, Atom]) -> tuple[Node,
 
 
 def renamed(program: Program) -> Program:
-    """The same program with values of its own."""
     mapping: dict[Value, Atom] = {}
 
     def fresh(value: Value) -> Value:

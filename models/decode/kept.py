@@ -105,7 +105,6 @@ class KeptBlocks:
             return key in self._bad or not self._file(key).exists()
 
     def write(self, key: bytes, block: Array) -> None:
-        """Keep a block, soon."""
         with self._lock:
             self._pending.add(key)
         self._writer.submit(self._write, key, block)

@@ -38,7 +38,6 @@ class Made(NamedTuple):
     counts: tuple[Array, ...]
 
     def __add__(self, other: Any) -> "Made":
-        """Layers after layers."""
         return Made(self.latents + other.latents, self.counts + other.counts)
 
 

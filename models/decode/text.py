@@ -50,7 +50,6 @@ class Stream:
         return self._give(unfinished=waiting >= self.PATIENCE)
 
     def finish(self) -> str:
-        """Return what is left."""
         return self._give(unfinished=True)
 
     def _give(self, unfinished: bool) -> str:

@@ -49,7 +49,6 @@ class Until:
         return given
 
     def finish(self) -> str:
-        """Return what is left."""
         return "" if self.reached else self._held
 
     def _num_doubtful(self) -> int:
@@ -159,7 +158,6 @@ class Job:
         return Usage(self._num_prompt, sum(choice.num_tokens for choice in self._choices), reused)
 
     def cancel(self) -> None:
-        """End what has not ended."""
         for ticket in self._tickets:
             self._runner.cancel(ticket)
 

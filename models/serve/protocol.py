@@ -79,8 +79,6 @@ class Asked(_Strict):
 
 
 class CompletionAsked(Asked):
-    """``POST /v1/completions``."""
-
     prompt: Annotated[list[Prompt], BeforeValidator(_prompts), Field(min_length=1)]
     echo: bool = False
     best_of: Literal[1] = 1
@@ -130,7 +128,6 @@ class Shape:
         self._head["model"] = model
 
     def whole(self, pieces: Sequence[Piece], usage: Usage) -> dict[str, Any]:
-        """Return the one answer."""
         return self._head | {"choices": [self._choice(piece) for piece in pieces], "usage": _usage(usage)}
 
     def piece(self, piece: Piece, with_usage: bool) -> dict[str, Any]:
@@ -138,7 +135,6 @@ class Shape:
         return self._head | {"choices": [self._choice(piece)]} | ({"usage": None} if with_usage else {})
 
     def usage(self, usage: Usage) -> dict[str, Any]:
-        """Return a stream's last event."""
         return self._head | {"choices": [], "usage": _usage(usage)}
 
     def _choice(self, piece: Piece) -> dict[str, Any]:

@@ -26,15 +26,13 @@ class Steps(Protocol):
     limits: Limits
 
     @property
-    def busy(self) -> bool: ...  # noqa: D102
+    def busy(self) -> bool: ...
 
-    def add(  # noqa: D102
-        self, prompt: np.ndarray, params: SamplingParams, on_token: Callable[[int], None], /
-    ) -> int: ...
+    def add(self, prompt: np.ndarray, params: SamplingParams, on_token: Callable[[int], None], /) -> int: ...
 
-    def cancel(self, number: int, /) -> None: ...  # noqa: D102
+    def cancel(self, number: int, /) -> None: ...
 
-    def step(self) -> list[Completion]: ...  # noqa: D102
+    def step(self) -> list[Completion]: ...
 
 
 @dataclasses.dataclass(eq=False)

@@ -33,7 +33,6 @@ class Stored(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """What it takes in the file."""
         return math.prod(self.shape) * np.dtype(DTYPES[self.dtype]).itemsize
 
 

@@ -63,17 +63,14 @@ class Corpus:
 
     @property
     def num_documents(self) -> int:
-        """Documents to train on and held out."""
         return sum(source.num_documents for source in self.sources)
 
     @property
     def num_tokens(self) -> int:
-        """Tokens to train on."""
         return sum(len(source.train) for source in self.sources)
 
     @property
     def num_heldout(self) -> int:
-        """Tokens held out."""
         return sum(len(source.heldout) for source in self.sources)
 
     @property
@@ -83,7 +80,6 @@ class Corpus:
 
     @functools.cached_property
     def mixture(self) -> Mixture:
-        """Which sequence comes from which source."""
         return mixture([source.weight for source in self.sources])
 
     @functools.cached_property
@@ -153,7 +149,6 @@ class Corpus:
         ]
 
     def decode(self, tokens: Sequence[int] | np.ndarray) -> str:
-        """The text of tokens."""
         return self.vocabulary.decode(tokens)
 
     def check(self, sequence: int) -> None:
@@ -184,7 +179,6 @@ class Corpus:
 def text_source(
     name: str, train: Sequence[bytes], heldout: Sequence[bytes], num_documents: int, vocabulary: Vocabulary
 ) -> Source:
-    """Documents in memory."""
     streams, content = [], hashlib.sha256()
     for documents in (train, heldout):
         encoded = vocabulary.encode(documents)

@@ -137,7 +137,6 @@ def documents(piece: Piece, key: str, bad: Callable[[DataError], None] = _refuse
 
 
 def _lines(piece: Piece, key: str, bad: Callable[[DataError], None]) -> Iterator[bytes]:
-    """Lines that begin within the piece."""
     (url,) = piece.urls
     with _open(url) as file:
         at = piece.start

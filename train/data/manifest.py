@@ -41,7 +41,6 @@ class Shard:
 
     @property
     def index(self) -> str:
-        """The name of the index."""
         return self.file.removesuffix(".bin") + ".index.npy"
 
 
@@ -73,7 +72,6 @@ class Manifest:
         return _digest({**_content(self), "origin": None})
 
     def dumps(self) -> str:
-        """The text of manifest.json."""
         content = _content(self)
         return json.dumps({**content, "checksum": _digest(content)}, indent=1) + "\n"
 
@@ -102,7 +100,6 @@ def loads(text: str | bytes, where: str) -> Manifest:
 
 
 def is_prepared(folder: Path) -> bool:
-    """Whether a folder has a manifest."""
     return (folder / MANIFEST).is_file()
 
 
@@ -203,7 +200,6 @@ def find_damage(folder: Path, progress: Callable[[int], None] = lambda num_bytes
 
 
 def sha256(file: Path, progress: Callable[[int], None] = lambda num_bytes: None) -> str:
-    """The checksum of a file."""
     digest = hashlib.sha256()
     for part in _parts(file):
         digest.update(part)

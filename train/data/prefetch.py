@@ -31,7 +31,6 @@ class Prefetch(Generic[T]):
         self._start(first)
 
     def get(self, step: int) -> T:
-        """The batch of a step."""
         began = time.perf_counter()
         if step != self._expected or (self._stop is not None and step >= self._stop):
             self.restart(step)

@@ -21,11 +21,7 @@ ARRAY_RECORD = (".array_record", ".arrayrecord")
 
 
 class Records(Protocol):
-    """Documents by number."""
-
-    def __len__(self) -> int:
-        """How many there are."""
-        ...
+    def __len__(self) -> int: ...
 
     def __getitem__(self, number: int) -> bytes:
         """One of them, as UTF-8 text."""

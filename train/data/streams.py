@@ -12,9 +12,7 @@ from train.data.errors import DataError
 class Stream(Protocol):
     """What batches are cut from."""
 
-    def __len__(self) -> int:
-        """How many tokens there are."""
-        ...
+    def __len__(self) -> int: ...
 
     def windows(self, starts: np.ndarray, width: int) -> np.ndarray:
         """int32 [n, width], the tokens from each of ``starts``, int64 [n], on."""

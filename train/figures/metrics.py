@@ -116,7 +116,6 @@ class Pace:
         self._first = True
 
     def add(self, seconds: float) -> None:
-        """Count a step."""
         if not self._first:
             self._seconds.append(seconds)
         self._first = False
@@ -175,7 +174,6 @@ class Display:
 
 
 def describe(record: dict[str, Any], remaining: str) -> str:
-    """A step in one line."""
     mfu = f"{record['mfu']:.1%}" if "mfu" in record else "n/a"
     memory = next((size for name, size in record.items() if name.endswith("memory_gib")), 0.0)
     text = (

@@ -38,13 +38,11 @@ class TensorBoard:
         self._writer = module.SummaryWriter(str(folder), write_to_disk=True, **again)
 
     def write(self, record: Record) -> None:
-        """Add the scalars of a record."""
         for name, value in scalars(record):
             self._writer.add_scalar(name, value, record["step"])
         self._writer.flush()
 
     def close(self) -> None:
-        """Close the file."""
         self._writer.close()
 
 
@@ -69,11 +67,9 @@ class WeightsAndBiases:
         )
 
     def write(self, record: Record) -> None:
-        """Log the scalars of a record."""
         self._run.log(dict(scalars(record)), step=record["step"])
 
     def close(self) -> None:
-        """Finish the run."""
         self._run.finish()
 
 
@@ -117,7 +113,6 @@ class Trackers:
             raise
 
     def write(self, record: Record) -> None:
-        """Tell every tracker."""
         for name, tracker in self._all.items():
             try:
                 tracker.write(record)
@@ -133,7 +128,6 @@ class Trackers:
                 self._say(f"{name} is written again")
 
     def close(self) -> None:
-        """Close every tracker."""
         for name, tracker in self._all.items():
             try:
                 tracker.close()
@@ -162,7 +156,6 @@ def scalars(record: Record, inside: str = "") -> Iterator[tuple[str, float]]:
 
 
 def _group(name: str) -> str:
-    """Under which heading a number is shown."""
     return next((group for group, words in _GROUPS.items() if any(word in name for word in words)), "train")
 
 

@@ -40,7 +40,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def start(options: Options) -> int:
-    """Do what is asked."""
     if options.prompt is not None and options.batch is not None:
         raise ConfigError("--prompt and --batch: give one of them")
     loaded = load(options, say)
@@ -58,7 +57,6 @@ def start(options: Options) -> int:
 
 
 def say(text: str) -> None:
-    """Tell, beside the text."""
     print(text, file=sys.stderr, flush=True)
 
 

@@ -82,7 +82,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def start(options: Options, started: Callable[[Callable[[], None]], None] = lambda stop: None) -> int:
-    """Load, listen, serve; see ``main`` and ``models.serve.serve``."""
     try:
         limits = HttpLimits(options.max_bytes, options.max_choices, answer_seconds=options.max_seconds)
     except ValueError as error:
@@ -130,7 +129,6 @@ def start(options: Options, started: Callable[[Callable[[], None]], None] = lamb
 
 
 def say(text: str) -> None:
-    """Tell people."""
     print(text, file=sys.stderr, flush=True)
 
 

@@ -37,7 +37,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def verify(options: Options, report: Report) -> int:
-    """Say what is damaged."""
     if is_url(options.out):
         raise DataError(f"--check {options.out}: reads folders on this machine")
     damage = find_damage(Path(options.out))
@@ -52,7 +51,6 @@ def verify(options: Options, report: Report) -> int:
 
 
 def summary(manifest: Manifest, out: str) -> str:
-    """What was made, in a few lines."""
     origin = manifest.origin
     train, heldout = (sum(shard.tokens for shard in shards) for shards in (manifest.train, manifest.heldout))
     dropped = ", ".join(f"{count} {why}" for why, count in origin["dropped"].items())

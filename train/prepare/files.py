@@ -18,7 +18,6 @@ def write(file: Path, content: bytes) -> None:
 
 
 def write_json(file: Path, content: Any) -> None:
-    """Like ``write``."""
     write(file, (json.dumps(content, indent=1) + "\n").encode())
 
 

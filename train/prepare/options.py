@@ -67,7 +67,6 @@ class Options:
 
     @property
     def job(self) -> dict[str, Any]:
-        """The options that the outcome depends on."""
         return {
             name: list(value) if isinstance(value, tuple) else value
             for name, value in dataclasses.asdict(self).items()

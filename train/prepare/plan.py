@@ -33,11 +33,9 @@ class Plan:
 
     @property
     def num_buckets(self) -> int:
-        """How many shards' worth of tokens there is."""
         return len(self.documents)
 
     def first(self, bucket: int) -> int:
-        """The number of a bucket's first document."""
         return sum(self.documents[:bucket])
 
 
@@ -99,7 +97,6 @@ def _joined(digests: np.ndarray) -> np.ndarray:
 
 
 def total(counts: Sequence[dict[str, int]]) -> dict[str, int]:
-    """Sums by name."""
     found: dict[str, int] = {}
     for some in counts:
         for name, count in some.items():

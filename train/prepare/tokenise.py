@@ -91,7 +91,6 @@ class Writer:
         self._ends: list[int] = [0]
 
     def add(self, documents: Iterable[np.ndarray]) -> None:
-        """Append documents' tokens."""
         for tokens in documents:
             content = tokens.astype(self._dtype).tobytes()
             self._file.write(content)

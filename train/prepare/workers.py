@@ -46,7 +46,6 @@ class Report:
         self._console = console
 
     def say(self, text: str) -> None:
-        """A line, as it is."""
         self._console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     def follow(self, what: str, results: Iterator[tuple[int, Any]], total: int) -> dict[int, Any]:

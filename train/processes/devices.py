@@ -50,6 +50,5 @@ def too_few_devices(config: TrainConfig, num_found: int, source: str = "JAX find
 
 
 def asked_devices(config: TrainConfig) -> str:
-    """The options that ask for devices."""
     step = config.step
     return f"--pp {step.pp} --ep {step.ep}" + (f" --dp {step.dp}" if step.dp > 1 else "")

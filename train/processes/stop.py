@@ -21,7 +21,6 @@ class Handlers:
         self._before: dict[signal.Signals, Any] = {}
 
     def handle(self, number: int, frame: FrameType | None) -> None:
-        """Do what a signal asks for."""
         raise NotImplementedError
 
     def __enter__(self) -> Self:
@@ -62,6 +61,5 @@ class Stop(Handlers):
         self.signal = signal.Signals(number)
 
     def handle(self, number: int, frame: FrameType | None) -> None:
-        """Note it."""
         del frame
         self.note(number)

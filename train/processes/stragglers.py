@@ -80,7 +80,6 @@ def excess_over_median(seconds: list[float]) -> tuple[int, float, float]:
 
 
 def describe(record: dict[str, Any]) -> str:
-    """A report in one line."""
     parts = [
         f"{what} process {record[f'slowest_{name}']}, {1000 * record[f'slowest_{name}_excess_s']:.1f} ms over the "
         f"median of {1000 * record[f'median_{name}_s']:.1f} ms"

@@ -28,7 +28,6 @@ class Story:
         self._path = path
 
     def tell(self, text: str) -> None:
-        """Add to it."""
         with self._path.open("a") as file:
             file.write(f"{datetime.now():%Y-%m-%d %H:%M:%S} {text}\n")
         print(f"supervisor: {text}", file=sys.stderr, flush=True)

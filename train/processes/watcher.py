@@ -102,7 +102,6 @@ class Told(Handlers):
         self.code = 0
 
     def handle(self, number: int, frame: FrameType | None) -> None:
-        """Count it."""
         del frame
         self.times += 1
         self.code = 128 + number

@@ -46,7 +46,6 @@ class Measured:
 
     @property
     def busy(self) -> tuple[float, ...]:
-        """Time in which each rank ran a unit."""
         return tuple(_covered([(e.start, e.end) for _, e in rank]) for rank in self.units)
 
     @property
@@ -67,7 +66,6 @@ class Measured:
 
     @property
     def theory(self) -> Timeline:
-        """The schedule played against these costs."""
         return simulate(self.schedule, self.costs)
 
     def spans(self) -> dict[Action, tuple[float, float]]:
@@ -154,7 +152,6 @@ def _step(
     expected: Sequence[Sequence[Sequence[Unit]]],
     devices: Sequence[Sequence[int]],
 ) -> _Step:
-    """One step of all ranks, from 0 on."""
     ranks = []
     for rank, own in enumerate(devices):
         seen = [match(executions(run.get(d, ()), units), expected[rank], f"rank {rank}") for d in own]

@@ -60,7 +60,6 @@ def write_report(folder: Path) -> Path:
 
 
 def render(page: Page) -> str:
-    """The HTML of a page, everything in it."""
     parts = {name: (_HERE / f"page.{name}").read_text(encoding="utf-8") for name in ("css", "js")}
     data = json.dumps(page, separators=(",", ":"), allow_nan=False).replace("</", "<\\/")
     template = string.Template((_HERE / "page.html").read_text(encoding="utf-8"))
@@ -69,7 +68,6 @@ def render(page: Page) -> str:
 
 
 def report_page(run: RunFolder) -> Page:
-    """What the page of a run holds."""
     measured = timelines(run.path)
     schedule = make_schedule(run.config)
     theory = drawn(simulate(schedule), f"{schedule.name} simulated, F = I = W", "times F")

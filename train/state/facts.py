@@ -142,7 +142,6 @@ _SILENT = ("name", "runs", "checkpoint.", "log.", "launch.", *_LAYOUT)
 
 
 def difference(before: Any, now: Any) -> str:
-    """Two values, of dicts only what differs."""
     if not (isinstance(before, Mapping) and isinstance(now, Mapping)):
         return f"{_cut(before)} saved, {_cut(now)} now"
     keys = [key for key in {**before, **now} if before.get(key) != now.get(key)]

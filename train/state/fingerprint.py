@@ -26,7 +26,6 @@ def fingerprint(array: jax.Array) -> jax.Array:
 
 
 def fingerprints(arrays: dict[str, jax.Array]) -> dict[str, int]:
-    """The fingerprint of each; every process learns all."""
     if not arrays:
         return {}
     sharding = next(iter(arrays.values())).sharding

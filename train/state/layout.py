@@ -233,12 +233,10 @@ def without_biases(state: TrainState) -> TrainState | None:
 
 
 def with_trainable(params: Tree, new: Tree) -> Tree:
-    """Params with their trainable part replaced."""
     return jax.tree.map(lambda old, new: old if new is None else new, params, new)
 
 
 def shardings(tree: Tree) -> Tree:
-    """Where each leaf lies."""
     return jax.tree.map(lambda leaf: leaf.sharding, tree)
 
 

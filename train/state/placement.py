@@ -91,17 +91,14 @@ class PlacedLayout(Layout):
 
     @functools.cached_property
     def canonical(self) -> dict[str, jax.ShapeDtypeStruct]:
-        """See ``Layout``."""
         return self.in_order.canonical
 
     @functools.cached_property
     def to_canonical(self) -> Callable[[TrainState], Flat]:
-        """See ``Layout``."""
         return lambda state: self.in_order.to_canonical(self.plain(state))
 
     @functools.cached_property
     def from_canonical(self) -> Callable[[Flat], TrainState]:
-        """See ``Layout``; experts lie as ``start`` says."""
         return lambda flat: self._enter(self.in_order.from_canonical(flat))
 
     def plain(self, state: TrainState) -> TrainState:
@@ -114,7 +111,6 @@ class PlacedLayout(Layout):
         return self._rearrange(state, moves, self._tables(placement))
 
     def placement_of(self, state: TrainState) -> Placement:
-        """Where a state's experts lie."""
         held = [stage["routing"]["held"] for stage in state.params["stages"].local]
         everywhere = NamedSharding(self.mesh, PartitionSpec())
         here = jax.device_get(jax.jit(lambda tables: tables, out_shardings=everywhere)(held))

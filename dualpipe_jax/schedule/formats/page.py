@@ -77,7 +77,6 @@ def html_page(
 def _payload(
     shown: Schedule, costs: CostModel, memory: MemoryModel, recipes: Iterable[Recipe]
 ) -> dict[str, Any]:
-    """What the page's script reads."""
     counts = shown.num_ranks, shown.num_microbatches
     points = _points(*counts)
     made: dict[str, dict[tuple[int, int], Schedule | str]] = {

@@ -39,7 +39,6 @@ class Box:
 
 
 def boxes_of(timeline: Timeline) -> Iterator[Box]:
-    """All boxes of a step."""
     for rank, (order, starts, ends) in enumerate(
         zip(timeline.schedule.orders, timeline.starts, timeline.ends, strict=True)
     ):

@@ -59,16 +59,13 @@ class Flat:
 
     @property
     def num_slots(self) -> int:
-        """Slots of all ranks together."""
         return len(self.rank)
 
     @property
     def pair(self) -> np.ndarray:
-        """Which slots are overlapped pairs."""
         return (self.f >= 0) & (self.b >= 0)
 
     def costs(self, costs: CostModel) -> np.ndarray:
-        """What each slot costs."""
         placement, per_pipe = self.schedule.placement, self.schedule.microbatches_per_pipe
         more = np.array([costs.more(placement, stage) for stage in range(placement.num_stages)])
         total = np.where(self.pair, costs.FB - costs.F - costs.B, 0.0)

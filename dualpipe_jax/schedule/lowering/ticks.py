@@ -122,7 +122,6 @@ class _Timeline:
 
     @property
     def makespan(self) -> float:
-        """When the last slot ends."""
         lasts = [last - 1 for first, last in itertools.pairwise(self.begin) if first < last]
         return max((self.end[last] for last in lasts), default=0.0)
 

@@ -141,8 +141,6 @@ def _fit(room: float, memory: MemoryModel) -> float:
 
 
 class _Rank:
-    """All that one rank has to do."""
-
     def __init__(
         self,
         placement: Placement,
@@ -162,7 +160,6 @@ class _Rank:
         self.stages_of_pipes = [pipes.count(pipe) for pipe in sorted(set(pipes))]
 
     def least(self, name: str) -> float:
-        """The least over the rank's stages."""
         return min(getattr(reach, name) for reach in self.around)
 
     def serial_bound(self, fit: float) -> float:

@@ -120,7 +120,6 @@ def _candidate(
     memory_limit: float,
     memory: MemoryModel,
 ) -> Candidate:
-    """Make it, play it, weigh it."""
     try:
         schedule = recipe(*counts)
         own = costs.for_schedule(schedule)

@@ -38,7 +38,6 @@ class Finds:
         self.varied: set[int] = set()
 
     def add(self, schedule: Schedule, fill: float | None = None) -> None:
-        """Keep a schedule."""
         timeline = simulate(schedule, self.costs.for_schedule(schedule))
         kept = max(timeline.memory(self.memory.for_schedule(schedule)))
         self.found.append(Found(timeline.makespan, len(self.found), schedule, kept, fill))
@@ -80,7 +79,6 @@ class Rung:
         self._players: dict[tuple[Placement, float], Player] = {}
 
     def player(self, placement: Placement, fill: float = FILL) -> Player:
-        """The player of a placement's moves."""
         if (placement, fill) not in self._players:
             parts, finds = stages_a_share(placement), self._finds
             costs, memory = finds.costs.divided(parts), finds.memory.divided(parts)

@@ -83,7 +83,6 @@ def greedy(
 
 
 def play_greedily(terms: Terms, policy: Policy) -> tuple[tuple[tuple[Slot, ...], ...], float]:
-    """Orders of all ranks, and their makespan."""
     floor = _Floor(terms, policy)
     floor.run()
     return tuple(tuple(rank.order) for rank in floor.ranks), max(rank.free_at for rank in floor.ranks)
@@ -91,8 +90,6 @@ def play_greedily(terms: Terms, policy: Policy) -> tuple[tuple[tuple[Slot, ...],
 
 @dataclasses.dataclass(slots=True)
 class _Rank:
-    """One rank as time goes by."""
-
     number: int
     stages: tuple[int, ...]
     of_pipe: list[tuple[int, ...]]  # its stages in each pipe, the shallowest first

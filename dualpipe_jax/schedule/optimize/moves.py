@@ -23,7 +23,6 @@ Moves = list[list[Move]]
 
 
 def moves_of(schedule: Schedule) -> Moves:
-    """What a schedule does, without its W's."""
     count = schedule.microbatches_per_pipe
 
     def move(slot: Slot) -> Move:

@@ -49,7 +49,6 @@ class Player:
         self.entry = [placement.is_first(stage) for stage in stages for _ in range(count)]
 
     def cost(self, move: Move) -> float:
-        """How long a move takes."""
         f, b, split = move
         if b < 0:
             return self.f[f]
@@ -77,7 +76,6 @@ class Player:
         return Schedule(name, placement, self.terms.count * placement.num_pipes, tuple(map(tuple, orders)))
 
     def slot(self, move: Move) -> Slot:
-        """A move as a slot."""
         f, b, split = move
         forward = () if f < 0 else (Action(f // self.terms.count, Op.F, f % self.terms.count),)
         op = Op.I if split else Op.B
@@ -85,8 +83,6 @@ class Player:
 
 
 class _Run:
-    """The state of one play."""
-
     def __init__(self, player: Player, moves: Moves, bound: float, out: list[list[Slot]] | None):
         self.player, self.moves, self.bound, self.out = player, moves, bound, out
         ranks = range(len(moves))

@@ -129,7 +129,6 @@ def _change(player: Player, order: Sequence[Move], index: int, dice: random.Rand
 
 
 def _part(order: Sequence[Move], index: int, dice: random.Random) -> list[Move]:
-    """A pair taken apart."""
     move = order[index]
     parts = [Move(move.f, -1), Move(-1, move.b, dice.random() < 0.5)]
     if dice.random() < 0.5:

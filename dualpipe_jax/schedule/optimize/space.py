@@ -16,7 +16,6 @@ PLACEMENTS = ("linear", "v", "wave", "interleaved", "interleaved_4", "bidirectio
 def placements_of(
     num_ranks: int, num_microbatches: int, placement: Placement | str | None
 ) -> list[Placement]:
-    """The placements to search."""
     check_counts("search", num_ranks, num_microbatches)
     known = {
         "linear": Placement.linear(num_ranks),
