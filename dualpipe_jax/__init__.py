@@ -19,7 +19,6 @@ _ROOM_OF = {
         "StagedModel",
         "pipeline_apply",
         "pipeline_loss",
-        "pipeline_units",
         "pipeline_value_and_grad",
         "place_stages",
         "reference_loss",

@@ -11,7 +11,7 @@ import dualpipe_jax.schedule
 
 FRONT_DOOR = """
 At Out Pipeline PipelineModel PlacedStages StagedModel gpu_process_environment make_mesh pipeline_apply pipeline_loss
-pipeline_units pipeline_value_and_grad place_stages recommended_compiler_options reference_loss
+pipeline_value_and_grad place_stages recommended_compiler_options reference_loss
 reference_value_and_grad sequential_loss sequential_value_and_grad split_backward split_vjp staged unplace_stages
 """
 SCHEDULE = """

@@ -4,17 +4,12 @@ from dualpipe_jax.contract import At, Out, PipelineModel, Report, StagedModel, s
 from dualpipe_jax.engine.doors import (
     pipeline_apply,
     pipeline_loss,
-    pipeline_state,
-    pipeline_units,
     pipeline_value_and_grad,
-)
-from dualpipe_jax.engine.pipeline import Applied, Pipeline
-from dualpipe_jax.engine.reference import (
-    reference_loss,
-    reference_value_and_grad,
     sequential_loss,
     sequential_value_and_grad,
 )
+from dualpipe_jax.engine.pipeline import Applied, Pipeline
+from dualpipe_jax.engine.reference import reference_loss, reference_value_and_grad
 from dualpipe_jax.engine.stages import PlacedStages, place_stages, unplace_stages
 
 __all__ = [
@@ -28,8 +23,6 @@ __all__ = [
     "StagedModel",
     "pipeline_apply",
     "pipeline_loss",
-    "pipeline_state",
-    "pipeline_units",
     "pipeline_value_and_grad",
     "place_stages",
     "reference_loss",

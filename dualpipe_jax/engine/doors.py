@@ -3,7 +3,7 @@
 Each makes a ``Pipeline`` of it and renames what goes in and comes out; see there for all that it can do.
 """
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -12,26 +12,17 @@ from jax.sharding import Mesh
 from dualpipe_jax.arguments import typechecked
 from dualpipe_jax.contract import PipelineModel, Tree, staged
 from dualpipe_jax.engine.pipeline import Pipeline
-from dualpipe_jax.engine.state import State
-from dualpipe_jax.schedule import CostModel, Schedule
+from dualpipe_jax.engine.reference import num_stages_of, reference_loss
+from dualpipe_jax.schedule import Schedule
 
 Step = Callable[[Tree, Tree, Tree], tuple[Any, Tree]]
 PARTS = ("embed", "stages", "head")
+_OF_LEAVES = "param_specs", "storage_specs", "compute_dtype", "frozen"
 
 
 @typechecked
 def pipeline_value_and_grad(
-    model: PipelineModel,
-    schedule: Schedule,
-    mesh: Mesh,
-    *,
-    param_specs: Tree = None,
-    has_aux: bool = False,
-    costs: CostModel | None = None,
-    accumulate_dtype: Any = None,
-    fuse_pairs: bool | None = None,
-    check_vma: bool = False,
-    debug_nans: bool = False,
+    model: PipelineModel, schedule: Schedule, mesh: Mesh, *, has_aux: bool = False, **options: Any
 ) -> Step:
     """Loss and gradients of a model, computed in the order of a schedule on the ranks of a mesh.
 
@@ -48,62 +39,19 @@ def pipeline_value_and_grad(
 
     Arguments:
       model: plain functions; see ``PipelineModel``.
-      param_specs: PartitionSpec over "ep" of each leaf of params, without the stage dim; a prefix of the tree
-        will do, None (the default) means replicated. A replicated leaf's gradient is summed over "ep".
+      schedule, mesh: see ``Pipeline``.
       has_aux: whether a stage returns ``(x, aux)``.
-      schedule, mesh and the rest: see ``Pipeline``.
+      options: those of ``Pipeline``, by name; what is said there of each leaf, such as param_specs, by the keys that
+        params have here.
 
     Raises ValueError, with all that is wrong at once, for a mesh or arguments that do not fit.
     """
-    options = dict(costs=costs, accumulate_dtype=accumulate_dtype, fuse_pairs=fuse_pairs)
-    options |= dict(check_vma=check_vma, debug_nans=debug_nans)
-    pipeline = _pipeline(model, schedule, mesh, param_specs, has_aux, **options)
-    return _step(pipeline.value_and_grad, has_aux)
-
-
-@typechecked
-def pipeline_units(
-    model: PipelineModel,
-    schedule: Schedule,
-    mesh: Mesh,
-    units: Collection[str] = ("FB",),
-    *,
-    param_specs: Tree = None,
-    has_aux: bool = False,
-    every_kind: bool = False,
-    **options: Any,
-) -> Step:
-    """``pipeline_value_and_grad`` with only some of its units, to be lowered and looked at; see ``Pipeline.units``."""
-    pipeline = _pipeline(model, schedule, mesh, param_specs, has_aux, **options)
-    return _step(pipeline.units(units, every_kind=every_kind), has_aux)
-
-
-def pipeline_state(
-    model: PipelineModel,
-    schedule: Schedule,
-    mesh: Mesh,
-    *,
-    param_specs: Tree = None,
-    has_aux: bool = False,
-    **options: Any,
-) -> Callable[[Tree, Tree, Tree], State]:
-    """What the engine keeps on each device while a step runs, as shapes; see ``Pipeline.state``.
-
-    Returns ``state(params, inputs, targets)``, whose arguments are those of ``pipeline_value_and_grad``'s step.
-    """
-    pipeline = _pipeline(model, schedule, mesh, param_specs, has_aux, **options)
-    return lambda params, inputs, targets: pipeline.state(_ours(params), _batch(inputs, targets))
+    return _step(_pipeline(model, schedule, mesh, has_aux, options).value_and_grad, has_aux)
 
 
 @typechecked
 def pipeline_apply(
-    model: PipelineModel,
-    schedule: Schedule,
-    mesh: Mesh,
-    *,
-    param_specs: Tree = None,
-    has_aux: bool = False,
-    **options: Any,
+    model: PipelineModel, schedule: Schedule, mesh: Mesh, *, has_aux: bool = False, **options: Any
 ) -> Step:
     """Forward only: ``apply(params, inputs, targets) -> (loss, outputs)``, or ``((loss, aux), outputs)``.
 
@@ -111,7 +59,7 @@ def pipeline_apply(
     ``outputs`` is what the last stage returned, [num_microbatches, microbatch size, ...]. Arguments and errors as in
     ``pipeline_value_and_grad``.
     """
-    pipeline = _pipeline(model, schedule, mesh, param_specs, has_aux, **options)
+    pipeline = _pipeline(model, schedule, mesh, has_aux, options)
 
     def apply(params: Tree, inputs: Tree, targets: Tree) -> tuple[Any, Tree]:
         objective, report, outputs = pipeline.apply(
@@ -124,53 +72,71 @@ def pipeline_apply(
 
 @typechecked
 def pipeline_loss(
-    model: PipelineModel,
-    schedule: Schedule,
-    mesh: Mesh,
-    *,
-    param_specs: Tree = None,
-    has_aux: bool = False,
-    **options: Any,
+    model: PipelineModel, schedule: Schedule, mesh: Mesh, *, has_aux: bool = False, **options: Any
 ) -> Callable[[Tree, Tree, Tree], Any]:
     """The pipelined loss as a function that ``jax.grad`` and ``jax.value_and_grad`` differentiate.
 
     Returns ``loss(params, inputs, targets)``, or ``(loss, aux)``; so it may be a term of a larger loss, and so may
-    aux's floating leaves. See ``Pipeline.loss``. Only params are differentiable. Options as in
+    aux's floating leaves. See ``Pipeline.loss``. Only params are differentiable. Arguments as in
     ``pipeline_value_and_grad``.
     """
-    pipeline = _pipeline(model, schedule, mesh, param_specs, has_aux, **options)
+    return _loss(_pipeline(model, schedule, mesh, has_aux, options).loss, has_aux)
 
-    def loss(params: Tree, inputs: Tree, targets: Tree) -> Any:
-        return _result(*pipeline.loss(_ours(params), _batch(inputs, targets)), has_aux)
 
-    return loss
+@typechecked
+def sequential_loss(model: PipelineModel, *, has_aux: bool = False) -> Callable[[Tree, Tree, Tree], Any]:
+    """The oracle: ``loss(params, inputs, targets)``, or ``(loss, aux)``, of the plain model on one device.
+
+    Same arguments and results as the pipelined loss; see ``reference_loss``.
+    """
+
+    def plain(params: Tree, batch: Tree) -> Any:
+        return reference_loss(staged(model, num_stages_of(params["stages"]), has_aux=has_aux))(params, batch)
+
+    return _loss(plain, has_aux)
+
+
+@typechecked
+def sequential_value_and_grad(model: PipelineModel, *, has_aux: bool = False) -> Step:
+    """The step that every pipelined step is compared with: ``jax.value_and_grad`` of ``sequential_loss``."""
+    return jax.value_and_grad(sequential_loss(model, has_aux=has_aux), has_aux=has_aux, allow_int=True)
 
 
 def _pipeline(
-    model: PipelineModel, schedule: Schedule, mesh: Mesh, param_specs: Tree, has_aux: bool, **options: Any
+    model: PipelineModel, schedule: Schedule, mesh: Mesh, has_aux: bool, options: Mapping[str, Any]
 ) -> Pipeline:
-    if param_specs is not None:
-        if not isinstance(param_specs, dict) or not set(param_specs) <= set(PARTS):
-            given = sorted(param_specs) if isinstance(param_specs, dict) else type(param_specs).__name__
-            raise ValueError(f"param_specs must be a dict with keys among {list(PARTS)}, got {given}.")
-        ends = {part: param_specs.get(part) for part in ("embed", "head")}
-        param_specs = {"stages": param_specs.get("stages"), "shared": ends}
     stages = schedule.placement.num_model_stages
-    return Pipeline(
-        staged(PipelineModel(*model), stages, has_aux=has_aux),
-        schedule,
-        mesh,
-        param_specs=param_specs,
-        **options,
-    )
+    ours = {name: _of_parts(name, given) if name in _OF_LEAVES else given for name, given in options.items()}
+    return Pipeline(staged(PipelineModel(*model), stages, has_aux=has_aux), schedule, mesh, **ours)
+
+
+def _of_parts(name: str, given: Tree) -> Tree:
+    """What an option says of each leaf, by the engine's names of parts."""
+    if given is None or (name == "compute_dtype" and not isinstance(given, dict)):
+        return given
+    if not isinstance(given, dict) or not set(given) <= set(PARTS):
+        keys = sorted(given) if isinstance(given, dict) else type(given).__name__
+        raise ValueError(f"{name} must be a dict with keys among {list(PARTS)}, got {keys}.")
+    ends = {part: given[part] for part in ("embed", "head") if part in given}
+    stages = {"stages": given["stages"]} if "stages" in given else {}
+    return stages | ({"shared": {"embed": None, "head": None} | ends} if ends else {})
 
 
 def _step(function: Callable[..., Any], has_aux: bool) -> Step:
     def step(params: Tree, inputs: Tree, targets: Tree) -> tuple[Any, Tree]:
         (objective, report), grads = function(_ours(params), _batch(inputs, targets))
-        return _result(objective, report, has_aux), grads["shared"] | {"stages": grads["stages"]}
+        others = {part: tree for part, tree in grads.items() if part != "shared"}
+        return _result(objective, report, has_aux), grads["shared"] | others
 
     return jax.jit(step)
+
+
+def _loss(function: Callable[..., Any], has_aux: bool) -> Callable[[Tree, Tree, Tree], Any]:
+    def loss(params: Tree, inputs: Tree, targets: Tree) -> Any:
+        objective, report = function(_ours(params), _batch(inputs, targets))
+        return _result(objective, report, has_aux)
+
+    return loss
 
 
 def _result(objective: jax.Array, report: Any, has_aux: bool) -> Any:

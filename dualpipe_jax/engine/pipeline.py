@@ -9,7 +9,7 @@ import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from dualpipe_jax.arguments import typechecked
-from dualpipe_jax.contract import Report, StagedModel, Tree
+from dualpipe_jax.contract import PipelineModel, Report, StagedModel, Tree, as_staged
 from dualpipe_jax.engine import checks, nans, spmd
 from dualpipe_jax.engine.differentiable import differentiable, for_figures
 from dualpipe_jax.engine.guard import Divergence
@@ -54,7 +54,7 @@ class Pipeline:
     key: a typed PRNG key of the step, or None; see ``At.key``.
 
     Arguments:
-      model: see ``StagedModel``.
+      model: see ``StagedModel``; a ``PipelineModel`` becomes one by ``staged``, which says what params and batch are.
       schedule: any that ``validate`` accepts and whose ranks hold equally many stages.
       mesh: with the axes "pp" (the schedule's ranks) and "ep", and "dp" and "node" if wanted; see ``make_mesh``. What
         is said of "ep" below is said of "node", too: experts may lie over both. Further axes are left to the compiler:
@@ -92,7 +92,7 @@ class Pipeline:
     Raises ValueError, with all that is wrong at once, for a mesh or arguments that do not fit.
     """
 
-    model: StagedModel
+    model: StagedModel | PipelineModel
     schedule: Schedule
     mesh: Mesh | AbstractMesh
     param_specs: Tree = None
@@ -111,7 +111,7 @@ class Pipeline:
 
     def __post_init__(self):
         checks.check_mesh(self.schedule, self.mesh)
-        checks.check_model(self.model, self.schedule)
+        checks.check_model(self._model, self.schedule)
         checks.check_choice("divergence", self.divergence, Divergence)
 
     @functools.cached_property
@@ -265,6 +265,10 @@ class Pipeline:
 
     # ------------------------------------------------------------------ internals
 
+    @functools.cached_property
+    def _model(self) -> StagedModel:
+        return as_staged(self.model, self.schedule.placement.num_model_stages)
+
     @property
     def _on_cpu(self) -> bool:
         return isinstance(self.mesh, Mesh) and self.mesh.devices.flat[0].platform == "cpu"
@@ -307,7 +311,7 @@ class Pipeline:
         layout = jax.tree.map(leaf, used, stored, dtypes)
         checks.check_layout(self.mesh, one, layout)
         return Step(
-            model=self.model,
+            model=self._model,
             schedule=self.schedule,
             mesh=self.mesh,
             layout=layout,
@@ -365,7 +369,7 @@ class Pipeline:
         changes = {name: wrapped(getattr(self, name), None) for name in ("param_specs", "storage_specs")}
         if isinstance(self.compute_dtype, dict):
             changes["compute_dtype"] = wrapped(self.compute_dtype, None)
-        model = for_figures(self.model, cotangents, parts)
+        model = for_figures(self._model, cotangents, parts)
         other = dataclasses.replace(self, model=model, frozen=wrapped(self.frozen, True), **changes)
         shared = {"given": params["shared"], "cotangents": (cotangents.losses, cotangents.metrics)}
         _, gradients = other._step(params | {"shared": shared}, batch, key)

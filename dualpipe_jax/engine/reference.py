@@ -15,6 +15,7 @@ from dualpipe_jax.contract import (
     StagedModel,
     StageFunction,
     Tree,
+    as_staged,
     key_at,
     loss_weights,
     returned,
@@ -28,10 +29,13 @@ from dualpipe_jax.split import reveal
 
 
 @typechecked
-def reference_loss(model: StagedModel, *, num_parts: int = 1) -> Callable[..., tuple[jax.Array, Report]]:
+def reference_loss(
+    model: StagedModel | PipelineModel, *, num_parts: int = 1
+) -> Callable[..., tuple[jax.Array, Report]]:
     """``loss(params, batch, key=None) -> (loss, Report)``: each microbatch through every stage, one after another.
 
-    The same arguments and results as a ``Pipeline``'s, on one device; the model's collectives see axes of size one.
+    The same arguments and results as those of a ``Pipeline`` of the model, on one device; the model's collectives see
+    axes of size one.
     Gradients of it are summed over microbatches in float32 at least, whatever the parameters' dtype.
 
     Arguments:
@@ -39,7 +43,9 @@ def reference_loss(model: StagedModel, *, num_parts: int = 1) -> Callable[..., t
         the weights that it has there.
     """
 
-    def run(params: Tree, batch: Tree, key: jax.Array | None, number: jax.Array) -> tuple[Tree, ...]:
+    def run(
+        model: StagedModel, params: Tree, batch: Tree, key: jax.Array | None, number: jax.Array
+    ) -> tuple[Tree, ...]:
         losses: dict[str, jax.Array] = {}
         metrics: dict[str, Tree] = {}
         dropped = jnp.int32(0)
@@ -66,9 +72,9 @@ def reference_loss(model: StagedModel, *, num_parts: int = 1) -> Callable[..., t
             lambda leaf: leaf.reshape(-1, leaf.shape[1] // num_parts, *leaf.shape[2:]), batch
         )
         numbers = jnp.arange(jax.tree.leaves(parts)[0].shape[0], dtype=jnp.int32)
-        wide = _widened(params)
+        wide, plain = _widened(params), as_staged(model, num_stages_of(params["stages"]))
         losses, metrics, dropped, weights = jax.lax.map(
-            lambda item: run(_as_given(wide, params), item[0], key, item[1]), (parts, numbers)
+            lambda item: run(plain, _as_given(wide, params), item[0], key, item[1]), (parts, numbers)
         )
         means = {name: jnp.sum(losses[name] * weights[name]) / jnp.sum(weights[name]) for name in losses}
         totals = jax.tree.map(lambda a: a.sum(0, dtype=a.dtype), metrics)
@@ -93,6 +99,13 @@ def _as_given(wide: Tree, params: Tree) -> Tree:
     return jax.tree.map(lambda leaf, given: leaf.astype(given.dtype), wide, params)
 
 
+def num_stages_of(stages: Tree) -> int:
+    """Of leaves [num_stages, ...] or of a list of one tree for each stage; 0 of no leaves."""
+    if isinstance(stages, list):
+        return len(stages)
+    return next((leaf.shape[0] for leaf in jax.tree.leaves(stages)), 0)
+
+
 def stage_of(stages: Tree, stage: int, num_stages: int) -> Tree:
     """The parameters of one stage, of leaves [num_stages, ...] or of a list of one tree for each stage."""
     if is_listed(stages, num_stages):
@@ -102,7 +115,7 @@ def stage_of(stages: Tree, stage: int, num_stages: int) -> Tree:
 
 @typechecked
 def reference_value_and_grad(
-    model: StagedModel, *, num_parts: int = 1, input_grads: bool = False
+    model: StagedModel | PipelineModel, *, num_parts: int = 1, input_grads: bool = False
 ) -> Callable[..., tuple[tuple[jax.Array, Report], Tree]]:
     """The step that every pipelined step is compared with: by ``jax.value_and_grad`` of the plain model.
 
@@ -122,45 +135,6 @@ def reference_value_and_grad(
         return result, gradients | {"batch": by_batch}
 
     return step
-
-
-@typechecked
-def sequential_loss(model: PipelineModel, *, has_aux: bool = False) -> Callable[[Tree, Tree, Tree], Tree]:
-    """``loss(params, inputs, targets)``, or ``(loss, aux)``: each microbatch through every stage; the mean.
-
-    Same arguments and results as the pipelined loss, on one device. The model's collectives over "ep" see an
-    axis of size one. Differentiable as any JAX function; microbatches are accumulated by a scan.
-    """
-
-    def microbatch_loss(wide, params, inputs, targets):
-        params = _as_given(wide, params)
-
-        def one_stage(x, stage_params):
-            return model.stage(stage_params, x) if has_aux else (model.stage(stage_params, x), ())
-
-        x, aux = jax.lax.scan(one_stage, model.embed(params["embed"], inputs), params["stages"])
-        return model.head_loss(params["head"], x, targets), jax.tree.map(
-            lambda a: a.sum(0, dtype=a.dtype), aux
-        )
-
-    def loss(params, inputs, targets):
-        wide = _widened(params)
-        losses, aux = jax.lax.map(lambda pair: microbatch_loss(wide, params, *pair), (inputs, targets))
-        total = jax.tree.map(lambda a: a.sum(0, dtype=a.dtype), aux)
-        return (jnp.mean(losses), total) if has_aux else jnp.mean(losses)
-
-    return _on_one_device(loss)
-
-
-@typechecked
-def sequential_value_and_grad(
-    model: PipelineModel, *, has_aux: bool = False
-) -> Callable[[Tree, Tree, Tree], Tree]:
-    """The step that every pipelined step is compared with: same signature and results, one device.
-
-    Gradients by ``jax.value_and_grad`` of the plain model over all microbatches.
-    """
-    return jax.value_and_grad(sequential_loss(model, has_aux=has_aux), has_aux=has_aux, allow_int=True)
 
 
 def _on_one_device(function: Callable[..., Tree]) -> Callable[..., Tree]:

@@ -8,7 +8,8 @@ import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from dualpipe_jax import PipelineModel, sequential_value_and_grad
+from dualpipe_jax import PipelineModel
+from tests.engine.plain import plain_value_and_grad
 
 WIDTH, VOCAB, SEQ, EXPERTS = 8, 11, 3, 4
 
@@ -16,7 +17,7 @@ WIDTH, VOCAB, SEQ, EXPERTS = 8, 11, 3, 4
 @functools.cache
 def oracle(kind, num_stages, num_microbatches):
     """What the plain model gives, as ``pipeline_value_and_grad`` would with has_aux."""
-    step = quick(sequential_value_and_grad(model(kind), has_aux=True))
+    step = quick(plain_value_and_grad(model(kind), has_aux=True))
     return jax.device_get(step(init(kind, num_stages)[0], *data(num_microbatches)))
 
 
@@ -139,3 +140,9 @@ def given(kind, num_stages, num_microbatches):
     inputs, targets = data(num_microbatches)
     shared = {"embed": params["embed"], "head": params["head"]}
     return {"stages": params["stages"], "shared": shared}, {"inputs": inputs, "targets": targets}
+
+
+def flat(given):
+    """The same for functions of a ``PipelineModel``: params, inputs, targets."""
+    (params, batch) = given
+    return {"stages": params["stages"], **params["shared"]}, batch["inputs"], batch["targets"]

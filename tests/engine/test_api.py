@@ -7,6 +7,7 @@ import optax
 import pytest
 
 from dualpipe_jax import (
+    Pipeline,
     PipelineModel,
     PlacedStages,
     make_mesh,
@@ -14,11 +15,13 @@ from dualpipe_jax import (
     pipeline_loss,
     pipeline_value_and_grad,
     place_stages,
+    reference_value_and_grad,
     sequential_value_and_grad,
     unplace_stages,
 )
 from dualpipe_jax.schedule import dualpipe, dualpipe_v, gpipe, one_f_one_b, zb_h1
 from tests.engine import models
+from tests.engine.plain import plain_value_and_grad
 
 
 def setup(make, num_microbatches=4, kind="moe"):
@@ -98,6 +101,39 @@ def test_forward_only(make):
     np.testing.assert_allclose(np.mean(head), expected, rtol=1e-6)
 
 
+def test_the_public_oracle_is_the_plain_model():
+    _, _, params, _, data = setup(one_f_one_b)
+    oracle = sequential_value_and_grad(models.model("moe"), has_aux=True)
+    models.assert_same(models.quick(oracle)(params, *data), models.oracle("moe", 2, 4))
+
+
+def test_a_pipeline_takes_the_simplest_model_as_it_is():
+    given, schedule = models.given("mlp", 2, 4), one_f_one_b(2, 4)
+    (loss, report), grads = Pipeline(models.MLP, schedule, make_mesh(2, 1)).value_and_grad(*given)
+    plain = models.quick(plain_value_and_grad(models.MLP))(*models.flat(given))
+    public, by_public = models.quick(reference_value_and_grad(models.MLP))(*given)
+    np.testing.assert_allclose((loss, report.losses["loss"], public[0]), plain[0], rtol=1e-6)
+    for found in (grads, by_public):
+        models.assert_close(models.flat((found, given[1]))[0], plain[1])
+
+
+def test_options_of_leaves_go_by_the_names_of_parts():
+    schedule, mesh, params, _, data = setup(one_f_one_b, kind="mlp")
+    options = dict(
+        frozen={"embed": True}, input_grads=True, compute_dtype=dict.fromkeys(params, jnp.bfloat16)
+    )
+    loss, grads = pipeline_value_and_grad(models.MLP, schedule, mesh, **options)(params, *data)
+    narrow = jax.tree.map(lambda p: p.astype(jnp.bfloat16), params)
+    want, by_plain = models.quick(plain_value_and_grad(models.MLP))(narrow, *data)
+    np.testing.assert_allclose(loss, want, rtol=1e-2)
+    assert grads["embed"] is None and set(grads) == {*params, "batch"}
+    assert jax.tree.leaves(grads["stages"])[0].dtype == jnp.float32
+    got, wanted = (np.asarray(g["head"], np.float32) for g in jax.device_get((grads, by_plain)))
+    assert np.linalg.norm(got - wanted) < 3e-2 * np.linalg.norm(wanted)
+    with pytest.raises(ValueError, match="compute_dtype must be a dict with keys among .*, got .'stage'"):
+        pipeline_value_and_grad(models.MLP, schedule, mesh, compute_dtype={"stage": jnp.bfloat16})
+
+
 def test_forward_only_keeps_no_residuals():
     schedule, mesh, params, _, data = setup(gpipe, num_microbatches=16, kind="mlp")
     made = [make(models.MLP, schedule, mesh) for make in (pipeline_apply, pipeline_value_and_grad)]
@@ -110,7 +146,7 @@ def test_bfloat16_compute_with_float32_accumulators():
     low = jax.tree.map(lambda p: p.astype(jnp.bfloat16), params)
     step = pipeline_value_and_grad(models.MLP, schedule, mesh, accumulate_dtype=jnp.float32)
     loss, grads = step(low, *data)
-    exact_loss, exact = jax.jit(sequential_value_and_grad(models.MLP))(
+    exact_loss, exact = jax.jit(plain_value_and_grad(models.MLP))(
         jax.tree.map(lambda p: p.astype(jnp.float32), low), *data
     )
     assert {leaf.dtype for leaf in jax.tree.leaves(grads)} == {np.dtype("float32")}

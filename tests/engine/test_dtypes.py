@@ -11,12 +11,12 @@ from dualpipe_jax import (
     PipelineModel,
     make_mesh,
     pipeline_value_and_grad,
-    sequential_value_and_grad,
 )
 from dualpipe_jax.contract import staged
 from dualpipe_jax.schedule import dualpipe, one_f_one_b, zb_h1
 from tests.engine import models
 from tests.engine.models import assert_close, quick
+from tests.engine.plain import plain_value_and_grad
 
 MLP = models.MLP
 
@@ -29,10 +29,10 @@ def test_a_bfloat16_loss_does_not_round_the_seed():
 
     model, params, data = MLP._replace(head_loss=head), models.init("mlp", 2)[0], models.data(3)
     step = pipeline_value_and_grad(model, one_f_one_b(2, 3), make_mesh(2, 1))
-    _, want = quick(sequential_value_and_grad(MLP))(params, *data)
+    _, want = quick(plain_value_and_grad(MLP))(params, *data)
     _, got = quick(step)(params, *data)
     assert_close(got, want)
-    _, rounded = jax.jit(sequential_value_and_grad(model))(params, *data)
+    _, rounded = jax.jit(plain_value_and_grad(model))(params, *data)
     with pytest.raises(AssertionError):
         assert_close(rounded, want, 1e-3)
 
@@ -61,7 +61,7 @@ def test_what_is_kept_in_float32_may_be_used_in_bfloat16(schedule, sharded):
     (loss, _), grads = quick(pipeline.value_and_grad)(*models.given("mlp", 2, 4))
     cast = params | {"stages": params["stages"] | {"up": params["stages"]["up"].astype(jnp.bfloat16)}}
     wide = cast | {"stages": cast["stages"] | {"up": cast["stages"]["up"].astype(jnp.float32)}}
-    plain = quick(sequential_value_and_grad(model))
+    plain = quick(plain_value_and_grad(model))
     expected, want = plain(wide, inputs, targets)
     np.testing.assert_allclose(loss, expected, rtol=1e-6)
     exact, _ = plain(params, inputs, targets)
@@ -124,7 +124,7 @@ def test_complex_parameters_keep_their_imaginary_part():
     data = models.data(2)
     step = pipeline_value_and_grad(model, one_f_one_b(2, 2), make_mesh(2, 1), accumulate_dtype=jnp.float32)
     _, got = quick(step)(params, *data)
-    _, wanted = quick(sequential_value_and_grad(model))(params, *data)
+    _, wanted = quick(plain_value_and_grad(model))(params, *data)
     got, wanted = got["stages"]["turn"], wanted["stages"]["turn"]
     assert got.dtype == jnp.complex64 and np.abs(np.imag(wanted)).max() > 0
     np.testing.assert_allclose(got, wanted, atol=2e-6 * np.abs(wanted).max(), rtol=0)

@@ -7,10 +7,11 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from dualpipe_jax import PipelineModel, make_mesh, pipeline_value_and_grad, sequential_value_and_grad
+from dualpipe_jax import PipelineModel, make_mesh, pipeline_value_and_grad
 from dualpipe_jax.schedule import dualpipe, one_f_one_b, zb_h1
 from tests.engine import models
 from tests.engine.models import assert_close, quick
+from tests.engine.plain import plain_value_and_grad
 
 
 def compare(stage, make, *, ep=1, head_loss=models.head_loss, mesh=None, params=None, oracle=None, **options):
@@ -22,7 +23,7 @@ def compare(stage, make, *, ep=1, head_loss=models.head_loss, mesh=None, params=
     schedule = make(2, data[0].shape[0])
     step = quick(pipeline_value_and_grad(model, schedule, mesh or make_mesh(2, ep), **options))
     result = step(given if params is None else params, *data)
-    assert_close(result, quick(sequential_value_and_grad(plain))(given, *data))
+    assert_close(result, quick(plain_value_and_grad(plain))(given, *data))
 
 
 @pytest.mark.thin(2)

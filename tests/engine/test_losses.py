@@ -15,11 +15,11 @@ from dualpipe_jax import (
     make_mesh,
     pipeline_loss,
     reference_loss,
-    sequential_loss,
 )
 from dualpipe_jax.schedule import dualpipe, one_f_one_b
 from tests.engine import models
 from tests.engine.models import assert_close, quick
+from tests.engine.plain import plain_loss
 
 
 def balanced(params, x):
@@ -46,7 +46,7 @@ def test_a_function_of_the_loss_the_aux_and_the_parameters(make):
         return quick(jax.value_and_grad(function, has_aux=True))
 
     (_, (value, aux)), grads = total(pipeline_loss(model, schedule, make_mesh(2, 2), has_aux=True))(params)
-    plain = sequential_loss(model, has_aux=True)
+    plain = plain_loss(model, has_aux=True)
     (_, (expected, expected_aux)), expected_grads = total(plain)(params)
     np.testing.assert_allclose(value, expected, rtol=2e-6)
     np.testing.assert_array_equal(aux["positive"], expected_aux["positive"])
@@ -97,7 +97,7 @@ def test_a_cotangent_of_the_report_alone():
     data = models.data(3)
     loss = pipeline_loss(model, schedule, make_mesh(2, 1), has_aux=True)
     got = quick(jax.grad(lambda p: loss(p, *data)[1]["seen"]))(params)
-    plain = sequential_loss(model, has_aux=True)
+    plain = plain_loss(model, has_aux=True)
     want = quick(jax.grad(lambda p: plain(p, *data)[1]["seen"]))(params)
     assert not np.any(want["head"]) and not np.any(got["head"])
     got.pop("head"), want.pop("head")

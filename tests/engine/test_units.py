@@ -7,8 +7,7 @@ from collections import Counter
 import jax
 import pytest
 
-from dualpipe_jax import make_mesh, pipeline_units, pipeline_value_and_grad
-from dualpipe_jax.engine import pipeline_state
+from dualpipe_jax import Pipeline, make_mesh, staged
 from dualpipe_jax.inspect import read
 from dualpipe_jax.schedule import dualpipe, one_f_one_b
 from tests.engine import models
@@ -18,16 +17,18 @@ SCOPES = ("pair", "forward", "backward", "backward_input", "backward_weight")
 
 
 @functools.cache
-def lowered(make, units, kind="mlp", **options):
+def lowered(make, units, kind="mlp", fuse_pairs=None, every_kind=False):
     schedule = make(2, 8)
-    params, specs = models.init(kind, schedule.placement.num_model_stages)
-    arguments = models.model(kind), schedule, make_mesh(2, 2)
-    options |= dict(param_specs=specs, has_aux=True)
-    if units is None:
-        step = pipeline_value_and_grad(*arguments, **options)
-    else:
-        step = pipeline_units(*arguments, units, **options)
-    return step.lower(params, *models.data(8))
+    params, batch = models.given(kind, schedule.placement.num_model_stages, 8)
+    pipeline = made(kind, schedule, fuse_pairs=fuse_pairs)
+    step = pipeline.value_and_grad if units is None else pipeline.units(units, every_kind=every_kind)
+    return step.lower(params, batch)
+
+
+def made(kind, schedule, **options):
+    stages = schedule.placement.num_model_stages
+    model, specs = staged(models.model(kind), stages, has_aux=True), models.init(kind, stages)[1]
+    return Pipeline(model, schedule, make_mesh(2, 2), param_specs=specs, **options)
 
 
 def guards(lowered):
@@ -73,17 +74,9 @@ def test_a_schedule_that_pairs_nothing_says_so():
 
 def test_the_state_that_is_foretold_is_what_the_scan_carries():
     schedule = dualpipe(2, 8)
-    params, specs = models.init("moe", schedule.placement.num_model_stages)
-    arguments, options = (
-        (models.model("moe"), schedule, make_mesh(2, 2)),
-        dict(param_specs=specs, has_aux=True),
-    )
-    data = models.data(8)
-    state = pipeline_state(*arguments, **options)(params, *data)
-    step = pipeline_value_and_grad(*arguments, **options)
-    walks = [
-        eqn for _, eqn in equations(jax.make_jaxpr(step)(params, *data).jaxpr) if eqn.primitive.name == "scan"
-    ]
+    given, pipeline = models.given("moe", schedule.placement.num_model_stages, 8), made("moe", schedule)
+    state, step = pipeline.state(*given), pipeline.value_and_grad
+    walks = [eqn for _, eqn in equations(jax.make_jaxpr(step)(*given).jaxpr) if eqn.primitive.name == "scan"]
     walk = max(walks, key=lambda eqn: len(eqn.outvars))
     foretold = [f"{leaf.dtype}{list(leaf.shape)}" for leaf in jax.tree.leaves(state) if leaf.size]
     old = "num_carry" in walk.params  # a number in jax 0.10, a tree in 0.12

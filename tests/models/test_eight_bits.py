@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from dualpipe_jax import PipelineModel, pipeline_value_and_grad, sequential_value_and_grad
+from dualpipe_jax import PipelineModel, pipeline_value_and_grad
 from dualpipe_jax.functional import pure_nnx
 from dualpipe_jax.parallel import make_mesh
 from dualpipe_jax.schedule import dualpipe
@@ -17,11 +17,13 @@ from models.config import tiny
 from models.kernels import Kernels
 from models.moe import Dispatch, MoE
 from tests.engine.models import quick
+from tests.engine.plain import plain_value_and_grad
 
 CONFIG = tiny(dim=16, expert_hidden=8, num_experts=4, top_k=2, num_groups=1, top_groups=1, init_std=0.4)
 WIDE = tiny(
     dim=128, expert_hidden=64, num_experts=4, top_k=2, num_groups=1, top_groups=1, num_shared_experts=0, init_std=0.2,
 )  # fmt: skip
+
 VOCAB, SEQ, STAGES = 11, 8, 2
 
 
@@ -64,7 +66,7 @@ def test_pairs_over_devices_give_what_one_device_does():
     is rounded together lies on one device in the one case, on two in the other."""
     tokens = jax.random.randint(jax.random.key(1), (2, 4, 2, SEQ), 0, VOCAB)
     alone, params = model("dropless")
-    wanted, wanted_grads = jax.device_get(quick(sequential_value_and_grad(alone))(params, *tokens))
+    wanted, wanted_grads = jax.device_get(quick(plain_value_and_grad(alone))(params, *tokens))
     specs = {"stages": {name: P() for name in params["stages"]} | {"experts": P("ep")}}
     over, mesh = model("dropless", "ep")[0], make_mesh(2, 2)
     step = pipeline_value_and_grad(over, dualpipe(2, 4), mesh, param_specs=specs)
