@@ -11,7 +11,8 @@ from dualpipe_jax.contract import At
 from dualpipe_jax.functional import Tree
 from models.config import Config
 from models.kernels import AUTO, Kernels
-from models.transformer import deepseek, head_kernel
+from models.stages import head_kernel
+from models.transformer import deepseek
 from models.vocabulary import project
 
 

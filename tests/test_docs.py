@@ -21,7 +21,8 @@ from dualpipe_jax.__main__ import COMMANDS, main
 from dualpipe_jax.pods import Plan
 from dualpipe_jax.pods.plain import plain
 from models import deepseek, tiny, weights
-from train.config import check, make_schedule
+from train.checks import check
+from train.config import make_schedule
 from train.generate.options import parse as parse_generating
 from train.options import parse
 from train.prepare.options import parse as parse_preparing

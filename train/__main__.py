@@ -8,7 +8,8 @@ import traceback
 from collections.abc import Sequence
 from pathlib import Path
 
-from train.config import ConfigError, TrainConfig, check, make_schedule
+from train.checks import check
+from train.config import ConfigError, TrainConfig, make_schedule
 from train.data import DataError
 from train.errors import BEREFT, DIVERGED, FAILED, CheckpointError, DivergedError, Stopped, is_of_others
 from train.options import Command, parse

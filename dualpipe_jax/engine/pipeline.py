@@ -10,19 +10,18 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from dualpipe_jax.arguments import typechecked
 from dualpipe_jax.contract import PipelineModel, Report, StagedModel, Tree, as_staged
-from dualpipe_jax.engine import checks, nans, spmd
+from dualpipe_jax.engine import checks, forms, nans, spmd
 from dualpipe_jax.engine.differentiable import differentiable, for_figures
 from dualpipe_jax.engine.guard import Divergence
 from dualpipe_jax.engine.program import Outputs, Repeated
 from dualpipe_jax.engine.spmd import Results
-from dualpipe_jax.engine.stages import PlacedStages, broadcast, from_placed, is_listed, to_placed
+from dualpipe_jax.engine.stages import broadcast, from_placed, to_placed
 from dualpipe_jax.engine.state import State
 from dualpipe_jax.engine.step import Step
 from dualpipe_jax.engine.storage import Leaf
-from dualpipe_jax.engine.trees import float0_like, is_key
+from dualpipe_jax.engine.trees import is_key
 from dualpipe_jax.schedule import CostModel, Schedule
 from dualpipe_jax.schedule.lowering.table import TickTable
-from dualpipe_jax.split.leaves import is_floating
 
 
 class Applied(NamedTuple):
@@ -231,30 +230,11 @@ class Pipeline:
             )
             params = pipeline.with_trained(params, optax.apply_updates(pipeline.trained(params), updates))
         """
-
-        frozen = {} if self.frozen is None else self.frozen
-
-        def of(part: str, value: Tree) -> Tree:
-            stops = broadcast(frozen.get(part), value, False, "frozen")
-            return jax.tree.map(
-                lambda leaf, stop: leaf if not stop and is_floating(leaf) else None, value, stops
-            )
-
-        stages, shared = tree["stages"], of("shared", tree["shared"])
-        if isinstance(stages, PlacedStages):
-            local = tuple(of("stages", stage) for stage in stages.local)
-            return {"stages": dataclasses.replace(stages, local=local), "shared": shared}
-        if is_listed(stages, self.schedule.placement.num_model_stages):
-            return {"stages": [of("stages", stage) for stage in stages], "shared": shared}
-        return {"stages": of("stages", stages), "shared": shared}
+        return forms.trained(tree, self.frozen, self.schedule.placement.num_model_stages)
 
     def with_trained(self, params: Tree, trained: Tree) -> Tree:
         """Params with the leaves of ``trained`` where it has any: the inverse of ``trained``."""
-        parts = {part: params[part] for part in trained}
-        new = jax.tree.map(
-            lambda new, old: old if new is None else new, trained, parts, is_leaf=lambda node: node is None
-        )
-        return params | new
+        return forms.with_trained(params, trained)
 
     @property
     def placing_costs(self) -> CostModel:
@@ -343,7 +323,10 @@ class Pipeline:
         placed = self.placed(params)
         results = spmd.value_and_grad(self._bound(placed, units, every_kind), placed, batch, key, instead)
         self._watch(results)
-        return (results.objective, results.report), self._gradients(params, placed, batch, results.gradients)
+        gradients = forms.gradients_like(params, placed, results.gradients, self.schedule)
+        if self.input_grads:
+            gradients |= {"batch": forms.as_tree(batch, results.gradients["batch"])}
+        return (results.objective, results.report), gradients
 
     def _apply(
         self, params: Tree, batch: Tree, key: jax.Array | None = None, outputs: Outputs = "none"
@@ -379,37 +362,6 @@ class Pipeline:
         if results.first_bad is not None:
             nans.raise_first(results.objective, results.first_bad, self.schedule)
 
-    def _gradients(self, params: Tree, placed: Tree, batch: Tree, lists: Tree) -> Tree:
-        """Lists of gradients in the form of params."""
-        local = zip(placed["stages"].local, lists["stages"].local, strict=True)
-        given = params["stages"]
-        if isinstance(given, PlacedStages):
-            trees = (_as_tree(tree, found) for tree, found in local)
-            stages: Tree = dataclasses.replace(given, local=tuple(trees))
-        elif is_listed(given, self.schedule.placement.num_model_stages):
-            lead = from_placed(lists["stages"], self.schedule.placement, is_leaf=lambda g: g is None)
-            stages = [
-                _as_tree(tree, [None if g is None else g[number] for g in lead])
-                for number, tree in enumerate(given)
-            ]
-        else:
-            stages = _from_placed(given, lists["stages"], self.schedule)
-        gradients = {"stages": stages, "shared": _as_tree(params["shared"], lists["shared"])}
-        return gradients | ({"batch": _as_tree(batch, lists["batch"])} if self.input_grads else {})
-
 
 _AS_USED = "as used"
 _OWN = "own"
-
-
-def _as_tree(tree: Tree, gradients: list[Any]) -> Tree:
-    """The gradient tree of ``tree``: None for what is frozen, float0 for what can have no gradient."""
-    leaves, form = jax.tree.flatten(tree)
-    given: Any = form
-    rows = zip(leaves, gradients, strict=True)
-    return given.unflatten(g if is_floating(leaf) else float0_like(leaf) for leaf, g in rows)
-
-
-def _from_placed(stages: Tree, lists: PlacedStages, schedule: Schedule) -> Tree:
-    """Lists of gradients in model order."""
-    return _as_tree(stages, from_placed(lists, schedule.placement, is_leaf=lambda g: g is None))

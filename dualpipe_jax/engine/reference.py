@@ -24,7 +24,7 @@ from dualpipe_jax.engine.kinds import sum_marked
 from dualpipe_jax.engine.stages import is_listed
 from dualpipe_jax.engine.trees import sum_dtype
 from dualpipe_jax.parallel import AXES
-from dualpipe_jax.parallel.expert import DROPPED
+from dualpipe_jax.parallel.expert_plan import DROPPED
 from dualpipe_jax.split import reveal
 
 

@@ -1,17 +1,9 @@
 """JAX collectives and the mesh they run on; knows no schedules."""
 
-from dualpipe_jax.parallel.expert import (
-    Handle,
-    capacity_for,
-    combine,
-    count,
-    dispatch,
-    expert_matmul,
-    plan_capacity,
-    plan_dropless,
-)
+from dualpipe_jax.parallel.expert import combine, dispatch, expert_matmul
 from dualpipe_jax.parallel.expert_groups import grouped_matmul
 from dualpipe_jax.parallel.expert_output import combine_product
+from dualpipe_jax.parallel.expert_plan import Handle, capacity_for, count, plan_capacity, plan_dropless
 from dualpipe_jax.parallel.float8 import check_device as check_float8
 from dualpipe_jax.parallel.float8_matmul import float8_matmul
 from dualpipe_jax.parallel.mesh import (

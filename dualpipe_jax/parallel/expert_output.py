@@ -21,7 +21,6 @@ import jax.numpy as jnp
 from jax import Array
 
 from dualpipe_jax.parallel.expert import (
-    Handle,
     arriving,
     by_device,
     combine,
@@ -31,6 +30,7 @@ from dualpipe_jax.parallel.expert import (
     take_rows,
     to_experts,
 )
+from dualpipe_jax.parallel.expert_plan import Handle
 from dualpipe_jax.varying import vary_alike
 
 Matmul = Callable[[Array, Array, Handle], Array]

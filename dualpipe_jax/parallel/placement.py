@@ -26,7 +26,7 @@ import numpy as np
 from jax import Array, lax
 from numpy.typing import ArrayLike
 
-from dualpipe_jax.parallel.expert import by_expert, known_experts
+from dualpipe_jax.parallel.expert_plan import by_expert, known_experts
 
 Axis = str | tuple[str, ...]
 """The name of a mesh axis, or names of several that are taken as one, the first varying slowest."""

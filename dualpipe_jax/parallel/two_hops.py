@@ -24,7 +24,8 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.ad_checkpoint import checkpoint_name
 
-from dualpipe_jax.parallel.expert import DROPPED, Handle, arriving, dispatch, plan_capacity
+from dualpipe_jax.parallel.expert import arriving, dispatch
+from dualpipe_jax.parallel.expert_plan import DROPPED, Handle, plan_capacity
 
 
 def plan_two_hops(

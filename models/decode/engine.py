@@ -1,13 +1,10 @@
 """Continuous batching: requests join and leave between steps, and nothing is compiled again.
 
-What a device computes is in ``models.decode.steps``; here is who sits where. A request takes blocks for all it may ever
-need when it is let in, so that none that has begun can run out of room (Yu et al. 2022, "Orca"). On a mesh it stays on
-the device that let it in.
+What a device computes is in ``models.decode.steps``, who sits where in ``models.decode.seats``; here is what
+a step does.
 """
 
-import dataclasses
 import functools
-from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -20,7 +17,6 @@ from numpy.typing import ArrayLike
 from dualpipe_jax.functional import Tree
 from dualpipe_jax.parallel import EP
 from models.decode import experts
-from models.decode.blocks import Blocks, keys_of
 from models.decode.cache import Rows
 from models.decode.halves import Piece, fixed_cost, halve
 from models.decode.kept import KeptBlocks, PrefixFolder, identity
@@ -28,27 +24,7 @@ from models.decode.model import Decoder
 from models.decode.programs import programs
 from models.decode.requests import Completion, Limits, SamplingParams, check_request
 from models.decode.sampling import Sampling
-
-
-@dataclasses.dataclass(eq=False)
-class _Request:
-    id: int
-    prompt: np.ndarray
-    params: SamplingParams
-    on_token: Callable[[int], None] | None
-    blocks: list[int] = dataclasses.field(default_factory=list)
-    num_cached: int = 0  # positions in the cache
-    tokens: list[int] = dataclasses.field(default_factory=list)
-    draft: int = -1
-    num_drafted: int = 0
-    num_accepted: int = 0
-    num_reused: int = 0
-    ended: bool = False
-
-    @property
-    def room(self) -> int:
-        """Positions that it may take: the last token is not fed to anybody."""
-        return len(self.prompt) + self.params.max_tokens - 1
+from models.decode.seats import Request, Seats
 
 
 class Engine:
@@ -118,9 +94,13 @@ class Engine:
         if mesh is not None:
             self._place(mesh, placement)
         self._cache = self._programs.init_cache(limits.total_blocks, limits.block_size)
-        self._blocks = Blocks(limits.total_blocks, self._num_devices)
-        self._waiting: deque[_Request] = deque()
-        self._slots: list[_Request | None] = [None] * limits.max_requests
+        self._seats = Seats(
+            limits,
+            self._own_limits,
+            num_devices=self._num_devices,
+            num_halves=microbatches,
+            ahead=int(drafts),
+        )
         self._ended: list[Completion] = []
         num_rows = self.config.num_moe_layers + self.config.num_mtp_layers
         self._totals = np.zeros((num_rows, self.config.num_experts), np.int64)
@@ -135,7 +115,7 @@ class Engine:
     @property
     def busy(self) -> bool:
         """Whether there is anything to do."""
-        return bool(self._waiting or self._ended or any(self._slots))
+        return bool(self._ended) or self._seats.taken
 
     def add(
         self,
@@ -160,14 +140,14 @@ class Engine:
         """
         tokens = np.asarray(prompt)
         check_request(tokens, params, self._own_limits, self.config.vocab)
-        request = _Request(self._next_id, tokens.astype(np.int32), params, on_token)
+        request = Request(self._next_id, tokens.astype(np.int32), params, on_token)
         self._next_id += 1
-        self._waiting.append(request)
+        self._seats.waiting.append(request)
         return request.id
 
     def cancel(self, number: int) -> None:
         """End a request, whose completion the next step returns; one that has ended is left alone."""
-        for request in (*self._waiting, *self._slots):
+        for request in (*self._seats.waiting, *self._seats.slots):
             if request is not None and request.id == number:
                 self._end(request, "cancelled")
 
@@ -178,13 +158,13 @@ class Engine:
           The requests that ended.
 
         """
-        self._admit()
+        self._seats.admit(self._recall)
         for _ in range(self._num_prefills):
             pieces = [piece for device in range(self._num_devices) for piece in self._next_pieces(device)]
             if not any(pieces):
                 break
             self._take_in(pieces)
-        if any(r and r.tokens for r in self._slots):
+        if any(r and r.tokens for r in self._seats.slots):
             self._go_on()
         ended, self._ended = self._ended, []
         return ended
@@ -241,42 +221,9 @@ class Engine:
             self._weights, self._held, self.config.num_experts, mesh, near=self._near
         )
 
-    def _admit(self) -> None:
-        """First come, first served: a small one does not overtake one that waits for room."""
-        while self._waiting and None in self._slots:
-            request = self._waiting[0]
-            # The last token is fed in any case: its logits are wanted.
-            keys = self._keys(request, len(request.prompt) - 1)
-            need = -(-request.room // self.limits.block_size)
-            for device in self._best_first(keys):
-                if taken := self._blocks.take(need, keys, device):
-                    break
-            else:
-                return
-            request.blocks, filled = taken[0], self._recall(*taken, keys)
-            request.num_cached = request.num_reused = filled * self.limits.block_size
-            self._waiting.popleft()
-            self._slots[self._seat(device)] = request
-
-    def _best_first(self, keys: Sequence[bytes]) -> list[int]:
-        """Devices with a free slot: first those that know most of a prompt's beginning, then those with most room."""
-        free = [device for device in range(self._num_devices) if None in self._slots_of(device)]
-        return sorted(free, key=lambda d: (-self._blocks.num_known(keys, d), -self._blocks.num_free(d)))
-
-    def _slots_of(self, device: int) -> list[_Request | None]:
-        size = self._own_limits.max_requests
-        return self._slots[device * size : (device + 1) * size]
-
-    def _seat(self, device: int) -> int:
-        """A free slot of a device, in the half that has fewer requests."""
-        slots, size = self._slots_of(device), self._own_limits.max_requests // self._num_halves
-        busy = [sum(map(bool, slots[k * size : (k + 1) * size])) for k in range(self._num_halves)]
-        start = size * busy.index(min(busy))
-        return device * self._own_limits.max_requests + slots.index(None, start)
-
-    def _next_pieces(self, device: int) -> list[tuple[_Request, Piece] | None]:
+    def _next_pieces(self, device: int) -> list[tuple[Request, Piece] | None]:
         """What a device takes in next, by rows."""
-        begun = (r for r in self._slots_of(device) if r and r.num_cached < len(r.prompt))
+        begun = (r for r in self._seats.slots_of(device) if r and r.num_cached < len(r.prompt))
         oldest = sorted(begun, key=lambda request: request.id)
         prompts = [(r.num_cached, len(r.prompt) - r.num_cached) for r in oldest]
         size = self.limits.chunk_size
@@ -295,27 +242,21 @@ class Engine:
                 break
             self._cache = _put_block(self._cache.sharding)(self._cache, block, found)
             filled += 1
-        self._blocks.remember(blocks[:filled], keys)
+        self._seats.blocks.remember(blocks[:filled], keys)
         return filled
 
     def _remember(self, blocks: Sequence[int], keys: Sequence[bytes]) -> None:
-        self._blocks.remember(blocks, keys)
+        self._seats.blocks.remember(blocks, keys)
         for block, key in zip(blocks, keys, strict=False):
             if self._kept and self._kept.wants(key):
                 self._kept.write(key, _get_block(self._cache, block))
 
-    def _keys(self, request: _Request, num_fed: int) -> list[bytes]:
-        """The keys of the whole blocks among the first positions of a request."""
-        text = [*request.prompt, *request.tokens]
-        keys = keys_of(text, self.limits.block_size, ahead=int(self._drafts))
-        return keys[: num_fed // self.limits.block_size]
-
-    def _take_in(self, pieces: Sequence[tuple[_Request, Piece] | None]) -> None:
+    def _take_in(self, pieces: Sequence[tuple[Request, Piece] | None]) -> None:
         size = self.limits.chunk_size
         tokens = np.zeros((len(pieces), size), np.int32)
         starts, lengths = np.zeros((2, len(pieces)), np.int32)
         follow = np.full(len(pieces), -1, np.int32)
-        requests: list[_Request | None] = [None] * len(pieces)
+        requests: list[Request | None] = [None] * len(pieces)
         for row, taken in enumerate(pieces):
             if taken is not None:
                 requests[row], (_, start, length) = request, _ = taken
@@ -323,7 +264,7 @@ class Engine:
                 tokens[row, :length] = request.prompt[start:end]
                 starts[row], lengths[row] = start, length
                 follow[row] = request.prompt[end] if end < len(request.prompt) else -1
-        rows = Rows(tokens, starts, lengths, self._tables(requests))
+        rows = Rows(tokens, starts, lengths, self._seats.tables(requests))
         out, counts, self._cache = self._programs.prefill(
             self._weights, self._cache, (rows, follow, _sampling(requests))
         )
@@ -342,7 +283,7 @@ class Engine:
 
     def _go_on(self) -> None:
         width = 2 if self._drafts else 1
-        requests = [r if r and r.tokens else None for r in self._slots]
+        requests = [r if r and r.tokens else None for r in self._seats.slots]
         tokens = np.zeros((len(requests), width), np.int32)
         starts, lengths = np.zeros((2, len(requests)), np.int32)
         for row, request in enumerate(requests):
@@ -356,7 +297,7 @@ class Engine:
                 if guessed:
                     tokens[row, 1] = request.draft
                     request.num_drafted += 1
-        rows = Rows(tokens, starts, lengths, self._tables(requests))
+        rows = Rows(tokens, starts, lengths, self._seats.tables(requests))
         out, counts, self._cache = self._programs.decode(
             self._weights, self._cache, (rows, _sampling(requests))
         )
@@ -369,7 +310,7 @@ class Engine:
                 request.num_accepted += accepted - 1
                 self._receive(request, found.tokens[row, :accepted], found.finite[row], found.drafts[row])
 
-    def _receive(self, request: _Request, tokens: np.ndarray, finite: bool, draft: int) -> None:
+    def _receive(self, request: Request, tokens: np.ndarray, finite: bool, draft: int) -> None:
         if not finite:
             self._end(
                 request,
@@ -379,7 +320,7 @@ class Engine:
             )
             return
         if not request.tokens:
-            self._remember(request.blocks, self._keys(request, request.num_cached))
+            self._remember(request.blocks, self._seats.keys(request, request.num_cached))
         request.draft = int(draft)
         for token in map(int, tokens):
             if token in request.params.stop:
@@ -396,26 +337,15 @@ class Engine:
             if request.ended:
                 return
 
-    def _end(self, request: _Request, reason: Any, error: str | None = None) -> None:
+    def _end(self, request: Request, reason: Any, error: str | None = None) -> None:
         if request.ended:
             return
         request.ended = True
-        if request in self._waiting:
-            self._waiting.remove(request)
-        else:
-            self._slots[self._slots.index(request)] = None
-            if reason != "error":
-                self._remember(request.blocks, self._keys(request, request.num_cached))
-            self._blocks.give_back(request.blocks)
+        if reason != "error" and request in self._seats.slots:
+            self._remember(request.blocks, self._seats.keys(request, request.num_cached))
+        self._seats.leave(request)
         numbers = int(request.num_drafted), int(request.num_accepted), request.num_reused
         self._ended.append(Completion(request.id, tuple(request.tokens), reason, error, *numbers))
-
-    def _tables(self, requests: Sequence[_Request | None]) -> np.ndarray:
-        tables = np.zeros((len(requests), self.limits.table_size), np.int32)
-        for row, request in enumerate(requests):
-            if request is not None:
-                tables[row, : len(request.blocks)] = request.blocks
-        return tables % self._blocks.part_size  # a device counts its own
 
     def _count(self, counts: Array) -> None:
         """On the device, for nobody waits for it; now and then in the totals, for it has 32 bits."""
@@ -437,7 +367,7 @@ def _get_block(cache: jax.Array, block: int) -> jax.Array:
     return jax.lax.dynamic_index_in_dim(cache, block, axis=1, keepdims=False)
 
 
-def _sampling(requests: Sequence[_Request | None]) -> Sampling:
+def _sampling(requests: Sequence[Request | None]) -> Sampling:
     params = [SamplingParams() if request is None else request.params for request in requests]
     return Sampling(
         np.asarray([p.temperature for p in params], np.float32),

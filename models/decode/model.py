@@ -21,7 +21,7 @@ from models.decode.attention import cached_attention
 from models.decode.cache import Rows
 from models.kernels import AUTO, Kernels
 from models.moe import Dispatch
-from models.transformer import head_kernel
+from models.stages import head_kernel
 from models.vocabulary import look_up, project
 
 

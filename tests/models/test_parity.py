@@ -18,7 +18,8 @@ from models.attention import RMSNorm
 from models.blocks import Block, DenseBlock
 from models.moe import Dispatch
 from models.plan import lay_out
-from models.transformer import deepseek, head_kernel
+from models.stages import head_kernel
+from models.transformer import deepseek
 from models.weights.names import entries
 from models.weights.tree import rotary_order
 from tests.models.hugging_face import libraries, make, run, saved, tensors, yarn

@@ -24,7 +24,8 @@ from tests.train.state.test_checkpoint import NUMBERS, make_layout, random_flat
 from tests.train.state.test_state import check_lies
 from tests.train.test_step import adamw_by_hand
 from train import setup
-from train.config import ConfigError, check, configure
+from train.checks import check
+from train.config import ConfigError, configure
 from train.figures.metrics import read_metrics
 from train.figures.step import device_load, step_record
 from train.processes.group import Processes

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from train.config import FLAGS, ConfigError, TrainConfig, check, configure, make_schedule, option
+from train.checks import check
+from train.config import FLAGS, ConfigError, TrainConfig, configure, make_schedule, option
 from train.options import apply, in_todays_sections, parse, plain
 from train.presets import PRESETS
 

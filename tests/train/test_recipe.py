@@ -9,7 +9,8 @@ import optax
 import pytest
 
 from dualpipe_jax.parallel import make_mesh
-from train.config import FLAGS, ConfigError, TrainConfig, check, configure, option
+from train.checks import check
+from train.config import FLAGS, ConfigError, TrainConfig, configure, option
 from train.data import Corpus
 from train.data.corpus import text_source
 from train.data.vocabulary import BYTES

@@ -67,7 +67,7 @@ def test_another_engine_reuses_what_is_kept_and_answers_alike(folder, warnings):
     serving = engine(folder)
     serving.add(more, SamplingParams(max_tokens=2))
     assert serving.run()[0].num_reused == 16
-    assert len(serving._blocks) == LIMITS.num_blocks and not warnings
+    assert len(serving._seats.blocks) == LIMITS.num_blocks and not warnings
 
 
 def test_with_drafts_the_modules_latents_are_kept_too(folder):

@@ -110,7 +110,7 @@ def test_64_clients_at_once_some_of_whom_leave_get_what_the_engine_alone_gives(s
 
     found = asyncio.run(everyone())
     idle(runner)
-    assert len(made._blocks) == LIMITS.total_blocks
+    assert len(made._seats.blocks) == LIMITS.total_blocks
     wanted = [one[:2] for one in all_generated(asked)]
     stayed = [n for n in range(64) if found[n] is not None]
     assert len(stayed) == 48 and {reason for _, reason in wanted} >= {"length"}
@@ -167,7 +167,7 @@ def test_a_text_ends_before_the_first_of_the_words_that_stop_it(server, client):
         assert "".join(event.choices[0].text for event in events) == wanted
         assert events[-1].choices[0].finish_reason == "stop"
     idle(server[1])
-    assert len(server[2]._blocks) == LIMITS.total_blocks
+    assert len(server[2]._seats.blocks) == LIMITS.total_blocks
 
 
 @pytest.mark.parametrize(

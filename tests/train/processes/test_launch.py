@@ -4,7 +4,8 @@ import socket
 
 import pytest
 
-from train.config import ConfigError, LaunchConfig, check, configure
+from train.checks import check
+from train.config import ConfigError, LaunchConfig, configure
 from train.processes.devices import set_devices
 from train.processes.launch import Launch, bind_address, recognise
 

@@ -1,0 +1,65 @@
+"""Trees in the form in which a user gave them: gradients like params, and the part that an optimizer owns."""
+
+import dataclasses
+from typing import Any
+
+import jax
+
+from dualpipe_jax.contract import Tree
+from dualpipe_jax.engine.stages import PlacedStages, broadcast, from_placed, is_listed
+from dualpipe_jax.engine.trees import float0_like
+from dualpipe_jax.schedule import Schedule
+from dualpipe_jax.split.leaves import is_floating
+
+
+def trained(tree: Tree, frozen: Tree, num_stages: int) -> Tree:
+    """Params, or gradients of them, with None for every leaf that is frozen or not floating."""
+    frozen = {} if frozen is None else frozen
+
+    def of(part: str, value: Tree) -> Tree:
+        stops = broadcast(frozen.get(part), value, False, "frozen")
+        return jax.tree.map(lambda leaf, stop: leaf if not stop and is_floating(leaf) else None, value, stops)
+
+    stages, shared = tree["stages"], of("shared", tree["shared"])
+    if isinstance(stages, PlacedStages):
+        local = tuple(of("stages", stage) for stage in stages.local)
+        return {"stages": dataclasses.replace(stages, local=local), "shared": shared}
+    if is_listed(stages, num_stages):
+        return {"stages": [of("stages", stage) for stage in stages], "shared": shared}
+    return {"stages": of("stages", stages), "shared": shared}
+
+
+def with_trained(params: Tree, trained: Tree) -> Tree:
+    """Params with the leaves of ``trained`` where it has any."""
+    parts = {part: params[part] for part in trained}
+    new = jax.tree.map(
+        lambda new, old: old if new is None else new, trained, parts, is_leaf=lambda node: node is None
+    )
+    return params | new
+
+
+def gradients_like(params: Tree, placed: Tree, lists: Tree, schedule: Schedule) -> Tree:
+    """Lists of gradients, those of stages placed, in the form of params."""
+    local = zip(placed["stages"].local, lists["stages"].local, strict=True)
+    given = params["stages"]
+    if isinstance(given, PlacedStages):
+        trees = (as_tree(tree, found) for tree, found in local)
+        stages: Tree = dataclasses.replace(given, local=tuple(trees))
+    else:
+        lead = from_placed(lists["stages"], schedule.placement, is_leaf=lambda g: g is None)
+        if is_listed(given, schedule.placement.num_model_stages):
+            stages = [
+                as_tree(tree, [None if g is None else g[number] for g in lead])
+                for number, tree in enumerate(given)
+            ]
+        else:
+            stages = as_tree(given, lead)
+    return {"stages": stages, "shared": as_tree(params["shared"], lists["shared"])}
+
+
+def as_tree(tree: Tree, gradients: list[Any]) -> Tree:
+    """The gradient tree of ``tree``: None for what is frozen, float0 for what can have no gradient."""
+    leaves, form = jax.tree.flatten(tree)
+    given: Any = form
+    rows = zip(leaves, gradients, strict=True)
+    return given.unflatten(g if is_floating(leaf) else float0_like(leaf) for leaf, g in rows)

@@ -1,0 +1,120 @@
+"""Who waits, who sits where, and which blocks of the cache each has; nothing here is computed by a model.
+
+A request takes blocks for all it may ever need when it is let in, so that none that has begun can run out of room (Yu
+et al. 2022, "Orca"). On a mesh it stays on the device that let it in.
+"""
+
+import dataclasses
+from collections import deque
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from models.decode.blocks import Blocks, keys_of
+from models.decode.requests import Limits, SamplingParams
+
+
+@dataclasses.dataclass(eq=False)
+class Request:
+    """A text on its way: what was asked, its blocks, and how far it is."""
+
+    id: int
+    prompt: np.ndarray
+    params: SamplingParams
+    on_token: Callable[[int], None] | None
+    blocks: list[int] = dataclasses.field(default_factory=list)
+    num_cached: int = 0  # positions in the cache
+    tokens: list[int] = dataclasses.field(default_factory=list)
+    draft: int = -1
+    num_drafted: int = 0
+    num_accepted: int = 0
+    num_reused: int = 0
+    ended: bool = False
+
+    @property
+    def room(self) -> int:
+        """Positions that it may take: the last token is not fed to anybody."""
+        return len(self.prompt) + self.params.max_tokens - 1
+
+
+Fill = Callable[[Sequence[int], int, Sequence[bytes]], int]
+"""From a request's blocks, how many at the front are filled, and their keys, to how many are filled then."""
+
+
+class Seats:
+    """The slots of all devices, their blocks, and who waits for one.
+
+    Args:
+      limits: of all devices together.
+      own: of one device.
+      num_devices: that have slots.
+      num_halves: into which a device's slots are cut.
+      ahead: see ``keys_of``.
+
+    """
+
+    def __init__(self, limits: Limits, own: Limits, *, num_devices: int, num_halves: int, ahead: int):
+        self.blocks = Blocks(limits.total_blocks, num_devices)
+        self.waiting: deque[Request] = deque()
+        self.slots: list[Request | None] = [None] * limits.max_requests
+        self._limits, self._size, self._ahead = limits, own.max_requests, ahead
+        self._num_devices, self._num_halves = num_devices, num_halves
+
+    @property
+    def taken(self) -> bool:
+        """Whether anybody waits or sits."""
+        return bool(self.waiting or any(self.slots))
+
+    def admit(self, fill: Fill) -> None:
+        """First come, first served: a small one does not overtake one that waits for room."""
+        while self.waiting and None in self.slots:
+            request = self.waiting[0]
+            # The last token is fed in any case: its logits are wanted.
+            keys = self.keys(request, len(request.prompt) - 1)
+            need = -(-request.room // self._limits.block_size)
+            for device in self._best_first(keys):
+                if taken := self.blocks.take(need, keys, device):
+                    break
+            else:
+                return
+            request.blocks, filled = taken[0], fill(*taken, keys)
+            request.num_cached = request.num_reused = filled * self._limits.block_size
+            self.waiting.popleft()
+            self.slots[self._seat(device)] = request
+
+    def _best_first(self, keys: Sequence[bytes]) -> list[int]:
+        """Devices with a free slot: first those that know most of a prompt's beginning, then those with most room."""
+        free = [device for device in range(self._num_devices) if None in self.slots_of(device)]
+        return sorted(free, key=lambda d: (-self.blocks.num_known(keys, d), -self.blocks.num_free(d)))
+
+    def slots_of(self, device: int) -> list[Request | None]:
+        size = self._size
+        return self.slots[device * size : (device + 1) * size]
+
+    def _seat(self, device: int) -> int:
+        """A free slot of a device, in the half that has fewer requests."""
+        slots, size = self.slots_of(device), self._size // self._num_halves
+        busy = [sum(map(bool, slots[k * size : (k + 1) * size])) for k in range(self._num_halves)]
+        start = size * busy.index(min(busy))
+        return device * self._size + slots.index(None, start)
+
+    def keys(self, request: Request, num_fed: int) -> list[bytes]:
+        """The keys of the whole blocks among the first positions of a request."""
+        text = [*request.prompt, *request.tokens]
+        keys = keys_of(text, self._limits.block_size, ahead=self._ahead)
+        return keys[: num_fed // self._limits.block_size]
+
+    def leave(self, request: Request) -> None:
+        """Free what a request has, or its place among those who wait."""
+        if request in self.waiting:
+            self.waiting.remove(request)
+            return
+        self.slots[self.slots.index(request)] = None
+        self.blocks.give_back(request.blocks)
+
+    def tables(self, requests: Sequence[Request | None]) -> np.ndarray:
+        tables = np.zeros((len(requests), self._limits.table_size), np.int32)
+        for row, request in enumerate(requests):
+            if request is not None:
+                tables[row, : len(request.blocks)] = request.blocks
+        return tables % self.blocks.part_size  # a device counts its own

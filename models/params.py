@@ -1,0 +1,92 @@
+"""Parameters of DeepSeek-V3 cut into stages: how they begin, where they lie, what they are read in.
+
+Shape suffixes: P stages, K slots of a stage.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax.sharding import PartitionSpec
+
+from dualpipe_jax.functional import Tree, pure_nnx
+from models.attention import linear
+from models.config import Config
+from models.plan import Layout
+
+
+class Modules(NamedTuple):
+    """Each kind of module as two functions, ``init(key)`` and ``apply(params, ...)``."""
+
+    dense: Any
+    block: Any
+    merge: Any
+    norm: Any
+
+
+def init_params(config: Config, layout: Layout, modules: Modules, key: Array) -> Tree:
+    embed_key, dense_key, block_key, mtp_key, head_key = jax.random.split(key, 5)
+    num_rows, num_mtp = config.num_moe_layers + config.num_mtp_layers, config.num_mtp_layers
+    # Made where they stand, not picked from all rows: over stages that lie on ranks no device makes the whole model.
+    rows_KP = jnp.asarray(layout.rows.T)
+    keys_KP = jax.random.split(block_key, num_rows)[jnp.maximum(rows_KP, 0)]
+    blocks = jax.tree.map(
+        lambda w: jnp.where(rows_KP.reshape(*rows_KP.shape, *(1,) * (w.ndim - 2)) < 0, 0, w),
+        jax.vmap(jax.vmap(modules.block.init))(keys_KP),
+    )
+
+    normal = jax.nn.initializers.normal(config.init_std)
+    shared = {
+        "embed_tokens": normal(embed_key, (config.vocab, config.dim), jnp.float32),
+        "layers": [modules.dense.init(k) for k in jax.random.split(dense_key, config.num_dense_layers)],
+        "norm": modules.norm.init(head_key),
+        "mtp": [
+            modules.merge.init(k) | {"norm": modules.norm.init(k)} for k in jax.random.split(mtp_key, num_mtp)
+        ],
+    }
+    if not config.tie_embeddings:
+        head = pure_nnx(lambda rngs: linear(config, config.dim, config.vocab, rngs))
+        shared["lm_head"] = head.init(head_key)
+    routing = {
+        "bias": jnp.zeros((*layout.rows.shape, config.num_experts), jnp.float32),
+        "row": jnp.asarray(layout.rows),
+    }
+    return {
+        "stages": {
+            "layers": [jax.tree.map(lambda w, k=k: w[k], blocks) for k in range(len(rows_KP))],
+            "routing": routing,
+        },
+        "shared": shared,
+    }
+
+
+def param_specs_of(
+    config: Config, init: Callable[[Array], Tree], ep_axis: str | tuple[str, str] | None
+) -> Tree:
+    def spec(path: tuple[Any, ...], leaf: Any) -> PartitionSpec:
+        del leaf
+        names = {getattr(key, "key", None) for key in path}
+        if ep_axis and "experts" in names:
+            return PartitionSpec(ep_axis)
+        if ep_axis and not config.tie_embeddings and names & {"embed_tokens", "lm_head"}:
+            return PartitionSpec(None, ep_axis)
+        return PartitionSpec()
+
+    return jax.tree_util.tree_map_with_path(spec, jax.eval_shape(init, jax.random.key(0)))
+
+
+def compute_dtype_of(config: Config, init: Callable[[Array], Tree]) -> Tree:
+    """Matrices of layers are multiplied in ``compute_dtype``; norms and routers are float32.
+
+    So are the sums of the head's gradients over blocks of words, which are as wide as the head.
+    """
+
+    def dtype(path: tuple[Any, ...], leaf: Any) -> Any:
+        del leaf
+        names = {getattr(key, "key", None) for key in path}
+        return config.compute_dtype if names & {"kernel", "experts"} and "lm_head" not in names else None
+
+    whole = jax.tree_util.tree_map_with_path(dtype, jax.eval_shape(init, jax.random.key(0)))
+    return whole | {"stages": whole["stages"] | {"routing": None}}

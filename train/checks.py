@@ -1,0 +1,128 @@
+"""Whether a run's options fit together: before anything is read, made or compiled."""
+
+import re
+from pathlib import Path
+
+from train.config import ConfigError, TrainConfig, make_schedule, option
+
+AT_LEAST_ONE = (
+    "--first-microbatches",
+    "--ramp-tokens",
+    "--steps",
+    "--log-every",
+    "--eval-every",
+    "--load-every",
+    "--rebalance-every",
+    "--checkpoint-every",
+    "--keep",
+    "--keep-every",
+    "--eval-sequences",
+    "--processes",
+    "--num-processes",
+)
+
+
+NOT_NEGATIVE = (
+    "--profile",
+    "--mtp",
+    "--mtp-weight",
+    "--final-mtp-weight",
+    "--constant-until",
+    "--final-rate",
+    "--b1",
+    "--b2",
+    "--balance-factor",
+    "--seed",
+    "--warmup",
+    "--weight-decay",
+    "--bias-rate",
+    "--redundant-experts",
+    "--restarts",
+    "--process-id",
+    "--straggler-every",
+)
+
+
+POSITIVE = (
+    "--learning-rate",
+    "--clip",
+    "--checkpoint-minutes",
+    "--peak-tflops",
+    "--spike",
+    "--patience",
+)
+
+
+def check(config: TrainConfig) -> None:
+    """Raise ConfigError for the first option that is out of range or does not fit the others."""
+    bounds = (
+        (AT_LEAST_ONE, lambda value: value >= 1, "must be at least 1"),
+        (NOT_NEGATIVE, lambda value: value >= 0, "must not be negative"),
+        (POSITIVE, lambda value: value > 0, "must be above 0"),
+    )
+    for flags, holds, must in bounds:
+        for flag in flags:
+            value = option(config, flag)
+            if value is not None and not holds(value):
+                raise ConfigError(f"{flag} {value}: {must}")
+    for flag, bound in (("--b1", 1), ("--b2", 1), ("--constant-until", 1)):
+        if (value := option(config, flag)) is not None and value >= bound:
+            raise ConfigError(f"{flag} {value}: must be below {bound}")
+    try:
+        config.step.check()
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+    check_ramp(config)
+    if config.seed >= 2**32:
+        raise ConfigError(f"--seed {config.seed}: must be below 2^32 = {2**32}; more bits would be cut off")
+    if config.name is not None and (not config.name.strip(".") or Path(config.name).name != config.name):
+        raise ConfigError(f"--name {config.name}: must be a plain name; --runs says in which folder")
+    if config.log.profile >= config.optimizer.steps:
+        raise ConfigError(
+            f"--profile {config.log.profile}: --steps {config.optimizer.steps} leaves none that is not compiled in; "
+            f"try --steps {config.log.profile + 3}"
+        )
+    for flag in ("--rebalance-every", "--redundant-experts"):
+        if option(config, flag) and config.step.ep == 1:
+            raise ConfigError(
+                f"{flag} {option(config, flag)}: with --ep 1 one device has all experts of a layer; give --ep 2 or more"
+            )
+    launch = config.launch
+    if launch.processes is not None and (
+        launch.coordinator or launch.num_processes or launch.process_id is not None
+    ):
+        raise ConfigError(
+            f"--processes {launch.processes} starts processes on this machine and connects them; --coordinator, "
+            "--num-processes and --process-id are for a process that something else starts. Give one or the other"
+        )
+    if launch.processes is not None and launch.devices != "cpu":
+        raise ConfigError(
+            f"--processes {launch.processes} shares CPU devices out; with --devices {launch.devices} let srun, mpirun "
+            "or the like start a process for each device"
+        )
+    for flag in ("--coordinator", "--coordinator-bind"):
+        address = option(config, flag)
+        if address is not None and not re.fullmatch(r".+:\d{1,5}", address):
+            raise ConfigError(f"{flag} {address}: must be HOST:PORT, such as 10.0.0.1:8476")
+
+
+def check_ramp(config: TrainConfig) -> None:
+    """Raise ConfigError where batches cannot grow as asked for."""
+    first, last = config.optimizer.first_microbatches, config.step.num_microbatches
+    if (first is None) != (config.optimizer.ramp_tokens is None):
+        raise ConfigError(
+            "--first-microbatches and --ramp-tokens: one says from what, one how long; give both or neither"
+        )
+    if first is None:
+        return
+    if last % first:
+        raise ConfigError(
+            f"--first-microbatches {first}: steps grow by as many, which must divide the "
+            f"{last} of --microbatches"
+        )
+    if config.log.profile:
+        raise ConfigError(
+            "--profile: with --first-microbatches steps are of several kinds; profile a run without it"
+        )
+    for count in config.batch_counts:
+        make_schedule(config, count)
