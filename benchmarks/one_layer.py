@@ -19,7 +19,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 import models
 from dualpipe_jax.command.output import show
 from dualpipe_jax.contract import At
-from dualpipe_jax.inspect import Target, overlap, recommended_compiler_options, tpu_rates
+from dualpipe_jax.inspect import overlap, recommended_compiler_options
+from dualpipe_jax.inspect.rates import tpu_rates
+from dualpipe_jax.inspect.target import Target
 from dualpipe_jax.present.table import Table
 
 EP = 4

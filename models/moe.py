@@ -20,6 +20,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 import dualpipe_jax.parallel as parallel
 from dualpipe_jax.arguments import typechecked
+from dualpipe_jax.parallel.wire import Payload, check_payload
 from models.attention import linear
 from models.config import Config
 
@@ -46,10 +47,10 @@ class Dispatch:
     method: Literal["capacity", "dropless"] = "dropless"
     factor: float | None = None
     axis_name: Axis | None = None
-    payload: parallel.Payload = "plain"
+    payload: Payload = "plain"
 
     def __post_init__(self) -> None:
-        parallel.check_payload("Dispatch", self.payload)
+        check_payload("Dispatch", self.payload)
         if self.method not in ("capacity", "dropless"):
             raise ValueError(f"Dispatch: method is {self.method!r}, must be 'capacity' or 'dropless'.")
         if self.factor is not None and self.factor <= 0:

@@ -23,6 +23,7 @@ from numpy.typing import ArrayLike
 import dualpipe_jax.parallel as parallel
 from dualpipe_jax.functional import Tree
 from dualpipe_jax.parallel import EP, PP
+from dualpipe_jax.parallel.placement import first_copies
 from models.plan import Layout
 
 Axis = str | tuple[str, ...]
@@ -144,7 +145,7 @@ def count_once(grads: Tree, params: Tree) -> Tree:
 
     def first(gradient: Array, routing: Tree, slot: int) -> Array:
         num_experts, held = routing["bias"].shape[-1], routing["held"][:, slot]
-        counts = jax.vmap(lambda table: parallel.first_copies(table, num_experts))(held)
+        counts = jax.vmap(lambda table: first_copies(table, num_experts))(held)
         counts = counts.reshape(*gradient.shape[:2], *(1,) * (gradient.ndim - 2))
         return jnp.where(counts, gradient, 0)
 

@@ -14,7 +14,7 @@ from jax import Array
 from dualpipe_jax.arguments import typechecked
 from dualpipe_jax.contract import StagedModel
 from dualpipe_jax.functional import Tree, num_params, pure_nnx
-from dualpipe_jax.parallel import Payload
+from dualpipe_jax.parallel.wire import Payload
 from models.attention import RMSNorm
 from models.blocks import Block, DenseBlock, Merge
 from models.config import Config

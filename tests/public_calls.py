@@ -1,5 +1,6 @@
 """One good call of each public function, to be spoilt one argument at a time."""
 
+import operator
 from collections.abc import Callable, Mapping
 from types import ModuleType
 from typing import Any
@@ -101,8 +102,8 @@ GOOD: Mapping[str, Mapping[str, Any]] = {
     "split.hoist": dict(function=_linear, params=X, x=X),
     "split.weight_part": dict(function=_linear),
     "parallel.capacity_for": dict(num_tokens=8, top_k=2, num_experts=4, factor=1.25),
-    "parallel.expert_axes": dict(nodes=2),
-    "parallel.over_nodes": dict(ep=4, nodes=2),
+    "parallel.mesh.expert_axes": dict(nodes=2),
+    "parallel.mesh.over_nodes": dict(ep=4, nodes=2),
     "parallel.count": dict(topk_TK=TOPK, num_experts=4),
     "parallel.plan_capacity": dict(topk_TK=TOPK, num_experts=4, capacity=2, axis_name=None, payload="plain"),
     "parallel.plan_dropless": dict(
@@ -113,7 +114,7 @@ GOOD: Mapping[str, Mapping[str, Any]] = {
     "parallel.expert_matmul": dict(
         rows=parallel.dispatch(X, HANDLE), w_LDF=jnp.ones((4, 3, 2)), handle=HANDLE, kernel="plain"
     ),
-    "parallel.grouped_matmul": dict(
+    "parallel.expert_groups.grouped_matmul": dict(
         x_RD=X,
         w_GDF=jnp.ones((2, 3, 2)),
         group_sizes_G=jnp.asarray([1, 2], jnp.int32),
@@ -127,9 +128,9 @@ GOOD: Mapping[str, Mapping[str, Any]] = {
     "balance.random_traffic": dict(
         layout=LAYOUT, num_experts=4, num_chosen=2, num_limited=None, num_tokens=50, seed=0
     ),
-    "inspect.tpu_rates": dict(generation="v5p"),
+    "inspect.rates.tpu_rates": dict(generation="v5p"),
     "inspect.h100_rates": dict(network=5e10, node=8),
-    "inspect.tpu_generation": dict(device_kind="TPU v5"),
+    "inspect.compiler.tpu_generation": dict(device_kind="TPU v5"),
     "inspect.read": dict(program="HloModule m\n\nENTRY e {\n  ROOT p = f32[2]{0} parameter(0)\n}\n"),
     "inspect.copies": dict(
         program="HloModule m\n\nENTRY e {\n  ROOT p = f32[2]{0} parameter(0)\n}\n", min_bytes=1, in_loops=True
@@ -153,4 +154,4 @@ GOOD: Mapping[str, Mapping[str, Any]] = {
 
 def function_of(name: str) -> Callable[..., Any]:
     room, _, attribute = name.partition(".")
-    return getattr(ROOMS[room], attribute)
+    return operator.attrgetter(attribute)(ROOMS[room])

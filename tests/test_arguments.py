@@ -20,6 +20,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from dualpipe_jax import parallel, schedule
+from dualpipe_jax.parallel.expert_groups import grouped_matmul
 from tests.public_calls import GOOD, HANDLE, SMALL, TINY, TOPK, X, function_of
 
 ARGUMENTS = [(name, argument) for name, good in GOOD.items() for argument in good]
@@ -122,7 +123,7 @@ def test_what_is_given_and_needed_is_told():
     with pytest.raises(
         ValueError, match=r"D is 3 in x_RD \[4, 3\] and 4 in w_GDF \[2, 4, 2\]; they must be equal"
     ):
-        parallel.grouped_matmul(X, jnp.ones((2, 4, 2)), jnp.ones(2, jnp.int32))
+        grouped_matmul(X, jnp.ones((2, 4, 2)), jnp.ones(2, jnp.int32))
 
 
 def test_numpys_numbers_and_arrays_are_numbers_and_arrays():

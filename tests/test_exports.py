@@ -21,8 +21,8 @@ interleaved_1f1b interleaved_1f1b_overlap interleaved_zero_bubble limit_stash lo
 optimum parse_grid plot search simulate to_chrome_trace to_json to_torch_csv v_half v_min validate zb_h1 zb_h2 zb_v
 """
 BALANCE = """
-Copies Layout LoadTracker Outlook Placement Traffic balance bound_of count_traffic is_due outlook plot random_traffic
-rebalance_experts worst_imbalance
+Copies Layout LoadTracker Outlook Placement balance bound_of count_traffic is_due outlook plot random_traffic
+rebalance_experts
 """
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from dualpipe_jax.__main__ import main
 from dualpipe_jax.command import child
-from dualpipe_jax.inspect import measured_rates
+from dualpipe_jax.inspect.measured import measured_rates
 from dualpipe_jax.probe.findings import ALL, BARE, FORMS, TRIALS, outcome, rates_file, stands, verdict
 
 WORKS = {"ok": True}

@@ -10,7 +10,8 @@ import jax
 import jax.numpy as jnp
 
 import models
-from dualpipe_jax.parallel import check_float8, expert_axes
+from dualpipe_jax.parallel import check_float8
+from dualpipe_jax.parallel.mesh import expert_axes
 from dualpipe_jax.schedule import Schedule
 from dualpipe_jax.step_options import StepOptions
 from train.config import ConfigError, TrainConfig

@@ -10,8 +10,10 @@ import jax
 import jax.numpy as jnp
 
 from dualpipe_jax.engine import Pipeline
-from dualpipe_jax.inspect import recommended_compiler_options, tpu_generation
-from dualpipe_jax.parallel import make_mesh, over_nodes
+from dualpipe_jax.inspect import recommended_compiler_options
+from dualpipe_jax.inspect.compiler import tpu_generation
+from dualpipe_jax.parallel import make_mesh
+from dualpipe_jax.parallel.mesh import over_nodes
 from dualpipe_jax.schedule import Schedule
 from dualpipe_jax.step_options import StepOptions
 from models.recipes import Recipe

@@ -1,12 +1,12 @@
 """Which device holds which experts: DeepSeek's load balancer, and a better one, with Python and NumPy alone."""
 
 from dualpipe_jax.balance.eplb import rebalance_experts
-from dualpipe_jax.balance.outlook import Outlook, bound_of, is_due, outlook, worst_imbalance
+from dualpipe_jax.balance.outlook import Outlook, bound_of, is_due, outlook
 from dualpipe_jax.balance.picture import plot
 from dualpipe_jax.balance.placement import Layout, Placement
 from dualpipe_jax.balance.solve import balance
 from dualpipe_jax.balance.tracker import LoadTracker
-from dualpipe_jax.balance.traffic import Copies, Traffic, count_traffic, random_traffic
+from dualpipe_jax.balance.traffic import Copies, count_traffic, random_traffic
 
 __all__ = [
     "Copies",
@@ -14,7 +14,6 @@ __all__ = [
     "LoadTracker",
     "Outlook",
     "Placement",
-    "Traffic",
     "balance",
     "bound_of",
     "count_traffic",
@@ -23,5 +22,4 @@ __all__ = [
     "plot",
     "random_traffic",
     "rebalance_experts",
-    "worst_imbalance",
 ]

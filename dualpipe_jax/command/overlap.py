@@ -152,7 +152,8 @@ def study(
       Died: the compiler ended its process.
     """
     from dualpipe_jax.command.child import ask
-    from dualpipe_jax.inspect import Target, read_rates
+    from dualpipe_jax.inspect.measured import read_rates
+    from dualpipe_jax.inspect.target import Target
 
     if files and compile == "nothing" and compiled is None:
         raise CommandError(

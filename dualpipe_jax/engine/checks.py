@@ -12,7 +12,8 @@ from dualpipe_jax.contract import At, Out, StagedModel, StageFunction, Tree, ret
 from dualpipe_jax.engine.stages import PlacedStages, is_listed
 from dualpipe_jax.engine.storage import Leaf, entries
 from dualpipe_jax.engine.trees import types_in_words
-from dualpipe_jax.parallel import AXES, BATCH_AXES, EP, NODE, PP
+from dualpipe_jax.parallel import EP, PP
+from dualpipe_jax.parallel.mesh import AXES, BATCH_AXES, NODE
 from dualpipe_jax.schedule import Schedule
 from dualpipe_jax.split.jaxprs import collectives
 

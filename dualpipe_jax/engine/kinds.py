@@ -14,10 +14,13 @@ from dualpipe_jax.engine import checks
 from dualpipe_jax.engine.guard import pin
 from dualpipe_jax.engine.slots import KEPT, Entry, read_slot, write_slot
 from dualpipe_jax.engine.trees import Vary, add_to, raw, typed
-from dualpipe_jax.pair import Pool, interleave
+from dualpipe_jax.pair import interleave
+from dualpipe_jax.pair.interleave import Pool
 from dualpipe_jax.parallel.expert_plan import DROPPED
-from dualpipe_jax.split import SplitPlan, reveal, split_backward
+from dualpipe_jax.split import split_backward
 from dualpipe_jax.split.leaves import cut, is_floating
+from dualpipe_jax.split.marks import reveal
+from dualpipe_jax.split.plan import SplitPlan
 from dualpipe_jax.split.run import evaluate
 
 

@@ -14,7 +14,7 @@ from dualpipe_jax.engine.guard import run_if
 from dualpipe_jax.engine.trees import Vary, zeros
 from dualpipe_jax.parallel import PP
 from dualpipe_jax.schedule import Placement
-from dualpipe_jax.split import Hoisted
+from dualpipe_jax.split.hoist import Hoisted
 from dualpipe_jax.split.leaves import is_floating
 
 

@@ -18,7 +18,8 @@ from dualpipe_jax.engine.tick import Tick
 from dualpipe_jax.engine.traced import Traced, trace
 from dualpipe_jax.engine.trees import raw, sum_dtype, typed, zeros
 from dualpipe_jax.engine.units import Surroundings, Works
-from dualpipe_jax.parallel import PP, slow_links
+from dualpipe_jax.parallel import PP
+from dualpipe_jax.parallel.mesh import slow_links
 from dualpipe_jax.schedule.lowering.alone import units_alone
 from dualpipe_jax.schedule.lowering.lower import forward_only, lower
 from dualpipe_jax.schedule.lowering.table import TickTable

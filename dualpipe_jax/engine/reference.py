@@ -23,9 +23,9 @@ from dualpipe_jax.contract import (
 from dualpipe_jax.engine.kinds import sum_marked
 from dualpipe_jax.engine.stages import is_listed
 from dualpipe_jax.engine.trees import sum_dtype
-from dualpipe_jax.parallel import AXES
 from dualpipe_jax.parallel.expert_plan import DROPPED
-from dualpipe_jax.split import reveal
+from dualpipe_jax.parallel.mesh import AXES
+from dualpipe_jax.split.marks import reveal
 
 
 @typechecked

@@ -12,7 +12,8 @@ from dualpipe_jax.engine.guard import Divergence
 from dualpipe_jax.engine.stages import PlacedStages, owned_stages
 from dualpipe_jax.engine.storage import Leaf, map_leaves
 from dualpipe_jax.engine.trees import Vary
-from dualpipe_jax.parallel import AXES, BATCH_AXES, PP
+from dualpipe_jax.parallel import PP
+from dualpipe_jax.parallel.mesh import AXES, BATCH_AXES
 from dualpipe_jax.schedule import CostModel, Schedule
 from dualpipe_jax.varying import vary
 

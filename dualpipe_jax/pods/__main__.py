@@ -8,7 +8,8 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
-from dualpipe_jax.inspect import STATISTICS_ENVIRONMENT, Target
+from dualpipe_jax.inspect.scheduler import STATISTICS_ENVIRONMENT
+from dualpipe_jax.inspect.target import Target
 from dualpipe_jax.pods.plain import plain
 from dualpipe_jax.pods.request import read_request
 from dualpipe_jax.worker import say, serve

@@ -4,7 +4,7 @@ import dataclasses
 import functools
 from collections.abc import Callable, Mapping
 
-from dualpipe_jax.inspect import Device
+from dualpipe_jax.inspect.target import Device
 from dualpipe_jax.pods import predict
 from dualpipe_jax.pods.results import Compiled, Overheads, Part, Unit
 from dualpipe_jax.schedule import Action, CostModel, Op, Schedule, Slot, lower

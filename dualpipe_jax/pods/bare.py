@@ -9,9 +9,11 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from dualpipe_jax.engine import At
 from dualpipe_jax.pair import interleave
-from dualpipe_jax.parallel import DP, EP, NODE, PP
+from dualpipe_jax.parallel import DP, EP, PP
+from dualpipe_jax.parallel.mesh import NODE
 from dualpipe_jax.pods.program import Blueprint, Tree
-from dualpipe_jax.split import SplitPlan, split_backward
+from dualpipe_jax.split import split_backward
+from dualpipe_jax.split.plan import SplitPlan
 from dualpipe_jax.split.run import evaluate
 
 

@@ -10,7 +10,12 @@ from typing import Any, Literal
 from jax.errors import JaxRuntimeError
 
 from dualpipe_jax import inspect
-from dualpipe_jax.parallel import make_mesh, over_nodes
+from dualpipe_jax.inspect.measured import measured_rates, read_rates
+from dualpipe_jax.inspect.rates import Rates
+from dualpipe_jax.inspect.scheduler import parse_statistics
+from dualpipe_jax.inspect.target import Device, Target
+from dualpipe_jax.parallel import make_mesh
+from dualpipe_jax.parallel.mesh import over_nodes
 from dualpipe_jax.pods import ahead, loading, predict, timed, timeline
 from dualpipe_jax.pods.bare import lower_bare_pair
 from dualpipe_jax.pods.links import count_links, share_dropped
@@ -28,7 +33,7 @@ BARE: Mapping[str, bool] = {"bare": False, "bare_ordered": True}
 
 def answer(
     request: Request,
-    target: inspect.Target | None,
+    target: Target | None,
     devices: Sequence[Any] | None,
     say: Callable[[str], None],
 ) -> Answer:
@@ -77,7 +82,7 @@ def answer(
     return found
 
 
-def draw(plan: Plan, target: inspect.Target | None, devices: Sequence[Any] | None) -> Blueprint:
+def draw(plan: Plan, target: Target | None, devices: Sequence[Any] | None) -> Blueprint:
     """The blueprint of a plan's step.
 
     Raises:
@@ -121,7 +126,7 @@ def _made(plan: Plan, setting: Setting) -> Program:
     return program
 
 
-def limit_of(target: inspect.Target | None) -> int | None:
+def limit_of(target: Target | None) -> int | None:
     return None if target is None else target.device.memory
 
 
@@ -133,12 +138,12 @@ def count_parameters(blueprint: Blueprint) -> Parameters:
     return Parameters(total, total if program.active is None else program.active, device)
 
 
-def platform_of(target: inspect.Target) -> Literal["gpu", "tpu", "cpu"]:
+def platform_of(target: Target) -> Literal["gpu", "tpu", "cpu"]:
     return "gpu" if target.platform == "cuda" else target.platform
 
 
 def compile_and_read(
-    request: Request, blueprint: Blueprint, target: inspect.Target, say: Callable[[str], None]
+    request: Request, blueprint: Blueprint, target: Target, say: Callable[[str], None]
 ) -> Compiled:
     """Compile, and read what the compiler made of it."""
     what, plan = request.compile, request.plan
@@ -160,7 +165,7 @@ def compile_and_read(
     module = inspect.read(compiled)
     mesh: Any = blueprint.mesh
     rates = rates_of(request, target, list(mesh.devices.flat))
-    report = inspect.overlap(module, rates, statistics=inspect.parse_statistics(log))
+    report = inspect.overlap(module, rates, statistics=parse_statistics(log))
     title = f"{plan.model}, {plan.schedule}, {plan.layout} on {target}"
     timeline.write(request.files, compiled.as_text, report, module, target, title)
     held, kind_of = ahead.held_arrays(blueprint), blueprint.program.model.kind_of
@@ -177,7 +182,7 @@ def compile_and_read(
     return found
 
 
-def price_update(blueprint: Blueprint, options: Mapping[str, str], rates: inspect.Rates) -> Unit | None:
+def price_update(blueprint: Blueprint, options: Mapping[str, str], rates: Rates) -> Unit | None:
     """What the step does with gradients, compiled alone; None where the compiler has no memory for it so."""
     try:
         module = inspect.read(ahead.lower_update(blueprint).compile(options))
@@ -188,7 +193,7 @@ def price_update(blueprint: Blueprint, options: Mapping[str, str], rates: inspec
     return predict.unit_of(inspect.overlap(module, rates), module, module.entry)
 
 
-def compiler_options(plan: Plan, target: inspect.Target) -> dict[str, str]:
+def compiler_options(plan: Plan, target: Target) -> dict[str, str]:
     options = inspect.recommended_compiler_options(platform_of(target), target.generation, ahead_of_time=True)
     return options | plan.compiler_options
 
@@ -207,7 +212,7 @@ def _lower(what: str, blueprint: Blueprint) -> Any:
     )
 
 
-def rates_of(request: Request, target: inspect.Target, devices: Sequence[Any] | None = None) -> inspect.Rates:
+def rates_of(request: Request, target: Target, devices: Sequence[Any] | None = None) -> Rates:
     """The target's own rates, of these devices of it if they are known, or measured ones.
 
     Raises:
@@ -216,18 +221,18 @@ def rates_of(request: Request, target: inspect.Target, devices: Sequence[Any] | 
     if request.rates is None:
         return target.rates if devices is None else target.rates_on(devices)
     switched = target.rates.switched
-    return inspect.measured_rates(request.rates, target.device.clock, switched=switched)
+    return measured_rates(request.rates, target.device.clock, switched=switched)
 
 
-def guards_of(request: Request, target: inspect.Target) -> float:
+def guards_of(request: Request, target: Target) -> float:
     """Cycles that the guards of a tick take, in the engine's usual form; 0 where nobody measured them."""
     if request.rates is None:
         return 0.0
-    guards = inspect.read_rates(request.rates).get("guards", {})
+    guards = read_rates(request.rates).get("guards", {})
     return target.device.clock * guards.get("loop", {}).get("taken_seconds", 0.0)
 
 
-def read_text(request: Request, target: inspect.Target) -> Compiled:
+def read_text(request: Request, target: Target) -> Compiled:
     """What was compiled before, from its text.
 
     Raises:
@@ -244,6 +249,6 @@ def read_text(request: Request, target: inspect.Target) -> Compiled:
     return read("text", module, report, None)
 
 
-def describe(target: inspect.Target, device: inspect.Device | None = None) -> Machine:
+def describe(target: Target, device: Device | None = None) -> Machine:
     """A target's figures; ``device`` are those of a device if they are better known."""
     return Machine(str(target), target.num_devices, **dataclasses.asdict(device or target.device))

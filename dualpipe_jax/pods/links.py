@@ -6,7 +6,7 @@ import math
 import numpy as np
 
 from dualpipe_jax.balance import Layout, random_traffic
-from dualpipe_jax.inspect import Target
+from dualpipe_jax.inspect.target import Target
 from dualpipe_jax.pods.plan import Plan
 from dualpipe_jax.pods.results import Links, Way
 

@@ -11,7 +11,8 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
-from dualpipe_jax.inspect import Module, OverlapReport, products
+from dualpipe_jax.inspect import Module, products
+from dualpipe_jax.inspect.report import OverlapReport
 from dualpipe_jax.pods.results import Unit
 from dualpipe_jax.schedule import CostModel, MemoryModel, Op, Placement, Schedule, Slot, lower, simulate
 from dualpipe_jax.schedule.costs import stages_a_share

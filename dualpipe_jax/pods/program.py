@@ -13,7 +13,8 @@ from dualpipe_jax.contract import StagedModel
 from dualpipe_jax.engine import Pipeline
 from dualpipe_jax.engine.stages import broadcast
 from dualpipe_jax.engine.state import State
-from dualpipe_jax.parallel import DP, EP, NODE, PP, batch_spec
+from dualpipe_jax.parallel import DP, EP, PP
+from dualpipe_jax.parallel.mesh import NODE, batch_spec
 from dualpipe_jax.pods.links import Dispatch
 from dualpipe_jax.pods.plan import Plan
 from dualpipe_jax.schedule import Schedule

@@ -5,7 +5,9 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from dualpipe_jax import inspect
-from dualpipe_jax.inspect.cycles import sum_up
+from dualpipe_jax.inspect.copies import Copy
+from dualpipe_jax.inspect.cycles import Collective, sum_up
+from dualpipe_jax.inspect.report import OverlapReport
 from dualpipe_jax.pods import ahead, predict
 from dualpipe_jax.pods.results import AllToAll, Compiled, CopyInLoop, Overheads, Shares, Unit
 from dualpipe_jax.schedule.lowering.unit_key import UnitKey
@@ -17,7 +19,7 @@ _COPY_BYTES = 1 << 20
 def read(
     what: str,
     module: inspect.Module,
-    report: inspect.OverlapReport,
+    report: OverlapReport,
     memory: inspect.Memory | None,
     held: Collection[str] = (),
     kind_of: Sequence[str] = (),
@@ -50,7 +52,7 @@ def read(
     )
 
 
-def shares(chosen: Sequence[inspect.Collective]) -> Shares:
+def shares(chosen: Sequence[Collective]) -> Shares:
     total = sum_up("", tuple(chosen))
     return Shares(
         count=total.count,
@@ -72,11 +74,11 @@ def exposed_by_tick(cycles: float | None, units: Mapping[UnitKey, Unit]) -> dict
     return {"": cycles} | {name: max(0.0, cycles - work) for name, work in usual.items()}
 
 
-def _copy(copy: inspect.Copy, held: Collection[str]) -> CopyInLoop:
+def _copy(copy: Copy, held: Collection[str]) -> CopyInLoop:
     """A copy; whether it is of a pool, a sum or a parameter is told by its shape."""
     array = ahead.array_name(*copy.array)
     return CopyInLoop(copy.name, copy.nbytes, copy.context, copy.op_name, array, array in held)
 
 
-def _row(c: inspect.Collective) -> AllToAll:
+def _row(c: Collective) -> AllToAll:
     return AllToAll(**{field.name: getattr(c, field.name) for field in dataclasses.fields(AllToAll)})

@@ -4,7 +4,7 @@ import dataclasses
 import math
 from typing import Any
 
-from dualpipe_jax.inspect import Device
+from dualpipe_jax.inspect.target import Device
 from dualpipe_jax.pods import ahead, predict
 from dualpipe_jax.pods.account import Useful, account_of
 from dualpipe_jax.pods.plan import Plan

@@ -5,6 +5,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from dualpipe_jax import inspect
+from dualpipe_jax.inspect.lanes import DIRECTION_NAMES, Names
+from dualpipe_jax.inspect.report import OverlapReport
+from dualpipe_jax.inspect.target import Target
 from dualpipe_jax.pods import predict
 
 PICTURES = ".svg", ".png"
@@ -14,11 +17,11 @@ TRACE = ".trace"
 def write(
     files: Sequence[str],
     text: Callable[[], str],
-    report: inspect.OverlapReport,
+    report: OverlapReport,
     module: inspect.Module,
-    target: inspect.Target,
+    target: Target,
     title: str,
-    names: inspect.Names = inspect.DIRECTION_NAMES,
+    names: Names = DIRECTION_NAMES,
 ) -> None:
     """Write each file by its ending: see ``Request.files``; ``names`` are those of the two directions.
 
@@ -41,7 +44,7 @@ def write(
             inspect.plot(report, computation, file, title=f"{title}: {name}", clock=clock, names=names)
 
 
-def _drawn(report: inspect.OverlapReport, module: inspect.Module) -> tuple[str, str]:
+def _drawn(report: OverlapReport, module: inspect.Module) -> tuple[str, str]:
     """The computation to draw, and what to call it: the slowest pair; without pairs, what communicates longest."""
     if pairs := predict.bodies(module, "FB"):
         return max(pairs, key=lambda body: report.computations[body].cycles), "an overlapped pair"

@@ -8,7 +8,8 @@ from typing import Any
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from dualpipe_jax.inspect import recommended_compiler_options, tpu_generation
+from dualpipe_jax.inspect import recommended_compiler_options
+from dualpipe_jax.inspect.compiler import tpu_generation
 from dualpipe_jax.parallel import EP, PP, make_mesh
 
 

@@ -15,7 +15,7 @@ from jax import Array
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
 from dualpipe_jax.functional import Tree
-from dualpipe_jax.parallel import NODE, expert_axes
+from dualpipe_jax.parallel.mesh import NODE, expert_axes
 from models.config import Config
 from models.plan import lay_out
 from models.transformer import deepseek

@@ -10,9 +10,10 @@ import scipy.optimize
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dualpipe_jax.balance import Layout, Placement, balance, bound_of, worst_imbalance
+from dualpipe_jax.balance import Layout, Placement, balance, bound_of
 from dualpipe_jax.balance.bounds import packing_bound
 from dualpipe_jax.balance.copies import add_copies
+from dualpipe_jax.balance.outlook import worst_imbalance
 
 BENCHMARK = pathlib.Path(__file__).parents[2] / "benchmarks" / "balance.py"
 

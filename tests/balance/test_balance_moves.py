@@ -6,7 +6,8 @@ import json
 import numpy as np
 import pytest
 
-from dualpipe_jax.balance import Layout, LoadTracker, Placement, balance, is_due, outlook, worst_imbalance
+from dualpipe_jax.balance import Layout, LoadTracker, Placement, balance, is_due, outlook
+from dualpipe_jax.balance.outlook import worst_imbalance
 from dualpipe_jax.balance.steps import improve
 
 

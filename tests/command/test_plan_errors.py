@@ -5,8 +5,7 @@ import pytest
 from dualpipe_jax.__main__ import main
 from dualpipe_jax.command import child, overlap, plan
 from dualpipe_jax.command.options import CommandError
-from dualpipe_jax.inspect import Target
-from dualpipe_jax.inspect.target import MissingCompiler
+from dualpipe_jax.inspect.target import MissingCompiler, Target
 
 
 def test_what_no_case_can_have_is_told_after_two(monkeypatch, tmp_path, capsys):

@@ -17,7 +17,7 @@ from pathlib import Path
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parents[1]))
 
-from dualpipe_jax.inspect import STATISTICS_ENVIRONMENT, capture  # noqa: E402
+from dualpipe_jax.inspect.scheduler import STATISTICS_ENVIRONMENT, capture  # noqa: E402
 
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=4"

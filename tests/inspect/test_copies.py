@@ -7,7 +7,8 @@ import jax.numpy as jnp
 import pytest
 from jax import lax
 
-from dualpipe_jax.inspect import Array, Memory, copies, memory
+from dualpipe_jax.inspect import Memory, copies, memory
+from dualpipe_jax.inspect.hlo import Array
 
 TEXTS = Path(__file__).parent / "texts"
 POOL = (3, 1024, 4096)

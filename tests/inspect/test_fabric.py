@@ -6,10 +6,11 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from dualpipe_jax.inspect import Rates, Target, h100_rates, read
+from dualpipe_jax.inspect import h100_rates, read
 from dualpipe_jax.inspect.collectives import _GROUPS, _of_mesh, collectives
 from dualpipe_jax.inspect.fabric import Nodes, Torus
-from dualpipe_jax.inspect.rates import H100_CLOCK
+from dualpipe_jax.inspect.rates import H100_CLOCK, Rates
+from dualpipe_jax.inspect.target import Target
 from dualpipe_jax.torus import busiest_link, closed_dims, near_order
 
 MIB = 1 << 20

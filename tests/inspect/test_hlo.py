@@ -7,7 +7,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from dualpipe_jax.inspect import Array, Call, hlo, read
+from dualpipe_jax.inspect import hlo, read
+from dualpipe_jax.inspect.hlo import Array, Call
 
 TEXTS = sorted((Path(__file__).parent / "texts").glob("*.hlo"))
 

@@ -4,8 +4,10 @@ import itertools
 
 import pytest
 
-from dualpipe_jax.inspect import Event, Rates, overlap
+from dualpipe_jax.inspect import overlap
+from dualpipe_jax.inspect.cycles import Event
 from dualpipe_jax.inspect.lanes import part, rows, stretches
+from dualpipe_jax.inspect.rates import Rates
 from tests.inspect.by_hand import done, module, start, work
 
 LETTERS = {"F": "forward", "B": "backward", "?": "unknown", "w": "unknown"}

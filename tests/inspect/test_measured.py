@@ -5,7 +5,9 @@ import re
 
 import pytest
 
-from dualpipe_jax.inspect import Rates, measured_rates, overlap, read_rates
+from dualpipe_jax.inspect import overlap
+from dualpipe_jax.inspect.measured import measured_rates, read_rates
+from dualpipe_jax.inspect.rates import Rates
 
 TEXT = """HloModule by_hand, is_scheduled=true
 

@@ -13,7 +13,9 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from dualpipe_jax import make_mesh
-from dualpipe_jax.inspect import H100_CLOCK, Rates, h100_rates, overlap, parse_statistics, read, tpu_rates
+from dualpipe_jax.inspect import h100_rates, overlap, read
+from dualpipe_jax.inspect.rates import H100_CLOCK, Rates, tpu_rates
+from dualpipe_jax.inspect.scheduler import parse_statistics
 from tests.inspect.by_hand import done, module, start, work
 
 TEXTS = Path(__file__).parent / "texts"

@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from dualpipe_jax.inspect import Rates, h100_rates, overlap, to_chrome_trace, tpu_rates
+from dualpipe_jax.inspect import h100_rates, overlap, to_chrome_trace
+from dualpipe_jax.inspect.rates import Rates, tpu_rates
 from tests.inspect.by_hand import done, module, start, work
 
 TEXTS = Path(__file__).parent / "texts"

@@ -5,8 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from dualpipe_jax.inspect import Rates, overlap, plot, tpu_rates
+from dualpipe_jax.inspect import overlap, plot
 from dualpipe_jax.inspect.picture import COLOURS
+from dualpipe_jax.inspect.rates import Rates, tpu_rates
 from tests.inspect.by_hand import done, module, start, work
 
 pytest.importorskip("matplotlib", reason="pictures need matplotlib")

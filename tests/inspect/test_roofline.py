@@ -4,7 +4,8 @@ import dataclasses
 
 import pytest
 
-from dualpipe_jax.inspect import Rates, read
+from dualpipe_jax.inspect import read
+from dualpipe_jax.inspect.rates import Rates
 from dualpipe_jax.inspect.roofline import flops, traffic
 
 TEXT = """HloModule by_hand, is_scheduled=true

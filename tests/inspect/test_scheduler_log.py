@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from dualpipe_jax.inspect import SchedulerStatistics, Waste, capture, parse_statistics
+from dualpipe_jax.inspect.scheduler import SchedulerStatistics, Waste, capture, parse_statistics
 
 LOG = (Path(__file__).parent / "texts/v5e_pair.log").read_text()
 

@@ -10,8 +10,9 @@ from jax.sharding import PartitionSpec
 
 from dualpipe_jax import Out, Pipeline, StagedModel
 from dualpipe_jax.engine.reference import reference_value_and_grad
-from dualpipe_jax.parallel import combine, dispatch, expert_axes, expert_matmul, make_mesh
+from dualpipe_jax.parallel import combine, dispatch, expert_matmul, make_mesh
 from dualpipe_jax.parallel.float8 import decode, encode
+from dualpipe_jax.parallel.mesh import expert_axes
 from dualpipe_jax.schedule import dualpipe, dualpipe_v, one_f_one_b
 from models.config import tiny
 from models.moe import Dispatch, route

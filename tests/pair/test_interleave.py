@@ -13,7 +13,9 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from dualpipe_jax import make_mesh, split_backward
-from dualpipe_jax.pair import Pool, forward_backward, side_by_side, together
+from dualpipe_jax.pair import side_by_side, together
+from dualpipe_jax.pair.interleave import Pool
+from dualpipe_jax.pair.together import forward_backward
 from dualpipe_jax.varying import vary
 from tests.engine import models
 

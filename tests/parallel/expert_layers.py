@@ -11,12 +11,12 @@ from dualpipe_jax.parallel import (
     combine,
     combine_product,
     dispatch,
-    expert_axes,
     expert_matmul,
     make_mesh,
     plan_capacity,
     plan_dropless,
 )
+from dualpipe_jax.parallel.mesh import expert_axes
 
 TOKENS, K, D, F = 32, 3, 6, 5
 METHODS = ("capacity", "dropless")

@@ -10,7 +10,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
 
-from dualpipe_jax.parallel import expert_groups, grouped_matmul, make_mesh
+from dualpipe_jax.parallel import expert_groups, make_mesh
+from dualpipe_jax.parallel.expert_groups import grouped_matmul
 
 R, G, D, F = 24, 4, 6, 5
 

@@ -6,14 +6,8 @@ import jax
 import numpy as np
 import pytest
 
-from dualpipe_jax.parallel import (
-    combine,
-    combine_product,
-    dispatch,
-    expert_axes,
-    expert_matmul,
-    plan_two_hops,
-)
+from dualpipe_jax.parallel import combine, combine_product, dispatch, expert_matmul, plan_two_hops
+from dualpipe_jax.parallel.mesh import expert_axes
 from dualpipe_jax.split import split_backward
 from tests.jaxprs import named
 from tests.parallel import expert_layers

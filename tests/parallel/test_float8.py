@@ -11,16 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dualpipe_jax.parallel import (
-    check_float8,
-    combine,
-    dispatch,
-    expert_matmul,
-    float8_matmul,
-    plan_capacity,
-    plan_dropless,
-)
+from dualpipe_jax.parallel import check_float8, combine, dispatch, expert_matmul, plan_capacity, plan_dropless
 from dualpipe_jax.parallel.float8 import decode, dequantize, encode, quantize
+from dualpipe_jax.parallel.float8_matmul import float8_matmul
 from tests.parallel import expert_layers
 from tests.parallel.expert_layers import K, on_devices
 from tests.quick import ALIKE

@@ -4,7 +4,8 @@ import jax
 import pytest
 from jax.sharding import AxisType, PartitionSpec
 
-from dualpipe_jax.parallel import DP, EP, PP, batch_spec, expert_axes, make_mesh, over_nodes, slow_links
+from dualpipe_jax.parallel import DP, EP, PP, make_mesh
+from dualpipe_jax.parallel.mesh import batch_spec, expert_axes, over_nodes, slow_links
 
 
 @pytest.mark.parametrize("num_pp, num_ep", [(1, 1), (8, 1), (1, 8), (4, 2), (2, 2)])

@@ -9,14 +9,14 @@ from dualpipe_jax.parallel import (
     choose_copies,
     combine,
     dispatch,
-    expert_axes,
     expert_matmul,
-    grouped_matmul,
     plan_capacity,
     plan_dropless,
     plan_two_hops,
     share_copies,
 )
+from dualpipe_jax.parallel.expert_groups import grouped_matmul
+from dualpipe_jax.parallel.mesh import expert_axes
 from tests.parallel.expert_layers import on_devices
 
 T, K, E, D, DEVICES = 6, 3, 8, 4, 4  # T tokens a device

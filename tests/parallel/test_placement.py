@@ -9,15 +9,8 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from dualpipe_jax.parallel import (
-    choose_copies,
-    first_copies,
-    make_mesh,
-    move_experts,
-    plan_moves,
-    share_copies,
-    sum_copies,
-)
+from dualpipe_jax.parallel import choose_copies, make_mesh, move_experts, plan_moves, share_copies, sum_copies
+from dualpipe_jax.parallel.placement import first_copies
 
 T, K = 24, 2
 SIZES = [(6, 2, 3), (6, 2, 5), (8, 4, 2), (8, 4, 3), (12, 4, 8), (5, 8, 2), (1, 2, 1)]

@@ -10,7 +10,8 @@ import pytest
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from dualpipe_jax.parallel import combine, dispatch, expert_axes, make_mesh, plan_capacity, plan_two_hops
+from dualpipe_jax.parallel import combine, dispatch, make_mesh, plan_capacity, plan_two_hops
+from dualpipe_jax.parallel.mesh import expert_axes
 from tests.parallel import expert_layers
 from tests.parallel.expert_layers import (
     METHODS,

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from dualpipe_jax.command.dryrun import links_table
-from dualpipe_jax.inspect import Target
+from dualpipe_jax.inspect.target import Target
 from dualpipe_jax.pods import Plan
 from dualpipe_jax.pods.links import Dispatch, count_links, share_dropped
 from train.model import size

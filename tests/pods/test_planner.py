@@ -12,7 +12,7 @@ import models
 from dualpipe_jax.__main__ import main
 from dualpipe_jax.command import plan as command
 from dualpipe_jax.command.options import CommandError, Died
-from dualpipe_jax.inspect import Target
+from dualpipe_jax.inspect.target import Target
 from dualpipe_jax.pods import Answer, Plan, ahead, planner, predict
 from dualpipe_jax.pods.cache import Cache, _digest, default_folder
 from dualpipe_jax.pods.dryrun import draw

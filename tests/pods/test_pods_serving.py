@@ -14,8 +14,8 @@ import pytest
 
 from dualpipe_jax.__main__ import main
 from dualpipe_jax.command import child
-from dualpipe_jax.inspect import Target
 from dualpipe_jax.inspect import target as targets
+from dualpipe_jax.inspect.target import Target
 from dualpipe_jax.pods.plan import Plan
 from dualpipe_jax.pods.request import Request
 from tests.pods.test_pods import ANSWER, UNIT

@@ -8,7 +8,8 @@ import pytest
 
 import models
 from dualpipe_jax.engine import Pipeline, staged
-from dualpipe_jax.inspect import Rates, overlap, read
+from dualpipe_jax.inspect import overlap, read
+from dualpipe_jax.inspect.rates import Rates
 from dualpipe_jax.parallel import make_mesh
 from dualpipe_jax.pods import ahead, predict
 from dualpipe_jax.pods.program import Blueprint

@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from dualpipe_jax.inspect import Target
+from dualpipe_jax.inspect.target import Target
 from dualpipe_jax.pods import Plan, predict, step_time
 from dualpipe_jax.pods.dryrun import draw
 from dualpipe_jax.pods.readings import exposed_by_tick

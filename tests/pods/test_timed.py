@@ -10,8 +10,8 @@ import pytest
 
 from dualpipe_jax.__main__ import main
 from dualpipe_jax.command import child
-from dualpipe_jax.inspect import Target
 from dualpipe_jax.inspect import target as targets
+from dualpipe_jax.inspect.target import Target
 from dualpipe_jax.pods import Plan, step_time, timed
 from dualpipe_jax.pods.cache import Cache
 from dualpipe_jax.pods.dryrun import answer, draw

@@ -5,7 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from dualpipe_jax.inspect import Rates, Target, overlap, read
+from dualpipe_jax.inspect import overlap, read
+from dualpipe_jax.inspect.rates import Rates
+from dualpipe_jax.inspect.target import Target
 from dualpipe_jax.pods.timeline import write
 from tests.inspect.by_hand import done, module, start, work
 

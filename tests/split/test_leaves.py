@@ -19,7 +19,8 @@ from split_checks import (
     vjp,
 )
 
-from dualpipe_jax.split import split_backward, total_bytes
+from dualpipe_jax.split import split_backward
+from dualpipe_jax.split.plan import total_bytes
 
 X = normal(0, BATCH, WIDTH)
 SEGMENTS = np.arange(BATCH) // 3

@@ -22,7 +22,8 @@ from split_checks import (
     vjp,
 )
 
-from dualpipe_jax.split import split_backward, total_bytes
+from dualpipe_jax.split import split_backward
+from dualpipe_jax.split.plan import total_bytes
 from tests.jaxprs import named as named_in
 
 POLICIES = jax.checkpoint_policies

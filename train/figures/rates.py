@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dualpipe_jax.inspect import tpu_generation
+from dualpipe_jax.inspect.compiler import tpu_generation
 from dualpipe_jax.inspect.target import DEVICES
 
 _TERA, _GIBI = 1e12, 2**30

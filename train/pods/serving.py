@@ -19,6 +19,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import models
 from dualpipe_jax import inspect
+from dualpipe_jax.inspect.scheduler import parse_statistics
+from dualpipe_jax.inspect.target import Target
 from dualpipe_jax.parallel import EP, check_float8, make_mesh
 from dualpipe_jax.pods import ahead, predict, timeline
 from dualpipe_jax.pods.dryrun import compiler_options, describe, platform_of, rates_of
@@ -72,7 +74,7 @@ class Step:
 
 
 def study(
-    request: Request, target: inspect.Target | None, devices: Sequence[Any] | None, say: Callable[[str], None]
+    request: Request, target: Target | None, devices: Sequence[Any] | None, say: Callable[[str], None]
 ) -> Answer:
     """All that is asked of a step of serving.
 
@@ -87,7 +89,7 @@ def study(
     return Answer(describe(target), told, compiled=compile_and_read(request, step, target, say))
 
 
-def draw(request: Request, target: inspect.Target, devices: Sequence[Any]) -> Step:
+def draw(request: Request, target: Target, devices: Sequence[Any]) -> Step:
     """Find the sizes.
 
     Raises:
@@ -160,9 +162,7 @@ def lower(step: Step, *, serialised: bool) -> Any:
     return jit_step(run, mesh).lower(*arguments)
 
 
-def compile_and_read(
-    request: Request, step: Step, target: inspect.Target, say: Callable[[str], None]
-) -> Compiled:
+def compile_and_read(request: Request, step: Step, target: Target, say: Callable[[str], None]) -> Compiled:
     """Compile, and read what the compiler made of it."""
     started = time.perf_counter()
     say("tracing and lowering")
@@ -184,7 +184,7 @@ def compile_and_read(
         rates_of(request, target, list(step.mesh.devices.flat)),
         forward=(r"\bmicrobatch_a\b",),
         backward=(r"\bmicrobatch_b\b",),
-        statistics=inspect.parse_statistics(log),
+        statistics=parse_statistics(log),
     )
     title = f"{request.plan.model}, {step.what}, ep {step.mesh.shape[EP]} on {target}"
     timeline.write(request.files, compiled.as_text, report, module, target, title, MICROBATCHES)

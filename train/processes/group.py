@@ -17,7 +17,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 from rich.console import Console
 
-from dualpipe_jax.parallel import batch_spec
+from dualpipe_jax.parallel.mesh import batch_spec
 from train.config import ConfigError, TrainConfig
 from train.options import plain
 from train.processes import coordination

@@ -18,7 +18,8 @@ import models
 from dualpipe_jax.balance import Placement
 from dualpipe_jax.engine import PlacedStages
 from dualpipe_jax.engine.stages import homes, owned_stages, to_placed
-from dualpipe_jax.parallel import DP, PP, Moves, move_experts, plan_moves
+from dualpipe_jax.parallel import DP, PP, move_experts, plan_moves
+from dualpipe_jax.parallel.placement import Moves
 from models.placement import TABLES, expert_axis, map_experts
 from train.config import ConfigError, TrainConfig
 from train.state.layout import Flat, Layout, TrainState, shardings
