@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import Array, lax
+from jax import Array
 
 from dualpipe_jax.arguments import typechecked
 
@@ -236,31 +236,6 @@ def from_linen(
     x = jax.eval_shape(lambda key, inputs: pure_embed.apply(pure_embed.init(key), inputs), key, inputs)
     pure_head = pure_linen(head, x, targets) if loss is None else pure_linen(head, x)
     return _assemble(pure_embed, pure_linen(stage, x), pure_head, num_stages, loss)
-
-
-def model_loss(functions: Functions, params: Tree, inputs: Tree, targets: Tree) -> tuple[Array, Tree]:
-    """Run the whole model on one device, stage after stage, with no pipeline.
-
-    Returns:
-      The loss, and the stages' auxiliary outputs, summed (None if there are none).
-
-    """
-
-    def stage(x: Tree, params: Tree) -> tuple[Tree, Tree]:
-        out = functions.stage(params, x)
-        return out if isinstance(out, tuple) else (out, None)
-
-    x, aux = lax.scan(stage, functions.embed(params["embed"], inputs), params["stages"])
-    loss = functions.head_loss(params["head"], x, targets)
-    return loss, jax.tree.map(lambda a: jnp.sum(a, axis=0, dtype=a.dtype), aux)
-
-
-def unstack(tree: Tree) -> list[Tree]:
-    """Take a tree apart along its leaves' leading dim. (The transpose is one concatenation per leaf.)"""
-    leaves, treedef = jax.tree.flatten(tree)
-    split = [lax.split(leaf, (1,) * leaf.shape[0]) for leaf in leaves]
-    rows = zip(*([part.reshape(part.shape[1:]) for part in parts] for parts in split), strict=True)
-    return [jax.tree.unflatten(treedef, row) for row in rows]
 
 
 @typechecked

@@ -4,7 +4,6 @@ from dualpipe_jax.functional import (
     Functions,
     from_linen,
     from_nnx,
-    model_loss,
     num_params,
     pure_linen,
     pure_nnx,
@@ -17,7 +16,7 @@ from models.loss import cross_entropy_in_blocks
 from models.moe import Dispatch, update_bias
 from models.placement import count_once, expert_tables, place_experts, placed_specs, sum_copies
 from models.plan import Costs, given_plan, layer_plan, matmul_costs
-from models.transformer import Model, deepseek, figures, num_padding, recompute_wide, update_routing
+from models.transformer import Model, deepseek, figures, recompute_wide, update_routing
 
 __all__ = [
     "MODELS",
@@ -39,9 +38,7 @@ __all__ = [
     "layer_plan",
     "logits",
     "matmul_costs",
-    "model_loss",
     "moe_67b",
-    "num_padding",
     "num_params",
     "place_experts",
     "placed_specs",

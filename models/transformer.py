@@ -13,7 +13,7 @@ from jax import Array
 
 from dualpipe_jax.arguments import typechecked
 from dualpipe_jax.contract import StagedModel
-from dualpipe_jax.functional import Tree, num_params, pure_nnx
+from dualpipe_jax.functional import Tree, pure_nnx
 from dualpipe_jax.parallel.wire import Payload
 from models.attention import RMSNorm
 from models.blocks import Block, DenseBlock, Merge
@@ -197,12 +197,6 @@ def figures(losses: Tree, metrics: Tree) -> dict[str, Array]:
         terms = metrics["sequences"] * metrics["counts"].shape[0]
         found["balance"] = metrics["balance"] / terms.astype(jnp.float32)
     return found
-
-
-def num_padding(model: Model) -> int:
-    """Count the parameters of empty slots: zeros that ``num_params`` counts and the model does not have."""
-    slots = jax.eval_shape(model.init, jax.random.key(0))["stages"]["layers"]
-    return num_params(slots) // model.layout.rows.size * int((model.layout.rows < 0).sum())
 
 
 def _platform() -> Literal["cpu", "gpu", "tpu"]:

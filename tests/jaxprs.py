@@ -1,4 +1,6 @@
-"""Reading jaxprs: every equation, and in which others it stands."""
+"""Reading jaxprs: every equation, and in which others it stands; the bytes of their arrays."""
+
+import math
 
 
 def equations(jaxpr, around=()):
@@ -15,3 +17,8 @@ def equations(jaxpr, around=()):
 def named(jaxpr, name):
     """All equations of a primitive, but none inside another one of it."""
     return [eqn for around, eqn in equations(jaxpr) if eqn.primitive.name == name and name not in around]
+
+
+def total_bytes(types):
+    """Of a list of arrays."""
+    return sum(math.prod(kind.shape) * kind.dtype.itemsize for kind in types)

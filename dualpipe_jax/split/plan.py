@@ -6,7 +6,6 @@ cut of that graph: what dx needs is ``backward_input`` (I), what is left is ``ba
 values that pass from I to W are the stash.
 """
 
-import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -14,7 +13,6 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 
 import jax
 
-from dualpipe_jax.arguments import typechecked
 from dualpipe_jax.split.crossing import choose_crossing, nbytes, stay
 from dualpipe_jax.split.graph import (
     Atom,
@@ -262,9 +260,3 @@ def _reads(program: Program) -> set[Value]:
     return prune(program.equations, program.outputs)[1] | set(values(program.outputs)).intersection(
         program.inputs
     )
-
-
-@typechecked
-def total_bytes(types: Iterable[jax.ShapeDtypeStruct]) -> int:
-    """Bytes of a list of arrays, such as ``plan.stash``."""
-    return sum(math.prod(kind.shape) * kind.dtype.itemsize for kind in types)

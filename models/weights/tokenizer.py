@@ -32,11 +32,6 @@ class Tokenizer:
     eos: int | None
     add_bos: bool
 
-    @property
-    def num_words(self) -> int:
-        """Tokens that there are: no more than the model's ``vocab``, which may have spare rows."""
-        return self.library.get_vocab_size()
-
     def encode(self, text: str) -> np.ndarray:
         """Return a text's tokens, int32 [S]."""
         tokens = self.library.encode(text).ids

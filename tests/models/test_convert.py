@@ -170,7 +170,7 @@ def test_the_tokenizer_is_that_of_the_library_with_its_beginning(tmp_path):
     begin = library.token_to_id("<begin>")
     np.testing.assert_array_equal(ours.encode(TEXT), [begin, *library.encode(TEXT).ids])
     assert ours.encode(TEXT).dtype == np.int32 and ours.decode(ours.encode(TEXT)) == TEXT
-    assert (ours.bos, ours.eos, ours.num_words) == (begin, library.token_to_id("<end>"), 300)
+    assert (ours.bos, ours.eos, ours.library.get_vocab_size()) == (begin, library.token_to_id("<end>"), 300)
     np.testing.assert_array_equal(ours.encode("<begin>" + TEXT), ours.encode(TEXT))
     make_tokenizer(tmp_path / "without", add_bos_token=False)
     np.testing.assert_array_equal(load_tokenizer(tmp_path / "without").encode(TEXT), library.encode(TEXT).ids)

@@ -18,7 +18,7 @@ from split_checks import (
 )
 
 from dualpipe_jax.split import split_backward, split_vjp, weight_part
-from dualpipe_jax.split.plan import total_bytes
+from tests.jaxprs import total_bytes
 
 X = normal(0, 2, BATCH, WIDTH)
 PARAMS = {"up": normal(1, WIDTH, HIDDEN), "down": normal(2, HIDDEN, WIDTH), "scale": 1 + normal(3, WIDTH)}

@@ -20,7 +20,7 @@ from split_checks import (
 )
 
 from dualpipe_jax.split import split_backward
-from dualpipe_jax.split.plan import total_bytes
+from tests.jaxprs import total_bytes
 
 X = normal(0, BATCH, WIDTH)
 SEGMENTS = np.arange(BATCH) // 3

@@ -23,8 +23,8 @@ from split_checks import (
 )
 
 from dualpipe_jax.split import split_backward
-from dualpipe_jax.split.plan import total_bytes
 from tests.jaxprs import named as named_in
+from tests.jaxprs import total_bytes
 
 POLICIES = jax.checkpoint_policies
 X = normal(10, BATCH, WIDTH)

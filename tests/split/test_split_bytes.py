@@ -8,7 +8,7 @@ from split_checks import BATCH, HIDDEN, WIDTH, block, block_params, mlp, norm, n
 from test_split import ATTENTION, LAYERS, X, attention, cast, choose, scanned
 
 from dualpipe_jax.split import split_backward
-from dualpipe_jax.split.plan import total_bytes
+from tests.jaxprs import total_bytes
 
 F32 = 4
 ROWS = F32 * BATCH * WIDTH  # one [B, D]

@@ -153,21 +153,6 @@ def open_its_vocabulary(folder: Path, manifest: Manifest) -> Vocabulary:
     return Vocabulary(manifest.vocab, manifest.separator, file)
 
 
-def read_document(folder: Path, manifest: Manifest, split: str, number: int) -> np.ndarray:
-    """The tokens of a document, numbered through all shards of a split, with its separator.
-
-    Raises:
-      IndexError: there is no such document.
-    """
-    left = number
-    for shard in getattr(manifest, split):
-        if left < shard.documents:
-            start, stop = np.load(folder / shard.index, mmap_mode="r")[left : left + 2].tolist()
-            return np.memmap(folder / shard.file, dtype=_on_disk(manifest.dtype), mode="r")[start:stop]
-        left -= shard.documents
-    raise IndexError(f"{folder}: no document {number} in {split}")
-
-
 def find_damage(folder: Path, progress: Callable[[int], None] = lambda num_bytes: None) -> list[str]:
     """Everything about a prepared folder that is not as the manifest says, in words; reads all of it.
 

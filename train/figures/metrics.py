@@ -87,11 +87,6 @@ class MetricsFile:
         self.close()
 
 
-def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The records of a metrics file, none if there is no file; lines that cannot be read are left out."""
-    return _parse(path)[0]
-
-
 def _parse(path: Path) -> tuple[list[dict[str, Any]], list[int]]:
     """The records, and the numbers from 1 on of lines that are none, but for a last one that a kill cut short."""
     text = path.read_text(errors="replace") if path.exists() else ""
