@@ -10,6 +10,7 @@ from typing import Annotated, Literal
 
 from tyro.conf import arg
 
+from dualpipe_jax.ranges import AboveZero, AtLeastOne, NotNegative, out_of_range
 from dualpipe_jax.schedule import Schedule, limit_stash
 from dualpipe_jax.schedule.names import SCHEDULES, find, is_known
 
@@ -19,7 +20,8 @@ def _unless_left_out(default: str) -> str:
     return "" if default == "None" else f"(default: {default})"
 
 
-Count = Annotated[int | None, arg(metavar="INT", help_behavior_hint=_unless_left_out)]
+_INT = arg(metavar="INT", help_behavior_hint=_unless_left_out)
+Count = Annotated[AtLeastOne | None, _INT]
 Shard = Literal["nothing", "optimizer", "parameters"]
 ROOM: Mapping[str, float | None] = {"dropless": None, "capacity": 2.0}
 """Of each way in which tokens reach experts, the room that it has if none is asked for."""
@@ -31,16 +33,16 @@ class StepOptions:
 
     schedule: Annotated[str, arg(metavar="{" + ",".join(SCHEDULES) + "}")] = "dualpipe"
     """Order of forwards and backwards on the pipeline's ranks; see `dualpipe choose`."""
-    max_stash: Count = None
+    max_stash: Annotated[NotNegative | None, _INT] = None
     """How many microbatches of a rank may wait for their weights' gradients, for which memory is needed; further
     backwards are whole. As many as the schedule asks for if left out."""
-    pp: int = 4
+    pp: AtLeastOne = 4
     """Pipeline ranks."""
-    ep: int = 4
+    ep: AtLeastOne = 4
     """Expert-parallel devices of each rank; a step needs dp x pp x ep devices."""
-    ep_nodes: int = 1
+    ep_nodes: AtLeastOne = 1
     """Nodes that these lie on, for dispatch in two hops: a token crosses to a node at most once."""
-    dp: int = 1
+    dp: AtLeastOne = 1
     """Replicas of the whole, each with a part of every microbatch."""
     microbatches: Count = None
     """Microbatches of a step, over all pipes; 4 for each rank if left out."""
@@ -58,7 +60,9 @@ class StepOptions:
     keeps what is dear and narrow, all keeps a layer's input only."""
     dispatch: Literal["dropless", "capacity"] = "dropless"
     """How tokens reach experts: dropless gives every expert as much room as it needs, capacity gives all equal room."""
-    capacity_factor: Annotated[float | None, arg(metavar="FLOAT", help_behavior_hint=_unless_left_out)] = None
+    capacity_factor: Annotated[
+        AboveZero | None, arg(metavar="FLOAT", help_behavior_hint=_unless_left_out)
+    ] = None
     """Room in multiples of an even load, beyond which tokens are dropped: of each expert for capacity (2 if left out),
     of each pair of devices for dropless (if left out, as much as can ever be needed)."""
     dispatch_payload: Literal["plain", "float8"] = "plain"
@@ -134,13 +138,8 @@ class StepOptions:
         Raises:
           ValueError: one is not; says which option, and what would do.
         """
-        for name in ("pp", "ep", "ep_nodes", "dp", "microbatches", "microbatch_size", "sequence"):
-            if (count := getattr(self, name)) is not None and count < 1:
-                raise ValueError(f"--{name.replace('_', '-')} {count}: must be at least 1")
-        if self.max_stash is not None and self.max_stash < 0:
-            raise ValueError(f"--max-stash {self.max_stash}: must not be negative")
-        if self.capacity_factor is not None and not self.capacity_factor > 0:
-            raise ValueError(f"--capacity-factor {self.capacity_factor}: must be above 0")
+        for (name,), value, why in out_of_range(self):
+            raise ValueError(f"--{name.replace('_', '-')} {value}: {why}")
         if self.ep % self.ep_nodes:
             raise ValueError(
                 f"--ep {self.ep} --ep-nodes {self.ep_nodes}: as many devices on each node; give a number of nodes that "

@@ -3,71 +3,15 @@
 import re
 from pathlib import Path
 
-from train.config import ConfigError, TrainConfig, make_schedule, option
-
-AT_LEAST_ONE = (
-    "--first-microbatches",
-    "--ramp-tokens",
-    "--steps",
-    "--log-every",
-    "--eval-every",
-    "--load-every",
-    "--rebalance-every",
-    "--checkpoint-every",
-    "--keep",
-    "--keep-every",
-    "--eval-sequences",
-    "--processes",
-    "--num-processes",
-)
-
-
-NOT_NEGATIVE = (
-    "--profile",
-    "--mtp",
-    "--mtp-weight",
-    "--final-mtp-weight",
-    "--constant-until",
-    "--final-rate",
-    "--b1",
-    "--b2",
-    "--balance-factor",
-    "--seed",
-    "--warmup",
-    "--weight-decay",
-    "--bias-rate",
-    "--redundant-experts",
-    "--restarts",
-    "--process-id",
-    "--straggler-every",
-)
-
-
-POSITIVE = (
-    "--learning-rate",
-    "--clip",
-    "--checkpoint-minutes",
-    "--peak-tflops",
-    "--spike",
-    "--patience",
-)
+from dualpipe_jax.ranges import out_of_range
+from train.config import FLAGS, ConfigError, TrainConfig, make_schedule, option
 
 
 def check(config: TrainConfig) -> None:
     """Raise ConfigError for the first option that is out of range or does not fit the others."""
-    bounds = (
-        (AT_LEAST_ONE, lambda value: value >= 1, "must be at least 1"),
-        (NOT_NEGATIVE, lambda value: value >= 0, "must not be negative"),
-        (POSITIVE, lambda value: value > 0, "must be above 0"),
-    )
-    for flags, holds, must in bounds:
-        for flag in flags:
-            value = option(config, flag)
-            if value is not None and not holds(value):
-                raise ConfigError(f"{flag} {value}: {must}")
-    for flag, bound in (("--b1", 1), ("--b2", 1), ("--constant-until", 1)):
-        if (value := option(config, flag)) is not None and value >= bound:
-            raise ConfigError(f"{flag} {value}: must be below {bound}")
+    flag_of = {path: flag for flag, path in FLAGS.items()}
+    for path, value, why in out_of_range(config):
+        raise ConfigError(f"{flag_of[path]} {value}: {why}")
     try:
         config.step.check()
     except ValueError as error:

@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal
 
 from tyro.conf import arg
 
+from dualpipe_jax.ranges import AboveZero, AtLeastOne, NotBelowZero, NotNegative, Share
 from dualpipe_jax.schedule import Schedule
 from dualpipe_jax.schedule.names import find
 from dualpipe_jax.step_options import StepOptions
@@ -32,13 +33,13 @@ class ModelConfig:
     """Other numbers than the model's own, by their names in models.Config: --set dim=512 num_experts=16 top_k=4."""
     layers: int | None = None
     """Layers with experts, instead of the model's own number; they are shared out over stages by their time."""
-    mtp: int | None = None
+    mtp: NotNegative | None = None
     """Modules of multi-token prediction, instead of the model's own number."""
-    mtp_weight: float | None = None
+    mtp_weight: NotBelowZero | None = None
     """What their losses together count beside the model's own: the paper's lambda. The recipe's if left out."""
-    final_mtp_weight: float | None = None
+    final_mtp_weight: NotBelowZero | None = None
     """The same from where the learning rate begins to fall. The recipe's if both are left out, else --mtp-weight."""
-    balance_factor: float | None = None
+    balance_factor: NotBelowZero | None = None
     """What the sequence-wise balance loss counts: the paper's alpha. The recipe's if left out."""
 
 
@@ -46,10 +47,10 @@ class ModelConfig:
 class ExpertsConfig:
     """Which devices of ep have which experts; in order, once and for all, without these."""
 
-    rebalance_every: int | None = None
+    rebalance_every: AtLeastOne | None = None
     """Steps between two looks at the loads of experts, after which they move to other devices of ep where that evens
     out what devices have to do. They never move if left out."""
-    redundant_experts: int = 0
+    redundant_experts: NotNegative = 0
     """Experts of a layer that are there twice, or more often, for those with much to do: slots of all ep devices beyond
     one for each expert."""
 
@@ -65,7 +66,7 @@ class DataConfig:
     """A share of all sequences for each path of --data; by their tokens if left out."""
     tokenizer: Annotated[str | None, arg(metavar="FILE")] = None
     """A tokenizer.json for text that is not prepared; bytes if left out."""
-    eval_sequences: int = 512
+    eval_sequences: AtLeastOne = 512
     """Sequences of held-out text that the loss is measured on, before and after: the same ones for every run."""
 
 
@@ -76,31 +77,31 @@ class OptimizerConfig:
     What is left out is the recipe's, of the model by its name: models/recipes.py.
     """
 
-    steps: int = 250
+    steps: AtLeastOne = 250
     """Optimizer steps."""
-    learning_rate: float | None = None
+    learning_rate: AboveZero | None = None
     """Peak of the learning rate, after warm-up. The recipe's if left out."""
-    constant_until: float | None = None
+    constant_until: Share | None = None
     """Share of the run after which the learning rate begins to fall, along half a cosine to --final-rate at the last
     step. The recipe's phases if both are left out."""
-    final_rate: float | None = None
+    final_rate: NotBelowZero | None = None
     """Learning rate of the last step, as a share of the peak; 0.1 if only --constant-until is given."""
-    warmup: int | None = None
+    warmup: NotNegative | None = None
     """Steps of warm-up. The recipe's if left out, at most a tenth of the run."""
-    b1: float | None = None
+    b1: Share | None = None
     """AdamW's decay of the average gradient. The recipe's if left out."""
-    b2: float | None = None
+    b2: Share | None = None
     """AdamW's decay of the average squared gradient. The recipe's if left out."""
-    weight_decay: float | None = None
+    weight_decay: NotBelowZero | None = None
     """AdamW's weight decay; norms and biases do not decay. The recipe's if left out."""
-    clip: float | None = None
+    clip: AboveZero | None = None
     """Largest global norm of the gradient. The recipe's if left out."""
-    bias_rate: float | None = None
+    bias_rate: NotBelowZero | None = None
     """How far a step moves the routing bias of an expert with too much or too little load. The recipe's if left out."""
-    first_microbatches: int | None = None
+    first_microbatches: AtLeastOne | None = None
     """Microbatches of the first steps, from which they grow by as many again and again, to all --microbatches once
     --ramp-tokens are done. A step is compiled for each number."""
-    ramp_tokens: int | None = None
+    ramp_tokens: AtLeastOne | None = None
     """See --first-microbatches: tokens after which a step has all --microbatches."""
 
 
@@ -108,13 +109,13 @@ class OptimizerConfig:
 class CheckpointConfig:
     """When the run is saved, besides at its end and when it is told to stop, and what is kept."""
 
-    every: Annotated[int | None, arg(name="checkpoint-every")] = None
+    every: Annotated[AtLeastOne | None, arg(name="checkpoint-every")] = None
     """Steps between checkpoints."""
-    minutes: Annotated[float | None, arg(name="checkpoint-minutes")] = 10.0
+    minutes: Annotated[AboveZero | None, arg(name="checkpoint-minutes")] = 10.0
     """Minutes between checkpoints, whatever the steps."""
-    keep: int = 3
+    keep: AtLeastOne = 3
     """How many of the latest checkpoints are kept."""
-    keep_every: int | None = None
+    keep_every: AtLeastOne | None = None
     """Checkpoints of steps that this divides are kept for good."""
     export: Annotated[Path | None, arg(metavar="DIR")] = None
     """Leave the weights there at the end, in Hugging Face's layout; with --resume also those of a finished run."""
@@ -124,24 +125,24 @@ class CheckpointConfig:
 class LogConfig:
     """What is said and written while it runs."""
 
-    every: Annotated[int, arg(name="log-every")] = 10
+    every: Annotated[AtLeastOne, arg(name="log-every")] = 10
     """Steps between lines where the output is not a terminal."""
-    eval_every: int | None = None
+    eval_every: AtLeastOne | None = None
     """Steps between measurements of the held-out loss, besides before and after."""
-    load_every: int = 10
+    load_every: AtLeastOne = 10
     """Steps between records of each expert's load in metrics.jsonl; balance and drops are in every one."""
     track: tuple[Literal["tensorboard", "wandb"], ...] = ()
     """Who is told the metrics besides metrics.jsonl. Weights & Biases is kept offline."""
-    peak_tflops: float | None = None
+    peak_tflops: AboveZero | None = None
     """Peak TFLOP/s of one device, which MFU is a share of; that of the data sheet for devices that are known."""
     measure_peak: bool = False
     """Where no peak is known, on CPU, take the measured rate of a matmul for it."""
     on_trouble: Literal["stop", "skip"] = "stop"
     """At a loss or gradient that is no number, or a spike: stop, or go back to the latest checkpoint and skip the
     batches from there to the trouble."""
-    spike: float | None = None
+    spike: AboveZero | None = None
     """How many spreads above the median of the latest losses is a spike; none if left out."""
-    profile: Annotated[int, arg(metavar="STEPS")] = 0
+    profile: Annotated[NotNegative, arg(metavar="STEPS")] = 0
     """Steps to profile: a trace for Perfetto and XProf, and the measured timeline beside the schedule's theory."""
 
 
@@ -151,24 +152,24 @@ class LaunchConfig:
 
     devices: Literal["cpu", "accelerator"] = "cpu"
     """cpu makes dp x pp x ep virtual devices; accelerator takes what JAX finds."""
-    processes: int | None = None
+    processes: AtLeastOne | None = None
     """Start this many processes on this machine, watch over them, and start them again when one fails."""
-    restarts: int = 3
+    restarts: NotNegative = 3
     """How often processes that --processes started are started again, from the last good checkpoint."""
     shrink: bool = False
     """Start again with fewer processes and pipeline ranks: without those that failed."""
     coordinator: Annotated[str | None, arg(metavar="HOST:PORT")] = None
     """Where process 0 of several is found, where no launcher tells (SLURM, Kubernetes, TPU pods, Open MPI do)."""
-    num_processes: int | None = None
+    num_processes: AtLeastOne | None = None
     """How many processes there are, where no launcher tells."""
-    process_id: int | None = None
+    process_id: NotNegative | None = None
     """Which of them this one is, from 0, where no launcher tells."""
     coordinator_bind: Annotated[str | None, arg(metavar="HOST:PORT")] = None
     """Where process 0 listens, if not at the coordinator's own address; it trusts whoever reaches it."""
-    patience: float | None = None
+    patience: AboveZero | None = None
     """Seconds without a finished step after which a process counts as stuck and ends; ten median steps, and 20 s at
     least, if left out. Compiling is not counted."""
-    straggler_every: int = 50
+    straggler_every: NotNegative = 50
     """Steps between reports of the slowest of several processes; 0 for none."""
 
 
@@ -184,7 +185,7 @@ class TrainConfig:
     """Name of the run; the schedule and the time if not given."""
     runs: Path = Path("runs")
     """Folder of all runs."""
-    seed: int = 0
+    seed: NotNegative = 0
     """Of initial parameters and batches, below 2^32. A batch depends on seed and step alone."""
     model: ModelConfig = ModelConfig()
     step: StepOptions = STEP

@@ -1,0 +1,48 @@
+"""Ranges of options, which stand in the type of each: ``steps: Annotated[int, Ge(1)] = 250``."""
+
+import dataclasses
+import types
+import typing
+from collections.abc import Iterator
+from typing import Annotated, Any
+
+from annotated_types import Ge, Gt, Lt
+
+AtLeastOne = Annotated[int, Ge(1)]
+NotNegative = Annotated[int, Ge(0)]
+NotBelowZero = Annotated[float, Ge(0)]
+AboveZero = Annotated[float, Gt(0)]
+Share = Annotated[float, Ge(0), Lt(1)]
+
+
+def out_of_range(options: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any, str]]:
+    """(path of the field, its value, what it must be) of all that is outside its range; None is in any.
+
+    Args:
+      options: a dataclass, whose fields may be dataclasses.
+      path: of the dataclass itself.
+    """
+    hints = typing.get_type_hints(type(options), include_extras=True)
+    for field in dataclasses.fields(options):
+        value, where = getattr(options, field.name), (*path, field.name)
+        if dataclasses.is_dataclass(value):
+            yield from out_of_range(value, where)
+        elif value is not None:
+            yield from ((where, value, why) for why in _broken(hints[field.name], value))
+
+
+def _broken(hint: Any, value: Any) -> Iterator[str]:
+    if typing.get_origin(hint) in (types.UnionType, typing.Union):
+        for part in typing.get_args(hint):
+            yield from _broken(part, value)
+    elif typing.get_origin(hint) is Annotated:
+        inner, *notes = typing.get_args(hint)
+        yield from _broken(inner, value)
+        for note in notes:  # "not", for NaN is in no range
+            match note:
+                case Ge(ge=least) if not value >= least:  # type: ignore[operator]
+                    yield "must not be negative" if least == 0 else f"must be at least {least}"
+                case Gt(gt=bound) if not value > bound:  # type: ignore[operator]
+                    yield f"must be above {bound}"
+                case Lt(lt=bound) if not value < bound:  # type: ignore[operator]
+                    yield f"must be below {bound}"
