@@ -11,13 +11,13 @@ import jax
 import numpy as np
 
 from dualpipe_jax.inspect import read
+from dualpipe_jax.profile import ProfileError, Profiler, measure, write_profile
+from dualpipe_jax.profile.capture import read_events
 from models.recipes import Recipe
 from train.config import TrainConfig, replaced
 from train.figures.rates import Rates, find_peak, memory_gib
 from train.figures.step import step_record
 from train.model import count_parameters, model_config, model_flops
-from train.profile import ProfileError, Profiler, measure, write_profile
-from train.profile.capture import read_events
 from train.report.folder import environment
 from train.setup import Run
 from train.state.layout import TrainState

@@ -9,12 +9,12 @@ from typing import Any
 
 import numpy as np
 
+from dualpipe_jax.profile.timelines import Drawn, drawn, timelines
 from dualpipe_jax.schedule import simulate
 from train.config import FLAGS, TrainConfig, make_schedule, option
 from train.figures.step import PARTS
 from train.recipe import is_own
 from train.report.folder import RunFolder, command_line
-from train.report.timelines import Drawn, drawn, timelines
 
 Page = dict[str, Any]
 """What page.js draws:
@@ -23,7 +23,7 @@ Page = dict[str, Any]
   sections: {"title", "about"?, "charts"?, "heat"?, "timelines"?, "tables"?, "text"?}.
   chart: {"title", "series": [{"name", "x", "y"}], "log"?, "zero"?, "wide"?}; null is no number.
   heat: {"shape": [steps, layers, experts], "steps", "one", "values"}: base64 of bytes, "one" for the mean load.
-  timelines: see ``train.report.timelines``.    table: {"title"?, "head"?, "rows": [[name, *cells]]}."""
+  timelines: see ``dualpipe_jax.profile.timelines``.    table: {"title"?, "head"?, "rows": [[name, *cells]]}."""
 
 _HERE = Path(__file__).parent
 _ONE, _CELLS, _POINTS = 64, 1_000_000, 2000

@@ -9,6 +9,7 @@ import re
 import numpy as np
 import pytest
 
+from dualpipe_jax.profile.timelines import drawn
 from dualpipe_jax.schedule import CostModel, dualpipe, simulate, zb_h1
 from train.__main__ import main
 from train.config import ConfigError, configure
@@ -16,7 +17,6 @@ from train.options import parse, plain
 from train.report import RunFolder, compare, write_report
 from train.report.folder import command_line
 from train.report.page import render, report_page
-from train.report.timelines import drawn
 
 OPTIONS = dict(pp=2, microbatches=4, schedule="dualpipe", steps=3)
 LOSSES = (5.5, 4.0, 0.1 + 0.2)

@@ -7,13 +7,13 @@ import pytest
 
 from dualpipe_jax.command.given import from_file
 from dualpipe_jax.inspect import read
+from dualpipe_jax.profile import ProfileError, measure, write_profile
+from dualpipe_jax.profile.capture import Event
+from dualpipe_jax.profile.match import Execution, Unit, executions, guards, match
+from dualpipe_jax.profile.timelines import timelines
 from dualpipe_jax.schedule import CostModel, Op, dualpipe, dualpipe_v, one_f_one_b, simulate, zb_h1, zb_v
 from dualpipe_jax.schedule.formats.measured import read_measured
 from dualpipe_jax.schedule.lowering.unit_key import SCOPES
-from train.profile import ProfileError, measure, write_profile
-from train.profile.capture import Event
-from train.profile.match import Execution, Unit, executions, guards, match
-from train.report.timelines import timelines
 
 COSTS = CostModel(F=2.0, I=3.0, W=1.5, extra={0: (0.25, 0.5, 0.0), -1: (0.75, 0.0, 0.0)})
 LOCAL = 2

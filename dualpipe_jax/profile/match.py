@@ -11,8 +11,8 @@ from typing import NamedTuple
 
 from dualpipe_jax.inspect import Module
 from dualpipe_jax.pods.predict import units_in
+from dualpipe_jax.profile.capture import Event
 from dualpipe_jax.schedule import Action, Op, Schedule, TickTable, lower
-from train.profile.capture import Event
 
 
 class ProfileError(ValueError):

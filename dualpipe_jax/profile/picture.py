@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from train.report.timelines import Drawn
+from dualpipe_jax.profile.timelines import Drawn
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

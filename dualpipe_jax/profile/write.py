@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from dualpipe_jax.profile.measure import Measured
+from dualpipe_jax.profile.picture import draw
+from dualpipe_jax.profile.timelines import FILE, Drawn, boxes_of, drawn
 from dualpipe_jax.schedule import Timeline, lower, simulate, to_chrome_trace, to_json
-from train.profile.measure import Measured
-from train.profile.picture import draw
-from train.report.timelines import FILE, Drawn, boxes_of, drawn
 
 COSTS, TRACE, PICTURE, STEP = "costs.json", "timeline.trace", "timeline.png", "measured.json"
 _APART = 100

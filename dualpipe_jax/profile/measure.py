@@ -7,11 +7,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from dualpipe_jax.inspect import Module
-from dualpipe_jax.schedule import Action, CostModel, Schedule, Timeline, simulate
-from dualpipe_jax.schedule.costs import stages_a_share
-from dualpipe_jax.schedule.replay import fit
-from train.profile.capture import Event
-from train.profile.match import (
+from dualpipe_jax.profile.capture import Event
+from dualpipe_jax.profile.match import (
     Execution,
     ProfileError,
     Unit,
@@ -21,6 +18,9 @@ from train.profile.match import (
     lowered,
     match,
 )
+from dualpipe_jax.schedule import Action, CostModel, Schedule, Timeline, simulate
+from dualpipe_jax.schedule.costs import stages_a_share
+from dualpipe_jax.schedule.replay import fit
 
 
 @dataclasses.dataclass(frozen=True)
