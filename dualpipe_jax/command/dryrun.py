@@ -24,7 +24,7 @@ from dualpipe_jax.command.overlap import (
 )
 from dualpipe_jax.pods.plain import plain
 from dualpipe_jax.pods.plan import Plan
-from dualpipe_jax.pods.results import Answer, Machine, Memory, ScheduleTime, Step, Way
+from dualpipe_jax.pods.results import Answer, Machine, Memory, Prediction, ScheduleTime, Way
 from dualpipe_jax.present.numbers import format_cycles, gib, in_runs, percent
 from dualpipe_jax.present.table import Table
 
@@ -191,7 +191,7 @@ def links_table(ways: Mapping[str, Way]) -> Table:
     return Table(("way", "across nodes", "inside", "MiB across", "MiB inside"), tuple(rows))
 
 
-def account_table(step: Step) -> Table:
+def account_table(step: Prediction) -> Table:
     """From the peak to the MFU: each part of the step's time, and what share the operations have of all so far."""
     rows, so_far = [], 0.0
     for part in step.account:
@@ -202,7 +202,7 @@ def account_table(step: Step) -> Table:
     return Table(("on average over ranks", "s", "of the step", "MFU so far"), tuple(rows))
 
 
-def _step(step: Step, target: Machine | None) -> list[str]:
+def _step(step: Prediction, target: Machine | None) -> list[str]:
     peak = "the peak"
     if target is not None:
         timed = target.name.startswith("cpu:")

@@ -6,7 +6,9 @@ from collections.abc import Callable, Mapping
 
 from dualpipe_jax.inspect.target import Device
 from dualpipe_jax.pods import predict
+from dualpipe_jax.pods.costs import UnitCosts, of_unit, splits
 from dualpipe_jax.pods.results import Compiled, Overheads, Part, Unit
+from dualpipe_jax.pods.units import key_of, kind_at, kinds_of
 from dualpipe_jax.schedule import Action, CostModel, Op, Schedule, Slot, lower
 from dualpipe_jax.schedule.lowering.unit_key import UnitKey
 
@@ -28,7 +30,7 @@ class Useful:
 
 def account_of(
     schedule: Schedule,
-    costs: predict.Measured,
+    costs: UnitCosts,
     compiled: Compiled,
     useful: Useful,
     beside: Overheads,
@@ -38,7 +40,7 @@ def account_of(
     """What a step's seconds go to, on average over ranks; the parts add up to the step.
 
     Args:
-      schedule, costs: in cycles, see ``predict.measured``.
+      schedule, costs: in cycles, see ``unit_costs``.
       compiled: its units.
       useful: of one device.
       beside: cycles of a tick beside its units, and of a step beside its ticks.
@@ -72,7 +74,7 @@ def account_of(
 
     whole, busy = spans(costs)
     even, busy_even = spans(equal)
-    sums = _Sums(schedule, compiled.units, predict.splits(schedule))
+    sums = _Sums(schedule, compiled.units, splits(schedule))
     waits = sum(sums.of(slot, lambda unit: unit.exposed) for slot in slots) / ranks
     work = busy - waits - useful.program * device.clock
     cycles = _work(sums, slots, ranks, useful, device, work) | {
@@ -114,7 +116,7 @@ def _work(
 
 @dataclasses.dataclass(frozen=True)
 class _Sums:
-    """Figures of slots, as ``predict.measured`` makes their cycles of units."""
+    """Figures of slots, as ``unit_costs`` makes their cycles of units."""
 
     schedule: Schedule
     units: Mapping[UnitKey, Unit]
@@ -122,11 +124,11 @@ class _Sums:
 
     @functools.cached_property
     def kinds(self) -> Mapping[int, str]:
-        return predict.kinds_of(self.units)
+        return kinds_of(self.units)
 
     def of(self, slot: Slot, field: Field) -> float:
-        """Of a slot: what was measured of it; else beside pairs no less than of usual stages, see ``predict.costs``."""
-        own = predict.found(self.units, predict.key_of(slot, self.schedule.placement, self.kinds))
+        """Of a slot: what was measured of it; else beside pairs no less than of usual stages, see ``stage_costs``."""
+        own = of_unit(self.units, key_of(slot, self.schedule.placement, self.kinds))
         if own is not None:
             return field(own)
         each = [(self.action(action, field), self._of(action.op, field)) for action in slot]
@@ -138,7 +140,7 @@ class _Sums:
 
     def action(self, action: Action, field: Field) -> float:
         """Of an action alone, by the kind of its stage where that is known."""
-        kind = predict.kind_at(action.stage, self.schedule.placement, self.kinds)
+        kind = kind_at(action.stage, self.schedule.placement, self.kinds)
         return self._of(action.op, field, kind)
 
     def _of(self, op: Op, field: Field, kind: str | None = None) -> float:

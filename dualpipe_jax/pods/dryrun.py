@@ -16,8 +16,9 @@ from dualpipe_jax.inspect.scheduler import parse_statistics
 from dualpipe_jax.inspect.target import Device, Target
 from dualpipe_jax.parallel import make_mesh
 from dualpipe_jax.parallel.mesh import over_nodes
-from dualpipe_jax.pods import ahead, loading, predict, timed, timeline
+from dualpipe_jax.pods import ahead, loading, timed, timeline
 from dualpipe_jax.pods.bare import lower_bare_pair
+from dualpipe_jax.pods.costs import units_of
 from dualpipe_jax.pods.links import count_links, share_dropped
 from dualpipe_jax.pods.plan import Plan
 from dualpipe_jax.pods.program import Blueprint, Program, Setting, abstract_mesh
@@ -25,6 +26,7 @@ from dualpipe_jax.pods.readings import read
 from dualpipe_jax.pods.request import Request
 from dualpipe_jax.pods.results import Answer, Compiled, Machine, Parameters, Unit, weigh
 from dualpipe_jax.pods.step_time import predict_step
+from dualpipe_jax.pods.units import unit_of
 from dualpipe_jax.schedule.lowering.unit_key import UnitKey
 
 BARE: Mapping[str, bool] = {"bare": False, "bare_ordered": True}
@@ -176,9 +178,7 @@ def compile_and_read(
         say(f"compiling the update for {target}")
         found = dataclasses.replace(found, update=price_update(blueprint, options, rates))
     if what in BARE:
-        found = dataclasses.replace(
-            found, units={UnitKey("FB"): predict.unit_of(report, module, module.entry)}
-        )
+        found = dataclasses.replace(found, units={UnitKey("FB"): unit_of(report, module, module.entry)})
     return found
 
 
@@ -190,7 +190,7 @@ def price_update(blueprint: Blueprint, options: Mapping[str, str], rates: Rates)
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise ValueError(f"the compiler refuses the update: {str(error)[:2000]}") from None
         return None
-    return predict.unit_of(inspect.overlap(module, rates), module, module.entry)
+    return unit_of(inspect.overlap(module, rates), module, module.entry)
 
 
 def compiler_options(plan: Plan, target: Target) -> dict[str, str]:
@@ -206,7 +206,7 @@ def _lower(what: str, blueprint: Blueprint) -> Any:
         if what == "step"
         else ahead.lower_units(
             blueprint,
-            ("FB",) if what == "pair" else predict.units_of(blueprint.schedule),
+            ("FB",) if what == "pair" else units_of(blueprint.schedule),
             every_kind=what != "pair",
         )
     )

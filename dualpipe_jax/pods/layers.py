@@ -19,7 +19,7 @@ def moved_layers(
     Args:
       layers: of each stage of the model, as they are.
       schedule: whose ranks are meant.
-      costs: of its units with these layers; see ``predict.measured``.
+      costs: of its units with these layers; see ``unit_costs``.
       at_once: of how many ranks the work can be done at a time; None: of all.
 
     Returns:

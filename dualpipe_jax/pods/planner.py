@@ -17,6 +17,7 @@ from typing import Literal
 
 from dualpipe_jax.inspect.target import Target
 from dualpipe_jax.pods import predict
+from dualpipe_jax.pods.costs import splits, unit_costs, units_of
 from dualpipe_jax.pods.layers import moved_layers
 from dualpipe_jax.pods.plan import Plan
 from dualpipe_jax.pods.results import Answer, Overheads
@@ -154,7 +155,7 @@ def _case(plans: list[Plan], stashes: Iterable[int | None]) -> Case:
                 seen.add(orders)
                 all_plans.append(limited)
     fewest = sorted(all_plans, key=lambda plan: math.inf if plan.max_stash is None else plan.max_stash)
-    whole = max(fewest, key=lambda plan: len(predict.units_of(schedule_of(plan))))
+    whole = max(fewest, key=lambda plan: len(units_of(schedule_of(plan))))
     return Case(whole, tuple(all_plans))
 
 
@@ -217,11 +218,11 @@ class Prices:
     def _costs(self) -> tuple[CostModel, CostModel]:
         """For schedules that never split a backward, and for those that do."""
         units, send = self.compiled.units, self.compiled.sends.each
-        return predict.measured(units, send, split=False), predict.measured(units, send, split=True)
+        return unit_costs(units, send, split=False), unit_costs(units, send, split=True)
 
     def costs(self, schedule: Schedule) -> CostModel:
         """The costs of its units for a schedule, in cycles."""
-        return self._costs[predict.splits(schedule)]
+        return self._costs[splits(schedule)]
 
     def _ticks(self, plan: Plan) -> float:
         assert self.step is not None

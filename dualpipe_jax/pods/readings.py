@@ -8,8 +8,9 @@ from dualpipe_jax import inspect
 from dualpipe_jax.inspect.copies import Copy
 from dualpipe_jax.inspect.cycles import Collective, sum_up
 from dualpipe_jax.inspect.report import OverlapReport
-from dualpipe_jax.pods import ahead, predict
+from dualpipe_jax.pods import ahead
 from dualpipe_jax.pods.results import AllToAll, Compiled, CopyInLoop, Overheads, Shares, Unit
+from dualpipe_jax.pods.units import bodies_of, overheads, scan_body, units_of_program
 from dualpipe_jax.schedule.lowering.unit_key import UnitKey
 
 _COPY_BYTES = 1 << 20
@@ -30,11 +31,11 @@ def read(
     ``held`` names the arrays that no loop should copy; see ``ahead.array_name``. ``kind_of`` is the kind of each stage
     of the model, where it is known. ``more`` are further fields.
     """
-    pairs = predict.bodies(module, "FB")
-    exchange = [c for c in report.select("collective-permute") if c.computation == predict.walk(module)]
+    pairs = bodies_of(module, "FB")
+    exchange = [c for c in report.select("collective-permute") if c.computation == scan_body(module)]
     inside = [c for c in report.select("all-to-all") if not pairs or c.computation in pairs]
-    beside = predict.overheads(report, module)
-    sends, units = shares(exchange), predict.measure(report, module, kind_of)
+    beside = overheads(report, module)
+    sends, units = shares(exchange), units_of_program(report, module, kind_of)
     return Compiled(
         what,
         all_to_all=shares(inside),

@@ -186,7 +186,7 @@ class Compiled:
       followed: of serving, all but the last one, behind which a model goes on.
       sends: to the neighbours, beside the units of a tick.
       sends_exposed: cycles of a tick's sends that the work of its unit is too short for; "" is no unit.
-      units: see ``predict.measure``; of serving one, called by what it is.
+      units: see ``units.measure``; of serving one, called by what it is.
       overheads: None where there are no ticks.
       update: what the step does with gradients, once; None where the program does nothing, or nobody looked.
       cores: that all devices share; None where each has its own.
@@ -235,7 +235,7 @@ class Part:
 
 
 @dataclasses.dataclass(frozen=True)
-class Step:
+class Prediction:
     """The time of a step as the compiler's model has it; nothing was measured.
 
     Attributes:
@@ -290,7 +290,7 @@ class Answer:
     links: Links | None = None
     dropped: float | None = None
     compiled: Compiled | None = None
-    step: Step | None = None
+    step: Prediction | None = None
 
 
 def weigh(

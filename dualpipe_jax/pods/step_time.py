@@ -7,9 +7,10 @@ from typing import Any
 from dualpipe_jax.inspect.target import Device
 from dualpipe_jax.pods import ahead, predict
 from dualpipe_jax.pods.account import Useful, account_of
+from dualpipe_jax.pods.costs import rank_costs, splits, unit_costs
 from dualpipe_jax.pods.plan import Plan
 from dualpipe_jax.pods.program import Blueprint
-from dualpipe_jax.pods.results import Compiled, Overheads, ScheduleTime, Step
+from dualpipe_jax.pods.results import Compiled, Overheads, Prediction, ScheduleTime
 from dualpipe_jax.schedule import CostModel, MemoryModel
 from dualpipe_jax.schedule.lowering.unit_key import UnitKey
 
@@ -18,17 +19,17 @@ NOTHING = Overheads(0.0, 0.0)
 
 def predict_step(
     compiled: Compiled, blueprint: Blueprint, plan: Plan, device: Device, guards: float = 0.0
-) -> Step:
+) -> Prediction:
     """Time of a step by the compiler's model: from units' cycles, in the engine's ticks.
 
     ``guards`` are cycles that a tick's guards take, beside what the compiler knows.
 
-    What stands beside all ticks (see ``predict.overheads``) is this schedule's own; the others are given as much.
+    What stands beside all ticks (see ``units.overheads``) is this schedule's own; the others are given as much.
     "assumed" are costs that this schedule's units do not tell and others need: FB without gain, two thirds of B for I.
     """
     units, send, schedule = compiled.units, compiled.sends.each, blueprint.schedule
-    split, unsplit = (predict.measured(units, send, split=split) for split in (True, False))
-    costs, placed = split if predict.splits(schedule) else unsplit, blueprint.pipeline.placing_costs
+    split, unsplit = (unit_costs(units, send, split=split) for split in (True, False))
+    costs, placed = split if splits(schedule) else unsplit, blueprint.pipeline.placing_costs
     beside = compiled.overheads or NOTHING
     tick = beside.tick + guards
     cycles, ideal = predict.step_cycles(schedule, costs, tick, compiled.at_once, placed)
@@ -40,8 +41,8 @@ def predict_step(
     ranked = predict.rank_schedules(
         schedule.num_ranks,
         schedule.num_microbatches,
-        predict.rank_costs(split, schedule),
-        predict.rank_costs(unsplit, schedule),
+        rank_costs(split, schedule),
+        rank_costs(unsplit, schedule),
         sizes,
         device.memory,
         fixed,
@@ -49,7 +50,7 @@ def predict_step(
         compiled.at_once,
         placed,
     )
-    return Step(
+    return Prediction(
         cycles=cycles,
         ideal_cycles=ideal,
         overhead_cycles=beside.step,
@@ -64,7 +65,7 @@ def predict_step(
         assumed=tuple(name for name in ("I", "W", "FB") if UnitKey(name) not in units),
         costs=_named(costs) | {"extra": {str(stage): list(more) for stage, more in costs.extra.items()}},
         placed=_named(placed),
-        share=_share(predict.rank_costs(split, schedule), sizes, fixed, device.clock),
+        share=_share(rank_costs(split, schedule), sizes, fixed, device.clock),
         schedules=tuple(_time(p, rest, device.clock, least) for p in ranked),
     )
 
@@ -102,7 +103,7 @@ def _share(costs: CostModel, sizes: MemoryModel, fixed: int, clock: float) -> di
     }
 
 
-def _time(p: predict.Prediction, beside: float, clock: float, least: float) -> ScheduleTime:
+def _time(p: predict.ScheduleCycles, beside: float, clock: float, least: float) -> ScheduleTime:
     """Seconds and MFU of a schedule; None where it does not serve the counts. JSON has no infinity."""
     if not math.isfinite(p.cycles):
         return ScheduleTime(p.name, None, None, None, p.refused)

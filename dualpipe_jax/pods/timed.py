@@ -19,9 +19,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from dualpipe_jax.parallel import PP
-from dualpipe_jax.pods import ahead, predict
+from dualpipe_jax.pods import ahead
 from dualpipe_jax.pods.program import Blueprint, Tree
 from dualpipe_jax.pods.results import Compiled, Overheads, Unit
+from dualpipe_jax.pods.units import with_usual
 from dualpipe_jax.schedule.lowering.alone import unit_everywhere
 from dualpipe_jax.schedule.lowering.table import TickTable
 from dualpipe_jax.schedule.lowering.unit_key import UnitKey
@@ -116,7 +117,7 @@ def read(
     return Compiled(
         "timed",
         seconds=seconds,
-        units=predict.with_usual(units, model.kind_of),
+        units=with_usual(units, model.kind_of),
         overheads=Overheads(tick / cores * CLOCK, beside / cores * CLOCK),
         update=_unit(statistics.median(update) / cores * CLOCK) if update else None,
         cores=cores,

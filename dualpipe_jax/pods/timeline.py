@@ -8,7 +8,7 @@ from dualpipe_jax import inspect
 from dualpipe_jax.inspect.lanes import DIRECTION_NAMES, Names
 from dualpipe_jax.inspect.report import OverlapReport
 from dualpipe_jax.inspect.target import Target
-from dualpipe_jax.pods import predict
+from dualpipe_jax.pods.units import bodies_of
 
 PICTURES = ".svg", ".png"
 TRACE = ".trace"
@@ -46,7 +46,7 @@ def write(
 
 def _drawn(report: OverlapReport, module: inspect.Module) -> tuple[str, str]:
     """The computation to draw, and what to call it: the slowest pair; without pairs, what communicates longest."""
-    if pairs := predict.bodies(module, "FB"):
+    if pairs := bodies_of(module, "FB"):
         return max(pairs, key=lambda body: report.computations[body].cycles), "an overlapped pair"
     spent: dict[str, float] = {}
     for c in report.collectives:

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from dualpipe_jax.inspect import Module
-from dualpipe_jax.pods.predict import units_in
+from dualpipe_jax.pods.units import units_in
 from dualpipe_jax.profile.capture import Event
 from dualpipe_jax.schedule import Action, Op, Schedule, TickTable, lower
 

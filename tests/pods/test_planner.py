@@ -13,13 +13,23 @@ from dualpipe_jax.__main__ import main
 from dualpipe_jax.command import plan as command
 from dualpipe_jax.command.options import CommandError, Died
 from dualpipe_jax.inspect.target import Target
-from dualpipe_jax.pods import Answer, Plan, ahead, planner, predict
+from dualpipe_jax.pods import Answer, Plan, ahead, planner
 from dualpipe_jax.pods.cache import Cache, _digest, default_folder
+from dualpipe_jax.pods.costs import units_of
 from dualpipe_jax.pods.dryrun import draw
 from dualpipe_jax.pods.plain import filled, plain
 from dualpipe_jax.pods.plan import read_plan
 from dualpipe_jax.pods.request import Request
-from dualpipe_jax.pods.results import Compiled, Machine, Memory, Overheads, Parameters, Shares, Step, Unit
+from dualpipe_jax.pods.results import (
+    Compiled,
+    Machine,
+    Memory,
+    Overheads,
+    Parameters,
+    Prediction,
+    Shares,
+    Unit,
+)
 from dualpipe_jax.schedule import CostModel, MemoryModel, dualpipe, lower, one_f_one_b, simulate, zb_h1
 from tests.pods import own_program
 from tests.pods.test_predict import keyed
@@ -52,11 +62,13 @@ def answer(plan, compile, *, memory=16 * GIB, fixed=None, beyond=0, cycles=None,
     found = Answer(machine(memory.limit), plan, tuple(layers), memory=memory)
     if compile == "nothing":
         return found
-    cycles = cycles or {name: CYCLES[name] for name in predict.units_of(plan.make_schedule())}
+    cycles = cycles or {name: CYCLES[name] for name in units_of(plan.make_schedule())}
     units = keyed({name: Unit(each, each, 0.0, 0.0, 0) for name, each in cycles.items()})
     beside, update = Overheads(100.0, BESIDE[plan.shard]), Unit(UPDATE[plan.shard], 0.0, 0.0, 0.0, 0)
     compiled = Compiled("units", units=units, sends=Shares(each=1e4), overheads=beside, update=update)
-    step = Step(1.0, 1.0, 0.0, seconds=2.0, tokens=64, tokens_per_second=1.0, mfu=0.25e-3, lower_bound=False)
+    step = Prediction(
+        1.0, 1.0, 0.0, seconds=2.0, tokens=64, tokens_per_second=1.0, mfu=0.25e-3, lower_bound=False
+    )
     return dataclasses.replace(found, compiled=compiled, step=step)
 
 
@@ -79,7 +91,7 @@ def test_what_is_considered():
     assert found == {("one_f_one_b", None), ("zb_h1", None), ("zb_h1", 1)}, no_stash
     assert (line.plan.pp, line.plan.ep, line.plan.microbatch_size, line.plan.num_microbatches) == (2, 4, 4, 8)
     assert {(c.plan.microbatch_size, c.plan.num_microbatches) for c in cases} == {(4, 8), (8, 4)}
-    ops = set(predict.units_of(line.plan.make_schedule()))
+    ops = set(units_of(line.plan.make_schedule()))
     assert ops >= {"F", "B", "I", "W"}, "what stands for all of them runs whole backwards and halves"
     assert line.plan.max_stash == 1, "units of a program that does not fit are not those of one that does"
 

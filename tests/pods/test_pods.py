@@ -16,10 +16,11 @@ from dualpipe_jax.command import child
 from dualpipe_jax.command.options import CommandError
 from dualpipe_jax.inspect import read
 from dualpipe_jax.inspect import target as targets
-from dualpipe_jax.pods import Plan, predict
+from dualpipe_jax.pods import Plan
 from dualpipe_jax.pods.dryrun import draw, guards_of
 from dualpipe_jax.pods.request import Request
 from dualpipe_jax.pods.results import Compiled, weigh
+from dualpipe_jax.pods.units import scan_body
 
 SMALL = ["--model", "tiny", "--layers-per-stage", "1", "--pp", "2", "--ep", "2", "--microbatches", "4"]
 SMALL += ["--microbatch-size", "4", "--sequence", "16"]
@@ -384,6 +385,6 @@ def test_a_pair_on_h100s_is_asynchronous(tmp_path):
     assert not any(copy["of_state"] for copy in found["compiled"]["copies"])
     # A loop whose trips the data say, and a conditional, are a round trip to the host each.
     module = read(text.read_text())
-    tick = predict.walk(module)
+    tick = scan_body(module)
     loops = [loop for holder, loop in module.loops.values() if holder == tick and loop.trips is None]
     assert tick is not None and (len(loops), len(module.branches)) == (1, 0)

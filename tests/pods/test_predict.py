@@ -12,8 +12,19 @@ from dualpipe_jax.inspect import overlap, read
 from dualpipe_jax.inspect.rates import Rates
 from dualpipe_jax.parallel import make_mesh
 from dualpipe_jax.pods import ahead, predict
+from dualpipe_jax.pods.costs import rank_costs, stage_costs, unit_costs
 from dualpipe_jax.pods.program import Blueprint
 from dualpipe_jax.pods.results import Unit
+from dualpipe_jax.pods.units import (
+    bodies_of,
+    kinds_of,
+    overheads,
+    scan_body,
+    unit_of,
+    units_in,
+    units_of_program,
+    with_usual,
+)
 from dualpipe_jax.schedule import (
     ALL_SCHEDULES,
     Action,
@@ -57,16 +68,16 @@ def test_a_unit_that_hides_all_and_one_that_hides_nothing():
 
 def test_costs_of_units():
     units = keyed({"F": unit(3.0), "B": unit(7.0), "I": unit(4.0), "W": unit(2.0), "FB": unit(8.0)})
-    assert predict.costs(units, 0.5) == CostModel(3, 4, 2, FB=8, send=0.5)
+    assert stage_costs(units, 0.5) == CostModel(3, 4, 2, FB=8, send=0.5)
     ends = {"F/first": unit(4.0), "I/first": unit(4.5), "W/first": unit(3.0), "F/last": unit(9.0)}
     ends = units | keyed(ends | {"B/last": unit(15.0)})
-    assert predict.costs(ends, 0).extra == {0: (1, 0.5, 1), -1: (6, 6, 3)}
-    whole = predict.costs(keyed({"F": unit(3.0), "B": unit(6.0)}), 0)
+    assert stage_costs(ends, 0).extra == {0: (1, 0.5, 1), -1: (6, 6, 3)}
+    whole = stage_costs(keyed({"F": unit(3.0), "B": unit(6.0)}), 0)
     assert (whole.B, whole.FB) == (6, 9)
-    unsplit = predict.costs(units, 0, split=False)
+    unsplit = stage_costs(units, 0, split=False)
     assert math.isclose(unsplit.B, 7)
     with pytest.raises(ValueError, match="costs: needs F and either B or I and W; measured were FB, W"):
-        predict.costs(keyed({"FB": unit(1.0), "W": unit(1.0)}), 0)
+        stage_costs(keyed({"FB": unit(1.0), "W": unit(1.0)}), 0)
 
 
 def test_a_step_in_ticks_takes_no_less_than_in_the_ideal_order():
@@ -94,7 +105,7 @@ def test_schedules_are_ranked_and_those_that_do_not_fit_say_so():
 
 def test_costs_of_a_ranks_share():
     stage = CostModel(1, 2, 3, FB=5, send=7, extra={0: (1, 0, 0)})
-    of_line, of_v = (predict.rank_costs(stage, recipe(4, 8)) for recipe in (dualpipe, dualpipe_v))
+    of_line, of_v = (rank_costs(stage, recipe(4, 8)) for recipe in (dualpipe, dualpipe_v))
     assert (of_line.F, of_line.I, of_line.W, of_line.FB, of_line.send) == (1, 2, 3, 5, 7)
     assert (of_v.F, of_v.I, of_v.W, of_v.FB, of_v.send) == (2, 4, 6, 10, 7)
     assert of_line.extra == of_v.extra == {0: (1, 0, 0)}
@@ -120,26 +131,26 @@ def test_units_are_found_and_priced_in_a_compiled_program():
     program = step_of(Layout(model, schedule, mesh, optimizer_of()), (6, 2, 8))
     program = dataclasses.replace(program, pipeline={**program.pipeline, "idle_sends": True})  # as on pods
     module = read(ahead.lower_units(Blueprint(program, schedule, mesh), ("FB", "W")).compile())
-    assert len(predict.bodies(module, "FB")) == len(predict.bodies(module, "W")) == 1
-    assert not predict.bodies(module, "F")
+    assert len(bodies_of(module, "FB")) == len(bodies_of(module, "W")) == 1
+    assert not bodies_of(module, "F")
     report = overlap(module, Rates(link=8.0, memory=64.0, flops=1024.0))
-    units = predict.measure(report, module)
-    own = {key.op: key for key in predict.units_in(module)}
+    units = units_of_program(report, module)
+    own = {key.op: key for key in units_in(module)}
     assert own["FB"].kinds in (("first", "last"), ("last", "first"))
     pair, weights = UnitKey("FB"), UnitKey("W")
     assert units.keys() == {pair, own["FB"], weights, own["W"]}
     assert units[pair].cycles > units[pair].communication > 0 == units[weights].communication
-    assert predict.unit_of(report, module, *predict.bodies(module, "FB")) == units[pair]
-    tick, step = predict.overheads(report, module)
-    walked, entry = (report.computations[name].cycles for name in (predict.walk(module), module.entry))
+    assert unit_of(report, module, *bodies_of(module, "FB")) == units[pair]
+    tick, step = overheads(report, module)
+    walked, entry = (report.computations[name].cycles for name in (scan_body(module), module.entry))
     assert 0 < tick == pytest.approx(walked - units[pair].cycles - units[weights].cycles, abs=1)
-    trips = module.loops[predict.walk(module)][1].trips
+    trips = module.loops[scan_body(module)][1].trips
     assert 0 < step == pytest.approx(entry - trips * walked)
     if jax.__version_info__ < (
         0,
         11,
     ):  # the newer compiler takes sends out of a loop that has these units alone
-        sends = [c for c in report.select("collective-permute") if c.computation == predict.walk(module)]
+        sends = [c for c in report.select("collective-permute") if c.computation == scan_body(module)]
         assert len(sends) == 2, "outputs and gradients; on two ranks both pipes send the same way"
 
 
@@ -159,20 +170,20 @@ def test_units_that_are_branches_of_one_conditional():
         compiled = step.lower(params, batch, None).compile({"xla_backend_optimization_level": 1})
         module = read(compiled)
         report = overlap(module, Rates(link=8.0, memory=64.0, flops=1024.0))
-        assert predict.walk(module) is not None and len(module.branches) == (0 if form == "loop" else 6)
+        assert scan_body(module) is not None and len(module.branches) == (0 if form == "loop" else 6)
         units[form] = {
             key: [len([i for i in module.inside(body) if i.opcode == "dot"]) for body in found]
-            for key, found in predict.units_in(module).items()
+            for key, found in units_in(module).items()
         }
-        assert all(beside > 0 for beside in predict.overheads(report, module))
-        assert set(map(UnitKey, ("FB", "F", "W"))) <= predict.measure(report, module).keys()
+        assert all(beside > 0 for beside in overheads(report, module))
+        assert set(map(UnitKey, ("FB", "F", "W"))) <= units_of_program(report, module).keys()
     assert units["loop"] == units["switch"] and len(units["loop"]) == 5, "W is alone in one kind"
     assert {kind for key in units["loop"] for kind in key.kinds} == {"the/first", "the-last"}
 
 
 def test_a_program_without_ticks_has_no_overheads():
     module = read(jax.jit(lambda x: x + 1).lower(jax.numpy.ones(8)).compile())
-    assert predict.overheads(overlap(module), module) is None
+    assert overheads(overlap(module), module) is None
 
 
 def test_models_by_name():
@@ -201,7 +212,7 @@ def test_ends_that_take_less_are_usual_stages_where_there_are_pairs():
 
     measured = {"F": 10, "I": 9, "W": 3, "F_first": 4, "I_first": 5, "W_first": 5, "F_last": 11, "I_last": 9}
     measured |= {"W_last": 2}
-    alone, paired = predict.costs(units(**measured), 0.0), predict.costs(units(**measured, FB=12), 0.0)
+    alone, paired = stage_costs(units(**measured), 0.0), stage_costs(units(**measured, FB=12), 0.0)
     assert alone.extra == {0: (-6, -4, 2), -1: (1, 0, -1)}
     assert paired.extra == {0: (0, 0, 2), -1: (1, 0, 0)} and paired.FB == 12
 
@@ -213,7 +224,7 @@ def test_a_step_of_units_by_kind_costs_what_each_took():
     prices |= {"F/last": 11, "B/last": 21, "W/last": 2}
     prices |= {"FB/first-last": 17, "FB/last-first": 9}
     units = keyed({name: unit(float(cycles)) for name, cycles in prices.items()})
-    costs = predict.measured(units, 0.0)
+    costs = unit_costs(units, 0.0)
     schedule = dualpipe(4, 12)
     usual_i = 9  # I of the last stage was not measured: no less than a usual one
     ends = {0: "first", 3: "last", 4: "first", 7: "last"}  # of both pipes
@@ -245,11 +256,11 @@ def test_stages_between_the_ends_cost_by_kind_what_each_took():
         "FB": {"first-last": 13, "last-first": 12, "deep-shallow": 21, "shallow-shallow": 14},
     }
     units = {f"{op}/{kind}": unit(float(c)) for op, kinds in prices.items() for kind, c in kinds.items()}
-    named = predict.with_usual(keyed(units), kind_of)
+    named = with_usual(keyed(units), kind_of)
     some = UnitKey("F"), UnitKey("F", ("deep",)), UnitKey("FB", ("deep", "middle"))
     assert [named[key].cycles for key in some] == [4, 9, 21]
-    assert predict.kinds_of(named)[1] == "deep" and named[UnitKey("F")].stages == (2, 3, 4, 5, 6)
-    costs, schedule = predict.measured(named, 0.0), dualpipe_v(4, 12)
+    assert kinds_of(named)[1] == "deep" and named[UnitKey("F")].stages == (2, 3, 4, 5, 6)
+    costs, schedule = unit_costs(named, 0.0), dualpipe_v(4, 12)
     # A usual pair, and what a deep backward takes more; and no less than the halves of a usual backward.
     missing = {("FB", "shallow-deep"): 14 + (11 - 5) + (12 - 6), ("B", "first"): 5 + 6}
     seen = set()
@@ -261,9 +272,9 @@ def test_stages_between_the_ends_cost_by_kind_what_each_took():
             expected = prices[op].get(kinds) or missing[op, kinds]
             assert costs.of(slot, schedule.placement) == expected, (op, kinds)
     assert seen >= {("FB", "shallow-deep"), ("FB", "deep-shallow"), ("F", "deep"), ("W", "deep")}
-    assert set(predict.rank_costs(costs, schedule).extra) <= {0, -1}, "no other schedule has that stage"
+    assert set(rank_costs(costs, schedule).extra) <= {0, -1}, "no other schedule has that stage"
     whole = keyed({"F/block": unit(2.0), "B/block": unit(4.0)})
-    whole = predict.with_usual(whole, ("block",) * 4)
+    whole = with_usual(whole, ("block",) * 4)
     assert whole.keys() == {UnitKey("F"), UnitKey("B")} and whole[UnitKey("F")].stages == (0, 1, 2, 3)
 
 
@@ -272,7 +283,7 @@ def test_stages_between_the_ends_are_not_priced_as_an_end():
 
     def named(**cycles):
         keys = {kind: UnitKey("F", tuple(kind.split("_to_"))) for kind in cycles}
-        units = predict.with_usual({keys[kind]: unit(each) for kind, each in cycles.items()})
+        units = with_usual({keys[kind]: unit(each) for kind, each in cycles.items()})
         return {str(key): unit.cycles for key, unit in units.items() if "middle_" not in str(key)}
 
     between = {"middle_2": 3.0, "middle_3": 4.0}

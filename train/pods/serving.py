@@ -22,12 +22,13 @@ from dualpipe_jax import inspect
 from dualpipe_jax.inspect.scheduler import parse_statistics
 from dualpipe_jax.inspect.target import Target
 from dualpipe_jax.parallel import EP, check_float8, make_mesh
-from dualpipe_jax.pods import ahead, predict, timeline
+from dualpipe_jax.pods import ahead, timeline
 from dualpipe_jax.pods.dryrun import compiler_options, describe, platform_of, rates_of
 from dualpipe_jax.pods.plan import Plan
 from dualpipe_jax.pods.readings import read, shares
 from dualpipe_jax.pods.request import Request
 from dualpipe_jax.pods.results import Answer, Compiled
+from dualpipe_jax.pods.units import unit_of
 from dualpipe_jax.schedule.lowering.unit_key import UnitKey
 from models.decode import Decoder, Rows, decoder, init_cache
 from models.decode.experts import weight_specs
@@ -50,7 +51,7 @@ Tree = Any
 
 
 @dataclasses.dataclass(frozen=True)
-class Step:
+class ServingStep:
     """A step of serving on a mesh.
 
     Attributes:
@@ -89,7 +90,7 @@ def study(
     return Answer(describe(target), told, compiled=compile_and_read(request, step, target, say))
 
 
-def draw(request: Request, target: Target, devices: Sequence[Any]) -> Step:
+def draw(request: Request, target: Target, devices: Sequence[Any]) -> ServingStep:
     """Find the sizes.
 
     Raises:
@@ -119,7 +120,7 @@ def draw(request: Request, target: Target, devices: Sequence[Any]) -> Step:
     )
     num_tokens = 1 if what == "decode" else plan.sequence
     mesh = make_mesh(1, len(devices), devices)
-    return Step(what, numbers, model, mesh, num_rows, num_tokens, plan.sequence // BLOCK_SIZE)
+    return ServingStep(what, numbers, model, mesh, num_rows, num_tokens, plan.sequence // BLOCK_SIZE)
 
 
 def serving_numbers(plan: Plan) -> models.Config:
@@ -128,7 +129,7 @@ def serving_numbers(plan: Plan) -> models.Config:
     return in_precision(size(plan.model, plan.layers_per_stage or NUM_LAYERS, changes), plan)
 
 
-def lower(step: Step, *, serialised: bool) -> Any:
+def lower(step: ServingStep, *, serialised: bool) -> Any:
     """The layers of a step, lowered; serialised it is one microbatch of all rows."""
     mesh, num_devices = step.mesh, step.mesh.shape[EP]
 
@@ -162,7 +163,9 @@ def lower(step: Step, *, serialised: bool) -> Any:
     return jit_step(run, mesh).lower(*arguments)
 
 
-def compile_and_read(request: Request, step: Step, target: Target, say: Callable[[str], None]) -> Compiled:
+def compile_and_read(
+    request: Request, step: ServingStep, target: Target, say: Callable[[str], None]
+) -> Compiled:
     """Compile, and read what the compiler made of it."""
     started = time.perf_counter()
     say("tracing and lowering")
@@ -201,13 +204,13 @@ def compile_and_read(request: Request, step: Step, target: Target, say: Callable
         dataclasses.replace(row, direction=MICROBATCHES.get(row.direction or "", ("", "both"))[1])
         for row in found.all_to_alls
     )
-    units = {UnitKey(step.what): predict.unit_of(report, module, module.entry)}
+    units = {UnitKey(step.what): unit_of(report, module, module.entry)}
     # Behind the last one a model has the next layer, or its head.
     followed = shares(report.select("all-to-all")[:-1])
     return dataclasses.replace(found, all_to_alls=tuple(named), units=units, followed=followed)
 
 
-def _cache_name(step: Step) -> str:
+def _cache_name(step: ServingStep) -> str:
     blocks = step.num_rows * step.table_size
     shape = jax.eval_shape(functools.partial(init_cache, step.numbers, blocks, BLOCK_SIZE))
     return ahead.array_name({"bfloat16": "bf16", "float32": "f32"}[str(shape.dtype)], shape.shape)

@@ -1,0 +1,134 @@
+"""Costs for the simulator and the engine's ticks, from the units of a compiled program."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+from dualpipe_jax.pods.results import Unit
+from dualpipe_jax.pods.units import key_of, kinds_of
+from dualpipe_jax.schedule import CostModel, Op, Placement, Schedule, Slot
+from dualpipe_jax.schedule.costs import stages_a_share
+from dualpipe_jax.schedule.lowering.unit_key import SCOPES, UnitKey
+
+T = TypeVar("T")
+
+
+def stage_costs(units: Mapping[UnitKey, Unit], send: float, *, split: bool = True) -> CostModel:
+    """Costs of one stage in cycles, from units measured.
+
+    A full backward takes less than its two halves, which pass a stash between them, and a cost model has no place
+    for both. So schedules that never split get costs of their own.
+
+    Arguments:
+      units: F and either B or I and W, of most stages at least.
+      send: cycles of a transfer.
+      split: take I and W for the backward if they were measured; else B, two thirds of it for the input, which
+        schedules that never split do not mind.
+
+    Raises:
+      ValueError: one of those is missing.
+    """
+    cycles = {key: unit.cycles for key, unit in units.items()}
+    usual = {key.op: each for key, each in cycles.items() if not key.kinds}
+    halves = {"I", "W"} <= usual.keys()
+    if "F" not in usual or not (halves or "B" in usual):
+        raise ValueError(
+            f"costs: needs F and either B or I and W; measured were {', '.join(map(str, cycles)) or 'none'}"
+        )
+    whole = "B" in usual and not (split and halves)
+    backward = (usual["B"] * 2 / 3, usual["B"] / 3) if whole else (usual["I"], usual["W"])
+    extra = {}
+    between = {stage: kind for stage, kind in kinds_of(units).items() if kind not in ("first", "last")}
+    for stage, kind in ({0: "first", -1: "last"} | between).items():
+        if UnitKey("F", (kind,)) in cycles:
+            more = _more(cycles, kind, whole, backward)
+            # In a pair differences do not add up: alone, much of F and B is an exchange that the pair hides. So where
+            # there are pairs a stage that takes less counts as a usual one, which is an upper bound.
+            extra[stage] = tuple(max(0.0, cost) for cost in more) if "FB" in usual else more
+    return CostModel(usual["F"], *backward, FB=usual.get("FB"), send=send, extra=extra)  # type: ignore[arg-type]
+
+
+def of_unit(units: Mapping[UnitKey, T], key: UnitKey) -> T | None:
+    """What there is of a unit; what is of all stages where none has one of its own."""
+    alike = not any(other.op == key.op and other.kinds for other in units)
+    return units.get(UnitKey(key.op) if alike else key)
+
+
+@dataclasses.dataclass(frozen=True)
+class UnitCosts(CostModel):
+    """Costs of one stage of which whole units were measured, each for the stages that it works on.
+
+    What was measured costs that: a pair of the first stage's forward and the last one's backward, a full backward
+    beside I and W. All else, such as a pair of kinds that never met, is as in a ``CostModel``.
+
+    Attributes:
+      cycles: of each unit.
+      kinds: of stages, see ``kinds_of``.
+    """
+
+    cycles: Mapping[UnitKey, float] = dataclasses.field(default_factory=dict, hash=False)
+    kinds: Mapping[int, str] = dataclasses.field(default_factory=dict, hash=False)
+
+    def of(self, slot: Slot, placement: Placement) -> float:
+        own = of_unit(self.cycles, key_of(slot, placement, self.kinds))
+        return super().of(slot, placement) if own is None else own
+
+
+def unit_costs(units: Mapping[UnitKey, Unit], send: float, *, split: bool = True) -> UnitCosts:
+    """``stage_costs`` of the same, and what they have no place for."""
+    usual = _fields(stage_costs(units, send, split=split))
+    cycles = {key: unit.cycles for key, unit in units.items()}
+    return UnitCosts(**usual, cycles=cycles, kinds=kinds_of(units))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Share(CostModel):
+    """Costs of a whole rank's share, made of those of a ``stage``: one of ``parts``."""
+
+    stage: CostModel = CostModel()  # noqa: RUF009  # frozen
+    parts: float = 1.0
+
+    def for_schedule(self, schedule: Schedule) -> CostModel:  # type: ignore[override]  # not of its own type
+        """Costs of the schedule's stages: what was measured, where they are as deep as those that were."""
+        return (
+            self.stage if stages_a_share(schedule.placement) == self.parts else super().for_schedule(schedule)
+        )
+
+
+def _fields(costs: CostModel) -> dict[str, Any]:
+    return {field.name: getattr(costs, field.name) for field in dataclasses.fields(CostModel)}
+
+
+def _more(
+    cycles: Mapping[UnitKey, float], kind: str, whole: bool, usual: tuple[float, float]
+) -> tuple[float, float, float]:
+    """What F, I and W of a kind take beyond the usual stage's; an unmeasured backward is twice the forward."""
+    own = {key.op: each for key, each in cycles.items() if key.kinds == (kind,)}
+    ahead = own["F"] - cycles[UnitKey("F")]
+    if "B" in own and (whole or "I" not in own):
+        more = own["B"] - sum(usual)
+        return ahead, more * 2 / 3, more / 3
+    if {"I", "W"} <= own.keys():
+        return ahead, own["I"] - usual[0], own["W"] - usual[1]
+    return ahead, ahead, ahead
+
+
+def splits(schedule: Schedule) -> bool:
+    """Whether any of its backwards comes in two halves."""
+    return any(action.op is Op.I for order in schedule.orders for slot in order for action in slot)
+
+
+def units_of(schedule: Schedule) -> tuple[str, ...]:
+    """The ops of units that it runs."""
+    slots = [slot for order in schedule.orders for slot in order]
+    there = {action.op.name for slot in slots if len(slot) == 1 for action in slot}
+    there |= {"FB"} if any(len(slot) > 1 for slot in slots) else set()
+    return tuple(op for op in SCOPES if op in there)
+
+
+def rank_costs(costs: CostModel, schedule: Schedule) -> CostModel:
+    """Costs of a whole rank's share of the model, which ``choose`` wants, from those of a schedule's stage."""
+    parts = stages_a_share(schedule.placement)
+    more = {name: parts * getattr(costs, name) for name in ("F", "I", "W", "FB")}
+    ends = {stage: extra for stage, extra in costs.extra.items() if stage in (0, -1)}  # as deep as any are
+    return _Share(**(_fields(costs) | more | {"extra": ends}), stage=costs, parts=parts)

@@ -1,0 +1,140 @@
+"""The engine's units in a compiled program: where they stand, what they take, and what stands beside them.
+
+All of this is the compiler's model of the device, or a roofline where it has none; nothing here was measured.
+"""
+
+import dataclasses
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+
+from dualpipe_jax.inspect import Module, products
+from dualpipe_jax.inspect.report import OverlapReport
+from dualpipe_jax.pods.results import Unit
+from dualpipe_jax.schedule import Placement, Slot
+from dualpipe_jax.schedule.lowering.unit_key import SCOPE, SCOPES, UnitKey
+
+USUAL = "middle"
+"""What most stages' kind is called."""
+
+
+def bodies_of(module: Module, op: str) -> list[str]:
+    """Computations in which units of an op stand, each behind its guard."""
+    return [body for key, found in units_in(module).items() if key.op == op for body in found]
+
+
+def units_in(module: Module) -> dict[UnitKey, list[str]]:
+    """The computations in which each unit stands: one for each local stage that runs it."""
+    found: dict[UnitKey, list[str]] = {}
+    for body, (_, scopes) in _guarded(module).items():
+        if len(scopes) == 1:
+            found.setdefault(UnitKey.of_scope(scopes[0]), []).append(body)
+    return found
+
+
+def scan_body(module: Module) -> str | None:
+    """The body of the scan over ticks, which holds all guards; None where there are none."""
+    return next((holder for holder, names in _guarded(module).values() if names), None)
+
+
+def _guarded(module: Module) -> dict[str, tuple[str, list[str]]]:
+    """What a guard skips, a loop's body or one branch of a conditional: -> (its holder, the scopes of units in it)."""
+    loop, inside = re.compile(rf"/({SCOPE})/while$"), re.compile(rf"/branch_\d+_fun/({SCOPE})/")
+    found = {
+        body: (holder, [match[1]])
+        for body, (holder, instruction) in module.loops.items()
+        if (match := loop.search(instruction.op_name))
+    }
+    for body, (holder, _) in module.branches.items():
+        # Where a tick's unit is a branch, the conditional itself has no unit's name.
+        matches = (inside.search(instruction.op_name) for instruction in module.computations[body])
+        if names := sorted({match[1] for match in matches if match}):
+            found[body] = holder, names
+    return found
+
+
+def units_of_program(
+    report: OverlapReport, module: Module, kind_of: Sequence[str] = ()
+) -> dict[UnitKey, Unit]:
+    """The units of a program; of several for the same kinds of stages the slowest. ``kind_of``: see ``with_usual``."""
+    units = {
+        key: max((unit_of(report, module, body) for body in found), key=lambda u: u.cycles)
+        for key, found in units_in(module).items()
+    }
+    return with_usual(units, kind_of)
+
+
+def with_usual(found: Mapping[UnitKey, Unit], kind_of: Sequence[str] = ()) -> dict[UnitKey, Unit]:
+    """Units as ``costs`` asks for them: of most stages by op alone, of others with their kinds.
+
+    Most stages are of the kind that most between the ends are of, and are called "middle"; if none was found of that,
+    the slowest between the ends stands for them, or the slowest of all.
+
+    Args:
+      found: by op and kinds.
+      kind_of: the kind of each stage of the model; where nobody knows, stages go by their place.
+    """
+    between = Counter([USUAL] if USUAL in kind_of else kind_of[1:-1])
+    usual = max(between, key=between.__getitem__, default=USUAL)
+    units: dict[UnitKey, Unit] = {}
+    for op in (op for op in SCOPES if any(key.op == op for key in found)):
+        own = {
+            tuple(USUAL if kind == usual else kind for kind in key.kinds): dataclasses.replace(
+                unit, stages=tuple(stage for stage, its in enumerate(kind_of) if (its,) == key.kinds)
+            )
+            for key, unit in found.items()
+            if key.op == op
+        }
+        most = [unit for kinds, unit in own.items() if set(kinds) == {USUAL}]
+        others = [unit for kinds, unit in own.items() if not {"first", "last"} & set(kinds)] or own.values()
+        slowest = max(others, key=lambda unit: unit.cycles)
+        units[UnitKey(op)] = most[0] if most else dataclasses.replace(slowest, stages=())
+        units |= {UnitKey(op, kinds): unit for kinds, unit in own.items() if set(kinds) != {USUAL}}
+    return units
+
+
+def kinds_of(units: Mapping[UnitKey, Unit]) -> dict[int, str]:
+    """The kind of each stage that units say they work on, as ``with_usual`` calls it."""
+    return {
+        stage: key.kinds[0] if key.kinds else USUAL for key, unit in units.items() for stage in unit.stages
+    }
+
+
+def kind_at(stage: int, placement: Placement, kinds: Mapping[int, str]) -> str:
+    """The kind of a stage of a pipe: as ``kinds`` has it, else by its place."""
+    at, last = placement.model_stage(stage), placement.num_model_stages - 1
+    return kinds.get(at) or {0: "first", last: "last"}.get(at, USUAL)
+
+
+def key_of(slot: Slot, placement: Placement, kinds: Mapping[int, str]) -> UnitKey:
+    of = tuple(kind_at(action.stage, placement, kinds) for action in slot)
+    op = "FB" if len(slot) == 2 else slot[0].op.name
+    return UnitKey(op) if set(of) == {USUAL} else UnitKey(op, of)
+
+
+def unit_of(report: OverlapReport, module: Module, computation: str) -> Unit:
+    time = report.computations[computation]
+    durations = [c.duration for c in report.inside(computation)]
+    total = None if None in durations else sum(d for d in durations if d is not None)
+    made = products(report, module, computation)
+    return Unit(time.cycles, time.work, total, time.waits, len(time.unpriced), *made)
+
+
+def overheads(report: OverlapReport, module: Module) -> tuple[float, float] | None:
+    """Cycles of a tick beside its units, and of a step beside its ticks; None where there is no scan over ticks.
+
+    The first is arrivals written to slots and outputs cleared; the second pools and sums cleared, copies of stages
+    borrowed, gradients given back and reduced.
+    """
+    tick = scan_body(module)
+    if tick is None:
+        return None
+    cycles = {name: time.cycles for name, time in report.computations.items()}
+    guards = sum(cycles[body] for body, (holder, _) in module.loops.items() if holder == tick)
+    choices: dict[str, float] = {}
+    for body, (holder, choice) in module.branches.items():
+        if holder == tick:
+            choices[choice.name] = max(choices.get(choice.name, 0.0), cycles[body])
+    beside = cycles[tick] - guards - sum(choices.values())
+    holder, scan = module.loops[tick]
+    return max(0.0, beside), max(0.0, cycles[holder] - (scan.trips or 1) * cycles[tick])
