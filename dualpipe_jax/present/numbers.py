@@ -74,9 +74,9 @@ def format_bytes(value: float) -> str:
     return f"{value:.4g} B"
 
 
-def gib(value: float, decimals: int = 2) -> str:
+def gib(value: float) -> str:
     """Bytes in GiB, for a column of them: 14.00."""
-    return f"{value / 2**30:.{decimals}f}"
+    return f"{value / 2**30:.2f}"
 
 
 def scale(cycles: float) -> tuple[str, float]:

@@ -106,8 +106,8 @@ def _parse(path: Path) -> tuple[list[dict[str, Any]], list[int]]:
 class Pace:
     """How fast a run goes, from its latest steps. The first one compiles, so it is not counted."""
 
-    def __init__(self, window: int = 20):
-        self._seconds: collections.deque[float] = collections.deque(maxlen=window)
+    def __init__(self) -> None:
+        self._seconds: collections.deque[float] = collections.deque(maxlen=20)
         self._first = True
 
     def add(self, seconds: float) -> None:

@@ -93,14 +93,13 @@ def _json(folder: Path, name: str) -> Any:
         raise ConfigError(f"{folder}/{name}: cannot read it: {error}") from None
 
 
-def environment(devices: Sequence[Any], arguments: Sequence[str] | None = None) -> dict[str, Any]:
+def environment(devices: Sequence[Any]) -> dict[str, Any]:
     """Where a run runs, as plain values: versions, machine, devices, the code's commit, what was typed."""
     import jax
 
-    written = sys.argv[1:] if arguments is None else arguments
     return {
         "started": datetime.now().astimezone().isoformat(timespec="seconds"),
-        "command": shlex.join(["scripts/train", *written]),
+        "command": shlex.join(["scripts/train", *sys.argv[1:]]),
         "commit": _commit(),
         "python": platform.python_version(),
         **{name: metadata.version(name) for name in _PACKAGES},
