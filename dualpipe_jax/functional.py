@@ -128,7 +128,7 @@ def pure_nnx(create: Callable[[nnx.Rngs], nnx.Module], *, evaluate: bool = False
 
 
 def _live_dropouts(module: nnx.Module) -> list[str]:
-    """Where a module has a rate of dropout above zero, as its maker left it."""
+    """The places at which a module has a rate of dropout above zero, as its maker left it."""
     found = []
     for path, part in nnx.iter_modules(module):
         for name in ("rate", "dropout_rate"):

@@ -24,7 +24,7 @@ _INT = arg(metavar="INT", help_behavior_hint=_unless_left_out)
 Count = Annotated[AtLeastOne | None, _INT]
 Shard = Literal["nothing", "optimizer", "parameters"]
 ROOM: Mapping[str, float | None] = {"dropless": None, "capacity": 2.0}
-"""Of each way in which tokens reach experts, the room that it has if none is asked for."""
+"""The room that each way in which tokens reach experts has if none is asked for."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -50,7 +50,7 @@ def end_with_parent() -> None:
 
 
 def _replace(file: Path, found: dict[str, Any]) -> None:
-    """At once, so that nobody reads the half of it."""
+    """Write the file at once, so that nobody reads the half of it."""
     new = file.with_name(file.name + ".new")
     new.write_text(json.dumps(found))
     new.replace(file)

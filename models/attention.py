@@ -19,7 +19,7 @@ from jax.ad_checkpoint import checkpoint_name
 from models.config import Config
 
 LATENT_EPS = 1e-6
-"""Of the norms of compressed queries, keys and values, whatever the model's own eps: so in the published code."""
+"""The eps of the norms of compressed queries, keys and values, whatever the model's own: so in the published code."""
 
 
 @dataclass(frozen=True)

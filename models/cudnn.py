@@ -78,7 +78,7 @@ def padded_attention(
 
 
 def _checks() -> contextlib.AbstractContextManager[None]:
-    """As they are where a GPU is there."""
+    """Replace cuDNN's checks by what they say where a GPU is there."""
     return contextlib.nullcontext() if jax.default_backend() == "gpu" else checks_of(HOPPER, CUDNN)
 
 

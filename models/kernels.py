@@ -190,7 +190,7 @@ def _splash_kernel(length: int, num_heads: int, interpret: bool) -> Callable[...
 
 
 def _cost(q_BHSX: Array, v_BHSV: Array, num_keys: int, num_values: int, arrays: Any) -> pl.CostEstimate:
-    """Of so many matmuls as wide as keys and as values, over the lower half of [S, S]."""
+    """The cost of so many matmuls as wide as keys and as values, over the lower half of [S, S]."""
     B, H, S, X = q_BHSX.shape
     pairs = B * H * S * S // 2
     return pl.CostEstimate(

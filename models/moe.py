@@ -84,7 +84,7 @@ class Dispatch:
     def _one_hop(
         self, topk_RK: Array, num_experts: int, axis: Axis | None, num_tokens: int
     ) -> parallel.Handle:
-        """With room for the assignments of so many tokens."""
+        """A plan with room for the assignments of so many tokens."""
         (R, K), factor = topk_RK.shape, self.factor
         if self.method == "dropless":
             bound = None if factor is None else factor * num_tokens / R

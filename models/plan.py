@@ -31,7 +31,7 @@ class Costs:
 
 
 PAPER = Costs(head=0.5)
-"""As DeepSeek-V3 seems to count: the embedding a layer's time, a module and both heads two."""
+"""Costs as DeepSeek-V3 seems to count them: the embedding a layer's time, a module and both heads two."""
 
 
 @runtime_checkable

@@ -7,10 +7,10 @@ import numpy as np
 from dualpipe_jax.balance.bounds import copies_needed
 
 _LIMITS = (1.0, 1.022, 1.008, 1.045, 1.004, 1.035, 1.012, 1.06, 1.017, 1.028)
-"""Of the heaviest copy, in multiples of the lower bound: first far between, for there may be no time for all."""
+"""Loads of the heaviest copy to try, in multiples of the lower bound: far between at first, for time may be short."""
 
 _PARTS = (0.0, 0.25, 0.5, 0.75, 1.0)
-"""Of the spare copies, those that make the largest experts' copies smaller than they need be."""
+"""The share of the spare copies that makes the largest experts' copies smaller than they need be."""
 
 
 def add_copies(load: np.ndarray, counts: np.ndarray, num_copies: int, most: int) -> np.ndarray:

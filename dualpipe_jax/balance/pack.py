@@ -116,7 +116,7 @@ class Packed:
 
     @classmethod
     def of(cls, held: np.ndarray, relative: np.ndarray, counts: np.ndarray) -> "Packed":
-        """Of experts in slots, their loads [windows, layers, experts] and copies [layers, experts]."""
+        """Pack experts in slots, of these loads [windows, layers, experts] and copies [layers, experts]."""
         shares, layer = relative / counts, np.arange(len(held))[:, None, None]
         slots = shares[:, layer, held]
         return cls(held.copy(), slots, slots.sum(-1))

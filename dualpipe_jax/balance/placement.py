@@ -189,7 +189,7 @@ class Placement:
         return count_moves(previous.experts, self.experts)
 
     def to_json(self) -> dict[str, Any]:
-        """For a file: ``from_json`` reads it."""
+        """The text of a file, which ``from_json`` reads."""
         return {"num_experts": self.num_experts, "experts": self.experts.tolist()}
 
     @classmethod

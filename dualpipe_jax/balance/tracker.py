@@ -40,7 +40,7 @@ class LoadTracker:
         return cls(float(half_life), np.zeros((num_layers, num_experts)))
 
     def add(self, counts: ArrayLike) -> "LoadTracker":
-        """With one more step.
+        """The tracker after one more step.
 
         Args:
           counts: integers [layers, experts], tokens that the step sent to each expert, of all devices together.

@@ -32,7 +32,7 @@ _ASSUMED = {
     "I": "an input gradient takes two thirds of a whole backward, a weight gradient the rest",
     "FB": "a pair takes as long as its parts",
 }
-"""By what costs schedules are priced that this one's units do not tell."""
+"""What is assumed of the costs that this schedule's units do not tell and others need."""
 
 _WORDS = {
     "stages": "parameters of stages",
@@ -192,7 +192,7 @@ def links_table(ways: Mapping[str, Way]) -> Table:
 
 
 def account_table(step: Prediction) -> Table:
-    """From the peak to the MFU: each part of the step's time, and what share the operations have of all so far."""
+    """The step's time part by part, from the peak to the MFU, with the share that the operations have of all so far."""
     rows, so_far = [], 0.0
     for part in step.account:
         so_far += part.seconds

@@ -9,7 +9,7 @@ import numpy as np
 from dualpipe_jax.command.options import CommandError
 
 _NAMES = "loads", "load", "weight", "counts"
-"""Of the array in a file that has several, in this order."""
+"""Names by which the array is found in a file that has several, in this order."""
 
 _FORMS = "[layers, experts] or [windows, layers, experts]"
 

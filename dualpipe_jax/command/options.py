@@ -122,7 +122,7 @@ def _changed(options: Costs | Memory, names: Iterable[str]) -> dict[str, Any]:
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """For the schedules that can be cut finer."""
+    """How the schedules are cut that can be cut finer."""
 
     stages_per_rank: Count = None
     """Stages of a rank: interleaved schedules."""

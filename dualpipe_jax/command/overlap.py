@@ -46,7 +46,7 @@ class Overlap:
     """train: a pair of a pipeline. prefill, decode: a step of serving in two microbatches, experts over all devices
     of the target, --layers-per-stage layers (4) with experts; --sequence is the prompts' length or decode's context."""
     requests: Count = None
-    """Of a device, with --what prefill or decode: 16,384 tokens of prompts, or 128, if left out."""
+    """Requests of a device, with --what prefill or decode: 16,384 tokens of prompts, or 128 requests, if left out."""
     at_least: Annotated[float, tyro.conf.arg(metavar="PERCENT")] = 97.0
     """How much of the all-to-alls' time must be hidden."""
     whole: bool = False
@@ -258,7 +258,7 @@ def sent(compiled: Compiled) -> str:
 
 
 def exposed_sends(compiled: Compiled) -> str:
-    """What of a tick's sends no work of its unit is long enough for, by kind of tick."""
+    """The cycles of a tick's sends for which the work of its unit is not long enough, by kind of tick."""
     beside = (
         f"{format_cycles(cycles)} beside {name or 'no unit'}"
         for name, cycles in compiled.sends_exposed.items()

@@ -68,7 +68,7 @@ def run_one(number: jax.Array, works: Sequence[Callable[..., Any]], state: Any, 
 
 
 def run_always(wanted: jax.Array, work: Callable[..., Any], state: Any, *operands: Any) -> Any:
-    """As ``run_if``, but the work is done anyway: the same operations on all ranks, in lockstep."""
+    """Do what ``run_if`` does, but with the work done anyway: the same operations on all ranks, in lockstep."""
     state, operands = lax.optimization_barrier((state, operands))
     made = work(state, *operands)
     return jax.tree.map(lambda new, old: jnp.where(wanted, new, old), made, state)

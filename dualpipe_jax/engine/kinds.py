@@ -116,7 +116,7 @@ class Slot(NamedTuple):
     used: int = -1
 
     def pool(self, ahead: int, behind: int) -> Pool:
-        """As ``pair`` takes it: ``ahead`` outputs stand before the residuals, ``behind`` arguments."""
+        """The program as ``pair`` takes it: ``ahead`` outputs stand before the residuals, ``behind`` arguments."""
         read, write = self.read_at, self.written_at
         return Pool(
             self.array,

@@ -98,7 +98,7 @@ class Program:
         return units_alone(table, step.units, every=step.every_kind) if step.units else table
 
     def _seeds(self, types: Tree) -> dict[str, jax.Array]:
-        """For each loss its weight in each microbatch here, [num_microbatches], 1 on average over all parts."""
+        """The weight of each loss in each microbatch here, [num_microbatches], 1 on average over all parts."""
         step = self.step
         names = sorted({name for kind in self.kinds for name in kind.losses})
 

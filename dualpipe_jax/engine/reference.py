@@ -100,7 +100,7 @@ def _as_given(wide: Tree, params: Tree) -> Tree:
 
 
 def num_stages_of(stages: Tree) -> int:
-    """Of leaves [num_stages, ...] or of a list of one tree for each stage; 0 of no leaves."""
+    """The number of stages of leaves [num_stages, ...] or of a list of one tree for each stage; 0 of no leaves."""
     if isinstance(stages, list):
         return len(stages)
     return next((leaf.shape[0] for leaf in jax.tree.leaves(stages)), 0)

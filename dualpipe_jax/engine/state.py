@@ -74,7 +74,7 @@ class State:
         return type(self)(**found)
 
     def put(self, **changed: Any) -> Self:
-        """With new values: of a field that is a mapping those of some keys, of another the whole."""
+        """The state with new values: of a field that is a mapping those of some keys, of another the whole."""
         return dataclasses.replace(
             self,
             **{

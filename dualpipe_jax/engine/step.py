@@ -59,7 +59,7 @@ class Step:
 
     @property
     def num_parts(self) -> int:
-        """Into how many parts a microbatch is cut."""
+        """The number of parts into which a microbatch is cut."""
         return math.prod(self.mesh.shape[axis] for axis in self.batch_axes)
 
     @property

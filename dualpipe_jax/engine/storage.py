@@ -53,7 +53,7 @@ class Leaf:
         ]
 
     def gather(self, leaf: jax.Array) -> jax.Array:
-        """From the device's stored part to what functions see."""
+        """Make what functions see of the device's stored part."""
         if self.dtype is not None and jnp.issubdtype(leaf.dtype, jnp.floating):
             leaf = leaf.astype(self.dtype)
         for dim, axes in self.extra(leaf.ndim):
@@ -61,7 +61,7 @@ class Leaf:
         return leaf
 
     def reduce(self, gradient: jax.Array, over: Sequence[str]) -> jax.Array:
-        """From a device's own sum to its stored part of the whole gradient.
+        """Make a device's stored part of the whole gradient of its own sum.
 
         ``over``: all axes over which the leaf is the same but the device's contributions are not.
         """

@@ -90,7 +90,7 @@ def collectives(module: Module, computation: Computation) -> list[Pair]:
 
 
 def kind_of(module: Module, instruction: Instruction) -> str | None:
-    """Which collective an instruction is or starts, also one wrapped in a computation; None if none."""
+    """The collective that an instruction is or starts, also one wrapped in a computation; None if it is none."""
     base = instruction.opcode.removesuffix("-start").removesuffix("-done").removesuffix("-update")
     if base in KINDS:
         return base

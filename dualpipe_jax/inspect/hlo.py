@@ -279,7 +279,7 @@ def _instruction(head: re.Match[str], line: str) -> Instruction:
 
 
 def _close(line: str, start: int) -> int:
-    """Where the parenthesis that was opened just before start closes."""
+    """The position at which the parenthesis closes that was opened just before ``start``."""
     end = line.find(")", start)
     opened = line.count("(", start, end)
     while opened and end >= 0:

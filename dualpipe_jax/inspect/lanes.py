@@ -12,7 +12,7 @@ Names = Mapping[str, tuple[str, str]]
 """What to call ``forward`` and ``backward``, and a letter for each."""
 
 DIRECTION_NAMES: Names = {"forward": ("forward", "F"), "backward": ("backward", "B")}
-"""As in training."""
+"""The names of directions in training."""
 
 
 class Stretch(NamedTuple):

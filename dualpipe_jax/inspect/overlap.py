@@ -217,7 +217,7 @@ class _Reader:
         return next((n for pattern, n in self.trips.items() if re.search(pattern, text)), 1)
 
     def direction(self, instruction: Instruction) -> str:
-        """Where its matrix products belong if they agree, else where its own name says."""
+        """The direction of its matrix products if they agree, else the one that its own name says."""
         products = {
             self._own_direction(i.op_name) for i in matmuls(self.module, instruction, self.matmul_calls)
         }

@@ -21,7 +21,7 @@ _RED = "#c8102e"
 _WIDTH, _LEFT, _RIGHT, _HEAD, _FOOT = 10.0, 1.3, 0.2, 0.82, 0.82  # inches
 _TALL, _ROW, _GAP = 0.62, 0.42, 0.1
 _LEAST = 1 / 400
-"""Of the timeline: what is shorter is drawn with its neighbours."""
+"""The share of the timeline below which a stretch is drawn with its neighbours."""
 
 
 def plot(

@@ -8,7 +8,7 @@ from dualpipe_jax.inspect.roofline import flops
 
 
 class Products(NamedTuple):
-    """Of a computation, run once, with what it runs inside.
+    """The matrix products of a computation, run once, with what it runs inside.
 
     Attributes:
       flops: multiplications and additions of its matrix products.

@@ -45,7 +45,7 @@ def flops(module: Module, computation: Computation, instruction: Instruction) ->
 
 
 def _convolved(computation: Computation, instruction: Instruction) -> int:
-    """Of a convolution: those of its products that no padding and no dilation make zero."""
+    """The number of a convolution's products that no padding and no dilation make zero."""
     labels = _LABELS.search(instruction.attributes)
     found = [computation.by_name.get(name) for name in instruction.operands[:2]]
     if labels is None or len(found) < 2 or any(operand is None or not operand.arrays for operand in found):
@@ -77,7 +77,7 @@ def _positions(size: int, window: int, made: int, dim: int, fields: Mapping[str,
 
 
 def _attention(computation: Computation, instruction: Instruction) -> int:
-    """Of cuDNN's calls, whose first operands are q [B, Q, H, X], k [B, K, H, X] and v [B, K, H, V].
+    """The operations of cuDNN's calls, whose first operands are q [B, Q, H, X], k [B, K, H, X] and v [B, K, H, V].
 
     A forward multiplies twice, a backward five times: the scores once more, then the gradients of values, scores,
     queries and keys. Under a causal mask half of the scores count.

@@ -67,7 +67,7 @@ DEVICES: Mapping[str, Device] = {
     "tpu7x": Device(int(94.75 * _GIB), 1153.5e12, 3690e9, 1.9e9),
     "h100": Device(80 * 10**9, 989e12, 3350e9, H100_CLOCK, "NVIDIA's data sheet of the H100 SXM"),
 }
-"""By generation. Published figures: Google Cloud's pages of each TPU, NVIDIA's data sheet of the H100 SXM."""
+"""Devices by generation. Published figures: Google Cloud's pages of each TPU, NVIDIA's data sheet of the H100 SXM."""
 
 _DIMS = {"v4": (2, 3), "v5e": (2,), "v5p": (2, 3), "v6e": (2,), "tpu7x": (2, 3), "h100": (2,), "cpu": (1,)}
 _DEVICES_PER_CHIP = {"v4": 2, "tpu7x": 2}
@@ -127,7 +127,7 @@ class Target:
 
     @property
     def platform(self) -> Literal["tpu", "cuda", "cpu"]:
-        """As JAX's compilers call it."""
+        """The platform as JAX's compilers call it."""
         known: Mapping[str, Literal["cuda", "cpu"]] = {"h100": "cuda", "cpu": "cpu"}
         return known.get(self.generation, "tpu")
 

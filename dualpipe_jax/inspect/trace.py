@@ -10,7 +10,7 @@ from dualpipe_jax.inspect.report import OverlapReport
 _Slice = dict[str, Any]
 
 _Time = Callable[[float], float]
-"""From cycles to the trace's time."""
+"""A function from cycles to the trace's time."""
 
 _PROCESS = 1
 """Holds all rows. To viewers, 0 is the kernel's idle process, which they hide."""

@@ -304,7 +304,7 @@ def estimate(program: Program) -> dict[Work, float]:
 
 
 def _sources(program: Program, stored: Collection[Value]) -> dict[Value, frozenset[Value]]:
-    """Of each value that elementwise work makes and nobody stores: what is read from memory to make it."""
+    """What is read from memory to make each value that elementwise work makes and nobody stores."""
     sources: dict[Value, frozenset[Value]] = {}
     for node in program.equations:
         if is_cheap(node):

@@ -171,7 +171,7 @@ def _exchange(rows_SD: Array, handle: Handle) -> Array:
 
 
 def to_experts(rows_SD: Array, handle: Handle) -> Array:
-    """From the order of slots to that of experts."""
+    """Bring rows from the order of slots to that of experts."""
     rows = _exchange(rows_SD, handle)
     return rows if handle.arrival_R is None else take_rows(rows, handle.arrival_R)
 

@@ -94,7 +94,7 @@ def _weights_of_rows(weights_TK: Array, handle: Handle) -> Array:
 
 @jax.custom_vjp
 def _carried(weights_TK: Array, handle: Handle) -> Array:
-    """From assignments to the rows of one hop: numbers, so all_to_alls are of one dim, which nothing pads."""
+    """Bring numbers of assignments to the rows of one hop: the all_to_alls are of one dim, which nothing pads."""
     return to_experts(take_rows(weights_TK.reshape(-1), handle.assignment_S), handle)
 
 

@@ -252,7 +252,7 @@ def count(topk_TK: Array, num_experts: int) -> Array:
 
 
 def _sort_arrivals(received_NL: Array, width: int) -> tuple[Array, Array]:
-    """From rows [N, width], each source's sorted by expert, to rows grouped by expert; and the inverse."""
+    """The permutation of rows [N, width], each source's sorted by expert, to rows by expert; and its inverse."""
     N, L = received_NL.shape
     R = N * width
     source_N = jnp.arange(N, dtype=jnp.int32) * width

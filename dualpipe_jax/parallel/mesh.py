@@ -131,7 +131,7 @@ def _near(devices: list[jax.Device], local: int, nodes: int) -> list[jax.Device]
 
 
 def _check_nodes(groups: list[list[jax.Device]], ep: object) -> None:
-    """That the devices of a node lie on one, as far as anybody knows: slices, or processes of several GPUs."""
+    """Check that the devices of a node lie on one, as far as anybody knows: slices, or processes of several GPUs."""
     devices = [device for group in groups for device in group]
     for kind, where in (("slice", "slice_index"), ("process", "process_index")):
         numbers = [getattr(device, where, None) for device in devices]

@@ -69,7 +69,7 @@ def share_copies(held: ArrayLike, num_experts: int, *, num_nodes: int = 1, near:
 
 
 def _turns(devices: np.ndarray, N: int, size: int, near: bool) -> np.ndarray:
-    """For each device, which of the copies on ``devices`` it uses, as many times as there are copies: int [N, copies].
+    """The copy on ``devices`` that each device uses, as many times as there are copies: int [N, copies].
 
     Each copy is used N times. ``size`` is that of a node.
     """

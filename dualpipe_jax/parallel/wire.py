@@ -19,7 +19,7 @@ Payload = Literal["plain", "float8"]
 """Rows as they are; or e4m3, and for each 128 numbers a byte of scale; see ``float8.encode``."""
 
 Move = Callable[[Array, Any], Array]
-"""From rows [..., D] of any dtype, and a plan, to rows [..., D]; those that nothing goes to are zeros."""
+"""A function of rows [..., D] of any dtype, and a plan, to rows [..., D]; those that nothing goes to are zeros."""
 
 
 class Way(NamedTuple):

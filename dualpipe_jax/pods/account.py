@@ -127,7 +127,7 @@ class _Sums:
         return kinds_of(self.units)
 
     def of(self, slot: Slot, field: Field) -> float:
-        """Of a slot: what was measured of it; else beside pairs no less than of usual stages, see ``stage_costs``."""
+        """A figure of a slot: what was measured; else beside pairs no less than of usual stages, see ``stage_costs``."""
         own = of_unit(self.units, key_of(slot, self.schedule.placement, self.kinds))
         if own is not None:
             return field(own)
@@ -139,7 +139,7 @@ class _Sums:
         return usual + sum(max(0.0, of_kind - usual) for of_kind, usual in each)
 
     def action(self, action: Action, field: Field) -> float:
-        """Of an action alone, by the kind of its stage where that is known."""
+        """A figure of an action alone, by the kind of its stage where that is known."""
         kind = kind_at(action.stage, self.schedule.placement, self.kinds)
         return self._of(action.op, field, kind)
 

@@ -21,7 +21,7 @@ _NO_MATTER = "command", "present", "probe", "balance"
 
 
 def default_folder() -> Path:
-    """Where programs keep what they can do without."""
+    """The folder in which programs keep what they can do without."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "dualpipe"
 
 

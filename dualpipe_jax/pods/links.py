@@ -53,7 +53,7 @@ def count_links(plan: Plan, dispatch: Dispatch, target: Target | None, tokens: i
 
 
 def share_dropped(plan: Plan, dispatch: Dispatch, tokens: int) -> float | None:
-    """Of the assignments of a device's ``tokens`` in a layer, the share that finds no room, on average.
+    """The share of the assignments of a device's ``tokens`` in a layer that finds no room, on average.
 
     Tokens choose independently, every expert and group of experts as often as any. 0 where room is never short, None
     of dispatch in two hops.

@@ -216,7 +216,7 @@ class Prices:
 
     @functools.cached_property
     def _costs(self) -> tuple[CostModel, CostModel]:
-        """For schedules that never split a backward, and for those that do."""
+        """Costs for schedules that never split a backward, and for those that do."""
         units, send = self.compiled.units, self.compiled.sends.each
         return unit_costs(units, send, split=False), unit_costs(units, send, split=True)
 

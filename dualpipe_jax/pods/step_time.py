@@ -75,7 +75,7 @@ def _named(costs: CostModel) -> dict[str, float]:
 
 
 def useful_of(blueprint: Blueprint, device: Device, plan: Plan) -> Useful:
-    """What of a step is the program's own, and what its experts' room makes of it."""
+    """The part of a step that is the program's own, and what its experts' room makes of it."""
     program = blueprint.program
     at_peak = program.tokens / (blueprint.mesh.size * device.flops)
     beyond = plan.room - 1 if plan.dispatch == "capacity" and plan.room is not None else 0.0

@@ -7,7 +7,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 INK, FAINT = "#1c1c22", "#8a8a94"
-"""Of what matters, and of what stands beside it."""
+"""The colours of what matters, and of what stands beside it."""
 
 POINTS = 72
 """To an inch."""

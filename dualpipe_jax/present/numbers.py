@@ -48,7 +48,7 @@ class Units:
 
 
 def number(value: float, decimals: int = 3) -> str:
-    """At most so many decimals: 165.5, 33, 0.333."""
+    """A number with at most so many decimals: 165.5, 33, 0.333."""
     return f"{round(value, decimals) + 0.0:.12g}"  # + 0.0: no minus before nothing
 
 

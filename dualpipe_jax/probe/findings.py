@@ -91,7 +91,7 @@ def outcome(result: Mapping[str, Any]) -> str:
 
 
 def verdict(results: Mapping[str, Mapping[str, Any]]) -> Verdict:
-    """Which setting to use: the engine's default where it works, else the next that does."""
+    """The setting to use: the engine's default where it works, else the next that does."""
     order = (_DEFAULT, *(form for form in FORMS if form != _DEFAULT))
     states = {form: stands(results, form) for form in FORMS}
     setting = next((form for form in order if states[form]), None)

@@ -14,7 +14,7 @@ from dualpipe_jax.probe.place import Place, seconds
 from dualpipe_jax.split import split_backward
 
 LAYERS = 2
-"""Of a stage: collectives of a pair need something to take turns with."""
+"""Layers of a stage: collectives of a pair need something to take turns with."""
 
 
 def layer(place: Place) -> dict[str, Any]:

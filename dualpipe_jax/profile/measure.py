@@ -41,7 +41,7 @@ class Measured:
 
     @property
     def makespan(self) -> float:
-        """From the start of the first unit to the end of the last one."""
+        """The time from the start of the first unit to the end of the last one."""
         return max(execution.end for rank in self.units for _, execution in rank)
 
     @property

@@ -11,7 +11,7 @@ from dualpipe_jax.schedule.ir import Action, Op, Schedule
 from dualpipe_jax.schedule.simulate import Timeline
 
 FILE = "timeline.json"
-"""In a run's profile folder: what ``Drawn.together`` takes."""
+"""The file in a run's profile folder that holds what ``Drawn.together`` takes."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,12 +39,12 @@ class Drawn:
     legend: list[list[str]]
 
     def group(self) -> dict[str, Any]:
-        """As page.js wants it, alone."""
+        """The timeline as page.js wants it, alone."""
         return Drawn.together([self])
 
     @staticmethod
     def together(several: Sequence["Drawn"]) -> dict[str, Any]:
-        """As page.js wants several on one axis."""
+        """Timelines as page.js wants several on one axis."""
         return {
             "legend": max((one.legend for one in several), key=len),
             "timelines": [dataclasses.asdict(one) for one in several],

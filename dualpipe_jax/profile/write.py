@@ -14,7 +14,7 @@ from dualpipe_jax.schedule import Timeline, lower, simulate, to_chrome_trace, to
 
 COSTS, TRACE, PICTURE, STEP = "costs.json", "timeline.trace", "timeline.png", "measured.json"
 _APART = 100
-"""Between the process numbers of the two timelines in one trace."""
+"""The distance between the process numbers of the two timelines in one trace."""
 
 
 def write_profile(measured: Measured, folder: Path, devices: Sequence[Any]) -> str:

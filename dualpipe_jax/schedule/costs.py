@@ -184,7 +184,7 @@ class MemoryModel:
 
     @property
     def owed(self) -> float:
-        """What of that remains after I, until W."""
+        """The part of that which remains after I, until W."""
         return self.residual_w + self.boundary
 
     def at_rest(self, placement: Placement, rank: int) -> float:
@@ -206,7 +206,7 @@ class MemoryModel:
 
 
 def stages_a_share(placement: Placement) -> float:
-    """Into how many stages a pipe cuts a rank's share of the model: 1 on a line, 2 on a V."""
+    """The number of stages into which a pipe cuts a rank's share of the model: 1 on a line, 2 on a V."""
     return placement.num_model_stages / placement.num_ranks
 
 

@@ -27,7 +27,7 @@ class Parting:
 
 
 def partings(one: Timeline, other: Timeline) -> list[Parting]:
-    """Of each rank that does not do the same at the same times in both, where they part.
+    """Where the two part, for each rank that does not do the same at the same times in both.
 
     >>> from dualpipe_jax.schedule import gpipe, one_f_one_b, simulate
     >>> found = partings(simulate(gpipe(2, 3)), simulate(one_f_one_b(2, 3)))

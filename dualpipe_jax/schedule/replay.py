@@ -15,7 +15,7 @@ Timed = tuple[str, tuple[Action, ...], float]
 """A unit that ran: its kind (F, B, I, W, or FB for a pair), the actions that it did, how long it took."""
 
 _PARTS = {"F": (0,), "B": (1, 2), "I": (1,), "W": (2,)}
-"""Which of F, I, W each kind does."""
+"""The ops of F, I and W that each kind does."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -17,7 +17,7 @@ _RULE = "A stage runs F, then B (or I, later W), and hands over in pipe order."
 _ONCE = "Each stage runs each microbatch of its pipe once: F, and B or both I and W."
 
 _Where = dict[Action, int]
-"""On one rank: the slot of each action."""
+"""The slot of each action on one rank."""
 
 _Circle = dict[int, tuple[int, int]]
 """Ranks that wait for each other: for each, the rank and the slot that it waits for, in a ring."""

@@ -212,7 +212,7 @@ CHEAP = ARITHMETIC | _names(
 KEEPS_ZEROS = VIEWS | _names(
     "add add_any all_gather all_to_all neg pad psum psum_invariant reduce_scatter reduce_sum sub"
 )
-"""Of zeros they make zeros."""
+"""Primitives that make zeros of zeros."""
 
 
 def values(atoms: Iterable[Atom]) -> list[Value]:

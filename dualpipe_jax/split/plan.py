@@ -170,7 +170,7 @@ class SplitPlan:
 def make_plan(
     joint: JointTrace, wanted: Sequence[bool], at_hand: Sequence[bool], trees: tuple[Any, Any]
 ) -> SplitPlan:
-    """From the joint graph: what the forward keeps, then what I hands to W.
+    """What the forward keeps by the joint graph, then what I hands to W.
 
     Arguments:
       wanted: for each leaf of params and x, whether it has been differentiated by.

@@ -203,7 +203,7 @@ def connect_conds(
 
 
 def _share_places(crossings: Iterable[Iterable[Value]]) -> list[Value]:
-    """As many places of each type as the branch that needs most of them."""
+    """Places of each type, as many as the branch has that needs most of them."""
     most: dict[tuple[object, ...], list[Value]] = {}
     for crossing in crossings:
         types = Counter(v.type for v in crossing)

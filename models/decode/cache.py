@@ -42,7 +42,7 @@ class Rows(NamedTuple):
 
     @property
     def live(self) -> Array:
-        """Which tokens there are, bool [B, S]."""
+        """Whether there is a token, bool [B, S]."""
         return jnp.arange(self.tokens.shape[1], dtype=jnp.int32) < jnp.asarray(self.lengths)[:, None]
 
 

@@ -348,7 +348,7 @@ class Engine:
         self._ended.append(Completion(request.id, tuple(request.tokens), reason, error, *numbers))
 
     def _count(self, counts: Array) -> None:
-        """On the device, for nobody waits for it; now and then in the totals, for it has 32 bits."""
+        """Count on the device, for nobody waits for it; now and then in the totals, for it has 32 bits."""
         self._counts = counts if self._counts is None else self._counts + counts
         self._num_counted += 1
         if self._num_counted == 1000:

@@ -36,7 +36,7 @@ ABANDONED = 3600.0
 
 @dataclasses.dataclass(frozen=True)
 class PrefixFolder:
-    """Where blocks are kept.
+    """A folder in which blocks are kept.
 
     Attributes:
       path: of the folder, which is made if it is not there; models may share it.

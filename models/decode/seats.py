@@ -38,7 +38,7 @@ class Request:
 
 
 Fill = Callable[[Sequence[int], int, Sequence[bytes]], int]
-"""From a request's blocks, how many at the front are filled, and their keys, to how many are filled then."""
+"""A function of a request's blocks, how many at the front are filled, and their keys: how many are filled then."""
 
 
 class Seats:

@@ -147,7 +147,7 @@ class Runner:
             self._loop.call_soon_threadsafe(self._fail, f"{type(error).__name__}: {error}")
 
     def _follow_orders(self) -> bool:
-        """Until there is something to step, or no more to come."""
+        """Wait until there is something to step, or no more to come."""
         while True:
             try:
                 order = self._orders.get(block=not self._engine.busy)

@@ -45,7 +45,7 @@ class Options:
     to: Literal["other", "huggingface", "orbax"] = "other"
     """What to write; other is whichever IN is not."""
     dtype: Literal["as-is", "float32", "bfloat16"] = "as-is"
-    """Of Hugging Face's tensors; as-is is what the model computes in. Ours are float32."""
+    """The dtype of Hugging Face's tensors; as-is is what the model computes in. Ours are float32."""
     file_gb: float = 5.0
     """Gigabytes of a file of Hugging Face's tensors."""
     mtp: bool = True

@@ -65,7 +65,7 @@ def _files(error: BaseException | None) -> list[str]:
 
 @functools.cache
 def _ignore_abandoned_reads() -> None:
-    """From now on: where one fails Orbax waits for no other, and they may end at any time."""
+    """Say nothing of reads that nobody awaits: where one fails Orbax waits for no other, and they end at any time."""
     logging.getLogger("asyncio").addFilter(_is_awaited)
     warnings.filterwarnings("ignore", "coroutine '_read_array_index.*' was never awaited", RuntimeWarning)
     before = sys.unraisablehook

@@ -18,7 +18,7 @@ Path = tuple[str | int, ...]
 
 
 class Rotary(NamedTuple):
-    """Which output rows of a matrix are rotated: per head, the last ``rotated`` of ``width``."""
+    """The output rows of a matrix that are rotated: per head, the last ``rotated`` of ``width``."""
 
     width: int
     rotated: int

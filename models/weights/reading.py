@@ -117,7 +117,7 @@ def _sharding(spec: PartitionSpec, mesh: Mesh | None) -> Sharding:
 
 
 def _parts(leaf: Leaf, sharding: Sharding) -> dict[Part, list[jax.Device]]:
-    """Which of this process's devices hold which part of a leaf."""
+    """The devices of this process that hold each part of a leaf."""
     parts: dict[Part, list[jax.Device]] = {}
     for device, index in sharding.addressable_devices_indices_map(leaf.shape).items():
         parts.setdefault(part_of(index, leaf.shape), []).append(device)

@@ -102,7 +102,7 @@ def part_of(index: tuple[slice, ...] | None, shape: tuple[int, ...]) -> Part:
 
 
 def rotary_order(rotary: Rotary, num_rows: int) -> np.ndarray:
-    """From rotated rows of which pairs are half their number apart to neighbours: which row comes where."""
+    """The order that brings rotated rows whose pairs are half their number apart next to each other."""
     half = rotary.rotated // 2
     rotated = np.arange(rotary.rotated).reshape(2, half).T.reshape(-1)
     fixed = rotary.width - rotary.rotated

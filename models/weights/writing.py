@@ -190,7 +190,7 @@ def _held(array: jax.Array) -> list[tuple[jax.Device, Part]]:
 def _source(
     entry: Entry, index: tuple[int, ...], array: jax.Array, held: list[tuple[jax.Device, Part]]
 ) -> _Source | None:
-    """On one device if there is one that has it whole, else on those of the first process that has all pieces."""
+    """The pieces of one device that has it whole, or else of the first process that has all pieces."""
     lead = len(index)
     having = [
         (device, part)

@@ -10,19 +10,19 @@ COLOURS: dict[Op, tuple[str, str]] = {
     Op.I: ("#8cefc4", "#00a468"),
     Op.W: ("#e4d8f6", "#9e4e79"),
 }
-"""Of each op the palest and the deepest shade. Any two of the eight differ by a CIELAB distance of at least
+"""The palest and the deepest shade of each op. Any two of the eight differ by a CIELAB distance of at least
 21, to eyes without red, green or blue cones too (Machado, Oliveira and Fernandes 2009)."""
 
 NAMES = {Op.F: "forward", Op.B: "backward", Op.I: "backward for input", Op.W: "backward for weights"}
 
 
 def num_shades(placement: Placement) -> int:
-    """In how many shades the stages of a placement are drawn."""
+    """The number of shades in which the stages of a placement are drawn."""
     return placement.num_pipes * _laps(placement)
 
 
 def shade(placement: Placement, stage: int) -> int:
-    """Which of the shades a stage has: its pipe; within it, how often the pipe has passed all ranks."""
+    """The shade that a stage has: by its pipe and, within it, by how often the pipe has passed all ranks."""
     return placement.pipe_of(stage) * _laps(placement) + placement.model_stage(stage) // placement.num_ranks
 
 

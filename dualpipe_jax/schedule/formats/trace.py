@@ -14,7 +14,7 @@ from dualpipe_jax.schedule.simulate import Timeline
 _Event = dict[str, Any]
 
 _Microseconds = Callable[[float], int]
-"""From the timeline's time to the trace's."""
+"""A function from the timeline's time to the trace's."""
 
 _WORK, _SENDS, _MEMORY, _CHAIN = 1, 2, 3, 4
 """The trace's processes: groups of rows. To viewers, 0 is the kernel's idle process, which they hide."""
@@ -27,7 +27,7 @@ _COLOURS = {"F": "rail_idle", "B": "rail_load", "I": "good", "W": "rail_response
 
 
 MICROSECONDS = {"": 1000.0, "s": 1e6, "ms": 1000.0, "us": 1.0}
-"""Of the units of time that a trace can show as what they are; a unit of no name is shown as a millisecond."""
+"""Microseconds of each unit of time that a trace can show as what it is; one of no name is shown as a millisecond."""
 
 
 @typechecked
@@ -139,7 +139,7 @@ def _sends(timeline: Timeline, us: _Microseconds) -> Iterator[_Event]:
 
 
 def _transfers(timeline: Timeline) -> Iterator[tuple[tuple[int, int], tuple[int, int], Action]]:
-    """From which (rank, slot index) to which, and the action whose result goes there; between ranks only."""
+    """Sends from one (rank, slot index) to another, and the action whose result goes there; between ranks only."""
     schedule = timeline.schedule
     makers = {made_by(action): (place, action) for place, action in _places(schedule.orders)}
     for (reader, at), action in _places(schedule.orders):

@@ -24,7 +24,7 @@ class Channel:
 
     @property
     def pool(self) -> Literal["x", "dy"]:
-        """Where the receiver puts what it brings."""
+        """The pool into which the receiver puts what it brings."""
         return "x" if self.payload == "y" else "dy"
 
 

@@ -121,7 +121,7 @@ class TickTable:
         return self.array[:, :, self.columns.index(name)]
 
     def brings(self, rows: Any) -> tuple[Any, ...]:
-        """For each channel whether it brings any rank what it awaits.
+        """Whether each channel brings any rank what it awaits.
 
         ``rows``: int32 [..., ranks, columns] of any array library, as in ``array``; gives booleans [...].
         """

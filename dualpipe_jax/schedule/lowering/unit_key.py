@@ -37,7 +37,7 @@ class UnitKey(NamedTuple):
         return cls({name: op for op, name in SCOPES.items()}[name], _parted(kinds))
 
     def __str__(self) -> str:
-        """As reports and JSON have it: F of most stages, F/first of the first, FB/first-last of a pair of both ends."""
+        """The key in reports and JSON: F of most stages, F/first of the first, FB/first-last of a pair of both ends."""
         return f"{self.op}/{_joined(self.kinds)}" if self.kinds else self.op
 
     @classmethod
@@ -52,7 +52,7 @@ SCOPE = rf"(?:{'|'.join(SCOPES.values())})/[^/]+"
 
 
 def _joined(kinds: tuple[str, ...]) -> str:
-    """With what parts names in them written as in addresses: a kind may have any name."""
+    """The name with what parts names in it written as in addresses: a kind may have any name."""
     return "-".join(quote(kind, safe="").replace("-", "%2D") for kind in kinds)
 
 

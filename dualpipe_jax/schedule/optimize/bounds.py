@@ -39,7 +39,7 @@ class Reach:
 
     @property
     def rest(self) -> float:
-        """From the end of an F here to the end of the step."""
+        """The least time from the end of an F here to the end of the step."""
         return self.turn - self.f - self.i + max(self.b, self.i + self.tail)
 
 

@@ -12,7 +12,7 @@ from dualpipe_jax.schedule.optimize.terms import make_terms
 from dualpipe_jax.schedule.simulate import simulate
 
 FILL = 0.6
-"""Which share of a W a gap must hold to be filled, unless others are tried."""
+"""The share of a W that a gap must hold to be filled, unless others are tried."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -18,7 +18,7 @@ class Play(NamedTuple):
     ends: list[float]
 
     def no_worse(self, other: "Play", eps: float) -> bool:
-        """By the makespan or, where that is the same, by the ends of all ranks together."""
+        """Compare by the makespan or, where that is the same, by the ends of all ranks together."""
         if abs(self.makespan - other.makespan) > eps:
             return self.makespan < other.makespan
         return sum(self.ends) <= sum(other.ends) + eps

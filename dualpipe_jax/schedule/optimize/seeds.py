@@ -56,7 +56,7 @@ class Policies:
         self._tried: list[_Tried] = []
 
     def sow(self, finds: Finds, rung: Rung, budget: float, most: int) -> None:
-        """At most so many greedy schedules, but one, within a rung; the budget counts actions.
+        """Make greedy schedules within a rung, at most so many; the budget counts actions.
 
         The best policies of the last round are tried first, and changes of them later.
         """
@@ -96,7 +96,7 @@ def _in_rounds(placement: Placement) -> bool:
 
 
 def _distinct(entries: Iterable[_Tried]) -> list[_Tried]:
-    """In the order of their makespans; of equals the one numbered first."""
+    """The seeds in the order of their makespans; of equals the one numbered first."""
     shortest: list[_Tried] = []
     for entry in sorted(entries, key=lambda entry: entry[:2]):
         if not shortest or not at_most(entry[0], shortest[-1][0]):
