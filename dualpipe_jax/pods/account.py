@@ -127,7 +127,7 @@ class _Sums:
         return kinds_of(self.units)
 
     def of(self, slot: Slot, field: Field) -> float:
-        """A figure of a slot: what was measured; else beside pairs no less than of usual stages, see ``stage_costs``."""
+        """A figure of a slot: what was measured; else beside pairs no less than of usual stages, as ``stage_costs``."""
         own = of_unit(self.units, key_of(slot, self.schedule.placement, self.kinds))
         if own is not None:
             return field(own)
