@@ -32,6 +32,12 @@ def rebalance_experts(
     is copied; of equally light packs the first that has room takes the next item; where a pack takes one item, item i
     goes to pack i whatever its weight. In which order items of equal weight are packed, ``ties`` says.
 
+    >>> from dualpipe_jax.balance import rebalance_experts
+    >>> counts = dict(num_replicas=6, num_groups=1, num_nodes=1, num_gpus=2)
+    >>> in_slots, _, copies = rebalance_experts([[90, 10, 10, 10]], **counts)
+    >>> in_slots.tolist(), copies.tolist()
+    ([[0, 0, 3, 0, 1, 2]], [[3, 1, 1, 1]])
+
     Args:
       weight: [layers, experts], how much each expert has to do; any real numbers of at least 0.
       num_replicas: slots of all devices, so copies of all experts: at least experts, a multiple of num_gpus.

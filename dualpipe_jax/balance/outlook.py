@@ -57,6 +57,12 @@ class Outlook:
 def outlook(loads: ArrayLike, placement: Placement, previous: Placement, layout: Layout) -> Outlook:
     """What changing from a previous placement to another gains.
 
+    >>> from dualpipe_jax.balance import Layout, Placement, balance, outlook
+    >>> loads, layout = [[3, 3, 1, 1]], Layout(num_devices=2, num_slots=2)
+    >>> before = Placement.in_order(num_layers=1, num_experts=4, num_devices=2, num_slots=2)
+    >>> outlook(loads, balance(loads, layout), before, layout).gain
+    0.33333333333333337
+
     Args:
       loads: [layers, experts] or [windows, layers, experts].
       placement: of the layout.
@@ -82,6 +88,10 @@ def bound_of(loads: ArrayLike, layout: Layout) -> np.ndarray:
     """The least max/mean over devices of any placement of a layout: float64 [layers].
 
     Proven for placements whose copies share evenly and never two on a device: see ``docs/experts.md``.
+
+    >>> from dualpipe_jax.balance import Layout, bound_of
+    >>> bound_of([[9, 1, 1, 1]], Layout(num_devices=2, num_slots=2)).round(3).tolist()
+    [1.667]
     """
     windows = checked(loads, "bound_of")
     layout.check(windows.shape[-1])
@@ -99,6 +109,11 @@ def is_due(loads: ArrayLike, placement: Placement, threshold: float = 0.9) -> bo
     """Whether to look for another placement: devices work for less than this share of their time.
 
     Whether that other placement is worth its moves, ``outlook`` says, or ``balance`` by its move_cost.
+
+    >>> from dualpipe_jax.balance import Placement, is_due
+    >>> in_order = Placement.in_order(num_layers=1, num_experts=4, num_devices=2, num_slots=2)
+    >>> is_due([[3, 3, 1, 1]], in_order), is_due([[3, 1, 3, 1]], in_order)
+    (True, False)
 
     Raises:
       ValueError: the threshold is not in (0, 1].

@@ -17,6 +17,10 @@ from dualpipe_jax.balance.pack import count_copies
 class Layout:
     """Devices, and room for experts on each.
 
+    >>> from dualpipe_jax.balance import Layout
+    >>> Layout(num_devices=2, num_slots=5).num_replicas
+    10
+
     Attributes:
       num_devices: over which a layer's experts lie.
       num_slots: experts that a device holds in a layer, copies included.
@@ -86,6 +90,13 @@ class Layout:
 @dataclasses.dataclass(frozen=True, eq=False)
 class Placement:
     """Where the copies of every layer's experts lie; an expert's tokens are shared evenly by its copies.
+
+    >>> from dualpipe_jax.balance import Placement
+    >>> placed = Placement.in_order(num_layers=1, num_experts=4, num_devices=2, num_slots=2)
+    >>> placed.experts.tolist()
+    [[[0, 1], [2, 3]]]
+    >>> placed.imbalance([[3, 1, 1, 1]]).tolist()
+    [1.3333333333333333]
 
     Attributes:
       experts: int [layers, devices, slots], the expert in each slot.

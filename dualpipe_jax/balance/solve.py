@@ -45,6 +45,12 @@ def balance(
     between devices; where that stays above ``lower_bound``, other numbers of copies are tried too. Layers are
     independent of each other. The same input gives the same placement on every machine.
 
+    >>> from dualpipe_jax.balance import Layout, balance
+    >>> loads = [[8, 1, 1, 1, 1, 1, 1, 2]]
+    >>> placed = balance(loads, Layout(num_devices=2, num_slots=5))
+    >>> placed.imbalance(loads).tolist()
+    [1.0]
+
     Args:
       loads: what each expert has to do, such as counts of tokens: [layers, experts], or [windows, layers, experts],
         windows of time of which the worst counts, each relative to its own mean. A layer that has no load at all is

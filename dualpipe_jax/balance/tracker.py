@@ -12,6 +12,11 @@ from numpy.typing import ArrayLike
 class LoadTracker:
     """A moving average of counts of tokens: a value, and ``add`` gives the next.
 
+    >>> from dualpipe_jax.balance import LoadTracker
+    >>> tracker = LoadTracker.start(num_layers=1, num_experts=2, half_life=1.0)
+    >>> tracker.add([[4, 0]]).add([[0, 4]]).loads.tolist()
+    [[1.3333333333333333, 2.6666666666666665]]
+
     Attributes:
       half_life: steps after which a step counts half as much as the latest.
       sums: float64 [layers, experts], counts, older ones weighed less.

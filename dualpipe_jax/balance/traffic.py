@@ -49,6 +49,11 @@ class Traffic:
 def count_traffic(source: ArrayLike, target: ArrayLike, layout: Layout) -> Traffic:
     """Count the copies that a routing sends.
 
+    >>> from dualpipe_jax.balance import Layout, count_traffic
+    >>> layout = Layout(num_devices=4, num_slots=1, num_nodes=2)
+    >>> count_traffic([0, 0], [[1, 2], [2, 3]], layout).by_expert
+    Copies(across=1.5, inside=0.5)
+
     Args:
       source: int [tokens], the device that each token is on.
       target: int [tokens, k], the device of the copy of each expert that the token chose.
@@ -101,6 +106,11 @@ def random_traffic(
     seed: int = 0,
 ) -> Traffic:
     """The traffic of tokens that choose at random, experts in order over the devices: an estimate by so many tokens.
+
+    >>> from dualpipe_jax.balance import Layout, random_traffic
+    >>> found = random_traffic(Layout(num_devices=64, num_slots=4, num_nodes=8), num_experts=256, num_chosen=8)
+    >>> round(found.by_expert.across, 1), round(found.two_hops.across, 1)  # copies of a token between nodes
+    (7.0, 4.6)
 
     Args:
       layout: devices, nodes, and the groups of experts that routing is limited to.

@@ -26,6 +26,20 @@ def pipeline_value_and_grad(
 ) -> Step:
     """Loss and gradients of a model, computed in the order of a schedule on the ranks of a mesh.
 
+    >>> import jax.numpy as jnp
+    >>> from dualpipe_jax import PipelineModel, make_mesh, pipeline_value_and_grad
+    >>> from dualpipe_jax.schedule import one_f_one_b
+    >>> model = PipelineModel(
+    ...     embed=lambda table, tokens: table[tokens],
+    ...     stage=lambda w, x: x + jnp.tanh(x @ w),
+    ...     head_loss=lambda w, x, targets: jnp.mean((x @ w - targets) ** 2),
+    ... )
+    >>> params = {"embed": jnp.ones((5, 2)), "stages": jnp.ones((1, 2, 2)), "head": jnp.ones(2)}
+    >>> step = pipeline_value_and_grad(model, one_f_one_b(1, 2), make_mesh(1))
+    >>> loss, grads = step(params, jnp.zeros((2, 4, 3), int), jnp.ones((2, 4, 3)))
+    >>> round(float(loss), 3), grads["stages"].shape
+    (8.574, (1, 2, 2))
+
     Returns ``step(params, inputs, targets) -> (loss, grads)``, or ``((loss, aux), grads)``, compiled at its first call:
     make it once, for a step built anew in each iteration is compiled anew each time. It computes what
     ``jax.value_and_grad`` of the plain model does; the oracle ``sequential_value_and_grad`` is that function.

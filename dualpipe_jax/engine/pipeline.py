@@ -45,6 +45,19 @@ class Pipeline:
     Its methods compute what ``jax.value_and_grad`` of the plain model does (``reference_value_and_grad``), and are
     compiled at their first call. Make a Pipeline once: a new one in each iteration is compiled anew each time.
 
+    >>> import jax.numpy as jnp
+    >>> from dualpipe_jax import Out, Pipeline, StagedModel, make_mesh
+    >>> from dualpipe_jax.schedule import one_f_one_b
+    >>> def stage(own, shared, x, at):
+    ...     y = at.batch["x"] @ own
+    ...     return Out(y, losses={"error": jnp.mean((y - shared) ** 2)})
+    ...
+    >>> pipeline = Pipeline(StagedModel({"only": stage}, ("only",)), one_f_one_b(1, 2), make_mesh(1))
+    >>> params = {"stages": jnp.ones((1, 2, 2)), "shared": jnp.ones(2)}
+    >>> (loss, report), grads = pipeline.value_and_grad(params, {"x": jnp.ones((2, 4, 2))})
+    >>> float(loss), grads["stages"].tolist()
+    (1.0, [[[1.0, 1.0], [1.0, 1.0]]])
+
     params: {"stages", "shared"} as in ``StagedModel``; "stages" with a leading stage dim in model order, a list of one
       tree for each stage, or as ``place`` gives it. Gradients have the same form: float0 for integers and keys, None
       for what is frozen (see ``trained``).

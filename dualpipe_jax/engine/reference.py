@@ -119,6 +119,17 @@ def reference_value_and_grad(
 ) -> Callable[..., tuple[tuple[jax.Array, Report], Tree]]:
     """The step that every pipelined step is compared with: by ``jax.value_and_grad`` of the plain model.
 
+    >>> import jax.numpy as jnp
+    >>> from dualpipe_jax import Out, StagedModel, reference_value_and_grad
+    >>> def stage(own, shared, x, at):
+    ...     return Out(losses={"error": jnp.mean((at.batch["x"] * own - shared) ** 2)})
+    ...
+    >>> params = {"stages": jnp.array([3.0]), "shared": jnp.array(1.0)}
+    >>> step = reference_value_and_grad(StagedModel({"only": stage}, ("only",)))
+    >>> (loss, _), grads = step(params, {"x": jnp.ones((2, 4))})
+    >>> float(loss), grads["stages"].tolist()
+    (4.0, [4.0])
+
     Arguments:
       num_parts: see ``reference_loss``.
       input_grads: whether gradients have an entry "batch" too.

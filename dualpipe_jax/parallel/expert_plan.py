@@ -78,6 +78,14 @@ def plan_capacity(
     matmul. Assignments beyond the capacity are dropped (they add nothing to the output), those of later
     tokens first, and counted in ``handle.dropped``. See ``capacity_for`` for usual values.
 
+    >>> import jax.numpy as jnp
+    >>> from dualpipe_jax.parallel import combine, dispatch, expert_matmul, plan_capacity
+    >>> tokens, chosen = jnp.ones((4, 3)), jnp.array([[0, 1], [0, 2], [0, 1], [1, 2]])
+    >>> handle = plan_capacity(chosen, num_experts=4, capacity=2)
+    >>> rows = expert_matmul(dispatch(tokens, handle), jnp.ones((4, 3, 3)), handle)
+    >>> combine(rows, jnp.full((4, 2), 0.5), handle)[:, 0].tolist(), int(handle.dropped)
+    ([3.0, 3.0, 1.5, 1.5], 2)
+
     Args:
       topk_TK: int32, each token's chosen experts, distinct within a token; E, or any number outside 0..E-1, for none.
       num_experts: E, over all devices; device n holds experts n * L to (n + 1) * L - 1.
@@ -143,6 +151,12 @@ def plan_dropless(
     enough for the worst case, T * min(K, L), so that nothing can be dropped. A ``buffer_factor`` bounds them
     to so many times an even load; what does not fit is dropped, highest experts of a device first, and
     counted in ``handle.dropped``. (``lax.ragged_all_to_all`` does not exist on XLA:CPU.)
+
+    >>> import jax.numpy as jnp
+    >>> from dualpipe_jax.parallel import dispatch, plan_dropless
+    >>> handle = plan_dropless(jnp.array([[0, 1], [0, 2], [0, 1], [1, 2]]), num_experts=4)
+    >>> handle.group_sizes_L.tolist(), dispatch(jnp.ones((4, 3)), handle).shape
+    ([3, 3, 2, 0], (8, 3))
 
     Args:
       topk_TK: int32, each token's chosen experts, distinct within a token; E, or any number outside 0..E-1, for none.

@@ -82,6 +82,10 @@ def make_mesh(
 
     The axis types are Auto (``jax.make_mesh`` would make them Explicit, which ``shard_map``'s specs then contradict).
 
+    >>> from dualpipe_jax import make_mesh
+    >>> dict(make_mesh(1).shape)
+    {'dp': 1, 'pp': 1, 'ep': 1}
+
     Args:
       pp: pipeline ranks, at least 1.
       ep: expert-parallel devices of each rank, at least 1; or (nodes, devices of a node) that they are.

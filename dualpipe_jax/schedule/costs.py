@@ -29,6 +29,10 @@ _SHARED_OUT = "residual_i", "residual_w", "stash", "parameters"
 class CostModel:
     """How long each kind of work takes on one stage, in any unit of time.
 
+    >>> from dualpipe_jax.schedule import CostModel, dualpipe, simulate
+    >>> simulate(dualpipe(4, 8), CostModel(F=1, I=1, W=1, FB=2)).makespan
+    22.0
+
     Attributes:
       F: a forward.
       I: a backward for the input.
@@ -139,6 +143,10 @@ class MemoryModel:
     """What a rank keeps for one stage, and for one microbatch at one stage, in bytes or any other unit.
 
     Left as it is, it counts live activations.
+
+    >>> from dualpipe_jax.schedule import MemoryModel, one_f_one_b, simulate
+    >>> simulate(one_f_one_b(4, 8)).memory(MemoryModel(residual_i=2.0, parameters=10.0))
+    (18.0, 16.0, 14.0, 12.0)
 
     Attributes:
       residual_i: what only the backward for the input reads, from the start of F to the end of I or B.

@@ -71,6 +71,11 @@ class Placement:
 
     Every pipe walks the whole model, so all pipes are equally deep and the stage of pipe p at
     depth d, numbered ``p * depth_of_a_pipe + d``, holds the model's slice d.
+
+    >>> from dualpipe_jax.schedule import Placement
+    >>> v = Placement(pipes=((0, 1, 1, 0),))
+    >>> v.stages_on
+    ((0, 3), (1, 2))
     """
 
     pipes: tuple[tuple[int, ...], ...]

@@ -125,12 +125,3 @@ def test_generations_of_devices():
     assert tpu_generation("NVIDIA H100 80GB HBM3") is None
     assert {tpu_generation(f"TPU {name}") for name in ("v5 lite", "v5e")} == {"v5e"}
     assert {tpu_generation(f"TPU {name}") for name in ("v5", "v5p")} == {"v5p"}
-
-
-def test_doctests():
-    import doctest
-
-    from dualpipe_jax.inspect import target
-
-    for module in (compiler, target):
-        assert doctest.testmod(module, extraglobs={"Target": Target}).failed == 0

@@ -1,6 +1,5 @@
 """Two programs in one order: the same results, and collectives that alternate."""
 
-import doctest
 import functools
 import itertools
 import re
@@ -13,7 +12,7 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from dualpipe_jax import make_mesh, split_backward
-from dualpipe_jax.pair import side_by_side, together
+from dualpipe_jax.pair import side_by_side
 from dualpipe_jax.pair.interleave import Pool
 from dualpipe_jax.pair.together import forward_backward
 from dualpipe_jax.varying import vary
@@ -223,11 +222,6 @@ def test_sums_that_do_not_fit_are_named():
     plan = split_backward(jnp.multiply).trace(jnp.ones(3), jnp.ones(3))
     with pytest.raises(ValueError, match="2 sums were given, but 1 leaves of params have a gradient"):
         forward_backward(plan, (1, 2), plan, (1, 2, 3), [], [jnp.ones(3)] * 2, jnp.add)
-
-
-def test_examples():
-    ran = doctest.testmod(together)
-    assert ran.attempted and not ran.failed
 
 
 def test_one_function_may_take_what_the_other_makes():

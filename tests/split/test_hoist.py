@@ -1,8 +1,5 @@
 """Matmuls of parameters alone: made once, and their gradients led back once."""
 
-import doctest
-import importlib
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -201,10 +198,3 @@ def test_on_a_mesh(check_vma):
     specs = {"in_specs": (PartitionSpec(), every), "out_specs": every, "check_vma": check_vma}
     got, want = compiled(jax.shard_map(both, mesh=mesh, **specs), params, normal(3, 32, WIDTH))
     assert_trees_match(want, got, exact=False, tolerance=3e-6)
-
-
-@pytest.mark.parametrize("module", ["backward", "declared", "hoist", "mincut"])
-def test_examples(module):
-    examples = importlib.import_module(f"dualpipe_jax.split.{module}")
-    ran = doctest.testmod(examples)
-    assert ran.attempted and not ran.failed

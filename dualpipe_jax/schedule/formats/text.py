@@ -33,7 +33,7 @@ def format_grid(schedule: Schedule, costs: CostModel | None = None) -> str:
     rank 1: 1F0 1B0 1F1 1B1
     >>> print(format_grid(one_f_one_b(2, 2), CostModel(F=1, I=1, W=1)))
     # one_f_one_b, ranks 2, microbatches 2, pipes (0 1)
-    rank 0: 0F0 0F1 ....... 0B0     .... 0B1
+    rank 0: 0F0 0F1 ....... 0B0     ... 0B1
     rank 1: ... 1F0 1B0     1F1 1B1
 
     Raises:

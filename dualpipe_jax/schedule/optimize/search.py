@@ -49,7 +49,7 @@ def search(
     arguments alone unless ``seconds`` is given.
 
     >>> from dualpipe_jax.schedule import simulate
-    >>> found = search(2, 4, CostModel(F=1, I=1, W=1, FB=2), memory_limit=2, placement="v")
+    >>> found = search(2, 4, CostModel(F=1, I=1, W=1, FB=2), memory_limit=2, placement="v", effort=0.1)
     >>> found.name, found.num_ranks
     ('search', 2)
 

@@ -17,6 +17,12 @@ def gpipe(num_ranks: int, num_microbatches: int) -> Schedule:
 
     Source: Huang et al., "GPipe" (arXiv 1811.06965).
 
+    >>> from dualpipe_jax.schedule import format_grid, gpipe
+    >>> print(format_grid(gpipe(2, 4)))
+    # gpipe, ranks 2, microbatches 4, pipes (0 1)
+    rank 0: 0F0 0F1 0F2 0F3 0B0 0B1 0B2 0B3
+    rank 1: 1F0 1F1 1F2 1F3 1B0 1B1 1B2 1B3
+
     Raises:
       ValueError: if a count is below 1.
     """

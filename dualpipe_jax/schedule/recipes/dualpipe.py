@@ -70,6 +70,12 @@ def dualpipe_v(num_ranks: int, num_microbatches: int) -> Schedule:
 
     Source: Sea AI Lab's "cut-in-half" note on DualPipe, and DeepSeek's published DualPipeV.
 
+    >>> from dualpipe_jax.schedule import format_grid, dualpipe_v
+    >>> print(format_grid(dualpipe_v(2, 4)))
+    # dualpipe_v, ranks 2, microbatches 4, pipes (0 1 1 0)
+    rank 0: 0F0 0F1 0F2 3F0 3I0 3W0 3F1     0F3+3B1 3F2+0B0 3B2 3F3+0B1 3B3 0I2 0W2 0I3 0W3
+    rank 1: 1F0 2F0 1F1 2F1 1F2 2B0 2F2+1B0 1F3+2B1 2F3+1B1 2B2 1B2     2I3 1I3 2W3 1W3
+
     Raises:
       ValueError: if a count is below 1.
     """

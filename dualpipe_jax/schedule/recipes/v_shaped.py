@@ -64,6 +64,12 @@ def v_half(num_ranks: int, num_microbatches: int) -> Schedule:
 
     Source: Qi et al., "Pipeline Parallelism with Controllable Memory" (arXiv 2405.15362).
 
+    >>> from dualpipe_jax.schedule import format_grid, v_half
+    >>> print(format_grid(v_half(2, 4)))
+    # v_half, ranks 2, microbatches 4, pipes (0 1 1 0)
+    rank 0: 0F0 0F1 0F2 3F0 3I0 3W0 3F1 0I0 3I1 0W0 3W1 3F2 0F3 0I1 3I2 0W1 3W2 3F3 3I3 0I2 3W3 0I3 0W2 0W3
+    rank 1: 1F0 2F0 1F1 2F1 2I0 1I0 2W0 1F2 1W0 2F2 2I1 1I1 2W1 1F3 1W1 2F3 2I2 1I2 2I3 1I3 2W2 1W2 2W3 1W3
+
     Raises:
       ValueError: if a count is below 1.
     """
@@ -92,6 +98,12 @@ def v_min(num_ranks: int, num_microbatches: int) -> Schedule:
     microbatches it idles more than twice as long as 1F1B. Takes any counts from 1.
 
     Source: Qi et al., "Pipeline Parallelism with Controllable Memory" (arXiv 2405.15362).
+
+    >>> from dualpipe_jax.schedule import format_grid, v_min
+    >>> print(format_grid(v_min(2, 4)))
+    # v_min, ranks 2, microbatches 4, pipes (0 1 1 0)
+    rank 0: 0F0 0F1 0F2 3F0 3I0 3W0 3F1 0I0 3I1 0W0 3W1 0F3 3F2 0I1 3I2 0W1 3W2 3F3 0I2 3I3 0W2 3W3 0I3 0W3
+    rank 1: 1F0 2F0 1F1 2F1 2I0 1I0 2W0 1F2 2I1 1W0 2F2 1I1 2W1 1F3 2I2 1W1 2F3 1I2 2W2 1W2 2I3 1I3 2W3 1W3
 
     Raises:
       ValueError: if a count is below 1.

@@ -230,7 +230,7 @@ def two_steps(tmp_path_factory, layout, state):
         ("_CHECKPOINT_METADATA", "_CHECKPOINT_METADATA"),
         ("state/_METADATA", "No valid PyTree|JSONDecodeError"),
         ("state/array_metadatas/process_0", "JSONDecodeError"),
-        ("state/manifest.ocdbt", "zarr.json.*does not exist|manifest: Length in header"),
+        ("state/manifest.ocdbt", "does not exist|manifest: Length in header"),
         ("state/d/*", "state/d/|Requested byte range"),
         ("state/ocdbt.process_0/d/*", "shard has size of 0 bytes|Requested byte range"),
     ],
