@@ -33,7 +33,7 @@ try:
 except ModuleNotFoundError as error:
     raise ModuleNotFoundError(
         "dualpipe_jax.functional turns Flax modules into functions, and Flax is not installed; run: "
-        "pip install 'dualpipe-jax[flax]'"
+        "pip install 'flax>=0.12'"
     ) from error
 
 Tree = Any

@@ -42,7 +42,7 @@ def balance(
     """Place experts so that the busiest device of each layer has little to do, and no expert twice on a device.
 
     Copies and their packing start where DeepSeek's end (greedy, see ``rebalance_experts``). Then slots are swapped
-    between devices; where that stays above ``lower_bound``, other numbers of copies are tried too. Layers are
+    between devices; where that stays above ``bound_of``, other numbers of copies are tried too. Layers are
     independent of each other. The same input gives the same placement on every machine.
 
     >>> from dualpipe_jax.balance import Layout, balance

@@ -53,7 +53,8 @@ class Dryrun:
     """Memory of each device by kind, time of a step and share of the peak, for devices that are not here. Exit
     status 1 where it does not fit. Memory is counted exactly; times are a prediction of the compiler's model.
 
-    dualpipe dryrun --target v5p:8x8x16 --pp 16 --ep 64 --program v3 --remat all --shard optimizer
+    dualpipe dryrun --target v5p:8x8x16 --pp 16 --ep 64 --program v3 --sequence 2048 --remat all
+    --dispatch capacity --capacity-factor 1 --shard optimizer
     """
 
     target: str

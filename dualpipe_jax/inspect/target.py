@@ -181,7 +181,7 @@ class Target:
         if self.platform == "tpu" and not _is_installed("libtpu"):
             raise MissingCompiler(_missing(self, "libtpu", "tpu"))
         if self.platform == "cuda" and not any(_is_installed(f"jax_plugins.{name}") for name in _CUDA):
-            raise MissingCompiler(_missing(self, "JAX's CUDA plugin", "cuda"))
+            raise MissingCompiler(_missing(self, "JAX's CUDA plugin", "cuda13"))
 
     def devices(self) -> list[Any]:
         """Its devices, which programs can be compiled for and nothing can be put on; but CPU's are there.
@@ -235,5 +235,5 @@ def _is_installed(module: str) -> bool:
 def _missing(target: Target, what: str, extra: str) -> str:
     return (
         f"target {target}: to compile for it {what} is needed, which is not installed; it needs no device:\n"
-        f"  pip install 'dualpipe-jax[{extra}]'"
+        f"  pip install 'jax[{extra}]'"
     )

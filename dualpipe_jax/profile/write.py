@@ -37,7 +37,7 @@ def write_profile(measured: Measured, folder: Path, devices: Sequence[Any]) -> s
         draw(both, folder / PICTURE, f"{name}: a step measured, and simulated at the measured costs")
         picture = f", {PICTURE}"
     except ModuleNotFoundError:
-        picture = "; no picture without matplotlib: pip install 'dualpipe-jax[plot]'"
+        picture = "; no picture without matplotlib: pip install matplotlib"
     return f"{summary(measured, theory, _crowd(devices))}\nprofile         {folder}/: {COSTS}, {STEP}, {TRACE}{picture}"
 
 

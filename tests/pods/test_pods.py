@@ -273,12 +273,12 @@ def test_what_is_needed():
 
 
 @pytest.mark.parametrize("command", ["overlap", "dryrun"])
-@pytest.mark.parametrize(("target", "extra"), [("v5e:4x4", "tpu"), ("h100:8x8", "cuda")])
+@pytest.mark.parametrize(("target", "extra"), [("v5e:4x4", "tpu"), ("h100:8x8", "cuda13")])
 def test_missing_compilers(answered, capsys, monkeypatch, command, target, extra):
     """What is wrong with the options is told first, for that needs none."""
     monkeypatch.setattr(targets, "_is_installed", lambda _: False)
     assert main([command, "--target", target]) == 2
-    line = f"pip install 'dualpipe-jax[{extra}]'"
+    line = f"pip install 'jax[{extra}]'"
     assert capsys.readouterr().err.endswith(f"not installed; it needs no device:\n  {line}\n")
     assert [request["compile"] for _, request, _, _ in answered] == ["draw"]
     monkeypatch.setattr(child, "ask", refuse := mock.Mock(side_effect=CommandError("--ep 3: must divide")))

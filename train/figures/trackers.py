@@ -172,6 +172,4 @@ def _load(module: str, extra: str) -> Any:
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError:
-        raise ConfigError(
-            f"--track {extra}: {module} is not installed; run: pip install 'dualpipe-jax[{extra}]'"
-        ) from None
+        raise ConfigError(f"--track {extra}: {module} is not installed; run: pip install {module}") from None
