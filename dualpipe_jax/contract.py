@@ -178,11 +178,6 @@ def staged(model: PipelineModel, num_stages: int, *, has_aux: bool = False) -> S
     return StagedModel(kinds, ("first", *("middle",) * (num_stages - 2), "last"))
 
 
-def as_staged(model: StagedModel | PipelineModel, num_stages: int) -> StagedModel:
-    """The model as the engine sees it; a ``PipelineModel`` cut into so many stages."""
-    return staged(model, num_stages) if isinstance(model, PipelineModel) else model
-
-
 def returned(kind: str, value: Any) -> Out:
     """What a stage of a kind returned, if it can be used.
 

@@ -66,14 +66,19 @@ def check_arguments(
 ) -> None:
     """Shapes of params and data against the schedule and the mesh; all failures in one ValueError."""
     check_key(key)
-    if not isinstance(params, dict) or set(params) != set(PARTS):
-        given = sorted(params) if isinstance(params, dict) else type(params).__name__
-        raise ValueError(f"params must be a dict with the keys {list(PARTS)}, got {given}.")
+    check_parts(params)
     problems = [*_data_problems(schedule, mesh, batch), *_stage_problems(schedule, params["stages"])]
     if problems:
         raise ValueError(
             f"{schedule.name}: the step's arguments do not fit.\n" + "\n".join(f"- {p}" for p in problems)
         )
+
+
+def check_parts(params: Tree) -> None:
+    """Params have all their parts and no others. Raises ValueError."""
+    if not isinstance(params, dict) or set(params) != set(PARTS):
+        given = sorted(params) if isinstance(params, dict) else type(params).__name__
+        raise ValueError(f"params must be a dict with the keys {list(PARTS)}, got {given}.")
 
 
 def check_key(key: Any) -> None:

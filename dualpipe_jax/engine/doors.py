@@ -154,7 +154,7 @@ def _loss(function: Callable[..., Any], has_aux: bool) -> Callable[[Tree, Tree, 
 
 
 def _result(objective: jax.Array, report: Any, has_aux: bool) -> Any:
-    return (objective, report.metrics["aux"]) if has_aux else objective
+    return (objective, report.metrics.get("aux")) if has_aux else objective
 
 
 def _ours(params: Tree) -> Tree:

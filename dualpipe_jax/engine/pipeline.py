@@ -9,7 +9,7 @@ import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from dualpipe_jax.arguments import typechecked
-from dualpipe_jax.contract import PipelineModel, Report, StagedModel, Tree, as_staged
+from dualpipe_jax.contract import PipelineModel, Report, StagedModel, Tree, staged
 from dualpipe_jax.engine import checks, forms, nans, spmd
 from dualpipe_jax.engine.differentiable import differentiable, for_figures
 from dualpipe_jax.engine.guard import Divergence
@@ -260,7 +260,9 @@ class Pipeline:
 
     @functools.cached_property
     def _model(self) -> StagedModel:
-        return as_staged(self.model, self.schedule.placement.num_model_stages)
+        if isinstance(self.model, StagedModel):
+            return self.model
+        return staged(self.model, self.schedule.placement.num_model_stages)
 
     @property
     def _on_cpu(self) -> bool:

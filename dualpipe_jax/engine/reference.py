@@ -15,11 +15,12 @@ from dualpipe_jax.contract import (
     StagedModel,
     StageFunction,
     Tree,
-    as_staged,
     key_at,
     loss_weights,
     returned,
+    staged,
 )
+from dualpipe_jax.engine import checks
 from dualpipe_jax.engine.kinds import sum_marked
 from dualpipe_jax.engine.stages import is_listed
 from dualpipe_jax.engine.trees import sum_dtype
@@ -72,7 +73,9 @@ def reference_loss(
             lambda leaf: leaf.reshape(-1, leaf.shape[1] // num_parts, *leaf.shape[2:]), batch
         )
         numbers = jnp.arange(jax.tree.leaves(parts)[0].shape[0], dtype=jnp.int32)
-        wide, plain = _widened(params), as_staged(model, num_stages_of(params["stages"]))
+        checks.check_parts(params)
+        plain = staged(model, num_stages_of(params["stages"])) if isinstance(model, PipelineModel) else model
+        wide = _widened(params)
         losses, metrics, dropped, weights = jax.lax.map(
             lambda item: run(plain, _as_given(wide, params), item[0], key, item[1]), (parts, numbers)
         )
@@ -100,10 +103,20 @@ def _as_given(wide: Tree, params: Tree) -> Tree:
 
 
 def num_stages_of(stages: Tree) -> int:
-    """The number of stages of leaves [num_stages, ...] or of a list of one tree for each stage; 0 of no leaves."""
+    """The number of stages of leaves [num_stages, ...] or of a list of one tree for each stage.
+
+    Raises ValueError where the leaves do not tell, or not the same.
+    """
     if isinstance(stages, list):
         return len(stages)
-    return next((leaf.shape[0] for leaf in jax.tree.leaves(stages)), 0)
+    shapes = [leaf.shape for leaf in jax.tree.leaves(stages)]
+    counts = {shape[:1] for shape in shapes}
+    if len(counts) != 1 or () in counts:
+        raise ValueError(
+            "params['stages'] must have leaves of one leading dim, the number of stages: [num_stages, ...]; their "
+            f"shapes are {', '.join(map(str, shapes)) or 'none'}."
+        )
+    return shapes[0][0]
 
 
 def stage_of(stages: Tree, stage: int, num_stages: int) -> Tree:

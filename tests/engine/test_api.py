@@ -107,6 +107,29 @@ def test_the_public_oracle_is_the_plain_model():
     models.assert_same(models.quick(oracle)(params, *data), models.oracle("moe", 2, 4))
 
 
+@pytest.mark.parametrize("shapes", [((2,), (3,)), ((), ()), ()])
+def test_the_oracle_is_not_of_as_many_stages_as_it_likes(shapes):
+    stages = {str(number): jnp.ones(shape) for number, shape in enumerate(shapes)}
+    params, x = {"embed": jnp.ones(()), "stages": stages, "head": jnp.ones(())}, jnp.ones((2, 2, 3))
+    model = PipelineModel(lambda p, x: x * p, lambda p, x: x, lambda p, x, t: jnp.mean((x * p - t) ** 2))
+    with pytest.raises(ValueError, match="must have leaves of one leading dim, the number of stages"):
+        sequential_value_and_grad(model)(params, x, x)
+    with pytest.raises(ValueError, match="params must be a dict with the keys .'shared', 'stages'., got"):
+        reference_value_and_grad(model)(params, {"inputs": x, "targets": x})
+
+
+def test_a_stage_may_have_nothing_to_say_besides():
+    params = {"embed": jnp.ones(()), "stages": jnp.ones(1), "head": jnp.ones(())}
+    model = PipelineModel(
+        lambda p, x: x * p, lambda p, x: (p * x, None), lambda p, x, t: jnp.mean((x * p - t) ** 2)
+    )
+    x = jnp.ones((2, 2, 3))
+    pipelined = pipeline_value_and_grad(model, one_f_one_b(1, 2), make_mesh(1), has_aux=True)
+    for step in (pipelined, sequential_value_and_grad(model, has_aux=True)):
+        (loss, aux), _ = step(params, x, 3 * x)
+        assert (float(loss), aux) == (4.0, None)
+
+
 def test_a_pipeline_takes_the_simplest_model_as_it_is():
     given, schedule = models.given("mlp", 2, 4), one_f_one_b(2, 4)
     (loss, report), grads = Pipeline(models.MLP, schedule, make_mesh(2, 1)).value_and_grad(*given)
@@ -126,6 +149,8 @@ def test_options_of_leaves_go_by_the_names_of_parts():
     narrow = jax.tree.map(lambda p: p.astype(jnp.bfloat16), params)
     want, by_plain = models.quick(plain_value_and_grad(models.MLP))(narrow, *data)
     np.testing.assert_allclose(loss, want, rtol=1e-2)
+    wide = models.oracle("mlp", 2, 4)[0][0]
+    assert abs(loss - wide) > 1e-5 * wide, "computed in bfloat16"
     assert grads["embed"] is None and set(grads) == {*params, "batch"}
     assert jax.tree.leaves(grads["stages"])[0].dtype == jnp.float32
     got, wanted = (np.asarray(g["head"], np.float32) for g in jax.device_get((grads, by_plain)))
