@@ -31,7 +31,7 @@ MAY_IMPORT = {
     "inspect": ("present", "torus"),
     "worker": (),
     "probe": (*ENGINE[1:], "engine", "inspect", "worker"),
-    "pods": (*ENGINE, "step_options", "balance", "engine", "inspect", "worker"),
+    "pods": (*ENGINE, "ranges", "step_options", "balance", "engine", "inspect", "worker"),
     "profile": ("schedule", "inspect", "pods"),
     "command": ("present", "schedule", "step_options", "balance", "inspect", "worker", *NO_JAX),
 }

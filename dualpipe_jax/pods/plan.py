@@ -8,6 +8,7 @@ from typing import Annotated
 from tyro.conf import arg
 
 from dualpipe_jax.pods.plain import filled
+from dualpipe_jax.ranges import AtLeastOne
 from dualpipe_jax.step_options import Count, StepOptions, pair_of
 
 
@@ -28,7 +29,7 @@ class _Asked:
 class Plan(StepOptions, _Asked):
     """A training step: of one of DeepSeek's models, or of a program of your own."""
 
-    sequence: int = dataclasses.field(default=4096, kw_only=True)
+    sequence: AtLeastOne = dataclasses.field(default=4096, kw_only=True)
 
     @property
     def changes(self) -> dict[str, int | float]:

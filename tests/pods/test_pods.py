@@ -304,6 +304,8 @@ def test_memory_is_counted_with_no_compiler(capsys, monkeypatch):
 MISFITS = {
     "--ep 3": "--ep 3: must divide the 16 experts of tiny",
     "--ep-nodes 3": "--ep 2 --ep-nodes 3: as many devices on each node; give a number of nodes that divides --ep",
+    "--sequence 0": "--sequence 0: must be at least 1",
+    "--pp 0": "--pp 0: must be at least 1",
     "--microbatch-size 3": "--microbatch-size 3: --ep 2 devices must share it equally",
     "--change dims=3": "model tiny: no number dims; there are",
     "--change dim": "'dim': wants NAME=VALUE",

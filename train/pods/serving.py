@@ -97,6 +97,7 @@ def draw(request: Request, target: Target, devices: Sequence[Any]) -> ServingSte
       ValueError: options that do not fit together or the target.
     """
     plan, what = request.plan, request.compile
+    plan.check()
     numbers = serving_numbers(plan)
     if numbers.num_experts % len(devices):
         raise ValueError(
