@@ -94,13 +94,13 @@ def prepare(config: TrainConfig) -> Run:
     """
     config = follow(config)
     schedule = make_schedule(config)
-    corpus = read_data(config)
     if jax.device_count() < config.step.num_devices:
         raise ConfigError(too_few_devices(config, jax.device_count()))
     mesh, asked = _mesh(config), config.step
-    options = compiler_options(mesh, asked)
     refuse_idle(mesh, jax.process_count())
+    options = compiler_options(mesh, asked)
     refuse_eight_bits(config, mesh.devices.flat[0])
+    corpus = read_data(config)
     model = make_model(config, schedule, corpus.vocab)
     recipe = of_run(config, model.config)
     optimizer = make_optimizer(
@@ -176,11 +176,11 @@ def compiler_options(mesh: jax.sharding.Mesh, step: StepOptions) -> dict[str, st
     """
     device = mesh.devices.flat[0]
     options = recommended_compiler_options(device.platform, tpu_generation(device.device_kind))
-    there = jax.sharding.SingleDeviceSharding(device)
+    there = jax.sharding.SingleDeviceSharding(mesh.local_devices[0])  # of several processes each has its own
     for name, value in step.compiler_options.items():
-        try:  # now, with nothing to compile, not after the data is read
+        try:  # now, with nothing to compile, before the data is read
             jax.jit(lambda: 0, out_shardings=there, compiler_options={name: value}).lower().compile()
-        except Exception as error:
+        except jax.errors.JaxRuntimeError as error:
             raise ConfigError(f"--compiler-option {name}={value}: {str(error).splitlines()[0]}") from None
     return options | step.compiler_options
 

@@ -129,10 +129,12 @@ def changes(saved: Facts, ours: Facts) -> list[str]:
         for key, what in NOT_BITWISE.items()
         if saved.get(key) != ours[key]
     ]
-    before, now = _leaves(in_todays_sections(saved.get("options", {}))), _leaves(ours["options"])
-    options = [name for name in now if before.get(name) != now[name] and not name.startswith(_SILENT)]
+    # An option that there was not yet had what is the default now.
+    before = _leaves(plain(TrainConfig())) | _leaves(in_todays_sections(saved.get("options", {})))
+    now = _leaves(ours["options"])
+    options = [name for name in now if before[name] != now[name] and not name.startswith(_SILENT)]
     if options:
-        found.append("options changed: " + ", ".join(f"{n} {before.get(n)} -> {now[n]}" for n in options))
+        found.append("options changed: " + ", ".join(f"{n} {before[n]} -> {now[n]}" for n in options))
     return found
 
 

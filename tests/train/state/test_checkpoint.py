@@ -18,10 +18,11 @@ from tests.train.state.test_state import check_lies
 from train.__main__ import main
 from train.config import CheckpointConfig, configure
 from train.errors import CheckpointError
+from train.options import plain
 from train.processes.group import Processes
 from train.state import checkpoint
 from train.state.checkpoint import ASIDE, FOLDER, Checkpoints, verify
-from train.state.facts import describe
+from train.state.facts import changes, describe
 from train.state.layout import Layout
 from train.step import make_optimizer
 
@@ -289,6 +290,14 @@ def test_changed_options_are_said(run):
     run.restore(steps=500, learning_rate=1e-3, log_every=3)
     told = "optimizer.steps 250 -> 500, optimizer.learning_rate None -> 0.001"
     assert run.said == [f"warning: options changed: {told}"]
+
+
+def test_options_that_there_were_not_yet_are_no_change():
+    same = {"layout": {}, "platform": {}, "versions": {}}
+    ours = same | {"options": plain(configure())}
+    saved = same | {"options": {"mesh": {"pp": 2}, "optimizer": {"steps": 3}, "model": {"remat": "all"}}}
+    told = "optimizer.steps 3 -> 250, step.remat all -> none"
+    assert [set(line.split(": ")[1].split(", ")) for line in changes(saved, ours)] == [set(told.split(", "))]
 
 
 def test_a_full_disk_costs_a_checkpoint_and_not_the_run(run, layout, state, monkeypatch, caplog):
