@@ -2,6 +2,7 @@
 
 import errno
 import json
+import shutil
 
 import pytest
 
@@ -84,6 +85,9 @@ def test_good_lines_are_kept_whatever_stands_between_them(tmp_path):
     text[2:2] = ['{"step": 3, "lo\0\0', "[1]", '{"step": "four"}', "[" * 100_000]
     path.write_text("\n".join(text) + '\n{"step": 7, "lo')  # the last one was cut short by a kill
     before = path.read_bytes()
+    (tmp_path / "all").mkdir()
+    with MetricsFile(shutil.copy(path, tmp_path / "all" / METRICS), upto=6) as file:
+        assert file.kept == good
     with MetricsFile(path, upto=5) as file:
         assert file.kept == good[:5]
         (aside,) = tmp_path.glob(f"{METRICS}.damaged.*")
