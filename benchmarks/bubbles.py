@@ -77,7 +77,8 @@ def main():
     outputs = [process.communicate()[0] for process in processes]
     if any(process.returncode for process in processes):
         sys.exit("a rank failed")
-    show(json.loads(outputs[0].splitlines()[-1]))
+    lines = outputs[0].splitlines()  # among them gloo's greetings
+    show(json.loads(next(line for line in lines if line.startswith("{"))))
 
 
 def show(seconds):

@@ -3,11 +3,7 @@
 import dataclasses
 import functools
 import json
-import os
-import socket
 import struct
-import subprocess
-import sys
 from pathlib import Path
 
 import chex
@@ -26,7 +22,7 @@ from models import deepseek, tiny, weights
 from models.weights import WeightsError
 from models.weights.config_json import from_json, to_json
 from models.weights.files import DTYPES
-from tests.quick import QUICK
+from tests.two_processes import what_both_say
 
 CONFIG = tiny(
     vocab=64, dim=16, num_layers=6, num_dense_layers=1, num_heads=2, q_lora_rank=12, kv_lora_rank=8,
@@ -356,23 +352,8 @@ def test_on_two_processes_each_reads_what_it_holds_and_writes_its_part(tmp_path)
     plan = (4, 2)  # three slots a stage, none empty
     params = random_params(CONFIG, plan)
     weights.save(tmp_path / "in", CONFIG, params, stages=plan)
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        address = f"localhost:{free.getsockname()[1]}"
-    root = Path(__file__).parents[2]
-    flags = f"{QUICK} --xla_force_host_platform_device_count=2"
-    environment = os.environ | {"XLA_FLAGS": flags, "PYTHONPATH": str(root), "JAX_PLATFORMS": "cpu"}
-    script = Path(__file__).with_name("two_processes.py")
-    children = [
-        subprocess.Popen(
-            [sys.executable, script, str(number), address, tmp_path / "in", tmp_path / "out"],
-            env=environment,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        for number in range(2)
-    ]
-    said = [json.loads(child.communicate(timeout=240)[0].splitlines()[-1]) for child in children]
+    program = Path(__file__).with_name("weights_process.py")
+    said = what_both_say(program, arguments=(tmp_path / "in", tmp_path / "out"), devices=2)
     index = json.loads((tmp_path / "in" / "model.safetensors.index.json").read_text())
     total = index["metadata"]["total_size"]
     shared = params["shared"]

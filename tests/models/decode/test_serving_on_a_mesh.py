@@ -1,12 +1,7 @@
 """Serving over several devices: each request's text is the plain forward's, wherever requests and experts lie."""
 
 import functools
-import json
-import os
 import re
-import socket
-import subprocess
-import sys
 from pathlib import Path
 
 import jax
@@ -18,6 +13,7 @@ from dualpipe_jax.parallel import make_mesh
 from models import Dispatch
 from models.decode import Engine, Limits, RequestError, SamplingParams, decoder
 from tests.models.decode.small_models import COMPILED, random_params, small, whole
+from tests.two_processes import what_both_say
 
 CONFIG = small(num_groups=1, num_mtp_layers=1)
 """A dense layer, one with 4 experts, a module of multi-token prediction with as many."""
@@ -167,20 +163,7 @@ def test_what_does_not_fit_together_is_refused():
 @pytest.mark.slow
 def test_two_processes_serve_as_one_program():
     """Each is told of the same requests and has the texts of all of them; experts move between the two."""
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        address = f"localhost:{free.getsockname()[1]}"
-    flags = "--xla_backend_optimization_level=0 --xla_force_host_platform_device_count=1"
-    root = str(Path(__file__).parents[3])
-    environment = os.environ | {"XLA_FLAGS": flags, "PYTHONPATH": root, "JAX_PLATFORMS": "cpu"}
-    script = Path(__file__).with_name("serving_process.py")
-    children = [
-        subprocess.Popen(
-            [sys.executable, script, str(number), address], env=environment, stdout=subprocess.PIPE, text=True
-        )
-        for number in range(2)
-    ]
-    said = [json.loads(child.communicate(timeout=240)[0].splitlines()[-1]) for child in children]
+    said = what_both_say(Path(__file__).with_name("serving_process.py"))
     assert said[0] == said[1]
     wanted = [list(greedy(n)) for n in range(len(LENGTHS))]
     assert said[0]["texts"] == 2 * wanted

@@ -2,6 +2,7 @@
 
 import json
 import sys
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -9,8 +10,8 @@ import numpy as np
 from dualpipe_jax.parallel import make_mesh
 from models import weights
 
-number, address, source, target = int(sys.argv[1]), *sys.argv[2:5]
-jax.distributed.initialize(address, num_processes=2, process_id=number)
+process, address, answer, source, target = sys.argv[1:]
+jax.distributed.initialize(address, num_processes=2, process_id=int(process))
 read = []
 _, params = weights.load(
     source, stages=(4, 2), mesh=make_mesh(2, 2), progress=lambda done, total: read.append((done, total))
@@ -18,4 +19,4 @@ _, params = weights.load(
 experts = params["stages"]["layers"][0]["mlp"]["experts"]["up_proj"]
 parts = [(shard.index[0].start, float(np.sum(shard.data))) for shard in experts.addressable_shards]
 weights.save(target, weights.inspect(source)[0].config, params, stages=(4, 2), max_file_bytes=20_000)
-print(json.dumps({"read": read[-1], "parts": parts}))
+Path(answer).write_text(json.dumps({"read": read[-1], "parts": parts}))
