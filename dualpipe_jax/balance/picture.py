@@ -13,7 +13,7 @@ from dualpipe_jax.present.figure import FAINT, INK, new_figure, save
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-_COLOURS = "#414ac7", "#98a8fc", "#ffffff", "#ffcc70", "#d77400", "#5a2d00"
+_COLOURS = "#3860eb", "#a6b8fc", "#ffffff", "#fec86c", "#eb8005", "#5a2d00"
 """Those of the schedules' pictures: blue below the mean, white at it, orange above, brown at the scale's end."""
 _WIDTH, _LEFT, _GAP, _RIGHT, _HEAD, _FOOT = 10.0, 0.6, 0.25, 0.9, 0.85, 0.5  # inches
 _LARGEST = 2.0

@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-COLOURS = {"forward": "#ffcc70", "backward": "#98a8fc", "unknown": "#d3d3da"}
-"""Those of the schedules' pictures, and a grey."""
+COLOURS = {"forward": "#fec86c", "backward": "#54c49c", "unknown": "#d3d3da"}
+"""Those of F and B in the schedules' pictures, and a grey."""
 
 _RED = "#c8102e"
 _WIDTH, _LEFT, _RIGHT, _HEAD, _FOOT = 10.0, 1.3, 0.2, 0.82, 0.82  # inches

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-INK, FAINT = "#1c1c22", "#8a8a94"
+INK, FAINT = "#1c1c22", "#686874"
 """The colours of what matters, and of what stands beside it."""
 
 POINTS = 72

@@ -5,13 +5,17 @@ import math
 from dualpipe_jax.schedule.ir import Op, Placement
 
 COLOURS: dict[Op, tuple[str, str]] = {
-    Op.F: ("#ffcc70", "#d77400"),
-    Op.B: ("#98a8fc", "#414ac7"),
-    Op.I: ("#8cefc4", "#00a468"),
-    Op.W: ("#e4d8f6", "#9e4e79"),
+    Op.F: ("#fec86c", "#eb8005"),
+    Op.B: ("#54c49c", "#1c5c4c"),
+    Op.I: ("#acfeb5", "#6b9250"),
+    Op.W: ("#a6b8fc", "#3860eb"),
 }
-"""The palest and the deepest shade of each op. Any two of the eight differ by a CIELAB distance of at least
-21, to eyes without red, green or blue cones too (Machado, Oliveira and Fernandes 2009)."""
+"""The palest and the deepest shade of each op, in the hues of DeepSeek's figure of DualPipe: F orange, B and I green,
+W blue. Any two of the eight, and each of them and the grey of idle time, differ by a CIELAB distance of at least 24, to
+eyes without red, green or blue cones too (Machado, Oliveira and Fernandes 2009)."""
+
+IDLE = "#e9e9ee"
+"""The grey behind idle time."""
 
 NAMES = {Op.F: "forward", Op.B: "backward", Op.I: "backward for input", Op.W: "backward for weights"}
 
@@ -50,6 +54,7 @@ def _laps(placement: Placement) -> int:
 
 
 def is_dark(colour: str) -> bool:
-    """Whether white is read better than black on a colour, "#rrggbb"."""
-    r, g, b = (int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5))
-    return 0.21 * r**2.2 + 0.72 * g**2.2 + 0.07 * b**2.2 < 0.25
+    """Whether white is read better than black on a colour, "#rrggbb": the contrast of WCAG 2 is larger."""
+    channels = (int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5))
+    r, g, b = (c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in channels)
+    return (0.2126 * r + 0.7152 * g + 0.0722 * b + 0.05) ** 2 < 1.05 * 0.05

@@ -24,8 +24,9 @@ function colour(op, at, shades) {
 }
 
 function inkOn(rgb) {
-  const [r, g, b] = rgb.match(/\d+/g).map((channel) => (channel / 255) ** 2.2);
-  return 0.21 * r + 0.72 * g + 0.07 * b < 0.25 ? "#fff" : "#1c1c22";
+  const linear = (c) => (c <= 0.04045 ? c / 12.92 : ((c + 0.055) / 1.055) ** 2.4);
+  const [r, g, b] = rgb.match(/\d+/g).map((channel) => linear(channel / 255));
+  return (0.2126 * r + 0.7152 * g + 0.0722 * b + 0.05) ** 2 < 1.05 * 0.05 ? "#fff" : "#1c1c22";
 }
 
 /* ---- the picture ---- */

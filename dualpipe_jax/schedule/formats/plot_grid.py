@@ -11,7 +11,7 @@ from dualpipe_jax.present.figure import FAINT, INK, POINTS
 from dualpipe_jax.present.numbers import Units
 from dualpipe_jax.schedule.blame import Link
 from dualpipe_jax.schedule.costs import HAIR, MemoryModel
-from dualpipe_jax.schedule.formats.colours import colours, is_dark, num_shades, shade
+from dualpipe_jax.schedule.formats.colours import IDLE, colours, is_dark, num_shades, shade
 from dualpipe_jax.schedule.ir import Action, Op
 from dualpipe_jax.schedule.optimize.bounds import bound_of_stages
 from dualpipe_jax.schedule.simulate import Timeline, sent_to
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 CHAIN = "#e3007b"
-IDLE, IDLE_LINES = "#e9e9ee", "#c3c3cd"
+IDLE_LINES = "#c3c3cd"
 ROW = 0.34
 """Inches of a rank."""
 
