@@ -88,6 +88,8 @@ def test_the_colours_of_the_picture_are_loads_over_the_mean():
     np.testing.assert_allclose(maps[0], [[7 / 5, 3 / 5], [2 / 6, 10 / 6]])
     np.testing.assert_allclose(maps[1], np.ones((2, 2)))
     assert figure.axes[0].get_title(loc="left") == "before: max/mean 1.5333, worst layer 1.6667"
+    told = [[text.get_text() for text in axes.texts] for axes in figure.axes[:2]]
+    assert told == [[], ["even: 1.0000 to 1.0000 of the mean"]], "a white map is told in words"
     with pytest.raises(ValueError, match="cannot tell a format from 'a.pdf'"):
         plot(loads, before, after, "a.pdf")
 

@@ -18,6 +18,8 @@ _COLOURS = "#3860eb", "#a6b8fc", "#ffffff", "#fec86c", "#eb8005", "#5a2d00"
 _WIDTH, _LEFT, _GAP, _RIGHT, _HEAD, _FOOT = 10.0, 0.6, 0.25, 0.9, 0.85, 0.5  # inches
 _LARGEST = 2.0
 """End of the scale in multiples of the mean: what is above has its colour."""
+_WHITE = 0.02
+"""What is nearer to the mean than this looks white, so that a map of nothing else is told in words."""
 
 
 def plot(
@@ -66,6 +68,9 @@ def plot(
             color=INK,
             loc="left",
         )
+        if abs(values - 1).max() < _WHITE:
+            even = f"even: {values.min():.4f} to {values.max():.4f} of the mean"
+            axes.text(0.5, 0.5, even, size=9, color=FAINT, ha="center", va="center", transform=axes.transAxes)
         axes.set_xlabel("device", size=8.5, color=INK)
         axes.tick_params(labelsize=7.5, colors=INK, length=2)
         axes.locator_params(integer=True)
