@@ -31,7 +31,7 @@ ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.M | re.S)
 ELSEWHERE = {"README.md": "test_readme.py", "short.md": "test_readme.py"}
-ELSEWHERE |= {"own_model.md": "test_docs_own_model.py"}
+ELSEWHERE |= {"own_model.md": "test_docs_own_model.py", "own_moe.md": "test_docs_own_moe.py"}
 """Pages whose Python blocks run in tests of their own."""
 
 
