@@ -5,6 +5,7 @@ Help and version come without NumPy, and a subcommand's module is imported when 
 
 import contextlib
 import dataclasses
+import difflib
 import importlib
 import os
 import sys
@@ -44,6 +45,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if given == ["--version"]:
         print(f"dualpipe {__version__}")
         return 0
+    if given and not given[0].startswith("-") and given[0] not in COMMANDS:
+        near = difflib.get_close_matches(given[0], COMMANDS, 1)
+        names = f"did you mean {near[0]}?" if near else f"they are {', '.join(COMMANDS)}."
+        return _fail(f"dualpipe has no command {given[0]!r}; {names} dualpipe --help says what each does.", 2)
     if not given or given[0] not in COMMANDS:
         _refer(given)
     return _run(options_of(given[0]), given[0], given[1:])

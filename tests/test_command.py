@@ -39,7 +39,8 @@ SMALL = ["--ranks", "4", "--microbatches", "8"]
 def printed(capsys, *arguments):
     assert main([*arguments]) == 0
     captured = capsys.readouterr()
-    assert not captured.err
+    files = [arguments[at + 1] for at, word in enumerate(arguments) if word in ("-o", "--output")]
+    assert captured.err == "".join(f"wrote {file}\n" for file in files)
     return captured.out
 
 
@@ -293,10 +294,15 @@ def test_nothing_fits_is_status_1(capsys):
 
 
 def test_bad_usage_is_status_2():
-    for line in ("", "shw", "show gpipe --rnaks 3", "show gpipe --ranks x"):
+    for line in ("", "show gpipe --rnaks 3", "show gpipe --ranks x"):
         with pytest.raises(SystemExit) as exit:
             main(line.split())
         assert exit.value.code == 2, line
+
+
+def test_a_command_that_is_none_is_told_the_nearest(capsys):
+    assert "has no command 'shwo'; did you mean show? dualpipe --help" in refused(capsys, 2, "shwo", "gpipe")
+    assert "has no command 'bake'; they are show, compare, choose," in refused(capsys, 2, "bake")
 
 
 @pytest.mark.parametrize("name", COMMANDS)

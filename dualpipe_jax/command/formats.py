@@ -38,13 +38,14 @@ def format_of(asked: Format | None, json: bool, output: Path | None) -> Format:
 
 
 def write(data: bytes, form: Format, output: Path | None) -> None:
-    """Write to the file, or to standard output.
+    """Write to the file, and say so on standard error, or to standard output.
 
     Raises:
       CommandError: a picture would be written to a terminal.
     """
     if output is not None:
         output.write_bytes(data)
+        print(f"wrote {output}", file=sys.stderr)
     elif in_terminal() and form in PICTURES:
         raise CommandError(f"--format {form} is not for a terminal; add --output FILE.{form}")
     else:

@@ -37,6 +37,7 @@ class Overlap:
     where too little is hidden. All times are the compiler's model, or a roofline where it has none (GPUs).
 
     dualpipe overlap --target v5e:4x4 --pp 4 --ep 4 --program v2-lite --layers-per-stage 1
+
     dualpipe overlap --target v5p:4x4x2 --what prefill
     """
 
