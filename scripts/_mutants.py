@@ -22,12 +22,17 @@ import sys
 import tempfile
 import time
 import tomllib
+from collections import defaultdict
+from concurrent.futures import ThreadPoolExecutor
+from itertools import chain
 from pathlib import Path
+from queue import SimpleQueue
 from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
 LISTS = ROOT / "tests" / "mutants"
 NO_TESTS = 5  # pytest's exit code
+WORKERS = 2  # compiling keeps but one core busy
 COPIED = (
     "dualpipe_jax",
     "models",
@@ -110,6 +115,31 @@ def try_one(mutant: Mutant, tree: Path, sound: dict[tuple[str, str], int], parts
     return "SURVIVED" if ran else f"BROKEN: no {' or '.join(parts)} test in {mutant.tests}"
 
 
+def copy_tree(tree: Path, build: Path) -> Path:
+    """The checkout's copy; what its tests compile goes where the other copies' tests find it."""
+    tree.mkdir()
+    for name in COPIED:
+        source = ROOT / name
+        if source.is_dir():
+            shutil.copytree(source, tree / name, ignore=shutil.ignore_patterns("__pycache__"))
+        else:
+            shutil.copy(source, tree / name)
+    (tree / "build").symlink_to(build)
+    return tree
+
+
+def try_group(mutants: list[Mutant], trees: SimpleQueue, parts: list[str]) -> list[tuple[str, str]]:
+    """What became of each, by name, in a copy that nobody else is using."""
+    tree, found = trees.get(), []
+    sound: dict[tuple[str, str], int] = {}
+    for mutant in mutants:
+        began = time.monotonic()
+        found.append((mutant.name, try_one(mutant, tree, sound, parts)))
+        print(f"{mutant.name}: {found[-1][1]} ({time.monotonic() - began:.0f} s)", flush=True)
+    trees.put(tree)
+    return found
+
+
 def choose(mutants: list[Mutant], words: list[str], part: str | None) -> list[Mutant]:
     """Those that the command line asks for."""
     chosen = [m for m in mutants if not words or any(word in m.name for word in words)]
@@ -136,22 +166,19 @@ def main() -> int:
         problems = [(m.name, stale(m)) for m in mutants]
         print("\n".join(f"{name}{f'  STALE: {problem}' if problem else ''}" for name, problem in problems))
         return int(any(problem for _, problem in problems))
-    bad, by_quick, sound = [], 0, {}
     parts = ["quick"] if given.quick else ["quick", "slow"]
-    with tempfile.TemporaryDirectory(prefix="mutants") as folder:
-        tree = Path(folder)
-        for name in COPIED:
-            source = ROOT / name
-            if source.is_dir():
-                shutil.copytree(source, tree / name, ignore=shutil.ignore_patterns("__pycache__"))
-            else:
-                shutil.copy(source, tree / name)
-        for mutant in mutants:
-            began = time.monotonic()
-            told = try_one(mutant, tree, sound, parts)
-            bad += [] if told.startswith("caught") else [mutant.name]
-            by_quick += told == "caught (quick)"
-            print(f"{mutant.name}: {told} ({time.monotonic() - began:.0f} s)", flush=True)
+    groups = defaultdict(list)  # what the same tests should notice: these run once without any edit
+    for mutant in mutants:
+        groups[mutant.tests].append(mutant)
+    with tempfile.TemporaryDirectory(prefix="mutants") as folder, ThreadPoolExecutor(WORKERS) as workers:
+        trees, build = SimpleQueue(), Path(folder) / "build"
+        build.mkdir()
+        for number in range(WORKERS):
+            trees.put(copy_tree(Path(folder) / str(number), build))
+        tried = workers.map(lambda group: try_group(group, trees, parts), groups.values())
+        told = dict(chain.from_iterable(tried))
+    bad = [mutant.name for mutant in mutants if not told[mutant.name].startswith("caught")]
+    by_quick = sum(one == "caught (quick)" for one in told.values())
     print(f"{len(mutants) - len(bad)} of {len(mutants)} caught, {by_quick} of them by quick tests", end="")
     print(f"; not: {', '.join(bad)}" if bad else "")
     return int(bool(bad))
