@@ -27,6 +27,7 @@ from concurrent.futures import ThreadPoolExecutor
 from itertools import chain
 from pathlib import Path
 from queue import SimpleQueue
+from threading import Event
 from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -128,14 +129,19 @@ def copy_tree(tree: Path, build: Path) -> Path:
     return tree
 
 
-def try_group(mutants: list[Mutant], trees: SimpleQueue, parts: list[str]) -> list[tuple[str, str]]:
+def try_group(
+    mutants: list[Mutant], trees: SimpleQueue, parts: list[str], interrupted: Event
+) -> list[tuple[str, str]]:
     """What became of each, by name, in a copy that nobody else is using."""
     tree, found = trees.get(), []
     sound: dict[tuple[str, str], int] = {}
     for mutant in mutants:
         began = time.monotonic()
-        found.append((mutant.name, try_one(mutant, tree, sound, parts)))
-        print(f"{mutant.name}: {found[-1][1]} ({time.monotonic() - began:.0f} s)", flush=True)
+        told = try_one(mutant, tree, sound, parts)
+        if interrupted.wait(0.1):  # Ctrl-C ends the tests first: what they ended with means nothing
+            break
+        found.append((mutant.name, told))
+        print(f"{mutant.name}: {told} ({time.monotonic() - began:.0f} s)", flush=True)
     trees.put(tree)
     return found
 
@@ -175,8 +181,13 @@ def main() -> int:
         build.mkdir()
         for number in range(WORKERS):
             trees.put(copy_tree(Path(folder) / str(number), build))
-        tried = workers.map(lambda group: try_group(group, trees, parts), groups.values())
-        told = dict(chain.from_iterable(tried))
+        interrupted = Event()
+        tried = workers.map(lambda group: try_group(group, trees, parts, interrupted), groups.values())
+        try:
+            told = dict(chain.from_iterable(tried))
+        except BaseException:
+            interrupted.set()
+            raise
     bad = [mutant.name for mutant in mutants if not told[mutant.name].startswith("caught")]
     by_quick = sum(one == "caught (quick)" for one in told.values())
     print(f"{len(mutants) - len(bad)} of {len(mutants)} caught, {by_quick} of them by quick tests", end="")

@@ -2,13 +2,13 @@
 
 import json
 import os
-import socket
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
 from tests.quick import QUICK, ROOT
+from train.processes.supervise import free_port
 
 
 def what_both_say(*program, arguments=(), devices=1):
@@ -16,9 +16,7 @@ def what_both_say(*program, arguments=(), devices=1):
 
     Answers are files, for gloo greets on stdout at any moment, after the last line of a program as well.
     """
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{free.getsockname()[1]}"
+    address = f"127.0.0.1:{free_port()}"
     flags = f"{QUICK} --xla_force_host_platform_device_count={devices}"
     environment = os.environ | {"XLA_FLAGS": flags, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
     with tempfile.TemporaryDirectory() as folder:

@@ -8,13 +8,13 @@ from numpy.typing import ArrayLike
 
 from dualpipe_jax.balance.loads import checked
 from dualpipe_jax.balance.placement import Placement
-from dualpipe_jax.present.figure import FAINT, INK, new_figure, save
+from dualpipe_jax.present.figure import BLUE, FAINT, INK, ORANGE, new_figure, save
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-_COLOURS = "#3860eb", "#a6b8fc", "#ffffff", "#fec86c", "#eb8005", "#5a2d00"
-"""Those of the schedules' pictures: blue below the mean, white at it, orange above, brown at the scale's end."""
+_COLOURS = *reversed(BLUE), "#ffffff", *ORANGE, "#5a2d00"
+"""Blue below the mean, white at it, orange above, brown at the scale's end."""
 _WIDTH, _LEFT, _GAP, _RIGHT, _HEAD, _FOOT = 10.0, 0.6, 0.25, 0.9, 0.85, 0.5  # inches
 _LARGEST = 2.0
 """End of the scale in multiples of the mean: what is above has its colour."""

@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from dualpipe_jax.inspect.cycles import Event, sum_up
 from dualpipe_jax.inspect.lanes import DIRECTION_NAMES, Names, Stretch, part, rows, stretches
 from dualpipe_jax.inspect.report import OverlapReport
-from dualpipe_jax.present.figure import FAINT, INK, POINTS, new_figure, save
+from dualpipe_jax.present.figure import FAINT, GREEN, INK, ORANGE, POINTS, new_figure, save
 from dualpipe_jax.present.numbers import percent, scale
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-COLOURS = {"forward": "#fec86c", "backward": "#54c49c", "unknown": "#d3d3da"}
+COLOURS = {"forward": ORANGE[0], "backward": GREEN[0], "unknown": "#d3d3da"}
 """Those of F and B in the schedules' pictures, and a grey."""
 
 _RED = "#c8102e"

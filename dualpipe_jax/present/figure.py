@@ -9,6 +9,13 @@ if TYPE_CHECKING:
 INK, FAINT = "#1c1c22", "#686874"
 """The colours of what matters, and of what stands beside it."""
 
+ORANGE, GREEN = ("#fec86c", "#eb8005"), ("#54c49c", "#1c5c4c")
+LIGHT_GREEN, BLUE = ("#acfeb5", "#6b9250"), ("#a6b8fc", "#3860eb")
+IDLE = "#e9e9ee"
+"""The palest and the deepest shade of each colour that means something, and the grey behind idle time. Any two of the
+nine differ by a CIELAB distance of at least 24, to eyes without red, green or blue cones too (Machado, Oliveira and
+Fernandes 2009)."""
+
 POINTS = 72
 """To an inch."""
 

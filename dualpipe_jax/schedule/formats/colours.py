@@ -2,20 +2,16 @@
 
 import math
 
+from dualpipe_jax.present.figure import BLUE, GREEN, LIGHT_GREEN, ORANGE
 from dualpipe_jax.schedule.ir import Op, Placement
 
 COLOURS: dict[Op, tuple[str, str]] = {
-    Op.F: ("#fec86c", "#eb8005"),
-    Op.B: ("#54c49c", "#1c5c4c"),
-    Op.I: ("#acfeb5", "#6b9250"),
-    Op.W: ("#a6b8fc", "#3860eb"),
+    Op.F: ORANGE,
+    Op.B: GREEN,
+    Op.I: LIGHT_GREEN,
+    Op.W: BLUE,
 }
-"""The palest and the deepest shade of each op, in the hues of DeepSeek's figure of DualPipe: F orange, B and I green,
-W blue. Any two of the eight, and each of them and the grey of idle time, differ by a CIELAB distance of at least 24, to
-eyes without red, green or blue cones too (Machado, Oliveira and Fernandes 2009)."""
-
-IDLE = "#e9e9ee"
-"""The grey behind idle time."""
+"""The palest and the deepest shade of each op, in the hues of DeepSeek's figure of DualPipe."""
 
 NAMES = {Op.F: "forward", Op.B: "backward", Op.I: "backward for input", Op.W: "backward for weights"}
 

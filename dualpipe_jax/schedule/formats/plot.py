@@ -4,11 +4,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dualpipe_jax.present.figure import FAINT, INK, POINTS, new_figure, save
+from dualpipe_jax.present.figure import FAINT, IDLE, INK, POINTS, new_figure, save
 from dualpipe_jax.present.numbers import Units, percent
 from dualpipe_jax.schedule.blame import Link
 from dualpipe_jax.schedule.costs import HAIR, MemoryModel
-from dualpipe_jax.schedule.formats.colours import IDLE, NAMES, colours, num_shades, shade_names
+from dualpipe_jax.schedule.formats.colours import NAMES, colours, num_shades, shade_names
 from dualpipe_jax.schedule.formats.costs_text import describe
 from dualpipe_jax.schedule.formats.plot_grid import (
     CHAIN,

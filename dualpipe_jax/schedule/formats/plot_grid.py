@@ -7,11 +7,11 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from dualpipe_jax.present.figure import FAINT, INK, POINTS
+from dualpipe_jax.present.figure import FAINT, IDLE, INK, POINTS
 from dualpipe_jax.present.numbers import Units
 from dualpipe_jax.schedule.blame import Link
 from dualpipe_jax.schedule.costs import HAIR, MemoryModel
-from dualpipe_jax.schedule.formats.colours import IDLE, colours, is_dark, num_shades, shade
+from dualpipe_jax.schedule.formats.colours import colours, is_dark, num_shades, shade
 from dualpipe_jax.schedule.ir import Action, Op
 from dualpipe_jax.schedule.optimize.bounds import bound_of_stages
 from dualpipe_jax.schedule.simulate import Timeline, sent_to

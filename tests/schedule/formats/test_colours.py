@@ -5,9 +5,9 @@ import itertools
 import numpy as np
 import pytest
 
-from dualpipe_jax.present.figure import FAINT
+from dualpipe_jax.present.figure import FAINT, IDLE
 from dualpipe_jax.schedule import Op
-from dualpipe_jax.schedule.formats.colours import COLOURS, IDLE, colours, is_dark
+from dualpipe_jax.schedule.formats.colours import COLOURS, colours, is_dark
 
 CONES = {
     "all": np.eye(3),

@@ -1,7 +1,5 @@
 """Several processes as one program: what each draws, what they must have in common, how they meet."""
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
@@ -12,7 +10,6 @@ from train.config import ConfigError, configure
 from train.processes.group import Processes, common, differences, refuse_idle, share_out
 from train.processes.stragglers import Stragglers, describe, excess_over_median
 
-ROOT = Path(__file__).parents[3]
 SHAPE = (3, 4, 5)
 
 
