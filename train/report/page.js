@@ -37,12 +37,18 @@ function logTicks(low, high) {
 
 // --- Curves ---------------------------------------------------------------------------------------------------------
 
-function drawChart(parent, chart) {
+/** A card for a chart. What it returns draws the chart, once the page is laid out and the card has its width. */
+function chartCard(parent, chart) {
   const box = el(parent, "div", { class: "card chart" + (chart.wide ? " wide" : "") });
   const header = el(box, "header");
   el(header, "h3", {}, chart.title);
   if (chart.series.length > 1) drawNames(header, chart.series.map((s, k) => [seriesColour(k), s.name]));
-  const W = chart.wide ? 1200 : 480, H = chart.wide ? 300 : 210, L = 58, R = 12, T = 12, B = 30;
+  return () => drawChart(box, chart, header.clientWidth);
+}
+
+/** A chart as wide as its card, so that letters have one size on a phone and on a wide screen. */
+function drawChart(box, chart, W) {
+  const H = chart.wide ? 300 : 210, L = 58, R = 12, T = 12, B = 30;
   const svg = el(box, "svg", { viewBox: `0 0 ${W} ${H}`, role: "img", "aria-label": chart.title });
   const scale = chart.log ? (v) => Math.log10(v) : (v) => v;
   const usable = (v) => v !== null && (!chart.log || v > 0);
@@ -63,7 +69,7 @@ function drawChart(parent, chart) {
     el(svg, "line", { class: "axis", x1: L, x2: W - R, y1: py(y), y2: py(y) });
     el(svg, "text", { x: L - 7, y: py(y) + 4, "text-anchor": "end" }, number(y));
   }
-  for (const x of ticks(x0, x1, chart.wide ? 10 : 5).filter(Number.isInteger))
+  for (const x of ticks(x0, x1, Math.max(3, Math.round(W / 110))).filter(Number.isInteger))
     el(svg, "text", { x: px(x), y: H - B + 16, "text-anchor": "middle" }, number(x));
   el(svg, "text", { x: W - R, y: H - 2, "text-anchor": "end" }, "step");
   for (const x of page.events || [])
@@ -212,7 +218,7 @@ function drawTable(parent, table) {
 }
 
 function draw() {
-  const main = document.createElement("main");
+  const main = document.createElement("main"), charts = [];
   el(main, "h1", {}, page.title);
   el(main, "p", {}, page.about);
   for (const alarm of page.alarms || []) el(main, "div", { class: "card alarm" }, alarm);
@@ -224,7 +230,7 @@ function draw() {
   for (const section of page.sections) {
     el(main, "h2", {}, section.title);
     if (section.about) el(main, "p", {}, section.about);
-    if (section.charts) { const grid = el(main, "div", { class: "charts" }); section.charts.forEach((c) => drawChart(grid, c)); }
+    if (section.charts) { const grid = el(main, "div", { class: "charts" }); charts.push(...section.charts.map((c) => chartCard(grid, c))); }
     if (section.heat) drawHeat(main, section.heat);
     for (const group of section.timelines || []) drawTimelines(main, group);
     if (section.tables) {
@@ -235,6 +241,7 @@ function draw() {
   }
   document.querySelector("main")?.remove();
   document.body.append(main);
+  for (const drawn of charts) drawn();
 }
 draw();
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", draw);
