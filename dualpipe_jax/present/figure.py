@@ -3,6 +3,8 @@
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from dualpipe_jax.installing import install_command
+
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
@@ -41,7 +43,8 @@ def new_figure(width: float, height: float, path: str | Path | None, dots: float
         from matplotlib.figure import Figure
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError(
-            "plot draws with matplotlib, which is not installed; run: pip install matplotlib"
+            "plot draws with matplotlib, which is not installed; run: "
+            + install_command("matplotlib", extra="plot")
         ) from error
     return Figure(figsize=(width, height), dpi=dots, facecolor="white")
 

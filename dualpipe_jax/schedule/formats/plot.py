@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _FILL = "#9db4d8"
-_BAND, _LEFT, _RIGHT, _HEAD, _FOOT = 0.24, 0.75, 1.0, 0.92, 1.1  # inches
+_BAND, _LEFT, _RIGHT, _HEAD, _FOOT = 0.24, 0.75, 1.0, 0.98, 1.1  # inches
 
 
 def plot(
@@ -38,15 +38,19 @@ def plot(
     memory_label: str | None = None,
     units: Units | None = None,
     chain: Sequence[Link] | None = None,
+    bands: bool = True,
+    until: float | None = None,
+    width: float | None = None,
 ) -> "Figure":
     """Draw a simulated step: one row for each rank, time to the right, and below it a band for what it keeps.
 
     A box is an action, coloured by op, with its microbatch's number (within its pipe) where there is room.
-    The shade is the pipe; or, where a pipe passes a rank several times, how often it has. The two halves of
-    an overlapped pair stand in one frame, the forward above. Idle time is hatched, and its sum stands at the end
-    of each row; transfers that take time are thin lines between rows. Where the proven lower bound of the placement
-    is shorter than the step, a line marks it. The bands of all ranks have one scale, each with its peak at the
-    end. The figure grows with the schedule. Nothing of matplotlib's global state is read or left changed.
+    The shade is the pipe; or, where a pipe passes a rank several times, how often it has. Where there are two shades,
+    the numbers of the second are underlined. The two halves of an overlapped pair stand in one frame, the forward
+    above. Idle time is hatched, and its sum stands at the end of each row; transfers that take time are thin lines
+    between rows. Where the proven lower bound of the placement is shorter than the step, a line between the rows
+    marks it. The bands of all ranks have one scale, each with its peak at the end. The figure grows with the
+    schedule. Nothing of matplotlib's global state is read or left changed.
 
     Args:
       timeline: from ``simulate``.
@@ -57,6 +61,9 @@ def plot(
       units: of times and sizes, written where they stand.
       chain: slots that wait for each other, from ``blame.critical_path`` or ``blame.why_idle``: they are framed, and
         lines lead from one to the next.
+      bands: whether to draw what each rank keeps, below.
+      until: the time at the right edge, the step's end if left out: pictures of one scale can be compared by eye.
+      width: of the figure, in inches; what the schedule needs if left out.
 
     Raises:
       ValueError: if the path ends in neither .svg nor .png.
@@ -65,17 +72,23 @@ def plot(
     label = memory_label or ("live activations" if memory is None else "memory")
     sizes = MemoryModel().for_schedule(timeline.schedule) if memory is None else memory
     units = units or Units()
-    width, dots = _size(timeline)
-    rows, bands = (inches * timeline.schedule.num_ranks for inches in (ROW, _BAND))
-    height = _HEAD + rows + 0.3 + bands + _FOOT
+    needed, dots = _size(timeline)
+    width = needed if width is None else width
+    rows = ROW * timeline.schedule.num_ranks
+    below = 0.3 + _BAND * timeline.schedule.num_ranks if bands else 0.0
+    height = _HEAD + rows + below + _FOOT
     figure = new_figure(width, height, path, dots)
     across = _LEFT / width, (width - _LEFT - _RIGHT) / width
     grid = figure.add_axes((across[0], 1 - (_HEAD + rows) / height, across[1], rows / height))
-    below = figure.add_axes((across[0], _FOOT / height, across[1], bands / height), sharex=grid)
     kept = [timeline.memory_over_time(rank, sizes) for rank in range(timeline.schedule.num_ranks)]
-    draw_grid(grid, timeline, (width - _LEFT - _RIGHT) * POINTS / (timeline.makespan or 1), units)
+    until = max(timeline.makespan, until or 0.0) or 1.0
+    draw_grid(grid, timeline, (width - _LEFT - _RIGHT) * POINTS / until, units)
     draw_chain(grid, chain or ())
-    _draw_memory(below, timeline, kept, label, units)
+    if bands:
+        box = across[0], _FOOT / height, across[1], (below - 0.3) / height
+        _draw_memory(figure.add_axes(box, sharex=grid), timeline, kept, label, units)
+    grid.set_xlim(0, until)
+    _show_time(figure.axes[-1], units)
     _write_head(figure, timeline, f"{label} {units.size(max(max(amounts) for _, amounts in kept))}", units)
     _add_legend(figure, timeline, bool(chain))
     return save(figure, path)
@@ -100,11 +113,15 @@ def _draw_memory(
     axes.set_title(
         f"{label}, all ranks to one scale", size=8.5, color=INK, loc="left", pad=2, parse_math=False
     )
+
+
+def _show_time(axes: "Axes", units: Units) -> None:
+    """Below the last of the axes."""
     axes.set_xlabel(units.of_time("time"), size=8.5, color=INK)
-    axes.tick_params(labelsize=8, colors=INK)
+    axes.tick_params(labelsize=8, colors=INK, length=3, labelbottom=True)
     axes.tick_params(axis="y", length=0)
-    for side in ("top", "right", "left"):
-        axes.spines[side].set_visible(False)
+    for name, side in axes.spines.items():
+        side.set_visible(name == "bottom")
 
 
 def _write_head(figure: "Figure", timeline: Timeline, peak: str, units: Units) -> None:
@@ -141,14 +158,14 @@ def _add_legend(figure: "Figure", timeline: Timeline, chained: bool) -> None:
     if chained:
         entries.append((Patch(facecolor="none", edgecolor=CHAIN, linewidth=1.6), "waits for the one before"))
     if shades > 1:
-        names = ", ".join(shade_names(schedule.placement))
+        names = ", ".join(shade_names(schedule.placement)) + (" underlined" if shades == 2 else "")
         greys = tuple(Patch(color=str(0.82 - 0.42 * at / (shades - 1))) for at in range(shades))
-        entries.append((greys, f"shade: {names}"))
+        entries.append((greys, names))
     figure.legend(
         *zip(*entries, strict=True),
-        loc="lower left",
-        bbox_to_anchor=((_LEFT - 0.1) / figure.get_figwidth(), 0.02),
-        ncols=min(len(entries), int(figure.get_figwidth() / 1.65)),
+        loc="upper left",
+        bbox_to_anchor=((_LEFT - 0.1) / figure.get_figwidth(), (_FOOT - 0.45) / figure.get_figheight()),
+        ncols=min(len(entries), int((figure.get_figwidth() - 2.5) / 1.3)),
         frameon=False,
         fontsize=8.5,
         handlelength=0.9 + 0.45 * min(shades, 4),

@@ -63,7 +63,13 @@ def _draw_idle(axes: "Axes", timeline: Timeline, units: Units) -> None:
         with rc_context({"hatch.linewidth": 0.5}):
             axes.add_collection(
                 PolyCollection(
-                    gaps, gid="idle", facecolors=IDLE, edgecolors=IDLE_LINES, hatch="////", linewidths=0
+                    gaps,
+                    gid="idle",
+                    facecolors=IDLE,
+                    edgecolors=IDLE_LINES,
+                    hatch="////",
+                    linewidths=0,
+                    zorder=0.6,
                 )
             )
 
@@ -107,11 +113,11 @@ def _draw_bound(axes: "Axes", timeline: Timeline, units: Units) -> None:
         schedule.placement, schedule.num_microbatches, timeline.costs, math.inf, MemoryModel()
     )
     if 0 < bound < timeline.makespan * (1 - HAIR):
-        axes.axvline(bound, color="#c2185b", linewidth=1.1, linestyle=(0, (3, 2)), gid="bound")
+        axes.axvline(bound, -0.01, 1.02, color="#c2185b", lw=1.4, gid="bound", zorder=0.8, clip_on=False)
         axes.annotate(
             f"proven bound {units.duration(bound)}",
             (bound, 0),
-            (-2, 3),
+            (2, 4),
             textcoords="offset points",
             size=7.5,
             ha="right",
@@ -127,12 +133,17 @@ def draw_grid(axes: "Axes", timeline: Timeline, points: float, units: Units) -> 
     groups: dict[tuple[Op, int], list[Box]] = defaultdict(list)
     for box in boxes_of(timeline):
         groups[box.action.op, shade(placement, box.action.stage)].append(box)
+    digits = len(str(max((box.action.microbatch for box in boxes_of(timeline)), default=0)))
     for (op, at), boxes in groups.items():
         colour = colours(op, num_shades(placement))[at]
         line = min(0.7, 0.08 * points * min(box.end - box.start for box in boxes))
         _draw_boxes(axes, boxes, f"boxes {op} {at}", facecolors=colour, edgecolors="white", linewidths=line)
-        for box in boxes:
-            _write_number(axes, box, points, "white" if is_dark(colour) else INK)
+        ink = "white" if is_dark(colour) else INK
+        sizes = [_size_of_number(box, points, digits) for box in boxes]
+        for box, size in zip(boxes, sizes, strict=True):
+            _write_number(axes, box, size, ink)
+        if at == 1 and num_shades(placement) == 2:
+            _underline(axes, boxes, sizes, points, ink)
     framed = [dataclasses.replace(box, height=1) for box in boxes_of(timeline) if _is_upper_half(box)]
     if framed:
         line = min(0.9, 0.12 * points * min(box.end - box.start for box in framed))
@@ -164,23 +175,41 @@ def _tidy_grid(axes: "Axes", timeline: Timeline) -> None:
         side.set_visible(False)
 
 
-def _corners(start: float, end: float, top: float, height: float) -> list[tuple[float, float]]:
+def _edges(top: float, height: float) -> tuple[float, float]:
     gap = 0.06  # of a row, between ranks
-    high = top + gap * (top == int(top))
-    low = top + height - gap * (top + height == int(top + height))
+    return top + gap * (top == int(top)), top + height - gap * (top + height == int(top + height))
+
+
+def _corners(start: float, end: float, top: float, height: float) -> list[tuple[float, float]]:
+    high, low = _edges(top, height)
     return [(start, high), (end, high), (end, low), (start, low)]
 
 
-def _write_number(axes: "Axes", box: Box, points: float, ink: str) -> None:
-    text = str(box.action.microbatch)
-    size = min(
-        _LARGEST,
-        0.8 * box.height * ROW * POINTS,
-        (box.end - box.start) * points / (0.64 * max(len(text), 2) + 0.3),
-    )
-    if size >= _SMALLEST:
-        middle = (box.start + box.end) / 2, box.top + box.height / 2
+def _size_of_number(box: Box, points: float, digits: int) -> float:
+    """Points of a number in a box; 0 where there is no room for one."""
+    high, wide = box.height * ROW * POINTS, (box.end - box.start) * points
+    size = min(_LARGEST, 0.8 * high, wide / (0.64 * digits + 0.3))
+    return size if size >= _SMALLEST else 0.0
+
+
+def _write_number(axes: "Axes", box: Box, size: float, ink: str) -> None:
+    if size:
+        middle = (box.start + box.end) / 2, sum(_edges(box.top, box.height)) / 2
+        text = str(box.action.microbatch)
         axes.text(*middle, text, size=size, color=ink, ha="center", va="center_baseline", clip_on=True)
+
+
+def _underline(axes: "Axes", boxes: Sequence[Box], sizes: Sequence[float], points: float, ink: str) -> None:
+    from matplotlib.collections import LineCollection
+
+    lines = []
+    for box, size in zip(boxes, sizes, strict=True):
+        if size:
+            middle = (box.start + box.end) / 2
+            below = sum(_edges(box.top, box.height)) / 2 + 0.52 * size / (ROW * POINTS)
+            half = 0.32 * size * len(str(box.action.microbatch)) / points
+            lines.append([(middle - half, below), (middle + half, below)])
+    axes.add_collection(LineCollection(lines, gid="underlines", colors=ink, linewidths=0.09 * max(sizes)))
 
 
 def write_beside(axes: "Axes", rank: int, text: str, colour: str) -> None:

@@ -90,6 +90,53 @@ def test_numbers_shrink_and_then_go():
     assert sizes(one_f_one_b(2, 800)) == []
 
 
+def test_short_boxes_have_as_large_numbers_as_one_digit_allows():
+    sizes = [text.get_size() for text in numbers(interleaved_1f1b(4, 8))]
+    assert min(sizes) > 7, "no number has two digits"
+
+
+def test_numbers_of_the_second_of_two_shades_are_underlined():
+    schedule = dualpipe(4, 8)
+    axes = plot(simulate(schedule)).axes[0]
+    lines = [
+        line for held in axes.collections if held.get_gid() == "underlines" for line in held.get_segments()
+    ]
+    boxes = [path.get_extents() for held in axes.collections if re.match(r"boxes . 1", held.get_gid())
+             for path in held.get_paths()]  # fmt: skip
+    assert (
+        len(lines)
+        == len(boxes)
+        == sum(action.stage >= 4 for order in schedule.orders for slot in order for action in slot)
+    )
+    for (left, high), (right, low) in lines:
+        (box,) = (box for box in boxes if box.x0 < left < right < box.x1 and box.y0 < high < box.y1)
+        assert high == low > (box.y0 + box.y1) / 2
+    for other in (gpipe(2, 4), interleaved_1f1b(2, 4, 3)):
+        assert "underlines" not in collections(plot(simulate(other)))
+
+
+def test_the_bound_is_drawn_under_the_boxes():
+    axes = plot(simulate(gpipe(4, 8))).axes[0]
+    (line,) = (line for line in axes.lines if line.get_gid() == "bound")
+    held = collections(plot(simulate(gpipe(4, 8))))
+    assert held["idle"].get_zorder() < line.get_zorder() < held["boxes B 0"].get_zorder()
+
+
+def test_two_pictures_can_have_one_scale_and_no_bands():
+    figures = [plot(simulate(recipe(4, 8)), bands=False, until=40, width=7.5) for recipe in (gpipe, dualpipe)]
+    for figure in figures:
+        (axes,) = figure.axes
+        assert axes.get_xlim() == (0, 40) and tuple(figure.get_size_inches()) == tuple(
+            figures[0].get_size_inches()
+        )
+        assert axes.get_xlabel() == "time" and figure.get_figwidth() == 7.5
+        assert all(text.get_size() > 4 for text in axes.texts)
+        assert "peak live activations" in " ".join(words(figure))
+    with_bands = plot(simulate(gpipe(4, 8)))
+    assert len(with_bands.axes) == 2 and with_bands.get_figheight() > figures[0].get_figheight() + 1
+    assert plot(simulate(gpipe(4, 8)), until=5).axes[0].get_xlim() == (0, 33), "nothing is cut off"
+
+
 def test_the_figure_grows_with_ranks_and_time():
     small, tall, wide = (plot(simulate(zb_h1(*counts))) for counts in ((4, 8), (8, 8), (4, 40)))
     assert tall.get_figheight() > small.get_figheight() and wide.get_figwidth() > small.get_figwidth()
@@ -179,7 +226,7 @@ def test_the_legend_names_what_is_drawn():
         "I backward for input",
         "W backward for weights",
     )
-    assert others[3:] == ["overlapped pair", "shade: pipe 0, pipe 1"]
+    assert others[3:] == ["overlapped pair", "pipe 0, pipe 1 underlined"]
 
 
 def test_shades_tell_pipes_and_laps():
@@ -222,7 +269,7 @@ def test_what_cannot_be_drawn(tmp_path, monkeypatch):
     with pytest.raises(ValueError, match="such as 'step.svg'"):
         plot(timeline, "step")
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(ModuleNotFoundError, match=r"not installed; run: pip install matplotlib"):
+    with pytest.raises(ModuleNotFoundError, match=r"not installed; run: .* install -e '.*\[plot\]'$"):
         plot(timeline)
 
 
