@@ -48,13 +48,13 @@ class Layout:
                 raise ValueError(f"Layout: {field.name}={count}; it must be at least 1")
         if self.num_groups is not None and self.num_devices % self.num_nodes:
             raise ValueError(
-                f"Layout: {self.num_devices} devices on {self.num_nodes} nodes of unequal size cannot keep groups of "
-                "experts together; leave num_groups out"
+                f"Layout: num_devices={self.num_devices} is no multiple of num_nodes={self.num_nodes}; groups of "
+                "experts need nodes of equal size: give a num_nodes that divides num_devices, or no num_groups"
             )
         if self.num_groups is not None and self.num_groups % self.num_nodes:
             raise ValueError(
-                f"Layout: {self.num_groups} groups cannot be dealt evenly to {self.num_nodes} nodes; leave num_groups "
-                "out, or give a multiple"
+                f"Layout: num_groups={self.num_groups} is no multiple of num_nodes={self.num_nodes}; each node needs "
+                "equally many groups of experts: give a num_nodes that divides num_groups, or no num_groups"
             )
 
     @property

@@ -224,8 +224,14 @@ def test_what_cannot_be_placed(loads, layout, message):
     [
         ((0, 2), "num_devices=0; it must be at least 1"),
         ((2, 1.5), "num_slots=1.5 .*int"),
-        ((6, 2, 4, 4), "6 devices on 4 nodes of unequal size cannot keep groups of experts together; leave"),
-        ((8, 2, 4, 6), "6 groups cannot be dealt evenly to 4 nodes"),
+        (
+            (6, 2, 4, 4),
+            "num_devices=6 is no multiple of num_nodes=4; .* num_nodes that divides num_devices, or",
+        ),
+        (
+            (8, 2, 4, 6),
+            "num_groups=6 is no multiple of num_nodes=4; .* num_nodes that divides num_groups, or",
+        ),
     ],
 )
 def test_layouts_that_cannot_be(arguments, message):
