@@ -26,10 +26,10 @@ _V2_LITE = Plan("v2-lite", layers_per_stage=2, sequence=2048, dispatch="capacity
 _CHANGE = ("num_dense_layers=0", "num_shared_experts=1", "vocab=1024", "top_k=8")
 CASES = {
     "v5p:4x4x4": dataclasses.replace(
-        _V2_LITE, ep=16, microbatch_size=32, change=(*_CHANGE, "num_experts=64", "expert_hidden=1152")
+        _V2_LITE, ep=16, microbatch_size=32, set=(*_CHANGE, "num_experts=64", "expert_hidden=1152")
     ),
     "v5e:4x4": dataclasses.replace(
-        _V2_LITE, microbatch_size=8, change=(*_CHANGE, "num_experts=32", "expert_hidden=512", "num_heads=8")
+        _V2_LITE, microbatch_size=8, set=(*_CHANGE, "num_experts=32", "expert_hidden=512", "num_heads=8")
     ),
 }
 """Near 1 : 1 of computation and communication, where it is hardest."""

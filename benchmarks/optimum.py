@@ -2,7 +2,7 @@
 
 Prints a table for each cost model: a row for each size, a column for each placement, and in it the optimum, the
 lower bound where that is lower, and how far each named schedule is above the optimum. Then each named schedule
-against the optimum within its own memory. docs/bounds.md shows the output.
+against the optimum within its own memory. docs/results.md shows the output.
 
     python benchmarks/optimum.py [--time-limit 60]
 """

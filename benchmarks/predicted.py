@@ -50,7 +50,7 @@ def predict(target, wanted):
 def measure(choice, target, steps):
     """Seconds of the trainer's steps with a plan, the first one left out: of all cores, and on the clock."""
     # The trainer knows the model by its name, and its vocabulary from the text.
-    plan = dataclasses.replace(choice.plan, change=())
+    plan = dataclasses.replace(choice.plan, set=())
     with tempfile.TemporaryDirectory() as folder:
         file, metrics = Path(folder, "plan.json"), Path(folder, "runs", "measured", "metrics.jsonl")
         file.write_text(json.dumps(as_file(dataclasses.replace(choice, plan=plan), target)))
@@ -117,7 +117,7 @@ def main():
     given = parser.parse_args()
     target = f"cpu:{given.pp * given.ep}"
     wanted = Wanted(
-        Plan(given.model, change=(BYTES,), sequence=given.sequence, capacity_factor=1.0),
+        Plan(given.model, set=(BYTES,), sequence=given.sequence, capacity_factor=1.0),
         tokens=given.microbatches * given.ep * given.sequence,
         pp=(given.pp,),
         per_device=(1,),

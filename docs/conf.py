@@ -17,6 +17,7 @@ version = release = dualpipe_jax.__version__
 
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "extension"]
 myst_heading_anchors = 3
+smartquotes = False  # two dashes begin an option
 autodoc_member_order = "bysource"
 autodoc_typehints_format = "short"
 autodoc_preserve_defaults = True

@@ -66,33 +66,31 @@ def _refer(given: list[str]) -> None:
     """Print the help, or what is wrong with a name; always exits."""
     import tyro
 
+    from dualpipe_jax.command.line import wrapped
+
     tyro.extras.subcommand_cli_from_dict(
         {
             name: dataclasses.make_dataclass(name, [], namespace={"__doc__": summary})
             for name, summary in COMMANDS.items()
         },
         prog="dualpipe",
-        description="Pipeline schedules: drawn, compared, chosen, searched, checked, and compiled for pods; "
-        "measured steps replayed, devices probed, experts placed. `dualpipe NAME --help` says more of each, "
-        "`dualpipe --version` which version this is.",
+        description=wrapped(
+            "Pipeline schedules: drawn, compared, chosen, searched, checked, and compiled for pods; measured steps "
+            "replayed, devices probed, experts placed. `dualpipe NAME --help` says more of each, `dualpipe --version` "
+            "which version this is."
+        ),
         args=given,
     )
 
 
 def _run(asked: Callable[..., Any], name: str, given: list[str]) -> int:
-    import tyro
-
+    from dualpipe_jax.command.line import read
     from dualpipe_jax.command.options import Died, NothingFits
     from dualpipe_jax.command.output import told_if_long
     from dualpipe_jax.schedule import ScheduleError
 
     try:
-        options = tyro.cli(
-            asked,
-            prog=f"dualpipe {name}",
-            args=given,
-            config=(tyro.conf.OmitArgPrefixes, tyro.conf.FlagCreatePairsOff),
-        )
+        options = read(asked, f"dualpipe {name}", given)
         with told_if_long(f"dualpipe {name}: at work") if name in SILENT else contextlib.nullcontext():
             status = options.run()
         sys.stdout.flush()

@@ -27,13 +27,14 @@ import jax.numpy as jnp
 from jax import Array
 
 from dualpipe_jax.arguments import typechecked
+from dualpipe_jax.installing import install_command
 
 try:
     from flax import linen, nnx
 except ModuleNotFoundError as error:
     raise ModuleNotFoundError(
         "dualpipe_jax.functional turns Flax modules into functions, and Flax is not installed; run: "
-        "pip install 'flax>=0.12'"
+        + install_command("flax>=0.12", extra="flax")
     ) from error
 
 Tree = Any

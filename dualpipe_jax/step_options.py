@@ -14,14 +14,7 @@ from dualpipe_jax.ranges import AboveZero, AtLeastOne, NotNegative, out_of_range
 from dualpipe_jax.schedule import Schedule, limit_stash
 from dualpipe_jax.schedule.names import SCHEDULES, find, is_known
 
-
-def _unless_left_out(default: str) -> str:
-    """The default for a command's help; of None each option's text says what it stands for."""
-    return "" if default == "None" else f"(default: {default})"
-
-
-_INT = arg(metavar="INT", help_behavior_hint=_unless_left_out)
-Count = Annotated[AtLeastOne | None, _INT]
+Count = AtLeastOne | None
 Shard = Literal["nothing", "optimizer", "parameters"]
 ROOM: Mapping[str, float | None] = {"dropless": None, "capacity": 2.0}
 """The room that each way in which tokens reach experts has if none is asked for."""
@@ -32,57 +25,63 @@ class StepOptions:
     """The options of a training step, whatever its model."""
 
     schedule: Annotated[str, arg(metavar="{" + ",".join(SCHEDULES) + "}")] = "dualpipe"
-    """Order of forwards and backwards on the pipeline's ranks; see `dualpipe choose`."""
-    max_stash: Annotated[NotNegative | None, _INT] = None
-    """How many microbatches of a rank may wait for their weights' gradients, for which memory is needed; further
-    backwards are whole. As many as the schedule asks for if left out."""
+    """The schedule: the order of forwards and backwards on the pipeline's ranks. See `dualpipe choose`."""
+    max_stash: NotNegative | None = None
+    """How many microbatches of a rank may wait for their weights' gradients, each of which takes memory.
+    Backwards beyond that are not split. If left out, as many as the schedule asks for."""
     pp: AtLeastOne = 4
-    """Pipeline ranks."""
+    """Number of pipeline ranks."""
     ep: AtLeastOne = 4
-    """Expert-parallel devices of each rank; a step needs dp x pp x ep devices."""
+    """Number of expert-parallel devices of each rank. A step needs dp x pp x ep devices."""
     ep_nodes: AtLeastOne = 1
-    """Nodes that these lie on, for dispatch in two hops: a token crosses to a node at most once."""
+    """Number of nodes of the --ep devices. With more than one, tokens are dispatched in two hops, and each
+    crosses to a node at most once."""
     dp: AtLeastOne = 1
-    """Replicas of the whole, each with a part of every microbatch."""
+    """Number of replicas of the whole. Each has a part of every microbatch."""
     microbatches: Count = None
-    """Microbatches of a step, over all pipes; 4 for each rank if left out."""
+    """Number of microbatches of a step, over all pipes. If left out, 4 for each rank."""
     microbatch_size: Count = None
-    """Sequences of a microbatch, shared out over dp and ep; one for each device if left out."""
+    """Number of sequences of a microbatch, shared out over dp and ep. If left out, one for each device."""
     sequence: Count = None
-    """Tokens of a sequence. Those of the model's recipe if left out, and 4096 in a dry run."""
+    """Tokens of a sequence. If left out, as many as the model's recipe has."""
     stage_layers: Annotated[tuple[int, ...], arg(metavar="INT ...")] = ()
-    """Layers of each stage in model order, dense ones included; if left out, the program's own choice: the models here
-    balance the time of their stages."""
+    """Number of layers of each stage in model order, dense layers included. If left out, the program chooses:
+    the models here balance the time of their stages."""
     precision: Literal["float32", "bfloat16"] | None = None
-    """What activations are computed in; the model's own if left out. Parameters and their sums are float32."""
+    """What activations are computed in. If left out, the model's own. Parameters and their sums are
+    float32."""
     remat: Literal["none", "dots", "wide", "all"] = "none"
-    """What layers compute again in the backward: none keeps what it needs, dots keeps matrix products only, wide
-    keeps what is dear and narrow, all keeps a layer's input only."""
+    """What layers compute again in the backward. none: nothing, all that it needs is kept. dots: all but
+    products of matrices. wide: what is wide and cheap to compute. all: everything from the layer's input
+    on."""
     dispatch: Literal["dropless", "capacity"] = "dropless"
-    """How tokens reach experts: dropless gives every expert as much room as it needs, capacity gives all equal room."""
-    capacity_factor: Annotated[
-        AboveZero | None, arg(metavar="FLOAT", help_behavior_hint=_unless_left_out)
-    ] = None
-    """Room in multiples of an even load, beyond which tokens are dropped: of each expert for capacity (2 if left out),
-    of each pair of devices for dropless (if left out, as much as can ever be needed)."""
+    """How tokens reach experts. dropless: each expert has as much room as it needs. capacity: all have equal
+    room, and tokens beyond it are dropped."""
+    capacity_factor: AboveZero | None = None
+    """Room in multiples of an even load, beyond which tokens are dropped. With --dispatch capacity it is the
+    room of each expert, 2 if left out. With dropless it is the room of each pair of devices; if left out,
+    nothing is dropped."""
     dispatch_payload: Literal["plain", "float8"] = "plain"
-    """What travels to experts: tokens and, back through them, gradients as they are, or in eight bits."""
+    """How tokens travel to experts, and their gradients back: plain as they are, or in eight bits."""
     attention: Literal["auto", "plain", "splash", "cudnn"] = "auto"
-    """What computes attention: auto is what suits the devices."""
+    """The kernel of attention. auto takes what suits the devices."""
     matmul: Literal["auto", "plain", "ragged", "megablox", "float8"] = "auto"
-    """What computes the experts; float8 in eight bits, as DeepSeek-V3 was trained."""
+    """The kernel of the experts. auto takes what suits the devices; float8 computes in eight bits, as
+    DeepSeek-V3 was trained."""
     shard: Shard = "nothing"
-    """What is shared out over devices that would each hold the same (ZeRO): nothing, the optimizer's state, or
-    parameters, too, which are gathered once a step."""
+    """What is shared out over devices that would each hold the same. optimizer: the optimizer's state
+    (ZeRO-1). parameters: the parameters, too (ZeRO-3). These are gathered once a step, before its first
+    microbatch, and are whole until its end."""
     moments: Literal["float32", "bfloat16"] = "float32"
-    """What AdamW's two averages are kept in between steps; they are computed in float32. Parameters are float32."""
+    """What AdamW's two averages are kept in between steps. They are computed in float32, and parameters are
+    float32."""
     gradient_sums: Literal["float32", "bfloat16"] = "float32"
-    """What gradients are summed in over the microbatches of a step."""
-    serialised: bool = False
-    """Run the pair's forward and backward after each other: what the overlap is to be compared with."""
+    """What gradients are summed up in over the microbatches of a step."""
+    overlap: bool = True
+    """--no-overlap runs a pair's forward and backward after each other, to compare with the overlap."""
     compiler_option: Annotated[tuple[str, ...], arg(metavar="NAME=VALUE ...")] = ()
-    """Options for the compiler besides the recommended ones. For CPU and GPU it reads True and False, for TPU true and
-    false."""
+    """Options for the compiler besides the recommended ones. It reads True and False for CPU and GPU, true
+    and false for TPU."""
 
     def __post_init__(self) -> None:
         """A schedule goes by one name, "one_f_one_b" for "1F1B": runs and plans are compared by it."""

@@ -16,6 +16,7 @@ NO_JAX = "probe.findings", *(f"pods.{s}" for s in ("cache", "plain", "plan", "pl
 MAY_IMPORT = {
     "present": (),
     "arguments": (),
+    "installing": (),
     "schedule": ("present",),
     "ranges": (),
     "step_options": ("ranges", "schedule"),
@@ -36,7 +37,7 @@ MAY_IMPORT = {
     "command": ("present", "schedule", "step_options", "balance", "inspect", "worker", *NO_JAX),
 }
 MAY_IMPORT = {
-    f"dualpipe_jax.{part}": tuple(f"dualpipe_jax.{b}" for b in ("arguments", *below))
+    f"dualpipe_jax.{part}": tuple(f"dualpipe_jax.{b}" for b in ("arguments", "installing", *below))
     for part, below in MAY_IMPORT.items()
 }
 MAY_IMPORT |= {

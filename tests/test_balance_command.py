@@ -17,7 +17,8 @@ TWO_LAYERS = [[4, 3, 2, 1], [1, 1, 5, 5]]
 def run(capsys, *arguments):
     assert main(["balance", *map(str, arguments)]) == 0
     captured = capsys.readouterr()
-    assert not captured.err
+    files = arguments[arguments.index("-o") + 1 :] if "-o" in arguments else ()
+    assert captured.err == "".join(f"wrote {file}\n" for file in files)
     return captured.out
 
 

@@ -30,8 +30,8 @@ from train.prepare.options import parse as parse_preparing
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.M | re.S)
-ELSEWHERE = {"README.md": "test_readme.py", "short.md": "test_readme.py"}
-ELSEWHERE |= {"own_model.md": "test_docs_own_model.py", "own_moe.md": "test_docs_own_moe.py"}
+ELSEWHERE = {"README.md": "test_readme.py", "quickstart.md": "test_docs_quickstart.py"}
+ELSEWHERE |= {"own_moe.md": "test_docs_own_moe.py", "understand.md": "test_docs_understand.py"}
 """Pages whose Python blocks run in tests of their own."""
 
 
@@ -76,7 +76,14 @@ def program(folder: Path) -> None:
     (folder / "my_step.py").write_text(text)
 
 
-NEEDS = {"pods.md": program, "weights.md": published_checkpoint, "serving.md": published_checkpoint}
+def measured_loads(folder: Path) -> None:
+    """The files of the page's own block, which its commands read."""
+    (text,) = (block for block in blocks(ROOT / "docs/experts.md", "python") if "np.save(" in block)
+    exec(text.replace('np.save("', f'np.save("{folder}/'), {})
+
+
+NEEDS = {"experts.md": measured_loads, "pods.md": program}
+NEEDS |= {name: published_checkpoint for name in ("train.md", "serving.md")}
 """What must be in the folder where a page's blocks run."""
 
 
@@ -106,7 +113,7 @@ def test_commands_in_blocks_run(page, tmp_path, monkeypatch):
     for match in FENCE.finditer(text):
         if match[1] != "bash":
             continue
-        printed = "".join(run(line) for line in match[2].splitlines())
+        printed = "".join(run(line) for line in joined(match[2]))
         for line in shown_after(text[match.end() :]):
             assert line in printed, f"{page.name}: not printed by {match[2]}"
 
@@ -148,8 +155,12 @@ def test_every_flag_that_is_named_exists(name, capsys):
 
 
 def shell_lines(page: Path) -> list[str]:
-    """Of all blocks, lines that go on joined."""
-    text = "\n".join(body for _, body in FENCE.findall(page.read_text()))
+    """Of all blocks."""
+    return joined("\n".join(body for _, body in FENCE.findall(page.read_text())))
+
+
+def joined(text: str) -> list[str]:
+    """Its lines, those that go on in the next as one."""
     return re.sub(r"\\\n\s*", " ", text).splitlines()
 
 

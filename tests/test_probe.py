@@ -32,7 +32,7 @@ def test_a_machine_on_which_all_works(here, capfd):
     row = r"\nunits-loop: all units of the engine, compared with plain JAX, in loops +works\n"
     assert re.search(row, said)
     assert 'Use Pipeline(..., divergence="loop"), which is the default here' in said
-    assert said.endswith("\nwritten to rates.json\n")
+    assert progress.endswith("\nwrote rates.json\n")
     assert progress.count("probe: starting") <= 1, "one process did it all"
     found = json.loads((here / "rates.json").read_text())
     assert found["divergence"] == "loop" and found["devices"]["number"] == 4

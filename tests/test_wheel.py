@@ -88,11 +88,11 @@ def test_what_is_not_in_it_says_so(python, tmp_path):
     assert "error: --program v3: a name without a module is a model of the trainer" in done.stderr
     program = (ROOT / "tests/pods/own_program.py").read_text()
     (tmp_path / "mine.py").write_text(program.replace("import optax", ""))
-    own = ["--program", "mine.py:blocks", "--change", "learns=0", "--json"]
+    own = ["--program", "mine.py:blocks", "--set", "learns=0", "--json"]
     found = json.loads(run([*command, *own], cwd=tmp_path))
     assert found["memory"]["fits"], "a user's own program needs nothing of the repository"
     done = subprocess.run([python, "-Pc", "import dualpipe_jax.functional"], capture_output=True, text=True)
-    assert "pip install 'flax>=0.12'" in done.stderr
+    assert f"run: {python} -m pip install 'flax>=0.12'" in done.stderr
     done = subprocess.run([python, "-Pc", "import models"], capture_output=True, text=True)
     assert "No module named 'models'" in done.stderr
 

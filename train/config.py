@@ -28,31 +28,34 @@ class ModelConfig:
     """Which model."""
 
     name: Annotated[str, arg(name="model", metavar="NAME")] = "byte"
-    """Model size: byte, made for the default run, tiny, small, v2-lite, 67b-a2b, v2 or v3."""
+    """The model: byte, which is made for the default run, tiny, small, v2-lite, 67b-a2b, v2 or v3."""
     numbers: Annotated[tuple[str, ...], arg(name="set", metavar="NAME=VALUE ...")] = ()
-    """Other numbers than the model's own, by their names in models.Config: --set dim=512 num_experts=16 top_k=4."""
+    """Numbers of the model that are not its own, by their names in models.Config, such as dim=512
+    num_experts=16."""
     layers: int | None = None
-    """Layers with experts, instead of the model's own number; they are shared out over stages by their time."""
+    """Number of layers with experts, instead of the model's own. They are shared out over stages by their
+    time."""
     mtp: NotNegative | None = None
-    """Modules of multi-token prediction, instead of the model's own number."""
+    """Number of modules of multi-token prediction, instead of the model's own."""
     mtp_weight: NotBelowZero | None = None
-    """What their losses together count beside the model's own: the paper's lambda. The recipe's if left out."""
+    """Weight of the losses of multi-token prediction: the paper's lambda. If left out, the recipe's."""
     final_mtp_weight: NotBelowZero | None = None
-    """The same from where the learning rate begins to fall. The recipe's if both are left out, else --mtp-weight."""
+    """Weight of these losses from where the learning rate begins to fall. If left out, --mtp-weight; if both
+    are left out, the recipe's."""
     balance_factor: NotBelowZero | None = None
-    """What the sequence-wise balance loss counts: the paper's alpha. The recipe's if left out."""
+    """Weight of the sequence-wise balance loss: the paper's alpha. If left out, the recipe's."""
 
 
 @dataclasses.dataclass(frozen=True)
 class ExpertsConfig:
-    """Which devices of ep have which experts; in order, once and for all, without these."""
+    """Which devices of ep have which experts. Without these options experts stand in order, and stay there."""
 
     rebalance_every: AtLeastOne | None = None
-    """Steps between two looks at the loads of experts, after which they move to other devices of ep where that evens
-    out what devices have to do. They never move if left out."""
+    """Number of steps after which experts move to other devices of ep, if that evens out the loads of the
+    devices. If left out, they never move."""
     redundant_experts: NotNegative = 0
-    """Experts of a layer that are there twice, or more often, for those with much to do: slots of all ep devices beyond
-    one for each expert."""
+    """Number of additional copies of experts in a layer, over all ep devices. Experts with much to do get
+    them."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,14 +63,15 @@ class DataConfig:
     """What is read."""
 
     paths: Annotated[tuple[str, ...], arg(name="data", metavar="PATH ...")] = ()
-    """What to train on, instead of the standard library: folders that scripts/prepare made (here or at a URL), text
-    files or folders of text, ArrayRecord files, Hugging Face data sets on disk. Of text a tenth is held out."""
+    """What to train on, instead of the standard library: folders that scripts/prepare made (here or at a
+    URL), text files or folders of text, ArrayRecord files, or Hugging Face data sets on disk. A tenth of a
+    text is held out."""
     weights: Annotated[tuple[float, ...], arg(name="data-weights", metavar="WEIGHT ...")] = ()
-    """A share of all sequences for each path of --data; by their tokens if left out."""
+    """The share of all sequences that each path of --data has. If left out, by their tokens."""
     tokenizer: Annotated[str | None, arg(metavar="FILE")] = None
-    """A tokenizer.json for text that is not prepared; bytes if left out."""
+    """A tokenizer.json for text that is not prepared. If left out, tokens are bytes."""
     eval_sequences: AtLeastOne = 512
-    """Sequences of held-out text that the loss is measured on, before and after: the same ones for every run."""
+    """Number of held-out sequences that the loss is measured on. They are the same for every run."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,31 +82,32 @@ class OptimizerConfig:
     """
 
     steps: AtLeastOne = 250
-    """Optimizer steps."""
+    """Number of optimizer steps."""
     learning_rate: AboveZero | None = None
-    """Peak of the learning rate, after warm-up. The recipe's if left out."""
+    """Peak of the learning rate, after warm-up. If left out, the recipe's."""
     constant_until: Share | None = None
-    """Share of the run after which the learning rate begins to fall, along half a cosine to --final-rate at the last
-    step. The recipe's phases if both are left out."""
+    """Share of the run after which the learning rate begins to fall, along half a cosine to --final-rate at
+    the last step. If both are left out, the recipe's phases."""
     final_rate: NotBelowZero | None = None
-    """Learning rate of the last step, as a share of the peak; 0.1 if only --constant-until is given."""
+    """Learning rate of the last step, as a share of the peak. If only --constant-until is given, 0.1."""
     warmup: NotNegative | None = None
-    """Steps of warm-up. The recipe's if left out, at most a tenth of the run."""
+    """Number of steps of warm-up. If left out, the recipe's, but at most a tenth of the run."""
     b1: Share | None = None
-    """AdamW's decay of the average gradient. The recipe's if left out."""
+    """AdamW's decay of the average gradient. If left out, the recipe's."""
     b2: Share | None = None
-    """AdamW's decay of the average squared gradient. The recipe's if left out."""
+    """AdamW's decay of the average squared gradient. If left out, the recipe's."""
     weight_decay: NotBelowZero | None = None
-    """AdamW's weight decay; norms and biases do not decay. The recipe's if left out."""
+    """AdamW's weight decay. Norms and biases do not decay. If left out, the recipe's."""
     clip: AboveZero | None = None
-    """Largest global norm of the gradient. The recipe's if left out."""
+    """Largest global norm of the gradient. If left out, the recipe's."""
     bias_rate: NotBelowZero | None = None
-    """How far a step moves the routing bias of an expert with too much or too little load. The recipe's if left out."""
+    """How far a step moves the routing bias of an expert with too much or too little load. If left out, the
+    recipe's."""
     first_microbatches: AtLeastOne | None = None
-    """Microbatches of the first steps, from which they grow by as many again and again, to all --microbatches once
-    --ramp-tokens are done. A step is compiled for each number."""
+    """Number of microbatches of the first steps. It grows by as many again and again, up to --microbatches
+    once --ramp-tokens are done. A step is compiled for each number."""
     ramp_tokens: AtLeastOne | None = None
-    """See --first-microbatches: tokens after which a step has all --microbatches."""
+    """Number of tokens after which a step has all --microbatches. See --first-microbatches."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,15 +115,16 @@ class CheckpointConfig:
     """When the run is saved, besides at its end and when it is told to stop, and what is kept."""
 
     every: Annotated[AtLeastOne | None, arg(name="checkpoint-every")] = None
-    """Steps between checkpoints."""
+    """Number of steps between checkpoints."""
     minutes: Annotated[AboveZero | None, arg(name="checkpoint-minutes")] = 10.0
-    """Minutes between checkpoints, whatever the steps."""
+    """Minutes between checkpoints, besides --checkpoint-every."""
     keep: AtLeastOne = 3
-    """How many of the latest checkpoints are kept."""
+    """Number of the latest checkpoints that are kept."""
     keep_every: AtLeastOne | None = None
-    """Checkpoints of steps that this divides are kept for good."""
+    """Keep for good each checkpoint whose step is a multiple of this."""
     export: Annotated[Path | None, arg(metavar="DIR")] = None
-    """Leave the weights there at the end, in Hugging Face's layout; with --resume also those of a finished run."""
+    """Folder to write the weights to at the end, in Hugging Face's layout. With --resume also those of a
+    finished run."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -126,24 +132,28 @@ class LogConfig:
     """What is said and written while it runs."""
 
     every: Annotated[AtLeastOne, arg(name="log-every")] = 10
-    """Steps between lines where the output is not a terminal."""
+    """Number of steps between printed lines where the output is not a terminal."""
     eval_every: AtLeastOne | None = None
-    """Steps between measurements of the held-out loss, besides before and after."""
+    """Number of steps between measurements of the held-out loss. If left out, only before and after the
+    run."""
     load_every: AtLeastOne = 10
-    """Steps between records of each expert's load in metrics.jsonl; balance and drops are in every one."""
+    """Number of steps between records of each expert's load in metrics.jsonl. Each step has its balance and
+    drops there."""
     track: tuple[Literal["tensorboard", "wandb"], ...] = ()
-    """Who is told the metrics besides metrics.jsonl. Weights & Biases is kept offline."""
+    """Trackers that are told the metrics, besides metrics.jsonl. Weights & Biases is kept offline."""
     peak_tflops: AboveZero | None = None
-    """Peak TFLOP/s of one device, which MFU is a share of; that of the data sheet for devices that are known."""
+    """Peak TFLOP/s of one device, of which MFU is a share. If left out, the data sheet's, for devices that
+    are known."""
     measure_peak: bool = False
-    """Where no peak is known, on CPU, take the measured rate of a matmul for it."""
+    """Take the measured rate of a product of matrices for the peak where none is known, as on CPU."""
     on_trouble: Literal["stop", "skip"] = "stop"
-    """At a loss or gradient that is no number, or a spike: stop, or go back to the latest checkpoint and skip the
-    batches from there to the trouble."""
+    """What to do at a spike of the loss, or at a loss or gradient that is no number. stop: end the run. skip:
+    go back to the latest checkpoint and skip the batches from there to the trouble."""
     spike: AboveZero | None = None
-    """How many spreads above the median of the latest losses is a spike; none if left out."""
+    """How many spreads above the median of the latest losses a loss is a spike. If left out, none is."""
     profile: Annotated[NotNegative, arg(metavar="STEPS")] = 0
-    """Steps to profile: a trace for Perfetto and XProf, and the measured timeline beside the schedule's theory."""
+    """Number of steps to profile: a trace for Perfetto and XProf, and the measured timeline beside the
+    schedule's theory."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -151,26 +161,27 @@ class LaunchConfig:
     """Processes and where their devices come from."""
 
     devices: Literal["cpu", "accelerator"] = "cpu"
-    """cpu makes dp x pp x ep virtual devices; accelerator takes what JAX finds."""
+    """cpu: make dp x pp x ep virtual devices. accelerator: take the devices that JAX finds."""
     processes: AtLeastOne | None = None
-    """Start this many processes on this machine, watch over them, and start them again when one fails."""
+    """Start so many processes on this machine, watch over them, and start them again when one fails."""
     restarts: NotNegative = 3
-    """How often processes that --processes started are started again, from the last good checkpoint."""
+    """How often the processes of --processes are started again, from the last good checkpoint."""
     shrink: bool = False
-    """Start again with fewer processes and pipeline ranks: without those that failed."""
+    """Start again without the processes that failed, and with fewer pipeline ranks."""
     coordinator: Annotated[str | None, arg(metavar="HOST:PORT")] = None
-    """Where process 0 of several is found, where no launcher tells (SLURM, Kubernetes, TPU pods, Open MPI do)."""
+    """Address of process 0 of several. Needed where no launcher tells it; SLURM, Kubernetes, TPU pods and
+    Open MPI do."""
     num_processes: AtLeastOne | None = None
-    """How many processes there are, where no launcher tells."""
+    """Number of processes. Needed where no launcher tells it."""
     process_id: NotNegative | None = None
-    """Which of them this one is, from 0, where no launcher tells."""
+    """Number of this process, counted from 0. Needed where no launcher tells it."""
     coordinator_bind: Annotated[str | None, arg(metavar="HOST:PORT")] = None
-    """Where process 0 listens, if not at the coordinator's own address; it trusts whoever reaches it."""
+    """Address at which process 0 listens, if not at the coordinator's own. It trusts whoever reaches it."""
     patience: AboveZero | None = None
-    """Seconds without a finished step after which a process counts as stuck and ends; ten median steps, and 20 s at
-    least, if left out. Compiling is not counted."""
+    """Seconds without a finished step after which a process counts as stuck and ends. If left out, ten median
+    steps, but at least 20 seconds. Compiling is not counted."""
     straggler_every: NotNegative = 50
-    """Steps between reports of the slowest of several processes; 0 for none."""
+    """Number of steps between reports of the slowest of several processes. 0 for none."""
 
 
 STEP = StepOptions(ep=2, microbatches=16, microbatch_size=4, precision="float32")
@@ -182,11 +193,11 @@ class TrainConfig:
     """All options of a run. Without any: DualPipe, pp 4 x ep 2 on 8 virtual CPU devices, on the standard library."""
 
     name: str | None = None
-    """Name of the run; the schedule and the time if not given."""
+    """Name of the run. If left out, the schedule and the time."""
     runs: Path = Path("runs")
     """Folder of all runs."""
     seed: NotNegative = 0
-    """Of initial parameters and batches, below 2^32. A batch depends on seed and step alone."""
+    """Seed of initial parameters and batches, below 2^32. A batch depends on seed and step alone."""
     model: ModelConfig = ModelConfig()
     step: StepOptions = STEP
     experts: ExpertsConfig = ExpertsConfig()

@@ -10,10 +10,11 @@ import types
 import typing
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import tyro
 
+from dualpipe_jax.command.line import read
 from dualpipe_jax.pods.plan import read_plan
 from train.config import FLAGS, ConfigError, LaunchConfig, TrainConfig, replaced
 from train.presets import PRESETS
@@ -28,25 +29,29 @@ byte by byte. Everything about the run is left in runs/NAME, its options in conf
 class Command(TrainConfig):
     """What is asked for: the options of a run, and where they come from."""
 
+    COMMON: ClassVar = (
+        "data", "model", "schedule", "pp", "ep", "microbatches", "microbatch-size", "sequence", "steps", "devices",
+        "name", "resume", "preset", "config",
+    )  # fmt: skip
+
     preset: Annotated[str | None, tyro.conf.arg(metavar="{" + ",".join(PRESETS) + "}")] = None
     """Options to start from, by name."""
     config: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
-    """File with options, .toml, .yaml or .json, in sections: model, step, experts, data, optimizer, checkpoint, log,
-    launch.
-    A finished run's config.json is one. Flags win over it, and it over the preset."""
+    """File with options (.toml, .yaml or .json) in the sections model, step, experts, data, optimizer,
+    checkpoint, log and launch. A run's config.json is one. Flags win over it, and it wins over the preset."""
     plan: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
-    """What `dualpipe plan` wrote: the model and its step's options. --config and flags win over it."""
+    """File that `dualpipe plan` wrote: the model and its step's options. --config and flags win over it."""
     resume: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
-    """Go on with the run of this --name, the newest if none is given, from its latest checkpoint that is whole, with
-    the options that it had, over which those given here win. Where nothing is saved yet it begins."""
+    """Go on with the run of this --name, or with the newest, from its latest checkpoint that is whole. The
+    run keeps its options, but those given here win. A run that has saved nothing yet begins anew."""
     check: Annotated[Path | None, tyro.conf.arg(metavar="RUN")] = None
-    """Train nothing; read every checkpoint of a run's folder and say which are whole."""
+    """Train nothing, but read every checkpoint of a run's folder and say which are whole."""
 
-    compare: Annotated[tuple[Path, ...], tyro.conf.arg(metavar="RUN RUN ...")] = ()
-    """Train nothing; lay the curves of finished runs side by side and say whether they are bitwise equal. Exits with
-    code 0 if they are, 1 if not."""
+    compare: Annotated[tuple[Path, ...], tyro.conf.arg(metavar="RUN ...")] = ()
+    """Train nothing, but lay the curves of finished runs side by side and say whether they are bitwise equal.
+    The exit code is 0 if they are, else 1."""
     report: Annotated[Path | None, tyro.conf.arg(metavar="RUN")] = None
-    """Train nothing; write a run's report.html anew from what lies in its folder."""
+    """Train nothing, but write a run's report.html anew from what is in its folder."""
 
     @property
     def options(self) -> TrainConfig:
@@ -80,14 +85,8 @@ def parse(arguments: Sequence[str] | None = None) -> Command:
         options = apply(options, from_plan(sources.plan), f"--plan {sources.plan}")
     if sources.config is not None:
         options = apply(options, read_file(Path(sources.config)), f"--config {sources.config}")
-    return tyro.cli(
-        Command,
-        prog="scripts/train",
-        description=DESCRIPTION,
-        args=written,
-        default=Command(**_values(options)),
-        config=(tyro.conf.OmitArgPrefixes,),
-    )
+    default = Command(**_values(options))
+    return read(Command, "scripts/train", written, default, DESCRIPTION, paired=True)
 
 
 def anew(launch: LaunchConfig) -> LaunchConfig:
@@ -142,7 +141,7 @@ def from_plan(file: Path) -> Mapping[str, Any]:
         )
     counts = {"microbatches": plan.num_microbatches, "microbatch_size": plan.batch}
     return {
-        "model": {"name": plan.model, "numbers": plan.change},
+        "model": {"name": plan.model, "numbers": plan.set},
         "step": dataclasses.asdict(plan.step) | counts,
     }
 
@@ -211,6 +210,9 @@ def in_todays_sections(given: Mapping[str, Any]) -> dict[str, Any]:
         for name, value in options.items():
             place, now = _FORMER[section].get(name, (own, name))
             found[place] = {**found.get(place, {}), now: value}
+    if isinstance(step := found.get("step"), Mapping) and isinstance(step.get("serialised"), bool):
+        rest = {name: value for name, value in step.items() if name != "serialised"}
+        found["step"] = {**rest, "overlap": not step["serialised"]}
     return found
 
 

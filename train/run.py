@@ -184,7 +184,7 @@ def introduce(this: Run, folder: Path, console: Console) -> None:
     total, active = count_parameters(model_config(config, corpus.vocab))
     say(
         console,
-        f"model      {config.model.name}: {total / 1e6:.2f} M parameters, {active / 1e6:.2f} M at work on a {unit}\n"
+        f"model      {config.model.name}: {total / 1e6:.2f} M parameters, {active / 1e6:.2f} M active for a {unit}\n"
         f"experts    {describe_dispatch(config)}\n"
         f"data       {corpus.num_documents} documents: {corpus.num_tokens / 1e6:.1f} M {unit}s to train on, "
         f"{corpus.num_heldout / 1e6:.1f} M held out\n"

@@ -129,7 +129,7 @@ def prepare(config: TrainConfig) -> Run:
             storage_specs=layout.storage_specs,
             compute_dtype=model.compute_dtype,
             accumulate_dtype=jnp.dtype(asked.gradient_sums),
-            fuse_pairs=False if asked.serialised else None,
+            fuse_pairs=None if asked.overlap else False,
         )
         return make_update(
             pipeline.value_and_grad,

@@ -12,7 +12,7 @@ from dualpipe_jax.balance import Layout, Outlook, Placement, balance, outlook, r
 from dualpipe_jax.balance.placement import count_moves, read_placement
 from dualpipe_jax.command.loads import read_loads
 from dualpipe_jax.command.options import CommandError, Count
-from dualpipe_jax.command.output import show, show_json
+from dualpipe_jax.command.output import say_written, show, show_json
 from dualpipe_jax.present.numbers import amount, percent
 from dualpipe_jax.present.table import Table
 
@@ -31,32 +31,32 @@ class Balance:
     """
 
     loads: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="LOADS")]
-    """What each expert had to do, [layers, experts] or [windows, layers, experts] of which the worst window counts: an
-    array "loads" in .npz or .npy, .json, or a training run's metrics.jsonl or folder."""
+    """What each expert had to do, [layers, experts] or [windows, layers, experts] of which the worst window
+    counts: an array "loads" in .npz or .npy, .json, or a training run's metrics.jsonl or folder."""
     devices: int
-    """Devices over which a layer's experts lie."""
+    """Number of devices over which a layer's experts lie."""
     slots: Count = None
-    """Experts that a device holds in a layer, copies included; just enough for one copy each if left out."""
+    """Number of experts that a device holds in a layer, copies included. If left out, just enough for one of each."""
     nodes: int = 1
-    """Machines of the devices; of account with --groups."""
+    """Number of machines that have the devices. It matters only with --groups."""
     groups: Count = None
-    """Groups of experts, each to stay on one node; leave out unless routing is limited to groups."""
+    """Number of groups of experts, each of which stays on one node. Needed only where routing is limited to groups."""
     windows: int = 10
     """How many of the latest windows count, at most."""
-    previous: Annotated[Path | None, tyro.conf.arg(metavar="FILE", help_behavior_hint="")] = None
-    """Placement in force: a plan that this command wrote. Without it "before" is experts in order, one copy each."""
+    previous: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
+    """Placement in force: a plan that this command wrote. Without it "before" is experts in order, one copy
+    each."""
     max_moves: Count = None
-    """The most experts that may move, over all layers; needs --previous."""
+    """The most experts that may move, over all layers. Needs --previous."""
     move_cost: float = 0.0
-    """What a move costs, in loads of a layer's mean device: a move must gain more; needs --previous."""
+    """What a move costs, in loads of a layer's mean device: a move must gain more. Needs --previous."""
     expert_bytes: float = V3_EXPERT
-    """Bytes of an expert, for those that move; of DeepSeek-V3's in bfloat16 unless given."""
-    output: Annotated[
-        tuple[Path, ...], tyro.conf.arg(metavar="FILE [FILE ...]", aliases=["-o"], help_behavior_hint="")
-    ] = ()
-    """Files to write: the plan as .json, a heat map of devices by layers, before and after, as .svg or .png."""
+    """Bytes of an expert, for those that move. The default is DeepSeek-V3's expert in bfloat16."""
+    output: Annotated[tuple[Path, ...], tyro.conf.arg(metavar="FILE ...", aliases=["-o"])] = ()
+    """Files to write: the plan as .json, a heat map of devices by layers, before and after, as .svg or
+    .png."""
     json: bool = False
-    """Print for programs."""
+    """Print JSON, for programs."""
 
     def run(self) -> int:
         if wrong := [path for path in self.output if path.suffix.lower() not in (".json", ".svg", ".png")]:
@@ -155,3 +155,4 @@ class Balance:
                 from dualpipe_jax.balance import plot
 
                 plot(loads, before, placed, path, bound=float(found.bound.mean()))
+            say_written(path)

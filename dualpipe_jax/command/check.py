@@ -25,9 +25,9 @@ class Check:
     file: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="FILE")]
     """The file, or - for standard input."""
     pipes: Pipes = None
-    """The rank of each stage, pipe by pipe, such as "(0 1 1 0)", where the file does not say."""
+    """The rank of each stage, pipe by pipe, such as "(0 1 1 0)". Needed for a file that does not say it."""
     json: bool = False
-    """Print for programs."""
+    """Print JSON, for programs."""
     costs: Costs = dataclasses.field(default_factory=Costs)
 
     def run(self) -> int:

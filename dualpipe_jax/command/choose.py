@@ -1,7 +1,7 @@
 """`dualpipe choose`: which schedule for this model on these ranks."""
 
 import dataclasses
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 import tyro
 
@@ -32,19 +32,22 @@ class Choose:
     dualpipe choose --ranks 16 --microbatches 64 --FB 2.25 --memory-limit 17
     """
 
+    COMMON: ClassVar = "ranks", "microbatches", "FB", "send", "costs", "memory-limit", "search", "json"
+
     ranks: int
-    """Pipeline ranks."""
+    """Number of pipeline ranks."""
     microbatches: int
-    """Microbatches of a step, over all pipes."""
+    """Number of microbatches of a step, over all pipes."""
     memory_limit: Number = None
-    """The most that a rank may keep, in the unit of the sizes below; where none is given, the unit is the
-    activations of a microbatch in a whole rank's share. No limit if left out."""
+    """The most that a rank may keep, in the unit of the memory options. Without these the unit is a
+    microbatch's activations in a whole rank's share. If left out, there is no limit."""
     search: Annotated[float, tyro.conf.arg(metavar="EFFORT")] = 0.0
-    """Consider what `dualpipe search` finds with this effort, too."""
+    """Consider what `dualpipe search` finds with this effort, too. 0 does not search."""
     jitter: float = 0.0
-    """Each slot's time varies by this share of it (a standard deviation): median and 95th percentile of 200 runs."""
+    """Let each slot's time vary by this share of it (a standard deviation), and print the median and the 95th
+    percentile of 200 runs."""
     json: bool = False
-    """Print for programs."""
+    """Print JSON, for programs."""
     costs: Costs = dataclasses.field(default_factory=Costs)
     memory: Memory = dataclasses.field(default_factory=Memory)
     shape: Shape = dataclasses.field(default_factory=Shape)

@@ -3,7 +3,7 @@
 import dataclasses
 import math
 from collections.abc import Callable, Iterable
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import tyro
 
@@ -101,22 +101,23 @@ class Compare:
     dualpipe compare --ranks 16 --microbatches 64 --FB 2.25 --send 0.02 --jitter 0.1
     """
 
-    names: Annotated[
-        tyro.conf.Positional[tuple[str, ...]], tyro.conf.arg(metavar="[NAME ...]", help_behavior_hint="")
-    ] = ()
-    """Which schedules, by name or as files that `dualpipe check` reads; all if none is named."""
+    COMMON: ClassVar = "names", "ranks", "microbatches", "FB", "send", "costs", "jitter", "format", "json"
+
+    names: Annotated[tyro.conf.Positional[tuple[str, ...]], tyro.conf.arg(metavar="[NAME ...]")] = ()
+    """The schedules, by their names or as files that `dualpipe check` reads. If left out, all schedules."""
     ranks: Count = None
-    """Pipeline ranks; those of the first file if left out."""
+    """Number of pipeline ranks. If left out, that of the first file."""
     microbatches: Count = None
-    """Microbatches of a step, over all pipes; those of the first file if left out."""
+    """Number of microbatches of a step, over all pipes. If left out, that of the first file."""
     pipes: Pipes = None
-    """The rank of each stage, pipe by pipe, such as "(0 1 1 0)", where a file does not say."""
+    """The rank of each stage, pipe by pipe, such as "(0 1 1 0)". Needed for a file that does not say it."""
     jitter: float = 0.0
-    """Each slot's time varies by this share of it (a standard deviation): median and 95th percentile of 200 runs."""
+    """Let each slot's time vary by this share of it (a standard deviation), and print the median and the 95th
+    percentile of 200 runs."""
     format: Literal["text", "markdown", "json"] = "text"
     """How the table is written."""
     json: bool = False
-    """The same as --format json."""
+    """Short for --format json."""
     costs: Costs = dataclasses.field(default_factory=Costs)
     memory: Memory = dataclasses.field(default_factory=Memory)
     shape: Shape = dataclasses.field(default_factory=Shape)

@@ -27,13 +27,13 @@ class Diff:
     other: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="NAME")]
     """Another."""
     ranks: Count = None
-    """Pipeline ranks; those of the first file if left out."""
+    """Number of pipeline ranks. If left out, that of the first file."""
     microbatches: Count = None
-    """Microbatches of a step, over all pipes; those of the first file if left out."""
+    """Number of microbatches of a step, over all pipes. If left out, that of the first file."""
     pipes: Pipes = None
-    """The rank of each stage, pipe by pipe, such as "(0 1 1 0)", where a file does not say."""
+    """The rank of each stage, pipe by pipe, such as "(0 1 1 0)". Needed for a file that does not say it."""
     json: bool = False
-    """Print for programs."""
+    """Print JSON, for programs."""
     costs: Costs = dataclasses.field(default_factory=Costs)
     shape: Shape = dataclasses.field(default_factory=Shape)
 

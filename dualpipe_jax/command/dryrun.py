@@ -4,16 +4,17 @@ import dataclasses
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 import tyro
 
 from dualpipe_jax.command.options import CommandError
-from dualpipe_jax.command.output import show, show_json
+from dualpipe_jax.command.output import say_written, show, show_json
 from dualpipe_jax.command.overlap import (
     Files,
     PlanFile,
     RatesFile,
+    TargetName,
     exposed_sends,
     name_of,
     planned,
@@ -57,23 +58,31 @@ class Dryrun:
     --dispatch capacity --capacity-factor 1 --shard optimizer
     """
 
-    target: str
-    """Devices: v5e:4x4, v5p:8x8x16, v4:, v6e:, tpu7x: or h100:NODESxGPUS; cpu:N to run and time units here."""
+    COMMON: ClassVar = (
+        "target", "program", "pp", "ep", "sequence", "remat", "dispatch", "capacity-factor", "shard", "compile", "plan",
+        "json",
+    )  # fmt: skip
+
+    target: TargetName
+    """The devices: v5e:4x4 or v5p:8x8x16, likewise v4, v6e and tpu7x, or h100:NODESxGPUS; or cpu:N, which
+    runs and times the units on this machine."""
     compile: Literal["nothing", "units", "step"] = "units"
-    """nothing only counts memory, in seconds and with no compiler; units compiles each unit of the engine once, for
-    times; step compiles the program's whole step, for the compiler's own account of memory."""
+    """nothing: only count the memory, which takes seconds and needs no compiler. units: compile each unit of
+    the engine once, for the times. step: compile the program's whole step, for the compiler's own count of
+    memory."""
     output: Files = ()
-    """Files to write of what is compiled, by their endings: see `dualpipe overlap`."""
+    """Files to write of what is compiled. Their endings say what, as in `dualpipe overlap`."""
     rates_file: RatesFile = None
-    """Rates measured by `dualpipe probe`, to price the program by instead of the compiler's figures."""
-    write_costs: Annotated[Path | None, tyro.conf.arg(metavar="FILE", help_behavior_hint="")] = None
-    """JSON file to write what a rank's share of the model takes and keeps in, in ms and bytes: --costs of `show`,
-    `compare`, `choose` and `search`."""
+    """File of rates that `dualpipe probe` measured. Times follow from these instead of the compiler's
+    figures."""
+    write_costs: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
+    """JSON file to write the costs to: what a rank's share of the model takes in ms and keeps in bytes.
+    `dualpipe show`, `compare`, `choose` and `search` read it with --costs."""
     json: bool = False
-    """Print for programs."""
+    """Print JSON, for programs."""
     plan_file: PlanFile = None
-    """Take all options below from a file that `dualpipe plan` wrote."""
-    plan: Plan = dataclasses.field(default_factory=Plan)
+    """File that `dualpipe plan` wrote, which says --program and all options of the step."""
+    plan: Annotated[Plan, tyro.conf.arg(name="step")] = dataclasses.field(default_factory=Plan)
 
     def run(self) -> int:
         self._check_costs()
@@ -83,6 +92,7 @@ class Dryrun:
         assert found.memory is not None
         if self.write_costs is not None and found.step is not None:
             self.write_costs.write_text(json.dumps(plain(found.step.share), indent=2) + "\n")
+            say_written(self.write_costs)
         if self.json:
             show_json(plain(found))
         else:

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from dualpipe_jax.command.given import ENTRY, Share
 from dualpipe_jax.command.options import CommandError
-from dualpipe_jax.command.output import in_terminal
+from dualpipe_jax.command.output import in_terminal, say_written
 from dualpipe_jax.present.numbers import number, percent, together
 from dualpipe_jax.present.table import Table
 from dualpipe_jax.schedule import MemoryModel, Timeline, format_grid
@@ -45,7 +45,7 @@ def write(data: bytes, form: Format, output: Path | None) -> None:
     """
     if output is not None:
         output.write_bytes(data)
-        print(f"wrote {output}", file=sys.stderr)
+        say_written(output)
     elif in_terminal() and form in PICTURES:
         raise CommandError(f"--format {form} is not for a terminal; add --output FILE.{form}")
     else:

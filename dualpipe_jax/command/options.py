@@ -14,11 +14,10 @@ from dualpipe_jax.schedule import CostModel, MemoryModel, Schedule, limit_stash
 from dualpipe_jax.schedule.names import SCHEDULES, find
 from dualpipe_jax.schedule.recipes.classic import MOST_ACTIONS
 
-Number = Annotated[float | None, tyro.conf.arg(metavar="FLOAT", help_behavior_hint="")]
-Count = Annotated[int | None, tyro.conf.arg(metavar="INT", help_behavior_hint="")]
-Output = Annotated[Path | None, tyro.conf.arg(metavar="FILE", aliases=["-o"], help_behavior_hint="")]
-
-Pipes = Annotated[str | None, tyro.conf.arg(metavar="PIPES", help_behavior_hint="")]
+Number = float | None
+Count = int | None
+Output = Annotated[Path | None, tyro.conf.arg(metavar="FILE", aliases=["-o"])]
+Pipes = Annotated[str | None, tyro.conf.arg(metavar="PIPES")]
 
 
 class CommandError(ValueError):
@@ -47,29 +46,31 @@ class Costs:
     """Time that a whole rank's share of the model takes for one microbatch, in any unit. Where a rank holds
     k stages of a pipe, each takes 1/k of it."""
 
-    costs: Annotated[Path | None, tyro.conf.arg(metavar="FILE", help_behavior_hint="")] = None
-    """JSON with costs, memory and units of a share, as `dualpipe show --json`, `dryrun --write-costs`, `probe` and a
-    profiled run write them; options beside it count more."""
+    costs: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
+    """JSON file with a share's costs, memory and units, as written by `dualpipe show --json`, `dualpipe
+    dryrun --write-costs`, `dualpipe probe` and a profiled training run. Options given with it win over the
+    file."""
     F: float = 1.0
-    """Forward."""
+    """Time of the forward."""
     I: float = 1.0
-    """Backward for the input."""
+    """Time of the backward for the input."""
     W: float = 1.0
-    """Backward for the weights."""
+    """Time of the backward for the weights."""
     FB: Number = None
-    """Overlapped pair of a forward and a full backward; F + I + W, no gain, unless given."""
+    """Time of a forward and a whole backward that overlap. If left out, F + I + W: the overlap gains
+    nothing."""
     send: float = 0.0
-    """Transfer to another rank."""
+    """Time of a transfer to another rank."""
     send_inside: Number = None
-    """Transfer to a rank of the same node; as between nodes unless given."""
+    """Time of a transfer to a rank of the same node. If left out, the same as --send."""
     ranks_per_node: int = 1
-    """Ranks of a node: neighbours, counted from rank 0."""
+    """How many ranks share a node: the first so many from rank 0 on, and so forth."""
     blocking: bool = False
-    """A transfer keeps its sender too from its next work."""
+    """The sender of a transfer waits, too, until it is done."""
     first: tuple[float, float, float] = (0.0, 0.0, 0.0)
-    """More F, I, W at the model's first stage, the embedding; less where negative."""
+    """What the model's first stage takes more for F, I and W: the embedding. Negative where it takes less."""
     last: tuple[float, float, float] = (0.0, 0.0, 0.0)
-    """More F, I, W at the model's last stage: the head."""
+    """What the model's last stage takes more for F, I and W: the head."""
 
     def over(self, base: CostModel | None) -> CostModel:
         """The same as the simulator reads it; what is not given is the base's, if there is one."""
@@ -87,21 +88,21 @@ class Memory:
     memory is the number of live activations."""
 
     residual_i: float = 1.0
-    """Read by the backward for the input alone: from F to the end of I or B."""
+    """What only the backward for the input reads. It is kept from F to the end of I or B."""
     residual_w: float = 0.0
-    """Read by the backward for the weights: from F to the end of W or B."""
+    """What the backward for the weights reads. It is kept from F to the end of W or B."""
     stash: float = 0.0
-    """Handed from I to W."""
+    """What I hands on to W. It is kept from I to the end of W."""
     boundary: float = 0.0
-    """A stage's input (not divided by k): from F to the end of W or B."""
+    """A stage's input, which is not divided by k. It is kept from F to the end of W or B."""
     parameters: float = 0.0
-    """Weights, gradient sums and optimizer state of one share, whatever the microbatches."""
+    """Weights, sums of gradients and optimizer state of one share."""
     fixed: float = 0.0
-    """What a rank keeps whatever the schedule."""
+    """What each rank keeps under every schedule."""
     first_parameters: float = 0.0
-    """More parameters at the model's first stage: the embedding."""
+    """What the model's first stage has more of --parameters: the embedding."""
     last_parameters: float = 0.0
-    """More parameters at the model's last stage: the head."""
+    """What the model's last stage has more of --parameters: the head."""
 
     def over(self, base: MemoryModel | None) -> MemoryModel:
         """The same as the simulator reads it; what is not given is the base's, if there is one."""
@@ -122,14 +123,15 @@ def _changed(options: Costs | Memory, names: Iterable[str]) -> dict[str, Any]:
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """How the schedules are cut that can be cut finer."""
+    """How finely schedules are cut, where they leave a choice."""
 
     stages_per_rank: Count = None
-    """Stages of a rank: interleaved schedules."""
+    """Stages of each rank, for interleaved schedules."""
     waves: Count = None
-    """Waves: hanayo."""
+    """Number of waves, for hanayo."""
     max_stash: Count = None
-    """The most stashes, what I leaves for W, on a rank; other backwards are whole. As many as there are if left out."""
+    """How many stashes, what I hands on to W, a rank may keep at a time. Backwards beyond that are not split.
+    If left out, there is no limit."""
 
     def given(self) -> dict[str, int]:
         """Keyword arguments of recipes, as far as they were given."""

@@ -6,6 +6,7 @@ import json
 import sys
 import threading
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 from dualpipe_jax.present.table import Table
@@ -71,6 +72,12 @@ def told_if_long(what: str) -> Iterator[None]:
         yield
     finally:
         timer.cancel()
+
+
+def say_written(*files: Path) -> None:
+    """A line on standard error for each file that was written: standard output is for what was found."""
+    for file in files:
+        print(f"wrote {file}", file=sys.stderr)
 
 
 def show_json(value: Mapping[str, Any]) -> None:

@@ -4,12 +4,13 @@ import dataclasses
 import importlib.util
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import tyro
 
 from dualpipe_jax.command.options import CommandError, Count
-from dualpipe_jax.command.output import show, show_json
+from dualpipe_jax.command.output import say_written, show, show_json
+from dualpipe_jax.installing import install_command
 from dualpipe_jax.pods.plain import filled, plain
 from dualpipe_jax.pods.plan import Plan, read_plan
 from dualpipe_jax.pods.request import Request
@@ -18,13 +19,16 @@ from dualpipe_jax.present.numbers import format_cycles, percent
 from dualpipe_jax.present.table import Table
 from dualpipe_jax.schedule.lowering.unit_key import UnitKey
 
-Files = Annotated[tuple[Path, ...], tyro.conf.arg(metavar="FILE ...", aliases=["-o"], help_behavior_hint="")]
+Files = Annotated[tuple[Path, ...], tyro.conf.arg(metavar="FILE ...", aliases=["-o"])]
 """What to write of a compiled program."""
 
-RatesFile = Annotated[Path | None, tyro.conf.arg(name="rates", metavar="FILE", help_behavior_hint="")]
+TargetName = Annotated[str, tyro.conf.arg(metavar="TARGET")]
+"""Devices that are not here."""
+
+RatesFile = Annotated[Path | None, tyro.conf.arg(name="rates", metavar="FILE")]
 """Measured rates."""
 
-PlanFile = Annotated[Path | None, tyro.conf.arg(name="plan", metavar="FILE", help_behavior_hint="")]
+PlanFile = Annotated[Path | None, tyro.conf.arg(name="plan", metavar="FILE")]
 """What `dualpipe plan` wrote."""
 
 _SERVING = "prefill", "decode"
@@ -41,29 +45,37 @@ class Overlap:
     dualpipe overlap --target v5p:4x4x2 --what prefill
     """
 
-    target: str
-    """Devices: v5e:4x4, v5p:8x8x16, v4:, v6e:, tpu7x: or h100:NODESxGPUS."""
+    COMMON: ClassVar = (
+        "target", "program", "layers-per-stage", "set", "pp", "ep", "sequence", "dispatch", "capacity-factor", "what",
+        "plan", "output",
+    )  # fmt: skip
+
+    target: TargetName
+    """The devices: v5e:4x4 or v5p:8x8x16, likewise v4, v6e and tpu7x, or h100:NODESxGPUS."""
     what: Literal["train", "prefill", "decode"] = "train"
-    """train: a pair of a pipeline. prefill, decode: a step of serving in two microbatches, experts over all devices
-    of the target, --layers-per-stage layers (4) with experts; --sequence is the prompts' length or decode's context."""
+    """train: an overlapped pair of a pipeline. prefill, decode: a step of serving in two microbatches, with
+    the experts over all devices of the target. It has --layers-per-stage layers with experts (4 if left out),
+    and --sequence is the length of the prompts, or of the context in decode."""
     requests: Count = None
-    """Requests of a device, with --what prefill or decode: 16,384 tokens of prompts, or 128 requests, if left out."""
+    """Number of requests of a device, with --what prefill or decode. If left out, 16,384 tokens of prompts,
+    or 128 requests in decode."""
     at_least: Annotated[float, tyro.conf.arg(metavar="PERCENT")] = 97.0
-    """How much of the all-to-alls' time must be hidden."""
+    """How much of the all-to-alls' time must be hidden; else the exit status is 1."""
     whole: bool = False
-    """Compile the whole training step instead of one pair, which takes several times as long."""
-    compiled: Annotated[Path | None, tyro.conf.arg(metavar="FILE", help_behavior_hint="")] = None
-    """Read this text of a program compiled for the target before, instead of compiling one."""
+    """Compile the whole training step instead of one pair. This takes several times as long."""
+    compiled: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
+    """Compile nothing, but read this text of a program that was compiled for the target before."""
     output: Files = ()
-    """Files to write, by their endings. svg, png: a picture of the pair's timeline. trace: the same for Perfetto.
-    hlo, txt: the compiled program's text."""
+    """Files to write. Their endings say what: .svg and .png are a picture of the pair's timeline, .trace is
+    the same for Perfetto, .hlo and .txt are the compiled program's text."""
     rates_file: RatesFile = None
-    """Rates measured by `dualpipe probe`, to price the program by instead of the compiler's figures."""
+    """File of rates that `dualpipe probe` measured. Times follow from these instead of the compiler's
+    figures."""
     json: bool = False
-    """Print for programs."""
+    """Print JSON, for programs."""
     plan_file: PlanFile = None
-    """Take all options below from a file that `dualpipe plan` wrote."""
-    plan: Plan = dataclasses.field(default_factory=Plan)
+    """File that `dualpipe plan` wrote, which says --program and all options of the step."""
+    plan: Annotated[Plan, tyro.conf.arg(name="step")] = dataclasses.field(default_factory=Plan)
 
     def run(self) -> int:
         if self.compiled is not None and (self.whole or self.plan_file or self.plan != Plan()):
@@ -189,7 +201,10 @@ def study(
             if compile not in _SERVING:
                 ask("dualpipe_jax.pods", plain(counted), environment, called)
             raise
-    return filled(Answer, ask("dualpipe_jax.pods", plain(request), environment, called))
+    answer = filled(Answer, ask("dualpipe_jax.pods", plain(request), environment, called))
+    if answer.compiled is not None and answer.compiled.out_of_memory is None:
+        say_written(*files)
+    return answer
 
 
 def _check_timed(target: Any, compile: str, files: Sequence[Path], rates: Path | None) -> None:
@@ -217,7 +232,8 @@ def _check_files(files: Sequence[Path]) -> None:
             raise CommandError(f"--output {file}: cannot tell what to write; end it in {', '.join(_ENDINGS)}")
         if file.suffix.lower() in (".svg", ".png") and importlib.util.find_spec("matplotlib") is None:
             raise ModuleNotFoundError(
-                f"--output {file}: a picture needs matplotlib, which is not installed; run: pip install matplotlib"
+                f"--output {file}: a picture needs matplotlib, which is not installed; run: "
+                + install_command("matplotlib", extra="plot")
             )
 
 
@@ -272,7 +288,7 @@ def name_of(found: Answer) -> str:
     plan, target = found.program, found.target
     assert plan is not None and target is not None
     if found.compiled is not None and found.compiled.what in _SERVING:
-        how = "one microbatch" if plan.serialised else "two microbatches"
+        how = "two microbatches" if plan.overlap else "one microbatch"
         return f"{plan.model}, {found.compiled.what} in {how}, ep {plan.ep} on {target.name}"
     return f"{plan.model}, {plan.schedule}, {plan.layout} on {target.name}"
 
@@ -316,9 +332,10 @@ def _sentences(compiled: Compiled, at_least: float, enough: bool) -> list[str]:
     for op, name in {"FB": "pair", **{what: what for what in _SERVING}}.items():
         if (pair := compiled.units.get(UnitKey(op))) is None:
             continue
+        apart = f" ({pair.computation / pair.communication:.2f} : 1)" if pair.communication else ""
         lines.append(
             f"{name}: {format_cycles(pair.cycles)} cycles, {pair.over_limit:.3f} of the larger of its computation "
-            f"and its communication, {pair.over_sum:.3f} of their sum"
+            f"and its communication{apart}, {pair.over_sum:.3f} of their sum"
             + (f"; a lower bound, {pair.unpriced} instructions have no price" if pair.unpriced else "")
         )
     return lines

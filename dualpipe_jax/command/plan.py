@@ -5,13 +5,13 @@ import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from tyro.conf import Fixed, Suppress, arg
 
 from dualpipe_jax.command.options import CommandError, Count, Died, Output
-from dualpipe_jax.command.output import show, show_json
-from dualpipe_jax.command.overlap import RatesFile, study
+from dualpipe_jax.command.output import say_written, show, show_json
+from dualpipe_jax.command.overlap import RatesFile, TargetName, study
 from dualpipe_jax.pods import planner
 from dualpipe_jax.pods.cache import Cache, default_folder
 from dualpipe_jax.pods.plain import plain
@@ -40,7 +40,7 @@ class Given(Chosen):
     remat: Suppress[Fixed[Literal["none", "dots", "wide", "all"]]] = "none"
     dispatch: Suppress[Fixed[Literal["dropless", "capacity"]]] = "dropless"
     shard: Suppress[Fixed[Shard]] = "nothing"
-    serialised: Suppress[Fixed[bool]] = False
+    overlap: Suppress[Fixed[bool]] = True
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,47 +52,57 @@ class Plan:
     dualpipe plan --target v5p:8x8x16 --program v3 --pp 16 --sequence 2048 --tokens-per-step 8388608 -o plan.json
     """
 
-    target: str
-    """Devices: v5e:4x4, v5p:8x8x16, v4:, v6e:, tpu7x: or h100:NODESxGPUS, or cpu:N to run and time units here; all of
-    them work."""
+    COMMON: ClassVar = (
+        "target", "program", "pp", "sequence", "tokens-per-step", "per-device", "schedule", "remat", "dispatch",
+        "capacity-factor", "output", "json",
+    )  # fmt: skip
+
+    target: TargetName
+    """The devices, all of which are used: v5e:4x4 or v5p:8x8x16, likewise v4, v6e and tpu7x, or
+    h100:NODESxGPUS; or cpu:N, which runs and times the units on this machine."""
     tokens_per_step: Count = None
-    """Tokens of a step, which numbers of microbatches follow from; four microbatches for each rank of one sequence a
-    device if left out."""
+    """Number of tokens of a step, from which the number of microbatches follows. If left out, four
+    microbatches for each rank, of one sequence for each device."""
     pp: tuple[int, ...] = ()
-    """Pipeline ranks to choose from; experts lie on what is left of the devices. All up to 32 that divide them if left
-    out, which takes long: each is compiled."""
+    """Numbers of pipeline ranks to choose from. The experts take the rest of the devices: ep is their number
+    divided by pp and dp. If left out, all up to 32 that divide the devices, which takes long, for each is
+    compiled."""
     dp: tuple[int, ...] = (1,)
-    """Replicas of the whole to choose from; pipelines and experts lie on what each has of the devices."""
+    """Numbers of replicas of the whole to choose from. Each has its part of the devices for pipeline and
+    experts."""
     per_device: tuple[int, ...] = (1, 2)
-    """Sequences of a microbatch on each device to choose from."""
+    """Numbers of sequences of a microbatch on each device to choose from."""
     schedule: tuple[str, ...] = planner.SCHEDULES
     """Schedules to choose from."""
     remat: tuple[Literal["none", "dots", "wide", "all"], ...] = planner.REMATS
-    """What layers compute again in the backward, to choose from."""
+    """What layers compute again in the backward, to choose from. See `dualpipe dryrun`."""
     dispatch: tuple[Literal["dropless", "capacity"], ...] = planner.DISPATCHES
-    """How tokens reach experts, to choose from, if the program sends any; capacity drops what exceeds its room, so they
-    do not learn the same."""
+    """How tokens reach experts, to choose from, if the program sends any. The two do not learn the same:
+    capacity drops the tokens that exceed its room."""
     max_stash: tuple[int, ...] = tuple(most for most in planner.STASHES if most is not None)
-    """Limits to choose from of the microbatches of a rank that may wait for their weights' gradients, besides none."""
+    """Limits to choose from of how many microbatches of a rank may wait for their weights' gradients. No
+    limit is tried, too."""
     shard: tuple[Shard, ...] = planner.SHARDS
-    """What is shared out over devices that would each hold the same (ZeRO), to choose from. Units are compiled with the
-    least that any plan of a case needs, and again with more only where a plan that needs it, such as for more stashes,
-    could be shorter; each is priced as it is compiled. Given alone, that is compiled."""
+    """What is shared out over devices that would each hold the same, to choose from: nothing, the optimizer's
+    state (ZeRO-1), or the parameters, too (ZeRO-3). Units are compiled with the least that any plan of a case
+    needs, and again with more only where a plan that needs more could be shorter."""
     move_layers: int = 1
-    """How many cases more to compile, at most, with layers moved between stages: of programs that can share their
-    layers out otherwise, where what the units of the first stage and the last one took, beside those between them,
-    promises a step that is 1 % shorter than the best. 0 keeps to the program's own shares."""
+    """How many more cases to compile, at most, with layers moved between stages. A case is compiled where the
+    units of the first and the last stage promise a step that is 1 % shorter than the best so far. 0 moves no
+    layers."""
     best: int = 10
-    """How many plans to print."""
-    cache: Annotated[Path | None, arg(metavar="DIR", help_behavior_hint="")] = None
-    """Where compiled costs are kept, by all that decides them; ~/.cache/dualpipe if left out."""
+    """Number of plans to print."""
+    cache: Annotated[Path | None, arg(metavar="DIR")] = None
+    """Folder in which compiled costs are kept for the next time. If left out, ~/.cache/dualpipe."""
     output: Output = None
-    """JSON file to write the best plan to: --plan of `dryrun`, `overlap` and scripts/train."""
+    """JSON file to write the best plan to. `dualpipe dryrun`, `dualpipe overlap` and scripts/train read it
+    with --plan."""
     rates_file: RatesFile = None
-    """Rates measured by `dualpipe probe`, to price units by instead of the compiler's figures."""
+    """File of rates that `dualpipe probe` measured. Times follow from these instead of the compiler's
+    figures."""
     json: bool = False
-    """Print for programs."""
-    given: Given = dataclasses.field(default_factory=Given)
+    """Print JSON, for programs."""
+    given: Annotated[Given, arg(name="program")] = dataclasses.field(default_factory=Given)
 
     def run(self) -> int:
         if self.output is not None and not self.output.absolute().parent.is_dir():
@@ -142,6 +152,7 @@ class Plan:
         plans, refused = planner.ranked(search.choices), planner.nearest(search.choices)
         if self.output is not None and plans:
             self.output.write_text(json.dumps(as_file(plans[0], self.target), indent=2) + "\n")
+            say_written(self.output)
         if self.json:
             show_json(
                 {"target": self.target, "plans": list(map(row, plans)), "refused": list(map(row, refused))}

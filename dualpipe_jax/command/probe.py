@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import tyro
 
 from dualpipe_jax.command.options import CommandError, Count
-from dualpipe_jax.command.output import show, show_json
+from dualpipe_jax.command.output import say_written, show, show_json
 from dualpipe_jax.present.table import Table
 from dualpipe_jax.probe.findings import ALL, MEASURES, PERMUTE_INSIDE, outcome, rates_file, title, verdict
 
@@ -27,20 +27,23 @@ class Probe:
     """
 
     pp: Count = None
-    """Pipeline ranks; 2 if left out and the number of devices is even."""
+    """Number of pipeline ranks. If left out, 2 where the number of devices is even, else 1."""
     ep: Count = None
-    """Devices of each rank; all that there are, shared out, if left out."""
+    """Number of devices of each rank. If left out, all devices are shared out over the ranks."""
     cpu: Count = None
-    """Probe as many virtual CPU devices instead of real ones."""
+    """Probe so many virtual CPU devices instead of real ones."""
     limit: float = 120.0
-    """Seconds that a single experiment may take, compiling included; what takes longer is reported as hung."""
+    """Seconds that a single experiment may take, compiling included. What takes longer is reported as
+    hung."""
     only: Annotated[tuple[str, ...], tyro.conf.arg(metavar="NAME ...")] = ()
-    """Do these experiments only, by name or by how names begin: units, rate-matmul. permute-inside, which the engine
-    does without and which hangs on some devices, is done only if named here."""
+    """Do only these experiments, by their names or the beginnings of names, such as units or rate-matmul. The
+    experiment permute-inside hangs on some devices, and the engine does not need what it tries: it is done
+    only if named here."""
     output: Annotated[Path, tyro.conf.arg(metavar="FILE", aliases=["-o"])] = Path("rates.json")
-    """File to write: --rates of `dualpipe overlap` and `dryrun`, --costs of `choose` and `search`."""
+    """File to write the measured rates to. `dualpipe overlap` and `dualpipe dryrun` read it with --rates,
+    `dualpipe choose` and `dualpipe search` with --costs."""
     json: bool = False
-    """Print for programs."""
+    """Print JSON, for programs."""
 
     def run(self) -> int:
         """Probe, write the rates and print what was found; returns the exit status."""
@@ -49,11 +52,11 @@ class Probe:
         results = found["results"]
         result = verdict(results)
         self.output.write_text(json.dumps(rates_file(found, result.divergence), indent=2) + "\n")
+        say_written(self.output)
         if self.json:
             show_json(found | dataclasses.asdict(result))
         else:
             show(_devices(found["devices"]), *_tables(results), "", *result.sentences)
-            show(f"\nwritten to {self.output}")
         worked = result.divergence is not None if result.told else _none_failed(results)
         return 0 if worked else 1
 

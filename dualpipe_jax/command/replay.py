@@ -26,12 +26,12 @@ class ReplayStep:
     """
 
     file: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="FILE")]
-    """A profile's measured.json or timeline.trace, any trace with rows "rank 0" ... and slices "0F3", or a schedule's
-    JSON with "starts" and "ends" of the slots of each rank; - for standard input."""
+    """A profile's measured.json or timeline.trace, any trace with rows "rank 0" ... and slices "0F3", or a
+    schedule's JSON with "starts" and "ends" of the slots of each rank; - for standard input."""
     top: int = 8
     """How many ranks, units and slots to name."""
     json: bool = False
-    """Print for programs."""
+    """Print JSON, for programs."""
     costs: Costs = dataclasses.field(default_factory=Costs)
 
     def run(self) -> int:

@@ -4,7 +4,7 @@ import dataclasses
 import json
 import math
 import time
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import tyro
 
@@ -40,29 +40,33 @@ class Search:
     dualpipe search --ranks 8 --microbatches 32 --FB 2.25 --memory-limit 9 -o found.json
     """
 
+    COMMON: ClassVar = (
+        "ranks", "microbatches", "FB", "send", "costs", "memory-limit", "placement", "effort", "output", "json",
+    )  # fmt: skip
+
     ranks: int
-    """Pipeline ranks."""
+    """Number of pipeline ranks."""
     microbatches: int
-    """Microbatches of a step, over all pipes."""
+    """Number of microbatches of a step, over all pipes."""
     memory_limit: Number = None
-    """The most that a rank may keep, in the unit of the sizes below; where none is given, the unit is the
-    activations of a microbatch in a whole rank's share. No limit if left out."""
+    """The most that a rank may keep, in the unit of the memory options. Without these the unit is a
+    microbatch's activations in a whole rank's share. If left out, there is no limit."""
     placement: Annotated[
         Literal["linear", "v", "wave", "interleaved", "interleaved_4", "bidirectional"] | None,
         tyro.conf.arg(
             metavar="{linear,v,wave,interleaved,interleaved_4,bidirectional}",
-            help_behavior_hint="(default: the best)",
         ),
     ] = None
-    """Where stages live; left out, all but bidirectional (which has two copies of the parameters) are tried."""
+    """Which rank has which stage. If left out, all are tried but bidirectional, which needs two copies of the
+    parameters."""
     effort: float = 1.0
-    """How much to try; the time taken grows with it."""
+    """How much to try. The search takes longer with more effort."""
     seconds: Number = None
-    """Stop trying after this long, whatever the effort."""
+    """Stop trying after so many seconds, whatever the effort."""
     output: Output = None
-    """File to keep the schedule in: a grid, or by its ending CSV, JSON, SVG, PNG or HTML."""
+    """File to write the schedule to: CSV, JSON, SVG, PNG or HTML if its name ends so, else a grid."""
     json: bool = False
-    """Print for programs, the schedule too."""
+    """Print JSON, for programs; the schedule is in it."""
     costs: Costs = dataclasses.field(default_factory=Costs)
     memory: Memory = dataclasses.field(default_factory=Memory)
 

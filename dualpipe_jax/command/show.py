@@ -2,7 +2,7 @@
 
 import dataclasses
 import re
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 import tyro
 
@@ -24,28 +24,33 @@ class Show:
     dualpipe show dualpipe --ranks 4 --microbatches 10 --FB 2
     """
 
+    COMMON: ClassVar = (
+        "name", "ranks", "microbatches", "FB", "send", "costs", "format", "json", "output", "why",
+    )  # fmt: skip
+
     name: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="NAME")]
-    """Which schedule (`dualpipe compare` lists them), or a file that `dualpipe check` reads."""
+    """The schedule, by its name (`dualpipe compare` lists them) or as a file that `dualpipe check` reads."""
     ranks: Count = None
-    """Pipeline ranks; not for a file."""
+    """Number of pipeline ranks. Files say their own."""
     microbatches: Count = None
-    """Microbatches of a step, over all pipes; not for a file."""
+    """Number of microbatches of a step, over all pipes. Files say their own."""
     pipes: Pipes = None
-    """The rank of each stage, pipe by pipe, such as "(0 1 1 0)", where a file does not say."""
+    """The rank of each stage, pipe by pipe, such as "(0 1 1 0)". Needed for a file that does not say it."""
     format: Annotated[
         Format | None,
-        tyro.conf.arg(metavar="{text,csv,json,trace,svg,png,html}", help_behavior_hint="(default: text)"),
+        tyro.conf.arg(metavar="{text,csv,json,trace,svg,png,html}"),
     ] = None
-    """text: a grid drawn to time. csv: PyTorch's. json: for programs. trace: for Perfetto. svg, png: a picture.
-    html: a page to play with. Where --output is given, its ending tells."""
+    """What to write. text: a grid drawn to time. csv: PyTorch's format. json: for programs. trace: for
+    Perfetto. svg, png: a picture. html: a page to play with. If left out, text, or what the ending of
+    --output says."""
     output: Output = None
-    """File to write, instead of printing."""
-    why: Annotated[str | None, tyro.conf.arg(metavar="{RANK@TIME,path}", help_behavior_hint="")] = None
-    """What an idle rank waits for at a time, such as 5@21, back to what ran when it fell idle; or, with "path", what
-    makes the step as long as it is, from its last slot back to its first: in words, instead of the grid, or marked
-    in a picture, a page or a trace."""
+    """File to write to, instead of printing."""
+    why: Annotated[str | None, tyro.conf.arg(metavar="{RANK@TIME,path}")] = None
+    """RANK@TIME, such as 5@21: what rank 5 waits for at time 21, back to what ran when it fell idle. path:
+    what makes the step as long as it is, from its last slot back to its first. Said in words instead of the
+    grid, or marked in a picture, a page or a trace."""
     json: bool = False
-    """The same as --format json."""
+    """Short for --format json."""
     costs: Costs = dataclasses.field(default_factory=Costs)
     memory: Memory = dataclasses.field(default_factory=Memory)
     shape: Shape = dataclasses.field(default_factory=Shape)

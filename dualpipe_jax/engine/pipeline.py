@@ -93,7 +93,7 @@ class Pipeline:
         exchange costs as much as it holds; elsewhere it is under way beside the work, and no conditional around it.
       wide_gradients: whether matrix products make gradients in the dtype of their sums where that is wider, not rounded
         to the parameter's; on GPU they add to the sum at once then. None: but on CPU, where such products are slow and
-        may wait for each other's threads for ever (YNNPACK's; see docs/faq.md).
+        may wait for each other's threads for ever (YNNPACK's; see docs/how_it_works.md).
       divergence: how ranks part ways in a tick: "loop", each unit a loop of zero or one trips; "switch", one
         conditional: a single round trip to the host on GPU, but there all slot pools are copied at every tick; "none",
         every rank runs every unit, results masked, for machines on which groups of devices may not part ways. The

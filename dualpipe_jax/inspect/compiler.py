@@ -83,8 +83,8 @@ def recommended_compiler_options(
 def gpu_process_environment(local: int) -> dict[str, str]:
     """Variables for one process per GPU, to be set before JAX is imported.
 
-    Collectives meet in an order on which all devices agree (docs/engine.md), and NCCL has to keep to it. A process that
-    drives several GPUs issues for them from several threads, which has been seen to hang.
+    Collectives meet in an order on which all devices agree (docs/how_it_works.md), and NCCL has to keep to it. A
+    process that drives several GPUs issues for them from several threads, which has been seen to hang.
 
     >>> for name, value in gpu_process_environment(3).items():
     ...     print(f"{name}={value}")

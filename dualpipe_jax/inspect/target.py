@@ -23,6 +23,7 @@ from typing import Any, Literal
 
 from dualpipe_jax.inspect.fabric import Torus
 from dualpipe_jax.inspect.rates import H100_CLOCK, Rates, h100_rates, tpu_rates
+from dualpipe_jax.installing import install_command
 
 TPU_ENVIRONMENT: Mapping[str, str] = {
     "TPU_SKIP_MDS_QUERY": "1",  # else it asks Google's metadata server what machine this is, for minutes
@@ -179,9 +180,9 @@ class Target:
           MissingCompiler: it is not.
         """
         if self.platform == "tpu" and not _is_installed("libtpu"):
-            raise MissingCompiler(_missing(self, "libtpu", "tpu"))
+            raise MissingCompiler(_missing(self, "libtpu", "jax[tpu]", "tpu"))
         if self.platform == "cuda" and not any(_is_installed(f"jax_plugins.{name}") for name in _CUDA):
-            raise MissingCompiler(_missing(self, "JAX's CUDA plugin", "cuda13"))
+            raise MissingCompiler(_missing(self, "JAX's CUDA plugin", "jax[cuda13]", "cuda"))
 
     def devices(self) -> list[Any]:
         """Its devices, which programs can be compiled for and nothing can be put on; but CPU's are there.
@@ -232,8 +233,8 @@ def _is_installed(module: str) -> bool:
         return False
 
 
-def _missing(target: Target, what: str, extra: str) -> str:
+def _missing(target: Target, what: str, package: str, extra: str) -> str:
     return (
         f"target {target}: to compile for it {what} is needed, which is not installed; it needs no device:\n"
-        f"  pip install 'jax[{extra}]'"
+        f"  {install_command(package, extra=extra)}"
     )

@@ -102,7 +102,7 @@ def draw(plan: Plan, target: Target | None, devices: Sequence[Any] | None) -> Bl
     mesh = make(plan.pp, ep, dp=plan.dp)
     setting = Setting(plan, schedule, mesh, None if target is None else platform_of(target))
     program = _made(plan, setting)
-    fuse = None if setting.platform == "cpu" and not plan.serialised else not plan.serialised
+    fuse = None if setting.platform == "cpu" and plan.overlap else plan.overlap
     return Blueprint(program, schedule, mesh, fuse, plan.gradient_sums)
 
 

@@ -35,7 +35,7 @@ def make(name: str, setting: Setting, changes: dict[str, Any]) -> Program:
         # Only where it was never entered: a mistake inside is its author's to see.
         if error.__traceback__ is not None and error.__traceback__.tb_next is None:
             raise ValueError(
-                f"--program {name}: {error}; it is called with a setting and --change's"
+                f"--program {name}: {error}; it is called with a setting and --set's numbers"
             ) from None
         raise
     if not isinstance(program, Program):

@@ -17,12 +17,13 @@ class _Asked:
     """Which program. A base, so that it stands before a step's options in a command's help."""
 
     model: Annotated[str, arg(name="program", aliases=["--model"], metavar="NAME")] = "v3"
-    """Which program: v3, v2, v2-lite, 67b-a2b, small, tiny or byte of this repository, or a function of your own,
-    FILE.py:name or package.module:name, that returns a dualpipe_jax.pods.Program."""
+    """The program: v3, v2, v2-lite, 67b-a2b, small, tiny or byte of this repository, or a function of your
+    own that returns a dualpipe_jax.pods.Program, as FILE.py:name or package.module:name."""
     layers_per_stage: Count = None
-    """Layers with experts in each stage, instead of the model's own number, shared out as equally as can be."""
-    change: Annotated[tuple[str, ...], arg(metavar="FIELD=NUMBER ...")] = ()
-    """Other numbers of the model, dim=2048 expert_hidden=512; of your own program keyword arguments."""
+    """Number of layers with experts in each stage, instead of the model's own number of layers."""
+    set: Annotated[tuple[str, ...], arg(metavar="FIELD=NUMBER ...")] = ()
+    """Numbers of the model that are not its own, such as dim=2048 expert_hidden=512. For a program of your
+    own these are its keyword arguments."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,15 +31,16 @@ class Plan(StepOptions, _Asked):
     """A training step: of one of DeepSeek's models, or of a program of your own."""
 
     sequence: AtLeastOne = dataclasses.field(default=4096, kw_only=True)
+    """Tokens of a sequence."""
 
     @property
     def changes(self) -> dict[str, int | float]:
-        """``change`` by name.
+        """``set`` by name.
 
         Raises:
           ValueError: one is not FIELD=NUMBER.
         """
-        return dict(map(_assignment, self.change))
+        return dict(map(_assignment, self.set))
 
     @property
     def step(self) -> StepOptions:
@@ -72,4 +74,4 @@ def _assignment(text: str) -> tuple[str, int | float]:
     try:
         return name, float(value) if "." in value else int(value)
     except ValueError:
-        raise ValueError(f"--change {text}: wants FIELD=NUMBER, for instance dim=2048") from None
+        raise ValueError(f"--set {text}: wants FIELD=NUMBER, for instance dim=2048") from None

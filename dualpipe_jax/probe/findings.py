@@ -118,7 +118,7 @@ def _sentences(
     elif setting == "none":
         yield (
             'Use Pipeline(..., divergence="none"): ranks may not part ways here. Every rank then runs every unit at '
-            "every tick; docs/engine.md says what that costs."
+            "every tick; docs/how_it_works.md says what that costs."
         )
     else:
         default = ", which is the default here" if setting == _DEFAULT else ""

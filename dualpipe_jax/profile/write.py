@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from dualpipe_jax.installing import install_command
 from dualpipe_jax.profile.measure import Measured
 from dualpipe_jax.profile.picture import draw
 from dualpipe_jax.profile.timelines import FILE, Drawn, boxes_of, drawn
@@ -37,7 +38,7 @@ def write_profile(measured: Measured, folder: Path, devices: Sequence[Any]) -> s
         draw(both, folder / PICTURE, f"{name}: a step measured, and simulated at the measured costs")
         picture = f", {PICTURE}"
     except ModuleNotFoundError:
-        picture = "; no picture without matplotlib: pip install matplotlib"
+        picture = f"; no picture without matplotlib: {install_command('matplotlib', extra='plot')}"
     return f"{summary(measured, theory, _crowd(devices))}\nprofile         {folder}/: {COSTS}, {STEP}, {TRACE}{picture}"
 
 

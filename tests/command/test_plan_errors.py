@@ -21,8 +21,8 @@ def test_what_no_case_can_have_is_told_after_two(monkeypatch, tmp_path, capsys):
         asked.clear()
         return main(["plan", "--target", "v5p:2x2x4", "--program", "tiny", "--cache", str(tmp_path)])
 
-    assert refuse(lambda given: "--change nosuch=1: there is no such number") == 2
-    assert capsys.readouterr().err == "error: --change nosuch=1: there is no such number\n"
+    assert refuse(lambda given: "--set nosuch=1: there is no such number") == 2
+    assert capsys.readouterr().err == "error: --set nosuch=1: there is no such number\n"
     assert len(asked) == 2 and asked[0] != asked[1]
     assert refuse(lambda given: f"--ep {given.ep}: must divide the 6 experts") == 1  # each tells its own
     assert (

@@ -120,7 +120,7 @@ def test_what_cannot_be_drawn(options, message):
 
 def test_without_matplotlib_it_says_how_to_get_it(monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(ModuleNotFoundError, match=r"not installed; run: pip install matplotlib"):
+    with pytest.raises(ModuleNotFoundError, match=r"not installed; run: .* install -e '.*\[plot\]'$"):
         drawn()
 
 

@@ -397,7 +397,7 @@ def written(tmp_path, **changes):
 
 def test_dry_runs_take_a_plan(tmp_path, capsys):
     mine = f"{own_program.__file__}:blocks"
-    file = written(tmp_path, model=mine, pp=2, ep=2, microbatches=4, schedule="zb_h1", change=("dim=8",))
+    file = written(tmp_path, model=mine, pp=2, ep=2, microbatches=4, schedule="zb_h1", set=("dim=8",))
     assert main(["dryrun", "--target", "v5e:2x2", "--compile", "nothing", "--json", "--plan", str(file)]) == 0
     found = filled(Answer, json.loads(capsys.readouterr().out))
     assert found.program == read_plan(file)
@@ -413,6 +413,8 @@ def test_files_that_hold_no_plan(tmp_path):
         ("{", "cannot read it: Expecting"),
         ("[]", "holds no plan; `dualpipe plan -o plan.json` writes one"),
         ('{"plan": {"ranks": 3}}', "a plan has no ranks; it is of another version"),
+        ('{"plan": {"serialised": true}}', "a plan has no serialised; it is of another version"),
+        ('{"plan": {"change": ["dim=8"]}}', "a plan has no change; it is of another version"),
     ):
         if text is not None:
             file.write_text(text)
@@ -431,7 +433,7 @@ def test_the_trainer_takes_a_plan(tmp_path):
     assert (step.dispatch, step.capacity_factor, step.sequence) == ("capacity", 1.0, 16)
     assert options.step == dataclasses.replace(read_plan(file).step, pp=4), "one value for both"
     for name, make in models.MODELS.items():
-        told = parse(["--plan", str(written(tmp_path, model=name, change=("dim=64",)))]).options
+        told = parse(["--plan", str(written(tmp_path, model=name, set=("dim=64",)))]).options
         assert model_config(told).compute_dtype == make().compute_dtype, "as the dry run computed"
         assert model_config(told).dim == 64
 
@@ -452,7 +454,7 @@ def test_plans_that_the_trainer_cannot_train(tmp_path):
 @pytest.mark.slow
 def test_real_units_make_the_plan_that_a_dry_run_of_it_predicts(tmp_path, capsys):
     file, program = tmp_path / "plan.json", f"{own_program.__file__}:blocks"
-    asked = f"plan --target v5e:2x2 --program {program} --change dim=128 --sequence 1 --pp 2 --per-device 4"
+    asked = f"plan --target v5e:2x2 --program {program} --set dim=128 --sequence 1 --pp 2 --per-device 4"
     asked = f"{asked} --remat none --tokens-per-step 64 --schedule 1f1b dualpipe".split()
     assert main([*asked, "--cache", str(tmp_path / "kept"), "--json", "-o", str(file)]) == 0
     best, *_ = json.loads(capsys.readouterr().out)["plans"]

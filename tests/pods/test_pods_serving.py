@@ -49,9 +49,9 @@ def test_what_is_compiled_and_what_is_said(answered, capsys):
     hidden = "hidden: 100.0 % of 900.00 k cycles of all-to-all (enough: 97 % asked for)\nthat is without the"
     assert hidden in out
     assert "behind which the model goes on; with it: 99.0 %" in out and "sends" not in out
-    both = "1.003 of the larger of its computation and its communication, 0.752"
+    both = "1.003 of the larger of its computation and its communication (2.99 : 1), 0.752"
     assert f"prefill: 3.00 M cycles, {both}" in out
-    given = ["--what", "decode", "--requests", "64", "--serialised", "--sequence", "1024"]
+    given = ["--what", "decode", "--requests", "64", "--no-overlap", "--sequence", "1024"]
     assert main(["overlap", "--target", "v5e:4x4", *given]) == 0
     assert "decode in one microbatch, ep 16 on v5e:4x4" in capsys.readouterr().out
     assert [(one["compile"], one["requests"]) for one in answered] == [("prefill", None), ("decode", 64)]
@@ -100,7 +100,7 @@ def test_a_step_has_the_settings_asked_for(what, rows, tokens):
         ("prefill", {"compiler_option": ("level",)}, "'level': wants NAME=VALUE"),
         ("prefill", {"sequence": 100}, "--sequence 100: must be a multiple of 64"),
         ("decode", {"requests": 3}, "--requests 3: two microbatches must share them equally"),
-        ("decode", {"change": ("num_experts=12", *ONE_GROUP)}, "8 devices do not share 12 experts"),
+        ("decode", {"set": ("num_experts=12", *ONE_GROUP)}, "8 devices do not share 12 experts"),
     ],
 )
 def test_settings_that_do_not_fit_are_refused(what, options, message):
@@ -110,12 +110,12 @@ def test_settings_that_do_not_fit_are_refused(what, options, message):
 
 @pytest.mark.parametrize("what", serving.WHAT)
 def test_two_microbatches_take_turns(what):
-    """A layer's dispatch and combine, of two halves, in two layers: each with a barrier behind it. Serialised half."""
-    text = serving.lower(plan_of(what, requests=4), serialised=False).as_text(debug_info=False)
+    """A layer's dispatch and combine, of two halves, in two layers: each with a barrier behind it."""
+    text = serving.lower(plan_of(what, requests=4), overlap=True).as_text(debug_info=False)
     marks = re.findall(r"stablehlo\.(all_to_all|optimization_barrier)", text)
     assert marks.count("all_to_all") == 8
     assert [kind for kind, _ in itertools.groupby(marks)].count("all_to_all") == 8
-    text = serving.lower(plan_of(what, requests=4), serialised=True).as_text(debug_info=False)
+    text = serving.lower(plan_of(what, requests=4), overlap=False).as_text(debug_info=False)
     assert text.count("stablehlo.all_to_all") == 4
 
 
@@ -128,7 +128,7 @@ def test_a_step_on_v5e_hides_more_than_one_microbatch_does():
     arguments += (
         " --requests 16 --attention plain --dispatch capacity --capacity-factor 1 --at-least 0 --json"
     )
-    arguments += " --change dim=512 expert_hidden=1024 num_experts=16 vocab=1024"
+    arguments += " --set dim=512 expert_hidden=1024 num_experts=16 vocab=1024"
     command = [sys.executable, "-m", "dualpipe_jax", "overlap", *arguments.split(), *ONE_GROUP]
 
     def hidden(*more):
@@ -138,7 +138,7 @@ def test_a_step_on_v5e_hides_more_than_one_microbatch_does():
         assert not [copied for copied in compiled["copies"] if copied["of_state"]]
         return compiled
 
-    two, one = hidden(), hidden("--serialised")
+    two, one = hidden(), hidden("--no-overlap")
     assert len(two["all_to_alls"]) == 2 * len(one["all_to_alls"]) == 8
     assert {row["direction"] for row in two["all_to_alls"]} == {"A", "B"}
     assert two["all_to_all"]["hidden"] > one["all_to_all"]["hidden"]

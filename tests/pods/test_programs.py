@@ -72,7 +72,7 @@ def test_what_is_stored_in_parts_is_counted_by_hand(narrow):
 
 
 def test_without_an_update_nothing_is_kept_for_one():
-    b = draw(Plan(**{**plain(PLAN), "change": ("learns=0", "dim=6")}), None, None)
+    b = draw(Plan(**{**plain(PLAN), "set": ("learns=0", "dim=6")}), None, None)
     kinds = ahead.memory_by_kind(b)
     assert kinds["optimizer"] == 0 and kinds["stages"] == 2 * 6 * HIDDEN * FLOAT
 
@@ -160,7 +160,7 @@ def test_programs_that_there_are_not(name, message):
 def test_changes_that_it_does_not_take_and_mistakes_inside():
     message = r"blocks\(\) got an unexpected keyword argument 'width'; it is called"
     with pytest.raises(ValueError, match=message):
-        draw(Plan(f"{FILE}:blocks", pp=2, ep=2, change=("width=3",)), None, None)
+        draw(Plan(f"{FILE}:blocks", pp=2, ep=2, set=("width=3",)), None, None)
     with pytest.raises(TypeError, match="^a mistake inside$"):
         draw(Plan(f"{FILE}:fails", pp=2, ep=2), None, None)
     assert loading.find("tests.pods.own_program:blocks") is own_program.blocks

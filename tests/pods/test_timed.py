@@ -69,7 +69,7 @@ def test_two_cores_run_two_ranks_of_one_device_at_once(monkeypatch):
 def test_each_stage_of_a_v_is_priced_by_its_own_depth(monkeypatch):
     """Two cores at work for one rank of two devices: a step takes what all stages take for all microbatches."""
     monkeypatch.setattr(timed, "num_cores", lambda: 2)
-    plan = dataclasses.replace(PLAN, pp=4, schedule="zb_v", change=("deep=2",))
+    plan = dataclasses.replace(PLAN, pp=4, schedule="zb_v", set=("deep=2",))
     drawn = draw(plan, Target.parse("cpu:8"), jax.devices())
     table = drawn.pipeline.table(drawn.params, drawn.batch)
     # Of F, I and W; stages behind the first run two layers, the others one.

@@ -86,6 +86,7 @@ def test_runs_and_files_from_before_go_on(tmp_path):
     """Of the sections that there were, each option is read where it stands now."""
     file = tmp_path / "config.json"
     before = {
+        "step": {"serialised": True},
         "mesh": {
             "schedule": "zb_h1",
             "pp": 2,
@@ -103,7 +104,7 @@ def test_runs_and_files_from_before_go_on(tmp_path):
         schedule="zb_h1",
         pp=2, first_microbatches=2, ramp_tokens=9, rebalance_every=5, model="tiny", mtp=1, data=("a",),
         precision="bfloat16", dispatch_payload="float8", sequence=32, shard="optimizer", clip=2.0, seed=3,
-        gradient_sums="bfloat16",
+        gradient_sums="bfloat16", overlap=False,
     )  # fmt: skip
     assert parse(["--config", str(file)]).options == now
     assert plain(now) == in_todays_sections(plain(now))

@@ -27,7 +27,7 @@ OTHER = configure(
     steps=77, learning_rate=3e-3, warmup=7, weight_decay=0.03, clip=0.7, b1=0.8, b2=0.9, bias_rate=0.02,
     shard="parameters", seed=9,
     moments="bfloat16", gradient_sums="bfloat16", eval_sequences=11,
-    serialised=True, compiler_option=("xla_cpu_enable_fast_min_max=True",),
+    overlap=False, compiler_option=("xla_cpu_enable_fast_min_max=True",),
 )  # fmt: skip
 """No option has its default."""
 

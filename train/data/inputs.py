@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from dualpipe_jax.installing import install_command
 from train.data.errors import DataError
 from train.data.records import is_records, read_records
 from train.data.remote import is_url, open_filesystem
@@ -206,7 +207,7 @@ def _parquet(file: Any, url: str) -> Any:
         import pyarrow
         import pyarrow.parquet
     except ModuleNotFoundError:
-        raise DataError(f"--data: {url}: Parquet needs pyarrow: pip install pyarrow") from None
+        raise DataError(f"--data: {url}: Parquet needs pyarrow: {install_command('pyarrow')}") from None
     try:
         return pyarrow.parquet.ParquetFile(file)
     except pyarrow.ArrowInvalid as error:

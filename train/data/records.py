@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from dualpipe_jax.installing import install_command
 from train.data.corpus import Source
 from train.data.errors import DataError
 from train.data.streams import DocumentStream
@@ -85,7 +86,9 @@ class _ArrayRecord:
         try:
             import grain
         except ModuleNotFoundError:
-            raise DataError(f"--data {path}: needs Grain: pip install grain array_record") from None
+            raise DataError(
+                f"--data {path}: needs Grain: {install_command('grain', 'array_record')}"
+            ) from None
         if not path.is_file():
             raise DataError(f"--data: cannot read {path}: No such file or directory")
         self._source: Sequence[bytes] = grain.sources.ArrayRecordDataSource([str(path)])
@@ -102,7 +105,9 @@ class _Dataset:
         try:
             import datasets
         except ModuleNotFoundError:
-            raise DataError(f"--data {path}: needs Hugging Face's datasets: pip install datasets") from None
+            raise DataError(
+                f"--data {path}: needs Hugging Face's datasets: {install_command('datasets')}"
+            ) from None
         self._rows: Any = datasets.load_from_disk(str(path))
         if key not in self._rows.column_names:
             raise DataError(

@@ -5,6 +5,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+from dualpipe_jax.installing import install_command
 from train.data.errors import DataError
 from train.data.manifest import MANIFEST, SPLITS, TOKENIZER, loads
 
@@ -24,7 +25,7 @@ def open_filesystem(url: str) -> tuple[Any, str]:
     try:
         import fsspec
     except ModuleNotFoundError:
-        raise DataError(f"{url}: needs fsspec: pip install fsspec") from None
+        raise DataError(f"{url}: needs fsspec: {install_command('fsspec')}") from None
     try:
         return fsspec.core.url_to_fs(url)
     except (ImportError, ValueError) as error:

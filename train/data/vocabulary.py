@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from dualpipe_jax.installing import install_command
 from train.data.errors import DataError
 
 SEPARATOR = 0
@@ -108,7 +109,9 @@ def import_tokenizers() -> Any:
     try:
         import tokenizers
     except ModuleNotFoundError:
-        raise DataError("--tokenizer: needs the tokenizers library: pip install tokenizers") from None
+        raise DataError(
+            f"--tokenizer: needs the tokenizers library: {install_command('tokenizers')}"
+        ) from None
     return tokenizers
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol, Self
 
+from dualpipe_jax.installing import install_command
 from train.config import ConfigError
 from train.figures.folder import METRICS
 
@@ -172,4 +173,5 @@ def _load(module: str, extra: str) -> Any:
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError:
-        raise ConfigError(f"--track {extra}: {module} is not installed; run: pip install {module}") from None
+        run = install_command(module, extra=extra)
+        raise ConfigError(f"--track {extra}: {module} is not installed; run: {run}") from None

@@ -130,8 +130,8 @@ def serving_numbers(plan: Plan) -> models.Config:
     return in_precision(size(plan.model, plan.layers_per_stage or NUM_LAYERS, changes), plan)
 
 
-def lower(step: ServingStep, *, serialised: bool) -> Any:
-    """The layers of a step, lowered; serialised it is one microbatch of all rows."""
+def lower(step: ServingStep, *, overlap: bool) -> Any:
+    """The layers of a step, lowered: two microbatches that overlap, or one of all rows."""
     mesh, num_devices = step.mesh, step.mesh.shape[EP]
 
     def laid(tree: Tree, specs: Any) -> Tree:
@@ -159,7 +159,7 @@ def lower(step: ServingStep, *, serialised: bool) -> Any:
     )
     # Whole prompts: no half hears the other. Without a head: it is there once, and would count as if for few layers.
     forward = step.model.forward
-    run = functools.partial(whole, forward) if serialised else functools.partial(in_halves, forward, False)
+    run = functools.partial(in_halves, forward, False) if overlap else functools.partial(whole, forward)
     arguments = laid(weights, weight_specs(weights)), laid(cache, BLOCKS), (laid(rows, ROWS),)
     return jit_step(run, mesh).lower(*arguments)
 
@@ -170,7 +170,7 @@ def compile_and_read(
     """Compile, and read what the compiler made of it."""
     started = time.perf_counter()
     say("tracing and lowering")
-    lowered = lower(step, serialised=request.plan.serialised)
+    lowered = lower(step, overlap=request.plan.overlap)
     say(f"compiling {step.what} for {target}")
     options, middle = compiler_options(request.plan, target), time.perf_counter()
     try:

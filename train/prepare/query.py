@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from pathlib import Path
 
+from dualpipe_jax.installing import install_command
 from train.data import DataError
 from train.data.inputs import File
 from train.prepare.files import partial
@@ -19,7 +20,7 @@ def select(files: Sequence[File], query: str, key: str, work: Path, threads: int
     try:
         import duckdb
     except ModuleNotFoundError:
-        raise DataError("--sql: needs DuckDB: pip install duckdb") from None
+        raise DataError(f"--sql: needs DuckDB: {install_command('duckdb')}") from None
     kinds = {file.kind for file in files}
     strange = [file.url for file in files if not file.url.startswith("file://")]
     if len(kinds) > 1 or not kinds <= _READERS.keys() or strange:

@@ -8,6 +8,7 @@ import socket
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+from dualpipe_jax.installing import install_command
 from train.config import ConfigError, LaunchConfig
 
 Environ = Mapping[str, str]
@@ -91,7 +92,7 @@ FLAGS = {
 
 HINTS = {
     "Open MPI": " (Open MPI 5 no longer tells where its first process is)",
-    "Kubernetes": " (or the package `kubernetes`, by which JAX asks the cluster: pip install 'jax[k8s]')",
+    "Kubernetes": f" (or the package `kubernetes`, by which JAX asks the cluster: {install_command('jax[k8s]')})",
 }
 
 

@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from dualpipe_jax.installing import install_command
 from dualpipe_jax.schedule.costs import HAIR, CostModel, MemoryModel
 from dualpipe_jax.schedule.ir import Action, Op, Placement, Slot
 from dualpipe_jax.schedule.optimize.bounds import reaches
@@ -87,7 +88,7 @@ class Programme:
             from scipy.optimize import Bounds, LinearConstraint, milp
             from scipy.sparse import csr_array
         except ImportError as error:
-            raise ImportError("optimum needs SciPy: pip install scipy") from error
+            raise ImportError(f"optimum needs SciPy: {install_command('scipy')}") from error
         self._state()
         if any(least > 0 and not row for row, least in self.rows):
             return None

@@ -82,7 +82,7 @@ def test_bytes_are_the_documents_in_the_order_of_their_hashes(tmp_path):
 
 
 def document(folder, manifest, number):
-    """The bytes of a document by the index of its shard, as docs/data.md describes it."""
+    """The bytes of a document by the index of its shard, as docs/train.md describes it."""
     for shard in manifest.train:
         if number < shard.documents:
             start, stop = np.load(folder / shard.index)[number : number + 2]

@@ -98,7 +98,7 @@ def test_kubernetes_is_asked_by_jax(kubernetes_package):
 
 
 def test_kubernetes_without_its_package_needs_options():
-    told = "--coordinator and --num-processes not known.*pip install 'jax\\[k8s\\]'"
+    told = "--coordinator and --num-processes not known.*install 'jax\\[k8s\\]'"
     with pytest.raises(ConfigError, match=told):
         recognise(ACCELERATOR, KUBERNETES)
 

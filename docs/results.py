@@ -1,0 +1,137 @@
+"""The figures of README and pages: one file of results, `results.json`, and what stands behind each of them.
+
+The file holds tables. A table has columns (a title and a unit each), rows, and what holds for all of its rows: how
+the figures were had (`status`), by which machine or compiler (`by`), and on which code they rest (`code`). A row says
+what it is of, which command prints its figures, when and at which commit it was run (a plus behind the commit: with
+changes that were in none yet), and its values by column, as they were printed. Where a row says `status`, `by` or
+`code` itself, that wins. `read` is a regular expression whose groups, named like columns, find the values in what the
+command prints; `scripts/figures` measures again by it.
+
+A figure is cited by the name `table.row.column`. Pages insert it by the role ``{result}`...` ``, whole tables by the
+directive ``{results}``; README writes it out, with the name behind it in a comment, and a test compares the two.
+"""
+
+import dataclasses
+import json
+import re
+import subprocess
+from pathlib import Path
+from typing import Any
+
+FILE = Path(__file__).parent / "results.json"
+ROOT = FILE.parent.parent
+
+STATUS = {
+    "measured": "timed or counted on the machine that is named",
+    "model": "the compiler's model of the target; nothing was run there",
+    "roofline": "our roofline of the target; only the order is the compiler's, and nothing was run there",
+    "counted": "exact counts or simulated schedules, which no machine changes",
+    "published": "measured or claimed by others, who are named",
+}
+"""Every status that a figure may have, and what it says."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """One run of one command, or one published source, and its figures."""
+
+    name: str
+    what: str
+    values: dict[str, str]
+    status: str
+    by: str = ""
+    command: str = ""
+    read: str = ""
+    source: str = ""
+    date: str = ""
+    commit: str = ""
+    code: tuple[str, ...] = ()
+    minutes: float | None = None
+
+    def changes(self) -> int | None:
+        """The number of commits since the row's own that changed code on which it rests; None without git."""
+        if not (self.commit and self.code):
+            return 0
+        asked = ["git", "rev-list", "--count", f"{self.commit.rstrip('+')}..HEAD", "--", *self.code]
+        found = subprocess.run(asked, cwd=ROOT, capture_output=True, text=True)
+        return int(found.stdout) if found.returncode == 0 else None
+
+
+@dataclasses.dataclass(frozen=True)
+class Table:
+    """Rows with the same columns: a title and a unit for each."""
+
+    name: str
+    columns: dict[str, tuple[str, str]]
+    rows: dict[str, Row]
+
+    def shown(self, row: str, column: str) -> str:
+        """A figure with its unit, as it stands in a sentence; empty where the row has none."""
+        value = self.rows[row].values.get(column)
+        return "" if value is None else f"{number(value)}{_spaced(self.columns[column][1])}"
+
+
+def number(value: str) -> str:
+    """A value as printed, thousands of whole numbers apart."""
+    return f"{int(value):,}" if re.fullmatch(r"\d{4,}", value) else value
+
+
+def _spaced(unit: str) -> str:
+    return f" {unit}" if unit else ""
+
+
+def tables(file: Path = FILE) -> dict[str, Table]:
+    """All tables of the file, by name.
+
+    Raises:
+      ValueError: a row has a value of no column, an unknown status, or neither a command nor a source.
+    """
+    found = {}
+    for name, table in json.loads(file.read_text()).items():
+        common = {
+            key: table[key] for key in ("status", "by", "code", "read", "date", "commit") if key in table
+        }
+        columns = {key: tuple(titled) for key, titled in table["columns"].items()}
+        rows = {key: _row(f"{name}.{key}", common | row, columns) for key, row in table["rows"].items()}
+        found[name] = Table(name, columns, rows)
+    return found
+
+
+def _row(name: str, fields: dict[str, Any], columns: dict) -> Row:
+    row = Row(name=name, **fields | {"code": tuple(fields.get("code", ()))})
+    if unknown := set(row.values) - set(columns):
+        raise ValueError(f"results.json, {name}: no column is called {', '.join(sorted(unknown))}")
+    if row.status not in STATUS:
+        raise ValueError(f"results.json, {name}: status {row.status!r} is none of {', '.join(STATUS)}")
+    if not (row.command or row.source):
+        raise ValueError(f"results.json, {name}: neither a command prints it, nor is a source named")
+    return row
+
+
+def figure(name: str, known: dict[str, Table]) -> tuple[str, Row]:
+    """What is written for `table.row.column`, and its row.
+
+    Raises:
+      ValueError: there is no such figure.
+    """
+    table, _, rest = name.partition(".")
+    row, _, column = rest.rpartition(".")
+    try:
+        shown = known[table].shown(row, column)
+    except KeyError:
+        shown = ""
+    if not shown:
+        raise ValueError(f"{name}: results.json has no such figure; write TABLE.ROW.COLUMN")
+    return shown, known[table].rows[row]
+
+
+def read_values(row: Row, printed: str) -> dict[str, str]:
+    """The row's figures, found in what its command printed.
+
+    Raises:
+      ValueError: the row's expression does not occur there.
+    """
+    match = re.search(row.read, printed, re.S)
+    if match is None:
+        raise ValueError(f"{row.name}: {row.read!r} is not in what was printed:\n{printed[-2000:]}")
+    return {key: text for key, text in match.groupdict().items() if text is not None}

@@ -1,0 +1,287 @@
+"""Reads a command line into a dataclass; the help has the common options first, the others in groups below them.
+
+A command is a dataclass. ``COMMON``, if its class has one, names the flags that stand first, in that order. The
+rest of the command's own options is the group "advanced", and each field that is a dataclass is a group of what it
+has besides. The docstring of a field is its help. Every option is one flag, however deep its field lies.
+"""
+
+import ast
+import dataclasses
+import functools
+import inspect
+import itertools
+import re
+import shutil
+import textwrap
+import types
+import typing
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypeVar
+
+import tyro
+from tyro.conf import arg
+
+T = TypeVar("T")
+
+_GROUP = "group_"
+_NAMES = {int: "INT", float: "FLOAT", str: "TEXT", Path: "PATH"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Option:
+    """An option as the command line has it.
+
+    Attributes:
+      path: names of the fields that lead to it.
+      flag: without its dashes.
+      hint: the field's type, with its annotations.
+      default: ``dataclasses.MISSING`` where it must be given.
+      text: what the help says.
+    """
+
+    path: tuple[str, ...]
+    flag: str
+    hint: Any
+    default: Any
+    text: str
+
+    @property
+    def name(self) -> str:
+        return self.flag.replace("-", "_")
+
+    def field(self, paired: bool) -> tuple[str, Any, Any]:
+        """The field of a dataclass that tyro reads; ``paired``: truths have a flag for each of their values."""
+        inner, notes = _parts(self.hint)
+        known = self._default(inner, paired)
+        text = re.sub(r" If left out, [^.]*\.", "", self.text) if known else self.text
+        own = arg(help=text, metavar=_metavar(inner), help_behavior_hint=known)
+        return self.name, Annotated[(inner, own, *notes)], dataclasses.field(default=self.default)  # type: ignore[return-value]
+
+    def _default(self, inner: Any, paired: bool) -> str | None:
+        """The default in words; nothing where the text says what happens without the option."""
+        if self.default is dataclasses.MISSING:
+            return None
+        if inner is bool:
+            return f"(default: {'on' if self.default else 'off'})" if paired else ""
+        values = self.default if isinstance(self.default, tuple) else (self.default,)
+        words = " ".join("" if value is None else _number(value) for value in values)
+        return f"(default: {words})" if words else ""
+
+
+def options_of(kind: type, default: Any = None) -> list[Option]:
+    """All options of a dataclass that are not suppressed, those of its dataclasses after its own.
+
+    Args:
+      kind: the dataclass.
+      default: one of that kind, for the options that are left out; each field's own default if None.
+
+    Raises:
+      TypeError: two have the same flag.
+    """
+    found = list(_walk(kind, default, ()))
+    flags: dict[str, Option] = {}
+    for option in found:
+        if option.flag in flags:
+            first, second = (".".join(one.path) for one in (flags[option.flag], option))
+            raise TypeError(f"--{option.flag} names both {first} and {second}")
+        flags[option.flag] = option
+    return found
+
+
+def common_of(kind: type) -> tuple[str, ...]:
+    """The flags that stand first in the help.
+
+    Raises:
+      TypeError: a flag of ``COMMON`` is no option.
+    """
+    flags = [option.flag for option in options_of(kind)]
+    own = [option.flag for option in options_of(kind) if len(option.path) == 1]
+    asked: tuple[str, ...] = getattr(kind, "COMMON", tuple(own))
+    if unknown := [flag for flag in asked if flag not in flags]:
+        raise TypeError(
+            f"{kind.__name__}.COMMON: no option {', '.join(unknown)}; there are {', '.join(flags)}"
+        )
+    return asked
+
+
+def read(
+    kind: Callable[..., T],
+    prog: str,
+    arguments: Sequence[str],
+    default: T | None = None,
+    description: str | None = None,
+    paired: bool = False,
+) -> T:
+    """What a command line says. Prints the help where that is asked for; exits with 2 where it cannot be read.
+
+    Args:
+      kind: the dataclass.
+      prog: the command's name, for the help.
+      arguments: the words after it.
+      default: what holds for options that are left out; each field's own default if None.
+      description: of the command, instead of the class's docstring.
+      paired: truths have a flag for each of their values, ``--x`` and ``--no-x``.
+    """
+    assert isinstance(kind, type)
+    options = options_of(kind, default)
+    pairs = () if paired else (tyro.conf.FlagCreatePairsOff,)
+    found: Any = tyro.cli(
+        _laid_out(kind, options, paired),
+        prog=prog,
+        description=wrapped(description or inspect.getdoc(kind) or ""),
+        args=arguments,
+        config=(tyro.conf.OmitArgPrefixes, *pairs),
+    )
+    places = [found, *(value for name, value in vars(found).items() if name.startswith(_GROUP))]
+    values = {
+        option.path: next(vars(place)[option.name] for place in places if option.name in vars(place))
+        for option in options
+    }
+    return _built(kind, (), values)  # type: ignore[no-any-return]
+
+
+def _laid_out(kind: type, options: Sequence[Option], paired: bool) -> type:
+    """The class that tyro reads: common options, and a dataclass for each group of the others."""
+    common = common_of(kind)
+    by_flag = {option.flag: option for option in options}
+    fields = [by_flag[flag].field(paired) for flag in common]
+    rest = [option for option in options if option.flag not in common]
+    groups: dict[tuple[str, ...], list[Option]] = {}
+    for option in rest:
+        groups.setdefault(option.path[:-1], []).append(option)
+    for path, members in sorted(groups.items(), key=lambda item: len(item[0]) > 0):
+        title, text = _heading(kind, path)
+        group = _made(f"Group{len(fields)}", [option.field(paired) for option in members])
+        fields.append(
+            (
+                f"{_GROUP}{'_'.join(path)}",
+                Annotated[group, arg(name=title, help=text)],
+                dataclasses.field(default_factory=group),
+            )
+        )
+    return _made(kind.__name__, fields)
+
+
+def _made(name: str, fields: list[tuple[str, Any, Any]]) -> type:
+    return dataclasses.make_dataclass(
+        name, fields, kw_only=True, namespace={"__doc__": name, "__module__": __name__}
+    )
+
+
+def _heading(kind: type, path: tuple[str, ...]) -> tuple[str, str]:
+    """A group's name and what it is."""
+    if not path:
+        return "advanced", ""
+    title = ""
+    for name in path:
+        hint = typing.get_type_hints(kind, include_extras=True)[name]
+        inner, notes = _parts(hint)
+        title, kind = _named(name, notes), inner
+    return title, " ".join((inspect.getdoc(kind) or "").split())
+
+
+def _built(kind: type, path: tuple[str, ...], values: Mapping[tuple[str, ...], Any]) -> Any:
+    hints, given = typing.get_type_hints(kind), {}
+    for field in dataclasses.fields(kind):
+        here = (*path, field.name)
+        if here in values:
+            given[field.name] = values[here]
+        elif dataclasses.is_dataclass(hints[field.name]):
+            given[field.name] = _built(hints[field.name], here, values)
+    return kind(**given)
+
+
+def _walk(kind: type, default: Any, path: tuple[str, ...]) -> Iterator[Option]:
+    hints, texts = typing.get_type_hints(kind, include_extras=True), _texts(kind)
+    later = []
+    for field in dataclasses.fields(kind):
+        here, value = (*path, field.name), _default_of(field, default)
+        inner, notes = _parts(hints[field.name])
+        if dataclasses.is_dataclass(inner):
+            later.append((inner, None if value is dataclasses.MISSING else value, here))
+            continue
+        flag = _named(field.name, notes).replace("_", "-")
+        if tyro.conf.Suppress not in notes:
+            yield Option(here, flag, hints[field.name], value, texts.get(field.name, ""))
+    for inner, value, here in later:
+        yield from _walk(inner, value, here)  # type: ignore[arg-type]
+
+
+def _default_of(field: dataclasses.Field[Any], default: Any) -> Any:
+    if default is not None:
+        return getattr(default, field.name)
+    if field.default_factory is not dataclasses.MISSING:
+        return field.default_factory()
+    return field.default
+
+
+def _parts(hint: Any) -> tuple[Any, tuple[Any, ...]]:
+    """A type and its annotations; of one that may be None, too."""
+    if typing.get_origin(hint) is Annotated:
+        inner, *notes = typing.get_args(hint)
+        return inner, tuple(notes)
+    return hint, ()
+
+
+def _named(name: str, notes: tuple[Any, ...]) -> str:
+    given = [getattr(note, "name", None) for note in notes]
+    return next((one for one in reversed(given) if isinstance(one, str)), name)
+
+
+def _metavar(hint: Any) -> str | None:
+    """How a value is written; of one that may be None as without that, for so it is without the option."""
+    inner, _ = _parts(hint)
+    origin, parts = typing.get_origin(inner), typing.get_args(inner)
+    if origin in (types.UnionType, typing.Union):
+        known = [part for part in parts if part is not type(None)]
+        return _metavar(known[0]) if len(known) == 1 else None
+    if origin is Literal:
+        return "{" + ",".join(map(str, parts)) + "}"
+    if origin is tuple and parts[1:] == (...,):
+        return f"{_metavar(parts[0])} ..."
+    return _NAMES.get(inner)
+
+
+def _number(value: Any) -> str:
+    short = f"{value:g}" if isinstance(value, float) else str(value)
+    return short if not isinstance(value, float) or float(short) == value else str(value)
+
+
+@functools.cache
+def _texts(kind: type) -> Mapping[str, str]:
+    """Field -> the docstring below it, in one line; a field that says nothing has that of the class it is from."""
+    found: dict[str, str] = {}
+    for one in reversed(kind.__mro__):
+        if not dataclasses.is_dataclass(one):
+            continue
+        (node,) = ast.parse(textwrap.dedent(inspect.getsource(one))).body
+        assert isinstance(node, ast.ClassDef)
+        for field, below in itertools.pairwise(node.body):
+            match field, below:
+                case (
+                    ast.AnnAssign(target=ast.Name(id=name)),
+                    ast.Expr(value=ast.Constant(value=str() as text)),
+                ):
+                    found[name] = " ".join(text.split())
+    return found
+
+
+def wrapped(description: str) -> str:
+    """A description in lines of the terminal's width, its examples below it.
+
+    Paragraphs that begin with a command are examples. tyro leaves lines that begin with a blank as they are, and joins
+    all others.
+    """
+    width = max(40, shutil.get_terminal_size().columns - 2)
+    paragraphs = [" ".join(part.split()) for part in description.split("\n\n")]
+    examples = [part for part in paragraphs if part.startswith("dualpipe ")]
+    said = " ".join(part for part in paragraphs if part not in examples)
+    fill = functools.partial(textwrap.fill, width=width, initial_indent="  ", break_on_hyphens=False)
+    lines = [fill(said, subsequent_indent="  ")]
+    if examples:
+        lines += ["", "Examples:" if len(examples) > 1 else "Example:"]
+    for one in examples:  # an option and its value stay on one line
+        kept = re.sub(r"(?<= )(-[^ ]+) (?=[^-])", "\\1\0", one)
+        lines.append(fill(kept, subsequent_indent=" " * 6).replace("\0", " "))
+    return "\n".join(lines)

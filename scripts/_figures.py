@@ -1,0 +1,125 @@
+"""List the figures of docs/results.json that are older than the code on which they rest, or measure them again.
+
+scripts/figures                       # every row: its date, and the commits since that changed its code
+scripts/figures --stale               # those of which there are any
+scripts/figures pairs.v5p_1152 peers  # run the commands of a row, or of a table, and write what they print
+scripts/figures --all                 # of all rows; hours
+"""
+
+import argparse
+import datetime
+import json
+import shlex
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT / "docs"))
+
+from results import FILE, Row, number, read_values, tables  # noqa: E402
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Do what the command line asks for; 1 where a figure could not be measured."""
+    parser = argparse.ArgumentParser(
+        "scripts/figures", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument(
+        "names", nargs="*", metavar="NAME", help="a table, or a row as TABLE.ROW: measure it again"
+    )
+    parser.add_argument("--stale", action="store_true", help="list only rows whose code has changed since")
+    parser.add_argument("--all", action="store_true", help="measure all rows again")
+    given = parser.parse_args(arguments)
+    rows = {row.name: row for table in tables().values() for row in table.rows.values()}
+    if not (given.names or given.all):
+        show(rows, given.stale)
+        return 0
+    chosen = list(rows) if given.all else [each for name in given.names for each in named(name, rows, parser)]
+    return measure([rows[name] for name in chosen])
+
+
+def named(name: str, rows: dict[str, Row], parser: argparse.ArgumentParser) -> list[str]:
+    """The rows that a name stands for."""
+    found = [each for each in rows if each == name or each.startswith(f"{name}.")]
+    if not found:
+        parser.error(f"{name}: no such table or row; scripts/figures lists them")
+    return found
+
+
+def show(rows: dict[str, Row], stale: bool) -> None:
+    """A line for each row: name, date, commit, status, and how many commits have changed its code since."""
+    for name, row in rows.items():
+        changes = row.changes()
+        if stale and changes == 0:
+            continue
+        commits = "1 commit" if changes == 1 else f"{changes} commits"
+        age = (
+            ""
+            if changes == 0
+            else "no git here"
+            if changes is None
+            else f"its code changed in {commits} since"
+        )
+        print(f"{name:44} {row.status:10} {row.date:10} {row.commit:8} {age}".rstrip())
+
+
+def measure(rows: list[Row]) -> int:
+    """Run each command once, and write what it says of every row that has it; figures keep their names."""
+    failed = 0
+    for command in dict.fromkeys(row.command for row in rows):
+        theirs = [row for row in rows if row.command == command]
+        if not command or not all(row.read for row in theirs):
+            print(
+                f"{theirs[0].name}: {'published elsewhere' if not command else 'read by hand'}, left as it is"
+            )
+            continue
+        print(f"{theirs[0].name}: {command}", flush=True)
+        began = time.monotonic()
+        program, *options = shlex.split(command)
+        place = {"dualpipe": str(Path(sys.executable).with_name("dualpipe")), "python": sys.executable}
+        done = subprocess.run(
+            [place.get(program, program), *options], cwd=ROOT, stdout=subprocess.PIPE, text=True
+        )
+        minutes = round((time.monotonic() - began) / 60, 1)
+        for row in theirs:
+            try:
+                write(row, read_values(row, done.stdout), minutes)
+            except ValueError as error:
+                failed += 1
+                print(f"{error}\n(exit status {done.returncode})", file=sys.stderr)
+    return 1 if failed else 0
+
+
+def write(row: Row, values: dict, minutes: float) -> None:
+    """Put a row's new figures into the file, at today's date and the present commit."""
+    changed = (
+        f"{name} {number(row.values.get(name, ''))} -> {number(value)}" for name, value in values.items()
+    )
+    print(f"  {row.name}: {', '.join(changed)} ({minutes} min)", flush=True)
+    known = json.loads(FILE.read_text())
+    table, _, name = row.name.partition(".")
+    known[table]["rows"][name] |= {
+        "values": row.values | values,
+        "date": datetime.date.today().isoformat(),
+        "commit": commit(row),
+        "minutes": minutes,
+    }
+    save(known)
+
+
+def commit(row: Row) -> str:
+    """The present commit; a plus behind it says that the row's code has changes that are in no commit."""
+    head = subprocess.run(["git", "rev-parse", "--short=7", "HEAD"], cwd=ROOT, capture_output=True, text=True)
+    changed = subprocess.run(["git", "diff", "--quiet", "HEAD", "--", *row.code], cwd=ROOT)
+    return head.stdout.strip() + ("+" if changed.returncode == 1 else "")
+
+
+def save(known: dict) -> None:
+    """Write the file as it is kept: a line for each row's field."""
+    FILE.write_text(json.dumps(known, indent=1, ensure_ascii=False) + "\n")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,220 @@
+"""Figures of README and pages come from docs/results.json, and that file from what commands print."""
+
+import importlib.util
+import json
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from dualpipe_jax.__main__ import COMMANDS, main
+
+ROOT = Path(__file__).parent.parent
+UNITS = r"%|s|ms|µs|min|minutes|hours|Mcycles|million cycles|GiB|MiB|MB|GB|GB/s|TFLOP/s|tokens/s|nats"
+WITH_UNIT = re.compile(rf"(?<![\w.])\d[\d.,]* (?:{UNITS})(?![\w/])")
+
+
+def load(name: str, path: Path):
+    """A module of a folder that is no package."""
+    spec = importlib.util.spec_from_file_location(name, path)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    return module
+
+
+results = load("results", ROOT / "docs" / "results.py")
+TABLES = results.tables()
+ROWS = [row for table in TABLES.values() for row in table.rows.values()]
+
+
+def prose(text: str) -> str:
+    """A page without code, commands in sentences, and directives."""
+    return re.sub(r"`[^`\n]*`", "", re.sub(r"^```.*?^```$", "", text, flags=re.M | re.S))
+
+
+def test_the_file_is_written_as_the_script_writes_it():
+    text = (ROOT / "docs" / "results.json").read_text()
+    assert text == json.dumps(json.loads(text), indent=1, ensure_ascii=False) + "\n"
+
+
+@pytest.mark.parametrize("table", TABLES)
+def test_every_row_says_whence_it_is(table):
+    for row in TABLES[table].rows.values():
+        assert row.what and row.values, row.name
+        if not row.source:
+            has_an_origin(row)
+
+
+def has_an_origin(row):
+    assert re.fullmatch(r"\d{4}-\d\d-\d\d", row.date) and re.fullmatch(r"[0-9a-f]{7}\+?", row.commit), (
+        row.name
+    )
+    assert row.code and all((ROOT / path).exists() for path in row.code)
+    program, *options = shlex.split(row.command)
+    if program == "scripts/bench":
+        assert (ROOT / "benchmarks" / f"{options[0]}.py").is_file()
+    else:
+        assert program in ("dualpipe", "python") or (ROOT / program).is_file()
+
+
+@pytest.mark.parametrize("name", ["overlap", "dryrun", "plan"])
+def test_options_of_its_commands_exist(name, capsys):
+    assert name in COMMANDS
+    with pytest.raises(SystemExit):
+        main([name, "--help"])
+    known = set(re.findall(r"--[a-z][\w-]*", capsys.readouterr().out))
+    asked = [shlex.split(row.command) for row in ROWS if row.command.startswith(f"dualpipe {name} ")]
+    assert asked
+    for words in asked:
+        assert {word for word in words if word.startswith("--")} <= known
+
+
+def test_every_figure_of_the_readme_is_in_the_file():
+    text = (ROOT / "README.md").read_text()
+    cited = re.findall(r"(\d[\d.,]* [^\s<]+)<!--([\w.]+)-->", text)
+    assert len(cited) >= 8
+    for written, name in cited:
+        assert results.figure(name, TABLES)[0] == written, name
+    assert not WITH_UNIT.findall(re.sub(r"\S+ \S+<!--[\w.]+-->", "", prose(text)))
+
+
+def test_the_page_of_results_writes_no_figure_itself():
+    text = (ROOT / "docs" / "results.md").read_text()
+    assert set(re.findall(r"^```\{results\} (\w+)$", text, re.M)) == set(TABLES)
+    for name in re.findall(r"\{result\}`([^`]+)`", text):
+        assert results.figure(name, TABLES)[0]
+    found = WITH_UNIT.findall(prose(text))
+    assert not found
+
+
+def test_figures_cited_on_other_pages_exist():
+    for page in (ROOT / "docs").rglob("*.md"):
+        for name in re.findall(r"\{result\}`([^`]+)`", page.read_text()):
+            assert results.figure(name, TABLES)[0], page
+
+
+def small(folder: Path, **row) -> Path:
+    """A file of one table with one row."""
+    row = {"what": "a sum", "command": "python sum.py", "values": {"sum": "1"}, "date": "2026-01-01"} | row
+    table = {
+        "columns": {"sum": ["the sum", "s"]},
+        "status": "measured",
+        "code": ["code"],
+        "read": r"= (?P<sum>\S+)",
+    }
+    file = folder / "results.json"
+    file.write_text(json.dumps({"sums": table | {"rows": {"one": row}}}))
+    return file
+
+
+def test_a_figure_is_written_with_its_unit(tmp_path):
+    known = results.tables(small(tmp_path, values={"sum": "12345"}))
+    shown, row = results.figure("sums.one.sum", known)
+    assert shown == "12,345 s"
+    assert row.name == "sums.one" and row.status == "measured"
+
+
+@pytest.mark.parametrize(
+    ("row", "said"),
+    [
+        ({"values": {"mean": "1"}}, "no column is called mean"),
+        ({"status": "guessed"}, "status 'guessed' is none of measured"),
+        ({"command": ""}, "neither a command prints it, nor is a source named"),
+    ],
+)
+def test_a_row_that_says_too_little_is_refused(row, said, tmp_path):
+    with pytest.raises(ValueError, match=said):
+        results.tables(small(tmp_path, **row))
+
+
+def test_an_unknown_figure_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="sums.two.sum: results.json has no such figure"):
+        results.figure("sums.two.sum", results.tables(small(tmp_path)))
+
+
+def test_what_a_command_prints_is_read():
+    row = TABLES["v3_memory"].rows["wide_2048_2_optimizer"]
+    printed = """memory of a device                    GiB  of the device
+parameters of stages                 6.10          6.4 %
+parameters of all stages             6.63          6.9 %
+copies as they are used              6.30          6.6 %
+second copy of the stages            3.06          3.2 %
+optimizer state                      5.39          5.6 %
+sums of gradients                   18.82         19.7 %
+residual slots                      25.05         26.2 %
+stash, from I to W                  11.63         12.1 %
+counted                             83.60         87.3 %
+"""
+    assert results.read_values(row, printed) == {
+        "stages": "6.10", "shared": "6.63", "cast": "6.30", "mirrored": "3.06", "optimizer": "5.39",
+        "gradients": "18.82", "residuals": "25.05", "stash": "11.63", "all": "83.60",
+    }  # fmt: skip
+    with pytest.raises(ValueError, match="v3_memory.wide_2048_2_optimizer: .* is not in what was printed"):
+        results.read_values(row, "nothing")
+
+
+@pytest.fixture
+def checkout(tmp_path):
+    """A repository of three commits: code, a figure that rests on it, and a change of something else."""
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "scripts").mkdir()
+    for name in ("docs/results.py", "scripts/_figures.py"):
+        (tmp_path / name).write_text((ROOT / name).read_text())
+    (tmp_path / "code").mkdir()
+    (tmp_path / "code" / "sum.py").write_text("print('sum = 2')")
+    git(tmp_path, "init", "-q")
+    first = commit(tmp_path)
+    small(tmp_path / "docs", command="python code/sum.py", commit=first)
+    commit(tmp_path)
+    return tmp_path
+
+
+def git(folder: Path, *words: str) -> str:
+    who = ["-c", "user.name=a", "-c", "user.email=a@b"]
+    return subprocess.run(
+        ["git", *who, *words], cwd=folder, check=True, capture_output=True, text=True
+    ).stdout.strip()
+
+
+def commit(folder: Path) -> str:
+    git(folder, "add", "-A")
+    git(folder, "commit", "-qm", "more")
+    return git(folder, "rev-parse", "--short=7", "HEAD")
+
+
+def figures(folder: Path, *words: str) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        [sys.executable, "scripts/_figures.py", *words], cwd=folder, capture_output=True, text=True
+    )
+
+
+def test_a_figure_is_stale_when_its_code_has_changed_since(checkout):
+    assert figures(checkout, "--stale").stdout == ""
+    assert "sums.one" in figures(checkout).stdout
+    (checkout / "code" / "sum.py").write_text("print('sum = 3')")
+    commit(checkout)
+    assert "its code changed in 1 commit since" in figures(checkout, "--stale").stdout
+
+
+def test_a_figure_is_measured_again(checkout):
+    ran = figures(checkout, "sums")
+    assert ran.returncode == 0 and "sum 1 -> 2" in ran.stdout
+    row = json.loads((checkout / "docs" / "results.json").read_text())["sums"]["rows"]["one"]
+    assert row["values"] == {"sum": "2"}
+    assert row["commit"] == git(checkout, "rev-parse", "--short=7", "HEAD") and row["date"] > "2026-01-01"
+
+
+def test_what_cannot_be_measured_is_said(checkout):
+    (checkout / "code" / "sum.py").write_text("print('no sum')")
+    ran = figures(checkout, "sums.one")
+    assert ran.returncode == 1
+    assert "is not in what was printed" in ran.stderr
+    assert json.loads((checkout / "docs" / "results.json").read_text())["sums"]["rows"]["one"]["values"] == {
+        "sum": "1"
+    }
+    ran = figures(checkout, "mean")
+    assert ran.returncode == 2 and "mean: no such table or row; scripts/figures lists them" in ran.stderr

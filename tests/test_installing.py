@@ -1,0 +1,73 @@
+"""The command that installs what is missing: it works from where the user stands."""
+
+import importlib.metadata
+import importlib.util
+import shutil
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from dualpipe_jax import installing
+from dualpipe_jax.installing import install_command
+
+ROOT = Path(__file__).parent.parent
+PIP = f"{sys.executable} -m pip install"
+
+
+@pytest.fixture
+def wheel(tmp_path, monkeypatch):
+    """As an installed wheel: nothing beside the package says that it is a checkout."""
+    monkeypatch.setattr(installing, "_ROOT", tmp_path)
+    return tmp_path
+
+
+def test_a_checkout_installs_its_extra():
+    assert install_command("jax[cuda13]", extra="cuda") == f"{PIP} -e '{ROOT}[cuda]'"
+
+
+def test_packages_are_installed_by_their_names():
+    assert install_command("grain", "array_record") == f"{PIP} grain array_record"
+    assert install_command("jax[k8s]") == f"{PIP} 'jax[k8s]'"
+
+
+def test_a_wheel_installs_what_its_extra_requires(wheel):
+    assert install_command("jax[cuda13]", extra="cuda") == f"{PIP} 'jax[cuda13]>=0.10'"
+    assert install_command("matplotlib", extra="plot") == f"{PIP} 'matplotlib>=3.9'"
+    (wheel / "pyproject.toml").write_text('[project]\nname = "another"\n')
+    assert install_command("matplotlib", extra="plot") == f"{PIP} 'matplotlib>=3.9'", "another's project"
+
+
+def test_files_that_were_copied_install_the_packages(wheel, monkeypatch):
+    def missing(name):
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(importlib.metadata, "requires", missing)
+    assert install_command("jax[cuda13]", extra="cuda") == f"{PIP} 'jax[cuda13]'"
+    monkeypatch.setattr(importlib.metadata, "requires", lambda name: None)
+    assert install_command("jax[cuda13]", extra="cuda") == f"{PIP} 'jax[cuda13]'"
+
+
+def test_environments_of_uv_have_no_pip(monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(shutil, "which", lambda name: "/usr/bin/uv")
+    assert install_command("scipy") == f"uv pip install --python {sys.executable} scipy"
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    assert install_command("scipy") == f"{PIP} scipy"
+
+
+def test_every_extra_that_is_named_exists():
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    for name in ("cuda", "tpu", "plot", "flax", "tensorboard", "wandb"):
+        assert name in extras
+
+
+def test_no_text_names_an_installation_of_its_own():
+    wrong = [
+        str(path)
+        for part in ("dualpipe_jax", "models", "train")
+        for path in (ROOT / part).rglob("*.py")
+        if "pip install" in path.read_text()
+    ]
+    assert not wrong, f"{wrong}: dualpipe_jax.installing.install_command says what works"
