@@ -7,8 +7,9 @@ changes that were in none yet), and its values by column, as they were printed. 
 `code` itself, that wins. `read` is a regular expression whose groups, named like columns, find the values in what the
 command prints; `scripts/figures` measures again by it.
 
-A figure is cited by the name `table.row.column`. Pages insert it by the role ``{result}`...` ``, whole tables by the
-directive ``{results}``; README writes it out, with the name behind it in a comment, and a test compares the two.
+A figure has the name `table.row.column`. README and pages write it out with its name behind it, `99.1 %<!--name-->`,
+and hold whole tables between `<!--table NAME-->` and `<!--end-->`; what GitHub and the site show is the same text.
+`scripts/figures --write` puts the file's values there, and a test finds pages that differ from it.
 """
 
 import dataclasses
@@ -123,6 +124,70 @@ def figure(name: str, known: dict[str, Table]) -> tuple[str, Row]:
     if not shown:
         raise ValueError(f"{name}: results.json has no such figure; write TABLE.ROW.COLUMN")
     return shown, known[table].rows[row]
+
+
+CITED = re.compile(r"\d[\d.,]*(?: (?:: 1|[^\s<|:]+))?<!--([a-z]\w*\.\w+\.\w+)-->")
+"""A figure and its name, in a text."""
+
+TABLE = re.compile(r"<!--table (\w+)-->\n.*?<!--end-->", re.S)
+"""A table of the file, in a text."""
+
+
+def inserted(text: str, known: dict[str, Table]) -> str:
+    """The text of a page with the file's figures and tables.
+
+    Raises:
+      ValueError: it names a figure or a table that there is not.
+    """
+
+    def cited(match: re.Match) -> str:
+        return f"{figure(match[1], known)[0]}<!--{match[1]}-->"
+
+    def tabled(match: re.Match) -> str:
+        if match[1] not in known:
+            raise ValueError(f"<!--table {match[1]}-->: results.json has no such table")
+        return f"<!--table {match[1]}-->\n\n{markdown(known[match[1]])}\n<!--end-->"
+
+    return TABLE.sub(tabled, CITED.sub(cited, text))
+
+
+def markdown(table: Table) -> str:
+    """A table, what stands behind its figures, and the commands; what all its rows or columns share is said once."""
+    rows, units = list(table.rows.values()), {unit for _, unit in table.columns.values()}
+    whens = list(dict.fromkeys(map(_when, rows)))
+    unit = units.pop() if len(units) == 1 else ""
+    heads = [unit, *(title if unit else _head(title, of) for title, of in table.columns.values())]
+    lines = [[row.what, *(_cell(table, row, name) for name in table.columns)] for row in rows]
+    rule = ["---", *["---:"] * len(table.columns)]
+    if len(whens) > 1:
+        heads, rule = [*heads, "of"], [*rule, "---"]
+        lines = [[*line, _when(row)] for line, row in zip(lines, rows, strict=True)]
+    shown = "".join(f"| {' | '.join(line)} |\n" for line in [heads, rule, *lines])
+    told = dict.fromkeys(f"{STATUS[row.status]}{f' ({row.by})' if row.by else ''}" for row in rows)
+    said = "; ".join([*told, *(whens if len(whens) == 1 else ())])
+    commands = list(dict.fromkeys(row.command for row in rows if row.command))
+    return f"{shown}\n{said[0].upper()}{said[1:]}.\n{_folded(commands)}"
+
+
+def _head(title: str, unit: str) -> str:
+    return f"{title}, {unit}" if unit and not unit.startswith(":") else title
+
+
+def _cell(table: Table, row: Row, column: str) -> str:
+    whole = table.columns[column][1].startswith(":")
+    return table.shown(row.name.rpartition(".")[2], column) if whole else number(row.values.get(column, ""))
+
+
+def _when(row: Row) -> str:
+    return row.source or " ".join(filter(None, (row.date, row.commit)))
+
+
+def _folded(commands: list[str]) -> str:
+    """One command, or several that one opens."""
+    if len(commands) < 2:
+        return "".join(f"Command: `{command}`\n" for command in commands)
+    lines = "\n".join(commands)
+    return f"\n<details><summary>Commands</summary>\n\n```\n{lines}\n```\n\n</details>\n"
 
 
 def read_values(row: Row, printed: str) -> dict[str, str]:

@@ -18,7 +18,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "docs"))
 
-from results import FILE, Row, number, read_values, tables  # noqa: E402
+from results import FILE, Row, inserted, number, read_values, tables  # noqa: E402
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -30,8 +30,12 @@ def main(arguments: list[str] | None = None) -> int:
         "names", nargs="*", metavar="NAME", help="a table, or a row as TABLE.ROW: measure it again"
     )
     parser.add_argument("--stale", action="store_true", help="list only rows whose code has changed since")
+    parser.add_argument("--write", action="store_true", help="put the file's figures into README and pages")
     parser.add_argument("--all", action="store_true", help="measure all rows again")
     given = parser.parse_args(arguments)
+    if given.write:
+        pages()
+        return 0
     rows = {row.name: row for table in tables().values() for row in table.rows.values()}
     if not (given.names or given.all):
         show(rows, given.stale)
@@ -117,8 +121,18 @@ def commit(row: Row) -> str:
 
 
 def save(known: dict) -> None:
-    """Write the file as it is kept: a line for each row's field."""
+    """Write the file, a line for each field of a row, and the pages."""
     FILE.write_text(json.dumps(known, indent=1, ensure_ascii=False) + "\n")
+    pages()
+
+
+def pages() -> None:
+    """Put the file's figures into README and pages."""
+    known = tables()
+    for page in (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))):
+        if page.is_file() and (text := page.read_text()) != (now := inserted(text, known)):
+            page.write_text(now)
+            print(f"wrote {page.relative_to(ROOT)}")
 
 
 if __name__ == "__main__":

@@ -10,8 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from dualpipe_jax.__main__ import COMMANDS, main
-
 ROOT = Path(__file__).parent.parent
 UNITS = r"%|s|ms|µs|min|minutes|hours|Mcycles|million cycles|GiB|MiB|MB|GB|GB/s|TFLOP/s|tokens/s|nats"
 WITH_UNIT = re.compile(rf"(?<![\w.])\d[\d.,]* (?:{UNITS})(?![\w/])")
@@ -32,8 +30,9 @@ ROWS = [row for table in TABLES.values() for row in table.rows.values()]
 
 
 def prose(text: str) -> str:
-    """A page without code, commands in sentences, and directives."""
-    return re.sub(r"`[^`\n]*`", "", re.sub(r"^```.*?^```$", "", text, flags=re.M | re.S))
+    """A page without code, commands in sentences, tables of the file, and figures that are cited."""
+    text = re.sub(r"^```.*?^```$", "", results.TABLE.sub("", text), flags=re.M | re.S)
+    return results.CITED.sub("", re.sub(r"`[^`\n]*`", "", text))
 
 
 def test_the_file_is_written_as_the_script_writes_it():
@@ -61,40 +60,54 @@ def has_an_origin(row):
         assert program in ("dualpipe", "python") or (ROOT / program).is_file()
 
 
-@pytest.mark.parametrize("name", ["overlap", "dryrun", "plan"])
-def test_options_of_its_commands_exist(name, capsys):
-    assert name in COMMANDS
-    with pytest.raises(SystemExit):
-        main([name, "--help"])
-    known = set(re.findall(r"--[a-z][\w-]*", capsys.readouterr().out))
-    asked = [shlex.split(row.command) for row in ROWS if row.command.startswith(f"dualpipe {name} ")]
-    assert asked
-    for words in asked:
-        assert {word for word in words if word.startswith("--")} <= known
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 
-def test_every_figure_of_the_readme_is_in_the_file():
-    text = (ROOT / "README.md").read_text()
-    cited = re.findall(r"(\d[\d.,]* [^\s<]+)<!--([\w.]+)-->", text)
-    assert len(cited) >= 8
-    for written, name in cited:
-        assert results.figure(name, TABLES)[0] == written, name
-    assert not WITH_UNIT.findall(re.sub(r"\S+ \S+<!--[\w.]+-->", "", prose(text)))
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_pages_have_the_figures_of_the_file(page):
+    """After an edit of the file `scripts/figures --write` puts them there."""
+    assert page.read_text() == results.inserted(page.read_text(), TABLES)
 
 
-def test_the_page_of_results_writes_no_figure_itself():
-    text = (ROOT / "docs" / "results.md").read_text()
-    assert set(re.findall(r"^```\{results\} (\w+)$", text, re.M)) == set(TABLES)
-    for name in re.findall(r"\{result\}`([^`]+)`", text):
-        assert results.figure(name, TABLES)[0]
-    found = WITH_UNIT.findall(prose(text))
-    assert not found
+@pytest.mark.parametrize("name", ["README.md", "docs/results.md"])
+def test_no_other_figure_with_a_unit_stands_there(name):
+    text = (ROOT / name).read_text()
+    assert len(results.CITED.findall(text)) >= 5
+    assert not WITH_UNIT.findall(prose(text))
 
 
-def test_figures_cited_on_other_pages_exist():
-    for page in (ROOT / "docs").rglob("*.md"):
-        for name in re.findall(r"\{result\}`([^`]+)`", page.read_text()):
-            assert results.figure(name, TABLES)[0], page
+def test_all_tables_are_on_the_page_of_results():
+    assert set(re.findall(r"<!--table (\w+)-->", (ROOT / "docs" / "results.md").read_text())) == set(TABLES)
+
+
+def test_figures_are_put_into_a_text(tmp_path):
+    """Next to their names, whatever stood there; a table anew."""
+    known = results.tables(small(tmp_path))
+    text = "It takes 7 ms<!--sums.one.sum--> of 9 s.\n\n<!--table sums-->\nold\n<!--end-->\nand 3 more\n"
+    now = results.inserted(text, known)
+    assert now.startswith("It takes 1 s<!--sums.one.sum--> of 9 s.\n\n<!--table sums-->\n\n| s | the sum |\n")
+    assert "| a sum | 1 |\n" in now and "old" not in now
+    assert "Timed or counted on the machine that is named; 2026-01-01.\nCommand: `python sum.py`\n" in now
+    assert now.endswith("\n<!--end-->\nand 3 more\n")
+    assert results.inserted(now, known) == now
+
+
+def test_a_table_says_of_each_row_when_it_was_measured(tmp_path):
+    file = small(tmp_path)
+    table = json.loads(file.read_text())
+    table["sums"]["columns"]["ratio"] = ["work : sums", ": 1"]
+    more = {"what": "more", "source": "a paper", "values": {"sum": "2", "ratio": "0.90"}}
+    table["sums"]["rows"]["two"] = more
+    file.write_text(json.dumps(table))
+    lines = results.markdown(results.tables(file)["sums"]).splitlines()
+    assert lines[0] == "|  | the sum, s | work : sums | of |"
+    assert lines[2:4] == ["| a sum | 1 |  | 2026-01-01 |", "| more | 2 | 0.90 : 1 | a paper |"]
+
+
+@pytest.mark.parametrize("text", ["1 s<!--sums.two.sum-->", "<!--table means-->\n<!--end-->"])
+def test_what_is_not_in_the_file_cannot_be_put_there(text, tmp_path):
+    with pytest.raises(ValueError, match="has no such"):
+        results.inserted(text, results.tables(small(tmp_path)))
 
 
 def small(folder: Path, **row) -> Path:
