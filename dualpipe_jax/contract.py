@@ -1,7 +1,7 @@
 """The engine's contract with a model: a few stage functions, and which stage is of which kind.
 
-The functions are plain JAX. They know nothing of schedules, slots or ranks, and the oracle in ``reference`` calls the
-same ones.
+The functions are plain JAX. They know nothing of schedules, slots or ranks, and the plain model in ``reference`` calls
+the same ones.
 """
 
 import dataclasses
@@ -18,7 +18,18 @@ Tree = Any
 
 
 class At(NamedTuple):
-    """What a stage sees besides its parameters and x. It travels nowhere: every rank makes its own.
+    """What a stage sees besides its parameters and x. It is sent nowhere: every rank makes its own.
+
+    The engine makes it. To try a stage function by itself, make one:
+
+    >>> import jax.numpy as jnp
+    >>> from dualpipe_jax import At, Out
+    >>> def stage(own, shared, x, at):
+    ...     return Out(at.batch["x"] * own)
+    ...
+    >>> at = At({"x": jnp.ones(3)}, stage=jnp.int32(0), microbatch=jnp.int32(0), key=None)
+    >>> stage(5.0, None, None, at).x.tolist()
+    [5.0, 5.0, 5.0]
 
     Attributes:
       batch: this device's part of the microbatch, leaves [microbatch size / devices that share it, ...]: tokens,
@@ -39,12 +50,22 @@ class At(NamedTuple):
 class Out(NamedTuple):
     """What a stage returns.
 
+    >>> import jax.numpy as jnp
+    >>> from dualpipe_jax import Out
+    >>> def stage(own, shared, x, at):
+    ...     y = jnp.tanh(x @ own)
+    ...     return Out(y, losses={"size": jnp.mean(y**2)}, metrics={"large": jnp.sum(y > 0.5)})
+    ...
+    >>> stage(jnp.eye(2), None, jnp.array([[0.0, 1.0]]), None).metrics["large"].tolist()
+    1
+
     Attributes:
-      x: for the next stage; of the same shapes and dtypes after every stage but the last, whose x only
-        ``Pipeline.apply`` gives out. Any tree: floating leaves have gradients, integers and keys are handed on.
-      losses: scalars by name that join the objective; each the mean over this device's part of the microbatch. The
+      x: what the next stage gets, with the same shapes and dtypes after every stage except the last, whose x only
+        ``Pipeline.apply`` returns. Any tree: floating leaves have gradients, integers and keys are handed on.
+      losses: scalars by name that join the objective; each is the mean over this device's part of the microbatch. The
         objective is the sum over names and stages of their means over microbatches and parts.
-      metrics: by name, outside the objective; summed over microbatches, stages and devices, integers exactly.
+      metrics: arrays by name, outside the objective; they are summed over microbatches, stages and devices, integers
+        exactly.
     """
 
     x: Tree = None
@@ -60,6 +81,21 @@ StageFunction = Callable[[Tree, Tree, Tree, At], Out]
 @dataclasses.dataclass(frozen=True)
 class StagedModel:
     """A model as the engine sees it.
+
+    >>> import jax, jax.numpy as jnp
+    >>> from dualpipe_jax import Out, StagedModel, reference_loss
+    >>> def first(own, shared, x, at):
+    ...     return Out(shared["embed"][at.batch["tokens"]] @ own)
+    ...
+    >>> def last(own, shared, x, at):
+    ...     return Out(losses={"error": jnp.mean((x @ own - at.batch["targets"]) ** 2)})
+    ...
+    >>> model = StagedModel(kinds={"first": first, "last": last}, kind_of=("first", "last"))
+    >>> params = {"stages": jnp.ones((2, 3, 3)), "shared": {"embed": jnp.ones((5, 3))}}
+    >>> batch = {"tokens": jnp.zeros((2, 4), int), "targets": jnp.ones((2, 4, 3))}  # two microbatches of four
+    >>> loss, report = jax.jit(reference_loss(model))(params, batch)
+    >>> float(loss)
+    64.0
 
     ``params = {"stages": ..., "shared": ...}``. Every leaf of "stages" has a leading stage dim, in model order, and a
     stage gets its own part without that dim; "shared" is whatever more than one stage uses, or only one kind of stage
@@ -98,13 +134,13 @@ class StagedModel:
 
 
 class Report(NamedTuple):
-    """What a step says besides the objective.
+    """What a step returns besides the objective.
 
     Attributes:
       losses: float32 scalars by name; their sum is the objective.
-      metrics: by name, summed over microbatches, stages and devices.
-      dropped: int32 [], how many assignments of tokens to experts found no slot in a plan of ``parallel`` made by any
-        stage, over all layers, stages, microbatches and devices, whether the model reports them or not.
+      metrics: arrays by name, summed over microbatches, stages and devices.
+      dropped: int32 [], number of assignments of tokens to experts that found no slot in a plan of ``parallel``, over
+        all layers, stages, microbatches and devices, whether the model reports them or not.
     """
 
     losses: dict[str, jax.Array]
@@ -115,6 +151,17 @@ class Report(NamedTuple):
 class PipelineModel(NamedTuple):
     """The simplest model: equal stages between an embedding and a head with a loss.
 
+    >>> import jax, jax.numpy as jnp
+    >>> from dualpipe_jax import PipelineModel, sequential_loss
+    >>> model = PipelineModel(
+    ...     embed=lambda w, x: x * w,
+    ...     stage=lambda w, x: x * w,
+    ...     head_loss=lambda w, x, targets: jnp.mean((x * w - targets) ** 2),
+    ... )
+    >>> params = {"embed": jnp.array(1.0), "stages": jnp.array([2.0]), "head": jnp.array(3.0)}
+    >>> float(jax.jit(sequential_loss(model))(params, jnp.ones((2, 4)), jnp.full((2, 4), 5.0)))
+    1.0
+
     ``params = {"embed": ..., "stages": ..., "head": ...}``; every leaf of "stages" has a leading stage dim, in model
     order, and a function gets its own part without that dim.
 
@@ -122,9 +169,9 @@ class PipelineModel(NamedTuple):
       embed: ``embed(params["embed"], inputs) -> x``, inputs [microbatch size, ...].
       stage: ``stage(params, x) -> x`` or ``(x, aux)``; x keeps its shape and dtype.
       head_loss: ``head_loss(params["head"], x, targets) -> scalar``, the mean over its examples. Its forward is done
-        again in the backward: kept, logits would wait in slots.
+        again in the backward, so that logits take no slots.
 
-    Rules for the functions as in ``StagedModel``, of which this is one: see ``staged``.
+    The rules for the functions are those of ``StagedModel``, which ``staged`` makes of this.
     """
 
     embed: Callable[[Tree, Tree], Tree]
@@ -134,11 +181,19 @@ class PipelineModel(NamedTuple):
 
 @typechecked
 def staged(model: PipelineModel, num_stages: int, *, has_aux: bool = False) -> StagedModel:
-    """An embedding, equal stages and a head as kinds of stages.
+    """Turn a ``PipelineModel`` into a ``StagedModel`` of ``num_stages`` stages.
 
     Its params are {"stages": ..., "shared": {"embed": ..., "head": ...}}, its batch {"inputs": ..., "targets": ...};
     aux is the metric "aux": outside the objective, with a gradient where ``Pipeline.loss`` is differentiated by it,
     which costs a second step; what always joins the objective is better in ``Out.losses`` of your own ``StagedModel``.
+
+    >>> import jax.numpy as jnp
+    >>> from dualpipe_jax import PipelineModel, staged
+    >>> model = PipelineModel(lambda w, x: x * w, lambda w, x: x * w, lambda w, x, y: jnp.mean((x * w - y) ** 2))
+    >>> staged(model, num_stages=4).kind_of
+    ('first', 'middle', 'middle', 'last')
+
+    Raises TypeError, when a step is traced, if a stage returns a pair without ``has_aux``, or none with it.
     """
     head_loss = jax.checkpoint(model.head_loss)
 

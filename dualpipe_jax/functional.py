@@ -73,6 +73,14 @@ class Pure(NamedTuple):
 def pure_nnx(create: Callable[[nnx.Rngs], nnx.Module], *, evaluate: bool = False) -> Pure:
     """Split a module, once, into a function and its parameters.
 
+    >>> import jax, jax.numpy as jnp
+    >>> from flax import nnx
+    >>> from dualpipe_jax.functional import pure_nnx
+    >>> init, apply = pure_nnx(lambda rngs: nnx.Linear(3, 2, rngs=rngs))
+    >>> params = init(jax.random.key(0))
+    >>> jax.tree.map(jnp.shape, params), apply(params, jnp.ones((4, 3))).shape
+    ({'bias': (2,), 'kernel': (3, 2)}, (4, 2))
+
     Given a key, ``apply`` runs the module as it was made, its random streams started from that key; without one,
     as ``module.eval()`` leaves it, in which dropout does nothing. A module with dropout must be given a key, or be
     meant for evaluation.
@@ -143,6 +151,14 @@ def _live_dropouts(module: nnx.Module) -> list[str]:
 def pure_linen(module: linen.Module, *examples: Tree) -> Pure:
     """Split a module into a function and its parameters.
 
+    >>> import jax, jax.numpy as jnp
+    >>> from flax import linen
+    >>> from dualpipe_jax.functional import pure_linen
+    >>> init, apply = pure_linen(linen.Dense(2), jax.ShapeDtypeStruct((4, 3), jnp.float32))
+    >>> params = init(jax.random.key(0))
+    >>> jax.tree.map(jnp.shape, params), apply(params, jnp.ones((4, 3))).shape
+    ({'bias': (2,), 'kernel': (3, 2)}, (4, 2))
+
     A key given to ``apply`` is the module's "dropout" stream; ``self.has_rng("dropout")`` tells the module whether
     there is one.
 
@@ -184,6 +200,21 @@ def from_nnx(
 ) -> tuple[Functions, Callable[[Array], Tree]]:
     """Turn three nnx modules into a pipeline's functions and its parameters' initialiser.
 
+    >>> import jax, jax.numpy as jnp
+    >>> from flax import nnx
+    >>> from dualpipe_jax import PipelineModel
+    >>> from dualpipe_jax.functional import from_nnx
+    >>> functions, init = from_nnx(
+    ...     embed=lambda rngs: nnx.Embed(5, 3, rngs=rngs),
+    ...     stage=lambda rngs: nnx.Linear(3, 3, rngs=rngs),
+    ...     head=lambda rngs: nnx.Linear(3, 1, rngs=rngs),
+    ...     num_stages=4,
+    ...     loss=lambda y, targets: jnp.mean((y - targets) ** 2),
+    ... )
+    >>> model = PipelineModel(*functions)
+    >>> jax.eval_shape(init, jax.random.key(0))["stages"]["kernel"].shape  # a leading dim of stages
+    (4, 3, 3)
+
     Args:
       embed: makes the module called as ``embed(inputs) -> x``.
       stage: makes the module called as ``stage(x) -> x`` or ``(x, aux)``; x keeps shape and dtype.
@@ -215,6 +246,23 @@ def from_linen(
     loss: Callable[[Any, Any], Array] | None = None,
 ) -> tuple[Functions, Callable[[Array], Tree]]:
     """Turn three linen modules into a pipeline's functions and its parameters' initialiser.
+
+    >>> import jax, jax.numpy as jnp
+    >>> from flax import linen
+    >>> from dualpipe_jax import PipelineModel
+    >>> from dualpipe_jax.functional import from_linen
+    >>> functions, init = from_linen(
+    ...     linen.Embed(5, 3),
+    ...     linen.Dense(3),
+    ...     linen.Dense(1),
+    ...     num_stages=4,
+    ...     inputs=jax.ShapeDtypeStruct((8,), jnp.int32),
+    ...     targets=jax.ShapeDtypeStruct((8, 1), jnp.float32),
+    ...     loss=lambda y, targets: jnp.mean((y - targets) ** 2),
+    ... )
+    >>> model = PipelineModel(*functions)
+    >>> jax.eval_shape(init, jax.random.key(0))["stages"]["kernel"].shape  # a leading dim of stages
+    (4, 3, 3)
 
     Args:
       embed: called as ``embed(inputs) -> x``.

@@ -14,15 +14,21 @@ from dualpipe_jax.balance.placement import Layout, Placement
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Outlook:
-    """A change of placement, by layers.
+    """What a change of placement gains in each layer, and the experts that it moves; ``outlook`` makes it.
 
-    A layer takes as long as its busiest device, all layers have as many tokens: so a step's experts take as long as
-    the sum over layers of max/mean.
+    A layer takes as long as its busiest device, and all layers have as many tokens: so a step's experts take as long
+    as the sum over layers of max/mean.
+
+    >>> from dualpipe_jax.balance import Layout, Placement, balance, outlook
+    >>> loads, layout = [[3, 3, 1, 1]], Layout(num_devices=2, num_slots=2)
+    >>> before = Placement.in_order(num_layers=1, num_experts=4, num_devices=2, num_slots=2)
+    >>> print(outlook(loads, balance(loads, layout), before, layout))
+    max/mean 1.5000 -> 1.0000, bound 1.0000; 33.3% less for the busiest devices, 2 experts move
 
     Attributes:
       before: float64 [layers], max/mean over devices under the placement in force, in the worst window.
-      after: under the other one.
-      bound: no placement of that layout has less.
+      after: float64 [layers], the same under the other placement.
+      bound: float64 [layers], which no placement of that layout can go below.
       moves: int64 [layers], experts that devices have to fetch.
     """
 
@@ -33,16 +39,16 @@ class Outlook:
 
     @property
     def gain(self) -> float:
-        """By which share of its time the experts' work of a step becomes shorter: 0.25 is four thirds of the speed."""
+        """The share of a step's time for experts that is saved: 0.25 is four thirds of the speed."""
         return float(1 - self.after.sum() / self.before.sum())
 
     @property
     def utilisation(self) -> tuple[float, float]:
-        """Share of their time for which devices work, before and after: the rest they wait for the busiest one."""
+        """The shares of their time for which devices work, before and after; the rest they wait for the busiest one."""
         return float(1 / self.before.mean()), float(1 / self.after.mean())
 
     def to_json(self) -> dict[str, Any]:
-        """The outlook as JSON has it."""
+        """The outlook as a dict of lists and numbers, which ``json.dumps`` writes."""
         arrays = {field.name: getattr(self, field.name).tolist() for field in dataclasses.fields(self)}
         return arrays | {"gain": self.gain, "utilisation": list(self.utilisation)}
 
@@ -65,8 +71,9 @@ def outlook(loads: ArrayLike, placement: Placement, previous: Placement, layout:
 
     Args:
       loads: [layers, experts] or [windows, layers, experts].
-      placement: of the layout.
-      previous: as many layers, experts and devices; it may have other slots.
+      placement: the new placement, of ``layout``.
+      previous: the placement in force, with as many layers, experts and devices; its slots may be others.
+      layout: devices and their slots.
     """
     windows = checked(loads, "outlook")
     return Outlook(

@@ -35,11 +35,18 @@ def plot(
     A row is a layer, a column a device. Of several windows each device shows its worst. Nothing of matplotlib's
     global state is read or left changed.
 
+    >>> from dualpipe_jax.balance import Layout, Placement, balance, plot
+    >>> loads = [[3, 3, 1, 1]]
+    >>> before = Placement.in_order(num_layers=1, num_experts=4, num_devices=2, num_slots=2)
+    >>> figure = plot(loads, before, balance(loads, Layout(num_devices=2, num_slots=2)))
+    >>> [axes.get_title(loc="left") for axes in figure.axes[:2]]
+    ['before: max/mean 1.5000, worst layer 1.5000', 'after: max/mean 1.0000, worst layer 1.0000']
+
     Args:
       loads: [layers, experts] or [windows, layers, experts].
       before, after: placements of these layers and experts.
       path: where to write it too; SVG or PNG by its ending.
-      bound: mean over layers of the least max/mean, to write beside what is drawn.
+      bound: mean over layers of the least max/mean, to write next to the picture.
 
     Raises:
       ValueError: if the path ends in neither .svg nor .png.

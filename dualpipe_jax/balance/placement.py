@@ -22,10 +22,10 @@ class Layout:
     10
 
     Attributes:
-      num_devices: over which a layer's experts lie.
-      num_slots: experts that a device holds in a layer, copies included.
-      num_nodes: machines, each of num_devices / num_nodes devices in a row.
-      num_groups: groups of experts of consecutive indices, all of whose copies are to lie on one node, as routing
+      num_devices: number of devices that share a layer's experts.
+      num_slots: number of experts that a device holds in a layer, copies included.
+      num_nodes: number of machines, each of num_devices / num_nodes devices in a row.
+      num_groups: number of groups of experts of consecutive indices; a group's copies are all on one node, as routing
         limited to a few groups wants it; None leaves every expert free. Balance is worse with groups: a node then
         carries whatever its groups do.
 
@@ -63,7 +63,7 @@ class Layout:
         return self.num_devices * self.num_slots
 
     def check(self, num_experts: int) -> None:
-        """Raise a ValueError that says why so many experts cannot lie here, if they cannot."""
+        """Raise a ValueError that says why this many experts do not fit, if they do not."""
         slots = f"{self.num_devices} devices of {self.num_slots} slots"
         if self.num_replicas < num_experts:
             raise ValueError(
@@ -89,7 +89,7 @@ class Layout:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Placement:
-    """Where the copies of every layer's experts lie; an expert's tokens are shared evenly by its copies.
+    """The device and slot of each copy of every layer's experts; copies share their expert's tokens evenly.
 
     >>> from dualpipe_jax.balance import Placement
     >>> placed = Placement.in_order(num_layers=1, num_experts=4, num_devices=2, num_slots=2)
@@ -100,7 +100,7 @@ class Placement:
 
     Attributes:
       experts: int [layers, devices, slots], the expert in each slot.
-      num_experts: of a layer.
+      num_experts: number of experts of a layer.
 
     Raises:
       ValueError: some expert has no copy, or two on one device, or an entry is no expert; says where.
@@ -205,7 +205,7 @@ class Placement:
 
     @classmethod
     def from_json(cls, entries: Mapping[str, Any]) -> "Placement":
-        """What ``to_json`` wrote; further entries are left aside.
+        """Read the placement that ``to_json`` wrote; further entries are ignored.
 
         Raises:
           ValueError: entries are missing, or are no placement; says what is wrong.

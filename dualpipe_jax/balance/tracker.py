@@ -20,8 +20,8 @@ class LoadTracker:
     Attributes:
       half_life: steps after which a step counts half as much as the latest.
       sums: float64 [layers, experts], counts, older ones weighed less.
-      weight: of all steps that are in it: 0 before the first, at most 1 / (1 - 2 ** (-1 / half_life)).
-      steps: how many were added.
+      weight: the weight of all added steps together: 0 before the first, at most 1 / (1 - 2 ** (-1 / half_life)).
+      steps: number of steps that were added.
     """
 
     half_life: float
@@ -31,7 +31,7 @@ class LoadTracker:
 
     @classmethod
     def start(cls, num_layers: int, num_experts: int, half_life: float = 100.0) -> "LoadTracker":
-        """Nothing counted yet.
+        """A tracker to which no step has been added.
 
         Raises:
           ValueError: a count is below 1, or the half-life is not above 0.
@@ -89,7 +89,7 @@ class LoadTracker:
 
     @classmethod
     def restore(cls, state: Mapping[str, Any]) -> "LoadTracker":
-        """What ``state`` gave, also after JSON made lists of its arrays.
+        """The tracker of which ``state`` was taken; its arrays may have become lists in JSON.
 
         Raises:
           ValueError: an entry is missing, or is not what ``state`` gives.

@@ -13,16 +13,22 @@ from dualpipe_jax.balance.placement import Layout
 class Copies:
     """Copies of a token that cross a kind of link, on average over tokens.
 
+    >>> from dualpipe_jax.balance import Layout, count_traffic
+    >>> layout = Layout(num_devices=4, num_slots=1, num_nodes=2)
+    >>> copies = count_traffic([0, 0], [[1, 2], [2, 3]], layout).by_expert
+    >>> copies.bytes(num_tokens=1000, token_bytes=7168)  # between nodes, and inside them
+    (10752000.0, 3584000.0)
+
     Attributes:
-      across: from one node to another.
-      inside: from one device to another of the same node.
+      across: copies from one node to another.
+      inside: copies from one device to another of the same node.
     """
 
     across: float
     inside: float
 
     def bytes(self, num_tokens: int, token_bytes: float) -> tuple[float, float]:
-        """Bytes across nodes and inside them, of so many tokens of so many bytes each."""
+        """The bytes that ``num_tokens`` tokens of ``token_bytes`` each send across nodes and inside them."""
         return self.across * num_tokens * token_bytes, self.inside * num_tokens * token_bytes
 
 
@@ -105,7 +111,7 @@ def random_traffic(
     num_tokens: int = 20_000,
     seed: int = 0,
 ) -> Traffic:
-    """The traffic of tokens that choose at random, experts in order over the devices: an estimate by so many tokens.
+    """Estimate the traffic of tokens that choose experts at random, with experts in order over the devices.
 
     >>> from dualpipe_jax.balance import Layout, random_traffic
     >>> found = random_traffic(Layout(num_devices=64, num_slots=4, num_nodes=8), num_experts=256, num_chosen=8)
@@ -114,7 +120,8 @@ def random_traffic(
 
     Args:
       layout: devices, nodes, and the groups of experts that routing is limited to.
-      num_chosen: experts of a token, those of the highest scores.
+      num_experts: number of experts of a layer.
+      num_chosen: number of experts of a token, those of the highest scores.
       num_limited: groups that a token's experts come from, those with the highest sums of their two best scores, as
         DeepSeek-V3 routes; None for all.
 

@@ -1,4 +1,4 @@
-"""Runs a lowered schedule: the SPMD engine, and the oracle it answers to."""
+"""Runs a lowered schedule: the SPMD engine, and the plain model with which it is compared."""
 
 from dualpipe_jax.contract import At, Out, PipelineModel, Report, StagedModel, staged
 from dualpipe_jax.engine.doors import (

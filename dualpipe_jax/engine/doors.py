@@ -42,7 +42,7 @@ def pipeline_value_and_grad(
 
     Returns ``step(params, inputs, targets) -> (loss, grads)``, or ``((loss, aux), grads)``, compiled at its first call:
     make it once, for a step built anew in each iteration is compiled anew each time. It computes what
-    ``jax.value_and_grad`` of the plain model does; the oracle ``sequential_value_and_grad`` is that function.
+    ``jax.value_and_grad`` of the plain model does, which is ``sequential_value_and_grad``.
 
     params: {"embed", "stages", "head"}; leaves of "stages" have a leading stage dim in model order (as many
       stages as a pipe of the schedule), or are what ``place_stages`` returned. Gradients have the same form.
@@ -72,6 +72,20 @@ def pipeline_apply(
     Runs the forwards of the schedule in its order, keeps no residuals and computes no gradients.
     ``outputs`` is what the last stage returned, [num_microbatches, microbatch size, ...]. Arguments and errors as in
     ``pipeline_value_and_grad``.
+
+    >>> import jax.numpy as jnp
+    >>> from dualpipe_jax import PipelineModel, make_mesh, pipeline_apply
+    >>> from dualpipe_jax.schedule import one_f_one_b
+    >>> model = PipelineModel(
+    ...     embed=lambda w, x: x * w,
+    ...     stage=lambda w, x: x * w,
+    ...     head_loss=lambda w, x, targets: jnp.mean((x * w - targets) ** 2),
+    ... )
+    >>> params = {"embed": jnp.array(1.0), "stages": jnp.array([2.0]), "head": jnp.array(3.0)}
+    >>> apply = pipeline_apply(model, one_f_one_b(1, 2), make_mesh(1))
+    >>> loss, outputs = apply(params, jnp.ones((2, 4)), jnp.full((2, 4), 5.0))
+    >>> float(loss), outputs.tolist()
+    (1.0, [[2.0, 2.0, 2.0, 2.0], [2.0, 2.0, 2.0, 2.0]])
     """
     pipeline = _pipeline(model, schedule, mesh, has_aux, options)
 
@@ -93,15 +107,40 @@ def pipeline_loss(
     Returns ``loss(params, inputs, targets)``, or ``(loss, aux)``; so it may be a term of a larger loss, and so may
     aux's floating leaves. See ``Pipeline.loss``. Only params are differentiable. Arguments as in
     ``pipeline_value_and_grad``.
+
+    >>> import jax, jax.numpy as jnp
+    >>> from dualpipe_jax import PipelineModel, make_mesh, pipeline_loss
+    >>> from dualpipe_jax.schedule import one_f_one_b
+    >>> model = PipelineModel(
+    ...     embed=lambda w, x: x * w,
+    ...     stage=lambda w, x: x * w,
+    ...     head_loss=lambda w, x, targets: jnp.mean((x * w - targets) ** 2),
+    ... )
+    >>> params = {"embed": jnp.array(1.0), "stages": jnp.array([2.0]), "head": jnp.array(3.0)}
+    >>> loss = pipeline_loss(model, one_f_one_b(1, 2), make_mesh(1))
+    >>> grads = jax.grad(loss)(params, jnp.ones((2, 4)), jnp.full((2, 4), 5.0))
+    >>> grads["stages"].tolist(), grads["head"].tolist()
+    ([6.0], 4.0)
     """
     return _loss(_pipeline(model, schedule, mesh, has_aux, options).loss, has_aux)
 
 
 @typechecked
 def sequential_loss(model: PipelineModel, *, has_aux: bool = False) -> Callable[[Tree, Tree, Tree], Any]:
-    """The oracle: ``loss(params, inputs, targets)``, or ``(loss, aux)``, of the plain model on one device.
+    """The loss of the plain model on one device: ``loss(params, inputs, targets)``, or ``(loss, aux)``.
 
-    Same arguments and results as the pipelined loss; see ``reference_loss``.
+    Its arguments and results are those of ``pipeline_loss``; see ``reference_loss``.
+
+    >>> import jax, jax.numpy as jnp
+    >>> from dualpipe_jax import PipelineModel, sequential_loss
+    >>> model = PipelineModel(
+    ...     embed=lambda w, x: x * w,
+    ...     stage=lambda w, x: x * w,
+    ...     head_loss=lambda w, x, targets: jnp.mean((x * w - targets) ** 2),
+    ... )
+    >>> params = {"embed": jnp.array(1.0), "stages": jnp.array([2.0]), "head": jnp.array(3.0)}
+    >>> float(jax.jit(sequential_loss(model))(params, jnp.ones((2, 4)), jnp.full((2, 4), 5.0)))
+    1.0
     """
 
     def plain(params: Tree, batch: Tree) -> Any:
@@ -112,7 +151,23 @@ def sequential_loss(model: PipelineModel, *, has_aux: bool = False) -> Callable[
 
 @typechecked
 def sequential_value_and_grad(model: PipelineModel, *, has_aux: bool = False) -> Step:
-    """The step that every pipelined step is compared with: ``jax.value_and_grad`` of ``sequential_loss``."""
+    """The step that every pipelined step is compared with: ``jax.value_and_grad`` of ``sequential_loss``.
+
+    Its arguments and results are those of ``pipeline_value_and_grad``. It is not compiled.
+
+    >>> import jax, jax.numpy as jnp
+    >>> from dualpipe_jax import PipelineModel, sequential_value_and_grad
+    >>> model = PipelineModel(
+    ...     embed=lambda w, x: x * w,
+    ...     stage=lambda w, x: x * w,
+    ...     head_loss=lambda w, x, targets: jnp.mean((x * w - targets) ** 2),
+    ... )
+    >>> params = {"embed": jnp.array(1.0), "stages": jnp.array([2.0]), "head": jnp.array(3.0)}
+    >>> step = jax.jit(sequential_value_and_grad(model))
+    >>> loss, grads = step(params, jnp.ones((2, 4)), jnp.full((2, 4), 5.0))
+    >>> float(loss), grads["stages"].tolist()
+    (1.0, [6.0])
+    """
     return jax.value_and_grad(sequential_loss(model, has_aux=has_aux), has_aux=has_aux, allow_int=True)
 
 

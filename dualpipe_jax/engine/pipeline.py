@@ -28,8 +28,9 @@ class Applied(NamedTuple):
     """What ``Pipeline.apply`` returns.
 
     Attributes:
-      objective, report: see ``Report``.
-      outputs: the x of the last stage, or None; see ``Pipeline.apply``.
+      objective: float32 scalar, the sum of the report's losses.
+      report: see ``Report``.
+      outputs: the x of the last stage, [num_microbatches, microbatch size, ...], or None; see ``Pipeline.apply``.
     """
 
     objective: jax.Array
@@ -88,12 +89,12 @@ class Pipeline:
         the parameter's own dtype but float32 at least, and rounded to the parameter's once, at the end.
       fuse_pairs: run an overlapped pair as one computation, in which the compiler can hide the all-to-alls of
         one direction behind the other's work, or as F and B after each other, with the same result. None: fuse
-        but on CPU, which overlaps nothing and would copy every slot pool once a pair.
-      idle_sends: whether ranks exchange at ticks, too, at which nobody awaits anything. None: but on CPU, where an
-        exchange costs as much as it holds; elsewhere it is under way beside the work, and no conditional around it.
+        except on CPU, which overlaps nothing and would copy every slot pool once a pair.
+      idle_sends: whether ranks exchange even at ticks at which no rank awaits anything. None: they do, except on CPU,
+        where an exchange takes time of its own. Elsewhere it runs while the rank works, and needs no conditional.
       wide_gradients: whether matrix products make gradients in the dtype of their sums where that is wider, not rounded
-        to the parameter's; on GPU they add to the sum at once then. None: but on CPU, where such products are slow and
-        may wait for each other's threads for ever (YNNPACK's; see docs/how_it_works.md).
+        to the parameter's; on GPU they then add to the sum at once. None: they do, except on CPU, where such products
+        are slow and may wait for each other's threads for ever (YNNPACK's; see docs/how_it_works.md).
       divergence: how ranks part ways in a tick: "loop", each unit a loop of zero or one trips; "switch", one
         conditional: a single round trip to the host on GPU, but there all slot pools are copied at every tick; "none",
         every rank runs every unit, results masked, for machines on which groups of devices may not part ways. The
@@ -157,15 +158,15 @@ class Pipeline:
         return differentiable(self._apply, self._step, self._by_report, input_grads=self.input_grads)
 
     def units(self, ops: Collection[str] = ("FB",), *, every_kind: bool = False) -> Callable[..., Any]:
-        """``value_and_grad`` with only some of its units in it, to be compiled and looked at, not to be run.
+        """``value_and_grad`` with only some of its units in it, to be compiled and inspected, not to be run.
 
-        Each unit stands there once, exactly as in the whole step: behind its guard, with the same slot pools, and with
+        Each unit is there once, exactly as in the whole step: behind its guard, with the same slot pools, and with
         the sends of every tick. By default that is one overlapped pair, F of one microbatch and B of another: what a
         step spends most of its time on, in a fraction of the time that a step takes to compile. In compiled programs
         the units are found by the scopes "pair/KIND-KIND", "forward/KIND", "backward/KIND", "backward_input/KIND" and
         "backward_weight/KIND".
 
-        It is to be lowered, ShapeDtypeStructs with shardings will do:
+        Lower and compile it, of arrays or of ShapeDtypeStructs with shardings:
         ``pipeline.units().lower(params, batch).compile()``.
 
         Arguments:
@@ -179,7 +180,8 @@ class Pipeline:
     def state(self, params: Tree, batch: Tree, key: jax.Array | None = None) -> State:
         """What the engine keeps on each device while a step runs, as shapes; nothing is computed or compiled.
 
-        Arguments are those of ``value_and_grad``, ShapeDtypeStructs will do. Gives ShapeDtypeStructs of one device.
+        Its arguments are those of ``value_and_grad``, or their ShapeDtypeStructs. It returns the ShapeDtypeStructs of
+        one device.
         """
         placed = jax.eval_shape(lambda p: self.placed(p), params)
         return spmd.state(self._bound(placed), placed, batch, key)
@@ -216,9 +218,18 @@ class Pipeline:
         return params | {"stages": to_placed(params["stages"], self.schedule.placement)}
 
     def place(self, params: Tree) -> Tree:
-        """Params where a step wants them, stages on their ranks: once, before a training loop.
+        """Put params where a step wants them, stages on their ranks: once, before a training loop.
 
-        They may lie on any devices: what was put on others than the mesh's goes by way of the host.
+        They may be on any devices: what is on other devices than the mesh's is copied by way of the host.
+
+        >>> import jax.numpy as jnp
+        >>> from dualpipe_jax import Out, Pipeline, StagedModel, make_mesh
+        >>> from dualpipe_jax.schedule import one_f_one_b
+        >>> model = StagedModel({"all": lambda own, shared, x, at: Out(at.batch * own)}, ("all", "all"))
+        >>> pipeline = Pipeline(model, one_f_one_b(2, 4), make_mesh(pp=2))
+        >>> placed = pipeline.place({"stages": jnp.array([1.0, 2.0]), "shared": {}})  # one stage on each device
+        >>> pipeline.unplace(placed)["stages"].tolist()
+        [1.0, 2.0]
         """
         return jax.jit(self.placed, out_shardings=self.shardings(params))(
             jax.tree.map(self._reachable, params)

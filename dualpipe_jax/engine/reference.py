@@ -1,4 +1,4 @@
-"""The oracle: the plain model, one device, no cleverness."""
+"""The plain model on one device, with which every pipelined step is compared."""
 
 from collections.abc import Callable
 from typing import Any
@@ -35,9 +35,19 @@ def reference_loss(
 ) -> Callable[..., tuple[jax.Array, Report]]:
     """``loss(params, batch, key=None) -> (loss, Report)``: each microbatch through every stage, one after another.
 
-    The same arguments and results as those of a ``Pipeline`` of the model, on one device; the model's collectives see
-    axes of size one.
-    Gradients of it are summed over microbatches in float32 at least, whatever the parameters' dtype.
+    Its arguments and results are those of ``Pipeline.loss``, on one device; the model's collectives see axes of size
+    one. Gradients of it are summed over microbatches in float32 at least, whatever the parameters' dtype.
+
+    >>> import jax, jax.numpy as jnp
+    >>> from dualpipe_jax import Out, StagedModel, reference_loss
+    >>> def stage(own, shared, x, at):
+    ...     return Out(losses={"error": jnp.mean((at.batch["x"] * own - shared) ** 2)})
+    ...
+    >>> params = {"stages": jnp.array([3.0]), "shared": jnp.array(1.0)}
+    >>> loss = jax.jit(reference_loss(StagedModel({"only": stage}, ("only",))))
+    >>> objective, report = loss(params, {"x": jnp.ones((2, 4))})
+    >>> float(objective), float(report.losses["error"])
+    (4.0, 4.0)
 
     Arguments:
       num_parts: into how many parts dp and ep would cut a microbatch: each part is run by itself, with the key and
@@ -130,7 +140,9 @@ def stage_of(stages: Tree, stage: int, num_stages: int) -> Tree:
 def reference_value_and_grad(
     model: StagedModel | PipelineModel, *, num_parts: int = 1, input_grads: bool = False
 ) -> Callable[..., tuple[tuple[jax.Array, Report], Tree]]:
-    """The step that every pipelined step is compared with: by ``jax.value_and_grad`` of the plain model.
+    """The step that every pipelined step is compared with: ``jax.value_and_grad`` of ``reference_loss``.
+
+    Its arguments and results are those of ``Pipeline.value_and_grad``. It is not compiled.
 
     >>> import jax.numpy as jnp
     >>> from dualpipe_jax import Out, StagedModel, reference_value_and_grad

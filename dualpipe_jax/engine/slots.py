@@ -33,7 +33,7 @@ def make_pool(num_slots: int, like: Any) -> Any:
 
 
 def make_kept(num_slots: int, entries: Sequence[Entry]) -> list[jax.Array]:
-    """The same for what is kept, each where it is to lie."""
+    """Uninitialised pools, [num_slots, ...], of what is kept; offloaded ones are in the host's memory."""
     pools = [lax.empty((num_slots, *shape), dtype) for shape, dtype, _ in entries]
     return [
         jax.device_put(pool, jax.memory.Space.Host) if offloaded else pool

@@ -60,7 +60,7 @@ def recommended_compiler_options(
       CPU: nothing overlaps, nothing to say.
 
     Arguments:
-      platform: of a device, ``jax.devices()[0].platform``: "cpu", "gpu" (also "cuda", "rocm") or "tpu".
+      platform: a device's, ``jax.devices()[0].platform``: "cpu", "gpu" (also "cuda", "rocm") or "tpu".
       generation: "v4", "v5e", "v5p", "v6e" or "tpu7x" of a TPU (``tpu_generation`` tells a device's); None, or one
         not known, gives what every TPU takes.
       ahead_of_time: whether the device compiled for is not there.

@@ -41,8 +41,12 @@ def copies(program: Any, min_bytes: int = 1 << 20, *, in_loops: bool = True) -> 
 
     A loop that updates slot pools, sums and parameters in place holds none of their shape:
 
-    >>> pool = (5, 2048, 1024)
-    >>> bad = [c for c in copies(compiled) if c.array.dims == pool and not c.changes_memory]  # doctest: +SKIP
+    >>> import jax, jax.numpy as jnp
+    >>> from dualpipe_jax import inspect
+    >>> fill = jax.jit(lambda pool: jax.lax.fori_loop(0, 5, lambda slot, pool: pool.at[slot].set(1.0), pool))
+    >>> compiled = fill.lower(jax.ShapeDtypeStruct((5, 512, 512), jnp.float32)).compile()
+    >>> [copy for copy in inspect.copies(compiled) if copy.array.dims == (5, 512, 512)]
+    []
 
     Args:
       program: what ``overlap`` takes.

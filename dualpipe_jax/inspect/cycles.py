@@ -13,8 +13,8 @@ class Work(NamedTuple):
     """An instruction that keeps the core busy.
 
     Attributes:
-      name, opcode: of the instruction; a loop, a conditional or a call is one piece of work.
-      cycles: how long it takes, with what it runs inside; None where nobody prices it.
+      name, opcode: the instruction's; a loop, a conditional or a call is one piece of work.
+      cycles: how long it takes, with what it runs inside; None where it has no price.
       waits: cycles of those in which the core only waits (for collectives inside a loop).
       direction: forward, backward or unknown.
       matmuls: matrix products in it by direction, those inside loops counted once.

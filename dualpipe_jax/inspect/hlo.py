@@ -135,12 +135,12 @@ class Computation:
 
 @dataclasses.dataclass(frozen=True)
 class Module:
-    """A compiled program.
+    """A compiled program; ``read`` makes it.
 
     Attributes:
-      name: such as ``jit_step``.
-      computations: by name, in the order of the text.
-      entry: name of the one that the program runs.
+      name: the program's name, such as ``jit_step``.
+      computations: its computations by name, in the order of the text.
+      entry: name of the computation that the program runs.
       is_scheduled: whether the order of instructions is the order of execution.
     """
 
@@ -188,7 +188,7 @@ class Module:
         }
 
     def inside(self, name: str, enter_loops: bool = True) -> Iterator[Instruction]:
-        """All instructions of a computation and of what it runs: fusions, branches, calls, loops too."""
+        """All instructions of a computation and of those that it calls: fusions, branches, calls and loops."""
         for instruction in self.computations[name].instructions if name in self.computations else ():
             yield instruction
             if enter_loops or instruction.opcode != "while":
@@ -200,10 +200,19 @@ class Module:
 def read(program: Any) -> Module:
     """Parse a compiled program.
 
+    >>> import jax, jax.numpy as jnp
+    >>> from dualpipe_jax import inspect
+    >>> x = jax.ShapeDtypeStruct((64, 64), jnp.float32)
+    >>> compiled = jax.jit(lambda x: jnp.tanh(x @ x)).lower(x).compile()
+    >>> module = inspect.read(compiled)
+    >>> module.name, [instruction.opcode for instruction in module.inside(module.entry)].count("tanh")
+    ('jit__lambda', 1)
+
     Args:
       program: ``jax.jit(f).lower(...).compile()``, the text of it, or a ``Module``, which is returned.
 
     Raises:
+      TypeError: if it is none of these.
       ValueError: if there is no HLO module in it.
     """
     if isinstance(program, Module):

@@ -6,13 +6,14 @@ from typing import Any
 
 @dataclasses.dataclass(frozen=True)
 class Memory:
-    """Bytes on one device, as the compiler planned them.
+    """Bytes on one device, as the compiler planned them; ``memory`` makes it.
 
     Attributes:
-      arguments, outputs: of the program.
-      aliased: outputs that take the place of donated arguments.
-      temporaries: what it needs besides while it runs.
-      code: of the program itself.
+      arguments: bytes of the program's arguments.
+      outputs: bytes of its outputs.
+      aliased: bytes of outputs that take the place of donated arguments.
+      temporaries: bytes that it needs in addition while it runs.
+      code: bytes of the program itself.
     """
 
     arguments: int
@@ -23,12 +24,20 @@ class Memory:
 
     @property
     def peak(self) -> int:
-        """All together: arguments and outputs, those that share a place counted once, temporaries, code."""
+        """The sum of all, in bytes; an output that takes the place of an argument is counted once."""
         return self.arguments + self.outputs - self.aliased + self.temporaries + self.code
 
 
 def memory(compiled: Any) -> Memory | None:
-    """Memory of what ``jax.jit(f).lower(...).compile()`` returned; None if its compiler does not tell."""
+    """The memory of what ``jax.jit(f).lower(...).compile()`` returned; None if its compiler does not tell.
+
+    >>> import jax, jax.numpy as jnp
+    >>> from dualpipe_jax import inspect
+    >>> x = jax.ShapeDtypeStruct((64, 64), jnp.float32)
+    >>> compiled = jax.jit(lambda x: jnp.tanh(x @ x)).lower(x).compile()
+    >>> inspect.memory(compiled).arguments, inspect.memory(compiled).outputs
+    (16384, 16384)
+    """
     stats = compiled.memory_analysis()
     if stats is None:
         return None

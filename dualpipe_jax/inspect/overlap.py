@@ -57,15 +57,22 @@ def overlap(
 ) -> OverlapReport:
     """Read from a compiled program what runs while each of its collectives is in flight.
 
-    >>> report = overlap(jax.jit(step).lower(x).compile())     # doctest: +SKIP
-    >>> print(report)                                           # doctest: +SKIP
+    >>> import jax, jax.numpy as jnp
+    >>> from dualpipe_jax import inspect, make_mesh
+    >>> step = jax.shard_map(
+    ...     lambda x: jax.lax.psum(x @ x.T, "ep"), mesh=make_mesh(1, 2), in_specs=jax.P("ep"), out_specs=jax.P()
+    ... )
+    >>> compiled = jax.jit(step).lower(jax.ShapeDtypeStruct((256, 128), jnp.float32)).compile()
+    >>> report = inspect.overlap(compiled)  # print(report) shows tables
+    >>> [(collective.kind, collective.form, collective.payload) for collective in report.collectives]
+    [('all-reduce', 'sync', 65536)]
 
     The schedule is walked in the compiler's order. An instruction takes the cycles that the compiler
     estimated for it (TPU), or what ``rates`` says. A collective begins where its start stands, or when the
     one before it of the same kind has ended, runs for as long as ``rates`` says, and where its done stands
-    the core *waits* if it has not ended. *Hidden* is what of its time lies beside work; the rest is *exposed*,
-    whether the core waits for this collective or for another meanwhile. A synchronous collective is exposed
-    whole. Without a duration only synchronous collectives have a hidden share, 0; of the others the report says
+    the core *waits* if it has not ended. *Hidden* is the part of its time during which the core works; the
+    rest is *exposed*, whether the core then waits for this collective or for another. A synchronous collective is
+    exposed whole. Without a duration only synchronous collectives have a hidden share, 0; of the others the report says
     what stands between start and done.
 
     Every computation is walked by itself and counted once. Inside another one a loop costs its body times
@@ -81,7 +88,7 @@ def overlap(
       trips: how often loops run whose number of trips the compiler does not know, by a regular expression
         searched in the name of the body and the loop's op_name; 1 for those that none matches. For a guard of
         zero or one trips this picks the tick: ``{"pair": 1, ".": 0}``. The first that is found counts.
-      statistics: what ``parse_statistics`` read from the TPU compiler's log of this compilation; stands beside
+      statistics: what ``parse_statistics`` read from the TPU compiler's log of this compilation; it is shown next to
         our own figures in the report and changes none.
 
     Raises:

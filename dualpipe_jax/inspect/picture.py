@@ -40,13 +40,24 @@ def plot(
     shares hidden and the time over the larger of computation and communication. Nothing of matplotlib's global
     state is read or left changed.
 
+    >>> import jax, jax.numpy as jnp
+    >>> from dualpipe_jax import inspect, make_mesh
+    >>> step = jax.shard_map(
+    ...     lambda x: jax.lax.psum(x @ x.T, "ep"), mesh=make_mesh(1, 2), in_specs=jax.P("ep"), out_specs=jax.P()
+    ... )
+    >>> compiled = jax.jit(step).lower(jax.ShapeDtypeStruct((256, 128), jnp.float32)).compile()
+    >>> report = inspect.overlap(compiled, inspect.h100_rates())
+    >>> figure = inspect.plot(report, inspect.read(compiled).entry, title="One step")  # a third argument is a path
+    >>> figure.texts[0].get_text()
+    'One step'
+
     Args:
       report: from ``overlap``.
       computation: which, by name.
       path: where to write it too; SVG or PNG by its ending.
       title: the first line; the computation's name if left out.
       clock: hertz of the cycles, such as ``target.device.clock``, to give the whole in seconds too.
-      names: of the directions, where they are not those of training.
+      names: names of the directions, where they are not those of training.
 
     Raises:
       KeyError: if the program runs no such computation line by line.

@@ -8,11 +8,11 @@ from dualpipe_jax.inspect.roofline import flops
 
 
 class Products(NamedTuple):
-    """The matrix products of a computation, run once, with what it runs inside.
+    """The matrix products of a computation that runs once, and of those that it calls; ``products`` makes it.
 
     Attributes:
-      flops: multiplications and additions of its matrix products.
-      cycles: of the instructions that hold them, whatever else these do.
+      flops: number of multiplications and additions in its matrix products.
+      cycles: cycles of the instructions that contain them, including whatever else these do.
     """
 
     flops: float
@@ -20,7 +20,22 @@ class Products(NamedTuple):
 
 
 def products(report: OverlapReport, module: Module, computation: str) -> Products:
-    """The matrix products of a computation that runs line by line; of a conditional those of its longest branch."""
+    """Count the matrix products of a computation that runs line by line; of a conditional, those of its longest branch.
+
+    >>> import jax, jax.numpy as jnp
+    >>> from dualpipe_jax import inspect
+    >>> x = jax.ShapeDtypeStruct((64, 64), jnp.float32)
+    >>> compiled = jax.jit(lambda x: jnp.tanh(x @ x)).lower(x).compile()
+    >>> report, module = inspect.overlap(compiled, inspect.h100_rates()), inspect.read(compiled)
+    >>> inspect.products(report, module, module.entry).flops  # 2 * 64**3
+    524288.0
+
+    Args:
+      report: ``overlap`` of the module, with ``rates`` unless its text has cycles, as a TPU's has: products without a
+        price are not counted.
+      module: from ``read``.
+      computation: its name.
+    """
     within, found = module.computations[computation], Products(0.0, 0.0)
     for event in report.timelines[computation]:
         if event.lane != "compute" or event.kind == "wait":

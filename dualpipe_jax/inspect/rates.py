@@ -90,8 +90,12 @@ H100_CLOCK = 1.83e9
 def h100_rates(network: float = 50e9, node: int = 8) -> "Rates":
     """A roofline for the H100 SXM, in cycles of ``H100_CLOCK``; CUDA's compiler gives no cycles itself.
 
+    >>> from dualpipe_jax.inspect import h100_rates
+    >>> round(h100_rates().link)  # bytes a cycle inside a node: 450 GB/s at 1.83 GHz
+    246
+
     From the data sheet: 989 TFLOP/s, 3.35 TB/s (read plus written), NVLink with 450 GB/s each way inside a node. What
-    crosses nodes goes over the network: see ``fabric.Nodes``; a permute of which nobody knows is taken to do so.
+    crosses nodes goes over the network: see ``fabric.Nodes``; a permute whose devices are not known is taken to do so.
     cuDNN's attention does not reach the matrix units' rate: causal, in sequences of some thousand tokens, about
     55 % of it forward and half of it backward (Shah et al. 2024, "FlashAttention-3", figures 5 and 6).
 

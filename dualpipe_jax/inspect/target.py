@@ -105,7 +105,7 @@ class Target:
         64
 
         Raises:
-          ValueError: it is no such name.
+          ValueError: the name is not a generation and its sizes.
         """
         generation, _, shape = name.lower().partition(":")
         if generation not in _DIMS:
@@ -139,10 +139,10 @@ class Target:
 
     @property
     def device(self) -> Device:
-        """What each of them can do.
+        """The memory, peak rates and clock of one device.
 
-        A virtual device has its share of this machine's memory, and a clock of nanoseconds; how fast it is, nobody
-        knows before it is measured: 0.
+        A virtual CPU device has its share of this machine's memory and a clock of nanoseconds. Its rates are 0: they
+        are not known before they are measured.
         """
         if self.platform == "cpu":
             memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
@@ -157,7 +157,7 @@ class Target:
         return h100_rates(node=self.shape[-1]) if self.platform == "cuda" else tpu_rates(self.generation)
 
     def rates_on(self, devices: Sequence[Any]) -> Rates:
-        """The same, with all-to-alls that know where these devices lie: those of a mesh, in its order."""
+        """``rates``, with all-to-alls timed by the places of these devices: those of a mesh, in its order."""
         if self.platform != "tpu":
             return self.rates  # nodes follow each other
         shape = (*self.shape, *(1,) * (3 - len(self.shape)))
@@ -166,7 +166,7 @@ class Target:
 
     @property
     def environment(self) -> Mapping[str, str]:
-        """What must be in the environment before JAX is imported."""
+        """The variables that must be in the environment before JAX is imported."""
         if self.platform == "cpu":
             count = f"--xla_force_host_platform_device_count={self.num_devices}"
             flags = f"{os.environ.get('XLA_FLAGS', '')} {' '.join((count, *_PATIENCE))}"
@@ -174,10 +174,10 @@ class Target:
         return TPU_ENVIRONMENT if self.platform == "tpu" else {"JAX_PLATFORMS": "cpu"}
 
     def check_compiler(self) -> None:
-        """Whether the compiler is installed; loads nothing.
+        """Check that the compiler for these devices is installed; loads nothing.
 
         Raises:
-          MissingCompiler: it is not.
+          MissingCompiler: it is not installed.
         """
         if self.platform == "tpu" and not _is_installed("libtpu"):
             raise MissingCompiler(_missing(self, "libtpu", "jax[tpu]", "tpu"))
@@ -185,9 +185,9 @@ class Target:
             raise MissingCompiler(_missing(self, "JAX's CUDA plugin", "jax[cuda13]", "cuda"))
 
     def devices(self) -> list[Any]:
-        """Its devices, which programs can be compiled for and nothing can be put on; but CPU's are there.
+        """Its devices. Programs can be compiled for them, but no array can be put on them, except on CPU's.
 
-        Variables of ``environment`` that are not set are set, which helps unless JAX has read them before.
+        Variables of ``environment`` that are not set are set, which has no effect if JAX has read them before.
 
         Raises:
           MissingCompiler: the compiler is not installed.

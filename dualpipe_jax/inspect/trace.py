@@ -36,13 +36,24 @@ def to_chrome_trace(
     collective also its payload in bytes, how many cycles of it are exposed, and the matrix products between its
     start and its done.
 
+    >>> import jax, jax.numpy as jnp
+    >>> from dualpipe_jax import inspect, make_mesh
+    >>> step = jax.shard_map(
+    ...     lambda x: jax.lax.psum(x @ x.T, "ep"), mesh=make_mesh(1, 2), in_specs=jax.P("ep"), out_specs=jax.P()
+    ... )
+    >>> compiled = jax.jit(step).lower(jax.ShapeDtypeStruct((256, 128), jnp.float32)).compile()
+    >>> report = inspect.overlap(compiled, inspect.h100_rates())
+    >>> trace = inspect.to_chrome_trace(report, inspect.read(compiled).entry)
+    >>> [event["args"]["name"] for event in trace["traceEvents"] if event["name"] == "thread_name"]
+    ['computation', 'all-reduce']
+
     Args:
       report: from ``overlap``.
       computation: which, by name.
       clock: hertz of the cycles, such as ``target.device.clock``. The trace's times are then rounded to an eighth
         of a microsecond, which is as fine as viewers read without rounding it again: neighbours meet and never
         overlap. If None, a microsecond of the trace is a cycle.
-      names: of the directions, where they are not those of training.
+      names: names of the directions, where they are not those of training.
 
     Raises:
       KeyError: if the program runs no such computation line by line.

@@ -70,21 +70,31 @@ def interleave(
     num_fixed: tuple[int, int] = (0, 0),
     links: Mapping[str, float] | None = None,
 ) -> tuple[list[Any], list[Any]]:
-    """Run both programs on arrays or tracers; their outputs.
+    """Run both programs on arrays or tracers, and return the outputs of each.
 
     Collectives alternate, ``second``'s leading, spread evenly where one program has more; the hops of one dispatch
     count as one (see ``phases.turns``). Collectives inside scans and conds are out of reach: a scanned layer overlaps
-    with nothing.
+    with nothing. ``side_by_side`` does the same for plain functions.
+
+    >>> import jax.numpy as jnp
+    >>> from dualpipe_jax.pair import interleave
+    >>> from dualpipe_jax.split.trace import trace_program
+    >>> first, _ = trace_program(lambda x: 2 * x, jnp.ones(2))
+    >>> second, _ = trace_program(lambda x: 3 * x, jnp.ones(2))
+    >>> [array.tolist() for (array,) in interleave(first, [jnp.ones(2)], second, [jnp.ones(2)])]
+    [[2.0, 2.0], [3.0, 3.0]]
 
     Arguments:
       first, second: programs, with their arguments.
-      pools: what ``first`` writes to slots, in whose place among the outputs stands the new pool, and ``second``
-        reads from them, for which the argument may be anything. A slot is read before it is written.
-      finish: what becomes of outputs of ``second``, such as a sum to which a gradient is added.
-      passed: of inputs of ``first``, by number, which outputs of ``second`` they are; their arguments may be anything.
-        They do not read each other's values otherwise.
-      num_fixed: so many arguments of each, the first ones, were there long before: parameters.
-      links: of mesh axes whose links are slower than others, how many times: so much more work lies beside their bytes.
+      pools: pools of slots into which ``first`` writes outputs and from which ``second`` reads inputs. Among the
+        outputs, the new pool takes the place of what was written; the argument for what is read is ignored. A slot is
+        read before it is written.
+      finish: by the number of an output of ``second``, a function of it, such as one that adds a gradient to a sum.
+      passed: the number of an input of ``first`` -> the number of the output of ``second`` that it is; the argument for
+        it is ignored. Otherwise neither program reads the other's values.
+      num_fixed: how many of the first arguments of each exist long before the call, such as parameters.
+      links: relative cost of a byte on mesh axes whose links are slower than others; in proportion, more work is put
+        next to a collective over such an axis.
     """
     first, second = renamed(first), renamed(second)  # they may share values: the backward computes some again
     if passed:

@@ -34,8 +34,8 @@ def side_by_side(
 
     Arguments:
       first, second: functions of trees, with their arguments.
-      passed: picks what of the second's result the first takes as one more argument, such as what it has to hear of
-        the other microbatch's layers; each part as soon as it is there.
+      passed: picks the part of the second's result that the first takes as one more argument, such as the keys and
+        values of the other microbatch's layers; each array is passed on as soon as it is computed.
 
     >>> import jax.numpy as jnp
     >>> side_by_side(jnp.add, (1, 2), jnp.multiply, (3, 4))

@@ -40,6 +40,20 @@ from dualpipe_jax.varying import vary_alike
 def dispatch(x_TD: Array, handle: Handle) -> Array:
     """Send each token to its experts.
 
+    >>> import jax, jax.numpy as jnp
+    >>> from dualpipe_jax.parallel import dispatch, plan_dropless
+    >>> @jax.jit
+    ... def send(tokens, chosen):
+    ...     return dispatch(tokens, plan_dropless(chosen, num_experts=3))
+    ...
+    >>> tokens, chosen = jnp.array([[1.0], [2.0], [3.0]]), jnp.array([[0, 1], [0, 2], [2, 1]])
+    >>> send(tokens, chosen)[:, 0].tolist()  # two rows for each expert
+    [1.0, 2.0, 1.0, 3.0, 2.0, 3.0]
+
+    Args:
+      x_TD: floating, this device's tokens.
+      handle: where each goes, from one of the plans.
+
     Returns:
       Rows on the devices of their experts, zeros where a slot is empty: [L, N, C, D] (N the devices they come
       from) if the handle comes from ``plan_capacity``, [R, D] grouped by expert if from ``plan_dropless``.
@@ -78,6 +92,18 @@ def combine(y: Array, weights_TK: Array, handle: Handle) -> Array:
     """Bring the experts' outputs back and sum them for each token by ``weights_TK``.
 
     The sum is taken in float32 and returned in y's dtype.
+
+    >>> import jax, jax.numpy as jnp
+    >>> from dualpipe_jax.parallel import combine, dispatch, expert_matmul, plan_dropless
+    >>> @jax.jit
+    ... def experts(tokens, chosen, weights, matrices):
+    ...     handle = plan_dropless(chosen, num_experts=3)
+    ...     return combine(expert_matmul(dispatch(tokens, handle), matrices, handle), weights, handle)
+    ...
+    >>> tokens, chosen = jnp.array([[1.0], [2.0], [3.0]]), jnp.array([[0, 1], [0, 2], [2, 1]])
+    >>> matrices = jnp.array([1.0, 10.0, 100.0]).reshape(3, 1, 1)  # each expert's, [1, 1]
+    >>> experts(tokens, chosen, jnp.full((3, 2), 0.5), matrices)[:, 0].tolist()
+    [5.5, 101.0, 165.0]
 
     Args:
       y: rows in the layout that ``dispatch`` returned, [L, N, C, D] or [R, D].
@@ -124,14 +150,24 @@ def expert_matmul(
 ) -> Array:
     """Multiply each dispatched row by its expert's matrix; rows as ``dispatch`` returned them.
 
+    >>> import jax, jax.numpy as jnp
+    >>> from dualpipe_jax.parallel import dispatch, expert_matmul, plan_dropless
+    >>> @jax.jit
+    ... def first_matrices(tokens, chosen, matrices):
+    ...     handle = plan_dropless(chosen, num_experts=2)
+    ...     return expert_matmul(dispatch(tokens, handle), matrices, handle)
+    ...
+    >>> matrices = jnp.array([1.0, 10.0]).reshape(2, 1, 1)
+    >>> first_matrices(jnp.array([[1.0], [2.0]]), jnp.array([[1], [0]]), matrices)[:, 0].tolist()
+    [2.0, 10.0]
+
     Args:
       rows: [L, N, C, D] or [R, D].
       w_LDF: the local experts' matrices, of the rows' dtype.
       handle: the one given to ``dispatch``.
-      kernel: for unequal groups see ``grouped_matmul``. Equal ones are one batched matmul: with "plain" N and
-        C are one dim, which is faster on CPU; otherwise they stay apart, for rows that lie by device cannot be
-        read as one dim, and accelerators would copy them. "float8" multiplies in eight bits, see
-        ``float8_matmul``.
+      kernel: for unequal groups see ``grouped_matmul``. Equal ones are one batched matmul: with "plain", N and
+        C are merged into one dim, which is faster on CPU; otherwise they stay apart, since accelerators would
+        copy the rows to merge them. "float8" multiplies in eight bits, see ``float8_matmul``.
       interpret: see ``grouped_matmul``.
 
     Returns:

@@ -42,6 +42,17 @@ def combine_product(
 ) -> Array:
     """``combine(matmul(hidden, w_LFD, handle), weights_TK, handle)``, which keeps its arguments for the backward only.
 
+    >>> import jax, jax.numpy as jnp
+    >>> from dualpipe_jax.parallel import combine_product, dispatch, plan_dropless
+    >>> @jax.jit
+    ... def experts(tokens, chosen, weights, matrices):
+    ...     handle = plan_dropless(chosen, num_experts=2)
+    ...     return combine_product(jax.nn.relu(dispatch(tokens, handle)), matrices, weights, handle)
+    ...
+    >>> matrices = jnp.array([1.0, 10.0]).reshape(2, 1, 1)
+    >>> experts(jnp.array([[1.0], [2.0]]), jnp.array([[1], [0]]), jnp.ones((2, 1)), matrices).tolist()
+    [[10.0], [2.0]]
+
     Args:
       hidden: rows in the layout that ``dispatch`` returns, [L, N, C, F] or [R, F].
       w_LFD: the local experts' last matrices, of the rows' dtype.

@@ -90,14 +90,14 @@ def plan_capacity(
       topk_TK: int32, each token's chosen experts, distinct within a token; E, or any number outside 0..E-1, for none.
       num_experts: E, over all devices; device n holds experts n * L to (n + 1) * L - 1.
       capacity: C, for each (expert, source device) pair. None means T, with which nothing is dropped.
-      axis_name: the mesh axis (or axes) the experts lie on; None if this device holds them all.
+      axis_name: the mesh axis (or axes) that shards the experts; None if this device holds them all.
       payload: "plain" sends rows as they are, "float8" in eight bits, with a scale for each 128 numbers.
 
     Returns:
       A handle with which ``dispatch`` returns [L, N, C, D].
 
     Raises:
-      ValueError: experts do not divide over devices, capacity is below 1, or there is no such payload.
+      ValueError: the devices do not divide the experts, capacity is below 1, or there is no such payload.
 
     """
     check_payload("plan_capacity", payload)
@@ -128,7 +128,18 @@ def plan_capacity(
 
 @typechecked
 def capacity_for(num_tokens: int, top_k: int, num_experts: int, factor: float) -> int:
-    """Return the capacity for ``factor`` times an even load, at least 1 and at most ``num_tokens``."""
+    """Return the capacity for ``factor`` times an even load, at least 1 and at most ``num_tokens``.
+
+    >>> from dualpipe_jax.parallel import capacity_for
+    >>> capacity_for(num_tokens=4096, top_k=8, num_experts=256, factor=1.25)  # an even load is 128
+    160
+
+    Args:
+      num_tokens: T, the tokens of one device.
+      top_k: K, the experts that a token chooses.
+      num_experts: E, over all devices.
+      factor: multiples of an even load, T * K / E.
+    """
     if num_experts < 1 or not 0 < factor < math.inf:
         raise ValueError(
             f"capacity_for: num_experts {num_experts} and factor {factor} must both be positive and finite."
@@ -144,12 +155,12 @@ def plan_dropless(
     buffer_factor: float | None = None,
     payload: Payload = "plain",
 ) -> Handle:
-    """Plan a dispatch that sorts assignments by expert and sends each device what it is due.
+    """Plan a dispatch that sorts assignments by expert and sends each device the rows of its experts.
 
     Rows arrive grouped by expert in groups of unequal sizes, for ``grouped_matmul``. Between devices the
     buffers are padded, not the experts: each device sends each other one a fixed number of rows, by default
     enough for the worst case, T * min(K, L), so that nothing can be dropped. A ``buffer_factor`` bounds them
-    to so many times an even load; what does not fit is dropped, highest experts of a device first, and
+    to that multiple of an even load; what does not fit is dropped, highest experts of a device first, and
     counted in ``handle.dropped``. (``lax.ragged_all_to_all`` does not exist on XLA:CPU.)
 
     >>> import jax.numpy as jnp
@@ -161,7 +172,7 @@ def plan_dropless(
     Args:
       topk_TK: int32, each token's chosen experts, distinct within a token; E, or any number outside 0..E-1, for none.
       num_experts: E, over all devices; device n holds experts n * L to (n + 1) * L - 1.
-      axis_name: the mesh axis (or axes) the experts lie on; None if this device holds them all.
+      axis_name: the mesh axis (or axes) that shards the experts; None if this device holds them all.
       buffer_factor: None for the worst case.
       payload: see ``plan_capacity``.
 
@@ -169,7 +180,7 @@ def plan_dropless(
       A handle with which ``dispatch`` returns [R, D]: the rows of local expert 0, then 1, ..., then zeros.
 
     Raises:
-      ValueError: experts do not divide over devices, buffer_factor is not positive, or there is no such payload.
+      ValueError: the devices do not divide the experts, buffer_factor is not positive, or there is no such payload.
 
     """
     check_payload("plan_dropless", payload)
@@ -258,7 +269,13 @@ def by_expert(topk_TK: Array, num_experts: int) -> tuple[Array, Array, Array, Ar
 
 @typechecked
 def count(topk_TK: Array, num_experts: int) -> Array:
-    """Count the tokens that chose each expert, on this device: int32 [E]. Exact; dropped ones included."""
+    """Count the tokens of this device that chose each expert, int32 [E], those included that a plan drops.
+
+    >>> import jax.numpy as jnp
+    >>> from dualpipe_jax.parallel import count
+    >>> count(jnp.array([[0, 1], [0, 2], [0, 1]]), num_experts=4).tolist()
+    [3, 2, 1, 0]
+    """
     _num_devices(num_experts, None)
     _check_integers(topk_TK)
     chosen = topk_TK.reshape(-1, 1).astype(jnp.int32) == jnp.arange(num_experts, dtype=jnp.int32)

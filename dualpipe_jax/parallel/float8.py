@@ -131,11 +131,11 @@ def check_device(device: Any, *, matmul: bool) -> None:
     ``FIRST_GPU`` on.
 
     Args:
-      device: one of JAX's, or one to compile for.
-      matmul: whether it is to multiply, and not only to convert.
+      device: a device of JAX's, present or only compiled for.
+      matmul: whether it is to multiply in float8, and not only to convert.
 
     Raises:
-      ValueError: it has no such type, or no matrix units for it.
+      ValueError: the device has no such type, or no matrix units for it.
 
     """
     kind = device.device_kind

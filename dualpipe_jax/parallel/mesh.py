@@ -32,13 +32,19 @@ AXES = (DP, PP, NODE, EP)
 
 @typechecked
 def expert_axes(nodes: int = 1) -> str | tuple[str, str]:
-    """What experts lie over on ``make_mesh``'s mesh for so many nodes, as ``PartitionSpec`` and collectives take it."""
+    """The axis of ``make_mesh``'s mesh that shards experts, or both axes on several nodes.
+
+    ``PartitionSpec`` and collectives take either.
+    """
     return EP if nodes == 1 else (NODE, EP)
 
 
 @typechecked
 def over_nodes(ep: int, nodes: int = 1) -> int | tuple[int, int]:
-    """So many devices on so many nodes, as ``make_mesh`` takes them: a number if on one. Raises ValueError."""
+    """The ``ep`` that ``make_mesh`` takes: the number of devices, or (nodes, devices of a node) on several nodes.
+
+    Raises ValueError if the nodes do not divide the devices.
+    """
     if nodes < 1 or ep % nodes:
         raise ValueError(
             f"ep {ep} on {nodes} nodes: give a number of nodes that divides it, as many devices on each"
@@ -47,14 +53,15 @@ def over_nodes(ep: int, nodes: int = 1) -> int | tuple[int, int]:
 
 
 def batch_spec(mesh: Mesh | AbstractMesh) -> PartitionSpec:
-    """How a batch, [microbatches, microbatch size, ...], lies on a mesh."""
+    """The PartitionSpec of a batch, [microbatches, microbatch size, ...], on a mesh."""
     return PartitionSpec(None, tuple(axis for axis in BATCH_AXES if axis in mesh.shape))
 
 
 def slow_links(mesh: Mesh | AbstractMesh) -> dict[str, float]:
-    """How many times as long as inside a node a byte takes between the nodes of a mesh of GPUs; else nothing.
+    """The relative cost of links between nodes, by mesh axis: a byte's time there over its time inside a node.
 
-    Of an H100's 450 GB/s of NVLink and 50 GB/s of network, 9 times. Part of either exchange stays on its device.
+    It is empty for a mesh of one node or of other devices than GPUs. NVLink's 450 GB/s over the network's 50 GB/s make
+    9 on H100s, corrected for the part of either exchange that stays on its device.
     """
     nodes, local = mesh.shape.get(NODE, 1), mesh.shape.get(EP, 1)
     gpus = isinstance(mesh, Mesh) and mesh.devices.flat[0].platform == "gpu"
@@ -78,7 +85,7 @@ def make_mesh(
     Devices are taken in the order given, "ep" varying fastest and "dp" slowest: the devices that share a pipeline rank
     are neighbours. JAX orders GPUs by nodes, so that "ep" lies inside a node if it fits, and of two axes "ep" must.
     A whole TPU slice is taken in another order: "ep" (and "node" by "ep") fills boxes of the torus, those whose
-    all-to-alls keep their busiest link least busy, and consecutive ranks are boxes beside each other.
+    all-to-alls keep their busiest link least busy, and consecutive ranks are boxes next to each other.
 
     The axis types are Auto (``jax.make_mesh`` would make them Explicit, which ``shard_map``'s specs then contradict).
 
@@ -93,7 +100,7 @@ def make_mesh(
       dp: replicas of the whole, at least 1.
 
     Raises:
-      ValueError: a size is below 1, there are too few devices, or what shall be a node's devices lie on several.
+      ValueError: a size is below 1, there are too few devices, or the devices given for a node are on several.
 
     """
     sizes = {DP: dp, PP: pp, **_over_nodes(ep)}

@@ -40,8 +40,13 @@ def share_copies(held: ArrayLike, num_experts: int, *, num_nodes: int = 1, near:
     elsewhere. Without it every device uses all copies alike: for dispatch with bounded room, which is counted by source
     device, so that a copy relieves the device that has it, too.
 
+    >>> from dualpipe_jax.parallel import share_copies
+    >>> copies = share_copies([[0, 1], [0, 2]], num_experts=3)  # two devices of two slots; expert 0 is on both
+    >>> copies[:, 0].tolist()  # each device's tokens for expert 0 take its own copy: slot 0, and slot 2
+    [[0, 0], [2, 2]]
+
     Args:
-      held: int [..., N, S].
+      held: int [..., N, S], the expert in each of the S slots of each of the N devices.
       num_experts: E.
       num_nodes: machines, each of N / num_nodes devices in a row.
       near: see above.
@@ -102,6 +107,12 @@ def _turns(devices: np.ndarray, N: int, size: int, near: bool) -> np.ndarray:
 def choose_copies(topk_TK: Array, copies_EX: Array) -> Array:
     """Turn chosen experts into slots: this device's tokens take an expert's copies in turn, in their order.
 
+    >>> import jax.numpy as jnp
+    >>> from dualpipe_jax.parallel import choose_copies, share_copies
+    >>> copies = share_copies([[0, 1], [0, 2]], num_experts=3, near=False)
+    >>> choose_copies(jnp.array([[0, 1], [0, 2]]), jnp.asarray(copies[0])).tolist()  # on device 0
+    [[0, 1], [2, 3]]
+
     Args:
       topk_TK: int32, each token's chosen experts, distinct within a token; E, or any number outside 0..E-1, for none.
       copies_EX: int32, this device's part of what ``share_copies`` returned.
@@ -129,11 +140,24 @@ def sum_copies(gradient_S: Array, held_NS: Array, num_experts: int, axis_name: A
     A device sends as many experts as there are redundant ones, N * S - E, in one all-reduce; nothing where there are
     none.
 
+    On two devices of two slots, of which both hold expert 0:
+
+    >>> import jax, jax.numpy as jnp
+    >>> from dualpipe_jax import make_mesh
+    >>> from dualpipe_jax.parallel import sum_copies
+    >>> held, spec = jnp.array([[0, 1], [0, 2]]), jax.P("ep")
+    >>> summed = jax.shard_map(
+    ...     lambda gradient: sum_copies(gradient, held, num_experts=3, axis_name="ep"),
+    ...     mesh=make_mesh(pp=1, ep=2), in_specs=spec, out_specs=spec,
+    ... )
+    >>> jax.jit(summed)(jnp.array([1.0, 2.0, 10.0, 3.0])).tolist()
+    [11.0, 2.0, 11.0, 3.0]
+
     Args:
-      gradient_S: [S, ...], of the experts in this device's slots.
-      held_NS: int32, the whole table.
+      gradient_S: [S, ...], the gradients of the experts in this device's slots.
+      held_NS: int32, the expert in each slot of each device.
       num_experts: E.
-      axis_name: the mesh axis (or axes) the experts lie on.
+      axis_name: the mesh axis (or axes) that shards the experts.
 
     """
     N, S = held_NS.shape
@@ -174,10 +198,18 @@ class Moves(NamedTuple):
 
 
 def plan_moves(before: ArrayLike, after: ArrayLike, num_experts: int) -> Moves:
-    """Plan how devices get the experts of another table: what they have stays, of copies elsewhere the least asked one.
+    """Plan how devices get the experts of another table.
+
+    An expert that a device has already is not sent. Each other one is fetched from that holder of a copy which has been
+    asked least so far.
+
+    >>> from dualpipe_jax.parallel import plan_moves
+    >>> moves = plan_moves(before=[[0, 1], [2, 3]], after=[[0, 2], [1, 3]], num_experts=4)
+    >>> moves.moved  # expert 2 to device 0, expert 1 to device 1
+    2
 
     Args:
-      before: int [..., N, S].
+      before: int [..., N, S], the expert in each slot of each device.
       after: int [..., N, S'], of as many devices.
       num_experts: E.
 
@@ -185,7 +217,7 @@ def plan_moves(before: ArrayLike, after: ArrayLike, num_experts: int) -> Moves:
       Moves whose W is a power of two, or 0 if all have what they need: few sizes, so few programs.
 
     Raises:
-      ValueError: the tables are none, or of other devices or layers.
+      ValueError: an argument is no such table, or the two are of different numbers of devices or layers.
 
     """
     old, new = _checked(before, num_experts), _checked(after, num_experts)
@@ -229,11 +261,24 @@ def _fetches(held: np.ndarray, wanted: np.ndarray) -> Iterator[tuple[int, int, i
 def move_experts(rows_S: Array, send_NW: Array, take_S: Array, axis_name: Axis) -> Array:
     """Bring what belongs to experts from one table to another: one all_to_all, none if devices have all they need.
 
+    On two devices of two slots:
+
+    >>> import jax, jax.numpy as jnp
+    >>> from dualpipe_jax import make_mesh
+    >>> from dualpipe_jax.parallel import move_experts, plan_moves
+    >>> moves, spec = plan_moves([[0, 1], [2, 3]], [[0, 2], [1, 3]], num_experts=4), jax.P("ep")
+    >>> moved = jax.shard_map(
+    ...     lambda rows, send, take: move_experts(rows, send[0], take[0], "ep"),
+    ...     mesh=make_mesh(pp=1, ep=2), in_specs=spec, out_specs=spec,
+    ... )
+    >>> jax.jit(moved)(jnp.array([0, 10, 20, 30]), moves.send, moves.take).tolist()
+    [0, 20, 10, 30]
+
     Args:
-      rows_S: [S, ...], of the experts in this device's slots.
+      rows_S: [S, ...], one row for each expert in this device's slots.
       send_NW: int32, this device's part of ``Moves.send``.
       take_S: int32 [S'], this device's part of ``Moves.take``.
-      axis_name: the mesh axis (or axes) the experts lie on.
+      axis_name: the mesh axis (or axes) that shards the experts.
 
     Returns:
       [S', ...].

@@ -42,6 +42,20 @@ def plan_two_hops(
     ``handle.dropped``, together with those of arrived rows that the second plan drops: over all devices that is how
     many assignments found no expert; on one device it is how many it had no slot for, whosever they are.
 
+    On two nodes of two devices, each with one of four experts and two tokens:
+
+    >>> import jax, jax.numpy as jnp
+    >>> from dualpipe_jax import make_mesh
+    >>> from dualpipe_jax.parallel import combine, dispatch, plan_dropless, plan_two_hops
+    >>> def there_and_back(tokens, chosen):
+    ...     handle = plan_two_hops(chosen, 4, ("node", "ep"), lambda topk, n: plan_dropless(topk, n, "ep"))
+    ...     return combine(dispatch(tokens, handle), jnp.ones(chosen.shape), handle)
+    ...
+    >>> spec = jax.P(("node", "ep"))
+    >>> mapped = jax.shard_map(there_and_back, mesh=make_mesh(pp=1, ep=(2, 2)), in_specs=spec, out_specs=spec)
+    >>> jax.jit(mapped)(jnp.arange(8.0)[:, None], jnp.array([[0, 3], [1, 2]] * 4))[:, 0].tolist()
+    [0.0, 2.0, 4.0, 6.0, 8.0, 10.0, 12.0, 14.0]
+
     Args:
       topk_TK: int32, each token's chosen experts, distinct within a token; E, or any number outside 0..E-1, for none.
       num_experts: E; node m holds experts m * E / M to (m + 1) * E / M - 1, and its devices equal parts of them.

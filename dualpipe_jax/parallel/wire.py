@@ -39,7 +39,7 @@ class Way(NamedTuple):
 
 @typechecked
 def check_payload(where: str, payload: str) -> None:
-    """Raise ValueError for a payload that there is not."""
+    """Raise ValueError unless ``payload`` is "plain" or "float8"."""
     if payload not in get_args(Payload):
         raise ValueError(f"{where}: payload is {payload!r}, must be one of {', '.join(get_args(Payload))}.")
 

@@ -127,7 +127,10 @@ class _Sums:
         return kinds_of(self.units)
 
     def of(self, slot: Slot, field: Field) -> float:
-        """A figure of a slot: what was measured; else beside pairs no less than of usual stages, as ``stage_costs``."""
+        """The value of ``field`` for a slot: that of its unit, or else the sum of its parts, as in ``stage_costs``.
+
+        Next to a measured pair, a part counts for no less than that of a usual stage.
+        """
         own = of_unit(self.units, key_of(slot, self.schedule.placement, self.kinds))
         if own is not None:
             return field(own)

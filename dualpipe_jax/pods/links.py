@@ -16,9 +16,11 @@ class Dispatch:
     """How a layer's tokens choose their experts.
 
     Attributes:
-      num_experts, top_k: of a layer, and those that a token chooses.
-      token_bytes: of a token on its way.
-      num_groups, top_groups: routing limited to some groups of experts; one group where it is not.
+      num_experts: number of experts of a layer.
+      top_k: number of experts that a token chooses.
+      token_bytes: bytes of a token as it is sent.
+      num_groups: number of groups of experts of which a token chooses some; 1 if routing is not limited.
+      top_groups: number of groups that a token's experts may come from.
     """
 
     num_experts: int

@@ -23,12 +23,12 @@ Tree = Any
 
 
 class Update(NamedTuple):
-    """What a step does with gradients.
+    """How a step uses its gradients; ``optimized_by`` makes it of an optimizer.
 
     Attributes:
-      state: what lasts from step to step besides the parameters, such as AdamW's averages: ShapeDtypeStructs with
-        shardings.
-      lower: ``lower(value_and_grad, batch)``, the whole step lowered; see ``Pipeline.value_and_grad``.
+      state: what is kept from step to step in addition to the parameters, such as AdamW's averages: a tree of
+        ShapeDtypeStructs with shardings.
+      lower: ``lower(value_and_grad, batch)`` returns the whole step, lowered; see ``Pipeline.value_and_grad``.
     """
 
     state: Tree
@@ -37,13 +37,21 @@ class Update(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Setting:
-    """Where a program is to run: what its maker is told.
+    """The first argument of your function that makes a ``Program``: what was asked for, and where it is to run.
+
+    >>> from dualpipe_jax import make_mesh
+    >>> from dualpipe_jax.pods import Plan, Setting
+    >>> plan = Plan(schedule="dualpipe_v", pp=2, ep=1, microbatches=8, microbatch_size=4)
+    >>> setting = Setting(plan, plan.make_schedule(), make_mesh(pp=2))
+    >>> setting.schedule.placement.num_model_stages, setting.plan.num_microbatches
+    (4, 8)
 
     Attributes:
-      plan: all that was asked for; of it a program cuts its layers as ``plan.stage_layers`` says, where it says so.
-      schedule: whose stages the model is cut into: ``schedule.placement.num_model_stages``.
-      mesh: of "pp" and "ep" devices, and "dp" replicas, or an abstract mesh where nothing is to be compiled.
-      platform: as JAX calls it; None where nobody knows.
+      plan: the options that were given. A program that can cut its layers unevenly cuts them as ``plan.stage_layers``
+        says.
+      schedule: the model has ``schedule.placement.num_model_stages`` stages.
+      mesh: the mesh of "pp" and "ep" devices, and "dp" replicas; an abstract mesh where nothing is to be compiled.
+      platform: JAX's name of the devices' platform; None where it is not known.
     """
 
     plan: Plan
@@ -56,23 +64,49 @@ class Setting:
 class Program:
     """A pipelined training step, as shapes. No array is made of it.
 
+    >>> import jax, jax.numpy as jnp
+    >>> from dualpipe_jax import Out, StagedModel
+    >>> from dualpipe_jax.pods import Program, Setting
+    >>> def step(setting: Setting, dim: int = 512) -> Program:
+    ...     def stage(own, shared, x, at):
+    ...         y = jnp.tanh((at.batch if x is None else x) @ own)
+    ...         return Out(y, losses={"size": jnp.mean(y**2)})
+    ...     stages, plan = setting.schedule.placement.num_model_stages, setting.plan
+    ...     shape = plan.num_microbatches, plan.batch, plan.sequence, dim
+    ...     return Program(
+    ...         model=StagedModel({"all": stage}, ("all",) * stages),
+    ...         params={"stages": jax.ShapeDtypeStruct((stages, dim, dim), jnp.float32), "shared": {}},
+    ...         batch=jax.ShapeDtypeStruct(shape, jnp.float32),
+    ...         tokens=plan.num_microbatches * plan.batch * plan.sequence,
+    ...         flops=6 * dim * dim * stages,
+    ...     )
+
+    In a file my_step.py, ``dualpipe dryrun --program my_step.py:step`` counts it. The function by itself:
+
+    >>> from dualpipe_jax import make_mesh
+    >>> from dualpipe_jax.pods import Plan
+    >>> plan = Plan(schedule="zb_h1", pp=2, ep=1, microbatches=8, microbatch_size=1, sequence=128)
+    >>> step(Setting(plan, plan.make_schedule(), make_mesh(pp=2))).tokens
+    1024
+
     Attributes:
       model: the functions of its stages.
-      params: {"stages", "shared"} as the model has them: ShapeDtypeStructs, as ``jax.eval_shape`` gives of its init.
-      batch: of a step: ShapeDtypeStructs [microbatches, microbatch size, ...].
-      tokens: that a step learns from.
-      flops: floating-point operations that the training of one token needs, by whatever count MFU shall go.
-      counted: that count in words.
-      routed: of ``flops``, those of routed experts, of which there are more where they have more room than tokens.
-      param_specs: how parameters lie on "ep"; see ``Pipeline``.
-      update: from the parameters as they are placed to what a step does with gradients; None: nothing, and only
-        parameters and gradients are counted.
-      active: parameters that one token meets; None: all.
-      total: parameters of the model; None: those that ``params`` has.
-      dispatch: what its dispatch to experts sends; None without.
+      params: {"stages", "shared"} as the model has them: ShapeDtypeStructs, such as ``jax.eval_shape`` returns.
+      batch: the batch of a step, as ShapeDtypeStructs [microbatches, microbatch size, ...].
+      tokens: the number of tokens that a step learns from.
+      flops: floating-point operations that training one token takes, as MFU is to count them.
+      counted: what ``flops`` counts, in words.
+      routed: the part of ``flops`` that routed experts do. A device does more than that where experts have more room
+        than tokens.
+      param_specs: how parameters are sharded over "ep"; see ``Pipeline``.
+      update: ``update(placed parameters)`` returns how a step uses its gradients. None counts only parameters and
+        gradients.
+      active: number of parameters that one token uses; None: all.
+      total: number of parameters of the model; None: those that ``params`` has.
+      dispatch: how tokens choose experts; None if there are none.
       pipeline: further arguments of ``Pipeline``, such as ``storage_specs``.
-      stage_layers: layers of each stage of the model, which are ``plan.stage_layers`` where those are given; empty
-        where they cannot be chosen. `dualpipe plan` moves them where the ends are of kinds "first" and "last".
+      stage_layers: number of layers of each stage of the model, which is ``plan.stage_layers`` where that is given;
+        empty where it cannot be chosen. `dualpipe plan` moves layers where the ends are of kinds "first" and "last".
     """
 
     model: StagedModel

@@ -277,9 +277,14 @@ class Answer:
 
     Attributes:
       target: the devices.
-      program: what was asked for, its microbatches filled in.
-      stage_layers: layers of each stage of the model; empty where the program does not tell, for nobody can choose.
-      dropped: share of the assignments of tokens that finds no room under uniform routing.
+      program: the plan that was asked for, with its number of microbatches filled in.
+      stage_layers: number of layers of each stage of the model; empty if the program does not say.
+      parameters: numbers of parameters.
+      memory: bytes on one device.
+      links: what dispatch sends between nodes and inside them.
+      dropped: share of the assignments of tokens to experts that find no room under uniform routing.
+      compiled: what the compiler made of the step or its units.
+      step: the predicted time of a step.
     """
 
     target: Machine | None = None

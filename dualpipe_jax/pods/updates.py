@@ -11,9 +11,19 @@ from dualpipe_jax.pods.program import Tree, Update
 
 
 def optimized_by(optimizer: Any) -> Callable[[Tree], Update]:
-    """``Program.update`` of an ``optax.GradientTransformation``: floating parameters move, others stay.
+    """Make ``Program.update`` of an ``optax.GradientTransformation``: floating parameters are updated, others stay.
 
-    What of the optimizer's state has the form of the parameters lies as they do; the rest lies everywhere.
+    Trees in the optimizer's state that have the form of the parameters are sharded as these are; the rest is
+    replicated.
+
+    >>> import jax, jax.numpy as jnp, optax
+    >>> from dualpipe_jax import make_mesh
+    >>> from dualpipe_jax.pods import optimized_by
+    >>> everywhere = jax.NamedSharding(make_mesh(1), jax.P())
+    >>> params = {"w": jax.ShapeDtypeStruct((4, 3), jnp.float32, sharding=everywhere)}
+    >>> update = optimized_by(optax.adam(1e-3))(params)
+    >>> [leaf.shape for leaf in jax.tree.leaves(update.state)]  # a count of steps, and two averages
+    [(), (4, 3), (4, 3)]
     """
 
     def update(params: Tree) -> Update:

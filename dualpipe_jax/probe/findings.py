@@ -100,7 +100,7 @@ def verdict(results: Mapping[str, Mapping[str, Any]]) -> Verdict:
 
 
 def stands(results: Mapping[str, Mapping[str, Any]], form: str) -> bool | None:
-    """Whether a form stood all that it was put to; None if it was not put to the last of them, the units."""
+    """Whether a form passed all of its trials; None if the last of them, the units, was not done."""
     found = [results.get(f"{trial}-{form}", {}).get("ok") for trial in TRIALS]
     return False if False in found else found[-1]
 

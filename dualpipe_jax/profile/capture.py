@@ -27,19 +27,34 @@ class Event(NamedTuple):
 
 
 class Profiler:
-    """Traces some steps of a run, once: ``with profiler.step(): ...`` around each step.
+    """Traces some steps of a run, once: call ``before`` and ``after`` around each step.
+
+    >>> import pathlib, tempfile
+    >>> import jax, jax.numpy as jnp
+    >>> from dualpipe_jax.profile import Profiler, read_events
+    >>> folder, square, x = tempfile.TemporaryDirectory(), jax.jit(lambda x: x @ x), jnp.ones((64, 64))
+    >>> profiler = Profiler(pathlib.Path(folder.name), num_steps=1, skip=1)
+    >>> for step in range(3):
+    ...     profiler.before(step)
+    ...     y = jax.block_until_ready(square(x))
+    ...     if profiler.after():
+    ...         print("the last step of the trace:", step)
+    the last step of the trace: 1
+    >>> {event.program for event in read_events(pathlib.Path(folder.name))}
+    {'jit__lambda'}
+    >>> folder.cleanup()
 
     Args:
-      folder: where the trace goes.
-      num_steps: how many; 0 for none.
-      skip: steps before, which compile and warm up.
+      folder: the folder to write the trace to.
+      num_steps: number of steps to trace; 0 for none.
+      skip: number of steps before these, which compile and warm up.
     """
 
     def __init__(self, folder: Path, num_steps: int, skip: int):
         self._folder, self._left, self._skip, self._running = folder, num_steps, skip, False
 
     def before(self, step: int) -> None:
-        """Start the trace if this step, numbered from 0, is the first to be in it."""
+        """Begin a step, numbered from 0; the trace starts with the first step that belongs to it."""
         if self._skip or not self._left:
             self._skip = max(0, self._skip - 1)
             return
@@ -52,7 +67,7 @@ class Profiler:
         self._step.__enter__()
 
     def after(self) -> bool:
-        """End a step, when its results are there. Returns whether it was the last one of the trace."""
+        """End a step; call it when the step's results are ready. Returns whether the step was the trace's last."""
         if not self._running:
             return False
         self._step.__exit__(None, None, None)

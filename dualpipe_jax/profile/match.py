@@ -16,7 +16,7 @@ from dualpipe_jax.schedule import Action, Op, Schedule, TickTable, lower
 
 
 class ProfileError(ValueError):
-    """A trace that is not one of this program; says where they part."""
+    """The trace is not one of this program; the message says where the two differ."""
 
 
 class Unit(NamedTuple):

@@ -25,13 +25,13 @@ from dualpipe_jax.schedule.replay import fit
 
 @dataclasses.dataclass(frozen=True)
 class Measured:
-    """What a trace says of a schedule's step; times in milliseconds from the first unit's start.
+    """The timeline of a schedule's step in a trace; times are in milliseconds from the first unit's start.
 
     Attributes:
-      schedule: whose step it is.
-      units: by rank in order of the table, each with when it ran in the median step.
-      durations: kind of unit -> of each execution in all steps, whatever its rank.
-      num_steps: in the trace.
+      schedule: the schedule that the step runs.
+      units: the units of each rank in the order of the table, each with its start and end in the median step.
+      durations: kind of unit -> the time of each execution, over all ranks and steps.
+      num_steps: number of steps in the trace.
     """
 
     schedule: Schedule
@@ -50,18 +50,18 @@ class Measured:
 
     @property
     def bubble(self) -> float:
-        """The share of all ranks' time in which they ran none."""
+        """The share of all ranks' time in which they ran no unit."""
         return 1 - sum(self.busy) / (self.schedule.num_ranks * self.makespan)
 
     @property
     def costs(self) -> CostModel:
-        """Costs of a stage: medians of what was measured; see ``assumed`` for what was not."""
+        """Costs of a stage: the medians of the units that were measured; ``assumed`` names the others."""
         units = ((unit, execution) for rank in self.units for unit, execution in rank)
         return fit(((unit.kind, unit.actions, e.end - e.start) for unit, e in units), self.schedule.placement)
 
     @property
     def assumed(self) -> tuple[str, ...]:
-        """Costs of units that this schedule does not run: halves of B for I and W, no gain for FB."""
+        """The costs that are assumed, since the schedule has no such unit: I and W half of B each, FB without gain."""
         return tuple(kind for kind in ("F", "I", "W", "FB") if kind not in self.durations)
 
     @property
@@ -114,10 +114,10 @@ def measure(
     it for the others is in it.
 
     Args:
-      events: of the trace.
-      module: the program that was traced.
-      schedule: that it runs.
-      devices: of each rank, their numbers.
+      events: the trace's events, from ``read_events``.
+      module: the program that was traced, from ``inspect.read``.
+      schedule: the schedule that it runs.
+      devices: for each rank, the numbers of its devices.
 
     Raises:
       ProfileError: the trace holds no step of this program.

@@ -19,10 +19,15 @@ _APART = 100
 
 
 def write_profile(measured: Measured, folder: Path, devices: Sequence[Any]) -> str:
-    """Leave files in a profile's folder; returns what to tell, in a few lines.
+    """Write a profile's files to a folder, and return a summary of a few lines.
 
-    Files: timeline.json for the report, costs.json and measured.json for ``dualpipe``, timeline.trace for Perfetto,
-    timeline.png where matplotlib is installed.
+    The files are timeline.json for the report, costs.json and measured.json for ``dualpipe``, timeline.trace for
+    Perfetto, and timeline.png where matplotlib is installed.
+
+    Args:
+      measured: from ``measure``.
+      folder: made if it does not exist.
+      devices: the devices of the mesh.
     """
     theory = measured.theory
     both = [draw_measured(measured, _crowd(devices)), drawn(theory, "simulated at these costs", "ms")]

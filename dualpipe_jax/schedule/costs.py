@@ -14,7 +14,7 @@ HAIR = 1e-9
 
 
 def at_most(value: float, limit: float) -> bool:
-    """Whether a time, or a size, is not above a limit, but for a hair."""
+    """Whether a time, or a size, is at most a limit, within a relative error of 1e-9."""
     return value <= limit * (1 + HAIR)
 
 
@@ -41,12 +41,12 @@ class CostModel:
       send: a transfer to another rank; a handover on the same rank is free.
       extra: more (F, I, W) at some stages of the model, such as the embedding and the head:
         ``{0: (0.1, 0, 0.1), -1: (0.3, 0.3, 0.3)}``. Negative stages count from the last. In a pair it adds
-        to FB: what stands beside the layers has nobody to overlap with. Less where negative, such as at a stage
+        to FB: what is not a layer has nothing to overlap with. Less where negative, such as at a stage
         with fewer layers.
       blocking: whether a transfer keeps its sender too from its next work (as where sends are waited for),
         or delays only the receiver.
       send_inside: a transfer to a rank of the same node, whose links are faster; ``send`` unless given.
-      ranks_per_node: so many ranks that follow each other are one node's.
+      ranks_per_node: number of ranks of a node; they follow each other.
 
     ``dataclasses.replace`` hands on the FB that was worked out; give it anew when F, I or W changes.
 
@@ -111,7 +111,7 @@ class CostModel:
 
     @property
     def dearest_send(self) -> float:
-        """The longest that a transfer may take."""
+        """The time of the slowest transfer."""
         return max(self.send, self.send_inside or 0.0)
 
     def of(self, slot: Slot, placement: Placement) -> float:
@@ -153,8 +153,8 @@ class MemoryModel:
       residual_w: what the backward for the weights reads, from the start of F to the end of W or B.
       stash: what I hands to W, from the start of I to the end of W; a full backward keeps none.
       boundary: the stage's input, from the start of F to the end of W or B.
-      parameters: of one stage, whether a microbatch is there or not: weights, gradient sums, optimizer
-        state. Counted for each stage that a rank holds, a second copy too.
+      parameters: size of one stage's weights, gradient sums and optimizer state, which a rank always keeps.
+        Counted for each stage that a rank holds, a second copy too.
       extra: more (negative: fewer) parameters at some stages of the model, such as the embedding's and the head's:
         ``{0: 3e9, -1: 3e9}``. Negative stages count from the last.
       fixed: what a rank keeps whatever the schedule.

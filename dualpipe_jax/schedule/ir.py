@@ -170,10 +170,19 @@ class Placement:
 
 @dataclasses.dataclass(frozen=True)
 class Schedule:
-    """Who does what in which order.
+    """The order in which each rank does its actions.
+
+    Recipes make schedules; ``parse_grid`` and ``from_json`` read them.
+
+    >>> from dualpipe_jax.schedule import one_f_one_b
+    >>> schedule = one_f_one_b(2, 3)
+    >>> schedule.num_ranks, schedule.num_microbatches
+    (2, 3)
+    >>> [str(action) for slot in schedule.orders[0] for action in slot]
+    ['0F0', '0F1', '0B0', '0F2', '0B1', '0B2']
 
     Attributes:
-      name: how people call it.
+      name: the schedule's name, in one line.
       placement: which rank holds which stage.
       num_microbatches: microbatches of the step, over all pipes together.
       orders: ``orders[rank]`` is the sequence of slots that the rank works through.

@@ -18,9 +18,16 @@ if TYPE_CHECKING:
 class Timeline:
     """When everything happened in a simulated step. All tuples are indexed by rank.
 
+    >>> from dualpipe_jax.schedule import one_f_one_b, simulate
+    >>> timeline = simulate(one_f_one_b(2, 3))
+    >>> timeline.makespan, timeline.busy, timeline.bubble
+    (12.0, (9.0, 9.0), 0.25)
+    >>> timeline.starts[0]
+    (0.0, 1.0, 4.0, 6.0, 7.0, 10.0)
+
     Attributes:
-      schedule: what was played.
-      costs: against what.
+      schedule: the schedule that was simulated.
+      costs: the durations of its actions; times are in their unit.
       starts: ``starts[rank][index]`` is when slot ``orders[rank][index]`` started; the step starts at 0.
       ends: likewise, when it ended.
       peak_activations: the most (stage, microbatch) pairs live at once on a rank, each from the start of

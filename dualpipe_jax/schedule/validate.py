@@ -24,7 +24,15 @@ _Circle = dict[int, tuple[int, int]]
 
 
 class ScheduleError(ValueError):
-    """A schedule that cannot be run; the message shows the culprit in the grid and names the rule."""
+    """A schedule that cannot be run; the message shows the fault in the grid and names the rule.
+
+    >>> from dualpipe_jax.schedule import Placement, ScheduleError, parse_grid, validate
+    >>> try:
+    ...     validate(parse_grid("0B0 0F0", Placement.linear(1)))
+    ... except ScheduleError as error:
+    ...     print(str(error).splitlines()[0])
+    parsed: rank 0, slot 0 runs 0B0 before 0F0.
+    """
 
 
 @typechecked

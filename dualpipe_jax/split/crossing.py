@@ -29,7 +29,7 @@ def nbytes(value: Value) -> int:
 
 
 def stay(node: Node) -> bool:
-    """Neither move nor keep."""
+    """A predicate that is always False: no equation may move."""
     del node
     return False
 

@@ -41,6 +41,9 @@ class split_vjp:
     ...     lambda residuals, dy: (dy * residuals[1], dy),
     ...     lambda residuals, dy: (dy * residuals[0]).sum(0),
     ... )
+    >>> import jax, jax.numpy as jnp
+    >>> jax.grad(lambda x, weight: scale(x, weight).sum(), argnums=1)(jnp.ones((2, 3)), jnp.ones(3)).tolist()
+    [2.0, 2.0, 2.0]
     """
 
     def __init__(self, function: Callable[[Tree, Tree], Tree]):
@@ -69,7 +72,19 @@ class split_vjp:
 
 @typechecked
 def weight_part(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Marks a function as part of a weight gradient: the split leaves it to W, however cheap it is."""
+    """Marks a function as part of a weight gradient: ``split_backward`` leaves it to W, however cheap it is.
+
+    The function takes positional arguments and is compiled. Call what is returned in the backward of a ``custom_vjp``:
+
+    >>> import jax.numpy as jnp
+    >>> from dualpipe_jax.split import weight_part
+    >>> @weight_part
+    ... def weight_gradient(x, dy):
+    ...     return x.T @ dy
+    ...
+    >>> weight_gradient(jnp.ones((2, 3)), jnp.ones((2, 4))).shape
+    (3, 4)
+    """
 
     def marked(*args: Any) -> Any:
         return function(*args)

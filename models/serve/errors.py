@@ -31,7 +31,7 @@ class Refused(Exception):
 
     @property
     def body(self) -> dict[str, Any]:
-        """The error as JSON has it."""
+        """The body of the answer: the error in OpenAI's format, as a dict for JSON."""
         kind = "invalid_request_error" if self.status < 500 else "server_error"
         kind = "rate_limit_error" if self.status == 429 else kind
         return {

@@ -45,12 +45,17 @@ def html_page(
     reason for which a recipe refused; its script plays orders against costs and makes none. A fragment
     chooses what it shows first: ``page.html#schedule=zb_h1&ranks=8&microbatches=20&W=0.5&FB=2``.
 
+    >>> from dualpipe_jax.schedule import dualpipe, html_page
+    >>> page = html_page(dualpipe(4, 8), recipes=[dualpipe])  # write it to a file and open that in a browser
+    >>> page.splitlines()[0]
+    '<!doctype html>'
+
     Args:
       schedule: what the page shows at first, whatever its name, counts and maker; DualPipe on 8 ranks with
         20 microbatches if left out. Up to the largest of the counts above, its own are added to them.
       costs: at first, of a rank's whole share of the model: each of its k stages in a pipe takes 1/k.
       memory: likewise.
-      units: of the costs and sizes.
+      units: the units of the costs and sizes.
       chain: slots of the schedule that wait for each other, from ``blame``, to be marked until something changes.
       recipes: functions of (num_ranks, num_microbatches); ALL_SCHEDULES if left out.
 

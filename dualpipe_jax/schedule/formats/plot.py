@@ -52,18 +52,23 @@ def plot(
     marks it. The bands of all ranks have one scale, each with its peak at the end. The figure grows with the
     schedule. Nothing of matplotlib's global state is read or left changed.
 
+    >>> from dualpipe_jax.schedule import dualpipe, plot, simulate
+    >>> figure = plot(simulate(dualpipe(4, 8)))  # a second argument "dualpipe.svg" also writes it there
+    >>> figure.texts[1].get_text()
+    'bubble 7.7 %   makespan 26   peak live activations 5'
+
     Args:
       timeline: from ``simulate``.
       path: where to write it too; SVG or PNG by its ending.
       memory: sizes for one stage, for the second panel; live activations, that of a rank's whole share
         of the model as the unit, if left out.
       memory_label: what the second panel's axis says.
-      units: of times and sizes, written where they stand.
+      units: the units of times and sizes, written after each number.
       chain: slots that wait for each other, from ``blame.critical_path`` or ``blame.why_idle``: they are framed, and
         lines lead from one to the next.
       bands: whether to draw what each rank keeps, below.
       until: the time at the right edge, the step's end if left out: pictures of one scale can be compared by eye.
-      width: of the figure, in inches; what the schedule needs if left out.
+      width: the figure's width in inches; as wide as the schedule needs if left out.
 
     Raises:
       ValueError: if the path ends in neither .svg nor .png.

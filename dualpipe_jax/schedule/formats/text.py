@@ -38,7 +38,7 @@ def format_grid(schedule: Schedule, costs: CostModel | None = None) -> str:
 
     Raises:
       ValueError: with costs, if the schedule hangs, or a slot takes no time and so has no room, or so little
-        beside the others that a line would not end.
+        time in comparison with the others that a line would not end.
     """
     pipes = " ".join(f"({' '.join(map(str, pipe))})" for pipe in schedule.placement.pipes)
     header = f"# {schedule.name}, ranks {schedule.num_ranks}, microbatches {schedule.num_microbatches}, "

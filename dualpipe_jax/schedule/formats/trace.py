@@ -42,6 +42,11 @@ def to_chrome_trace(
     rows of their own, as many for a rank as it has under way at once. Counters tell each rank's live
     activations. Idle time is blank.
 
+    >>> from dualpipe_jax.schedule import one_f_one_b, simulate, to_chrome_trace
+    >>> trace = to_chrome_trace(simulate(one_f_one_b(2, 2)))
+    >>> [event["name"] for event in trace["traceEvents"] if event["ph"] == "X"]
+    ['0F0', '0F1', '1F0', '1B0', '0B0', '1F1', '1B1', '0B1']
+
     Args:
       timeline: from ``simulate``.
       unit_us: microseconds of the trace for one unit of time of the timeline. The trace's times are whole

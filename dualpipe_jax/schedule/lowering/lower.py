@@ -20,7 +20,16 @@ def lower(schedule: Schedule, costs: CostModel | None = None, keeps: Keeps | Non
     The placement is the one that ends soonest under ``costs`` of those tried; it never changes the order
     in which a rank works. Raises ValueError when the ranks of the schedule wait for each other.
 
+    >>> from dualpipe_jax.schedule import lower, zb_h1
+    >>> table = lower(zb_h1(2, 2))
+    >>> table.num_ticks, [unit.op for unit in table.units]
+    (9, ['F', 'I', 'W'])
+    >>> table.column("unit").T.tolist()  # what each rank does at each tick: the number of a unit, or -1
+    [[0, 0, -1, -1, -1, 1, 2, 1, 2], [-1, -1, 0, 1, 0, 1, 2, 2, -1]]
+
     Arguments:
+      schedule: any that ``validate`` accepts.
+      costs: durations by which ticks are placed; all 1, a pair 3, when left out.
       keeps: what stages keep; None: all of one kind, which reads its input to the end.
     """
     flat = flatten(schedule)

@@ -88,7 +88,7 @@ class TickTable:
         channel; all of them last.
       num_slots: slots of each pool, by pool name: "x" (stage inputs; one more than needed: the last is
         the bin), "dy" (gradients of stage outputs; likewise), and those of ``keeps.pools``.
-      hands_over: of "x" and "dy" those into which some rank writes for a next stage of its own.
+      hands_over: the pools, "x" or "dy", into which some rank writes for a next stage of its own.
       keeps: what was asked for.
 
     Columns (``F_...``: of the forward; ``G_...``: of the backward, which is a B, I or W):

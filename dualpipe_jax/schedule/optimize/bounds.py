@@ -89,7 +89,7 @@ def lower_bound(
     Args:
       num_ranks: pipeline ranks.
       num_microbatches: microbatches of the step, all pipes together.
-      costs: of a rank's equal share of the model; a stage that is half a share takes half. All 1, a pair 3,
+      costs: costs of a rank's equal share of the model; a stage that is half a share takes half. All 1, a pair 3,
         when left out. Where transfers are ``blocking`` the bound holds, but counts only their delay.
       memory_limit: the most that a rank may keep, in the unit of ``memory``.
       placement: where the stages live. Left out, the bound holds for every placement, however many pipes
@@ -100,7 +100,8 @@ def lower_bound(
       The bound, in the unit of the costs; infinite if not even one microbatch fits the memory.
 
     Raises:
-      ValueError: for counts below 1, or that the placement does not have.
+      ValueError: if a count is below 1, the placement has another number of ranks, or its pipes cannot share the
+        microbatches evenly.
     """
     costs = CostModel() if costs is None else costs
     memory = MemoryModel() if memory is None else memory

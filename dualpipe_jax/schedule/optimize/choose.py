@@ -14,13 +14,19 @@ from dualpipe_jax.schedule.simulate import Timeline, simulate
 
 @dataclasses.dataclass(frozen=True)
 class Candidate:
-    """A schedule that was considered.
+    """A schedule that ``choose`` considered.
+
+    >>> from dualpipe_jax.schedule import choose
+    >>> best = choose(4, 8, memory_limit=4.5)[0]
+    >>> best.name, best.makespan, round(best.bubble, 3), best.peak
+    ('interleaved_zero_bubble', 25.5, 0.059, 4.0)
 
     Attributes:
-      name: how people call it.
-      schedule, timeline: itself and how it runs; None if its recipe does not serve the counts.
-      memory: the most that each rank keeps at once; empty if it does not serve the counts.
-      refused: why it cannot be had; empty if it can.
+      name: the recipe's name, or "search".
+      schedule: the schedule; None if its recipe cannot make one for the counts.
+      timeline: the simulated step; None likewise.
+      memory: the most that each rank keeps at once, in units of ``MemoryModel``; empty likewise.
+      refused: the reason why it cannot be used; empty if it can.
     """
 
     name: str
@@ -76,7 +82,7 @@ def choose(
     Args:
       num_ranks: pipeline ranks.
       num_microbatches: microbatches of the step, over all pipes together.
-      costs: of a whole rank's share of the model, see ``CostModel.for_schedule``.
+      costs: costs of a whole rank's share of the model; see ``CostModel.for_schedule``.
       memory_limit: what each rank may keep at once, its parameters included, in units of ``memory``.
       memory: sizes of a whole rank's share; live activations when left out.
       schedules: recipes to consider; all named ones when left out.

@@ -18,7 +18,12 @@ from dualpipe_jax.schedule.validate import validate
 
 @dataclasses.dataclass(frozen=True)
 class Optimum:
-    """The best schedule found, and what is known of better ones.
+    """The best schedule that ``optimum`` found, and a bound below which no schedule can be.
+
+    >>> from dualpipe_jax.schedule import Placement, optimum
+    >>> found = optimum(Placement.linear(2), 3)
+    >>> found.makespan, found.lower_bound, found.proven
+    (10.0, 10.0, True)
 
     Attributes:
       schedule: a valid schedule that fits the memory.
@@ -59,7 +64,7 @@ def optimum(
     Args:
       placement: where the stages live.
       num_microbatches: microbatches of the step, all pipes together.
-      costs: of a rank's equal share of the model, as in ``lower_bound``; all above 0, sends not blocking.
+      costs: costs of a rank's equal share of the model, as in ``lower_bound``; all above 0, sends not blocking.
       memory_limit: the most that a rank may keep, in the unit of ``memory``.
       memory: sizes of a rank's share; live activations when left out.
       incumbents: schedules to begin with. Those on this placement and in this memory are upper bounds,
@@ -67,7 +72,7 @@ def optimum(
       time_limit: seconds. When they run out, the best known is returned and ``proven`` is False.
 
     Raises:
-      ValueError: for costs that it cannot serve, or if no schedule fits the memory.
+      ValueError: if the costs are not as above, or no schedule fits the memory.
       ImportError: without SciPy.
     """
     given = f"optimum: got {placement.num_ranks} ranks and {num_microbatches} microbatches"

@@ -56,7 +56,7 @@ def search(
     Args:
       num_ranks: pipeline ranks.
       num_microbatches: microbatches of the step, over all pipes together.
-      costs: of a whole rank's share of the model (1 / num_ranks of it) whatever the placement; a
+      costs: costs of a whole rank's share of the model (1 / num_ranks of it) whatever the placement; a
         placement of k stages a share takes ``costs.divided(k)``.
       memory_limit: what each rank may keep at once, its parameters included, in units of ``memory``.
       placement: "linear", "v", "wave" (there and back twice, four stages a rank), "interleaved" (round the

@@ -8,11 +8,11 @@ from dualpipe_jax.schedule.ir import Action, Op, Schedule, Slot
 
 @typechecked
 def limit_stash(schedule: Schedule, most: int) -> Schedule:
-    """The schedule with at most so many stashes on each rank, what I leaves for W: other backwards are whole.
+    """The schedule with at most ``most`` stashes on each rank; backwards beyond that are not split.
 
-    A split backward hands its neighbour dx sooner and fills a bubble with W later; until then its stash lies
-    there, which holds all that weight gradients are made from. Where a rank has as many as it may, I becomes a
-    full backward, and its W is gone. With 0 nothing is split, with as many as the schedule needs it is the same.
+    A split backward sends dx to its neighbour sooner, and fills a bubble with W later. Until then its stash takes
+    memory: all that the weight gradients are computed from. Where a rank has as many as it may, I becomes a full
+    backward and its W is left out. With 0 nothing is split; with as many as the schedule needs, nothing changes.
 
     >>> from dualpipe_jax.schedule import dualpipe, simulate
     >>> [simulate(limit_stash(dualpipe(16, 64), most)).makespan for most in (8, 4, 2, 1, 0)]
