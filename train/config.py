@@ -25,7 +25,7 @@ class ConfigError(ValueError):
 
 @dataclasses.dataclass(frozen=True)
 class ModelConfig:
-    """Which model."""
+    """The model: its name, its size and the weights of its losses."""
 
     name: Annotated[str, arg(name="model", metavar="NAME")] = "byte"
     """The model: byte, which is made for the default run, tiny, small, v2-lite, 67b-a2b, v2 or v3."""
