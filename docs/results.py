@@ -12,7 +12,9 @@ and hold whole tables between `<!--table NAME-->` and `<!--end-->`; what GitHub 
 `scripts/figures --write` puts the file's values there, and a test finds pages that differ from it.
 """
 
+import ast
 import dataclasses
+import functools
 import json
 import re
 import subprocess
@@ -49,13 +51,42 @@ class Row:
     code: tuple[str, ...] = ()
     minutes: float | None = None
 
-    def changes(self) -> int | None:
-        """The number of commits since the row's own that changed code on which it rests; None without git."""
+    def changed(self) -> list[str] | None:
+        """The files of its code that compute something else than at the row's commit; None without git.
+
+        Comments and docstrings change nothing.
+        """
         if not (self.commit and self.code):
-            return 0
-        asked = ["git", "rev-list", "--count", f"{self.commit.rstrip('+')}..HEAD", "--", *self.code]
-        found = subprocess.run(asked, cwd=ROOT, capture_output=True, text=True)
-        return int(found.stdout) if found.returncode == 0 else None
+            return []
+        commit = self.commit.rstrip("+")
+        names = _git("diff", "--name-only", commit, "--", *self.code)
+        return None if names is None else [name for name in names.splitlines() if _differs(commit, name)]
+
+
+def _git(*words: str) -> str | None:
+    done = subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True)
+    return done.stdout if done.returncode == 0 else None
+
+
+@functools.cache
+def _differs(commit: str, name: str) -> bool:
+    file, before = ROOT / name, _git("show", f"{commit}:{name}")
+    if before is None or not file.is_file() or file.suffix != ".py":
+        return True
+    return _computing(before) != _computing(file.read_text())
+
+
+def _computing(source: str) -> str:
+    """A module without its comments and docstrings."""
+    tree = ast.parse(source)
+    for node in ast.walk(tree):
+        if isinstance(body := getattr(node, "body", None), list):
+            node.body = [each for each in body if not _is_text(each)]
+    return ast.dump(tree)
+
+
+def _is_text(statement: ast.AST) -> bool:
+    return isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant)
 
 
 @dataclasses.dataclass(frozen=True)

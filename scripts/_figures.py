@@ -1,6 +1,6 @@
 """List the figures of docs/results.json that are older than the code on which they rest, or measure them again.
 
-scripts/figures                       # every row: its date, and the commits since that changed its code
+scripts/figures                       # every row: its date, and the files of its code that have changed since
 scripts/figures --stale               # those of which there are any
 scripts/figures pairs.v5p_1152 peers  # run the commands of a row, or of a table, and write what they print
 scripts/figures --all                 # of all rows; hours
@@ -53,20 +53,15 @@ def named(name: str, rows: dict[str, Row], parser: argparse.ArgumentParser) -> l
 
 
 def show(rows: dict[str, Row], stale: bool) -> None:
-    """A line for each row: name, date, commit, status, and how many commits have changed its code since."""
+    """A line for each row: name, status, date, commit, and how many files of its code have changed since."""
     for name, row in rows.items():
-        changes = row.changes()
-        if stale and changes == 0:
+        changed = row.changed()
+        if stale and changed == []:
             continue
-        commits = "1 commit" if changes == 1 else f"{changes} commits"
-        age = (
-            ""
-            if changes == 0
-            else "no git here"
-            if changes is None
-            else f"its code changed in {commits} since"
+        files = (
+            "no git here" if changed is None else f"changed since: {', '.join(changed)}" if changed else ""
         )
-        print(f"{name:44} {row.status:10} {row.date:10} {row.commit:8} {age}".rstrip())
+        print(f"{name:44} {row.status:10} {row.date:10} {row.commit:8} {files}".rstrip())
 
 
 def measure(rows: list[Row]) -> int:

@@ -205,12 +205,18 @@ def figures(folder: Path, *words: str) -> subprocess.CompletedProcess:
     )
 
 
-def test_a_figure_is_stale_when_its_code_has_changed_since(checkout):
+def test_a_figure_is_stale_when_its_code_computes_something_else(checkout):
     assert figures(checkout, "--stale").stdout == ""
     assert "sums.one" in figures(checkout).stdout
+    (checkout / "code" / "sum.py").write_text('"""A sum."""\nprint("sum = 2")  # with a comment')
+    assert figures(checkout, "--stale").stdout == ""
     (checkout / "code" / "sum.py").write_text("print('sum = 3')")
     commit(checkout)
-    assert "its code changed in 1 commit since" in figures(checkout, "--stale").stdout
+    assert "changed since: code/sum.py" in figures(checkout, "--stale").stdout
+    (checkout / "code" / "sum.py").write_text("print('sum = 2')")
+    (checkout / "code" / "more.py").write_text("")
+    commit(checkout)
+    assert "changed since: code/more.py" in figures(checkout, "--stale").stdout
 
 
 def test_a_figure_is_measured_again(checkout):
