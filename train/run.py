@@ -1,6 +1,7 @@
 """A run from its options to its report: what it prints, evaluates and leaves in its folder; ``loop`` has its steps."""
 
 import dataclasses
+import shlex
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -148,8 +149,14 @@ def conclude(
         f"held-out loss   from {before:.3f} to {after:.3f} nats per {unit}, {bits:.3f} bits per byte\n"
         f"bubble          {bubble(this.schedule):.1%} of {this.schedule.name}'s step when F = I = W\n"
         f"files           {folder}/: report.html, {METRICS}, config.json, environment.json, schedule.txt, {FOLDER}/\n"
-        f"go on           scripts/train --name {folder.name} --resume --steps {2 * num_steps}",
+        f"go on           {shlex.join(going_on(folder, 2 * num_steps))}",
     )
+
+
+def going_on(folder: Path, num_steps: int) -> list[str]:
+    """The words of a command that trains a run on."""
+    where = [] if folder.parent == TrainConfig().runs else ["--runs", str(folder.parent)]
+    return ["scripts/train", *where, "--name", folder.name, "--resume", "--steps", str(num_steps)]
 
 
 def export_weights(this: Run, state: TrainState, console: Console, processes: Processes) -> None:

@@ -26,6 +26,7 @@ from tests.quick import QUICK
 from train.data import open_corpus
 from train.options import parse
 from train.processes.group import Processes
+from train.run import going_on
 from train.run import run as whole_run
 from train.state.checkpoint import verify
 
@@ -106,6 +107,21 @@ def test_it_says_what_it_does_and_leaves_its_files(finished):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    ("folder", "where"), [("runs/mine", []), ("/tmp/my runs/mine", ["--runs", "/tmp/my runs"])]
+)
+def test_how_to_go_on_finds_the_run(folder, where):
+    assert going_on(Path(folder), 24) == [
+        "scripts/train",
+        *where,
+        "--name",
+        "mine",
+        "--resume",
+        "--steps",
+        "24",
+    ]
+
+
 def test_its_metrics_agree_with_each_other(finished):
     """Parts of the gradient make up the whole; every token is given to top_k experts of each layer."""
     folder, _ = finished
