@@ -207,7 +207,9 @@ def account_table(step: Prediction) -> Table:
     rows, so_far = [], 0.0
     for part in step.account:
         so_far += part.seconds
-        row = part.name, f"{part.seconds:.4g}", percent(part.seconds / step.seconds)
+        # What rounding leaves of a difference of two equal times is nothing.
+        seconds = part.seconds if abs(part.seconds) > 1e-9 * step.seconds else 0.0
+        row = part.name, f"{seconds:.4g}", percent(part.seconds / step.seconds)
         rows.append((*row, percent(step.mfu * step.seconds / so_far)))
     rows.append(("the step", f"{step.seconds:.4g}", percent(1.0), percent(step.mfu)))
     return Table(("on average over ranks", "s", "of the step", "MFU so far"), tuple(rows))

@@ -4,11 +4,12 @@ import dataclasses
 
 import pytest
 
+from dualpipe_jax.command.dryrun import account_table
 from dualpipe_jax.inspect.target import Target
 from dualpipe_jax.pods import Plan, predict, step_time
 from dualpipe_jax.pods.dryrun import draw
 from dualpipe_jax.pods.readings import exposed_by_tick
-from dualpipe_jax.pods.results import Compiled, Overheads, Shares, Unit
+from dualpipe_jax.pods.results import Compiled, Overheads, Part, Prediction, Shares, Unit
 from dualpipe_jax.schedule import dualpipe, gpipe, lower, one_f_one_b
 from tests.pods.test_predict import keyed
 from tests.pods.whole_backwards import WholeBackwards
@@ -165,3 +166,13 @@ def test_the_account_of_pairs_of_ends_adds_up():
     for of in (step, bound):
         assert sum(part.seconds for part in of.account) == pytest.approx(of.seconds)
     assert step.cycles != bound.cycles
+
+
+def test_what_rounding_leaves_is_printed_as_nothing():
+    parts = (
+        Part("the program's operations at the peak", 0.5),
+        Part("idle", 1.863e-18),
+        Part("all else", 0.5),
+    )
+    step = Prediction(1.0, 1.0, 0.0, 1.0, 1, 1.0, 0.5, False, account=parts)
+    assert [row[1] for row in account_table(step).rows] == ["0.5", "0", "0.5", "1"]
