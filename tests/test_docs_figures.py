@@ -1,6 +1,5 @@
 """Figures of README and pages come from docs/results.json, and that file from what commands print."""
 
-import importlib.util
 import json
 import re
 import shlex
@@ -10,21 +9,14 @@ from pathlib import Path
 
 import pytest
 
+from tests.loading import load
+
 ROOT = Path(__file__).parent.parent
 UNITS = r"%|s|ms|µs|min|minutes|hours|Mcycles|million cycles|GiB|MiB|MB|GB|GB/s|TFLOP/s|tokens/s|nats"
 WITH_UNIT = re.compile(rf"(?<![\w.])\d[\d.,]* (?:{UNITS})(?![\w/])")
 
 
-def load(name: str, path: Path):
-    """A module of a folder that is no package."""
-    spec = importlib.util.spec_from_file_location(name, path)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # dataclasses look their module up
-    spec.loader.exec_module(module)
-    return module
-
-
-results = load("results", ROOT / "docs" / "results.py")
+results = load(ROOT / "docs" / "results.py")
 TABLES = results.tables()
 ROWS = [row for table in TABLES.values() for row in table.rows.values()]
 

@@ -1,7 +1,6 @@
 """The tutorial on DualPipe: its blocks print what it says, its figures are right, and its notebook is of today."""
 
 import contextlib
-import importlib.util
 import io
 import json
 import os
@@ -18,19 +17,12 @@ import pytest
 from PIL import Image
 
 from dualpipe_jax.__main__ import main
+from tests.loading import load
 
 DOCS = Path(__file__).parent.parent / "docs"
 PAGE = (DOCS / "understand.md").read_text()
 BLOCKS = re.findall(r"^```(python|bash)\n(.*?)^```\n(?:```text\n(.*?)^```\n)?", PAGE, re.M | re.S)
 END = "\n=== the end of a block ===\n"
-
-
-def load(name):
-    """One of the files in docs, which is no package."""
-    spec = importlib.util.spec_from_file_location(f"docs_{name}", DOCS / f"{name}.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def shown(line, printed):
@@ -90,9 +82,9 @@ def expected(makespan, busy, live, copies):
 
 
 def dualpipe_makespan(ranks, microbatches, FB):
-    """The closed form of DeepSeek's order at F = I = W = 1, see shared facts; ranks of one pipe are stages of it."""
-    half = ranks // 2
-    return (microbatches - half - 2) * FB + ranks + (half + 2) + 3 + max(half, half - 1) + (half - 1)
+    """A middle rank's work at F = I = W = 1 and DeepSeek's bubble, (ranks / 2 - 1)(FB + B - 3W)."""
+    pairs = microbatches - ranks - 1
+    return 3 * (microbatches - pairs) + pairs * FB + (ranks / 2 - 1) * (FB + 2 - 3)
 
 
 def test_figures_agree_with_closed_formulas():
@@ -188,7 +180,7 @@ def test_commands_print_what_the_page_says(tmp_path, monkeypatch):
 
 
 def test_the_notebook_is_made_of_the_page():
-    made = load("notebook").text_of(PAGE)
+    made = load(DOCS / "notebook.py").text_of(PAGE)
     assert (DOCS / "understand.ipynb").read_text() == made, "run python docs/notebook.py"
     cells = json.loads(made)["cells"]
     code = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
@@ -202,7 +194,7 @@ def test_the_notebook_is_made_of_the_page():
 
 def test_pictures_are_those_that_the_library_draws():
     """All are there; what some of them show is drawn again. Another matplotlib may set letters a little differently."""
-    draw = load("draw")
+    draw = load(DOCS / "draw.py")
     pictures = {name: rest for name, *rest in draw.pictures()}
     named = re.findall(r"\]\(pictures/(\S+\.png)\)", PAGE)
     assert set(named) <= set(pictures) and len(named) == 7

@@ -1,24 +1,17 @@
 """What makes the site: its link check finds what is wrong, docstrings' lists are lists. `scripts/docs` builds it."""
 
-import importlib.util
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from tests.loading import load
+
 ROOT = Path(__file__).parent.parent
 
 
-def load(path):
-    spec = importlib.util.spec_from_file_location(Path(path).stem, ROOT / path)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-links, docstrings = load("scripts/_links.py"), load("docs/docstrings.py")
+links, docstrings = load(ROOT / "scripts" / "_links.py"), load(ROOT / "docs" / "docstrings.py")
 
 
 @pytest.fixture

@@ -129,18 +129,7 @@ def pipeline_loss(
 def sequential_loss(model: PipelineModel, *, has_aux: bool = False) -> Callable[[Tree, Tree, Tree], Any]:
     """The loss of the plain model on one device: ``loss(params, inputs, targets)``, or ``(loss, aux)``.
 
-    Its arguments and results are those of ``pipeline_loss``; see ``reference_loss``.
-
-    >>> import jax, jax.numpy as jnp
-    >>> from dualpipe_jax import PipelineModel, sequential_loss
-    >>> model = PipelineModel(
-    ...     embed=lambda w, x: x * w,
-    ...     stage=lambda w, x: x * w,
-    ...     head_loss=lambda w, x, targets: jnp.mean((x * w - targets) ** 2),
-    ... )
-    >>> params = {"embed": jnp.array(1.0), "stages": jnp.array([2.0]), "head": jnp.array(3.0)}
-    >>> float(jax.jit(sequential_loss(model))(params, jnp.ones((2, 4)), jnp.full((2, 4), 5.0)))
-    1.0
+    Its arguments and results are those of ``pipeline_loss``; see ``reference_loss``. ``PipelineModel`` has an example.
     """
 
     def plain(params: Tree, batch: Tree) -> Any:
