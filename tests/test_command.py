@@ -75,6 +75,8 @@ def test_every_schedule_is_shown_in_every_format_and_checked_back(capsys, saved,
     schedule = RECIPES[name](4, 8)
     grid = printed(capsys, "show", name, *SMALL, "--FB", "2.25", "--send", ".1")
     assert parse_grid(grid) == schedule
+    assert grid.splitlines()[-1].startswith("# of_a_share {")
+    assert "{" not in printed(capsys, "show", name, *SMALL), "costs that are the default's need no line"
     text = printed(capsys, "show", name, *SMALL, "--json")
     assert from_json(text) == schedule
     rows = printed(capsys, "show", name, *SMALL, "--format", "csv")
@@ -128,11 +130,11 @@ def test_compared_by_makespan_and_refusals_with_their_reason(capsys):
     out = printed(capsys, "compare", "dualpipe", "zb_h1", "1F1B", "--ranks", "5", "--microbatches", "10")
     lines = out.splitlines()
     assert lines[0] == "5 ranks, 10 microbatches, F 1, I 1, W 1, FB 3"
-    heads = "schedule  makespan  send 0.02  bubble  above bound  largest idle  activations  stages"
+    heads = "schedule  stages  makespan  send 0.02  bubble  above bound  largest idle  activations"
     assert [re.split(" {2,}", line) for line in lines[1:4]] == [
         [*heads.split("  "), "parameters", "pairs"],
-        ["zb_h1", "34", "34.32", "11.8 %", "0.0 %", "4", "5", "1", "1x", "no"],
-        ["one_f_one_b", "42", "42.44", "28.6 %", "23.5 %", "12", "5", "1", "1x", "no"],
+        ["zb_h1", "1", "34", "34.32", "11.8 %", "0.0 %", "4", "5", "1x", "no"],
+        ["one_f_one_b", "1", "42", "42.44", "28.6 %", "23.5 %", "12", "5", "1x", "no"],
     ]
     assert lines[4] == "not with these counts:"
     assert lines[5].startswith("  dualpipe  got 5 ranks and 10 microbatches, but ranks work in mirrored")
@@ -180,11 +182,11 @@ def test_compare_writes_markdown(capsys):
     out = printed(capsys, "compare", "gpipe", "dualpipe", *counts, "--format", "markdown")
     table, reason = out.strip().split("\n\n")
     assert table.splitlines()[:2] == [
-        "| schedule | makespan | send 0.02 | bubble | above bound | largest idle | activations | stages | "
+        "| schedule | stages | makespan | send 0.02 | bubble | above bound | largest idle | activations | "
         "parameters | pairs |",
         "| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: |",
     ]
-    assert table.splitlines()[2] == "| gpipe | 18 | 18.08 | 33.3 % | 28.6 % | 6 | 4 | 1 | 1x | no |"
+    assert table.splitlines()[2] == "| gpipe | 1 | 18 | 18.08 | 33.3 % | 28.6 % | 6 | 4 | 1x | no |"
     assert reason.startswith("Not with these counts: dualpipe: got 3 ranks")
 
 
@@ -458,7 +460,7 @@ def test_search_keeps_what_it_found_and_compares_it(capsys, tmp_path):
     makespan = simulate(found, CostModel(FB=2.25).for_schedule(found)).makespan
     assert makespan <= min(simulate(recipe(2, 4)).makespan for recipe in (one_f_one_b, zb_h1))
     row = next(line for line in lines if line.startswith("search"))
-    assert float(row.split()[1]) == pytest.approx(makespan, abs=1e-3)
+    assert float(row.split()[2]) == pytest.approx(makespan, abs=1e-3)
 
 
 @pytest.mark.parametrize("ending", ["json", "txt"])
@@ -686,7 +688,7 @@ def test_choose_ranks_what_fits_and_says_why_not(capsys):
     assert lines[0] == "4 ranks, 8 microbatches, F 1, I 1, W 1, FB 2.25, memory limit 4.5"
     assert lines[2].split()[0] == "dualpipe_v"
     cut = lines.index("refused:")
-    makespans = [float(line.split()[1]) for line in lines[2:cut]]
+    makespans = [float(line.split()[2]) for line in lines[2:cut]]
     assert makespans == sorted(makespans)
     assert {line.split()[0] for line in (*lines[2:cut], *lines[cut + 1 :])} == named
     gpipe = next(line for line in lines[cut:] if line.startswith("  gpipe "))

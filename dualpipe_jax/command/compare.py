@@ -173,6 +173,7 @@ def tabulate(rows: list[Row], share: Share, best: int = 0) -> Table:
     costs, _, units = share
     columns: dict[str, Callable[[Row], str]] = {
         "schedule": lambda row: row.name,
+        "stages": lambda row: str(row.stages),
         units.of_time("makespan"): lambda row: number(row.makespan),
         f"send {number(other_send(costs).send)}": lambda row: number(
             row.free_sends if costs.dearest_send else row.real_sends
@@ -192,7 +193,6 @@ def tabulate(rows: list[Row], share: Share, best: int = 0) -> Table:
     if share.counts_memory:
         columns[units.of_memory("memory")] = lambda row: units.size(row.memory)
     columns |= {
-        "stages": lambda row: str(row.stages),
         "parameters": lambda row: f"{row.parameters}x",
         "pairs": lambda row: "yes" if row.pairs else "no",
     }

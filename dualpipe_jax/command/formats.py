@@ -102,7 +102,7 @@ def _text(timeline: Timeline, share: Share) -> str:
     line, table = summary(timeline, share)
     below = f"{line}\ncost of a stage: {describe(timeline.costs, share.units)}\n{table}"
     comments = "\n".join(f"# {row}" for row in below.splitlines())
-    return f"{format_grid(timeline.schedule, timeline.costs)}\n{comments}\n{share.line()}"
+    return f"{format_grid(timeline.schedule, timeline.costs)}\n{comments}\n{share.comment()}"
 
 
 def _json(timeline: Timeline, share: Share, chain: Chain | None) -> str:

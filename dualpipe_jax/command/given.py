@@ -45,9 +45,13 @@ class Share(NamedTuple):
         units = {name: unit for name, unit in dataclasses.asdict(self.units).items() if unit}
         return written | ({"units": units} if units else {})
 
-    def line(self) -> str:
-        """The same as a grid's comment."""
-        return f"# {ENTRY} {json.dumps(self.entry())}"
+    def comment(self) -> str:
+        """The same below a grid; nothing where all is as it is without options."""
+        return (
+            ""
+            if self == Share(CostModel(), MemoryModel(), Units())
+            else f"# {ENTRY} {json.dumps(self.entry())}"
+        )
 
 
 @dataclasses.dataclass(frozen=True)

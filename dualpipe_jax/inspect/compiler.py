@@ -34,7 +34,6 @@ CUDA's own number of queues: launchers for other frameworks set 1, with which li
 PLATFORMS = ("cpu", "gpu", "cuda", "rocm", "tpu")
 
 
-@typechecked
 def recommended_compiler_options(
     platform: str, generation: str | None = None, *, ahead_of_time: bool = False
 ) -> dict[str, str]:
@@ -61,8 +60,8 @@ def recommended_compiler_options(
 
     Arguments:
       platform: a device's, ``jax.devices()[0].platform``: "cpu", "gpu" (also "cuda", "rocm") or "tpu".
-      generation: "v4", "v5e", "v5p", "v6e" or "tpu7x" of a TPU (``tpu_generation`` tells a device's); None, or one
-        not known, gives what every TPU takes.
+      generation: of a TPU, "v4", "v5e", "v5p", "v6e" or "tpu7x"; a device's ``device_kind`` says "TPU v5 lite" for v5e
+        and "TPU v5" for v5p. None, or one not known, gives what every TPU takes.
       ahead_of_time: whether the device compiled for is not there.
 
     Raises ValueError for a platform that is not known: compilers refuse options that they do not know.

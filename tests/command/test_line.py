@@ -12,11 +12,28 @@ import tyro
 
 from dualpipe_jax.__main__ import COMMANDS, main, options_of
 from dualpipe_jax.command import line
+from models.weights.__main__ import main as convert_main
+from models.weights.converting import Options as ConvertOptions
 from train.__main__ import main as train_main
+from train.generate.__main__ import main as generate_main
+from train.generate.options import Options as GenerateOptions
+from train.generate.serve import Options as ServeOptions
+from train.generate.serve import main as serve_main
 from train.options import Command
+from train.prepare.__main__ import main as prepare_main
+from train.prepare.options import Options as PrepareOptions
 
-KINDS = {name: options_of(name) for name in COMMANDS} | {"train": Command}
-SPLIT = "show", "compare", "choose", "search", "overlap", "dryrun", "plan", "train"
+SCRIPTS = {
+    "train": (train_main, Command),
+    "generate": (generate_main, GenerateOptions),
+    "serve": (serve_main, ServeOptions),
+    "prepare": (prepare_main, PrepareOptions),
+    "convert": (convert_main, ConvertOptions),
+}
+KINDS = {name: options_of(name) for name in COMMANDS} | {name: kind for name, (_, kind) in SCRIPTS.items()}
+SPLIT = (
+    "show", "compare", "choose", "search", "overlap", "dryrun", "plan", "train", "generate", "serve", "prepare",
+)  # fmt: skip
 """Commands that have more options than one reads at once."""
 
 
@@ -59,7 +76,7 @@ def helped(run, columns, monkeypatch, capsys):
 
 
 def help_of(name, columns, monkeypatch, capsys):
-    run = (lambda: train_main(["--help"])) if name == "train" else (lambda: main([name, "--help"]))
+    run = (lambda: SCRIPTS[name][0](["--help"])) if name in SCRIPTS else (lambda: main([name, "--help"]))
     return helped(run, columns, monkeypatch, capsys)
 
 

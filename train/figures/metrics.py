@@ -150,7 +150,7 @@ class Display:
     def step(self, step: int, record: dict[str, Any], pace: Pace) -> None:
         """Show a finished step, the first of which is step 1."""
         count = f"{step:>{len(str(self._num_steps))}}/{self._num_steps}"
-        text = f"{count}  {describe(record, pace.remaining(self._num_steps - step))}"
+        text = f"{count}  {describe(record, pace.remaining(self._num_steps - step), step == self._first)}"
         if self._bar is not None:
             self._bar.update(self._task, completed=step, description=text)
         elif step % self._every == 0 or step in (self._first, self._num_steps):
@@ -168,12 +168,18 @@ class Display:
             self._bar.stop()
 
 
-def describe(record: dict[str, Any], remaining: str) -> str:
+def describe(record: dict[str, Any], remaining: str, compiled: bool = False) -> str:
+    """A step in a line; one that compiled first has no rates, for most of its time was the compiler's."""
     mfu = f"{record['mfu']:.1%}" if "mfu" in record else "n/a"
     memory = next((size for name, size in record.items() if name.endswith("memory_gib")), 0.0)
+    speed = (
+        f"{record['step_s']:.1f} s with compiling"
+        if compiled
+        else f"{record['tokens_per_s']:,.0f} tokens/s  {record['tflops_per_s']:.3g} TFLOP/s  MFU {mfu}  "
+        f"{record['step_s']:.2f} s/step"
+    )
     text = (
-        f"loss {record['loss']:.3f}  {record['tokens_per_s']:,.0f} tokens/s  {record['tflops_per_s']:.3g} TFLOP/s  "
-        f"MFU {mfu}  {record['step_s']:.2f} s/step  {memory:.1f} GiB  {remaining} left  "
+        f"loss {record['loss']:.3f}  {speed}  {memory:.1f} GiB  {remaining} left  "
         f"grad {record['grad_norm']:.2f}  MaxVio {record['max_vio']:.2f}"
     )
     if "device_load" in record:

@@ -4,11 +4,11 @@ import dataclasses
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
-import tyro
-from tyro.conf import arg
+from tyro.conf import Positional, arg
 
+from dualpipe_jax.command.line import read
 from models.decode import PrefixFolder
 
 DESCRIPTION = """Let a model go on with a text. Standard output gets that text alone; all else goes to standard error.
@@ -20,7 +20,7 @@ Without --prompt or --batch the prompt is all of standard input or, on a termina
 class Source:
     """Which model, and how it is served; ``scripts/serve`` asks for the same."""
 
-    source: Annotated[Path | None, tyro.conf.Positional, arg(metavar="RUN|FOLDER")] = None
+    source: Annotated[Path | None, Positional, arg(metavar="[RUN|FOLDER]")] = None
     """A run's folder or its name in runs/, a folder of Hugging Face's (config.json, *.safetensors), or one that
     scripts/convert wrote; the newest run if left out."""
     step: int | None = None
@@ -46,6 +46,17 @@ class Source:
 class Options(Source):
     """What is asked for."""
 
+    COMMON: ClassVar = (
+        "source",
+        "prompt",
+        "max-tokens",
+        "temperature",
+        "top-p",
+        "seed",
+        "batch",
+        "precision",
+    )
+
     prompt: Annotated[str | None, arg(metavar="TEXT")] = None
     """What to go on with."""
     batch: Annotated[Path | None, arg(metavar="FILE")] = None
@@ -63,10 +74,5 @@ class Options(Source):
 
 def parse(arguments: Sequence[str] | None = None) -> Options:
     """Read the command line (``sys.argv`` if None). Exits with code 2 where it cannot be read."""
-    return tyro.cli(
-        Options,
-        prog="scripts/generate",
-        description=DESCRIPTION,
-        args=sys.argv[1:] if arguments is None else arguments,
-        config=(tyro.conf.FlagCreatePairsOff,),
-    )
+    words = sys.argv[1:] if arguments is None else arguments
+    return read(Options, "scripts/generate", words, description=DESCRIPTION)

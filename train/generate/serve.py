@@ -4,11 +4,11 @@ import dataclasses
 import logging
 import sys
 from collections.abc import Callable, Sequence
-from typing import Annotated
+from typing import Annotated, ClassVar
 
-import tyro
 from tyro.conf import arg
 
+from dualpipe_jax.command.line import read
 from models.decode import SamplingParams
 from models.serve import HttpLimits, Runner, Served, listen, make_app, serve
 from models.weights import WeightsError
@@ -30,6 +30,8 @@ LOOPBACK = "127.0.0.1", "localhost", "::1"
 @dataclasses.dataclass(frozen=True)
 class Options(Source):
     """What is asked for."""
+
+    COMMON: ClassVar = ("source", "host", "port", "name", "at-once", "context", "max-waiting", "precision")
 
     host: str = "127.0.0.1"
     """Address to listen at; other machines reach only one that is not 127.0.0.1."""
@@ -61,13 +63,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options, weights or an address that will not do.
     """
     logging.getLogger("absl").setLevel(logging.ERROR)  # Orbax tells there what is no news
-    options = tyro.cli(
-        Options,
-        prog="scripts/serve",
-        description=DESCRIPTION,
-        args=sys.argv[1:] if arguments is None else arguments,
-        config=(tyro.conf.FlagCreatePairsOff,),
-    )
+    words = sys.argv[1:] if arguments is None else arguments
+    options = read(Options, "scripts/serve", words, description=DESCRIPTION)
     try:
         return start(options)
     except (ConfigError, DataError, WeightsError) as error:

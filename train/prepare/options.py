@@ -3,13 +3,14 @@
 import dataclasses
 import os
 import re
+import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
-import tyro
-from tyro.conf import arg
+from tyro.conf import Positional, arg
 
+from dualpipe_jax.command.line import read
 from train.data import DataError
 
 DESCRIPTION = """Turn documents into shards of tokens, deduplicated, filtered, shuffled, for scripts/train --data OUT.
@@ -23,7 +24,18 @@ on where a killed one stopped."""
 class Options:
     """What is asked for."""
 
-    out: Annotated[str, tyro.conf.Positional, arg(metavar="OUT")]
+    COMMON: ClassVar = (
+        "out",
+        "data",
+        "text-key",
+        "tokenizer",
+        "train-tokenizer",
+        "held-out",
+        "workers",
+        "check",
+    )
+
+    out: Annotated[str, Positional, arg(metavar="OUT")]
     """Folder for the shards, or an fsspec URL."""
     data: Annotated[tuple[str, ...], arg(metavar="PATH ...")] = ()
     """Files, folders, globs or URLs of documents."""
@@ -76,13 +88,8 @@ class Options:
 
 def parse(arguments: Sequence[str] | None = None) -> Options:
     """Read the command line (``sys.argv`` if None). Exits with code 2 where it cannot be read."""
-    return tyro.cli(
-        Options,
-        prog="scripts/prepare",
-        description=DESCRIPTION,
-        args=arguments,
-        config=(tyro.conf.FlagCreatePairsOff,),
-    )
+    words = sys.argv[1:] if arguments is None else arguments
+    return read(Options, "scripts/prepare", words, description=DESCRIPTION)
 
 
 def check(options: Options) -> None:
