@@ -1,6 +1,6 @@
 """List the figures of docs/results.json that are older than the code on which they rest, or measure them again.
 
-scripts/figures                       # every row: its date, and the files of its code that have changed since
+scripts/figures                       # every row: its date, and how many files of its code have changed since
 scripts/figures --stale               # those of which there are any
 scripts/figures pairs.v5p_1152 peers  # run the commands of a row, or of a table, and write what they print
 scripts/figures --all                 # of all rows; hours
@@ -13,6 +13,7 @@ import shlex
 import subprocess
 import sys
 import time
+from collections import Counter
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -58,10 +59,14 @@ def show(rows: dict[str, Row], stale: bool) -> None:
         changed = row.changed()
         if stale and changed == []:
             continue
-        files = (
-            "no git here" if changed is None else f"changed since: {', '.join(changed)}" if changed else ""
-        )
+        files = "no git here" if changed is None else f"changed since: {in_rooms(changed)}" if changed else ""
         print(f"{name:44} {row.status:10} {row.date:10} {row.commit:8} {files}".rstrip())
+
+
+def in_rooms(files: list[str]) -> str:
+    """How many files there are in each folder of a package."""
+    counts = Counter("/".join(file.split("/")[:2]) for file in files)
+    return ", ".join(f"{room} ({count})" if room not in files else room for room, count in counts.items())
 
 
 def measure(rows: list[Row]) -> int:

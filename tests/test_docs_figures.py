@@ -202,6 +202,8 @@ def test_a_figure_is_stale_when_its_code_computes_something_else(checkout):
     assert "sums.one" in figures(checkout).stdout
     (checkout / "code" / "sum.py").write_text('"""A sum."""\nprint("sum = 2")  # with a comment')
     assert figures(checkout, "--stale").stdout == ""
+    (checkout / "code" / "sum.py").write_text("print('sum = 2')\n@checked\ndef more(x: int): ...\n")
+    assert "changed since" in figures(checkout, "--stale").stdout
     (checkout / "code" / "sum.py").write_text("print('sum = 3')")
     commit(checkout)
     assert "changed since: code/sum.py" in figures(checkout, "--stale").stdout
@@ -209,6 +211,17 @@ def test_a_figure_is_stale_when_its_code_computes_something_else(checkout):
     (checkout / "code" / "more.py").write_text("")
     commit(checkout)
     assert "changed since: code/more.py" in figures(checkout, "--stale").stdout
+    (checkout / "code" / "deep").mkdir()
+    for name in "ab":
+        (checkout / "code" / "deep" / f"{name}.py").write_text("")
+    commit(checkout)
+    assert figures(checkout, "--stale").stdout.endswith("changed since: code/deep (2), code/more.py\n")
+
+
+def test_checks_of_types_compute_nothing():
+    plain = "def more(x: int) -> int:\n    return x\n"
+    assert results._computing(f"@typechecked\n{plain}") == results._computing(plain)
+    assert results._computing(f"@jit\n{plain}") != results._computing(plain)
 
 
 def test_a_figure_is_measured_again(checkout):
@@ -229,3 +242,40 @@ def test_what_cannot_be_measured_is_said(checkout):
     }
     ran = figures(checkout, "mean")
     assert ran.returncode == 2 and "mean: no such table or row; scripts/figures lists them" in ran.stderr
+
+
+NUMBERS = "none one two three four five six seven eight nine ten eleven twelve".split()  # noqa: SIM905
+
+
+def value(table: str, row: str, column: str) -> float:
+    return float(TABLES[table].rows[row].values[column].removesuffix(" M"))
+
+
+def test_the_words_about_peers_are_counted():
+    """The page says in words in how many rows the engine is cheaper; a new measurement must change them."""
+    wins, misses, jax = 0, [], 0
+    for blocks in ("mlp_2", "mlp_4", "moe_2", "moe_4"):
+        for name in ("1f1b", "zbv", "dualpipev"):
+            ours, theirs = (value("peers", f"{blocks}_{who}_{name}", "over") for who in ("engine", "pytorch"))
+            wins += ours < theirs
+            misses += [f"{blocks} {name}"] if ours > theirs else []
+        ours = value("peers", f"{blocks}_engine_gpipe", "over")
+        theirs = value("peers", f"{blocks}_jax_gpipe_by_autodiff", "over")
+        jax += ours < theirs
+        misses += [f"{blocks} gpipe"] if ours > theirs else []
+    page = " ".join((ROOT / "docs" / "results.md").read_text().split())
+    assert (
+        f"lower in {NUMBERS[wins]} rows of twelve, and against JAX's GPipe in {NUMBERS[jax]} of four" in page
+    )
+    assert f"is missed in {NUMBERS[len(misses)]} of sixteen" in page, misses
+
+
+def test_the_words_about_decoding_and_balance_hold():
+    one, two = "v5p_4x4x8_decode_no_overlap", "v5p_4x4x8_decode"
+    page = " ".join((ROOT / "docs" / "results.md").read_text().split())
+    assert "one microbatch is quicker there, with less than half of its all-to-alls hidden" in page
+    assert value("serving_pairs", one, "step") < value("serving_pairs", two, "step")
+    assert value("serving_pairs", one, "all") < 50
+    assert "balances three times better than a loss that costs nothing" in page
+    bias, loss = "bias_and_a_loss_of_0_0001_v3_s", "auxiliary_loss_of_0_001"
+    assert round(value("ablation", loss, "violation") / value("ablation", bias, "violation")) == 3
