@@ -54,7 +54,7 @@ class Row:
     def changed(self) -> list[str] | None:
         """The files of its code that compute something else than at the row's commit; None without git.
 
-        Comments, docstrings and checks of arguments' types change nothing.
+        Comments and docstrings change nothing.
         """
         if not (self.commit and self.code):
             return []
@@ -77,13 +77,11 @@ def _differs(commit: str, name: str) -> bool:
 
 
 def _computing(source: str) -> str:
-    """A module without its comments, docstrings and checks of arguments' types."""
+    """A module without its comments and docstrings."""
     tree = ast.parse(source)
     for node in ast.walk(tree):
         if isinstance(body := getattr(node, "body", None), list):
             node.body = [each for each in body if not _is_text(each)]
-        if isinstance(node, ast.FunctionDef):
-            node.decorator_list = [each for each in node.decorator_list if ast.unparse(each) != "typechecked"]
     return ast.dump(tree)
 
 

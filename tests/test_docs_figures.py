@@ -218,12 +218,6 @@ def test_a_figure_is_stale_when_its_code_computes_something_else(checkout):
     assert figures(checkout, "--stale").stdout.endswith("changed since: code/deep (2), code/more.py\n")
 
 
-def test_checks_of_types_compute_nothing():
-    plain = "def more(x: int) -> int:\n    return x\n"
-    assert results._computing(f"@typechecked\n{plain}") == results._computing(plain)
-    assert results._computing(f"@jit\n{plain}") != results._computing(plain)
-
-
 def test_a_figure_is_measured_again(checkout):
     ran = figures(checkout, "sums")
     assert ran.returncode == 0 and "sum 1 -> 2" in ran.stdout

@@ -34,6 +34,7 @@ CUDA's own number of queues: launchers for other frameworks set 1, with which li
 PLATFORMS = ("cpu", "gpu", "cuda", "rocm", "tpu")
 
 
+@typechecked
 def recommended_compiler_options(
     platform: str, generation: str | None = None, *, ahead_of_time: bool = False
 ) -> dict[str, str]:

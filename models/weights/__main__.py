@@ -3,15 +3,15 @@
 import sys
 from collections.abc import Sequence
 
-from dualpipe_jax.command.line import read
+import tyro
+
 from models.weights.converting import Options, convert
 from models.weights.errors import WeightsError
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run from the command line. Returns the exit code: 2 for a folder that will not do."""
-    words = sys.argv[1:] if arguments is None else arguments
-    options = read(Options, "scripts/convert", words, paired=True)
+    options = tyro.cli(Options, prog="scripts/convert", args=arguments)
     try:
         print(convert(options))
     except (WeightsError, OSError) as error:

@@ -12,8 +12,6 @@ import tyro
 
 from dualpipe_jax.__main__ import COMMANDS, main, options_of
 from dualpipe_jax.command import line
-from models.weights.__main__ import main as convert_main
-from models.weights.converting import Options as ConvertOptions
 from train.__main__ import main as train_main
 from train.generate.__main__ import main as generate_main
 from train.generate.options import Options as GenerateOptions
@@ -28,7 +26,6 @@ SCRIPTS = {
     "generate": (generate_main, GenerateOptions),
     "serve": (serve_main, ServeOptions),
     "prepare": (prepare_main, PrepareOptions),
-    "convert": (convert_main, ConvertOptions),
 }
 KINDS = {name: options_of(name) for name in COMMANDS} | {name: kind for name, (_, kind) in SCRIPTS.items()}
 SPLIT = (

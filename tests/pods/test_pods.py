@@ -247,7 +247,7 @@ def test_dryrun_writes_costs_that_other_subcommands_read(answered, capsys, tmp_p
     head, title, row, *_ = capsys.readouterr().out.splitlines()
     assert head.endswith("F 50, I 60, W 40, FB 120, send 1, last -5/+0/+0 ms")
     # 0F0-3 end at 200, 1F3 46 after the last has come, 1B3 after four of 100, 0B3 of 100 after a send
-    assert "makespan, ms" in title and row.split()[1] == f"{200 + 1 + 45 + 400 + 1 + 100}"
+    assert "makespan, ms" in title and row.split()[2] == f"{200 + 1 + 45 + 400 + 1 + 100}"
     assert " 14 GiB " in row, "2 + 8 GiB at rest, 4 microbatches of 1"
 
 
