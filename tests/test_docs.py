@@ -39,8 +39,16 @@ def blocks(page: Path, language: str) -> list[str]:
     return [body for found, body in FENCE.findall(page.read_text()) if found == language]
 
 
-def with_blocks(language: str) -> list[Path]:
-    return [page for page in PAGES if page.name not in ELSEWHERE and blocks(page, language)]
+LONG = {"python": {"train.md"}, "bash": {"pods.md", "schedules.md"}}
+"""Pages whose blocks take as long as a hundred other tests."""
+
+
+def with_blocks(language: str) -> list:
+    return [
+        pytest.param(page, id=page.name, marks=[pytest.mark.slow] if page.name in LONG[language] else [])
+        for page in PAGES
+        if page.name not in ELSEWHERE and blocks(page, language)
+    ]
 
 
 def published_checkpoint(folder: Path) -> None:
@@ -87,7 +95,7 @@ NEEDS |= {name: published_checkpoint for name in ("train.md", "serving.md")}
 """What must be in the folder where a page's blocks run."""
 
 
-@pytest.mark.parametrize("page", with_blocks("python"), ids=lambda page: page.name)
+@pytest.mark.parametrize("page", with_blocks("python"))
 def test_python_blocks_run_from_top_to_bottom(page, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     NEEDS.get(page.name, lambda folder: None)(tmp_path)
@@ -103,7 +111,7 @@ def test_python_blocks_run_from_top_to_bottom(page, tmp_path, monkeypatch, capsy
         exec(compile("\n" * line + block, page, "exec"), names)
 
 
-@pytest.mark.parametrize("page", with_blocks("bash"), ids=lambda page: page.name)
+@pytest.mark.parametrize("page", with_blocks("bash"))
 def test_commands_in_blocks_run(page, tmp_path, monkeypatch):
     """In order, in one folder; where a block or a table of output follows, its lines are what was printed."""
     monkeypatch.chdir(tmp_path)

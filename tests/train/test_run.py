@@ -106,7 +106,6 @@ def test_it_says_what_it_does_and_leaves_its_files(finished):
     assert before["heldout_loss"] == pytest.approx(5.545, abs=0.2)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("folder", "where"), [("runs/mine", []), ("/tmp/my runs/mine", ["--runs", "/tmp/my runs"])]
 )
@@ -122,6 +121,7 @@ def test_how_to_go_on_finds_the_run(folder, where):
     ]
 
 
+@pytest.mark.slow
 def test_its_metrics_agree_with_each_other(finished):
     """Parts of the gradient make up the whole; every token is given to top_k experts of each layer."""
     folder, _ = finished
