@@ -52,6 +52,7 @@ def printed(tmp_path_factory):
     return list(zip(found, ran.stdout.split(END), strict=False))
 
 
+@pytest.mark.slow
 def test_python_blocks_print_what_the_page_says(printed):
     assert len(printed) == sum(language == "python" for language, *_ in BLOCKS) >= 12
     for (body, said), output in printed:

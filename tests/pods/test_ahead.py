@@ -79,6 +79,7 @@ def test_parameters_and_optimizer_are_counted_as_they_lie():
     assert kinds["cast"] == 0
 
 
+@pytest.mark.slow
 def test_stored_in_parts_they_are_counted_as_they_lie():
     """Every matrix lies over ep and what is shared over pp, too; only gathered ones are there twice."""
     kinds, real = ahead.memory_by_kind(blueprint(shard="parameters")), state(shard="parameters")

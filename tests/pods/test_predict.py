@@ -154,6 +154,7 @@ def test_units_are_found_and_priced_in_a_compiled_program():
         assert len(sends) == 2, "outputs and gradients; on two ranks both pipes send the same way"
 
 
+@pytest.mark.slow
 def test_units_that_are_branches_of_one_conditional():
     """As engines for GPUs have it: the same units, of the same work, as where each is a loop."""
     params, _ = small.init("mlp", 2)

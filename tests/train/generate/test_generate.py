@@ -85,6 +85,7 @@ def test_a_run_goes_on_with_a_prompt_and_drafts_change_nothing(run, capsys, monk
     assert capsys.readouterr().out == wanted + "\n"
 
 
+@pytest.mark.slow
 def test_what_is_known_of_a_prompt_is_taken_from_a_folder(run, capsys, tmp_path):
     prompt = 3 * PROMPT
     wanted = greedy(prompt, 12)
