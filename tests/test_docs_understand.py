@@ -61,6 +61,7 @@ def test_python_blocks_print_what_the_page_says(printed):
                 assert shown(line, output), f"{line}\nis not printed by\n{body}\nbut\n{output}"
 
 
+@pytest.mark.slow
 def test_gradients_are_those_of_the_plain_model(printed):
     """The page's own comparison; the reference in it uses nothing of the library."""
     ((body, said), output), *none = (entry for entry in printed if "plain_loss" in entry[0][0])
@@ -149,6 +150,7 @@ def grid_printed(printed, call):
     return "\n".join(re.findall(r"^rank .*", output, re.M)).replace("rank ", "r")
 
 
+@pytest.mark.slow
 def test_the_printed_orders_take_as_long_as_is_said(printed):
     """The grids that the page's blocks print, played by this file's own rules."""
     gpipe = grid_printed(printed, "print(format_grid(gpipe(4, 8), EQUAL))")
