@@ -121,7 +121,6 @@ CASES = {
         one_f_one_b(2, MICROBATCHES),
     ),
 }
-HEAVY = "capacity, in a scan", "two hops, compiled apart"
 
 
 def experts_model(layers, plan, num_stages=2):
@@ -141,9 +140,7 @@ def given(num_stages=2):
     return {"stages": stages, "shared": {}}, rng.standard_normal((MICROBATCHES, TOKENS, WIDTH), np.float32)
 
 
-@pytest.mark.parametrize(
-    "case", [pytest.param(case, marks=[pytest.mark.slow] if case in HEAVY else []) for case in CASES]
-)
+@pytest.mark.parametrize("case", CASES)
 def test_the_report_counts_what_is_dropped(case):
     layers, plan, ep, kept, with_experts, schedule = CASES[case]
     params, batch = given()

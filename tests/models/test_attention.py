@@ -196,7 +196,8 @@ def test_spread_heads_have_the_gradients_of_narrow_ones():
     chex.assert_trees_all_close(got, wanted, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("lanes", [pytest.param(1, marks=pytest.mark.slow), 128])
+@pytest.mark.slow
+@pytest.mark.parametrize("lanes", [1, 128])
 def test_gradients_of_matrices_are_summed_as_wide_as_their_products(lanes):
     """In bfloat16, heads spread or not: each comes in the dtype of its sum, and rounded it is JAX's own."""
     config = tiny(init_std=0.2, compute_dtype="bfloat16")

@@ -85,12 +85,10 @@ def same(got, wanted):
             np.testing.assert_allclose(g, w, rtol=0, atol=2e-6 * np.abs(w).max(), err_msg=name)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "schedule, options",
-    [
-        (one_f_one_b(2, NUM), {}),
-        pytest.param(dualpipe(2, NUM), {"fuse_pairs": True, "check_vma": True}, marks=pytest.mark.slow),
-    ],
+    [(one_f_one_b(2, NUM), {}), (dualpipe(2, NUM), {"fuse_pairs": True, "check_vma": True})],
     ids=["1f1b", "dualpipe, fused, checked"],
 )
 def test_gradients_are_the_plain_models(schedule, options):

@@ -116,13 +116,10 @@ def test_requests_are_shared_out_over_devices(moving):
     moving.run()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "method, placement, drafts, microbatches",
-    [
-        ("capacity", None, True, 1),
-        pytest.param("dropless", TWICE, True, 2, marks=pytest.mark.slow),
-        pytest.param("capacity", None, False, 2, marks=pytest.mark.slow),
-    ],
+    [("capacity", None, True, 1), ("dropless", TWICE, True, 2), ("capacity", None, False, 2)],
 )
 def test_texts_are_the_plain_forwards(method, placement, drafts, microbatches):
     how = dict(placement=placement, drafts=drafts, microbatches=microbatches)
