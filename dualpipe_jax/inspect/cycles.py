@@ -115,6 +115,9 @@ class ComputationTime:
       waits: cycles in which the core only waits for collectives, its own and those of loops inside.
       unpriced: names of the instructions that make 64 KiB or more and that neither the compiler nor the rates
         price: they count 0, so that cycles is a lower bound.
+      least: cycles below which no order of its instructions comes, were all collectives asynchronous: its longest chain
+        of instructions that need each other, all of its work, or all collectives of one kind one after the other,
+        whichever is longest.
     """
 
     name: str
@@ -122,6 +125,7 @@ class ComputationTime:
     cycles: float
     waits: float
     unpriced: tuple[str, ...]
+    least: float = 0.0
 
     @property
     def work(self) -> float:

@@ -2,6 +2,7 @@
 
 import bisect
 import dataclasses
+import functools
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping
@@ -9,6 +10,7 @@ from typing import Any, NamedTuple
 
 from dualpipe_jax.inspect.collectives import Pair, collectives, matmuls
 from dualpipe_jax.inspect.cycles import Collective, ComputationTime, Event, Work
+from dualpipe_jax.inspect.exposure import Dependence, Exposure, explain
 from dualpipe_jax.inspect.hlo import Computation, Instruction, Module, read
 from dualpipe_jax.inspect.rates import Rates
 from dualpipe_jax.inspect.report import OverlapReport
@@ -109,12 +111,14 @@ def overlap(
         dict(trips or {}),
     )
     walks = {name: reader.walk(name) for name in module.executed}
+    exposures = sorted((e for walk in walks.values() for e in walk.exposures), key=lambda e: -e.lost)
     return OverlapReport(
         module=module.name,
         collectives=tuple(c for walk in walks.values() for c in walk.collectives),
         computations={name: walk.time for name, walk in walks.items()},
         statistics={s.computation: s for s in statistics if s.module == module.name},
         timelines={name: walk.events for name, walk in walks.items()},
+        exposures=tuple(exposures),
     )
 
 
@@ -122,6 +126,7 @@ class _Walk(NamedTuple):
     time: ComputationTime
     collectives: tuple[Collective, ...]
     events: tuple[Event, ...]
+    exposures: tuple[Exposure, ...]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -161,9 +166,60 @@ class _Reader:
             for i, work in zip(computation, works, strict=True)
             if work is not None and work.cycles is None and i.nbytes >= _NOTABLE
         )
-        context = self.module.executed[computation.name]
-        time = ComputationTime(computation.name, context, line.clock, line.waited, unpriced)
-        return _Walk(time, found, line.sorted_events())
+        context, dependence = self.module.executed[computation.name], Dependence(computation)
+        least = self._least(computation, dependence, pairs, works, line)
+        time = ComputationTime(computation.name, context, line.clock, line.waited, unpriced, least)
+        exposures = tuple(
+            explain(
+                computation,
+                dependence,
+                works,
+                pair,
+                c,
+                line.flights[c.name].queued,
+                self.times[computation.name],
+            )
+            for pair, c in zip(pairs, found, strict=True)
+            if c.exposed
+        )
+        return _Walk(time, found, line.sorted_events(), exposures)
+
+    @functools.cached_property
+    def times(self) -> dict[str, int]:
+        """How often each computation runs in the program; each branch of a conditional as often as that."""
+        found, pending = {self.module.entry: 1}, [self.module.entry]
+        while pending:
+            name = pending.pop()
+            for instruction in self.module.computations[name]:
+                rounds = self._trips(instruction) if instruction.opcode == "while" else 1
+                for called in instruction.called():
+                    if called in self.module.executed and called not in found:
+                        found[called] = rounds * found[name]
+                        pending.append(called)
+        return found
+
+    def _least(
+        self,
+        computation: Computation,
+        dependence: Dependence,
+        pairs: list[Pair],
+        works: list[Work | None],
+        line: "_Line",
+    ) -> float:
+        """See ``ComputationTime``; collectives of unknown duration take no time."""
+        durations = {p.issued.name: line.flights[p.issued.name].duration or 0.0 for p in pairs}
+        cycles = [0.0 if work is None else work.cycles or 0.0 for work in works]
+        work = sum(cycles)
+        kinds: Counter[str] = Counter()
+        flights = {}
+        for pair in pairs:
+            start, duration = computation.position[pair.issued.name], durations[pair.issued.name]
+            kinds[pair.kind] += duration  # type: ignore[assignment]
+            if pair.form == "sync":
+                cycles[start] += duration
+            elif pair.done < len(cycles):
+                flights[pair.done] = start, duration
+        return max(dependence.longest(cycles, flights), work, *kinds.values())
 
     def _collective(
         self, computation: Computation, pair: Pair, works: list[Work | None], line: "_Line"
@@ -248,6 +304,7 @@ class _Flight:
     begin: float
     duration: float | None
     direction: str
+    queued: float
     waits: float | None = None
 
 
@@ -268,7 +325,7 @@ class _Line:
         """Start a collective, behind those of its kind that are still running."""
         begin = max(self.clock, self.free.get(pair.kind, 0.0))
         self.free[pair.kind] = begin + (duration or 0.0)
-        self.flights[pair.issued.name] = _Flight(begin, duration, direction)
+        self.flights[pair.issued.name] = _Flight(begin, duration, direction, begin - self.clock)
 
     def wait(self, pair: Pair) -> None:
         """Stand still until it has ended."""

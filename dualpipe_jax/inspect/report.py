@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from dualpipe_jax.inspect.cycles import Collective, ComputationTime, Event, Total, sum_up
+from dualpipe_jax.inspect.exposure import Exposure
 from dualpipe_jax.inspect.scheduler import SchedulerStatistics
 from dualpipe_jax.inspect.tables import tables
 from dualpipe_jax.present.table import Table
@@ -26,6 +27,7 @@ class OverlapReport:
       computations: cycles of each computation that runs line by line, by name.
       statistics: what the TPU compiler's scheduler said of the computations, by name; empty if not given.
       timelines: see ``timeline``.
+      exposures: why each collective that is not hidden whole is exposed, what costs the program most first.
     """
 
     module: str
@@ -33,6 +35,7 @@ class OverlapReport:
     computations: Mapping[str, ComputationTime]
     statistics: Mapping[str, SchedulerStatistics]
     timelines: Mapping[str, tuple[Event, ...]] = dataclasses.field(repr=False)
+    exposures: tuple[Exposure, ...] = dataclasses.field(default=(), repr=False)
 
     def inside(self, computation: str) -> tuple[Collective, ...]:
         """Collectives that a computation issues itself, those of loops inside it left out."""

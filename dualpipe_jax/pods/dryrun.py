@@ -10,6 +10,7 @@ from typing import Any, Literal
 from jax.errors import JaxRuntimeError
 
 from dualpipe_jax import inspect
+from dualpipe_jax.inspect.dump import find_program
 from dualpipe_jax.inspect.measured import measured_rates, read_rates
 from dualpipe_jax.inspect.rates import Rates
 from dualpipe_jax.inspect.scheduler import parse_statistics
@@ -22,7 +23,7 @@ from dualpipe_jax.pods.costs import units_of
 from dualpipe_jax.pods.links import count_links, share_dropped
 from dualpipe_jax.pods.plan import Plan
 from dualpipe_jax.pods.program import Blueprint, Program, Setting, abstract_mesh
-from dualpipe_jax.pods.readings import read
+from dualpipe_jax.pods.readings import read, read_foreign
 from dualpipe_jax.pods.request import Request
 from dualpipe_jax.pods.results import Answer, Compiled, Machine, Parameters, Unit, weigh
 from dualpipe_jax.pods.step_time import predict_step
@@ -238,15 +239,17 @@ def read_text(request: Request, target: Target) -> Compiled:
     Raises:
       ValueError: the file holds no scheduled program.
     """
-    file = str(request.compiled)
-    text, rates = Path(file).read_text(), rates_of(request, target)
+    given = str(request.compiled)
     try:
+        file, others = find_program(Path(given))
+        text, rates = file.read_text(), rates_of(request, target)
         module = inspect.read(text)
         report = inspect.overlap(module, rates)
     except ValueError as error:
-        raise ValueError(f"--compiled {file}: {error}") from None
-    timeline.write(request.files, lambda: text, report, module, target, f"{Path(file).name} on {target}")
-    return read("text", module, report, None)
+        raise ValueError(f"--compiled {given}: {error}") from None
+    timeline.write(request.files, lambda: text, report, module, target, f"{file.name} on {target}")
+    found = read_foreign(module, report)
+    return dataclasses.replace(found, file=str(file), others=tuple(other.name for other in others))
 
 
 def describe(target: Target, device: Device | None = None) -> Machine:

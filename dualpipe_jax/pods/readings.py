@@ -7,9 +7,10 @@ from typing import Any
 from dualpipe_jax import inspect
 from dualpipe_jax.inspect.copies import Copy
 from dualpipe_jax.inspect.cycles import Collective, sum_up
+from dualpipe_jax.inspect.exposure import Exposure
 from dualpipe_jax.inspect.report import OverlapReport
 from dualpipe_jax.pods import ahead
-from dualpipe_jax.pods.results import AllToAll, Compiled, CopyInLoop, Overheads, Shares, Unit
+from dualpipe_jax.pods.results import AllToAll, Compiled, CopyInLoop, Exposed, Order, Overheads, Shares, Unit
 from dualpipe_jax.pods.units import bodies_of, overheads, scan_body, units_of_program
 from dualpipe_jax.schedule.lowering.unit_key import UnitKey
 
@@ -51,6 +52,30 @@ def read(
         scheduler={name: dataclasses.asdict(s) for name, s in report.statistics.items() if name in pairs},
         **more,  # type: ignore[arg-type]
     )
+
+
+def read_foreign(module: inspect.Module, report: OverlapReport) -> Compiled:
+    """The same of a program that may be anybody's: all of its collectives, and why each that is exposed is so."""
+    kinds = dict.fromkeys(c.kind for c in report.collectives)
+    places = {e.collective.computation for e in report.exposures}
+    found = read("text", module, report, None)
+    return dataclasses.replace(
+        found,
+        by_kind={kind: shares(report.select(kind)) for kind in kinds},
+        exposed=tuple(map(_exposed, report.exposures)),
+        orders=tuple(
+            Order(c.name, c.context, c.cycles, c.least)
+            for c in report.computations.values()
+            if c.name in places
+        ),
+    )
+
+
+def _exposed(exposure: Exposure) -> Exposed:
+    own = exposure.collective
+    about = own.name, own.kind, own.form, own.payload, own.context, exposure.times
+    cycles = own.duration, own.exposed or 0.0
+    return Exposed(*about, *cycles, exposure.cause, exposure.elsewhere, exposure.gain, str(exposure))
 
 
 def shares(chosen: Sequence[Collective]) -> Shares:

@@ -154,6 +154,34 @@ class AllToAll:
 
 
 @dataclasses.dataclass(frozen=True)
+class Exposed:
+    """A collective that is not hidden whole; see ``inspect.exposure.Exposure``, and what that says in words."""
+
+    name: str
+    kind: str
+    form: str
+    payload: int
+    context: str
+    times: int
+    duration: float | None
+    exposed: float
+    cause: str
+    elsewhere: float
+    gain: float
+    words: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Order:
+    """A computation with collectives: cycles in the compiler's order, and those that no order comes below."""
+
+    name: str
+    context: str
+    cycles: float
+    least: float
+
+
+@dataclasses.dataclass(frozen=True)
 class Overheads:
     """Cycles of a tick beside its units, and of a step beside its ticks; see ``units.overheads``."""
 
@@ -184,6 +212,9 @@ class Compiled:
       seconds: of "lowering" and of "compiling".
       all_to_all, all_to_alls: of pairs where there are some, else of all.
       followed: of serving, all but the last one, behind which a model goes on.
+      file, others: of a text, where it was, and names of other programs' files beside it.
+      by_kind: of a text, all collectives.
+      exposed, orders: of a text, what is not hidden whole, what costs most first, and where it stands.
       sends: to the neighbours, beside the units of a tick.
       sends_exposed: cycles of a tick's sends that the work of its unit is too short for; "" is no unit.
       units: see ``units.measure``; of serving one, called by what it is.
@@ -203,6 +234,11 @@ class Compiled:
     all_to_all: Shares = Shares()
     all_to_alls: tuple[AllToAll, ...] = ()
     followed: Shares | None = None
+    file: str = ""
+    others: tuple[str, ...] = ()
+    by_kind: Mapping[str, Shares] = dataclasses.field(default_factory=dict)
+    exposed: tuple[Exposed, ...] = ()
+    orders: tuple[Order, ...] = ()
     sends: Shares = Shares()
     sends_exposed: Mapping[str, float] = dataclasses.field(default_factory=dict)
     units: Mapping[UnitKey, Unit] = dataclasses.field(default_factory=dict)

@@ -163,6 +163,14 @@ def test_pictures_need_matplotlib(answered, capsys, monkeypatch):
     assert not answered
 
 
+NO_COLLECTIVES = """HloModule jit_seed, is_scheduled=true
+
+ENTRY %main (x: f32[8]) -> f32[8] {
+  ROOT %x = f32[8]{0} parameter(0)
+}
+"""
+
+
 def test_a_program_that_was_compiled_before(capfd, tmp_path, monkeypatch):
     """Through the real process; no compiler is needed."""
     pytest.importorskip("matplotlib", reason="pictures need matplotlib")
@@ -176,6 +184,35 @@ def test_a_program_that_was_compiled_before(capfd, tmp_path, monkeypatch):
     picture, trace, text = (file.read_bytes() for file in files)
     assert picture.startswith(b"\x89PNG") and text == V5E_PAIR.read_bytes()
     assert json.loads(trace)["otherData"]["hertz"] == 1.5e9
+
+
+def test_a_folder_of_xlas_is_read_and_what_is_exposed_explained(capfd, tmp_path, monkeypatch):
+    """All kinds of collectives are listed; --json has the same."""
+    monkeypatch.setattr(targets, "_is_installed", lambda _: False)
+    dumped = tmp_path / "module_0003.jit_step.cl_9.after_codegen.txt"
+    dumped.write_text(V5E_PAIR.read_text())
+    (tmp_path / "module_0004.jit_seed.cl_9.after_codegen.txt").write_text(NO_COLLECTIVES)
+    before = ["overlap", "--target", "v5e:4x4", "--compiled", str(tmp_path), "--at-least", "50"]
+    assert main(before) == 0
+    said = capfd.readouterr().out
+    assert said.startswith(
+        f"{dumped} on v5e:4x4\nother programs there, which --compiled FILE reads: module_0004."
+    )
+    for kind in ("all-to-all", "collective-permute"):
+        assert re.search(rf"^{kind} +\d+ ", said, re.M)
+    assert re.search(
+        r"^  1\. \S+ \(all-to-all.*: (\S+ k) of \1 cycles exposed\. It is synchronous", said, re.M
+    )
+    assert main([*before, "--json"]) == 0
+    facts = json.loads(capfd.readouterr().out)["compiled"]
+    assert facts["exposed"][0]["cause"] == "synchronous" and facts["file"] == str(dumped)
+    (order,) = facts["orders"]
+    assert order["least"] < order["cycles"]
+    assert main([*before[:4], str(tmp_path / "none")]) == 2
+    assert "there is no such file or folder" in capfd.readouterr().err
+    dumped.unlink()
+    assert main(before) == 1
+    assert "\nno collectives" in capfd.readouterr().out
 
 
 def test_measured_rates_price_a_program(capfd, tmp_path, monkeypatch):

@@ -1,0 +1,169 @@
+"""Programs that use nothing of this project, compiled for devices that are not here, for `dualpipe overlap --compiled`.
+
+fsdp: four transformer layers of flax.linen, their weights shared out by GSPMD, a step's gradients.
+ring: ring attention as the package ringattention has it (pip install ringattention einops), its gradients.
+moe: a layer of experts with a capacity as many write it: shard_map, top-2, one-hot dispatch, two all-to-alls.
+
+What XLA wrote of the program is then read by dualpipe overlap --target TARGET --compiled FOLDER.
+
+    scripts/bench foreign moe v5p:2x2x2 --recommended
+    scripts/bench foreign fsdp v5p:2x2x2 --option xla_tpu_enable_async_collective_fusion=true --folder dump
+"""
+
+import argparse
+import functools
+import os
+import sys
+import tempfile
+from pathlib import Path
+
+import numpy as np
+
+from dualpipe_jax.__main__ import main as main_of_commands
+
+SEQUENCES, TOKENS, WIDTH, HEADS, LAYERS = 8, 4096, 4096, 32, 4
+EXPERTS, ROOM = 32, 1.25
+
+
+def fsdp(mesh):
+    """Parameters lie in parts along their longest axis; the compiler gathers them where they are used."""
+    import flax.linen as nn
+    import jax
+    import jax.numpy as jnp
+
+    class Block(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            half = dict(dtype=jnp.bfloat16)
+            y = nn.LayerNorm(**half)(x)
+            x = x + nn.MultiHeadDotProductAttention(HEADS, **half)(y, y)
+            y = nn.gelu(nn.Dense(4 * WIDTH, **half)(nn.LayerNorm(**half)(x)))
+            return x + nn.Dense(WIDTH, **half)(y)
+
+    model = nn.Sequential([Block() for _ in range(LAYERS)])
+    x = shaped(mesh, (SEQUENCES, TOKENS, WIDTH), jax.P("d"))
+    params = jax.eval_shape(model.init, jax.random.key(0), x)
+
+    def in_parts(leaf):
+        longest = int(np.argmax(leaf.shape))
+        return shaped(mesh, leaf.shape, jax.P(*(None,) * longest, "d"), leaf.dtype)
+
+    def loss(params, x):
+        return jnp.mean(model.apply(params, x).astype(jnp.float32) ** 2)
+
+    params = jax.tree.map(in_parts, params)
+    kept = jax.tree.map(lambda leaf: leaf.sharding, params)
+    return jax.jit(jax.grad(loss), out_shardings=kept), (params, x)
+
+
+def ring(mesh):
+    """Keys and values go round, a block computes with what it has and then sends it on."""
+    import importlib.util
+
+    import jax
+    import jax.numpy as jnp
+
+    # The package asks JAX for a backend as it is imported, in a way that JAX has no more.
+    folder = importlib.util.find_spec("ringattention").submodule_search_locations[0]
+    spec = importlib.util.spec_from_file_location("ring", Path(folder) / "ringattention_jax.py")
+    package = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(package)
+    chunks = dict(causal_block_size=1, deterministic=True, dropout_rng=None, attn_pdrop=0.0)
+    chunks |= dict(query_chunk_size=1024, key_chunk_size=1024, dtype=jnp.bfloat16, precision=None)
+    chunks |= dict(policy=jax.checkpoint_policies.nothing_saveable, prevent_cse=True)
+
+    def attend(q, k, v):
+        return package.ring_attention(q, k, v, None, None, None, "d", True, chunks)
+
+    where = jax.P(None, "d")
+    whole = jax.shard_map(attend, mesh=mesh, in_specs=where, out_specs=where, check_vma=False)
+    q = shaped(mesh, (1, 8 * TOKENS, HEADS, WIDTH // HEADS), where)
+
+    def loss(q, k, v):
+        return jnp.sum(whole(q, k, v).astype(jnp.float32) ** 2)
+
+    return jax.jit(jax.grad(loss, argnums=(0, 1, 2))), (q, q, q)
+
+
+def moe(mesh):
+    """Tokens go to the device of their expert and back; all that computes needs what was sent."""
+    import jax
+    import jax.numpy as jnp
+
+    room = int(ROOM * 2 * TOKENS / EXPERTS)
+
+    def layer(x, router, up, down):
+        scores, chosen = jax.lax.top_k(jax.nn.softmax((x @ router).astype(jnp.float32)), 2)
+        wanted = jax.nn.one_hot(chosen, EXPERTS, dtype=jnp.int32)  # [T, 2, E]
+        place = jnp.cumsum(wanted.reshape(-1, EXPERTS), 0).reshape(wanted.shape) * wanted - 1
+        slot = jax.nn.one_hot(place.max(-1), room, dtype=x.dtype)  # a token without room has none
+        where = jnp.einsum("tke,tkc->tkec", wanted.astype(x.dtype), slot)
+        sent = jnp.einsum("tkec,td->ecd", where, x)
+        got = jax.lax.all_to_all(sent, "d", 0, 1, tiled=True)
+        made = jnp.einsum("ecf,efd->ecd", jax.nn.silu(jnp.einsum("ecd,edf->ecf", got, up)), down)
+        back = jax.lax.all_to_all(made, "d", 1, 0, tiled=True)
+        return x + jnp.einsum("tkec,ecd,tk->td", where, back, scores.astype(x.dtype))
+
+    specs = jax.P("d"), jax.P(), jax.P("d"), jax.P("d")
+    whole = jax.shard_map(layer, mesh=mesh, in_specs=specs, out_specs=jax.P("d"))
+    x = shaped(mesh, (mesh.size * TOKENS, WIDTH), specs[0])
+    weights = (
+        shaped(mesh, (WIDTH, EXPERTS), specs[1]),
+        shaped(mesh, (EXPERTS, WIDTH, WIDTH), specs[2]),
+        shaped(mesh, (EXPERTS, WIDTH, WIDTH), specs[3]),
+    )
+
+    def loss(x, *weights):
+        return jnp.sum(whole(x, *weights).astype(jnp.float32) ** 2)
+
+    return jax.jit(jax.grad(loss, argnums=(0, 1, 2, 3))), (x, *weights)
+
+
+def shaped(mesh, shape, spec, dtype="bfloat16"):
+    import jax
+
+    return jax.ShapeDtypeStruct(shape, dtype, sharding=jax.NamedSharding(mesh, spec))
+
+
+PROGRAMS = {make.__name__: make for make in (fsdp, ring, moe)}
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("program", choices=PROGRAMS)
+    parser.add_argument("target", help="v5p:2x2x2, h100:1x8")
+    parser.add_argument("--folder", help="where XLA writes what it makes of the program")
+    parser.add_argument(
+        "--recommended", action="store_true", help="compile with recommended_compiler_options"
+    )
+    parser.add_argument("--option", action="append", default=[], metavar="NAME=VALUE", help="of the compiler")
+    given = parser.parse_args()
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(given.folder or temporary).absolute()
+        dump(given, folder)
+        main_of_commands(["overlap", "--target", given.target, "--compiled", str(folder)])
+    return 0
+
+
+def dump(given, folder):
+    """Compile, and let XLA write what it makes of the program."""
+    os.environ["XLA_FLAGS"] = f"--xla_dump_to={folder} --xla_dump_hlo_as_text"
+
+    from dualpipe_jax.inspect import recommended_compiler_options
+    from dualpipe_jax.inspect.target import Target
+
+    target = Target.parse(given.target)
+    devices = target.devices()
+    import jax
+
+    mesh = jax.sharding.Mesh(np.array(devices), ("d",))
+    step, arguments = PROGRAMS[given.program](mesh)
+    platform = {"cuda": "gpu"}.get(target.platform, target.platform)
+    ahead = functools.partial(recommended_compiler_options, platform, ahead_of_time=True)
+    options = ahead(target.generation) if given.recommended or platform == "gpu" else {}
+    options |= dict(option.split("=", 1) for option in given.option)
+    step.lower(*arguments).compile(options)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

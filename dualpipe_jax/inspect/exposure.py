@@ -1,0 +1,199 @@
+"""Why a collective is exposed: which work could have hidden it, and what kept that work from doing so.
+
+Only the collective's own computation is looked at: a loop in it is one instruction, and of a loop's body the next
+round is not seen. Work can hide a collective if it neither makes what the collective sends nor reads what it brings,
+itself or through others. Each collective is looked at alone; several may be after the same work.
+"""
+
+import dataclasses
+import functools
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Literal, NamedTuple
+
+from dualpipe_jax.inspect.collectives import Pair
+from dualpipe_jax.inspect.cycles import Collective, Work
+from dualpipe_jax.inspect.hlo import Computation
+from dualpipe_jax.present.numbers import format_bytes, format_cycles, percent
+
+Cause = Literal["synchronous", "order", "link", "dependence"]
+
+_CONTROL = re.compile(r"control-predecessors=\{([^}]*)\}")
+_NAMED = 3
+"""Pieces of work that a sentence names."""
+
+_WORTH = 0.05
+"""What part of the exposed cycles a piece must have to be named."""
+
+
+class Piece(NamedTuple):
+    """Work that could run beside a collective: the instruction's name, JAX's name of the operation, and cycles."""
+
+    name: str
+    op_name: str
+    cycles: float
+
+    def __str__(self) -> str:
+        return f"{self.name} ({', '.join(filter(None, (format_cycles(self.cycles), short(self.op_name))))})"
+
+
+@dataclasses.dataclass(frozen=True)
+class Exposure:
+    """A collective that is not hidden whole, and why.
+
+    Attributes:
+      collective: with the cycles of it that are exposed.
+      times: how often it runs in the program.
+      cause: ``synchronous``: the core waits for as long as it runs. ``order``: work that could hide at least half of
+        what is exposed stands before its start or behind its done. ``link``: another collective of its kind was still
+        running after its start, for at least half as long as what is exposed. ``dependence``: none of these.
+      elsewhere: cycles of the work that could hide it and does not stand between its start and its done.
+      could: the largest pieces of it, the largest first.
+      queued: cycles from its start until the one before it of its kind had ended.
+    """
+
+    collective: Collective
+    times: int
+    cause: Cause
+    elsewhere: float
+    could: tuple[Piece, ...]
+    queued: float
+
+    @property
+    def lost(self) -> float:
+        """Exposed cycles of all times that it runs."""
+        return self.times * (self.collective.exposed or 0.0)
+
+    @property
+    def gain(self) -> float:
+        """Exposed cycles of one time that the work elsewhere could hide, if no other collective took that work."""
+        return min(self.collective.exposed or 0.0, self.elsewhere)
+
+    def __str__(self) -> str:
+        own, times = self.collective, "" if self.times == 1 else f"{self.times} times "
+        about = ", ".join(filter(None, (own.kind, format_bytes(own.payload), short(own.op_name))))
+        lost = f"{times}{format_cycles(own.exposed)} of {format_cycles(own.duration)} cycles exposed"
+        return f"{own.name} ({about}): {lost}. {self.why}"
+
+    @property
+    def why(self) -> str:
+        """The cause in words."""
+        own, could = self.collective, ", ".join(map(str, self.could))
+        body = " of the loop's body" if own.context.endswith(" body") else ""
+        there = f"{format_cycles(self.elsewhere)} cycles of work{body} that neither feeds it nor reads it"
+        if self.cause == "synchronous" and not self.could:
+            return f"It is synchronous, and all work{body} feeds it or reads it: nothing could run beside it."
+        if self.cause == "synchronous":
+            return f"It is synchronous: the compiler lets the core wait, although there are {there}: {could}."
+        if self.cause == "order":
+            between = format_cycles(own.cycles_between)
+            return (
+                f"The scheduler's order: {there} stand before its start or behind its done ({could}), "
+                f"and {between} of work between."
+            )
+        if self.cause == "link":
+            return (
+                f"The link: another {own.kind} was running for {format_cycles(self.queued)} cycles after its start, "
+                "and the work that stands between was done by then."
+            )
+        if not self.could:
+            return f"Dependence: all other work{body} feeds it or reads it, or stands between already."
+        return (
+            f"Dependence: most work{body} feeds it or reads it. What else there is could hide "
+            f"{percent(self.gain / (own.exposed or 1.0))} of what is exposed: {could}."
+        )
+
+
+def short(op_name: str) -> str:
+    """The end of JAX's name of an operation: what is nearest to the line that a person wrote."""
+    return "/".join(op_name.split("/")[-3:])
+
+
+class Dependence:
+    """Which instructions of a computation need which others; they are told by their positions."""
+
+    def __init__(self, computation: Computation):
+        position = computation.position
+        self._needs = [
+            tuple(position[name] for name in (*i.operands, *_controls(i.attributes)) if name in position)
+            for i in computation
+        ]
+
+    @functools.cached_property
+    def _readers(self) -> list[list[int]]:
+        found: list[list[int]] = [[] for _ in self._needs]
+        for reader, needed in enumerate(self._needs):
+            for one in needed:
+                found[one].append(reader)
+        return found
+
+    def related(self, at: int) -> set[int]:
+        """What an instruction needs and what needs it, directly or through others, and the instruction itself."""
+        return _reached(at, self._needs) | _reached(at, self._readers)
+
+    def longest(self, cycles: Sequence[float], flights: Mapping[int, tuple[int, float]]) -> float:
+        """Cycles of the longest chain of instructions in which each needs the one before it.
+
+        Args:
+          cycles: of each instruction.
+          flights: done of each collective -> its start, and cycles from the one to the other.
+        """
+        ends = [0.0] * len(self._needs)
+        for at, needed in enumerate(self._needs):
+            begin = max((ends[one] for one in needed), default=0.0)
+            if at in flights:
+                start, duration = flights[at]
+                begin = max(begin, ends[start] + duration)
+            ends[at] = begin + cycles[at]
+        return max(ends, default=0.0)
+
+
+def _controls(attributes: str) -> list[str]:
+    found = _CONTROL.search(attributes) if "control-predecessors" in attributes else None
+    return re.findall(r"[\w.\-$]+", found[1]) if found else []
+
+
+def _reached(at: int, edges: Sequence[Iterable[int]]) -> set[int]:
+    found, pending = {at}, [at]
+    while pending:
+        new = [other for other in edges[pending.pop()] if other not in found]
+        found.update(new)
+        pending += new
+    return found
+
+
+def explain(
+    computation: Computation,
+    dependence: Dependence,
+    works: Sequence[Work | None],
+    pair: Pair,
+    collective: Collective,
+    queued: float,
+    times: int,
+) -> Exposure:
+    """Why a collective is exposed.
+
+    Args:
+      computation, dependence, works: where it stands; what each instruction there needs, and what it keeps busy.
+      pair, collective: where it begins and ends, and its cycles.
+      queued, times: see ``Exposure``.
+    """
+    related = dependence.related(computation.position[pair.issued.name])
+    elsewhere = sorted(
+        (
+            Piece(work.name, computation.by_name[work.name].op_name, work.cycles - work.waits)
+            for at, work in enumerate(works)
+            if work is not None and work.cycles and at not in related and not pair.start < at < pair.done
+        ),
+        key=lambda piece: -piece.cycles,
+    )
+    cycles, exposed = sum(piece.cycles for piece in elsewhere), collective.exposed or 0.0
+    cause: Cause = "dependence"
+    if collective.form == "sync":
+        cause = "synchronous"
+    elif cycles >= exposed / 2:
+        cause = "order"
+    elif queued >= exposed / 2:
+        cause = "link"
+    could = tuple(piece for piece in elsewhere[:_NAMED] if piece.cycles >= _WORTH * exposed)
+    return Exposure(collective, times, cause, cycles, could, queued)
