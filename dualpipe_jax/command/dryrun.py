@@ -126,6 +126,7 @@ def _report(found: Answer, rates: Path | None) -> list[str | Table]:
         _memory_table(memory, memory.limit),
         f"\n{'fits' if memory.fits else 'DOES NOT FIT'}: {gib(memory.needed)} of {gib(memory.limit)} GiB "
         f"a device, {percent(memory.needed / memory.limit)}",
+        *([] if memory.fits else _remedies(memory, memory.limit)),
     ]
     if links := found.links:
         parts += [
@@ -187,6 +188,16 @@ def _memory_table(memory: Memory, limit: int) -> Table:
     if memory.beyond is not None:
         rows.append(("beyond it, by the compiler", gib(memory.beyond), percent(memory.beyond / limit)))
     return Table(("memory of a device", "GiB", "of the device"), tuple(rows))
+
+
+def _remedies(memory: Memory, limit: int) -> list[str | Table]:
+    """What makes it fit, one option after the other."""
+    if not memory.remedies:
+        return ["no option makes it need less: it takes more devices, by --pp or --ep"]
+    rows = [(one.option, gib(one.needed), one.price) for one in memory.remedies]
+    enough = memory.remedies[-1].needed <= limit
+    said = "it fits with these options:" if enough else "not even so; more devices help, by --pp or --ep:"
+    return [f"\n{said}\n", Table(("option", "then GiB", "price"), tuple(rows), left=(0, 2))]
 
 
 def links_table(ways: Mapping[str, Way]) -> Table:

@@ -20,6 +20,7 @@ from dualpipe_jax.parallel.mesh import over_nodes
 from dualpipe_jax.pods import ahead, loading, timed, timeline
 from dualpipe_jax.pods.bare import lower_bare_pair
 from dualpipe_jax.pods.costs import units_of
+from dualpipe_jax.pods.fitting import remedies
 from dualpipe_jax.pods.links import count_links, share_dropped
 from dualpipe_jax.pods.plan import Plan
 from dualpipe_jax.pods.program import Blueprint, Program, Setting, abstract_mesh
@@ -67,7 +68,7 @@ def answer(
         dropped=None if dispatch is None else share_dropped(plan, dispatch, blueprint.tokens_of_device),
     )
     if devices is None or target is None:
-        return found
+        return with_remedies(found, target, devices, say)
     device = target.device
     if target.platform == "cpu":
         compiled = timed.measure(blueprint, say)
@@ -82,7 +83,24 @@ def answer(
         say("simulating the step")
         step = predict_step(compiled, blueprint, plan, device, guards_of(request, target))
         found = dataclasses.replace(found, step=step)
-    return found
+    return with_remedies(found, target, devices, say)
+
+
+def with_remedies(
+    found: Answer, target: Target | None, devices: Sequence[Any] | None, say: Callable[[str], None]
+) -> Answer:
+    """The answer, and of a step that does not fit the options that make it fit, counted like the step itself."""
+    plan, memory = found.program, found.memory
+    if plan is None or memory is None or memory.fits or memory.limit is None:
+        return found
+    say("it does not fit: counting what other options need")
+    beyond = max(0, memory.beyond or 0)
+
+    def needed(other: Plan) -> int:
+        return sum(ahead.memory_by_kind(draw(other, target, devices)).values()) + beyond
+
+    tried = remedies(plan, memory.limit, needed)
+    return dataclasses.replace(found, memory=dataclasses.replace(memory, remedies=tried))
 
 
 def draw(plan: Plan, target: Target | None, devices: Sequence[Any] | None) -> Blueprint:

@@ -31,6 +31,15 @@ class Parameters:
 
 
 @dataclasses.dataclass(frozen=True)
+class Remedy:
+    """An option that makes a step need less: bytes with it and those before it, and its price in words."""
+
+    option: str
+    needed: int
+    price: str
+
+
+@dataclasses.dataclass(frozen=True)
 class Memory:
     """Bytes of one device.
 
@@ -42,6 +51,7 @@ class Memory:
       limit: what there is; None without a target.
       fits: whether that is enough.
       share: what a whole rank's share of the model keeps: the fields of a ``MemoryModel``; see ``ahead.rank_memory``.
+      remedies: where it does not fit, options that make it fit together, if any do.
     """
 
     kinds: Mapping[str, int]
@@ -51,6 +61,7 @@ class Memory:
     limit: int | None
     fits: bool
     share: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    remedies: tuple[Remedy, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)

@@ -292,7 +292,15 @@ def test_dryrun_fails_where_it_does_not_fit(answered, capsys, monkeypatch):
     monkeypatch.setitem(ANSWER["memory"], "limit", 13 * 2**30)
     monkeypatch.setitem(ANSWER["memory"], "fits", False)
     assert main(["dryrun", "--target", "v5e:4x4", *SMALL]) == 1
-    assert "DOES NOT FIT: 14.00 of 13.00 GiB" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "DOES NOT FIT: 14.00 of 13.00 GiB" in said
+    assert "no option makes it need less: it takes more devices, by --pp or --ep" in said
+    for then, words in ((12, "it fits with these options:"), (13.5, "not even so; more devices help")):
+        remedy = {"option": "--max-stash 2", "needed": int(then * 2**30), "price": "larger bubbles"}
+        monkeypatch.setitem(ANSWER["memory"], "remedies", [remedy])
+        assert main(["dryrun", "--target", "v5e:4x4", *SMALL]) == 1
+        said = capsys.readouterr().out
+        assert words in said and f"--max-stash 2     {then:.2f}  larger bubbles" in said
     assert main(["dryrun", "--target", "v5e:4x4", "--json", *SMALL]) == 1
     memory = json.loads(capsys.readouterr().out)["memory"]
     assert memory["needed"] == 14 * 2**30 and memory["fits"] is False

@@ -1,0 +1,92 @@
+"""Which options make a step fit that does not, and at what price."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+from dualpipe_jax.pods.plan import Plan
+from dualpipe_jax.pods.results import Remedy
+
+_LADDER: tuple[tuple[str, Any, str], ...] = (
+    ("shard", "optimizer", "parameters are gathered once a step"),
+    ("remat", "wide", "what is wide and cheap is computed again in the backward"),
+    ("max_stash", 3, "more than three waiting backwards are not split: larger bubbles"),
+    ("shard", "parameters", "parameters are gathered once a step, before its first microbatch"),
+    ("max_stash", 2, "more than two waiting backwards are not split: larger bubbles"),
+    ("remat", "all", "layers are computed again in the backward, their all-to-alls too"),
+    ("max_stash", 1, "more than one waiting backward is not split: larger bubbles"),
+)
+"""Options that change no result, with their prices; the cheapest first."""
+
+_ROOM = "capacity_factor", 1.25, "tokens beyond this room are dropped: the model learns otherwise"
+
+_WEAKER = {"shard": ("nothing", "optimizer", "parameters"), "remat": ("none", "dots", "wide", "all")}
+"""Values of an option, what takes most memory first."""
+
+_LEAST_GAIN = 0.01
+"""What part of the memory an option must save."""
+
+Chosen = dict[str, tuple[Any, str]]
+"""Option -> its value and its price."""
+
+
+def remedies(plan: Plan, limit: int, needed: Callable[[Plan], int]) -> tuple[Remedy, ...]:
+    """Options that together make a plan fit, in the order in which they were taken; one of all that help if none do.
+
+    Nothing that changes what is learnt is taken while the rest is enough. An option is left out that is not needed once
+    the others are there; one that saves less than a hundredth is taken last.
+
+    Args:
+      plan: that does not fit.
+      limit: bytes of a device.
+      needed: bytes that a plan needs of it.
+    """
+    known: dict[Plan, int] = {}
+
+    def count(chosen: Chosen) -> int:
+        other = dataclasses.replace(plan, **{name: value for name, (value, _) in chosen.items()})
+        if other not in known:
+            known[other] = needed(other)
+        return known[other]
+
+    chosen: Chosen = {}
+    most: Chosen = {name: (value, price) for name, value, price in _LADDER if _saves(plan, name, value)}
+    if count(most) > limit:
+        if _saves(plan, *_ROOM[:2]):
+            chosen = {_ROOM[0]: _ROOM[1:]}
+        if count(chosen | most) > limit:
+            words = " ".join(_flag(name, value) for name, (value, _) in (chosen | most).items())
+            return (Remedy(words, count(chosen | most), "all that help"),) if words else ()
+    for name, value, price in _LADDER:
+        now = chosen[name][0] if name in chosen else getattr(plan, name)
+        if count(chosen) <= limit or not _is_less(name, value, now):
+            continue
+        more = {other: what for other, what in chosen.items() if other != name} | {name: (value, price)}
+        if count(more) < (1 - _LEAST_GAIN) * count(chosen):
+            chosen = more
+    if count(chosen) > limit:
+        chosen |= most
+    for name in [*chosen][::-1]:
+        fewer = {other: what for other, what in chosen.items() if other != name}
+        if name != _ROOM[0] and count(fewer) <= limit:
+            chosen = fewer
+    found, so_far = [], {}
+    for name, (value, price) in chosen.items():
+        so_far[name] = value, price
+        found.append(Remedy(_flag(name, value), count(so_far), price))
+    return tuple(found)
+
+
+def _flag(name: str, value: Any) -> str:
+    return f"--{name.replace('_', '-')} {value}"
+
+
+def _saves(plan: Plan, name: str, value: Any) -> bool:
+    return _is_less(name, value, plan.room if name == _ROOM[0] else getattr(plan, name))
+
+
+def _is_less(name: str, value: Any, now: Any) -> bool:
+    """Whether a value of an option takes less memory than another."""
+    if name in _WEAKER:
+        return _WEAKER[name].index(value) > _WEAKER[name].index(now)
+    return now is None or value < now

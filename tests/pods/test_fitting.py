@@ -1,0 +1,81 @@
+"""Which options make a step fit: against all of their combinations, for programs whose memory is a plain sum."""
+
+import dataclasses
+import itertools
+
+import numpy as np
+import pytest
+
+from dualpipe_jax.pods.fitting import remedies
+from dualpipe_jax.pods.plan import Plan
+
+VALUES = {
+    "shard": ("nothing", "optimizer", "parameters"),
+    "remat": ("none", "wide", "all"),
+    "max_stash": (None, 3, 2, 1),
+    "capacity_factor": (None, 1.25),
+}
+
+
+def program(seed):
+    """Bytes of a plan: each option saves something of its own, the weaker less than the stronger."""
+    rng = np.random.default_rng(seed)
+    saved = {name: np.append(0, np.sort(rng.integers(1, 100, len(of) - 1))) for name, of in VALUES.items()}
+
+    def needed(plan):
+        return 1000 - sum(int(saved[name][of.index(getattr(plan, name))]) for name, of in VALUES.items())
+
+    return needed
+
+
+def options(found):
+    words = " ".join(one.option for one in found).split()
+    flags = [word.removeprefix("--").replace("-", "_") for word in words[::2]]
+    values = [int(v) if v.isdigit() else float(v) if v[0].isdigit() else v for v in words[1::2]]
+    return dict(zip(flags, values, strict=True))
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_what_is_found_fits_and_nothing_of_it_is_idle(seed):
+    plan, needed = Plan("v3"), program(seed)
+    every = [
+        dataclasses.replace(plan, **dict(zip(VALUES, values, strict=True)))
+        for values in itertools.product(*VALUES.values())
+    ]
+    lossless = min(needed(other) for other in every if other.capacity_factor is None)
+    for limit in sorted({needed(other) for other in every}):
+        if limit >= needed(plan):
+            continue
+        found = remedies(plan, limit, needed)
+        chosen = options(found)
+        last = dataclasses.replace(plan, **chosen)
+        assert needed(last) == found[-1].needed <= limit
+        assert ("capacity_factor" in chosen) == (limit < lossless), (
+            "tokens are dropped where nothing else is enough"
+        )
+        for name in chosen.keys() - {"capacity_factor"}:
+            assert needed(dataclasses.replace(last, **{name: getattr(plan, name)})) > limit, name
+        so_far = [needed(dataclasses.replace(plan, **options(found[: n + 1]))) for n in range(len(found))]
+        assert [one.needed for one in found] == so_far
+
+
+def test_what_is_never_enough_is_counted_once_with_all_that_helps():
+    asked = []
+
+    def needed(plan):
+        asked.append(plan)
+        return 1000
+
+    plan = Plan("v3", remat="all", dispatch="capacity", capacity_factor=1.0)
+    (found,) = remedies(plan, 10, needed)
+    assert found.option == "--shard parameters --max-stash 1" and found.needed == 1000
+    assert len(asked) == 1, "each takes seconds"
+    plan = dataclasses.replace(plan, shard="parameters", max_stash=1)
+    assert remedies(plan, 10, needed) == ()
+
+
+def test_what_the_plan_has_already_is_not_proposed():
+    plan = Plan("v3", remat="dots", shard="optimizer", max_stash=2, dispatch="capacity")
+    sizes = {"none": 500, "dots": 400, "wide": 300, "all": 100}
+    found = remedies(plan, 350, lambda other: sizes[other.remat])
+    assert [(one.option, one.needed) for one in found] == [("--remat wide", 300)]
