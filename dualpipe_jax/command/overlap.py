@@ -8,14 +8,15 @@ from typing import Annotated, Any, ClassVar, Literal
 
 import tyro
 
+from dualpipe_jax.command.explain import explained, followed
 from dualpipe_jax.command.options import CommandError, Count
 from dualpipe_jax.command.output import say_written, show, show_json
 from dualpipe_jax.installing import install_command
 from dualpipe_jax.pods.plain import filled, plain
 from dualpipe_jax.pods.plan import Plan, read_plan
 from dualpipe_jax.pods.request import Request
-from dualpipe_jax.pods.results import Answer, Compiled, Exposed, Shares
-from dualpipe_jax.present.numbers import format_bytes, format_cycles, percent
+from dualpipe_jax.pods.results import Answer, Compiled
+from dualpipe_jax.present.numbers import format_cycles, percent
 from dualpipe_jax.present.table import Table
 from dualpipe_jax.schedule.lowering.unit_key import UnitKey
 
@@ -30,9 +31,6 @@ RatesFile = Annotated[Path | None, tyro.conf.arg(name="rates", metavar="FILE")]
 
 PlanFile = Annotated[Path | None, tyro.conf.arg(name="plan", metavar="FILE")]
 """What `dualpipe plan` wrote."""
-
-MOST = 10
-"""Exposed collectives that are explained in words."""
 
 _SERVING = "prefill", "decode"
 _ENDINGS = ".svg", ".png", ".trace", ".hlo", ".txt"
@@ -94,7 +92,7 @@ class Overlap:
         compiled, target = found.compiled, found.target
         assert compiled is not None and target is not None
         title = f"{name_of(found)} ({target.devices} devices)\n" if self.compiled is None else ""
-        hidden = _followed(compiled).hidden
+        hidden = followed(compiled).hidden
         enough = hidden is not None and 100 * hidden >= self.at_least
         if self.json:
             show_json(plain(found) | {"at_least": self.at_least / 100, "enough": enough})
@@ -259,106 +257,6 @@ def collectives(compiled: Compiled) -> Table:
     return Table(head, tuple(rows))
 
 
-def _followed(compiled: Compiled) -> Shares:
-    """The collectives whose hidden share counts: all-to-alls, or of a program that has none all that it has."""
-    if compiled.followed is not None or compiled.all_to_all.count or not compiled.by_kind:
-        return compiled.followed or compiled.all_to_all
-    cycles, exposed = (
-        None if None in parts else sum(parts)
-        for parts in (
-            [getattr(one, name) for one in compiled.by_kind.values()] for name in ("cycles", "exposed")
-        )
-    )
-    hidden = 1 - exposed / cycles if cycles and exposed is not None else None
-    return Shares(
-        sum(one.count for one in compiled.by_kind.values()), cycles=cycles, exposed=exposed, hidden=hidden
-    )
-
-
-def explained(compiled: Compiled, target: str, at_least: float, enough: bool) -> list[str | Table]:
-    """What a program of anybody's sends, and why what is not hidden is not."""
-    parts: list[str | Table] = [f"{compiled.file} on {target}"]
-    if compiled.others:
-        parts += [f"other programs there, which --compiled FILE reads: {', '.join(compiled.others)}"]
-    if not compiled.by_kind:
-        return [*parts, "\nno collectives"]
-    head = ("collectives", "count", "sync", "sent", "takes", "exposed", "hidden")
-    rows = [
-        (
-            kind,
-            str(of.count),
-            str(of.sync),
-            format_bytes(of.payload),
-            format_cycles(of.cycles),
-            format_cycles(of.exposed),
-            percent(of.hidden),
-        )
-        for kind, of in compiled.by_kind.items()
-    ]
-    total = _followed(compiled)
-    parts += ["", Table(head, tuple(rows)), "", _verdict(total, compiled, at_least, enough)]
-    if compiled.exposed:
-        parts += [
-            "\nexposed, what costs most first; cycles are the compiler's model, or our roofline of a GPU"
-        ]
-        told, left = _worth_telling(compiled.exposed)
-        parts += [f"{n:3}. {one.words}" for n, one in enumerate(told, start=1)]
-        if left:
-            cycles = sum(one.times * one.exposed for one in left)
-            parts += [f"     and {len(left)} more, {format_cycles(cycles)} cycles in all; --json has them"]
-    if slower := sorted(compiled.orders, key=lambda order: order.least - order.cycles)[:MOST]:
-        times = tuple((o.context, format_cycles(o.cycles), format_cycles(o.least)) for o in slower)
-        parts += ["", Table(("where they stand", "takes once", "no order takes less"), times)]
-    return parts + _hints(compiled, target)
-
-
-def _worth_telling(exposed: Sequence[Exposed]) -> tuple[Sequence[Exposed], Sequence[Exposed]]:
-    """Those that cost at least a hundredth of all that is exposed, ``MOST`` at most; and the rest."""
-    costs = [one.times * one.exposed for one in exposed]
-    worth = min(MOST, sum(100 * cost >= sum(costs) for cost in costs))
-    return exposed[:worth], exposed[worth:]
-
-
-def _verdict(total: Shares, compiled: Compiled, at_least: float, enough: bool) -> str:
-    which = "all-to-all" if compiled.all_to_all.count else "its collectives"
-    hidden = "an unknown share" if total.hidden is None else percent(total.hidden)
-    word = "enough" if enough else "too little"
-    return f"hidden: {hidden} of {format_cycles(total.cycles)} cycles of {which} ({word}: {at_least:g} % asked for)"
-
-
-def _hints(compiled: Compiled, target: str) -> list[str]:
-    """What helps against what was found, in general."""
-    from dualpipe_jax.inspect.target import Target
-
-    on_tpu = Target.parse(target).platform == "tpu"
-    sync = {one.kind for one in compiled.exposed if one.cause == "synchronous"}
-    lines = []
-    if (
-        on_tpu
-        and "all-to-all" in sync
-        and compiled.by_kind["all-to-all"].count == compiled.by_kind["all-to-all"].sync
-    ):
-        lines += [
-            "a TPU's all-to-alls are synchronous unless dualpipe_jax.recommended_compiler_options are given"
-        ]
-    if on_tpu and sync & {"all-gather", "reduce-scatter"}:
-        lines += [
-            "a TPU's gathers run beside work under xla_tpu_enable_async_collective_fusion=true, "
-            "..._fusion_fuse_all_gather=true and ..._fusion_multiple_steps=true, which are compiler options as well"
-        ]
-    if any(one.context.endswith(" body") for one in compiled.exposed):
-        lines += [
-            "of a loop's body one round is seen, and a loop whose rounds the text does not tell counts once; "
-            "jax.lax.scan(..., unroll=2), or sending for the next round in this one, lets two rounds hide each other"
-        ]
-    if any(one.cause == "dependence" or not one.elsewhere for one in compiled.exposed):
-        lines += [
-            "where all work depends on a collective, two halves of the batch do not depend on each other: one computes "
-            "while the other's data is sent"
-        ]
-    return ["", *(f"hint: {line}" for line in lines)] if lines else []
-
-
 def units(compiled: Compiled) -> Table:
     head = ("unit", "cycles", "computation", "communication", "exposed", "over the larger", "over the sum")
     rows = [
@@ -412,7 +310,7 @@ def room_of(found: Answer) -> list[str]:
 
 
 def _sentences(compiled: Compiled, at_least: float, enough: bool) -> list[str]:
-    totals, sends = _followed(compiled), compiled.sends
+    totals, sends = followed(compiled), compiled.sends
     copied = [copy for copy in compiled.copies if copy.of_state]
     hidden = "an unknown share" if totals.hidden is None else percent(totals.hidden)
     lines = [
