@@ -44,6 +44,8 @@ class Overlap:
     dualpipe overlap --target v5e:4x4 --pp 4 --ep 4 --program v2-lite --layers-per-stage 1
 
     dualpipe overlap --target v5p:4x4x2 --what prefill
+
+    dualpipe overlap --target v5p:2x2x2 --compiled FOLDER_OF_XLA_DUMP
     """
 
     COMMON: ClassVar = (
