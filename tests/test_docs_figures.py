@@ -278,9 +278,9 @@ def test_the_words_about_decoding_and_balance_hold():
     assert "one microbatch is quicker there, with less than half of its all-to-alls hidden" in page
     assert value("serving_pairs", one, "step") < value("serving_pairs", two, "step")
     assert value("serving_pairs", one, "all") < 50
-    assert "balances three times better than the weaker of the two losses" in page
+    assert "balances more than twice as well as the weaker of the two losses" in page
     bias, loss = "bias_and_a_loss_of_0_0001_v3_s", "auxiliary_loss_of_0_001"
-    assert round(ratio("ablation", loss, bias, "violation")) == 3
+    assert 2 < ratio("ablation", loss, bias, "violation") < 3
 
 
 def test_the_words_about_a_roofline_that_flatters_hold():
