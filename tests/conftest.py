@@ -70,6 +70,9 @@ def pytest_collection_modifyitems(config, items):
                 item.add_marker(pytest.mark.slow)
             seen[test] += 1
     if config.getoption("--all") or config.option.markexpr:
+        # A long test that begins last would run alone: files that have slow ones come first.
+        heavy = {item.path for item in items if item.get_closest_marker("slow")}
+        items.sort(key=lambda item: item.path not in heavy)
         return
     named = [argument for argument in config.args if "::" in argument]
     left = [item for item in items if item.get_closest_marker("slow") and not _named(item.nodeid, named)]
