@@ -47,11 +47,9 @@ class Share(NamedTuple):
 
     def comment(self) -> str:
         """The same below a grid; nothing where all is as it is without options."""
-        return (
-            ""
-            if self == Share(CostModel(), MemoryModel(), Units())
-            else f"# {ENTRY} {json.dumps(self.entry())}"
-        )
+        if self == Share(CostModel(), MemoryModel(), Units()):
+            return ""
+        return f"# {ENTRY} {json.dumps(self.entry())}"
 
 
 @dataclasses.dataclass(frozen=True)

@@ -101,7 +101,9 @@ class Overlap:
         elif compiled.out_of_memory is not None:
             show(title, "does not fit:", compiled.out_of_memory)
         elif compiled.what == "text":
-            show(*explained(compiled, target.name, self.at_least, enough))
+            own = _sentences(compiled, self.at_least, enough)[1:] if compiled.units else []  # one of ours
+            pairs: list[str | Table] = [collectives(compiled), "", *own, ""] if own else []
+            show(*pairs, *explained(compiled, target.name, self.at_least, enough))
         else:
             rest = _sentences(compiled, self.at_least, enough)
             show(title, collectives(compiled), "", *room_of(found), *rest)

@@ -215,6 +215,21 @@ def test_a_folder_of_xlas_is_read_and_what_is_exposed_explained(capfd, tmp_path,
     assert "\nno collectives" in capfd.readouterr().out
 
 
+def test_of_a_pair_of_ours_the_same_is_read_again(answered, capsys, monkeypatch, tmp_path):
+    """What a pair's own compilation prints, and why what is exposed is."""
+    monkeypatch.setitem(ANSWER["compiled"], "what", "text")
+    exchanges = ANSWER["compiled"]["all_to_all"] | {"count": 1}
+    monkeypatch.setitem(ANSWER["compiled"], "all_to_all", exchanges)
+    monkeypatch.setitem(ANSWER["compiled"], "by_kind", {"all-to-all": exchanges})
+    (file := tmp_path / "pair.hlo").write_text("HloModule pair")
+    assert main(["overlap", "--target", "v5e:4x4", "--compiled", str(file)]) == 0
+    out = capsys.readouterr().out
+    assert "sends: 2 in flight beside it, 1.00 k of 200.00 k exposed, 0 waited for" in out
+    assert "pair: 3.00 M cycles, 1.003 of the larger" in out and "matmuls of the other" in out
+    assert out.count("hidden: 99.0 % of 1.00 M cycles of all-to-all (enough: 97 % asked for)") == 1
+    assert "copies of slots" not in out, "nobody knows which arrays those are"
+
+
 def test_measured_rates_price_a_program(capfd, tmp_path, monkeypatch):
     """Through the real process: over links as slow as these nothing can be hidden."""
     monkeypatch.setattr(targets, "_is_installed", lambda _: False)
