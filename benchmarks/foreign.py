@@ -7,7 +7,8 @@ moe: a layer of experts with a capacity as many write it: shard_map, top-2, one-
 What XLA wrote of the program is then read by dualpipe overlap --target TARGET --compiled FOLDER.
 
     scripts/bench foreign moe v5p:2x2x2 --recommended
-    scripts/bench foreign fsdp v5p:2x2x2 --option xla_enable_async_all_gather=true --folder dump
+    scripts/bench foreign fsdp v5p:2x2x2 --folder dump \\
+        --option xla_enable_async_all_gather=true --option xla_tpu_enable_async_collective_fusion_fuse_all_gather=true
 """
 
 import argparse

@@ -98,8 +98,8 @@ def _hints(compiled: Compiled, target: str) -> list[str]:
         ]
     if on_tpu and sync & {"all-gather", "reduce-scatter"}:
         lines += [
-            "a TPU's gathers run beside work under four compiler options together: xla_enable_async_all_gather=true, "
-            "xla_tpu_enable_async_collective_fusion=true, ..._fusion_fuse_all_gather=true, ..._fusion_multiple_steps=true"
+            "a TPU's gathers run beside work under xla_enable_async_all_gather=true and "
+            "xla_tpu_enable_async_collective_fusion_fuse_all_gather=true, given together as compiler options"
         ]
     if any(one.context.endswith(" body") for one in compiled.exposed):
         lines += [

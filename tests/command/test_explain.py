@@ -36,7 +36,7 @@ def test_where_most_could_be_had_stands_first():
     [
         ("a TPU's all-to-alls are synchronous unless", exposed(9.0, "synchronous"), "v5p:2x2x2"),
         (
-            "a TPU's gathers run beside work under four compiler options together",
+            "a TPU's gathers run beside work under",
             exposed(9.0, "synchronous", "all-gather"),
             "v5p:2x2x2",
         ),
