@@ -86,9 +86,8 @@ class Dryrun:
 
     def run(self) -> int:
         self._check_costs()
-        found = study(
-            planned(self.plan, self.plan_file), self.target, self.compile, self.output, rates=self.rates_file
-        )
+        plan, rates = planned(self.plan, self.plan_file), self.rates_file
+        found = study(plan, self.target, self.compile, self.output, rates=rates, hints=True)
         assert found.memory is not None
         if self.write_costs is not None and found.step is not None:
             self.write_costs.write_text(json.dumps(plain(found.step.share), indent=2) + "\n")
@@ -126,7 +125,7 @@ def _report(found: Answer, rates: Path | None) -> list[str | Table]:
         _memory_table(memory, memory.limit),
         f"\n{'fits' if memory.fits else 'DOES NOT FIT'}: {gib(memory.needed)} of {gib(memory.limit)} GiB "
         f"a device, {percent(memory.needed / memory.limit)}",
-        *([] if memory.fits else _remedies(memory, memory.limit)),
+        *([] if memory.fits else remedies(memory, memory.limit)),
     ]
     if links := found.links:
         parts += [
@@ -190,7 +189,7 @@ def _memory_table(memory: Memory, limit: int) -> Table:
     return Table(("memory of a device", "GiB", "of the device"), tuple(rows))
 
 
-def _remedies(memory: Memory, limit: int) -> list[str | Table]:
+def remedies(memory: Memory, limit: int) -> list[str | Table]:
     """What makes it fit, one option after the other."""
     if not memory.remedies:
         return ["no option makes it need less: it takes more devices, by --pp or --ep"]

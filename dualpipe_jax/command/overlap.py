@@ -163,6 +163,7 @@ def study(
     rates: Path | None = None,
     title: str | None = None,
     requests: int | None = None,
+    hints: bool = False,
 ) -> Answer:
     """Ask ``dualpipe_jax.pods`` in a process of its own, which is called ``title``.
 
@@ -195,6 +196,7 @@ def study(
         tuple(str(file.absolute()) for file in files),
         None if compiled is None else str(compiled),
         None if rates is None else str(rates.absolute()),
+        hints,
         requests,
     )
     called = title or target or plan.model

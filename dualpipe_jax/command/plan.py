@@ -9,16 +9,16 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from tyro.conf import Fixed, Suppress, arg
 
-from dualpipe_jax.command.options import CommandError, Count, Died, Output
+from dualpipe_jax.command.options import CommandError, Count, Output
 from dualpipe_jax.command.output import say_written, show, show_json
-from dualpipe_jax.command.overlap import RatesFile, TargetName, study
+from dualpipe_jax.command.overlap import RatesFile, TargetName
+from dualpipe_jax.command.planning import Search
 from dualpipe_jax.pods import planner
+from dualpipe_jax.pods.bounds import Excluded
 from dualpipe_jax.pods.cache import Cache, default_folder
 from dualpipe_jax.pods.plain import plain
 from dualpipe_jax.pods.plan import Plan as Chosen
-from dualpipe_jax.pods.planner import Case, Choice, Prices, Wanted
-from dualpipe_jax.pods.request import Request
-from dualpipe_jax.pods.results import Answer
+from dualpipe_jax.pods.planner import Choice, Wanted, layout_of
 from dualpipe_jax.present.numbers import gib, in_runs, percent
 from dualpipe_jax.present.table import Table
 from dualpipe_jax.step_options import Shard
@@ -90,6 +90,11 @@ class Plan:
     """How many more cases to compile, at most, with layers moved between stages. A case is compiled where the
     units of the first and the last stage promise a step that is 1 % shorter than the best so far. 0 moves no
     layers."""
+    cpu_minutes: Annotated[float, arg(metavar="MINUTES")] = 40.0
+    """CPU minutes for compiling and counting. No case is begun that may not end within them, by the longest so far;
+    the first one always is. 0: no limit."""
+    whole: bool = False
+    """Compile every case that may fit, and exclude none by its bound."""
     best: int = 10
     """Number of plans to print."""
     cache: Annotated[Path | None, arg(metavar="DIR")] = None
@@ -107,9 +112,10 @@ class Plan:
     def run(self) -> int:
         if self.output is not None and not self.output.absolute().parent.is_dir():
             raise CommandError(f"--output {self.output}: there is no folder {self.output.parent}")
-        search = Search(self.target, Cache(self.cache or default_folder()), self.rates_file)
+        cache = Cache(self.cache or default_folder())
+        search = Search(self.target, cache, self.rates_file, self.cpu_minutes or None)
         try:
-            search.explore(self.wanted)
+            search.explore(self.wanted, whole=self.whole)
         except KeyboardInterrupt:
             self.tell(search)
             left = (
@@ -131,6 +137,8 @@ class Plan:
         for flag, values in numbers.items():
             if min(values, default=1) < 1:
                 raise CommandError(f"{flag} {min(values)}: must be at least 1")
+        if self.cpu_minutes < 0:
+            raise CommandError(f"--cpu-minutes {self.cpu_minutes:g}: must be at least 0")
         fields = {field.name: getattr(self.given, field.name) for field in dataclasses.fields(Chosen)}
         if self.move_layers < 0:
             raise CommandError(f"--move-layers {self.move_layers}: must be at least 0")
@@ -148,15 +156,14 @@ class Plan:
             moves=self.move_layers,
         )
 
-    def tell(self, search: "Search") -> int:
+    def tell(self, search: Search) -> int:
         plans, refused = planner.ranked(search.choices), planner.nearest(search.choices)
         if self.output is not None and plans:
             self.output.write_text(json.dumps(as_file(plans[0], self.target), indent=2) + "\n")
             say_written(self.output)
         if self.json:
-            show_json(
-                {"target": self.target, "plans": list(map(row, plans)), "refused": list(map(row, refused))}
-            )
+            found = {"plans": list(map(row, plans)), "refused": list(map(row, refused))}
+            show_json({"target": self.target} | found | {"excluded": list(map(plain, search.excluded))})
             return 0 if plans else 1
         title = f"{self.given.model} on {self.target}: {len(plans)} plans fit"
         parts: list[str | Table] = [title]
@@ -170,97 +177,14 @@ class Plan:
             source = "units that were timed" if timed else "the compiler's model"
             parts += [f"a prediction of {source}, no measurement; see `dualpipe dryrun` for its parts\n"]
             parts += [table(plans[: self.best])]
+        if search.excluded:
+            parts += ["\n" + excluded_words(search.excluded) + "\n", exclusions(search.excluded[: self.best])]
         if refused:
             parts += ["\nwhat cannot be had, of each kind what needs least\n", refusals(refused)]
         if self.output is not None and plans:
             parts += [f"\nthe best is written to {self.output}"]
         show(*parts)
         return 0 if plans else 1
-
-
-class Search:
-    """Plans as they are found.
-
-    Args:
-      target: the devices.
-      cache: of answers.
-      rates: file of measured rates.
-    """
-
-    def __init__(self, target: str, cache: Cache, rates: Path | None):
-        self.target, self.cache, self.rates = target, cache, rates
-        self.choices: list[Choice] = []
-        self.prices: list[Prices] = []
-        self.sizes: set[int] = set()
-        self.dispatches = False  # whether the program sends tokens to experts at all
-        self.left = 0
-
-    def explore(self, wanted: Wanted) -> None:
-        """Count, compile and price all that is wanted; ``choices`` grow meanwhile.
-
-        Raises:
-          CommandError: what the first case cannot have, and the most different one neither, for the same reason word
-            for word: no case can, such as a program that there is not.
-        """
-        cases, self.choices = planner.cases(wanted, planner.num_devices(self.target))
-        shards = sorted(wanted.shards, key=planner.SHARDS.index)
-        for number, case in enumerate(cases, start=1):
-            self.left = len(cases) - number + 1
-            if case.plan.dispatch != wanted.dispatches[0] and not self.dispatches:
-                continue
-            error = self.consider(case, shards, f"case {number} of {len(cases)}")
-            if number == 1 and isinstance(error, CommandError):
-                try:
-                    self.ask(planner.shared(cases[-1].plan, shards[0]), "nothing", "the last case")
-                except CommandError as other:
-                    if str(other) == str(error):
-                        raise
-                except Died:
-                    pass  # told when its turn comes
-        self.left = wanted.moves
-        while self.left and (better := planner.moved(self.prices, self.choices, cases)) is not None:
-            cases.append(better)
-            self.consider(better, shards, f"layers {in_runs(better.plan.stage_layers)}")
-            self.left -= 1
-        self.left = 0
-
-    def consider(self, case: Case, shards: Sequence[Shard], title: str) -> Exception | None:
-        """All plans of a case; ``shards`` from the least on. Returns why there are none, if it could not be asked."""
-        done: list[Choice] = []
-        plans: Sequence[Chosen] = case.plans
-        try:
-            counts = {shard: self.ask(planner.shared(case.plan, shard), "nothing", title) for shard in shards}
-            fit, done = planner.counted(case, counts)
-            prices = None
-            for shard, count in counts.items():
-                plans = [plan for plan in fit if plan.shard == shard]
-                if not planner.worth(plans, done, prices):
-                    continue
-                new = Prices(case, shard, self.ask(planner.shared(case.plan, shard), "units", title))
-                done += new.choices(plans, count)
-                if new.known:
-                    prices = new
-                    self.prices.append(new)
-        except (Died, CommandError) as error:
-            why = str(error).splitlines()[0] if isinstance(error, Died) else str(error)
-            done += [Choice(plan, refused=why) for plan in plans]
-            return error
-        finally:
-            self.choices += done
-        return None
-
-    def ask(self, plan: Chosen, compile: str, title: str) -> Answer:
-        rates = None if self.rates is None else str(self.rates.absolute())
-        request = Request(plan, self.target, compile, rates=rates)
-        known = self.cache.get(request)
-        if known is None:
-            words = f"{title}: {plan.schedule}, {plan.layout}, {plan.batch} sequences, remat {plan.remat}"
-            known = study(plan, self.target, compile, rates=self.rates, title=words)
-            self.cache.put(request, known)
-        self.dispatches |= known.dropped is not None or plan.ep_nodes > 1
-        if known.parameters is not None:
-            self.sizes.add(known.parameters.total)
-        return known
 
 
 def row(choice: Choice) -> dict[str, Any]:
@@ -296,7 +220,7 @@ def table(choices: Sequence[Choice]) -> Table:
             c.plan.schedule,
             f"{c.seconds:.4g}",
             percent(c.mfu),
-            _layout(c.plan),
+            layout_of(c.plan),
             *([in_runs(c.plan.stage_layers) or "own"] if moved else []),
             f"{c.plan.num_microbatches} of {c.plan.batch}",
             c.plan.remat,
@@ -314,7 +238,7 @@ def refusals(choices: Sequence[Choice]) -> Table:
     rows = [
         (
             c.plan.schedule,
-            _layout(c.plan),
+            layout_of(c.plan),
             f"{c.plan.num_microbatches} of {c.plan.batch}",
             c.plan.remat,
             c.refused,
@@ -324,6 +248,30 @@ def refusals(choices: Sequence[Choice]) -> Table:
     return Table(("schedule", "pp x ep", "microbatches", "remat", "why"), tuple(rows), left=(0, 4))
 
 
-def _layout(plan: Chosen) -> str:
-    """Ranks and experts' devices, and replicas before them where there are some."""
-    return ("" if plan.dp == 1 else f"{plan.dp} x ") + f"{plan.pp} x {plan.ep}"
+def excluded_words(excluded: Sequence[Excluded]) -> str:
+    """How many cases were not compiled, and that their bounds are of a model."""
+    by_why: dict[str, list[float]] = {}
+    for found in excluded:
+        by_why.setdefault(found.why, []).append(found.seconds)
+    counts = ", ".join(
+        f"{len(seconds)} {why}, from {min(seconds):.4g} s on" for why, seconds in by_why.items()
+    )
+    nearest = "as near to their products' time as the nearest that was compiled"
+    return f"not compiled, by what steps take at least with bubbles and units {nearest}: {counts}"
+
+
+def exclusions(excluded: Sequence[Excluded]) -> Table:
+    rows = [
+        (
+            found.plan.schedule,
+            f"{found.seconds:.4g}",
+            layout_of(found.plan),
+            f"{found.plan.num_microbatches} of {found.plan.batch}",
+            found.plan.remat,
+            found.plan.dispatch,
+            found.why,
+        )
+        for found in excluded
+    ]
+    head = ("schedule", "at least, s", "pp x ep", "microbatches", "remat", "dispatch", "why")
+    return Table(head, tuple(rows), left=(0, 6))

@@ -183,8 +183,7 @@ class Pipeline:
         Its arguments are those of ``value_and_grad``, or their ShapeDtypeStructs. It returns the ShapeDtypeStructs of
         one device.
         """
-        placed = jax.eval_shape(lambda p: self.placed(p), params)
-        return spmd.state(self._bound(placed), placed, batch, key)
+        return self.sketch(params, batch, key).state
 
     @functools.cached_property
     def rehearse(self) -> Callable[..., tuple[tuple[jax.Array, Report], Tree]]:
@@ -199,8 +198,12 @@ class Pipeline:
 
     def table(self, params: Tree, batch: Tree, key: jax.Array | None = None) -> TickTable:
         """The lowered schedule as ``value_and_grad`` of these arguments runs it; nothing is computed or compiled."""
-        placed = jax.eval_shape(lambda p: self.placed(p), params)
-        return spmd.table(self._bound(placed), placed, batch, key)
+        return self.sketch(params, batch, key).table
+
+    def sketch(self, params: Tree, batch: Tree, key: jax.Array | None = None) -> spmd.Sketch:
+        """``state``, ``table`` and the FLOPs of each unit, of one trace: that takes seconds where stages are deep."""
+        placed = jax.eval_shape(self.placed, params)
+        return spmd.sketch(self._bound(placed), placed, batch, key)
 
     # ------------------------------------------------------------------- placing
 

@@ -1,19 +1,21 @@
 """The engine: a step as one SPMD program that runs any lowered schedule."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 from jax.sharding import PartitionSpec
 
 from dualpipe_jax.contract import Report, Tree
+from dualpipe_jax.engine.kinds import Kind
 from dualpipe_jax.engine.program import Outputs, Program, Repeated
 from dualpipe_jax.engine.state import State
 from dualpipe_jax.engine.step import Step
 from dualpipe_jax.engine.storage import leaves_of
 from dualpipe_jax.parallel import PP
 from dualpipe_jax.schedule.lowering.table import TickTable
+from dualpipe_jax.schedule.lowering.unit_key import UnitKey
 from dualpipe_jax.split.leaves import is_floating
 
 
@@ -61,33 +63,46 @@ def forward(step: Step, params: Tree, batch: Tree, key: jax.Array | None, output
     return _run(step, on_rank, params, batch, key, None, PartitionSpec(*lead, None, step.batch_axes))
 
 
-def state(step: Step, params: Tree, batch: Tree, key: jax.Array | None) -> State:
-    """Types of what the scan carries on each device, computes nothing."""
-    return _shapes(step, Program.initial_state, params, batch, key)
+@dataclasses.dataclass(frozen=True)
+class Sketch:
+    """What is known of a step before it is compiled.
+
+    Attributes:
+      state: types of what the scan carries on each device; see ``State``.
+      table: what the program walks through.
+      flops: of matrix products and convolutions in F, I, W and B of each kind of stage, on one device. A Pallas kernel
+        counts as its author states. Of stages of one kind of which some are the first or the last, the most.
+    """
+
+    state: State
+    table: TickTable
+    flops: Mapping[UnitKey, int]
 
 
-def table(step: Step, params: Tree, batch: Tree, key: jax.Array | None) -> TickTable:
-    """What the program walks through; computes nothing."""
-    found = []
-
-    def keep(program: "Program") -> State:
-        found.append(program.table)
-        return State()
-
-    _shapes(step, keep, params, batch, key)
-    return found[0]
-
-
-def _shapes(step: Step, of: Callable[["Program"], State], params: Tree, batch: Tree, key: Any) -> State:
-    """Types of what a function of one device's program returns."""
-    unchecked = dataclasses.replace(step, check_vma=False)
+def sketch(step: Step, params: Tree, batch: Tree, key: jax.Array | None) -> Sketch:
+    """Trace the step as one device sees it; computes nothing."""
+    unchecked, found = dataclasses.replace(step, check_vma=False), []
 
     def on_rank(params: Tree, batch: Tree, key: jax.Array | None) -> State:
-        return of(Program(unchecked, params, batch, key, backward=True))
+        program = Program(unchecked, params, batch, key, backward=True)
+        found.append((program.table, _flops(program)))
+        return program.initial_state()
 
     # Called replicated, what it returns has the shapes that it has on one device.
     on_device = _shard_map(unchecked, on_rank, params, PartitionSpec())
-    return jax.eval_shape(on_device, params, batch, key)
+    state = jax.eval_shape(on_device, params, batch, key)
+    return Sketch(state, *found[0])
+
+
+def _flops(program: Program) -> dict[UnitKey, int]:
+    most: dict[UnitKey, int] = {}
+    for kind in program.kinds:
+        assert isinstance(kind, Kind)
+        flops = kind.plan.flops
+        for op, own in {"F": flops.forward, "B": flops.backward, "I": flops.input, "W": flops.weight}.items():
+            unit = UnitKey(op, (kind.name,))
+            most[unit] = max(own, most.get(unit, 0))
+    return most
 
 
 def _run(

@@ -28,7 +28,7 @@ from dualpipe_jax.pods.readings import read, read_foreign
 from dualpipe_jax.pods.request import Request
 from dualpipe_jax.pods.results import Answer, Compiled, Machine, Parameters, Unit, weigh
 from dualpipe_jax.pods.step_time import predict_step
-from dualpipe_jax.pods.units import unit_of
+from dualpipe_jax.pods.units import unit_of, with_usual
 from dualpipe_jax.schedule.lowering.unit_key import UnitKey
 
 BARE: Mapping[str, bool] = {"bare": False, "bare_ordered": True}
@@ -66,9 +66,10 @@ def answer(
         memory=weigh(kinds, None, limit_of(target), share),
         links=None if dispatch is None else count_links(plan, dispatch, target, blueprint.tokens_of_device),
         dropped=None if dispatch is None else share_dropped(plan, dispatch, blueprint.tokens_of_device),
+        products={} if target is None or not target.device.flops else products_of(blueprint, target.device),
     )
     if devices is None or target is None:
-        return with_remedies(found, target, devices, say)
+        return with_remedies(found, target, devices, say) if request.hints else found
     device = target.device
     if target.platform == "cpu":
         compiled = timed.measure(blueprint, say)
@@ -83,7 +84,7 @@ def answer(
         say("simulating the step")
         step = predict_step(compiled, blueprint, plan, device, guards_of(request, target))
         found = dataclasses.replace(found, step=step)
-    return with_remedies(found, target, devices, say)
+    return with_remedies(found, target, devices, say) if request.hints else found
 
 
 def with_remedies(
@@ -161,6 +162,17 @@ def count_parameters(blueprint: Blueprint) -> Parameters:
 
 def platform_of(target: Target) -> Literal["gpu", "tpu", "cpu"]:
     return "gpu" if target.platform == "cuda" else target.platform
+
+
+def products_of(blueprint: Blueprint, device: Device) -> dict[UnitKey, Unit]:
+    """The units as their matrix products alone, at the peak of a device."""
+
+    def unit(flops: int) -> Unit:
+        cycles = flops / device.flops * device.clock
+        return Unit(cycles, cycles, None, 0.0, 0, flops=flops, matmuls=cycles)
+
+    found = {key: unit(flops) for key, flops in blueprint.sketch.flops.items()}
+    return with_usual(found, blueprint.program.model.kind_of)
 
 
 def compile_and_read(

@@ -27,7 +27,7 @@ from dualpipe_jax.schedule.lowering.unit_key import UnitKey
 from dualpipe_jax.schedule.names import find
 from dualpipe_jax.step_options import Shard
 
-SCHEDULES = "dualpipe", "dualpipe_v", "one_f_one_b", "zb_h1", "zb_v"
+SCHEDULES = "dualpipe", "dualpipe_v", "one_f_one_b", "zb_h1", "zb_v", "interleaved_1f1b_overlap"
 REMATS: tuple[Literal["none", "dots", "wide", "all"], ...] = ("none", "dots", "wide", "all")
 DISPATCHES: tuple[Literal["dropless", "capacity"], ...] = ("dropless", "capacity")
 STASHES: tuple[int | None, ...] = (None, 8, 2, 1)
@@ -169,6 +169,11 @@ def schedule_of(plan: Plan) -> Schedule:
     return _schedule(plan.schedule, plan.pp, plan.num_microbatches, plan.max_stash)
 
 
+def layout_of(plan: Plan) -> str:
+    """Ranks and experts' devices, and replicas before them where there are some."""
+    return ("" if plan.dp == 1 else f"{plan.dp} x ") + f"{plan.pp} x {plan.ep}"
+
+
 def shared(plan: Plan, shard: Shard) -> Plan:
     return dataclasses.replace(plan, shard=shard)
 
@@ -184,11 +189,11 @@ def counted(case: Case, counts: Mapping[Shard, Answer]) -> tuple[list[Plan], lis
     for plan, shard in itertools.product(case.plans, counts):
         own, memory = shared(plan, shard), counts[shard].memory
         assert memory is not None and memory.limit is not None
-        needed = _needed(own, memory.share)
-        if at_most(needed, memory.limit):
+        size = needed(own, memory.share)
+        if at_most(size, memory.limit):
             fit.append(own)
         else:
-            refused.append(Choice(own, memory=needed, refused=_too_much(needed, memory.limit, "counted")))
+            refused.append(Choice(own, memory=size, refused=too_much(size, memory.limit, "counted")))
     return fit, refused
 
 
@@ -207,6 +212,7 @@ class Prices:
         self.compiled, self.step, self.target = found.compiled, found.step, found.target
         self.beside = self.compiled.overheads or Overheads(0.0, 0.0)
         self.beyond = max(0, found.memory.beyond or 0)
+        self.products = found.products
         self.ticks = functools.cache(self._ticks)
 
     @property
@@ -246,10 +252,10 @@ class Prices:
         rest = (self.beside.step + (0.0 if update is None else update.cycles)) / self.target.clock
         found, limit = [], self.target.memory
         for plan in plans:
-            needed = _needed(plan, count.memory.share) + self.beyond
-            refused = "" if at_most(needed, limit) else _too_much(needed, limit, "compiled")
+            size = needed(plan, count.memory.share) + self.beyond
+            refused = "" if at_most(size, limit) else too_much(size, limit, "compiled")
             seconds = self.ticks(plan) + rest
-            found.append(Choice(plan, least / seconds, seconds, needed, refused))
+            found.append(Choice(plan, least / seconds, seconds, size, refused))
         return found
 
 
@@ -314,14 +320,14 @@ def _live(name: str, pp: int, microbatches: int, max_stash: int | None, sizes: M
     return max(simulate(schedule).memory(sizes.for_schedule(schedule)))
 
 
-def _needed(plan: Plan, share: Mapping[str, object]) -> float:
+def needed(plan: Plan, share: Mapping[str, object]) -> float:
     """Bytes of the fullest rank, by the sizes of a rank's share; an upper bound where stages are of several kinds."""
     sizes = MemoryModel(**share)  # type: ignore[arg-type]  # as ``Memory.share`` has them
     return _live(plan.schedule, plan.pp, plan.num_microbatches, plan.max_stash, sizes)
 
 
-def _too_much(needed: float, limit: float, how: str) -> str:
-    return f"needs {needed / 2**30:.1f} GiB of {limit / 2**30:.1f}, {how}"
+def too_much(size: float, limit: float, how: str) -> str:
+    return f"needs {size / 2**30:.1f} GiB of {limit / 2**30:.1f}, {how}"
 
 
 def ranked(choices: Iterable[Choice]) -> list[Choice]:

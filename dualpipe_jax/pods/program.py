@@ -11,6 +11,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 
 from dualpipe_jax.contract import StagedModel
 from dualpipe_jax.engine import Pipeline
+from dualpipe_jax.engine.spmd import Sketch
 from dualpipe_jax.engine.stages import broadcast
 from dualpipe_jax.engine.state import State
 from dualpipe_jax.parallel import DP, EP, PP
@@ -188,9 +189,13 @@ class Blueprint:
         )
 
     @functools.cached_property
+    def sketch(self) -> Sketch:
+        """What the engine keeps and multiplies; see ``Pipeline.sketch``. It takes seconds: the model is traced."""
+        return self.pipeline.sketch(self.params, self.batch)
+
+    @property
     def state(self) -> State:
-        """What the engine keeps while a step runs; see ``Pipeline.state``. It takes seconds: the model is traced."""
-        return self.pipeline.state(self.params, self.batch)
+        return self.sketch.state
 
     @functools.cached_property
     def update(self) -> Update | None:

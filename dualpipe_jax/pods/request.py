@@ -23,6 +23,7 @@ class Request:
       compiled: file with the text of a program that is already compiled for the target: only this is read, the
         plan above is not looked at.
       rates: file of measured rates, by which programs are priced; None for the compiler's figures.
+      hints: whether to look for options that make a step fit that does not.
       requests: of a device, for serving; None for DeepSeek's.
       log: the file that this process's standard error goes to, where the TPU compiler's statistics are found.
     """
@@ -33,6 +34,7 @@ class Request:
     files: tuple[str, ...] = ()
     compiled: str | None = None
     rates: str | None = None
+    hints: bool = False
     requests: int | None = None
     log: str | None = None
 

@@ -330,6 +330,8 @@ class Answer:
       memory: bytes on one device.
       links: what dispatch sends between nodes and inside them.
       dropped: share of the assignments of tokens to experts that find no room under uniform routing.
+      products: F, I, W and B as if they were their matrix products alone, at the device's peak; empty where nobody
+        knows it.
       compiled: what the compiler made of the step or its units.
       step: the predicted time of a step.
     """
@@ -341,6 +343,7 @@ class Answer:
     memory: Memory | None = None
     links: Links | None = None
     dropped: float | None = None
+    products: Mapping[UnitKey, Unit] = dataclasses.field(default_factory=dict)
     compiled: Compiled | None = None
     step: Prediction | None = None
 

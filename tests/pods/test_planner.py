@@ -11,6 +11,7 @@ import pytest
 import models
 from dualpipe_jax.__main__ import main
 from dualpipe_jax.command import plan as command
+from dualpipe_jax.command import planning
 from dualpipe_jax.command.options import CommandError, Died
 from dualpipe_jax.inspect.target import Target
 from dualpipe_jax.pods import Answer, Plan, ahead, planner
@@ -43,6 +44,8 @@ TARGET = Target.parse("v5e:2x4")
 BASE = Plan("tiny", sequence=16)
 GIB = 2**30
 CYCLES = {"F": 1e6, "I": 1e6, "W": 5e5, "B": 1.4e6, "FB": 2e6}
+PRODUCTS = {"F": 6e5, "I": 6e5, "W": 4e5, "B": 1e6}
+"""Cycles of matrix products alone."""
 BESIDE = {"nothing": 7000.0, "optimizer": 9000.0, "parameters": 50e3}
 UPDATE = {"nothing": 80e3, "optimizer": 40e3, "parameters": 10e3}
 """Cycles of what stands beside the ticks, by what is shared out."""
@@ -59,7 +62,8 @@ def answer(plan, compile, *, memory=16 * GIB, fixed=None, beyond=0, cycles=None,
     sizes = SIZES | {"fixed": SIZES["fixed"] - less if fixed is None else fixed}
     kinds = {"optimizer": 0, "stages": 3 * GIB}
     memory = Memory(kinds, 3 * GIB, beyond, 3 * GIB, memory, True, sizes)
-    found = Answer(machine(memory.limit), plan, tuple(layers), memory=memory)
+    products = keyed({name: Unit(each, each, None, 0.0, 0) for name, each in PRODUCTS.items()})
+    found = Answer(machine(memory.limit), plan, tuple(layers), memory=memory, products=products)
     if compile == "nothing":
         return found
     cycles = cycles or {name: CYCLES[name] for name in units_of(plan.make_schedule())}
@@ -116,9 +120,9 @@ def choices(limit=16 * GIB, beyond=0, compiled=None, **more):
             compiled.append((plan.schedule, plan.shard))
         return answer(plan, compile, memory=limit, beyond=beyond)
 
-    search = command.Search(str(TARGET), None, None)
+    search = planning.Search(str(TARGET), None, None)
     search.ask = ask
-    search.explore(wanted(**more))
+    search.explore(wanted(**more), whole=True)
     return search.choices
 
 
@@ -216,13 +220,13 @@ def studied(monkeypatch):
             raise event
         return answer(plan, compile)
 
-    monkeypatch.setattr(command, "study", study)
+    monkeypatch.setattr(planning, "study", study)
     return asked, events
 
 
 def planned(tmp_path, *more):
     asked = "plan --target v5e:2x4 --program tiny --sequence 16 --pp 2 --per-device 1"
-    asked += " --remat all --max-stash 1"
+    asked += " --remat all --max-stash 1 --whole"
     asked += "" if "--dispatch" in more else " --dispatch capacity"
     kept = str(tmp_path / "kept")
     return main([*asked.split(), "--schedule", "dualpipe", "1f1b", "--cache", kept, *more])
@@ -233,9 +237,9 @@ def test_ways_to_experts_are_told_apart_if_any_token_goes_there(
     studied, tmp_path, monkeypatch, dropped, ways
 ):
     asked, _ = studied
-    study = command.study
+    study = planning.study
     answered = lambda *args, **how: dataclasses.replace(study(*args, **how), dropped=dropped)  # noqa: E731
-    monkeypatch.setattr(command, "study", answered)
+    monkeypatch.setattr(planning, "study", answered)
     assert planned(tmp_path, "--dispatch", *planner.DISPATCHES) == 0
     assert list(dict.fromkeys(plan.dispatch for plan, _ in asked)) == ways
     assert command.Plan("v5e:2x4").dispatch == ("dropless", "capacity"), "the trainer's own comes first"
@@ -266,7 +270,7 @@ def test_programs_that_grow_with_their_stages_are_told(studied, tmp_path, capsys
     def study(plan, target, compile, rates=None, title=None):
         return dataclasses.replace(answer(plan, compile), parameters=Parameters(next(several) // 3, 1, 1))
 
-    monkeypatch.setattr(command, "study", study)
+    monkeypatch.setattr(planning, "study", study)
     assert planned(tmp_path) == 0
     assert "these are different models, of 33, 34, 35 parameters" in capsys.readouterr().out
 
@@ -288,7 +292,7 @@ def test_layers_are_moved_where_the_ends_take_more_or_less(monkeypatch, tmp_path
         asked.append((plan.stage_layers, compile))
         return layered(plan, compile, **more)
 
-    monkeypatch.setattr(command, "study", study)
+    monkeypatch.setattr(planning, "study", study)
     options = ["--pp", "4", "--schedule", "1f1b", "--shard", "nothing"]
     assert planned(tmp_path, *options, "--move-layers", "0", "--json") == 0
     (own,) = json.loads(capsys.readouterr().out)["plans"]
@@ -321,9 +325,9 @@ def test_layers_that_stay(monkeypatch, why):
             return dataclasses.replace(found, compiled=dataclasses.replace(found.compiled, at_once=1))
         return found
 
-    asked, search = set(), command.Search(str(TARGET), None, None)
+    asked, search = set(), planning.Search(str(TARGET), None, None)
     search.ask = ask
-    search.explore(wanted(pp=(4,), schedules=("1f1b",), moves=3))
+    search.explore(wanted(pp=(4,), schedules=("1f1b",), moves=3), whole=True)
     assert asked == {()}
 
 
@@ -499,7 +503,7 @@ def test_the_update_is_compiled_in_a_form_that_fits(studied, tmp_path, monkeypat
         fixed = {"nothing": 20 * GIB, "optimizer": 3 * GIB, "parameters": 2 * GIB}[plan.shard]
         return answer(plan, compile, fixed=fixed)
 
-    monkeypatch.setattr(command, "study", large)
+    monkeypatch.setattr(planning, "study", large)
     assert planned(tmp_path, "--json") == 0
     assert {plan.shard for plan, compile in asked if compile == "units"} == {"optimizer"}
     assert len(asked) == 2 * (3 + 1)

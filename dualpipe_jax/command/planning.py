@@ -1,0 +1,226 @@
+"""What `dualpipe plan` does before it prints: counts, bounds, compiles and prices, the most promising case first."""
+
+import math
+import resource
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from dualpipe_jax.command.options import CommandError, Died
+from dualpipe_jax.command.overlap import study
+from dualpipe_jax.pods import planner
+from dualpipe_jax.pods.bounds import Bounds, Excluded
+from dualpipe_jax.pods.cache import Cache
+from dualpipe_jax.pods.plan import Plan
+from dualpipe_jax.pods.planner import Case, Choice, Prices, Wanted, layout_of
+from dualpipe_jax.pods.request import Request
+from dualpipe_jax.pods.results import Answer
+from dualpipe_jax.present.numbers import in_runs
+from dualpipe_jax.step_options import Shard
+
+
+class Search:
+    """Plans as they are found.
+
+    Args:
+      target: the devices.
+      cache: of answers.
+      rates: file of measured rates.
+      minutes: CPU minutes after which nothing more is compiled; None: no such limit.
+    """
+
+    def __init__(self, target: str, cache: Cache, rates: Path | None, minutes: float | None = None):
+        self.target, self.cache, self.rates = target, cache, rates
+        self.choices: list[Choice] = []
+        self.excluded: list[Excluded] = []
+        self.prices: list[Prices] = []
+        self.sizes: set[int] = set()
+        self.dispatches = False  # whether the program sends tokens to experts at all
+        self.left = 0
+        self._clock = _Clock(minutes)
+
+    def explore(self, wanted: Wanted, *, whole: bool = False) -> None:
+        """Count, compile and price; ``choices`` grow meanwhile.
+
+        Args:
+          wanted: what plans.
+          whole: compile every case of which a plan may fit; else the one with the least bound first, and none whose
+            bound is not below the shortest step so far. Cases that are timed on this machine have no bounds.
+
+        Raises:
+          CommandError: what the first case cannot have, and the most different one neither, for the same reason word
+            for word: no case can, such as a program that there is not.
+        """
+        cases, self.choices = planner.cases(wanted, planner.num_devices(self.target))
+        shards = sorted(wanted.shards, key=planner.SHARDS.index)
+        if whole or self.target.lower().startswith("cpu:"):
+            self._consider_all(cases, wanted, shards)
+        else:
+            self._consider_by_bounds(cases, wanted, shards)
+        self.left = wanted.moves
+        while self.left and (better := planner.moved(self.prices, self.choices, cases)) is not None:
+            if not self._clock.lasts():
+                break
+            cases.append(better)
+            self.consider(better, shards, f"layers {in_runs(better.plan.stage_layers)}")
+            self.left -= 1
+        self.left = 0
+
+    def _consider_all(self, cases: Sequence[Case], wanted: Wanted, shards: Sequence[Shard]) -> None:
+        for number, case in enumerate(cases, start=1):
+            self.left = len(cases) - number + 1
+            if self._is_told_apart(case.plan, wanted):
+                error = self.consider(case, shards, f"case {number} of {len(cases)}")
+                self._ends_if_shared(error, number, cases[-1].plan, shards)
+
+    def _consider_by_bounds(self, cases: Sequence[Case], wanted: Wanted, shards: Sequence[Shard]) -> None:
+        self.left = len(cases)
+        bounds = Bounds(cases)
+        self._count(bounds, wanted, shards)
+        open_cases = bounds.open()
+        self._say_bounds(bounds, open_cases)
+        while open_cases:
+            self.left = len(open_cases)
+            case = min(open_cases, key=bounds.seconds)
+            if bounds.seconds(case) >= self.shortest or not self._clock.lasts():
+                break
+            open_cases.remove(case)
+            known = len(self.prices)
+            with self._clock:
+                self.consider(
+                    case, shards, f"at least {bounds.seconds(case):.4g} s, {len(open_cases)} cases left"
+                )
+            for prices in self.prices[known:]:
+                bounds.learn(prices)
+        for case in sorted(open_cases, key=bounds.seconds):
+            longer = bounds.seconds(case) >= self.shortest
+            self.excluded.append(
+                bounds.excluded(case, "longer than the best" if longer else "no CPU minutes left")
+            )
+
+    def _count(self, bounds: Bounds, wanted: Wanted, shards: Sequence[Shard]) -> None:
+        """Count one case of each cut, with as much shared out as may be."""
+        cuts = bounds.cuts()
+        for number, cut in enumerate(cuts, start=1):
+            plan = bounds.standing_for(cut)
+            if not self._is_told_apart(plan, wanted):
+                continue
+            if known := bounds.cannot_fit(cut):
+                self.choices += known
+                continue
+            error: Exception | None = None
+            try:
+                counted = self.ask(
+                    planner.shared(plan, shards[-1]), "nothing", f"cut {number} of {len(cuts)}"
+                )
+                self.choices += bounds.take(cut, counted)
+            except (Died, CommandError) as failed:
+                error = failed
+                self.choices += [
+                    Choice(own, refused=_why(error)) for case in bounds.cases[cut] for own in case.plans
+                ]
+            self._ends_if_shared(error, number, bounds.standing_for(cuts[-1]), shards)
+
+    def _is_told_apart(self, plan: Plan, wanted: Wanted) -> bool:
+        """Whether a plan's way to the experts makes a difference: the first that is wanted does."""
+        return self.dispatches or plan.dispatch == wanted.dispatches[0]
+
+    def _ends_if_shared(
+        self, error: Exception | None, number: int, other: Plan, shards: Sequence[Shard]
+    ) -> None:
+        if number > 1 or not isinstance(error, CommandError):
+            return
+        try:
+            self.ask(planner.shared(other, shards[0]), "nothing", "the last case")
+        except CommandError as its:
+            if str(its) == str(error):
+                raise
+        except Died:
+            pass  # told when its turn comes
+
+    @property
+    def shortest(self) -> float:
+        """Seconds of the best plan so far."""
+        known = (choice.seconds for choice in self.choices if not choice.refused)
+        return min((seconds for seconds in known if seconds is not None), default=math.inf)
+
+    def _say_bounds(self, bounds: Bounds, cases: Sequence[Case]) -> None:
+        """What is known before anything is compiled, which takes long."""
+        least = sorted((bounds.excluded(case, "") for case in cases), key=lambda found: found.seconds)
+        lines = [f"{len(cases)} cases may fit; by their products and bubbles a step takes at least"]
+        for found in least[:_FIRST]:
+            plan = found.plan
+            how = f"{plan.num_microbatches} microbatches of {plan.batch}, remat {plan.remat}, {plan.dispatch}"
+            lines.append(f"  {found.seconds:.4g} s: {plan.schedule}, {layout_of(plan)}, {how}")
+        print("\n".join(lines), file=sys.stderr)
+
+    def consider(self, case: Case, shards: Sequence[Shard], title: str) -> Exception | None:
+        """All plans of a case; ``shards`` from the least on. Returns why there are none, if it could not be asked."""
+        done: list[Choice] = []
+        plans: Sequence[Plan] = case.plans
+        try:
+            counts = {shard: self.ask(planner.shared(case.plan, shard), "nothing", title) for shard in shards}
+            fit, done = planner.counted(case, counts)
+            prices = None
+            for shard, count in counts.items():
+                plans = [plan for plan in fit if plan.shard == shard]
+                if not planner.worth(plans, done, prices):
+                    continue
+                new = Prices(case, shard, self.ask(planner.shared(case.plan, shard), "units", title))
+                done += new.choices(plans, count)
+                if new.known:
+                    prices = new
+                    self.prices.append(new)
+        except (Died, CommandError) as error:
+            done += [Choice(plan, refused=_why(error)) for plan in plans]
+            return error
+        finally:
+            self.choices += done
+        return None
+
+    def ask(self, plan: Plan, compile: str, title: str) -> Answer:
+        rates = None if self.rates is None else str(self.rates.absolute())
+        request = Request(plan, self.target, compile, rates=rates)
+        known = self.cache.get(request)
+        if known is None:
+            words = f"{title}: {plan.schedule}, {plan.layout}, {plan.batch} sequences, remat {plan.remat}"
+            known = study(plan, self.target, compile, rates=self.rates, title=words)
+            self.cache.put(request, known)
+        self.dispatches |= known.dropped is not None or plan.ep_nodes > 1
+        if known.parameters is not None:
+            self.sizes.add(known.parameters.total)
+        return known
+
+
+_FIRST = 5
+"""Bounds that are told before anything is compiled."""
+
+
+def _why(error: Exception) -> str:
+    return str(error).splitlines()[0] if isinstance(error, Died) else str(error)
+
+
+class _Clock:
+    """CPU minutes of the processes that were asked: what was used, and what a case took.
+
+    Used as a context it is a case that runs.
+    """
+
+    def __init__(self, minutes: float | None):
+        self._limit = math.inf if minutes is None else minutes
+        self._started, self._longest = _minutes(), 0.0
+
+    def lasts(self) -> bool:
+        """Whether the longest case so far would still end in time."""
+        return _minutes() - self._started + self._longest <= self._limit
+
+    def __enter__(self) -> None:
+        self._began = _minutes()
+
+    def __exit__(self, *_: object) -> None:
+        self._longest = max(self._longest, _minutes() - self._began)
+
+
+def _minutes() -> float:
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return (used.ru_utime + used.ru_stime) / 60

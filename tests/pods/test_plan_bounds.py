@@ -1,0 +1,180 @@
+"""Cases that are not compiled: bounds by hand, what is counted, and the best of all found all the same."""
+
+import dataclasses
+import math
+import random
+
+import pytest
+
+from dualpipe_jax.command import planning
+from dualpipe_jax.command.options import CommandError
+from dualpipe_jax.pods import planner
+from dualpipe_jax.pods.bounds import MARGIN, Bounds, Cut, Least
+from dualpipe_jax.pods.results import Unit
+from dualpipe_jax.schedule import one_f_one_b, zb_h1
+from tests.pods.test_planner import BASE, CYCLES, GIB, PRODUCTS, TARGET, answer, keyed, wanted
+
+CLOCK = 1.5e9
+
+
+def counted(schedule="1f1b", **more):
+    return answer(dataclasses.replace(BASE, schedule=schedule, pp=4, microbatches=8), "nothing", **more)
+
+
+def units(cycles):
+    return keyed({name: Unit(each, each, None, 0.0, 0) for name, each in cycles.items()})
+
+
+def test_the_least_step_by_hand():
+    """1F1B on p ranks with m microbatches: (m + p - 1)(F + B) where all stages take as long."""
+    least, f, b = Least(one_f_one_b(4, 8), counted()), PRODUCTS["F"], PRODUCTS["B"]
+    assert least.seconds(one_f_one_b(4, 8), {}) == pytest.approx(11 * (f + b) / CLOCK)
+    assert least.seconds(one_f_one_b(4, 8), {"F": 2.0}) == pytest.approx(11 * (2 * f + b) / CLOCK)
+    halves = least.seconds(zb_h1(4, 8), {})
+    assert 8 * (f + b) / CLOCK < halves < 11 * (f + b) / CLOCK
+
+
+def test_stages_that_were_not_counted_have_an_even_share():
+    """Four stages whose last takes thrice as long: twelve F of a step's work, of which each of eight has an eighth."""
+    f = 1e6
+    products = {"F": f, "I": f, "W": f, "B": 2 * f}
+    last = {f"{op}/last": 3 * cycles for op, cycles in products.items()}
+    found = dataclasses.replace(counted(), products=units(products | last))
+    same = Least(one_f_one_b(4, 8), found).seconds(one_f_one_b(4, 8), {})
+    assert same * CLOCK > 8 * 9 * f, "the last rank alone"
+    even = 6 / 4 * f  # a stage's F
+    v_shaped = planner.schedule_of(dataclasses.replace(BASE, schedule="zb_v", pp=4, microbatches=64))
+    long = Least(one_f_one_b(4, 64), found).seconds(v_shaped, {})
+    assert long * CLOCK == pytest.approx(64 * 3 * even, rel=0.1) and long * CLOCK > 64 * 3 * even
+
+
+def test_units_come_no_nearer_to_their_products_than_those_that_were_compiled():
+    (case,), _ = planner.cases(wanted(schedules=("zb_h1",)), 8)
+    bounds = Bounds([case])
+    (cut,) = bounds.cuts()
+    assert not bounds.take(cut, answer(case.plan, "nothing"))
+    before = bounds.seconds(case)
+    bounds.learn(planner.Prices(case, "nothing", answer(case.plan, "units")))
+    ops = {"F", "I", "W", "B"}
+    assert bounds.factors == pytest.approx({op: MARGIN * CYCLES[op] / PRODUCTS[op] for op in ops})
+    assert bounds.seconds(case) > before and "FB" not in bounds.factors, "no pair was compiled"
+    slower = answer(case.plan, "units", cycles={op: 9 * CYCLES[op] for op in ops})
+    now = bounds.seconds(case)
+    bounds.learn(planner.Prices(case, "nothing", slower))
+    assert bounds.seconds(case) == now, "the nearest counts"
+
+
+def test_what_keeps_no_less_than_what_does_not_fit_is_not_counted():
+    asked = []
+
+    def ask(plan, compile, title):
+        asked.append((plan.microbatch_size, plan.remat, plan.shard, compile))
+        huge = plan.remat != "all" or plan.microbatch_size > 4
+        return answer(plan, compile, fixed=(99 if huge else 2) * GIB)
+
+    search = planning.Search(str(TARGET), None, None)
+    search.ask = ask
+    search.explore(wanted(remats=planner.REMATS, per_device=(1, 2), schedules=("1f1b",)))
+    count = [
+        (size, remat)
+        for size, remat, shard, compile in asked
+        if (shard, compile) == ("parameters", "nothing")
+    ]
+    assert list(dict.fromkeys(count)) == [(4, "all"), (4, "wide"), (8, "all")], (
+        "none, dots, and 8 with wide need more"
+    )
+    why = {(c.plan.microbatch_size, c.plan.remat): c.refused for c in search.choices if c.refused}
+    assert "not counted" not in why[4, "wide"] and len(why) == 7
+    assert why[8, "none"].startswith("not counted: remat wide of 4 sequences needs 102.0 GiB of 16.0")
+
+
+def test_cuts_that_keep_more():
+    least = Cut(1, 2, 4, "capacity", "wide")
+    for other, more in (
+        (least._replace(remat="none"), True),
+        (least._replace(microbatch_size=8), True),
+        (least._replace(remat="all"), False),
+        (least._replace(microbatch_size=8, remat="all"), False),
+        (least._replace(pp=4), False),
+        (least._replace(dispatch="dropless"), False),
+    ):
+        assert other.needs_no_less(least) == more, other
+
+
+def found_by(seed, *, whole):
+    """A search over units that take from once to three times their products' time, alike in all cases but for 4 %."""
+    rng = random.Random(seed)
+    factors = {op: rng.uniform(1, 3) for op in ("F", "B", "I", "W", "FB")}
+    compiled = []
+
+    def ask(plan, compile, title):
+        own = random.Random(f"{seed} {plan.remat} {plan.microbatch_size} {plan.schedule}")
+        work = plan.microbatch_size / 4 * {"none": 1.0, "all": own.uniform(1.2, 1.4)}[plan.remat]
+        products = {op: work * cycles for op, cycles in PRODUCTS.items()} | {"FB": work * 1.6e6}
+        cycles = {op: factors[op] * own.uniform(1, 1.04) * least for op, least in products.items()}
+        if compile == "units":
+            compiled.append(plan)
+        ops = planner.units_of(planner.schedule_of(plan))
+        found = answer(plan, compile, cycles={op: cycles[op] for op in ops})
+        del products["FB"]
+        return dataclasses.replace(found, products=units(products))
+
+    search = planning.Search(str(TARGET), None, None)
+    search.ask = ask
+    schedules = planner.SCHEDULES
+    search.explore(
+        wanted(schedules=schedules, remats=("none", "all"), per_device=(1, 2), pp=(2, 4)), whole=whole
+    )
+    return planner.ranked(search.choices)[0], compiled, search
+
+
+def test_the_best_of_all_is_found_with_few_compiled():
+    few = many = 0
+    for seed in range(12):
+        best, compiled, search = found_by(seed, whole=False)
+        best_of_all, all_compiled, _ = found_by(seed, whole=True)
+        assert best == best_of_all, seed
+        assert len(compiled) + len(search.excluded) == len(all_compiled)
+        assert all(found.seconds >= best.seconds for found in search.excluded), "each bound excludes its case"
+        few, many = few + len(compiled), many + len(all_compiled)
+    assert few < many / 2
+
+
+@pytest.mark.parametrize("minutes, compiled", [(None, 2), (25.0, 2), (19.0, 1), (1.0, 1)])
+def test_cpu_minutes(monkeypatch, minutes, compiled):
+    """Each case takes ten; the first is begun in any event, the next if it will end in time."""
+    used, priced = [0.0], []
+    monkeypatch.setattr(planning, "_minutes", lambda: used[0])
+
+    def ask(plan, compile, title):
+        if compile == "units":
+            priced.append(plan.schedule)
+            used[0] += 10.0
+        return answer(plan, compile, cycles={op: CYCLES[op] for op in planner.units_of(plan.make_schedule())})
+
+    search = planning.Search(str(TARGET), None, None, minutes)
+    search.ask = ask
+    monkeypatch.setitem(CYCLES, "FB", 9e6)  # so that no bound excludes the other case
+    search.explore(wanted())
+    assert len(priced) == compiled
+    assert [found.why for found in search.excluded] == ["no CPU minutes left"] * (2 - compiled)
+
+
+def test_what_is_told_before_anything_is_compiled(capsys):
+    search = planning.Search(str(TARGET), None, None)
+    search.ask = lambda plan, compile, title: answer(plan, compile)
+    search.explore(wanted())
+    first, *rest = capsys.readouterr().err.splitlines()
+    assert first == "2 cases may fit; by their products and bubbles a step takes at least"
+    assert [line.split(": ")[1].split(",")[0] for line in rest] == ["dualpipe", "zb_h1"]
+
+
+def test_a_fault_of_all_cuts_ends_the_search():
+    def ask(plan, compile, title):
+        raise CommandError("there is no such program")
+
+    search = planning.Search(str(TARGET), None, None)
+    search.ask = ask
+    with pytest.raises(CommandError, match="no such program"):
+        search.explore(wanted())
+    assert search.shortest == math.inf
