@@ -6,7 +6,6 @@ from typing import TypedDict
 import numpy as np
 
 from train.data.permutation import permute
-from train.data.streams import Stream
 
 ORDER = 1
 """Number of the rules below: under others the same data is another sequence of batches."""
@@ -66,11 +65,6 @@ def place(numbers: np.ndarray, length: int, sequence: int, *key: object) -> np.n
 def spread(count: int, length: int, sequence: int) -> np.ndarray:
     """Where ``count`` windows begin that lie evenly over all of a stream, int64 [count]."""
     return np.linspace(0, length - sequence - 1, count).astype(np.int64)
-
-
-def read(stream: Stream, starts: np.ndarray, sequence: int) -> np.ndarray:
-    """Windows as ``pack`` takes them: int32 [n, sequence + 1]."""
-    return stream.windows(starts, sequence + 1)
 
 
 def _bits(*key: object) -> int:

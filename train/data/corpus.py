@@ -116,12 +116,12 @@ class Corpus:
         size = num_microbatches * microbatch_size
         wanted = np.arange(size).reshape(num_microbatches, microbatch_size)[rows]
         sources, numbers = self.mixture.locate((step * size if begin is None else begin) + wanted.reshape(-1))
-        starts = np.empty_like(numbers)
+        windows = np.empty((wanted.size, sequence + 1), np.int32)
         for number, source in enumerate(self.sources):
             here = sources == number
-            starts[here] = batches.place(numbers[here], len(source.train), sequence, seed, number)
-        whole = self._read("train", sources, starts, sequence)
-        return self._packed(whole.reshape(*wanted.shape, sequence + 1), columns)
+            starts = batches.place(numbers[here], len(source.train), sequence, seed, number)
+            windows[here] = source.train.windows(starts, sequence + 1)
+        return self._packed(windows.reshape(*wanted.shape, sequence + 1), columns)
 
     def heldout_batches(
         self, num_sequences: int, shape: tuple[int, int, int]
@@ -133,13 +133,14 @@ class Corpus:
         """
         num_microbatches, microbatch_size, sequence = shape
         sources, _ = self.mixture.locate(np.arange(num_sequences))
-        starts = np.empty(num_sequences, np.int64)
+        windows = np.empty((num_sequences, sequence + 1), np.int32)
         for number, source in enumerate(self.sources):
             here = sources == number
-            starts[here] = batches.spread(int(here.sum()), len(source.heldout), sequence)
+            starts = batches.spread(int(here.sum()), len(source.heldout), sequence)
+            windows[here] = source.heldout.windows(starts, sequence + 1)
         size = num_microbatches * microbatch_size
         total = -(-num_sequences // size) * size
-        windows = np.resize(self._read("heldout", sources, starts, sequence), (total, sequence + 1))
+        windows = np.resize(windows, (total, sequence + 1))
         counts = (np.arange(total) < num_sequences).astype(np.float32)
         return [
             (self._packed(some.reshape(*shape[:2], sequence + 1)), weights.reshape(shape[:2]))
@@ -162,14 +163,6 @@ class Corpus:
                         f"--data: {named}{len(stream)} {unit}s {what}, but --sequence {sequence} takes more; "
                         "give more text or a shorter sequence"
                     )
-
-    def _read(self, split: str, sources: np.ndarray, starts: np.ndarray, sequence: int) -> np.ndarray:
-        windows = np.empty((len(starts), sequence + 1), np.int32)
-        for number, source in enumerate(self.sources):
-            here = sources == number
-            stream: Stream = getattr(source, split)
-            windows[here] = batches.read(stream, starts[here], sequence)
-        return windows
 
     def _packed(self, windows: np.ndarray, columns: tuple[slice, ...] = ()) -> Batch:
         batch: Any = batches.pack(windows, self.vocabulary.separator)
