@@ -3,7 +3,6 @@
 import dataclasses
 import hashlib
 import json
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +66,18 @@ class Manifest:
     origin: dict[str, Any] = dataclasses.field(default_factory=dict)
 
     @property
+    def shards(self) -> tuple[Shard, ...]:
+        return self.train + self.heldout
+
+    @property
+    def files(self) -> dict[str, str]:
+        """The SHA-256 of every file beside the manifest, by its name."""
+        found: dict[str, str] = {}
+        for shard in self.shards:
+            found |= {shard.file: shard.sha256, shard.index: shard.index_sha256}
+        return found if self.tokenizer is None else found | {TOKENIZER: self.tokenizer}
+
+    @property
     def fingerprint(self) -> str:
         """Equal for equal tokens in equal order."""
         return _digest({**_content(self), "origin": None})
@@ -113,7 +124,7 @@ def read_manifest(folder: Path) -> Manifest:
         ) from None
 
 
-def open_prepared(folder: Path, name: str | None = None) -> tuple[Source, Vocabulary]:
+def open_prepared(folder: Path) -> tuple[Source, Vocabulary]:
     """A prepared folder's tokens, mapped into memory and read as they are needed.
 
     Raises:
@@ -129,12 +140,11 @@ def open_prepared(folder: Path, name: str | None = None) -> tuple[Source, Vocabu
             np.memmap(folder / shard.file, dtype=_on_disk(manifest.dtype), mode="r") for shard in shards
         ]
         streams.append(ArrayStream(arrays, manifest.vocab, [str(folder / shard.file) for shard in shards]))
-    documents = sum(shard.documents for split in SPLITS for shard in getattr(manifest, split))
     source = Source(
-        name or str(folder),
+        str(folder),
         train=streams[0],
         heldout=streams[1],
-        num_documents=documents,
+        num_documents=sum(shard.documents for shard in manifest.shards),
         fingerprint=manifest.fingerprint,
         weight=max(1, len(streams[0])),
     )
@@ -148,54 +158,34 @@ def open_its_vocabulary(folder: Path, manifest: Manifest) -> Vocabulary:
     file = folder / TOKENIZER
     if not file.is_file():
         raise DataError(f"--data {folder}: {TOKENIZER} is missing")
-    if hashlib.sha256(file.read_bytes()).hexdigest() != manifest.tokenizer:
+    if sha256(file) != manifest.tokenizer:
         raise DataError(f"--data {folder}: {TOKENIZER} is not the one that its tokens were made with")
     return Vocabulary(manifest.vocab, manifest.separator, file)
 
 
-def find_damage(folder: Path, progress: Callable[[int], None] = lambda num_bytes: None) -> list[str]:
+def find_damage(folder: Path) -> list[str]:
     """Everything about a prepared folder that is not as the manifest says, in words; reads all of it.
-
-    Args:
-      folder: where the manifest is.
-      progress: called with the number of bytes that have been read since the last call.
 
     Raises:
       DataError: there is no manifest, or it is not whole.
     """
-    manifest = read_manifest(folder)
-    shards = [shard for split in SPLITS for shard in getattr(manifest, split)]
-    expected = [
-        pair for shard in shards for pair in ((shard.file, shard.sha256), (shard.index, shard.index_sha256))
-    ]
-    if manifest.tokenizer is not None:
-        expected.append((TOKENIZER, manifest.tokenizer))
+    expected = read_manifest(folder).files
     found = []
-    for name, digest in expected:
+    for name, digest in expected.items():
         try:
-            if sha256(folder / name, progress) != digest:
+            if sha256(folder / name) != digest:
                 found.append(f"{name}: damaged, its checksum is another")
         except FileNotFoundError:
             found.append(f"{name}: missing")
         except OSError as error:
             found.append(f"{name}: cannot be read: {error.strerror}")
-    known = {name for name, _ in expected}
-    strange = sorted(file.name for file in folder.glob("*.bin") if file.name not in known)
+    strange = sorted(file.name for file in folder.glob("*.bin") if file.name not in expected)
     return found + [f"{name}: not in the manifest" for name in strange]
 
 
-def sha256(file: Path, progress: Callable[[int], None] = lambda num_bytes: None) -> str:
-    digest = hashlib.sha256()
-    for part in _parts(file):
-        digest.update(part)
-        progress(len(part))
-    return digest.hexdigest()
-
-
-def _parts(file: Path, size: int = 2**22) -> Iterator[bytes]:
+def sha256(file: Path) -> str:
     with file.open("rb") as opened:
-        while part := opened.read(size):
-            yield part
+        return hashlib.file_digest(opened, "sha256").hexdigest()
 
 
 def _check_length(folder: Path, shard: Shard, dtype: np.dtype) -> None:

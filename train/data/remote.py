@@ -7,7 +7,7 @@ from typing import Any
 
 from dualpipe_jax.installing import install_command
 from train.data.errors import DataError
-from train.data.manifest import MANIFEST, SPLITS, TOKENIZER, loads
+from train.data.manifest import MANIFEST, loads
 
 
 def is_url(path: str | Path) -> bool:
@@ -48,13 +48,8 @@ def fetch(url: str | Path) -> Path:
     manifest = loads(text, f"{url}/{MANIFEST}")
     folder = cache_folder() / hashlib.sha256(text).hexdigest()[:24]
     folder.mkdir(parents=True, exist_ok=True)
-    names = [
-        name for split in SPLITS for shard in getattr(manifest, split) for name in (shard.file, shard.index)
-    ]
-    if manifest.tokenizer is not None:
-        names.append(TOKENIZER)
     try:
-        for name in names:
+        for name in manifest.files:
             if not (folder / name).exists():
                 part = folder / f".{name}.{os.getpid()}"
                 filesystem.get_file(f"{path}/{name}", str(part))

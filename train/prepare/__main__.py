@@ -43,10 +43,8 @@ def verify(options: Options, report: Report) -> int:
     for line in damage:
         report.say(line)
     manifest = read_manifest(Path(options.out))
-    num_shards = len(manifest.train) + len(manifest.heldout)
-    report.say(
-        f"{options.out}: {num_shards} shards, " + (f"{len(damage)} damaged" if damage else "all whole")
-    )
+    damaged = f"{len(damage)} damaged" if damage else "all whole"
+    report.say(f"{options.out}: {len(manifest.shards)} shards, {damaged}")
     return 1 if damage else 0
 
 
@@ -64,7 +62,7 @@ def summary(manifest: Manifest, out: str) -> str:
         f"documents  {origin['documents']} kept; dropped: {dropped or 'none'}\n"
         f"tokens     {train} to train on, {heldout} held out, {each:.2f} bytes each\n"
         f"vocabulary {manifest.vocab}, stored as {manifest.dtype}\n"
-        f"files      {out}/: {len(manifest.train) + len(manifest.heldout)} shards; {then}"
+        f"files      {out}/: {len(manifest.shards)} shards; {then}"
     )
 
 

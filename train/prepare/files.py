@@ -2,19 +2,26 @@
 
 import json
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 
 
-def write(file: Path, content: bytes) -> None:
-    """Write under another name, to the disk, and rename."""
-    part = partial(file)
-    with part.open("wb") as opened:
-        opened.write(content)
+@contextmanager
+def writing(file: Path) -> Iterator[IO[bytes]]:
+    """A file to be written, under another name until it is on the disk."""
+    with partial(file).open("wb") as opened:
+        yield opened
         settle(opened)
-    part.replace(file)
+    partial(file).replace(file)
+
+
+def write(file: Path, content: bytes) -> None:
+    with writing(file) as opened:
+        opened.write(content)
 
 
 def write_json(file: Path, content: Any) -> None:
@@ -23,11 +30,8 @@ def write_json(file: Path, content: Any) -> None:
 
 def write_array(file: Path, array: np.ndarray) -> None:
     """Like ``write``; .npy, little-endian."""
-    part = partial(file)
-    with part.open("wb") as opened:
+    with writing(file) as opened:
         np.save(opened, array.astype(array.dtype.newbyteorder("<")))
-        settle(opened)
-    part.replace(file)
 
 
 def partial(file: Path) -> Path:

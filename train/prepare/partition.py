@@ -16,7 +16,7 @@ import numpy as np
 from train.data.errors import DataError
 from train.data.inputs import Piece, documents
 from train.prepare import filters, near
-from train.prepare.files import partial, settle, write_array, write_json
+from train.prepare.files import write_array, write_json, writing
 from train.prepare.options import Options
 
 BAD = "lines that cannot be read"
@@ -63,11 +63,8 @@ def partition(number: int, piece: Piece, options: Options, folder: Path) -> dict
 
 
 def _write(number: int, texts: list[bytes], digests: np.ndarray, options: Options, folder: Path) -> None:
-    file = folder / f"{number:06d}.text"
-    with partial(file).open("wb") as opened:
-        opened.writelines(texts)
-        settle(opened)
-    partial(file).replace(file)
+    with writing(folder / f"{number:06d}.text") as file:
+        file.writelines(texts)
     write_array(folder / f"{number:06d}.digests.npy", digests.astype(np.uint64).reshape(-1, 2))
     ends = np.cumsum([0, *map(len, texts)], dtype=np.uint64)
     write_array(folder / f"{number:06d}.ends.npy", ends)
@@ -128,9 +125,6 @@ def _range(high: np.ndarray, bucket: int, num_buckets: int) -> tuple[int, int]:
     """Where a bucket's hashes begin and end among sorted ones; buckets are a power of two."""
     width = 2**64 // num_buckets
     first = int(np.searchsorted(high, np.uint64(bucket * width)))
-    last = (
-        len(high)
-        if bucket + 1 == num_buckets
-        else int(np.searchsorted(high, np.uint64((bucket + 1) * width)))
-    )
-    return first, last
+    if bucket + 1 == num_buckets:
+        return first, len(high)
+    return first, int(np.searchsorted(high, np.uint64((bucket + 1) * width)))

@@ -1,5 +1,6 @@
 """A preparation from its options to the manifest, in passes that each go on where a killed one stopped."""
 
+import collections
 import contextlib
 import dataclasses
 import fcntl
@@ -16,14 +17,14 @@ import numpy as np
 
 from train.data import DataError, Vocabulary
 from train.data.inputs import File, Piece, find, pieces
-from train.data.manifest import MANIFEST, SPLITS, TOKENIZER, Manifest, Shard, loads
+from train.data.manifest import MANIFEST, SPLITS, TOKENIZER, Manifest, Shard, loads, sha256
 from train.data.remote import cache_folder, is_url, open_filesystem
 from train.data.vocabulary import BYTES, open_vocabulary
 from train.prepare import query
 from train.prepare.files import partial, write, write_json
 from train.prepare.options import Options
 from train.prepare.partition import BAD, Parts, partition
-from train.prepare.plan import Plan, choose_num_buckets, make_plan, total
+from train.prepare.plan import Plan, choose_num_buckets, make_plan
 from train.prepare.tokenise import Shop, tokenise, train_tokenizer
 from train.prepare.workers import Report, share_out
 
@@ -109,12 +110,10 @@ def _first_pass(
     parts = Parts(work / "read", len(jobs))
     num_buckets = choose_num_buckets(size, options.shard_mb * 1e6)
     plan = make_plan(parts, num_buckets, options.held_out, options.near_duplicates is not None, work)
-    dropped = total(
-        [*(receipt["dropped"] for receipt in read.values()), {"exact duplicates": plan.duplicates}]
-    )
-    if options.near_duplicates is not None:
-        dropped["near duplicates"] = plan.near
-    dropped = {why: count for why, count in sorted(dropped.items()) if count}
+    counts = collections.Counter({"exact duplicates": plan.duplicates, "near duplicates": plan.near})
+    for receipt in read.values():
+        counts.update(receipt["dropped"])
+    dropped = {why: count for why, count in sorted(counts.items()) if count}
     if dropped.get(BAD, 0) > options.skip_bad:
         raise DataError(f"--data: {dropped[BAD]} {BAD}, more than --skip-bad {options.skip_bad}")
     if not sum(plan.documents):
@@ -130,7 +129,7 @@ def _manifest(vocabulary: Vocabulary, receipts: Sequence[dict[str, Any]], origin
         split: tuple(Shard(**receipt[split]) for receipt in receipts if receipt[split] is not None)
         for split in SPLITS
     }
-    tokenizer = None if vocabulary.file is None else hashlib.sha256(vocabulary.file.read_bytes()).hexdigest()
+    tokenizer = None if vocabulary.file is None else sha256(vocabulary.file)
     dtype = np.dtype(vocabulary.dtype).name
     return Manifest(
         dtype, vocabulary.size, vocabulary.separator, tokenizer, shards["train"], shards["heldout"], origin

@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-from collections.abc import Sequence
 from fractions import Fraction
 from pathlib import Path
 
@@ -94,11 +93,3 @@ def _is_first(digests: np.ndarray) -> np.ndarray:
 def _joined(digests: np.ndarray) -> np.ndarray:
     """Both halves as one value that NumPy can sort."""
     return np.ascontiguousarray(digests).view([("high", np.uint64), ("low", np.uint64)]).reshape(-1)
-
-
-def total(counts: Sequence[dict[str, int]]) -> dict[str, int]:
-    found: dict[str, int] = {}
-    for some in counts:
-        for name, count in some.items():
-            found[name] = found.get(name, 0) + count
-    return found
