@@ -6,7 +6,6 @@ better prepared.
 """
 
 import hashlib
-from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -19,6 +18,8 @@ from train.data.streams import DocumentStream
 from train.data.vocabulary import Vocabulary, is_text
 
 ARRAY_RECORD = (".array_record", ".arrayrecord")
+BATCH = 1024
+"""Documents that are measured at once."""
 
 
 class Records(Protocol):
@@ -37,67 +38,51 @@ def is_records(path: Path) -> bool:
 def open_records(path: Path, vocabulary: Vocabulary) -> Source:
     """A tenth of the documents held out, their order and the split those of ``train.data.text``.
 
+    They stay where they are: of each only its length is kept, and its place in the order of digests.
+
     Raises:
       DataError: the library is missing, or the records are not text.
     """
     documents = read_records(path)
-    return document_source(str(path), documents, vocabulary)
-
-
-def read_records(path: Path, key: str = "text") -> Records:
-    """The documents of a file or folder. Raises DataError if the library is missing or there is no such column."""
-    return _ArrayRecord(path) if path.suffix in ARRAY_RECORD else _Dataset(path, key)
-
-
-def document_source(name: str, documents: Records, vocabulary: Vocabulary, batch: int = 1024) -> Source:
-    """Documents that stay where they are: of each only its length is kept, and its place in the order of digests."""
     found: dict[bytes, tuple[int, int]] = {}
-    for first in range(0, len(documents), batch):
-        numbers = range(first, min(first + batch, len(documents)))
+    for first in range(0, len(documents), BATCH):
+        numbers = range(first, min(first + BATCH, len(documents)))
         texts = [documents[number] for number in numbers]
         for number, text, tokens in zip(numbers, texts, vocabulary.encode(texts), strict=True):
             if vocabulary.file is None and not is_text(text):
-                raise DataError(f"--data {name}: record {number} is not text (it holds zero bytes)")
+                raise DataError(f"--data {path}: record {number} is not text (it holds zero bytes)")
             if text:
                 found.setdefault(hashlib.sha256(text).digest(), (number, len(tokens)))
     if len(found) < 10:
-        raise DataError(f"--data {name}: {len(found)} documents; ten at least are needed to hold a tenth out")
+        raise DataError(f"--data {path}: {len(found)} documents; ten at least are needed to hold a tenth out")
     numbers, lengths = np.array([found[digest] for digest in sorted(found)], np.int64).T
     content = hashlib.sha256(b"".join(sorted(found)) + vocabulary.fingerprint.encode())
-    read = _reader(documents, vocabulary)
+
+    def read(number: int) -> np.ndarray:
+        (tokens,) = vocabulary.encode([documents[number]])
+        return tokens
+
     tenth = len(found) // 10
     train, heldout = (
         DocumentStream(read, numbers[part], lengths[part]) for part in (slice(tenth, None), slice(tenth))
     )
     weight = float(lengths[tenth:].sum())
-    return Source(name, train, heldout, len(found), content.hexdigest(), weight)
+    return Source(str(path), train, heldout, len(found), content.hexdigest(), weight)
 
 
-def _reader(documents: Records, vocabulary: Vocabulary) -> Callable[[int], np.ndarray]:
-    def read(number: int) -> np.ndarray:
-        (tokens,) = vocabulary.encode([documents[number]])
-        return tokens
-
-    return read
+def read_records(path: Path, key: str = "text") -> Records:
+    """The documents of a file or folder. Raises DataError if the library is missing or there is no such column."""
+    return _array_record(path) if path.suffix in ARRAY_RECORD else _Dataset(path, key)
 
 
-class _ArrayRecord:
-    def __init__(self, path: Path):
-        try:
-            import grain
-        except ModuleNotFoundError:
-            raise DataError(
-                f"--data {path}: needs Grain: {install_command('grain', 'array_record')}"
-            ) from None
-        if not path.is_file():
-            raise DataError(f"--data: cannot read {path}: No such file or directory")
-        self._source: Sequence[bytes] = grain.sources.ArrayRecordDataSource([str(path)])
-
-    def __len__(self) -> int:
-        return len(self._source)
-
-    def __getitem__(self, number: int) -> bytes:
-        return self._source[number]
+def _array_record(path: Path) -> Records:
+    try:
+        import grain
+    except ModuleNotFoundError:
+        raise DataError(f"--data {path}: needs Grain: {install_command('grain', 'array_record')}") from None
+    if not path.is_file():
+        raise DataError(f"--data: cannot read {path}: No such file or directory")
+    return grain.sources.ArrayRecordDataSource([str(path)])
 
 
 class _Dataset:

@@ -5,7 +5,6 @@ import os
 import sysconfig
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 from train.data.errors import DataError
 from train.data.inputs import COMPRESSED, Piece, documents, kind_of
@@ -27,22 +26,14 @@ def standard_library() -> list[Path]:
     return sorted(found)
 
 
-class Read(NamedTuple):
-    """What was found under some paths.
-
-    Attributes:
-      documents: each once, in an order that says nothing of them; no empty ones.
-      skipped: why, for each file of a folder that could not be read.
-    """
-
-    documents: list[bytes]
-    skipped: list[str]
-
-
-def read_documents(paths: Sequence[Path]) -> Read:
+def read_documents(paths: Sequence[Path]) -> tuple[list[bytes], list[str]]:
     """Each file, or all under a folder but hidden ones: text, JSON lines and Parquet by "text", also compressed.
 
     The standard library if no paths are given.
+
+    Returns:
+      The documents, each once, in an order that says nothing of them, no empty ones; and why, for each file of a folder
+      that could not be read.
 
     Raises:
       DataError: a path is missing, is no text, or nothing is left to read.
@@ -52,7 +43,7 @@ def read_documents(paths: Sequence[Path]) -> Read:
     if not documents:
         where = ", ".join(map(str, paths)) or "the standard library"
         raise DataError("\n".join([f"--data: nothing to read in {where}", *_shown(skipped)]))
-    return Read([documents[digest] for digest in sorted(documents)], skipped)
+    return [documents[digest] for digest in sorted(documents)], skipped
 
 
 def describe_skipped(skipped: Sequence[str]) -> str:

@@ -97,7 +97,8 @@ def open_vocabulary(name: str, separator: str | None = None) -> Vocabulary:
     for candidate in candidates:
         number = tokenizer.token_to_id(candidate)
         if number is not None:
-            return Vocabulary(_size(tokenizer), number, file)
+            size = 1 + max(tokenizer.get_vocab(with_added_tokens=True).values())
+            return Vocabulary(size, number, file)
     raise DataError(
         f"--tokenizer {name}: no token {' or '.join(map(repr, candidates))} to put between documents; "
         "name one of its tokens with --separator"
@@ -117,20 +118,15 @@ def import_tokenizers() -> Any:
 
 @functools.lru_cache(maxsize=4)
 def _load(file: Path) -> Any:
+    tokenizers = import_tokenizers()
     try:
-        tokenizer = import_tokenizers().Tokenizer.from_file(str(file))
-    except DataError:
-        raise
+        tokenizer = tokenizers.Tokenizer.from_file(str(file))
     except Exception as error:  # the library raises nothing narrower
         raise DataError(f"--tokenizer {file}: is no tokenizer: {error}") from None
     tokenizer.encode_special_tokens = True  # a document that mentions the separator does not end there
     tokenizer.no_truncation()
     tokenizer.no_padding()
     return tokenizer
-
-
-def _size(tokenizer: Any) -> int:
-    return 1 + max(tokenizer.get_vocab(with_added_tokens=True).values())
 
 
 def _configured(file: Path) -> list[str]:

@@ -11,6 +11,7 @@ from typing import Annotated, Any, ClassVar
 from tyro.conf import Positional, arg
 
 from dualpipe_jax.command.line import read
+from dualpipe_jax.ranges import AboveZero, AtLeastOne, NotNegative, out_of_range
 from train.data import DataError
 
 DESCRIPTION = """Turn documents into shards of tokens, deduplicated, filtered, shuffled, for scripts/train --data OUT.
@@ -47,13 +48,13 @@ class Options:
     """The tokenizer's token between documents; its end-of-text token if left out."""
     train_tokenizer: Annotated[int | None, arg(metavar="SIZE")] = None
     """Train a byte-pair tokenizer with so many tokens on these documents first, and use it."""
-    sample_mb: float = 64.0
+    sample_mb: AboveZero = 64.0
     """Megabytes of text that a tokenizer is trained on, of documents that are not held out."""
     held_out: float = 0.05
     """Share of documents never to be trained on; where that is less than one document, the end of each."""
-    skip_bad: Annotated[int, arg(metavar="N")] = 0
+    skip_bad: Annotated[NotNegative, arg(metavar="N")] = 0
     """Lines of JSON that cannot be read, or have no text, of which so many are left out; one more ends all."""
-    min_bytes: int = 1
+    min_bytes: AtLeastOne = 1
     """Documents that are shorter are dropped."""
     max_bytes: int | None = None
     """Documents that are longer are dropped."""
@@ -68,9 +69,9 @@ class Options:
     duplicates are dropped in any case."""
     sql: Annotated[str | None, arg(metavar="QUERY")] = None
     """Prepare the rows of this query over the table documents, all of --data; DuckDB runs it, on disk if need be."""
-    shard_mb: float = 64.0
+    shard_mb: AboveZero = 64.0
     """Megabytes of text for a shard, about; a worker holds one in memory."""
-    workers: int = os.cpu_count() or 1
+    workers: AtLeastOne = os.cpu_count() or 1
     """Processes."""
     work: Path | None = None
     """Folder for what is half done; OUT/.work if left out, and for a URL a folder in ~/.cache."""
@@ -96,14 +97,8 @@ def check(options: Options) -> None:
     """Raise DataError for the first option that is out of range or does not fit the others."""
     if not options.data:
         raise DataError("--data: name files or folders of documents")
-    for flag, value in (("--workers", options.workers), ("--min-bytes", options.min_bytes)):
-        if value < 1:
-            raise DataError(f"{flag} {value}: must be at least 1")
-    if options.skip_bad < 0:
-        raise DataError(f"--skip-bad {options.skip_bad}: must not be negative")
-    for flag, size in (("--shard-mb", options.shard_mb), ("--sample-mb", options.sample_mb)):
-        if not size > 0:
-            raise DataError(f"{flag} {size}: must be above 0")
+    for (name,), value, why in out_of_range(options):
+        raise DataError(f"--{name.replace('_', '-')} {value}: {why}")
     if not 0 < options.held_out < 1:
         raise DataError(f"--held-out {options.held_out}: must be between 0 and 1, both left out")
     if options.near_duplicates is not None and not 0 < options.near_duplicates <= 1:

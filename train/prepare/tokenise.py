@@ -54,12 +54,13 @@ def tokenise(bucket: int, shop: Shop) -> dict[str, Any]:
         size += sum(len(text) for _, text in texts)
         for split in SPLITS:
             writers[split].add(shop.vocabulary.encode([text for its, text in texts if its == split]))
-    shards = {split: writer.close() for split, writer in writers.items()}
-    found: dict[str, Any] = {
-        split: None if shard is None else dataclasses.asdict(shard) for split, shard in shards.items()
-    }
-    write_json(receipt, found | {"bytes": size})
-    return found | {"bytes": size}
+    found: dict[str, Any] = {}
+    for split, writer in writers.items():
+        shard = writer.close()
+        found[split] = None if shard is None else dataclasses.asdict(shard)
+    found["bytes"] = size
+    write_json(receipt, found)
+    return found
 
 
 def bucket_texts(bucket: int, shop: Shop) -> Iterator[tuple[str, bytes]]:
