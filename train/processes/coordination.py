@@ -9,13 +9,13 @@ from typing import Any
 
 from jax._src import distributed
 
-PATIENCE_S = 24 * 3600.0
+PATIENCE_MS = 24 * 3600 * 1000
 """How long to wait for others; a process that died ends the wait much sooner, by its missing heartbeats."""
 
 
-def wait_for_all(name: str, seconds: float = PATIENCE_S) -> None:
+def wait_for_all(name: str) -> None:
     """Return when every process is here. A name can be used once."""
-    _client().wait_at_barrier(name, round(seconds * 1000))
+    _client().wait_at_barrier(name, PATIENCE_MS)
 
 
 def tell(key: str, value: str) -> None:
@@ -23,9 +23,9 @@ def tell(key: str, value: str) -> None:
     _client().key_value_set(key, value)
 
 
-def hear(key: str, seconds: float = PATIENCE_S) -> str:
+def hear(key: str) -> str:
     """The value that some process tells, or told already."""
-    return _client().blocking_key_value_get(key, round(seconds * 1000))
+    return _client().blocking_key_value_get(key, PATIENCE_MS)
 
 
 def forget(key: str) -> None:

@@ -92,15 +92,15 @@ class Processes:
             coordination.forget(name(self._decisions - 1))
         return json.loads(coordination.hear(name(self._decisions)))
 
-    def gather(self, value: str) -> list[str]:
-        """Every process's value on process 0, in their order; [] on the others."""
+    def gather(self, value: Json) -> list[Json]:
+        """Every process's value on process 0, in their order; [] on the others. Something that JSON can hold."""
         if self.count == 1:
             return [value]
         key = f"train/{self._number()}"
         if not self.leads:
-            coordination.tell(f"{key}/{self.id}", value)
+            coordination.tell(f"{key}/{self.id}", json.dumps(value))
             return []
-        others = [coordination.hear(f"{key}/{other}") for other in range(1, self.count)]
+        others = [json.loads(coordination.hear(f"{key}/{other}")) for other in range(1, self.count)]
         coordination.forget(f"{key}/")
         return [value, *others]
 
@@ -112,16 +112,14 @@ class Processes:
         Raises:
           ConfigError: on every process, naming what differs and on whom.
         """
-        found = [json.loads(text) for text in self.gather(json.dumps(dict(facts)))]
+        found = self.gather(dict(facts))
         verdict = self.first(lambda: "\n".join(differences(found)))
         if verdict:
             raise ConfigError(f"the processes would not train the same model:\n{verdict}")
 
     def any(self, problem: str | None) -> str | None:
         """A problem that some process has, or None, the same on all."""
-        if self.count == 1:
-            return problem
-        found = [json.loads(text) for text in self.gather(json.dumps(problem))]
+        found = self.gather(problem)
         return self.first(lambda: next((one for one in found if one is not None), None))
 
     @property

@@ -3,7 +3,7 @@
 import signal
 import threading
 from collections.abc import Collection
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any, Self
 
 NAMES = {signal.SIGINT: "Ctrl-C", signal.SIGTERM: "SIGTERM"}
@@ -28,9 +28,7 @@ class Handlers:
             self._before = {number: signal.signal(number, self.handle) for number in self._numbers}
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)
 

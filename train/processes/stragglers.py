@@ -4,7 +4,6 @@ In one program all steps take equally long on all processes, for everyone waits 
 each does while nobody waits for it: its own work on the host, and a product on its own devices, measured apart.
 """
 
-import json
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -58,7 +57,7 @@ class Stragglers:
             self._probe()  # compiles
         mine = {"host": self._host / self._steps, "device": self._probe()}
         self._host, self._steps = 0.0, 0
-        found = [json.loads(text) for text in self._processes.gather(json.dumps(mine))]
+        found = self._processes.gather(mine)
         if not found:
             return None
         record: dict[str, Any] = {"step": step}

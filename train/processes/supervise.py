@@ -4,6 +4,7 @@ One process of a JAX program cannot go on without the others, and not always doe
 rule is all or none, and what is kept is what a checkpoint holds. No JAX here.
 """
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -56,15 +57,12 @@ def supervise(config: TrainConfig, *, resume: bool) -> int:
     assert config.name is not None
     folder = config.runs / config.name / "processes"
     folder.mkdir(parents=True, exist_ok=True)
+
+    def commands(config: TrainConfig, attempt: int) -> list[list[str]]:
+        return command_lines(config, folder / f"{attempt}", resume=resume or attempt > 0)
+
     with Told() as told:
-        return keep_going(
-            config,
-            lambda config, attempt: command_lines(
-                config, folder / f"{attempt}", resume=resume or attempt > 0
-            ),
-            folder,
-            told,
-        )
+        return keep_going(config, commands, folder, told)
 
 
 def command_lines(config: TrainConfig, where: Path, *, resume: bool) -> list[list[str]]:
@@ -125,11 +123,8 @@ def smaller(config: TrainConfig, num_lost: int) -> TrainConfig:
         fewer = dataclasses.replace(
             config, step=dataclasses.replace(step, pp=pp, stage_layers=()), launch=launch
         )
-        if rest or pp < 1:
-            continue
-        try:
-            make_schedule(fewer)
-        except ConfigError:
-            continue
-        return fewer
+        if rest == 0 and pp > 0:
+            with contextlib.suppress(ConfigError):
+                make_schedule(fewer)
+                return fewer
     return config

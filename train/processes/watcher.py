@@ -58,14 +58,10 @@ class Worker:
             self.heard, self.doing = time.monotonic(), lines[-2]
         return bool(said)
 
-    def silent(self) -> float | None:
-        """For how many seconds it has been silent, where that is too long for a process that runs."""
+    def silent(self) -> bool:
+        """Whether it has been silent for too long for a process that runs."""
         seconds = time.monotonic() - self.heard
-        return (
-            seconds
-            if seconds > SILENT_S and (seconds > STARTING_S or self.is_stopped() is not False)
-            else None
-        )
+        return seconds > SILENT_S and (seconds > STARTING_S or self.is_stopped() is not False)
 
     def is_stopped(self) -> bool | None:
         """Whether the system says that it is stopped; None where it cannot tell."""
@@ -84,13 +80,11 @@ class Outcome:
       code: what the supervisor exits with; None for a failure after which another start may help.
       why: in words.
       culprits: which processes failed by themselves.
-      doing: what the first of them, or process 0, last did.
     """
 
     code: int | None
     why: str
     culprits: tuple[int, ...] = ()
-    doing: str = ""
 
 
 class Told(Handlers):
@@ -161,9 +155,9 @@ def _watch(workers: Sequence[Worker], told: Told) -> Outcome:
             codes = [worker.code for worker in workers]
             if all(code is not None for code in codes) or any(codes):
                 if any(codes):
-                    _let_end(workers, selector, GRACE_S)
+                    _let_end(workers, selector)
                 return _ended(workers, told)
-            silent = [worker for worker in workers if worker.code is None and worker.silent() is not None]
+            silent = [worker for worker in workers if worker.code is None and worker.silent()]
             if silent:
                 return Outcome(
                     told.code or None,
@@ -174,14 +168,13 @@ def _watch(workers: Sequence[Worker], told: Told) -> Outcome:
                         for worker in silent
                     ),
                     tuple(worker.id for worker in silent),
-                    silent[0].doing,
                 )
             if time.monotonic() > deadline:
                 return Outcome(told.code, f"told to stop, and not done after {STOPPING_S:.0f} s")
 
 
-def _let_end(workers: Sequence[Worker], selector: selectors.BaseSelector, seconds: float) -> None:
-    deadline = time.monotonic() + seconds
+def _let_end(workers: Sequence[Worker], selector: selectors.BaseSelector) -> None:
+    deadline = time.monotonic() + GRACE_S
     while time.monotonic() < deadline and any(worker.code is None for worker in workers):
         _listen(selector, 0.1)
     _listen(selector, 0)
@@ -204,13 +197,13 @@ def _ended(workers: Sequence[Worker], told: Told) -> Outcome:
     if told.times or set(known) <= STOPPED:
         how = "told to stop: " + ", ".join(f"process {number} {_how(code)}" for number, code in codes.items())
         words = last_words(workers[0].log, 1)  # which step was saved
-        return Outcome(told.code or max(known), f"{how}\n{words}" if words else how, (), workers[0].doing)
+        return Outcome(told.code or max(known), f"{how}\n{words}" if words else how)
     final = [worker for worker in workers if worker.code in FINAL]
     if final:
         code = final[0].code
         assert code is not None
         why = f"process {final[0].id} gave up ({FINAL[code]}):\n{last_words(final[0].log)}"
-        return Outcome(code, why, (final[0].id,), final[0].doing)
+        return Outcome(code, why, (final[0].id,))
     culprits = _culprits(workers)
     why = "; ".join(
         f"process {worker.id} {_how(worker.code)} in {worker.doing or 'its start'}" for worker in culprits
@@ -219,12 +212,7 @@ def _ended(workers: Sequence[Worker], told: Told) -> Outcome:
     if rest:
         why += "; then " + ", ".join(f"process {worker.id} {_how(worker.code)}" for worker in rest)
     words = last_words(culprits[0].log)
-    return Outcome(
-        None,
-        f"{why}\n{words}" if words else why,
-        tuple(worker.id for worker in culprits),
-        culprits[0].doing,
-    )
+    return Outcome(None, f"{why}\n{words}" if words else why, tuple(worker.id for worker in culprits))
 
 
 def _culprits(workers: Sequence[Worker]) -> list[Worker]:
