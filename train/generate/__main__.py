@@ -1,15 +1,11 @@
 """``python -m train.generate``: prompts in, text out."""
 
-import logging
 import os
 import sys
 from collections.abc import Sequence
 
-from models.decode import RequestError
-from models.weights import WeightsError
 from train.config import ConfigError
-from train.data import DataError
-from train.errors import CheckpointError
+from train.generate.ending import exit_code, say
 from train.generate.loading import load
 from train.generate.modes import answer_all, complete, converse
 from train.generate.options import Options, parse
@@ -21,22 +17,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Returns the exit code: 2 for options, weights or a prompt that will not do, 1 where some of a batch failed or no
     checkpoint is whole, 130 for Ctrl-C.
     """
-    logging.getLogger("absl").setLevel(logging.ERROR)  # Orbax tells there what is no news
     options = parse(arguments)
     try:
-        return start(options)
-    except (ConfigError, DataError, WeightsError, RequestError) as error:
-        say(f"error: {error}")
-        return 2
-    except CheckpointError as error:
-        say(f"error: {error}")
-        return 1
+        return exit_code(lambda: start(options))
     except BrokenPipeError:  # whoever reads has read enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python complains as it ends
         return 0
-    except KeyboardInterrupt:
-        say("interrupted")
-        return 130
 
 
 def start(options: Options) -> int:
@@ -54,10 +40,6 @@ def start(options: Options) -> int:
         prompt = sys.stdin.read().removesuffix("\n")
     complete(loaded, options, prompt, sys.stdout, say)
     return 0
-
-
-def say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 """A model to generate with: its numbers, its weights, and how its tokens are written."""
 
+import contextlib
 import dataclasses
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -131,19 +132,17 @@ def _vocabulary(folder: Path, facts: Mapping[str, Any], options: Source) -> Voca
     data = facts["options"]["data"]
     named = [options.tokenizer] if options.tokenizer else [data.get("tokenizer"), *data.get("paths", ())]
     for name in (None, *named):
-        try:
+        with contextlib.suppress(DataError, OSError):
             vocabulary = _vocabulary_of(name)
-        except (DataError, OSError):
-            continue
-        if vocabulary is not None and vocabulary.fingerprint == facts["tokenizer"]:
-            return vocabulary
+            if vocabulary.fingerprint == facts["tokenizer"]:
+                return vocabulary
     looked = " or ".join(str(name) for name in named if name) or "what the run names"
     raise ConfigError(
         f"{folder}: its tokenizer is not {looked}: --tokenizer FILE says where the one is that it was trained with"
     )
 
 
-def _vocabulary_of(name: str | Path | None) -> Vocabulary | None:
+def _vocabulary_of(name: str | Path | None) -> Vocabulary:
     if name is None:
         return BYTES
     if is_prepared(Path(name)):

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TextIO
 
+import numpy as np
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
@@ -25,10 +26,17 @@ TYPED = 1024
 Say = Callable[[str], None]
 
 
+_KINDS: Mapping[str, Callable[[Any], Any]] = {
+    "max_tokens": int,
+    "temperature": float,
+    "top_p": float,
+    "seed": int,
+}
+
+
 def params_of(options: Options, loaded: Loaded, given: Mapping[str, Any] | None = None) -> SamplingParams:
     """How a prompt goes on; ``given`` wins over the options."""
-    names = ("max_tokens", "temperature", "top_p", "seed")
-    values = {name: getattr(options, name) for name in names} | dict(given or {})
+    values = {name: getattr(options, name) for name in _KINDS} | dict(given or {})
     return SamplingParams(stop=loaded.stop, **values)
 
 
@@ -56,7 +64,7 @@ def complete(loaded: Loaded, options: Options, prompt: str, out: TextIO, say: Sa
     """
     tokens = loaded.text.encode(prompt)
     engine = make_engine(loaded, options, 1, len(tokens) + max(1, options.max_tokens), say)
-    _stream(engine, loaded, options, prompt, out, say)
+    _stream(engine, loaded, options, tokens, out, say)
 
 
 def converse(loaded: Loaded, options: Options, out: TextIO, say: Say) -> None:
@@ -71,7 +79,8 @@ def converse(loaded: Loaded, options: Options, out: TextIO, say: Say) -> None:
             return
         try:
             with _noted() as interrupts:
-                _stream(engine, loaded, options, line.rstrip("\n"), out, say, interrupts)
+                tokens = loaded.text.encode(line.rstrip("\n"))
+                _stream(engine, loaded, options, tokens, out, say, interrupts)
         except RequestError as error:
             say(f"error: {error}")
 
@@ -91,7 +100,7 @@ def _stream(
     engine: Engine,
     loaded: Loaded,
     options: Options,
-    prompt: str,
+    tokens: np.ndarray,
     out: TextIO,
     say: Say,
     interrupts: Sequence[int] = (),
@@ -99,7 +108,7 @@ def _stream(
     stream, began = Stream(loaded.text.decode), time.monotonic()
     fresh: list[int] = []
     first: float | None = None
-    number = engine.add(loaded.text.encode(prompt), params_of(options, loaded), fresh.append)
+    number = engine.add(tokens, params_of(options, loaded), fresh.append)
     ended: list[Completion] = []
     while engine.busy:
         ended += engine.step()
@@ -130,12 +139,11 @@ def _told(one: Completion, waited: float, took: float) -> str:
 
 @dataclasses.dataclass
 class _Asked:
-    """A line of the file, and its answer once it is there."""
+    """A line of the file, its tokens and how they go on if it can be served, and its answer once it is there."""
 
     given: dict[str, Any]
-    tokens: Any = None
-    params: SamplingParams | None = None
-    answer: dict[str, Any] | None = None
+    request: tuple[Any, SamplingParams] | None = None
+    answer: dict[str, Any] = dataclasses.field(default_factory=dict)
 
 
 def answer_all(loaded: Loaded, options: Options, out: TextIO, say: Say) -> int:
@@ -149,8 +157,8 @@ def answer_all(loaded: Loaded, options: Options, out: TextIO, say: Say) -> int:
     """
     assert options.batch is not None
     asked = [_read(line, loaded, options) for line in _lines(options.batch)]
-    good = [one for one in asked if one.params is not None]
-    needs = [len(one.tokens) + one.params.max_tokens for one in good if one.params]
+    good = [(one, *one.request) for one in asked if one.request is not None]
+    needs = [len(tokens) + params.max_tokens for _, tokens, params in good]
     engine = make_engine(loaded, options, max(1, min(options.at_once, len(good))), max(needs, default=1), say)
     by_number: dict[int, _Asked] = {}
     began, num_tokens, written, num_known = time.monotonic(), 0, 0, 0
@@ -160,23 +168,23 @@ def answer_all(loaded: Loaded, options: Options, out: TextIO, say: Say) -> int:
             nonlocal num_tokens
             num_tokens += 1
 
-        for one in good:
+        for one, tokens, params in good:
             try:
-                by_number[engine.add(one.tokens, one.params or SamplingParams(), note)] = one
+                by_number[engine.add(tokens, params, note)] = one
             except RequestError as error:
                 one.answer = {"error": str(error)}
         while written < len(asked):
             for ended in engine.step():
                 by_number[ended.id].answer = _answer(ended, loaded)
                 num_known += ended.num_reused
-            while written < len(asked) and (answer := asked[written].answer) is not None:
+            while written < len(asked) and (answer := asked[written].answer):
                 out.write(json.dumps(asked[written].given | answer, ensure_ascii=False) + "\n")
                 out.flush()
                 written += 1
-            show(sum(one.answer is not None for one in asked), num_tokens / (time.monotonic() - began))
+            show(sum(bool(one.answer) for one in asked), num_tokens / (time.monotonic() - began))
     took = time.monotonic() - began
-    failed = sum("error" in (one.answer or {}) for one in asked)
-    drafts = sum((one.answer or {}).get("num_accepted", 0) for one in asked)
+    failed = sum("error" in one.answer for one in asked)
+    drafts = sum(one.answer.get("num_accepted", 0) for one in asked)
     say(
         f"{len(asked)} prompts, {failed} failed; {num_tokens} tokens in {took:.1f} s, {num_tokens / took:,.1f} tokens/s"
         + (f"; {drafts} drafts right" if options.drafts else "")
@@ -194,17 +202,9 @@ def _read(line: str, loaded: Loaded, options: Options) -> _Asked:
         return _Asked({}, answer={"error": 'must be an object with a text, {"prompt": TEXT}'})
     try:
         own = {name: kind(given[name]) for name, kind in _KINDS.items() if name in given}
-        return _Asked(given, loaded.text.encode(given["prompt"]), params_of(options, loaded, own))
+        return _Asked(given, (loaded.text.encode(given["prompt"]), params_of(options, loaded, own)))
     except (TypeError, ValueError) as error:
         return _Asked(given, answer={"error": str(error)})
-
-
-_KINDS: Mapping[str, Callable[[Any], Any]] = {
-    "max_tokens": int,
-    "temperature": float,
-    "top_p": float,
-    "seed": int,
-}
 
 
 def _answer(one: Completion, loaded: Loaded) -> dict[str, Any]:

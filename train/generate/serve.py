@@ -11,10 +11,8 @@ from tyro.conf import arg
 from dualpipe_jax.command.line import read
 from models.decode import SamplingParams
 from models.serve import HttpLimits, Runner, Served, listen, make_app, serve
-from models.weights import WeightsError
 from train.config import ConfigError
-from train.data import DataError
-from train.errors import CheckpointError
+from train.generate.ending import exit_code, say
 from train.generate.loading import load
 from train.generate.modes import TYPED, make_engine
 from train.generate.options import Source
@@ -62,20 +60,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Returns the exit code: 0 after SIGTERM, 130 after Ctrl-C, 1 if the engine failed or no checkpoint is whole, 2 for
     options, weights or an address that will not do.
     """
-    logging.getLogger("absl").setLevel(logging.ERROR)  # Orbax tells there what is no news
     words = sys.argv[1:] if arguments is None else arguments
     options = read(Options, "scripts/serve", words, description=DESCRIPTION)
-    try:
-        return start(options)
-    except (ConfigError, DataError, WeightsError) as error:
-        say(f"error: {error}")
-        return 2
-    except CheckpointError as error:
-        say(f"error: {error}")
-        return 1
-    except KeyboardInterrupt:  # while it was loading
-        say("interrupted")
-        return 130
+    return exit_code(lambda: start(options))
 
 
 def start(options: Options, started: Callable[[Callable[[], None]], None] = lambda stop: None) -> int:
@@ -123,10 +110,6 @@ def start(options: Options, started: Callable[[Callable[[], None]], None] = lamb
     if runner.failure is not None:
         say(f"error: the engine failed: {runner.failure}")
     return code
-
-
-def say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,28 @@
+"""How the commands end: in a line of what went wrong, and an exit code."""
+
+import logging
+import sys
+from collections.abc import Callable
+
+from models.decode import RequestError
+from models.weights import WeightsError
+from train.config import ConfigError
+from train.data import DataError
+from train.errors import CheckpointError
+
+
+def exit_code(start: Callable[[], int]) -> int:
+    """What ``start()`` returns, or the code of the error that it raises, which is said."""
+    logging.getLogger("absl").setLevel(logging.ERROR)  # Orbax tells there what is no news
+    try:
+        return start()
+    except (ConfigError, DataError, WeightsError, RequestError, CheckpointError) as error:
+        say(f"error: {error}")
+        return 1 if isinstance(error, CheckpointError) else 2
+    except KeyboardInterrupt:
+        say("interrupted")
+        return 130
+
+
+def say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
