@@ -64,12 +64,11 @@ def start(command: Command) -> int:
         return supervise(config, resume=command.resume)
     launch = recognise(config.launch)
     set_devices(config, num_processes=launch.num_processes or 1 if launch else 1)
-    if launch is None:
-        train(config, None, resume=command.resume)
-        return 0
     try:
         train(config, launch, resume=command.resume)
     except BaseException as error:
+        if launch is None:
+            raise
         end_at_once(error, launch)
     return 0
 

@@ -8,7 +8,7 @@ import sys
 import tomllib
 import types
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -16,7 +16,7 @@ import tyro
 
 from dualpipe_jax.command.line import read
 from dualpipe_jax.pods.plan import read_plan
-from train.config import FLAGS, ConfigError, LaunchConfig, TrainConfig, replaced
+from train.config import FLAGS, ConfigError, TrainConfig, configure, replaced
 from train.presets import PRESETS
 
 DESCRIPTION = """Train a DeepSeek-V3-like mixture-of-experts model, pipelined over pp ranks, experts over ep.
@@ -89,11 +89,8 @@ def parse(arguments: Sequence[str] | None = None) -> Command:
     return read(Command, "scripts/train", written, default, DESCRIPTION, paired=True)
 
 
-def anew(launch: LaunchConfig) -> LaunchConfig:
-    """Without what was true of one process of one start only."""
-    return dataclasses.replace(
-        launch, coordinator=None, coordinator_bind=None, num_processes=None, process_id=None
-    )
+_OF_ONE_START = ("coordinator", "coordinator_bind", "num_processes", "process_id", "export")
+"""Options that were true of one process, or asked of one start, which may have done it."""
 
 
 def resumed(name: str | None, runs: Path) -> TrainConfig:
@@ -112,11 +109,7 @@ def resumed(name: str | None, runs: Path) -> TrainConfig:
     file, options = runs / name / "config.json", TrainConfig()
     if file.exists():
         options = apply(options, read_file(file), f"--resume: {file}")
-        options = replaced(options, ("launch",), anew(options.launch))
-        options = replaced(
-            options, ("checkpoint", "export"), None
-        )  # asked of one start, which may have done it
-    return replaced(replaced(options, ("name",), name), ("runs",), runs)
+    return configure(options, name=name, runs=runs, **dict.fromkeys(_OF_ONE_START))
 
 
 def find_preset(name: str) -> Mapping[str, Any]:
@@ -153,24 +146,22 @@ def read_file(path: Path) -> Mapping[str, Any]:
         text = path.read_text()
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{where}: cannot read it: {getattr(error, 'strerror', None) or error}") from None
-    try:
-        match path.suffix:
-            case ".toml":
-                found = tomllib.loads(text)
-            case ".json":
-                found = json.loads(text)
-            case ".yaml" | ".yml":
-                import yaml  # only for those who use it
+    loads: Callable[[str], Any]
+    wrong: type[Exception] = ValueError
+    match path.suffix:
+        case ".toml":
+            loads = tomllib.loads
+        case ".json":
+            loads = json.loads
+        case ".yaml" | ".yml":
+            import yaml  # only for those who use it
 
-                try:
-                    found = yaml.safe_load(text)
-                except yaml.YAMLError as error:
-                    raise ValueError(error) from None
-            case _:
-                raise ConfigError(f"{where}: must end in .toml, .yaml or .json")
-    except ValueError as error:
-        if isinstance(error, ConfigError):
-            raise
+            loads, wrong = yaml.safe_load, yaml.YAMLError
+        case _:
+            raise ConfigError(f"{where}: must end in .toml, .yaml or .json")
+    try:
+        found = loads(text)
+    except (ValueError, wrong) as error:
         raise ConfigError(f"{where}: {' '.join(str(error).split())}") from None
     if found is None:
         return {}

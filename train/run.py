@@ -10,7 +10,7 @@ from typing import Any
 import jax
 from rich.console import Console
 
-from dualpipe_jax.schedule import CostModel, Schedule, simulate
+from dualpipe_jax.schedule import simulate
 from dualpipe_jax.schedule.formats.text import format_grid
 from train.config import TrainConfig
 from train.data.text import describe_skipped
@@ -64,11 +64,8 @@ def run(config: TrainConfig, console: Console, processes: Processes, *, resume: 
                 with writing(folder):
                     introduce(this, folder, console)
             state = checkpoints.restore() if resume else None
-            if (
-                state is not None
-                and not has_selection_bias(numbers)
-                and (mended := without_biases(state)) is not None
-            ):
+            mended = None if state is None or has_selection_bias(numbers) else without_biases(state)
+            if mended is not None:
                 state = mended
                 note(
                     f"warning: the routers of {config.model.name} have no selection bias; those that an earlier "
@@ -147,7 +144,7 @@ def conclude(
     say(
         console,
         f"held-out loss   from {before:.3f} to {after:.3f} nats per {unit}, {bits:.3f} bits per byte\n"
-        f"bubble          {bubble(this.schedule):.1%} of {this.schedule.name}'s step when F = I = W\n"
+        f"bubble          {simulate(this.schedule).bubble:.1%} of {this.schedule.name}'s step when F = I = W\n"
         f"files           {folder}/: report.html, {METRICS}, config.json, environment.json, schedule.txt, {FOLDER}/\n"
         f"go on           {shlex.join(going_on(folder, 2 * num_steps))}",
     )
@@ -174,12 +171,6 @@ def held_out(kept: Sequence[Mapping[str, Any]], step: int) -> float | None:
     """The held-out loss at a step, if it was measured before the run was resumed."""
     found = [record["heldout_loss"] for record in kept if record["step"] == step and "heldout_loss" in record]
     return found[-1] if found else None
-
-
-def bubble(schedule: Schedule) -> float:
-    """The fraction of a step that ranks wait, by simulation with equal costs of F, I and W."""
-    played = simulate(schedule, CostModel())
-    return sum(played.idle) / (schedule.num_ranks * played.makespan)
 
 
 def introduce(this: Run, folder: Path, console: Console) -> None:

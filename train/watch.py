@@ -4,7 +4,6 @@ import json
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 import jax
@@ -85,9 +84,7 @@ class Watch:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._profiler.close()
 
 
@@ -113,12 +110,11 @@ def used_devices(config: TrainConfig) -> list[Any]:
 
 def run_rates(config: TrainConfig, vocab: int) -> Rates:
     """What turns the duration of a run's steps into rates."""
-    numbers, devices = model_config(config, vocab), used_devices(config)
+    numbers = model_config(config, vocab)
     _, active = count_parameters(numbers)
     return Rates(
         flops_per_token=model_flops(numbers, active, config.sequence),
-        num_devices=len(devices),
-        peak=find_peak(devices, config.log.peak_tflops, config.log.measure_peak),
+        peak=find_peak(used_devices(config), config.log.peak_tflops, config.log.measure_peak),
     )
 
 

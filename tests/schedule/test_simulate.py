@@ -84,6 +84,11 @@ def test_equals_relaxation_by_hand_and_idle_is_what_is_left(schedule, costs):
         assert timeline.busy[rank] + timeline.idle[rank] == pytest.approx(timeline.makespan)
 
 
+@pytest.mark.parametrize("recipe", [gpipe, one_f_one_b])
+def test_the_bubble_is_the_idle_fraction(recipe):
+    assert simulate(recipe(4, 12)).bubble == pytest.approx((4 - 1) / (12 + 4 - 1))
+
+
 def most(spans):
     """How many of those spans overlap at once; a hair apart counts as touching, not as overlapping."""
     tiny = 1e-9

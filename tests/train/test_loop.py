@@ -13,7 +13,6 @@ import pytest
 from rich.console import Console
 
 from dualpipe_jax.parallel import make_mesh
-from dualpipe_jax.schedule import gpipe, one_f_one_b
 from train import loop
 from train.config import configure
 from train.data import Corpus
@@ -28,7 +27,7 @@ from train.processes.group import Processes
 from train.processes.stop import Stop
 from train.recipe import follow, of_run
 from train.report import RunFolder
-from train.run import bubble, skipped_before
+from train.run import skipped_before
 from train.setup import Run
 from train.trouble import Trouble
 from train.watch import Watch
@@ -107,7 +106,7 @@ def run(losses, path, saved=None, *, config=CONFIG, start=0, skipped=0, name="lo
     this.layout = types.SimpleNamespace(mesh=make_mesh(1, 1))
     this.batch = functools.partial(Run.batch, this)
     this.held_out = lambda params: {"heldout_loss": 2.0}
-    rates = Rates(1e6, 1, None)
+    rates = Rates(1e6, None)
     watch = Watch(config, this.recipe, rates, jax.devices()[:1], path.parent, start)
     console, saved = Console(file=out, width=300), saved or FakeCheckpoints()
     with MetricsFile(path) as file:
@@ -164,11 +163,6 @@ def test_the_pace_leaves_out_the_step_that_compiles():
     pace.add(2.0)
     assert pace.remaining(45) == "1:30"
     assert pace.remaining(3700) == "2:03:20"
-
-
-def test_the_bubble_is_the_simulated_idle_fraction():
-    for recipe in (gpipe, one_f_one_b):
-        assert bubble(recipe(4, 12)) == pytest.approx((4 - 1) / (12 + 4 - 1))
 
 
 def test_what_is_due_and_the_last_step_are_saved(tmp_path):

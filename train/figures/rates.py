@@ -39,12 +39,10 @@ class Rates:
 
     Attributes:
       flops_per_token: that one token's training needs, the customary count.
-      num_devices: of the run.
       peak: of all devices together; None if nobody knows.
     """
 
     flops_per_token: float
-    num_devices: int
     peak: Peak | None
 
     def of(self, seconds: float, tokens: int) -> dict[str, float]:

@@ -48,6 +48,7 @@ def prepare(options: Options, report: Report) -> Manifest:
         "files": [dataclasses.astuple(file) for file in files],
         "tokenizer": None if vocabulary is None else vocabulary.fingerprint,
     }
+    job = json.loads(json.dumps(job))  # as it will be read back
     ready = _finished(options.out, job)
     if ready is not None:
         report.say(f"{options.out}: is prepared already")
@@ -73,8 +74,6 @@ def _make(
     shards: Path,
     report: Report,
 ) -> Manifest:
-    read = work / "read"
-    read.mkdir(exist_ok=True)
     if options.sql is not None:
         report.say("running the query ...")
         result = query.select(files, options.sql, options.text_key, work, options.workers)
@@ -88,7 +87,7 @@ def _make(
     jobs = [(bucket, shop) for bucket in range(plan.num_buckets)]
     done = report.follow("shards", share_out(tokenise, jobs, options.workers), len(jobs))
     origin = {
-        **json.loads(json.dumps(job)),
+        **job,
         "documents": sum(plan.documents),
         "bytes": sum(receipt["bytes"] for receipt in done.values()),
         "dropped": dropped,
@@ -104,10 +103,12 @@ def _make(
 def _first_pass(
     options: Options, some: Sequence[Piece], work: Path, report: Report
 ) -> tuple[Parts, Plan, dict[str, int]]:
-    jobs = [(number, piece, options, work / "read") for number, piece in enumerate(some)]
+    folder = work / "read"
+    folder.mkdir(exist_ok=True)
+    jobs = [(number, piece, options, folder) for number, piece in enumerate(some)]
     read = report.follow("reading", share_out(partition, jobs, options.workers), len(jobs))
     size = sum(receipt["bytes"] for receipt in read.values())
-    parts = Parts(work / "read", len(jobs))
+    parts = Parts(folder, len(jobs))
     num_buckets = choose_num_buckets(size, options.shard_mb * 1e6)
     plan = make_plan(parts, num_buckets, options.held_out, options.near_duplicates is not None, work)
     counts = collections.Counter({"exact duplicates": plan.duplicates, "near duplicates": plan.near})
@@ -144,7 +145,7 @@ def _finished(out: str, job: dict[str, Any]) -> Manifest | None:
     except OSError:
         return None
     there = {name: manifest.origin.get(name) for name in job}
-    if there != json.loads(json.dumps(job)):
+    if there != job:
         raise DataError(
             f"{out} is prepared otherwise: {_difference(there, job)}; remove it or name another OUT"
         )
@@ -158,7 +159,7 @@ def _claim(work: Path, job: dict[str, Any], out: str) -> None:
         write_json(file, job)
         return
     there = json.loads(file.read_text())
-    if there != json.loads(json.dumps(job)):
+    if there != job:
         raise DataError(
             f"{out}: a preparation of other data or options is half done: {_difference(there, job)}; give the same "
             f"again to go on with it, or remove {work}"

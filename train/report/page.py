@@ -84,7 +84,10 @@ def report_page(run: RunFolder) -> Page:
     if run.environment:
         rows = [[name, str(value)] for name, value in run.environment.items()]
         sections.append({"title": "Environment", "tables": [{"rows": rows}]})
-    sections.append({"title": "How to reproduce", "about": _about_reproducing(), "text": _reproduce(run)})
+    about = (
+        "The same commit, options, text and devices give the same losses; on the same machine bit for bit."
+    )
+    sections.append({"title": "How to reproduce", "about": about, "text": _reproduce(run)})
     return {
         "title": run.path.name,
         "about": _about(run),
@@ -150,15 +153,14 @@ def _heat(run: RunFolder) -> dict[str, Any]:
 
 
 def _timeline_section(measured: Sequence[Drawn], theory: Drawn) -> dict[str, Any]:
-    if not measured:
-        about = "The schedule's theory; --profile STEPS measures it and lays both side by side."
-        return {"title": "Timeline of a step", "about": about, "timelines": [theory.group()]}
-    about = "Measured from the profile, and simulated with the measured costs of its units."
-    return {
-        "title": "Timeline of a step",
-        "about": about,
-        "timelines": [Drawn.together(measured), theory.group()],
-    }
+    about, drawn = (
+        "The schedule's theory; --profile STEPS measures it and lays both side by side.",
+        [theory.group()],
+    )
+    if measured:
+        about = "Measured from the profile, and simulated with the measured costs of its units."
+        drawn = [Drawn.together(measured), *drawn]
+    return {"title": "Timeline of a step", "about": about, "timelines": drawn}
 
 
 def _options(config: TrainConfig) -> list[dict[str, Any]]:
@@ -205,10 +207,6 @@ def _tiles(run: RunFolder, simulated: float, measured: Sequence[Drawn]) -> list[
     if measured:
         tiles.append([f"{measured[0].bubble:.1%}", "bubble, measured"])
     return tiles
-
-
-def _about_reproducing() -> str:
-    return "The same commit, options, text and devices give the same losses; on the same machine bit for bit."
 
 
 def _reproduce(run: RunFolder) -> str:

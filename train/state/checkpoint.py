@@ -14,7 +14,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from types import TracebackType
 from typing import Any, NamedTuple, Self
 
 import jax
@@ -161,9 +160,8 @@ class Checkpoints:
         Raises:
           CheckpointError: what is there is of another run, or nothing of it is whole.
         """
-        stored = self._store
         steps: list[int] = self._processes.first(
-            lambda: sorted((s.step for s in stored.checkpoints), reverse=True)
+            lambda: sorted((stored.step for stored in self._store.checkpoints), reverse=True)
         )
         damaged: list[int] = []
         for step in steps:
@@ -189,9 +187,7 @@ class Checkpoints:
         self._quiet.enter_context(quiet())
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         with self._quiet:
             if self._processes.count > 1 and kind is not None and not issubclass(kind, Stopped):
                 return  # whoever else writes may be gone, and never come to an end
@@ -221,9 +217,7 @@ class Checkpoints:
             )
         self._failing = True
         for thread in threading.enumerate():
-            if type(thread).__module__.startswith(
-                "orbax."
-            ):  # Orbax waits for none after the first that failed
+            if type(thread).__module__.startswith("orbax."):  # it waits for none after the first that failed
                 threading.Thread.join(thread, PATIENCE)  # its own would raise the same again
         with contextlib.suppress(Exception):  # it says the same again
             self._store.close()

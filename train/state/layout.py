@@ -132,11 +132,9 @@ class Layout:
 
     def _to_canonical(self, state: TrainState) -> Flat:
         def layers(node: Tree) -> Tree:
-            return (
-                _to_layers(node, self.schedule.placement, self.model.layout.rows)
-                if _is_placed(node)
-                else node
-            )
+            if not _is_placed(node):
+                return node
+            return _to_layers(node, self.schedule.placement, self.model.layout.rows)
 
         # Copied, for what a jitted function returns unchanged is its very argument, which the next step takes over
         # while it is still being written.
@@ -144,15 +142,14 @@ class Layout:
 
     def _from_canonical(self, flat: Flat) -> TrainState:
         def stages(node: Tree, now: Tree) -> Tree:
-            return (
-                _to_stages(now, self.schedule.placement, self.model.layout.rows) if _is_placed(node) else now
-            )
+            if not _is_placed(node):
+                return now
+            return _to_stages(now, self.schedule.placement, self.model.layout.rows)
 
         named = _open(self.abstract)
         skeleton = jax.tree.map(self._layer_shardings, named, is_leaf=_is_placed)
-        found = tree_map_with_path(
-            lambda path, _: jnp.copy(flat[_name(path)]), skeleton
-        )  # not what is read into
+        # Copied: not what is read into.
+        found = tree_map_with_path(lambda path, _: jnp.copy(flat[_name(path)]), skeleton)
         return _close(jax.tree.map(stages, named, found, is_leaf=_is_placed), self.optimizer)
 
     def _layer_shardings(self, node: Tree) -> Tree:

@@ -15,9 +15,9 @@ def device(kind, platform="gpu", peak=None):
 
 def test_rates_of_a_step_by_hand():
     """Half a second, 1,000 tokens of 3 GFLOP each, on devices that could do 60 TFLOP/s."""
-    rates = Rates(3e9, 4, Peak(60e12, "stated"))
+    rates = Rates(3e9, Peak(60e12, "stated"))
     assert rates.of(0.5, 1000) == pytest.approx({"tokens_per_s": 2000, "tflops_per_s": 6, "mfu": 0.1})
-    assert Rates(3e9, 4, None).of(0.5, 1000) == pytest.approx({"tokens_per_s": 2000, "tflops_per_s": 6})
+    assert Rates(3e9, None).of(0.5, 1000) == pytest.approx({"tokens_per_s": 2000, "tflops_per_s": 6})
 
 
 def test_published_peaks():
