@@ -1,6 +1,5 @@
 """Streams of tokens: documents one after the other, each followed by the separator, read anywhere at once."""
 
-import bisect
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
@@ -19,7 +18,32 @@ class Stream(Protocol):
         ...
 
 
-class ArrayStream:
+class _Pieces:
+    """A stream of pieces end to end, each read by ``_read`` alone."""
+
+    def __init__(self, lengths: Sequence[int] | np.ndarray):
+        self._ends = np.cumsum(lengths, dtype=np.int64)
+
+    def __len__(self) -> int:
+        return int(self._ends[-1]) if len(self._ends) else 0
+
+    def windows(self, starts: np.ndarray, width: int) -> np.ndarray:
+        """See ``Stream``. Raises DataError for a piece that is not what it was."""
+        found = np.empty((len(starts), width), np.int32)
+        for row, start in enumerate(starts.tolist()):
+            filled, number = 0, int(np.searchsorted(self._ends, start, side="right"))
+            place = start - (int(self._ends[number - 1]) if number else 0)
+            while filled < width:
+                part = self._read(number, slice(place, place + width - filled))
+                found[row, filled : filled + len(part)] = part
+                filled, number, place = filled + len(part), number + 1, 0
+        return found
+
+    def _read(self, number: int, part: slice) -> np.ndarray:
+        raise NotImplementedError
+
+
+class ArrayStream(_Pieces):
     """Arrays end to end, in memory or mapped from files.
 
     Args:
@@ -29,32 +53,21 @@ class ArrayStream:
     """
 
     def __init__(self, arrays: Sequence[np.ndarray], vocab: int, names: Sequence[str] = ()):
+        super().__init__([len(array) for array in arrays])
         self.arrays, self.vocab, self.names = tuple(arrays), vocab, tuple(names)
-        self._ends = np.cumsum([len(array) for array in arrays], dtype=np.int64).tolist()
 
-    def __len__(self) -> int:
-        return self._ends[-1] if self._ends else 0
-
-    def windows(self, starts: np.ndarray, width: int) -> np.ndarray:
-        """See ``Stream``. Raises DataError for a token that the vocabulary does not have: the file is damaged."""
-        found = np.empty((len(starts), width), np.int32)
-        for row, start in enumerate(starts.tolist()):
-            filled, number = 0, bisect.bisect_right(self._ends, start)
-            place = start - (self._ends[number - 1] if number else 0)
-            while filled < width:
-                part = self.arrays[number][place : place + width - filled]
-                found[row, filled : filled + len(part)] = part
-                if int(part.max(initial=0)) >= self.vocab:
-                    name = self.names[number] if self.names else "the data"
-                    raise DataError(
-                        f"--data: {name} is damaged: token {int(part.max())} near place {place}, but the "
-                        f"vocabulary has {self.vocab}; scripts/prepare --check finds all damage"
-                    )
-                filled, number, place = filled + len(part), number + 1, 0
-        return found
+    def _read(self, number: int, part: slice) -> np.ndarray:
+        tokens = self.arrays[number][part]
+        if int(tokens.max(initial=0)) >= self.vocab:
+            name = self.names[number] if self.names else "the data"
+            raise DataError(
+                f"--data: {name} is damaged: token {int(tokens.max())} near place {part.start}, but the "
+                f"vocabulary has {self.vocab}; scripts/prepare --check finds all damage"
+            )
+        return tokens
 
 
-class DocumentStream:
+class DocumentStream(_Pieces):
     """Documents that are read and made into tokens when they are needed.
 
     Args:
@@ -64,23 +77,11 @@ class DocumentStream:
     """
 
     def __init__(self, read: Callable[[int], np.ndarray], numbers: np.ndarray, lengths: np.ndarray):
-        self._read, self._numbers, self._lengths = read, numbers, lengths
-        self._ends = np.cumsum(lengths)
+        super().__init__(lengths)
+        self._tokens, self._numbers, self._lengths = read, numbers, lengths
 
-    def __len__(self) -> int:
-        return int(self._ends[-1]) if len(self._ends) else 0
-
-    def windows(self, starts: np.ndarray, width: int) -> np.ndarray:
-        """See ``Stream``. Raises DataError for a document that has changed since it was measured."""
-        found = np.empty((len(starts), width), np.int32)
-        for row, start in enumerate(starts.tolist()):
-            filled, document = 0, int(np.searchsorted(self._ends, start, side="right"))
-            place = start - int(self._ends[document] - self._lengths[document])
-            while filled < width:
-                tokens = self._read(int(self._numbers[document]))
-                if len(tokens) != self._lengths[document]:
-                    raise DataError(f"--data: document {self._numbers[document]} changed while it was in use")
-                part = tokens[place : place + width - filled]
-                found[row, filled : filled + len(part)] = part
-                filled, document, place = filled + len(part), document + 1, 0
-        return found
+    def _read(self, number: int, part: slice) -> np.ndarray:
+        tokens = self._tokens(int(self._numbers[number]))
+        if len(tokens) != self._lengths[number]:
+            raise DataError(f"--data: document {self._numbers[number]} changed while it was in use")
+        return tokens[part]

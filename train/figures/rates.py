@@ -4,7 +4,6 @@ import dataclasses
 import re
 import resource
 import sys
-import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,6 +13,7 @@ import numpy as np
 
 from dualpipe_jax.inspect.compiler import tpu_generation
 from dualpipe_jax.inspect.target import DEVICES
+from dualpipe_jax.probe.place import seconds
 
 _TERA, _GIBI = 1e12, 2**30
 _GPUS = {"h100": DEVICES["h100"].flops, "h200": DEVICES["h100"].flops, "a100": 312e12}
@@ -85,13 +85,7 @@ def measure_matmul() -> float:
     size = 1024
     a = jnp.asarray(np.random.default_rng(0).standard_normal((size, size), np.float32))
     product = jax.jit(jnp.matmul)
-    product(a, a).block_until_ready()
-    seconds = []
-    for _ in range(5):
-        started = time.perf_counter()
-        product(a, a).block_until_ready()
-        seconds.append(time.perf_counter() - started)
-    return 2 * size**3 / min(seconds)
+    return 2 * size**3 / seconds(lambda: product(a, a), repeats=5)
 
 
 def memory_gib(devices: Sequence[Any]) -> dict[str, float]:

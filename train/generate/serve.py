@@ -3,7 +3,7 @@
 import dataclasses
 import logging
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Annotated, ClassVar
 
 from tyro.conf import arg
@@ -65,7 +65,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return exit_code(lambda: start(options))
 
 
-def start(options: Options, started: Callable[[Callable[[], None]], None] = lambda stop: None) -> int:
+def start(options: Options) -> int:
     try:
         limits = HttpLimits(options.max_bytes, options.max_choices, answer_seconds=options.max_seconds)
     except ValueError as error:
@@ -105,7 +105,6 @@ def start(options: Options, started: Callable[[Callable[[], None]], None] = lamb
             limits=limits,
             grace=options.grace,
             log_level="info" if options.log else "warning",
-            started=started,
         )
     if runner.failure is not None:
         say(f"error: the engine failed: {runner.failure}")

@@ -4,6 +4,7 @@ In one program all steps take equally long on all processes, for everyone waits 
 each does while nobody waits for it: its own work on the host, and a product on its own devices, measured apart.
 """
 
+import functools
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -13,6 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from dualpipe_jax.probe.place import seconds
 from train.processes.group import Processes
 
 SIZE = 512
@@ -54,7 +56,6 @@ class Stragglers:
             return None
         if self._probe is None:
             self._probe = make_probe()
-            self._probe()  # compiles
         mine = {"host": self._host / self._steps, "device": self._probe()}
         self._host, self._steps = 0.0, 0
         found = self._processes.gather(mine)
@@ -90,14 +91,5 @@ def describe(record: dict[str, Any]) -> str:
 def make_probe() -> Callable[[], float]:
     """``probe()``: seconds that a product takes on this process's slowest device, at best."""
     factors = [jax.device_put(jnp.ones((SIZE, SIZE), jnp.float32), device) for device in jax.local_devices()]
-    product = jax.jit(jnp.matmul)
-
-    def once(factor: jax.Array) -> float:
-        began = time.perf_counter()
-        product(factor, factor).block_until_ready()
-        return time.perf_counter() - began
-
-    def probe() -> float:
-        return max(min(once(factor) for _ in range(REPEATS)) for factor in factors)
-
-    return probe
+    square = jax.jit(lambda factor: factor @ factor)
+    return lambda: max(seconds(functools.partial(square, factor), REPEATS) for factor in factors)
