@@ -26,15 +26,9 @@ PROFILE = "profile"
 
 
 class Watch:
-    """What is measured of a run's steps. Enter it: leaving ends a profile that was not finished.
+    """What is measured of a run's steps, from step ``first`` on, which is numbered from 0.
 
-    Args:
-      config: of the run.
-      recipe: of the run.
-      rates: see ``run_rates``.
-      devices: of the run.
-      folder: of the run.
-      first: the first step to come, numbered from 0.
+    Enter it: leaving ends a profile that was not finished.
     """
 
     def __init__(

@@ -53,12 +53,11 @@ def claimed(config: TrainConfig, *, resume: bool) -> Iterator[Path]:
                 f"--name {folder.name}: a process is at work in {folder}; let it end first"
             ) from None
         if not resume:
-            try:
-                (folder / METRICS).touch(exist_ok=False)
-            except FileExistsError:  # begun since we looked
-                raise _taken(folder) from None
-            except OSError as error:
-                raise ConfigError(f"--runs: cannot write into {folder}: {error.strerror}") from None
+            with writing(folder):
+                try:
+                    (folder / METRICS).touch(exist_ok=False)
+                except FileExistsError:  # begun since we looked
+                    raise _taken(folder) from None
         yield folder
     finally:
         os.close(handle)

@@ -47,15 +47,8 @@ class Options(Source):
     """What is asked for."""
 
     COMMON: ClassVar = (
-        "source",
-        "prompt",
-        "max-tokens",
-        "temperature",
-        "top-p",
-        "seed",
-        "batch",
-        "precision",
-    )
+        "source", "prompt", "max-tokens", "temperature", "top-p", "seed", "batch", "precision",
+    )  # fmt: skip
 
     prompt: Annotated[str | None, arg(metavar="TEXT")] = None
     """What to go on with."""

@@ -26,15 +26,8 @@ class Options:
     """What is asked for."""
 
     COMMON: ClassVar = (
-        "out",
-        "data",
-        "text-key",
-        "tokenizer",
-        "train-tokenizer",
-        "held-out",
-        "workers",
-        "check",
-    )
+        "out", "data", "text-key", "tokenizer", "train-tokenizer", "held-out", "workers", "check",
+    )  # fmt: skip
 
     out: Annotated[str, Positional, arg(metavar="OUT")]
     """Folder for the shards, or an fsspec URL."""

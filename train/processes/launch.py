@@ -5,7 +5,7 @@ import importlib.util
 import ipaddress
 import os
 import socket
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 from dualpipe_jax.installing import install_command
@@ -48,17 +48,15 @@ def recognise(asked: LaunchConfig, environ: Environ = os.environ) -> Launch | No
     Raises:
       ConfigError: too little is known, or what is known contradicts itself.
     """
-    found = next((launch for look in SYSTEMS if (launch := look(asked, environ)) is not None), None)
-    given = any(getattr(asked, name) is not None for name in FLAGS)
+    # In JAX's own order: mpirun within a SLURM job is Open MPI's, a TPU pod on Kubernetes is a TPU pod.
+    found = _open_mpi(environ) or _slurm(environ)
+    if found is None and asked.devices != "cpu":
+        found = _tpu_pod(environ)
+    found = found or _kubernetes(environ)
+    given = {name: value for name in FLAGS if (value := getattr(asked, name)) is not None}
     if found is None and not given:
         return None
-    known = found or Launch("options")
-    launch = dataclasses.replace(
-        known,
-        coordinator=known.coordinator if asked.coordinator is None else asked.coordinator,
-        num_processes=known.num_processes if asked.num_processes is None else asked.num_processes,
-        process_id=known.process_id if asked.process_id is None else asked.process_id,
-    )
+    launch = dataclasses.replace(found or Launch("options"), **given)
     if found is None or (None not in (launch.coordinator, launch.num_processes) and found.detection is None):
         launch = dataclasses.replace(launch, detection="deactivate")
     missing = [flag for name, flag in FLAGS.items() if getattr(launch, name) is None]
@@ -84,11 +82,7 @@ def recognise(asked: LaunchConfig, environ: Environ = os.environ) -> Launch | No
 
 _OPEN_MPI_URI = "OMPI_MCA_orte_hnp_uri"
 
-FLAGS = {
-    "coordinator": "--coordinator",
-    "num_processes": "--num-processes",
-    "process_id": "--process-id",
-}
+FLAGS = {"coordinator": "--coordinator", "num_processes": "--num-processes", "process_id": "--process-id"}
 
 HINTS = {
     "Open MPI": " (Open MPI 5 no longer tells where its first process is)",
@@ -96,8 +90,7 @@ HINTS = {
 }
 
 
-def _open_mpi(asked: LaunchConfig, environ: Environ) -> Launch | None:
-    del asked
+def _open_mpi(environ: Environ) -> Launch | None:
     if "OMPI_COMM_WORLD_SIZE" not in environ:
         return None
     size, rank = (_number(environ, f"OMPI_COMM_WORLD_{what}") for what in ("SIZE", "RANK"))
@@ -105,8 +98,7 @@ def _open_mpi(asked: LaunchConfig, environ: Environ) -> Launch | None:
     return Launch("Open MPI", None, size, rank, known) if size > 1 else None
 
 
-def _slurm(asked: LaunchConfig, environ: Environ) -> Launch | None:
-    del asked
+def _slurm(environ: Environ) -> Launch | None:
     step = ("SLURM_JOB_ID", "SLURM_STEP_NODELIST", "SLURM_NTASKS", "SLURM_PROCID", "SLURM_LOCALID")
     if not all(name in environ for name in step):  # srun sets them all; sbatch and salloc do not
         return None
@@ -114,9 +106,7 @@ def _slurm(asked: LaunchConfig, environ: Environ) -> Launch | None:
     return Launch("SLURM", None, count, number, "slurm") if count > 1 else None
 
 
-def _tpu_pod(asked: LaunchConfig, environ: Environ) -> Launch | None:
-    if asked.devices == "cpu":
-        return None
+def _tpu_pod(environ: Environ) -> Launch | None:
     hosts = environ.get("TPU_PROCESS_ADDRESSES") or environ.get("TPU_WORKER_HOSTNAMES") or ""
     if "," in hosts or "MEGASCALE_COORDINATOR_ADDRESS" in environ:
         return Launch("TPU pod")
@@ -124,22 +114,11 @@ def _tpu_pod(asked: LaunchConfig, environ: Environ) -> Launch | None:
     return Launch("TPU pod") if asks_metadata and _is_tpu_machine() else None
 
 
-def _kubernetes(asked: LaunchConfig, environ: Environ) -> Launch | None:
-    del asked
+def _kubernetes(environ: Environ) -> Launch | None:
     if not {"KUBERNETES_SERVICE_HOST", "JOB_COMPLETION_INDEX"} <= environ.keys():
         return None
-    return Launch(
-        "Kubernetes", environ.get("JAX_COORDINATOR_ADDRESS"), None, _number(environ, "JOB_COMPLETION_INDEX")
-    )
-
-
-SYSTEMS: tuple[Callable[[LaunchConfig, Environ], Launch | None], ...] = (
-    _open_mpi,
-    _slurm,
-    _tpu_pod,
-    _kubernetes,
-)
-"""In JAX's own order: mpirun within a SLURM job is Open MPI's, a TPU pod on Kubernetes is a TPU pod."""
+    number = _number(environ, "JOB_COMPLETION_INDEX")
+    return Launch("Kubernetes", environ.get("JAX_COORDINATOR_ADDRESS"), None, number)
 
 
 def _detected_by_jax(launch: Launch, environ: Environ) -> bool:
@@ -196,9 +175,9 @@ def initialize(launch: Launch, asked: LaunchConfig) -> None:
     """
     import jax
 
-    bind = (
-        bind_address(launch.coordinator, asked.coordinator_bind) if launch.process_id in (0, None) else None
-    )
+    bind = None
+    if launch.process_id in (0, None):
+        bind = bind_address(launch.coordinator, asked.coordinator_bind)
     try:
         jax.distributed.initialize(
             launch.coordinator,

@@ -17,6 +17,9 @@ from train.options import in_todays_sections, plain
 FORMAT = 1
 """Of what is written: raised when an older reader would misread it."""
 
+LAYOUT = ("schedule", "pp", "ep", "dp", "shard")
+"""Options of a step that say where its state lies."""
+
 Facts = dict[str, Any]
 
 
@@ -36,7 +39,6 @@ def describe(
       arrays: name -> what has a shape and a dtype.
       tokenizer: what makes tokens.
     """
-    step = config.step
     return {
         "format": FORMAT,
         "model": {
@@ -49,14 +51,7 @@ def describe(
         "tokenizer": tokenizer,
         "seed": config.seed,
         "options": plain(config),
-        "layout": {
-            "schedule": step.schedule,
-            "pp": step.pp,
-            "ep": step.ep,
-            "dp": step.dp,
-            "shard": step.shard,
-            "processes": jax.process_count(),
-        },
+        "layout": {name: getattr(config.step, name) for name in LAYOUT} | {"processes": jax.process_count()},
         "platform": {"devices": jax.devices()[0].device_kind, "machine": platform.machine()},
         "versions": {name: importlib.metadata.version(name) for name in ("jax", "jaxlib", "optax", "numpy")},
     }
@@ -138,8 +133,7 @@ def changes(saved: Facts, ours: Facts) -> list[str]:
     return found
 
 
-_LAYOUT = ("step.schedule", "step.pp", "step.ep", "step.dp", "step.shard")
-_SILENT = ("name", "runs", "checkpoint.", "log.", "launch.", *_LAYOUT)
+_SILENT = ("name", "runs", "checkpoint.", "log.", "launch.", *(f"step.{name}" for name in LAYOUT))
 """Options that change nothing, or are spoken of as the layout."""
 
 
