@@ -41,10 +41,8 @@ def written(tmp_path_factory):
     state = run.init()
     larger = jax.jit(lambda params: with_trainable(params, jax.tree.map(lambda x: 3 * x, trainable(params))))
     state = state._replace(params=larger(state.params))
-    assert (
-        export(run, state, Processes())
-        == f"weights         {config.checkpoint.export}: Hugging Face's layout, float32"
-    )
+    told = f"weights         {config.checkpoint.export}: Hugging Face's layout, float32"
+    assert export(run, state, Processes()) == told
     return run, state
 
 
@@ -60,16 +58,12 @@ def test_another_librarys_model_has_the_runs_held_out_loss(written):
     losses = []
     for batch, weights in run.corpus.heldout_batches(10, (1, 10, 12)):
         assert weights.all() and (batch["segment_ids"] == batch["segment_ids"][..., :1]).all(), "one document"
-        tokens, targets = (
-            torch.tensor(np.asarray(batch[name][0], np.int64)) for name in ("inputs", "targets")
+        tokens, targets, positions = (
+            torch.tensor(np.asarray(batch[name][0], np.int64)) for name in ("inputs", "targets", "positions")
         )
         with torch.no_grad():
-            logits = model(
-                tokens, position_ids=torch.tensor(np.asarray(batch["positions"][0], np.int64))
-            ).logits
-        losses.append(
-            torch.nn.functional.cross_entropy(logits.flatten(0, 1).double(), targets.flatten()).item()
-        )
+            logits = model(tokens, position_ids=positions).logits.flatten(0, 1).double()
+        losses.append(torch.nn.functional.cross_entropy(logits, targets.flatten()).item())
     assert run.evaluate(state.params) == pytest.approx(np.mean(losses), rel=1e-5)
     assert json.loads((folder / "config.json").read_text())["eos_token_id"] == 0
 
@@ -108,9 +102,8 @@ def test_what_cannot_be_written_is_asked_for_again(written, tmp_path):
     run, state = written
     config = configure(run.config, export=tmp_path / "gone" / "out")
     this = types.SimpleNamespace(config=config, corpus=run.corpus, schedule=run.schedule)
-    with pytest.raises(
-        CheckpointError, match=r"the run is saved: .* --name x --resume --export .*out writes"
-    ):
+    told = r"the run is saved: .* --name x --resume --export .*out writes"
+    with pytest.raises(CheckpointError, match=told):
         export(this, state, Processes())
 
 
@@ -126,9 +119,8 @@ def test_a_finished_run_is_exported_with_its_tokenizer(written, tmp_path):
     (tmp_path / "out.new" / "model.safetensors").write_text("of a run that was killed")
     out, done = Console(file=io.StringIO(), width=300), state._replace(step=3)
     conclude(this, done, tmp_path, None, None, out, [], Processes())
-    assert (
-        "all 3 steps are done" in out.file.getvalue() and f"weights         {folder}" in out.file.getvalue()
-    )
+    said = out.file.getvalue()
+    assert "all 3 steps are done" in said and f"weights         {folder}" in said
     assert (folder / "tokenizer.json").read_text() == "words"
     assert (folder / "tokenizer_config.json").read_text() == "ends"
     assert json.loads((folder / "config.json").read_text())["eos_token_id"] == 7

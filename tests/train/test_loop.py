@@ -32,11 +32,8 @@ from train.setup import Run
 from train.trouble import Trouble
 from train.watch import Watch
 
-CONFIG = follow(
-    configure(
-        pp=1, ep=1, microbatches=2, microbatch_size=1, sequence=4, steps=5, log_every=2, seed=5, name="x"
-    )
-)
+CONFIG = configure(pp=1, ep=1, microbatches=2, microbatch_size=1, sequence=4, steps=5, log_every=2, seed=5)
+CONFIG = follow(configure(CONFIG, name="x"))
 SKIP = configure(CONFIG, steps=6, on_trouble="skip")
 TEXT = [np.random.default_rng(0).integers(1, 128, 4096).astype(np.uint8).tobytes()]
 HELD_OUT = [bytes(range(128, 256))]
@@ -205,9 +202,7 @@ def test_metrics_go_on_where_a_checkpoint_is(tmp_path):
     with MetricsFile(path, upto=3) as file:
         assert [record["step"] for record in file.kept] == [0, 1, 2, 3]
         file.write({"step": 4, "loss": 2.0})
-    assert [record["loss"] for record in list(map(json.loads, path.read_text().splitlines()))] == [
-        1.0
-    ] * 4 + [2.0]
+    assert [json.loads(line)["loss"] for line in path.read_text().splitlines()] == [1.0] * 4 + [2.0]
     with MetricsFile(path):
         pass
     assert path.read_text() == ""
@@ -270,9 +265,8 @@ def test_spikes_stand_out_from_the_losses_before(spike):
     losses[[3, 60, 61, 150]] += 1.5
     losses[180] += 0.25
     trouble = Trouble(spike)
-    reasons = {
-        n: trouble.reason({"step": n, "loss": loss, "grad_norm": 1.0}) for n, loss in enumerate(losses, 1)
-    }
+    records = ({"step": step, "loss": loss, "grad_norm": 1.0} for step, loss in enumerate(losses, 1))
+    reasons = {record["step"]: trouble.reason(record) for record in records}
     found = [step for step, reason in reasons.items() if reason]
     assert found == spikes(losses, spike)
     assert set(found) >= {61, 62, 151} and 4 not in found, "none before there is anything to compare with"

@@ -263,9 +263,7 @@ def test_nodes_are_processes_with_equal_shares_in_a_row():
     def nodes(*processes):
         devices = [types.SimpleNamespace(process_index=process) for process in processes]
         grid = np.array(devices, object).reshape(1, 1, -1)
-        return num_nodes(
-            types.SimpleNamespace(devices=grid, axis_names=("dp", "pp", "ep"), shape={"ep": grid.size})
-        )
+        return num_nodes(types.SimpleNamespace(devices=grid, shape={"ep": grid.size}))
 
     assert nodes(0, 0, 0, 0) == 1 and nodes(3, 3, 1, 1) == 2 and nodes(0, 1, 0, 1) == nodes(0, 0, 0, 1) == 1
     assert num_nodes(make_mesh(2, 4)) == 1
@@ -305,9 +303,7 @@ def runs(tmp_path_factory):
 
     found = {"plain": go("plain"), "moved": go("moved", rebalance_every=2, redundant_experts=2)}
     shutil.copytree(folder / "moved", folder / "resumed")
-    shutil.rmtree(
-        folder / "resumed" / FOLDER / "6"
-    )  # as a kill after the checkpoint of step 3 would have left it
+    shutil.rmtree(folder / "resumed" / FOLDER / "6")  # as a kill after that of step 3 would have left it
     found["resumed"] = go("resumed", resume=True, rebalance_every=2, redundant_experts=2)
     return found
 

@@ -101,16 +101,14 @@ def test_runs_and_files_from_before_go_on(tmp_path):
     }
     file.write_text(json.dumps(before))
     now = configure(
-        schedule="zb_h1",
-        pp=2, first_microbatches=2, ramp_tokens=9, rebalance_every=5, model="tiny", mtp=1, data=("a",),
-        precision="bfloat16", dispatch_payload="float8", sequence=32, shard="optimizer", clip=2.0, seed=3,
-        gradient_sums="bfloat16", overlap=False,
+        schedule="zb_h1", pp=2, first_microbatches=2, ramp_tokens=9, rebalance_every=5, model="tiny", mtp=1,
+        data=("a",), precision="bfloat16", dispatch_payload="float8", sequence=32, shard="optimizer",
+        clip=2.0, seed=3, gradient_sums="bfloat16", overlap=False,
     )  # fmt: skip
     assert parse(["--config", str(file)]).options == now
     assert plain(now) == in_todays_sections(plain(now))
-    assert parse(
-        ["--mesh.pp", "2", "--model.payload=float8", "--mesh.rebalance-every", "5"]
-    ).options == configure(pp=2, dispatch_payload="float8", rebalance_every=5)
+    flags = ["--mesh.pp", "2", "--model.payload=float8", "--mesh.rebalance-every", "5"]
+    assert parse(flags).options == configure(pp=2, dispatch_payload="float8", rebalance_every=5)
 
 
 REFUSED = {

@@ -77,9 +77,8 @@ def test_of_many_the_first_ten_are_named(tmp_path):
     with pytest.raises(DataError) as error:
         read_documents([tmp_path])
     said = str(error.value).splitlines()
-    assert (
-        said[0] == f"--data: nothing to read in {tmp_path}" and said[-1] == "  and 3 more" and len(said) == 12
-    )
+    assert (said[0], said[-1]) == (f"--data: nothing to read in {tmp_path}", "  and 3 more")
+    assert len(said) == 12
 
 
 def test_bad_lines_up_to_a_number_are_left_out(tmp_path):
@@ -107,14 +106,10 @@ def test_bad_lines_up_to_a_number_are_left_out(tmp_path):
 def test_too_little_to_hold_anything_out_is_said(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "little.txt").write_text("a few bytes of text.")
-    assert (
-        main(["out", "--data", "little.txt", "--workers", "1"]) == 0
-    )  # a byte is held out, and the separator
+    assert main(["out", "--data", "little.txt", "--workers", "1"]) == 0
     said = capsys.readouterr().out
-    assert (
-        "20 to train on, 2 held out" in said
-        and "scripts/train --data out --sequence 1, for no more can" in said
-    )
+    assert "20 to train on, 2 held out" in said, "a byte, and the separator"
+    assert "scripts/train --data out --sequence 1, for no more can" in said
     (tmp_path / "less.txt").write_text("a")
     assert main(["less", "--data", "less.txt", "--workers", "1"]) == 0
     said = capsys.readouterr().out
