@@ -173,16 +173,21 @@ def make_model(
     return staged(numbers, plan, step, **asked_for)
 
 
+def check_eight_bits(step: StepOptions, device: jax.Device) -> None:
+    """Raise ValueError where float8 is asked for, and the device has no such type."""
+    if "float8" in (step.dispatch_payload, step.matmul):
+        check_float8(device, matmul=step.matmul == "float8")
+
+
 def refuse_eight_bits(config: TrainConfig, device: jax.Device) -> None:
-    """Raise ConfigError where float8 is asked for, and the device has no such type."""
+    """``check_eight_bits`` of a run's options, with ConfigError."""
     asked = config.step
-    if "float8" in (asked.dispatch_payload, asked.matmul):
-        try:
-            check_float8(device, matmul=asked.matmul == "float8")
-        except ValueError as error:
-            raise ConfigError(
-                f"--dispatch-payload {asked.dispatch_payload} --matmul {asked.matmul}: {error}"
-            ) from None
+    try:
+        check_eight_bits(asked, device)
+    except ValueError as error:
+        raise ConfigError(
+            f"--dispatch-payload {asked.dispatch_payload} --matmul {asked.matmul}: {error}"
+        ) from None
 
 
 def describe_dispatch(config: TrainConfig) -> str:

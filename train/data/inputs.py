@@ -2,14 +2,16 @@
 
 import dataclasses
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from dualpipe_jax.installing import install_command
 from train.data.errors import DataError
 from train.data.records import is_records, read_records
 from train.data.remote import is_url, open_filesystem
+
+T = TypeVar("T")
 
 PIECE = 2**26
 """Bytes of files that are read in one go, about."""
@@ -102,7 +104,23 @@ def pieces(files: Sequence[File], size: int = PIECE) -> list[Piece]:
             found += _row_groups(file, size)
         else:
             found.append(Piece(file.kind, (file.url,), size=file.size))
-    return found + _together(texts, size)
+    for some in grouped(texts, lambda file: file.size, size):
+        urls = tuple(file.url for file in some)
+        found.append(Piece("text", urls, size=sum(file.size for file in some)))
+    return found
+
+
+def grouped(items: Iterable[T], size: Callable[[T], int], enough: int) -> Iterator[list[T]]:
+    """The items in order, in groups each of which is just large enough, but for the last."""
+    some, total = list[T](), 0
+    for item in items:
+        some.append(item)
+        total += size(item)
+        if total >= enough:
+            yield some
+            some, total = [], 0
+    if some:
+        yield some
 
 
 def _refuse(error: DataError) -> None:
@@ -193,13 +211,10 @@ def _row_groups(file: File, size: int) -> list[Piece]:
     with _open(file.url) as opened:
         table = _parquet(opened, file.url)
         sizes = [table.metadata.row_group(number).total_byte_size for number in range(table.num_row_groups)]
-    found, first = [], 0
-    for number in range(len(sizes)):
-        if sum(sizes[first : number + 1]) >= size or number + 1 == len(sizes):
-            share = file.size * (number + 1 - first) // len(sizes)
-            found.append(Piece("parquet", (file.url,), first, number + 1, share))
-            first = number + 1
-    return found
+    return [
+        Piece("parquet", (file.url,), some[0], some[-1] + 1, file.size * len(some) // len(sizes))
+        for some in grouped(range(len(sizes)), sizes.__getitem__, size)
+    ]
 
 
 def _parquet(file: Any, url: str) -> Any:
@@ -212,17 +227,6 @@ def _parquet(file: Any, url: str) -> Any:
         return pyarrow.parquet.ParquetFile(file)
     except pyarrow.ArrowInvalid as error:
         raise DataError(f"--data: {url}: is not Parquet: {error}") from None
-
-
-def _together(files: Sequence[File], size: int) -> list[Piece]:
-    found, some, total = [], [], 0
-    for file in files:
-        some.append(file.url)
-        total += file.size
-        if total >= size:
-            found.append(Piece("text", tuple(some), size=total))
-            some, total = [], 0
-    return found + ([Piece("text", tuple(some), size=total)] if some else [])
 
 
 def _open(url: str) -> Any:

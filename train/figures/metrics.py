@@ -129,14 +129,7 @@ class Pace:
 
 
 class Display:
-    """A progress bar on a terminal; elsewhere a plain line now and then.
-
-    Args:
-      console: where to.
-      num_steps: of the run.
-      every: steps between plain lines.
-      first: the first step to come.
-    """
+    """A progress bar on a terminal, from step ``first`` on; elsewhere a plain line ``every`` so many steps."""
 
     def __init__(self, console: Console, num_steps: int, every: int, first: int = 1):
         self._console, self._num_steps, self._every, self._first = console, num_steps, every, first

@@ -21,7 +21,7 @@ import models
 from dualpipe_jax import inspect
 from dualpipe_jax.inspect.scheduler import parse_statistics
 from dualpipe_jax.inspect.target import Target
-from dualpipe_jax.parallel import EP, check_float8, make_mesh
+from dualpipe_jax.parallel import EP, make_mesh
 from dualpipe_jax.pods import ahead, timeline
 from dualpipe_jax.pods.dryrun import compiler_options, describe, platform_of, rates_of
 from dualpipe_jax.pods.plan import Plan
@@ -33,7 +33,7 @@ from dualpipe_jax.schedule.lowering.unit_key import UnitKey
 from models.decode import Decoder, Rows, decoder, init_cache
 from models.decode.experts import weight_specs
 from models.decode.programs import BLOCKS, ROWS, in_halves, jit_step, whole
-from train.model import in_precision, size
+from train.model import check_eight_bits, in_precision, size
 
 WHAT = "prefill", "decode"
 """What of serving can be compiled."""
@@ -62,7 +62,6 @@ class ServingStep:
       num_rows: requests of a device.
       num_tokens: new ones of a row.
       table_size: blocks of a row.
-
     """
 
     what: str
@@ -103,8 +102,7 @@ def draw(request: Request, target: Target, devices: Sequence[Any]) -> ServingSte
         raise ValueError(
             f"--target {target}: {len(devices)} devices do not share {numbers.num_experts} experts equally"
         )
-    if "float8" in (plan.dispatch_payload, plan.matmul):
-        check_float8(devices[0], matmul=plan.matmul == "float8")
+    check_eight_bits(plan, devices[0])
     if plan.sequence % BLOCK_SIZE:
         raise ValueError(f"--sequence {plan.sequence}: must be a multiple of {BLOCK_SIZE}")
     num_rows = request.requests or (

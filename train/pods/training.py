@@ -6,10 +6,9 @@ import jax
 import jax.numpy as jnp
 
 import models
-from dualpipe_jax.parallel import check_float8
 from dualpipe_jax.pods import Dispatch, Plan, Program, Setting, Update
 from dualpipe_jax.schedule import Schedule
-from train.model import count_parameters, in_precision, model_flops, size, staged
+from train.model import check_eight_bits, count_parameters, in_precision, model_flops, size, staged
 from train.state.layout import Layout, abstract_state
 from train.step import make_optimizer, make_update
 
@@ -31,8 +30,8 @@ def make(name: str, setting: Setting, **changes: float) -> Program:
     numbers = in_precision(size(name, layers, changes), plan)
     if numbers.num_experts % plan.ep:
         raise ValueError(f"--ep {plan.ep}: must divide the {numbers.num_experts} experts of {name}")
-    if isinstance(setting.mesh, jax.sharding.Mesh) and "float8" in (plan.dispatch_payload, plan.matmul):
-        check_float8(setting.mesh.devices.flat[0], matmul=plan.matmul == "float8")
+    if isinstance(setting.mesh, jax.sharding.Mesh):
+        check_eight_bits(plan, setting.mesh.devices.flat[0])
     model = staged(numbers, _layers(plan, numbers, schedule), plan, setting.platform)
     layout = Layout(model, schedule, setting.mesh, optimizer_of(plan.moments), plan.shard)
     return step_of(layout, (schedule.num_microbatches, plan.batch, plan.sequence))

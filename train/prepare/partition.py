@@ -25,12 +25,6 @@ BAD = "lines that cannot be read"
 def partition(number: int, piece: Piece, options: Options, folder: Path) -> dict[str, Any]:
     """Read a piece, unless that is done; its receipt says how many documents were dropped for which reason.
 
-    Args:
-      number: of the piece.
-      piece: what to read.
-      options: with the filters.
-      folder: for the files.
-
     Raises:
       DataError: see ``documents``.
     """
@@ -74,12 +68,7 @@ def _write(number: int, texts: list[bytes], digests: np.ndarray, options: Option
 
 
 class Parts:
-    """What the first pass left.
-
-    Args:
-      folder: where.
-      num_pieces: of the input.
-    """
+    """What the first pass left of the input's pieces in a folder."""
 
     def __init__(self, folder: Path, num_pieces: int):
         self.folder, self.num_pieces = folder, num_pieces

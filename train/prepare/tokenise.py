@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from train.data.inputs import grouped
 from train.data.manifest import SPLITS, Shard, sha256
 from train.data.text import cut
 from train.data.vocabulary import Vocabulary, import_tokenizers
@@ -50,7 +51,7 @@ def tokenise(bucket: int, shop: Shop) -> dict[str, Any]:
         split: Writer(shop.out, f"{split}-{bucket:06d}.bin", shop.vocabulary.dtype) for split in SPLITS
     }
     size = 0
-    for texts in _batches(bucket_texts(bucket, shop)):
+    for texts in grouped(bucket_texts(bucket, shop), lambda text: len(text[1]), BATCH):
         size += sum(len(text) for _, text in texts)
         for split in SPLITS:
             writers[split].add(shop.vocabulary.encode([text for its, text in texts if its == split]))
@@ -77,13 +78,7 @@ def bucket_texts(bucket: int, shop: Shop) -> Iterator[tuple[str, bytes]]:
 
 
 class Writer:
-    """A shard that grows; nothing is there under its name before ``close``.
-
-    Args:
-      folder: where.
-      name: of the file, ending in .bin.
-      dtype: of tokens.
-    """
+    """A shard that grows; nothing is there under its name, which ends in .bin, before ``close``."""
 
     def __init__(self, folder: Path, name: str, dtype: np.dtype):
         self._folder, self._name, self._dtype = folder, name, dtype.newbyteorder("<")
@@ -148,16 +143,3 @@ def _sample(texts: Iterable[tuple[str, bytes]], size: float) -> Iterator[str]:
             taken += len(text)
             if taken >= size:
                 return
-
-
-def _batches(texts: Iterable[tuple[str, bytes]]) -> Iterator[list[tuple[str, bytes]]]:
-    some: list[tuple[str, bytes]] = []
-    size = 0
-    for split, text in texts:
-        some.append((split, text))
-        size += len(text)
-        if size >= BATCH:
-            yield some
-            some, size = [], 0
-    if some:
-        yield some

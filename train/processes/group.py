@@ -23,7 +23,6 @@ from train.options import plain
 from train.processes import coordination
 from train.processes.pulse import Pulse
 
-Index = tuple[slice, ...] | None
 Rows = tuple[slice, ...]
 Batch = TypeVar("Batch")
 Json = TypeVar("Json")
@@ -225,20 +224,15 @@ def share_out(draw: Callable[[Rows], Batch], num_rows: tuple[int, int], sharding
     places = sharding.addressable_devices_indices_map(num_rows)
     held = {_bounds(index, num_rows) for index in places.values()}
     parts = {bounds: draw((slice(*bounds[0]), slice(*bounds[1]))) for bounds in held}
-    leaves = {bounds: jax.tree.leaves(part) for bounds, part in parts.items()}
-    first, treedef = jax.tree.flatten(next(iter(parts.values())))
 
-    def whole(number: int) -> jax.Array:
-        def part(index: Index) -> np.ndarray:
-            return leaves[_bounds(index, num_rows)][number]
+    def whole(*leaves: np.ndarray) -> jax.Array:
+        own, shape = dict(zip(parts, leaves, strict=True)), (*num_rows, *leaves[0].shape[2:])
+        return jax.make_array_from_callback(shape, sharding, lambda index: own[_bounds(index, num_rows)])
 
-        shape = (*num_rows, *first[number].shape[2:])
-        return jax.make_array_from_callback(shape, sharding, part)
-
-    return jax.tree.unflatten(treedef, [whole(number) for number in range(len(first))])
+    return jax.tree.map(whole, *parts.values())
 
 
-def _bounds(index: Index, num_rows: tuple[int, int]) -> tuple[tuple[int, ...], ...]:
+def _bounds(index: Rows | None, num_rows: tuple[int, int]) -> tuple[tuple[int, ...], ...]:
     assert index is not None  # every device of a process that is asked holds a part
     return tuple(part.indices(size)[:2] for part, size in zip(index[:2], num_rows, strict=True))
 
