@@ -122,7 +122,7 @@ def conclude(
     first, carried = int(state.step), dict(checkpoints.restored.get("carried", {}))
     if not carried:  # nothing restored, or by a trainer that left these to metrics.jsonl
         carried["before"], carried["skipped"] = processes.first(
-            lambda: (held_out(kept, 0), skipped_before(kept))
+            lambda: (held_out_before(kept), skipped_before(kept))
         )
     say(console, "\ncompiling ...")
     since = "before training" if carried["before"] is not None or not first else f"at step {first}"
@@ -167,9 +167,9 @@ def skipped_before(kept: Sequence[Mapping[str, Any]]) -> int:
     return next((record.get("skipped", 0) for record in reversed(kept) if "loss" in record), 0)
 
 
-def held_out(kept: Sequence[Mapping[str, Any]], step: int) -> float | None:
-    """The held-out loss at a step, if it was measured before the run was resumed."""
-    found = [record["heldout_loss"] for record in kept if record["step"] == step and "heldout_loss" in record]
+def held_out_before(kept: Sequence[Mapping[str, Any]]) -> float | None:
+    """The held-out loss before the first step, if it was measured before the run was resumed."""
+    found = [record["heldout_loss"] for record in kept if record["step"] == 0 and "heldout_loss" in record]
     return found[-1] if found else None
 
 

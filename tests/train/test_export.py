@@ -12,6 +12,7 @@ import pytest
 from rich.console import Console
 
 import models
+from tests.train.state.test_state import by_name
 from train import setup
 from train.config import ConfigError, configure
 from train.data.vocabulary import Vocabulary
@@ -73,16 +74,10 @@ def test_they_are_read_back_bit_for_bit(written):
     _, params = models.weights.load(run.config.checkpoint.export)
     flat = run.layout.to_canonical(state)
     assert len(params["stages"]["layers"]) == 2
-    layers = jax.tree.map(lambda *leaves: np.concatenate(leaves), *params["stages"]["layers"])
-    stages = {"layers": layers, "routing": {"bias": params["stages"]["routing"]["bias"][0]}}
-    whole = {"params": {"stages": stages, "shared": params["shared"]}}
-    found = {
-        jax.tree_util.keystr(path, simple=True, separator="/"): leaf
-        for path, leaf in jax.tree_util.tree_leaves_with_path(whole)
-    }
+    found = by_name(params)
     assert found.keys() == {name for name in flat if name.startswith("params/")}
     for name, leaf in found.items():
-        np.testing.assert_array_equal(np.asarray(leaf), np.asarray(flat[name]), err_msg=name)
+        np.testing.assert_array_equal(leaf, np.asarray(flat[name]), err_msg=name)
 
 
 def test_a_folder_that_is_not_empty_is_left_alone_before_training(written):

@@ -3,6 +3,7 @@
 import dataclasses
 import hashlib
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -131,22 +132,23 @@ def open_prepared(folder: Path) -> tuple[Source, Vocabulary]:
       DataError: a file is missing or has another length than the manifest says. Content is checked by ``find_damage``.
     """
     manifest = read_manifest(folder)
-    streams = []
-    for split in SPLITS:
-        shards = getattr(manifest, split)
+    dtype = np.dtype(manifest.dtype).newbyteorder("<")
+
+    def stream(shards: Sequence[Shard]) -> ArrayStream:
         for shard in shards:
-            _check_length(folder, shard, np.dtype(manifest.dtype))
-        arrays = [
-            np.memmap(folder / shard.file, dtype=_on_disk(manifest.dtype), mode="r") for shard in shards
-        ]
-        streams.append(ArrayStream(arrays, manifest.vocab, [str(folder / shard.file) for shard in shards]))
+            _check_length(folder, shard, dtype)
+        files = [folder / shard.file for shard in shards]
+        arrays = [np.memmap(file, dtype=dtype, mode="r") for file in files]
+        return ArrayStream(arrays, manifest.vocab, list(map(str, files)))
+
+    train = stream(manifest.train)
     source = Source(
         str(folder),
-        train=streams[0],
-        heldout=streams[1],
+        train,
+        heldout=stream(manifest.heldout),
         num_documents=sum(shard.documents for shard in manifest.shards),
         fingerprint=manifest.fingerprint,
-        weight=max(1, len(streams[0])),
+        weight=max(1, len(train)),
     )
     return source, open_its_vocabulary(folder, manifest)
 
@@ -199,10 +201,6 @@ def _check_length(folder: Path, shard: Shard, dtype: np.dtype) -> None:
             f"--data {folder}: shard {shard.file} has {found} bytes, its manifest says {expected}: it was cut short or "
             "is another's; prepare the data again"
         )
-
-
-def _on_disk(dtype: str) -> np.dtype:
-    return np.dtype(dtype).newbyteorder("<")
 
 
 def _content(manifest: Manifest) -> dict[str, Any]:

@@ -29,9 +29,7 @@ def bands(text: bytes, similarity: float) -> np.ndarray:
     """uint64 [bands]: equal numbers in the same place mean equal bands."""
     count, rows = shape(similarity)
     found = runs(text)
-    parts = (
-        found[first : first + 4096] for first in range(0, len(found), 4096)
-    )  # not all 128 of each at once
+    parts = np.split(found, range(4096, len(found), 4096))  # not all 128 of each at once
     minima = np.min([_mix(part[:, None] ^ _SALTS).min(0) for part in parts], 0)
     minima = minima[: count * rows].reshape(count, rows)
     key = np.arange(1, count + 1, dtype=np.uint64)

@@ -73,11 +73,9 @@ class Options:
 
     @property
     def job(self) -> dict[str, Any]:
-        return {
-            name: list(value) if isinstance(value, tuple) else value
-            for name, value in dataclasses.asdict(self).items()
-            if name not in ("out", "workers", "work", "check")
-        }
+        """What decides on the shards."""
+        asked = dataclasses.asdict(self)
+        return {name: asked[name] for name in asked if name not in ("out", "workers", "work", "check")}
 
 
 def parse(arguments: Sequence[str] | None = None) -> Options:

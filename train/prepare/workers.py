@@ -57,10 +57,8 @@ class Report:
             for number, result in results:
                 found[number] = result
                 progress.advance(task)
-                if (
-                    not self._console.is_terminal
-                    and len(found) * 10 // total > (len(found) - 1) * 10 // total
-                ):
+                another_tenth = len(found) * 10 // total > (len(found) - 1) * 10 // total
+                if another_tenth and not self._console.is_terminal:
                     self.say(f"{what}: {len(found)}/{total}")
         return found
 

@@ -93,6 +93,7 @@ def write_comparison(runs: Sequence[RunFolder], found: Sequence[Comparison], pat
     """Write the curves of several runs, what came of comparing them and where their options differ as a page."""
     verdict = "bitwise equal" if all(one.equal for one in found) else "not bitwise equal"
     names = [run.path.name for run in runs]
+    differing = {"head": ["option", *names], "rows": _options(runs)}
     page = {
         "title": f"{' and '.join(names) if len(names) < 4 else f'{len(names)} runs'}: {verdict}",
         "about": f"Each beside {runs[0].path}.",
@@ -100,10 +101,7 @@ def write_comparison(runs: Sequence[RunFolder], found: Sequence[Comparison], pat
         "tiles": [],
         "sections": [
             {"title": "Curves", "charts": [loss_chart(runs), *charts(runs, _BESIDE)]},
-            {
-                "title": "Options that differ",
-                "tables": [{"head": ["option", *names], "rows": _options(runs)}],
-            },
+            {"title": "Options that differ", "tables": [differing]},
         ],
     }
     path.write_text(render(page), encoding="utf-8")

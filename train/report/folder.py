@@ -69,19 +69,17 @@ class RunFolder:
 
     def series(self, name: str) -> tuple[list[int], list[Any]]:
         """Steps that have a metric, and its values; ``outer/inner`` looks into records. None is no number."""
-        found = [(r["step"], value) for r in self.steps if (value := _look(r, name)) is not _MISSING]
+        found = [(r["step"], value) for r in self.steps for value in _look(r, name)]
         return [step for step, _ in found], [value for _, value in found]
 
 
-_MISSING = object()
-
-
-def _look(record: Any, name: str) -> Any:
+def _look(record: Any, name: str) -> list[Any]:
+    """The value of that name, if there is one."""
     for part in name.split("/"):
         if not isinstance(record, Mapping) or part not in record:
-            return _MISSING
+            return []
         record = record[part]
-    return record
+    return [record]
 
 
 def _json(folder: Path, name: str) -> Any:

@@ -153,14 +153,12 @@ def _heat(run: RunFolder) -> dict[str, Any]:
 
 
 def _timeline_section(measured: Sequence[Drawn], theory: Drawn) -> dict[str, Any]:
-    about, drawn = (
-        "The schedule's theory; --profile STEPS measures it and lays both side by side.",
-        [theory.group()],
-    )
+    about = "The schedule's theory; --profile STEPS measures it and lays both side by side."
+    shown = [theory.group()]
     if measured:
         about = "Measured from the profile, and simulated with the measured costs of its units."
-        drawn = [Drawn.together(measured), *drawn]
-    return {"title": "Timeline of a step", "about": about, "timelines": drawn}
+        shown = [Drawn.together(measured), *shown]
+    return {"title": "Timeline of a step", "about": about, "timelines": shown}
 
 
 def _options(config: TrainConfig) -> list[dict[str, Any]]:
@@ -168,10 +166,8 @@ def _options(config: TrainConfig) -> list[dict[str, Any]]:
     for flag, path in FLAGS.items():
         value = option(config, flag)
         text = " ".join(map(str, value)) if isinstance(value, tuple) else str(value)
-        own = is_own(config, flag)
-        tables.setdefault(path[0] if len(path) > 1 else "run", []).append(
-            [flag.removeprefix("--"), {"own": text} if own else text]
-        )
+        row = [flag.removeprefix("--"), {"own": text} if is_own(config, flag) else text]
+        tables.setdefault(path[0] if len(path) > 1 else "run", []).append(row)
     return [{"title": title, "rows": rows} for title, rows in tables.items()]
 
 
@@ -190,19 +186,16 @@ def _tiles(run: RunFolder, simulated: float, measured: Sequence[Drawn]) -> list[
     if len(held) > 1:
         tiles.append([f"{held[0]:.3f} → {held[-1]:.3f}", "held-out loss"])
     if run.steps:
-        last = run.steps[-1]
-        tiles.append(
-            ["not a number" if last["loss"] is None else f"{last['loss']:.4f}", "last training loss"]
-        )
+        last = run.steps[-1]["loss"]
+        tiles.append(["not a number" if last is None else f"{last:.4f}", "last training loss"])
     later = run.steps[1:]  # the first step compiles
     if later:
         tiles.append([f"{np.median([r['tokens_per_s'] for r in later]):,.0f}", "tokens/s, median"])
         tiles.append([f"{np.median([r['tflops_per_s'] for r in later]):.3g}", "TFLOP/s, median"])
         mfu = [r["mfu"] for r in later if "mfu" in r]
         source = run.environment.get("peak", "")
-        tiles.append(
-            [f"{np.median(mfu):.1%}" if mfu else "n/a", f"MFU{f' ({source})' if source and mfu else ''}"]
-        )
+        of = f" ({source})" if source and mfu else ""
+        tiles.append([f"{np.median(mfu):.1%}" if mfu else "n/a", f"MFU{of}"])
     tiles.append([f"{simulated:.1%}", "bubble, F = I = W"])
     if measured:
         tiles.append([f"{measured[0].bubble:.1%}", "bubble, measured"])

@@ -2,21 +2,17 @@
 
 import bz2
 import gzip
-import io
 import json
 
 import pyarrow
 import pyarrow.parquet
 import pytest
-from rich.console import Console
 
+from tests.train.prepare.test_data_prepare import prepare
 from train.data import DataError, open_corpus
 from train.data.text import describe_skipped, read_documents
-from train.prepare import pipeline
 from train.prepare.__main__ import main
-from train.prepare.options import Options
 from train.prepare.partition import BAD
-from train.prepare.workers import Report
 
 
 def lines(*texts):
@@ -89,18 +85,13 @@ def test_bad_lines_up_to_a_number_are_left_out(tmp_path):
         (tmp_path / f"{name}.jsonl").write_bytes(
             b'{"text": \n' + rows + b'["no", "object"]\n' + b"[" * 100_000 + b"\n"
         )
-    data = (str(tmp_path / "*.jsonl"),)
-
-    def prepare(name, **options):
-        asked = Options(str(tmp_path / name), data, workers=1, **options)
-        return pipeline.prepare(asked, Report(Console(file=io.StringIO(), width=200)))
-
-    manifest = prepare("six", skip_bad=6)
+    data = [tmp_path / "*.jsonl"]
+    manifest = prepare(tmp_path / "six", data, skip_bad=6)
     assert manifest.origin["documents"] == len(good) and manifest.origin["dropped"] == {BAD: 6}
     with pytest.raises(DataError, match=rf"--data: 6 {BAD}, more than --skip-bad 5"):
-        prepare("five", skip_bad=5)
+        prepare(tmp_path / "five", data, skip_bad=5)
     with pytest.raises(DataError, match="is not JSON.*; --skip-bad 10 leaves out so many such lines"):
-        prepare("none")
+        prepare(tmp_path / "none", data)
 
 
 def test_too_little_to_hold_anything_out_is_said(tmp_path, capsys, monkeypatch):

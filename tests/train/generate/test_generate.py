@@ -17,6 +17,7 @@ import pytest
 import models
 from models.decode.text import Bytes
 from tests.models.decode.small_models import random_params, small, whole
+from tests.train.state.test_state import by_name
 from train.config import TrainConfig
 from train.data.vocabulary import BYTES
 from train.generate.__main__ import main
@@ -31,15 +32,7 @@ PROMPT = "def f("
 
 def checkpoint(run, step, **changes):
     """As a run leaves one: layers in one array, facts beside them."""
-    params = random_params(CONFIG)
-    flat = {}
-    layers = jax.tree.map(lambda *leaves: np.concatenate(leaves), *params["stages"]["layers"])
-    tree = {
-        "stages": {"layers": layers, "routing": {"bias": params["stages"]["routing"]["bias"][0]}},
-        "shared": params["shared"],
-    }
-    for path, leaf in jax.tree_util.tree_leaves_with_path({"params": tree}):
-        flat[jax.tree_util.keystr(path, simple=True, separator="/")] = jax.numpy.asarray(leaf)
+    flat = jax.tree.map(jax.numpy.asarray, by_name(random_params(CONFIG)))
     facts = describe(TrainConfig(), CONFIG, "corpus", flat, BYTES.fingerprint)
     facts = at_step(facts, step, fingerprints(flat), {"loss": 1.0}, None)
     ocp.save(run / "checkpoints" / str(step), flat, custom_metadata=facts | changes)
@@ -62,9 +55,8 @@ def greedy(prompt, number, config=CONFIG):
     for _ in range(number):
         padded = np.zeros((1, 32), np.int32)
         padded[0, : len(text)] = text
-        text.append(
-            int(np.argmax(np.asarray(whole(config, random_params(config), padded))[0, len(text) - 1]))
-        )
+        logits = np.asarray(whole(config, random_params(config), padded))[0, len(text) - 1]
+        text.append(int(np.argmax(logits)))
         if text[-1] == BYTES.separator:
             return Bytes().decode(text[begun:-1])
     return Bytes().decode(text[begun:])
@@ -169,9 +161,8 @@ def test_a_damaged_step_is_a_line_and_the_one_before_is_taken(run, tmp_path, cap
     said = []
     assert load(Options(source=tmp_path), said.append).name == f"{tmp_path}, step 20"
     (told,) = said
-    assert re.fullmatch(
-        r"warning: .*/30: cannot be read: ValueError: NOT_FOUND: .*; trying an earlier step", told
-    )
+    words = "warning: .*/30: cannot be read: ValueError: NOT_FOUND: .*; trying an earlier step"
+    assert re.fullmatch(words, told)
     assert len(told) < 400 and capfd.readouterr() == ("", "") and caplog.text == ""
 
 

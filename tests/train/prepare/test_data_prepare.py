@@ -334,9 +334,8 @@ def test_what_is_done_is_not_done_again(tmp_path, capsys):
     assert "is prepared already" in capsys.readouterr().out
     assert (tmp_path / "out" / "manifest.json").stat().st_mtime_ns == before
     assert main([*command, "--held-out", "0.2"]) == 2
-    assert (
-        "is prepared otherwise: --held-out was 0.05; remove it or name another OUT" in capsys.readouterr().err
-    )
+    told = "is prepared otherwise: --held-out was 0.05; remove it or name another OUT"
+    assert told in capsys.readouterr().err
     write_lines(tmp_path / "a.jsonl", texts(31))
     assert main(command) == 2
     assert "the files of --data have changed" in capsys.readouterr().err

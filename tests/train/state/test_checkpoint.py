@@ -28,15 +28,9 @@ from train.step import make_optimizer
 
 OPTIMIZER = make_optimizer(lambda step: 1e-3, clip=1.0, weight_decay=0.1)
 NUMBERS = models.tiny(
-    num_layers=2,
-    num_dense_layers=0,
-    num_experts=4,
-    num_groups=1,
-    top_groups=1,
-    top_k=2,
-    dim=16,
+    num_layers=2, num_dense_layers=0, num_experts=4, num_groups=1, top_groups=1, top_k=2, dim=16,
     q_lora_rank=0,
-)
+)  # fmt: skip
 RECORD = {"loss": 2.5}
 
 
@@ -209,9 +203,8 @@ def test_a_disk_that_cannot_be_read_damages_nothing(times, run, layout, state, m
         if times == 2:
             assert_equal(checkpoints.restore(), layout, state, layout)
         else:
-            with pytest.raises(
-                CheckpointError, match="step 3 cannot be read: .*; tried 4 times. It is left where"
-            ):
+            told = "step 3 cannot be read: .*; tried 4 times. It is left where"
+            with pytest.raises(CheckpointError, match=told):
                 checkpoints.restore()
     assert run.steps() == [3] and not (run.folder / ASIDE).exists() and run.said == []
 
