@@ -4,6 +4,7 @@ import dataclasses
 import shlex
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -84,7 +85,8 @@ def run(config: TrainConfig, console: Console, processes: Processes, *, resume: 
                 note(f"warning: {file.damage}")
             told = config.log.track if processes.leads else ()
             try:
-                with Trackers(file, told, folder, plain(config), note, int(state.step)) as trackers:
+                trackers = Trackers(file, told, folder, plain(config), note, int(state.step))
+                with closing(trackers):
                     conclude(this, state, folder, trackers, checkpoints, console, file.kept, processes)
             finally:
                 if processes.leads:
@@ -132,7 +134,7 @@ def conclude(
         file.write({"step": first, **found})
     before = carried["before"]
     say(console, f"held-out loss {since}: {before:.3f} nats per {unit}")
-    with watch_run(this, folder, int(state.step), processes.leads) as watch:
+    with closing(watch_run(this, folder, int(state.step), processes.leads)) as watch:
         state = train(this, state, file, console, checkpoints, watch, processes, carried)
     processes.pulse.phase("evaluating")
     if this.config.log.profile:

@@ -4,7 +4,7 @@ import json
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import jax
 import numpy as np
@@ -26,10 +26,7 @@ PROFILE = "profile"
 
 
 class Watch:
-    """What is measured of a run's steps, from step ``first`` on, which is numbered from 0.
-
-    Enter it: leaving ends a profile that was not finished.
-    """
+    """What is measured of a run's steps, from step ``first`` on, which is numbered from 0."""
 
     def __init__(
         self,
@@ -75,10 +72,8 @@ class Watch:
             **memory_gib(self._devices),
         }
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
+    def close(self) -> None:
+        """End a profile that was not finished."""
         self._profiler.close()
 
 

@@ -6,6 +6,7 @@ import io
 import json
 import signal
 import types
+from contextlib import closing
 
 import jax
 import numpy as np
@@ -106,7 +107,7 @@ def run(losses, path, saved=None, *, config=CONFIG, start=0, skipped=0, name="lo
     rates = Rates(1e6, None)
     watch = Watch(config, this.recipe, rates, jax.devices()[:1], path.parent, start)
     console, saved = Console(file=out, width=300), saved or FakeCheckpoints()
-    with MetricsFile(path) as file:
+    with closing(MetricsFile(path)) as file:
         state = loop.train(this, State(start), file, console, saved, watch, Processes(), {"skipped": skipped})
     assert state.step == config.optimizer.steps
     return Found([json.loads(line) for line in path.read_text().splitlines()], out.getvalue(), learnt)
@@ -199,12 +200,11 @@ def test_a_second_signal_ends_it_at_once():
 def test_metrics_go_on_where_a_checkpoint_is(tmp_path):
     path = tmp_path / "metrics.jsonl"
     path.write_text("".join(f'{{"step": {step}, "loss": 1.0}}\n' for step in range(6)) + '{"step": 6, "lo')
-    with MetricsFile(path, upto=3) as file:
+    with closing(MetricsFile(path, upto=3)) as file:
         assert [record["step"] for record in file.kept] == [0, 1, 2, 3]
         file.write({"step": 4, "loss": 2.0})
     assert [json.loads(line)["loss"] for line in path.read_text().splitlines()] == [1.0] * 4 + [2.0]
-    with MetricsFile(path):
-        pass
+    MetricsFile(path).close()
     assert path.read_text() == ""
 
 

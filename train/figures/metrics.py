@@ -79,12 +79,6 @@ class MetricsFile:
         while self._waiting:  # of a disk that is nearly full a part is taken
             self._waiting = self._waiting[self._file.write(self._waiting) :]
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
 
 def _parse(path: Path) -> tuple[list[dict[str, Any]], list[int]]:
     """The records, and the numbers from 1 on of lines that are none, but for a last one that a kill cut short."""

@@ -4,7 +4,7 @@ import importlib
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol, Self
+from typing import Any, Protocol
 
 from dualpipe_jax.installing import install_command
 from train.config import ConfigError
@@ -81,7 +81,7 @@ TRACKERS: Mapping[str, Callable[[Path, Record, int], Tracker]] = {
 
 
 class Trackers:
-    """Several trackers as one: what is written goes to each, and leaving closes all.
+    """Several trackers as one: what is written goes to each.
 
     Args:
       file: the first of them, metrics.jsonl.
@@ -133,12 +133,6 @@ class Trackers:
                 tracker.close()
             except Exception as error:
                 self._say(f"warning: {name} is not whole: {error}")
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 def scalars(record: Record, inside: str = "") -> Iterator[tuple[str, float]]:

@@ -178,14 +178,8 @@ def init_state(params: Tree, optimizer: optax.GradientTransformation) -> TrainSt
 
     Arrays that belong to a parameter lie where it lies; counters lie everywhere.
     """
-    described = jax.tree.map(
-        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding), params
-    )
-    lies = shardings(abstract_state(described, optimizer))
-    rest = jax.jit(
-        lambda params: fresh(params, optimizer)._replace(params=None),
-        out_shardings=lies._replace(params=None),
-    )
+    lies = shardings(abstract_state(params, optimizer))._replace(params=None)
+    rest = jax.jit(lambda params: fresh(params, optimizer)._replace(params=None), out_shardings=lies)
     return rest(params)._replace(params=params)
 
 

@@ -3,6 +3,7 @@
 import errno
 import json
 import shutil
+from contextlib import closing
 
 import pytest
 
@@ -39,7 +40,7 @@ def test_records_wait_for_room(tmp_path):
     said, path = [], tmp_path / METRICS
     file = MetricsFile(path)
     file._file = full = NearlyFull(file._file, room=20)
-    with Trackers(file, (), tmp_path, {}, said.append) as told:
+    with closing(Trackers(file, (), tmp_path, {}, said.append)) as told:
         for step in range(1, 5):
             told.write({"step": step, "loss": 0.5})
         assert len(path.read_bytes()) == 20 and len(said) == 1
@@ -66,7 +67,7 @@ def test_a_tracker_that_fails_ends_no_run(tmp_path):
             raise RuntimeError("no network")
 
     said = []
-    with Trackers(Broken(), (), tmp_path, {}, said.append) as told:
+    with closing(Trackers(Broken(), (), tmp_path, {}, said.append)) as told:
         told.write({"step": 1})
         told.write({"step": 2})
     assert [text.split(":")[0] for text in said] == ["warning", "warning"] and "no network" in said[0]
@@ -81,16 +82,16 @@ def test_good_lines_are_kept_whatever_stands_between_them(tmp_path):
     path.write_text("\n".join(text) + '\n{"step": 7, "lo')  # the last one was cut short by a kill
     before = path.read_bytes()
     (tmp_path / "all").mkdir()
-    with MetricsFile(shutil.copy(path, tmp_path / "all" / METRICS), upto=6) as file:
+    with closing(MetricsFile(shutil.copy(path, tmp_path / "all" / METRICS), upto=6)) as file:
         assert file.kept == good
-    with MetricsFile(path, upto=5) as file:
+    with closing(MetricsFile(path, upto=5)) as file:
         assert file.kept == good[:5]
         (aside,) = tmp_path.glob(f"{METRICS}.damaged.*")
         told = f"{path} has lines that cannot be read (3, 4, 5, 6); as it was it is kept in {aside}"
         assert file.damage == told
         assert aside.read_bytes() == before
     assert lines(path) == good[:5]
-    with MetricsFile(path, upto=3) as file:
+    with closing(MetricsFile(path, upto=3)) as file:
         assert file.damage is None and file.kept == good[:3]
 
 

@@ -2,6 +2,7 @@
 
 import struct
 import time
+from contextlib import closing
 
 import pytest
 
@@ -43,7 +44,7 @@ def events(path):
 def test_tensorboard_reads_what_was_told(tmp_path):
     pytest.importorskip("tensorboardX")
     file = MetricsFile(tmp_path / "metrics.jsonl")
-    with Trackers(file, ("tensorboard",), tmp_path, {}, print) as all_of_them:
+    with closing(Trackers(file, ("tensorboard",), tmp_path, {}, print)) as all_of_them:
         for record in RECORDS:
             all_of_them.write(record)
     (path,) = tmp_path.glob("events.out.tfevents.*")
@@ -102,7 +103,7 @@ def test_wandb_keeps_what_was_told_offline(tmp_path):
     from wandb.proto.wandb_internal_pb2 import Record
 
     file = MetricsFile(tmp_path / "m")
-    with Trackers(file, ("wandb",), tmp_path, {"mesh": {"pp": 4}}, print) as all_of_them:
+    with closing(Trackers(file, ("wandb",), tmp_path, {"mesh": {"pp": 4}}, print)) as all_of_them:
         for record in RECORDS:
             all_of_them.write(record)
     (path,) = tmp_path.glob("wandb/offline-run-*/run-*.wandb")
