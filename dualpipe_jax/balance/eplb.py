@@ -94,7 +94,7 @@ _ORDERS = {"torch": torch_cpu.sort_descending, "stable": stable_order}
 
 
 def pack(
-    weights: np.ndarray, num_packs: int, order: Callable[[np.ndarray], np.ndarray] = stable_order
+    weights: np.ndarray, num_packs: int, order: Callable[[np.ndarray], np.ndarray]
 ) -> tuple[np.ndarray, np.ndarray]:
     """Equally many items into each pack: the heaviest first, each into the lightest pack that has room.
 

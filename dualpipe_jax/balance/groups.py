@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from dualpipe_jax.balance.pack import Packed, count_copies, pack, refine
+from dualpipe_jax.balance.pack import Packed, holds, pack, refine
 from dualpipe_jax.balance.placement import Layout
 
 Place = Callable[[np.ndarray, int, np.ndarray | None], np.ndarray]
@@ -34,19 +34,15 @@ def place_by_groups(
         layout.num_nodes / layout.num_devices
     )
     once = np.ones(whole.shape[1:], np.int64)
-    packed = Packed.of(pack(whole, once, layout.num_nodes), whole, once)
+    packed = Packed.of(pack(whole, once, layout.num_nodes), whole)
     first = _place_nodes(load, layout, packed.held, None, place)
     start = packed.held.copy()
     refine(packed, np.ones(len(start)))
     if np.array_equal(packed.held, start):
         return first
     second = _place_nodes(load, layout, packed.held, None, place)
-    better = _peak(second, load) < _peak(first, load)
+    better = Packed.of(second, load).peak.max(-1) < Packed.of(first, load).peak.max(-1)
     return np.where(better[:, None, None], second, first)
-
-
-def _peak(held: np.ndarray, load: np.ndarray) -> np.ndarray:
-    return Packed.of(held, load, count_copies(held, load.shape[-1])).peak.max(-1)
 
 
 def _place_nodes(
@@ -77,8 +73,7 @@ def _groups_of(previous: np.ndarray, num_experts: int, layout: Layout) -> np.nda
     assert layout.num_groups is not None
     layers, nodes = len(previous), layout.num_nodes
     group = (previous // (num_experts // layout.num_groups)).reshape(layers, nodes, -1)
-    there = np.zeros((layers, nodes, layout.num_groups), bool)
-    np.put_along_axis(there, group, True, -1)
+    there = holds(group, layout.num_groups)
     apart = there.sum(1) != 1
     if apart.any():
         layer, which = np.argwhere(apart)[0].tolist()

@@ -3,7 +3,7 @@
 import numpy as np
 
 from dualpipe_jax.balance.loads import HAIR
-from dualpipe_jax.balance.pack import Packed, count_copies
+from dualpipe_jax.balance.pack import Packed, holds
 from dualpipe_jax.balance.placement import count_moves
 from dualpipe_jax.balance.steps import improve
 
@@ -20,8 +20,8 @@ def aligned(held: np.ndarray, previous: np.ndarray) -> np.ndarray:
     layers, devices, _ = held.shape
     row = np.arange(layers)
     experts = int(max(held.max(), previous.max())) + 1
-    there = _holds(held, experts).astype(np.float32)
-    before = _holds(previous, experts).astype(np.float32)
+    there = holds(held, experts).astype(np.float32)
+    before = holds(previous, experts).astype(np.float32)
     shared = (there @ before.swapaxes(1, 2)).reshape(layers, -1)
     moved = np.empty_like(held)
     for _ in range(devices):
@@ -31,13 +31,6 @@ def aligned(held: np.ndarray, previous: np.ndarray) -> np.ndarray:
         grid[row, new] = -1
         grid[row, :, old] = -1
     return in_same_slots(moved, previous)
-
-
-def _holds(held: np.ndarray, num_experts: int) -> np.ndarray:
-    """Bool [layers, devices, experts]."""
-    found = np.zeros((*held.shape[:2], num_experts), bool)
-    np.put_along_axis(found, held, True, -1)
-    return found
 
 
 def in_same_slots(held: np.ndarray, previous: np.ndarray) -> np.ndarray:
@@ -83,12 +76,7 @@ def replan(
     num_steps = devices * slots if max_moves is None else min(max_moves, devices * slots)
     options = [previous, *improve(previous, relative, target, num_steps), aligned(fresh, previous)]
     moves = np.stack([count_moves(previous, option) for option in options])
-    peaks = np.stack(
-        [
-            Packed.of(option, relative, count_copies(option, relative.shape[-1])).peak.max(-1)
-            for option in options
-        ]
-    )
+    peaks = np.stack([Packed.of(option, relative).peak.max(-1) for option in options])
     peaks = np.maximum(peaks, np.maximum(1.0, peaks.min(0)) * (1 + close))
     if max_moves is None:
         chosen = np.lexsort((moves, np.round(peaks + move_cost * moves, 12)), axis=0)[0]

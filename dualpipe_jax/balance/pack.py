@@ -115,9 +115,10 @@ class Packed:
     devices: np.ndarray
 
     @classmethod
-    def of(cls, held: np.ndarray, relative: np.ndarray, counts: np.ndarray) -> "Packed":
-        """Pack experts in slots, of these loads [windows, layers, experts] and copies [layers, experts]."""
-        shares, layer = relative / counts, np.arange(len(held))[:, None, None]
+    def of(cls, held: np.ndarray, relative: np.ndarray) -> "Packed":
+        """Pack experts in slots, of these loads [windows, layers, experts]."""
+        shares = relative / count_copies(held, relative.shape[-1])
+        layer = np.arange(len(held))[:, None, None]
         slots = shares[:, layer, held]
         return cls(held.copy(), slots, slots.sum(-1))
 
@@ -163,6 +164,17 @@ class Packed:
         self._avoid_doubles(flat, best, one, other)
         return np.take_along_axis(flat, best[..., None], -1)[..., 0], best // slots, best % slots
 
+    def best_relief(self, heaviest: np.ndarray) -> tuple[np.ndarray, tuple[np.ndarray, ...]]:
+        """What the best swap of a device [layers] with any other leaves, and that other and the slots of both."""
+        layers, devices, _ = self.held.shape
+        row = np.arange(layers)
+        if devices == 1:
+            return np.full(layers, np.inf), (row, row, row)
+        others = (heaviest[:, None] + np.arange(1, devices)) % devices
+        left, i, j = self.best_swaps(heaviest[:, None], others)
+        which = left.argmin(-1)
+        return left[row, which], (others[row, which], i[row, which], j[row, which])
+
     def _avoid_doubles(self, left: np.ndarray, best: np.ndarray, one: np.ndarray, other: np.ndarray) -> None:
         """Where the best swap would put two copies of an expert on a device, choose again among those that do not."""
         slots = self.held.shape[-1]
@@ -195,6 +207,13 @@ def count_copies(held: np.ndarray, num_experts: int) -> np.ndarray:
     layers = len(held)
     at = held.reshape(layers, -1) + num_experts * np.arange(layers)[:, None]
     return np.bincount(at.ravel(), minlength=layers * num_experts).reshape(layers, num_experts)
+
+
+def holds(held: np.ndarray, num_experts: int) -> np.ndarray:
+    """Bool [..., experts], which of them are among experts [..., slots]."""
+    found = np.zeros((*held.shape[:-1], num_experts), bool)
+    np.put_along_axis(found, held, True, -1)
+    return found
 
 
 def refine(packed: Packed, target: np.ndarray, turns: int | None = None) -> None:
@@ -236,18 +255,8 @@ def _swap_pairs(packed: Packed, turn: int) -> None:
 
 def _relieve(packed: Packed) -> np.ndarray:
     """The best swap of each layer's heaviest device with any other; bool [layers], whether there was one."""
-    peak = packed.peak
-    layers, devices = peak.shape
-    layer = np.arange(layers)
-    if devices == 1:
-        return np.zeros(layers, bool)
-    heaviest = peak.argmax(-1)
-    others = (heaviest[:, None] + np.arange(1, devices)) % devices
-    left, i, j = packed.best_swaps(heaviest[:, None], others)
-    which = left.argmin(-1)
-    gains = np.flatnonzero(left[layer, which] < peak[layer, heaviest] - HAIR)
-    at = gains, which[gains]
-    packed.swap(gains, heaviest[gains], i[at], others[at], j[at])
-    found = np.zeros(layers, bool)
-    found[gains] = True
-    return found
+    heaviest = packed.peak.argmax(-1)
+    left, (other, i, j) = packed.best_relief(heaviest)
+    gains = left < packed.peak.max(-1) - HAIR
+    packed.swap(np.flatnonzero(gains), heaviest[gains], i[gains], other[gains], j[gains])
+    return gains

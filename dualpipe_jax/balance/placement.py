@@ -42,9 +42,7 @@ class Layout:
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
             count = getattr(self, field.name)
-            if count is None and field.name == "num_groups":
-                continue
-            if count < 1:
+            if count is not None and count < 1:
                 raise ValueError(f"Layout: {field.name}={count}; it must be at least 1")
         if self.num_groups is not None and self.num_devices % self.num_nodes:
             raise ValueError(

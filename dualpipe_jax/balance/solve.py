@@ -125,15 +125,14 @@ def place(
     """
     load, copies = relative.max(0), num_devices * num_slots
     counts = add_copies(load, np.ones(load.shape, np.int64), copies, num_devices)
-    packed = refined(pack(relative, counts, num_devices), relative, counts, close)
+    packed = refined(pack(relative, counts, num_devices), relative, close)
     rows = np.flatnonzero(packed.peak.max(-1) > 1 + _SLACK * close)
     if len(rows) and load.shape[1] < copies < load.shape[1] * num_devices:
         search = _Search(relative[:, rows], packed.only(rows), close)
         others = other_counts(search.relative, search.bound, copies, num_devices)
         search.try_these(np.stack([counts[rows], *others], 1), _SLOTS * effort / 2)
         search.try_nearby(_SLOTS * effort, round(_ROUNDS * effort))
-        part, counts = relative[:, rows], count_copies(search.held, load.shape[1])
-        packed.held[rows] = refined(search.held, part, counts, close).held
+        packed.held[rows] = refined(search.held, search.relative, close).held
     return packed.held
 
 
@@ -190,7 +189,7 @@ class _Search:
         flat = counts.reshape(len(layers) * tries, -1)
         load = np.repeat(self.relative[:, layers], tries, 1)
         self._filled += tries * self._slots(layers)
-        found = refined(deal(load, flat, self.held.shape[1]), load, flat, self._close, _TURNS)
+        found = refined(deal(load, flat, self.held.shape[1]), load, self._close, _TURNS)
         peaks = found.peak.max(-1).reshape(len(layers), tries)
         best = peaks.argmin(-1)
         better = peaks[row, best] < self._peak[layers] - HAIR
@@ -199,11 +198,9 @@ class _Search:
         self.held[layers[better]] = found.held[(row * tries + best)[better]]
 
 
-def refined(
-    held: np.ndarray, relative: np.ndarray, counts: np.ndarray, close: float, turns: int | None = None
-) -> Packed:
+def refined(held: np.ndarray, relative: np.ndarray, close: float, turns: int | None = None) -> Packed:
     """Swapped until close to the bound of these copies, or until no swap helps or turns are over."""
-    packed = Packed.of(held, relative, counts)
+    packed = Packed.of(held, relative)
     shares = packed.slots.reshape(*packed.slots.shape[:2], -1)
     bound = np.max([packing_bound(window, held.shape[1]) for window in shares], 0)
     refine(packed, np.maximum(bound * (1 + 1e-9), 1 + close), turns)

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from dualpipe_jax.balance.loads import HAIR
-from dualpipe_jax.balance.pack import Packed, count_copies
+from dualpipe_jax.balance.pack import Packed, count_copies, holds
 
 
 def improve(
@@ -28,29 +28,22 @@ def improve(
     held = held.copy()
     going = np.arange(len(held))
     for _ in range(num_steps):
-        counts = count_copies(held[going], relative.shape[-1])
-        packed = Packed.of(held[going], relative[:, going], counts)
-        stepped = packed.peak.max(-1) > target[going]
-        able = packed.only(stepped)
-        part = relative[:, going[stepped]]
-        stepped[stepped] = _step(able, part, counts[stepped], held, going[stepped])
-        going = going[stepped]
+        packed = Packed.of(held[going], relative[:, going])
+        above = packed.peak.max(-1) > target[going]
+        if not above.any():
+            return
+        going = going[above]
+        going = going[_step(packed.only(above), relative[:, going], held, going)]
         if not len(going):
             return
         yield held.copy()
 
 
-def _step(
-    packed: Packed, relative: np.ndarray, counts: np.ndarray, held: np.ndarray, layers: np.ndarray
-) -> np.ndarray:
+def _step(packed: Packed, relative: np.ndarray, held: np.ndarray, layers: np.ndarray) -> np.ndarray:
     """The best step of each of the layers, taken in ``held``: bool [layers], whether there is one."""
-    if not len(layers):
-        return np.zeros(0, bool)
-    peak, row = packed.peak, np.arange(len(layers))
-    heaviest = peak.argmax(-1)
-    most = peak[row, heaviest]
-    swap_left, swap = _best_swap(packed, heaviest)
-    copy_left, copy = _best_copy(packed, relative, counts, heaviest)
+    heaviest, most = packed.peak.argmax(-1), packed.peak.max(-1)
+    swap_left, swap = packed.best_relief(heaviest)
+    copy_left, copy = _best_copy(packed, relative, heaviest)
     swap_rate, copy_rate = (most - swap_left) / 2, most - copy_left
     swaps = np.flatnonzero((swap_rate > HAIR) & (swap_rate >= copy_rate))
     copies = np.flatnonzero((copy_rate > HAIR) & (swap_rate < copy_rate))
@@ -63,22 +56,11 @@ def _step(
     return np.maximum(swap_rate, copy_rate) > HAIR
 
 
-def _best_swap(packed: Packed, heaviest: np.ndarray) -> tuple[np.ndarray, tuple[np.ndarray, ...]]:
-    """What the best swap with the heaviest device leaves, and the other device and the slots of both."""
-    layers, devices, _ = packed.held.shape
-    row = np.arange(layers)
-    if devices == 1:
-        return np.full(layers, np.inf), (row, row, row)
-    others = (heaviest[:, None] + np.arange(1, devices)) % devices
-    left, i, j = packed.best_swaps(heaviest[:, None], others)
-    which = left.argmin(-1)
-    return left[row, which], (others[row, which], i[row, which], j[row, which])
-
-
 def _best_copy(
-    packed: Packed, relative: np.ndarray, counts: np.ndarray, heaviest: np.ndarray
+    packed: Packed, relative: np.ndarray, heaviest: np.ndarray
 ) -> tuple[np.ndarray, tuple[np.ndarray, ...]]:
     """What the best exchange of a copy leaves, and its device, slot and new expert."""
+    counts = count_copies(packed.held, relative.shape[-1])
     copies = counts[np.arange(len(counts))[:, None, None], packed.held]
     spare = copies > 1
     # Where a copy goes, the others of its expert carry more: [windows, layers, devices, slots]
@@ -120,10 +102,8 @@ def _one_more(
     left = np.maximum(there[..., None] + lighter[:, :, None, None, :], others[..., None])
     left = np.maximum(left, (rise * same.any(-1))[..., None] + top[:, :, None, None, :]).max(0)
     left[np.broadcast_to(same.any(2)[:, :, None], left.shape)] = np.inf
-    flat = left.reshape(len(left), -1)
-    best = flat.argmin(-1)
-    device, slot, which = np.unravel_index(best, left.shape[1:])
-    return flat[row, best], (device, slot, expert[row, which])
+    least, (device, slot, which) = _least(left)
+    return least, (device, slot, expert[row, which])
 
 
 def _one_less(
@@ -138,13 +118,16 @@ def _one_less(
     row = np.arange(len(packed.held))
     left = there[:, row, heaviest][..., None] + share[:, :, None, :]
     left = np.maximum(left, others[:, row, heaviest][..., None]).max(0)
-    on_top = np.zeros(share.shape[1:], bool)
-    np.put_along_axis(on_top, packed.held[row, heaviest], True, -1)
+    on_top = holds(packed.held[row, heaviest], share.shape[-1])
     left[np.broadcast_to(on_top[:, None], left.shape)] = np.inf
+    least, (slot, expert) = _least(left)
+    return least, (heaviest, slot, expert)
+
+
+def _least(left: np.ndarray) -> tuple[np.ndarray, tuple[np.ndarray, ...]]:
+    """The least of each layer, of [layers, ...], and its indices there."""
     flat = left.reshape(len(left), -1)
-    best = flat.argmin(-1)
-    slot, expert = np.unravel_index(best, left.shape[1:])
-    return flat[row, best], (heaviest, slot, expert)
+    return flat.min(-1), np.unravel_index(flat.argmin(-1), left.shape[1:])
 
 
 def _heaviest_other(packed: Packed, num_experts: int, heaviest: np.ndarray) -> np.ndarray:

@@ -80,12 +80,7 @@ class LoadTracker:
 
     def state(self) -> dict[str, Any]:
         """Arrays and numbers for a checkpoint; ``restore`` goes on from there to the last bit."""
-        return {
-            "half_life": self.half_life,
-            "sums": self.sums.copy(),
-            "weight": self.weight,
-            "steps": self.steps,
-        }
+        return dataclasses.asdict(self)
 
     @classmethod
     def restore(cls, state: Mapping[str, Any]) -> "LoadTracker":

@@ -146,9 +146,9 @@ def random_traffic(
         )
     random = np.random.default_rng(seed)
     scores = random.random((num_tokens, groups, num_experts // groups), np.float32)
-    best = -np.partition(-scores, min(1, scores.shape[-1] - 1), -1)[..., :2].sum(-1)
-    dropped = np.argpartition(best, groups - limited, -1)[:, : groups - limited] if limited < groups else None
-    if dropped is not None:
+    if limited < groups:
+        best = -np.partition(-scores, min(1, scores.shape[-1] - 1), -1)[..., :2].sum(-1)
+        dropped = np.argpartition(best, groups - limited, -1)[:, : groups - limited]
         scores[np.arange(num_tokens)[:, None], dropped] = -1
     flat = scores.reshape(num_tokens, num_experts)
     chosen = np.argpartition(-flat, num_chosen - 1, -1)[:, :num_chosen]
