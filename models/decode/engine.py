@@ -5,6 +5,7 @@ a step does.
 """
 
 import functools
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -92,21 +93,19 @@ class Engine:
         self._weights = model.prepare(params)
         self._held: np.ndarray = np.zeros((0, 0, 0))  # the placement, on a mesh
         if mesh is not None:
-            self._place(mesh, placement)
+            if placement is None:
+                placement = experts.in_order(self.config, self._num_devices)
+            self._held = experts.check_held(self.config, self._num_devices, placement)
+            num_experts = self.config.num_experts
+            self._weights = experts.place(self._weights, self._held, num_experts, mesh, near=self._near)
         self._cache = self._programs.init_cache(limits.total_blocks, limits.block_size)
-        self._seats = Seats(
-            limits,
-            self._own_limits,
-            num_devices=self._num_devices,
-            num_halves=microbatches,
-            ahead=int(drafts),
-        )
+        self._seats = Seats(limits, self._num_devices, num_halves=microbatches, ahead=int(drafts))
         self._ended: list[Completion] = []
         num_rows = self.config.num_moe_layers + self.config.num_mtp_layers
         self._totals = np.zeros((num_rows, self.config.num_experts), np.int64)
         self._counts: Array | None = None  # not in the totals yet
         self._num_counted = 0
-        self._next_id = 0
+        self._ids = itertools.count()
         self._kept: KeptBlocks | None = None
         if prefixes is not None:
             about = identity(self.config, params, drafts)
@@ -140,8 +139,7 @@ class Engine:
         """
         tokens = np.asarray(prompt)
         check_request(tokens, params, self._own_limits, self.config.vocab)
-        request = Request(self._next_id, tokens.astype(np.int32), params, on_token)
-        self._next_id += 1
+        request = Request(next(self._ids), tokens.astype(np.int32), params, on_token)
         self._seats.waiting.append(request)
         return request.id
 
@@ -213,14 +211,6 @@ class Engine:
         self._weights = experts.with_copies(weights, held, num_experts, self._mesh, near=self._near)
         self._held = held
 
-    def _place(self, mesh: Mesh, placement: ArrayLike | None) -> None:
-        if placement is None:
-            placement = experts.in_order(self.config, self._num_devices)
-        self._held = experts.check_held(self.config, self._num_devices, placement)
-        self._weights = experts.place(
-            self._weights, self._held, self.config.num_experts, mesh, near=self._near
-        )
-
     def _next_pieces(self, device: int) -> list[tuple[Request, Piece] | None]:
         """What a device takes in next, by rows."""
         begun = (r for r in self._seats.slots_of(device) if r and r.num_cached < len(r.prompt))
@@ -289,11 +279,8 @@ class Engine:
         for row, request in enumerate(requests):
             if request is not None:
                 guessed = request.draft >= 0 and request.num_cached + 1 < request.room
-                tokens[row, 0], starts[row], lengths[row] = (
-                    request.tokens[-1],
-                    request.num_cached,
-                    1 + guessed,
-                )
+                tokens[row, 0] = request.tokens[-1]
+                starts[row], lengths[row] = request.num_cached, 1 + guessed
                 if guessed:
                     tokens[row, 1] = request.draft
                     request.num_drafted += 1

@@ -5,6 +5,7 @@ a device, X copies an expert can have at most.
 """
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -77,34 +78,29 @@ def place(weights: Tree, held_RNS: np.ndarray, num_experts: int, mesh: Mesh, *, 
     """
     rows = iter(held_RNS.reshape(len(held_RNS), -1))
 
-    def put(path: Any, leaf: Any, held_P: np.ndarray | None) -> Array:
-        if not _is_expert(path):
-            return _spread(leaf, mesh, PartitionSpec())
-        shape = (held_P.size, *leaf.shape[1:])  # type: ignore[union-attr]  # experts are in layers that have a row
-        return jax.make_array_from_callback(
-            shape,
-            NamedSharding(mesh, OVER_EP),
-            lambda index: leaf[held_P[index[0]]],  # type: ignore[index]
-        )
-
     def layer(own: Tree) -> Tree:
-        held_P = None if own["bias"] is None else next(rows)
-        return jax.tree_util.tree_map_with_path(functools.partial(put, held_P=held_P), own)
+        held_P = next(rows)
 
-    placed = {name: [layer(own) for own in weights[name]] for name in ("layers", "mtp")}
-    others = {name: leaf for name, leaf in weights.items() if name not in placed}
-    rest = jax.tree.map(lambda leaf: _spread(leaf, mesh, PartitionSpec()), others)
-    return with_copies(rest | placed, held_RNS, num_experts, mesh, near=near)
+        def put(leaf: Array) -> Array:
+            return jax.make_array_from_callback(
+                (held_P.size, *leaf.shape[1:]),
+                NamedSharding(mesh, OVER_EP),
+                lambda index: leaf[held_P[index[0]]],  # type: ignore[index]
+            )
+
+        return _map_experts(put, own)
+
+    def spread(path: Any, leaf: Any) -> Array:
+        return leaf if _is_expert(path) else _spread(leaf, mesh, PartitionSpec())
+
+    placed = jax.tree_util.tree_map_with_path(spread, _map_routed(layer, weights))
+    return with_copies(placed, held_RNS, num_experts, mesh, near=near)
 
 
 def with_copies(weights: Tree, held_RNS: np.ndarray, num_experts: int, mesh: Mesh, *, near: bool) -> Tree:
     """Return placed weights that say for each device where its tokens find an expert's copies, int32 [N, E, X]."""
     copies = iter(share_copies(held_RNS, num_experts, near=near))
-
-    def layer(own: Tree) -> Tree:
-        return own if own["bias"] is None else own | {"copies": _spread(next(copies), mesh, OVER_EP)}
-
-    return weights | {name: [layer(own) for own in weights[name]] for name in ("layers", "mtp")}
+    return _map_routed(lambda own: own | {"copies": _spread(next(copies), mesh, OVER_EP)}, weights)
 
 
 def moved(weights: Tree, before_RNS: np.ndarray, after_RNS: np.ndarray, num_experts: int, mesh: Mesh) -> Tree:
@@ -125,14 +121,10 @@ def _mover(mesh: Mesh) -> Any:
         rows = iter(zip(send_RNNW[:, 0], take_RNS[:, 0], strict=True))
 
         def layer(own: Tree) -> Tree:
-            if own["bias"] is None:
-                return own
             send_NW, take_S = next(rows)
-            return jax.tree_util.tree_map_with_path(
-                lambda path, leaf: move_experts(leaf, send_NW, take_S, EP) if _is_expert(path) else leaf, own
-            )
+            return _map_experts(lambda leaf: move_experts(leaf, send_NW, take_S, EP), own)
 
-        return weights | {name: [layer(own) for own in weights[name]] for name in ("layers", "mtp")}
+        return _map_routed(layer, weights)
 
     def everywhere(weights: Tree, send_RNNW: Array, take_RNS: Array) -> Tree:
         specs = weight_specs(weights)
@@ -155,6 +147,21 @@ def _spread(leaf: Any, mesh: Mesh, spec: PartitionSpec) -> Array:
 
 def _num_rows(config: Config) -> int:
     return config.num_moe_layers + config.num_mtp_layers
+
+
+def _map_routed(function: Callable[[Tree], Tree], weights: Tree) -> Tree:
+    """Apply a function to each layer with experts, in the order of rows."""
+    return weights | {
+        name: [own if own["bias"] is None else function(own) for own in weights[name]]
+        for name in ("layers", "mtp")
+    }
+
+
+def _map_experts(function: Callable[[Array], Array], own: Tree) -> Tree:
+    """Apply a function to each leaf of a layer's experts."""
+    return jax.tree_util.tree_map_with_path(
+        lambda path, leaf: function(leaf) if _is_expert(path) else leaf, own
+    )
 
 
 def _is_expert(path: Any) -> bool:

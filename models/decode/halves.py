@@ -3,7 +3,6 @@
 A token costs what is the same for all, and its attention, which grows with its position.
 """
 
-import itertools
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -36,9 +35,8 @@ Half = list[Piece | None]
 
 def fixed_cost(config: Config) -> float:
     """What a token costs beside attention, in positions attended to, by matmuls of a layer with experts."""
-    free, far = (
-        matmul_costs(config, length).moe for length in (0, 2)
-    )  # causal: on average half of the sequence
+    # Causal: on average half of the sequence.
+    free, far = (matmul_costs(config, length).moe for length in (0, 2))
     return free / (far - free)
 
 
@@ -80,12 +78,5 @@ def halve(prompts: Sequence[tuple[int, int]], num_rows: int, size: int, fixed: f
         pair = min(both, key=lambda both: abs(ahead + both[0].cost(fixed) - both[1].cost(fixed)))
         pairs.append(pair)
         costs = [cost + piece.cost(fixed) for cost, piece in zip(costs, pair, strict=True)]
-    first, second = (
-        list(
-            itertools.islice(
-                itertools.chain([pair[k] for pair in pairs], halves[k], itertools.repeat(None)), num_rows
-            )
-        )
-        for k in (0, 1)
-    )
-    return first, second
+    first, second = ([pair[k] for pair in pairs] + halves[k] for k in (0, 1))
+    return first + [None] * (num_rows - len(first)), second + [None] * (num_rows - len(second))

@@ -46,18 +46,17 @@ class Seats:
 
     Args:
       limits: of all devices together.
-      own: of one device.
-      num_devices: that have slots.
+      num_devices: that have slots, equally many each.
       num_halves: into which a device's slots are cut.
       ahead: see ``keys_of``.
 
     """
 
-    def __init__(self, limits: Limits, own: Limits, *, num_devices: int, num_halves: int, ahead: int):
+    def __init__(self, limits: Limits, num_devices: int, *, num_halves: int, ahead: int):
         self.blocks = Blocks(limits.total_blocks, num_devices)
         self.waiting: deque[Request] = deque()
         self.slots: list[Request | None] = [None] * limits.max_requests
-        self._limits, self._size, self._ahead = limits, own.max_requests, ahead
+        self._limits, self._size, self._ahead = limits, limits.max_requests // num_devices, ahead
         self._num_devices, self._num_halves = num_devices, num_halves
 
     @property

@@ -104,7 +104,7 @@ def make_app(
 def _prepare(
     body: bytes, runner: Runner, served: Served, limits: HttpLimits
 ) -> tuple[CompletionAsked, list[tuple[np.ndarray, SamplingParams]], list[str]]:
-    asked = parse(CompletionAsked, body)
+    asked = parse(body)
     _check_name(asked.model, served)
     num = len(asked.prompt) * asked.n
     if num > limits.max_choices:

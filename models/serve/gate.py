@@ -34,9 +34,8 @@ def guarded(limits: HttpLimits) -> type[H11Protocol]:
 
         def data_received(self, data: bytes) -> None:
             super().data_received(data)
-            if (
-                self.conn.their_state is h11.IDLE
-            ):  # a request has begun, or another on a connection that is kept
+            # Idle: a request has begun, or another on a connection that is kept.
+            if self.conn.their_state is h11.IDLE:
                 self._wait_for_headers()
             elif self._timer is not None:
                 self._timer.cancel()

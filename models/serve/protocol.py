@@ -7,7 +7,7 @@ import json
 import time
 import uuid
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal
 
 import pydantic
 from pydantic import AfterValidator, BeforeValidator, Field
@@ -59,8 +59,8 @@ class StreamOptions(_Strict):
     include_usage: bool = False
 
 
-class Asked(_Strict):
-    """What every request may say; what is not there is refused by name."""
+class CompletionAsked(_Strict):
+    """What a request may say; what is not there is refused by name."""
 
     model: str
     max_tokens: int = Field(16, ge=1)
@@ -76,18 +76,12 @@ class Asked(_Strict):
     frequency_penalty: Annotated[float, Field(ge=0, le=0)] = 0
     presence_penalty: Annotated[float, Field(ge=0, le=0)] = 0
     logit_bias: Annotated[dict[str, float], Field(max_length=0)] = {}
-
-
-class CompletionAsked(Asked):
     prompt: Annotated[list[Prompt], BeforeValidator(_prompts), Field(min_length=1)]
     echo: bool = False
     best_of: Literal[1] = 1
 
 
-Kind = TypeVar("Kind", bound=Asked)
-
-
-def parse(kind: type[Kind], body: bytes) -> Kind:
+def parse(body: bytes) -> CompletionAsked:
     """Read a request. Raises Refused, 400, that says what is wrong with it."""
     try:
         given = json.loads(body)
@@ -96,7 +90,7 @@ def parse(kind: type[Kind], body: bytes) -> Kind:
     if not isinstance(given, dict):
         raise Refused(400, "the body must be a JSON object")
     try:
-        return kind.model_validate(given)
+        return CompletionAsked.model_validate(given)
     except pydantic.ValidationError as error:
         found = [(".".join(map(str, one["loc"])), one["msg"], one["type"]) for one in error.errors()]
         told = "; ".join(f"{where}: {_told(what, type_)}" for where, what, type_ in found[:4])
@@ -124,8 +118,8 @@ class Shape:
             "id": f"cmpl-{uuid.uuid4().hex}",
             "object": "text_completion",
             "created": int(time.time()),
+            "model": model,
         }
-        self._head["model"] = model
 
     def whole(self, pieces: Sequence[Piece], usage: Usage) -> dict[str, Any]:
         return self._head | {"choices": [self._choice(piece) for piece in pieces], "usage": _usage(usage)}
