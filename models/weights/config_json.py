@@ -119,11 +119,9 @@ def to_json(config: Config, dtype: str) -> dict[str, Any]:
 
     """
     v3 = config.score == "sigmoid"
-    wrong = []
     if not v3 and config.normalize_top_k:
-        wrong.append("deepseek_v2 does not divide softmax scores by their sum: normalize_top_k must be False")
-    if wrong:
-        raise WeightsError("Config as config.json", wrong)
+        wrong = "deepseek_v2 does not divide softmax scores by their sum: normalize_top_k must be False"
+        raise WeightsError("Config as config.json", [wrong])
     name = "DeepseekV3" if v3 else "DeepseekV2"
     grouped = "group_limited_greedy" if config.num_groups > 1 else "greedy"
     numbers = {key: getattr(config, ours) for key, ours in (SIZES | NUMBERS).items()}

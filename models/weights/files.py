@@ -149,18 +149,16 @@ class Reader:
         """
         raw = self._raw(self.tensors[name])
         scales = self._raw(self.tensors[name + SCALE]) if name + SCALE in self.tensors else None
+        rows = np.arange(len(raw)) if order is None else order
         for start in range(0, len(raw), ROWS):
-            rows = (
-                np.arange(start, min(start + ROWS, len(raw)))
-                if order is None
-                else order[start : start + ROWS]
-            )
-            wide = widened(raw[start : start + ROWS] if order is None else raw[rows])
+            some = slice(start, start + ROWS)
+            wide = widened(raw[some] if order is None else raw[rows[some]])
             if scales is not None:
                 assert self.fp8_block is not None, "complaints_about has let it pass"
                 of_row, of_column = self.fp8_block
-                wide *= np.repeat(widened(scales[rows // of_row]), of_column, axis=1)[:, : wide.shape[1]]
-            out[start : start + ROWS] = wide
+                factors = np.repeat(widened(scales[rows[some] // of_row]), of_column, axis=1)
+                wide *= factors[:, : wide.shape[1]]
+            out[some] = wide
 
     def _raw(self, stored: Stored) -> np.ndarray:
         if stored.file not in self._descriptors:
@@ -182,9 +180,8 @@ ROWS = 64
 
 def widened(raw: np.ndarray) -> np.ndarray:
     """Any of ``DTYPES`` as a new array of float32, exactly."""
-    if (
-        raw.dtype == ml_dtypes.bfloat16
-    ):  # its bits are a float32's upper half: twice as fast as the conversion
+    if raw.dtype == ml_dtypes.bfloat16:
+        # Its bits are a float32's upper half: twice as fast as the conversion.
         wide = np.ascontiguousarray(raw).view(np.uint16).astype(np.uint32)
         wide <<= 16
         return wide.view(np.float32)

@@ -8,7 +8,7 @@ the blocks of multi-token prediction::
      "stages": {"layers": [block [P, ...], ...], "routing": {"bias": [P, slots, E], "row": [P, slots]}}}
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 from models.config import Config
@@ -25,28 +25,17 @@ class Rotary(NamedTuple):
 
 
 class Entry(NamedTuple):
-    """One published tensor.
+    """One published tensor; of those of a layer name and path begin there, until ``_at`` puts the layer before them.
 
     Attributes:
       name: as published.
-      shape: as published.
       path: of our leaf, key by key.
-      at: which of the leaf's leading dims.
+      shape: as published.
       transposed: ours is the transpose, perhaps with its outputs in several dims.
       rotary: of matrices whose outputs are rotated.
+      at: which of the leaf's leading dims.
 
     """
-
-    name: str
-    shape: tuple[int, ...]
-    path: Path
-    at: tuple[int, ...] = ()
-    transposed: bool = False
-    rotary: Rotary | None = None
-
-
-class Part(NamedTuple):
-    """An ``Entry`` of one layer, names and paths relative to it."""
 
     name: str
     path: Path
@@ -57,24 +46,18 @@ class Part(NamedTuple):
 
 
 def entries(config: Config, layout: Layout) -> list[Entry]:
-    """List every tensor of a model, in the order that checkpoints have.
-
-    Args:
-      config: the model.
-      layout: which layer stands where.
-
-    """
+    """List every tensor of a model, in the order that checkpoints have."""
     table = (config.vocab, config.dim)
-    found = [Entry("model.embed_tokens.weight", table, ("shared", "embed_tokens"))]
+    found = [Entry("model.embed_tokens.weight", ("shared", "embed_tokens"), table)]
     for layer in range(config.num_layers):
         routed = layer - config.num_dense_layers
         if routed < 0:
             found += _layer(config, layer, ("shared", "layers", layer), None)
         else:
             found += _routed(config, layer, layout.slot_of(routed))
-    found.append(Entry("model.norm.weight", (config.dim,), ("shared", "norm", "weight")))
+    found.append(Entry("model.norm.weight", ("shared", "norm", "weight"), (config.dim,)))
     if not config.tie_embeddings:
-        found.append(Entry("lm_head.weight", table, ("shared", "lm_head", "kernel"), transposed=True))
+        found.append(Entry("lm_head.weight", ("shared", "lm_head", "kernel"), table, transposed=True))
     for k in range(config.num_mtp_layers):
         layer = config.num_layers + k
         found += _at(_prediction(config), f"model.layers.{layer}.", ("shared", "mtp", k), ())
@@ -96,43 +79,42 @@ def _routed(config: Config, layer: int, place: tuple[int, int]) -> Iterator[Entr
     yield from _layer(config, layer, ("stages", "layers", slot), stage)
     if config.score == "sigmoid":
         name = f"model.layers.{layer}.mlp.gate.e_score_correction_bias"
-        yield Entry(name, (config.num_experts,), ("stages", "routing", "bias"), place)
+        yield Entry(name, ("stages", "routing", "bias"), (config.num_experts,), at=place)
 
 
 def _layer(config: Config, layer: int, path: Path, stage: int | None) -> Iterator[Entry]:
     """Entries of one layer: with experts in a stage, dense without one."""
-    norms = [Part(f"{n}.weight", (n, "weight"), (config.dim,)) for n in _NORMS]
-    mlp = list(_dense(config)) if stage is None else list(_experts(config))
+    norms = [_norm((name,), config.dim) for name in ("input_layernorm", "post_attention_layernorm")]
+    mlp = _swiglu(("mlp",), config.dim, config.dense_hidden) if stage is None else _experts(config)
     index = () if stage is None else (stage,)
     yield from _at([*norms, *_attention(config), *mlp], f"model.layers.{layer}.", path, index)
 
 
-_NORMS = ("input_layernorm", "post_attention_layernorm")
+def _at(parts: Iterable[Entry], name: str, path: Path, index: tuple[int, ...]) -> Iterator[Entry]:
+    for part in parts:
+        yield part._replace(name=name + part.name, path=path + part.path, at=index + part.at)
 
 
-def _at(parts: list[Part], name: str, path: Path, index: tuple[int, ...]) -> Iterator[Entry]:
-    for p in parts:
-        yield Entry(name + p.name, p.shape, path + p.path, index + p.at, p.transposed, p.rotary)
+def _norm(path: Path, width: int) -> Entry:
+    return Entry(".".join(map(str, path)) + ".weight", (*path, "weight"), (width,))
 
 
-def _matrix(path: Path, outs: int, ins: int, rotary: Rotary | None = None) -> Part:
-    return Part(".".join(map(str, path)) + ".weight", (*path, "kernel"), (outs, ins), True, rotary)
+def _matrix(path: Path, outs: int, ins: int, rotary: Rotary | None = None) -> Entry:
+    return Entry(".".join(map(str, path)) + ".weight", (*path, "kernel"), (outs, ins), True, rotary)
 
 
-def _attention(config: Config) -> Iterator[Part]:
+def _attention(config: Config) -> Iterator[Entry]:
     head, rot = config.qk_nope_dim + config.qk_rope_dim, config.qk_rope_dim
     heads, dim, latent = config.num_heads, config.dim, config.kv_lora_rank
     of_queries, of_key = Rotary(head, rot), Rotary(latent + rot, rot)
     if config.q_lora_rank:
         yield _matrix(("self_attn", "q_a_proj"), config.q_lora_rank, dim)
-        yield Part(
-            "self_attn.q_a_layernorm.weight", ("self_attn", "q_a_layernorm", "weight"), (config.q_lora_rank,)
-        )
+        yield _norm(("self_attn", "q_a_layernorm"), config.q_lora_rank)
         yield _matrix(("self_attn", "q_b_proj"), heads * head, config.q_lora_rank, of_queries)
     else:
         yield _matrix(("self_attn", "q_proj"), heads * head, dim, of_queries)
     yield _matrix(("self_attn", "kv_a_proj_with_mqa"), latent + rot, dim, of_key)
-    yield Part("self_attn.kv_a_layernorm.weight", ("self_attn", "kv_a_layernorm", "weight"), (latent,))
+    yield _norm(("self_attn", "kv_a_layernorm"), latent)
     yield _matrix(("self_attn", "kv_b_proj"), heads * (config.qk_nope_dim + config.v_head_dim), latent)
     yield _matrix(("self_attn", "o_proj"), dim, heads * config.v_head_dim)
     if config.attention_bias:
@@ -141,10 +123,10 @@ def _attention(config: Config) -> Iterator[Part]:
             biased = {"q_a_proj": config.q_lora_rank} | biased
         for name, width in biased.items():
             rotary = of_key if name == "kv_a_proj_with_mqa" else None
-            yield Part(f"self_attn.{name}.bias", ("self_attn", name, "bias"), (width,), rotary=rotary)
+            yield Entry(f"self_attn.{name}.bias", ("self_attn", name, "bias"), (width,), rotary=rotary)
 
 
-def _swiglu(path: Path, dim: int, hidden: int) -> list[Part]:
+def _swiglu(path: Path, dim: int, hidden: int) -> list[Entry]:
     return [
         _matrix((*path, "gate_proj"), hidden, dim),
         _matrix((*path, "up_proj"), hidden, dim),
@@ -152,12 +134,8 @@ def _swiglu(path: Path, dim: int, hidden: int) -> list[Part]:
     ]
 
 
-def _dense(config: Config) -> list[Part]:
-    return _swiglu(("mlp",), config.dim, config.dense_hidden)
-
-
-def _experts(config: Config) -> Iterator[Part]:
-    yield Part("mlp.gate.weight", ("mlp", "gate"), (config.num_experts, config.dim), True)
+def _experts(config: Config) -> Iterator[Entry]:
+    yield Entry("mlp.gate.weight", ("mlp", "gate"), (config.num_experts, config.dim), True)
     for expert in range(config.num_experts):
         for part in _swiglu((), config.dim, config.expert_hidden):
             path = ("mlp", "experts", part.path[0])
@@ -167,12 +145,12 @@ def _experts(config: Config) -> Iterator[Part]:
         yield from _swiglu(("mlp", "shared_experts"), config.dim, hidden)
 
 
-def _prediction(config: Config) -> list[Part]:
+def _prediction(config: Config) -> list[Entry]:
     """What a module of multi-token prediction has around its block."""
     dim = config.dim
     return [
-        Part("enorm.weight", ("enorm", "weight"), (dim,)),
-        Part("hnorm.weight", ("hnorm", "weight"), (dim,)),
+        _norm(("enorm",), dim),
+        _norm(("hnorm",), dim),
         _matrix(("eh_proj",), dim, 2 * dim),
-        Part("shared_head.norm.weight", ("norm", "weight"), (dim,)),
+        Entry("shared_head.norm.weight", ("norm", "weight"), (dim,)),
     ]

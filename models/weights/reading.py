@@ -64,7 +64,7 @@ def load(
     config = published.config
     axis = None if mesh is None else expert_axes(mesh.shape.get(NODE, 1))
     model = deepseek(config, stages, ep_axis=axis)
-    leaves, treedef = leaves_of(model, config, arrange)
+    leaves, treedef = leaves_of(model, arrange)
     shardings = [_sharding(leaf.spec, mesh) for leaf in leaves]
     total = sum(
         files.tensors[entry.name].nbytes

@@ -11,7 +11,6 @@ from jax.sharding import PartitionSpec
 from jax.tree_util import SequenceKey
 
 from dualpipe_jax.functional import Tree
-from models.config import Config
 from models.transformer import Model
 from models.weights.names import Entry, Path, Rotary, entries
 
@@ -48,10 +47,10 @@ class Leaf:
         return len(next(iter(self.entries), ()))
 
 
-def leaves_of(model: Model, config: Config, arrange: Arrange | None) -> tuple[list[Leaf], Any]:
+def leaves_of(model: Model, arrange: Arrange | None) -> tuple[list[Leaf], Any]:
     """List the leaves of ``model.init``'s params, the stages arranged, and the tree that they make."""
     filled: dict[Path, dict[tuple[int, ...], Entry]] = {}
-    for entry in entries(config, model.layout):
+    for entry in entries(model.config, model.layout):
         filled.setdefault(entry.path, {})[entry.at] = entry
     abstract = jax.eval_shape(model.init, jax.random.key(0))
     specs = jax.tree.leaves(model.param_specs, is_leaf=lambda spec: isinstance(spec, PartitionSpec))

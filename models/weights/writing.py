@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
+from jax.tree_util import keystr, tree_leaves_with_path
 from safetensors.numpy import save_file
 
 from dualpipe_jax.functional import Tree
@@ -71,16 +72,15 @@ def save(
     files = _files(sources, dtype, max_file_bytes)
     mine = [file for file in files if file.process == jax.process_index()]
     total, done = sum(file.nbytes for file in mine), 0
-    names = {id(file): f"model-{n + 1:05}-of-{len(files):05}.safetensors" for n, file in enumerate(files)}
     for file in mine:
         tensors = {source.entry.name: source.read(dtype) for source in file.sources}
-        save_file(tensors, path / names[id(file)], metadata={"format": "pt"})
+        save_file(tensors, path / file.name, metadata={"format": "pt"})
         done += file.nbytes
         if progress:
             progress(done, total)
     if jax.process_index() == 0:
         _write_json(path / "config.json", settings)
-        index = {source.entry.name: names[id(file)] for file in files for source in file.sources}
+        index = {source.entry.name: file.name for file in files for source in file.sources}
         about = {"metadata": {"total_size": sum(file.nbytes for file in files)}, "weight_map": index}
         _write_json(path / "model.safetensors.index.json", about)
 
@@ -127,6 +127,7 @@ class _Source:
 
 @dataclasses.dataclass(frozen=True)
 class _File:
+    name: str
     process: int
     sources: tuple[_Source, ...]
     nbytes: int
@@ -136,7 +137,7 @@ def _sources(
     config: Config, params: Tree, stages: Sequence[int] | None, arrange: Arrange | None
 ) -> list[_Source]:
     model = deepseek(config, _num_stages(params) if stages is None else stages)
-    leaves, treedef = leaves_of(model, config, arrange)
+    leaves, treedef = leaves_of(model, arrange)
     wrong = _complaints(params, leaves, treedef)
     if wrong:
         raise WeightsError("params to save", wrong)
@@ -160,14 +161,15 @@ def _sources(
 
 def _num_stages(params: Tree) -> int:
     """How many stages there are, however they are arranged: every local tree has rows of some of them."""
-    flat, _ = jax.tree_util.tree_flatten_with_path(params["stages"])
+    flat = tree_leaves_with_path(params["stages"])
     return sum(leaf.shape[0] for path, leaf in flat if getattr(path[-1], "key", None) == "row")
 
 
 def _complaints(params: Tree, leaves: list[Leaf], treedef: Any) -> list[str]:
     wanted = jax.tree.unflatten(treedef, leaves)
-    shapes = ({jax.tree_util.keystr(p): leaf.shape for p, leaf in _flat(tree)} for tree in (params, wanted))
-    ours, theirs = shapes
+    ours, theirs = (
+        {keystr(path): leaf.shape for path, leaf in tree_leaves_with_path(tree)} for tree in (params, wanted)
+    )
     wrong = [f"{name}: missing, must be {list(theirs[name])}" for name in theirs.keys() - ours.keys()]
     wrong += [f"{name}: the model has no such parameter" for name in ours.keys() - theirs.keys()]
     wrong += [
@@ -176,10 +178,6 @@ def _complaints(params: Tree, leaves: list[Leaf], treedef: Any) -> list[str]:
         if ours[name] != theirs[name]
     ]
     return sorted(wrong)
-
-
-def _flat(tree: Tree) -> list[Any]:
-    return jax.tree_util.tree_flatten_with_path(tree)[0]
 
 
 def _held(array: jax.Array) -> list[tuple[jax.Device, Part]]:
@@ -214,19 +212,19 @@ def _source(
 
 def _files(sources: list[_Source], dtype: str, most: int) -> list[_File]:
     """Pack tensors into files, in their order, each process's own."""
-    files: list[_File] = []
-    for process in sorted({source.process for source in sources}):
-        pile: list[_Source] = []
-        size = 0
-        for source in (s for s in sources if s.process == process):
-            nbytes = source.nbytes(dtype)
-            if pile and size + nbytes > most:
-                files.append(_File(process, tuple(pile), size))
-                pile, size = [], 0
-            pile.append(source)
-            size += nbytes
-        files.append(_File(process, tuple(pile), size))
-    return files
+    piles: list[list[_Source]] = []
+    sizes: list[int] = []
+    for source in sorted(sources, key=lambda source: source.process):
+        nbytes = source.nbytes(dtype)
+        if not piles or piles[-1][0].process != source.process or sizes[-1] + nbytes > most:
+            piles.append([])
+            sizes.append(0)
+        piles[-1].append(source)
+        sizes[-1] += nbytes
+    return [
+        _File(f"model-{n:05}-of-{len(piles):05}.safetensors", pile[0].process, tuple(pile), size)
+        for n, (pile, size) in enumerate(zip(piles, sizes, strict=True), 1)
+    ]
 
 
 def _write_json(path: Path, data: Mapping[str, Any]) -> None:
