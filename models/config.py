@@ -125,10 +125,6 @@ class Config:
             (f"qk_rope_dim {self.qk_rope_dim} must be even", self.qk_rope_dim % 2 != 0),
             (f"yarn_factor {self.yarn_factor} must be at least 1, which is none", self.yarn_factor < 1),
             (f"num_mtp_layers is {self.num_mtp_layers}, must be at least 0", self.num_mtp_layers < 0),
-            (
-                f"score {self.score!r} must be 'sigmoid' or 'softmax'",
-                self.score not in ("sigmoid", "softmax"),
-            ),
         ]
 
 

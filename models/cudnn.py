@@ -1,14 +1,14 @@
 """cuDNN's flash attention, for programs that a GPU runs, compiled where there is one and where there is none.
 
 What JAX checks before it calls cuDNN, its version and the GPU's generation, it asks of the machine that it runs on. A
-program compiled ahead of time is for another one, so there the checks are answered for an H100 (``checks_of``, the only
+program compiled ahead of time is for another one, so there the checks are answered for an H100 (``_checks``, the only
 place here that touches JAX's internals). Shape suffixes as in ``models.attention``.
 """
 
 import contextlib
 import functools
-from collections.abc import Iterator
 from typing import Any, Literal
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -77,29 +77,18 @@ def padded_attention(
     return out_BSHX[..., : v_BHSV.shape[-1]].swapaxes(1, 2)
 
 
-def _checks() -> contextlib.AbstractContextManager[None]:
-    """Replace cuDNN's checks by what they say where a GPU is there."""
-    return contextlib.nullcontext() if jax.default_backend() == "gpu" else checks_of(HOPPER, CUDNN)
-
-
-@contextlib.contextmanager
-def checks_of(capability: tuple[int, int], version: int) -> Iterator[None]:
-    """Within it, JAX traces cuDNN's attention as on a GPU of this capability with this version of cuDNN."""
+def _checks() -> contextlib.AbstractContextManager[Any]:
+    """Within it, where no GPU is, JAX traces cuDNN's attention as on an H100 with this version of cuDNN."""
+    if jax.default_backend() == "gpu":
+        return contextlib.nullcontext()
     from jax._src.cudnn import fused_attention_stablehlo as internal
 
     def numbers(text: str) -> tuple[int, ...]:
         return tuple(map(int, text.split(".")))
 
-    answers = {
-        "check_cudnn_version": lambda: version,
-        "check_compute_capability": lambda least: capability >= numbers(least),
-        "is_cuda_compute_capability_equal": lambda one: capability == numbers(one),
-    }
-    kept = {name: getattr(internal, name) for name in answers}
-    try:
-        for name, answer in answers.items():
-            setattr(internal, name, answer)
-        yield
-    finally:
-        for name, function in kept.items():
-            setattr(internal, name, function)
+    return mock.patch.multiple(
+        internal,
+        check_cudnn_version=lambda: CUDNN,
+        check_compute_capability=lambda least: numbers(least) <= HOPPER,
+        is_cuda_compute_capability_equal=lambda one: numbers(one) == HOPPER,
+    )

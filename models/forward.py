@@ -3,7 +3,6 @@
 Shape suffixes as in ``models.transformer``.
 """
 
-import jax
 import jax.numpy as jnp
 from jax import Array
 
@@ -11,7 +10,7 @@ from dualpipe_jax.contract import At
 from dualpipe_jax.functional import Tree
 from models.config import Config
 from models.kernels import AUTO, Kernels
-from models.stages import head_kernel
+from models.stages import head_kernel, only_stage
 from models.transformer import deepseek
 from models.vocabulary import project
 
@@ -46,12 +45,9 @@ def logits(
       ValueError: params are of several stages.
 
     """
-    num_stages = len(params["stages"]["routing"]["row"])
-    if num_stages != 1:
-        raise ValueError(f"logits: params are of {num_stages} stages, must be of 1: deepseek(config, 1).init")
+    own = only_stage(params, "logits")
     batch = {"inputs": tokens, "positions": positions, "segment_ids": segment_ids}
     at = At({name: a for name, a in batch.items() if a is not None}, jnp.int32(0), jnp.int32(0), None)
-    own = jax.tree.map(lambda leaf: leaf[0], params["stages"])
     model = deepseek(config, 1, balance_factor=0, kernels=kernels)
     x_BSD = model.staged.kinds["only"](own, params["shared"], None, at).x
     x_TD = x_BSD.reshape(-1, config.dim)

@@ -76,9 +76,9 @@ class Kernels:
             return kernels[self.attention]
         if platform == "tpu":
             return Attend(functools.partial(_where_it_fits, splash, splash_takes), LANES)
-        if platform == "gpu":
-            return Attend(functools.partial(_where_it_fits, cudnn_attention, cudnn_takes))
-        return kernels["plain"]
+        if platform == "cpu":
+            return kernels["plain"]
+        return Attend(functools.partial(_where_it_fits, cudnn_attention, cudnn_takes))
 
     def multiply(self, platform: str) -> Callable[..., Array]:
         """Return the experts' matmul for "cpu", "gpu" or "tpu"; see ``parallel.expert_matmul``."""

@@ -47,7 +47,9 @@ def cross_entropy_in_blocks(
         )
     if block < 1:
         raise ValueError(f"cross_entropy_in_blocks: block must be at least 1, got {block}.")
-    losses = token_losses(x, kernel_DV, targets, block)
+    x, kernel_DV, targets = vary_alike((x, kernel_DV, jnp.asarray(targets)))
+    losses_T = _token_losses(x.reshape(-1, x.shape[-1]), kernel_DV, targets.reshape(-1), block)
+    losses = losses_T.reshape(targets.shape)
     if valid is None:
         return jnp.mean(losses)
     weights = jnp.asarray(valid).astype(jnp.float32)
@@ -55,20 +57,14 @@ def cross_entropy_in_blocks(
     return jnp.sum(losses * weights) / jnp.where(total == 0, 1, total)
 
 
-def token_losses(x: Array, kernel_DV: Array, targets: Array, block: int = BLOCK) -> Array:
-    """Return every token's cross entropy in nats, float32 [...]; arguments as ``cross_entropy_in_blocks``.
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
+def _token_losses(x_TD: Array, kernel_DV: Array, targets_T: Array, block: int) -> Array:
+    """Every token's cross entropy in nats, float32 [T].
 
     The backward computes a block's logits again, and multiplies their gradient in x's dtype: in bfloat16 both
     of its matmuls take bfloat16, and sum in float32. Blocks are of words, not of tokens, so that the kernel's
     gradient, the largest array here, is written once.
     """
-    x, kernel_DV, targets = vary_alike((x, kernel_DV, jnp.asarray(targets)))
-    losses_T = _token_losses(x.reshape(-1, x.shape[-1]), kernel_DV, targets.reshape(-1), block)
-    return losses_T.reshape(targets.shape)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
-def _token_losses(x_TD: Array, kernel_DV: Array, targets_T: Array, block: int) -> Array:
     return _forward(x_TD, kernel_DV, targets_T, block)[0]
 
 

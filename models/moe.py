@@ -20,12 +20,10 @@ from jax.ad_checkpoint import checkpoint_name
 
 import dualpipe_jax.parallel as parallel
 from dualpipe_jax.arguments import typechecked
+from dualpipe_jax.parallel.expert_plan import Axis
 from dualpipe_jax.parallel.wire import Payload, check_payload
 from models.attention import linear
 from models.config import Config
-
-Axis = str | tuple[str, ...]
-"""A mesh axis, or several."""
 
 
 @dataclass(frozen=True)

@@ -62,31 +62,32 @@ def init_params(config: Config, layout: Layout, modules: Modules, key: Array) ->
     }
 
 
-def param_specs_of(
-    config: Config, init: Callable[[Array], Tree], ep_axis: str | tuple[str, str] | None
-) -> Tree:
-    def spec(path: tuple[Any, ...], leaf: Any) -> PartitionSpec:
-        del leaf
-        names = {getattr(key, "key", None) for key in path}
+def param_specs_of(config: Config, params: Tree, ep_axis: str | tuple[str, str] | None) -> Tree:
+    def spec(names: set[str]) -> PartitionSpec:
         if ep_axis and "experts" in names:
             return PartitionSpec(ep_axis)
         if ep_axis and not config.tie_embeddings and names & {"embed_tokens", "lm_head"}:
             return PartitionSpec(None, ep_axis)
         return PartitionSpec()
 
-    return jax.tree_util.tree_map_with_path(spec, jax.eval_shape(init, jax.random.key(0)))
+    return _map_names(spec, params)
 
 
-def compute_dtype_of(config: Config, init: Callable[[Array], Tree]) -> Tree:
+def compute_dtype_of(config: Config, params: Tree) -> Tree:
     """Matrices of layers are multiplied in ``compute_dtype``; norms and routers are float32.
 
     So are the sums of the head's gradients over blocks of words, which are as wide as the head.
     """
 
-    def dtype(path: tuple[Any, ...], leaf: Any) -> Any:
-        del leaf
-        names = {getattr(key, "key", None) for key in path}
+    def dtype(names: set[str]) -> Any:
         return config.compute_dtype if names & {"kernel", "experts"} and "lm_head" not in names else None
 
-    whole = jax.tree_util.tree_map_with_path(dtype, jax.eval_shape(init, jax.random.key(0)))
+    whole = _map_names(dtype, params)
     return whole | {"stages": whole["stages"] | {"routing": None}}
+
+
+def _map_names(function: Callable[[set[str]], Any], params: Tree) -> Tree:
+    """What a function says of each leaf by the names on the way to it."""
+    return jax.tree_util.tree_map_with_path(
+        lambda path, leaf: function({getattr(key, "key", "") for key in path}), params
+    )

@@ -23,11 +23,9 @@ from numpy.typing import ArrayLike
 import dualpipe_jax.parallel as parallel
 from dualpipe_jax.functional import Tree
 from dualpipe_jax.parallel import EP, PP
+from dualpipe_jax.parallel.expert_plan import Axis
 from dualpipe_jax.parallel.placement import first_copies
 from models.plan import Layout
-
-Axis = str | tuple[str, ...]
-"""A mesh axis, or several."""
 
 TABLES = "held", "copies"
 """What a placed model's routing has besides the bias."""

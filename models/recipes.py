@@ -245,10 +245,9 @@ def in_proportion(recipe: Recipe, tokens: float, rate: float, config: Config, **
     scale, highest = tokens / recipe.tokens, max(phase.start for phase in recipe.rates)
 
     def scaled(phases: Sequence[Phase], factor: float = 1.0) -> tuple[Phase, ...]:
-        ends = [None if phase.end is None else phase.end * factor for phase in phases]
         inner = [
-            Phase(phase.until * scale, phase.start * factor, end)
-            for phase, end in zip(phases, ends, strict=True)
+            Phase(until * scale, start * factor, None if end is None else end * factor)
+            for until, start, end in phases
         ]
         return (*inner[:-1], inner[-1]._replace(until=tokens))
 

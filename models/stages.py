@@ -23,6 +23,14 @@ def head_kernel(config: Config, shared: Tree) -> Array:
     return shared["embed_tokens"].T if config.tie_embeddings else shared["lm_head"]["kernel"]
 
 
+def only_stage(params: Tree, who: str) -> Tree:
+    """Params of the one stage that there must be."""
+    num_stages = len(params["stages"]["routing"]["row"])
+    if num_stages != 1:
+        raise ValueError(f"{who}: params are of {num_stages} stages, must be of 1: deepseek(config, 1).init")
+    return jax.tree.map(lambda leaf: leaf[0], params["stages"])
+
+
 @dataclasses.dataclass(frozen=True)
 class Runs:
     """Makes stage functions; ``axis`` is what embedding and head are shared out over."""
@@ -75,7 +83,7 @@ class Runs:
         nll_BS, counted_BS = self._nll(shared, normed_BSD, batch, 0)
         losses = {"lm": masked_mean(nll_BS, counted_BS)}
         metrics: dict[str, Array] = {"tokens": jnp.sum(counted_BS, dtype=jnp.int32)}
-        if self.balance_factor and self.config.num_moe_layers + self.config.num_mtp_layers:
+        if self.balance_factor:
             metrics["sequences"] = jnp.int32(nll_BS.shape[0])  # here, once, even if no expert is
         sums, numbers = [], []
         hidden_BSD = normed_BSD if self.mtp_after_norm else x_BSD

@@ -20,9 +20,7 @@ from models.blocks import Block, DenseBlock, Merge
 from models.config import Config
 from models.kernels import AUTO, Kernels
 from models.moe import Dispatch, Load, update_bias
-from models.objective import (
-    num_counted,
-)
+from models.objective import num_counted
 from models.params import Modules, compute_dtype_of, init_params, param_specs_of
 from models.plan import Layout, lay_out, layer_plan
 from models.stages import Runs, mtp_name
@@ -114,20 +112,15 @@ def deepseek(
       ValueError: the plan does not fit the layers.
 
     """
-    platform = platform or _platform()
-    attend, matmul = kernels.attend(platform), kernels.multiply(platform)
+    backend = platform or jax.default_backend()
+    attend, matmul = kernels.attend(backend), kernels.multiply(backend)
     tokens = Dispatch(dispatch, capacity_factor, ep_axis, payload)
     layout = lay_out(config, stages if isinstance(stages, Sequence) else layer_plan(config, stages))
     modules = Modules(
-        *(
-            pure_nnx(create)
-            for create in (
-                lambda rngs: DenseBlock(config, rngs, attend),
-                lambda rngs: Block(config, tokens, rngs, attend, matmul),
-                lambda rngs: Merge(config, rngs),
-                lambda rngs: RMSNorm(config.dim, config.norm_eps),
-            )
-        )
+        dense=pure_nnx(lambda rngs: DenseBlock(config, rngs, attend)),
+        block=pure_nnx(lambda rngs: Block(config, tokens, rngs, attend, matmul)),
+        merge=pure_nnx(lambda rngs: Merge(config, rngs)),
+        norm=pure_nnx(lambda rngs: RMSNorm(config.dim, config.norm_eps)),
     )
 
     def kept(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -158,9 +151,14 @@ def deepseek(
     def init(key: Array) -> Tree:
         return init_params(config, layout, modules, key)
 
-    staged = StagedModel(kinds, layout.kinds, weights)
+    params = jax.eval_shape(init, jax.random.key(0))
     return Model(
-        config, layout, staged, init, param_specs_of(config, init, ep_axis), compute_dtype_of(config, init)
+        config,
+        layout,
+        StagedModel(kinds, layout.kinds, weights),
+        init,
+        param_specs_of(config, params, ep_axis),
+        compute_dtype_of(config, params),
     )
 
 
@@ -197,8 +195,3 @@ def figures(losses: Tree, metrics: Tree) -> dict[str, Array]:
         terms = metrics["sequences"] * metrics["counts"].shape[0]
         found["balance"] = metrics["balance"] / terms.astype(jnp.float32)
     return found
-
-
-def _platform() -> Literal["cpu", "gpu", "tpu"]:
-    name = jax.default_backend()
-    return "tpu" if name == "tpu" else "cpu" if name == "cpu" else "gpu"

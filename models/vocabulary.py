@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-Axis = str | tuple[str, ...]
+from dualpipe_jax.parallel.expert_plan import Axis
 
 BLOCK = 512
 """Tokens of a device whose logits stand at once: with 129,280 words 265 MB in float32, however many devices."""

@@ -21,7 +21,7 @@ from models.decode.attention import cached_attention
 from models.decode.cache import Rows
 from models.kernels import AUTO, Kernels
 from models.moe import Dispatch
-from models.stages import head_kernel
+from models.stages import head_kernel, only_stage
 from models.vocabulary import look_up, project
 
 
@@ -95,9 +95,8 @@ def decoder(
       platform: "cpu", "gpu" or "tpu"; None is JAX's default backend.
 
     """
-    backend = platform or jax.default_backend()
-    backend = backend if backend in ("cpu", "tpu") else "gpu"
-    attend, matmul = kernels.attend(backend), kernels.multiply(backend)
+    platform = platform or jax.default_backend()
+    attend, matmul = kernels.attend(platform), kernels.multiply(platform)
     attention = functools.partial(cached_attention, absorbed=absorbed, fresh=fresh)
     dense = pure_nnx(lambda rngs: _Cached(DenseBlock(config, rngs, attend), attention)).apply
     block = pure_nnx(lambda rngs: _Cached(Block(config, dispatch, rngs, attend, matmul), attention)).apply
@@ -176,12 +175,7 @@ class _Cached(nnx.Module):
 
 
 def _prepare(config: Config, params: Tree) -> Tree:
-    num_stages = len(params["stages"]["routing"]["row"])
-    if num_stages != 1:
-        raise ValueError(
-            f"decoder: params are of {num_stages} stages, must be of 1: deepseek(config, 1).init"
-        )
-    shared, own = params["shared"], jax.tree.map(lambda leaf: leaf[0], params["stages"])
+    own, shared = only_stage(params, "decoder"), params["shared"]
     routed = [
         {"block": block, "bias": bias}
         for block, bias in zip(own["layers"], own["routing"]["bias"], strict=True)
