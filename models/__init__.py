@@ -1,13 +1,6 @@
 """Models as pure functions of (params, x); no pipeline in sight."""
 
-from dualpipe_jax.functional import (
-    Functions,
-    from_linen,
-    from_nnx,
-    num_params,
-    pure_linen,
-    pure_nnx,
-)
+from dualpipe_jax.functional import Functions, from_linen, from_nnx, num_params, pure_linen, pure_nnx
 from models import recipes, weights
 from models.config import MODELS, Config, byte, moe_67b, small, tiny, v2, v2_lite, v3
 from models.forward import logits

@@ -96,14 +96,9 @@ class Config:
         return self.num_layers - self.num_dense_layers
 
     def __post_init__(self) -> None:
-        wrong = [text for text, bad in self._complaints() if bad]
-        if wrong:
-            raise ValueError("Config: " + "; ".join(wrong) + ".")
-
-    def _complaints(self) -> list[tuple[str, bool]]:
         groups = max(self.num_groups, 1)
         reach = self.num_experts // groups * self.top_groups
-        return [
+        complaints = [
             (f"num_groups is {self.num_groups}, must be at least 1", self.num_groups < 1),
             (
                 f"num_experts {self.num_experts} does not divide into num_groups {groups}",
@@ -126,6 +121,8 @@ class Config:
             (f"yarn_factor {self.yarn_factor} must be at least 1, which is none", self.yarn_factor < 1),
             (f"num_mtp_layers is {self.num_mtp_layers}, must be at least 0", self.num_mtp_layers < 0),
         ]
+        if wrong := [text for text, bad in complaints if bad]:
+            raise ValueError("Config: " + "; ".join(wrong) + ".")
 
 
 def v3(**changes: Any) -> Config:

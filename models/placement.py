@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
-from jax.tree_util import DictKey, GetAttrKey, KeyPath, SequenceKey, tree_map_with_path
+from jax.tree_util import DictKey, KeyPath, SequenceKey, tree_leaves_with_path, tree_map_with_path
 from numpy.typing import ArrayLike
 
 import dualpipe_jax.parallel as parallel
@@ -91,14 +91,19 @@ def map_experts(function: Callable[[Array, Tree, int], Any], tree: Tree, params:
 
     """
 
+    def is_stages(node: Any) -> bool:
+        return isinstance(node, dict) and "routing" in node
+
+    stages = dict(tree_leaves_with_path(params["stages"], is_leaf=is_stages))
+
     def visit(path: KeyPath, leaf: Any) -> Any:
         if DictKey("stages") not in path or DictKey("experts") not in path:
             return leaf
-        within = path[path.index(DictKey("stages")) :]
+        within = path[path.index(DictKey("stages")) + 1 :]
         at = within.index(DictKey("layers"))
         slot = within[at + 1]
         assert isinstance(slot, SequenceKey)
-        return function(leaf, _resolve(params, within[:at])["routing"], slot.idx)
+        return function(leaf, stages[within[:at]]["routing"], slot.idx)
 
     return tree_map_with_path(visit, tree)
 
@@ -148,15 +153,3 @@ def count_once(grads: Tree, params: Tree) -> Tree:
         return jnp.where(counts, gradient, 0)
 
     return map_experts(first, grads, params)
-
-
-def _resolve(node: Tree, path: KeyPath) -> Tree:
-    for key in path:
-        if isinstance(key, DictKey):
-            node = node[key.key]
-        elif isinstance(key, SequenceKey):
-            node = node[key.idx]
-        else:
-            assert isinstance(key, GetAttrKey)
-            node = getattr(node, key.name)
-    return node

@@ -233,12 +233,7 @@ class Layout:
 
 
 def lay_out(config: Config, plan: Sequence[int]) -> Layout:
-    """Give each layer of a plan its place.
-
-    Raises:
-      ValueError: the shares do not add up, or there is no layer with experts.
-
-    """
+    """Give each layer of a plan its place; a ValueError if shares do not add up, or no layer has experts."""
     _check(config, plan)
     contents = _contents(config, plan)
     used = [content.num_moe + content.last * config.num_mtp_layers for content in contents]

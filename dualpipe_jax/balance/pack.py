@@ -133,11 +133,8 @@ class Packed:
 
     def put(self, layers: np.ndarray, part: "Packed") -> None:
         """Take over what ``only`` of these layers has become."""
-        self.held[layers], self.slots[:, layers], self.devices[:, layers] = (
-            part.held,
-            part.slots,
-            part.devices,
-        )
+        self.held[layers] = part.held
+        self.slots[:, layers], self.devices[:, layers] = part.slots, part.devices
 
     def best_swaps(self, one: np.ndarray, other: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """For pairs of devices the swap of a slot each that leaves the lower peak of the two.

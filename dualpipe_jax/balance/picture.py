@@ -70,10 +70,7 @@ def plot(
         image = axes.imshow(values, cmap=colours, norm=scale, aspect="auto", interpolation="none")
         peak = values.max(-1)
         axes.set_title(
-            f"{name}: max/mean {peak.mean():.4f}, worst layer {peak.max():.4f}",
-            size=9,
-            color=INK,
-            loc="left",
+            f"{name}: max/mean {peak.mean():.4f}, worst layer {peak.max():.4f}", size=9, color=INK, loc="left"
         )
         if abs(values - 1).max() < _WHITE:
             even = f"even: {values.min():.4f} to {values.max():.4f} of the mean"

@@ -93,12 +93,9 @@ def _one_more(
     expert, own = packed.held[row, heaviest], packed.slots[:, row, heaviest]
     now = counts[row[:, None], expert]
     lighter = own * (now / (now + 1))
-    top = packed.devices[:, row, heaviest][..., None] - (
-        own - lighter
-    )  # [windows, layers, slots of the heaviest]
-    same = (
-        packed.held[..., None] == expert[:, None, None, :]
-    )  # [layers, devices, slots, slots of the heaviest]
+    # top [windows, layers, slots of the heaviest], same [layers, devices, slots, slots of the heaviest]
+    top = packed.devices[:, row, heaviest][..., None] - (own - lighter)
+    same = packed.held[..., None] == expert[:, None, None, :]
     left = np.maximum(there[..., None] + lighter[:, :, None, None, :], others[..., None])
     left = np.maximum(left, (rise * same.any(-1))[..., None] + top[:, :, None, None, :]).max(0)
     left[np.broadcast_to(same.any(2)[:, :, None], left.shape)] = np.inf

@@ -23,12 +23,7 @@ OVER_EP = PartitionSpec(EP)
 
 
 def in_order(config: Config, num_devices: int) -> np.ndarray:
-    """Each layer's experts shared out in order, int32 [R, N, S].
-
-    Raises:
-      ValueError: they do not divide.
-
-    """
+    """Each layer's experts shared out in order, int32 [R, N, S]; a ValueError if they do not divide."""
     if config.num_experts % num_devices:
         raise ValueError(
             f"Engine: {config.num_experts} experts do not divide over {num_devices} devices; give a placement with "
@@ -39,12 +34,7 @@ def in_order(config: Config, num_devices: int) -> np.ndarray:
 
 
 def check_held(config: Config, num_devices: int, held: ArrayLike) -> np.ndarray:
-    """Return a placement as int32 [R, N, S], its experts not looked at.
-
-    Raises:
-      ValueError: it is one of other layers or devices.
-
-    """
+    """Return a placement as int32 [R, N, S]; a ValueError if it is one of other layers or devices."""
     held_RNS = np.asarray(held)
     wanted = _num_rows(config), num_devices
     if held_RNS.ndim != 3 or held_RNS.shape[:2] != wanted:
@@ -66,16 +56,7 @@ def weight_specs(weights: Tree) -> Tree:
 
 
 def place(weights: Tree, held_RNS: np.ndarray, num_experts: int, mesh: Mesh, *, near: bool) -> Tree:
-    """Return a decoder's weights on a mesh, every device with the experts of its slots.
-
-    Args:
-      weights: as ``prepare`` made them, experts in order.
-      held_RNS: the expert in each slot.
-      num_experts: E.
-      mesh: with the axis "ep".
-      near: see ``parallel.share_copies``.
-
-    """
+    """Return weights as ``prepare`` made them on a mesh, every device with the experts of its slots, ``held_RNS``."""
     rows = iter(held_RNS.reshape(len(held_RNS), -1))
 
     def layer(own: Tree) -> Tree:
@@ -104,12 +85,7 @@ def with_copies(weights: Tree, held_RNS: np.ndarray, num_experts: int, mesh: Mes
 
 
 def moved(weights: Tree, before_RNS: np.ndarray, after_RNS: np.ndarray, num_experts: int, mesh: Mesh) -> Tree:
-    """Return weights with experts brought from one placement to another, in the same memory; copies are as they were.
-
-    Raises:
-      ValueError: see ``parallel.plan_moves``.
-
-    """
+    """Return weights with experts brought to another placement, in the same memory; copies are as they were."""
     moves = plan_moves(before_RNS, after_RNS, num_experts)
     return _mover(mesh)(weights, moves.send, moves.take)
 

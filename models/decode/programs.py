@@ -79,12 +79,7 @@ def programs(model: Decoder, drafts: bool, mesh: Mesh | None = None, microbatche
 
 
 def check_mesh(model: Decoder, mesh: Mesh | None) -> None:
-    """Find out whether a model is for a mesh.
-
-    Raises:
-      ValueError: it is not; says why.
-
-    """
+    """Raise a ValueError that says why, if a model is not for a mesh."""
     axis = model.dispatch.axis_name
     if mesh is None and axis is not None:
         raise ValueError(

@@ -6,7 +6,10 @@ from typing import Literal
 import numpy as np
 
 from dualpipe_jax.arguments import typechecked
-from models.decode.errors import RequestError
+
+
+class RequestError(ValueError):
+    """A request that cannot be served: says what was given, what is needed and what to do."""
 
 
 @typechecked
@@ -109,12 +112,7 @@ class Completion:
 
 
 def check_request(prompt: np.ndarray, params: SamplingParams, limits: Limits, vocab: int) -> None:
-    """Find out whether a request can ever be served.
-
-    Raises:
-      RequestError: it cannot; says why, and what to do.
-
-    """
+    """Raise a RequestError that says why and what to do, if a request can never be served."""
     if prompt.ndim != 1 or not prompt.size:
         raise RequestError("the prompt is empty: give at least one token")
     if not np.issubdtype(prompt.dtype, np.integer):

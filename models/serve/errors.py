@@ -34,6 +34,4 @@ class Refused(Exception):
         """The body of the answer: the error in OpenAI's format, as a dict for JSON."""
         kind = "invalid_request_error" if self.status < 500 else "server_error"
         kind = "rate_limit_error" if self.status == 429 else kind
-        return {
-            "error": {"message": self.message, "type": kind, "param": self.param, "code": self.code},
-        }
+        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}

@@ -106,12 +106,7 @@ def _told(message: str, kind: str) -> str:
 
 
 class Shape:
-    """Answers to one request.
-
-    Args:
-      model: its name.
-
-    """
+    """Answers to one request."""
 
     def __init__(self, model: str):
         self._head = {

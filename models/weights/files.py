@@ -106,12 +106,7 @@ class Folder:
 
 
 def read_header(file: Path) -> tuple[dict[str, Any], int]:
-    """Return what a safetensors file says about its tensors, and the byte where their data begin.
-
-    Raises:
-      ValueError: the file has no such header.
-
-    """
+    """Return what a safetensors file says about its tensors, and where their data begin; or raises ValueError."""
     size = file.stat().st_size
     with file.open("rb") as stream:
         length = int.from_bytes(stream.read(8), "little")
