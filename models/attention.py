@@ -33,7 +33,6 @@ class Attend:
     Attributes:
       function: as above.
       lanes: heads are padded to multiples of so many numbers.
-
     """
 
     function: Callable[..., Array]
@@ -124,7 +123,6 @@ def rope(x_BSHR: Array, freqs: np.ndarray, positions: Array | None = None, facto
       freqs: radians per position of each pair, float64 [R / 2].
       positions: int [B, S], 0 to 2**20; None counts from 0 along S.
       factor: scales the result.
-
     """
     R = x_BSHR.shape[-1]
     cos, sin = _cos_sin(np.repeat(freqs, 2), x_BSHR.shape[1], positions)
@@ -216,7 +214,6 @@ class Attention(nnx.Module):
 
         Returns:
           x's like.
-
         """
         heads = self._spread if self._spread_is_free() else self._narrow
         scale = softmax_scale(self.config)

@@ -53,7 +53,6 @@ class Config:
 
     Raises:
       ValueError: numbers that do not fit together; all of them are named.
-
     """
 
     vocab: int

@@ -43,7 +43,6 @@ def logits(
 
     Raises:
       ValueError: params are of several stages.
-
     """
     own = only_stage(params, "logits")
     batch = {"inputs": tokens, "positions": positions, "segment_ids": segment_ids}

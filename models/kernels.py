@@ -51,7 +51,6 @@ class Kernels:
 
     Raises:
       ValueError: there is no kernel of that name.
-
     """
 
     attention: AttentionKernel = "auto"
@@ -126,7 +125,6 @@ def splash_attention(
 
     Raises:
       ValueError: 128 does not divide the sequence.
-
     """
     return _splash_fwd(q_BHSX, k_BHSX, v_BHSV, scale, interpret, segment_ids)[0]
 

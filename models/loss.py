@@ -31,7 +31,6 @@ def cross_entropy_in_blocks(
       targets: int [...], the words to be predicted.
       valid: bool [...] or weights, which tokens count; None is all.
       block: words whose logits stand at once.
-
     """
     if x.shape != (*targets.shape, kernel_DV.shape[0]):
         raise ValueError(

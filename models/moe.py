@@ -39,7 +39,6 @@ class Dispatch:
       axis_name: the mesh axis the experts lie on; two, (nodes, devices of a node), for dispatch in two hops;
         None if each device holds them all.
       payload: "plain" sends tokens as they are, "float8" in eight bits; see ``parallel.dispatch``.
-
     """
 
     method: Literal["capacity", "dropless"] = "dropless"
@@ -62,7 +61,6 @@ class Dispatch:
           num_experts: over all devices.
           groups: into how many groups of consecutive experts they fall, and of how many a token's come: if nodes
             hold whole groups a token goes to no more nodes, and these need no more room.
-
         """
         if not isinstance(self.axis_name, tuple):
             return self._one_hop(topk_TK, num_experts, self.axis_name, len(topk_TK))
@@ -106,7 +104,6 @@ def route(logits_TE: Array, bias_E: Array, config: Config) -> tuple[Array, Array
     Returns:
       int32 [T, K] experts, best first, and float32 [T, K] weights: the unbiased scores of the chosen,
       normalised if the config says so, times ``routed_scale``. Gradients flow through the weights.
-
     """
     scores_TE = _scores(logits_TE, config)
     choice_TE = jax.lax.stop_gradient(scores_TE + bias_E)
@@ -149,7 +146,6 @@ def sequence_balance(scores_BSE: Array, live_BS: Array, top_k: int) -> Array:
 
     Returns:
       float32 [B].
-
     """
     num_experts = scores_BSE.shape[-1]
     live_BS1 = live_BS[..., None].astype(jnp.float32)
@@ -180,7 +176,6 @@ def update_bias(bias: Array, counts: Array, rate: float | Array, *, center: bool
 
     Raises:
       TypeError: counts are not integers.
-
     """
     if not jnp.issubdtype(counts.dtype, jnp.integer):
         raise TypeError(f"update_bias: counts must be integers, got {counts.dtype}.")
@@ -268,7 +263,6 @@ class Load(NamedTuple):
       balance: float32 [B], see ``sequence_balance``; costs nothing unless used.
       devices: int32 [N], how many choices of live tokens each device works on; None where experts lie in order, when
         ``counts`` says it.
-
     """
 
     counts: Array
@@ -306,7 +300,6 @@ class MoE(nnx.Module):
 
         Returns:
           x's like, and what the router did.
-
         """
         x_TD = x_BSD.reshape(-1, x_BSD.shape[-1])
         # At less than the highest precision, TPUs multiply float32 in bfloat16 and GPUs in TF32.

@@ -46,7 +46,6 @@ def expert_tables(
 
     Raises:
       ValueError: held is no such table.
-
     """
     held, num_rows = np.asarray(held_RNS, np.int32), int(layout.rows.max()) + 1
     if held.ndim != 3 or len(held) != num_rows:
@@ -88,7 +87,6 @@ def map_experts(function: Callable[[Array, Tree, int], Any], tree: Tree, params:
       function: of a leaf of one of a stage's slots for layers, and of the routing of its stages in ``params``.
       tree: params, or anything that has trees of their form somewhere, such as an optimizer's state.
       params: {"stages": ...}, in model order or placed by the engine, of which "routing" is read.
-
     """
 
     def is_stages(node: Any) -> bool:
@@ -121,7 +119,6 @@ def sum_copies(grads: Tree, params: Tree, mesh: Mesh | AbstractMesh) -> Tree:
       grads: of params as the engine places them: leaves of experts [ranks, N * S, ...] over (pp, ep).
       params: the same.
       mesh: of the engine.
-
     """
     axis = expert_axis(mesh)
 

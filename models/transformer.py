@@ -110,7 +110,6 @@ def deepseek(
 
     Raises:
       ValueError: the plan does not fit the layers.
-
     """
     backend = platform or jax.default_backend()
     attend, matmul = kernels.attend(backend), kernels.multiply(backend)
@@ -170,7 +169,6 @@ def update_routing(params: Tree, counts_RE: Array, rate: float | Array, *, cente
       counts_RE: the metric "counts" of the whole step.
       rate: see ``models.moe.update_bias``.
       center: the same.
-
     """
 
     def move(stages: Tree) -> Tree:

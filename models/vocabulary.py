@@ -29,7 +29,6 @@ def look_up(table_VD: Array, tokens_BS: Array, dtype: jnp.dtype, axis: Axis | No
       tokens_BS: this device's tokens.
       dtype: of the result.
       axis: the mesh axis or axes that share out the width; None where the table is whole.
-
     """
     if axis is None:
         return table_VD[tokens_BS].astype(dtype)
@@ -52,7 +51,6 @@ def cross_entropy(
       targets_T: int; a token whose target is no word gets the log of its partition function.
       axis: the mesh axis or axes that share out the words; None where the kernel is whole.
       block: tokens of a device whose logits stand at once, at most.
-
     """
     one_block = jax.checkpoint(functools.partial(_cross_entropy, axis=axis))
     targets_T = targets_T.astype(jnp.int32)  # words are counted in it, and 16 bits do not hold them all

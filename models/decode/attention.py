@@ -61,7 +61,6 @@ def cached_attention(
 
     Returns:
       x's like, and the new tokens' latents, [B, S, L].
-
     """
     config = attention.config
     q_BSHX = attention.queries(x_BSD, rows.positions)

@@ -20,7 +20,6 @@ def keys_of(tokens: Sequence[int] | np.ndarray, block_size: int, ahead: int = 0)
       block_size: tokens of a block.
       ahead: how many tokens behind a block have their part in what it holds: 1 for latents of a module of multi-token
         prediction. Blocks without them are not whole.
-
     """
     numbers, keys, key = np.asarray(tokens, np.int32), [], b""
     for end in range(block_size, len(numbers) + 1 - ahead, block_size):
@@ -63,7 +62,6 @@ class Blocks:
 
         Returns:
           The blocks, and how many at the front are filled; None, and nothing taken, if there are too few.
-
         """
         filled, free = self._filled(keys, part), self._free[part]
         num_new = number - len(filled)

@@ -27,7 +27,6 @@ class Rows(NamedTuple):
       starts: int32 [B], the position of a row's first token.
       lengths: int32 [B], how many tokens a row has; 0 where there is no request.
       tables: int32 [B, M], the blocks of a row's positions, in order; any block where it has none.
-
     """
 
     tokens: Array | np.ndarray
@@ -68,7 +67,6 @@ def write(cache: Array, rows: Rows, latents: Sequence[Array]) -> Array:
       cache: see ``init_cache``.
       rows: the tokens.
       latents: [B, S, X] of each of the first layers.
-
     """
     L, P, size, X = cache.shape
     positions_BS = rows.positions
@@ -94,7 +92,6 @@ def read(cache: Array, layer: int, tables: Array | np.ndarray, until_B: Array) -
 
     Returns:
       [B, K, X] and bool [B, K].
-
     """
     L, P, size, X = cache.shape
     blocks = cache.reshape(L * P, size, X)[layer * P + jnp.asarray(tables)]

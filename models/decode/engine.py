@@ -48,7 +48,6 @@ class Engine:
     Raises:
       ValueError: drafts are asked of a model without such a module; model, limits, placement and mesh do not fit
         together; the folder may not hold 16 blocks, or the mesh is of several processes and a folder is given.
-
     """
 
     def __init__(
@@ -135,7 +134,6 @@ class Engine:
 
         Raises:
           RequestError: it can never be served; says why.
-
         """
         tokens = np.asarray(prompt)
         check_request(tokens, params, self._own_limits, self.config.vocab)
@@ -154,7 +152,6 @@ class Engine:
 
         Returns:
           The requests that ended.
-
         """
         self._seats.admit(self._recall)
         for _ in range(self._num_prefills):
@@ -196,7 +193,6 @@ class Engine:
 
         Raises:
           ValueError: it does not fit, or there is no mesh.
-
         """
         if self._mesh is None:
             raise ValueError("Engine: on one device there is nowhere to bring experts; give a mesh")

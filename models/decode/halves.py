@@ -17,7 +17,6 @@ class Piece(NamedTuple):
       number: of the prompt, in the order given.
       start: the position of its first token.
       length: how many.
-
     """
 
     number: int
@@ -55,7 +54,6 @@ def halve(prompts: Sequence[tuple[int, int]], num_rows: int, size: int, fixed: f
 
     Returns:
       Both halves, ``num_rows`` long, None for a row without work.
-
     """
     taken = range(min(len(prompts), 2 * num_rows))
     longest = sorted((n for n in taken if prompts[n][1] > 1), key=lambda n: -prompts[n][1])

@@ -46,7 +46,6 @@ class PrefixFolder:
 
     Raises:
       ValueError: ``max_bytes`` is not positive.
-
     """
 
     path: Path
@@ -78,7 +77,6 @@ class KeptBlocks:
 
     Raises:
       ValueError: the folder has no room for 16 blocks.
-
     """
 
     MAX_PENDING = 256

@@ -31,7 +31,6 @@ class Made(NamedTuple):
     Attributes:
       latents: of each layer [B, S, L], for ``cache.write``; L numbers of a cached position.
       counts: of each layer with experts int32 [E], how many of the rows' tokens chose each.
-
     """
 
     latents: tuple[Array, ...]
@@ -60,7 +59,6 @@ class Decoder:
         prediction, a layer behind the model's. A row's tokens are those that follow x's.
       logits: ``logits(weights, x [..., D]) -> [..., V]`` in float32, of what ``forward`` returned.
       draft_logits: the same of what ``draft`` returned.
-
     """
 
     config: Config
@@ -93,7 +91,6 @@ def decoder(
       fresh: promises that all rows start at 0; see ``cached_attention``.
       mtp_after_norm: as in ``models.deepseek``, for drafts: published weights want it, our own default does not.
       platform: "cpu", "gpu" or "tpu"; None is JAX's default backend.
-
     """
     platform = platform or jax.default_backend()
     attend, matmul = kernels.attend(platform), kernels.multiply(platform)

@@ -37,7 +37,6 @@ class Programs(NamedTuple):
         layers with experts, E], see ``Made``.
       decode: ``(weights, cache, (rows, sampling)) -> (Decoded, counts, cache)``.
       init_cache: ``(num_blocks, block_size) -> cache``, of all devices.
-
     """
 
     prefill: Callable[..., tuple[Any, Array, Array]]
@@ -58,7 +57,6 @@ def programs(model: Decoder, drafts: bool, mesh: Mesh | None = None, microbatche
 
     Raises:
       ValueError: model and mesh do not fit together, or there are other than one or two microbatches.
-
     """
     check_mesh(model, mesh)
     if microbatches not in (1, 2):

@@ -23,7 +23,6 @@ class SamplingParams:
       top_p: see ``Sampling``.
       seed: 0 to 2**32 - 1; the same request with the same seed gets the same text, whatever is served beside it.
       stop: tokens at any of which the text ends; they are not part of it.
-
     """
 
     max_tokens: int = 256
@@ -48,7 +47,6 @@ class Limits:
 
     Raises:
       ValueError: a number that is not positive.
-
     """
 
     max_requests: int = 8
@@ -78,7 +76,6 @@ class Limits:
 
         Raises:
           ValueError: they cannot share equally.
-
         """
         shared = {"max_requests": self.max_requests, "num_blocks": self.total_blocks}
         wrong = [f"{name} is {number}" for name, number in shared.items() if number % num_devices]
@@ -99,7 +96,6 @@ class Completion:
       num_drafted: tokens that were guessed ahead.
       num_accepted: guesses that were right.
       num_reused: tokens of the prompt that were in the cache, or kept on disk, of a request that began alike.
-
     """
 
     id: int

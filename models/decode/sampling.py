@@ -22,7 +22,6 @@ class Sampling(NamedTuple):
       top_p: float32 [B], of the likeliest tokens only so many as together have this probability (Holtzman et al.
         2020, "nucleus sampling"); the likeliest always.
       seeds: uint32 [B].
-
     """
 
     temperature: Array | np.ndarray
@@ -67,7 +66,6 @@ def draw(logits: Array, temperature: Array, top_p: Array, uniform: Array) -> Arr
 
     Returns:
       int32 [...].
-
     """
     order = jnp.argsort(-logits, axis=-1, stable=True)
     falling = jnp.take_along_axis(logits, order, axis=-1)

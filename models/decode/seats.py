@@ -49,7 +49,6 @@ class Seats:
       num_devices: that have slots, equally many each.
       num_halves: into which a device's slots are cut.
       ahead: see ``keys_of``.
-
     """
 
     def __init__(self, limits: Limits, num_devices: int, *, num_halves: int, ahead: int):

@@ -22,7 +22,6 @@ class Prefilled(NamedTuple):
       tokens: int32 [B], to stand behind a row's last token.
       finite: bool [B], whether all its logits are numbers.
       drafts: int32 [B], a guess at the token after that; -1 without drafts.
-
     """
 
     tokens: Array
@@ -38,7 +37,6 @@ class Decoded(NamedTuple):
       accepted: int32 [B], how many of them count: one, and one more for a draft that was right.
       finite: bool [B], whether the logits of all that count are numbers.
       drafts: int32 [B], a guess at the token after those; -1 without drafts.
-
     """
 
     tokens: Array
@@ -68,7 +66,6 @@ def prefill(
       follow: int32 [B], of each row the prompt's token behind the chunk; -1 where the prompt ends with it.
       sampling: of the rows.
       before: rows that come before these and are not in the cache yet.
-
     """
     x_BSD, made = model.forward(weights, cache, rows, before)
     last_B = jnp.maximum(rows.lengths - 1, 0)

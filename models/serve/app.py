@@ -39,7 +39,6 @@ class Served:
       name: by which they ask for it.
       text: its tokens' writing; used by several threads.
       stop: tokens that end a text.
-
     """
 
     name: str

@@ -13,7 +13,6 @@ class Refused(Exception):
       param: which part of the request is meant.
       code: a word for programs.
       headers: of the answer.
-
     """
 
     def __init__(

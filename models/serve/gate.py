@@ -76,7 +76,6 @@ class Gate:
     Args:
       app: the application.
       hosts: names that requests may be for, without a port; None for any.
-
     """
 
     def __init__(self, app: ASGIApp, hosts: Collection[str] | None):

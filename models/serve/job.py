@@ -99,7 +99,6 @@ class Job:
 
     Raises:
       Refused: see ``Runner.submit``.
-
     """
 
     def __init__(
@@ -127,7 +126,6 @@ class Job:
 
         Raises:
           Refused: a text failed, or the time is up.
-
         """
         for _ in range(len(self._choices)):
             ended = False

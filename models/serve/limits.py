@@ -17,7 +17,6 @@ class HttpLimits:
 
     Raises:
       ValueError: a number that is not positive.
-
     """
 
     max_bytes: int = 1 << 20

@@ -56,7 +56,6 @@ class Runner:
     Attributes:
       failure: what ended the thread; None as long as all is well.
       on_failure: called in the event loop when that happens.
-
     """
 
     def __init__(self, engine: Steps, max_waiting: int):
@@ -98,7 +97,6 @@ class Runner:
 
         Raises:
           Refused: 429, and none taken on, if that would be more than there may be; 503 if there are no more to be.
-
         """
         self.ready()
         if self.num_open + len(asked) > self.max_open:

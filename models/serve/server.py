@@ -70,7 +70,6 @@ def serve(
 
     Returns:
       An exit code: 0 after SIGTERM or ``stop``, 130 after Ctrl-C, 1 if the engine failed.
-
     """
     config = uvicorn.Config(
         app,

@@ -64,7 +64,6 @@ class Published:
       config: the model, ``num_mtp_layers`` as announced; checkpoints announce layers that they do not have.
       rope_interleave: whether rotated pairs are neighbours; if not, they are half the rotated part apart.
       fp8_block: rows and columns that share a scale, in a checkpoint quantised to FP8; None in others.
-
     """
 
     config: Config
@@ -77,7 +76,6 @@ def from_json(data: Mapping[str, Any]) -> Published:
 
     Raises:
       WeightsError: keys are missing, or ask for what the model does not have; all of them are listed.
-
     """
     wrong: list[str] = []
     values = _sizes(data, wrong) | _routing(data, wrong) | _rope(data, wrong)
@@ -116,7 +114,6 @@ def to_json(config: Config, dtype: str) -> dict[str, Any]:
 
     Raises:
       WeightsError: the published formats have no such model; everything that they lack is listed.
-
     """
     v3 = config.score == "sigmoid"
     if not v3 and config.normalize_top_k:

@@ -57,7 +57,6 @@ def convert(options: Options) -> str:
 
     Raises:
       WeightsError: IN is no checkpoint, or OUT is there already.
-
     """
     source, target = options.source, options.target
     if target.exists():

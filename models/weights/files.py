@@ -42,7 +42,6 @@ class Folder:
     Attributes:
       tensors: every whole tensor by name.
       complaints: files that are missing or damaged, tensors that are cut off or twice there.
-
     """
 
     def __init__(self, path: Path):

@@ -34,7 +34,6 @@ class Entry(NamedTuple):
       transposed: ours is the transpose, perhaps with its outputs in several dims.
       rotary: of matrices whose outputs are rotated.
       at: which of the leaf's leading dims.
-
     """
 
     name: str

@@ -31,7 +31,6 @@ def write(folder: Path, config: Config, params: Tree, published: Mapping[str, An
 
     Raises:
       WeightsError: something is there already.
-
     """
     if folder.exists():
         raise WeightsError(folder, ["is there already"])
@@ -67,7 +66,6 @@ def read(
     Raises:
       WeightsError: there is no such folder, or a file of it cannot be read. Its arrays are not those of its
         configuration; all are listed. Or ``check`` finds something.
-
     """
     facts = _whole(folder, lambda: ocp.metadata(folder.absolute()).custom_metadata or {})
     if not facts:

@@ -58,7 +58,6 @@ def load(
     Raises:
       WeightsError: the configuration is of another model, or tensors are missing, too many, of wrong shapes or
         cut off; all of them are listed, and nothing is loaded.
-
     """
     published, files = inspect(folder, mtp=mtp)
     config = published.config
@@ -86,7 +85,6 @@ def inspect(folder: str | Path, *, mtp: bool = True) -> tuple[Published, Folder]
 
     Raises:
       WeightsError: as ``load``.
-
     """
     path = Path(folder)
     try:

@@ -24,7 +24,6 @@ class Tokenizer:
       bos: the token that begins a document; None if there is none.
       eos: the token that ends one; None if there is none.
       add_bos: whether texts are to begin with ``bos``, as the checkpoint's own settings say.
-
     """
 
     library: tokenizers.Tokenizer
@@ -49,7 +48,6 @@ def load_tokenizer(folder: str | Path) -> Tokenizer:
 
     Raises:
       WeightsError: there is no ``tokenizer.json``, it is none, or its settings name tokens that it lacks.
-
     """
     path = Path(folder)
     try:

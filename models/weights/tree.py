@@ -32,7 +32,6 @@ class Leaf:
       entries: from an index of its first dims to the tensor there; empty slots and biases that a checkpoint
         does not have are zero.
       numbers: what a leaf of int32 holds.
-
     """
 
     shape: tuple[int, ...]

@@ -59,7 +59,6 @@ def save(
     Raises:
       WeightsError: there are tensors in the folder; params are not of this configuration; the published format
         has no such model; a tensor lies in pieces on several devices. All is listed.
-
     """
     path = Path(folder)
     settings = to_json(config, dtype) | dict(extra or {})
