@@ -113,9 +113,7 @@ def _check_previous(previous: Placement, windows: np.ndarray, layout: Layout, li
         )
 
 
-def place(
-    relative: np.ndarray, num_devices: int, num_slots: int, close: float = CLOSE, effort: float = 1.0
-) -> np.ndarray:
+def place(relative: np.ndarray, num_devices: int, num_slots: int, close: float, effort: float) -> np.ndarray:
     """Experts in slots, rows independent of each other: int64 [rows, devices, slots].
 
     Args:

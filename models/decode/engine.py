@@ -242,10 +242,10 @@ class Engine:
         tokens = np.zeros((len(pieces), size), np.int32)
         starts, lengths = np.zeros((2, len(pieces)), np.int32)
         follow = np.full(len(pieces), -1, np.int32)
-        requests: list[Request | None] = [None] * len(pieces)
+        requests = [None if taken is None else taken[0] for taken in pieces]
         for row, taken in enumerate(pieces):
             if taken is not None:
-                requests[row], (_, start, length) = request, _ = taken
+                request, (_, start, length) = taken
                 end = start + length
                 tokens[row, :length] = request.prompt[start:end]
                 starts[row], lengths[row] = start, length

@@ -12,7 +12,7 @@ from pathlib import Path
 import jax
 import numpy as np
 from jax import Array
-from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
+from jax.sharding import Mesh, NamedSharding, Sharding, SingleDeviceSharding
 
 from dualpipe_jax.functional import Tree
 from dualpipe_jax.parallel.mesh import NODE, expert_axes
@@ -64,7 +64,8 @@ def load(
     axis = None if mesh is None else expert_axes(mesh.shape.get(NODE, 1))
     model = deepseek(config, stages, ep_axis=axis)
     leaves, treedef = leaves_of(model, arrange)
-    shardings = [_sharding(leaf.spec, mesh) for leaf in leaves]
+    here = SingleDeviceSharding(jax.local_devices()[0])
+    shardings = [here if mesh is None else NamedSharding(mesh, leaf.spec) for leaf in leaves]
     total = sum(
         files.tensors[entry.name].nbytes
         for leaf, sharding in zip(leaves, shardings, strict=True)
@@ -108,10 +109,6 @@ def _num_mtp(files: Folder, first: int) -> int:
     names = files.tensors.keys()
     has = (any(f"model.layers.{n}.{part}.weight" in names for part in own) for n in itertools.count(first))
     return sum(1 for _ in itertools.takewhile(bool, has))
-
-
-def _sharding(spec: PartitionSpec, mesh: Mesh | None) -> Sharding:
-    return SingleDeviceSharding(jax.local_devices()[0]) if mesh is None else NamedSharding(mesh, spec)
 
 
 def _parts(leaf: Leaf, sharding: Sharding) -> dict[Part, list[jax.Device]]:
