@@ -32,9 +32,8 @@ def layer(config, dispatch, axis_name=None, eight=True):
     payload, matmul = ("float8", "float8") if eight else ("plain", "plain")
     tokens = Dispatch(dispatch, axis_name=axis_name, payload=payload)
     pure = pure_nnx(lambda rngs: MoE(config, tokens, rngs, Kernels(matmul=matmul).multiply("cpu")))
-    bias = (
-        10 * jnp.arange(float(config.num_experts)) % 7
-    )  # far apart, so that rounding does not change the choice
+    # Far apart, so that rounding does not change the choice.
+    bias = 10 * jnp.arange(float(config.num_experts)) % 7
     return pure.init, lambda params, x: pure.apply(params, x, bias)[0]
 
 

@@ -55,9 +55,8 @@ def test_route_equals_a_loop_over_tokens(name):
         logits = (np.round(logits / step) * step if step else logits).astype(np.float32)
         bias = (shift + np.round(rng.normal(size=config.num_experts))).astype(np.float32)
         topk, weights = run(logits, bias)
-        scores = np.asarray(
-            score(logits)
-        )  # by JAX too, or sums of groups would tie in the one and not in the other
+        # By JAX too, or sums of groups would tie in the one and not in the other.
+        scores = np.asarray(score(logits))
         wanted_topk, wanted_weights = route_by_loops(scores, bias, config)
         # Two programs may round a score differently: nearly equal experts may change places.
         chosen, wanted = (

@@ -33,9 +33,8 @@ CONFIG = tiny(
 
 def random_params(config, stages=1):
     """Numbers that bfloat16 holds, so that every type of file can; empty slots stay zero."""
-    return jax.tree.map(
-        lambda leaf: leaf, made_once(config, stages)
-    )  # whoever changes the tree has one of his own
+    # Whoever changes the tree has one of his own.
+    return jax.tree.map(lambda leaf: leaf, made_once(config, stages))
 
 
 @functools.cache

@@ -39,6 +39,18 @@ QUICK = {"xla_backend_optimization_level": 0}
 whole = jax.jit(models.logits, static_argnums=0, compiler_options=QUICK)
 """The plain forward over the whole text: the oracle."""
 
+
+def continued(config, params, prompt, number, length):
+    """The likeliest tokens behind a prompt, by the plain forward over all ``length`` places, once a token."""
+    text = list(prompt)
+    for _ in range(number):
+        padded = np.zeros((1, length), np.int32)
+        padded[0, : len(text)] = text
+        logits = np.asarray(whole(config, params, padded))
+        text.append(int(np.argmax(logits[0, len(text) - 1])))
+    return tuple(text[len(prompt) :])
+
+
 COMPILED = []
 """What has been compiled in this process."""
 

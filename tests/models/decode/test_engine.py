@@ -9,7 +9,7 @@ import pytest
 
 from models.decode import Engine, Limits, RequestError, SamplingParams, decoder
 from tests.models import plain
-from tests.models.decode.small_models import COMPILED, QUICK, random_params, small, whole
+from tests.models.decode.small_models import COMPILED, QUICK, continued, random_params, small
 
 CONFIG = small(num_groups=1, num_mtp_layers=1)
 LIMITS = Limits(max_requests=3, max_positions=24, block_size=4, num_blocks=14, chunk_size=4, max_prefill=8)
@@ -37,14 +37,7 @@ def prompts(*lengths, seed=0):
 
 
 def greedy(prompt, number):
-    """By the plain forward over the whole text, once a token."""
-    text = list(prompt)
-    for _ in range(number):
-        padded = np.zeros((1, LIMITS.max_positions), np.int32)
-        padded[0, : len(text)] = text
-        logits = np.asarray(whole(CONFIG, a_params(), padded))
-        text.append(int(np.argmax(logits[0, len(text) - 1])))
-    return tuple(text[len(prompt) :])
+    return continued(CONFIG, a_params(), prompt, number, LIMITS.max_positions)
 
 
 def texts(completions):

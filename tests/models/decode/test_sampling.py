@@ -57,9 +57,8 @@ def test_uniforms_are_even_and_follow_from_seed_and_position_alone():
     seeds, positions = np.arange(40, dtype=np.uint32), np.arange(100, dtype=np.int32)
     all_of_them = np.asarray(uniforms(jnp.asarray(seeds), jnp.tile(positions, (40, 1))))
     assert len(np.unique(all_of_them)) > 3990 and (all_of_them >= 0).all() and (all_of_them < 1).all()
-    np.testing.assert_allclose(
-        np.histogram(all_of_them, 10, (0, 1))[0], 400, atol=80
-    )  # 4 standard deviations
+    # Within 4 standard deviations.
+    np.testing.assert_allclose(np.histogram(all_of_them, 10, (0, 1))[0], 400, atol=80)
     np.testing.assert_allclose(np.corrcoef(all_of_them)[~np.eye(40, dtype=bool)], 0, atol=0.45)
     alone = uniforms(jnp.asarray([7], jnp.uint32), jnp.asarray([[99]], jnp.int32))
     assert alone[0, 0] == all_of_them[7, 99]

@@ -12,7 +12,7 @@ from dualpipe_jax.balance import Layout, balance
 from dualpipe_jax.parallel import make_mesh
 from models import Dispatch
 from models.decode import Engine, Limits, RequestError, SamplingParams, decoder
-from tests.models.decode.small_models import COMPILED, random_params, small, whole
+from tests.models.decode.small_models import COMPILED, continued, random_params, small
 from tests.two_processes import what_both_say
 
 CONFIG = small(num_groups=1, num_mtp_layers=1)
@@ -45,14 +45,7 @@ def prompts(seed=0):
 
 @functools.cache
 def greedy(n, seed=0):
-    """By the plain forward over the whole text, once a token."""
-    text, length = list(prompts(seed)[n]), LENGTHS[n]
-    for _ in range(NUM_NEW[n]):
-        padded = np.zeros((1, LIMITS.max_positions), np.int32)
-        padded[0, : len(text)] = text
-        logits = np.asarray(whole(CONFIG, random_params(CONFIG), padded))
-        text.append(int(np.argmax(logits[0, len(text) - 1])))
-    return tuple(text[length:])
+    return continued(CONFIG, random_params(CONFIG), prompts(seed)[n], NUM_NEW[n], LIMITS.max_positions)
 
 
 def ask(serving, seed=0):

@@ -39,9 +39,8 @@ def served(config, params, tokens, dispatch, held, microbatches):
         return jax.jit(on_mesh(on_device, mesh), compiler_options=QUICK)
 
     weights = experts.place(model.prepare(params), held, config.num_experts, mesh, near=True)
-    cache = programs(model, False, mesh).init_cache(40, BLOCK) + np.float32(
-        np.nan
-    )  # of whoever had the blocks before
+    # NaN of whoever had the blocks before.
+    cache = programs(model, False, mesh).init_cache(40, BLOCK) + np.float32(np.nan)
     rng = np.random.default_rng(1)
     tables = np.stack([rng.permutation(20)[:15].reshape(3, 5) for _ in LENGTHS]).astype(np.int32)
     done, found = np.zeros((2, 3), int), np.zeros((*tokens.shape, config.vocab), np.float32)
