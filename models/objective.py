@@ -29,7 +29,8 @@ def targets_ahead(batch: Batch, depth: int = 0) -> tuple[Array, Array]:
 
     It counts if it does in the model's own loss, and if from here to there the tokens are of one document.
     """
-    return _ahead(batch["targets"], depth), live_tokens(batch, depth) & _ahead(_mask(batch), depth)
+    targets_BS, live_BS = _ahead(batch["targets"], depth), live_tokens(batch, depth)
+    return targets_BS, live_BS & _ahead(_flags(batch, "mask") & _flags(batch, "valid"), depth)
 
 
 def live_tokens(batch: Batch, depth: int = 0) -> Array:
@@ -51,10 +52,6 @@ def masked_mean(values_BS: Array, counted_BS: Array) -> Array:
     """Return the mean over those that count; 0 if none does."""
     total = jnp.sum(jnp.where(counted_BS, values_BS, 0))
     return total / jnp.maximum(jnp.sum(counted_BS, dtype=values_BS.dtype), 1)
-
-
-def _mask(batch: Batch) -> Array:
-    return _flags(batch, "mask") & _flags(batch, "valid")
 
 
 def _flags(batch: Batch, name: str) -> Array:

@@ -167,12 +167,7 @@ def _weights(weight: ArrayLike) -> np.ndarray:
 
 def _check(weights: np.ndarray, num_replicas: int, num_groups: int, num_nodes: int, num_gpus: int) -> None:
     experts = weights.shape[1]
-    given = {
-        "num_replicas": num_replicas,
-        "num_groups": num_groups,
-        "num_nodes": num_nodes,
-        "num_gpus": num_gpus,
-    }
+    given = dict(num_replicas=num_replicas, num_groups=num_groups, num_nodes=num_nodes, num_gpus=num_gpus)
     for name, count in given.items():
         if count < 1:
             raise ValueError(f"rebalance_experts: {name}={count}; it must be at least 1")

@@ -113,7 +113,7 @@ class Engine:
     @property
     def busy(self) -> bool:
         """Whether there is anything to do."""
-        return bool(self._ended) or self._seats.taken
+        return bool(self._ended or self._seats.waiting or any(self._seats.slots))
 
     def add(
         self,

@@ -58,11 +58,6 @@ class Seats:
         self._limits, self._size, self._ahead = limits, limits.max_requests // num_devices, ahead
         self._num_devices, self._num_halves = num_devices, num_halves
 
-    @property
-    def taken(self) -> bool:
-        """Whether anybody waits or sits."""
-        return bool(self.waiting or any(self.slots))
-
     def admit(self, fill: Fill) -> None:
         """First come, first served: a small one does not overtake one that waits for room."""
         while self.waiting and None in self.slots:

@@ -89,11 +89,12 @@ def from_json(data: Mapping[str, Any]) -> Published:
         )
     if data.get("head_dim") not in (None, data.get("qk_rope_head_dim")):
         wrong.append(f"head_dim is {data['head_dim']}, must be qk_rope_head_dim, the part that is rotated")
+    dtype = data.get("dtype") or data.get("torch_dtype")
     values |= {
         "attention_bias": bool(data.get("attention_bias")),
         "tie_embeddings": bool(data.get("tie_word_embeddings")),
         "num_mtp_layers": data.get("num_nextn_predict_layers") or 0,
-        "compute_dtype": _compute_dtype(data),
+        "compute_dtype": jnp.bfloat16 if dtype == "bfloat16" else jnp.float32,
     }
     fp8_block = _fp8_block(data, wrong)
     if wrong:
@@ -232,10 +233,6 @@ def _yarn(config: Config) -> dict[str, Any] | None:
     numbers = {key: float(getattr(config, ours)) for key, ours in YARN.items()}
     given = {key: value for key, value in numbers.items() if value}  # an mscale of 0 is one that is not given
     return {"type": "yarn", **given, "original_max_position_embeddings": config.yarn_original_seq}
-
-
-def _compute_dtype(data: Mapping[str, Any]) -> Any:
-    return jnp.bfloat16 if (data.get("dtype") or data.get("torch_dtype")) == "bfloat16" else jnp.float32
 
 
 def _fp8_block(data: Mapping[str, Any], wrong: list[str]) -> tuple[int, int] | None:
