@@ -116,10 +116,7 @@ def _check_previous(previous: Placement, windows: np.ndarray, layout: Layout, li
 def place(relative: np.ndarray, num_devices: int, num_slots: int, close: float, effort: float) -> np.ndarray:
     """Experts in slots, rows independent of each other: int64 [rows, devices, slots].
 
-    Args:
-      relative: [windows, rows, experts], the mean device at 1.
-      close: a row is good enough at this share above the bound.
-      effort: how long other numbers of copies are tried where a row is not.
+    Loads are [windows, rows, experts], the mean device at 1; ``close`` and ``effort`` are as of ``balance``.
     """
     load, copies = relative.max(0), num_devices * num_slots
     counts = add_copies(load, np.ones(load.shape, np.int64), copies, num_devices)

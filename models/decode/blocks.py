@@ -15,11 +15,8 @@ import numpy as np
 def keys_of(tokens: Sequence[int] | np.ndarray, block_size: int, ahead: int = 0) -> list[bytes]:
     """Return the key of each whole block of a text, every one of them a digest of all tokens before its end.
 
-    Args:
-      tokens: the text.
-      block_size: tokens of a block.
-      ahead: how many tokens behind a block have their part in what it holds: 1 for latents of a module of multi-token
-        prediction. Blocks without them are not whole.
+    So many tokens ``ahead`` of a block have their part in what it holds: 1 for latents of a module of multi-token
+    prediction. Blocks without them are not whole.
     """
     numbers, keys, key = np.asarray(tokens, np.int32), [], b""
     for end in range(block_size, len(numbers) + 1 - ahead, block_size):

@@ -67,16 +67,9 @@ def identity(config: Config, params: Tree, *about: object) -> str:
 
 
 class KeptBlocks:
-    """Blocks of one model in a folder. Reads at once, writes in a thread of its own.
+    """Blocks of one model, see ``identity``, in a folder. Reads at once, writes in a thread of its own.
 
-    Args:
-      folder: where.
-      model: see ``identity``.
-      shape: of a block's latents.
-      dtype: theirs.
-
-    Raises:
-      ValueError: the folder has no room for 16 blocks.
+    Raises ValueError if the folder has no room for 16 blocks of latents of this shape and dtype.
     """
 
     MAX_PENDING = 256

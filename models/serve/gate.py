@@ -73,9 +73,7 @@ class Gate:
     A name of someone else's may be made to lead here, and then a page of theirs that a browser shows could ask as if it
     were ours (DNS rebinding).
 
-    Args:
-      app: the application.
-      hosts: names that requests may be for, without a port; None for any.
+    ``hosts`` are the names that requests may be for, without a port; None for any.
     """
 
     def __init__(self, app: ASGIApp, hosts: Collection[str] | None):
