@@ -92,7 +92,7 @@ def check_mesh(model: Decoder, mesh: Mesh | None) -> None:
 
 
 def jit_step(run: Callable[..., Any], mesh: Mesh | None) -> Any:
-    """``on_mesh(run, mesh)`` compiled; the cache's memory is taken for the new one, its dims in order.
+    """``run``, on a mesh ``on_mesh``, compiled; the cache's memory is taken for the new one, its dims in order.
 
     Left to itself a TPU's compiler puts blocks last, for 576 numbers do not fill its lanes, and to read one it then
     copies the whole cache.
@@ -114,10 +114,8 @@ def cache_format(mesh: Mesh) -> Format:
     return Format(Layout((0, 1, 2, 3)), NamedSharding(mesh, BLOCKS))
 
 
-def on_mesh(run: Callable[..., Any], mesh: Mesh | None) -> Callable[..., Any]:
+def on_mesh(run: Callable[..., Any], mesh: Mesh) -> Callable[..., Any]:
     """``run(weights, cache, rows, ...) -> (out, counts, cache)`` on every device of a mesh, with its own part."""
-    if mesh is None:
-        return run
 
     def everywhere(weights: Tree, cache: Array, *rows: Tree) -> Any:
         mapped = jax.shard_map(
