@@ -1,6 +1,7 @@
 """Which schedule for this model on these ranks? All of them, ranked, with the reason for each that is refused."""
 
 import dataclasses
+import functools
 import math
 from collections.abc import Iterable
 
@@ -97,20 +98,8 @@ def choose(
     makers = [(recipe.__name__, recipe) for recipe in schedules]
     if search_effort:  # search refuses what makes no sense
         check_amounts(memory_limit, search_effort, None)
-        makers.append(
-            (
-                "search",
-                lambda ranks, microbatches: search(
-                    ranks,
-                    microbatches,
-                    costs,
-                    memory_limit,
-                    memory=memory,
-                    schedules=schedules,
-                    effort=search_effort,
-                ),
-            )
-        )
+        within = functools.partial(search, costs=costs, memory_limit=memory_limit, memory=memory)
+        makers.append(("search", functools.partial(within, schedules=schedules, effort=search_effort)))
     candidates = [
         _candidate(name, recipe, (num_ranks, num_microbatches), costs, memory_limit, memory)
         for name, recipe in makers

@@ -3,10 +3,12 @@
 import dataclasses
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple, TypeVar
 
 from dualpipe_jax.schedule.costs import HAIR, CostModel, MemoryModel, at_most, stages_a_share
 from dualpipe_jax.schedule.ir import Placement, Schedule
+from dualpipe_jax.schedule.optimize.greedy import Policy
 from dualpipe_jax.schedule.optimize.player import Player
 from dualpipe_jax.schedule.optimize.terms import make_terms
 from dualpipe_jax.schedule.simulate import simulate
@@ -26,6 +28,27 @@ class Found:
     fill: float | None
 
 
+class Tried(NamedTuple):
+    """A policy that was played on a placement, what it takes, and its number in the round."""
+
+    makespan: float
+    number: int
+    placement: Placement
+    policy: Policy
+
+
+Kind = TypeVar("Kind", Found, Tried)
+
+
+def distinct(tried: Iterable[Kind]) -> list[Kind]:
+    """The shortest first, one of each makespan: of equals the one numbered first."""
+    shortest: list[Kind] = []
+    for one in sorted(tried, key=lambda one: (one.makespan, one.number)):
+        if not shortest or not at_most(one.makespan, shortest[-1].makespan):
+            shortest.append(one)
+    return shortest
+
+
 class Finds:
     """The schedules found, played against costs and sizes of a whole rank's share.
 
@@ -43,13 +66,8 @@ class Finds:
         self.found.append(Found(timeline.makespan, len(self.found), schedule, kept, fill))
 
     def best(self, count: int, limit: float) -> list[Found]:
-        """The shortest found that fit a limit, one of each makespan; of equals the first."""
-        distinct: list[Found] = []
-        fitting = (found for found in self.found if at_most(found.kept, limit))
-        for found in sorted(fitting, key=lambda found: (found.makespan, found.number)):
-            if not distinct or not at_most(found.makespan, distinct[-1].makespan):
-                distinct.append(found)
-        return distinct[:count]
+        """The shortest found that fit a limit, see ``distinct``."""
+        return distinct(found for found in self.found if at_most(found.kept, limit))[:count]
 
     def shortest(self, limit: float) -> float:
         """The makespan of the shortest that fits a limit, infinite if nothing does."""
@@ -82,7 +100,7 @@ class Rung:
         if (placement, fill) not in self._players:
             parts, finds = stages_a_share(placement), self._finds
             costs, memory = finds.costs.divided(parts), finds.memory.divided(parts)
-            terms = make_terms(placement, finds.num_microbatches, costs, self.limit, memory, who="search")
+            terms = make_terms(placement, finds.num_microbatches, costs, self.limit, memory)
             self._players[placement, fill] = Player(terms, fill)
         return self._players[placement, fill]
 
@@ -91,7 +109,3 @@ class Rung:
         if time.monotonic() >= self._until:
             return []
         return [placement for placement, bound in self.bounds.items() if not at_most(makespan, bound)]
-
-    def go_on(self, makespan: float) -> bool:
-        """Is there time left, and something to gain over a makespan?"""
-        return bool(self.hopeful(makespan))

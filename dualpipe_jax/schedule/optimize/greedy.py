@@ -5,9 +5,8 @@ import heapq
 import math
 from typing import Literal
 
-from dualpipe_jax.schedule.costs import CostModel, MemoryModel
-from dualpipe_jax.schedule.ir import Action, Op, Placement, Schedule, Slot
-from dualpipe_jax.schedule.optimize.terms import Terms, make_terms
+from dualpipe_jax.schedule.ir import Action, Op, Slot
+from dualpipe_jax.schedule.optimize.terms import Terms
 
 _NEVER = math.inf
 
@@ -48,41 +47,13 @@ class Policy:
     pace: float = 0.0
 
 
-def greedy(
-    placement: Placement,
-    num_microbatches: int,
-    costs: CostModel | None = None,
-    memory_limit: float = math.inf,
-    memory: MemoryModel | None = None,
-    policy: Policy | None = None,
-) -> Schedule:
-    """Schedule by playing time forward: whenever a rank is idle it starts what the policy likes best.
+def play_greedily(terms: Terms, policy: Policy) -> tuple[tuple[tuple[Slot, ...], ...], float]:
+    """Orders, and their makespan: whenever a rank is idle it starts what the policy likes best.
 
     Microbatches pass each stage in sequence. A rank starts a forward only if the microbatches that it then
     holds can all still be finished, oldest first, within its memory; so it never gets stuck, whatever the
     policy.
-
-    >>> from dualpipe_jax.schedule import Placement, simulate
-    >>> simulate(greedy(Placement.v(4), 20)).makespan  # two half-size stages a rank; ZB-V's, found anew
-    123.0
-
-    Args:
-      placement: where stages live.
-      num_microbatches: microbatches of the step, over all pipes together.
-      costs: of one stage of this placement; all 1 when left out.
-      memory_limit: what each rank may keep at once, its parameters included, in units of ``memory``.
-      memory: sizes of one stage of this placement; live activations when left out.
-      policy: preferences.
-
-    Raises:
-      ValueError: if the microbatches cannot be shared by the pipes, or one microbatch alone does not fit.
     """
-    terms = make_terms(placement, num_microbatches, costs, memory_limit, memory, who="greedy")
-    orders, _ = play_greedily(terms, Policy() if policy is None else policy)
-    return Schedule("greedy", placement, num_microbatches, orders)
-
-
-def play_greedily(terms: Terms, policy: Policy) -> tuple[tuple[tuple[Slot, ...], ...], float]:
     floor = _Floor(terms, policy)
     floor.run()
     return tuple(tuple(rank.order) for rank in floor.ranks), max(rank.free_at for rank in floor.ranks)

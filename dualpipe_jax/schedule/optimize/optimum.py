@@ -12,6 +12,7 @@ from dualpipe_jax.schedule.costs import HAIR, CostModel, MemoryModel, at_most, s
 from dualpipe_jax.schedule.ir import Action, Op, Placement, Schedule, Slot
 from dualpipe_jax.schedule.optimize.bounds import bound_of_stages, check_shared
 from dualpipe_jax.schedule.optimize.programme import Programme
+from dualpipe_jax.schedule.optimize.terms import least_memory
 from dualpipe_jax.schedule.simulate import simulate
 from dualpipe_jax.schedule.validate import validate
 
@@ -86,7 +87,7 @@ def optimum(
     if bound == math.inf:
         raise ValueError(
             f"{given}, but not even one microbatch fits memory_limit={memory_limit:g}; "
-            f"give at least {_least_memory(placement, memory):g}"
+            f"give at least {least_memory(placement, memory):g}"
         )
     best = _best(placement, num_microbatches, costs, memory_limit, memory, incumbents)
     ends = time.monotonic() + time_limit
@@ -126,13 +127,6 @@ def _in_whole_steps(costs: CostModel) -> tuple[float, CostModel]:
     extra = {stage: tuple(rest[3 * n : 3 * n + 3]) for n, stage in enumerate(costs.extra)}
     whole = CostModel(f, i, w, fb, send, extra, False, inside, costs.ranks_per_node)  # type: ignore[arg-type]  # three each
     return float(unit), whole
-
-
-def _least_memory(placement: Placement, memory: MemoryModel) -> float:
-    return max(
-        memory.at_rest(placement, rank) + memory.live * max(p.count(rank) for p in placement.pipes)
-        for rank in range(placement.num_ranks)
-    )
 
 
 def _best(

@@ -1,13 +1,15 @@
 """Plays moves against terms, as often as a search needs: the clock of its inner loop."""
 
 import math
-from typing import NamedTuple
+from collections.abc import Iterable
+from typing import NamedTuple, TypeVar
 
 from dualpipe_jax.schedule.ir import Action, Op, Schedule, Slot
 from dualpipe_jax.schedule.optimize.moves import Move, Moves
 from dualpipe_jax.schedule.optimize.terms import Terms
 
 _NEVER = math.inf
+Entry = TypeVar("Entry")
 
 
 class Play(NamedTuple):
@@ -34,19 +36,17 @@ class Player:
 
     def __init__(self, terms: Terms, fill: float = 0.6):
         placement, count = terms.placement, terms.count
-        stages = range(placement.num_stages)
         self.terms, self.fill = terms, fill
-        self.f, self.i, self.w = (
-            [cost for cost in of for _ in range(count)] for of in (terms.f, terms.i, terms.w)
-        )
-        self.rank = [rank for rank in placement.rank_of for _ in range(count)]
-        self.y_delay, self.dx_delay = (
-            [delay for delay in of for _ in range(count)] for of in (terms.y_delay, terms.dx_delay)
-        )
-        self.y_held, self.dx_held = (
-            [held for held in of for _ in range(count)] for of in (terms.y_held, terms.dx_held)
-        )
-        self.entry = [placement.is_first(stage) for stage in stages for _ in range(count)]
+
+        def each(of_stages: Iterable[Entry]) -> list[Entry]:
+            """Of values, which are numbered stage by stage."""
+            return [entry for entry in of_stages for _ in range(count)]
+
+        self.f, self.i, self.w = each(terms.f), each(terms.i), each(terms.w)
+        self.rank = each(placement.rank_of)
+        self.y_delay, self.dx_delay = each(terms.y_delay), each(terms.dx_delay)
+        self.y_held, self.dx_held = each(terms.y_held), each(terms.dx_held)
+        self.entry = each(map(placement.is_first, range(placement.num_stages)))
 
     def cost(self, move: Move) -> float:
         f, b, split = move

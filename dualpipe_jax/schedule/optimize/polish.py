@@ -15,14 +15,14 @@ def polish(finds: Finds, rung: Rung, budget: float, most: float) -> None:
     """Change the best that fit a rung for the better; half of the budget, in moves played, is for one."""
     starts: list[_Start] = []
     for found in finds.best(6, rung.limit):
-        if rung.go_on(finds.shortest(rung.limit)):
+        if rung.hopeful(finds.shortest(rung.limit)):
             starts += _variants(finds, rung, found)
     starts.sort(key=lambda start: start[0])
     for keep, share in ((4, 0.25), (2, 0.25), (1, 0.5)):
         improved = []
         for _, player, moves in starts[:keep]:
             tries = round(min(most, budget / sum(map(len, moves)) * share / keep))
-            moves, makespan = improve(player, moves, tries, seed=keep, go_on=rung.go_on)
+            moves, makespan = improve(player, moves, tries, seed=keep, go_on=rung.hopeful)
             improved.append((makespan, player, moves))
         starts = sorted(improved, key=lambda start: start[0])
     for _, player, moves in starts:
@@ -52,7 +52,7 @@ def improve(
     moves: Moves,
     tries: int,
     seed: int = 0,
-    go_on: Callable[[float], bool] = lambda makespan: True,
+    go_on: Callable[[float], object] = lambda makespan: True,
 ) -> tuple[Moves, float]:
     """Change the moves on a critical path at random, ``tries`` times, keeping what is no worse.
 

@@ -8,9 +8,9 @@ import random
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from dualpipe_jax.schedule.costs import at_most, stages_a_share
+from dualpipe_jax.schedule.costs import stages_a_share
 from dualpipe_jax.schedule.ir import Placement, Schedule
-from dualpipe_jax.schedule.optimize.finds import Finds, Rung
+from dualpipe_jax.schedule.optimize.finds import Finds, Rung, Tried, distinct
 from dualpipe_jax.schedule.optimize.greedy import Policy, play_greedily
 from dualpipe_jax.schedule.optimize.terms import Terms
 from dualpipe_jax.schedule.recipes import Recipe
@@ -43,24 +43,20 @@ def served(recipes: Iterable[Recipe], num_ranks: int, num_microbatches: int) -> 
                 yield recipe(num_ranks, num_microbatches, num_stages_per_rank=_FINER)  # type: ignore[call-arg]
 
 
-_Tried = tuple[float, int, Placement, Policy]
-"""The makespan of a policy on a placement, and its number in the round."""
-
-
 class Policies:
     """Random policies, and changes of the best of them; round after round, each under terms of its own."""
 
     def __init__(self) -> None:
         self._dice = random.Random(0)
-        self._again: list[_Tried] = []
-        self._tried: list[_Tried] = []
+        self._again: list[Tried] = []
+        self._tried: list[Tried] = []
 
     def sow(self, finds: Finds, rung: Rung, budget: float, most: int) -> None:
         """Make greedy schedules within a rung, at most so many; the budget counts actions.
 
         The best policies of the last round are tried first, and changes of them later.
         """
-        self._again = _distinct(self._tried)[:10] or self._again
+        self._again = distinct(self._tried)[:10] or self._again
         self._tried = []
         shortest, spent = finds.shortest(rung.limit), 0.0
         while placements := rung.hopeful(shortest) or list(rung.bounds)[: shortest == math.inf]:
@@ -71,37 +67,29 @@ class Policies:
             spent += 2 * terms.placement.num_stages * terms.count
             if spent > budget or len(self._tried) > most:
                 break
-        for _, _, placement, policy in _distinct(self._tried)[:6]:
+        for _, _, placement, policy in distinct(self._tried)[:6]:
             orders, _ = play_greedily(rung.player(placement).terms, policy)
             finds.add(Schedule("greedy", placement, finds.num_microbatches, orders))
 
     def _try_one(self, terms: Terms) -> float:
         """Play a policy under the terms of a placement; returns its makespan."""
         placement, number = terms.placement, len(self._tried)
-        again = [entry for entry in self._again if entry[2] == placement]
-        tried = [entry for entry in self._tried if entry[2] == placement]
-        if len(tried) < min(1, len(again)):
-            policy = again[len(tried)][3]
+        again = [entry for entry in self._again if entry.placement == placement]
+        tried = [entry for entry in self._tried if entry.placement == placement]
+        if again and not tried:
+            policy = again[0].policy
         else:
-            known = _distinct([*tried, *again])[:10] if number % 3 else []
-            policy = _draw(placement.num_ranks, self._dice, self._dice.choice(known)[3] if known else None)
+            known = distinct([*tried, *again])[:10] if number % 3 else []
+            parent = self._dice.choice(known).policy if known else None
+            policy = _draw(placement.num_ranks, self._dice, parent)
         _, makespan = play_greedily(terms, policy)
-        self._tried.append((makespan, number, placement, policy))
+        self._tried.append(Tried(makespan, number, placement, policy))
         return makespan
 
 
 def _in_rounds(placement: Placement) -> bool:
     stages = stages_a_share(placement)
     return stages > 1 and placement == Placement.interleaved(placement.num_ranks, int(stages))
-
-
-def _distinct(entries: Iterable[_Tried]) -> list[_Tried]:
-    """The seeds in the order of their makespans; of equals the one numbered first."""
-    shortest: list[_Tried] = []
-    for entry in sorted(entries, key=lambda entry: entry[:2]):
-        if not shortest or not at_most(entry[0], shortest[-1][0]):
-            shortest.append(entry)
-    return shortest
 
 
 def _draw(num_ranks: int, dice: random.Random, parent: Policy | None) -> Policy:

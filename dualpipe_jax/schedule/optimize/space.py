@@ -58,7 +58,7 @@ def can_cost(costs: CostModel, placement: Placement) -> bool:
 
 def roomy(placements: Sequence[Placement], memory_limit: float, memory: MemoryModel) -> list[Placement]:
     """Those placements that some schedule can be run on within the limit; an error if there are none."""
-    least = [least_memory(p, memory.divided(stages_a_share(p)))[0] for p in placements]
+    least = [least_memory(p, memory.divided(stages_a_share(p))) for p in placements]
     roomy = [p for p, needs in zip(placements, least, strict=True) if at_most(needs, memory_limit)]
     if not roomy:
         modest = placements[least.index(min(least))]
@@ -93,7 +93,7 @@ def ladder(
     keeps, it is a whole part; on the way between those half a part.
     """
     ranks, unit = placements[0].num_ranks, memory.live
-    least = min(least_memory(p, memory.divided(stages_a_share(p)))[0] for p in placements)
+    least = min(least_memory(p, memory.divided(stages_a_share(p))) for p in placements)
     kept = 1.0  # of activations, where the least has one
     ladder: dict[float, float] = {}
     while unit and kept <= 1.5 * ranks:

@@ -3,7 +3,7 @@
 import dataclasses
 import math
 
-from dualpipe_jax.schedule.costs import HAIR, CostModel, MemoryModel, at_most
+from dualpipe_jax.schedule.costs import HAIR, CostModel, MemoryModel
 from dualpipe_jax.schedule.ir import Action, Op, Placement
 from dualpipe_jax.schedule.simulate import send_hold
 
@@ -50,44 +50,25 @@ def make_terms(
     costs: CostModel | None = None,
     memory_limit: float = math.inf,
     memory: MemoryModel | None = None,
-    who: str = "terms",
 ) -> Terms:
     """The problem that costs, memory (both of one stage of the placement) and a limit per rank pose.
 
-    Raises:
-      ValueError: in the name of ``who``, if the microbatches cannot be shared by the pipes, or the limit is
-        below ``least_memory``.
+    The pipes share the microbatches evenly, and the limit is ``least_memory`` at least.
     """
     costs, memory = costs or CostModel(), memory or MemoryModel()
-    pipes = placement.num_pipes
-    if num_microbatches < 1 or num_microbatches % pipes:
-        nearest = max(pipes, num_microbatches // pipes * pipes)
-        raise ValueError(
-            f"{who}: got {num_microbatches} microbatches for {pipes} pipe(s); each pipe takes an equal share, "
-            f"so their number must be a positive multiple of {pipes}, try {nearest}"
-        )
-    least, rank = least_memory(placement, memory)
-    if not at_most(least, memory_limit):
-        raise ValueError(
-            f"{who}: got memory_limit={memory_limit:g}, but one microbatch alone, passing through rank {rank} "
-            f"there and back, and the rank's parameters take {least:g}; try at least {least:g}"
-        )
-    more = [costs.more(placement, stage) for stage in range(placement.num_stages)]
+    stages = range(placement.num_stages)
+    more = [costs.more(placement, stage) for stage in stages]
     return Terms(
         placement=placement,
-        count=num_microbatches // pipes,
+        count=num_microbatches // placement.num_pipes,
         f=tuple(costs.F + f for f, _, _ in more),
         i=tuple(costs.I + i for _, i, _ in more),
         w=tuple(costs.W + w for _, _, w in more),
         gain=costs.F + costs.B - costs.FB,
-        y_delay=tuple(_delay(placement, costs, stage, 1) for stage in range(placement.num_stages)),
-        dx_delay=tuple(_delay(placement, costs, stage, -1) for stage in range(placement.num_stages)),
-        y_held=tuple(
-            send_hold(placement, (Action(stage, Op.F, 0),), costs) for stage in range(placement.num_stages)
-        ),
-        dx_held=tuple(
-            send_hold(placement, (Action(stage, Op.I, 0),), costs) for stage in range(placement.num_stages)
-        ),
+        y_delay=tuple(_delay(placement, costs, stage, 1) for stage in stages),
+        dx_delay=tuple(_delay(placement, costs, stage, -1) for stage in stages),
+        y_held=tuple(send_hold(placement, (Action(stage, Op.F, 0),), costs) for stage in stages),
+        dx_held=tuple(send_hold(placement, (Action(stage, Op.I, 0),), costs) for stage in stages),
         unit=memory.live,
         kept=memory.owed,
         stash=memory.stash,
@@ -98,19 +79,16 @@ def make_terms(
     )
 
 
-def least_memory(placement: Placement, memory: MemoryModel) -> tuple[float, int]:
-    """The least memory with which any schedule of the placement runs, and the rank that needs it.
+def least_memory(placement: Placement, memory: MemoryModel) -> float:
+    """The least memory with which any schedule of the placement runs.
 
     A microbatch passes all of a rank's stages of its pipe before the first of them is done with it; all
     microbatches may pass one by one, by full backwards.
     """
-    needs = []
-    for rank, held in enumerate(placement.stages_on):
-        of_a_pipe = max(
-            sum(placement.pipe_of(s) == pipe for s in held) for pipe in range(placement.num_pipes)
-        )
-        needs.append(memory.at_rest(placement, rank) + memory.live * of_a_pipe)
-    return max(needs), needs.index(max(needs))
+    return max(
+        memory.at_rest(placement, rank) + memory.live * max(pipe.count(rank) for pipe in placement.pipes)
+        for rank in range(placement.num_ranks)
+    )
 
 
 def _delay(placement: Placement, costs: CostModel, stage: int, step: int) -> float | None:
