@@ -5,7 +5,7 @@ import math
 from collections.abc import Iterator
 
 from dualpipe_jax.schedule.costs import HAIR
-from dualpipe_jax.schedule.dataflow import Value, made_by, needed_by
+from dualpipe_jax.schedule.dataflow import Value, makers, needed_by
 from dualpipe_jax.schedule.ir import Slot
 from dualpipe_jax.schedule.simulate import Timeline, send_hold
 
@@ -77,10 +77,10 @@ def slack(timeline: Timeline) -> tuple[tuple[float, ...], ...]:
     places = ((r, i) for r, starts in enumerate(timeline.starts) for i in range(len(starts)))
     # Of slots that start at once, one that takes no time may wait for another: later ends come first.
     after = sorted(places, key=lambda p: (timeline.starts[p[0]][p[1]], timeline.ends[p[0]][p[1]], p[1]))
-    makers = _makers(timeline)
+    made_at = makers(timeline.schedule.orders)
     for rank, index in reversed(after):
         took = timeline.ends[rank][index] - timeline.starts[rank][index]
-        for (other, at), delay, _ in _waits(timeline, makers, (rank, index)):
+        for (other, at), delay, _ in _waits(timeline, made_at, (rank, index)):
             latest[other][at] = min(latest[other][at], latest[rank][index] - took - delay)
     return tuple(
         tuple(late - end for late, end in zip(row, ends, strict=True))
@@ -89,21 +89,21 @@ def slack(timeline: Timeline) -> tuple[tuple[float, ...], ...]:
 
 
 def _chain(timeline: Timeline, first: _Place) -> Iterator[Link]:
-    makers, sent = _makers(timeline), False
+    made_at, sent = makers(timeline.schedule.orders), False
     place: _Place | None = first
     while place is not None:
         rank, index = place
         start = timeline.starts[rank][index]
         yield Link(rank, timeline.schedule.orders[rank][index], start, timeline.ends[rank][index], sent)
         place, sent = None, False
-        for (other, at), delay, crosses in _waits(timeline, makers, (rank, index)):
+        for (other, at), delay, crosses in _waits(timeline, made_at, (rank, index)):
             if timeline.ends[other][at] + delay >= start - _hair(timeline) and start > 0:
                 place, sent = (other, at), crosses
                 break
 
 
 def _waits(
-    timeline: Timeline, makers: dict[Value, _Place], place: _Place
+    timeline: Timeline, made_at: dict[Value, _Place], place: _Place
 ) -> list[tuple[_Place, float, bool]]:
     """What a slot waits for: slots, how long after their end, and whether that is a transfer; transfers first."""
     schedule, costs = timeline.schedule, timeline.costs
@@ -111,23 +111,13 @@ def _waits(
     found = []
     for action in schedule.orders[rank][index]:
         for value in needed_by(schedule.placement, action):
-            maker = makers[value]
+            maker = made_at[value]
             if maker[0] != rank:
                 found.append((maker, costs.transfer(maker[0], rank), True))
     if index:
         before = schedule.orders[rank][index - 1]
         found.append(((rank, index - 1), send_hold(schedule.placement, before, costs), False))
     return found
-
-
-def _makers(timeline: Timeline) -> dict[Value, _Place]:
-    return {
-        value: (rank, index)
-        for rank, order in enumerate(timeline.schedule.orders)
-        for index, slot in enumerate(order)
-        for value in map(made_by, slot)
-        if value is not None
-    }
 
 
 def _hair(timeline: Timeline) -> float:

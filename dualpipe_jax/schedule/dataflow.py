@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Sequence
 from typing import Literal
 
-from dualpipe_jax.schedule.ir import Action, Op, Placement, Slot
+from dualpipe_jax.schedule.ir import Action, Op, Placement, Schedule, Slot
 
 Value = tuple[Literal["y", "dx"], int, int]
 """What one action hands to another: ("y" or "dx", stage that made it, microbatch).
@@ -34,6 +34,17 @@ def needed_by(placement: Placement, action: Action) -> tuple[Value, ...]:
     return (own,) if placement.is_last(stage) else (own, ("dx", stage + 1, microbatch))
 
 
+def makers(orders: Orders) -> dict[Value, tuple[int, int]]:
+    """The (rank, slot index) of the slot that makes each value."""
+    return {
+        value: (rank, index)
+        for rank, order in enumerate(orders)
+        for index, slot in enumerate(order)
+        for value in map(made_by, slot)
+        if value is not None
+    }
+
+
 def execution_order(
     placement: Placement, orders: Orders, made: Iterable[Value] = ()
 ) -> list[tuple[int, int]]:
@@ -62,4 +73,12 @@ def execution_order(
                 if value is not None:
                     exists.add(value)
                     ready += waiting.pop(value, ())
+    return ran
+
+
+def order_of_all(schedule: Schedule, who: str) -> list[tuple[int, int]]:
+    """``execution_order`` of a schedule; raises ValueError in the name of ``who`` if it hangs."""
+    ran = execution_order(schedule.placement, schedule.orders)
+    if len(ran) < sum(map(len, schedule.orders)):
+        raise ValueError(f"{who}: {schedule.name} never ends; call validate(schedule) to see why")
     return ran

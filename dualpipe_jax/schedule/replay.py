@@ -3,11 +3,11 @@
 import dataclasses
 import statistics
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 from dualpipe_jax.schedule.costs import CostModel
-from dualpipe_jax.schedule.dataflow import execution_order, made_by, needed_by
+from dualpipe_jax.schedule.dataflow import execution_order, makers, needed_by
 from dualpipe_jax.schedule.ir import Action, Placement, Schedule, Slot
 from dualpipe_jax.schedule.simulate import Timeline, clock, simulate
 
@@ -84,19 +84,13 @@ class Measured:
     def _send(self) -> float:
         """The median time between what another rank made and the start that waited for it, and for it alone."""
         placement, orders = self.schedule.placement, self.schedule.orders
-        made = {
-            value: (rank, self.ends[rank][index])
-            for rank, order in enumerate(orders)
-            for index, slot in enumerate(order)
-            for value in map(made_by, slot)
-            if value is not None
-        }
+        made = {value: (rank, self.ends[rank][index]) for value, (rank, index) in makers(orders).items()}
         waits = []
         for rank, order in enumerate(orders):
             for index, slot in enumerate(order):
                 free = self.ends[rank][index - 1] if index else 0.0
-                makers = [made[value] for action in slot for value in needed_by(placement, action)]
-                maker, arrived = max(makers, key=lambda made: made[1], default=(rank, 0.0))
+                inputs = [made[value] for action in slot for value in needed_by(placement, action)]
+                maker, arrived = max(inputs, key=lambda made: made[1], default=(rank, 0.0))
                 if maker != rank and arrived > free:
                     waits.append(max(0.0, self.starts[rank][index] - arrived))
         return statistics.median(waits) if waits else 0.0
@@ -263,8 +257,3 @@ def replay(measured: Measured, costs: CostModel | None = None) -> Replay:
     times = iter([measured.ends[rank][index] - measured.starts[rank][index] for rank, index in ran])
     _, ends = clock(schedule.placement, schedule.orders, ran, costs, vary=lambda _: next(times))
     return Replay(measured, simulated, max((row[-1] for row in ends if row), default=0.0))
-
-
-def in_step(times: Sequence[Sequence[float]], first: float) -> tuple[tuple[float, ...], ...]:
-    """Times of all ranks from the first slot's start on."""
-    return tuple(tuple(time - first for time in row) for row in times)

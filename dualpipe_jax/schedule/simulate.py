@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from dualpipe_jax.arguments import typechecked
 from dualpipe_jax.schedule.costs import CostModel, MemoryModel
-from dualpipe_jax.schedule.dataflow import Orders, Value, execution_order, made_by, needed_by
+from dualpipe_jax.schedule.dataflow import Orders, Value, made_by, needed_by, order_of_all
 from dualpipe_jax.schedule.ir import Action, Op, Placement, Schedule, Slot
 
 if TYPE_CHECKING:
@@ -118,7 +118,7 @@ def simulate(schedule: Schedule, costs: CostModel | None = None) -> Timeline:
       ValueError: if the schedule hangs, ``validate`` says where and why; or if its time is no finite number.
     """
     costs = CostModel() if costs is None else costs
-    ran = _all_that_runs(schedule)
+    ran = order_of_all(schedule, "simulate")
     starts, ends = clock(schedule.placement, schedule.orders, ran, costs)
     if not all(math.isfinite(end[-1]) for end in ends if end):
         raise ValueError(
@@ -159,7 +159,7 @@ def jittered(
     def vary(cost: float) -> np.ndarray:
         return cost * np.exp(spread * dice.standard_normal(runs) - spread**2 / 2)
 
-    ran, costs = _all_that_runs(schedule), CostModel() if costs is None else costs
+    ran, costs = order_of_all(schedule, "simulate"), CostModel() if costs is None else costs
     _, ends = clock(schedule.placement, schedule.orders, ran, costs, vary=vary, latest=np.maximum)
     return np.sort(np.max([end[-1] for end in ends if len(end)], axis=0))
 
@@ -197,13 +197,6 @@ def clock(
         starts[rank].append(start)
         ends[rank].append(end)
     return starts, ends
-
-
-def _all_that_runs(schedule: Schedule) -> list[tuple[int, int]]:
-    ran = execution_order(schedule.placement, schedule.orders)
-    if len(ran) < sum(map(len, schedule.orders)):
-        raise ValueError(f"simulate: {schedule.name} never ends; call validate(schedule) to see why")
-    return ran
 
 
 def send_hold(placement: Placement, slot: Slot, costs: CostModel) -> float:

@@ -7,8 +7,8 @@ from typing import NoReturn
 
 from dualpipe_jax.arguments import typechecked
 from dualpipe_jax.schedule.costs import CostModel
-from dualpipe_jax.schedule.dataflow import Value, execution_order, made_by, needed_by
-from dualpipe_jax.schedule.formats.text import excerpt
+from dualpipe_jax.schedule.dataflow import Value, execution_order, makers, needed_by
+from dualpipe_jax.schedule.formats.text import excerpt, spelt
 from dualpipe_jax.schedule.ir import Action, Op, Schedule, Slot
 from dualpipe_jax.schedule.simulate import clock
 
@@ -57,7 +57,7 @@ def validate(schedule: Schedule) -> Schedule:
     for rank, where in enumerate(places):
         _check_complete(schedule, rank, where)
         _check_rank_order(schedule, rank, where)
-    _check_ends(schedule, places)
+    _check_ends(schedule)
     return schedule
 
 
@@ -147,7 +147,7 @@ def _check_complete(schedule: Schedule, rank: int, where: _Where) -> None:
                 continue
             missing = f if f not in where else i if w in where else w if i in where else b
             near = next((where[action] for action in (i, w, b, f) if action in where), None)
-            though = "" if near is None else f", though slot {near} runs {_text(schedule.orders[rank][near])}"
+            though = "" if near is None else f", though slot {near} runs {spelt(schedule.orders[rank][near])}"
             either = f" (nor {i} and {w})" if missing is b else ""
             fault = f"never runs {missing}{either}{though}"
             _refuse(schedule, rank, near, fault, f"{_ONCE} Add {missing}.", place=f"rank {rank}")
@@ -175,25 +175,23 @@ def _check_rank_order(schedule: Schedule, rank: int, where: _Where) -> None:
             _refuse(schedule, rank, where[early], f"runs {early} before {late}", advice)
 
 
-def _check_ends(schedule: Schedule, places: list[_Where]) -> None:
+def _check_ends(schedule: Schedule) -> None:
     """Find the knot, if any: a circle of ranks each of which waits for a later slot of the next."""
     placement, orders = schedule.placement, schedule.orders
     ran = execution_order(placement, orders)
     if len(ran) == sum(map(len, orders)):
         return
 
-    at = [0] * len(orders)
-    made: set[Value] = set()
-    for rank, index in ran:
-        at[rank] = index + 1
-        made.update(filter(None, map(made_by, orders[rank][index])))
-    makers = {made_by(action): (rank, i) for rank, where in enumerate(places) for action, i in where.items()}
+    ran_on = collections.Counter(rank for rank, _ in ran)
+    at = [ran_on[rank] for rank in range(len(orders))]
+    made_at = makers(orders)
+    made = {value for value, (rank, index) in made_at.items() if index < at[rank]}
     circle: _Circle = {}
     rank = next(rank for rank, order in enumerate(orders) if at[rank] < len(order))
     while rank not in circle:
         slot = orders[rank][at[rank]]
         value = next(v for action in slot for v in needed_by(placement, action) if v not in made)
-        circle[rank] = makers[value]
+        circle[rank] = made_at[value]
         rank = circle[rank][0]
     while next(iter(circle)) != rank:  # those that lead to the knot only wait for it
         del circle[next(iter(circle))]
@@ -245,8 +243,8 @@ def _refuse_knot(schedule: Schedule, at: list[int], circle: _Circle, culprit: in
         waited, index = circle[rank]
         stuck, wanted = schedule.orders[rank][at[rank]], schedule.orders[waited][index]
         chain.append(
-            f"Rank {rank}, slot {at[rank]} ({_text(stuck)}) waits for "
-            f"rank {waited}, slot {index} ({_text(wanted)})."
+            f"Rank {rank}, slot {at[rank]} ({spelt(stuck)}) waits for "
+            f"rank {waited}, slot {index} ({spelt(wanted)})."
         )
         rank = waited
     early, late = (schedule.orders[culprit][i] for i in (at[culprit], dict(circle.values())[culprit]))
@@ -255,9 +253,9 @@ def _refuse_knot(schedule: Schedule, at: list[int], circle: _Circle, culprit: in
         schedule,
         culprit,
         at[culprit],
-        f"runs {_text(early)} before {_text(late)}, and so waits for itself",
+        f"runs {spelt(early)} before {spelt(late)}, and so waits for itself",
         "\n".join(
-            [*shown, f"{_RULE} Check the order given to rank {culprit}: {_text(late)} must come first."]
+            [*shown, f"{_RULE} Check the order given to rank {culprit}: {spelt(late)} must come first."]
         ),
         ((rank, at[rank]) for rank in circle),
     )
@@ -280,10 +278,6 @@ def _refuse(
     raise ScheduleError(
         f"{schedule.name}: {place or f'rank {rank}, slot {index}'} {fault}.\n\n{grid}\n\n{advice}"
     )
-
-
-def _text(slot: Slot) -> str:
-    return "+".join(map(str, slot))
 
 
 def _stages(schedule: Schedule, rank: int) -> str:

@@ -10,7 +10,7 @@ from typing import Any
 from dualpipe_jax.present.numbers import Units
 from dualpipe_jax.schedule.formats.json_text import from_json
 from dualpipe_jax.schedule.ir import Action, Placement, Schedule, Slot
-from dualpipe_jax.schedule.replay import Measured, in_step
+from dualpipe_jax.schedule.replay import Measured
 from dualpipe_jax.schedule.validate import validate
 
 _RANK = re.compile(r"rank (\d+)")
@@ -54,7 +54,8 @@ def read_measured(text: str) -> tuple[Measured, Units]:
 
 def _measured(schedule: Schedule, starts: list[tuple[float, ...]], ends: list[tuple[float, ...]]) -> Measured:
     first = min((row[0] for row in starts if row), default=0.0)
-    return Measured(schedule, in_step(starts, first), in_step(ends, first))
+    in_step = (tuple(tuple(time - first for time in row) for row in times) for times in (starts, ends))
+    return Measured(schedule, *in_step)
 
 
 def _from_trace(events: Iterable[Any]) -> Measured:

@@ -42,7 +42,7 @@ def format_grid(schedule: Schedule, costs: CostModel | None = None) -> str:
     """
     pipes = " ".join(f"({' '.join(map(str, pipe))})" for pipe in schedule.placement.pipes)
     header = f"# {schedule.name}, ranks {schedule.num_ranks}, microbatches {schedule.num_microbatches}, "
-    rows = [[_cell(slot) for slot in order] for order in schedule.orders]
+    rows = [[spelt(slot) for slot in order] for order in schedule.orders]
     lines = _aligned(rows) if costs is None else _drawn(schedule, rows, costs)
     return "\n".join([f"{header}pipes {pipes}", *_labelled(range(schedule.num_ranks), lines)])
 
@@ -101,7 +101,7 @@ def excerpt(schedule: Schedule, around: Mapping[int, int], culprit: int, index: 
         first = max(0, min(around[rank] - 3, len(order) - 8))
         cells = ["..."] if first else []
         for i in range(first, min(first + 8, len(order))):
-            cells.append(f"[{_cell(order[i])}]" if (rank, i) == (culprit, index) else _cell(order[i]))
+            cells.append(f"[{spelt(order[i])}]" if (rank, i) == (culprit, index) else spelt(order[i]))
         rows.append([*cells, *(["..."] if first + 8 < len(order) else [])])
     lines = [
         f"{line}  <-- here" if rank == culprit else line
@@ -110,7 +110,7 @@ def excerpt(schedule: Schedule, around: Mapping[int, int], culprit: int, index: 
     return "\n".join(_labelled(sorted(around), lines))
 
 
-def _cell(slot: Slot) -> str:
+def spelt(slot: Slot) -> str:
     return "+".join(map(str, slot)) if type(slot) is tuple else str(slot)
 
 
@@ -130,9 +130,9 @@ def _drawn(schedule: Schedule, rows: Sequence[Sequence[str]], costs: CostModel) 
     free = next((slot for slot in slots if not costs.of(slot, schedule.placement)), None)
     if free is not None:
         raise ValueError(
-            f"format_grid: {_cell(free)} takes no time under {costs}; to draw time, all costs must be above 0"
+            f"format_grid: {spelt(free)} takes no time under {costs}; to draw time, all costs must be above 0"
         )
-    scale = max(((len(_cell(slot)) + 1) / costs.of(slot, schedule.placement) for slot in slots), default=1.0)
+    scale = max(((len(spelt(slot)) + 1) / costs.of(slot, schedule.placement) for slot in slots), default=1.0)
 
     if timeline.makespan * scale > _WIDEST:
         raise ValueError(

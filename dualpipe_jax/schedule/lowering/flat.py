@@ -7,7 +7,7 @@ from typing import Literal
 import numpy as np
 
 from dualpipe_jax.schedule.costs import CostModel
-from dualpipe_jax.schedule.dataflow import execution_order
+from dualpipe_jax.schedule.dataflow import order_of_all
 from dualpipe_jax.schedule.ir import Op, Schedule
 
 
@@ -142,9 +142,6 @@ def topological(flat: Flat) -> list[int]:
 
     Raises ValueError if the schedule hangs.
     """
-    ran = execution_order(flat.schedule.placement, flat.schedule.orders)
-    if len(ran) < flat.num_slots:
-        name = flat.schedule.name
-        raise ValueError(f"lower: {name} never ends; call validate(schedule) to see why")
+    ran = order_of_all(flat.schedule, "lower")
     begin = flat.begin.tolist()
     return [begin[rank] + index for rank, index in ran]
