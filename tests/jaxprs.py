@@ -1,6 +1,10 @@
-"""Reading jaxprs: every equation, and in which others it stands; the bytes of their arrays."""
+"""Reading jaxprs: every equation, and in which others it stands; the bytes of their arrays. And a split's programs."""
 
 import math
+import types
+from collections import Counter
+
+from dualpipe_jax.split.graph import Equation, Scan, bodies
 
 
 def equations(jaxpr, around=()):
@@ -22,3 +26,19 @@ def named(jaxpr, name):
 def total_bytes(types):
     """Of a list of arrays."""
     return sum(math.prod(kind.shape) * kind.dtype.itemsize for kind in types)
+
+
+def applied(plan, part):
+    """How often each primitive is applied in a part of a split, in every iteration and every branch."""
+    return _count(getattr(plan.programs, part).equations)
+
+
+def _count(nodes):
+    total = Counter()
+    for node in nodes:
+        if isinstance(node, Equation):
+            total.update(eqn.primitive.name for _, eqn in equations(types.SimpleNamespace(eqns=[node])))
+        for body in bodies(node):
+            for name, count in _count(body).items():
+                total[name] += count * (node.length if isinstance(node, Scan) else 1)
+    return total

@@ -30,7 +30,7 @@ from dualpipe_jax.pair.phases import (
 )
 from dualpipe_jax.split.graph import Atom, Program, Value, values
 from dualpipe_jax.split.run import run, values_of
-from dualpipe_jax.split.slices import renamed, substitute
+from dualpipe_jax.split.slices import renamed, substitute, swap
 
 
 def _as_it_is(array: Array) -> Array:
@@ -261,8 +261,8 @@ class _Pair:
 def _given(program: Program, atoms: Mapping[Value, Atom]) -> Program:
     """The program with atoms of another one in place of some of its inputs."""
     equations = substitute(program.equations, dict(atoms))
-    outputs = (atoms.get(atom, atom) if isinstance(atom, Value) else atom for atom in program.outputs)
-    return dataclasses.replace(program, equations=equations, outputs=tuple(outputs))
+    outputs = tuple(swap(atom, atoms) for atom in program.outputs)
+    return dataclasses.replace(program, equations=equations, outputs=outputs)
 
 
 def _following(value: Value, works: Iterable[Work]) -> list[Work]:

@@ -5,7 +5,6 @@ value may be computed by two programs (that is what recomputing means here).
 """
 
 import math
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeAlias
@@ -69,7 +68,6 @@ class Equation:
       effectful: it does something besides its outputs (a debug print).
       pinned: the user marked it as part of a weight gradient (see linear.split_vjp).
       flops: what it spends in matmuls and convolutions.
-      counts: names of the primitives in it, itself included.
     """
 
     primitive: Any
@@ -82,7 +80,6 @@ class Equation:
     effectful: bool = False
     pinned: bool = False
     flops: int = 0
-    counts: Counter[str] | None = None
 
     @property
     def communicates(self) -> bool:
@@ -198,12 +195,11 @@ ARITHMETIC = VIEWS | _names(
 
 CHEAP = ARITHMETIC | _names(
     """
-    abs acos acosh add add_any and argmax argmin asin asinh atan atan2 atanh axis_index cbrt ceil
-    clamp conj cos cosh cumsum digamma div empty empty2 eq erf erf_inv erfc exp exp2 expm1 floor
-    full ge gt imag integer_pow iota is_finite le lgamma log log1p logistic lt max min mul ne neg
-    nextafter not one_minus_square or pad population_count pow real reduce_and reduce_max reduce_min
-    reduce_or reduce_prod reduce_sum rem round rsqrt select_n shift_left shift_right_arithmetic
-    shift_right_logical sign sin sinh sqrt square sub tan tanh xor
+    acos acosh argmax argmin asin asinh atan atan2 atanh axis_index cbrt ceil conj cos cosh cumsum
+    digamma div empty empty2 erf erf_inv erfc exp exp2 expm1 floor full imag iota is_finite lgamma
+    log log1p logistic nextafter pad population_count pow real reduce_and reduce_max reduce_min
+    reduce_or reduce_prod reduce_sum rem round rsqrt shift_left shift_right_arithmetic
+    shift_right_logical sin sinh sqrt tan tanh
     """
 )
 """Elementwise and reductions. An unknown primitive is not cheap: that costs bytes, never correctness."""
@@ -266,18 +262,6 @@ def count_flops(nodes: Iterable[Node]) -> int:
         else:
             repeats = node.length if isinstance(node, Scan) else 1
             total += repeats * sum(count_flops(body) for body in bodies(node))
-    return total
-
-
-def count_primitives(nodes: Iterable[Node]) -> Counter[str]:
-    """How often each primitive is applied; every branch of a cond is counted."""
-    total: Counter[str] = Counter()
-    for node in nodes:
-        if isinstance(node, Equation):
-            total.update(node.counts or {node.name: 1})
-            continue
-        for name, count in (pair for body in bodies(node) for pair in count_primitives(body).items()):
-            total[name] += count * (node.length if isinstance(node, Scan) else 1)
     return total
 
 

@@ -2,7 +2,6 @@
 
 import itertools
 import math
-from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -115,11 +114,6 @@ class Reader:
         key = _key(eqn, inputs, self._pinned)
         if key is not None and key in self._seen:
             return self._seen[key]
-        counts: Counter[str] = Counter()
-        flops = 0
-        for inner in _walk(eqn):
-            counts[inner.primitive.name] += 1
-            flops += _flops(inner)
         outputs = tuple(value_of(var.aval) for var in eqn.outvars)
         self.nodes.append(
             Equation(
@@ -132,8 +126,7 @@ class Reader:
                 collectives=collectives([eqn]),
                 effectful=any(type(effect).__name__ != "NamedAxisEffect" for effect in eqn.effects),
                 pinned=self._pinned,
-                flops=flops,
-                counts=counts,
+                flops=sum(map(_flops, _walk(eqn))),
             )
         )
         if key is not None:
@@ -141,23 +134,19 @@ class Reader:
         return outputs
 
     def _scan(self, eqn: Any, inputs: list[Atom], scope: str) -> Scan:
-        jaxpr, consts = _open(eqn.params["jaxpr"])
+        body = self._program(eqn.params["jaxpr"])
         num_consts, num_carry = scan_arity(eqn.params)
-        inner = [value_of(var.aval) for var in jaxpr.invars]
-        body = Reader(self._pinned, self._differentiable)
-        updates = body.read(jaxpr, consts, inner)
-        self.holds_tracers |= body.holds_tracers
         outputs = [value_of(var.aval) for var in eqn.outvars]
-        bindings = [Binding(i, o) for i, o in zip(inner, inputs, strict=True)]
+        bindings = [Binding(i, o) for i, o in zip(body.inputs, inputs, strict=True)]
         begun = bindings[num_consts : num_consts + num_carry]
-        ended = zip(begun, updates[:num_carry], outputs[:num_carry], strict=True)
-        stacked = zip(updates[num_carry:], outputs[num_carry:], strict=True)
+        ended = zip(begun, body.outputs[:num_carry], outputs[:num_carry], strict=True)
+        stacked = zip(body.outputs[num_carry:], outputs[num_carry:], strict=True)
         return Scan(
             consts=tuple(bindings[:num_consts]),
             carry=tuple(Carry(b.inner, b.outer, update, end) for b, update, end in ended),
             xs=tuple(bindings[num_consts + num_carry :]),
             ys=tuple(Stacked(i, o) for i, o in stacked),
-            equations=tuple(body.nodes),
+            equations=body.equations,
             length=eqn.params["length"],
             reverse=eqn.params["reverse"],
             unroll=eqn.params.get("unroll", 1),

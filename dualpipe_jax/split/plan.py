@@ -6,7 +6,6 @@ cut of that graph: what dx needs is ``backward_input`` (I), what is left is ``ba
 values that pass from I to W are the stash.
 """
 
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, TypeAlias
@@ -20,11 +19,9 @@ from dualpipe_jax.split.graph import (
     Program,
     Value,
     count_flops,
-    count_primitives,
     find_collectives,
     is_arithmetic,
     is_cheap,
-    values,
 )
 from dualpipe_jax.split.leaves import Leaves, cut, is_floating, leaves_like
 from dualpipe_jax.split.recursion import split_equations
@@ -119,17 +116,9 @@ class SplitPlan:
         dparams, dx = self.backward_results(evaluate(self.programs.backward, arguments))
         return self.params.gradients(dparams), self.x.gradients(dx)
 
-    def counts(self, part: Literal["forward", "backward", "input", "weight"]) -> Counter[str]:
-        """How often each primitive is applied in a part."""
-        return count_primitives(getattr(self.programs, part).equations)
-
     def collectives(self, part: Literal["forward", "backward"]) -> dict[str, frozenset[str]]:
         """The mesh axes of each collective primitive in a part."""
         return find_collectives(getattr(self.programs, part).equations)
-
-    def primitives(self) -> frozenset[str]:
-        """Names of all primitives in the forward and the backward, also of those inside rules of the user's own."""
-        return frozenset(self.counts("forward") + self.counts("backward"))
 
     # ------------------------------------------- the programs' flat arguments and results
 
@@ -252,11 +241,5 @@ def _struct(atom: Atom) -> jax.ShapeDtypeStruct:
 
 
 def _keep(x: Iterable[Value], programs: Programs) -> tuple[Keep, ...]:
-    by_weight, by_input = _reads(programs.weight), _reads(programs.input)
+    by_weight, by_input = (prune(p.equations, p.outputs)[1] for p in (programs.weight, programs.input))
     return tuple("W" if v in by_weight else "I" if v in by_input else "F" for v in x)
-
-
-def _reads(program: Program) -> set[Value]:
-    return prune(program.equations, program.outputs)[1] | set(values(program.outputs)).intersection(
-        program.inputs
-    )

@@ -4,9 +4,9 @@ from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 from dualpipe_jax.split.crossing import choose_crossing
-from dualpipe_jax.split.graph import Atom, Cond, Equation, Node, Program, Scan, Value, is_arithmetic, values
+from dualpipe_jax.split.graph import Cond, Equation, Node, Program, Scan, Value, is_arithmetic, values
 from dualpipe_jax.split.recursion import connect_conds, connect_scans, scan_weight
-from dualpipe_jax.split.slices import branch_known, derived, inner_known, substitute
+from dualpipe_jax.split.slices import branch_known, derived, inner_known, substitute, swap
 
 
 def relink(
@@ -47,8 +47,8 @@ def _relink_scan(early: Scan, late: Scan, free: Collection[Value]) -> tuple[Scan
     late = replace(
         late,
         xs=tuple(b for b in late.xs if b.inner not in mapping),
-        carry=tuple(c._replace(update=_swap(c.update, mapping)) for c in late.carry),
-        ys=tuple(y._replace(inner=_swap(y.inner, mapping)) for y in late.ys),
+        carry=tuple(c._replace(update=swap(c.update, mapping)) for c in late.carry),
+        ys=tuple(y._replace(inner=swap(y.inner, mapping)) for y in late.ys),
         equations=substitute(late.equations, mapping),
     )
     own = (*late.consts, *late.xs)
@@ -70,10 +70,6 @@ def _relink_scan(early: Scan, late: Scan, free: Collection[Value]) -> tuple[Scan
     return ahead, behind
 
 
-def _swap(atom: Atom, mapping: dict[Value, Atom]) -> Atom:
-    return mapping.get(atom, atom) if isinstance(atom, Value) else atom
-
-
 def _relink_cond(early: Cond, late: Cond, free: Collection[Value]) -> tuple[Cond, Cond]:
     outputs = {output: place for place, output in enumerate(early.outputs)}
     linked = {
@@ -85,7 +81,7 @@ def _relink_cond(early: Cond, late: Cond, free: Collection[Value]) -> tuple[Cond
     firsts, seconds, crossings = [], [], []
     for mine, theirs in zip(early.branches, late.branches, strict=True):
         mapping = {theirs.inputs[place]: mine.outputs[source] for place, source in linked.items()}
-        wanted = tuple(_swap(atom, mapping) for atom in theirs.outputs)
+        wanted = tuple(swap(atom, mapping) for atom in theirs.outputs)
         inputs = tuple(theirs.inputs[place] for place in own)
         known = branch_known(early, mine, free) | branch_known(late, theirs, free)
         first, second = relink(mine.equations, substitute(theirs.equations, mapping), known)

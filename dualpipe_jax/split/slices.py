@@ -1,7 +1,7 @@
 """Parts of a list of equations: what some values need, what is known from others, and the same renamed."""
 
-from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from dualpipe_jax.split.graph import (
     KEEPS_ZEROS,
@@ -96,18 +96,72 @@ def trim_cond(
     )
 
 
+@dataclass(frozen=True)
+class _Rule:
+    """How what is known of values spreads: a node all of whose inputs have it hands it on to its outputs.
+
+    Attributes:
+      passes: whether a node does so; scans and conds that do are looked into.
+      constant: whether a constant has it.
+      by_index: whether of a cond's outputs something is known only if it is of the index.
+    """
+
+    passes: Callable[[Node], bool]
+    constant: Callable[[Constant], bool]
+    by_index: bool
+
+    def has(self, atom: Atom, known: Collection[Value]) -> bool:
+        return atom in known if isinstance(atom, Value) else self.constant(atom)
+
+
 def derived(
     nodes: Sequence[Node], base: Iterable[Value], allowed: Callable[[Node], bool] = lambda _: True
 ) -> set[Value]:
     """``base``, and every value computed from it and constants alone by ``allowed`` nodes."""
+    return _spread(nodes, base, _Rule(allowed, lambda _: True, by_index=True))
+
+
+def zero_values(nodes: Sequence[Node], base: Iterable[Value] = ()) -> set[Value]:
+    """Values that are zero whatever the rest is: ``base``, and what is summed and moved from zeros alone."""
+
+    def keeps_zeros(node: Node) -> bool:
+        return not isinstance(node, Equation) or node.name in KEEPS_ZEROS
+
+    return _spread(nodes, base, _Rule(keeps_zeros, is_zero, by_index=False))
+
+
+def _spread(nodes: Sequence[Node], base: Iterable[Value], rule: _Rule) -> set[Value]:
     known = set(base)
-    for node in nodes:
-        if isinstance(node, Equation):
-            if allowed(node) and not node.effectful and all(v in known for v in values(node.inputs)):
-                known.update(node.outputs)
-        elif allowed(node):
-            known.update(_derived_scan(node, known) if isinstance(node, Scan) else _derived_cond(node, known))
+    for node in filter(rule.passes, nodes):
+        if isinstance(node, Scan):
+            known |= _through_scan(node, known, rule)
+        elif isinstance(node, Cond):
+            known |= _through_cond(node, known, rule)
+        elif not node.effectful and all(rule.has(atom, known) for atom in node.inputs):
+            known.update(node.outputs)
     return known
+
+
+def _through_scan(scan: Scan, known: Collection[Value], rule: _Rule) -> set[Value]:
+    base = {b.inner for b in (*scan.consts, *scan.xs) if rule.has(b.outer, known)}
+    carry = [c for c in scan.carry if rule.has(c.start, known)]
+    while True:
+        inner = _spread(scan.equations, base | {c.inner for c in carry}, rule)
+        still = [c for c in carry if rule.has(c.update, inner)]
+        if len(still) == len(carry):
+            return {c.end for c in carry} | {y.outer for y in scan.ys if rule.has(y.inner, inner)}
+        carry = still
+
+
+def _through_cond(cond: Cond, known: Collection[Value], rule: _Rule) -> set[Value]:
+    if rule.by_index and not rule.has(cond.index, known):
+        return set()
+    result = set(cond.outputs)
+    for branch in cond.branches:
+        given = zip(branch.inputs, cond.operands, strict=True)
+        inner = _spread(branch.equations, {mine for mine, outer in given if rule.has(outer, known)}, rule)
+        result -= {o for o, a in zip(cond.outputs, branch.outputs, strict=True) if not rule.has(a, inner)}
+    return result
 
 
 def inner_known(bindings: Iterable[Binding], known: Collection[Value]) -> set[Value]:
@@ -121,88 +175,25 @@ def branch_known(cond: Cond, branch: Program, known: Collection[Value]) -> set[V
     return inner_known((Binding(inner, outer) for inner, outer in pairs), known)
 
 
-def _derived_scan(scan: Scan, known: Collection[Value]) -> set[Value]:
-    base = inner_known((*scan.consts, *scan.xs), known)
-    carry = [c for c in scan.carry if isinstance(c.start, Constant) or c.start in known]
-    while True:
-        inner = derived(scan.equations, base | {c.inner for c in carry})
-        still = [c for c in carry if isinstance(c.update, Constant) or c.update in inner]
-        if len(still) == len(carry):
-            break
-        carry = still
-    ys = {y.outer for y in scan.ys if isinstance(y.inner, Constant) or y.inner in inner}
-    return ys | {c.end for c in carry}
-
-
-def _derived_cond(cond: Cond, known: Collection[Value]) -> set[Value]:
-    if isinstance(cond.index, Value) and cond.index not in known:
-        return set()
-    result = set(cond.outputs)
-    for branch in cond.branches:
-        inner = derived(branch.equations, branch_known(cond, branch, known))
-        pairs = zip(branch.outputs, cond.outputs, strict=True)
-        result -= {outer for atom, outer in pairs if isinstance(atom, Value) and atom not in inner}
-    return result
-
-
-def zero_values(nodes: Sequence[Node], base: Iterable[Value] = ()) -> set[Value]:
-    """Values that are zero whatever the rest is: ``base``, and what is summed and moved from zeros alone."""
-    known = set(base)
-
-    def zero(atom: Atom) -> bool:
-        return atom in known if isinstance(atom, Value) else is_zero(atom)
-
-    for node in nodes:
-        if isinstance(node, Scan):
-            known.update(_zero_scan(node, zero))
-        elif isinstance(node, Cond):
-            known.update(_zero_cond(node, zero))
-        elif node.name in KEEPS_ZEROS and not node.effectful and all(map(zero, node.inputs)):
-            known.update(node.outputs)
-    return known
-
-
-def _zero_scan(scan: Scan, zero: Callable[[Atom], bool]) -> set[Value]:
-    base = {b.inner for b in (*scan.consts, *scan.xs) if zero(b.outer)}
-    carry = [c for c in scan.carry if zero(c.start)]
-    while True:
-        inner = zero_values(scan.equations, base | {c.inner for c in carry})
-        still = [c for c in carry if _is_in(c.update, inner)]
-        if len(still) == len(carry):
-            return {c.end for c in carry} | {y.outer for y in scan.ys if _is_in(y.inner, inner)}
-        carry = still
-
-
-def _zero_cond(cond: Cond, zero: Callable[[Atom], bool]) -> set[Value]:
-    result = set(cond.outputs)
-    for branch in cond.branches:
-        given = zip(branch.inputs, cond.operands, strict=True)
-        inner = zero_values(branch.equations, {mine for mine, outer in given if zero(outer)})
-        result -= {o for o, a in zip(cond.outputs, branch.outputs, strict=True) if not _is_in(a, inner)}
-    return result
-
-
-def _is_in(atom: Atom, zeros: Collection[Value]) -> bool:
-    return atom in zeros if isinstance(atom, Value) else is_zero(atom)
+def swap(atom: Atom, mapping: Mapping[Value, Atom]) -> Atom:
+    """What stands for an atom."""
+    return mapping.get(atom, atom) if isinstance(atom, Value) else atom
 
 
 def substitute(nodes: Iterable[Node], mapping: dict[Value, Atom]) -> tuple[Node, ...]:
     """The nodes with the values they read replaced; what is inside scans and conds has names of its own."""
-
-    def swap(atom: Atom) -> Atom:
-        return mapping.get(atom, atom) if isinstance(atom, Value) else atom
-
     result: list[Node] = []
     for node in nodes:
         if isinstance(node, Equation):
-            result.append(replace(node, inputs=tuple(map(swap, node.inputs))))
+            result.append(replace(node, inputs=tuple(swap(atom, mapping) for atom in node.inputs)))
         elif isinstance(node, Scan):
-            consts = tuple(Binding(b.inner, swap(b.outer)) for b in node.consts)
-            xs = tuple(Binding(b.inner, swap(b.outer)) for b in node.xs)
-            carry = tuple(c._replace(start=swap(c.start)) for c in node.carry)
+            consts = tuple(Binding(b.inner, swap(b.outer, mapping)) for b in node.consts)
+            xs = tuple(Binding(b.inner, swap(b.outer, mapping)) for b in node.xs)
+            carry = tuple(c._replace(start=swap(c.start, mapping)) for c in node.carry)
             result.append(replace(node, consts=consts, xs=xs, carry=carry))
         else:
-            result.append(replace(node, index=swap(node.index), operands=tuple(map(swap, node.operands))))
+            operands = tuple(swap(atom, mapping) for atom in node.operands)
+            result.append(replace(node, index=swap(node.index, mapping), operands=operands))
     return tuple(result)
 
 
@@ -222,5 +213,4 @@ def renamed(program: Program) -> Program:
             nodes.append(replace(node, carry=carry, ys=ys))
         else:
             nodes.append(replace(node, outputs=tuple(map(fresh, node.outputs))))
-    outputs = (mapping.get(atom, atom) if isinstance(atom, Value) else atom for atom in program.outputs)
-    return Program(inputs, tuple(nodes), tuple(outputs))
+    return Program(inputs, tuple(nodes), tuple(swap(atom, mapping) for atom in program.outputs))

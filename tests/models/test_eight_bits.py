@@ -18,6 +18,7 @@ from models.kernels import Kernels
 from models.moe import Dispatch, MoE
 from tests.engine.models import quick
 from tests.engine.plain import plain_value_and_grad
+from tests.jaxprs import applied
 
 CONFIG = tiny(dim=16, expert_hidden=8, num_experts=4, top_k=2, num_groups=1, top_groups=1, init_std=0.4)
 WIDE = tiny(
@@ -122,15 +123,15 @@ def split_plan(dispatch, eight):
 def test_weight_gradients_stay_in_w_and_exchanges_in_i():
     ours, plain = split_plan("capacity", True), split_plan("capacity", False)
     for plan, more in ((ours, 0), (plain, 2)):  # weights to experts, and their gradients back
-        exchanges = [plan.counts(part)["all_to_all"] for part in ("forward", "input", "weight")]
+        exchanges = [applied(plan, part)["all_to_all"] for part in ("forward", "input", "weight")]
         assert exchanges == [2, 2 + more, 0]
     assert ours.flops == plain.flops
     rows, tokens = 2 * 2 * 32, 32  # two experts with room for two devices' tokens
     experts = 3 * 2 * rows * WIDE.dim * WIDE.expert_hidden
     assert ours.flops.weight == experts + 2 * tokens * WIDE.dim * WIDE.num_experts
     walked = split_plan("dropless", True)
-    assert [walked.counts(part)["all_to_all"] for part in ("forward", "input", "weight")] == [3, 2, 0]
-    assert walked.counts("weight")["while"] == walked.counts("input")["while"] > 0
+    assert [applied(walked, part)["all_to_all"] for part in ("forward", "input", "weight")] == [3, 2, 0]
+    assert applied(walked, "weight")["while"] == applied(walked, "input")["while"] > 0
 
 
 def test_what_waits_for_the_weights_gradients_waits_in_eight_bits():

@@ -9,7 +9,7 @@ import pytest
 from dualpipe_jax.parallel import combine, combine_product, dispatch, expert_matmul, plan_two_hops
 from dualpipe_jax.parallel.mesh import expert_axes
 from dualpipe_jax.split import split_backward
-from tests.jaxprs import named
+from tests.jaxprs import applied, named
 from tests.parallel import expert_layers
 from tests.parallel.expert_layers import (
     TOKENS,
@@ -122,7 +122,7 @@ def test_recomputed_are_neither_the_product_nor_its_way_back(apply, exchanges, p
 
     def run(args, topk):
         plan = split_backward(lambda args, topk: again(*args, topk)).trace(args, topk)
-        counts.append(plan.counts("forward") + plan.counts("backward"))
+        counts.append(applied(plan, "forward") + applied(plan, "backward"))
         return topk
 
     jax.eval_shape(on_devices(2, run), args, TOPK)

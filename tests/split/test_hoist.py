@@ -11,6 +11,7 @@ from test_flops import flops_of, flops_of_vjp
 
 from dualpipe_jax.split import hoist, split_backward
 from dualpipe_jax.varying import vary
+from tests.jaxprs import applied
 
 X = normal(0, BATCH, WIDTH)
 RANK = 2
@@ -187,7 +188,7 @@ def test_on_a_mesh(check_vma):
         lifted = hoist(f, params, x)
         prepared = params, lifted.prelude(params)
         plan = split_backward(lifted.function).trace(prepared, x)
-        assert plan.counts("input")["all_gather"] == plan.counts("input")["reduce_scatter"] == 0
+        assert applied(plan, "input")["all_gather"] == applied(plan, "input")["reduce_scatter"] == 0
         y, _, residuals_i, residuals_w = plan.forward(prepared, x)
         (_, of_values), dx = plan.backward(prepared, x, residuals_i, residuals_w, y)
         want_y, pull = jax.vjp(f, params, x)
