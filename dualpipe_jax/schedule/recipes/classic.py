@@ -2,7 +2,6 @@
 
 import dataclasses
 import math
-from collections.abc import Sequence
 
 from dualpipe_jax.arguments import typechecked
 from dualpipe_jax.schedule.costs import CostModel
@@ -57,11 +56,7 @@ def one_f_one_b(num_ranks: int, num_microbatches: int) -> Schedule:
     """
     check_counts("one_f_one_b", num_ranks, num_microbatches)
     orders = (
-        one_for_one(
-            in_rounds(Op.F, rank, num_ranks, num_microbatches),
-            in_rounds(Op.B, rank, num_ranks, num_microbatches),
-            ahead=num_ranks - rank,
-        )
+        one_for_one(Op.B, rank, num_ranks, num_microbatches, ahead=num_ranks - rank)
         for rank in range(num_ranks)
     )
     return Schedule("one_f_one_b", Placement.linear(num_ranks), num_microbatches, tuple(orders))
@@ -95,13 +90,9 @@ def interleaved_1f1b(num_ranks: int, num_microbatches: int, num_stages_per_rank:
       ValueError: if a count is below 1.
     """
     check_counts("interleaved_1f1b", num_ranks, num_microbatches, num_stages_per_rank=num_stages_per_rank)
-    longest = max(groups(num_ranks, num_microbatches))
+    ahead = (num_stages_per_rank - 1) * max(groups(num_ranks, num_microbatches)) + 2 * num_ranks - 1
     orders = (
-        one_for_one(
-            in_rounds(Op.F, rank, num_ranks, num_microbatches, num_stages_per_rank),
-            in_rounds(Op.B, rank, num_ranks, num_microbatches, num_stages_per_rank),
-            ahead=(num_stages_per_rank - 1) * longest + 2 * (num_ranks - rank) - 1,
-        )
+        one_for_one(Op.B, rank, num_ranks, num_microbatches, ahead - 2 * rank, 0, num_stages_per_rank)
         for rank in range(num_ranks)
     )
     placement = Placement.interleaved(num_ranks, num_stages_per_rank)
@@ -203,24 +194,32 @@ def looped_bfs_bubble(
 
 
 def one_for_one(
-    forwards: Sequence[Action], backwards: Sequence[Action], ahead: int, late: int = 0
+    backward: Op,
+    rank: int,
+    num_ranks: int,
+    num_microbatches: int,
+    ahead: int,
+    late: int = 0,
+    num_stages_per_rank: int = 1,
 ) -> tuple[Slot, ...]:
-    """``ahead`` forwards, then one backward for each forward, then the backwards that are left.
+    """A rank's order: ``ahead`` forwards, then one backward for each forward, then the backwards that are left.
 
     Where the backwards are I's, each W comes right after the I that is ``late`` after its own.
     """
-    actions = list(forwards[:ahead])
-    split = backwards[0].op is Op.I
-    weights = [action._replace(op=Op.W) for action in backwards] if split else []
-    for done, backward in enumerate(backwards):
-        actions += [backward, *weights[max(0, done - late) : max(0, done - late + 1)]]
+    forwards, backwards = (
+        _in_rounds(op, rank, num_ranks, num_microbatches, num_stages_per_rank) for op in (Op.F, backward)
+    )
+    actions = forwards[:ahead]
+    weights = [action._replace(op=Op.W) for action in backwards] if backward is Op.I else []
+    for done, action in enumerate(backwards):
+        actions += [action, *weights[max(0, done - late) : max(0, done - late + 1)]]
         actions += forwards[ahead + done : ahead + done + 1]
     actions += weights[max(0, len(backwards) - late) :]
     return tuple((action,) for action in actions)
 
 
-def in_rounds(
-    op: Op, rank: int, num_ranks: int, num_microbatches: int, num_stages_per_rank: int = 1
+def _in_rounds(
+    op: Op, rank: int, num_ranks: int, num_microbatches: int, num_stages_per_rank: int
 ) -> list[Action]:
     """What one rank of an interleaved placement does: each group of microbatches through all its stages.
 

@@ -2,8 +2,8 @@
 
 from dualpipe_jax.arguments import typechecked
 from dualpipe_jax.schedule.costs import CostModel
-from dualpipe_jax.schedule.ir import Op, Placement, Schedule, Slot
-from dualpipe_jax.schedule.recipes.classic import check_counts, groups, in_rounds, one_for_one
+from dualpipe_jax.schedule.ir import Op, Placement, Schedule
+from dualpipe_jax.schedule.recipes.classic import check_counts, groups, one_for_one
 
 
 @typechecked
@@ -24,7 +24,7 @@ def zb_h1(num_ranks: int, num_microbatches: int) -> Schedule:
     """
     check_counts("zb_h1", num_ranks, num_microbatches)
     orders = (
-        _split_order(rank, num_ranks, num_microbatches, ahead=num_ranks - rank, late=rank)
+        one_for_one(Op.I, rank, num_ranks, num_microbatches, ahead=num_ranks - rank, late=rank)
         for rank in range(num_ranks)
     )
     return Schedule("zb_h1", Placement.linear(num_ranks), num_microbatches, tuple(orders))
@@ -59,7 +59,7 @@ def zb_h2(num_ranks: int, num_microbatches: int) -> Schedule:
     """
     check_counts("zb_h2", num_ranks, num_microbatches)
     orders = (
-        _split_order(rank, num_ranks, num_microbatches, ahead=2 * (num_ranks - rank) - 1, late=2 * rank)
+        one_for_one(Op.I, rank, num_ranks, num_microbatches, ahead=2 * (num_ranks - rank) - 1, late=2 * rank)
         for rank in range(num_ranks)
     )
     return Schedule("zb_h2", Placement.linear(num_ranks), num_microbatches, tuple(orders))
@@ -99,7 +99,7 @@ def interleaved_zero_bubble(num_ranks: int, num_microbatches: int, num_stages_pe
     )
     ahead = (num_stages_per_rank - 1) * max(groups(num_ranks, num_microbatches)) + num_ranks
     orders = (
-        _split_order(rank, num_ranks, num_microbatches, ahead - rank, rank, num_stages_per_rank)
+        one_for_one(Op.I, rank, num_ranks, num_microbatches, ahead - rank, rank, num_stages_per_rank)
         for rank in range(num_ranks)
     )
     placement = Placement.interleaved(num_ranks, num_stages_per_rank)
@@ -112,12 +112,3 @@ def interleaved_zero_bubble_bubble(num_ranks: int, num_microbatches: int, costs:
     Exact for num_microbatches >= num_ranks and W <= min(F, I); otherwise the largest idle is above it.
     """
     return zb_h1_bubble(num_ranks, num_microbatches, costs)
-
-
-def _split_order(
-    rank: int, num_ranks: int, num_microbatches: int, ahead: int, late: int, num_stages_per_rank: int = 1
-) -> tuple[Slot, ...]:
-    forwards, inputs = (
-        in_rounds(op, rank, num_ranks, num_microbatches, num_stages_per_rank) for op in (Op.F, Op.I)
-    )
-    return one_for_one(forwards, inputs, ahead, late)
