@@ -97,11 +97,11 @@ class _How(NamedTuple):
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _grouped(how: _How, x_RD: Array, w_GDF: Array, sizes_G: Array) -> Array:
     if how.kernel in ("ragged", "tpu"):
-        return _by_ragged_dot(x_RD, w_GDF, sizes_G)
+        return lax.ragged_dot(x_RD, w_GDF, sizes_G)
     if how.kernel == "megablox":
         return _by_megablox(how.interpret, x_RD, w_GDF, sizes_G)
     return lax.platform_dependent(
-        x_RD, w_GDF, sizes_G, cpu=functools.partial(_by_blocks, how.block), default=_by_ragged_dot
+        x_RD, w_GDF, sizes_G, cpu=functools.partial(_by_blocks, how.block), default=lax.ragged_dot
     )
 
 
@@ -126,10 +126,6 @@ def _grouped_bwd(how: _How, saved: tuple[Array, Array, Array], dy_RF: Array):
 
 
 _grouped.defvjp(_grouped_fwd, _grouped_bwd)
-
-
-def _by_ragged_dot(x_RD: Array, w_GDF: Array, sizes_G: Array) -> Array:
-    return lax.ragged_dot(x_RD, w_GDF, sizes_G)
 
 
 def _outer_by_ragged_dot(x_RD: Array, dy_RF: Array, sizes_G: Array) -> Array:

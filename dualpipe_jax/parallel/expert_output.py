@@ -31,6 +31,7 @@ from dualpipe_jax.parallel.expert import (
     to_experts,
 )
 from dualpipe_jax.parallel.expert_plan import Handle
+from dualpipe_jax.parallel.wire import Way, carry
 from dualpipe_jax.varying import vary_alike
 
 Matmul = Callable[[Array, Array, Handle], Array]
@@ -100,21 +101,15 @@ def _weights_of_rows(weights_TK: Array, handle: Handle) -> Array:
     """Each row's weight, float32 [L, N, C, 1] or [R, 1], zero in empty rows."""
     if handle.outer is not None:
         weights_TK = arriving(dispatch(weights_TK, replace(handle.outer, payload="plain")))
-    return by_device(_carried(weights_TK.astype(jnp.float32), handle), handle)[..., None]
+    weights = carry(Way(_to_rows, _from_rows), weights_TK.astype(jnp.float32), handle)
+    return by_device(weights, handle)[..., None]
 
 
-@jax.custom_vjp
-def _carried(weights_TK: Array, handle: Handle) -> Array:
+def _to_rows(weights_TK: Array, handle: Handle) -> Array:
     """Bring numbers of assignments to the rows of one hop: the all_to_alls are of one dim, which nothing pads."""
     return to_experts(take_rows(weights_TK.reshape(-1), handle.assignment_S), handle)
 
 
-def _carried_fwd(weights_TK: Array, handle: Handle) -> tuple[Array, Handle]:
-    return _carried(weights_TK, handle), handle
-
-
-def _carried_bwd(handle: Handle, d_R: Array) -> tuple[Array, None]:
-    return take_rows(from_experts(d_R, handle), handle.slot_TK), None
-
-
-_carried.defvjp(_carried_fwd, _carried_bwd)
+def _from_rows(d_R: Array, handle: Handle) -> Array:
+    """The transpose of ``_to_rows``."""
+    return take_rows(from_experts(d_R, handle), handle.slot_TK)

@@ -33,7 +33,6 @@ TILE = 128
 _MANTISSA_BITS = 23
 _MANTISSA_OF_LARGEST = 0x600000  # of 448 = 1.75 * 2^8 in float32
 _EXPONENT_OF_LARGEST = 8
-_SMALLEST_SCALE = 2.0**-126
 
 FIRST_GPU = (8, 9)
 """The compute capability of the first GPUs (Ada, Hopper) with this type."""
@@ -54,19 +53,16 @@ class Tiled(NamedTuple):
     scales: Array
 
 
-def quantize(x: Array, tile: tuple[int, int], *, power_of_two: bool = True) -> Tiled:
+def quantize(x: Array, tile: tuple[int, int]) -> Tiled:
     """Round to e4m3, to nearest, ties to even.
 
     Args:
       x: floating [..., M, N].
       tile: rows and columns that share a scale.
-      power_of_two: whether a scale is the smallest power of two that will do; else it is the tile's largest magnitude
-        times 1 / 448.
 
     """
     wide = x.astype(jnp.float32)
-    largest = _largest(jnp.where(jnp.isfinite(wide), jnp.abs(wide), 0), tile)
-    scales = _power_of_two(largest) if power_of_two else jnp.maximum(largest * (1 / LARGEST), _SMALLEST_SCALE)
+    scales = _power_of_two(_largest(jnp.where(jnp.isfinite(wide), jnp.abs(wide), 0), tile))
     return Tiled((wide * spread(1 / scales, tile, x.shape)).astype(FLOAT8), scales)
 
 

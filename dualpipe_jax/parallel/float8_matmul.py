@@ -54,9 +54,7 @@ def float8_matmul(x: Array, w_GDF: Array, group_sizes_G: Array | None = None) ->
         )
     if x.dtype != w_GDF.dtype:
         raise ValueError(f"float8_matmul: x is {x.dtype} and w {w_GDF.dtype}; they must be alike.")
-    if group_sizes_G is None:
-        return _equal(*vary_alike((x, w_GDF)))
-    return _unequal(*vary_alike((x, w_GDF, group_sizes_G)))
+    return _matmul(*vary_alike((x, w_GDF, group_sizes_G)))
 
 
 def _product(a: Array, a_AM: Array, b: Array, b_AN: Array, sides: tuple[int, int]) -> Array:
@@ -115,47 +113,30 @@ def _transposed(w: Tiled) -> Tiled:
 
 
 @jax.custom_vjp
-def _equal(x_GMD: Array, w_GDF: Array) -> Array:
-    return _equal_fwd(x_GMD, w_GDF)[0]
+def _matmul(x: Array, w_GDF: Array, sizes_G: Array | None) -> Array:
+    return _matmul_fwd(x, w_GDF, sizes_G)[0]
 
 
-def _equal_fwd(x_GMD: Array, w_GDF: Array):
-    x, w = quantize(x_GMD, _ROW), quantize(w_GDF, _SQUARE)
-    return _by_rows(x, w).astype(x_GMD.dtype), (x, w)
+def _matmul_fwd(x: Array, w_GDF: Array, sizes_G: Array | None):
+    rows, w = quantize(x, _ROW), quantize(w_GDF, _SQUARE)
+    return _multiply(rows, w, sizes_G, x.dtype).astype(x.dtype), (rows, w, sizes_G)
 
 
-def _equal_bwd(saved: tuple[Tiled, Tiled], dy_GMF: Array):
-    x, w = saved
-    dx_GMD = _by_rows(quantize(dy_GMF, _ROW), _transposed(w))
-    dw_GDF = _outer(dequantize(x, _ROW, dy_GMF.dtype), dy_GMF)
-    return dx_GMD.astype(dy_GMF.dtype), dw_GDF.astype(dy_GMF.dtype)
+def _matmul_bwd(saved: tuple[Tiled, Tiled, Array | None], dy: Array):
+    rows, w, sizes_G = saved
+    dx = _multiply(quantize(dy, _ROW), _transposed(w), sizes_G, dy.dtype)
+    x = dequantize(rows, _ROW, dy.dtype)
+    dw_GDF = _outer(x, dy) if sizes_G is None else sum_blocks(min(TILE, x.shape[0]), _outer, x, dy, sizes_G)
+    return dx.astype(dy.dtype), dw_GDF.astype(dy.dtype), None
 
 
-_equal.defvjp(_equal_fwd, _equal_bwd)
+_matmul.defvjp(_matmul_fwd, _matmul_bwd)
 
 
-@jax.custom_vjp
-def _unequal(x_RD: Array, w_GDF: Array, sizes_G: Array) -> Array:
-    return _unequal_fwd(x_RD, w_GDF, sizes_G)[0]
-
-
-def _unequal_fwd(x_RD: Array, w_GDF: Array, sizes_G: Array):
-    x, w = quantize(x_RD, _ROW), quantize(w_GDF, _SQUARE)
-    return _multiply(x, w, sizes_G, x_RD.dtype), (x, w, sizes_G)
-
-
-def _unequal_bwd(saved: tuple[Tiled, Tiled, Array], dy_RF: Array):
-    x, w, sizes_G = saved
-    dx_RD = _multiply(quantize(dy_RF, _ROW), _transposed(w), sizes_G, dy_RF.dtype)
-    x_RD = dequantize(x, _ROW, dy_RF.dtype)
-    dw_GDF = sum_blocks(min(TILE, x_RD.shape[0]), _outer, x_RD, dy_RF, sizes_G)
-    return dx_RD, dw_GDF.astype(dy_RF.dtype), None
-
-
-_unequal.defvjp(_unequal_fwd, _unequal_bwd)
-
-
-def _multiply(rows: Tiled, w: Tiled, sizes_G: Array, dtype: jnp.dtype) -> Array:
+def _multiply(rows: Tiled, w: Tiled, sizes_G: Array | None, dtype: jnp.dtype) -> Array:
+    """Rows times their groups' matrices: float32 of equal groups, ``dtype`` of others, block by block."""
+    if sizes_G is None:
+        return _by_rows(rows, w)
     num_rows = rows.values.shape[0]
     block = min(block_of(num_rows, sizes_G.shape[0]), num_rows)
     return multiply_blocks(block, _by_rows, rows, w, sizes_G, dtype)

@@ -26,10 +26,7 @@ import numpy as np
 from jax import Array, lax
 from numpy.typing import ArrayLike
 
-from dualpipe_jax.parallel.expert_plan import by_expert, known_experts
-
-Axis = str | tuple[str, ...]
-"""The name of a mesh axis, or names of several that are taken as one, the first varying slowest."""
+from dualpipe_jax.parallel.expert_plan import Axis, by_expert, known_experts
 
 
 def share_copies(held: ArrayLike, num_experts: int, *, num_nodes: int = 1, near: bool = True) -> np.ndarray:

@@ -25,7 +25,7 @@ plan_of = functools.partial(expert_layers.plan_of, num_experts=E)
 choices = functools.partial(expert_layers.choices, num_experts=E)
 
 
-def by_loops(x, tile, power_of_two=True):
+def by_loops(x, tile):
     """Tile after tile: e4m3 values and scales; and the numbers that they stand for."""
     x = np.asarray(x, np.float32)
     values, rounded = np.zeros(x.shape, E4M3), np.zeros(x.shape, np.float32)
@@ -35,15 +35,10 @@ def by_loops(x, tile, power_of_two=True):
         for b, column in enumerate(starts[1]):
             here = slice(row, row + tile[0]), slice(column, column + tile[1])
             finite = np.abs(x[here][np.isfinite(x[here])])
-            largest = finite.max(initial=0)
-            if power_of_two:
-                exponent = -126
-                while 448.0 * 2.0**exponent < float(largest):
-                    exponent += 1
-                scale = np.float32(2.0**exponent)
-            else:
-                scale = np.float32(max(largest * np.float32(1 / 448), 2.0**-126))
-            scales[a, b] = scale
+            exponent = -126
+            while 448.0 * 2.0**exponent < float(finite.max(initial=0)):
+                exponent += 1
+            scales[a, b] = scale = np.float32(2.0**exponent)
             with np.errstate(invalid="ignore"):
                 values[here] = (x[here] * (np.float32(1) / scale)).astype(E4M3)
             rounded[here] = values[here].astype(np.float32) * scale
@@ -65,24 +60,24 @@ def uneven(shape, seed=0):
 
 
 @pytest.mark.parametrize(
-    "shape, tile, power_of_two",
+    "shape, tile",
     [
-        ((3, 5), ROW, True),
-        ((256, 300), COLUMN, True),
-        ((130, 256), SQUARE, True),
-        ((256, 300), ROW, False),
-        ((130, 256), COLUMN, False),
-        ((3, 5), SQUARE, False),
+        ((3, 5), ROW),
+        ((256, 300), COLUMN),
+        ((130, 256), SQUARE),
+        ((256, 300), ROW),
+        ((130, 256), COLUMN),
+        ((3, 5), SQUARE),
     ],
 )
-def test_tiles_are_those_of_a_plain_loop(shape, tile, power_of_two):
+def test_tiles_are_those_of_a_plain_loop(shape, tile):
     @jax.jit
     def there_and_back(x):
-        found = quantize(x, tile, power_of_two=power_of_two)
+        found = quantize(x, tile)
         return found, dequantize(found, tile, jnp.float32)
 
     for x in (uneven(shape), uneven(shape, 1).astype(ml_dtypes.bfloat16)):
-        (found, again), (values, scales, back) = there_and_back(x), by_loops(x, tile, power_of_two)
+        (found, again), (values, scales, back) = there_and_back(x), by_loops(x, tile)
         np.testing.assert_array_equal(found.scales, scales)
         np.testing.assert_array_equal(np.asarray(found.values).view(np.uint8), values.view(np.uint8))
         np.testing.assert_array_equal(again, back)
