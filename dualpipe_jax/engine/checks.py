@@ -74,11 +74,11 @@ def check_arguments(
         )
 
 
-def check_parts(params: Tree) -> None:
+def check_parts(params: Tree, parts: tuple[str, ...] = PARTS) -> None:
     """Params have all their parts and no others. Raises ValueError."""
-    if not isinstance(params, dict) or set(params) != set(PARTS):
+    if not isinstance(params, dict) or set(params) != set(parts):
         given = sorted(params) if isinstance(params, dict) else type(params).__name__
-        raise ValueError(f"params must be a dict with the keys {list(PARTS)}, got {given}.")
+        raise ValueError(f"params must be a dict with the keys {list(parts)}, got {given}.")
 
 
 def check_key(key: Any) -> None:
@@ -132,11 +132,11 @@ def _stage_problems(schedule: Schedule, stages: Tree) -> Iterator[str]:
             yield f"{name} has shape {leaf.shape}; its leading dim must be {meaning}: [{wanted}, ...]."
 
 
-def check_keys(name: str, tree: Tree) -> None:
+def check_keys(name: str, tree: Tree, parts: tuple[str, ...] = PARTS) -> None:
     """A prefix of params is a dict over some of its keys. Raises ValueError."""
-    if not isinstance(tree, dict) or not set(tree) <= set(PARTS):
+    if not isinstance(tree, dict) or not set(tree) <= set(parts):
         given = sorted(tree) if isinstance(tree, dict) else type(tree).__name__
-        raise ValueError(f"{name} must be a dict with keys among {list(PARTS)}, got {given}.")
+        raise ValueError(f"{name} must be a dict with keys among {list(parts)}, got {given}.")
 
 
 def check_layout(mesh: Mesh | AbstractMesh, params: Tree, layout: Tree) -> None:

@@ -98,13 +98,9 @@ def _is_zero(cotangent: Any) -> bool:
     return isinstance(cotangent, jax.custom_derivatives.SymbolicZero) or cotangent.dtype == jax.dtypes.float0
 
 
-def _has_values(gradient: Any) -> bool:
-    return gradient.dtype != jax.dtypes.float0
-
-
 def _with_values(gradients: Tree) -> Tree:
     """None for what can have no gradient."""
-    return jax.tree.map(lambda g: g if _has_values(g) else None, gradients)
+    return jax.tree.map(lambda g: None if g.dtype == jax.dtypes.float0 else g, gradients)
 
 
 def _cotangents(gradients: Tree, params: Tree) -> Tree:

@@ -11,6 +11,7 @@ from jax.sharding import Mesh
 
 from dualpipe_jax.arguments import typechecked
 from dualpipe_jax.contract import PipelineModel, Tree, staged
+from dualpipe_jax.engine import checks
 from dualpipe_jax.engine.pipeline import Pipeline
 from dualpipe_jax.engine.reference import num_stages_of, reference_loss
 from dualpipe_jax.schedule import Schedule
@@ -172,9 +173,7 @@ def _of_parts(name: str, given: Tree) -> Tree:
     """What an option says of each leaf, by the engine's names of parts."""
     if given is None or (name == "compute_dtype" and not isinstance(given, dict)):
         return given
-    if not isinstance(given, dict) or not set(given) <= set(PARTS):
-        keys = sorted(given) if isinstance(given, dict) else type(given).__name__
-        raise ValueError(f"{name} must be a dict with keys among {list(PARTS)}, got {keys}.")
+    checks.check_keys(name, given, PARTS)
     ends = {part: given[part] for part in ("embed", "head") if part in given}
     stages = {"stages": given["stages"]} if "stages" in given else {}
     return stages | ({"shared": {"embed": None, "head": None} | ends} if ends else {})
@@ -202,9 +201,7 @@ def _result(objective: jax.Array, report: Any, has_aux: bool) -> Any:
 
 
 def _ours(params: Tree) -> Tree:
-    if not isinstance(params, dict) or set(params) != set(PARTS):
-        given = sorted(params) if isinstance(params, dict) else type(params).__name__
-        raise ValueError(f"params must be a dict with the keys {list(PARTS)}, got {given}.")
+    checks.check_parts(params, PARTS)
     return {"stages": params["stages"], "shared": {part: params[part] for part in ("embed", "head")}}
 
 

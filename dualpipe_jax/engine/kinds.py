@@ -11,8 +11,7 @@ import jax.numpy as jnp
 
 from dualpipe_jax.contract import At, StageFunction, Tree, returned
 from dualpipe_jax.engine import checks
-from dualpipe_jax.engine.guard import pin
-from dualpipe_jax.engine.slots import KEPT, Entry, read_slot, write_slot
+from dualpipe_jax.engine.slots import KEPT, Entry
 from dualpipe_jax.engine.trees import Vary, add_to, raw, typed
 from dualpipe_jax.pair import interleave
 from dualpipe_jax.pair.interleave import Pool
@@ -103,29 +102,6 @@ class ForwardKind:
     ) -> tuple[Any, Tree, list[Any], list[Any]]:
         """Gives ((x, losses), (metrics, dropped), [], [])."""
         return *self.function(params, seen), [], []
-
-
-class Slot(NamedTuple):
-    """An array of a pool in a pair: which slot the forward writes with which of its residuals, which one the backward
-    reads as which of its own. -1 and None where it does not."""
-
-    array: jax.Array
-    written_at: jax.Array | None = None
-    made: int = -1
-    read_at: jax.Array | None = None
-    used: int = -1
-
-    def pool(self, ahead: int, behind: int) -> Pool:
-        """The program as ``pair`` takes it: ``ahead`` outputs stand before the residuals, ``behind`` arguments."""
-        read, write = self.read_at, self.written_at
-        return Pool(
-            self.array,
-            read=None if read is None else lambda pool: read_slot(pool, read),
-            write=None if write is None else lambda pool, value: write_slot(pool, write, value),
-            used=-1 if read is None else behind + self.used,
-            made=-1 if write is None else ahead + self.made,
-            pin=pin,
-        )
 
 
 class Kind(ForwardKind):
@@ -224,32 +200,36 @@ class Kind(ForwardKind):
         other: "Kind",
         forward: tuple[Any, tuple[Tree, At]],
         backward: tuple[Any, tuple[Tree, At], list[Any]],
-        slots: Mapping[tuple[str, int], Slot],
+        pools: Mapping[tuple[str, int], Pool],
         sums: Sequence[Any],
-        links: Mapping[str, float] | None = None,
+        links: Mapping[str, float],
     ) -> tuple[tuple[Any, Tree, list[Any], list[Any]], "Gradients", dict[tuple[str, int], Any]]:
         """A forward of this kind and a full backward of the other, each hiding the other's communication.
 
-        See ``pair.interleave``. Gives what ``forward`` does (with pools in place of residuals), gradients in which
-        parameters' are the new ``sums``, and the pools that were written.
+        See ``pair.interleave``; ``made`` and ``used`` of pools count residuals. Gives what ``forward`` does (with pools
+        in place of residuals), gradients in which parameters' are the new ``sums``, and the pools that were written.
         """
         mine, theirs = self.plan, other.plan
         ahead = len(jax.tree.leaves((mine.y, mine.aux)))
         params, seen, dy = backward
         given = other._leaves(params, seen)
         kept = len(theirs.residuals_i) + len(theirs.residuals_w)
-        pools = [slot.pool(ahead, len(given)) for slot in slots.values()]
         outputs, made = interleave(
             mine.programs.forward,
             self._leaves(*forward),
             theirs.programs.backward,
             [*given, *[None] * kept, *dy],
-            pools=pools,
+            pools=[
+                dataclasses.replace(pool, made=ahead + pool.made, used=len(given) + pool.used)
+                for pool in pools.values()
+            ],
             finish={k: functools.partial(add_to, total) for k, total in enumerate(sums)},
             num_fixed=(len(mine.params.types), len(theirs.params.types)),
             links=links,
         )
-        written = {place: outputs[ahead + slot.made] for place, slot in slots.items() if slot.made >= 0}
+        written = {
+            place: outputs[ahead + pool.made] for place, pool in pools.items() if pool.write is not None
+        }
         return mine.forward_results(outputs), other._gradients(*theirs.backward_results(made)), written
 
     def _leaves(self, params: Tree, seen: tuple[Tree, At]) -> list[Any]:

@@ -8,7 +8,7 @@ from dualpipe_jax.contract import At, StagedModel, Tree
 from dualpipe_jax.engine import checks
 from dualpipe_jax.engine.kinds import ForwardKind, Kind, Sight, counting, plain
 from dualpipe_jax.engine.prepared import Prepared
-from dualpipe_jax.engine.trees import Vary, raw, raw_zeros, structs, sum_dtype, zeros
+from dualpipe_jax.engine.trees import Vary, raw, raw_zeros, sum_dtype, zeros
 from dualpipe_jax.schedule import Placement
 from dualpipe_jax.split import hoist
 
@@ -54,7 +54,7 @@ def trace(
             *params,
             at,
         )
-        boundary = structs(jax.eval_shape(raw, x))
+        boundary = jax.eval_shape(raw, x)
     checks.check_kinds(model, *params, x, at, trains=wanted is not None)
     stages = [(name, k == 0, k == last) for k, name in enumerate(model.kind_of)]
     names = sorted(set(stages), key=stages.index)

@@ -8,7 +8,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from dualpipe_jax.contract import Tree
-from dualpipe_jax.split.leaves import is_floating
 
 Vary = Callable[[Tree], Tree]
 """Casts leaves to vary over all axes of the mesh, as a rank's own values do, where ``check_vma`` asks.
@@ -21,10 +20,6 @@ over pp, inside a branch that other ranks do not take.
 def is_key(leaf: Any) -> bool:
     """Whether a leaf is an array of typed PRNG keys."""
     return jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
-
-
-def floating(tree: Tree) -> list[Any]:
-    return [leaf for leaf in jax.tree.leaves(tree) if is_floating(leaf)]
 
 
 def raw(tree: Tree) -> Tree:
@@ -46,10 +41,6 @@ def _impl(kind: Any) -> Any:
     found = []
     jax.eval_shape(lambda key: found.append(jax.random.key_impl(key)), kind)
     return found[0]
-
-
-def structs(tree: Tree) -> Tree:
-    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), tree)
 
 
 def types_in_words(tree: Tree) -> str:

@@ -5,6 +5,7 @@ which ranks and ticks it runs.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -14,10 +15,11 @@ from jax import lax
 
 from dualpipe_jax.contract import At, Tree, key_at
 from dualpipe_jax.engine.guard import pin
-from dualpipe_jax.engine.kinds import ForwardKind, Gradients, Kind, Slot
+from dualpipe_jax.engine.kinds import ForwardKind, Gradients, Kind
 from dualpipe_jax.engine.slots import Layout, read_slot, write_slot
 from dualpipe_jax.engine.state import Entry, State
 from dualpipe_jax.engine.trees import add_to
+from dualpipe_jax.pair.interleave import Pool
 from dualpipe_jax.schedule.lowering.table import Stand, TickTable, Unit
 from dualpipe_jax.schedule.lowering.unit_key import UnitKey
 
@@ -272,21 +274,21 @@ class Works:
         )
         return self._hand_back(self._hand_over(part, row, ahead, made, aside), row, back, gradients)
 
-    def _slots(self, part: State, row: Row, ahead: int, back: int) -> dict[tuple[str, int], Slot]:
+    def _slots(self, part: State, row: Row, ahead: int, back: int) -> dict[tuple[str, int], Pool]:
         """The pools that the forward writes and the backward reads; by name and position."""
-        pools: dict[tuple[str, int], Slot] = {}
+        pools: dict[tuple[str, int], Pool] = {}
         for kind, letter in ((ahead, "F"), (back, "G")):
             places = [
                 place for pool in ("residual_i", "residual_w") for place in self.layout.places[kind][pool]
             ]
             for number, (name, i) in enumerate(places):
-                slot = pools.get((name, i)) or Slot(part.pools[name][i])
+                pool = pools.get((name, i)) or Pool(part.pools[name][i], pin=pin)
                 at = row[f"{letter}_{name}"]
-                pools[name, i] = (
-                    slot._replace(written_at=at, made=number)
-                    if letter == "F"
-                    else slot._replace(read_at=at, used=number)
-                )
+                if letter == "F":
+                    pools[name, i] = dataclasses.replace(pool, write=_writing(at), made=number)
+                else:
+                    read = functools.partial(read_slot, slot=at)
+                    pools[name, i] = dataclasses.replace(pool, read=read, used=number)
         return pools
 
     def _replaced(self, part: State, pools: Mapping[tuple[str, int], Any]) -> dict[str, list[Any]]:
@@ -354,3 +356,7 @@ class Works:
 
     def _pools(self, kind: int, *kept: str) -> list[Entry]:
         return [Entry("pools", name) for name in self.layout.groups(kind, *kept)]
+
+
+def _writing(slot: jax.Array) -> Callable[[jax.Array, jax.Array], jax.Array]:
+    return lambda pool, value: write_slot(pool, slot, value)

@@ -82,7 +82,7 @@ def _plain(plan: SplitPlan, forward: tuple[Any, ...], backward: tuple[Any, ...])
 
 
 def _ordered(plan: SplitPlan, forward: tuple[Any, ...], backward: tuple[Any, ...]) -> Any:
-    """Run the two as ``forward_backward`` does, which takes residuals from pools only."""
+    """Run the two as the engine does, which takes residuals from pools only."""
     params, x, residuals, dy = backward
     own, programs = _own(params), plan.programs
     saved = plan.backward_arguments(own, x, *_shaped(plan, residuals), dy)

@@ -53,7 +53,9 @@ class Place:
 
     def part(self, ranks: slice) -> "Place":
         """Some ranks alone, which the others know nothing of."""
-        return dataclasses.replace(self, mesh=make_mesh(*_of(self.mesh.devices[0, ranks])))
+        devices = self.mesh.devices[0, ranks]
+        pp, ep = devices.shape
+        return dataclasses.replace(self, mesh=make_mesh(pp, ep, [*devices.flat]))
 
     def on_devices(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Compile what each device does; arguments and results are trees of [pp, ep, ...], of which it sees [...]."""
@@ -69,10 +71,6 @@ class Place:
     def put(self, tree: Any) -> Any:
         """Arrays [pp, ep, ...], each device's part where it belongs."""
         return jax.device_put(tree, NamedSharding(self.mesh, PartitionSpec(PP, EP)))
-
-
-def _of(devices: Any) -> tuple[int, int, list[Any]]:
-    return *devices.shape, [*devices.flat]
 
 
 def seconds(call: Callable[[], Any], repeats: int = 3) -> float:

@@ -12,7 +12,7 @@ from typing import NamedTuple
 from dualpipe_jax.inspect import Module
 from dualpipe_jax.pods.units import units_in
 from dualpipe_jax.profile.capture import Event
-from dualpipe_jax.schedule import Action, Op, Schedule, TickTable, lower
+from dualpipe_jax.schedule import Action, Op, Schedule, TickTable
 
 
 class ProfileError(ValueError):
@@ -115,8 +115,3 @@ def match(
             here.remove(same[0])
             matched.append((unit, same[0]))
     return matched
-
-
-def lowered(schedule: Schedule) -> TickTable:
-    """The table that the engine runs, as far as ticks go."""
-    return lower(schedule)

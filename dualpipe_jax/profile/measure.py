@@ -15,10 +15,9 @@ from dualpipe_jax.profile.match import (
     executions,
     expected_units,
     guards,
-    lowered,
     match,
 )
-from dualpipe_jax.schedule import Action, CostModel, Schedule, Timeline, simulate
+from dualpipe_jax.schedule import Action, CostModel, Schedule, Timeline, lower, simulate
 from dualpipe_jax.schedule.costs import stages_a_share
 from dualpipe_jax.schedule.replay import fit
 
@@ -124,7 +123,7 @@ def measure(
     """
     units = guards(module)
     fused = any(kind == "FB" for kind, _ in units.values())
-    expected = expected_units(schedule, lowered(schedule), fused=fused)
+    expected = expected_units(schedule, lower(schedule), fused=fused)
     by_run: dict[int, dict[int, list[Event]]] = defaultdict(lambda: defaultdict(list))
     for event in events:
         # Other programs have instructions of the same names.

@@ -38,13 +38,9 @@ class Drawn:
     pairs: list[list[Any]]
     legend: list[list[str]]
 
-    def group(self) -> dict[str, Any]:
-        """The timeline as page.js wants it, alone."""
-        return Drawn.together([self])
-
     @staticmethod
     def together(several: Sequence["Drawn"]) -> dict[str, Any]:
-        """Timelines as page.js wants several on one axis."""
+        """Timelines as page.js wants those of one axis."""
         return {
             "legend": max((one.legend for one in several), key=len),
             "timelines": [dataclasses.asdict(one) for one in several],

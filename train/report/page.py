@@ -154,7 +154,7 @@ def _heat(run: RunFolder) -> dict[str, Any]:
 
 def _timeline_section(measured: Sequence[Drawn], theory: Drawn) -> dict[str, Any]:
     about = "The schedule's theory; --profile STEPS measures it and lays both side by side."
-    shown = [theory.group()]
+    shown = [Drawn.together([theory])]
     if measured:
         about = "Measured from the profile, and simulated with the measured costs of its units."
         shown = [Drawn.together(measured), *shown]
