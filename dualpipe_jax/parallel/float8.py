@@ -24,9 +24,6 @@ from jax import Array, lax
 FLOAT8 = jnp.float8_e4m3fn
 """Four bits of exponent, three of mantissa; no infinity, one NaN."""
 
-LARGEST = 448.0
-"""The largest number of ``FLOAT8``."""
-
 TILE = 128
 """Numbers along a side of a tile."""
 

@@ -68,11 +68,11 @@ def permute_inside(place: Place) -> str:
     return difference(place.on_devices(run)(x, wanted), np.where(wanted, np.roll(x, 1, axis=1), x))
 
 
-def difference(found: jax.Array, wanted: np.ndarray, tolerance: float = 1e-5) -> str:
+def difference(found: jax.Array, wanted: np.ndarray) -> str:
     """What is to be said of two arrays; empty if they are the same but for rounding."""
     got = np.asarray(jax.device_get(found))
     off = np.abs(got - wanted).max() / max(float(np.abs(wanted).max()), 1e-30)
-    return "" if off <= tolerance else f"wrong results, off by {off:.1e} of the largest"
+    return "" if off <= 1e-5 else f"wrong results, off by {off:.1e} of the largest"
 
 
 def has_groups(place: Place) -> str:

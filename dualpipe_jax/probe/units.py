@@ -82,7 +82,7 @@ def inputs(schedule: Schedule, ep: int) -> tuple[Any, Any]:
     return {"stages": stages, "shared": shared}, {"inputs": tokens[0], "targets": tokens[1]}
 
 
-def differences(found: Any, wanted: Any, tolerance: float = 1e-4) -> str:
+def differences(found: Any, wanted: Any) -> str:
     """The leaf that is off most; empty if none is."""
     found, wanted = jax.device_get((found, wanted))
     worst, name = 0.0, ""
@@ -93,4 +93,4 @@ def differences(found: Any, wanted: Any, tolerance: float = 1e-4) -> str:
         if not off <= worst:  # NaN too
             worst, name = off, jax.tree_util.keystr(path)
     words = "the loss" if name == "[0]" else f"the gradient of params{name.removeprefix('[1]')}"
-    return "" if worst <= tolerance else f"wrong results: {words} is off by {worst:.1e} of its largest entry"
+    return "" if worst <= 1e-4 else f"wrong results: {words} is off by {worst:.1e} of its largest entry"

@@ -3,7 +3,7 @@
 import dataclasses
 import statistics
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import NamedTuple
 
 from dualpipe_jax.schedule.costs import CostModel
@@ -74,12 +74,14 @@ class Measured:
     @property
     def costs(self) -> CostModel:
         """Costs of a stage, sends among them, that the step was played by: see ``fit`` and ``_sends``."""
-        timed = [
-            (kind_of(slot), slot, end - start)
-            for rank, order in enumerate(self.schedule.orders)
-            for slot, start, end in zip(order, self.starts[rank], self.ends[rank], strict=True)
-        ]
+        timed = [(kind_of(slot), slot, end - start) for _, slot, start, end in self.slots()]
         return dataclasses.replace(fit(timed, self.schedule.placement), send=self._send())
+
+    def slots(self) -> Iterator[tuple[int, Slot, float, float]]:
+        """Rank, slot, start and end of each."""
+        for rank, order in enumerate(self.schedule.orders):
+            for slot, start, end in zip(order, self.starts[rank], self.ends[rank], strict=True):
+                yield rank, slot, start, end
 
     def _send(self) -> float:
         """The median time between what another rank made and the start that waited for it, and for it alone."""
@@ -208,7 +210,7 @@ class Replay:
         placement, costs = self.simulated.schedule.placement, self.simulated.costs
         times: dict[tuple[str, tuple[int, ...]], list[float]] = defaultdict(list)
         slots: dict[tuple[str, tuple[int, ...]], Slot] = {}
-        for _, slot, start, end in self._slots():
+        for _, slot, start, end in self.measured.slots():
             key = kind_of(slot), tuple(action.stage for action in slot)
             times[key].append(end - start)
             slots[key] = slot
@@ -221,7 +223,7 @@ class Replay:
         placement, costs = self.simulated.schedule.placement, self.simulated.costs
         late = [
             Late(rank, slot, start, end - start, costs.of(slot, placement))
-            for rank, slot, start, end in self._slots()
+            for rank, slot, start, end in self.measured.slots()
         ]
         return tuple(sorted(late, key=lambda one: -abs(one.took - one.simulated)))
 
@@ -230,13 +232,6 @@ class Replay:
         """Ranks, those first whose work differs most."""
         apart = [abs(one - other) for one, other in zip(self.measured.busy, self.simulated.busy, strict=True)]
         return tuple(sorted(range(len(apart)), key=lambda rank: -apart[rank]))
-
-    def _slots(self) -> Iterable[tuple[int, Slot, float, float]]:
-        for rank, order in enumerate(self.measured.schedule.orders):
-            for slot, start, end in zip(
-                order, self.measured.starts[rank], self.measured.ends[rank], strict=True
-            ):
-                yield rank, slot, start, end
 
 
 def replay(measured: Measured, costs: CostModel | None = None) -> Replay:

@@ -43,7 +43,7 @@ def split_equations(
     *,
     late_inputs: Collection[Value] = (),
     weight: Callable[[Value], int] = nbytes,
-    movable: Movable = is_cheap,
+    movable: Movable,
 ) -> Crossing:
     """Splits ``nodes`` into what ``early_wanted`` needs and what else ``late_wanted`` needs.
 

@@ -24,6 +24,8 @@ IDLE_LINES = "#c3c3cd"
 ROW = 0.34
 """Inches of a rank."""
 
+_Corners = list[tuple[float, float]]
+
 _SMALLEST, _LARGEST = 1.8, 8.0  # points of a number in a box
 
 
@@ -36,6 +38,10 @@ class Box:
     end: float
     top: float
     height: float
+
+    @property
+    def corners(self) -> _Corners:
+        return _corners(self.start, self.end, self.top, self.height)
 
 
 def boxes_of(timeline: Timeline) -> Iterator[Box]:
@@ -50,7 +56,6 @@ def boxes_of(timeline: Timeline) -> Iterator[Box]:
 def _draw_idle(axes: "Axes", timeline: Timeline, units: Units) -> None:
     """Hatch the time in which each rank waits, and write its sum beside the row."""
     from matplotlib import rc_context
-    from matplotlib.collections import PolyCollection
 
     gaps = []
     for rank, (starts, ends) in enumerate(zip(timeline.starts, timeline.ends, strict=True)):
@@ -61,23 +66,12 @@ def _draw_idle(axes: "Axes", timeline: Timeline, units: Units) -> None:
         write_beside(axes, rank, f"idle {units.duration(timeline.idle[rank])}", FAINT)
     if gaps:
         with rc_context({"hatch.linewidth": 0.5}):
-            axes.add_collection(
-                PolyCollection(
-                    gaps,
-                    gid="idle",
-                    facecolors=IDLE,
-                    edgecolors=IDLE_LINES,
-                    hatch="////",
-                    linewidths=0,
-                    zorder=0.6,
-                )
-            )
+            style = {"facecolors": IDLE, "edgecolors": IDLE_LINES, "hatch": "////", "linewidths": 0}
+            _draw_boxes(axes, gaps, "idle", zorder=0.6, **style)
 
 
 def _draw_sends(axes: "Axes", timeline: Timeline) -> None:
     """A thin line for each transfer, from the end of what made it to where it has arrived."""
-    from matplotlib.collections import LineCollection
-
     placement = timeline.schedule.placement
     lines = []
     for box in boxes_of(timeline):
@@ -85,26 +79,20 @@ def _draw_sends(axes: "Axes", timeline: Timeline) -> None:
         if took := timeline.costs.transfer(placement.rank_of[box.action.stage], to):
             lines.append([(box.end, box.top + box.height / 2), (box.end + took, to + 0.5)])
     if lines:
-        axes.add_collection(
-            LineCollection(lines, gid="sends", colors=INK, linewidths=0.4, alpha=0.5, zorder=3)
-        )
+        _draw_lines(axes, lines, "sends", colors=INK, linewidths=0.4, alpha=0.5, zorder=3)
 
 
 def draw_chain(axes: "Axes", chain: Sequence[Link]) -> None:
     """Frame the slots of a chain, and join each to the one that waits for it."""
-    from matplotlib.collections import LineCollection, PolyCollection
-
     if not chain:
         return
     frames = [_corners(link.start, link.end, link.rank, 1) for link in chain]
-    axes.add_collection(
-        PolyCollection(frames, gid="chain", facecolors="none", edgecolors=CHAIN, linewidths=1.6, zorder=4)
-    )
+    _draw_boxes(axes, frames, "chain", facecolors="none", edgecolors=CHAIN, linewidths=1.6, zorder=4)
     joints = [
         [(before.end, before.rank + 0.5), (link.start, link.rank + 0.5)]
         for link, before in itertools.pairwise(chain)
     ]
-    axes.add_collection(LineCollection(joints, gid="chain joints", colors=CHAIN, linewidths=1.2, zorder=4))
+    _draw_lines(axes, joints, "chain joints", colors=CHAIN, linewidths=1.2, zorder=4)
 
 
 def _draw_bound(axes: "Axes", timeline: Timeline, units: Units) -> None:
@@ -137,7 +125,8 @@ def draw_grid(axes: "Axes", timeline: Timeline, points: float, units: Units) -> 
     for (op, at), boxes in groups.items():
         colour = colours(op, num_shades(placement))[at]
         line = min(0.7, 0.08 * points * min(box.end - box.start for box in boxes))
-        _draw_boxes(axes, boxes, f"boxes {op} {at}", facecolors=colour, edgecolors="white", linewidths=line)
+        corners = [box.corners for box in boxes]
+        _draw_boxes(axes, corners, f"boxes {op} {at}", facecolors=colour, edgecolors="white", linewidths=line)
         ink = "white" if is_dark(colour) else INK
         sizes = [_size_of_number(box, points, digits) for box in boxes]
         for box, size in zip(boxes, sizes, strict=True):
@@ -147,7 +136,8 @@ def draw_grid(axes: "Axes", timeline: Timeline, points: float, units: Units) -> 
     framed = [dataclasses.replace(box, height=1) for box in boxes_of(timeline) if _is_upper_half(box)]
     if framed:
         line = min(0.9, 0.12 * points * min(box.end - box.start for box in framed))
-        _draw_boxes(axes, framed, "pairs", facecolors="none", edgecolors=INK, linewidths=line)
+        corners = [box.corners for box in framed]
+        _draw_boxes(axes, corners, "pairs", facecolors="none", edgecolors=INK, linewidths=line)
     _draw_sends(axes, timeline)
     _draw_bound(axes, timeline, units)
     _tidy_grid(axes, timeline)
@@ -157,11 +147,16 @@ def _is_upper_half(box: Box) -> bool:
     return box.height < 1 and box.top == int(box.top)
 
 
-def _draw_boxes(axes: "Axes", boxes: Sequence[Box], name: str, **style: Any) -> None:
+def _draw_boxes(axes: "Axes", corners: Sequence[_Corners], name: str, **style: Any) -> None:
     from matplotlib.collections import PolyCollection
 
-    corners = [_corners(box.start, box.end, box.top, box.height) for box in boxes]
     axes.add_collection(PolyCollection(corners, gid=name, **style))
+
+
+def _draw_lines(axes: "Axes", lines: Sequence[_Corners], name: str, **style: Any) -> None:
+    from matplotlib.collections import LineCollection
+
+    axes.add_collection(LineCollection(lines, gid=name, **style))
 
 
 def _tidy_grid(axes: "Axes", timeline: Timeline) -> None:
@@ -180,7 +175,7 @@ def _edges(top: float, height: float) -> tuple[float, float]:
     return top + gap * (top == int(top)), top + height - gap * (top + height == int(top + height))
 
 
-def _corners(start: float, end: float, top: float, height: float) -> list[tuple[float, float]]:
+def _corners(start: float, end: float, top: float, height: float) -> _Corners:
     high, low = _edges(top, height)
     return [(start, high), (end, high), (end, low), (start, low)]
 
@@ -200,8 +195,6 @@ def _write_number(axes: "Axes", box: Box, size: float, ink: str) -> None:
 
 
 def _underline(axes: "Axes", boxes: Sequence[Box], sizes: Sequence[float], points: float, ink: str) -> None:
-    from matplotlib.collections import LineCollection
-
     lines = []
     for box, size in zip(boxes, sizes, strict=True):
         if size:
@@ -209,7 +202,7 @@ def _underline(axes: "Axes", boxes: Sequence[Box], sizes: Sequence[float], point
             below = sum(_edges(box.top, box.height)) / 2 + 0.52 * size / (ROW * POINTS)
             half = 0.32 * size * len(str(box.action.microbatch)) / points
             lines.append([(middle - half, below), (middle + half, below)])
-    axes.add_collection(LineCollection(lines, gid="underlines", colors=ink, linewidths=0.09 * max(sizes)))
+    _draw_lines(axes, lines, "underlines", colors=ink, linewidths=0.09 * max(sizes))
 
 
 def write_beside(axes: "Axes", rank: int, text: str, colour: str) -> None:

@@ -9,6 +9,7 @@ from dualpipe_jax.arguments import typechecked
 from dualpipe_jax.schedule.blame import Link
 from dualpipe_jax.schedule.dataflow import made_by, needed_by
 from dualpipe_jax.schedule.ir import Action, Op, Placement, Slot
+from dualpipe_jax.schedule.replay import kind_of
 from dualpipe_jax.schedule.simulate import Timeline
 
 _Event = dict[str, Any]
@@ -89,7 +90,7 @@ def _slices(timeline: Timeline, us: _Microseconds) -> Iterator[_Event]:
     placement = timeline.schedule.placement
     for rank, order in enumerate(timeline.schedule.orders):
         for slot, start, end in zip(order, timeline.starts[rank], timeline.ends[rank], strict=True):
-            kind = slot[0].op.value if len(slot) == 1 else "FB"
+            kind = kind_of(slot)
             each = [_about(placement, action) for action in slot]
             args = each[0] if len(each) == 1 else dict(zip(("forward", "backward"), each, strict=True))
             span = us(start), us(end)
