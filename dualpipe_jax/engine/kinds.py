@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
@@ -144,10 +143,8 @@ class Kind(ForwardKind):
             )
         }
         counts = [len(jax.tree.leaves(tree)) for tree in (*params, seen[0], seen[1].batch)]
-        has = iter([*plan.params.has_gradient, *plan.x.has_gradient])
-        numbers = [
-            tuple(i for i, there in enumerate(itertools.islice(has, count)) if there) for count in counts
-        ]
+        has = cut([*plan.params.has_gradient, *plan.x.has_gradient], *counts)
+        numbers = (tuple(i for i, there in enumerate(part) if there) for part in has)
         self.own, self.shared, self.x, self.batch = numbers
         self.floating_x = tuple(i for i, leaf in enumerate(jax.tree.leaves(seen[0])) if is_floating(leaf))
         self.keep_input = plan.keep_input

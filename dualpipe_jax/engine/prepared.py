@@ -15,7 +15,7 @@ from dualpipe_jax.engine.trees import Vary, zeros
 from dualpipe_jax.parallel import PP
 from dualpipe_jax.schedule import Placement
 from dualpipe_jax.split.hoist import Hoisted
-from dualpipe_jax.split.leaves import is_floating
+from dualpipe_jax.split.leaves import cut, is_floating
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,9 +84,9 @@ class Prepared:
         stages = []
         for local, ((own, _), given) in enumerate(zip(params, gradients, strict=True)):
             count = len(jax.tree.leaves(own))
-            total, at = [*given[:count], *of_shared], count
-            for number, kind in enumerate(self.kinds):
-                of_values, at = given[at : at + len(kind.values)], at + len(kind.values)
+            of_own, *of_kinds = cut(given, count, *(len(kind.values) for kind in self.kinds))
+            total = [*of_own, *of_shared]
+            for number, of_values in enumerate(of_kinds):
                 if any(g is not None for g in of_values):
                     total = _added(total, self._led_back(number, local, (own, shared), of_values))
             stages.append(total[:count])

@@ -210,11 +210,7 @@ class _Pair:
         self.fresh.clear()
 
     def _condense(self, value: Value, reach: Sequence[Work]) -> bool:
-        """Reduce and cast what was made as far as that takes less room; whether anything was done for it.
-
-        Arguments:
-          reach: see ``_within_reach``.
-        """
+        """Reduce and cast what was made as far as that takes less room; whether anything was done for it."""
         chain = _following(value, reach)
         if not chain:
             return False

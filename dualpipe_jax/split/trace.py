@@ -10,7 +10,7 @@ import numpy as np
 
 from dualpipe_jax.split.graph import Atom, Node, Program, Value, is_zero
 from dualpipe_jax.split.jaxprs import Reader, cotangents_p, value_of
-from dualpipe_jax.split.leaves import is_floating
+from dualpipe_jax.split.leaves import cut, is_floating
 from dualpipe_jax.split.slices import zero_values
 from dualpipe_jax.split.widen import widen
 
@@ -73,20 +73,20 @@ def trace_backward(
     inputs = tuple(value_of(v.aval) for v in closed.jaxpr.invars)
     outputs = reader.read(closed.jaxpr, closed.consts, inputs)
     num_params = len(jax.tree.leaves(params))
-    num_y, num_aux = box["counts"]
-    given, gradients = iter(reader.cotangents), iter(outputs[num_y + num_aux :])
+    y, aux, of_wanted = cut(outputs, *box["counts"], sum(wanted))
+    given, gradients = iter(reader.cotangents), iter(of_wanted)
     zeros = zero_values(reader.nodes)
     every = [_unless_zero(next(gradients), zeros) if want else None for want in wanted]
     backward, dparams = tuple(reader.nodes[reader.boundary :]), tuple(every[:num_params])
     if sums is not None:
-        others = [*outputs[: num_y + num_aux], *(dx for dx in every[num_params:] if dx is not None)]
+        others = [*y, *aux, *(dx for dx in every[num_params:] if dx is not None)]
         backward, dparams = widen(backward, dparams, sums, others)
     return JointTrace(
         params=inputs[:num_params],
         x=inputs[num_params:],
         forward=tuple(reader.nodes[: reader.boundary]),
-        y=tuple(outputs[:num_y]),
-        aux=tuple(outputs[num_y : num_y + num_aux]),
+        y=tuple(y),
+        aux=tuple(aux),
         dy=tuple(next(given) if float_ else None for float_ in box["floats"]),
         backward=backward,
         dparams=dparams,
