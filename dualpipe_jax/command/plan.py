@@ -9,6 +9,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from tyro.conf import Fixed, Suppress, arg
 
+from dualpipe_jax.command.dryrun import remedies
 from dualpipe_jax.command.options import CommandError, Count, Output
 from dualpipe_jax.command.output import say_written, show, show_json
 from dualpipe_jax.command.overlap import RatesFile, TargetName
@@ -19,6 +20,7 @@ from dualpipe_jax.pods.cache import Cache, default_folder
 from dualpipe_jax.pods.plain import plain
 from dualpipe_jax.pods.plan import Plan as Chosen
 from dualpipe_jax.pods.planner import Choice, Wanted, layout_of
+from dualpipe_jax.pods.results import Answer
 from dualpipe_jax.present.numbers import gib, in_runs, percent
 from dualpipe_jax.present.table import Table
 from dualpipe_jax.step_options import Shard
@@ -46,15 +48,16 @@ class Given(Chosen):
 @dataclasses.dataclass(frozen=True)
 class Plan:
     """Choose what makes a step shortest within a device's memory, by the compiler's model: schedule, microbatches,
-    what is computed again, stashed and shared out. Units of work are compiled once for each case and kept;
-    interrupted, the same command goes on where it was. Exit status 1 where nothing fits.
+    what is computed again, stashed and shared out. Units of work are compiled once for each case and kept, the
+    case with the least bound first, and none whose bound is no shorter than the best step so far. Interrupted, the
+    same command goes on where it was. Exit status 1 where nothing fits.
 
     dualpipe plan --target v5p:8x8x16 --program v3 --pp 16 --sequence 2048 --tokens-per-step 8388608 -o plan.json
     """
 
     COMMON: ClassVar = (
         "target", "program", "pp", "sequence", "tokens-per-step", "per-device", "schedule", "remat", "dispatch",
-        "capacity-factor", "output", "json",
+        "capacity-factor", "cpu-minutes", "output", "json",
     )  # fmt: skip
 
     target: TargetName
@@ -65,8 +68,7 @@ class Plan:
     microbatches for each rank, of one sequence for each device."""
     pp: tuple[int, ...] = ()
     """Numbers of pipeline ranks to choose from. The experts take the rest of the devices: ep is their number
-    divided by pp and dp. If left out, all up to 32 that divide the devices, which takes long, for each is
-    compiled."""
+    divided by pp and dp. If left out, all up to 32 that divide the devices."""
     dp: tuple[int, ...] = (1,)
     """Numbers of replicas of the whole to choose from. Each has its part of the devices for pipeline and
     experts."""
@@ -91,10 +93,10 @@ class Plan:
     units of the first and the last stage promise a step that is 1 % shorter than the best so far. 0 moves no
     layers."""
     cpu_minutes: Annotated[float, arg(metavar="MINUTES")] = 40.0
-    """CPU minutes for compiling and counting. No case is begun that may not end within them, by the longest so far;
-    the first one always is. 0: no limit."""
+    """CPU minutes for counting and compiling. The case with the least bound is always compiled, another one if
+    it will end within them, by the longest so far. 0: no limit."""
     whole: bool = False
-    """Compile every case that may fit, and exclude none by its bound."""
+    """Compile every case of which a plan fits, and exclude none by its bound. Takes hours for large models."""
     best: int = 10
     """Number of plans to print."""
     cache: Annotated[Path | None, arg(metavar="DIR")] = None
@@ -123,7 +125,7 @@ class Plan:
             )
             print(f"interrupted: {left}", file=sys.stderr)
             return 130
-        return self.tell(search)
+        return self.tell(search, None if planner.ranked(search.choices) else search.nearest())
 
     @property
     def wanted(self) -> Wanted:
@@ -156,14 +158,18 @@ class Plan:
             moves=self.move_layers,
         )
 
-    def tell(self, search: Search) -> int:
+    def tell(self, search: Search, nearest: Answer | None = None) -> int:
+        """Print what was found; ``nearest`` is the plan that needs least of those that do not fit."""
         plans, refused = planner.ranked(search.choices), planner.nearest(search.choices)
         if self.output is not None and plans:
             self.output.write_text(json.dumps(as_file(plans[0], self.target), indent=2) + "\n")
             say_written(self.output)
         if self.json:
             found = {"plans": list(map(row, plans)), "refused": list(map(row, refused))}
-            show_json({"target": self.target} | found | {"excluded": list(map(plain, search.excluded))})
+            found |= {"excluded": list(map(plain, search.excluded))}
+            show_json(
+                {"target": self.target} | found | {"nearest": None if nearest is None else plain(nearest)}
+            )
             return 0 if plans else 1
         title = f"{self.given.model} on {self.target}: {len(plans)} plans fit"
         parts: list[str | Table] = [title]
@@ -181,10 +187,21 @@ class Plan:
             parts += ["\n" + excluded_words(search.excluded) + "\n", exclusions(search.excluded[: self.best])]
         if refused:
             parts += ["\nwhat cannot be had, of each kind what needs least\n", refusals(refused)]
+        if nearest is not None and nearest.memory is not None and nearest.memory.limit is not None:
+            parts += [f"\n{_words(nearest)}", *remedies(nearest.memory, nearest.memory.limit)]
         if self.output is not None and plans:
             parts += [f"\nthe best is written to {self.output}"]
         show(*parts)
         return 0 if plans else 1
+
+
+def _words(nearest: Answer) -> str:
+    plan, memory = nearest.program, nearest.memory
+    assert plan is not None and memory is not None
+    how = f"--schedule {plan.schedule} --pp {plan.pp} --ep {plan.ep} --microbatch-size {plan.batch}"
+    how += f" --remat {plan.remat}"
+    stash = "" if plan.max_stash is None else f" --max-stash {plan.max_stash}"
+    return f"{how} --shard {plan.shard}{stash} needs least, {gib(memory.needed)} GiB"
 
 
 def row(choice: Choice) -> dict[str, Any]:

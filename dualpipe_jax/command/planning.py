@@ -9,7 +9,7 @@ from pathlib import Path
 from dualpipe_jax.command.options import CommandError, Died
 from dualpipe_jax.command.overlap import study
 from dualpipe_jax.pods import planner
-from dualpipe_jax.pods.bounds import Bounds, Excluded
+from dualpipe_jax.pods.bounds import Bounds, Cut, Excluded
 from dualpipe_jax.pods.cache import Cache
 from dualpipe_jax.pods.plan import Plan
 from dualpipe_jax.pods.planner import Case, Choice, Prices, Wanted, layout_of
@@ -76,50 +76,54 @@ class Search:
     def _consider_by_bounds(self, cases: Sequence[Case], wanted: Wanted, shards: Sequence[Shard]) -> None:
         self.left = len(cases)
         bounds = Bounds(cases)
-        self._count(bounds, wanted, shards)
-        open_cases = bounds.open()
-        self._say_bounds(bounds, open_cases)
-        while open_cases:
+        self._count_one_of_each(bounds, wanted, shards)
+        self._say_bounds(bounds)
+        tried: set[Case] = set()
+        while open_cases := [case for case in bounds.open() if case not in tried]:
             self.left = len(open_cases)
-            case = min(open_cases, key=bounds.seconds)
-            if bounds.seconds(case) >= self.shortest or not self._clock.lasts():
+            case = bounds.next(open_cases)
+            least = bounds.seconds(case)
+            if least >= self.shortest or not self._clock.lasts():
                 break
-            open_cases.remove(case)
+            if not bounds.is_counted(Cut.of(case.plan)):
+                self._count(bounds, Cut.of(case.plan), shards)
+                continue
+            tried.add(case)
             known = len(self.prices)
             with self._clock:
-                self.consider(
-                    case, shards, f"at least {bounds.seconds(case):.4g} s, {len(open_cases)} cases left"
-                )
+                self.consider(case, shards, f"at least {least:.4g} s, {len(open_cases) - 1} cases left")
             for prices in self.prices[known:]:
                 bounds.learn(prices)
         for case in sorted(open_cases, key=bounds.seconds):
             longer = bounds.seconds(case) >= self.shortest
-            self.excluded.append(
-                bounds.excluded(case, "longer than the best" if longer else "no CPU minutes left")
-            )
+            why = "longer than the best" if longer else "no CPU minutes left"
+            self.excluded.append(bounds.excluded(case, why))
 
-    def _count(self, bounds: Bounds, wanted: Wanted, shards: Sequence[Shard]) -> None:
-        """Count one case of each cut, with as much shared out as may be."""
+    def _count_one_of_each(self, bounds: Bounds, wanted: Wanted, shards: Sequence[Shard]) -> None:
+        """Count one cut of each way to compute again and to reach experts, so that the work of all is known."""
         cuts = bounds.cuts()
         for number, cut in enumerate(cuts, start=1):
             plan = bounds.standing_for(cut)
-            if not self._is_told_apart(plan, wanted):
+            if bounds.knows(cut) or not self._is_told_apart(plan, wanted):
                 continue
-            if known := bounds.cannot_fit(cut):
-                self.choices += known
-                continue
-            error: Exception | None = None
-            try:
-                counted = self.ask(
-                    planner.shared(plan, shards[-1]), "nothing", f"cut {number} of {len(cuts)}"
-                )
-                self.choices += bounds.take(cut, counted)
-            except (Died, CommandError) as failed:
-                error = failed
-                self.choices += [
-                    Choice(own, refused=_why(error)) for case in bounds.cases[cut] for own in case.plans
-                ]
+            error = self._count(bounds, cut, shards)
             self._ends_if_shared(error, number, bounds.standing_for(cuts[-1]), shards)
+
+    def _count(self, bounds: Bounds, cut: Cut, shards: Sequence[Shard]) -> Exception | None:
+        """Count a cut with as much shared out as may be, unless it cannot fit; returns why it could not be counted."""
+        if known := bounds.cannot_fit(cut):
+            self.choices += known
+            return None
+        plan = bounds.standing_for(cut)
+        name = f"{layout_of(plan)}, {plan.batch} sequences, remat {plan.remat}, {plan.dispatch}"
+        try:
+            counted = self.ask(planner.shared(plan, shards[-1]), "nothing", "counting")
+        except (Died, CommandError) as error:
+            self.choices += [Choice(own, refused=_why(error)) for own in bounds.refuse(cut)]
+            return error
+        self.choices += bounds.take(cut, counted)
+        print(f"{name}: {bounds.words(cut)}", file=sys.stderr)
+        return None
 
     def _is_told_apart(self, plan: Plan, wanted: Wanted) -> bool:
         """Whether a plan's way to the experts makes a difference: the first that is wanted does."""
@@ -144,8 +148,12 @@ class Search:
         known = (choice.seconds for choice in self.choices if not choice.refused)
         return min((seconds for seconds in known if seconds is not None), default=math.inf)
 
-    def _say_bounds(self, bounds: Bounds, cases: Sequence[Case]) -> None:
+    def _say_bounds(self, bounds: Bounds) -> None:
         """What is known before anything is compiled, which takes long."""
+        cases = bounds.open()
+        if not cases:
+            print("no case fits", file=sys.stderr)
+            return
         least = sorted((bounds.excluded(case, "") for case in cases), key=lambda found: found.seconds)
         lines = [f"{len(cases)} cases may fit; by their products and bubbles a step takes at least"]
         for found in least[:_FIRST]:
@@ -178,13 +186,21 @@ class Search:
             self.choices += done
         return None
 
-    def ask(self, plan: Plan, compile: str, title: str) -> Answer:
+    def nearest(self) -> Answer | None:
+        """Of what does not fit, the plan that needs least, counted with options that would make it fit."""
+        known = [choice for choice in self.choices if choice.memory is not None]
+        if not known:
+            return None
+        least = min(known, key=lambda choice: choice.memory or 0.0)
+        return self.ask(least.plan, "nothing", "options that make it fit", hints=True)
+
+    def ask(self, plan: Plan, compile: str, title: str, *, hints: bool = False) -> Answer:
         rates = None if self.rates is None else str(self.rates.absolute())
-        request = Request(plan, self.target, compile, rates=rates)
+        request = Request(plan, self.target, compile, rates=rates, hints=hints)
         known = self.cache.get(request)
         if known is None:
             words = f"{title}: {plan.schedule}, {plan.layout}, {plan.batch} sequences, remat {plan.remat}"
-            known = study(plan, self.target, compile, rates=self.rates, title=words)
+            known = study(plan, self.target, compile, rates=self.rates, title=words, hints=hints)
             self.cache.put(request, known)
         self.dispatches |= known.dropped is not None or plan.ep_nodes > 1
         if known.parameters is not None:
@@ -201,7 +217,7 @@ def _why(error: Exception) -> str:
 
 
 class _Clock:
-    """CPU minutes of the processes that were asked: what was used, and what a case took.
+    """CPU minutes of this process and of those that it asked: what was used, and what a case took.
 
     Used as a context it is a case that runs.
     """
@@ -222,5 +238,5 @@ class _Clock:
 
 
 def _minutes() -> float:
-    used = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return (used.ru_utime + used.ru_stime) / 60
+    used = [resource.getrusage(who) for who in (resource.RUSAGE_CHILDREN, resource.RUSAGE_SELF)]
+    return sum(each.ru_utime + each.ru_stime for each in used) / 60

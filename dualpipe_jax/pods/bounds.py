@@ -1,7 +1,8 @@
 """How short can a step be whose units nobody compiled? From below, by their matrix products; loads no JAX.
 
 A *cut* is all that decides how much work a rank has: the numbers of ranks and replicas, microbatches, remat, dispatch.
-One case of a cut is counted, the rest follow from it, with layers spread evenly over their stages.
+One case of a cut is counted, the rest follow from it, with layers spread evenly over their stages. And until a cut is
+counted it has the work of another one of the same remat and dispatch, in proportion to layers and tokens.
 """
 
 import dataclasses
@@ -43,32 +44,40 @@ class Cut(NamedTuple):
 
 
 class Least:
-    """The least time of steps of one cut.
+    """The least time of steps of a cut.
 
     Args:
-      schedule: of the case that was counted.
+      plan: that was counted.
       counted: what was, on a target whose clock is known.
     """
 
-    def __init__(self, schedule: Schedule, counted: Answer):
+    def __init__(self, plan: Plan, counted: Answer):
         assert counted.target is not None
-        self.counted, self.clock = counted, counted.target.clock
-        self._schedule = schedule
+        self.clock = counted.target.clock
+        self._plan, self._schedule, self._products = plan, schedule_of(plan), counted.products
         self._costs = functools.cache(self._costs_by)
 
-    def seconds(self, schedule: Schedule, factors: Mapping[str, float]) -> float:
+    def seconds(self, plan: Plan, factors: Mapping[str, float]) -> float:
         """Seconds from the first forward to the last backward, each unit ``factors`` times as long as its products."""
+        schedule = schedule_of(plan)
         costs = self._costs(splits(schedule), tuple(sorted(factors.items())))
-        if schedule.placement.num_model_stages != self._schedule.placement.num_model_stages:
-            costs = _spread(costs, self._schedule).for_schedule(schedule)
+        counted = Cut.of(plan) == Cut.of(self._plan)
+        if not counted or schedule.placement.num_model_stages != self._schedule.placement.num_model_stages:
+            work = _work(plan) / _work(self._plan)
+            costs = _spread(costs, self._schedule).divided(1 / work).for_schedule(schedule)
         return simulate(schedule, costs).makespan / self.clock
 
     def _costs_by(self, split: bool, factors: tuple[tuple[str, float], ...]) -> CostModel:
         by_op = dict(factors)
-        products = self.counted.products
+        products = self._products
         units = {key: _times(unit, by_op.get(key.op, 1.0)) for key, unit in products.items()}
         pair = by_op.get("FB", 1.0) * _pair(products)
         return dataclasses.replace(unit_costs(units, 0.0, split=split), FB=pair)
+
+
+def _work(plan: Plan) -> float:
+    """What a rank does for a microbatch grows with its layers and a device's sequences."""
+    return plan.batch / (plan.dp * plan.ep) / plan.pp
 
 
 def _times(unit: Unit, factor: float) -> Unit:
@@ -126,18 +135,26 @@ class Bounds:
             self.cases.setdefault(Cut.of(case.plan), []).append(case)
         self.factors: dict[str, float] = {}
         self._least: dict[Cut, Least] = {}
+        self._work: dict[tuple[str, str], Least] = {}  # by dispatch and remat
         self._too_much: dict[Cut, str] = {}
         self._may_fit: dict[Case, list[Plan]] = {}
         self._of = functools.cache(self._bound)
 
     def cuts(self) -> list[Cut]:
-        """In the order in which to count them: before each all that keep no more than it does."""
-        return sorted(self.cases, key=lambda cut: (cut.microbatch_size, -REMATS.index(cut.remat)))
+        """In the order in which to count them: what keeps least of few sequences first, of short stages."""
+        return sorted(self.cases, key=lambda cut: (-REMATS.index(cut.remat), cut.microbatch_size, -cut.pp))
 
     def standing_for(self, cut: Cut) -> Plan:
         """The plan of a cut to count: one of the fewest stages."""
         plans = (case.plan for case in self.cases[cut])
         return min(plans, key=lambda plan: schedule_of(plan).placement.num_model_stages)
+
+    def knows(self, cut: Cut) -> bool:
+        """Whether its work is known, from itself or from another."""
+        return self._least_of(cut) is not None
+
+    def is_counted(self, cut: Cut) -> bool:
+        return cut in self._least
 
     def take(self, cut: Cut, counted: Answer) -> list[Choice]:
         """What was counted of a cut's plan, with as much shared out as may be. Returns what cannot fit.
@@ -147,15 +164,15 @@ class Bounds:
         """
         assert counted.memory is not None and counted.memory.limit is not None
         plan, limit, refused = self.standing_for(cut), counted.memory.limit, []
-        self._least[cut] = Least(schedule_of(plan), counted)
+        self._least[cut] = Least(plan, counted)
+        self._work.setdefault((cut.dispatch, cut.remat), self._least[cut])
         for case in self.cases[cut]:
             sizes = {own: needed(own, counted.memory.share) for own in case.plans}
-            if fit := [own for own, size in sizes.items() if size <= _SURELY * limit]:
-                self._may_fit[case] = fit
-                continue
-            why = {own: too_much(size, limit, "counted") for own, size in sizes.items()}
-            refused += [Choice(own, memory=sizes[own], refused=why[own]) for own in case.plans]
-        if not any(case in self._may_fit for case in self.cases[cut]):
+            self._may_fit[case] = [own for own, size in sizes.items() if size <= _SURELY * limit]
+            if not self._may_fit[case]:
+                why = {own: too_much(size, limit, "counted") for own, size in sizes.items()}
+                refused += [Choice(own, memory=sizes[own], refused=why[own]) for own in case.plans]
+        if not any(map(self._may_fit.get, self.cases[cut])):
             self._too_much[cut] = min(refused, key=lambda choice: choice.memory or 0.0).refused
         return refused
 
@@ -163,14 +180,37 @@ class Bounds:
         """The plans of a cut that keeps no less than one of which none fits; empty if there is no such."""
         for less, why in self._too_much.items():
             if cut.needs_no_less(less):
-                self._too_much[cut] = why
                 words = f"not counted: remat {less.remat} of {less.microbatch_size} sequences {why}"
-                return [Choice(plan, refused=words) for case in self.cases[cut] for plan in case.plans]
+                return [Choice(plan, refused=words) for plan in self.refuse(cut)]
         return []
 
+    def refuse(self, cut: Cut) -> list[Plan]:
+        """Its plans, none of which can be had."""
+        for case in self.cases[cut]:
+            self._may_fit[case] = []
+        return [plan for case in self.cases[cut] for plan in case.plans]
+
+    def words(self, cut: Cut) -> str:
+        """What is known of a cut that was counted: how many cases may fit, and the least bound; or what it needs."""
+        if cut in self._too_much:
+            return self._too_much[cut]
+        fit = [case for case in self.cases[cut] if self._may_fit[case]]
+        return f"{len(fit)} cases may fit, at least {min(map(self.seconds, fit)):.4g} s"
+
     def open(self) -> list[Case]:
-        """The cases of which some plan may fit."""
-        return list(self._may_fit)
+        """The cases whose work is known and of which some plan may fit."""
+        known = [case for cut, cases in self.cases.items() if self.knows(cut) for case in cases]
+        return [case for case in known if self._may_fit.get(case, case.plans)]
+
+    def next(self, cases: Sequence[Case]) -> Case:
+        """The one with the least bound; of those that are as good as equal the one that keeps least."""
+
+        def key(case: Case) -> tuple[float, int, float]:
+            seconds = self.seconds(case)
+            alike = round(math.log(seconds) / _ALIKE) if seconds else 0
+            return alike, -REMATS.index(case.plan.remat), seconds
+
+        return min(cases, key=key)
 
     def learn(self, prices: Prices) -> None:
         """Units come as near to their products' time as these, or farther."""
@@ -178,18 +218,27 @@ class Bounds:
             self.factors[op] = min(max(1.0, MARGIN * factor), self.factors.get(op, math.inf))
 
     def seconds(self, case: Case) -> float:
-        return self._of(case, tuple(sorted(self.factors.items())))[0]
+        return self.excluded(case, "").seconds
 
     def excluded(self, case: Case, why: str) -> Excluded:
-        seconds, plan = self._of(case, tuple(sorted(self.factors.items())))
+        counted, factors = self.is_counted(Cut.of(case.plan)), tuple(sorted(self.factors.items()))
+        seconds, plan = self._of(case, factors, counted)
         return Excluded(plan, seconds, why)
 
-    def _bound(self, case: Case, factors: tuple[tuple[str, float], ...]) -> tuple[float, Plan]:
-        least, known = self._least[Cut.of(case.plan)], dict(factors)
-        found = {plan: least.seconds(schedule_of(plan), known) for plan in self._may_fit[case]}
+    def _least_of(self, cut: Cut) -> Least | None:
+        return self._least.get(cut) or self._work.get((cut.dispatch, cut.remat))
+
+    def _bound(self, case: Case, factors: tuple[tuple[str, float], ...], counted: bool) -> tuple[float, Plan]:
+        del counted  # or a cut that is counted now would keep the bound that it had
+        least, known = self._least_of(Cut.of(case.plan)), dict(factors)
+        assert least is not None
+        found = {plan: least.seconds(plan, known) for plan in self._may_fit.get(case, case.plans)}
         best = min(found, key=found.__getitem__)
         return found[best], best
 
+
+_ALIKE = 0.01
+"""Bounds that differ by less than this share tell nothing of which case is better."""
 
 _SURELY = 1.1
 """What needs this many times as much memory as there is does not fit, whatever is told apart later."""

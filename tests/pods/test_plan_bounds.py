@@ -3,6 +3,7 @@
 import dataclasses
 import math
 import random
+import re
 
 import pytest
 
@@ -11,14 +12,18 @@ from dualpipe_jax.command.options import CommandError
 from dualpipe_jax.pods import planner
 from dualpipe_jax.pods.bounds import MARGIN, Bounds, Cut, Least
 from dualpipe_jax.pods.results import Unit
-from dualpipe_jax.schedule import one_f_one_b, zb_h1
 from tests.pods.test_planner import BASE, CYCLES, GIB, PRODUCTS, TARGET, answer, keyed, wanted
 
 CLOCK = 1.5e9
 
 
-def counted(schedule="1f1b", **more):
-    return answer(dataclasses.replace(BASE, schedule=schedule, pp=4, microbatches=8), "nothing", **more)
+def plan(schedule, pp=4, microbatches=8, **more):
+    chosen = {"ep": 8 // pp, "microbatch_size": 8 // pp, "microbatches": microbatches}
+    return dataclasses.replace(BASE, schedule=schedule, pp=pp, **(chosen | more))
+
+
+def counted(schedule="one_f_one_b", **more):
+    return answer(plan(schedule), "nothing", **more)
 
 
 def units(cycles):
@@ -27,10 +32,10 @@ def units(cycles):
 
 def test_the_least_step_by_hand():
     """1F1B on p ranks with m microbatches: (m + p - 1)(F + B) where all stages take as long."""
-    least, f, b = Least(one_f_one_b(4, 8), counted()), PRODUCTS["F"], PRODUCTS["B"]
-    assert least.seconds(one_f_one_b(4, 8), {}) == pytest.approx(11 * (f + b) / CLOCK)
-    assert least.seconds(one_f_one_b(4, 8), {"F": 2.0}) == pytest.approx(11 * (2 * f + b) / CLOCK)
-    halves = least.seconds(zb_h1(4, 8), {})
+    least, f, b = Least(plan("one_f_one_b"), counted()), PRODUCTS["F"], PRODUCTS["B"]
+    assert least.seconds(plan("one_f_one_b"), {}) == pytest.approx(11 * (f + b) / CLOCK)
+    assert least.seconds(plan("one_f_one_b"), {"F": 2.0}) == pytest.approx(11 * (2 * f + b) / CLOCK)
+    halves = least.seconds(plan("zb_h1"), {})
     assert 8 * (f + b) / CLOCK < halves < 11 * (f + b) / CLOCK
 
 
@@ -40,12 +45,27 @@ def test_stages_that_were_not_counted_have_an_even_share():
     products = {"F": f, "I": f, "W": f, "B": 2 * f}
     last = {f"{op}/last": 3 * cycles for op, cycles in products.items()}
     found = dataclasses.replace(counted(), products=units(products | last))
-    same = Least(one_f_one_b(4, 8), found).seconds(one_f_one_b(4, 8), {})
+    least = Least(plan("one_f_one_b"), found)
+    same = least.seconds(plan("one_f_one_b"), {})
     assert same * CLOCK > 8 * 9 * f, "the last rank alone"
     even = 6 / 4 * f  # a stage's F
-    v_shaped = planner.schedule_of(dataclasses.replace(BASE, schedule="zb_v", pp=4, microbatches=64))
-    long = Least(one_f_one_b(4, 64), found).seconds(v_shaped, {})
+    long = least.seconds(plan("zb_v", microbatches=64), {})
     assert long * CLOCK == pytest.approx(64 * 3 * even, rel=0.1) and long * CLOCK > 64 * 3 * even
+
+
+def test_a_stage_of_a_v_counts_half_of_a_stage_in_line():
+    least = Least(plan("v_half"), counted("v_half"))
+    both = 2 * (PRODUCTS["F"] + PRODUCTS["B"])
+    assert least.seconds(plan("one_f_one_b"), {}) == pytest.approx(11 * both / CLOCK)
+
+
+def test_a_cut_that_was_not_counted_has_the_work_of_another():
+    """Half the ranks have twice the layers; a microbatch of as many sequences has half of them on each device."""
+    least, both = Least(plan("one_f_one_b"), counted()), PRODUCTS["F"] + PRODUCTS["B"]
+    two_ranks = plan("one_f_one_b", pp=2, microbatch_size=2)
+    assert least.seconds(two_ranks, {}) == pytest.approx(9 * 2 * both / 2 / CLOCK)
+    two_each = plan("one_f_one_b", pp=2, microbatch_size=8)
+    assert least.seconds(two_each, {}) == pytest.approx(9 * 2 * both * 2 / CLOCK)
 
 
 def test_units_come_no_nearer_to_their_products_than_those_that_were_compiled():
@@ -80,9 +100,7 @@ def test_what_keeps_no_less_than_what_does_not_fit_is_not_counted():
         for size, remat, shard, compile in asked
         if (shard, compile) == ("parameters", "nothing")
     ]
-    assert list(dict.fromkeys(count)) == [(4, "all"), (4, "wide"), (8, "all")], (
-        "none, dots, and 8 with wide need more"
-    )
+    assert list(dict.fromkeys(count)) == [(4, "all"), (4, "wide")], "none and dots keep more than wide"
     why = {(c.plan.microbatch_size, c.plan.remat): c.refused for c in search.choices if c.refused}
     assert "not counted" not in why[4, "wide"] and len(why) == 7
     assert why[8, "none"].startswith("not counted: remat wide of 4 sequences needs 102.0 GiB of 16.0")
@@ -164,9 +182,15 @@ def test_what_is_told_before_anything_is_compiled(capsys):
     search = planning.Search(str(TARGET), None, None)
     search.ask = lambda plan, compile, title: answer(plan, compile)
     search.explore(wanted())
-    first, *rest = capsys.readouterr().err.splitlines()
+    cut, first, *rest = capsys.readouterr().err.splitlines()
+    assert re.fullmatch(r"2 x 4, 4 sequences, remat all, capacity: 2 cases may fit, at least \d.\d+ s", cut)
     assert first == "2 cases may fit; by their products and bubbles a step takes at least"
     assert [line.split(": ")[1].split(",")[0] for line in rest] == ["dualpipe", "zb_h1"]
+    search.ask = lambda plan, compile, title: answer(plan, compile, memory=GIB)
+    search.explore(wanted())
+    (cut, none) = capsys.readouterr().err.splitlines()
+    assert re.fullmatch(r"2 x 4, 4 sequences, remat all, capacity: needs \d+.\d GiB of 1.0, counted", cut)
+    assert none == "no case fits"
 
 
 def test_a_fault_of_all_cuts_ends_the_search():

@@ -28,6 +28,7 @@ from dualpipe_jax.pods.results import (
     Overheads,
     Parameters,
     Prediction,
+    Remedy,
     Shares,
     Unit,
 )
@@ -214,7 +215,7 @@ def studied(monkeypatch):
     """Dry runs are answered at once; what was asked, and what happens at the n-th."""
     asked, events = [], {}
 
-    def study(plan, target, compile, rates=None, title=None):
+    def study(plan, target, compile, rates=None, title=None, hints=False):
         asked.append((plan, compile))
         if (event := events.get(len(asked))) is not None:
             raise event
@@ -267,7 +268,7 @@ def test_the_best_plans_are_printed_and_kept(studied, tmp_path, capsys):
 def test_programs_that_grow_with_their_stages_are_told(studied, tmp_path, capsys, monkeypatch):
     several = itertools.count(100)
 
-    def study(plan, target, compile, rates=None, title=None):
+    def study(plan, target, compile, rates=None, title=None, hints=False):
         return dataclasses.replace(answer(plan, compile), parameters=Parameters(next(several) // 3, 1, 1))
 
     monkeypatch.setattr(planning, "study", study)
@@ -275,7 +276,7 @@ def test_programs_that_grow_with_their_stages_are_told(studied, tmp_path, capsys
     assert "these are different models, of 33, 34, 35 parameters" in capsys.readouterr().out
 
 
-def layered(plan, compile, rates=None, title=None, own=(3, 2, 2, 2)):
+def layered(plan, compile, rates=None, title=None, hints=False, own=(3, 2, 2, 2)):
     """Four stages of layers that take 1e6 cycles forwards and twice that backwards; a head as much as two layers."""
     layers = plan.stage_layers or own
     deep = {"/first": layers[0], "": max(layers[1:-1]), "/last": layers[-1] + 2}
@@ -356,11 +357,37 @@ def test_a_case_that_fails_is_not_the_end(studied, tmp_path, capsys):
         assert words in out
 
 
+def test_where_nothing_fits_options_are_told_that_would_make_it_fit(monkeypatch, tmp_path, capsys):
+    asked = []
+
+    def study(plan, target, compile, rates=None, title=None, hints=False):
+        found = answer(plan, compile, memory=GIB)
+        if hints:
+            asked.append(plan)
+            remedy = Remedy("--remat all", GIB // 2, "layers are computed again")
+            found = dataclasses.replace(found, memory=dataclasses.replace(found.memory, remedies=(remedy,)))
+        return found
+
+    monkeypatch.setattr(planning, "study", study)
+    assert planned(tmp_path) == 1
+    out = capsys.readouterr().out
+    (least,) = asked
+    assert least.shard == "parameters" and least.schedule == "one_f_one_b"
+    assert "--schedule one_f_one_b --pp 2 --ep 4 --microbatch-size 4 --remat all --shard parameters" in out
+    assert re.search(
+        r"it fits with these options:\n\n.*\n.*--remat all +0\.50 +layers are computed again", out
+    )
+    assert planned(tmp_path, "--json") == 1
+    found = json.loads(capsys.readouterr().out)
+    assert found["nearest"]["memory"]["remedies"][0]["option"] == "--remat all" and len(asked) == 1, "kept"
+
+
 REFUSED = {
     "--pp 0": "--pp 0: must be at least 1",
     "--pp 3": "--pp 3: must divide the target's 8 devices",
     "--tokens-per-step 0": "--tokens-per-step 0: must be at least 1",
     "--schedule dualpip": "there is no schedule 'dualpip'; did you mean dualpipe",
+    "--cpu-minutes -1": "--cpu-minutes -1: must be at least 0",
     "--move-layers -1": "--move-layers -1: must be at least 0",
     "-o no/plan.json": "--output no/plan.json: there is no folder no",
 }
@@ -498,7 +525,7 @@ def test_replicas_hold_the_same_and_share_a_microbatch():
 def test_the_update_is_compiled_in_a_form_that_fits(studied, tmp_path, monkeypatch):
     asked, _ = studied
 
-    def large(plan, target, compile, rates=None, title=None):
+    def large(plan, target, compile, **more):
         asked.append((plan, compile))
         fixed = {"nothing": 20 * GIB, "optimizer": 3 * GIB, "parameters": 2 * GIB}[plan.shard]
         return answer(plan, compile, fixed=fixed)
