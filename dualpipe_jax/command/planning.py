@@ -155,7 +155,7 @@ class Search:
             print("no case fits", file=sys.stderr)
             return
         least = sorted((bounds.excluded(case, "") for case in cases), key=lambda found: found.seconds)
-        lines = [f"{len(cases)} cases may fit; by their products and bubbles a step takes at least"]
+        lines = [f"{len(cases)} cases are left; by their products and bubbles alone a step takes at least"]
         for found in least[:_FIRST]:
             plan = found.plan
             how = f"{plan.num_microbatches} microbatches of {plan.batch}, remat {plan.remat}, {plan.dispatch}"

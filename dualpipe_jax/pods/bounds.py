@@ -203,14 +203,12 @@ class Bounds:
         return [case for case in known if self._may_fit.get(case, case.plans)]
 
     def next(self, cases: Sequence[Case]) -> Case:
-        """The one with the least bound; of those that are as good as equal the one that keeps least."""
+        """The one with the least bound; of those that differ by less than the margin the one that keeps least."""
 
-        def key(case: Case) -> tuple[float, int, float]:
-            seconds = self.seconds(case)
-            alike = round(math.log(seconds) / _ALIKE) if seconds else 0
-            return alike, -REMATS.index(case.plan.remat), seconds
-
-        return min(cases, key=key)
+        seconds = {case: self.seconds(case) for case in cases}
+        least = min(seconds.values())
+        alike = [case for case in cases if MARGIN * seconds[case] <= least]
+        return min(alike, key=lambda case: (-REMATS.index(case.plan.remat), seconds[case]))
 
     def learn(self, prices: Prices) -> None:
         """Units come as near to their products' time as these, or farther."""
@@ -236,9 +234,6 @@ class Bounds:
         best = min(found, key=found.__getitem__)
         return found[best], best
 
-
-_ALIKE = 0.01
-"""Bounds that differ by less than this share tell nothing of which case is better."""
 
 _SURELY = 1.1
 """What needs this many times as much memory as there is does not fit, whatever is told apart later."""

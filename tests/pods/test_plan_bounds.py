@@ -102,7 +102,7 @@ def test_what_keeps_no_less_than_what_does_not_fit_is_not_counted():
     ]
     assert list(dict.fromkeys(count)) == [(4, "all"), (4, "wide")], "none and dots keep more than wide"
     why = {(c.plan.microbatch_size, c.plan.remat): c.refused for c in search.choices if c.refused}
-    assert "not counted" not in why[4, "wide"] and len(why) == 7
+    assert "not counted" not in why[4, "wide"]
     assert why[8, "none"].startswith("not counted: remat wide of 4 sequences needs 102.0 GiB of 16.0")
 
 
@@ -184,7 +184,7 @@ def test_what_is_told_before_anything_is_compiled(capsys):
     search.explore(wanted())
     cut, first, *rest = capsys.readouterr().err.splitlines()
     assert re.fullmatch(r"2 x 4, 4 sequences, remat all, capacity: 2 cases may fit, at least \d.\d+ s", cut)
-    assert first == "2 cases may fit; by their products and bubbles a step takes at least"
+    assert first == "2 cases are left; by their products and bubbles alone a step takes at least"
     assert [line.split(": ")[1].split(",")[0] for line in rest] == ["dualpipe", "zb_h1"]
     search.ask = lambda plan, compile, title: answer(plan, compile, memory=GIB)
     search.explore(wanted())
