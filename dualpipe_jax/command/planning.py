@@ -58,11 +58,12 @@ class Search:
         else:
             self._consider_by_bounds(cases, wanted, shards)
         self.left = wanted.moves
-        while self.left and (better := planner.moved(self.prices, self.choices, cases)) is not None:
-            if not self._clock.lasts():
+        while self.left and self._clock.lasts():
+            if (better := planner.moved(self.prices, self.choices, cases)) is None:
                 break
             cases.append(better)
-            self.consider(better, shards, f"layers {in_runs(better.plan.stage_layers)}")
+            with self._clock:
+                self.consider(better, shards, f"layers {in_runs(better.plan.stage_layers)}")
             self.left -= 1
         self.left = 0
 
@@ -81,17 +82,18 @@ class Search:
         tried: set[Case] = set()
         while open_cases := [case for case in bounds.open() if case not in tried]:
             self.left = len(open_cases)
-            case = bounds.next(open_cases)
-            least = bounds.seconds(case)
-            if least >= self.shortest or not self._clock.lasts():
+            shorter = [case for case in open_cases if bounds.seconds(case) < self.shortest]
+            if not shorter or not self._clock.lasts():
                 break
+            case = bounds.next(shorter)
             if not bounds.is_counted(Cut.of(case.plan)):
                 self._count(bounds, Cut.of(case.plan), shards)
                 continue
             tried.add(case)
             known = len(self.prices)
             with self._clock:
-                self.consider(case, shards, f"at least {least:.4g} s, {len(open_cases) - 1} cases left")
+                title = f"at least {bounds.seconds(case):.4g} s, {len(shorter) - 1} cases left"
+                self.consider(case, shards, title)
             for prices in self.prices[known:]:
                 bounds.learn(prices)
         for case in sorted(open_cases, key=bounds.seconds):
@@ -144,7 +146,7 @@ class Search:
 
     @property
     def shortest(self) -> float:
-        """Seconds of the best plan so far."""
+        """Seconds of the best plan so far; infinite if there is none."""
         known = (choice.seconds for choice in self.choices if not choice.refused)
         return min((seconds for seconds in known if seconds is not None), default=math.inf)
 

@@ -119,15 +119,34 @@ def test_cuts_that_keep_more():
         assert other.needs_no_less(least) == more, other
 
 
+def test_of_bounds_that_are_nearly_equal_what_keeps_least_goes_first():
+    """Computing all again takes 4 % more products here, 40 % there; less than the margin tells nothing."""
+    for more, first in ((1.04, "all"), (1.4, "none")):
+        compiled = []
+
+        def ask(plan, compile, title, more=more, compiled=compiled):
+            if compile == "units":
+                compiled.append(plan.remat)
+            work = more if plan.remat == "all" else 1.0
+            found = {op: work * cycles for op, cycles in PRODUCTS.items()}
+            return dataclasses.replace(answer(plan, compile), products=units(found))
+
+        search = planning.Search(str(TARGET), None, None)
+        search.ask = ask
+        search.explore(wanted(schedules=("1f1b",), remats=("none", "all")))
+        assert compiled[0] == first
+
+
 def found_by(seed, *, whole):
     """A search over units that take from once to three times their products' time, alike in all cases but for 4 %."""
     rng = random.Random(seed)
     factors = {op: rng.uniform(1, 3) for op in ("F", "B", "I", "W", "FB")}
+    again = {"none": 1.0, "all": rng.uniform(1.0, 1.4)}
     compiled = []
 
     def ask(plan, compile, title):
         own = random.Random(f"{seed} {plan.remat} {plan.microbatch_size} {plan.schedule}")
-        work = plan.microbatch_size / 4 * {"none": 1.0, "all": own.uniform(1.2, 1.4)}[plan.remat]
+        work = plan.microbatch_size / 4 * again[plan.remat]
         products = {op: work * cycles for op, cycles in PRODUCTS.items()} | {"FB": work * 1.6e6}
         cycles = {op: factors[op] * own.uniform(1, 1.04) * least for op, least in products.items()}
         if compile == "units":
@@ -148,7 +167,7 @@ def found_by(seed, *, whole):
 
 def test_the_best_of_all_is_found_with_few_compiled():
     few = many = 0
-    for seed in range(12):
+    for seed in range(5):
         best, compiled, search = found_by(seed, whole=False)
         best_of_all, all_compiled, _ = found_by(seed, whole=True)
         assert best == best_of_all, seed
