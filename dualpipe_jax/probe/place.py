@@ -73,11 +73,11 @@ class Place:
         return jax.device_put(tree, NamedSharding(self.mesh, PartitionSpec(PP, EP)))
 
 
-def seconds(call: Callable[[], Any]) -> float:
-    """The shortest time that a call takes, of three after one that compiles."""
+def seconds(call: Callable[[], Any], repeats: int = 3) -> float:
+    """The shortest time that a call takes, of some after one that compiles."""
     jax.block_until_ready(call())
     taken = []
-    for _ in range(3):
+    for _ in range(repeats):
         started = time.perf_counter()
         jax.block_until_ready(call())
         taken.append(time.perf_counter() - started)
