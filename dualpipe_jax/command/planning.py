@@ -169,8 +169,13 @@ class Search:
         done: list[Choice] = []
         plans: Sequence[Plan] = case.plans
         try:
-            counts = {shard: self.ask(planner.shared(case.plan, shard), "nothing", title) for shard in shards}
+            most = shards[-1]
+            counts = {most: self.ask(planner.shared(case.plan, most), "nothing", title)}
             fit, done = planner.counted(case, counts)
+            if fit and len(shards) > 1:
+                less = {s: self.ask(planner.shared(case.plan, s), "nothing", title) for s in shards[:-1]}
+                counts = less | counts
+                fit, done = planner.counted(case, counts)
             prices = None
             for shard, count in counts.items():
                 plans = [plan for plan in fit if plan.shard == shard]

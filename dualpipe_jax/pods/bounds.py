@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from dualpipe_jax.pods.costs import splits, unit_costs
 from dualpipe_jax.pods.plan import Plan
-from dualpipe_jax.pods.planner import REMATS, Case, Choice, Prices, needed, schedule_of, too_much
+from dualpipe_jax.pods.planner import REMATS, Case, Choice, Prices, layout_of, needed, schedule_of, too_much
 from dualpipe_jax.pods.results import Answer, Unit
 from dualpipe_jax.schedule import CostModel, Schedule, simulate
 from dualpipe_jax.schedule.costs import stages_a_share
@@ -53,19 +53,29 @@ class Least:
 
     def __init__(self, plan: Plan, counted: Answer):
         assert counted.target is not None
-        self.clock = counted.target.clock
-        self._plan, self._schedule, self._products = plan, schedule_of(plan), counted.products
+        self.clock, self.plan = counted.target.clock, plan
+        self._counted, self._schedule, self._products = counted, schedule_of(plan), counted.products
         self._costs = functools.cache(self._costs_by)
 
     def seconds(self, plan: Plan, factors: Mapping[str, float]) -> float:
         """Seconds from the first forward to the last backward, each unit ``factors`` times as long as its products."""
         schedule = schedule_of(plan)
         costs = self._costs(splits(schedule), tuple(sorted(factors.items())))
-        counted = Cut.of(plan) == Cut.of(self._plan)
+        counted = Cut.of(plan) == Cut.of(self.plan)
         if not counted or schedule.placement.num_model_stages != self._schedule.placement.num_model_stages:
-            work = _work(plan) / _work(self._plan)
+            work = _work(plan) / _work(self.plan)
             costs = _spread(costs, self._schedule).divided(1 / work).for_schedule(schedule)
         return simulate(schedule, costs).makespan / self.clock
+
+    def memory(self, plan: Plan) -> tuple[float, float]:
+        """Bytes that a plan of this cut or another needs, about, and those that there are.
+
+        Values of a rank grow with its work. Parameters of a device are taken to stay as many.
+        """
+        memory, work = self._counted.memory, _work(plan) / _work(self.plan)
+        assert memory is not None and memory.limit is not None
+        sizes = {name: memory.share.get(name, 0.0) * work for name in _OF_A_MICROBATCH}
+        return needed(plan, {**memory.share, **sizes}), memory.limit
 
     def _costs_by(self, split: bool, factors: tuple[tuple[str, float], ...]) -> CostModel:
         by_op = dict(factors)
@@ -73,6 +83,9 @@ class Least:
         units = {key: _times(unit, by_op.get(key.op, 1.0)) for key, unit in products.items()}
         pair = by_op.get("FB", 1.0) * _pair(products)
         return dataclasses.replace(unit_costs(units, 0.0, split=split), FB=pair)
+
+
+_OF_A_MICROBATCH = "residual_i", "residual_w", "stash", "boundary"
 
 
 def _work(plan: Plan) -> float:
@@ -182,7 +195,17 @@ class Bounds:
             if cut.needs_no_less(less):
                 words = f"not counted: remat {less.remat} of {less.microbatch_size} sequences {why}"
                 return [Choice(plan, refused=words) for plan in self.refuse(cut)]
-        return []
+        if (alike := self._least_of(cut)) is None:
+            return []
+        about = {plan: alike.memory(plan) for case in self.cases[cut] for plan in case.plans}
+        if any(size <= _PROBABLY * limit for size, limit in about.values()):
+            return []
+        like = f"by those of {layout_of(alike.plan)} and {alike.plan.batch} sequences"
+        self.refuse(cut)
+        return [
+            Choice(plan, memory=size, refused=f"{too_much(size, limit, 'about')}, {like}")
+            for plan, (size, limit) in about.items()
+        ]
 
     def refuse(self, cut: Cut) -> list[Plan]:
         """Its plans, none of which can be had."""
@@ -234,6 +257,9 @@ class Bounds:
         best = min(found, key=found.__getitem__)
         return found[best], best
 
+
+_PROBABLY = 1.25
+"""What needs this many times as much memory as there is, by the sizes of another cut, does not fit by its own."""
 
 _SURELY = 1.1
 """What needs this many times as much memory as there is does not fit, whatever is told apart later."""
