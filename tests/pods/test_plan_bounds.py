@@ -12,7 +12,7 @@ from dualpipe_jax.command.options import CommandError
 from dualpipe_jax.pods import planner
 from dualpipe_jax.pods.bounds import MARGIN, Bounds, Cut, Least
 from dualpipe_jax.pods.results import Unit
-from tests.pods.test_planner import BASE, CYCLES, GIB, PRODUCTS, TARGET, answer, keyed, wanted
+from tests.pods.test_planner import BASE, CYCLES, GIB, PRODUCTS, SIZES, TARGET, answer, keyed, wanted
 
 CLOCK = 1.5e9
 
@@ -221,3 +221,23 @@ def test_a_fault_of_all_cuts_ends_the_search():
     with pytest.raises(CommandError, match="no such program"):
         search.explore(wanted())
     assert search.shortest == math.inf
+
+
+def test_memory_by_another_cut_is_what_a_rank_keeps_for_its_work():
+    """1F1B's first rank keeps as many microbatches as there are ranks; parameters and what is fixed stay."""
+    least = Least(plan("one_f_one_b"), counted())
+    residual, rest = SIZES["residual_w"], SIZES["parameters"] + SIZES["fixed"]
+    assert least.memory(plan("one_f_one_b"))[0] == 4 * residual + rest
+    assert least.memory(plan("one_f_one_b", pp=2, microbatch_size=4))[0] == 2 * 2 * residual + rest
+    assert least.memory(plan("one_f_one_b", microbatch_size=4)) == (2 * 4 * residual + rest, 16 * GIB)
+
+
+def test_what_needs_far_more_by_another_cut_is_not_counted():
+    cases, _ = planner.cases(wanted(tokens=4096, schedules=("1f1b",), per_device=(1, 8, 16)), 8)
+    bounds = Bounds(cases)
+    one, eight, sixteen = bounds.cuts()
+    assert not bounds.take(one, answer(bounds.standing_for(one), "nothing"))
+    assert not bounds.cannot_fit(eight), "19 GiB, about, may be 16"
+    (why,) = (choice.refused for choice in bounds.cannot_fit(sixteen))
+    assert why == "needs 35.0 GiB of 16.0, about, by those of 2 x 4 and 4 sequences"
+    assert [case.plan.microbatch_size for case in bounds.open()] == [4, 32]
