@@ -88,9 +88,14 @@ class Least:
 _OF_A_MICROBATCH = "residual_i", "residual_w", "stash", "boundary"
 
 
+def _sequences(plan: Plan) -> float:
+    """Of a microbatch on a device."""
+    return plan.batch / (plan.dp * plan.ep)
+
+
 def _work(plan: Plan) -> float:
     """What a rank does for a microbatch grows with its layers and a device's sequences."""
-    return plan.batch / (plan.dp * plan.ep) / plan.pp
+    return _sequences(plan) / plan.pp
 
 
 def _times(unit: Unit, factor: float) -> Unit:
@@ -139,14 +144,15 @@ class Bounds:
     """How long the steps of cases take at least, as it becomes known.
 
     A bound is the time of a schedule whose units take as many times as long as their products as the nearest of any
-    that was compiled, less a margin. Where none was compiled of an op, its units take their products' time.
+    that was compiled, less a margin. Larger products are quicker, so that only units of at least as many sequences
+    count; where none was compiled of an op, its units take their products' time.
     """
 
     def __init__(self, cases: Sequence[Case]):
         self.cases: dict[Cut, list[Case]] = {}
         for case in cases:
             self.cases.setdefault(Cut.of(case.plan), []).append(case)
-        self.factors: dict[str, float] = {}
+        self._factors: dict[float, dict[str, float]] = {}  # by sequences of a device, then by op
         self._least: dict[Cut, Least] = {}
         self._work: dict[tuple[str, str], Least] = {}  # by dispatch and remat
         self._too_much: dict[Cut, str] = {}
@@ -234,15 +240,25 @@ class Bounds:
         return min(alike, key=lambda case: (-REMATS.index(case.plan.remat), seconds[case]))
 
     def learn(self, prices: Prices) -> None:
-        """Units come as near to their products' time as these, or farther."""
+        """Units of as many sequences or fewer come as near to their products' time as these, or farther."""
+        known = self._factors.setdefault(_sequences(prices.case.plan), {})
         for op, factor in _factors(prices).items():
-            self.factors[op] = min(max(1.0, MARGIN * factor), self.factors.get(op, math.inf))
+            known[op] = min(max(1.0, MARGIN * factor), known.get(op, math.inf))
+
+    def factors(self, plan: Plan) -> dict[str, float]:
+        """Of each op that was compiled, how many times as long as its products a unit of a plan takes at least."""
+        found: dict[str, float] = {}
+        for sequences, factors in self._factors.items():
+            if sequences >= _sequences(plan):
+                for op, factor in factors.items():
+                    found[op] = min(factor, found.get(op, math.inf))
+        return found
 
     def seconds(self, case: Case) -> float:
         return self.excluded(case, "").seconds
 
     def excluded(self, case: Case, why: str) -> Excluded:
-        counted, factors = self.is_counted(Cut.of(case.plan)), tuple(sorted(self.factors.items()))
+        counted, factors = self.is_counted(Cut.of(case.plan)), tuple(sorted(self.factors(case.plan).items()))
         seconds, plan = self._of(case, factors, counted)
         return Excluded(plan, seconds, why)
 

@@ -76,8 +76,11 @@ def test_units_come_no_nearer_to_their_products_than_those_that_were_compiled():
     before = bounds.seconds(case)
     bounds.learn(planner.Prices(case, "nothing", answer(case.plan, "units")))
     ops = {"F", "I", "W", "B"}
-    assert bounds.factors == pytest.approx({op: MARGIN * CYCLES[op] / PRODUCTS[op] for op in ops})
-    assert bounds.seconds(case) > before and "FB" not in bounds.factors, "no pair was compiled"
+    factors = bounds.factors(case.plan)
+    assert factors == pytest.approx({op: MARGIN * CYCLES[op] / PRODUCTS[op] for op in ops})
+    assert bounds.seconds(case) > before and "FB" not in factors, "no pair was compiled"
+    fewer, more = (dataclasses.replace(case.plan, microbatch_size=size) for size in (2, 8))
+    assert bounds.factors(fewer) == factors and not bounds.factors(more), "larger products are quicker"
     slower = answer(case.plan, "units", cycles={op: 9 * CYCLES[op] for op in ops})
     now = bounds.seconds(case)
     bounds.learn(planner.Prices(case, "nothing", slower))
@@ -100,7 +103,7 @@ def test_what_keeps_no_less_than_what_does_not_fit_is_not_counted():
         for size, remat, shard, compile in asked
         if (shard, compile) == ("parameters", "nothing")
     ]
-    assert list(dict.fromkeys(count)) == [(4, "all"), (4, "wide")], "none and dots keep more than wide"
+    assert list(dict.fromkeys(count)) == [(4, "all"), (4, "wide"), (8, "all")], "the others keep more"
     why = {(c.plan.microbatch_size, c.plan.remat): c.refused for c in search.choices if c.refused}
     assert "not counted" not in why[4, "wide"]
     assert why[8, "none"].startswith("not counted: remat wide of 4 sequences needs 102.0 GiB of 16.0")
