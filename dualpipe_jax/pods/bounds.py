@@ -232,12 +232,20 @@ class Bounds:
         return [case for case in known if self._may_fit.get(case, case.plans)]
 
     def next(self, cases: Sequence[Case]) -> Case:
-        """The one with the least bound; of those that differ by less than the margin the one that keeps least."""
+        """The one with the least bound.
 
+        Of those that differ by less than the margin, which tells nothing, it is the one that keeps least, and then the
+        one with the shortest stages, which are compiled soonest.
+        """
         seconds = {case: self.seconds(case) for case in cases}
         least = min(seconds.values())
         alike = [case for case in cases if MARGIN * seconds[case] <= least]
-        return min(alike, key=lambda case: (-REMATS.index(case.plan.remat), seconds[case]))
+
+        def order(case: Case) -> tuple[int, int, float]:
+            stages = schedule_of(case.plan).placement.num_model_stages
+            return -REMATS.index(case.plan.remat), -stages, seconds[case]
+
+        return min(alike, key=order)
 
     def learn(self, prices: Prices) -> None:
         """Units of as many sequences or fewer come as near to their products' time as these, or farther."""

@@ -140,6 +140,23 @@ def test_of_bounds_that_are_nearly_equal_what_keeps_least_goes_first():
         assert compiled[0] == first
 
 
+def test_of_cases_that_keep_as_much_the_one_of_shortest_stages_goes_first():
+    compiled = []
+
+    def ask(plan, compile, title):
+        if compile == "units":
+            compiled.append((plan.pp, plan.schedule))
+        work = {2: 1.0, 4: 0.5}[plan.pp]
+        return dataclasses.replace(
+            answer(plan, compile), products=units({o: work * c for o, c in PRODUCTS.items()})
+        )
+
+    search = planning.Search(str(TARGET), None, None)
+    search.ask = ask
+    search.explore(wanted(schedules=("zb_h1",), pp=(2, 4), tokens=16384))
+    assert compiled[0] == (4, "zb_h1"), "two ranks have a smaller bubble, by a hundredth"
+
+
 def found_by(seed, *, whole):
     """A search over units that take from once to three times their products' time, alike in all cases but for 4 %."""
     rng = random.Random(seed)
