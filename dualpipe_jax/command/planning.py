@@ -181,7 +181,7 @@ class Search:
                 plans = [plan for plan in fit if plan.shard == shard]
                 if not planner.worth(plans, done, prices):
                     continue
-                new = Prices(case, shard, self.ask(planner.shared(case.plan, shard), "units", title))
+                new = Prices(case, shard, self.ask(planner.standing_for(plans), "units", title))
                 done += new.choices(plans, count)
                 if new.known:
                     prices = new

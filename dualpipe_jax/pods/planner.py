@@ -141,10 +141,7 @@ def _ranks(wanted: Wanted, num_devices: int) -> list[tuple[int, int]]:
 
 
 def _case(plans: list[Plan], stashes: Iterable[int | None]) -> Case:
-    """Plans of one placement, with all limits that change their order; the one that runs most units stands for all.
-
-    Of several the one with the fewest stashes: what does not fit is compiled to slower units that compute again.
-    """
+    """Plans of one placement, with all limits that change their order."""
     all_plans = []
     for plan in plans:
         seen = set()
@@ -154,9 +151,16 @@ def _case(plans: list[Plan], stashes: Iterable[int | None]) -> Case:
             if orders not in seen:
                 seen.add(orders)
                 all_plans.append(limited)
-    fewest = sorted(all_plans, key=lambda plan: math.inf if plan.max_stash is None else plan.max_stash)
-    whole = max(fewest, key=lambda plan: len(units_of(schedule_of(plan))))
-    return Case(whole, tuple(all_plans))
+    return Case(standing_for(all_plans), tuple(all_plans))
+
+
+def standing_for(plans: Iterable[Plan]) -> Plan:
+    """The one that runs most kinds of units; of several the one with the fewest stashes.
+
+    What does not fit is compiled to slower units that compute again, or not at all.
+    """
+    fewest = sorted(plans, key=lambda plan: math.inf if plan.max_stash is None else plan.max_stash)
+    return max(fewest, key=lambda plan: len(units_of(schedule_of(plan))))
 
 
 @functools.lru_cache(maxsize=256)

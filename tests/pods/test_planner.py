@@ -162,6 +162,16 @@ def test_what_does_not_fit_is_not_compiled_and_says_so():
     assert not planner.ranked(choices(GIB))
 
 
+def test_what_is_compiled_for_a_case_fits_itself():
+    """ZB-H1 runs more kinds of units, and does not fit: the compiler would refuse it, and all with it."""
+    only = {"schedules": ("1f1b", "zb_h1"), "stashes": (None,), "shards": ("nothing",), "pp": (4,)}
+    memory = {c.plan.schedule: c.memory for c in choices(**only)}
+    compiled: list[tuple[str, str]] = []
+    found = choices(memory["one_f_one_b"], compiled=compiled, **only)
+    assert compiled == [("one_f_one_b", "nothing")] and memory["zb_h1"] > memory["one_f_one_b"]
+    assert [c.plan.schedule for c in planner.ranked(found)] == ["one_f_one_b"]
+
+
 def test_more_is_shared_out_only_where_that_could_be_shorter(monkeypatch):
     """ZB-H1's first rank keeps four stashes, half a GiB each; with one its backwards are whole, and others wait."""
     compiled: list[tuple[str, str]] = []
