@@ -52,6 +52,12 @@ def has_an_origin(row):
         assert program in ("dualpipe", "python") or (ROOT / program).is_file()
 
 
+def test_a_plan_of_which_several_rows_are_read_prices_all_of_them():
+    """Left alone the search excludes what cannot be the best, and its row could not be read again."""
+    plans = [row.command for row in ROWS if row.command and row.command.startswith("dualpipe plan ")]
+    assert plans and all("--whole" in shlex.split(command) for command in plans if plans.count(command) > 1)
+
+
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 

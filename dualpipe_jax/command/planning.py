@@ -37,6 +37,7 @@ class Search:
         self.sizes: set[int] = set()
         self.dispatches = False  # whether the program sends tokens to experts at all
         self.left = 0
+        self._counted: set[Cut] = set()
         self._clock = _Clock(minutes)
 
     def explore(self, wanted: Wanted, *, whole: bool = False) -> None:
@@ -53,13 +54,14 @@ class Search:
         """
         cases, self.choices = planner.cases(wanted, planner.num_devices(self.target))
         shards = sorted(wanted.shards, key=planner.SHARDS.index)
-        if whole or self.target.lower().startswith("cpu:"):
-            self._consider_all(cases, wanted, shards)
-        else:
+        if by_bounds := not whole and not self.target.lower().startswith("cpu:"):
             self._consider_by_bounds(cases, wanted, shards)
+        else:
+            self._consider_all(cases, wanted, shards)
         self.left = wanted.moves
-        while self.left and self._clock.lasts():
-            if (better := planner.moved(self.prices, self.choices, cases)) is None:
+        while self.left and (better := planner.moved(self.prices, self.choices, cases)) is not None:
+            if by_bounds and not self._clock.lasts():
+                print("no layers are moved between stages: no CPU minutes left", file=sys.stderr)
                 break
             cases.append(better)
             with self._clock:
@@ -194,12 +196,18 @@ class Search:
         return None
 
     def nearest(self) -> Answer | None:
-        """Of what does not fit, the plan that needs least, counted with options that would make it fit."""
-        known = [choice for choice in self.choices if choice.memory is not None]
-        if not known:
+        """Of what was counted and does not fit, the plan that needs least, with options that would make it fit.
+
+        None where nothing was counted, or the plan cannot be had for another reason.
+        """
+        counted = [c for c in self.choices if c.memory is not None and Cut.of(c.plan) in self._counted]
+        if not counted:
             return None
-        least = min(known, key=lambda choice: choice.memory or 0.0)
-        return self.ask(least.plan, "nothing", "options that make it fit", hints=True)
+        least = min(counted, key=lambda choice: choice.memory or 0.0)
+        try:
+            return self.ask(least.plan, "nothing", "options that make it fit", hints=True)
+        except (Died, CommandError):
+            return None
 
     def ask(self, plan: Plan, compile: str, title: str, *, hints: bool = False) -> Answer:
         rates = None if self.rates is None else str(self.rates.absolute())
@@ -209,6 +217,7 @@ class Search:
             words = f"{title}: {plan.schedule}, {plan.layout}, {plan.batch} sequences, remat {plan.remat}"
             known = study(plan, self.target, compile, rates=self.rates, title=words, hints=hints)
             self.cache.put(request, known)
+        self._counted.add(Cut.of(plan))
         self.dispatches |= known.dropped is not None or plan.ep_nodes > 1
         if known.parameters is not None:
             self.sizes.add(known.parameters.total)

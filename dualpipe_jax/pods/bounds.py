@@ -81,8 +81,12 @@ class Least:
         by_op = dict(factors)
         products = self._products
         units = {key: _times(unit, by_op.get(key.op, 1.0)) for key, unit in products.items()}
-        pair = by_op.get("FB", 1.0) * _pair(products)
-        return dataclasses.replace(unit_costs(units, 0.0, split=split), FB=pair)
+        costs, bare = (unit_costs(each, 0.0, split=split) for each in (units, products))
+        # What an end takes more than other stages counts in pairs as well, where it may be hidden as much as they are.
+        extra = {
+            stage: tuple(map(min, more, bare.extra.get(stage, more))) for stage, more in costs.extra.items()
+        }
+        return dataclasses.replace(costs, FB=by_op.get("FB", 1.0) * _pair(products), extra=extra)
 
 
 _OF_A_MICROBATCH = "residual_i", "residual_w", "stash", "boundary"

@@ -12,7 +12,8 @@ from dualpipe_jax.command.options import CommandError
 from dualpipe_jax.pods import planner
 from dualpipe_jax.pods.bounds import MARGIN, Bounds, Cut, Least
 from dualpipe_jax.pods.results import Unit
-from tests.pods.test_planner import BASE, CYCLES, GIB, PRODUCTS, SIZES, TARGET, answer, keyed, wanted
+from dualpipe_jax.schedule import CostModel, dualpipe, simulate
+from tests.pods.test_planner import BASE, CYCLES, GIB, PRODUCTS, SIZES, TARGET, answer, keyed, layered, wanted
 
 CLOCK = 1.5e9
 
@@ -66,6 +67,27 @@ def test_a_cut_that_was_not_counted_has_the_work_of_another():
     assert least.seconds(two_ranks, {}) == pytest.approx(9 * 2 * both / 2 / CLOCK)
     two_each = plan("one_f_one_b", pp=2, microbatch_size=8)
     assert least.seconds(two_each, {}) == pytest.approx(9 * 2 * both * 2 / CLOCK)
+
+
+class LastStageHalfAsMuchAgain(CostModel):
+    """Alone a unit takes thrice its products, in a pair once."""
+
+    def of(self, slot, placement):
+        last = placement.num_model_stages - 1
+        each = [
+            PRODUCTS[action.op.name] * (1.5 if placement.model_stage(action.stage) == last else 1.0)
+            for action in slot
+        ]
+        return sum(each) if len(each) == 2 else 3 * each[0]
+
+
+def test_what_an_end_takes_more_may_be_hidden_in_its_pairs():
+    last = {f"{op}/last": 1.5 * cycles for op, cycles in PRODUCTS.items()}
+    found = dataclasses.replace(counted("dualpipe"), products=units(PRODUCTS | last))
+    alone = dict.fromkeys(("F", "B", "I", "W"), 3.0)
+    least = Least(plan("dualpipe"), found).seconds(plan("dualpipe"), alone)
+    by_hand = simulate(dualpipe(4, 8), LastStageHalfAsMuchAgain(1.0, 1.0, 1.0)).makespan
+    assert least * CLOCK == pytest.approx(by_hand)
 
 
 def test_units_come_no_nearer_to_their_products_than_those_that_were_compiled():
@@ -261,3 +283,22 @@ def test_what_needs_far_more_by_another_cut_is_not_counted():
     (why,) = (choice.refused for choice in bounds.cannot_fit(sixteen))
     assert why == "needs 35.0 GiB of 16.0, about, by those of 2 x 4 and 4 sequences"
     assert [case.plan.microbatch_size for case in bounds.open()] == [4, 32]
+
+
+@pytest.mark.parametrize("whole, moved", [(True, True), (False, False)])
+def test_layers_are_not_moved_without_a_word(monkeypatch, capsys, whole, moved):
+    """Without minutes they stay, and that is told; --whole has no such limit."""
+    used = [0.0]
+    monkeypatch.setattr(planning, "_minutes", lambda: used[0])
+    asked = []
+
+    def ask(plan, compile, title):
+        used[0] += 10.0
+        asked.append(plan.stage_layers)
+        return layered(plan, compile)
+
+    search = planning.Search(str(TARGET), None, None, 20.0)
+    search.ask = ask
+    search.explore(wanted(pp=(4,), schedules=("1f1b",), shards=("nothing",), moves=1), whole=whole)
+    assert ((2, 3, 3, 1) in asked) == moved
+    assert ("no layers are moved between stages: no CPU minutes left" in capsys.readouterr().err) != moved

@@ -392,6 +392,17 @@ def test_where_nothing_fits_options_are_told_that_would_make_it_fit(monkeypatch,
     assert found["nearest"]["memory"]["remedies"][0]["option"] == "--remat all" and len(asked) == 1, "kept"
 
 
+def test_results_are_told_where_no_hint_can_be_had(monkeypatch, tmp_path, capsys):
+    def study(plan, target, compile, rates=None, title=None, hints=False):
+        if hints:
+            raise Died("ended by SIGKILL", "counting", {})
+        return answer(plan, compile, memory=GIB)
+
+    monkeypatch.setattr(planning, "study", study)
+    assert planned(tmp_path) == 1
+    assert "needs 3.0 GiB of 1.0, counted" in capsys.readouterr().out
+
+
 REFUSED = {
     "--pp 0": "--pp 0: must be at least 1",
     "--pp 3": "--pp 3: must divide the target's 8 devices",
