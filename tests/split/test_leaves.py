@@ -140,11 +140,10 @@ def test_what_is_frozen_costs_nothing():
     mask = {"up": False, "down": False, "lora": True}
     plan = split_backward(layer, wanted=(mask, True)).trace(params, X)
     _, halves, whole = step_by_step(lambda *arguments: parts(plan, *arguments), params, X, X)
-    _, pull = jax.vjp(lambda lora, x: layer(params | {"lora": lora}, x), lora, X)
-    want_lora, want_dx = pull(X)
+    want = step_by_step(vjp(lambda lora, x: layer(params | {"lora": lora}, x)), lora, X, X)
     for dparams, dx in (halves, whole):
         assert dparams["up"] is None and dparams["down"] is None
-        assert_trees_match((want_lora, want_dx), (dparams["lora"], dx), exact=True)
+        assert_trees_match(want, (dparams["lora"], dx), exact=True)
     assert plan.params.wanted == plan.params.has_gradient == [False, *[True] * 4, False]
     # a and b of both: [rows, rank] from x and what dy makes of b, [rank, columns] from x @ a and dy.
     assert plan.flops.weight == 2 * BATCH * 2 * rank * (WIDTH + HIDDEN)
@@ -159,9 +158,8 @@ def test_masks_of_x():
 
     x = {name: normal(k, BATCH, WIDTH) for k, name in enumerate("abc")}
     plan = split_backward(f, wanted=(True, {"a": True, "b": False, "c": True})).trace(block_params(), x)
-    _, pull = jax.vjp(f, block_params(), x)
-    dparams, dx = pull(X)
-    _, halves, whole = parts(plan, block_params(), x, X)
+    dparams, dx = step_by_step(vjp(f), block_params(), x, X)
+    _, halves, whole = step_by_step(lambda *arguments: parts(plan, *arguments), block_params(), x, X)
     for got in (halves, whole):
         assert_trees_match((dparams, dx | {"b": None}), got, exact=True)
     frozen = split_backward(f, wanted=(False, False)).trace(block_params(), x)
@@ -245,13 +243,17 @@ def test_each_leaf_of_x_is_kept_as_long_as_it_is_read():
     x = {"early": X, "gain": normal(1, BATCH, WIDTH), "late": normal(2, BATCH, WIDTH), "unread": X}
     plan = split_backward(f).trace(params, x)
     assert plan.keep == ("I", "I", "W", "F") and plan.keep_input == "W"
-    y, _, residuals_i, residuals_w = plan.forward(params, x)
-    dx, stash = plan.backward_input(params, x | {"unread": None}, residuals_i, residuals_w, y)
-    late = dict.fromkeys(x) | {"late": x["late"]}
-    dparams = plan.backward_weight(params, late, residuals_w, stash)
-    assert_trees_match(jax.vjp(f, params, x)[1](y), (dparams, dx), exact=True)
-    with pytest.raises(ValueError, match="x is not the tree"):
-        plan.backward_weight(params, late | {"late": None}, residuals_w, stash)
+
+    def parts(params, x, dy):
+        _, _, residuals_i, residuals_w = plan.forward(params, x)
+        dx, stash = plan.backward_input(params, x | {"unread": None}, residuals_i, residuals_w, dy)
+        late = dict.fromkeys(x) | {"late": x["late"]}
+        with pytest.raises(ValueError, match="x is not the tree"):
+            plan.backward_weight(params, late | {"late": None}, residuals_w, stash)
+        return plan.backward_weight(params, late, residuals_w, stash), dx
+
+    want, got = (step_by_step(function, params, x, X) for function in (vjp(f), parts))
+    assert_trees_match(want, got, exact=True)
 
 
 def test_what_is_at_hand_is_read_again_and_not_kept():
@@ -267,7 +269,11 @@ def test_what_is_at_hand_is_read_again_and_not_kept():
     assert jnp.bool_ in [kind.dtype for kind in kept.residuals_i] and kept.keep == ("F", "F")
     assert jnp.bool_ not in [kind.dtype for kind in plan.residuals_i]
     assert plan.keep == ("F", "I") and plan.keep_input == "F"
-    dy = normal(1, BATCH, HIDDEN)
-    _, _, residuals_i, residuals_w = plan.forward(block_params(), (X, tokens))
-    got = plan.backward(block_params(), (None, tokens), residuals_i, residuals_w, dy)
-    assert_trees_match(jax.vjp(f, block_params(), (X, tokens))[1](dy), got, exact=True)
+
+    def whole(params, x, dy):
+        _, _, residuals_i, residuals_w = plan.forward(params, x)
+        return plan.backward(params, (None, x[1]), residuals_i, residuals_w, dy)
+
+    arguments = block_params(), (X, tokens), normal(1, BATCH, HIDDEN)
+    want, got = (step_by_step(function, *arguments) for function in (vjp(f), whole))
+    assert_trees_match(want, got, exact=True)

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from split_checks import step_by_step
 
 from dualpipe_jax.split import split_backward
 
@@ -20,15 +21,22 @@ W = numbers(WIDTH, WIDTH, seed=2)
 
 
 def gradients(function, *params, sums):
+    """By B, which I and W together must equal, and by jax.vjp."""
     split = split_backward(lambda params, x: function(*params, x), sums=sums)
-    _, residuals = split.forward(params, X)
-    whole, dx = split.backward(params, X, residuals, DY)
-    halves_dx, stash = split.backward_input(params, X, residuals, DY)
-    halves = split.backward_weight(params, X, residuals, stash)
-    for one, other in zip(jax.tree.leaves((whole, dx)), jax.tree.leaves((halves, halves_dx)), strict=True):
+
+    def parts(params, dy):
+        _, residuals = split.forward(params, X)
+        whole = split.backward(params, X, residuals, dy)
+        dx, stash = split.backward_input(params, X, residuals, dy)
+        return whole, (split.backward_weight(params, X, residuals, stash), dx)
+
+    def plain(params, dy):
+        return jax.vjp(lambda *params: function(*params, X), *params)[1](dy)
+
+    whole, halves = step_by_step(parts, params, DY)
+    for one, other in zip(jax.tree.leaves(whole), jax.tree.leaves(halves), strict=True):
         np.testing.assert_array_equal(np.asarray(one, np.float32), np.asarray(other, np.float32))
-    _, pull = jax.vjp(lambda *params: function(*params, X), *params)
-    return whole, pull(DY)
+    return whole[0], step_by_step(plain, params, DY)
 
 
 def error(got, want):
