@@ -317,7 +317,7 @@ class MoE(nnx.Module):
             held_TK, num_held = parallel.choose_copies(topk_TK, copies_EX), num_slots * num_devices
             groups = 1, 1
         handle = checkpoint_name(self.dispatch.plan(held_TK, num_held, groups), "routing")
-        rows = checkpoint_name(parallel.dispatch(x_TD, handle), "dispatched")
+        rows = checkpoint_name(parallel.dispatch(x_TD, handle, fill=False), "dispatched")
         y_TD = self.experts(rows, weights_TK, handle)
         y_BSD = checkpoint_name(y_TD, "combined").reshape(x_BSD.shape)
         if self.config.num_shared_experts:

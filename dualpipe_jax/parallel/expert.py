@@ -37,7 +37,7 @@ from dualpipe_jax.varying import vary_alike
 
 @typechecked
 @jax.named_scope("dispatch")
-def dispatch(x_TD: Array, handle: Handle) -> Array:
+def dispatch(x_TD: Array, handle: Handle, *, fill: bool = True) -> Array:
     """Send each token to its experts.
 
     >>> import jax, jax.numpy as jnp
@@ -53,6 +53,9 @@ def dispatch(x_TD: Array, handle: Handle) -> Array:
     Args:
       x_TD: floating, this device's tokens.
       handle: where each goes, from one of the plans.
+      fill: with zeros what lies past the last group of a ``plan_dropless``; False leaves rows of any tokens there,
+        for whoever ignores them, as ``expert_matmul`` does. It saves a pass over all that arrives, on a TPU as long
+        as the gather itself.
 
     Returns:
       Rows on the devices of their experts, zeros where a slot is empty: [L, N, C, D] (N the devices they come
@@ -64,8 +67,8 @@ def dispatch(x_TD: Array, handle: Handle) -> Array:
     T = handle.slot_TK.shape[0]
     if x_TD.ndim != 2 or x_TD.shape[0] != T:
         raise ValueError(f"dispatch: the handle was planned for {T} tokens, x_TD has shape {x_TD.shape}.")
-    rows = carry(Way(_spread, _collect_copies, handle.payload), x_TD, handle)
-    return by_device(rows, handle)
+    spread = _spread if fill else _spread_unfilled
+    return by_device(carry(Way(spread, _collect_copies, handle.payload), x_TD, handle), handle)
 
 
 def _check_rows(what: str, rows: Array, handle: Handle) -> None:
@@ -206,23 +209,28 @@ def _exchange(rows_SD: Array, handle: Handle) -> Array:
     return lax.all_to_all(rows_SD, handle.axis_name, 0, 0, tiled=True)
 
 
-def to_experts(rows_SD: Array, handle: Handle) -> Array:
+def to_experts(rows_SD: Array, handle: Handle, *, fill: bool = True) -> Array:
     """Bring rows from the order of slots to that of experts."""
     rows = _exchange(rows_SD, handle)
-    return rows if handle.arrival_R is None else take_rows(rows, handle.arrival_R)
+    if handle.arrival_R is None:
+        return rows
+    return take_rows(rows, handle.arrival_R) if fill else _take_any(rows, handle.arrival_R)
 
 
 def from_experts(rows: Array, handle: Handle) -> Array:
-    """The inverse, and transpose, of ``to_experts``."""
-    return _exchange(rows if handle.departure_R is None else take_rows(rows, handle.departure_R), handle)
+    """The inverse of ``to_experts``, and its transpose: nobody reads what arrives in slots that are empty."""
+    return _exchange(rows if handle.departure_R is None else _take_any(rows, handle.departure_R), handle)
 
 
-def _spread(x_TD: Array, handle: Handle) -> Array:
+def _spread(x_TD: Array, handle: Handle, *, fill: bool = True) -> Array:
     """Copy each token into the slots of its assignments, and send them."""
     # Empty slots read a row of zeros: to fill them later is one more pass over all that is sent.
     padded_UD = jnp.pad(x_TD, ((0, 1), (0, 0)))
     token_S = handle.assignment_S // handle.slot_TK.shape[1]
-    return to_experts(padded_UD.at[token_S].get(mode="promise_in_bounds"), handle)
+    return to_experts(padded_UD.at[token_S].get(mode="promise_in_bounds"), handle, fill=fill)
+
+
+_spread_unfilled = functools.partial(_spread, fill=False)  # one object: ways are compared by identity
 
 
 def _collect_copies(rows: Array, handle: Handle) -> Array:
@@ -236,6 +244,11 @@ def _collect_copies(rows: Array, handle: Handle) -> Array:
 def take_rows(array_RD: Array, index: Array) -> Array:
     """Gather rows; zeros where the index lies past the end."""
     return jnp.take(array_RD, index, axis=0, mode="fill", fill_value=0)
+
+
+def _take_any(array_RD: Array, index: Array) -> Array:
+    """Gather rows; the last one where the index lies past the end."""
+    return array_RD.at[index].get(mode="clip")
 
 
 @jax.custom_vjp

@@ -84,7 +84,7 @@ def _combine_product_fwd(matmul: Matmul, *args: Any) -> tuple[Array, tuple[Any, 
 def _combine_product_bwd(matmul: Matmul, saved: tuple[Any, ...], d_TD: Array) -> tuple[Any, ...]:
     hidden, w_LFD, weights_TK, handle = saved
     weights, pull_weights = jax.vjp(lambda w: _weights_of_rows(w, handle), weights_TK)
-    d_rows = dispatch(d_TD, handle)
+    d_rows = dispatch(d_TD, handle, fill=False)
     _, pull = jax.vjp(lambda rows: matmul(rows, w_LFD, handle), hidden)
     wide = hidden.astype(jnp.float32)
     d_wide = pull(d_rows)[0].astype(jnp.float32)  # not weighted yet

@@ -45,16 +45,16 @@ def on_devices(ep, function, check_vma=True, **options):
     return jax.jit(mapped, **options)
 
 
-def layer(x, w_in, w_out, weights, topk, make):
+def layer(x, w_in, w_out, weights, topk, make, fill=True):
     handle = make(topk)
-    hidden = jnp.tanh(expert_matmul(dispatch(x, handle), w_in, handle))
+    hidden = jnp.tanh(expert_matmul(dispatch(x, handle, fill=fill), w_in, handle))
     return combine(expert_matmul(hidden, w_out, handle), weights, handle)
 
 
 def fused_layer(x, w_in, w_out, weights, topk, make, matmul=expert_matmul):
     """The same, with the last product and its combining as one."""
     handle = make(topk)
-    hidden = jnp.tanh(matmul(dispatch(x, handle), w_in, handle))
+    hidden = jnp.tanh(matmul(dispatch(x, handle, fill=False), w_in, handle))
     return combine_product(hidden, w_out, weights, handle, matmul=matmul)
 
 

@@ -70,12 +70,20 @@ def test_every_expert_gets_its_tokens_in_order(num_ep, method, bound):
     def run(x, topk):
         handle = make(topk)
         sizes = jnp.zeros(1, jnp.int32) if handle.group_sizes_L is None else handle.group_sizes_L
-        return dispatch(x, handle), sizes, handle.dropped[None]
+        return dispatch(x, handle), dispatch(x, handle, fill=False), sizes, handle.dropped[None]
 
     run = on_devices(num_ep, run)
     for skew in (0.0, 0.7, 3.0):
         topk = choices(num_ep * T, skew=skew)
-        check_rows(*map(np.asarray, run(x, topk)), x, topk, num_ep, method, bound)
+        rows, unfilled, *rest = map(np.asarray, run(x, topk))
+        check_rows(rows, *rest, x, topk, num_ep, method, bound)
+        past = np.all(rows == 0, axis=-1, keepdims=True)
+        np.testing.assert_array_equal(np.where(past, 0, unfilled), rows)
+        if method == "capacity":
+            np.testing.assert_array_equal(unfilled, rows)
+        assert np.all(np.any(unfilled[..., None, :] == [*x, 0 * x[0]], axis=-2)), (
+            "rows of some tokens, or none's"
+        )
 
 
 def check_rows(rows, sizes, dropped, x, topk, num_ep, method, bound):
@@ -134,8 +142,32 @@ def test_dispatch_and_combine_are_each_others_transposes(num_ep, method, bound):
 def test_gradients_are_the_same_however_many_devices(method, num_ep, check_vma):
     args, target = layer_case(E)
     topk = choices(len(target))
-    run = on_devices(num_ep, functools.partial(layer, make=plan_of(method)), check_vma)
-    close(with_gradients(run, target)(args, topk), plain_layer(E)(args, topk))
+    for fill in (True, False):
+        run = on_devices(num_ep, functools.partial(layer, make=plan_of(method), fill=fill), check_vma)
+        close(with_gradients(run, target)(args, topk), plain_layer(E)(args, topk))
+
+
+@pytest.mark.parametrize("fill", [True, False])
+@pytest.mark.parametrize("method", METHODS)
+def test_what_all_rows_share_has_its_gradient(method, fill):
+    """Whoever sums over rows sums over those that hold nobody's, too: combine gives these none."""
+    args, target = layer_case(E)
+    scale = np.linspace(0.5, 2, D).astype(np.float32)
+    # The last device fills all that it may send the first, so the last row that arrives there is somebody's.
+    topk = np.full((len(target), K), E, np.int32)
+    topk[-len(target) // 4 :] = np.arange(K)
+
+    def run(x, scale, weights, topk):
+        handle = plan_of(method)(topk)
+        return combine(jnp.sin(dispatch(x, handle, fill=fill)) * scale[0] + scale[0], weights, handle)
+
+    def loss(scale):
+        scales = jnp.broadcast_to(scale, (4, 1, D))  # each device has its own
+        return jnp.vdot(on_devices(4, run)(args[0], scales, args[3], topk), target)
+
+    weights_T1 = np.where(topk < E, args[3], 0).sum(1, keepdims=True)
+    want = np.sum((np.sin(args[0]) + 1) * weights_T1 * target, axis=0)
+    np.testing.assert_allclose(jax.jit(jax.grad(loss))(scale), want, rtol=2e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("method", METHODS)
