@@ -11,11 +11,11 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from dualpipe_jax.pods.costs import splits, unit_costs
+from dualpipe_jax.pods.costs import UnitCosts, splits, unit_costs
 from dualpipe_jax.pods.plan import Plan
 from dualpipe_jax.pods.planner import REMATS, Case, Choice, Prices, layout_of, needed, schedule_of, too_much
 from dualpipe_jax.pods.results import Answer, Unit
-from dualpipe_jax.schedule import CostModel, Schedule, simulate
+from dualpipe_jax.schedule import Action, CostModel, Op, Placement, Slot, simulate
 from dualpipe_jax.schedule.costs import stages_a_share
 from dualpipe_jax.schedule.lowering.unit_key import UnitKey
 
@@ -60,11 +60,13 @@ class Least:
     def seconds(self, plan: Plan, factors: Mapping[str, float]) -> float:
         """Seconds from the first forward to the last backward, each unit ``factors`` times as long as its products."""
         schedule = schedule_of(plan)
-        costs = self._costs(splits(schedule), tuple(sorted(factors.items())))
+        split = splits(schedule)
+        units = self._costs(split, tuple(sorted(factors.items())))
+        costs: CostModel = units
         counted = Cut.of(plan) == Cut.of(self.plan)
         if not counted or schedule.placement.num_model_stages != self._schedule.placement.num_model_stages:
             work = _work(plan) / _work(self.plan)
-            costs = _spread(costs, self._schedule).divided(1 / work).for_schedule(schedule)
+            costs = self._spread(units, split).divided(1 / work).for_schedule(schedule)
         return simulate(schedule, costs).makespan / self.clock
 
     def memory(self, plan: Plan) -> tuple[float, float]:
@@ -77,16 +79,46 @@ class Least:
         sizes = {name: memory.share.get(name, 0.0) * work for name in _OF_A_MICROBATCH}
         return needed(plan, {**memory.share, **sizes}), memory.limit
 
-    def _costs_by(self, split: bool, factors: tuple[tuple[str, float], ...]) -> CostModel:
-        by_op = dict(factors)
-        products = self._products
+    def _costs_by(self, split: bool, factors: tuple[tuple[str, float], ...]) -> "_LeastCosts":
+        by_op, products = dict(factors), self._products
         units = {key: _times(unit, by_op.get(key.op, 1.0)) for key, unit in products.items()}
         costs, bare = (unit_costs(each, 0.0, split=split) for each in (units, products))
-        # What an end takes more than other stages counts in pairs as well, where it may be hidden as much as they are.
-        extra = {
-            stage: tuple(map(min, more, bare.extra.get(stage, more))) for stage, more in costs.extra.items()
-        }
-        return dataclasses.replace(costs, FB=by_op.get("FB", 1.0) * _pair(products), extra=extra)
+        fields = {field.name: getattr(costs, field.name) for field in dataclasses.fields(costs)}
+        return _LeastCosts(**fields, bare=bare, pair=by_op.get("FB", 1.0))
+
+    def _spread(self, costs: "_LeastCosts", split: bool) -> CostModel:
+        """Costs of a rank's even share of the model, from those of the stages counted."""
+        placement = self._schedule.placement
+        stages = placement.num_model_stages
+
+        def mean(costs: UnitCosts, op: Op) -> float:
+            alone = (costs.of((Action(stage, op, 0),), placement) for stage in range(stages))
+            return stages_a_share(placement) * sum(alone) / stages
+
+        whole, pair = mean(costs, Op.B), costs.pair * (mean(costs.bare, Op.F) + mean(costs.bare, Op.B))
+        i, w = (mean(costs, Op.I), mean(costs, Op.W)) if split else (2 / 3 * whole, 1 / 3 * whole)
+        return CostModel(mean(costs, Op.F), i, w, FB=pair)
+
+
+@dataclasses.dataclass(frozen=True)
+class _LeastCosts(UnitCosts):
+    """Costs of units that are so many times as long as their products, and of pairs.
+
+    What an end takes more than other stages counts in pairs as it is, for there it may be hidden; what it takes less is
+    as many times as long there as the pair. Units alone say nothing of pairs: of some, most is an exchange.
+    """
+
+    bare: UnitCosts = UnitCosts()  # noqa: RUF009  # frozen
+    pair: float = 1.0
+
+    def of(self, slot: Slot, placement: Placement) -> float:
+        if len(slot) == 1:
+            return super().of(slot, placement)
+        least = 0.0
+        for action in slot:
+            own, usual = self.bare.of((action,), placement), self.bare.cycles[UnitKey(action.op)]
+            least += self.pair * min(own, usual) + max(0.0, own - usual)
+        return least
 
 
 _OF_A_MICROBATCH = "residual_i", "residual_w", "stash", "boundary"
@@ -108,17 +140,6 @@ def _times(unit: Unit, factor: float) -> Unit:
 
 def _pair(products: Mapping[UnitKey, Unit]) -> float:
     return products[UnitKey("F")].cycles + products[UnitKey("B")].cycles
-
-
-def _spread(costs: CostModel, schedule: Schedule) -> CostModel:
-    """Costs of a rank's even share of the model, from those of a schedule's stages."""
-    placement = schedule.placement
-    stages = placement.num_model_stages
-    more = [costs.more(placement, stage) for stage in range(stages)]
-    f, i, w = (sum(each) / stages for each in zip(*more, strict=True))
-    parts = stages_a_share(placement)
-    pair = parts * (costs.FB + f + i + w)
-    return CostModel(parts * (costs.F + f), parts * (costs.I + i), parts * (costs.W + w), FB=pair)
 
 
 def _factors(prices: Prices) -> dict[str, float]:
