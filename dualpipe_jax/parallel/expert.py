@@ -224,10 +224,11 @@ def from_experts(rows: Array, handle: Handle) -> Array:
 
 def _spread(x_TD: Array, handle: Handle, *, fill: bool = True) -> Array:
     """Copy each token into the slots of its assignments, and send them."""
-    # Empty slots read a row of zeros: to fill them later is one more pass over all that is sent.
-    padded_UD = jnp.pad(x_TD, ((0, 1), (0, 0)))
     token_S = handle.assignment_S // handle.slot_TK.shape[1]
-    return to_experts(padded_UD.at[token_S].get(mode="promise_in_bounds"), handle, fill=fill)
+    if fill or handle.capacity is not None:
+        # Empty slots read a row of zeros: to fill them later is one more pass over all that is sent.
+        x_TD = jnp.pad(x_TD, ((0, 1), (0, 0)))
+    return to_experts(_take_any(x_TD, token_S), handle, fill=fill)
 
 
 _spread_unfilled = functools.partial(_spread, fill=False)  # one object: ways are compared by identity
