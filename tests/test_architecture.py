@@ -34,7 +34,7 @@ MAY_IMPORT = {
     "worker": (),
     "probe": (*ENGINE[1:], "engine", "inspect", "worker"),
     "pods": (*ENGINE, "ranges", "step_options", "balance", "engine", "inspect", "worker"),
-    "profile": ("schedule", "inspect", "pods"),
+    "profile": ("present", "schedule", "inspect", "pods"),
     "command": ("present", "schedule", "step_options", "balance", "inspect", "worker", *NO_JAX),
 }
 MAY_IMPORT = {
