@@ -87,7 +87,7 @@ class Search:
             shorter = [case for case in open_cases if bounds.seconds(case) < self.shortest]
             if not shorter or not self._clock.lasts():
                 break
-            case = bounds.next(shorter)
+            case = bounds.next(shorter, found=self.shortest < math.inf)
             if not bounds.is_counted(Cut.of(case.plan)):
                 self._count(bounds, Cut.of(case.plan), shards)
                 continue
@@ -198,9 +198,11 @@ class Search:
     def nearest(self) -> Answer | None:
         """Of what was counted and does not fit, the plan that needs least, with options that would make it fit.
 
-        None where nothing was counted, or the plan cannot be had for another reason.
+        None where nothing was counted, or the plan cannot be had for another reason. Where a case was compiled it is
+        known to need more than what is counted, by which options are found.
         """
-        counted = [c for c in self.choices if c.memory is not None and Cut.of(c.plan) in self._counted]
+        known = self._counted - {Cut.of(prices.case.plan) for prices in self.prices}
+        counted = [c for c in self.choices if c.memory is not None and Cut.of(c.plan) in known]
         if not counted:
             return None
         least = min(counted, key=lambda choice: choice.memory or 0.0)

@@ -8,7 +8,7 @@ counted it has the work of another one of the same remat and dispatch, in propor
 import dataclasses
 import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 from dualpipe_jax.pods.costs import UnitCosts, splits, unit_costs
@@ -182,6 +182,7 @@ class Bounds:
         self._work: dict[tuple[str, str], Least] = {}  # by dispatch and remat
         self._too_much: dict[Cut, str] = {}
         self._may_fit: dict[Case, list[Plan]] = {}
+        self._share: dict[Cut, Callable[[Plan], float]] = {}  # of the memory, by what was counted of the cut
         self._of = functools.cache(self._bound)
 
     def cuts(self) -> list[Cut]:
@@ -207,11 +208,13 @@ class Bounds:
         than a tenth may still fit.
         """
         assert counted.memory is not None and counted.memory.limit is not None
-        plan, limit, refused = self.standing_for(cut), counted.memory.limit, []
+        share, limit, refused = counted.memory.share, counted.memory.limit, []
+        plan = self.standing_for(cut)
         self._least[cut] = Least(plan, counted)
         self._work.setdefault((cut.dispatch, cut.remat), self._least[cut])
+        self._share[cut] = lambda own: needed(own, share) / limit
         for case in self.cases[cut]:
-            sizes = {own: needed(own, counted.memory.share) for own in case.plans}
+            sizes = {own: needed(own, share) for own in case.plans}
             self._may_fit[case] = [own for own, size in sizes.items() if size <= _SURELY * limit]
             if not self._may_fit[case]:
                 why = {own: too_much(size, limit, "counted") for own, size in sizes.items()}
@@ -256,12 +259,15 @@ class Bounds:
         known = [case for cut, cases in self.cases.items() if self.knows(cut) for case in cases]
         return [case for case in known if self._may_fit.get(case, case.plans)]
 
-    def next(self, cases: Sequence[Case]) -> Case:
+    def next(self, cases: Sequence[Case], *, found: bool = True) -> Case:
         """The one with the least bound.
 
         Of those that differ by less than the margin, which tells nothing, it is the one that keeps least, and then the
-        one with the shortest stages, which are compiled soonest.
+        one with the shortest stages, which are compiled soonest. As long as no plan is ``found``, cases of which one
+        has room to spare come first: what a program needs beyond what is counted is known when it is compiled.
         """
+        if not found:
+            cases = [case for case in cases if self._least_share(case) <= _ROOMY] or cases
         seconds = {case: self.seconds(case) for case in cases}
         least = min(seconds.values())
         alike = [case for case in cases if MARGIN * seconds[case] <= least]
@@ -271,6 +277,17 @@ class Bounds:
             return -REMATS.index(case.plan.remat), -stages, seconds[case]
 
         return min(alike, key=order)
+
+    def _least_share(self, case: Case) -> float:
+        """Of the memory that there is, what the plan of a case that needs least does, as far as it is known."""
+        cut = Cut.of(case.plan)
+        share = self._share.get(cut)
+        if share is None:
+            alike = self._least_of(cut)
+            assert alike is not None
+            about = [alike.memory(plan) for plan in case.plans]
+            return min(size / limit for size, limit in about)
+        return min(map(share, self._may_fit.get(case, case.plans)))
 
     def learn(self, prices: Prices) -> None:
         """Units of as many sequences or fewer come as near to their products' time as these, or farther."""
@@ -309,6 +326,10 @@ class Bounds:
 
 _PROBABLY = 1.25
 """What needs this many times as much memory as there is, by the sizes of another cut, does not fit by its own."""
+
+_ROOMY = 0.8
+"""Of the memory, so much counted most probably fits when compiled: DeepSeek-V3's units on v5p needed 13 to 25 GiB of 96
+beyond what was counted."""
 
 _SURELY = 1.1
 """What needs this many times as much memory as there is does not fit, whatever is told apart later."""
