@@ -196,6 +196,31 @@ def test_of_bounds_that_are_nearly_equal_what_keeps_least_goes_first():
         assert compiled[0] == first
 
 
+@pytest.mark.parametrize("refused", [0.0, 2.0])
+def test_what_has_room_to_spare_goes_first_until_a_plan_is_found(refused):
+    """Without remat 14 GiB of 16 are counted and a step is shorter; compiled, it may need more than there is."""
+    compiled = []
+
+    def ask(plan, compile, title, **_):
+        if compile == "units":
+            compiled.append(plan.remat)
+        again = plan.remat == "all"
+        work = 1.2 if again else 1.0
+        products = {op: work * cycles for op, cycles in PRODUCTS.items()}
+        sizes = {"fixed": (2.0 if again else 12.0) * GIB, "beyond": 0 if again else int(refused * GIB)}
+        cycles = {op: 1.3 * products.get(op, 1.6e6 * work) for op in ("F", "B", "I", "W", "FB")}
+        found = answer(
+            plan, compile, cycles={op: cycles[op] for op in planner.units_of(plan.make_schedule())}, **sizes
+        )
+        return dataclasses.replace(found, products=units(products))
+
+    search = planning.Search(str(TARGET), None, None)
+    search.ask = ask
+    search.explore(wanted(schedules=("zb_h1",), remats=("none", "all"), stashes=(1,)))
+    assert compiled[:2] == ["all", "none"]
+    assert planner.ranked(search.choices)[0].plan.remat == ("all" if refused else "none")
+
+
 def test_of_cases_that_keep_as_much_the_one_of_shortest_stages_goes_first():
     compiled = []
 
@@ -286,6 +311,22 @@ def test_what_is_told_before_anything_is_compiled(capsys):
     (cut, none) = capsys.readouterr().err.splitlines()
     assert re.fullmatch(r"2 x 4, 4 sequences, remat all, capacity: needs \d+.\d GiB of 1.0, counted", cut)
     assert none == "no case fits"
+
+
+def test_no_options_are_told_for_what_needs_more_when_compiled():
+    """They are found by what is counted, which is known to be too little."""
+    asked = []
+
+    def ask(plan, compile, title, *, hints=False):
+        asked.append((compile, hints))
+        search._counted.add(Cut.of(plan))
+        return answer(plan, compile, memory=16 * GIB, fixed=4 * GIB, beyond=99 * GIB)
+
+    search = planning.Search(str(TARGET), None, None)
+    search.ask = ask
+    search.explore(wanted(schedules=("1f1b",)))
+    assert ("units", False) in asked and search.choices and all(choice.refused for choice in search.choices)
+    assert search.nearest() is None and not any(hints for _, hints in asked)
 
 
 def test_a_fault_of_all_cuts_ends_the_search():
