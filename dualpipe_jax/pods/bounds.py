@@ -129,6 +129,11 @@ def _sequences(plan: Plan) -> float:
     return plan.batch / (plan.dp * plan.ep)
 
 
+def _size(plan: Plan) -> float:
+    """Of a unit: layers of a stage are so many times as many, and a device's sequences."""
+    return _sequences(plan) / schedule_of(plan).placement.num_model_stages
+
+
 def _work(plan: Plan) -> float:
     """What a rank does for a microbatch grows with its layers and a device's sequences."""
     return _sequences(plan) / plan.pp
@@ -169,15 +174,17 @@ class Bounds:
     """How long the steps of cases take at least, as it becomes known.
 
     A bound is the time of a schedule whose units take as many times as long as their products as the nearest of any
-    that was compiled, less a margin. Larger products are quicker, so that only units of at least as many sequences
-    count; where none was compiled of an op, its units take their products' time.
+    as large or larger that was compiled, less a margin: large units come nearer. Of smaller ones, a unit takes as long
+    as they do. Only units of the same remat and dispatch tell: what is computed again is nothing but products, and what
+    is kept instead is written and read. Where none was compiled of an op, its units take their products' time.
     """
 
     def __init__(self, cases: Sequence[Case]):
         self.cases: dict[Cut, list[Case]] = {}
         for case in cases:
             self.cases.setdefault(Cut.of(case.plan), []).append(case)
-        self._factors: dict[float, dict[str, float]] = {}  # by sequences of a device, then by op
+        # By dispatch, remat and size, then by op.
+        self._factors: dict[tuple[str, str, float], dict[str, float]] = {}
         self._least: dict[Cut, Least] = {}
         self._work: dict[tuple[str, str], Least] = {}  # by dispatch and remat
         self._too_much: dict[Cut, str] = {}
@@ -291,18 +298,24 @@ class Bounds:
 
     def learn(self, prices: Prices) -> None:
         """Units of as many sequences or fewer come as near to their products' time as these, or farther."""
-        known = self._factors.setdefault(_sequences(prices.case.plan), {})
+        plan = prices.case.plan
+        known = self._factors.setdefault((plan.dispatch, plan.remat, _size(plan)), {})
         for op, factor in _factors(prices).items():
             known[op] = min(max(1.0, MARGIN * factor), known.get(op, math.inf))
 
     def factors(self, plan: Plan) -> dict[str, float]:
         """Of each op that was compiled, how many times as long as its products a unit of a plan takes at least."""
-        found: dict[str, float] = {}
-        for sequences, factors in self._factors.items():
-            if sequences >= _sequences(plan):
-                for op, factor in factors.items():
-                    found[op] = min(factor, found.get(op, math.inf))
-        return found
+        large: dict[str, float] = {}
+        small: dict[str, float] = {}
+        for (dispatch, remat, size), factors in self._factors.items():
+            if (dispatch, remat) != (plan.dispatch, plan.remat):
+                continue
+            for op, factor in factors.items():
+                if size >= _size(plan):
+                    large[op] = min(factor, large.get(op, math.inf))
+                else:
+                    small[op] = max(factor * size / _size(plan), small.get(op, 1.0))
+        return {op: max(large.get(op, 1.0), small.get(op, 1.0)) for op in {*large, *small}}
 
     def seconds(self, case: Case) -> float:
         return self.excluded(case, "").seconds

@@ -136,11 +136,34 @@ def test_units_come_no_nearer_to_their_products_than_those_that_were_compiled():
     assert factors == pytest.approx({op: MARGIN * CYCLES[op] / PRODUCTS[op] for op in ops})
     assert bounds.seconds(case) > before and "FB" not in factors, "no pair was compiled"
     fewer, more = (dataclasses.replace(case.plan, microbatch_size=size) for size in (2, 8))
-    assert bounds.factors(fewer) == factors and not bounds.factors(more), "larger products are quicker"
+    assert bounds.factors(fewer) == factors, "small units come no nearer"
+    assert bounds.factors(more) == dict.fromkeys(ops, 1.0), "larger ones may, but do not take less time"
     slower = answer(case.plan, "units", cycles={op: 9 * CYCLES[op] for op in ops})
     now = bounds.seconds(case)
     bounds.learn(planner.Prices(case, "nothing", slower))
     assert bounds.seconds(case) == now, "the nearest counts"
+
+
+def test_what_units_tell_of_larger_ones_of_longer_stages_and_of_another_remat():
+    """Nine times as long as products: one twice as large takes no less time, so 4.5 times as long as its own."""
+    (case,), _ = planner.cases(wanted(schedules=("zb_h1",), pp=(4,), tokens=16384), 8)
+    bounds = Bounds([case])
+    assert not bounds.take(Cut.of(case.plan), answer(case.plan, "nothing"))
+    bounds.learn(
+        planner.Prices(
+            case, "nothing", answer(case.plan, "units", cycles={op: 9 * PRODUCTS[op] for op in "FBIW"})
+        )
+    )
+    known = dict.fromkeys("FBIW", 9 * MARGIN)
+    assert bounds.factors(case.plan) == pytest.approx(known)
+    half = {op: factor / 2 for op, factor in known.items()}
+    two_each = dataclasses.replace(case.plan, microbatch_size=2 * case.plan.microbatch_size)
+    two_ranks = dataclasses.replace(case.plan, pp=2, ep=4, microbatch_size=2 * case.plan.microbatch_size)
+    assert bounds.factors(two_each) == bounds.factors(two_ranks) == pytest.approx(half)
+    assert not bounds.factors(dataclasses.replace(case.plan, remat="none")), (
+        "what is kept is written and read"
+    )
+    assert not bounds.factors(dataclasses.replace(case.plan, dispatch="dropless"))
 
 
 def test_what_keeps_no_less_than_what_does_not_fit_is_not_counted():
@@ -239,9 +262,11 @@ def test_of_cases_that_keep_as_much_the_one_of_shortest_stages_goes_first():
 
 
 def found_by(seed, *, whole):
-    """A search over units that take from once to three times their products' time, alike in all cases but for 4 %."""
+    """A search over units that take from once to three times their products' time, alike in a remat but for 4 %."""
     rng = random.Random(seed)
-    factors = {op: rng.uniform(1, 3) for op in ("F", "B", "I", "W", "FB")}
+    factors = {
+        remat: {op: rng.uniform(1, 3) for op in ("F", "B", "I", "W", "FB")} for remat in ("none", "all")
+    }
     again = {"none": 1.0, "all": rng.uniform(1.0, 1.4)}
     compiled = []
 
@@ -249,7 +274,9 @@ def found_by(seed, *, whole):
         own = random.Random(f"{seed} {plan.remat} {plan.microbatch_size} {plan.schedule}")
         work = plan.microbatch_size / 4 * again[plan.remat]
         products = {op: work * cycles for op, cycles in PRODUCTS.items()} | {"FB": work * 1.6e6}
-        cycles = {op: factors[op] * own.uniform(1, 1.04) * least for op, least in products.items()}
+        cycles = {
+            op: factors[plan.remat][op] * own.uniform(1, 1.04) * least for op, least in products.items()
+        }
         if compile == "units":
             compiled.append(plan)
         ops = planner.units_of(planner.schedule_of(plan))
