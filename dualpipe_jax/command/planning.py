@@ -80,6 +80,8 @@ class Search:
         self.left = len(cases)
         bounds = Bounds(cases)
         self._count_one_of_each(bounds, wanted, shards)
+        while (cut := self._first_not_counted(bounds)) is not None:
+            self._count(bounds, cut, shards)
         self._say_bounds(bounds)
         tried: set[Case] = set()
         while open_cases := [case for case in bounds.open() if case not in tried]:
@@ -152,15 +154,24 @@ class Search:
         known = (choice.seconds for choice in self.choices if not choice.refused)
         return min((seconds for seconds in known if seconds is not None), default=math.inf)
 
+    def _first_not_counted(self, bounds: Bounds) -> Cut | None:
+        """Of the cases that will be told, the cut of one that nobody counted: it may not fit, or not be at all."""
+        cuts = (Cut.of(found.plan) for found in self._least(bounds))
+        return next((cut for cut in cuts if not bounds.is_counted(cut)), None)
+
+    def _least(self, bounds: Bounds) -> list[Excluded]:
+        return sorted((bounds.excluded(case, "") for case in bounds.open()), key=lambda found: found.seconds)[
+            :_FIRST
+        ]
+
     def _say_bounds(self, bounds: Bounds) -> None:
         """What is known before anything is compiled, which takes long."""
         cases = bounds.open()
         if not cases:
             print("no case fits", file=sys.stderr)
             return
-        least = sorted((bounds.excluded(case, "") for case in cases), key=lambda found: found.seconds)
         lines = [f"{len(cases)} cases are left; by their products and bubbles alone a step takes at least"]
-        for found in least[:_FIRST]:
+        for found in self._least(bounds):
             plan = found.plan
             how = f"{plan.num_microbatches} microbatches of {plan.batch}, remat {plan.remat}, {plan.dispatch}"
             lines.append(f"  {found.seconds:.4g} s: {plan.schedule}, {layout_of(plan)}, {how}")

@@ -356,6 +356,25 @@ def test_no_options_are_told_for_what_needs_more_when_compiled():
     assert search.nearest() is None and not any(hints for _, hints in asked)
 
 
+def test_what_cannot_be_is_not_told_as_the_least(capsys):
+    """On two ranks bubbles are smallest, but this program does not run on two."""
+    told = []
+
+    def ask(plan, compile, title):
+        if plan.pp == 2:
+            raise CommandError("--ep 4: must divide the 6 experts")
+        if compile == "units":
+            told.append(capsys.readouterr().err)
+        return answer(plan, compile)
+
+    search = planning.Search(str(TARGET), None, None)
+    search.ask = ask
+    search.explore(wanted(pp=(4, 2), schedules=("zb_h1",), tokens=16384))
+    lines = [line for line in told[0].splitlines() if line.startswith("  ")]
+    assert len(lines) == 1 and "4 x 2" in lines[0]
+    assert "--ep 4: must divide the 6 experts" in {choice.refused for choice in search.choices}
+
+
 def test_a_fault_of_all_cuts_ends_the_search():
     def ask(plan, compile, title):
         raise CommandError("there is no such program")
