@@ -1,5 +1,6 @@
 """What `dualpipe plan` does before it prints: counts, bounds, compiles and prices, the most promising case first."""
 
+import heapq
 import math
 import resource
 import sys
@@ -160,9 +161,8 @@ class Search:
         return next((cut for cut in cuts if not bounds.is_counted(cut)), None)
 
     def _least(self, bounds: Bounds) -> list[Excluded]:
-        return sorted((bounds.excluded(case, "") for case in bounds.open()), key=lambda found: found.seconds)[
-            :_FIRST
-        ]
+        found = (bounds.excluded(case, "") for case in bounds.open())
+        return heapq.nsmallest(_FIRST, found, key=lambda one: one.seconds)
 
     def _say_bounds(self, bounds: Bounds) -> None:
         """What is known before anything is compiled, which takes long."""

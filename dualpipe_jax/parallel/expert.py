@@ -227,7 +227,8 @@ def _spread(x_TD: Array, handle: Handle, *, fill: bool = True) -> Array:
     token_S = handle.assignment_S // handle.slot_TK.shape[1]
     if fill or handle.capacity is not None:
         # Empty slots read a row of zeros: to fill them later is one more pass over all that is sent.
-        x_TD = jnp.pad(x_TD, ((0, 1), (0, 0)))
+        padded_UD = jnp.pad(x_TD, ((0, 1), (0, 0)))
+        return to_experts(padded_UD.at[token_S].get(mode="promise_in_bounds"), handle, fill=fill)
     return to_experts(_take_any(x_TD, token_S), handle, fill=fill)
 
 

@@ -8,7 +8,7 @@ counted it has the work of another one of the same remat and dispatch, in propor
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from dualpipe_jax.pods.costs import UnitCosts, splits, unit_costs
@@ -129,8 +129,9 @@ def _sequences(plan: Plan) -> float:
     return plan.batch / (plan.dp * plan.ep)
 
 
+@functools.cache  # all open cases are asked for it again and again, and a large schedule takes 0.05 s to make
 def _size(plan: Plan) -> float:
-    """Of a unit: layers of a stage are so many times as many, and a device's sequences."""
+    """How large units are: in proportion to the layers of a stage, and to a device's sequences."""
     return _sequences(plan) / schedule_of(plan).placement.num_model_stages
 
 
@@ -189,7 +190,6 @@ class Bounds:
         self._work: dict[tuple[str, str], Least] = {}  # by dispatch and remat
         self._too_much: dict[Cut, str] = {}
         self._may_fit: dict[Case, list[Plan]] = {}
-        self._share: dict[Cut, Callable[[Plan], float]] = {}  # of the memory, by what was counted of the cut
         self._of = functools.cache(self._bound)
 
     def cuts(self) -> list[Cut]:
@@ -215,13 +215,11 @@ class Bounds:
         than a tenth may still fit.
         """
         assert counted.memory is not None and counted.memory.limit is not None
-        share, limit, refused = counted.memory.share, counted.memory.limit, []
-        plan = self.standing_for(cut)
+        plan, limit, refused = self.standing_for(cut), counted.memory.limit, []
         self._least[cut] = Least(plan, counted)
         self._work.setdefault((cut.dispatch, cut.remat), self._least[cut])
-        self._share[cut] = lambda own: needed(own, share) / limit
         for case in self.cases[cut]:
-            sizes = {own: needed(own, share) for own in case.plans}
+            sizes = {own: needed(own, counted.memory.share) for own in case.plans}
             self._may_fit[case] = [own for own, size in sizes.items() if size <= _SURELY * limit]
             if not self._may_fit[case]:
                 why = {own: too_much(size, limit, "counted") for own, size in sizes.items()}
@@ -287,17 +285,12 @@ class Bounds:
 
     def _least_share(self, case: Case) -> float:
         """Of the memory that there is, what the plan of a case that needs least does, as far as it is known."""
-        cut = Cut.of(case.plan)
-        share = self._share.get(cut)
-        if share is None:
-            alike = self._least_of(cut)
-            assert alike is not None
-            about = [alike.memory(plan) for plan in case.plans]
-            return min(size / limit for size, limit in about)
-        return min(map(share, self._may_fit.get(case, case.plans)))
+        least = self._least_of(Cut.of(case.plan))
+        assert least is not None
+        return min(size / limit for size, limit in map(least.memory, self._may_fit.get(case, case.plans)))
 
     def learn(self, prices: Prices) -> None:
-        """Units of as many sequences or fewer come as near to their products' time as these, or farther."""
+        """Units as large or smaller come as near to their products' time as these, or less near."""
         plan = prices.case.plan
         known = self._factors.setdefault((plan.dispatch, plan.remat, _size(plan)), {})
         for op, factor in _factors(prices).items():
