@@ -121,8 +121,8 @@ def splits(schedule: Schedule) -> bool:
 def units_of(schedule: Schedule) -> tuple[str, ...]:
     """The ops of units that it runs."""
     slots = [slot for order in schedule.orders for slot in order]
-    there = {action.op.name for slot in slots if len(slot) == 1 for action in slot}
-    there |= {"FB"} if any(len(slot) > 1 for slot in slots) else set()
+    alone = {slot[0].op for slot in slots if len(slot) == 1}
+    there = {op.name for op in alone} | ({"FB"} if any(len(slot) > 1 for slot in slots) else set())
     return tuple(op for op in SCOPES if op in there)
 
 

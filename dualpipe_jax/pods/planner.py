@@ -21,10 +21,11 @@ from dualpipe_jax.pods.costs import splits, unit_costs, units_of
 from dualpipe_jax.pods.layers import moved_layers
 from dualpipe_jax.pods.plan import Plan
 from dualpipe_jax.pods.results import Answer, Overheads
-from dualpipe_jax.schedule import CostModel, MemoryModel, Schedule, limit_stash, simulate
+from dualpipe_jax.schedule import CostModel, MemoryModel, Schedule, limit_stash
 from dualpipe_jax.schedule.costs import at_most
 from dualpipe_jax.schedule.lowering.unit_key import UnitKey
 from dualpipe_jax.schedule.names import find
+from dualpipe_jax.schedule.simulate import most_kept
 from dualpipe_jax.step_options import Shard
 
 SCHEDULES = "dualpipe", "dualpipe_v", "one_f_one_b", "zb_h1", "zb_v", "interleaved_1f1b_overlap"
@@ -321,7 +322,7 @@ def worth(plans: Sequence[Plan], done: Iterable[Choice], prices: Prices | None) 
 @functools.cache
 def _live(name: str, pp: int, microbatches: int, max_stash: int | None, sizes: MemoryModel) -> float:
     schedule = _schedule(name, pp, microbatches, max_stash)
-    return max(simulate(schedule).memory(sizes.for_schedule(schedule)))
+    return max(most_kept(schedule, sizes.for_schedule(schedule)))
 
 
 def needed(plan: Plan, share: Mapping[str, object]) -> float:

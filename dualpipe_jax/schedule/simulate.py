@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from dualpipe_jax.arguments import typechecked
@@ -71,7 +71,7 @@ class Timeline:
 
     def memory(self, sizes: MemoryModel | None = None) -> tuple[float, ...]:
         """The most that each rank keeps at once; with no sizes given, its most live activations."""
-        return tuple(max(self.memory_over_time(rank, sizes)[1]) for rank in range(self.schedule.num_ranks))
+        return most_kept(self.schedule, sizes)
 
     def memory_over_time(
         self, rank: int, sizes: MemoryModel | None = None
@@ -84,19 +84,41 @@ class Timeline:
         sizes = MemoryModel() if sizes is None else sizes
         kept = sizes.at_rest(self.schedule.placement, rank)
         times, amounts = [0.0], [kept]
-        for slot, start, end in zip(
-            self.schedule.orders[rank], self.starts[rank], self.ends[rank], strict=True
-        ):
-            changes = [sizes.before_and_after[action.op] for action in slot]
-            for time, change in (
-                (start, sum(taken for taken, _ in changes)),
-                (end, -sum(freed for _, freed in changes)),
-            ):
+        changes = _changes(self.schedule.orders[rank], sizes)
+        for (taken, freed), start, end in zip(changes, self.starts[rank], self.ends[rank], strict=True):
+            for time, change in ((start, taken), (end, -freed)):
                 if change:
                     kept += change
                     times.append(time)
                     amounts.append(kept)
         return tuple(times), tuple(amounts)
+
+
+def most_kept(schedule: Schedule, sizes: MemoryModel | None = None) -> tuple[float, ...]:
+    """The most that each rank keeps at once, whatever its slots take: it runs them one after the other."""
+    sizes = MemoryModel() if sizes is None else sizes
+    at_rest = (sizes.at_rest(schedule.placement, rank) for rank in range(schedule.num_ranks))
+    return tuple(_most(kept, order, sizes) for kept, order in zip(at_rest, schedule.orders, strict=True))
+
+
+def _most(kept: float, order: Sequence[Slot], sizes: MemoryModel) -> float:
+    most = kept
+    for taken, freed in _changes(order, sizes):
+        kept += taken
+        most = max(most, kept)
+        kept -= freed
+    return most
+
+
+def _changes(order: Sequence[Slot], sizes: MemoryModel) -> Iterator[tuple[float, float]]:
+    """What each slot takes when it starts, and what it gives back when it ends."""
+    by_op = sizes.before_and_after
+    for slot in order:
+        taken, freed = by_op[slot[0].op]
+        for action in slot[1:]:
+            more, less = by_op[action.op]
+            taken, freed = taken + more, freed + less
+        yield taken, freed
 
 
 @typechecked
