@@ -1,7 +1,7 @@
 """cuDNN's flash attention, for programs that a GPU runs, compiled where there is one and where there is none.
 
 What JAX checks before it calls cuDNN, its version and the GPU's generation, it asks of the machine that it runs on. A
-program compiled ahead of time is for another one, so there the checks are answered for an H100 (``_checks``, the only
+program compiled ahead of time is for another one, so there the checks are answered for that one (``_checks``, the only
 place here that touches JAX's internals). Shape suffixes as in ``models.attention``.
 """
 
@@ -19,14 +19,34 @@ from models.attention import same_segment
 HOPPER = (9, 0)
 """The compute capability of an H100."""
 
+_CAPABILITIES = {"A100": (8, 0), "H100": HOPPER, "H200": HOPPER, "B200": (10, 0)}
+"""By a part of the device's name."""
+
 CUDNN = 90100
 """cuDNN 9.1: what a program compiled where there is none may ask for. Nothing that came later is used."""
 
 
 def cudnn_takes(q_BHSX: Array) -> bool:
-    """Whether cuDNN's attention knows the type and the width."""
+    """Whether cuDNN's attention knows the type and, on the GPU that runs the program, the width."""
     narrow = q_BHSX.dtype in (jnp.bfloat16, jnp.float16)
-    return narrow and q_BHSX.shape[-1] % 8 == 0 and q_BHSX.shape[-1] <= 256
+    widest = 256 if compute_capability() >= HOPPER else 128
+    return narrow and q_BHSX.shape[-1] % 8 == 0 and q_BHSX.shape[-1] <= widest
+
+
+def compute_capability() -> tuple[int, ...]:
+    """CUDA's number for the generation of the GPU for which a program is being traced.
+
+    It is this machine's GPU; where there is none the one of the mesh, or an H100 if the mesh does not say.
+    """
+    if jax.default_backend() == "gpu":
+        return _numbers(jax.devices()[0].compute_capability)
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    kind = "" if device is None else device.device_kind
+    return next((known for name, known in _CAPABILITIES.items() if name in kind), HOPPER)
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    return tuple(map(int, text.split(".")))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
@@ -78,17 +98,15 @@ def padded_attention(
 
 
 def _checks() -> contextlib.AbstractContextManager[Any]:
-    """Within it, where no GPU is, JAX traces cuDNN's attention as on an H100 with this version of cuDNN."""
+    """Within it, where no GPU is, JAX traces cuDNN's attention as on the GPU to compile for."""
     if jax.default_backend() == "gpu":
         return contextlib.nullcontext()
     from jax._src.cudnn import fused_attention_stablehlo as internal
 
-    def numbers(text: str) -> tuple[int, ...]:
-        return tuple(map(int, text.split(".")))
-
+    ours = compute_capability()
     return mock.patch.multiple(
         internal,
         check_cudnn_version=lambda: CUDNN,
-        check_compute_capability=lambda least: numbers(least) <= HOPPER,
-        is_cuda_compute_capability_equal=lambda one: numbers(one) == HOPPER,
+        check_compute_capability=lambda least: _numbers(least) <= ours,
+        is_cuda_compute_capability_equal=lambda one: _numbers(one) == ours,
     )

@@ -41,7 +41,7 @@ class Kernels:
     Attributes:
       attention: "plain" keeps the [S, S] probabilities. "splash" is Pallas' flash attention for TPU, for
         sequences that 128 divides. "cudnn" is ``jax.nn.dot_product_attention`` in 16 bits, values padded to
-        the width of the keys.
+        the width of the keys, which is at most 256, before the H100 128.
       matmul: "plain" flattens rows of equal groups to one batched matmul, and walks unequal groups in blocks
         on CPU. The others leave equal groups in the order they arrive in, which accelerators read without a
         copy; unequal ones go to "ragged", ``lax.ragged_dot``, or "megablox", Pallas' grouped matmul for TPU,

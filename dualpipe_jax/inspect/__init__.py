@@ -17,7 +17,7 @@ from dualpipe_jax.inspect.memory import Memory, memory
 from dualpipe_jax.inspect.overlap import overlap
 from dualpipe_jax.inspect.picture import plot
 from dualpipe_jax.inspect.products import Products, products
-from dualpipe_jax.inspect.rates import h100_rates
+from dualpipe_jax.inspect.rates import gpu_rates
 from dualpipe_jax.inspect.target import DEVICES, Target
 from dualpipe_jax.inspect.trace import to_chrome_trace
 
@@ -30,7 +30,7 @@ __all__ = [
     "Work",
     "copies",
     "gpu_process_environment",
-    "h100_rates",
+    "gpu_rates",
     "memory",
     "overlap",
     "plot",

@@ -46,7 +46,7 @@ def plot(
     ...     lambda x: jax.lax.psum(x @ x.T, "ep"), mesh=make_mesh(1, 2), in_specs=jax.P("ep"), out_specs=jax.P()
     ... )
     >>> compiled = jax.jit(step).lower(jax.ShapeDtypeStruct((256, 128), jnp.float32)).compile()
-    >>> report = inspect.overlap(compiled, inspect.h100_rates())
+    >>> report = inspect.overlap(compiled, inspect.gpu_rates("h100"))
     >>> figure = inspect.plot(report, inspect.read(compiled).entry, title="One step")  # a third argument is a path
     >>> figure.texts[0].get_text()
     'One step'

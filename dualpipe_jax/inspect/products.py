@@ -26,7 +26,7 @@ def products(report: OverlapReport, module: Module, computation: str) -> Product
     >>> from dualpipe_jax import inspect
     >>> x = jax.ShapeDtypeStruct((64, 64), jnp.float32)
     >>> compiled = jax.jit(lambda x: jnp.tanh(x @ x)).lower(x).compile()
-    >>> report, module = inspect.overlap(compiled, inspect.h100_rates()), inspect.read(compiled)
+    >>> report, module = inspect.overlap(compiled, inspect.gpu_rates("h100")), inspect.read(compiled)
     >>> inspect.products(report, module, module.entry).flops  # 2 * 64**3
     524288.0
 

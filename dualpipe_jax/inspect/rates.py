@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 from dualpipe_jax.arguments import typechecked
 from dualpipe_jax.inspect.fabric import Fabric, Groups, Nodes
+from dualpipe_jax.inspect.gpus import GPUS
 from dualpipe_jax.inspect.hlo import Computation, Instruction, Module
 from dualpipe_jax.inspect.roofline import flops, traffic
 
@@ -82,35 +83,43 @@ def tpu_rates(generation: str) -> "Rates":
     )
 
 
-H100_CLOCK = 1.83e9
-"""Hertz at which an H100 SXM reaches the 989 TFLOP/s (bf16, dense) of its data sheet."""
-
-
 @typechecked
-def h100_rates(network: float = 50e9, node: int = 8) -> "Rates":
-    """A roofline for the H100 SXM, in cycles of ``H100_CLOCK``; CUDA's compiler gives no cycles itself.
+def gpu_rates(generation: str = "h100", network: float | None = None, node: int = 8) -> "Rates":
+    """A roofline for NVIDIA's GPUs, in cycles of a device's ``clock``; CUDA's compiler gives no cycles itself.
 
-    >>> from dualpipe_jax.inspect import h100_rates
-    >>> round(h100_rates().link)  # bytes a cycle inside a node: 450 GB/s at 1.83 GHz
+    >>> from dualpipe_jax.inspect import gpu_rates
+    >>> round(gpu_rates("h100").link)  # bytes a cycle inside a node: 450 GB/s at 1.83 GHz
     246
 
-    From the data sheet: 989 TFLOP/s, 3.35 TB/s (read plus written), NVLink with 450 GB/s each way inside a node. What
+    All rates are published, see ``gpus.GPUS``: matrix products, memory (read plus written), NVLink inside a node. What
     crosses nodes goes over the network: see ``fabric.Nodes``; a permute whose devices are not known is taken to do so.
-    cuDNN's attention does not reach the matrix units' rate: causal, in sequences of some thousand tokens, about
-    55 % of it forward and half of it backward (Shah et al. 2024, "FlashAttention-3", figures 5 and 6).
+    Attention does not reach the matrix units' rate: it has its own.
 
     Args:
-      network: bytes a second, each way, of a GPU's share of the network between nodes.
-      node: GPUs of a node; consecutive devices are on one.
+      generation: a100, h100, b200 or gb200.
+      network: bytes a second, each way, of a GPU's share of the network between nodes; as published if left out.
+      node: GPUs that NVLink joins; consecutive devices are on one.
+
+    Raises:
+      ValueError: if the generation is not known.
     """
+    if generation not in GPUS:
+        raise ValueError(
+            f"gpu_rates: generation {generation!r} is none of {', '.join(GPUS)}; "
+            "for other devices use Rates(link=...)"
+        )
+    gpu = GPUS[generation]
+    network = gpu.network if network is None else network
+    link, flops = gpu.nvlink / gpu.clock, gpu.flops / gpu.clock
+    forward, backward = gpu.attention
     return Rates(
-        fabric=Nodes(node, 450e9 / H100_CLOCK, network / H100_CLOCK),
-        link=450e9 / H100_CLOCK,
+        fabric=Nodes(node, link, network / gpu.clock),
+        link=link,
         switched=True,
-        collectives={"collective-permute": network / H100_CLOCK},
-        memory=3.35e12 / H100_CLOCK,
-        flops=989e12 / H100_CLOCK,
-        kernel_flops={r"fmha.*Backward": 0.5 * 989e12 / H100_CLOCK, "fmha": 0.55 * 989e12 / H100_CLOCK},
+        collectives={"collective-permute": network / gpu.clock},
+        memory=gpu.bandwidth / gpu.clock,
+        flops=flops,
+        kernel_flops={r"fmha.*Backward": backward * flops, "fmha": forward * flops},
     )
 
 

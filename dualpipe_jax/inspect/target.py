@@ -1,4 +1,4 @@
-"""Devices to compile for that are not here: TPU pods and clusters of H100s; and virtual ones of this machine's CPU.
+"""Devices to compile for that are not here: TPU pods and clusters of GPUs; and virtual ones of this machine's CPU.
 
 >>> from dualpipe_jax.inspect import Target
 >>> target = Target.parse("v5p:8x8x16")
@@ -18,11 +18,11 @@ import math
 import os
 import re
 from collections.abc import Mapping, Sequence
-from importlib import resources
 from typing import Any, Literal
 
 from dualpipe_jax.inspect.fabric import Torus
-from dualpipe_jax.inspect.rates import H100_CLOCK, Rates, h100_rates, tpu_rates
+from dualpipe_jax.inspect.gpus import GPUS
+from dualpipe_jax.inspect.rates import Rates, gpu_rates, tpu_rates
 from dualpipe_jax.installing import install_command
 
 TPU_ENVIRONMENT: Mapping[str, str] = {
@@ -41,7 +41,7 @@ class Device:
 
     Attributes:
       memory: bytes that a program may take. Of a TPU what its compiler gives (libtpu 0.0.42.1 names it when it
-        refuses a program), of an H100 the 80 GB of its name: contexts and libraries take part of the rest.
+        refuses a program), of a GPU those of its name: contexts and libraries take part of the rest.
       flops: floating-point operations a second in bfloat16, dense, as published.
       bandwidth: bytes a second of its memory, as published.
       clock: hertz of the cycles in which the compiler counts; of a TPU the one at which its matrix units reach
@@ -66,13 +66,17 @@ DEVICES: Mapping[str, Device] = {
     "v5p": Device(int(95.74 * _GIB), 459e12, 2765e9, 1.75e9),
     "v6e": Device(int(31.25 * _GIB), 918e12, 1640e9, 1.75e9),
     "tpu7x": Device(int(94.75 * _GIB), 1153.5e12, 3690e9, 1.9e9),
-    "h100": Device(80 * 10**9, 989e12, 3350e9, H100_CLOCK, "NVIDIA's data sheet of the H100 SXM"),
+    **{
+        name: Device(gpu.memory, gpu.flops, gpu.bandwidth, gpu.clock, gpu.source)
+        for name, gpu in GPUS.items()
+    },
 }
-"""Devices by generation. Published figures: Google Cloud's pages of each TPU, NVIDIA's data sheet of the H100 SXM."""
+"""Devices by generation, as published: TPUs by Google Cloud's page of each, GPUs as in ``gpus.GPUS``."""
 
-_DIMS = {"v4": (2, 3), "v5e": (2,), "v5p": (2, 3), "v6e": (2,), "tpu7x": (2, 3), "h100": (2,), "cpu": (1,)}
+_TPU_DIMS = {"v4": (2, 3), "v5e": (2,), "v5p": (2, 3), "v6e": (2,), "tpu7x": (2, 3)}
+_DIMS = {**_TPU_DIMS, **dict.fromkeys(GPUS, (2,)), "cpu": (1,)}
 _DEVICES_PER_CHIP = {"v4": 2, "tpu7x": 2}
-_EXAMPLES = "v5e:4x4, v5p:4x4x4, tpu7x:4x4x4, h100:8x8 (nodes x GPUs of a node), or cpu:8"
+_EXAMPLES = "v5e:4x4, v5p:4x4x4, tpu7x:4x4x4, h100:8x8 (nodes x GPUs of a node), gb200:2x72, or cpu:8"
 _PATIENCE = (
     "--xla_cpu_collective_call_warn_stuck_timeout_seconds=300",
     "--xla_cpu_collective_call_terminate_timeout_seconds=600",
@@ -90,8 +94,9 @@ class Target:
     """Devices of one kind, by name.
 
     Attributes:
-      generation: v4, v5e, v5p, v6e, tpu7x, h100 or cpu.
-      shape: chips along each axis of a TPU's torus; of h100 nodes x GPUs of a node; of cpu virtual devices.
+      generation: v4, v5e, v5p, v6e, tpu7x, a100, h100, b200, gb200 or cpu.
+      shape: chips along each axis of a TPU's torus; of GPUs nodes x GPUs of a node, which are those that NVLink
+        joins, 72 of a GB200 NVL72; of cpu virtual devices.
     """
 
     generation: str
@@ -129,8 +134,9 @@ class Target:
     @property
     def platform(self) -> Literal["tpu", "cuda", "cpu"]:
         """The platform as JAX's compilers call it."""
-        known: Mapping[str, Literal["cuda", "cpu"]] = {"h100": "cuda", "cpu": "cpu"}
-        return known.get(self.generation, "tpu")
+        if self.generation in GPUS:
+            return "cuda"
+        return "cpu" if self.generation == "cpu" else "tpu"
 
     @property
     def num_devices(self) -> int:
@@ -154,7 +160,9 @@ class Target:
         """Durations that compiled programs leave out, for ``overlap``; none of CPU devices, which are timed."""
         if self.platform == "cpu":
             return Rates()
-        return h100_rates(node=self.shape[-1]) if self.platform == "cuda" else tpu_rates(self.generation)
+        if self.platform == "cuda":
+            return gpu_rates(self.generation, node=self.shape[-1])
+        return tpu_rates(self.generation)
 
     def rates_on(self, devices: Sequence[Any]) -> Rates:
         """``rates``, with all-to-alls timed by the places of these devices: those of a mesh, in its order."""
@@ -208,7 +216,7 @@ class Target:
                 return list(topologies.get_topology_desc(platform="tpu", topology_name=str(self)).devices)
             plugin = next(name for name in _CUDA if _is_installed(f"jax_plugins.{name}"))
             importlib.import_module(f"jax_plugins.{plugin}")
-            config = resources.files("dualpipe_jax.inspect").joinpath("targets/h100.txtpb").read_text()
+            config = GPUS[self.generation].target_config()
             shape = "x".join(map(str, (1, *self.shape)))
             topology = topologies.get_topology_desc("", platform="cuda", target_config=config, topology=shape)
             return list(topology.devices)

@@ -42,7 +42,7 @@ def to_chrome_trace(
     ...     lambda x: jax.lax.psum(x @ x.T, "ep"), mesh=make_mesh(1, 2), in_specs=jax.P("ep"), out_specs=jax.P()
     ... )
     >>> compiled = jax.jit(step).lower(jax.ShapeDtypeStruct((256, 128), jnp.float32)).compile()
-    >>> report = inspect.overlap(compiled, inspect.h100_rates())
+    >>> report = inspect.overlap(compiled, inspect.gpu_rates("h100"))
     >>> trace = inspect.to_chrome_trace(report, inspect.read(compiled).entry)
     >>> [event["args"]["name"] for event in trace["traceEvents"] if event["name"] == "thread_name"]
     ['computation', 'all-reduce']

@@ -17,6 +17,7 @@ from pathlib import Path
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parents[1]))
 
+from dualpipe_jax.inspect.gpus import GPUS  # noqa: E402
 from dualpipe_jax.inspect.scheduler import STATISTICS_ENVIRONMENT, capture  # noqa: E402
 
 os.environ["JAX_PLATFORMS"] = "cpu"
@@ -82,7 +83,7 @@ def tpu_mesh(topology):
 def cuda_mesh(topology):
     import jax_plugins.xla_cuda13  # noqa: F401
 
-    target = (HERE.parents[1] / "dualpipe_jax/inspect/targets/h100.txtpb").read_text()
+    target = GPUS["h100"].target_config()
     return mesh_of(
         topologies.get_topology_desc("", platform="cuda", target_config=target, topology=topology).devices
     )

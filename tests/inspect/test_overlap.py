@@ -13,12 +13,13 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from dualpipe_jax import make_mesh
-from dualpipe_jax.inspect import h100_rates, overlap, read
-from dualpipe_jax.inspect.rates import H100_CLOCK, Rates, tpu_rates
+from dualpipe_jax.inspect import gpu_rates, overlap, read
+from dualpipe_jax.inspect.rates import Rates, tpu_rates
 from dualpipe_jax.inspect.scheduler import parse_statistics
 from tests.inspect.by_hand import done, module, start, work
 
 TEXTS = Path(__file__).parent / "texts"
+H100_CLOCK = 1.83e9  # at which its matrix units reach 989 TFLOP/s
 PAYLOAD = 8 << 20
 """Bytes of every exchange in the stored texts: 1024 tokens of width 4096 in bf16."""
 RATES = Rates(collectives={"all-to-all": PAYLOAD / 400e3, "collective-permute": PAYLOAD / 300e3})
@@ -88,7 +89,7 @@ def test_h100_counts_matmuls_and_believes_is_sync():
 
 
 def test_h100_by_roofline():
-    found = report("h100_pair", rates=h100_rates())
+    found = report("h100_pair", rates=gpu_rates("h100"))
     product = 2 * 1024 * 4096 * 4096 / (989e12 / H100_CLOCK)
     exchange = PAYLOAD * 0.75 / (450e9 / H100_CLOCK)
     first, second, third, _ = found.select("all-to-all")

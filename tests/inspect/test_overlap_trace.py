@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from dualpipe_jax.inspect import h100_rates, overlap, to_chrome_trace
+from dualpipe_jax.inspect import gpu_rates, overlap, to_chrome_trace
 from dualpipe_jax.inspect.rates import Rates, tpu_rates
 from tests.inspect.by_hand import done, module, start, work
 
@@ -19,7 +19,12 @@ LINES = (
     work("z", 5),
 )
 KIB = 1024
-RATES = {"v5e_pair": tpu_rates("v5e"), "h100_pair": h100_rates(), "v5e_ticks": Rates(), "cpu_ticks": None}
+RATES = {
+    "v5e_pair": tpu_rates("v5e"),
+    "h100_pair": gpu_rates("h100"),
+    "v5e_ticks": Rates(),
+    "cpu_ticks": None,
+}
 
 
 def by_track(trace):

@@ -8,6 +8,7 @@ import sys
 
 import pytest
 
+from dualpipe_jax.inspect import gpu_rates, gpus
 from dualpipe_jax.inspect import target as module
 from dualpipe_jax.inspect.target import DEVICES, MissingCompiler, Target
 
@@ -18,7 +19,11 @@ NAMES = {
     "v6e:16x16": 256,
     "tpu7x:4x4x4": 128,
     "h100:8x8": 64,
+    "a100:2x8": 16,
+    "b200:8x8": 64,
+    "gb200:4x72": 288,
 }
+GPUS = "a100", "h100", "b200", "gb200"
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -26,7 +31,7 @@ def test_names(name):
     target = Target.parse(name)
     assert str(target) == name
     assert target.num_devices == NAMES[name]
-    assert target.platform == ("cuda" if name.startswith("h100") else "tpu")
+    assert target.platform == ("cuda" if name.startswith(GPUS) else "tpu")
     assert target.rates.collective("all-to-all", 1 << 20, 4) > 0
     assert target.rates.memory * target.device.clock < target.device.bandwidth * 1.01
 
@@ -43,7 +48,10 @@ def test_names_are_read_whatever_their_case():
         ("v5e", r"target 'v5e': v5e wants 2 sizes with x between them, for instance v5e:4x4.*; got none"),
         ("v5e:4x4x4", r"v5e wants 2 sizes .*; got 4x4x4"),
         ("v5p:16", r"v5p wants 2 or 3 sizes .*; got 16"),
-        ("h100:64", r"h100 wants 2 sizes .*h100:8x8 \(nodes x GPUs of a node\), or cpu:8; got 64"),
+        (
+            "h100:64",
+            r"h100 wants 2 sizes .*h100:8x8 \(nodes x GPUs of a node\), gb200:2x72, or cpu:8; got 64",
+        ),
         ("v5e:4x-4", r"v5e wants 2 sizes .*; got 4x-4"),
         ("v5e:0x4", r"v5e wants 2 sizes .*; got 0x4"),
     ],
@@ -63,8 +71,44 @@ def test_a_missing_compiler_gives_the_line_that_installs_it(monkeypatch, name, e
 
 def test_every_generation_has_all_its_figures():
     for generation, device in DEVICES.items():
-        assert 10e9 < device.memory < 200e9 and 100e12 < device.flops < 2e15, generation
-        assert 500e9 < device.bandwidth < 5e12 and 1e9 < device.clock < 2.5e9, generation
+        assert 10e9 < device.memory < 200e9 and 100e12 < device.flops < 3e15, generation
+        assert 500e9 < device.bandwidth < 9e12 and 1e9 < device.clock < 2.5e9, generation
+
+
+@pytest.mark.parametrize(
+    ("name", "times"),
+    # 1 TFLOP, 1 GB read or written; 1 GB to the next GPU of a node, to one of the next node; in ms.
+    [
+        ("a100:2x8", (3.205, 0.490, 3.333, 40.0)),
+        ("h100:2x8", (1.011, 0.299, 2.222, 20.0)),
+        ("b200:2x8", (0.444, 0.125, 1.111, 20.0)),
+        ("gb200:2x72", (0.400, 0.125, 1.111, 20.0)),
+    ],
+)
+def test_gpus_are_as_fast_as_their_data_sheets_say(name, times):
+    target = Target.parse(name)
+    rates, node = target.rates, target.shape[1]
+    cycles = (
+        1e12 / rates.flops,
+        1e9 / rates.memory,
+        rates.collective("collective-permute", 10**9, 2, ((0, node - 1),)),
+        rates.collective("collective-permute", 10**9, 2, ((0, node),)),
+    )
+    assert tuple(each / target.device.clock * 1e3 for each in cycles) == pytest.approx(times, rel=2e-3)
+
+
+def test_the_matrix_units_of_a_gpu_reach_its_peak_at_its_clock():
+    """As many bfloat16 operations a cycle and multiprocessor as the architecture's white paper has."""
+    per_cycle = {"a100": 2048, "h100": 4096, "b200": 8192, "gb200": 8192}
+    for name, gpu in gpus.GPUS.items():
+        assert gpu.multiprocessors * per_cycle[name] * gpu.clock == pytest.approx(gpu.flops, rel=2e-3), name
+
+
+def test_rates_of_a_gpu_that_is_not_known():
+    with pytest.raises(
+        ValueError, match=r"gpu_rates: generation 'h200' is none of a100, h100, b200, gb200; for"
+    ):
+        gpu_rates("h200")
 
 
 def ask(expression):
@@ -96,5 +140,7 @@ def test_a_shape_that_no_slice_has():
 @pytest.mark.skipif(
     not module._is_installed("jax_plugins.xla_cuda13"), reason="JAX's CUDA plugin is not installed"
 )
-def test_cuda_devices():
-    assert ask("[device.platform for device in parse('h100:2x8').devices()]") == 16 * ["gpu"]
+@pytest.mark.parametrize("name", GPUS)
+def test_cuda_devices(name):
+    kinds = ask(f"[(device.platform, device.device_kind) for device in parse('{name}:2x8').devices()]")
+    assert kinds == 16 * [["gpu", gpus.GPUS[name].name]]

@@ -105,6 +105,31 @@ def test_what_cudnn_takes(dtype, width, takes):
     assert cudnn_takes(jax.ShapeDtypeStruct((1, 8, 2, width), dtype)) is takes
 
 
+@pytest.mark.parametrize(
+    "kind, width, takes",
+    [
+        ("A100-SXM4-80GB", 128, True),
+        ("A100-SXM4-80GB", 192, False),
+        ("H100 80GB HBM3", 192, True),
+        ("B200", 192, True),
+    ],
+)
+@pytest.mark.skipif(jax.default_backend() == "gpu", reason="a GPU here is the one that runs the program")
+def test_the_widths_that_cudnn_takes_are_those_of_the_gpu_to_compile_for(kind, width, takes):
+    """As JAX itself refuses more than 128 before Hopper."""
+    device = jax.sharding.AbstractDevice(f"NVIDIA {kind}", 100, "gpu")
+    mesh = jax.sharding.AbstractMesh((2,), ("ep",), abstract_device=device)
+    asked = jax.ShapeDtypeStruct((1, 8, 2, width), jnp.bfloat16)
+    with jax.sharding.use_abstract_mesh(mesh):
+        assert cudnn_takes(asked) is takes
+        run = functools.partial(cudnn_attention, scale=0.3)
+        if takes:
+            jax.eval_shape(run, asked, asked, asked)
+        else:
+            with pytest.raises(NotImplementedError, match="head dim must be <= 128"):
+                jax.eval_shape(run, asked, asked, asked)
+
+
 def test_splash_says_what_it_costs_and_how_much_memory_it_takes():
     q, k, v, d = heads()
     jaxpr = jax.make_jaxpr(lambda q, k, v, d: jax.vjp(lambda *a: SPLASH(*a, 0.3), q, k, v)[1](d))(q, k, v, d)

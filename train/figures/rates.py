@@ -12,12 +12,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from dualpipe_jax.inspect.compiler import tpu_generation
+from dualpipe_jax.inspect.gpus import GPUS
 from dualpipe_jax.inspect.target import DEVICES
 from dualpipe_jax.probe.place import seconds
 
 _TERA, _GIBI = 1e12, 2**30
-_GPUS = {"h100": DEVICES["h100"].flops, "h200": DEVICES["h100"].flops, "a100": 312e12}
-"""A word of the device's name -> operations a second in bfloat16, dense, by NVIDIA's data sheets (SXM)."""
+_GPUS = {**{name: gpu.flops for name, gpu in GPUS.items()}, "h200": GPUS["h100"].flops}
+"""A word of the device's name -> operations a second in bfloat16, dense, as published."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -21,7 +21,13 @@ def test_rates_of_a_step_by_hand():
 
 
 def test_published_peaks():
-    peaks = {"NVIDIA H100 80GB HBM3": 989, "NVIDIA H200": 989, "NVIDIA A100-SXM4-80GB": 312}
+    peaks = {
+        "NVIDIA H100 80GB HBM3": 989,
+        "NVIDIA H200": 989,
+        "NVIDIA A100-SXM4-80GB": 312,
+        "NVIDIA B200": 2250,
+        "NVIDIA GB200": 2500,
+    }
     peaks |= {"TPU v5 lite": 197, "TPU v5": 459, "TPU v4": 137.5}
     for kind, tera in peaks.items():
         assert published_flops(kind) == pytest.approx(tera * 1e12), kind

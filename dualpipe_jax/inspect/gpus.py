@@ -1,0 +1,168 @@
+"""NVIDIA's GPUs as published: what their compiler is told of them, and how fast they and their links are."""
+
+import dataclasses
+from collections.abc import Mapping
+
+
+@dataclasses.dataclass(frozen=True)
+class Gpu:
+    """One GPU of a kind.
+
+    Attributes:
+      name: as its driver reports it.
+      capability: the major version of its CUDA compute capability.
+      multiprocessors: streaming multiprocessors that are not fused off.
+      boost: hertz, the highest clock.
+      size: bytes of memory as its driver reports them; programs get ``memory``.
+      l2_cache: bytes.
+      memory: bytes that a program may take: those of its name, for contexts and libraries take part of ``size``.
+      flops: floating-point operations a second in bfloat16, dense.
+      bandwidth: bytes a second of its memory, read plus written.
+      clock: hertz at which its matrix units reach ``flops``; times are given in cycles of it.
+      nvlink: bytes a second, each way, to the others of its node.
+      network: bytes a second, each way, of its own network card, to other nodes.
+      attention: shares of ``flops`` that the best kernel known here reaches in causal attention over sequences of some
+        thousand tokens: forward, backward.
+      source: of ``flops``, ``bandwidth`` and the links.
+      attention_source: who measured ``attention``.
+    """
+
+    name: str
+    capability: int
+    multiprocessors: int
+    boost: float
+    size: int
+    l2_cache: int
+    memory: int
+    flops: float
+    bandwidth: float
+    clock: float
+    nvlink: float
+    network: float
+    attention: tuple[float, float]
+    source: str
+    attention_source: str
+
+    def target_config(self) -> str:
+        """XLA's GpuTargetConfigProto, as text, for compiling where there is no such GPU.
+
+        Sizes of blocks, registers and shared memory are those of the CUDA programming guide's table of compute
+        capabilities.
+        """
+        hopper_or_later = self.capability >= 9
+        shared = (228 if hopper_or_later else 164) * 1024
+        features = "ACCELERATED_FEATURES" if hopper_or_later else "NONE"
+        return f"""
+platform_name: "CUDA"
+device_description_str: "{self.name}"
+gpu_device_info {{
+  name: "{self.name}"
+  device_vendor: "NVIDIA Corporation"
+  platform_version: "Compute Capability {self.capability}.0{"a" if hopper_or_later else ""}"
+  cuda_compute_capability {{ major: {self.capability} feature_extension: {features} }}
+  core_count: {self.multiprocessors}
+  fpus_per_core: {128 if hopper_or_later else 64}
+  clock_rate_ghz: {self.boost / 1e9}
+  device_memory_size: {self.size}
+  memory_bandwidth: {int(self.bandwidth)}
+  l2_cache_size: {self.l2_cache}
+  ecc_enabled: true
+  device_address_bits: 64
+  threads_per_warp: 32
+  threads_per_block_limit: 1024
+  threads_per_core_limit: 2048
+  thread_dim_limit_x: 1024
+  thread_dim_limit_y: 1024
+  thread_dim_limit_z: 64
+  block_dim_limit_x: 2147483647
+  block_dim_limit_y: 65535
+  block_dim_limit_z: 65535
+  registers_per_block_limit: 65536
+  registers_per_core_limit: 65536
+  shared_memory_per_block: 49152
+  shared_memory_per_block_optin: {shared - 1024}
+  shared_memory_per_core: {shared}
+  pcie_bandwidth: 34359738368
+  device_interconnect_info {{ active_links: {18 if hopper_or_later else 12} }}
+  driver_version: "13.0.0"
+  runtime_version: "13.0.0"
+  compile_time_toolkit_version: "13.0.0"
+  dnn_version: "9.10.0"
+}}
+dnn_version_info {{ major: 9 minor: 10 patch: 0 }}
+"""
+
+
+_NO_BACKWARD = "the backward's share of an H100, for none is published"
+
+GPUS: Mapping[str, Gpu] = {
+    "a100": Gpu(
+        name="NVIDIA A100-SXM4-80GB",
+        capability=8,
+        multiprocessors=108,
+        boost=1.41e9,
+        size=85100068864,
+        l2_cache=41943040,
+        memory=80 * 10**9,
+        flops=312e12,
+        bandwidth=2039e9,
+        clock=1.41e9,
+        nvlink=300e9,
+        network=25e9,
+        attention=(0.73, 0.63),
+        source="NVIDIA's data sheets of the A100 80GB SXM and of the DGX A100",
+        attention_source="Dao 2023, FlashAttention-2, its fastest cases",
+    ),
+    "h100": Gpu(
+        name="NVIDIA H100 80GB HBM3",
+        capability=9,
+        multiprocessors=132,
+        boost=1.98e9,
+        size=84942979072,
+        l2_cache=52428800,
+        memory=80 * 10**9,
+        flops=989e12,
+        bandwidth=3350e9,
+        clock=1.83e9,
+        nvlink=450e9,
+        network=50e9,
+        attention=(0.55, 0.5),
+        source="NVIDIA's data sheet of the H100 SXM",
+        attention_source="Shah et al. 2024, FlashAttention-3, figures 5 and 6, of cuDNN",
+    ),
+    "b200": Gpu(
+        name="NVIDIA B200",
+        capability=10,
+        multiprocessors=148,
+        boost=1.965e9,
+        size=191514411008,
+        l2_cache=132644864,
+        memory=180 * 10**9,
+        flops=2250e12,
+        bandwidth=8000e9,
+        clock=1.856e9,
+        nvlink=900e9,
+        network=50e9,
+        attention=(0.55, 0.5),
+        source="NVIDIA's Blackwell architecture brief (HGX B200) and data sheet of the DGX B200",
+        attention_source=f"arXiv 2603.05451, FlashAttention-4, of cuDNN 9.13; {_NO_BACKWARD}",
+    ),
+    "gb200": Gpu(
+        name="NVIDIA GB200",
+        capability=10,
+        multiprocessors=152,
+        boost=2.062e9,
+        size=197897748480,
+        l2_cache=135528448,
+        memory=186 * 10**9,
+        flops=2500e12,
+        bandwidth=8000e9,
+        clock=2.008e9,
+        nvlink=900e9,
+        network=50e9,
+        attention=(0.55, 0.5),
+        source="NVIDIA's Blackwell architecture brief and data sheet of the GB200 NVL72",
+        attention_source=f"as of the B200; {_NO_BACKWARD}",
+    ),
+}
+"""By the name of a target. Multiprocessors, clocks, caches and sizes are those that XLA's own target files state."""
