@@ -7,6 +7,7 @@ from models.decode.kept import PrefixFolder
 from models.decode.model import Decoder, decoder
 from models.decode.requests import Completion, Limits, RequestError, SamplingParams
 from models.decode.sampling import Sampling, sample
+from models.decode.scores import Score
 
 __all__ = [
     "Blocks",
@@ -19,6 +20,7 @@ __all__ = [
     "Rows",
     "Sampling",
     "SamplingParams",
+    "Score",
     "decoder",
     "init_cache",
     "sample",

@@ -25,7 +25,9 @@ from models.decode.model import Decoder
 from models.decode.programs import programs
 from models.decode.requests import Completion, Limits, SamplingParams, check_request
 from models.decode.sampling import Sampling
+from models.decode.scores import Score, Scores
 from models.decode.seats import Request, Seats
+from models.decode.steps import Decoded, Prefilled
 
 
 class Engine:
@@ -74,7 +76,10 @@ class Engine:
                 "Engine: prefixes are kept by one process, and the mesh has devices of several; leave them out"
             )
         self.config, self.limits, self._drafts = model.config, limits, drafts
-        self._programs = programs(model, drafts, mesh, microbatches)
+        # By whether they tell how likely tokens are.
+        self._programs = {
+            scores: programs(model, drafts, mesh, microbatches, scores) for scores in (False, True)
+        }
         self._num_devices = 1 if mesh is None else mesh.shape[EP]
         self._own_limits = limits.share(self._num_devices)
         self._num_halves = microbatches
@@ -97,7 +102,7 @@ class Engine:
             self._held = experts.check_held(self.config, self._num_devices, placement)
             num_experts = self.config.num_experts
             self._weights = experts.place(self._weights, self._held, num_experts, mesh, near=self._near)
-        self._cache = self._programs.init_cache(limits.total_blocks, limits.block_size)
+        self._cache = self._programs[False].init_cache(limits.total_blocks, limits.block_size)
         self._seats = Seats(limits, self._num_devices, num_halves=microbatches, ahead=int(drafts))
         self._ended: list[Completion] = []
         num_rows = self.config.num_moe_layers + self.config.num_mtp_layers
@@ -120,6 +125,7 @@ class Engine:
         prompt: Sequence[int] | np.ndarray,
         params: SamplingParams = SamplingParams(),  # noqa: B008
         on_token: Callable[[int], None] | None = None,
+        on_score: Callable[[Score], None] | None = None,
     ) -> int:
         """Let a request in, or let it wait until there is room.
 
@@ -128,6 +134,8 @@ class Engine:
           params: how it goes on.
           on_token: called with each token as soon as it is there, but not with one that stops it. If it raises, that
             ends the request.
+          on_score: called with how likely each token is, if ``params`` ask for it, before ``on_token`` is with the
+            same; first of all with the prompt's.
 
         Returns:
           The request's number.
@@ -137,7 +145,7 @@ class Engine:
         """
         tokens = np.asarray(prompt)
         check_request(tokens, params, self._own_limits, self.config.vocab)
-        request = Request(next(self._ids), tokens.astype(np.int32), params, on_token)
+        request = Request(next(self._ids), tokens.astype(np.int32), params, on_token, on_score)
         self._seats.waiting.append(request)
         return request.id
 
@@ -251,7 +259,11 @@ class Engine:
                 starts[row], lengths[row] = start, length
                 follow[row] = request.prompt[end] if end < len(request.prompt) else -1
         rows = Rows(tokens, starts, lengths, self._seats.tables(requests))
-        out, counts, self._cache = self._programs.prefill(
+        over = [
+            r is not None and starts[row] + lengths[row] == len(r.prompt) for row, r in enumerate(requests)
+        ]
+        scored = [_is_scored(r, prompt=not ends) for r, ends in zip(requests, over, strict=True)]
+        out, counts, self._cache = self._programs[any(scored)].prefill(
             self._weights, self._cache, (rows, follow, _sampling(requests))
         )
         self._count(counts)
@@ -259,13 +271,17 @@ class Engine:
             if taken is not None:  # of two halves the second is later
                 request, (_, start, length) = taken
                 request.num_cached = start + length
-        over = [
-            (row, r) for row, r in enumerate(requests) if r and starts[row] + lengths[row] == len(r.prompt)
-        ]
-        if over:
+        if any(over) or any(scored):
             found = jax.device_get(out)
-        for row, request in over:
-            self._receive(request, found.tokens[row : row + 1], found.finite[row], found.drafts[row])
+        for row, taker in enumerate(requests):
+            if taker is None or taker.ended:
+                continue
+            if taker.params.score_prompt:
+                start = starts[row] + 1
+                self._score(taker, found.scores, row, taker.prompt[start : start + lengths[row]].tolist())
+            if over[row]:
+                scores = jax.tree.map(lambda a, at=lengths[row] - 1: a[:, at:], found.scores)
+                self._receive(taker, row, found.tokens[row : row + 1], found, scores)
 
     def _go_on(self) -> None:
         width = 2 if self._drafts else 1
@@ -281,7 +297,8 @@ class Engine:
                     tokens[row, 1] = request.draft
                     request.num_drafted += 1
         rows = Rows(tokens, starts, lengths, self._seats.tables(requests))
-        out, counts, self._cache = self._programs.decode(
+        scored = any(_is_scored(request) for request in requests)
+        out, counts, self._cache = self._programs[scored].decode(
             self._weights, self._cache, (rows, _sampling(requests))
         )
         self._count(counts)
@@ -291,10 +308,18 @@ class Engine:
                 accepted = found.accepted[row]
                 request.num_cached += accepted
                 request.num_accepted += accepted - 1
-                self._receive(request, found.tokens[row, :accepted], found.finite[row], found.drafts[row])
+                self._receive(request, row, found.tokens[row, :accepted], found, found.scores)
 
-    def _receive(self, request: Request, tokens: np.ndarray, finite: bool, draft: int) -> None:
-        if not finite:
+    def _receive(
+        self,
+        request: Request,
+        row: int,
+        tokens: np.ndarray,
+        found: Prefilled | Decoded,
+        scores: Scores | None,
+    ) -> None:
+        """Tokens that a row of a step came to; ``scores`` are theirs."""
+        if not found.finite[row]:
             self._end(
                 request,
                 "error",
@@ -304,21 +329,36 @@ class Engine:
             return
         if not request.tokens:
             self._remember(request.blocks, self._seats.keys(request, request.num_cached))
-        request.draft = int(draft)
-        for token in map(int, tokens):
+        request.draft = int(found.drafts[row])
+        for place, token in enumerate(map(int, tokens)):
             if token in request.params.stop:
                 self._end(request, "stop")
                 return
+            if scores is not None and request.params.likeliest is not None:
+                here = jax.tree.map(lambda a, at=place: a[:, at:], scores)
+                self._score(request, here, row, [token])
+            if request.ended:
+                return
             request.tokens.append(token)
-            try:
-                if request.on_token:
-                    request.on_token(token)
-            except Exception as error:  # theirs, and nobody else's trouble
-                self._end(request, "error", f"on_token raised {error!r}")
+            self._call(request, request.on_token, token)
             if len(request.tokens) == request.params.max_tokens:
                 self._end(request, "length")
             if request.ended:
                 return
+
+    def _score(self, request: Request, scores: Scores, row: int, tokens: list[int]) -> None:
+        for one in scores.of(row, tokens, request.params.likeliest or 0):
+            request.scores.append(one)
+            self._call(request, request.on_score, one)
+
+    def _call(self, request: Request, callback: Callable[[Any], None] | None, what: Any) -> None:
+        if callback is None or request.ended:
+            return
+        try:
+            callback(what)
+        except Exception as error:  # theirs, and nobody else's trouble
+            name = "on_token" if callback is request.on_token else "on_score"
+            self._end(request, "error", f"{name} raised {error!r}")
 
     def _end(self, request: Request, reason: Any, error: str | None = None) -> None:
         if request.ended:
@@ -328,7 +368,9 @@ class Engine:
             self._remember(request.blocks, self._seats.keys(request, request.num_cached))
         self._seats.leave(request)
         numbers = int(request.num_drafted), int(request.num_accepted), request.num_reused
-        self._ended.append(Completion(request.id, tuple(request.tokens), reason, error, *numbers))
+        of_prompt = len(request.prompt) - 1 if request.params.score_prompt else 0
+        scores = tuple(request.scores[of_prompt:]), tuple(request.scores[:of_prompt])
+        self._ended.append(Completion(request.id, tuple(request.tokens), reason, error, *numbers, *scores))
 
     def _count(self, counts: Array) -> None:
         """Count on the device, for nobody waits for it; now and then in the totals, for it has 32 bits."""
@@ -348,6 +390,13 @@ def _put_block(sharding: Any) -> Callable[[jax.Array, int, np.ndarray], jax.Arra
 @jax.jit
 def _get_block(cache: jax.Array, block: int) -> jax.Array:
     return jax.lax.dynamic_index_in_dim(cache, block, axis=1, keepdims=False)
+
+
+def _is_scored(request: Request | None, *, prompt: bool = False) -> bool:
+    """Whether a request wants to know how likely its tokens are; of its prompt's, if it does of those."""
+    if request is None or request.params.likeliest is None:
+        return False
+    return request.params.score_prompt or not prompt
 
 
 def _sampling(requests: Sequence[Request | None]) -> Sampling:

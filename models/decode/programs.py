@@ -45,7 +45,9 @@ class Programs(NamedTuple):
 
 
 @functools.cache  # who asks for the same gets the same, and with it what jax.jit has compiled of it
-def programs(model: Decoder, drafts: bool, mesh: Mesh | None = None, microbatches: int = 1) -> Programs:
+def programs(
+    model: Decoder, drafts: bool, mesh: Mesh | None = None, microbatches: int = 1, scores: bool = False
+) -> Programs:
     """Build them.
 
     Args:
@@ -54,6 +56,7 @@ def programs(model: Decoder, drafts: bool, mesh: Mesh | None = None, microbatche
       mesh: with that axis alone; None for one device.
       microbatches: 2 cuts a device's rows in two halves, which are computed while each other's tokens travel. The
         second half of a prefill hears the first, see ``cached_attention``; of a decode they are different requests.
+      scores: whether they tell how likely tokens are.
 
     Raises:
       ValueError: model and mesh do not fit together, or there are other than one or two microbatches.
@@ -63,7 +66,7 @@ def programs(model: Decoder, drafts: bool, mesh: Mesh | None = None, microbatche
         raise ValueError(f"Engine: microbatches is {microbatches}, must be 1 or 2")
 
     def compiled(step: Step, *, hears: bool) -> Callable[..., tuple[Any, Array, Array]]:
-        step = functools.partial(step, model, drafts)
+        step = functools.partial(step, model, drafts, scores)
         run = (
             functools.partial(in_halves, step, hears) if microbatches == 2 else functools.partial(whole, step)
         )

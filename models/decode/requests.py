@@ -6,6 +6,7 @@ from typing import Literal
 import numpy as np
 
 from dualpipe_jax.arguments import typechecked
+from models.decode.scores import MOST, Score
 
 
 class RequestError(ValueError):
@@ -23,6 +24,10 @@ class SamplingParams:
       top_p: see ``Sampling``.
       seed: 0 to 2**32 - 1; the same request with the same seed gets the same text, whatever is served beside it.
       stop: tokens at any of which the text ends; they are not part of it.
+      likeliest: how many of the likeliest tokens to tell with the log-probability of each token, 0 to 20; None tells
+        no log-probabilities. What tells them is compiled when the first request asks for it.
+      score_prompt: whether to tell those of the prompt's tokens, too. Then nothing of the prompt is taken from the
+        cache.
     """
 
     max_tokens: int = 256
@@ -30,6 +35,8 @@ class SamplingParams:
     top_p: float = 1.0
     seed: int = 0
     stop: tuple[int, ...] = ()
+    likeliest: int | None = None
+    score_prompt: bool = False
 
 
 @typechecked
@@ -96,6 +103,8 @@ class Completion:
       num_drafted: tokens that were guessed ahead.
       num_accepted: guesses that were right.
       num_reused: tokens of the prompt that were in the cache, or kept on disk, of a request that began alike.
+      scores: of ``tokens``, if they were asked for.
+      prompt_scores: of the prompt's tokens but the first, if they were asked for.
     """
 
     id: int
@@ -105,6 +114,8 @@ class Completion:
     num_drafted: int = 0
     num_accepted: int = 0
     num_reused: int = 0
+    scores: tuple[Score, ...] = ()
+    prompt_scores: tuple[Score, ...] = ()
 
 
 def check_request(prompt: np.ndarray, params: SamplingParams, limits: Limits, vocab: int) -> None:
@@ -127,6 +138,11 @@ def check_request(prompt: np.ndarray, params: SamplingParams, limits: Limits, vo
             (f"temperature is {params.temperature}, must be 0 or more", 0 <= params.temperature < np.inf),
             (f"top_p is {params.top_p}, must be above 0 and at most 1", 0 < params.top_p <= 1),
             (f"seed is {params.seed}, must lie between 0 and 2**32 - 1", 0 <= params.seed < 2**32),
+            (f"likeliest is {params.likeliest}, must be 0 to {MOST}", 0 <= (params.likeliest or 0) <= MOST),
+            (
+                "score_prompt is asked for without likeliest, which says how many tokens to tell: give 0 or more",
+                not params.score_prompt or params.likeliest is not None,
+            ),
         )
         if not good
     ]

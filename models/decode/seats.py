@@ -12,6 +12,7 @@ import numpy as np
 
 from models.decode.blocks import Blocks, keys_of
 from models.decode.requests import Limits, SamplingParams
+from models.decode.scores import Score
 
 
 @dataclasses.dataclass(eq=False)
@@ -21,7 +22,8 @@ class Request:
     id: int
     prompt: np.ndarray
     params: SamplingParams
-    on_token: Callable[[int], None] | None
+    on_token: Callable[[int], None] | None = None
+    on_score: Callable[[Score], None] | None = None
     blocks: list[int] = dataclasses.field(default_factory=list)
     num_cached: int = 0  # positions in the cache
     tokens: list[int] = dataclasses.field(default_factory=list)
@@ -29,6 +31,7 @@ class Request:
     num_drafted: int = 0
     num_accepted: int = 0
     num_reused: int = 0
+    scores: list[Score] = dataclasses.field(default_factory=list)  # of the prompt and then of tokens
     ended: bool = False
 
     @property
@@ -63,7 +66,8 @@ class Seats:
         while self.waiting and None in self.slots:
             request = self.waiting[0]
             # The last token is fed in any case: its logits are wanted.
-            keys = self.keys(request, len(request.prompt) - 1)
+            # Latents that others made do not tell how likely the tokens are that were fed for them.
+            keys = [] if request.params.score_prompt else self.keys(request, len(request.prompt) - 1)
             need = -(-request.room // self._limits.block_size)
             for device in self._best_first(keys):
                 if taken := self.blocks.take(need, keys, device):

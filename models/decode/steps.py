@@ -13,6 +13,7 @@ from dualpipe_jax.functional import Tree
 from models.decode.cache import Rows
 from models.decode.model import Before, Decoder, Made
 from models.decode.sampling import Sampling, sample
+from models.decode.scores import Scores, score
 
 
 class Prefilled(NamedTuple):
@@ -22,11 +23,13 @@ class Prefilled(NamedTuple):
       tokens: int32 [B], to stand behind a row's last token.
       finite: bool [B], whether all its logits are numbers.
       drafts: int32 [B], a guess at the token after that; -1 without drafts.
+      scores: of the token behind each of the rows' [B, S]; None if they were not asked for.
     """
 
     tokens: Array
     finite: Array
     drafts: Array
+    scores: Scores | None = None
 
 
 class Decoded(NamedTuple):
@@ -37,17 +40,20 @@ class Decoded(NamedTuple):
       accepted: int32 [B], how many of them count: one, and one more for a draft that was right.
       finite: bool [B], whether the logits of all that count are numbers.
       drafts: int32 [B], a guess at the token after those; -1 without drafts.
+      scores: of ``tokens``; None if they were not asked for.
     """
 
     tokens: Array
     accepted: Array
     finite: Array
     drafts: Array
+    scores: Scores | None = None
 
 
 def prefill(
     model: Decoder,
     drafting: bool,
+    scoring: bool,
     weights: Tree,
     cache: Array,
     rows: Rows,
@@ -60,6 +66,7 @@ def prefill(
     Args:
       model: the functions.
       drafting: whether drafts are wanted, so that their layer's latents are kept as well.
+      scoring: whether it is to be told how likely tokens are, for which the logits of all places are computed.
       weights: as ``model.prepare`` made them.
       cache: see ``init_cache``; it is read alone.
       rows: the chunk.
@@ -72,20 +79,27 @@ def prefill(
     logits_B1V = model.logits(weights, _at(x_BSD, last_B))
     tokens_B = sample(logits_B1V, sampling, jnp.asarray(rows.starts + rows.lengths)[:, None])[:, 0]
     finite_B = jnp.all(jnp.isfinite(logits_B1V), axis=(1, 2))
+    next_B = jnp.where(follow < 0, tokens_B, follow)
+    index = jnp.arange(x_BSD.shape[1], dtype=jnp.int32)
+    shifted_BS = jnp.roll(jnp.asarray(rows.tokens), -1, axis=1)
+    nexts_BS = jnp.where(index == last_B[:, None], next_B[:, None], shifted_BS)
     drafts_B = jnp.full_like(tokens_B, -1)
     if drafting:
-        next_B = jnp.where(follow < 0, tokens_B, follow)
-        index = jnp.arange(x_BSD.shape[1], dtype=jnp.int32)
-        shifted_BS = jnp.roll(jnp.asarray(rows.tokens), -1, axis=1)
-        nexts_BS = jnp.where(index == last_B[:, None], next_B[:, None], shifted_BS)
         ahead = rows._replace(tokens=nexts_BS)
         drafts_B, more = _drafts(model, weights, cache, ahead, x_BSD, last_B, before)
         made += more
-    return Prefilled(tokens_B, finite_B, drafts_B), made
+    scores = score(model.logits(weights, x_BSD), nexts_BS) if scoring else None
+    return Prefilled(tokens_B, finite_B, drafts_B, scores), made
 
 
 def decode(
-    model: Decoder, drafting: bool, weights: Tree, cache: Array, rows: Rows, sampling: Sampling
+    model: Decoder,
+    drafting: bool,
+    scoring: bool,
+    weights: Tree,
+    cache: Array,
+    rows: Rows,
+    sampling: Sampling,
 ) -> tuple[Decoded, Made]:
     """Feed each row its newest token and, of two, a draft of the next; see ``prefill``.
 
@@ -107,7 +121,8 @@ def decode(
         last_B = jnp.maximum(accepted_B - 1, 0)
         drafts_B, more = _drafts(model, weights, cache, ahead, x_BSD, last_B)
         made += more
-    return Decoded(tokens_BS, accepted_B, finite_B, drafts_B), made
+    scores = score(logits_BSV, tokens_BS) if scoring else None
+    return Decoded(tokens_BS, accepted_B, finite_B, drafts_B, scores), made
 
 
 def _drafts(

@@ -1,9 +1,10 @@
-"""An example of a server: OpenAI's completions over HTTP, from one engine on this machine."""
+"""An example of a server: OpenAI's completions and chats over HTTP, from one engine on this machine."""
 
 from models.serve.app import Served, make_app
+from models.serve.chat import Chat
 from models.serve.errors import Refused
 from models.serve.limits import HttpLimits
 from models.serve.runner import Runner
 from models.serve.server import listen, serve
 
-__all__ = ["HttpLimits", "Refused", "Runner", "Served", "listen", "make_app", "serve"]
+__all__ = ["Chat", "HttpLimits", "Refused", "Runner", "Served", "listen", "make_app", "serve"]

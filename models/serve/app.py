@@ -6,7 +6,7 @@ import dataclasses
 import json
 import secrets
 import time
-from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -22,10 +22,12 @@ from models.decode import RequestError, SamplingParams
 from models.decode.text import Text
 from models.serve.errors import Refused
 from models.serve.gate import Gate
-from models.serve.job import Job, Piece
+from models.serve.job import Job, Wanted
 from models.serve.limits import HttpLimits
-from models.serve.protocol import CompletionAsked, Prompt, Shape, parse
+from models.serve.metrics import Counted, Metrics
+from models.serve.protocol import ChatAsked, CompletionAsked, Prompt, parse
 from models.serve.runner import Runner
+from models.serve.shapes import Chats, Completions, Shape
 
 SLOW_READER = 5.0
 """Seconds more than for the answer itself, after which a stream that its client does not read is given up."""
@@ -39,11 +41,13 @@ class Served:
       name: by which they ask for it.
       text: its tokens' writing; used by several threads.
       stop: tokens that end a text.
+      chat: makes tokens of messages; None of a model that was not trained for them.
     """
 
     name: str
     text: Text
     stop: tuple[int, ...] = ()
+    chat: Callable[[Sequence[Mapping[str, Any]]], np.ndarray] | None = None
 
 
 def make_app(
@@ -51,11 +55,14 @@ def make_app(
     served: Served,
     limits: HttpLimits = HttpLimits(),  # noqa: B008
     hosts: Collection[str] | None = None,
+    keys: Collection[str] = (),
 ) -> Starlette:
     """Return the ASGI application; it starts the runner when it starts, and closes it when it ends.
 
-    ``hosts`` are the names that requests may be for, None for any; see ``Gate``.
+    ``hosts`` are the names that requests may be for, None for any, and ``keys`` those that let in, none if there are
+    none; see ``Gate``.
     """
+    metrics = Metrics(lambda: runner.num_open)
 
     @contextlib.asynccontextmanager
     async def life(app: Starlette) -> AsyncIterator[None]:
@@ -77,18 +84,28 @@ def make_app(
         return JSONResponse(about)
 
     async def completions(request: Request) -> "_Answer":
+        return await answer(request, _completions)
+
+    async def chat(request: Request) -> "_Answer":
+        return await answer(request, _chat)
+
+    async def answer(request: Request, prepare: Prepare) -> "_Answer":
         runner.ready()
         body = await _body(request, limits)
         # Tokens are made of text in another thread: a long one takes its time.
-        asked, wanted, echoes = await asyncio.to_thread(_prepare, body, runner, served, limits)
-        job = Job(runner, wanted, served.text.decode, asked.stop, limits.answer_seconds)
-        return _Answer(job, asked, Shape(served.name), echoes, limits)
+        asked, wanted, shape = await asyncio.to_thread(prepare, body, runner, served, limits)
+        seconds = limits.answer_seconds
+        return _Answer(
+            Job(runner, wanted, served.text.decode, asked.stop, seconds, metrics), asked, shape, limits
+        )
 
     routes = [
         Route("/health", health),
+        Route("/metrics", metrics.answer),
         Route("/v1/models", models),
         Route("/v1/models/{name:path}", model),
         Route("/v1/completions", completions, methods=["POST"]),
+        Route("/v1/chat/completions", chat, methods=["POST"]),
     ]
     handlers: dict[Any, Callable[..., Any]] = {
         Refused: _refusal,
@@ -96,39 +113,86 @@ def make_app(
         ClientDisconnect: lambda request, error: Response(status_code=499),  # nobody reads it
         Exception: _our_fault,
     }
-    gate = Middleware(Gate, hosts=hosts)
-    return Starlette(routes=routes, middleware=[gate], lifespan=life, exception_handlers=handlers)
+    gates = [
+        Middleware(Counted, metrics=metrics, routes=[route.path for route in routes]),
+        Middleware(Gate, hosts=hosts, keys=keys),
+    ]
+    return Starlette(routes=routes, middleware=gates, lifespan=life, exception_handlers=handlers)
 
 
-def _prepare(
-    body: bytes, runner: Runner, served: Served, limits: HttpLimits
-) -> tuple[CompletionAsked, list[tuple[np.ndarray, SamplingParams]], list[str]]:
-    asked = parse(body)
+Prepared = tuple[CompletionAsked | ChatAsked, list[Wanted], Shape]
+Prepare = Callable[[bytes, Runner, Served, HttpLimits], Prepared]
+
+
+def _completions(body: bytes, runner: Runner, served: Served, limits: HttpLimits) -> Prepared:
+    asked = parse(body, CompletionAsked)
     _check_name(asked.model, served)
-    num = len(asked.prompt) * asked.n
+    decode = served.text.decode
+    prompts = [_tokens(prompt, served.text) for prompt in asked.prompt]
+    scored = asked.echo and asked.logprobs is not None
+    wanted = _wanted(asked, prompts, asked.max_tokens, runner, served, limits, score_prompt=scored)
+    if asked.echo:
+        echoes = [prompt if isinstance(prompt, str) else decode(prompt) for prompt in asked.prompt]
+        wanted = [one._replace(echo=echoes[number // asked.n]) for number, one in enumerate(wanted)]
+    first = [int(one.prompt[0]) if scored else None for one in wanted]
+    return asked, wanted, Completions(served.name, decode, asked.likeliest, first)
+
+
+def _chat(body: bytes, runner: Runner, served: Served, limits: HttpLimits) -> Prepared:
+    asked = parse(body, ChatAsked)
+    _check_name(asked.model, served)
+    if served.chat is None:
+        raise Refused(
+            400,
+            f"the model {served.name!r} has no chat template, so nobody knows how it was taught to read messages: ask "
+            "/v1/completions, or serve a model that was trained for chats",
+            param="messages",
+        )
+    messages = [{"role": one.role, "content": one.text} for one in asked.messages]
+    prompt = served.chat(messages)
+    most = asked.most or max(1, runner.max_positions - len(prompt))
+    wanted = _wanted(asked, [prompt], most, runner, served, limits)
+    return asked, wanted, Chats(served.name, served.text.decode, asked.likeliest)
+
+
+def _wanted(
+    asked: CompletionAsked | ChatAsked,
+    prompts: Sequence[np.ndarray],
+    most: int,
+    runner: Runner,
+    served: Served,
+    limits: HttpLimits,
+    *,
+    score_prompt: bool = False,
+) -> list[Wanted]:
+    """Each prompt ``n`` times, with seeds one after the other. Raises Refused for what can never be made."""
+    num = len(prompts) * asked.n
     if num > limits.max_choices:
         raise Refused(
             400,
-            f"{len(asked.prompt)} prompts with n {asked.n} are {num} texts, the limit is {limits.max_choices} in one "
+            f"{len(prompts)} prompts with n {asked.n} are {num} texts, the limit is {limits.max_choices} in one "
             "request: ask in several",
             param="n",
         )
     seed = secrets.randbits(32) if asked.seed is None else asked.seed
-    wanted, echoes = [], []
-    for prompt in asked.prompt:
-        tokens = _tokens(prompt, served.text)
-        echo = (prompt if isinstance(prompt, str) else served.text.decode(prompt)) if asked.echo else ""
+    wanted = []
+    for prompt in prompts:
         for choice in range(asked.n):
             params = SamplingParams(
-                asked.max_tokens, asked.temperature, asked.top_p, (seed + choice) % 2**32, served.stop
+                most,
+                asked.temperature,
+                asked.top_p,
+                (seed + choice) % 2**32,
+                served.stop,
+                asked.likeliest,
+                score_prompt=score_prompt,
             )
             try:
-                runner.check(tokens, params)
+                runner.check(prompt, params)
             except RequestError as error:
                 raise Refused(400, str(error)) from None
-            wanted.append((tokens, params))
-            echoes.append(echo)
-    return asked, wanted, echoes
+            wanted.append(Wanted(prompt, params))
+    return wanted
 
 
 def _tokens(prompt: Prompt, text: Text) -> np.ndarray:
@@ -175,10 +239,8 @@ async def _body(request: Request, limits: HttpLimits) -> bytes:
 class _Answer:
     """An answer that is still being made: a response of ASGI that ends its job in any case."""
 
-    def __init__(
-        self, job: Job, asked: CompletionAsked, shape: Shape, echoes: Sequence[str], limits: HttpLimits
-    ):
-        self._job, self._asked, self._shape, self._echoes = job, asked, shape, echoes
+    def __init__(self, job: Job, asked: CompletionAsked | ChatAsked, shape: Shape, limits: HttpLimits):
+        self._job, self._asked, self._shape = job, asked, shape
         self._seconds = limits.answer_seconds + SLOW_READER
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -192,10 +254,7 @@ class _Answer:
             self._job.cancel()
 
     async def _whole(self, scope: Scope, receive: Receive, send: Send) -> None:
-        pieces = [
-            piece._replace(text=echo + piece.text)
-            for piece, echo in zip(await self._job.whole(), self._echoes, strict=True)
-        ]
+        pieces = await self._job.whole()
         await JSONResponse(self._shape.whole(pieces, self._job.usage))(scope, receive, send)
 
     async def _stream(self, send: Send) -> None:
@@ -211,11 +270,10 @@ class _Answer:
 
     async def _events(self) -> AsyncIterator[dict[str, Any]]:
         with_usage = self._asked.stream_options.include_usage
-        for index, echo in enumerate(self._echoes):
-            if echo:
-                yield self._shape.piece(Piece(index, echo, None), with_usage)
+        none: dict[str, Any] = {"usage": None} if with_usage else {}  # the others say that they have none
         async for piece in self._job.pieces():
-            yield self._shape.piece(piece, with_usage)
+            for event in self._shape.events(piece):
+                yield event | none
         if with_usage:
             yield self._shape.usage(self._job.usage)
 

@@ -1,6 +1,7 @@
 """Who is let in: connections that say what they want in time, and pages of this host alone."""
 
 import asyncio
+import secrets
 from collections.abc import Collection
 from typing import Any
 from urllib.parse import urlsplit
@@ -73,17 +74,28 @@ class Gate:
     A name of someone else's may be made to lead here, and then a page of theirs that a browser shows could ask as if it
     were ours (DNS rebinding).
 
-    ``hosts`` are the names that requests may be for, without a port; None for any.
+    ``hosts`` are the names that requests may be for, without a port; None for any. If there are ``keys``, whoever asks
+    below /v1 has to have one of them.
     """
 
-    def __init__(self, app: ASGIApp, hosts: Collection[str] | None):
+    def __init__(self, app: ASGIApp, hosts: Collection[str] | None, keys: Collection[str] = ()):
         self._app, self._hosts = app, hosts
+        self._keys = [key.encode() for key in keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer a request, or refuse it."""
         if scope["type"] == "http" and (wrong := self._wrong(Headers(scope=scope))) is not None:
             await JSONResponse(Refused(403, wrong).body, 403)(scope, receive, send)
             return
+        if scope["type"] == "http" and self._keys and scope["path"].startswith("/v1"):
+            given = Headers(scope=scope).get("authorization", "").encode()
+            if not any([secrets.compare_digest(given, b"Bearer " + key) for key in self._keys]):
+                told = "no key of this server's" if given else "no key"
+                words = f"the request has {told}: send the header 'Authorization: Bearer KEY'"
+                refused = Refused(401, words, code="invalid_api_key")
+                answer = JSONResponse(refused.body, 401, {"www-authenticate": "Bearer"})
+                await answer(scope, receive, send)
+                return
         await self._app(scope, receive, send)
 
     def _wrong(self, headers: Headers) -> str | None:

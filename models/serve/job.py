@@ -7,18 +7,28 @@ from typing import NamedTuple
 
 import numpy as np
 
-from models.decode import Completion, SamplingParams
+from models.decode import Completion, SamplingParams, Score
 from models.decode.text import Stream
 from models.serve.errors import Refused
+from models.serve.metrics import Metrics, Watch
 from models.serve.runner import Runner
 
 
+class Wanted(NamedTuple):
+    """A text to be made: what it goes on with, how, and what is told ahead of it."""
+
+    prompt: np.ndarray
+    params: SamplingParams
+    echo: str = ""
+
+
 class Piece(NamedTuple):
-    """What one of the texts goes on with, and why it ends if it does."""
+    """What one of the texts goes on with, why it ends if it does, and how likely its tokens are if that is asked."""
 
     choice: int
     text: str
     finish_reason: str | None
+    scores: tuple[Score, ...] = ()
 
 
 class Usage(NamedTuple):
@@ -59,8 +69,10 @@ class Until:
 
 
 class _Choice:
-    def __init__(self, decode: Callable[[Sequence[int]], str], stops: Sequence[str]):
+    def __init__(self, decode: Callable[[Sequence[int]], str], stops: Sequence[str], echo: str, watch: Watch):
         self._stream, self._until = Stream(decode), Until(stops)
+        self._ahead, self._scores = echo, list[Score]()
+        self.watch = watch
         self.num_tokens = 0
         self.completion: Completion | None = None
 
@@ -68,18 +80,31 @@ class _Choice:
     def stopped(self) -> bool:
         return self._until.reached
 
-    def take(self, tokens: Sequence[int]) -> str:
-        """Return the text that tokens make certain; those behind the end are nobody's."""
+    def take(self, tokens: Sequence[int], scores: Sequence[Score]) -> str:
+        """Return the text that tokens make certain; those behind the end are nobody's.
+
+        Scores of the prompt come ahead of those of tokens; these are as many as tokens, or none.
+        """
+        self.watch.heard(len(tokens))
+        of_prompt = max(0, len(scores) - len(tokens))
+        self._scores += scores[:of_prompt]
         given = ""
-        for token in tokens:
+        for place, token in enumerate(tokens, start=of_prompt):
             if not self.stopped:
                 self.num_tokens += 1
+                self._scores += scores[place : place + 1]
                 given += self._until.push(self._stream.push(token))
         return given
 
     def finish(self, completion: Completion) -> str:
         self.completion = completion
         return self._until.push(self._stream.finish()) + self._until.finish()
+
+    def piece(self, index: int, text: str, reason: str | None) -> Piece:
+        """What is told next, with all that goes with it."""
+        found = Piece(index, self._ahead + text, reason, tuple(self._scores))
+        self._ahead, self._scores = "", []
+        return found
 
     @property
     def reason(self) -> str:
@@ -92,10 +117,11 @@ class Job:
 
     Args:
       runner: who makes them.
-      asked: of each text its prompt's tokens and how it goes on.
+      asked: the texts.
       decode: tokens to text.
       stops: words at any of which a text ends; they are not part of it.
       seconds: for all of it.
+      metrics: where it is counted.
 
     Raises:
       Refused: see ``Runner.submit``.
@@ -104,22 +130,29 @@ class Job:
     def __init__(
         self,
         runner: Runner,
-        asked: Sequence[tuple[np.ndarray, SamplingParams]],
+        asked: Sequence[Wanted],
         decode: Callable[[Sequence[int]], str],
         stops: Sequence[str],
         seconds: float,
+        metrics: Metrics,
     ):
-        self._runner, self._seconds = runner, seconds
+        self._runner, self._seconds, self._asked = runner, seconds, asked
         self._deadline = asyncio.get_running_loop().time() + seconds
-        self._news: asyncio.Queue[tuple[int, Sequence[int], Completion | None]] = asyncio.Queue()
-        self._num_prompt = sum(len(prompt) for prompt, _ in asked)
-        self._choices = [_Choice(decode, stops) for _ in asked]
+        self._news: asyncio.Queue[tuple[int, Sequence[int], Sequence[Score], Completion | None]] = (
+            asyncio.Queue()
+        )
+        self._choices = [_Choice(decode, stops, one.echo, metrics.begun()) for one in asked]
         self._tickets = runner.submit(
-            [(*one, functools.partial(self._hear, index)) for index, one in enumerate(asked)]
+            [
+                (one.prompt, one.params, functools.partial(self._hear, index))
+                for index, one in enumerate(asked)
+            ]
         )
 
-    def _hear(self, index: int, tokens: Sequence[int], completion: Completion | None) -> None:
-        self._news.put_nowait((index, tokens, completion))
+    def _hear(
+        self, index: int, tokens: Sequence[int], scores: Sequence[Score], completion: Completion | None
+    ) -> None:
+        self._news.put_nowait((index, tokens, scores, completion))
 
     async def pieces(self) -> AsyncIterator[Piece]:
         """Give out the texts as they come, those of different ones among each other.
@@ -130,36 +163,45 @@ class Job:
         for _ in range(len(self._choices)):
             ended = False
             while not ended:
-                index, tokens, completion = await self._next()
+                index, tokens, scores, completion = await self._next()
                 choice, ended = self._choices[index], completion is not None
-                before, text = choice.stopped, choice.take(tokens)
+                before, text = choice.stopped, choice.take(tokens, scores)
                 if choice.stopped and not before and not ended:
                     self._runner.cancel(self._tickets[index])
                 if completion is not None:
                     text += choice.finish(completion)
+                    self._count(index, choice.reason)
                     self._raise_for(choice)
                 if text or ended:
-                    yield Piece(index, text, choice.reason if ended else None)
+                    yield choice.piece(index, text, choice.reason if ended else None)
 
     async def whole(self) -> list[Piece]:
         """Return each text in one piece."""
-        texts, reasons = [""] * len(self._choices), [""] * len(self._choices)
+        whole = [Piece(index, "", None) for index in range(len(self._choices))]
         async for piece in self.pieces():
-            texts[piece.choice] += piece.text
-            reasons[piece.choice] = piece.finish_reason or ""
-        return [Piece(index, *both) for index, both in enumerate(zip(texts, reasons, strict=True))]
+            so_far = whole[piece.choice]
+            text, scores = so_far.text + piece.text, so_far.scores + piece.scores
+            whole[piece.choice] = Piece(piece.choice, text, piece.finish_reason, scores)
+        return whole
 
     @property
     def usage(self) -> Usage:
         """The tokens of the prompt and of all texts, once they have ended."""
         reused = sum(choice.completion.num_reused for choice in self._choices if choice.completion)
-        return Usage(self._num_prompt, sum(choice.num_tokens for choice in self._choices), reused)
+        num_prompt = sum(len(one.prompt) for one in self._asked)
+        return Usage(num_prompt, sum(choice.num_tokens for choice in self._choices), reused)
 
     def cancel(self) -> None:
-        for ticket in self._tickets:
+        for index, ticket in enumerate(self._tickets):
+            self._count(index, "left")
             self._runner.cancel(ticket)
 
-    async def _next(self) -> tuple[int, Sequence[int], Completion | None]:
+    def _count(self, index: int, reason: str) -> None:
+        choice, prompt = self._choices[index], len(self._asked[index].prompt)
+        reused = 0 if choice.completion is None else choice.completion.num_reused
+        choice.watch.ended(reason, prompt=prompt, reused=reused, made=choice.num_tokens)
+
+    async def _next(self) -> tuple[int, Sequence[int], Sequence[Score], Completion | None]:
         try:
             async with asyncio.timeout_at(self._deadline):
                 return await self._news.get()

@@ -1,19 +1,16 @@
-"""OpenAI's completions: what may be asked for, and what answers look like.
+"""OpenAI's completions and chats: what may be asked for.
 
-https://platform.openai.com/docs/api-reference/completions
+https://platform.openai.com/docs/api-reference/completions and .../chat
 """
 
 import json
-import time
-import uuid
-from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 import pydantic
 from pydantic import AfterValidator, BeforeValidator, Field
 
+from models.decode.scores import MOST
 from models.serve.errors import Refused
-from models.serve.job import Piece, Usage
 
 Prompt = str | list[int]
 
@@ -59,11 +56,10 @@ class StreamOptions(_Strict):
     include_usage: bool = False
 
 
-class CompletionAsked(_Strict):
-    """What a request may say; what is not there is refused by name."""
+class _Asked(_Strict):
+    """What any request may say; what is not there is refused by name."""
 
     model: str
-    max_tokens: int = Field(16, ge=1)
     temperature: float = Field(1.0, ge=0, allow_inf_nan=False)
     top_p: float = Field(1.0, gt=0, le=1)
     n: int = Field(1, ge=1)
@@ -76,13 +72,79 @@ class CompletionAsked(_Strict):
     frequency_penalty: Annotated[float, Field(ge=0, le=0)] = 0
     presence_penalty: Annotated[float, Field(ge=0, le=0)] = 0
     logit_bias: Annotated[dict[str, float], Field(max_length=0)] = {}
+
+
+class CompletionAsked(_Asked):
+    """What a request for completions may say."""
+
+    max_tokens: int = Field(16, ge=1)
+    logprobs: int | None = Field(None, ge=0, le=MOST)
     prompt: Annotated[list[Prompt], BeforeValidator(_prompts), Field(min_length=1)]
     echo: bool = False
     best_of: Literal[1] = 1
 
+    @property
+    def likeliest(self) -> int | None:
+        """See ``SamplingParams``."""
+        return self.logprobs
 
-def parse(body: bytes) -> CompletionAsked:
-    """Read a request. Raises Refused, 400, that says what is wrong with it."""
+
+class TextPart(_Strict):
+    """A part of a message's content; there is only text."""
+
+    type: Literal["text"]
+    text: str
+
+
+class Message(_Strict):
+    """One message of a chat."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | list[TextPart]
+    name: str = ""
+
+    @property
+    def text(self) -> str:
+        """Its content, parts one behind the other."""
+        return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
+
+
+class ChatAsked(_Asked):
+    """What a request for a chat may say. Without ``max_tokens`` a text may take all the room that there is."""
+
+    messages: Annotated[list[Message], Field(min_length=1)]
+    max_tokens: int | None = Field(None, ge=1)
+    max_completion_tokens: int | None = Field(None, ge=1)
+    logprobs: bool = False
+    top_logprobs: int = Field(0, ge=0, le=MOST)
+    # Of these, too, only what changes nothing.
+    tool_choice: Literal["none"] = "none"
+    response_format: dict[Literal["type"], Literal["text"]] = {"type": "text"}
+
+    @pydantic.model_validator(mode="after")
+    def _only_one(self) -> "ChatAsked":
+        if self.max_tokens is not None and self.max_completion_tokens is not None:
+            raise ValueError("max_tokens and max_completion_tokens say the same: give one of them")
+        if self.top_logprobs and not self.logprobs:
+            raise ValueError(f"top_logprobs is {self.top_logprobs} without logprobs: set logprobs to true")
+        return self
+
+    @property
+    def most(self) -> int | None:
+        """Tokens to be generated at most."""
+        return self.max_tokens or self.max_completion_tokens
+
+    @property
+    def likeliest(self) -> int | None:
+        """See ``SamplingParams``."""
+        return self.top_logprobs if self.logprobs else None
+
+
+_Any = TypeVar("_Any", bound=_Asked)
+
+
+def parse(body: bytes, kind: type[_Any]) -> _Any:
+    """Read a request of a kind. Raises Refused, 400, that says what is wrong with it."""
     try:
         given = json.loads(body)
     except (ValueError, RecursionError) as error:
@@ -90,11 +152,13 @@ def parse(body: bytes) -> CompletionAsked:
     if not isinstance(given, dict):
         raise Refused(400, "the body must be a JSON object")
     try:
-        return CompletionAsked.model_validate(given)
+        return kind.model_validate(given)
     except pydantic.ValidationError as error:
         found = [(".".join(map(str, one["loc"])), one["msg"], one["type"]) for one in error.errors()]
-        told = "; ".join(f"{where}: {_told(what, type_)}" for where, what, type_ in found[:4])
-        raise Refused(400, told, param=found[0][0].partition(".")[0]) from None
+        told = "; ".join(
+            f"{where}: {_told(what, type_)}".removeprefix(": ") for where, what, type_ in found[:4]
+        )
+        raise Refused(400, told, param=found[0][0].partition(".")[0] or None) from None
 
 
 def _told(message: str, kind: str) -> str:
@@ -103,39 +167,3 @@ def _told(message: str, kind: str) -> str:
     if kind == "missing":
         return "is missing"
     return message.removeprefix("Value error, ")
-
-
-class Shape:
-    """Answers to one request."""
-
-    def __init__(self, model: str):
-        self._head = {
-            "id": f"cmpl-{uuid.uuid4().hex}",
-            "object": "text_completion",
-            "created": int(time.time()),
-            "model": model,
-        }
-
-    def whole(self, pieces: Sequence[Piece], usage: Usage) -> dict[str, Any]:
-        return self._head | {"choices": [self._choice(piece) for piece in pieces], "usage": _usage(usage)}
-
-    def piece(self, piece: Piece, with_usage: bool) -> dict[str, Any]:
-        """Return an event of a stream; with usage at the end the others say that they have none."""
-        return self._head | {"choices": [self._choice(piece)]} | ({"usage": None} if with_usage else {})
-
-    def usage(self, usage: Usage) -> dict[str, Any]:
-        return self._head | {"choices": [], "usage": _usage(usage)}
-
-    def _choice(self, piece: Piece) -> dict[str, Any]:
-        return {
-            "index": piece.choice, "text": piece.text, "logprobs": None, "finish_reason": piece.finish_reason,
-        }  # fmt: skip
-
-
-def _usage(usage: Usage) -> Mapping[str, Any]:
-    return {
-        "prompt_tokens": usage.prompt,
-        "completion_tokens": usage.completion,
-        "total_tokens": usage.prompt + usage.completion,
-        "prompt_tokens_details": {"cached_tokens": usage.reused},
-    }

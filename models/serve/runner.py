@@ -11,12 +11,12 @@ from typing import Protocol
 import numpy as np
 
 from models.config import Config
-from models.decode import Completion, Limits, RequestError, SamplingParams
+from models.decode import Completion, Limits, RequestError, SamplingParams, Score
 from models.decode.requests import check_request
 from models.serve.errors import Refused
 
-Hear = Callable[[Sequence[int], Completion | None], None]
-"""Called in the event loop with new tokens and, at the end, the completion."""
+Hear = Callable[[Sequence[int], Sequence[Score], Completion | None], None]
+"""Called in the event loop with new tokens, how likely they are if that is asked, and, at the end, the completion."""
 
 
 class Steps(Protocol):
@@ -28,7 +28,14 @@ class Steps(Protocol):
     @property
     def busy(self) -> bool: ...
 
-    def add(self, prompt: np.ndarray, params: SamplingParams, on_token: Callable[[int], None], /) -> int: ...
+    def add(
+        self,
+        prompt: np.ndarray,
+        params: SamplingParams,
+        on_token: Callable[[int], None],
+        on_score: Callable[[Score], None],
+        /,
+    ) -> int: ...
 
     def cancel(self, number: int, /) -> None: ...
 
@@ -44,6 +51,7 @@ class Ticket:
     hear: Hear
     number: int = -1  # the engine's; the thread's alone, as are the tokens not told yet
     fresh: list[int] = dataclasses.field(default_factory=list)
+    scores: list[Score] = dataclasses.field(default_factory=list)
 
 
 class Runner:
@@ -80,6 +88,11 @@ class Runner:
     def num_open(self) -> int:
         """Texts that are being made or wait."""
         return len(self._tickets)
+
+    @property
+    def max_positions(self) -> int:
+        """Tokens of a text and its prompt at most."""
+        return self._engine.limits.max_positions
 
     def check(self, prompt: np.ndarray, params: SamplingParams) -> None:
         """Find out whether a text can ever be made; from any thread. Raises RequestError if not."""
@@ -157,10 +170,11 @@ class Runner:
 
     def _add(self, ticket: Ticket) -> None:
         try:
-            ticket.number = self._engine.add(ticket.prompt, ticket.params, ticket.fresh.append)
+            heard = ticket.fresh.append, ticket.scores.append
+            ticket.number = self._engine.add(ticket.prompt, ticket.params, *heard)
         except RequestError as error:
             ended = Completion(-1, (), "error", str(error))
-            self._loop.call_soon_threadsafe(self._tell, [(ticket, [], ended)])
+            self._loop.call_soon_threadsafe(self._tell, [(ticket, [], [], ended)])
         else:
             self._numbered[ticket.number] = ticket
 
@@ -168,9 +182,10 @@ class Runner:
         ended = {one.id: one for one in completions}
         news = []
         for number, ticket in self._numbered.items():
-            if ticket.fresh or number in ended:
-                news.append((ticket, ticket.fresh[:], ended.get(number)))
+            if ticket.fresh or ticket.scores or number in ended:
+                news.append((ticket, ticket.fresh[:], ticket.scores[:], ended.get(number)))
                 ticket.fresh.clear()
+                ticket.scores.clear()
         for number in ended:
             del self._numbered[number]
         if news:
@@ -178,16 +193,16 @@ class Runner:
 
     # In the event loop.
 
-    def _tell(self, news: Sequence[tuple[Ticket, Sequence[int], Completion | None]]) -> None:
-        for ticket, tokens, completion in news:
+    def _tell(self, news: Sequence[tuple[Ticket, Sequence[int], Sequence[Score], Completion | None]]) -> None:
+        for ticket, tokens, scores, completion in news:
             if completion is not None:
                 self._tickets.discard(ticket)
-            ticket.hear(tokens, completion)
+            ticket.hear(tokens, scores, completion)
         if not self._tickets:
             self._none_open.set()
 
     def _fail(self, why: str) -> None:
         self.failure = why
         ended = Completion(-1, (), "error", "the engine has failed")
-        self._tell([(ticket, [], ended) for ticket in self._tickets])
+        self._tell([(ticket, [], [], ended) for ticket in self._tickets])
         self.on_failure()

@@ -2,7 +2,7 @@
 
 import dataclasses
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,12 +24,14 @@ class Tokenizer:
       bos: the token that begins a document; None if there is none.
       eos: the token that ends one; None if there is none.
       add_bos: whether texts are to begin with ``bos``, as the checkpoint's own settings say.
+      chat_template: Jinja that writes messages as a text; None if the checkpoint has none.
     """
 
     library: tokenizers.Tokenizer
     bos: int | None
     eos: int | None
     add_bos: bool
+    chat_template: str | None = None
 
     def encode(self, text: str) -> np.ndarray:
         """Return a text's tokens, int32 [S]."""
@@ -38,13 +40,25 @@ class Tokenizer:
             tokens = [self.bos, *tokens]
         return np.asarray(tokens, np.int32)
 
+    def encode_as_it_is(self, text: str) -> np.ndarray:
+        """Return a text's tokens, int32 [S], special ones by their names and none that is not written there."""
+        return np.asarray(self.library.encode(text, add_special_tokens=False).ids, np.int32)
+
+    @property
+    def special(self) -> dict[str, str]:
+        """What chat templates call the tokens that begin and end a text, and what these are in texts."""
+        tokens = {"bos_token": self.bos, "eos_token": self.eos}
+        return {
+            name: str(self.library.id_to_token(token)) for name, token in tokens.items() if token is not None
+        }
+
     def decode(self, tokens: Sequence[int] | np.ndarray) -> str:
         """Return the text of tokens, without the special ones."""
         return self.library.decode([int(token) for token in tokens])
 
 
 def load_tokenizer(folder: str | Path) -> Tokenizer:
-    """Read ``tokenizer.json``, and from ``tokenizer_config.json`` which tokens begin and end a text.
+    """Read ``tokenizer.json``, from ``tokenizer_config.json`` which tokens begin and end a text, and the chat template.
 
     Raises:
       WeightsError: there is no ``tokenizer.json``, it is none, or its settings name tokens that it lacks.
@@ -64,7 +78,20 @@ def load_tokenizer(folder: str | Path) -> Tokenizer:
             wrong.append(f"tokenizer_config.json: {key} is {text!r}, which tokenizer.json does not have")
     if wrong:
         raise WeightsError(path, wrong)
-    return Tokenizer(library, ends["bos_token"], ends["eos_token"], bool(settings.get("add_bos_token")))
+    add_bos, template = bool(settings.get("add_bos_token")), _chat_template(path, settings)
+    return Tokenizer(library, ends["bos_token"], ends["eos_token"], add_bos, template)
+
+
+def _chat_template(folder: Path, settings: Mapping[str, Any]) -> str | None:
+    """A file of its own, else what the settings have: one, or several by name, of which "default" is meant."""
+    if (file := folder / "chat_template.jinja").is_file():
+        return file.read_text()
+    found = settings.get("chat_template")
+    if isinstance(found, list):
+        found = {one.get("name"): one.get("template") for one in found if isinstance(one, dict)}.get(
+            "default"
+        )
+    return found if isinstance(found, str) else None
 
 
 def _settings(file: Path) -> dict[str, Any]:

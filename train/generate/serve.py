@@ -2,6 +2,7 @@
 
 import dataclasses
 import logging
+import os
 import sys
 from collections.abc import Sequence
 from typing import Annotated, ClassVar
@@ -10,17 +11,19 @@ from tyro.conf import arg
 
 from dualpipe_jax.command.line import read
 from models.decode import SamplingParams
-from models.serve import HttpLimits, Runner, Served, listen, make_app, serve
+from models.serve import Chat, HttpLimits, Runner, Served, listen, make_app, serve
+from models.weights import Tokenizer, WeightsError
 from train.config import ConfigError
 from train.generate.ending import exit_code, say
-from train.generate.loading import load
+from train.generate.loading import Loaded, load
 from train.generate.modes import TYPED, make_engine
 from train.generate.options import Source
 
-DESCRIPTION = """Serve a model over HTTP as OpenAI's completions: POST /v1/completions, GET /v1/models, GET /health.
+DESCRIPTION = """Serve a model over HTTP as OpenAI's completions: POST /v1/completions and, where the weights have a
+chat template, /v1/chat/completions; GET /v1/models, /health, and /metrics for Prometheus.
 
-There is no password and no encryption: whoever reaches the address may ask. At SIGTERM or Ctrl-C what runs may end;
-what has not within --grace seconds is told so."""
+There is no encryption, and without --api-key whoever reaches the address may ask. At SIGTERM or Ctrl-C what runs may
+end; what has not within --grace seconds is told so."""
 
 LOOPBACK = "127.0.0.1", "localhost", "::1"
 
@@ -38,6 +41,9 @@ class Options(Source):
     allow_host: tuple[str, ...] = ()
     """More names by which this server may be asked, without a port: of a proxy, or of web pages that ask. At 127.0.0.1
     only the machine's own names are let in, so that no other site's page can ask; at any other address all are."""
+    api_key: tuple[str, ...] = ()
+    """Keys of which whoever asks below /v1 has to have one, sent as Authorization: Bearer KEY. Other users of this
+    machine can read them from the list of processes, but not DUALPIPE_API_KEY in the environment, which is one more."""
     name: Annotated[str | None, arg(metavar="NAME")] = None
     """The model's name for those who ask; its folder's if left out."""
     max_waiting: int = 256
@@ -83,9 +89,12 @@ def start(options: Options) -> int:
     with listening:
         host, port = listening.getsockname()[:2]
         hosts = (*LOOPBACK, *options.allow_host) if options.host in LOOPBACK else options.allow_host or None
+        keys = tuple(filter(None, (*options.api_key, os.environ.get("DUALPIPE_API_KEY", ""))))
         if options.host not in LOOPBACK:
-            say(f"warning: whoever reaches {host} may ask: there is no password and no encryption")
+            lacks = "encryption, so keys can be read on the way" if keys else "key and no encryption"
+            say(f"warning: whoever reaches {host} may ask: there is no {lacks}")
         loaded = load(options, say)
+        chat = _chat(loaded)
         engine = make_engine(loaded, options, options.at_once, TYPED, say)
         engine.add([0], SamplingParams(max_tokens=2))  # compiles both programs
         engine.run()
@@ -99,7 +108,7 @@ def start(options: Options) -> int:
             logging.getLogger("uvicorn").addHandler(logging.StreamHandler())
             logging.getLogger("uvicorn").propagate = False
         code = serve(
-            make_app(runner, Served(name, loaded.text, loaded.stop), limits, hosts),
+            make_app(runner, Served(name, loaded.text, loaded.stop, chat), limits, hosts, keys),
             runner,
             listening,
             limits=limits,
@@ -109,6 +118,16 @@ def start(options: Options) -> int:
     if runner.failure is not None:
         say(f"error: the engine failed: {runner.failure}")
     return code
+
+
+def _chat(loaded: Loaded) -> Chat | None:
+    text = loaded.text
+    if not isinstance(text, Tokenizer) or text.chat_template is None:
+        return None
+    try:
+        return Chat(text.chat_template, text.special, text.encode_as_it_is)
+    except ValueError as error:
+        raise WeightsError(loaded.folder, [str(error)]) from None
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ import pytest
 
 from models.decode import Engine, Limits, RequestError, SamplingParams, decoder
 from tests.models import plain
-from tests.models.decode.small_models import COMPILED, QUICK, continued, random_params, small
+from tests.models.decode.small_models import COMPILED, QUICK, continued, random_params, small, whole
 
 CONFIG = small(num_groups=1, num_mtp_layers=1)
 LIMITS = Limits(max_requests=3, max_positions=24, block_size=4, num_blocks=14, chunk_size=4, max_prefill=8)
@@ -280,3 +280,65 @@ def test_limits_and_drafts_that_cannot_be():
         ValueError, match="drafts need a module of multi-token prediction, and the model has none"
     ):
         Engine(decoder(small()), None, LIMITS, drafts=True)
+
+
+def logprobs_of(text):
+    """By the plain forward and NumPy: [S, V], in double precision, row i of what stands behind token i."""
+    padded = np.zeros((1, LIMITS.max_positions), np.int32)
+    padded[0, : len(text)] = text
+    logits = np.asarray(whole(CONFIG, a_params(), padded))[0, : len(text)].astype(np.float64)
+    return (
+        logits
+        - np.log(np.exp(logits - logits.max(-1, keepdims=True)).sum(-1, keepdims=True))
+        - logits.max(-1, keepdims=True)
+    )
+
+
+@pytest.mark.parametrize("drafts", [False, True])
+def test_how_likely_tokens_are_is_what_the_plain_forward_says(drafts):
+    """Beside others that do not ask, of a prompt in several chunks whose beginning is in the cache."""
+    serving, (asked, other) = engine(drafts=drafts), prompts(11, 6, seed=5)
+    serving.add(asked, SamplingParams(max_tokens=1))
+    serving.run()
+    heard, tokens = [], []
+    wants = SamplingParams(max_tokens=6, temperature=0.8, seed=3, likeliest=3, score_prompt=True)
+    key = serving.add(asked, wants, tokens.append, heard.append)
+    serving.add(other, SamplingParams(max_tokens=5))
+    alone = serving.add(asked, SamplingParams(max_tokens=6, temperature=0.8, seed=3, likeliest=0))
+    plainly = serving.add(asked, SamplingParams(max_tokens=6, temperature=0.8, seed=3))
+    found = {one.id: one for one in serving.run()}
+    one, text = found[key], [*asked, *found[key].tokens]
+    assert found[alone].tokens == found[plainly].tokens == one.tokens == tuple(tokens)
+    assert one.num_reused == 0 < found[plainly].num_reused and heard == [*one.prompt_scores, *one.scores]
+    assert [score.token for score in heard] == text[1:]
+    wanted = logprobs_of(text)
+    for place, score in enumerate(heard):
+        assert score.logprob == pytest.approx(wanted[place, score.token], abs=1e-4)
+        numbers, logprobs = zip(*score.likeliest, strict=True)
+        best = np.sort(wanted[place])[::-1][:3]
+        np.testing.assert_allclose(logprobs, best, atol=1e-4)
+        np.testing.assert_allclose(wanted[place, list(numbers)], best, atol=1e-4)
+    assert [score.token for score in found[alone].scores] == list(found[alone].tokens)
+    assert [score.logprob for score in found[alone].scores] == pytest.approx(
+        [s.logprob for s in one.scores], abs=1e-4
+    )
+    assert not found[alone].prompt_scores and not found[plainly].scores
+    assert all(not score.likeliest for score in found[alone].scores)
+
+
+def test_whoever_asks_how_likely_tokens_are_has_to_be_able_to_hear_it():
+    serving, (prompt,) = engine(), prompts(5, seed=6)
+
+    def fails(score):
+        raise KeyError("theirs")
+
+    serving.add(prompt, SamplingParams(max_tokens=3, likeliest=0), None, fails)
+    (ended,) = serving.run()
+    assert ended.finish_reason == "error" and ended.error == "on_score raised KeyError('theirs')"
+    for params, message in (
+        (SamplingParams(likeliest=21), "likeliest is 21, must be 0 to 20"),
+        (SamplingParams(likeliest=-1), "likeliest is -1, must be 0 to 20"),
+        (SamplingParams(score_prompt=True), "score_prompt is asked for without likeliest"),
+    ):
+        with pytest.raises(RequestError, match=message):
+            serving.add(prompt, params)

@@ -13,12 +13,12 @@ from tests.models.decode.small_models import small
 
 
 @contextlib.contextmanager
-def running(engine, *, limits=HttpLimits(), max_waiting=64, stop=(), hosts=None, **how):  # noqa: B008
+def running(engine, *, limits=HttpLimits(), max_waiting=64, stop=(), hosts=None, keys=(), chat=None, **how):  # noqa: B008
     """Yields the address, the runner and a function that stops and returns the exit code."""
     runner = Runner(engine, max_waiting)
     listening = listen("127.0.0.1", 0)
     stops, codes = [], []
-    app = make_app(runner, Served("tiny", Bytes(), stop), limits, hosts)
+    app = make_app(runner, Served("tiny", Bytes(), stop, chat), limits, hosts, keys)
 
     def work():
         codes.append(serve(app, runner, listening, limits=limits, started=stops.append, **how))
@@ -69,7 +69,7 @@ class Slow:
     def busy(self):
         return bool(self._open or self._ended)
 
-    def add(self, prompt, params: SamplingParams, on_token):
+    def add(self, prompt, params: SamplingParams, on_token, on_score):
         number = len(self._open) + len(self.cancelled)
         self._open[number] = (params, on_token, [])
         return number

@@ -187,7 +187,8 @@ def test_a_text_ends_before_the_first_of_the_words_that_stop_it(server, client):
         ({"max_tokens": True}, 400, "max_tokens", "max_tokens: Input should be a valid integer"),
         ({"temperature": -1, "top_p": 0}, 400, "temperature", "0; top_p: Input should be greater than 0"),
         ({"temperature": float("nan")}, 400, "temperature", "temperature: Input should be"),
-        ({"logprobs": 3}, 400, "logprobs", "logprobs: this server knows no such parameter; leave it out"),
+        ({"suffix": "y"}, 400, "suffix", "suffix: this server knows no such parameter; leave it out"),
+        ({"logprobs": 21}, 400, "logprobs", "logprobs: Input should be less than or equal to 20"),
         ({"presence_penalty": 1.0}, 400, "presence_penalty", "presence_penalty: Input should be less than or equal"),
         ({"stop": ["a", ""]}, 400, "stop", "stop: must be at most 4 texts, none of them empty"),
         ({"stop": list("abcde")}, 400, "stop", "stop: must be at most 4 texts, none of them empty"),
@@ -219,7 +220,8 @@ COMPLETIONS = "/v1/completions"
         ("POST", COMPLETIONS, {"content": iter([bytes(1 << 20)] * 2)}, 413, "the body is larger than the server"),
         ("POST", COMPLETIONS, {"headers": {"content-type": "text/plain"}}, 415, "content-type is text/plain, m"),
         ("GET", COMPLETIONS, {}, 405, "GET /v1/completions: Method Not Allowed"),
-        ("POST", "/v1/chat/completions", {"content": b"{}"}, 404, "POST /v1/chat/completions: Not Found"),
+        ("POST", "/v1/responses", {"content": b"{}"}, 404, "POST /v1/responses: Not Found"),
+        ("POST", "/v1/chat/completions", {"content": b"{}"}, 400, "model: is missing; messages: is missing"),
         ("GET", "/v1/models/gpt", {}, 404, "there is no model 'gpt' here"),
     ],
 )  # fmt: skip
@@ -347,14 +349,14 @@ def test_a_stream_that_nobody_reads_is_given_up(monkeypatch):
             cancelled.append(True)
 
     class Shape:
-        def piece(self, piece, with_usage):
-            return {}
+        def events(self, piece):
+            yield {}
 
     async def never(*arguments):
         await asyncio.Event().wait()
 
     asked = type("Asked", (), {"stream": True, "stream_options": type("", (), {"include_usage": False})})
-    answer = _Answer(Job(), asked, Shape(), [""], HttpLimits(answer_seconds=0.1))
+    answer = _Answer(Job(), asked, Shape(), HttpLimits(answer_seconds=0.1))
     asyncio.run(answer({}, never, never))
     assert cancelled == [True]
 

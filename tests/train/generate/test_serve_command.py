@@ -71,9 +71,16 @@ def test_only_this_machine_reaches_it_unless_told_otherwise(capsys, monkeypatch)
             "train.generate.serve.load", lambda *_: names.append(heard[-1].getsockname()[0]) or nothing()
         )
         assert main(["--port", "0", *host]) == 2
-        warned = "warning: whoever reaches 0.0.0.0 may ask: there is no password" in capsys.readouterr().err
+        warned = (
+            "warning: whoever reaches 0.0.0.0 may ask: there is no key and no encryption"
+            in capsys.readouterr().err
+        )
         assert warned == bool(host)
     assert names == ["127.0.0.1", "0.0.0.0"]
+    monkeypatch.setenv("DUALPIPE_API_KEY", "secret")
+    assert main(["--port", "0", "--host", "0.0.0.0"]) == 2
+    err = capsys.readouterr().err
+    assert "there is no encryption, so keys can be read on the way" in err and "secret" not in err
 
 
 def nothing():

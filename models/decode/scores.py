@@ -1,0 +1,58 @@
+"""How likely a model finds tokens: log-probabilities of its own logits, before temperature and top_p.
+
+Shape suffixes: B rows, S tokens of a row, K likeliest tokens, V vocabulary.
+"""
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+MOST = 20
+"""Likeliest tokens that can be told beside one."""
+
+
+class Score(NamedTuple):
+    """One token of a text.
+
+    Attributes:
+      token: its number.
+      logprob: its natural logarithm of the probability that the model gives it behind all before it.
+      likeliest: the likeliest tokens there, each with its own, the likeliest first.
+    """
+
+    token: int
+    logprob: float
+    likeliest: tuple[tuple[int, float], ...]
+
+
+class Scores(NamedTuple):
+    """Of tokens on the device.
+
+    Attributes:
+      logprobs: float32 [B, S], of the tokens.
+      likeliest: int32 [B, S, K], the likeliest there, in falling order.
+      likeliest_logprobs: float32 [B, S, K].
+    """
+
+    logprobs: Array
+    likeliest: Array
+    likeliest_logprobs: Array
+
+    def of(self, row: int, tokens: list[int], num_likeliest: int) -> Iterator[Score]:
+        """What was found of a row's first tokens, once it is on the host."""
+        for place, token in enumerate(tokens):
+            numbers = self.likeliest[row, place, :num_likeliest].tolist()
+            logprobs = self.likeliest_logprobs[row, place, :num_likeliest].tolist()
+            likeliest = tuple(zip(numbers, logprobs, strict=True))
+            yield Score(token, float(self.logprobs[row, place]), likeliest)
+
+
+def score(logits_BSV: Array, tokens_BS: Array) -> Scores:
+    """Find out how likely tokens are by the logits at their places."""
+    logprobs_BSV = jax.nn.log_softmax(logits_BSV.astype(jnp.float32), axis=-1)
+    own_BS = jnp.take_along_axis(logprobs_BSV, tokens_BS[..., None], axis=-1)[..., 0]
+    best_BSK, likeliest_BSK = jax.lax.top_k(logprobs_BSV, min(MOST, logits_BSV.shape[-1]))
+    return Scores(own_BS, likeliest_BSK.astype(jnp.int32), best_BSK)

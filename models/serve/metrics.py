@@ -1,0 +1,113 @@
+"""What a server did, counted for Prometheus."""
+
+import time
+from collections.abc import Callable, Collection
+
+import prometheus_client
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+_SECONDS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 60, 120, 300, 600)
+
+
+class Metrics:
+    """Counters of one server; https://prometheus.io/docs/concepts/metric_types.
+
+    Args:
+      num_open: how many texts are being made or wait.
+    """
+
+    def __init__(self, num_open: Callable[[], int]):
+        self._registry = own = CollectorRegistry()
+        Gauge("serve_texts_open", "Texts that are being made or wait.", registry=own).set_function(num_open)
+        self._requests = Counter(
+            "serve_requests", "Requests that were answered.", ["route", "status"], registry=own
+        )
+        self._texts = Counter("serve_texts", "Texts that ended, by the reason.", ["reason"], registry=own)
+        self._prompt = Counter("serve_prompt_tokens", "Tokens of prompts whose texts ended.", registry=own)
+        self._reused = Counter("serve_reused_tokens", "Of those, the ones found in the cache.", registry=own)
+        self._made = Counter("serve_generated_tokens", "Tokens generated in texts that ended.", registry=own)
+        self._first = Histogram(
+            "serve_first_token_seconds",
+            "From a request to its text's first token.",
+            buckets=_SECONDS,
+            registry=own,
+        )
+        self._next = Histogram(
+            "serve_next_token_seconds",
+            "From a token to the next of its text.",
+            buckets=_SECONDS,
+            registry=own,
+        )
+        self._whole = Histogram(
+            "serve_text_seconds", "From a request to the end of its text.", buckets=_SECONDS, registry=own
+        )
+
+    async def answer(self, request: Request) -> Response:
+        """All of them, in Prometheus' text format."""
+        text = prometheus_client.generate_latest(self._registry)
+        return Response(text, media_type=prometheus_client.CONTENT_TYPE_LATEST)
+
+    def answered(self, route: str, status: int) -> None:
+        self._requests.labels(route, status).inc()
+
+    def begun(self) -> "Watch":
+        return Watch(self)
+
+    def _ended(self, reason: str, seconds: float, prompt: int, reused: int, made: int) -> None:
+        self._texts.labels(reason).inc()
+        self._prompt.inc(prompt)
+        self._reused.inc(reused)
+        self._made.inc(made)
+        self._whole.observe(seconds)
+
+
+class Watch:
+    """When the tokens of one text came."""
+
+    def __init__(self, metrics: Metrics):
+        self._metrics = metrics
+        self._begun = time.perf_counter()
+        self._latest: float | None = None
+        self._over = False
+
+    def heard(self, number: int) -> None:
+        """So many tokens came at once."""
+        now = time.perf_counter()
+        if self._latest is None and number:
+            self._metrics._first.observe(now - self._begun)
+            self._latest, number = now, number - 1
+        for _ in range(number):
+            assert self._latest is not None
+            self._metrics._next.observe((now - self._latest) / number)
+        if number:
+            self._latest = now
+
+    def ended(self, reason: str, *, prompt: int, reused: int, made: int) -> None:
+        """The text ended; later ends are none."""
+        if not self._over:
+            self._over = True
+            self._metrics._ended(reason, time.perf_counter() - self._begun, prompt, reused, made)
+
+
+class Counted:
+    """An application whose answers are counted by route and status; routes that there are none of, together."""
+
+    def __init__(self, app: ASGIApp, metrics: Metrics, routes: Collection[str]):
+        self._app, self._metrics, self._routes = app, metrics, frozenset(routes)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass a request on."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        route = scope["path"] if scope["path"] in self._routes else "other"
+
+        async def counted(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                self._metrics.answered(route, message["status"])
+            await send(message)
+
+        await self._app(scope, receive, counted)

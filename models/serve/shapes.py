@@ -1,0 +1,152 @@
+"""What OpenAI's answers look like: of completions, and of chats.
+
+https://platform.openai.com/docs/api-reference/completions and .../chat
+"""
+
+import time
+import uuid
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Protocol
+
+from models.decode import Score
+from models.serve.job import Piece, Usage
+
+Decode = Callable[[Sequence[int]], str]
+
+
+class Shape(Protocol):
+    """Answers to one request."""
+
+    def whole(self, pieces: Sequence[Piece], usage: Usage) -> dict[str, Any]:
+        """The answer in one piece."""
+
+    def events(self, piece: Piece) -> Iterator[dict[str, Any]]:
+        """What of a stream tells a piece."""
+
+    def usage(self, usage: Usage) -> dict[str, Any]:
+        """The end of a stream that tells its usage."""
+
+
+class Completions:
+    """Texts that go on with a prompt.
+
+    Args:
+      model: its name.
+      decode: tokens to text.
+      likeliest: see ``SamplingParams``.
+      first: of each text whose prompt's tokens are told with it, the first of them; None of others.
+    """
+
+    def __init__(self, model: str, decode: Decode, likeliest: int | None, first: Sequence[int | None]):
+        self._head = _head(model, "cmpl", "text_completion")
+        self._decode, self._likeliest = decode, likeliest
+        self._first = dict(enumerate(first))
+        self._offsets: dict[int, int] = defaultdict(int)
+
+    def whole(self, pieces: Sequence[Piece], usage: Usage) -> dict[str, Any]:
+        return self._head | {"choices": [self._choice(piece) for piece in pieces], "usage": _usage(usage)}
+
+    def events(self, piece: Piece) -> Iterator[dict[str, Any]]:
+        yield self._head | {"choices": [self._choice(piece)]}
+
+    def usage(self, usage: Usage) -> dict[str, Any]:
+        return self._head | {"choices": [], "usage": _usage(usage)}
+
+    def _choice(self, piece: Piece) -> dict[str, Any]:
+        logprobs = None if self._likeliest is None else self._logprobs(piece)
+        return {
+            "index": piece.choice, "text": piece.text, "logprobs": logprobs, "finish_reason": piece.finish_reason,
+        }  # fmt: skip
+
+    def _logprobs(self, piece: Piece) -> dict[str, Any]:
+        """Lists with an entry for each token; of the first of all, behind nothing, only the text."""
+        found: dict[str, list[Any]] = {
+            "tokens": [],
+            "token_logprobs": [],
+            "top_logprobs": [],
+            "text_offset": [],
+        }
+        first = self._first.pop(piece.choice, None)
+        scores: list[Score | None] = [*piece.scores] if first is None else [None, *piece.scores]
+        for score in scores:
+            token = first if score is None else score.token
+            assert token is not None
+            text = self._decode([token])
+            found["tokens"].append(text)
+            found["token_logprobs"].append(None if score is None else score.logprob)
+            found["top_logprobs"].append(None if score is None else self._likeliest_of(score, text))
+            found["text_offset"].append(self._offsets[piece.choice])
+            self._offsets[piece.choice] += len(text)
+        return found
+
+    def _likeliest_of(self, score: Score, text: str) -> dict[str, float]:
+        """By text, the token itself among them. Of several with one text, such as parts of a character, the best."""
+        named = [(self._decode([token]), logprob) for token, logprob in score.likeliest] + [
+            (text, score.logprob)
+        ]
+        return {name: max(each for other, each in named if other == name) for name, _ in named}
+
+
+class Chats:
+    """An assistant's messages.
+
+    Args:
+      model: its name.
+      decode: tokens to text.
+      likeliest: see ``SamplingParams``.
+    """
+
+    def __init__(self, model: str, decode: Decode, likeliest: int | None):
+        self._model, self._decode, self._likeliest = model, decode, likeliest
+        self._head = _head(model, "chatcmpl", "chat.completion")
+        self._chunk = self._head | {"object": "chat.completion.chunk"}
+        self._begun: set[int] = set()
+
+    def whole(self, pieces: Sequence[Piece], usage: Usage) -> dict[str, Any]:
+        choices = [
+            self._choice(piece, "message", {"role": "assistant", "content": piece.text, "refusal": None})
+            for piece in pieces
+        ]
+        return self._head | {"choices": choices, "usage": _usage(usage)}
+
+    def events(self, piece: Piece) -> Iterator[dict[str, Any]]:
+        more = {"content": piece.text}
+        if piece.choice not in self._begun:
+            self._begun.add(piece.choice)
+            more = {"role": "assistant", **more}
+        yield self._chunk | {"choices": [self._choice(piece, "delta", more)]}
+
+    def usage(self, usage: Usage) -> dict[str, Any]:
+        return self._chunk | {"choices": [], "usage": _usage(usage)}
+
+    def _choice(self, piece: Piece, name: str, message: Mapping[str, Any]) -> dict[str, Any]:
+        logprobs = None
+        if self._likeliest is not None:
+            logprobs = {"content": [self._told(score) for score in piece.scores], "refusal": None}
+        return {
+            "index": piece.choice, name: message, "logprobs": logprobs, "finish_reason": piece.finish_reason,
+        }  # fmt: skip
+
+    def _told(self, score: Score) -> dict[str, Any]:
+        likeliest = [self._token(*one) for one in score.likeliest]
+        return self._token(score.token, score.logprob) | {"top_logprobs": likeliest}
+
+    def _token(self, token: int, logprob: float) -> dict[str, Any]:
+        text = self._decode([token])
+        return {"token": text, "logprob": logprob, "bytes": list(text.encode())}
+
+
+def _head(model: str, prefix: str, kind: str) -> dict[str, Any]:
+    return {
+        "id": f"{prefix}-{uuid.uuid4().hex}", "object": kind, "created": int(time.time()), "model": model,
+    }  # fmt: skip
+
+
+def _usage(usage: Usage) -> Mapping[str, Any]:
+    return {
+        "prompt_tokens": usage.prompt,
+        "completion_tokens": usage.completion,
+        "total_tokens": usage.prompt + usage.completion,
+        "prompt_tokens_details": {"cached_tokens": usage.reused},
+    }
