@@ -1,17 +1,16 @@
 """What `dualpipe plan` does before it prints: counts, bounds, compiles and prices, the most promising case first."""
 
-import contextlib
 import heapq
 import math
 import resource
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from dualpipe_jax.command.options import CommandError, Died
 from dualpipe_jax.command.overlap import study
 from dualpipe_jax.pods import planner
-from dualpipe_jax.pods.bounds import Bounds, Cut, Excluded, num_units
+from dualpipe_jax.pods.bounds import Bounds, Cut, Excluded
 from dualpipe_jax.pods.cache import Cache
 from dualpipe_jax.pods.plan import Plan
 from dualpipe_jax.pods.planner import Case, Choice, Prices, Wanted, layout_of
@@ -40,8 +39,6 @@ class Search:
         self.dispatches = False  # whether the program sends tokens to experts at all
         self.left = 0
         self._counted: set[Cut] = set()
-        self._compiled: set[Cut] = set()  # of which units were, all or some
-        self._too_much: set[tuple[Case, Shard]] = set()  # what no plan of fits, by its units of most stages
         self._clock = _Clock(minutes)
 
     def explore(self, wanted: Wanted, *, whole: bool = False) -> None:
@@ -64,11 +61,11 @@ class Search:
             self._consider_all(cases, wanted, shards)
         self.left = wanted.moves
         while self.left and (better := planner.moved(self.prices, self.choices, cases)) is not None:
-            if by_bounds and not self._clock.lasts("units"):
+            if by_bounds and not self._clock.lasts():
                 print("no layers are moved between stages: no CPU minutes left", file=sys.stderr)
                 break
             cases.append(better)
-            with self._clock.taking("units"):
+            with self._clock:
                 self.consider(better, shards, f"layers {in_runs(better.plan.stage_layers)}")
             self.left -= 1
         self.left = 0
@@ -91,28 +88,19 @@ class Search:
         while open_cases := [case for case in bounds.open() if case not in tried]:
             self.left = len(open_cases)
             shorter = [case for case in open_cases if bounds.seconds(case) < self.shortest]
-            near = [case for case in shorter if bounds.is_approached(case)]
-            if not shorter:
+            if not shorter or not self._clock.lasts():
                 break
-            case = bounds.next(shorter, found=self.shortest < math.inf or any(map(bounds.has_units, near)))
-            title = f"at least {bounds.seconds(case):.4g} s, {len(shorter) - 1} cases left"
+            case = bounds.next(shorter, found=self.shortest < math.inf)
             if not bounds.is_counted(Cut.of(case.plan)):
                 self._count(bounds, Cut.of(case.plan), shards)
-            elif not bounds.is_approached(case) and (
-                self._clock.lasts("usual", "units") or not self._compiled
-            ):
-                if not self._approach(bounds, case, shards, title):
-                    tried.add(case)
-            elif near and (self._clock.lasts("units") or self.shortest == math.inf):
-                case = case if case in near else min(near, key=bounds.seconds)
-                tried.add(case)
-                known = len(self.prices)
-                with self._clock.taking("units"):
-                    self.consider(case, shards, title)
-                for prices in self.prices[known:]:
-                    bounds.learn(prices)
-            else:
-                break
+                continue
+            tried.add(case)
+            known = len(self.prices)
+            with self._clock:
+                title = f"at least {bounds.seconds(case):.4g} s, {len(shorter) - 1} cases left"
+                self.consider(case, shards, title)
+            for prices in self.prices[known:]:
+                bounds.learn(prices)
         for case in sorted(open_cases, key=bounds.seconds):
             longer = bounds.seconds(case) >= self.shortest
             why = "longer than the best" if longer else "no CPU minutes left"
@@ -189,60 +177,24 @@ class Search:
             lines.append(f"  {found.seconds:.4g} s: {plan.schedule}, {layout_of(plan)}, {how}")
         print("\n".join(lines), file=sys.stderr)
 
-    def _approach(self, bounds: Bounds, case: Case, shards: Sequence[Shard], title: str) -> bool:
-        """Compile a case's units of most stages, with as little shared out as will fit; returns whether a plan fits."""
-        plans: Sequence[Plan] = case.plans
-        try:
-            counts, fit, refused = self._fitting(case, shards, title)
-            for shard, count in counts.items():
-                if not (plans := [plan for plan in fit if plan.shard == shard]):
-                    continue
-                more, usual = num_units(case, count.products)
-                if more == usual:
-                    bounds.leave(case)
-                    return True
-                with self._clock.taking("usual"):
-                    found = self.ask(planner.standing_for(plans), "usual", title)
-                self._clock.expect("units", "usual", more / usual)
-                self._compiled.add(Cut.of(case.plan))
-                prices = Prices(case, shard, found)
-                choices = prices.choices(plans, count)
-                refused += [choice for choice in choices if choice.refused]
-                if able := [choice.plan for choice in choices if not choice.refused]:
-                    bounds.approach(prices, able)
-                    return True
-                self._too_much.add((case, shard))
-        except (Died, CommandError) as error:
-            refused = [Choice(plan, refused=_why(error)) for plan in plans]
-        self.choices += refused
-        return False
-
-    def _fitting(
-        self, case: Case, shards: Sequence[Shard], title: str
-    ) -> tuple[dict[Shard, Answer], list[Plan], list[Choice]]:
-        """What is counted of a case by what is shared out, the plans that may fit, and those that cannot."""
-        most = shards[-1]
-        counts = {most: self.ask(planner.shared(case.plan, most), "nothing", title)}
-        fit, refused = planner.counted(case, counts)
-        if fit and len(shards) > 1:
-            less = {s: self.ask(planner.shared(case.plan, s), "nothing", title) for s in shards[:-1]}
-            counts = less | counts
-            fit, refused = planner.counted(case, counts)
-        return counts, fit, refused
-
     def consider(self, case: Case, shards: Sequence[Shard], title: str) -> Exception | None:
         """All plans of a case; ``shards`` from the least on. Returns why there are none, if it could not be asked."""
         done: list[Choice] = []
         plans: Sequence[Plan] = case.plans
         try:
-            counts, fit, done = self._fitting(case, shards, title)
+            most = shards[-1]
+            counts = {most: self.ask(planner.shared(case.plan, most), "nothing", title)}
+            fit, done = planner.counted(case, counts)
+            if fit and len(shards) > 1:
+                less = {s: self.ask(planner.shared(case.plan, s), "nothing", title) for s in shards[:-1]}
+                counts = less | counts
+                fit, done = planner.counted(case, counts)
             prices = None
             for shard, count in counts.items():
                 plans = [plan for plan in fit if plan.shard == shard]
-                if (case, shard) in self._too_much or not planner.worth(plans, done, prices):
+                if not planner.worth(plans, done, prices):
                     continue
                 new = Prices(case, shard, self.ask(planner.standing_for(plans), "units", title))
-                self._compiled.add(Cut.of(case.plan))
                 done += new.choices(plans, count)
                 if new.known:
                     prices = new
@@ -260,7 +212,7 @@ class Search:
         None where nothing was counted, or the plan cannot be had for another reason. Where a case was compiled it is
         known to need more than what is counted, by which options are found.
         """
-        known = self._counted - self._compiled
+        known = self._counted - {Cut.of(prices.case.plan) for prices in self.prices}
         counted = [c for c in self.choices if c.memory is not None and Cut.of(c.plan) in known]
         if not counted:
             return None
@@ -294,31 +246,24 @@ def _why(error: Exception) -> str:
 
 
 class _Clock:
-    """CPU minutes of this process and of those that it asked: what was used, and what each kind of work took."""
+    """CPU minutes of this process and of those that it asked: what was used, and what a case took.
+
+    Used as a context it is a case that runs.
+    """
 
     def __init__(self, minutes: float | None):
         self._limit = math.inf if minutes is None else minutes
-        self._started = _minutes()
-        self._longest: dict[str, float] = {}
-        self._latest: dict[str, float] = {}
+        self._started, self._longest = _minutes(), 0.0
 
-    def lasts(self, *work: str) -> bool:
-        """Whether as long as these took at most, one after the other, would still end in time."""
-        longest = sum(self._longest.get(kind, 0.0) for kind in work)
-        return _minutes() - self._started + longest <= self._limit
+    def lasts(self) -> bool:
+        """Whether the longest case so far would still end in time."""
+        return _minutes() - self._started + self._longest <= self._limit
 
-    @contextlib.contextmanager
-    def taking(self, work: str) -> Iterator[None]:
-        began = _minutes()
-        try:
-            yield
-        finally:
-            self._latest[work] = _minutes() - began
-            self._longest[work] = max(self._longest.get(work, 0.0), self._latest[work])
+    def __enter__(self) -> None:
+        self._began = _minutes()
 
-    def expect(self, work: str, other: str, times: float) -> None:
-        """Take the first to last so many times as long as the latest of the other did, unless it was seen to."""
-        self._longest[work] = max(self._longest.get(work, 0.0), times * self._latest[other])
+    def __exit__(self, *_: object) -> None:
+        self._longest = max(self._longest, _minutes() - self._began)
 
 
 def _minutes() -> float:

@@ -11,12 +11,10 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from dualpipe_jax.pods import predict
 from dualpipe_jax.pods.costs import UnitCosts, splits, unit_costs
 from dualpipe_jax.pods.plan import Plan
 from dualpipe_jax.pods.planner import REMATS, Case, Choice, Prices, layout_of, needed, schedule_of, too_much
 from dualpipe_jax.pods.results import Answer, Unit
-from dualpipe_jax.pods.units import key_of, kinds_of
 from dualpipe_jax.schedule import Action, CostModel, Op, Placement, Slot, simulate
 from dualpipe_jax.schedule.costs import stages_a_share
 from dualpipe_jax.schedule.lowering.unit_key import UnitKey
@@ -82,7 +80,11 @@ class Least:
         return needed(plan, {**memory.share, **sizes}), memory.limit
 
     def _costs_by(self, split: bool, factors: tuple[tuple[str, float], ...]) -> "_LeastCosts":
-        return _LeastCosts.of_products(self._products, dict(factors), split=split)
+        by_op, products = dict(factors), self._products
+        units = {key: _times(unit, by_op.get(key.op, 1.0)) for key, unit in products.items()}
+        costs, bare = (unit_costs(each, 0.0, split=split) for each in (units, products))
+        fields = {field.name: getattr(costs, field.name) for field in dataclasses.fields(costs)}
+        return _LeastCosts(**fields, bare=bare, pair=by_op.get("FB", 1.0))
 
     def _spread(self, costs: "_LeastCosts", split: bool) -> CostModel:
         """Costs of a rank's even share of the model, from those of the stages counted."""
@@ -108,16 +110,6 @@ class _LeastCosts(UnitCosts):
 
     bare: UnitCosts = UnitCosts()  # noqa: RUF009  # frozen
     pair: float = 1.0
-
-    @classmethod
-    def of_products(
-        cls, products: Mapping[UnitKey, Unit], factors: Mapping[str, float], send: float = 0.0, *, split: bool
-    ) -> "_LeastCosts":
-        """Units ``factors`` times as long as their products, by op; where an op has none, as long."""
-        units = {key: _times(unit, factors.get(key.op, 1.0)) for key, unit in products.items()}
-        costs, bare = (unit_costs(each, send, split=split) for each in (units, products))
-        fields = {field.name: getattr(costs, field.name) for field in dataclasses.fields(costs)}
-        return cls(**fields, bare=bare, pair=factors.get("FB", 1.0))
 
     def of(self, slot: Slot, placement: Placement) -> float:
         if len(slot) == 1:
@@ -164,35 +156,6 @@ def _factors(prices: Prices) -> dict[str, float]:
     return {op: cycles / least[op] for op, cycles in usual.items() if least.get(op)}
 
 
-def about(prices: Prices, plans: Sequence[Plan]) -> dict[Plan, float]:
-    """Seconds of steps whose units of most stages were compiled; others are as much longer than their products.
-
-    What is done with gradients is left out.
-    """
-    assert prices.step is not None
-    factors, compiled = _factors(prices), prices.compiled
-    placed = CostModel(**prices.step.placed)  # type: ignore[arg-type]  # none of them is a flag
-    costs = {
-        split: _LeastCosts.of_products(prices.products, factors, compiled.sends.each, split=split)
-        for split in (True, False)
-    }
-    found = {}
-    for plan in plans:
-        schedule = schedule_of(plan)
-        own, tick = costs[splits(schedule)], prices.beside.tick
-        cycles, _ = predict.step_cycles(schedule, own, tick, compiled.at_once, placed)
-        found[plan] = (cycles + prices.beside.step) / prices.target.clock
-    return found
-
-
-def num_units(case: Case, products: Mapping[UnitKey, Unit]) -> tuple[int, int]:
-    """How many units a case's plan has, and how many of most stages among them."""
-    schedule, kinds = schedule_of(case.plan), kinds_of(products)
-    keys = {key_of(slot, schedule.placement, kinds) for order in schedule.orders for slot in order}
-    usual = len({key.op for key in keys})
-    return len(keys) if any(key.kinds for key in products) else usual, usual
-
-
 @dataclasses.dataclass(frozen=True)
 class Excluded:
     """A case that was not compiled.
@@ -209,7 +172,7 @@ class Excluded:
 
 
 class Bounds:
-    """How long the steps of cases take at least, as it becomes known: by products, then by the units of most stages.
+    """How long the steps of cases take at least, as it becomes known.
 
     A bound is the time of a schedule whose units take as many times as long as their products as the nearest of any
     as large or larger that was compiled, less a margin: large units come nearer. Of smaller ones, a unit takes as long
@@ -227,7 +190,6 @@ class Bounds:
         self._work: dict[tuple[str, str], Least] = {}  # by dispatch and remat
         self._too_much: dict[Cut, str] = {}
         self._may_fit: dict[Case, list[Plan]] = {}
-        self._approached: dict[Case, tuple[float, Plan] | None] = {}
         self._of = functools.cache(self._bound)
 
     def cuts(self) -> list[Cut]:
@@ -334,25 +296,6 @@ class Bounds:
         for op, factor in _factors(prices).items():
             known[op] = min(max(1.0, MARGIN * factor), known.get(op, math.inf))
 
-    def approach(self, prices: Prices, plans: Sequence[Plan]) -> None:
-        """Take a case's units of most stages, which were compiled, and the plans that fit with them; there are some."""
-        self.learn(prices)
-        found = about(prices, plans)
-        best = min(found, key=found.__getitem__)
-        self._approached[prices.case] = MARGIN * found[best], best
-
-    def leave(self, case: Case) -> None:
-        """Take it that a case has no units but those of most stages, so that its bound comes no nearer by them."""
-        self._approached[case] = None
-
-    def is_approached(self, case: Case) -> bool:
-        """Whether its bound is as near as it comes before all of its units are compiled."""
-        return case in self._approached
-
-    def has_units(self, case: Case) -> bool:
-        """Whether its units of most stages are known, and with them that a plan fits."""
-        return self._approached.get(case) is not None
-
     def factors(self, plan: Plan) -> dict[str, float]:
         """Of each op that was compiled, how many times as long as its products a unit of a plan takes at least."""
         large: dict[str, float] = {}
@@ -371,9 +314,6 @@ class Bounds:
         return self.excluded(case, "").seconds
 
     def excluded(self, case: Case, why: str) -> Excluded:
-        if (near := self._approached.get(case)) is not None:
-            seconds, plan = near
-            return Excluded(plan, seconds, why)
         counted, factors = self.is_counted(Cut.of(case.plan)), tuple(sorted(self.factors(case.plan).items()))
         seconds, plan = self._of(case, factors, counted)
         return Excluded(plan, seconds, why)

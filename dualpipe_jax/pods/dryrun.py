@@ -183,7 +183,7 @@ def compile_and_read(
     started = time.perf_counter()
     say("tracing and lowering")
     lowered = _lower(what, blueprint)
-    say(f"compiling the {'units of most stages' if what == 'usual' else what} for {target}")
+    say(f"compiling the {what} for {target}")
     options = compiler_options(plan, target)
     middle = time.perf_counter()
     try:
@@ -238,7 +238,7 @@ def _lower(what: str, blueprint: Blueprint) -> Any:
         else ahead.lower_units(
             blueprint,
             ("FB",) if what == "pair" else units_of(blueprint.schedule),
-            every_kind=what not in ("pair", "usual"),
+            every_kind=what != "pair",
         )
     )
 

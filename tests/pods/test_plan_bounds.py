@@ -9,23 +9,11 @@ import pytest
 
 from dualpipe_jax.command import planning
 from dualpipe_jax.command.options import CommandError
-from dualpipe_jax.pods import planner, predict
-from dualpipe_jax.pods.bounds import MARGIN, Bounds, Cut, Least, about, num_units
+from dualpipe_jax.pods import planner
+from dualpipe_jax.pods.bounds import MARGIN, Bounds, Cut, Least
 from dualpipe_jax.pods.results import Unit
 from dualpipe_jax.schedule import CostModel, Op, dualpipe, simulate
-from tests.pods.test_planner import (
-    BASE,
-    BESIDE,
-    CYCLES,
-    GIB,
-    PRODUCTS,
-    SIZES,
-    TARGET,
-    answer,
-    keyed,
-    layered,
-    wanted,
-)
+from tests.pods.test_planner import BASE, CYCLES, GIB, PRODUCTS, SIZES, TARGET, answer, keyed, layered, wanted
 
 CLOCK = 1.5e9
 
@@ -273,21 +261,8 @@ def test_of_cases_that_keep_as_much_the_one_of_shortest_stages_goes_first():
     assert compiled[0] == (4, "zb_h1"), "two ranks have a smaller bubble, by a hundredth"
 
 
-def with_places(found):
-    """Actions are placed on ticks by equal costs."""
-    placed = {"F": 1.0, "I": 1.0, "W": 1.0}
-    return (
-        found
-        if found.step is None
-        else dataclasses.replace(found, step=dataclasses.replace(found.step, placed=placed))
-    )
-
-
-def found_by(seed, *, whole, ends=None, schedules=planner.SCHEDULES):
-    """A search over units that take from once to three times their products' time, alike in a remat but for 4 %.
-
-    ``ends`` are how many times as much the first and the last stage do as others; None: no more than they.
-    """
+def found_by(seed, *, whole):
+    """A search over units that take from once to three times their products' time, alike in a remat but for 4 %."""
     rng = random.Random(seed)
     factors = {
         remat: {op: rng.uniform(1, 3) for op in ("F", "B", "I", "W", "FB")} for remat in ("none", "all")
@@ -299,22 +274,19 @@ def found_by(seed, *, whole, ends=None, schedules=planner.SCHEDULES):
         own = random.Random(f"{seed} {plan.remat} {plan.microbatch_size} {plan.schedule}")
         work = plan.microbatch_size / 4 * again[plan.remat]
         products = {op: work * cycles for op, cycles in PRODUCTS.items()} | {"FB": work * 1.6e6}
-        for kind, times in (ends or {}).items():
-            products |= {f"{op}/{kind}": times * products[op] for op in PRODUCTS}
         cycles = {
-            op: factors[plan.remat][op.partition("/")[0]] * own.uniform(1, 1.04) * least
-            for op, least in products.items()
+            op: factors[plan.remat][op] * own.uniform(1, 1.04) * least for op, least in products.items()
         }
-        if compile != "nothing":
-            compiled.append((compile, plan))
+        if compile == "units":
+            compiled.append(plan)
         ops = planner.units_of(planner.schedule_of(plan))
-        there = {op for op in cycles if op in ops or (compile == "units" and op.partition("/")[0] in ops)}
-        found = answer(plan, compile, cycles={op: cycles[op] for op in there})
+        found = answer(plan, compile, cycles={op: cycles[op] for op in ops})
         del products["FB"]
-        return dataclasses.replace(with_places(found), products=units(products))
+        return dataclasses.replace(found, products=units(products))
 
     search = planning.Search(str(TARGET), None, None)
     search.ask = ask
+    schedules = planner.SCHEDULES
     search.explore(
         wanted(schedules=schedules, remats=("none", "all"), per_device=(1, 2), pp=(2, 4)), whole=whole
     )
@@ -331,49 +303,6 @@ def test_the_best_of_all_is_found_with_few_compiled():
         assert all(found.seconds >= best.seconds for found in search.excluded), "each bound excludes its case"
         few, many = few + len(compiled), many + len(all_compiled)
     assert few < many / 2
-
-
-LINE = "one_f_one_b", "zb_h1", "zb_v", "dualpipe_v"
-
-
-def test_of_most_cases_the_units_of_most_stages_are_enough():
-    """As many are looked at as had bounds that excluded nothing; all units are compiled of few."""
-    whole_cases = looked_at = to_the_end = 0
-    for seed in range(5):
-        ends = {"first": 0.6, "last": 1.5}
-        best, compiled, search = found_by(seed, whole=False, ends=ends, schedules=LINE)
-        best_of_all, all_compiled, _ = found_by(seed, whole=True, ends=ends, schedules=LINE)
-        assert best == best_of_all, seed
-        kinds = [kind for kind, _ in compiled]
-        assert len(set(compiled)) == len(compiled) and set(kinds) == {"usual", "units"}
-        assert {plan for kind, plan in compiled if kind == "units"} <= {
-            p for k, p in compiled if k == "usual"
-        }
-        assert all(found.seconds >= best.seconds for found in search.excluded)
-        whole_cases += len(all_compiled)
-        looked_at, to_the_end = looked_at + kinds.count("usual"), to_the_end + kinds.count("units")
-    assert to_the_end < looked_at / 4 and looked_at < whole_cases
-
-
-def test_the_step_that_units_of_most_stages_tell_of():
-    """They take twice their products; so does the last stage, which has half as much again."""
-    last = {f"{op}/last": 1.5 * cycles for op, cycles in PRODUCTS.items()}
-    twice = {op: 2 * PRODUCTS[op] for op in ("F", "B")}
-    (case,), _ = planner.cases(wanted(schedules=("one_f_one_b",), pp=(4,), tokens=256), 8)
-    found = with_places(answer(case.plan, "usual", cycles=twice))
-    prices = planner.Prices(case, "nothing", dataclasses.replace(found, products=units(PRODUCTS | last)))
-    (seconds,) = about(prices, case.plans).values()
-    costs = TwiceProducts(1.0, 1.0, 1.0, send=1e4)
-    cycles, _ = predict.step_cycles(planner.schedule_of(case.plan), costs, 100.0, None, CostModel())
-    assert seconds * CLOCK == pytest.approx(cycles + BESIDE["nothing"])
-    assert num_units(case, prices.products) == (6, 2), "F and B of the first, of the last and of others"
-    assert num_units(case, found.products) == (2, 2), "all stages are alike"
-
-
-class TwiceProducts(CostModel):
-    def of(self, slot, placement):
-        ((stage, op, _),) = slot
-        return 2 * PRODUCTS[op.name] * (1.5 if placement.is_last(stage) else 1.0)
 
 
 @pytest.mark.parametrize("minutes, compiled", [(None, 2), (25.0, 2), (19.0, 1), (1.0, 1)])
@@ -394,40 +323,6 @@ def test_cpu_minutes(monkeypatch, minutes, compiled):
     search.explore(wanted())
     assert len(priced) == compiled
     assert [found.why for found in search.excluded] == ["no CPU minutes left"] * (2 - compiled)
-
-
-@pytest.mark.parametrize(
-    "minutes, asked",
-    [
-        (None, ["usual", "usual", "units", "units"]),
-        (25.0, ["usual", "usual", "units", "units"]),
-        (15.0, ["usual", "usual", "units"]),
-        (9.0, ["usual", "units"]),
-        (0.5, ["usual", "units"]),
-    ],
-)
-def test_cpu_minutes_with_ends(monkeypatch, minutes, asked):
-    """Units of most stages take two minutes, all of them ten: first as many cases as leave time for all of one."""
-    used, done = [0.0], []
-    monkeypatch.setattr(planning, "_minutes", lambda: used[0])
-    last = {f"{op}/last": 1.5 * cycles for op, cycles in PRODUCTS.items()}
-
-    def ask(plan, compile, title):
-        if compile == "nothing":
-            used[0] += 0.2 if minutes == 0.5 else 0.0
-        else:
-            done.append(compile)
-            used[0] += {"usual": 2.0, "units": 10.0}[compile]
-        ops = planner.units_of(plan.make_schedule())
-        own = {name: 3.0 * CYCLES[name.partition("/")[0]] for name in last} if compile == "units" else {}
-        cycles = {op: CYCLES[op] for op in ops} | {n: c for n, c in own.items() if n.partition("/")[0] in ops}
-        found = dataclasses.replace(answer(plan, compile, cycles=cycles), products=units(PRODUCTS | last))
-        return with_places(found)
-
-    search = planning.Search(str(TARGET), None, None, minutes)
-    search.ask = ask
-    search.explore(wanted(schedules=("one_f_one_b", "zb_v")))
-    assert done == asked and any(not choice.refused for choice in search.choices)
 
 
 def test_what_is_told_before_anything_is_compiled(capsys):
