@@ -297,17 +297,19 @@ def logprobs_of(text):
 @pytest.mark.parametrize("drafts", [False, True])
 def test_how_likely_tokens_are_is_what_the_plain_forward_says(drafts):
     """Beside others that do not ask, of a prompt in several chunks whose beginning is in the cache."""
-    serving, (asked, other) = engine(drafts=drafts), prompts(11, 6, seed=5)
+    serving, (asked, other) = engine(drafts=drafts), prompts(11, 6, seed=8)
     serving.add(asked, SamplingParams(max_tokens=1))
     serving.run()
     heard, tokens = [], []
-    wants = SamplingParams(max_tokens=6, temperature=0.8, seed=3, likeliest=3, score_prompt=True)
+    how = dict(max_tokens=6, temperature=0.0 if drafts else 0.8, seed=3)
+    wants = SamplingParams(**how, likeliest=3, score_prompt=True)
     key = serving.add(asked, wants, tokens.append, heard.append)
     serving.add(other, SamplingParams(max_tokens=5))
-    alone = serving.add(asked, SamplingParams(max_tokens=6, temperature=0.8, seed=3, likeliest=0))
-    plainly = serving.add(asked, SamplingParams(max_tokens=6, temperature=0.8, seed=3))
+    alone = serving.add(asked, SamplingParams(**how, likeliest=0))
+    plainly = serving.add(asked, SamplingParams(**how))
     found = {one.id: one for one in serving.run()}
     one, text = found[key], [*asked, *found[key].tokens]
+    assert (one.num_accepted > 0) == drafts, "with drafts a step has two tokens"
     assert found[alone].tokens == found[plainly].tokens == one.tokens == tuple(tokens)
     assert one.num_reused == 0 < found[plainly].num_reused and heard == [*one.prompt_scores, *one.scores]
     assert [score.token for score in heard] == text[1:]

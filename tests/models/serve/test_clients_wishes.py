@@ -10,9 +10,11 @@ import tokenizers
 from prometheus_client.parser import text_string_to_metric_families
 from tokenizers import decoders, models, pre_tokenizers
 
-from models.decode import SamplingParams
+from models.decode import SamplingParams, Score
 from models.decode.text import Bytes
 from models.serve import Chat
+from models.serve.job import Piece, _Choice
+from models.serve.metrics import Metrics
 from models.weights import load_tokenizer
 from tests.models.decode.small_models import random_params, whole
 from tests.models.serve.running import as_tokens, running
@@ -97,6 +99,16 @@ def test_words_that_stop_a_text_end_its_logprobs(client):
     until = made.index(ord(word)) + 1
     assert answer.choices[0].logprobs.tokens == [Bytes().decode([token]) for token in made[:until]]
     assert answer.choices[0].finish_reason == "stop" and word not in answer.choices[0].text
+
+
+def test_tokens_behind_a_word_that_stops_are_nobodys():
+    """Several may come at once, those of the prompt's scores ahead of them."""
+    choice = _Choice(Bytes().decode, ["b"], "echo", Metrics(int).begun())
+    scores = [Score(ord(letter), -1.0, ()) for letter in "xyabc"]
+    text = choice.take([ord("a"), ord("b"), ord("c")], scores)
+    assert (text, choice.stopped, choice.num_tokens) == ("a", True, 2)
+    assert choice.piece(0, text, "stop") == Piece(0, "echoa", "stop", tuple(scores[:4]))
+    assert choice.take([ord("d")], scores[:1]) == "" and choice.piece(0, "", None) == Piece(0, "", None)
 
 
 def test_a_chat_is_what_its_template_makes_of_it(client):
