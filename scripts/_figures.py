@@ -2,7 +2,7 @@
 
 scripts/figures                       # every row: its date, and how many files of its code have changed since
 scripts/figures --stale               # those of which there are any
-scripts/figures pairs.v5p_1152 peers  # run the commands of a row, or of a table, and write what they print
+scripts/figures pairs.v5p_1408 peers  # run the commands of a row, or of a table, and write what they print
 scripts/figures --all                 # of all rows; hours
 """
 

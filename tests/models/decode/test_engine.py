@@ -1,5 +1,6 @@
 """Continuous batching: whoever comes and goes, each request's text is the plain forward's."""
 
+import dataclasses
 import functools
 
 import jax
@@ -294,10 +295,15 @@ def logprobs_of(text):
     )
 
 
-@pytest.mark.parametrize("drafts", [False, True])
-def test_how_likely_tokens_are_is_what_the_plain_forward_says(drafts):
+@pytest.mark.parametrize(
+    "drafts, microbatches", [(False, 1), (True, 1), pytest.param(False, 2, marks=pytest.mark.slow)]
+)
+def test_how_likely_tokens_are_is_what_the_plain_forward_says(drafts, microbatches):
     """Beside others that do not ask, of a prompt in several chunks whose beginning is in the cache."""
     serving, (asked, other) = engine(drafts=drafts), prompts(11, 6, seed=8)
+    if microbatches == 2:
+        limits = dataclasses.replace(LIMITS, max_requests=4)
+        serving = Engine(MODEL, a_params(), limits, microbatches=2)
     serving.add(asked, SamplingParams(max_tokens=1))
     serving.run()
     heard, tokens = [], []
