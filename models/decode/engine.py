@@ -279,7 +279,7 @@ class Engine:
             if taker.params.score_prompt:
                 start = starts[row] + 1
                 self._score(taker, found.scores, row, taker.prompt[start : start + lengths[row]].tolist())
-            if over[row]:
+            if over[row] and not taker.ended:
                 scores = jax.tree.map(lambda a, at=lengths[row] - 1: a[:, at:], found.scores)
                 self._receive(taker, row, found.tokens[row : row + 1], found, scores)
 
@@ -348,8 +348,9 @@ class Engine:
 
     def _score(self, request: Request, scores: Scores, row: int, tokens: list[int]) -> None:
         for one in scores.of(row, tokens, request.params.likeliest or 0):
-            request.scores.append(one)
-            self._call(request, request.on_score, one)
+            if not request.ended:
+                request.scores.append(one)
+                self._call(request, request.on_score, one)
 
     def _call(self, request: Request, callback: Callable[[Any], None] | None, what: Any) -> None:
         if callback is None or request.ended:
