@@ -127,7 +127,7 @@ GPUS: Mapping[str, Gpu] = {
         nvlink=450e9,
         network=50e9,
         attention=(0.55, 0.5),
-        source="NVIDIA's data sheet of the H100 SXM",
+        source="NVIDIA's data sheets of the H100 SXM and of the DGX H100",
         attention_source="Shah et al. 2024, FlashAttention-3, figures 5 and 6, of cuDNN",
     ),
     "b200": Gpu(

@@ -25,7 +25,7 @@ from models.decode.model import Decoder
 from models.decode.programs import programs
 from models.decode.requests import Completion, Limits, SamplingParams, check_request
 from models.decode.sampling import Sampling
-from models.decode.scores import Score, Scores
+from models.decode.scores import Score
 from models.decode.seats import Request, Seats
 from models.decode.steps import Decoded, Prefilled
 
@@ -262,7 +262,7 @@ class Engine:
         over = [
             r is not None and starts[row] + lengths[row] == len(r.prompt) for row, r in enumerate(requests)
         ]
-        scored = [_is_scored(r, prompt=not ends) for r, ends in zip(requests, over, strict=True)]
+        scored = [_is_scored(r, ends=ends) for r, ends in zip(requests, over, strict=True)]
         out, counts, self._cache = self._programs[any(scored)].prefill(
             self._weights, self._cache, (rows, follow, _sampling(requests))
         )
@@ -278,10 +278,9 @@ class Engine:
                 continue
             if taker.params.score_prompt:
                 start = starts[row] + 1
-                self._score(taker, found.scores, row, taker.prompt[start : start + lengths[row]].tolist())
+                self._score(taker, found, row, 0, taker.prompt[start : start + lengths[row]].tolist())
             if over[row] and not taker.ended:
-                scores = jax.tree.map(lambda a, at=lengths[row] - 1: a[:, at:], found.scores)
-                self._receive(taker, row, found.tokens[row : row + 1], found, scores)
+                self._receive(taker, row, found.tokens[row : row + 1], found, lengths[row] - 1)
 
     def _go_on(self) -> None:
         width = 2 if self._drafts else 1
@@ -308,17 +307,12 @@ class Engine:
                 accepted = found.accepted[row]
                 request.num_cached += accepted
                 request.num_accepted += accepted - 1
-                self._receive(request, row, found.tokens[row, :accepted], found, found.scores)
+                self._receive(request, row, found.tokens[row, :accepted], found, 0)
 
     def _receive(
-        self,
-        request: Request,
-        row: int,
-        tokens: np.ndarray,
-        found: Prefilled | Decoded,
-        scores: Scores | None,
+        self, request: Request, row: int, tokens: np.ndarray, found: Prefilled | Decoded, start: int
     ) -> None:
-        """Tokens that a row of a step came to; ``scores`` are theirs."""
+        """Tokens that a row of a step came to, whose scores stand from ``start`` on."""
         if not found.finite[row]:
             self._end(
                 request,
@@ -330,13 +324,12 @@ class Engine:
         if not request.tokens:
             self._remember(request.blocks, self._seats.keys(request, request.num_cached))
         request.draft = int(found.drafts[row])
-        for place, token in enumerate(map(int, tokens)):
+        for place, token in enumerate(map(int, tokens), start):
             if token in request.params.stop:
                 self._end(request, "stop")
                 return
-            if scores is not None and request.params.likeliest is not None:
-                here = jax.tree.map(lambda a, at=place: a[:, at:], scores)
-                self._score(request, here, row, [token])
+            if request.params.likeliest is not None:
+                self._score(request, found, row, place, [token])
             if request.ended:
                 return
             request.tokens.append(token)
@@ -346,8 +339,11 @@ class Engine:
             if request.ended:
                 return
 
-    def _score(self, request: Request, scores: Scores, row: int, tokens: list[int]) -> None:
-        for one in scores.of(row, tokens, request.params.likeliest or 0):
+    def _score(
+        self, request: Request, found: Prefilled | Decoded, row: int, start: int, tokens: list[int]
+    ) -> None:
+        assert found.scores is not None
+        for one in found.scores.of(row, start, tokens, request.params.likeliest or 0):
             if not request.ended:
                 request.scores.append(one)
                 self._call(request, request.on_score, one)
@@ -393,11 +389,11 @@ def _get_block(cache: jax.Array, block: int) -> jax.Array:
     return jax.lax.dynamic_index_in_dim(cache, block, axis=1, keepdims=False)
 
 
-def _is_scored(request: Request | None, *, prompt: bool = False) -> bool:
-    """Whether a request wants to know how likely its tokens are; of its prompt's, if it does of those."""
+def _is_scored(request: Request | None, *, ends: bool = True) -> bool:
+    """Whether a request wants scores of a step, in which its prompt ``ends``, or had."""
     if request is None or request.params.likeliest is None:
         return False
-    return request.params.score_prompt or not prompt
+    return ends or request.params.score_prompt
 
 
 def _sampling(requests: Sequence[Request | None]) -> Sampling:

@@ -41,9 +41,9 @@ class Scores(NamedTuple):
     likeliest: Array
     likeliest_logprobs: Array
 
-    def of(self, row: int, tokens: list[int], num_likeliest: int) -> Iterator[Score]:
-        """What was found of a row's first tokens, once it is on the host."""
-        for place, token in enumerate(tokens):
+    def of(self, row: int, start: int, tokens: list[int], num_likeliest: int) -> Iterator[Score]:
+        """What was found of a row's tokens from a place on, once it is on the host."""
+        for place, token in enumerate(tokens, start):
             numbers = self.likeliest[row, place, :num_likeliest].tolist()
             logprobs = self.likeliest_logprobs[row, place, :num_likeliest].tolist()
             likeliest = tuple(zip(numbers, logprobs, strict=True))

@@ -47,7 +47,7 @@ class Chat:
             return self._template.render(
                 messages=messages, add_generation_prompt=True, tools=None, **self._names
             )
-        except jinja2.TemplateError as error:
+        except Exception as error:  # a template is somebody's program, and fails in any way
             raise Refused(
                 400, f"messages: the model's chat template refuses them: {error}", param="messages"
             ) from None

@@ -80,31 +80,28 @@ class Gate:
 
     def __init__(self, app: ASGIApp, hosts: Collection[str] | None, keys: Collection[str] = ()):
         self._app, self._hosts = app, hosts
-        self._keys = [key.encode() for key in keys]
+        self._opens = [b"Bearer " + key.encode() for key in keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer a request, or refuse it."""
-        if scope["type"] == "http" and (wrong := self._wrong(Headers(scope=scope))) is not None:
-            await JSONResponse(Refused(403, wrong).body, 403)(scope, receive, send)
-            return
-        if scope["type"] == "http" and self._keys and scope["path"].startswith("/v1"):
-            given = Headers(scope=scope).get("authorization", "").encode()
-            if not any([secrets.compare_digest(given, b"Bearer " + key) for key in self._keys]):
-                told = "no key of this server's" if given else "no key"
-                words = f"the request has {told}: send the header 'Authorization: Bearer KEY'"
-                refused = Refused(401, words, code="invalid_api_key")
-                answer = JSONResponse(refused.body, 401, {"www-authenticate": "Bearer"})
-                await answer(scope, receive, send)
-                return
-        await self._app(scope, receive, send)
+        refused = self._refused(Headers(scope=scope), scope["path"]) if scope["type"] == "http" else None
+        answer = self._app if refused is None else JSONResponse(refused.body, refused.status, refused.headers)
+        await answer(scope, receive, send)
 
-    def _wrong(self, headers: Headers) -> str | None:
+    def _refused(self, headers: Headers, path: str) -> Refused | None:
         given, origin = headers.get("host", ""), headers.get("origin")
         host = _name(f"//{given}")
         if self._hosts is not None and host not in self._hosts:
-            return f"this server is not {given!r} but {', '.join(self._hosts)}; --allow-host lets others in"
+            others = "--allow-host lets others in"
+            return Refused(403, f"this server is not {given!r} but {', '.join(self._hosts)}; {others}")
         if origin is not None and _name(origin) != host and _name(origin) not in (self._hosts or ()):
-            return f"pages of {origin!r} may not ask here; --allow-host lets them"
+            return Refused(403, f"pages of {origin!r} may not ask here; --allow-host lets them")
+        if self._opens and path.startswith("/v1"):
+            key = headers.get("authorization", "").encode("latin-1")  # the bytes that were sent
+            if not any([secrets.compare_digest(key, opens) for opens in self._opens]):
+                told = f"the request has no key{' of this server' if key else ''}"
+                words = f"{told}: send the header 'Authorization: Bearer KEY'"
+                return Refused(401, words, code="invalid_api_key", headers={"www-authenticate": "Bearer"})
         return None
 
 

@@ -98,7 +98,7 @@ class Chats:
     """
 
     def __init__(self, model: str, decode: Decode, likeliest: int | None):
-        self._model, self._decode, self._likeliest = model, decode, likeliest
+        self._decode, self._likeliest = decode, likeliest
         self._head = _head(model, "chatcmpl", "chat.completion")
         self._chunk = self._head | {"object": "chat.completion.chunk"}
         self._begun: set[int] = set()

@@ -85,7 +85,10 @@ def load_tokenizer(folder: str | Path) -> Tokenizer:
 def _chat_template(folder: Path, settings: Mapping[str, Any]) -> str | None:
     """A file of its own, else what the settings have: one, or several by name, of which "default" is meant."""
     if (file := folder / "chat_template.jinja").is_file():
-        return file.read_text()
+        try:
+            return file.read_text()
+        except (OSError, UnicodeDecodeError) as error:
+            raise WeightsError(folder, [f"{file.name}: {error}"]) from None
     found = settings.get("chat_template")
     if isinstance(found, list):
         found = {one.get("name"): one.get("template") for one in found if isinstance(one, dict)}.get(

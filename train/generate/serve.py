@@ -26,6 +26,7 @@ There is no encryption, and without --api-key whoever reaches the address may as
 end; what has not within --grace seconds is told so."""
 
 LOOPBACK = "127.0.0.1", "localhost", "::1"
+_KEY = "DUALPIPE_API_KEY"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,6 +79,7 @@ def start(options: Options) -> int:
         raise ConfigError(str(error)) from None
     if options.at_once < 1 or options.max_waiting < 0 or options.grace < 0:
         raise ConfigError("--at-once must be at least 1, --max-waiting and --grace at least 0")
+    keys = _keys(options)
     if not 0 <= options.port < 2**16:
         raise ConfigError(f"--port {options.port}: must be 0 to 65535")
     try:
@@ -89,7 +91,6 @@ def start(options: Options) -> int:
     with listening:
         host, port = listening.getsockname()[:2]
         hosts = (*LOOPBACK, *options.allow_host) if options.host in LOOPBACK else options.allow_host or None
-        keys = tuple(filter(None, (*options.api_key, os.environ.get("DUALPIPE_API_KEY", ""))))
         if options.host not in LOOPBACK:
             lacks = "encryption, so keys can be read on the way" if keys else "key and no encryption"
             say(f"warning: whoever reaches {host} may ask: there is no {lacks}")
@@ -118,6 +119,17 @@ def start(options: Options) -> int:
     if runner.failure is not None:
         say(f"error: the engine failed: {runner.failure}")
     return code
+
+
+def _keys(options: Options) -> tuple[str, ...]:
+    """Those that let in. Raises ConfigError for an empty one: of a secret that is missing, which would let in all."""
+    more = os.environ.get(_KEY)
+    keys = options.api_key if more is None else (*options.api_key, more)
+    if not all(key.strip() for key in keys):
+        raise ConfigError(
+            f"a key is empty: give --api-key a text and {_KEY}, too, or leave both out to let in all"
+        )
+    return keys
 
 
 def _chat(loaded: Loaded) -> Chat | None:

@@ -346,7 +346,9 @@ def test_whoever_asks_how_likely_tokens_are_has_to_be_able_to_hear_it():
     serving.add(prompt, SamplingParams(max_tokens=3, likeliest=0, score_prompt=True), None, fails)
     (ended,) = serving.run()
     assert ended.error == "on_score raised KeyError('theirs')" and not ended.tokens
-    assert len(ended.prompt_scores) == 1 and not ended.scores and len(serving._seats.blocks) == LIMITS.num_blocks
+    assert (
+        len(ended.prompt_scores) == 1 and not ended.scores and len(serving._seats.blocks) == LIMITS.num_blocks
+    )
     for params, message in (
         (SamplingParams(likeliest=21), "likeliest is 21, must be 0 to 20"),
         (SamplingParams(likeliest=-1), "likeliest is -1, must be 0 to 20"),

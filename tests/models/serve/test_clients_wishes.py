@@ -12,10 +12,10 @@ from tokenizers import decoders, models, pre_tokenizers
 
 from models.decode import SamplingParams, Score
 from models.decode.text import Bytes
-from models.serve import Chat
+from models.serve import Chat, Refused
 from models.serve.job import Piece, _Choice
 from models.serve.metrics import Metrics
-from models.weights import load_tokenizer
+from models.weights import WeightsError, load_tokenizer
 from tests.models.decode.small_models import random_params, whole
 from tests.models.serve.running import as_tokens, running
 from tests.models.serve.test_http_server import CONFIG, LIMITS, STOP, alone, engine, generated
@@ -233,8 +233,13 @@ def test_templates_that_will_not_do(tmp_path):
         chat.write([{"role": "tool", "content": ""}])
     with pytest.raises(Exception, match="chat template refuses them: .*unsafe"):
         Chat("{{ messages.__class__.__mro__ }}", {}, as_tokens).write([{}])
+    with pytest.raises(Refused, match="chat template refuses them: .*str.*int"):
+        Chat("{{ messages[0].content + 1 }}", {}, as_tokens).write([{"content": "x"}])
     with pytest.raises(ValueError, match="the chat template is not Jinja: Expected an expression"):
         Chat("{% for %}", {}, as_tokens)
+    (tmp_path / "chat_template.jinja").write_bytes(b"\xff")
+    with pytest.raises(WeightsError, match="chat_template.jinja: .*utf-8"):
+        load_tokenizer(tmp_path)
     assert checkpoint(tmp_path, where="file").chat_template and load_tokenizer(tmp_path).special == {
         "bos_token": "<begin>", "eos_token": "<end>",
     }  # fmt: skip
@@ -250,9 +255,9 @@ def test_a_model_without_a_template_says_so():
 
 def test_only_who_has_a_key_may_ask():
     openai = pytest.importorskip("openai")
-    with running(engine(), keys=("one", "two")) as (url, _, _):
-        for key, status in ((None, 401), ("three", 401), ("one", 200), ("two", 200)):
-            headers = {} if key is None else {"authorization": f"Bearer {key}"}
+    with running(engine(), keys=("one", "two", "drüi")) as (url, _, _):
+        for key, status in ((None, 401), ("three", 401), ("one", 200), ("two", 200), ("drüi", 200)):
+            headers = {} if key is None else {"authorization": f"Bearer {key}".encode()}
             answer = httpx.get(f"{url}/v1/models", headers=headers)
             assert answer.status_code == status
             if status == 401:

@@ -83,6 +83,19 @@ def test_only_this_machine_reaches_it_unless_told_otherwise(capsys, monkeypatch)
     assert "there is no encryption, so keys can be read on the way" in err and "secret" not in err
 
 
+@pytest.mark.parametrize(
+    ("words", "environment"), [(["--api-key", ""], None), ([], " "), (["--api-key", "a"], "")]
+)
+def test_an_empty_key_does_not_let_in_all(capsys, monkeypatch, words, environment):
+    if environment is not None:
+        monkeypatch.setenv("DUALPIPE_API_KEY", environment)
+    assert main(["--port", "0", *words]) == 2
+    assert (
+        "a key is empty: give --api-key a text and DUALPIPE_API_KEY, too, or leave both"
+        in capsys.readouterr().err
+    )
+
+
 def nothing():
     raise ConfigError("there is nothing")
 
