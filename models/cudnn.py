@@ -22,8 +22,11 @@ HOPPER = (9, 0)
 _CAPABILITIES = {"A100": (8, 0), "H100": HOPPER, "H200": HOPPER, "B200": (10, 0)}
 """By a part of the device's name."""
 
-CUDNN = 90100
-"""cuDNN 9.1: what a program compiled where there is none may ask for. Nothing that came later is used."""
+UNEQUAL = 91000
+"""cuDNN 9.10: the first that takes keys and values of different widths, on Hopper and later."""
+
+CUDNN = UNEQUAL
+"""What a program compiled where there is none may ask for. Nothing that came later is used."""
 
 
 def cudnn_takes(q_BHSX: Array) -> bool:
@@ -59,7 +62,7 @@ def cudnn_attention(
 
 def _forward(q: Array, k: Array, v: Array, scale: float, segment_ids: Array | None) -> tuple[Array, Any]:
     with _checks():
-        return jax.vjp(lambda q, k, v: padded_attention(q, k, v, scale, "cudnn", segment_ids), q, k, v)
+        return jax.vjp(lambda q, k, v: _attend(q, k, v, scale, segment_ids), q, k, v)
 
 
 def _backward(scale: float, pull: Any, d: Array) -> tuple[Array, Array, Array, None]:
@@ -69,6 +72,28 @@ def _backward(scale: float, pull: Any, d: Array) -> tuple[Array, Array, Array, N
 
 
 cudnn_attention.defvjp(_forward, _backward)
+
+
+def _attend(q_BHSX: Array, k_BHSX: Array, v_BHSV: Array, scale: float, segment_ids: Array | None) -> Array:
+    """Where keys and values differ in width, by what ``jax.nn.dot_product_attention`` calls, which itself refuses."""
+    if v_BHSV.shape[-1] == k_BHSX.shape[-1] or not _takes_unequal():
+        return padded_attention(q_BHSX, k_BHSX, v_BHSV, scale, "cudnn", segment_ids)
+    from jax._src.cudnn import fused_attention_stablehlo as internal
+
+    mask_BHQK = None if segment_ids is None else same_segment(segment_ids)[:, None]
+    q_BSHX, k_BSHX, v_BSHV = (a.swapaxes(1, 2) for a in (q_BHSX, k_BHSX, v_BHSV))
+    with jax.numpy_dtype_promotion("standard"):
+        out_BSHV = internal.dot_product_attention(
+            q_BSHX, k_BSHX, v_BSHV, mask=mask_BHQK, scale=scale, mask_type=internal.MaskType.CAUSAL
+        )
+    return out_BSHV.swapaxes(1, 2)
+
+
+def _takes_unequal() -> bool:
+    """Whether cuDNN takes values that are not as wide as keys, on the GPU that runs the program."""
+    from jax._src.cudnn import fused_attention_stablehlo as internal
+
+    return compute_capability() >= HOPPER and internal.check_cudnn_version() >= UNEQUAL
 
 
 def padded_attention(

@@ -13,15 +13,15 @@ import jax.numpy as jnp
 from jax import Array
 from jax.ad_checkpoint import checkpoint_name
 from jax.experimental import pallas as pl
-from jax.extend import core as jex
 
-from dualpipe_jax.parallel import expert_matmul
-from dualpipe_jax.parallel.expert_groups import Kernel
+from dualpipe_jax.parallel import Handle, expert_matmul, hopper
+from dualpipe_jax.parallel.expert_groups import BY_DEVICE
+from dualpipe_jax.parallel.kernel_cost import priced
 from models.attention import Attend, causal_attention
-from models.cudnn import cudnn_attention, cudnn_takes
+from models.cudnn import HOPPER, compute_capability, cudnn_attention, cudnn_takes
 
 AttentionKernel = Literal["auto", "plain", "splash", "cudnn"]
-MatmulKernel = Literal["auto", "plain", "ragged", "megablox", "float8"]
+MatmulKernel = Literal["auto", "plain", "ragged", "megablox", "hopper", "float8"]
 
 KERNEL_VMEM = 32 * 1024**2
 """Bytes of a TPU's VMEM that an attention kernel may take. With the usual 16 MiB, key blocks of 2048 overflow on v5p in
@@ -35,7 +35,7 @@ class Kernels:
     """How attention and the experts are computed. All but "float8" give the same up to rounding; "auto" is
 
     - on a TPU, splash and ragged, but for gradients of matrices megablox where 128 divides the rows;
-    - on a GPU, cudnn and ragged;
+    - on a GPU, cudnn, and for rows of 16 bits on a Hopper hopper, else ragged;
     - on a CPU, and wherever an attention kernel does not take the shapes, plain.
 
     Attributes:
@@ -44,8 +44,9 @@ class Kernels:
         the width of the keys, which is at most 256, before the H100 128.
       matmul: "plain" flattens rows of equal groups to one batched matmul, and walks unequal groups in blocks
         on CPU. The others leave equal groups in the order they arrive in, which accelerators read without a
-        copy; unequal ones go to "ragged", ``lax.ragged_dot``, or "megablox", Pallas' grouped matmul for TPU,
-        for buffers that 128 divides. "float8" multiplies in eight bits, forward and backward, on devices that
+        copy; unequal ones go to "ragged", ``lax.ragged_dot``, which a GPU multiplies once for each group; to
+        "megablox", Pallas' grouped matmul for TPU, for buffers that 128 divides; or to "hopper", Pallas' for H100
+        and H200, for 16 bits. "float8" multiplies in eight bits, forward and backward, on devices that
         ``parallel.check_float8`` takes.
       interpret: run Pallas kernels in interpret mode, for tests on a CPU.
 
@@ -81,13 +82,26 @@ class Kernels:
 
     def multiply(self, platform: str) -> Callable[..., Array]:
         """Return the experts' matmul for "cpu", "gpu" or "tpu"; see ``parallel.expert_matmul``."""
-        auto: Kernel = "plain" if platform == "cpu" else "tpu" if platform == "tpu" else "ragged"
-        kernel: Kernel | Literal["float8"] = auto if self.matmul == "auto" else self.matmul
-        return functools.partial(expert_matmul, kernel=kernel, interpret=self.interpret)
+        if self.matmul != "auto":
+            return functools.partial(expert_matmul, kernel=self.matmul, interpret=self.interpret)
+        if platform == "gpu":
+            return functools.partial(_on_gpu, interpret=self.interpret)
+        product, gradient = BY_DEVICE[platform]
+        return functools.partial(expert_matmul, kernel=product, gradient=gradient, interpret=self.interpret)
 
 
 AUTO = Kernels()
 """What suits the platform."""
+
+
+def on_this_gpu(dtype: Any) -> str:
+    """Which row of ``BY_DEVICE`` serves the GPU that runs the program, for rows of the dtype."""
+    return "hopper" if compute_capability()[0] == HOPPER[0] and hopper.takes(dtype) else "gpu"
+
+
+def _on_gpu(rows: Array, w_LDF: Array, handle: Handle, *, interpret: bool) -> Array:
+    product, gradient = BY_DEVICE[on_this_gpu(rows.dtype)]
+    return expert_matmul(rows, w_LDF, handle, kernel=product, gradient=gradient, interpret=interpret)
 
 
 def _where_it_fits(
@@ -143,7 +157,7 @@ def _splash_fwd(
         # first, they would be kept so and transposed again there, on TPU with the whole pool they wait in.
         return jax.vmap(kernel)(*(checkpoint_name(a, "heads") for a in (scaled, k, v)), segments)
 
-    return _priced(functools.partial(jax.vjp, attend), _cost(q, v, 1, 1, (q, k, v, v)))(q, k, v)
+    return priced(functools.partial(jax.vjp, attend), _cost(q, v, 1, 1, (q, k, v, v)), KERNEL_VMEM)(q, k, v)
 
 
 def _splash_bwd(scale: float, interpret: bool, pull: Any, d: Array) -> tuple[Array, Array, Array, None]:
@@ -151,7 +165,7 @@ def _splash_bwd(scale: float, interpret: bool, pull: Any, d: Array) -> tuple[Arr
     q, _, v = jax.eval_shape(pull, d)
     # Scores once more, then the gradients of values, scores, queries and keys.
     cost = _cost(q, v, 3, 2, (q, q, q, q, v, v, v, v))
-    return *_priced(lambda pull, d: pull(d), cost)(pull, d), None
+    return *priced(lambda pull, d: pull(d), cost, KERNEL_VMEM)(pull, d), None
 
 
 splash_attention.defvjp(_splash_fwd, _splash_bwd)
@@ -196,31 +210,3 @@ def _cost(q_BHSX: Array, v_BHSV: Array, num_keys: int, num_values: int, arrays: 
         transcendentals=pairs,
         bytes_accessed=sum(array.size * array.dtype.itemsize for array in arrays),
     )
-
-
-def _priced(function: Callable[..., Any], cost: pl.CostEstimate) -> Callable[..., Any]:
-    """The function, whose one Pallas call now says what it costs, and may take KERNEL_VMEM."""
-
-    def run(*args: Any) -> Any:
-        closed, shape = jax.make_jaxpr(function, return_shape=True)(*args)
-        priced = jex.jaxpr_as_fun(_with_cost(closed, cost))
-        return jax.tree.unflatten(jax.tree.structure(shape), priced(*jax.tree.leaves(args)))
-
-    return run
-
-
-def _with_cost(jaxpr: Any, cost: pl.CostEstimate) -> Any:
-    inner = getattr(jaxpr, "jaxpr", jaxpr)
-    if inner is not jaxpr:  # from jax 0.12 on a closed jaxpr is a jaxpr itself
-        return jaxpr.replace(jaxpr=_with_cost(inner, cost))
-    return jaxpr.replace(eqns=[_equation_with_cost(eqn, cost) for eqn in jaxpr.eqns])
-
-
-def _equation_with_cost(eqn: Any, cost: pl.CostEstimate) -> Any:
-    if eqn.primitive.name == "pallas_call":
-        compiler = dataclasses.replace(eqn.params["compiler_params"], vmem_limit_bytes=KERNEL_VMEM)
-        return eqn.replace(params=eqn.params | {"cost_estimate": cost, "compiler_params": compiler})
-    inside = {
-        key: _with_cost(value, cost) for key, value in eqn.params.items() if key in ("jaxpr", "call_jaxpr")
-    }
-    return eqn.replace(params=eqn.params | inside) if inside else eqn

@@ -149,6 +149,7 @@ def expert_matmul(
     handle: Handle,
     *,
     kernel: Kernel | Literal["float8"] = "plain",
+    gradient: Kernel | None = None,
     interpret: bool = False,
 ) -> Array:
     """Multiply each dispatched row by its expert's matrix; rows as ``dispatch`` returned them.
@@ -171,7 +172,7 @@ def expert_matmul(
       kernel: for unequal groups see ``grouped_matmul``. Equal ones are one batched matmul: with "plain", N and
         C are merged into one dim, which is faster on CPU; otherwise they stay apart, since accelerators would
         copy the rows to merge them. "float8" multiplies in eight bits, see ``float8_matmul``.
-      interpret: see ``grouped_matmul``.
+      gradient, interpret: see ``grouped_matmul``.
 
     Returns:
       [L, N, C, F] or [R, F].
@@ -195,7 +196,8 @@ def expert_matmul(
             *rows.shape[:-1], -1
         )
     if handle.group_sizes_L is not None:
-        return grouped_matmul(rows, w_LDF, handle.group_sizes_L, kernel=kernel, interpret=interpret)
+        sizes_L = handle.group_sizes_L
+        return grouped_matmul(rows, w_LDF, sizes_L, kernel=kernel, gradient=gradient, interpret=interpret)
     if kernel != "plain":
         return jnp.einsum("lncd,ldf->lncf", rows, w_LDF)
     L, N, C, D = rows.shape

@@ -1,15 +1,15 @@
 """Grouped matmul: rows in groups of unequal sizes, each group with its own matrix.
 
-``lax.ragged_dot`` computes the same, and is what runs on other platforms; on CPU XLA expands it into one
-masked matmul per group, G times the work. Here the CPU walks blocks of rows instead: the number of blocks
-follows the group sizes at run time, so the work is that of the rows present, plus at most one part-filled
-block per group.
+``lax.ragged_dot`` computes the same, but only a TPU's compiler has a program for it: on CPU and GPU XLA expands
+it into one masked matmul per group, G times the work. Here the CPU walks blocks of rows instead: the number of
+blocks follows the group sizes at run time, so the work is that of the rows present, plus at most one part-filled
+block per group. Hopper GPUs have kernels that do likewise, see ``hopper``.
 
 Shape suffixes: R rows, G groups, D in, F out; B rows of a block.
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Literal, NamedTuple, get_args
 
 import jax
@@ -17,9 +17,18 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from dualpipe_jax.arguments import typechecked
+from dualpipe_jax.parallel import hopper
 from dualpipe_jax.varying import vary, vary_alike, varying_axes
 
-Kernel = Literal["plain", "ragged", "megablox", "tpu"]
+Kernel = Literal["plain", "ragged", "megablox", "hopper"]
+
+BY_DEVICE: Mapping[str, tuple[Kernel, Kernel]] = {
+    "cpu": ("plain", "plain"),
+    "tpu": ("ragged", "megablox"),
+    "hopper": ("hopper", "hopper"),
+    "gpu": ("ragged", "ragged"),
+}
+"""The kernels of products and of the gradients of matrices that suit a device; "gpu" is one that is no Hopper."""
 
 _ROWS = 128
 """Megablox takes whole tiles of so many rows."""
@@ -33,6 +42,7 @@ def grouped_matmul(
     *,
     block: int | None = None,
     kernel: Kernel = "plain",
+    gradient: Kernel | None = None,
     interpret: bool = False,
 ) -> Array:
     """Multiply each group of consecutive rows by its own matrix.
@@ -44,18 +54,23 @@ def grouped_matmul(
       block: rows that the CPU multiplies at once. By default a power of two near a quarter of the mean group
         if all R rows were filled, between 8 and 64.
       kernel: "plain" walks blocks on CPU and is ``lax.ragged_dot`` elsewhere; "ragged" is that on CPU, too;
-        "megablox" is Pallas' kernel for TPU, for R that 128 divides; "tpu" is "ragged" but for the gradients of the
-        matrices, which are megablox' where 128 divides R, for the TPU's compiler multiplies all rows once a group.
-      interpret: run the Pallas kernel in interpret mode, for tests on a CPU.
+        "megablox" is Pallas' kernel for TPU, for R that 128 divides; "hopper" is Pallas' kernel for H100 and H200, for
+        16 bits. What each device is best served with says ``BY_DEVICE``.
+      gradient: the kernel of the matrices' gradients; None: the same. Where it does not take the rows, "ragged".
+      interpret: run Pallas' kernels for TPU in interpret mode, and what those for Hopper compute in plain JAX, for
+        tests on a CPU.
 
     Returns:
       [R, F] of x's dtype; zeros past the last group. The gradients are exact, accumulated in float32.
 
     Raises:
+      TypeError: the group sizes are not integers, rows and matrices differ in dtype, or "hopper" does not take it.
       ValueError: the shapes do not fit together, megablox does not take so many rows, or there is no such kernel.
 
     """
     check_kernel("grouped_matmul", kernel)
+    gradient = kernel if gradient is None else gradient
+    check_kernel("grouped_matmul", gradient)
     if not jnp.issubdtype(group_sizes_G.dtype, jnp.integer):
         raise TypeError(f"grouped_matmul: group_sizes_G must be integers, got {group_sizes_G.dtype}.")
     if x_RD.dtype != w_GDF.dtype:
@@ -69,7 +84,11 @@ def grouped_matmul(
         raise ValueError(
             f"grouped_matmul: megablox takes multiples of {_ROWS} rows, not {R}; try {-(-R // _ROWS) * _ROWS}."
         )
-    how = _How(kernel, min(block, R), interpret)
+    if kernel == "hopper" and not hopper.takes(x_RD.dtype):
+        raise TypeError(
+            f"grouped_matmul: kernel 'hopper' takes bfloat16 and float16, not {x_RD.dtype}; convert, or use 'ragged'."
+        )
+    how = _How(kernel, gradient, min(block, R), interpret)
     return _grouped(how, *vary_alike((x_RD, w_GDF, group_sizes_G.astype(jnp.int32))))
 
 
@@ -89,30 +108,15 @@ def block_of(num_rows: int, num_groups: int) -> int:
 
 
 class _How(NamedTuple):
-    kernel: Kernel
+    product: Kernel
+    gradient: Kernel
     block: int
     interpret: bool
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _grouped(how: _How, x_RD: Array, w_GDF: Array, sizes_G: Array) -> Array:
-    if how.kernel in ("ragged", "tpu"):
-        return lax.ragged_dot(x_RD, w_GDF, sizes_G)
-    if how.kernel == "megablox":
-        return _by_megablox(how.interpret, x_RD, w_GDF, sizes_G)
-    return lax.platform_dependent(
-        x_RD, w_GDF, sizes_G, cpu=functools.partial(_by_blocks, how.block), default=lax.ragged_dot
-    )
-
-
-def _outer(how: _How, x_RD: Array, dy_RF: Array, sizes_G: Array) -> Array:
-    """The gradient of the matrices, in float32."""
-    if how.kernel == "megablox" or (how.kernel == "tpu" and x_RD.shape[0] % _ROWS == 0):
-        return _outer_by_megablox(how.interpret, x_RD, dy_RF, sizes_G)
-    if how.kernel in ("ragged", "tpu"):
-        return _outer_by_ragged_dot(x_RD, dy_RF, sizes_G)
-    blocks = functools.partial(_outer_by_blocks, how.block)
-    return lax.platform_dependent(x_RD, dy_RF, sizes_G, cpu=blocks, default=_outer_by_ragged_dot)
+    return _multiply(how, x_RD, w_GDF, sizes_G)
 
 
 def _grouped_fwd(how: _How, x_RD: Array, w_GDF: Array, sizes_G: Array):
@@ -121,11 +125,37 @@ def _grouped_fwd(how: _How, x_RD: Array, w_GDF: Array, sizes_G: Array):
 
 def _grouped_bwd(how: _How, saved: tuple[Array, Array, Array], dy_RF: Array):
     x_RD, w_GDF, sizes_G = saved
-    dx_RD = _grouped(how, dy_RF, w_GDF.swapaxes(1, 2), sizes_G)
+    dx_RD = _multiply(how, dy_RF, w_GDF, sizes_G, transpose=True)
     return dx_RD, _outer(how, x_RD, dy_RF, sizes_G).astype(w_GDF.dtype), None
 
 
 _grouped.defvjp(_grouped_fwd, _grouped_bwd)
+
+
+def _multiply(how: _How, x_RD: Array, w_GDF: Array, sizes_G: Array, transpose: bool = False) -> Array:
+    """Rows by their group's matrix, or by its transpose."""
+    if how.product == "hopper":
+        return hopper.product(x_RD, w_GDF, sizes_G, transpose=transpose, emulate=how.interpret)
+    if transpose:
+        w_GDF = w_GDF.swapaxes(1, 2)
+    if how.product == "ragged":
+        return lax.ragged_dot(x_RD, w_GDF, sizes_G)
+    if how.product == "megablox":
+        return _by_megablox(how.interpret, x_RD, w_GDF, sizes_G)
+    blocks = functools.partial(_by_blocks, how.block)
+    return lax.platform_dependent(x_RD, w_GDF, sizes_G, cpu=blocks, default=lax.ragged_dot)
+
+
+def _outer(how: _How, x_RD: Array, dy_RF: Array, sizes_G: Array) -> Array:
+    """The gradient of the matrices, in float32."""
+    if how.gradient == "hopper" and hopper.takes(x_RD.dtype):
+        return hopper.gradient(x_RD, dy_RF, sizes_G, emulate=how.interpret)
+    if how.gradient == "megablox" and x_RD.shape[0] % _ROWS == 0:
+        return _outer_by_megablox(how.interpret, x_RD, dy_RF, sizes_G)
+    if how.gradient != "plain":
+        return _outer_by_ragged_dot(x_RD, dy_RF, sizes_G)
+    blocks = functools.partial(_outer_by_blocks, how.block)
+    return lax.platform_dependent(x_RD, dy_RF, sizes_G, cpu=blocks, default=_outer_by_ragged_dot)
 
 
 def _outer_by_ragged_dot(x_RD: Array, dy_RF: Array, sizes_G: Array) -> Array:

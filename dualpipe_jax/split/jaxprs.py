@@ -34,6 +34,8 @@ _REMAT = frozenset({"remat2", "checkpoint", "remat"})
 _CUSTOM = frozenset({"custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr"})
 _CALLS = frozenset({"pjit", "jit", "closed_call", "core_call"})
 _INLINED = _REMAT | _CUSTOM | _CALLS
+_KERNELS = frozenset({"pallas_call", "mpmd_map", "core_map"})
+"""Pallas': ``pl.pallas_call``, and what ``plgpu.kernel`` and ``pl.kernel`` make, from jax 0.10 and before."""
 
 # Stands between forward and backward in a joint trace: reads y, gives the cotangents.
 cotangents_p = jex.Primitive("dualpipe_cotangents")
@@ -250,9 +252,11 @@ def _is_scalar(value: Any) -> bool:
 
 
 def _walk(eqn: Any) -> Iterator[Any]:
+    """The equation and all inside it, but not inside kernels: axes and effects there are of their own grid."""
     yield eqn
-    for inner in _inside(eqn.params):
-        yield from _walk(inner)
+    if eqn.primitive.name not in _KERNELS:
+        for inner in _inside(eqn.params):
+            yield from _walk(inner)
 
 
 def _inside(params: dict[str, Any]) -> Iterator[Any]:
@@ -283,7 +287,7 @@ def collectives(eqns: Iterable[Any]) -> dict[str, frozenset[str]]:
 def _flops(eqn: Any) -> int:
     """Twice the multiplications of a matmul or convolution, what a Pallas kernel's author says, else 0."""
     name = eqn.primitive.name
-    if name == "pallas_call":
+    if name in _KERNELS:
         return int(getattr(eqn.params.get("cost_estimate"), "flops", 0))
     if name not in ("dot_general", "conv_general_dilated", "ragged_dot", "ragged_dot_general"):
         return 0

@@ -25,7 +25,8 @@ def widen(
 ) -> tuple[tuple[Node, ...], tuple[Atom | None, ...]]:
     """The nodes of a backward, and gradients of parameters, where products can make them in wider dtypes.
 
-    A gradient that anything else reads, or that is no matrix product, stays as it is.
+    A gradient that anything else reads, or that is neither a matrix product nor rounded from that dtype, stays as it
+    is.
 
     Arguments:
       dtypes: of each gradient's sum; None: leave it.
@@ -56,6 +57,9 @@ class _Graph:
         if not (jnp.issubdtype(atom.dtype, jnp.floating) and atom.dtype.itemsize < dtype.itemsize):
             return None
         made = Value(atom.shape, dtype, atom.varying, atom.memory)
+        if node.name == "convert_element_type":  # a kernel that sums in the wider dtype, rounded at the end
+            exact = node.inputs[0]
+            return (exact, {}) if isinstance(exact, Value) and exact.dtype == dtype else None
         if node.name == "dot_general" and _is_plain(node.params["precision"]):
             params = node.params | {"preferred_element_type": dtype}
             return made, {node: replace(node, params=params, outputs=(made,))}

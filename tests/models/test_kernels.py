@@ -14,13 +14,13 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from dualpipe_jax.engine import At
-from dualpipe_jax.parallel import make_mesh
-from dualpipe_jax.parallel.expert_groups import grouped_matmul
+from dualpipe_jax.parallel import make_mesh, plan_dropless
+from dualpipe_jax.parallel.expert_groups import BY_DEVICE, grouped_matmul
 from dualpipe_jax.split import split_backward
 from models import Kernels, deepseek, tiny
 from models.attention import Attend, causal_attention
 from models.cudnn import cudnn_attention, cudnn_takes, padded_attention
-from models.kernels import KERNEL_VMEM, splash_attention
+from models.kernels import KERNEL_VMEM, on_this_gpu, splash_attention
 from tests.jaxprs import named
 from tests.models.decode.small_models import random_params
 
@@ -87,14 +87,14 @@ def test_cudnn_attention_is_the_plain_one():
 
 
 def test_cudnn_attention_is_traced_where_no_gpu_is():
-    """Ahead of time: one call forward, one backward; and JAX's own checks are back afterwards."""
+    """Ahead of time: one call forward, one backward, of values as they are; JAX's own checks are back afterwards."""
     q, k, v, d = heads(jnp.bfloat16)
     run = jax.checkpoint(lambda *qkv: cudnn_attention(*qkv, 0.3))
     jaxpr = jax.make_jaxpr(lambda q, k, v, d: jax.vjp(run, q, k, v)[1](d))(q, k, v, d).jaxpr
     assert len(named(jaxpr, "dot_product_attention_bwd_wrapper")) == 1
     forward = named(jaxpr, "dot_product_attention_fwd_wrapper")
     assert [eqn.params["is_training"] for eqn in forward] == [True, True]  # the second recomputed
-    assert {var.aval.shape[-1] for eqn in forward for var in eqn.invars[:3]} == {24}  # values padded
+    assert [var.aval.shape[-1] for var in forward[0].invars[:3]] == [24, 24, 16]
     with pytest.raises(RuntimeError, match="cuDNN"):
         padded_attention(q, k, v, 0.3, "cudnn")
 
@@ -149,8 +149,8 @@ def test_splash_says_which_lengths_it_takes():
 SIZES = {"even": [64, 64, 64, 64], "uneven": [0, 100, 3, 70], "none": [0, 0, 0, 0]}
 
 
-@pytest.mark.parametrize("kernel", ["ragged", "megablox", "tpu"])
-def test_grouped_matmul_is_the_plain_one(kernel):
+@pytest.mark.parametrize("kernel, gradient", [("ragged", None), ("megablox", None), ("ragged", "megablox")])
+def test_grouped_matmul_is_the_plain_one(kernel, gradient):
     rng = np.random.default_rng(0)
 
     def run(x, w, d, sizes, **how):
@@ -158,7 +158,8 @@ def test_grouped_matmul_is_the_plain_one(kernel):
         return y, pull(d)
 
     ours, plain = (
-        jax.jit(functools.partial(run, **how)) for how in (dict(kernel=kernel, interpret=True), {})
+        jax.jit(functools.partial(run, **how))
+        for how in (dict(kernel=kernel, gradient=gradient, interpret=True), {})
     )
     for name, sizes in SIZES.items():
         x, w, d = (rng.normal(size=size).astype(np.float32) for size in [(256, 16), (4, 16, 8), (256, 8)])
@@ -172,7 +173,8 @@ def test_where_megablox_takes_no_such_buffer_a_tpu_does_without():
     x, w, d = (rng.normal(size=shape).astype(np.float32) for shape in [(100, 4), (2, 4, 3), (100, 3)])
     rows = np.arange(100) < 60
     sizes = jnp.asarray([60, 40], jnp.int32)
-    y, pull = jax.vjp(lambda w: grouped_matmul(jnp.asarray(x), w, sizes, kernel="tpu", interpret=True), w)
+    how = dict(zip(("kernel", "gradient"), BY_DEVICE["tpu"], strict=True), interpret=True)
+    y, pull = jax.vjp(lambda w: grouped_matmul(jnp.asarray(x), w, sizes, **how), w)
     np.testing.assert_allclose(y, np.where(rows[:, None], x @ w[0], x @ w[1]), rtol=1e-5, atol=1e-5)
     wanted = [x[rows].T @ d[rows], x[~rows].T @ d[~rows]]
     np.testing.assert_allclose(pull(jnp.asarray(d))[0], wanted, rtol=1e-5, atol=1e-5)
@@ -235,8 +237,8 @@ def test_a_stage_split_in_a_shard_map_has_the_plain_gradients(dispatch, kernels)
 def test_auto_is_plain_on_cpu_and_where_the_kernel_does_not_fit():
     assert Kernels().attend("cpu") == Attend(causal_attention)
     assert Kernels().multiply("cpu").keywords["kernel"] == "plain"
-    assert Kernels().multiply("tpu").keywords["kernel"] == "tpu"
-    assert Kernels().multiply("gpu").keywords["kernel"] == "ragged"
+    tpu = Kernels().multiply("tpu").keywords
+    assert (tpu["kernel"], tpu["gradient"]) == ("ragged", "megablox")
     q = jnp.ones((1, 1, 6, 8))
     for platform in ("tpu", "gpu"):  # a length that splash does not take; no GPU here
         found = Kernels().attend(platform)(q, q, q, 1.0)
@@ -244,6 +246,32 @@ def test_auto_is_plain_on_cpu_and_where_the_kernel_does_not_fit():
     long = jnp.ones((1, 1, 128, 8))
     jaxpr = jax.make_jaxpr(lambda q: Kernels().attend("tpu")(q, q, q, 1.0))(long)
     assert len(named(jaxpr.jaxpr, "pallas_call")) == 1
+
+
+KINDS = {"H100 80GB HBM3": "hopper", "H200": "hopper", "A100-SXM4-80GB": "gpu", "B200": "gpu"}
+
+
+@pytest.mark.parametrize("kind, wanted", KINDS.items())
+@pytest.mark.skipif(jax.default_backend() == "gpu", reason="a GPU here is the one that runs the program")
+def test_on_a_hopper_groups_of_sixteen_bits_are_multiplied_by_its_kernels(kind, wanted):
+    """Elsewhere, and in float32, by what multiplies all rows once for each group."""
+    mesh = jax.sharding.AbstractMesh(
+        (1,), ("x",), abstract_device=jax.sharding.AbstractDevice(f"NVIDIA {kind}", 100, "gpu")
+    )
+    with jax.sharding.use_abstract_mesh(mesh):
+        assert on_this_gpu(jnp.bfloat16) == wanted
+        assert on_this_gpu(jnp.float32) == "gpu"
+
+
+def test_experts_of_a_gpu_without_such_a_kernel_multiply_as_the_compiler_does():
+    """Float32 on an H100: rows of two experts, multiplied on this CPU."""
+    handle = plan_dropless(jnp.asarray([[0, 1], [0, 1]]), num_experts=2)
+    rows, w = (
+        jnp.arange(8.0).reshape(4, 2),
+        jnp.asarray(np.random.default_rng(0).normal(size=(2, 2, 3)), jnp.float32),
+    )
+    found = Kernels().multiply("gpu")(rows, w, handle)
+    np.testing.assert_allclose(found, np.concatenate([rows[:2] @ w[0], rows[2:] @ w[1]]), rtol=1e-6)
 
 
 def test_unknown_kernels_are_refused():

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from split_checks import step_by_step
 
+from dualpipe_jax.parallel.expert_groups import grouped_matmul
 from dualpipe_jax.split import split_backward
 
 LENGTH, WIDTH = 64, 32
@@ -58,6 +59,11 @@ PLAIN = {
         EXACT,
     ),
     "twice": (lambda w, x: x @ w + x @ w, W, 2 * EXACT),
+    "by a kernel that sums in float32": (
+        lambda w, x: grouped_matmul(x, w.reshape(1, WIDTH, WIDTH), jnp.full(1, LENGTH, jnp.int32)),
+        W,
+        EXACT,
+    ),
 }
 
 

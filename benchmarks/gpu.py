@@ -1,0 +1,213 @@
+"""What one GPU gives this project, in one command: parts, a layer, a step, the trainer, each beside its peer.
+
+    scripts/bench gpu [--minutes 9] [--parts products,layer] [--output gpu.json]
+    scripts/bench gpu --compile-only        # no GPU: all is compiled for an H100, and what it calls is listed
+
+Each function's record is a line of JSON as it is found; a table follows. Parts run in processes of their own: one that
+fails or hangs is recorded, and the next one runs; one for which no minutes are left is named. Needs no network.
+PyTorch's side is left out by name where there is no PyTorch.
+"""
+
+import argparse
+import functools
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+IN_ONE_PROCESS = (
+    "products",
+    "attention",
+    "grouped",
+    "shapes",
+    "dropless",
+    "capacity",
+    "float8",
+    "step",
+    "repeat",
+)
+DETERMINISTIC = "repeat, deterministic"
+ALONE = (DETERMINISTIC, "trainer", "torch")
+PARTS = (*IN_ONE_PROCESS, *ALONE)
+ASKED = ("walks",)
+"""Parts that run only when they are named."""
+FLAG = "--xla_gpu_deterministic_ops=true"
+
+
+def functions() -> dict[str, Callable]:
+    """Parts that use JAX or PyTorch in the process that they run in."""
+    from benchmarks.on_gpu import layer, parts, peers, repeat, step
+
+    of = functools.partial
+    return {
+        "products": parts.products,
+        "attention": parts.attention,
+        "grouped": parts.grouped,
+        "shapes": parts.shapes,
+        "walks": parts.walks,
+        "dropless": of(layer.layer, dispatch="dropless"),
+        "capacity": of(layer.layer, dispatch="capacity"),
+        "float8": of(layer.layer, dispatch="capacity", payload="float8", matmul="float8", units="F FB"),
+        "step": step.step,
+        "repeat": repeat.repeat,
+        DETERMINISTIC: repeat.repeat,
+        "torch": peers.torch_parts,
+    }
+
+
+def main() -> None:
+    """Parse, run, write."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--minutes", type=float, default=9.0, help="all together")
+    parser.add_argument("--parts", help=f"some of {', '.join((*PARTS, *ASKED))}, separated by semicolons")
+    parser.add_argument("--compile-only", action="store_true", help="compile for a GPU that is not here")
+    parser.add_argument("--target", default="h100:1x1", help="that GPU")
+    parser.add_argument("--output", type=Path, default=Path("gpu.json"), help="file for all records")
+    parser.add_argument("--texts", type=Path, help="folder for the compiled programs of a layer's units")
+    parser.add_argument("--here", action="store_true", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    wanted = PARTS if options.parts is None else [name.strip() for name in options.parts.split(";")]
+    if unknown := [name for name in wanted if name not in (*PARTS, *ASKED)]:
+        parser.error(f"no part named {', '.join(unknown)}; there are {', '.join((*PARTS, *ASKED))}")
+    if options.here or options.compile_only:
+        in_this_process(parser, options, wanted)
+        return
+    records = in_processes(options, wanted)
+    table(records)
+    print(f"all records are in {options.output}")
+
+
+def in_this_process(
+    parser: argparse.ArgumentParser, options: argparse.Namespace, wanted: Sequence[str]
+) -> None:
+    if options.compile_only:
+        os.environ["JAX_PLATFORMS"] = "cpu"
+    known = functions()
+    from benchmarks.on_gpu.bench import Bench
+
+    if not options.compile_only:
+        import jax
+
+        if jax.default_backend() != "gpu" and wanted != ["torch"]:
+            kind = jax.devices()[0].device_kind
+            parser.error(f"JAX finds no GPU here, only {kind!r}; --compile-only compiles everything for one")
+    bench = Bench(options.target if options.compile_only else None, options.minutes, options.texts)
+    for name in wanted:
+        if name in known:
+            with bench.going_on(name):
+                known[name](bench)
+    if options.compile_only:
+        options.output.write_text(json.dumps(bench.records, indent=1) + "\n")
+
+
+# ------------------------------------------------------------------------------------------ processes
+
+
+def in_processes(options: argparse.Namespace, wanted: Sequence[str]) -> list[dict]:
+    """Run parts, all that can be in one process, and give every record."""
+    records: list[dict] = []
+    end = time.monotonic() + 60 * options.minutes
+
+    def say(record: dict) -> None:
+        print(json.dumps(record), flush=True)
+        records.append(record)
+        options.output.write_text(json.dumps(records, indent=1) + "\n")
+
+    say({"part": "machine", "name": "nvidia-smi", "told": smi()})
+    left = [name for name in wanted if name in (*IN_ONE_PROCESS, *ASKED)]
+    while left and time.monotonic() < end:
+        child(options, left, end, say)
+        begun = [record["part"] for record in records if record["name"] == "begins"]
+        left = [name for name in left if name not in begun]
+    for name in (name for name in wanted if name in ALONE):
+        if time.monotonic() > end - 20:
+            say({"part": name, "name": "not done", "reason": "the minutes that were given are over"})
+        elif name == "trainer":
+            from benchmarks.on_gpu import trainer
+
+            trainer.trainer(lambda what, **facts: say({"part": "trainer", "name": what, **facts}), end)
+        else:
+            flags = os.environ.get("XLA_FLAGS", "") + (f" {FLAG}" if name == DETERMINISTIC else "")
+            child(options, [name], end, say, XLA_FLAGS=flags.strip())
+    return records
+
+
+def child(
+    options: argparse.Namespace,
+    parts: Sequence[str],
+    end: float,
+    say: Callable[[dict], None],
+    **environment: str,
+) -> None:
+    """Run parts in a process of their own, until the end at the latest."""
+    seconds = end - time.monotonic()
+    command = [sys.executable, __file__, "--here", "--parts", ";".join(parts), "--minutes", str(seconds / 60)]
+    command += ["--texts", str(options.texts)] if options.texts else []
+    process = subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        cwd=ROOT,
+        env=os.environ | environment,
+    )
+    killer = threading.Timer(seconds, process.kill)
+    killer.start()
+    other: list[str] = []
+    part = parts[0]
+    assert process.stdout is not None
+    for line in process.stdout:
+        if line.startswith('{"part"'):
+            record = json.loads(line)
+            part = record["part"]
+            say(record)
+        else:
+            other.append(line.rstrip())
+    killer.cancel()
+    if code := process.wait():
+        reason = "killed, for the minutes are over" if code == -9 else f"exit code {code}"
+        say({"part": part, "name": "failed", "reason": reason, "tail": other[-12:]})
+        if not any(line.startswith('{"part"') for line in other) and part == parts[0]:
+            say({"part": part, "name": "begins"})  # or it would be tried again
+
+
+def smi() -> str:
+    """Driver, memory, and whether anything else runs on the device."""
+    query = "name,driver_version,memory.total,memory.used,utilization.gpu,clocks.sm,power.draw"
+    command = ["nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=20).stdout.strip()
+    except OSError:
+        return "there is no nvidia-smi"
+
+
+def table(records: Sequence[dict]) -> None:
+    """For people."""
+    from rich.console import Console
+    from rich.table import Table
+
+    shown = Table("part", "what", "ms", "TFLOP/s or TB/s", "of peak", "predicted", box=None)
+    for record in records:
+        if "ms" not in record:
+            continue
+        rate = record.get("tflops", record.get("tb_per_s"))
+        shown.add_row(
+            record["part"],
+            record["name"],
+            f"{record['ms']:.3f}",
+            "" if rate is None else f"{rate:.3g}",
+            f"{record['mfu']:.1%}" if "mfu" in record else "",
+            f"{record['predicted_over_measured']:.2f}" if "predicted_over_measured" in record else "",
+        )
+    Console(width=120).print(shown)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,194 @@
+"""One bench for both: on a GPU functions are compiled, run and timed, for a GPU that is not here only compiled."""
+
+import collections
+import gzip
+import json
+import re
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from dualpipe_jax import inspect
+from dualpipe_jax.inspect.target import Target
+
+PEAK = 989e12
+"""Operations a second of an H100 SXM and an H200 in bfloat16, dense, by NVIDIA's data sheets."""
+TRIALS = 5
+
+
+class OutOfTime(Exception):
+    """The minutes that were given are over."""
+
+
+class Bench:
+    """Compiles, runs and times functions, and keeps a record of each.
+
+    Attributes:
+      records: what was found, a dict for each function or fact, printed as a line of JSON when it is found.
+      compiles_only: whether there is no GPU: arrays are shapes then.
+      clock: hertz of the cycles in which predictions are made.
+    """
+
+    def __init__(self, target: str | None, minutes: float, texts: Path | None = None):
+        self.records: list[dict[str, Any]] = []
+        self.compiles_only = target is not None
+        self.part = ""
+        self._texts = texts
+        self._end = time.monotonic() + 60 * minutes
+        device = Target.parse(target).devices()[0] if target is not None else jax.devices("gpu")[0]
+        self.device = device
+        self._here = jax.sharding.SingleDeviceSharding(device)
+        self._rates = inspect.gpu_rates("h100")
+        self.clock = 1.83e9
+
+    # ------------------------------------------------------------------------------ arrays
+
+    def normal(self, seed: int, *shape: int, dtype: Any = jnp.bfloat16, scale: float = 0.125) -> Any:
+        """Random numbers. Never constants: a GPU multiplies those a tenth faster, for they take less power."""
+
+        def draw() -> jax.Array:
+            return (scale * jax.random.normal(jax.random.key(seed), shape, jnp.float32)).astype(dtype)
+
+        return self.made(draw)
+
+    def given(self, values: Any) -> Any:
+        """Values of the host, put on the device."""
+        return self.made(lambda: jax.tree.map(jnp.asarray, values))
+
+    def made(self, make: Callable[..., Any], *args: Any) -> Any:
+        """What a function makes, neither timed nor recorded."""
+        if self.compiles_only:
+            return jax.tree.map(self._abstract, jax.eval_shape(make, *args))
+        return jax.block_until_ready(jax.jit(make)(*args))
+
+    def _abstract(self, leaf: Any) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=self._here)
+
+    # ------------------------------------------------------------------------------ records
+
+    def say(self, name: str, **facts: Any) -> None:
+        """Record and print."""
+        record = {"part": self.part, "name": name, **facts}
+        self.records.append(record)
+        print(json.dumps(record), flush=True)
+
+    def time(
+        self,
+        name: str,
+        function: Callable[..., Any],
+        *args: Any,
+        flops: float = 0.0,
+        traffic: float = 0.0,
+        predict: bool = False,
+        options: dict[str, Any] | None = None,
+        seconds: float = 0.12,
+        **facts: Any,
+    ) -> Any:
+        """Compile and time a function.
+
+        Args:
+          name: of the record.
+          function: of ``args``.
+          args: arrays, as this bench makes them.
+          flops: operations that it is for, from which TFLOP/s and the share of the peak are made.
+          traffic: bytes that it must read and write, from which TB/s are made.
+          predict: whether to record what the roofline says of the compiled program.
+          options: of the compiler.
+          seconds: of one trial, of which there are five; the median is recorded.
+          facts: more to record.
+
+        Returns:
+          What the function returns; of a program that was only compiled, its shapes.
+        """
+        if time.monotonic() > self._end:
+            raise OutOfTime
+        started = time.perf_counter()
+        lowered = jax.jit(function).lower(*args)
+        compiled = lowered.compile(options or inspect.recommended_compiler_options("gpu"))
+        facts |= {"compile_s": round(time.perf_counter() - started, 2), **_memory(compiled)}
+        if self._texts is not None and predict:
+            self._texts.mkdir(parents=True, exist_ok=True)
+            text = gzip.compress(compiled.as_text().encode(), mtime=0)
+            (self._texts / f"{self.part}.{name.replace(' ', '_')}.hlo.gz").write_bytes(text)
+        if predict:
+            facts |= self._predicted(compiled)
+        if self.compiles_only:
+            self.say(name, **facts, calls=_calls(compiled.as_text()), flops=flops)
+            return jax.tree.map(self._abstract, jax.eval_shape(function, *args))
+        out = jax.block_until_ready(compiled(*args))
+        took, spread = _timed(lambda: compiled(*args), seconds)
+        facts = {"ms": took * 1e3, "spread": spread} | facts
+        if flops:
+            facts |= {"tflops": flops / took / 1e12, "mfu": flops / took / PEAK}
+        if traffic:
+            facts["tb_per_s"] = traffic / took / 1e12
+        if "predicted_ms" in facts:
+            facts["predicted_over_measured"] = facts["predicted_ms"] / facts["ms"]
+        self.say(name, **{key: _rounded(value) for key, value in facts.items()})
+        return out
+
+    def _predicted(self, compiled: Any) -> dict[str, Any]:
+        report = inspect.overlap(compiled, rates=self._rates)
+        whole = max(report.computations.values(), key=lambda one: one.cycles)
+        return {"predicted_ms": whole.cycles / self.clock * 1e3}
+
+    @contextmanager
+    def going_on(self, part: str) -> Iterator[None]:
+        """A part of the bench: what fails in it is recorded, and the next part runs."""
+        self.part = part
+        self.say("begins")
+        started = time.monotonic()
+        try:
+            yield
+        except OutOfTime:
+            self.say("not done", reason="the minutes that were given are over")
+        except Exception as error:
+            words = str(error).strip().splitlines() or [""]
+            self.say("failed", reason=f"{type(error).__name__}: {' '.join(words)[:600]}")
+        self.say("took", seconds=round(time.monotonic() - started, 1))
+
+
+def error(found: Any, wanted: Any) -> float:
+    """The norm of what differs over that of what is wanted, in float64; NaN never is small."""
+    found, wanted = (np.asarray(jax.device_get(a), np.float64) for a in (found, wanted))
+    return float(np.linalg.norm((found - wanted).ravel()) / max(np.linalg.norm(wanted.ravel()), 1e-30))
+
+
+def _timed(run: Callable[[], Any], seconds: float) -> tuple[float, float]:
+    """Seconds of a run, the median of trials of many runs in a row, and the largest over the least."""
+    started = time.perf_counter()
+    jax.block_until_ready(run())
+    number = max(1, min(200, round(seconds / max(time.perf_counter() - started, 1e-6))))
+    trials = []
+    for _ in range(TRIALS):
+        started = time.perf_counter()
+        for _ in range(number):
+            out = run()
+        jax.block_until_ready(out)
+        trials.append((time.perf_counter() - started) / number)
+    return statistics.median(trials), max(trials) / min(trials)
+
+
+def _memory(compiled: Any) -> dict[str, float]:
+    return {"temp_gib": round(compiled.memory_analysis().temp_size_in_bytes / 2**30, 3)}
+
+
+_CALL = re.compile(r'custom_call_target="([^"]+)"')
+
+
+def _calls(text: str) -> dict[str, int]:
+    """How often each kernel is called, and each ragged product that no kernel computes."""
+    found = collections.Counter(_CALL.findall(text))
+    dense = len(re.findall(r" ragged-dot\(", text))
+    return dict(found) | ({"ragged-dot": dense} if dense else {})
+
+
+def _rounded(value: Any) -> Any:
+    return float(f"{value:.5g}") if isinstance(value, float) else value

@@ -1,0 +1,89 @@
+"""A layer of DeepSeek-V3 as one of 64 devices has it: 8 experts on 4,096 tokens, top 8, and no exchange.
+
+F, B, the halves I and W of B, and F and B as one pair. FLOPs are the model's: two for each weight that a token meets,
+and the lower half of attention's scores; of B, I and W once or twice as many, whatever the program computes.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+import models
+from benchmarks.on_gpu.bench import Bench
+from dualpipe_jax.contract import At
+from dualpipe_jax.pair import side_by_side
+from dualpipe_jax.split import split_backward
+
+TOKENS = 4096
+
+
+def forward_flops(c: models.Config, tokens: int) -> float:
+    """Of one layer's forward."""
+    keys = c.qk_nope_dim + c.qk_rope_dim
+    attention = (
+        c.dim * c.q_lora_rank + c.q_lora_rank * c.num_heads * keys + c.dim * (c.kv_lora_rank + c.qk_rope_dim)
+    )
+    attention += (
+        c.kv_lora_rank * c.num_heads * (c.qk_nope_dim + c.v_head_dim) + c.num_heads * c.v_head_dim * c.dim
+    )
+    experts = 3 * c.dim * c.expert_hidden * (c.top_k + c.num_shared_experts) + c.dim * c.num_experts
+    return tokens * (2.0 * (attention + experts) + tokens * c.num_heads * (keys + c.v_head_dim))
+
+
+def layer(
+    bench: Bench, dispatch: str, payload: str = "plain", matmul: str = "auto", units: str = "F B I W FB"
+) -> None:
+    """One way of dispatch; with "float8" as payload or matmul, beside which goes the same in bfloat16."""
+    changes = dict(
+        num_layers=3, num_dense_layers=0, num_mtp_layers=0, num_experts=8, num_groups=1, top_groups=1
+    )
+    numbers = models.v3(**changes, vocab=1024)
+    factor = 1.0 if dispatch == "capacity" else None
+    kernels = models.Kernels(matmul=matmul)
+    how = dict(dispatch=dispatch, capacity_factor=factor, payload=payload, kernels=kernels, platform="gpu")
+    model = models.deepseek(numbers, (1, 1, 1), **how)
+    kind = model.staged.kinds[model.layout.kinds[1]]
+
+    def middle() -> Any:
+        own = jax.tree.map(lambda leaf: leaf[1], model.init(jax.random.key(0))["stages"])
+        wide = jnp.float32
+        narrow = lambda a: a.astype(jnp.bfloat16) if a.ndim >= 2 and a.dtype == wide else a  # noqa: E731
+        return own | {"layers": jax.tree.map(narrow, own["layers"])}
+
+    own = bench.made(middle)
+    x, dy = (
+        bench.normal(2, 1, TOKENS, numbers.dim, scale=1.0),
+        bench.normal(3, 1, TOKENS, numbers.dim, scale=1.0),
+    )
+    tokens = bench.made(lambda: jax.random.randint(jax.random.key(1), (1, TOKENS), 0, 1024, jnp.int32))
+
+    def run(own: Any, x: Any) -> Any:
+        at = At({"inputs": tokens_in, "targets": tokens_in}, jnp.int32(1), jnp.int32(0), None)
+        return kind(own, {}, x, at).x
+
+    tokens_in = jnp.zeros((1, TOKENS), jnp.int32) if bench.compiles_only else tokens
+    split = split_backward(run)
+    forward = forward_flops(numbers, TOKENS)
+
+    def pair(p: Any, x: Any, residuals: Any, d: Any) -> Any:
+        return side_by_side(split.forward, (p, x), split.backward, (p, x, residuals, d))
+
+    wanted, predict = units.split(), True
+    name = (
+        dispatch
+        + ("" if payload == "plain" else f", {payload} payload")
+        + ("" if matmul == "auto" else f", {matmul} products")
+    )
+    _, residuals = bench.time(f"{name}: F", split.forward, own, x, flops=forward, predict=predict)
+    if "B" in wanted:
+        bench.time(f"{name}: B", split.backward, own, x, residuals, dy, flops=2 * forward, predict=predict)
+    if "I" in wanted:
+        _, stash = bench.time(
+            f"{name}: I", split.backward_input, own, x, residuals, dy, flops=forward, predict=predict
+        )
+        bench.time(
+            f"{name}: W", split.backward_weight, own, x, residuals, stash, flops=forward, predict=predict
+        )
+    if "FB" in wanted:
+        bench.time(f"{name}: FB", pair, own, x, residuals, dy, flops=3 * forward, predict=predict)

@@ -1,0 +1,197 @@
+"""What a GPU gives the parts of a layer of DeepSeek-V3: products, attention, grouped products, copies."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from benchmarks.on_gpu.bench import Bench, error
+from dualpipe_jax.parallel import hopper
+from dualpipe_jax.parallel.expert_groups import grouped_matmul
+from models.cudnn import cudnn_attention, padded_attention
+
+TOKENS, DIM, HIDDEN, EXPERTS = 4096, 7168, 2048, 8
+
+PRODUCTS = {
+    "8192 x 8192 x 8192": (8192, 8192, 8192),
+    "q_a: 4096 x 7168 x 1536": (4096, 7168, 1536),
+    "kv_a: 4096 x 7168 x 576": (4096, 7168, 576),
+    "q_b: 4096 x 1536 x 24576": (4096, 1536, 24576),
+    "kv_b: 4096 x 512 x 32768": (4096, 512, 32768),
+    "o: 4096 x 16384 x 7168": (4096, 16384, 7168),
+    "shared expert: 4096 x 7168 x 2048": (4096, 7168, 2048),
+    "dw of it: 7168 x 4096 x 2048": (7168, 4096, 2048),
+}
+
+
+def products(bench: Bench) -> None:
+    """Products by shape, of random numbers; one of constants, which flatters."""
+    for name, (rows, inner, width) in PRODUCTS.items():
+        a, b = bench.normal(0, rows, inner), bench.normal(1, inner, width)
+        bench.time(name, jnp.matmul, a, b, flops=2.0 * rows * inner * width, seconds=0.05)
+    a = bench.made(lambda: jnp.full((8192, 8192), 1 / 8192, jnp.bfloat16))
+    bench.time("8192 x 8192 x 8192, constants", jnp.matmul, a, a, flops=2.0 * 8192**3, seconds=0.05)
+    batched = bench.normal(2, EXPERTS, TOKENS, DIM), bench.normal(3, EXPERTS, DIM, HIDDEN)
+    flops = 2.0 * EXPERTS * TOKENS * DIM * HIDDEN
+    bench.time(
+        "8 experts x 4096 equal rows", lambda x, w: jnp.einsum("etd,edf->etf", x, w), *batched, flops=flops
+    )
+    big = bench.normal(4, 1 << 28, dtype=jnp.float32)
+    bench.time("copy of 1 GiB, read and written", lambda x: -x, big, traffic=2.0 * 4 * (1 << 28))
+    small = bench.normal(4, 1024, dtype=jnp.float32)
+    bench.time("launch: 1,024 numbers", lambda x: -x, small, seconds=0.02)
+
+
+def attention(bench: Bench) -> None:
+    """MLA's heads, keys of 192 and values of 128, causal: F, and F with B. Positions come first, as projections make
+    them."""
+    heads, keys, values, scale = 128, 192, 128, 0.1
+    widths = keys, keys, values, values
+    q, k, v, d = (bench.normal(5 + i, 1, TOKENS, heads, width) for i, width in enumerate(widths))
+    flops = heads * TOKENS * TOKENS * (keys + values)
+
+    def of(kernel: Any) -> tuple[Any, Any]:
+        def forward(q: Any, k: Any, v: Any) -> Any:
+            return kernel(*(a.swapaxes(1, 2) for a in (q, k, v))).swapaxes(1, 2)
+
+        def both(q: Any, k: Any, v: Any, d: Any) -> Any:
+            out, pull = jax.vjp(forward, q, k, v)
+            return out, pull(d)
+
+        return forward, both
+
+    kernels = {
+        "cuDNN": lambda q, k, v: cudnn_attention(q, k, v, scale),
+        "cuDNN, values padded to 192": lambda q, k, v: padded_attention(q, k, v, scale, "cudnn"),
+    }
+    outs = {}
+    for name, kernel in kernels.items():
+        if bench.compiles_only and "padded" in name:
+            continue  # JAX asks for a GPU
+        forward, both = of(kernel)
+        bench.time(f"{name}: F", forward, q, k, v, flops=flops)
+        # 2.5 times a forward's: the scores once more, and four gradients.
+        outs[name] = bench.time(f"{name}: F and B", both, q, k, v, d, flops=3.5 * flops)
+    if not bench.compiles_only:
+        ours, padded = (jax.tree.leaves(tree) for tree in outs.values())
+        bench.say("cuDNN against padded", errors=[error(a, b) for a, b in zip(ours, padded, strict=True)])
+
+
+UNEQUAL = np.array([-1000, 1000, 300, -300, -2048, 2048, -7, 7], np.int32) + TOKENS
+
+
+def grouped(bench: Bench) -> None:
+    """8 groups of about 4,096 rows: JAX's kernel and ours for Hopper, beside the compiler's own way."""
+    rows = EXPERTS * TOKENS
+    x, dy = bench.normal(10, rows, DIM), bench.normal(11, rows, HIDDEN)
+    w, sizes = bench.normal(12, EXPERTS, DIM, HIDDEN), bench.given(UNEQUAL)
+    flops = 2.0 * rows * DIM * HIDDEN
+    y = bench.time("hopper: F", hopper.product, x, w, sizes, flops=flops)
+    transposed = functools.partial(hopper.product, transpose=True)
+    dx = bench.time("hopper: dx", transposed, dy, w, sizes, flops=flops)
+    dw = bench.time("hopper: dw, float32", hopper.gradient, x, dy, sizes, flops=flops)
+    if bench.compiles_only:
+        return
+    bench.time("jax: dw, bfloat16", _jax_gradient, x, dy, sizes, flops=flops)
+    wanted = [jax.jit(f)(*args) for f, args in (
+        (jax.lax.ragged_dot, (x, w, sizes)),
+        (lambda dy, w, s: jax.lax.ragged_dot(dy, w.swapaxes(1, 2), s), (dy, w, sizes)),
+        (_dense_gradient, (x, dy, sizes)),
+    )]  # fmt: skip
+    bench.say(
+        "errors", **{n: error(a, b) for n, a, b in zip(("y", "dx", "dw"), (y, dx, dw), wanted, strict=True)}
+    )
+    bench.time("lax.ragged_dot: F", jax.lax.ragged_dot, x, w, sizes, flops=flops, seconds=0.05)
+
+
+WALKS = [(stages, snake) for snake in (4, 8, 16) for stages in (4, 5)]
+
+
+def walks(bench: Bench) -> None:
+    """Other ways through the kernels' tiles, for an expert of DeepSeek-V3 and for 64 of V2-Lite."""
+    cases = {
+        "v3": (EXPERTS * TOKENS, DIM, HIDDEN, UNEQUAL),
+        "v2-lite": (24576, 2048, 1408, np.full(64, 384, np.int32)),
+    }
+    for name, (rows, dim, hidden, groups) in cases.items():
+        x, dy = bench.normal(10, rows, dim), bench.normal(11, rows, hidden)
+        w, sizes = bench.normal(12, len(groups), dim, hidden), bench.given(groups)
+        flops = 2.0 * rows * dim * hidden
+        for stages, snake in WALKS:
+            walk = hopper.Walk(stages, snake)
+            facts = dict(flops=flops, seconds=0.03, stages=stages, snake=snake)
+            by = functools.partial(hopper._by_matrix, walk=walk)
+            bench.time(f"{name}: F", by, x, w, sizes, **facts)
+            bench.time(f"{name}: dx", functools.partial(by, transpose=True), dy, w, sizes, **facts)
+            bench.time(f"{name}: dw", functools.partial(hopper._gradient, walk=walk), x, dy, sizes, **facts)
+
+
+def _jax_gradient(x: Any, dy: Any, sizes: Any) -> Any:
+    from jax.experimental.pallas.ops.gpu import transposed_ragged_dot_mgpu
+
+    with jax.numpy_dtype_promotion("standard"):
+        return transposed_ragged_dot_mgpu.transposed_ragged_dot(
+            x,
+            dy,
+            group_sizes=sizes,
+            block_m=128,
+            block_n=128,
+            block_k=64,
+            max_concurrent_steps=4,
+            grid_block_n=8,
+        )
+
+
+def _dense_gradient(x: Any, dy: Any, sizes: Any) -> Any:
+    group = jnp.searchsorted(jnp.cumsum(sizes), jnp.arange(len(x)), side="right")
+
+    def one(g: Any) -> Any:
+        return jnp.einsum(
+            "rd,rf->df", jnp.where((group == g)[:, None], x, 0), dy, preferred_element_type=jnp.float32
+        )
+
+    return jax.lax.map(one, jnp.arange(len(sizes)))
+
+
+ODD = {
+    "empty groups": (1000, 256, 384, (0, 300, 0, 0, 500, 0)),
+    "all empty": (256, 128, 128, (0, 0)),
+    "one row each": (64, 128, 256, (1, 1, 1, 1)),
+    "narrow widths": (300, 100, 72, (10, 200, 5)),
+    "a tail that is not filled": (2048, 512, 256, (64, 1000, 63)),
+    "64 groups": (4096, 2048, 1408, (64,) * 64),
+}
+
+
+def shapes(bench: Bench) -> None:
+    """Shapes that the kernels do not take as they are, with NaN past the last group: values and gradients, against
+    float64 on the host."""
+    for name, (rows, dim, width, sizes) in ODD.items():
+        rng = np.random.default_rng(0)
+        x, w, dy = (rng.normal(size=s) for s in ((rows, dim), (len(sizes), dim, width), (rows, width)))
+        x[sum(sizes) :], dy[sum(sizes) :] = np.nan, np.nan
+        x, w, dy = (bench.given(np.asarray(a, jnp.bfloat16)) for a in (x, w, dy))
+        sizes = bench.given(np.array(sizes, np.int32))
+
+        def both(x: Any, w: Any, dy: Any, sizes: Any) -> Any:
+            y, pull = jax.vjp(lambda x, w: grouped_matmul(x, w, sizes, kernel="hopper"), x, w)
+            return y, *pull(dy)
+
+        if bench.compiles_only:
+            bench.time(name, both, x, w, dy, sizes)
+            continue
+        found = jax.jit(both)(x, w, dy, sizes)
+        bench.say(name, errors=[error(a, b) for a, b in zip(found, _by_groups(x, w, dy, sizes), strict=True)])
+
+
+def _by_groups(x: Any, w: Any, dy: Any, sizes: Any) -> list[np.ndarray]:
+    x, w, dy = (np.asarray(a, np.float64) for a in (x, w, dy))
+    y, dx, dw = np.zeros(dy.shape), np.zeros(x.shape), np.zeros(w.shape)
+    start = 0
+    for g, size in enumerate(np.asarray(sizes)):
+        here = slice(start, start + size)
+        y[here], dx[here], dw[g] = x[here] @ w[g], dy[here] @ w[g].T, x[here].T @ dy[here]
+        start += size
+    return [y, dx, dw]

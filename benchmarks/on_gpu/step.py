@@ -1,0 +1,138 @@
+"""What the engine's step costs over plain accumulation on one GPU: pp 1, 8 layers of width 4096, 8 microbatches.
+
+Each layer has leaves of its own, which the engine casts to bfloat16 once a step (``compute_dtype``); plain
+accumulation casts them once a step, too, before its scan.
+"""
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from benchmarks.on_gpu.bench import Bench
+from dualpipe_jax import Pipeline, PipelineModel, make_mesh, staged
+from dualpipe_jax.schedule import dualpipe_v, one_f_one_b, zb_h1, zb_v
+from models.cudnn import cudnn_attention
+
+MICROBATCHES, SIZE, SEQUENCE, WIDTH, HEADS, VOCAB, LAYERS = 8, 1, 2048, 4096, 32, 1024, 8
+FORMS = ((one_f_one_b, "loop"), (zb_h1, "loop"), (dualpipe_v, "loop"), (zb_v, "loop"), (dualpipe_v, "switch"))
+SHAPES = {
+    "qkv": (WIDTH, 3 * WIDTH),
+    "out": (WIDTH, WIDTH),
+    "up": (WIDTH, 4 * WIDTH),
+    "down": (4 * WIDTH, WIDTH),
+}
+
+
+def norm(x: Any, scale: Any) -> Any:
+    mean = jnp.mean(jnp.square(x.astype(jnp.float32)), -1, keepdims=True)
+    return x * jax.lax.rsqrt(mean + 1e-6).astype(x.dtype) * scale.astype(x.dtype)
+
+
+def layer(p: Any, x: Any) -> Any:
+    heads = (norm(x, p["norm1"]) @ p["qkv"]).reshape(*x.shape[:2], 3, HEADS, -1)
+    q, k, v = (heads[:, :, i].swapaxes(1, 2) for i in range(3))
+    attended = cudnn_attention(q, k, v, 1 / math.sqrt(WIDTH / HEADS)).swapaxes(1, 2)
+    x = x + attended.reshape(x.shape) @ p["out"]
+    return x + jax.nn.gelu(norm(x, p["norm2"]) @ p["up"]) @ p["down"]
+
+
+def stage(params: Any, x: Any) -> Any:
+    for p in params:
+        x = layer(p, x)
+    return x
+
+
+def embed(table: Any, tokens: Any) -> Any:
+    return table[tokens].astype(jnp.bfloat16)
+
+
+def head_loss(p: Any, x: Any, targets: Any) -> Any:
+    logits = (norm(x, p["norm"]) @ p["out"].astype(jnp.bfloat16)).astype(jnp.float32)
+    picked = jnp.take_along_axis(jax.nn.log_softmax(logits), targets[..., None], -1)
+    return -jnp.mean(picked)
+
+
+def parameters(num_stages: int) -> Any:
+    """Of the engine, for so many stages; the same numbers however they are cut."""
+    keys = iter(jax.random.split(jax.random.key(0), LAYERS * len(SHAPES) + 2))
+    of_layers = [
+        {name: 0.02 * jax.random.normal(next(keys), shape) for name, shape in SHAPES.items()}
+        | {"norm1": jnp.ones(WIDTH), "norm2": jnp.ones(WIDTH)}
+        for _ in range(LAYERS)
+    ]
+    each = LAYERS // num_stages
+    cut = [jax.tree.map(lambda *ls: jnp.stack(ls), *of_layers[i::each]) for i in range(each)]
+    head = {"norm": jnp.ones(WIDTH), "out": 0.02 * jax.random.normal(next(keys), (WIDTH, VOCAB))}
+    return {"stages": cut, "shared": {"embed": jax.random.normal(next(keys), (VOCAB, WIDTH)), "head": head}}
+
+
+def plain(params: Any, batch: Any) -> Any:
+    """The mean loss and its gradients, summed over microbatches in a scan."""
+    narrow = jax.tree.map(lambda a: a[0].astype(jnp.bfloat16), params["stages"])
+    shared = jax.tree.map(lambda a: a.astype(jnp.bfloat16), params["shared"])
+
+    def loss(narrow: Any, shared: Any, one: Any) -> Any:
+        x = stage(narrow, embed(shared["embed"], one["inputs"]))
+        return head_loss(shared["head"], x, one["targets"]) / MICROBATCHES
+
+    def add(sums: Any, one: Any) -> Any:
+        found = jax.value_and_grad(loss, (0, 1))(narrow, shared, one)
+        return jax.tree.map(lambda a, b: a + b.astype(a.dtype), sums, found), None
+
+    zeros = jax.tree.map(lambda a: jnp.zeros(a.shape, jnp.float32), (narrow, shared))
+    return jax.lax.scan(add, (jnp.zeros(()), zeros), batch)[0]
+
+
+def step(bench: Bench) -> None:
+    """Plain accumulation, then every schedule: milliseconds, their ratio, and the gradients' largest error."""
+    tokens = np.random.default_rng(1).integers(0, VOCAB, (MICROBATCHES, SIZE, SEQUENCE + 1), np.int32)
+    batch = bench.given({"inputs": tokens[..., :-1], "targets": tokens[..., 1:]})
+    params = bench.made(lambda: parameters(1))
+    each = sum(math.prod(shape) for shape in SHAPES.values())
+    per_token = 6.0 * (LAYERS * each + WIDTH * VOCAB) + 6 * LAYERS * WIDTH * SEQUENCE
+    flops = MICROBATCHES * SIZE * SEQUENCE * per_token
+    found = bench.time("plain accumulation", plain, params, batch, flops=flops, seconds=0.5)
+    base, wanted = None, None
+    if not bench.compiles_only:
+        base, wanted = bench.records[-1]["ms"], jax.device_get(found)
+    del found
+    mesh = make_mesh(1, 1, devices=[bench.device])
+    for make, form in FORMS:
+        schedule = make(1, MICROBATCHES)
+        num_stages = schedule.placement.num_model_stages
+        model = staged(PipelineModel(embed, stage, head_loss), num_stages)
+        pipeline = Pipeline(model, schedule, mesh, divergence=form, compute_dtype=jnp.bfloat16)
+        mine = bench.made(lambda n=num_stages: parameters(n))
+        out = bench.time(
+            f"{schedule.name}, {form}", pipeline.value_and_grad, mine, batch, flops=flops, seconds=0.5
+        )
+        if bench.compiles_only:
+            continue
+        ((loss, _), grads) = jax.device_get(out)
+        del out
+        facts = {
+            "over_plain": bench.records[-1]["ms"] / base,
+            "loss": float(loss),
+            "plain_loss": float(wanted[0]),
+        }
+        bench.say(
+            f"{schedule.name}, {form}: over plain",
+            **facts,
+            worst_gradient=worst(grads, wanted[1], num_stages),
+        )
+
+
+def worst(grads: Any, wanted: Any, num_stages: int) -> float:
+    """The largest error of a leaf, by its norm."""
+    each = LAYERS // num_stages
+    pairs = [
+        (leaf[s], wanted[0][s * each + i][name])
+        for i, own in enumerate(grads["stages"])
+        for name, leaf in own.items()
+        for s in range(num_stages)
+    ]
+    pairs += list(zip(jax.tree.leaves(grads["shared"]), jax.tree.leaves(wanted[1]), strict=True))
+    return max(float(np.linalg.norm(a - b) / np.linalg.norm(b)) for a, b in pairs)

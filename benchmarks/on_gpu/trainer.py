@@ -1,0 +1,62 @@
+"""The trainer on one GPU: v2-lite with 4 layers of experts, 8 microbatches of 2 sequences of 2,048 tokens, bfloat16.
+
+A process of its own, as users start it; its figures are those of its own metrics.jsonl, medians after the first steps.
+"""
+
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+STEPS, SKIPPED = 12, 4
+COMMAND = (
+    "--devices accelerator --model v2-lite --layers 4 --schedule one_f_one_b --pp 1 --ep 1 --microbatches 8 "
+    "--microbatch-size 2 --sequence 2048 --precision bfloat16 --seed 0"
+)
+CASES = {
+    "dropless": "--dispatch dropless",
+    "capacity 1.25": "--dispatch capacity --capacity-factor 1.25",
+}
+
+
+def trainer(say: Callable[..., None], end: float, cases: dict[str, str] = CASES) -> None:
+    """Run each case until it has made its steps, or the monotonic clock says ``end``."""
+    for name, options in cases.items():
+        with tempfile.TemporaryDirectory() as runs:
+            command = [sys.executable, "-m", "train", *COMMAND.split(), *options.split()]
+            command += ["--steps", "1000", "--runs", runs, "--name", "run"]
+            log = Path(runs) / "log"
+            with log.open("w") as out:
+                # Killed after its steps: at its end it would save 30 GB.
+                process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT)
+                metrics = Path(runs) / "run" / "metrics.jsonl"
+                steps: list[dict] = []
+                while len(steps) < STEPS and process.poll() is None and time.monotonic() < end:
+                    time.sleep(0.5)
+                    steps = read(metrics)
+                process.kill()
+                process.wait()
+            if len(steps) < STEPS:
+                say(name, failed=f"{len(steps)} steps", tail=log.read_text().splitlines()[-12:])
+                continue
+            last = steps[SKIPPED:]
+            keys = ("tokens_per_s", "mfu", "tflops_per_s", "seconds")
+            found = {k: statistics.median(r[k] for r in last) for k in keys if all(k in r for r in last)}
+            say(name, **found, loss=last[-1].get("loss"), options=f"{COMMAND} {options}")
+
+
+def read(metrics: Path) -> list[dict]:
+    """The records of steps so far; a line that is being written is left out."""
+    found = []
+    for line in metrics.read_text().splitlines() if metrics.exists() else []:
+        try:
+            record = json.loads(line)
+        except ValueError:
+            break
+        if "tokens_per_s" in record:
+            found.append(record)
+    return found

@@ -1,0 +1,244 @@
+"""Grouped matmul on Hopper GPUs (H100, H200): Pallas kernels that read each row once, whatever the groups' sizes.
+
+Products are JAX's own Mosaic GPU kernel, ``jax.experimental.pallas.ops.gpu.ragged_dot_mgpu``. Gradients of matrices
+are the kernel below: JAX's own rounds its sums to the rows' dtype, and these are added up over microbatches in float32.
+Both take 16 bits, and widths that ``LANES`` divides; others are padded here. Neither runs on a CPU: ``emulate``
+computes what they would write, tile by tile, for tests.
+
+Shape suffixes: R rows, G groups, D in, F out; K rows of a block.
+"""
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.experimental import pallas as pl
+
+from dualpipe_jax.parallel.kernel_cost import once
+
+LANES = 128
+"""Tiles of the result are so many numbers wide, and as many rows high."""
+_ROWS = 64
+"""Rows that the gradient's kernel multiplies at once, and numbers of a row that the product's does: 128 bytes."""
+
+
+class Walk(NamedTuple):
+    """How a kernel goes through its tiles.
+
+    Attributes:
+      stages: blocks that are on their way from memory at once.
+      snake: tiles along the result's width that follow each other, so that rows they share are still in the cache.
+    """
+
+    stages: int = 5
+    snake: int = 8
+
+
+MATRIX, TRANSPOSED, GRADIENT = Walk(), Walk(), Walk()
+"""As measured: ``scripts/bench gpu --parts walks`` tries others."""
+SMS = 132
+"""Multiprocessors of an H100 SXM and of an H200, each of which walks its share of the tiles."""
+
+
+def takes(dtype: Any) -> bool:
+    """Whether the kernels know the dtype."""
+    return dtype in (jnp.bfloat16, jnp.float16)
+
+
+def product(
+    x_RD: Array, w_GDF: Array, sizes_G: Array, *, transpose: bool = False, emulate: bool = False
+) -> Array:
+    """Multiply each group's rows by its matrix.
+
+    Args:
+      x_RD: in 16 bits; with ``transpose`` [R, F].
+      w_GDF: of the same dtype.
+      sizes_G: int32.
+      transpose: multiply by the transposed matrices, which are read as they lie.
+      emulate: compute the same in plain JAX.
+
+    Returns:
+      [R, F] of x's dtype, with ``transpose`` [R, D]; zeros past the last group.
+    """
+    rows, width = x_RD.shape[0], w_GDF.shape[1 if transpose else 2]
+    x_RD = _rows(x_RD)
+    w_GDF = _padded(w_GDF, (0, -w_GDF.shape[1] % LANES, -w_GDF.shape[2] % LANES))
+    if emulate:
+        y_RF = _emulated_product(x_RD, w_GDF, sizes_G, transpose)
+    else:
+        y_RF = once(
+            _by_transposed if transpose else _by_matrix, _cost(x_RD, w_GDF, width), x_RD, w_GDF, sizes_G
+        )
+    y_RF = y_RF[:rows, :width]
+    # Rows of no group are not written: what is there may be anything.
+    filled_R = jnp.arange(rows, dtype=jnp.int32) < jnp.sum(sizes_G)
+    return jnp.where(filled_R[:, None], y_RF, 0)
+
+
+def gradient(x_RD: Array, dy_RF: Array, sizes_G: Array, *, emulate: bool = False) -> Array:
+    """Sum each group's rows' outer products.
+
+    Args:
+      x_RD: in 16 bits; what lies past the last group is not read.
+      dy_RF: of the same dtype.
+      sizes_G: int32.
+      emulate: compute the same in plain JAX.
+
+    Returns:
+      float32 [G, D, F].
+    """
+    D, F = x_RD.shape[1], dy_RF.shape[1]
+    x_RD, dy_RF = _rows(x_RD), _rows(dy_RF)
+    if emulate:
+        return _emulated_gradient(x_RD, dy_RF, sizes_G)[:, :D, :F]
+    return once(_gradient, _cost(x_RD, dy_RF, F), x_RD, dy_RF, sizes_G)[:, :D, :F]
+
+
+def _rows(array: Array) -> Array:
+    """With zeros, so that there is a whole tile of rows, whose number 8 divides, and LANES their width."""
+    rows, width = array.shape
+    return _padded(array, (max(LANES, -(-rows // 8) * 8) - rows, -width % LANES))
+
+
+def _padded(array: Array, missing: tuple[int, ...]) -> Array:
+    return jnp.pad(array, [(0, after) for after in missing]) if any(missing) else array
+
+
+def _cost(x_RD: Array, other: Array, width: int) -> pl.CostEstimate:
+    """If the groups fill all rows."""
+    moved = sum(array.size * array.dtype.itemsize for array in (x_RD, other))
+    return pl.CostEstimate(flops=2 * x_RD.size * width, transcendentals=0, bytes_accessed=moved)
+
+
+def _by_matrix(
+    x_RD: Array, w_GDF: Array, sizes_G: Array, transpose: bool = False, walk: Walk = MATRIX
+) -> Array:
+    from jax.experimental.pallas.ops.gpu import ragged_dot_mgpu
+
+    with jax.numpy_dtype_promotion("standard"):
+        return ragged_dot_mgpu.ragged_dot(
+            x_RD,
+            w_GDF,
+            group_sizes=sizes_G,
+            block_m=LANES,
+            block_n=LANES,
+            block_k=_ROWS,
+            max_concurrent_steps=walk.stages,
+            grid_block_n=walk.snake,
+            transpose_rhs=transpose,
+        )
+
+
+def _by_transposed(x_RF: Array, w_GDF: Array, sizes_G: Array) -> Array:
+    return _by_matrix(x_RF, w_GDF, sizes_G, transpose=True, walk=TRANSPOSED)
+
+
+def _gradient(x_RD: Array, dy_RF: Array, sizes_G: Array, walk: Walk = GRADIENT) -> Array:
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    R, D = x_RD.shape
+    G, F = len(sizes_G), dy_RF.shape[1]
+    tiles = D // LANES, F // LANES
+
+    def kernel(starts_ref: Any, ends_ref: Any, x_ref: Any, dy_ref: Any, dw_ref: Any) -> None:
+        @plgpu.nd_loop((G, tiles[0] * tiles[1]), collective_axes="sm")
+        def one_tile(loop: Any) -> None:
+            group, tile = loop.index
+            d, f = plgpu.planar_snake(tile, tiles, 1, walk.snake)
+            start, end = starts_ref[group], ends_ref[group]
+            first = lax.div(start, jnp.int32(_ROWS))
+            past = lax.div(end + jnp.int32(_ROWS - 1), jnp.int32(_ROWS))
+            num_blocks = jnp.where(end > start, past - first, 0)
+            # It may reach past the rows: no block there is read.
+            rows = pl.ds(pl.multiple_of(first * _ROWS, _ROWS), R)
+
+            def add_up(sum_ref: Any) -> Array:
+                def one_block(index: Any, x_KD: Any, dy_KF: Any) -> None:
+                    block = index[0]
+
+                    @pl.when((block == 0) | (block == num_blocks - 1))
+                    def _() -> None:
+                        # Both: what lies past the groups may be anything, and 0 * nan is nan.
+                        for ref in (x_KD, dy_KF):
+                            row_KL = (
+                                plgpu.layout_cast(
+                                    lax.broadcasted_iota(jnp.int32, (_ROWS, LANES), 0), plgpu.Layout.WGMMA
+                                )
+                                + (first + block) * _ROWS
+                            )
+                            ref[...] = jnp.where(
+                                (row_KL >= start) & (row_KL < end), ref[...], jnp.zeros_like(ref[...])
+                            )
+                        plgpu.commit_smem()
+
+                    plgpu.wgmma(sum_ref, plgpu.transpose_ref(x_KD, (1, 0)), dy_KF)
+
+                @pl.when(num_blocks > 0)
+                def _() -> None:
+                    plgpu.emit_pipeline(
+                        one_block,
+                        grid=(num_blocks,),
+                        in_specs=[
+                            plgpu.BlockSpec((_ROWS, LANES), lambda block: (block, d), delay_release=1),
+                            plgpu.BlockSpec((_ROWS, LANES), lambda block: (block, f), delay_release=1),
+                        ],
+                        max_concurrent_steps=walk.stages,
+                    )(x_ref.at[rows, :], dy_ref.at[rows, :])
+
+                return sum_ref[...]
+
+            total = pl.run_scoped(add_up, plgpu.ACC((LANES, LANES)))
+
+            @functools.partial(pl.run_scoped, out_ref=plgpu.SMEM((LANES, LANES), dtype=jnp.float32))
+            def write(out_ref: Any) -> None:
+                out_ref[...] = total
+                plgpu.commit_smem()
+                where = dw_ref.at[group, pl.ds(d * LANES, LANES), pl.ds(f * LANES, LANES)]
+                plgpu.copy_smem_to_gmem(out_ref, where)
+                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+    run = plgpu.kernel(
+        kernel,
+        out_type=jax.ShapeDtypeStruct((G, D, F), jnp.float32),
+        grid=(SMS,),
+        grid_names=("sm",),
+        compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Warpgroup),
+    )
+    ends_G = jnp.cumsum(sizes_G)
+    with jax.numpy_dtype_promotion("standard"):
+        return run(ends_G - sizes_G, ends_G, x_RD, dy_RF)
+
+
+def _emulated_product(x_RD: Array, w_GDF: Array, sizes_G: Array, transpose: bool) -> Array:
+    """What the product's kernel leaves: rows of no group are not written, here they are NaN."""
+    matrices = w_GDF.swapaxes(1, 2) if transpose else w_GDF
+    ends_G = jnp.cumsum(sizes_G)
+    row_R = jnp.arange(x_RD.shape[0], dtype=jnp.int32)
+    y_RF = jnp.full((x_RD.shape[0], matrices.shape[2]), jnp.nan, jnp.float32)
+    for group in range(len(matrices)):
+        here_R = (row_R >= ends_G[group] - sizes_G[group]) & (row_R < ends_G[group])
+        whole_RF = jnp.matmul(x_RD, matrices[group], preferred_element_type=jnp.float32)
+        y_RF = jnp.where(here_R[:, None], whole_RF, y_RF)
+    return y_RF.astype(x_RD.dtype)
+
+
+def _emulated_gradient(x_RD: Array, dy_RF: Array, sizes_G: Array) -> Array:
+    """What the gradient's kernel sums, block by block: whole blocks of rows, of which the first and the last are
+    masked. A block may reach past the rows, where it reads zeros."""
+    past = -len(x_RD) % _ROWS
+    x_BKD, dy_BKF = (jnp.pad(a, ((0, past), (0, 0))).reshape(-1, _ROWS, a.shape[1]) for a in (x_RD, dy_RF))
+    ends_G = jnp.cumsum(sizes_G)
+    block_B = jnp.arange(len(x_BKD), dtype=jnp.int32)
+    row_BK = block_B[:, None] * _ROWS + jnp.arange(_ROWS, dtype=jnp.int32)
+
+    def one(start: Array, end: Array) -> Array:
+        first, last = start // _ROWS, (end + _ROWS - 1) // _ROWS - 1
+        edge_B = (block_B == first) | (block_B == last)
+        inside_BK = jnp.where(edge_B[:, None], (row_BK >= start) & (row_BK < end), True)
+        walked_BK = inside_BK & ((block_B >= first) & (block_B <= last) & (end > start))[:, None]
+        x, dy = (jnp.where(walked_BK[..., None], a, jnp.zeros_like(a)) for a in (x_BKD, dy_BKF))
+        return jnp.einsum("bkd,bkf->df", x, dy, preferred_element_type=jnp.float32)
+
+    return jax.vmap(one)(ends_G - sizes_G, ends_G)

@@ -1,0 +1,137 @@
+"""The grouped matmul's kernels for Hopper GPUs.
+
+They run on such a GPU only. What runs here: their padding and masks, around plain JAX that computes, tile by tile, what
+they write (NaN where they write nothing); their traces, in which the split must find them; and their compilation for
+an H100, where the compiler is installed.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from dualpipe_jax.inspect.target import MissingCompiler, Target
+from dualpipe_jax.parallel import hopper
+from dualpipe_jax.parallel.expert_groups import grouped_matmul
+from dualpipe_jax.split import split_backward
+from tests.jaxprs import named
+
+CASES = {
+    "as they are": (256, 128, 256, (100, 28, 128)),
+    "empty groups": (200, 128, 128, (0, 30, 0, 0, 64, 0)),
+    "all empty": (128, 128, 128, (0, 0)),
+    "fewer rows than a tile": (5, 128, 128, (2, 1)),
+    "narrow widths": (300, 100, 72, (10, 200, 5)),
+    "blocks that begin and end in a group": (192, 128, 128, (63, 1, 64, 2)),
+}
+"""Rows, widths and sizes; rows past them are NaN."""
+
+
+def arrays(rows, dim, width, sizes):
+    rng = np.random.default_rng(0)
+    x, w, dy = (rng.normal(size=s) for s in ((rows, dim), (len(sizes), dim, width), (rows, width)))
+    x[sum(sizes) :], dy[sum(sizes) :] = np.nan, np.nan
+    return *(jnp.asarray(a, jnp.bfloat16) for a in (x, w, dy)), jnp.asarray(sizes, jnp.int32)
+
+
+def by_groups(x, w, dy, sizes):
+    x, w, dy = (np.asarray(a, np.float64) for a in (x, w, dy))
+    y, dx, dw, start = np.zeros(dy.shape), np.zeros(x.shape), np.zeros(w.shape), 0
+    for g, size in enumerate(np.asarray(sizes)):
+        here = slice(start, start + size)
+        y[here], dx[here], dw[g] = x[here] @ w[g], dy[here] @ w[g].T, x[here].T @ dy[here]
+        start += size
+    return y, dx, dw
+
+
+def value_and_gradients(x, w, dy, sizes, **how):
+    y, pull = jax.vjp(lambda x, w: grouped_matmul(x, w, sizes, kernel="hopper", **how), x, w)
+    return y, *pull(dy)
+
+
+ON_HOPPER = (
+    jax.default_backend() == "gpu" and hopper.LANES and str(jax.devices()[0].compute_capability) == "9.0"
+)
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "emulated",
+    [True, pytest.param(False, marks=pytest.mark.skipif(not ON_HOPPER, reason="needs an H100 or an H200"))],
+)
+def test_values_and_gradients_are_those_of_a_loop_over_groups(case, emulated):
+    given = arrays(*CASES[case])
+    got = jax.jit(functools.partial(value_and_gradients, interpret=emulated))(*given)
+    for found, wanted in zip(got, by_groups(*given), strict=True):
+        assert found.dtype == jnp.bfloat16
+        np.testing.assert_allclose(np.asarray(found, np.float64), wanted, rtol=2**-7, atol=0.05)
+
+
+def test_gradients_of_matrices_are_sums_in_float32():
+    """A bfloat16 keeps 8 bits: 1 + 2^-10 is lost in it."""
+    x = jnp.ones((1024, 128), jnp.bfloat16)
+    dy = jnp.zeros((1024, 128), jnp.bfloat16).at[0].set(1).at[1].set(2.0**-10)
+    found = hopper.gradient(x, dy, jnp.asarray([1024], jnp.int32), emulate=True)
+    assert found.dtype == jnp.float32
+    np.testing.assert_array_equal(found, np.full((1, 128, 128), 1 + 2.0**-10))
+
+
+def test_it_takes_sixteen_bits():
+    rows, w, sizes = jnp.ones((8, 4)), jnp.ones((1, 4, 4)), jnp.asarray([8])
+    with pytest.raises(
+        TypeError, match="kernel 'hopper' takes bfloat16 and float16, not float32; convert, or use"
+    ):
+        grouped_matmul(rows, w, sizes, kernel="hopper")
+
+
+def stage(params, x):
+    """Two groups of rows through a matrix each, and something that dx needs the result of."""
+    return jnp.tanh(grouped_matmul(x, params["w"], jnp.asarray([100, 156], jnp.int32), kernel="hopper"))
+
+
+def test_a_kernels_weight_gradient_is_w():
+    """Its loops run over axes of their own, which are nobody's collectives; its FLOPs are counted."""
+    types = (
+        {"w": jax.ShapeDtypeStruct((2, 128, 256), jnp.bfloat16)},
+        jax.ShapeDtypeStruct((256, 128), jnp.bfloat16),
+    )
+    plan = split_backward(stage).trace(*types)
+    product = 2 * 256 * 128 * 256
+    assert plan.flops == (product, 2 * product, product, product)
+
+    def calls(part):
+        return [node for node in getattr(plan.programs, part).equations if node.flops]
+
+    made = {part: [call.outputs[0].shape for call in calls(part)] for part in ("forward", "input", "weight")}
+    assert made == {"forward": [(256, 256)], "input": [(256, 128)], "weight": [(2, 128, 256)]}
+    assert [value.shape for value in plan.stash] == [
+        (256, 256)
+    ]  # what W waits with: the gradient of the products
+
+
+def test_a_program_holds_a_kernel_traced_once():
+    """However often it calls it: one of 64 groups takes a second to lower."""
+    x, w, _, sizes = arrays(256, 128, 128, (100, 156))
+
+    def twice(x, w):
+        for _ in range(2):
+            x = grouped_matmul(x, w, sizes, kernel="hopper")
+        return x
+
+    first, second = named(jax.make_jaxpr(twice)(x, w).jaxpr, "mpmd_map")
+    assert all(first.params[name] is second.params[name] for name in ("jaxprs", "meshes"))
+
+
+@pytest.mark.slow
+def test_they_compile_for_an_h100_that_is_not_here():
+    try:
+        device = Target.parse("h100:1x1").devices()[0]
+    except MissingCompiler as error:
+        pytest.skip(str(error))
+    here = jax.sharding.SingleDeviceSharding(device)
+    for case in ("as they are", "narrow widths"):
+        given = [jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=here) for a in arrays(*CASES[case])]
+        text = jax.jit(value_and_gradients).lower(*given).compile().as_text()
+        assert text.count('custom_call_target="mosaic_gpu') == 3, case
