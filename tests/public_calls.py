@@ -129,7 +129,7 @@ GOOD: Mapping[str, Mapping[str, Any]] = {
         layout=LAYOUT, num_experts=4, num_chosen=2, num_limited=None, num_tokens=50, seed=0
     ),
     "inspect.rates.tpu_rates": dict(generation="v5p"),
-    "inspect.gpu_rates": dict(generation="h100", network=5e10, node=8),
+    "inspect.gpu_rates": dict(generation="h100", network=5e10, node=8, published=True),
     "inspect.compiler.tpu_generation": dict(device_kind="TPU v5"),
     "inspect.read": dict(program="HloModule m\n\nENTRY e {\n  ROOT p = f32[2]{0} parameter(0)\n}\n"),
     "inspect.copies": dict(

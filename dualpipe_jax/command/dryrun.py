@@ -65,7 +65,7 @@ class Dryrun:
 
     target: TargetName
     """The devices: v5e:4x4 or v5p:8x8x16, likewise v4, v6e and tpu7x, or h100:NODESxGPUS, likewise a100,
-    b200 and gb200; or cpu:N, which runs and times the units on this machine."""
+    h200, b200 and gb200; or cpu:N, which runs and times the units on this machine."""
     compile: Literal["nothing", "units", "step"] = "units"
     """nothing: only count the memory, which takes seconds and needs no compiler. units: compile each unit of
     the engine once, for the times. step: compile the program's whole step, for the compiler's own count of

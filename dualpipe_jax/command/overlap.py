@@ -55,7 +55,7 @@ class Overlap:
 
     target: TargetName
     """The devices: v5e:4x4 or v5p:8x8x16, likewise v4, v6e and tpu7x, or h100:NODESxGPUS,
-    likewise a100, b200 and gb200."""
+    likewise a100, h200, b200 and gb200."""
     what: Literal["train", "prefill", "decode"] = "train"
     """train: an overlapped pair of a pipeline. prefill, decode: a step of serving in two microbatches, with
     the experts over all devices of the target. It has --layers-per-stage layers with experts (4 if left out),

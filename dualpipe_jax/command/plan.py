@@ -62,7 +62,7 @@ class Plan:
 
     target: TargetName
     """The devices, all of which are used: v5e:4x4 or v5p:8x8x16, likewise v4, v6e and tpu7x, or
-    h100:NODESxGPUS, likewise a100, b200 and gb200; or cpu:N, which runs and times the units on this machine."""
+    h100:NODESxGPUS, likewise a100, h200, b200 and gb200; or cpu:N, which runs and times the units on this machine."""
     tokens_per_step: Count = None
     """Number of tokens of a step, from which the number of microbatches follows. If left out, four
     microbatches for each rank, of one sequence for each device."""

@@ -1,7 +1,31 @@
-"""NVIDIA's GPUs as published: what their compiler is told of them, and how fast they and their links are."""
+"""NVIDIA's GPUs: what their compiler is told of them, how fast they and their links are as published, and how much of
+it programs reach, as measured where anybody had one.
+"""
 
 import dataclasses
 from collections.abc import Mapping
+
+
+@dataclasses.dataclass(frozen=True)
+class Reached:
+    """What compiled programs reach of a GPU's published rates.
+
+    Attributes:
+      products: share of its operations a second that matrix products do.
+      grouped: share that grouped products of unequal groups do, by the kernels of ``parallel.hopper``.
+      attention: shares that the best kernel known here does in causal attention over sequences of some thousand
+        tokens: forward, backward.
+      memory: share of its memory's bytes a second, read plus written.
+      launch: seconds that every kernel takes besides.
+      source: who measured these, on what.
+    """
+
+    products: float = 1.0
+    grouped: float = 1.0
+    attention: tuple[float, float] = (0.55, 0.5)
+    memory: float = 1.0
+    launch: float = 0.0
+    source: str = "nobody here: all but attention is as published"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,10 +45,10 @@ class Gpu:
       clock: hertz at which its matrix units reach ``flops``; times are given in cycles of it.
       nvlink: bytes a second, each way, to the others of its node.
       network: bytes a second, each way, of its own network card, to other nodes.
-      attention: shares of ``flops`` that the best kernel known here reaches in causal attention over sequences of some
-        thousand tokens: forward, backward.
       source: of ``flops``, ``bandwidth`` and the links.
-      attention_source: who measured ``attention``.
+      published: what is reached if all but attention is as published.
+      attention_source: who published the attention of ``published``.
+      reached: what is reached as measured; None if nobody here had one.
     """
 
     name: str
@@ -39,9 +63,10 @@ class Gpu:
     clock: float
     nvlink: float
     network: float
-    attention: tuple[float, float]
     source: str
+    published: Reached
     attention_source: str
+    reached: Reached | None = None
 
     def target_config(self) -> str:
         """XLA's GpuTargetConfigProto, as text, for compiling where there is no such GPU.
@@ -93,6 +118,17 @@ dnn_version_info {{ major: 9 minor: 10 patch: 0 }}
 """
 
 
+_FLASH_3 = "Shah et al. 2024, FlashAttention-3, figures 5 and 6, of cuDNN"
+
+_HOPPER = Reached(
+    products=0.695,
+    grouped=0.62,
+    attention=(0.53, 0.41),
+    memory=0.88,
+    launch=5e-6,
+    source="benchmarks/gpu.py on an H200, 2026-11-26, docs/gpu.md",
+)
+
 _NO_BACKWARD = "the backward's share of an H100, for none is published"
 
 GPUS: Mapping[str, Gpu] = {
@@ -109,8 +145,8 @@ GPUS: Mapping[str, Gpu] = {
         clock=1.41e9,
         nvlink=300e9,
         network=25e9,
-        attention=(0.73, 0.63),
         source="NVIDIA's data sheets of the A100 80GB SXM and of the DGX A100",
+        published=Reached(attention=(0.73, 0.63)),
         attention_source="Dao 2023, FlashAttention-2, its fastest cases",
     ),
     "h100": Gpu(
@@ -126,9 +162,32 @@ GPUS: Mapping[str, Gpu] = {
         clock=1.83e9,
         nvlink=450e9,
         network=50e9,
-        attention=(0.55, 0.5),
         source="NVIDIA's data sheets of the H100 SXM and of the DGX H100",
-        attention_source="Shah et al. 2024, FlashAttention-3, figures 5 and 6, of cuDNN",
+        published=Reached(attention=(0.55, 0.5)),
+        attention_source=_FLASH_3,
+        reached=dataclasses.replace(
+            _HOPPER,
+            memory=0.725,
+            source=f"an H100's memory on 2026-11-22; all else of its multiprocessors' like: {_HOPPER.source}",
+        ),
+    ),
+    "h200": Gpu(
+        name="NVIDIA H200",
+        capability=9,
+        multiprocessors=132,
+        boost=1.98e9,
+        size=150754820096,
+        l2_cache=62914560,
+        memory=141 * 10**9,
+        flops=989e12,
+        bandwidth=4800e9,
+        clock=1.83e9,
+        nvlink=450e9,
+        network=50e9,
+        source="NVIDIA's data sheets of the H200 SXM and of the DGX H200",
+        published=Reached(attention=(0.55, 0.5)),
+        attention_source=_FLASH_3,
+        reached=_HOPPER,
     ),
     "b200": Gpu(
         name="NVIDIA B200",
@@ -143,8 +202,8 @@ GPUS: Mapping[str, Gpu] = {
         clock=1.856e9,
         nvlink=900e9,
         network=50e9,
-        attention=(0.55, 0.5),
         source="NVIDIA's Blackwell architecture brief (HGX B200) and data sheet of the DGX B200",
+        published=Reached(attention=(0.55, 0.5)),
         attention_source=f"arXiv 2603.05451, FlashAttention-4, of cuDNN 9.13; {_NO_BACKWARD}",
     ),
     "gb200": Gpu(
@@ -160,8 +219,8 @@ GPUS: Mapping[str, Gpu] = {
         clock=2.008e9,
         nvlink=900e9,
         network=50e9,
-        attention=(0.55, 0.5),
         source="NVIDIA's Blackwell architecture brief and data sheet of the GB200 NVL72",
+        published=Reached(attention=(0.55, 0.5)),
         attention_source=f"as of the B200; {_NO_BACKWARD}",
     ),
 }

@@ -84,21 +84,26 @@ def tpu_rates(generation: str) -> "Rates":
 
 
 @typechecked
-def gpu_rates(generation: str = "h100", network: float | None = None, node: int = 8) -> "Rates":
+def gpu_rates(
+    generation: str = "h100", network: float | None = None, node: int = 8, published: bool = False
+) -> "Rates":
     """A roofline for NVIDIA's GPUs, in cycles of a device's ``clock``; CUDA's compiler gives no cycles itself.
 
     >>> from dualpipe_jax.inspect import gpu_rates
     >>> round(gpu_rates("h100").link)  # bytes a cycle inside a node: 450 GB/s at 1.83 GHz
     246
 
-    All rates are published, see ``gpus.GPUS``: matrix products, memory (read plus written), NVLink inside a node. What
-    crosses nodes goes over the network: see ``fabric.Nodes``; a permute whose devices are not known is taken to do so.
-    Attention does not reach the matrix units' rate: it has its own.
+    For h100 and h200 products, attention, memory (read plus written) and launches go by what was measured on one,
+    ``gpus.Gpu.reached``; with ``published``, and for the others, by data sheets, which nothing reaches: programs took
+    1.3 to 1.5 times as long. Attention, which reaches least, has its own rate. Links are as published: NVLink inside a
+    node; what crosses nodes goes over the network, see ``fabric.Nodes``; a permute whose devices are not known is taken
+    to do so.
 
     Args:
-      generation: a100, h100, b200 or gb200.
+      generation: a100, h100, h200, b200 or gb200.
       network: bytes a second, each way, of a GPU's share of the network between nodes; as published if left out.
       node: GPUs that NVLink joins; consecutive devices are on one.
+      published: take data sheets where there are measurements, too.
 
     Raises:
       ValueError: if the generation is not known.
@@ -110,16 +115,22 @@ def gpu_rates(generation: str = "h100", network: float | None = None, node: int 
         )
     gpu = GPUS[generation]
     network = gpu.network if network is None else network
-    link, flops = gpu.nvlink / gpu.clock, gpu.flops / gpu.clock
-    forward, backward = gpu.attention
+    link, peak = gpu.nvlink / gpu.clock, gpu.flops / gpu.clock
+    reached = gpu.published if published or gpu.reached is None else gpu.reached
+    forward, backward = reached.attention
     return Rates(
         fabric=Nodes(node, link, network / gpu.clock),
         link=link,
         switched=True,
         collectives={"collective-permute": network / gpu.clock},
-        memory=gpu.bandwidth / gpu.clock,
-        flops=flops,
-        kernel_flops={r"fmha.*Backward": backward * flops, "fmha": forward * flops},
+        memory=reached.memory * gpu.bandwidth / gpu.clock,
+        flops=reached.products * peak,
+        kernel_flops={
+            r"fmha.*Backward": backward * peak,
+            "fmha": forward * peak,
+            "mosaic_gpu": reached.grouped * peak,
+        },
+        launch=reached.launch * gpu.clock,
     )
 
 
@@ -154,6 +165,7 @@ class Rates:
         expression searched in the call's target and op_name; the first that is found counts.
       kernel_flops: the same of custom calls that are known to reach less, by a regular expression searched in the
         call's target; the first that is found counts.
+      launch: cycles that a kernel takes besides, priced by memory or flops.
       measured: whether memory and flops are of real devices, and so price what the compiler prices as well.
       fabric: what lies between devices. A collective whose groups are known takes no less than it says, and as long
         where ``collectives`` says something of its kind.
@@ -167,6 +179,7 @@ class Rates:
     flops: float | None = None
     kernels: Mapping[str, float] = dataclasses.field(default_factory=dict)
     kernel_flops: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    launch: float = 0.0
     measured: bool = False
     fabric: Fabric | None = None
 
@@ -213,7 +226,8 @@ class Rates:
         if instruction.opcode == "custom-call" and not arithmetic:
             return None  # a kernel of which nothing is known
         moved = traffic(module, within, instruction) / self.memory
-        return max(moved, arithmetic / self._reached(instruction)) if self.flops else moved
+        busy = max(moved, arithmetic / self._reached(instruction)) if self.flops else moved
+        return busy + self.launch if busy else 0.0
 
     def _reached(self, instruction: Instruction) -> float:
         """Multiplications and additions a cycle."""

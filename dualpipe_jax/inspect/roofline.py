@@ -21,12 +21,15 @@ def flops(module: Module, computation: Computation, instruction: Instruction) ->
     """Multiplications and additions of the matrix products in an instruction.
 
     Knows ``dot``, the convolutions that TPUs have in its place, the GPU libraries' matrix products, cuDNN's attention,
-    and kernels that state their cost; of a fusion, those inside it. Loops and other kernels count 0.
+    the grouped products of ``parallel.hopper`` if their groups fill all rows, and kernels that state their cost; of a
+    fusion, those inside it. Loops and other kernels count 0.
     """
     if stated := _ESTIMATE.search(instruction.config):
         return int(stated[1])
     if "cudnn$fmha" in instruction.target:
         return _attention(computation, instruction)
+    if instruction.target.startswith("mosaic_gpu"):
+        return _grouped(computation, instruction)
     if instruction.opcode == "dot" or "lhs_contracting_dim" in instruction.config:
         left = computation.by_name.get(instruction.operands[0]) if instruction.operands else None
         contracted = _CONTRACTED.search(instruction.attributes)
@@ -89,6 +92,22 @@ def _attention(computation: Computation, instruction: Instruction) -> int:
     keys, values = (3, 2) if instruction.target.endswith("Backward") else (1, 1)
     multiplied = 2 * B * H * Q * K * (keys * X + values * V)
     return multiplied // 2 if _CAUSAL.search(instruction.config) else multiplied
+
+
+def _grouped(computation: Computation, instruction: Instruction) -> int:
+    """The operations of a kernel of rows [R, D] and matrices [G, ...] to [R, F], or of rows [R, D] and [R, F] to
+    [G, D, F]; 0 for one of other shapes, of which nothing is known.
+    """
+    known = [computation.by_name[name] for name in instruction.operands if name in computation.by_name]
+    arrays = [made.arrays[0].dims for made in known if len(made.arrays) == 1]
+    dims = sorted((len(shape) for shape in arrays if len(shape) > 1), reverse=True)
+    rows = [shape for shape in arrays if len(shape) == 2]
+    made = instruction.arrays[0].dims if len(instruction.arrays) == 1 else ()
+    if dims == [3, 2] and len(made) == 2 and made[0] == rows[0][0]:
+        return 2 * math.prod(rows[0]) * made[1]
+    if dims == [2, 2] and len(made) == 3 and rows[0][0] == rows[1][0]:
+        return 2 * math.prod(rows[0]) * made[2]
+    return 0
 
 
 def traffic(module: Module, computation: Computation, instruction: Instruction) -> int:

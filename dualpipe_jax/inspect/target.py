@@ -94,7 +94,7 @@ class Target:
     """Devices of one kind, by name.
 
     Attributes:
-      generation: v4, v5e, v5p, v6e, tpu7x, a100, h100, b200, gb200 or cpu.
+      generation: v4, v5e, v5p, v6e, tpu7x, a100, h100, h200, b200, gb200 or cpu.
       shape: chips along each axis of a TPU's torus; of GPUs nodes x GPUs of a node, which are those that NVLink
         joins, 72 of a GB200 NVL72; of cpu virtual devices.
     """

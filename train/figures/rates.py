@@ -17,7 +17,7 @@ from dualpipe_jax.inspect.target import DEVICES
 from dualpipe_jax.probe.place import seconds
 
 _TERA, _GIBI = 1e12, 2**30
-_GPUS = {**{name: gpu.flops for name, gpu in GPUS.items()}, "h200": GPUS["h100"].flops}
+_GPUS = {name: gpu.flops for name, gpu in GPUS.items()}
 """A word of the device's name -> operations a second in bfloat16, dense, as published."""
 
 
