@@ -48,8 +48,8 @@ class StepOptions:
     """Number of layers of each stage in model order, dense layers included. If left out, the program chooses:
     the models here balance the time of their stages."""
     precision: Literal["float32", "bfloat16"] | None = None
-    """What activations are computed in. If left out, the model's own. Parameters and their sums are
-    float32."""
+    """What activations are computed in. If left out, a run takes float32 on CPU and bfloat16 on accelerators,
+    and a plan what the model itself has. Parameters and their sums are float32."""
     remat: Literal["none", "dots", "wide", "all"] = "none"
     """What layers compute again in the backward. none: nothing, all that it needs is kept. dots: all but
     products of matrices. wide: what is wide and cheap to compute. all: everything from the layer's input

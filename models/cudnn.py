@@ -29,11 +29,15 @@ CUDNN = UNEQUAL
 """What a program compiled where there is none may ask for. Nothing that came later is used."""
 
 
-def cudnn_takes(q_BHSX: Array) -> bool:
+def cudnn_takes(q_BHSX: Array | jax.ShapeDtypeStruct) -> bool:
     """Whether cuDNN's attention knows the type and, on the GPU that runs the program, the width."""
     narrow = q_BHSX.dtype in (jnp.bfloat16, jnp.float16)
-    widest = 256 if compute_capability() >= HOPPER else 128
-    return narrow and q_BHSX.shape[-1] % 8 == 0 and q_BHSX.shape[-1] <= widest
+    return narrow and q_BHSX.shape[-1] % 8 == 0 and q_BHSX.shape[-1] <= widest_heads()
+
+
+def widest_heads() -> int:
+    """The widest heads that cuDNN's attention takes on the GPU that runs the program."""
+    return 256 if compute_capability() >= HOPPER else 128
 
 
 def compute_capability() -> tuple[int, ...]:

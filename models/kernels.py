@@ -18,7 +18,8 @@ from dualpipe_jax.parallel import Handle, expert_matmul, hopper
 from dualpipe_jax.parallel.expert_groups import BY_DEVICE
 from dualpipe_jax.parallel.kernel_cost import priced
 from models.attention import Attend, causal_attention
-from models.cudnn import HOPPER, compute_capability, cudnn_attention, cudnn_takes
+from models.config import Config
+from models.cudnn import HOPPER, compute_capability, cudnn_attention, cudnn_takes, widest_heads
 
 AttentionKernel = Literal["auto", "plain", "splash", "cudnn"]
 MatmulKernel = Literal["auto", "plain", "ragged", "megablox", "hopper", "float8"]
@@ -88,6 +89,41 @@ class Kernels:
             return functools.partial(_on_gpu, interpret=self.interpret)
         product, gradient = BY_DEVICE[platform]
         return functools.partial(expert_matmul, kernel=product, gradient=gradient, interpret=self.interpret)
+
+    def describe(self, platform: str, config: Config, dispatch: str) -> str:
+        """What computes attention and experts on an accelerator, and why not the faster kernel where there is one."""
+        dtype, heads = jnp.dtype(config.compute_dtype), config.qk_nope_dim + config.qk_rope_dim
+        attention, experts = f"attention {self.attention}", f"experts {self.matmul}"
+        if self.attention == "auto" and platform == "gpu":
+            asked = jax.ShapeDtypeStruct((1, config.num_heads, 1, heads), dtype)
+            attention = (
+                "attention cudnn"
+                if cudnn_takes(asked)
+                else (
+                    f"attention plain, slow and with all scores at once: cuDNN takes 16 bits and heads of up to "
+                    f"{widest_heads()}, these are {dtype.name} and {heads} wide"
+                )
+            )
+        elif self.attention == "auto":
+            attention = "attention splash where 128 divides the sequence, else plain"
+        if dispatch == "capacity" and self.matmul != "float8":
+            experts = "experts one batched product"
+        elif self.matmul == "auto" and platform == "gpu":
+            row = on_this_gpu(dtype)
+            experts = f"experts {BY_DEVICE[row][0]}"
+            if row == "gpu":
+                better = (
+                    "--precision bfloat16"
+                    if dtype == jnp.float32 and on_this_gpu(jnp.bfloat16) != row
+                    else ""
+                )
+                experts += (
+                    f", slow: each of a device's experts multiplies all rows; {better or '--dispatch capacity'} is "
+                    "faster"
+                )
+        elif self.matmul == "auto":
+            experts = "experts ragged, gradients megablox"
+        return f"{attention}; {experts}"
 
 
 AUTO = Kernels()

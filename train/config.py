@@ -184,7 +184,7 @@ class LaunchConfig:
     """Number of steps between reports of the slowest of several processes. 0 for none."""
 
 
-STEP = StepOptions(ep=2, microbatches=16, microbatch_size=4, precision="float32")
+STEP = StepOptions(ep=2, microbatches=16, microbatch_size=4)
 """The step that is trained if nothing else is asked for."""
 
 

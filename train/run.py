@@ -13,6 +13,7 @@ from rich.console import Console
 
 from dualpipe_jax.schedule import simulate
 from dualpipe_jax.schedule.formats.text import format_grid
+from models.kernels import Kernels
 from train.config import TrainConfig
 from train.data.text import describe_skipped
 from train.export import check_export, export
@@ -181,7 +182,11 @@ def introduce(this: Run, folder: Path, console: Console) -> None:
     picture = format_grid(this.schedule)
     (folder / "schedule.txt").write_text(picture + "\n")
     unit = corpus.vocabulary.unit
-    total, active = count_parameters(model_config(config, corpus.vocab))
+    numbers = model_config(config, corpus.vocab)
+    total, active = count_parameters(numbers)
+    platform, chosen = jax.devices()[0].platform, Kernels(config.step.attention, config.step.matmul)
+    told = "" if platform == "cpu" else chosen.describe(platform, numbers, config.step.dispatch)
+    kernels = told and f"kernels    {told}\n"
     say(
         console,
         f"model      {config.model.name}: {total / 1e6:.2f} M parameters, {active / 1e6:.2f} M active for a {unit}\n"
@@ -191,6 +196,7 @@ def introduce(this: Run, folder: Path, console: Console) -> None:
         f"step       {' x '.join(map(str, config.batch_shape[:2]))} sequences of {config.sequence} {unit}s\n"
         f"recipe     {describe_recipe(config, this.recipe)}\n"
         f"devices    {config.step.layout}, {jax.devices()[0].platform}\n"
+        f"{kernels}"
         f"run        {folder}\n",
     )
     if corpus.skipped:

@@ -86,13 +86,23 @@ class Run:
         return number == 0 or self.recipe.batch_size(number) != self.recipe.batch_size(number - 1)
 
 
+def in_its_precision(config: TrainConfig) -> TrainConfig:
+    """With what activations are computed in said, so that the run's own record has it: an accelerator's matrix units,
+    and its kernels of attention and experts, are for 16 bits.
+    """
+    if config.step.precision is not None:
+        return config
+    precision: Any = "float32" if config.launch.devices == "cpu" else "bfloat16"
+    return dataclasses.replace(config, step=dataclasses.replace(config.step, precision=precision))
+
+
 def prepare(config: TrainConfig) -> Run:
     """Check what can be checked, read the data, make the model and its programs. Makes no array.
 
     Raises:
       ConfigError, DataError: options or data that will not do.
     """
-    config = follow(config)
+    config = in_its_precision(follow(config))
     schedule = make_schedule(config)
     if jax.device_count() < config.step.num_devices:
         raise ConfigError(too_few_devices(config, jax.device_count()))

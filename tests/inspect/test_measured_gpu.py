@@ -39,7 +39,7 @@ def test_data_sheets_flatter(unit):
 
 
 def test_grouped_products_are_what_makes_dropless_slower():
-    """Nine kernels of 32,768 rows of 7,168 by 2,048, at a lower rate than the batched products that stand there else."""
+    """Nine kernels of 32,768 rows of 7,168 by 2,048, slower than the batched products elsewhere."""
     difference = MILLISECONDS["dropless_FB"] - MILLISECONDS["capacity_FB"]
     ours = predicted("dropless_FB")[0] - predicted("capacity_FB")[0]
     assert difference == pytest.approx(2.15, abs=0.01) and ours == pytest.approx(difference, rel=0.25)

@@ -17,7 +17,7 @@ from dualpipe_jax.engine import At
 from dualpipe_jax.parallel import make_mesh, plan_dropless
 from dualpipe_jax.parallel.expert_groups import BY_DEVICE, grouped_matmul
 from dualpipe_jax.split import split_backward
-from models import Kernels, deepseek, tiny
+from models import Kernels, deepseek, tiny, v3
 from models.attention import Attend, causal_attention
 from models.cudnn import cudnn_attention, cudnn_takes, padded_attention
 from models.kernels import KERNEL_VMEM, on_this_gpu, splash_attention
@@ -261,6 +261,34 @@ def test_on_a_hopper_groups_of_sixteen_bits_are_multiplied_by_its_kernels(kind, 
     with jax.sharding.use_abstract_mesh(mesh):
         assert on_this_gpu(jnp.bfloat16) == wanted
         assert on_this_gpu(jnp.float32) == "gpu"
+
+
+SAYS = {
+    ("H100 80GB HBM3", "bfloat16", "dropless"): "attention cudnn; experts hopper",
+    ("H100 80GB HBM3", "bfloat16", "capacity"): "attention cudnn; experts one batched product",
+    (
+        "H100 80GB HBM3",
+        "float32",
+        "dropless",
+    ): "cuDNN takes 16 bits and heads of up to 256, these are float32 and 192 "
+    "wide; experts ragged, slow: each of a device's experts multiplies all rows; --precision bfloat16 is faster",
+    (
+        "A100-SXM4-80GB",
+        "bfloat16",
+        "dropless",
+    ): "heads of up to 128, these are bfloat16 and 192 wide; experts ragged, "
+    "slow: each of a device's experts multiplies all rows; --dispatch capacity is faster",
+}
+
+
+@pytest.mark.parametrize("case", SAYS, ids="-".join)
+@pytest.mark.skipif(jax.default_backend() == "gpu", reason="a GPU here is the one that runs the program")
+def test_a_run_on_a_gpu_is_told_its_kernels(case):
+    kind, dtype, dispatch = case
+    device = jax.sharding.AbstractDevice(f"NVIDIA {kind}", 100, "gpu")
+    with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((1,), ("x",), abstract_device=device)):
+        told = Kernels().describe("gpu", v3(compute_dtype=jnp.dtype(dtype)), dispatch)
+    assert told.endswith(SAYS[case])
 
 
 def test_experts_of_a_gpu_without_such_a_kernel_multiply_as_the_compiler_does():

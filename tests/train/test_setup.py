@@ -119,6 +119,19 @@ def test_evaluation_reads_what_training_does_not(spied):
     assert run.evaluate is evaluate
 
 
+@pytest.mark.parametrize(
+    "asked, wanted",
+    [
+        ({}, "float32"),
+        (dict(devices="accelerator"), "bfloat16"),
+        (dict(devices="accelerator", precision="float32"), "float32"),
+    ],
+)
+def test_a_run_says_what_it_computes_in(asked, wanted):
+    """In its own record, so that it goes on in the same elsewhere."""
+    assert setup.in_its_precision(configure(**asked)).step.precision == wanted
+
+
 def test_room_for_tokens():
     bounded = {"dispatch": "dropless", "capacity_factor": 3.0}
     for options, factor in (({}, None), ({"dispatch": "capacity"}, 2.0), (bounded, 3.0)):

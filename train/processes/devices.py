@@ -37,7 +37,7 @@ def set_devices(
     counts = _DEVICE_COUNT.findall(flags)
     if not counts:
         ours = [f"--xla_force_host_platform_device_count={needed}", *_PATIENCE]
-        ours += [_BFLOAT16] if config.step.precision != "float32" else []  # the model's own may be
+        ours += [_BFLOAT16] if config.step.precision == "bfloat16" else []
         environ["XLA_FLAGS"] = " ".join([*flags.split(), *ours])
     elif int(counts[-1]) < needed:
         raise ConfigError(too_few_devices(config, int(counts[-1]) * num_processes, "XLA_FLAGS asks for"))
