@@ -1,6 +1,6 @@
 """What one GPU gives this project, in one command: parts, a layer, a step, the trainer, each beside its peer.
 
-    scripts/bench gpu [--minutes 9] [--parts products,layer] [--output gpu.json]
+    scripts/bench gpu [--minutes 9] [--parts products,dropless] [--output gpu.json]
     scripts/bench gpu --compile-only        # no GPU: all is compiled for an H100, and what it calls is listed
 
 Each function's record is a line of JSON as it is found; a table follows. Parts run in processes of their own: one that
@@ -33,11 +33,13 @@ IN_ONE_PROCESS = (
     "step",
     "repeat",
 )
-DETERMINISTIC = "repeat, deterministic"
+DETERMINISTIC = "repeat_deterministic"
 ALONE = (DETERMINISTIC, "trainer", "torch")
 PARTS = (*IN_ONE_PROCESS, *ALONE)
 ASKED = ("walks",)
 """Parts that run only when they are named."""
+WRONG_USE = 2
+"""The exit code of argparse's errors."""
 FLAG = "--xla_gpu_deterministic_ops=true"
 
 
@@ -66,14 +68,14 @@ def main() -> None:
     """Parse, run, write."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--minutes", type=float, default=9.0, help="all together")
-    parser.add_argument("--parts", help=f"some of {', '.join((*PARTS, *ASKED))}, separated by semicolons")
+    parser.add_argument("--parts", help=f"some of {', '.join((*PARTS, *ASKED))}, separated by commas")
     parser.add_argument("--compile-only", action="store_true", help="compile for a GPU that is not here")
     parser.add_argument("--target", default="h100:1x1", help="that GPU")
     parser.add_argument("--output", type=Path, default=Path("gpu.json"), help="file for all records")
     parser.add_argument("--texts", type=Path, help="folder for the compiled programs of a layer's units")
     parser.add_argument("--here", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
-    wanted = PARTS if options.parts is None else [name.strip() for name in options.parts.split(";")]
+    wanted = PARTS if options.parts is None else [name.strip() for name in options.parts.split(",")]
     if unknown := [name for name in wanted if name not in (*PARTS, *ASKED)]:
         parser.error(f"no part named {', '.join(unknown)}; there are {', '.join((*PARTS, *ASKED))}")
     if options.here or options.compile_only:
@@ -124,8 +126,10 @@ def in_processes(options: argparse.Namespace, wanted: Sequence[str]) -> list[dic
     left = [name for name in wanted if name in (*IN_ONE_PROCESS, *ASKED)]
     while left and time.monotonic() < end:
         child(options, left, end, say)
-        begun = [record["part"] for record in records if record["name"] == "begins"]
-        left = [name for name in left if name not in begun]
+        tried = {record["part"] for record in records}
+        left = [name for name in left if name not in tried]
+    for name in left:
+        say({"part": name, "name": "not done", "reason": "the minutes that were given are over"})
     for name in (name for name in wanted if name in ALONE):
         if time.monotonic() > end - 20:
             say({"part": name, "name": "not done", "reason": "the minutes that were given are over"})
@@ -148,34 +152,37 @@ def child(
 ) -> None:
     """Run parts in a process of their own, until the end at the latest."""
     seconds = end - time.monotonic()
-    command = [sys.executable, __file__, "--here", "--parts", ";".join(parts), "--minutes", str(seconds / 60)]
+    command = [sys.executable, __file__, "--here", "--parts", ",".join(parts), "--minutes", str(seconds / 60)]
     command += ["--texts", str(options.texts)] if options.texts else []
-    process = subprocess.Popen(
+    other: list[str] = []
+    part = parts[0]
+    with subprocess.Popen(
         command,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
         cwd=ROOT,
         env=os.environ | environment,
-    )
-    killer = threading.Timer(seconds, process.kill)
-    killer.start()
-    other: list[str] = []
-    part = parts[0]
-    assert process.stdout is not None
-    for line in process.stdout:
-        if line.startswith('{"part"'):
+    ) as process:
+        killer = threading.Timer(seconds, process.kill)
+        killer.start()
+        assert process.stdout is not None
+        for line in process.stdout:
+            if not line.startswith('{"part"'):
+                other.append(line.rstrip())
+                continue
             record = json.loads(line)
-            part = record["part"]
             say(record)
-        else:
-            other.append(line.rstrip())
-    killer.cancel()
-    if code := process.wait():
-        reason = "killed, for the minutes are over" if code == -9 else f"exit code {code}"
+            part, other = record["part"], []
+            if record["name"] == "took" and part != parts[-1]:
+                part = parts[parts.index(part) + 1]
+        killer.cancel()
+    code = process.returncode
+    if code == WRONG_USE:
+        raise SystemExit("\n".join(other[-1:]))
+    if code:
+        reason = "killed, for the minutes are over" if time.monotonic() >= end else f"exit code {code}"
         say({"part": part, "name": "failed", "reason": reason, "tail": other[-12:]})
-        if not any(line.startswith('{"part"') for line in other) and part == parts[0]:
-            say({"part": part, "name": "begins"})  # or it would be tried again
 
 
 def smi() -> str:

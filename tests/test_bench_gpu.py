@@ -1,0 +1,95 @@
+"""``scripts/bench gpu`` where there is no GPU: what it says, what goes on when a part fails, and that all compiles."""
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import jax
+import pytest
+
+from benchmarks import gpu
+from dualpipe_jax.inspect.target import MissingCompiler, Target
+
+ROOT = Path(__file__).resolve().parent.parent
+SCRIPT = ROOT / "benchmarks" / "gpu.py"
+
+
+def run(*options, timeout=120):
+    return subprocess.run(
+        [sys.executable, str(SCRIPT), *options], capture_output=True, text=True, timeout=timeout, cwd=ROOT
+    )
+
+
+@pytest.mark.skipif(jax.default_backend() == "gpu", reason="there is a GPU here")
+def test_without_a_gpu_it_says_what_it_can_do(tmp_path):
+    done = run("--output", str(tmp_path / "gpu.json"))
+    assert done.returncode == 1
+    assert "JAX finds no GPU here, only 'cpu'; --compile-only compiles everything for one" in done.stderr
+
+
+def test_a_part_that_is_not_known():
+    done = run("--parts", "products,layers")
+    assert done.returncode == 2 and "no part named layers; there are products, attention" in done.stderr
+
+
+CHILD = """
+import json, sys, time
+parts = sys.argv[sys.argv.index("--parts") + 1].split(",")
+for part in parts:
+    if part == "attention":
+        print("about to fall", flush=True); sys.exit(139)
+    print(json.dumps({"part": part, "name": "begins"}), flush=True)
+    if part == "shapes":
+        sys.exit(1)
+    print(json.dumps({"part": part, "name": "took", "seconds": 0.0}), flush=True)
+"""
+
+
+def test_parts_go_on_past_one_that_takes_its_process_with_it(tmp_path, monkeypatch):
+    """One before it said a word, one in its middle."""
+    script = tmp_path / "child.py"
+    script.write_text(CHILD)
+    monkeypatch.setattr(gpu, "__file__", str(script))
+    options = type("Options", (), dict(minutes=1.0, texts=None, output=tmp_path / "gpu.json"))
+    records = gpu.in_processes(options, ["products", "attention", "grouped", "shapes", "step"])
+    assert json.loads((tmp_path / "gpu.json").read_text()) == records
+    done = [record["part"] for record in records if record["name"] == "took"]
+    failed = {record["part"]: record for record in records if record["name"] == "failed"}
+    assert done == ["products", "grouped", "step"]
+    assert list(failed) == ["attention", "shapes"]
+    assert failed["attention"]["tail"] == ["about to fall"]
+
+
+def test_parts_for_which_there_is_no_time_are_named(tmp_path):
+    options = type("Options", (), dict(minutes=0.0, texts=None, output=tmp_path / "gpu.json"))
+    records = gpu.in_processes(options, ["products", "trainer"])
+    assert [(r["part"], r["name"]) for r in records[1:]] == [
+        ("products", "not done"),
+        ("trainer", "not done"),
+    ]
+
+
+@pytest.mark.slow
+def test_parts_compile_for_an_h100_that_is_not_here(tmp_path):
+    """The experts' products are kernels: nothing multiplies all rows once for each expert."""
+    try:
+        Target.parse("h100:1x1").check_compiler()
+    except MissingCompiler as error:
+        pytest.skip(str(error))
+    output = tmp_path / "gpu.json"
+    began = time.monotonic()
+    done = run(
+        "--compile-only", "--parts", "attention,grouped,dropless", "--output", str(output), timeout=600
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    records = json.loads(output.read_text())
+    assert not [record for record in records if record["name"] == "failed"], time.monotonic() - began
+    calls = {record["name"]: record["calls"] for record in records if "calls" in record}
+    assert not any("ragged-dot" in each for each in calls.values())
+    kernels = {
+        name: sum(n for target, n in each.items() if "mosaic" in target) for name, each in calls.items()
+    }
+    units = {name.removeprefix("dropless: "): n for name, n in kernels.items() if name.startswith("dropless")}
+    assert units == {"F": 3, "B": 6, "I": 3, "W": 3, "FB": 9}
