@@ -206,3 +206,12 @@ def test_rates_that_price_programs(here):
     assert (rates.memory, rates.flops) == (3e12 / clock, 600e12 / clock)
     torus = measured_rates("rates.json", clock, switched=False)
     np.testing.assert_allclose(torus.collective("all-to-all", payload, 4), seconds * clock)
+
+
+def test_of_one_device_the_units_of_a_layer_are_timed(here, capfd):
+    """With all-to-alls of one device, which move nothing."""
+    assert main(["probe", "--cpu", "1", "--pp", "1", "--ep", "1", "--only", "layer", "rate-matmul"]) == 0
+    capfd.readouterr()
+    found = json.loads((here / "rates.json").read_text())
+    assert all(found["results"]["layer"][unit] > 0 for unit in ("F", "B", "I", "W", "FB"))
+    assert found["rates"]["flops"] > 1e8

@@ -162,6 +162,9 @@ class LaunchConfig:
 
     devices: Literal["cpu", "accelerator"] = "cpu"
     """cpu: make dp x pp x ep virtual devices. accelerator: take the devices that JAX finds."""
+    deterministic: bool = False
+    """On GPUs, the same bits whenever a step is run again: sums are taken in a fixed order, by XLA's
+    deterministic operations, and attention pads its values. That costs time. CPUs and TPUs do so anyway."""
     processes: AtLeastOne | None = None
     """Start so many processes on this machine, watch over them, and start them again when one fails."""
     restarts: NotNegative = 3

@@ -52,7 +52,7 @@ EXPERIMENTS: Mapping[str, Experiment] = {
     "rate-permute": _needing(timing.permutes, has_ranks),
     "rate-matmul": timing.matmuls,
     "rate-copy": timing.copies,
-    "layer": _needing(layer.layer, has_groups),
+    "layer": layer.layer,
 }
 
 

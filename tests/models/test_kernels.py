@@ -99,6 +99,15 @@ def test_cudnn_attention_is_traced_where_no_gpu_is():
         padded_attention(q, k, v, 0.3, "cudnn")
 
 
+def test_where_sums_have_one_order_values_are_padded(monkeypatch):
+    """XLA could not compile cuDNN's backward of unequal widths in one order."""
+    monkeypatch.setenv("XLA_FLAGS", "--xla_other=1 --xla_gpu_deterministic_ops=true")
+    q, k, v, _ = heads(jnp.bfloat16)
+    jaxpr = jax.make_jaxpr(lambda q, k, v: cudnn_attention(q, k, v, 0.3))(q, k, v).jaxpr
+    (call,) = named(jaxpr, "dot_product_attention_fwd_wrapper")
+    assert [var.aval.shape[-1] for var in call.invars[:3]] == [24, 24, 24]
+
+
 @pytest.mark.parametrize("dtype, width, takes", [("bfloat16", 192, True), ("float32", 192, False),
     ("bfloat16", 20, False), ("bfloat16", 264, False)])  # fmt: skip
 def test_what_cudnn_takes(dtype, width, takes):

@@ -90,6 +90,9 @@ def test_virtual_devices_are_asked_for():
     accelerator: dict[str, str] = {}
     set_devices(configure(devices="accelerator"), accelerator)
     assert accelerator == {}, "left to JAX"
+    in_order = {"XLA_FLAGS": "--xla_other=1"}
+    set_devices(configure(devices="accelerator", deterministic=True), in_order)
+    assert in_order == {"XLA_FLAGS": "--xla_other=1 --xla_gpu_deterministic_ops=true"}
 
 
 def test_the_users_own_device_count_stays():

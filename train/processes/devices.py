@@ -11,13 +11,16 @@ _PATIENCE = (  # virtual devices share the cores: on a busy machine a collective
 )
 _BFLOAT16 = "--xla_cpu_experimental_ynn_fusion_type="
 """No YNNPACK: its products of bfloat16 in float32 wait for threads that other devices' permutes hold, for minutes."""
+IN_ORDER = "--xla_gpu_deterministic_ops=true"
+"""A GPU's sums in an order that is the same each time."""
 _DEVICE_COUNT = re.compile(r"--xla_force_host_platform_device_count=(\d+)")
 
 
 def set_devices(
     config: TrainConfig, environ: "os._Environ[str] | dict[str, str]" = os.environ, *, num_processes: int = 1
 ) -> None:
-    """For virtual CPU devices: say so in the environment, which JAX reads when it is imported.
+    """For virtual CPU devices, and for sums in a fixed order: say so in the environment, which JAX reads when it is
+    imported.
 
     Several processes share them out equally. A count that is in XLA_FLAGS already stays.
 
@@ -25,6 +28,8 @@ def set_devices(
       ConfigError: that count is too small, or they cannot be shared out.
     """
     if config.launch.devices != "cpu":
+        if config.launch.deterministic:
+            environ["XLA_FLAGS"] = f"{environ.get('XLA_FLAGS', '')} {IN_ORDER}".strip()
         return
     needed, rest = divmod(config.step.num_devices, num_processes)
     if rest:

@@ -17,6 +17,8 @@ from train.options import in_todays_sections, plain
 FORMAT = 1
 """Of what is written: raised when an older reader would misread it."""
 
+ANY_ORDER = "in any order"
+
 LAYOUT = ("schedule", "pp", "ep", "dp", "shard")
 """Options of a step that say where its state lies."""
 
@@ -52,9 +54,16 @@ def describe(
         "seed": config.seed,
         "options": plain(config),
         "layout": {name: getattr(config.step, name) for name in LAYOUT} | {"processes": jax.process_count()},
-        "platform": {"devices": jax.devices()[0].device_kind, "machine": platform.machine()},
+        "platform": {"devices": jax.devices()[0].device_kind, "machine": platform.machine()} | _sums(config),
         "versions": {name: importlib.metadata.version(name) for name in ("jax", "jaxlib", "optax", "numpy")},
     }
+
+
+def _sums(config: TrainConfig) -> dict[str, str]:
+    """In which order a GPU adds; nothing of other devices, which have one."""
+    if jax.devices()[0].platform != "gpu":
+        return {}
+    return {"sums": "in one order" if config.launch.deterministic else ANY_ORDER}
 
 
 def at_step(
@@ -124,6 +133,8 @@ def changes(saved: Facts, ours: Facts) -> list[str]:
         for key, what in NOT_BITWISE.items()
         if saved.get(key) != ours[key]
     ]
+    if saved.get("platform") == ours["platform"] and ours["platform"].get("sums") == ANY_ORDER:
+        found.insert(0, "not bit for bit: this GPU adds in any order; a run with --deterministic adds in one")
     # An option that there was not yet had what is the default now.
     before = _leaves(plain(TrainConfig())) | _leaves(in_todays_sections(saved.get("options", {})))
     now = _leaves(ours["options"])

@@ -354,3 +354,28 @@ def test_check_wants_a_run(tmp_path, capsys):
     (tmp_path / FOLDER).mkdir()
     assert main(["--check", str(tmp_path)]) == 1
     assert "no whole step in" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "before, now, says",
+    [
+        (
+            "in any order",
+            "in any order",
+            "not bit for bit: this GPU adds in any order; a run with --deterministic",
+        ),
+        ("in one order", "in one order", ""),
+        (
+            "in one order",
+            "in any order",
+            "not bit for bit: hardware changed, sums in one order -> in any order",
+        ),
+    ],
+)
+def test_a_run_that_goes_on_on_a_gpu_is_told_of_its_sums(before, now, says):
+    saved, ours = (
+        {"options": plain(configure()), "platform": {"devices": "H100", "sums": s}} for s in (before, now)
+    )
+    for key in ("layout", "versions"):
+        saved[key] = ours[key] = {}
+    assert "; ".join(changes(saved, ours)).startswith(says) and bool(changes(saved, ours)) == bool(says)
