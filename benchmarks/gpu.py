@@ -14,6 +14,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -32,9 +33,10 @@ IN_ONE_PROCESS = (
     "float8",
     "step",
     "repeat",
+    "serving",
 )
 DETERMINISTIC = "repeat_deterministic"
-ALONE = (DETERMINISTIC, "trainer", "torch")
+ALONE = (DETERMINISTIC, "trainer", "probe", "torch")
 PARTS = (*IN_ONE_PROCESS, *ALONE)
 ASKED = ("walks",)
 """Parts that run only when they are named."""
@@ -45,7 +47,7 @@ FLAG = "--xla_gpu_deterministic_ops=true"
 
 def functions() -> dict[str, Callable]:
     """Parts that use JAX or PyTorch in the process that they run in."""
-    from benchmarks.on_gpu import layer, parts, peers, repeat, step
+    from benchmarks.on_gpu import layer, parts, peers, repeat, serving, step
 
     of = functools.partial
     return {
@@ -60,6 +62,7 @@ def functions() -> dict[str, Callable]:
         "step": step.step,
         "repeat": repeat.repeat,
         DETERMINISTIC: repeat.repeat,
+        "serving": serving.serving,
         "torch": peers.torch_parts,
     }
 
@@ -100,7 +103,12 @@ def in_this_process(
         if jax.default_backend() != "gpu" and wanted != ["torch"]:
             kind = jax.devices()[0].device_kind
             parser.error(f"JAX finds no GPU here, only {kind!r}; --compile-only compiles everything for one")
-    bench = Bench(options.target if options.compile_only else None, options.minutes, options.texts)
+    from dualpipe_jax.inspect.target import MissingCompiler
+
+    try:
+        bench = Bench(options.target if options.compile_only else None, options.minutes, options.texts)
+    except MissingCompiler as error:
+        parser.error(str(error))
     for name in wanted:
         if name in known:
             with bench.going_on(name):
@@ -133,6 +141,8 @@ def in_processes(options: argparse.Namespace, wanted: Sequence[str]) -> list[dic
     for name in (name for name in wanted if name in ALONE):
         if time.monotonic() > end - 20:
             say({"part": name, "name": "not done", "reason": "the minutes that were given are over"})
+        elif name == "probe":
+            probe(end, say)
         elif name == "trainer":
             from benchmarks.on_gpu import trainer
 
@@ -183,6 +193,26 @@ def child(
     if code:
         reason = "killed, for the minutes are over" if time.monotonic() >= end else f"exit code {code}"
         say({"part": part, "name": "failed", "reason": reason, "tail": other[-12:]})
+
+
+def probe(end: float, say: Callable[[dict], None]) -> None:
+    """``dualpipe probe`` on one device, with all that it says."""
+    command = [sys.executable, "-m", "dualpipe_jax", "probe", "--pp", "1", "--ep", "1"]
+    with tempfile.TemporaryDirectory() as folder:
+        rates = Path(folder) / "rates.json"
+        try:
+            done = subprocess.run(
+                [*command, "-o", str(rates)],
+                capture_output=True,
+                text=True,
+                timeout=end - time.monotonic(),
+                cwd=ROOT,
+            )
+        except subprocess.TimeoutExpired:
+            say({"part": "probe", "name": "not done", "reason": "the minutes that were given are over"})
+            return
+        found = json.loads(rates.read_text()) if rates.exists() else {"tail": done.stderr.splitlines()[-12:]}
+    say({"part": "probe", "name": f"exit code {done.returncode}", **found})
 
 
 def smi() -> str:

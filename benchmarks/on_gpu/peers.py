@@ -7,6 +7,7 @@ from typing import Any
 
 from benchmarks.on_gpu.bench import TRIALS, Bench
 from benchmarks.on_gpu.parts import DIM, EXPERTS, HIDDEN, TOKENS, UNEQUAL
+from benchmarks.on_gpu.serving import BATCHES, NEW, PROMPT
 
 Timed = Callable[[str, Callable[[], Any], float], None]
 
@@ -49,6 +50,7 @@ def torch_parts(bench: Bench) -> None:
     _products(timed, normal)
     _grouped(timed, normal)
     _attention(timed, normal)
+    _generate(bench)
 
 
 def _products(timed: Timed, normal: Callable[..., Any]) -> None:
@@ -81,3 +83,37 @@ def _attention(timed: Timed, normal: Callable[..., Any]) -> None:
         torch.autograd.grad(attend(*leaves, is_causal=True, scale=0.1), leaves, d)
 
     timed("sdpa: F and B", both, 3.5 * flops)
+
+
+def _generate(bench: Bench) -> None:
+    """Transformers' ``generate`` of what ``serving`` generates."""
+    import torch
+
+    try:
+        import transformers
+    except ModuleNotFoundError:
+        bench.say("generate left out", reason="transformers is not installed")
+        return
+    sizes = dict(
+        vocab_size=102400, hidden_size=2048, intermediate_size=10944, moe_intermediate_size=1408, num_hidden_layers=9,
+        first_k_dense_replace=1, num_attention_heads=16, num_key_value_heads=16, n_routed_experts=64,
+        n_shared_experts=2, num_experts_per_tok=6, q_lora_rank=None, kv_lora_rank=512, qk_rope_head_dim=64,
+        qk_nope_head_dim=128, v_head_dim=128,
+    )  # fmt: skip
+    with torch.device("cuda"):
+        config = transformers.DeepseekV2Config(**sizes)
+        model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
+    for batch in BATCHES:
+        prompts = torch.randint(0, sizes["vocab_size"], (batch, PROMPT), device="cuda")
+        took = []
+        for _ in range(2):
+            torch.cuda.synchronize()
+            began = time.perf_counter()
+            with torch.no_grad():
+                model.generate(
+                    prompts, attention_mask=torch.ones_like(prompts), max_new_tokens=NEW, min_new_tokens=NEW,
+                    do_sample=False, eos_token_id=None, pad_token_id=0,
+                )  # fmt: skip
+            torch.cuda.synchronize()
+            took.append(time.perf_counter() - began)
+        bench.say(f"generate: batch {batch}", tokens_per_s=batch * NEW / took[-1], ms=took[-1] / NEW * 1e3)
