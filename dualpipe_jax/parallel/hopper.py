@@ -173,7 +173,7 @@ def _gradient(x_RD: Array, dy_RF: Array, sizes_G: Array, walk: Walk = GRADIENT) 
                             )
                         plgpu.commit_smem()
 
-                    plgpu.wgmma(sum_ref, plgpu.transpose_ref(x_KD, (1, 0)), dy_KF)
+                    plgpu.wgmma(sum_ref, _transposed(x_KD), dy_KF)
 
                 @pl.when(num_blocks > 0)
                 def _() -> None:
@@ -209,6 +209,15 @@ def _gradient(x_RD: Array, dy_RF: Array, sizes_G: Array, walk: Walk = GRADIENT) 
     ends_G = jnp.cumsum(sizes_G)
     with jax.numpy_dtype_promotion("standard"):
         return run(ends_G - sizes_G, ends_G, x_RD, dy_RF)
+
+
+def _transposed(ref: Any) -> Any:
+    """A view of a block in shared memory, by the method that jax 0.11 has in place of a function."""
+    if hasattr(ref, "transpose"):
+        return ref.transpose((1, 0))
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    return plgpu.transpose_ref(ref, (1, 0))
 
 
 def _emulated_product(x_RD: Array, w_GDF: Array, sizes_G: Array, transpose: bool) -> Array:

@@ -139,3 +139,20 @@ def test_bfloat16_gradients_keep_their_dtypes():
     y, pull = jax.vjp(linear, x, w)
     dx, dw = pull(y)
     assert (y.dtype, dx.dtype, dw.dtype) == (jnp.bfloat16,) * 3
+
+
+def test_a_kernel_costs_what_it_states_and_not_what_is_seen_in_it():
+    """Its body runs once for each step of a grid, which nobody outside multiplies by."""
+    cost = pl.CostEstimate(flops=12345, transcendentals=0, bytes_accessed=0)
+
+    def kernel(x, w, out):
+        out[...] = x[...] @ w[...]
+
+    def product(w, x):
+        shape = jax.ShapeDtypeStruct((8, 8), jnp.float32)
+        return pl.pallas_call(kernel, out_shape=shape, cost_estimate=cost, interpret=True)(x, w)
+
+    gradient = jax.custom_vjp(product)
+    gradient.defvjp(lambda w, x: (product(w, x), (w, x)), lambda saved, dy: (product(dy, saved[1].T), dy))
+    square = jax.ShapeDtypeStruct((8, 8), jnp.float32)
+    assert split_backward(gradient).trace(square, square).flops == (12345, 12345, 0, 12345)
