@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from benchmarks.on_gpu import candidate
 from benchmarks.on_gpu.bench import Bench, error
 from dualpipe_jax.parallel import hopper
 from dualpipe_jax.parallel.expert_groups import grouped_matmul
@@ -92,6 +93,16 @@ def grouped(bench: Bench) -> None:
     transposed = functools.partial(hopper.product, transpose=True)
     dx = bench.time("hopper: dx", transposed, dy, w, sizes, flops=flops)
     dw = bench.time("hopper: dw, float32", hopper.gradient, x, dy, sizes, flops=flops)
+    for name, rows_of in (("", UNEQUAL), (" of a buffer an eighth full", UNEQUAL // 8)):
+        filled = bench.given(rows_of)
+        of = dict(flops=flops * float(rows_of.sum()) / rows)
+        if name:
+            bench.time(f"hopper: F{name}", hopper.product, x, w, filled, **of)
+        ours = bench.time(f"candidate: F{name}", candidate.product, x, w, filled, **of)
+        by = functools.partial(candidate.product, transpose=True)
+        ours_dx = bench.time(f"candidate: dx{name}", by, dy, w, filled, **of)
+        if not (name or bench.compiles_only):
+            bench.say("candidate: errors", y=error(ours, y), dx=error(ours_dx, dx))
     if bench.compiles_only:
         return
     bench.time("jax: dw, bfloat16", _jax_gradient, x, dy, sizes, flops=flops)

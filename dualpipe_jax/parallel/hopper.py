@@ -1,7 +1,8 @@
-"""Grouped matmul on Hopper GPUs (H100, H200): Pallas kernels that read each row once, whatever the groups' sizes.
+"""Grouped matmul on Hopper GPUs (H100, H200): Pallas kernels that multiply each row once, whatever the groups' sizes.
 
 Products are JAX's own Mosaic GPU kernel, ``jax.experimental.pallas.ops.gpu.ragged_dot_mgpu``. Gradients of matrices
 are the kernel below: JAX's own rounds its sums to the rows' dtype, and these are added up over microbatches in float32.
+Products cost as if the groups filled all rows, for that kernel passes over no tile; gradients cost what there is.
 Both take 16 bits, and widths that ``LANES`` divides; others are padded here. Neither runs on a CPU: ``emulate``
 computes what they would write, tile by tile, for tests.
 
