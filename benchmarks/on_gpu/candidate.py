@@ -1,7 +1,7 @@
 """A candidate for ``parallel.hopper``'s product, not yet run on a GPU: it skips tiles of rows that no group fills.
 
 JAX's kernel multiplies every tile of the buffer, filled or not, and finds a tile's group by comparing it with each.
-Here a table says of each tile which group it is of and which rows; it is computed before the kernel. A tile without rows
+Here a table, computed before the kernel, says of each tile which group it is of and which rows; a tile without rows
 loads and multiplies nothing. So a buffer that is an eighth full should take an eighth of the time. It becomes the
 product once ``scripts/bench gpu --parts grouped`` has found it right and no slower.
 """
