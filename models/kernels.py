@@ -27,6 +27,8 @@ MatmulKernel = Literal["auto", "plain", "ragged", "megablox", "hopper", "float8"
 KERNEL_VMEM = 32 * 1024**2
 """Bytes of a TPU's VMEM that an attention kernel may take. With the usual 16 MiB, key blocks of 2048 overflow on v5p in
 some programs."""
+_HOMES = {"splash": "tpu", "megablox": "tpu", "cudnn": "gpu", "hopper": "gpu"}
+"""Kernels that run on one platform only."""
 LANES = 128
 """Numbers of a TPU's vector registers and matrix units: heads are padded to these."""
 
@@ -41,8 +43,8 @@ class Kernels:
 
     Attributes:
       attention: "plain" keeps the [S, S] probabilities. "splash" is Pallas' flash attention for TPU, for
-        sequences that 128 divides. "cudnn" is ``jax.nn.dot_product_attention`` in 16 bits, values padded to
-        the width of the keys, which is at most 256, before the H100 128.
+        sequences that 128 divides. "cudnn" is cuDNN's for GPU, in 16 bits: heads are at most 256 wide, before
+        the H100 128, where values are padded to the width of the keys.
       matmul: "plain" flattens rows of equal groups to one batched matmul, and walks unequal groups in blocks
         on CPU. The others leave equal groups in the order they arrive in, which accelerators read without a
         copy; unequal ones go to "ragged", ``lax.ragged_dot``, which a GPU multiplies once for each group; to
@@ -52,7 +54,7 @@ class Kernels:
       interpret: run Pallas kernels in interpret mode, for tests on a CPU.
 
     Raises:
-      ValueError: there is no kernel of that name.
+      ValueError: there is no kernel of that name; from ``attend`` and ``multiply``, it is not for the platform.
     """
 
     attention: AttentionKernel = "auto"
@@ -67,6 +69,7 @@ class Kernels:
 
     def attend(self, platform: str) -> Attend:
         """Return the attention for "cpu", "gpu" or "tpu"."""
+        self._refuse_foreign("attention", self.attention, platform)
         splash = functools.partial(splash_attention, interpret=self.interpret)
         kernels = {
             "plain": Attend(causal_attention),
@@ -83,12 +86,21 @@ class Kernels:
 
     def multiply(self, platform: str) -> Callable[..., Array]:
         """Return the experts' matmul for "cpu", "gpu" or "tpu"; see ``parallel.expert_matmul``."""
+        self._refuse_foreign("matmul", self.matmul, platform)
         if self.matmul != "auto":
             return functools.partial(expert_matmul, kernel=self.matmul, interpret=self.interpret)
         if platform == "gpu":
             return functools.partial(_on_gpu, interpret=self.interpret)
         product, gradient = BY_DEVICE[platform]
         return functools.partial(expert_matmul, kernel=product, gradient=gradient, interpret=self.interpret)
+
+    def _refuse_foreign(self, what: str, kernel: str, platform: str) -> None:
+        home = _HOMES.get(kernel, platform)
+        if home != platform and not self.interpret:
+            raise ValueError(
+                f"{what} {kernel!r} is a kernel for {home.upper()}s, and this is to run on a {platform.upper()}; "
+                "'auto' takes what suits it"
+            )
 
     def describe(self, platform: str, config: Config, dispatch: str) -> str:
         """What computes attention and experts on an accelerator, and why not the faster kernel where there is one."""

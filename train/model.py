@@ -170,7 +170,12 @@ def make_model(
             step, dispatch="dropless", capacity_factor=None, dispatch_payload="plain", matmul=matmul
         )
     asked_for = {name: factor for name, factor in factors.items() if factor is not None}
-    return staged(numbers, plan, step, **asked_for)
+    if step.matmul == "hopper" and numbers.compute_dtype == jnp.float32:
+        raise ConfigError("--matmul hopper: its kernels take 16 bits; add --precision bfloat16")
+    try:
+        return staged(numbers, plan, step, **asked_for)
+    except ValueError as error:
+        raise ConfigError(f"--model {asked.name}: {error}") from None
 
 
 def check_eight_bits(step: StepOptions, device: jax.Device) -> None:

@@ -67,12 +67,11 @@ def product(
     x_RD = _rows(x_RD)
     w_GDF = _padded(w_GDF, (0, -w_GDF.shape[1] % LANES, -w_GDF.shape[2] % LANES))
     if emulate:
-        y_RF = _emulated_product(x_RD, w_GDF, sizes_G, transpose)
+        y_RF = _emulated_product(x_RD, w_GDF, sizes_G, transpose)[:rows, :width]
     else:
-        y_RF = once(
-            _by_transposed if transpose else _by_matrix, _cost(x_RD, w_GDF, width), x_RD, w_GDF, sizes_G
-        )
-    y_RF = y_RF[:rows, :width]
+        cost = _cost(x_RD, w_GDF, width, x_RD.shape[0] * width * x_RD.dtype.itemsize)
+        run = _by_transposed if transpose else _by_matrix
+        y_RF = once(run, cost, x_RD, w_GDF, sizes_G)[:rows, :width]
     # Rows of no group are not written: what is there may be anything.
     filled_R = jnp.arange(rows, dtype=jnp.int32) < jnp.sum(sizes_G)
     return jnp.where(filled_R[:, None], y_RF, 0)
@@ -94,7 +93,8 @@ def gradient(x_RD: Array, dy_RF: Array, sizes_G: Array, *, emulate: bool = False
     x_RD, dy_RF = _rows(x_RD), _rows(dy_RF)
     if emulate:
         return _emulated_gradient(x_RD, dy_RF, sizes_G)[:, :D, :F]
-    return once(_gradient, _cost(x_RD, dy_RF, F), x_RD, dy_RF, sizes_G)[:, :D, :F]
+    cost = _cost(x_RD, dy_RF, F, 4 * len(sizes_G) * D * F)
+    return once(_gradient, cost, x_RD, dy_RF, sizes_G)[:, :D, :F]
 
 
 def _rows(array: Array) -> Array:
@@ -107,9 +107,9 @@ def _padded(array: Array, missing: tuple[int, ...]) -> Array:
     return jnp.pad(array, [(0, after) for after in missing]) if any(missing) else array
 
 
-def _cost(x_RD: Array, other: Array, width: int) -> pl.CostEstimate:
-    """If the groups fill all rows."""
-    moved = sum(array.size * array.dtype.itemsize for array in (x_RD, other))
+def _cost(x_RD: Array, other: Array, width: int, written: int) -> pl.CostEstimate:
+    """If the groups fill all rows; ``written`` are bytes."""
+    moved = written + sum(array.size * array.dtype.itemsize for array in (x_RD, other))
     return pl.CostEstimate(flops=2 * x_RD.size * width, transcendentals=0, bytes_accessed=moved)
 
 

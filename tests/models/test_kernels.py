@@ -311,6 +311,16 @@ def test_experts_of_a_gpu_without_such_a_kernel_multiply_as_the_compiler_does():
     np.testing.assert_allclose(found, np.concatenate([rows[:2] @ w[0], rows[2:] @ w[1]]), rtol=1e-6)
 
 
+@pytest.mark.parametrize("kernels, ask, says", [
+    (Kernels("splash"), Kernels.attend, "attention 'splash' is a kernel for TPUs, and this is to run on a CPU; 'auto'"),
+    (Kernels("cudnn"), Kernels.attend, "attention 'cudnn' is a kernel for GPUs, and this is to run on a CPU"),
+    (Kernels(matmul="hopper"), Kernels.multiply, "matmul 'hopper' is a kernel for GPUs, and this is to run on a CPU"),
+])  # fmt: skip
+def test_a_kernel_for_another_platform_is_refused(kernels, ask, says):
+    with pytest.raises(ValueError, match=says):
+        ask(kernels, "cpu")
+
+
 def test_unknown_kernels_are_refused():
     with pytest.raises(ValueError, match="attention is 'flash', must be one of auto, plain, splash, cudnn"):
         Kernels("flash")

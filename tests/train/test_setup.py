@@ -132,6 +132,24 @@ def test_a_run_says_what_it_computes_in(asked, wanted):
     assert setup.in_its_precision(configure(**asked)).step.precision == wanted
 
 
+@pytest.mark.parametrize(
+    "asked, says",
+    [
+        (dict(matmul="hopper", precision="bfloat16"), "matmul 'hopper' is a kernel for GPUs, .* on a CPU"),
+        (
+            dict(matmul="hopper", precision="float32"),
+            "--matmul hopper: .* take 16 bits; add --precision bfloat16",
+        ),
+        (dict(attention="splash"), "attention 'splash' is a kernel for TPUs, and this is to run on a CPU"),
+    ],
+)
+@pytest.mark.skipif(jax.default_backend() != "cpu", reason="these are refused on a CPU")
+def test_kernels_that_cannot_run_are_refused(asked, says):
+    config = configure(pp=1, ep=1, schedule="gpipe", **asked)
+    with pytest.raises(ConfigError, match=says):
+        model.make_model(config, setup.make_schedule(config))
+
+
 def test_room_for_tokens():
     bounded = {"dispatch": "dropless", "capacity_factor": 3.0}
     for options, factor in (({}, None), ({"dispatch": "capacity"}, 2.0), (bounded, 3.0)):
