@@ -12,7 +12,7 @@ from dualpipe_jax.engine.state import Entry
 
 Divergence = Literal["loop", "switch", "none"]
 """How ranks part ways in a tick: each unit in a loop of zero or one trips; all units the branches of one conditional;
-or not at all: every rank runs every unit, and keeps what it wants."""
+or not at all: every rank runs every unit that some rank has in that tick, and keeps what it wants."""
 
 
 def run_if(
@@ -67,11 +67,22 @@ def run_one(number: jax.Array, works: Sequence[Callable[..., Any]], state: Any, 
     return pin(lax.switch(index, branches, pin(state), operands))
 
 
-def run_always(wanted: jax.Array, work: Callable[..., Any], state: Any, *operands: Any) -> Any:
-    """Do what ``run_if`` does, but with the work done anyway: the same operations on all ranks, in lockstep."""
-    state, operands = lax.optimization_barrier((state, operands))
-    made = work(state, *operands)
-    return jax.tree.map(lambda new, old: jnp.where(wanted, new, old), made, state)
+def run_together(
+    anywhere: jax.Array, wanted: jax.Array, work: Callable[..., Any], state: Any, *operands: Any
+) -> Any:
+    """Do what ``run_if`` does, but the same operations on all ranks, in lockstep.
+
+    Arguments:
+      anywhere: bool scalar, whether any rank wants it: the same on all ranks, which so go one way.
+      wanted: whether this one does, and keeps what work makes.
+      work, state, operands: as of ``run_if``.
+    """
+
+    def work_and_keep(state, wanted, *operands):
+        made = work(state, *operands)
+        return jax.tree.map(lambda new, old: jnp.where(wanted, new, old), made, state)
+
+    return run_if(anywhere, work_and_keep, state, wanted, *operands)
 
 
 def pin(state: Any) -> Any:

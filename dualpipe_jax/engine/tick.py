@@ -15,7 +15,7 @@ from jax import lax
 
 from dualpipe_jax.contract import Tree
 from dualpipe_jax.engine import nans
-from dualpipe_jax.engine.guard import Divergence, run_always, run_if, run_one
+from dualpipe_jax.engine.guard import Divergence, run_if, run_one, run_together
 from dualpipe_jax.engine.slots import write_slot
 from dualpipe_jax.engine.state import State
 from dualpipe_jax.engine.trees import Vary
@@ -48,15 +48,15 @@ class Tick:
     debug_nans: bool
     idle_sends: bool
 
-    def __call__(self, state: State, row: tuple[jax.Array, jax.Array, tuple]) -> tuple[State, None]:
-        """One tick; ``row`` is (the tick's number, int32 [columns], ``TickTable.brings``)."""
+    def __call__(self, state: State, row: tuple[jax.Array, jax.Array, tuple, tuple]) -> tuple[State, None]:
+        """One tick; ``row`` is (the tick's number, int32 [columns], ``TickTable.brings``, ``TickTable.runs``)."""
         number, here = row[0], Row(self.table.columns, row[1])
         # What the previous tick made goes out now and is not looked at before this tick's work is done.
         arrived = self._exchange(
             [state.under_way[channel.payload] for channel in self.table.channels], row[2]
         )
         nothing = fresh(self.boundary, state.under_way.keys(), watched=self.debug_nans)
-        state = self._work(state.put(under_way=self.vary(nothing)), here)
+        state = self._work(state.put(under_way=self.vary(nothing)), here, row[3])
         if self.debug_nans:
             state = nans.watch(state, here, self.vary(number))
         for c, (channel, payload) in enumerate(zip(self.table.channels, arrived, strict=True)):
@@ -86,16 +86,19 @@ class Tick:
         number = jnp.where(same.any(), jnp.argmax(same), len(sets) - 1)  # all of them will do for any
         return lax.switch(number, [functools.partial(exchange, wanted) for wanted in sets], payloads)
 
-    def _work(self, state: State, row: Row) -> State:
+    def _work(self, state: State, row: Row, runs: tuple[jax.Array, ...]) -> State:
         if self.divergence == "switch":
             return self._switch(state, row)
         for task in self.tasks:
-            looped = functools.partial(run_if, sums=task.sums)
-            guard = looped if self.divergence == "loop" else run_always
             wanted = functools.reduce(jnp.logical_or, [row["unit"] == number for number in task.numbers])
+            if self.divergence == "loop":
+                guard = functools.partial(run_if, wanted, sums=task.sums)
+            else:
+                anywhere = functools.reduce(jnp.logical_or, [runs[number] for number in task.numbers])
+                guard = functools.partial(run_together, anywhere, wanted)
             with jax.named_scope(task.key.scope):
                 part = state.pick(task.changes)
-                state = state.merge(guard(wanted, self._trip(task, row), part, row.values, *task.reads))
+                state = state.merge(guard(self._trip(task, row), part, row.values, *task.reads))
         return state
 
     def _switch(self, state: State, row: Row) -> State:
@@ -140,11 +143,12 @@ def run(tick: Tick, state: State) -> State:
     table = tick.table
     rows = lax.dynamic_index_in_dim(jnp.asarray(table.array), lax.axis_index(PP), axis=1, keepdims=False)
     ticks = (jnp.arange(table.num_ticks, dtype=jnp.int32), rows)
-    return lax.scan(tick, state, (*tick.vary(ticks), table.brings(jnp.asarray(table.array))))[0]
+    every = jnp.asarray(table.array)
+    return lax.scan(tick, state, (*tick.vary(ticks), table.brings(every), table.runs(every)))[0]
 
 
 def repeat(tick: Tick, state: State, rows: jax.Array, times: jax.Array) -> State:
     """A tick of ``rows``, int32 [ranks, columns], so many times; called inside shard_map."""
     own = lax.dynamic_index_in_dim(rows, lax.axis_index(PP), axis=0, keepdims=False)
-    brings = tick.table.brings(rows)
-    return lax.fori_loop(0, times, lambda number, state: tick(state, (number, own, brings))[0], state)
+    alike = tick.table.brings(rows), tick.table.runs(rows)  # on all ranks
+    return lax.fori_loop(0, times, lambda number, state: tick(state, (number, own, *alike))[0], state)

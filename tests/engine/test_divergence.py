@@ -11,11 +11,13 @@ import pytest
 
 from dualpipe_jax import inspect, make_mesh
 from dualpipe_jax.contract import staged
-from dualpipe_jax.engine import Pipeline
+from dualpipe_jax.engine import Pipeline, tick
+from dualpipe_jax.engine.guard import run_together
 from dualpipe_jax.inspect.collectives import collectives
 from dualpipe_jax.parallel.p2p import BESIDE_OTHERS
 from dualpipe_jax.schedule import CostModel, dualpipe, lower, one_f_one_b, zb_v
 from dualpipe_jax.schedule.lowering.table import Keeps
+from dualpipe_jax.varying import varying_axes
 from tests.engine import models
 
 COLLECTIVES = {"all_to_all", "all_reduce", "all_gather", "reduce_scatter", "collective_permute"}
@@ -109,14 +111,28 @@ def walk(region, functions, at=()) -> Iterator:
     [("loop", dualpipe), ("switch", dualpipe), ("switch", one_f_one_b), ("none", one_f_one_b)],
 )
 def test_round_trips_to_the_host(make, divergence):
-    """On GPU each costs one: as many as units, one, and none."""
+    """On GPU each costs one: as many as units, and one."""
     schedule, body = scan_of(make, divergence)
     names = [name_of(op) for at, op in body if not at]
     num_units = len(units_of(schedule))
     assert num_units >= 4
-    wanted = {"loop": (num_units, 0), "switch": (0, 1), "none": (0, 0)}[divergence]
+    wanted = {"loop": (num_units, 0), "switch": (0, 1), "none": (num_units, 0)}[divergence]
     assert (names.count("while"), names.count("case")) == wanted
-    assert ("all_to_all" in names) == (divergence == "none"), "what is in no branch every rank runs"
+    assert "all_to_all" not in names, "each is in a guard"
+
+
+@pytest.mark.parametrize("make", [one_f_one_b, dualpipe], ids=lambda make: make.__name__)
+def test_in_lockstep_all_ranks_go_one_way(make, monkeypatch):
+    """What opens a guard is typed as the same on all ranks; what a rank keeps is its own matter."""
+    seen = []
+
+    def spy(anywhere, wanted, *rest):
+        seen.append((varying_axes(anywhere), varying_axes(wanted)))
+        return run_together(anywhere, wanted, *rest)
+
+    monkeypatch.setattr(tick, "run_together", spy)
+    lowered_step.__wrapped__(make, "none", check_vma=True)
+    assert len(seen) >= 4 and all(alike == frozenset() and "pp" in own for alike, own in seen)
 
 
 def units_of(schedule):

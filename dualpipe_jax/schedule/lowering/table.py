@@ -131,6 +131,11 @@ class TickTable:
             (rows[..., column] != bin_).any(axis=-1) for column, bin_ in zip(columns, unawaited, strict=True)
         )
 
+    def runs(self, rows: Any) -> tuple[Any, ...]:
+        """Whether any rank has each unit, by number; ``rows`` and what it gives are as in ``brings``."""
+        column = rows[..., self.columns.index("unit")]
+        return tuple((column == number).any(axis=-1) for number in range(len(self.units)))
+
     def counts(self) -> np.ndarray:
         """How often each unit runs, over all ranks and ticks."""
         numbers = self.column("unit")

@@ -358,3 +358,6 @@ def test_two_ranks_in_a_row_exchange_once_for_each_microbatch_and_way():
     for make in (gpipe, one_f_one_b, zb_h1):
         table = lower(make(2, 7))
         assert [brought.sum() for brought in table.brings(table.array)] == [7, 7], make.__name__
+        units = table.column("unit").tolist()
+        anywhere = [[number in row for row in units] for number in range(len(table.units))]
+        assert [ticks.tolist() for ticks in table.runs(table.array)] == anywhere
