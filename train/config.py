@@ -166,7 +166,8 @@ class LaunchConfig:
     """On GPUs, the same bits whenever a step is run again: sums are taken in a fixed order, by XLA's
     deterministic operations, and attention pads its values. That costs time. CPUs and TPUs do so anyway."""
     processes: AtLeastOne | None = None
-    """Start so many processes on this machine, watch over them, and start them again when one fails."""
+    """Start so many processes on this machine, watch over them, and start them again when one fails. On GPUs
+    each has one, on CPU its share of the virtual devices."""
     restarts: NotNegative = 3
     """How often the processes of --processes are started again, from the last good checkpoint."""
     shrink: bool = False

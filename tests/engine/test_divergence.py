@@ -11,7 +11,8 @@ import pytest
 
 from dualpipe_jax import inspect, make_mesh
 from dualpipe_jax.contract import staged
-from dualpipe_jax.engine import Pipeline, tick
+from dualpipe_jax.engine import Pipeline
+from dualpipe_jax.engine import tick as ticks
 from dualpipe_jax.engine.guard import run_together
 from dualpipe_jax.inspect.collectives import collectives
 from dualpipe_jax.parallel.p2p import BESIDE_OTHERS
@@ -130,7 +131,7 @@ def test_in_lockstep_all_ranks_go_one_way(make, monkeypatch):
         seen.append((varying_axes(anywhere), varying_axes(wanted)))
         return run_together(anywhere, wanted, *rest)
 
-    monkeypatch.setattr(tick, "run_together", spy)
+    monkeypatch.setattr(ticks, "run_together", spy)
     lowered_step.__wrapped__(make, "none", check_vma=True)
     assert len(seen) >= 4 and all(alike == frozenset() and "pp" in own for alike, own in seen)
 

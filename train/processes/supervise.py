@@ -10,14 +10,15 @@ import json
 import os
 import socket
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 
+from dualpipe_jax.inspect.compiler import gpu_process_environment
 from train.config import ConfigError, TrainConfig, make_schedule
 from train.figures.folder import find, unnamed
 from train.options import plain
-from train.processes.devices import set_devices
+from train.processes.devices import asked_devices, set_devices
 from train.processes.watcher import Told, run_once
 
 
@@ -50,6 +51,12 @@ def supervise(config: TrainConfig, *, resume: bool) -> int:
       ConfigError: devices cannot be shared out, or another run has that name.
     """
     set_devices(config, {}, num_processes=config.launch.processes or 1)
+    count, needed = config.launch.processes, config.step.num_devices
+    if config.launch.devices == "accelerator" and count != needed:
+        raise ConfigError(
+            f"--processes {count}: with --devices accelerator each process has one GPU, and {asked_devices(config)} "
+            f"needs {needed}: give --processes {needed}"
+        )
     if config.name is None:
         config = dataclasses.replace(config, name=unnamed(config).name)
     else:
@@ -94,7 +101,7 @@ def keep_going(
     for attempt in range(most + 1):
         lines = commands(config, attempt)
         story.tell(f"start {attempt}: {len(lines)} processes, logs in {folder}/{attempt}.*.log")
-        outcome = run_once(lines, folder / str(attempt), told, os.environ)
+        outcome = run_once(lines, folder / str(attempt), told, os.environ, environment_of(config))
         story.tell(outcome.why)
         if outcome.code is not None:
             return outcome.code
@@ -107,6 +114,11 @@ def keep_going(
         story.tell(f"restart {attempt + 1} of {most}, from the last good checkpoint")
     story.tell(f"given up after {most} restarts")
     return 1
+
+
+def environment_of(config: TrainConfig) -> Callable[[int], Mapping[str, str]]:
+    """Of a process's number, what its environment has alone: on GPUs that it takes the one of its number."""
+    return gpu_process_environment if config.launch.devices == "accelerator" else lambda number: {}
 
 
 def smaller(config: TrainConfig, num_lost: int) -> TrainConfig:

@@ -6,7 +6,7 @@ import selectors
 import signal
 import subprocess
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 
@@ -102,7 +102,11 @@ class Told(Handlers):
 
 
 def run_once(
-    commands: Sequence[Sequence[str]], logs: Path, told: Told, environ: Mapping[str, str]
+    commands: Sequence[Sequence[str]],
+    logs: Path,
+    told: Told,
+    environ: Mapping[str, str],
+    own: Callable[[int], Mapping[str, str]] = lambda number: {},
 ) -> Outcome:
     """Start a process for each command and watch until all have ended; none is left, whatever happens.
 
@@ -111,11 +115,12 @@ def run_once(
       logs: ``logs.I.log`` takes what process I says, but for process 0's standard output.
       told: whether to stop.
       environ: the processes' environment.
+      own: of a process's number, what is in its environment alone.
     """
     workers: list[Worker] = []
     try:
         for number, command in enumerate(commands):
-            workers.append(_start(number, command, Path(f"{logs}.{number}.log"), environ))
+            workers.append(_start(number, command, Path(f"{logs}.{number}.log"), {**environ, **own(number)}))
         return _watch(workers, told)
     finally:
         for worker in workers:

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from train.config import configure
+from train.config import ConfigError, configure
 from train.processes import watcher
 from train.processes.pulse import Pulse
-from train.processes.supervise import free_port, keep_going, smaller
+from train.processes.supervise import environment_of, free_port, keep_going, smaller, supervise
 from train.processes.watcher import Told, run_once
 
 WORKER = Path(__file__).with_name("toy_worker.py")
@@ -121,6 +121,24 @@ sys.exit(int(sys.argv[2]))
 def quick(*codes):
     """Commands of processes that end with these codes, a tenth of a second after one another."""
     return [[sys.executable, "-c", QUICK, str(number), str(code)] for number, code in enumerate(codes)]
+
+
+def test_each_process_on_gpus_takes_its_own(tmp_path):
+    """The variables of one process per GPU; on CPU there are none."""
+    show = "import os, sys; print(os.environ.get('JAX_LOCAL_DEVICE_IDS'), file=sys.stderr)"
+    config = configure(processes=2, devices="accelerator", pp=2, ep=1)
+    lines = [[sys.executable, "-c", show]] * 2
+    assert run_once(lines, tmp_path / "0", Told(), os.environ, environment_of(config)).code == 0
+    assert [(tmp_path / f"0.{number}.log").read_text() for number in (0, 1)] == ["0\n", "1\n"]
+    assert environment_of(configure(processes=2))(1) == {}
+
+
+def test_on_gpus_there_are_as_many_processes_as_devices():
+    config = configure(processes=2, devices="accelerator", pp=2, ep=2)
+    with pytest.raises(
+        ConfigError, match="--processes 2: .* one GPU, and --pp 2 --ep 2 needs 4: give --processes 4"
+    ):
+        supervise(config, resume=False)
 
 
 def test_restarts_come_to_an_end(tmp_path, capfd):
