@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from benchmarks import gpu
-from benchmarks.on_gpu import candidate
+from benchmarks.on_gpu import candidate, peers
 from dualpipe_jax.inspect.target import MissingCompiler, Target
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -73,6 +73,15 @@ def test_the_candidates_tiles_have_every_row_once(sizes):
     assert seen == [(row, g) for row, g in enumerate(np.repeat(np.arange(len(sizes)), sizes))]
     has_rows = end > begin
     assert np.all((begin // 128 == block)[has_rows]) and np.all((end <= 128 * (block + 1))[has_rows])
+
+
+def test_transformers_layer_has_gradients_of_all_but_its_selection_bias():
+    torch = pytest.importorskip("torch")
+    small = peers.LAYER | dict(hidden_size=64, moe_intermediate_size=32, num_attention_heads=4, num_key_value_heads=4,
+        q_lora_rank=32, kv_lora_rank=32, qk_rope_head_dim=16, qk_nope_head_dim=16, v_head_dim=16)  # fmt: skip
+    forward, both = peers.transformers_layer(small, 32, "cpu")
+    assert forward().shape == (1, 32, 64)
+    assert all(torch.isfinite(g).all() for g in both() if g is not None)
 
 
 def test_parts_for_which_there_is_no_time_are_named(tmp_path):

@@ -1,11 +1,14 @@
 """PyTorch's side of the parts, on the same GPU. Left out by name where there is no PyTorch."""
 
+import functools
 import statistics
 import time
 from collections.abc import Callable
 from typing import Any
 
+import models
 from benchmarks.on_gpu.bench import TRIALS, Bench
+from benchmarks.on_gpu.layer import forward_flops
 from benchmarks.on_gpu.parts import DIM, EXPERTS, HIDDEN, TOKENS, UNEQUAL
 from benchmarks.on_gpu.serving import BATCHES, NEW, PROMPT
 
@@ -50,7 +53,14 @@ def torch_parts(bench: Bench) -> None:
     _products(timed, normal)
     _grouped(timed, normal)
     _attention(timed, normal)
-    _generate(bench)
+    for part in (functools.partial(_layer, timed), functools.partial(_generate, bench)):
+        try:
+            part()
+        except Exception as error:
+            bench.say(
+                f"{part.func.__name__.strip('_')} failed",
+                reason=f"{type(error).__name__}: {str(error)[:200]}",
+            )
 
 
 def _products(timed: Timed, normal: Callable[..., Any]) -> None:
@@ -117,3 +127,50 @@ def _generate(bench: Bench) -> None:
             torch.cuda.synchronize()
             took.append(time.perf_counter() - began)
         bench.say(f"generate: batch {batch}", tokens_per_s=batch * NEW / took[-1], ms=took[-1] / NEW * 1e3)
+
+
+LAYER = dict(
+    vocab_size=1024, hidden_size=DIM, intermediate_size=18432, moe_intermediate_size=HIDDEN, num_hidden_layers=1,
+    first_k_dense_replace=0, num_attention_heads=128, num_key_value_heads=128, n_routed_experts=EXPERTS,
+    n_shared_experts=1, num_experts_per_tok=8, n_group=1, topk_group=1, q_lora_rank=1536, kv_lora_rank=512,
+    qk_rope_head_dim=64, qk_nope_head_dim=128, v_head_dim=128,
+)  # fmt: skip
+
+
+def transformers_layer(
+    sizes: dict[str, Any], tokens: int, device: str
+) -> tuple[Callable[[], Any], Callable[[], Any]]:
+    """Forward, and forward and backward, of transformers' layer of DeepSeek-V3, its experts by ``_grouped_mm``."""
+    import torch
+    import transformers
+    from transformers.models.deepseek_v3 import modeling_deepseek_v3 as modelling
+
+    how = dict(attn_implementation="sdpa", experts_implementation="grouped_mm")
+    config = transformers.DeepseekV3Config(**sizes, **how)
+    with torch.device(device):
+        layer = modelling.DeepseekV3DecoderLayer(config, 0).to(torch.bfloat16)
+        rotary = modelling.DeepseekV3RotaryEmbedding(config)
+        for parameter in layer.parameters():
+            torch.nn.init.normal_(parameter, std=0.02)
+        x = torch.randn(1, tokens, config.hidden_size, dtype=torch.bfloat16).requires_grad_()
+        d, places = torch.randn_like(x), torch.arange(tokens)[None]
+    turned = rotary(x, places)
+
+    def forward() -> Any:
+        out = layer(x, attention_mask=None, position_ids=places, position_embeddings=turned)
+        return out[0] if isinstance(out, tuple) else out
+
+    def both() -> Any:
+        return torch.autograd.grad(forward(), [x, *layer.parameters()], d, allow_unused=True)
+
+    return forward, both
+
+
+def _layer(timed: Timed) -> None:
+    import torch
+
+    forward, both = transformers_layer(LAYER, TOKENS, "cuda")
+    flops = forward_flops(models.v3(num_experts=EXPERTS, num_groups=1, top_groups=1), TOKENS)
+    with torch.no_grad():
+        timed("transformers' layer of DeepSeek-V3: F", forward, flops)
+    timed("transformers' layer of DeepSeek-V3: F and B", both, 3 * flops)
