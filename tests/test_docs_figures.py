@@ -308,7 +308,7 @@ def test_the_words_about_gpus_hold():
     for way in ("capacity", "dropless"):
         b, i, w = (value("gpu_layer", f"{way}_{unit}", "measured") for unit in "biw")
         assert 0.97 < (i + w) / b < 1.03
-    assert "Before its kernels dropless had a fourteenth of this." in pages[1]
+    assert "On an H100, before its kernels, dropless had a fourteenth of this." in pages[1]
     assert 13 < value("gpu_training", "dropless", "rate") / 7200 < 15
 
 
