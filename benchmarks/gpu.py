@@ -23,6 +23,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+from train.processes.devices import IN_ORDER  # noqa: E402
+
 IN_ONE_PROCESS = (
     "products",
     "attention",
@@ -42,7 +44,6 @@ ASKED = ("walks",)
 """Parts that run only when they are named."""
 WRONG_USE = 2
 """The exit code of argparse's errors."""
-FLAG = "--xla_gpu_deterministic_ops=true"
 
 
 def functions() -> dict[str, Callable]:
@@ -148,7 +149,7 @@ def in_processes(options: argparse.Namespace, wanted: Sequence[str]) -> list[dic
 
             trainer.trainer(lambda what, **facts: say({"part": "trainer", "name": what, **facts}), end)
         else:
-            flags = os.environ.get("XLA_FLAGS", "") + (f" {FLAG}" if name == DETERMINISTIC else "")
+            flags = os.environ.get("XLA_FLAGS", "") + (f" {IN_ORDER}" if name == DETERMINISTIC else "")
             child(options, [name], end, say, XLA_FLAGS=flags.strip())
     return records
 
