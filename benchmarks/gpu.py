@@ -23,7 +23,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from train.processes.devices import IN_ORDER  # noqa: E402
+from dualpipe_jax.inspect.compiler import IN_ORDER  # noqa: E402
 
 IN_ONE_PROCESS = (
     "products",

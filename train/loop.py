@@ -13,6 +13,7 @@ from train.errors import DivergedError, Stopped
 from train.figures.metrics import Display, Pace, say
 from train.figures.step import expert_load
 from train.figures.trackers import Tracker
+from train.model import model_config
 from train.processes.group import Processes
 from train.processes.stop import Stop
 from train.processes.stragglers import Stragglers
@@ -21,7 +22,7 @@ from train.rebalance import make_balancer
 from train.setup import Run
 from train.state.checkpoint import Checkpoints
 from train.state.layout import TrainState
-from train.trouble import Trouble
+from train.trouble import Omens, Trouble
 from train.watch import Watch
 
 
@@ -47,6 +48,8 @@ def train(
     num_steps, waited, step = config.optimizer.steps, 0.0, first
     carried = carried or {"skipped": 0}
     trouble, skipped = Trouble(config.log.spike), carried["skipped"]
+    numbers = model_config(config, this.corpus.vocab)
+    omens = Omens(numbers.num_experts / numbers.top_k - 1, this.recipe.learning_rate)
     if "trouble" in carried:
         trouble.resume(carried["trouble"])
     stragglers = Stragglers(processes, config.launch.straggler_every)
@@ -78,6 +81,9 @@ def train(
             if (slowest := stragglers.report(step + 1)) is not None:
                 file.write(slowest)
                 say(console, describe_stragglers(slowest))
+            for omen in omens.look(record):
+                file.write({"step": step + 1, "event": omen})
+                say(console, f"warning: {omen}")
             if processes.preempted():
                 stop.note(signal.SIGTERM)
             last = step + 1 == num_steps

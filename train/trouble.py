@@ -3,11 +3,14 @@
 import collections
 import math
 import statistics
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 WINDOW, FEWEST = 32, 8
 """Steps that a loss is measured against, and how many there must be."""
+
+NEARLY = 0.9
+"""Of the worst there can be."""
 
 PATIENCE = 3
 """How often in a row a run goes back to the same step."""
@@ -54,6 +57,50 @@ class Trouble:
         """Note that the run would go back to a step; False if it did too often."""
         self._returns.append(step)
         return self._returns.count(step) <= PATIENCE
+
+
+class Omens:
+    """Says once, in words, that a run goes wrong in a way that no single step shows: routing that has collapsed, and a
+    loss that is higher than it began.
+
+    Args:
+      worst: MaxVio if every token chose the same experts: experts over experts a token, less one.
+      learning_rate: of a step, for the words.
+    """
+
+    def __init__(self, worst: float, learning_rate: Callable[[int], Any]):
+        self._worst, self._rate = worst, learning_rate
+        self._first: float | None = None
+        self._losses: collections.deque[float] = collections.deque(maxlen=WINDOW)
+        self._collapsed = 0
+        self._said: set[str] = set()
+
+    def look(self, record: Mapping[str, Any]) -> list[str]:
+        """What there is to say after a step."""
+        self._first = record["loss"] if self._first is None else self._first
+        self._losses.append(record["loss"])
+        rate = f"--learning-rate, now {float(self._rate(record['step'] - 1)):.2g}"
+        worst = 0 < NEARLY * self._worst <= record["max_vio"] or record["drop_rate"] > 0.5
+        self._collapsed = self._collapsed + 1 if worst else 0
+        found = []
+        if self._collapsed == WINDOW and self._once("routing"):
+            found.append(
+                f"routing has collapsed: for {WINDOW} steps few experts have had nearly all tokens (MaxVio "
+                f"{record['max_vio']:.2f} of at most {self._worst:.2f}, {record['drop_rate']:.0%} of the assignments "
+                f"dropped); lower {rate}, or raise --bias-rate or --balance-factor"
+            )
+        middle = statistics.median(self._losses)
+        if len(self._losses) == WINDOW and middle > 1.02 * self._first and self._once("loss"):
+            found.append(
+                f"the loss is higher than it began: {middle:.4g} over the last {WINDOW} steps, {self._first:.4g} at "
+                f"first; lower {rate}, or warm up for longer"
+            )
+        return found
+
+    def _once(self, what: str) -> bool:
+        said = what in self._said
+        self._said.add(what)
+        return not said
 
 
 def median_and_spread(losses: collections.deque[float]) -> tuple[float, float]:

@@ -79,6 +79,11 @@ def recommended_compiler_options(
     return {}
 
 
+IN_ORDER = "--xla_gpu_deterministic_ops=true --xla_gpu_enable_triton_gemm=false"
+"""A GPU's sums in an order that is the same each time. XLA chooses the tiles of its own products by timing them. It
+then may not, and finds none (jax 0.11.2, compiled for an H100 that was not there): so all products are cuBLAS'."""
+
+
 @typechecked
 def gpu_process_environment(local: int) -> dict[str, str]:
     """Variables for one process per GPU, to be set before JAX is imported.

@@ -9,11 +9,12 @@ import sys
 import pytest
 
 import models
+from dualpipe_jax.inspect.compiler import IN_ORDER
 from train import config
 from train.__main__ import main
 from train.config import FLAGS, ConfigError, configure
 from train.model import model_config
-from train.processes.devices import IN_ORDER, set_devices
+from train.processes.devices import set_devices
 
 REFUSED = {
     "unknown schedule": (["--schedule", "dualpip"], "no schedule 'dualpip'; did you mean dualpipe or dualpipe_v?"),

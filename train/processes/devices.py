@@ -3,6 +3,7 @@
 import os
 import re
 
+from dualpipe_jax.inspect.compiler import IN_ORDER
 from train.config import ConfigError, TrainConfig
 
 _PATIENCE = (  # virtual devices share the cores: on a busy machine a collective waits long for the last of them
@@ -11,9 +12,6 @@ _PATIENCE = (  # virtual devices share the cores: on a busy machine a collective
 )
 _BFLOAT16 = "--xla_cpu_experimental_ynn_fusion_type="
 """No YNNPACK: its products of bfloat16 in float32 wait for threads that other devices' permutes hold, for minutes."""
-IN_ORDER = "--xla_gpu_deterministic_ops=true --xla_gpu_enable_triton_gemm=false"
-"""A GPU's sums in an order that is the same each time. XLA chooses the tiles of its own products by timing them. It
-then may not, and finds none (jax 0.11.2, compiled for an H100 that was not there): so all products are cuBLAS'."""
 _DEVICE_COUNT = re.compile(r"--xla_force_host_platform_device_count=(\d+)")
 
 

@@ -1,0 +1,50 @@
+"""What a run says of itself once it goes wrong: by records as a step writes them."""
+
+import pytest
+
+from train.trouble import WINDOW, Omens
+
+
+def said(records, worst=9.67, rate=4e-3):
+    omens = Omens(worst, lambda step: rate)
+    return [
+        (number, omen)
+        for number, record in enumerate(records, 1)
+        for omen in omens.look({"step": number, "max_vio": 0.5, "drop_rate": 0.0, "loss": 3.0} | record)
+    ]
+
+
+def test_routing_that_has_collapsed_is_told_once():
+    """As measured: v2-lite at four times the rate of its recipe."""
+    healthy, collapsed = {"max_vio": 2.0}, {"max_vio": 9.6, "drop_rate": 0.88}
+    ((step, told),) = said([healthy] * 5 + [collapsed] * (2 * WINDOW))
+    assert step == 5 + WINDOW
+    assert told == (
+        f"routing has collapsed: for {WINDOW} steps few experts have had nearly all tokens (MaxVio 9.60 of at most "
+        "9.67, 88% of the assignments dropped); lower --learning-rate, now 0.004, or raise --bias-rate or "
+        "--balance-factor"
+    )
+
+
+@pytest.mark.parametrize("records", [
+    [{"max_vio": 9.6}, {"max_vio": 8.0}] * (2 * WINDOW),  # not for long
+    [{"max_vio": 6.0, "drop_rate": 0.3}] * (2 * WINDOW),  # not nearly all
+    [{"loss": 3.0 + 0.001 * n} for n in range(50)],       # within the noise
+    [{"loss": 9.0 if n % 3 else 2.0} for n in range(WINDOW - 1)],  # too few to say
+])  # fmt: skip
+def test_what_may_come_right_is_not_told(records):
+    assert said(records) == []
+
+
+def test_experts_that_all_take_part_never_collapse():
+    """With as many experts as a token takes, MaxVio is always nought: the worst there is, too."""
+    assert said([{"max_vio": 0.0}] * (2 * WINDOW), worst=0.0) == []
+
+
+def test_a_loss_that_is_higher_than_it_began_is_told_once():
+    ((step, told),) = said([{"loss": 5.0}] + [{"loss": 5.5}] * (2 * WINDOW))
+    assert step == WINDOW
+    assert told == (
+        f"the loss is higher than it began: 5.5 over the last {WINDOW} steps, 5 at first; lower --learning-rate, now "
+        "0.004, or warm up for longer"
+    )
