@@ -3,6 +3,7 @@ it programs reach, as measured where anybody had one.
 """
 
 import dataclasses
+import re
 from collections.abc import Mapping
 
 
@@ -11,18 +12,18 @@ class Reached:
     """What compiled programs reach of a GPU's published rates.
 
     Attributes:
-      products: share of its operations a second that matrix products do.
+      attention: shares of its operations a second that the best kernel known here does in causal attention over
+        sequences of some thousand tokens: forward, backward.
+      products: share that matrix products do.
       grouped: share that grouped products of unequal groups do, by the kernels of ``parallel.hopper``.
-      attention: shares that the best kernel known here does in causal attention over sequences of some thousand
-        tokens: forward, backward.
       memory: share of its memory's bytes a second, read plus written.
       launch: seconds that every kernel takes besides.
       source: who measured these, on what.
     """
 
+    attention: tuple[float, float]
     products: float = 1.0
     grouped: float = 1.0
-    attention: tuple[float, float] = (0.55, 0.5)
     memory: float = 1.0
     launch: float = 0.0
     source: str = "nobody here: all but attention is as published"
@@ -121,12 +122,35 @@ dnn_version_info {{ major: 9 minor: 10 patch: 0 }}
 _FLASH_3 = "Shah et al. 2024, FlashAttention-3, figures 5 and 6, of cuDNN"
 
 _HOPPER = Reached(
+    attention=(0.53, 0.41),
     products=0.695,
     grouped=0.62,
-    attention=(0.53, 0.41),
     memory=0.88,
     launch=5e-6,
     source="benchmarks/gpu.py on an H200, 2026-11-26, docs/gpu.md",
+)
+
+_H100 = Gpu(
+    name="NVIDIA H100 80GB HBM3",
+    capability=9,
+    multiprocessors=132,
+    boost=1.98e9,
+    size=84942979072,
+    l2_cache=52428800,
+    memory=80 * 10**9,
+    flops=989e12,
+    bandwidth=3350e9,
+    clock=1.83e9,
+    nvlink=450e9,
+    network=50e9,
+    source="NVIDIA's data sheets of the H100 SXM and of the DGX H100",
+    published=Reached(attention=(0.55, 0.5)),
+    attention_source=_FLASH_3,
+    reached=dataclasses.replace(
+        _HOPPER,
+        memory=0.725,
+        source=f"an H100's memory on 2026-11-22; all else of its multiprocessors' like: {_HOPPER.source}",
+    ),
 )
 
 _NO_BACKWARD = "the backward's share of an H100, for none is published"
@@ -149,44 +173,15 @@ GPUS: Mapping[str, Gpu] = {
         published=Reached(attention=(0.73, 0.63)),
         attention_source="Dao 2023, FlashAttention-2, its fastest cases",
     ),
-    "h100": Gpu(
-        name="NVIDIA H100 80GB HBM3",
-        capability=9,
-        multiprocessors=132,
-        boost=1.98e9,
-        size=84942979072,
-        l2_cache=52428800,
-        memory=80 * 10**9,
-        flops=989e12,
-        bandwidth=3350e9,
-        clock=1.83e9,
-        nvlink=450e9,
-        network=50e9,
-        source="NVIDIA's data sheets of the H100 SXM and of the DGX H100",
-        published=Reached(attention=(0.55, 0.5)),
-        attention_source=_FLASH_3,
-        reached=dataclasses.replace(
-            _HOPPER,
-            memory=0.725,
-            source=f"an H100's memory on 2026-11-22; all else of its multiprocessors' like: {_HOPPER.source}",
-        ),
-    ),
-    "h200": Gpu(
+    "h100": _H100,
+    "h200": dataclasses.replace(
+        _H100,
         name="NVIDIA H200",
-        capability=9,
-        multiprocessors=132,
-        boost=1.98e9,
         size=150754820096,
         l2_cache=62914560,
         memory=141 * 10**9,
-        flops=989e12,
         bandwidth=4800e9,
-        clock=1.83e9,
-        nvlink=450e9,
-        network=50e9,
         source="NVIDIA's data sheets of the H200 SXM and of the DGX H200",
-        published=Reached(attention=(0.55, 0.5)),
-        attention_source=_FLASH_3,
         reached=_HOPPER,
     ),
     "b200": Gpu(
@@ -224,4 +219,16 @@ GPUS: Mapping[str, Gpu] = {
         attention_source=f"as of the B200; {_NO_BACKWARD}",
     ),
 }
-"""By the name of a target. Multiprocessors, clocks, caches and sizes are those that XLA's own target files state."""
+"""By the name of a target. Multiprocessors, clocks, caches and sizes are those that XLA's own target files state. An
+H200's size and cache are what its driver and PyTorch said.
+"""
+
+
+def gpu_generation(device_kind: str) -> str | None:
+    """The name in ``GPUS`` of a GPU by ``jax.devices()[0].device_kind``, None if it is not known.
+
+    >>> gpu_generation("NVIDIA H100 80GB HBM3"), gpu_generation("NVIDIA GB200"), gpu_generation("NVIDIA L4")
+    ('h100', 'gb200', None)
+    """
+    words = re.findall(r"[a-z0-9]+", device_kind.lower())
+    return next((name for name in GPUS if name in words), None)

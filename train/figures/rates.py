@@ -1,7 +1,6 @@
 """How fast a run is: tokens and operations a second, their share of the peak, and the memory it takes."""
 
 import dataclasses
-import re
 import resource
 import sys
 from collections.abc import Sequence
@@ -12,13 +11,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from dualpipe_jax.inspect.compiler import tpu_generation
-from dualpipe_jax.inspect.gpus import GPUS
+from dualpipe_jax.inspect.gpus import gpu_generation
 from dualpipe_jax.inspect.target import DEVICES
 from dualpipe_jax.probe.place import seconds
 
 _TERA, _GIBI = 1e12, 2**30
-_GPUS = {name: gpu.flops for name, gpu in GPUS.items()}
-"""A word of the device's name -> operations a second in bfloat16, dense, as published."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,10 +72,8 @@ def find_peak(devices: Sequence[Any], stated: float | None, measure: bool) -> Pe
 
 def published_flops(kind: str) -> float | None:
     """Operations a second, in bfloat16 and dense, of a device by JAX's name of its kind; None for unknown ones."""
-    if (generation := tpu_generation(kind)) is not None and generation in DEVICES:
-        return DEVICES[generation].flops
-    words = re.findall(r"[a-z0-9]+", kind.lower())
-    return next((flops for name, flops in _GPUS.items() if name in words), None)
+    generation = tpu_generation(kind) or gpu_generation(kind)
+    return DEVICES[generation].flops if generation is not None and generation in DEVICES else None
 
 
 def measure_matmul() -> float:
