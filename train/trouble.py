@@ -77,7 +77,8 @@ class Omens:
 
     def look(self, record: Mapping[str, Any]) -> list[str]:
         """What there is to say after a step."""
-        self._first = record["loss"] if self._first is None else self._first
+        if record["step"] == 1:
+            self._first = record["loss"]
         self._losses.append(record["loss"])
         rate = f"--learning-rate, now {float(self._rate(record['step'] - 1)):.2g}"
         worst = 0 < NEARLY * self._worst <= record["max_vio"] or record["drop_rate"] > 0.5
@@ -90,9 +91,10 @@ class Omens:
                 f"dropped); lower {rate}, or raise --bias-rate or --balance-factor"
             )
         middle = statistics.median(self._losses)
-        if len(self._losses) == WINDOW and middle > 1.02 * self._first and self._once("loss"):
+        began = self._first  # None in a run that is resumed: it did not see it
+        if began is not None and len(self._losses) == WINDOW and middle > 1.02 * began and self._once("loss"):
             found.append(
-                f"the loss is higher than it began: {middle:.4g} over the last {WINDOW} steps, {self._first:.4g} at "
+                f"the loss is higher than it began: {middle:.4g} over the last {WINDOW} steps, {began:.4g} at "
                 f"first; lower {rate}, or warm up for longer"
             )
         return found

@@ -41,6 +41,16 @@ def test_experts_that_all_take_part_never_collapse():
     assert said([{"max_vio": 0.0}] * (2 * WINDOW), worst=0.0) == []
 
 
+def test_of_its_beginning_a_resumed_run_says_nothing():
+    """Its own first loss is one among many that go up and down."""
+    omens = Omens(9.67, lambda step: 4e-3)
+    for step in range(500, 500 + 2 * WINDOW):
+        assert (
+            omens.look({"step": step, "max_vio": 0.5, "drop_rate": 0.0, "loss": 2.0 if step == 500 else 2.2})
+            == []
+        )
+
+
 def test_a_loss_that_is_higher_than_it_began_is_told_once():
     ((step, told),) = said([{"loss": 5.0}] + [{"loss": 5.5}] * (2 * WINDOW))
     assert step == WINDOW
