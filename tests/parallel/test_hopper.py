@@ -17,6 +17,7 @@ from dualpipe_jax.parallel import hopper
 from dualpipe_jax.parallel.expert_groups import grouped_matmul
 from dualpipe_jax.split import split_backward
 from tests.jaxprs import named
+from tests.parallel.test_expert_groups import by_groups, gradients_by_groups
 
 CASES = {
     "as they are": (256, 128, 256, (100, 28, 128)),
@@ -36,24 +37,12 @@ def arrays(rows, dim, width, sizes):
     return *(jnp.asarray(a, jnp.bfloat16) for a in (x, w, dy)), jnp.asarray(sizes, jnp.int32)
 
 
-def by_groups(x, w, dy, sizes):
-    x, w, dy = (np.asarray(a, np.float64) for a in (x, w, dy))
-    y, dx, dw, start = np.zeros(dy.shape), np.zeros(x.shape), np.zeros(w.shape), 0
-    for g, size in enumerate(np.asarray(sizes)):
-        here = slice(start, start + size)
-        y[here], dx[here], dw[g] = x[here] @ w[g], dy[here] @ w[g].T, x[here].T @ dy[here]
-        start += size
-    return y, dx, dw
-
-
 def value_and_gradients(x, w, dy, sizes, **how):
     y, pull = jax.vjp(lambda x, w: grouped_matmul(x, w, sizes, kernel="hopper", **how), x, w)
     return y, *pull(dy)
 
 
-ON_HOPPER = (
-    jax.default_backend() == "gpu" and hopper.LANES and str(jax.devices()[0].compute_capability) == "9.0"
-)
+ON_HOPPER = jax.default_backend() == "gpu" and jax.devices()[0].compute_capability == "9.0"
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -64,7 +53,10 @@ ON_HOPPER = (
 def test_values_and_gradients_are_those_of_a_loop_over_groups(case, emulated):
     given = arrays(*CASES[case])
     got = jax.jit(functools.partial(value_and_gradients, interpret=emulated))(*given)
-    for found, wanted in zip(got, by_groups(*given), strict=True):
+    x, w, dy = (np.asarray(a, np.float64) for a in given[:3])
+    sizes = np.asarray(given[3])
+    exact = by_groups(x, w, sizes), *gradients_by_groups(x, w, sizes, dy)
+    for found, wanted in zip(got, exact, strict=True):
         assert found.dtype == jnp.bfloat16
         np.testing.assert_allclose(np.asarray(found, np.float64), wanted, rtol=2**-7, atol=0.05)
 
