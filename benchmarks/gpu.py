@@ -12,6 +12,7 @@ import argparse
 import functools
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -42,6 +43,8 @@ ALONE = (DETERMINISTIC, "trainer", "probe", "torch")
 PARTS = (*IN_ONE_PROCESS, *ALONE)
 ASKED = ("walks",)
 """Parts that run only when they are named."""
+SILENT_S = 180.0
+"""After so many seconds without a record a part hangs; the longest function compiles in half of that."""
 WRONG_USE = 2
 """The exit code of argparse's errors."""
 
@@ -93,6 +96,7 @@ def main() -> None:
 def in_this_process(
     parser: argparse.ArgumentParser, options: argparse.Namespace, wanted: Sequence[str]
 ) -> None:
+    """Run parts here, as a child or ahead of time."""
     if options.compile_only:
         os.environ["JAX_PLATFORMS"] = "cpu"
     known = functions()
@@ -161,7 +165,7 @@ def child(
     say: Callable[[dict], None],
     **environment: str,
 ) -> None:
-    """Run parts in a process of their own, until the end at the latest."""
+    """Run parts in a process of their own, until the end at the latest, or until one hangs."""
     seconds = end - time.monotonic()
     command = [sys.executable, __file__, "--here", "--parts", ",".join(parts), "--minutes", str(seconds / 60)]
     command += ["--texts", str(options.texts)] if options.texts else []
@@ -175,13 +179,14 @@ def child(
         cwd=ROOT,
         env=os.environ | environment,
     ) as process:
-        killer = threading.Timer(seconds, process.kill)
-        killer.start()
+        killer = kill_in(process, seconds)
         assert process.stdout is not None
         for line in process.stdout:
             if not line.startswith('{"part"'):
                 other.append(line.rstrip())
                 continue
+            killer.cancel()
+            killer = kill_in(process, end - time.monotonic())
             record = json.loads(line)
             say(record)
             part, other = record["part"], []
@@ -192,8 +197,16 @@ def child(
     if code == WRONG_USE:
         raise SystemExit("\n".join(other[-1:]))
     if code:
-        reason = "killed, for the minutes are over" if time.monotonic() >= end else f"exit code {code}"
+        late = "the minutes are over" if time.monotonic() >= end else f"nothing was said for {SILENT_S:.0f} s"
+        reason = f"killed, for {late}" if code == -signal.SIGKILL else f"exit code {code}"
         say({"part": part, "name": "failed", "reason": reason, "tail": other[-12:]})
+
+
+def kill_in(process: subprocess.Popen, seconds: float) -> threading.Timer:
+    """A timer that ends the process, after SILENT_S at the latest."""
+    timer = threading.Timer(max(0.0, min(seconds, SILENT_S)), process.kill)
+    timer.start()
+    return timer
 
 
 def probe(end: float, say: Callable[[dict], None]) -> None:

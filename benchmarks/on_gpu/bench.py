@@ -16,10 +16,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from dualpipe_jax import inspect
+from dualpipe_jax.inspect.gpus import GPUS, gpu_generation
+from dualpipe_jax.inspect.roofline import traffic
 from dualpipe_jax.inspect.target import Target
 
-PEAK = 989e12
-"""Operations a second of an H100 SXM and an H200 in bfloat16, dense, by NVIDIA's data sheets."""
 TRIALS = 5
 
 
@@ -33,7 +33,7 @@ class Bench:
     Attributes:
       records: what was found, a dict for each function or fact, printed as a line of JSON when it is found.
       compiles_only: whether there is no GPU: arrays are shapes then.
-      clock: hertz of the cycles in which predictions are made.
+      gpu: what is known of the device: its peak, and the clock in whose cycles predictions are made.
     """
 
     def __init__(self, target: str | None, minutes: float, texts: Path | None = None):
@@ -45,8 +45,11 @@ class Bench:
         device = Target.parse(target).devices()[0] if target is not None else jax.devices("gpu")[0]
         self.device = device
         self._here = jax.sharding.SingleDeviceSharding(device)
-        self._rates = inspect.gpu_rates("h100")
-        self.clock = 1.83e9
+        generation = gpu_generation(device.device_kind)
+        if generation is None:
+            raise ValueError(f"{device.device_kind}: nothing is known of it; there are {', '.join(GPUS)}")
+        self.gpu = GPUS[generation]
+        self._rates = inspect.gpu_rates(generation)
 
     # ------------------------------------------------------------------------------ arrays
 
@@ -120,13 +123,15 @@ class Bench:
         if predict:
             facts |= self._predicted(compiled)
         if self.compiles_only:
-            self.say(name, **facts, calls=_calls(compiled.as_text()), flops=flops)
+            facts |= {"calls": _calls(compiled.as_text()), "bytes_outside_loops": _bytes(compiled)}
+            # The compiler expands it into products of all rows with each group's matrix, and leaves no trace.
+            self.say(name, **facts, dense_ragged=lowered.as_text().count('"chlo.ragged_dot"'), flops=flops)
             return jax.tree.map(self._abstract, jax.eval_shape(function, *args))
         out = jax.block_until_ready(compiled(*args))
         took, spread = _timed(lambda: compiled(*args), seconds)
         facts = {"ms": took * 1e3, "spread": spread} | facts
         if flops:
-            facts |= {"tflops": flops / took / 1e12, "mfu": flops / took / PEAK}
+            facts |= {"tflops": flops / took / 1e12, "mfu": flops / took / self.gpu.flops}
         if traffic:
             facts["tb_per_s"] = traffic / took / 1e12
         if "predicted_ms" in facts:
@@ -137,7 +142,7 @@ class Bench:
     def _predicted(self, compiled: Any) -> dict[str, Any]:
         report = inspect.overlap(compiled, rates=self._rates)
         whole = max(report.computations.values(), key=lambda one: one.cycles)
-        return {"predicted_ms": whole.cycles / self.clock * 1e3}
+        return {"predicted_ms": whole.cycles / self.gpu.clock * 1e3}
 
     @contextmanager
     def going_on(self, part: str) -> Iterator[None]:
@@ -180,14 +185,21 @@ def _memory(compiled: Any) -> dict[str, float]:
     return {"temp_gib": round(compiled.memory_analysis().temp_size_in_bytes / 2**30, 3)}
 
 
+_STILL = ("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "while", "conditional", "call")
 _CALL = re.compile(r'custom_call_target="([^"]+)"')
 
 
 def _calls(text: str) -> dict[str, int]:
-    """How often each kernel is called, and each ragged product that no kernel computes."""
-    found = collections.Counter(_CALL.findall(text))
-    dense = len(re.findall(r" ragged-dot\(", text))
-    return dict(found) | ({"ragged-dot": dense} if dense else {})
+    """How often each kernel is called."""
+    return dict(collections.Counter(_CALL.findall(text)))
+
+
+def _bytes(compiled: Any) -> int:
+    """Read and written by what the program runs itself; its loops count nothing."""
+    module = inspect.read(compiled)
+    entry = module.computations[module.entry]
+    moving = (i for i in entry if i.opcode not in _STILL)
+    return sum(traffic(module, entry, instruction) for instruction in moving)
 
 
 def _rounded(value: Any) -> Any:
