@@ -1,6 +1,11 @@
-"""What stages make of their parameters alone: made before the first tick, its gradients led back after the last."""
+"""What stages make of their parameters alone: made before the first tick, its gradients led back after the last.
+
+These values come in groups. The first are layers of leaves that hold several, the same for all kinds of stages; then
+there is one group for each kind, of what its matmuls make.
+"""
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -14,7 +19,7 @@ from dualpipe_jax.engine.guard import run_if
 from dualpipe_jax.engine.trees import Vary, zeros
 from dualpipe_jax.parallel import PP
 from dualpipe_jax.schedule import Placement
-from dualpipe_jax.split.hoist import Hoisted
+from dualpipe_jax.split.hoist import Hoisted, Layer
 from dualpipe_jax.split.leaves import cut, is_floating
 
 
@@ -34,25 +39,38 @@ class Prepared:
     placement: Placement
     vary: Vary
 
+    @functools.cached_property
+    def layers(self) -> dict[Layer, jax.ShapeDtypeStruct]:
+        """Those of all kinds, with their types."""
+        return {
+            layer: value
+            for kind in self.kinds
+            for layer, value in zip(kind.layers, kind.values, strict=False)  # the first values are layers
+        }
+
     @property
     def types(self) -> list[list[jax.ShapeDtypeStruct]]:
-        return [kind.values for kind in self.kinds]
+        return [[*self.layers.values()], *(kind.values[len(kind.layers) :] for kind in self.kinds)]
 
     def wanted(self, trained: tuple[Tree, Tree]) -> list[list[bool]]:
         """Whether each value gets a gradient: where something trained is in it."""
         leaves = jax.tree.leaves(trained)
         return [
-            [any(t and s for t, s in zip(leaves, sources, strict=True)) for sources in kind.sources]
-            for kind in self.kinds
+            [leaves[layer.leaf] for layer in self.layers],
+            *(
+                [any(t and s for t, s in zip(leaves, sources, strict=True)) for sources in made_of]
+                for made_of in (kind.sources[len(kind.layers) :] for kind in self.kinds)
+            ),
         ]
 
     def function(self, kind: int) -> Callable[..., Any]:
         """A kind's stage, of ``((own, values), shared)`` and what it sees."""
-        rest = self.kinds[kind].function
+        hoisted, places = self.kinds[kind], {layer: place for place, layer in enumerate(self.layers)}
 
         def stage(params: tuple[tuple[Tree, Any], Tree], seen: Any) -> Any:
-            (own, values), shared = params
-            return rest(((own, shared), values[kind]), seen)
+            (own, (layers, *of_kinds)), shared = params
+            mine = [layers[places[layer]] for layer in hoisted.layers]
+            return hoisted.function(((own, shared), [*mine, *of_kinds[kind]]), seen)
 
         return stage
 
@@ -61,11 +79,18 @@ class Prepared:
         return tuple((stage, self._values(local, stage, shared)) for local, stage in enumerate(own))
 
     def _values(self, local: int, own: Tree, shared: Tree) -> list[list[jax.Array]]:
-        def made(number: int, kind: Hoisted) -> list[jax.Array]:
-            none = self.vary(zeros(kind.values))
-            return run_if(self._is(number, local), lambda _, *params: kind.prelude(params), none, own, shared)
+        leaves = jax.tree.leaves((own, shared))
+        layers = [leaves[layer.leaf][layer.at].reshape(layer.shape) for layer in self.layers]
 
-        return [made(number, kind) if kind.values else [] for number, kind in enumerate(self.kinds)]
+        def made(number: int, kind: Hoisted) -> list[jax.Array]:
+            count = len(kind.layers)
+            if len(kind.values) == count:
+                return []
+            none = self.vary(zeros(kind.values[count:]))
+            work = lambda _, *params: kind.prelude(params)[count:]  # noqa: E731
+            return run_if(self._is(number, local), work, none, own, shared)
+
+        return [layers, *(made(number, kind) for number, kind in enumerate(self.kinds))]
 
     def lead_back(
         self,
@@ -84,14 +109,31 @@ class Prepared:
         stages = []
         for local, ((own, _), given) in enumerate(zip(params, gradients, strict=True)):
             count = len(jax.tree.leaves(own))
-            of_own, *of_kinds = cut(given, count, *(len(kind.values) for kind in self.kinds))
-            total = [*of_own, *of_shared]
+            of_own, of_layers, *of_kinds = cut(given, count, *map(len, self.types))
+            total = _added([*of_own, *of_shared], self._stacked((own, shared), of_layers))
             for number, of_values in enumerate(of_kinds):
                 if any(g is not None for g in of_values):
                     total = _added(total, self._led_back(number, local, (own, shared), of_values))
             stages.append(total[:count])
             of_shared = total[count:]
         return stages, of_shared
+
+    def _stacked(self, params: tuple[Tree, Tree], of_layers: list[Any]) -> list[Any]:
+        """The gradient of each leaf of params from those of its layers, None where there are none."""
+
+        def whole(number: int, leaf: Any) -> Any:
+            given = [
+                (layer.at, g)
+                for layer, g in zip(self.layers, of_layers, strict=True)
+                if layer.leaf == number and g is not None
+            ]
+            if not given:
+                return None
+            rows = [[g.reshape(leaf.shape[1:]) for at, g in given if at == i] for i in range(leaf.shape[0])]
+            none = self.vary(jnp.zeros(leaf.shape[1:], given[0][1].dtype))
+            return jnp.stack([sum(row[1:], row[0]) if row else none for row in rows])
+
+        return [whole(number, leaf) for number, leaf in enumerate(jax.tree.leaves(params))]
 
     def _led_back(
         self, number: int, local: int, params: tuple[Tree, Tree], of_values: list[Any]
@@ -103,7 +145,8 @@ class Prepared:
         def work(_: Any, params: Tree, *given: Any) -> list[Any]:
             of_all = iter(given)
             each = [None if g is None else next(of_all) for g in of_values]
-            led = jax.tree.leaves(self.kinds[number].postlude(params, each))
+            layers = [None] * len(self.kinds[number].layers)
+            led = jax.tree.leaves(self.kinds[number].postlude(params, [*layers, *each]))
             return [led[i] for i in floating]
 
         none = self.vary([jnp.zeros(leaves[i].shape, leaves[i].dtype) for i in floating])

@@ -72,11 +72,13 @@ class Sketch:
       table: what the program walks through.
       flops: of matrix products and convolutions in F, I, W and B of each kind of stage, on one device. A Pallas kernel
         counts as its author states. Of stages of one kind of which some are the first or the last, the most.
+      values: types of what a device's stages make of their parameters alone, once a step; see ``Prepared``.
     """
 
     state: State
     table: TickTable
     flops: Mapping[UnitKey, int]
+    values: Tree
 
 
 def sketch(step: Step, params: Tree, batch: Tree, key: jax.Array | None) -> Sketch:
@@ -85,7 +87,8 @@ def sketch(step: Step, params: Tree, batch: Tree, key: jax.Array | None) -> Sket
 
     def on_rank(params: Tree, batch: Tree, key: jax.Array | None) -> State:
         program = Program(unchecked, params, batch, key, backward=True)
-        found.append((program.table, _flops(program)))
+        values = jax.eval_shape(lambda: [made for _, made in program.own])
+        found.append((program.table, _flops(program), values))
         return program.initial_state()
 
     # Called replicated, what it returns has the shapes that it has on one device.

@@ -119,10 +119,18 @@ def traffic(module: Module, computation: Computation, instruction: Instruction) 
     if stated := _ESTIMATE.search(instruction.config):
         return int(stated[2])
     if instruction.opcode == "fusion" and (called := instruction.called("calls")):
+        read = sum(_reads(module.computations[called[0]]))
+    else:
+        read = sum(_read(computation, instruction, name) for name in instruction.operands)
+    return read + written(module, computation, instruction)
+
+
+def written(module: Module, computation: Computation, instruction: Instruction) -> int:
+    """Bytes that an instruction writes; of a buffer that it updates in place, the update."""
+    if instruction.opcode == "fusion" and (called := instruction.called("calls")):
         inner = module.computations[called[0]]
-        return sum(_reads(inner)) + sum(_writes(inner, inner.root))
-    read = sum(_read(computation, instruction, name) for name in instruction.operands)
-    return read + sum(_writes(computation, instruction))
+        return sum(_writes(inner, inner.root))
+    return sum(_writes(computation, instruction))
 
 
 def _reads(inner: Computation) -> Iterator[int]:

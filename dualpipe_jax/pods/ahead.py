@@ -74,7 +74,8 @@ def memory_by_kind(blueprint: Blueprint) -> dict[str, int]:
 
     Kinds:
       stages, shared: parameters of the stages that the device owns; and those of all ranks. Both as they are stored.
-      cast: copies of parameters as they are used, where that is in another dtype, or whole what is stored in parts.
+      cast: copies of parameters as they are used, where that is in another dtype, or whole what is stored in parts, or
+        layer by layer; and what stages make of parameters alone.
       mirrored: the second copy of the stages on a bidirectional pipe, as they are used.
       optimizer: what the program's update keeps, such as AdamW's two moments.
       gradients: sums for stages, mirrored ones, embedding and head, each like the parameter as it is used.
@@ -88,7 +89,7 @@ def memory_by_kind(blueprint: Blueprint) -> dict[str, int]:
     kinds = {
         "stages": nbytes(params["stages"]),
         "shared": nbytes(params["shared"]),
-        "cast": _changed(params, used),
+        "cast": _changed(params, used) + nbytes(blueprint.sketch.values),
         "mirrored": sum(nbytes(used["stages"].local[source]) for source, _ in borrowed),
         "optimizer": 0 if blueprint.update is None else nbytes(blueprint.update.state),
         "gradients": nbytes((state.own, state.shared)),

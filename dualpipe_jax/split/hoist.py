@@ -1,13 +1,16 @@
-"""What derives from parameters alone and costs matmuls, taken out of a function: it is made once a step.
+"""What derives from parameters alone and costs matmuls or copies, taken out of a function: it is made once a step.
 
 ``x @ (w + a @ b)`` does ``a @ b`` for every microbatch, and again in its backward, and so are the gradients of a and b
 made of that of their product. All of them are the same, or linear, for all microbatches: the product can be made before
 the first, and its gradient, summed, be led back after the last.
+
+So it is with a leaf that holds the matrices of several layers and is only ever read layer by layer. A slice of it is a
+copy in every microbatch, and no product can add its gradient to a part of the leaf's sum.
 """
 
 import dataclasses
 from collections.abc import Callable, Collection, Iterable, Sequence
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +21,7 @@ from dualpipe_jax.split.graph import (
     Atom,
     Binding,
     Cond,
+    Equation,
     Node,
     Program,
     Scan,
@@ -27,6 +31,7 @@ from dualpipe_jax.split.graph import (
     is_view,
     values,
 )
+from dualpipe_jax.split.leaves import is_floating
 from dualpipe_jax.split.run import evaluate
 from dualpipe_jax.split.slices import branch_known, derived, inner_known, prune, substitute, trim_scan
 from dualpipe_jax.split.trace import trace_program
@@ -35,17 +40,27 @@ Tree: TypeAlias = Any
 Arrays: TypeAlias = list[Any]
 
 
+class Layer(NamedTuple):
+    """``leaf[at]`` in a shape; ``leaf`` is a number among the leaves of params."""
+
+    leaf: int
+    at: int
+    shape: tuple[int, ...]
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class Hoisted:
     """A function f in two: ``f(params, x) == function((params, prelude(params)), x)``.
 
     Attributes:
       function: of ``((params, values), x)``; gives what f does. Differentiable as f is, at the shapes traced.
-      values: types of what the prelude gives; none where f has no matmul of parameters alone.
+      layers: what the first values are, if they are nothing but parts of a leaf.
+      values: types of what the prelude gives; none where f has no matmul of parameters alone and reads no layers.
       sources: for each of them, for each leaf of params, whether it is made of that.
     """
 
     function: Callable[[Tree, Tree], Any]
+    layers: list[Layer]
     values: list[jax.ShapeDtypeStruct]
     sources: list[list[bool]]
     _prelude: Program
@@ -71,8 +86,9 @@ def hoist(function: Callable[[Tree, Tree], Any], params: Tree, x: Tree) -> Hoist
     """Takes out of ``function(params, x)`` what derives from params alone and holds matmuls or convolutions.
 
     What ends it in casts and other views is left in the function, so that gradients are summed as precisely as those of
-    params. Scans and what ``jax.checkpoint`` wraps are looked into; functions with derivatives of their own, while
-    loops and choices are taken whole or not at all.
+    params. The layers of a leaf are taken out, too, if it is read as ``leaf[0]``, ``leaf[1]``, ..., and in no other
+    way. Scans and what ``jax.checkpoint`` wraps are looked into; functions with derivatives of their own,
+    while loops and choices are taken whole or not at all.
 
     Arguments:
       params, x: arrays, tracers or ShapeDtypeStructs.
@@ -86,7 +102,10 @@ def hoist(function: Callable[[Tree, Tree], Any], params: Tree, x: Tree) -> Hoist
     """
     whole, tree = trace_program(function, params, x, differentiable=True)
     own = whole.inputs[: len(jax.tree.leaves(params))]
-    early, late, crossing = _divide(whole.equations, whole.outputs, set(own))
+    layers = _layers(whole, own)
+    early, late, crossing = _divide(whole.equations, whole.outputs, set(own), layers)
+    part_of = {node.outputs[0]: layer for node, layer in layers.items()}
+    crossing.sort(key=lambda value: value not in part_of)
     rest = Program((*own, *crossing, *whole.inputs[len(own) :]), late, whole.outputs)
 
     def remaining(prepared: tuple[Tree, Arrays], x: Tree) -> Any:
@@ -97,6 +116,7 @@ def hoist(function: Callable[[Tree, Tree], Any], params: Tree, x: Tree) -> Hoist
     reads = [prune(early, [value])[1] for value in crossing]
     return Hoisted(
         function=remaining,
+        layers=[part_of[value] for value in crossing if value in part_of],
         values=[jax.ShapeDtypeStruct(value.shape, value.dtype) for value in crossing],
         sources=[[leaf in read for leaf in own] for read in reads],
         _prelude=Program(own, early, tuple(crossing)),
@@ -106,15 +126,52 @@ def hoist(function: Callable[[Tree, Tree], Any], params: Tree, x: Tree) -> Hoist
 Divided: TypeAlias = tuple[tuple[Node, ...], tuple[Node, ...], list[Value]]
 
 
-def _divide(nodes: Sequence[Node], wanted: Iterable[Atom], base: Collection[Value]) -> Divided:
-    """What is taken out, what stays, and the values that pass from the one to the other."""
+def _layers(whole: Program, params: Sequence[Value]) -> dict[Node, Layer]:
+    """What reads ``leaf[index]`` of parameters that are read by their leading index alone."""
+    readers: dict[Value, list[Node]] = {
+        leaf: [] for leaf in params if leaf.shape and leaf.shape[0] > 1 and is_floating(leaf)
+    }
+    for node in whole.equations:
+        for value in {*values(node.inputs)} & readers.keys():
+            readers[value].append(node)
+    found: dict[Node, Layer] = {}
+    for number, leaf in enumerate(params):
+        nodes = readers.get(leaf, [])
+        indices = [_index(node, leaf) for node in nodes]
+        if None not in indices and leaf not in whole.outputs:
+            for node, index in zip(nodes, indices, strict=True):
+                found[node] = Layer(number, index or 0, node.outputs[0].shape)
+    # Without the leading dim, for a product adds to a sum of its own shape.
+    sliced = {node.outputs[0]: layer for node, layer in found.items()}
+    for node in whole.equations:
+        if isinstance(node, Equation) and node.name == "squeeze" and node.inputs[0] in sliced:
+            found[node] = sliced[node.inputs[0]]._replace(shape=node.outputs[0].shape)
+    return found
+
+
+def _index(node: Node, leaf: Value) -> int | None:
+    """Which part of a leaf's leading dim a node slices out; None if it does anything else."""
+    if not isinstance(node, Equation) or node.name != "slice" or node.params["strides"] is not None:
+        return None
+    (start, *rest), shape = node.params["start_indices"], node.outputs[0].shape
+    return start if shape == (1, *leaf.shape[1:]) and not any(rest) else None
+
+
+def _divide(
+    nodes: Sequence[Node],
+    wanted: Iterable[Atom],
+    base: Collection[Value],
+    layers: Collection[Node] = (),
+) -> Divided:
+    """What is taken out, ``layers`` among it, what stays, and the values that pass from the one to the other."""
     known = derived(nodes, base)
     order: list[Node] = []
-    costly: set[Node] = set()  # known, and a matmul or made of one
+    costly: set[Node] = set()  # known, and a matmul, a layer, or made of such
     made: set[Value] = set()
     for node in nodes:
         if node.outputs and known.issuperset(node.outputs):
-            taken = [node] if count_flops([node]) or made.intersection(values(node.inputs)) else []
+            costs = node in layers or count_flops([node]) or made.intersection(values(node.inputs))
+            taken = [node] if costs else []
             order.append(node)
         else:
             taken, stays = _divide_inside(node, known)
@@ -124,7 +181,7 @@ def _divide(nodes: Sequence[Node], wanted: Iterable[Atom], base: Collection[Valu
     out: set[Node] = set()
     read: set[Value] = set()
     for node in reversed(order):
-        if node in costly and (not is_view(node) or read.intersection(node.outputs)):
+        if node in costly and (not is_view(node) or node in layers or read.intersection(node.outputs)):
             out.add(node)
             read.update(values(node.inputs))
     late, needed = prune([node for node in order if node not in out], wanted)

@@ -21,9 +21,9 @@ def oracle(kind, num_stages, num_microbatches):
     return jax.device_get(step(init(kind, num_stages)[0], *data(num_microbatches)))
 
 
-def quick(function):
+def quick(function, **options):
     """Compiled with little optimization, which takes half as long: for results, not for texts."""
-    return jax.jit(function, compiler_options={"xla_backend_optimization_level": 0})
+    return jax.jit(function, compiler_options={"xla_backend_optimization_level": 0}, **options)
 
 
 def assert_close(got, want, rtol=2e-6):

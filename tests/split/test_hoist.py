@@ -61,6 +61,13 @@ def factors(params, x):
     return jnp.sin(x @ product) @ (product @ product.T + params["w"])
 
 
+def in_layers(params, x):
+    """Each layer's matrices are read by their index."""
+    for layer in range(3):
+        x = lora({name: leaf[layer] for name, leaf in params.items()}, x)
+    return x
+
+
 POLICY = jax.checkpoint_policies.dots_saveable
 CASES = {
     "lora": (lora, LORA, 1),
@@ -78,6 +85,8 @@ CASES = {
     "jit": (jax.jit(lora), LORA, 1),
     "own rule": (with_own_rule, LORA, 1),
     "factors": (factors, LORA, 1 + WIDTH / RANK),
+    "layers": (in_layers, LAYERS, 3),
+    "matrices of layers": (lambda p, x: jnp.sin(x @ p["w"][0]) @ p["w"][2] + x @ p["w"][1:2][0], LAYERS, 0),
 }
 
 
@@ -151,6 +160,28 @@ def test_what_the_values_are_made_of():
 
 def test_sums_are_as_precise_as_those_of_the_parameters():
     assert [kind.dtype for kind in hoist(in_halves, LORA, X).values] == [jnp.float32]
+
+
+def test_layers_are_taken_out_of_leaves_that_nothing_else_reads():
+    params = {name: normal(number, 3, WIDTH, WIDTH) for number, name in enumerate("abcde")} | {
+        "i": np.arange(3)
+    }
+
+    def f(params, x):
+        for layer in range(3):
+            x = jnp.sin(x @ params["a"][layer])
+        x = x @ params["b"][0] @ params["b"][0]
+        x = x @ params["c"][1] + params["c"].sum(0)[0]
+        x = x @ params["d"][:, 1].T @ params["d"][:, 2] @ params["e"][0:2].sum(0)
+        return x + params["i"][0].astype(jnp.float32)
+
+    lifted = hoist(f, params, X)
+    assert [(layer.leaf, layer.at) for layer in lifted.layers] == [(0, 0), (0, 1), (0, 2), (1, 0)]
+    assert [value.shape for value in lifted.values] == [(WIDTH, WIDTH)] * 4
+    for layer, value in zip(lifted.layers, lifted.prelude(params), strict=True):
+        np.testing.assert_array_equal(value, params["ab"[layer.leaf]][layer.at])
+    plan = split_backward(lifted.function).trace((params, lifted.values), X)
+    assert not plan.params.has_gradient[0], "the leaf's own sum is not needed"
 
 
 def chosen(params, x):
