@@ -1,7 +1,7 @@
 """What the engine's step costs over plain accumulation on one GPU: pp 1, 8 layers of width 4096, 8 microbatches.
 
-Each layer has leaves of its own, which the engine casts to bfloat16 once a step (``compute_dtype``); plain
-accumulation casts them once a step, too, before its scan.
+Each layer has leaves of its own, or a stage's layers are stacked in one and sliced by the stage. The engine casts them
+to bfloat16 once a step (``compute_dtype``); plain accumulation casts them once a step, too, before its scan.
 """
 
 import math
@@ -12,12 +12,21 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks.on_gpu.bench import Bench
-from dualpipe_jax import Pipeline, PipelineModel, make_mesh, staged
+from dualpipe_jax import Pipeline, PipelineModel, StagedModel, make_mesh, staged
 from dualpipe_jax.schedule import dualpipe_v, one_f_one_b, zb_h1, zb_v
 from models.cudnn import cudnn_attention
 
 MICROBATCHES, SIZE, SEQUENCE, WIDTH, HEADS, VOCAB, LAYERS = 8, 1, 2048, 4096, 32, 1024, 8
-FORMS = ((one_f_one_b, "loop"), (zb_h1, "loop"), (dualpipe_v, "loop"), (zb_v, "loop"), (dualpipe_v, "switch"))
+FORMS = (
+    (one_f_one_b, "loop", "own"),
+    (zb_h1, "loop", "own"),
+    (dualpipe_v, "loop", "own"),
+    (zb_v, "loop", "own"),
+    (dualpipe_v, "switch", "own"),
+    (one_f_one_b, "loop", "stacked"),
+    (dualpipe_v, "loop", "stacked"),
+)
+"""Schedule, guards, and whether each layer has leaves of its own or a stage's layers are stacked."""
 SHAPES = {
     "qkv": (WIDTH, 3 * WIDTH),
     "out": (WIDTH, WIDTH),
@@ -40,6 +49,9 @@ def layer(p: Any, x: Any) -> Any:
 
 
 def stage(params: Any, x: Any) -> Any:
+    """Layers, given as a list of trees or as one tree of leaves [layers, ...]."""
+    if isinstance(params, dict):
+        params = [{name: leaf[i] for name, leaf in params.items()} for i in range(len(params["norm1"]))]
     for p in params:
         x = layer(p, x)
     return x
@@ -55,8 +67,12 @@ def head_loss(p: Any, x: Any, targets: Any) -> Any:
     return -jnp.mean(picked)
 
 
-def parameters(num_stages: int) -> Any:
-    """Of the engine, for so many stages; the same numbers however they are cut."""
+def model(num_stages: int) -> StagedModel:
+    return staged(PipelineModel(embed, stage, head_loss), num_stages)
+
+
+def parameters(num_stages: int, leaves: str = "own") -> Any:
+    """Of the engine, for so many stages; the same numbers however they are cut and laid."""
     keys = iter(jax.random.split(jax.random.key(0), LAYERS * len(SHAPES) + 2))
     of_layers = [
         {name: 0.02 * jax.random.normal(next(keys), shape) for name, shape in SHAPES.items()}
@@ -64,7 +80,9 @@ def parameters(num_stages: int) -> Any:
         for _ in range(LAYERS)
     ]
     each = LAYERS // num_stages
-    cut = [jax.tree.map(lambda *ls: jnp.stack(ls), *of_layers[i::each]) for i in range(each)]
+    cut: Any = [jax.tree.map(lambda *ls: jnp.stack(ls), *of_layers[i::each]) for i in range(each)]
+    if leaves == "stacked":
+        cut = jax.tree.map(lambda *ls: jnp.stack(ls, axis=1), *cut)
     head = {"norm": jnp.ones(WIDTH), "out": 0.02 * jax.random.normal(next(keys), (WIDTH, VOCAB))}
     return {"stages": cut, "shared": {"embed": jax.random.normal(next(keys), (VOCAB, WIDTH)), "head": head}}
 
@@ -100,15 +118,13 @@ def step(bench: Bench) -> None:
         base, wanted = bench.records[-1]["ms"], jax.device_get(found)
     del found
     mesh = make_mesh(1, 1, devices=[bench.device])
-    for make, form in FORMS:
+    for make, form, leaves in FORMS:
         schedule = make(1, MICROBATCHES)
         num_stages = schedule.placement.num_model_stages
-        model = staged(PipelineModel(embed, stage, head_loss), num_stages)
-        pipeline = Pipeline(model, schedule, mesh, divergence=form, compute_dtype=jnp.bfloat16)
-        mine = bench.made(lambda n=num_stages: parameters(n))
-        out = bench.time(
-            f"{schedule.name}, {form}", pipeline.value_and_grad, mine, batch, flops=flops, seconds=0.5
-        )
+        pipeline = Pipeline(model(num_stages), schedule, mesh, divergence=form, compute_dtype=jnp.bfloat16)
+        mine = bench.made(lambda n=num_stages, leaves=leaves: parameters(n, leaves))
+        name = f"{schedule.name}, {form}, {leaves} leaves"
+        out = bench.time(name, pipeline.value_and_grad, mine, batch, flops=flops, seconds=0.5)
         if bench.compiles_only:
             continue
         ((loss, _), grads) = jax.device_get(out)
@@ -118,19 +134,17 @@ def step(bench: Bench) -> None:
             "loss": float(loss),
             "plain_loss": float(wanted[0]),
         }
-        bench.say(
-            f"{schedule.name}, {form}: over plain",
-            **facts,
-            worst_gradient=worst(grads, wanted[1], num_stages),
-        )
+        bench.say(f"{name}: over plain", **facts, worst_gradient=worst(grads, wanted[1], num_stages))
 
 
 def worst(grads: Any, wanted: Any, num_stages: int) -> float:
     """The largest error of a leaf, by its norm."""
-    each = LAYERS // num_stages
+    stages, each = grads["stages"], LAYERS // num_stages
+    if isinstance(stages, dict):
+        stages = [{name: leaf[:, i] for name, leaf in stages.items()} for i in range(each)]
     pairs = [
         (leaf[s], wanted[0][s * each + i][name])
-        for i, own in enumerate(grads["stages"])
+        for i, own in enumerate(stages)
         for name, leaf in own.items()
         for s in range(num_stages)
     ]

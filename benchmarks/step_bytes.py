@@ -1,0 +1,134 @@
+"""Bytes that a step writes, compiled for an H100 that is not here: the engine's beside plain accumulation's, pp 1.
+
+The program is that of `scripts/bench gpu --parts step`: 8 layers of width 4096, 8 microbatches, each layer with leaves
+of its own or a stage's layers stacked. Every instruction counts what it writes as often as it runs: the scan by its
+trips, a guard's body as often as the table runs its unit. Products and attention stand apart: there the engine writes
+more, for its products add to the sums of gradients themselves, what plain accumulation does in a pass of its own.
+
+    scripts/bench step_bytes            # in an environment with the extra `cuda`; needs no GPU, 10 minutes of CPU
+"""
+
+import argparse
+import collections
+import os
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+os.environ["JAX_PLATFORMS"] = "cpu"
+
+import jax
+import jax.numpy as jnp
+
+from benchmarks.on_gpu import step
+from dualpipe_jax import Pipeline, inspect, make_mesh
+from dualpipe_jax.inspect.hlo import Module
+from dualpipe_jax.inspect.roofline import flops, written
+from dualpipe_jax.inspect.target import Target
+from dualpipe_jax.pods.units import units_in
+from dualpipe_jax.schedule.lowering.table import TickTable
+from dualpipe_jax.schedule.lowering.unit_key import UnitKey
+
+STILL = ("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "while", "conditional", "call")
+GiB = 2**30
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--target", default="h100:1x1", help="a GPU")
+    parser.add_argument(
+        "--largest", type=int, default=0, metavar="N", help="also the N largest of the others"
+    )
+    options = parser.parse_args()
+    device = Target.parse(options.target).devices()[0]
+    here, mesh = jax.sharding.SingleDeviceSharding(device), make_mesh(1, 1, devices=[device])
+
+    def given(make, *args):
+        struct = lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=here)  # noqa: E731
+        return jax.tree.map(struct, jax.eval_shape(lambda: make(*args)))
+
+    tokens = given(jnp.zeros, (step.MICROBATCHES, step.SIZE, step.SEQUENCE), jnp.int32)
+    batch = {"inputs": tokens, "targets": tokens}
+    print("| program | products, GiB | all else | all else over plain | all over plain | temporaries, GiB |")
+    print("| --- | ---: | ---: | ---: | ---: | ---: |", flush=True)
+    plain: dict[str, tuple[int, int]] = {}
+    for leaves in ("own", "stacked"):
+        found = Bytes(jax.jit(step.plain), {}, given(step.parameters, 1, leaves), batch)
+        plain[leaves] = found.products, found.others
+        found.show(f"plain accumulation, {leaves} leaves", plain["own"], options.largest)
+    for make, form, leaves in step.FORMS:
+        if form != "loop":
+            continue  # of branches the compiler copies what they change, on the device's stream and by no instruction
+        schedule = make(1, step.MICROBATCHES)
+        model = step.model(schedule.placement.num_model_stages)
+        pipeline = Pipeline(model, schedule, mesh, divergence=form, compute_dtype=jnp.bfloat16)
+        params = given(step.parameters, model.num_stages, leaves)
+        runs = runs_of(pipeline.table(params, batch), model.kind_of)
+        found = Bytes(pipeline.value_and_grad, runs, params, batch)
+        found.show(f"{schedule.name}, {leaves} leaves", plain["own"], options.largest)
+
+
+def runs_of(table: TickTable, kind_of: tuple[str, ...]) -> dict[UnitKey, int]:
+    """How often a step runs each unit on its only rank."""
+    names = {table.keeps.kind_of[stage]: kind for stage, kind in enumerate(kind_of)}
+    runs: collections.Counter[UnitKey] = collections.Counter()
+    for number in table.column("unit").ravel().tolist():
+        if number >= 0:
+            op, *stands = table.units[number]
+            runs[UnitKey(op, tuple(names[stand.kind] for stand in stands if stand is not None))] += 1
+    return runs
+
+
+class Bytes:
+    """Bytes that a program writes, by products and attention and by all other instructions."""
+
+    def __init__(self, function, runs: dict[UnitKey, int], *args):
+        compiled = function.lower(*args).compile(inspect.recommended_compiler_options("gpu"))
+        module = inspect.read(compiled)
+        self.temporaries = compiled.memory_analysis().temp_size_in_bytes
+        self.products, self.by_name = 0, collections.Counter()
+        for name, times in times_of(module, runs).items():
+            computation = module.computations[name]
+            for instruction in computation:
+                if instruction.opcode in STILL:
+                    continue
+                made = round(times * written(module, computation, instruction))
+                if flops(module, computation, instruction):
+                    self.products += made
+                else:
+                    operation = instruction.op_name.rpartition("/")[2]
+                    self.by_name[f"{instruction.name.rstrip('0123456789.')} ({operation})"] += made
+        self.others = self.by_name.total()
+
+    def show(self, what: str, plain: tuple[int, int], largest: int) -> None:
+        ratios = self.others / plain[1], (self.others + self.products) / sum(plain)
+        written = f"{self.products / GiB:.1f} | {self.others / GiB:.1f} | {ratios[0]:.2f} | {ratios[1]:.2f}"
+        print(f"| {what} | {written} | {self.temporaries / GiB:.1f} |", flush=True)
+        for name, made in self.by_name.most_common(largest):
+            print(f"  {made / GiB:8.2f} GiB  {name}", flush=True)
+
+
+def times_of(module: Module, runs: dict[UnitKey, int]) -> dict[str, float]:
+    """How often each computation runs; the bodies of one unit share its runs."""
+    found = units_in(module) if runs else {}
+    if found.keys() != runs.keys():
+        raise ValueError(f"the program has the units {sorted(found)}, and the table {sorted(runs)}")
+    guarded = {body: runs[key] / len(bodies) for key, bodies in found.items() for body in bodies}
+    times: collections.Counter[str] = collections.Counter()
+
+    def walk(name: str, often: float) -> None:
+        times[name] += often
+        for instruction in module.computations[name]:
+            for body in instruction.called("body") if instruction.opcode == "while" else ():
+                walk(body, guarded.get(body, often * (instruction.trips or 1)))
+            for body in instruction.called("branch", "to_apply") if instruction.opcode in STILL else ():
+                walk(body, often)
+
+    walk(module.entry, 1)
+    return times
+
+
+if __name__ == "__main__":
+    main()
