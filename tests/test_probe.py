@@ -1,6 +1,7 @@
 """`dualpipe probe`: real experiments on virtual devices, one that really hangs, and what is made of results."""
 
 import json
+import os
 import re
 from pathlib import Path
 
@@ -10,7 +11,10 @@ import pytest
 from dualpipe_jax.__main__ import main
 from dualpipe_jax.command import child
 from dualpipe_jax.inspect.measured import measured_rates
+from dualpipe_jax.probe import units
+from dualpipe_jax.probe.experiments import experiment
 from dualpipe_jax.probe.findings import ALL, BARE, FORMS, TRIALS, outcome, rates_file, stands, verdict
+from dualpipe_jax.probe.place import Place
 
 WORKS = {"ok": True}
 EVERYTHING = {f"{trial}-{form}": WORKS for form in BARE for trial in TRIALS} | {"units-none": WORKS}
@@ -164,6 +168,56 @@ def test_what_was_not_tried_is_not_said_to_work():
     found = verdict(alone | {f"units-{form}": WORKS for form in FORMS})
     assert found.divergence == "loop"
     assert "Of ranks that part ways nothing was learnt (--pp 1: one rank)." in found.sentences
+
+
+@pytest.mark.parametrize(
+    ("in_order", "words"),
+    [
+        (None, "the experiment repeats-in-order tells whether XLA can be told not to."),
+        ([], "with scripts/train --deterministic it does not."),
+        (["[1]['shared']"], "with scripts/train --deterministic, too, so a resumed run"),
+    ],
+)
+def test_a_step_that_does_not_repeat(in_order, words):
+    loose = {"leaves": 6, "differ": ["[0][0]", "[1]['shared']"], "runs": 5}
+    results = {"repeats": loose} | (
+        {} if in_order is None else {"repeats-in-order": loose | {"differ": in_order}}
+    )
+    assert outcome(loose) == "differs in 2 of 6 arrays: [0][0], [1]['shared']"
+    assert f"Run again, a step differs in its last bits; {words}" in " ".join(verdict(results).sentences)
+    assert "Run again" not in " ".join(verdict({"repeats": loose | {"differ": []}}).sentences)
+
+
+def test_a_step_is_run_again_as_it_is_and_with_sums_in_order(here, capfd):
+    """A CPU sums in one order anyway."""
+    assert main(["probe", "--cpu", "4", "--only", "repeats"]) == 0
+    said = capfd.readouterr().out
+    for name in ("repeats", "repeats-in-order"):
+        assert re.search(rf"\n{name}: .* the same in 5 runs\n", said), said
+    results = json.loads((here / "rates.json").read_text())["results"]
+    loss, report, gradients = 1, 2, 4
+    assert [found["leaves"] for found in results.values()] == [loss + report + gradients] * 2
+
+
+@pytest.mark.parametrize("asked", [True, False])
+def test_the_flags_are_xlas_before_it_looks_for_devices(monkeypatch, asked):
+    before = os.environ["XLA_FLAGS"]
+    monkeypatch.setenv("XLA_FLAGS", before)
+    next(experiment({"pp": 2, "ep": 2, "experiments": [], "sums_in_order": asked}))
+    in_order = " --xla_gpu_deterministic_ops=true --xla_gpu_enable_triton_gemm=false"
+    assert os.environ["XLA_FLAGS"] == before + (in_order if asked else "")
+
+
+def test_bits_are_compared(monkeypatch):
+    """A step of which one number is another in the last of its runs, by one bit."""
+    runs = iter([1.0] * (units.RUNS - 1) + [np.nextafter(np.float32(1), 2)])
+
+    def step(params, batch):
+        return (np.float32(0), {}), {"a": np.float32(next(runs)), "b": np.float32(2)}
+
+    monkeypatch.setattr(units.jax, "jit", lambda *_, **__: step)
+    found = units.repeats(Place.make(2, 2))
+    assert found == {"leaves": 3, "differ": ["[1]['a']"], "runs": units.RUNS}
 
 
 def test_slow_links_and_cheap_guards_are_named():

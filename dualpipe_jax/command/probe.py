@@ -12,7 +12,16 @@ import tyro
 from dualpipe_jax.command.options import CommandError, Count
 from dualpipe_jax.command.output import say_written, show, show_json
 from dualpipe_jax.present.table import Table
-from dualpipe_jax.probe.findings import ALL, MEASURES, PERMUTE_INSIDE, outcome, rates_file, title, verdict
+from dualpipe_jax.probe.findings import (
+    ALL,
+    IN_ORDER,
+    MEASURES,
+    PERMUTE_INSIDE,
+    outcome,
+    rates_file,
+    title,
+    verdict,
+)
 
 _STARTING = 180.0
 """Seconds to load JAX and find the devices, if --limit is not longer."""
@@ -67,7 +76,9 @@ class Probe:
         found: dict[str, Any] = {"devices": {}, "results": {}}
         left = names
         while left:
-            request = {"pp": self.pp, "ep": self.ep, "experiments": left}
+            in_order = left[0] == IN_ORDER
+            now = [name for name in left if (name == IN_ORDER) == in_order]
+            request = {"pp": self.pp, "ep": self.ep, "experiments": now, "sums_in_order": in_order}
             try:
                 known = ask("dualpipe_jax.probe", request, self._environment(), "probe", self._limit)
                 stage = None

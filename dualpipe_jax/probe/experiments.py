@@ -1,14 +1,16 @@
 """All experiments by name. The names stand in ``findings``, which needs no JAX."""
 
 import functools
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 
+from dualpipe_jax.inspect.compiler import IN_ORDER
 from dualpipe_jax.probe import diverging, layer, timing, units
 from dualpipe_jax.probe.diverging import has_groups, has_ranks
-from dualpipe_jax.probe.findings import BARE, FORMS, PERMUTE_INSIDE, TRIALS
+from dualpipe_jax.probe.findings import BARE, FORMS, PERMUTE_INSIDE, REPEATS, TRIALS
 from dualpipe_jax.probe.place import Place
 from dualpipe_jax.worker import say
 
@@ -53,11 +55,14 @@ EXPERIMENTS: Mapping[str, Experiment] = {
     "rate-matmul": timing.matmuls,
     "rate-copy": timing.copies,
     "layer": layer.layer,
+    **dict.fromkeys(REPEATS, units.repeats),
 }
 
 
 def experiment(asked: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     """What is asked for, one after another: {"devices": ..., "results": {name: ...}}, growing."""
+    if asked.get("sums_in_order"):  # XLA reads it when it first looks for devices
+        os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {IN_ORDER}"
     place = Place.make(asked["pp"], asked["ep"])
     found: dict[str, Any] = {"devices": describe(place), "results": {}}
     yield found

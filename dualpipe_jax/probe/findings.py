@@ -31,7 +31,14 @@ MEASURES = {
     "rate-matmul": "matrix product",
     "rate-copy": "copy, read plus written",
     "layer": "units of a plain layer",
+    "repeats": "a step run again, compared bit for bit",
+    "repeats-in-order": "the same where XLA is told to sum in order",
 }
+
+IN_ORDER = "repeats-in-order"
+"""In a process of its own, for XLA reads its flags once."""
+
+REPEATS = ("repeats", IN_ORDER)
 
 ALL = (
     *(f"{trial}-{form}" for form in BARE for trial in [*TRIALS][:3]),
@@ -83,11 +90,19 @@ def outcome(result: Mapping[str, Any]) -> str:
     if "bytes_per_second" in result:
         latency = f", {_time(result['latency'])} each" if result.get("latency") else ""
         return f"{result['bytes_per_second'] / 1e9:.3g} GB/s{latency}"
+    if "differ" in result:
+        return _repeated(result)
     if "skipped_seconds" in result:
         return (
             f"{_time(result['skipped_seconds'])} with none taken, {_time(result['taken_seconds'])} with one"
         )
     return ", ".join(f"{unit} {_time(result[unit])}" for unit in ("F", "B", "I", "W", "FB"))
+
+
+def _repeated(result: Mapping[str, Any]) -> str:
+    if not result["differ"]:
+        return f"the same in {result['runs']} runs"
+    return f"differs in {len(result['differ'])} of {result['leaves']} arrays: {', '.join(result['differ'])}"
 
 
 def verdict(results: Mapping[str, Mapping[str, Any]]) -> Verdict:
@@ -130,6 +145,14 @@ def _sentences(
     }
     yield from (f"Of ranks that part ways nothing was learnt ({why})." for why in sorted(lone))
     yield from _cheaper(results, setting)
+    loose, in_order = (results.get(name, {}).get("differ") for name in REPEATS)
+    if loose:
+        known = {
+            True: "with scripts/train --deterministic, too, so a resumed run will not repeat what a whole one does",
+            False: "with scripts/train --deterministic it does not",
+            None: f"the experiment {IN_ORDER} tells whether XLA can be told not to",
+        }
+        yield f"Run again, a step differs in its last bits; {known[None if in_order is None else bool(in_order)]}."
     for name in ("rate-all-to-all", "rate-permute"):
         yield from _slow(MEASURES[name], results.get(name, {}).get("by_group", {}))
 

@@ -1,5 +1,6 @@
 """All of the engine's units in one tiny step, compared with ``jax.value_and_grad`` of the same model in plain JAX."""
 
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -16,13 +17,43 @@ from dualpipe_jax.schedule import Schedule, dualpipe, dualpipe_v
 
 WIDTH, TOKENS, VOCAB = 8, 2, 11
 """TOKENS of each device for each expert; as many experts as devices in a group."""
+RUNS = 5
 
 
 def units(place: Place, form: Divergence) -> str:
     """What is wrong with a step whose ranks part ways in a form; empty if nothing is."""
     schedule = schedule_of(place.pp)
     params, batch = inputs(schedule, place.ep)
-    pipeline = Pipeline(
+    pipeline = pipeline_of(place, schedule, form)
+    with jax.default_matmul_precision("highest"):
+        step = jax.jit(pipeline.value_and_grad, compiler_options=place.options)
+        (loss, _), grads = step(params, batch)
+        want = jax.jit(jax.value_and_grad(plain_loss))(params, batch["inputs"], batch["targets"])
+    return differences((loss, grads), want)
+
+
+def repeats(place: Place) -> dict[str, Any]:
+    """Whether a step gives the same bits when it is run again: its leaves that differ in any of ``RUNS`` runs.
+
+    It sums up what GPUs sum in whatever order threads come: the gradient of an embedding whose rows many tokens share.
+    """
+    schedule = schedule_of(place.pp)
+    params, batch = inputs(schedule, place.ep, *((16, 32) if place.is_small else (512, 2048)))
+    pipeline = pipeline_of(place, schedule, "loop")
+    step = jax.jit(pipeline.value_and_grad, compiler_options=place.options)
+    first, *others = ([*_bits(step(params, batch))] for _ in range(RUNS))
+    names = [name for name, _ in first]
+    differ = {name for run in others for (name, a), (_, b) in zip(first, run, strict=True) if a != b}
+    return {"leaves": len(names), "differ": [name for name in names if name in differ], "runs": RUNS}
+
+
+def _bits(made: Any) -> Iterator[tuple[str, bytes]]:
+    for path, leaf in jax.tree_util.tree_leaves_with_path(jax.device_get(made)):
+        yield jax.tree_util.keystr(path), np.asarray(leaf).tobytes()
+
+
+def pipeline_of(place: Place, schedule: Schedule, form: Divergence) -> Pipeline:
+    return Pipeline(
         staged(PipelineModel(embed, stage, head_loss), schedule.placement.num_model_stages),
         schedule,
         place.mesh,
@@ -30,11 +61,6 @@ def units(place: Place, form: Divergence) -> str:
         fuse_pairs=True,
         divergence=form,
     )
-    with jax.default_matmul_precision("highest"):
-        step = jax.jit(pipeline.value_and_grad, compiler_options=place.options)
-        (loss, _), grads = step(params, batch)
-        want = jax.jit(jax.value_and_grad(plain_loss))(params, batch["inputs"], batch["targets"])
-    return differences((loss, grads), want)
 
 
 def schedule_of(pp: int) -> Schedule:
@@ -48,7 +74,7 @@ def embed(p: Any, tokens: jax.Array) -> jax.Array:
 
 def stage(p: Any, x: jax.Array) -> jax.Array:
     """x [1, ep * TOKENS, width] of a device: the e-th TOKENS go to expert e, which lies on device e of the group."""
-    sent = x.reshape(-1, TOKENS, WIDTH)
+    sent = x.reshape(lax.axis_size(EP), -1, x.shape[-1])
     arrived = lax.all_to_all(sent, EP, 0, 0)
     back = lax.all_to_all(jnp.tanh(arrived @ p["w"][0]), EP, 0, 0)
     return x + jnp.tanh(back.reshape(x.shape) @ p["out"])
@@ -69,16 +95,17 @@ def plain_loss(params: Any, tokens: jax.Array, targets: jax.Array) -> jax.Array:
     return head_loss(params["shared"]["head"], x, targets)
 
 
-def inputs(schedule: Schedule, ep: int) -> tuple[Any, Any]:
+def inputs(schedule: Schedule, ep: int, width: int = WIDTH, each: int = TOKENS) -> tuple[Any, Any]:
+    """Parameters and a batch; ``each`` tokens of a device for each expert."""
     rng = np.random.default_rng(0)
 
     def normal(*shape: int) -> np.ndarray:
         return rng.standard_normal(shape, np.float32) / 2
 
     count = schedule.placement.num_model_stages
-    stages = {"w": normal(count, ep, WIDTH, WIDTH), "out": normal(count, WIDTH, WIDTH)}
-    shared = {"embed": normal(VOCAB, WIDTH), "head": normal(WIDTH, VOCAB)}
-    tokens = rng.integers(0, VOCAB, (2, schedule.num_microbatches, ep, ep * TOKENS), np.int32)
+    stages = {"w": normal(count, ep, width, width), "out": normal(count, width, width)}
+    shared = {"embed": normal(VOCAB, width), "head": normal(width, VOCAB)}
+    tokens = rng.integers(0, VOCAB, (2, schedule.num_microbatches, ep, ep * each), np.int32)
     return {"stages": stages, "shared": shared}, {"inputs": tokens[0], "targets": tokens[1]}
 
 
