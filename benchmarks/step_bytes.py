@@ -24,7 +24,7 @@ from benchmarks.on_gpu import step
 from dualpipe_jax import Pipeline, inspect, make_mesh
 from dualpipe_jax.inspect.hlo import Module
 from dualpipe_jax.inspect.roofline import flops, written
-from dualpipe_jax.inspect.target import Target
+from dualpipe_jax.inspect.target import MissingCompiler, Target
 from dualpipe_jax.pods.units import units_in
 from dualpipe_jax.schedule.lowering.table import TickTable
 from dualpipe_jax.schedule.lowering.unit_key import UnitKey
@@ -37,12 +37,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--target", default="h100:1x1", help="a GPU")
+    parser.add_argument("--target", default="h100:1x1", help="that GPU")
     parser.add_argument(
         "--largest", type=int, default=0, metavar="N", help="also the N largest of the others"
     )
     options = parser.parse_args()
-    device = Target.parse(options.target).devices()[0]
+    try:
+        device = Target.parse(options.target).devices()[0]
+    except (MissingCompiler, ValueError) as error:
+        parser.error(str(error))
     here, mesh = jax.sharding.SingleDeviceSharding(device), make_mesh(1, 1, devices=[device])
 
     def given(make, *args):
