@@ -120,6 +120,16 @@ class Engine:
         """Whether there is anything to do."""
         return bool(self._ended or self._seats.waiting or any(self._seats.slots))
 
+    @property
+    def num_running(self) -> int:
+        """Requests that have a slot; others wait for one."""
+        return sum(request is not None for request in self._seats.slots)
+
+    @property
+    def num_used_blocks(self) -> int:
+        """Blocks of the cache that requests have; others are free, though what they hold may be known."""
+        return self.limits.total_blocks - len(self._seats.blocks)
+
     def add(
         self,
         prompt: Sequence[int] | np.ndarray,

@@ -62,7 +62,7 @@ def make_app(
     ``hosts`` are the names that requests may be for, None for any, and ``keys`` those that let in, none if there are
     none; see ``Gate``.
     """
-    metrics = Metrics(lambda: runner.num_open)
+    metrics = Metrics(runner)
 
     @contextlib.asynccontextmanager
     async def life(app: Starlette) -> AsyncIterator[None]:
@@ -75,6 +75,10 @@ def make_app(
     async def health(request: Request) -> Response:
         runner.ready()
         return JSONResponse({"status": "ok", "open": runner.num_open})
+
+    async def live(request: Request) -> Response:
+        runner.alive(limits.answer_seconds)
+        return JSONResponse({"status": "ok"})
 
     async def models(request: Request) -> Response:
         return JSONResponse({"object": "list", "data": [about]})
@@ -90,7 +94,7 @@ def make_app(
         return await answer(request, _chat)
 
     async def answer(request: Request, prepare: Prepare) -> "_Answer":
-        runner.ready()
+        runner.check_open()
         body = await _body(request, limits)
         # Tokens are made of text in another thread: a long one takes its time.
         asked, wanted, shape = await asyncio.to_thread(prepare, body, runner, served, limits)
@@ -101,6 +105,7 @@ def make_app(
 
     routes = [
         Route("/health", health),
+        Route("/live", live),
         Route("/metrics", metrics.answer),
         Route("/v1/models", models),
         Route("/v1/models/{name:path}", model),
