@@ -103,7 +103,9 @@ class Engine:
             num_experts = self.config.num_experts
             self._weights = experts.place(self._weights, self._held, num_experts, mesh, near=self._near)
         self._cache = self._programs[False].init_cache(limits.total_blocks, limits.block_size)
-        if mesh is None:  # on a device for good, as what steps return: else what is first used is compiled twice
+        if (
+            mesh is None
+        ):  # on a device for good, as what steps return: else what is first used is compiled twice
             self._cache = jax.device_put(self._cache, jax.tree.leaves(self._weights)[0].sharding)
         self._seats = Seats(limits, self._num_devices, num_halves=microbatches, ahead=int(drafts))
         self._ended: list[Completion] = []

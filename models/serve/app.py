@@ -263,10 +263,14 @@ class _Answer:
         await JSONResponse(self._shape.whole(pieces, self._job.usage))(scope, receive, send)
 
     async def _stream(self, send: Send) -> None:
+        events = self._events()
+        # Until there is a first, a failure has a status of its own, and a balancer may ask another server.
+        first = await anext(events)
         headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         try:
-            async for event in self._events():
+            await send({"type": "http.response.body", "body": _event(first), "more_body": True})
+            async for event in events:
                 await send({"type": "http.response.body", "body": _event(event), "more_body": True})
             last = b"data: [DONE]\n\n"
         except Refused as error:

@@ -325,10 +325,14 @@ def test_an_answer_that_takes_too_long_is_ended():
         answer = httpx.post(f"{url}/v1/completions", json=BODY)
         assert answer.status_code == 504 and answer.json()["error"]["message"] == message
         idle(runner, slow)
+        error = {"message": message, "type": "server_error", "param": None, "code": "timeout"}
+        answer = httpx.post(f"{url}/v1/completions", json=BODY | {"stream": True})
+        assert answer.status_code == 504 and answer.json()["error"] == error  # nothing of it had been sent
+        idle(runner, slow)
+        slow.go_on.release()
         with httpx.stream("POST", f"{url}/v1/completions", json=BODY | {"stream": True}) as response:
-            slow.go_on.release()
             *_, last = (json.loads(line[6:]) for line in response.iter_lines() if line)
-        assert last["error"] == {"message": message, "type": "server_error", "param": None, "code": "timeout"}
+        assert response.status_code == 200 and last["error"] == error
         idle(runner, slow)
 
 
