@@ -17,7 +17,7 @@ import models
 from models import weights
 
 ROOT = Path(__file__).resolve().parents[2]
-NAME = "small"
+NAME = "tiny"
 CONTEXT = 256
 START_SECONDS = 300
 
