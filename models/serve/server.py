@@ -48,9 +48,8 @@ class _Server(uvicorn.Server):
     async def main_loop(self) -> None:
         await super().main_loop()
         self._runner.leaving = True
-        self.server_state.default_headers.append(
-            (b"connection", b"close")
-        )  # who asks again finds another server
+        # Who asks again finds another server.
+        self.server_state.default_headers.append((b"connection", b"close"))
         if self._runner.failure is None:
             await self._unless_forced(asyncio.sleep(self._delay))
         for server in self.servers:  # no new connections; those there are may wait for their answers
