@@ -103,6 +103,10 @@ class Engine:
             num_experts = self.config.num_experts
             self._weights = experts.place(self._weights, self._held, num_experts, mesh, near=self._near)
         self._cache = self._programs[False].init_cache(limits.total_blocks, limits.block_size)
+        if (
+            mesh is None
+        ):  # on a device for good, as what steps return: else what is first used is compiled twice
+            self._cache = jax.device_put(self._cache, jax.tree.leaves(self._weights)[0].sharding)
         self._seats = Seats(limits, self._num_devices, num_halves=microbatches, ahead=int(drafts))
         self._ended: list[Completion] = []
         num_rows = self.config.num_moe_layers + self.config.num_mtp_layers
@@ -119,6 +123,16 @@ class Engine:
     def busy(self) -> bool:
         """Whether there is anything to do."""
         return bool(self._ended or self._seats.waiting or any(self._seats.slots))
+
+    @property
+    def num_running(self) -> int:
+        """Requests that have a slot; others wait for one."""
+        return sum(request is not None for request in self._seats.slots)
+
+    @property
+    def num_used_blocks(self) -> int:
+        """Blocks of the cache that requests have; others are free, though what they hold may be known."""
+        return self.limits.total_blocks - len(self._seats.blocks)
 
     def add(
         self,

@@ -5,6 +5,6 @@ from models.serve.chat import Chat
 from models.serve.errors import Refused
 from models.serve.limits import HttpLimits
 from models.serve.runner import Runner
-from models.serve.server import listen, serve
+from models.serve.server import bind, serve
 
-__all__ = ["Chat", "HttpLimits", "Refused", "Runner", "Served", "listen", "make_app", "serve"]
+__all__ = ["Chat", "HttpLimits", "Refused", "Runner", "Served", "bind", "make_app", "serve"]

@@ -62,7 +62,7 @@ def make_app(
     ``hosts`` are the names that requests may be for, None for any, and ``keys`` those that let in, none if there are
     none; see ``Gate``.
     """
-    metrics = Metrics(lambda: runner.num_open)
+    metrics = Metrics(runner)
 
     @contextlib.asynccontextmanager
     async def life(app: Starlette) -> AsyncIterator[None]:
@@ -75,6 +75,10 @@ def make_app(
     async def health(request: Request) -> Response:
         runner.ready()
         return JSONResponse({"status": "ok", "open": runner.num_open})
+
+    async def live(request: Request) -> Response:
+        runner.alive(limits.answer_seconds)
+        return JSONResponse({"status": "ok"})
 
     async def models(request: Request) -> Response:
         return JSONResponse({"object": "list", "data": [about]})
@@ -90,7 +94,7 @@ def make_app(
         return await answer(request, _chat)
 
     async def answer(request: Request, prepare: Prepare) -> "_Answer":
-        runner.ready()
+        runner.check_open()
         body = await _body(request, limits)
         # Tokens are made of text in another thread: a long one takes its time.
         asked, wanted, shape = await asyncio.to_thread(prepare, body, runner, served, limits)
@@ -101,6 +105,7 @@ def make_app(
 
     routes = [
         Route("/health", health),
+        Route("/live", live),
         Route("/metrics", metrics.answer),
         Route("/v1/models", models),
         Route("/v1/models/{name:path}", model),
@@ -258,10 +263,14 @@ class _Answer:
         await JSONResponse(self._shape.whole(pieces, self._job.usage))(scope, receive, send)
 
     async def _stream(self, send: Send) -> None:
+        events = self._events()
+        # Until there is a first, a failure has a status of its own, and a balancer may ask another server.
+        first = await anext(events)
         headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         try:
-            async for event in self._events():
+            await send({"type": "http.response.body", "body": _event(first), "more_body": True})
+            async for event in events:
                 await send({"type": "http.response.body", "body": _event(event), "more_body": True})
             last = b"data: [DONE]\n\n"
         except Refused as error:

@@ -218,8 +218,8 @@ class Job:
         assert completion is not None
         if completion.finish_reason == "error":
             if self._runner.failure is not None:
-                self._runner.ready()
+                self._runner.check_open()
             raise Refused(500, str(completion.error), code="generation_failed")
         if completion.finish_reason == "cancelled" and not choice.stopped:
-            self._runner.ready()
+            self._runner.check_open()
             raise Refused(500, "the text was cancelled", code="cancelled")

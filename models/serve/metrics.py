@@ -1,27 +1,31 @@
 """What a server did, counted for Prometheus."""
 
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 
 import prometheus_client
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from models.serve.runner import Runner
 
 _SECONDS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 60, 120, 300, 600)
 
 
 class Metrics:
-    """Counters of one server; https://prometheus.io/docs/concepts/metric_types.
+    """Counters of one server and, on Linux, of its process; https://prometheus.io/docs/concepts/metric_types."""
 
-    Args:
-      num_open: how many texts are being made or wait.
-    """
-
-    def __init__(self, num_open: Callable[[], int]):
+    def __init__(self, runner: Runner):
         self._registry = own = CollectorRegistry()
-        Gauge("serve_texts_open", "Texts that are being made or wait.", registry=own).set_function(num_open)
+        ProcessCollector(registry=own)
+        for name, about, now in (
+            ("serve_texts_open", "Texts that are being made or wait.", lambda: runner.num_open),
+            ("serve_slots_used", "Slots of the engine that texts have.", lambda: runner.num_running),
+            ("serve_blocks_used", "Blocks of the cache that texts have.", lambda: runner.num_used_blocks),
+        ):
+            Gauge(name, about, registry=own).set_function(now)
         self._requests = Counter(
             "serve_requests", "Requests that were answered.", ["route", "status"], registry=own
         )

@@ -5,6 +5,7 @@ import dataclasses
 import functools
 import queue
 import threading
+import time
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
@@ -27,6 +28,12 @@ class Steps(Protocol):
 
     @property
     def busy(self) -> bool: ...
+
+    @property
+    def num_running(self) -> int: ...
+
+    @property
+    def num_used_blocks(self) -> int: ...
 
     def add(
         self,
@@ -63,12 +70,14 @@ class Runner:
 
     Attributes:
       failure: what ended the thread; None as long as all is well.
+      leaving: whether requests should be sent elsewhere, though they are still taken on.
       on_failure: called in the event loop when that happens.
     """
 
     def __init__(self, engine: Steps, max_waiting: int):
         self.max_open = engine.limits.max_requests + max_waiting
         self.failure: str | None = None
+        self.leaving = False
         self.on_failure: Callable[[], None] = lambda: None
         self._engine = engine
         self._closing = False
@@ -77,6 +86,7 @@ class Runner:
         self._none_open.set()
         self._numbered: dict[int, Ticket] = {}  # the thread's
         self._orders: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._step_began: float | None = None  # the thread's; others read it
         self._thread = threading.Thread(target=self._work, name="engine", daemon=True)
 
     def start(self) -> None:
@@ -90,6 +100,16 @@ class Runner:
         return len(self._tickets)
 
     @property
+    def num_running(self) -> int:
+        """Slots of the engine that texts have; those that wait have none."""
+        return self._engine.num_running
+
+    @property
+    def num_used_blocks(self) -> int:
+        """Blocks of the cache that texts have."""
+        return self._engine.num_used_blocks
+
+    @property
     def max_positions(self) -> int:
         """Tokens of a text and its prompt at most."""
         return self._engine.limits.max_positions
@@ -98,12 +118,29 @@ class Runner:
         """Find out whether a text can ever be made; from any thread. Raises RequestError if not."""
         check_request(prompt, params, self._engine.limits, self._engine.config.vocab)
 
+    def alive(self, seconds: float) -> None:
+        """Raise Refused, 503, once the thread has failed or has been in one step for longer than so many seconds."""
+        self._check_failure()
+        began = self._step_began
+        if began is not None and time.monotonic() - began > seconds:
+            told = f"a step has taken longer than {seconds:g} s, so its texts were given up: start the server again"
+            raise Refused(503, told, code="engine_stuck")
+
     def ready(self) -> None:
+        """Raise Refused, 503, once requests should be sent elsewhere."""
+        self.check_open()
+        if self.leaving:
+            raise Refused(503, "the server will stop soon: ask another one", code="stopping")
+
+    def check_open(self) -> None:
         """Raise Refused, 503, once no more texts are taken on."""
-        if self.failure is not None:
-            raise Refused(503, "the engine has failed; the server ends", code="engine_failed")
+        self._check_failure()
         if self._closing:
             raise Refused(503, "the server is stopping: ask another one, or again later", code="stopping")
+
+    def _check_failure(self) -> None:
+        if self.failure is not None:
+            raise Refused(503, "the engine has failed; the server ends", code="engine_failed")
 
     def submit(self, asked: Sequence[tuple[np.ndarray, SamplingParams, Hear]]) -> list[Ticket]:
         """Take on all of these texts.
@@ -111,7 +148,7 @@ class Runner:
         Raises:
           Refused: 429, and none taken on, if that would be more than there may be; 503 if there are no more to be.
         """
-        self.ready()
+        self.check_open()
         if self.num_open + len(asked) > self.max_open:
             raise Refused(
                 429,
@@ -153,7 +190,10 @@ class Runner:
     def _work(self) -> None:
         try:
             while self._follow_orders():
-                self._report(self._engine.step())
+                self._step_began = time.monotonic()
+                ended = self._engine.step()
+                self._step_began = None
+                self._report(ended)
         except Exception as error:  # a step that fails has lost the cache
             self._loop.call_soon_threadsafe(self._fail, f"{type(error).__name__}: {error}")
 

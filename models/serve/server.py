@@ -2,10 +2,12 @@
 
 import asyncio
 import contextlib
+import os
 import signal
 import socket
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
+from typing import Any
 
 import uvicorn
 from starlette.applications import Starlette
@@ -16,18 +18,28 @@ from models.serve.limits import HttpLimits
 from models.serve.runner import Runner
 
 
-def listen(host: str, port: int) -> socket.socket:
-    """Return a socket that accepts connections; port 0 takes a free one. Raises OSError."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    return socket.create_server((host, port), family=family, backlog=1024)
+def bind(host: str, port: int) -> socket.socket:
+    """Return a socket that has an address; port 0 takes a free one. Raises OSError.
+
+    Connections are refused until it listens, which ``serve`` lets it: a balancer then asks another server at once.
+    """
+    bound = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    try:
+        if os.name == "posix":  # elsewhere it would let two servers have one address
+            bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        bound.bind((host, port))
+    except OSError:
+        bound.close()
+        raise
+    return bound
 
 
 class _Server(uvicorn.Server):
     """Tells the runner when it is asked to stop."""
 
-    def __init__(self, config: uvicorn.Config, runner: Runner, grace: float):
+    def __init__(self, config: uvicorn.Config, runner: Runner, shutdown_delay: float, grace: float):
         super().__init__(config)
-        self._runner, self._grace = runner, grace
+        self._runner, self._delay, self._grace = runner, shutdown_delay, grace
         runner.on_failure = self.stop
 
     def stop(self) -> None:
@@ -35,19 +47,28 @@ class _Server(uvicorn.Server):
 
     async def main_loop(self) -> None:
         await super().main_loop()
+        self._runner.leaving = True
+        # Who asks again finds another server.
+        self.server_state.default_headers.append((b"connection", b"close"))
+        if self._runner.failure is None:
+            await self._unless_forced(asyncio.sleep(self._delay))
         for server in self.servers:  # no new connections; those there are may wait for their answers
             server.close()
-        drained = asyncio.create_task(self._runner.drain(self._grace))
-        while not drained.done() and not self.force_exit:
+        await self._unless_forced(self._runner.drain(self._grace))
+
+    async def _unless_forced(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        while not task.done() and not self.force_exit:
             await asyncio.sleep(0.05)
 
 
 def serve(
     app: Starlette,
     runner: Runner,
-    listening: socket.socket,
+    bound: socket.socket,
     *,
     limits: HttpLimits = HttpLimits(),  # noqa: B008
+    shutdown_delay: float = 0.0,
     grace: float = 30.0,
     max_connections: int = 256,
     log_level: str = "warning",
@@ -55,14 +76,16 @@ def serve(
 ) -> int:
     """Serve until SIGTERM or Ctrl-C, which is passed on to nobody.
 
-    Then no more requests are taken on, those that are running may end within ``grace`` seconds, what has not is ended
-    with an error that says so, and the thread and all sockets are closed. Ctrl-C a second time does not wait.
+    Then ``/health`` says so, and after ``shutdown_delay`` seconds no more requests are taken on. Those that are running
+    may end within ``grace`` seconds, what has not is ended with an error that says so, and the thread and all sockets
+    are closed. Ctrl-C a second time does not wait.
 
     Args:
       app: see ``make_app``.
       runner: the app's.
-      listening: see ``listen``.
+      bound: see ``bind``.
       limits: of connections.
+      shutdown_delay: seconds, in which a balancer that asks for ``/health`` has turned to other servers.
       grace: seconds.
       max_connections: at the same time; more are answered with status 503.
       log_level: of the loggers "uvicorn.error" and "uvicorn.access"; "info" tells of each request.
@@ -83,10 +106,10 @@ def serve(
         limit_concurrency=max_connections,
         timeout_graceful_shutdown=int(SLOW_READER) + 1,
     )
-    server = _Server(config, runner, grace)
+    server = _Server(config, runner, shutdown_delay, grace)
     started(server.stop)
     with _noted() as signals:
-        server.run(sockets=[listening])
+        server.run(sockets=[bound])
     if runner.failure is not None:
         return 1
     return 130 if signal.SIGINT in signals else 0

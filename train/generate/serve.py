@@ -1,17 +1,18 @@
 """``scripts/serve``: a run's checkpoint or published weights behind OpenAI's completions."""
 
+import contextlib
 import dataclasses
 import logging
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Annotated, ClassVar
 
 from tyro.conf import arg
 
 from dualpipe_jax.command.line import read
 from models.decode import SamplingParams
-from models.serve import Chat, HttpLimits, Runner, Served, listen, make_app, serve
+from models.serve import Chat, HttpLimits, Runner, Served, bind, make_app, serve
 from models.weights import Tokenizer, WeightsError
 from train.config import ConfigError
 from train.generate.ending import exit_code, say
@@ -20,7 +21,7 @@ from train.generate.modes import TYPED, make_engine
 from train.generate.options import Source
 
 DESCRIPTION = """Serve a model over HTTP as OpenAI's completions: POST /v1/completions and, where the weights have a
-chat template, /v1/chat/completions; GET /v1/models, /health, and /metrics for Prometheus.
+chat template, /v1/chat/completions; GET /v1/models, /health and /live for balancers, and /metrics for Prometheus.
 
 There is no encryption, and without --api-key whoever reaches the address may ask. At SIGTERM or Ctrl-C what runs may
 end; what has not within --grace seconds is told so."""
@@ -55,6 +56,11 @@ class Options(Source):
     """Texts of one request, prompts times n."""
     max_seconds: float = HttpLimits.answer_seconds
     """For an answer, the waiting included."""
+    address_connections: int = HttpLimits.connections_per_address
+    """Connections that one address may hold; behind a balancer all are of its address."""
+    shutdown_delay: float = 0.0
+    """Seconds for which a server that is stopped still takes on requests while /health says 503, so that a balancer has
+    turned to others before any is refused."""
     grace: float = 30.0
     """Seconds in which what runs may end when the server is stopped."""
     log: bool = False
@@ -74,22 +80,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def start(options: Options) -> int:
     try:
-        limits = HttpLimits(options.max_bytes, options.max_choices, answer_seconds=options.max_seconds)
+        limits = HttpLimits(
+            options.max_bytes,
+            options.max_choices,
+            connections_per_address=options.address_connections,
+            answer_seconds=options.max_seconds,
+        )
     except ValueError as error:
         raise ConfigError(str(error)) from None
-    if options.at_once < 1 or options.max_waiting < 0 or options.grace < 0:
-        raise ConfigError("--at-once must be at least 1, --max-waiting and --grace at least 0")
+    if options.at_once < 1 or min(options.max_waiting, options.shutdown_delay, options.grace) < 0:
+        raise ConfigError(
+            "--at-once must be at least 1, --max-waiting, --shutdown-delay and --grace at least 0"
+        )
     keys = _keys(options)
     if not 0 <= options.port < 2**16:
         raise ConfigError(f"--port {options.port}: must be 0 to 65535")
-    try:
-        listening = listen(options.host, options.port)  # before the weights: it may be taken
-    except OSError as error:
-        raise ConfigError(
-            f"cannot listen at {options.host}, port {options.port}: {error}; --host and --port name another"
-        ) from None
-    with listening:
-        host, port = listening.getsockname()[:2]
+    with _of_address(options):
+        bound = bind(options.host, options.port)  # before the weights: it may be taken
+    with bound:
+        host, port = bound.getsockname()[:2]
         hosts = (*LOOPBACK, *options.allow_host) if options.host in LOOPBACK else options.allow_host or None
         if options.host not in LOOPBACK:
             lacks = "encryption, so keys can be read on the way" if keys else "key and no encryption"
@@ -99,6 +108,8 @@ def start(options: Options) -> int:
         engine = make_engine(loaded, options, options.at_once, TYPED, say)
         engine.add([0], SamplingParams(max_tokens=2))  # compiles both programs
         engine.run()
+        with _of_address(options):
+            bound.listen()
         runner = Runner(engine, options.max_waiting)
         name = options.name or loaded.folder.resolve().name
         say(
@@ -111,14 +122,25 @@ def start(options: Options) -> int:
         code = serve(
             make_app(runner, Served(name, loaded.text, loaded.stop, chat), limits, hosts, keys),
             runner,
-            listening,
+            bound,
             limits=limits,
+            shutdown_delay=options.shutdown_delay,
             grace=options.grace,
             log_level="info" if options.log else "warning",
         )
     if runner.failure is not None:
         say(f"error: the engine failed: {runner.failure}")
     return code
+
+
+@contextlib.contextmanager
+def _of_address(options: Options) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise ConfigError(
+            f"cannot listen at {options.host}, port {options.port}: {error}; --host and --port name another"
+        ) from None
 
 
 def _keys(options: Options) -> tuple[str, ...]:

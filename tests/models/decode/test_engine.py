@@ -63,6 +63,18 @@ def test_requests_come_and_go_and_nothing_is_compiled_again():
     assert len(COMPILED) > before, "the oracle's own compilation is counted, so others would be"
 
 
+@pytest.mark.parametrize("read", [True, False], ids=["weights_of_a_file", "weights_of_a_program"])
+def test_one_token_of_a_prompt_and_one_more_compile_all_that_follows(read):
+    """As a server does before it says that it is ready. Weights that were read lie on their device for good."""
+    params = jax.device_put(a_params(), jax.devices()[0]) if read else a_params()
+    serving = Engine(MODEL, params, LIMITS)
+    for _ in range(2):
+        before = len(COMPILED)
+        serving.add([0], SamplingParams(max_tokens=2))
+        serving.run()
+    assert len(COMPILED) == before
+
+
 def test_a_text_does_not_depend_on_what_is_served_beside_it():
     serving = engine()
     asked = [SamplingParams(max_tokens=10, temperature=1.2, top_p=0.9, seed=seed) for seed in range(5)]

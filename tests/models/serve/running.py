@@ -8,7 +8,7 @@ import numpy as np
 
 from models.decode import Completion, Limits, SamplingParams
 from models.decode.text import Bytes
-from models.serve import HttpLimits, Runner, Served, listen, make_app, serve
+from models.serve import HttpLimits, Runner, Served, bind, make_app, serve
 from tests.models.decode.small_models import small
 
 
@@ -16,7 +16,8 @@ from tests.models.decode.small_models import small
 def running(engine, *, limits=HttpLimits(), max_waiting=64, stop=(), hosts=None, keys=(), chat=None, **how):  # noqa: B008
     """Yields the address, the runner and a function that stops and returns the exit code."""
     runner = Runner(engine, max_waiting)
-    listening = listen("127.0.0.1", 0)
+    listening = bind("127.0.0.1", 0)
+    listening.listen()  # clients may come before the thread does
     stops, codes = [], []
     app = make_app(runner, Served("tiny", Bytes(), stop, chat), limits, hosts, keys)
 
@@ -68,6 +69,12 @@ class Slow:
     @property
     def busy(self):
         return bool(self._open or self._ended)
+
+    @property
+    def num_running(self):
+        return len(self._open)
+
+    num_used_blocks = num_running
 
     def add(self, prompt, params: SamplingParams, on_token, on_score):
         number = len(self._open) + len(self.cancelled)

@@ -1,6 +1,7 @@
 """What clients expect besides texts: chats, how likely tokens are, keys, and counters for Prometheus."""
 
 import json
+import sys
 from collections import Counter
 
 import httpx
@@ -17,8 +18,17 @@ from models.serve.job import Piece, _Choice
 from models.serve.metrics import Metrics
 from models.weights import WeightsError, load_tokenizer
 from tests.models.decode.small_models import random_params, whole
-from tests.models.serve.running import as_tokens, running
-from tests.models.serve.test_http_server import CONFIG, LIMITS, STOP, alone, engine, generated
+from tests.models.serve.running import Slow, as_tokens, running
+from tests.models.serve.test_http_server import (
+    CONFIG,
+    LIMITS,
+    STOP,
+    Asking,
+    alone,
+    engine,
+    generated,
+    until,
+)
 
 WORDS = "{%- for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<assistant>"
 
@@ -272,6 +282,33 @@ def test_only_who_has_a_key_may_ask():
             assert client.completions.create(model="tiny", prompt="a", max_tokens=1).choices
 
 
+def samples(url):
+    """By name and labels."""
+    found = Counter()
+    for family in text_string_to_metric_families(httpx.get(f"{url}/metrics").text):
+        for sample in family.samples:
+            found[sample.name, *sample.labels.values()] = sample.value
+    return found
+
+
+def test_prometheus_reads_what_is_held():
+    slow = Slow()
+    with running(slow) as (url, _, _):
+        asking = [Asking(url) for _ in range(3)]
+        until(lambda: samples(url)["serve_texts_open",] == 3)
+        slow.go_on.release()  # the first is in a step, and the others are let in behind it
+        until(lambda: samples(url)["serve_slots_used",] == 3)
+        assert samples(url)["serve_blocks_used",] == 3
+        slow.go_on.release(9)
+        assert {one.answer().status_code for one in asking} == {200}
+        found = samples(url)
+        assert found["serve_texts_open",] == found["serve_slots_used",] == found["serve_blocks_used",] == 0
+        if sys.platform == "linux":
+            with open("/proc/self/statm") as file:
+                pages = int(file.read().split()[1])
+            assert samples(url)["process_resident_memory_bytes",] == pytest.approx(4096 * pages, rel=0.5)
+
+
 def test_prometheus_reads_what_was_done():
     with running(engine(), stop=(STOP,)) as (url, _, _):
         prompt = "a prompt that fills blocks"
@@ -284,11 +321,7 @@ def test_prometheus_reads_what_was_done():
             made += answer.json()["usage"]["completion_tokens"]
         assert httpx.post(f"{url}/v1/completions", json={"model": "gpt", "prompt": ""}).status_code == 404
         assert httpx.get(f"{url}/favicon.ico").status_code == 404
-        answer = httpx.get(f"{url}/metrics")
-    found = Counter()
-    for family in text_string_to_metric_families(answer.text):
-        for sample in family.samples:
-            found[sample.name, *sample.labels.values()] = sample.value
+        answer, found = httpx.get(f"{url}/metrics"), samples(url)
     assert answer.headers["content-type"].startswith("text/plain; version=")
     assert found["serve_requests_total", "/v1/completions", "200"] == 2
     assert (

@@ -4,6 +4,7 @@ import asyncio
 import functools
 import json
 import random
+import socket
 import threading
 import time
 
@@ -13,7 +14,7 @@ import pytest
 
 from models.decode import Engine, Limits, SamplingParams, decoder
 from models.decode.text import Bytes
-from models.serve import HttpLimits
+from models.serve import HttpLimits, bind
 from models.serve.app import _Answer
 from models.serve.job import Until
 from tests.models.decode.small_models import random_params, small
@@ -324,10 +325,14 @@ def test_an_answer_that_takes_too_long_is_ended():
         answer = httpx.post(f"{url}/v1/completions", json=BODY)
         assert answer.status_code == 504 and answer.json()["error"]["message"] == message
         idle(runner, slow)
+        error = {"message": message, "type": "server_error", "param": None, "code": "timeout"}
+        answer = httpx.post(f"{url}/v1/completions", json=BODY | {"stream": True})
+        assert answer.status_code == 504 and answer.json()["error"] == error  # nothing of it had been sent
+        idle(runner, slow)
+        slow.go_on.release()
         with httpx.stream("POST", f"{url}/v1/completions", json=BODY | {"stream": True}) as response:
-            slow.go_on.release()
             *_, last = (json.loads(line[6:]) for line in response.iter_lines() if line)
-        assert last["error"] == {"message": message, "type": "server_error", "param": None, "code": "timeout"}
+        assert response.status_code == 200 and last["error"] == error
         idle(runner, slow)
 
 
@@ -370,14 +375,15 @@ def test_a_server_that_stops_lets_end_what_can_and_tells_the_rest(grace):
         slow.go_on.release()
         codes = []
         ending = threading.Thread(target=lambda: codes.append(end()))
-        with httpx.Client() as kept:
-            kept.get(f"{url}/health").raise_for_status()
+        with httpx.Client() as kept, httpx.Client() as balancer:
+            for http in (kept, balancer):
+                http.get(f"{url}/health").raise_for_status()
             ending.start()
             until(lambda: runner._closing)
             if grace:
                 refused = kept.post(f"{url}/v1/completions", json=BODY)
                 assert refused.status_code == 503 and refused.json()["error"]["code"] == "stopping"
-                assert kept.get(f"{url}/health").status_code == 503
+                assert balancer.get(f"{url}/health").status_code == 503
         until(lambda: grace or runner._orders.qsize() == 2)
         slow.go_on.release(9)
         first, second = (one.answer() for one in asking)
@@ -390,6 +396,53 @@ def test_a_server_that_stops_lets_end_what_can_and_tells_the_rest(grace):
             assert '"code":"stopping"' in second.text and second.text.count('"text":"a"') < 3
         with pytest.raises(httpx.ConnectError):
             httpx.get(f"{url}/health")
+
+
+def test_a_balancer_is_told_before_any_request_is_refused():
+    slow = Slow()
+    with running(slow, shutdown_delay=600.0) as (url, runner, end), httpx.Client(timeout=60) as kept:
+        first = Asking(url)
+        until(lambda: runner.num_open == 1)
+        ending = threading.Thread(target=end, daemon=True)
+        ending.start()
+        until(lambda: runner.leaving)
+        answer = kept.get(f"{url}/health")
+        assert answer.status_code == 503 and answer.json()["error"]["code"] == "stopping"
+        assert answer.json()["error"]["message"] == "the server will stop soon: ask another one"
+        assert answer.headers["connection"] == "close"
+        assert kept.get(f"{url}/live").status_code == 200
+        second = Asking(url)  # over a new connection
+        until(lambda: runner.num_open == 2)
+        slow.go_on.release(9)
+        for one in (first, second):
+            assert one.answer().status_code == 200 and one.answer().json()["choices"][0]["text"] == "aaa"
+        runner.on_failure.__self__.force_exit = True  # as Ctrl-C a second time: nobody waits for ten minutes
+        ending.join(120)
+        assert not ending.is_alive()
+
+
+def test_a_server_whose_step_never_ends_is_not_alive():
+    slow = Slow()
+    with running(slow, limits=HttpLimits(answer_seconds=0.2)) as (url, runner, _):
+        assert httpx.get(f"{url}/live").json() == {"status": "ok"}
+        asking = Asking(url)
+        until(lambda: httpx.get(f"{url}/live").status_code == 503)
+        error = httpx.get(f"{url}/live").json()["error"]
+        assert error["code"] == "engine_stuck" and error["message"] == (
+            "a step has taken longer than 0.2 s, so its texts were given up: start the server again"
+        )
+        assert asking.answer().status_code == 504 and httpx.get(f"{url}/health").status_code == 200
+        idle(runner, slow)
+        until(lambda: httpx.get(f"{url}/live").status_code == 200)
+
+
+def test_a_server_that_loads_refuses_connections_so_that_another_is_asked():
+    with bind("127.0.0.1", 0) as bound:
+        address = bound.getsockname()[:2]
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection(address)
+        bound.listen()
+        socket.create_connection(address).close()
 
 
 def test_an_engine_that_fails_ends_the_server_and_everybody_is_told():

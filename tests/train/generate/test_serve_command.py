@@ -1,17 +1,20 @@
 """scripts/serve: how it begins, by whom it can be reached, and how it ends."""
 
+import contextlib
 import json
 import os
 import signal
 import socket
 import threading
+import time
+import types
 
 import httpx
 import pytest
 
 import models
 from models.decode.text import Bytes
-from models.serve import listen
+from models.serve import bind
 from tests.models.decode.small_models import random_params, small
 from tests.train.generate.test_generate import greedy
 from train.config import ConfigError
@@ -27,6 +30,12 @@ def folder(tmp_path_factory):
     return folder
 
 
+def refused(port):
+    """Connections are, until the model is ready."""
+    with socket.socket() as trying:
+        return trying.connect_ex(("127.0.0.1", port)) != 0
+
+
 @pytest.mark.parametrize("number, code", [(signal.SIGTERM, 0), (signal.SIGINT, 130)])
 def test_it_serves_a_folder_until_it_is_told_to_stop(folder, capsys, number, code):
     with socket.create_server(("127.0.0.1", 0)) as free:
@@ -35,8 +44,9 @@ def test_it_serves_a_folder_until_it_is_told_to_stop(folder, capsys, number, cod
 
     def client():
         url = f"http://127.0.0.1:{port}/v1/completions"
-        http = httpx.Client(transport=httpx.HTTPTransport(retries=9), timeout=60)
-        with http, http.stream("POST", url, json=asked | {"stream": True}) as response:
+        while refused(port):
+            time.sleep(0.02)
+        with httpx.stream("POST", url, json=asked | {"stream": True}, timeout=60) as response:
             lines = response.iter_lines()
             answers.append(next(lines))
             os.kill(os.getpid(), number)
@@ -61,10 +71,10 @@ def test_only_this_machine_reaches_it_unless_told_otherwise(capsys, monkeypatch)
     heard = []
 
     def listening(*where):
-        heard.append(listen(*where))
+        heard.append(bind(*where))
         return heard[-1]
 
-    monkeypatch.setattr("train.generate.serve.listen", listening)
+    monkeypatch.setattr("train.generate.serve.bind", listening)
     names = []
     for host in ([], ["--host", "0.0.0.0"]):
         monkeypatch.setattr(
@@ -105,7 +115,7 @@ def nothing():
     [
         (["nowhere"], 2, "error: nowhere: there is no such folder, nor runs/nowhere"),
         (["FOLDER", "--max-bytes", "0"], 2, "error: HttpLimits: max_bytes is 0; must be positive"),
-        (["FOLDER", "--at-once", "0"], 2, "error: --at-once must be at least 1, --max-waiting and --grace at least 0"),
+        (["FOLDER", "--at-once", "0"], 2, "error: --at-once must be at least 1, --max-waiting, --shutdown-delay and"),
         (["FOLDER", "--host", "256.1.1.1"], 2, "error: cannot listen at 256.1.1.1, port 0: "),
         (["FOLDER", "--port", "70000"], 2, "error: --port 70000: must be 0 to 65535"),
     ],
@@ -113,6 +123,20 @@ def nothing():
 def test_what_will_not_do(folder, capsys, arguments, code, message):
     assert main(["--port", "0", *(word.replace("FOLDER", str(folder)) for word in arguments)]) == code
     assert message in capsys.readouterr().err
+
+
+def test_a_port_that_another_took_while_the_weights_were_read(folder, capsys, monkeypatch):
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    with contextlib.ExitStack() as others:
+
+        def make_engine(*given):
+            others.enter_context(socket.create_server(("127.0.0.1", port)))
+            return types.SimpleNamespace(add=lambda *asked: 0, run=list)
+
+        monkeypatch.setattr("train.generate.serve.make_engine", make_engine)
+        assert main([str(folder), "--port", str(port)]) == 2
+    assert f"error: cannot listen at 127.0.0.1, port {port}: " in capsys.readouterr().err
 
 
 def test_a_port_that_is_taken(folder, capsys):

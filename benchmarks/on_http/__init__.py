@@ -1,0 +1,1 @@
+"""What ``scripts/bench soak`` and ``replicas`` share: servers in processes of their own, and clients of them."""

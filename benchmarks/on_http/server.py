@@ -1,0 +1,113 @@
+"""A small random model, and ``scripts/serve`` of it in a process of its own."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections import Counter
+from pathlib import Path
+
+import jax
+from prometheus_client.parser import text_string_to_metric_families
+
+import models
+from models import weights
+
+ROOT = Path(__file__).resolve().parents[2]
+NAME = "tiny"
+CONTEXT = 256
+START_SECONDS = 300
+
+
+def save_model(folder: Path) -> Path:
+    """Write random weights of a model of bytes that only ever says printable letters, so that texts tell all tokens."""
+    sizes = dict(
+        dim=256, num_heads=8, dense_hidden=1024, expert_hidden=256
+    )  # a step takes longer than its client
+    config = models.tiny(vocab=256, num_layers=2, num_mtp_layers=0, init_std=0.15, **sizes)
+    params = models.deepseek(config).init(jax.random.key(0))
+    head = params["shared"]["lm_head"]
+    head["kernel"] = head["kernel"].at[:, :32].set(0).at[:, 127:].set(0)  # the likeliest are above 0
+    weights.save(folder / NAME, config, params)
+    return folder / NAME
+
+
+def port_of_its_own() -> int:
+    """A port that is free now."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        return free.getsockname()[1]
+
+
+class Server:
+    """The command line of one server, which may be started again and again; its programs are compiled once.
+
+    Args:
+      model: folder of the weights.
+      log: file to which it writes what it says.
+      options: more of ``scripts/serve``.
+    """
+
+    def __init__(self, model: Path, log: Path, *options: str):
+        self.port, self.log = port_of_its_own(), log
+        self.url = f"http://127.0.0.1:{self.port}"
+        asked = ("--port", str(self.port), "--context", str(CONTEXT), "--precision", "float32", *options)
+        self._command = [sys.executable, "-P", "-m", "train.generate.serve", str(model), *asked]
+        self._environ = os.environ | {
+            "JAX_PLATFORMS": "cpu",
+            "JAX_COMPILATION_CACHE_DIR": str(model.parent / "compiled"),
+            "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+        }
+        self.process: subprocess.Popen | None = None
+
+    def start(self) -> None:
+        """Begin; see ``wait_until_ready``."""
+        with self.log.open("ab") as log:
+            self.process = subprocess.Popen(
+                self._command, cwd=ROOT, env=self._environ, stdout=log, stderr=log
+            )
+
+    def wait_until_ready(self) -> None:
+        """Raises SystemExit with what it said if it ends, or is not ready in five minutes."""
+        end = time.monotonic() + START_SECONDS
+        while True:
+            assert self.process is not None
+            if self.process.poll() is not None or time.monotonic() > end:
+                self.stop(signal.SIGKILL)
+                raise SystemExit(f"a server did not start:\n{self.log.read_text()[-2000:]}")
+            try:
+                self._get("/health")
+                return
+            except OSError:
+                time.sleep(0.1)
+
+    def stop(self, number: int = signal.SIGTERM) -> int | None:
+        """Send it a signal and return its exit code; None if it does not run."""
+        if self.process is None:
+            return None
+        self.process.send_signal(number)
+        return self.process.wait(120)
+
+    def metrics(self) -> Counter:
+        """What /metrics say, by name and labels."""
+        text = self._get("/metrics")
+        return Counter(
+            {
+                (sample.name, *sample.labels.values()): sample.value
+                for family in text_string_to_metric_families(text)
+                for sample in family.samples
+            }
+        )
+
+    def _get(self, path: str) -> str:
+        with urllib.request.urlopen(self.url + path, timeout=60) as answer:
+            return answer.read().decode()
+
+    def wait_until_idle(self) -> Counter:
+        """What /metrics say once nothing is being made or waits, or else after a minute."""
+        end = time.monotonic() + 60
+        while (found := self.metrics())["serve_texts_open",] and time.monotonic() < end:
+            time.sleep(0.1)
+        return found
