@@ -108,7 +108,9 @@ class Engine:
             prefixes.check_room(*block)
         # All that could be wrong has been looked at: this takes long.
         if mesh is None:
-            self._weights = read_all(lambda leaf: jnp.asarray(np.asarray(leaf)), model.prepare(params))
+            self._weights = read_all(
+                lambda leaf: jnp.asarray(np.asarray(leaf)).block_until_ready(), model.prepare(params)
+            )
         else:
             lazy = model.prepare(lazily(params))
             self._weights = experts.place(lazy, self._held, self.config.num_experts, mesh, near=self._near)

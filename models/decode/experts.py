@@ -62,9 +62,8 @@ def place(weights: Tree, held_RNS: np.ndarray, num_experts: int, mesh: Mesh, *, 
 
     A process reads what its devices hold, and they hold nothing else meanwhile.
     """
-    copies = share_copies(
-        held_RNS, num_experts, near=near
-    )  # before all else: it refuses what lacks an expert
+    # Before anything is read: it refuses what lacks an expert.
+    copies = share_copies(held_RNS, num_experts, near=near)
     rows = iter(held_RNS.reshape(len(held_RNS), -1))
 
     def layer(own: Tree) -> Tree:
@@ -73,10 +72,11 @@ def place(weights: Tree, held_RNS: np.ndarray, num_experts: int, mesh: Mesh, *, 
 
     def put(leaf: Lazy, spec: PartitionSpec) -> Array:
         def part(index: tuple[slice, ...] | None) -> np.ndarray:
-            rows = np.arange(len(leaf))[index[0]] if index and spec == OVER_EP else None
-            return np.asarray(leaf if rows is None else leaf.take(rows))
+            own = leaf.take(np.arange(len(leaf))[index[0]]) if index and spec == OVER_EP else leaf
+            return np.asarray(own)
 
-        return jax.make_array_from_callback(leaf.shape, NamedSharding(mesh, spec), part)
+        made = jax.make_array_from_callback(leaf.shape, NamedSharding(mesh, spec), part)
+        return made.block_until_ready()  # or the host would hold what waits to be sent
 
     lazy = _map_routed(layer, weights)
     return _with_copies(read_all(put, lazy, weight_specs(lazy)), copies, mesh)

@@ -9,6 +9,7 @@ import sys
 import pytest
 
 import models
+from models.decode import Engine
 from tests.models.decode.small_models import random_params, small
 from tests.quick import QUICK, ROOT
 from tests.train.generate.test_generate import PROMPT, greedy, run  # noqa: F401  a fixture
@@ -37,14 +38,25 @@ def batch(tmp_path):
 
 
 @pytest.mark.slow
-def test_texts_of_a_batch_are_one_devices(folder, batch, capsys):
-    answers = []
+def test_texts_of_a_batch_are_one_devices(folder, batch, capsys, monkeypatch):
+    answers, engines = [], []
+
+    def made(*given, **how):
+        engines.append(Engine(*given, **how))
+        return engines[-1]
+
+    monkeypatch.setattr("train.generate.modes.Engine", made)
     for more in ([], ["--devices", "4"], ["--devices", "2", "--microbatches", "2"]):
         assert main([str(folder), "--batch", *batch, *more]) == 0
         out, err = capsys.readouterr()
         answers.append(out)
         assert ("--devices" not in more) or f"{more[1]} devices\n" in err
     assert answers[1:] == 2 * answers[:1]
+    assert [(one._num_devices, one._num_halves, one.limits.max_requests) for one in engines] == [
+        (1, 1, 8),
+        (4, 1, 8),
+        (2, 2, 8),
+    ]
     texts = [json.loads(line)["text"] for line in answers[0].splitlines()]
     assert texts[: len(PROMPTS)] == [greedy(prompt, 10, CONFIG) for prompt in PROMPTS]
     assert texts[: len(PROMPTS)] != texts[len(PROMPTS) :]
