@@ -10,7 +10,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TextIO
 
-import jax
 import numpy as np
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -63,10 +62,10 @@ def make_engine(loaded: Loaded, options: Source, max_requests: int, positions: i
     if options.drafts and not loaded.config.num_mtp_layers:
         raise ConfigError(f"--drafts: {loaded.name} has no module of multi-token prediction")
     if experts % options.devices:
-        shared = ", ".join(str(n) for n in range(1, jax.device_count() + 1) if experts % n == 0)
+        shared = ", ".join(str(n) for n in range(1, experts + 1) if experts % n == 0)
         raise ConfigError(
-            f"--devices {options.devices}: {loaded.name} has {experts} experts, which so many cannot share equally; of "
-            f"the {jax.device_count()} that there are give {shared}"
+            f"--devices {options.devices}: {loaded.name} has {experts} experts, which so many cannot share equally; "
+            f"give one of {shared}"
         )
     room = options.context or -(-positions // 64) * 64
     limits = Limits(-(-max_requests // share(options)) * share(options), room)

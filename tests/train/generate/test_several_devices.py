@@ -89,7 +89,7 @@ def test_virtual_devices_are_made_where_there_is_one(folder):
         (["--devices", "9"],
          "error: --devices 9: JAX finds 8 (cpu); give at most so many. Or XLA_FLAGS sets the number with"),
         (["--devices", "3", "--at-once", "6"],
-         "--devices 3: MODEL has 4 experts, which so many cannot share equally; of the 8 that there are give 1, 2, 4"),
+         "--devices 3: MODEL has 4 experts, which so many cannot share equally; give one of 1, 2, 4"),
         (["--devices", "4", "--at-once", "6"],
          "--at-once 6: --devices 4 and --microbatches 1 divide it into 4 equal parts; give a multiple of 4, such as 8"),
         (["--devices", "4", "--microbatches", "2", "--at-once", "20"], "a multiple of 8, such as 24"),
