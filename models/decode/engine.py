@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax import Array
 from jax.sharding import Mesh
@@ -28,6 +29,7 @@ from models.decode.sampling import Sampling
 from models.decode.scores import Score
 from models.decode.seats import Request, Seats
 from models.decode.steps import Decoded, Prefilled
+from models.lazy import lazily, read_all
 
 
 class Engine:
@@ -35,7 +37,8 @@ class Engine:
 
     Args:
       model: see ``models.decode.decoder``.
-      params: of one stage, as ``models.weights.load`` reads them.
+      params: of one stage, as ``models.weights.load`` reads them, or ``open_lazily`` opens them: then each device
+        reads its own part alone, once all else has been checked.
       limits: sizes, of all devices together.
       drafts: whether the first module of multi-token prediction guesses a token ahead. The text is the same.
       prefixes: a folder where beginnings are kept for other engines.
@@ -94,19 +97,23 @@ class Engine:
         self._num_prefills = max(1, chunks // self._num_rows)
         self._fixed_cost = fixed_cost(self.config)
         self._mesh, self._near = mesh, model.dispatch.factor is None
-        self._weights = model.prepare(params)
         self._held: np.ndarray = np.zeros((0, 0, 0))  # the placement, on a mesh
         if mesh is not None:
             if placement is None:
                 placement = experts.in_order(self.config, self._num_devices)
             self._held = experts.check_held(self.config, self._num_devices, placement)
-            num_experts = self.config.num_experts
-            self._weights = experts.place(self._weights, self._held, num_experts, mesh, near=self._near)
         self._cache = self._programs[False].init_cache(limits.total_blocks, limits.block_size)
-        if (
-            mesh is None
-        ):  # on a device for good, as what steps return: else what is first used is compiled twice
-            self._cache = jax.device_put(self._cache, jax.tree.leaves(self._weights)[0].sharding)
+        block = (self._cache.shape[0], *self._cache.shape[2:]), self._cache.dtype
+        if prefixes is not None:
+            prefixes.check_room(*block)
+        # All that could be wrong has been looked at: this takes long.
+        if mesh is None:
+            self._weights = read_all(
+                lambda leaf: jnp.asarray(np.asarray(leaf)).block_until_ready(), model.prepare(params)
+            )
+        else:
+            lazy = model.prepare(lazily(params))
+            self._weights = experts.place(lazy, self._held, self.config.num_experts, mesh, near=self._near)
         self._seats = Seats(limits, self._num_devices, num_halves=microbatches, ahead=int(drafts))
         self._ended: list[Completion] = []
         num_rows = self.config.num_moe_layers + self.config.num_mtp_layers
@@ -116,8 +123,9 @@ class Engine:
         self._ids = itertools.count()
         self._kept: KeptBlocks | None = None
         if prefixes is not None:
-            about = identity(self.config, params, drafts)
-            self._kept = KeptBlocks(prefixes, about, self._cache[:, 0].shape, self._cache.dtype)
+            whole = self._weights if mesh is None else experts.in_order_again(self._weights, self._held)
+            about = identity(self.config, whole, drafts)
+            self._kept = KeptBlocks(prefixes, about, *block)
 
     @property
     def busy(self) -> bool:

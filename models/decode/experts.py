@@ -1,11 +1,12 @@
-"""Weights on a mesh: experts in any slots of its devices, all else on every one; and how experts move.
+"""Weights where they belong, read part by part: on a mesh experts in any slots of its devices, all else on every one;
+and how experts move.
 
 Shape suffixes: R layers with experts, modules of multi-token prediction behind them; E experts, N devices, S slots of
 a device, X copies an expert can have at most.
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
@@ -18,6 +19,7 @@ from numpy.typing import ArrayLike
 from dualpipe_jax.functional import Tree
 from dualpipe_jax.parallel import EP, move_experts, plan_moves, share_copies
 from models.config import Config
+from models.lazy import Lazy, on_host, read_all
 
 OVER_EP = PartitionSpec(EP)
 
@@ -56,32 +58,54 @@ def weight_specs(weights: Tree) -> Tree:
 
 
 def place(weights: Tree, held_RNS: np.ndarray, num_experts: int, mesh: Mesh, *, near: bool) -> Tree:
-    """Return weights as ``prepare`` made them on a mesh, every device with the experts of its slots, ``held_RNS``."""
+    """Return lazy weights, as ``prepare`` made them, on a mesh, every device with the experts of its slots.
+
+    A process reads what its devices hold, and they hold nothing else meanwhile.
+    """
+    # Before anything is read: it refuses what lacks an expert.
+    copies = share_copies(held_RNS, num_experts, near=near)
     rows = iter(held_RNS.reshape(len(held_RNS), -1))
 
     def layer(own: Tree) -> Tree:
         held_P = next(rows)
+        return _map_experts(lambda leaf: leaf.take(held_P), own)
 
-        def put(leaf: Array) -> Array:
-            return jax.make_array_from_callback(
-                (held_P.size, *leaf.shape[1:]),
-                NamedSharding(mesh, OVER_EP),
-                lambda index: leaf[held_P[index[0]]],  # type: ignore[index]
-            )
+    def put(leaf: Lazy, spec: PartitionSpec) -> Array:
+        def part(index: tuple[slice, ...] | None) -> np.ndarray:
+            own = leaf.take(np.arange(len(leaf))[index[0]]) if index and spec == OVER_EP else leaf
+            return np.asarray(own)
 
-        return _map_experts(put, own)
+        made = jax.make_array_from_callback(leaf.shape, NamedSharding(mesh, spec), part)
+        return made.block_until_ready()  # or the host would hold what waits to be sent
 
-    def spread(path: Any, leaf: Any) -> Array:
-        return leaf if _is_expert(path) else _spread(leaf, mesh, PartitionSpec())
+    lazy = _map_routed(layer, weights)
+    return _with_copies(read_all(put, lazy, weight_specs(lazy)), copies, mesh)
 
-    placed = jax.tree_util.tree_map_with_path(spread, _map_routed(layer, weights))
-    return with_copies(placed, held_RNS, num_experts, mesh, near=near)
+
+def in_order_again(weights: Tree, held_RNS: np.ndarray) -> Tree:
+    """Return placed weights with experts once and in order, as ``prepare`` made them; these are lazy."""
+    rows = iter(held_RNS.reshape(len(held_RNS), -1))
+
+    def layer(own: Tree) -> Tree:
+        _, first = np.unique(next(rows), return_index=True)
+
+        def once(leaf: Array) -> Lazy:
+            shape = len(first), *leaf.shape[1:]
+            return Lazy(shape, np.dtype(leaf.dtype), lambda index: on_host(leaf)[first][index])
+
+        return _map_experts(once, {name: value for name, value in own.items() if name != "copies"})
+
+    return _map_routed(layer, weights)
 
 
 def with_copies(weights: Tree, held_RNS: np.ndarray, num_experts: int, mesh: Mesh, *, near: bool) -> Tree:
     """Return placed weights that say for each device where its tokens find an expert's copies, int32 [N, E, X]."""
-    copies = iter(share_copies(held_RNS, num_experts, near=near))
-    return _map_routed(lambda own: own | {"copies": _spread(next(copies), mesh, OVER_EP)}, weights)
+    return _with_copies(weights, share_copies(held_RNS, num_experts, near=near), mesh)
+
+
+def _with_copies(weights: Tree, copies: Iterable[np.ndarray], mesh: Mesh) -> Tree:
+    rows = iter(copies)
+    return _map_routed(lambda own: own | {"copies": _spread(next(rows), mesh, OVER_EP)}, weights)
 
 
 def moved(weights: Tree, before_RNS: np.ndarray, after_RNS: np.ndarray, num_experts: int, mesh: Mesh) -> Tree:
@@ -133,7 +157,7 @@ def _map_routed(function: Callable[[Tree], Tree], weights: Tree) -> Tree:
     }
 
 
-def _map_experts(function: Callable[[Array], Array], own: Tree) -> Tree:
+def _map_experts(function: Callable[[Any], Any], own: Tree) -> Tree:
     """Apply a function to each leaf of a layer's experts."""
     return jax.tree_util.tree_map_with_path(
         lambda path, leaf: function(leaf) if _is_expert(path) else leaf, own

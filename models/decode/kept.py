@@ -25,6 +25,7 @@ from safetensors.numpy import save
 
 from dualpipe_jax.functional import Tree
 from models.config import Config
+from models.lazy import on_host
 
 FORMAT = "latents of a block, 1"
 OURS = re.compile(r"[0-9a-f]{32}/[0-9a-f]{64}\.safetensors(\.[0-9a-f]{32}\.part)?")
@@ -56,13 +57,23 @@ class PrefixFolder:
         if self.max_bytes < 1:
             raise ValueError(f"PrefixFolder: max_bytes is {self.max_bytes}, must be at least 1")
 
+    def check_room(self, shape: tuple[int, ...], dtype: np.dtype) -> None:
+        """Raise a ValueError if there is no room for 16 blocks of latents of this shape and dtype."""
+        if 16 * (need := int(np.prod(shape)) * np.dtype(dtype).itemsize) > self.max_bytes:
+            raise ValueError(
+                f"PrefixFolder: max_bytes is {self.max_bytes}, and a block alone takes {need}; give room for 16"
+            )
 
-def identity(config: Config, params: Tree, *about: object) -> str:
-    """Return a digest of all that latents depend on beside the tokens: numbers, weights, and what else is given."""
+
+def identity(config: Config, weights: Tree, *about: object) -> str:
+    """Return a digest of all that latents depend on beside the tokens: numbers, weights, and what else is given.
+
+    Leaves come to the host one by one.
+    """
     digest = hashlib.sha256(repr((FORMAT, config, about)).encode())
-    for path, leaf in jax.tree_util.tree_leaves_with_path(params):
+    for path, leaf in jax.tree_util.tree_leaves_with_path(weights):
         digest.update(f"{jax.tree_util.keystr(path)} {leaf.dtype} {leaf.shape}".encode())
-        digest.update(np.ascontiguousarray(np.asarray(leaf)).view(np.uint8).data)
+        digest.update(np.ascontiguousarray(on_host(leaf)).view(np.uint8).data)
     return digest.hexdigest()[:32]
 
 
@@ -76,11 +87,8 @@ class KeptBlocks:
     """Blocks that wait to be written; further ones are not kept."""
 
     def __init__(self, folder: PrefixFolder, model: str, shape: tuple[int, ...], dtype: np.dtype):
+        folder.check_room(shape, dtype)
         self._folder, self._model, self._shape, self._dtype = folder, model, shape, np.dtype(dtype)
-        if 16 * (need := int(np.prod(shape)) * self._dtype.itemsize) > folder.max_bytes:
-            raise ValueError(
-                f"PrefixFolder: max_bytes is {folder.max_bytes}, and a block alone takes {need}; give room for 16"
-            )
         self._pending: set[bytes] = set()
         self._bad: set[bytes] = set()  # to be written anew
         self._lock = threading.Lock()

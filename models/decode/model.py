@@ -20,6 +20,7 @@ from models.config import Config
 from models.decode.attention import cached_attention
 from models.decode.cache import Rows
 from models.kernels import AUTO, Kernels
+from models.lazy import is_lazy
 from models.moe import Dispatch
 from models.stages import head_kernel, only_stage
 from models.vocabulary import look_up, project
@@ -52,7 +53,7 @@ class Decoder:
       config: the model's numbers.
       dispatch: how tokens travel to experts.
       prepare: ``prepare(params) -> weights``, from params of one stage; matrices in the compute dtype, the router's
-        in float32.
+        in float32. Of lazy params (``models.lazy``) it makes lazy weights.
       forward: ``forward(weights, cache, rows, before=None) -> (x [B, S, D], Made)``, what leaves the last layer. The
         cache is read alone; ``write`` adds to it.
       draft: ``draft(weights, cache, rows, x, before=None) -> (x, Made)``, through the first module of multi-token
@@ -131,10 +132,15 @@ def decoder(
         flat = project(normed.reshape(-1, config.dim), head_kernel(config, weights))
         return flat.reshape(*normed.shape[:-1], config.vocab)
 
+    made_at_once = jax.jit(lambda params: _prepare(config, params))
+
+    def prepare(params: Tree) -> Tree:
+        return _prepare(config, params) if is_lazy(params) else made_at_once(params)
+
     return Decoder(
         config,
         dispatch,
-        jax.jit(lambda params: _prepare(config, params)),
+        prepare,
         forward,
         draft,
         lambda weights, x: words(weights, norm(weights["norm"], x)),

@@ -1,6 +1,7 @@
 """A published checkpoint straight into arrays where they belong: one device's part of a leaf at a time.
 
 The host never holds more than two such parts and one tensor of the file; each process reads what its devices hold.
+``open_lazily`` leaves it to whoever takes the leaves which parts are read, and when.
 """
 
 import dataclasses
@@ -17,6 +18,7 @@ from jax.sharding import Mesh, NamedSharding, Sharding, SingleDeviceSharding
 from dualpipe_jax.functional import Tree
 from dualpipe_jax.parallel.mesh import NODE, expert_axes
 from models.config import Config
+from models.lazy import Lazy
 from models.plan import lay_out
 from models.transformer import deepseek
 from models.weights.config_json import Published, from_json
@@ -81,6 +83,35 @@ def load(
     return config, jax.tree.unflatten(treedef, arrays)
 
 
+def open_lazily(folder: str | Path, *, mtp: bool = True) -> tuple[Config, Tree]:
+    """Open a checkpoint as ``load`` does, of one stage, and read nothing of its tensors yet.
+
+    Args:
+      folder: as ``load`` takes it.
+      mtp: the same.
+
+    Returns:
+      The configuration, and params whose leaves are ``models.lazy.Lazy``: ``models.decode.Engine`` reads of each what
+      its devices hold, in the dtype that they hold it in, and no device ever holds more.
+
+    Raises:
+      WeightsError: as ``load``.
+    """
+    published, files = inspect(folder, mtp=mtp)
+    leaves, treedef = leaves_of(deepseek(published.config, 1), None)
+
+    def lazy(leaf: Leaf) -> Lazy:
+        def read(index: tuple[int, ...]) -> np.ndarray:
+            rest = leaf.shape[len(index) :]
+            part = (*((n, n + 1) for n in index), *((0, size) for size in rest))
+            with Reader(files.tensors, published.fp8_block) as reader:
+                return _part(leaf, part, reader, published.rope_interleave).reshape(rest)
+
+        return Lazy(leaf.shape, np.dtype(leaf.dtype), read)
+
+    return published.config, jax.tree.unflatten(treedef, map(lazy, leaves))
+
+
 def inspect(folder: str | Path, *, mtp: bool = True) -> tuple[Published, Folder]:
     """Read a checkpoint's configuration and find its tensors: ``load`` without the reading.
 
@@ -133,15 +164,20 @@ def _within(leaf: Leaf, part: Part) -> list[tuple[tuple[int, ...], Entry]]:
 def _filled(leaf: Leaf, sharding: Sharding, reader: Reader, interleaved: bool) -> Array:
     arrays = []
     for part, devices in _parts(leaf, sharding).items():
-        host = _aligned_zeros(tuple(stop - start for start, stop in part), leaf.dtype)
-        if leaf.numbers is not None:
-            host[...] = leaf.numbers[slice(*part[0])]
-        for index, entry in _within(leaf, part):
-            trailing = leaf.shape[leaf.num_leading :], part[leaf.num_leading :]
-            _read(host[index], entry, *trailing, reader, interleaved)
+        host = _part(leaf, part, reader, interleaved)
         arrays += [jax.device_put(host, device) for device in devices]
         jax.block_until_ready(arrays)  # at most this part and the next are on the host
     return jax.make_array_from_single_device_arrays(leaf.shape, sharding, arrays, dtype=leaf.dtype)
+
+
+def _part(leaf: Leaf, part: Part, reader: Reader, interleaved: bool) -> np.ndarray:
+    host = _aligned_zeros(tuple(stop - start for start, stop in part), leaf.dtype)
+    if leaf.numbers is not None:
+        host[...] = leaf.numbers[slice(*part[0])]
+    for index, entry in _within(leaf, part):
+        trailing = leaf.shape[leaf.num_leading :], part[leaf.num_leading :]
+        _read(host[index], entry, *trailing, reader, interleaved)
+    return host
 
 
 def _read(

@@ -78,6 +78,9 @@ def test_what_is_saved_is_loaded_bit_for_bit(tmp_path, dtype, changes):
     assert got_config == dataclasses.replace(config, compute_dtype=compute)
     chex.assert_trees_all_equal_shapes_and_dtypes(got, params)
     chex.assert_trees_all_equal(got, params)
+    lazy_config, lazy = weights.open_lazily(tmp_path / "out")
+    assert lazy_config == got_config
+    chex.assert_trees_all_equal(jax.tree.map(np.asarray, lazy), params)
     weights.save(tmp_path / "again", got_config, got, dtype=dtype, max_file_bytes=10_000)
     files = sorted(p.name for p in (tmp_path / "out").iterdir())
     assert files == sorted(p.name for p in (tmp_path / "again").iterdir())

@@ -5,6 +5,7 @@ import sys
 from collections.abc import Sequence
 
 from train.config import ConfigError
+from train.generate.devices import check_share, find_devices
 from train.generate.ending import exit_code, say
 from train.generate.loading import load
 from train.generate.modes import answer_all, complete, converse
@@ -28,8 +29,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def start(options: Options) -> int:
     if options.prompt is not None and options.batch is not None:
         raise ConfigError("--prompt and --batch: give one of them")
+    find_devices(options)
+    if options.batch is not None:
+        check_share(options)
     loaded = load(options, say)
-    say(f"{loaded.name}: {loaded.config.num_layers} layers, {loaded.config.vocab} tokens")
     if options.batch is not None:
         return 1 if answer_all(loaded, options, sys.stdout, say) else 0
     if options.prompt is None and sys.stdin.isatty():

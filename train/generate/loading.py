@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -9,7 +10,6 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
-import orbax.checkpoint.experimental.v1 as ocp
 
 from dualpipe_jax.functional import Tree
 from models import weights
@@ -25,7 +25,7 @@ from train.generate.options import Source
 from train.model import model_config
 from train.options import apply
 from train.state.checkpoint import FOLDER
-from train.state.fingerprint import fingerprints
+from train.state.fingerprint import fingerprint_on_host
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,40 +36,39 @@ class Loaded:
       name: where it is from, for people.
       folder: where it is from.
       config: the model's numbers.
-      params: of one stage.
+      params: ``params()``, of one stage, whose leaves are read when they are asked for; raises WeightsError, and so
+        does reading.
       text: its tokens' writing.
       stop: tokens that end a text.
       mtp_after_norm: see ``models.deepseek``.
+      earlier: the same of the run's checkpoint before, if this one's weights are not whole; raises CheckpointError if
+        there is none.
     """
 
     name: str
     folder: Path
     config: Config
-    params: Tree
+    params: Callable[[], Tree]
     text: Text
     stop: tuple[int, ...]
     mtp_after_norm: bool
+    earlier: Callable[[], "Loaded"] | None = None
 
 
 def load(options: Source, say: Callable[[str], None]) -> Loaded:
-    """Find and read what ``options.source`` names.
+    """Find what ``options.source`` names, and read all but its weights.
 
     Raises:
       ConfigError: there is nothing of that name, or no tokenizer that is the model's.
-      CheckpointError: no checkpoint of the run is whole.
+      CheckpointError: no checkpoint of the run can be read.
       WeightsError: the folder holds no DeepSeek model.
     """
     folder = find(options.source)
     if (folder / FOLDER).is_dir():
-        found = _from_run(folder, options, say)
-    elif options.step is not None:
+        return _from_run(folder, options, say)
+    if options.step is not None:
         raise ConfigError(f"--step {options.step}: {folder} is no run: it has no {FOLDER}")
-    else:
-        found = _from_folder(folder, options)
-    if options.precision == "as-is":
-        return found
-    dtype = jnp.dtype(options.precision)
-    return dataclasses.replace(found, config=dataclasses.replace(found.config, compute_dtype=dtype))
+    return _from_folder(folder, options)
 
 
 def find(source: Path | None, runs: Path = Path("runs")) -> Path:
@@ -100,31 +99,53 @@ def _from_run(folder: Path, options: Source, say: Callable[[str], None]) -> Load
         what = "checkpoint" if options.step is None else f"step {options.step}"
         there = ", ".join(path.name for path in _steps(folder / FOLDER)) or "none"
         raise CheckpointError(f"{folder}: there is no {what} in {folder / FOLDER}, only {there}")
-    for path in steps:
-        try:
-            config, params, _ = native.read(path, check=_damage)
-            facts = ocp.metadata(path.absolute()).custom_metadata
-        except WeightsError as error:
-            say(f"warning: {path}: {error.complaints[0]}; trying an earlier step")
-            continue
-        vocabulary = _vocabulary(folder, facts, options)
-        trained = apply(TrainConfig(), facts["options"], f"{path}: options")
-        return Loaded(
-            f"{folder}, step {path.name}",
-            folder,
-            dataclasses.replace(config, compute_dtype=model_config(trained).compute_dtype),
-            params,
-            _OfVocabulary(vocabulary),
-            (vocabulary.separator,),
-            mtp_after_norm=False,
-        )
-    raise CheckpointError(f"none of the checkpoints in {folder / FOLDER} is whole")
+    return _newest(folder, steps, options, say)
 
 
-def _damage(facts: Mapping[str, Any], flat: Mapping[str, Any]) -> list[str]:
-    found = fingerprints(dict(flat))
+def _newest(folder: Path, steps: Sequence[Path], options: Source, say: Callable[[str], None]) -> Loaded:
+    """The first of a run's steps that can be used."""
+    if not steps:
+        raise CheckpointError(f"none of the checkpoints in {folder / FOLDER} is whole")
+    path, *rest = steps
+    earlier = functools.partial(_newest, folder, rest, options, say)
+    try:
+        config, _, facts = native.open_lazily(path)
+    except WeightsError as error:
+        say(not_whole(error))
+        return earlier()
+    vocabulary = _vocabulary(folder, facts, options)
+    trained = model_config(apply(TrainConfig(), facts["options"], f"{path}: options"))
+    config = dataclasses.replace(config, compute_dtype=trained.compute_dtype)
+    return Loaded(
+        f"{folder}, step {path.name}",
+        folder,
+        _in_precision(config, options),
+        lambda: native.open_lazily(path, _damage)[1],
+        _OfVocabulary(vocabulary),
+        (vocabulary.separator,),
+        mtp_after_norm=False,
+        earlier=earlier,
+    )
+
+
+def not_whole(error: WeightsError) -> str:
+    """What to say of a checkpoint that cannot be used."""
+    return f"warning: {error.where}: {error.complaints[0]}; trying an earlier step"
+
+
+def _in_precision(config: Config, options: Source) -> Config:
+    if options.precision == "as-is":
+        return config
+    return dataclasses.replace(config, compute_dtype=jnp.dtype(options.precision))
+
+
+def _damage(facts: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> list[str]:
     saved = facts.get("fingerprints", {})
-    return [f"{name} is not what was saved" for name, value in found.items() if saved.get(name) != value]
+    return [
+        f"{name} is not what was saved"
+        for name, array in arrays.items()
+        if saved.get(name) != fingerprint_on_host(array)
+    ]
 
 
 def _vocabulary(folder: Path, facts: Mapping[str, Any], options: Source) -> Vocabulary:
@@ -166,10 +187,14 @@ class _OfVocabulary:
 def _from_folder(folder: Path, options: Source) -> Loaded:
     settings: Mapping[str, Any]
     if (folder / "config.json").is_file():
-        config, params = weights.load(folder, mtp=options.drafts)
+        opened: Callable[[], tuple[Any, ...]] = functools.partial(
+            weights.open_lazily, folder, mtp=options.drafts
+        )
         settings = json.loads((folder / "config.json").read_text())
     else:
-        config, params, settings = native.read(folder)
+        opened = functools.partial(native.open_lazily, folder)
+        settings = opened()[2].get("published", {})
+    config = opened()[0]
     own = _settings(folder / "generation_config.json")
     ends = {*_tokens(settings.get("eos_token_id")), *_tokens(own.get("eos_token_id"))}
     where = options.tokenizer or folder
@@ -184,7 +209,15 @@ def _from_folder(folder: Path, options: Source) -> Loaded:
             f"{where}: there is no tokenizer.json, and a model of {config.vocab} tokens is not one of bytes: "
             "--tokenizer FILE says where it is"
         )
-    return Loaded(str(folder), folder, config, params, text, tuple(sorted(ends)), mtp_after_norm=True)
+    return Loaded(
+        str(folder),
+        folder,
+        _in_precision(config, options),
+        lambda: opened()[1],
+        text,
+        tuple(sorted(ends)),
+        mtp_after_norm=True,
+    )
 
 
 def _settings(file: Path) -> Mapping[str, Any]:

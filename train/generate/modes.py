@@ -14,10 +14,14 @@ import numpy as np
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from dualpipe_jax.parallel import EP, make_mesh
+from models import Dispatch
 from models.decode import Completion, Engine, Limits, PrefixFolder, RequestError, SamplingParams, decoder
 from models.decode.text import Stream
+from models.weights import WeightsError
 from train.config import ConfigError
-from train.generate.loading import Loaded
+from train.generate.devices import share
+from train.generate.loading import Loaded, not_whole
 from train.generate.options import Options, Source
 
 TYPED = 1024
@@ -41,19 +45,52 @@ def params_of(options: Options, loaded: Loaded, given: Mapping[str, Any] | None 
 
 
 def make_engine(loaded: Loaded, options: Source, max_requests: int, positions: int, say: Say) -> Engine:
-    """For so many requests of so many positions, rounded up so that near lengths are the same program."""
+    """Read the weights and make what serves them.
+
+    Args:
+      loaded: the model; where its weights prove damaged, an earlier step of its run is taken.
+      options: how it is served.
+      max_requests: at the same time, rounded up to what devices and microbatches share equally.
+      positions: of a request, rounded up so that near lengths are the same program.
+      say: told what is served, and of damage.
+
+    Raises:
+      ConfigError: options that do not fit the model; it is not read then.
+      WeightsError, CheckpointError: no weights are whole.
+    """
+    experts = loaded.config.num_experts
     if options.drafts and not loaded.config.num_mtp_layers:
         raise ConfigError(f"--drafts: {loaded.name} has no module of multi-token prediction")
+    if experts % options.devices:
+        shared = ", ".join(str(n) for n in range(1, experts + 1) if experts % n == 0)
+        raise ConfigError(
+            f"--devices {options.devices}: {loaded.name} has {experts} experts, which so many cannot share equally; "
+            f"give one of {shared}"
+        )
     room = options.context or -(-positions // 64) * 64
-    limits = Limits(max_requests=max_requests, max_positions=room)
-    model = decoder(loaded.config, mtp_after_norm=loaded.mtp_after_norm)
+    limits = Limits(-(-max_requests // share(options)) * share(options), room)
+    mesh = None if options.devices == 1 else make_mesh(1, options.devices)
+    dispatch = Dispatch() if mesh is None else Dispatch(axis_name=EP)
+    model = decoder(loaded.config, dispatch=dispatch, mtp_after_norm=loaded.mtp_after_norm)
     kept, warn = None, lambda text: say(f"warning: {text}")
+    how: dict[str, Any] = {"drafts": options.drafts, "mesh": mesh, "microbatches": options.microbatches}
     try:
         if options.prefix_cache is not None:
             kept = PrefixFolder(options.prefix_cache, options.prefix_bytes, warn)
-        return Engine(model, loaded.params, limits, drafts=options.drafts, prefixes=kept)
+        engine = Engine(model, loaded.params(), limits, prefixes=kept, **how)
+    except WeightsError as error:
+        if loaded.earlier is None:
+            raise
+        say(not_whole(error))
     except ValueError as error:
         raise ConfigError(str(error)) from None
+    else:
+        numbers = (
+            f"{loaded.config.num_layers} layers, {loaded.config.vocab} tokens, {room} positions a request"
+        )
+        say(f"{loaded.name}: {numbers}" + (f", {options.devices} devices" if mesh is not None else ""))
+        return engine
+    return make_engine(loaded.earlier(), options, max_requests, positions, say)
 
 
 def complete(loaded: Loaded, options: Options, prompt: str, out: TextIO, say: Say) -> None:

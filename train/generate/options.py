@@ -40,6 +40,12 @@ class Source:
     """Of that folder at most; what nobody used for longest is deleted first."""
     at_once: int = 8
     """Prompts that are served together."""
+    devices: int = 1
+    """Devices that prompts and experts are shared out over: accelerators, or virtual ones where JAX finds a CPU alone.
+    The text is the same."""
+    microbatches: Literal[1, 2] = 1
+    """2 divides a device's prompts into halves, each computed while the other's tokens travel between devices. The text
+    is the same."""
 
 
 @dataclasses.dataclass(frozen=True)

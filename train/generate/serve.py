@@ -15,6 +15,7 @@ from models.decode import SamplingParams
 from models.serve import Chat, HttpLimits, Runner, Served, bind, make_app, serve
 from models.weights import Tokenizer, WeightsError
 from train.config import ConfigError
+from train.generate.devices import check_share, find_devices
 from train.generate.ending import exit_code, say
 from train.generate.loading import Loaded, load
 from train.generate.modes import TYPED, make_engine
@@ -92,6 +93,8 @@ def start(options: Options) -> int:
         raise ConfigError(
             "--at-once must be at least 1, --max-waiting, --shutdown-delay and --grace at least 0"
         )
+    find_devices(options)
+    check_share(options)
     keys = _keys(options)
     if not 0 <= options.port < 2**16:
         raise ConfigError(f"--port {options.port}: must be 0 to 65535")
@@ -112,9 +115,6 @@ def start(options: Options) -> int:
             bound.listen()
         runner = Runner(engine, options.max_waiting)
         name = options.name or loaded.folder.resolve().name
-        say(
-            f"{loaded.name}: {loaded.config.num_layers} layers, {engine.limits.max_positions} positions a request"
-        )
         say(f"serving {name!r} at http://{f'[{host}]' if ':' in host else host}:{port}/v1")
         if options.log:
             logging.getLogger("uvicorn").addHandler(logging.StreamHandler())

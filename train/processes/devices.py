@@ -37,14 +37,30 @@ def set_devices(
             f"{num_processes} processes"
         )
     environ["JAX_PLATFORMS"] = "cpu"
+    there = make_virtual(needed, environ, bfloat16=config.step.precision == "bfloat16")
+    if there < needed:
+        raise ConfigError(too_few_devices(config, there * num_processes, "XLA_FLAGS asks for"))
+
+
+def make_virtual(
+    needed: int, environ: "os._Environ[str] | dict[str, str]" = os.environ, *, bfloat16: bool
+) -> int:
+    """Ask XLA for virtual CPU devices, unless XLA_FLAGS says how many already; before JAX looks for its devices.
+
+    Args:
+      needed: how many.
+      environ: the environment.
+      bfloat16: whether anything is computed in it.
+
+    Returns:
+      How many JAX will find if it finds no accelerator.
+    """
     flags = environ.get("XLA_FLAGS", "")
-    counts = _DEVICE_COUNT.findall(flags)
-    if not counts:
-        ours = [f"--xla_force_host_platform_device_count={needed}", *_PATIENCE]
-        ours += [_BFLOAT16] if config.step.precision == "bfloat16" else []
-        environ["XLA_FLAGS"] = " ".join([*flags.split(), *ours])
-    elif int(counts[-1]) < needed:
-        raise ConfigError(too_few_devices(config, int(counts[-1]) * num_processes, "XLA_FLAGS asks for"))
+    if counts := _DEVICE_COUNT.findall(flags):
+        return int(counts[-1])
+    ours = [f"--xla_force_host_platform_device_count={needed}", *_PATIENCE, *[_BFLOAT16] * bfloat16]
+    environ["XLA_FLAGS"] = " ".join([*flags.split(), *ours])
+    return needed
 
 
 def too_few_devices(config: TrainConfig, num_found: int, source: str = "JAX finds") -> str:

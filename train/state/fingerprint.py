@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 _BITS = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32, 8: jnp.uint32}
@@ -34,6 +35,22 @@ def fingerprints(arrays: dict[str, jax.Array]) -> dict[str, int]:
     )
     found = _program(everywhere)(arrays)
     return {name: int(value) for name, value in jax.device_get(found).items()}
+
+
+def fingerprint_on_host(array: np.ndarray) -> int:
+    """``fingerprint`` of an array that no device is to hold."""
+    words = np.ascontiguousarray(array).reshape(-1)
+    words = words.view(f"u{min(words.dtype.itemsize, 4)}")
+    total = 0
+    for start in range(0, len(words), _SOME):
+        some = words[start : start + _SOME].astype(np.uint32)
+        factors = (1 + 2 * np.arange(start, start + len(some))).astype(np.uint32)
+        total += int(np.sum(some * factors, dtype=np.uint32))
+    return total % 2**32
+
+
+_SOME = 1 << 20
+"""Words at a time, which stay in a cache."""
 
 
 @functools.cache

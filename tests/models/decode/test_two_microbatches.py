@@ -11,6 +11,7 @@ from models import Dispatch, v3
 from models.decode import Rows, decoder, experts
 from models.decode.halves import Piece, fixed_cost, halve
 from models.decode.programs import in_halves, on_mesh, programs, whole
+from models.lazy import lazily
 from tests.models.decode.small_models import QUICK, random_params, small
 from tests.models.decode.small_models import whole as plain_forward
 
@@ -38,7 +39,7 @@ def served(config, params, tokens, dispatch, held, microbatches):
         )
         return jax.jit(on_mesh(on_device, mesh), compiler_options=QUICK)
 
-    weights = experts.place(model.prepare(params), held, config.num_experts, mesh, near=True)
+    weights = experts.place(model.prepare(lazily(params)), held, config.num_experts, mesh, near=True)
     # NaN of whoever had the blocks before.
     cache = programs(model, False, mesh).init_cache(40, BLOCK) + np.float32(np.nan)
     rng = np.random.default_rng(1)

@@ -22,6 +22,7 @@ from train.config import TrainConfig
 from train.data.vocabulary import BYTES
 from train.generate.__main__ import main
 from train.generate.loading import load
+from train.generate.modes import make_engine
 from train.generate.options import Options
 from train.state.facts import at_step, describe
 from train.state.fingerprint import fingerprints
@@ -158,9 +159,10 @@ def test_a_damaged_step_is_a_line_and_the_one_before_is_taken(run, tmp_path, cap
     shutil.copytree(run / "checkpoints" / "20", tmp_path / "checkpoints" / "30")
     for path in (tmp_path / "checkpoints" / "30").glob("state/d/*"):
         path.unlink()
-    said = []
-    assert load(Options(source=tmp_path), said.append).name == f"{tmp_path}, step 20"
-    (told,) = said
+    said, options = [], Options(source=tmp_path)
+    make_engine(load(options, said.append), options, 1, 64, said.append)
+    told, served = said
+    assert served == f"{tmp_path}, step 20: 2 layers, 256 tokens, 64 positions a request"
     words = "warning: .*/30: cannot be read: ValueError: NOT_FOUND: .*; trying an earlier step"
     assert re.fullmatch(words, told)
     assert len(told) < 400 and capfd.readouterr() == ("", "") and caplog.text == ""

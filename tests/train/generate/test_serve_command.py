@@ -36,8 +36,21 @@ def refused(port):
         return trying.connect_ex(("127.0.0.1", port)) != 0
 
 
-@pytest.mark.parametrize("number, code", [(signal.SIGTERM, 0), (signal.SIGINT, 130)])
-def test_it_serves_a_folder_until_it_is_told_to_stop(folder, capsys, number, code):
+@pytest.mark.parametrize(
+    "number, code, more",
+    [
+        (signal.SIGTERM, 0, []),
+        (signal.SIGINT, 130, []),
+        pytest.param(
+            signal.SIGTERM,
+            0,
+            ["--devices", "4", "--microbatches", "2"],
+            marks=pytest.mark.slow,
+            id="4 devices",
+        ),
+    ],
+)
+def test_it_serves_a_folder_until_it_is_told_to_stop(folder, capsys, number, code, more):
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     answers, asked = [], {"model": "mine", "prompt": "def f(", "max_tokens": 20, "temperature": 0}
@@ -55,13 +68,14 @@ def test_it_serves_a_folder_until_it_is_told_to_stop(folder, capsys, number, cod
     before = signal.getsignal(number)
     thread = threading.Thread(target=client, daemon=True)
     thread.start()
-    asked_of_it = ["--port", str(port), "--name", "mine", "--context", "40", "--at-once", "2"]
-    assert main([str(folder), *asked_of_it]) == code
+    asked_of_it = ["--port", str(port), "--name", "mine", "--context", "40", "--at-once", "8"]
+    assert main([str(folder), *asked_of_it, *more]) == code
     thread.join(30)
     assert signal.getsignal(number) is before
     assert answers[-2:] == ["data: [DONE]", ""] and '"finish_reason":"length"' in answers[-4]
     out, err = capsys.readouterr()
     assert f"serving 'mine' at http://127.0.0.1:{port}/v1" in err and "40 positions a request" in err
+    assert (", 4 devices" in err) == bool(more)
     assert out == "" and "warning" not in err
     text = "".join(json.loads(line[6:])["choices"][0]["text"] for line in answers[:-2:2])
     assert text == greedy("def f(", 20, CONFIG) and len(Bytes().encode(text)) >= 20

@@ -8,7 +8,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from dualpipe_jax.parallel import make_mesh
-from train.state.fingerprint import fingerprints
+from train.state.fingerprint import fingerprint_on_host, fingerprints
 
 DTYPES = [np.float32, np.int32, np.uint8, np.bool_, np.float16, ml_dtypes.bfloat16, ml_dtypes.float8_e4m3fn]
 
@@ -29,7 +29,14 @@ def some(shape, dtype, seed=0):
 def test_it_is_the_weighted_sum_of_words(dtype):
     arrays = {"a": some((6, 5, 4), dtype), "scalar": some((), dtype), "empty": some((0, 3), dtype)}
     found = fingerprints({name: jnp.asarray(array) for name, array in arrays.items()})
-    assert found == {name: by_hand(array) for name, array in arrays.items()}
+    wanted = {name: by_hand(array) for name, array in arrays.items()}
+    assert found == wanted
+    assert {name: fingerprint_on_host(array) for name, array in arrays.items()} == wanted
+
+
+def test_on_the_host_it_is_summed_in_parts():
+    array = some((3, 1 << 19), np.float32)
+    assert fingerprint_on_host(array) == fingerprints({"a": jnp.asarray(array)})["a"]
 
 
 def test_no_mesh_changes_it():

@@ -1,0 +1,111 @@
+"""Arrays that are read when they are asked for: what lies on a disk goes to its devices part by part."""
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import numpy as np
+
+from dualpipe_jax.functional import Tree
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Lazy:
+    """An array that ``np.asarray`` reads, each time anew, and nothing before; its parts are lazy, too.
+
+    Attributes:
+      shape: of the array.
+      dtype: of the array.
+      read: ``read(index) -> np.ndarray``, what stands at an index of the first dims, a tuple of ints; () for all.
+      order: where it lies, so that what lies together is read together; see ``read_all``.
+    """
+
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    read: Callable[[tuple[int, ...]], np.ndarray]
+    order: int = 0
+
+    @property
+    def ndim(self) -> int:
+        return len(self.shape)
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    def __iter__(self) -> Iterator["Lazy"]:
+        return (self[n] for n in range(len(self)))
+
+    def __getitem__(self, n: int) -> "Lazy":
+        """What stands at one place of the first dim."""
+        return dataclasses.replace(self, shape=self.shape[1:], read=lambda index: self.read((n, *index)))
+
+    def expanded(self) -> "Lazy":
+        """The same with a first dim of 1."""
+
+        def read(index: tuple[int, ...]) -> np.ndarray:
+            return self.read(index[1:]) if index else self.read(())[None]
+
+        return dataclasses.replace(self, shape=(1, *self.shape), read=read)
+
+    def take(self, rows: np.ndarray) -> "Lazy":
+        """Places of the first dim, int [N], in any order, some perhaps twice."""
+
+        def read(index: tuple[int, ...]) -> np.ndarray:
+            if index:
+                return self.read((int(rows[index[0]]), *index[1:]))
+            found = np.empty((len(rows), *self.shape[1:]), self.dtype)
+            for place, n in enumerate(rows.tolist()):
+                found[place] = self.read((n,))
+            return found
+
+        return dataclasses.replace(self, shape=(len(rows), *self.shape[1:]), read=read)
+
+    def astype(self, dtype: Any) -> "Lazy":
+        """The same numbers as another dtype, rounded to nearest even."""
+        own = np.dtype(dtype)
+        return dataclasses.replace(
+            self, dtype=own, read=lambda index: self.read(index).astype(own, copy=False)
+        )
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        del copy
+        return self.read(()).astype(self.dtype if dtype is None else dtype, copy=False)
+
+
+def lazily(tree: Tree) -> Tree:
+    """Return a tree with its arrays as lazy ones, whose parts are taken from them on the host."""
+
+    def one(leaf: Any) -> Lazy:
+        if isinstance(leaf, Lazy):
+            return leaf
+        return Lazy(leaf.shape, np.dtype(leaf.dtype), lambda index: np.asarray(leaf)[index])
+
+    return jax.tree.map(one, tree)
+
+
+def on_host(array: Any) -> np.ndarray:
+    """Return an array, lazy or JAX's, on the host. JAX would keep beside its own what it has once given out."""
+    return np.asarray(array.copy() if isinstance(array, jax.Array) else array)
+
+
+def is_lazy(tree: Tree) -> bool:
+    """Whether any leaf is lazy."""
+    return any(isinstance(leaf, Lazy) for leaf in jax.tree.leaves(tree))
+
+
+def read_all(put: Callable[..., Any], tree: Tree, *more: Tree) -> Tree:
+    """Return a tree with ``put(leaf, ...)`` for every lazy leaf, one after the other, by their ``order``.
+
+    Args:
+      put: of a leaf, and of the leaves of the further trees at its place.
+      tree: with lazy leaves; others are left as they are.
+      more: trees of the same form.
+    """
+    rows: list[tuple[Any, ...]] = []
+    jax.tree.map(lambda *leaves: rows.append(leaves), tree, *more)
+    found = [leaf for leaf, *_ in rows]
+    lazy = [n for n, leaf in enumerate(found) if isinstance(leaf, Lazy)]
+    for n in sorted(lazy, key=lambda n: found[n].order):
+        found[n] = put(*rows[n])
+    return jax.tree.unflatten(jax.tree.structure(tree), found)
