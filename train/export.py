@@ -93,5 +93,5 @@ def _copy_tokenizer(vocabulary: Vocabulary, folder: Path) -> None:
         return
     shutil.copyfile(vocabulary.file, folder / FILES[0])
     for name in FILES[1:]:
-        if (beside := vocabulary.file.with_name(name)).is_file():
+        if (beside := Path(vocabulary.file).with_name(name)).is_file():
             shutil.copyfile(beside, folder / name)

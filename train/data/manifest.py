@@ -3,6 +3,7 @@
 import dataclasses
 import hashlib
 import json
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import numpy as np
 
 from train.data.corpus import Source
 from train.data.errors import DataError
+from train.data.remote import cache_folder, open_filesystem
 from train.data.streams import ArrayStream
 from train.data.vocabulary import Vocabulary
 
@@ -163,6 +165,34 @@ def open_its_vocabulary(folder: Path, manifest: Manifest) -> Vocabulary:
     if sha256(file) != manifest.tokenizer:
         raise DataError(f"--data {folder}: {TOKENIZER} is not the one that its tokens were made with")
     return Vocabulary(manifest.vocab, manifest.separator, file)
+
+
+def fetch(url: str | Path) -> Path:
+    """A local copy of a prepared folder; files of the right length that are there already stay.
+
+    The copy is one for each content of the manifest.
+
+    Raises:
+      DataError: it cannot be read, or is not a prepared folder.
+    """
+    filesystem, path = open_filesystem(str(url))
+    try:
+        text = filesystem.cat_file(f"{path}/{MANIFEST}")
+    except OSError as error:
+        raise DataError(f"--data {url}: cannot read {MANIFEST}: {error}") from None
+    manifest = loads(text, f"{url}/{MANIFEST}")
+    folder = cache_folder() / hashlib.sha256(text).hexdigest()[:24]
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        for name in manifest.files:
+            if not (folder / name).exists():
+                part = folder / f".{name}.{os.getpid()}"
+                filesystem.get_file(f"{path}/{name}", str(part))
+                part.replace(folder / name)
+    except OSError as error:
+        raise DataError(f"--data {url}: cannot fetch {name}: {error}") from None
+    (folder / MANIFEST).write_bytes(text)
+    return folder
 
 
 def find_damage(folder: Path) -> list[str]:

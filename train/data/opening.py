@@ -7,8 +7,8 @@ from pathlib import Path
 from train.data import records
 from train.data.corpus import Corpus, Source, text_source
 from train.data.errors import DataError
-from train.data.manifest import is_prepared, open_prepared
-from train.data.remote import fetch, is_url
+from train.data.manifest import fetch, is_prepared, open_prepared
+from train.data.remote import is_url
 from train.data.text import read_documents, split
 from train.data.vocabulary import BYTES, Vocabulary, open_vocabulary
 

@@ -12,6 +12,7 @@ import numpy as np
 
 from dualpipe_jax.installing import install_command
 from train.data.errors import DataError
+from train.data.remote import is_url, open_filesystem
 
 SEPARATOR = 0
 """The byte between documents: one that no text holds."""
@@ -35,12 +36,12 @@ class Vocabulary:
     Attributes:
       size: tokens are below this.
       separator: the token after every document, which no document holds.
-      file: ``tokenizer.json`` as the tokenizers library writes it, or None for bytes.
+      file: path or URL of a ``tokenizer.json`` as the tokenizers library writes it, or None for bytes.
     """
 
     size: int = 256
     separator: int = SEPARATOR
-    file: Path | None = None
+    file: Path | str | None = None
 
     @property
     def unit(self) -> str:
@@ -50,8 +51,13 @@ class Vocabulary:
     @property
     def fingerprint(self) -> str:
         """Equal for equal tokens of equal text."""
-        content = b"bytes" if self.file is None else self.file.read_bytes()
+        content = self.content or b"bytes"
         return hashlib.sha256(content + f" {self.size} {self.separator}".encode()).hexdigest()
+
+    @property
+    def content(self) -> bytes | None:
+        """Of its file."""
+        return None if self.file is None else _read(self.file)
 
     @property
     def dtype(self) -> np.dtype:
@@ -116,11 +122,19 @@ def import_tokenizers() -> Any:
     return tokenizers
 
 
+def _read(file: Path | str) -> bytes:
+    if not is_url(file):
+        return Path(file).read_bytes()
+    filesystem, path = open_filesystem(str(file))
+    return filesystem.cat_file(path)
+
+
 @functools.lru_cache(maxsize=4)
-def _load(file: Path) -> Any:
+def _load(file: Path | str) -> Any:
     tokenizers = import_tokenizers()
+    content = _read(file)
     try:
-        tokenizer = tokenizers.Tokenizer.from_file(str(file))
+        tokenizer = tokenizers.Tokenizer.from_buffer(content)
     except Exception as error:  # the library raises nothing narrower
         raise DataError(f"--tokenizer {file}: is no tokenizer: {error}") from None
     tokenizer.encode_special_tokens = True  # a document that mentions the separator does not end there

@@ -37,6 +37,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def verify(options: Options, report: Report) -> int:
+    if options.ray is not None:
+        raise DataError("--check: reads on this machine alone; leave out --ray")
     if is_url(options.out):
         raise DataError(f"--check {options.out}: reads folders on this machine")
     damage = find_damage(Path(options.out))

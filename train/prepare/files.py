@@ -1,45 +1,114 @@
-"""Files that are whole or not there, whenever the process is killed."""
+"""Folders on this machine or behind a URL, and files in them that are whole or not there, whoever is killed."""
 
+import contextlib
+import io
 import json
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
+import tempfile
+import uuid
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any
 
 import numpy as np
 
+from train.data.errors import DataError
+from train.data.remote import open_filesystem
 
-@contextmanager
-def writing(file: Path) -> Iterator[IO[bytes]]:
+Folder = Any
+"""A file system of fsspec whose root is a folder, on this machine or elsewhere; small to send to another process."""
+
+_PART = f".{uuid.uuid4().hex[:12]}.part"
+"""What this process writes has names of its own: a node that was given up for dead may still write the same file."""
+
+
+def open_folder(place: str) -> Folder:
+    """The folder of a path or URL, whether it is there or not. Raises DataError for a URL that nothing knows."""
+    filesystem, path = open_filesystem(place)
+    from fsspec.implementations.dirfs import DirFileSystem  # open_filesystem says it where there is none
+
+    return DirFileSystem(path, filesystem)
+
+
+def create(folder: Folder) -> None:
+    """Make it unless it is there. Raises DataError."""
+    try:
+        folder.makedirs("", exist_ok=True)
+    except OSError as error:
+        raise DataError(f"cannot make {url_of(folder)}: {error.strerror or error}") from None
+
+
+def local_path(folder: Folder) -> Path | None:
+    """Where it is on this machine; None if it is elsewhere."""
+    from fsspec.implementations.local import LocalFileSystem
+
+    return Path(folder.path) if isinstance(folder.fs, LocalFileSystem) else None
+
+
+def url_of(folder: Folder, name: str = "") -> str:
+    """What names a folder or a file of it to other programs: a path on this machine, a URL elsewhere."""
+    path = f"{folder.path}/{name}".rstrip("/")
+    return path if local_path(folder) else folder.fs.unstrip_protocol(path)
+
+
+@contextlib.contextmanager
+def at_hand(folder: Folder, names: Sequence[str]) -> Iterator[Path]:
+    """A folder on this machine that has these files: the folder itself, or copies while the context is open."""
+    if path := local_path(folder):
+        yield path
+        return
+    with tempfile.TemporaryDirectory() as copies:
+        folder.get(list(names), [f"{copies}/{name}" for name in names])
+        yield Path(copies)
+
+
+@contextlib.contextmanager
+def writing(folder: Folder, name: str) -> Iterator[IO[bytes]]:
     """A file to be written, under another name until it is on the disk."""
-    with partial(file).open("wb") as opened:
+    with folder.open(partial(name), "wb") as opened:
         yield opened
         settle(opened)
-    partial(file).replace(file)
+    folder.mv(partial(name), name)
 
 
-def write(file: Path, content: bytes) -> None:
-    with writing(file) as opened:
+def write(folder: Folder, name: str, content: bytes) -> None:
+    with writing(folder, name) as opened:
         opened.write(content)
 
 
-def write_json(file: Path, content: Any) -> None:
-    write(file, (json.dumps(content, indent=1) + "\n").encode())
+def write_json(folder: Folder, name: str, content: Any) -> None:
+    write(folder, name, (json.dumps(content, indent=1) + "\n").encode())
 
 
-def write_array(file: Path, array: np.ndarray) -> None:
-    """Like ``write``; .npy, little-endian."""
-    with writing(file) as opened:
-        np.save(opened, array.astype(array.dtype.newbyteorder("<")))
+def read_json(folder: Folder, name: str) -> Any:
+    """None if there is no such file."""
+    try:
+        return json.loads(folder.cat_file(name))
+    except FileNotFoundError:
+        return None
 
 
-def partial(file: Path) -> Path:
-    """The name of a file while it is written."""
-    return file.with_name(f".{file.name}.part")
+def array_bytes(array: np.ndarray) -> bytes:
+    """As .npy, little-endian."""
+    content = io.BytesIO()
+    np.save(content, array.astype(array.dtype.newbyteorder("<")))
+    return content.getvalue()
+
+
+def partial(name: str) -> str:
+    """The name of a file while this process writes it."""
+    return f".{name}{_PART}"
+
+
+def drop_partial(folder: Folder) -> None:
+    """Remove what killed processes left."""
+    for name in folder.ls("", detail=False):
+        if name.endswith(".part"):
+            folder.rm_file(name)
 
 
 def settle(opened: Any) -> None:
-    """Wait until what was written is on the disk: a name must not outlive its content."""
+    """Wait until what was written is on this machine's disk: a name must not outlive its content."""
     opened.flush()
-    os.fsync(opened.fileno())
+    with contextlib.suppress(AttributeError, io.UnsupportedOperation):  # elsewhere closing does it
+        os.fsync(opened.fileno())

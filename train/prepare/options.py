@@ -5,7 +5,6 @@ import os
 import re
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Annotated, Any, ClassVar
 
 from tyro.conf import Positional, arg
@@ -64,10 +63,12 @@ class Options:
     """Prepare the rows of this query over the table documents, all of --data; DuckDB runs it, on disk if need be."""
     shard_mb: AboveZero = 64.0
     """Megabytes of text for a shard, about; a worker holds one in memory."""
-    workers: AtLeastOne = os.cpu_count() or 1
-    """Processes."""
-    work: Path | None = None
-    """Folder for what is half done; OUT/.work if left out, and for a URL a folder in ~/.cache."""
+    workers: AtLeastOne | None = None
+    """Processes; one for each core of this machine if left out."""
+    ray: Annotated[str | None, arg(metavar="ADDRESS")] = None
+    """Work on a Ray cluster that this machine is a node of, with all its cores: HOST:PORT of its head, or auto."""
+    work: Annotated[str | None, arg(metavar="FOLDER")] = None
+    """Folder or URL for what is half done. OUT/.work if left out; in ~/.cache if OUT is a URL, without --ray."""
     check: bool = False
     """Read OUT through and compare every file with its checksum; makes nothing."""
 
@@ -75,7 +76,12 @@ class Options:
     def job(self) -> dict[str, Any]:
         """What decides on the shards."""
         asked = dataclasses.asdict(self)
-        return {name: asked[name] for name in asked if name not in ("out", "workers", "work", "check")}
+        return {name: asked[name] for name in asked if name not in ("out", "workers", "ray", "work", "check")}
+
+    @property
+    def num_workers(self) -> int:
+        """Processes on this machine."""
+        return self.workers or os.cpu_count() or 1
 
 
 def parse(arguments: Sequence[str] | None = None) -> Options:
@@ -94,6 +100,10 @@ def check(options: Options) -> None:
         raise DataError(f"--held-out {options.held_out}: must be between 0 and 1, both left out")
     if options.near_duplicates is not None and not 0 < options.near_duplicates <= 1:
         raise DataError(f"--near-duplicates {options.near_duplicates}: must be above 0 and at most 1")
+    if options.ray is not None and options.workers is not None:
+        raise DataError(
+            f"--workers {options.workers}: with --ray the cluster's cores are the workers; leave one out"
+        )
     try:
         re.compile(options.reject or "")
     except re.error as error:

@@ -4,12 +4,11 @@ import collections
 import contextlib
 import dataclasses
 import fcntl
+import functools
 import hashlib
 import json
-import platform
-import shutil
+import os
 from collections.abc import Iterator, Sequence
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -17,18 +16,28 @@ import numpy as np
 
 from train.data import DataError, Vocabulary
 from train.data.inputs import File, Piece, find, pieces
-from train.data.manifest import MANIFEST, SPLITS, TOKENIZER, Manifest, Shard, loads, sha256
+from train.data.manifest import MANIFEST, SPLITS, TOKENIZER, Manifest, Shard, loads
 from train.data.remote import cache_folder, is_url, open_filesystem
 from train.data.vocabulary import BYTES, open_vocabulary
-from train.prepare import query
-from train.prepare.files import partial, write, write_json
+from train.prepare import cluster, query
+from train.prepare.files import (
+    Folder,
+    create,
+    drop_partial,
+    local_path,
+    open_folder,
+    read_json,
+    url_of,
+    write,
+    write_json,
+)
 from train.prepare.options import Options
-from train.prepare.partition import BAD, Parts, partition
+from train.prepare.partition import BAD, partition
 from train.prepare.plan import Plan, choose_num_buckets, make_plan
 from train.prepare.tokenise import Shop, tokenise, train_tokenizer
-from train.prepare.workers import Report, share_out
+from train.prepare.workers import Report, ShareOut, share_out, versions
 
-DONE = "bucket-"
+JOB = "job.json"
 
 
 def prepare(options: Options, report: Report) -> Manifest:
@@ -37,9 +46,8 @@ def prepare(options: Options, report: Report) -> Manifest:
     Raises:
       DataError: data that cannot be read, or OUT holds something else.
     """
-    remote = is_url(options.out)
-    out = "" if remote else str(Path(options.out).absolute())
-    files = find(options.data, leave_out=out)
+    out = options.out if is_url(options.out) else str(Path(options.out).absolute())
+    files = find(options.data, leave_out="" if is_url(out) else out)
     vocabulary = None
     if options.train_tokenizer is None:
         vocabulary = open_vocabulary(options.tokenizer, options.separator)
@@ -53,15 +61,12 @@ def prepare(options: Options, report: Report) -> Manifest:
     if ready is not None:
         report.say(f"{options.out}: is prepared already")
         return ready
-    work = _work_folder(options)
-    shards = work / "shards" if remote else Path(out)
-    with _held(work):
+    work, shards = open_folder(_work_place(options, out)), open_folder(out)
+    with _sharing(options, files, work, shards, report) as share, _held(work):
         _claim(work, job, options.out)
-        shards.mkdir(exist_ok=True)
-        manifest = _make(options, files, vocabulary, job, work, shards, report)
-        if remote:
-            _send(shards, options.out, report)
-        shutil.rmtree(work)
+        create(shards)
+        manifest = _make(options, files, vocabulary, job, work, shards, share, report)
+        work.rm("", recursive=True)
     return manifest
 
 
@@ -70,47 +75,55 @@ def _make(
     files: Sequence[File],
     vocabulary: Vocabulary | None,
     job: dict[str, Any],
-    work: Path,
-    shards: Path,
+    work: Folder,
+    shards: Folder,
+    share: ShareOut,
     report: Report,
 ) -> Manifest:
     if options.sql is not None:
         report.say("running the query ...")
-        result = query.select(files, options.sql, options.text_key, work, options.workers)
+        folder = local_path(work)
+        if folder is None:
+            raise DataError(
+                f"--sql: leaves its rows in --work, which must be a folder then; it is {url_of(work)}"
+            )
+        result = query.select(files, options.sql, options.text_key, folder, options.num_workers)
         files = [File(f"file://{result}", "parquet", result.stat().st_size)]
-    parts, plan, dropped = _first_pass(options, pieces(files), work, report)
-    shop = Shop(parts, plan, vocabulary or BYTES, work, shards)
+    plan, dropped = _first_pass(options, pieces(files), work, share, report)
+    if options.ray is not None and vocabulary is not None and vocabulary.content is not None:
+        write(work, TOKENIZER, vocabulary.content)  # where all nodes can read it
+        vocabulary = dataclasses.replace(vocabulary, file=url_of(work, TOKENIZER))
+    shop = Shop(plan, vocabulary or BYTES, work, shards)
     if options.train_tokenizer is not None:
         report.say(f"training a tokenizer on {options.sample_mb:g} MB at most ...")
-        trained = train_tokenizer(shop, options.train_tokenizer, options.sample_mb * 1e6, work / TOKENIZER)
+        trained = train_tokenizer(shop, options.train_tokenizer, options.sample_mb * 1e6)
         shop = dataclasses.replace(shop, vocabulary=trained)
     jobs = [(bucket, shop) for bucket in range(plan.num_buckets)]
-    done = report.follow("shards", share_out(tokenise, jobs, options.workers), len(jobs))
+    done = report.follow("shards", share(tokenise, jobs), len(jobs))
     origin = {
         **job,
         "documents": sum(plan.documents),
         "bytes": sum(receipt["bytes"] for receipt in done.values()),
         "dropped": dropped,
-        "versions": _versions(),
+        "versions": versions(),
     }
     manifest = _manifest(shop.vocabulary, [done[bucket] for bucket in range(plan.num_buckets)], origin)
-    if shop.vocabulary.file is not None:
-        write(shards / TOKENIZER, shop.vocabulary.file.read_bytes())
-    write(shards / MANIFEST, manifest.dumps().encode())
+    if (content := shop.vocabulary.content) is not None:
+        write(shards, TOKENIZER, content)
+    drop_partial(shards)
+    write(shards, MANIFEST, manifest.dumps().encode())  # last: where it is, everything is
     return manifest
 
 
 def _first_pass(
-    options: Options, some: Sequence[Piece], work: Path, report: Report
-) -> tuple[Parts, Plan, dict[str, int]]:
-    folder = work / "read"
-    folder.mkdir(exist_ok=True)
-    jobs = [(number, piece, options, folder) for number, piece in enumerate(some)]
-    read = report.follow("reading", share_out(partition, jobs, options.workers), len(jobs))
+    options: Options, some: Sequence[Piece], work: Folder, share: ShareOut, report: Report
+) -> tuple[Plan, dict[str, int]]:
+    jobs = [(number, piece, options, work) for number, piece in enumerate(some)]
+    read = report.follow("reading", share(partition, jobs), len(jobs))
     size = sum(receipt["bytes"] for receipt in read.values())
-    parts = Parts(folder, len(jobs))
     num_buckets = choose_num_buckets(size, options.shard_mb * 1e6)
-    plan = make_plan(parts, num_buckets, options.held_out, options.near_duplicates is not None, work)
+    documents = [read[number]["documents"] for number in range(len(jobs))]
+    plan = make_plan(documents, num_buckets, options.held_out, options.near_duplicates is not None, work)
     counts = collections.Counter({"exact duplicates": plan.duplicates, "near duplicates": plan.near})
     for receipt in read.values():
         counts.update(receipt["dropped"])
@@ -122,7 +135,7 @@ def _first_pass(
         raise DataError(
             f"--data: nothing is left to train on; dropped: {why or 'nothing, there are no documents'}"
         )
-    return parts, plan, dropped
+    return plan, dropped
 
 
 def _manifest(vocabulary: Vocabulary, receipts: Sequence[dict[str, Any]], origin: dict[str, Any]) -> Manifest:
@@ -130,7 +143,8 @@ def _manifest(vocabulary: Vocabulary, receipts: Sequence[dict[str, Any]], origin
         split: tuple(Shard(**receipt[split]) for receipt in receipts if receipt[split] is not None)
         for split in SPLITS
     }
-    tokenizer = None if vocabulary.file is None else sha256(vocabulary.file)
+    content = vocabulary.content
+    tokenizer = None if content is None else hashlib.sha256(content).hexdigest()
     dtype = np.dtype(vocabulary.dtype).name
     return Manifest(
         dtype, vocabulary.size, vocabulary.separator, tokenizer, shards["train"], shards["heldout"], origin
@@ -152,17 +166,15 @@ def _finished(out: str, job: dict[str, Any]) -> Manifest | None:
     return manifest
 
 
-def _claim(work: Path, job: dict[str, Any], out: str) -> None:
+def _claim(work: Folder, job: dict[str, Any], out: str) -> None:
     """Note what is being made. Raises DataError if something else is half done there."""
-    file = work / "job.json"
-    if not file.exists():
-        write_json(file, job)
-        return
-    there = json.loads(file.read_text())
-    if there != job:
+    there = read_json(work, JOB)
+    if there is None:
+        write_json(work, JOB, job)
+    elif there != job:
         raise DataError(
             f"{out}: a preparation of other data or options is half done: {_difference(there, job)}; give the same "
-            f"again to go on with it, or remove {work}"
+            f"again to go on with it, or remove {url_of(work)}"
         )
 
 
@@ -178,45 +190,47 @@ def _difference(there: dict[str, Any], job: dict[str, Any]) -> str:
     return ", ".join(options[:3]) or "the files of --data have changed"
 
 
-def _work_folder(options: Options) -> Path:
+def _work_place(options: Options, out: str) -> str:
     if options.work is not None:
-        work = options.work
-    elif is_url(options.out):
-        work = cache_folder() / "prepare" / hashlib.sha256(options.out.encode()).hexdigest()[:16]
-    else:
-        work = Path(options.out) / ".work"
-    try:
-        work.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise DataError(f"cannot make {work}: {error.strerror}") from None
-    return work.absolute()
+        return options.work if is_url(options.work) else str(Path(options.work).absolute())
+    if is_url(out) and options.ray is None:
+        return str(cache_folder() / "prepare" / _name(out))
+    return f"{out}/.work"
+
+
+def _name(place: str) -> str:
+    return hashlib.sha256(place.encode()).hexdigest()[:16]
 
 
 @contextlib.contextmanager
-def _held(work: Path) -> Iterator[None]:
-    """One process at a time. Raises DataError for the second."""
-    with (work / "lock").open("w") as file:
+def _held(work: Folder) -> Iterator[None]:
+    """One process at a time, of this machine where the folder is elsewhere. Raises DataError for the second."""
+    create(work)
+    file = (local_path(work) or cache_folder() / "prepare" / _name(url_of(work))) / "lock"
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with file.open("w") as opened:
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
-            raise DataError(f"another process is at work in {work}") from None
+            raise DataError(f"another process is at work in {url_of(work)}") from None
         yield
 
 
-def _send(shards: Path, url: str, report: Report) -> None:
-    """Copy all files, the manifest last: where it is, everything is."""
-    filesystem, path = open_filesystem(url)
-    names = sorted(file.name for file in shards.iterdir() if file != partial(file))
-    names.remove(MANIFEST)
-    filesystem.makedirs(path, exist_ok=True)
-    for name in [*names, MANIFEST]:
-        filesystem.put_file(str(shards / name), f"{path}/{name}")
-    report.say(f"sent {len(names) + 1} files to {url}")
+@contextlib.contextmanager
+def _sharing(
+    options: Options, files: Sequence[File], work: Folder, shards: Folder, report: Report
+) -> Iterator[ShareOut]:
+    if options.ray is None:
+        yield functools.partial(share_out, num_workers=options.num_workers)
+        return
+    folders = {url_of(folder) for folder in (work, shards) if local_path(folder)}
+    folders |= {os.path.dirname(file.url.removeprefix("file://")) for file in files if _is_local(file.url)}
+    if folders:
+        some = ", ".join(sorted(folders)[:4])
+        report.say(f"--ray: all nodes must share the folders that paths name, where no URL does: {some}")
+    with cluster.connected(options.ray, work, JOB, report) as share:
+        yield share
 
 
-def _versions() -> dict[str, str]:
-    found = {"python": platform.python_version()}
-    for name in ("numpy", "tokenizers", "pyarrow", "duckdb"):
-        with contextlib.suppress(metadata.PackageNotFoundError):
-            found[name] = metadata.version(name)
-    return found
+def _is_local(url: str) -> bool:
+    return not is_url(url) or url.startswith("file://")

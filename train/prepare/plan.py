@@ -1,15 +1,19 @@
-"""Between the passes: which documents repeat others, and which are held out."""
+"""Between the passes: which documents repeat others, which are held out, and of which documents each shard is made."""
 
 import dataclasses
-import json
+from collections.abc import Iterator, Sequence
 from fractions import Fraction
 from pathlib import Path
 
 import numpy as np
 
 from train.prepare import near
-from train.prepare.files import write_array, write_json
-from train.prepare.partition import Parts
+from train.prepare.files import Folder, array_bytes, at_hand, read_json, write, write_json
+from train.prepare.partition import part
+
+PLAN = "plan.json"
+AT_ONCE = 2**22
+"""Documents that are sorted at once, about; some hundred bytes each. Every piece is opened once for so many."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,23 +42,45 @@ class Plan:
         return sum(self.documents[:bucket])
 
 
-def make_plan(parts: Parts, num_buckets: int, held_out: float, find_near: bool, folder: Path) -> Plan:
-    """Count what is kept, unless that is done."""
-    file = folder / "plan.json"
-    if file.exists():
-        content = json.loads(file.read_text())
-        return Plan(**{**content, "documents": tuple(content["documents"])})
-    num_near = _find_near(parts, folder) if find_near else 0
+def make_plan(
+    documents: Sequence[int], num_buckets: int, held_out: float, find_near: bool, work: Folder
+) -> Plan:
+    """Count what is kept and list it for each bucket, unless that is done.
+
+    Args:
+      documents: how many each piece has.
+      num_buckets: into how many ranges hashes are cut, a power of two.
+      held_out: share of the documents that are held out.
+      find_near: whether near duplicates are dropped.
+      work: where the pieces are.
+    """
+    if (there := read_json(work, PLAN)) is not None:
+        return Plan(**{**there, "documents": tuple(there["documents"])})
     counts, duplicates = [], 0
-    for bucket in range(num_buckets):
-        digests, *_ = parts.digests(bucket, num_buckets)
-        kept = keep(digests, folder)
-        counts.append(int(kept.sum()))
-        duplicates += len(digests) - int(_is_first(digests).sum())
+    num_pieces, together = len(documents), max(1, AT_ONCE * num_buckets // max(1, sum(documents)))
+    arrays = ["digests", "ends", *(["bands"] if find_near else [])]
+    names = [part(piece, f"{what}.npy") for piece in range(num_pieces) for what in arrays]
+    with at_hand(work, names) as folder:
+        dropped = _near_duplicates(num_pieces, folder) if find_near else np.empty((0, 2), np.uint64)
+        for begin in range(0, num_buckets, together):
+            buckets = range(begin, min(begin + together, num_buckets))
+            digests, places = _documents(buckets, num_buckets, num_pieces, folder)
+            first = _is_first(digests)
+            kept = first & ~np.isin(_joined(digests), _joined(dropped))
+            duplicates += len(digests) - int(first.sum())
+            for bucket in buckets:
+                its = slice(*_range(digests[:, 0], range(bucket, bucket + 1), num_buckets))
+                counts.append(int(kept[its].sum()))
+                write(work, listed(bucket), array_bytes(places[its][kept[its]]))
     heldout = int(Fraction(str(held_out)) * sum(counts))
-    plan = Plan(tuple(counts), heldout, 0.0 if heldout else held_out, duplicates, num_near)
-    write_json(file, dataclasses.asdict(plan))
+    plan = Plan(tuple(counts), heldout, 0.0 if heldout else held_out, duplicates, len(dropped))
+    write_json(work, PLAN, dataclasses.asdict(plan))
     return plan
+
+
+def listed(bucket: int) -> str:
+    """The array of a bucket's documents in the order of their hashes, int64 [n, 3]: piece, where it begins and ends."""
+    return f"bucket-{bucket:06d}.npy"
 
 
 def choose_num_buckets(num_bytes: int, size: float) -> int:
@@ -62,26 +88,52 @@ def choose_num_buckets(num_bytes: int, size: float) -> int:
     return 1 << max(0, int(np.ceil(np.log2(max(num_bytes, 1) / size))))
 
 
-def keep(digests: np.ndarray, folder: Path) -> np.ndarray:
-    """Of sorted digests, uint64 [n, 2], those that are kept: not a repeat, exact or near; bool [n]."""
-    first, file = _is_first(digests), folder / "near.npy"
-    if file.exists():
-        first &= ~np.isin(_joined(digests), _joined(np.load(file)))
-    return first
+def _documents(
+    buckets: range, num_buckets: int, num_pieces: int, folder: Path
+) -> tuple[np.ndarray, np.ndarray]:
+    """The documents of neighbouring buckets from all pieces, in the order of their hashes, repeats and all.
+
+    Returns:
+      digests, uint64 [n, 2]; and where they are, int64 [n, 3], as ``listed``.
+    """
+    found, places = [], []
+    for piece in range(num_pieces):
+        digests, ends = (_load(folder, piece, what) for what in ("digests", "ends"))
+        first, last = _range(digests[:, 0], buckets, num_buckets)
+        found.append(
+            np.array(digests[first:last])
+        )  # copied, as a view would keep the file open: there are thousands
+        cuts = ends[first : last + 1].astype(np.int64)
+        places.append(np.stack([np.full(last - first, piece), cuts[:-1], cuts[1:]], axis=-1))
+    everything = np.concatenate(found)
+    order = np.lexsort((everything[:, 1], everything[:, 0]))
+    return everything[order], np.concatenate(places)[order]
 
 
-def _find_near(parts: Parts, folder: Path) -> int:
-    """Leave the digests of all near duplicates in a file."""
-    pieces = range(parts.num_pieces)
-    digests = np.concatenate([parts.load(piece, "digests") for piece in pieces])
+def _range(high: np.ndarray, buckets: range, num_buckets: int) -> tuple[int, int]:
+    """Where the hashes of neighbouring buckets begin and end among sorted ones."""
+    width = 2**64 // num_buckets
+    first = int(np.searchsorted(high, np.uint64(buckets.start * width)))
+    if buckets.stop == num_buckets:
+        return first, len(high)
+    return first, int(np.searchsorted(high, np.uint64(buckets.stop * width)))
+
+
+def _near_duplicates(num_pieces: int, folder: Path) -> np.ndarray:
+    """The digests of all documents that nearly equal an earlier one, uint64 [n, 2], in order."""
+    digests = np.concatenate(list(_copies(num_pieces, folder, "digests")))
     order = np.lexsort((digests[:, 1], digests[:, 0]))
     order = order[_is_first(digests[order])]
-    keys = np.concatenate(
-        [parts.load(piece, "bands") for piece in pieces if len(parts.load(piece, "digests"))]
-    )
-    found = digests[order][near.repeats(keys[order])]
-    write_array(folder / "near.npy", found)
-    return len(found)
+    keys = np.concatenate(list(_copies(num_pieces, folder, "bands")))
+    return digests[order][near.repeats(keys[order])]
+
+
+def _copies(num_pieces: int, folder: Path, what: str) -> Iterator[np.ndarray]:
+    return (np.array(_load(folder, piece, what)) for piece in range(num_pieces))
+
+
+def _load(folder: Path, piece: int, what: str) -> np.ndarray:
+    return np.load(folder / part(piece, f"{what}.npy"), mmap_mode="r")
 
 
 def _is_first(digests: np.ndarray) -> np.ndarray:

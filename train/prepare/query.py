@@ -29,6 +29,7 @@ def select(files: Sequence[File], query: str, key: str, work: Path, threads: int
             f"{', '.join(sorted(kinds))}{' from ' + strange[0] if strange else ''}"
         )
     result = work / "query.parquet"
+    part = result.with_name(partial(result.name))
     if result.exists():
         return result
     names = ", ".join(_quoted(file.url.removeprefix("file://")) for file in files)
@@ -37,12 +38,12 @@ def select(files: Sequence[File], query: str, key: str, work: Path, threads: int
             connection.execute("SET preserve_insertion_order = false")
             connection.execute(f"CREATE VIEW documents AS SELECT * FROM {_READERS[kinds.pop()]}([{names}])")
             connection.execute(
-                f'COPY (SELECT "{key}" FROM ({query})) TO {_quoted(str(partial(result)))} '
+                f'COPY (SELECT "{key}" FROM ({query})) TO {_quoted(str(part))} '
                 "(FORMAT parquet, ROW_GROUP_SIZE 20000)"
             )
         except duckdb.Error as error:
             raise DataError(f"--sql: {' '.join(str(error).split())}") from None
-    partial(result).replace(result)
+    part.replace(result)
     return result
 
 

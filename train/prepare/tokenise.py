@@ -2,21 +2,20 @@
 
 import dataclasses
 import hashlib
+import io
 import itertools
-import json
 from collections.abc import Iterable, Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from train.data.inputs import grouped
-from train.data.manifest import SPLITS, Shard, sha256
+from train.data.manifest import SPLITS, TOKENIZER, Shard
 from train.data.text import cut
 from train.data.vocabulary import Vocabulary, import_tokenizers
-from train.prepare.files import partial, settle, write, write_array, write_json
-from train.prepare.partition import Parts
-from train.prepare.plan import Plan, keep
+from train.prepare.files import Folder, array_bytes, partial, read_json, settle, url_of, write, write_json
+from train.prepare.partition import part
+from train.prepare.plan import Plan, listed
 
 END_OF_TEXT = "<|endoftext|>"
 BATCH = 2**20
@@ -28,25 +27,23 @@ class Shop:
     """What every bucket's work needs.
 
     Attributes:
-      parts: of the first pass.
       plan: what is kept.
       vocabulary: what makes tokens.
       work: folder of what is half done.
       out: folder of the shards.
     """
 
-    parts: Parts
     plan: Plan
     vocabulary: Vocabulary
-    work: Path
-    out: Path
+    work: Folder
+    out: Folder
 
 
 def tokenise(bucket: int, shop: Shop) -> dict[str, Any]:
     """Make a bucket's shards, unless that is done; its receipt has them by split, and the bytes of text in them."""
-    receipt = shop.work / f"bucket-{bucket:06d}.json"
-    if receipt.exists():
-        return json.loads(receipt.read_text())
+    receipt = f"bucket-{bucket:06d}.json"
+    if (there := read_json(shop.work, receipt)) is not None:
+        return there
     writers = {
         split: Writer(shop.out, f"{split}-{bucket:06d}.bin", shop.vocabulary.dtype) for split in SPLITS
     }
@@ -60,16 +57,14 @@ def tokenise(bucket: int, shop: Shop) -> dict[str, Any]:
         shard = writer.close()
         found[split] = None if shard is None else dataclasses.asdict(shard)
     found["bytes"] = size
-    write_json(receipt, found)
+    write_json(shop.work, receipt, found)
     return found
 
 
 def bucket_texts(bucket: int, shop: Shop) -> Iterator[tuple[str, bytes]]:
     """The documents of a bucket that are kept, each with its split."""
-    digests, pieces, numbers = shop.parts.digests(bucket, shop.plan.num_buckets)
-    kept = keep(digests, shop.work)
     first = shop.plan.first(bucket)
-    for number, text in enumerate(shop.parts.texts(pieces[kept], numbers[kept]), first):
+    for number, text in enumerate(_read(bucket, shop.work), first):
         if shop.plan.cut:
             both = zip(SPLITS, cut(text, shop.plan.cut), strict=True)
             yield from ((split, part) for split, part in both if part)
@@ -77,12 +72,26 @@ def bucket_texts(bucket: int, shop: Shop) -> Iterator[tuple[str, bytes]]:
             yield ("heldout" if number < shop.plan.heldout else "train"), text
 
 
+def _read(bucket: int, work: Folder) -> list[bytes]:
+    """A bucket's documents. Those of a piece lie together, as they are sorted by hash there: they are read at once."""
+    places = np.load(io.BytesIO(work.cat_file(listed(bucket))))
+    found: list[bytes] = [b""] * len(places)
+    order = np.argsort(places[:, 0], kind="stable")
+    for rows in np.split(order, np.flatnonzero(np.diff(places[order, 0])) + 1):
+        if len(rows):  # a bucket may be empty
+            piece, start, stop = places[rows[0], 0], places[rows[0], 1], places[rows[-1], 2]
+            content = work.cat_file(part(piece, "text"), start=int(start), end=int(stop))
+            for row in rows.tolist():
+                found[row] = content[places[row, 1] - start : places[row, 2] - start]
+    return found
+
+
 class Writer:
     """A shard that grows; nothing is there under its name, which ends in .bin, before ``close``."""
 
-    def __init__(self, folder: Path, name: str, dtype: np.dtype):
+    def __init__(self, folder: Folder, name: str, dtype: np.dtype):
         self._folder, self._name, self._dtype = folder, name, dtype.newbyteorder("<")
-        self._file = partial(folder / name).open("wb")
+        self._file = folder.open(partial(name), "wb")
         self._hash = hashlib.sha256()
         self._ends: list[int] = [0]
 
@@ -98,15 +107,22 @@ class Writer:
         settle(self._file)
         self._file.close()
         if len(self._ends) == 1:
-            partial(self._folder / self._name).unlink()
+            self._folder.rm_file(partial(self._name))
             return None
-        partial(self._folder / self._name).replace(self._folder / self._name)
-        shard = Shard(self._name, self._ends[-1], len(self._ends) - 1, self._hash.hexdigest(), "")
-        write_array(self._folder / shard.index, np.array(self._ends, np.uint64))
-        return dataclasses.replace(shard, index_sha256=sha256(self._folder / shard.index))
+        self._folder.mv(partial(self._name), self._name)
+        index = array_bytes(np.array(self._ends, np.uint64))
+        shard = Shard(
+            self._name,
+            self._ends[-1],
+            len(self._ends) - 1,
+            self._hash.hexdigest(),
+            hashlib.sha256(index).hexdigest(),
+        )
+        write(self._folder, shard.index, index)
+        return shard
 
 
-def train_tokenizer(shop: Shop, size: int, sample: float, file: Path) -> Vocabulary:
+def train_tokenizer(shop: Shop, size: int, sample: float) -> Vocabulary:
     """A byte-pair tokenizer (Sennrich et al., arXiv:1508.07909) over bytes, learnt from documents to train on.
 
     Hashes order documents, so the first of them are a fair sample.
@@ -115,10 +131,12 @@ def train_tokenizer(shop: Shop, size: int, sample: float, file: Path) -> Vocabul
       shop: the documents; its vocabulary is not looked at.
       size: tokens at most.
       sample: bytes of text at most, but for the last document.
-      file: where it is kept; one that is there already is taken.
+
+    Returns:
+      its vocabulary; the tokenizer is in the folder of what is half done, and one that is there already is taken.
     """
     tokenizers = import_tokenizers()
-    if not file.exists():
+    if not shop.work.exists(TOKENIZER):
         tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
         tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
         tokenizer.decoder = tokenizers.decoders.ByteLevel()
@@ -130,8 +148,9 @@ def train_tokenizer(shop: Shop, size: int, sample: float, file: Path) -> Vocabul
         )
         everything = (bucket_texts(bucket, shop) for bucket in range(shop.plan.num_buckets))
         tokenizer.train_from_iterator(_sample(itertools.chain.from_iterable(everything), sample), trainer)
-        write(file, tokenizer.to_str(pretty=True).encode())
-    tokenizer = tokenizers.Tokenizer.from_file(str(file))
+        write(shop.work, TOKENIZER, tokenizer.to_str(pretty=True).encode())
+    tokenizer = tokenizers.Tokenizer.from_buffer(shop.work.cat_file(TOKENIZER))
+    file = url_of(shop.work, TOKENIZER)
     return Vocabulary(tokenizer.get_vocab_size(), tokenizer.token_to_id(END_OF_TEXT), file)
 
 

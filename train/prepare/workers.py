@@ -1,16 +1,22 @@
 """Work shared out to processes, with what is done shown as it comes."""
 
 import concurrent.futures
+import contextlib
 import multiprocessing
 import os
+import platform
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from importlib import metadata
 from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from train.data import DataError
+
+ShareOut = Callable[[Callable[..., Any], Sequence[tuple]], Iterator[tuple[int, Any]]]
+"""What ``share_out`` does with its workers, or a cluster with its nodes (``train.prepare.cluster``)."""
 
 
 def share_out(
@@ -37,6 +43,15 @@ def share_out(
             ) from None
         finally:
             pool.shutdown(wait=True, cancel_futures=True)
+
+
+def versions() -> dict[str, str]:
+    """Of all that could make other bytes of the same text."""
+    found = {"python": platform.python_version()}
+    for name in ("numpy", "tokenizers", "pyarrow", "duckdb"):
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            found[name] = metadata.version(name)
+    return found
 
 
 class Report:

@@ -227,6 +227,13 @@ def test_data_elsewhere(tmp_path, monkeypatch):
     local = prepare(tmp_path / "local", [write_lines(tmp_path / "rows.jsonl", rows)], shard_mb=0.001)
     assert made.fingerprint == local.fingerprint
     assert prepare(f"{place}/out", [f"{place}/in"], shard_mb=0.001).fingerprint == made.fingerprint
+    trained = dict(shard_mb=0.001, train_tokenizer=300, near_duplicates=0.9)
+    nowhere_here = prepare(f"{place}/more", [f"{place}/in"], work=f"{place}/work", **trained)
+    assert (
+        nowhere_here.fingerprint
+        == prepare(tmp_path / "more", [tmp_path / "rows.jsonl"], **trained).fingerprint
+    )
+    assert not fsspec.filesystem("memory").exists(f"{place}/work")
     there, here = open_corpus([f"{place}/out"]), open_corpus([tmp_path / "local"])
     assert there.fingerprint == here.fingerprint
     found, wanted = (corpus.train_batch(0, 1, SHAPE)["inputs"] for corpus in (there, here))

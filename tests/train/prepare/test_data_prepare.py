@@ -7,6 +7,7 @@ import json
 import os
 import random
 import re
+import resource
 import shutil
 import signal
 import subprocess
@@ -16,13 +17,15 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from fsspec.implementations.local import LocalFileSystem
 from rich.console import Console
 
 from train.data import DataError, open_corpus
 from train.data.inputs import Piece, documents, find, pieces
 from train.data.manifest import find_damage, read_manifest
-from train.prepare import pipeline
+from train.prepare import pipeline, plan
 from train.prepare.__main__ import main
+from train.prepare.files import open_folder
 from train.prepare.options import Options
 from train.prepare.workers import Report
 
@@ -158,16 +161,39 @@ def test_globs_urls_and_folders(tmp_path):
     assert names == ["a.txt", "b.txt", "c.md", "d.txt"]
 
 
-def test_more_workers_and_more_pieces_change_nothing(tmp_path):
+def test_more_workers_and_more_pieces_change_nothing(tmp_path, monkeypatch):
     rows = texts(120)
     for number in range(4):
         write_lines(tmp_path / f"{number}.jsonl", rows[number * 30 : number * 30 + 40])
     inputs = [tmp_path / f"{number}.jsonl" for number in range(4)]
     one = prepare(tmp_path / "one", inputs, shard_mb=0.005)
+    monkeypatch.setattr(plan, "AT_ONCE", 25)
     two = prepare(tmp_path / "two", inputs, shard_mb=0.005, workers=2)
     assert one.fingerprint == two.fingerprint
     assert files_of(tmp_path / "one") == files_of(tmp_path / "two")
     assert one.fingerprint != prepare(tmp_path / "three", inputs[:3], shard_mb=0.005).fingerprint
+
+
+def test_more_files_than_a_process_may_open(tmp_path):
+    """Each is a piece, and a shard has documents of all."""
+    rows = texts(150)
+    for number, row in enumerate(rows):
+        write_lines(tmp_path / f"{number}.jsonl", [row])
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(map(int, os.listdir("/dev/fd"))) + 60, before[1]))
+    try:
+        prepare(tmp_path / "out", tmp_path.glob("*.jsonl"), near_duplicates=0.99)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+    assert content(tmp_path / "out", "train")[0].tobytes() == expected(rows, 0.05)["train"]
+
+
+def test_a_file_of_which_nothing_is_kept(tmp_path):
+    (tmp_path / "empty.jsonl").write_text("")
+    write_lines(tmp_path / "rows.jsonl", rows := texts(30))
+    inputs = [tmp_path / "empty.jsonl", tmp_path / "rows.jsonl"]
+    made = prepare(tmp_path / "out", inputs, near_duplicates=0.99)
+    assert made.origin["documents"] == len(rows)
 
 
 def test_filters_drop_and_count(tmp_path):
@@ -276,16 +302,16 @@ def test_it_goes_on_where_it_was_stopped(tmp_path, monkeypatch):
     for number, file in enumerate(inputs):
         write_lines(file, rows[number * 30 : number * 30 + 30])
     whole = prepare(tmp_path / "whole", inputs, shard_mb=0.003)
-    left, real, made = [-1], os.replace, []
+    left, real, made = [-1], LocalFileSystem.mv, []
 
-    def replace(part, file):
+    def rename(self, part, file):
         if left[0] == 0:
             raise KeyboardInterrupt
         left[0] -= 1
-        made.append(str(file))
-        real(part, file)
+        made.append(file)
+        real(self, part, file)
 
-    monkeypatch.setattr(Path, "replace", lambda self, target: replace(self, target))
+    monkeypatch.setattr(LocalFileSystem, "mv", rename)
     for after in (0, 1, 3, 5, 6, 8, 11):
         out, left[0] = tmp_path / str(after), after
         made.clear()
@@ -308,7 +334,7 @@ def test_killed_processes_leave_what_the_same_command_finishes(tmp_path):
     command += ["--shard-mb", "0.01", "--workers", "2", "--min-bytes", "2"]
     environ = {**os.environ, "PYTHONPATH": str(ROOT)}
     process = subprocess.Popen(command, cwd=tmp_path, env=environ, stdout=subprocess.DEVNULL)
-    while process.poll() is None and not (tmp_path / "out/.work/read/000000.json").exists():
+    while process.poll() is None and not (tmp_path / "out/.work/read-000000.json").exists():
         time.sleep(0.005)
     children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
     workers = children.read_text().split() if children.exists() else []
@@ -344,7 +370,10 @@ def test_what_is_done_is_not_done_again(tmp_path, capsys):
 def test_half_done_work_of_other_options_or_processes_is_not_mixed_in(tmp_path, monkeypatch):
     data, out, work = [write_lines(tmp_path / "a.jsonl", texts(30))], tmp_path / "out", tmp_path / "work"
     work.mkdir()
-    with pipeline._held(work), pytest.raises(DataError, match="another process is at work in .*work"):
+    with (
+        pipeline._held(open_folder(str(work))),
+        pytest.raises(DataError, match="another process is at work in .*work"),
+    ):
         prepare(out, data, work=work)
     monkeypatch.setattr(pipeline, "tokenise", lambda *job: 1 / 0)
     with pytest.raises(ZeroDivisionError):
@@ -447,6 +476,9 @@ REFUSED = {
     "similarity": (["--data", "rows.jsonl", "--near-duplicates", "2"], "must be above 0 and at most 1"),
     "reject": (["--data", "rows.jsonl", "--reject", "("], "--reject (: is no regular expression"),
     "protocol": (["--data", "nope://x/y"], "nope://x/y: Protocol not known: nope"),
+    "ray and workers": (["--data", "rows.jsonl", "--ray", "auto", "--workers", "2"], "--workers 2: with --ray the"),
+    "ray and check": (["--check", "--ray", "auto"], "--check: reads on this machine alone; leave out --ray"),
+    "sql elsewhere": (["--data", "rows.jsonl", "--sql", "q", "--work", "memory://w"], "--work, which must be a folder"),
     "not prepared": (["--check"], "cannot read manifest.json: No such file or directory; it is written last"),
 }  # fmt: skip
 

@@ -1,0 +1,142 @@
+"""Work shared out to the nodes of a Ray cluster, as ``share_out`` does to processes of this machine.
+
+Ray places tasks, ships this checkout's code and tells of nodes that die. Tasks leave files and receipts where all nodes
+can reach them, so a task whose node died is run again elsewhere, and nothing else is.
+"""
+
+import collections
+import contextlib
+import functools
+import logging
+import os
+import queue
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from dualpipe_jax.installing import install_command
+from train.data import DataError
+from train.prepare.files import Folder, url_of
+from train.prepare.workers import Report, ShareOut, versions
+
+ATTEMPTS = 4
+"""Workers that may be lost at the same piece of work; as many as Spark tries a task."""
+
+_PATIENCE = 30.0
+"""Seconds in which a cluster must answer."""
+
+_ROOT = Path(__file__).parents[2]
+
+
+@contextlib.contextmanager
+def connected(address: str, work: Folder, mark: str, report: Report) -> Iterator[ShareOut]:
+    """The cluster at an address, to share work out to.
+
+    Args:
+      address: ``HOST:PORT`` of its head, or ``auto`` for the one that this machine is a node of.
+      work: a folder that every node must reach.
+      mark: a file in it, by which a node sees that it is the same folder.
+      report: is told of the cluster's size, and of work that is done again.
+
+    Raises:
+      DataError: Ray is missing, or there is no such cluster.
+    """
+    try:
+        import ray
+    except ModuleNotFoundError:
+        raise DataError(f"--ray: needs Ray: {install_command('ray', extra='ray')}") from None
+    _reach(address)
+    code = [str(_ROOT / package) for package in ("train", "dualpipe_jax")]
+    at_end = signal.getsignal(signal.SIGTERM)
+    ray.init(address, runtime_env={"py_modules": code}, log_to_driver=False, logging_level=logging.ERROR)
+    signal.signal(signal.SIGTERM, at_end)  # Ray's own would end it otherwise than without a cluster
+    try:
+        nodes = sum(node["Alive"] for node in ray.nodes())
+        report.say(f"Ray cluster of {nodes} nodes, {ray.cluster_resources().get('CPU', 0):g} cores")
+        task = ray.remote(num_cpus=1, max_retries=0)(_run)  # Ray's own retries are endless for want of memory
+        yield functools.partial(_share_out, functools.partial(task.remote, work, mark, versions()), report)
+    finally:
+        ray.shutdown()
+
+
+def _share_out(
+    submit: Callable[..., Any], report: Report, function: Callable[..., Any], jobs: Sequence[tuple]
+) -> Iterator[tuple[int, Any]]:
+    """See ``train.prepare.workers.share_out``."""
+    from ray import exceptions
+
+    gone = (
+        exceptions.WorkerCrashedError,
+        exceptions.NodeDiedError,
+        exceptions.OutOfMemoryError,
+        exceptions.ObjectLostError,
+    )
+    done: queue.SimpleQueue = queue.SimpleQueue()
+    lost: collections.Counter[int] = collections.Counter()
+
+    def start(number: int) -> None:
+        submit(function, jobs[number]).future().add_done_callback(lambda future: done.put((number, future)))
+
+    for number in range(len(jobs)):
+        start(number)
+    left = len(jobs)
+    while left:
+        number, future = done.get()
+        try:
+            result = future.result()
+        except gone as error:
+            lost[number] += 1
+            if lost[number] == ATTEMPTS:
+                raise DataError(
+                    f"{ATTEMPTS} workers in turn were lost at one piece of work, by a lack of memory perhaps; the same "
+                    f"command goes on, with a smaller --shard-mb it takes less; the last: {_first_line(error)}"
+                ) from None
+            start(number)
+        except exceptions.RayTaskError as error:  # of the function itself
+            raise error.cause from error
+        except exceptions.RayError as error:
+            raise DataError(f"--ray: {_first_line(error)}") from error
+        else:
+            left -= 1
+            yield number, result
+    if lost:
+        report.say(f"{lost.total()} of {len(jobs)} were begun again elsewhere, as their workers were lost")
+
+
+def _run(work: Folder, mark: str, known: dict[str, str], function: Callable[..., Any], job: tuple) -> Any:
+    """On a node: one job, if the node is fit for it."""
+    if (here := versions()) != known:
+        raise DataError(
+            f"--ray: {socket.gethostname()} has {here}, and here is {known}; install the same on all nodes"
+        )
+    if not work.exists(mark):
+        raise DataError(
+            f"--ray: {socket.gethostname()} does not see {url_of(work)}; let all nodes share that folder, or name one "
+            "that they share, or a URL, by --work"
+        )
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one process a core is enough
+    return function(*job)
+
+
+def _reach(address: str) -> None:
+    """Raise DataError if nothing answers. Tried in another process: Ray takes minutes, and then ends its process."""
+    code = "import ray, sys; ray.init(sys.argv[1], log_to_driver=False, logging_level=40)"
+    try:
+        tried = subprocess.run(
+            [sys.executable, "-c", code, address], capture_output=True, text=True, timeout=_PATIENCE
+        )
+        why = tried.stderr.strip().rpartition("\n")[2] if tried.returncode else ""
+    except subprocess.TimeoutExpired:
+        why = f"no answer in {_PATIENCE:g} seconds"
+    if why:
+        raise DataError(
+            f"--ray {address}: {why}; give HOST:PORT of a cluster's head, or auto where `ray start` was run"
+        )
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().partition("\n")[0]
