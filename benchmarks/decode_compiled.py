@@ -68,21 +68,36 @@ def compiled_step(config, target, batch, positions):
     return weights, inspect.read(lowered.compile(compiler_options=options))
 
 
-def kernels(module, rates, clock, computation=None):
+def moved(module, within, instruction, num_groups):
+    """Bytes; of grouped products by the kernel of few rows, those of so many matrices."""
+    total = traffic(module, within, instruction)
+    if "of_few/" in instruction.op_name:
+        stacks = [
+            within.by_name[name]
+            for name in instruction.operands
+            if len(within.by_name[name].arrays[0].dims) == 3
+        ]
+        total -= sum(stack.nbytes - stack.nbytes // stack.arrays[0].dims[0] * num_groups for stack in stacks)
+    return total
+
+
+def kernels(module, rates, clock, num_groups, computation=None):
     """What a computation launches; of a conditional the branch with least to do, which is the greedy one."""
     within, found = module.computations[computation or module.entry], []
     for instruction in within:
         inside = [name for name in instruction.called() if name in module.executed]
         if instruction.opcode == "conditional":
-            branches = [kernels(module, rates, clock, name) for name in inside]
+            branches = [kernels(module, rates, clock, num_groups, name) for name in inside]
             found += min(branches, key=len)
         elif inside:
             times = instruction.trips or 1
-            found += times * [one for name in inside for one in kernels(module, rates, clock, name)]
+            found += times * [
+                one for name in inside for one in kernels(module, rates, clock, num_groups, name)
+            ]
         elif instruction.opcode not in FREE:
-            cycles = rates.instruction(module, within, instruction) or rates.launch
-            name = re.sub(r"[.\d]+$", "", instruction.name)
-            found.append(Kernel(name, traffic(module, within, instruction), cycles / clock))
+            count = moved(module, within, instruction, num_groups)
+            cycles = count / rates.memory + rates.launch
+            found.append(Kernel(re.sub(r"[.\d]+$", "", instruction.name), count, cycles / clock))
     return found
 
 
@@ -114,17 +129,17 @@ def main():
     rows = []
     for batch in given.batches:
         weights, module = compiled_step(config, given.target, batch, given.positions)
-        found = kernels(module, rates, clock)
-        moved, wanted = sum(k.moved for k in found), least(config, weights, batch, given.positions)
+        found = kernels(module, rates, clock, min(batch * config.top_k, config.num_experts))
+        total, wanted = sum(k.moved for k in found), least(config, weights, batch, given.positions)
         took, limit = sum(k.seconds for k in found), wanted / (rates.memory * clock)
         rows.append(
             (
                 str(batch),
                 str(len(found)),
                 f"{len(found) / given.layers:.0f}",
-                f"{moved / 1e9:.2f}",
+                f"{total / 1e9:.2f}",
                 f"{wanted / 1e9:.2f}",
-                f"{moved / wanted:.2f}",
+                f"{total / wanted:.2f}",
                 f"{took * 1e3:.2f}",
                 f"{limit * 1e3:.2f}",
                 f"{took / limit:.2f}",

@@ -149,7 +149,7 @@ def _of_few(x_RD: Array, w_GDF: Array, sizes_G: Array) -> Array:
     (R, D), (G, _, F) = x_RD.shape, w_GDF.shape
     groups_S, starts_S, ends_S = _filled(sizes_G, min(R, G))
 
-    def kernel(groups_ref: Any, starts_ref: Any, ends_ref: Any, x_ref: Any, w_ref: Any, y_ref: Any) -> None:
+    def of_few(groups_ref: Any, starts_ref: Any, ends_ref: Any, x_ref: Any, w_ref: Any, y_ref: Any) -> None:
         @plgpu.nd_loop((len(groups_S), F // LANES), collective_axes="sm")
         def one_tile(loop: Any) -> None:
             place, f = loop.index
@@ -199,7 +199,7 @@ def _of_few(x_RD: Array, w_GDF: Array, sizes_G: Array) -> Array:
             lax.fori_loop(first_block, jnp.where(end > start, past, first_block), one_block, None)
 
     run = plgpu.kernel(
-        kernel,
+        of_few,
         out_type=jax.ShapeDtypeStruct((R, F), x_RD.dtype),
         grid=(SMS,),
         grid_names=("sm",),

@@ -167,7 +167,7 @@ class _Cached(nnx.Module):
         normed_BSD = block.post_attention_layernorm(x_BSD)
         if bias_E is None:
             return x_BSD + block.mlp(normed_BSD), Made((latents_BSL,), ())
-        y_BSD, load = block.mlp(normed_BSD, bias_E, rows.live, copies_EX)
+        y_BSD, load = block.mlp(normed_BSD, bias_E, rows.live, copies_EX, only_live=True)
         return x_BSD + y_BSD, Made((latents_BSL,), (load.counts,))
 
 
