@@ -198,6 +198,12 @@ def plan_dropless(
 
     topk_TK = known_experts(topk_TK, num_experts)
     order_A, rank_A, starts_E, counts_E = by_expert(topk_TK, num_experts)
+    if width == T * K and num_devices == 1:  # each has the place that it is sorted to
+        known_A = topk_TK.reshape(-1) < num_experts
+        slot_TK = jnp.where(known_A, rank_A, T * K).reshape(T, K)
+        assignment_S = jnp.where(jnp.arange(T * K, dtype=jnp.int32) < jnp.sum(known_A), order_A, T * K)
+        dropped = checkpoint_name(jnp.zeros_like(counts_E[0]), DROPPED)
+        return Handle(slot_TK, assignment_S, dropped, None, None, counts_E, None, 1, axis_name, payload)
     starts_N = starts_E.reshape(num_devices, L)[:, 0]
     device_A = topk_TK.reshape(-1) // L
     place_A = rank_A - starts_N[device_A]

@@ -211,13 +211,18 @@ def _of_few(x_RD: Array, w_GDF: Array, sizes_G: Array) -> Array:
 
 def _filled(sizes_G: Array, most: int) -> tuple[Array, Array, Array]:
     """The groups that have rows, and where these begin and end, int32 [most]; behind them groups of none."""
-    ends_G = jnp.cumsum(sizes_G)
-    filled_G = sizes_G > 0
-    place_G = jnp.where(filled_G, jnp.cumsum(filled_G, dtype=jnp.int32) - 1, most)
-    # Compared and summed: in a program of few rows every kernel counts, and this is one.
-    here_SG = place_G == jnp.arange(most, dtype=jnp.int32)[:, None]
     number_G = jnp.arange(len(sizes_G), dtype=jnp.int32)
-    taken = [jnp.sum(jnp.where(here_SG, a, 0), axis=1) for a in (number_G, ends_G - sizes_G, ends_G)]
+    filled_G = (sizes_G > 0).astype(jnp.int32)
+    # Compared and summed, where a running sum or a sort are several kernels: in a program of few rows each counts.
+    earlier_GG = number_G < number_G[:, None]
+    starts_G, place_G = (
+        jnp.sum(jnp.where(earlier_GG, a, 0), axis=1, dtype=jnp.int32) for a in (sizes_G, filled_G)
+    )
+    here_SG = (place_G == jnp.arange(most, dtype=jnp.int32)[:, None]) & (filled_G > 0)
+    taken = [
+        jnp.sum(jnp.where(here_SG, a, 0), axis=1, dtype=jnp.int32)
+        for a in (number_G, starts_G, starts_G + sizes_G)
+    ]
     return taken[0], taken[1], taken[2]
 
 

@@ -51,6 +51,7 @@ class Decoder:
     Attributes:
       config: the model's numbers.
       dispatch: how tokens travel to experts.
+      platform: what it is for, "cpu", "gpu" or "tpu".
       prepare: ``prepare(params) -> weights``, from params of one stage; matrices in the compute dtype, the router's
         in float32.
       forward: ``forward(weights, cache, rows, before=None) -> (x [B, S, D], Made)``, what leaves the last layer. The
@@ -63,6 +64,7 @@ class Decoder:
 
     config: Config
     dispatch: Dispatch
+    platform: str
     prepare: Callable[[Tree], Tree]
     forward: Callable[..., tuple[Array, Made]]
     draft: Callable[..., tuple[Array, Made]]
@@ -134,6 +136,7 @@ def decoder(
     return Decoder(
         config,
         dispatch,
+        platform,
         jax.jit(lambda params: _prepare(config, params)),
         forward,
         draft,

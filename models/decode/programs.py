@@ -70,6 +70,8 @@ def programs(
         run = (
             functools.partial(in_halves, step, hears) if microbatches == 2 else functools.partial(whole, step)
         )
+        if model.platform == "gpu":
+            run = functools.partial(of_two_rows, run)
         return jit_step(run, mesh)
 
     return Programs(
@@ -136,6 +138,21 @@ def on_mesh(run: Callable[..., Any], mesh: Mesh) -> Callable[..., Any]:
 def whole(step: Step, weights: Tree, cache: Array, rows: Rows, *more: Tree) -> tuple[Any, Array, Array]:
     """One step of one device; all its rows at once."""
     return _written(cache, [(rows, *step(weights, cache, rows, *more))])
+
+
+def of_two_rows(
+    run: Callable[..., Any], weights: Tree, cache: Array, rows: Rows, *more: Tree
+) -> tuple[Any, Array, Array]:
+    """The same, but never of one token alone: one that nobody asks for is beside it.
+
+    XLA takes a vector's product with a matrix for no product. On a GPU it multiplies number by number, writes all of
+    them, as many as the matrix has, and reads them again to add them up.
+    """
+    if rows.tokens.size > 1:
+        return run(weights, cache, rows, *more)
+    two = jax.tree.map(lambda leaf: jnp.concatenate([leaf, jnp.zeros_like(leaf)]), (rows, *more))
+    out, counts, cache = run(weights, cache, *two)
+    return jax.tree.map(lambda leaf: leaf[:1], out), counts, cache
 
 
 def in_halves(
