@@ -218,26 +218,29 @@ def multiply_blocks(
       [R, F]; zeros past the last group.
 
     """
-    ends_G = jnp.cumsum(sizes_G)
+    # The slice of a matrix is a copy: none is made for a group without rows.
+    groups_G, starts_G, ends_G = hopper.filled(sizes_G, len(sizes_G))
     num_rows = jax.tree.leaves(rows)[0].shape[0]
 
-    def group(g, y_RF):
-        matrix, end, size = jax.tree.map(lambda leaf: leaf[g], matrices), ends_G[g], sizes_G[g]
+    def group(place, y_RF):
+        start, end = starts_G[place], ends_G[place]
+        matrix = jax.tree.map(lambda leaf: leaf[groups_G[place]], matrices)
 
         def one(b, y_RF):
-            start, here_B = _window(block, num_rows, end - size, end, b)
-            y_BF = multiply(_slices(rows, start, block), matrix).astype(dtype)
+            read, here_B = _window(block, num_rows, start, end, b)
+            y_BF = multiply(_slices(rows, read, block), matrix).astype(dtype)
             # The window may reach into other groups: their rows stay as they are.
-            old_BF = lax.dynamic_slice_in_dim(y_RF, start, block)
+            old_BF = lax.dynamic_slice_in_dim(y_RF, read, block)
             return lax.dynamic_update_slice_in_dim(
-                y_RF, jnp.where(here_B[:, None], y_BF, old_BF), start, axis=0
+                y_RF, jnp.where(here_B[:, None], y_BF, old_BF), read, axis=0
             )
 
-        return lax.fori_loop(0, -(-size // block), one, y_RF)
+        return lax.fori_loop(0, -((start - end) // block), one, y_RF)
 
     first = jax.eval_shape(multiply, _slices(rows, 0, block), jax.tree.map(lambda leaf: leaf[0], matrices))
     zeros_RF = jnp.zeros((num_rows, first.shape[1]), dtype)
-    return lax.fori_loop(0, sizes_G.shape[0], group, vary(zeros_RF, varying_axes(jax.tree.leaves(rows)[0])))
+    num_filled = jnp.sum(sizes_G > 0, dtype=jnp.int32)
+    return lax.fori_loop(0, num_filled, group, vary(zeros_RF, varying_axes(jax.tree.leaves(rows)[0])))
 
 
 def _slices(rows: Tree, start: Any, block: int) -> Tree:

@@ -147,7 +147,7 @@ def _of_few(x_RD: Array, w_GDF: Array, sizes_G: Array) -> Array:
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
     (R, D), (G, _, F) = x_RD.shape, w_GDF.shape
-    groups_S, starts_S, ends_S = _filled(sizes_G, min(R, G))
+    groups_S, starts_S, ends_S = filled(sizes_G, min(R, G))
 
     def of_few(groups_ref: Any, starts_ref: Any, ends_ref: Any, x_ref: Any, w_ref: Any, y_ref: Any) -> None:
         @plgpu.nd_loop((len(groups_S), F // LANES), collective_axes="sm")
@@ -209,7 +209,7 @@ def _of_few(x_RD: Array, w_GDF: Array, sizes_G: Array) -> Array:
         return run(groups_S, starts_S, ends_S, x_RD, w_GDF)
 
 
-def _filled(sizes_G: Array, most: int) -> tuple[Array, Array, Array]:
+def filled(sizes_G: Array, most: int) -> tuple[Array, Array, Array]:
     """The groups that have rows, and where these begin and end, int32 [most]; behind them groups of none."""
     number_G = jnp.arange(len(sizes_G), dtype=jnp.int32)
     filled_G = (sizes_G > 0).astype(jnp.int32)

@@ -87,7 +87,7 @@ def test_the_kernel_of_few_rows_multiplies_each_group_by_its_own_matrix(rows, si
 @pytest.mark.parametrize("rows, sizes", [(6, (1, 0, 2, 0, 3)), (96, (96,)), (3, (0, 0, 0))])
 def test_groups_that_have_rows_come_first(rows, sizes):
     most, ends = min(rows, len(sizes)), np.cumsum(sizes)
-    found = np.stack(hopper._filled(jnp.asarray(sizes, jnp.int32), most), axis=1).tolist()
+    found = np.stack(hopper.filled(jnp.asarray(sizes, jnp.int32), most), axis=1).tolist()
     wanted = [[g, ends[g] - size, ends[g]] for g, size in enumerate(sizes) if size]
     assert found == wanted + [[0, 0, 0]] * (most - len(wanted))
 
