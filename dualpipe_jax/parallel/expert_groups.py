@@ -52,7 +52,7 @@ def grouped_matmul(
       w_GDF: one matrix per group, of x's dtype.
       group_sizes_G: int32, rows of each group; the sum must not exceed R.
       block: rows that the CPU multiplies at once. By default a power of two near a quarter of the mean group
-        if all R rows were filled, between 8 and 64.
+        if all R rows were filled, between 8 and 64; products of fewer than 8 rows a group take them one by one.
       kernel: "plain" walks blocks on CPU and is ``lax.ragged_dot`` elsewhere; "ragged" is that on CPU, too;
         "megablox" is Pallas' kernel for TPU, for R that 128 divides; "hopper" is Pallas' kernel for H100 and H200, for
         16 bits. What each device is best served with says ``BY_DEVICE``.
@@ -76,6 +76,8 @@ def grouped_matmul(
     if x_RD.dtype != w_GDF.dtype:
         raise TypeError(f"grouped_matmul: x_RD is {x_RD.dtype} and w_GDF {w_GDF.dtype}; they must be equal.")
     R, G = len(x_RD), len(group_sizes_G)
+    # A row alone is a vector: its product takes an eighth of that of eight rows, whose matrix is packed first.
+    rows = 1 if block is None and R < 8 * G else block
     if block is None:
         block = block_of(R, G)
     if block < 1:
@@ -88,7 +90,7 @@ def grouped_matmul(
         raise TypeError(
             f"grouped_matmul: kernel 'hopper' takes bfloat16 and float16, not {x_RD.dtype}; convert, or use 'ragged'."
         )
-    how = _How(kernel, gradient, min(block, R), interpret)
+    how = _How(kernel, gradient, min(rows or block, R), min(block, R), interpret)
     return _grouped(how, *vary_alike((x_RD, w_GDF, group_sizes_G.astype(jnp.int32))))
 
 
@@ -110,6 +112,7 @@ def block_of(num_rows: int, num_groups: int) -> int:
 class _How(NamedTuple):
     product: Kernel
     gradient: Kernel
+    rows: int
     block: int
     interpret: bool
 
@@ -142,7 +145,7 @@ def _multiply(how: _How, x_RD: Array, w_GDF: Array, sizes_G: Array, transpose: b
         return lax.ragged_dot(x_RD, w_GDF, sizes_G)
     if how.product == "megablox":
         return _by_megablox(how.interpret, x_RD, w_GDF, sizes_G)
-    blocks = functools.partial(_by_blocks, how.block)
+    blocks = functools.partial(_by_blocks, how.rows)
     return lax.platform_dependent(x_RD, w_GDF, sizes_G, cpu=blocks, default=lax.ragged_dot)
 
 
