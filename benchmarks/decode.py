@@ -46,6 +46,15 @@ SIZES = dict(
 )
 
 
+def shared_model():
+    """Transformers' model with random weights, and the same for ours: model, config, params."""
+    torch.manual_seed(0)
+    model = transformers.DeepseekV3ForCausalLM(transformers.DeepseekV3Config(**SIZES)).eval()
+    with tempfile.TemporaryDirectory() as folder:
+        model.save_pretrained(folder)
+        return model, *weights.load(folder)
+
+
 def theirs(model, prompts, tokens):
     with torch.no_grad():
         out = model.generate(
@@ -73,11 +82,7 @@ def main():
         os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: options.cores])
         torch.set_num_threads(options.cores)
     transformers.utils.logging.disable_progress_bar()
-    torch.manual_seed(0)
-    model = transformers.DeepseekV3ForCausalLM(transformers.DeepseekV3Config(**SIZES)).eval()
-    with tempfile.TemporaryDirectory() as folder:
-        model.save_pretrained(folder)
-        config, params = weights.load(folder)
+    model, config, params = shared_model()
     serving = decoder(config)
     print(
         "| batch | ours, tokens/s | transformers | ratio | ours, tokens/CPU s | transformers | ratio | equal tokens |\n"

@@ -113,7 +113,9 @@ def rope_frequencies(config: Config) -> np.ndarray:
     return freqs / config.yarn_factor * ramp + freqs * (1 - ramp)
 
 
-def rope(x_BSHR: Array, freqs: np.ndarray, positions: Array | None = None, factor: float = 1.0) -> Array:
+def rope(
+    x_BSHR: Array, freqs: np.ndarray, positions: Array | None = None, factor: float = 1.0, lanes: int = 1
+) -> Array:
     """Rotate each adjacent pair (2i, 2i + 1) by position times its frequency; float32 inside.
 
     The pairs lie as in DeepSeek's published weights.
@@ -123,13 +125,18 @@ def rope(x_BSHR: Array, freqs: np.ndarray, positions: Array | None = None, facto
       freqs: radians per position of each pair, float64 [R / 2].
       positions: int [B, S], 0 to 2**20; None counts from 0 along S.
       factor: scales the result.
+      lanes: numbers of a vector register, which holds the last dim; see ``Attend``. The result does not depend on it.
     """
     R = x_BSHR.shape[-1]
     cos, sin = _cos_sin(np.repeat(freqs, 2), x_BSHR.shape[1], positions)
     wide = x_BSHR.astype(jnp.float32)
-    # Neighbours change places in a matmul, exact at this precision: a TPU's lanes hold the last dim, and it
-    # takes many times longer over slices of it, or over pairs as a dim of their own.
-    turned = jnp.matmul(wide, _turn(R), precision=jax.lax.Precision.HIGHEST)
+    if lanes > 1:
+        # Neighbours change places in a matmul, exact at this precision: a TPU takes many times longer over slices of
+        # what its lanes hold, or over pairs as a dim of their own.
+        turned = jnp.matmul(wide, _turn(R), precision=jax.lax.Precision.HIGHEST)
+    else:
+        pairs = wide.reshape(*wide.shape[:-1], R // 2, 2)
+        turned = jnp.stack([-pairs[..., 1], pairs[..., 0]], axis=-1).reshape(wide.shape)
     return (wide * (cos * factor) + turned * (sin * factor)).astype(x_BSHR.dtype)
 
 
@@ -301,7 +308,7 @@ class Attention(nnx.Module):
 
     def _rotate(self, x_BSHR: Array, positions_BS: Array | None) -> Array:
         freqs, factor = rope_frequencies(self.config), rope_factor(self.config)
-        return rope(x_BSHR, freqs, positions_BS, factor)
+        return rope(x_BSHR, freqs, positions_BS, factor, self.attend.lanes)
 
 
 def causal_attention(

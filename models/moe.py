@@ -284,7 +284,13 @@ class MoE(nnx.Module):
             self.shared_experts = SwiGLU(config, config.num_shared_experts * config.expert_hidden, rngs)
 
     def __call__(
-        self, x_BSD: Array, bias_E: Array, live_BS: Array | None = None, copies_EX: Array | None = None
+        self,
+        x_BSD: Array,
+        bias_E: Array,
+        live_BS: Array | None = None,
+        copies_EX: Array | None = None,
+        *,
+        only_live: bool = False,
     ) -> tuple[Array, Load]:
         """Apply the layer to this device's tokens.
 
@@ -297,6 +303,7 @@ class MoE(nnx.Module):
           live_BS: bool, which tokens the load counts; None counts all. The others travel too.
           copies_EX: where each expert's copies lie, this device's part of ``parallel.share_copies``; the experts'
             matrices are then those of this device's slots. None if experts lie in order, one copy each.
+          only_live: let the others go to no expert: nobody reads what comes of them.
 
         Returns:
           x's like, and what the router did.
@@ -316,6 +323,8 @@ class MoE(nnx.Module):
         else:  # whose slots know no groups
             held_TK, num_held = parallel.choose_copies(topk_TK, copies_EX), num_slots * num_devices
             groups = 1, 1
+        if only_live and live_BS is not None:
+            held_TK = jnp.where(live_BS.reshape(-1, 1), held_TK, jnp.int32(num_held))
         handle = checkpoint_name(self.dispatch.plan(held_TK, num_held, groups), "routing")
         rows = checkpoint_name(parallel.dispatch(x_TD, handle, fill=False), "dispatched")
         y_TD = self.experts(rows, weights_TK, handle)

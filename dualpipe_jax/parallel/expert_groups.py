@@ -52,7 +52,7 @@ def grouped_matmul(
       w_GDF: one matrix per group, of x's dtype.
       group_sizes_G: int32, rows of each group; the sum must not exceed R.
       block: rows that the CPU multiplies at once. By default a power of two near a quarter of the mean group
-        if all R rows were filled, between 8 and 64.
+        if all R rows were filled, between 8 and 64; products of fewer than 8 rows a group take them one by one.
       kernel: "plain" walks blocks on CPU and is ``lax.ragged_dot`` elsewhere; "ragged" is that on CPU, too;
         "megablox" is Pallas' kernel for TPU, for R that 128 divides; "hopper" is Pallas' kernel for H100 and H200, for
         16 bits. What each device is best served with says ``BY_DEVICE``.
@@ -76,6 +76,8 @@ def grouped_matmul(
     if x_RD.dtype != w_GDF.dtype:
         raise TypeError(f"grouped_matmul: x_RD is {x_RD.dtype} and w_GDF {w_GDF.dtype}; they must be equal.")
     R, G = len(x_RD), len(group_sizes_G)
+    # A row alone is a vector: its product takes an eighth of that of eight rows, whose matrix is packed first.
+    rows = 1 if block is None and R < 8 * G else block
     if block is None:
         block = block_of(R, G)
     if block < 1:
@@ -88,7 +90,7 @@ def grouped_matmul(
         raise TypeError(
             f"grouped_matmul: kernel 'hopper' takes bfloat16 and float16, not {x_RD.dtype}; convert, or use 'ragged'."
         )
-    how = _How(kernel, gradient, min(block, R), interpret)
+    how = _How(kernel, gradient, min(rows or block, R), min(block, R), interpret)
     return _grouped(how, *vary_alike((x_RD, w_GDF, group_sizes_G.astype(jnp.int32))))
 
 
@@ -110,6 +112,7 @@ def block_of(num_rows: int, num_groups: int) -> int:
 class _How(NamedTuple):
     product: Kernel
     gradient: Kernel
+    rows: int
     block: int
     interpret: bool
 
@@ -142,7 +145,7 @@ def _multiply(how: _How, x_RD: Array, w_GDF: Array, sizes_G: Array, transpose: b
         return lax.ragged_dot(x_RD, w_GDF, sizes_G)
     if how.product == "megablox":
         return _by_megablox(how.interpret, x_RD, w_GDF, sizes_G)
-    blocks = functools.partial(_by_blocks, how.block)
+    blocks = functools.partial(_by_blocks, how.rows)
     return lax.platform_dependent(x_RD, w_GDF, sizes_G, cpu=blocks, default=lax.ragged_dot)
 
 
@@ -218,26 +221,29 @@ def multiply_blocks(
       [R, F]; zeros past the last group.
 
     """
-    ends_G = jnp.cumsum(sizes_G)
+    # The slice of a matrix is a copy: none is made for a group without rows.
+    groups_G, starts_G, ends_G = hopper.filled(sizes_G, len(sizes_G))
     num_rows = jax.tree.leaves(rows)[0].shape[0]
 
-    def group(g, y_RF):
-        matrix, end, size = jax.tree.map(lambda leaf: leaf[g], matrices), ends_G[g], sizes_G[g]
+    def group(place, y_RF):
+        start, end = starts_G[place], ends_G[place]
+        matrix = jax.tree.map(lambda leaf: leaf[groups_G[place]], matrices)
 
         def one(b, y_RF):
-            start, here_B = _window(block, num_rows, end - size, end, b)
-            y_BF = multiply(_slices(rows, start, block), matrix).astype(dtype)
+            read, here_B = _window(block, num_rows, start, end, b)
+            y_BF = multiply(_slices(rows, read, block), matrix).astype(dtype)
             # The window may reach into other groups: their rows stay as they are.
-            old_BF = lax.dynamic_slice_in_dim(y_RF, start, block)
+            old_BF = lax.dynamic_slice_in_dim(y_RF, read, block)
             return lax.dynamic_update_slice_in_dim(
-                y_RF, jnp.where(here_B[:, None], y_BF, old_BF), start, axis=0
+                y_RF, jnp.where(here_B[:, None], y_BF, old_BF), read, axis=0
             )
 
-        return lax.fori_loop(0, -(-size // block), one, y_RF)
+        return lax.fori_loop(0, -((start - end) // block), one, y_RF)
 
     first = jax.eval_shape(multiply, _slices(rows, 0, block), jax.tree.map(lambda leaf: leaf[0], matrices))
     zeros_RF = jnp.zeros((num_rows, first.shape[1]), dtype)
-    return lax.fori_loop(0, sizes_G.shape[0], group, vary(zeros_RF, varying_axes(jax.tree.leaves(rows)[0])))
+    num_filled = jnp.sum(sizes_G > 0, dtype=jnp.int32)
+    return lax.fori_loop(0, num_filled, group, vary(zeros_RF, varying_axes(jax.tree.leaves(rows)[0])))
 
 
 def _slices(rows: Tree, start: Any, block: int) -> Tree:

@@ -21,6 +21,9 @@ Axis = str | tuple[str, ...]
 """The name of a mesh axis, or names of several that are taken as one, the first varying slowest."""
 
 
+_FEW = 512
+"""So many assignments are compared with one another rather than sorted: those of a step of decode."""
+
 DROPPED = "dualpipe_dropped"
 """The mark on every number of dropped assignments, by which the engine finds them in a stage: ``Report.dropped``."""
 
@@ -195,6 +198,12 @@ def plan_dropless(
 
     topk_TK = known_experts(topk_TK, num_experts)
     order_A, rank_A, starts_E, counts_E = by_expert(topk_TK, num_experts)
+    if width == T * K and num_devices == 1:  # each has the place that it is sorted to
+        known_A = topk_TK.reshape(-1) < num_experts
+        slot_TK = jnp.where(known_A, rank_A, T * K).reshape(T, K)
+        assignment_S = jnp.where(jnp.arange(T * K, dtype=jnp.int32) < jnp.sum(known_A), order_A, T * K)
+        dropped = checkpoint_name(jnp.zeros_like(counts_E[0]), DROPPED)
+        return Handle(slot_TK, assignment_S, dropped, None, None, counts_E, None, 1, axis_name, payload)
     starts_N = starts_E.reshape(num_devices, L)[:, 0]
     device_A = topk_TK.reshape(-1) // L
     place_A = rank_A - starts_N[device_A]
@@ -257,14 +266,25 @@ def by_expert(topk_TK: Array, num_experts: int) -> tuple[Array, Array, Array, Ar
     """
     expert_A = topk_TK.reshape(-1)
     iota_A = jnp.arange(expert_A.size, dtype=jnp.int32)
-    if expert_A.size * (num_experts + 1) < 2**31:
+    if expert_A.size * (num_experts + 1) >= 2**31:
+        order_A = jnp.argsort(expert_A, stable=True)
+        rank_A = _inverse(order_A)
+    elif expert_A.size > _FEW:
         # One sort of unique keys: several times cheaper on CPU than a stable argsort.
         order_A = jnp.sort(expert_A * expert_A.size + iota_A) % expert_A.size
+        rank_A = _inverse(order_A)
     else:
-        order_A = jnp.argsort(expert_A, stable=True)
-    rank_A = jnp.zeros_like(expert_A).at[order_A].set(iota_A, unique_indices=True)
+        # Each compared with all others: two kernels, where a sort is many.
+        key_A = expert_A * expert_A.size + iota_A
+        rank_A = jnp.sum(key_A < key_A[:, None], axis=1, dtype=jnp.int32)
+        order_A = jnp.sum(jnp.where(rank_A == iota_A[:, None], iota_A, 0), axis=1, dtype=jnp.int32)
     counts_E = count(topk_TK, num_experts)
     return order_A, rank_A, jnp.cumsum(counts_E) - counts_E, counts_E
+
+
+def _inverse(order_A: Array) -> Array:
+    iota_A = jnp.arange(order_A.size, dtype=order_A.dtype)
+    return jnp.zeros_like(order_A).at[order_A].set(iota_A, unique_indices=True)
 
 
 @typechecked

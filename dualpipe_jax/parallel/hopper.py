@@ -1,10 +1,11 @@
 """Grouped matmul on Hopper GPUs (H100, H200): Pallas kernels that multiply each row once, whatever the groups' sizes.
 
-Products are JAX's own Mosaic GPU kernel, ``jax.experimental.pallas.ops.gpu.ragged_dot_mgpu``. Gradients of matrices
-are the kernel below: JAX's own rounds its sums to the rows' dtype, and these are added up over microbatches in float32.
-Products cost as if the groups filled all rows, for that kernel passes over no tile; gradients cost what there is.
-Both take 16 bits, and widths that ``LANES`` divides; others are padded here. Neither runs on a CPU: ``emulate``
-computes what they would write, tile by tile, for tests.
+Products are JAX's own Mosaic GPU kernel, ``jax.experimental.pallas.ops.gpu.ragged_dot_mgpu``. It passes over no tile,
+and so reads the matrix of a group without rows, too. Where groups have few rows, as in a step of decode, which takes
+as long as it reads matrices, products are therefore the first kernel below. Gradients of matrices are the second:
+JAX's own rounds its sums to the rows' dtype, and these are added up over microbatches in float32. All take 16 bits,
+and widths that ``LANES`` divides; others are padded here. None runs on a CPU: ``emulate`` computes what they would
+write, tile by tile, for tests.
 
 Shape suffixes: R rows, G groups, D in, F out; K rows of a block.
 """
@@ -39,6 +40,8 @@ class Walk(NamedTuple):
 
 MATRIX, TRANSPOSED, GRADIENT = Walk(), Walk(), Walk()
 """As measured: ``scripts/bench gpu --parts walks`` tries others."""
+FEW = Walk(stages=6)
+"""Of the product of few rows: 96 KiB of a matrix on their way to a multiprocessor. Nobody measured it."""
 SMS = 132
 """Multiprocessors of an H100 SXM and of an H200, each of which walks its share of the tiles."""
 
@@ -69,8 +72,11 @@ def product(
     if emulate:
         y_RF = _emulated_product(x_RD, w_GDF, sizes_G, transpose)[:rows, :width]
     else:
-        cost = _cost(x_RD, w_GDF, width, x_RD.shape[0] * width * x_RD.dtype.itemsize)
-        run = _by_transposed if transpose else _by_matrix
+        few = not transpose and rows <= _ROWS * len(sizes_G)
+        num_read = min(rows, len(sizes_G)) if few else len(sizes_G)
+        written = x_RD.shape[0] * width * x_RD.dtype.itemsize
+        cost = _cost(x_RD, width, num_read * w_GDF.size // len(w_GDF) * x_RD.dtype.itemsize + written)
+        run = _by_transposed if transpose else _of_few if few else _by_matrix
         y_RF = once(run, cost, x_RD, w_GDF, sizes_G)[:rows, :width]
     # Rows of no group are not written: what is there may be anything.
     filled_R = jnp.arange(rows, dtype=jnp.int32) < jnp.sum(sizes_G)
@@ -93,7 +99,7 @@ def gradient(x_RD: Array, dy_RF: Array, sizes_G: Array, *, emulate: bool = False
     x_RD, dy_RF = _rows(x_RD), _rows(dy_RF)
     if emulate:
         return _emulated_gradient(x_RD, dy_RF, sizes_G)[:, :D, :F]
-    cost = _cost(x_RD, dy_RF, F, 4 * len(sizes_G) * D * F)
+    cost = _cost(x_RD, F, dy_RF.size * dy_RF.dtype.itemsize + 4 * len(sizes_G) * D * F)
     return once(_gradient, cost, x_RD, dy_RF, sizes_G)[:, :D, :F]
 
 
@@ -107,9 +113,9 @@ def _padded(array: Array, missing: tuple[int, ...]) -> Array:
     return jnp.pad(array, [(0, after) for after in missing]) if any(missing) else array
 
 
-def _cost(x_RD: Array, other: Array, width: int, written: int) -> pl.CostEstimate:
-    """If the groups fill all rows; ``written`` are bytes."""
-    moved = written + sum(array.size * array.dtype.itemsize for array in (x_RD, other))
+def _cost(x_RD: Array, width: int, moved: int) -> pl.CostEstimate:
+    """If the groups fill all rows, each as few as there can be; ``moved`` are bytes of all but x."""
+    moved += x_RD.size * x_RD.dtype.itemsize
     return pl.CostEstimate(flops=2 * x_RD.size * width, transcendentals=0, bytes_accessed=moved)
 
 
@@ -134,6 +140,90 @@ def _by_matrix(
 
 def _by_transposed(x_RF: Array, w_GDF: Array, sizes_G: Array) -> Array:
     return _by_matrix(x_RF, w_GDF, sizes_G, transpose=True, walk=TRANSPOSED)
+
+
+def _of_few(x_RD: Array, w_GDF: Array, sizes_G: Array) -> Array:
+    """The product of groups of few rows: the matrix of a group without any is not read, those of others once."""
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    (R, D), (G, _, F) = x_RD.shape, w_GDF.shape
+    groups_S, starts_S, ends_S = filled(sizes_G, min(R, G))
+
+    def of_few(groups_ref: Any, starts_ref: Any, ends_ref: Any, x_ref: Any, w_ref: Any, y_ref: Any) -> None:
+        @plgpu.nd_loop((len(groups_S), F // LANES), collective_axes="sm")
+        def one_tile(loop: Any) -> None:
+            place, f = loop.index
+            start, end = starts_ref[place], ends_ref[place]
+            w_DF = w_ref.at[groups_ref[place]]
+
+            def one_block(block: Array, carry: None) -> None:
+                def multiply(sum_ref: Any) -> Array:
+                    def one_step(_: Any, x_KD: Any, w_DL: Any) -> None:
+                        plgpu.wgmma(sum_ref, x_KD, w_DL)
+
+                    plgpu.emit_pipeline(
+                        one_step,
+                        grid=(D // _ROWS,),
+                        in_specs=[
+                            plgpu.BlockSpec((_ROWS, _ROWS), lambda d: (block, d), delay_release=1),
+                            plgpu.BlockSpec((_ROWS, LANES), lambda d: (d, f), delay_release=1),
+                        ],
+                        max_concurrent_steps=FEW.stages,
+                    )(x_ref, w_DF)
+                    return sum_ref[...]
+
+                made = pl.run_scoped(multiply, plgpu.ACC((_ROWS, LANES)))
+                before = block * _ROWS
+                first = jnp.maximum(start, before) - before
+                num_rows = jnp.minimum(end, before + _ROWS) - before - first
+
+                @functools.partial(pl.run_scoped, out_ref=plgpu.SMEM((_ROWS, LANES), dtype=x_RD.dtype))
+                def write(out_ref: Any) -> None:
+                    out_ref[...] = made.astype(x_RD.dtype)
+                    plgpu.commit_smem()
+                    # What is copied has a size known beforehand: so the rows go in powers of two.
+                    done = first
+                    for size in (1 << power for power in range(_ROWS.bit_length() - 1, -1, -1)):
+                        here = num_rows & size
+
+                        @pl.when(here != 0)
+                        def _(done: Any = done, size: int = size) -> None:
+                            where = y_ref.at[pl.ds(before + done, size), pl.ds(f * LANES, LANES)]
+                            plgpu.copy_smem_to_gmem(out_ref.at[pl.ds(done, size)], where)
+
+                        done = done + here
+                    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+            past = lax.div(end + jnp.int32(_ROWS - 1), jnp.int32(_ROWS))
+            first_block = lax.div(start, jnp.int32(_ROWS))
+            lax.fori_loop(first_block, jnp.where(end > start, past, first_block), one_block, None)
+
+    run = plgpu.kernel(
+        of_few,
+        out_type=jax.ShapeDtypeStruct((R, F), x_RD.dtype),
+        grid=(SMS,),
+        grid_names=("sm",),
+        compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Warpgroup),
+    )
+    with jax.numpy_dtype_promotion("standard"):
+        return run(groups_S, starts_S, ends_S, x_RD, w_GDF)
+
+
+def filled(sizes_G: Array, most: int) -> tuple[Array, Array, Array]:
+    """The groups that have rows, and where these begin and end, int32 [most]; behind them groups of none."""
+    number_G = jnp.arange(len(sizes_G), dtype=jnp.int32)
+    filled_G = (sizes_G > 0).astype(jnp.int32)
+    # Compared and summed, where a running sum or a sort are several kernels: in a program of few rows each counts.
+    earlier_GG = number_G < number_G[:, None]
+    starts_G, place_G = (
+        jnp.sum(jnp.where(earlier_GG, a, 0), axis=1, dtype=jnp.int32) for a in (sizes_G, filled_G)
+    )
+    here_SG = (place_G == jnp.arange(most, dtype=jnp.int32)[:, None]) & (filled_G > 0)
+    taken = [
+        jnp.sum(jnp.where(here_SG, a, 0), axis=1, dtype=jnp.int32)
+        for a in (number_G, starts_G, starts_G + sizes_G)
+    ]
+    return taken[0], taken[1], taken[2]
 
 
 def _gradient(x_RD: Array, dy_RF: Array, sizes_G: Array, walk: Walk = GRADIENT) -> Array:

@@ -65,25 +65,31 @@ def cached_attention(
     config = attention.config
     q_BSHX = attention.queries(x_BSD, rows.positions)
     new_BSL = jnp.concatenate(attention.latents(x_BSD, rows.positions), axis=-1)
-    places = np.arange(x_BSD.shape[1])
-    heard = [_Heard(new_BSL, jnp.asarray(places <= places[:, None])[None])]
     cached_B = jnp.asarray(rows.starts)
+    aside = []
     if before is not None:
         others, latents_BSL = before
         same_B = jnp.all(jnp.asarray(rows.tables) == jnp.asarray(others.tables), axis=1) & (
             others.lengths > 0
         )
         cached_B = jnp.where(same_B, others.starts, cached_B)
-        heard.append(_Heard(latents_BSL, (others.live & same_B[:, None])[:, None]))
-    if not fresh:
-        cached_BKL, before_BK = read(cache, layer, rows.tables, cached_B)
-        heard.append(_Heard(cached_BKL, before_BK[:, None]))
+        aside = [_Heard(latents_BSL, (others.live & same_B[:, None])[:, None])]
+    if fresh:
+        places = np.arange(x_BSD.shape[1])
+        heard = [_Heard(new_BSL, jnp.asarray(places <= places[:, None])[None]), *aside]
+    else:
+        cached_BKL, cached_BK = read(cache, layer, rows.tables, cached_B)
+        # The new ones stand among the cached ones, so that there is one softmax over one array.
+        index_BK = jnp.arange(cached_BKL.shape[1], dtype=jnp.int32) - jnp.asarray(rows.starts)[:, None]
+        after_BSK = index_BK[:, None] - jnp.arange(x_BSD.shape[1], dtype=jnp.int32)[:, None]
+        by_BSK = cached_BK[:, None] | ((index_BK >= 0)[:, None] & (after_BSK <= 0))
+        heard = [_Heard(_insert(cached_BKL, new_BSL, index_BK), by_BSK), *aside]
     kernel_CHX = attention.kv_b_proj.kernel[...].astype(x_BSD.dtype)
     if absorbed is None:
         absorbed = absorbing_is_cheaper(config, x_BSD.shape[1])
     if absorbed:
         out_BSHV = _absorbed(config, q_BSHX, heard, kernel_CHX)
-    elif len(heard) == 1:
+    elif fresh and before is None:
         q, k, v = (a.swapaxes(1, 2) for a in (q_BSHX, *_keys_and_values(config, new_BSL, kernel_CHX)))
         out_BSHV = attention.attend(q, k, v, softmax_scale(config)).swapaxes(1, 2)
     else:
@@ -98,17 +104,27 @@ class _Heard(NamedTuple):
     by: Array
 
 
+def _insert(cached_BKL: Array, new_BSL: Array, index_BK: Array) -> Array:
+    """Put new latents, of which ``index_BK`` stands in each place, among others."""
+    num_new = new_BSL.shape[1]
+    if num_new > 1:
+        index_BK1 = jnp.clip(index_BK, 0, num_new - 1)[..., None]
+        new_BSL = jnp.take_along_axis(new_BSL, index_BK1, axis=1, mode="promise_in_bounds")
+    return jnp.where(((index_BK >= 0) & (index_BK < num_new))[..., None], new_BSL, cached_BKL)
+
+
 def _absorbed(config: Config, q_BSHX: Array, heard: Sequence[_Heard], kernel_CHX: Array) -> Array:
     nope, C = config.qk_nope_dim, config.kv_lora_rank
     q_BSHC = jnp.einsum("bshn,chn->bshc", q_BSHX[..., :nope], kernel_CHX[..., :nope])
     q_BSHL = jnp.concatenate([q_BSHC, q_BSHX[..., nope:]], axis=-1)
+    # Heads last but one, as products leave them.
     scores = [
-        jnp.einsum("bshl,bkl->bhsk", q_BSHL, part.latents, preferred_element_type=jnp.float32)
+        jnp.einsum("bshl,bkl->bshk", q_BSHL, part.latents, preferred_element_type=jnp.float32)
         for part in heard
     ]
-    probs = _probs(config, scores, heard)
+    probs = _probs(config, scores, heard, heads=2)
     outs = [
-        jnp.einsum("bhsk,bkc->bshc", p, part.latents[..., :C]) for p, part in zip(probs, heard, strict=True)
+        jnp.einsum("bshk,bkc->bshc", p, part.latents[..., :C]) for p, part in zip(probs, heard, strict=True)
     ]
     return jnp.einsum("bshc,chv->bshv", functools.reduce(jnp.add, outs), kernel_CHX[..., nope:])
 
@@ -116,7 +132,7 @@ def _absorbed(config: Config, q_BSHX: Array, heard: Sequence[_Heard], kernel_CHX
 def _expanded(config: Config, q_BSHX: Array, heard: Sequence[_Heard], kernel_CHX: Array) -> Array:
     keys, values = zip(*(_keys_and_values(config, part.latents, kernel_CHX) for part in heard), strict=True)
     scores = [jnp.einsum("bshx,bkhx->bhsk", q_BSHX, k, preferred_element_type=jnp.float32) for k in keys]
-    probs = _probs(config, scores, heard)
+    probs = _probs(config, scores, heard, heads=1)
     return functools.reduce(
         jnp.add, [jnp.einsum("bhsk,bkhv->bshv", p, v) for p, v in zip(probs, values, strict=True)]
     )
@@ -130,11 +146,11 @@ def _keys_and_values(config: Config, latents_BKL: Array, kernel_CHX: Array) -> t
     return jnp.concatenate([kv_BKHX[..., :nope], k_BKHR], axis=-1), kv_BKHX[..., nope:]
 
 
-def _probs(config: Config, scores: Sequence[Array], heard: Sequence[_Heard]) -> list[Array]:
-    """One softmax over the scores of all parts, which are never put together: they are long, and some are short."""
+def _probs(config: Config, scores: Sequence[Array], heard: Sequence[_Heard], heads: int) -> list[Array]:
+    """One softmax over the scores of all parts, which are never put together; ``heads`` is the place of their dim."""
     scale = softmax_scale(config)
     masked = [
-        jnp.where(part.by[:, None], score * scale, -jnp.inf)
+        jnp.where(jnp.expand_dims(part.by, heads), score * scale, -jnp.inf)
         for score, part in zip(scores, heard, strict=True)
     ]
     top = functools.reduce(jnp.maximum, [jnp.max(score, axis=-1, keepdims=True) for score in masked])

@@ -1,5 +1,6 @@
 """Continuous batching: requests join and leave between steps, and nothing is compiled again.
 
+A program is compiled when a text first gets as long as it is for: ``Limits.table_sizes``, or all by ``Engine.compile``.
 What a device computes is in ``models.decode.steps``, who sits where in ``models.decode.seats``; here is what
 a step does.
 """
@@ -194,6 +195,16 @@ class Engine:
         ended, self._ended = self._ended, []
         return ended
 
+    def compile(self) -> None:
+        """Compile now what steps would compile when a text gets so long: both programs, for all lengths of tables.
+
+        Those that tell scores are compiled when a request first asks for them.
+        """
+        for size in self.limits.table_sizes:
+            num_positions = size * self.limits.block_size
+            self._take_in([None] * (self._num_rows * self._num_devices), num_positions)
+            self._go_on(num_positions)
+
     def run(self) -> list[Completion]:
         """Step until nothing is left to do; completions by number."""
         ended = []
@@ -267,7 +278,7 @@ class Engine:
             if self._kept and self._kept.wants(key):
                 self._kept.write(key, _get_block(self._cache, block))
 
-    def _take_in(self, pieces: Sequence[tuple[Request, Piece] | None]) -> None:
+    def _take_in(self, pieces: Sequence[tuple[Request, Piece] | None], num_positions: int = 0) -> None:
         size = self.limits.chunk_size
         tokens = np.zeros((len(pieces), size), np.int32)
         starts, lengths = np.zeros((2, len(pieces)), np.int32)
@@ -280,7 +291,8 @@ class Engine:
                 tokens[row, :length] = request.prompt[start:end]
                 starts[row], lengths[row] = start, length
                 follow[row] = request.prompt[end] if end < len(request.prompt) else -1
-        rows = Rows(tokens, starts, lengths, self._seats.tables(requests))
+        tables = self._seats.tables(requests, max(num_positions, int(np.max(starts + lengths))))
+        rows = Rows(tokens, starts, lengths, tables)
         over = [
             r is not None and starts[row] + lengths[row] == len(r.prompt) for row, r in enumerate(requests)
         ]
@@ -304,7 +316,7 @@ class Engine:
             if over[row] and not taker.ended:
                 self._receive(taker, row, found.tokens[row : row + 1], found, lengths[row] - 1)
 
-    def _go_on(self) -> None:
+    def _go_on(self, num_positions: int = 0) -> None:
         width = 2 if self._drafts else 1
         requests = [r if r and r.tokens else None for r in self._seats.slots]
         tokens = np.zeros((len(requests), width), np.int32)
@@ -317,7 +329,8 @@ class Engine:
                 if guessed:
                     tokens[row, 1] = request.draft
                     request.num_drafted += 1
-        rows = Rows(tokens, starts, lengths, self._seats.tables(requests))
+        tables = self._seats.tables(requests, max(num_positions, int(np.max(starts + lengths))))
+        rows = Rows(tokens, starts, lengths, tables)
         scored = any(_is_scored(request) for request in requests)
         out, counts, self._cache = self._programs[scored].decode(
             self._weights, self._cache, (rows, _sampling(requests))

@@ -52,6 +52,7 @@ class Decoder:
     Attributes:
       config: the model's numbers.
       dispatch: how tokens travel to experts.
+      platform: what it is for, "cpu", "gpu" or "tpu".
       prepare: ``prepare(params) -> weights``, from params of one stage; matrices in the compute dtype, the router's
         in float32. Of lazy params (``models.lazy``) it makes lazy weights.
       forward: ``forward(weights, cache, rows, before=None) -> (x [B, S, D], Made)``, what leaves the last layer. The
@@ -64,6 +65,7 @@ class Decoder:
 
     config: Config
     dispatch: Dispatch
+    platform: str
     prepare: Callable[[Tree], Tree]
     forward: Callable[..., tuple[Array, Made]]
     draft: Callable[..., tuple[Array, Made]]
@@ -140,6 +142,7 @@ def decoder(
     return Decoder(
         config,
         dispatch,
+        platform,
         prepare,
         forward,
         draft,
@@ -173,7 +176,7 @@ class _Cached(nnx.Module):
         normed_BSD = block.post_attention_layernorm(x_BSD)
         if bias_E is None:
             return x_BSD + block.mlp(normed_BSD), Made((latents_BSL,), ())
-        y_BSD, load = block.mlp(normed_BSD, bias_E, rows.live, copies_EX)
+        y_BSD, load = block.mlp(normed_BSD, bias_E, rows.live, copies_EX, only_live=True)
         return x_BSD + y_BSD, Made((latents_BSL,), (load.counts,))
 
 

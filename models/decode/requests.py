@@ -51,6 +51,7 @@ class Limits:
       num_blocks: of the cache; None has room for ``max_requests`` of ``max_positions``.
       chunk_size: tokens of a prompt that are taken in at once.
       max_prefill: tokens of prompts that a step takes in at most, so that those who decode do not wait long.
+      min_table: positions of a request that a step reads at least; see ``table_sizes``.
 
     Raises:
       ValueError: a number that is not positive.
@@ -62,6 +63,7 @@ class Limits:
     num_blocks: int | None = None
     chunk_size: int = 64
     max_prefill: int = 512
+    min_table: int = 256
 
     def __post_init__(self) -> None:
         wrong = [f"{name} is {n}" for name, n in vars(self).items() if n is not None and n < 1]
@@ -72,6 +74,17 @@ class Limits:
     def table_size(self) -> int:
         """Blocks of one request at most."""
         return -(-self.max_positions // self.block_size)
+
+    @property
+    def table_sizes(self) -> tuple[int, ...]:
+        """Blocks of a request that programs are compiled to read, from ``min_table`` on each twice as many, up to all.
+
+        A step reads of each request the least that holds what the longest of them has used.
+        """
+        sizes = [-(-self.min_table // self.block_size)]
+        while sizes[-1] < self.table_size:
+            sizes.append(2 * sizes[-1])
+        return (*sizes[:-1], self.table_size)
 
     @property
     def total_blocks(self) -> int:

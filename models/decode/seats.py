@@ -109,9 +109,16 @@ class Seats:
         self.slots[self.slots.index(request)] = None
         self.blocks.give_back(request.blocks)
 
-    def tables(self, requests: Sequence[Request | None]) -> np.ndarray:
-        tables = np.zeros((len(requests), self._limits.table_size), np.int32)
+    def tables(self, requests: Sequence[Request | None], num_positions: int) -> np.ndarray:
+        """The blocks of so many positions of each, int32 [B, M], M the least of ``Limits.table_sizes`` that holds them.
+
+        Attention reads all that a table has room for: so a step takes as long as what is used.
+        """
+        need = -(-num_positions // self._limits.block_size)
+        size = next(size for size in self._limits.table_sizes if size >= need)
+        tables = np.zeros((len(requests), size), np.int32)
         for row, request in enumerate(requests):
             if request is not None:
-                tables[row, : len(request.blocks)] = request.blocks
+                blocks = request.blocks[:size]
+                tables[row, : len(blocks)] = blocks
         return tables % self.blocks.part_size  # a device counts its own

@@ -1,8 +1,8 @@
 """The grouped matmul's kernels for Hopper GPUs.
 
 They run on such a GPU only. What runs here: their padding and masks, around plain JAX that computes, tile by tile, what
-they write (NaN where they write nothing); their traces, in which the split must find them; and their compilation for
-an H100, where the compiler is installed.
+they write (NaN where they write nothing); the kernel of few rows in Pallas' interpreter; their traces, in which the
+split must find them; and their compilation for an H100, where the compiler is installed.
 """
 
 import functools
@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from dualpipe_jax.inspect.target import MissingCompiler, Target
 from dualpipe_jax.parallel import hopper
@@ -59,6 +60,36 @@ def test_values_and_gradients_are_those_of_a_loop_over_groups(case, emulated):
     for found, wanted in zip(got, exact, strict=True):
         assert found.dtype == jnp.bfloat16
         np.testing.assert_allclose(np.asarray(found, np.float64), wanted, rtol=2**-7, atol=0.05)
+
+
+def interpreted():
+    """Pallas' simulator of a GPU, under the name that this version of JAX has for it."""
+    if not hasattr(plgpu, "force_gpu_interpret_mode"):
+        params = pytest.importorskip("jax._src.pallas.mosaic_gpu.interpret.params")
+        return params.force_gpu_interpret_mode(params.InterpretGPUParams(out_of_bounds_reads="uninitialized"))
+    return plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams(out_of_bounds_reads="uninitialized"))
+
+
+@pytest.mark.parametrize("rows, sizes", [(128, (0, 2, 0, 3, 1, 0)), (200, (70, 0, 1, 57, 64, 3))])
+def test_the_kernel_of_few_rows_multiplies_each_group_by_its_own_matrix(rows, sizes, monkeypatch):
+    """Matrices of groups without rows are NaN here, and so are rows of no group, which it leaves as they are."""
+    monkeypatch.setattr(hopper, "SMS", 3)
+    x, w, _, sizes_G = arrays(rows, 128, 256, sizes)
+    filled = np.asarray(sizes) > 0
+    w = jnp.where(filled[:, None, None], w, jnp.nan)
+    with interpreted():
+        got = jax.jit(lambda *given: hopper._of_few(*given))(x, w, sizes_G)
+    wanted = by_groups(np.asarray(x, np.float64), np.asarray(w, np.float64), np.asarray(sizes))
+    count = sum(sizes)
+    np.testing.assert_allclose(np.asarray(got, np.float64)[:count], wanted[:count], rtol=2**-7, atol=0.05)
+
+
+@pytest.mark.parametrize("rows, sizes", [(6, (1, 0, 2, 0, 3)), (96, (96,)), (3, (0, 0, 0))])
+def test_groups_that_have_rows_come_first(rows, sizes):
+    most, ends = min(rows, len(sizes)), np.cumsum(sizes)
+    found = np.stack(hopper.filled(jnp.asarray(sizes, jnp.int32), most), axis=1).tolist()
+    wanted = [[g, ends[g] - size, ends[g]] for g, size in enumerate(sizes) if size]
+    assert found == wanted + [[0, 0, 0]] * (most - len(wanted))
 
 
 def test_gradients_of_matrices_are_sums_in_float32():
@@ -123,7 +154,7 @@ def test_they_compile_for_an_h100_that_is_not_here():
     except MissingCompiler as error:
         pytest.skip(str(error))
     here = jax.sharding.SingleDeviceSharding(device)
-    for case in ("as they are", "narrow widths"):
+    for case in ("as they are", "narrow widths", "fewer rows than a tile"):
         given = [jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=here) for a in arrays(*CASES[case])]
         text = jax.jit(value_and_gradients).lower(*given).compile().as_text()
         assert text.count('custom_call_target="mosaic_gpu') == 3, case

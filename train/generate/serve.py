@@ -11,7 +11,6 @@ from typing import Annotated, ClassVar
 from tyro.conf import arg
 
 from dualpipe_jax.command.line import read
-from models.decode import SamplingParams
 from models.serve import Chat, HttpLimits, Runner, Served, bind, make_app, serve
 from models.weights import Tokenizer, WeightsError
 from train.config import ConfigError
@@ -109,8 +108,7 @@ def start(options: Options) -> int:
         loaded = load(options, say)
         chat = _chat(loaded)
         engine = make_engine(loaded, options, options.at_once, TYPED, say)
-        engine.add([0], SamplingParams(max_tokens=2))  # compiles both programs
-        engine.run()
+        engine.compile()
         with _of_address(options):
             bound.listen()
         runner = Runner(engine, options.max_waiting)

@@ -75,6 +75,37 @@ def test_one_token_of_a_prompt_and_one_more_compile_all_that_follows(read):
     assert len(COMPILED) == before
 
 
+def test_a_step_reads_what_is_used_and_what_it_runs_is_compiled_beforehand():
+    limits = dataclasses.replace(LIMITS, min_table=12)
+    assert limits.table_sizes == (3, 6)
+    serving = Engine(MODEL, a_params(), limits)
+    serving.compile()
+    compiled, read, run = len(COMPILED), [], serving._programs[False].decode
+
+    def decode(weights, cache, rows):
+        read.append((int(np.max(rows[0].starts + rows[0].lengths)), rows[0].tables.shape[1]))
+        return run(weights, cache, rows)
+
+    serving._programs[False] = serving._programs[False]._replace(decode=decode)
+    asked = list(zip(prompts(5, 14, 3), (17, 4, 2), strict=True))
+    numbers = [serving.add(prompt, SamplingParams(max_tokens=number)) for prompt, number in asked]
+    found = texts(serving.run())
+    assert len(COMPILED) == compiled
+    assert found == {key: greedy(*one) for key, one in zip(numbers, asked, strict=True)}
+    assert {blocks for _, blocks in read} == {3, 6}
+    assert all(blocks == (3 if used <= 12 else 6) for used, blocks in read)
+
+
+def test_sizes_of_tables_double_up_to_the_whole():
+    assert Limits(max_positions=1000).table_sizes == (16, 32, 63)
+    assert Limits(max_positions=24, block_size=4, min_table=5).table_sizes == (2, 4, 6)
+    assert (
+        Limits(max_positions=256).table_sizes
+        == Limits(max_positions=256, min_table=9999).table_sizes
+        == (16,)
+    )
+
+
 def test_a_text_does_not_depend_on_what_is_served_beside_it():
     serving = engine()
     asked = [SamplingParams(max_tokens=10, temperature=1.2, top_p=0.9, seed=seed) for seed in range(5)]

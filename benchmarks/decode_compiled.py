@@ -1,0 +1,158 @@
+"""Kernels and bytes of one decode step, compiled for a GPU that is not here, beside the least that it has to read.
+
+Nine layers of DeepSeek-V2-Lite in bfloat16, every request in the middle of its text. A row is of the compiled text of
+one step, which chooses tokens greedily: how many kernels it launches, how many bytes they read and write, and how long
+that takes by what was measured of such a GPU, every kernel with its launch. The limit is to read once all weights that
+are asked for and the cache of the positions used, at the same bytes a second. Every row's experts are taken to be
+others', as far as there are: so many matrices are counted in both. Nothing can be timed without the GPU, so the
+compiler takes the tiles of its own products by rule.
+
+    python benchmarks/decode_compiled.py [--batches 1 16 64] [--positions 256] [--layers 9] [--target h100] [--parts 0]
+
+Needs JAX's CUDA compiler, ``pip install "jax[cuda13]"``, and no GPU.
+"""
+
+import argparse
+import collections
+import dataclasses
+import math
+import os
+import re
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import SingleDeviceSharding
+
+import models
+from dualpipe_jax import inspect
+from dualpipe_jax.inspect.roofline import traffic
+from dualpipe_jax.present.table import Table
+from models.decode import Limits, decoder
+from models.decode.cache import Rows, init_cache
+from models.decode.programs import programs
+from models.decode.sampling import Sampling
+
+FREE = {"parameter", "constant", "get-tuple-element", "tuple", "bitcast"}
+"""Instructions that launch nothing."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Kernel:
+    """One launch: what is it for, bytes that it reads and writes, seconds by the target's rates."""
+
+    name: str
+    moved: int
+    seconds: float
+
+
+def compiled_step(config, target, batch, positions):
+    """A step of decode for the target's first device; weights and cache as shapes."""
+    here = SingleDeviceSharding(inspect.Target.parse(f"{target}:1x1").devices()[0])
+    limits = Limits(max_requests=batch, max_positions=positions)
+    model = decoder(config, platform="gpu")
+    params = jax.eval_shape(models.deepseek(config, 1).init, jax.random.key(0))
+    weights = jax.eval_shape(model.prepare, params)
+    cache = jax.eval_shape(lambda: init_cache(config, limits.total_blocks, limits.block_size))
+    numbers, reals = (jax.ShapeDtypeStruct((batch,), dtype) for dtype in (jnp.int32, jnp.float32))
+    tables = jax.ShapeDtypeStruct((batch, limits.table_size), jnp.int32)
+    rows = Rows(jax.ShapeDtypeStruct((batch, 1), jnp.int32), numbers, numbers, tables)
+    sampling = Sampling(reals, reals, jax.ShapeDtypeStruct((batch,), jnp.uint32))
+    arguments = jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=here),
+        (weights, cache, (rows, sampling)),
+    )
+    lowered = programs(model, False).decode.lower(*arguments)
+    options = inspect.recommended_compiler_options("gpu", ahead_of_time=True)
+    return weights, inspect.read(lowered.compile(compiler_options=options))
+
+
+def moved(module, within, instruction, num_groups):
+    """Bytes; of grouped products by the kernel of few rows, those of so many matrices."""
+    total = traffic(module, within, instruction)
+    if "of_few/" in instruction.op_name:
+        stacks = [
+            within.by_name[name]
+            for name in instruction.operands
+            if len(within.by_name[name].arrays[0].dims) == 3
+        ]
+        total -= sum(stack.nbytes - stack.nbytes // stack.arrays[0].dims[0] * num_groups for stack in stacks)
+    return total
+
+
+def kernels(module, rates, clock, num_groups, computation=None):
+    """What a computation launches; of a conditional the branch with least to do, which is the greedy one."""
+    within, found = module.computations[computation or module.entry], []
+    for instruction in within:
+        inside = [name for name in instruction.called() if name in module.executed]
+        if instruction.opcode == "conditional":
+            branches = [kernels(module, rates, clock, num_groups, name) for name in inside]
+            found += min(branches, key=len)
+        elif inside:
+            times = instruction.trips or 1
+            found += times * [
+                one for name in inside for one in kernels(module, rates, clock, num_groups, name)
+            ]
+        elif instruction.opcode not in FREE:
+            count = moved(module, within, instruction, num_groups)
+            cycles = count / rates.memory + rates.launch
+            found.append(Kernel(re.sub(r"[.\d]+$", "", instruction.name), count, cycles / clock))
+    return found
+
+
+def least(config, weights, batch, positions):
+    """Bytes of the weights that a step asks for, and of the cache's positions."""
+    share = min(1.0, batch * config.top_k / config.num_experts)
+
+    def asked(path, leaf):
+        keys = [getattr(part, "key", None) for part in path]
+        if "embed_tokens" in keys and not config.tie_embeddings:
+            return batch * leaf.shape[1] * leaf.dtype.itemsize
+        return math.prod(leaf.shape) * leaf.dtype.itemsize * (share if "experts" in keys else 1)
+
+    width = config.kv_lora_rank + config.qk_rope_dim
+    cached = config.num_layers * batch * positions * width * jnp.dtype(config.compute_dtype).itemsize
+    return sum(jax.tree.leaves(jax.tree_util.tree_map_with_path(asked, weights))) + cached
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--batches", type=int, nargs="+", default=[1, 16, 64])
+    parser.add_argument("--positions", type=int, default=256, help="that each request has used")
+    parser.add_argument("--layers", type=int, default=9)
+    parser.add_argument("--target", default="h100", help="h100 or h200")
+    parser.add_argument("--parts", type=int, default=0, help="so many kinds of kernels, by bytes")
+    given = parser.parse_args()
+    config = models.v2_lite(num_layers=given.layers, compute_dtype=jnp.bfloat16)
+    rates, clock = inspect.gpu_rates(given.target), inspect.DEVICES[given.target].clock
+    rows = []
+    for batch in given.batches:
+        weights, module = compiled_step(config, given.target, batch, given.positions)
+        found = kernels(module, rates, clock, min(batch * config.top_k, config.num_experts))
+        total, wanted = sum(k.moved for k in found), least(config, weights, batch, given.positions)
+        took, limit = sum(k.seconds for k in found), wanted / (rates.memory * clock)
+        rows.append(
+            (
+                str(batch),
+                str(len(found)),
+                f"{len(found) / given.layers:.0f}",
+                f"{total / 1e9:.2f}",
+                f"{wanted / 1e9:.2f}",
+                f"{total / wanted:.2f}",
+                f"{took * 1e3:.2f}",
+                f"{limit * 1e3:.2f}",
+                f"{took / limit:.2f}",
+            )
+        )
+        kinds = collections.defaultdict(list)
+        for kernel in found:
+            kinds[kernel.name].append(kernel.moved)
+        for name, moves in sorted(kinds.items(), key=lambda kind: -sum(kind[1]))[: given.parts]:
+            print(f"batch {batch}: {len(moves):4d} {name:32s} {sum(moves) / 1e6:10.1f} MB")
+    head = ("batch", "kernels", "a layer", "GB moved", "GB at least", "ratio", "ms", "ms at least", "ratio")
+    print(Table(head, tuple(rows)).markdown())
+
+
+if __name__ == "__main__":
+    main()
