@@ -112,6 +112,8 @@ class Engine:
             self._weights = read_all(
                 lambda leaf: jnp.asarray(np.asarray(leaf)).block_until_ready(), model.prepare(params)
             )
+            # Where they lie: one on a device for good and one that is not make two programs of the first two steps.
+            self._cache = jax.device_put(self._cache, jax.tree.leaves(self._weights)[0].sharding)
         else:
             lazy = model.prepare(lazily(params))
             self._weights = experts.place(lazy, self._held, self.config.num_experts, mesh, near=self._near)
