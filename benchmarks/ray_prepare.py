@@ -10,11 +10,13 @@ that are read twice are at most that size for each piece that is begun again.
 """
 
 import argparse
+import contextlib
 import json
 import os
 import random
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -76,10 +78,21 @@ def follow(process: subprocess.Popen[str], cluster: Any = None) -> tuple[str, fl
             times.setdefault(name, []).append(time.monotonic())
             if cluster is not None and name not in killed and 2 * done >= jobs:
                 killed.add(name)
-                cluster.remove_node(cluster.list_all_nodes()[-1], allow_graceful=False)
+                kill_a_node(cluster)
     if process.wait():
         raise SystemExit(f"{process.args} ended with {process.returncode}: {said}")
     return said, sum(moments[-1] - moments[0] for moments in times.values())
+
+
+def kill_a_node(cluster: Any) -> None:
+    """With its workers, which would outlive it for a moment, as their machine is not dead."""
+    node = cluster.list_all_nodes()[-1]
+    raylet = node.all_processes["raylet"][0].process.pid
+    workers = Path(f"/proc/{raylet}/task/{raylet}/children").read_text().split()
+    cluster.remove_node(node, allow_graceful=False)
+    for worker in workers:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(int(worker), signal.SIGKILL)
 
 
 def content(folder: Path) -> dict[str, bytes]:
@@ -91,7 +104,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--megabytes", type=int, default=32)
     given = parser.parse_args()
-    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+    os.environ |= {"RAY_USAGE_STATS_ENABLED": "0", "TOKENIZERS_PARALLELISM": "false"}  # a worker is one core
     from ray.cluster_utils import Cluster
 
     folder = Path(tempfile.mkdtemp())

@@ -92,8 +92,16 @@ class Watch:
 
     def begun(self, name):
         """(job, node) of all that began."""
-        marks = [file.name.split(" ") for file in self.folder.glob(f"{name} *")]
-        return [(int(number), node) for _, number, node, _ in marks]
+        return [(int(number), node) for _, number, node, _ in self._marks(name)]
+
+    def kill(self, name, node):
+        """Kill its workers, which outlive their node for a moment where the machine is the same."""
+        for _, _, where, process in self._marks(name):
+            if where == node:
+                os.kill(int(process), signal.SIGKILL)
+
+    def _marks(self, name):
+        return [file.name.split(" ") for file in self.folder.glob(f"{name} *")]
 
     def go(self, name):
         (self.folder / f"go {name}").touch()
@@ -114,6 +122,7 @@ def test_a_node_killed_in_each_pass_costs_its_pieces_only(nodes, tmp_path, monke
             victim = nodes.list_all_nodes()[-1]
             victims[name] = victim.node_id
             nodes.remove_node(victim, allow_graceful=False)
+            watch.kill(name, victim.node_id)
         finally:
             watch.go(name)
 
