@@ -104,6 +104,9 @@ class Engine:
             num_experts = self.config.num_experts
             self._weights = experts.place(self._weights, self._held, num_experts, mesh, near=self._near)
         self._cache = self._programs[False].init_cache(limits.total_blocks, limits.block_size)
+        if mesh is None:
+            # On the weights' device for good, as steps return it if weights are: else the first step is compiled twice.
+            self._cache = jax.device_put(self._cache, jax.tree.leaves(self._weights)[0].sharding)
         self._seats = Seats(limits, self._num_devices, num_halves=microbatches, ahead=int(drafts))
         self._ended: list[Completion] = []
         num_rows = self.config.num_moe_layers + self.config.num_mtp_layers
