@@ -78,7 +78,10 @@ def test_one_token_of_a_prompt_and_one_more_compile_all_that_follows(read):
 def test_a_step_reads_what_is_used_and_what_it_runs_is_compiled_beforehand():
     limits = dataclasses.replace(LIMITS, min_table=12)
     assert limits.table_sizes == (3, 6)
-    serving = Engine(MODEL, a_params(), limits)
+    # As they are read from a file, on a device for good, and sizes that no other test has compiled for.
+    serving = Engine(
+        MODEL, jax.device_put(a_params(), jax.devices()[0]), dataclasses.replace(limits, num_blocks=15)
+    )
     serving.compile()
     compiled, read, run = len(COMPILED), [], serving._programs[False].decode
 
