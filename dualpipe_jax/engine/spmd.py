@@ -87,7 +87,8 @@ def sketch(step: Step, params: Tree, batch: Tree, key: jax.Array | None) -> Sket
 
     def on_rank(params: Tree, batch: Tree, key: jax.Array | None) -> State:
         program = Program(unchecked, params, batch, key, backward=True)
-        values = jax.eval_shape(lambda: [made for _, made in program.own])
+        made = [values for _, values in program.own]
+        values = jax.tree.map(lambda value: jax.ShapeDtypeStruct(value.shape, value.dtype), made)
         found.append((program.table, _flops(program), values))
         return program.initial_state()
 
