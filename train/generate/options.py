@@ -44,8 +44,8 @@ class Source:
     """Devices that prompts and experts are shared out over: accelerators, or virtual ones where JAX finds a CPU alone.
     The text is the same."""
     microbatches: Literal[1, 2] = 1
-    """Parts of a device's prompts. Of two, each is computed while the other's tokens travel between devices. The text is
-    the same."""
+    """Parts of a device's prompts. Of two, each is computed while the other's tokens travel between devices. The text
+    is the same."""
 
 
 @dataclasses.dataclass(frozen=True)
