@@ -48,8 +48,10 @@ def main() -> None:
         parser.error(str(error))
     here, mesh = jax.sharding.SingleDeviceSharding(device), make_mesh(1, 1, devices=[device])
 
+    def struct(leaf):
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=here)
+
     def given(make, *args):
-        struct = lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=here)  # noqa: E731
         return jax.tree.map(struct, jax.eval_shape(lambda: make(*args)))
 
     tokens = given(jnp.zeros, (step.MICROBATCHES, step.SIZE, step.SEQUENCE), jnp.int32)

@@ -1,4 +1,6 @@
-"""A candidate for ``parallel.hopper``'s product, not yet run on a GPU: it skips tiles of rows that no group fills.
+"""A candidate for ``parallel.hopper``'s product, which skips tiles of rows that no group fills.
+
+It is right in Pallas' simulator, and was not run on a GPU yet.
 
 JAX's kernel multiplies every tile of the buffer, filled or not, and finds a tile's group by comparing it with each.
 Here a table, computed before the kernel, says of each tile which group it is of and which rows; a tile without rows
@@ -6,7 +8,6 @@ loads and multiplies nothing. So a buffer that is an eighth full should take an 
 product once ``scripts/bench gpu --parts grouped`` has found it right and no slower.
 """
 
-import functools
 from typing import Any
 
 import jax
@@ -14,7 +15,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax.experimental import pallas as pl
 
-from dualpipe_jax.parallel.hopper import LANES, SMS, Walk, _transposed
+from dualpipe_jax.parallel.hopper import LANES, SMS, Walk, _transposed, write_rows
 
 _WALK = Walk()
 _INNER = 64
@@ -82,22 +83,8 @@ def product(
 
             total = pl.run_scoped(multiply, plgpu.ACC((LANES, LANES)))
 
-            @functools.partial(pl.run_scoped, out_ref=plgpu.SMEM((LANES, LANES), dtype=x_RD.dtype))
-            def write(out_ref: Any) -> None:
-                out_ref[...] = total.astype(x_RD.dtype)
-                plgpu.commit_smem()
-                # A copy has a fixed number of rows: a tile's are written by those of its powers of two.
-                size, row = end - begin, begin - block * LANES
-                for power in reversed(range(LANES.bit_length())):
-                    rows = 1 << power
-
-                    @pl.when(size & rows != 0)
-                    def _(row: Any = row, rows: int = rows) -> None:
-                        where = y.at[pl.ds(block * LANES + row, rows), pl.ds(f * LANES, LANES)]
-                        plgpu.copy_smem_to_gmem(out_ref.at[pl.ds(row, rows)], where)
-
-                    row = row + (size & rows)
-                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            before = block * LANES
+            write_rows(total.astype(x_RD.dtype), y, before, f, begin - before, end - begin)
 
     run = plgpu.kernel(
         kernel,

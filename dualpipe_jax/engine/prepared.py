@@ -87,8 +87,9 @@ class Prepared:
             if len(kind.values) == count:
                 return []
             none = self.vary(zeros(kind.values[count:]))
-            work = lambda _, *params: kind.prelude(params)[count:]  # noqa: E731
-            return run_if(self._is(number, local), work, none, own, shared)
+            return run_if(
+                self._is(number, local), lambda _, *params: kind.prelude(params)[count:], none, own, shared
+            )
 
         return [layers, *(made(number, kind) for number, kind in enumerate(self.kinds))]
 

@@ -77,7 +77,7 @@ def grouped_matmul(
         raise TypeError(f"grouped_matmul: x_RD is {x_RD.dtype} and w_GDF {w_GDF.dtype}; they must be equal.")
     R, G = len(x_RD), len(group_sizes_G)
     # A row alone is a vector: its product takes an eighth of that of eight rows, whose matrix is packed first.
-    rows = 1 if block is None and R < 8 * G else block
+    one_by_one = block is None and R < 8 * G
     if block is None:
         block = block_of(R, G)
     if block < 1:
@@ -90,7 +90,7 @@ def grouped_matmul(
         raise TypeError(
             f"grouped_matmul: kernel 'hopper' takes bfloat16 and float16, not {x_RD.dtype}; convert, or use 'ragged'."
         )
-    how = _How(kernel, gradient, min(rows or block, R), min(block, R), interpret)
+    how = _How(kernel, gradient, min(1 if one_by_one else block, R), min(block, R), interpret)
     return _grouped(how, *vary_alike((x_RD, w_GDF, group_sizes_G.astype(jnp.int32))))
 
 

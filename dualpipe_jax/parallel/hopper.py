@@ -176,23 +176,7 @@ def _of_few(x_RD: Array, w_GDF: Array, sizes_G: Array) -> Array:
                 before = block * _ROWS
                 first = jnp.maximum(start, before) - before
                 num_rows = jnp.minimum(end, before + _ROWS) - before - first
-
-                @functools.partial(pl.run_scoped, out_ref=plgpu.SMEM((_ROWS, LANES), dtype=x_RD.dtype))
-                def write(out_ref: Any) -> None:
-                    out_ref[...] = made.astype(x_RD.dtype)
-                    plgpu.commit_smem()
-                    # What is copied has a size known beforehand: so the rows go in powers of two.
-                    done = first
-                    for size in (1 << power for power in range(_ROWS.bit_length() - 1, -1, -1)):
-                        here = num_rows & size
-
-                        @pl.when(here != 0)
-                        def _(done: Any = done, size: int = size) -> None:
-                            where = y_ref.at[pl.ds(before + done, size), pl.ds(f * LANES, LANES)]
-                            plgpu.copy_smem_to_gmem(out_ref.at[pl.ds(done, size)], where)
-
-                        done = done + here
-                    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                write_rows(made.astype(x_RD.dtype), y_ref, before, f, first, num_rows)
 
             past = lax.div(end + jnp.int32(_ROWS - 1), jnp.int32(_ROWS))
             first_block = lax.div(start, jnp.int32(_ROWS))
@@ -207,6 +191,31 @@ def _of_few(x_RD: Array, w_GDF: Array, sizes_G: Array) -> Array:
     )
     with jax.numpy_dtype_promotion("standard"):
         return run(groups_S, starts_S, ends_S, x_RD, w_GDF)
+
+
+def write_rows(made_TL: Array, y_ref: Any, before: Any, f: Any, first: Any, num_rows: Any) -> None:
+    """In a kernel: write some rows of a tile, from ``first`` on, whose place in y begins behind ``before`` rows.
+
+    ``f`` is the number of its columns' tile.
+    """
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    @functools.partial(pl.run_scoped, tile_ref=plgpu.SMEM(made_TL.shape, dtype=made_TL.dtype))
+    def write(tile_ref: Any) -> None:
+        tile_ref[...] = made_TL
+        plgpu.commit_smem()
+        # What is copied has a size known beforehand: so the rows go in powers of two.
+        row = first
+        for size in (1 << power for power in reversed(range(len(made_TL).bit_length()))):
+            here = num_rows & size
+
+            @pl.when(here != 0)
+            def _(row: Any = row, size: int = size) -> None:
+                where = y_ref.at[pl.ds(before + row, size), pl.ds(f * LANES, LANES)]
+                plgpu.copy_smem_to_gmem(tile_ref.at[pl.ds(row, size)], where)
+
+            row = row + here
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
 
 def filled(sizes_G: Array, most: int) -> tuple[Array, Array, Array]:

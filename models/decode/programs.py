@@ -65,9 +65,7 @@ def programs(
     if microbatches not in (1, 2):
         raise ValueError(f"Engine: microbatches is {microbatches}, must be 1 or 2")
 
-    def compiled(
-        step: Step, *, hears: bool, options: dict[str, str] | None = None
-    ) -> Callable[..., tuple[Any, Array, Array]]:
+    def compiled(step: Step, *, hears: bool) -> Callable[..., tuple[Any, Array, Array]]:
         step = functools.partial(step, model, drafts, scores)
         run = (
             functools.partial(in_halves, step, hears) if microbatches == 2 else functools.partial(whole, step)
