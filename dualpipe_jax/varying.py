@@ -14,6 +14,11 @@ def varying_axes(x: Any) -> frozenset[str]:
     return frozenset(jax.typeof(x).manual_axis_type.varying)
 
 
+def shape_like(x: Any, shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
+    """What a kernel makes of x, and varies as it does."""
+    return jax.ShapeDtypeStruct(shape, dtype, manual_axis_type=jax.typeof(x).manual_axis_type)
+
+
 def vary(tree: Tree, axes: Collection[str]) -> Tree:
     """Casts each leaf to vary over these axes too; nothing where there are none, as without check_vma."""
     if not axes:

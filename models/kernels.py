@@ -14,20 +14,20 @@ from jax import Array
 from jax.ad_checkpoint import checkpoint_name
 from jax.experimental import pallas as pl
 
-from dualpipe_jax.parallel import Handle, expert_matmul, hopper
+from dualpipe_jax.parallel import Handle, expert_matmul, hopper, triton
 from dualpipe_jax.parallel.expert_groups import BY_DEVICE
 from dualpipe_jax.parallel.kernel_cost import priced
 from models.attention import Attend, causal_attention
 from models.config import Config
-from models.cudnn import HOPPER, compute_capability, cudnn_attention, cudnn_takes, widest_heads
+from models.cudnn import AMPERE, HOPPER, compute_capability, cudnn_attention, cudnn_takes, widest_heads
 
 AttentionKernel = Literal["auto", "plain", "splash", "cudnn"]
-MatmulKernel = Literal["auto", "plain", "ragged", "megablox", "hopper", "float8"]
+MatmulKernel = Literal["auto", "plain", "ragged", "megablox", "hopper", "triton", "float8"]
 
 KERNEL_VMEM = 32 * 1024**2
 """Bytes of a TPU's VMEM that an attention kernel may take. With the usual 16 MiB, key blocks of 2048 overflow on v5p in
 some programs."""
-_HOMES = {"splash": "tpu", "megablox": "tpu", "cudnn": "gpu", "hopper": "gpu"}
+_HOMES = {"splash": "tpu", "megablox": "tpu", "cudnn": "gpu", "hopper": "gpu", "triton": "gpu"}
 """Kernels that run on one platform only."""
 LANES = 128
 """Numbers of a TPU's vector registers and matrix units: heads are padded to these."""
@@ -38,7 +38,7 @@ class Kernels:
     """How attention and the experts are computed. All but "float8" give the same up to rounding; "auto" is
 
     - on a TPU, splash and ragged, but for gradients of matrices megablox where 128 divides the rows;
-    - on a GPU, cudnn, and for rows of 16 bits on a Hopper hopper, else ragged;
+    - on a GPU, cudnn, and for rows of 16 bits on a Hopper hopper, else triton, before the A100 ragged;
     - on a CPU, and wherever an attention kernel does not take the shapes, plain.
 
     Attributes:
@@ -48,9 +48,9 @@ class Kernels:
       matmul: "plain" flattens rows of equal groups to one batched matmul, and walks unequal groups in blocks
         on CPU. The others leave equal groups in the order they arrive in, which accelerators read without a
         copy; unequal ones go to "ragged", ``lax.ragged_dot``, which a GPU multiplies once for each group; to
-        "megablox", Pallas' grouped matmul for TPU, for buffers that 128 divides; or to "hopper", Pallas' for H100
-        and H200, for 16 bits. "float8" multiplies in eight bits, forward and backward, on devices that
-        ``parallel.check_float8`` takes.
+        "megablox", Pallas' grouped matmul for TPU, for buffers that 128 divides; to "hopper", Pallas' for H100
+        and H200, for 16 bits; or to "triton", ours for any GPU from the A100 on. "float8" multiplies in eight
+        bits, forward and backward, on devices that ``parallel.check_float8`` takes.
       interpret: run Pallas kernels in interpret mode, for tests on a CPU.
 
     Raises:
@@ -123,16 +123,12 @@ class Kernels:
         elif self.matmul == "auto" and platform == "gpu":
             row = on_this_gpu(dtype)
             experts = f"experts {BY_DEVICE[row][0]}"
-            if row == "gpu":
-                better = (
-                    "--precision bfloat16"
-                    if dtype == jnp.float32 and on_this_gpu(jnp.bfloat16) != row
-                    else ""
-                )
+            if row == "old_gpu":
                 experts += (
-                    f", slow: each of a device's experts multiplies all rows; {better or '--dispatch capacity'} is "
-                    "faster"
+                    ", slow: each of a device's experts multiplies all rows; --dispatch capacity is faster"
                 )
+            elif row != on_this_gpu(jnp.bfloat16):
+                experts += "; --precision bfloat16 has a faster kernel"
         elif self.matmul == "auto":
             experts = "experts ragged, gradients megablox"
         return f"{attention}; {experts}"
@@ -144,7 +140,9 @@ AUTO = Kernels()
 
 def on_this_gpu(dtype: Any) -> str:
     """Which row of ``BY_DEVICE`` serves the GPU that runs the program, for rows of the dtype."""
-    return "hopper" if compute_capability()[0] == HOPPER[0] and hopper.takes(dtype) else "gpu"
+    if compute_capability()[0] == HOPPER[0] and hopper.takes(dtype):
+        return "hopper"
+    return "gpu" if compute_capability() >= AMPERE and triton.is_there() else "old_gpu"
 
 
 def _on_gpu(rows: Array, w_LDF: Array, handle: Handle, *, interpret: bool) -> Array:

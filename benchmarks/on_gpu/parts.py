@@ -9,7 +9,7 @@ import numpy as np
 
 from benchmarks.on_gpu import candidate
 from benchmarks.on_gpu.bench import Bench, error
-from dualpipe_jax.parallel import hopper
+from dualpipe_jax.parallel import hopper, triton
 from dualpipe_jax.parallel.expert_groups import grouped_matmul
 from models.cudnn import cudnn_attention, padded_attention
 
@@ -93,6 +93,9 @@ def grouped(bench: Bench) -> None:
     transposed = functools.partial(hopper.product, transpose=True)
     dx = bench.time("hopper: dx", transposed, dy, w, sizes, flops=flops)
     dw = bench.time("hopper: dw, float32", hopper.gradient, x, dy, sizes, flops=flops)
+    bench.time("triton: F", triton.product, x, w, sizes, flops=flops)
+    bench.time("triton: dx", functools.partial(triton.product, transpose=True), dy, w, sizes, flops=flops)
+    bench.time("triton: dw, float32", triton.gradient, x, dy, sizes, flops=flops)
     for name, rows_of in (("", UNEQUAL), (" of a buffer an eighth full", UNEQUAL // 8)):
         filled = bench.given(rows_of)
         of = dict(flops=flops * float(rows_of.sum()) / rows)

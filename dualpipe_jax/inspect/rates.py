@@ -128,7 +128,7 @@ def gpu_rates(
         kernel_flops={
             r"fmha.*Backward": backward * peak,
             "fmha": forward * peak,
-            "mosaic_gpu": reached.grouped * peak,
+            r"mosaic_gpu|gpu\.triton": reached.grouped * peak,
         },
         launch=reached.launch * gpu.clock,
     )

@@ -21,14 +21,14 @@ def flops(module: Module, computation: Computation, instruction: Instruction) ->
     """Multiplications and additions of the matrix products in an instruction.
 
     Knows ``dot``, the convolutions that TPUs have in its place, the GPU libraries' matrix products, cuDNN's attention,
-    the grouped products of ``parallel.hopper`` if their groups fill all rows, and kernels that state their cost; of a
-    fusion, those inside it. Loops and other kernels count 0.
+    the grouped products of ``parallel.hopper`` and ``triton`` if their groups fill all rows, and kernels that state
+    their cost; of a fusion, those inside it. Loops and other kernels count 0.
     """
     if stated := _ESTIMATE.search(instruction.config):
         return int(stated[1])
     if "cudnn$fmha" in instruction.target:
         return _attention(computation, instruction)
-    if instruction.target.startswith("mosaic_gpu"):
+    if instruction.target.startswith(("mosaic_gpu", "__gpu$xla.gpu.triton")):
         return _grouped(computation, instruction)
     if instruction.opcode == "dot" or "lhs_contracting_dim" in instruction.config:
         left = computation.by_name.get(instruction.operands[0]) if instruction.operands else None

@@ -3,7 +3,7 @@
 ``lax.ragged_dot`` computes the same, but only a TPU's compiler has a program for it: on CPU and GPU XLA expands
 it into one masked matmul per group, G times the work. Here the CPU walks blocks of rows instead: the number of
 blocks follows the group sizes at run time, so the work is that of the rows present, plus at most one part-filled
-block per group. Hopper GPUs have kernels that do likewise, see ``hopper``.
+block per group. GPUs have kernels that do likewise, see ``hopper`` and ``triton``.
 
 Shape suffixes: R rows, G groups, D in, F out; B rows of a block.
 """
@@ -17,18 +17,20 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from dualpipe_jax.arguments import typechecked
-from dualpipe_jax.parallel import hopper
+from dualpipe_jax.parallel import hopper, triton
 from dualpipe_jax.varying import vary, vary_alike, varying_axes
 
-Kernel = Literal["plain", "ragged", "megablox", "hopper"]
+Kernel = Literal["plain", "ragged", "megablox", "hopper", "triton"]
 
 BY_DEVICE: Mapping[str, tuple[Kernel, Kernel]] = {
     "cpu": ("plain", "plain"),
     "tpu": ("ragged", "megablox"),
     "hopper": ("hopper", "hopper"),
-    "gpu": ("ragged", "ragged"),
+    "gpu": ("triton", "triton"),
+    "old_gpu": ("ragged", "ragged"),
 }
-"""The kernels of products and of the gradients of matrices that suit a device; "gpu" is one that is no Hopper."""
+"""The kernels of products and of the gradients of matrices that suit a device: "hopper" for 16 bits, "gpu" for all else
+from the A100 on, "old_gpu" for what came before, which Triton does not know."""
 
 _ROWS = 128
 """Megablox takes whole tiles of so many rows."""
@@ -55,18 +57,19 @@ def grouped_matmul(
         if all R rows were filled, between 8 and 64; products of fewer than 8 rows a group take them one by one.
       kernel: "plain" walks blocks on CPU and is ``lax.ragged_dot`` elsewhere; "ragged" is that on CPU, too;
         "megablox" is Pallas' kernel for TPU, for R that 128 divides; "hopper" is Pallas' kernel for H100 and H200, for
-        16 bits. What each device is best served with says ``BY_DEVICE``.
+        16 bits; "triton" is ours for any GPU from the A100 on. What each device is best served with says
+        ``BY_DEVICE``.
       gradient: the kernel of the matrices' gradients; None: the same. Where it does not take the rows, "ragged".
-      interpret: run Pallas' kernels for TPU in interpret mode, and what those for Hopper compute in plain JAX, for
-        tests on a CPU.
+      interpret: run Pallas' kernels for TPU and Triton in interpret mode, and what those for Hopper compute in plain
+        JAX, for tests on a CPU.
 
     Returns:
       [R, F] of x's dtype; zeros past the last group. The gradients are exact, accumulated in float32.
 
     Raises:
       TypeError: the group sizes are not integers, rows and matrices differ in dtype, or "hopper" does not take it.
-      ValueError: the shapes do not fit together, megablox does not take so many rows, or there is no such kernel.
-
+      ValueError: the shapes do not fit together, megablox does not take so many rows, or there is no such kernel, of
+        Triton none in this version of JAX.
     """
     check_kernel("grouped_matmul", kernel)
     gradient = kernel if gradient is None else gradient
@@ -89,6 +92,11 @@ def grouped_matmul(
     if kernel == "hopper" and not hopper.takes(x_RD.dtype):
         raise TypeError(
             f"grouped_matmul: kernel 'hopper' takes bfloat16 and float16, not {x_RD.dtype}; convert, or use 'ragged'."
+        )
+    if kernel == "triton" and not triton.is_there():
+        raise ValueError(
+            f"grouped_matmul: kernel 'triton' is Pallas' for Triton, which jax {jax.__version__} has no more; use "
+            "'ragged'"
         )
     how = _How(kernel, gradient, min(1 if one_by_one else block, R), min(block, R), interpret)
     return _grouped(how, *vary_alike((x_RD, w_GDF, group_sizes_G.astype(jnp.int32))))
@@ -139,6 +147,8 @@ def _multiply(how: _How, x_RD: Array, w_GDF: Array, sizes_G: Array, transpose: b
     """Rows by their group's matrix, or by its transpose."""
     if how.product == "hopper":
         return hopper.product(x_RD, w_GDF, sizes_G, transpose=transpose, emulate=how.interpret)
+    if how.product == "triton":
+        return triton.product(x_RD, w_GDF, sizes_G, transpose=transpose, interpret=how.interpret)
     if transpose:
         w_GDF = w_GDF.swapaxes(1, 2)
     if how.product == "ragged":
@@ -153,6 +163,8 @@ def _outer(how: _How, x_RD: Array, dy_RF: Array, sizes_G: Array) -> Array:
     """The gradient of the matrices, in float32."""
     if how.gradient == "hopper" and hopper.takes(x_RD.dtype):
         return hopper.gradient(x_RD, dy_RF, sizes_G, emulate=how.interpret)
+    if how.gradient == "triton":
+        return triton.gradient(x_RD, dy_RF, sizes_G, interpret=how.interpret)
     if how.gradient == "megablox" and x_RD.shape[0] % _ROWS == 0:
         return _outer_by_megablox(how.interpret, x_RD, dy_RF, sizes_G)
     if how.gradient != "plain":

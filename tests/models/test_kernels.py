@@ -257,19 +257,23 @@ def test_auto_is_plain_on_cpu_and_where_the_kernel_does_not_fit():
     assert len(named(jaxpr.jaxpr, "pallas_call")) == 1
 
 
-KINDS = {"H100 80GB HBM3": "hopper", "H200": "hopper", "A100-SXM4-80GB": "gpu", "B200": "gpu"}
+KINDS = {
+    "V100-SXM2-32GB": ("old_gpu", "old_gpu"),
+    "A100-SXM4-80GB": ("gpu", "gpu"),
+    "H100 80GB HBM3": ("hopper", "gpu"),
+    "H200": ("hopper", "gpu"),
+    "B200": ("gpu", "gpu"),
+}
 
 
 @pytest.mark.parametrize("kind, wanted", KINDS.items())
 @pytest.mark.skipif(jax.default_backend() == "gpu", reason="a GPU here is the one that runs the program")
-def test_on_a_hopper_groups_of_sixteen_bits_are_multiplied_by_its_kernels(kind, wanted):
-    """Elsewhere, and in float32, by what multiplies all rows once for each group."""
+def test_groups_are_multiplied_by_the_kernels_of_the_gpu_to_compile_for(kind, wanted):
     mesh = jax.sharding.AbstractMesh(
         (1,), ("x",), abstract_device=jax.sharding.AbstractDevice(f"NVIDIA {kind}", 100, "gpu")
     )
     with jax.sharding.use_abstract_mesh(mesh):
-        assert on_this_gpu(jnp.bfloat16) == wanted
-        assert on_this_gpu(jnp.float32) == "gpu"
+        assert (on_this_gpu(jnp.bfloat16), on_this_gpu(jnp.float32)) == wanted
 
 
 SAYS = {
@@ -280,13 +284,17 @@ SAYS = {
         "float32",
         "dropless",
     ): "cuDNN takes 16 bits and heads of up to 256, these are float32 and 192 "
-    "wide; experts ragged, slow: each of a device's experts multiplies all rows; --precision bfloat16 is faster",
+    "wide; experts triton; --precision bfloat16 has a faster kernel",
     (
         "A100-SXM4-80GB",
         "bfloat16",
         "dropless",
-    ): "heads of up to 128, these are bfloat16 and 192 wide; experts ragged, "
-    "slow: each of a device's experts multiplies all rows; --dispatch capacity is faster",
+    ): "heads of up to 128, these are bfloat16 and 192 wide; experts triton",
+    (
+        "V100-SXM2-32GB",
+        "bfloat16",
+        "dropless",
+    ): "experts ragged, slow: each of a device's experts multiplies all rows; --dispatch capacity is faster",
 }
 
 
@@ -300,14 +308,17 @@ def test_a_run_on_a_gpu_is_told_its_kernels(case):
     assert told.endswith(SAYS[case])
 
 
-def test_experts_of_a_gpu_without_such_a_kernel_multiply_as_the_compiler_does():
-    """Float32 on an H100: rows of two experts, multiplied on this CPU."""
+@pytest.mark.parametrize("kind", ["A100-SXM4-80GB", "V100-SXM2-32GB"])
+def test_experts_are_multiplied_by_what_a_gpu_has(kind):
+    """Rows of two experts, on this CPU."""
     handle = plan_dropless(jnp.asarray([[0, 1], [0, 1]]), num_experts=2)
     rows, w = (
         jnp.arange(8.0).reshape(4, 2),
         jnp.asarray(np.random.default_rng(0).normal(size=(2, 2, 3)), jnp.float32),
     )
-    found = Kernels().multiply("gpu")(rows, w, handle)
+    device = jax.sharding.AbstractDevice(f"NVIDIA {kind}", 100, "gpu")
+    with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((1,), ("x",), abstract_device=device)):
+        found = Kernels(interpret=True).multiply("gpu")(rows, w, handle)
     np.testing.assert_allclose(found, np.concatenate([rows[:2] @ w[0], rows[2:] @ w[1]]), rtol=1e-6)
 
 

@@ -1,0 +1,259 @@
+"""Grouped matmul on any GPU: Pallas kernels in Triton that multiply each row once, whatever the groups' sizes.
+
+For GPUs that have none made for them, A100 and Blackwell, and for float32 everywhere; a Hopper's, for 16 bits, are in
+``hopper``. A tile of rows that holds several groups is walked once for each, and each writes its own rows. From jax
+0.11 on Pallas' Triton is deprecated, for kernels that no A100 runs; where JAX has none, neither has this module.
+
+Shape suffixes: R rows, G groups, D in, F out; T walks of a tile of rows.
+"""
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.experimental import pallas as pl
+
+from dualpipe_jax.parallel.kernel_cost import once
+from dualpipe_jax.varying import shape_like
+
+plgpu: Any
+try:
+    from jax.experimental.pallas import triton as plgpu
+except ImportError:  # deprecated, and gone one day
+    plgpu = None
+
+
+class Tiles(NamedTuple):
+    """Sizes of what a kernel multiplies at once, powers of two from 16 on.
+
+    Attributes:
+      rows: of the rows.
+      inner: of the dim that is summed over; for gradients of the rows.
+      outer: of the result's width.
+      swizzle: walks whose tiles of the result are made after each other, so that what they share is still in the cache.
+      warps: of 32 threads each, that make one tile.
+      stages: tiles on their way from memory at once.
+    """
+
+    rows: int = 128
+    inner: int = 32
+    outer: int = 128
+    swizzle: int = 8
+    warps: int = 8
+    stages: int = 3
+
+
+NARROW, WIDE = Tiles(inner=64), Tiles(rows=64, outer=64, warps=4)
+"""For types of 16 bits and for float32, as such kernels are often set. Nobody measured ours."""
+
+
+class _How(NamedTuple):
+    transpose: bool
+    tiles: Tiles
+    exact: bool
+    interpret: bool
+
+
+def is_there() -> bool:
+    """Whether this version of JAX has Triton."""
+    return plgpu is not None
+
+
+def product(
+    x_RD: Array, w_GDF: Array, sizes_G: Array, *, transpose: bool = False, interpret: bool = False
+) -> Array:
+    """Multiply each group's rows by its matrix, with sums in float32.
+
+    Float32 goes to products as XLA's own does on a GPU: as TensorFloat32, 10 bits of it, unless
+    ``jax.default_matmul_precision`` says otherwise.
+
+    Args:
+      x_RD: with ``transpose`` [R, F].
+      w_GDF: of the same dtype.
+      sizes_G: int32.
+      transpose: multiply by the transposed matrices, which are read as they lie.
+      interpret: run in Pallas' interpreter, for tests on a CPU.
+
+    Returns:
+      [R, F] of x's dtype, with ``transpose`` [R, D]; zeros past the last group.
+    """
+    rows, width = x_RD.shape[0], w_GDF.shape[1 if transpose else 2]
+    tiles = _tiles(x_RD.dtype)
+    # Few rows a group, as in a step of decode, need no high tile.
+    tiles = tiles._replace(rows=min(tiles.rows, max(16, pl.next_power_of_2(-(-rows // len(sizes_G))))))
+    run = _once(_product, _How(transpose, tiles, _exact(), interpret))
+    moved = (x_RD.size + w_GDF.size + rows * width) * x_RD.dtype.itemsize
+    y_RF = once(run, _cost(x_RD, width, moved), x_RD, w_GDF, sizes_G)
+    # Rows of no group are not written: what is there may be anything.
+    filled_R = jnp.arange(rows, dtype=jnp.int32) < jnp.sum(sizes_G)
+    return jnp.where(filled_R[:, None], y_RF, 0)
+
+
+def gradient(x_RD: Array, dy_RF: Array, sizes_G: Array, *, interpret: bool = False) -> Array:
+    """Sum each group's rows' outer products.
+
+    Args:
+      x_RD: what lies past the last group is not read.
+      dy_RF: of the same dtype.
+      sizes_G: int32.
+      interpret: run in Pallas' interpreter, for tests on a CPU.
+
+    Returns:
+      float32 [G, D, F].
+    """
+    run = _once(_gradient, _How(False, _tiles(x_RD.dtype), _exact(), interpret))
+    written = 4 * len(sizes_G) * x_RD.shape[1] * dy_RF.shape[1]
+    moved = (x_RD.size + dy_RF.size) * x_RD.dtype.itemsize + written
+    return once(run, _cost(x_RD, dy_RF.shape[1], moved), x_RD, dy_RF, sizes_G)
+
+
+_once = functools.cache(functools.partial)
+"""Equal functions for equal settings, as ``kernel_cost.once`` wants them."""
+
+
+def _exact() -> bool:
+    asked = jax.config.jax_default_matmul_precision  # type: ignore[attr-defined]
+    return asked in ("highest", "float32", "F32_F32_F32")
+
+
+def _tiles(dtype: Any) -> Tiles:
+    return NARROW if dtype.itemsize == 2 else WIDE
+
+
+def _cost(x_RD: Array, width: int, moved: int) -> pl.CostEstimate:
+    """If the groups fill all rows."""
+    return pl.CostEstimate(flops=2 * x_RD.size * width, transcendentals=0, bytes_accessed=moved)
+
+
+def _product(how: _How, x_RD: Array, w_GDF: Array, sizes_G: Array) -> Array:
+    (R, D), tiles = x_RD.shape, how.tiles
+    F = w_GDF.shape[1 if how.transpose else 2]
+    groups_T, blocks_T, starts_T, ends_T = walks(sizes_G, tiles.rows, R)
+
+    def kernel(
+        groups_ref: Any,
+        blocks_ref: Any,
+        starts_ref: Any,
+        ends_ref: Any,
+        x_ref: Any,
+        w_ref: Any,
+        y_ref: Any,
+    ) -> None:
+        walk, tile = _swizzled(pl.program_id(0), len(groups_T), pl.cdiv(F, tiles.outer), tiles.swizzle)
+        start, end = starts_ref[walk], ends_ref[walk]
+        row = blocks_ref[walk] * tiles.rows + _places(tiles.rows)
+        column = tile * tiles.outer + _places(tiles.outer)
+        is_own, is_there = (row >= start) & (row < end), column < F
+
+        @pl.when(start < end)
+        def _() -> None:
+            def one(step: Array, total: Array) -> Array:
+                inner = step * tiles.inner + _places(tiles.inner)
+                x = _load(x_ref, row, inner, is_own, inner < D)
+                if how.transpose:
+                    w = _load(w_ref, column, inner, is_there, inner < D, groups_ref[walk])
+                else:
+                    w = _load(w_ref, inner, column, inner < D, is_there, groups_ref[walk])
+                return total + _dot(how, x, w, trans_b=how.transpose)
+
+            zeros = jnp.zeros((tiles.rows, tiles.outer), jnp.float32)
+            total = lax.fori_loop(0, pl.cdiv(D, tiles.inner), one, zeros)
+            where = y_ref.at[row[:, None], column[None]]
+            plgpu.store(where, total.astype(x_RD.dtype), mask=is_own[:, None] & is_there[None])
+
+    shape = shape_like(x_RD, (R, F), x_RD.dtype)
+    grid = len(groups_T) * pl.cdiv(F, tiles.outer)
+    return _call(kernel, how, grid, shape)(groups_T, blocks_T, starts_T, ends_T, x_RD, w_GDF)
+
+
+def _gradient(how: _How, x_RD: Array, dy_RF: Array, sizes_G: Array) -> Array:
+    D, F, G, tiles = x_RD.shape[1], dy_RF.shape[1], len(sizes_G), how.tiles
+    high, wide = pl.cdiv(D, tiles.rows), pl.cdiv(F, tiles.outer)
+
+    def kernel(starts_ref: Any, ends_ref: Any, x_ref: Any, dy_ref: Any, dw_ref: Any) -> None:
+        group = lax.div(pl.program_id(0), jnp.int32(high * wide))
+        d, f = _swizzled(lax.rem(pl.program_id(0), jnp.int32(high * wide)), high, wide, tiles.swizzle)
+        start, end = starts_ref[group], ends_ref[group]
+        d, f = d * tiles.rows + _places(tiles.rows), f * tiles.outer + _places(tiles.outer)
+
+        def one(step: Array, total: Array) -> Array:
+            row = start + step * tiles.inner + _places(tiles.inner)
+            # Both are masked: what lies past the groups may be anything, and 0 * nan is nan.
+            x = _load(x_ref, row, d, row < end, d < D)
+            dy = _load(dy_ref, row, f, row < end, f < F)
+            return total + _dot(how, x, dy, trans_a=True)
+
+        zeros = jnp.zeros((tiles.rows, tiles.outer), jnp.float32)
+        num_steps = lax.div(end - start + jnp.int32(tiles.inner - 1), jnp.int32(tiles.inner))
+        total = lax.fori_loop(0, num_steps, one, zeros)
+        where = dw_ref.at[group, d[:, None], f[None]]
+        plgpu.store(where, total, mask=(d < D)[:, None] & (f < F)[None])
+
+    ends_G = jnp.cumsum(sizes_G)
+    shape = shape_like(x_RD, (G, D, F), jnp.float32)
+    return _call(kernel, how, G * high * wide, shape)(ends_G - sizes_G, ends_G, x_RD, dy_RF)
+
+
+def walks(sizes_G: Array, tile: int, num_rows: int) -> tuple[Array, Array, Array, Array]:
+    """Each group's tiles of rows, one group after the other.
+
+    Args:
+      sizes_G: int32, rows of each group.
+      tile: rows of a tile.
+      num_rows: R.
+
+    Returns:
+      int32 [T], T being as many as there can be: the group, the number of the tile, and where the group's rows begin
+      and end; behind the last walk they end where they begin.
+    """
+    G = len(sizes_G)
+    most = pl.cdiv(num_rows, tile) + G - 1
+    ends_G = jnp.cumsum(sizes_G)
+    starts_G = ends_G - sizes_G
+    first_G = starts_G // tile
+    num_G = jnp.where(sizes_G > 0, (ends_G - 1) // tile - first_G + 1, 0)
+    past_G = jnp.cumsum(num_G)
+    walk_T = jnp.arange(most, dtype=jnp.int32)
+    group_T = jnp.sum(past_G <= walk_T[:, None], axis=1, dtype=jnp.int32)
+    is_one_T = group_T < G
+    group_T = jnp.minimum(group_T, G - 1)
+    block_T = first_G[group_T] + walk_T - (past_G - num_G)[group_T]
+    start_T, end_T = (jnp.where(is_one_T, a[group_T], 0) for a in (starts_G, ends_G))
+    return group_T, jnp.where(is_one_T, block_T, 0), start_T, end_T
+
+
+def _swizzled(number: Array, high: int, wide: int, most: int) -> tuple[Array, Array]:
+    """Row and column of a tile, of which so many rows are gone through column by column."""
+    strip = lax.div(number, jnp.int32(most * wide))
+    inside = lax.rem(number, jnp.int32(most * wide))
+    num_rows = jnp.minimum(high - strip * most, most)
+    return strip * most + lax.rem(inside, num_rows), lax.div(inside, num_rows)
+
+
+def _places(size: int) -> Array:
+    return lax.iota(jnp.int32, size)
+
+
+def _load(ref: Any, row: Array, column: Array, is_row: Array, is_column: Array, *place: Array) -> Array:
+    """Zeros where there is nothing."""
+    where = ref.at[*place, row[:, None], column[None]]
+    return plgpu.load(where, mask=is_row[:, None] & is_column[None], other=0.0)
+
+
+def _dot(how: _How, a: Array, b: Array, *, trans_a: bool = False, trans_b: bool = False) -> Array:
+    return plgpu.dot(a, b, trans_a, trans_b, allow_tf32=not how.exact).astype(jnp.float32)
+
+
+def _call(kernel: Any, how: _How, grid: int, shape: jax.ShapeDtypeStruct) -> Any:
+    options = plgpu.CompilerParams(num_warps=how.tiles.warps, num_stages=how.tiles.stages)
+    called = pl.pallas_call(
+        kernel, shape, grid=(grid,), interpret=how.interpret, compiler_params=options, name="grouped_matmul"
+    )
+
+    def run(*arrays: Array) -> Array:
+        with jax.numpy_dtype_promotion("standard"):
+            return called(*arrays)
+
+    return run
