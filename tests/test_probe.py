@@ -49,6 +49,14 @@ def test_a_machine_on_which_all_works(here, capfd):
     for rate in (rates["all-to-all"], rates["permute"]):
         assert 1e6 < rate["bytes_per_second"] < 1e12 and 0 <= rate["latency"] < 1
     assert 1e8 < rates["memory"] < 1e12 and 1e8 < rates["flops"] < 1e14
+    assert [one["size"] for one in rates["products"]] == [2 * width**3 for width in (64, 128, 256, 512)]
+    parts = (
+        *(one["flops_per_second"] for one in rates["products"]),
+        *rates["attention"].values(),
+        rates["grouped"],
+    )
+    assert all(1e6 < rate < 1e14 for rate in parts)
+    assert set(rates["attention"]) == {"forward", "backward"}
     assert set(costs) == {"F", "I", "W", "FB", "send"} and all(0 < cost < 1e4 for cost in costs.values())
     assert found["units"] == {"time": "ms"} and costs["F"] == 1e3 * found["results"]["layer"]["F"]
     assert main(["choose", "--ranks", "2", "--microbatches", "4", "--costs", "rates.json", "--json"]) == 0
@@ -231,6 +239,9 @@ def test_slow_links_and_cheap_guards_are_named():
     assert "Slow links, in the median of all groups, all-to-all within a group: rank 2 50%." in text
     assert 'Guards of the form "switch" take 70 us less a tick' in text
     assert outcome(more["rate-all-to-all"]) == "1 GB/s, 1 us each"
+    products = [{"width": 64, "flops_per_second": 1e12}, {"width": 512, "flops_per_second": 2.5e12}]
+    assert outcome({"products": products}) == "1 TFLOP/s at 64, 2.5 TFLOP/s at 512"
+    assert outcome({"forward": 5e14, "backward": 4e14}) == "F 500 TFLOP/s, B 400 TFLOP/s"
     assert outcome(more["cost-loop"]) == "5 us with none taken, 90 us with one"
 
 

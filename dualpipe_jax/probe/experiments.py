@@ -8,7 +8,7 @@ from typing import Any
 import jax
 
 from dualpipe_jax.inspect.compiler import IN_ORDER
-from dualpipe_jax.probe import diverging, layer, timing, units
+from dualpipe_jax.probe import diverging, layer, parts, timing, units
 from dualpipe_jax.probe.diverging import has_groups, has_ranks
 from dualpipe_jax.probe.findings import BARE, FORMS, PERMUTE_INSIDE, REPEATS, TRIALS
 from dualpipe_jax.probe.place import Place
@@ -53,6 +53,9 @@ EXPERIMENTS: Mapping[str, Experiment] = {
     "rate-all-to-all": _needing(timing.all_to_alls, has_groups),
     "rate-permute": _needing(timing.permutes, has_ranks),
     "rate-matmul": timing.matmuls,
+    "rate-products": parts.products,
+    "rate-attention": parts.attention,
+    "rate-grouped": parts.grouped,
     "rate-copy": timing.copies,
     "layer": layer.layer,
     **dict.fromkeys(REPEATS, units.repeats),

@@ -6,6 +6,8 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from dualpipe_jax.inspect import recommended_compiler_options
@@ -42,6 +44,11 @@ class Place:
         platform = devices[0].platform
         options = recommended_compiler_options(platform, tpu_generation(devices[0].device_kind))
         return cls(make_mesh(pp, ep), options, platform == "cpu")
+
+    @property
+    def dtype(self) -> np.dtype:
+        """What large things are computed in."""
+        return np.dtype(jnp.float32 if self.is_small else jnp.bfloat16)
 
     @property
     def pp(self) -> int:

@@ -107,19 +107,22 @@ def _chain(place: Place, once: Callable[[jax.Array], jax.Array], size: int) -> f
 
 
 def matmuls(place: Place) -> dict[str, Any]:
-    """Operations a second of one device in a product of square matrices; bfloat16, but float32 on CPU.
+    """Operations a second of one device in a product of square matrices; bfloat16, but float32 on CPU."""
+    size, times = (512, 4) if place.is_small else (8192, 10)
+    return {"flops_per_second": product(place, size, times), "size": size, "dtype": place.dtype.name}
+
+
+def product(place: Place, size: int, times: int) -> float:
+    """Operations a second of one device in some products of square matrices, one after the other.
 
     Of random numbers: constants take less power, and a GPU that is bound by its power multiplies them a tenth faster.
     """
-    size, times = (512, 4) if place.is_small else (8192, 10)
-    dtype = jnp.float32 if place.is_small else jnp.bfloat16
     drawn = np.random.default_rng(0).standard_normal((2, size, size), np.float32) / math.sqrt(size)
-    x, w = (jnp.asarray(matrix, dtype) for matrix in drawn)  # products keep the size of their numbers
+    x, w = (jnp.asarray(matrix, place.dtype) for matrix in drawn)  # products keep the size of their numbers
     step = jax.jit(
         lambda x, w: lax.scan(lambda x, _: (x @ w, None), x, None, times)[0], compiler_options=place.options
     )
-    rate = 2 * size**3 * times / seconds(lambda: step(x, w))
-    return {"flops_per_second": rate, "size": size, "dtype": jnp.dtype(dtype).name}
+    return 2 * size**3 * times / seconds(lambda: step(x, w))
 
 
 def copies(place: Place) -> dict[str, Any]:
