@@ -1,13 +1,14 @@
 """How fast the devices are: guards, links, matrix products, copies. Seconds, bytes a second, operations a second."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.experimental import multihost_utils
 
 from dualpipe_jax.engine.guard import Divergence, run_if, run_one
 from dualpipe_jax.parallel import EP
@@ -56,12 +57,10 @@ def all_to_alls(place: Place) -> dict[str, Any]:
         return lax.all_to_all(x.reshape(place.ep, -1), EP, 0, 0).reshape(x.shape)
 
     sizes = payloads(place)
-    alone = [
-        sizes[-1] / _chain(place.part(slice(rank, rank + 1)), exchange, sizes[-1]) for rank in range(place.pp)
-    ]
+    alone = {f"rank {rank}": (place.part(slice(rank, rank + 1)), exchange) for rank in range(place.pp)}
     return line(sizes, [_chain(place, exchange, size) for size in sizes]) | {
         "devices": place.ep,
-        "by_group": {f"rank {rank}": rate for rank, rate in enumerate(alone)},
+        "by_group": _each_alone(alone, sizes[-1]),
     }
 
 
@@ -74,12 +73,11 @@ def permutes(place: Place) -> dict[str, Any]:
 
     sizes = payloads(place)
     alone = {
-        f"ranks {rank}, {rank + 1}": sizes[-1]
-        / _chain(place.part(slice(rank, rank + 2)), around(2), sizes[-1])
+        f"ranks {rank}, {rank + 1}": (place.part(slice(rank, rank + 2)), around(2))
         for rank in range(place.pp - 1)
     }
     times = [_chain(place, around(place.pp), size) for size in sizes]
-    return line(sizes, times) | {"by_group": alone}
+    return line(sizes, times) | {"by_group": _each_alone(alone, sizes[-1])}
 
 
 def payloads(place: Place) -> list[int]:
@@ -96,6 +94,18 @@ def line(sizes: Sequence[int], times: Sequence[float]) -> dict[str, float]:
     if slope <= 0 or latency < 0:
         return {"bytes_per_second": large / slow, "latency": 0.0}
     return {"bytes_per_second": 1 / slope, "latency": latency}
+
+
+def _each_alone(
+    parts: Mapping[str, tuple[Place, Callable[[jax.Array], jax.Array]]], size: int
+) -> dict[str, float]:
+    """Bytes a second of each part, one part after the other; of several processes those take part that it has."""
+    rates = []
+    for name, (part, once) in parts.items():
+        multihost_utils.sync_global_devices(name)
+        rates.append(size / _chain(part, once, size) if part.is_here else 0.0)
+    found = np.reshape(multihost_utils.process_allgather(np.asarray(rates, np.float32)), (-1, len(parts)))
+    return dict(zip(parts, found.max(axis=0).tolist(), strict=True))
 
 
 def _chain(place: Place, once: Callable[[jax.Array], jax.Array], size: int) -> float:
