@@ -69,7 +69,9 @@ def supervise(config: TrainConfig, *, resume: bool) -> int:
 def command_lines(config: TrainConfig, where: Path, *, resume: bool) -> list[list[str]]:
     """How each process is started: with all options in one file, a fresh port and its number."""
     options, count = Path(f"{where}.options.json"), config.launch.processes or 1
-    alone = dataclasses.replace(config, launch=dataclasses.replace(config.launch, processes=None))
+    alone = dataclasses.replace(
+        config, launch=dataclasses.replace(config.launch, processes=None, one_gpu=False)
+    )
     options.write_text(json.dumps(plain(alone), indent=2) + "\n")
     line = [sys.executable, "-P", "-m", "train", "--config", str(options), "--name", str(config.name)]
     line += ["--runs", str(config.runs), "--coordinator", f"127.0.0.1:{free_port()}"]

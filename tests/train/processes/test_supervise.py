@@ -12,10 +12,12 @@ from pathlib import Path
 import pytest
 
 from dualpipe_jax.processes import free_port, too_few_gpus
+from train.checks import check
 from train.config import ConfigError, configure
+from train.options import parse
 from train.processes import watcher
 from train.processes.pulse import Pulse
-from train.processes.supervise import environment_of, keep_going, smaller, supervise
+from train.processes.supervise import command_lines, environment_of, keep_going, smaller, supervise
 from train.processes.watcher import Told, run_once
 
 WORKER = Path(__file__).with_name("toy_worker.py")
@@ -139,6 +141,13 @@ def test_all_processes_share_a_gpu_if_asked():
     assert environment(0) == environment(1) and environment(1)["JAX_LOCAL_DEVICE_IDS"] == "0"
     assert environment(1)["NCCL_MULTI_RANK_GPU_ENABLE"] == "1"
     assert float(environment(1)["XLA_PYTHON_CLIENT_MEM_FRACTION"]) < 1 / 2
+
+
+def test_a_process_of_several_is_one_by_itself(tmp_path):
+    """What it is started with passes the checks of a process that something else starts."""
+    config = configure(processes=2, devices="accelerator", pp=2, ep=1, one_gpu=True, name="run")
+    for line in command_lines(config, tmp_path / "0", resume=False):
+        check(parse(line[line.index("train") + 1 :]).options)
 
 
 @pytest.mark.parametrize(
