@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from dualpipe_jax.parallel.expert_plan import Axis
+from dualpipe_jax.varying import vary_alike
 
 BLOCK = 512
 """Tokens of a device whose logits stand at once: with 129,280 words 265 MB in float32, however many devices."""
@@ -24,17 +25,55 @@ BLOCK = 512
 def look_up(table_VD: Array, tokens_BS: Array, dtype: jnp.dtype, axis: Axis | None = None) -> Array:
     """Return tokens' rows of the embedding, [B, S, D] in ``dtype``.
 
+    Its gradient is summed in float32, and comes out the same to the last bit wherever it is computed again.
+
     Args:
       table_VD: all words; with an axis, this device's part of the width.
-      tokens_BS: this device's tokens.
+      tokens_BS: int, this device's tokens, each from 0 to V - 1.
       dtype: of the result.
       axis: the mesh axis or axes that share out the width; None where the table is whole.
     """
     if axis is None:
-        return table_VD[tokens_BS].astype(dtype)
+        return _rows(*vary_alike((table_VD, tokens_BS))).astype(dtype)
     tokens_NBS = lax.all_gather(tokens_BS, axis)
-    rows_NBSD = table_VD[tokens_NBS].astype(dtype)
+    rows_NBSD = _rows(*vary_alike((table_VD, tokens_NBS))).astype(dtype)
     return lax.all_to_all(rows_NBSD, axis, split_axis=0, concat_axis=3, tiled=True)[0]
+
+
+@jax.custom_vjp
+def _rows(table_VD: Array, tokens: Array) -> Array:
+    return table_VD[tokens]
+
+
+def _rows_fwd(table_VD: Array, tokens: Array) -> tuple[Array, tuple[Array, Array]]:
+    return _rows(table_VD, tokens), (table_VD, tokens)
+
+
+def _rows_bwd(saved: tuple[Array, Array], d_rows: Array) -> tuple[Array, None]:
+    """Sum a word's gradients in float32, in an order of its own: a GPU's scatter adds in any, never the same twice.
+
+    Sorted, a word's tokens lie side by side, and a scan that begins anew with each word has its sum at the last.
+    """
+    table_VD, tokens = saved
+    V, D = table_VD.shape
+    words_T = jnp.asarray(tokens, jnp.int32).reshape(-1)  # 16 bits do not hold the places past the table
+    order_T = jnp.argsort(words_T, stable=True)
+    words_T = words_T[order_T]
+    first_T = jnp.concatenate([jnp.ones(1, bool), words_T[1:] != words_T[:-1]])
+    wide_TD = d_rows.reshape(-1, D)[order_T].astype(jnp.float32)
+    _, sums_TD = lax.associative_scan(_add_within, (first_T[:, None], wide_TD))
+    place_T = jnp.where(jnp.roll(first_T, -1), words_T, V + jnp.arange(len(words_T), dtype=jnp.int32))
+    # Added, though nothing is there: XLA then adds these rows to the sum of microbatches, not a whole table of zeros.
+    d_VD = jnp.zeros((V, D), jnp.float32).at[place_T].add(sums_TD, mode="drop", unique_indices=True)
+    return d_VD.astype(table_VD.dtype), None
+
+
+def _add_within(left: tuple[Array, Array], right: tuple[Array, Array]) -> tuple[Array, Array]:
+    (left_begins, left_sum), (right_begins, right_sum) = left, right
+    return left_begins | right_begins, jnp.where(right_begins, right_sum, left_sum + right_sum)
+
+
+_rows.defvjp(_rows_fwd, _rows_bwd)
 
 
 def cross_entropy(

@@ -32,10 +32,11 @@ MAY_IMPORT = {
     "engine": ENGINE,
     "inspect": ("present", "torus"),
     "worker": (),
+    "processes": ("inspect",),
     "probe": (*ENGINE[1:], "engine", "inspect", "worker"),
     "pods": (*ENGINE, "ranges", "step_options", "balance", "engine", "inspect", "worker"),
     "profile": ("present", "schedule", "inspect", "pods"),
-    "command": ("present", "schedule", "step_options", "balance", "inspect", "worker", *NO_JAX),
+    "command": ("present", "schedule", "step_options", "balance", "inspect", "processes", "worker", *NO_JAX),
 }
 MAY_IMPORT = {
     f"dualpipe_jax.{part}": tuple(f"dualpipe_jax.{b}" for b in ("arguments", "installing", *below))

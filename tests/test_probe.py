@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import time
 from pathlib import Path
 
 import numpy as np
@@ -10,6 +11,7 @@ import pytest
 
 from dualpipe_jax.__main__ import main
 from dualpipe_jax.command import child
+from dualpipe_jax.command.probe import Probe
 from dualpipe_jax.inspect.measured import measured_rates
 from dualpipe_jax.probe import units
 from dualpipe_jax.probe.experiments import experiment
@@ -49,12 +51,92 @@ def test_a_machine_on_which_all_works(here, capfd):
     for rate in (rates["all-to-all"], rates["permute"]):
         assert 1e6 < rate["bytes_per_second"] < 1e12 and 0 <= rate["latency"] < 1
     assert 1e8 < rates["memory"] < 1e12 and 1e8 < rates["flops"] < 1e14
+    assert [one["size"] for one in rates["products"]] == [2 * width**3 for width in (64, 128, 256, 512)]
+    parts = (
+        *(one["flops_per_second"] for one in rates["products"]),
+        *rates["attention"].values(),
+        rates["grouped"],
+    )
+    assert all(1e6 < rate < 1e14 for rate in parts)
+    assert set(rates["attention"]) == {"forward", "backward"}
     assert set(costs) == {"F", "I", "W", "FB", "send"} and all(0 < cost < 1e4 for cost in costs.values())
     assert found["units"] == {"time": "ms"} and costs["F"] == 1e3 * found["results"]["layer"]["F"]
     assert main(["choose", "--ranks", "2", "--microbatches", "4", "--costs", "rates.json", "--json"]) == 0
     chosen_by = json.loads(capfd.readouterr().out)["costs"]
     assert {unit: chosen_by[unit] for unit in costs} == costs
     assert measured_rates("rates.json", 1e9, switched=True).flops == pytest.approx(rates["flops"] / 1e9)
+
+
+def test_two_processes_probe_together(here, capfd):
+    """A device each, which gloo joins: what both hold is compared, and each link is timed by those that have it."""
+    only = ["guard-loop", "permute-beside-loop", "units-none", "rate-permute"]
+    assert main(["probe", "--cpu", "2", "--processes", "2", "--ep", "1", "--only", *only]) == 0
+    said, progress = capfd.readouterr()
+    assert said.startswith("2 x cpu (cpu), 2 processes, pp 2 x ep 1, jax ")
+    assert progress.count("probe: starting") <= 1, "they found each other at once"
+    results = json.loads((here / "rates.json").read_text())["results"]
+    assert results["guard-loop"] == results["units-none"] == WORKS
+    (alone,) = results["rate-permute"]["by_group"].values()
+    assert 1e6 < alone < 1e12
+
+
+@pytest.mark.parametrize("lost", [0, 1])
+def test_a_process_that_dies_ends_its_experiment_and_no_more(here, capfd, monkeypatch, lost):
+    """Killed as the machine kills what takes too much memory; the others would wait for it for ever."""
+    monkeypatch.setenv("PYTHONPATH", f"{here}{os.pathsep}{os.environ['PYTHONPATH']}")
+    (here / "sitecustomize.py").write_text(KILLED.format(lost=lost))
+    begun = time.monotonic()
+    only = ["guard-loop", "guard-switch", "rate-matmul"]
+    assert main(["probe", "--cpu", "2", "--processes", "2", "--limit", "60", "--only", *only]) == 1
+    assert time.monotonic() - begun < 60, "nobody waited for a limit"
+    results = json.loads((here / "rates.json").read_text())["results"]
+    assert results["guard-loop"]["why"].startswith(
+        f"the process {lost} of 2 was ended by SIGKILL while guard-loop"
+    )
+    assert results["guard-switch"] == WORKS and results["rate-matmul"]["flops_per_second"] > 0
+
+
+KILLED = """
+import os, signal, sys
+if "dualpipe_jax.probe" in sys.orig_argv:
+    import dualpipe_jax.probe.diverging as diverging
+    whole = diverging.diverging
+    def dying(place, form, **more):
+        import jax
+        if form == "loop" and jax.process_index() == {lost}:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return whole(place, form, **more)
+    diverging.diverging = dying
+"""
+
+
+def test_each_process_on_gpus_takes_its_own_or_all_take_one(monkeypatch):
+    """What would be set; nothing starts."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    requests = [request | environment for request, environment in Probe(processes=2)._jobs({})]
+    assert [one["JAX_LOCAL_DEVICE_IDS"] for one in requests] == ["0", "1"]
+    assert {one["NCCL_LAUNCH_ORDER_IMPLICIT"] for one in requests} == {"1"}
+    assert not any("NCCL_MULTI_RANK_GPU_ENABLE" in one for one in requests)
+    meeting = [one["processes"] for one in requests]
+    assert len({one["coordinator"] for one in meeting}) == 1
+    assert [(one["number"], one["count"]) for one in meeting] == [(0, 2), (1, 2)]
+    shared = [environment for _, environment in Probe(processes=4, one_gpu=True)._jobs({})]
+    assert all(one == shared[0] for one in shared) and len(shared) == 4
+    assert shared[0]["JAX_LOCAL_DEVICE_IDS"] == "0" and shared[0]["NCCL_MULTI_RANK_GPU_ENABLE"] == "1"
+    assert shared[0]["XLA_PYTHON_CLIENT_PREALLOCATE"] == "false"
+    assert 4 * float(shared[0]["XLA_PYTHON_CLIENT_MEM_FRACTION"]) < 1
+
+
+def test_fewer_gpus_than_processes(here, answering, capsys, monkeypatch):
+    asked = answering(
+        {"devices": DEVICES, "results": EVERYTHING}, {"devices": DEVICES, "results": EVERYTHING}
+    )
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
+    assert main(["probe", "--processes", "2"]) == 2
+    wanted = (
+        "error: --processes 2: each process takes a GPU, and there is 1; give --processes 1, or for tests "
+    )
+    assert capsys.readouterr().err.startswith(wanted) and not asked
 
 
 @pytest.mark.slow
@@ -77,7 +159,8 @@ def answering(monkeypatch):
     def set_up(*ends):
         asked, ends = [], list(ends)
 
-        def ask(module, request, environment, title, limit):
+        def ask(module, request, environment, title, limit, beside=()):
+            assert not beside
             asked.append((module, request["experiments"], environment, limit))
             answer = ends.pop(0)
             if isinstance(answer, Exception):
@@ -124,6 +207,13 @@ def test_devices_that_are_never_found(here, answering, capsys):
     [
         (["--pp", "0"], "--pp 0: must be above 0"),
         (["--limit", "-1"], "--limit -1: must be above 0"),
+        (["--processes", "0"], "--processes 0: must be above 0"),
+        (
+            ["--cpu", "3", "--processes", "2"],
+            "--cpu 3: cannot be shared out equally over 2 processes; give --cpu 4",
+        ),
+        (["--one-gpu"], "--one-gpu: is for several processes on a GPU; give --processes, and no --cpu"),
+        (["--one-gpu", "--processes", "2", "--cpu", "2"], "--one-gpu: is for several processes on a GPU"),
         (["--only", "guards"], "--only guards: no experiment; did you mean guard-switch? There are permute-"),
         (["-o", "no/rates.json"], "--output no/rates.json: there is no folder no"),
     ],
@@ -231,6 +321,9 @@ def test_slow_links_and_cheap_guards_are_named():
     assert "Slow links, in the median of all groups, all-to-all within a group: rank 2 50%." in text
     assert 'Guards of the form "switch" take 70 us less a tick' in text
     assert outcome(more["rate-all-to-all"]) == "1 GB/s, 1 us each"
+    products = [{"width": 64, "flops_per_second": 1e12}, {"width": 512, "flops_per_second": 2.5e12}]
+    assert outcome({"products": products}) == "1 TFLOP/s at 64, 2.5 TFLOP/s at 512"
+    assert outcome({"forward": 5e14, "backward": 4e14}) == "F 500 TFLOP/s, B 400 TFLOP/s"
     assert outcome(more["cost-loop"]) == "5 us with none taken, 90 us with one"
 
 

@@ -7,8 +7,8 @@ import sys
 import tempfile
 from pathlib import Path
 
+from dualpipe_jax.processes import free_port
 from tests.quick import QUICK, ROOT
-from train.processes.supervise import free_port
 
 
 def what_both_say(*program, arguments=(), devices=1):

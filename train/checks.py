@@ -39,10 +39,9 @@ def check(config: TrainConfig) -> None:
             f"--processes {launch.processes} starts processes on this machine and connects them; --coordinator, "
             "--num-processes and --process-id are for a process that something else starts. Give one or the other"
         )
-    if launch.processes is not None and launch.devices != "cpu":
+    if launch.one_gpu and (launch.processes is None or launch.devices == "cpu"):
         raise ConfigError(
-            f"--processes {launch.processes} shares CPU devices out; with --devices {launch.devices} let srun, mpirun "
-            "or the like start a process for each device"
+            "--one-gpu: is for several processes on a GPU; give --processes and --devices accelerator"
         )
     for flag in ("--coordinator", "--coordinator-bind"):
         address = option(config, flag)

@@ -168,6 +168,9 @@ class LaunchConfig:
     processes: AtLeastOne | None = None
     """Start so many processes on this machine, watch over them, and start them again when one fails. On GPUs
     each has one, on CPU its share of the virtual devices."""
+    one_gpu: bool = False
+    """Let all processes of --processes share one GPU: for a test of what is computed, not of speed. NCCL allows
+    it from version 2.30 on."""
     restarts: NotNegative = 3
     """How often the processes of --processes are started again, from the last good checkpoint."""
     shrink: bool = False

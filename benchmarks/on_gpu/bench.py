@@ -124,8 +124,10 @@ class Bench:
             facts |= self._predicted(compiled)
         if self.compiles_only:
             facts |= {"calls": _calls(compiled.as_text()), "bytes_outside_loops": _bytes(compiled)}
+            text = lowered.as_text()
             # The compiler expands it into products of all rows with each group's matrix, and leaves no trace.
-            self.say(name, **facts, dense_ragged=lowered.as_text().count('"chlo.ragged_dot"'), flops=flops)
+            facts["dense_ragged"] = text.count('"chlo.ragged_dot"')
+            self.say(name, **facts, unordered_scatters=unordered_scatters(text), flops=flops)
             return jax.tree.map(self._abstract, jax.eval_shape(function, *args))
         out = jax.block_until_ready(compiled(*args))
         took, spread = _timed(lambda: compiled(*args), seconds)
@@ -158,6 +160,13 @@ class Bench:
             words = str(error).strip().splitlines() or [""]
             self.say("failed", reason=f"{type(error).__name__}: {' '.join(words)[:600]}")
         self.say("took", seconds=round(time.monotonic() - started, 1))
+
+
+def unordered_scatters(text: str) -> int:
+    """How many scatters of a lowered program's text let updates of floats meet: a GPU then takes them in any order."""
+    scatters = re.findall(r'"stablehlo\.scatter".*?\}\) : [^\n]*', text, re.DOTALL)
+    floats = [one for one in scatters if re.search(r"-> tensor<(?:\d+x)*(?:f|bf)\d+>$", one)]
+    return sum("unique_indices = true" not in one for one in floats)
 
 
 def error(found: Any, wanted: Any) -> float:

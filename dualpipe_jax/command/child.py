@@ -11,7 +11,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,12 +34,17 @@ class Hung(Died):
     """A stage took longer than it may, and the process was ended."""
 
 
+Job = tuple[Mapping[str, Any], Mapping[str, str]]
+"""A process's request, and variables of its environment."""
+
+
 def ask(
     module: str,
     request: Mapping[str, Any],
     environment: Mapping[str, str],
     title: str,
     limit: Limit | None = None,
+    beside: Sequence[Job] = (),
 ) -> dict[str, Any]:
     """Run ``python -m module`` with a request on its standard input; what it answers.
 
@@ -54,65 +59,113 @@ def ask(
       environment: variables besides this process's own.
       title: what to call the work.
       limit: how long each stage may take, the first is "starting"; None waits for as long as it goes on.
+      beside: more processes of the module that work with the first, whose answers nobody reads. All end when one of
+        them fails, and when the first has answered.
 
     Raises:
       CommandError: what it says cannot be done.
-      Died: it ended without an answer.
+      Died: it ended without an answer, or one beside it did.
       Hung: a stage passed its limit.
     """
     with tempfile.TemporaryDirectory(prefix="dualpipe-") as folder:
-        answer, errors = Path(folder, "answer.json"), Path(folder, "errors.txt")
-        with errors.open("wb") as log:
-            process = subprocess.Popen(
-                [sys.executable, "-m", module, str(answer)],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=log,
-                text=True,
-                env={**os.environ, **environment},
-                start_new_session=True,  # so that Ctrl-C comes to us alone, and its whole group can be ended
-            )
-        with _ended(process):
-            assert process.stdin is not None
-            with contextlib.suppress(BrokenPipeError):
-                process.stdin.write(json.dumps({**request, "log": str(errors)}) + "\n")
-                process.stdin.flush()
-            stage, late = _follow(process, title, limit)
-        if not answer.exists() or not answer.stat().st_size:
-            partial = Path(f"{answer}{PARTIAL}")
-            known = json.loads(partial.read_text()) if partial.exists() else {}
-            if late is not None:
-                raise Hung(f"no answer in {late:g} s while {stage}", stage, known)
-            raise Died(_obituary(process.returncode, stage, errors.read_text(errors="replace")), stage, known)
-        found = json.loads(answer.read_text())
+        first, *others = (
+            _Far(Path(folder, str(number)), *job)
+            for number, job in enumerate([(request, environment), *beside])
+        )
+        with _ended([first, *others]):
+            for far in (first, *others):
+                far.start(module, listens=far is first)
+            stage, late = _follow(first, others, title, limit)
+            failed = [far for far in (*others, first) if far.process.poll() not in (None, 0)]
+        known = first.partial()
+        if late is not None and not first.answered():
+            raise Hung(f"no answer in {late:g} s while {stage}", stage, known)
+        if not first.answered():
+            # One that a signal ended was first; the others notice that it is gone, and raise or abort.
+            late_ends = {-signal.SIGABRT, *range(256)}
+            culprit = min(failed, key=lambda far: far.process.returncode in late_ends, default=first)
+            stage = stage if culprit is first else culprit.last_stage()
+            which = f" {[first, *others].index(culprit)} of {1 + len(others)}" if others else ""
+            raise Died(_obituary(culprit, stage, which), stage, known)
+        found = json.loads(first.answer.read_text())
     if "error" in found:
         raise CommandError(found["error"])
     return found
 
 
+class _Far:
+    """A process that works for us, and its files."""
+
+    process: subprocess.Popen[str]
+
+    def __init__(self, name: Path, request: Mapping[str, Any], environment: Mapping[str, str]):
+        self.answer, self.errors, self._stages = (
+            Path(f"{name}.{what}") for what in ("json", "errors", "stages")
+        )
+        self._request, self._environment = request, environment
+
+    def start(self, module: str, *, listens: bool) -> None:
+        """Start it and hand over its request; its stages come through a pipe if we listen, else into a file."""
+        with self.errors.open("wb") as log, self._stages.open("wb") as stages:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", module, str(self.answer)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE if listens else stages,
+                stderr=log,
+                text=True,
+                env={**os.environ, **self._environment},
+                start_new_session=True,  # so that Ctrl-C comes to us alone, and its whole group can be ended
+            )
+        assert self.process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):
+            self.process.stdin.write(json.dumps({**self._request, "log": str(self.errors)}) + "\n")
+            self.process.stdin.flush()
+
+    def answered(self) -> bool:
+        return self.answer.exists() and self.answer.stat().st_size > 0
+
+    def partial(self) -> dict[str, Any]:
+        """What it is known to have found before its end."""
+        partial = Path(f"{self.answer}{PARTIAL}")
+        return json.loads(partial.read_text()) if partial.exists() else {}
+
+    def last_stage(self) -> str:
+        """What one does to which we did not listen. gloo greets among the stages."""
+        lines = self._stages.read_text(errors="replace").splitlines()
+        return next((line for line in reversed(lines) if line and not line.startswith("[Gloo]")), "starting")
+
+
 @contextlib.contextmanager
-def _ended(process: subprocess.Popen[str]) -> Iterator[None]:
-    """Whatever happens inside, the process and all of its group are gone afterwards."""
+def _ended(all_of: Sequence[_Far]) -> Iterator[None]:
+    """Whatever happens inside, the processes and all of their groups are gone afterwards."""
     try:
         yield
     finally:
+        processes = [far.process for far in all_of if hasattr(far, "process")]
         for number in (signal.SIGTERM, signal.SIGKILL):
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(process.pid, number)
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(_PATIENCE)
-        for stream in (process.stdin, process.stdout):
-            with contextlib.suppress(BrokenPipeError):
-                stream.close()  # type: ignore[union-attr]  # both are pipes
+            for process in processes:
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.killpg(process.pid, number)
+            end = time.monotonic() + _PATIENCE
+            for process in processes:
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(max(0.0, end - time.monotonic()))
+        for process in processes:
+            for stream in (process.stdin, process.stdout):
+                with contextlib.suppress(BrokenPipeError):
+                    if stream is not None:
+                        stream.close()
 
 
-def _follow(process: subprocess.Popen[str], title: str, limit: Limit | None) -> tuple[str, float | None]:
-    """Show stages until there are no more; the last one, and its limit if it passed that."""
+def _follow(first: _Far, others: Sequence[_Far], title: str, limit: Limit | None) -> tuple[str, float | None]:
+    """Show stages until there are no more, or another process failed; the last one, and its limit if it passed that."""
+    process = first.process
     lines: queue.Queue[str | None] = queue.Queue()
 
     def listen() -> None:
         for line in process.stdout or ():
-            lines.put(line.strip())
+            if not line.startswith("[Gloo]"):
+                lines.put(line.strip())
         lines.put(None)
 
     threading.Thread(target=listen, daemon=True).start()
@@ -126,6 +179,8 @@ def _follow(process: subprocess.Popen[str], title: str, limit: Limit | None) -> 
             try:
                 line = lines.get(timeout=0.5 if allowed is None else min(0.5, allowed))
             except queue.Empty:
+                if any(far.process.poll() not in (None, 0) for far in others):
+                    return stage, None
                 progress.show(stage, time.monotonic() - started)
                 continue
             if line is None:
@@ -167,10 +222,11 @@ class _Progress:
             print(text, file=sys.stderr, flush=True)
 
 
-def _obituary(status: int, stage: str, errors: str) -> str:
+def _obituary(far: _Far, stage: str, which: str) -> str:
+    status, errors = far.process.returncode, far.errors.read_text(errors="replace")
     how = f"was ended by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
     said = [line for line in errors.splitlines() if line.strip() and not any(n in line for n in _NOISE)]
     # A crash prints its reason first and then, at length, where it was.
     reason = [line for line in said if re.match(r"F\d{4} |\w*Error|.*(Check failed|terminate called)", line)]
     words = "\n".join(f"  {line[:300]}" for line in (reason or said)[-8:])
-    return f"the process {how} while {stage}" + (f"; its last words:\n{words}" if words else "")
+    return f"the process{which} {how} while {stage}" + (f"; its last words:\n{words}" if words else "")

@@ -5,7 +5,7 @@ import difflib
 import json
 import os
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
@@ -22,6 +22,10 @@ from dualpipe_jax.probe.findings import (
     title,
     verdict,
 )
+from dualpipe_jax.processes import free_port, gpu_environment, too_few_gpus
+
+if TYPE_CHECKING:
+    from dualpipe_jax.command.child import Job
 
 _STARTING = 180.0
 """Seconds to load JAX and find the devices, if --limit is not longer."""
@@ -41,6 +45,12 @@ class Probe:
     """Number of devices of each rank. If left out, all devices are shared out over the ranks."""
     cpu: Count = None
     """Probe so many virtual CPU devices instead of real ones."""
+    processes: Count = None
+    """Start so many processes, one for each GPU, as training does; --cpu shares its devices out over them.
+    If left out, one process drives all devices."""
+    one_gpu: bool = False
+    """Let all processes of --processes share one GPU: for a test of what is computed, not of speed. NCCL allows
+    it from version 2.30 on."""
     limit: float = 120.0
     """Seconds that a single experiment may take, compiling included. What takes longer is reported as
     hung."""
@@ -79,8 +89,9 @@ class Probe:
             in_order = left[0] == IN_ORDER
             now = [name for name in left if (name == IN_ORDER) == in_order]
             request = {"pp": self.pp, "ep": self.ep, "experiments": now, "sums_in_order": in_order}
+            (first, environment), *others = self._jobs(request)
             try:
-                known = ask("dualpipe_jax.probe", request, self._environment(), "probe", self._limit)
+                known = ask("dualpipe_jax.probe", first, environment, "probe", self._limit, others)
                 stage = None
             except Died as death:
                 known, stage = death.known, death.stage
@@ -99,19 +110,40 @@ class Probe:
     def _limit(self, stage: str) -> float:
         return max(self.limit, _STARTING) if stage == "starting" else self.limit
 
-    def _environment(self) -> dict[str, str]:
-        if self.cpu is None:
-            return {}
-        return {
-            "JAX_PLATFORMS": "cpu",
-            "XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={self.cpu}",
-        }
+    def _jobs(self, request: dict[str, Any]) -> "list[Job]":
+        """What each process is asked, and its environment."""
+        if self.processes is None:
+            return [(request, self._environment(0, 1))]
+        count, address = self.processes, f"127.0.0.1:{free_port()}"
+        return [
+            (
+                request | {"processes": {"coordinator": address, "count": count, "number": number}},
+                self._environment(number, count),
+            )
+            for number in range(count)
+        ]
+
+    def _environment(self, number: int, count: int) -> dict[str, str]:
+        if self.cpu is not None:
+            devices = f"--xla_force_host_platform_device_count={self.cpu // count}"
+            return {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} {devices}"}
+        return {} if self.processes is None else gpu_environment(number, count, one_gpu=self.one_gpu)
 
     def _check(self) -> None:
-        for name in ("pp", "ep", "cpu", "limit"):
+        for name in ("pp", "ep", "cpu", "processes", "limit"):
             value = getattr(self, name)
             if value is not None and value <= 0:
                 raise CommandError(f"--{name} {value:g}: must be above 0")
+        if self.one_gpu and (self.processes is None or self.cpu is not None):
+            raise CommandError("--one-gpu: is for several processes on a GPU; give --processes, and no --cpu")
+        if self.processes is not None and self.cpu is not None and self.cpu % self.processes:
+            raise CommandError(
+                f"--cpu {self.cpu}: cannot be shared out equally over {self.processes} processes; give --cpu "
+                f"{-(-self.cpu // self.processes) * self.processes}"
+            )
+        takes_gpus = self.processes is not None and self.cpu is None and not self.one_gpu
+        if takes_gpus and (why := too_few_gpus(self.processes or 1)):
+            raise CommandError(why)
         if not self.output.absolute().parent.is_dir():
             raise CommandError(f"--output {self.output}: there is no folder {self.output.parent}")
 
@@ -142,6 +174,8 @@ def _none_failed(results: dict[str, Any]) -> bool:
 
 def _devices(found: dict[str, Any]) -> str:
     what = f"{found['number']} x {found['kind']} ({found['platform']})"
+    if found.get("processes", 1) > 1:
+        what += f", {found['processes']} processes"
     return f"{what}, pp {found['pp']} x ep {found['ep']}, jax {found['jax']}\n"
 
 

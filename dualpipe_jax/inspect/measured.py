@@ -5,24 +5,28 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from dualpipe_jax.inspect.rates import Rates
+from dualpipe_jax.inspect.rates import Rates, gpu_kernels
 
 
 def measured_rates(file: str | Path, clock: float, *, switched: bool) -> Rates:
     """Rates from the file that ``dualpipe probe`` writes.
 
     The file has bytes and operations a second, programs are priced in cycles. Every instruction is priced by the
-    measured rates of matrix products and of memory, also where the compiler has figures of its own; all-to-alls and
-    permutes by their own rates, other collectives by links of the all-to-all's speed.
+    measured rates of matrix products and of memory, also where the compiler has figures of its own: products by what
+    was reached at their size, cuDNN's attention and the grouped products of ``parallel.hopper`` by their own rates, or
+    as other products where those were not measured. All-to-alls and permutes go by their own rates, other collectives
+    by links of the all-to-all's speed.
 
     Args:
       file: JSON with "rates": {"all-to-all": {"bytes_per_second", "latency", "devices"}, "permute":
-        {"bytes_per_second", "latency"}, "memory", "flops"}, of which those will do that were measured.
+        {"bytes_per_second", "latency"}, "memory", "flops", "products": [{"size", "flops_per_second"}, ...],
+        "attention": {"forward", "backward"}, "grouped"}, of which those will do that were measured: bytes and
+        operations a second, seconds, and the size of a product in operations.
       clock: hertz of the cycles.
       switched: whether links meet in a switch; see ``Rates``.
 
     Raises:
-      ValueError: the file cannot be read, holds no rates, or ones that are no positive numbers.
+      ValueError: the file cannot be read, holds no rates, or ones that are no positive numbers, or a size twice.
     """
     rates = read_rates(file)
     exchange, permute = rates.get("all-to-all"), rates.get("permute")
@@ -35,7 +39,23 @@ def measured_rates(file: str | Path, clock: float, *, switched: bool) -> Rates:
         collectives["collective-permute"] = permute["bytes_per_second"] / clock
         latency = latency if exchange is not None else permute["latency"] * clock
     memory, flops = (rates[name] / clock if name in rates else None for name in ("memory", "flops"))
-    return Rates(link, switched, collectives, latency, memory, flops, measured=True)
+    products = sorted((one["size"], one["flops_per_second"] / clock) for one in rates.get("products", ()))
+    attention = rates.get("attention", {})
+    kernels = [
+        None if rate is None else rate / clock
+        for rate in (attention.get("forward"), attention.get("backward"), rates.get("grouped"))
+    ]
+    return Rates(
+        link,
+        switched,
+        collectives,
+        latency,
+        memory,
+        products[-1][1] if products and flops is None else flops,
+        tuple(products),
+        kernel_flops=gpu_kernels(*kernels),
+        measured=True,
+    )
 
 
 def read_rates(file: str | Path) -> Mapping[str, Any]:
@@ -45,7 +65,7 @@ def read_rates(file: str | Path) -> Mapping[str, Any]:
     except (OSError, ValueError) as error:
         raise ValueError(f"--rates {file}: cannot read it: {error}") from None
     rates = entries.get("rates") if isinstance(entries, dict) else None
-    if not isinstance(rates, dict) or not rates.keys() & {"all-to-all", "permute", "memory", "flops"}:
+    if not isinstance(rates, dict) or not rates.keys() & {*_PLAIN, *_NUMBERS, _PRODUCTS}:
         raise ValueError(
             f"--rates {file}: no rates in it; `dualpipe probe` on the devices writes such a file"
         )
@@ -56,15 +76,33 @@ def read_rates(file: str | Path) -> Mapping[str, Any]:
                 wanted = ", ".join(_NUMBERS[name])
                 raise ValueError(f"--rates {file}: {name} is {found!r}, must be an object with {wanted}")
             numbers = {f"{name}.{key}": found.get(key) for key in _NUMBERS[name]}
+        if name == _PRODUCTS:
+            numbers = _numbers_of_products(found, file)
         for where, number in numbers.items():
             _check_number(where, number, file)
     return rates
 
 
-_PLAIN = ("memory", "flops")
+def _numbers_of_products(found: Any, file: str | Path) -> dict[str, Any]:
+    if not (isinstance(found, list) and found and all(isinstance(one, dict) for one in found)):
+        wanted = "a list of objects with size, flops_per_second"
+        raise ValueError(f"--rates {file}: products is {found!r}, must be {wanted}")
+    sizes = [one.get("size") for one in found]
+    if twice := [size for place, size in enumerate(sizes) if size in sizes[:place]]:
+        raise ValueError(f"--rates {file}: products has size {twice[0]!r} twice; leave one of them")
+    return {
+        f"products[{place}].{key}": one.get(key)
+        for place, one in enumerate(found)
+        for key in ("size", "flops_per_second")
+    }
+
+
+_PRODUCTS = "products"
+_PLAIN = ("memory", "flops", "grouped")
 _NUMBERS: Mapping[str, tuple[str, ...]] = {
     "all-to-all": ("bytes_per_second", "latency", "devices"),
     "permute": ("bytes_per_second", "latency"),
+    "attention": ("forward", "backward"),
 }
 
 

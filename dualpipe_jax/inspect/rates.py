@@ -1,8 +1,11 @@
 """What a compiled text leaves unsaid: how long collectives, copies and kernels take."""
 
 import dataclasses
+import math
 import re
 from collections.abc import Mapping
+
+import numpy as np
 
 from dualpipe_jax.arguments import typechecked
 from dualpipe_jax.inspect.fabric import Fabric, Groups, Nodes
@@ -125,13 +128,15 @@ def gpu_rates(
         collectives={"collective-permute": network / gpu.clock},
         memory=reached.memory * gpu.bandwidth / gpu.clock,
         flops=reached.products * peak,
-        kernel_flops={
-            r"fmha.*Backward": backward * peak,
-            "fmha": forward * peak,
-            r"mosaic_gpu|gpu\.triton": reached.grouped * peak,
-        },
+        kernel_flops=gpu_kernels(forward * peak, backward * peak, reached.grouped * peak),
         launch=reached.launch * gpu.clock,
     )
+
+
+def gpu_kernels(forward: float | None, backward: float | None, grouped: float | None) -> dict[str, float]:
+    """``Rates.kernel_flops`` of cuDNN's attention and of ``parallel.hopper``; without those that are None."""
+    known = {"fmha.*Backward": backward, "fmha": forward, r"mosaic_gpu|gpu\.triton": grouped}
+    return {pattern: rate for pattern, rate in known.items() if rate is not None}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -161,6 +166,8 @@ class Rates:
         longer. None leaves it unpriced.
       flops: multiplications and additions a cycle of matrix products that the compiler does not price, and of
         kernels that state their cost (``pl.CostEstimate``).
+      products: what smaller products than that of ``flops`` reach, as pairs of a product's operations and its
+        operations a cycle, ascending. Between two the logarithm of the operations decides; outside, the nearest.
       kernels: cycles of custom calls that the compiler does not price (Pallas kernels), by a regular
         expression searched in the call's target and op_name; the first that is found counts.
       kernel_flops: the same of custom calls that are known to reach less, by a regular expression searched in the
@@ -177,6 +184,7 @@ class Rates:
     latency: float = 0.0
     memory: float | None = None
     flops: float | None = None
+    products: tuple[tuple[float, float], ...] = ()
     kernels: Mapping[str, float] = dataclasses.field(default_factory=dict)
     kernel_flops: Mapping[str, float] = dataclasses.field(default_factory=dict)
     launch: float = 0.0
@@ -226,11 +234,17 @@ class Rates:
         if instruction.opcode == "custom-call" and not arithmetic:
             return None  # a kernel of which nothing is known
         moved = traffic(module, within, instruction) / self.memory
-        busy = max(moved, arithmetic / self._reached(instruction)) if self.flops else moved
+        busy = max(moved, arithmetic / self._reached(instruction, arithmetic)) if self.flops else moved
         return busy + self.launch if busy else 0.0
 
-    def _reached(self, instruction: Instruction) -> float:
+    def _reached(self, instruction: Instruction, arithmetic: int) -> float:
         """Multiplications and additions a cycle."""
         assert self.flops is not None
         target = instruction.target if instruction.opcode == "custom-call" else ""
-        return next((rate for name, rate in self.kernel_flops.items() if re.search(name, target)), self.flops)
+        for name, rate in self.kernel_flops.items():
+            if re.search(name, target):
+                return rate
+        if not (self.products and arithmetic):
+            return self.flops
+        sizes, reached = zip(*self.products, strict=True)
+        return float(np.interp(math.log(arithmetic), np.log(sizes), reached))

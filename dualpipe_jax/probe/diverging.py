@@ -44,7 +44,7 @@ def diverging(place: Place, form: Divergence, *, exchange: bool = False, beside:
     wanted[:, 0] = np.arange(place.pp) % 2  # in this one groups part ways whatever was drawn
     x = rng.standard_normal((place.pp, place.ep, place.ep, 256 if place.is_small else 1 << 16), np.float32)
     found = place.on_devices(run)(x, np.repeat(wanted[:, None], place.ep, axis=1))
-    return difference(found, expected(x, wanted, exchange=exchange, beside=beside))
+    return difference(place.fetch(found), expected(x, wanted, exchange=exchange, beside=beside))
 
 
 def expected(x: np.ndarray, wanted: np.ndarray, *, exchange: bool, beside: bool) -> np.ndarray:
@@ -65,12 +65,13 @@ def permute_inside(place: Place) -> str:
 
     x = np.arange(float(place.pp * place.ep), dtype=np.float32).reshape(place.pp, place.ep)
     wanted = np.repeat(np.arange(place.pp)[:, None] % 2 == 0, place.ep, axis=1)
-    return difference(place.on_devices(run)(x, wanted), np.where(wanted, np.roll(x, 1, axis=1), x))
+    return difference(
+        place.fetch(place.on_devices(run)(x, wanted)), np.where(wanted, np.roll(x, 1, axis=1), x)
+    )
 
 
-def difference(found: jax.Array, wanted: np.ndarray) -> str:
+def difference(got: np.ndarray, wanted: np.ndarray) -> str:
     """What is to be said of two arrays; empty if they are the same but for rounding."""
-    got = np.asarray(jax.device_get(found))
     off = np.abs(got - wanted).max() / max(float(np.abs(wanted).max()), 1e-30)
     return "" if off <= 1e-5 else f"wrong results, off by {off:.1e} of the largest"
 

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 
 from dualpipe_jax.inspect.compiler import IN_ORDER
-from dualpipe_jax.probe import diverging, layer, timing, units
+from dualpipe_jax.probe import diverging, layer, parts, timing, units
 from dualpipe_jax.probe.diverging import has_groups, has_ranks
 from dualpipe_jax.probe.findings import BARE, FORMS, PERMUTE_INSIDE, REPEATS, TRIALS
 from dualpipe_jax.probe.place import Place
@@ -53,6 +53,9 @@ EXPERIMENTS: Mapping[str, Experiment] = {
     "rate-all-to-all": _needing(timing.all_to_alls, has_groups),
     "rate-permute": _needing(timing.permutes, has_ranks),
     "rate-matmul": timing.matmuls,
+    "rate-products": parts.products,
+    "rate-attention": parts.attention,
+    "rate-grouped": parts.grouped,
     "rate-copy": timing.copies,
     "layer": layer.layer,
     **dict.fromkeys(REPEATS, units.repeats),
@@ -63,6 +66,16 @@ def experiment(asked: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     """What is asked for, one after another: {"devices": ..., "results": {name: ...}}, growing."""
     if asked.get("sums_in_order"):  # XLA reads it when it first looks for devices
         os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {IN_ORDER}"
+    if several := asked.get("processes"):
+        # Where it meets the others and nowhere else: the service trusts whoever reaches it.
+        address = several["coordinator"]
+        jax.distributed.initialize(
+            address,
+            several["count"],
+            several["number"],
+            cluster_detection_method="deactivate",
+            coordinator_bind_address=address if several["number"] == 0 else None,
+        )
     place = Place.make(asked["pp"], asked["ep"])
     found: dict[str, Any] = {"devices": describe(place), "results": {}}
     yield found
@@ -83,6 +96,7 @@ def describe(place: Place) -> dict[str, Any]:
         "platform": device.platform,
         "kind": device.device_kind,
         "number": place.mesh.size,
+        "processes": jax.process_count(),
         "pp": place.pp,
         "ep": place.ep,
         "jax": jax.__version__,

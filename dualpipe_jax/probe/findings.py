@@ -29,6 +29,9 @@ MEASURES = {
     "rate-all-to-all": "all-to-all within a group",
     "rate-permute": "permute to the next rank",
     "rate-matmul": "matrix product",
+    "rate-products": "matrix products by size",
+    "rate-attention": "causal attention",
+    "rate-grouped": "products of unequal groups",
     "rate-copy": "copy, read plus written",
     "layer": "units of a plain layer",
     "repeats": "a step run again, compared bit for bit",
@@ -86,7 +89,12 @@ def outcome(result: Mapping[str, Any]) -> str:
     if "ok" in result:
         return "works"
     if "flops_per_second" in result:
-        return f"{result['flops_per_second'] / 1e12:.3g} TFLOP/s"
+        return _flops(result["flops_per_second"])
+    if "products" in result:
+        parts = (f"{_flops(one['flops_per_second'])} at {one['width']}" for one in result["products"])
+        return ", ".join(parts)
+    if "forward" in result:
+        return f"F {_flops(result['forward'])}, B {_flops(result['backward'])}"
     if "bytes_per_second" in result:
         latency = f", {_time(result['latency'])} each" if result.get("latency") else ""
         return f"{result['bytes_per_second'] / 1e9:.3g} GB/s{latency}"
@@ -97,6 +105,10 @@ def outcome(result: Mapping[str, Any]) -> str:
             f"{_time(result['skipped_seconds'])} with none taken, {_time(result['taken_seconds'])} with one"
         )
     return ", ".join(f"{unit} {_time(result[unit])}" for unit in ("F", "B", "I", "W", "FB"))
+
+
+def _flops(rate: float) -> str:
+    return f"{rate / 1e12:.3g} TFLOP/s"
 
 
 def _repeated(result: Mapping[str, Any]) -> str:
@@ -179,7 +191,8 @@ def rates_file(found: Mapping[str, Any], divergence: str | None) -> dict[str, An
     """What ``dualpipe overlap`` and ``dryrun`` read as --rates, ``choose`` and ``search`` as --costs.
 
     rates: bytes a second ("all-to-all", "permute", each with its latency in seconds, "memory"), operations a second
-    ("flops"), seconds ("guards"). costs: milliseconds of ``layer``.
+    ("flops" of a large product; "products", each with its size in operations; "attention", "forward" and "backward";
+    "grouped"), seconds ("guards"). costs: milliseconds of ``layer``.
     """
     results = {name: result for name, result in found["results"].items() if "ok" not in result}
     rates: dict[str, Any] = {}
@@ -191,8 +204,13 @@ def rates_file(found: Mapping[str, Any], divergence: str | None) -> dict[str, An
             rates[name] = {key: result[key] for key in kept}
     if copy := results.get("rate-copy"):
         rates["memory"] = copy["bytes_per_second"]
-    if product := results.get("rate-matmul"):
-        rates["flops"] = product["flops_per_second"]
+    for name, key in (("flops", "rate-matmul"), ("grouped", "rate-grouped")):
+        if product := results.get(key):
+            rates[name] = product["flops_per_second"]
+    if products := results.get("rate-products"):
+        rates["products"] = products["products"]
+    if attention := results.get("rate-attention"):
+        rates["attention"] = {unit: attention[unit] for unit in ("forward", "backward")}
     guards = {form: results[f"cost-{form}"] for form in BARE if f"cost-{form}" in results}
     if guards:
         rates["guards"] = guards

@@ -4,7 +4,6 @@ import math
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
@@ -25,12 +24,11 @@ def layer(place: Place) -> dict[str, Any]:
     """
     tokens, width, hidden = (64, 64, 128) if place.is_small else (4096, 2048, 4096)
     tokens = math.ceil(tokens / place.ep) * place.ep
-    dtype = jnp.float32 if place.is_small else jnp.bfloat16
     rng = np.random.default_rng(0)
 
     def normal(*shape: int) -> Any:
         drawn = rng.standard_normal((place.pp, place.ep, *shape), np.float32) / math.sqrt(shape[0])
-        return place.put(drawn.astype(dtype))
+        return place.put(drawn.astype(place.dtype))
 
     shapes = {"mix": (width, width), "up": (width, hidden), "down": (hidden, width)}
     params = [{name: normal(*shape) for name, shape in shapes.items()} for _ in range(LAYERS)]
@@ -51,9 +49,9 @@ def layer(place: Place) -> dict[str, Any]:
         "I": seconds(lambda: inputs(params, x, residuals, dy)),
         "W": seconds(lambda: weights(params, x, residuals, stash)),
         "FB": seconds(lambda: both(params, x, residuals, dy)),
-        "boundary_bytes": tokens * width * jnp.dtype(dtype).itemsize,
+        "boundary_bytes": tokens * width * place.dtype.itemsize,
         "of": f"{LAYERS} layers of width {width}, experts of {hidden}, {tokens} tokens a device, "
-        f"{jnp.dtype(dtype).name}",
+        f"{place.dtype.name}",
     }
 
 

@@ -6,6 +6,8 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from dualpipe_jax.inspect import recommended_compiler_options
@@ -44,12 +46,22 @@ class Place:
         return cls(make_mesh(pp, ep), options, platform == "cpu")
 
     @property
+    def dtype(self) -> np.dtype:
+        """What large things are computed in."""
+        return np.dtype(jnp.float32 if self.is_small else jnp.bfloat16)
+
+    @property
     def pp(self) -> int:
         return self.mesh.shape[PP]
 
     @property
     def ep(self) -> int:
         return self.mesh.shape[EP]
+
+    @property
+    def is_here(self) -> bool:
+        """Whether this process drives one of its devices."""
+        return any(device.process_index == jax.process_index() for device in self.mesh.devices.flat)
 
     def part(self, ranks: slice) -> "Place":
         """Some ranks alone, which the others know nothing of."""
@@ -69,8 +81,16 @@ class Place:
         return jax.jit(run, compiler_options=self.options)
 
     def put(self, tree: Any) -> Any:
-        """Arrays [pp, ep, ...], each device's part where it belongs."""
-        return jax.device_put(tree, NamedSharding(self.mesh, PartitionSpec(PP, EP)))
+        """Arrays [pp, ep, ...], each device's part where it belongs; of several processes each puts its own."""
+        sharding = NamedSharding(self.mesh, PartitionSpec(PP, EP))
+        return jax.tree.map(lambda a: jax.make_array_from_callback(a.shape, sharding, a.__getitem__), tree)
+
+    def fetch(self, tree: Any) -> Any:
+        """All of what devices made, as NumPy's, in every process."""
+        if jax.process_count() > 1:
+            everywhere = NamedSharding(self.mesh, PartitionSpec())
+            tree = jax.jit(lambda tree: tree, out_shardings=everywhere)(tree)
+        return jax.device_get(tree)
 
 
 def seconds(call: Callable[[], Any], repeats: int = 3) -> float:

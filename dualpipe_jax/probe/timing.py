@@ -1,13 +1,14 @@
 """How fast the devices are: guards, links, matrix products, copies. Seconds, bytes a second, operations a second."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.experimental import multihost_utils
 
 from dualpipe_jax.engine.guard import Divergence, run_if, run_one
 from dualpipe_jax.parallel import EP
@@ -56,12 +57,10 @@ def all_to_alls(place: Place) -> dict[str, Any]:
         return lax.all_to_all(x.reshape(place.ep, -1), EP, 0, 0).reshape(x.shape)
 
     sizes = payloads(place)
-    alone = [
-        sizes[-1] / _chain(place.part(slice(rank, rank + 1)), exchange, sizes[-1]) for rank in range(place.pp)
-    ]
+    alone = {f"rank {rank}": (place.part(slice(rank, rank + 1)), exchange) for rank in range(place.pp)}
     return line(sizes, [_chain(place, exchange, size) for size in sizes]) | {
         "devices": place.ep,
-        "by_group": {f"rank {rank}": rate for rank, rate in enumerate(alone)},
+        "by_group": _each_alone(alone, sizes[-1]),
     }
 
 
@@ -74,12 +73,11 @@ def permutes(place: Place) -> dict[str, Any]:
 
     sizes = payloads(place)
     alone = {
-        f"ranks {rank}, {rank + 1}": sizes[-1]
-        / _chain(place.part(slice(rank, rank + 2)), around(2), sizes[-1])
+        f"ranks {rank}, {rank + 1}": (place.part(slice(rank, rank + 2)), around(2))
         for rank in range(place.pp - 1)
     }
     times = [_chain(place, around(place.pp), size) for size in sizes]
-    return line(sizes, times) | {"by_group": alone}
+    return line(sizes, times) | {"by_group": _each_alone(alone, sizes[-1])}
 
 
 def payloads(place: Place) -> list[int]:
@@ -98,6 +96,18 @@ def line(sizes: Sequence[int], times: Sequence[float]) -> dict[str, float]:
     return {"bytes_per_second": 1 / slope, "latency": latency}
 
 
+def _each_alone(
+    parts: Mapping[str, tuple[Place, Callable[[jax.Array], jax.Array]]], size: int
+) -> dict[str, float]:
+    """Bytes a second of each part, one part after the other; of several processes those take part that it has."""
+    rates = []
+    for name, (part, once) in parts.items():
+        multihost_utils.sync_global_devices(name)
+        rates.append(size / _chain(part, once, size) if part.is_here else 0.0)
+    found = np.reshape(multihost_utils.process_allgather(np.asarray(rates, np.float32)), (-1, len(parts)))
+    return dict(zip(parts, found.max(axis=0).tolist(), strict=True))
+
+
 def _chain(place: Place, once: Callable[[jax.Array], jax.Array], size: int) -> float:
     """Seconds of one of some collectives after each other, on float32 arrays of as many bytes a device."""
     times = 4 if place.is_small else 20
@@ -107,19 +117,22 @@ def _chain(place: Place, once: Callable[[jax.Array], jax.Array], size: int) -> f
 
 
 def matmuls(place: Place) -> dict[str, Any]:
-    """Operations a second of one device in a product of square matrices; bfloat16, but float32 on CPU.
+    """Operations a second of one device in a product of square matrices; bfloat16, but float32 on CPU."""
+    size, times = (512, 4) if place.is_small else (8192, 10)
+    return {"flops_per_second": product(place, size, times), "size": size, "dtype": place.dtype.name}
+
+
+def product(place: Place, size: int, times: int) -> float:
+    """Operations a second of one device in some products of square matrices, one after the other.
 
     Of random numbers: constants take less power, and a GPU that is bound by its power multiplies them a tenth faster.
     """
-    size, times = (512, 4) if place.is_small else (8192, 10)
-    dtype = jnp.float32 if place.is_small else jnp.bfloat16
     drawn = np.random.default_rng(0).standard_normal((2, size, size), np.float32) / math.sqrt(size)
-    x, w = (jnp.asarray(matrix, dtype) for matrix in drawn)  # products keep the size of their numbers
+    x, w = (jnp.asarray(matrix, place.dtype) for matrix in drawn)  # products keep the size of their numbers
     step = jax.jit(
         lambda x, w: lax.scan(lambda x, _: (x @ w, None), x, None, times)[0], compiler_options=place.options
     )
-    rate = 2 * size**3 * times / seconds(lambda: step(x, w))
-    return {"flops_per_second": rate, "size": size, "dtype": jnp.dtype(dtype).name}
+    return 2 * size**3 * times / seconds(lambda: step(x, w))
 
 
 def copies(place: Place) -> dict[str, Any]:

@@ -29,7 +29,7 @@ def units(place: Place, form: Divergence) -> str:
         step = jax.jit(pipeline.value_and_grad, compiler_options=place.options)
         (loss, _), grads = step(params, batch)
         want = jax.jit(jax.value_and_grad(plain_loss))(params, batch["inputs"], batch["targets"])
-    return differences((loss, grads), want)
+    return differences(place.fetch((loss, grads)), want)
 
 
 def repeats(place: Place) -> dict[str, Any]:
@@ -41,14 +41,14 @@ def repeats(place: Place) -> dict[str, Any]:
     params, batch = inputs(schedule, place.ep, *((16, 32) if place.is_small else (512, 2048)))
     pipeline = pipeline_of(place, schedule, "loop")
     step = jax.jit(pipeline.value_and_grad, compiler_options=place.options)
-    first, *others = ([*_bits(step(params, batch))] for _ in range(RUNS))
+    first, *others = ([*_bits(place.fetch(step(params, batch)))] for _ in range(RUNS))
     names = [name for name, _ in first]
     differ = {name for run in others for (name, a), (_, b) in zip(first, run, strict=True) if a != b}
     return {"leaves": len(names), "differ": [name for name in names if name in differ], "runs": RUNS}
 
 
 def _bits(made: Any) -> Iterator[tuple[str, bytes]]:
-    for path, leaf in jax.tree_util.tree_leaves_with_path(jax.device_get(made)):
+    for path, leaf in jax.tree_util.tree_leaves_with_path(made):
         yield jax.tree_util.keystr(path), np.asarray(leaf).tobytes()
 
 
@@ -111,7 +111,7 @@ def inputs(schedule: Schedule, ep: int, width: int = WIDTH, each: int = TOKENS) 
 
 def differences(found: Any, wanted: Any) -> str:
     """The leaf that is off most; empty if none is."""
-    found, wanted = jax.device_get((found, wanted))
+    wanted = jax.device_get(wanted)
     worst, name = 0.0, ""
     for (path, got), want in zip(
         jax.tree_util.tree_leaves_with_path(found), jax.tree.leaves(wanted), strict=True

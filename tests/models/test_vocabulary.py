@@ -6,7 +6,11 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
+import models
+from benchmarks.on_gpu.bench import unordered_scatters
+from dualpipe_jax.engine import Pipeline
 from dualpipe_jax.parallel import make_mesh
+from dualpipe_jax.schedule import zb_h1
 from models.vocabulary import cross_entropy, look_up, project
 
 VOCAB, DIM, TOKENS = 24, 8, 20
@@ -63,6 +67,75 @@ def test_look_up_equals_indexing(num_ep, check_vma):
     wanted = np.zeros_like(TABLE)
     np.add.at(wanted, tokens, d_rows)
     np.testing.assert_allclose(d_table, wanted, rtol=1e-5, atol=1e-6)
+
+
+ZIPF = np.minimum(RNG.zipf(1.3, 1000) - 1, 299)
+
+
+@pytest.mark.parametrize(
+    "tokens, vocab",
+    [
+        pytest.param(ZIPF.astype(np.int32), 300, id="zipf"),
+        pytest.param(np.full(100, 7, np.int32), 24, id="one-word"),
+        pytest.param(np.array([3], np.int32), 24, id="one-token"),
+        pytest.param(RNG.permutation(64).astype(np.int32), 64, id="each-word-once"),
+        pytest.param((65400 + ZIPF[:500] % 100).astype(np.uint16), 65500, id="uint16"),
+    ],
+)
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_gradient_of_looking_up_is_the_sum_of_its_tokens(tokens, vocab, dtype):
+    """Of a table in bfloat16 rounded once, at the end. A word that no token is has a gradient of exactly 0."""
+    d_rows = jnp.asarray(RNG.normal(size=(1, len(tokens), 3)) + 1, dtype)
+    table = jnp.zeros((vocab, 3), dtype)
+    _, pull = jax.vjp(lambda table: look_up(table, tokens[None], dtype), table)
+    d_table = jax.jit(pull)(d_rows)[0]
+    wanted = np.zeros(table.shape)
+    np.add.at(wanted, tokens, np.asarray(d_rows[0], np.float64))
+    assert d_table.dtype == dtype
+    half_a_bit = float(jnp.finfo(dtype).eps) / 2
+    np.testing.assert_allclose(np.asarray(d_table, np.float64), wanted, rtol=half_a_bit + 2e-6, atol=2e-5)
+    unused = np.setdiff1d(np.arange(vocab), tokens)
+    assert not np.asarray(d_table)[unused].any()
+
+
+def test_a_gradient_that_is_no_number_stays_with_its_word():
+    d_rows = np.ones((1, 6, DIM), np.float32)
+    d_rows[0, 2] = np.nan
+    tokens = np.array([[5, 5, 4, 6, 4, 6]])
+    d_table = jax.vjp(lambda table: look_up(table, tokens, jnp.float32), jnp.asarray(TABLE))[1](d_rows)[0]
+    assert np.isnan(d_table[4]).all() and np.isfinite(np.delete(d_table, 4, axis=0)).all()
+
+
+def test_a_whole_table_under_check_vma():
+    """Tokens vary over the axis, the table does not: its gradient is the sum over devices, as that of indexing is."""
+
+    def local(table, tokens):
+        return jax.grad(lambda table: jnp.sum(look_up(table, tokens, jnp.float32) ** 2))(table)
+
+    run = jax.shard_map(local, mesh=make_mesh(1, 2), in_specs=(P(), P("ep")), out_specs=P())
+    wanted = np.zeros_like(TABLE)
+    np.add.at(wanted, INPUTS, 2 * TABLE[INPUTS])
+    np.testing.assert_allclose(jax.jit(run)(TABLE, INPUTS[:, None]), wanted, rtol=1e-5, atol=1e-6)
+
+
+def test_unordered_sees_the_gradient_of_indexing():
+    lowered = jax.jit(jax.grad(lambda table: jnp.sum(table[INPUTS] ** 2))).lower(TABLE)
+    assert unordered_scatters(lowered.as_text()) == 1
+
+
+@pytest.mark.parametrize("num_ep, num_mtp_layers", [(1, 1), (2, 0)])
+@pytest.mark.parametrize("dispatch, factor", [("dropless", None), ("capacity", 1.25)])
+def test_nothing_in_a_step_is_added_in_any_order(num_ep, num_mtp_layers, dispatch, factor):
+    """Dispatch, combine, losses, the embedding, in halves or whole: everything that the engine runs."""
+    numbers = models.tiny(num_layers=3, num_mtp_layers=num_mtp_layers)
+    axis = "ep" if num_ep > 1 else None
+    model = models.deepseek(numbers, 1, dispatch=dispatch, capacity_factor=factor, ep_axis=axis)
+    pipeline = Pipeline(model.staged, zb_h1(1, 2), make_mesh(1, num_ep), param_specs=model.param_specs)
+    params = jax.eval_shape(model.init, jax.random.key(0))
+    tokens = jax.ShapeDtypeStruct((2, 2 * num_ep, 16), jnp.int32)
+    lowered = jax.jit(pipeline.value_and_grad).lower(params, {"inputs": tokens, "targets": tokens})
+    text = lowered.as_text()
+    assert '"stablehlo.scatter"' in text and unordered_scatters(text) == 0
 
 
 def test_whole_logits_stand_nowhere():

@@ -8,13 +8,12 @@ import contextlib
 import dataclasses
 import json
 import os
-import socket
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 
-from dualpipe_jax.inspect.compiler import gpu_process_environment
+from dualpipe_jax.processes import free_port, gpu_environment, too_few_gpus
 from train.config import ConfigError, TrainConfig, make_schedule
 from train.figures.folder import find, unnamed
 from train.options import plain
@@ -35,13 +34,6 @@ class Story:
         print(f"supervisor: {text}", file=sys.stderr, flush=True)
 
 
-def free_port() -> int:
-    """A port of loopback that nobody listens at now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
 def supervise(config: TrainConfig, *, resume: bool) -> int:
     """Train in ``--processes`` processes of this machine; the exit code.
 
@@ -50,13 +42,15 @@ def supervise(config: TrainConfig, *, resume: bool) -> int:
     Raises:
       ConfigError: devices cannot be shared out, or another run has that name.
     """
-    set_devices(config, {}, num_processes=config.launch.processes or 1)
-    count, needed = config.launch.processes, config.step.num_devices
+    count, needed = config.launch.processes or 1, config.step.num_devices
+    set_devices(config, {}, num_processes=count)
     if config.launch.devices == "accelerator" and count != needed:
         raise ConfigError(
             f"--processes {count}: with --devices accelerator each process has one GPU, and {asked_devices(config)} "
             f"needs {needed}: give --processes {needed}"
         )
+    if config.launch.devices == "accelerator" and not config.launch.one_gpu and (why := too_few_gpus(count)):
+        raise ConfigError(why)
     if config.name is None:
         config = dataclasses.replace(config, name=unnamed(config).name)
     else:
@@ -75,7 +69,9 @@ def supervise(config: TrainConfig, *, resume: bool) -> int:
 def command_lines(config: TrainConfig, where: Path, *, resume: bool) -> list[list[str]]:
     """How each process is started: with all options in one file, a fresh port and its number."""
     options, count = Path(f"{where}.options.json"), config.launch.processes or 1
-    alone = dataclasses.replace(config, launch=dataclasses.replace(config.launch, processes=None))
+    alone = dataclasses.replace(
+        config, launch=dataclasses.replace(config.launch, processes=None, one_gpu=False)
+    )
     options.write_text(json.dumps(plain(alone), indent=2) + "\n")
     line = [sys.executable, "-P", "-m", "train", "--config", str(options), "--name", str(config.name)]
     line += ["--runs", str(config.runs), "--coordinator", f"127.0.0.1:{free_port()}"]
@@ -117,8 +113,12 @@ def keep_going(
 
 
 def environment_of(config: TrainConfig) -> Callable[[int], Mapping[str, str]]:
-    """Of a process's number, what its environment has alone: on GPUs that it takes the one of its number."""
-    return gpu_process_environment if config.launch.devices == "accelerator" else lambda number: {}
+    """Of a process's number, what its environment has alone: on GPUs that it takes the one of its number, or all take
+    one."""
+    count = config.launch.processes or 1
+    if config.launch.devices != "accelerator":
+        return lambda number: {}
+    return lambda number: gpu_environment(number, count, one_gpu=config.launch.one_gpu)
 
 
 def smaller(config: TrainConfig, num_lost: int) -> TrainConfig:

@@ -155,11 +155,20 @@ def test_devices_are_shared_out():
         set_devices(configure(pp=4, ep=2), {}, num_processes=3)
 
 
+@pytest.mark.parametrize("one_gpu", [False, True])
+def test_processes_on_gpus_are_allowed(one_gpu):
+    check(configure(processes=2, devices="accelerator", pp=2, ep=1, one_gpu=one_gpu))
+
+
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
         ({"processes": 2, "coordinator": "a:1"}, "--processes 2 starts processes on this machine"),
-        ({"processes": 2, "devices": "accelerator"}, "--processes 2 shares CPU devices out; with --devices"),
+        (
+            {"processes": 2, "one_gpu": True},
+            "--one-gpu: is for several processes on a GPU; give --processes and",
+        ),
+        ({"one_gpu": True, "devices": "accelerator"}, "--one-gpu: is for several processes on a GPU"),
         ({"processes": 0}, "--processes 0: must be at least 1"),
         ({"restarts": -1}, "--restarts -1: must not be negative"),
         ({"patience": 0.0}, "--patience 0.0: must be above 0"),

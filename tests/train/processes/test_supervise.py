@@ -11,10 +11,13 @@ from pathlib import Path
 
 import pytest
 
+from dualpipe_jax.processes import free_port, too_few_gpus
+from train.checks import check
 from train.config import ConfigError, configure
+from train.options import parse
 from train.processes import watcher
 from train.processes.pulse import Pulse
-from train.processes.supervise import environment_of, free_port, keep_going, smaller, supervise
+from train.processes.supervise import command_lines, environment_of, keep_going, smaller, supervise
 from train.processes.watcher import Told, run_once
 
 WORKER = Path(__file__).with_name("toy_worker.py")
@@ -131,6 +134,48 @@ def test_each_process_on_gpus_takes_its_own(tmp_path):
     assert run_once(lines, tmp_path / "0", Told(), os.environ, environment_of(config)).code == 0
     assert [(tmp_path / f"0.{number}.log").read_text() for number in (0, 1)] == ["0\n", "1\n"]
     assert environment_of(configure(processes=2))(1) == {}
+
+
+def test_all_processes_share_a_gpu_if_asked():
+    environment = environment_of(configure(processes=2, devices="accelerator", pp=2, ep=1, one_gpu=True))
+    assert environment(0) == environment(1) and environment(1)["JAX_LOCAL_DEVICE_IDS"] == "0"
+    assert environment(1)["NCCL_MULTI_RANK_GPU_ENABLE"] == "1"
+    assert float(environment(1)["XLA_PYTHON_CLIENT_MEM_FRACTION"]) < 1 / 2
+
+
+def test_a_process_of_several_is_one_by_itself(tmp_path):
+    """What it is started with passes the checks of a process that something else starts."""
+    config = configure(processes=2, devices="accelerator", pp=2, ep=1, one_gpu=True, name="run")
+    for line in command_lines(config, tmp_path / "0", resume=False):
+        check(parse(line[line.index("train") + 1 :]).options)
+
+
+@pytest.mark.parametrize(
+    ("visible", "found"),
+    [("0", "is 1; give --pro.* --one-gpu"), ("", "is none"), ("-1", "is none; take CPU devices")],
+)
+def test_fewer_gpus_than_processes(monkeypatch, visible, found):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    with pytest.raises(ConfigError, match=f"--processes 2: each process takes a GPU, and there {found}"):
+        supervise(configure(processes=2, devices="accelerator", pp=2, ep=1), resume=False)
+
+
+@pytest.mark.parametrize(
+    ("listed", "why"),
+    [
+        ("echo 'GPU 0: NVIDIA H100 (UUID: GPU-1)'", "there is 1"),
+        ("echo 'GPU 0: A'; echo 'GPU 1: B'", ""),
+        ("echo 'no devices were found' >&2; exit 6", ""),
+    ],
+)
+def test_gpus_are_counted_without_jax(tmp_path, monkeypatch, listed, why):
+    """As nvidia-smi lists them; one that fails tells nothing, and JAX will say what is wrong."""
+    program = tmp_path / "nvidia-smi"
+    program.write_text(f"#!/bin/sh\n{listed}\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    found = too_few_gpus(2, {})
+    assert why in found and bool(why) == bool(found)
 
 
 def test_on_gpus_there_are_as_many_processes_as_devices():

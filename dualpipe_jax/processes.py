@@ -1,0 +1,59 @@
+"""Several processes of one JAX program on this machine: where they meet, and which GPU each takes. No JAX here."""
+
+import os
+import socket
+import subprocess
+from collections.abc import Mapping
+
+from dualpipe_jax.inspect.compiler import GPU_PROCESS, gpu_process_environment
+
+
+def free_port() -> int:
+    """A port of loopback that nobody listens at now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def gpu_environment(number: int, count: int, *, one_gpu: bool = False) -> dict[str, str]:
+    """Variables of process ``number`` of ``count`` on a machine with GPUs, to be set before JAX is imported.
+
+    Each takes the GPU of its number; with ``one_gpu`` all take the first. NCCL lets several ranks use one GPU from
+    version 2.30 on, a JAX that comes with an older one needs the newer library by LD_PRELOAD. Few of a GPU's
+    multiprocessors for each rank's collectives, for those of all ranks must run at once or none ends; and a part of the
+    memory, none of it taken beforehand.
+    """
+    if not one_gpu:
+        return gpu_process_environment(number)
+    return {
+        **GPU_PROCESS,
+        "JAX_LOCAL_DEVICE_IDS": "0",
+        "NCCL_MULTI_RANK_GPU_ENABLE": "1",
+        "NCCL_MAX_CTAS": "2",
+        "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
+        "XLA_PYTHON_CLIENT_MEM_FRACTION": f"{0.8 / count:.3f}",
+    }
+
+
+def too_few_gpus(count: int, environ: Mapping[str, str] = os.environ) -> str:
+    """What to say where this machine has not a GPU for each of so many processes; empty if it has, or nobody knows."""
+    found = count_gpus(environ)
+    if found is None or found >= count:
+        return ""
+    if found == 0:
+        return f"--processes {count}: each process takes a GPU, and there is none; take CPU devices"
+    return (
+        f"--processes {count}: each process takes a GPU, and there {'is' if found == 1 else 'are'} {found}; give "
+        f"--processes {found}, or for tests of what is computed, not of speed, --one-gpu"
+    )
+
+
+def count_gpus(environ: Mapping[str, str] = os.environ) -> int | None:
+    """How many of NVIDIA's GPUs a process here sees; None if nvidia-smi is not there to tell."""
+    if (visible := environ.get("CUDA_VISIBLE_DEVICES")) is not None:
+        return len([name for name in visible.split(",") if name.strip() not in ("", "-1")])
+    try:
+        done = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=30)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return None if done.returncode else sum(line.startswith("GPU ") for line in done.stdout.splitlines())
