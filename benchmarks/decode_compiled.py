@@ -69,8 +69,13 @@ def compiled_step(config, target, batch, positions):
 
 
 def moved(module, within, instruction, num_groups):
-    """Bytes; of grouped products by the kernel of few rows, those of so many matrices."""
+    """Bytes; of grouped products by the kernel of few rows, those of so many matrices, and of a cache the blocks of the
+    rows' tables."""
     total = traffic(module, within, instruction)
+    if "paged_attention/" in instruction.op_name:
+        given = [within.by_name[name] for name in instruction.operands]
+        cache, tables = given[5], given[0]
+        total += (math.prod(tables.arrays[0].dims) / cache.arrays[0].dims[0] - 1) * cache.nbytes
     if "of_few/" in instruction.op_name:
         stacks = [
             within.by_name[name]

@@ -273,7 +273,7 @@ def _gradient(x_RD: Array, dy_RF: Array, sizes_G: Array, walk: Walk = GRADIENT) 
                             )
                         plgpu.commit_smem()
 
-                    plgpu.wgmma(sum_ref, _transposed(x_KD), dy_KF)
+                    plgpu.wgmma(sum_ref, transposed(x_KD), dy_KF)
 
                 @pl.when(num_blocks > 0)
                 def _() -> None:
@@ -311,7 +311,7 @@ def _gradient(x_RD: Array, dy_RF: Array, sizes_G: Array, walk: Walk = GRADIENT) 
         return run(ends_G - sizes_G, ends_G, x_RD, dy_RF)
 
 
-def _transposed(ref: Any) -> Any:
+def transposed(ref: Any) -> Any:
     """A view of a block in shared memory, by the method that jax 0.11 has in place of a function."""
     if hasattr(ref, "transpose"):
         return ref.transpose((1, 0))
