@@ -30,8 +30,9 @@ from dualpipe_jax import inspect
 from dualpipe_jax.inspect.roofline import traffic
 from dualpipe_jax.present.table import Table
 from models.decode import Limits, decoder
-from models.decode.cache import Rows, init_cache
+from models.decode.cache import init_cache
 from models.decode.programs import programs
+from models.decode.running import none_running
 from models.decode.sampling import Sampling
 
 FREE = {"parameter", "constant", "get-tuple-element", "tuple", "bitcast"}
@@ -55,13 +56,13 @@ def compiled_step(config, target, batch, positions):
     params = jax.eval_shape(models.deepseek(config, 1).init, jax.random.key(0))
     weights = jax.eval_shape(model.prepare, params)
     cache = jax.eval_shape(lambda: init_cache(config, limits.total_blocks, limits.block_size))
-    numbers, reals = (jax.ShapeDtypeStruct((batch,), dtype) for dtype in (jnp.int32, jnp.float32))
+    wanted, reals, seeds = (
+        jax.ShapeDtypeStruct((batch,), dtype) for dtype in (jnp.bool, jnp.float32, jnp.uint32)
+    )
     tables = jax.ShapeDtypeStruct((batch, limits.table_size), jnp.int32)
-    rows = Rows(jax.ShapeDtypeStruct((batch, 1), jnp.int32), numbers, numbers, tables)
-    sampling = Sampling(reals, reals, jax.ShapeDtypeStruct((batch,), jnp.uint32))
     arguments = jax.tree.map(
         lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=here),
-        (weights, cache, (rows, sampling)),
+        (weights, cache, (wanted, tables, Sampling(reals, reals, seeds), none_running(batch))),
     )
     lowered = programs(model, False).decode.lower(*arguments)
     options = inspect.recommended_compiler_options("gpu", ahead_of_time=True)

@@ -1,8 +1,9 @@
 """Continuous batching: requests join and leave between steps, and nothing is compiled again.
 
-A program is compiled when a text first gets as long as it is for: ``Limits.table_sizes``, or all by ``Engine.compile``.
-What a device computes is in ``models.decode.steps``, who sits where in ``models.decode.seats``; here is what
-a step does.
+A step is begun before what the last one came to is read: devices know it themselves, see ``models.decode.running``, and
+never wait for the host. A program is compiled when a text first gets as long as it is for: ``Limits.table_sizes``, or
+all by ``Engine.compile``. What a device computes is in ``models.decode.steps``, who sits where in
+``models.decode.seats``; here is what a step does.
 """
 
 import functools
@@ -26,6 +27,7 @@ from models.decode.kept import KeptBlocks, PrefixFolder, identity
 from models.decode.model import Decoder
 from models.decode.programs import programs
 from models.decode.requests import Completion, Limits, SamplingParams, check_request
+from models.decode.running import NUM_STOPS, Begun, no_stops
 from models.decode.sampling import Sampling
 from models.decode.scores import Score
 from models.decode.seats import Request, Seats
@@ -104,6 +106,7 @@ class Engine:
                 placement = experts.in_order(self.config, self._num_devices)
             self._held = experts.check_held(self.config, self._num_devices, placement)
         self._cache = self._programs[False].init_cache(limits.total_blocks, limits.block_size)
+        self._running = self._programs[False].init_running(limits.max_requests)
         block = (self._cache.shape[0], *self._cache.shape[2:]), self._cache.dtype
         if prefixes is not None:
             prefixes.check_room(*block)
@@ -113,11 +116,15 @@ class Engine:
                 lambda leaf: jnp.asarray(np.asarray(leaf)).block_until_ready(), model.prepare(params)
             )
             # Where they lie: one on a device for good and one that is not make two programs of the first two steps.
-            self._cache = jax.device_put(self._cache, jax.tree.leaves(self._weights)[0].sharding)
+            here = jax.tree.leaves(self._weights)[0].sharding
+            self._cache, self._running = jax.device_put((self._cache, self._running), here)
         else:
             lazy = model.prepare(lazily(params))
             self._weights = experts.place(lazy, self._held, self.config.num_experts, mesh, near=self._near)
         self._seats = Seats(limits, self._num_devices, num_halves=microbatches, ahead=int(drafts))
+        self._unread: list[
+            Callable[[], None]
+        ] = []  # of steps that were begun, what is to be done when they are over
         self._ended: list[Completion] = []
         num_rows = self.config.num_moe_layers + self.config.num_mtp_layers
         self._totals = np.zeros((num_rows, self.config.num_experts), np.int64)
@@ -181,19 +188,24 @@ class Engine:
                 self._end(request, "cancelled")
 
     def step(self) -> list[Completion]:
-        """Let in who fits, take in chunks of prompts, then give each request that decodes its next token.
+        """Let in who fits, begin to take in chunks of prompts and to give each request that decodes its next token.
+
+        Then hear what the step before came to.
 
         Returns:
           The requests that ended.
         """
+        unread, self._unread = self._unread, []
         self._seats.admit(self._recall)
         for _ in range(self._num_prefills):
             pieces = [piece for device in range(self._num_devices) for piece in self._next_pieces(device)]
             if not any(pieces):
                 break
             self._take_in(pieces)
-        if any(r and r.tokens for r in self._seats.slots):
+        if any(r and r.decodes for r in self._seats.slots):
             self._go_on()
+        for hear in unread:
+            hear()
         ended, self._ended = self._ended, []
         return ended
 
@@ -294,62 +306,94 @@ class Engine:
                 starts[row], lengths[row] = start, length
                 follow[row] = request.prompt[end] if end < len(request.prompt) else -1
         tables = self._seats.tables(requests, max(num_positions, int(np.max(starts + lengths))))
-        rows = Rows(tokens, starts, lengths, tables)
         over = [
             r is not None and starts[row] + lengths[row] == len(r.prompt) for row, r in enumerate(requests)
         ]
         scored = [_is_scored(r, ends=ends) for r, ends in zip(requests, over, strict=True)]
-        out, counts, self._cache = self._programs[any(scored)].prefill(
-            self._weights, self._cache, (rows, follow, _sampling(requests))
+        (out, self._running), counts, self._cache = self._programs[any(scored)].prefill(
+            self._weights,
+            self._cache,
+            (
+                Rows(tokens, starts, lengths, tables),
+                follow,
+                _sampling(requests),
+                self._running,
+                self._begun([r if ends else None for r, ends in zip(requests, over, strict=True)]),
+            ),
         )
         self._count(counts)
-        for taken in pieces:
+        for row, taken in enumerate(pieces):
             if taken is not None:  # of two halves the second is later
                 request, (_, start, length) = taken
                 request.num_cached = start + length
-        if any(over) or any(scored):
+                request.num_unread += int(over[row])
+
+        def hear() -> None:
             found = jax.device_get(out)
-        for row, taker in enumerate(requests):
-            if taker is None or taker.ended:
-                continue
-            if taker.params.score_prompt:
-                start = starts[row] + 1
-                self._score(taker, found, row, 0, taker.prompt[start : start + lengths[row]].tolist())
-            if over[row] and not taker.ended:
-                self._receive(taker, row, found.tokens[row : row + 1], found, lengths[row] - 1)
+            for row, request in enumerate(requests):
+                if request is None:
+                    continue
+                if request.params.score_prompt:
+                    start = starts[row] + 1
+                    self._score(request, found, row, 0, request.prompt[start : start + lengths[row]].tolist())
+                if over[row]:
+                    self._receive(request, row, found.tokens[row : row + 1], found, lengths[row] - 1)
+
+        if any(over) or any(scored):
+            self._unread.append(hear)
+
+    def _begun(self, requests: Sequence[Request | None]) -> Begun:
+        """Where requests sit whose prompts end with the rows of a prefill."""
+        slots, rooms = np.full(len(requests), -1, np.int32), np.zeros(len(requests), np.int32)
+        stops = no_stops(len(requests))
+        for row, request in enumerate(requests):
+            if request is not None:
+                slots[row] = self._seats.slots.index(request) % self._own_limits.max_requests
+                rooms[row] = request.room
+                known = request.params.stop[:NUM_STOPS]
+                stops[row, : len(known)] = known
+        return Begun(slots, rooms, stops)
 
     def _go_on(self, num_positions: int = 0) -> None:
         width = 2 if self._drafts else 1
-        requests = [r if r and r.tokens else None for r in self._seats.slots]
-        tokens = np.zeros((len(requests), width), np.int32)
-        starts, lengths = np.zeros((2, len(requests)), np.int32)
-        for row, request in enumerate(requests):
-            if request is not None:
-                guessed = request.draft >= 0 and request.num_cached + 1 < request.room
-                tokens[row, 0] = request.tokens[-1]
-                starts[row], lengths[row] = request.num_cached, 1 + guessed
-                if guessed:
-                    tokens[row, 1] = request.draft
-                    request.num_drafted += 1
-        tables = self._seats.tables(requests, max(num_positions, int(np.max(starts + lengths))))
-        rows = Rows(tokens, starts, lengths, tables)
+        requests = [r if r and r.decodes else None for r in self._seats.slots]
+        for request in filter(None, requests):
+            to_come = len(request.tokens) + width * (request.num_unread + 1) - 1
+            num_positions = max(num_positions, min(len(request.prompt) + to_come, request.room))
         scored = any(_is_scored(request) for request in requests)
-        out, counts, self._cache = self._programs[scored].decode(
-            self._weights, self._cache, (rows, _sampling(requests))
+        (out, self._running), counts, self._cache = self._programs[scored].decode(
+            self._weights,
+            self._cache,
+            (
+                np.asarray([request is not None for request in requests]),
+                self._seats.tables(requests, num_positions),
+                _sampling(requests),
+                self._running,
+            ),
         )
         self._count(counts)
-        found = jax.device_get(out)
-        for row, request in enumerate(requests):
-            if request is not None:
-                accepted = found.accepted[row]
-                request.num_cached += accepted
-                request.num_accepted += accepted - 1
-                self._receive(request, row, found.tokens[row, :accepted], found, 0)
+        for request in filter(None, requests):
+            request.num_unread += 1
+
+        def hear() -> None:
+            found = jax.device_get(out)
+            for row, request in enumerate(requests):
+                if request is not None and not request.ended:
+                    accepted = found.accepted[row]
+                    request.num_cached += accepted
+                    request.num_drafted += found.fed[row] - 1
+                    request.num_accepted += accepted - 1
+                    self._receive(request, row, found.tokens[row, :accepted], found, 0)
+
+        self._unread.append(hear)
 
     def _receive(
         self, request: Request, row: int, tokens: np.ndarray, found: Prefilled | Decoded, start: int
     ) -> None:
         """Tokens that a row of a step came to, whose scores stand from ``start`` on."""
+        if request.ended:
+            return
+        request.num_unread -= 1
         if not found.finite[row]:
             self._end(
                 request,
@@ -360,7 +404,6 @@ class Engine:
             return
         if not request.tokens:
             self._remember(request.blocks, self._seats.keys(request, request.num_cached))
-        request.draft = int(found.drafts[row])
         for place, token in enumerate(map(int, tokens), start):
             if token in request.params.stop:
                 self._end(request, "stop")

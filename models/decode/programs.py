@@ -21,6 +21,7 @@ from models.config import Config
 from models.decode.cache import Rows, init_cache, write
 from models.decode.experts import weight_specs
 from models.decode.model import Decoder, Made
+from models.decode.running import Running, decoding, none_running, prefilling
 from models.decode.steps import decode, prefill
 
 ROWS, BLOCKS = PartitionSpec(EP), PartitionSpec(None, EP)
@@ -33,15 +34,18 @@ class Programs(NamedTuple):
     """What an engine runs; ``prefill`` and ``decode`` take the cache's memory for the new one.
 
     Attributes:
-      prefill: ``(weights, cache, (rows, follow, sampling)) -> (Prefilled, counts, cache)``; counts are int32 [devices,
-        layers with experts, E], see ``Made``.
-      decode: ``(weights, cache, (rows, sampling)) -> (Decoded, counts, cache)``.
+      prefill: ``(weights, cache, (rows, follow, sampling, running, begun)) -> ((Prefilled, Running), counts, cache)``;
+        counts are int32 [devices, layers with experts, E], see ``Made``.
+      decode: ``(weights, cache, (wanted, tables, sampling, running)) -> ((Decoded, Running), counts, cache)``; wanted
+        is bool [B], false for slots whose request does not decode, or has ended as the host knows.
       init_cache: ``(num_blocks, block_size) -> cache``, of all devices.
+      init_running: ``(num_slots) -> Running`` without requests, of all devices.
     """
 
     prefill: Callable[..., tuple[Any, Array, Array]]
     decode: Callable[..., tuple[Any, Array, Array]]
     init_cache: Callable[[int, int], Array]
+    init_running: Callable[[int], Running]
 
 
 @functools.cache  # who asks for the same gets the same, and with it what jax.jit has compiled of it
@@ -65,19 +69,22 @@ def programs(
     if microbatches not in (1, 2):
         raise ValueError(f"Engine: microbatches is {microbatches}, must be 1 or 2")
 
-    def compiled(step: Step, *, hears: bool) -> Callable[..., tuple[Any, Array, Array]]:
+    def compiled(
+        step: Step, seated: Callable[..., Any], *, hears: bool
+    ) -> Callable[..., tuple[Any, Array, Array]]:
         step = functools.partial(step, model, drafts, scores)
         run = (
             functools.partial(in_halves, step, hears) if microbatches == 2 else functools.partial(whole, step)
         )
         if model.platform == "gpu":
             run = functools.partial(of_two_rows, run)
-        return jit_step(run, mesh, _options(model.platform))
+        return jit_step(seated(run), mesh, _options(model.platform))
 
     return Programs(
-        compiled(prefill, hears=True),
-        compiled(decode, hears=False),
+        compiled(prefill, prefilling, hears=True),
+        compiled(decode, functools.partial(decoding, num_tokens=1 + drafts), hears=False),
         functools.partial(_init_cache, model.config, mesh),
+        functools.partial(_init_running, mesh),
     )
 
 
@@ -125,8 +132,7 @@ def jit_step(run: Callable[..., Any], mesh: Mesh | None, options: dict[str, str]
             compiler_options=options,
         )
     lie = cache_format(mesh)
-    # Whoever runs the engine has to see all rows' tokens.
-    told = NamedSharding(mesh, PartitionSpec()) if mesh.is_multi_process else None
+    told = _seen_by_all(mesh) if mesh.is_multi_process else None
 
     def step(weights: Tree, cache: Array, rows: tuple[Tree, ...]) -> Any:
         return on_mesh(run, mesh)(weights, cache, *rows)
@@ -138,6 +144,11 @@ def jit_step(run: Callable[..., Any], mesh: Mesh | None, options: dict[str, str]
         out_shardings=(told, told, lie),
         compiler_options=options,
     )
+
+
+def _seen_by_all(mesh: Mesh) -> NamedSharding:
+    """For whoever runs the engine has to see all rows' tokens, also in each of several processes."""
+    return NamedSharding(mesh, PartitionSpec())
 
 
 def cache_format(mesh: Mesh) -> Format:
@@ -227,3 +238,11 @@ def _init_cache(config: Config, mesh: Mesh | None, num_blocks: int, block_size: 
     if mesh is None:
         return make()
     return jax.jit(make, out_shardings=cache_format(mesh))()
+
+
+def _init_running(mesh: Mesh | None, num_slots: int) -> Running:
+    running = none_running(num_slots)
+    if mesh is None:
+        return jax.tree.map(jnp.asarray, running)
+    # As programs leave it, or each would be compiled twice.
+    return jax.device_put(running, _seen_by_all(mesh) if mesh.is_multi_process else NamedSharding(mesh, ROWS))

@@ -27,12 +27,22 @@ class Request:
     blocks: list[int] = dataclasses.field(default_factory=list)
     num_cached: int = 0  # positions in the cache
     tokens: list[int] = dataclasses.field(default_factory=list)
-    draft: int = -1
+    num_unread: int = 0  # steps begun that give it tokens, of which the host has not heard
     num_drafted: int = 0
     num_accepted: int = 0
     num_reused: int = 0
     scores: list[Score] = dataclasses.field(default_factory=list)  # of the prompt and then of tokens
     ended: bool = False
+
+    @property
+    def decodes(self) -> bool:
+        """Whether the next step is to give it a token, for all that the host knows."""
+        return self.num_cached >= len(self.prompt) and self.num_to_come < self.params.max_tokens
+
+    @property
+    def num_to_come(self) -> int:
+        """Tokens there are when all steps that were begun have been heard of; with drafts, at least."""
+        return len(self.tokens) + self.num_unread
 
     @property
     def room(self) -> int:

@@ -37,7 +37,9 @@ class Decoded(NamedTuple):
 
     Attributes:
       tokens: int32 [B, S], to stand behind each of a row's tokens.
-      accepted: int32 [B], how many of them count: one, and one more for a draft that was right.
+      accepted: int32 [B], how many of them count: one, and one more for a draft that was right; 0 of rows that were
+        fed nothing.
+      fed: int32 [B], tokens that a row was fed; the second is a draft.
       finite: bool [B], whether the logits of all that count are numbers.
       drafts: int32 [B], a guess at the token after those; -1 without drafts.
       scores: of ``tokens``; None if they were not asked for.
@@ -45,6 +47,7 @@ class Decoded(NamedTuple):
 
     tokens: Array
     accepted: Array
+    fed: Array
     finite: Array
     drafts: Array
     scores: Scores | None = None
@@ -122,7 +125,7 @@ def decode(
         drafts_B, more = _drafts(model, weights, cache, ahead, x_BSD, last_B)
         made += more
     scores = score(logits_BSV, tokens_BS) if scoring else None
-    return Decoded(tokens_BS, accepted_B, finite_B, drafts_B, scores), made
+    return Decoded(tokens_BS, accepted_B, jnp.asarray(rows.lengths), finite_B, drafts_B, scores), made
 
 
 def _drafts(

@@ -86,7 +86,8 @@ def test_a_step_reads_what_is_used_and_what_it_runs_is_compiled_beforehand():
     compiled, read, run = len(COMPILED), [], serving._programs[False].decode
 
     def decode(weights, cache, rows):
-        read.append((int(np.max(rows[0].starts + rows[0].lengths)), rows[0].tables.shape[1]))
+        wanted, tables, _, running = rows
+        read.append((int(np.max(np.asarray(running.starts)[wanted])) + 1, tables.shape[1]))
         return run(weights, cache, rows)
 
     serving._programs[False] = serving._programs[False]._replace(decode=decode)
@@ -97,6 +98,55 @@ def test_a_step_reads_what_is_used_and_what_it_runs_is_compiled_beforehand():
     assert found == {key: greedy(*one) for key, one in zip(numbers, asked, strict=True)}
     assert {blocks for _, blocks in read} == {3, 6}
     assert all(blocks == (3 if used <= 12 else 6) for used, blocks in read)
+
+
+def test_a_step_is_begun_before_the_last_one_is_read(monkeypatch):
+    """What a step came to is the next one's input, and the host is not asked for it."""
+    serving, events = engine(), []
+
+    def noted(name, function):
+        def run(*arguments):
+            events.append(name)
+            return function(*arguments)
+
+        return run
+
+    plain = serving._programs[False]
+    both = {name: noted(name, getattr(plain, name)) for name in ("prefill", "decode")}
+    monkeypatch.setitem(serving._programs, False, plain._replace(**both))
+    monkeypatch.setattr(jax, "device_get", noted("read", jax.device_get))
+    prompt = prompts(3)[0]
+    serving.add(prompt, SamplingParams(max_tokens=5))
+    (found,) = serving.run()
+    assert found.tokens == greedy(prompt, 5)
+    assert events == [
+        "prefill",
+        "decode",
+        "decode",
+        "read",
+        "read",
+        "decode",
+        "read",
+        "decode",
+        "read",
+        "read",
+    ]
+
+
+@pytest.mark.parametrize(("before", "in_vain"), [(0, 0), (8, 1)], ids=["known_to_devices", "to_the_host"])
+def test_a_text_that_has_stopped_is_not_gone_on_with(before, in_vain):
+    """Though the step after was begun before its end was known: each token that is fed chooses experts."""
+    serving, prompt = engine(), prompts(7)[0]
+    wanted = greedy(prompt, 9)
+    end = next(n for n in range(2, 9) if wanted[n] not in wanted[:n])
+    others = [token for token in range(CONFIG.vocab) if token not in wanted][:before]
+    counted = serving.counts[0].sum()
+    serving.add(prompt, SamplingParams(max_tokens=9, stop=(*others, wanted[end])))
+    (found,) = serving.run()
+    assert found.tokens == wanted[:end] and found.finish_reason == "stop"
+    assert serving.counts[0].sum() - counted == CONFIG.top_k * (
+        len(prompt) - found.num_reused + end + in_vain
+    )
 
 
 def test_sizes_of_tables_double_up_to_the_whole():

@@ -11,6 +11,9 @@ from models.decode.text import Bytes
 from models.serve import HttpLimits, Runner, Served, bind, make_app, serve
 from tests.models.decode.small_models import small
 
+LONG = 120
+"""Seconds that a client waits for what has to be compiled first, perhaps on a busy machine."""
+
 
 @contextlib.contextmanager
 def running(engine, *, limits=HttpLimits(), max_waiting=64, stop=(), hosts=None, keys=(), chat=None, **how):  # noqa: B008

@@ -18,7 +18,7 @@ from models.serve.job import Piece, _Choice
 from models.serve.metrics import Metrics
 from models.weights import WeightsError, load_tokenizer
 from tests.models.decode.small_models import random_params, whole
-from tests.models.serve.running import Slow, as_tokens, running
+from tests.models.serve.running import LONG, Slow, as_tokens, running
 from tests.models.serve.test_http_server import (
     CONFIG,
     LIMITS,
@@ -43,7 +43,7 @@ def server():
 @pytest.fixture(scope="module")
 def client(server):
     openai = pytest.importorskip("openai")
-    with openai.OpenAI(base_url=f"{server}/v1", api_key="none", max_retries=0, timeout=60) as client:
+    with openai.OpenAI(base_url=f"{server}/v1", api_key="none", max_retries=0, timeout=LONG) as client:
         yield client
 
 
@@ -182,7 +182,7 @@ def test_a_chat_ends_where_the_room_does_and_tells_how_likely_its_tokens_are(cli
 )  # fmt: skip
 def test_chats_that_will_not_do(server, change, message):
     body = {"model": "tiny", "messages": [{"role": "user", "content": "x"}]} | change
-    answer = httpx.post(f"{server}/v1/chat/completions", json=body)
+    answer = httpx.post(f"{server}/v1/chat/completions", json=body, timeout=LONG)
     assert answer.status_code == 400 and message in answer.json()["error"]["message"], answer.text
 
 
@@ -258,7 +258,7 @@ def test_templates_that_will_not_do(tmp_path):
 def test_a_model_without_a_template_says_so():
     with running(engine()) as (url, _, _):
         body = {"model": "tiny", "messages": [{"role": "user", "content": "x"}]}
-        answer = httpx.post(f"{url}/v1/chat/completions", json=body)
+        answer = httpx.post(f"{url}/v1/chat/completions", json=body, timeout=LONG)
     assert answer.status_code == 400
     assert "the model 'tiny' has no chat template" in answer.json()["error"]["message"]
 
@@ -317,9 +317,13 @@ def test_prometheus_reads_what_was_done():
             answer = httpx.post(
                 f"{url}/v1/completions",
                 json={"model": "tiny", "prompt": prompt, "max_tokens": 6, "temperature": 0},
+                timeout=LONG,
             )
             made += answer.json()["usage"]["completion_tokens"]
-        assert httpx.post(f"{url}/v1/completions", json={"model": "gpt", "prompt": ""}).status_code == 404
+        assert (
+            httpx.post(f"{url}/v1/completions", json={"model": "gpt", "prompt": ""}, timeout=LONG).status_code
+            == 404
+        )
         assert httpx.get(f"{url}/favicon.ico").status_code == 404
         answer, found = httpx.get(f"{url}/metrics"), samples(url)
     assert answer.headers["content-type"].startswith("text/plain; version=")

@@ -18,7 +18,7 @@ from models.serve import HttpLimits, bind
 from models.serve.app import _Answer
 from models.serve.job import Until
 from tests.models.decode.small_models import random_params, small
-from tests.models.serve.running import Slow, as_tokens, connect, read_until, running
+from tests.models.serve.running import LONG, Slow, as_tokens, connect, read_until, running
 
 CONFIG = small(vocab=256)
 LIMITS = Limits(max_requests=6, max_positions=64, block_size=4, chunk_size=16)
@@ -57,7 +57,7 @@ def server():
 @pytest.fixture(scope="module")
 def client(server):
     openai = pytest.importorskip("openai")  # two seconds that most tests need not wait
-    with openai.OpenAI(base_url=f"{server[0]}/v1", api_key="none", max_retries=0, timeout=60) as client:
+    with openai.OpenAI(base_url=f"{server[0]}/v1", api_key="none", max_retries=0, timeout=LONG) as client:
         yield client
 
 
@@ -200,7 +200,7 @@ def test_requests_that_will_not_do(server, change, status, param, message):
     body = {"model": "tiny", "prompt": "x", "max_tokens": 4} | change
     raw = json.dumps(body)
     answer = httpx.post(
-        f"{server[0]}/v1/completions", content=raw, headers={"content-type": "application/json"}
+        f"{server[0]}/v1/completions", content=raw, headers={"content-type": "application/json"}, timeout=LONG
     )
     error = answer.json()["error"]
     assert (answer.status_code, error["param"], error["type"]) == (status, param, "invalid_request_error")
@@ -248,7 +248,7 @@ def test_weights_that_are_no_numbers_are_said_to_those_who_meet_them():
     bad = params | {"shared": params["shared"] | {"embed_tokens": table}}
     with running(Engine(decoder(CONFIG), bad, LIMITS)) as (url, _, _):
         body = {"model": "tiny", "prompt": "x!", "max_tokens": 4, "temperature": 0}
-        answer = httpx.post(f"{url}/v1/completions", json=body)
+        answer = httpx.post(f"{url}/v1/completions", json=body, timeout=LONG)
         assert answer.status_code == 500 and answer.json()["error"]["type"] == "server_error"
         assert "is not a number: its weights hold NaN" in answer.json()["error"]["message"]
         openai = pytest.importorskip("openai")
@@ -256,7 +256,9 @@ def test_weights_that_are_no_numbers_are_said_to_those_who_meet_them():
         with client, pytest.raises(openai.APIError, match="its weights hold NaN"):
             list(client.completions.create(model="tiny", prompt="x!", max_tokens=4, stream=True))
         wanted = generated("x", max_tokens=1)[0]
-        answer = httpx.post(f"{url}/v1/completions", json=body | {"prompt": "x", "max_tokens": 1})
+        answer = httpx.post(
+            f"{url}/v1/completions", json=body | {"prompt": "x", "max_tokens": 1}, timeout=LONG
+        )
         assert answer.json()["choices"][0]["text"] == wanted
 
 
@@ -275,7 +277,7 @@ class Asking(threading.Thread):
         self.start()
 
     def run(self):
-        self.response = httpx.post(f"{self.url}/v1/completions", json=self.body, timeout=30)
+        self.response = httpx.post(f"{self.url}/v1/completions", json=self.body, timeout=LONG)
 
     def answer(self):
         self.join(30)
@@ -295,7 +297,7 @@ def test_the_loop_answers_while_a_step_takes_its_time_and_too_many_are_told_so()
         asking = [Asking(url) for _ in range(3)]
         until(lambda: runner.num_open == 3)
         assert httpx.get(f"{url}/health").json() == {"status": "ok", "open": 3}
-        answer = httpx.post(f"{url}/v1/completions", json=BODY)
+        answer = httpx.post(f"{url}/v1/completions", json=BODY, timeout=LONG)
         assert answer.status_code == 429 and answer.headers["retry-after"] == "1"
         error = answer.json()["error"]
         assert error["type"] == "rate_limit_error" and error["message"] == (
@@ -322,15 +324,17 @@ def test_an_answer_that_takes_too_long_is_ended():
     slow = Slow()
     message = "the answer took longer than the server's limit of 0.2 s: ask for fewer tokens, or again later"
     with running(slow, limits=HttpLimits(answer_seconds=0.2)) as (url, runner, _):
-        answer = httpx.post(f"{url}/v1/completions", json=BODY)
+        answer = httpx.post(f"{url}/v1/completions", json=BODY, timeout=LONG)
         assert answer.status_code == 504 and answer.json()["error"]["message"] == message
         idle(runner, slow)
         error = {"message": message, "type": "server_error", "param": None, "code": "timeout"}
-        answer = httpx.post(f"{url}/v1/completions", json=BODY | {"stream": True})
+        answer = httpx.post(f"{url}/v1/completions", json=BODY | {"stream": True}, timeout=LONG)
         assert answer.status_code == 504 and answer.json()["error"] == error  # nothing of it had been sent
         idle(runner, slow)
         slow.go_on.release()
-        with httpx.stream("POST", f"{url}/v1/completions", json=BODY | {"stream": True}) as response:
+        with httpx.stream(
+            "POST", f"{url}/v1/completions", json=BODY | {"stream": True}, timeout=LONG
+        ) as response:
             *_, last = (json.loads(line[6:]) for line in response.iter_lines() if line)
         assert response.status_code == 200 and last["error"] == error
         idle(runner, slow)

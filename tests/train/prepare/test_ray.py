@@ -33,27 +33,45 @@ def wait_until(happened, given_up):
         time.sleep(0.02)
 
 
+class Nodes:
+    """The cluster of ``ray_nodes``, which runs in a process of its own."""
+
+    def __init__(self, process):
+        self._process, self.number = process, 3
+        self.address = self._hear("address")
+
+    def lose_one(self):
+        """Kill the youngest node; its id."""
+        self._process.stdin.write("\n")
+        self._process.stdin.flush()
+        self.number -= 1
+        return self._hear("lost")
+
+    def _hear(self, name):
+        for line in self._process.stdout:  # Ray's own words are among them
+            if line.startswith(f"{name} "):
+                return line.split()[1]
+        raise AssertionError(f"the cluster ended with {self._process.wait()}")
+
+
 @pytest.fixture(scope="module")
 def nodes():
-    """The cluster, whose head is the first of three nodes of one core each."""
     pytest.importorskip("ray", reason="needs Ray, the extra ray")
-    from ray.cluster_utils import Cluster
-
     sign = uuid.uuid4().hex
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
-        patch.setenv(MARK, sign)
-        small = dict(num_cpus=1, object_store_memory=80 * 2**20, include_dashboard=False)
-        made = Cluster(initialize_head=True, head_node_args=small)
+    command = [sys.executable, Path(__file__).with_name("ray_nodes.py")]
+    own = os.environ | {"RAY_USAGE_STATS_ENABLED": "0", MARK: sign}
+    pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    with subprocess.Popen(command, env=own, **pipes) as process:
         try:
-            for _ in range(2):
-                made.add_node(**small)
-            yield made
+            yield Nodes(process)
         finally:
-            made.shutdown()
-        while left := processes(sign):
-            for process in left:
-                os.kill(process, signal.SIGKILL)
+            process.stdin.close()
+            try:
+                process.wait(60)
+            finally:
+                while left := processes(sign):
+                    for one in left:
+                        os.kill(one, signal.SIGKILL)
 
 
 def processes(sign):
@@ -119,10 +137,8 @@ def test_a_node_killed_in_each_pass_costs_its_pieces_only(nodes, tmp_path, monke
     def kill_one_in(name, count):
         try:
             wait_until(lambda: len({node for _, node in watch.begun(name)}) == count, over)
-            victim = nodes.list_all_nodes()[-1]
-            victims[name] = victim.node_id
-            nodes.remove_node(victim, allow_graceful=False)
-            watch.kill(name, victim.node_id)
+            victims[name] = nodes.lose_one()
+            watch.kill(name, victims[name])
         finally:
             watch.go(name)
 
@@ -153,7 +169,7 @@ def test_interrupted_it_goes_on_with_what_was_not_done(nodes, tmp_path, monkeypa
     prepare(tmp_path / "one", inputs)
     watch, over = Watch(tmp_path / "marks", free=(0, 1)), threading.Event()
     monkeypatch.setattr(pipeline, "partition", watch.over(pipeline.partition))
-    work, begun = tmp_path / "many" / ".work", len(watch.free) + len(nodes.list_all_nodes())
+    work, begun = tmp_path / "many" / ".work", len(watch.free) + nodes.number
 
     def interrupt():
         done = [work / f"read-{number:06d}.json" for number in watch.free]

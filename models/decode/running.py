@@ -1,0 +1,130 @@
+"""What devices know of the requests in their slots, so that a step needs no word from the host about the one before.
+
+Shape suffixes: B slots, S tokens of a step (two with drafts), N rows of a prefill, W stop tokens.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from dualpipe_jax.functional import Tree
+from models.decode.cache import Rows
+from models.decode.sampling import Sampling
+from models.decode.steps import Decoded, Prefilled
+
+NUM_STOPS = 8
+"""Stop tokens of a request that devices know. Of more the host alone does: such a row runs one step in vain."""
+
+
+class Running(NamedTuple):
+    """The requests that decode, a slot each.
+
+    Attributes:
+      tokens: int32 [B], the newest, which no step has been fed yet.
+      drafts: int32 [B], a guess at the token after that; -1 for none.
+      starts: int32 [B], the newest token's position.
+      rooms: int32 [B], the position that is not fed any more.
+      stops: int32 [B, W], tokens that end it; -1 for none.
+      live: bool [B], whether it goes on.
+    """
+
+    tokens: Array | np.ndarray
+    drafts: Array | np.ndarray
+    starts: Array | np.ndarray
+    rooms: Array | np.ndarray
+    stops: Array | np.ndarray
+    live: Array | np.ndarray
+
+
+class Begun(NamedTuple):
+    """Which rows of a prefill are a prompt's end, whose requests decode from then on.
+
+    Attributes:
+      slots: int32 [N], of a row's device; -1 where the prompt does not end.
+      rooms, stops: see ``Running``.
+    """
+
+    slots: np.ndarray
+    rooms: np.ndarray
+    stops: np.ndarray
+
+
+def none_running(num_slots: int) -> Running:
+    """Slots without requests."""
+    zeros = np.zeros(num_slots, np.int32)
+    return Running(zeros, zeros - 1, zeros, zeros, no_stops(num_slots), zeros > 0)
+
+
+def no_stops(num_rows: int) -> np.ndarray:
+    """Stop tokens of rows that have none, int32 [rows, W]."""
+    return np.full((num_rows, NUM_STOPS), -1, np.int32)
+
+
+def prefilling(run: Callable[..., tuple[Prefilled, Any, Any]]) -> Callable[..., Any]:
+    """A prefill ``run`` that also seats the requests whose prompts end with it."""
+
+    def prefill(
+        weights: Tree,
+        cache: Array,
+        rows: Rows,
+        follow: Array,
+        sampling: Sampling,
+        running: Running,
+        begun: Begun,
+    ) -> Any:
+        out, counts, cache = run(weights, cache, rows, follow, sampling)
+        starts_N = jnp.asarray(rows.starts) + jnp.asarray(rows.lengths)
+        live_N = out.finite & (starts_N < begun.rooms) & ~_any_stops(out.tokens[:, None], begun.stops)
+        new = Running(out.tokens, out.drafts, starts_N, begun.rooms, begun.stops, live_N)
+        place_N = jnp.where(begun.slots < 0, len(running.tokens), begun.slots)
+        running = jax.tree.map(
+            lambda old, one: jnp.asarray(old).at[place_N].set(one, mode="drop"), running, new
+        )
+        return (out, running), counts, cache
+
+    return prefill
+
+
+def decoding(run: Callable[..., tuple[Decoded, Any, Any]], num_tokens: int) -> Callable[..., Any]:
+    """A decode ``run`` of so many tokens a row, fed with what the steps before came to."""
+
+    def decode(
+        weights: Tree, cache: Array, wanted: Array, tables: Array, sampling: Sampling, running: Running
+    ) -> Any:
+        guessed_B = (running.drafts >= 0) & (running.starts + 1 < running.rooms)
+        length_B = jnp.where(running.live & wanted, 1 + guessed_B.astype(jnp.int32), 0)
+        tokens_BS = jnp.stack([running.tokens, running.drafts], axis=1)[:, :num_tokens]
+        rows = Rows(
+            jnp.where(jnp.arange(num_tokens) < length_B[:, None], tokens_BS, 0),
+            jnp.where(length_B > 0, running.starts, 0),
+            length_B,
+            tables,
+        )
+        out, counts, cache = run(weights, cache, rows, sampling)
+        return (out, _advanced(running, out)), counts, cache
+
+    return decode
+
+
+def _advanced(running: Running, out: Decoded) -> Running:
+    """After a step; rows that were fed nothing stay as they are."""
+    counts_BS = jnp.arange(out.tokens.shape[1]) < out.accepted[:, None]
+    starts_B = running.starts + out.accepted
+    last_B = jnp.take_along_axis(out.tokens, jnp.maximum(out.accepted - 1, 0)[:, None], axis=1)[:, 0]
+    live_B = out.finite & (starts_B < running.rooms)
+    live_B &= ~_any_stops(jnp.where(counts_BS, out.tokens, -2), running.stops)
+    was_fed = out.accepted > 0
+    return running._replace(
+        tokens=jnp.where(was_fed, last_B, running.tokens),
+        drafts=jnp.where(was_fed, out.drafts, running.drafts),
+        starts=starts_B,
+        live=jnp.where(was_fed, live_B, running.live),
+    )
+
+
+def _any_stops(tokens_BS: Array, stops_BW: Array | np.ndarray) -> Array:
+    return jnp.any(tokens_BS[:, :, None] == jnp.asarray(stops_BW)[:, None], axis=(1, 2))
