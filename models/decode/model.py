@@ -62,6 +62,7 @@ class Decoder:
         prediction, a layer behind the model's. A row's tokens are those that follow x's.
       logits: ``logits(weights, x [..., D]) -> [..., V]`` in float32, of what ``forward`` returned.
       draft_logits: the same of what ``draft`` returned.
+      fresh: ``fresh() -> Decoder``, the same for rows that all start at 0; see ``cached_attention``.
     """
 
     config: Config
@@ -72,6 +73,7 @@ class Decoder:
     draft: Callable[..., tuple[Array, Made]]
     logits: Callable[[Tree, Array], Array]
     draft_logits: Callable[[Tree, Array], Array]
+    fresh: Callable[[], "Decoder"]
 
 
 @functools.cache  # who asks for the same gets the same, and with it what jax.jit has compiled of it
@@ -149,6 +151,16 @@ def decoder(
         draft,
         lambda weights, x: words(weights, norm(weights["norm"], x)),
         lambda weights, x: words(weights, norm(weights["mtp"][0]["norm"], x)),
+        functools.partial(
+            decoder,
+            config,
+            dispatch=dispatch,
+            kernels=kernels,
+            absorbed=absorbed,
+            fresh=True,
+            mtp_after_norm=mtp_after_norm,
+            platform=platform,
+        ),
     )
 
 
