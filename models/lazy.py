@@ -61,6 +61,16 @@ class Lazy:
 
         return dataclasses.replace(self, shape=(len(rows), *self.shape[1:]), read=read)
 
+    def map(self, function: Callable[[Any], Any]) -> "Lazy":
+        """What a function makes of the whole array, which is read for any part of it."""
+        made = jax.eval_shape(function, jax.ShapeDtypeStruct(self.shape, self.dtype))
+        return dataclasses.replace(
+            self,
+            shape=made.shape,
+            dtype=np.dtype(made.dtype),
+            read=lambda index: function(self.read(()))[index],
+        )
+
     def astype(self, dtype: Any) -> "Lazy":
         """The same numbers as another dtype, rounded to nearest even."""
         own = np.dtype(dtype)

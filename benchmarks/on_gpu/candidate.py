@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax.experimental import pallas as pl
 
-from dualpipe_jax.parallel.hopper import LANES, SMS, Walk, _transposed, write_rows
+from dualpipe_jax.parallel.hopper import LANES, SMS, Walk, transposed, write_rows
 
 _WALK = Walk()
 _INNER = 64
@@ -61,7 +61,7 @@ def product(
 
             def multiply(sum_ref: Any) -> Array:
                 def one_block(_: Any, x_RK: Any, w_block: Any) -> None:
-                    plgpu.wgmma(sum_ref, x_RK, _transposed(w_block) if transpose else w_block)
+                    plgpu.wgmma(sum_ref, x_RK, transposed(w_block) if transpose else w_block)
 
                 w_shape = (LANES, _INNER) if transpose else (_INNER, LANES)
 

@@ -201,7 +201,9 @@ def plan_dropless(
     if width == T * K and num_devices == 1:  # each has the place that it is sorted to
         known_A = topk_TK.reshape(-1) < num_experts
         slot_TK = jnp.where(known_A, rank_A, T * K).reshape(T, K)
-        assignment_S = jnp.where(jnp.arange(T * K, dtype=jnp.int32) < jnp.sum(known_A), order_A, T * K)
+        assignment_S = order_A
+        if T * K > _FEW:
+            assignment_S = jnp.where(jnp.arange(T * K, dtype=jnp.int32) < jnp.sum(known_A), order_A, T * K)
         dropped = checkpoint_name(jnp.zeros_like(counts_E[0]), DROPPED)
         return Handle(slot_TK, assignment_S, dropped, None, None, counts_E, None, 1, axis_name, payload)
     starts_N = starts_E.reshape(num_devices, L)[:, 0]
@@ -262,7 +264,8 @@ def _check_integers(topk_TK: Array) -> None:
 def by_expert(topk_TK: Array, num_experts: int) -> tuple[Array, Array, Array, Array]:
     """Sort assignments by expert, stably; return the order, its inverse, and experts' starts and counts.
 
-    Numbers are those of ``known_experts``.
+    Numbers are those of ``known_experts``. Of few assignments, up to ``_FEW``, the order names none for those to no
+    expert, but a number past all.
     """
     expert_A = topk_TK.reshape(-1)
     iota_A = jnp.arange(expert_A.size, dtype=jnp.int32)
@@ -277,7 +280,8 @@ def by_expert(topk_TK: Array, num_experts: int) -> tuple[Array, Array, Array, Ar
         # Each compared with all others: two kernels, where a sort is many.
         key_A = expert_A * expert_A.size + iota_A
         rank_A = jnp.sum(key_A < key_A[:, None], axis=1, dtype=jnp.int32)
-        order_A = jnp.sum(jnp.where(rank_A == iota_A[:, None], iota_A, 0), axis=1, dtype=jnp.int32)
+        name_A = jnp.where(expert_A < num_experts, iota_A, jnp.int32(expert_A.size))
+        order_A = jnp.sum(jnp.where(rank_A == iota_A[:, None], name_A, 0), axis=1, dtype=jnp.int32)
     counts_E = count(topk_TK, num_experts)
     return order_A, rank_A, jnp.cumsum(counts_E) - counts_E, counts_E
 

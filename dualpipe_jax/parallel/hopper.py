@@ -79,7 +79,7 @@ def product(
         run = _by_transposed if transpose else _of_few if few else _by_matrix
         y_RF = once(run, cost, x_RD, w_GDF, sizes_G)[:rows, :width]
     # Rows of no group are not written: what is there may be anything.
-    filled_R = jnp.arange(rows, dtype=jnp.int32) < jnp.sum(sizes_G)
+    filled_R = jnp.arange(rows, dtype=jnp.int32) < _starts(sizes_G)[-1] + sizes_G[-1]
     return jnp.where(filled_R[:, None], y_RF, 0)
 
 
@@ -222,17 +222,21 @@ def filled(sizes_G: Array, most: int) -> tuple[Array, Array, Array]:
     """The groups that have rows, and where these begin and end, int32 [most]; behind them groups of none."""
     number_G = jnp.arange(len(sizes_G), dtype=jnp.int32)
     filled_G = (sizes_G > 0).astype(jnp.int32)
-    # Compared and summed, where a running sum or a sort are several kernels: in a program of few rows each counts.
-    earlier_GG = number_G < number_G[:, None]
-    starts_G, place_G = (
-        jnp.sum(jnp.where(earlier_GG, a, 0), axis=1, dtype=jnp.int32) for a in (sizes_G, filled_G)
-    )
+    starts_G, place_G = _starts(sizes_G), _starts(filled_G)
     here_SG = (place_G == jnp.arange(most, dtype=jnp.int32)[:, None]) & (filled_G > 0)
     taken = [
         jnp.sum(jnp.where(here_SG, a, 0), axis=1, dtype=jnp.int32)
         for a in (number_G, starts_G, starts_G + sizes_G)
     ]
     return taken[0], taken[1], taken[2]
+
+
+def _starts(sizes_G: Array) -> Array:
+    """The sum of all sizes before each."""
+    # Compared and summed, where a running sum or a sort are several kernels: in a program of few rows each counts.
+    number_G = jnp.arange(len(sizes_G), dtype=jnp.int32)
+    earlier_GG = number_G < number_G[:, None]
+    return jnp.sum(jnp.where(earlier_GG, sizes_G, 0), axis=1, dtype=jnp.int32)
 
 
 def _gradient(x_RD: Array, dy_RF: Array, sizes_G: Array, walk: Walk = GRADIENT) -> Array:
@@ -273,7 +277,7 @@ def _gradient(x_RD: Array, dy_RF: Array, sizes_G: Array, walk: Walk = GRADIENT) 
                             )
                         plgpu.commit_smem()
 
-                    plgpu.wgmma(sum_ref, _transposed(x_KD), dy_KF)
+                    plgpu.wgmma(sum_ref, transposed(x_KD), dy_KF)
 
                 @pl.when(num_blocks > 0)
                 def _() -> None:
@@ -311,7 +315,7 @@ def _gradient(x_RD: Array, dy_RF: Array, sizes_G: Array, walk: Walk = GRADIENT) 
         return run(ends_G - sizes_G, ends_G, x_RD, dy_RF)
 
 
-def _transposed(ref: Any) -> Any:
+def transposed(ref: Any) -> Any:
     """A view of a block in shared memory, by the method that jax 0.11 has in place of a function."""
     if hasattr(ref, "transpose"):
         return ref.transpose((1, 0))

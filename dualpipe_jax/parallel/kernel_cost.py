@@ -26,14 +26,14 @@ def priced(
     return run
 
 
-def once(function: Callable[..., jax.Array], cost: pl.CostEstimate, *args: jax.Array) -> jax.Array:
+def once(function: Callable[..., Any], cost: pl.CostEstimate, *args: jax.Array) -> Any:
     """As ``priced``, for a function of arrays that is equal to others, as those at a module's top are: it is traced
     once for arguments of a type. A program that calls a kernel a hundred times then holds it lowered once, which of
     one with many groups takes a second.
     """
     types = tuple(map(jax.typeof, args))
-    (result,) = jex.jaxpr_as_fun(_traced(function, cost, types, jax.sharding.get_abstract_mesh()))(*args)
-    return result
+    results = jex.jaxpr_as_fun(_traced(function, cost, types, jax.sharding.get_abstract_mesh()))(*args)
+    return results[0] if len(results) == 1 else tuple(results)
 
 
 @functools.lru_cache(maxsize=1024)

@@ -5,15 +5,19 @@ Shape suffixes as in ``models.attention``, and L = C + R, the numbers of a cache
 
 import functools
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 from jax import Array
 
 from models.attention import Attention, softmax_scale
 from models.config import Config
+from models.decode import paged
 from models.decode.cache import Rows, read
+from models.kernels import on_this_gpu
+from models.lazy import Lazy
 
 
 def absorbing_is_cheaper(config: Config, num_tokens: int) -> bool:
@@ -41,6 +45,7 @@ def cached_attention(
     *,
     absorbed: bool | None = None,
     fresh: bool = False,
+    kernel: bool = False,
 ) -> tuple[Array, Array]:
     """Attend from each new token to itself and all before it.
 
@@ -48,7 +53,7 @@ def cached_attention(
     values to what was attended to: neither keys nor values are ever made.
 
     Args:
-      attention: the layer.
+      attention: the layer, whose ``kv_b_proj`` is ``ByHeads``.
       x_BSD: activations of the rows' tokens.
       cache: see ``init_cache``.
       layer: its place there.
@@ -58,13 +63,84 @@ def cached_attention(
       absorbed: which of the two forms; None for the cheaper one. They are equal up to rounding.
       fresh: promises that all rows start at 0: then the cache is not read, and without ``before`` attention is the
         layer's own, which may be a kernel.
+      kernel: for a Hopper GPU: where ``paged`` takes the shapes, absorbed attention without ``before`` is its kernel.
 
     Returns:
       x's like, and the new tokens' latents, [B, S, L].
     """
     config = attention.config
+    B, S = x_BSD.shape[:2]
     q_BSHX = attention.queries(x_BSD, rows.positions)
     new_BSL = jnp.concatenate(attention.latents(x_BSD, rows.positions), axis=-1)
+    kv_b_proj: Any = attention.kv_b_proj
+    weights = kv_b_proj.in_dtype(x_BSD.dtype)
+    if absorbed is None:
+        absorbed = absorbing_is_cheaper(config, S)
+    if fresh and before is None and not absorbed:
+        q, k, v = (a.swapaxes(1, 2) for a in (q_BSHX, *_keys_and_values(config, new_BSL, weights)))
+        out_BSHV = attention.attend(q, k, v, softmax_scale(config)).swapaxes(1, 2)
+    elif (
+        kernel
+        and absorbed
+        and not fresh
+        and before is None
+        and paged.takes(config, S, cache.shape[2])
+        and on_this_gpu(x_BSD.dtype) == "hopper"
+    ):
+        out_BSHV = _by_kernel(config, q_BSHX, cache, layer, rows, new_BSL, weights)
+    else:
+        form = _absorbed if absorbed else _expanded
+        heard = _heard(cache, layer, rows, new_BSL, before, fresh)
+        out_BSHV = form(config, q_BSHX, heard, weights)
+    return attention.o_proj(out_BSHV.reshape(B, S, -1)), new_BSL
+
+
+class Weights(NamedTuple):
+    """``kv_b_proj``, a matrix for each head: between queries and latents, [H, N, C], and of values, [H, C, V].
+
+    So absorbed attention reads them, at every step, without turning them over.
+    """
+
+    queries: Array
+    values: Array
+
+
+class ByHeads(nnx.Module):
+    """``kv_b_proj`` as ``Weights``; see ``by_heads``."""
+
+    def __init__(self, config: Config):
+        H, C = config.num_heads, config.kv_lora_rank
+        self.queries = nnx.Param(jnp.zeros((H, config.qk_nope_dim, C), config.compute_dtype))
+        self.values = nnx.Param(jnp.zeros((H, C, config.v_head_dim), config.compute_dtype))
+
+    def in_dtype(self, dtype: Any) -> Weights:
+        """Its matrices."""
+        return Weights(self.queries[...].astype(dtype), self.values[...].astype(dtype))
+
+
+def by_heads(config: Config, kernel_CHX: Array | Lazy) -> dict[str, Array | Lazy]:
+    """The parameters of ``ByHeads``, from the kernel of ``kv_b_proj``; lazy of a lazy one."""
+    nope = config.qk_nope_dim
+    parts = {
+        "queries": lambda kernel: kernel[..., :nope].transpose(1, 2, 0),
+        "values": lambda kernel: kernel[..., nope:].transpose(1, 0, 2),
+    }
+    if isinstance(kernel_CHX, Lazy):
+        return {name: kernel_CHX.map(make) for name, make in parts.items()}
+    return {name: make(kernel_CHX) for name, make in parts.items()}
+
+
+class _Heard(NamedTuple):
+    """Latents that may be attended to, [B, K, L], and which of them by whom, bool [B or 1, S or 1, K]."""
+
+    latents: Array
+    by: Array
+
+
+def _heard(
+    cache: Array, layer: int, rows: Rows, new_BSL: Array, before: Before | None, fresh: bool
+) -> list[_Heard]:
+    S = new_BSL.shape[1]
     cached_B = jnp.asarray(rows.starts)
     aside = []
     if before is not None:
@@ -75,33 +151,14 @@ def cached_attention(
         cached_B = jnp.where(same_B, others.starts, cached_B)
         aside = [_Heard(latents_BSL, (others.live & same_B[:, None])[:, None])]
     if fresh:
-        places = np.arange(x_BSD.shape[1])
-        heard = [_Heard(new_BSL, jnp.asarray(places <= places[:, None])[None]), *aside]
-    else:
-        cached_BKL, cached_BK = read(cache, layer, rows.tables, cached_B)
-        # The new ones stand among the cached ones, so that there is one softmax over one array.
-        index_BK = jnp.arange(cached_BKL.shape[1], dtype=jnp.int32) - jnp.asarray(rows.starts)[:, None]
-        after_BSK = index_BK[:, None] - jnp.arange(x_BSD.shape[1], dtype=jnp.int32)[:, None]
-        by_BSK = cached_BK[:, None] | ((index_BK >= 0)[:, None] & (after_BSK <= 0))
-        heard = [_Heard(_insert(cached_BKL, new_BSL, index_BK), by_BSK), *aside]
-    kernel_CHX = attention.kv_b_proj.kernel[...].astype(x_BSD.dtype)
-    if absorbed is None:
-        absorbed = absorbing_is_cheaper(config, x_BSD.shape[1])
-    if absorbed:
-        out_BSHV = _absorbed(config, q_BSHX, heard, kernel_CHX)
-    elif fresh and before is None:
-        q, k, v = (a.swapaxes(1, 2) for a in (q_BSHX, *_keys_and_values(config, new_BSL, kernel_CHX)))
-        out_BSHV = attention.attend(q, k, v, softmax_scale(config)).swapaxes(1, 2)
-    else:
-        out_BSHV = _expanded(config, q_BSHX, heard, kernel_CHX)
-    return attention.o_proj(out_BSHV.reshape(*x_BSD.shape[:2], -1)), new_BSL
-
-
-class _Heard(NamedTuple):
-    """Latents that may be attended to, [B, K, L], and which of them by whom, bool [B or 1, S or 1, K]."""
-
-    latents: Array
-    by: Array
+        places = np.arange(S)
+        return [_Heard(new_BSL, jnp.asarray(places <= places[:, None])[None]), *aside]
+    cached_BKL, cached_BK = read(cache, layer, rows.tables, cached_B)
+    # The new ones stand among the cached ones, so that there is one softmax over one array.
+    index_BK = jnp.arange(cached_BKL.shape[1], dtype=jnp.int32) - jnp.asarray(rows.starts)[:, None]
+    after_BSK = index_BK[:, None] - jnp.arange(S, dtype=jnp.int32)[:, None]
+    by_BSK = cached_BK[:, None] | ((index_BK >= 0)[:, None] & (after_BSK <= 0))
+    return [_Heard(_insert(cached_BKL, new_BSL, index_BK), by_BSK), *aside]
 
 
 def _insert(cached_BKL: Array, new_BSL: Array, index_BK: Array) -> Array:
@@ -113,9 +170,22 @@ def _insert(cached_BKL: Array, new_BSL: Array, index_BK: Array) -> Array:
     return jnp.where(((index_BK >= 0) & (index_BK < num_new))[..., None], new_BSL, cached_BKL)
 
 
-def _absorbed(config: Config, q_BSHX: Array, heard: Sequence[_Heard], kernel_CHX: Array) -> Array:
+def _by_kernel(
+    config: Config, q_BSHX: Array, cache: Array, layer: int, rows: Rows, new_BSL: Array, weights: Weights
+) -> Array:
+    """``_absorbed`` by ``paged``: heads come first, as products of a matrix for each head make and take them."""
+    B, S, H, X = q_BSHX.shape
+    q_HTX = q_BSHX.reshape(B * S, H, X).swapaxes(0, 1)
+    nope, tables_BM, starts_B = config.qk_nope_dim, jnp.asarray(rows.tables), jnp.asarray(rows.starts)
+    q_HTC = jnp.einsum("htn,hnc->htc", q_HTX[..., :nope], weights.queries)
+    scale = softmax_scale(config)
+    out_HTC = paged.attend(q_HTC, q_HTX, cache, layer, tables_BM, starts_B, new_BSL, scale)
+    return jnp.einsum("htc,hcv->thv", out_HTC, weights.values).reshape(B, S, H, -1)
+
+
+def _absorbed(config: Config, q_BSHX: Array, heard: Sequence[_Heard], weights: Weights) -> Array:
     nope, C = config.qk_nope_dim, config.kv_lora_rank
-    q_BSHC = jnp.einsum("bshn,chn->bshc", q_BSHX[..., :nope], kernel_CHX[..., :nope])
+    q_BSHC = jnp.einsum("bshn,hnc->bshc", q_BSHX[..., :nope], weights.queries)
     q_BSHL = jnp.concatenate([q_BSHC, q_BSHX[..., nope:]], axis=-1)
     # Heads last but one, as products leave them.
     scores = [
@@ -126,11 +196,11 @@ def _absorbed(config: Config, q_BSHX: Array, heard: Sequence[_Heard], kernel_CHX
     outs = [
         jnp.einsum("bshk,bkc->bshc", p, part.latents[..., :C]) for p, part in zip(probs, heard, strict=True)
     ]
-    return jnp.einsum("bshc,chv->bshv", functools.reduce(jnp.add, outs), kernel_CHX[..., nope:])
+    return jnp.einsum("bshc,hcv->bshv", functools.reduce(jnp.add, outs), weights.values)
 
 
-def _expanded(config: Config, q_BSHX: Array, heard: Sequence[_Heard], kernel_CHX: Array) -> Array:
-    keys, values = zip(*(_keys_and_values(config, part.latents, kernel_CHX) for part in heard), strict=True)
+def _expanded(config: Config, q_BSHX: Array, heard: Sequence[_Heard], weights: Weights) -> Array:
+    keys, values = zip(*(_keys_and_values(config, part.latents, weights) for part in heard), strict=True)
     scores = [jnp.einsum("bshx,bkhx->bhsk", q_BSHX, k, preferred_element_type=jnp.float32) for k in keys]
     probs = _probs(config, scores, heard, heads=1)
     return functools.reduce(
@@ -138,12 +208,12 @@ def _expanded(config: Config, q_BSHX: Array, heard: Sequence[_Heard], kernel_CHX
     )
 
 
-def _keys_and_values(config: Config, latents_BKL: Array, kernel_CHX: Array) -> tuple[Array, Array]:
-    nope = config.qk_nope_dim
+def _keys_and_values(config: Config, latents_BKL: Array, weights: Weights) -> tuple[Array, Array]:
     c_BKC, k_BKR = latents_BKL[..., : config.kv_lora_rank], latents_BKL[..., config.kv_lora_rank :]
-    kv_BKHX = jnp.einsum("bkc,chx->bkhx", c_BKC, kernel_CHX)
-    k_BKHR = jnp.broadcast_to(k_BKR[:, :, None], (*kv_BKHX.shape[:3], config.qk_rope_dim))
-    return jnp.concatenate([kv_BKHX[..., :nope], k_BKHR], axis=-1), kv_BKHX[..., nope:]
+    k_BKHN = jnp.einsum("bkc,hnc->bkhn", c_BKC, weights.queries)
+    k_BKHR = jnp.broadcast_to(k_BKR[:, :, None], (*k_BKHN.shape[:3], config.qk_rope_dim))
+    v_BKHV = jnp.einsum("bkc,hcv->bkhv", c_BKC, weights.values)
+    return jnp.concatenate([k_BKHN, k_BKHR], axis=-1), v_BKHV
 
 
 def _probs(config: Config, scores: Sequence[Array], heard: Sequence[_Heard], heads: int) -> list[Array]:

@@ -17,7 +17,7 @@ from dualpipe_jax.functional import Tree, pure_nnx
 from models.attention import RMSNorm
 from models.blocks import Block, DenseBlock, Merge
 from models.config import Config
-from models.decode.attention import cached_attention
+from models.decode.attention import ByHeads, by_heads, cached_attention
 from models.decode.cache import Rows
 from models.kernels import AUTO, Kernels
 from models.lazy import is_lazy
@@ -54,13 +54,15 @@ class Decoder:
       dispatch: how tokens travel to experts.
       platform: what it is for, "cpu", "gpu" or "tpu".
       prepare: ``prepare(params) -> weights``, from params of one stage; matrices in the compute dtype, the router's
-        in float32. Of lazy params (``models.lazy``) it makes lazy weights.
+        in float32, and ``kv_b_proj`` as ``Weights`` of ``models.decode.attention``. Of lazy params (``models.lazy``) it
+        makes lazy weights.
       forward: ``forward(weights, cache, rows, before=None) -> (x [B, S, D], Made)``, what leaves the last layer. The
         cache is read alone; ``write`` adds to it.
       draft: ``draft(weights, cache, rows, x, before=None) -> (x, Made)``, through the first module of multi-token
         prediction, a layer behind the model's. A row's tokens are those that follow x's.
       logits: ``logits(weights, x [..., D]) -> [..., V]`` in float32, of what ``forward`` returned.
       draft_logits: the same of what ``draft`` returned.
+      fresh: ``fresh() -> Decoder``, the same for rows that all start at 0; see ``cached_attention``.
     """
 
     config: Config
@@ -71,6 +73,7 @@ class Decoder:
     draft: Callable[..., tuple[Array, Made]]
     logits: Callable[[Tree, Array], Array]
     draft_logits: Callable[[Tree, Array], Array]
+    fresh: Callable[[], "Decoder"]
 
 
 @functools.cache  # who asks for the same gets the same, and with it what jax.jit has compiled of it
@@ -97,7 +100,7 @@ def decoder(
     """
     platform = platform or jax.default_backend()
     attend, matmul = kernels.attend(platform), kernels.multiply(platform)
-    attention = functools.partial(cached_attention, absorbed=absorbed, fresh=fresh)
+    attention = functools.partial(cached_attention, absorbed=absorbed, fresh=fresh, kernel=platform == "gpu")
     dense = pure_nnx(lambda rngs: _Cached(DenseBlock(config, rngs, attend), attention)).apply
     block = pure_nnx(lambda rngs: _Cached(Block(config, dispatch, rngs, attend, matmul), attention)).apply
     merge = pure_nnx(lambda rngs: Merge(config, rngs)).apply
@@ -148,6 +151,16 @@ def decoder(
         draft,
         lambda weights, x: words(weights, norm(weights["norm"], x)),
         lambda weights, x: words(weights, norm(weights["mtp"][0]["norm"], x)),
+        functools.partial(
+            decoder,
+            config,
+            dispatch=dispatch,
+            kernels=kernels,
+            absorbed=absorbed,
+            fresh=True,
+            mtp_after_norm=mtp_after_norm,
+            platform=platform,
+        ),
     )
 
 
@@ -155,6 +168,8 @@ class _Cached(nnx.Module):
     """A block whose attention hears a cache."""
 
     def __init__(self, block: Block | DenseBlock, attention: Callable[..., tuple[Array, Array]]):
+        attended: Any = block.self_attn
+        attended.kv_b_proj = ByHeads(attended.config)
         self.block = block
         self.attention = attention
 
@@ -199,4 +214,10 @@ def _prepare(config: Config, params: Tree) -> Tree:
         is_router = getattr(path[-1], "key", None) == "gate"
         return leaf if leaf.ndim < 2 or is_router else leaf.astype(config.compute_dtype)
 
-    return jax.tree_util.tree_map_with_path(cast, weights)
+    def laid_out(own: Tree) -> Tree:
+        attention = own["block"]["self_attn"]
+        heads = by_heads(config, attention["kv_b_proj"]["kernel"])
+        return own | {"block": own["block"] | {"self_attn": attention | {"kv_b_proj": heads}}}
+
+    weights = jax.tree_util.tree_map_with_path(cast, weights)
+    return weights | {name: [laid_out(own) for own in weights[name]] for name in ("layers", "mtp")}

@@ -36,6 +36,8 @@ class Programs(NamedTuple):
     Attributes:
       prefill: ``(weights, cache, (rows, follow, sampling, running, begun)) -> ((Prefilled, Running), counts, cache)``;
         counts are int32 [devices, layers with experts, E], see ``Made``.
+      prefill_fresh: ``prefill`` of rows that all start at 0, in halves too: nothing is read from the cache, and
+        attention is the layer's own, on a GPU a kernel. It is compiled when it is first called.
       decode: ``(weights, cache, (wanted, tables, sampling, running)) -> ((Decoded, Running), counts, cache)``; wanted
         is bool [B], false for slots whose request does not decode, or has ended as the host knows.
       init_cache: ``(num_blocks, block_size) -> cache``, of all devices.
@@ -43,6 +45,7 @@ class Programs(NamedTuple):
     """
 
     prefill: Callable[..., tuple[Any, Array, Array]]
+    prefill_fresh: Callable[..., tuple[Any, Array, Array]]
     decode: Callable[..., tuple[Any, Array, Array]]
     init_cache: Callable[[int, int], Array]
     init_running: Callable[[int], Running]
@@ -70,9 +73,9 @@ def programs(
         raise ValueError(f"Engine: microbatches is {microbatches}, must be 1 or 2")
 
     def compiled(
-        step: Step, seated: Callable[..., Any], *, hears: bool
+        step: Step, seated: Callable[..., Any], *, hears: bool, fresh: bool = False
     ) -> Callable[..., tuple[Any, Array, Array]]:
-        step = functools.partial(step, model, drafts, scores)
+        step = functools.partial(step, model.fresh() if fresh else model, drafts, scores)
         run = (
             functools.partial(in_halves, step, hears) if microbatches == 2 else functools.partial(whole, step)
         )
@@ -82,6 +85,9 @@ def programs(
 
     return Programs(
         compiled(prefill, prefilling, hears=True),
+        compiled(
+            prefill, prefilling, hears=False, fresh=True
+        ),  # of two that start at 0 neither hears the other
         compiled(decode, functools.partial(decoding, num_tokens=1 + drafts), hears=False),
         functools.partial(_init_cache, model.config, mesh),
         functools.partial(_init_running, mesh),
@@ -187,7 +193,13 @@ def of_two_rows(
     """
     if rows.tokens.size > 1:
         return run(weights, cache, rows, *more)
-    two = jax.tree.map(lambda leaf: jnp.concatenate([leaf, jnp.zeros_like(leaf)]), (rows, *more))
+
+    def beside(leaf: Array) -> Array:
+        # A choice becomes part of what reads it, where a concatenation is a kernel of its own.
+        asked = jnp.arange(2, dtype=jnp.int32).reshape(2, *[1] * (jnp.ndim(leaf) - 1)) == 0
+        return jnp.where(asked, leaf, jnp.zeros((), leaf.dtype))
+
+    two = jax.tree.map(beside, (rows, *more))
     out, counts, cache = run(weights, cache, *two)
     return jax.tree.map(lambda leaf: leaf[:1], out), counts, cache
 

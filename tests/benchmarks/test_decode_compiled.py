@@ -1,13 +1,18 @@
 """What a step of decode launches and reads on an H100 that is not here, by the compiler's own text."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import models
-from benchmarks.decode_compiled import compiled_step, kernels, least
+from benchmarks.decode_compiled import compiled_step, kernels, least, started
 from dualpipe_jax import inspect
 from dualpipe_jax.inspect.target import MissingCompiler, Target
+from models.decode import decoder, init_cache
+from models.decode.programs import programs
+from models.decode.running import none_running
+from models.decode.sampling import Sampling
 
 CONFIG = models.v2_lite(num_layers=2, compute_dtype=jnp.bfloat16)
 
@@ -24,17 +29,58 @@ def test_the_least_is_what_a_step_asks_for():
     assert least(CONFIG, weights, 1, 0) == 8 * 2 + 6 * 5 * 4 + 3 * 4
 
 
+def compiled_on_cpu(batch):
+    config = models.v2_lite(num_layers=2)
+    model = decoder(config, platform="cpu")
+    weights = jax.eval_shape(
+        model.prepare, jax.eval_shape(models.deepseek(config, 1).init, jax.random.key(0))
+    )
+    cache = jax.eval_shape(lambda: init_cache(config, 16 * batch, 16))
+    wanted, reals, seeds = (
+        jax.ShapeDtypeStruct((batch,), dtype) for dtype in (jnp.bool, jnp.float32, jnp.uint32)
+    )
+    tables = jax.ShapeDtypeStruct((batch, 16), jnp.int32)
+    given = wanted, tables, Sampling(reals, reals, seeds), none_running(batch)
+    return inspect.read(programs(model, False).decode.lower(weights, cache, given).compile())
+
+
 @pytest.mark.slow
-def test_a_step_of_one_request_reads_little_more_than_it_has_to():
-    """Not the experts that nobody asked for, and every other weight once; a layer is some 40 kernels."""
+def test_a_step_of_one_request_reads_little_more_than_it_has_to(tmp_path):
+    """Not the experts that nobody asked for, every other weight once and the cache once; all is one CUDA graph."""
     try:
         Target.parse("h100:1x1").check_compiler()
     except MissingCompiler as error:
         pytest.skip(str(error))
-    weights, module = compiled_step(CONFIG, "h100", 1, 256)
+    weights, module = compiled_step(CONFIG, "h100", 1, 256, str(tmp_path))
     rates, clock = inspect.gpu_rates("h100"), inspect.DEVICES["h100"].clock
     found = kernels(module, rates, clock, CONFIG.top_k)
     # A dense layer's weights are padded, for a product that no GPU was there to choose: read and written once more.
     padded = 4 * CONFIG.dense_hidden * CONFIG.dim
     assert sum(kernel.moved for kernel in found) <= 1.1 * least(CONFIG, weights, 1, 256) + padded
-    assert len(found) <= 45 * CONFIG.num_layers
+    # Embedding, head and the choice of tokens are some 25 of them.
+    assert len(found) <= 32 * CONFIG.num_layers + 25
+    assert started(tmp_path) == 1
+    cached = [kernel for kernel in found if "gather" in kernel.name]
+    assert len(cached) == 1  # the embedding's alone
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("platform", ["cpu", "gpu"])
+def test_no_matrix_is_turned_over_or_copied(platform):
+    """As the compiled step says: matrices lie as products read them."""
+    if platform == "gpu":
+        try:
+            Target.parse("h100:1x1").check_compiler()
+        except MissingCompiler as error:
+            pytest.skip(str(error))
+        _, module = compiled_step(CONFIG, "h100", 16, 256)
+    else:
+        module = compiled_on_cpu(16)
+    part = sorted((CONFIG.num_heads, CONFIG.qk_nope_dim, CONFIG.kv_lora_rank))  # of queries; of values alike
+    moved = [
+        made.arrays[0].dims
+        for within in module.computations.values()
+        for made in within
+        if made.opcode in ("copy", "transpose") and len(made.arrays) == 1
+    ]
+    assert not [dims for dims in moved if sorted(dims) == part]

@@ -38,6 +38,8 @@ ROWS = np.asarray([2, 0, 2])
         (lambda a: a.expanded()[0][1], lambda a: a[1], [(1,)]),
         (lambda a: a[0].astype(ml_dtypes.bfloat16), lambda a: np.asarray(jnp.asarray(a[0], jnp.bfloat16)), [(0,)]),
         (lambda a: list(a)[1], lambda a: a[1], [(1,)]),
+        (lambda a: a[1].map(lambda part: part.T), lambda a: a[1].T, [(1,)]),
+        (lambda a: a[1].map(lambda part: part.T)[0], lambda a: a[1].T[0], [(1,)]),
     ],
 )  # fmt: skip
 def test_parts_are_what_numpy_takes_of_the_whole_and_are_read_alone(of_lazy, of_numpy, read):

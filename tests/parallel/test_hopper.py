@@ -11,7 +11,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from dualpipe_jax.inspect.target import MissingCompiler, Target
 from dualpipe_jax.parallel import hopper
@@ -19,6 +18,7 @@ from dualpipe_jax.parallel.expert_groups import grouped_matmul
 from dualpipe_jax.split import split_backward
 from tests.jaxprs import named
 from tests.parallel.test_expert_groups import by_groups, gradients_by_groups
+from tests.simulated_gpu import interpreted
 
 CASES = {
     "as they are": (256, 128, 256, (100, 28, 128)),
@@ -60,14 +60,6 @@ def test_values_and_gradients_are_those_of_a_loop_over_groups(case, emulated):
     for found, wanted in zip(got, exact, strict=True):
         assert found.dtype == jnp.bfloat16
         np.testing.assert_allclose(np.asarray(found, np.float64), wanted, rtol=2**-7, atol=0.05)
-
-
-def interpreted():
-    """Pallas' simulator of a GPU, under the name that this version of JAX has for it."""
-    if not hasattr(plgpu, "force_gpu_interpret_mode"):
-        params = pytest.importorskip("jax._src.pallas.mosaic_gpu.interpret.params")
-        return params.force_gpu_interpret_mode(params.InterpretGPUParams(out_of_bounds_reads="uninitialized"))
-    return plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams(out_of_bounds_reads="uninitialized"))
 
 
 @pytest.mark.parametrize("rows, sizes", [(128, (0, 2, 0, 3, 1, 0)), (200, (70, 0, 1, 57, 64, 3))])

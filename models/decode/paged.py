@@ -1,0 +1,313 @@
+"""Attention of few new tokens to a paged cache of latents, as one kernel for Hopper GPUs (H100, H200).
+
+Plain, the blocks of a row's table are gathered, and what was gathered is read twice, for scores and for values. Here a
+block comes from memory once, into shared memory, where all heads of all new tokens score it and add it up, by an
+online softmax (Milakov and Gimelshein 2018) in float32. Rows that are many positions long are split, so that more
+multiprocessors work on them; what they find is put together by plain JAX (Dao et al. 2023, "Flash-Decoding").
+
+It never ran on a GPU. It is compiled for an H100, and its numbers come from Pallas' simulator of one.
+
+Shape suffixes as in ``models.decode.attention``; T = B * S new tokens, Z splits of a row, X numbers of a position.
+"""
+
+import functools
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.experimental import pallas as pl
+
+from dualpipe_jax.parallel import hopper
+from dualpipe_jax.parallel.kernel_cost import once
+from models.config import Config
+
+TILE = 32
+"""Positions whose scores are made at once."""
+STAGES = 2
+"""Tiles on their way from memory at once, 36 KiB each."""
+_QUERIES = 64
+"""Rows of a tensor core's product: so many queries share what was read."""
+_NEW = 16
+"""New tokens, filled up with zeros: what a product sums is of such a length."""
+_PART = 64
+"""Numbers of a value that a product makes at once."""
+_SPLIT = 256
+"""Positions below which it does not pay to split a row."""
+_LOW = -1e30
+"""A score that nothing has; finite, for its difference with itself is 0."""
+
+
+def takes(config: Config, num_new: int, block_size: int) -> bool:
+    """Whether the kernel knows such attention.
+
+    Latents and queries have 16 bits; of the latents 128 divides the numbers that are values, 512 at most, and those of
+    the rotated key are 64 or 128; heads are 8, 16, 32, or a multiple of 64; a row has at most 16 new tokens, and a
+    block 8, 16 or 32 positions. V2, V2-Lite and V3 are such models.
+    """
+    return (
+        hopper.takes(config.compute_dtype)
+        and config.kv_lora_rank % 128 == 0
+        and config.kv_lora_rank <= 512
+        and config.qk_rope_dim in (64, 128)
+        and (config.num_heads in (8, 16, 32) or config.num_heads % _QUERIES == 0)
+        and num_new <= _NEW
+        and block_size in (8, 16, TILE)
+    )
+
+
+def attend(
+    q_HTC: Array,
+    q_HTX: Array,
+    cache: Array,
+    layer: int,
+    tables_BM: Array,
+    used_B: Array,
+    new_BSL: Array,
+    scale: float,
+) -> Array:
+    """Attend from queries, in the space of latents, to what is cached and to the new tokens up to their own.
+
+    Args:
+      q_HTC: queries against latents, of all rows' new tokens, heads first as products leave them.
+      q_HTX: queries as they were made; against rotated keys are their last numbers.
+      cache: see ``init_cache``; what is not used may be anything.
+      layer: its place there.
+      tables_BM: int32, the blocks of a row's positions.
+      used_B: int32, the positions before the row's first new token.
+      new_BSL: latents of the new tokens, which are not in the cache.
+      scale: on scores.
+
+    Returns:
+      Latents attended to, [H, T, C] of the queries' dtype.
+    """
+    L, P, size, X = cache.shape
+    (H, T, C), (B, S) = q_HTC.shape, new_BSL.shape[:2]
+    num_positions = tables_BM.shape[1] * size
+    shape = _Shape(num_splits(T * H // _Tile.of(H, S).rows, num_positions), scale * math.log2(math.e))
+    new_BKX = jnp.pad(new_BSL, ((0, 0), (0, _NEW - S), (0, 0)))
+    first_1 = jnp.full((1,), layer * P, jnp.int32)
+    # As if all positions of the tables were used.
+    cost = pl.CostEstimate(
+        flops=2 * T * H * num_positions * (X + C),
+        transcendentals=T * H * num_positions,
+        bytes_accessed=(B * num_positions * X + T * H * (X + C)) * cache.dtype.itemsize,
+    )
+    blocks_PKX = cache.reshape(L * P, size, X)
+    made = once(_kernel(shape), cost, tables_BM, used_B, first_1, q_HTC, q_HTX, blocks_PKX, new_BKX)
+    if shape.splits == 1:
+        return made[0]
+    out_ZHTC, log_ZTH = made
+    share_ZTH = jax.nn.softmax(log_ZTH * math.log(2), axis=0)
+    return jnp.einsum("zth,zhtc->htc", share_ZTH, out_ZHTC).astype(q_HTC.dtype)
+
+
+class _Tile(NamedTuple):
+    """Queries that share what was read: so many heads of so many tokens of a row."""
+
+    heads: int
+    tokens: int
+
+    @property
+    def rows(self) -> int:
+        return self.heads * self.tokens
+
+    @classmethod
+    def of(cls, num_heads: int, num_new: int) -> "_Tile":
+        heads = min(num_heads, _QUERIES)
+        return cls(heads, num_new if heads * num_new <= _QUERIES else 1)
+
+
+def num_splits(num_tiles: int, num_positions: int) -> int:
+    """In how many parts each row's positions are attended to, so that there is work for all multiprocessors."""
+    return max(1, min(hopper.SMS // num_tiles, num_positions // _SPLIT))
+
+
+class _Shape(NamedTuple):
+    splits: int
+    scale: float
+
+
+@functools.cache  # one object for equal shapes, by which ``once`` knows what it has traced
+def _kernel(shape: _Shape) -> Any:
+    return functools.partial(_attend, shape)
+
+
+def _attend(
+    shape: _Shape,
+    tables_BM: Array,
+    used_B: Array,
+    first_1: Array,
+    q_HTC: Array,
+    q_HTX: Array,
+    blocks_PKX: Array,
+    new_BKX: Array,
+) -> Any:
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    B, (H, T, C), (_, size, X) = len(tables_BM), q_HTC.shape, blocks_PKX.shape
+    S, R, dtype = T // B, X - C, q_HTC.dtype
+    of, half = _Tile.of(H, S), C // 2
+    made = dtype if shape.splits == 1 else jnp.float32
+
+    def paged_attention(
+        tables_ref: Any,
+        used_ref: Any,
+        first_ref: Any,
+        c_ref: Any,
+        q_ref: Any,
+        blocks_ref: Any,
+        new_ref: Any,
+        *refs: Any,
+    ) -> None:
+        *outs, c_smem, r_smem, new_smem, tiles_smem, p_smem, out_smem, log_smem, arrived, full, free = refs
+        b, z, tokens, heads = (lax.axis_index(name) for name in ("row", "split", "tokens", "heads"))
+        group = lax.axis_index("half")  # two warpgroups, each of which makes half of the values' numbers
+        used = used_ref[b]
+        num_tiles = lax.div(used + jnp.int32(TILE - 1), jnp.int32(TILE))
+        begin, end = (lax.div((z + place) * num_tiles, jnp.int32(shape.splits)) for place in (0, 1))
+        first_token = tokens * of.tokens
+        own_heads, rotated = pl.ds(heads * of.heads, of.heads), pl.ds(q_HTX.shape[2] - R, R)
+
+        def fetch(tile: Any) -> None:
+            slot = lax.rem(tile - begin, jnp.int32(STAGES))
+            last = lax.div(used - 1, jnp.int32(size))
+            for part in range(TILE // size):
+                # What lies past the last block is masked: that one comes again, for a tile is whole.
+                block = jnp.minimum(tile * jnp.int32(TILE // size) + part, last)
+                plgpu.copy_gmem_to_smem(
+                    blocks_ref.at[first_ref[0] + tables_ref[b, block]],
+                    tiles_smem.at[pl.ds(pl.multiple_of(slot * TILE + part * size, size), size)],
+                    full.at[slot],
+                )
+
+        @pl.when(group == 0)
+        def _() -> None:
+            for token in range(of.tokens):
+                where, into = b * S + first_token + token, pl.ds(token * of.heads, of.heads)
+                plgpu.copy_gmem_to_smem(c_ref.at[own_heads, where], c_smem.at[into], arrived)
+                plgpu.copy_gmem_to_smem(q_ref.at[own_heads, where, rotated], r_smem.at[into], arrived)
+            plgpu.copy_gmem_to_smem(new_ref.at[b], new_smem, arrived)
+            for stage in range(STAGES):
+                pl.when(begin + stage < end)(functools.partial(fetch, begin + stage))
+
+        plgpu.barrier_wait(arrived)
+
+        def hear(tile_ref: Any, heard: Any, carry: Any) -> Any:
+            top, total, *parts = carry
+
+            def score(sum_ref: Any) -> Array:
+                plgpu.wgmma(sum_ref, c_smem, hopper.transposed(tile_ref.at[:, pl.ds(0, C)]))
+                plgpu.wgmma(sum_ref, r_smem, hopper.transposed(tile_ref.at[:, pl.ds(C, R)]))
+                return sum_ref[...]
+
+            length = tile_ref.shape[0]
+            scores = pl.run_scoped(score, plgpu.ACC((_QUERIES, length))) * shape.scale
+            scores = jnp.where(heard, scores, _LOW)
+            higher = jnp.maximum(top, jnp.max(scores, axis=1))
+            shrunk = jnp.exp2(top - higher)
+            powers = jnp.where(heard, jnp.exp2(scores - lax.broadcast_in_dim(higher, scores.shape, [0])), 0.0)
+            total = total * shrunk + jnp.sum(powers, axis=1)
+            p_ref = p_smem.at[group, :, pl.ds(0, length)]
+            p_ref[...] = powers.astype(dtype)
+            plgpu.commit_smem()
+
+            def one(place: int, part: Array) -> Array:
+                def add_up(sum_ref: Any) -> Array:
+                    columns = pl.ds(group * half + place * _PART, _PART)
+                    plgpu.wgmma(sum_ref, p_ref, tile_ref.at[:, columns])
+                    return sum_ref[...]
+
+                more = pl.run_scoped(add_up, plgpu.ACC((_QUERIES, _PART)))
+                return part * lax.broadcast_in_dim(shrunk, part.shape, [0]) + more
+
+            return higher, total, *(one(place, part) for place, part in enumerate(parts))
+
+        def iota(length: int, dim: int) -> Array:
+            return lax.broadcasted_iota(jnp.int32, (_QUERIES, length), dim)
+
+        def each_new(_: Any, carry: Any) -> Any:
+            token = first_token + lax.div(iota(_NEW, 0), jnp.int32(of.heads))
+            return hear(new_smem, iota(_NEW, 1) <= token, carry)
+
+        def each_tile(tile: Any, carry: Any) -> Any:
+            slot = lax.rem(tile - begin, jnp.int32(STAGES))
+            tile_ref = tiles_smem.at[pl.ds(pl.multiple_of(slot * TILE, TILE), TILE)]
+            plgpu.barrier_wait(full.at[slot])
+            left = used - tile * TILE
+
+            @pl.when(left < TILE)
+            def _() -> None:
+                # A block keeps what its last owner left, and a probability of 0 times NaN is NaN.
+                # Nothing is on its way any more: so all tiles' memory is gone through, as high as its layout wants.
+                row = iota(_PART, 0) - slot * TILE
+                for place in range(half // _PART):
+                    ref = tiles_smem.at[:, pl.ds(group * half + place * _PART, _PART)]
+                    ref[...] = jnp.where((row >= left) & (row < TILE), jnp.zeros_like(ref[...]), ref[...])
+                plgpu.commit_smem()
+
+            carry = hear(tile_ref, iota(TILE, 1) < left, carry)
+            plgpu.barrier_arrive(free.at[slot])
+
+            @pl.when(group == 0)
+            def _() -> None:
+                plgpu.barrier_wait(free.at[slot])
+                pl.when(tile + STAGES < end)(functools.partial(fetch, tile + STAGES))
+
+            return carry
+
+        def constant(value: float) -> Array:
+            return jnp.full((_QUERIES,), value, jnp.float32)
+
+        zeros = jnp.zeros((_QUERIES, _PART), jnp.float32)
+        carry = (constant(_LOW), constant(0.0), *([zeros] * (half // _PART)))
+        carry = lax.fori_loop(0, (z == 0).astype(jnp.int32), each_new, carry)
+        top, total, *parts = lax.fori_loop(begin, end, each_tile, carry)
+        total = jnp.maximum(total, jnp.float32(1e-30))  # of a part of a row that has no position at all
+        for place, part in enumerate(parts):
+            staged = out_smem.at[group]
+            staged[...] = (part / lax.broadcast_in_dim(total, part.shape, [0])).astype(made)
+            plgpu.commit_smem()
+            columns = pl.ds(group * half + place * _PART, _PART)
+            for token in range(of.tokens):
+                where = z, own_heads, b * S + first_token + token, columns
+                plgpu.copy_smem_to_gmem(staged.at[pl.ds(token * of.heads, of.heads)], outs[0].at[where])
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        if shape.splits > 1:
+
+            @pl.when(group == 0)
+            def _() -> None:
+                log_smem[...] = top + jnp.log2(total)
+                plgpu.commit_smem()
+                for token in range(of.tokens):
+                    where = z, b * S + first_token + token, own_heads
+                    plgpu.copy_smem_to_gmem(log_smem.at[pl.ds(token * of.heads, of.heads)], outs[1].at[where])
+                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+    out_type = [jax.ShapeDtypeStruct((shape.splits, H, T, C), made)]
+    if shape.splits > 1:
+        out_type.append(jax.ShapeDtypeStruct((shape.splits, T, H), jnp.float32))
+    run = plgpu.kernel(
+        paged_attention,
+        out_type=out_type,
+        scratch_types=[
+            plgpu.SMEM((_QUERIES, C), dtype),
+            plgpu.SMEM((_QUERIES, R), dtype),
+            plgpu.SMEM((_NEW, X), dtype),
+            plgpu.SMEM((STAGES * TILE, X), dtype),
+            plgpu.SMEM((2, _QUERIES, TILE), dtype),
+            plgpu.SMEM((2, _QUERIES, _PART), made),
+            plgpu.SMEM((_QUERIES,), jnp.float32),
+            plgpu.Barrier(num_arrivals=2 * of.tokens + 1),
+            plgpu.Barrier(num_arrivals=TILE // size, num_barriers=STAGES),
+            plgpu.Barrier(num_arrivals=2, num_barriers=STAGES),
+        ],
+        grid=(B, shape.splits, S // of.tokens, H // of.heads),
+        grid_names=("row", "split", "tokens", "heads"),
+        num_threads=2,
+        thread_name="half",
+        compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Warpgroup),
+    )
+    with jax.numpy_dtype_promotion("standard"):
+        return run(tables_BM, used_B, first_1, q_HTC, q_HTX, blocks_PKX, new_BKX)
