@@ -26,7 +26,6 @@ from dualpipe_jax.inspect.hlo import Module
 from dualpipe_jax.inspect.roofline import flops, written
 from dualpipe_jax.inspect.target import MissingCompiler, Target
 from dualpipe_jax.pods.units import units_in
-from dualpipe_jax.schedule.lowering.table import TickTable
 from dualpipe_jax.schedule.lowering.unit_key import UnitKey
 
 STILL = ("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "while", "conditional", "call")
@@ -70,20 +69,9 @@ def main() -> None:
         model = step.model(schedule.placement.num_model_stages)
         pipeline = Pipeline(model, schedule, mesh, divergence=form, compute_dtype=jnp.bfloat16)
         params = given(step.parameters, model.num_stages, leaves)
-        runs = runs_of(pipeline.table(params, batch), model.kind_of)
+        runs = step.runs_of(pipeline.table(params, batch), model.kind_of)
         found = Bytes(pipeline.value_and_grad, runs, params, batch)
         found.show(f"{schedule.name}, {leaves} leaves", plain["own"], options.largest)
-
-
-def runs_of(table: TickTable, kind_of: tuple[str, ...]) -> dict[UnitKey, int]:
-    """How often a step runs each unit on its only rank."""
-    names = {table.keeps.kind_of[stage]: kind for stage, kind in enumerate(kind_of)}
-    runs: collections.Counter[UnitKey] = collections.Counter()
-    for number in table.column("unit").ravel().tolist():
-        if number >= 0:
-            op, *stands = table.units[number]
-            runs[UnitKey(op, tuple(names[stand.kind] for stand in stands if stand is not None))] += 1
-    return runs
 
 
 class Bytes:
