@@ -23,13 +23,9 @@ from models.cudnn import cudnn_attention
 
 MICROBATCHES, SIZE, SEQUENCE, WIDTH, HEADS, VOCAB, LAYERS = 8, 1, 2048, 4096, 32, 1024, 8
 FORMS = (
-    (one_f_one_b, "loop", "own"),
-    (zb_h1, "loop", "own"),
-    (dualpipe_v, "loop", "own"),
-    (zb_v, "loop", "own"),
-    (dualpipe_v, "switch", "own"),
-    (one_f_one_b, "loop", "stacked"),
-    (dualpipe_v, "loop", "stacked"),
+    *((make, "loop", "own") for make in (one_f_one_b, zb_h1, dualpipe_v, zb_v)),
+    *((make, "switch", "own") for make in (dualpipe_v, one_f_one_b, zb_v, zb_h1)),
+    *((make, "loop", "stacked") for make in (one_f_one_b, dualpipe_v)),
 )
 """Schedule, guards, and whether each layer has leaves of its own or a stage's layers are stacked."""
 SHAPES = {

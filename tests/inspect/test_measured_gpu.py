@@ -2,10 +2,11 @@
 
 Units of a layer of DeepSeek-V3: compiled on an H200 and timed there by ``scripts/bench gpu --parts
 "dropless;capacity"`` on 2026-11-26, jax 0.11.2. Steps of ``benchmarks/on_gpu/step.py``: timed there that day, compiled
-again for an H200 that was not there, by the same JAX. Guards: ``dualpipe probe``'s ticks of five, timed on an H100 on
-2026-11-22, likewise compiled again. Of all texts metadata and the kernels' own code are left out. Products alone: the
-same bench, docs/gpu.md, and for 4096 x 7168 x 576 the closing note of that session. ``gpus._HOPPER`` was chosen by all
-of these together, seven numbers for thirty times; ``pytest -s`` prints each.
+again for an H200 that was not there, by the same JAX; sums pass the barrier of branches in them, as they did. Guards:
+``dualpipe probe``'s ticks of five, timed on an H100 on 2026-11-22, likewise compiled again. Of all texts metadata and
+the kernels' own code are left out. Products alone: the same bench, docs/gpu.md, and for 4096 x 7168 x 576 the closing
+note of that session. ``gpus._HOPPER`` was chosen by all of these together, eight numbers for twenty-six times; ``pytest
+-s`` prints each.
 """
 
 import dataclasses
