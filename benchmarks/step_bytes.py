@@ -3,7 +3,8 @@
 The program is that of `scripts/bench gpu --parts step`: 8 layers of width 4096, 8 microbatches, each layer with leaves
 of its own or a stage's layers stacked. Every instruction counts what it writes as often as it runs: the scan by its
 trips, a guard's body as often as the table runs its unit. Products and attention stand apart: there the engine writes
-more, for its products add to the sums of gradients themselves, what plain accumulation does in a pass of its own.
+more, for its products add to the sums of gradients themselves, what plain accumulation does in a pass of its own. Last
+comes what a tick takes beside its units by the roofline, which is what its guards cost.
 
     scripts/bench step_bytes            # in an environment with the extra `cuda`; needs no GPU, 10 minutes of CPU
 """
@@ -25,8 +26,7 @@ from dualpipe_jax import Pipeline, inspect, make_mesh
 from dualpipe_jax.inspect.hlo import Module
 from dualpipe_jax.inspect.roofline import flops, written
 from dualpipe_jax.inspect.target import MissingCompiler, Target
-from dualpipe_jax.pods.units import units_in
-from dualpipe_jax.schedule.lowering.table import TickTable
+from dualpipe_jax.pods.units import overheads, units_in
 from dualpipe_jax.schedule.lowering.unit_key import UnitKey
 
 STILL = ("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "while", "conditional", "call")
@@ -43,7 +43,8 @@ def main() -> None:
     )
     options = parser.parse_args()
     try:
-        device = Target.parse(options.target).devices()[0]
+        target = Target.parse(options.target)
+        device = target.devices()[0]
     except (MissingCompiler, ValueError) as error:
         parser.error(str(error))
     here, mesh = jax.sharding.SingleDeviceSharding(device), make_mesh(1, 1, devices=[device])
@@ -56,42 +57,33 @@ def main() -> None:
 
     tokens = given(jnp.zeros, (step.MICROBATCHES, step.SIZE, step.SEQUENCE), jnp.int32)
     batch = {"inputs": tokens, "targets": tokens}
-    print("| program | products, GiB | all else | all else over plain | all over plain | temporaries, GiB |")
-    print("| --- | ---: | ---: | ---: | ---: | ---: |", flush=True)
+    print(
+        "| program | products, GiB | all else | all else over plain | all over plain | temporaries, GiB | tick, us |"
+    )
+    print("| --- | ---: | ---: | ---: | ---: | ---: | ---: |", flush=True)
     plain: dict[str, tuple[int, int]] = {}
     for leaves in ("own", "stacked"):
-        found = Bytes(jax.jit(step.plain), {}, given(step.parameters, 1, leaves), batch)
+        found = Bytes(target, jax.jit(step.plain), {}, given(step.parameters, 1, leaves), batch)
         plain[leaves] = found.products, found.others
         found.show(f"plain accumulation, {leaves} leaves", plain["own"], options.largest)
     for make, form, leaves in step.FORMS:
-        if form != "loop":
-            continue  # of branches the compiler copies what they change, on the device's stream and by no instruction
         schedule = make(1, step.MICROBATCHES)
         model = step.model(schedule.placement.num_model_stages)
         pipeline = Pipeline(model, schedule, mesh, divergence=form, compute_dtype=jnp.bfloat16)
         params = given(step.parameters, model.num_stages, leaves)
-        runs = runs_of(pipeline.table(params, batch), model.kind_of)
-        found = Bytes(pipeline.value_and_grad, runs, params, batch)
-        found.show(f"{schedule.name}, {leaves} leaves", plain["own"], options.largest)
-
-
-def runs_of(table: TickTable, kind_of: tuple[str, ...]) -> dict[UnitKey, int]:
-    """How often a step runs each unit on its only rank."""
-    names = {table.keeps.kind_of[stage]: kind for stage, kind in enumerate(kind_of)}
-    runs: collections.Counter[UnitKey] = collections.Counter()
-    for number in table.column("unit").ravel().tolist():
-        if number >= 0:
-            op, *stands = table.units[number]
-            runs[UnitKey(op, tuple(names[stand.kind] for stand in stands if stand is not None))] += 1
-    return runs
+        runs = step.runs_of(pipeline.table(params, batch), model.kind_of)
+        found = Bytes(target, pipeline.value_and_grad, runs, params, batch)
+        found.show(f"{schedule.name}, {form}, {leaves} leaves", plain["own"], options.largest)
 
 
 class Bytes:
     """Bytes that a program writes, by products and attention and by all other instructions."""
 
-    def __init__(self, function, runs: dict[UnitKey, int], *args):
+    def __init__(self, target: Target, function, runs: dict[UnitKey, int], *args):
         compiled = function.lower(*args).compile(inspect.recommended_compiler_options("gpu"))
         module = inspect.read(compiled)
+        beside = overheads(inspect.overlap(module, target.rates), module)
+        self.tick = "" if beside is None else f"{beside[0] / target.device.clock * 1e6:.0f}"
         self.temporaries = compiled.memory_analysis().temp_size_in_bytes
         self.products, self.by_name = 0, collections.Counter()
         for name, times in times_of(module, runs).items():
@@ -110,7 +102,7 @@ class Bytes:
     def show(self, what: str, plain: tuple[int, int], largest: int) -> None:
         ratios = self.others / plain[1], (self.others + self.products) / sum(plain)
         written = f"{self.products / GiB:.1f} | {self.others / GiB:.1f} | {ratios[0]:.2f} | {ratios[1]:.2f}"
-        print(f"| {what} | {written} | {self.temporaries / GiB:.1f} |", flush=True)
+        print(f"| {what} | {written} | {self.temporaries / GiB:.1f} | {self.tick} |", flush=True)
         for name, made in self.by_name.most_common(largest):
             print(f"  {made / GiB:8.2f} GiB  {name}", flush=True)
 
@@ -129,7 +121,7 @@ def times_of(module: Module, runs: dict[UnitKey, int]) -> dict[str, float]:
             for body in instruction.called("body") if instruction.opcode == "while" else ():
                 walk(body, guarded.get(body, often * (instruction.trips or 1)))
             for body in instruction.called("branch", "to_apply") if instruction.opcode in STILL else ():
-                walk(body, often)
+                walk(body, guarded.get(body, often))
 
     walk(module.entry, 1)
     return times

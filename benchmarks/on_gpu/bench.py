@@ -89,7 +89,7 @@ class Bench:
         *args: Any,
         flops: float = 0.0,
         traffic: float = 0.0,
-        predict: bool = False,
+        predict: bool | Callable[..., float] = False,
         options: dict[str, Any] | None = None,
         seconds: float = 0.12,
         **facts: Any,
@@ -102,7 +102,8 @@ class Bench:
           args: arrays, as this bench makes them.
           flops: operations that it is for, from which TFLOP/s and the share of the peak are made.
           traffic: bytes that it must read and write, from which TB/s are made.
-          predict: whether to record what the roofline says of the compiled program.
+          predict: whether to record what the roofline says of the compiled program; or its cycles by a report and the
+            module, of a program with loops whose trips only its table knows.
           options: of the compiler.
           seconds: of one trial, of which there are five; the median is recorded.
           facts: more to record.
@@ -121,7 +122,7 @@ class Bench:
             text = gzip.compress(compiled.as_text().encode(), mtime=0)
             (self._texts / f"{self.part}.{name.replace(' ', '_')}.hlo.gz").write_bytes(text)
         if predict:
-            facts |= self._predicted(compiled)
+            facts |= self._predicted(compiled, predict)
         if self.compiles_only:
             facts |= {"calls": _calls(compiled.as_text()), "bytes_outside_loops": _bytes(compiled)}
             text = lowered.as_text()
@@ -141,10 +142,11 @@ class Bench:
         self.say(name, **{key: _rounded(value) for key, value in facts.items()})
         return out
 
-    def _predicted(self, compiled: Any) -> dict[str, Any]:
-        report = inspect.overlap(compiled, rates=self._rates)
-        whole = max(report.computations.values(), key=lambda one: one.cycles)
-        return {"predicted_ms": whole.cycles / self.gpu.clock * 1e3}
+    def _predicted(self, compiled: Any, predict: bool | Callable[..., float]) -> dict[str, Any]:
+        module = inspect.read(compiled)
+        report = inspect.overlap(module, rates=self._rates)
+        cycles = predict(report, module) if callable(predict) else report.computations[module.entry].cycles
+        return {"predicted_ms": cycles / self.gpu.clock * 1e3}
 
     @contextmanager
     def going_on(self, part: str) -> Iterator[None]:

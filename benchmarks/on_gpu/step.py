@@ -4,6 +4,8 @@ Each layer has leaves of its own, or a stage's layers are stacked in one and sli
 to bfloat16 once a step (``compute_dtype``); plain accumulation casts them once a step, too, before its scan.
 """
 
+import collections
+import functools
 import math
 from typing import Any
 
@@ -13,18 +15,17 @@ import numpy as np
 
 from benchmarks.on_gpu.bench import Bench
 from dualpipe_jax import Pipeline, PipelineModel, StagedModel, make_mesh, staged
+from dualpipe_jax.pods.units import cycles_of
 from dualpipe_jax.schedule import dualpipe_v, one_f_one_b, zb_h1, zb_v
+from dualpipe_jax.schedule.lowering.table import TickTable
+from dualpipe_jax.schedule.lowering.unit_key import UnitKey
 from models.cudnn import cudnn_attention
 
 MICROBATCHES, SIZE, SEQUENCE, WIDTH, HEADS, VOCAB, LAYERS = 8, 1, 2048, 4096, 32, 1024, 8
 FORMS = (
-    (one_f_one_b, "loop", "own"),
-    (zb_h1, "loop", "own"),
-    (dualpipe_v, "loop", "own"),
-    (zb_v, "loop", "own"),
-    (dualpipe_v, "switch", "own"),
-    (one_f_one_b, "loop", "stacked"),
-    (dualpipe_v, "loop", "stacked"),
+    *((make, "loop", "own") for make in (one_f_one_b, zb_h1, dualpipe_v, zb_v)),
+    *((make, "switch", "own") for make in (dualpipe_v, one_f_one_b, zb_v, zb_h1)),
+    *((make, "loop", "stacked") for make in (one_f_one_b, dualpipe_v)),
 )
 """Schedule, guards, and whether each layer has leaves of its own or a stage's layers are stacked."""
 SHAPES = {
@@ -87,6 +88,17 @@ def parameters(num_stages: int, leaves: str = "own") -> Any:
     return {"stages": cut, "shared": {"embed": jax.random.normal(next(keys), (VOCAB, WIDTH)), "head": head}}
 
 
+def runs_of(table: TickTable, kind_of: tuple[str, ...]) -> dict[UnitKey, int]:
+    """How often a step runs each unit on its only rank."""
+    names = {table.keeps.kind_of[stage]: kind for stage, kind in enumerate(kind_of)}
+    runs: collections.Counter[UnitKey] = collections.Counter()
+    for number in table.column("unit").ravel().tolist():
+        if number >= 0:
+            op, *stands = table.units[number]
+            runs[UnitKey(op, tuple(names[stand.kind] for stand in stands if stand is not None))] += 1
+    return runs
+
+
 def plain(params: Any, batch: Any) -> Any:
     """The mean loss and its gradients, summed over microbatches in a scan."""
     narrow = jax.tree.map(lambda a: a[0].astype(jnp.bfloat16), params["stages"])
@@ -112,7 +124,7 @@ def step(bench: Bench) -> None:
     each = sum(math.prod(shape) for shape in SHAPES.values())
     per_token = 6.0 * (LAYERS * each + WIDTH * VOCAB) + 6 * LAYERS * WIDTH * SEQUENCE
     flops = MICROBATCHES * SIZE * SEQUENCE * per_token
-    found = bench.time("plain accumulation", plain, params, batch, flops=flops, seconds=0.5)
+    found = bench.time("plain accumulation", plain, params, batch, flops=flops, seconds=0.5, predict=True)
     base, wanted = None, None
     if not bench.compiles_only:
         base, wanted = bench.records[-1]["ms"], jax.device_get(found)
@@ -124,7 +136,12 @@ def step(bench: Bench) -> None:
         pipeline = Pipeline(model(num_stages), schedule, mesh, divergence=form, compute_dtype=jnp.bfloat16)
         mine = bench.made(lambda n=num_stages, leaves=leaves: parameters(n, leaves))
         name = f"{schedule.name}, {form}, {leaves} leaves"
-        out = bench.time(name, pipeline.value_and_grad, mine, batch, flops=flops, seconds=0.5)
+        table = pipeline.table(mine, batch)
+        runs = runs_of(table, pipeline.model.kind_of)
+        predict = functools.partial(cycles_of, runs=runs, ticks=table.num_ticks)
+        out = bench.time(
+            name, pipeline.value_and_grad, mine, batch, flops=flops, seconds=0.5, predict=predict
+        )
         if bench.compiles_only:
             continue
         ((loss, _), grads) = jax.device_get(out)

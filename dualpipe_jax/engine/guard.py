@@ -40,29 +40,38 @@ def run_if(
     """
 
     def trip(i, state):
-        around = state.pick(sums) if sums else None
-        held = state.pick(state.entries - {*sums}) if sums else state
+        held, around = _apart(state, sums)
         _, held, inside = lax.optimization_barrier((i, held, operands))
-        held = pin(held)
-        return pin(work(held.merge(around) if sums else held, *pin(inside)))
+        return pin(work(_together(pin(held), around), *pin(inside)))
 
     return pin(lax.fori_loop(0, wanted.astype(jnp.int32), trip, pin(state)))
 
 
-def run_one(number: jax.Array, works: Sequence[Callable[..., Any]], state: Any, *operands: Any) -> Any:
+def run_one(
+    number: jax.Array,
+    works: Sequence[Callable[..., Any]],
+    state: Any,
+    *operands: Any,
+    sums: Collection[Entry] = (),
+    begin: Callable[[Any], Any] = lambda state: state,
+) -> Any:
     """``state = works[number](state, *operands)``, or the state as it is where the number is none of them.
 
-    One conditional: on GPU each guard costs a round trip to the host, and this is a single one.
+    One conditional: on GPU each guard costs a round trip to the host, and this is a single one. Sums go around its
+    barrier, as in ``run_if``: a branch that added to what comes out of one would write each product, and the sum after
+    it. ``begin`` puts what holds nothing yet into the state of every branch; handed in, XLA copies it in each branch
+    that hands it on.
     """
 
     def branch(work):
         def run(state, operands):
-            state, inside = lax.optimization_barrier((state, operands))
-            return pin(work(pin(state), *pin(inside)))
+            held, around = _apart(state, sums)
+            held, inside = lax.optimization_barrier((held, operands))
+            return pin(work(begin(_together(pin(held), around)), *pin(inside)))
 
         return run
 
-    branches = [*map(branch, works), lambda state, operands: state]
+    branches = [*map(branch, works), lambda state, operands: pin(begin(state))]
     index = jnp.where((number >= 0) & (number < len(works)), number, len(works))
     return pin(lax.switch(index, branches, pin(state), operands))
 
@@ -83,6 +92,15 @@ def run_together(
         return jax.tree.map(lambda new, old: jnp.where(wanted, new, old), made, state)
 
     return run_if(anywhere, work_and_keep, state, wanted, *operands)
+
+
+def _apart(state: Any, sums: Collection[Entry]) -> tuple[Any, Any]:
+    """What goes through a barrier, and the sums, which go around it."""
+    return (state.pick(state.entries - {*sums}), state.pick(sums)) if sums else (state, None)
+
+
+def _together(held: Any, around: Any) -> Any:
+    return held if around is None else held.merge(around)
 
 
 def pin(state: Any) -> Any:

@@ -96,9 +96,9 @@ class Pipeline:
         to the parameter's; on GPU they then add to the sum at once. None: they do, except on CPU, where such products
         are slow and may wait for each other's threads for ever (YNNPACK's; see docs/how_it_works.md).
       divergence: how ranks part ways in a tick: "loop", each unit a loop of zero or one trips; "switch", one
-        conditional: a single round trip to the host on GPU, but there all slot pools are copied at every tick; "none",
-        every rank runs each unit that some rank has in that tick, results masked, for machines on which groups of
-        devices may not part ways. The results are equal.
+        conditional: a single round trip to the host on GPU, where each loop is one, but before JAX 0.11 all slot pools
+        and sums are copied at every tick there; "none", every rank runs each unit that some rank has in that tick,
+        results masked, for machines on which groups of devices may not part ways. The results are equal.
       check_vma: let ``shard_map`` check over which axes values vary.
       debug_nans: raise when a loss or a gradient is not finite, naming the microbatch and stage where that began.
 

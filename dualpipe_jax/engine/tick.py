@@ -55,8 +55,7 @@ class Tick:
         arrived = self._exchange(
             [state.under_way[channel.payload] for channel in self.table.channels], row[2]
         )
-        nothing = fresh(self.boundary, state.under_way.keys(), watched=self.debug_nans)
-        state = self._work(state.put(under_way=self.vary(nothing)), here, row[3])
+        state = self._work(state, here, row[3])
         if self.debug_nans:
             state = nans.watch(state, here, self.vary(number))
         for c, (channel, payload) in enumerate(zip(self.table.channels, arrived, strict=True)):
@@ -86,9 +85,14 @@ class Tick:
         number = jnp.where(same.any(), jnp.argmax(same), len(sets) - 1)  # all of them will do for any
         return lax.switch(number, [functools.partial(exchange, wanted) for wanted in sets], payloads)
 
+    def _nothing_to_send(self, state: State, payloads: Collection[str]) -> State:
+        nothing = fresh(self.boundary, payloads, watched=self.debug_nans)
+        return state.put(under_way=self.vary(nothing))
+
     def _work(self, state: State, row: Row, runs: tuple[jax.Array, ...]) -> State:
         if self.divergence == "switch":
             return self._switch(state, row)
+        state = self._nothing_to_send(state, state.under_way.keys())
         for task in self.tasks:
             wanted = functools.reduce(jnp.logical_or, [row["unit"] == number for number in task.numbers])
             if self.divergence == "loop":
@@ -119,8 +123,19 @@ class Tick:
             [numbers.index(n) if n in numbers else -1 for n in range(len(self.table.units))] + [-1]
         )
         chosen = position.astype(jnp.int32)[row["unit"]]
-        part = state.pick(entry for task in self.tasks for entry in task.changes)
-        return state.merge(run_one(chosen, [branch(n) for n in numbers], part, row.values, *reads))
+        changes = dict.fromkeys(entry for task in self.tasks for entry in task.changes)
+        payloads = [entry.key for entry in changes if entry.field == "under_way"]
+        return state.merge(
+            run_one(
+                chosen,
+                [branch(n) for n in numbers],
+                state.pick(entry for entry in changes if entry.field != "under_way"),
+                row.values,
+                *reads,
+                sums={entry for task in self.tasks for entry in task.sums},
+                begin=functools.partial(self._nothing_to_send, payloads=payloads),
+            )
+        )
 
     def _trip(self, task: Task, row: Row):
         def trip(part: State, values: jax.Array, *reads: Tree) -> State:

@@ -14,18 +14,24 @@ class Reached:
     Attributes:
       attention: shares of its operations a second that the best kernel known here does in causal attention over
         sequences of some thousand tokens: forward, backward.
-      products: share that matrix products do.
-      grouped: share that grouped products of unequal groups do, by the kernels of ``parallel.hopper``.
+      products: share that matrix products do, beside the time of ``operands``.
+      grouped: share that grouped products of unequal groups do, by the kernels of ``parallel.hopper``, likewise.
+      operands: bytes a second that products take in and give out besides; None: all behind their arithmetic. With one
+        share of all, a product reaches more the more it multiplies for each byte.
       memory: share of its memory's bytes a second, read plus written.
       launch: seconds that every kernel takes besides.
+      host: seconds until its host has seen a number and goes on: before each trip of a loop that may end, and before a
+        conditional.
       source: who measured these, on what.
     """
 
     attention: tuple[float, float]
     products: float = 1.0
     grouped: float = 1.0
+    operands: float | None = None
     memory: float = 1.0
     launch: float = 0.0
+    host: float = 0.0
     source: str = "nobody here: all but attention is as published"
 
 
@@ -123,11 +129,13 @@ _FLASH_3 = "Shah et al. 2024, FlashAttention-3, figures 5 and 6, of cuDNN"
 
 _HOPPER = Reached(
     attention=(0.53, 0.41),
-    products=0.695,
-    grouped=0.62,
+    products=0.80,
+    grouped=0.72,
+    operands=4.7e12,
     memory=0.88,
-    launch=5e-6,
-    source="benchmarks/gpu.py on an H200, 2026-11-26, docs/gpu.md",
+    launch=2.5e-6,
+    host=8e-6,
+    source="benchmarks/gpu.py on an H200, 2026-11-26; its host on an H100, 2026-11-22; docs/gpu.md",
 )
 
 _H100 = Gpu(

@@ -265,10 +265,14 @@ class _Reader:
         times = [self.walk(name).time for name in instruction.called() if name in self.module.executed]
         if instruction.opcode == "while":
             trips = self._trips(instruction)
-            return trips * sum(t.cycles for t in times), trips * sum(t.waits for t in times)
+            asked = 0.0
+            if instruction.trips is None:  # one that is known is not asked for
+                inside = [self.walk(name).time for name in instruction.called("condition")]
+                asked = sum(t.cycles for t in inside) + (trips + 1) * self.rates.host
+            return trips * sum(t.cycles for t in times) + asked, trips * sum(t.waits for t in times)
         if instruction.opcode == "conditional":
             longest = max(times, key=lambda t: t.cycles)
-            return longest.cycles, longest.waits
+            return longest.cycles + self.rates.host, longest.waits
         if instruction.opcode == "call":
             return sum(t.cycles for t in times), sum(t.waits for t in times)
         return self.rates.instruction(self.module, computation, instruction), 0.0

@@ -96,11 +96,12 @@ def gpu_rates(
     >>> round(gpu_rates("h100").link)  # bytes a cycle inside a node: 450 GB/s at 1.83 GHz
     246
 
-    For h100 and h200 products, attention, memory (read plus written) and launches go by what was measured on one,
-    ``gpus.Gpu.reached``; with ``published``, and for the others, by data sheets, which nothing reaches: programs took
-    1.3 to 1.5 times as long. Attention, which reaches least, has its own rate. Links are as published: NVLink inside a
-    node; what crosses nodes goes over the network, see ``fabric.Nodes``; a permute whose devices are not known is taken
-    to do so.
+    For h100 and h200 products, attention, memory (read plus written), launches and the host's looks at what guards
+    decide go by what was measured on one, ``gpus.Gpu.reached``; with ``published``, and for the others, by data sheets,
+    which nothing reaches: programs took 1.3 to 1.5 times as long. A product takes its arithmetic and its own bytes, so
+    a small one reaches less than a large one. Attention, which reaches least, has its own rate. Links are as published:
+    NVLink inside a node; what crosses nodes goes over the network, see ``fabric.Nodes``; a permute whose devices are
+    not known is taken to do so.
 
     Args:
       generation: a100, h100, h200, b200 or gb200.
@@ -129,12 +130,14 @@ def gpu_rates(
         memory=reached.memory * gpu.bandwidth / gpu.clock,
         flops=reached.products * peak,
         kernel_flops=gpu_kernels(forward * peak, backward * peak, reached.grouped * peak),
+        operands=reached.operands and reached.operands / gpu.clock,
         launch=reached.launch * gpu.clock,
+        host=reached.host * gpu.clock,
     )
 
 
 def gpu_kernels(forward: float | None, backward: float | None, grouped: float | None) -> dict[str, float]:
-    """``Rates.kernel_flops`` of cuDNN's attention and of ``parallel.hopper`` and ``triton``; without those that are None."""
+    """``Rates.kernel_flops`` of cuDNN's attention, ``parallel.hopper`` and ``triton``; without those that are None."""
     known = {"fmha.*Backward": backward, "fmha": forward, r"mosaic_gpu|gpu\.triton": grouped}
     return {pattern: rate for pattern, rate in known.items() if rate is not None}
 
@@ -172,7 +175,11 @@ class Rates:
         expression searched in the call's target and op_name; the first that is found counts.
       kernel_flops: the same of custom calls that are known to reach less, by a regular expression searched in the
         call's target; the first that is found counts.
+      operands: bytes a cycle that a kernel which multiplies takes in and gives out beside its arithmetic; None: all
+        behind it.
       launch: cycles that a kernel takes besides, priced by memory or flops.
+      host: cycles in which a device stands still while its host looks at a number: before each trip of a loop whose
+        trips nobody knows, once more to end it, and before a conditional.
       measured: whether memory and flops are of real devices, and so price what the compiler prices as well.
       fabric: what lies between devices. A collective whose groups are known takes no less than it says, and as long
         where ``collectives`` says something of its kind.
@@ -187,7 +194,9 @@ class Rates:
     products: tuple[tuple[float, float], ...] = ()
     kernels: Mapping[str, float] = dataclasses.field(default_factory=dict)
     kernel_flops: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    operands: float | None = None
     launch: float = 0.0
+    host: float = 0.0
     measured: bool = False
     fabric: Fabric | None = None
 
@@ -233,8 +242,11 @@ class Rates:
             return None
         if instruction.opcode == "custom-call" and not arithmetic:
             return None  # a kernel of which nothing is known
-        moved = traffic(module, within, instruction) / self.memory
-        busy = max(moved, arithmetic / self._reached(instruction, arithmetic)) if self.flops else moved
+        moved = traffic(module, within, instruction)
+        busy = moved / self.memory
+        if arithmetic:
+            beside = moved / self.operands if self.operands else 0.0
+            busy = max(busy, arithmetic / self._reached(instruction, arithmetic) + beside)
         return busy + self.launch if busy else 0.0
 
     def _reached(self, instruction: Instruction, arithmetic: int) -> float:

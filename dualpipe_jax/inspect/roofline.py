@@ -15,6 +15,7 @@ _ESTIMATE = re.compile(r'"cost_estimate":\{"flops":"?(\d+)"?.*?"bytes_accessed":
 _CAUSAL = re.compile(r'"mask_type":\s*"(?:PADDING_)?CAUSAL"')
 _SLICES = ("dynamic-slice", "slice", "gather")
 _SEEN_THROUGH = ("bitcast", "reshape")
+_LIBRARIES = ("__cublas", "__cudnn")
 
 
 def flops(module: Module, computation: Computation, instruction: Instruction) -> int:
@@ -126,10 +127,15 @@ def traffic(module: Module, computation: Computation, instruction: Instruction) 
 
 
 def written(module: Module, computation: Computation, instruction: Instruction) -> int:
-    """Bytes that an instruction writes; of a buffer that it updates in place, the update."""
+    """Bytes that an instruction writes; of a buffer that it updates in place, the update. A library's room to work in,
+    bytes beside its results, counts nothing.
+    """
     if instruction.opcode == "fusion" and (called := instruction.called("calls")):
         inner = module.computations[called[0]]
         return sum(_writes(inner, inner.root))
+    if instruction.target.startswith(_LIBRARIES):
+        first, *others = instruction.arrays
+        return first.nbytes + sum(made.nbytes for made in others if made.dtype not in ("s8", "u8"))
     return sum(_writes(computation, instruction))
 
 

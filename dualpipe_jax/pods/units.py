@@ -120,17 +120,48 @@ def unit_of(report: OverlapReport, module: Module, computation: str) -> Unit:
     return Unit(time.cycles, time.work, total, time.waits, len(time.unpriced), *made)
 
 
+def cycles_of(report: OverlapReport, module: Module, runs: Mapping[UnitKey, int], ticks: int) -> float:
+    """Cycles of a whole program on one rank that runs so many units in so many ticks, one after the other, and all that
+    stands beside them; with no ticks the program as the report has it.
+
+    Bodies of one unit, of several local stages alike, share its runs.
+
+    Raises:
+      ValueError: the program has other units.
+    """
+    found = units_in(module)
+    if found.keys() != runs.keys():
+        raise ValueError(
+            f"cycles_of: the program has the units {sorted(map(str, found))}, and runs names {sorted(map(str, runs))}"
+        )
+    beside = overheads(report, module)
+    if beside is None:
+        return report.computations[module.entry].cycles
+    cycles = {
+        key: sum(report.computations[body].cycles for body in bodies) / len(bodies)
+        for key, bodies in found.items()
+    }
+    return sum(runs[key] * cycles[key] for key in runs) + ticks * beside[0] + beside[1]
+
+
 def overheads(report: OverlapReport, module: Module) -> tuple[float, float] | None:
     """Cycles of a tick beside its units, and of a step beside its ticks; None where there is no scan over ticks.
 
-    The first is arrivals written to slots and outputs cleared; the second pools and sums cleared, copies of stages
-    borrowed, gradients given back and reduced.
+    The first is arrivals written to slots, outputs cleared, and what guards cost if one is taken; the second pools and
+    sums cleared, copies of stages borrowed, gradients given back and reduced.
     """
     tick = scan_body(module)
     if tick is None:
         return None
     cycles = {name: time.cycles for name, time in report.computations.items()}
-    guards = sum(cycles[body] for body, (holder, _) in module.loops.items() if holder == tick)
+    taken = {event.name: event.end - event.start for event in report.timelines[tick]}
+    loops = [(body, loop) for body, (holder, loop) in module.loops.items() if holder == tick]
+    guards = sum(cycles[body] for body, _ in loops)
+    # A loop that is taken asks twice whether to go on, and so the report has each. All but one ask once.
+    asks = sorted(
+        (taken.get(loop.name, 0.0) - cycles[body]) / 2 for body, loop in loops if loop.trips is None
+    )
+    guards += sum(asks[:-1])
     choices: dict[str, float] = {}
     for body, (holder, choice) in module.branches.items():
         if holder == tick:

@@ -32,6 +32,7 @@ POLICIES = {"none": None, "all": "all", "dots": jax.checkpoint_policies.dots_sav
 COSTS = CostModel(F=1, I=1.64, W=0.97, FB=2.65, send=0.1)
 TYPED = {"check_vma": True}
 FUSED = {"fuse_pairs": True}  # as accelerators run pairs; on CPU only if asked for
+SWITCH = {"divergence": "switch"}
 
 # Schedule, ranks, devices of ep, microbatches (few, or well into the steady state), model, remat, the engine's
 # options and the schedule's. Every schedule meets both models; either model meets each remat, with types and without,
@@ -47,6 +48,7 @@ QUICK = [
     (dualpipe, 2, 1, 2, "mlp", "dots", {}),
     (dualpipe, 2, 2, 4, "moe", "all", TYPED | FUSED),
     (dualpipe_v, 2, 1, 4, "mlp", "none", {}),
+    (zb_h1, 2, 1, 4, "mlp", "none", SWITCH),
 ]
 SLOW = [
     (gpipe, 2, 2, 5, "moe", "all", TYPED),
@@ -62,6 +64,8 @@ SLOW = [
     (looped_bfs, 4, 2, 1, "moe", "none", {}),
     (zb_h1, 1, 1, 4, "mlp", "all", TYPED),
     (zb_h1, 8, 1, 11, "moe", "dots", {}),
+    (dualpipe, 4, 1, 8, "moe", "none", SWITCH | FUSED),
+    (dualpipe_v, 2, 2, 4, "moe", "none", SWITCH | TYPED),
     (zb_h2, 2, 2, 5, "moe", "all", {}),
     (zb_h2, 4, 1, 1, "mlp", "dots", TYPED),
     (interleaved_zero_bubble, 2, 2, 5, "moe", "dots", TYPED),

@@ -79,6 +79,7 @@ def test_traffic():
         "m": 2 * (6 * 16 * 32 + 6 * 64 * 32 + 6 * 16 * 64) + 6 * 4,
         "sum": 3 * 100 * 8 * 4,
         "flash": 900,  # as it states
+        "gemm": 100 * 8 * 4 + 6 * 64 * 32 * 2 + 100 * 64 * 2,  # not the room that the library works in
     }
     assert {name: traffic(MODULE, MAIN, MAIN.by_name[name]) for name in wanted} == wanted
 
@@ -127,3 +128,17 @@ def test_kernels_that_reach_less():
         instruction = MAIN.by_name[name]
         whole = plain.instruction(MODULE, MAIN, instruction)
         assert slower.instruction(MODULE, MAIN, instruction) == pytest.approx(times * whole)
+
+
+def test_a_product_takes_its_own_bytes_beside_its_arithmetic():
+    """And what is no product does not; memory may be slower than both together."""
+    plain = Rates(memory=100.0, flops=100.0)
+    inside = dataclasses.replace(plain, operands=50.0)
+    arithmetic, moved = 2 * 6 * 16 * 64 * 32, 2 * (6 * 16 * 32 + 6 * 64 * 32 + 6 * 16 * 64) + 6 * 4
+    product = MAIN.by_name["m"]
+    assert plain.instruction(MODULE, MAIN, product) == pytest.approx(arithmetic / 100)
+    assert inside.instruction(MODULE, MAIN, product) == pytest.approx(arithmetic / 100 + moved / 50)
+    slow = dataclasses.replace(inside, memory=1.0)
+    assert slow.instruction(MODULE, MAIN, product) == pytest.approx(moved)
+    added = MAIN.by_name["sum"]
+    assert inside.instruction(MODULE, MAIN, added) == plain.instruction(MODULE, MAIN, added) > 0

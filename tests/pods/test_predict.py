@@ -17,6 +17,7 @@ from dualpipe_jax.pods.program import Blueprint
 from dualpipe_jax.pods.results import Unit
 from dualpipe_jax.pods.units import (
     bodies_of,
+    cycles_of,
     kinds_of,
     overheads,
     scan_body,
@@ -144,6 +145,10 @@ def test_units_are_found_and_priced_in_a_compiled_program():
     tick, step = overheads(report, module)
     walked, entry = (report.computations[name].cycles for name in (scan_body(module), module.entry))
     assert 0 < tick == pytest.approx(walked - units[pair].cycles - units[weights].cycles, abs=1)
+    asks = overlap(module, Rates(link=8.0, memory=64.0, flops=1024.0, host=1000.0))
+    assert overheads(asks, module)[0] - tick == pytest.approx(3000), (
+        "two guards ask, and the one taken once more"
+    )
     trips = module.loops[scan_body(module)][1].trips
     assert 0 < step == pytest.approx(entry - trips * walked)
     if jax.__version_info__ < (
@@ -184,7 +189,13 @@ def test_units_that_are_branches_of_one_conditional():
 
 def test_a_program_without_ticks_has_no_overheads():
     module = read(jax.jit(lambda x: x + 1).lower(jax.numpy.ones(8)).compile())
-    assert overheads(overlap(module), module) is None
+    report = overlap(module, Rates(memory=1.0))
+    assert overheads(report, module) is None
+    assert cycles_of(report, module, {}, 0) == report.computations[module.entry].cycles > 0
+    with pytest.raises(
+        ValueError, match=r"cycles_of: the program has the units \[\], and runs names \['F'\]"
+    ):
+        cycles_of(report, module, {UnitKey("F"): 1}, 1)
 
 
 def test_models_by_name():
