@@ -7,12 +7,10 @@ import time
 from pathlib import Path
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 import pytest
 
 from benchmarks import gpu
-from benchmarks.on_gpu import candidate, peers
+from benchmarks.on_gpu import peers
 from dualpipe_jax.inspect.target import MissingCompiler, Target
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -65,16 +63,6 @@ def test_parts_go_on_past_one_that_takes_its_process_with_it(tmp_path, monkeypat
     assert done == ["products", "grouped", "step"]
     assert list(failed) == ["attention", "shapes"]
     assert failed["attention"]["tail"] == ["about to fall"]
-
-
-@pytest.mark.parametrize("sizes", [(300, 0, 5, 123, 212), (0, 0, 0), (128, 128), (1, 1, 1), (0, 640, 0)])
-def test_the_candidates_tiles_have_every_row_once(sizes):
-    """In blocks of 128 rows, those of a group in tiles of its own."""
-    group, block, begin, end = map(np.asarray, candidate.tiles_of(640, jnp.asarray(sizes, jnp.int32)))
-    seen = [(row, g) for g, b, e in zip(group, begin, end, strict=True) for row in range(b, e)]
-    assert seen == [(row, g) for row, g in enumerate(np.repeat(np.arange(len(sizes)), sizes))]
-    has_rows = end > begin
-    assert np.all((begin // 128 == block)[has_rows]) and np.all((end <= 128 * (block + 1))[has_rows])
 
 
 def test_transformers_layer_has_gradients_of_all_but_its_selection_bias():

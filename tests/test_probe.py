@@ -294,7 +294,9 @@ def test_the_flags_are_xlas_before_it_looks_for_devices(monkeypatch, asked):
     before = os.environ["XLA_FLAGS"]
     monkeypatch.setenv("XLA_FLAGS", before)
     next(experiment({"pp": 2, "ep": 2, "experiments": [], "sums_in_order": asked}))
-    in_order = " --xla_gpu_deterministic_ops=true --xla_gpu_enable_triton_gemm=false"
+    in_order = (
+        " --xla_gpu_deterministic_ops=true --xla_gpu_enable_triton_gemm=false --xla_gpu_autotune_level=0"
+    )
     assert os.environ["XLA_FLAGS"] == before + (in_order if asked else "")
 
 

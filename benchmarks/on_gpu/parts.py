@@ -7,7 +7,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks.on_gpu import candidate
 from benchmarks.on_gpu.bench import Bench, error
 from dualpipe_jax.parallel import hopper, triton
 from dualpipe_jax.parallel.expert_groups import grouped_matmul
@@ -84,7 +83,7 @@ UNEQUAL = np.array([-1000, 1000, 300, -300, -2048, 2048, -7, 7], np.int32) + TOK
 
 
 def grouped(bench: Bench) -> None:
-    """8 groups of about 4,096 rows: JAX's kernel and ours for Hopper, beside the compiler's own way."""
+    """8 groups of about 4,096 rows: our kernels for Hopper and in Triton, beside JAX's and the compiler's own way."""
     rows = EXPERTS * TOKENS
     x, dy = bench.normal(10, rows, DIM), bench.normal(11, rows, HIDDEN)
     w, sizes = bench.normal(12, EXPERTS, DIM, HIDDEN), bench.given(UNEQUAL)
@@ -96,16 +95,11 @@ def grouped(bench: Bench) -> None:
     bench.time("triton: F", triton.product, x, w, sizes, flops=flops)
     bench.time("triton: dx", functools.partial(triton.product, transpose=True), dy, w, sizes, flops=flops)
     bench.time("triton: dw, float32", triton.gradient, x, dy, sizes, flops=flops)
-    for name, rows_of in (("", UNEQUAL), (" of a buffer an eighth full", UNEQUAL // 8)):
-        filled = bench.given(rows_of)
-        of = dict(flops=flops * float(rows_of.sum()) / rows)
-        if name:
-            bench.time(f"hopper: F{name}", hopper.product, x, w, filled, **of)
-        ours = bench.time(f"candidate: F{name}", candidate.product, x, w, filled, **of)
-        by = functools.partial(candidate.product, transpose=True)
-        ours_dx = bench.time(f"candidate: dx{name}", by, dy, w, filled, **of)
-        if not (name or bench.compiles_only):
-            bench.say("candidate: errors", y=error(ours, y), dx=error(ours_dx, dx))
+    full = flops * float((UNEQUAL // 8).sum()) / rows
+    bench.time(
+        "hopper: F of a buffer an eighth full", hopper.product, x, w, bench.given(UNEQUAL // 8), flops=full
+    )
+    bench.time("jax: F", _jax_product, x, w, sizes, flops=flops)
     if bench.compiles_only:
         return
     bench.time("jax: dw, bfloat16", _jax_gradient, x, dy, sizes, flops=flops)
@@ -140,6 +134,22 @@ def walks(bench: Bench) -> None:
             bench.time(f"{name}: F", by, x, w, sizes, **facts)
             bench.time(f"{name}: dx", functools.partial(by, transpose=True), dy, w, sizes, **facts)
             bench.time(f"{name}: dw", functools.partial(hopper._gradient, walk=walk), x, dy, sizes, **facts)
+
+
+def _jax_product(x: Any, w: Any, sizes: Any) -> Any:
+    from jax.experimental.pallas.ops.gpu import ragged_dot_mgpu
+
+    with jax.numpy_dtype_promotion("standard"):
+        return ragged_dot_mgpu.ragged_dot(
+            x,
+            w,
+            group_sizes=sizes,
+            block_m=128,
+            block_n=128,
+            block_k=64,
+            max_concurrent_steps=5,
+            grid_block_n=8,
+        )
 
 
 def _jax_gradient(x: Any, dy: Any, sizes: Any) -> Any:
@@ -186,18 +196,23 @@ def shapes(bench: Bench) -> None:
         rng = np.random.default_rng(0)
         x, w, dy = (rng.normal(size=s) for s in ((rows, dim), (len(sizes), dim, width), (rows, width)))
         x[sum(sizes) :], dy[sum(sizes) :] = np.nan, np.nan
-        x, w, dy = (bench.given(np.asarray(a, jnp.bfloat16)) for a in (x, w, dy))
-        sizes = bench.given(np.array(sizes, np.int32))
+        for kernel, dtype in (("hopper", jnp.bfloat16), ("triton", jnp.bfloat16), ("triton", jnp.float32)):
+            given = (
+                *(bench.given(np.asarray(a, dtype)) for a in (x, w, dy)),
+                bench.given(np.array(sizes, np.int32)),
+            )
 
-        def both(x: Any, w: Any, dy: Any, sizes: Any) -> Any:
-            y, pull = jax.vjp(lambda x, w: grouped_matmul(x, w, sizes, kernel="hopper"), x, w)
-            return y, *pull(dy)
+            def both(x: Any, w: Any, dy: Any, sizes: Any, kernel: Any = kernel) -> Any:
+                with jax.default_matmul_precision("highest"):
+                    y, pull = jax.vjp(lambda x, w: grouped_matmul(x, w, sizes, kernel=kernel), x, w)
+                    return y, *pull(dy)
 
-        if bench.compiles_only:
-            bench.time(name, both, x, w, dy, sizes)
-            continue
-        found = jax.jit(both)(x, w, dy, sizes)
-        bench.say(name, errors=[error(a, b) for a, b in zip(found, _by_groups(x, w, dy, sizes), strict=True)])
+            title = f"{kernel}, {jnp.dtype(dtype).name}: {name}"
+            if bench.compiles_only:
+                bench.time(title, both, *given)
+                continue
+            found = jax.jit(both)(*given)
+            bench.say(title, errors=[error(a, b) for a, b in zip(found, _by_groups(*given), strict=True)])
 
 
 def _by_groups(x: Any, w: Any, dy: Any, sizes: Any) -> list[np.ndarray]:

@@ -18,6 +18,7 @@ from jax import Array, lax
 
 from dualpipe_jax.arguments import typechecked
 from dualpipe_jax.parallel import hopper, triton
+from dualpipe_jax.parallel.group_rows import filled
 from dualpipe_jax.varying import vary, vary_alike, varying_axes
 
 Kernel = Literal["plain", "ragged", "megablox", "hopper", "triton"]
@@ -234,7 +235,7 @@ def multiply_blocks(
 
     """
     # The slice of a matrix is a copy: none is made for a group without rows.
-    groups_G, starts_G, ends_G = hopper.filled(sizes_G, len(sizes_G))
+    groups_G, starts_G, ends_G = filled(sizes_G, len(sizes_G))
     num_rows = jax.tree.leaves(rows)[0].shape[0]
 
     def group(place, y_RF):

@@ -99,6 +99,7 @@ class Engine:
         self._num_rows = 1 if microbatches == 1 else 2 * max(1, chunks // 2)
         self._num_prefills = max(1, chunks // self._num_rows)
         self._fixed_cost = fixed_cost(self.config)
+        self._has_kernel = model.platform != "cpu"
         self._mesh, self._near = mesh, model.dispatch.factor is None
         self._held: np.ndarray = np.zeros((0, 0, 0))  # the placement, on a mesh
         if mesh is not None:
@@ -216,7 +217,8 @@ class Engine:
         """
         for size in self.limits.table_sizes:
             num_positions = size * self.limits.block_size
-            self._take_in([None] * (self._num_rows * self._num_devices), num_positions)
+            for fresh in {False, self._has_kernel}:
+                self._take_in([None] * (self._num_rows * self._num_devices), num_positions, fresh)
             self._go_on(num_positions)
 
     def run(self) -> list[Completion]:
@@ -292,7 +294,12 @@ class Engine:
             if self._kept and self._kept.wants(key):
                 self._kept.write(key, _get_block(self._cache, block))
 
-    def _take_in(self, pieces: Sequence[tuple[Request, Piece] | None], num_positions: int = 0) -> None:
+    def _take_in(
+        self,
+        pieces: Sequence[tuple[Request, Piece] | None],
+        num_positions: int = 0,
+        fresh: bool | None = None,
+    ) -> None:
         size = self.limits.chunk_size
         tokens = np.zeros((len(pieces), size), np.int32)
         starts, lengths = np.zeros((2, len(pieces)), np.int32)
@@ -310,7 +317,10 @@ class Engine:
             r is not None and starts[row] + lengths[row] == len(r.prompt) for row, r in enumerate(requests)
         ]
         scored = [_is_scored(r, ends=ends) for r, ends in zip(requests, over, strict=True)]
-        (out, self._running), counts, self._cache = self._programs[any(scored)].prefill(
+        programs = self._programs[any(scored)]
+        if fresh is None:  # prompts that all begin: attention's own kernel reads no cache
+            fresh = self._has_kernel and not starts.any()
+        (out, self._running), counts, self._cache = (programs.prefill_fresh if fresh else programs.prefill)(
             self._weights,
             self._cache,
             (

@@ -5,7 +5,7 @@ block comes from memory once, into shared memory, where all heads of all new tok
 online softmax (Milakov and Gimelshein 2018) in float32. Rows that are many positions long are split, so that more
 multiprocessors work on them; what they find is put together by plain JAX (Dao et al. 2023, "Flash-Decoding").
 
-It never ran on a GPU. It is compiled for an H100, and its numbers come from Pallas' simulator of one.
+It is right on an H200, where tests/models/decode/test_paged.py ran, and in Pallas' simulator of such a GPU.
 
 Shape suffixes as in ``models.decode.attention``; T = B * S new tokens, Z splits of a row, X numbers of a position.
 """

@@ -15,6 +15,7 @@ import pytest
 from dualpipe_jax.inspect.target import MissingCompiler, Target
 from dualpipe_jax.parallel import hopper
 from dualpipe_jax.parallel.expert_groups import grouped_matmul
+from dualpipe_jax.parallel.group_rows import filled
 from dualpipe_jax.split import split_backward
 from tests.jaxprs import named
 from tests.parallel.test_expert_groups import by_groups, gradients_by_groups
@@ -76,10 +77,25 @@ def test_the_kernel_of_few_rows_multiplies_each_group_by_its_own_matrix(rows, si
     np.testing.assert_allclose(np.asarray(got, np.float64)[:count], wanted[:count], rtol=2**-7, atol=0.05)
 
 
+@pytest.mark.parametrize("transpose", [False, True])
+@pytest.mark.parametrize("rows, sizes", [(256, (100, 0, 28, 127)), (200, (0, 130)), (128, (0, 0))])
+def test_the_kernel_of_many_rows_multiplies_each_group_by_its_own_matrix(rows, sizes, transpose, monkeypatch):
+    """What it reads past the groups is NaN here, and it writes no row there."""
+    monkeypatch.setattr(hopper, "SMS", 3)
+    x, w, dy, sizes_G = arrays(rows, 128, 256, sizes)
+    run = hopper._by_transposed if transpose else hopper._by_matrix
+    with interpreted():
+        got = jax.jit(lambda *given: run(*given))(dy if transpose else x, w, sizes_G)
+    given, matrices = (np.asarray(a, np.float64) for a in (dy if transpose else x, w))
+    wanted = by_groups(given, matrices.swapaxes(1, 2) if transpose else matrices, np.asarray(sizes))
+    count = sum(sizes)
+    np.testing.assert_allclose(np.asarray(got, np.float64)[:count], wanted[:count], rtol=2**-7, atol=0.05)
+
+
 @pytest.mark.parametrize("rows, sizes", [(6, (1, 0, 2, 0, 3)), (96, (96,)), (3, (0, 0, 0))])
 def test_groups_that_have_rows_come_first(rows, sizes):
     most, ends = min(rows, len(sizes)), np.cumsum(sizes)
-    found = np.stack(hopper.filled(jnp.asarray(sizes, jnp.int32), most), axis=1).tolist()
+    found = np.stack(filled(jnp.asarray(sizes, jnp.int32), most), axis=1).tolist()
     wanted = [[g, ends[g] - size, ends[g]] for g, size in enumerate(sizes) if size]
     assert found == wanted + [[0, 0, 0]] * (most - len(wanted))
 

@@ -14,6 +14,7 @@ from dualpipe_jax.inspect.roofline import flops
 from dualpipe_jax.inspect.target import MissingCompiler, Target
 from dualpipe_jax.parallel import triton
 from dualpipe_jax.parallel.expert_groups import grouped_matmul
+from dualpipe_jax.parallel.group_rows import walks
 from dualpipe_jax.split import split_backward
 from models.kernels import on_this_gpu
 from tests.jaxprs import named
@@ -58,7 +59,7 @@ def test_values_and_gradients_are_those_of_a_loop_over_groups(case, dtype, inter
 @pytest.mark.parametrize("sizes", [(3, 0, 5, 4), (0, 0, 0), (12,), (0, 1, 11), (5, 0, 0)])
 def test_each_groups_rows_are_walked_once(tile, sizes):
     num_rows, ends = 12, np.cumsum(sizes)
-    found = np.stack(triton.walks(jnp.asarray(sizes, jnp.int32), tile, num_rows), axis=1)
+    found = np.stack(walks(jnp.asarray(sizes, jnp.int32), tile, num_rows), axis=1)
     walked = [
         (int(group), row)
         for group, block, start, end in found
@@ -160,7 +161,7 @@ def test_they_compile_for_a_gpu_that_is_not_here(target):
             given = [
                 jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=here) for a in arrays(*CASES[case], dtype)
             ]
-            module = read(run.lower(*given).compile()).module
+            module = read(run.lower(*given).compile())
             entry = module.computations[module.entry]
             calls = [one for one in entry if one.target == "__gpu$xla.gpu.triton"]
             rows, dim, width, _ = CASES[case]

@@ -1,7 +1,7 @@
 """Attention to a paged cache of latents by a kernel for Hopper GPUs.
 
-It runs on such a GPU only. Here its numbers come from Pallas' simulator of one, beside plain NumPy, and it is compiled
-for an H100 where the compiler is installed. All that no position uses is NaN.
+It runs on such a GPU only, and these tests did on an H200. Here its numbers come from Pallas' simulator of one, beside
+plain NumPy, and it is compiled for an H100 where the compiler is installed. All that no position uses is NaN.
 """
 
 import dataclasses
