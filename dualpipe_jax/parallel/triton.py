@@ -1,8 +1,8 @@
 """Grouped matmul on any GPU: Pallas kernels in Triton that multiply each row once, whatever the groups' sizes.
 
-For GPUs that have none made for them, A100 and Blackwell, and for float32 everywhere; a Hopper's, for 16 bits, are in
-``hopper``. A tile of rows that holds several groups is walked once for each, and each writes its own rows. From jax
-0.11 on Pallas' Triton is deprecated, for kernels that no A100 runs; where JAX has none, neither has this module.
+They serve A100s and Blackwells, and float32 on all GPUs; a Hopper's own kernels, for 16 bits, are in ``hopper``. A tile
+of rows that holds several groups is walked once for each, and each writes its own rows. From jax 0.11 on JAX calls
+Pallas' Triton deprecated and points to Mosaic, which no A100 runs. Where JAX has it no more, ``is_there`` says so.
 
 Shape suffixes: R rows, G groups, D in, F out; T walks of a tile of rows.
 """
@@ -85,7 +85,7 @@ def product(
     tiles = _tiles(x_RD.dtype)
     # Few rows a group, as in a step of decode, need no high tile.
     tiles = tiles._replace(rows=min(tiles.rows, max(16, pl.next_power_of_2(-(-rows // len(sizes_G))))))
-    run = _once(_product, _How(transpose, tiles, _exact(), interpret))
+    run = _bound(_product, _How(transpose, tiles, _exact(), interpret))
     moved = (x_RD.size + w_GDF.size + rows * width) * x_RD.dtype.itemsize
     y_RF = once(run, _cost(x_RD, width, moved), x_RD, w_GDF, sizes_G)
     # Rows of no group are not written: what is there may be anything.
@@ -105,13 +105,13 @@ def gradient(x_RD: Array, dy_RF: Array, sizes_G: Array, *, interpret: bool = Fal
     Returns:
       float32 [G, D, F].
     """
-    run = _once(_gradient, _How(False, _tiles(x_RD.dtype), _exact(), interpret))
+    run = _bound(_gradient, _How(False, _tiles(x_RD.dtype), _exact(), interpret))
     written = 4 * len(sizes_G) * x_RD.shape[1] * dy_RF.shape[1]
     moved = (x_RD.size + dy_RF.size) * x_RD.dtype.itemsize + written
     return once(run, _cost(x_RD, dy_RF.shape[1], moved), x_RD, dy_RF, sizes_G)
 
 
-_once = functools.cache(functools.partial)
+_bound = functools.cache(functools.partial)
 """Equal functions for equal settings, as ``kernel_cost.once`` wants them."""
 
 
