@@ -17,10 +17,10 @@ from jax import Array
 
 from models.attention import same_segment
 
-AMPERE, HOPPER = (8, 0), (9, 0)
-"""The compute capabilities of an A100 and of an H100."""
+HOPPER = (9, 0)
+"""The compute capability of an H100."""
 
-_CAPABILITIES = {"V100": (7, 0), "A100": AMPERE, "H100": HOPPER, "H200": HOPPER, "B200": (10, 0)}
+_CAPABILITIES = {"V100": (7, 0), "A100": (8, 0), "H100": HOPPER, "H200": HOPPER, "B200": (10, 0)}
 """By a part of the device's name."""
 
 UNEQUAL = 91000

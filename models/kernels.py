@@ -14,12 +14,12 @@ from jax import Array
 from jax.ad_checkpoint import checkpoint_name
 from jax.experimental import pallas as pl
 
-from dualpipe_jax.parallel import Handle, expert_matmul, hopper, triton
-from dualpipe_jax.parallel.expert_groups import BY_DEVICE
+from dualpipe_jax.parallel import Handle, expert_matmul
+from dualpipe_jax.parallel.expert_groups import BY_DEVICE, gpu_row
 from dualpipe_jax.parallel.kernel_cost import priced
 from models.attention import Attend, causal_attention
 from models.config import Config
-from models.cudnn import AMPERE, HOPPER, compute_capability, cudnn_attention, cudnn_takes, widest_heads
+from models.cudnn import compute_capability, cudnn_attention, cudnn_takes, widest_heads
 
 AttentionKernel = Literal["auto", "plain", "splash", "cudnn"]
 MatmulKernel = Literal["auto", "plain", "ragged", "megablox", "hopper", "triton", "float8"]
@@ -140,9 +140,7 @@ AUTO = Kernels()
 
 def on_this_gpu(dtype: Any) -> str:
     """Which row of ``BY_DEVICE`` serves the GPU that runs the program, for rows of the dtype."""
-    if compute_capability()[0] == HOPPER[0] and hopper.takes(dtype):
-        return "hopper"
-    return "gpu" if compute_capability() >= AMPERE and triton.is_there() else "old_gpu"
+    return gpu_row(compute_capability(), dtype)
 
 
 def _on_gpu(rows: Array, w_LDF: Array, handle: Handle, *, interpret: bool) -> Array:

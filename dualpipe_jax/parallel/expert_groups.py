@@ -33,6 +33,14 @@ BY_DEVICE: Mapping[str, tuple[Kernel, Kernel]] = {
 """The kernels of products and of the gradients of matrices that suit a device: "hopper" for 16 bits, "gpu" for all else
 from the A100 on, "old_gpu" for what came before, which Triton does not know."""
 
+
+def gpu_row(capability: tuple[int, ...], dtype: Any) -> str:
+    """Which row of ``BY_DEVICE`` serves a GPU of CUDA's compute capability, such as (9, 0), for rows of the dtype."""
+    if capability[0] == 9 and hopper.takes(dtype):
+        return "hopper"
+    return "gpu" if capability >= (8, 0) and triton.is_there() else "old_gpu"
+
+
 _ROWS = 128
 """Megablox takes whole tiles of so many rows."""
 

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dualpipe_jax.parallel.expert_groups import BY_DEVICE, grouped_matmul
+from dualpipe_jax.parallel.expert_groups import BY_DEVICE, gpu_row, grouped_matmul
 from dualpipe_jax.probe.place import Place, seconds
 from dualpipe_jax.probe.timing import product
 
@@ -64,8 +64,10 @@ def grouped(place: Place) -> dict[str, Any]:
     rows, dim, hidden = (64, 64, 128) if place.is_small else (4096, 4096, 2048)
     sizes = rows + rows // 8 * np.array([-4, 4, 1, -1, -6, 6, -2, 2], np.int32)
     device = place.mesh.devices.flat[0]
-    is_hopper = device.platform == "gpu" and device.compute_capability == "9.0"
-    kernel, gradient = BY_DEVICE["hopper" if is_hopper else device.platform]
+    row = device.platform
+    if row == "gpu":
+        row = gpu_row(tuple(map(int, device.compute_capability.split("."))), place.dtype)
+    kernel, gradient = BY_DEVICE[row]
 
     def both(x: Any, w: Any, sizes: Any, dy: Any) -> Any:
         y, pull = jax.vjp(lambda x, w: grouped_matmul(x, w, sizes, kernel=kernel, gradient=gradient), x, w)
