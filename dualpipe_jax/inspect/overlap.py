@@ -267,7 +267,9 @@ class _Reader:
             trips = self._trips(instruction)
             asked = 0.0
             if instruction.trips is None:  # one that is known is not asked for
-                inside = [self.walk(name).time for name in instruction.called("condition")]
+                # A text may leave the condition out, as one of which only a part was kept.
+                known = [name for name in instruction.called("condition") if name in self.module.computations]
+                inside = [self.walk(name).time for name in known]
                 asked = sum(t.cycles for t in inside) + (trips + 1) * self.rates.host
             return trips * sum(t.cycles for t in times) + asked, trips * sum(t.waits for t in times)
         if instruction.opcode == "conditional":
