@@ -5,9 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from models.decode import Rows, decoder
+from models.decode import Rows, attention, decoder, init_cache
 from models.decode.programs import programs
-from models.decode.running import Begun, no_stops
+from models.decode.running import Begun, no_stops, none_running
 from models.decode.sampling import Sampling
 from tests.models.decode.small_models import random_params, small
 
@@ -66,3 +66,25 @@ def test_it_reads_no_cache():
         return any(given in equation.invars for equation in traced.jaxpr.eqns)
 
     assert uses_cache(model) and not uses_cache(model.fresh())
+
+
+@pytest.mark.parametrize("microbatches", [1, 2])
+def test_neither_does_its_program(microbatches, monkeypatch):
+    """Of a width that no other test has traced."""
+
+    def refuse(*given):
+        raise AssertionError("the cache is read")
+
+    monkeypatch.setattr(attention, "read", refuse)
+    config, width = small(), WIDTH + 1
+    model = decoder(config)
+    run = programs(model, False, microbatches=microbatches)
+    weights = jax.eval_shape(model.prepare, random_params(config))
+    cache = jax.eval_shape(lambda: init_cache(config, 12, BLOCK))
+    zeros = np.zeros(NUM_ROWS, np.int32)
+    rows = Rows(np.zeros((NUM_ROWS, width), np.int32), zeros, zeros, np.zeros((NUM_ROWS, 3), np.int32))
+    sampling = Sampling(zeros.astype(np.float32), zeros.astype(np.float32), zeros.astype(np.uint32))
+    given = rows, zeros - 1, sampling, none_running(NUM_ROWS), Begun(zeros - 1, zeros, no_stops(NUM_ROWS))
+    run.prefill_fresh.lower(weights, cache, given)
+    with pytest.raises(AssertionError, match="the cache is read"):
+        run.prefill.lower(weights, cache, given)
