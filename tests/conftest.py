@@ -23,9 +23,12 @@ os.environ["JAX_COMPILATION_CACHE_DIR"] = str(COMPILED)  # the processes that te
 # However little a program took: a test that runs one operation at a time compiles dozens.
 os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
 
+import hypothesis
 import jax
 import pytest
 
+hypothesis.settings.register_profile("however long it takes", deadline=None)
+hypothesis.settings.load_profile("however long it takes")
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 
 

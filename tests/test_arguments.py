@@ -133,13 +133,13 @@ def test_numpys_numbers_and_arrays_are_numbers_and_arrays():
     np.testing.assert_array_equal(slots, parallel.plan_capacity(TOPK, 4).slot_TK)
 
 
-@settings(derandomize=True, max_examples=500, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(derandomize=True, max_examples=500, suppress_health_check=list(HealthCheck))
 @given(st.sampled_from(CHECKED), WRONG)
 def test_what_is_wrong_is_named_or_it_is_right(argument, value):
     outcome(*argument, value)
 
 
-@settings(derandomize=True, max_examples=100, deadline=None)
+@settings(derandomize=True, max_examples=100)
 @given(st.sampled_from(COUNTS), HUGE)
 def test_counts_that_no_machine_can_hold_are_told_at_once(argument, value):
     outcome(*argument, value)
@@ -149,7 +149,7 @@ def main(minutes):
     """Draw for so many minutes, and print how many arguments were tried and what became of them."""
     seen, until = collections.Counter(), time.monotonic() + 60 * minutes
 
-    @settings(max_examples=200, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+    @settings(max_examples=200, database=None, suppress_health_check=list(HealthCheck))
     @given(st.sampled_from(CHECKED), WRONG)
     def draw(argument, value):
         try:

@@ -40,7 +40,7 @@ TINY = st.sampled_from(
 )
 
 
-@settings(max_examples=30, deadline=None, derandomize=True)
+@settings(max_examples=30, derandomize=True)
 @given(TINY, st.integers(0, 2**32 - 1), st.integers(1, 2), st.floats(0.1, 1.5))
 def test_the_bound_the_optimum_and_what_is_found(counts, seed, windows, spread):
     experts, devices, slots = counts
@@ -129,7 +129,7 @@ shapes = st.tuples(st.integers(1, 12), st.integers(1, 8), st.integers(1, 5)).fil
 )
 
 
-@settings(max_examples=40, deadline=None, derandomize=True)
+@settings(max_examples=40, derandomize=True)
 @given(shapes, st.integers(0, 2**32 - 1), st.sampled_from(["counts", "zeros", "huge", "tiny", "one"]))
 def test_every_input_gets_a_placement_above_the_bound(shape, seed, kind):
     experts, devices, slots = shape

@@ -50,7 +50,7 @@ shapes = st.sampled_from(  # experts, replicas, groups, nodes, devices
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(shapes, st.integers(0, 2**32 - 1), st.integers(1, 40))
 def test_with_stable_ties_equal_to_a_plain_loop(shape, seed, most):
     experts, replicas, groups, nodes, devices = shape
@@ -62,7 +62,7 @@ def test_with_stable_ties_equal_to_a_plain_loop(shape, seed, most):
         np.testing.assert_array_equal(found, wanted)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(shapes, st.integers(0, 2**32 - 1), st.booleans())
 def test_the_three_results_say_the_same(shape, seed, tied):
     random = np.random.default_rng(seed)

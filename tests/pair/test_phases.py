@@ -64,7 +64,7 @@ def graphs(draw):
     return works, streams
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(graphs())
 def test_everything_is_done_after_what_it_needs_and_before_what_needs_it(graph):
     works, streams = graph

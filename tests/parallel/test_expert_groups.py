@@ -52,7 +52,7 @@ def group_sizes(draw):
     return np.diff(cuts, prepend=0).astype(np.int32)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @example(sizes=np.array([0, 0, 0, R], np.int32), block=7)
 @example(sizes=np.array([0, 0, 0, 0], np.int32), block=7)
 @given(sizes=group_sizes(), block=st.sampled_from([1, 7, None]))

@@ -97,7 +97,7 @@ def there_and_back(x):
     return decode(encode(x), x.shape[-1], x.dtype)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.integers(0, 2**32 - 1), st.floats(-100, 100))
 def test_a_number_is_off_by_a_sixteenth_of_itself_or_by_little_of_the_largest(seed, exponent):
     x = (uneven((4, 200), seed) * 2.0**exponent).astype(np.float32)

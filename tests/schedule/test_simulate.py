@@ -64,7 +64,7 @@ def slow_ends(schedule, costs):
     return ends
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(schedules(), cost_models(longest_send=2.0))
 def test_equals_relaxation_by_hand_and_idle_is_what_is_left(schedule, costs):
     timeline, expected = simulate(schedule, costs), slow_ends(schedule, costs)
@@ -95,7 +95,7 @@ def most(spans):
     return max((sum(s <= at + tiny and at + tiny < e for s, e in spans) for at, _ in spans), default=0)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(schedules(), cost_models())
 def test_peaks_equal_a_count_over_time(schedule, costs):
     timeline = simulate(schedule, costs)
@@ -116,7 +116,7 @@ def test_peaks_equal_a_count_over_time(schedule, costs):
         assert timeline.peak_inputs[rank] == most(inputs)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.integers(2, 6), st.integers(0, 8), cost_models())
 def test_dualpipe_closed_forms(h, more, c):
     ranks, pairs = 2 * h, 2 * h - 1 + more  # of microbatches; the fewest is 2 * ranks - 2

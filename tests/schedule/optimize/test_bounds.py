@@ -192,7 +192,7 @@ def test_optimum_is_that_of_all_schedules(placement, num_microbatches):
                 assert makespan == pytest.approx(found.makespan) and kept <= limit + 1e-9
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(st.randoms(use_true_random=False))
 def test_bound_optimum_and_recipes_stand_in_that_order(chance):
     recipe, num_ranks = chance.choice(ALL_SCHEDULES), chance.randint(2, 3)

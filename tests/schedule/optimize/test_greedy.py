@@ -67,7 +67,7 @@ def cost_models(draw):
     )
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=120)
 @given(placements, st.integers(1, 7), cost_models(), st.sampled_from(SIZES), st.data(), policies)
 def test_any_policy_ends_within_any_memory(placement, per_pipe, costs, sizes, data, policy):
     limit = least_memory(placement, sizes) * data.draw(st.sampled_from((1, 1, 1.3, 2, 5, math.inf)))

@@ -322,7 +322,7 @@ def gentle_costs(draw):
     return CostModel(f, i, draw(st.floats(0, 1)) * min(f, i))
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(ranks_of, st.integers(1, 20), st.integers(1, 4), any_costs, st.floats(0, 1))
 def test_bubbles_that_are_always_exact(ranks, m, v, c, gain):
     every, few = simulate(gpipe(ranks, m), c), simulate(one_f_one_b(ranks, m), c)
@@ -338,7 +338,7 @@ def test_bubbles_that_are_always_exact(ranks, m, v, c, gain):
     assert bubble(interleaved_1f1b_overlap, ranks, m, c, v) == idle
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(ranks_of, st.integers(0, 12), st.integers(1, 3), gentle_costs())
 def test_bubbles_of_split_backwards(ranks, more, v, c):
     m, played = ranks + more, simulate(zb_h1(ranks, ranks + more), c)
@@ -351,7 +351,7 @@ def test_bubbles_of_split_backwards(ranks, more, v, c):
     )
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(ranks_of, st.integers(1, 20), any_costs)
 def test_published_bubbles_that_the_idle_is_never_below(ranks, m, c):
     for recipe in (zb_h1, interleaved_zero_bubble, zb_h2, hanayo, chimera):
@@ -381,7 +381,7 @@ def test_published_bubble_of_dualpipe_may_be_above_or_below_the_idle_or_nothing(
     assert bubble(dualpipe, 8, 16, CostModel(1, 1, 4)) < 0
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(ranks_of, st.integers(0, 12), gentle_costs())
 def test_zb_h2_idles_less_in_its_own_span_than_till_the_end_of_all(ranks, more, c):
     m = 2 * ranks - 1 + more
@@ -393,7 +393,7 @@ def test_zb_h2_idles_less_in_its_own_span_than_till_the_end_of_all(ranks, more, 
     assert spans == pytest.approx(list(played.busy))  # none, as published, where F = I = W
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(ranks_of, st.integers(1, 4), st.integers(1, 3), times, times, st.floats(0, 1))
 def test_bubbles_of_chimera_and_hanayo(ranks, units, waves, f, b, share):
     c, m = CostModel(f, share * b, (1 - share) * b), units * ranks
@@ -405,7 +405,7 @@ def test_bubbles_of_chimera_and_hanayo(ranks, units, waves, f, b, share):
     assert (2 * ranks - 2) * more == largest_idle(chimera(2 * ranks, 2 * m), c)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(ranks_of, st.integers(0, 8), times, st.floats(0, 1), st.floats(0, 1))
 def test_published_bubble_of_dualpipe(half, more, f, w_share, gain):
     w = w_share * f

@@ -110,7 +110,7 @@ times = st.floats(0.1, 4.0)
 ranks_of = st.integers(1, 6)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(ranks_of, st.integers(0, 8), times)
 def test_bubbles_for_even_costs(ranks, more, time):
     c, m = CostModel(time, time, time), ranks + more
@@ -122,13 +122,13 @@ def test_bubbles_for_even_costs(ranks, more, time):
         assert 5 - 1e-6 <= (v_min_bubble(ranks, m, c) - v_min_idle) / time <= 9 + 1e-6
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(ranks_of, st.integers(1, 14), st.builds(CostModel, times, times, times))
 def test_bubble_of_zb_v_is_never_above_the_idle(ranks, m, c):
     assert zb_v_bubble(ranks, m, c) <= max(simulate(zb_v(ranks, m), c).idle) + 1e-6
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(ranks_of, st.integers(0, 8), times, st.floats(0, 1), st.floats(0.5, 1))
 def test_idle_of_zb_v_where_backwards_take_longer_than_forwards(ranks, more, i, f_share, w_share):
     c = CostModel(f_share * i, i, w_share * i)
