@@ -136,20 +136,14 @@ def walks(bench: Bench) -> None:
             bench.time(f"{name}: dw", functools.partial(hopper._gradient, walk=walk), x, dy, sizes, **facts)
 
 
+JAX_TILES = dict(block_m=128, block_n=128, block_k=64, grid_block_n=8)
+
+
 def _jax_product(x: Any, w: Any, sizes: Any) -> Any:
     from jax.experimental.pallas.ops.gpu import ragged_dot_mgpu
 
     with jax.numpy_dtype_promotion("standard"):
-        return ragged_dot_mgpu.ragged_dot(
-            x,
-            w,
-            group_sizes=sizes,
-            block_m=128,
-            block_n=128,
-            block_k=64,
-            max_concurrent_steps=5,
-            grid_block_n=8,
-        )
+        return ragged_dot_mgpu.ragged_dot(x, w, group_sizes=sizes, max_concurrent_steps=5, **JAX_TILES)
 
 
 def _jax_gradient(x: Any, dy: Any, sizes: Any) -> Any:
@@ -157,14 +151,7 @@ def _jax_gradient(x: Any, dy: Any, sizes: Any) -> Any:
 
     with jax.numpy_dtype_promotion("standard"):
         return transposed_ragged_dot_mgpu.transposed_ragged_dot(
-            x,
-            dy,
-            group_sizes=sizes,
-            block_m=128,
-            block_n=128,
-            block_k=64,
-            max_concurrent_steps=4,
-            grid_block_n=8,
+            x, dy, group_sizes=sizes, max_concurrent_steps=4, **JAX_TILES
         )
 
 

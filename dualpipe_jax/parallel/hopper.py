@@ -165,15 +165,7 @@ def _by_matrix(
             made = pl.run_scoped(multiply, plgpu.ACC((LANES, LANES)))
             write_rows(made.astype(x_RD.dtype), y_ref, before, f, first, num_rows)
 
-    run = plgpu.kernel(
-        by_matrix,
-        out_type=jax.ShapeDtypeStruct((R, F), x_RD.dtype),
-        grid=(SMS,),
-        grid_names=("sm",),
-        compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Warpgroup),
-    )
-    with jax.numpy_dtype_promotion("standard"):
-        return run(*table, x_RD, w_GDF)
+    return _on_all(by_matrix, jax.ShapeDtypeStruct((R, F), x_RD.dtype), *table, x_RD, w_GDF)
 
 
 def _by_transposed(x_RF: Array, w_GDF: Array, sizes_G: Array) -> Array:
@@ -220,15 +212,22 @@ def _of_few(x_RD: Array, w_GDF: Array, sizes_G: Array) -> Array:
             first_block = lax.div(start, jnp.int32(_ROWS))
             lax.fori_loop(first_block, jnp.where(end > start, past, first_block), one_block, None)
 
+    return _on_all(of_few, jax.ShapeDtypeStruct((R, F), x_RD.dtype), groups_S, starts_S, ends_S, x_RD, w_GDF)
+
+
+def _on_all(kernel: Any, made: jax.ShapeDtypeStruct, *arrays: Array) -> Array:
+    """Run a kernel on all multiprocessors, over whose axis "sm" it shares out its tiles."""
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
     run = plgpu.kernel(
-        of_few,
-        out_type=jax.ShapeDtypeStruct((R, F), x_RD.dtype),
+        kernel,
+        out_type=made,
         grid=(SMS,),
         grid_names=("sm",),
         compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Warpgroup),
     )
     with jax.numpy_dtype_promotion("standard"):
-        return run(groups_S, starts_S, ends_S, x_RD, w_GDF)
+        return run(*arrays)
 
 
 def write_rows(made_TL: Array, y_ref: Any, before: Any, f: Any, first: Any, num_rows: Any) -> None:
@@ -320,16 +319,10 @@ def _gradient(x_RD: Array, dy_RF: Array, sizes_G: Array, walk: Walk = GRADIENT) 
                 plgpu.copy_smem_to_gmem(out_ref, where)
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
-    run = plgpu.kernel(
-        kernel,
-        out_type=jax.ShapeDtypeStruct((G, D, F), jnp.float32),
-        grid=(SMS,),
-        grid_names=("sm",),
-        compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Warpgroup),
-    )
     ends_G = jnp.cumsum(sizes_G)
-    with jax.numpy_dtype_promotion("standard"):
-        return run(ends_G - sizes_G, ends_G, x_RD, dy_RF)
+    return _on_all(
+        kernel, jax.ShapeDtypeStruct((G, D, F), jnp.float32), ends_G - sizes_G, ends_G, x_RD, dy_RF
+    )
 
 
 def transposed(ref: Any) -> Any:

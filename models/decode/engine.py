@@ -123,9 +123,8 @@ class Engine:
             lazy = model.prepare(lazily(params))
             self._weights = experts.place(lazy, self._held, self.config.num_experts, mesh, near=self._near)
         self._seats = Seats(limits, self._num_devices, num_halves=microbatches, ahead=int(drafts))
-        self._unread: list[
-            Callable[[], None]
-        ] = []  # of steps that were begun, what is to be done when they are over
+        # Of steps that were begun: what is to be done when they are over.
+        self._unread: list[Callable[[], None]] = []
         self._ended: list[Completion] = []
         num_rows = self.config.num_moe_layers + self.config.num_mtp_layers
         self._totals = np.zeros((num_rows, self.config.num_experts), np.int64)

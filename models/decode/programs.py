@@ -85,9 +85,8 @@ def programs(
 
     return Programs(
         compiled(prefill, prefilling, hears=True),
-        compiled(
-            prefill, prefilling, hears=False, fresh=True
-        ),  # of two that start at 0 neither hears the other
+        # Of two that start at 0 neither hears the other.
+        compiled(prefill, prefilling, hears=False, fresh=True),
         compiled(decode, functools.partial(decoding, num_tokens=1 + drafts), hears=False),
         functools.partial(_init_cache, model.config, mesh),
         functools.partial(_init_running, mesh),

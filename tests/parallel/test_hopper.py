@@ -1,4 +1,4 @@
-"""The grouped matmul's kernels for Hopper GPUs.
+"""The grouped matmul's kernels for Hopper GPUs, and what those in Triton have in common with them.
 
 They run on such a GPU only. What runs here: their padding and masks, around plain JAX that computes, tile by tile, what
 they write (NaN where they write nothing); the kernel of few rows in Pallas' interpreter; their traces, in which the
@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from dualpipe_jax.inspect.target import MissingCompiler, Target
-from dualpipe_jax.parallel import hopper
+from dualpipe_jax.parallel import hopper, triton
 from dualpipe_jax.parallel.expert_groups import grouped_matmul
 from dualpipe_jax.parallel.group_rows import filled
 from dualpipe_jax.split import split_backward
@@ -100,11 +100,16 @@ def test_groups_that_have_rows_come_first(rows, sizes):
     assert found == wanted + [[0, 0, 0]] * (most - len(wanted))
 
 
-def test_gradients_of_matrices_are_sums_in_float32():
+@pytest.mark.parametrize(
+    "gradient",
+    [functools.partial(hopper.gradient, emulate=True), functools.partial(triton.gradient, interpret=True)],
+    ids=["hopper", "triton"],
+)
+def test_gradients_of_matrices_are_sums_in_float32(gradient):
     """A bfloat16 keeps 8 bits: 1 + 2^-10 is lost in it."""
     x = jnp.ones((1024, 128), jnp.bfloat16)
     dy = jnp.zeros((1024, 128), jnp.bfloat16).at[0].set(1).at[1].set(2.0**-10)
-    found = hopper.gradient(x, dy, jnp.asarray([1024], jnp.int32), emulate=True)
+    found = gradient(x, dy, jnp.asarray([1024], jnp.int32))
     assert found.dtype == jnp.float32
     np.testing.assert_array_equal(found, np.full((1, 128, 128), 1 + 2.0**-10))
 
@@ -117,18 +122,19 @@ def test_it_takes_sixteen_bits():
         grouped_matmul(rows, w, sizes, kernel="hopper")
 
 
-def stage(params, x):
+def stage(params, x, kernel):
     """Two groups of rows through a matrix each, and something that dx needs the result of."""
-    return jnp.tanh(grouped_matmul(x, params["w"], jnp.asarray([100, 156], jnp.int32), kernel="hopper"))
+    return jnp.tanh(grouped_matmul(x, params["w"], jnp.asarray([100, 156], jnp.int32), kernel=kernel))
 
 
-def test_a_kernels_weight_gradient_is_w():
+@pytest.mark.parametrize("kernel", ["hopper", "triton"])
+def test_a_kernels_weight_gradient_is_w(kernel):
     """Its loops run over axes of their own, which are nobody's collectives; its FLOPs are counted."""
     types = (
         {"w": jax.ShapeDtypeStruct((2, 128, 256), jnp.bfloat16)},
         jax.ShapeDtypeStruct((256, 128), jnp.bfloat16),
     )
-    plan = split_backward(stage).trace(*types)
+    plan = split_backward(functools.partial(stage, kernel=kernel)).trace(*types)
     product = 2 * 256 * 128 * 256
     assert plan.flops == (product, 2 * product, product, product)
 
@@ -142,17 +148,21 @@ def test_a_kernels_weight_gradient_is_w():
     ]  # what W waits with: the gradient of the products
 
 
-def test_a_program_holds_a_kernel_traced_once():
+@pytest.mark.parametrize(
+    "kernel, primitive, traced",
+    [("hopper", "mpmd_map", ("jaxprs", "meshes")), ("triton", "pallas_call", ("jaxpr",))],
+)
+def test_a_program_holds_a_kernel_traced_once(kernel, primitive, traced):
     """However often it calls it: one of 64 groups takes a second to lower."""
     x, w, _, sizes = arrays(256, 128, 128, (100, 156))
 
     def twice(x, w):
         for _ in range(2):
-            x = grouped_matmul(x, w, sizes, kernel="hopper")
+            x = grouped_matmul(x, w, sizes, kernel=kernel)
         return x
 
-    first, second = named(jax.make_jaxpr(twice)(x, w).jaxpr, "mpmd_map")
-    assert all(first.params[name] is second.params[name] for name in ("jaxprs", "meshes"))
+    first, second = named(jax.make_jaxpr(twice)(x, w).jaxpr, primitive)
+    assert all(first.params[name] is second.params[name] for name in traced)
 
 
 @pytest.mark.slow
