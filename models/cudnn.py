@@ -1,19 +1,20 @@
-"""cuDNN's flash attention, for programs that a GPU runs, compiled where there is one and where there is none.
+"""cuDNN's flash attention, as the custom calls that XLA gives to cuDNN, for programs that a GPU runs.
 
-What JAX checks before it calls cuDNN, its version and the GPU's generation, it asks of the machine that it runs on. A
-program compiled ahead of time is for another one, so there the checks are answered for that one (``_checks``, the only
-place here that touches JAX's internals). Shape suffixes as in ``models.attention``.
+They are written here, not by ``jax.nn.dot_product_attention``: that wants values as wide as keys, asks of the machine
+that compiles what the GPU that runs can do, and where sums are to have one order XLA fails to compile two layers of
+what it writes. Shape suffixes as in ``models.attention``; B S H X is how cuDNN takes arrays here.
 """
 
-import contextlib
 import functools
+import json
 import os
-from typing import Any, Literal
-from unittest import mock
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import Array
+from jax.experimental.layout import Layout
 
 from models.attention import same_segment
 
@@ -25,9 +26,6 @@ _CAPABILITIES = {"V100": (7, 0), "A100": (8, 0), "H100": HOPPER, "H200": HOPPER,
 
 UNEQUAL = 91000
 """cuDNN 9.10: the first that takes keys and values of different widths, on Hopper and later."""
-
-CUDNN = UNEQUAL
-"""What a program compiled where there is none may ask for. Nothing that came later is used."""
 
 
 def cudnn_takes(q_BHSX: Array | jax.ShapeDtypeStruct) -> bool:
@@ -57,52 +55,170 @@ def _numbers(text: str) -> tuple[int, ...]:
     return tuple(map(int, text.split(".")))
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
 def cudnn_attention(
     q_BHSX: Array, k_BHSX: Array, v_BHSV: Array, scale: float, segment_ids: Array | None = None
 ) -> Array:
-    """cuDNN's flash attention; as ``causal_attention``. Segments cost a mask of [B, S, S] in its memory."""
-    return _forward(q_BHSX, k_BHSX, v_BHSV, scale, segment_ids)[0]
+    """cuDNN's flash attention; as ``causal_attention``. Segments cost a mask of [B, S, S] in its memory.
 
-
-def _forward(q: Array, k: Array, v: Array, scale: float, segment_ids: Array | None) -> tuple[Array, Any]:
-    with _checks():
-        return jax.vjp(lambda q, k, v: _attend(q, k, v, scale, segment_ids), q, k, v)
-
-
-def _backward(scale: float, pull: Any, d: Array) -> tuple[Array, Array, Array, None]:
-    del scale
-    with _checks():
-        return *pull(d), None
-
-
-cudnn_attention.defvjp(_forward, _backward)
-
-
-def _attend(q_BHSX: Array, k_BHSX: Array, v_BHSV: Array, scale: float, segment_ids: Array | None) -> Array:
-    """Where keys and values differ in width, by what ``jax.nn.dot_product_attention`` calls, which itself refuses."""
-    if v_BHSV.shape[-1] == k_BHSX.shape[-1] or not _takes_unequal():
-        return padded_attention(q_BHSX, k_BHSX, v_BHSV, scale, "cudnn", segment_ids)
-    from jax._src.cudnn import fused_attention_stablehlo as internal
-
-    mask_BHQK = None if segment_ids is None else same_segment(segment_ids)[:, None]
-    q_BSHX, k_BSHX, v_BSHV = (a.swapaxes(1, 2) for a in (q_BHSX, k_BHSX, v_BHSV))
-    with jax.numpy_dtype_promotion("standard"):
-        out_BSHV = internal.dot_product_attention(
-            q_BSHX, k_BSHX, v_BSHV, mask=mask_BHQK, scale=scale, mask_type=internal.MaskType.CAUSAL
+    Raises:
+      ValueError: the GPU that runs the program has no such attention for heads so wide, or segments have an odd length.
+    """
+    if not cudnn_takes(q_BHSX):
+        raise ValueError(
+            f"cudnn_attention: heads are {q_BHSX.shape[-1]} wide and {q_BHSX.dtype.name}; cuDNN takes 16 bits and "
+            f"multiples of 8, on this GPU {widest_heads()} at most: take attention 'plain'"
         )
-    return out_BSHV.swapaxes(1, 2)
+    if segment_ids is not None and segment_ids.shape[-1] % 2:
+        raise ValueError(
+            f"cudnn_attention: segments are {segment_ids.shape[-1]} long; cuDNN's mask needs an even length: fill the "
+            "sequence up by one, or take attention 'plain'"
+        )
+    width = v_BHSV.shape[-1]
+    if width != k_BHSX.shape[-1] and not _takes_unequal():
+        v_BHSV = jnp.pad(v_BHSV, ((0, 0), (0, 0), (0, 0), (0, k_BHSX.shape[-1] - width)))
+    mask_BHQK = None
+    if segment_ids is not None:
+        heard_BHQK = same_segment(segment_ids)[:, None]
+        mask_BHQK = jnp.where(heard_BHQK, 0, _NOT_HEARD[q_BHSX.dtype.name]).astype(q_BHSX.dtype)
+    q_BSHX, k_BSHX, v_BSHV = (a.swapaxes(1, 2) for a in (q_BHSX, k_BHSX, v_BHSV))
+    return _attention(scale, q_BSHX, k_BSHX, v_BSHV, mask_BHQK)[..., :width]
+
+
+_NOT_HEARD = {"bfloat16": -(2.0**41), "float16": -(2.0**15)}
+"""Added to scores; cuDNN subtracts two of them, which must not overflow."""
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _attention(scale: float, q_BSHX: Array, k_BSHX: Array, v_BSHV: Array, mask_BHQK: Array | None) -> Array:
+    return _forward(scale, q_BSHX, k_BSHX, v_BSHV, mask_BHQK, with_sums=False)[0]
+
+
+def _forward(
+    scale: float, q: Array, k: Array, v: Array, mask: Array | None, *, with_sums: bool = True
+) -> tuple[Array, Any]:
+    """Attend; of the softmax' sums gradients are made."""
+    B, S, H, _ = q.shape
+    results = [_heads_first(v)]
+    if with_sums:
+        results.append(_Result((B, H, S), jnp.float32))
+    out_BHSV, *sums = _call(scale, [q, k, v], mask, results, backward=False)
+    return out_BHSV, (q, k, v, mask, *sums, out_BHSV)
+
+
+def _backward(scale: float, saved: Any, d_BHSV: Array) -> tuple[Array, Array, Array, None]:
+    q, k, v, mask, sums, out_BHSV = saved
+    d, out = d_BHSV.swapaxes(1, 2), out_BHSV.swapaxes(1, 2)
+    results = [_heads_first(a) for a in (q, k, v)]
+    dq, dk, dv = _call(scale, [q, k, v, sums, d], mask, results, [out], backward=True)
+    return dq.swapaxes(1, 2), dk.swapaxes(1, 2), dv.swapaxes(1, 2), None
+
+
+_attention.defvjp(_forward, _backward)
+
+
+class _Result(NamedTuple):
+    """An array that cuDNN makes; ``order`` is that of its dims in memory, the one whose numbers are neighbours last."""
+
+    shape: tuple[int, ...]
+    dtype: Any
+    order: tuple[int, ...] = ()
+
+    @property
+    def layout(self) -> Layout:
+        return Layout(self.order or tuple(range(len(self.shape))))
+
+
+def _heads_first(like_BSHX: Array) -> _Result:
+    """B H S X, in memory as it is given: heads behind the sequence."""
+    B, S, H, X = like_BSHX.shape
+    return _Result((B, H, S, X), like_BSHX.dtype, (0, 2, 1, 3))
+
+
+def _call(
+    scale: float,
+    operands: Sequence[Array],
+    mask: Array | None,
+    results: Sequence[_Result],
+    behind: Sequence[Array] = (),
+    *,
+    backward: bool,
+) -> Sequence[Array]:
+    """XLA's custom call, whose last result is memory that cuDNN works in."""
+    B, S, H, _ = operands[0].shape
+    masks = [] if mask is None else [mask]
+    results = [*results, _Result((0,), jnp.uint8)]
+    call = jax.ffi.ffi_call(
+        f"__cudnn$fmha{'ScaleBias' if masks else ''}Softmax{'Backward' if backward else ''}",
+        [jax.ShapeDtypeStruct(result.shape, result.dtype) for result in results],
+        output_layouts=[result.layout for result in results],
+        custom_call_api_version=2,
+        legacy_backend_config=json.dumps(config((B, H, S), operands[0].dtype, scale, backward=backward)),
+    )
+    return call(*operands, *masks, *behind)[:-1]
+
+
+def config(sizes: tuple[int, int, int], dtype: Any, scale: float, *, backward: bool) -> dict[str, Any]:
+    """XLA's ``CudnnfMHABackendConfig`` (xla/service/gpu/backend_configs.proto), as its JSON.
+
+    Args:
+      sizes: batch, heads and sequence.
+      dtype: of queries.
+      scale: on scores.
+      backward: whether of the gradients' call.
+    """
+    B, H, S = sizes
+    about: dict[str, Any] = {
+        "algorithm": {"math_type": "TENSOR_OP_MATH", "is_cudnn_frontend": True},
+        "fmha_scale": scale,
+        "intermediate_tensor_shape": {
+            "element_type": {"bfloat16": "BF16", "float16": "F16"}[jnp.dtype(dtype).name],
+            "dimensions": [str(size) for size in (B, H, S, S)],
+            "layout": {"minor_to_major": ["3", "2", "1", "0"]},
+            "is_dynamic_dimension": [False] * 4,
+        },
+        "is_flash_attention": True,
+        "mask_type": "CAUSAL",
+        "seed": 42,
+        "max_seg_per_batch": 1,
+    }
+    about |= {f"{name}_dot_dimension_numbers": _dims(*dims) for name, dims in _PRODUCTS[backward].items()}
+    if backward and _adds_in_order():
+        # XLA sets it when it compiles such a call; of a second one that is alike it sets nothing, knows it no more, and
+        # fails. Of one where it is set there is nothing to set.
+        about["force_deterministic"] = True
+    return {"operation_queue_id": "0", "cudnn_fmha_backend_config": about}
+
+
+_PRODUCTS = {
+    False: {"bmm1": (3, 3, 2, 2), "bmm2": (3, 1, 1, 2)},
+    True: {
+        "bmm1_grad_gemm1": (2, 1, 1, 2),
+        "bmm1_grad_gemm2": (3, 1, 1, 2),
+        "bmm2_grad_gemm1": (2, 1, 1, 2),
+        "bmm2_grad_gemm2": (3, 3, 2, 2),
+    },
+}
+"""Of left and right the dim that a product sums over, then the heads', of scores in B H Q K and all else in B S H X."""
+
+
+def _dims(left: int, right: int, left_heads: int, right_heads: int) -> dict[str, list[str]]:
+    return {
+        "lhs_contracting_dimensions": [str(left)],
+        "rhs_contracting_dimensions": [str(right)],
+        "lhs_batch_dimensions": ["0", str(left_heads)],
+        "rhs_batch_dimensions": ["0", str(right_heads)],
+    }
 
 
 def _takes_unequal() -> bool:
     """Whether cuDNN takes values that are not as wide as keys, on the GPU that runs the program."""
-    from jax._src.cudnn import fused_attention_stablehlo as internal
-
-    if (
-        _adds_in_order()
-    ):  # of unequal widths XLA then failed to compile cuDNN's backward, on an H200, jax 0.11.2
+    if compute_capability() < HOPPER:
         return False
-    return compute_capability() >= HOPPER and internal.check_cudnn_version() >= UNEQUAL
+    if jax.default_backend() != "gpu":
+        return True  # nobody knows its cuDNN
+    from jax._src.cudnn.fused_attention_stablehlo import check_cudnn_version
+
+    return check_cudnn_version() >= UNEQUAL
 
 
 def _adds_in_order() -> bool:
@@ -110,45 +226,4 @@ def _adds_in_order() -> bool:
     asked = os.environ.get("XLA_FLAGS", "").split()
     return any(
         f"--xla_gpu_{name}=true" in asked for name in ("deterministic_ops", "exclude_nondeterministic_ops")
-    )
-
-
-def padded_attention(
-    q_BHSX: Array,
-    k_BHSX: Array,
-    v_BHSV: Array,
-    scale: float,
-    implementation: Literal["cudnn", "xla"],
-    segment_ids: Array | None = None,
-) -> Array:
-    """``jax.nn.dot_product_attention``, which wants values as wide as keys."""
-    mask_BHQK = None if segment_ids is None else same_segment(segment_ids)[:, None]
-    missing = k_BHSX.shape[-1] - v_BHSV.shape[-1]
-    wide_BHSX = jnp.pad(v_BHSV, ((0, 0), (0, 0), (0, 0), (0, missing)))
-    q_BSHX, k_BSHX, wide_BSHX = (a.swapaxes(1, 2) for a in (q_BHSX, k_BHSX, wide_BHSX))
-    with jax.numpy_dtype_promotion("standard"):
-        out_BSHX = jax.nn.dot_product_attention(
-            q_BSHX,
-            k_BSHX,
-            wide_BSHX,
-            mask=mask_BHQK,
-            scale=scale,
-            is_causal=True,
-            implementation=implementation,
-        )
-    return out_BSHX[..., : v_BHSV.shape[-1]].swapaxes(1, 2)
-
-
-def _checks() -> contextlib.AbstractContextManager[Any]:
-    """Within it, where no GPU is, JAX traces cuDNN's attention as on the GPU to compile for."""
-    if jax.default_backend() == "gpu":
-        return contextlib.nullcontext()
-    from jax._src.cudnn import fused_attention_stablehlo as internal
-
-    ours = compute_capability()
-    return mock.patch.multiple(
-        internal,
-        check_cudnn_version=lambda: CUDNN,
-        check_compute_capability=lambda least: _numbers(least) <= ours,
-        is_cuda_compute_capability_equal=lambda one: _numbers(one) == ours,
     )

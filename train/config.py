@@ -164,7 +164,7 @@ class LaunchConfig:
     """cpu: make dp x pp x ep virtual devices. accelerator: take the devices that JAX finds."""
     deterministic: bool = False
     """On GPUs, the same bits whenever a step is run again: sums are taken in a fixed order, by XLA's
-    deterministic operations, and attention pads its values. That costs time. CPUs and TPUs do so anyway."""
+    deterministic operations. That costs some time. CPUs and TPUs do so anyway."""
     processes: AtLeastOne | None = None
     """Start so many processes on this machine, watch over them, and start them again when one fails. On GPUs
     each has one, on CPU its share of the virtual devices."""

@@ -82,8 +82,7 @@ def recommended_compiler_options(
 IN_ORDER = "--xla_gpu_deterministic_ops=true --xla_gpu_enable_triton_gemm=false --xla_gpu_autotune_level=0"
 """A GPU's sums in an order that is the same each time. XLA chooses the tiles of its own products by timing them. It
 then may not, and finds none (jax 0.11.2, compiled for an H100 that was not there): so all products are cuBLAS'. Nor is
-anything else timed, by which two processes could choose differently: on an H200 XLA failed where it timed under the
-first flag, with an IndexError of its own, and compiled for one ahead of time, where nothing is timed, it does not."""
+anything else timed, by which two processes could choose differently. On an H200 no leaf of gradients differed."""
 
 
 @typechecked

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
 from numpy.typing import ArrayLike
 
 from dualpipe_jax.functional import Tree
@@ -25,7 +25,7 @@ from models.decode.cache import Rows
 from models.decode.halves import Piece, fixed_cost, halve
 from models.decode.kept import KeptBlocks, PrefixFolder, identity
 from models.decode.model import Decoder
-from models.decode.programs import programs
+from models.decode.programs import ROWS, programs
 from models.decode.requests import Completion, Limits, SamplingParams, check_request
 from models.decode.running import NUM_STOPS, Begun, no_stops
 from models.decode.sampling import Sampling
@@ -123,13 +123,13 @@ class Engine:
             lazy = model.prepare(lazily(params))
             self._weights = experts.place(lazy, self._held, self.config.num_experts, mesh, near=self._near)
         self._seats = Seats(limits, self._num_devices, num_halves=microbatches, ahead=int(drafts))
-        # Of steps that were begun: what is to be done when they are over.
+        # Of steps that were begun: what is to be done when they are over, and what they counted.
         self._unread: list[Callable[[], None]] = []
+        self._uncounted: list[Array] = []
+        self._sent = _Sent(here if mesh is None else NamedSharding(mesh, ROWS))
         self._ended: list[Completion] = []
         num_rows = self.config.num_moe_layers + self.config.num_mtp_layers
         self._totals = np.zeros((num_rows, self.config.num_experts), np.int64)
-        self._counts: Array | None = None  # not in the totals yet
-        self._num_counted = 0
         self._ids = itertools.count()
         self._kept: KeptBlocks | None = None
         if prefixes is not None:
@@ -196,6 +196,7 @@ class Engine:
           The requests that ended.
         """
         unread, self._unread = self._unread, []
+        uncounted, self._uncounted = self._uncounted, []
         self._seats.admit(self._recall)
         for _ in range(self._num_prefills):
             pieces = [piece for device in range(self._num_devices) for piece in self._next_pieces(device)]
@@ -206,19 +207,21 @@ class Engine:
             self._go_on()
         for hear in unread:
             hear()
+        self._count(uncounted)
         ended, self._ended = self._ended, []
         return ended
 
     def compile(self) -> None:
-        """Compile now what steps would compile when a text gets so long: both programs, for all lengths of tables.
+        """Compile now what steps would compile when a text gets so long: all programs, for all lengths of tables.
 
         Those that tell scores are compiled when a request first asks for them.
         """
         for size in self.limits.table_sizes:
             num_positions = size * self.limits.block_size
-            for fresh in {False, self._has_kernel}:
-                self._take_in([None] * (self._num_rows * self._num_devices), num_positions, fresh)
-            self._go_on(num_positions)
+            for draws in (False, True):
+                for fresh in {False, self._has_kernel}:
+                    self._take_in([None] * (self._num_rows * self._num_devices), num_positions, fresh, draws)
+                self._go_on(num_positions, draws)
 
     def run(self) -> list[Completion]:
         """Step until nothing is left to do; completions by number."""
@@ -233,10 +236,8 @@ class Engine:
 
         Modules of multi-token prediction stand behind the layers, zeros without drafts.
         """
-        if self._counts is not None:
-            told = np.asarray(self._counts, np.int64).sum(0)
-            self._totals[: len(told)] += told
-            self._counts, self._num_counted = None, 0
+        self._count(self._uncounted)
+        self._uncounted = []
         return self._totals.copy()
 
     def rebalance(self, placement: ArrayLike) -> None:
@@ -298,6 +299,7 @@ class Engine:
         pieces: Sequence[tuple[Request, Piece] | None],
         num_positions: int = 0,
         fresh: bool | None = None,
+        draws: bool = False,
     ) -> None:
         size = self.limits.chunk_size
         tokens = np.zeros((len(pieces), size), np.int32)
@@ -325,12 +327,12 @@ class Engine:
             (
                 Rows(tokens, starts, lengths, tables),
                 follow,
-                _sampling(requests),
+                _sampling(requests, draws),
                 self._running,
                 self._begun([r if ends else None for r, ends in zip(requests, over, strict=True)]),
             ),
         )
-        self._count(counts)
+        self._uncounted.append(counts)
         for row, taken in enumerate(pieces):
             if taken is not None:  # of two halves the second is later
                 request, (_, start, length) = taken
@@ -363,24 +365,24 @@ class Engine:
                 stops[row, : len(known)] = known
         return Begun(slots, rooms, stops)
 
-    def _go_on(self, num_positions: int = 0) -> None:
+    def _go_on(self, num_positions: int = 0, draws: bool = False) -> None:
         width = 2 if self._drafts else 1
         requests = [r if r and r.decodes else None for r in self._seats.slots]
         for request in filter(None, requests):
             to_come = len(request.tokens) + width * (request.num_unread + 1) - 1
             num_positions = max(num_positions, min(len(request.prompt) + to_come, request.room))
         scored = any(_is_scored(request) for request in requests)
-        (out, self._running), counts, self._cache = self._programs[scored].decode(
-            self._weights,
-            self._cache,
+        rows = self._sent(
             (
                 np.asarray([request is not None for request in requests]),
                 self._seats.tables(requests, num_positions),
-                _sampling(requests),
-                self._running,
-            ),
+                _sampling(requests, draws),
+            )
         )
-        self._count(counts)
+        (out, self._running), counts, self._cache = self._programs[scored].decode(
+            self._weights, self._cache, (*rows, self._running)
+        )
+        self._uncounted.append(counts)
         for request in filter(None, requests):
             request.num_unread += 1
 
@@ -458,12 +460,27 @@ class Engine:
         scores = tuple(request.scores[of_prompt:]), tuple(request.scores[:of_prompt])
         self._ended.append(Completion(request.id, tuple(request.tokens), reason, error, *numbers, *scores))
 
-    def _count(self, counts: Array) -> None:
-        """Count on the device, for nobody waits for it; now and then in the totals, for it has 32 bits."""
-        self._counts = counts if self._counts is None else self._counts + counts
-        self._num_counted += 1
-        if self._num_counted == 1000:
-            _ = self.counts
+    def _count(self, uncounted: Sequence[Array]) -> None:
+        for told in map(np.asarray, uncounted):
+            self._totals[: told.shape[1]] += told.sum(0, dtype=np.int64)
+
+
+class _Sent:
+    """What a step is given, where the devices have it: most stays as it is for many steps, and is not sent again."""
+
+    def __init__(self, sharding: Any):
+        self._sharding = sharding
+        self._given: Tree = None
+        self._there: Tree = None
+
+    def __call__(self, given: Tree) -> Tree:
+        new, old = jax.tree.leaves(given), jax.tree.leaves(self._given)
+        if len(new) != len(old) or not all(map(np.array_equal, new, old)):
+            self._given, self._there = given, jax.tree.map(self._send, given)
+        return self._there
+
+    def _send(self, leaf: np.ndarray) -> Array:
+        return jax.make_array_from_callback(leaf.shape, self._sharding, leaf.__getitem__)
 
 
 @functools.cache
@@ -485,8 +502,11 @@ def _is_scored(request: Request | None, *, ends: bool = True) -> bool:
     return ends or request.params.score_prompt
 
 
-def _sampling(requests: Sequence[Request | None]) -> Sampling:
+def _sampling(requests: Sequence[Request | None], draws: bool) -> Sampling | None:
+    """How rows choose; None if all take the likeliest token, unless a program that ``draws`` is to be compiled."""
     params = [SamplingParams() if request is None else request.params for request in requests]
+    if not draws and not any(p.temperature for p in params):
+        return None
     return Sampling(
         np.asarray([p.temperature for p in params], np.float32),
         np.asarray([p.top_p for p in params], np.float32),

@@ -39,7 +39,8 @@ class Programs(NamedTuple):
       prefill_fresh: ``prefill`` of rows that all start at 0, in halves too: nothing is read from the cache, and
         attention is the layer's own, on a GPU a kernel. It is compiled when it is first called.
       decode: ``(weights, cache, (wanted, tables, sampling, running)) -> ((Decoded, Running), counts, cache)``; wanted
-        is bool [B], false for slots whose request does not decode, or has ended as the host knows.
+        is bool [B], false for slots whose request does not decode, or has ended as the host knows. In both, sampling
+        is None where all rows take the likeliest token, which is another program.
       init_cache: ``(num_blocks, block_size) -> cache``, of all devices.
       init_running: ``(num_slots) -> Running`` without requests, of all devices.
     """

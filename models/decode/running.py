@@ -72,7 +72,7 @@ def prefilling(run: Callable[..., tuple[Prefilled, Any, Any]]) -> Callable[..., 
         cache: Array,
         rows: Rows,
         follow: Array,
-        sampling: Sampling,
+        sampling: Sampling | None,
         running: Running,
         begun: Begun,
     ) -> Any:
@@ -93,7 +93,7 @@ def decoding(run: Callable[..., tuple[Decoded, Any, Any]], num_tokens: int) -> C
     """A decode ``run`` of so many tokens a row, fed with what the steps before came to."""
 
     def decode(
-        weights: Tree, cache: Array, wanted: Array, tables: Array, sampling: Sampling, running: Running
+        weights: Tree, cache: Array, wanted: Array, tables: Array, sampling: Sampling | None, running: Running
     ) -> Any:
         guessed_B = (running.drafts >= 0) & (running.starts + 1 < running.rooms)
         length_B = jnp.where(running.live & wanted, 1 + guessed_B.astype(jnp.int32), 0)

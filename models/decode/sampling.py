@@ -29,21 +29,22 @@ class Sampling(NamedTuple):
     seeds: Array | np.ndarray
 
 
-def sample(logits_BSV: Array, sampling: Sampling, positions_BS: Array) -> Array:
-    """Choose tokens, int32 [B, S], that are to stand at ``positions_BS``."""
+def sample(logits_BSV: Array, sampling: Sampling | None, positions_BS: Array) -> Array:
+    """Choose tokens, int32 [B, S], that are to stand at ``positions_BS``; without ``sampling`` the likeliest.
+
+    That is another program, for the host knows of it: a branch would let a GPU wait for the host in every step, and
+    sorting a vocabulary takes longer than many a model's step.
+    """
     greedy_BS = jnp.argmax(logits_BSV, axis=-1).astype(jnp.int32)
-
-    def drawn() -> Array:
-        found_BS = draw(
-            logits_BSV,
-            jnp.asarray(sampling.temperature)[:, None],
-            jnp.asarray(sampling.top_p)[:, None],
-            uniforms(jnp.asarray(sampling.seeds), positions_BS),
-        )
-        return jnp.where(sampling.temperature[:, None] > 0, found_BS, greedy_BS)
-
-    # Sorting a vocabulary takes longer than many a model's step.
-    return jax.lax.cond(jnp.any(sampling.temperature > 0), drawn, lambda: greedy_BS)
+    if sampling is None:
+        return greedy_BS
+    found_BS = draw(
+        logits_BSV,
+        jnp.asarray(sampling.temperature)[:, None],
+        jnp.asarray(sampling.top_p)[:, None],
+        uniforms(jnp.asarray(sampling.seeds), positions_BS),
+    )
+    return jnp.where(jnp.asarray(sampling.temperature)[:, None] > 0, found_BS, greedy_BS)
 
 
 def uniforms(seeds_B: Array, positions_BS: Array) -> Array:

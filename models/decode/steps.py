@@ -61,7 +61,7 @@ def prefill(
     cache: Array,
     rows: Rows,
     follow: Array | np.ndarray,
-    sampling: Sampling,
+    sampling: Sampling | None,
     before: Before | None = None,
 ) -> tuple[Prefilled, Made]:
     """Take in the next chunk of prompts.
@@ -74,7 +74,7 @@ def prefill(
       cache: see ``init_cache``; it is read alone.
       rows: the chunk.
       follow: int32 [B], of each row the prompt's token behind the chunk; -1 where the prompt ends with it.
-      sampling: of the rows.
+      sampling: of the rows; None if all take the likeliest token.
       before: rows that come before these and are not in the cache yet.
     """
     x_BSD, made = model.forward(weights, cache, rows, before)
@@ -102,7 +102,7 @@ def decode(
     weights: Tree,
     cache: Array,
     rows: Rows,
-    sampling: Sampling,
+    sampling: Sampling | None,
 ) -> tuple[Decoded, Made]:
     """Feed each row its newest token and, of two, a draft of the next; see ``prefill``.
 

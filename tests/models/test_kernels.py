@@ -1,10 +1,11 @@
 """Attention and grouped matmuls for accelerators, against the plain ones: values and gradients.
 
-Pallas kernels run in interpret mode. cuDNN's attention needs a GPU: here its padding is compared, through the
-other implementation of the same function.
+Pallas kernels run in interpret mode. cuDNN's attention needs a GPU: here its calls are compared with those of
+``jax.nn.dot_product_attention``.
 """
 
 import functools
+import json
 
 import chex
 import jax
@@ -19,7 +20,7 @@ from dualpipe_jax.parallel.expert_groups import BY_DEVICE, grouped_matmul
 from dualpipe_jax.split import split_backward
 from models import Kernels, deepseek, tiny, v3
 from models.attention import Attend, causal_attention
-from models.cudnn import cudnn_attention, cudnn_takes, padded_attention
+from models.cudnn import config, cudnn_attention, cudnn_takes
 from models.kernels import KERNEL_VMEM, on_this_gpu, splash_attention
 from tests.jaxprs import named
 from tests.models.decode.small_models import random_params
@@ -41,18 +42,13 @@ def out_and_gradients(attend, q, k, v, d):
     return jax.jit(run)(q, k, v, d)
 
 
-def PADDED(q, k, v, scale, segment_ids=None):
-    return padded_attention(q, k, v, scale, "xla", segment_ids)
-
-
 @pytest.mark.parametrize(
     "attend, dtype, tolerance",
     [
         (SPLASH, jnp.float32, 1e-5),
         pytest.param(SPLASH, jnp.bfloat16, 0.05, marks=pytest.mark.slow),
-        (PADDED, jnp.float32, 1e-5),
     ],
-    ids=["splash-float32", "splash-bfloat16", "padded"],
+    ids=["splash-float32", "splash-bfloat16"],
 )
 def test_attention_is_the_plain_one(attend, dtype, tolerance):
     wanted = out_and_gradients(causal_attention, *(a.astype(jnp.float32) for a in heads(dtype)))
@@ -71,41 +67,135 @@ def documents_alone():
     return jax.tree.map(lambda *parts: jnp.concatenate(parts, axis=2), *parts)
 
 
-@pytest.mark.parametrize("attend", [causal_attention, SPLASH, PADDED], ids=["plain", "splash", "padded"])
+@pytest.mark.parametrize("attend", [causal_attention, SPLASH], ids=["plain", "splash"])
 def test_documents_do_not_hear_each_other(attend):
     segments = jnp.repeat(jnp.asarray([3, 1, 2]), jnp.asarray([b - a for a, b in DOCUMENTS]))[None]
     got = out_and_gradients(functools.partial(attend, segment_ids=segments), *heads())
     chex.assert_trees_all_close(got, documents_alone(), rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.skipif(jax.default_backend() != "gpu", reason="cuDNN's attention runs on a GPU only")
-def test_cudnn_attention_is_the_plain_one():
-    wanted = out_and_gradients(causal_attention, *heads(jnp.bfloat16))
-    got = out_and_gradients(cudnn_attention, *heads(jnp.bfloat16))
-    got, wanted = (jax.tree.map(lambda a: a.astype(jnp.float32), tree) for tree in (got, wanted))
-    chex.assert_trees_all_close(got, wanted, atol=0.05)
+ON_GPU = pytest.mark.skipif(jax.default_backend() != "gpu", reason="cuDNN's attention runs on a GPU only")
 
 
+@ON_GPU
+@pytest.mark.parametrize("width", [16, 24], ids=["values-narrower", "values-as-wide"])
+@pytest.mark.parametrize("documents", [1, 3])
+def test_cudnn_attention_is_the_plain_one(width, documents):
+    """Of two layers alike, too: XLA compiles the second by what it knows of the first."""
+    q, k, v, d = heads(jnp.bfloat16)
+    v, d = (jnp.pad(a, ((0, 0), (0, 0), (0, 0), (0, width - 16))) for a in (v, d))
+    segments = None if documents == 1 else jnp.arange(SHAPE[-1])[None] // 50
+
+    def twice(attend):
+        def run(q, k, v, scale):
+            again = attend(q * 2, k, v, scale, segment_ids=segments)
+            return attend(q, k, v, scale, segment_ids=segments) + again
+
+        got = out_and_gradients(run, q, k, v, d)
+        return jax.tree.map(lambda a: a.astype(jnp.float32), got)
+
+    chex.assert_trees_all_close(twice(cudnn_attention), twice(causal_attention), atol=0.1, rtol=0.05)
+
+
+def calls(function, *args):
+    """Of each of cuDNN's calls the name, the operands' shapes, the results' shapes and layouts, and the config.
+
+    A layout is told from the dim whose numbers are neighbours on.
+    """
+    jaxpr = jax.make_jaxpr(function)(*args).jaxpr
+    return [
+        (
+            eqn.params["target_name"],
+            [var.aval.shape for var in eqn.invars],
+            [
+                (var.aval.shape, lie)
+                for var, lie in zip(eqn.outvars, eqn.params["output_layouts"], strict=True)
+            ],
+            json.loads(eqn.params["legacy_backend_config"])["cudnn_fmha_backend_config"],
+        )
+        for eqn in named(jaxpr, "ffi_call")
+    ]
+
+
+@pytest.mark.skipif(jax.default_backend() == "gpu", reason="a GPU here is the one that runs the program")
 def test_cudnn_attention_is_traced_where_no_gpu_is():
-    """Ahead of time: one call forward, one backward, of values as they are; JAX's own checks are back afterwards."""
+    """Ahead of time: recomputed, one call more; the softmax' sums and results in the order that cuDNN leaves them."""
     q, k, v, d = heads(jnp.bfloat16)
     run = jax.checkpoint(lambda *qkv: cudnn_attention(*qkv, 0.3))
-    jaxpr = jax.make_jaxpr(lambda q, k, v, d: jax.vjp(run, q, k, v)[1](d))(q, k, v, d).jaxpr
-    assert len(named(jaxpr, "dot_product_attention_bwd_wrapper")) == 1
-    forward = named(jaxpr, "dot_product_attention_fwd_wrapper")
-    assert [eqn.params["is_training"] for eqn in forward] == [True, True]  # the second recomputed
-    assert [var.aval.shape[-1] for var in forward[0].invars[:3]] == [24, 24, 16]
-    with pytest.raises(RuntimeError, match="cuDNN"):
-        padded_attention(q, k, v, 0.3, "cudnn")
+    first, second, backward = calls(lambda q, k, v, d: jax.vjp(run, q, k, v)[1](d), q, k, v, d)
+    (B, H, S), lie = SHAPE, (3, 1, 2, 0)
+    qkv = [(B, S, H, 24), (B, S, H, 24), (B, S, H, 16)]
+    sums, room = ((B, H, S), (2, 1, 0)), ((0,), (0,))
+    assert first == second
+    assert first[:3] == ("__cudnn$fmhaSoftmax", qkv, [((B, H, S, 16), lie), sums, room])
+    wide, narrow = ((B, H, S, 24), lie), ((B, H, S, 16), lie)
+    operands = [*qkv, (B, H, S), (B, S, H, 16), (B, S, H, 16)]
+    assert backward[:3] == ("__cudnn$fmhaSoftmaxBackward", operands, [wide, wide, narrow, room])
+    (alone,) = calls(lambda *qkv: cudnn_attention(*qkv, 0.3), q, k, v)
+    assert alone[2] == [narrow, room], "without gradients no sums"
+    apart, _ = calls(
+        lambda *qkv: jax.vjp(lambda *x: cudnn_attention(*x, 0.3, jnp.zeros((B, S), int)), *qkv)[1](d), q, k, v
+    )
+    assert apart[:2] == ("__cudnn$fmhaScaleBiasSoftmax", [*qkv, (B, 1, S, S)])
 
 
-def test_where_sums_have_one_order_values_are_padded(monkeypatch):
-    """XLA could not compile cuDNN's backward of unequal widths in one order."""
+@pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
+def test_cudnn_is_told_what_jax_tells_it(backward):
+    """But for what has the value that it has unsaid."""
+    from jax._src.cudnn import fused_attention_stablehlo as internal
+    from jax._src.interpreters import mlir
+    from jax._src.lib.mlir import ir
+
+    def said(tree):
+        if not isinstance(tree, dict):
+            return tree
+        unsaid = {"tuning_knobs": {"17": "1", "24": "0"}}  # of convolutions
+        pairs = {key: said(value) for key, value in tree.items() if unsaid.get(key) != value}
+        empty = (0, 0.0, False, "0", [], {}, "PRIMITIVE_TYPE_INVALID")
+        return {key: value for key, value in pairs.items() if value not in empty}
+
+    with mlir.make_ir_context():
+        theirs = internal.create_dot_product_attention_backend_config(
+            2,
+            4,
+            64,
+            64,
+            ir.BF16Type.get(),
+            0.3,
+            42,
+            0.0,
+            internal.MaskType.CAUSAL,
+            0,
+            None,
+            1,
+            False,
+            backward,
+        )
+    ours = config((2, 4, 64), jnp.bfloat16, 0.3, backward=backward)
+    assert said(ours) == said(json.loads(theirs))
+
+
+def test_where_sums_have_one_order_the_backward_call_says_so(monkeypatch):
+    """Left to XLA, it says so of the first call alone, and does not know a second one of the same."""
     monkeypatch.setenv("XLA_FLAGS", "--xla_other=1 --xla_gpu_deterministic_ops=true")
-    q, k, v, _ = heads(jnp.bfloat16)
-    jaxpr = jax.make_jaxpr(lambda q, k, v: cudnn_attention(q, k, v, 0.3))(q, k, v).jaxpr
-    (call,) = named(jaxpr, "dot_product_attention_fwd_wrapper")
-    assert [var.aval.shape[-1] for var in call.invars[:3]] == [24, 24, 24]
+    said = [
+        config((1, 2, 8), jnp.bfloat16, 1.0, backward=backward)["cudnn_fmha_backend_config"].get(
+            "force_deterministic"
+        )
+        for backward in (False, True)
+    ]
+    assert said == [None, True]
+
+
+def test_cudnn_says_what_it_does_not_take():
+    q, k, v, _ = heads(jnp.float32)
+    with pytest.raises(
+        ValueError, match="heads are 24 wide and float32; cuDNN takes 16 bits .* take attention"
+    ):
+        cudnn_attention(q, k, v, 0.3)
+    q, k, v = (a[:, :, :-1].astype(jnp.bfloat16) for a in (q, k, v))
+    with pytest.raises(ValueError, match="segments are 127 long; cuDNN's mask needs an even length"):
+        cudnn_attention(q, k, v, 0.3, jnp.zeros((1, 127), int))
 
 
 @pytest.mark.parametrize("dtype, width, takes", [("bfloat16", 192, True), ("float32", 192, False),
@@ -125,18 +215,21 @@ def test_what_cudnn_takes(dtype, width, takes):
 )
 @pytest.mark.skipif(jax.default_backend() == "gpu", reason="a GPU here is the one that runs the program")
 def test_the_widths_that_cudnn_takes_are_those_of_the_gpu_to_compile_for(kind, width, takes):
-    """As JAX itself refuses more than 128 before Hopper."""
+    """And values are filled up before Hopper."""
     device = jax.sharding.AbstractDevice(f"NVIDIA {kind}", 100, "gpu")
     mesh = jax.sharding.AbstractMesh((2,), ("ep",), abstract_device=device)
     asked = jax.ShapeDtypeStruct((1, 8, 2, width), jnp.bfloat16)
     with jax.sharding.use_abstract_mesh(mesh):
         assert cudnn_takes(asked) is takes
         run = functools.partial(cudnn_attention, scale=0.3)
-        if takes:
-            jax.eval_shape(run, asked, asked, asked)
-        else:
-            with pytest.raises(NotImplementedError, match="head dim must be <= 128"):
+        if not takes:
+            with pytest.raises(ValueError, match="on this GPU 128 at most"):
                 jax.eval_shape(run, asked, asked, asked)
+            return
+        values = jax.ShapeDtypeStruct((1, 8, 2, 64), jnp.bfloat16)
+        assert jax.eval_shape(run, asked, asked, values).shape == (1, 8, 2, 64)
+        (call,) = calls(run, asked, asked, values)
+        assert call[1][2][-1] == (width if "A100" in kind else 64)
 
 
 def test_splash_says_what_it_costs_and_how_much_memory_it_takes():

@@ -94,7 +94,9 @@ def test_a_step_reads_what_is_used_and_what_it_runs_is_compiled_beforehand():
     asked = list(zip(prompts(5, 14, 3), (17, 4, 2), strict=True))
     numbers = [serving.add(prompt, SamplingParams(max_tokens=number)) for prompt, number in asked]
     found = texts(serving.run())
-    assert len(COMPILED) == compiled
+    serving.add(prompts(4)[0], SamplingParams(max_tokens=3, temperature=0.7))
+    serving.run()
+    assert len(COMPILED) == compiled, "programs that draw, which are others, were compiled, too"
     assert found == {key: greedy(*one) for key, one in zip(numbers, asked, strict=True)}
     assert {blocks for _, blocks in read} == {3, 6}
     assert all(blocks == (3 if used <= 12 else 6) for used, blocks in read)
@@ -131,6 +133,30 @@ def test_a_step_is_begun_before_the_last_one_is_read(monkeypatch):
         "read",
         "read",
     ]
+
+
+def test_what_stays_as_it_was_is_sent_once(monkeypatch):
+    """Who decodes, where, and how tokens are chosen: only a request that comes, goes or outgrows its table is news."""
+    serving, sent = engine(), []
+    send = jax.make_array_from_callback
+    monkeypatch.setattr(jax, "make_array_from_callback", lambda *given: sent.append(given[0]) or send(*given))
+    one, other, drawn = prompts(5, 4, 6)
+    draws = SamplingParams(max_tokens=3, temperature=0.7, seed=5)
+    numbers = [serving.add(one, SamplingParams(max_tokens=14))]
+    for _ in range(4):
+        serving.step()
+    assert len(sent) == 2, "who decodes, and their blocks"
+    numbers.append(serving.add(other, SamplingParams(max_tokens=3)))
+    for _ in range(5):
+        serving.step()
+    assert len(sent) == 2 + 2 + 2, "the second came and went"
+    numbers.append(serving.add(drawn, draws))
+    found = texts(serving.run())
+    assert len(sent) == 6 + 5 + 2, "with the third came how they choose"
+    assert found[numbers[0]] == greedy(one, 14)
+    alone = engine()
+    alone.add(drawn, draws)
+    assert found[numbers[2]] == alone.run()[0].tokens
 
 
 @pytest.mark.parametrize(("before", "in_vain"), [(0, 0), (8, 1)], ids=["known_to_devices", "to_the_host"])

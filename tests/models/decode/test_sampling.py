@@ -81,3 +81,4 @@ def test_each_row_is_chosen_its_own_way():
         assert got[1, s] == drawn_by_numpy(np.asarray(logits[1, s]), 1.5, 0.9, uniform)[0]
     greedy = sample(logits, how._replace(temperature=np.zeros(3, np.float32)), positions)
     np.testing.assert_array_equal(greedy, likeliest)
+    np.testing.assert_array_equal(sample(logits, None, positions), likeliest)
