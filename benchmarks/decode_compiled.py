@@ -1,14 +1,16 @@
-"""Kernels and bytes of one decode step, compiled for a GPU that is not here, beside the least that it has to read.
+"""Kernels and bytes of a decode step, compiled for a GPU that is not here, beside the least that it has to read.
 
 Nine layers of DeepSeek-V2-Lite in bfloat16, every request in the middle of its text. A row is of the compiled text of
-one step, which chooses tokens greedily: how many kernels it launches, how many bytes they read and write, and how long
-that takes by what was measured of such a GPU, every kernel with its launch. "Started" is what the host starts: the
-compiler puts kernels into CUDA graphs, in which a launch takes less; nobody measured how much, so none is taken off.
-The limit is to read once all weights that are asked for and the cache of the positions used, at the same bytes a
-second. Every row's experts are taken to be others', as far as there are: so many matrices are counted in both. Nothing
-can be timed without the GPU, so the compiler takes the tiles of its own products by rule.
+the steps that the host starts at once, of which one is a part; they choose tokens greedily: how many kernels it
+launches, how many bytes they read and write, and how long that takes by what was measured of such a GPU, every kernel
+with its launch. "Started" is what the host starts: the compiler puts kernels into CUDA graphs, in which a launch
+takes less; nobody measured how much, so none is taken off. The limit is to read once all weights that are asked for
+and the cache of the positions used, at the same bytes a second. Every row's experts are taken to be others', as far
+as there are: so many matrices are counted in both. Nothing can be timed without the GPU, so the compiler takes the
+tiles of its own products by rule.
 
-    python benchmarks/decode_compiled.py [--batches 1 16 64] [--positions 256] [--layers 9] [--target h100] [--parts 0]
+    python benchmarks/decode_compiled.py [--batches 1 16 64] [--positions 256] [--layers 9] [--steps 4]
+        [--target h100] [--parts 0]
 
 Needs JAX's CUDA compiler, ``pip install "jax[cuda13]"``, and no GPU.
 """
@@ -35,8 +37,8 @@ from dualpipe_jax.present.table import Table
 from models.decode import Limits, decoder
 from models.decode.cache import init_cache
 from models.decode.programs import programs
+from models.decode.requests import ON_GPU
 from models.decode.running import none_running
-from models.decode.sampling import Sampling
 
 FREE = {"parameter", "constant", "get-tuple-element", "tuple", "bitcast"}
 """Instructions that launch nothing."""
@@ -51,23 +53,22 @@ class Kernel:
     seconds: float
 
 
-def compiled_step(config, target, batch, positions, folder=None):
-    """A step of decode for the target's first device; weights and cache as shapes. The compiler fills the folder."""
+def compiled_step(config, target, batch, positions, folder=None, num_steps=1):
+    """So many steps of decode for the target's first device; weights and cache as shapes. The compiler fills the
+    folder."""
     here = SingleDeviceSharding(inspect.Target.parse(f"{target}:1x1").devices()[0])
     limits = Limits(max_requests=batch, max_positions=positions)
     model = decoder(config, platform="gpu")
     params = jax.eval_shape(models.deepseek(config, 1).init, jax.random.key(0))
     weights = jax.eval_shape(model.prepare, params)
     cache = jax.eval_shape(lambda: init_cache(config, limits.total_blocks, limits.block_size))
-    wanted, reals, seeds = (
-        jax.ShapeDtypeStruct((batch,), dtype) for dtype in (jnp.bool, jnp.float32, jnp.uint32)
-    )
+    wanted = jax.ShapeDtypeStruct((batch,), jnp.bool)
     tables = jax.ShapeDtypeStruct((batch, limits.table_size), jnp.int32)
     arguments = jax.tree.map(
         lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=here),
-        (weights, cache, (wanted, tables, Sampling(reals, reals, seeds), none_running(batch))),
+        (weights, cache, (wanted, tables, None, none_running(batch))),
     )
-    lowered = programs(model, False).decode.lower(*arguments)
+    lowered = programs(model, False, num_steps=num_steps).decode.lower(*arguments)
     options = inspect.recommended_compiler_options("gpu", ahead_of_time=True)
     if folder is not None:
         options = options | {"xla_dump_to": folder, "xla_dump_hlo_as_text": True}
@@ -112,11 +113,14 @@ def kernels(module, rates, clock, num_groups, computation=None):
     return found
 
 
-def started(folder):
-    """What the host starts in a step: a kernel, a copy, or a CUDA graph of many."""
+def started(folder, num_steps=1):
+    """What the host starts in so many steps: a kernel, a copy, or a CUDA graph of many; a loop is one over steps."""
     sequences = Path(folder).glob("*thunk_sequence_after_thunk_passes.txt")
     text = max(sequences, key=lambda path: path.stat().st_size).read_text()
-    return sum(line[:1].isdigit() for line in text.splitlines())
+    lines = [line for line in text.splitlines() if line.lstrip()[:1].isdigit()]
+    once = [line for line in lines if line[0].isdigit() and "kWhile" not in line]
+    in_loop = [line for line in lines if not line[0].isdigit()]
+    return len(once) + num_steps * len(in_loop)
 
 
 def least(config, weights, batch, positions):
@@ -139,6 +143,7 @@ def main():
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 16, 64])
     parser.add_argument("--positions", type=int, default=256, help="that each request has used")
     parser.add_argument("--layers", type=int, default=9)
+    parser.add_argument("--steps", type=int, default=ON_GPU, help="that the host starts at once")
     parser.add_argument("--target", default="h100", help="h100 or h200")
     parser.add_argument("--parts", type=int, default=0, help="so many kinds of kernels, by bytes")
     given = parser.parse_args()
@@ -147,17 +152,21 @@ def main():
     rows = []
     for batch in given.batches:
         with tempfile.TemporaryDirectory() as folder:
-            weights, module = compiled_step(config, given.target, batch, given.positions, folder)
-            starts = started(folder)
+            weights, module = compiled_step(config, given.target, batch, given.positions, folder, given.steps)
+            starts = started(folder, given.steps) / given.steps
         found = kernels(module, rates, clock, min(batch * config.top_k, config.num_experts))
-        total, wanted = sum(k.moved for k in found), least(config, weights, batch, given.positions)
-        took, limit = sum(k.seconds for k in found), wanted / (rates.memory * clock)
+        number = len(found) / given.steps
+        total, wanted = (
+            sum(k.moved for k in found) / given.steps,
+            least(config, weights, batch, given.positions),
+        )
+        took, limit = sum(k.seconds for k in found) / given.steps, wanted / (rates.memory * clock)
         rows.append(
             (
                 str(batch),
-                str(len(found)),
-                f"{len(found) / given.layers:.0f}",
-                str(starts),
+                f"{number:.0f}",
+                f"{number / given.layers:.0f}",
+                f"{starts:g}",
                 f"{total / 1e9:.2f}",
                 f"{wanted / 1e9:.2f}",
                 f"{total / wanted:.2f}",
@@ -170,7 +179,7 @@ def main():
         for kernel in found:
             kinds[kernel.name].append(kernel.moved)
         for name, moves in sorted(kinds.items(), key=lambda kind: -sum(kind[1]))[: given.parts]:
-            print(f"batch {batch}: {len(moves):4d} {name:32s} {sum(moves) / 1e6:10.1f} MB")
+            print(f"batch {batch}, all steps: {len(moves):4d} {name:32s} {sum(moves) / 1e6:10.1f} MB")
     head = (
         "batch",
         "kernels",

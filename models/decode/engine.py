@@ -26,8 +26,8 @@ from models.decode.halves import Piece, fixed_cost, halve
 from models.decode.kept import KeptBlocks, PrefixFolder, identity
 from models.decode.model import Decoder
 from models.decode.programs import ROWS, programs
-from models.decode.requests import Completion, Limits, SamplingParams, check_request
-from models.decode.running import NUM_STOPS, Begun, no_stops
+from models.decode.requests import ON_GPU, Completion, Limits, SamplingParams, check_request
+from models.decode.running import NUM_STOPS, Begun, no_stops, of_step
 from models.decode.sampling import Sampling
 from models.decode.scores import Score
 from models.decode.seats import Request, Seats
@@ -82,9 +82,11 @@ class Engine:
                 "Engine: prefixes are kept by one process, and the mesh has devices of several; leave them out"
             )
         self.config, self.limits, self._drafts = model.config, limits, drafts
+        self._num_steps = limits.num_steps or (ON_GPU if model.platform == "gpu" else 1)
         # By whether they tell how likely tokens are.
         self._programs = {
-            scores: programs(model, drafts, mesh, microbatches, scores) for scores in (False, True)
+            scores: programs(model, drafts, mesh, microbatches, scores, self._num_steps)
+            for scores in (False, True)
         }
         self._num_devices = 1 if mesh is None else mesh.shape[EP]
         self._own_limits = limits.share(self._num_devices)
@@ -369,7 +371,7 @@ class Engine:
         width = 2 if self._drafts else 1
         requests = [r if r and r.decodes else None for r in self._seats.slots]
         for request in filter(None, requests):
-            to_come = len(request.tokens) + width * (request.num_unread + 1) - 1
+            to_come = len(request.tokens) + width * (request.num_unread + self._num_steps) - 1
             num_positions = max(num_positions, min(len(request.prompt) + to_come, request.room))
         scored = any(_is_scored(request) for request in requests)
         rows = self._sent(
@@ -384,19 +386,23 @@ class Engine:
         )
         self._uncounted.append(counts)
         for request in filter(None, requests):
-            request.num_unread += 1
+            request.num_unread += self._num_steps
 
         def hear() -> None:
             found = jax.device_get(out)
-            for row, request in enumerate(requests):
-                if request is not None and not request.ended:
-                    accepted = found.accepted[row]
-                    request.num_cached += accepted
-                    request.num_drafted += found.fed[row] - 1
-                    request.num_accepted += accepted - 1
-                    self._receive(request, row, found.tokens[row, :accepted], found, 0)
+            for step in range(self._num_steps):
+                self._hear_step(requests, of_step(found, step))
 
         self._unread.append(hear)
+
+    def _hear_step(self, requests: Sequence[Request | None], found: Any) -> None:
+        for row, request in enumerate(requests):
+            if request is not None and not request.ended:
+                accepted = found.accepted[row]
+                request.num_cached += accepted
+                request.num_drafted += found.fed[row] - 1
+                request.num_accepted += accepted - 1
+                self._receive(request, row, found.tokens[row, :accepted], found, 0)
 
     def _receive(
         self, request: Request, row: int, tokens: np.ndarray, found: Prefilled | Decoded, start: int

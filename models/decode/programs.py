@@ -21,7 +21,7 @@ from models.config import Config
 from models.decode.cache import Rows, init_cache, write
 from models.decode.experts import weight_specs
 from models.decode.model import Decoder, Made
-from models.decode.running import Running, decoding, none_running, prefilling
+from models.decode.running import Running, decoding, none_running, prefilling, repeating
 from models.decode.steps import decode, prefill
 
 ROWS, BLOCKS = PartitionSpec(EP), PartitionSpec(None, EP)
@@ -38,9 +38,10 @@ class Programs(NamedTuple):
         counts are int32 [devices, layers with experts, E], see ``Made``.
       prefill_fresh: ``prefill`` of rows that all start at 0, in halves too: nothing is read from the cache, and
         attention is the layer's own, on a GPU a kernel. It is compiled when it is first called.
-      decode: ``(weights, cache, (wanted, tables, sampling, running)) -> ((Decoded, Running), counts, cache)``; wanted
-        is bool [B], false for slots whose request does not decode, or has ended as the host knows. In both, sampling
-        is None where all rows take the likeliest token, which is another program.
+      decode: ``(weights, cache, (wanted, tables, sampling, running)) -> ((Decoded, Running), counts, cache)``, of so
+        many steps, what each came to as ``repeating`` says; wanted is bool [B], false for slots whose request does not
+        decode, or has ended as the host knows. In both, sampling is None where all rows take the likeliest token,
+        which is another program.
       init_cache: ``(num_blocks, block_size) -> cache``, of all devices.
       init_running: ``(num_slots) -> Running`` without requests, of all devices.
     """
@@ -54,7 +55,12 @@ class Programs(NamedTuple):
 
 @functools.cache  # who asks for the same gets the same, and with it what jax.jit has compiled of it
 def programs(
-    model: Decoder, drafts: bool, mesh: Mesh | None = None, microbatches: int = 1, scores: bool = False
+    model: Decoder,
+    drafts: bool,
+    mesh: Mesh | None = None,
+    microbatches: int = 1,
+    scores: bool = False,
+    num_steps: int = 1,
 ) -> Programs:
     """Build them.
 
@@ -65,6 +71,7 @@ def programs(
       microbatches: 2 cuts a device's rows in two halves, which are computed while each other's tokens travel. The
         second half of a prefill hears the first, see ``cached_attention``; of a decode they are different requests.
       scores: whether they tell how likely tokens are.
+      num_steps: that ``decode`` runs.
 
     Raises:
       ValueError: model and mesh do not fit together, or there are other than one or two microbatches.
@@ -88,7 +95,7 @@ def programs(
         compiled(prefill, prefilling, hears=True),
         # Of two that start at 0 neither hears the other.
         compiled(prefill, prefilling, hears=False, fresh=True),
-        compiled(decode, functools.partial(decoding, num_tokens=1 + drafts), hears=False),
+        compiled(decode, lambda run: repeating(decoding(run, 1 + drafts), num_steps), hears=False),
         functools.partial(_init_cache, model.config, mesh),
         functools.partial(_init_running, mesh),
     )

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import Array
+from jax import Array, lax
 
 from dualpipe_jax.functional import Tree
 from models.decode.cache import Rows
@@ -108,6 +108,32 @@ def decoding(run: Callable[..., tuple[Decoded, Any, Any]], num_tokens: int) -> C
         return (out, _advanced(running, out)), counts, cache
 
     return decode
+
+
+def repeating(decode: Callable[..., Any], num_steps: int) -> Callable[..., Any]:
+    """So many steps of a ``decode`` in one program; what each came to is [B, steps, ...], in order."""
+
+    def steps(weights: Tree, cache: Array, *rows: Any) -> Any:
+        *given, running = rows
+
+        def one(carry: tuple[Array, Running], _: None) -> Any:
+            (out, running), counts, cache = decode(weights, carry[0], *given, carry[1])
+            return (cache, running), (out, counts)
+
+        begin = cache, jax.tree.map(jnp.asarray, running)
+        # A loop of one step would keep halves from being put beside each other.
+        (cache, running), (outs, counts) = lax.scan(
+            one, begin, length=num_steps, unroll=num_steps if num_steps == 1 else 1
+        )
+        out = jax.tree.map(lambda leaf: jnp.moveaxis(leaf, 0, 1), outs)
+        return (out, running), jnp.sum(counts, axis=0), cache
+
+    return steps
+
+
+def of_step(out: Tree, step: int) -> Tree:
+    """What one step of ``repeating`` came to."""
+    return jax.tree.map(lambda leaf: leaf[:, step], out)
 
 
 def _advanced(running: Running, out: Decoded) -> Running:

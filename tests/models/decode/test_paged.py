@@ -87,8 +87,9 @@ def test_it_hears_what_is_cached_and_the_new_tokens_up_to_its_own(case):
 
 
 def test_rows_are_split_where_there_are_fewer_than_multiprocessors():
-    assert paged.num_splits(1, 256) == 1
-    assert paged.num_splits(1, 1024) == 4
+    assert paged.num_splits(1, 128) == 1
+    assert paged.num_splits(1, 256) == paged.num_splits(16, 256) == 4
+    assert paged.num_splits(64, 256) == 1
     assert paged.num_splits(64, 4096) == 2
     assert paged.num_splits(500, 4096) == 1
 
