@@ -117,10 +117,16 @@ def started(folder, num_steps=1):
     """What the host starts in so many steps: a kernel, a copy, or a CUDA graph of many; a loop is one over steps."""
     sequences = Path(folder).glob("*thunk_sequence_after_thunk_passes.txt")
     text = max(sequences, key=lambda path: path.stat().st_size).read_text()
-    lines = [line for line in text.splitlines() if line.lstrip()[:1].isdigit()]
-    once = [line for line in lines if line[0].isdigit() and "kWhile" not in line]
-    in_loop = [line for line in lines if not line[0].isdigit()]
-    return len(once) + num_steps * len(in_loop)
+    count, part = 0, ""
+    for line in text.splitlines():
+        if line[:1].isdigit():
+            part = "loop" if "kWhile" in line else ""
+            count += not part
+        elif part and line.strip() == "body:":
+            part = "body"  # what is before it asks whether to go on, which nobody does where that is known
+        elif part == "body" and line[4:5].isdigit():  # deeper is what lies in a graph
+            count += num_steps
+    return count
 
 
 def least(config, weights, batch, positions):

@@ -29,6 +29,23 @@ def test_the_least_is_what_a_step_asks_for():
     assert least(CONFIG, weights, 1, 0) == 8 * 2 + 6 * 5 * 4 + 3 * 4
 
 
+def test_what_the_host_starts_is_a_graph_a_step_and_what_stands_around_the_loop(tmp_path):
+    """As jax 0.11.2 dumps it."""
+    lines = """000: kCommandBuffer [source       | next=010 (1)]
+    001: kCopy         [source | sink] kCopy
+010: kWhile         [prev=000 (1) | next=327 (1)]
+condition:
+    011: kCustomKernel [source | sink] loop_compare_fusion
+  body:
+    000: kCommandBuffer [source | sink]
+        012: kCustomKernel [source         | next=016 (4)] loop_select_fusion_10
+    013: kCopy         [source | sink] kCopy
+327: kCustomKernel  [prev=010 (1) | sink        ] loop_reduce_fusion_17"""
+    (tmp_path / "module.thunk_sequence_after_thunk_passes.txt").write_text(lines)
+    assert started(tmp_path, 4) == 2 + 4 * 2
+    assert started(tmp_path) == 2 + 2
+
+
 def compiled_on_cpu(batch):
     config = models.v2_lite(num_layers=2)
     model = decoder(config, platform="cpu")
