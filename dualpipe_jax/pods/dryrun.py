@@ -5,14 +5,17 @@ import functools
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from jax.errors import JaxRuntimeError
 
 from dualpipe_jax import inspect
 from dualpipe_jax.inspect.dump import find_program
+from dualpipe_jax.inspect.lanes import DIRECTION_NAMES, Names
 from dualpipe_jax.inspect.measured import measured_rates, read_rates
+from dualpipe_jax.inspect.overlap import BACKWARD, FORWARD
 from dualpipe_jax.inspect.rates import Rates
+from dualpipe_jax.inspect.report import OverlapReport
 from dualpipe_jax.inspect.scheduler import parse_statistics
 from dualpipe_jax.inspect.target import Device, Target
 from dualpipe_jax.parallel import make_mesh
@@ -180,37 +183,95 @@ def compile_and_read(
 ) -> Compiled:
     """Compile, and read what the compiler made of it."""
     what, plan = request.compile, request.plan
+    mesh: Any = blueprint.mesh
+    devices = list(mesh.devices.flat)
+    title = f"{plan.model}, {plan.schedule}, {plan.layout} on {target}"
+    made = compile_ahead(
+        request, target, devices, functools.partial(_lower, what, blueprint), f"the {what}", title, say
+    )
+    if isinstance(made, str):
+        return Compiled(what, out_of_memory=made)
+    held, kind_of = ahead.held_arrays(blueprint), blueprint.program.model.kind_of
+    found = read(
+        what,
+        made.module,
+        made.report,
+        made.memory,
+        held,
+        kind_of,
+        options=made.options,
+        seconds=made.seconds,
+    )
+    if what == "units" and blueprint.update is not None:
+        say(f"compiling the update for {target}")
+        update = price_update(blueprint, made.options, rates_of(request, target, devices))
+        found = dataclasses.replace(found, update=update)
+    if what in BARE:
+        unit = unit_of(made.report, made.module, made.module.entry)
+        found = dataclasses.replace(found, units={UnitKey("FB"): unit})
+    return found
+
+
+class Made(NamedTuple):
+    """What a compiler made of a program, the options that it was given, and seconds of lowering and compiling."""
+
+    module: inspect.Module
+    report: OverlapReport
+    memory: inspect.Memory | None
+    options: dict[str, str]
+    seconds: dict[str, float]
+
+
+def compile_ahead(
+    request: Request,
+    target: Target,
+    devices: Sequence[Any],
+    lower: Callable[[], Any],
+    shown: str,
+    title: str,
+    say: Callable[[str], None],
+    names: Names = DIRECTION_NAMES,
+    forward: Sequence[str] = FORWARD,
+    backward: Sequence[str] = BACKWARD,
+) -> Made | str:
+    """Compile a program for a target's devices, and write the files that the request asks for.
+
+    Args:
+      request: what is asked.
+      target: what it is compiled for.
+      devices: of it.
+      lower: gives the lowered program.
+      shown: what it is, for whoever waits.
+      title: of pictures.
+      say: hears how far it is.
+      names: of the two directions, in pictures.
+      forward, backward: which operations are of which, see ``inspect.overlap``.
+
+    Returns:
+      What was made; what the compiler says where it does not fit in memory.
+
+    Raises:
+      ValueError: the compiler refuses the program for another reason.
+    """
     started = time.perf_counter()
     say("tracing and lowering")
-    lowered = _lower(what, blueprint)
-    say(f"compiling the {what} for {target}")
-    options = compiler_options(plan, target)
-    middle = time.perf_counter()
+    lowered = lower()
+    say(f"compiling {shown} for {target}")
+    options, middle = compiler_options(request.plan, target), time.perf_counter()
     try:
         compiled = lowered.compile(options)
     except JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise ValueError(f"the compiler refuses this program: {str(error)[:2000]}") from None
-        return Compiled(what, out_of_memory=str(error).split("\n\n")[0][:2000])
+        return str(error).split("\n\n")[0][:2000]
     say("reading the compiled program")
     seconds = {"lowering": middle - started, "compiling": time.perf_counter() - middle}
     log = "" if request.log is None else Path(request.log).read_text(errors="replace")
-    module = inspect.read(compiled)
-    mesh: Any = blueprint.mesh
-    rates = rates_of(request, target, list(mesh.devices.flat))
-    report = inspect.overlap(module, rates, statistics=parse_statistics(log))
-    title = f"{plan.model}, {plan.schedule}, {plan.layout} on {target}"
-    timeline.write(request.files, compiled.as_text, report, module, target, title)
-    held, kind_of = ahead.held_arrays(blueprint), blueprint.program.model.kind_of
-    found = read(
-        what, module, report, inspect.memory(compiled), held, kind_of, options=options, seconds=seconds
-    )
-    if what == "units" and blueprint.update is not None:
-        say(f"compiling the update for {target}")
-        found = dataclasses.replace(found, update=price_update(blueprint, options, rates))
-    if what in BARE:
-        found = dataclasses.replace(found, units={UnitKey("FB"): unit_of(report, module, module.entry)})
-    return found
+    module, rates = inspect.read(compiled), rates_of(request, target, devices)
+    statistics = parse_statistics(log)
+    report = inspect.overlap(module, rates, forward=forward, backward=backward, statistics=statistics)
+    timeline.write(request.files, compiled.as_text, report, module, target, title, names)
+    return Made(module, report, inspect.memory(compiled), options, seconds)
 
 
 def price_update(blueprint: Blueprint, options: Mapping[str, str], rates: Rates) -> Unit | None:

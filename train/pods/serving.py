@@ -6,24 +6,19 @@ decode 128 requests of a device with 4096 positions each; the experts of a layer
 
 import dataclasses
 import functools
-import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.errors import JaxRuntimeError
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import models
-from dualpipe_jax import inspect
-from dualpipe_jax.inspect.scheduler import parse_statistics
 from dualpipe_jax.inspect.target import Target
 from dualpipe_jax.parallel import EP, make_mesh
-from dualpipe_jax.pods import ahead, timeline
-from dualpipe_jax.pods.dryrun import compiler_options, describe, platform_of, rates_of
+from dualpipe_jax.pods import ahead
+from dualpipe_jax.pods.dryrun import compile_ahead, describe, platform_of
 from dualpipe_jax.pods.plan import Plan
 from dualpipe_jax.pods.readings import read, shares
 from dualpipe_jax.pods.request import Request
@@ -166,39 +161,23 @@ def compile_and_read(
     request: Request, step: ServingStep, target: Target, say: Callable[[str], None]
 ) -> Compiled:
     """Compile, and read what the compiler made of it."""
-    started = time.perf_counter()
-    say("tracing and lowering")
-    lowered = lower(step, overlap=request.plan.overlap)
-    say(f"compiling {step.what} for {target}")
-    options, middle = compiler_options(request.plan, target), time.perf_counter()
-    try:
-        compiled = lowered.compile(options)
-    except JaxRuntimeError as error:
-        if "RESOURCE_EXHAUSTED" not in str(error):
-            raise ValueError(f"the compiler refuses this program: {str(error)[:2000]}") from None
-        return Compiled(step.what, out_of_memory=str(error).split("\n\n")[0][:2000])
-    say("reading the compiled program")
-    seconds = {"lowering": middle - started, "compiling": time.perf_counter() - middle}
-    log = "" if request.log is None else Path(request.log).read_text(errors="replace")
-    module = inspect.read(compiled)
-    report = inspect.overlap(
-        module,
-        rates_of(request, target, list(step.mesh.devices.flat)),
+    made = compile_ahead(
+        request,
+        target,
+        list(step.mesh.devices.flat),
+        functools.partial(lower, step, overlap=request.plan.overlap),
+        step.what,
+        f"{request.plan.model}, {step.what}, ep {step.mesh.shape[EP]} on {target}",
+        say,
+        MICROBATCHES,
         forward=(r"\bmicrobatch_a\b",),
         backward=(r"\bmicrobatch_b\b",),
-        statistics=parse_statistics(log),
     )
-    title = f"{request.plan.model}, {step.what}, ep {step.mesh.shape[EP]} on {target}"
-    timeline.write(request.files, compiled.as_text, report, module, target, title, MICROBATCHES)
-    found = read(
-        step.what,
-        module,
-        report,
-        inspect.memory(compiled),
-        {_cache_name(step)},
-        options=options,
-        seconds=seconds,
-    )
+    if isinstance(made, str):
+        return Compiled(step.what, out_of_memory=made)
+    module, report = made.module, made.report
+    names = {_cache_name(step)}
+    found = read(step.what, module, report, made.memory, names, options=made.options, seconds=made.seconds)
     named = (
         dataclasses.replace(row, direction=MICROBATCHES.get(row.direction or "", ("", "both"))[1])
         for row in found.all_to_alls
