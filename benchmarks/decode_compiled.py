@@ -37,7 +37,7 @@ from dualpipe_jax.present.table import Table
 from models.decode import Limits, decoder
 from models.decode.cache import init_cache
 from models.decode.programs import programs
-from models.decode.requests import ON_GPU
+from models.decode.requests import STEPS_ON_GPU
 from models.decode.running import none_running
 
 FREE = {"parameter", "constant", "get-tuple-element", "tuple", "bitcast"}
@@ -149,7 +149,7 @@ def main():
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 16, 64])
     parser.add_argument("--positions", type=int, default=256, help="that each request has used")
     parser.add_argument("--layers", type=int, default=9)
-    parser.add_argument("--steps", type=int, default=ON_GPU, help="that the host starts at once")
+    parser.add_argument("--steps", type=int, default=STEPS_ON_GPU, help="that the host starts at once")
     parser.add_argument("--target", default="h100", help="h100 or h200")
     parser.add_argument("--parts", type=int, default=0, help="so many kinds of kernels, by bytes")
     given = parser.parse_args()
@@ -162,10 +162,8 @@ def main():
             starts = started(folder, given.steps) / given.steps
         found = kernels(module, rates, clock, min(batch * config.top_k, config.num_experts))
         number = len(found) / given.steps
-        total, wanted = (
-            sum(k.moved for k in found) / given.steps,
-            least(config, weights, batch, given.positions),
-        )
+        total = sum(k.moved for k in found) / given.steps
+        wanted = least(config, weights, batch, given.positions)
         took, limit = sum(k.seconds for k in found) / given.steps, wanted / (rates.memory * clock)
         rows.append(
             (

@@ -204,7 +204,7 @@ def compile_and_read(
     )
     if what == "units" and blueprint.update is not None:
         say(f"compiling the update for {target}")
-        update = price_update(blueprint, made.options, rates_of(request, target, devices))
+        update = price_update(blueprint, made.options, made.rates)
         found = dataclasses.replace(found, update=update)
     if what in BARE:
         unit = unit_of(made.report, made.module, made.module.entry)
@@ -213,9 +213,10 @@ def compile_and_read(
 
 
 class Made(NamedTuple):
-    """What a compiler made of a program, the options that it was given, and seconds of lowering and compiling."""
+    """What a compiler made of a program, by which rates and options, and seconds of lowering and compiling."""
 
     module: inspect.Module
+    rates: Rates
     report: OverlapReport
     memory: inspect.Memory | None
     options: dict[str, str]
@@ -271,7 +272,7 @@ def compile_ahead(
     statistics = parse_statistics(log)
     report = inspect.overlap(module, rates, forward=forward, backward=backward, statistics=statistics)
     timeline.write(request.files, compiled.as_text, report, module, target, title, names)
-    return Made(module, report, inspect.memory(compiled), options, seconds)
+    return Made(module, rates, report, inspect.memory(compiled), options, seconds)
 
 
 def price_update(blueprint: Blueprint, options: Mapping[str, str], rates: Rates) -> Unit | None:

@@ -26,7 +26,7 @@ from models.decode.halves import Piece, fixed_cost, halve
 from models.decode.kept import KeptBlocks, PrefixFolder, identity
 from models.decode.model import Decoder
 from models.decode.programs import ROWS, programs
-from models.decode.requests import ON_GPU, Completion, Limits, SamplingParams, check_request
+from models.decode.requests import STEPS_ON_GPU, Completion, Limits, SamplingParams, check_request
 from models.decode.running import NUM_STOPS, Begun, no_stops, of_step
 from models.decode.sampling import Sampling
 from models.decode.scores import Score
@@ -82,7 +82,7 @@ class Engine:
                 "Engine: prefixes are kept by one process, and the mesh has devices of several; leave them out"
             )
         self.config, self.limits, self._drafts = model.config, limits, drafts
-        self._num_steps = limits.num_steps or (ON_GPU if model.platform == "gpu" else 1)
+        self._num_steps = limits.num_steps or (STEPS_ON_GPU if model.platform == "gpu" else 1)
         # By whether they tell how likely tokens are.
         self._programs = {
             scores: programs(model, drafts, mesh, microbatches, scores, self._num_steps)
@@ -342,7 +342,7 @@ class Engine:
                 request.num_unread += int(over[row])
 
         def hear() -> None:
-            found = jax.device_get(out)
+            found = jax.device_get(out._replace(drafts=None))
             for row, request in enumerate(requests):
                 if request is None:
                     continue
@@ -389,7 +389,7 @@ class Engine:
             request.num_unread += self._num_steps
 
         def hear() -> None:
-            found = jax.device_get(out)
+            found = jax.device_get(out._replace(drafts=None))  # which devices alone need
             for step in range(self._num_steps):
                 self._hear_step(requests, of_step(found, step))
 

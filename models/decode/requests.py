@@ -8,7 +8,7 @@ import numpy as np
 from dualpipe_jax.arguments import typechecked
 from models.decode.scores import MOST, Score
 
-ON_GPU = 4
+STEPS_ON_GPU = 4
 """Steps of decode that the host starts at once for a GPU: of nine layers of V2-Lite an H200 runs one in 1.3 ms, and the
 host took 2.3 to start one and hear of it."""
 
@@ -56,8 +56,8 @@ class Limits:
       chunk_size: tokens of a prompt that are taken in at once.
       max_prefill: tokens of prompts that a step takes in at most, so that those who decode do not wait long.
       min_table: positions of a request that a step reads at least; see ``table_sizes``.
-      num_steps: of decode that the host starts at once, and hears of at once; None is ``ON_GPU`` on a GPU, which runs
-        a step in less time than the host starts one, and 1 elsewhere.
+      num_steps: of decode that the host starts at once, and hears of at once; None is ``STEPS_ON_GPU`` on a GPU, which
+        runs a step in less time than the host starts one, and 1 elsewhere.
 
     Raises:
       ValueError: a number that is not positive.

@@ -121,10 +121,8 @@ def repeating(decode: Callable[..., Any], num_steps: int) -> Callable[..., Any]:
             return (cache, running), (out, counts)
 
         begin = cache, jax.tree.map(jnp.asarray, running)
-        # A loop of one step would keep halves from being put beside each other.
-        (cache, running), (outs, counts) = lax.scan(
-            one, begin, length=num_steps, unroll=num_steps if num_steps == 1 else 1
-        )
+        # XLA makes no loop of one step.
+        (cache, running), (outs, counts) = lax.scan(one, begin, length=num_steps)
         out = jax.tree.map(lambda leaf: jnp.moveaxis(leaf, 0, 1), outs)
         return (out, running), jnp.sum(counts, axis=0), cache
 

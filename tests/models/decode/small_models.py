@@ -34,6 +34,14 @@ def random_params(config, seed=0, scale=0.4, plan=1):
     return jax.tree_util.tree_map_with_path(fill, jax.eval_shape(model.init, jax.random.key(0)))
 
 
+@functools.cache
+def loud_params(config):
+    """The same, but four tokens are louder than the others, so that some guesses are right."""
+    params = random_params(config)
+    kernel = params["shared"]["lm_head"]["kernel"].at[:, :4].multiply(3)
+    return params | {"shared": params["shared"] | {"lm_head": {"kernel": kernel}}}
+
+
 QUICK = {"xla_backend_optimization_level": 0}
 
 whole = jax.jit(models.logits, static_argnums=0, compiler_options=QUICK)
