@@ -234,23 +234,24 @@ Matmul = Callable[[Array, Array, parallel.Handle], Array]
 
 
 class Experts(nnx.Module):
-    """The routed experts' matrices, stacked on their first dim, which ``axis_name`` may shard."""
+    """The routed experts' matrices, stacked on their first dim, which ``axis_name`` may shard.
+
+    What checkpoints have as gate_proj and up_proj is one matrix, the gate's columns first: rows are read once for both,
+    and their gradient is one product where it would be the sum of two.
+    """
 
     def __init__(self, config: Config, rngs: nnx.Rngs, matmul: Matmul | None = None):
         self.matmul = matmul or parallel.expert_matmul
         experts, dim, hidden = config.num_experts, config.dim, config.expert_hidden
         init = jax.nn.initializers.normal(config.init_std)
-        self.gate_proj = nnx.Param(init(rngs.params(), (experts, dim, hidden), jnp.float32))
-        self.up_proj = nnx.Param(init(rngs.params(), (experts, dim, hidden), jnp.float32))
+        gate, up = (init(rngs.params(), (experts, dim, hidden), jnp.float32) for _ in range(2))
+        self.gate_up_proj = nnx.Param(jnp.concatenate([gate, up], axis=-1))
         self.down_proj = nnx.Param(init(rngs.params(), (experts, hidden, dim), jnp.float32))
 
     def __call__(self, rows: Array, weights_TK: Array, handle: parallel.Handle) -> Array:
         """Apply each row's expert, and sum for each token by weights; rows as ``parallel.dispatch`` returns them."""
-        kernels = self.gate_proj, self.up_proj, self.down_proj
-        into_gate, into_up, down = (kernel[...].astype(rows.dtype) for kernel in kernels)
-        gate, up = (
-            checkpoint_name(self.matmul(rows, kernel, handle), "hidden") for kernel in (into_gate, into_up)
-        )
+        gate_up, down = (kernel[...].astype(rows.dtype) for kernel in (self.gate_up_proj, self.down_proj))
+        gate, up = jnp.split(checkpoint_name(self.matmul(rows, gate_up, handle), "hidden"), 2, axis=-1)
         return parallel.combine_product(gated(gate, up), down, weights_TK, handle, matmul=self.matmul)
 
 
@@ -315,7 +316,7 @@ class MoE(nnx.Module):
         )
         logits_TE = checkpoint_name(logits_TE, "routing")
         topk_TK, weights_TK = checkpoint_name(route(logits_TE, bias_E, self.config), "routing")
-        axis, num_slots = self.dispatch.axis_name, self.experts.gate_proj.shape[0]
+        axis, num_slots = self.dispatch.axis_name, self.experts.down_proj.shape[0]
         num_devices = 1 if axis is None else jax.lax.axis_size(axis)
         groups = self.config.num_groups, self.config.top_groups
         if copies_EX is None:

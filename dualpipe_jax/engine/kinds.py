@@ -12,7 +12,7 @@ from dualpipe_jax.contract import At, StageFunction, Tree, returned
 from dualpipe_jax.engine import checks
 from dualpipe_jax.engine.slots import KEPT, Entry
 from dualpipe_jax.engine.trees import Vary, add_to, raw, typed
-from dualpipe_jax.pair import interleave
+from dualpipe_jax.pair import by_itself, interleave
 from dualpipe_jax.pair.interleave import Pool
 from dualpipe_jax.parallel.expert_plan import DROPPED
 from dualpipe_jax.split import split_backward
@@ -162,14 +162,29 @@ class Kind(ForwardKind):
         seen: tuple[Tree, At],
         kept: tuple[list[Any], list[Any]],
         dy: list[Any],
+        sums: Sequence[Any],
+        links: Mapping[str, float] | None,
     ) -> "Gradients":
-        """I and W at once.
+        """I and W at once; gradients in which parameters' are the new ``sums``.
+
+        With ``links``, see ``pair.interleave``, W's work is put beside I's collectives.
 
         ``kept`` is (residuals_i, residuals_w), ``dy`` that of the floating leaves of x and then of the losses by name;
         x may be None where it is not read any more.
         """
-        arguments = [*self._leaves(params, seen), *kept[0], *kept[1], *dy]
-        return self._gradients(*self.plan.backward_results(evaluate(self.plan.programs.backward, arguments)))
+        given, handed_in = [*self._leaves(params, seen), *kept[0], *kept[1], *dy], self._handed_in(sums)
+        if links is None:
+            made = evaluate(self.plan.programs.backward, [*given, *handed_in])
+            dparams, dx = self.plan.backward_results(made)
+            return self._gradients(self._added(sums, dparams), dx)
+        made = by_itself(
+            self.plan.programs.backward,
+            [*given, *handed_in],
+            finish=self._finish(sums),
+            fixed=self._fixed(len(given)),
+            links=links,
+        )
+        return self._gradients(*self.plan.backward_results(made))
 
     def backward_input(
         self,
@@ -177,20 +192,30 @@ class Kind(ForwardKind):
         seen: tuple[Tree, At],
         kept: tuple[list[Any], list[Any]],
         dy: list[Any],
+        links: Mapping[str, float] | None,
     ) -> tuple["Gradients", list[Any]]:
-        """The gradients of x and of the batch, and the stash."""
-        arguments = [*self._leaves(params, seen), *kept[0], *kept[1], *dy]
-        dx, stash = cut(
-            evaluate(self.plan.programs.input, arguments), self.plan.x.num_gradients, len(self.plan.stash)
-        )
+        """The gradients of x and of the batch, and the stash; ``links`` as in ``backward``."""
+        given, program = [*self._leaves(params, seen), *kept[0], *kept[1], *dy], self.plan.programs.input
+        arguments = [*given, *[None] * len(self.plan.sums)]
+        if links is None:
+            made = evaluate(program, arguments)
+        else:
+            made = by_itself(program, arguments, fixed=self._fixed(len(given)), links=links)
+        dx, stash = cut(made, self.plan.x.num_gradients, len(self.plan.stash))
         return self._gradients([None] * self.plan.params.num_gradients, dx), stash
 
     def backward_weight(
-        self, params: tuple[Tree, Tree], seen: tuple[Tree, At], residuals_w: list[Any], stash: list[Any]
+        self,
+        params: tuple[Tree, Tree],
+        seen: tuple[Tree, At],
+        residuals_w: list[Any],
+        stash: list[Any],
+        sums: Sequence[Any],
     ) -> "Gradients":
-        arguments = [*self._leaves(params, seen), *residuals_w, *stash]
+        """The new ``sums``, to which the gradients of parameters are added."""
+        arguments = [*self._leaves(params, seen), *residuals_w, *stash, *self._handed_in(sums)]
         dparams = evaluate(self.plan.programs.weight, arguments)
-        return self._gradients(dparams, [None] * self.plan.x.num_gradients)
+        return self._gradients(self._added(sums, dparams), [None] * self.plan.x.num_gradients)
 
     def beside(
         self,
@@ -211,23 +236,44 @@ class Kind(ForwardKind):
         params, seen, dy = backward
         given = other._leaves(params, seen)
         kept = len(theirs.residuals_i) + len(theirs.residuals_w)
+        behind = [*given, *[None] * kept, *dy]
+        handed_in = other._handed_in(sums)
         outputs, made = interleave(
             mine.programs.forward,
             self._leaves(*forward),
             theirs.programs.backward,
-            [*given, *[None] * kept, *dy],
+            [*behind, *handed_in],
             pools=[
                 dataclasses.replace(pool, made=ahead + pool.made, used=len(given) + pool.used)
                 for pool in pools.values()
             ],
-            finish={k: functools.partial(add_to, total) for k, total in enumerate(sums)},
-            num_fixed=(len(mine.params.types), len(theirs.params.types)),
+            finish=other._finish(sums),
+            fixed=(range(len(mine.params.types)), other._fixed(len(behind))),
             links=links,
         )
         written = {
             place: outputs[ahead + pool.made] for place, pool in pools.items() if pool.write is not None
         }
         return mine.forward_results(outputs), other._gradients(*theirs.backward_results(made)), written
+
+    def _handed_in(self, sums: Sequence[Any]) -> list[Any]:
+        """Those of the sums to which the plan's programs add themselves."""
+        return [sums[number] for number in self.plan.sums]
+
+    def _fixed(self, num_given: int) -> list[int]:
+        """Which arguments of a backward exist long before it: parameters, and sums behind all that is given else."""
+        return [*range(len(self.plan.params.types)), *range(num_given, num_given + len(self.plan.sums))]
+
+    def _finish(self, sums: Sequence[Any]) -> dict[int, Callable[[Any], Any]]:
+        """Adds to the sums what the plan's programs do not add themselves."""
+        return {
+            k: functools.partial(add_to, total) for k, total in enumerate(sums) if k not in self.plan.sums
+        }
+
+    def _added(self, sums: Sequence[Any], made: Sequence[Any]) -> list[Any]:
+        """The new sums, of what the plan's programs made."""
+        pairs = enumerate(zip(sums, made, strict=True))
+        return [new if k in self.plan.sums else add_to(total, new) for k, (total, new) in pairs]
 
     def _leaves(self, params: Tree, seen: tuple[Tree, At]) -> list[Any]:
         x = [None] * self._num_x if seen[0] is None else jax.tree.leaves(seen[0])

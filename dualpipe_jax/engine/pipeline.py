@@ -88,8 +88,9 @@ class Pipeline:
       accumulate_dtype: dtype in which gradients are summed over microbatches and devices, and returned. None: summed in
         the parameter's own dtype but float32 at least, and rounded to the parameter's once, at the end.
       fuse_pairs: run an overlapped pair as one computation, in which the compiler can hide the all-to-alls of
-        one direction behind the other's work, or as F and B after each other, with the same result. None: fuse
-        except on CPU, which overlaps nothing and would copy every slot pool once a pair.
+        one direction behind the other's work, or as F and B after each other, with the same result. So it is with a
+        backward that is in no pair, and with its own work. None: fuse except on CPU, which overlaps nothing and would
+        copy every slot pool once a pair.
       idle_sends: whether ranks exchange even at ticks at which no rank awaits anything. None: they do, except on CPU,
         where an exchange takes time of its own. Elsewhere it runs while the rank works, and needs no conditional.
       wide_gradients: whether matrix products make gradients in the dtype of their sums where that is wider, not rounded

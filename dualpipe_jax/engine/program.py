@@ -69,9 +69,10 @@ class Program:
             self._seeds(types[2]),
             slow_links(step.mesh),
         )
-        self.tasks = Works(self.table, self.kinds, self.layout, self.around, outputs=outputs).tasks(
-            fuse_pairs=step.fuse_pairs
+        works = Works(
+            self.table, self.kinds, self.layout, self.around, outputs=outputs, fuse_pairs=step.fuse_pairs
         )
+        self.tasks = works.tasks()
 
     def _traced(self, gathered: Tree, shared: Tree, own: Tree, batch: Tree, key: Any) -> Traced:
         """The model's kinds, given the types of parameters, of a batch and of a key as the caller has them."""

@@ -88,6 +88,7 @@ class Works:
       layout: of the pools.
       around: what stays the same.
       outputs: whether the last stage's x is collected.
+      fuse_pairs: see ``Pipeline``.
     """
 
     def __init__(
@@ -98,18 +99,20 @@ class Works:
         around: Surroundings,
         *,
         outputs: bool,
+        fuse_pairs: bool,
     ):
         self.table, self.kinds, self.layout, self.around, self.outputs = table, kinds, layout, around, outputs
+        self.fuse_pairs, self.links = fuse_pairs, around.links if fuse_pairs else None
         self._last = table.keeps.kind_of[-1]
         self._first = table.keeps.kind_of[0]
 
-    def tasks(self, *, fuse_pairs: bool) -> list[Task]:
+    def tasks(self) -> list[Task]:
         """One for each unit that the table runs; with pairs not fused, their halves join the F's and the B's."""
         halves: dict[tuple[str, Stand], list[int]] = {}
         tasks = []
         for number in sorted(set(self.table.column("unit").ravel().tolist()) - {-1}):
             unit = self.table.units[number]
-            if unit.op == "FB" and fuse_pairs:
+            if unit.op == "FB" and self.fuse_pairs:
                 tasks.append(self._task(unit, (number,)))
                 continue
             for op, stand in (
@@ -204,23 +207,22 @@ class Works:
 
     def _backward(self, part: State, row: Row, stand: Stand, params: Tree) -> State:
         kept, dy = self._kept(part, row, stand.kind), self._dy(part, row, stand)
-        gradients = self._split(stand).backward(params, self._seen(part, row, stand, "B"), kept, dy)
-        return self._hand_back(self._add(part, stand, gradients), row, stand, gradients)
+        seen, sums = self._seen(part, row, stand, "B"), self._totals(part, stand)
+        gradients = self._split(stand).backward(params, seen, kept, dy, sums, self.links)
+        return self._hand_back(self._summed(part, stand, gradients), row, stand, gradients)
 
     def _input(self, part: State, row: Row, stand: Stand, params: Tree) -> State:
         kept, dy = self._kept(part, row, stand.kind), self._dy(part, row, stand)
-        gradients, stash = self._split(stand).backward_input(
-            params, self._seen(part, row, stand, "I"), kept, dy
-        )
+        seen = self._seen(part, row, stand, "I")
+        gradients, stash = self._split(stand).backward_input(params, seen, kept, dy, self.links)
         part = self._put(part, row, "G", stand.kind, {"stash": stash})
         return self._hand_back(part, row, stand, gradients)
 
     def _weight(self, part: State, row: Row, stand: Stand, params: Tree) -> State:
         residuals, stash = (self._take(part, row, stand.kind, pool) for pool in ("residual_w", "stash"))
-        gradients = self._split(stand).backward_weight(
-            params, self._seen(part, row, stand, "W"), residuals, stash
-        )
-        return self._add(part, stand, gradients)
+        seen, sums = self._seen(part, row, stand, "W"), self._totals(part, stand)
+        gradients = self._split(stand).backward_weight(params, seen, residuals, stash, sums)
+        return self._summed(part, stand, gradients)
 
     def _hand_back(self, part: State, row: Row, stand: Stand, gradients: Gradients) -> State:
         for number, gradient in zip(self._split(stand).batch, gradients.batch, strict=True):
@@ -242,13 +244,15 @@ class Works:
             for number, zero in zip(kind.floating_x, part.under_way["dx"], strict=True)
         ]
 
-    def _add(self, part: State, stand: Stand, gradients: Gradients) -> State:
-        kind, at = self._split(stand), stand.local
-        own = zip(kind.own, gradients.own, strict=True)
-        shared = zip(kind.shared, gradients.shared, strict=True)
+    def _totals(self, part: State, stand: Stand) -> list[jax.Array]:
+        return [getattr(part, field)[key] for field, key in self._sums(stand)]
+
+    def _summed(self, part: State, stand: Stand, gradients: Gradients) -> State:
+        """With the new sums, which stand in gradients' place."""
+        kind = self._split(stand)
         return part.put(
-            own={(at, leaf): add_to(part.own[at, leaf], gradient) for leaf, gradient in own},
-            shared={leaf: add_to(part.shared[leaf], gradient) for leaf, gradient in shared},
+            own={(stand.local, leaf): total for leaf, total in zip(kind.own, gradients.own, strict=True)},
+            shared=dict(zip(kind.shared, gradients.shared, strict=True)),
         )
 
     # --------------------------------------------------------------------- pair
@@ -260,18 +264,14 @@ class Works:
         seen = self._x(part, row, ahead, "F"), self._at(row, "F")
         saved, dy = self._seen(part, row, back, "B"), self._dy(part, row, back)
         slots = self._slots(part, row, ahead.kind, back.kind)
-        sums = [getattr(part, field)[key] for field, key in self._sums(back)]
+        sums = self._totals(part, back)
         (made, aside, *_), gradients, pools = first.beside(
             second, (forward_params, seen), (backward_params, saved, dy), slots, sums, self.around.links
         )
         # What is read is read before it is written again: else the pools are copied.
         inputs = pin({name: part.pools[name] for name in ("x", "dy") if name in part.pools})
         gradients, inputs = lax.optimization_barrier((gradients, inputs))
-        part = part.put(
-            pools=pin(inputs) | self._replaced(part, pools),
-            own={(back.local, leaf): total for leaf, total in zip(second.own, gradients.own, strict=True)},
-            shared=dict(zip(second.shared, gradients.shared, strict=True)),
-        )
+        part = self._summed(part.put(pools=pin(inputs) | self._replaced(part, pools)), back, gradients)
         return self._hand_back(self._hand_over(part, row, ahead, made, aside), row, back, gradients)
 
     def _slots(self, part: State, row: Row, ahead: int, back: int) -> dict[tuple[str, int], Pool]:

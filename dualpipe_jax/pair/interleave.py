@@ -19,7 +19,9 @@ from jax import Array, lax
 from dualpipe_jax.pair.phases import (
     Act,
     Phase,
+    Task,
     Work,
+    apart,
     estimate,
     is_lazy,
     lazy_before,
@@ -67,14 +69,15 @@ def interleave(
     pools: Sequence[Pool] = (),
     finish: Mapping[int, Callable[[Any], Any]] | None = None,
     passed: Mapping[int, int] | None = None,
-    num_fixed: tuple[int, int] = (0, 0),
+    fixed: tuple[Collection[int], Collection[int]] = ((), ()),
     links: Mapping[str, float] | None = None,
 ) -> tuple[list[Any], list[Any]]:
     """Run both programs on arrays or tracers, and return the outputs of each.
 
     Collectives alternate, ``second``'s leading, spread evenly where one program has more; the hops of one dispatch
-    count as one (see ``phases.turns``). Collectives inside scans and conds are out of reach: a scanned layer overlaps
-    with nothing. ``side_by_side`` does the same for plain functions.
+    count as one (see ``phases.turns``). Where only one has any, those that wait for nothing and that nothing waits for
+    are spread between the others (see ``phases.apart``). Collectives inside scans and conds are out of reach: a scanned
+    layer overlaps with nothing. ``side_by_side`` does the same for plain functions.
 
     >>> import jax.numpy as jnp
     >>> from dualpipe_jax.pair import interleave
@@ -92,7 +95,7 @@ def interleave(
       finish: by the number of an output of ``second``, a function of it, such as one that adds a gradient to a sum.
       passed: the number of an input of ``first`` -> the number of the output of ``second`` that it is; the argument for
         it is ignored. Otherwise neither program reads the other's values.
-      num_fixed: how many of the first arguments of each exist long before the call, such as parameters.
+      fixed: which arguments of each exist long before the call, such as parameters: no barrier holds them.
       links: relative cost of a byte on mesh axes whose links are slower than others; in proportion, more work is put
         next to a collective over such an axis.
     """
@@ -101,24 +104,50 @@ def interleave(
         first = _given(first, {first.inputs[i]: second.outputs[k] for i, k in passed.items()})
     pair = _Pair(first, first_arguments, second, second_arguments, pools, finish or {})
     tasks = make_tasks(pair.works, links)
-    collectives = [task for task in tasks if task.communicates]
-    firsts = set(first.equations)
-    mixed = take_turns(
-        turns(tasks, [task for task in collectives if task.own in firsts]),
-        turns(tasks, [task for task in collectives if task.own not in firsts]),
-    )
-    order = [task for turn in mixed for task in turn]
-    fixed = {*first.inputs[: num_fixed[0]], *second.inputs[: num_fixed[1]]}
-    phases = plan(tasks, order, pair.costs)
+    there = zip((first, second), fixed, strict=True)
+    free = {program.inputs[number] for program, numbers in there for number in numbers}
+    phases = plan(tasks, _order(tasks, first), pair.costs)
     for phase, following in zip(phases, [*phases[1:], None], strict=True):
         pair.do(phase.collective.nodes if phase.collective else ())
         for task in phase.beside:
             pair.do(task.nodes)
         if following is not None:
-            pair.tie(phase, following, fixed)
+            pair.tie(phase, following, free)
         for task in phase.after:
             pair.do(task.nodes)
     return pair.rest()
+
+
+def by_itself(
+    program: Program,
+    arguments: Sequence[Any],
+    *,
+    finish: Mapping[int, Callable[[Any], Any]] | None = None,
+    fixed: Collection[int] = (),
+    links: Mapping[str, float] | None = None,
+) -> list[Any]:
+    """Run one program on arrays or tracers, with its own work beside its collectives; arguments as of ``interleave``.
+
+    In a backward these are gradients of weights, made while gradients of inputs travel. The compiler's scheduler puts
+    nearly all of them behind the last collective.
+    """
+    nothing = Program((), (), ())
+    return interleave(nothing, [], program, arguments, finish=finish, fixed=((), fixed), links=links)[1]
+
+
+def _order(tasks: Sequence[Task], first: Program) -> list[Task]:
+    """All collectives, in the order in which they shall be in flight."""
+    collectives = [task for task in tasks if task.communicates]
+    ours = set(first.equations)
+    of_first, of_second = (
+        [task for task in collectives if (task.own in ours) == mine] for mine in (True, False)
+    )
+    if of_first and of_second:
+        mixed = take_turns(turns(tasks, of_first), turns(tasks, of_second))
+    else:
+        free, chained = apart(tasks, collectives)
+        mixed = take_turns([[task] for task in free], turns(tasks, chained))
+    return [task for turn in mixed for task in turn]
 
 
 class _Pair:

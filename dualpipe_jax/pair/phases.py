@@ -270,6 +270,21 @@ def turns(tasks: Sequence[Task], collectives: Sequence[Task]) -> list[list[Task]
     return found
 
 
+def apart(tasks: Sequence[Task], collectives: Sequence[Task]) -> tuple[list[Task], list[Task]]:
+    """A program's collectives in two: those that wait for no other and that no other waits for, and the rest.
+
+    A dispatch that a backward makes again for gradients of weights is one of the first. It can be in flight while
+    the link would be idle: beside work that another collective has brought and the next one needs.
+    """
+    behind: dict[Task, set[Task]] = {}  # the collectives that a task rests on
+    for task in tasks:
+        before = task.tasks | task.earlier
+        behind[task] = set[Task]().union(*(behind[b] for b in before), (b for b in before if b.communicates))
+    awaited = set[Task]().union(*(behind[c] for c in collectives))
+    free = [c for c in collectives if not behind[c] and c not in awaited]
+    return free, [c for c in collectives if c not in free]
+
+
 def _beyond_products(tasks: Sequence[Task], start: Sequence[Task]) -> set[Task]:
     """What rests on matrix products that rest on one of ``start``."""
     after, beyond = set(start), set[Task]()

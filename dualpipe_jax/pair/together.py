@@ -56,7 +56,10 @@ def side_by_side(
         other,
         jax.tree.leaves(second_arguments),
         passed=handed,
-        num_fixed=(len(jax.tree.leaves(first_arguments[:1])), len(jax.tree.leaves(second_arguments[:1]))),
+        fixed=(
+            range(len(jax.tree.leaves(first_arguments[:1]))),
+            range(len(jax.tree.leaves(second_arguments[:1]))),
+        ),
     )
     return one_tree.unflatten(ours), other_tree.unflatten(theirs)
 

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from dualpipe_jax.arguments import typechecked
+from dualpipe_jax.gradient_sum import gradient_sum
 from dualpipe_jax.parallel import hopper, triton
 from dualpipe_jax.parallel.group_rows import filled
 from dualpipe_jax.varying import vary, vary_alike, varying_axes
@@ -203,9 +204,10 @@ def _by_megablox(interpret: bool, x_RD: Array, w_GDF: Array, sizes_G: Array) -> 
 def _outer_by_megablox(interpret: bool, x_RD: Array, dy_RF: Array, sizes_G: Array) -> Array:
     from jax.experimental.pallas.ops.tpu.megablox.gmm import tgmm
 
-    tiles = _tiles(x_RD.shape, dy_RF.shape[1])
+    tiles, shape = _tiles(x_RD.shape, dy_RF.shape[1]), (len(sizes_G), x_RD.shape[1], dy_RF.shape[1])
+    so_far = gradient_sum(shape, beside=x_RD)
     with jax.numpy_dtype_promotion("standard"):
-        return tgmm(x_RD.T, dy_RF, sizes_G, jnp.float32, tiles, interpret=interpret)
+        return tgmm(x_RD.T, dy_RF, sizes_G, jnp.float32, tiles, existing_out=so_far, interpret=interpret)
 
 
 def _tiles(shape: tuple[int, ...], width: int) -> tuple[int, int, int]:

@@ -86,13 +86,13 @@ def _ordered(plan: SplitPlan, forward: tuple[Any, ...], backward: tuple[Any, ...
     params, x, residuals, dy = backward
     own, programs = _own(params), plan.programs
     saved = plan.backward_arguments(own, x, *_shaped(plan, residuals), dy)
-    num_fixed = len(plan.params.types)
+    fixed = range(len(plan.params.types))
     return interleave(
         programs.forward,
         plan.forward_arguments(*forward),
         programs.backward,
         saved,
-        num_fixed=(num_fixed, num_fixed),
+        fixed=(fixed, fixed),
     )
 
 

@@ -98,7 +98,8 @@ def split_backward(
         For the others (frozen parameters) nothing is computed and nothing kept, and their gradient is None.
       at_hand: which leaves of x the caller has in the backward anyway, in the same form: to keep them costs nothing.
       sums: for each leaf of params the dtype in which the caller sums its gradient, or None. Where a matrix product
-        makes it, it comes in that dtype if that is wider than its own, and is not rounded; see ``widen``.
+        makes it, it comes in that dtype if that is wider than its own, and is not rounded; see ``widen``. What
+        ``gradient_sum`` marks is then an input of the plan's programs.
 
     >>> import jax, jax.numpy as jnp
     >>> split = split_backward(lambda w, x: jnp.tanh(x @ w))

@@ -26,7 +26,7 @@ from dualpipe_jax.split.graph import (
 from dualpipe_jax.split.leaves import Leaves, cut, is_floating, leaves_like
 from dualpipe_jax.split.recursion import split_equations
 from dualpipe_jax.split.relink import relink
-from dualpipe_jax.split.run import evaluate
+from dualpipe_jax.split.run import evaluate, zeros
 from dualpipe_jax.split.slices import derived, prune
 from dualpipe_jax.split.trace import JointTrace
 
@@ -49,9 +49,9 @@ class Programs(NamedTuple):
 
     Attributes:
       forward: from params and x to y, aux, residuals_i and residuals_w.
-      backward: from params, x, residuals_i, residuals_w and dy to dparams and dx.
-      input: from the same to dx and the stash.
-      weight: from params, x, residuals_w and the stash to dparams.
+      backward: from params, x, residuals_i, residuals_w, dy and sums to dparams and dx.
+      input: from the same to dx and the stash; it reads no sums.
+      weight: from params, x, residuals_w, the stash and sums to dparams.
     """
 
     forward: Program
@@ -74,6 +74,8 @@ class SplitPlan:
       keep_input: how long any of them is that the caller has not at hand.
       offloaded: whether what is kept lies in the host's memory, in the order of residuals_i, residuals_w and stash.
       flops: FLOPs of each part.
+      sums: of those gradients of params that a kernel adds to their sum, by their number in the programs, the sum. The
+        programs are given it, and give the new one; the methods give them zeros, and so the gradient.
       programs: the parts on flat lists; ``forward_arguments`` and its like make these of trees.
       params, x: leaves of the arguments, and which of them have a gradient: ``params.has_gradient``.
     """
@@ -87,6 +89,7 @@ class SplitPlan:
     keep_input: Keep
     offloaded: tuple[list[bool], ...]
     flops: Flops
+    sums: dict[int, Value]
     programs: Programs
     params: Leaves
     x: Leaves
@@ -105,7 +108,7 @@ class SplitPlan:
 
     def backward_weight(self, params: Tree, x: Tree, residuals_w: Arrays, stash: Arrays) -> Tree:
         """Gives dparams; None may stand for leaves of x whose ``keep`` is not "W", and for x if none is."""
-        arguments = [*self._given(params, x, "W"), *residuals_w, *stash]
+        arguments = [*self._given(params, x, "W"), *residuals_w, *stash, *map(zeros, self.sums.values())]
         return self.params.gradients(evaluate(self.programs.weight, arguments))
 
     def backward(
@@ -138,7 +141,8 @@ class SplitPlan:
         self, params: Tree, x: Tree, residuals_i: Arrays, residuals_w: Arrays, dy: Tree
     ) -> Arrays:
         """What ``programs.backward`` and ``programs.input`` take."""
-        return [*self._given(params, x, "I"), *residuals_i, *residuals_w, *self._cotangents(dy)]
+        kept = [*residuals_i, *residuals_w]
+        return [*self._given(params, x, "I"), *kept, *self._cotangents(dy), *map(zeros, self.sums.values())]
 
     def backward_results(self, outputs: Arrays) -> tuple[Arrays, Arrays]:
         """The gradients of params and of x, one for each leaf that has one."""
@@ -169,6 +173,8 @@ def make_plan(
     dparams = [g for g in joint.dparams if g is not None]
     dx = [g for g in joint.dx if g is not None]
     dy = [v for v in joint.dy if v is not None]
+    every = [total for g, total in zip(joint.dparams, joint.sums, strict=True) if g is not None]
+    sums = {number: total for number, total in enumerate(every) if total is not None}
     gradients = [*dparams, *dx]
     held = {v for v, at in zip(joint.x, at_hand, strict=True) if at}
 
@@ -181,13 +187,19 @@ def make_plan(
         backward,
         gradients,
         free=derived(forward, joint.params),
-        late_inputs=set(dy),
+        late_inputs={*dy, *sums.values()},
         weight=weight,
         repeatable=is_arithmetic,
     )
     backward = kept.late
     parts = split_equations(
-        backward, dx, dparams, set(joint.params), weight=weight, movable=is_cheap if dx else stay
+        backward,
+        dx,
+        dparams,
+        set(joint.params),
+        late_inputs=set(sums.values()),
+        weight=weight,
+        movable=is_cheap if dx else stay,
     )
     for_weight = set(parts.values)
     stored = [v for v in kept.values if v not in joint.x]
@@ -195,12 +207,12 @@ def make_plan(
     residuals_i = [v for v in stored if v not in for_weight]
     stash = [v for v in parts.values if v not in stored and v not in joint.x]
     given = (*joint.params, *joint.x)
-    whole = (*given, *residuals_i, *residuals_w, *dy)
+    whole = (*given, *residuals_i, *residuals_w, *dy, *sums.values())
     programs = Programs(
         forward=_program(given, forward, [*joint.y, *joint.aux, *residuals_i, *residuals_w]),
         backward=_program(whole, backward, gradients),
         input=_program(whole, parts.early, [*dx, *stash]),
-        weight=_program((*given, *residuals_w, *stash), parts.late, dparams),
+        weight=_program((*given, *residuals_w, *stash, *sums.values()), parts.late, dparams),
     )
     keep = _keep(joint.x, programs)
     num_params = len(joint.params)
@@ -218,6 +230,7 @@ def make_plan(
             [v.memory is not None for v in values] for values in (residuals_i, residuals_w, stash)
         ),
         flops=Flops(*(count_flops(program.equations) for program in programs)),
+        sums=sums,
         programs=programs,
         params=Leaves("params", trees[0], joint.params, list(wanted[:num_params]), _has(joint.dparams)),
         x=Leaves("x", trees[1], joint.x, list(wanted[num_params:]), _has(joint.dx)),

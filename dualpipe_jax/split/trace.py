@@ -12,12 +12,16 @@ from dualpipe_jax.split.graph import Atom, Node, Program, Value, is_zero
 from dualpipe_jax.split.jaxprs import Reader, cotangents_p, value_of
 from dualpipe_jax.split.leaves import cut, is_floating
 from dualpipe_jax.split.slices import zero_values
+from dualpipe_jax.split.sums import hand_in_sums
 from dualpipe_jax.split.widen import widen
 
 
 @dataclass(frozen=True, eq=False)
 class JointTrace:
-    """A function and its backward as one graph, leaf by leaf; a gradient is None where its leaf has none."""
+    """A function and its backward as one graph, leaf by leaf; a gradient is None where its leaf has none.
+
+    ``sums`` are values that the backward is given beside dy: those to which it adds gradients of params itself.
+    """
 
     params: tuple[Value, ...]
     x: tuple[Value, ...]
@@ -27,6 +31,7 @@ class JointTrace:
     dy: tuple[Value | None, ...]
     backward: tuple[Node, ...]
     dparams: tuple[Atom | None, ...]
+    sums: tuple[Value | None, ...]
     dx: tuple[Atom | None, ...]
     y_tree: Any
     aux_tree: Any
@@ -78,9 +83,11 @@ def trace_backward(
     zeros = zero_values(reader.nodes)
     every = [_unless_zero(next(gradients), zeros) if want else None for want in wanted]
     backward, dparams = tuple(reader.nodes[reader.boundary :]), tuple(every[:num_params])
+    added: tuple[Value | None, ...] = (None,) * num_params
     if sums is not None:
         others = [*y, *aux, *(dx for dx in every[num_params:] if dx is not None)]
         backward, dparams = widen(backward, dparams, sums, others)
+        backward, added = hand_in_sums(backward, dparams, sums, others)
     return JointTrace(
         params=inputs[:num_params],
         x=inputs[num_params:],
@@ -90,6 +97,7 @@ def trace_backward(
         dy=tuple(next(given) if float_ else None for float_ in box["floats"]),
         backward=backward,
         dparams=dparams,
+        sums=added,
         dx=tuple(every[num_params:]),
         y_tree=box["y_tree"],
         aux_tree=box["aux_tree"],

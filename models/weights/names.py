@@ -34,6 +34,7 @@ class Entry(NamedTuple):
       transposed: ours is the transpose, perhaps with its outputs in several dims.
       rotary: of matrices whose outputs are rotated.
       at: which of the leaf's leading dims.
+      columns: which of how many equal parts of the leaf's last dim.
     """
 
     name: str
@@ -42,6 +43,7 @@ class Entry(NamedTuple):
     transposed: bool = False
     rotary: Rotary | None = None
     at: tuple[int, ...] = ()
+    columns: tuple[int, int] = (0, 1)
 
 
 def entries(config: Config, layout: Layout) -> list[Entry]:
@@ -136,9 +138,13 @@ def _swiglu(path: Path, dim: int, hidden: int) -> list[Entry]:
 def _experts(config: Config) -> Iterator[Entry]:
     yield Entry("mlp.gate.weight", ("mlp", "gate"), (config.num_experts, config.dim), True)
     for expert in range(config.num_experts):
-        for part in _swiglu((), config.dim, config.expert_hidden):
-            path = ("mlp", "experts", part.path[0])
-            yield part._replace(name=f"mlp.experts.{expert}.{part.name}", path=path, at=(expert,))
+        gate, up, down = (
+            part._replace(name=f"mlp.experts.{expert}.{part.name}", at=(expert,))
+            for part in _swiglu((), config.dim, config.expert_hidden)
+        )
+        for which, part in enumerate((gate, up)):  # one matrix of ours
+            yield part._replace(path=("mlp", "experts", "gate_up_proj"), columns=(which, 2))
+        yield down._replace(path=("mlp", "experts", "down_proj"))
     if config.num_shared_experts:
         hidden = config.num_shared_experts * config.expert_hidden
         yield from _swiglu(("mlp", "shared_experts"), config.dim, hidden)

@@ -25,7 +25,7 @@ from models.weights.config_json import Published, from_json
 from models.weights.errors import WeightsError
 from models.weights.files import Folder, Reader, complaints_about
 from models.weights.names import Entry, copies, entries
-from models.weights.tree import Arrange, Leaf, Part, leaves_of, part_of, rotary_order
+from models.weights.tree import Arrange, Leaf, Part, columns_of, leaves_of, part_of, rotary_order
 
 Progress = Callable[[int, int], None]
 """``progress(bytes done, bytes in all)``."""
@@ -152,12 +152,14 @@ def _parts(leaf: Leaf, sharding: Sharding) -> dict[Part, list[jax.Device]]:
 
 def _within(leaf: Leaf, part: Part) -> list[tuple[tuple[int, ...], Entry]]:
     """Tensors that fill a part of a leaf, by their index there."""
-    lead = part[: leaf.num_leading]
+    lead, (*_, (first, last)) = part[: leaf.num_leading], part
     found = []
     for index in itertools.product(*(range(*bounds) for bounds in lead)):
-        if index in leaf.entries:
-            inside = tuple(n - start for n, (start, _) in zip(index, lead, strict=True))
-            found.append((inside, leaf.entries[index]))
+        inside = tuple(n - start for n, (start, _) in zip(index, lead, strict=True))
+        for entry in leaf.entries.get(index, ()):
+            columns = columns_of(entry, leaf.shape[-1])
+            if first < columns.stop and columns.start < last:
+                found.append((inside, entry))
     return found
 
 
@@ -187,12 +189,18 @@ def _read(
     order = None
     if entry.rotary is not None and not interleaved:
         order = rotary_order(entry.rotary, entry.shape[0])
-    whole = entry.shape[::-1] if entry.transposed else entry.shape
-    target = out if out.shape == shape else np.empty(shape, np.float32)
-    as_published = target.reshape(whole)  # the same memory
+    columns, whole = columns_of(entry, shape[-1]), out.shape == shape
+    width = columns.stop - columns.start
+    target = out[..., columns] if whole else np.empty((*shape[:-1], width), np.float32)
+    as_published = target.reshape(entry.shape[::-1] if entry.transposed else entry.shape)  # the same memory
     reader.into(as_published.T if entry.transposed else as_published, entry.name, order)
-    if target is not out:
-        out[...] = target[tuple(slice(*bounds) for bounds in part)]
+    if not whole:
+        *rows, (first, last) = part
+        start, stop = max(first, columns.start), min(last, columns.stop)
+        found = target[
+            (*(slice(*bounds) for bounds in rows), slice(start - columns.start, stop - columns.start))
+        ]
+        out[..., start - first : stop - first] = found
 
 
 def _aligned_zeros(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:

@@ -29,15 +29,15 @@ class Leaf:
       shape: of the whole leaf.
       dtype: float32, or int32 for the slots' rows.
       spec: how it lies on a mesh with axes "pp" and "ep".
-      entries: from an index of its first dims to the tensor there; empty slots and biases that a checkpoint
-        does not have are zero.
+      entries: from an index of its first dims to the tensor there, or to several beside each other; empty slots and
+        biases that a checkpoint does not have are zero.
       numbers: what a leaf of int32 holds.
     """
 
     shape: tuple[int, ...]
     dtype: Any
     spec: PartitionSpec
-    entries: dict[tuple[int, ...], Entry]
+    entries: dict[tuple[int, ...], list[Entry]]
     numbers: np.ndarray | None = None
 
     @property
@@ -48,9 +48,9 @@ class Leaf:
 
 def leaves_of(model: Model, arrange: Arrange | None) -> tuple[list[Leaf], Any]:
     """List the leaves of ``model.init``'s params, the stages arranged, and the tree that they make."""
-    filled: dict[Path, dict[tuple[int, ...], Entry]] = {}
+    filled: dict[Path, dict[tuple[int, ...], list[Entry]]] = {}
     for entry in entries(model.config, model.layout):
-        filled.setdefault(entry.path, {})[entry.at] = entry
+        filled.setdefault(entry.path, {}).setdefault(entry.at, []).append(entry)
     abstract = jax.eval_shape(model.init, jax.random.key(0))
     specs = jax.tree.leaves(model.param_specs, is_leaf=lambda spec: isinstance(spec, PartitionSpec))
     flat, treedef = jax.tree_util.tree_flatten_with_path(abstract)
@@ -77,9 +77,9 @@ def _arranged(stages: Tree, num_stages: int, arrange: Arrange | None) -> Tree:
         mark = np.asarray(mark)
         source, rows = leaves[mark[0] // num_stages], mark % num_stages
         entries = {
-            (row, *index[1:]): entry
+            (row, *index[1:]): there
             for row, stage in enumerate(rows)
-            for index, entry in source.entries.items()
+            for index, there in source.entries.items()
             if index[0] == stage
         }
         return dataclasses.replace(
@@ -97,6 +97,12 @@ def part_of(index: tuple[slice, ...] | None, shape: tuple[int, ...]) -> Part:
     """Read a sharding's index of an array of this shape."""
     slices = (slice(None),) * len(shape) if index is None else index
     return tuple(s.indices(size)[:2] for s, size in zip(slices, shape, strict=True))
+
+
+def columns_of(entry: Entry, width: int) -> slice:
+    """Which of so many columns of its leaf a tensor fills."""
+    which, parts = entry.columns
+    return slice(which * width // parts, (which + 1) * width // parts)
 
 
 def rotary_order(rotary: Rotary, num_rows: int) -> np.ndarray:

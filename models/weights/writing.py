@@ -22,7 +22,7 @@ from models.weights.errors import WeightsError
 from models.weights.files import narrowed
 from models.weights.names import Entry, entries
 from models.weights.reading import Progress
-from models.weights.tree import Arrange, Leaf, Part, leaves_of, part_of
+from models.weights.tree import Arrange, Leaf, Part, columns_of, leaves_of, part_of
 
 BIAS = "e_score_correction_bias"
 """Always float32: in bfloat16 steps of 0.001 vanish."""
@@ -104,24 +104,26 @@ class _Source:
         return math.prod(self.entry.shape) * (4 if self.dtype(wanted) == "float32" else 2)
 
     def read(self, wanted: str) -> np.ndarray:
-        found = [(part, self._piece(device, part)) for device, part in self.pieces]
-        ours = found[0][1]
-        if len(found) > 1:
+        columns = columns_of(self.entry, self.array.shape[-1])
+        if len(self.pieces) == 1:
+            ours = self._piece(*self.pieces[0], columns)
+        else:
             lead = len(self.index)
-            ours = np.empty(self.array.shape[lead:], self.array.dtype)
-            for part, piece in found:
-                ours[tuple(slice(*bounds) for bounds in part[lead:])] = piece
+            whole = np.empty(self.array.shape[lead:], self.array.dtype)
+            for device, part in self.pieces:
+                whole[tuple(slice(*bounds) for bounds in part[lead:])] = self._piece(device, part)
+            ours = whole[..., columns]
         published = self.entry.shape
         return narrowed(
             ours.reshape(published[::-1]).T if self.entry.transposed else ours, self.dtype(wanted)
         )
 
-    def _piece(self, device: jax.Device, part: Part) -> np.ndarray:
+    def _piece(self, device: jax.Device, part: Part, columns: slice = slice(None)) -> np.ndarray:
         shard = next(s.data for s in self.array.addressable_shards if s.device == device)
         # A CPU's array is seen through, of another device's only the tensor itself comes to the host.
-        data = np.asarray(shard) if device.platform == "cpu" else shard
+        data: Any = np.asarray(shard) if device.platform == "cpu" else shard
         inside = tuple(n - start for n, (start, _) in zip(self.index, part, strict=False))
-        return np.asarray(data[inside])
+        return np.asarray(data[(*inside, ..., columns)])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -144,7 +146,7 @@ def _sources(
     found: dict[str, _Source] = {}
     for leaf, array in zip(leaves, map(jnp.asarray, jax.tree.leaves(params)), strict=True):
         held = _held(array)
-        for index, entry in leaf.entries.items():
+        for index, entry in ((index, entry) for index, there in leaf.entries.items() for entry in there):
             source = _source(entry, index, array, held)
             if source is None:
                 wrong.append(f"{entry.name}: lies in pieces, must be whole on one process's devices")

@@ -13,10 +13,12 @@ from dualpipe_jax import (
     pipeline_value_and_grad,
 )
 from dualpipe_jax.contract import staged
+from dualpipe_jax.gradient_sum import GRADIENT_SUM, gradient_sum
 from dualpipe_jax.schedule import dualpipe, one_f_one_b, zb_h1
 from tests.engine import models
 from tests.engine.models import assert_close, quick
 from tests.engine.plain import plain_value_and_grad
+from tests.jaxprs import named
 
 MLP = models.MLP
 
@@ -128,3 +130,36 @@ def test_complex_parameters_keep_their_imaginary_part():
     got, wanted = got["stages"]["turn"], wanted["stages"]["turn"]
     assert got.dtype == jnp.complex64 and np.abs(np.imag(wanted)).max() > 0
     np.testing.assert_allclose(got, wanted, atol=2e-6 * np.abs(wanted).max(), rtol=0)
+
+
+@pytest.mark.parametrize(
+    "schedule, options", [(dualpipe, {"fuse_pairs": True}), (zb_h1, {"check_vma": True})]
+)
+def test_a_kernel_adds_gradients_to_their_sum(schedule, options):
+    """In pairs, in B and in W, where zeros stand in the kernel's own text."""
+
+    @jax.custom_vjp
+    def product(x, w):
+        return x @ w
+
+    def backward(saved, dy):
+        x, w = saved
+        rows, d_rows = (a.reshape(-1, a.shape[-1]) for a in (x, dy))
+        return dy @ w.T, gradient_sum(w.shape, beside=x) + rows.T @ d_rows
+
+    product.defvjp(lambda x, w: (x @ w, (x, w)), backward)
+
+    def mlp(p, x):
+        return x + product(jnp.tanh(product(x, p["up"]) + p["bias"]), p["down"])
+
+    pipeline = Pipeline(
+        staged(MLP._replace(stage=mlp), 2), schedule(2, 6), make_mesh(2, 1), wide_gradients=True, **options
+    )
+    step, given = pipeline.value_and_grad, models.given("mlp", 2, 6)
+    marks = [eqn.params["name"] for eqn in named(jax.make_jaxpr(step)(*given).jaxpr, "name")]
+    assert GRADIENT_SUM not in marks, "sums stand in the place of all zeros"
+    (loss, _), grads = quick(step)(*given)
+    params, _ = models.init("mlp", 2)
+    expected, want = quick(plain_value_and_grad(MLP))(params, *models.data(6))
+    np.testing.assert_allclose(loss, expected, rtol=1e-6)
+    assert_close(grads["shared"] | {"stages": grads["stages"]}, want)

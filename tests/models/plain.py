@@ -59,7 +59,8 @@ def experts(x, p, bias, config, live):
     weights = jnp.where(chosen, scores, 0)
     weights = weights / weights.sum(-1, keepdims=True) * config.routed_scale
     shared = (p["shared_experts"][name]["kernel"] for name in ("gate_proj", "up_proj", "down_proj"))
-    own_EBSD = swiglu(x, *(p["experts"][name][:, None] for name in ("gate_proj", "up_proj", "down_proj")))
+    gate_up, down = p["experts"]["gate_up_proj"], p["experts"]["down_proj"]
+    own_EBSD = swiglu(x, *(w[:, None] for w in (*jnp.split(gate_up, 2, axis=-1), down)))
     y = swiglu(x, *shared) + jnp.einsum("bse,ebsd->bsd", weights, own_EBSD)
     T = jnp.maximum(live.sum(1), 1)[:, None].astype(jnp.float32)
     unbiased = chosen_by(jax.lax.stop_gradient(scores)) & live[..., None]

@@ -104,8 +104,9 @@ def moe_by_loops(p, x_BSD, bias_E, config):
     shared = [p["shared_experts"][name]["kernel"] for name in ("gate_proj", "up_proj", "down_proj")]
     out = swiglu(x, *shared)
     for e in range(config.num_experts):
-        matrices = [p["experts"][name][e] for name in ("gate_proj", "up_proj", "down_proj")]
-        out = out + jnp.where(topk == e, weights, 0).sum(1, keepdims=True) * swiglu(x, *matrices)
+        gate_up, down = p["experts"]["gate_up_proj"][e], p["experts"]["down_proj"][e]
+        y = swiglu(x, *jnp.split(gate_up, 2, axis=-1), down)
+        out = out + jnp.where(topk == e, weights, 0).sum(1, keepdims=True) * y
     return out.reshape(x_BSD.shape)
 
 

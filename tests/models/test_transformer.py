@@ -238,13 +238,13 @@ def test_init_makes_the_same_weights_for_every_plan_and_zeros_in_empty_slots():
 
     def weights(model):
         params = model.init(key)
-        slots = [slot["mlp"]["experts"]["gate_proj"] for slot in params["stages"]["layers"]]
+        slots = [slot["mlp"]["experts"]["gate_up_proj"] for slot in params["stages"]["layers"]]
         return jnp.stack(slots, 1), params["stages"]["routing"], params["shared"]
 
     one, two = built(config, (4,)), built(config, (2, 2))
     made = quick(lambda: (weights(one), weights(two)))()
     (all_in_one, routing, shared), (in_two, _, shared_in_two) = made
-    assert all_in_one.shape == (1, 4, 4, 16, 8) and in_two.shape == (2, 3, 4, 16, 8)
+    assert all_in_one.shape == (1, 4, 4, 16, 16) and in_two.shape == (2, 3, 4, 16, 16)
     for row in range(4):
         np.testing.assert_array_equal(in_two[two.layout.slot_of(row)], all_in_one[one.layout.slot_of(row)])
     assert not np.any(in_two[two.layout.rows < 0]) and (two.layout.rows < 0).sum() == 2

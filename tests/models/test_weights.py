@@ -19,9 +19,10 @@ from dualpipe_jax.engine.stages import PlacedStages, to_placed
 from dualpipe_jax.parallel import make_mesh
 from dualpipe_jax.schedule import dualpipe_v
 from models import deepseek, tiny, weights
-from models.weights import WeightsError
+from models.weights import WeightsError, reading
 from models.weights.config_json import from_json, to_json
-from models.weights.files import DTYPES
+from models.weights.files import DTYPES, Reader
+from models.weights.tree import leaves_of
 from tests.two_processes import what_both_say
 
 CONFIG = tiny(
@@ -96,11 +97,18 @@ def test_names_and_layouts_are_the_published_ones(tmp_path):
     there = load_file(file)
     shared, (layer, _) = params["shared"], params["stages"]["layers"]
     biases = params["stages"]["routing"]["bias"][0]
+    experts = layer["mlp"]["experts"]
     wanted = {
         "model.embed_tokens.weight": shared["embed_tokens"],
         "lm_head.weight": shared["lm_head"]["kernel"].T,
         "model.layers.0.mlp.up_proj.weight": shared["layers"][0]["mlp"]["up_proj"]["kernel"].T,
-        "model.layers.1.mlp.experts.3.down_proj.weight": layer["mlp"]["experts"]["down_proj"][0, 3].T,
+        "model.layers.1.mlp.experts.2.gate_proj.weight": experts["gate_up_proj"][
+            0, 2, :, : CONFIG.expert_hidden
+        ].T,
+        "model.layers.1.mlp.experts.2.up_proj.weight": experts["gate_up_proj"][
+            0, 2, :, CONFIG.expert_hidden :
+        ].T,
+        "model.layers.1.mlp.experts.3.down_proj.weight": experts["down_proj"][0, 3].T,
         "model.layers.1.mlp.gate.weight": layer["mlp"]["gate"][0].T,
         "model.layers.1.mlp.gate.e_score_correction_bias": biases[0],
         "model.layers.2.eh_proj.weight": shared["mtp"][0]["eh_proj"]["kernel"].T,
@@ -123,13 +131,27 @@ def test_tensors_go_straight_to_the_devices_that_hold_them(tmp_path):
     chex.assert_trees_all_equal(got["stages"], wanted)
     chex.assert_trees_all_equal(*({k: v for k, v in t.items() if k != "stages"} for t in (got, params)))
     local = got["stages"].local[0]["layers"][0]
-    assert local["mlp"]["experts"]["gate_proj"].sharding.spec == P("pp", "ep")
+    assert local["mlp"]["experts"]["gate_up_proj"].sharding.spec == P("pp", "ep")
     assert local["self_attn"]["o_proj"]["kernel"].sharding.spec == P("pp")
     # In pieces, put together to be written.
     assert got["shared"]["embed_tokens"].sharding.spec == P(None, "ep")
     weights.save(tmp_path / "out", CONFIG, got, **how)
     before, after = (sorted((tmp_path / name).iterdir()) for name in ("in", "out"))
     assert [file.read_bytes() for file in before] == [file.read_bytes() for file in after]
+
+
+@pytest.mark.parametrize("columns", [(0, 20), (3, 9), (7, 13), (10, 20)])
+def test_columns_of_two_tensors_that_are_one_matrix_of_ours(tmp_path, columns):
+    """An expert's gate and up, of 10 columns each."""
+    config = dataclasses.replace(CONFIG, num_layers=2, num_mtp_layers=0)
+    params = random_params(config)
+    weights.save(tmp_path, config, params)
+    leaves, _ = leaves_of(deepseek(config, 1), None)
+    gate_up = params["stages"]["layers"][0]["mlp"]["experts"]["gate_up_proj"]
+    (leaf,) = (leaf for leaf in leaves if leaf.shape == gate_up.shape)
+    with Reader(weights.inspect(tmp_path)[1].tensors, None) as reader:
+        got = reading._part(leaf, ((0, 1), (1, 3), (4, 16), columns), reader, True)
+    np.testing.assert_array_equal(got, gate_up[:, 1:3, 4:, slice(*columns)])
 
 
 def test_devices_that_share_a_part_do_not_share_its_memory_once_it_is_donated(tmp_path):
@@ -364,7 +386,7 @@ def test_on_two_processes_each_reads_what_it_holds_and_writes_its_part(tmp_path)
     for stage, one in enumerate(said):
         assert one["read"][0] == one["read"][1]
         assert abs(one["read"][0] - (total - stages / 2 + twice)) < 100  # but for the biases
-        wanted = params["stages"]["layers"][0]["mlp"]["experts"]["up_proj"][stage]
+        wanted = params["stages"]["layers"][0]["mlp"]["experts"]["gate_up_proj"][stage]
         halves = [float(np.sum(half)) for half in np.split(np.asarray(wanted), 2)]
         np.testing.assert_allclose(sorted(v for _, v in one["parts"]), sorted(halves), rtol=1e-4)
         assert {start for start, _ in one["parts"]} == {stage}

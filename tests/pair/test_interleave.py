@@ -13,8 +13,9 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from dualpipe_jax import make_mesh, split_backward
-from dualpipe_jax.pair import interleave, side_by_side
+from dualpipe_jax.pair import by_itself, interleave, side_by_side
 from dualpipe_jax.pair.interleave import Pool
+from dualpipe_jax.split.run import evaluate
 from dualpipe_jax.varying import vary
 from tests.engine import models
 
@@ -75,7 +76,7 @@ def forward_backward(ahead, forward, behind, backward, pools, sums):
         behind.backward_arguments(params, x, *kept, dy),
         pools=[dataclasses.replace(pool, made=made + pool.made, used=used + pool.used) for pool in pools],
         finish={k: functools.partial(jnp.add, total) for k, total in enumerate(sums)},
-        num_fixed=(len(ahead.params.types), len(behind.params.types)),
+        fixed=(range(len(ahead.params.types)), range(len(behind.params.types))),
     )
     new_sums, dx = behind.backward_results(gradients)
     return ahead.forward_results(outputs), new_sums, behind.x.gradients(dx)
@@ -145,6 +146,33 @@ def test_a_pair_is_its_forward_and_its_backward(remat):
     for got, want in zip(together, apart, strict=True):
         assert got.dtype == np.float64
         np.testing.assert_allclose(got, want, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("remat", [None, "all"])
+def test_a_backward_by_itself_is_a_backward(remat):
+    def work(ordered, plan, params, x):
+        y, _, *saved = plan.forward(params, x[0])
+        arguments = plan.backward_arguments(params, x[0], *saved, y)
+        sums = [jnp.ones_like(p) for p in filter(is_floating, jax.tree.leaves(params))]
+        if ordered:
+            finish = {k: functools.partial(jnp.add, total) for k, total in enumerate(sums)}
+            made = by_itself(
+                plan.programs.backward, arguments, finish=finish, fixed=range(len(plan.params.types))
+            )
+        else:
+            dparams, dx = plan.backward_results(evaluate(plan.programs.backward, arguments))
+            made = [*(total + g for total, g in zip(sums, dparams, strict=True)), *dx]
+        return [jnp.asarray(a, x.dtype)[None] for a in made]
+
+    cases = [run(functools.partial(work, ordered), remat) for ordered in (True, False)]
+    text = jax.jit(cases[0][0]).lower(*cases[0][1:]).as_text()
+    count = 8 if remat else 4
+    assert groups(text) == (count + 1, count + 4), "between any two a barrier, but for the forward's four"
+    with jax.enable_x64(True):
+        got, want = (jax.device_get(jax.jit(function)(*map(in_float64, given))) for function, *given in cases)
+    assert len(got) >= 5, "sums and dx"
+    for one, other in zip(got, want, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-12, atol=1e-12)
 
 
 def in_float64(tree):

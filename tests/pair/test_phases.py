@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dualpipe_jax.pair.phases import Act, estimate, make_tasks, plan, take_turns, turns
+from dualpipe_jax.pair.phases import Act, apart, estimate, make_tasks, plan, take_turns, turns
 from dualpipe_jax.split import split_backward
 from dualpipe_jax.split.graph import Equation, Value
 
@@ -188,6 +188,20 @@ def test_hops_between_which_nothing_is_multiplied_are_one_turn():
     found = turns(tasks, [task for task in tasks if task.communicates])
     assert [[task.own for task in turn] for turn in found] == [[sizes, hop1, hop2], [back2, back1]]
     assert turns(tasks, []) == []
+
+
+def test_collectives_that_stand_alone_are_told_from_those_that_wait_for_each_other():
+    again = exchange()
+    weights = act(again.outputs[0])  # nobody sends what it makes
+    there = exchange()
+    experts = act(there.outputs[0])
+    back = exchange(experts.outputs[0])
+    sizes = exchange()
+    counted = exchange(sizes.outputs[0])
+    tasks = make_tasks([again, weights, there, experts, back, sizes, counted])
+    free, chained = apart(tasks, [task for task in tasks if task.communicates])
+    assert [task.own for task in free] == [again]
+    assert [task.own for task in chained] == [there, back, sizes, counted]
 
 
 def test_turns_alternate_and_the_second_leads():

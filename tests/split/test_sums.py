@@ -1,0 +1,125 @@
+"""Kernels that add a parameter's gradient to its sum, against NumPy."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from split_checks import step_by_step
+
+from dualpipe_jax.gradient_sum import GRADIENT_SUM, gradient_sum
+from dualpipe_jax.parallel.expert_groups import grouped_matmul
+from dualpipe_jax.split import split_backward
+from dualpipe_jax.split.run import evaluate
+from tests.jaxprs import named
+
+RNG = np.random.default_rng(0)
+X, DY = (RNG.integers(-3, 4, size=(256, 8)).astype(np.float32) for _ in range(2))  # whose sums are exact
+W = RNG.integers(-3, 4, size=(8, 8)).astype(np.float32)
+SUM = RNG.integers(-9, 9, size=(8, 8)).astype(np.float32)
+
+
+@jax.custom_vjp
+def product(x, w):
+    return x @ w
+
+
+def backward(saved, dy):
+    x, w = saved
+    made = gradient_sum(w.shape, beside=x) + jnp.matmul(x.T, dy, preferred_element_type=jnp.float32)
+    return dy @ w.T, made.astype(w.dtype)
+
+
+product.defvjp(lambda x, w: (x @ w, (x, w)), backward)
+
+
+def parts(function, w, sums):
+    """B's gradient and I's and W's, of a plan whose sum is given, and what the methods give."""
+    plan = split_backward(lambda w, x: function(x, w), sums=sums).trace(w, X)
+
+    def run(w, total):
+        y, _, residuals_i, residuals_w = plan.forward(w, X)
+        dx, stash = plan.backward_input(w, X, residuals_i, residuals_w, jnp.asarray(DY, y.dtype))
+        both, _ = plan.backward(w, X, residuals_i, residuals_w, jnp.asarray(DY, y.dtype))
+        added = None
+        if plan.sums:
+            arguments = plan.backward_arguments(w, X, residuals_i, residuals_w, jnp.asarray(DY, y.dtype))
+            whole = evaluate(plan.programs.backward, [*arguments[:-1], total])[0]
+            added = whole, evaluate(plan.programs.weight, [w, X, *residuals_w, *stash, total])[0]
+        return added, (both, plan.backward_weight(w, X, residuals_w, stash)), dx
+
+    return plan, step_by_step(run, w, SUM)
+
+
+def test_the_sum_stands_where_the_kernel_asked_for_it():
+    plan, (added, gradients, dx) = parts(product, W, [jnp.float32])
+    assert list(plan.sums) == [0] and plan.flops.weight == 2 * 256 * 8 * 8
+    for one in added:
+        np.testing.assert_array_equal(one, SUM + X.T @ DY)
+    for one in gradients:  # zeros stand for a sum, as under jax.grad
+        np.testing.assert_array_equal(one, X.T @ DY)
+    np.testing.assert_array_equal(dx, DY @ W.T)
+    np.testing.assert_array_equal(jax.grad(lambda w: jnp.sum(product(X, w) * DY))(W), X.T @ DY)
+
+
+def test_a_rounded_parameters_gradient_is_added_before_it_is_rounded():
+    w = jnp.asarray(W, jnp.bfloat16)
+    plan, (added, _, _) = parts(lambda x, w: product(x.astype(w.dtype), w), w, [jnp.float32])
+    assert list(plan.sums) == [0]
+    for one in added:
+        assert one.dtype == jnp.float32
+        np.testing.assert_array_equal(one, SUM + X.T @ DY)
+
+
+def test_megablox_adds_to_the_sum():
+    both = np.stack([W, W + 1])
+
+    def function(x, w):
+        return grouped_matmul(
+            x, w, jnp.array([100, 156]), kernel="ragged", gradient="megablox", interpret=True
+        )
+
+    plan = split_backward(lambda w, x: function(x, w), sums=[jnp.float32]).trace(both, X)
+    assert list(plan.sums) == [0]
+    total = np.stack([SUM, -SUM])
+
+    def run(w, total):
+        _, _, residuals_i, residuals_w = plan.forward(w, X)
+        arguments = plan.backward_arguments(w, X, residuals_i, residuals_w, DY)
+        return evaluate(plan.programs.backward, [*arguments[:-1], total])[0]
+
+    wanted = total + np.stack([X[:100].T @ DY[:100], X[100:].T @ DY[100:]])
+    np.testing.assert_array_equal(step_by_step(run, both, total), wanted)
+    text = jax.make_jaxpr(run)(both, total)
+    assert not [eqn for eqn in named(text.jaxpr, "name") if eqn.params["name"] == GRADIENT_SUM]
+
+
+@pytest.mark.parametrize(
+    "function, sums",
+    {
+        "it is not summed": (product, None),
+        "it is summed in another dtype": (product, [jnp.bfloat16]),
+        "of two parameters": (lambda x, w: product(x, w) + product(x, 2 * w), [jnp.float32]),
+        "something is done to it": (lambda x, w: product(x, w.T), [jnp.float32]),
+    }.values(),
+)
+def test_otherwise_it_stays_a_gradient(function, sums):
+    plan, (added, gradients, _) = parts(function, W, sums)
+    assert added is None and not plan.sums
+    wanted = jax.grad(lambda w: jnp.sum(function(X, w) * DY))(W)
+    for one in gradients:
+        np.testing.assert_array_equal(one, wanted)
+
+
+def test_zeros_of_another_name_are_zeros():
+    @jax.custom_vjp
+    def other(x, w):
+        return x @ w
+
+    def back(saved, dy):
+        x, w = saved
+        return dy @ w.T, jax.ad_checkpoint.checkpoint_name(jnp.zeros(w.shape), "kept") + x.T @ dy
+
+    other.defvjp(lambda x, w: (x @ w, (x, w)), back)
+    plan, (added, gradients, _) = parts(other, W, [jnp.float32])
+    assert added is None and not plan.sums
+    np.testing.assert_array_equal(gradients[0], X.T @ DY)
