@@ -123,3 +123,13 @@ def test_zeros_of_another_name_are_zeros():
     plan, (added, gradients, _) = parts(other, W, [jnp.float32])
     assert added is None and not plan.sums
     np.testing.assert_array_equal(gradients[0], X.T @ DY)
+
+
+def test_a_gradient_of_two_parameters_is_added_to_neithers_sum():
+    split = split_backward(lambda ws, x: product(x, ws[0] + ws[1]), sums=[jnp.float32] * 2)
+    plan = split.trace((W, W), X)
+    assert not plan.sums
+    _, _, residuals_i, residuals_w = plan.forward((W, W), X)
+    both, _ = plan.backward((W, W), X, residuals_i, residuals_w, DY)
+    for one in both:
+        np.testing.assert_array_equal(one, X.T @ DY)
