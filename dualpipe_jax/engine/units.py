@@ -214,7 +214,7 @@ class Works:
     def _input(self, part: State, row: Row, stand: Stand, params: Tree) -> State:
         kept, dy = self._kept(part, row, stand.kind), self._dy(part, row, stand)
         seen = self._seen(part, row, stand, "I")
-        gradients, stash = self._split(stand).backward_input(params, seen, kept, dy, self.links)
+        gradients, stash = self._split(stand).backward_input(params, seen, kept, dy)
         part = self._put(part, row, "G", stand.kind, {"stash": stash})
         return self._hand_back(part, row, stand, gradients)
 

@@ -284,8 +284,7 @@ def test_experts_and_words_are_shared_out():
     )[0]
     sharded = {jax.tree_util.keystr(path): spec for path, spec in flat if spec != P()}
     experts = {
-        f"['stages']['layers'][0]['mlp']['experts']['{name}_proj']": P("ep")
-        for name in ("gate", "up", "down")
+        f"['stages']['layers'][0]['mlp']['experts']['{name}_proj']": P("ep") for name in ("gate_up", "down")
     }
     ends = {f"['shared']{name}": P(None, "ep") for name in ("['embed_tokens']", "['lm_head']['kernel']")}
     assert sharded == experts | ends

@@ -173,7 +173,7 @@ def test_damaged_steps_are_put_aside_and_the_one_before_is_taken(run, layout, st
     run.damage(3, flip=False)
     whole, gone, flipped = verify(run.folder)
     assert (whole.step, whole.problem, gone.step, flipped.step) == (2, None, 3, 4)
-    assert gone.problem and "1 of 54 arrays are not what was saved, such as params/" in flipped.problem
+    assert gone.problem and "1 of 51 arrays are not what was saved, such as params/" in flipped.problem
     assert_equal(run.restore(), layout, state, layout)
     assert [text.partition(":")[0] for text in run.said] == ["warning"] * 3
     assert all(f"{step} is damaged: " in text for step, text in zip((4, 3), run.said, strict=False))
