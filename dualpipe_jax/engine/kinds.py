@@ -167,7 +167,7 @@ class Kind(ForwardKind):
     ) -> "Gradients":
         """I and W at once; gradients in which parameters' are the new ``sums``.
 
-        With ``links``, see ``pair.interleave``, W's work is put beside I's collectives.
+        With ``links``, see ``pair.interleave``, W's work is put beside I's collectives, if there are any.
 
         ``kept`` is (residuals_i, residuals_w), ``dy`` that of the floating leaves of x and then of the losses by name;
         x may be None where it is not read any more.

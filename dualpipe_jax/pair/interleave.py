@@ -30,8 +30,8 @@ from dualpipe_jax.pair.phases import (
     take_turns,
     turns,
 )
-from dualpipe_jax.split.graph import Atom, Program, Value, values
-from dualpipe_jax.split.run import run, values_of
+from dualpipe_jax.split.graph import Atom, Equation, Program, Value, values
+from dualpipe_jax.split.run import evaluate, run, values_of
 from dualpipe_jax.split.slices import renamed, substitute, swap
 
 
@@ -129,8 +129,11 @@ def by_itself(
     """Run one program on arrays or tracers, with its own work beside its collectives; arguments as of ``interleave``.
 
     In a backward these are gradients of weights, made while gradients of inputs travel. The compiler's scheduler puts
-    nearly all of them behind the last collective.
+    nearly all of them behind the last collective. A program without collectives is left to it whole.
     """
+    if not any(isinstance(node, Equation) and node.communicates for node in program.equations):
+        made = evaluate(program, arguments)
+        return [(finish or {}).get(number, _as_it_is)(array) for number, array in enumerate(made)]
     nothing = Program((), (), ())
     return interleave(nothing, [], program, arguments, finish=finish, fixed=((), fixed), links=links)[1]
 

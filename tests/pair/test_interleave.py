@@ -175,6 +175,23 @@ def test_a_backward_by_itself_is_a_backward(remat):
         np.testing.assert_allclose(one, other, rtol=1e-12, atol=1e-12)
 
 
+def test_a_backward_without_collectives_is_left_to_the_compiler():
+    plan = split_backward(lambda w, x: jnp.tanh(x @ w)).trace(jnp.ones((4, 4)), jnp.ones((2, 4)))
+    rng = np.random.default_rng(0)
+    w, x, dy = (rng.standard_normal(shape).astype(np.float32) for shape in [(4, 4), (2, 4), (2, 4)])
+
+    def work(w, x, dy):
+        _, _, *saved = plan.forward(w, x)
+        return by_itself(
+            plan.programs.backward, plan.backward_arguments(w, x, *saved, dy), finish={0: lambda g: g + 1}
+        )
+
+    assert "optimization_barrier" not in jax.jit(work).lower(w, x, dy).as_text()
+    d = dy * (1 - np.tanh(x @ w) ** 2)
+    for got, want in zip(jax.jit(work)(w, x, dy), (x.T @ d + 1, d @ w.T), strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
+
+
 def in_float64(tree):
     return jax.tree.map(lambda a: a.astype(jnp.float64) if jnp.issubdtype(a.dtype, jnp.floating) else a, tree)
 
