@@ -21,7 +21,7 @@ from models.plan import lay_out
 from models.stages import head_kernel
 from models.transformer import deepseek
 from models.weights.names import entries
-from models.weights.tree import rotary_order
+from models.weights.tree import columns_of, rotary_order
 from tests.models.hugging_face import libraries, make, run, saved, tensors, yarn
 
 TOKENS = np.random.default_rng(0).integers(0, 96, (2, 20))
@@ -88,6 +88,7 @@ def by_name(config, tree):
     found = {}
     for entry in entries(config, lay_out(config, [config.num_layers])):
         leaf = functools.reduce(lambda node, key: node[key], entry.path, tree)[entry.at]
+        leaf = leaf[..., columns_of(entry, leaf.shape[-1])]
         matrix = leaf.reshape(len(leaf), -1).T if entry.transposed else leaf
         found[entry.name] = np.asarray(matrix), entry.rotary
     return found
