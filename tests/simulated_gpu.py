@@ -9,10 +9,11 @@ import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 NEW = hasattr(plgpu, "force_gpu_interpret_mode")
-"""Whether it is the public one, of jax 0.11 or later; the older one stands still where two kernels run at once."""
+"""Whether it is the public one, of jax 0.11 or later."""
 
-SEVERAL = jax.__version_info__ < (0, 12)
-"""Whether it takes a program of several devices; that of jax 0.12 ends when one is done and another has barriers."""
+SEVERAL = NEW and jax.__version_info__ < (0, 12)
+"""Whether it takes a program of several devices. That of jax 0.10 stands still where two kernels run at once, and at times
+where a device waits for another; that of 0.12 ends when one is done and another has barriers."""
 
 
 @contextlib.contextmanager
