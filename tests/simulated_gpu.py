@@ -11,10 +11,6 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 NEW = hasattr(plgpu, "force_gpu_interpret_mode")
 """Whether it is the public one, of jax 0.11 or later."""
 
-SEVERAL = NEW and jax.__version_info__ < (0, 12)
-"""Whether it takes a program of several devices. That of jax 0.10 stands still where two kernels run at once, and at
-times where a device waits for another; that of 0.12 ends when one is done and another has barriers."""
-
 
 @contextlib.contextmanager
 def interpreted():

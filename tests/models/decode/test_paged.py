@@ -19,7 +19,7 @@ from models.decode import Rows, decoder, experts, init_cache, paged
 from models.decode.programs import in_halves, on_mesh, whole
 from models.lazy import lazily
 from tests.models.decode.small_models import QUICK, random_params, small
-from tests.simulated_gpu import SEVERAL, interpreted
+from tests.simulated_gpu import interpreted
 
 SCALE = 0.1
 CASES = {
@@ -120,18 +120,13 @@ def test_it_knows_published_models():
     assert all(paged.takes(make(compute_dtype=jnp.bfloat16), 2, 16) for make in (v2_lite, v3))
 
 
-ON_SEVERAL = pytest.mark.skipif(
-    not SEVERAL,
-    reason="on several devices the simulator of jax 0.10 sometimes stands still, that of 0.12 ends early",
-)
-
-
-@pytest.mark.parametrize(
-    "devices, microbatches",
-    [(1, 1), pytest.param(2, 1, marks=ON_SEVERAL), pytest.param(2, 2, marks=ON_SEVERAL)],
-)
+@pytest.mark.parametrize("devices, microbatches", [(1, 1), (2, 1), (2, 2)])
 def test_a_step_is_the_same_on_a_gpu(devices, microbatches, monkeypatch):
     """On one device and on several, in halves too; each row has two new tokens."""
+    if devices > 1 and (jax.default_backend() != "gpu" or jax.device_count() < devices):
+        pytest.skip(
+            "no two GPUs; their simulators stand still, or end early, where devices wait for each other"
+        )
     size, num_blocks, num_rows = 8, 12, 4
     called = []
     kernel = paged.attend
