@@ -92,6 +92,7 @@ class Bench:
         predict: bool | Callable[..., float] = False,
         options: dict[str, Any] | None = None,
         seconds: float = 0.12,
+        sums: Any = None,
         **facts: Any,
     ) -> Any:
         """Compile and time a function.
@@ -106,15 +107,19 @@ class Bench:
             module, of a program with loops whose trips only its table knows.
           options: of the compiler.
           seconds: of one trial, of which there are five; the median is recorded.
+          sums: arrays that the function takes behind ``args`` and returns, changed, behind all else; the new ones take
+            the place of the old, as in a step.
           facts: more to record.
 
         Returns:
-          What the function returns; of a program that was only compiled, its shapes.
+          What the function returns, without sums; of a program that was only compiled, its shapes.
         """
         if time.monotonic() > self._end:
             raise OutOfTime
         started = time.perf_counter()
-        lowered = jax.jit(function).lower(*args)
+        given = args if sums is None else (*args, sums)
+        donated = () if sums is None else (len(args),)
+        lowered = jax.jit(function, donate_argnums=donated).lower(*given)
         compiled = lowered.compile(options or inspect.recommended_compiler_options("gpu"))
         facts |= {"compile_s": round(time.perf_counter() - started, 2), **_memory(compiled)}
         if self._texts is not None and predict:
@@ -129,9 +134,20 @@ class Bench:
             # The compiler expands it into products of all rows with each group's matrix, and leaves no trace.
             facts["dense_ragged"] = text.count('"chlo.ragged_dot"')
             self.say(name, **facts, unordered_scatters=unordered_scatters(text), flops=flops)
-            return jax.tree.map(self._abstract, jax.eval_shape(function, *args))
-        out = jax.block_until_ready(compiled(*args))
-        took, spread = _timed(lambda: compiled(*args), seconds)
+            out = jax.tree.map(self._abstract, jax.eval_shape(function, *given))
+            return out if sums is None else out[:-1]
+        if sums is not None:
+            sums = jax.tree.map(jnp.copy, sums)  # the caller's stay
+
+        def run() -> Any:
+            nonlocal sums
+            if sums is None:
+                return compiled(*args)
+            *out, sums = compiled(*args, sums)
+            return tuple(out)
+
+        out = jax.block_until_ready(run())
+        took, spread = _timed(run, seconds)
         facts = {"ms": took * 1e3, "spread": spread} | facts
         if flops:
             facts |= {"tflops": flops / took / 1e12, "mfu": flops / took / self.gpu.flops}

@@ -1,7 +1,9 @@
 """A layer of DeepSeek-V3 as one of 64 devices has it: 8 experts on 4,096 tokens, top 8, and no exchange.
 
-F, B, the halves I and W of B, and F and B as one pair. FLOPs are the model's: two for each weight that a token meets,
-and the lower half of attention's scores; of B, I and W once or twice as many, whatever the program computes.
+F, B, the halves I and W of B, and F and B as one pair. As in a step, gradients of parameters are added to sums in
+float32, which take the place of those before; beside them the pair as it would be for gradients that nobody adds up,
+rounded to bfloat16. FLOPs are the model's: two for each weight that a token meets, and the lower half of attention's
+scores; of B, I and W once or twice as many, whatever the program computes.
 """
 
 from typing import Any
@@ -14,6 +16,7 @@ from benchmarks.on_gpu.bench import Bench
 from dualpipe_jax.contract import At
 from dualpipe_jax.pair import side_by_side
 from dualpipe_jax.split import split_backward
+from dualpipe_jax.split.run import evaluate
 
 TOKENS = 4096
 
@@ -32,7 +35,11 @@ def forward_flops(c: models.Config, tokens: int) -> float:
 
 
 def layer(
-    bench: Bench, dispatch: str, payload: str = "plain", matmul: str = "auto", units: str = "F B I W FB"
+    bench: Bench,
+    dispatch: str,
+    payload: str = "plain",
+    matmul: str = "auto",
+    units: str = "F B I W FB rounded",
 ) -> None:
     """One way of dispatch; with "float8" as payload or matmul, beside which goes the same in bfloat16."""
     changes = dict(
@@ -63,12 +70,40 @@ def layer(
         return kind(own, {}, x, at).x
 
     tokens_in = jnp.zeros((1, TOKENS), jnp.int32) if bench.compiles_only else tokens
-    split = split_backward(run)
+    leaves = jax.tree.leaves(own)
+    floating = [jnp.issubdtype(leaf.dtype, jnp.floating) for leaf in leaves]
+    split = split_backward(run, sums=[jnp.float32 if there else None for there in floating])
+    plan = split.trace(own, x)
+    summed = [leaf.shape for leaf, there in zip(leaves, plan.params.has_gradient, strict=True) if there]
+    sums = bench.made(lambda: [jnp.zeros(shape, jnp.float32) for shape in summed])
+
+    def added(dparams: list[Any], sums: list[Any]) -> list[Any]:
+        """What the plan's programs have not added themselves is added here."""
+        pairs = enumerate(zip(sums, dparams, strict=True))
+        return [made if k in plan.sums else total + made for k, (total, made) in pairs]
+
+    def handed_in(arguments: list[Any], sums: list[Any]) -> list[Any]:
+        return [*arguments[: len(arguments) - len(plan.sums)], *(sums[k] for k in plan.sums)]
+
+    def backward(p: Any, x: Any, residuals: Any, d: Any, sums: Any) -> Any:
+        arguments = handed_in(plan.backward_arguments(p, x, *residuals, d), sums)
+        dparams, dx = plan.backward_results(evaluate(plan.programs.backward, arguments))
+        return dx, added(dparams, sums)
+
+    def backward_weight(p: Any, x: Any, residuals: Any, stash: Any, sums: Any) -> Any:
+        arguments = handed_in(plan.weight_arguments(p, x, residuals[1], stash), sums)
+        return (added(evaluate(plan.programs.weight, arguments), sums),)
+
+    def pair(p: Any, x: Any, residuals: Any, d: Any, sums: Any) -> Any:
+        made, (dx, sums) = side_by_side(split.forward, (p, x), backward, (p, x, residuals, d, sums))
+        return made, dx, sums
+
+    rounding = split_backward(run)
+
+    def rounded(p: Any, x: Any, residuals: Any, d: Any) -> Any:
+        return side_by_side(rounding.forward, (p, x), rounding.backward, (p, x, residuals, d))
+
     forward = forward_flops(numbers, TOKENS)
-
-    def pair(p: Any, x: Any, residuals: Any, d: Any) -> Any:
-        return side_by_side(split.forward, (p, x), split.backward, (p, x, residuals, d))
-
     wanted, predict = units.split(), True
     name = (
         dispatch
@@ -76,14 +111,14 @@ def layer(
         + ("" if matmul == "auto" else f", {matmul} products")
     )
     _, residuals = bench.time(f"{name}: F", split.forward, own, x, flops=forward, predict=predict)
+    given = own, x, residuals
     if "B" in wanted:
-        bench.time(f"{name}: B", split.backward, own, x, residuals, dy, flops=2 * forward, predict=predict)
+        bench.time(f"{name}: B", backward, *given, dy, flops=2 * forward, predict=predict, sums=sums)
     if "I" in wanted:
-        _, stash = bench.time(
-            f"{name}: I", split.backward_input, own, x, residuals, dy, flops=forward, predict=predict
-        )
-        bench.time(
-            f"{name}: W", split.backward_weight, own, x, residuals, stash, flops=forward, predict=predict
-        )
+        _, stash = bench.time(f"{name}: I", split.backward_input, *given, dy, flops=forward, predict=predict)
+        bench.time(f"{name}: W", backward_weight, *given, stash, flops=forward, predict=predict, sums=sums)
     if "FB" in wanted:
-        bench.time(f"{name}: FB", pair, own, x, residuals, dy, flops=3 * forward, predict=predict)
+        bench.time(f"{name}: FB", pair, *given, dy, flops=3 * forward, predict=predict, sums=sums)
+    if "rounded" in wanted:
+        name += ": FB, gradients not summed"
+        bench.time(name, rounded, *given, dy, flops=3 * forward, predict=predict)

@@ -97,7 +97,7 @@ def _attention(computation: Computation, instruction: Instruction) -> int:
 
 def _grouped(computation: Computation, instruction: Instruction) -> int:
     """The operations of a kernel of rows [R, D] and matrices [G, ...] to [R, F], or of rows [R, D] and [R, F] to
-    [G, D, F]; 0 for one of other shapes, of which nothing is known.
+    [G, D, F], which may be added to a sum so far; 0 for one of other shapes, of which nothing is known.
     """
     known = [computation.by_name[name] for name in instruction.operands if name in computation.by_name]
     arrays = [made.arrays[0].dims for made in known if len(made.arrays) == 1]
@@ -106,7 +106,7 @@ def _grouped(computation: Computation, instruction: Instruction) -> int:
     made = instruction.arrays[0].dims if len(instruction.arrays) == 1 else ()
     if dims == [3, 2] and len(made) == 2 and made[0] == rows[0][0]:
         return 2 * math.prod(rows[0]) * made[1]
-    if dims == [2, 2] and len(made) == 3 and rows[0][0] == rows[1][0]:
+    if dims in ([2, 2], [3, 2, 2]) and len(made) == 3 and rows[0][0] == rows[1][0]:
         return 2 * math.prod(rows[0]) * made[2]
     return 0
 

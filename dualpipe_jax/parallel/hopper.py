@@ -3,7 +3,7 @@
 A tile without rows loads and multiplies nothing, so a buffer that is an eighth full takes a fifth of the time that
 JAX's own kernel does (``jax.experimental.pallas.ops.gpu.ragged_dot_mgpu``, which passes over none). Where groups have
 few rows, as in a step of decode, which takes as long as it reads matrices, each matrix that is asked for is read once.
-Gradients of matrices are summed in float32, for they are added up over microbatches; JAX's own kernel rounds them to
+Gradients of matrices are added, in float32, to their sum over the microbatches so far; JAX's own kernel rounds them to
 the rows' dtype. All take 16 bits, and widths that ``LANES`` divides; others are padded here. None runs on a CPU:
 ``emulate`` computes what they would write, tile by tile, for tests.
 
@@ -11,6 +11,7 @@ Shape suffixes: R rows, G groups, D in, F out; K rows of a block.
 """
 
 import functools
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -18,6 +19,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental import pallas as pl
 
+from dualpipe_jax.gradient_sum import gradient_sum
 from dualpipe_jax.parallel.group_rows import filled, starts, walks
 from dualpipe_jax.parallel.kernel_cost import once
 
@@ -87,6 +89,8 @@ def product(
 def gradient(x_RD: Array, dy_RF: Array, sizes_G: Array, *, emulate: bool = False) -> Array:
     """Sum each group's rows' outer products.
 
+    Where 128 divides the widths they are added to ``gradient_sum``.
+
     Args:
       x_RD: in 16 bits; what lies past the last group is not read.
       dy_RF: of the same dtype.
@@ -96,12 +100,18 @@ def gradient(x_RD: Array, dy_RF: Array, sizes_G: Array, *, emulate: bool = False
     Returns:
       float32 [G, D, F].
     """
-    D, F = x_RD.shape[1], dy_RF.shape[1]
+    shape = len(sizes_G), x_RD.shape[1], dy_RF.shape[1]
     x_RD, dy_RF = _rows(x_RD), _rows(dy_RF)
+    padded = *shape[:1], x_RD.shape[1], dy_RF.shape[1]
+    so_far = gradient_sum(shape, beside=x_RD)
+    if padded != shape:  # a sum with edges would be another array
+        so_far = _padded(so_far, tuple(p - s for p, s in zip(padded, shape, strict=True)))
     if emulate:
-        return _emulated_gradient(x_RD, dy_RF, sizes_G)[:, :D, :F]
-    cost = _cost(x_RD, F, dy_RF.size * dy_RF.dtype.itemsize + 4 * len(sizes_G) * D * F)
-    return once(_gradient, cost, x_RD, dy_RF, sizes_G)[:, :D, :F]
+        made = so_far + _emulated_gradient(x_RD, dy_RF, sizes_G)
+    else:
+        cost = _cost(x_RD, padded[2], dy_RF.size * dy_RF.dtype.itemsize + 2 * so_far.size * 4)
+        made = once(_gradient, cost, x_RD, dy_RF, sizes_G, so_far, in_place=_SO_FAR)
+    return made if padded == shape else made[:, : shape[1], : shape[2]]
 
 
 def _rows(array: Array) -> Array:
@@ -215,13 +225,14 @@ def _of_few(x_RD: Array, w_GDF: Array, sizes_G: Array) -> Array:
     return _on_all(of_few, jax.ShapeDtypeStruct((R, F), x_RD.dtype), groups_S, starts_S, ends_S, x_RD, w_GDF)
 
 
-def _on_all(kernel: Any, made: jax.ShapeDtypeStruct, *arrays: Array) -> Array:
+def _on_all(kernel: Any, made: jax.ShapeDtypeStruct, *arrays: Array, scratch: Sequence[Any] = ()) -> Array:
     """Run a kernel on all multiprocessors, over whose axis "sm" it shares out its tiles."""
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
     run = plgpu.kernel(
         kernel,
         out_type=made,
+        scratch_types=scratch,
         grid=(SMS,),
         grid_names=("sm",),
         compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Warpgroup),
@@ -255,18 +266,34 @@ def write_rows(made_TL: Array, y_ref: Any, before: Any, f: Any, first: Any, num_
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
 
-def _gradient(x_RD: Array, dy_RF: Array, sizes_G: Array, walk: Walk = GRADIENT) -> Array:
+_SO_FAR = 4
+"""The place, among the operands of the gradient's kernel, of the sum that it adds to."""
+
+
+def _gradient(x_RD: Array, dy_RF: Array, sizes_G: Array, so_far_GDF: Array, walk: Walk = GRADIENT) -> Array:
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
     R, D = x_RD.shape
     G, F = len(sizes_G), dy_RF.shape[1]
     tiles = D // LANES, F // LANES
 
-    def kernel(starts_ref: Any, ends_ref: Any, x_ref: Any, dy_ref: Any, dw_ref: Any) -> None:
+    def kernel(
+        starts_ref: Any,
+        ends_ref: Any,
+        x_ref: Any,
+        dy_ref: Any,
+        so_far_ref: Any,
+        dw_ref: Any,
+        tile_ref: Any,
+        arrived: Any,
+    ) -> None:
         @plgpu.nd_loop((G, tiles[0] * tiles[1]), collective_axes="sm")
         def one_tile(loop: Any) -> None:
             group, tile = loop.index
             d, f = plgpu.planar_snake(tile, tiles, 1, walk.snake)
+            where = group, pl.ds(d * LANES, LANES), pl.ds(f * LANES, LANES)
+            # It is on its way while the rows are multiplied.
+            plgpu.copy_gmem_to_smem(so_far_ref.at[where], tile_ref, arrived)
             start, end = starts_ref[group], ends_ref[group]
             first = lax.div(start, jnp.int32(_ROWS))
             past = lax.div(end + jnp.int32(_ROWS - 1), jnp.int32(_ROWS))
@@ -310,19 +337,16 @@ def _gradient(x_RD: Array, dy_RF: Array, sizes_G: Array, walk: Walk = GRADIENT) 
                 return sum_ref[...]
 
             total = pl.run_scoped(add_up, plgpu.ACC((LANES, LANES)))
-
-            @functools.partial(pl.run_scoped, out_ref=plgpu.SMEM((LANES, LANES), dtype=jnp.float32))
-            def write(out_ref: Any) -> None:
-                out_ref[...] = total
-                plgpu.commit_smem()
-                where = dw_ref.at[group, pl.ds(d * LANES, LANES), pl.ds(f * LANES, LANES)]
-                plgpu.copy_smem_to_gmem(out_ref, where)
-                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            plgpu.barrier_wait(arrived)
+            tile_ref[...] = tile_ref[...] + total
+            plgpu.commit_smem()
+            plgpu.copy_smem_to_gmem(tile_ref, dw_ref.at[where])
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
     ends_G = jnp.cumsum(sizes_G)
-    return _on_all(
-        kernel, jax.ShapeDtypeStruct((G, D, F), jnp.float32), ends_G - sizes_G, ends_G, x_RD, dy_RF
-    )
+    operands = ends_G - sizes_G, ends_G, x_RD, dy_RF, so_far_GDF
+    scratch = plgpu.SMEM((LANES, LANES), jnp.float32), plgpu.Barrier()
+    return _on_all(kernel, jax.ShapeDtypeStruct((G, D, F), jnp.float32), *operands, scratch=scratch)
 
 
 def transposed(ref: Any) -> Any:

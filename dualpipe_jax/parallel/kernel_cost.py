@@ -1,4 +1,5 @@
-"""What a kernel costs that does not say so itself: compilers' schedulers and ``split_backward`` see into none."""
+"""What a kernel costs, and where it writes, of kernels that do not say so themselves: compilers' schedulers and
+``split_backward`` see into none."""
 
 import dataclasses
 import functools
@@ -20,44 +21,61 @@ def priced(
 
     def run(*args: Any) -> Any:
         closed, shape = jax.make_jaxpr(function, return_shape=True)(*args)
-        with_cost = jex.jaxpr_as_fun(_with_cost(closed, cost, vmem_limit_bytes))
+        options = {} if vmem_limit_bytes is None else {"vmem_limit_bytes": vmem_limit_bytes}
+        with_cost = jex.jaxpr_as_fun(_with_cost(closed, {"cost_estimate": cost}, options))
         return jax.tree.unflatten(jax.tree.structure(shape), with_cost(*jax.tree.leaves(args)))
 
     return run
 
 
-def once(function: Callable[..., Any], cost: pl.CostEstimate, *args: jax.Array) -> Any:
+def once(
+    function: Callable[..., Any], cost: pl.CostEstimate, *args: jax.Array, in_place: int | None = None
+) -> Any:
     """As ``priced``, for a function of arrays that is equal to others, as those at a module's top are: it is traced
     once for arguments of a type. A program that calls a kernel a hundred times then holds it lowered once, which of
     one with many groups takes a second.
+
+    ``in_place`` is the number of the kernel's operand in whose memory its only result is written.
     """
     types = tuple(map(jax.typeof, args))
-    results = jex.jaxpr_as_fun(_traced(function, cost, types, jax.sharding.get_abstract_mesh()))(*args)
+    traced = _traced(function, cost, types, in_place, jax.sharding.get_abstract_mesh())
+    results = jex.jaxpr_as_fun(traced)(*args)
     return results[0] if len(results) == 1 else tuple(results)
 
 
 @functools.lru_cache(maxsize=1024)
-def _traced(function: Callable[..., Any], cost: pl.CostEstimate, types: tuple[Any, ...], mesh: Any) -> Any:
+def _traced(
+    function: Callable[..., Any],
+    cost: pl.CostEstimate,
+    types: tuple[Any, ...],
+    in_place: int | None,
+    mesh: Any,
+) -> Any:
     del mesh  # the one that is traced under
-    return _with_cost(jax.make_jaxpr(function)(*types), cost, None)
+    params: dict[str, Any] = {"cost_estimate": cost}
+    if in_place is not None:
+        params["input_output_aliases"] = {in_place: 0}
+    return _with_cost(jax.make_jaxpr(function)(*types), params, {})
 
 
-def _with_cost(jaxpr: Any, cost: pl.CostEstimate, vmem: int | None) -> Any:
+def _with_cost(jaxpr: Any, params: dict[str, Any], options: dict[str, Any]) -> Any:
+    """With these parameters of its kernels, and these options of their compiler."""
     inner = getattr(jaxpr, "jaxpr", jaxpr)
     if inner is not jaxpr:  # from jax 0.12 on a closed jaxpr is a jaxpr itself
-        return jaxpr.replace(jaxpr=_with_cost(inner, cost, vmem))
-    return jaxpr.replace(eqns=[_equation_with_cost(eqn, cost, vmem) for eqn in jaxpr.eqns])
+        return jaxpr.replace(jaxpr=_with_cost(inner, params, options))
+    return jaxpr.replace(eqns=[_equation_with_cost(eqn, params, options) for eqn in jaxpr.eqns])
 
 
-def _equation_with_cost(eqn: Any, cost: pl.CostEstimate, vmem: int | None) -> Any:
+def _equation_with_cost(eqn: Any, params: dict[str, Any], options: dict[str, Any]) -> Any:
     if eqn.primitive.name in _KERNELS:
-        params: dict[str, Any] = {"cost_estimate": cost}
-        if vmem is not None:
-            options = eqn.params["compiler_params"]
-            params["compiler_params"] = dataclasses.replace(options, vmem_limit_bytes=vmem)
+        if "input_output_aliases" in params:  # of the type that JAX keeps it in, which it can hash
+            aliases = type(eqn.params["input_output_aliases"])(params["input_output_aliases"])
+            params = params | {"input_output_aliases": aliases}
+        if options:
+            params |= {"compiler_params": dataclasses.replace(eqn.params["compiler_params"], **options)}
         return eqn.replace(params=eqn.params | params)
     inside = {
-        key: _with_cost(value, cost, vmem)
+        key: _with_cost(value, params, options)
         for key, value in eqn.params.items()
         if key in ("jaxpr", "call_jaxpr", "call")
     }

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental import pallas as pl
 
+from dualpipe_jax.gradient_sum import gradient_sum
 from dualpipe_jax.parallel.group_rows import walks
 from dualpipe_jax.parallel.kernel_cost import once
 from dualpipe_jax.varying import shape_like
@@ -94,7 +95,7 @@ def product(
 
 
 def gradient(x_RD: Array, dy_RF: Array, sizes_G: Array, *, interpret: bool = False) -> Array:
-    """Sum each group's rows' outer products.
+    """Sum each group's rows' outer products, and add them to ``gradient_sum``.
 
     Args:
       x_RD: what lies past the last group is not read.
@@ -106,9 +107,9 @@ def gradient(x_RD: Array, dy_RF: Array, sizes_G: Array, *, interpret: bool = Fal
       float32 [G, D, F].
     """
     run = _bound(_gradient, _How(False, _tiles(x_RD.dtype), _exact(), interpret))
-    written = 4 * len(sizes_G) * x_RD.shape[1] * dy_RF.shape[1]
-    moved = (x_RD.size + dy_RF.size) * x_RD.dtype.itemsize + written
-    return once(run, _cost(x_RD, dy_RF.shape[1], moved), x_RD, dy_RF, sizes_G)
+    so_far = gradient_sum((len(sizes_G), x_RD.shape[1], dy_RF.shape[1]), beside=x_RD)
+    moved = (x_RD.size + dy_RF.size) * x_RD.dtype.itemsize + 2 * 4 * so_far.size
+    return once(run, _cost(x_RD, dy_RF.shape[1], moved), x_RD, dy_RF, sizes_G, so_far)
 
 
 _bound = functools.cache(functools.partial)
@@ -170,11 +171,11 @@ def _product(how: _How, x_RD: Array, w_GDF: Array, sizes_G: Array) -> Array:
     return _call(kernel, how, grid, shape)(groups_T, blocks_T, starts_T, ends_T, x_RD, w_GDF)
 
 
-def _gradient(how: _How, x_RD: Array, dy_RF: Array, sizes_G: Array) -> Array:
+def _gradient(how: _How, x_RD: Array, dy_RF: Array, sizes_G: Array, so_far_GDF: Array) -> Array:
     D, F, G, tiles = x_RD.shape[1], dy_RF.shape[1], len(sizes_G), how.tiles
     high, wide = pl.cdiv(D, tiles.rows), pl.cdiv(F, tiles.outer)
 
-    def kernel(starts_ref: Any, ends_ref: Any, x_ref: Any, dy_ref: Any, dw_ref: Any) -> None:
+    def kernel(starts_ref: Any, ends_ref: Any, x_ref: Any, dy_ref: Any, so_far_ref: Any, dw_ref: Any) -> None:
         group = lax.div(pl.program_id(0), jnp.int32(high * wide))
         d, f = _swizzled(lax.rem(pl.program_id(0), jnp.int32(high * wide)), high, wide, tiles.swizzle)
         start, end = starts_ref[group], ends_ref[group]
@@ -190,12 +191,14 @@ def _gradient(how: _How, x_RD: Array, dy_RF: Array, sizes_G: Array) -> Array:
         zeros = jnp.zeros((tiles.rows, tiles.outer), jnp.float32)
         num_steps = lax.div(end - start + jnp.int32(tiles.inner - 1), jnp.int32(tiles.inner))
         total = lax.fori_loop(0, num_steps, one, zeros)
-        where = dw_ref.at[group, d[:, None], f[None]]
-        plgpu.store(where, total, mask=(d < D)[:, None] & (f < F)[None])
+        where = group, d[:, None], f[None]
+        so_far = _load(so_far_ref, d, f, d < D, f < F, group)
+        plgpu.store(dw_ref.at[where], so_far + total, mask=(d < D)[:, None] & (f < F)[None])
 
     ends_G = jnp.cumsum(sizes_G)
     shape = shape_like(x_RD, (G, D, F), jnp.float32)
-    return _call(kernel, how, G * high * wide, shape)(ends_G - sizes_G, ends_G, x_RD, dy_RF)
+    operands = ends_G - sizes_G, ends_G, x_RD, dy_RF, so_far_GDF
+    return _call(kernel, how, G * high * wide, shape, in_place=len(operands) - 1)(*operands)
 
 
 def _swizzled(number: Array, high: int, wide: int, most: int) -> tuple[Array, Array]:
@@ -220,10 +223,16 @@ def _dot(how: _How, a: Array, b: Array, *, trans_a: bool = False, trans_b: bool 
     return plgpu.dot(a, b, trans_a, trans_b, allow_tf32=not how.exact).astype(jnp.float32)
 
 
-def _call(kernel: Any, how: _How, grid: int, shape: jax.ShapeDtypeStruct) -> Any:
+def _call(kernel: Any, how: _How, grid: int, shape: jax.ShapeDtypeStruct, in_place: int | None = None) -> Any:
     options = plgpu.CompilerParams(num_warps=how.tiles.warps, num_stages=how.tiles.stages)
     called = pl.pallas_call(
-        kernel, shape, grid=(grid,), interpret=how.interpret, compiler_params=options, name="grouped_matmul"
+        kernel,
+        shape,
+        grid=(grid,),
+        interpret=how.interpret,
+        compiler_params=options,
+        name="grouped_matmul",
+        input_output_aliases={} if in_place is None else {in_place: 0},
     )
 
     def run(*arrays: Array) -> Array:

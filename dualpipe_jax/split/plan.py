@@ -108,7 +108,7 @@ class SplitPlan:
 
     def backward_weight(self, params: Tree, x: Tree, residuals_w: Arrays, stash: Arrays) -> Tree:
         """Gives dparams; None may stand for leaves of x whose ``keep`` is not "W", and for x if none is."""
-        arguments = [*self._given(params, x, "W"), *residuals_w, *stash, *map(zeros, self.sums.values())]
+        arguments = self.weight_arguments(params, x, residuals_w, stash)
         return self.params.gradients(evaluate(self.programs.weight, arguments))
 
     def backward(
@@ -143,6 +143,10 @@ class SplitPlan:
         """What ``programs.backward`` and ``programs.input`` take."""
         kept = [*residuals_i, *residuals_w]
         return [*self._given(params, x, "I"), *kept, *self._cotangents(dy), *map(zeros, self.sums.values())]
+
+    def weight_arguments(self, params: Tree, x: Tree, residuals_w: Arrays, stash: Arrays) -> Arrays:
+        """What ``programs.weight`` takes; zeros, which are last, stand for sums, as in ``backward_arguments``."""
+        return [*self._given(params, x, "W"), *residuals_w, *stash, *map(zeros, self.sums.values())]
 
     def backward_results(self, outputs: Arrays) -> tuple[Arrays, Arrays]:
         """The gradients of params and of x, one for each leaf that has one."""

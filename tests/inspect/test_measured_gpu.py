@@ -21,6 +21,7 @@ import pytest
 from dualpipe_jax.inspect import gpu_rates, overlap, read
 from dualpipe_jax.inspect.gpus import GPUS
 from dualpipe_jax.inspect.measured import measured_rates
+from dualpipe_jax.inspect.roofline import flops, traffic
 from dualpipe_jax.pods.units import cycles_of
 from dualpipe_jax.schedule.lowering.unit_key import UnitKey
 
@@ -214,3 +215,20 @@ def test_rates_of_a_probe_predict_as_well_once_it_has_parts(unit, tmp_path):
         seconds, _ = whole(text(f"h200_layer/{unit}"), measured_rates(file, CLOCK, switched=True))
         of.append(seconds * 1e3 / UNITS[unit])
     assert of[0] < 0.93 and 0.9 < of[1] < 1.1
+
+
+def test_a_gradient_that_is_added_to_its_sum_multiplies_as_much_and_reads_the_sum():
+    x, dy, dw = "bf16[256,128]", "bf16[256,384]", "f32[2,128,384]"
+    adds = read(f"""HloModule alone, is_scheduled=true
+
+ENTRY %main (x: {x}, dy: {dy}, sum: {dw}) -> {dw} {{
+  %x = {x} parameter(0)
+  %dy = {dy} parameter(1)
+  %sum = {dw} parameter(2)
+  ROOT %c = {dw} custom-call(%x, %dy, %sum), custom_call_target="mosaic_gpu_v2"
+}}
+""")
+    for module, times in ((kernel(x, dy, dw), 1), (adds, 2)):
+        entry = module.computations[module.entry]
+        assert flops(module, entry, entry.root) == 2 * 256 * 128 * 384
+        assert traffic(module, entry, entry.root) == 256 * (128 + 384) * 2 + times * 2 * 128 * 384 * 4

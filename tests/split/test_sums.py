@@ -70,26 +70,55 @@ def test_a_rounded_parameters_gradient_is_added_before_it_is_rounded():
         np.testing.assert_array_equal(one, SUM + X.T @ DY)
 
 
-def test_megablox_adds_to_the_sum():
-    both = np.stack([W, W + 1])
+ON_GPU = jax.default_backend() == "gpu"
+ON_HOPPER = ON_GPU and jax.devices()[0].compute_capability == "9.0"
 
-    def function(x, w):
-        return grouped_matmul(
-            x, w, jnp.array([100, 156]), kernel="ragged", gradient="megablox", interpret=True
-        )
 
-    plan = split_backward(lambda w, x: function(x, w), sums=[jnp.float32]).trace(both, X)
+@pytest.mark.parametrize(
+    "kernel, dtype, interpret",
+    [
+        ("megablox", jnp.float32, True),
+        ("triton", jnp.float32, True),
+        ("hopper", jnp.bfloat16, True),
+        pytest.param(
+            "triton", jnp.bfloat16, False, marks=pytest.mark.skipif(not ON_GPU, reason="needs a GPU")
+        ),
+        pytest.param(
+            "hopper",
+            jnp.bfloat16,
+            False,
+            marks=pytest.mark.skipif(not ON_HOPPER, reason="needs an H100 or an H200"),
+        ),
+    ],
+)
+def test_kernels_of_grouped_products_add_to_the_sum(kernel, dtype, interpret):
+    """Of three groups, one without rows, whose sum stays as it is."""
+    sizes, rng = (100, 0, 150), np.random.default_rng(1)
+    x, dy = (rng.integers(-3, 4, size=(256, width)).astype(np.float32) for width in (128, 256))
+    w = rng.integers(-3, 4, size=(3, 128, 256)).astype(np.float32)
+    total = rng.integers(-9, 9, size=w.shape).astype(np.float32)
+    x[250:], dy[250:] = np.nan, np.nan  # of no group
+
+    def function(w, x):
+        product = "ragged" if kernel == "megablox" else kernel
+        return grouped_matmul(x, w, jnp.array(sizes), kernel=product, gradient=kernel, interpret=interpret)
+
+    given = [jnp.asarray(a, dtype) for a in (w, x, dy)]
+    plan = split_backward(function, sums=[jnp.float32]).trace(*given[:2])
     assert list(plan.sums) == [0]
-    total = np.stack([SUM, -SUM])
 
-    def run(w, total):
-        _, _, residuals_i, residuals_w = plan.forward(w, X)
-        arguments = plan.backward_arguments(w, X, residuals_i, residuals_w, DY)
-        return evaluate(plan.programs.backward, [*arguments[:-1], total])[0]
+    def run(w, x, dy, total):
+        _, _, residuals_i, residuals_w = plan.forward(w, x)
+        arguments = plan.backward_arguments(w, x, residuals_i, residuals_w, dy)
+        whole = evaluate(plan.programs.backward, [*arguments[:-1], total])[0]
+        _, stash = plan.backward_input(w, x, residuals_i, residuals_w, dy)
+        return whole, evaluate(plan.programs.weight, [w, x, *residuals_w, *stash, total])[0]
 
-    wanted = total + np.stack([X[:100].T @ DY[:100], X[100:].T @ DY[100:]])
-    np.testing.assert_array_equal(step_by_step(run, both, total), wanted)
-    text = jax.make_jaxpr(run)(both, total)
+    ends = np.cumsum(sizes)
+    made = [x[end - size : end].T @ dy[end - size : end] for end, size in zip(ends, sizes, strict=True)]
+    for found in jax.jit(run)(*given, total):
+        np.testing.assert_array_equal(found, total + np.stack(made))
+    text = jax.make_jaxpr(run)(*given, total)
     assert not [eqn for eqn in named(text.jaxpr, "name") if eqn.params["name"] == GRADIENT_SUM]
 
 
