@@ -70,12 +70,12 @@ def product(
       [R, F] of x's dtype, with ``transpose`` [R, D]; zeros past the last group.
     """
     rows, width = x_RD.shape[0], w_GDF.shape[1 if transpose else 2]
-    x_RD = _rows(x_RD)
+    few = not transpose and rows <= _ROWS * len(sizes_G)
+    x_RD = _rows(x_RD, _ROWS if few else LANES)
     w_GDF = _padded(w_GDF, (0, -w_GDF.shape[1] % LANES, -w_GDF.shape[2] % LANES))
     if emulate:
         y_RF = _emulated_product(x_RD, w_GDF, sizes_G, transpose)[:rows, :width]
     else:
-        few = not transpose and rows <= _ROWS * len(sizes_G)
         num_read = min(rows, len(sizes_G)) if few else len(sizes_G)
         written = x_RD.shape[0] * width * x_RD.dtype.itemsize
         cost = _cost(x_RD, width, num_read * w_GDF.size // len(w_GDF) * x_RD.dtype.itemsize + written)
@@ -114,10 +114,10 @@ def gradient(x_RD: Array, dy_RF: Array, sizes_G: Array, *, emulate: bool = False
     return made if padded == shape else made[:, : shape[1], : shape[2]]
 
 
-def _rows(array: Array) -> Array:
-    """With zeros, so that there is a whole tile of rows, whose number 8 divides, and LANES their width."""
+def _rows(array: Array, least: int = LANES) -> Array:
+    """With zeros, so that there are so many rows at least, whose number 8 divides, and LANES their width."""
     rows, width = array.shape
-    return _padded(array, (max(LANES, -(-rows // 8) * 8) - rows, -width % LANES))
+    return _padded(array, (max(least, -(-rows // 8) * 8) - rows, -width % LANES))
 
 
 def _padded(array: Array, missing: tuple[int, ...]) -> Array:

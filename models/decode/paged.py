@@ -38,6 +38,8 @@ _SPLIT = 64
 rows, with the products before and behind it, took 38 us whole, 27 and 28 in four parts."""
 _SPLIT_IN_TWO = 256
 """The same of two or three parts: of 256 positions of 64 rows it took 40 us whole, 46 in two."""
+_WRITTEN_OUT = 8
+"""So many splits are put together term by term, in one kernel; of more, sums over an array are two."""
 _LOW = -1e30
 """A score that nothing has; finite, for its difference with itself is 0."""
 
@@ -101,9 +103,18 @@ def attend(
     made = once(_kernel(shape), cost, tables_BM, used_B, first_1, q_HTC, q_HTX, blocks_PKX, new_BKX)
     if shape.splits == 1:
         return made[0]
-    out_ZHTC, log_ZTH = made
-    share_ZTH = jax.nn.softmax(log_ZTH * math.log(2), axis=0)
-    return jnp.einsum("zth,zhtc->htc", share_ZTH, out_ZHTC).astype(q_HTC.dtype)
+    return _together(*made).astype(q_HTC.dtype)
+
+
+def _together(out_ZHTC: Array, log_ZTH: Array) -> Array:
+    """What a row's splits found, by the sums of their powers, whose logarithms to the base 2 are given: [H, T, C]."""
+    if len(log_ZTH) > _WRITTEN_OUT:
+        share_ZTH = jax.nn.softmax(log_ZTH * math.log(2), axis=0)
+        return jnp.einsum("zth,zhtc->htc", share_ZTH, out_ZHTC)
+    top_TH = functools.reduce(jnp.maximum, list(log_ZTH))
+    powers = [jnp.exp2(log_TH - top_TH).T[..., None] for log_TH in log_ZTH]
+    weighted = [out_HTC * power for out_HTC, power in zip(out_ZHTC, powers, strict=True)]
+    return functools.reduce(jnp.add, weighted) / functools.reduce(jnp.add, powers)
 
 
 class _Tile(NamedTuple):

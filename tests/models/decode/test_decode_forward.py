@@ -11,6 +11,7 @@ import pytest
 from models import v3
 from models.decode import Rows, decoder, init_cache, write
 from models.decode.attention import absorbing_is_cheaper
+from models.lazy import lazily
 from tests.models.decode.small_models import QUICK, random_params, small, whole
 
 LENGTHS = (11, 3, 8)
@@ -78,6 +79,30 @@ def test_prefill_and_decode_are_the_plain_forward(name, absorbed):
     wanted = np.asarray(whole(config, params, tokens))
     assert wanted.std() > 0.5
     np.testing.assert_allclose(served(config, params, tokens, absorbed), wanted, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("lazy", [False, True])
+def test_a_dense_layers_hidden_numbers_are_filled_up_with_zeros(lazy):
+    """As V2-Lite's 10,944 are to 11,008; of a small model, whose blocks would be mostly zeros, none."""
+    config = small(dense_hidden=1276, num_mtp_layers=0, num_dense_layers=1)
+    params = random_params(config, scale=0.1)
+    tokens = np.random.default_rng(0).integers(0, config.vocab, (3, TOTAL)).astype(np.int32)
+    wanted = np.asarray(whole(config, params, tokens))
+    if lazy:
+        made = decoder(config).prepare(lazily(params))["layers"][0]["block"]["mlp"]
+        made = jax.tree.map(np.asarray, made)
+    else:
+        made = decoder(config).prepare(params)["layers"][0]["block"]["mlp"]
+        np.testing.assert_allclose(served(config, params, tokens, True), wanted, rtol=1e-5, atol=1e-5)
+    for name, kernel in made.items():
+        own = np.asarray(params["shared"]["layers"][0]["mlp"][name]["kernel"])
+        grown = tuple(size + 4 * (size == 1276) for size in own.shape)
+        assert kernel["kernel"].shape == grown
+        np.testing.assert_array_equal(kernel["kernel"][: own.shape[0], : own.shape[1]], own)
+        assert np.count_nonzero(kernel["kernel"]) == np.count_nonzero(own)
+    narrow = small(dense_hidden=20)
+    weights = jax.eval_shape(decoder(narrow).prepare, random_params(narrow))
+    assert weights["layers"][0]["block"]["mlp"]["down_proj"]["kernel"].shape == (20, 16)
 
 
 def test_the_cache_is_as_narrow_as_published():

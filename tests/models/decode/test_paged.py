@@ -94,6 +94,18 @@ def test_rows_are_split_where_there_are_fewer_than_multiprocessors():
     assert paged.num_splits(500, 4096) == 1
 
 
+@pytest.mark.parametrize("splits", [2, 8, 9])
+def test_splits_are_put_together_by_what_their_powers_add_up_to(splits):
+    """One of them heard nothing, as where a row has fewer tiles than splits."""
+    rng = np.random.default_rng(splits)
+    found, log = rng.normal(size=(splits, 4, 3, 5)), rng.normal(scale=20.0, size=(splits, 3, 4))
+    log[1] = -1e30
+    powers = 2.0 ** (log - log.max(axis=0))
+    wanted = np.einsum("zth,zhtc->htc", powers / powers.sum(axis=0), found)
+    made = jax.jit(paged._together)(*(jnp.asarray(a, jnp.float32) for a in (found, log)))
+    np.testing.assert_allclose(made, wanted, rtol=1e-5, atol=1e-6)
+
+
 CONFIG = small(
     num_heads=8, q_lora_rank=0, kv_lora_rank=128, qk_rope_dim=64, num_groups=1, compute_dtype=jnp.bfloat16
 )
