@@ -404,18 +404,13 @@ def device(platform, kind, **more):
 
 
 def test_devices_without_the_type_are_refused():
-    for matmul in (False, True):
-        check_float8(jax.devices()[0], matmul=matmul)
-        check_float8(device("gpu", "NVIDIA H100 80GB HBM3", compute_capability="9.0"), matmul=matmul)
-        check_float8(device("gpu", "NVIDIA L4", compute_capability="8.9"), matmul=matmul)
-        check_float8(device("tpu", "TPU7x"), matmul=matmul)
-        with pytest.raises(
-            ValueError, match=r"A100.* has compute capability 8\.0, and e4m3 takes 8\.9 or above"
-        ):
-            check_float8(device("gpu", "NVIDIA A100-SXM4-80GB", compute_capability="8.0"), matmul=matmul)
-    check_float8(device("tpu", "TPU v5"), matmul=False)
-    with pytest.raises(ValueError, match="matrix units of TPU v5 take no e4m3.*Payloads may be float8 there"):
-        check_float8(device("tpu", "TPU v5"), matmul=True)
+    check_float8(jax.devices()[0])
+    check_float8(device("gpu", "NVIDIA H100 80GB HBM3", compute_capability="9.0"))
+    check_float8(device("gpu", "NVIDIA L4", compute_capability="8.9"))
+    check_float8(device("gpu", "one that tells none"))
+    check_float8(device("tpu", "TPU v5"))
+    with pytest.raises(ValueError, match=r"A100.* has compute capability 8\.0, and e4m3 takes 8\.9 or above"):
+        check_float8(device("gpu", "NVIDIA A100-SXM4-80GB", compute_capability="8.0"))
 
 
 def test_errors_say_what_does_not_fit():
