@@ -66,8 +66,8 @@ class StepOptions:
     attention: Literal["auto", "plain", "splash", "cudnn"] = "auto"
     """The kernel of attention. auto takes what suits the devices."""
     matmul: Literal["auto", "plain", "ragged", "megablox", "hopper", "triton", "float8"] = "auto"
-    """The kernel of the experts. auto takes what suits the devices; float8 computes in eight bits, as
-    DeepSeek-V3 was trained."""
+    """The kernel of the experts. auto takes what suits the devices; float8 rounds what that multiplies to
+    eight bits, as DeepSeek-V3 was trained."""
     shard: Shard = "nothing"
     """What is shared out over devices that would each hold the same. optimizer: the optimizer's state
     (ZeRO-1). parameters: the parameters, too (ZeRO-3). These are gathered once a step, before its first

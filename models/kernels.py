@@ -49,8 +49,9 @@ class Kernels:
         on CPU. The others leave equal groups in the order they arrive in, which accelerators read without a
         copy; unequal ones go to "ragged", ``lax.ragged_dot``, which a GPU multiplies once for each group; to
         "megablox", Pallas' grouped matmul for TPU, for buffers that 128 divides; to "hopper", Pallas' for H100
-        and H200, for 16 bits; or to "triton", ours for any GPU from the A100 on. "float8" multiplies in eight
-        bits, forward and backward, on devices that ``parallel.check_float8`` takes.
+        and H200, for 16 bits; or to "triton", ours for any GPU from the A100 on. "float8" rounds what is
+        multiplied to eight bits, forward and backward, on devices that ``parallel.check_float8`` takes, and
+        multiplies it as "auto" does.
       interpret: run Pallas kernels in interpret mode, for tests on a CPU.
 
     Raises:
@@ -87,12 +88,13 @@ class Kernels:
     def multiply(self, platform: str) -> Callable[..., Array]:
         """Return the experts' matmul for "cpu", "gpu" or "tpu"; see ``parallel.expert_matmul``."""
         self._refuse_foreign("matmul", self.matmul, platform)
-        if self.matmul != "auto":
-            return functools.partial(expert_matmul, kernel=self.matmul, interpret=self.interpret)
+        how: dict[str, Any] = {"interpret": self.interpret, "float8": self.matmul == "float8"}
+        if self.matmul != "auto" and self.matmul != "float8":
+            return functools.partial(expert_matmul, kernel=self.matmul, **how)
         if platform == "gpu":
-            return functools.partial(_on_gpu, interpret=self.interpret)
+            return functools.partial(_on_gpu, **how)
         product, gradient = BY_DEVICE[platform]
-        return functools.partial(expert_matmul, kernel=product, gradient=gradient, interpret=self.interpret)
+        return functools.partial(expert_matmul, kernel=product, gradient=gradient, **how)
 
     def _refuse_foreign(self, what: str, kernel: str, platform: str) -> None:
         home = _HOMES.get(kernel, platform)
@@ -118,9 +120,10 @@ class Kernels:
             )
         elif self.attention == "auto":
             attention = "attention splash where 128 divides the sequence, else plain"
-        if dispatch == "capacity" and self.matmul != "float8":
+        by_device = self.matmul in ("auto", "float8")
+        if dispatch == "capacity":
             experts = "experts one batched product"
-        elif self.matmul == "auto" and platform == "gpu":
+        elif by_device and platform == "gpu":
             row = on_this_gpu(dtype)
             experts = f"experts {BY_DEVICE[row][0]}"
             if row == "old_gpu":
@@ -129,8 +132,10 @@ class Kernels:
                 )
             elif row != on_this_gpu(jnp.bfloat16):
                 experts += "; --precision bfloat16 has a faster kernel"
-        elif self.matmul == "auto":
+        elif by_device:
             experts = "experts ragged, gradients megablox"
+        if self.matmul == "float8":
+            experts += "; what they multiply in eight bits"
         return f"{attention}; {experts}"
 
 
@@ -143,9 +148,9 @@ def on_this_gpu(dtype: Any) -> str:
     return gpu_row(compute_capability(), dtype)
 
 
-def _on_gpu(rows: Array, w_LDF: Array, handle: Handle, *, interpret: bool) -> Array:
+def _on_gpu(rows: Array, w_LDF: Array, handle: Handle, **how: bool) -> Array:
     product, gradient = BY_DEVICE[on_this_gpu(rows.dtype)]
-    return expert_matmul(rows, w_LDF, handle, kernel=product, gradient=gradient, interpret=interpret)
+    return expert_matmul(rows, w_LDF, handle, kernel=product, gradient=gradient, **how)
 
 
 def _where_it_fits(

@@ -181,7 +181,7 @@ def make_model(
 def check_eight_bits(step: StepOptions, device: jax.Device) -> None:
     """Raise ValueError where float8 is asked for, and the device has no such type."""
     if "float8" in (step.dispatch_payload, step.matmul):
-        check_float8(device, matmul=step.matmul == "float8")
+        check_float8(device)
 
 
 def refuse_eight_bits(config: TrainConfig, device: jax.Device) -> None:

@@ -21,14 +21,13 @@ Shape suffixes are those of ``expert_plan``, and D model dim.
 
 import functools
 from dataclasses import replace
-from typing import Literal
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
 from dualpipe_jax.arguments import typechecked
-from dualpipe_jax.parallel.expert_groups import Kernel, check_kernel, grouped_matmul
+from dualpipe_jax.parallel.expert_groups import Kernel, check_kernel, multiply_groups
 from dualpipe_jax.parallel.expert_plan import Handle
 from dualpipe_jax.parallel.float8_matmul import float8_matmul
 from dualpipe_jax.parallel.wire import Way, carry
@@ -148,9 +147,10 @@ def expert_matmul(
     w_LDF: Array,
     handle: Handle,
     *,
-    kernel: Kernel | Literal["float8"] = "plain",
+    kernel: Kernel = "plain",
     gradient: Kernel | None = None,
     interpret: bool = False,
+    float8: bool = False,
 ) -> Array:
     """Multiply each dispatched row by its expert's matrix; rows as ``dispatch`` returned them.
 
@@ -169,10 +169,8 @@ def expert_matmul(
       rows: [L, N, C, D] or [R, D].
       w_LDF: the local experts' matrices, of the rows' dtype.
       handle: the one given to ``dispatch``.
-      kernel: for unequal groups see ``grouped_matmul``. Equal ones are one batched matmul: with "plain", N and
-        C are merged into one dim, which is faster on CPU; otherwise they stay apart, since accelerators would
-        copy the rows to merge them. "float8" multiplies in eight bits, see ``float8_matmul``.
-      gradient, interpret: see ``grouped_matmul``.
+      kernel, gradient, interpret: see ``multiply_groups``.
+      float8: round what is multiplied to eight bits, forward and backward, see ``float8_matmul``.
 
     Returns:
       [L, N, C, F] or [R, F].
@@ -181,7 +179,7 @@ def expert_matmul(
       ValueError: there is no such kernel.
 
     """
-    check_kernel("expert_matmul", kernel, "float8")
+    check_kernel("expert_matmul", kernel)
     _check_rows("expert_matmul: rows", rows, handle)
     wanted = (w_LDF.shape[0] if handle.capacity is None else rows.shape[0], rows.shape[-1])
     if w_LDF.shape[:2] != wanted:
@@ -189,19 +187,9 @@ def expert_matmul(
             f"expert_matmul: rows {list(rows.shape)} ask for w_LDF of shape [{wanted[0]}, {wanted[1]}, F], got "
             f"{list(w_LDF.shape)}."
         )
-    if kernel == "float8":
-        if handle.group_sizes_L is not None:
-            return float8_matmul(rows, w_LDF, handle.group_sizes_L)
-        return float8_matmul(rows.reshape(rows.shape[0], -1, rows.shape[-1]), w_LDF).reshape(
-            *rows.shape[:-1], -1
-        )
-    if handle.group_sizes_L is not None:
-        sizes_L = handle.group_sizes_L
-        return grouped_matmul(rows, w_LDF, sizes_L, kernel=kernel, gradient=gradient, interpret=interpret)
-    if kernel != "plain":
-        return jnp.einsum("lncd,ldf->lncf", rows, w_LDF)
-    L, N, C, D = rows.shape
-    return jnp.einsum("lsd,ldf->lsf", rows.reshape(L, N * C, D), w_LDF).reshape(L, N, C, -1)
+    multiply = float8_matmul if float8 else multiply_groups
+    sizes_L = handle.group_sizes_L
+    return multiply(rows, w_LDF, sizes_L, kernel=kernel, gradient=gradient, interpret=interpret)
 
 
 def _exchange(rows_SD: Array, handle: Handle) -> Array:

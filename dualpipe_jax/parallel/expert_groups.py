@@ -9,7 +9,7 @@ Shape suffixes: R rows, G groups, D in, F out; B rows of a block.
 """
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple, get_args
 
 import jax
@@ -44,6 +44,40 @@ def gpu_row(capability: tuple[int, ...], dtype: Any) -> str:
 
 _ROWS = 128
 """Megablox takes whole tiles of so many rows."""
+
+
+def multiply_groups(
+    rows: Array,
+    w_GDF: Array,
+    group_sizes_G: Array | None,
+    *,
+    kernel: Kernel = "plain",
+    gradient: Kernel | None = None,
+    interpret: bool = False,
+) -> Array:
+    """Multiply each group of rows by its own matrix.
+
+    Args:
+      rows: without group sizes those of equal groups, [G, ..., D]; with them [R, D].
+      w_GDF: of the rows' dtype.
+      group_sizes_G: see ``grouped_matmul``.
+      kernel: for unequal groups see ``grouped_matmul``. Equal ones are one batched matmul: with "plain" all dims of a
+        group's rows are merged into one, which is faster on CPU; otherwise they stay apart, since accelerators would
+        copy the rows to merge them.
+      gradient, interpret: see ``grouped_matmul``.
+
+    Returns:
+      [G, ..., F] or [R, F].
+
+    """
+    if group_sizes_G is not None:
+        return grouped_matmul(
+            rows, w_GDF, group_sizes_G, kernel=kernel, gradient=gradient, interpret=interpret
+        )
+    if kernel != "plain":
+        return jnp.einsum("g...d,gdf->g...f", rows, w_GDF)
+    merged_GMD = rows.reshape(rows.shape[0], -1, rows.shape[-1])
+    return jnp.einsum("gmd,gdf->gmf", merged_GMD, w_GDF).reshape(*rows.shape[:-1], -1)
 
 
 @typechecked
@@ -92,7 +126,7 @@ def grouped_matmul(
     # A row alone is a vector: its product takes an eighth of that of eight rows, whose matrix is packed first.
     one_by_one = block is None and R < 8 * G
     if block is None:
-        block = block_of(R, G)
+        block = _block_of(R, G)
     if block < 1:
         raise ValueError(f"grouped_matmul: block must be at least 1, got {block}.")
     if kernel == "megablox" and R % _ROWS:
@@ -112,14 +146,13 @@ def grouped_matmul(
     return _grouped(how, *vary_alike((x_RD, w_GDF, group_sizes_G.astype(jnp.int32))))
 
 
-def check_kernel(where: str, kernel: str, *more: str) -> None:
-    """Raise ValueError for a kernel that there is not; ``more`` are others that there are."""
-    known = (*get_args(Kernel), *more)
-    if kernel not in known:
-        raise ValueError(f"{where}: kernel is {kernel!r}, must be one of {', '.join(known)}.")
+def check_kernel(where: str, kernel: str) -> None:
+    """Raise ValueError for a kernel that there is not."""
+    if kernel not in get_args(Kernel):
+        raise ValueError(f"{where}: kernel is {kernel!r}, must be one of {', '.join(get_args(Kernel))}.")
 
 
-def block_of(num_rows: int, num_groups: int) -> int:
+def _block_of(num_rows: int, num_groups: int) -> int:
     """A power of two near a quarter of the mean group if all rows were filled, between 8 and 64."""
     block = 8
     while block < 64 and 4 * 2 * block <= num_rows // max(num_groups, 1):
@@ -215,46 +248,17 @@ def _tiles(shape: tuple[int, ...], width: int) -> tuple[int, int, int]:
     return rows, min(shape[1], 1024), min(width, 1024)
 
 
-Tree = Any
-
-
 def _by_blocks(block: int, x_RD: Array, w_GDF: Array, sizes_G: Array) -> Array:
-    return multiply_blocks(block, jnp.matmul, x_RD, w_GDF, sizes_G, x_RD.dtype)
-
-
-def multiply_blocks(
-    block: int,
-    multiply: Callable[[Tree, Tree], Array],
-    rows: Tree,
-    matrices: Tree,
-    sizes_G: Array,
-    dtype: Any,
-) -> Array:
-    """Multiply blocks of each group's rows by its matrix.
-
-    Args:
-      block: rows of a block, B, at most R.
-      multiply: from rows [B, ...] and a matrix to [B, F].
-      rows: arrays [R, ...].
-      matrices: arrays [G, ...].
-      sizes_G: rows of each group.
-      dtype: of the result.
-
-    Returns:
-      [R, F]; zeros past the last group.
-
-    """
     # The slice of a matrix is a copy: none is made for a group without rows.
     groups_G, starts_G, ends_G = filled(sizes_G, len(sizes_G))
-    num_rows = jax.tree.leaves(rows)[0].shape[0]
 
     def group(place, y_RF):
         start, end = starts_G[place], ends_G[place]
-        matrix = jax.tree.map(lambda leaf: leaf[groups_G[place]], matrices)
+        w_DF = w_GDF[groups_G[place]]
 
         def one(b, y_RF):
-            read, here_B = _window(block, num_rows, start, end, b)
-            y_BF = multiply(_slices(rows, read, block), matrix).astype(dtype)
+            read, here_B = _window(block, x_RD.shape[0], start, end, b)
+            y_BF = lax.dynamic_slice_in_dim(x_RD, read, block) @ w_DF
             # The window may reach into other groups: their rows stay as they are.
             old_BF = lax.dynamic_slice_in_dim(y_RF, read, block)
             return lax.dynamic_update_slice_in_dim(
@@ -263,32 +267,12 @@ def multiply_blocks(
 
         return lax.fori_loop(0, -((start - end) // block), one, y_RF)
 
-    first = jax.eval_shape(multiply, _slices(rows, 0, block), jax.tree.map(lambda leaf: leaf[0], matrices))
-    zeros_RF = jnp.zeros((num_rows, first.shape[1]), dtype)
+    zeros_RF = jnp.zeros((x_RD.shape[0], w_GDF.shape[2]), x_RD.dtype)
     num_filled = jnp.sum(sizes_G > 0, dtype=jnp.int32)
-    return lax.fori_loop(0, num_filled, group, vary(zeros_RF, varying_axes(jax.tree.leaves(rows)[0])))
-
-
-def _slices(rows: Tree, start: Any, block: int) -> Tree:
-    return jax.tree.map(lambda leaf: lax.dynamic_slice_in_dim(leaf, start, block), rows)
+    return lax.fori_loop(0, num_filled, group, vary(zeros_RF, varying_axes(x_RD)))
 
 
 def _outer_by_blocks(block: int, x_RD: Array, dy_RF: Array, sizes_G: Array) -> Array:
-    product = functools.partial(jnp.einsum, "bd,bf->df", preferred_element_type=jnp.float32)
-    return sum_blocks(block, product, x_RD, dy_RF, sizes_G)
-
-
-def sum_blocks(
-    block: int, product: Callable[[Array, Array], Array], x_RD: Array, dy_RF: Array, sizes_G: Array
-) -> Array:
-    """Sum over blocks of each group's rows what ``product`` makes of them: [B, D] and [B, F] to float32 [D, F].
-
-    Rows that are not the group's are zeros.
-
-    Returns:
-      float32 [G, D, F].
-
-    """
     ends_G = jnp.cumsum(sizes_G)
 
     def group(g):
@@ -300,7 +284,7 @@ def sum_blocks(
             dy_BF = lax.dynamic_slice_in_dim(dy_RF, start, block)
             # Both: what lies past the groups may be anything, and 0 * nan is nan.
             x_BD, dy_BF = (jnp.where(here_B[:, None], rows, 0) for rows in (x_BD, dy_BF))
-            return dw_DF + product(x_BD, dy_BF)
+            return dw_DF + jnp.einsum("bd,bf->df", x_BD, dy_BF, preferred_element_type=jnp.float32)
 
         zeros_DF = jnp.zeros((x_RD.shape[1], dy_RF.shape[1]), jnp.float32)
         return lax.fori_loop(0, -(-size // block), one, vary(zeros_DF, varying_axes(x_RD)))

@@ -65,7 +65,7 @@ def combine_product(
       [T, D].
 
     """
-    if "float8" in (handle.payload, getattr(matmul, "keywords", {}).get("kernel")):
+    if handle.payload == "float8" or getattr(matmul, "keywords", {}).get("float8"):
         return combine(matmul(hidden, w_LFD, handle), weights_TK, handle)
     leaves, tree = jax.tree.flatten(handle)
     hidden, w_LFD, weights_TK, *leaves = vary_alike((hidden, w_LFD, weights_TK, *leaves))

@@ -34,9 +34,6 @@ _EXPONENT_OF_LARGEST = 8
 FIRST_GPU = (8, 9)
 """The compute capability of the first GPUs (Ada, Hopper) with this type."""
 
-TPUS = ("tpu7x",)
-"""TPU generations whose matrix units multiply it; the compiler of the others only converts it."""
-
 
 class Tiled(NamedTuple):
     """An array in eight bits.
@@ -116,42 +113,27 @@ def decode(bytes_SW: Array, dim: int, dtype: Any) -> Array:
     return dequantize(Tiled(values, _from_exponent(bytes_SW[..., dim:])), (1, TILE), dtype)
 
 
-def check_device(device: Any, *, matmul: bool) -> None:
-    """Refuse a device that float8 is not for.
+def check_device(device: Any) -> None:
+    """Refuse a device that does not convert to float8.
 
-    CPUs convert and multiply by way of float32: the numbers are those of any other device, and nothing is faster. All
-    TPUs convert, so that payloads are halved everywhere; only those of ``TPUS`` multiply. GPUs do both from
-    ``FIRST_GPU`` on.
+    CPUs and TPUs do, and GPUs from ``FIRST_GPU`` on. None multiplies in float8 here: see ``float8_matmul``.
 
     Args:
       device: a device of JAX's, present or only compiled for.
-      matmul: whether it is to multiply in float8, and not only to convert.
 
     Raises:
-      ValueError: the device has no such type, or no matrix units for it.
+      ValueError: the device has no such type.
 
     """
-    kind = device.device_kind
-    if device.platform in ("gpu", "cuda", "rocm"):
-        capability = getattr(device, "compute_capability", None)
-        if capability is not None and _version(str(capability)) < FIRST_GPU:
-            raise ValueError(
-                f"float8: {kind} has compute capability {capability}, and e4m3 takes 8.9 or above (Ada, Hopper, "
-                f"Blackwell). {_INSTEAD}"
-            )
-    elif device.platform == "tpu" and matmul and not _is_newest_tpu(kind):
+    capability = getattr(device, "compute_capability", None)
+    if device.platform not in ("gpu", "cuda", "rocm") or capability is None:
+        return
+    if _version(str(capability)) < FIRST_GPU:
         raise ValueError(
-            f"float8: the matrix units of {kind} take no e4m3; those of TPU 7x do. Payloads may be float8 there, the "
-            f"experts' matmul may not. {_INSTEAD}"
+            f"float8: {device.device_kind} has compute capability {capability}, and e4m3 takes 8.9 or above (Ada, "
+            "Hopper, Blackwell). Leave the experts' matmul and the dispatch's payload as they are by default."
         )
-
-
-_INSTEAD = "Leave the experts' matmul and the dispatch's payload as they are by default."
 
 
 def _version(text: str) -> tuple[int, ...]:
     return tuple(int(part) for part in text.split(".")) if text.replace(".", "").isdigit() else FIRST_GPU
-
-
-def _is_newest_tpu(kind: str) -> bool:
-    return any(name in kind.lower().replace(" ", "") for name in TPUS)

@@ -130,11 +130,13 @@ def test_weight_gradients_stay_in_w_and_exchanges_in_i():
     experts = 3 * 2 * rows * WIDE.dim * WIDE.expert_hidden
     assert ours.flops.weight == experts + 2 * tokens * WIDE.dim * WIDE.num_experts
     walked = split_plan("dropless", True)
+    assert walked.flops == split_plan("dropless", False).flops
     assert [applied(walked, part)["all_to_all"] for part in ("forward", "input", "weight")] == [3, 2, 0]
     assert applied(walked, "weight")["while"] == applied(walked, "input")["while"] > 0
 
 
-def test_what_waits_for_the_weights_gradients_waits_in_eight_bits():
+@pytest.mark.parametrize("dispatch", ["capacity", "dropless"])
+def test_what_waits_for_the_weights_gradients_waits_in_eight_bits(dispatch):
     """Inputs of the three matmuls, of which two have the same, and gradients of their outputs."""
     rows = 2 * 2 * 32
     numbers = rows * (WIDE.dim + WIDE.expert_hidden) + rows * (WIDE.dim + 2 * WIDE.expert_hidden)
@@ -144,6 +146,6 @@ def test_what_waits_for_the_weights_gradients_waits_in_eight_bits():
         large = [kind for kind in kinds if kind.size >= rows * WIDE.expert_hidden]
         return sum(kind.size * kind.dtype.itemsize for kind in large), {kind.dtype for kind in large}
 
-    ours, plain = waiting(split_plan("capacity", True)), waiting(split_plan("capacity", False))
+    ours, plain = waiting(split_plan(dispatch, True)), waiting(split_plan(dispatch, False))
     assert ours == (numbers, {jnp.dtype(jnp.float8_e4m3fn)})
     assert plain == (2 * numbers, {jnp.dtype(jnp.bfloat16)})

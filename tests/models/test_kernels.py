@@ -397,8 +397,12 @@ def test_a_run_on_a_gpu_is_told_its_kernels(case):
     kind, dtype, dispatch = case
     device = jax.sharding.AbstractDevice(f"NVIDIA {kind}", 100, "gpu")
     with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((1,), ("x",), abstract_device=device)):
-        told = Kernels().describe("gpu", v3(compute_dtype=jnp.dtype(dtype)), dispatch)
+        told, rounded = (
+            Kernels(matmul=matmul).describe("gpu", v3(compute_dtype=jnp.dtype(dtype)), dispatch)
+            for matmul in ("auto", "float8")
+        )
     assert told.endswith(SAYS[case])
+    assert rounded == f"{told}; what they multiply in eight bits"
 
 
 @pytest.mark.parametrize("capability", [(8, 0), (7, 0)], ids=["A100", "V100"])
@@ -412,6 +416,27 @@ def test_experts_are_multiplied_by_what_a_gpu_has(capability, monkeypatch):
     monkeypatch.setattr("models.kernels.compute_capability", lambda: capability)
     found = Kernels(interpret=True).multiply("gpu")(rows, w, handle)
     np.testing.assert_allclose(found, np.concatenate([rows[:2] @ w[0], rows[2:] @ w[1]]), rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "platform, capability, dtype, row",
+    [
+        ("gpu", (9, 0), jnp.bfloat16, "hopper"),
+        ("gpu", (9, 0), jnp.float32, "gpu"),
+        ("gpu", (8, 9), jnp.bfloat16, "gpu"),
+        ("tpu", None, jnp.bfloat16, "tpu"),
+        ("cpu", None, jnp.bfloat16, "cpu"),
+    ],
+)
+def test_eight_bits_are_multiplied_by_what_multiplies_all_else(platform, capability, dtype, row, monkeypatch):
+    asked = []
+    monkeypatch.setattr("models.kernels.compute_capability", lambda: capability)
+    monkeypatch.setattr("models.kernels.expert_matmul", lambda *args, **how: asked.append(how))
+    for matmul in ("auto", "float8"):
+        Kernels(matmul=matmul).multiply(platform)(jnp.ones((4, 2), dtype), None, None)
+    product, gradient = BY_DEVICE[row]
+    wanted = {"kernel": product, "gradient": gradient, "interpret": False}
+    assert asked == [wanted | {"float8": False}, wanted | {"float8": True}]
 
 
 @pytest.mark.parametrize("kernels, ask, says", [

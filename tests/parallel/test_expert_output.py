@@ -26,7 +26,7 @@ from tests.parallel.expert_layers import (
 )
 
 E = 8
-EXACT = functools.partial(expert_matmul, kernel="float8")
+EXACT = functools.partial(expert_matmul, float8=True)
 TOPK = expert_layers.choices(TOKENS, E)
 plan_of = functools.partial(expert_layers.plan_of, num_experts=E)
 
@@ -109,6 +109,19 @@ def test_eight_bits_are_as_exact_as_ever(apply, method, num_ep):
     ours, plain = run("float8", EXACT), run("plain", expert_matmul)
     assert all(np.any(leaf != 0) for leaf in jax.tree.leaves(plain))
     jax.tree.map(np.testing.assert_array_equal, ours, plain)
+
+
+def test_rounded_products_stay_apart():
+    """The gradients of weights are of outputs as they were, not of rounded gradients."""
+    rng, D, F = np.random.default_rng(3), 12, 20
+    shapes = (TOKENS, D), (E, D, F), (E, F, D), (TOKENS, K), (TOKENS, D)
+    *args, target = (rng.normal(size=shape).astype(np.float32) for shape in shapes)
+    make = plan_of("capacity", axis_name=None)
+    fused, apart = (
+        with_gradients(functools.partial(apply, make=make, matmul=EXACT), target)(args, TOPK)
+        for apply in (fused_linear_layer, linear_layer)
+    )
+    jax.tree.map(np.testing.assert_array_equal, fused, apart)
 
 
 @pytest.mark.parametrize("apply, exchanges, products", [(layer, 6, 8), (fused_layer, 7, 7)])

@@ -96,9 +96,7 @@ def test_a_kernel_that_there_is_not():
     """Misspelt, it once multiplied by another."""
     rows, w = jnp.ones((2, 1, 3, D)), jnp.ones((2, D, D))
     handle = plan_capacity(jnp.zeros((3, 1), jnp.int32), 2)
-    with pytest.raises(
-        ValueError, match=r"expert_matmul\(\) parameter kernel='raged' .*'plain', 'ragged', .*float8"
-    ):
+    with pytest.raises(ValueError, match=r"expert_matmul\(\) parameter kernel='raged' .*'plain', 'ragged'"):
         expert_matmul(rows, w, handle, kernel="raged")
     with pytest.raises(ValueError, match="kernel='float8' .*'plain', 'ragged'"):
         grouped_matmul(rows.reshape(-1, D), w, jnp.array([3, 3]), kernel="float8")

@@ -163,10 +163,12 @@ def test_eight_bits_are_named_on_the_first_screen_and_refused_where_there_are_no
     sent, multiplied = configure(dispatch_payload="float8"), configure(matmul="float8")
     assert model.describe_dispatch(sent) == "dropless: every token reaches its experts; sent in eight bits"
     v5p = types.SimpleNamespace(platform="tpu", device_kind="TPU v5")
-    model.refuse_eight_bits(sent, v5p)
-    model.refuse_eight_bits(multiplied, jax.devices()[0])
-    with pytest.raises(ConfigError, match="--dispatch-payload plain --matmul float8: .*TPU v5 take no e4m3"):
-        model.refuse_eight_bits(multiplied, v5p)
+    a100 = types.SimpleNamespace(platform="gpu", device_kind="NVIDIA A100", compute_capability="8.0")
+    for asked in (sent, multiplied):
+        model.refuse_eight_bits(asked, v5p)
+        model.refuse_eight_bits(asked, jax.devices()[0])
+    with pytest.raises(ConfigError, match="--dispatch-payload plain --matmul float8: .*A100 has .* 8.0"):
+        model.refuse_eight_bits(multiplied, a100)
 
 
 def test_every_held_out_window_counts_once():
