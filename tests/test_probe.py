@@ -242,7 +242,7 @@ def test_more_devices_than_there_are(here, capfd):
 )
 def test_the_setting(broken, setting):
     results = EVERYTHING | {name: {"ok": False, "why": "hung"} for name in broken}
-    found = verdict(results)
+    found = verdict(results, "loop")
     assert found.divergence == setting and found.told
     text = " ".join(found.sentences)
     assert (f'divergence="{setting}"' in text) if setting else "Nothing works" in text
@@ -250,12 +250,20 @@ def test_the_setting(broken, setting):
         assert stands(results, form) == (not any(name.endswith(form) for name in broken)), form
 
 
+def test_the_setting_is_the_default_of_the_platform():
+    found = verdict(EVERYTHING, "switch")
+    assert found.divergence == "switch"
+    assert found.sentences[0].startswith('Use Pipeline(..., divergence="switch"), which is the default here')
+    broken = EVERYTHING | {"guard-switch": {"ok": False, "why": "hung"}}
+    assert verdict(broken, "switch").divergence == "loop"
+
+
 def test_what_was_not_tried_is_not_said_to_work():
     alone = {f"{trial}-{form}": {"skipped": "--pp 1: one rank"} for form in BARE for trial in [*TRIALS][:3]}
-    found = verdict(alone)
+    found = verdict(alone, "loop")
     assert (found.divergence, found.told) == (None, False)
     assert found.sentences[0].startswith("Too little was tried")
-    found = verdict(alone | {f"units-{form}": WORKS for form in FORMS})
+    found = verdict(alone | {f"units-{form}": WORKS for form in FORMS}, "loop")
     assert found.divergence == "loop"
     assert "Of ranks that part ways nothing was learnt (--pp 1: one rank)." in found.sentences
 
@@ -274,8 +282,10 @@ def test_a_step_that_does_not_repeat(in_order, words):
         {} if in_order is None else {"repeats-in-order": loose | {"differ": in_order}}
     )
     assert outcome(loose) == "differs in 2 of 6 arrays: [0][0], [1]['shared']"
-    assert f"Run again, a step differs in its last bits; {words}" in " ".join(verdict(results).sentences)
-    assert "Run again" not in " ".join(verdict({"repeats": loose | {"differ": []}}).sentences)
+    assert f"Run again, a step differs in its last bits; {words}" in " ".join(
+        verdict(results, "loop").sentences
+    )
+    assert "Run again" not in " ".join(verdict({"repeats": loose | {"differ": []}}, "loop").sentences)
 
 
 def test_a_step_is_run_again_as_it_is_and_with_sums_in_order(here, capfd):
@@ -319,7 +329,7 @@ def test_slow_links_and_cheap_guards_are_named():
         "cost-loop": {"skipped_seconds": 5e-6, "taken_seconds": 9e-5},
         "cost-switch": {"skipped_seconds": 1e-6, "taken_seconds": 2e-5},
     }
-    text = " ".join(verdict(EVERYTHING | more).sentences)
+    text = " ".join(verdict(EVERYTHING | more, "loop").sentences)
     assert "Slow links, in the median of all groups, all-to-all within a group: rank 2 50%." in text
     assert 'Guards of the form "switch" take 70 us less a tick' in text
     assert outcome(more["rate-all-to-all"]) == "1 GB/s, 1 us each"

@@ -69,7 +69,7 @@ class Probe:
         self._check()
         found = self.explore(_chosen(self.only))
         results = found["results"]
-        result = verdict(results)
+        result = verdict(results, found["devices"].get("usual_divergence", "loop"))
         self.output.write_text(json.dumps(rates_file(found, result.divergence), indent=2) + "\n")
         say_written(self.output)
         if self.json:

@@ -15,6 +15,19 @@ Divergence = Literal["loop", "switch", "none"]
 or not at all: every rank runs every unit that some rank has in that tick, and keeps what it wants."""
 
 
+GPU = frozenset({"gpu", "cuda", "rocm"})
+"""Names of the platform, of devices that are there and of those that are compiled for."""
+
+
+def usual_divergence(platform: str | None) -> Divergence:
+    """The form that suits devices of a platform, None of no devices: "switch" on GPUs from JAX 0.11 on, else "loop".
+
+    On a GPU each loop waits for the host, and a conditional once. On an H200 four schedules took 1 to 2 % less with it,
+    of units of some milliseconds. The compiler of JAX 0.10 copies all pools and sums in every branch.
+    """
+    return "switch" if platform in GPU and jax.__version_info__ >= (0, 11) else "loop"
+
+
 def run_if(
     wanted: jax.Array, work: Callable[..., Any], state: Any, *operands: Any, sums: Collection[Entry] = ()
 ) -> Any:

@@ -12,7 +12,7 @@ from dualpipe_jax.arguments import typechecked
 from dualpipe_jax.contract import PipelineModel, Report, StagedModel, Tree, staged
 from dualpipe_jax.engine import checks, forms, nans, spmd
 from dualpipe_jax.engine.differentiable import differentiable, for_figures
-from dualpipe_jax.engine.guard import Divergence
+from dualpipe_jax.engine.guard import Divergence, usual_divergence
 from dualpipe_jax.engine.program import Outputs, Repeated
 from dualpipe_jax.engine.spmd import Results
 from dualpipe_jax.engine.stages import broadcast, from_placed, to_placed
@@ -99,7 +99,8 @@ class Pipeline:
       divergence: how ranks part ways in a tick: "loop", each unit a loop of zero or one trips; "switch", one
         conditional: a single round trip to the host on GPU, where each loop is one, but before JAX 0.11 all slot pools
         and sums are copied at every tick there; "none", every rank runs each unit that some rank has in that tick,
-        results masked, for machines on which groups of devices may not part ways. The results are equal.
+        results masked, for machines on which groups of devices may not part ways. The results are equal. None: "switch"
+        on GPUs with JAX 0.11 or later, else "loop".
       check_vma: let ``shard_map`` check over which axes values vary.
       debug_nans: raise when a loss or a gradient is not finite, naming the microbatch and stage where that began.
 
@@ -119,14 +120,15 @@ class Pipeline:
     fuse_pairs: bool | None = None
     idle_sends: bool | None = None
     wide_gradients: bool | None = None
-    divergence: Divergence = "loop"
+    divergence: Divergence | None = None
     check_vma: bool = False
     debug_nans: bool = False
 
     def __post_init__(self):
         checks.check_mesh(self.schedule, self.mesh)
         checks.check_model(self._model, self.schedule)
-        checks.check_choice("divergence", self.divergence, Divergence)
+        if self.divergence is not None:
+            checks.check_choice("divergence", self.divergence, Divergence)
 
     @functools.cached_property
     def value_and_grad(self) -> Callable[..., tuple[tuple[jax.Array, Report], Tree]]:
@@ -280,8 +282,12 @@ class Pipeline:
         return staged(self.model, self.schedule.placement.num_model_stages)
 
     @property
+    def _platform(self) -> str | None:
+        return self.mesh.devices.flat[0].platform if isinstance(self.mesh, Mesh) else None
+
+    @property
     def _on_cpu(self) -> bool:
-        return isinstance(self.mesh, Mesh) and self.mesh.devices.flat[0].platform == "cpu"
+        return self._platform == "cpu"
 
     def _reachable(self, leaf: Any) -> Any:
         """The leaf where a program of this mesh takes it."""
@@ -331,7 +337,7 @@ class Pipeline:
             fuse_pairs=self._fuses,
             idle_sends=not self._on_cpu if self.idle_sends is None else self.idle_sends,
             wide_gradients=not self._on_cpu if self.wide_gradients is None else self.wide_gradients,
-            divergence=self.divergence,
+            divergence=self.divergence or usual_divergence(self._platform),
             input_grads=self.input_grads,
             check_vma=self.check_vma,
             debug_nans=self.debug_nans,

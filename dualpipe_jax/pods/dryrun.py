@@ -10,6 +10,7 @@ from typing import Any, Literal, NamedTuple
 from jax.errors import JaxRuntimeError
 
 from dualpipe_jax import inspect
+from dualpipe_jax.engine.guard import usual_divergence
 from dualpipe_jax.inspect.dump import find_program
 from dualpipe_jax.inspect.lanes import DIRECTION_NAMES, Names
 from dualpipe_jax.inspect.measured import measured_rates, read_rates
@@ -322,7 +323,8 @@ def guards_of(request: Request, target: Target) -> float:
     if request.rates is None:
         return 0.0
     guards = read_rates(request.rates).get("guards", {})
-    return target.device.clock * guards.get("loop", {}).get("taken_seconds", 0.0)
+    form = usual_divergence(target.platform)
+    return target.device.clock * guards.get(form, {}).get("taken_seconds", 0.0)
 
 
 def read_text(request: Request, target: Target) -> Compiled:

@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 
+from dualpipe_jax.engine.guard import usual_divergence
 from dualpipe_jax.inspect.compiler import IN_ORDER
 from dualpipe_jax.probe import diverging, layer, parts, timing, units
 from dualpipe_jax.probe.diverging import has_groups, has_ranks
@@ -100,4 +101,5 @@ def describe(place: Place) -> dict[str, Any]:
         "pp": place.pp,
         "ep": place.ep,
         "jax": jax.__version__,
+        "usual_divergence": usual_divergence(device.platform),
     }

@@ -51,7 +51,6 @@ ALL = (
 """Names of the experiments, as they are done if nothing else is asked for."""
 
 _NAMES = {"loop": "loop of zero or one trips", "switch": "conditional"}
-_DEFAULT: Form = "loop"
 _SLOW = 0.7
 """A group's rate in the median of all below which it is worth a mention."""
 
@@ -117,13 +116,13 @@ def _repeated(result: Mapping[str, Any]) -> str:
     return f"differs in {len(result['differ'])} of {result['leaves']} arrays: {', '.join(result['differ'])}"
 
 
-def verdict(results: Mapping[str, Mapping[str, Any]]) -> Verdict:
-    """The setting to use: the engine's default where it works, else the next that does."""
-    order = (_DEFAULT, *(form for form in FORMS if form != _DEFAULT))
+def verdict(results: Mapping[str, Mapping[str, Any]], usual: Form) -> Verdict:
+    """The setting to use: ``usual``, the engine's default there, where it works, else the next that does."""
+    order = (usual, *(form for form in FORMS if form != usual))
     states = {form: stands(results, form) for form in FORMS}
     setting = next((form for form in order if states[form]), None)
     told = setting is not None or False in states.values()
-    return Verdict(setting, told, tuple(_sentences(results, setting, states)))
+    return Verdict(setting, told, tuple(_sentences(results, setting, states, usual)))
 
 
 def stands(results: Mapping[str, Mapping[str, Any]], form: str) -> bool | None:
@@ -136,6 +135,7 @@ def _sentences(
     results: Mapping[str, Mapping[str, Any]],
     setting: str | None,
     states: Mapping[Form, bool | None],
+    usual: Form,
 ) -> Iterator[str]:
     broken = [form for form in BARE if states[form] is False]
     if setting is None and False in states.values():
@@ -148,7 +148,7 @@ def _sentences(
             "every tick; docs/how_it_works.md says what that costs."
         )
     else:
-        default = ", which is the default here" if setting == _DEFAULT else ""
+        default = ", which is the default here" if setting == usual else ""
         yield f'Use Pipeline(..., divergence="{setting}"){default}: ranks may part ways in a {_NAMES[setting]}.'
     if broken and setting not in (None, "none"):
         yield f"Not in a {' nor in a '.join(_NAMES[form] for form in broken)}."

@@ -6,14 +6,15 @@ import re
 from collections.abc import Iterator
 from typing import NamedTuple
 
+import jax
 import numpy as np
 import pytest
 
-from dualpipe_jax import inspect, make_mesh
+from dualpipe_jax import engine, inspect, make_mesh
 from dualpipe_jax.contract import staged
 from dualpipe_jax.engine import Pipeline
 from dualpipe_jax.engine import tick as ticks
-from dualpipe_jax.engine.guard import run_together
+from dualpipe_jax.engine.guard import run_together, usual_divergence
 from dualpipe_jax.inspect.collectives import collectives
 from dualpipe_jax.parallel.p2p import BESIDE_OTHERS
 from dualpipe_jax.schedule import CostModel, dualpipe, lower, one_f_one_b, zb_v
@@ -74,11 +75,16 @@ def lowered_step(make, divergence, check_vma=False):
 def operations(make, divergence, check_vma=False):
     """The schedule, and all of the program's operations, each with the branches around it."""
     schedule, lowered = lowered_step(make, divergence, check_vma)
+    return schedule, [*walk_all(lowered)]
+
+
+def walk_all(lowered) -> Iterator:
+    """Operations of a whole program, as ``walk`` gives them."""
     module = lowered.compiler_ir("stablehlo")
     functions = {
         op.sym_name.value: op.regions[0] for op in module.body.operations if name_of(op) == "func.func"
     }
-    return schedule, [*walk(functions["main"], functions)]
+    return walk(functions["main"], functions)
 
 
 def scan_of(make, divergence):
@@ -120,6 +126,32 @@ def test_round_trips_to_the_host(make, divergence):
     wanted = {"loop": (num_units, 0), "switch": (0, 1), "none": (num_units, 0)}[divergence]
     assert (names.count("while"), names.count("case")) == wanted
     assert "all_to_all" not in names, "each is in a guard"
+
+
+@pytest.mark.parametrize(
+    ("platform", "version", "form"),
+    [
+        ("gpu", (0, 11, 0), "switch"),
+        ("cuda", (0, 12, 0, 1), "switch"),
+        ("cuda", (0, 10, 2), "loop"),
+        ("tpu", (0, 12, 0), "loop"),
+        ("cpu", (0, 12, 0), "loop"),
+        (None, (0, 12, 0), "loop"),
+    ],
+)
+def test_the_form_that_suits_a_platform(platform, version, form, monkeypatch):
+    monkeypatch.setattr(jax, "__version_info__", version)
+    assert usual_divergence(platform) == form
+
+
+def test_a_pipeline_takes_the_form_that_suits_its_devices(monkeypatch):
+    asked = []
+    monkeypatch.setattr(
+        engine.pipeline, "usual_divergence", lambda platform: asked.append(platform) or "switch"
+    )
+    _, lowered = lowered_step.__wrapped__(one_f_one_b, None)
+    ops = [name_of(op) for _, op in walk_all(lowered)]
+    assert set(asked) == {"cpu"} and ops.count("case") == 1
 
 
 @pytest.mark.parametrize("make", [one_f_one_b, dualpipe], ids=lambda make: make.__name__)
