@@ -165,6 +165,22 @@ def test_a_program_holds_a_kernel_traced_once(kernel, primitive, traced):
     assert all(first.params[name] is second.params[name] for name in traced)
 
 
+@pytest.mark.parametrize(("kernel", "primitive"), [(hopper, "mpmd_map"), (triton, "pallas_call")])
+def test_a_gradient_is_written_in_the_place_of_the_sum_that_it_is_added_to(kernel, primitive):
+    """Or a step would hold and copy a second one of all experts."""
+    x, _, dy, sizes = arrays(256, 128, 128, (100, 156))
+    (call,) = named(jax.make_jaxpr(kernel.gradient)(x, dy, sizes).jaxpr, primitive)
+    ((operand, result),) = dict(call.params["input_output_aliases"]).items()
+    assert call.invars[operand].aval.shape == call.outvars[result].aval.shape == (2, 128, 128)
+
+
+def test_few_rows_are_not_filled_up_to_a_whole_tile():
+    """A product of 64 rows at once is half as high as others."""
+    x, w, _, sizes = arrays(12, 128, 256, (2, 0, 7))
+    (call,) = named(jax.make_jaxpr(hopper.product)(x, w, sizes).jaxpr, "mpmd_map")
+    assert (64, 128) in [var.aval.shape for var in call.invars]
+
+
 @pytest.mark.slow
 def test_they_compile_for_an_h100_that_is_not_here():
     try:
