@@ -330,9 +330,7 @@ def test_the_words_about_small_pairs_hold():
         assert (value("pairs", row, "hidden") == 100) == (value("pairs", row, "ratio") > 1.4)
 
 
-@pytest.mark.parametrize(
-    ("one", "other"), [("pairs", "fp8_pair"), ("h100_pairs", "two_hops"), ("v3_steps", "stashes")]
-)
+@pytest.mark.parametrize(("one", "other"), [("pairs", "fp8_pair"), ("h100_pairs", "two_hops")])
 def test_one_command_has_one_figure(one, other):
     columns = TABLES[one].columns.keys() & TABLES[other].columns.keys()
     same = [
