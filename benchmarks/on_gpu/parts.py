@@ -125,6 +125,7 @@ def walks(bench: Bench) -> None:
     for name, (rows, dim, hidden, groups) in cases.items():
         x, dy = bench.normal(10, rows, dim), bench.normal(11, rows, hidden)
         w, sizes = bench.normal(12, len(groups), dim, hidden), bench.given(groups)
+        so_far = bench.made(lambda shape=w.shape: jnp.zeros(shape, jnp.float32))
         flops = 2.0 * rows * dim * hidden
         for stages, snake in WALKS:
             walk = hopper.Walk(stages, snake)
@@ -132,7 +133,11 @@ def walks(bench: Bench) -> None:
             by = functools.partial(hopper._by_matrix, walk=walk)
             bench.time(f"{name}: F", by, x, w, sizes, **facts)
             bench.time(f"{name}: dx", functools.partial(by, transpose=True), dy, w, sizes, **facts)
-            bench.time(f"{name}: dw", functools.partial(hopper._gradient, walk=walk), x, dy, sizes, **facts)
+            bench.time(f"{name}: dw", functools.partial(_adding, walk), x, dy, sizes, sums=so_far, **facts)
+
+
+def _adding(walk: hopper.Walk, x: Any, dy: Any, sizes: Any, so_far: Any) -> tuple[Any]:
+    return (hopper._gradient(x, dy, sizes, so_far, walk=walk),)
 
 
 JAX_TILES = dict(block_m=128, block_n=128, block_k=64, grid_block_n=8)
