@@ -4,6 +4,7 @@ import collections
 import gc
 import os
 import shutil
+import signal
 
 from tests.changed import changed_files, touched
 from tests.quick import COMPILED, COMPILED_BYTES, QUICK, ROOT
@@ -20,6 +21,10 @@ os.environ["XLA_FLAGS"] = " ".join(
     ]
 )
 os.environ["JAX_COMPILATION_CACHE_DIR"] = str(COMPILED)  # the processes that tests start share it as well
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    # As a shell has it for what it runs in the background. What is started here would ignore it, too, and a test that
+    # interrupts would wait for ever.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 # However little a program took: a test that runs one operation at a time compiles dozens.
 os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
 

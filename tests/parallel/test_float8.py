@@ -302,6 +302,7 @@ def equal_by_loops(x, w, dy):
     return wanted
 
 
+@pytest.mark.thin(3)
 @pytest.mark.parametrize("middle", [(140,), (2, 70)])
 @pytest.mark.parametrize("kernel", ["plain", "hopper"])
 def test_three_products_of_equal_groups(kernel, middle):
@@ -311,6 +312,7 @@ def test_three_products_of_equal_groups(kernel, middle):
     close(jitted(*given, kernel=kernel), equal_by_loops(*given), equal_by_loops(*map(np.abs, given)))
 
 
+@pytest.mark.thin(3)
 @pytest.mark.parametrize("sizes", SIZES)
 def test_three_products_of_unequal_groups(sizes):
     """Rows past the last group are ignored, whatever they are."""
@@ -321,6 +323,7 @@ def test_three_products_of_unequal_groups(sizes):
     close(jitted(x, w, dy, jnp.asarray(sizes, jnp.int32)), groups_by_loops(x, w, dy, sizes), magnitudes)
 
 
+@pytest.mark.thin(3)
 @pytest.mark.parametrize(
     "kernel, dtype, sizes",
     [

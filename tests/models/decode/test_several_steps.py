@@ -59,7 +59,7 @@ def served(serving):
     return [by_number[number] for number in numbers], steps
 
 
-@pytest.mark.parametrize("drafts", [False, True])
+@pytest.mark.parametrize("drafts", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_texts_are_those_of_one_step_after_the_other(drafts):
     wanted, many = served(engine(1, drafts))
     before = engine(4, drafts).counts[0].sum()

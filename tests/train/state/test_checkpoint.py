@@ -216,7 +216,8 @@ def two_steps(tmp_path_factory, layout, state):
     return run
 
 
-@pytest.mark.parametrize("cut", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.thin(5)
+@pytest.mark.parametrize("cut", [False, True])
 @pytest.mark.parametrize(
     ("file", "told"),
     [
