@@ -50,10 +50,10 @@ class StepOptions:
     precision: Literal["float32", "bfloat16"] | None = None
     """What activations are computed in. If left out, a run takes float32 on CPU and bfloat16 on accelerators,
     and a plan what the model itself has. Parameters and their sums are float32."""
-    remat: Literal["none", "dots", "wide", "all"] = "none"
-    """What layers compute again in the backward. none: nothing, all that it needs is kept. dots: all but
-    products of matrices. wide: what is wide and cheap to compute. all: everything from the layer's input
-    on."""
+    remat: Literal["none", "local", "wide", "all"] = "none"
+    """What layers compute again in the backward. none: nothing, all that it needs is kept. local: what is
+    wide and cheap to compute, but not what other devices sent. wide: that, too, so it is sent again. all:
+    everything from the layer's input on."""
     dispatch: Literal["dropless", "capacity"] = "dropless"
     """How tokens reach experts. dropless: each expert has as much room as it needs. capacity: all have equal
     room, and tokens beyond it are dropped."""

@@ -20,7 +20,7 @@ class DenseBlock(nnx.Module):
         self.input_layernorm = RMSNorm(config.dim, config.norm_eps)
         self.self_attn = Attention(config, rngs, attend)
         self.post_attention_layernorm = RMSNorm(config.dim, config.norm_eps)
-        self.mlp = SwiGLU(config, config.dense_hidden, rngs)
+        self.mlp = SwiGLU(config, config.dense_hidden, rngs, "dense_hidden")
 
     def __call__(self, x_BSD: Array, positions_BS: Array | None, segment_ids_BS: Array | None) -> Array:
         """Apply the block; positions and segments as ``Attention`` takes them."""

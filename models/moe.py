@@ -219,13 +219,14 @@ gated.defvjp(_gated_fwd, _gated_bwd)
 class SwiGLU(nnx.Module):
     """The dense feed-forward: down(silu(gate(x)) * up(x))."""
 
-    def __init__(self, config: Config, hidden: int, rngs: nnx.Rngs):
+    def __init__(self, config: Config, hidden: int, rngs: nnx.Rngs, name: str = "hidden"):
+        self.name = name
         self.gate_proj = linear(config, config.dim, hidden, rngs)
         self.up_proj = linear(config, config.dim, hidden, rngs)
         self.down_proj = linear(config, hidden, config.dim, rngs)
 
     def __call__(self, x: Array) -> Array:
-        gate, up = (checkpoint_name(project(x), "hidden") for project in (self.gate_proj, self.up_proj))
+        gate, up = (checkpoint_name(project(x), self.name) for project in (self.gate_proj, self.up_proj))
         return self.down_proj(gated(gate, up))
 
 

@@ -26,11 +26,15 @@ from models.plan import Layout, lay_out, layer_plan
 from models.stages import Runs, mtp_name
 from models.vocabulary import BLOCK
 
-recompute_wide = jax.checkpoint_policies.save_only_these_names(
-    "middle", "latents", "attended", "routing", "hidden"
-)
+_DEAR = "middle", "latents", "attended", "routing", "hidden"
+
+recompute_wide = jax.checkpoint_policies.save_only_these_names(*_DEAR)
 """A policy of ``jax.checkpoint``: of a layer keep what is dear and narrow, and compute again what is wide: heads from
-latents, norms, rows as they were dispatched, which costs an all_to_all."""
+latents, norms, rows as they were dispatched, which costs an all_to_all, and the hidden layer of a dense layer, for few
+layers are dense, and each rank would have slots for it."""
+
+recompute_local = jax.checkpoint_policies.save_only_these_names(*_DEAR, "dispatched")
+"""The same, but what came from other devices is kept: nothing is sent again."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

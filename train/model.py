@@ -21,7 +21,7 @@ VOCAB = 256
 
 REMAT: Mapping[str, Callable[..., Any] | None] = {
     "none": None,
-    "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+    "local": models.recompute_local,
     "wide": models.recompute_wide,
     "all": jax.checkpoint_policies.nothing_saveable,
 }

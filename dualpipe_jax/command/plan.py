@@ -39,7 +39,7 @@ class Given(Chosen):
     dp: Suppress[Fixed[int]] = 1
     microbatches: Suppress[Fixed[Count]] = None
     microbatch_size: Suppress[Fixed[Count]] = None
-    remat: Suppress[Fixed[Literal["none", "dots", "wide", "all"]]] = "none"
+    remat: Suppress[Fixed[Literal["none", "local", "wide", "all"]]] = "none"
     dispatch: Suppress[Fixed[Literal["dropless", "capacity"]]] = "dropless"
     shard: Suppress[Fixed[Shard]] = "nothing"
     overlap: Suppress[Fixed[bool]] = True
@@ -76,7 +76,7 @@ class Plan:
     """Numbers of sequences of a microbatch on each device to choose from."""
     schedule: tuple[str, ...] = planner.SCHEDULES
     """Schedules to choose from."""
-    remat: tuple[Literal["none", "dots", "wide", "all"], ...] = planner.REMATS
+    remat: tuple[Literal["none", "local", "wide", "all"], ...] = planner.REMATS
     """What layers compute again in the backward, to choose from. See `dualpipe dryrun`."""
     dispatch: tuple[Literal["dropless", "capacity"], ...] = planner.DISPATCHES
     """How tokens reach experts, to choose from, if the program sends any. The two do not learn the same:

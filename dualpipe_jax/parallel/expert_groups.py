@@ -18,6 +18,7 @@ from jax import Array, lax
 
 from dualpipe_jax.arguments import typechecked
 from dualpipe_jax.gradient_sum import gradient_sum
+from dualpipe_jax.made_once import made_once
 from dualpipe_jax.parallel import hopper, triton
 from dualpipe_jax.parallel.group_rows import filled
 from dualpipe_jax.varying import vary, vary_alike, varying_axes
@@ -143,7 +144,16 @@ def grouped_matmul(
             "'ragged'"
         )
     how = _How(kernel, gradient, min(1 if one_by_one else block, R), min(block, R), interpret)
-    return _grouped(how, *vary_alike((x_RD, w_GDF, group_sizes_G.astype(jnp.int32))))
+    x_RD, w_GDF, sizes_G = vary_alike((x_RD, w_GDF, group_sizes_G.astype(jnp.int32)))
+    return _grouped(how, x_RD, w_GDF, turned_over(w_GDF, kernel), sizes_G)
+
+
+def turned_over(w_GDF: Array, kernel: Kernel) -> Array | None:
+    """The matrices [G, F, D] for gradients of rows; None if the kernel reads [G, D, F] for them.
+
+    A TPU's kernel of ``lax.ragged_dot`` takes one order only: without this, XLA copies them in every backward.
+    """
+    return made_once(w_GDF.swapaxes(1, 2)) if kernel == "ragged" else None
 
 
 def check_kernel(where: str, kernel: str) -> None:
@@ -169,18 +179,24 @@ class _How(NamedTuple):
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _grouped(how: _How, x_RD: Array, w_GDF: Array, sizes_G: Array) -> Array:
+def _grouped(how: _How, x_RD: Array, w_GDF: Array, w_GFD: Array | None, sizes_G: Array) -> Array:
+    del w_GFD  # of the backward
     return _multiply(how, x_RD, w_GDF, sizes_G)
 
 
-def _grouped_fwd(how: _How, x_RD: Array, w_GDF: Array, sizes_G: Array):
-    return _grouped(how, x_RD, w_GDF, sizes_G), (x_RD, w_GDF, sizes_G)
+def _grouped_fwd(how: _How, x_RD: Array, w_GDF: Array, w_GFD: Array | None, sizes_G: Array):
+    kept = (w_GDF, None) if w_GFD is None else (None, w_GFD)
+    return _grouped(how, x_RD, w_GDF, w_GFD, sizes_G), (x_RD, *kept, sizes_G)
 
 
-def _grouped_bwd(how: _How, saved: tuple[Array, Array, Array], dy_RF: Array):
-    x_RD, w_GDF, sizes_G = saved
-    dx_RD = _multiply(how, dy_RF, w_GDF, sizes_G, transpose=True)
-    return dx_RD, _outer(how, x_RD, dy_RF, sizes_G).astype(w_GDF.dtype), None
+def _grouped_bwd(how: _How, saved: tuple[Array, Array | None, Array | None, Array], dy_RF: Array):
+    x_RD, w_GDF, w_GFD, sizes_G = saved
+    if w_GFD is not None:
+        dx_RD = _multiply(how, dy_RF, w_GFD, sizes_G)
+    else:
+        assert w_GDF is not None
+        dx_RD = _multiply(how, dy_RF, w_GDF, sizes_G, transpose=True)
+    return dx_RD, _outer(how, x_RD, dy_RF, sizes_G).astype(x_RD.dtype), None, None
 
 
 _grouped.defvjp(_grouped_fwd, _grouped_bwd)

@@ -30,6 +30,7 @@ from dualpipe_jax.parallel.expert import (
     take_rows,
     to_experts,
 )
+from dualpipe_jax.parallel.expert_groups import turned_over
 from dualpipe_jax.parallel.expert_plan import Handle
 from dualpipe_jax.parallel.wire import Way, carry
 from dualpipe_jax.varying import vary_alike
@@ -65,15 +66,20 @@ def combine_product(
       [T, D].
 
     """
-    if handle.payload == "float8" or getattr(matmul, "keywords", {}).get("float8"):
+    chosen = getattr(matmul, "keywords", {})
+    if handle.payload == "float8" or chosen.get("float8"):
         return combine(matmul(hidden, w_LFD, handle), weights_TK, handle)
     leaves, tree = jax.tree.flatten(handle)
     hidden, w_LFD, weights_TK, *leaves = vary_alike((hidden, w_LFD, weights_TK, *leaves))
-    return _combine_product(matmul, hidden, w_LFD, weights_TK, jax.tree.unflatten(tree, leaves))
+    w_LDF = turned_over(w_LFD, chosen.get("kernel", "plain")) if handle.capacity is None else None
+    return _combine_product(matmul, hidden, w_LFD, w_LDF, weights_TK, jax.tree.unflatten(tree, leaves))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _combine_product(matmul: Matmul, hidden: Array, w_LFD: Array, weights_TK: Array, handle: Handle) -> Array:
+def _combine_product(
+    matmul: Matmul, hidden: Array, w_LFD: Array, w_LDF: Array | None, weights_TK: Array, handle: Handle
+) -> Array:
+    del w_LDF  # of the backward
     return combine(matmul(hidden, w_LFD, handle), weights_TK, handle)
 
 
@@ -82,16 +88,19 @@ def _combine_product_fwd(matmul: Matmul, *args: Any) -> tuple[Array, tuple[Any, 
 
 
 def _combine_product_bwd(matmul: Matmul, saved: tuple[Any, ...], d_TD: Array) -> tuple[Any, ...]:
-    hidden, w_LFD, weights_TK, handle = saved
+    hidden, w_LFD, w_LDF, weights_TK, handle = saved
     weights, pull_weights = jax.vjp(lambda w: _weights_of_rows(w, handle), weights_TK)
     d_rows = dispatch(d_TD, handle, fill=False)
-    _, pull = jax.vjp(lambda rows: matmul(rows, w_LFD, handle), hidden)
-    wide = hidden.astype(jnp.float32)
-    d_wide = pull(d_rows)[0].astype(jnp.float32)  # not weighted yet
+    if w_LDF is None:
+        _, pull = jax.vjp(lambda rows: matmul(rows, w_LFD, handle), hidden)
+        (d_hidden,) = pull(d_rows)
+    else:
+        d_hidden = matmul(d_rows, w_LDF, handle)
+    wide, d_wide = hidden.astype(jnp.float32), d_hidden.astype(jnp.float32)  # not weighted yet
     # Weighted is what is narrow, hidden and its gradient, and never the rows that travelled.
     _, pull = jax.vjp(lambda w: matmul((wide * weights).astype(hidden.dtype), w, handle), w_LFD)
     d_weights = jnp.sum(wide * d_wide, axis=-1, keepdims=True)
-    return (d_wide * weights).astype(hidden.dtype), *pull(d_rows), *pull_weights(d_weights), None
+    return (d_wide * weights).astype(hidden.dtype), *pull(d_rows), None, *pull_weights(d_weights), None
 
 
 _combine_product.defvjp(_combine_product_fwd, _combine_product_bwd)

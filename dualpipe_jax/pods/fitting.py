@@ -9,7 +9,8 @@ from dualpipe_jax.pods.results import Remedy
 
 _LADDER: tuple[tuple[str, Any, str], ...] = (
     ("shard", "optimizer", "parameters are gathered once a step"),
-    ("remat", "wide", "what is wide and cheap is computed again in the backward"),
+    ("remat", "local", "what is wide and cheap is computed again in the backward"),
+    ("remat", "wide", "rows are sent to experts again in the backward, too"),
     ("max_stash", 3, "more than three waiting backwards are not split: larger bubbles"),
     ("shard", "parameters", "parameters are gathered once a step, before its first microbatch"),
     ("max_stash", 2, "more than two waiting backwards are not split: larger bubbles"),
@@ -20,7 +21,7 @@ _LADDER: tuple[tuple[str, Any, str], ...] = (
 
 _ROOM = "capacity_factor", 1.25, "tokens beyond this room are dropped: the model learns otherwise"
 
-_WEAKER = {"shard": ("nothing", "optimizer", "parameters"), "remat": ("none", "dots", "wide", "all")}
+_WEAKER = {"shard": ("nothing", "optimizer", "parameters"), "remat": ("none", "local", "wide", "all")}
 """Values of an option, what takes most memory first."""
 
 _LEAST_GAIN = 0.01

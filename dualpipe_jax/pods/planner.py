@@ -29,7 +29,7 @@ from dualpipe_jax.schedule.simulate import most_kept
 from dualpipe_jax.step_options import Shard
 
 SCHEDULES = "dualpipe", "dualpipe_v", "one_f_one_b", "zb_h1", "zb_v", "interleaved_1f1b_overlap"
-REMATS: tuple[Literal["none", "dots", "wide", "all"], ...] = ("none", "dots", "wide", "all")
+REMATS: tuple[Literal["none", "local", "wide", "all"], ...] = ("none", "local", "wide", "all")
 DISPATCHES: tuple[Literal["dropless", "capacity"], ...] = ("dropless", "capacity")
 STASHES: tuple[int | None, ...] = (None, 8, 2, 1)
 SHARDS: tuple[Shard, ...] = typing.get_args(Shard)
@@ -56,7 +56,7 @@ class Wanted:
     dp: tuple[int, ...] = (1,)
     per_device: tuple[int, ...] = (1, 2)
     schedules: tuple[str, ...] = SCHEDULES
-    remats: tuple[Literal["none", "dots", "wide", "all"], ...] = REMATS
+    remats: tuple[Literal["none", "local", "wide", "all"], ...] = REMATS
     dispatches: tuple[Literal["dropless", "capacity"], ...] = DISPATCHES
     stashes: tuple[int | None, ...] = STASHES
     shards: tuple[Shard, ...] = SHARDS

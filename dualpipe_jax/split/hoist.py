@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from dualpipe_jax.arguments import typechecked
+from dualpipe_jax.made_once import MADE_ONCE
 from dualpipe_jax.split.crossing import stay
 from dualpipe_jax.split.graph import (
     Atom,
@@ -56,7 +57,7 @@ class Hoisted:
       function: of ``((params, values), x)``; gives what f does. Differentiable as f is, at the shapes traced.
       layers: what the first values are, if they are nothing but parts of a leaf.
       values: types of what the prelude gives; none where f has no matmul of parameters alone and reads no layers.
-      sources: for each of them, for each leaf of params, whether it is made of that.
+      sources: for each of them, for each leaf of params, whether it is made of that and its gradient leads there.
     """
 
     function: Callable[[Tree, Tree], Any]
@@ -85,6 +86,7 @@ class Hoisted:
 def hoist(function: Callable[[Tree, Tree], Any], params: Tree, x: Tree) -> Hoisted:
     """Takes out of ``function(params, x)`` what derives from params alone and holds matmuls or convolutions.
 
+    So it does with what ``made_once`` marks, whatever that is.
     What ends it in casts and other views is left in the function, so that gradients are summed as precisely as those of
     params. The layers of a leaf are taken out, too, if it is read as ``leaf[0]``, ``leaf[1]``, ..., and in no other
     way. Scans and what ``jax.checkpoint`` wraps are looked into; functions with derivatives of their own,
@@ -113,7 +115,8 @@ def hoist(function: Callable[[Tree, Tree], Any], params: Tree, x: Tree) -> Hoist
             return function(prepared[0], x)
         return tree.unflatten(evaluate(rest, jax.tree.leaves((*prepared, x))))
 
-    reads = [prune(early, [value])[1] for value in crossing]
+    marked = _marked_in(early)
+    reads = [set[Value]() if value in marked else prune(early, [value])[1] for value in crossing]
     return Hoisted(
         function=remaining,
         layers=[part_of[value] for value in crossing if value in part_of],
@@ -170,8 +173,8 @@ def _divide(
     made: set[Value] = set()
     for node in nodes:
         if node.outputs and known.issuperset(node.outputs):
-            costs = node in layers or count_flops([node]) or made.intersection(values(node.inputs))
-            taken = [node] if costs else []
+            costs = count_flops([node]) or made.intersection(values(node.inputs))
+            taken = [node] if costs or node in layers or _is_marked(node) else []
             order.append(node)
         else:
             taken, stays = _divide_inside(node, known)
@@ -181,12 +184,29 @@ def _divide(
     out: set[Node] = set()
     read: set[Value] = set()
     for node in reversed(order):
-        if node in costly and (not is_view(node) or node in layers or read.intersection(node.outputs)):
+        ends = not is_view(node) or node in layers or _is_marked(node)
+        if node in costly and (ends or read.intersection(node.outputs)):
             out.add(node)
             read.update(values(node.inputs))
     late, needed = prune([node for node in order if node not in out], wanted)
     crossing = [value for node in order if node in out for value in node.outputs if value in needed]
     return prune(order, crossing, keep=stay)[0], late, crossing
+
+
+def _is_marked(node: Node) -> bool:
+    return isinstance(node, Equation) and node.name == "name" and node.params["name"] == MADE_ONCE
+
+
+def _marked_in(nodes: Iterable[Node]) -> set[Value]:
+    """What marked nodes give, those in the bodies of scans for all iterations."""
+    found = set[Value]()
+    for node in nodes:
+        if isinstance(node, Scan):
+            inside = _marked_in(node.equations)
+            found.update(y.outer for y in node.ys if y.inner in inside)
+        elif _is_marked(node):
+            found.update(node.outputs)
+    return found
 
 
 def _divide_inside(node: Node, known: Collection[Value]) -> tuple[list[Node], Node]:

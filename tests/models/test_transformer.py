@@ -19,7 +19,7 @@ from dualpipe_jax.split import split_backward
 from models.attention import Attend, causal_attention
 from models.config import moe_67b, tiny, v2, v2_lite, v3
 from models.kernels import Kernels
-from models.transformer import deepseek, figures, recompute_wide, update_routing
+from models.transformer import deepseek, figures, recompute_local, recompute_wide, update_routing
 from tests.jaxprs import applied
 from tests.models import plain
 from tests.models.decode.small_models import QUICK, random_params
@@ -41,6 +41,8 @@ class Lanes(Kernels):
 
 
 SPREAD = {"kernels": Lanes(), "remat": recompute_wide}
+DROPLESS = {"kernels": Lanes(matmul="ragged"), "remat": recompute_local, "dispatch": "dropless"}
+"""As on a TPU, too: matrices turned over once a step."""
 NUM, SIZE, SEQ = 2, 4, 8
 ALPHA = 0.05
 
@@ -65,7 +67,7 @@ def packed():
 
 @functools.cache
 def built(config=CONFIG, plan=PLAN, **options):
-    return deepseek(config, plan, dispatch="capacity", balance_factor=ALPHA, **options)
+    return deepseek(config, plan, balance_factor=ALPHA, **{"dispatch": "capacity"} | options)
 
 
 def a_params(config=CONFIG, plan=PLAN):
@@ -161,8 +163,9 @@ def in_stages(rows, layout):
         (one_f_one_b(3, 4), PLAN, SPREAD),
         pytest.param(dualpipe(2, 4), (1, 1), SPREAD, marks=pytest.mark.slow),
         pytest.param(dualpipe_v(2, 4), (1, 0, 1, 0), {}, marks=pytest.mark.slow),
+        (dualpipe(2, 4), (1, 1), DROPLESS),
     ],
-    ids=["1f1b-spread", "dualpipe-spread", "dualpipe_v"],
+    ids=["1f1b-spread", "dualpipe-spread", "dualpipe_v", "dualpipe-dropless"],
 )
 def test_losses_gradients_and_counts_are_the_papers(schedule, plan, options):
     """Experts, words and the embedding's width over two devices; a module ahead on another rank's embedding."""
@@ -179,8 +182,22 @@ def test_losses_gradients_and_counts_are_the_papers(schedule, plan, options):
         assert not any(np.any(w[model.layout.rows[:, slot] < 0]) for w in jax.tree.leaves(layer))
 
 
-def test_wide_makes_again_heads_and_what_was_dispatched():
-    """By hand: q and kv of their latents, scores; of a layer's two all_to_alls one. No weight's gradient.
+def test_a_step_turns_matrices_over_once_and_sums_no_gradient_of_that():
+    config = dataclasses.replace(CONFIG, dim=24)
+    model = built(config, (1, 1), ep_axis="ep", **DROPLESS)
+    pipeline = Pipeline(model.staged, dualpipe(2, 4), make_mesh(2, 2), param_specs=model.param_specs)
+    params = jax.eval_shape(model.init, jax.random.key(0))
+    batch = jax.tree.map(lambda a: a.reshape(4, 2, *a.shape[2:]), packed())
+    D, F, num_mine = config.dim, config.expert_hidden, config.num_experts // 2
+    stages, layers = 2, 2  # of a rank, of the second stage: one, and one of the module ahead
+    values = [leaf.shape for leaf in jax.tree.leaves(pipeline.sketch(params, batch).values) if leaf.ndim == 3]
+    assert sorted(values) == sorted([(num_mine, 2 * F, D), (num_mine, D, F)] * layers * stages)
+    sums = {total.shape for total in pipeline.state(params, batch).own.values()}
+    assert (num_mine, D, 2 * F) in sums and not sums & set(values)
+
+
+def test_wide_makes_again_heads_and_what_was_dispatched_and_local_heads_alone():
+    """By hand: q and kv of their latents, scores; wide, of a layer's two all_to_alls one. No weight's gradient.
 
     Rotations are no products but on TPU.
     """
@@ -195,7 +212,7 @@ def test_wide_makes_again_heads_and_what_was_dispatched():
         return lambda own, x: model.staged.kinds[model.layout.kinds[1]](own, {}, x, at).x
 
     def run(own):
-        for remat in (None, recompute_wide):
+        for remat in (None, recompute_local, recompute_wide):
             plan = split_backward(stage(remat)).trace(own, x)
             counts.append((plan.flops, applied(plan, "backward")["all_to_all"]))
         return jnp.zeros(2)
@@ -206,12 +223,13 @@ def test_wide_makes_again_heads_and_what_was_dispatched():
     jax.eval_shape(
         jax.shard_map(run, mesh=make_mesh(1, 2), in_specs=in_specs, out_specs=P("ep"), check_vma=False), own
     )
-    (none, exchanges), (wide, more) = counts
+    (none, exchanges), (local, as_many), (wide, more) = counts
     H, N, R, V = config.num_heads, config.qk_nope_dim, config.qk_rope_dim, config.v_head_dim
     products = config.q_lora_rank * H * (N + R) + config.kv_lora_rank * H * (N + V)
     again = products + SEQ * H * (N + R)
     assert wide.backward - none.backward == 2 * SIZE * SEQ * again
     assert (wide.forward, wide.weight, more) == (none.forward, none.weight, exchanges + 1)
+    assert (local, as_many) == (wide, exchanges)
 
 
 def test_without_targets_the_last_stage_gives_what_the_final_norm_returns():

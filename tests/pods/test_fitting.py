@@ -11,7 +11,7 @@ from dualpipe_jax.pods.plan import Plan
 
 VALUES = {
     "shard": ("nothing", "optimizer", "parameters"),
-    "remat": ("none", "wide", "all"),
+    "remat": ("none", "local", "wide", "all"),
     "max_stash": (None, 3, 2, 1),
     "capacity_factor": (None, 1.25),
 }
@@ -75,7 +75,7 @@ def test_what_is_never_enough_is_counted_once_with_all_that_helps():
 
 
 def test_what_the_plan_has_already_is_not_proposed():
-    plan = Plan("v3", remat="dots", shard="optimizer", max_stash=2, dispatch="capacity")
-    sizes = {"none": 500, "dots": 400, "wide": 300, "all": 100}
+    plan = Plan("v3", remat="local", shard="optimizer", max_stash=2, dispatch="capacity")
+    sizes = {"none": 500, "local": 400, "wide": 300, "all": 100}
     found = remedies(plan, 350, lambda other: sizes[other.remat])
     assert [(one.option, one.needed) for one in found] == [("--remat wide", 300)]

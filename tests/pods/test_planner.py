@@ -477,11 +477,11 @@ def test_files_that_hold_no_plan(tmp_path):
 def test_the_trainer_takes_a_plan(tmp_path):
     room = {"dispatch": "capacity", "capacity_factor": 1.0}
     shape = {"pp": 8, "ep": 4, "microbatches": 24, "microbatch_size": 8}
-    file = written(tmp_path, model="v2-lite", remat="dots", max_stash=2, **shape, **room)
+    file = written(tmp_path, model="v2-lite", remat="local", max_stash=2, **shape, **room)
     options = parse(["--plan", str(file), "--pp", "4"]).options
     step = options.step
     assert (step.pp, step.ep, step.microbatches, step.microbatch_size) == (4, 4, 24, 8)
-    assert (options.model.name, step.remat, step.max_stash) == ("v2-lite", "dots", 2)
+    assert (options.model.name, step.remat, step.max_stash) == ("v2-lite", "local", 2)
     assert (step.dispatch, step.capacity_factor, step.sequence) == ("capacity", 1.0, 16)
     assert options.step == dataclasses.replace(read_plan(file).step, pp=4), "one value for both"
     for name, make in models.MODELS.items():

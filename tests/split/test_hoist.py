@@ -9,6 +9,7 @@ from jax.sharding import AxisType, PartitionSpec
 from split_checks import BATCH, WIDTH, assert_trees_match, block, block_params, compiled, normal, step_by_step
 from test_flops import flops_of, flops_of_vjp
 
+from dualpipe_jax.made_once import made_once
 from dualpipe_jax.split import hoist, split_backward
 from dualpipe_jax.varying import vary
 from tests.jaxprs import applied
@@ -55,6 +56,22 @@ def with_own_rule(params, x):
     return own_rule(x @ adapted(params))
 
 
+@jax.custom_vjp
+def linear(x, w, turned):
+    return x @ w
+
+
+# Twice the gradient of rows, and so it is seen that the one marked made it.
+linear.defvjp(
+    lambda x, w, turned: (x @ w, (x, turned)), lambda saved, dy: (2 * dy @ saved[1], saved[0].T @ dy, None)
+)
+
+
+def turned_over(params, x):
+    """A copy of a parameter that the backward alone reads."""
+    return jnp.sin(linear(x, params["w"], made_once(params["w"].T)))
+
+
 def factors(params, x):
     """Two products, one made of the other; one is used twice."""
     product = params["a"] @ params["b"]
@@ -84,6 +101,13 @@ CASES = {
     "remat of scan": (jax.checkpoint(scanned), LAYERS, 3),
     "jit": (jax.jit(lora), LORA, 1),
     "own rule": (with_own_rule, LORA, 1),
+    "marked": (turned_over, LORA, 0),
+    "remat of marked": (jax.checkpoint(turned_over), LORA, 0),
+    "scan of marked": (
+        lambda p, x: lax.scan(lambda x, layer: (turned_over(layer, x), None), x, p)[0],
+        LAYERS,
+        0,
+    ),
     "factors": (factors, LORA, 1 + WIDTH / RANK),
     "layers": (in_layers, LAYERS, 3),
     "matrices of layers": (lambda p, x: jnp.sin(x @ p["w"][0]) @ p["w"][2] + x @ p["w"][1:2][0], LAYERS, 0),
@@ -156,6 +180,19 @@ def test_what_the_values_are_made_of():
     wanted = [any(mask[n] for n in row) for row in made_of]
     plan = split_backward(lifted.function, wanted=((mask, wanted), True)).trace((params, lifted.values), X)
     assert plan.params.num_gradients == 1
+
+
+@pytest.mark.parametrize("name, layers", [("marked", ()), ("scan of marked", (3,))])
+def test_what_is_marked_is_made_once_and_gets_no_gradient(name, layers):
+    f, params, _ = CASES[name]
+    lifted = hoist(f, params, X)
+    assert [kind.shape for kind in lifted.values] == [(*layers, WIDTH, WIDTH)]
+    assert lifted.sources == [[False] * len(params)]
+    wanted = (jax.tree.map(lambda _: True, params), [False])
+    plan = split_backward(lifted.function, wanted=(wanted, True)).trace((params, lifted.values), X)
+    assert plan.params.has_gradient[-1] is False
+    as_it_was = applied(split_backward(f).trace(params, X), "backward")["transpose"]
+    assert as_it_was == applied(plan, "backward")["transpose"] + sum(layers or (1,))
 
 
 def test_sums_are_as_precise_as_those_of_the_parameters():
