@@ -139,20 +139,21 @@ class Prepared:
     def _led_back(
         self, number: int, local: int, params: tuple[Tree, Tree], of_values: list[Any]
     ) -> list[Any]:
-        """One for each leaf of params, None for those that are not floating."""
-        leaves = jax.tree.leaves(params)
-        floating = [i for i, leaf in enumerate(leaves) if is_floating(leaf)]
+        """One for each leaf of params, None for those of which no value with a gradient is made."""
+        leaves, kind = jax.tree.leaves(params), self.kinds[number]
+        made_of = [s for s, g in zip(kind.sources[len(kind.layers) :], of_values, strict=True) if g is not None]
+        reached = [i for i, leaf in enumerate(leaves) if is_floating(leaf) and any(s[i] for s in made_of)]
 
         def work(_: Any, params: Tree, *given: Any) -> list[Any]:
             of_all = iter(given)
             each = [None if g is None else next(of_all) for g in of_values]
-            layers = [None] * len(self.kinds[number].layers)
-            led = jax.tree.leaves(self.kinds[number].postlude(params, [*layers, *each]))
-            return [led[i] for i in floating]
+            led = jax.tree.leaves(kind.postlude(params, [*[None] * len(kind.layers), *each]))
+            return [led[i] for i in reached]
 
-        none = self.vary([jnp.zeros(leaves[i].shape, leaves[i].dtype) for i in floating])
+        # Not of all leaves: where a model is large, zeros of it are what there is no room for.
+        none = self.vary([jnp.zeros(leaves[i].shape, leaves[i].dtype) for i in reached])
         there = [g for g in of_values if g is not None]
-        made = dict(zip(floating, run_if(self._is(number, local), work, none, params, *there), strict=True))
+        made = dict(zip(reached, run_if(self._is(number, local), work, none, params, *there), strict=True))
         return [made.get(i) for i in range(len(leaves))]
 
     def _is(self, number: int, local: int) -> jax.Array:
