@@ -138,7 +138,7 @@ def run(line: str) -> str:
 
 def shown_after(text: str) -> list[str]:
     """The lines of a text block that follows at once, or of a table before the next block where "printed" is said."""
-    if match := re.match(r"\n```text\n(.*?)^```", text, re.M | re.S):
+    if match := re.match(r"\n+```text\n(.*?)^```", text, re.M | re.S):
         return match[1].splitlines()
     before = text.split("\n```")[0]
     table = before.split("\n\n**")[0] if before.startswith("\n\nprinted") else ""

@@ -10,7 +10,7 @@ from dualpipe_jax.pods.results import Remedy
 _LADDER: tuple[tuple[str, Any, str], ...] = (
     ("shard", "optimizer", "parameters are gathered once a step"),
     ("remat", "local", "what is wide and cheap is computed again in the backward"),
-    ("remat", "wide", "rows are sent to experts again in the backward, too"),
+    ("remat", "wide", "what is wide and cheap is computed again, and rows are sent to experts again"),
     ("max_stash", 3, "more than three waiting backwards are not split: larger bubbles"),
     ("shard", "parameters", "parameters are gathered once a step, before its first microbatch"),
     ("max_stash", 2, "more than two waiting backwards are not split: larger bubbles"),
