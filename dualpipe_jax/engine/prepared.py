@@ -141,7 +141,9 @@ class Prepared:
     ) -> list[Any]:
         """One for each leaf of params, None for those of which no value with a gradient is made."""
         leaves, kind = jax.tree.leaves(params), self.kinds[number]
-        made_of = [s for s, g in zip(kind.sources[len(kind.layers) :], of_values, strict=True) if g is not None]
+        made_of = [
+            s for s, g in zip(kind.sources[len(kind.layers) :], of_values, strict=True) if g is not None
+        ]
         reached = [i for i, leaf in enumerate(leaves) if is_floating(leaf) and any(s[i] for s in made_of)]
 
         def work(_: Any, params: Tree, *given: Any) -> list[Any]:
