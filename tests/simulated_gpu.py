@@ -28,7 +28,7 @@ def interpreted():
         return
     internal = pytest.importorskip("jax._src.pallas.mosaic_gpu.interpret.params")
     params = internal.InterpretGPUParams(out_of_bounds_reads="uninitialized")
-    with internal.force_gpu_interpret_mode(params), _transposed_views():
+    with internal.force_gpu_interpret_mode(params), _transposed_views(), _sums():
         yield
 
 
@@ -56,5 +56,37 @@ def _transposed_views():
     with (
         mock.patch.object(utils, "to_range", to_range_or_transposed),
         mock.patch.object(shared_memory.GPUSharedMemory, "get_buffer_content", content_or_transposed),
+    ):
+        yield
+
+
+@contextlib.contextmanager
+def _sums():
+    """Copies to memory that add to what is there, and layouts of registers, which no simulator knows yet."""
+    from jax._src.pallas.mosaic.interpret import utils
+    from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
+
+    copy = gpu_callbacks.copy_smem_to_gmem
+
+    def copy_or_add(*, token, device_id, thread_id, reduction_op, **given):
+        if reduction_op is None:
+            named = dict(token=token, device_id=device_id, thread_id=thread_id, reduction_op=None)
+            return copy(**named, **given)
+        assert reduction_op == "add"
+        memory = gpu_callbacks._get_shared_memory()
+        thread = memory.get_global_thread_id(int(device_id), int(thread_id))
+
+        def at(end):
+            key = gpu_callbacks.HostAllocationKey.from_array(given[f"{end}_allocation_key_as_array"])
+            transforms = gpu_callbacks._remove_noop_transforms(given[f"{end}_transforms"])
+            return key, utils.to_range(jax.tree.map(int, transforms))
+
+        added, before = (memory.get_buffer_content(*at(end), thread)[0] for end in ("src", "dst"))
+        memory.store_buffer_content(*at("dst"), before + added, thread)
+        return token
+
+    with (
+        mock.patch.object(gpu_callbacks, "copy_smem_to_gmem", copy_or_add),
+        mock.patch.object(plgpu, "layout_cast", lambda array, layout: array),
     ):
         yield

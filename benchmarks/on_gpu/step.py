@@ -26,6 +26,7 @@ FORMS = (
     *((make, "loop", "own") for make in (one_f_one_b, zb_h1, dualpipe_v, zb_v)),
     *((make, "switch", "own") for make in (dualpipe_v, one_f_one_b, zb_v, zb_h1)),
     *((make, "loop", "stacked") for make in (dualpipe_v, zb_v, one_f_one_b, zb_h1)),
+    (zb_v, "switch", "stacked"),
 )
 """Schedule, guards, and whether each layer has leaves of its own or a stage's layers are stacked."""
 SHAPES = {

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental import pallas as pl
 
-from dualpipe_jax.parallel import hopper
+from dualpipe_jax.parallel import hopper, hopper_tiles
 from dualpipe_jax.parallel.kernel_cost import once
 from models.config import Config
 
@@ -135,7 +135,7 @@ class _Tile(NamedTuple):
 
 def num_splits(num_tiles: int, num_positions: int) -> int:
     """In how many parts each row's positions are attended to, so that there is work for all multiprocessors."""
-    room = hopper.SMS // num_tiles
+    room = hopper_tiles.SMS // num_tiles
     size = _SPLIT if min(room, num_positions // _SPLIT) > 3 else _SPLIT_IN_TWO
     return max(1, min(room, num_positions // size))
 
@@ -214,8 +214,8 @@ def _attend(
             top, total, *parts = carry
 
             def score(sum_ref: Any) -> Array:
-                plgpu.wgmma(sum_ref, c_smem, hopper.transposed(tile_ref.at[:, pl.ds(0, C)]))
-                plgpu.wgmma(sum_ref, r_smem, hopper.transposed(tile_ref.at[:, pl.ds(C, R)]))
+                plgpu.wgmma(sum_ref, c_smem, hopper_tiles.transposed(tile_ref.at[:, pl.ds(0, C)]))
+                plgpu.wgmma(sum_ref, r_smem, hopper_tiles.transposed(tile_ref.at[:, pl.ds(C, R)]))
                 return sum_ref[...]
 
             length = tile_ref.shape[0]

@@ -13,13 +13,13 @@ import numpy as np
 import pytest
 
 from dualpipe_jax.inspect.target import MissingCompiler, Target
-from dualpipe_jax.parallel import hopper, triton
+from dualpipe_jax.parallel import hopper, hopper_tiles, triton
 from dualpipe_jax.parallel.expert_groups import grouped_matmul
 from dualpipe_jax.parallel.group_rows import filled
 from dualpipe_jax.split import split_backward
 from tests.jaxprs import named
 from tests.parallel.test_expert_groups import by_groups, gradients_by_groups
-from tests.simulated_gpu import interpreted
+from tests.simulated_gpu import NEW, interpreted
 
 CASES = {
     "as they are": (256, 128, 256, (100, 28, 128)),
@@ -66,7 +66,7 @@ def test_values_and_gradients_are_those_of_a_loop_over_groups(case, emulated):
 @pytest.mark.parametrize("rows, sizes", [(128, (0, 2, 0, 3, 1, 0)), (200, (70, 0, 1, 57, 64, 3))])
 def test_the_kernel_of_few_rows_multiplies_each_group_by_its_own_matrix(rows, sizes, monkeypatch):
     """Matrices of groups without rows are NaN here, and so are rows of no group, which it leaves as they are."""
-    monkeypatch.setattr(hopper, "SMS", 3)
+    monkeypatch.setattr(hopper_tiles, "SMS", 3)
     x, w, _, sizes_G = arrays(rows, 128, 256, sizes)
     filled = np.asarray(sizes) > 0
     w = jnp.where(filled[:, None, None], w, jnp.nan)
@@ -80,9 +80,9 @@ def test_the_kernel_of_few_rows_multiplies_each_group_by_its_own_matrix(rows, si
 @pytest.mark.parametrize("transpose", [False, True])
 @pytest.mark.parametrize("rows, sizes", [(256, (100, 0, 28, 127)), (200, (0, 130)), (128, (0, 0))])
 def test_the_kernel_of_many_rows_multiplies_each_group_by_its_own_matrix(rows, sizes, transpose, monkeypatch):
-    """What it reads past the groups is NaN here, and it writes no row there."""
-    monkeypatch.setattr(hopper, "SMS", 3)
-    x, w, dy, sizes_G = arrays(rows, 128, 256, sizes)
+    """What it reads past the groups is NaN here, where it writes no row. A tile has more steps than there are slots."""
+    monkeypatch.setattr(hopper_tiles, "SMS", 3)
+    x, w, dy, sizes_G = arrays(rows, 384, 384, sizes)
     run = hopper._by_transposed if transpose else hopper._by_matrix
     with interpreted():
         got = jax.jit(lambda *given: run(*given))(dy if transpose else x, w, sizes_G)
@@ -90,6 +90,22 @@ def test_the_kernel_of_many_rows_multiplies_each_group_by_its_own_matrix(rows, s
     wanted = by_groups(given, matrices.swapaxes(1, 2) if transpose else matrices, np.asarray(sizes))
     count = sum(sizes)
     np.testing.assert_allclose(np.asarray(got, np.float64)[:count], wanted[:count], rtol=2**-7, atol=0.05)
+
+
+@pytest.mark.skipif(NEW and not ON_HOPPER, reason="this JAX's simulator knows no copy that adds")
+@pytest.mark.parametrize("rows, sizes", [(256, (100, 0, 28, 127)), (192, (63, 1, 64, 2)), (128, (0, 0))])
+def test_the_kernel_of_gradients_adds_to_the_sum_so_far(rows, sizes, monkeypatch):
+    """An odd number of tiles' halves, and NaN in what it reads past the groups."""
+    monkeypatch.setattr(hopper_tiles, "SMS", 3)
+    x, _, dy, sizes_G = arrays(rows, 128, 384, sizes)
+    so_far = jnp.asarray(np.random.default_rng(1).normal(size=(len(sizes), 128, 384)), jnp.float32)
+    with interpreted():
+        got = jax.jit(hopper.added)(x, dy, sizes_G, so_far)
+    ends = np.cumsum(sizes)
+    for group, (end, size) in enumerate(zip(ends, sizes, strict=True)):
+        mine = slice(end - size, end)
+        own = np.asarray(x, np.float64)[mine].T @ np.asarray(dy, np.float64)[mine]
+        np.testing.assert_allclose(got[group], so_far[group] + own, rtol=1e-5, atol=1e-4)
 
 
 @pytest.mark.parametrize("rows, sizes", [(6, (1, 0, 2, 0, 3)), (96, (96,)), (3, (0, 0, 0))])
