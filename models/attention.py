@@ -16,6 +16,8 @@ from flax import nnx
 from jax import Array
 from jax.ad_checkpoint import checkpoint_name
 
+from dualpipe_jax.made_once import made_once
+from dualpipe_jax.varying import vary_alike
 from models.config import Config
 
 LATENT_EPS = 1e-6
@@ -266,7 +268,8 @@ class Attention(nnx.Module):
         into[N:, N + R :] = _turn(R)
         x_BSC, projection = self._query_latents(x_BSD)
         w_CHX = projection.kernel[...].astype(dtype).reshape(-1, H, N + R)
-        q_BHSX = jnp.einsum("bsc,chx->bhsx", x_BSC, w_CHX)
+        x_BSC, w_CHX = vary_alike((x_BSC, w_CHX))
+        q_BHSX = _to_heads(x_BSC, w_CHX, made_once(w_CHX.transpose(1, 2, 0)))
         wide_BHSX = jnp.einsum(
             "bhsx,xy->bhsy", q_BHSX, jnp.asarray(into, dtype), precision=jax.lax.Precision.HIGHEST
         )
@@ -309,6 +312,28 @@ class Attention(nnx.Module):
     def _rotate(self, x_BSHR: Array, positions_BS: Array | None) -> Array:
         freqs, factor = rope_frequencies(self.config), rope_factor(self.config)
         return rope(x_BSHR, freqs, positions_BS, factor, self.attend.lanes)
+
+
+@jax.custom_vjp
+def _to_heads(x_BSC: Array, w_CHX: Array, w_HXC: Array) -> Array:
+    """The product of x and w, heads first, by the same numbers in the order in which a TPU wants to read them.
+
+    Left to itself it turns them over in every product, there and again in the backward.
+    """
+    del w_CHX  # whose gradient it is
+    return jnp.einsum("bsc,hxc->bhsx", x_BSC, w_HXC)
+
+
+def _to_heads_fwd(x_BSC: Array, w_CHX: Array, w_HXC: Array) -> tuple[Array, tuple[Array, Array]]:
+    return _to_heads(x_BSC, w_CHX, w_HXC), (x_BSC, w_HXC)
+
+
+def _to_heads_bwd(saved: tuple[Array, Array], dy_BHSX: Array) -> tuple[Array, Array, None]:
+    x_BSC, w_HXC = saved
+    return jnp.einsum("bhsx,hxc->bsc", dy_BHSX, w_HXC), jnp.einsum("bsc,bhsx->chx", x_BSC, dy_BHSX), None
+
+
+_to_heads.defvjp(_to_heads_fwd, _to_heads_bwd)
 
 
 def causal_attention(

@@ -47,7 +47,16 @@ MAY_IMPORT = {
 MAY_IMPORT |= {
     "models": tuple(
         f"dualpipe_jax.{part}"
-        for part in ("arguments", "parallel", "pair", "split", "contract", "functional", "varying")
+        for part in (
+            "arguments",
+            "parallel",
+            "pair",
+            "split",
+            "contract",
+            "functional",
+            "made_once",
+            "varying",
+        )
     ),
     "models.decode": (
         "models",
