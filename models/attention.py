@@ -318,7 +318,7 @@ class Attention(nnx.Module):
 def _to_heads(x_BSC: Array, w_CHX: Array, w_HXC: Array) -> Array:
     """The product of x and w, heads first, by the same numbers in the order in which a TPU wants to read them.
 
-    Left to itself it turns them over in every product, there and again in the backward.
+    Without them XLA copies the matrix into that order in every product, forward and backward.
     """
     del w_CHX  # whose gradient it is
     return jnp.einsum("bsc,hxc->bhsx", x_BSC, w_HXC)

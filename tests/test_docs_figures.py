@@ -296,13 +296,20 @@ def test_the_words_about_gpus_hold():
     ]
     assert value("h100_steps", "gb200", "step") < 0.75 * value("h100_steps", "b200", "step")
     units = [row for row, each in TABLES["gpu_layer"].rows.items() if "measured" in each.values]
-    assert "all twelve units of a layer that were timed took within 4 % of what the roofline says" in pages[2]
+    assert "of twelve units of a layer ten took within 3 % of what the roofline says" in pages[2]
     assert len(units) == 12
     times = {
         row: [value("gpu_layer", row, column) for column in ("measured", "roofline", "sheet")]
         for row in units
     }
-    assert all(0.96 < measured / roofline < 1.04 for measured, roofline, _ in times.values())
+    off = {row: measured / roofline for row, (measured, roofline, _) in times.items()}
+    others = {row for row, ratio in off.items() if not 0.97 < ratio < 1.031}
+    assert others == {"dropless_f", "capacity_rounded"}
+    assert (
+        "F of dropless and the pair with capacity whose gradients nobody sums took 3.2 to 3.3 % longer"
+        in pages[2]
+    )
+    assert all(1.0315 < off[row] < 1.0335 for row in others)
     pair = [value("gpu_layer", f"{dispatch}_fb", "measured") for dispatch in ("dropless", "capacity")]
     assert "a pair that drops no token took a sixtieth longer than one with capacity" in pages[1]
     assert 1 / 70 < pair[0] / pair[1] - 1 < 1 / 50
