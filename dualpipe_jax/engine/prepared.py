@@ -1,13 +1,14 @@
 """What stages make of their parameters alone: made before the first tick, its gradients led back after the last.
 
-These values come in groups. The first are layers of leaves that hold several, the same for all kinds of stages; then
-there is one group for each kind, of what its matmuls make.
+These values come in two groups: layers of leaves that hold several, the same for all kinds of stages, and what their
+matmuls make. A rank's stage is of one kind, so all kinds put what they make in the same places.
 """
 
 import dataclasses
 import functools
+from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +24,14 @@ from dualpipe_jax.split.hoist import Hoisted, Layer
 from dualpipe_jax.split.leaves import cut, is_floating
 
 
+class Place(NamedTuple):
+    """Where kinds put a value: the ``turn``-th of its type that gets a gradient, or gets none."""
+
+    type: jax.ShapeDtypeStruct
+    wanted: bool
+    turn: int
+
+
 @dataclasses.dataclass(frozen=True)
 class Prepared:
     """Values of parameters alone; a stage's own parameters are ``(own, values)`` to the rest of the engine.
@@ -32,12 +41,14 @@ class Prepared:
       kind_of: the kind of each model stage.
       placement: which stages a rank has.
       vary: see ``Vary``.
+      trained: which leaves of (own, shared) have gradients.
     """
 
     kinds: Sequence[Hoisted]
     kind_of: tuple[int, ...]
     placement: Placement
     vary: Vary
+    trained: tuple[Tree, Tree]
 
     @functools.cached_property
     def layers(self) -> dict[Layer, jax.ShapeDtypeStruct]:
@@ -48,50 +59,66 @@ class Prepared:
             for layer, value in zip(kind.layers, kind.values, strict=False)  # the first values are layers
         }
 
+    @functools.cached_property
+    def places_of(self) -> list[list[Place]]:
+        """Of each kind, where what its matmuls make lies."""
+        trained = jax.tree.leaves(self.trained)
+
+        def places(kind: Hoisted) -> list[Place]:
+            found, turns = list[Place](), Counter[tuple[jax.ShapeDtypeStruct, bool]]()
+            of_matmuls = slice(len(kind.layers), None)
+            for value, made_of in zip(kind.values[of_matmuls], kind.sources[of_matmuls], strict=True):
+                wanted = any(t and s for t, s in zip(trained, made_of, strict=True))
+                found.append(Place(value, wanted, turns[value, wanted]))
+                turns[value, wanted] += 1
+            return found
+
+        return [places(kind) for kind in self.kinds]
+
+    @functools.cached_property
+    def places(self) -> list[Place]:
+        """All of them, as many of a type as the kind that makes most of it needs."""
+        return list(dict.fromkeys(place for places in self.places_of for place in places))
+
     @property
     def types(self) -> list[list[jax.ShapeDtypeStruct]]:
-        return [[*self.layers.values()], *(kind.values[len(kind.layers) :] for kind in self.kinds)]
+        return [[*self.layers.values()], [place.type for place in self.places]]
 
-    def wanted(self, trained: tuple[Tree, Tree]) -> list[list[bool]]:
+    @property
+    def wanted(self) -> list[list[bool]]:
         """Whether each value gets a gradient: where something trained is in it."""
-        leaves = jax.tree.leaves(trained)
-        return [
-            [leaves[layer.leaf] for layer in self.layers],
-            *(
-                [any(t and s for t, s in zip(leaves, sources, strict=True)) for sources in made_of]
-                for made_of in (kind.sources[len(kind.layers) :] for kind in self.kinds)
-            ),
-        ]
+        leaves = jax.tree.leaves(self.trained)
+        return [[leaves[layer.leaf] for layer in self.layers], [place.wanted for place in self.places]]
 
     def function(self, kind: int) -> Callable[..., Any]:
         """A kind's stage, of ``((own, values), shared)`` and what it sees."""
-        hoisted, places = self.kinds[kind], {layer: place for place, layer in enumerate(self.layers)}
+        hoisted, places = self.kinds[kind], self.places_of[kind]
 
         def stage(params: tuple[tuple[Tree, Any], Tree], seen: Any) -> Any:
-            (own, (layers, *of_kinds)), shared = params
-            mine = [layers[places[layer]] for layer in hoisted.layers]
-            return hoisted.function(((own, shared), [*mine, *of_kinds[kind]]), seen)
+            (own, (layers, made)), shared = params
+            held = dict(zip([*self.layers, *self.places], [*layers, *made], strict=True))
+            return hoisted.function(((own, shared), [held[key] for key in (*hoisted.layers, *places)]), seen)
 
         return stage
 
     def stages(self, own: Sequence[Tree], shared: Tree) -> tuple[tuple[Tree, Any], ...]:
-        """``(own, values)`` of each local stage; zeros for what its kind does not make."""
+        """``(own, values)`` of each local stage; zeros in places that its kind does not fill."""
         return tuple((stage, self._values(local, stage, shared)) for local, stage in enumerate(own))
 
     def _values(self, local: int, own: Tree, shared: Tree) -> list[list[jax.Array]]:
         leaves = jax.tree.leaves((own, shared))
         layers = [leaves[layer.leaf][layer.at].reshape(layer.shape) for layer in self.layers]
 
-        def made(number: int, kind: Hoisted) -> list[jax.Array]:
-            count = len(kind.layers)
-            if len(kind.values) == count:
-                return []
-            none = self.vary(zeros(kind.values[count:]))
-            return run_if(
-                self._is(number, local), lambda _, *params: kind.prelude(params)[count:], none, own, shared
-            )
+        def put(number: int, held: list[jax.Array], *params: Tree) -> list[jax.Array]:
+            kind = self.kinds[number]
+            made = kind.prelude(params)[len(kind.layers) :]
+            filled = dict(zip(self.places_of[number], made, strict=True))
+            return [filled.get(place, old) for place, old in zip(self.places, held, strict=True)]
 
-        return [layers, *(made(number, kind) for number, kind in enumerate(self.kinds))]
+        made = self.vary(zeros([place.type for place in self.places]))
+        for number in self._makers(local):
+            made = run_if(self._is(number, local), functools.partial(put, number), made, own, shared)
+        return [layers, made]
 
     def lead_back(
         self,
@@ -110,9 +137,11 @@ class Prepared:
         stages = []
         for local, ((own, _), given) in enumerate(zip(params, gradients, strict=True)):
             count = len(jax.tree.leaves(own))
-            of_own, of_layers, *of_kinds = cut(given, count, *map(len, self.types))
+            of_own, of_layers, made = cut(given, count, *map(len, self.types))
+            of_places = dict(zip(self.places, made, strict=True))
             total = _added([*of_own, *of_shared], self._stacked((own, shared), of_layers))
-            for number, of_values in enumerate(of_kinds):
+            for number in self._makers(local):
+                of_values = [of_places[place] for place in self.places_of[number]]
                 if any(g is not None for g in of_values):
                     total = _added(total, self._led_back(number, local, (own, shared), of_values))
             stages.append(total[:count])
@@ -157,6 +186,11 @@ class Prepared:
         there = [g for g in of_values if g is not None]
         made = dict(zip(reached, run_if(self._is(number, local), work, none, params, *there), strict=True))
         return [made.get(i) for i in range(len(leaves))]
+
+    def _makers(self, local: int) -> list[int]:
+        """The kinds that make something and stand there on some rank."""
+        there = {self.kind_of[self.placement.model_stage(on[local])] for on in self.placement.stages_on}
+        return [number for number in sorted(there) if self.places_of[number]]
 
     def _is(self, number: int, local: int) -> jax.Array:
         """Whether this rank's local stage is of the kind: elsewhere the prelude would see parameters of another."""

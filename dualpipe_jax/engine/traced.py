@@ -65,7 +65,8 @@ def trace(
         for (name, _, _), x, sees in zip(names, given, seen, strict=True)
     ]
     hoisted = [hoist(f, vary(raw_zeros(params)), s) for f, s in zip(functions, seen, strict=True)]
-    prepared = Prepared(hoisted, tuple(map(names.index, stages)), placement, vary)
+    trained = jax.tree.map(lambda _: False, params) if wanted is None else wanted[0]
+    prepared = Prepared(hoisted, tuple(map(names.index, stages)), placement, vary, trained)
     own, shared = raw_zeros(params)
     arguments = vary(((own, zeros(prepared.types)), shared))
     sums_in = None if sums is None else _sum_dtypes(*sums, prepared)
@@ -75,9 +76,8 @@ def trace(
         if wanted is None:
             kinds.append(ForwardKind(*stage))
         else:
-            trained, of_at = wanted
-            of_params = (trained[0], prepared.wanted(trained)), trained[1]
-            kinds.append(Kind(*stage, is_last=is_last, wanted=(of_params, (True, of_at)), sums=sums_in))
+            of_params = (trained[0], prepared.wanted), trained[1]
+            kinds.append(Kind(*stage, is_last=is_last, wanted=(of_params, (True, wanted[1])), sums=sums_in))
     return Traced(kinds, prepared, boundary)
 
 

@@ -34,7 +34,7 @@ def plain_loss(params, batch):
     return jnp.mean(jax.vmap(of_one)(batch["x"], batch["y"]))
 
 
-def test_gradients_are_led_back_to_the_leaves_that_values_are_made_of_alone():
+def given():
     rng = np.random.default_rng(0)
     shapes = {
         "w": (WIDTH, WIDTH),
@@ -46,8 +46,16 @@ def test_gradients_are_led_back_to_the_leaves_that_values_are_made_of_alone():
     own = {name: rng.standard_normal((RANKS, *shape), np.float32) / 2 for name, shape in shapes.items()}
     params = {"stages": own, "shared": {}}
     batch = {name: rng.standard_normal((MICROBATCHES, SIZE, WIDTH), np.float32) for name in "xy"}
+    return params, batch
+
+
+def built(**options):
     model = StagedModel({"first": first, "last": last}, ("first", "last"))
-    pipeline = Pipeline(model, dualpipe(RANKS, MICROBATCHES), make_mesh(RANKS))
+    return Pipeline(model, dualpipe(RANKS, MICROBATCHES), make_mesh(RANKS), **options)
+
+
+def test_gradients_are_led_back_to_the_leaves_that_values_are_made_of_alone():
+    (params, batch), pipeline = given(), built()
     (loss, _), grads = quick(lambda *args: pipeline.value_and_grad(*args))(params, batch)
     want, wanted = quick(jax.value_and_grad(plain_loss))(params, batch)
     np.testing.assert_allclose(loss, want, rtol=1e-5)
@@ -60,3 +68,21 @@ def test_gradients_are_led_back_to_the_leaves_that_values_are_made_of_alone():
     ]
     more = zeros.count((WIDTH, RANK)) - zeros.count((WIDTH, HIDDEN))
     assert more == RANKS, "where the first kind leads back nothing, of each of a rank's stages"
+
+
+def squares(pipeline, *arguments):
+    """How many matrices of the width a rank holds that were made once."""
+    return [leaf.shape for leaf in jax.tree.leaves(pipeline.sketch(*arguments).values)].count((WIDTH, WIDTH))
+
+
+def test_kinds_share_places_of_values_that_both_have_gradients_or_have_none():
+    """The last stage makes its matrix of b alone: where b is frozen, it has no gradient, and the first stage's has."""
+    params, batch = given()
+    assert squares(built(), params, batch) == RANKS, "one in each of a rank's stages"
+    pipeline = built(frozen={"stages": dict.fromkeys(params["stages"], False) | {"b": True}})
+    assert squares(pipeline, params, batch) == 2 * RANKS
+    (loss, _), grads = quick(lambda *args: pipeline.value_and_grad(*args))(params, batch)
+    want, wanted = quick(jax.value_and_grad(plain_loss))(params, batch)
+    np.testing.assert_allclose(loss, want, rtol=1e-5)
+    for name in ("w", "a", "up", "down"):
+        np.testing.assert_allclose(grads["stages"][name], wanted["stages"][name], rtol=2e-5, atol=1e-6)
