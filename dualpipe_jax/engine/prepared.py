@@ -187,18 +187,18 @@ class Prepared:
         made = dict(zip(reached, run_if(self._is(number, local), work, none, params, *there), strict=True))
         return [made.get(i) for i in range(len(leaves))]
 
+    def _kinds_on_ranks(self, local: int) -> list[int]:
+        """The kind of each rank's local stage."""
+        return [self.kind_of[self.placement.model_stage(on[local])] for on in self.placement.stages_on]
+
     def _makers(self, local: int) -> list[int]:
         """The kinds that make something and stand there on some rank."""
-        there = {self.kind_of[self.placement.model_stage(on[local])] for on in self.placement.stages_on}
-        return [number for number in sorted(there) if self.places_of[number]]
+        return [number for number in sorted({*self._kinds_on_ranks(local)}) if self.places_of[number]]
 
     def _is(self, number: int, local: int) -> jax.Array:
         """Whether this rank's local stage is of the kind: elsewhere the prelude would see parameters of another."""
-        of_rank = [
-            self.kind_of[self.placement.model_stage(stages[local])] == number
-            for stages in self.placement.stages_on
-        ]
-        return jnp.asarray(np.array(of_rank))[lax.axis_index(PP)]
+        of_rank = np.array(self._kinds_on_ranks(local)) == number
+        return jnp.asarray(of_rank)[lax.axis_index(PP)]
 
 
 def _added(totals: list[Any], more: list[Any]) -> list[Any]:

@@ -86,3 +86,4 @@ def test_kinds_share_places_of_values_that_both_have_gradients_or_have_none():
     np.testing.assert_allclose(loss, want, rtol=1e-5)
     for name in ("w", "a", "up", "down"):
         np.testing.assert_allclose(grads["stages"][name], wanted["stages"][name], rtol=2e-5, atol=1e-6)
+    assert grads["stages"]["b"] is None
