@@ -1,9 +1,10 @@
 """Predicted steps against measured ones: `dualpipe plan --target cpu:8` and the trainer, schedule by schedule.
 
 The planner times the units of a model on virtual CPU devices and makes steps of them; then each plan is run by
-scripts/train's own command, a process each, on its own text. Both are counted in core seconds, which what else the
-machine does hardly changes, and neither is fitted to the other. Printed: both times and the error, how many pairs of
-schedules are in the wrong order, and of these how far apart their measured steps are.
+scripts/train's own command, a process each, on its own text. Both are counted in core seconds, and neither is fitted
+to the other. A machine that others share may be a quarter slower at one time than at another: so units are timed
+before the runs and again after them, and the prediction is the mean. Printed: both times and the error, how far apart
+the two predictions are, how many pairs of schedules are in the wrong order, and how far apart these were measured.
 
     python benchmarks/predicted.py [SCHEDULE ...] [--model small] [--pp 4] [--ep 2] [--sequence 128] [--steps 6]
 """
@@ -126,30 +127,38 @@ def main():
         dispatches=("capacity",),
         stashes=(None,),
     )
-    predicted, rows = predict(target, wanted), []
-    measured = {plan: measure(choice, target, given.steps) for plan, (choice, _) in predicted.items()}
-    for plan, (_, cores) in predicted.items():
-        took = measured[plan]
-        rows.append(
-            (
-                plan.schedule,
-                f"{cores:.3f}",
-                f"{took['cores']:.3f}",
-                f"{100 * (cores / took['cores'] - 1):+.1f} %",
-                f"{took['wall']:.3f}",
-            )
+    predicted, measured, apart = {}, {}, []
+    for case in cases(wanted, num_devices(target))[0]:
+        only = dataclasses.replace(wanted, schedules=tuple(plan.schedule for plan in case.plans))
+        before = predict(target, only)
+        measured |= {plan: measure(choice, target, given.steps) for plan, (choice, _) in before.items()}
+        after = predict(target, only)
+        for plan, (_, cores) in before.items():
+            predicted[plan] = (cores + after[plan][1]) / 2
+            apart.append(abs(after[plan][1] / cores - 1))
+    rows = [
+        (
+            plan.schedule,
+            f"{cores:.3f}",
+            f"{measured[plan]['cores']:.3f}",
+            f"{100 * (cores / measured[plan]['cores'] - 1):+.1f} %",
+            f"{measured[plan]['wall']:.3f}",
         )
+        for plan, cores in predicted.items()
+    ]
     head = ("schedule", "predicted, core s", "measured, core s", "error", "measured, s on the clock")
     print(Table(head, tuple(rows)).markdown())
     wrong = swapped(
-        {plan.schedule: cores for plan, (_, cores) in predicted.items()},
+        {plan.schedule: cores for plan, cores in predicted.items()},
         {plan.schedule: took["cores"] for plan, took in measured.items()},
     )
     pairs = len(predicted) * (len(predicted) - 1) // 2
-    errors = [abs(cores / measured[plan]["cores"] - 1) for plan, (_, cores) in predicted.items()]
+    errors = [100 * (cores / measured[plan]["cores"] - 1) for plan, cores in predicted.items()]
     print(
-        f"\nerror: {100 * statistics.median(errors):.1f} % at the median, {100 * max(errors):.1f} % at most"
+        f"\nerror: {statistics.fmean(map(abs, errors)):.1f} % on average ({statistics.fmean(errors):+.1f} % with its "
+        f"sign), {max(map(abs, errors)):.1f} % at most"
     )
+    print(f"two predictions, before the runs and after them: up to {100 * max(apart):.1f} % apart")
     print(f"pairs in the measured order: {pairs - len(wrong)} of {pairs}")
     for a, b, apart in wrong:
         print(f"  {a} and {b} are swapped; measured they are {100 * apart:.1f} % apart")

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Collection
 from typing import Any, NamedTuple
 
@@ -13,7 +14,7 @@ from dualpipe_jax.contract import PipelineModel, Report, StagedModel, Tree, stag
 from dualpipe_jax.engine import checks, forms, nans, spmd
 from dualpipe_jax.engine.differentiable import differentiable, for_figures
 from dualpipe_jax.engine.guard import Divergence, usual_divergence
-from dualpipe_jax.engine.program import Outputs, Repeated
+from dualpipe_jax.engine.program import Outputs
 from dualpipe_jax.engine.spmd import Results
 from dualpipe_jax.engine.stages import broadcast, from_placed, to_placed
 from dualpipe_jax.engine.state import State
@@ -189,15 +190,33 @@ class Pipeline:
         return self.sketch(params, batch, key).state
 
     @functools.cached_property
-    def rehearse(self) -> Callable[..., tuple[tuple[jax.Array, Report], Tree]]:
-        """``rehearse(params, batch, tick, times)``, compiled: ``value_and_grad`` with one tick, again and again.
+    def rehearse(self) -> Callable[..., tuple[jax.Array, Tree, State]]:
+        """``rehearse(params, batch, state, ticks, times) -> (objective, gradients, state)``, compiled, of other ticks.
 
-        For measuring what single units take, each exactly as in the whole step; what it computes is of no use.
+        For measuring what single units take, each exactly as in the whole step: it goes on from a state, in whose
+        slots earlier ticks left what units read. Gradients are those of placed leaves, in lists.
 
-        tick: int32 [ranks, columns], as rows of ``table`` are; see ``unit_everywhere``.
-        times: int32, how often.
+        state: arrays of the types of ``state_everywhere``, or what the last call returned; it is donated.
+        ticks: int32 [ticks, ranks, columns], as ``table.array`` is; see ``unit_everywhere``.
+        times: int32 [ticks], how often each is run before the next.
         """
-        return jax.jit(lambda params, batch, tick, times: self._step(params, batch, instead=(tick, times)))
+
+        def rehearse(params: Tree, batch: Tree, *more: Any) -> tuple[jax.Array, Tree, State]:
+            placed = self.placed(params)
+            return spmd.rehearse(self._bound(placed), placed, batch, *more)
+
+        return jax.jit(rehearse, donate_argnums=2)
+
+    def state_everywhere(self, params: Tree, batch: Tree) -> State:
+        """``state`` of all devices, as ShapeDtypeStructs with shardings: each leaf has a leading dim, the devices."""
+        axes = self._bound(jax.eval_shape(self.placed, params)).axes
+        devices = math.prod(self.mesh.shape[axis] for axis in axes)
+        lies = NamedSharding(self.mesh, PartitionSpec(axes))
+
+        def everywhere(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct((devices, *leaf.shape), leaf.dtype, sharding=lies)
+
+        return jax.tree.map(everywhere, self.state(params, batch))
 
     def table(self, params: Tree, batch: Tree, key: jax.Array | None = None) -> TickTable:
         """The lowered schedule as ``value_and_grad`` of these arguments runs it; nothing is computed or compiled."""
@@ -353,11 +372,10 @@ class Pipeline:
         *,
         units: tuple[str, ...] = (),
         every_kind: bool = False,
-        instead: Repeated | None = None,
     ) -> tuple[tuple[jax.Array, Report], Tree]:
         checks.check_arguments(self.schedule, self.mesh, params, batch, key)
         placed = self.placed(params)
-        results = spmd.value_and_grad(self._bound(placed, units, every_kind), placed, batch, key, instead)
+        results = spmd.value_and_grad(self._bound(placed, units, every_kind), placed, batch, key)
         self._watch(results)
         gradients = forms.gradients_like(params, placed, results.gradients, self.schedule)
         if self.input_grads:

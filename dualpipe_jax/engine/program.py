@@ -25,8 +25,6 @@ from dualpipe_jax.schedule.lowering.lower import forward_only, lower
 from dualpipe_jax.schedule.lowering.table import TickTable
 from dualpipe_jax.split.leaves import is_floating
 
-Repeated = tuple[jax.Array, jax.Array]
-"""A tick, int32 [ranks, columns], and how often it is run."""
 Outputs = Literal["none", "last_rank", "everywhere"]
 
 
@@ -113,9 +111,16 @@ class Program:
 
     # ------------------------------------------------------------------- the scan
 
-    def run(self, instead: Repeated | None = None) -> State:
+    def run(self) -> State:
+        return tick.run(self.tick, self.initial_state())
+
+    def repeat(self, state: State, rows: jax.Array, times: jax.Array) -> State:
+        return tick.repeat(self.tick, self.vary(state), rows, times)
+
+    @property
+    def tick(self) -> Tick:
         step = self.step
-        body = Tick(
+        return Tick(
             self.table,
             self.tasks,
             self.boundary,
@@ -124,9 +129,6 @@ class Program:
             step.debug_nans,
             step.idle_sends,
         )
-        if instead is not None:
-            return tick.repeat(body, self.initial_state(), *instead)
-        return tick.run(body, self.initial_state())
 
     def initial_state(self) -> State:
         """Pools with nothing in them, nothing to send, zero sums."""

@@ -9,7 +9,7 @@ from jax.sharding import PartitionSpec
 
 from dualpipe_jax.contract import Report, Tree
 from dualpipe_jax.engine.kinds import Kind
-from dualpipe_jax.engine.program import Outputs, Program, Repeated
+from dualpipe_jax.engine.program import Outputs, Program
 from dualpipe_jax.engine.state import State
 from dualpipe_jax.engine.step import Step
 from dualpipe_jax.engine.storage import leaves_of
@@ -38,17 +38,39 @@ class Results:
     first_bad: jax.Array | None
 
 
-def value_and_grad(
-    step: Step, params: Tree, batch: Tree, key: jax.Array | None, instead: Repeated | None = None
-) -> Results:
-    """Objective, report and gradients. ``params["stages"]`` is placed; ``instead`` of the schedule's ticks."""
+def value_and_grad(step: Step, params: Tree, batch: Tree, key: jax.Array | None) -> Results:
+    """Objective, report and gradients. ``params["stages"]`` is placed."""
 
     def on_rank(params: Tree, batch: Tree, key: jax.Array | None) -> Any:
         program = Program(step, params, batch, key, backward=True)
-        state = program.run(instead)
+        state = program.run()
         return *program.sums(state), program.gradients(state), None, program.first_bad(state)
 
     return _run(step, on_rank, params, batch, key, _gradient_specs(step, params, batch), None)
+
+
+def rehearse(
+    step: Step, params: Tree, batch: Tree, state: State, rows: jax.Array, times: jax.Array
+) -> tuple[jax.Array, Tree, State]:
+    """Objective, gradients and the new state after other ticks than the schedule's, see ``tick.repeat``.
+
+    Leaves of ``state`` have a leading dim of all devices.
+    """
+    everywhere = PartitionSpec(step.axes)
+
+    def on_rank(params: Tree, batch: Tree, state: State, rows: jax.Array, times: jax.Array) -> Any:
+        program = Program(step, params, batch, None, backward=True)
+        state = program.repeat(jax.tree.map(lambda leaf: leaf[0], state), rows, times)
+        objective, _ = program.sums(state)
+        return objective, program.gradients(state), jax.tree.map(lambda leaf: leaf[None], state)
+
+    return _shard_map(
+        step,
+        on_rank,
+        params,
+        (PartitionSpec(), _gradient_specs(step, params, batch), everywhere),
+        (everywhere, PartitionSpec(), PartitionSpec()),
+    )(params, batch, state, rows, times)
 
 
 def forward(step: Step, params: Tree, batch: Tree, key: jax.Array | None, outputs: Outputs) -> Results:
@@ -117,12 +139,19 @@ def _run(
     return Results(*_shard_map(step, on_rank, params, specs)(params, batch, key))
 
 
-def _shard_map(step: Step, on_rank: Callable[..., Any], params: Tree, out_specs: Tree) -> Callable[..., Any]:
+def _shard_map(
+    step: Step,
+    on_rank: Callable[..., Any],
+    params: Tree,
+    out_specs: Tree,
+    more: tuple[PartitionSpec, ...] = (PartitionSpec(),),
+) -> Callable[..., Any]:
+    """Over parameters, a batch and what is ``more``: by default a key."""
     specs = step.param_specs(len(params["stages"].local))
     return jax.shard_map(
         on_rank,
         mesh=step.mesh,
-        in_specs=(specs, PartitionSpec(None, step.batch_axes), PartitionSpec()),
+        in_specs=(specs, PartitionSpec(None, step.batch_axes), *more),
         out_specs=out_specs,
         axis_names=set(step.axes),
         check_vma=step.check_vma,

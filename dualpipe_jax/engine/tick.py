@@ -163,7 +163,12 @@ def run(tick: Tick, state: State) -> State:
 
 
 def repeat(tick: Tick, state: State, rows: jax.Array, times: jax.Array) -> State:
-    """A tick of ``rows``, int32 [ranks, columns], so many times; called inside shard_map."""
-    own = lax.dynamic_index_in_dim(rows, lax.axis_index(PP), axis=0, keepdims=False)
+    """Ticks of ``rows``, int32 [ticks, ranks, columns], each as often as ``times`` says; called inside shard_map."""
+    own = lax.dynamic_index_in_dim(rows, lax.axis_index(PP), axis=1, keepdims=False)
     alike = tick.table.brings(rows), tick.table.runs(rows)  # on all ranks
-    return lax.fori_loop(0, times, lambda number, state: tick(state, (number, own, *alike))[0], state)
+
+    def again(state: State, one: tuple[jax.Array, tuple, tuple, jax.Array]) -> tuple[State, None]:
+        *row, times = one
+        return lax.fori_loop(0, times, lambda number, state: tick(state, (number, *row))[0], state), None
+
+    return lax.scan(again, state, (own, *alike, times))[0]

@@ -4,6 +4,7 @@ import dataclasses
 import json
 import re
 
+import chex
 import jax
 import numpy as np
 import pytest
@@ -18,8 +19,9 @@ from dualpipe_jax.pods.dryrun import answer, draw
 from dualpipe_jax.pods.plain import filled, plain
 from dualpipe_jax.pods.request import Request
 from dualpipe_jax.pods.results import Compiled
-from dualpipe_jax.pods.timed import FEWER, IDLE, UPDATE, Spent
+from dualpipe_jax.pods.timed import FEWER, FRESH, IDLE, UPDATE, Rehearsal, Spent
 from dualpipe_jax.schedule import CostModel, lower, one_f_one_b
+from dualpipe_jax.schedule.lowering.alone import unit_everywhere
 from dualpipe_jax.schedule.lowering.unit_key import UnitKey
 
 TARGET = Target.parse("cpu:4")
@@ -31,13 +33,19 @@ def blueprint(**changes):
 
 
 def test_units_of_rounds_by_hand(monkeypatch):
-    """A tick of nothing takes 0.5 core seconds, a step beside its ticks 3; two cores, ranks of two devices."""
+    """A tick of nothing takes 0.5 core seconds, a step beside its ticks 3 and 1 for its memory; two cores, ranks of two
+    devices."""
     monkeypatch.setattr(timed, "num_cores", lambda: 2)
     drawn = blueprint()
     table = drawn.pipeline.table(drawn.params, drawn.batch)
     seconds = {("F", "first"): 1.0, ("F", "last"): 2.0, ("B", "first"): 3.0, ("B", "last"): 5.0}
     kinds = {0: "first", 1: "last"}
-    found = {IDLE: Spent(3 + 10 * 0.5, 10), FEWER: Spent(3 + 4 * 0.5, 4), UPDATE: Spent(8.0, 0)}
+    found = {
+        IDLE: Spent(3 + 10 * 0.5, 10),
+        FEWER: Spent(3 + 4 * 0.5, 4),
+        UPDATE: Spent(8.0, 0),
+        FRESH: Spent(1.0, 0),
+    }
     for number, unit in enumerate(table.units):
         (stand,) = (stand for stand in unit[1:] if stand is not None)
         found[number] = Spent(3 + 6 * (0.5 + seconds[unit.op, kinds[stand.kind]]), 6)
@@ -51,7 +59,7 @@ def test_units_of_rounds_by_hand(monkeypatch):
     assert read.units[UnitKey("B", ("last",))].cycles == pytest.approx(5.0 / 2 * 1e9)
     assert (read.cores, read.at_once) == (2, 1)
     assert read.overheads.tick == pytest.approx(0.5 / 2 * 1e9)
-    assert read.overheads.step == pytest.approx(3 / 2 * 1e9)
+    assert read.overheads.step == pytest.approx((3 + 1) / 2 * 1e9)
     assert read.update.cycles == pytest.approx(8 / 2 * 1e9)
 
 
@@ -60,7 +68,7 @@ def test_two_cores_run_two_ranks_of_one_device_at_once(monkeypatch):
     drawn = draw(dataclasses.replace(PLAN, ep=1, microbatch_size=2), TARGET, jax.devices()[:2])
     table = drawn.pipeline.table(drawn.params, drawn.batch)
     found = {number: Spent(2.0, 2) for number in timed.table_units(table)}
-    found |= {IDLE: Spent(0, 9), FEWER: Spent(0, 4)}
+    found |= {IDLE: Spent(0, 9), FEWER: Spent(0, 4), FRESH: Spent(0, 0)}
     read = timed.read(table, drawn, [found], {})
     assert read.at_once == 2 and read.update is None
     assert read.units[UnitKey("F")].cycles == 1e9, "of one rank, which one core works for"
@@ -76,7 +84,7 @@ def test_each_stage_of_a_v_is_priced_by_its_own_depth(monkeypatch):
     seconds = {"first": (2.0, 1.0, 2.0), "last": (5.0, 6.0, 5.0)}
     seconds |= {"middle_2": (6.0, 7.0, 8.0), "middle_1": (3.0, 4.0, 4.0)}
     names = ["first", "middle_2", "middle_2", "middle_1", "middle_1", "middle_1", "middle_1", "last"]
-    found = {IDLE: Spent(0.0, 10), FEWER: Spent(0.0, 4)}
+    found = {IDLE: Spent(0.0, 10), FEWER: Spent(0.0, 4), FRESH: Spent(0.0, 0)}
     for number, unit in enumerate(table.units):
         (stand,) = (stand for stand in unit[1:] if stand is not None)
         each = seconds[names[table.keeps.kind_of.index(stand.kind)]]["FIW".index(unit.op)]
@@ -112,16 +120,42 @@ def test_a_tick_is_rehearsed_as_often_as_is_said():
     """A forward of the last stage adds its loss each time, and a backward its gradients."""
     drawn = blueprint()
     table = drawn.pipeline.table(drawn.params, drawn.batch)
-    params, batch = timed.made_up((drawn.params, drawn.batch))
     (forward,) = (n for n, unit in enumerate(table.units) if unit.op == "F" and unit.forward.kind == 1)
-    tick = timed.unit_everywhere(table, forward)
+    tick = unit_everywhere(table, forward)
+    rehearsal = Rehearsal(drawn, np.stack([tick, tick]))
+    once = float(rehearsal.run(tick, 1)[0])
+    assert once > 0 and rehearsal.run(tick, 0)[0] == once
+    assert rehearsal.run(tick, 5)[0] == pytest.approx(6 * once, rel=1e-5)
+    rehearsal.open()
+    assert rehearsal.run(tick, 0)[0] == pytest.approx(8 * once, rel=1e-5)
 
-    def objective(times):
-        return float(drawn.pipeline.rehearse(params, batch, tick, np.int32(times))[0][0])
 
-    once = objective(1)
-    assert objective(0) == 0 and once > 0
-    assert objective(5) == pytest.approx(5 * once, rel=1e-5)
+def test_what_is_rehearsed_in_the_tables_order_is_the_step():
+    """So a unit finds in its slots what the units before it left, as it does in a step."""
+    drawn = blueprint(schedule="dualpipe")
+    table = drawn.pipeline.table(drawn.params, drawn.batch)
+    rehearsal = Rehearsal(drawn, table.array)
+    rehearsal.open()
+    objective, gradients, _ = rehearsal.run(table.array[0], 0)
+    params, batch = timed.made_up((drawn.params, drawn.batch))
+    (wanted, _), wanted_gradients = drawn.pipeline.value_and_grad(params, batch)
+    assert objective == wanted
+    chex.assert_trees_all_equal(
+        jax.tree.leaves(gradients),
+        jax.tree.leaves(drawn.pipeline.trained(drawn.pipeline.placed(wanted_gradients))),
+    )
+
+
+def test_memory_takes_longer_the_first_time(monkeypatch):
+    took = []
+
+    def spend(call):
+        took.append(call())
+        return Spent(3.0 if len(took) % 2 else 1.0, 0)
+
+    monkeypatch.setattr(timed, "spend", spend)
+    assert timed.first_touch(2**20).cores == 2 and timed.first_touch(0).cores == 2
+    assert len(took) == 4, "written once and again"
 
 
 def test_a_program_is_timed_and_its_step_predicted(monkeypatch):
@@ -130,7 +164,7 @@ def test_a_program_is_timed_and_its_step_predicted(monkeypatch):
 
     def spend(call, ticks=0):
         jax.block_until_ready(call())
-        busy = ticks and (np.asarray(call.args[-2])[:, column] >= 0).sum()
+        busy = ticks and (call.args[0][:, column] >= 0).sum()
         return Spent(0.3 + ticks * (0.01 + 0.2 * busy), ticks)
 
     monkeypatch.setattr(timed, "spend", spend)

@@ -53,6 +53,25 @@ def unit_everywhere(table: TickTable, number: int) -> np.ndarray:
     return row
 
 
+def opening(table: TickTable) -> np.ndarray:
+    """Ticks, int32 [ticks, ranks, columns], after which every unit finds in its slots what units left there.
+
+    They are the schedule's first, until each rank has done a backward of each of its stages: about then most
+    microbatches are on their way that ever are. Then come all units, each once, in the order of the schedule: an I
+    that runs late only fills its stash, for a W.
+    """
+    units = table.column("unit")
+    backward = np.array([-1 if unit.backward is None else unit.backward.local for unit in table.units] + [-1])
+    ends = [
+        int(np.argmax(ran, axis=0)[ran.any(axis=0)].max())
+        for local in set(backward.tolist()) - {-1}
+        if (ran := backward[units] == local).any()
+    ]
+    first = {number: int(np.argmax((units == number).any(axis=1))) for number in np.unique(units[units >= 0])}
+    each = [unit_everywhere(table, number) for number in sorted(first, key=first.__getitem__)]
+    return np.concatenate([table.array[: 1 + max(ends, default=-1)], np.stack(each)])
+
+
 def _check(table: TickTable, ops: Collection[str]) -> None:
     if unknown := [op for op in ops if op not in OPS]:
         raise ValueError(f"units_alone: there is no unit {', '.join(unknown)}; there are {', '.join(OPS)}")

@@ -4,8 +4,9 @@ import numpy as np
 import pytest
 
 from dualpipe_jax.schedule import CostModel, dualpipe, dualpipe_v, gpipe, lower, one_f_one_b, zb_h1
-from dualpipe_jax.schedule.lowering.alone import unit_everywhere, units_alone
+from dualpipe_jax.schedule.lowering.alone import opening, unit_everywhere, units_alone
 from dualpipe_jax.schedule.lowering.table import OPS, Keeps
+from dualpipe_jax.schedule.recipes import ALL_SCHEDULES
 
 PAIRED = pytest.mark.parametrize("make", [dualpipe, dualpipe_v], ids=lambda make: make.__name__)
 FIRST_MIDDLE_LAST = Keeps((0, *(1,) * 2, 2), ("W",) * 3, {})
@@ -87,3 +88,50 @@ def test_ranks_that_share_processors_by_hand():
     alone = sum(max(work) for work in table.work(costs))
     assert table.shared_makespan(costs, 2.0) == alone < 2 * 4 * (2 + 3)
     assert table.shared_makespan(costs, 1.25) == sum(max(max(w), sum(w) / 1.25) for w in table.work(costs))
+
+
+@pytest.mark.parametrize("make", ALL_SCHEDULES, ids=lambda make: make.__name__)
+def test_after_the_opening_units_read_what_was_written(make):
+    """Slots are written by hand here, tick for tick as ``TickTable`` says."""
+    table = lower(make(4, 12))
+    bins = {pool: table.num_slots[pool] - 1 for pool in ("x", "dy")}
+
+    def done(row, unit, written):
+        if unit.forward is not None:
+            written |= {
+                ("x", row["F_y"]),
+                *((pool, row[f"F_{pool}"]) for pool in ("residual_i", "residual_w")),
+            }
+        if unit.op == "I":
+            written.add(("stash", row["G_stash"]))
+        if unit.backward is not None and unit.op != "W":
+            written.add(("dy", row["G_dx"]))
+
+    def read(rank, row, unit):
+        stages = table.schedule.placement
+        if unit.forward is not None and not stages.is_first(stages.stages_on[rank][unit.forward.local]):
+            yield "x", row["F_x"]
+        if unit.backward is not None:
+            yield "residual_w", row["G_residual_w"]
+            yield ("stash", row["G_stash"]) if unit.op == "W" else ("residual_i", row["G_residual_i"])
+            if unit.op != "W" and not stages.is_last(stages.stages_on[rank][unit.backward.local]):
+                yield "dy", row["G_dy"]
+
+    for rank in range(4):
+        written = set()
+        for numbers in opening(table)[:, rank]:
+            row = dict(zip(table.columns, numbers.tolist(), strict=True))
+            if row["unit"] >= 0:
+                done(row, table.units[row["unit"]], written)
+            written |= {(c.pool, row[f"arrive{k}"]) for k, c in enumerate(table.channels)}
+        written -= set(bins.items())
+        for number, unit in enumerate(table.units):
+            row = dict(zip(table.columns, unit_everywhere(table, number)[rank].tolist(), strict=True))
+            if row["unit"] == number:
+                assert written.issuperset(read(rank, row, unit)), (rank, unit)
+
+
+def test_the_opening_is_short():
+    """Of a step with many microbatches it is a small part, but where all forwards come first."""
+    assert len(opening(lower(one_f_one_b(4, 64)))) < 0.1 * lower(one_f_one_b(4, 64)).num_ticks
+    assert len(opening(lower(gpipe(4, 64)))) > 64
