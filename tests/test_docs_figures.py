@@ -329,11 +329,11 @@ def test_the_words_about_small_pairs_hold():
     page = " ".join((ROOT / "docs" / "results.md").read_text().split())
     assert (
         "here the pair is a tenth longer than that" in page
-        and "From about 1.4 : 1 on nothing is exposed" in page
+        and "From about 1.4 : 1 on next to nothing is exposed" in page
     )
     assert 1.05 < value("pairs", "v5p_1408", "larger") < 1.15 and value("pairs", "v5p_1408", "ratio") == 1.0
     for row in TABLES["pairs"].rows:
-        assert (value("pairs", row, "hidden") == 100) == (value("pairs", row, "ratio") > 1.4)
+        assert (value("pairs", row, "hidden") > 98.5) == (value("pairs", row, "ratio") > 1.4)
 
 
 @pytest.mark.parametrize(("one", "other"), [("pairs", "fp8_pair"), ("h100_pairs", "two_hops")])
