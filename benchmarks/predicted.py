@@ -127,7 +127,7 @@ def main():
         dispatches=("capacity",),
         stashes=(None,),
     )
-    predicted, measured, apart = {}, {}, []
+    predicted, measured, drifts = {}, {}, []
     for case in cases(wanted, num_devices(target))[0]:
         only = dataclasses.replace(wanted, schedules=tuple(plan.schedule for plan in case.plans))
         before = predict(target, only)
@@ -135,7 +135,7 @@ def main():
         after = predict(target, only)
         for plan, (_, cores) in before.items():
             predicted[plan] = (cores + after[plan][1]) / 2
-            apart.append(abs(after[plan][1] / cores - 1))
+            drifts.append(abs(after[plan][1] / cores - 1))
     rows = [
         (
             plan.schedule,
@@ -158,7 +158,7 @@ def main():
         f"\nerror: {statistics.fmean(map(abs, errors)):.1f} % on average ({statistics.fmean(errors):+.1f} % with its "
         f"sign), {max(map(abs, errors)):.1f} % at most"
     )
-    print(f"two predictions, before the runs and after them: up to {100 * max(apart):.1f} % apart")
+    print(f"two predictions, before the runs and after them: up to {100 * max(drifts):.1f} % apart")
     print(f"pairs in the measured order: {pairs - len(wrong)} of {pairs}")
     for a, b, apart in wrong:
         print(f"  {a} and {b} are swapped; measured they are {100 * apart:.1f} % apart")

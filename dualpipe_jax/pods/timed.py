@@ -59,7 +59,8 @@ class Rehearsal:
     A backward of empty slots, for which all tokens lie in one place, takes a fifth less time.
 
     Attributes:
-      fresh_bytes: memory of all devices that a step is given anew each time, and that is kept here.
+      fresh_bytes: memory of all devices that a step is given anew each time, and that is kept here: an estimate, the
+        engine's state less this program's temporaries.
     """
 
     def __init__(self, blueprint: Blueprint, opening: np.ndarray):
