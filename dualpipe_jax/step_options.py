@@ -12,7 +12,7 @@ from tyro.conf import arg
 
 from dualpipe_jax.ranges import AboveZero, AtLeastOne, NotNegative, out_of_range
 from dualpipe_jax.schedule import Schedule, limit_stash
-from dualpipe_jax.schedule.names import SCHEDULES, find, is_known
+from dualpipe_jax.schedule.names import SCHEDULES, find, is_known, make
 
 Count = AtLeastOne | None
 Shard = Literal["nothing", "optimizer", "parameters"]
@@ -26,6 +26,9 @@ class StepOptions:
 
     schedule: Annotated[str, arg(metavar="{" + ",".join(SCHEDULES) + "}")] = "dualpipe"
     """The schedule: the order of forwards and backwards on the pipeline's ranks. See `dualpipe choose`."""
+    stages_per_rank: Count = None
+    """Number of stages of each rank, for interleaved schedules, which have 2 if it is left out. With more, bubbles are
+    shorter, and stages' inputs and outputs are sent more often."""
     max_stash: NotNegative | None = None
     """How many microbatches of a rank may wait for their weights' gradients, each of which takes memory.
     Backwards beyond that are not split. If left out, as many as the schedule asks for."""
@@ -156,10 +159,11 @@ class StepOptions:
         """The schedule that the options name, for all microbatches or for so many.
 
         Raises:
-          ValueError: there is none of that name, or not with these counts.
+          ValueError: there is none of that name, or not with these counts, or it is not cut as they say.
         """
         count = self.num_microbatches if num_microbatches is None else num_microbatches
-        schedule = find(self.schedule)(self.pp, count)
+        finer = {} if self.stages_per_rank is None else {"num_stages_per_rank": self.stages_per_rank}
+        schedule = make(self.schedule, self.pp, count, finer)
         return schedule if self.max_stash is None else limit_stash(schedule, self.max_stash)
 
 

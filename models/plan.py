@@ -77,10 +77,10 @@ def stage_times(config: Config, plan: Sequence[int], costs: Costs) -> list[float
 def layer_plan(config: Config, schedule: Scheduled | int, costs: Costs | None = None) -> tuple[int, ...]:
     """Share all layers out over stages, in model order, so that the busiest rank is as little busy as can be.
 
-    Every stage but the two ends has a layer at least. Of plans whose busiest ranks are within one per cent of the best,
-    the one with the shallowest deepest stage is taken, for all stages have as many places for layers; of these the one
-    with the fewest kinds of stages, then with the less busy ranks. The time that this takes doubles with each dense
-    layer.
+    Every stage but the two ends has a layer at least. With fewer layers than that, some stages have none and hand on
+    what they are given. Of plans whose busiest ranks are within one per cent of the best, the one with the shallowest
+    deepest stage is taken, for all stages have as many places for layers; of these the one with the fewest kinds of
+    stages, then with the less busy ranks. The time that this takes doubles with each dense layer.
 
     Args:
       config: the model.
@@ -93,22 +93,24 @@ def layer_plan(config: Config, schedule: Scheduled | int, costs: Costs | None = 
       prediction and the head of the last.
 
     Raises:
-      ValueError: there are fewer layers than stages between the ends.
+      ValueError: there are fewer layers than ranks between the ends.
 
     >>> from models.config import v3
     >>> layer_plan(v3(num_mtp_layers=1), 16, PAPER)
     (3, 4, 4, 4, 4, 4, 4, 4, 4, 4, 4, 4, 4, 4, 4, 2)
     """
     num_stages = len(schedule.placement.pipes[0]) if isinstance(schedule, Scheduled) else int(schedule)
-    if num_stages < 1 or config.num_layers < max(1, num_stages - 2):
-        raise ValueError(
-            f"layer_plan: {config.num_layers} layers do not give each of the schedule's {num_stages} stages one, "
-            f"the two ends aside; {max(1, config.num_layers + 2)} stages at most."
-        )
     pipes = schedule.placement.pipes if isinstance(schedule, Scheduled) else (range(num_stages),)
     costs = costs or matmul_costs(config)
     ranks = [{pipe[stage] for pipe in pipes} for stage in range(num_stages)]
     home = np.array([ranks.index(here) for here in ranks])  # one for all stages of the same ranks
+    num_ranks = len(set().union(*ranks))
+    if num_stages < 1 or config.num_layers < max(1, num_ranks - 2):
+        raise ValueError(
+            f"layer_plan: {config.num_layers} layers do not give each of the schedule's {num_ranks} ranks one, "
+            f"the two ends aside; {max(1, config.num_layers + 2)} ranks at most."
+        )
+    least = int(config.num_layers >= num_stages - 2)
 
     def load(times: Sequence[float]) -> np.ndarray:
         return np.bincount(home, times, num_stages)
@@ -121,7 +123,7 @@ def layer_plan(config: Config, schedule: Scheduled | int, costs: Costs | None = 
     def filled(dense: tuple[int, ...]) -> tuple[int, ...] | None:
         """The best plan with dense layers so: those with experts are alike, so each goes where least is to do."""
         first = len(dense) - 1  # the first stage that may have experts: dense layers come before
-        shares = [*dense, *[1] * (num_stages - len(dense))]
+        shares = [*dense, *[least] * (num_stages - len(dense))]
         if len(dense) < num_stages:
             shares[-1] = 0
         if sum(shares) > config.num_layers:

@@ -11,7 +11,8 @@ from typing import Annotated, Any
 import tyro
 
 from dualpipe_jax.schedule import CostModel, MemoryModel, Schedule, limit_stash
-from dualpipe_jax.schedule.names import SCHEDULES, find
+from dualpipe_jax.schedule.names import SCHEDULES
+from dualpipe_jax.schedule.names import make as make_schedule
 from dualpipe_jax.schedule.recipes.classic import MOST_ACTIONS
 
 Number = float | None
@@ -178,17 +179,9 @@ def make(name: str, num_ranks: int, num_microbatches: int, shape: Shape) -> Sche
     """The schedule that the options name.
 
     Raises:
-      ValueError: there is none of that name, or not with these counts.
+      ValueError: there is none of that name, or not with these counts, or it is not cut as they say.
     """
-    recipe = find(name)
-    taken = _taken(recipe, shape)
-    for option in shape.given().keys() - taken.keys():
-        flag = "--" + option.removeprefix("num_").replace("_", "-")
-        able = [
-            known for known, recipe in SCHEDULES.items() if option in inspect.signature(recipe).parameters
-        ]
-        raise CommandError(f"{recipe.__name__} takes no {flag}; {', '.join(able) or 'no schedule'} can")
-    return limited(recipe(num_ranks, num_microbatches, **taken), shape)
+    return limited(make_schedule(name, num_ranks, num_microbatches, shape.given()), shape)
 
 
 def recipes(shape: Shape) -> list[Callable[[int, int], Schedule]]:

@@ -125,6 +125,7 @@ class Overlap:
             "ep",
             "ep_nodes",
             "schedule",
+            "stages_per_rank",
             "max_stash",
             "microbatches",
             "microbatch_size",

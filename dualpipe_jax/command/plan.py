@@ -33,6 +33,7 @@ class Given(Chosen):
     schedule: Suppress[Fixed[str]] = "dualpipe"
     layers_per_stage: Suppress[Fixed[Count]] = None
     stage_layers: Suppress[Fixed[tuple[int, ...]]] = ()
+    stages_per_rank: Suppress[Fixed[Count]] = None
     max_stash: Suppress[Fixed[int | None]] = None
     pp: Suppress[Fixed[int]] = 4
     ep: Suppress[Fixed[int]] = 4

@@ -21,12 +21,12 @@ from dualpipe_jax.pods.costs import splits, unit_costs, units_of
 from dualpipe_jax.pods.layers import moved_layers
 from dualpipe_jax.pods.plan import Plan
 from dualpipe_jax.pods.results import Answer, Overheads
-from dualpipe_jax.schedule import CostModel, MemoryModel, Schedule, limit_stash
+from dualpipe_jax.schedule import CostModel, MemoryModel, Schedule
 from dualpipe_jax.schedule.costs import at_most
 from dualpipe_jax.schedule.lowering.unit_key import UnitKey
 from dualpipe_jax.schedule.names import find
 from dualpipe_jax.schedule.simulate import most_kept
-from dualpipe_jax.step_options import Shard
+from dualpipe_jax.step_options import Shard, StepOptions
 
 SCHEDULES = "dualpipe", "dualpipe_v", "one_f_one_b", "zb_h1", "zb_v", "interleaved_1f1b_overlap"
 REMATS: tuple[Literal["none", "local", "wide", "all"], ...] = ("none", "local", "wide", "all")
@@ -164,14 +164,24 @@ def standing_for(plans: Iterable[Plan]) -> Plan:
     return max(fewest, key=lambda plan: len(units_of(schedule_of(plan))))
 
 
-@functools.lru_cache(maxsize=256)
-def _schedule(name: str, pp: int, microbatches: int, max_stash: int | None) -> Schedule:
-    schedule = find(name)(pp, microbatches)
-    return schedule if max_stash is None else limit_stash(schedule, max_stash)
-
-
 def schedule_of(plan: Plan) -> Schedule:
-    return _schedule(plan.schedule, plan.pp, plan.num_microbatches, plan.max_stash)
+    return _schedule(_order(plan))
+
+
+def _order(plan: Plan) -> StepOptions:
+    """What of a plan its schedule follows from."""
+    return StepOptions(
+        schedule=plan.schedule,
+        stages_per_rank=plan.stages_per_rank,
+        max_stash=plan.max_stash,
+        pp=plan.pp,
+        microbatches=plan.num_microbatches,
+    )
+
+
+@functools.lru_cache(maxsize=256)
+def _schedule(order: StepOptions) -> Schedule:
+    return order.make_schedule()
 
 
 def layout_of(plan: Plan) -> str:
@@ -320,15 +330,15 @@ def worth(plans: Sequence[Plan], done: Iterable[Choice], prices: Prices | None) 
 
 
 @functools.cache
-def _live(name: str, pp: int, microbatches: int, max_stash: int | None, sizes: MemoryModel) -> float:
-    schedule = _schedule(name, pp, microbatches, max_stash)
+def _live(order: StepOptions, sizes: MemoryModel) -> float:
+    schedule = _schedule(order)
     return max(most_kept(schedule, sizes.for_schedule(schedule)))
 
 
 def needed(plan: Plan, share: Mapping[str, object]) -> float:
     """Bytes of the fullest rank, by the sizes of a rank's share; an upper bound where stages are of several kinds."""
     sizes = MemoryModel(**share)  # type: ignore[arg-type]  # as ``Memory.share`` has them
-    return _live(plan.schedule, plan.pp, plan.num_microbatches, plan.max_stash, sizes)
+    return _live(_order(plan), sizes)
 
 
 def too_much(size: float, limit: float, how: str) -> str:

@@ -1,7 +1,8 @@
 """How a person's name of a schedule finds its recipe."""
 
 import difflib
-from collections.abc import Callable
+import inspect
+from collections.abc import Callable, Mapping
 
 from dualpipe_jax.schedule.ir import Schedule
 from dualpipe_jax.schedule.recipes import ALL_SCHEDULES
@@ -23,6 +24,21 @@ def find(name: str) -> Callable[..., Schedule]:
         meant = f"did you mean {' or '.join(near)}? There" if near else "there"
         raise ValueError(f"there is no schedule {name!r}; {meant} are {', '.join(SCHEDULES)}")
     return SCHEDULES[_spellings()[_plain(name)]]
+
+
+def make(name: str, num_ranks: int, num_microbatches: int, finer: Mapping[str, int]) -> Schedule:
+    """The schedule of a name, cut as finely as is said, where its recipe leaves a choice.
+
+    Raises:
+      ValueError: there is none of that name, or not with these counts, or its recipe does not leave that choice; says
+        which recipes do.
+    """
+    recipe = find(name)
+    for choice in finer.keys() - inspect.signature(recipe).parameters.keys():
+        able = [known for known, other in SCHEDULES.items() if choice in inspect.signature(other).parameters]
+        flag = "--" + choice.removeprefix("num_").replace("_", "-")
+        raise ValueError(f"{recipe.__name__} takes no {flag}; {', '.join(able) or 'no schedule'} can")
+    return recipe(num_ranks, num_microbatches, **finer)
 
 
 def is_known(name: str) -> bool:

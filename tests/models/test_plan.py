@@ -24,8 +24,8 @@ def rank_times(config, plan, schedule, costs):
 
 
 def every_plan(num_layers, num_stages):
-    """All that give each stage between the ends a layer."""
-    least = [0, *[1] * (num_stages - 2), 0]
+    """All that give each stage between the ends a layer, if there are so many."""
+    least = [0, *[int(num_layers >= num_stages - 2)] * (num_stages - 2), 0]
     for cuts in itertools.combinations_with_replacement(range(num_layers + 1), num_stages - 1):
         shares = np.diff([0, *cuts, num_layers])
         if np.all(shares >= least):
@@ -62,6 +62,22 @@ def test_no_other_plan_has_a_less_busy_rank():
         best = min(rank_times(config, other, schedule, costs).max() for other in every_plan(num_layers, 4))
         found = rank_times(config, plan, schedule, costs).max()
         assert found == pytest.approx(best), (config, schedule, costs)
+
+
+@pytest.mark.parametrize("num_layers", [2, 3, 4, 5])
+def test_no_other_plan_of_fewer_layers_than_stages_has_a_less_busy_rank(num_layers):
+    schedule, config = interleaved_1f1b(2, 4, 4), tiny(num_layers=num_layers, num_dense_layers=1)
+    for costs in Costs(dense=2, head=3), Costs(embed=0, moe=3, head=1):
+        plan = layer_plan(config, schedule, costs)
+        assert sum(plan) == num_layers and len(plan) == 8
+        best = min(rank_times(config, other, schedule, costs).max() for other in every_plan(num_layers, 8))
+        assert rank_times(config, plan, schedule, costs).max() == best, (plan, costs)
+
+
+def test_v3_on_64_stages_leaves_some_to_the_head():
+    """61 layers: the last stage has the head, and the three that have none stand on its rank and that beside it."""
+    plan = layer_plan(v3(), interleaved_1f1b(16, 32, 4))
+    assert [stage for stage, share in enumerate(plan) if not share] == [47, 62, 63] and max(plan) == 1
 
 
 def test_every_layer_has_one_place():
@@ -113,9 +129,9 @@ def test_plans_that_do_not_add_up_are_refused(plan, message):
         lay_out(tiny(), plan)
 
 
-def test_stages_without_layers_are_refused():
+def test_ranks_without_layers_are_refused():
     with pytest.raises(
-        ValueError, match="9 layers do not give each of the schedule's 12 stages one.* 11 stages at most"
+        ValueError, match="9 layers do not give each of the schedule's 12 ranks one.* 11 ranks at most"
     ):
         layer_plan(tiny(), 12)
     with pytest.raises(ValueError, match="all 1 layers are dense"):

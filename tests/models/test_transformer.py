@@ -14,7 +14,7 @@ from dualpipe_jax.contract import At
 from dualpipe_jax.engine.reference import reference_loss, reference_value_and_grad
 from dualpipe_jax.functional import num_params
 from dualpipe_jax.parallel import make_mesh
-from dualpipe_jax.schedule import dualpipe, dualpipe_v, one_f_one_b
+from dualpipe_jax.schedule import dualpipe, dualpipe_v, interleaved_1f1b_overlap, one_f_one_b
 from dualpipe_jax.split import split_backward
 from models.attention import Attend, causal_attention
 from models.config import moe_67b, tiny, v2, v2_lite, v3
@@ -163,9 +163,10 @@ def in_stages(rows, layout):
         (one_f_one_b(3, 4), PLAN, SPREAD),
         pytest.param(dualpipe(2, 4), (1, 1), SPREAD, marks=pytest.mark.slow),
         pytest.param(dualpipe_v(2, 4), (1, 0, 1, 0), {}, marks=pytest.mark.slow),
+        pytest.param(interleaved_1f1b_overlap(2, 4, 3), (1, 0, 0, 1, 0, 0), {}, marks=pytest.mark.slow),
         (dualpipe(2, 4), (1, 1), DROPLESS),
     ],
-    ids=["1f1b-spread", "dualpipe-spread", "dualpipe_v", "dualpipe-dropless"],
+    ids=["1f1b-spread", "dualpipe-spread", "dualpipe_v", "interleaved-3", "dualpipe-dropless"],
 )
 def test_losses_gradients_and_counts_are_the_papers(schedule, plan, options):
     """Experts, words and the embedding's width over two devices; a module ahead on another rank's embedding."""

@@ -15,7 +15,7 @@ from dualpipe_jax.parallel import EP, make_mesh
 from dualpipe_jax.pods import Plan, ahead
 from dualpipe_jax.pods.dryrun import draw
 from dualpipe_jax.pods.program import Blueprint, abstract_mesh
-from dualpipe_jax.schedule import dualpipe, dualpipe_v, lower, one_f_one_b
+from dualpipe_jax.schedule import dualpipe, dualpipe_v, interleaved_1f1b_overlap, lower, one_f_one_b
 from train.pods.training import step_of
 from train.state.layout import Layout
 from train.state.sharing import share_out
@@ -237,6 +237,24 @@ def test_fewer_stashes_take_less_memory_and_nothing_else():
     whole, one, none = (k.pop("stash") for k in kinds)
     assert whole > one > none
     assert kinds[0] == kinds[1] == kinds[2]
+
+
+def test_residuals_of_more_stages_a_rank_are_counted():
+    """By hand: rank 0 of 4 has (v + 1) x 4 stages' activations live, each of these blocks' size."""
+    two, four = (
+        users(schedule="interleaved_1f1b_overlap", stages_per_rank=v)["residuals"] for v in (None, 4)
+    )
+    assert four / two == pytest.approx((5 * 4) / (3 * 4), rel=0.04), (
+        "a slot more, which a tick fills and empties"
+    )
+
+
+def test_only_interleaved_schedules_take_stages_a_rank():
+    message = r"dualpipe takes no --stages-per-rank; interleaved_1f1b, .* can"
+    with pytest.raises(ValueError, match=message):
+        Plan(stages_per_rank=4).make_schedule()
+    plan = Plan(schedule="interleaved_1f1b_overlap", stages_per_rank=4, pp=2, microbatches=8)
+    assert plan.make_schedule() == interleaved_1f1b_overlap(2, 8, 4)
 
 
 def test_a_negative_number_of_stashes_is_refused():
