@@ -120,6 +120,13 @@ class StepOptions:
         return ("" if self.dp == 1 else f"dp {self.dp} x ") + f"pp {self.pp} x ep {self.experts_on}"
 
     @property
+    def schedule_in_words(self) -> str:
+        """Its name, and how finely it is cut where that is not its own: interleaved_1f1b, 4 stages a rank."""
+        return self.schedule + (
+            "" if self.stages_per_rank is None else f", {self.stages_per_rank} stages a rank"
+        )
+
+    @property
     def experts_on(self) -> str:
         """Devices of the expert axis in words: 64, or 8 x 8 on nodes."""
         nodes = self.ep_nodes

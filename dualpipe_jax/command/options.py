@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import inspect
 import math
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -11,7 +10,7 @@ from typing import Annotated, Any
 import tyro
 
 from dualpipe_jax.schedule import CostModel, MemoryModel, Schedule, limit_stash
-from dualpipe_jax.schedule.names import SCHEDULES
+from dualpipe_jax.schedule.names import SCHEDULES, takes
 from dualpipe_jax.schedule.names import make as make_schedule
 from dualpipe_jax.schedule.recipes.classic import MOST_ACTIONS
 
@@ -201,5 +200,4 @@ def shaped(recipe: Callable[..., Schedule], shape: Shape) -> Callable[[int, int]
 
 
 def _taken(recipe: Callable[..., Schedule], shape: Shape) -> dict[str, Any]:
-    known = inspect.signature(recipe).parameters
-    return {option: count for option, count in shape.given().items() if option in known}
+    return {option: count for option, count in shape.given().items() if takes(recipe, option)}

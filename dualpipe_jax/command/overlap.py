@@ -300,7 +300,7 @@ def name_of(found: Answer) -> str:
     if found.compiled is not None and found.compiled.what in _SERVING:
         how = "two microbatches" if plan.overlap else "one microbatch"
         return f"{plan.model}, {found.compiled.what} in {how}, ep {plan.ep} on {target.name}"
-    return f"{plan.model}, {plan.schedule}, {plan.layout} on {target.name}"
+    return f"{plan.model}, {plan.schedule_in_words}, {plan.layout} on {target.name}"
 
 
 def room_of(found: Answer) -> list[str]:

@@ -77,6 +77,9 @@ class Plan:
     """Numbers of sequences of a microbatch on each device to choose from."""
     schedule: tuple[str, ...] = planner.SCHEDULES
     """Schedules to choose from."""
+    stages_per_rank: tuple[int, ...] = ()
+    """Numbers of stages of each rank to choose from, for interleaved schedules. If left out, 2. Units of each
+    number are compiled on their own."""
     remat: tuple[Literal["none", "local", "wide", "all"], ...] = planner.REMATS
     """What layers compute again in the backward, to choose from. See `dualpipe dryrun`."""
     dispatch: tuple[Literal["dropless", "capacity"], ...] = planner.DISPATCHES
@@ -136,6 +139,7 @@ class Plan:
           CommandError: a number is too small.
         """
         numbers = {"--pp": self.pp, "--dp": self.dp, "--per-device": self.per_device, "--best": (self.best,)}
+        numbers["--stages-per-rank"] = self.stages_per_rank
         numbers["--tokens-per-step"] = () if self.tokens_per_step is None else (self.tokens_per_step,)
         for flag, values in numbers.items():
             if min(values, default=1) < 1:
@@ -156,6 +160,7 @@ class Plan:
             dispatches=self.dispatch,
             stashes=(None, *self.max_stash),
             shards=self.shard,
+            stages_per_rank=self.stages_per_rank,
             moves=self.move_layers,
         )
 
@@ -199,7 +204,8 @@ class Plan:
 def _words(nearest: Answer) -> str:
     plan, memory = nearest.program, nearest.memory
     assert plan is not None and memory is not None
-    how = f"--schedule {plan.schedule} --pp {plan.pp} --ep {plan.ep} --microbatch-size {plan.batch}"
+    stages = "" if plan.stages_per_rank is None else f" --stages-per-rank {plan.stages_per_rank}"
+    how = f"--schedule {plan.schedule}{stages} --pp {plan.pp} --ep {plan.ep} --microbatch-size {plan.batch}"
     how += f" --remat {plan.remat}"
     stash = "" if plan.max_stash is None else f" --max-stash {plan.max_stash}"
     return f"{how} --shard {plan.shard}{stash} needs least, {gib(memory.needed)} GiB"
@@ -235,7 +241,7 @@ def table(choices: Sequence[Choice]) -> Table:
     )
     rows = [
         (
-            c.plan.schedule,
+            c.plan.schedule_in_words,
             f"{c.seconds:.4g}",
             percent(c.mfu),
             layout_of(c.plan),
@@ -281,7 +287,7 @@ def excluded_words(excluded: Sequence[Excluded]) -> str:
 def exclusions(excluded: Sequence[Excluded]) -> Table:
     rows = [
         (
-            found.plan.schedule,
+            found.plan.schedule_in_words,
             f"{found.seconds:.4g}",
             layout_of(found.plan),
             f"{found.plan.num_microbatches} of {found.plan.batch}",

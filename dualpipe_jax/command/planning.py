@@ -174,7 +174,7 @@ class Search:
         for found in self._least(bounds):
             plan = found.plan
             how = f"{plan.num_microbatches} microbatches of {plan.batch}, remat {plan.remat}, {plan.dispatch}"
-            lines.append(f"  {found.seconds:.4g} s: {plan.schedule}, {layout_of(plan)}, {how}")
+            lines.append(f"  {found.seconds:.4g} s: {plan.schedule_in_words}, {layout_of(plan)}, {how}")
         print("\n".join(lines), file=sys.stderr)
 
     def consider(self, case: Case, shards: Sequence[Shard], title: str) -> Exception | None:
@@ -227,7 +227,7 @@ class Search:
         request = Request(plan, self.target, compile, rates=rates, hints=hints)
         known = self.cache.get(request)
         if known is None:
-            words = f"{title}: {plan.schedule}, {plan.layout}, {plan.batch} sequences, remat {plan.remat}"
+            words = f"{title}: {plan.schedule_in_words}, {plan.layout}, {plan.batch} sequences, remat {plan.remat}"
             known = study(plan, self.target, compile, rates=self.rates, title=words, hints=hints)
             self.cache.put(request, known)
         self._counted.add(Cut.of(plan))

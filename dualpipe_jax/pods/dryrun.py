@@ -186,7 +186,7 @@ def compile_and_read(
     what, plan = request.compile, request.plan
     mesh: Any = blueprint.mesh
     devices = list(mesh.devices.flat)
-    title = f"{plan.model}, {plan.schedule}, {plan.layout} on {target}"
+    title = f"{plan.model}, {plan.schedule_in_words}, {plan.layout} on {target}"
     made = compile_ahead(
         request, target, devices, functools.partial(_lower, what, blueprint), f"the {what}", title, say
     )

@@ -24,7 +24,7 @@ from dualpipe_jax.pods.results import Answer, Overheads
 from dualpipe_jax.schedule import CostModel, MemoryModel, Schedule
 from dualpipe_jax.schedule.costs import at_most
 from dualpipe_jax.schedule.lowering.unit_key import UnitKey
-from dualpipe_jax.schedule.names import find
+from dualpipe_jax.schedule.names import find, takes
 from dualpipe_jax.schedule.simulate import most_kept
 from dualpipe_jax.step_options import Shard, StepOptions
 
@@ -47,6 +47,7 @@ class Wanted:
       dp: numbers of replicas.
       per_device: sequences of a microbatch that a device has.
       schedules, remats, dispatches, stashes, shards: to choose from.
+      stages_per_rank: numbers to choose from for interleaved schedules; empty: the one that they have.
       moves: how many cases with layers moved between stages may be compiled besides; see ``moved``.
     """
 
@@ -60,6 +61,7 @@ class Wanted:
     dispatches: tuple[Literal["dropless", "capacity"], ...] = DISPATCHES
     stashes: tuple[int | None, ...] = STASHES
     shards: tuple[Shard, ...] = SHARDS
+    stages_per_rank: tuple[int, ...] = ()
     moves: int = 0
     most_ranks: int = 32
 
@@ -114,14 +116,23 @@ def cases(wanted: Wanted, num_devices: int) -> tuple[list[Case], list[Choice]]:
             continue
         plan = dataclasses.replace(plan, microbatches=microbatches)
         placed: dict[object, list[Plan]] = {}
-        for name in wanted.schedules:
-            own = dataclasses.replace(plan, schedule=find(name).__name__)
+        for name, stages in _cuts(wanted):
+            own = dataclasses.replace(plan, schedule=name, stages_per_rank=stages)
             try:
                 placed.setdefault(schedule_of(own).placement, []).append(own)
             except ValueError as error:
                 refused.append(Choice(own, refused=str(error).removeprefix(f"{name}: ")))
         found += [_case(plans, wanted.stashes) for plans in placed.values()]
     return found, refused
+
+
+def _cuts(wanted: Wanted) -> list[tuple[str, int | None]]:
+    """Schedules, and the stages of each rank where a schedule leaves that choice."""
+    return [
+        (recipe.__name__, stages)
+        for recipe in map(find, wanted.schedules)
+        for stages in (takes(recipe, "num_stages_per_rank") and wanted.stages_per_rank) or (None,)
+    ]
 
 
 def _ranks(wanted: Wanted, num_devices: int) -> list[tuple[int, int]]:
@@ -365,7 +376,13 @@ def nearest(choices: Iterable[Choice]) -> list[Choice]:
     """Those that cannot be had, of each schedule and remat policy the one that needs least."""
     groups: dict[tuple[object, ...], Choice] = {}
     for choice in choices:
-        key = choice.plan.schedule, choice.plan.dp, choice.plan.pp, choice.plan.remat, choice.plan.dispatch
+        key = (
+            choice.plan.schedule_in_words,
+            choice.plan.dp,
+            choice.plan.pp,
+            choice.plan.remat,
+            choice.plan.dispatch,
+        )
         if choice.refused:
             kept = groups.get(key)
             smaller = kept is not None and (choice.memory or 0) < (kept.memory or 0)

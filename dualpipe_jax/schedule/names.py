@@ -34,11 +34,16 @@ def make(name: str, num_ranks: int, num_microbatches: int, finer: Mapping[str, i
         which recipes do.
     """
     recipe = find(name)
-    for choice in finer.keys() - inspect.signature(recipe).parameters.keys():
-        able = [known for known, other in SCHEDULES.items() if choice in inspect.signature(other).parameters]
+    for choice in (choice for choice in finer if not takes(recipe, choice)):
+        able = [known for known, other in SCHEDULES.items() if takes(other, choice)]
         flag = "--" + choice.removeprefix("num_").replace("_", "-")
         raise ValueError(f"{recipe.__name__} takes no {flag}; {', '.join(able) or 'no schedule'} can")
     return recipe(num_ranks, num_microbatches, **finer)
+
+
+def takes(recipe: Callable[..., Schedule], choice: str) -> bool:
+    """Whether a recipe leaves the choice of that name, such as num_stages_per_rank."""
+    return choice in inspect.signature(recipe).parameters
 
 
 def is_known(name: str) -> bool:

@@ -101,6 +101,17 @@ def test_what_is_considered():
     assert line.plan.max_stash == 1, "units of a program that does not fit are not those of one that does"
 
 
+def test_stages_of_a_rank_are_chosen_where_a_schedule_leaves_the_choice():
+    names = "dualpipe", "1f1b", "interleaved_1f1b_overlap"
+    cases, refused = planner.cases(wanted(schedules=names, stages_per_rank=(2, 4)), 8)
+    found = [{(plan.schedule, plan.stages_per_rank) for plan in case.plans} for case in cases]
+    interleaved = [{("interleaved_1f1b_overlap", stages)} for stages in (2, 4)]
+    assert not refused and found == [{("dualpipe", None)}, {("one_f_one_b", None)}, *interleaved]
+    assert [len(case.plan.make_schedule().placement.pipes[0]) for case in cases[2:]] == [4, 8]
+    rows = command.table([planner.Choice(case.plan, 0.1, 1.0, 1.0) for case in cases]).rows
+    assert [row[0] for row in rows[2:]] == [f"{names[2]}, {stages} stages a rank" for stages in (2, 4)]
+
+
 def test_what_cannot_be_whatever_it_takes():
     cases, refused = planner.cases(wanted(tokens=3 * 4 * 16), 8)
     assert {plan.schedule for case in cases for plan in case.plans} == {"one_f_one_b", "zb_h1"}
@@ -405,6 +416,7 @@ def test_results_are_told_where_no_hint_can_be_had(monkeypatch, tmp_path, capsys
 
 REFUSED = {
     "--pp 0": "--pp 0: must be at least 1",
+    "--stages-per-rank 0": "--stages-per-rank 0: must be at least 1",
     "--pp 3": "--pp 3: must divide the target's 8 devices",
     "--tokens-per-step 0": "--tokens-per-step 0: must be at least 1",
     "--schedule dualpip": "there is no schedule 'dualpip'; did you mean dualpipe",
