@@ -85,6 +85,13 @@ then may not, and finds none (jax 0.11.2, compiled for an H100 that was not ther
 anything else timed, by which two processes could choose differently. On an H200 no leaf of gradients differed."""
 
 
+NO_TILES = "Couldn't find output tile sizes"
+"""What XLA says where it may time nothing, as for a GPU that is not there, and finds no tiles for its own product."""
+
+CUBLAS = {"xla_gpu_enable_triton_gemm": "False"}
+"""All products are cuBLAS', which needs no tiles; less is fused with them."""
+
+
 @typechecked
 def gpu_process_environment(local: int) -> dict[str, str]:
     """Variables for one process per GPU, to be set before JAX is imported.

@@ -11,6 +11,7 @@ from jax.errors import JaxRuntimeError
 
 from dualpipe_jax import inspect
 from dualpipe_jax.engine.guard import usual_divergence
+from dualpipe_jax.inspect.compiler import CUBLAS, NO_TILES
 from dualpipe_jax.inspect.dump import find_program
 from dualpipe_jax.inspect.lanes import DIRECTION_NAMES, Names
 from dualpipe_jax.inspect.measured import measured_rates, read_rates
@@ -261,7 +262,7 @@ def compile_ahead(
     say(f"compiling {shown} for {target}")
     options, middle = compiler_options(request.plan, target), time.perf_counter()
     try:
-        compiled = lowered.compile(options)
+        compiled, options = compile_with(lowered, options, say)
     except JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise ValueError(f"the compiler refuses this program: {str(error)[:2000]}") from None
@@ -274,6 +275,24 @@ def compile_ahead(
     report = inspect.overlap(module, rates, forward=forward, backward=backward, statistics=statistics)
     timeline.write(request.files, compiled.as_text, report, module, target, title, names)
     return Made(module, rates, report, inspect.memory(compiled), options, seconds)
+
+
+def compile_with(
+    lowered: Any, options: dict[str, str], say: Callable[[str], None]
+) -> tuple[Any, dict[str, str]]:
+    """What a lowered program is compiled to, and with which options: all products are cuBLAS' if XLA fails at its own.
+
+    Raises:
+      JaxRuntimeError: the compiler refuses the program for another reason.
+    """
+    try:
+        return lowered.compile(options), options
+    except JaxRuntimeError as error:
+        if NO_TILES not in str(error) or CUBLAS.keys() <= options.keys():
+            raise
+    say("compiling again: XLA finds no tiles for one of its products, so all are cuBLAS'")
+    options = options | CUBLAS
+    return lowered.compile(options), options
 
 
 def price_update(blueprint: Blueprint, options: Mapping[str, str], rates: Rates) -> Unit | None:

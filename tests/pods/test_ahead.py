@@ -7,13 +7,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.errors import JaxRuntimeError
 from jax.tree_util import keystr
 
 import models
 from dualpipe_jax.engine import Report
 from dualpipe_jax.parallel import EP, make_mesh
 from dualpipe_jax.pods import Plan, ahead
-from dualpipe_jax.pods.dryrun import draw
+from dualpipe_jax.pods.dryrun import compile_with, draw
 from dualpipe_jax.pods.program import Blueprint, abstract_mesh
 from dualpipe_jax.schedule import dualpipe, dualpipe_v, interleaved_1f1b_overlap, lower, one_f_one_b
 from train.pods.training import step_of
@@ -260,3 +261,36 @@ def test_only_interleaved_schedules_take_stages_a_rank():
 def test_a_negative_number_of_stashes_is_refused():
     with pytest.raises(ValueError, match="--max-stash -1: must not be negative"):
         Plan(max_stash=-1).check()
+
+
+class Lowered:
+    """A program of which the compiler says something until it has been given an option."""
+
+    def __init__(self, message, mends):
+        self.message, self.mends, self.asked = message, mends, []
+
+    def compile(self, options):
+        self.asked.append(options)
+        if self.mends in options:
+            return "compiled"
+        raise JaxRuntimeError(self.message)
+
+
+def test_where_xla_finds_no_tiles_all_products_are_cublas():
+    said, given = [], {"xla_gpu_autotune_level": "0"}
+    lowered = Lowered("INTERNAL: Couldn't find output tile sizes that satisfy", "xla_gpu_enable_triton_gemm")
+    compiled, options = compile_with(lowered, given, said.append)
+    assert compiled == "compiled" and lowered.asked == [given, options]
+    assert options == given | {"xla_gpu_enable_triton_gemm": "False"}
+    assert said == ["compiling again: XLA finds no tiles for one of its products, so all are cuBLAS'"]
+
+
+@pytest.mark.parametrize(
+    "message", ["RESOURCE_EXHAUSTED: 99 GiB", "INTERNAL: Couldn't find output tile sizes"]
+)
+def test_what_is_refused_for_another_reason_or_again_is_not_tried_once_more(message):
+    given = {} if "99" in message else {"xla_gpu_enable_triton_gemm": "False"}
+    lowered = Lowered(message, "nothing")
+    with pytest.raises(JaxRuntimeError, match=message):
+        compile_with(lowered, given, print)
+    assert lowered.asked == [given]
