@@ -174,7 +174,7 @@ def _options(config: TrainConfig) -> list[dict[str, Any]]:
 def _about(run: RunFolder) -> str:
     step = run.config.step
     return (
-        f"Model {run.config.model.name}, schedule {step.schedule}, {step.layout}; a step is "
+        f"Model {run.config.model.name}, schedule {step.schedule_in_words}, {step.layout}; a step is "
         f"{step.num_microbatches} microbatches of {step.batch} sequences of {step.sequence} tokens. "
         f"{run.environment.get('devices', '')} {run.environment.get('started', '')}"
     ).strip()
