@@ -6,8 +6,10 @@ from typing import Any
 
 from dualpipe_jax.pods.plan import Plan
 from dualpipe_jax.pods.results import Remedy
+from dualpipe_jax.schedule.names import find, takes
 
 _LADDER: tuple[tuple[str, Any, str], ...] = (
+    ("stages_per_rank", 4, "stages half as deep as with two of them: twice as many ticks and sends"),
     ("shard", "optimizer", "parameters are gathered once a step"),
     ("remat", "local", "what is wide and cheap is computed again in the backward"),
     ("remat", "wide", "what is wide and cheap is computed again, and rows are sent to experts again"),
@@ -20,6 +22,8 @@ _LADDER: tuple[tuple[str, Any, str], ...] = (
 """Options that change no result, with their prices; the cheapest first."""
 
 _ROOM = "capacity_factor", 1.25, "tokens beyond this room are dropped: the model learns otherwise"
+
+_CUT = "stages_per_rank"
 
 _WEAKER = {"shard": ("nothing", "optimizer", "parameters"), "remat": ("none", "local", "wide", "all")}
 """Values of an option, what takes most memory first."""
@@ -51,14 +55,15 @@ def remedies(plan: Plan, limit: int, needed: Callable[[Plan], int]) -> tuple[Rem
         return known[other]
 
     chosen: Chosen = {}
-    most: Chosen = {name: (value, price) for name, value, price in _LADDER if _saves(plan, name, value)}
+    ladder = [rung for rung in _LADDER if rung[0] != _CUT or _can_be_cut(plan)]
+    most: Chosen = {name: (value, price) for name, value, price in ladder if _saves(plan, name, value)}
     if count(most) > limit:
         if _saves(plan, *_ROOM[:2]):
             chosen = {_ROOM[0]: _ROOM[1:]}
         if count(chosen | most) > limit:
             words = " ".join(_flag(name, value) for name, (value, _) in (chosen | most).items())
             return (Remedy(words, count(chosen | most), "all that help"),) if words else ()
-    for name, value, price in _LADDER:
+    for name, value, price in ladder:
         now = chosen[name][0] if name in chosen else getattr(plan, name)
         if count(chosen) <= limit or not _is_less(name, value, now):
             continue
@@ -78,6 +83,11 @@ def remedies(plan: Plan, limit: int, needed: Callable[[Plan], int]) -> tuple[Rem
     return tuple(found)
 
 
+def _can_be_cut(plan: Plan) -> bool:
+    """Whether the schedule leaves the number of stages to choose, and nobody said which layers each stage has."""
+    return not plan.stage_layers and takes(find(plan.schedule), "num_stages_per_rank")
+
+
 def _flag(name: str, value: Any) -> str:
     return f"--{name.replace('_', '-')} {value}"
 
@@ -90,4 +100,6 @@ def _is_less(name: str, value: Any, now: Any) -> bool:
     """Whether a value of an option takes less memory than another."""
     if name in _WEAKER:
         return _WEAKER[name].index(value) > _WEAKER[name].index(now)
+    if name == _CUT:
+        return now is None or value > now
     return now is None or value < now

@@ -17,13 +17,16 @@ VALUES = {
 }
 
 
-def program(seed):
+INTERLEAVED = VALUES | {"stages_per_rank": (None, 4)}
+
+
+def program(seed, every=VALUES):
     """Bytes of a plan: each option saves something of its own, the weaker less than the stronger."""
     rng = np.random.default_rng(seed)
-    saved = {name: np.append(0, np.sort(rng.integers(1, 100, len(of) - 1))) for name, of in VALUES.items()}
+    saved = {name: np.append(0, np.sort(rng.integers(1, 100, len(of) - 1))) for name, of in every.items()}
 
     def needed(plan):
-        return 1000 - sum(int(saved[name][of.index(getattr(plan, name))]) for name, of in VALUES.items())
+        return 1000 - sum(int(saved[name][of.index(getattr(plan, name))]) for name, of in every.items())
 
     return needed
 
@@ -36,11 +39,14 @@ def options(found):
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_what_is_found_fits_and_nothing_of_it_is_idle(seed):
-    plan, needed = Plan("v3"), program(seed)
+@pytest.mark.parametrize(
+    "schedule, options_of", [("dualpipe", VALUES), ("interleaved_1f1b_overlap", INTERLEAVED)]
+)
+def test_what_is_found_fits_and_nothing_of_it_is_idle(schedule, options_of, seed):
+    plan, needed = Plan("v3", schedule=schedule), program(seed, options_of)
     every = [
-        dataclasses.replace(plan, **dict(zip(VALUES, values, strict=True)))
-        for values in itertools.product(*VALUES.values())
+        dataclasses.replace(plan, **dict(zip(options_of, values, strict=True)))
+        for values in itertools.product(*options_of.values())
     ]
     lossless = min(needed(other) for other in every if other.capacity_factor is None)
     for limit in sorted({needed(other) for other in every}):
@@ -79,3 +85,16 @@ def test_what_the_plan_has_already_is_not_proposed():
     sizes = {"none": 500, "local": 400, "wide": 300, "all": 100}
     found = remedies(plan, 350, lambda other: sizes[other.remat])
     assert [(one.option, one.needed) for one in found] == [("--remat wide", 300)]
+
+
+def test_stages_are_cut_finer_only_where_that_is_left_to_choose():
+    def needed(plan):
+        return 1000 if plan.stages_per_rank in (None, 2) else 500
+
+    def found(schedule, **given):
+        return [one.option for one in remedies(Plan("v3", schedule=schedule, **given), 600, needed)]
+
+    assert found("interleaved_1f1b_overlap") == ["--stages-per-rank 4"]
+    assert found("interleaved-1f1b", stages_per_rank=2) == ["--stages-per-rank 4"]
+    for schedule, given in (("dualpipe", {}), ("interleaved_1f1b_overlap", {"stage_layers": (4, 4, 4, 4)})):
+        assert not any("--stages-per-rank" in option for option in found(schedule, **given)), schedule
