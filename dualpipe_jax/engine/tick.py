@@ -6,6 +6,7 @@ which are updated in place, and reads parameters, its row and the batch besides.
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
@@ -148,8 +149,18 @@ class Tick:
 def fresh(boundary: Tree, payloads: Collection[str], *, watched: bool = False) -> dict[str, Tree]:
     """Nothing to send, for each of "y" and "dx" that is asked for: whatever was in memory, zeros if watched."""
     make = jnp.zeros if watched else lax.empty
-    leaves = jax.tree.map(lambda leaf: make(leaf.shape, leaf.dtype), boundary)
-    made = {"y": leaves, "dx": [leaf for leaf in jax.tree.leaves(leaves) if is_floating(leaf)]}
+    made_before = itertools.count()
+
+    def nothing(leaf: jax.ShapeDtypeStruct) -> jax.Array:
+        # Of two that look alike XLA makes one, and copies it at every tick.
+        alone = (1,) * next(made_before) + leaf.shape
+        return make(alone, leaf.dtype).reshape(leaf.shape)
+
+    leaves = jax.tree.leaves(boundary)
+    made = {
+        "y": jax.tree.map(nothing, boundary),
+        "dx": [nothing(leaf) for leaf in leaves if is_floating(leaf)],
+    }
     return {payload: made[payload] for payload in payloads}
 
 

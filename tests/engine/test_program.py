@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from dualpipe_jax import Pipeline, PipelineModel, make_mesh, pipeline_value_and_grad, split_backward, staged
+from dualpipe_jax.engine import tick
 from dualpipe_jax.parallel.p2p import BESIDE_OTHERS
 from dualpipe_jax.schedule import (
     chimera,
@@ -165,3 +166,12 @@ def test_memory_is_what_the_pools_and_sums_need(make):
     needed = (4 + (make is dualpipe)) * residual_set + stash + sums + mirrored
     compiled = lowered(schedule, size, num_layers).compile()
     assert compiled.memory_analysis().temp_size_in_bytes <= 1.1 * needed
+
+
+def test_no_two_buffers_to_send_from_look_alike():
+    """XLA for TPU makes one of two that do, and copies it at every tick: read from its program of a pair."""
+    leaf, other = (jax.ShapeDtypeStruct((SIZE, WIDTH), dtype) for dtype in (jnp.float32, jnp.int32))
+    made = jax.make_jaxpr(lambda: tick.fresh({"a": leaf, "b": leaf, "c": other}, ("y", "dx")))()
+    empty = [e.outvars[0].aval for e in made.eqns if e.primitive.name == "empty"]
+    assert len(empty) == 5 == len({(aval.shape, aval.dtype) for aval in empty})
+    assert [aval.shape for aval in made.out_avals] == [(SIZE, WIDTH)] * 5
