@@ -8,6 +8,7 @@ import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +20,9 @@ from jax.ad_checkpoint import checkpoint_name
 from dualpipe_jax.made_once import made_once
 from dualpipe_jax.varying import vary_alike
 from models.config import Config
+
+_EXACT = jax.lax.Precision.HIGHEST
+"""Of a product with ones and zeros, which changes no number."""
 
 LATENT_EPS = 1e-6
 """The eps of the norms of compressed queries, keys and values, whatever the model's own: so in the published code."""
@@ -135,7 +139,7 @@ def rope(
     if lanes > 1:
         # Neighbours change places in a matmul, exact at this precision: a TPU takes many times longer over slices of
         # what its lanes hold, or over pairs as a dim of their own.
-        turned = jnp.matmul(wide, _turn(R), precision=jax.lax.Precision.HIGHEST)
+        turned = jnp.matmul(wide, _turn(R), precision=_EXACT)
     else:
         pairs = wide.reshape(*wide.shape[:-1], R // 2, 2)
         turned = jnp.stack([-pairs[..., 1], pairs[..., 0]], axis=-1).reshape(wide.shape)
@@ -264,28 +268,24 @@ class Attention(nnx.Module):
         freqs, factor = np.repeat(rope_frequencies(config), 2), rope_factor(config)
         cos, sin = (a.swapaxes(-3, -2) * factor for a in _cos_sin(freqs, x_BSD.shape[1], positions_BS))
         turns = jnp.concatenate([jnp.ones((*cos.shape[:-1], N), cos.dtype), cos, sin], axis=-1)
-        into = np.eye(N + R, N + 2 * R)
-        into[N:, N + R :] = _turn(R)
         x_BSC, projection = self._query_latents(x_BSD)
         w_CHX = projection.kernel[...].astype(dtype).reshape(-1, H, N + R)
         x_BSC, w_CHX = vary_alike((x_BSC, w_CHX))
-        q_BHSX = _to_heads(x_BSC, w_CHX, made_once(w_CHX.transpose(1, 2, 0)))
-        wide_BHSX = jnp.einsum(
-            "bhsx,xy->bhsy", q_BHSX, jnp.asarray(into, dtype), precision=jax.lax.Precision.HIGHEST
-        )
-        q_BHSX = (wide_BHSX.astype(jnp.float32) * turns).astype(dtype)
+        w_HYC = made_once(jnp.einsum("xy,chx->hyc", _with_turned(N, R, dtype), w_CHX, precision=_EXACT))
+        wide_BHSY = _to_heads(R, x_BSC, w_CHX, w_HYC)
+        q_BHSY = (wide_BHSY.astype(jnp.float32) * turns).astype(dtype)
 
         c_BSC, k_BSR = self.latents(x_BSD, positions_BS)
         w_CHX = self.kv_b_proj.kernel[...].astype(dtype)
-        # Split and joined, never indexed and padded: so are the gradients, which stay as wide as products make them.
+        c_BSC, k_BSR, w_CHX = vary_alike((c_BSC, k_BSR, w_CHX))
         w_CHN, w_CHV = jnp.split(w_CHX, [N], axis=-1)
         # All heads' rotated key comes in as R more latents, each of which is two numbers of every key.
-        copied_RX = np.eye(R, N + 2 * R, N) + np.eye(R, N + 2 * R, N + R)
-        copied_RHX = jnp.broadcast_to(jnp.asarray(copied_RX, dtype)[:, None], (R, H, N + 2 * R))
-        keys_CHX = jnp.concatenate([w_CHN, jnp.zeros((*w_CHN.shape[:2], 2 * R), dtype)], axis=-1)
-        keys_CHX = jnp.concatenate([keys_CHX, copied_RHX], axis=0)
-        k_BHSX = jnp.einsum("bsc,chx->bhsx", jnp.concatenate([c_BSC, k_BSR], axis=-1), keys_CHX)
-        return q_BHSX, k_BHSX, jnp.einsum("bsc,chv->bhsv", c_BSC, w_CHV)
+        copied_RY = np.eye(R, N + 2 * R, N) + np.eye(R, N + 2 * R, N + R)
+        copied_RHY = jnp.broadcast_to(jnp.asarray(copied_RY, dtype)[:, None], (R, H, N + 2 * R))
+        w_CHY = jnp.concatenate([w_CHN, jnp.zeros((*w_CHN.shape[:2], 2 * R), dtype)], axis=-1)
+        w_CHY = jnp.concatenate([w_CHY, copied_RHY], axis=0)
+        k_BHSY, v_BHSV = _keys_and_values(c_BSC, k_BSR, w_CHX, made_once(w_CHY), made_once(w_CHV))
+        return q_BHSY, k_BHSY, v_BHSV
 
     def queries(self, x_BSD: Array, positions_BS: Array | None) -> Array:
         """Return the queries, [B, S, H, N + R], their last R numbers rotated."""
@@ -314,26 +314,68 @@ class Attention(nnx.Module):
         return rope(x_BSHR, freqs, positions_BS, factor, self.attend.lanes)
 
 
-@jax.custom_vjp
-def _to_heads(x_BSC: Array, w_CHX: Array, w_HXC: Array) -> Array:
-    """The product of x and w, heads first, by the same numbers in the order in which a TPU wants to read them.
+def _with_turned(nope: int, rot: int, dtype: Any) -> Array:
+    """The matrix that puts the rotated part of a head, turned, behind its numbers, [N + R, N + 2 R]."""
+    into_XY = np.eye(nope + rot, nope + 2 * rot)
+    into_XY[nope:, nope + rot :] = _turn(rot)
+    return jnp.asarray(into_XY, dtype)
 
-    Without them XLA copies the matrix into that order in every product, forward and backward.
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _to_heads(rot: int, x_BSC: Array, w_CHX: Array, w_HYC: Array) -> Array:
+    """The product of x and w, heads first, with the rotated part turned behind it: by ``w_HYC``, w with that behind it.
+
+    It lies in the order in which a TPU wants to read it: else XLA copies it into that in every product.
     """
-    del w_CHX  # whose gradient it is
-    return jnp.einsum("bsc,hxc->bhsx", x_BSC, w_HXC)
+    del rot, w_CHX  # whose gradient it is
+    return jnp.einsum("bsc,hyc->bhsy", x_BSC, w_HYC)
 
 
-def _to_heads_fwd(x_BSC: Array, w_CHX: Array, w_HXC: Array) -> tuple[Array, tuple[Array, Array]]:
-    return _to_heads(x_BSC, w_CHX, w_HXC), (x_BSC, w_HXC)
+def _to_heads_fwd(rot: int, x_BSC: Array, w_CHX: Array, w_HYC: Array) -> tuple[Array, tuple[Array, Array]]:
+    return _to_heads(rot, x_BSC, w_CHX, w_HYC), (x_BSC, w_HYC)
 
 
-def _to_heads_bwd(saved: tuple[Array, Array], dy_BHSX: Array) -> tuple[Array, Array, None]:
-    x_BSC, w_HXC = saved
+def _to_heads_bwd(rot: int, saved: tuple[Array, Array], dy_BHSY: Array) -> tuple[Array, Array, None]:
+    x_BSC, w_HYC = saved
+    into_XY = _with_turned(w_HYC.shape[1] - 2 * rot, rot, dy_BHSY.dtype)
+    dy_BHSX = jnp.einsum("bhsy,xy->bhsx", dy_BHSY, into_XY, precision=_EXACT)
+    w_HXC = w_HYC[:, : into_XY.shape[0]]
     return jnp.einsum("bhsx,hxc->bsc", dy_BHSX, w_HXC), jnp.einsum("bsc,bhsx->chx", x_BSC, dy_BHSX), None
 
 
 _to_heads.defvjp(_to_heads_fwd, _to_heads_bwd)
+
+
+@jax.custom_vjp
+def _keys_and_values(
+    c_BSC: Array, k_BSR: Array, w_CHX: Array, w_CHY: Array, w_CHV: Array
+) -> tuple[Array, Array]:
+    """Products of the latents, heads first, by the matrices that were made of w once: for keys, and for values."""
+    del w_CHX  # whose gradient they are
+    latents = jnp.concatenate([c_BSC, k_BSR], axis=-1)
+    return jnp.einsum("bsc,chy->bhsy", latents, w_CHY), jnp.einsum("bsc,chv->bhsv", c_BSC, w_CHV)
+
+
+def _keys_and_values_fwd(
+    c_BSC: Array, k_BSR: Array, w_CHX: Array, w_CHY: Array, w_CHV: Array
+) -> tuple[tuple[Array, Array], tuple[Array, ...]]:
+    return _keys_and_values(c_BSC, k_BSR, w_CHX, w_CHY, w_CHV), (c_BSC, w_CHY, w_CHV)
+
+
+def _keys_and_values_bwd(
+    saved: tuple[Array, ...], d: tuple[Array, Array]
+) -> tuple[Array, Array, Array, None, None]:
+    (c_BSC, w_CHY, w_CHV), (dk_BHSY, dv_BHSV) = saved, d
+    C = c_BSC.shape[-1]
+    N = w_CHY.shape[-1] - 2 * (w_CHY.shape[0] - C)
+    dc_BSC, dk_BSR = jnp.split(jnp.einsum("bhsy,chy->bsc", dk_BHSY, w_CHY), [C], axis=-1)
+    # Split and joined, never indexed and padded: so the gradient stays as wide as products make it.
+    dw_CHN, _ = jnp.split(jnp.einsum("bsc,bhsy->chy", c_BSC, dk_BHSY), [N], axis=-1)
+    dw_CHX = jnp.concatenate([dw_CHN, jnp.einsum("bsc,bhsv->chv", c_BSC, dv_BHSV)], axis=-1)
+    return dc_BSC + jnp.einsum("bhsv,chv->bsc", dv_BHSV, w_CHV), dk_BSR, dw_CHX, None, None
+
+
+_keys_and_values.defvjp(_keys_and_values_fwd, _keys_and_values_bwd)
 
 
 def causal_attention(

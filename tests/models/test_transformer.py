@@ -192,10 +192,11 @@ def test_a_step_turns_matrices_over_once_and_sums_no_gradient_of_that():
     D, F, num_mine = config.dim, config.expert_hidden, config.num_experts // 2
     # Stages of a rank; layers of the second stage, one of them of the module ahead. The first has one, a dense one.
     stages, layers = 2, 2
-    queries = config.num_heads, config.qk_nope_dim + config.qk_rope_dim, D
+    H, N, R, C = config.num_heads, config.qk_nope_dim, config.qk_rope_dim, config.kv_lora_rank
+    heads = [(H, N + 2 * R, D), (C + R, H, N + 2 * R), (C, H, config.v_head_dim)]  # queries, keys, values
     values = [leaf.shape for leaf in jax.tree.leaves(pipeline.sketch(params, batch).values) if leaf.ndim == 3]
     experts = [(num_mine, 2 * F, D), (num_mine, D, F)] * layers
-    assert sorted(values) == sorted((experts + [queries] * layers) * stages), "what the stage with most needs"
+    assert sorted(values) == sorted((experts + heads * layers) * stages), "what the stage with most needs"
     sums = {total.shape for total in pipeline.state(params, batch).own.values()}
     assert (num_mine, D, 2 * F) in sums and not sums & set(values)
 
