@@ -74,7 +74,7 @@ CONFIGS = {
 )
 def test_prefill_and_decode_are_the_plain_forward(name, absorbed):
     config = CONFIGS[name]
-    params = random_params(config, scale=0.35)  # with 0.4 float32's own noise is as large as what is allowed
+    params = random_params(config, scale=0.2)  # with 0.4 float32's own noise is larger than what is allowed
     tokens = np.random.default_rng(0).integers(0, config.vocab, (3, TOTAL)).astype(np.int32)
     wanted = np.asarray(whole(config, params, tokens))
     assert wanted.std() > 0.5

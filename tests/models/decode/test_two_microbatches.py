@@ -100,7 +100,7 @@ def served(config, params, tokens, dispatch, held, microbatches):
 )
 def test_a_mesh_in_two_halves_is_the_plain_forward(dispatch, placed, microbatches):
     config = small()
-    params = random_params(config)
+    params = random_params(config, scale=0.2)  # with 0.4 float32's own noise is larger than what is allowed
     tokens = np.random.default_rng(1).integers(0, config.vocab, (2, 3, TOTAL)).astype(np.int32)
     wanted = np.asarray(plain_forward(config, params, tokens.reshape(6, TOTAL))).reshape(2, 3, TOTAL, -1)
     assert wanted.std() > 0.5
