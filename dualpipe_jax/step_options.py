@@ -16,6 +16,7 @@ from dualpipe_jax.schedule.names import SCHEDULES, find, is_known, make
 
 Count = AtLeastOne | None
 Shard = Literal["nothing", "optimizer", "parameters"]
+Remat = Literal["none", "keys", "local", "wide", "all"]
 ROOM: Mapping[str, float | None] = {"dropless": None, "capacity": 2.0}
 """The room that each way in which tokens reach experts has if none is asked for."""
 
@@ -53,10 +54,10 @@ class StepOptions:
     precision: Literal["float32", "bfloat16"] | None = None
     """What activations are computed in. If left out, a run takes float32 on CPU and bfloat16 on accelerators,
     and a plan what the model itself has. Parameters and their sums are float32."""
-    remat: Literal["none", "local", "wide", "all"] = "none"
-    """What layers compute again in the backward. none: nothing, all that it needs is kept. local: what is
-    wide and cheap to compute, but not what other devices sent. wide: that, too, so it is sent again. all:
-    everything from the layer's input on."""
+    remat: Remat = "none"
+    """What layers compute again in the backward. none: nothing, all that it needs is kept. keys: norms, keys and
+    values. local: queries, too, so all that is wide and cheap to compute, but not what other devices sent. wide:
+    that, too, so it is sent again. all: everything from the layer's input on."""
     dispatch: Literal["dropless", "capacity"] = "dropless"
     """How tokens reach experts. dropless: each expert has as much room as it needs. capacity: all have equal
     room, and tokens beyond it are dropped."""

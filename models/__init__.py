@@ -9,7 +9,15 @@ from models.loss import cross_entropy_in_blocks
 from models.moe import Dispatch, update_bias
 from models.placement import count_once, expert_tables, place_experts, placed_specs, sum_copies
 from models.plan import Costs, given_plan, layer_plan, matmul_costs
-from models.transformer import Model, deepseek, figures, recompute_local, recompute_wide, update_routing
+from models.transformer import (
+    Model,
+    deepseek,
+    figures,
+    recompute_keys,
+    recompute_local,
+    recompute_wide,
+    update_routing,
+)
 
 __all__ = [
     "MODELS",
@@ -38,6 +46,7 @@ __all__ = [
     "pure_linen",
     "pure_nnx",
     "recipes",
+    "recompute_keys",
     "recompute_local",
     "recompute_wide",
     "small",

@@ -230,7 +230,9 @@ class Attention(nnx.Module):
         """
         heads = self._spread if self._spread_is_free() else self._narrow
         scale = softmax_scale(self.config)
-        out_BHSV = self.attend(*heads(x_BSD, positions_BS), scale, segment_ids=segment_ids_BS)
+        q_BHSX, k_BHSX, v_BHSV = heads(x_BSD, positions_BS)
+        q_BHSX = checkpoint_name(q_BHSX, "queries")
+        out_BHSV = self.attend(q_BHSX, k_BHSX, v_BHSV, scale, segment_ids=segment_ids_BS)
         return self.output(out_BHSV)
 
     def output(self, out_BHSV: Array) -> Array:

@@ -204,7 +204,12 @@ def _splash_fwd(
         scaled = (q.astype(jnp.float32) * scale).astype(q.dtype)
         # Named, they are what is kept for the backward: where a cheap way led back to the same with positions
         # first, they would be kept so and transposed again there, on TPU with the whole pool they wait in.
-        return jax.vmap(kernel)(*(checkpoint_name(a, "heads") for a in (scaled, k, v)), segments)
+        scaled, k, v = (
+            checkpoint_name(scaled, "queries"),
+            checkpoint_name(k, "keys"),
+            checkpoint_name(v, "keys"),
+        )
+        return jax.vmap(kernel)(scaled, k, v, segments)
 
     return priced(functools.partial(jax.vjp, attend), _cost(q, v, 1, 1, (q, k, v, v)), KERNEL_VMEM)(q, k, v)
 

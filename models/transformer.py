@@ -36,6 +36,9 @@ layers are dense, and each rank would have slots for it."""
 recompute_local = jax.checkpoint_policies.save_only_these_names(*_DEAR, "dispatched")
 """The same, but what came from other devices is kept: nothing is sent again."""
 
+recompute_keys = jax.checkpoint_policies.save_only_these_names(*_DEAR, "dispatched", "queries")
+"""The same, and queries are kept: of the heads it is keys and values that are computed again."""
+
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Model:
@@ -106,7 +109,7 @@ def deepseek(
       mtp_after_norm: whether modules of multi-token prediction hear the hidden state behind the final norm, as
         published weights want it, or before.
       balance_factor: the paper's alpha; 0 for no such loss, and none of its cost.
-      remat: a ``jax.checkpoint`` policy for each layer, such as ``recompute_wide`` or
+      remat: a ``jax.checkpoint`` policy for each layer, such as ``recompute_keys`` or
         ``jax.checkpoint_policies.nothing_saveable``; None to keep what the backward needs.
       loss_block: tokens of a device whose logits stand at once, at most.
       kernels: what computes attention and the experts' matmuls.

@@ -21,6 +21,7 @@ VOCAB = 256
 
 REMAT: Mapping[str, Callable[..., Any] | None] = {
     "none": None,
+    "keys": models.recompute_keys,
     "local": models.recompute_local,
     "wide": models.recompute_wide,
     "all": jax.checkpoint_policies.nothing_saveable,

@@ -23,7 +23,7 @@ from dualpipe_jax.pods.planner import Choice, Wanted, layout_of
 from dualpipe_jax.pods.results import Answer
 from dualpipe_jax.present.numbers import gib, in_runs, percent
 from dualpipe_jax.present.table import Table
-from dualpipe_jax.step_options import Shard
+from dualpipe_jax.step_options import Remat, Shard
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -40,7 +40,7 @@ class Given(Chosen):
     dp: Suppress[Fixed[int]] = 1
     microbatches: Suppress[Fixed[Count]] = None
     microbatch_size: Suppress[Fixed[Count]] = None
-    remat: Suppress[Fixed[Literal["none", "local", "wide", "all"]]] = "none"
+    remat: Suppress[Fixed[Remat]] = "none"
     dispatch: Suppress[Fixed[Literal["dropless", "capacity"]]] = "dropless"
     shard: Suppress[Fixed[Shard]] = "nothing"
     overlap: Suppress[Fixed[bool]] = True
@@ -80,7 +80,7 @@ class Plan:
     stages_per_rank: tuple[int, ...] = ()
     """Numbers of stages of each rank to choose from, for interleaved schedules. If left out, 2. Units of each
     number are compiled on their own."""
-    remat: tuple[Literal["none", "local", "wide", "all"], ...] = planner.REMATS
+    remat: tuple[Remat, ...] = planner.REMATS
     """What layers compute again in the backward, to choose from. See `dualpipe dryrun`."""
     dispatch: tuple[Literal["dropless", "capacity"], ...] = planner.DISPATCHES
     """How tokens reach experts, to choose from, if the program sends any. The two do not learn the same:

@@ -1,16 +1,19 @@
 """Which options make a step fit that does not, and at what price."""
 
 import dataclasses
+import typing
 from collections.abc import Callable
 from typing import Any
 
 from dualpipe_jax.pods.plan import Plan
 from dualpipe_jax.pods.results import Remedy
 from dualpipe_jax.schedule.names import find, takes
+from dualpipe_jax.step_options import Remat, Shard
 
 _LADDER: tuple[tuple[str, Any, str], ...] = (
     ("stages_per_rank", 4, "stages half as deep as with two of them: twice as many ticks and sends"),
     ("shard", "optimizer", "parameters are gathered once a step"),
+    ("remat", "keys", "norms, keys and values are computed again in the backward"),
     ("remat", "local", "what is wide and cheap is computed again in the backward"),
     ("remat", "wide", "what is wide and cheap is computed again, and rows are sent to experts again"),
     ("max_stash", 3, "more than three waiting backwards are not split: larger bubbles"),
@@ -25,7 +28,7 @@ _ROOM = "capacity_factor", 1.25, "tokens beyond this room are dropped: the model
 
 _CUT = "stages_per_rank"
 
-_WEAKER = {"shard": ("nothing", "optimizer", "parameters"), "remat": ("none", "local", "wide", "all")}
+_WEAKER = {"shard": typing.get_args(Shard), "remat": typing.get_args(Remat)}
 """Values of an option, what takes most memory first."""
 
 _LEAST_GAIN = 0.01

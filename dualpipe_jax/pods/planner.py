@@ -26,10 +26,10 @@ from dualpipe_jax.schedule.costs import at_most
 from dualpipe_jax.schedule.lowering.unit_key import UnitKey
 from dualpipe_jax.schedule.names import find, takes
 from dualpipe_jax.schedule.simulate import most_kept
-from dualpipe_jax.step_options import Shard, StepOptions
+from dualpipe_jax.step_options import Remat, Shard, StepOptions
 
 SCHEDULES = "dualpipe", "dualpipe_v", "one_f_one_b", "zb_h1", "zb_v", "interleaved_1f1b_overlap"
-REMATS: tuple[Literal["none", "local", "wide", "all"], ...] = ("none", "local", "wide", "all")
+REMATS: tuple[Remat, ...] = typing.get_args(Remat)
 DISPATCHES: tuple[Literal["dropless", "capacity"], ...] = ("dropless", "capacity")
 STASHES: tuple[int | None, ...] = (None, 8, 2, 1)
 SHARDS: tuple[Shard, ...] = typing.get_args(Shard)
@@ -57,7 +57,7 @@ class Wanted:
     dp: tuple[int, ...] = (1,)
     per_device: tuple[int, ...] = (1, 2)
     schedules: tuple[str, ...] = SCHEDULES
-    remats: tuple[Literal["none", "local", "wide", "all"], ...] = REMATS
+    remats: tuple[Remat, ...] = REMATS
     dispatches: tuple[Literal["dropless", "capacity"], ...] = DISPATCHES
     stashes: tuple[int | None, ...] = STASHES
     shards: tuple[Shard, ...] = SHARDS

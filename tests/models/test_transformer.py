@@ -19,7 +19,14 @@ from dualpipe_jax.split import split_backward
 from models.attention import Attend, causal_attention
 from models.config import moe_67b, tiny, v2, v2_lite, v3
 from models.kernels import Kernels
-from models.transformer import deepseek, figures, recompute_local, recompute_wide, update_routing
+from models.transformer import (
+    deepseek,
+    figures,
+    recompute_keys,
+    recompute_local,
+    recompute_wide,
+    update_routing,
+)
 from tests.jaxprs import applied
 from tests.models import plain
 from tests.models.decode.small_models import QUICK, random_params
@@ -201,8 +208,8 @@ def test_a_step_turns_matrices_over_once_and_sums_no_gradient_of_that():
     assert (num_mine, D, 2 * F) in sums and not sums & set(values)
 
 
-def test_wide_makes_again_heads_and_what_was_dispatched_and_local_heads_alone():
-    """By hand: q and kv of their latents, scores; wide, of a layer's two all_to_alls one. No weight's gradient.
+def test_what_is_made_again_of_heads_and_of_what_was_dispatched():
+    """By hand: q (not with keys) and kv of their latents, scores; wide, of two all_to_alls one. No weight's gradient.
 
     Rotations are no products but on TPU.
     """
@@ -217,7 +224,7 @@ def test_wide_makes_again_heads_and_what_was_dispatched_and_local_heads_alone():
         return lambda own, x: model.staged.kinds[model.layout.kinds[1]](own, {}, x, at).x
 
     def run(own):
-        for remat in (None, recompute_local, recompute_wide):
+        for remat in (None, recompute_keys, recompute_local, recompute_wide):
             plan = split_backward(stage(remat)).trace(own, x)
             counts.append((plan.flops, applied(plan, "backward")["all_to_all"]))
         return jnp.zeros(2)
@@ -228,13 +235,15 @@ def test_wide_makes_again_heads_and_what_was_dispatched_and_local_heads_alone():
     jax.eval_shape(
         jax.shard_map(run, mesh=make_mesh(1, 2), in_specs=in_specs, out_specs=P("ep"), check_vma=False), own
     )
-    (none, exchanges), (local, as_many), (wide, more) = counts
+    (none, exchanges), (keys, no_more), (local, as_many), (wide, more) = counts
     H, N, R, V = config.num_heads, config.qk_nope_dim, config.qk_rope_dim, config.v_head_dim
-    products = config.q_lora_rank * H * (N + R) + config.kv_lora_rank * H * (N + V)
-    again = products + SEQ * H * (N + R)
+    queries = config.q_lora_rank * H * (N + R)
+    again = queries + config.kv_lora_rank * H * (N + V) + SEQ * H * (N + R)
     assert wide.backward - none.backward == 2 * SIZE * SEQ * again
     assert (wide.forward, wide.weight, more) == (none.forward, none.weight, exchanges + 1)
     assert (local, as_many) == (wide, exchanges)
+    assert local.backward - keys.backward == 2 * SIZE * SEQ * queries
+    assert (keys.forward, keys.weight, no_more) == (none.forward, none.weight, exchanges)
 
 
 def test_without_targets_the_last_stage_gives_what_the_final_norm_returns():

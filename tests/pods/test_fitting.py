@@ -11,7 +11,7 @@ from dualpipe_jax.pods.plan import Plan
 
 VALUES = {
     "shard": ("nothing", "optimizer", "parameters"),
-    "remat": ("none", "local", "wide", "all"),
+    "remat": ("none", "keys", "local", "wide", "all"),
     "max_stash": (None, 3, 2, 1),
     "capacity_factor": (None, 1.25),
 }
