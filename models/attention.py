@@ -17,6 +17,7 @@ from flax import nnx
 from jax import Array
 from jax.ad_checkpoint import checkpoint_name
 
+from dualpipe_jax.gradient_sum import gradient_sum
 from dualpipe_jax.made_once import made_once
 from dualpipe_jax.varying import vary_alike
 from models.config import Config
@@ -371,9 +372,11 @@ def _keys_and_values_bwd(
     C = c_BSC.shape[-1]
     N = w_CHY.shape[-1] - 2 * (w_CHY.shape[0] - C)
     dc_BSC, dk_BSR = jnp.split(jnp.einsum("bhsy,chy->bsc", dk_BHSY, w_CHY), [C], axis=-1)
-    # Split and joined, never indexed and padded: so the gradient stays as wide as products make it.
-    dw_CHN, _ = jnp.split(jnp.einsum("bsc,bhsy->chy", c_BSC, dk_BHSY), [N], axis=-1)
-    dw_CHX = jnp.concatenate([dw_CHN, jnp.einsum("bsc,bhsv->chv", c_BSC, dv_BHSV)], axis=-1)
+    outer = functools.partial(jnp.einsum, "bsc,bhsx->chx", c_BSC, preferred_element_type=jnp.float32)
+    # Part by part to their sum: joined first, they are copied twice.
+    dw_CHX = gradient_sum((*w_CHV.shape[:2], N + w_CHV.shape[2]), beside=c_BSC)
+    dw_CHX = dw_CHX.at[..., :N].add(outer(dk_BHSY[..., :N])).at[..., N:].add(outer(dv_BHSV))
+    dw_CHX = dw_CHX.astype(w_CHV.dtype)
     return dc_BSC + jnp.einsum("bhsv,chv->bsc", dv_BHSV, w_CHV), dk_BSR, dw_CHX, None, None
 
 

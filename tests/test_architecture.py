@@ -54,6 +54,7 @@ MAY_IMPORT |= {
             "split",
             "contract",
             "functional",
+            "gradient_sum",
             "made_once",
             "varying",
         )

@@ -31,10 +31,17 @@ def hand_in_sums(
         if not isinstance(gradient, Value) or uses[gradient] > 1 or gradient.dtype != dtype:
             return None
         kernel, total = made_by.get(gradient), gradient.like()
-        if not isinstance(kernel, Equation):
+        while isinstance(kernel, Equation):
+            marked = [k for k, given in enumerate(kernel.inputs) if _is_marked(given, made_by)]
+            if marked:
+                break
+            before = _added_to(kernel)
+            if before is None or uses[before] > 1:
+                return None
+            kernel = made_by.get(before)
+        else:
             return None
-        marked = [k for k, given in enumerate(kernel.inputs) if _is_marked(given, made_by)]
-        if len(marked) != 1 or _kind(kernel.inputs[marked[0]]) != _kind(gradient):
+        if len(marked) > 1 or _kind(kernel.inputs[marked[0]]) != _kind(gradient):
             return None
         inputs = [total if k in marked else given for k, given in enumerate(kernel.inputs)]
         adding[kernel] = replace(kernel, inputs=tuple(inputs))
@@ -42,6 +49,12 @@ def hand_in_sums(
 
     sums = tuple(map(sum_of, gradients, dtypes))
     return tuple(adding.get(node, node) for node in nodes), sums
+
+
+def _added_to(kernel: Equation) -> Value | None:
+    """That to which an addition to a part of an array adds."""
+    total = kernel.inputs[0] if kernel.name == "scatter-add" else None
+    return total if isinstance(total, Value) else None
 
 
 def _is_marked(atom: Atom, made_by: Mapping[Value, Node]) -> bool:

@@ -61,6 +61,45 @@ def test_the_sum_stands_where_the_kernel_asked_for_it():
     np.testing.assert_array_equal(jax.grad(lambda w: jnp.sum(product(X, w) * DY))(W), X.T @ DY)
 
 
+def in_parts(saved, dy):
+    x, w = saved
+    outer = lambda part: jnp.matmul(x.T, part, preferred_element_type=jnp.float32)  # noqa: E731
+    made = gradient_sum(w.shape, beside=x).at[:, :3].add(outer(dy[:, :3])).at[:, 3:].add(outer(dy[:, 3:]))
+    return dy @ w.T, made.astype(w.dtype)
+
+
+def test_the_sum_is_added_to_part_by_part():
+    joined = jax.custom_vjp(lambda x, w: x @ w)
+    joined.defvjp(lambda x, w: (x @ w, (x, w)), in_parts)
+    plan, (added, gradients, _) = parts(joined, W, [jnp.float32])
+    assert list(plan.sums) == [0]
+    for one in added:
+        np.testing.assert_array_equal(one, SUM + X.T @ DY)
+    for one in gradients:
+        np.testing.assert_array_equal(one, X.T @ DY)
+
+
+def test_no_sum_is_handed_on_through_what_does_more_than_add():
+    """What turns a sum's sign, and what reads it half-way."""
+
+    def negative(saved, dy):
+        x, w = saved
+        return dy @ w.T, -(gradient_sum(w.shape, beside=x) - x.T @ dy)
+
+    def read_twice(saved, dy):
+        x, w = saved
+        half = gradient_sum(w.shape, beside=x).at[:, :3].add(x.T @ dy[:, :3])
+        return dy @ w.T + half.sum(), half.at[:, 3:].add(x.T @ dy[:, 3:])
+
+    for rule in (negative, read_twice):
+        function = jax.custom_vjp(lambda x, w: x @ w)
+        function.defvjp(lambda x, w: (x @ w, (x, w)), rule)
+        plan, (_, gradients, _) = parts(function, W, [jnp.float32])
+        assert not plan.sums
+        for one in gradients:
+            np.testing.assert_array_equal(one, X.T @ DY)
+
+
 def test_a_rounded_parameters_gradient_is_added_before_it_is_rounded():
     w = jnp.asarray(W, jnp.bfloat16)
     plan, (added, _, _) = parts(lambda x, w: product(x.astype(w.dtype), w), w, [jnp.float32])
