@@ -1,6 +1,6 @@
-"""The sum of a parameter's gradients, as a kernel that can add to it asks for it.
+"""The sum of a parameter's gradients, as whatever can add to it asks for it.
 
-Whatever else makes a gradient lets the engine add it, which reads it again. What a kernel adds to is zeros under
+Whatever else makes a gradient lets the engine add it, which reads it again. What it adds to is zeros under
 ``jax.grad``, and the sum over the microbatches so far in a pipeline's step: ``split`` finds the mark. Megatron calls it
 gradient accumulation fusion.
 """
@@ -18,10 +18,10 @@ GRADIENT_SUM = "dualpipe_gradient_sum"
 
 
 def gradient_sum(shape: tuple[int, ...], beside: jax.Array, dtype: Any = jnp.float32) -> jax.Array:
-    """Zeros to which a kernel adds a parameter's gradient, as its last step and in their place.
+    """Zeros to which a kernel, or ``at[...].add`` part by part, adds a parameter's gradient in place.
 
-    The sum stands for them if it is of their dtype, and if nobody but the parameter reads what the kernel makes, as it
-    is or cast to the parameter's dtype.
+    The sum stands for them if it is of their dtype, and if nobody but the parameter reads what is made, as it is or
+    cast to the parameter's dtype.
 
     Args:
       shape: the gradient's.
