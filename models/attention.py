@@ -238,9 +238,8 @@ class Attention(nnx.Module):
 
     def output(self, out_BHSV: Array) -> Array:
         """Project what heads attended to, to x's like."""
-        _, H, _, V = out_BHSV.shape
-        kernel_HVD = self.o_proj.kernel[...].astype(out_BHSV.dtype).reshape(H, V, -1)
-        out_BSD = jnp.einsum("bhsv,hvd->bsd", out_BHSV, kernel_HVD)
+        project = _project_heads if self.attend.lanes == 1 else _from_heads
+        out_BSD = project(*vary_alike((out_BHSV, self.o_proj.kernel[...].astype(out_BHSV.dtype))))
         return out_BSD if self.o_proj.bias is None else out_BSD + self.o_proj.bias[...].astype(out_BSD.dtype)
 
     def _spread_is_free(self) -> bool:
@@ -381,6 +380,34 @@ def _keys_and_values_bwd(
 
 
 _keys_and_values.defvjp(_keys_and_values_fwd, _keys_and_values_bwd)
+
+
+def _project_heads(out_BHSV: Array, w_XD: Array) -> Array:
+    """The product of what all heads attended to with the rows of w, which are theirs in turn."""
+    _, H, _, V = out_BHSV.shape
+    return jnp.einsum("bhsv,hvd->bsd", out_BHSV, w_XD.reshape(H, V, -1))
+
+
+@jax.custom_vjp
+def _from_heads(out_BHSV: Array, w_XD: Array) -> Array:
+    """The same. Head by head the gradient of w is added to its sum: of all rows at once, a TPU turns all heads over."""
+    return _project_heads(out_BHSV, w_XD)
+
+
+def _from_heads_fwd(out_BHSV: Array, w_XD: Array) -> tuple[Array, tuple[Array, Array]]:
+    return _from_heads(out_BHSV, w_XD), (out_BHSV, w_XD)
+
+
+def _from_heads_bwd(saved: tuple[Array, Array], dy_BSD: Array) -> tuple[Array, Array]:
+    out_BHSV, w_XD = saved
+    _, H, _, V = out_BHSV.shape
+    dw_HVD = gradient_sum(w_XD.shape, beside=out_BHSV).reshape(H, V, -1)
+    dw_HVD += jnp.einsum("bhsv,bsd->hvd", out_BHSV, dy_BSD, preferred_element_type=jnp.float32)
+    dout_BHSV = jnp.einsum("bsd,hvd->bhsv", dy_BSD, w_XD.reshape(H, V, -1))
+    return dout_BHSV, dw_HVD.reshape(w_XD.shape).astype(w_XD.dtype)
+
+
+_from_heads.defvjp(_from_heads_fwd, _from_heads_bwd)
 
 
 def causal_attention(

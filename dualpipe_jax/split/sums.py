@@ -27,23 +27,29 @@ def hand_in_sums(
     made_by = definitions(nodes)
     adding: dict[Node, Equation] = {}
 
+    def place_of(made: Atom) -> tuple[Equation, int] | None:
+        """What adds to marked zeros, and which of its inputs they are, if nothing else is done to the sum behind it."""
+        kernel = made_by.get(made) if isinstance(made, Value) and uses[made] == 1 else None
+        if not isinstance(kernel, Equation):
+            return None
+        places = [(kernel, k) for k, given in enumerate(kernel.inputs) if _is_marked(given, made_by)]
+        if not places:
+            found = map(place_of, kernel.inputs[: _HAND_ON.get(kernel.name, 0)])
+            places = [place for place in found if place is not None]
+        return places[0] if len(places) == 1 else None
+
     def sum_of(gradient: Atom | None, dtype: Any) -> Value | None:
-        if not isinstance(gradient, Value) or uses[gradient] > 1 or gradient.dtype != dtype:
+        if (
+            not isinstance(gradient, Value)
+            or gradient.dtype != dtype
+            or (place := place_of(gradient)) is None
+        ):
             return None
-        kernel, total = made_by.get(gradient), gradient.like()
-        while isinstance(kernel, Equation):
-            marked = [k for k, given in enumerate(kernel.inputs) if _is_marked(given, made_by)]
-            if marked:
-                break
-            before = _added_to(kernel)
-            if before is None or uses[before] > 1:
-                return None
-            kernel = made_by.get(before)
-        else:
+        kernel, marked = place
+        if kernel in adding or _kind(kernel.inputs[marked]) != _kind(gradient):
             return None
-        if len(marked) > 1 or _kind(kernel.inputs[marked[0]]) != _kind(gradient):
-            return None
-        inputs = [total if k in marked else given for k, given in enumerate(kernel.inputs)]
+        total = gradient.like()
+        inputs = [total if k == marked else given for k, given in enumerate(kernel.inputs)]
         adding[kernel] = replace(kernel, inputs=tuple(inputs))
         return total
 
@@ -51,10 +57,8 @@ def hand_in_sums(
     return tuple(adding.get(node, node) for node in nodes), sums
 
 
-def _added_to(kernel: Equation) -> Value | None:
-    """That to which an addition to a part of an array adds."""
-    total = kernel.inputs[0] if kernel.name == "scatter-add" else None
-    return total if isinstance(total, Value) else None
+_HAND_ON = {"add": 2, "add_any": 2, "scatter-add": 1, "reshape": 1}
+"""Equations of which a sum comes out that goes into one of their first so many inputs."""
 
 
 def _is_marked(atom: Atom, made_by: Mapping[Value, Node]) -> bool:
