@@ -204,12 +204,8 @@ def _splash_fwd(
         scaled = (q.astype(jnp.float32) * scale).astype(q.dtype)
         # Named, they are what is kept for the backward: where a cheap way led back to the same with positions
         # first, they would be kept so and transposed again there, on TPU with the whole pool they wait in.
-        scaled, k, v = (
-            checkpoint_name(scaled, "queries"),
-            checkpoint_name(k, "keys"),
-            checkpoint_name(v, "keys"),
-        )
-        return jax.vmap(kernel)(scaled, k, v, segments)
+        named = {"queries": scaled, "keys": k, "values": v}
+        return jax.vmap(kernel)(*(checkpoint_name(a, name) for name, a in named.items()), segments)
 
     return priced(functools.partial(jax.vjp, attend), _cost(q, v, 1, 1, (q, k, v, v)), KERNEL_VMEM)(q, k, v)
 

@@ -172,8 +172,16 @@ def in_stages(rows, layout):
         pytest.param(dualpipe_v(2, 4), (1, 0, 1, 0), {}, marks=pytest.mark.slow),
         pytest.param(interleaved_1f1b_overlap(2, 4, 3), (1, 0, 0, 1, 0, 0), {}, marks=pytest.mark.slow),
         (dualpipe(2, 4), (1, 1), DROPLESS),
+        pytest.param(dualpipe(2, 4), (1, 1), DROPLESS | {"remat": recompute_keys}, marks=pytest.mark.slow),
     ],
-    ids=["1f1b-spread", "dualpipe-spread", "dualpipe_v", "interleaved-3", "dualpipe-dropless"],
+    ids=[
+        "1f1b-spread",
+        "dualpipe-spread",
+        "dualpipe_v",
+        "interleaved-3",
+        "dualpipe-dropless",
+        "dualpipe-keys",
+    ],
 )
 def test_losses_gradients_and_counts_are_the_papers(schedule, plan, options):
     """Experts, words and the embedding's width over two devices; a module ahead on another rank's embedding."""
