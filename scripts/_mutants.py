@@ -11,9 +11,13 @@ unless a mutant says otherwise.
     scripts/mutants --part 3/20          # every twentieth, from the third on
     scripts/mutants --quick              # by quick tests alone
     scripts/mutants --list
+    scripts/mutants --collect            # does pytest find tests for each? it runs none
 """
 
 import argparse
+import contextlib
+import functools
+import io
 import os
 import shlex
 import shutil
@@ -77,6 +81,20 @@ def stale(mutant: Mutant) -> str | None:
     path = ROOT / mutant.file
     count = path.read_text().count(mutant.find) if path.exists() else 0
     return None if count == 1 else f"{mutant.file} has {mutant.find!r} {count} times, must have it once"
+
+
+def without_tests(mutants: list[Mutant]) -> list[Mutant]:
+    """Those for which pytest finds no test, or cannot read one: a test's new name is not what ``-k`` asks for."""
+    import pytest
+
+    sys.path.insert(0, str(ROOT))
+
+    @functools.cache
+    def collect(tests: str) -> int:
+        with contextlib.redirect_stdout(io.StringIO()):
+            return pytest.main(["--collect-only", "--all", "-n", "0", *shlex.split(tests)])
+
+    return [mutant for mutant in mutants if collect(mutant.tests) != 0]
 
 
 def run_tests(tree: Path, tests: str, part: str) -> int:
@@ -166,8 +184,13 @@ def main() -> int:
     parser.add_argument(
         "--list", action="store_true", help="names, and edits that do not fit the code any more"
     )
+    parser.add_argument("--collect", action="store_true", help="those whose tests are not there")
     given = parser.parse_args()
     mutants = choose(read(), given.words, given.part)
+    if given.collect:
+        lost = without_tests(mutants)
+        print("".join(f"{mutant.name}: no test in {mutant.tests}\n" for mutant in lost), end="")
+        return int(bool(lost))
     if given.list:
         problems = [(m.name, stale(m)) for m in mutants]
         print("\n".join(f"{name}{f'  STALE: {problem}' if problem else ''}" for name, problem in problems))

@@ -1,0 +1,17 @@
+"""The lists of mutants against the tests they name; scripts/mutants applies them, CI a thirtieth at a time."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+
+
+@pytest.mark.slow
+def test_each_mutant_names_tests_that_are_there():
+    done = subprocess.run(
+        [sys.executable, "scripts/_mutants.py", "--collect"], cwd=ROOT, capture_output=True, text=True
+    )
+    assert (done.stdout, done.returncode) == ("", 0), done.stderr
