@@ -16,7 +16,7 @@ from dualpipe_jax.pods.plan import Plan
 from dualpipe_jax.pods.planner import Case, Choice, Prices, Wanted, layout_of
 from dualpipe_jax.pods.request import Request
 from dualpipe_jax.pods.results import Answer
-from dualpipe_jax.present.numbers import in_runs
+from dualpipe_jax.present.numbers import in_runs, percent
 from dualpipe_jax.step_options import Shard
 
 
@@ -101,6 +101,7 @@ class Search:
                 self.consider(case, shards, title)
             for prices in self.prices[known:]:
                 bounds.learn(prices)
+            self._say_best()
         for case in sorted(open_cases, key=bounds.seconds):
             longer = bounds.seconds(case) >= self.shortest
             why = "longer than the best" if longer else "no CPU minutes left"
@@ -176,6 +177,13 @@ class Search:
             how = f"{plan.num_microbatches} microbatches of {plan.batch}, remat {plan.remat}, {plan.dispatch}"
             lines.append(f"  {found.seconds:.4g} s: {plan.schedule_in_words}, {layout_of(plan)}, {how}")
         print("\n".join(lines), file=sys.stderr)
+
+    def _say_best(self) -> None:
+        for best in planner.ranked(self.choices)[:1]:
+            plan = best.plan
+            how = f"{plan.schedule_in_words}, {layout_of(plan)}, remat {plan.remat}, {plan.dispatch}"
+            words = f"the best so far takes {best.seconds:.4g} s, {percent(best.mfu)} MFU: {how}"
+            print(words, file=sys.stderr)
 
     def consider(self, case: Case, shards: Sequence[Shard], title: str) -> Exception | None:
         """All plans of a case; ``shards`` from the least on. Returns why there are none, if it could not be asked."""

@@ -325,14 +325,17 @@ def test_cpu_minutes(monkeypatch, minutes, compiled):
     assert [found.why for found in search.excluded] == ["no CPU minutes left"] * (2 - compiled)
 
 
-def test_what_is_told_before_anything_is_compiled(capsys):
+def test_what_is_told_meanwhile(capsys):
     search = planning.Search(str(TARGET), None, None)
     search.ask = lambda plan, compile, title: answer(plan, compile)
     search.explore(wanted())
-    cut, first, *rest = capsys.readouterr().err.splitlines()
+    cut, first, *bounds, last = capsys.readouterr().err.splitlines()
     assert re.fullmatch(r"2 x 4, 4 sequences, remat all, capacity: 2 cases may fit, at least \d.\d+ s", cut)
     assert first == "2 cases are left; by their products and bubbles alone a step takes at least"
-    assert [line.split(": ")[1].split(",")[0] for line in rest] == ["dualpipe", "zb_h1"]
+    assert [line.split(": ")[1].split(",")[0] for line in bounds] == ["dualpipe", "zb_h1"]
+    best = planner.ranked(search.choices)[0]
+    time = f"{best.seconds:.4g} s, {100 * best.mfu:.1f} % MFU"
+    assert last == f"the best so far takes {time}: {best.plan.schedule}, 2 x 4, remat all, capacity"
     search.ask = lambda plan, compile, title: answer(plan, compile, memory=GIB)
     search.explore(wanted())
     (cut, none) = capsys.readouterr().err.splitlines()
