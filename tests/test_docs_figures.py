@@ -329,11 +329,14 @@ def test_the_words_about_small_pairs_hold():
     page = " ".join((ROOT / "docs" / "results.md").read_text().split())
     assert (
         "here the pair is a tenth longer than that" in page
-        and "From about 1.4 : 1 on next to nothing is exposed" in page
+        and "From about 1.4 : 1 on at most a fiftieth is exposed" in page
     )
-    assert 1.05 < value("pairs", "v5p_1408", "larger") < 1.15 and value("pairs", "v5p_1408", "ratio") == 1.0
+    assert (
+        1.05 < value("pairs", "v5p_1408", "larger") < 1.15
+        and 0.95 < value("pairs", "v5p_1408", "ratio") < 1.05
+    )
     for row in TABLES["pairs"].rows:
-        assert (value("pairs", row, "hidden") > 98.5) == (value("pairs", row, "ratio") > 1.4)
+        assert (value("pairs", row, "hidden") >= 98.0) == (value("pairs", row, "ratio") > 1.4)
 
 
 @pytest.mark.parametrize(("one", "other"), [("pairs", "fp8_pair"), ("h100_pairs", "two_hops")])
