@@ -36,8 +36,8 @@ def by_loops(x, tile):
         for b, column in enumerate(starts[1]):
             here = slice(row, row + tile[0]), slice(column, column + tile[1])
             finite = np.abs(x[here][np.isfinite(x[here])])
-            exponent = -126
-            while 448.0 * 2.0**exponent < float(finite.max(initial=0)):
+            largest, exponent = float(finite.max(initial=0)), -126
+            while 448.0 * 2.0**exponent < largest:
                 exponent += 1
             scales[a, b] = scale = np.float32(2.0**exponent)
             with np.errstate(invalid="ignore"):
