@@ -39,6 +39,7 @@ class Search:
         self.dispatches = False  # whether the program sends tokens to experts at all
         self.left = 0
         self._counted: set[Cut] = set()
+        self._said: Choice | None = None
         self._clock = _Clock(minutes)
 
     def explore(self, wanted: Wanted, *, whole: bool = False) -> None:
@@ -179,8 +180,11 @@ class Search:
         print("\n".join(lines), file=sys.stderr)
 
     def _say_best(self) -> None:
+        """Name the best plan so far, once."""
         for best in planner.ranked(self.choices)[:1]:
-            plan = best.plan
+            if best == self._said:
+                return
+            self._said, plan = best, best.plan
             how = f"{plan.schedule_in_words}, {layout_of(plan)}, remat {plan.remat}, {plan.dispatch}"
             words = f"the best so far takes {best.seconds:.4g} s, {percent(best.mfu)} MFU: {how}"
             print(words, file=sys.stderr)

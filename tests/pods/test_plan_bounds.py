@@ -305,6 +305,14 @@ def test_the_best_of_all_is_found_with_few_compiled():
     assert few < many / 2
 
 
+def test_each_best_plan_is_named_once(capsys):
+    for seed in range(5):
+        best, compiled, _ = found_by(seed, whole=False)
+        said = re.findall(r"the best so far takes (\S+) s", capsys.readouterr().err)
+        assert said == sorted(set(said), key=float, reverse=True) and len(said) < len(compiled), seed
+        assert said[-1] == f"{best.seconds:.4g}"
+
+
 @pytest.mark.parametrize("minutes, compiled", [(None, 2), (25.0, 2), (19.0, 1), (1.0, 1)])
 def test_cpu_minutes(monkeypatch, minutes, compiled):
     """Each case takes ten; the first is begun in any event, the next if it will end in time."""
