@@ -23,7 +23,7 @@ from dualpipe_jax.pods.planner import Choice, Wanted, layout_of
 from dualpipe_jax.pods.results import Answer
 from dualpipe_jax.present.numbers import gib, in_runs, percent
 from dualpipe_jax.present.table import Table
-from dualpipe_jax.step_options import Remat, Shard
+from dualpipe_jax.step_options import Remat, Shard, StepOptions
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -179,6 +179,8 @@ class Plan:
             return 0 if plans else 1
         title = f"{self.given.model} on {self.target}: {len(plans)} plans fit"
         parts: list[str | Table] = [title]
+        if search.dispatches:
+            parts += [rooms(self.dispatch, self.given.capacity_factor)]
         if len(search.sizes) > 1:
             sizes = ", ".join(map(str, sorted(search.sizes)))
             parts += [
@@ -199,6 +201,13 @@ class Plan:
             parts += [f"\nthe best is written to {self.output}"]
         show(*parts)
         return 0 if plans else 1
+
+
+def rooms(dispatches: Sequence[Literal["dropless", "capacity"]], factor: float | None) -> str:
+    """Beyond what load tokens are dropped, for each way in which they reach experts."""
+    known = {dispatch: StepOptions(dispatch=dispatch, capacity_factor=factor).room for dispatch in dispatches}
+    each = ", ".join(f"{name} {'for all' if room is None else f'{room:g}'}" for name, room in known.items())
+    return f"room at the experts, in even loads (--capacity-factor): {each}"
 
 
 def _words(nearest: Answer) -> str:
@@ -261,15 +270,17 @@ def table(choices: Sequence[Choice]) -> Table:
 def refusals(choices: Sequence[Choice]) -> Table:
     rows = [
         (
-            c.plan.schedule,
+            c.plan.schedule_in_words,
             layout_of(c.plan),
             f"{c.plan.num_microbatches} of {c.plan.batch}",
             c.plan.remat,
+            c.plan.dispatch,
             c.refused,
         )
         for c in choices
     ]
-    return Table(("schedule", "pp x ep", "microbatches", "remat", "why"), tuple(rows), left=(0, 4))
+    head = ("schedule", "pp x ep", "microbatches", "remat", "dispatch", "why")
+    return Table(head, tuple(rows), left=(0, 5))
 
 
 def excluded_words(excluded: Sequence[Excluded]) -> str:

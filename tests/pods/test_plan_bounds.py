@@ -7,6 +7,7 @@ import re
 
 import pytest
 
+from dualpipe_jax.command import plan as plan_command
 from dualpipe_jax.command import planning
 from dualpipe_jax.command.options import CommandError
 from dualpipe_jax.pods import planner
@@ -331,6 +332,26 @@ def test_cpu_minutes(monkeypatch, minutes, compiled):
     search.explore(wanted())
     assert len(priced) == compiled
     assert [found.why for found in search.excluded] == ["no CPU minutes left"] * (2 - compiled)
+
+
+def test_the_page_says_what_room_experts_have_and_which_dispatch_cannot_be_had(capsys):
+    """Without a bound dropless needs room for all tokens at each device, which on many is what does not fit."""
+    search = planning.Search(str(TARGET), None, None)
+    search.dispatches = True
+    search.choices = [
+        planner.Choice(plan("dualpipe", dispatch=way), refused=f"needs {size}.0 GiB of 8.0, counted")
+        for way, size in (("dropless", 562), ("capacity", 9))
+    ]
+    assert plan_command.Plan(target=str(TARGET)).tell(search) == 1
+    lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
+    assert "room at the experts, in even loads (--capacity-factor): dropless for all, capacity 2" in lines
+    assert "schedule pp x ep microbatches remat dispatch why" in lines
+    for way, size in (("dropless", 562), ("capacity", 9)):
+        assert f"dualpipe 4 x 2 8 of 2 {BASE.remat} {way} needs {size}.0 GiB of 8.0, counted" in lines
+    assert plan_command.rooms(["dropless"], 1.25).endswith(": dropless 1.25")
+    search.dispatches = False
+    plan_command.Plan(target=str(TARGET)).tell(search)
+    assert "room at the experts" not in capsys.readouterr().out
 
 
 def test_what_is_told_meanwhile(capsys):
