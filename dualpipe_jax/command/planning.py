@@ -89,7 +89,7 @@ class Search:
         while open_cases := [case for case in bounds.open() if case not in tried]:
             self.left = len(open_cases)
             shorter = [case for case in open_cases if bounds.seconds(case) < self.shortest]
-            if not shorter or not self._clock.lasts():
+            if not shorter or (tried and not self._clock.lasts()):  # counting may have taken all minutes
                 break
             case = bounds.next(shorter, found=self.shortest < math.inf)
             if not bounds.is_counted(Cut.of(case.plan)):
