@@ -268,6 +268,7 @@ def table(choices: Sequence[Choice]) -> Table:
 
 
 def refusals(choices: Sequence[Choice]) -> Table:
+    """Plans that cannot be had, and why."""
     rows = [
         (
             c.plan.schedule_in_words,
@@ -296,6 +297,7 @@ def excluded_words(excluded: Sequence[Excluded]) -> str:
 
 
 def exclusions(excluded: Sequence[Excluded]) -> Table:
+    """Cases that were not compiled, with their bounds."""
     rows = [
         (
             found.plan.schedule_in_words,
