@@ -1,6 +1,7 @@
 """The process in which compilers run: what it answers, how it dies, and that nothing of it is left."""
 
 import contextlib
+import io
 import os
 import re
 import signal
@@ -166,6 +167,23 @@ def killed(environment, worker, number):
     os.kill(parent.pid, number)
     parent.communicate(timeout=60)
     return [int(pid) for pid in pids]
+
+
+def test_of_several_at_once_a_terminal_shows_one(monkeypatch):
+    """A line that two change is of neither."""
+
+    class Terminal(io.StringIO):
+        def isatty(self):
+            return True
+
+    monkeypatch.setattr(sys, "stderr", shown := Terminal())
+    with child._Progress("the first") as first:
+        with child._Progress("the second") as second:
+            second.show("counting", 1.0, new=True)
+        first.show("compiling", 2.0, new=True)
+    assert first.status is not None and second.status is None and "second" not in shown.getvalue()
+    with child._Progress("the third") as third:
+        assert third.status is not None, "the first has ended"
 
 
 def test_interrupted_it_ends_with_all_that_it_has_started(environment):

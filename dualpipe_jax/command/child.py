@@ -194,14 +194,20 @@ def _follow(first: _Far, others: Sequence[_Far], title: str, limit: Limit | None
 
 
 class _Progress:
-    """A line that changes in a terminal; elsewhere a line a stage, and one now and then."""
+    """A line that changes in a terminal; elsewhere a line a stage, and one now and then.
+
+    Of several at once a terminal shows one.
+    """
+
+    _terminal = threading.Lock()
 
     def __init__(self, title: str):
         self.title, self.last = title, 0.0
         self.status: Any = None
 
     def __enter__(self) -> "_Progress":
-        if sys.stderr.isatty():
+        self.in_terminal = sys.stderr.isatty()
+        if self.in_terminal and self._terminal.acquire(blocking=False):
             from rich.console import Console
 
             self.status = Console(stderr=True, highlight=False).status(self.title)
@@ -211,13 +217,14 @@ class _Progress:
     def __exit__(self, *_: object) -> None:
         if self.status is not None:
             self.status.stop()
+            self._terminal.release()
 
     def show(self, stage: str, elapsed: float, *, new: bool = False) -> None:
         """The stage and the seconds since the start."""
         text = f"{self.title}: {stage} ({elapsed:.0f} s)"
         if self.status is not None:
             self.status.update(text)
-        elif new or elapsed - self.last >= _EVERY:
+        elif not self.in_terminal and (new or elapsed - self.last >= _EVERY):
             self.last = elapsed
             print(text, file=sys.stderr, flush=True)
 

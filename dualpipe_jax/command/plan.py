@@ -193,6 +193,9 @@ class Plan:
             parts += [table(plans[: self.best])]
         if search.excluded:
             parts += ["\n" + excluded_words(search.excluded) + "\n", exclusions(search.excluded[: self.best])]
+            if not plans:
+                more = "these may: --cpu-minutes says how long to go on, 0 is until all are compiled"
+                parts += [f"\nno plan that was compiled fits, but {more}"]
         if refused:
             parts += ["\nwhat cannot be had, of each kind what needs least\n", refusals(refused)]
         if nearest is not None and nearest.memory is not None and nearest.memory.limit is not None:

@@ -2,9 +2,11 @@
 
 import heapq
 import math
+import os
 import resource
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from dualpipe_jax.command.options import CommandError, Died
@@ -76,14 +78,15 @@ class Search:
             self.left = len(cases) - number + 1
             if self._is_told_apart(case.plan, wanted):
                 error = self.consider(case, shards, f"case {number} of {len(cases)}")
-                self._ends_if_shared(error, number, cases[-1].plan, shards)
+                if number == 1:
+                    self._ends_if_shared(error, cases[-1].plan, shards)
 
     def _consider_by_bounds(self, cases: Sequence[Case], wanted: Wanted, shards: Sequence[Shard]) -> None:
         self.left = len(cases)
         bounds = Bounds(cases)
         self._count_one_of_each(bounds, wanted, shards)
-        while (cut := self._first_not_counted(bounds)) is not None:
-            self._count(bounds, cut, shards)
+        while cuts := self._not_counted(bounds):
+            self._count(bounds, cuts, shards)
         self._say_bounds(bounds)
         tried: set[Case] = set()
         while open_cases := [case for case in bounds.open() if case not in tried]:
@@ -91,9 +94,9 @@ class Search:
             shorter = [case for case in open_cases if bounds.seconds(case) < self.shortest]
             if not shorter or (tried and not self._clock.lasts()):  # counting may have taken all minutes
                 break
-            case = bounds.next(shorter, found=self.shortest < math.inf)
+            case = bounds.next(shorter)
             if not bounds.is_counted(Cut.of(case.plan)):
-                self._count(bounds, Cut.of(case.plan), shards)
+                self._count(bounds, [Cut.of(case.plan)], shards)
                 continue
             tried.add(case)
             known = len(self.prices)
@@ -110,38 +113,69 @@ class Search:
 
     def _count_one_of_each(self, bounds: Bounds, wanted: Wanted, shards: Sequence[Shard]) -> None:
         """Count one cut of each way to compute again and to reach experts, so that the work of all is known."""
-        cuts = bounds.cuts()
-        for number, cut in enumerate(cuts, start=1):
-            plan = bounds.standing_for(cut)
-            if bounds.knows(cut) or not self._is_told_apart(plan, wanted):
-                continue
-            error = self._count(bounds, cut, shards)
-            self._ends_if_shared(error, number, bounds.standing_for(cuts[-1]), shards)
+        tried: list[Cut] = []
+        while True:
+            left: dict[str, Cut] = {}  # one of a dispatch at once: of one that does not fit others follow
+            for cut in bounds.cuts():
+                known = cut in tried or bounds.knows(cut)
+                if not known and self._is_told_apart(bounds.standing_for(cut), wanted):
+                    left.setdefault(cut.dispatch, cut)
+            # The first alone, for it tells whether ways to the experts differ, and what all cuts have wrong.
+            cuts = list(left.values())[: None if tried else 1]
+            if not cuts:
+                return
+            error, *_ = self._count(bounds, cuts, shards)
+            if not tried:
+                self._ends_if_shared(error, bounds.standing_for(bounds.cuts()[-1]), shards)
+            tried += cuts
 
-    def _count(self, bounds: Bounds, cut: Cut, shards: Sequence[Shard]) -> Exception | None:
-        """Count a cut with as much shared out as may be, unless it cannot fit; returns why it could not be counted."""
-        if known := bounds.cannot_fit(cut):
+    def _count(self, bounds: Bounds, cuts: Sequence[Cut], shards: Sequence[Shard]) -> list[Exception | None]:
+        """Count cuts, several at once, with as much shared out as may be; but none that cannot fit.
+
+        Returns why each could not be counted.
+        """
+        plans: dict[Cut, Plan] = {}
+        for cut in cuts:
+            known = bounds.cannot_fit(cut)
             self.choices += known
-            return None
-        plan = bounds.standing_for(cut)
-        name = f"{layout_of(plan)}, {plan.batch} sequences, remat {plan.remat}, {plan.dispatch}"
-        try:
-            counted = self.ask(planner.shared(plan, shards[-1]), "nothing", "counting")
-        except (Died, CommandError) as error:
-            self.choices += [Choice(own, refused=_why(error)) for own in bounds.refuse(cut)]
-            return error
-        self.choices += bounds.take(cut, counted)
-        print(f"{name}: {bounds.words(cut)}", file=sys.stderr)
-        return None
+            if not known:
+                plans[cut] = bounds.standing_for(cut)
+        errors: dict[Cut, Exception] = {}
+        shared = (planner.shared(plan, shards[-1]) for plan in plans.values())
+        for (cut, plan), counted in zip(plans.items(), self._ask_at_once(shared), strict=True):
+            if isinstance(counted, Exception):
+                self.choices += [Choice(own, refused=_why(counted)) for own in bounds.refuse(cut)]
+                errors[cut] = counted
+                continue
+            self.choices += bounds.take(cut, counted)
+            name = f"{layout_of(plan)}, {plan.batch} sequences, remat {plan.remat}, {plan.dispatch}"
+            print(f"{name}: {bounds.words(cut)}", file=sys.stderr)
+        return list(map(errors.get, cuts))
+
+    def _ask_at_once(self, plans: Iterable[Plan]) -> list[Answer | Exception]:
+        """What is counted of plans, or why it cannot be. Interrupted, those that have begun end first, and are kept."""
+
+        def ask(plan: Plan) -> Answer | Exception:
+            try:
+                return self.ask(plan, "nothing", "counting")
+            except (Died, CommandError) as error:
+                return error
+
+        with ThreadPoolExecutor(_AT_ONCE) as pool:
+            asked = [pool.submit(ask, plan) for plan in plans]
+            try:
+                return [each.result() for each in asked]
+            except BaseException:
+                pool.shutdown(cancel_futures=True)
+                raise
 
     def _is_told_apart(self, plan: Plan, wanted: Wanted) -> bool:
         """Whether a plan's way to the experts makes a difference: the first that is wanted does."""
         return self.dispatches or plan.dispatch == wanted.dispatches[0]
 
-    def _ends_if_shared(
-        self, error: Exception | None, number: int, other: Plan, shards: Sequence[Shard]
-    ) -> None:
-        if number > 1 or not isinstance(error, CommandError):
+    def _ends_if_shared(self, error: Exception | None, other: Plan, shards: Sequence[Shard]) -> None:
+        """Raise the error of the first case if it is that of the last one, too."""
+        if not isinstance(error, CommandError):
             return
         try:
             self.ask(planner.shared(other, shards[0]), "nothing", "the last case")
@@ -157,10 +191,10 @@ class Search:
         known = (choice.seconds for choice in self.choices if not choice.refused)
         return min((seconds for seconds in known if seconds is not None), default=math.inf)
 
-    def _first_not_counted(self, bounds: Bounds) -> Cut | None:
-        """Of the cases that will be told, the cut of one that nobody counted: it may not fit, or not be at all."""
-        cuts = (Cut.of(found.plan) for found in self._least(bounds))
-        return next((cut for cut in cuts if not bounds.is_counted(cut)), None)
+    def _not_counted(self, bounds: Bounds) -> list[Cut]:
+        """Of the cases that will be told, the cuts that nobody counted: they may not fit, or not be at all."""
+        cuts = dict.fromkeys(Cut.of(found.plan) for found in self._least(bounds))
+        return [cut for cut in cuts if not bounds.is_counted(cut)]
 
     def _least(self, bounds: Bounds) -> list[Excluded]:
         found = (bounds.excluded(case, "") for case in bounds.open())
@@ -208,9 +242,8 @@ class Search:
                     continue
                 new = Prices(case, shard, self.ask(planner.standing_for(plans), "units", title))
                 done += new.choices(plans, count)
-                if new.known:
-                    prices = new
-                    self.prices.append(new)
+                self.prices.append(new)
+                prices = new if new.known else prices
         except (Died, CommandError) as error:
             done += [Choice(plan, refused=_why(error)) for plan in plans]
             return error
@@ -221,9 +254,11 @@ class Search:
     def nearest(self) -> Answer | None:
         """Of what was counted and does not fit, the plan that needs least, with options that would make it fit.
 
-        None where nothing was counted, or the plan cannot be had for another reason. Where a case was compiled it is
-        known to need more than what is counted, by which options are found.
+        None where nothing was counted, or the plan cannot be had for another reason, or others were not tried. Where a
+        case was compiled it is known to need more than what is counted, by which options are found.
         """
+        if self.excluded:
+            return None
         known = self._counted - {Cut.of(prices.case.plan) for prices in self.prices}
         counted = [c for c in self.choices if c.memory is not None and Cut.of(c.plan) in known]
         if not counted:
@@ -251,6 +286,9 @@ class Search:
 
 _FIRST = 5
 """Bounds that are told before anything is compiled."""
+
+_AT_ONCE = min(4, os.cpu_count() or 1)
+"""Plans that are counted at once: each takes one core, and a gigabyte for DeepSeek-V3."""
 
 
 def _why(error: Exception) -> str:

@@ -190,6 +190,7 @@ class Bounds:
         self._work: dict[tuple[str, str], Least] = {}  # by dispatch and remat
         self._too_much: dict[Cut, str] = {}
         self._may_fit: dict[Case, list[Plan]] = {}
+        self._beyond: dict[tuple[str, str], float] = {}  # by dispatch and remat
         self._of = functools.cache(self._bound)
 
     def cuts(self) -> list[Cut]:
@@ -234,12 +235,14 @@ class Bounds:
             if cut.needs_no_less(less):
                 words = f"not counted: remat {less.remat} of {less.microbatch_size} sequences {why}"
                 return [Choice(plan, refused=words) for plan in self.refuse(cut)]
-        if (alike := self._least_of(cut)) is None:
+        if (alike := self._keeping_no_more(cut)) is None:
             return []
         about = {plan: alike.memory(plan) for case in self.cases[cut] for plan in case.plans}
         if any(size <= _PROBABLY * limit for size, limit in about.values()):
             return []
         like = f"by those of {layout_of(alike.plan)} and {alike.plan.batch} sequences"
+        if alike.plan.remat != cut.remat:
+            like += f" of remat {alike.plan.remat}"
         self.refuse(cut)
         return [
             Choice(plan, memory=size, refused=f"{too_much(size, limit, 'about')}, {like}")
@@ -253,26 +256,25 @@ class Bounds:
         return [plan for case in self.cases[cut] for plan in case.plans]
 
     def words(self, cut: Cut) -> str:
-        """What is known of a cut that was counted: how many cases may fit, and the least bound; or what it needs."""
+        """What is known of a cut that was counted: how many cases may fit, with the least bounds; or what it needs."""
         if cut in self._too_much:
             return self._too_much[cut]
         fit = [case for case in self.cases[cut] if self._may_fit[case]]
-        return f"{len(fit)} cases may fit, at least {min(map(self.seconds, fit)):.4g} s"
+        sizes = (self._least[cut].memory(plan)[0] for case in fit for plan in self._may_fit[case])
+        return f"{len(fit)} cases may fit, at least {min(map(self.seconds, fit)):.4g} s, {min(sizes) / 2**30:.1f} GiB"
 
     def open(self) -> list[Case]:
         """The cases whose work is known and of which some plan may fit."""
         known = [case for cut, cases in self.cases.items() if self.knows(cut) for case in cases]
         return [case for case in known if self._may_fit.get(case, case.plans)]
 
-    def next(self, cases: Sequence[Case], *, found: bool = True) -> Case:
-        """The one with the least bound.
+    def next(self, cases: Sequence[Case]) -> Case:
+        """The one with the least bound, of those that probably fit if there are any.
 
         Of those that differ by less than the margin, which tells nothing, it is the one that keeps least, and then the
-        one with the shortest stages, which are compiled soonest. As long as no plan is ``found``, cases of which one
-        has room to spare come first: what a program needs beyond what is counted is known when it is compiled.
+        one with the shortest stages, which are compiled soonest.
         """
-        if not found:
-            cases = [case for case in cases if self._least_share(case) <= _ROOMY] or cases
+        cases = list(filter(self._probably_fits, cases)) or cases
         seconds = {case: self.seconds(case) for case in cases}
         least = min(seconds.values())
         alike = [case for case in cases if MARGIN * seconds[case] <= least]
@@ -283,15 +285,29 @@ class Bounds:
 
         return min(alike, key=order)
 
-    def _least_share(self, case: Case) -> float:
-        """Of the memory that there is, what the plan of a case that needs least does, as far as it is known."""
-        least = self._least_of(Cut.of(case.plan))
+    def _probably_fits(self, case: Case) -> bool:
+        """Whether there is room for what a program needs beyond what is counted, as far as both are known.
+
+        It is as much as programs of the same remat and dispatch needed, or if there were none, as the least of all.
+        """
+        cut, plans = Cut.of(case.plan), self._may_fit.get(case, case.plans)
+        least = self._least_of(cut)
         assert least is not None
-        return min(size / limit for size, limit in map(least.memory, self._may_fit.get(case, case.plans)))
+        usual = min(self._beyond.values(), default=None)
+        beyond = self._beyond.get((cut.dispatch, cut.remat), usual)
+        return any(
+            size <= (_ROOMY * limit if beyond is None else limit - beyond)
+            for size, limit in map(least.memory, plans)
+        )
 
     def learn(self, prices: Prices) -> None:
-        """Units as large or smaller come as near to their products' time as these, or less near."""
+        """Units as large or smaller come as near to their products' time as these, or less near.
+
+        And programs alike need at least about as much memory beyond what is counted.
+        """
         plan = prices.case.plan
+        alike = plan.dispatch, plan.remat
+        self._beyond[alike] = min(prices.beyond, self._beyond.get(alike, math.inf))
         known = self._factors.setdefault((plan.dispatch, plan.remat, _size(plan)), {})
         for op, factor in _factors(prices).items():
             known[op] = min(max(1.0, MARGIN * factor), known.get(op, math.inf))
@@ -321,6 +337,12 @@ class Bounds:
     def _least_of(self, cut: Cut) -> Least | None:
         return self._least.get(cut) or self._work.get((cut.dispatch, cut.remat))
 
+    def _keeping_no_more(self, cut: Cut) -> Least | None:
+        """What was counted of the same dispatch and of the same remat, or else of the next that keeps less."""
+        remats = REMATS[REMATS.index(cut.remat) :]
+        known = (self._work.get((cut.dispatch, remat)) for remat in remats)
+        return next(filter(None, (self._least.get(cut), *known)), None)
+
     def _bound(self, case: Case, factors: tuple[tuple[str, float], ...], counted: bool) -> tuple[float, Plan]:
         del counted  # or a cut that is counted now would keep the bound that it had
         least, known = self._least_of(Cut.of(case.plan)), dict(factors)
@@ -333,9 +355,9 @@ class Bounds:
 _PROBABLY = 1.25
 """What needs this many times as much memory as there is, by the sizes of another cut, does not fit by its own."""
 
-_ROOMY = 0.8
-"""Of the memory, so much counted most probably fits when compiled: DeepSeek-V3's units on v5p needed 13 to 25 GiB of 96
-beyond what was counted."""
+_ROOMY = 0.87
+"""Of the memory, so much counted probably fits when compiled, as long as nothing was. DeepSeek-V3's units on v5p need 9
+GiB of 96 beyond what is counted."""
 
 _SURELY = 1.1
 """What needs this many times as much memory as there is does not fit, whatever is told apart later."""

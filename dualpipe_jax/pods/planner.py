@@ -237,7 +237,7 @@ class Prices:
         self.case, self.shard, self.layers = case, shard, found.stage_layers
         self.compiled, self.step, self.target = found.compiled, found.step, found.target
         self.beside = self.compiled.overheads or Overheads(0.0, 0.0)
-        self.beyond = max(0, found.memory.beyond or 0)
+        self.beyond = _beyond(found)
         self.products = found.products
         self.ticks = functools.cache(self._ticks)
 
@@ -283,6 +283,15 @@ class Prices:
             seconds = self.ticks(plan) + rest
             found.append(Choice(plan, least / seconds, seconds, size, refused))
         return found
+
+
+def _beyond(found: Answer) -> float:
+    """Bytes that a program takes beyond what was counted of it; at least, if the compiler had no memory for it."""
+    memory, compiled = found.memory, found.compiled
+    assert memory is not None and compiled is not None
+    if compiled.out_of_memory is not None and memory.limit is not None:
+        return max(0.0, memory.limit - memory.total)
+    return max(0.0, memory.beyond or 0)
 
 
 _ENDS = {UnitKey("F", (kind,)) for kind in ("first", "last")}

@@ -4,6 +4,7 @@ import dataclasses
 import math
 import random
 import re
+import threading
 
 import pytest
 
@@ -221,7 +222,7 @@ def test_of_bounds_that_are_nearly_equal_what_keeps_least_goes_first():
 
 
 @pytest.mark.parametrize("refused", [0.0, 2.0])
-def test_what_has_room_to_spare_goes_first_until_a_plan_is_found(refused):
+def test_what_has_room_to_spare_goes_first_until_something_was_compiled(refused):
     """Without remat 14 GiB of 16 are counted and a step is shorter; compiled, it may need more than there is."""
     compiled = []
 
@@ -243,6 +244,35 @@ def test_what_has_room_to_spare_goes_first_until_a_plan_is_found(refused):
     search.explore(wanted(schedules=("zb_h1",), remats=("none", "all"), stashes=(1,)))
     assert compiled[:2] == ["all", "none"]
     assert planner.ranked(search.choices)[0].plan.remat == ("all" if refused else "none")
+
+
+@pytest.mark.parametrize("beyond, order", [(3.0, ["local", "all", "wide"]), (1.0, ["local", "wide", "all"])])
+def test_what_a_program_needed_beyond_what_was_counted_is_expected_of_others(beyond, order):
+    """Of 16 GiB 14.5 are counted for the shortest, which goes last if the others need more than 1.5 besides."""
+    counted = {"wide": 14.5, "local": 12.0, "all": 4.0}
+    compiled = []
+
+    def ask(plan, compile, title):
+        if compile == "units":
+            compiled.append(plan.remat)
+        work = {"wide": 1.0, "local": 1.2, "all": 1.4}[plan.remat]
+        products = {op: work * cycles for op, cycles in PRODUCTS.items()}
+        sizes = {"fixed": (counted[plan.remat] - 3.5) * GIB, "beyond": int(beyond * GIB)}
+        cycles = {op: 2.0 * products[op] for op in planner.units_of(planner.schedule_of(plan))}
+        return dataclasses.replace(answer(plan, compile, cycles=cycles, **sizes), products=units(products))
+
+    search = planning.Search(str(TARGET), None, None)
+    search.ask = ask
+    search.explore(wanted(schedules=("zb_h1",), remats=tuple(counted), stashes=(1,), shards=("nothing",)))
+    assert compiled == order
+
+
+def test_what_the_compiler_has_no_memory_for_needs_at_least_what_there_is():
+    (case,), _ = planner.cases(wanted(schedules=("zb_h1",)), 8)
+    found = answer(case.plan, "units")
+    assert planner.Prices(case, "nothing", found).beyond == 0
+    refused = dataclasses.replace(found, compiled=dataclasses.replace(found.compiled, out_of_memory="no"))
+    assert planner.Prices(case, "nothing", refused).beyond == (16 - 3) * GIB, "three are counted"
 
 
 def test_of_cases_that_keep_as_much_the_one_of_shortest_stages_goes_first():
@@ -360,7 +390,9 @@ def test_what_is_told_meanwhile(capsys):
     search.ask = lambda plan, compile, title: answer(plan, compile)
     search.explore(wanted())
     cut, first, *bounds, last = capsys.readouterr().err.splitlines()
-    assert re.fullmatch(r"2 x 4, 4 sequences, remat all, capacity: 2 cases may fit, at least \d.\d+ s", cut)
+    assert re.fullmatch(
+        r"2 x 4, 4 sequences, remat all, capacity: 2 cases may fit, at least \d.\d+ s, 3.0 GiB", cut
+    )
     assert first == "2 cases are left; by their products and bubbles alone a step takes at least"
     assert [line.split(": ")[1].split(",")[0] for line in bounds] == ["dualpipe", "zb_h1"]
     best = planner.ranked(search.choices)[0]
@@ -437,6 +469,72 @@ def test_what_needs_far_more_by_another_cut_is_not_counted():
     (why,) = (choice.refused for choice in bounds.cannot_fit(sixteen))
     assert why == "needs 35.0 GiB of 16.0, about, by those of 2 x 4 and 4 sequences"
     assert [case.plan.microbatch_size for case in bounds.open()] == [4, 32]
+
+
+def test_what_keeps_more_than_what_needs_far_more_is_not_counted():
+    """Of 16 GiB 102 are counted on four ranks with the least remat but one; on two it is no less, and kept is more."""
+    cases, _ = planner.cases(wanted(tokens=4096, schedules=("1f1b",), pp=(2, 4), remats=("local", "all")), 8)
+    bounds = Bounds(cases)
+    cuts = {(cut.pp, cut.remat): cut for cut in bounds.cuts()}
+    bounds.take(cuts[4, "all"], answer(bounds.standing_for(cuts[4, "all"]), "nothing", fixed=99 * GIB))
+    (why,) = (choice.refused for choice in bounds.cannot_fit(cuts[2, "local"]))
+    by = "by those of 4 x 2 and 2 sequences of remat all"
+    assert why.startswith("needs 10") and why.endswith(f" GiB of 16.0, about, {by}")
+    assert not bounds.knows(cuts[2, "local"]), "its work is not that of remat all"
+
+
+def test_both_ways_to_experts_are_counted_at_once(monkeypatch):
+    """After one, which tells whether they differ at all: two counts wait for each other, or for ten seconds in vain."""
+    monkeypatch.setattr(planning, "_AT_ONCE", 2)
+    together, asked, ways = threading.Barrier(2), [], planner.DISPATCHES
+    second = {("all", ways[1]), ("wide", ways[0])}
+
+    def ask(plan, compile, title):
+        if title == "counting":
+            asked.append((plan.remat, plan.dispatch))
+            search.dispatches = True
+            if (plan.remat, plan.dispatch) in second:
+                together.wait(timeout=10)
+        return answer(plan, compile)
+
+    search = planning.Search(str(TARGET), None, None)
+    search.ask = ask
+    search.explore(wanted(schedules=("1f1b",), remats=("wide", "all"), dispatches=ways))
+    assert asked[0] == ("all", ways[0]) and set(asked[1:3]) == second
+    assert asked[3:] == [("wide", ways[1])]
+
+
+def test_an_interruption_cancels_the_counts_that_have_not_begun(monkeypatch):
+    monkeypatch.setattr(planning, "_AT_ONCE", 1)
+    asked = []
+
+    def ask(plan, compile, title):
+        asked.append(plan.pp)
+        raise KeyboardInterrupt
+
+    search = planning.Search(str(TARGET), None, None)
+    search.ask = ask
+    with pytest.raises(KeyboardInterrupt):
+        search._ask_at_once([plan("dualpipe", pp=pp) for pp in (2, 4, 8)])
+    assert asked == [2]
+
+
+def test_no_plan_is_called_the_one_that_needs_least_where_others_were_not_tried(capsys):
+    asked = []
+
+    def ask(plan, compile, title, *, hints=False):
+        asked.append(hints)
+        search._counted.add(Cut.of(plan))
+        return answer(plan, compile, fixed=(99 if plan.remat == "none" else 2) * GIB, beyond=99 * GIB)
+
+    search = planning.Search(str(TARGET), None, None, minutes=1e-9)
+    search.ask = ask
+    search.explore(wanted(remats=("none", "all")))
+    assert [found.why for found in search.excluded] == ["no CPU minutes left"]
+    assert plan_command.Plan(target=str(TARGET)).tell(search, search.nearest()) == 1
+    said = " ".join(capsys.readouterr().out.split())
+    assert "no plan that was compiled fits, but these may: --cpu-minutes" in said
+    assert not any(asked) and "--schedule" not in said
 
 
 @pytest.mark.parametrize("whole, moved", [(True, True), (False, False)])
