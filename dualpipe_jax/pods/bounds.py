@@ -272,16 +272,20 @@ class Bounds:
         """The one with the least bound, of those that probably fit if there are any.
 
         Of those that differ by less than the margin, which tells nothing, it is the one that keeps least, and then the
-        one with the shortest stages, which are compiled soonest.
+        one with the shortest stages, which are compiled soonest. Before anything was compiled, bounds are of products
+        alone and tell less: of those that differ by less than a quarter the one with the shortest stages goes first.
         """
         cases = list(filter(self._probably_fits, cases)) or cases
         seconds = {case: self.seconds(case) for case in cases}
         least = min(seconds.values())
-        alike = [case for case in cases if MARGIN * seconds[case] <= least]
+        known = bool(self._factors)
+        alike = [case for case in cases if (MARGIN if known else _AT_FIRST) * seconds[case] <= least]
 
         def order(case: Case) -> tuple[int, int, float]:
-            stages = schedule_of(case.plan).placement.num_model_stages
-            return -REMATS.index(case.plan.remat), -stages, seconds[case]
+            kept = -REMATS.index(case.plan.remat)
+            longest = -schedule_of(case.plan).placement.num_model_stages
+            first, second = (kept, longest) if known else (longest, kept)
+            return first, second, seconds[case]
 
         return min(alike, key=order)
 
@@ -351,6 +355,9 @@ class Bounds:
         best = min(found, key=found.__getitem__)
         return found[best], best
 
+
+_AT_FIRST = 0.8
+"""Bounds of products alone tell nothing of cases whose bounds are no farther apart."""
 
 _PROBABLY = 1.25
 """What needs this many times as much memory as there is, by the sizes of another cut, does not fit by its own."""
