@@ -223,6 +223,13 @@ class _Pair:
                 self.known.update(zip(work.outputs, arrays, strict=True))
             else:
                 run([work], self.known)
+                if isinstance(work, Equation) and work.name == "concatenate":
+                    self._keep_for_all(work)
+
+    def _keep_for_all(self, work: Equation) -> None:
+        """Hold what is put together for several: XLA does it within one of their products, and once more for others."""
+        left = [values(other.inputs) for other in self.works if other not in self.ran]
+        self._hold([made for made in work.outputs if sum(made in read for read in left) > 1])
 
     def tie(self, phase: Phase, following: Phase, fixed: Collection[Value]) -> None:
         """End a phase: what it brought, and what the next one begins with, is there when all its work is done.

@@ -338,7 +338,7 @@ def _estimate(
     read = float(sum(value.nbytes for value in values(node.inputs)))
     if name in _PASSED_ON or getattr(node, "communicates", False):
         return 0.0
-    if name == "slice":  # odd ones are copied, even for a matmul
+    if name in ("slice", "concatenate"):  # odd ones are copied, even for a matmul
         return 2 * written
     if name.startswith("reduce_"):
         read_from = {source for value in values(node.inputs) for source in sources.get(value, {value})}
@@ -347,8 +347,8 @@ def _estimate(
         return 2 * written if any(value in laid for value in node.outputs) else 0.0
     if is_cheap(node):
         return 2 * written if any(value in stored for value in node.outputs) else 0.0
-    if name in _PICKING:  # reads as much as it writes, and fills what is not there
-        return 3 * written
+    if name in _PICKING:  # what is picked several times is read once
+        return written + min(written, read)
     flops = count_flops([node]) / FLOPS_A_BYTE
     return flops + (read + written) / 2 if flops else read + written
 

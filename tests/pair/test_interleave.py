@@ -284,6 +284,24 @@ def test_stages_of_two_kinds_whose_values_do_not_all_vary(ahead, behind):
         np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-5)
 
 
+@pytest.mark.parametrize("products", [1, 2])
+def test_what_is_put_together_for_several_products_is_put_together_once(products):
+    """XLA would fuse the concatenation into one of them, and make it again for the other."""
+
+    def work(w, x):
+        both = jnp.concatenate([jnp.sin(x), jnp.cos(x)], axis=-1)
+        return [both @ w, both @ jnp.sin(w)][:products]
+
+    def pair(w, x):
+        return side_by_side(jnp.add, (1, 2), work, (w, x))[1]
+
+    w, x = jnp.full((6, 2), 0.5), jnp.arange(12.0).reshape(4, 3)
+    text = jax.jit(pair).lower(w, x).as_text()
+    assert len(re.findall(r"optimization_barrier .*tensor<4x6xf32>", text)) == products - 1
+    for made, expected in zip(jax.jit(pair)(w, x), work(w, x), strict=True):
+        np.testing.assert_allclose(made, expected, rtol=1e-6)
+
+
 def test_one_function_may_take_what_the_other_makes():
     """Under shard_map with and without types; collectives still take turns, and what nobody wants is not done."""
 

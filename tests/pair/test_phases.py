@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from dualpipe_jax.pair.phases import Act, apart, estimate, make_tasks, plan, take_turns, turns
 from dualpipe_jax.split import split_backward
 from dualpipe_jax.split.graph import Equation, Value
+from dualpipe_jax.split.trace import trace_program
 
 MIB = 1 << 20
 
@@ -228,6 +229,22 @@ def test_matmuls_cost_flops_and_what_elementwise_work_ends_in_costs_bytes():
     assert by_name["dot_general"] == pytest.approx(2 * size**3 / 450 + 1.5 * nbytes)
     assert by_name["tanh"] == 2 * nbytes, "it is an output"
     assert by_name["mul"] == by_name["add"] == 0, "they pass through no memory"
+
+
+def test_what_picks_and_what_puts_together_costs_what_it_reads_and_writes():
+    """Of four rows of 32 bytes 64 are picked by indices of 4 bytes, or two; halves are put together for a product."""
+
+    def work(table, many, few, x, w):
+        return table[many], table[few], jnp.concatenate([jnp.sin(x), x], axis=-1) @ w
+
+    many, few = jnp.zeros((64, 1), int), jnp.zeros((2, 1), int)
+    program, _ = trace_program(work, jnp.ones((4, 8)), many, few, jnp.ones((16, 4)), jnp.ones((8, 3)))
+    costs = {
+        node.outputs[0].shape: cost
+        for node, cost in estimate(program).items()
+        if node.name in ("gather", "concatenate")
+    }
+    assert costs == {(64, 1, 8): (64 + 4) * 32 + 64 * 4, (2, 1, 8): (2 + 2) * 32, (16, 8): 2 * 16 * 32}
 
 
 def test_what_is_eager_follows_at_once():
