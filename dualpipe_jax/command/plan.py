@@ -97,8 +97,8 @@ class Plan:
     units of the first and the last stage promise a step that is 1 % shorter than the best so far. 0 moves no
     layers."""
     cpu_minutes: Annotated[float, arg(metavar="MINUTES")] = 40.0
-    """CPU minutes for counting and compiling. The case with the least bound is always compiled, another one if
-    it will end within them, by the longest so far. 0: no limit."""
+    """CPU minutes for counting and compiling. The first case is always compiled, another one if it will end
+    within them: it is expected to take as long as any so far, and longer if its stages are. 0: no limit."""
     whole: bool = False
     """Compile every case of which a plan fits, and exclude none by its bound. Takes hours for large models."""
     best: int = 10

@@ -1,11 +1,12 @@
 """What `dualpipe plan` does before it prints: counts, bounds, compiles and prices, the most promising case first."""
 
+import contextlib
 import heapq
 import math
 import os
 import resource
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -64,11 +65,11 @@ class Search:
             self._consider_all(cases, wanted, shards)
         self.left = wanted.moves
         while self.left and (better := planner.moved(self.prices, self.choices, cases)) is not None:
-            if by_bounds and not self._clock.lasts():
+            if by_bounds and not self._clock.lasts(better):
                 print("no layers are moved between stages: no CPU minutes left", file=sys.stderr)
                 break
             cases.append(better)
-            with self._clock:
+            with self._clock.runs(better):
                 self.consider(better, shards, f"layers {in_runs(better.plan.stage_layers)}")
             self.left -= 1
         self.left = 0
@@ -92,15 +93,17 @@ class Search:
         while open_cases := [case for case in bounds.open() if case not in tried]:
             self.left = len(open_cases)
             shorter = [case for case in open_cases if bounds.seconds(case) < self.shortest]
-            if not shorter or (tried and not self._clock.lasts()):  # counting may have taken all minutes
+            # The first is compiled in any event: counting may have taken all minutes.
+            able = list(filter(self._clock.lasts, shorter)) if tried else shorter
+            if not able:
                 break
-            case = bounds.next(shorter)
+            case = bounds.next(able)
             if not bounds.is_counted(Cut.of(case.plan)):
                 self._count(bounds, [Cut.of(case.plan)], shards)
                 continue
             tried.add(case)
             known = len(self.prices)
-            with self._clock:
+            with self._clock.runs(case):
                 title = f"at least {bounds.seconds(case):.4g} s, {len(shorter) - 1} cases left"
                 self.consider(case, shards, title)
             for prices in self.prices[known:]:
@@ -296,24 +299,30 @@ def _why(error: Exception) -> str:
 
 
 class _Clock:
-    """CPU minutes of this process and of those that it asked: what was used, and what a case took.
-
-    Used as a context it is a case that runs.
-    """
+    """CPU minutes of this process and of those that it asked: what was used, and what cases took."""
 
     def __init__(self, minutes: float | None):
         self._limit = math.inf if minutes is None else minutes
-        self._started, self._longest = _minutes(), 0.0
+        self._started = _minutes()
+        self._taken: list[tuple[int, float]] = []  # stages of a case, and its minutes
 
-    def lasts(self) -> bool:
-        """Whether the longest case so far would still end in time."""
-        return _minutes() - self._started + self._longest <= self._limit
+    def lasts(self, case: Case) -> bool:
+        """Whether a case would still end in time, if it takes as long as any so far: longer stages take longer."""
+        stages = _stages(case)
+        longest = max((minutes * max(1.0, own / stages) for own, minutes in self._taken), default=0.0)
+        return _minutes() - self._started + longest <= self._limit
 
-    def __enter__(self) -> None:
-        self._began = _minutes()
+    @contextlib.contextmanager
+    def runs(self, case: Case) -> Iterator[None]:
+        began = _minutes()
+        try:
+            yield
+        finally:
+            self._taken.append((_stages(case), _minutes() - began))
 
-    def __exit__(self, *_: object) -> None:
-        self._longest = max(self._longest, _minutes() - self._began)
+
+def _stages(case: Case) -> int:
+    return planner.schedule_of(case.plan).placement.num_model_stages
 
 
 def _minutes() -> float:

@@ -384,6 +384,29 @@ def test_cpu_minutes(monkeypatch, minutes, compiled):
     assert [found.why for found in search.excluded] == ["no CPU minutes left"] * (2 - compiled)
 
 
+@pytest.mark.parametrize("minutes, compiled", [(30.0, [4, 2]), (29.0, [4, 4])])
+def test_stages_that_are_twice_as_long_are_expected_to_take_twice_as_many_minutes(
+    monkeypatch, minutes, compiled
+):
+    """The first takes ten on four ranks, so one on two twenty: with 29 another on four ranks goes before it."""
+    used, priced = [0.0], []
+    monkeypatch.setattr(planning, "_minutes", lambda: used[0])
+
+    def ask(plan, compile, title):
+        if compile == "units":
+            used[0] += 10.0
+            priced.append(plan.pp)
+        work = {2: 1.0, 4: 0.6}[plan.pp]
+        found = {op: work * cycles for op, cycles in PRODUCTS.items()}
+        cycles = {op: 3 * found[op] for op in planner.units_of(planner.schedule_of(plan))}
+        return dataclasses.replace(answer(plan, compile, cycles=cycles), products=units(found))
+
+    search = planning.Search(str(TARGET), None, None, minutes)
+    search.ask = ask
+    search.explore(wanted(schedules=("zb_v",), pp=(2, 4), remats=("none", "all"), tokens=16384))
+    assert priced[:2] == compiled
+
+
 def test_the_page_says_what_room_experts_have_and_which_dispatch_cannot_be_had(capsys):
     """Without a bound dropless needs room for all tokens at each device, which on many is what does not fit."""
     search = planning.Search(str(TARGET), None, None)
