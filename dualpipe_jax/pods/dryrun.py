@@ -23,7 +23,6 @@ from dualpipe_jax.inspect.target import Device, Target
 from dualpipe_jax.parallel import make_mesh
 from dualpipe_jax.parallel.mesh import over_nodes
 from dualpipe_jax.pods import ahead, loading, timed, timeline
-from dualpipe_jax.pods.bare import lower_bare_pair
 from dualpipe_jax.pods.costs import units_of
 from dualpipe_jax.pods.fitting import remedies
 from dualpipe_jax.pods.links import count_links, share_dropped
@@ -35,9 +34,6 @@ from dualpipe_jax.pods.results import Answer, Compiled, Machine, Parameters, Uni
 from dualpipe_jax.pods.step_time import predict_step
 from dualpipe_jax.pods.units import unit_of, with_usual
 from dualpipe_jax.schedule.lowering.unit_key import UnitKey
-
-BARE: Mapping[str, bool] = {"bare": False, "bare_ordered": True}
-"""What compiles the pair with nothing around it, and whether in our order."""
 
 
 def answer(
@@ -208,9 +204,6 @@ def compile_and_read(
         say(f"compiling the update for {target}")
         update = price_update(blueprint, made.options, made.rates)
         found = dataclasses.replace(found, update=update)
-    if what in BARE:
-        unit = unit_of(made.report, made.module, made.module.entry)
-        found = dataclasses.replace(found, units={UnitKey("FB"): unit})
     return found
 
 
@@ -312,8 +305,6 @@ def compiler_options(plan: Plan, target: Target) -> dict[str, str]:
 
 
 def _lower(what: str, blueprint: Blueprint) -> Any:
-    if what in BARE:
-        return lower_bare_pair(blueprint, ordered=BARE[what])
     return (
         ahead.lower_step(blueprint)
         if what == "step"
