@@ -364,7 +364,7 @@ _PROBABLY = 1.25
 
 _ROOMY = 0.87
 """Of the memory, so much counted probably fits when compiled, as long as nothing was. DeepSeek-V3's units on v5p need 9
-GiB of 96 beyond what is counted."""
+to 15 GiB of 96 beyond what is counted."""
 
 _SURELY = 1.1
 """What needs this many times as much memory as there is does not fit, whatever is told apart later."""
