@@ -248,6 +248,7 @@ def _check_files(files: Sequence[Path]) -> None:
 
 
 def collectives(compiled: Compiled) -> Table:
+    """All-to-alls in the order of the program: times in cycles, payloads in MiB of a device."""
     head = ("all-to-all", "of", "form", "MiB", "takes", "exposed", "hidden", "matmuls of the other")
     rows = [
         (
@@ -266,6 +267,7 @@ def collectives(compiled: Compiled) -> Table:
 
 
 def units(compiled: Compiled) -> Table:
+    """Units of work with their times in cycles, and those over the larger and the sum of their two parts."""
     head = ("unit", "cycles", "computation", "communication", "exposed", "over the larger", "over the sum")
     rows = [
         (
