@@ -23,7 +23,7 @@ from dualpipe_jax.pods.planner import Choice, Wanted, layout_of
 from dualpipe_jax.pods.results import Answer
 from dualpipe_jax.present.numbers import gib, in_runs, percent
 from dualpipe_jax.present.table import Table
-from dualpipe_jax.step_options import Remat, Shard, StepOptions
+from dualpipe_jax.step_options import AboveZero, Remat, Shard, StepOptions
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -44,6 +44,10 @@ class Given(Chosen):
     dispatch: Suppress[Fixed[Literal["dropless", "capacity"]]] = "dropless"
     shard: Suppress[Fixed[Shard]] = "nothing"
     overlap: Suppress[Fixed[bool]] = True
+    capacity_factor: AboveZero | None = None
+    """Room in multiples of an even load, beyond which tokens are dropped: of each expert with capacity, of each
+    pair of devices with dropless. If left out, capacity has 2, and dropless room for all tokens; but where that
+    fits in no plan, both have 1.25, and the page says so."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,9 +81,9 @@ class Plan:
     """Numbers of sequences of a microbatch on each device to choose from."""
     schedule: tuple[str, ...] = planner.SCHEDULES
     """Schedules to choose from."""
-    stages_per_rank: tuple[int, ...] = ()
-    """Numbers of stages of each rank to choose from, for interleaved schedules. If left out, 2. Units of each
-    number are compiled on their own."""
+    stages_per_rank: tuple[int, ...] = (2, 4)
+    """Numbers of stages of each rank to choose from, for interleaved schedules. Units of each number are compiled
+    on their own."""
     remat: tuple[Remat, ...] = planner.REMATS
     """What layers compute again in the backward, to choose from. See `dualpipe dryrun`."""
     dispatch: tuple[Literal["dropless", "capacity"], ...] = planner.DISPATCHES
@@ -180,7 +184,9 @@ class Plan:
         title = f"{self.given.model} on {self.target}: {len(plans)} plans fit"
         parts: list[str | Table] = [title]
         if search.dispatches:
-            parts += [rooms(self.dispatch, self.given.capacity_factor)]
+            parts += [rooms(self.dispatch, search.capacity_factor)]
+            if search.unbounded:
+                parts += [f"without a bound dropless {search.unbounded}, where it needs least"]
         if len(search.sizes) > 1:
             sizes = ", ".join(map(str, sorted(search.sizes)))
             parts += [

@@ -1,6 +1,7 @@
 """What `dualpipe plan` does before it prints: counts, bounds, compiles and prices, the most promising case first."""
 
 import contextlib
+import dataclasses
 import heapq
 import math
 import os
@@ -20,7 +21,7 @@ from dualpipe_jax.pods.planner import Case, Choice, Prices, Wanted, layout_of
 from dualpipe_jax.pods.request import Request
 from dualpipe_jax.pods.results import Answer
 from dualpipe_jax.present.numbers import in_runs, percent
-from dualpipe_jax.step_options import Shard
+from dualpipe_jax.step_options import BOUNDED, Shard
 
 
 class Search:
@@ -39,7 +40,10 @@ class Search:
         self.excluded: list[Excluded] = []
         self.prices: list[Prices] = []
         self.sizes: set[int] = set()
+        self.layers = 0  # of the model, where the program tells
         self.dispatches = False  # whether the program sends tokens to experts at all
+        self.capacity_factor: float | None = None  # of all plans
+        self.unbounded = ""  # why dropless plans have no room for all tokens, if nobody asked for less
         self.left = 0
         self._counted: set[Cut] = set()
         self._said: Choice | None = None
@@ -47,6 +51,8 @@ class Search:
 
     def explore(self, wanted: Wanted, *, whole: bool = False) -> None:
         """Count, compile and price; ``choices`` grow meanwhile.
+
+        Without a capacity factor dropless plans have room for all tokens, if one of them may fit; see ``BOUNDED``.
 
         Args:
           wanted: what plans.
@@ -57,8 +63,10 @@ class Search:
           CommandError: what the first case cannot have, and the most different one neither, for the same reason word
             for word: no case can, such as a program that there is not.
         """
-        cases, self.choices = planner.cases(wanted, planner.num_devices(self.target))
         shards = sorted(wanted.shards, key=planner.SHARDS.index)
+        wanted = self._with_room(wanted, shards[-1])
+        self.capacity_factor = wanted.base.capacity_factor
+        cases, self.choices = planner.cases(wanted, planner.num_devices(self.target))
         if by_bounds := not whole and not self.target.lower().startswith("cpu:"):
             self._consider_by_bounds(cases, wanted, shards)
         else:
@@ -74,10 +82,55 @@ class Search:
             self.left -= 1
         self.left = 0
 
+    def _with_room(self, wanted: Wanted, most: Shard) -> Wanted:
+        """What is wanted, or the same bounded: where nobody said a bound, and room for all tokens is out of reach."""
+        if wanted.base.capacity_factor is not None or "dropless" not in wanted.dispatches:
+            return wanted
+        bounded = dataclasses.replace(wanted, base=dataclasses.replace(wanted.base, capacity_factor=BOUNDED))
+        self.unbounded, seconds = self._least_dropless(wanted, most)
+        if seconds and 0.0 < _FAR * (less := self._least_dropless(bounded, most)[1]) < seconds:
+            self.unbounded = f"takes at least {seconds:.4g} s, bounded {less:.4g} s"
+        if not self.unbounded:
+            return wanted
+        print(
+            f"dropless with room for all tokens {self.unbounded}: bounded to {BOUNDED} even loads",
+            file=sys.stderr,
+        )
+        return bounded
+
+    def _least_dropless(self, wanted: Wanted, most: Shard) -> tuple[str, float]:
+        """Why no dropless plan fits, and the least seconds of a step; empty and 0 if nobody knows.
+
+        It is counted for the plan that needs least: of what keeps least, the one with the fewest devices that exchange
+        tokens, which is the one with the most ranks.
+        """
+        dropless = dataclasses.replace(wanted, dispatches=("dropless",))
+        cases, _ = planner.cases(dropless, planner.num_devices(self.target))
+        if not cases:
+            return "", 0.0
+        bounds = Bounds(cases)
+        cuts = bounds.cuts()
+        cut, last = cuts[0], cuts[-1]
+        try:
+            counted = self.ask(
+                planner.shared(bounds.standing_for(cut), most), "nothing", "room at the experts"
+            )
+        except (Died, CommandError) as error:
+            self._ends_if_shared(error, bounds.standing_for(last), [most])
+            return "", 0.0  # told of the case whose turn it is
+        if counted.memory is None or counted.memory.limit is None or not self.dispatches:
+            return "", 0.0
+        bounds.take(cut, counted)
+        if needs := bounds.too_much(cut):
+            return needs, 0.0
+        return "", min(bounds.seconds(case) for case in bounds.cases[cut] if case in bounds.open())
+
     def _consider_all(self, cases: Sequence[Case], wanted: Wanted, shards: Sequence[Shard]) -> None:
         for number, case in enumerate(cases, start=1):
             self.left = len(cases) - number + 1
-            if self._is_told_apart(case.plan, wanted):
+            if vain := planner.cut_in_vain(case, cases, self.layers):
+                self.choices += vain
+            elif self._is_told_apart(case.plan, wanted):
                 error = self.consider(case, shards, f"case {number} of {len(cases)}")
                 if number == 1:
                     self._ends_if_shared(error, cases[-1].plan, shards)
@@ -86,6 +139,10 @@ class Search:
         self.left = len(cases)
         bounds = Bounds(cases)
         self._count_one_of_each(bounds, wanted, shards)
+        for case in cases:
+            if vain := planner.cut_in_vain(case, cases, self.layers):
+                self.choices += vain
+                bounds.leave_out(case)
         while cuts := self._not_counted(bounds):
             self._count(bounds, cuts, shards)
         self._say_bounds(bounds)
@@ -281,11 +338,15 @@ class Search:
             known = study(plan, self.target, compile, rates=self.rates, title=words, hints=hints)
             self.cache.put(request, known)
         self._counted.add(Cut.of(plan))
+        self.layers = sum(known.stage_layers)
         self.dispatches |= known.dropped is not None or plan.ep_nodes > 1
         if known.parameters is not None:
             self.sizes.add(known.parameters.total)
         return known
 
+
+_FAR = 2.0
+"""A step with room for all tokens that takes so many times as long as a bounded one is for those who ask for it."""
 
 _FIRST = 5
 """Bounds that are told before anything is compiled."""
@@ -322,7 +383,7 @@ class _Clock:
 
 
 def _stages(case: Case) -> int:
-    return planner.schedule_of(case.plan).placement.num_model_stages
+    return planner.num_stages(case.plan)
 
 
 def _minutes() -> float:

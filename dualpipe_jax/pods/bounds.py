@@ -13,7 +13,17 @@ from typing import NamedTuple
 
 from dualpipe_jax.pods.costs import UnitCosts, splits, unit_costs
 from dualpipe_jax.pods.plan import Plan
-from dualpipe_jax.pods.planner import REMATS, Case, Choice, Prices, layout_of, needed, schedule_of, too_much
+from dualpipe_jax.pods.planner import (
+    REMATS,
+    Case,
+    Choice,
+    Prices,
+    layout_of,
+    needed,
+    num_stages,
+    schedule_of,
+    too_much,
+)
 from dualpipe_jax.pods.results import Answer, Unit
 from dualpipe_jax.schedule import Action, CostModel, Op, Placement, Slot, simulate
 from dualpipe_jax.schedule.costs import stages_a_share
@@ -132,7 +142,7 @@ def _sequences(plan: Plan) -> float:
 @functools.cache  # all open cases are asked for it again and again, and a large schedule takes 0.05 s to make
 def _size(plan: Plan) -> float:
     """How large units are: in proportion to the layers of a stage, and to a device's sequences."""
-    return _sequences(plan) / schedule_of(plan).placement.num_model_stages
+    return _sequences(plan) / num_stages(plan)
 
 
 def _work(plan: Plan) -> float:
@@ -200,7 +210,7 @@ class Bounds:
     def standing_for(self, cut: Cut) -> Plan:
         """The plan of a cut to count: one of the fewest stages."""
         plans = (case.plan for case in self.cases[cut])
-        return min(plans, key=lambda plan: schedule_of(plan).placement.num_model_stages)
+        return min(plans, key=num_stages)
 
     def knows(self, cut: Cut) -> bool:
         """Whether its work is known, from itself or from another."""
@@ -249,16 +259,24 @@ class Bounds:
             for plan, (size, limit) in about.items()
         ]
 
+    def leave_out(self, case: Case) -> None:
+        """Bound it no longer: it cannot be had."""
+        self.cases[Cut.of(case.plan)].remove(case)
+
     def refuse(self, cut: Cut) -> list[Plan]:
         """Its plans, none of which can be had."""
         for case in self.cases[cut]:
             self._may_fit[case] = []
         return [plan for case in self.cases[cut] for plan in case.plans]
 
+    def too_much(self, cut: Cut) -> str:
+        """What the plan that needs least of a cut that was counted needs, if none fits; empty if one may."""
+        return self._too_much.get(cut, "")
+
     def words(self, cut: Cut) -> str:
         """What is known of a cut that was counted: how many cases may fit, with the least bounds; or what it needs."""
-        if cut in self._too_much:
-            return self._too_much[cut]
+        if needs := self.too_much(cut):
+            return needs
         fit = [case for case in self.cases[cut] if self._may_fit[case]]
         sizes = (self._least[cut].memory(plan)[0] for case in fit for plan in self._may_fit[case])
         return f"{len(fit)} cases may fit, at least {min(map(self.seconds, fit)):.4g} s, {min(sizes) / 2**30:.1f} GiB"
@@ -273,21 +291,26 @@ class Bounds:
 
         Of those that differ by less than the margin, which tells nothing, it is the one that keeps least, and then the
         one with the shortest stages, which are compiled soonest. Before anything was compiled, bounds are of products
-        alone and tell less: of those that differ by less than a quarter the one with the shortest stages goes first.
+        alone and tell less: only the shortest stages of all that differ by less than a quarter are looked at.
         """
         cases = list(filter(self._probably_fits, cases)) or cases
         seconds = {case: self.seconds(case) for case in cases}
-        least = min(seconds.values())
-        known = bool(self._factors)
-        alike = [case for case in cases if (MARGIN if known else _AT_FIRST) * seconds[case] <= least]
 
-        def order(case: Case) -> tuple[int, int, float]:
-            kept = -REMATS.index(case.plan.remat)
-            longest = -schedule_of(case.plan).placement.num_model_stages
-            first, second = (kept, longest) if known else (longest, kept)
-            return first, second, seconds[case]
+        def alike(cases: Sequence[Case], margin: float) -> list[Case]:
+            least = min(map(seconds.__getitem__, cases))
+            return [case for case in cases if margin * seconds[case] <= least]
 
-        return min(alike, key=order)
+        def stages(case: Case) -> int:
+            return num_stages(case.plan)
+
+        if not self._factors:
+            cases = alike(cases, _AT_FIRST)
+            most = max(map(stages, cases))
+            cases = [case for case in cases if stages(case) == most]
+        return min(
+            alike(cases, MARGIN),
+            key=lambda case: (-REMATS.index(case.plan.remat), -stages(case), seconds[case]),
+        )
 
     def _probably_fits(self, case: Case) -> bool:
         """Whether there is room for what a program needs beyond what is counted, as far as both are known.
@@ -311,7 +334,9 @@ class Bounds:
         """
         plan = prices.case.plan
         alike = plan.dispatch, plan.remat
-        self._beyond[alike] = min(prices.beyond, self._beyond.get(alike, math.inf))
+        # A program that the compiler refused needs at least as much, one that it made just as much.
+        known_beyond = self._beyond.get(alike, prices.beyond)
+        self._beyond[alike] = (min if prices.known else max)(prices.beyond, known_beyond)
         known = self._factors.setdefault((plan.dispatch, plan.remat, _size(plan)), {})
         for op, factor in _factors(prices).items():
             known[op] = min(max(1.0, MARGIN * factor), known.get(op, math.inf))

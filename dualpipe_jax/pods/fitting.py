@@ -8,7 +8,7 @@ from typing import Any
 from dualpipe_jax.pods.plan import Plan
 from dualpipe_jax.pods.results import Remedy
 from dualpipe_jax.schedule.names import find, takes
-from dualpipe_jax.step_options import Remat, Shard
+from dualpipe_jax.step_options import BOUNDED, Remat, Shard
 
 _LADDER: tuple[tuple[str, Any, str], ...] = (
     ("stages_per_rank", 4, "stages half as deep as with two of them: twice as many ticks and sends"),
@@ -24,7 +24,7 @@ _LADDER: tuple[tuple[str, Any, str], ...] = (
 )
 """Options that change no result, with their prices; the cheapest first."""
 
-_ROOM = "capacity_factor", 1.25, "tokens beyond this room are dropped: the model learns otherwise"
+_ROOM = "capacity_factor", BOUNDED, "tokens beyond this room are dropped: the model learns otherwise"
 
 _CUT = "stages_per_rank"
 

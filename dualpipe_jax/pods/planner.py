@@ -166,6 +166,35 @@ def _case(plans: list[Plan], stashes: Iterable[int | None]) -> Case:
     return Case(standing_for(all_plans), tuple(all_plans))
 
 
+def cut_in_vain(case: Case, cases: Iterable[Case], layers: int) -> list[Choice]:
+    """The plans of a case, as refused, if others cut its ranks into fewer stages of which none has two layers.
+
+    Args:
+      case: of one schedule whose number of stages is free.
+      cases: all.
+      layers: of the model; 0: nobody knows.
+    """
+
+    def kept(plan: Plan) -> Plan:
+        return dataclasses.replace(plan, stages_per_rank=None, max_stash=None)
+
+    if not layers or case.plan.stages_per_rank is None:
+        return []
+    same = (other.plan for other in cases if other.plan.schedule == case.plan.schedule)
+    alike = (plan for plan in same if kept(plan) == kept(case.plan))
+    fewer = [plan for plan in alike if layers <= num_stages(plan) < num_stages(case.plan)]
+    if not fewer:
+        return []
+    has = "has" if num_stages(fewer[0]) == layers else "has at most"
+    why = f"of {num_stages(case.plan)} stages some have no layer: of {num_stages(fewer[0])} each {has} one"
+    return [Choice(plan, refused=why) for plan in case.plans]
+
+
+def num_stages(plan: Plan) -> int:
+    """Of the model, whatever the number of its copies."""
+    return schedule_of(plan).placement.num_model_stages
+
+
 def standing_for(plans: Iterable[Plan]) -> Plan:
     """The one that runs most kinds of units; of several the one with the fewest stashes.
 

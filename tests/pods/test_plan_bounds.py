@@ -427,6 +427,36 @@ def test_the_page_says_what_room_experts_have_and_which_dispatch_cannot_be_had(c
     assert "room at the experts" not in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("whole", [False, True])
+@pytest.mark.parametrize(
+    "given, fits, longer, factor",
+    [(None, True, 1.9, None), (None, True, 2.1, 1.25), (None, False, 1.0, 1.25), (1.5, False, 1.0, 1.5)],
+    ids=["room for all", "far longer", "does not fit", "given"],
+)
+def test_dropless_is_bounded_only_where_room_for_all_tokens_is_out_of_reach(
+    capsys, given, fits, longer, factor, whole
+):
+    def ask(plan, compile, title):
+        search.dispatches = True
+        unbounded = plan.dispatch == "dropless" and plan.capacity_factor is None
+        times = longer if unbounded else 1.0
+        found = answer(plan, compile, fixed=99 * GIB if unbounded and not fits else None)
+        return dataclasses.replace(found, products=units({op: times * each for op, each in PRODUCTS.items()}))
+
+    search = planning.Search(str(TARGET), None, None)
+    search.ask = ask
+    asked = wanted(schedules=("1f1b",), dispatches=planner.DISPATCHES)
+    asked = dataclasses.replace(asked, base=dataclasses.replace(BASE, capacity_factor=given))
+    search.explore(asked, whole=whole)
+    assert {choice.plan.capacity_factor for choice in search.choices} == {factor}
+    told = "room for all tokens" in capsys.readouterr().err
+    assert plan_command.Plan(target=str(TARGET), cpu_minutes=0).tell(search) == 0
+    out = capsys.readouterr().out
+    assert told == ("without a bound dropless " in out) == (factor == 1.25)
+    rooms = {None: "dropless for all, capacity 2", 1.25: "dropless 1.25, capacity 1.25"}
+    assert rooms.get(factor, "dropless 1.5, capacity 1.5") in out
+
+
 def test_what_is_told_meanwhile(capsys):
     search = planning.Search(str(TARGET), None, None)
     search.ask = lambda plan, compile, title: answer(plan, compile)
@@ -523,6 +553,24 @@ def test_what_keeps_more_than_what_needs_far_more_is_not_counted():
     by = "by those of 4 x 2 and 2 sequences of remat all"
     assert why.startswith("needs 10") and why.endswith(f" GiB of 16.0, about, {by}")
     assert not bounds.knows(cuts[2, "local"]), "its work is not that of remat all"
+
+
+def test_what_the_compiler_refused_raises_what_is_expected_of_the_next():
+    """It made one of 1 GiB beyond what is counted; of another, it lacked 3."""
+    (case, *_), _ = planner.cases(wanted(schedules=("1f1b",)), 8)
+    bounds = Bounds([case])
+    bounds.take(Cut.of(case.plan), answer(bounds.standing_for(Cut.of(case.plan)), "nothing", memory=6 * GIB))
+    made = planner.Prices(case, "nothing", answer(case.plan, "units", beyond=GIB))
+    bounds.learn(made)
+    assert bounds._probably_fits(case)
+    refused = answer(case.plan, "units", memory=6 * GIB)
+    refused = dataclasses.replace(
+        refused, step=None, compiled=dataclasses.replace(refused.compiled, out_of_memory="RESOURCE_EXHAUSTED")
+    )
+    bounds.learn(planner.Prices(case, "nothing", refused))
+    assert not bounds._probably_fits(case)
+    bounds.learn(made)
+    assert bounds._probably_fits(case)
 
 
 def test_both_ways_to_experts_are_counted_at_once(monkeypatch):

@@ -112,6 +112,31 @@ def test_stages_of_a_rank_are_chosen_where_a_schedule_leaves_the_choice():
     assert [row[0] for row in rows[2:]] == [f"{names[2]}, {stages} stages a rank" for stages in (2, 4)]
 
 
+@pytest.mark.parametrize("whole", [False, True])
+@pytest.mark.parametrize(
+    "layers, refused", [(9, 0), (8, 1), (5, 1), (0, 0)], ids=["two", "one", "less", "unknown"]
+)
+def test_ranks_are_not_cut_into_stages_without_layers_where_fewer_have_one_each(layers, refused, whole):
+    """Two stages on each of four ranks are eight; four on each are sixteen, of which eight would have none."""
+    compiled = []
+
+    def ask(plan, compile, title):
+        if compile != "nothing":
+            compiled.append(plan.stages_per_rank)
+        return answer(plan, compile, layers=[layers])
+
+    search = planning.Search(str(TARGET), None, None)
+    search.ask = ask
+    search.layers = layers
+    search.explore(
+        wanted(schedules=("interleaved_1f1b_overlap",), pp=(4,), tokens=16 * 16 * 2, stages_per_rank=(2, 4)),
+        whole=whole,
+    )
+    why = f"of 16 stages some have no layer: of 8 each has {'' if layers == 8 else 'at most '}one"
+    assert [c.refused for c in search.choices if c.plan.stages_per_rank == 4 and c.refused] == refused * [why]
+    assert not refused or set(compiled) == {2}
+
+
 def test_what_cannot_be_whatever_it_takes():
     cases, refused = planner.cases(wanted(tokens=3 * 4 * 16), 8)
     assert {plan.schedule for case in cases for plan in case.plans} == {"one_f_one_b", "zb_h1"}
