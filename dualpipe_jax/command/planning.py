@@ -7,7 +7,7 @@ import math
 import os
 import resource
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -162,7 +162,7 @@ class Search:
             known = len(self.prices)
             with self._clock.runs(case):
                 title = f"at least {bounds.seconds(case):.4g} s, {len(shorter) - 1} cases left"
-                self.consider(case, shards, title)
+                self.consider(case, shards, title, bounds)
             for prices in self.prices[known:]:
                 bounds.learn(prices)
             self._say_best()
@@ -283,8 +283,13 @@ class Search:
             words = f"the best so far takes {best.seconds:.4g} s, {percent(best.mfu)} MFU: {how}"
             print(words, file=sys.stderr)
 
-    def consider(self, case: Case, shards: Sequence[Shard], title: str) -> Exception | None:
-        """All plans of a case; ``shards`` from the least on. Returns why there are none, if it could not be asked."""
+    def consider(
+        self, case: Case, shards: Sequence[Shard], title: str, bounds: Bounds | None = None
+    ) -> Exception | None:
+        """All plans of a case; ``shards`` from the least on. Returns why there are none, if it could not be asked.
+
+        With less shared out than there is probably room for, units are compiled last.
+        """
         done: list[Choice] = []
         plans: Sequence[Plan] = case.plans
         try:
@@ -296,7 +301,8 @@ class Search:
                 counts = less | counts
                 fit, done = planner.counted(case, counts)
             prices = None
-            for shard, count in counts.items():
+            for shard in self._roomy_first(case, fit, counts, bounds):
+                count = counts[shard]
                 plans = [plan for plan in fit if plan.shard == shard]
                 if not planner.worth(plans, done, prices):
                     continue
@@ -310,6 +316,20 @@ class Search:
         finally:
             self.choices += done
         return None
+
+    def _roomy_first(
+        self, case: Case, fit: Sequence[Plan], counts: Mapping[Shard, Answer], bounds: Bounds | None
+    ) -> list[Shard]:
+        """What is shared out where a plan probably fits, from the least on; then the rest, from the most on."""
+
+        def is_roomy(shard: Shard) -> bool:
+            memory = counts[shard].memory
+            assert memory is not None and memory.limit is not None
+            room = math.inf if bounds is None else bounds.room(case, memory.limit)
+            return any(planner.needed(plan, memory.share) <= room for plan in fit if plan.shard == shard)
+
+        roomy = list(filter(is_roomy, counts))
+        return [*roomy, *(shard for shard in reversed([*counts]) if shard not in roomy)]
 
     def nearest(self) -> Answer | None:
         """Of what was counted and does not fit, the plan that needs least, with options that would make it fit.

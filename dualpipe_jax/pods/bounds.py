@@ -313,19 +313,20 @@ class Bounds:
         )
 
     def _probably_fits(self, case: Case) -> bool:
-        """Whether there is room for what a program needs beyond what is counted, as far as both are known.
-
-        It is as much as programs of the same remat and dispatch needed, or if there were none, as the least of all.
-        """
-        cut, plans = Cut.of(case.plan), self._may_fit.get(case, case.plans)
-        least = self._least_of(cut)
+        """Whether there is room for what a program needs beyond what is counted, as far as both are known."""
+        plans = self._may_fit.get(case, case.plans)
+        least = self._least_of(Cut.of(case.plan))
         assert least is not None
-        usual = min(self._beyond.values(), default=None)
-        beyond = self._beyond.get((cut.dispatch, cut.remat), usual)
-        return any(
-            size <= (_ROOMY * limit if beyond is None else limit - beyond)
-            for size, limit in map(least.memory, plans)
-        )
+        return any(size <= self.room(case, limit) for size, limit in map(least.memory, plans))
+
+    def room(self, case: Case, limit: float) -> float:
+        """Bytes of a device that may be counted of a plan if its program, too, is to fit.
+
+        A program needs as much beyond what is counted as those of the same remat and dispatch did, or if there were
+        none, as the least of all.
+        """
+        usual = min(self._beyond.values(), default=(1 - _ROOMY) * limit)
+        return limit - self._beyond.get((case.plan.dispatch, case.plan.remat), usual)
 
     def learn(self, prices: Prices) -> None:
         """Units as large or smaller come as near to their products' time as these, or less near.

@@ -555,6 +555,23 @@ def test_what_keeps_more_than_what_needs_far_more_is_not_counted():
     assert not bounds.knows(cuts[2, "local"]), "its work is not that of remat all"
 
 
+@pytest.mark.parametrize("gib, first", [(16, "nothing"), (5.2, "optimizer"), (3.1, "parameters")])
+def test_units_are_compiled_first_with_as_little_shared_out_as_there_is_probably_room_for(gib, first):
+    """Counted are 5, 4 and 3 GiB, and a program needs more. Of 3.1 GiB the last may do, though it is not probable."""
+    compiled = []
+
+    def ask(plan, compile, title):
+        if compile == "units":
+            compiled.append(plan.shard)
+        return answer(plan, compile, memory=gib * GIB)
+
+    search = planning.Search(str(TARGET), None, None)
+    search.ask = ask
+    search.explore(wanted(schedules=("1f1b",)))
+    assert compiled == [first]
+    assert [choice.plan.shard for choice in planner.ranked(search.choices)] == [first]
+
+
 def test_what_the_compiler_refused_raises_what_is_expected_of_the_next():
     """It made one of 1 GiB beyond what is counted; of another, it lacked 3."""
     (case, *_), _ = planner.cases(wanted(schedules=("1f1b",)), 8)
