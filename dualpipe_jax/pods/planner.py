@@ -244,7 +244,7 @@ def counted(case: Case, counts: Mapping[Shard, Answer]) -> tuple[list[Plan], lis
     for plan, shard in itertools.product(case.plans, counts):
         own, memory = shared(plan, shard), counts[shard].memory
         assert memory is not None and memory.limit is not None
-        size = needed(own, memory.share)
+        size = bytes_of(own, counts[shard])
         if at_most(size, memory.limit):
             fit.append(own)
         else:
@@ -263,7 +263,7 @@ class Prices:
 
     def __init__(self, case: Case, shard: Shard, found: Answer):
         assert found.compiled is not None and found.target is not None and found.memory is not None
-        self.case, self.shard, self.layers = case, shard, found.stage_layers
+        self.case, self.shard, self.found, self.layers = case, shard, found, found.stage_layers
         self.compiled, self.step, self.target = found.compiled, found.step, found.target
         self.beside = self.compiled.overheads or Overheads(0.0, 0.0)
         self.beyond = _beyond(found)
@@ -307,7 +307,7 @@ class Prices:
         rest = (self.beside.step + (0.0 if update is None else update.cycles)) / self.target.clock
         found, limit = [], self.target.memory
         for plan in plans:
-            size = needed(plan, count.memory.share) + self.beyond
+            size = min(bytes_of(plan, each) for each in (count, self.found)) + self.beyond
             refused = "" if at_most(size, limit) else too_much(size, limit, "compiled")
             seconds = self.ticks(plan) + rest
             found.append(Choice(plan, least / seconds, seconds, size, refused))
@@ -388,6 +388,14 @@ def needed(plan: Plan, share: Mapping[str, object]) -> float:
     """Bytes of the fullest rank, by the sizes of a rank's share; an upper bound where stages are of several kinds."""
     sizes = MemoryModel(**share)  # type: ignore[arg-type]  # as ``Memory.share`` has them
     return _live(_order(plan), sizes)
+
+
+def bytes_of(plan: Plan, counted: Answer) -> float:
+    """Bytes of the fullest rank: as counted of the plan itself, and ``needed`` of others of its placement."""
+    memory, its = counted.memory, counted.program
+    assert memory is not None
+    itself = its is not None and shared(plan, its.shard) == its
+    return memory.total if itself else needed(plan, memory.share)
 
 
 def too_much(size: float, limit: float, how: str) -> str:

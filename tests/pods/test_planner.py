@@ -62,7 +62,8 @@ def answer(plan, compile, *, memory=16 * GIB, fixed=None, beyond=0, cycles=None,
     less = planner.SHARDS.index(plan.shard) * GIB
     sizes = SIZES | {"fixed": SIZES["fixed"] - less if fixed is None else fixed}
     kinds = {"optimizer": 0, "stages": 3 * GIB}
-    memory = Memory(kinds, 3 * GIB, beyond, 3 * GIB, memory, True, sizes)
+    total = round(planner.needed(plan, sizes))
+    memory = Memory(kinds, total, beyond, total + beyond, memory, True, sizes)
     products = keyed({name: Unit(each, each, None, 0.0, 0) for name, each in PRODUCTS.items()})
     found = Answer(machine(memory.limit), plan, tuple(layers), memory=memory, products=products)
     if compile == "nothing":
@@ -135,6 +136,23 @@ def test_ranks_are_not_cut_into_stages_without_layers_where_fewer_have_one_each(
     why = f"of 16 stages some have no layer: of 8 each has {'' if layers == 8 else 'at most '}one"
     assert [c.refused for c in search.choices if c.plan.stages_per_rank == 4 and c.refused] == refused * [why]
     assert not refused or set(compiled) == {2}
+
+
+def test_a_plan_that_was_counted_itself_needs_what_was_counted_and_not_a_bound_of_it():
+    """Where stages are of several kinds a bound takes all for the largest; so one that fits may seem not to."""
+    (case,), _ = planner.cases(wanted(schedules=("zb_h1",)), 8)
+    itself, other = case.plan, next(plan for plan in case.plans if plan != case.plan)
+    found = answer(itself, "units", beyond=GIB)
+    least = dataclasses.replace(found.memory, total=2 * GIB)
+    found = dataclasses.replace(found, memory=least)
+    prices = planner.Prices(case, "nothing", found)
+    mine, others = prices.choices([itself, other], found)
+    assert mine.memory == 3 * GIB
+    assert others.memory == planner.needed(other, least.share) + GIB
+    fit, refused = planner.counted(
+        case, {"nothing": dataclasses.replace(found, memory=dataclasses.replace(least, limit=2 * GIB))}
+    )
+    assert fit == [itself] and [choice.plan for choice in refused] == [other]
 
 
 def test_what_cannot_be_whatever_it_takes():
