@@ -167,6 +167,7 @@ class _Pair:
     ):
         self.known: dict[Value, Any] = dict(zip(first.inputs, first_arguments, strict=True))
         self.known |= dict(zip(second.inputs, second_arguments, strict=True))
+        self.given = frozenset(self.known)
         self.outputs: tuple[list[Atom], list[Atom]] = list(first.outputs), list(second.outputs)
         self.pins: dict[Value, Callable[[Array], Array]] = {}
         self.costs: dict[Work, float] = estimate(first) | estimate(second)
@@ -249,16 +250,18 @@ class _Pair:
         self.fresh.clear()
 
     def _condense(self, value: Value, reach: Sequence[Work]) -> bool:
-        """Reduce and cast what was made as far as that takes less room; whether anything was done for it."""
+        """Reduce and cast what was made, and add it to its sum, as far as that takes less room; whether it was done."""
         chain = _following(value, reach)
         if not chain:
             return False
-        wanted = self._wanted(but=chain)
-        left = [v for v in (value, *(v for work in chain for v in work.outputs)) if v in wanted]
-        if value in left or sum(v.nbytes for v in left) >= value.nbytes:
-            return False
         makers = {v: work for work in reach for v in work.outputs}
         needed = {work for end in chain for work in (*lazy_before(end, makers), end)}
+        wanted = self._wanted(but=needed)
+        left = [v for v in (value, *(v for work in chain for v in work.outputs)) if v in wanted]
+        read = dict.fromkeys(v for work in needed for v in values(work.inputs))
+        before = [value, *(v for v in read if v in self.given and v not in wanted)]
+        if value in left or sum(v.nbytes for v in left) >= sum(v.nbytes for v in before):
+            return False
         self.do(work for work in reach if work in needed)
         self.fresh.update(dict.fromkeys(left))
         return True

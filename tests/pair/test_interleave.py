@@ -302,6 +302,39 @@ def test_what_is_put_together_for_several_products_is_put_together_once(products
         np.testing.assert_allclose(made, expected, rtol=1e-6)
 
 
+def test_a_product_is_added_to_the_sum_that_was_given_in_its_own_phase():
+    """Held between two phases, it would be written, and read again for the sum, which is as large."""
+
+    def backward(x, dy, total):
+        sent = lax.all_to_all(jnp.sin(x @ x.T), "ep", 0, 0, tiled=True)
+        gradient = jnp.einsum("sa,sb->ab", x, dy)
+        added = (total.reshape(gradient.shape) + gradient).reshape(total.shape)
+        return lax.all_to_all(jnp.cos(sent @ x), "ep", 0, 0, tiled=True), added
+
+    def pair(x, dy, total):
+        return side_by_side(jnp.add, (1, 2), backward, (x, dy, total))[1]
+
+    kinds = (8, 4), (8, 5), (20,)
+    x, dy, total = (
+        np.random.default_rng(k).standard_normal(kind, np.float32) for k, kind in enumerate(kinds)
+    )
+    every = PartitionSpec()
+    program = jax.jit(mapped(pair, (every,) * 3, (every,) * 2))
+    names = re.findall(
+        r"= (?:stablehlo\.|\")*([a-z_.]+).*?((?:tensor<[0-9x]*xf32>)|$)\n",
+        program.lower(x, dy, total).as_text(),
+    )
+    order = [
+        name for name, kind in names if name.endswith("optimization_barrier") or kind == "tensor<4x5xf32>"
+    ]
+    order = [name.removeprefix("stablehlo.") for name in order if "reshape" not in name]
+    made = order.index("dot_general")
+    assert order[made + 1] == "add" and "optimization_barrier" in order[made:], order
+    np.testing.assert_allclose(
+        program(x, dy, total)[1].reshape(4, 5), total.reshape(4, 5) + x.T @ dy, rtol=1e-5
+    )
+
+
 def test_one_function_may_take_what_the_other_makes():
     """Under shard_map with and without types; collectives still take turns, and what nobody wants is not done."""
 
