@@ -47,7 +47,7 @@ class Given(Chosen):
     capacity_factor: AboveZero | None = None
     """Room in multiples of an even load, beyond which tokens are dropped: of each expert with capacity, of each
     pair of devices with dropless. If left out, capacity has 2, and dropless room for all tokens; but where that
-    fits in no plan, both have 1.25, and the page says so."""
+    fits in no plan, or takes twice as long as bounded, both have 1.25, and the page says so."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -52,7 +52,7 @@ class Search:
     def explore(self, wanted: Wanted, *, whole: bool = False) -> None:
         """Count, compile and price; ``choices`` grow meanwhile.
 
-        Without a capacity factor dropless plans have room for all tokens, if one of them may fit; see ``BOUNDED``.
+        Without a capacity factor dropless plans have room for all tokens, or where that is out of reach ``BOUNDED``.
 
         Args:
           wanted: what plans.

@@ -392,10 +392,8 @@ def needed(plan: Plan, share: Mapping[str, object]) -> float:
 
 def bytes_of(plan: Plan, counted: Answer) -> float:
     """Bytes of the fullest rank: as counted of the plan itself, and ``needed`` of others of its placement."""
-    memory, its = counted.memory, counted.program
-    assert memory is not None
-    itself = its is not None and shared(plan, its.shard) == its
-    return memory.total if itself else needed(plan, memory.share)
+    assert counted.memory is not None
+    return counted.memory.total if plan == counted.program else needed(plan, counted.memory.share)
 
 
 def too_much(size: float, limit: float, how: str) -> str:
