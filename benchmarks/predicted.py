@@ -21,6 +21,7 @@ import tempfile
 import time
 from pathlib import Path
 
+from dualpipe_jax.command.answers import Answers
 from dualpipe_jax.command.plan import Search, as_file
 from dualpipe_jax.pods import Plan
 from dualpipe_jax.pods.cache import Cache
@@ -35,10 +36,10 @@ BYTES = "vocab=256"
 def predict(target, wanted):
     """Core seconds of a step by plan: what the planner finds, times the cores that it takes to be at work."""
     with tempfile.TemporaryDirectory() as folder:
-        search = Search(target, Cache(Path(folder)), None)
+        search = Search(Answers(target, Cache(Path(folder)), None))
         search.explore(wanted)
         cores = {
-            plan: search.ask(case.plan, "units", "").compiled.cores
+            plan: search.answers.ask(case.plan, "units", "").compiled.cores
             for case in cases(wanted, num_devices(target))[0]
             for plan in case.plans
         }

@@ -9,6 +9,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from tyro.conf import Fixed, Suppress, arg
 
+from dualpipe_jax.command.answers import Answers
 from dualpipe_jax.command.dryrun import remedies
 from dualpipe_jax.command.options import CommandError, Count, Output
 from dualpipe_jax.command.output import say_written, show, show_json
@@ -123,7 +124,7 @@ class Plan:
         if self.output is not None and not self.output.absolute().parent.is_dir():
             raise CommandError(f"--output {self.output}: there is no folder {self.output.parent}")
         cache = Cache(self.cache or default_folder())
-        search = Search(self.target, cache, self.rates_file, self.cpu_minutes or None)
+        search = Search(Answers(self.target, cache, self.rates_file), self.cpu_minutes or None)
         try:
             search.explore(self.wanted, whole=self.whole)
         except KeyboardInterrupt:
@@ -183,12 +184,12 @@ class Plan:
             return 0 if plans else 1
         title = f"{self.given.model} on {self.target}: {len(plans)} plans fit"
         parts: list[str | Table] = [title]
-        if search.dispatches:
+        if search.answers.dispatches:
             parts += [rooms(self.dispatch, search.capacity_factor)]
             if search.unbounded:
                 parts += [f"without a bound dropless {search.unbounded}, where it needs least"]
-        if len(search.sizes) > 1:
-            sizes = ", ".join(map(str, sorted(search.sizes)))
+        if len(search.answers.sizes) > 1:
+            sizes = ", ".join(map(str, sorted(search.answers.sizes)))
             parts += [
                 f"these are different models, of {sizes} parameters: the program's layers follow its stages"
             ]

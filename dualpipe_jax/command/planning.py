@@ -1,58 +1,46 @@
 """What `dualpipe plan` does before it prints: counts, bounds, compiles and prices, the most promising case first."""
 
-import contextlib
-import dataclasses
 import heapq
 import math
-import os
-import resource
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
+from collections.abc import Mapping, Sequence
 
+from dualpipe_jax.command.answers import Answers
+from dualpipe_jax.command.clock import Clock
 from dualpipe_jax.command.options import CommandError, Died
-from dualpipe_jax.command.overlap import study
+from dualpipe_jax.command.room import with_room
 from dualpipe_jax.pods import planner
 from dualpipe_jax.pods.bounds import Bounds, Cut, Excluded
-from dualpipe_jax.pods.cache import Cache
 from dualpipe_jax.pods.plan import Plan
 from dualpipe_jax.pods.planner import Case, Choice, Prices, Wanted, layout_of
-from dualpipe_jax.pods.request import Request
 from dualpipe_jax.pods.results import Answer
 from dualpipe_jax.present.numbers import in_runs, percent
-from dualpipe_jax.step_options import BOUNDED, Shard
+from dualpipe_jax.step_options import Shard
 
 
 class Search:
     """Plans as they are found.
 
     Args:
-      target: the devices.
-      cache: of answers.
-      rates: file of measured rates.
+      answers: about plans for the devices.
       minutes: CPU minutes after which nothing more is compiled; None: no such limit.
     """
 
-    def __init__(self, target: str, cache: Cache, rates: Path | None, minutes: float | None = None):
-        self.target, self.cache, self.rates = target, cache, rates
+    def __init__(self, answers: Answers, minutes: float | None = None):
+        self.answers = answers
         self.choices: list[Choice] = []
         self.excluded: list[Excluded] = []
         self.prices: list[Prices] = []
-        self.sizes: set[int] = set()
-        self.layers = 0  # of the model, where the program tells
-        self.dispatches = False  # whether the program sends tokens to experts at all
         self.capacity_factor: float | None = None  # of all plans
         self.unbounded = ""  # why dropless plans have no room for all tokens, if nobody asked for less
         self.left = 0
-        self._counted: set[Cut] = set()
         self._said: Choice | None = None
-        self._clock = _Clock(minutes)
+        self._clock = Clock(minutes)
 
     def explore(self, wanted: Wanted, *, whole: bool = False) -> None:
         """Count, compile and price; ``choices`` grow meanwhile.
 
-        Without a capacity factor dropless plans have room for all tokens, or where that is out of reach ``BOUNDED``.
+        Without a capacity factor dropless plans have the room that ``with_room`` finds.
 
         Args:
           wanted: what plans.
@@ -64,10 +52,10 @@ class Search:
             for word: no case can, such as a program that there is not.
         """
         shards = sorted(wanted.shards, key=planner.SHARDS.index)
-        wanted = self._with_room(wanted, shards[-1])
+        wanted, self.unbounded = with_room(self.answers, wanted)
         self.capacity_factor = wanted.base.capacity_factor
-        cases, self.choices = planner.cases(wanted, planner.num_devices(self.target))
-        if by_bounds := not whole and not self.target.lower().startswith("cpu:"):
+        cases, self.choices = planner.cases(wanted, planner.num_devices(self.answers.target))
+        if by_bounds := not whole and not self.answers.target.lower().startswith("cpu:"):
             self._consider_by_bounds(cases, wanted, shards)
         else:
             self._consider_all(cases, wanted, shards)
@@ -82,65 +70,22 @@ class Search:
             self.left -= 1
         self.left = 0
 
-    def _with_room(self, wanted: Wanted, most: Shard) -> Wanted:
-        """What is wanted, or the same bounded: where nobody said a bound, and room for all tokens is out of reach."""
-        if wanted.base.capacity_factor is not None or "dropless" not in wanted.dispatches:
-            return wanted
-        bounded = dataclasses.replace(wanted, base=dataclasses.replace(wanted.base, capacity_factor=BOUNDED))
-        self.unbounded, seconds = self._least_dropless(wanted, most)
-        if seconds and 0.0 < _FAR * (less := self._least_dropless(bounded, most)[1]) < seconds:
-            self.unbounded = f"takes at least {seconds:.4g} s, bounded {less:.4g} s"
-        if not self.unbounded:
-            return wanted
-        print(
-            f"dropless with room for all tokens {self.unbounded}: bounded to {BOUNDED} even loads",
-            file=sys.stderr,
-        )
-        return bounded
-
-    def _least_dropless(self, wanted: Wanted, most: Shard) -> tuple[str, float]:
-        """Why no dropless plan fits, and the least seconds of a step; empty and 0 if nobody knows.
-
-        It is counted for the plan that needs least: of what keeps least, the one with the fewest devices that exchange
-        tokens, which is the one with the most ranks.
-        """
-        dropless = dataclasses.replace(wanted, dispatches=("dropless",))
-        cases, _ = planner.cases(dropless, planner.num_devices(self.target))
-        if not cases:
-            return "", 0.0
-        bounds = Bounds(cases)
-        cuts = bounds.cuts()
-        cut, last = cuts[0], cuts[-1]
-        try:
-            counted = self.ask(
-                planner.shared(bounds.standing_for(cut), most), "nothing", "room at the experts"
-            )
-        except (Died, CommandError) as error:
-            self._ends_if_shared(error, bounds.standing_for(last), [most])
-            return "", 0.0  # told of the case whose turn it is
-        if counted.memory is None or counted.memory.limit is None or not self.dispatches:
-            return "", 0.0
-        bounds.take(cut, counted)
-        if needs := bounds.too_much(cut):
-            return needs, 0.0
-        return "", min(bounds.seconds(case) for case in bounds.cases[cut] if case in bounds.open())
-
     def _consider_all(self, cases: Sequence[Case], wanted: Wanted, shards: Sequence[Shard]) -> None:
         for number, case in enumerate(cases, start=1):
             self.left = len(cases) - number + 1
-            if vain := planner.cut_in_vain(case, cases, self.layers):
+            if vain := planner.cut_in_vain(case, cases, self.answers.layers):
                 self.choices += vain
             elif self._is_told_apart(case.plan, wanted):
                 error = self.consider(case, shards, f"case {number} of {len(cases)}")
                 if number == 1:
-                    self._ends_if_shared(error, cases[-1].plan, shards)
+                    self.answers.raise_if_shared(error, planner.shared(cases[-1].plan, shards[0]))
 
     def _consider_by_bounds(self, cases: Sequence[Case], wanted: Wanted, shards: Sequence[Shard]) -> None:
         self.left = len(cases)
         bounds = Bounds(cases)
         self._count_one_of_each(bounds, wanted, shards)
         for case in cases:
-            if vain := planner.cut_in_vain(case, cases, self.layers):
+            if vain := planner.cut_in_vain(case, cases, self.answers.layers):
                 self.choices += vain
                 bounds.leave_out(case)
         while cuts := self._not_counted(bounds):
@@ -186,7 +131,9 @@ class Search:
                 return
             error, *_ = self._count(bounds, cuts, shards)
             if not tried:
-                self._ends_if_shared(error, bounds.standing_for(bounds.cuts()[-1]), shards)
+                self.answers.raise_if_shared(
+                    error, planner.shared(bounds.standing_for(bounds.cuts()[-1]), shards[0])
+                )
             tried += cuts
 
     def _count(self, bounds: Bounds, cuts: Sequence[Cut], shards: Sequence[Shard]) -> list[Exception | None]:
@@ -202,7 +149,7 @@ class Search:
                 plans[cut] = bounds.standing_for(cut)
         errors: dict[Cut, Exception] = {}
         shared = (planner.shared(plan, shards[-1]) for plan in plans.values())
-        for (cut, plan), counted in zip(plans.items(), self._ask_at_once(shared), strict=True):
+        for (cut, plan), counted in zip(plans.items(), self.answers.count_at_once(shared), strict=True):
             if isinstance(counted, Exception):
                 self.choices += [Choice(own, refused=_why(counted)) for own in bounds.refuse(cut)]
                 errors[cut] = counted
@@ -212,38 +159,9 @@ class Search:
             print(f"{name}: {bounds.words(cut)}", file=sys.stderr)
         return list(map(errors.get, cuts))
 
-    def _ask_at_once(self, plans: Iterable[Plan]) -> list[Answer | Exception]:
-        """What is counted of plans, or why it cannot be. Interrupted, those that have begun end first, and are kept."""
-
-        def ask(plan: Plan) -> Answer | Exception:
-            try:
-                return self.ask(plan, "nothing", "counting")
-            except (Died, CommandError) as error:
-                return error
-
-        with ThreadPoolExecutor(_AT_ONCE) as pool:
-            asked = [pool.submit(ask, plan) for plan in plans]
-            try:
-                return [each.result() for each in asked]
-            except BaseException:
-                pool.shutdown(cancel_futures=True)
-                raise
-
     def _is_told_apart(self, plan: Plan, wanted: Wanted) -> bool:
         """Whether a plan's way to the experts makes a difference: the first that is wanted does."""
-        return self.dispatches or plan.dispatch == wanted.dispatches[0]
-
-    def _ends_if_shared(self, error: Exception | None, other: Plan, shards: Sequence[Shard]) -> None:
-        """Raise the error of the first case if it is that of the last one, too."""
-        if not isinstance(error, CommandError):
-            return
-        try:
-            self.ask(planner.shared(other, shards[0]), "nothing", "the last case")
-        except CommandError as its:
-            if str(its) == str(error):
-                raise
-        except Died:
-            pass  # told when its turn comes
+        return self.answers.dispatches or plan.dispatch == wanted.dispatches[0]
 
     @property
     def shortest(self) -> float:
@@ -294,10 +212,12 @@ class Search:
         plans: Sequence[Plan] = case.plans
         try:
             most = shards[-1]
-            counts = {most: self.ask(planner.shared(case.plan, most), "nothing", title)}
+            counts = {most: self.answers.ask(planner.shared(case.plan, most), "nothing", title)}
             fit, done = planner.counted(case, counts)
             if fit and len(shards) > 1:
-                less = {s: self.ask(planner.shared(case.plan, s), "nothing", title) for s in shards[:-1]}
+                less = {
+                    s: self.answers.ask(planner.shared(case.plan, s), "nothing", title) for s in shards[:-1]
+                }
                 counts = less | counts
                 fit, done = planner.counted(case, counts)
             prices = None
@@ -306,7 +226,7 @@ class Search:
                 plans = [plan for plan in fit if plan.shard == shard]
                 if not planner.worth(plans, done, prices):
                     continue
-                new = Prices(case, shard, self.ask(planner.standing_for(plans), "units", title))
+                new = Prices(case, shard, self.answers.ask(planner.standing_for(plans), "units", title))
                 done += new.choices(plans, count)
                 self.prices.append(new)
                 prices = new if new.known else prices
@@ -339,73 +259,20 @@ class Search:
         """
         if self.excluded:
             return None
-        known = self._counted - {Cut.of(prices.case.plan) for prices in self.prices}
+        known = self.answers.counted - {Cut.of(prices.case.plan) for prices in self.prices}
         counted = [c for c in self.choices if c.memory is not None and Cut.of(c.plan) in known]
         if not counted:
             return None
         least = min(counted, key=lambda choice: choice.memory or 0.0)
         try:
-            return self.ask(least.plan, "nothing", "options that make it fit", hints=True)
+            return self.answers.ask(least.plan, "nothing", "options that make it fit", hints=True)
         except (Died, CommandError):
             return None
 
-    def ask(self, plan: Plan, compile: str, title: str, *, hints: bool = False) -> Answer:
-        rates = None if self.rates is None else str(self.rates.absolute())
-        request = Request(plan, self.target, compile, rates=rates, hints=hints)
-        known = self.cache.get(request)
-        if known is None:
-            words = f"{title}: {plan.schedule_in_words}, {plan.layout}, {plan.batch} sequences, remat {plan.remat}"
-            known = study(plan, self.target, compile, rates=self.rates, title=words, hints=hints)
-            self.cache.put(request, known)
-        self._counted.add(Cut.of(plan))
-        self.layers = sum(known.stage_layers)
-        self.dispatches |= known.dropped is not None or plan.ep_nodes > 1
-        if known.parameters is not None:
-            self.sizes.add(known.parameters.total)
-        return known
-
-
-_FAR = 2.0
-"""A step with room for all tokens that takes so many times as long as a bounded one is for those who ask for it."""
 
 _FIRST = 5
 """Bounds that are told before anything is compiled."""
 
-_AT_ONCE = min(4, os.cpu_count() or 1)
-"""Plans that are counted at once: each takes one core, and a gigabyte for DeepSeek-V3."""
-
 
 def _why(error: Exception) -> str:
     return str(error).splitlines()[0] if isinstance(error, Died) else str(error)
-
-
-class _Clock:
-    """CPU minutes of this process and of those that it asked: what was used, and what cases took."""
-
-    def __init__(self, minutes: float | None):
-        self._limit = math.inf if minutes is None else minutes
-        self._started = _minutes()
-        self._taken: list[tuple[int, float]] = []  # stages of a case, and its minutes
-
-    def lasts(self, case: Case) -> bool:
-        """Whether a case would still end in time, if it takes as long as any so far: longer stages take longer."""
-        stages = _stages(case)
-        longest = max((minutes * max(1.0, own / stages) for own, minutes in self._taken), default=0.0)
-        return _minutes() - self._started + longest <= self._limit
-
-    @contextlib.contextmanager
-    def runs(self, case: Case) -> Iterator[None]:
-        began = _minutes()
-        try:
-            yield
-        finally:
-            self._taken.append((_stages(case), _minutes() - began))
-
-
-def _stages(case: Case) -> int:
-    return planner.num_stages(case.plan)
-
-
-def _minutes() -> float:
-    used = [resource.getrusage(who) for who in (resource.RUSAGE_CHILDREN, resource.RUSAGE_SELF)]
-    return sum(each.ru_utime + each.ru_stime for each in used) / 60

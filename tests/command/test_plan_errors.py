@@ -3,7 +3,7 @@
 import pytest
 
 from dualpipe_jax.__main__ import main
-from dualpipe_jax.command import child, overlap, planning
+from dualpipe_jax.command import answers, child, overlap
 from dualpipe_jax.command.options import CommandError
 from dualpipe_jax.inspect.target import MissingCompiler, Target
 
@@ -17,7 +17,7 @@ def test_what_no_case_can_have_is_told_after_two(monkeypatch, tmp_path, capsys):
             asked.append((given.pp, given.ep))
             raise CommandError(words(given))
 
-        monkeypatch.setattr(planning, "study", study)
+        monkeypatch.setattr(answers, "study", study)
         asked.clear()
         return main(["plan", "--target", "v5p:2x2x4", "--program", "tiny", "--cache", str(tmp_path)])
 

@@ -8,8 +8,9 @@ import threading
 
 import pytest
 
+from dualpipe_jax.command import answers, clock, planning
 from dualpipe_jax.command import plan as plan_command
-from dualpipe_jax.command import planning
+from dualpipe_jax.command.answers import Answers
 from dualpipe_jax.command.options import CommandError
 from dualpipe_jax.pods import planner
 from dualpipe_jax.pods.bounds import MARGIN, Bounds, Cut, Least
@@ -176,8 +177,8 @@ def test_what_keeps_no_less_than_what_does_not_fit_is_not_counted():
         huge = plan.remat != "all" or plan.microbatch_size > 4
         return answer(plan, compile, fixed=(99 if huge else 2) * GIB)
 
-    search = planning.Search(str(TARGET), None, None)
-    search.ask = ask
+    search = planning.Search(Answers(str(TARGET), None, None))
+    search.answers.ask = ask
     search.explore(wanted(remats=planner.REMATS, per_device=(1, 2), schedules=("1f1b",)))
     count = [
         (size, remat)
@@ -215,8 +216,8 @@ def test_of_bounds_that_are_nearly_equal_what_keeps_least_goes_first():
             found = {op: work * cycles for op, cycles in PRODUCTS.items()}
             return dataclasses.replace(answer(plan, compile), products=units(found))
 
-        search = planning.Search(str(TARGET), None, None)
-        search.ask = ask
+        search = planning.Search(Answers(str(TARGET), None, None))
+        search.answers.ask = ask
         search.explore(wanted(schedules=("1f1b",), remats=("none", "all")))
         assert compiled[0] == first
 
@@ -239,8 +240,8 @@ def test_what_has_room_to_spare_goes_first_until_something_was_compiled(refused)
         )
         return dataclasses.replace(found, products=units(products))
 
-    search = planning.Search(str(TARGET), None, None)
-    search.ask = ask
+    search = planning.Search(Answers(str(TARGET), None, None))
+    search.answers.ask = ask
     search.explore(wanted(schedules=("zb_h1",), remats=("none", "all"), stashes=(1,)))
     assert compiled[:2] == ["all", "none"]
     assert planner.ranked(search.choices)[0].plan.remat == ("all" if refused else "none")
@@ -261,8 +262,8 @@ def test_what_a_program_needed_beyond_what_was_counted_is_expected_of_others(bey
         cycles = {op: 2.0 * products[op] for op in planner.units_of(planner.schedule_of(plan))}
         return dataclasses.replace(answer(plan, compile, cycles=cycles, **sizes), products=units(products))
 
-    search = planning.Search(str(TARGET), None, None)
-    search.ask = ask
+    search = planning.Search(Answers(str(TARGET), None, None))
+    search.answers.ask = ask
     search.explore(wanted(schedules=("zb_h1",), remats=tuple(counted), stashes=(1,), shards=("nothing",)))
     assert compiled == order
 
@@ -286,8 +287,8 @@ def test_of_cases_that_keep_as_much_the_one_of_shortest_stages_goes_first():
             answer(plan, compile), products=units({o: work * c for o, c in PRODUCTS.items()})
         )
 
-    search = planning.Search(str(TARGET), None, None)
-    search.ask = ask
+    search = planning.Search(Answers(str(TARGET), None, None))
+    search.answers.ask = ask
     search.explore(wanted(schedules=("zb_h1",), pp=(2, 4), tokens=16384))
     assert compiled[0] == (4, "zb_h1"), "two ranks have a smaller bubble, by a hundredth"
 
@@ -305,8 +306,8 @@ def test_the_shortest_stages_go_first_if_their_bound_is_nearly_as_good(half, fir
         found = answer(plan, compile, cycles={op: cycles[op] for op in ("F", "B")})
         return dataclasses.replace(found, products=units({o: work * c for o, c in PRODUCTS.items()}))
 
-    search = planning.Search(str(TARGET), None, None)
-    search.ask = ask
+    search = planning.Search(Answers(str(TARGET), None, None))
+    search.answers.ask = ask
     search.explore(wanted(schedules=("1f1b",), pp=(2, 4), tokens=16384))
     assert compiled[0] == first
 
@@ -334,8 +335,8 @@ def found_by(seed, *, whole):
         del products["FB"]
         return dataclasses.replace(found, products=units(products))
 
-    search = planning.Search(str(TARGET), None, None)
-    search.ask = ask
+    search = planning.Search(Answers(str(TARGET), None, None))
+    search.answers.ask = ask
     schedules = planner.SCHEDULES
     search.explore(
         wanted(schedules=schedules, remats=("none", "all"), per_device=(1, 2), pp=(2, 4)), whole=whole
@@ -368,7 +369,7 @@ def test_cpu_minutes(monkeypatch, minutes, compiled):
     """Units take ten, a count two: the first case ends after 18, and took 16 of them. It is begun in any event, the
     next if it will end in time, should it take as long."""
     used, priced = [0.0], []
-    monkeypatch.setattr(planning, "_minutes", lambda: used[0])
+    monkeypatch.setattr(clock, "_minutes", lambda: used[0])
 
     def ask(plan, compile, title):
         used[0] += {"nothing": 2.0, "units": 10.0}[compile]
@@ -376,8 +377,8 @@ def test_cpu_minutes(monkeypatch, minutes, compiled):
             priced.append(plan.schedule)
         return answer(plan, compile, cycles={op: CYCLES[op] for op in planner.units_of(plan.make_schedule())})
 
-    search = planning.Search(str(TARGET), None, None, minutes)
-    search.ask = ask
+    search = planning.Search(Answers(str(TARGET), None, None), minutes)
+    search.answers.ask = ask
     monkeypatch.setitem(CYCLES, "FB", 9e6)  # so that no bound excludes the other case
     search.explore(wanted())
     assert len(priced) == compiled
@@ -390,7 +391,7 @@ def test_stages_that_are_twice_as_long_are_expected_to_take_twice_as_many_minute
 ):
     """The first takes ten on four ranks, so one on two twenty: with 29 another on four ranks goes before it."""
     used, priced = [0.0], []
-    monkeypatch.setattr(planning, "_minutes", lambda: used[0])
+    monkeypatch.setattr(clock, "_minutes", lambda: used[0])
 
     def ask(plan, compile, title):
         if compile == "units":
@@ -401,16 +402,16 @@ def test_stages_that_are_twice_as_long_are_expected_to_take_twice_as_many_minute
         cycles = {op: 3 * found[op] for op in planner.units_of(planner.schedule_of(plan))}
         return dataclasses.replace(answer(plan, compile, cycles=cycles), products=units(found))
 
-    search = planning.Search(str(TARGET), None, None, minutes)
-    search.ask = ask
+    search = planning.Search(Answers(str(TARGET), None, None), minutes)
+    search.answers.ask = ask
     search.explore(wanted(schedules=("zb_v",), pp=(2, 4), remats=("none", "all"), tokens=16384))
     assert priced[:2] == compiled
 
 
 def test_the_page_says_what_room_experts_have_and_which_dispatch_cannot_be_had(capsys):
     """Without a bound dropless needs room for all tokens at each device, which on many is what does not fit."""
-    search = planning.Search(str(TARGET), None, None)
-    search.dispatches = True
+    search = planning.Search(Answers(str(TARGET), None, None))
+    search.answers.dispatches = True
     search.choices = [
         planner.Choice(plan("dualpipe", dispatch=way), refused=f"needs {size}.0 GiB of 8.0, counted")
         for way, size in (("dropless", 562), ("capacity", 9))
@@ -422,7 +423,7 @@ def test_the_page_says_what_room_experts_have_and_which_dispatch_cannot_be_had(c
     for way, size in (("dropless", 562), ("capacity", 9)):
         assert f"dualpipe 4 x 2 8 of 2 {BASE.remat} {way} needs {size}.0 GiB of 8.0, counted" in lines
     assert plan_command.rooms(["dropless"], 1.25).endswith(": dropless 1.25")
-    search.dispatches = False
+    search.answers.dispatches = False
     plan_command.Plan(target=str(TARGET)).tell(search)
     assert "room at the experts" not in capsys.readouterr().out
 
@@ -437,14 +438,14 @@ def test_dropless_is_bounded_only_where_room_for_all_tokens_is_out_of_reach(
     capsys, given, fits, longer, factor, whole
 ):
     def ask(plan, compile, title):
-        search.dispatches = True
+        search.answers.dispatches = True
         unbounded = plan.dispatch == "dropless" and plan.capacity_factor is None
         times = longer if unbounded else 1.0
         found = answer(plan, compile, fixed=99 * GIB if unbounded and not fits else None)
         return dataclasses.replace(found, products=units({op: times * each for op, each in PRODUCTS.items()}))
 
-    search = planning.Search(str(TARGET), None, None)
-    search.ask = ask
+    search = planning.Search(Answers(str(TARGET), None, None))
+    search.answers.ask = ask
     asked = wanted(schedules=("1f1b",), dispatches=planner.DISPATCHES)
     asked = dataclasses.replace(asked, base=dataclasses.replace(BASE, capacity_factor=given))
     search.explore(asked, whole=whole)
@@ -458,8 +459,8 @@ def test_dropless_is_bounded_only_where_room_for_all_tokens_is_out_of_reach(
 
 
 def test_what_is_told_meanwhile(capsys):
-    search = planning.Search(str(TARGET), None, None)
-    search.ask = lambda plan, compile, title: answer(plan, compile)
+    search = planning.Search(Answers(str(TARGET), None, None))
+    search.answers.ask = lambda plan, compile, title: answer(plan, compile)
     search.explore(wanted())
     cut, first, *bounds, last = capsys.readouterr().err.splitlines()
     assert re.fullmatch(
@@ -470,7 +471,7 @@ def test_what_is_told_meanwhile(capsys):
     best = planner.ranked(search.choices)[0]
     time = f"{best.seconds:.4g} s, {100 * best.mfu:.1f} % MFU"
     assert last == f"the best so far takes {time}: {best.plan.schedule}, 2 x 4, remat all, capacity"
-    search.ask = lambda plan, compile, title: answer(plan, compile, memory=GIB)
+    search.answers.ask = lambda plan, compile, title: answer(plan, compile, memory=GIB)
     search.explore(wanted())
     (cut, none) = capsys.readouterr().err.splitlines()
     assert re.fullmatch(r"2 x 4, 4 sequences, remat all, capacity: needs \d+.\d GiB of 1.0, counted", cut)
@@ -483,11 +484,11 @@ def test_no_options_are_told_for_what_needs_more_when_compiled():
 
     def ask(plan, compile, title, *, hints=False):
         asked.append((compile, hints))
-        search._counted.add(Cut.of(plan))
+        search.answers.counted.add(Cut.of(plan))
         return answer(plan, compile, memory=16 * GIB, fixed=4 * GIB, beyond=99 * GIB)
 
-    search = planning.Search(str(TARGET), None, None)
-    search.ask = ask
+    search = planning.Search(Answers(str(TARGET), None, None))
+    search.answers.ask = ask
     search.explore(wanted(schedules=("1f1b",)))
     assert ("units", False) in asked and search.choices and all(choice.refused for choice in search.choices)
     assert search.nearest() is None and not any(hints for _, hints in asked)
@@ -504,8 +505,8 @@ def test_what_cannot_be_is_not_told_as_the_least(capsys):
             told.append(capsys.readouterr().err)
         return answer(plan, compile)
 
-    search = planning.Search(str(TARGET), None, None)
-    search.ask = ask
+    search = planning.Search(Answers(str(TARGET), None, None))
+    search.answers.ask = ask
     search.explore(wanted(pp=(4, 2), schedules=("zb_h1",), tokens=16384))
     lines = [line for line in told[0].splitlines() if line.startswith("  ")]
     assert len(lines) == 1 and "4 x 2" in lines[0]
@@ -516,8 +517,8 @@ def test_a_fault_of_all_cuts_ends_the_search():
     def ask(plan, compile, title):
         raise CommandError("there is no such program")
 
-    search = planning.Search(str(TARGET), None, None)
-    search.ask = ask
+    search = planning.Search(Answers(str(TARGET), None, None))
+    search.answers.ask = ask
     with pytest.raises(CommandError, match="no such program"):
         search.explore(wanted())
     assert search.shortest == math.inf
@@ -565,8 +566,8 @@ def test_units_are_compiled_first_with_as_little_shared_out_as_there_is_probably
             compiled.append(plan.shard)
         return answer(plan, compile, memory=gib * GIB)
 
-    search = planning.Search(str(TARGET), None, None)
-    search.ask = ask
+    search = planning.Search(Answers(str(TARGET), None, None))
+    search.answers.ask = ask
     search.explore(wanted(schedules=("1f1b",)))
     assert compiled == [first]
     assert [choice.plan.shard for choice in planner.ranked(search.choices)] == [first]
@@ -592,37 +593,37 @@ def test_what_the_compiler_refused_raises_what_is_expected_of_the_next():
 
 def test_both_ways_to_experts_are_counted_at_once(monkeypatch):
     """After one, which tells whether they differ at all: two counts wait for each other, or in vain."""
-    monkeypatch.setattr(planning, "_AT_ONCE", 2)
+    monkeypatch.setattr(answers, "_AT_ONCE", 2)
     together, asked, ways = threading.Barrier(2), [], planner.DISPATCHES
     second = {("all", ways[1]), ("wide", ways[0])}
 
     def ask(plan, compile, title):
         if title == "counting":
             asked.append((plan.remat, plan.dispatch))
-            search.dispatches = True
+            search.answers.dispatches = True
             if (plan.remat, plan.dispatch) in second:
                 together.wait(timeout=60)
         return answer(plan, compile)
 
-    search = planning.Search(str(TARGET), None, None)
-    search.ask = ask
+    search = planning.Search(Answers(str(TARGET), None, None))
+    search.answers.ask = ask
     search.explore(wanted(schedules=("1f1b",), remats=("wide", "all"), dispatches=ways))
     assert asked[0] == ("all", ways[0]) and set(asked[1:3]) == second
     assert asked[3:] == [("wide", ways[1])]
 
 
 def test_an_interruption_cancels_the_counts_that_have_not_begun(monkeypatch):
-    monkeypatch.setattr(planning, "_AT_ONCE", 1)
+    monkeypatch.setattr(answers, "_AT_ONCE", 1)
     asked = []
 
     def ask(plan, compile, title):
         asked.append(plan.pp)
         raise KeyboardInterrupt
 
-    search = planning.Search(str(TARGET), None, None)
-    search.ask = ask
+    search = planning.Search(Answers(str(TARGET), None, None))
+    search.answers.ask = ask
     with pytest.raises(KeyboardInterrupt):
-        search._ask_at_once([plan("dualpipe", pp=pp) for pp in (2, 4, 8)])
+        search.answers.count_at_once([plan("dualpipe", pp=pp) for pp in (2, 4, 8)])
     assert asked == [2]
 
 
@@ -631,11 +632,11 @@ def test_no_plan_is_called_the_one_that_needs_least_where_others_were_not_tried(
 
     def ask(plan, compile, title, *, hints=False):
         asked.append(hints)
-        search._counted.add(Cut.of(plan))
+        search.answers.counted.add(Cut.of(plan))
         return answer(plan, compile, fixed=(99 if plan.remat == "none" else 2) * GIB, beyond=99 * GIB)
 
-    search = planning.Search(str(TARGET), None, None, minutes=1e-9)
-    search.ask = ask
+    search = planning.Search(Answers(str(TARGET), None, None), minutes=1e-9)
+    search.answers.ask = ask
     search.explore(wanted(remats=("none", "all")))
     assert [found.why for found in search.excluded] == ["no CPU minutes left"]
     assert plan_command.Plan(target=str(TARGET)).tell(search, search.nearest()) == 1
@@ -648,7 +649,7 @@ def test_no_plan_is_called_the_one_that_needs_least_where_others_were_not_tried(
 def test_layers_are_not_moved_without_a_word(monkeypatch, capsys, whole, moved):
     """Without minutes they stay, and that is told; --whole has no such limit."""
     used = [0.0]
-    monkeypatch.setattr(planning, "_minutes", lambda: used[0])
+    monkeypatch.setattr(clock, "_minutes", lambda: used[0])
     asked = []
 
     def ask(plan, compile, title):
@@ -656,8 +657,8 @@ def test_layers_are_not_moved_without_a_word(monkeypatch, capsys, whole, moved):
         asked.append(plan.stage_layers)
         return layered(plan, compile)
 
-    search = planning.Search(str(TARGET), None, None, 20.0)
-    search.ask = ask
+    search = planning.Search(Answers(str(TARGET), None, None), 20.0)
+    search.answers.ask = ask
     search.explore(wanted(pp=(4,), schedules=("1f1b",), shards=("nothing",), moves=1), whole=whole)
     assert ((2, 3, 3, 1) in asked) == moved
     assert ("no layers are moved between stages: no CPU minutes left" in capsys.readouterr().err) != moved

@@ -10,8 +10,9 @@ import pytest
 
 import models
 from dualpipe_jax.__main__ import main
+from dualpipe_jax.command import answers, planning
 from dualpipe_jax.command import plan as command
-from dualpipe_jax.command import planning
+from dualpipe_jax.command.answers import Answers
 from dualpipe_jax.command.options import CommandError, Died
 from dualpipe_jax.inspect.target import Target
 from dualpipe_jax.pods import Answer, Plan, ahead, planner
@@ -126,9 +127,9 @@ def test_ranks_are_not_cut_into_stages_without_layers_where_fewer_have_one_each(
             compiled.append(plan.stages_per_rank)
         return answer(plan, compile, layers=[layers])
 
-    search = planning.Search(str(TARGET), None, None)
-    search.ask = ask
-    search.layers = layers
+    search = planning.Search(Answers(str(TARGET), None, None))
+    search.answers.ask = ask
+    search.answers.layers = layers
     search.explore(
         wanted(schedules=("interleaved_1f1b_overlap",), pp=(4,), tokens=16 * 16 * 2, stages_per_rank=(2, 4)),
         whole=whole,
@@ -175,8 +176,8 @@ def choices(limit=16 * GIB, beyond=0, compiled=None, **more):
             compiled.append((plan.schedule, plan.shard))
         return answer(plan, compile, memory=limit, beyond=beyond)
 
-    search = planning.Search(str(TARGET), None, None)
-    search.ask = ask
+    search = planning.Search(Answers(str(TARGET), None, None))
+    search.answers.ask = ask
     search.explore(wanted(**more), whole=True)
     return search.choices
 
@@ -285,7 +286,7 @@ def studied(monkeypatch):
             raise event
         return answer(plan, compile)
 
-    monkeypatch.setattr(planning, "study", study)
+    monkeypatch.setattr(answers, "study", study)
     return asked, events
 
 
@@ -302,9 +303,9 @@ def test_ways_to_experts_are_told_apart_if_any_token_goes_there(
     studied, tmp_path, monkeypatch, dropped, ways
 ):
     asked, _ = studied
-    study = planning.study
+    study = answers.study
     answered = lambda *args, **how: dataclasses.replace(study(*args, **how), dropped=dropped)  # noqa: E731
-    monkeypatch.setattr(planning, "study", answered)
+    monkeypatch.setattr(answers, "study", answered)
     assert planned(tmp_path, "--dispatch", *planner.DISPATCHES) == 0
     assert list(dict.fromkeys(plan.dispatch for plan, _ in asked)) == ways
     assert command.Plan("v5e:2x4").dispatch == ("dropless", "capacity"), "the trainer's own comes first"
@@ -335,7 +336,7 @@ def test_programs_that_grow_with_their_stages_are_told(studied, tmp_path, capsys
     def study(plan, target, compile, rates=None, title=None, hints=False):
         return dataclasses.replace(answer(plan, compile), parameters=Parameters(next(several) // 3, 1, 1))
 
-    monkeypatch.setattr(planning, "study", study)
+    monkeypatch.setattr(answers, "study", study)
     assert planned(tmp_path) == 0
     assert "these are different models, of 33, 34, 35 parameters" in capsys.readouterr().out
 
@@ -357,7 +358,7 @@ def test_layers_are_moved_where_the_ends_take_more_or_less(monkeypatch, tmp_path
         asked.append((plan.stage_layers, compile))
         return layered(plan, compile, **more)
 
-    monkeypatch.setattr(planning, "study", study)
+    monkeypatch.setattr(answers, "study", study)
     options = ["--pp", "4", "--schedule", "1f1b", "--shard", "nothing"]
     assert planned(tmp_path, *options, "--move-layers", "0", "--json") == 0
     (own,) = json.loads(capsys.readouterr().out)["plans"]
@@ -390,8 +391,8 @@ def test_layers_that_stay(monkeypatch, why):
             return dataclasses.replace(found, compiled=dataclasses.replace(found.compiled, at_once=1))
         return found
 
-    asked, search = set(), planning.Search(str(TARGET), None, None)
-    search.ask = ask
+    asked, search = set(), planning.Search(Answers(str(TARGET), None, None))
+    search.answers.ask = ask
     search.explore(wanted(pp=(4,), schedules=("1f1b",), moves=3), whole=True)
     assert asked == {()}
 
@@ -432,7 +433,7 @@ def test_where_nothing_fits_options_are_told_that_would_make_it_fit(monkeypatch,
             found = dataclasses.replace(found, memory=dataclasses.replace(found.memory, remedies=(remedy,)))
         return found
 
-    monkeypatch.setattr(planning, "study", study)
+    monkeypatch.setattr(answers, "study", study)
     assert planned(tmp_path) == 1
     out = capsys.readouterr().out
     (least,) = asked
@@ -452,7 +453,7 @@ def test_results_are_told_where_no_hint_can_be_had(monkeypatch, tmp_path, capsys
             raise Died("ended by SIGKILL", "counting", {})
         return answer(plan, compile, memory=GIB)
 
-    monkeypatch.setattr(planning, "study", study)
+    monkeypatch.setattr(answers, "study", study)
     assert planned(tmp_path) == 1
     assert "needs 3.0 GiB of 1.0, counted" in capsys.readouterr().out
 
@@ -606,7 +607,7 @@ def test_the_update_is_compiled_in_a_form_that_fits(studied, tmp_path, monkeypat
         fixed = {"nothing": 20 * GIB, "optimizer": 3 * GIB, "parameters": 2 * GIB}[plan.shard]
         return answer(plan, compile, fixed=fixed)
 
-    monkeypatch.setattr(planning, "study", large)
+    monkeypatch.setattr(answers, "study", large)
     assert planned(tmp_path, "--json") == 0
     assert {plan.shard for plan, compile in asked if compile == "units"} == {"optimizer"}
     assert len(asked) == 2 * (3 + 1)

@@ -1,0 +1,85 @@
+"""Answers about plans for one target, from the cache or a child process, and what they tell of the program."""
+
+import os
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from dualpipe_jax.command.options import CommandError, Died
+from dualpipe_jax.command.overlap import study
+from dualpipe_jax.pods.bounds import Cut
+from dualpipe_jax.pods.cache import Cache
+from dualpipe_jax.pods.plan import Plan
+from dualpipe_jax.pods.request import Request
+from dualpipe_jax.pods.results import Answer
+
+
+class Answers:
+    """Asks about plans for a target, and keeps what it was told.
+
+    Args:
+      target: the devices.
+      cache: of answers.
+      rates: file of measured rates.
+    """
+
+    def __init__(self, target: str, cache: Cache, rates: Path | None):
+        self.target, self.cache, self.rates = target, cache, rates
+        self.sizes: set[int] = set()  # parameters of the programs
+        self.layers = 0  # of the model, where the program tells
+        self.dispatches = False  # whether the program sends tokens to experts at all
+        self.counted: set[Cut] = set()
+
+    def ask(self, plan: Plan, compile: str, title: str, *, hints: bool = False) -> Answer:
+        """What is known of a plan, with ``compile`` of it compiled ("nothing", or its "units").
+
+        Raises:
+          CommandError: the plan cannot be had.
+          Died: the child process ended without an answer.
+        """
+        rates = None if self.rates is None else str(self.rates.absolute())
+        request = Request(plan, self.target, compile, rates=rates, hints=hints)
+        known = self.cache.get(request)
+        if known is None:
+            words = f"{title}: {plan.schedule_in_words}, {plan.layout}, {plan.batch} sequences, remat {plan.remat}"
+            known = study(plan, self.target, compile, rates=self.rates, title=words, hints=hints)
+            self.cache.put(request, known)
+        self.counted.add(Cut.of(plan))
+        self.layers = sum(known.stage_layers)
+        self.dispatches |= known.dropped is not None or plan.ep_nodes > 1
+        if known.parameters is not None:
+            self.sizes.add(known.parameters.total)
+        return known
+
+    def count_at_once(self, plans: Iterable[Plan]) -> list[Answer | Exception]:
+        """What is counted of plans, or why it cannot be. Interrupted, those that have begun end first, and are kept."""
+
+        def count(plan: Plan) -> Answer | Exception:
+            try:
+                return self.ask(plan, "nothing", "counting")
+            except (Died, CommandError) as error:
+                return error
+
+        with ThreadPoolExecutor(_AT_ONCE) as pool:
+            asked = [pool.submit(count, plan) for plan in plans]
+            try:
+                return [each.result() for each in asked]
+            except BaseException:
+                pool.shutdown(cancel_futures=True)
+                raise
+
+    def raise_if_shared(self, error: Exception | None, other: Plan) -> None:
+        """Raise a plan's error if ``other``, the most different one, has it word for word: then no plan can be had."""
+        if not isinstance(error, CommandError):
+            return
+        try:
+            self.ask(other, "nothing", "the last case")
+        except CommandError as its:
+            if str(its) == str(error):
+                raise
+        except Died:
+            pass  # told when its turn comes
+
+
+_AT_ONCE = min(4, os.cpu_count() or 1)
+"""Plans that are counted at once: each takes one core, and a gigabyte for DeepSeek-V3."""

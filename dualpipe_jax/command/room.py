@@ -1,0 +1,63 @@
+"""How much room a search gives dropless plans, where nobody said it: for all tokens, or where that is far, bounded."""
+
+import dataclasses
+import sys
+
+from dualpipe_jax.command.answers import Answers
+from dualpipe_jax.command.options import CommandError, Died
+from dualpipe_jax.pods import planner
+from dualpipe_jax.pods.bounds import Bounds
+from dualpipe_jax.pods.planner import Wanted
+from dualpipe_jax.step_options import BOUNDED
+
+
+def with_room(answers: Answers, wanted: Wanted) -> tuple[Wanted, str]:
+    """What is wanted, and "" or, where it was bounded to ``BOUNDED``, why: room for all tokens is out of reach.
+
+    Out of reach is what fits in no plan, or takes twice as long.
+
+    Raises:
+      CommandError: what neither the first plan nor the last can have, for the same reason.
+    """
+    if wanted.base.capacity_factor is not None or "dropless" not in wanted.dispatches:
+        return wanted, ""
+    bounded = dataclasses.replace(wanted, base=dataclasses.replace(wanted.base, capacity_factor=BOUNDED))
+    why, seconds = _least_dropless(answers, wanted)
+    if seconds and 0.0 < _FAR * (less := _least_dropless(answers, bounded)[1]) < seconds:
+        why = f"takes at least {seconds:.4g} s, bounded {less:.4g} s"
+    if not why:
+        return wanted, ""
+    print(f"dropless with room for all tokens {why}: bounded to {BOUNDED} even loads", file=sys.stderr)
+    return bounded, why
+
+
+def _least_dropless(answers: Answers, wanted: Wanted) -> tuple[str, float]:
+    """Why no dropless plan fits, and the least seconds of a step; empty and 0 if nobody knows.
+
+    It is counted for the plan that needs least: of what keeps least, the one with the fewest devices that exchange
+    tokens, which is the one with the most ranks.
+    """
+    dropless = dataclasses.replace(wanted, dispatches=("dropless",))
+    cases, _ = planner.cases(dropless, planner.num_devices(answers.target))
+    if not cases:
+        return "", 0.0
+    most = max(wanted.shards, key=planner.SHARDS.index)
+    bounds = Bounds(cases)
+    cut, last = bounds.cuts()[0], bounds.cuts()[-1]
+    try:
+        counted = answers.ask(
+            planner.shared(bounds.standing_for(cut), most), "nothing", "room at the experts"
+        )
+    except (Died, CommandError) as error:
+        answers.raise_if_shared(error, planner.shared(bounds.standing_for(last), most))
+        return "", 0.0  # told of the case whose turn it is
+    if counted.memory is None or counted.memory.limit is None or not answers.dispatches:
+        return "", 0.0
+    bounds.take(cut, counted)
+    if needs := bounds.too_much(cut):
+        return needs, 0.0
+    return "", min(bounds.seconds(case) for case in bounds.cases[cut] if case in bounds.open())
+
+
+_FAR = 2.0
+"""A step with room for all tokens that takes so many times as long as a bounded one is for those who ask for it."""
