@@ -88,8 +88,6 @@ class Search:
             if vain := planner.cut_in_vain(case, cases, self.answers.layers):
                 self.choices += vain
                 bounds.leave_out(case)
-        while cuts := self._not_counted(bounds):
-            self._count(bounds, cuts, shards)
         self._say_bounds(bounds)
         tried: set[Case] = set()
         while open_cases := [case for case in bounds.open() if case not in tried]:
@@ -114,6 +112,7 @@ class Search:
         for case in sorted(open_cases, key=bounds.seconds):
             longer = bounds.seconds(case) >= self.shortest
             why = "longer than the best" if longer else "no CPU minutes left"
+            why += "" if bounds.is_counted(Cut.of(case.plan)) else _NOT_COUNTED
             self.excluded.append(bounds.excluded(case, why))
 
     def _count_one_of_each(self, bounds: Bounds, wanted: Wanted, shards: Sequence[Shard]) -> None:
@@ -169,15 +168,6 @@ class Search:
         known = (choice.seconds for choice in self.choices if not choice.refused)
         return min((seconds for seconds in known if seconds is not None), default=math.inf)
 
-    def _not_counted(self, bounds: Bounds) -> list[Cut]:
-        """Of the cases that will be told, the cuts that nobody counted: they may not fit, or not be at all."""
-        cuts = dict.fromkeys(Cut.of(found.plan) for found in self._least(bounds))
-        return [cut for cut in cuts if not bounds.is_counted(cut)]
-
-    def _least(self, bounds: Bounds) -> list[Excluded]:
-        found = (bounds.excluded(case, "") for case in bounds.open())
-        return heapq.nsmallest(_FIRST, found, key=lambda one: one.seconds)
-
     def _say_bounds(self, bounds: Bounds) -> None:
         """What is known before anything is compiled, which takes long."""
         cases = bounds.open()
@@ -185,10 +175,12 @@ class Search:
             print("no case fits", file=sys.stderr)
             return
         lines = [f"{len(cases)} cases are left; by their products and bubbles alone a step takes at least"]
-        for found in self._least(bounds):
-            plan = found.plan
+        found = (bounds.excluded(case, "") for case in cases)
+        for least in heapq.nsmallest(_FIRST, found, key=lambda one: one.seconds):
+            plan = least.plan
             how = f"{plan.num_microbatches} microbatches of {plan.batch}, remat {plan.remat}, {plan.dispatch}"
-            lines.append(f"  {found.seconds:.4g} s: {plan.schedule_in_words}, {layout_of(plan)}, {how}")
+            fits = "" if bounds.is_counted(Cut.of(plan)) else _NOT_COUNTED
+            lines.append(f"  {least.seconds:.4g} s: {plan.schedule_in_words}, {layout_of(plan)}, {how}{fits}")
         print("\n".join(lines), file=sys.stderr)
 
     def _say_best(self) -> None:
@@ -272,6 +264,9 @@ class Search:
 
 _FIRST = 5
 """Bounds that are told before anything is compiled."""
+
+_NOT_COUNTED = ", not counted: it may not fit"
+"""Counting all that may be told takes minutes, so a cut is counted when its turn has come, and bounded by others."""
 
 
 def _why(error: Exception) -> str:

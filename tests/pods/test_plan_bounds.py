@@ -296,20 +296,15 @@ def test_of_cases_that_keep_as_much_the_one_of_shortest_stages_goes_first():
 @pytest.mark.parametrize("half, first", [(0.6, 4), (0.7, 2)])
 def test_the_shortest_stages_go_first_if_their_bound_is_nearly_as_good(half, first):
     """Two ranks' bound is shorter by 17 or by 29 %, both more than the margin that holds later on."""
-    compiled = []
-
-    def ask(plan, compile, title):
-        if compile == "units":
-            compiled.append(plan.pp)
-        work = {2: 1.0, 4: half}[plan.pp]
-        cycles = {op: 1.5 * work * c for op, c in PRODUCTS.items()}
-        found = answer(plan, compile, cycles={op: cycles[op] for op in ("F", "B")})
-        return dataclasses.replace(found, products=units({o: work * c for o, c in PRODUCTS.items()}))
-
-    search = planning.Search(Answers(str(TARGET), None, None))
-    search.answers.ask = ask
-    search.explore(wanted(schedules=("1f1b",), pp=(2, 4), tokens=16384))
-    assert compiled[0] == first
+    cases, _ = planner.cases(wanted(schedules=("1f1b",), pp=(2, 4), tokens=16384), 8)
+    bounds = Bounds(cases)
+    for cut in bounds.cuts():
+        work = {2: 1.0, 4: half}[cut.pp]
+        found = answer(bounds.standing_for(cut), "nothing")
+        bounds.take(
+            cut, dataclasses.replace(found, products=units({o: work * c for o, c in PRODUCTS.items()}))
+        )
+    assert bounds.next(bounds.open()).plan.pp == first
 
 
 def found_by(seed, *, whole):
@@ -397,14 +392,14 @@ def test_stages_that_are_twice_as_long_are_expected_to_take_twice_as_many_minute
         if compile == "units":
             used[0] += 10.0
             priced.append(plan.pp)
-        work = {2: 1.0, 4: 0.6}[plan.pp]
+        work = {2: 1.0, 4: 0.5}[plan.pp]
         found = {op: work * cycles for op, cycles in PRODUCTS.items()}
         cycles = {op: 3 * found[op] for op in planner.units_of(planner.schedule_of(plan))}
         return dataclasses.replace(answer(plan, compile, cycles=cycles), products=units(found))
 
     search = planning.Search(Answers(str(TARGET), None, None), minutes)
     search.answers.ask = ask
-    search.explore(wanted(schedules=("zb_v",), pp=(2, 4), remats=("none", "all"), tokens=16384))
+    search.explore(wanted(schedules=("1f1b",), pp=(2, 4), remats=("none", "all"), tokens=256))
     assert priced[:2] == compiled
 
 
@@ -494,11 +489,12 @@ def test_no_options_are_told_for_what_needs_more_when_compiled():
     assert search.nearest() is None and not any(hints for _, hints in asked)
 
 
-def test_what_cannot_be_is_not_told_as_the_least(capsys):
-    """On two ranks bubbles are smallest, but this program does not run on two."""
-    told = []
+def test_what_nobody_counted_yet_is_told_as_such(capsys):
+    """On two ranks bubbles are smallest, but this program does not run on two, as is found when its turn has come."""
+    told, asked = [], []
 
     def ask(plan, compile, title):
+        asked.append((plan.pp, compile))
         if plan.pp == 2:
             raise CommandError("--ep 4: must divide the 6 experts")
         if compile == "units":
@@ -509,8 +505,24 @@ def test_what_cannot_be_is_not_told_as_the_least(capsys):
     search.answers.ask = ask
     search.explore(wanted(pp=(4, 2), schedules=("zb_h1",), tokens=16384))
     lines = [line for line in told[0].splitlines() if line.startswith("  ")]
-    assert len(lines) == 1 and "4 x 2" in lines[0]
+    assert [line.endswith(", not counted: it may not fit") for line in lines] == [True, False]
+    assert "2 x 4" in lines[0] and "4 x 2" in lines[1]
+    assert asked.index((4, "units")) < asked.index((2, "nothing")), (
+        "the first answer waits for no other count"
+    )
     assert "--ep 4: must divide the 6 experts" in {choice.refused for choice in search.choices}
+
+
+def test_what_was_excluded_tells_whether_it_was_counted():
+    def ask(plan, compile, title):
+        return answer(plan, compile)
+
+    search = planning.Search(Answers(str(TARGET), None, None), minutes=1e-9)
+    search.answers.ask = ask
+    search.explore(wanted(pp=(4, 2), schedules=("zb_h1",), remats=("none", "all"), tokens=16384))
+    why = {(found.plan.pp, found.plan.remat): found.why for found in search.excluded}
+    not_counted = "no CPU minutes left, not counted: it may not fit"
+    assert why == {(4, "none"): "no CPU minutes left", (2, "all"): not_counted, (2, "none"): not_counted}
 
 
 def test_a_fault_of_all_cuts_ends_the_search():
