@@ -65,8 +65,7 @@ class Search:
                 print("no layers are moved between stages: no CPU minutes left", file=sys.stderr)
                 break
             cases.append(better)
-            with self._clock.runs(better):
-                self.consider(better, shards, f"layers {in_runs(better.plan.stage_layers)}")
+            self.consider(better, shards, f"layers {in_runs(better.plan.stage_layers)}")
             self.left -= 1
         self.left = 0
 
@@ -88,6 +87,9 @@ class Search:
             if vain := planner.cut_in_vain(case, cases, self.answers.layers):
                 self.choices += vain
                 bounds.leave_out(case)
+        for cut in dict.fromkeys(Cut.of(case.plan) for case in bounds.open()):
+            if not bounds.is_counted(cut):
+                self.choices += bounds.cannot_fit(cut)
         self._say_bounds(bounds)
         tried: set[Case] = set()
         while open_cases := [case for case in bounds.open() if case not in tried]:
@@ -103,15 +105,14 @@ class Search:
                 continue
             tried.add(case)
             known = len(self.prices)
-            with self._clock.runs(case):
-                title = f"at least {bounds.seconds(case):.4g} s, {len(shorter) - 1} cases left"
-                self.consider(case, shards, title, bounds)
+            title = f"at least {bounds.seconds(case):.4g} s, {len(shorter) - 1} cases left"
+            self.consider(case, shards, title, bounds)
             for prices in self.prices[known:]:
                 bounds.learn(prices)
             self._say_best()
         for case in sorted(open_cases, key=bounds.seconds):
             longer = bounds.seconds(case) >= self.shortest
-            why = "longer than the best" if longer else "no CPU minutes left"
+            why = "longer than the best" if longer else _NO_MINUTES
             why += "" if bounds.is_counted(Cut.of(case.plan)) else _NOT_COUNTED
             self.excluded.append(bounds.excluded(case, why))
 
@@ -198,7 +199,8 @@ class Search:
     ) -> Exception | None:
         """All plans of a case; ``shards`` from the least on. Returns why there are none, if it could not be asked.
 
-        With less shared out than there is probably room for, units are compiled last.
+        With less shared out than there is probably room for, units are compiled last. Within bounds, once a plan is
+        priced, more are compiled only if they will end in time.
         """
         done: list[Choice] = []
         plans: Sequence[Plan] = case.plans
@@ -218,7 +220,14 @@ class Search:
                 plans = [plan for plan in fit if plan.shard == shard]
                 if not planner.worth(plans, done, prices):
                     continue
-                new = Prices(case, shard, self.answers.ask(planner.standing_for(plans), "units", title))
+                priced = any(not choice.refused for choice in done)
+                if prices and priced and bounds and not self._clock.lasts(case):
+                    least = min(plans, key=prices.ticks)
+                    self.excluded.append(Excluded(least, prices.ticks(least), _NO_MINUTES))
+                    break
+                with self._clock.runs(case):
+                    found = self.answers.ask(planner.standing_for(plans), "units", title)
+                new = Prices(case, shard, found)
                 done += new.choices(plans, count)
                 self.prices.append(new)
                 prices = new if new.known else prices
@@ -265,6 +274,7 @@ class Search:
 _FIRST = 5
 """Bounds that are told before anything is compiled."""
 
+_NO_MINUTES = "no CPU minutes left"
 _NOT_COUNTED = ", not counted: it may not fit"
 """Counting all that may be told takes minutes, so a cut is counted when its turn has come, and bounded by others."""
 
