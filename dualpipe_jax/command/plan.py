@@ -1,6 +1,7 @@
 """`dualpipe plan`: which schedule, microbatches and memory policy make a step shortest on devices that are not here."""
 
 import dataclasses
+import heapq
 import json
 import sys
 from collections.abc import Sequence
@@ -107,7 +108,7 @@ class Plan:
     whole: bool = False
     """Compile every case of which a plan fits, and exclude none by its bound. Takes hours for large models."""
     best: int = 10
-    """Number of plans to print."""
+    """Number of plans to print, and of plans that do not fit."""
     cache: Annotated[Path | None, arg(metavar="DIR")] = None
     """Folder in which compiled costs are kept for the next time. If left out, ~/.cache/dualpipe."""
     output: Output = None
@@ -204,7 +205,9 @@ class Plan:
                 more = "these may: --cpu-minutes says how long to go on, 0 is until all are compiled"
                 parts += [f"\nno plan that was compiled fits, but {more}"]
         if refused:
-            parts += ["\nwhat cannot be had, of each kind what needs least\n", refusals(refused)]
+            shown = nearest_first(refused, self.best)
+            some = "" if len(shown) == len(refused) else f"; {len(shown)} of {len(refused)}, --json has all"
+            parts += [f"\nwhat cannot be had, of each kind what needs least{some}\n", refusals(shown)]
         if nearest is not None and nearest.memory is not None and nearest.memory.limit is not None:
             parts += [f"\n{_words(nearest)}", *remedies(nearest.memory, nearest.memory.limit)]
         if self.output is not None and plans:
@@ -275,6 +278,13 @@ def table(choices: Sequence[Choice]) -> Table:
         for c in choices
     ]
     return Table(head, tuple(rows), best=0)
+
+
+def nearest_first(refused: Sequence[Choice], most: int) -> list[Choice]:
+    """Of plans that cannot be had so many that need least memory, and one of each reason that is not memory."""
+    sized = (choice for choice in refused if choice.memory is not None)
+    others = {choice.refused: choice for choice in refused if choice.memory is None}
+    return [*heapq.nsmallest(most, sized, key=lambda choice: choice.memory or 0.0), *others.values()]
 
 
 def refusals(choices: Sequence[Choice]) -> Table:

@@ -1,6 +1,7 @@
 """Cases that are not compiled: bounds by hand, what is counted, and the best of all found all the same."""
 
 import dataclasses
+import json
 import math
 import random
 import re
@@ -401,6 +402,27 @@ def test_stages_that_are_twice_as_long_are_expected_to_take_twice_as_many_minute
     search.answers.ask = ask
     search.explore(wanted(schedules=("1f1b",), pp=(2, 4), remats=("none", "all"), tokens=256))
     assert priced[:2] == compiled
+
+
+def test_the_page_shows_what_nearly_fits_and_each_other_reason_and_programs_get_all(capsys):
+    search = planning.Search(Answers(str(TARGET), None, None))
+    sizes = {("dualpipe", "all"): 9, ("dualpipe", "none"): 99, ("zb_v", "all"): 10, ("zb_v", "none"): 98}
+    search.choices = [
+        planner.Choice(
+            plan(name, remat=remat), memory=size * GIB, refused=f"needs {size}.0 GiB of 8.0, counted"
+        )
+        for (name, remat), size in sizes.items()
+    ]
+    search.choices += [
+        planner.Choice(plan(name, remat="wide"), refused="--ep 2: must divide the 5 experts")
+        for name in ("gpipe", "1f1b")
+    ]
+    assert plan_command.Plan(target=str(TARGET), best=2).tell(search) == 1
+    out = capsys.readouterr().out
+    assert "needs least; 3 of 6, --json has all\n" in out
+    assert re.findall(r"needs (\d+)", out) == ["9", "10"] and out.count("must divide") == 1
+    assert plan_command.Plan(target=str(TARGET), best=2, json=True).tell(search) == 1
+    assert len(json.loads(capsys.readouterr().out)["refused"]) == 6
 
 
 def test_the_page_says_what_room_experts_have_and_which_dispatch_cannot_be_had(capsys):
