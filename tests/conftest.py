@@ -6,7 +6,7 @@ import os
 import shutil
 import signal
 
-from tests.changed import changed_files, touched
+from tests.chosen import changed_files, in_part, touched
 from tests.quick import COMPILED, COMPILED_BYTES, QUICK, ROOT
 
 os.environ["JAX_PLATFORMS"] = "cpu"
@@ -48,6 +48,7 @@ def pytest_addoption(parser):
         help="only the tests of what differs from a revision (HEAD if none is given): those of the changed files' own "
         "rooms, and those that import a changed module themselves",
     )
+    group.addoption("--part", metavar="K/N", help="only every N-th test, from the K-th on")
 
 
 def pytest_configure(config):
@@ -69,7 +70,10 @@ def pytest_ignore_collect(collection_path, config):
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config, items):
-    """Of a grid marked ``thin(n)`` all cases but every n-th are slow; slow tests wait for --all, -m or their name."""
+    """Of a grid marked ``thin(n)`` all cases but every n-th are slow; slow tests wait for --all, -m or their name.
+
+    Of those that are left --part takes some.
+    """
     seen = collections.Counter()
     for item in items:
         if (mark := item.get_closest_marker("thin")) is not None:
@@ -81,12 +85,18 @@ def pytest_collection_modifyitems(config, items):
         # A long test that begins last would run alone: files that have slow ones come first.
         heavy = {item.path for item in items if item.get_closest_marker("slow")}
         items.sort(key=lambda item: item.path not in heavy)
-        return
-    named = [argument for argument in config.args if "::" in argument]
-    left = [item for item in items if item.get_closest_marker("slow") and not _named(item.nodeid, named)]
-    if left:
-        config.hook.pytest_deselected(items=left)
-        items[:] = [item for item in items if item not in set(left)]
+        chosen = items
+    else:
+        named = [argument for argument in config.args if "::" in argument]
+        chosen = [item for item in items if not item.get_closest_marker("slow") or _named(item.nodeid, named)]
+    if (part := config.getoption("--part")) is not None:
+        try:
+            chosen = in_part(chosen, part)
+        except ValueError as error:
+            raise pytest.UsageError(str(error)) from None
+    if left := set(items).difference(chosen):
+        config.hook.pytest_deselected(items=list(left))
+        items[:] = chosen
 
 
 def _named(nodeid, named):

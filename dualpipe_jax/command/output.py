@@ -52,6 +52,7 @@ def show(*parts: str | Table | Reasons) -> None:
 
 
 def make_console() -> Any:
+    """A console of rich that prints text as it stands."""
     from rich.console import Console
 
     return Console(highlight=False, markup=False)
@@ -81,4 +82,5 @@ def say_written(*files: Path) -> None:
 
 
 def show_json(value: Mapping[str, Any]) -> None:
+    """Print what was found for other programs."""
     print(json.dumps(value, indent=2))

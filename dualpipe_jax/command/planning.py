@@ -110,11 +110,12 @@ class Search:
             for prices in self.prices[known:]:
                 bounds.learn(prices)
             self._say_best()
-        for case in sorted(open_cases, key=bounds.seconds):
+        for case in open_cases:
             longer = bounds.seconds(case) >= self.shortest
             why = "longer than the best" if longer else _NO_MINUTES
             why += "" if bounds.is_counted(Cut.of(case.plan)) else _NOT_COUNTED
             self.excluded.append(bounds.excluded(case, why))
+        self.excluded.sort(key=lambda found: found.seconds)
 
     def _count_one_of_each(self, bounds: Bounds, wanted: Wanted, shards: Sequence[Shard]) -> None:
         """Count one cut of each way to compute again and to reach experts, so that the work of all is known."""

@@ -105,6 +105,7 @@ def _lines(links: list[Link]) -> list[str]:
 
 
 def draw_in_terminal(timeline: Timeline, share: Share) -> None:
+    """Print the schedule to time, a row of colored cells for each rank."""
     from dualpipe_jax.command.drawing import print_drawing
 
     schedule = timeline.schedule

@@ -555,6 +555,8 @@ def test_what_was_excluded_tells_whether_it_was_counted():
     why = {(found.plan.pp, found.plan.remat): found.why for found in search.excluded}
     not_counted = "no CPU minutes left, not counted: it may not fit"
     assert why == {(4, "none"): "no CPU minutes left", (2, "all"): not_counted, (2, "none"): not_counted}
+    seconds = [found.seconds for found in search.excluded]
+    assert len(seconds) == 3 and seconds == sorted(seconds)
 
 
 def test_a_fault_of_all_cuts_ends_the_search():

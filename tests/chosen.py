@@ -1,12 +1,25 @@
-"""Which test files a change touches: what `scripts/test --changed` runs."""
+"""Which tests are run: what `scripts/test --changed` and `--part` choose."""
 
 import ast
+import re
 import subprocess
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import TypeVar
 
 PACKAGES = ("dualpipe_jax", "models", "train")
+_T = TypeVar("_T")
 FOR_ALL = {"tests/conftest.py", "tests/quick.py", "pyproject.toml"}
+
+
+def in_part(tests: Sequence[_T], part: str) -> Sequence[_T]:
+    """``K/N``: every N-th, from the K-th on. ValueError for another text, or K not in 1 to N."""
+    found = re.fullmatch(r"(\d+)/(\d+)", part)
+    if found is None or not 1 <= int(found[1]) <= int(found[2]):
+        raise ValueError(
+            f"--part {part}: expected K/N with K from 1 to N, such as 2/3: every third, from the second on"
+        )
+    return tests[int(found[1]) - 1 :: int(found[2])]
 
 
 def changed_files(root: Path, since: str) -> list[str]:

@@ -2,7 +2,7 @@ import subprocess
 
 import pytest
 
-from tests.changed import changed_files, touched
+from tests.chosen import changed_files, in_part, touched
 
 
 @pytest.fixture
@@ -64,3 +64,16 @@ def test_what_git_says_differs(tree):
     ]
     with pytest.raises(ValueError, match="--changed nowhere: git says: fatal: bad revision"):
         changed_files(tree, "nowhere")
+
+
+def test_parts_have_each_test_once():
+    tests = list("abcdefg")
+    assert ["".join(in_part(tests, f"{k}/3")) for k in (1, 2, 3)] == ["adg", "be", "cf"]
+    assert in_part(tests, "1/1") == tests
+    assert in_part(tests, "8/9") == []
+
+
+@pytest.mark.parametrize("part", ["0/3", "4/3", "3", "1/0", "a/b", "-1/3"])
+def test_a_part_that_is_none(part):
+    with pytest.raises(ValueError, match=f"--part {part}: expected K/N with K from 1 to N, such as 2/3"):
+        in_part([], part)
