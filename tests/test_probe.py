@@ -80,6 +80,7 @@ def test_two_processes_probe_together(here, capfd):
     assert 1e6 < alone < 1e12
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize("lost", [0, 1])
 def test_a_process_that_dies_ends_its_experiment_and_no_more(here, capfd, monkeypatch, lost):
     """Killed as the machine kills what takes too much memory; the others would wait for it for ever."""
@@ -288,6 +289,7 @@ def test_a_step_that_does_not_repeat(in_order, words):
     assert "Run again" not in " ".join(verdict({"repeats": loose | {"differ": []}}, "loop").sentences)
 
 
+@pytest.mark.slow
 def test_a_step_is_run_again_as_it_is_and_with_sums_in_order(here, capfd):
     """A CPU sums in one order anyway."""
     assert main(["probe", "--cpu", "4", "--only", "repeats"]) == 0

@@ -123,6 +123,7 @@ def test_unordered_sees_the_gradient_of_indexing():
     assert unordered_scatters(lowered.as_text()) == 1
 
 
+@pytest.mark.thin(3)
 @pytest.mark.parametrize("num_ep, num_mtp_layers", [(1, 1), (2, 0)])
 @pytest.mark.parametrize("dispatch, factor", [("dropless", None), ("capacity", 1.25)])
 def test_nothing_in_a_step_is_added_in_any_order(num_ep, num_mtp_layers, dispatch, factor):

@@ -77,6 +77,7 @@ def test_the_kernel_of_few_rows_multiplies_each_group_by_its_own_matrix(rows, si
     np.testing.assert_allclose(np.asarray(got, np.float64)[:count], wanted[:count], rtol=2**-7, atol=0.05)
 
 
+@pytest.mark.thin(3)
 @pytest.mark.parametrize("transpose", [False, True])
 @pytest.mark.parametrize("rows, sizes", [(256, (100, 0, 28, 127)), (200, (0, 130)), (128, (0, 0))])
 def test_the_kernel_of_many_rows_multiplies_each_group_by_its_own_matrix(rows, sizes, transpose, monkeypatch):
