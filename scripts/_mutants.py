@@ -35,6 +35,9 @@ from threading import Event
 from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+from tests.chosen import in_part  # noqa: E402
+
 LISTS = ROOT / "tests" / "mutants"
 NO_TESTS = 5  # pytest's exit code
 WORKERS = 2  # compiling keeps but one core busy
@@ -86,8 +89,6 @@ def stale(mutant: Mutant) -> str | None:
 def without_tests(mutants: list[Mutant]) -> list[Mutant]:
     """Those for which pytest finds no test, or cannot read one: a test's new name is not what ``-k`` asks for."""
     import pytest
-
-    sys.path.insert(0, str(ROOT))
 
     @functools.cache
     def collect(tests: str) -> int:
@@ -164,15 +165,6 @@ def try_group(
     return found
 
 
-def choose(mutants: list[Mutant], words: list[str], part: str | None) -> list[Mutant]:
-    """Those that the command line asks for."""
-    chosen = [m for m in mutants if not words or any(word in m.name for word in words)]
-    if part is None:
-        return chosen
-    first, step = map(int, part.split("/"))
-    return chosen[first - 1 :: step]
-
-
 def main() -> int:
     """Try them; 1 unless all were caught."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -186,7 +178,12 @@ def main() -> int:
     )
     parser.add_argument("--collect", action="store_true", help="those whose tests are not there")
     given = parser.parse_args()
-    mutants = choose(read(), given.words, given.part)
+    mutants = [m for m in read() if not given.words or any(word in m.name for word in given.words)]
+    if given.part is not None:
+        try:
+            mutants = list(in_part(mutants, given.part))
+        except ValueError as error:
+            parser.error(str(error))
     if given.collect:
         lost = without_tests(mutants)
         print("".join(f"{mutant.name}: no test in {mutant.tests}\n" for mutant in lost), end="")

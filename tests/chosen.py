@@ -1,4 +1,4 @@
-"""Which tests are run: what `scripts/test --changed` and `--part` choose."""
+"""Which tests are run: what `scripts/test --changed` and `--part` choose, and `scripts/mutants --part` of mutants."""
 
 import ast
 import re
@@ -12,14 +12,14 @@ _T = TypeVar("_T")
 FOR_ALL = {"tests/conftest.py", "tests/quick.py", "pyproject.toml"}
 
 
-def in_part(tests: Sequence[_T], part: str) -> Sequence[_T]:
+def in_part(all_of_them: Sequence[_T], part: str) -> Sequence[_T]:
     """``K/N``: every N-th, from the K-th on. ValueError for another text, or K not in 1 to N."""
     found = re.fullmatch(r"(\d+)/(\d+)", part)
     if found is None or not 1 <= int(found[1]) <= int(found[2]):
         raise ValueError(
             f"--part {part}: expected K/N with K from 1 to N, such as 2/3: every third, from the second on"
         )
-    return tests[int(found[1]) - 1 :: int(found[2])]
+    return all_of_them[int(found[1]) - 1 :: int(found[2])]
 
 
 def changed_files(root: Path, since: str) -> list[str]:

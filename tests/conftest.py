@@ -57,6 +57,11 @@ def pytest_configure(config):
             config.touched = touched(ROOT, changed_files(ROOT, since))
         except ValueError as error:
             raise pytest.UsageError(str(error)) from None
+    if (part := config.getoption("--part")) is not None:
+        try:
+            in_part([], part)  # before workers are started: each would fail on its own
+        except ValueError as error:
+            raise pytest.UsageError(str(error)) from None
     is_worker = hasattr(config, "workerinput")
     if not is_worker and sum(file.stat().st_size for file in COMPILED.glob("*")) > COMPILED_BYTES:
         shutil.rmtree(COMPILED)
@@ -90,10 +95,7 @@ def pytest_collection_modifyitems(config, items):
         named = [argument for argument in config.args if "::" in argument]
         chosen = [item for item in items if not item.get_closest_marker("slow") or _named(item.nodeid, named)]
     if (part := config.getoption("--part")) is not None:
-        try:
-            chosen = in_part(chosen, part)
-        except ValueError as error:
-            raise pytest.UsageError(str(error)) from None
+        chosen = in_part(chosen, part)
     if left := set(items).difference(chosen):
         config.hook.pytest_deselected(items=list(left))
         items[:] = chosen
