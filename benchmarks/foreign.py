@@ -67,7 +67,9 @@ def ring(mesh):
     # The package asks JAX for a backend as it is imported, in a way that JAX has no more.
     found = importlib.util.find_spec("ringattention")
     if found is None or importlib.util.find_spec("einops") is None:
-        sys.exit("foreign.py ring: needs the packages ringattention and einops; pip install ringattention einops")
+        sys.exit(
+            "foreign.py ring: needs the packages ringattention and einops; pip install ringattention einops"
+        )
     folder = found.submodule_search_locations[0]
     spec = importlib.util.spec_from_file_location("ring", Path(folder) / "ringattention_jax.py")
     package = importlib.util.module_from_spec(spec)

@@ -177,12 +177,15 @@ class Search:
             print("no case fits", file=sys.stderr)
             return
         lines = [f"{len(cases)} cases are left; by their products and bubbles alone a step takes at least"]
-        found = (bounds.excluded(case, "") for case in cases)
-        for least in heapq.nsmallest(_FIRST, found, key=lambda one: one.seconds):
-            plan = least.plan
+        counted = [case for case in cases if bounds.is_counted(Cut.of(case.plan))]
+        others = [bounds.seconds(case) for case in cases if not bounds.is_counted(Cut.of(case.plan))]
+        for case in heapq.nsmallest(_FIRST, counted, key=bounds.seconds):
+            plan = bounds.excluded(case, "").plan
             how = f"{plan.num_microbatches} microbatches of {plan.batch}, remat {plan.remat}, {plan.dispatch}"
-            fits = "" if bounds.is_counted(Cut.of(plan)) else _NOT_COUNTED
-            lines.append(f"  {least.seconds:.4g} s: {plan.schedule_in_words}, {layout_of(plan)}, {how}{fits}")
+            takes = f"{bounds.seconds(case):.4g} s, {bounds.memory(case) / 2**30:.1f} GiB"
+            lines.append(f"  {takes}: {plan.schedule_in_words}, {layout_of(plan)}, {how}")
+        if others:
+            lines.append(f"  {min(others):.4g} s: the least of {len(others)} not counted, which may not fit")
         print("\n".join(lines), file=sys.stderr)
 
     def _say_best(self) -> None:

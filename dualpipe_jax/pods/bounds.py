@@ -278,8 +278,13 @@ class Bounds:
         if needs := self.too_much(cut):
             return needs
         fit = [case for case in self.cases[cut] if self._may_fit[case]]
-        sizes = (self._least[cut].memory(plan)[0] for case in fit for plan in self._may_fit[case])
-        return f"{len(fit)} cases may fit, at least {min(map(self.seconds, fit)):.4g} s, {min(sizes) / 2**30:.1f} GiB"
+        size = min(map(self.memory, fit)) / 2**30
+        return f"{len(fit)} cases may fit, at least {min(map(self.seconds, fit)):.4g} s, {size:.1f} GiB"
+
+    def memory(self, case: Case) -> float:
+        """Bytes that a device needs, about, in the plan of a counted case that needs least of those that may fit."""
+        least = self._least[Cut.of(case.plan)]
+        return min(least.memory(plan)[0] for plan in self._may_fit[case])
 
     def open(self) -> list[Case]:
         """The cases whose work is known and of which some plan may fit."""

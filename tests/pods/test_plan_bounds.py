@@ -485,6 +485,8 @@ def test_what_is_told_meanwhile(capsys):
     )
     assert first == "2 cases are left; by their products and bubbles alone a step takes at least"
     assert [line.split(": ")[1].split(",")[0] for line in bounds] == ["dualpipe", "zb_h1"]
+    sizes = [float(line.split(" s, ")[1].split(" GiB")[0]) for line in bounds]
+    assert sizes[0] > sizes[1] == 3.0, "DualPipe keeps each stage twice"
     best = planner.ranked(search.choices)[0]
     time = f"{best.seconds:.4g} s, {100 * best.mfu:.1f} % MFU"
     assert last == f"the best so far takes {time}: {best.plan.schedule}, 2 x 4, remat all, capacity"
@@ -526,9 +528,12 @@ def test_what_nobody_counted_yet_is_told_as_such(capsys):
     search = planning.Search(Answers(str(TARGET), None, None))
     search.answers.ask = ask
     search.explore(wanted(pp=(4, 2), schedules=("zb_h1",), tokens=16384))
-    lines = [line for line in told[0].splitlines() if line.startswith("  ")]
-    assert [line.endswith(", not counted: it may not fit") for line in lines] == [True, False]
-    assert "2 x 4" in lines[0] and "4 x 2" in lines[1]
+    counted, others = [line for line in told[0].splitlines() if line.startswith("  ")]
+    assert re.fullmatch(
+        r"  \d.\d+ s, 5.5 GiB: zb_h1, 4 x 2, 512 microbatches of 2, remat all, capacity", counted
+    )
+    assert others.endswith(" s: the least of 1 not counted, which may not fit")
+    assert float(others.split()[0]) < float(counted.split()[0])
     assert asked.index((4, "units")) < asked.index((2, "nothing")), (
         "the first answer waits for no other count"
     )
