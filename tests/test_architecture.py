@@ -11,7 +11,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 
 ENGINE = "contract", "schedule", "parallel", "split", "pair", "varying"
-PODS = "bounds", "cache", "plain", "plan", "planner", "request", "results"
+PODS = "bounds", "cache", "kept", "plain", "plan", "planner", "request", "results"
 NO_JAX = "probe.findings", *(f"pods.{s}" for s in PODS)
 """Of rooms that load JAX, what does not."""
 MAY_IMPORT = {

@@ -251,7 +251,7 @@ class Search:
             memory = counts[shard].memory
             assert memory is not None and memory.limit is not None
             room = math.inf if bounds is None else bounds.room(case, memory.limit)
-            return any(planner.bytes_of(plan, counts[shard]) <= room for plan in fit if plan.shard == shard)
+            return any(planner.needed(plan, memory) <= room for plan in fit if plan.shard == shard)
 
         roomy = list(filter(is_roomy, counts))
         return [*roomy, *(shard for shard in reversed([*counts]) if shard not in roomy)]

@@ -9,6 +9,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from dualpipe_jax.engine.stages import homes
+from dualpipe_jax.pods.kept import Kept
 from dualpipe_jax.pods.program import Blueprint, Tree
 from dualpipe_jax.schedule import MemoryModel
 from dualpipe_jax.schedule.costs import stages_a_share
@@ -109,16 +110,16 @@ def _changed(stored: Tree, used: Tree) -> int:
 def rank_memory(blueprint: Blueprint) -> tuple[MemoryModel, int]:
     """Bytes of a whole rank's share of the model, for ``choose``; and what a device holds whatever the schedule.
 
-    "parameters" are one copy of the stages, as it is used, and its gradients' sums; the rest, which no schedule
-    changes, is both ends with their sums, the optimizer's state, the batch, and what is stored beside what is used.
+    "parameters" are one copy of the stages, as it is used, what they make of it alone, and its gradients' sums; the
+    rest, which no schedule changes, is both ends with their sums, the optimizer's state, the batch, and what is stored
+    beside what is used.
     Where stages are of several kinds this is an upper bound: every stage counts with the pools of all kinds.
     """
     state, kinds = blueprint.state, memory_by_kind(blueprint)
     parts = int(stages_a_share(blueprint.schedule.placement))
 
     def share(pool: str) -> int:
-        leaves = jax.tree.leaves(state.family(pool))
-        return parts * sum(nbytes(jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype)) for leaf in leaves)
+        return parts * _slot(state.family(pool))
 
     used = nbytes(blueprint.used["stages"])
     num_mine = len(blueprint.params["stages"].local)
@@ -127,10 +128,30 @@ def rank_memory(blueprint: Blueprint) -> tuple[MemoryModel, int]:
         residual_w=share("residual"),
         stash=share("stash"),
         boundary=share("x") // parts,
-        parameters=used + nbytes(mine),
+        parameters=used + nbytes((blueprint.sketch.values[:num_mine], mine)),
     )
-    rest = ("stages", "shared", "cast", "optimizer", "batch")
-    return sizes, sum(kinds[kind] for kind in rest) - used + nbytes(state.shared)
+    rest, beside = ("stages", "shared", "cast", "optimizer", "batch"), used + nbytes(blueprint.sketch.values)
+    return sizes, sum(kinds[kind] for kind in rest) - beside + nbytes(state.shared)
+
+
+def kept_of(blueprint: Blueprint) -> Kept:
+    """What stages keep of a microbatch on a device, by kinds of stages and pools."""
+    state, keeps = blueprint.state, blueprint.sketch.table.keeps
+    kinds = range(max(keeps.kind_of) + 1)
+
+    return Kept(
+        kind_of=keeps.kind_of,
+        keep_input=keeps.keep_input,
+        lives=tuple(tuple(own.get(kind, "") for kind in kinds) for own in keeps.pools.values()),
+        sizes=tuple(_slot(state.pools[pool]) for pool in keeps.pools),
+        boundary=_slot(state.pools["x"]),
+        placed=blueprint.pipeline.placing_costs,
+    )
+
+
+def _slot(pools: Tree) -> int:
+    """Bytes of one slot of each."""
+    return sum(nbytes(jax.ShapeDtypeStruct(a.shape[1:], a.dtype)) for a in jax.tree.leaves(pools))
 
 
 def held_arrays(blueprint: Blueprint) -> set[str]:

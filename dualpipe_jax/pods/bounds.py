@@ -82,12 +82,11 @@ class Least:
     def memory(self, plan: Plan) -> tuple[float, float]:
         """Bytes that a plan of this cut or another needs, about, and those that there are.
 
-        Values of a rank grow with its work. Parameters of a device are taken to stay as many.
+        Values of a stage grow with its layers and a device's tokens. Parameters of a device are taken to stay as many.
         """
-        memory, work = self._counted.memory, _work(plan) / _work(self.plan)
+        memory = self._counted.memory
         assert memory is not None and memory.limit is not None
-        sizes = {name: memory.share.get(name, 0.0) * work for name in _OF_A_MICROBATCH}
-        return needed(plan, {**memory.share, **sizes}), memory.limit
+        return needed(plan, memory, _sequences(plan) / _sequences(self.plan)), memory.limit
 
     def _costs_by(self, split: bool, factors: tuple[tuple[str, float], ...]) -> "_LeastCosts":
         by_op, products = dict(factors), self._products
@@ -129,9 +128,6 @@ class _LeastCosts(UnitCosts):
             own, usual = self.bare.of((action,), placement), self.bare.cycles[UnitKey(action.op)]
             least += self.pair * min(own, usual) + max(0.0, own - usual)
         return least
-
-
-_OF_A_MICROBATCH = "residual_i", "residual_w", "stash", "boundary"
 
 
 def _sequences(plan: Plan) -> float:
@@ -230,7 +226,7 @@ class Bounds:
         self._least[cut] = Least(plan, counted)
         self._work.setdefault((cut.dispatch, cut.remat), self._least[cut])
         for case in self.cases[cut]:
-            sizes = {own: needed(own, counted.memory.share) for own in case.plans}
+            sizes = {own: needed(own, counted.memory) for own in case.plans}
             self._may_fit[case] = [own for own, size in sizes.items() if size <= _SURELY * limit]
             if not self._may_fit[case]:
                 why = {own: too_much(size, limit, "counted") for own, size in sizes.items()}

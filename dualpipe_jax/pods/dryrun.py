@@ -59,12 +59,13 @@ def answer(
     kinds = ahead.memory_by_kind(blueprint)
     sizes, fixed = ahead.rank_memory(blueprint)
     share = dataclasses.asdict(dataclasses.replace(sizes, fixed=fixed))
+    kept = ahead.kept_of(blueprint)
     found = Answer(
         target=None if target is None else describe(target),
         program=dataclasses.replace(plan, microbatches=blueprint.num_microbatches),
         stage_layers=program.stage_layers,
         parameters=count_parameters(blueprint),
-        memory=weigh(kinds, None, limit_of(target), share),
+        memory=weigh(kinds, None, limit_of(target), share, kept),
         links=None if dispatch is None else count_links(plan, dispatch, target, blueprint.tokens_of_device),
         dropped=None if dispatch is None else share_dropped(plan, dispatch, blueprint.tokens_of_device),
         products={} if target is None or not target.device.flops else products_of(blueprint, target.device),
@@ -79,7 +80,7 @@ def answer(
         found = dataclasses.replace(found, target=describe(target, device))
     else:
         compiled = compile_and_read(request, blueprint, target, say)
-    memory = weigh(kinds, compiled, limit_of(target), share)
+    memory = weigh(kinds, compiled, limit_of(target), share, kept)
     found = dataclasses.replace(found, compiled=compiled, memory=memory)
     if program.flops and {UnitKey("F")} < compiled.units.keys():
         say("simulating the step")

@@ -22,7 +22,7 @@ def plain(value: Any) -> Any:
 def filled(kind: type[T], value: Any) -> T:
     """The inverse of ``plain`` for a value of this type; dicts' entries that are no field's are left out.
 
-    Keys of a type that has ``parse``, such as ``UnitKey``, are read by that.
+    Keys of a type that has ``parse``, such as ``UnitKey``, are read by that; numbers are numbers again.
     """
     return _filled(kind, value)
 
@@ -39,7 +39,7 @@ def _filled(kind: Any, value: Any) -> Any:
     if origin is tuple:
         return tuple(_filled(parts[0], part) for part in value)
     if isinstance(origin, type) and issubclass(origin, Mapping):
-        key = getattr(parts[0], "parse", lambda name: name)
+        key = getattr(parts[0], "parse", int if parts[0] is int else str)
         return {key(name): _filled(parts[1], part) for name, part in value.items()}
     if dataclasses.is_dataclass(kind) and isinstance(value, Mapping):
         hints = _hints(kind)  # type: ignore[arg-type]  # a class is hashable

@@ -18,14 +18,14 @@ from typing import Literal
 from dualpipe_jax.inspect.target import Target
 from dualpipe_jax.pods import predict
 from dualpipe_jax.pods.costs import splits, unit_costs, units_of
+from dualpipe_jax.pods.kept import set_aside
 from dualpipe_jax.pods.layers import moved_layers
 from dualpipe_jax.pods.plan import Plan
-from dualpipe_jax.pods.results import Answer, Overheads
+from dualpipe_jax.pods.results import Answer, Memory, Overheads
 from dualpipe_jax.schedule import CostModel, MemoryModel, Schedule
 from dualpipe_jax.schedule.costs import at_most
 from dualpipe_jax.schedule.lowering.unit_key import UnitKey
 from dualpipe_jax.schedule.names import find, takes
-from dualpipe_jax.schedule.simulate import most_kept
 from dualpipe_jax.step_options import Remat, Shard, StepOptions
 
 SCHEDULES = "dualpipe", "dualpipe_v", "one_f_one_b", "zb_h1", "zb_v", "interleaved_1f1b_overlap"
@@ -244,7 +244,7 @@ def counted(case: Case, counts: Mapping[Shard, Answer]) -> tuple[list[Plan], lis
     for plan, shard in itertools.product(case.plans, counts):
         own, memory = shared(plan, shard), counts[shard].memory
         assert memory is not None and memory.limit is not None
-        size = bytes_of(own, counts[shard])
+        size = needed(own, memory)
         if at_most(size, memory.limit):
             fit.append(own)
         else:
@@ -263,7 +263,7 @@ class Prices:
 
     def __init__(self, case: Case, shard: Shard, found: Answer):
         assert found.compiled is not None and found.target is not None and found.memory is not None
-        self.case, self.shard, self.found, self.layers = case, shard, found, found.stage_layers
+        self.case, self.shard, self.layers = case, shard, found.stage_layers
         self.compiled, self.step, self.target = found.compiled, found.step, found.target
         self.beside = self.compiled.overheads or Overheads(0.0, 0.0)
         self.beyond = _beyond(found)
@@ -307,7 +307,7 @@ class Prices:
         rest = (self.beside.step + (0.0 if update is None else update.cycles)) / self.target.clock
         found, limit = [], self.target.memory
         for plan in plans:
-            size = min(bytes_of(plan, each) for each in (count, self.found)) + self.beyond
+            size = needed(plan, count.memory) + self.beyond
             refused = "" if at_most(size, limit) else too_much(size, limit, "compiled")
             seconds = self.ticks(plan) + rest
             found.append(Choice(plan, least / seconds, seconds, size, refused))
@@ -378,22 +378,14 @@ def worth(plans: Sequence[Plan], done: Iterable[Choice], prices: Prices | None) 
     return any(shared(plan, "nothing") not in there and prices.ticks(plan) < shortest for plan in plans)
 
 
-@functools.cache
-def _live(order: StepOptions, sizes: MemoryModel) -> float:
-    schedule = _schedule(order)
-    return max(most_kept(schedule, sizes.for_schedule(schedule)))
+def needed(plan: Plan, counted: Memory, tokens: float = 1.0) -> float:
+    """Bytes of a device that are counted of a plan, from those of another that shares out as much.
 
-
-def needed(plan: Plan, share: Mapping[str, object]) -> float:
-    """Bytes of the fullest rank, by the sizes of a rank's share; an upper bound where stages are of several kinds."""
-    sizes = MemoryModel(**share)  # type: ignore[arg-type]  # as ``Memory.share`` has them
-    return _live(_order(plan), sizes)
-
-
-def bytes_of(plan: Plan, counted: Answer) -> float:
-    """Bytes of the fullest rank: as counted of the plan itself, and ``needed`` of others of its placement."""
-    assert counted.memory is not None
-    return counted.memory.total if plan == counted.program else needed(plan, counted.memory.share)
+    It is exact for plans of the same case, and near for those of another cut, with ``tokens`` times as many tokens of a
+    microbatch on a device; see ``set_aside``.
+    """
+    assert counted.kept is not None
+    return set_aside(schedule_of(plan), counted.kept.scaled(tokens), MemoryModel(**counted.share))
 
 
 def too_much(size: float, limit: float, how: str) -> str:

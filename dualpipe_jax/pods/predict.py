@@ -9,7 +9,9 @@ import math
 from collections.abc import Callable
 
 from dualpipe_jax.pods.costs import splits
+from dualpipe_jax.pods.kept import Kept, set_aside
 from dualpipe_jax.schedule import CostModel, MemoryModel, Schedule, lower, simulate
+from dualpipe_jax.schedule.costs import at_most
 from dualpipe_jax.schedule.lowering.table import TickTable
 from dualpipe_jax.schedule.optimize.choose import Candidate, choose
 
@@ -63,8 +65,8 @@ def rank_schedules(
     costs: CostModel,
     costs_unsplit: CostModel,
     memory: MemoryModel,
+    kept: Kept,
     limit: float,
-    fixed: float = 0.0,
     tick: float = 0.0,
     at_once: float | None = None,
     placed: CostModel | None = None,
@@ -75,33 +77,35 @@ def rank_schedules(
       costs: of a whole rank's share, for schedules that split backwards.
       costs_unsplit: for those that do not.
       memory: sizes of a whole rank's share.
+      kept: what stages keep of a microbatch.
       limit: bytes of a device.
-      fixed: bytes that every schedule needs.
       tick: cycles of each tick beside its units; as many on a V, whose stages are half as deep and ticks twice as many.
       at_once, placed: see ``step_cycles``.
     """
     price = functools.partial(step_cycles, tick=tick, at_once=at_once, placed=placed)
     found = []
     for own, wanted in ((costs, True), (costs_unsplit, False)):
-        for candidate in choose(num_ranks, num_microbatches, own, limit - fixed, memory=memory):
+        for candidate in choose(num_ranks, num_microbatches, own):
             if candidate.schedule is None:
                 if wanted:
                     refused = candidate.refused.removeprefix(f"{candidate.name}: ")
                     found.append(ScheduleCycles(candidate.name, math.inf, math.inf, 0.0, refused))
             elif splits(candidate.schedule) == wanted:
-                found.append(_predicted(candidate, own, limit, fixed, price))
+                found.append(
+                    _predicted(candidate, own, set_aside(candidate.schedule, kept, memory), limit, price)
+                )
     return tuple(sorted(found, key=lambda p: (bool(p.refused), p.cycles)))
 
 
 def _predicted(
     candidate: Candidate,
     costs: CostModel,
+    needed: float,
     limit: float,
-    fixed: float,
     price: Callable[[Schedule, CostModel], tuple[float, float]],
 ) -> ScheduleCycles:
     assert candidate.schedule is not None
-    own, needed = costs.for_schedule(candidate.schedule), candidate.peak + fixed
-    refused = f"needs {needed / 2**30:.1f} GiB of {limit / 2**30:.1f}" if candidate.refused else ""
-    cycles, ideal = price(candidate.schedule, own)
+    fits = at_most(needed, limit)
+    refused = "" if fits else f"needs {needed / 2**30:.1f} GiB of {limit / 2**30:.1f}"
+    cycles, ideal = price(candidate.schedule, costs.for_schedule(candidate.schedule))
     return ScheduleCycles(candidate.name, cycles, ideal, needed, refused)

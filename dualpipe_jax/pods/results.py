@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
+from dualpipe_jax.pods.kept import Kept
 from dualpipe_jax.pods.plan import Plan
 from dualpipe_jax.schedule.lowering.unit_key import UnitKey
 
@@ -51,6 +52,7 @@ class Memory:
       limit: what there is; None without a target.
       fits: whether that is enough.
       share: what a whole rank's share of the model keeps: the fields of a ``MemoryModel``; see ``ahead.rank_memory``.
+      kept: what stages keep of a microbatch, from which what other schedules need follows; see ``kept.set_aside``.
       remedies: where it does not fit, options that make it fit together, if any do.
     """
 
@@ -61,6 +63,7 @@ class Memory:
     limit: int | None
     fits: bool
     share: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    kept: Kept | None = None
     remedies: tuple[Remedy, ...] = ()
 
 
@@ -353,6 +356,7 @@ def weigh(
     compiled: Compiled | None,
     limit: int | None,
     share: Mapping[str, Any] | None = None,
+    kept: Kept | None = None,
 ) -> Memory:
     """What is needed in all, of how much, and whether that fits.
 
@@ -366,4 +370,4 @@ def weigh(
     needed = total + max(0, beyond or 0)
     refused = compiled is not None and compiled.out_of_memory is not None
     fits = (limit is None or needed <= limit) and not refused
-    return Memory(kinds, total, beyond, needed, limit, fits, share or {})
+    return Memory(kinds, total, beyond, needed, limit, fits, share or {}, kept)

@@ -13,6 +13,7 @@ from dualpipe_jax.inspect.rates import Rates
 from dualpipe_jax.parallel import make_mesh
 from dualpipe_jax.pods import ahead, predict
 from dualpipe_jax.pods.costs import rank_costs, stage_costs, unit_costs
+from dualpipe_jax.pods.kept import Kept
 from dualpipe_jax.pods.program import Blueprint
 from dualpipe_jax.pods.results import Unit
 from dualpipe_jax.pods.units import (
@@ -90,8 +91,9 @@ def test_a_step_in_ticks_takes_no_less_than_in_the_ideal_order():
 
 def test_schedules_are_ranked_and_those_that_do_not_fit_say_so():
     costs, unsplit = CostModel(1, 1, 1, FB=2.2), CostModel(1, 1.2, 0.6, FB=2.2)
-    sizes = MemoryModel(residual_i=1 << 30, parameters=1 << 30)
-    ranked = predict.rank_schedules(4, 16, costs, unsplit, sizes, 8 * 2**30, fixed=2 * 2**30)
+    sizes = MemoryModel(parameters=1 << 30, fixed=2 << 30)
+    kept = Kept((0,) * 4, ("F",), (("FI",),), (1 << 30,), 0, CostModel())
+    ranked = predict.rank_schedules(4, 16, costs, unsplit, sizes, kept, 8 * 2**30)
     assert sorted(p.name for p in ranked) == sorted(recipe.__name__ for recipe in ALL_SCHEDULES)
     fitting = [p for p in ranked if not p.refused]
     assert fitting == sorted(fitting, key=lambda p: p.cycles) and ranked[: len(fitting)] == tuple(fitting)
@@ -100,7 +102,7 @@ def test_schedules_are_ranked_and_those_that_do_not_fit_say_so():
     assert by_name["one_f_one_b"].cycles == lower(own, unsplit).makespan(unsplit), "it splits nothing"
     assert by_name["one_f_one_b"].memory == (4 + 1 + 2) * 2**30
     assert by_name["gpipe"].refused == "needs 19.0 GiB of 8.0"
-    odd = {p.name: p for p in predict.rank_schedules(3, 7, costs, unsplit, sizes, 2**40)}
+    odd = {p.name: p for p in predict.rank_schedules(3, 7, costs, unsplit, sizes, kept, 2**40)}
     assert odd["chimera"].cycles == math.inf and odd["chimera"].refused
 
 

@@ -1,0 +1,75 @@
+"""Bytes that the engine sets aside for any schedule, told from what the stages of one step keep; loads no JAX."""
+
+import dataclasses
+import functools
+
+from dualpipe_jax.schedule import CostModel, MemoryModel, Schedule, lower
+from dualpipe_jax.schedule.lowering.table import Keeps
+
+
+@dataclasses.dataclass(frozen=True)
+class Kept:
+    """What stages of each kind keep of a microbatch, and the bytes that it takes.
+
+    Attributes:
+      kind_of: the kind of each model stage, numbers from 0.
+      keep_input: for each kind, how long a stage's input stays; see ``lowering.table.Keeps``.
+      lives: for each pool, for each kind how long a value stays there; empty where it keeps nothing there.
+      sizes: bytes of a slot of each pool.
+      boundary: bytes of a stage's input, and of the gradient of its output.
+      placed: the costs by which the engine places actions on ticks.
+    """
+
+    kind_of: tuple[int, ...]
+    keep_input: tuple[str, ...]
+    lives: tuple[tuple[str, ...], ...]
+    sizes: tuple[float, ...]
+    boundary: float
+    placed: CostModel
+
+    def scaled(self, tokens: float) -> "Kept":
+        """Of microbatches with so many times the tokens on a device."""
+        sizes = tuple(size * tokens for size in self.sizes)
+        return dataclasses.replace(self, sizes=sizes, boundary=self.boundary * tokens)
+
+
+def set_aside(schedule: Schedule, kept: Kept, share: MemoryModel) -> float:
+    """Bytes of a device that the engine sets aside for a schedule: slots of every pool, and what it holds at rest.
+
+    Each pool has as many slots as the rank that fills most of it needs, on all ranks, for one program runs on all.
+    Pools are full at different times; ``Timeline.memory``, the most that a rank keeps at once, may therefore be less.
+
+    It is exact for schedules of as many stages of the model as ``kept`` has. Others cut the same layers into more or
+    fewer stages, whose kinds are taken to follow each other as those of ``kept`` do.
+
+    Args:
+      schedule: any.
+      kept: what stages keep.
+      share: sizes of a rank's share of the model, of which only those are read that no microbatch changes.
+    """
+    placement, of_stages = schedule.placement, share.for_schedule(schedule)
+    at_rest = max(of_stages.at_rest(placement, rank) for rank in range(schedule.num_ranks))
+    stages, counted = placement.num_model_stages, len(kept.kind_of)
+    kind_of = tuple(kept.kind_of[round(k * (counted - 1) / max(stages - 1, 1))] for k in range(stages))
+    inputs, *slots = _num_slots(schedule, kind_of, kept.keep_input, kept.lives, kept.placed)
+    stays = sum(number * size for number, size in zip(slots, kept.sizes, strict=True)) * counted / stages
+    return at_rest + stays + (inputs + _UNDER_WAY) * kept.boundary
+
+
+_UNDER_WAY = 2
+"""An output and a gradient of an input, between two ticks."""
+
+
+@functools.lru_cache(maxsize=512)
+def _num_slots(
+    schedule: Schedule,
+    kind_of: tuple[int, ...],
+    keep_input: tuple[str, ...],
+    lives: tuple[tuple[str, ...], ...],
+    placed: CostModel,
+) -> tuple[int, ...]:
+    """Slots of stages' inputs and gradients of their outputs together, and of each other pool."""
+    pools = {str(k): {kind: life for kind, life in enumerate(own) if life} for k, own in enumerate(lives)}
+    keeps = Keeps(kind_of, keep_input, pools)  # type: ignore[arg-type]  # of the letters that it had
+    found = lower(schedule, placed, keeps).num_slots
+    return found["x"] + found["dy"], *(found[pool] for pool in pools)
