@@ -218,8 +218,8 @@ class Bounds:
     def take(self, cut: Cut, counted: Answer) -> list[Choice]:
         """What was counted of a cut's plan, with as much shared out as may be. Returns what cannot fit.
 
-        Another placement's memory differs from the one that was counted by little; so what passes the limit by less
-        than a tenth may still fit.
+        Memory of as many stages is told exactly, that of others nearly; so what passes the limit by less than 3 % may
+        still fit.
         """
         assert counted.memory is not None and counted.memory.limit is not None
         plan, limit, refused = self.standing_for(cut), counted.memory.limit, []
@@ -316,8 +316,9 @@ class Bounds:
     def _probably_fits(self, case: Case) -> bool:
         """Whether there is room for what a program needs beyond what is counted; yes, where nothing was counted.
 
-        Another cut's count tells a few percent too much or too little, and that decides: DeepSeek-V3's best plan known
-        needs 84.4 GiB by that of twice as many ranks, and 81.9 by its own, where there is probably room for 83.3.
+        The count of more ranks tells too little, for a device then has more of the parameters that are not experts:
+        DeepSeek-V3's best plan known needs 74.1 GiB by that of twice as many ranks, and 81.8 by its own, where there is
+        probably room for 83.3.
         """
         least = self._least.get(Cut.of(case.plan))
         if least is None:
@@ -398,5 +399,5 @@ _ROOMY = 0.87
 """Of the memory, so much counted probably fits when compiled, as long as nothing was. DeepSeek-V3's units on v5p need 9
 to 15 GiB of 96 beyond what is counted."""
 
-_SURELY = 1.1
+_SURELY = 1.03
 """What needs this many times as much memory as there is does not fit, whatever is told apart later."""
