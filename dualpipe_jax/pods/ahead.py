@@ -113,21 +113,19 @@ def rank_memory(blueprint: Blueprint) -> tuple[MemoryModel, int]:
     "parameters" are one copy of the stages, as it is used, what they make of it alone, and its gradients' sums; the
     rest, which no schedule changes, is both ends with their sums, the optimizer's state, the batch, and what is stored
     beside what is used.
-    Where stages are of several kinds this is an upper bound: every stage counts with the pools of all kinds.
+    Where stages are of several kinds it is what most of them keep; ``set_aside`` tells kinds apart.
     """
-    state, kinds = blueprint.state, memory_by_kind(blueprint)
+    state, kinds, kept = blueprint.state, memory_by_kind(blueprint), kept_of(blueprint)
     parts = int(stages_a_share(blueprint.schedule.placement))
-
-    def share(pool: str) -> int:
-        return parts * _slot(state.family(pool))
 
     used = nbytes(blueprint.used["stages"])
     num_mine = len(blueprint.params["stages"].local)
     mine = [total for (local, _), total in state.own.items() if local < num_mine]
     sizes = MemoryModel(
-        residual_w=share("residual"),
-        stash=share("stash"),
-        boundary=share("x") // parts,
+        residual_i=parts * kept.by_most("FI"),
+        residual_w=parts * kept.by_most("FW"),
+        stash=parts * kept.by_most("IW"),
+        boundary=kept.boundary,
         parameters=used + nbytes((blueprint.sketch.values[:num_mine], mine)),
     )
     rest, beside = ("stages", "shared", "cast", "optimizer", "batch"), used + nbytes(blueprint.sketch.values)

@@ -27,6 +27,11 @@ class Kept:
     boundary: float
     placed: CostModel
 
+    def by_most(self, life: str) -> float:
+        """Bytes that a stage of the kind of which there are most keeps so long."""
+        usual = max(sorted(set(self.kind_of)), key=self.kind_of.count)
+        return sum(size for size, own in zip(self.sizes, self.lives, strict=True) if own[usual] == life)
+
     def scaled(self, tokens: float) -> "Kept":
         """Of microbatches with so many times the tokens on a device."""
         sizes = tuple(size * tokens for size in self.sizes)

@@ -45,7 +45,7 @@ def test_a_step_of_measured_units():
     plan = Plan(BLOCKS, 2, schedule="dualpipe", pp=2, ep=2, microbatches=8, microbatch_size=4)
     own = sum(ahead.memory_by_kind(draw(plan, TARGET, None)).values())
     assert by_name["dualpipe"].memory == own, "the schedules are ranked by what the engine sets aside"
-    assert own == pytest.approx(kept, rel=0.05), "the file has what is kept at once"
+    assert 0.9 * own < kept < own, "the file has what most stages keep, at once"
     assert by_name["dualpipe"].seconds == pytest.approx(step.seconds)
     assert by_name["dualpipe"].mfu == pytest.approx(step.mfu)
     unsplit = predict.CostModel(1e6, 1.4e6 * 2 / 3, 1.4e6 / 3, FB=2e6, send=1e4)
