@@ -9,6 +9,14 @@ import pytest
 ROOT = Path(__file__).parent.parent
 
 
+def test_each_edit_fits_the_code_as_it_is():
+    done = subprocess.run(
+        [sys.executable, "scripts/_mutants.py", "--list"], cwd=ROOT, capture_output=True, text=True
+    )
+    stale = [line for line in done.stdout.splitlines() if "STALE" in line]
+    assert (stale, done.returncode) == ([], 0), done.stderr
+
+
 @pytest.mark.slow
 def test_each_mutant_names_tests_that_are_there():
     done = subprocess.run(
