@@ -3,8 +3,13 @@
 import dataclasses
 import functools
 
-from dualpipe_jax.schedule import CostModel, MemoryModel, Schedule, lower
+import numpy as np
+
+from dualpipe_jax.schedule import CostModel, MemoryModel, Schedule
+from dualpipe_jax.schedule.lowering.flat import Flat, flatten
+from dualpipe_jax.schedule.lowering.lives import Values
 from dualpipe_jax.schedule.lowering.table import Keeps
+from dualpipe_jax.schedule.lowering.ticks import place
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,7 +70,7 @@ _UNDER_WAY = 2
 """An output and a gradient of an input, between two ticks."""
 
 
-@functools.lru_cache(maxsize=512)
+@functools.cache
 def _num_slots(
     schedule: Schedule,
     kind_of: tuple[int, ...],
@@ -76,5 +81,11 @@ def _num_slots(
     """Slots of stages' inputs and gradients of their outputs together, and of each other pool."""
     pools = {str(k): {kind: life for kind, life in enumerate(own) if life} for k, own in enumerate(lives)}
     keeps = Keeps(kind_of, keep_input, pools)  # type: ignore[arg-type]  # of the letters that it had
-    found = lower(schedule, placed, keeps).num_slots
+    _, found = Values(*_ticks(schedule, placed), keeps).slots()
     return found["x"] + found["dy"], *(found[pool] for pool in pools)
+
+
+@functools.cache  # a large schedule takes 0.1 s, and a search asks for it with what each remat and dispatch keeps
+def _ticks(schedule: Schedule, placed: CostModel) -> tuple[Flat, np.ndarray]:
+    flat = flatten(schedule)
+    return flat, place(flat, placed)

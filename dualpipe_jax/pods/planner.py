@@ -18,7 +18,7 @@ from typing import Literal
 from dualpipe_jax.inspect.target import Target
 from dualpipe_jax.pods import predict
 from dualpipe_jax.pods.costs import splits, unit_costs, units_of
-from dualpipe_jax.pods.kept import set_aside
+from dualpipe_jax.pods.kept import Kept, set_aside
 from dualpipe_jax.pods.layers import moved_layers
 from dualpipe_jax.pods.plan import Plan
 from dualpipe_jax.pods.results import Answer, Memory, Overheads
@@ -386,7 +386,12 @@ def needed(plan: Plan, counted: Memory, tokens: float = 1.0) -> float:
     14 % more than is told of it, where parameters are shared out.
     """
     assert counted.kept is not None
-    return set_aside(schedule_of(plan), counted.kept.scaled(tokens), MemoryModel(**counted.share))
+    return _set_aside(_order(plan), counted.kept.scaled(tokens), MemoryModel(**counted.share))
+
+
+@functools.cache
+def _set_aside(order: StepOptions, kept: Kept, share: MemoryModel) -> float:
+    return set_aside(_schedule(order), kept, share)
 
 
 def too_much(size: float, limit: float, how: str) -> str:

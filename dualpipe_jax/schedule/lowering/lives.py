@@ -78,6 +78,15 @@ class Values:
             lives[name] = start, end
         return lives
 
+    def slots(self) -> tuple[dict[str, np.ndarray], dict[str, int]]:
+        """For each pool the slot of each value, and the number of slots; of "x" and "dy" one more, the bin."""
+        slot_of, num_slots = {}, {}
+        for pool, (start, end) in self.lives().items():
+            slot_of[pool], num_slots[pool] = colour(self.rank, start, end)
+        for pool in ("x", "dy"):
+            num_slots[pool] += 1
+        return slot_of, num_slots
+
     def _received(self, produced: np.ndarray, source: np.ndarray) -> np.ndarray:
         """When another stage's output is written: on the same rank at once, else a tick later, at its end."""
         late = (produced[source] // _MOMENTS + 2) * _MOMENTS - 1

@@ -8,7 +8,7 @@ from dualpipe_jax.arguments import typechecked
 from dualpipe_jax.schedule.costs import CostModel
 from dualpipe_jax.schedule.ir import Op, Schedule
 from dualpipe_jax.schedule.lowering.flat import Flat, channels, flatten
-from dualpipe_jax.schedule.lowering.lives import Values, colour
+from dualpipe_jax.schedule.lowering.lives import Values
 from dualpipe_jax.schedule.lowering.table import Keeps, TickTable
 from dualpipe_jax.schedule.lowering.ticks import place
 
@@ -50,11 +50,7 @@ def tabulate(flat: Flat, ticks: np.ndarray, keeps: Keeps) -> TickTable:
     """The table of a placement: ``ticks`` holds the tick of each slot of ``flat``, one slot a tick."""
     schedule, permutes, values = flat.schedule, channels(flat.schedule), Values(flat, ticks, keeps)
     filled = [name for name, lives in keeps.pools.items() if set(lives.values()) != {"IW"}]
-    slot_of, num_slots = {}, {}
-    for pool, (start, end) in values.lives().items():
-        slot_of[pool], num_slots[pool] = colour(values.rank, start, end)
-    for pool in ("x", "dy"):
-        num_slots[pool] += 1
+    slot_of, num_slots = values.slots()
     columns = (
         *("unit", "F_microbatch", "F_stage", "F_x", "F_y", *(f"F_{pool}" for pool in filled)),
         *("G_microbatch", "G_stage", "G_x", "G_dy", "G_dx", *(f"G_{pool}" for pool in keeps.pools)),
