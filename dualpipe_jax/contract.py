@@ -113,11 +113,14 @@ class StagedModel:
       weights: ``weights(batch) -> {loss name: float32 scalar}``: how much a part of a microbatch counts in the mean of
         that loss, such as its number of valid tokens; a constant. Names left out, and None, count every part alike.
         Their sum over a step must not be zero: a mean over nothing is NaN, as 0/0 is.
+      alike: kinds that compute the same as another kind, of other leaves of "shared": the name of that one. In a step
+        this changes nothing; where units are compiled to be looked at, those of one kind stand for all alike.
     """
 
     kinds: Mapping[str, StageFunction]
     kind_of: tuple[str, ...]
     weights: Callable[[Tree], Mapping[str, jax.Array]] | None = None
+    alike: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self):
         unknown = sorted(set(self.kind_of) - set(self.kinds))
@@ -125,6 +128,13 @@ class StagedModel:
             raise ValueError(
                 f"StagedModel: kind_of names {list(self.kind_of)}, but the kinds are {sorted(self.kinds)}; every stage "
                 "needs one of these."
+            )
+        if wrong := sorted(
+            k for k, like in self.alike.items() if {k, like} - set(self.kinds) or like in self.alike
+        ):
+            raise ValueError(
+                f"StagedModel: alike says {', '.join(f'{k!r}: {self.alike[k]!r}' for k in wrong)}; both must be among "
+                f"the kinds, {sorted(self.kinds)}, and the second be like no other itself."
             )
 
     @property

@@ -228,6 +228,14 @@ class Layout:
     def kinds(self) -> tuple[str, ...]:
         return tuple(content.name(self.contents) for content in self.contents)
 
+    @property
+    def alike(self) -> dict[str, str]:
+        """Kinds between the ends with as many layers of each sort as an earlier one, of which each names that one."""
+        first: dict[tuple[int, int], str] = {}
+        between = list(zip(self.kinds, self.contents, strict=True))[1:-1]
+        likes = {kind: first.setdefault((len(c.dense), c.num_moe), kind) for kind, c in between}
+        return {kind: like for kind, like in likes.items() if kind != like}
+
     def slot_of(self, row: int) -> tuple[int, int]:
         """Return the stage and slot of a layer with experts, or of a module of multi-token prediction, by its row."""
         stage, slot = np.argwhere(self.rows == row)[0]

@@ -161,7 +161,7 @@ def deepseek(
     return Model(
         config,
         layout,
-        StagedModel(kinds, layout.kinds, weights),
+        StagedModel(kinds, layout.kinds, weights, layout.alike),
         init,
         param_specs_of(config, params, ep_axis),
         compute_dtype_of(config, params),

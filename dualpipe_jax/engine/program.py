@@ -94,7 +94,18 @@ class Program:
         step = self.step
         schedule = self.schedule if self.backward else forward_only(self.schedule)
         table = lower(schedule, step.costs, self.layout.keeps)
-        return units_alone(table, step.units, every=step.every_kind) if step.units else table
+        if not step.units:
+            return table
+        return units_alone(table, step.units, self._stand_ins() if step.every_kind else None)
+
+    def _stand_ins(self) -> list[int]:
+        """For each kind the first alike; one at an end, which is handed less or hands on less, is like none."""
+        alike, kind_of = self.step.model.alike, self.prepared.kind_of
+        likes = [
+            number if number in (kind_of[0], kind_of[-1]) else alike.get(kind.name, kind.name)
+            for number, kind in enumerate(self.kinds)
+        ]
+        return [likes.index(each) for each in likes]
 
     def _seeds(self, types: Tree) -> dict[str, jax.Array]:
         """The weight of each loss in each microbatch here, [num_microbatches], 1 on average over all parts."""

@@ -190,14 +190,13 @@ def compile_and_read(
     )
     if isinstance(made, str):
         return Compiled(what, out_of_memory=made)
-    held, kind_of = ahead.held_arrays(blueprint), blueprint.program.model.kind_of
     found = read(
         what,
         made.module,
         made.report,
         made.memory,
-        held,
-        kind_of,
+        ahead.held_arrays(blueprint),
+        blueprint.program.model,
         options=made.options,
         seconds=made.seconds,
     )

@@ -5,6 +5,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from dualpipe_jax import inspect
+from dualpipe_jax.contract import StagedModel
 from dualpipe_jax.inspect.copies import Copy
 from dualpipe_jax.inspect.cycles import Collective, sum_up
 from dualpipe_jax.inspect.exposure import Exposure
@@ -24,19 +25,20 @@ def read(
     report: OverlapReport,
     memory: inspect.Memory | None,
     held: Collection[str] = (),
-    kind_of: Sequence[str] = (),
+    model: StagedModel | None = None,
     **more: Mapping[str, Any],
 ) -> Compiled:
     """Overlap, units, sends, copies and memory of a compiled program.
 
-    ``held`` names the arrays that no loop should copy; see ``ahead.array_name``. ``kind_of`` is the kind of each stage
-    of the model, where it is known. ``more`` are further fields.
+    ``held`` names the arrays that no loop should copy; see ``ahead.array_name``. ``model`` tells the kinds of stages,
+    where it is known. ``more`` are further fields.
     """
     pairs = bodies_of(module, "FB")
     exchange = [c for c in report.select("collective-permute") if c.computation == scan_body(module)]
     inside = [c for c in report.select("all-to-all") if not pairs or c.computation in pairs]
     beside = overheads(report, module)
-    sends, units = shares(exchange), units_of_program(report, module, kind_of)
+    known = () if model is None else (model.kind_of, model.alike)
+    sends, units = shares(exchange), units_of_program(report, module, *known)
     return Compiled(
         what,
         all_to_all=shares(inside),

@@ -4,9 +4,11 @@ All of this is the compiler's model of the device, or a roofline where it has no
 """
 
 import dataclasses
+import itertools
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 
 from dualpipe_jax.inspect import Module, products
 from dualpipe_jax.inspect.report import OverlapReport
@@ -54,14 +56,37 @@ def _guarded(module: Module) -> dict[str, tuple[str, list[str]]]:
 
 
 def units_of_program(
-    report: OverlapReport, module: Module, kind_of: Sequence[str] = ()
+    report: OverlapReport,
+    module: Module,
+    kind_of: Sequence[str] = (),
+    alike: Mapping[str, str] = MappingProxyType({}),
 ) -> dict[UnitKey, Unit]:
-    """The units of a program; of several for the same kinds of stages the slowest. ``kind_of``: see ``with_usual``."""
+    """The units of a program; of several for the same kinds of stages the slowest.
+
+    ``kind_of``: see ``with_usual``; ``alike``: see ``with_alike``.
+    """
     units = {
         key: max((unit_of(report, module, body) for body in found), key=lambda u: u.cycles)
         for key, found in units_in(module).items()
     }
-    return with_usual(units, kind_of)
+    return with_usual(with_alike(units, alike), kind_of)
+
+
+def with_alike(found: Mapping[UnitKey, Unit], alike: Mapping[str, str]) -> dict[UnitKey, Unit]:
+    """Units, and of kinds that are alike those that were found of another one; see ``StagedModel.alike``."""
+    names: dict[str, set[str]] = {}
+    for kind, other in alike.items():
+        names.setdefault(other, {other}).add(kind)
+
+    def of(kind: str) -> set[str]:
+        return names.get(alike.get(kind, kind), {kind})
+
+    others = {
+        UnitKey(key.op, kinds): unit
+        for key, unit in found.items()
+        for kinds in itertools.product(*map(of, key.kinds))
+    }
+    return others | dict(found)
 
 
 def with_usual(found: Mapping[UnitKey, Unit], kind_of: Sequence[str] = ()) -> dict[UnitKey, Unit]:

@@ -133,6 +133,12 @@ VALUES = {
     r"kind_of names \['a', 'c'\], but the kinds are \['a', 'b'\]": partial(
         StagedModel, {"a": len, "b": len}, ("a", "c")
     ),
+    r"alike says 'b': 'c'; both must be among the kinds, \['a', 'b'\]": partial(
+        StagedModel, {"a": len, "b": len}, ("a", "b"), alike={"b": "c"}
+    ),
+    r"alike says 'c': 'b'; .* be like no other itself": partial(
+        StagedModel, dict.fromkeys("abc", len), ("a", "b", "c"), alike={"b": "a", "c": "b"}
+    ),
     r"ranks hold \[1, 2\] stages; need equal numbers": partial(run, schedule=LOPSIDED, mesh=make_mesh(2, 2)),
     f"backward of a {RING}": partial(run, with_ring_backwards()),
 }

@@ -5,9 +5,10 @@ import re
 from collections import Counter
 
 import jax
+import jax.numpy as jnp
 import pytest
 
-from dualpipe_jax import Pipeline, make_mesh, staged
+from dualpipe_jax import Out, Pipeline, StagedModel, make_mesh, staged
 from dualpipe_jax.inspect import read
 from dualpipe_jax.schedule import dualpipe, one_f_one_b
 from tests.engine import models
@@ -53,6 +54,27 @@ def test_units_are_found_by_their_scopes():
     assert both == {"forward/first", "forward/last", "backward/first", "backward/last"}
     whole = guards(lowered(dualpipe, None, fuse_pairs=True))
     assert {scope.split("/")[0] for scope in whole} == set(SCOPES) and every < whole
+
+
+def test_of_kinds_alike_one_is_compiled():
+    """Stages 1 and 2 multiply by their own leaf of "shared"; the ends may be called what they like."""
+
+    def stage(number):
+        return lambda own, shared, x, at: Out((at.batch if x is None else x) @ shared[number])
+
+    def last(own, shared, x, at):
+        return Out(losses={"size": jnp.mean((x @ own) ** 2)})
+
+    def units(alike):
+        kinds = {"a": stage(0), "b": stage(1), "c": stage(2), "d": last}
+        model = StagedModel(kinds, tuple(kinds), alike=alike)
+        params = {"stages": jnp.ones((4, 8, 8)), "shared": [jnp.ones((8, 8))] * 3}
+        pipeline = Pipeline(model, one_f_one_b(4, 8), make_mesh(4))
+        return guards(pipeline.units(("F", "B"), every_kind=True).lower(params, jnp.ones((8, 2, 8))))
+
+    every = {f"{op}/{kind}" for op in ("forward", "backward") for kind in "abcd"}
+    assert units({}) == every == units({"b": "a", "d": "a"}), "a stage at an end hands on or is handed less"
+    assert units({"c": "b"}) == every - {"forward/c", "backward/c"}
 
 
 def test_pools_are_those_of_the_whole_step():

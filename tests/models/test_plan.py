@@ -2,12 +2,17 @@
 
 import itertools
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from dualpipe_jax import At
 from dualpipe_jax.schedule import dualpipe, dualpipe_v, interleaved_1f1b, one_f_one_b
 from models.config import tiny, v2, v2_lite, v3
 from models.plan import PAPER, Costs, lay_out, layer_plan, matmul_costs, stage_times
+from models.transformer import deepseek
+from tests.jaxprs import equations
 
 V3 = v3(num_mtp_layers=1)
 
@@ -106,6 +111,28 @@ def test_kinds_are_named_by_content_where_it_differs():
     config = tiny(num_layers=8, num_dense_layers=3)
     assert lay_out(config, (1, 3, 2, 2)).kinds == ("first", "middle_dense_1_to_2_1", "middle_2", "last")
     assert lay_out(config, (8,)).kinds == ("only",)
+
+
+def test_kinds_alike_trace_alike():
+    """Equation by equation as JAX traces them; a stage with another number of layers is another program."""
+    config, plan = tiny(num_layers=10, num_dense_layers=5), (1, 1, 2, 1, 3, 2)
+    layout, model = lay_out(config, plan), deepseek(config, plan)
+    dense_1, both, dense_3, deep = layout.kinds[1:-1]
+    assert layout.alike == {dense_3: dense_1} == model.staged.alike
+    params = jax.eval_shape(model.init, jax.random.key(0))
+    own = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), params["stages"])
+    x, word = jnp.zeros((2, 8, config.dim), config.compute_dtype), jnp.zeros((2, 8), jnp.int32)
+    at = At({"inputs": word, "targets": word}, jnp.int32(0), jnp.int32(0), None)
+
+    def traced(kind):
+        jaxpr = jax.make_jaxpr(model.staged.kinds[kind])(own, params["shared"], x, at).jaxpr
+        return [
+            (*around, eqn.primitive.name, *(var.aval for var in (*eqn.invars, *eqn.outvars)))
+            for around, eqn in equations(jaxpr)
+        ]
+
+    assert traced(dense_3) == traced(dense_1)
+    assert len({len(traced(kind)) for kind in (dense_1, both, deep)}) == 3
 
 
 @pytest.mark.parametrize("config, billions", [(v3(), 37.5), (v2_lite(), 2.66), (v2(), 21.4)])

@@ -25,6 +25,7 @@ from dualpipe_jax.pods.units import (
     unit_of,
     units_in,
     units_of_program,
+    with_alike,
     with_usual,
 )
 from dualpipe_jax.schedule import (
@@ -290,6 +291,24 @@ def test_stages_between_the_ends_cost_by_kind_what_each_took():
     whole = keyed({"F/block": unit(2.0), "B/block": unit(4.0)})
     whole = with_usual(whole, ("block",) * 4)
     assert whole.keys() == {UnitKey("F"), UnitKey("B")} and whole[UnitKey("F")].stages == (0, 1, 2, 3)
+
+
+def test_kinds_alike_cost_what_one_of_them_took():
+    """Each op may have been found of another one of them; what was found of a kind itself stays."""
+    prices = {
+        "F/two": 4.0,
+        "F/four": 6.0,
+        "W/three": 5.0,
+        "FB/three-four": 7.0,
+        "FB/two-two": 8.0,
+        "FB/four-four": 9,
+    }
+    units = with_alike(keyed({key: unit(c) for key, c in prices.items()}), {"two": "one", "three": "one"})
+    named = {str(key): found.cycles for key, found in units.items()}
+    alike = {f"{op}/{kind}": c for op, c in (("F", 4.0), ("W", 5.0)) for kind in ("one", "two", "three")}
+    pairs = {f"FB/{kind}-four": 7.0 for kind in ("one", "two", "three")}
+    both = {f"FB/{f}-{b}": 8.0 for f in ("one", "two", "three") for b in ("one", "two", "three")}
+    assert named == prices | alike | pairs | both
 
 
 def test_stages_between_the_ends_are_not_priced_as_an_end():

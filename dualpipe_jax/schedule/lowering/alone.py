@@ -1,14 +1,16 @@
 """Tables with only some units left: programs that compile in a fraction of the time, to be looked at."""
 
 import dataclasses
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 
 import numpy as np
 
 from dualpipe_jax.schedule.lowering.table import OPS, TickTable
 
 
-def units_alone(table: TickTable, ops: Collection[str] = ("FB",), *, every: bool = False) -> TickTable:
+def units_alone(
+    table: TickTable, ops: Collection[str] = ("FB",), kinds: Sequence[int] | None = None
+) -> TickTable:
     """A table with nothing left in it but some of its units: of each op the one that runs most often.
 
     The engine's program of it holds each of these units once, exactly as the whole table's does, with the same
@@ -17,7 +19,8 @@ def units_alone(table: TickTable, ops: Collection[str] = ("FB",), *, every: bool
     Arguments:
       table: any.
       ops: of "F", "B", "I", "W" and "FB", an overlapped pair.
-      every: one unit of each op for every kind of stage (for a pair: two kinds) that it works on.
+      kinds: one unit of each op for every kind of stage (for a pair: two kinds) that it works on; of kinds of which
+        this has the same number one stands for all. None: one of each op.
 
     Raises ValueError for an op that there is not, or that the schedule runs nowhere.
     """
@@ -25,9 +28,10 @@ def units_alone(table: TickTable, ops: Collection[str] = ("FB",), *, every: bool
     counts = table.counts()
     most: dict[tuple[object, ...], int] = {}
     for number, (op, forward, backward) in enumerate(table.units):
-        kinds = [stand.kind for stand in (forward, backward) if stand is not None] if every else []
-        if op in ops and counts[number] > counts[most.setdefault((op, *kinds), number)]:
-            most[op, *kinds] = number
+        stands = [stand for stand in (forward, backward) if stand is not None]
+        of = () if kinds is None else tuple(kinds[stand.kind] for stand in stands)
+        if op in ops and counts[number] > counts[most.setdefault((op, *of), number)]:
+            most[op, *of] = number
     array = table.array.copy()
     unit = table.columns.index("unit")
     kept = np.isin(table.column("unit"), list(most.values()))

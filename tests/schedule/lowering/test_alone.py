@@ -39,11 +39,24 @@ def test_the_most_frequent_one_is_taken():
 
 def test_every_kind_once():
     table = lower(dualpipe(4, 12), keeps=FIRST_MIDDLE_LAST)
-    alone = units_alone(table, ("F", "B", "FB"), every=True)
+    alone = units_alone(table, ("F", "B", "FB"), kinds=range(3))
     kinds = {(u.op, *(s.kind for s in (u.forward, u.backward) if s)) for u in running(alone)}
     there = {(u.op, *(s.kind for s in (u.forward, u.backward) if s)) for u in table.units}
     assert kinds == {kind for kind in there if kind[0] in ("F", "B", "FB")}
     assert len(running(alone)) == len(kinds) > 3
+
+
+def test_of_kinds_alike_one():
+    """Kinds 1 and 2 count as one: of F three kinds become two, and of pairs those that differ in this only are one."""
+    keeps = Keeps((0, 1, 1, 2, 2, 3), ("W",) * 4, {})
+    table = lower(dualpipe(6, 12), keeps=keeps)
+    every, fewer = (running(units_alone(table, OPS, kinds=kinds)) for kinds in (range(4), (0, 1, 1, 3)))
+
+    def of(units):
+        return {(u.op, *((0, 1, 1, 3)[s.kind] for s in (u.forward, u.backward) if s)) for u in units}
+
+    assert of(every) == of(fewer) and len(of(fewer)) == len(fewer) < len(every)
+    assert [u.forward.kind for u in fewer if u.op == "F"].count(1) <= 1
 
 
 def test_a_schedule_without_pairs_has_its_own_units_alone():
