@@ -19,9 +19,9 @@ from jax import Array, lax
 from dualpipe_jax.pair.phases import (
     Act,
     Phase,
-    Task,
     Work,
     apart,
+    arranged,
     estimate,
     is_lazy,
     lazy_before,
@@ -75,9 +75,9 @@ def interleave(
     """Run both programs on arrays or tracers, and return the outputs of each.
 
     Collectives alternate, ``second``'s leading, spread evenly where one program has more; the hops of one dispatch
-    count as one (see ``phases.turns``). Where only one has any, those that wait for nothing and that nothing waits for
-    are spread between the others (see ``phases.apart``). Collectives inside scans and conds are out of reach: a scanned
-    layer overlaps with nothing. ``side_by_side`` does the same for plain functions.
+    count as one (see ``phases.turns``). Those that wait for none and for which none waits lie where that leaves most
+    work beside all (see ``phases.apart`` and ``phases.arranged``). Collectives inside scans and conds are out of reach:
+    a scanned layer overlaps with nothing. ``side_by_side`` does the same for plain functions.
 
     >>> import jax.numpy as jnp
     >>> from dualpipe_jax.pair import interleave
@@ -105,14 +105,18 @@ def interleave(
     pair = _Pair(first, first_arguments, second, second_arguments, pools, finish or {})
     tasks = make_tasks(pair.works, links)
     there = zip((first, second), fixed, strict=True)
-    free = {program.inputs[number] for program, numbers in there for number in numbers}
-    phases = plan(tasks, _order(tasks, first), pair.costs)
+    given = {program.inputs[number] for program, numbers in there for number in numbers}
+    free, chained = apart(tasks, [task for task in tasks if task.communicates])
+    ours = set(first.equations)
+    of_first, of_second = ([task for task in chained if (task.own in ours) == mine] for mine in (True, False))
+    mixed = take_turns(turns(tasks, of_first), turns(tasks, of_second))
+    phases = plan(tasks, arranged(tasks, mixed, free, pair.costs), pair.costs)
     for phase, following in zip(phases, [*phases[1:], None], strict=True):
         pair.do(phase.collective.nodes if phase.collective else ())
         for task in phase.beside:
             pair.do(task.nodes)
         if following is not None:
-            pair.tie(phase, following, free)
+            pair.tie(phase, following, given)
         for task in phase.after:
             pair.do(task.nodes)
     return pair.rest()
@@ -136,21 +140,6 @@ def by_itself(
         return [(finish or {}).get(number, _as_it_is)(array) for number, array in enumerate(made)]
     nothing = Program((), (), ())
     return interleave(nothing, [], program, arguments, finish=finish, fixed=((), fixed), links=links)[1]
-
-
-def _order(tasks: Sequence[Task], first: Program) -> list[Task]:
-    """All collectives, in the order in which they shall be in flight."""
-    collectives = [task for task in tasks if task.communicates]
-    ours = set(first.equations)
-    of_first, of_second = (
-        [task for task in collectives if (task.own in ours) == mine] for mine in (True, False)
-    )
-    if of_first and of_second:
-        mixed = take_turns(turns(tasks, of_first), turns(tasks, of_second))
-    else:
-        free, chained = apart(tasks, collectives)
-        mixed = take_turns([[task] for task in free], turns(tasks, chained))
-    return [task for turn in mixed for task in turn]
 
 
 class _Pair:

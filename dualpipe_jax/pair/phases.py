@@ -7,6 +7,7 @@ What nothing waits for, such as weight gradients, goes where there is room.
 """
 
 import dataclasses
+import heapq
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
@@ -183,6 +184,61 @@ def plan(tasks: Sequence[Task], collectives: Sequence[Task], costs: Mapping[Work
             planner.take(task, phase.after)
         phases.append(phase)
     return phases
+
+
+def arranged(
+    tasks: Sequence[Task],
+    chained: Sequence[Sequence[Task]],
+    free: Sequence[Task],
+    costs: Mapping[Work, float],
+) -> list[Task]:
+    """All collectives in one order: each free one in the place that leaves most work beside all of them.
+
+    Arguments:
+      tasks, costs: see ``plan``.
+      chained: the turns of collectives that wait for each other, in their order.
+      free: those for which any place between turns will do; see ``apart``.
+    """
+
+    def in_order(turns: Sequence[Sequence[Task]]) -> list[Task]:
+        return [task for turn in turns for task in turn]
+
+    order = take_turns([[task] for task in free], chained)
+    for task in free:
+        others = [turn for turn in order if task not in turn]
+        places = [[*others[:k], [task], *others[k:]] for k in range(len(others) + 1)]
+        order = min([order, *places], key=lambda order: shortage(tasks, in_order(order), costs))
+    return in_order(order)
+
+
+def shortage(tasks: Sequence[Task], collectives: Sequence[Task], costs: Mapping[Work, float]) -> float:
+    """The cost of the work that is missing beside collectives, as if work could be divided at will.
+
+    Each collective wants all work's share by its bytes. Of the work that can be done by then it has what must be done,
+    and of the rest what is needed soonest.
+    """
+    number = {task: k for k, task in enumerate(collectives, 1)}
+    _bound(tasks, number)
+    paid, arriving = set[Work](), dict[int, list[tuple[int, float]]]()
+    for task in tasks:
+        if task not in number:
+            cost = sum(costs[node] for node in task.nodes if node not in paid)
+            arriving.setdefault(task.first, []).append((task.last, cost))
+            paid.update(task.nodes)
+    total = sum(cost for there in arriving.values() for _, cost in there)
+    share = total / max(sum(task.payload for task in collectives), 1.0)
+    waiting, missing = list[tuple[int, float]](), 0.0
+    for k, collective in enumerate([None, *collectives]):
+        for work in arriving.get(k, ()):
+            heapq.heappush(waiting, work)
+        room = 0.0 if collective is None else share * collective.payload
+        while waiting and (room > 0 or waiting[0][0] <= k):
+            last, cost = heapq.heappop(waiting)
+            if cost > room and last > k:
+                heapq.heappush(waiting, (last, cost - room))
+            room -= cost
+        missing += max(0.0, room)
+    return missing
 
 
 @dataclasses.dataclass

@@ -8,8 +8,19 @@ import jax.numpy as jnp
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from scipy.optimize import linprog
 
-from dualpipe_jax.pair.phases import Act, apart, estimate, make_tasks, plan, take_turns, turns
+from dualpipe_jax.pair.phases import (
+    Act,
+    apart,
+    arranged,
+    estimate,
+    make_tasks,
+    plan,
+    shortage,
+    take_turns,
+    turns,
+)
 from dualpipe_jax.split import split_backward
 from dualpipe_jax.split.graph import Equation, Value
 from dualpipe_jax.split.trace import trace_program
@@ -203,6 +214,78 @@ def test_collectives_that_stand_alone_are_told_from_those_that_wait_for_each_oth
     free, chained = apart(tasks, [task for task in tasks if task.communicates])
     assert [task.own for task in free] == [again]
     assert [task.own for task in chained] == [there, back, sizes, counted]
+
+
+def layer(costs):
+    """A forward and a backward of a MoE layer, which sends again what its weights' gradient needs."""
+    attention, backward, experts, back, weights = (costs[name] for name in ("F", "B", "experts", "back", "W"))
+    before = act(cost=attention)
+    there = exchange(before.outputs[0])
+    forward = act(there.outputs[0], cost=experts)
+    home = exchange(forward.outputs[0])
+    again, grads = exchange(), exchange()
+    product = act(again.outputs[0], grads.outputs[0], cost=weights)
+    inside = act(grads.outputs[0], cost=back)
+    out = exchange(inside.outputs[0])
+    rest = act(out.outputs[0], cost=backward)
+    names = dict(again=again, b1=grads, f1=there, b2=out, f2=home)
+    tasks = make_tasks([before, there, forward, home, again, grads, product, inside, out, rest])
+    of = {task.own: task for task in tasks}
+    prices = {task.own: getattr(task.own, "cost", 0.0) for task in tasks}
+    return tasks, {name: of[work] for name, work in names.items()}, prices
+
+
+def missing(tasks, order, costs):
+    """``shortage`` as a linear program: how much work can be put beside collectives, each with all work's share."""
+    windows = {task: [0, len(order) + 1] for task in tasks}
+    for task in tasks:
+        if task in order:
+            windows[task] = [order.index(task) + 1] * 2
+    for task in tasks:
+        for before in task.tasks:
+            least = windows[before][0] + (before in order)
+            if task not in order:
+                windows[task][0] = max(windows[task][0], least)
+    for task in reversed(tasks):
+        for before in task.tasks - set(order):
+            windows[before][1] = min(windows[before][1], windows[task][1] - (task in order))
+    works = [task for task in tasks if task not in order and costs[task.own] > 0]
+    share = sum(costs[task.own] for task in works) / len(order)  # all send as many bytes
+    places = [
+        (i, k)
+        for i, t in enumerate(works)
+        for k in range(len(order))
+        if (k + 1) in range(windows[t][0], windows[t][1] + 1)
+    ]
+    if not places:
+        return share * len(order)
+    of_work = [[float(i == j) for i, _ in places] for j in range(len(works))]
+    of_phase = [[float(k == j) for _, k in places] for j in range(len(order))]
+    limits = [*(costs[task.own] for task in works), *[share] * len(order)]
+    most = linprog([-1.0] * len(places), [*of_work, *of_phase], limits)
+    return share * len(order) + most.fun
+
+
+def test_a_dispatch_that_is_sent_again_lies_where_there_is_most_to_do():
+    """Its weights' gradient is needed by nobody, and the forward's attention is too short for two of five."""
+    tasks, named, costs = layer({"F": 9.0, "B": 15.0, "experts": 10.0, "back": 10.0, "W": 6.0})
+    chained = [[named[name]] for name in ("b1", "f1", "b2", "f2")]
+    found = arranged(tasks, chained, [named["again"]], costs)
+    order = [next(name for name, task in named.items() if task is each) for each in found]
+    assert order in (["b1", "f1", "b2", "again", "f2"], ["b1", "f1", "b2", "f2", "again"])
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.fixed_dictionaries({name: st.integers(0, 20) for name in ("F", "B", "experts", "back", "W")}))
+def test_no_place_leaves_more_work_beside_collectives(costs):
+    tasks, named, costs = layer(costs)
+    chained = [named[name] for name in ("b1", "f1", "b2", "f2")]
+    orders = [[*chained[:k], named["again"], *chained[k:]] for k in range(5)]
+    for order in orders:
+        assert shortage(tasks, order, costs) == pytest.approx(missing(tasks, order, costs), abs=1e-6)
+    found = arranged(tasks, [[task] for task in chained], [named["again"]], costs)
+    least = min(missing(tasks, order, costs) for order in orders)
+    assert missing(tasks, found, costs) == pytest.approx(least, abs=1e-6)
 
 
 def test_turns_alternate_and_the_second_leads():
