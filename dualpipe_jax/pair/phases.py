@@ -189,24 +189,24 @@ def plan(tasks: Sequence[Task], collectives: Sequence[Task], costs: Mapping[Work
 def arranged(
     tasks: Sequence[Task],
     chained: Sequence[Sequence[Task]],
-    free: Sequence[Task],
+    free: Sequence[Sequence[Task]],
     costs: Mapping[Work, float],
 ) -> list[Task]:
-    """All collectives in one order: each free one in the place that leaves most work beside all of them.
+    """All collectives in one order: each free turn in the place that leaves most work beside all of them.
 
     Arguments:
       tasks, costs: see ``plan``.
-      chained: the turns of collectives that wait for each other, in their order.
-      free: those for which any place between turns will do; see ``apart``.
+      chained: turns that wait for each other, in their order.
+      free: turns for which any place between others will do; see ``apart``.
     """
 
     def in_order(turns: Sequence[Sequence[Task]]) -> list[Task]:
         return [task for turn in turns for task in turn]
 
-    order = take_turns([[task] for task in free], chained)
-    for task in free:
-        others = [turn for turn in order if task not in turn]
-        places = [[*others[:k], [task], *others[k:]] for k in range(len(others) + 1)]
+    order = take_turns(free, chained)
+    for turn in free:
+        others = [other for other in order if other is not turn]
+        places = [[*others[:k], turn, *others[k:]] for k in range(len(others) + 1)]
         order = min([order, *places], key=lambda order: shortage(tasks, in_order(order), costs))
     return in_order(order)
 
@@ -326,19 +326,23 @@ def turns(tasks: Sequence[Task], collectives: Sequence[Task]) -> list[list[Task]
     return found
 
 
-def apart(tasks: Sequence[Task], collectives: Sequence[Task]) -> tuple[list[Task], list[Task]]:
-    """A program's collectives in two: those that wait for no other and that no other waits for, and the rest.
+def apart(tasks: Sequence[Task], collectives: Sequence[Task]) -> tuple[list[list[Task]], list[Task]]:
+    """A program's collectives in two: turns that wait for no other and that no other waits for, and the rest.
 
-    A dispatch that a backward makes again for gradients of weights is one of the first. It can be in flight while
-    the link would be idle: beside work that another collective has brought and the next one needs.
+    A dispatch that a backward makes again for gradients of weights, with all its hops, is one of the first. It can be
+    in flight while the link would be idle: beside work that another collective has brought and the next one needs.
     """
     behind: dict[Task, set[Task]] = {}  # the collectives that a task rests on
+    groups: list[list[Task]] = []  # those of which one rests on another
     for task in tasks:
         before = task.tasks | task.earlier
         behind[task] = set[Task]().union(*(behind[b] for b in before), (b for b in before if b.communicates))
-    awaited = set[Task]().union(*(behind[c] for c in collectives))
-    free = [c for c in collectives if not behind[c] and c not in awaited]
-    return free, [c for c in collectives if c not in free]
+        if task in collectives:
+            joined = [group for group in groups if behind[task].intersection(group)]
+            groups = [group for group in groups if group not in joined]
+            groups.append([*(c for group in joined for c in group), task])
+    free = [group for group in groups if len(turns(tasks, group)) == 1]
+    return free, [c for c in collectives if not any(c in group for group in free)]
 
 
 def _beyond_products(tasks: Sequence[Task], start: Sequence[Task]) -> set[Task]:

@@ -42,6 +42,10 @@ def exchange(*inputs):
     )
 
 
+def product(*inputs):
+    return Equation(types.SimpleNamespace(name="dot_general"), inputs, (value(),), {}, flops=MIB)
+
+
 def act(*inputs, cost=1.0, **options):
     return Act(tuple(inputs), (value(),), lambda *arrays: arrays, cost=cost, **options)
 
@@ -186,9 +190,6 @@ def test_beside_a_slow_axis_lies_as_much_more_work():
 
 
 def test_hops_between_which_nothing_is_multiplied_are_one_turn():
-    def product(*inputs):
-        return Equation(types.SimpleNamespace(name="dot_general"), inputs, (value(),), {}, flops=MIB)
-
     sizes, hop1 = exchange(), exchange()
     gathered = act(sizes.outputs[0], hop1.outputs[0])
     hop2 = exchange(gathered.outputs[0])
@@ -206,14 +207,14 @@ def test_collectives_that_stand_alone_are_told_from_those_that_wait_for_each_oth
     again = exchange()
     weights = act(again.outputs[0])  # nobody sends what it makes
     there = exchange()
-    experts = act(there.outputs[0])
+    experts = product(there.outputs[0])
     back = exchange(experts.outputs[0])
     sizes = exchange()
     counted = exchange(sizes.outputs[0])
     tasks = make_tasks([again, weights, there, experts, back, sizes, counted])
     free, chained = apart(tasks, [task for task in tasks if task.communicates])
-    assert [task.own for task in free] == [again]
-    assert [task.own for task in chained] == [there, back, sizes, counted]
+    assert [[task.own for task in turn] for turn in free] == [[again], [sizes, counted]]
+    assert [task.own for task in chained] == [there, back]
 
 
 def layer(costs):
@@ -270,7 +271,7 @@ def test_a_dispatch_that_is_sent_again_lies_where_there_is_most_to_do():
     """Its weights' gradient is needed by nobody, and the forward's attention is too short for two of five."""
     tasks, named, costs = layer({"F": 9.0, "B": 15.0, "experts": 10.0, "back": 10.0, "W": 6.0})
     chained = [[named[name]] for name in ("b1", "f1", "b2", "f2")]
-    found = arranged(tasks, chained, [named["again"]], costs)
+    found = arranged(tasks, chained, [[named["again"]]], costs)
     order = [next(name for name, task in named.items() if task is each) for each in found]
     assert order in (["b1", "f1", "b2", "again", "f2"], ["b1", "f1", "b2", "f2", "again"])
 
@@ -283,7 +284,7 @@ def test_no_place_leaves_more_work_beside_collectives(costs):
     orders = [[*chained[:k], named["again"], *chained[k:]] for k in range(5)]
     for order in orders:
         assert shortage(tasks, order, costs) == pytest.approx(missing(tasks, order, costs), abs=1e-6)
-    found = arranged(tasks, [[task] for task in chained], [named["again"]], costs)
+    found = arranged(tasks, [[task] for task in chained], [[named["again"]]], costs)
     least = min(missing(tasks, order, costs) for order in orders)
     assert missing(tasks, found, costs) == pytest.approx(least, abs=1e-6)
 
