@@ -16,7 +16,7 @@ from jax.experimental import pallas as pl
 
 from dualpipe_jax.parallel import Handle, expert_matmul
 from dualpipe_jax.parallel.expert_groups import BY_DEVICE, gpu_row
-from dualpipe_jax.parallel.kernel_cost import priced
+from dualpipe_jax.parallel.kernel_cost import blocks_added, priced
 from models.attention import Attend, causal_attention
 from models.config import Config
 from models.cudnn import compute_capability, cudnn_attention, cudnn_takes, widest_heads
@@ -215,7 +215,7 @@ def _splash_bwd(scale: float, interpret: bool, pull: Any, d: Array) -> tuple[Arr
     q, _, v = jax.eval_shape(pull, d)
     # Scores once more, then the gradients of values, scores, queries and keys.
     cost = _cost(q, v, 3, 2, (q, q, q, q, v, v, v, v))
-    return *priced(lambda pull, d: pull(d), cost, KERNEL_VMEM)(pull, d), None
+    return *priced(blocks_added(lambda pull, d: pull(d)), cost, KERNEL_VMEM)(pull, d), None
 
 
 splash_attention.defvjp(_splash_fwd, _splash_bwd)

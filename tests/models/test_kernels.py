@@ -17,6 +17,7 @@ from jax.sharding import PartitionSpec as P
 from dualpipe_jax.engine import At
 from dualpipe_jax.parallel import make_mesh, plan_dropless
 from dualpipe_jax.parallel.expert_groups import BY_DEVICE, grouped_matmul
+from dualpipe_jax.parallel.kernel_cost import blocks_added
 from dualpipe_jax.split import split_backward
 from models import Kernels, deepseek, tiny, v3
 from models.attention import Attend, causal_attention
@@ -29,9 +30,9 @@ SHAPE = 1, 2, 128  # batch, heads, sequence
 SPLASH = functools.partial(splash_attention, interpret=True)
 
 
-def heads(dtype=jnp.float32):
+def heads(dtype=jnp.float32, length=128):
     rng = np.random.default_rng(0)
-    return [jnp.asarray(rng.normal(size=(*SHAPE, width)), dtype) for width in (24, 24, 16, 16)]
+    return [jnp.asarray(rng.normal(size=(1, 2, length, width)), dtype) for width in (24, 24, 16, 16)]
 
 
 def out_and_gradients(attend, q, k, v, d):
@@ -43,16 +44,18 @@ def out_and_gradients(attend, q, k, v, d):
 
 
 @pytest.mark.parametrize(
-    "attend, dtype, tolerance",
+    "attend, dtype, length, tolerance",
     [
-        (SPLASH, jnp.float32, 1e-5),
-        pytest.param(SPLASH, jnp.bfloat16, 0.05, marks=pytest.mark.slow),
+        (SPLASH, jnp.float32, 128, 1e-5),
+        (SPLASH, jnp.float32, 384, 1e-5),
+        pytest.param(SPLASH, jnp.bfloat16, 128, 0.05, marks=pytest.mark.slow),
     ],
-    ids=["splash-float32", "splash-bfloat16"],
+    ids=["splash-float32", "splash-of-three-blocks", "splash-bfloat16"],
 )
-def test_attention_is_the_plain_one(attend, dtype, tolerance):
-    wanted = out_and_gradients(causal_attention, *(a.astype(jnp.float32) for a in heads(dtype)))
-    got = out_and_gradients(attend, *heads(dtype))
+def test_attention_is_the_plain_one(attend, dtype, length, tolerance):
+    given = heads(dtype, length)
+    wanted = out_and_gradients(causal_attention, *(a.astype(jnp.float32) for a in given))
+    got = out_and_gradients(attend, *given)
     assert all(leaf.dtype == dtype for leaf in jax.tree.leaves(got))
     got = jax.tree.map(lambda a: a.astype(jnp.float32), got)
     chex.assert_trees_all_close(got, wanted, rtol=tolerance, atol=tolerance)
@@ -241,6 +244,41 @@ def test_splash_says_what_it_costs_and_how_much_memory_it_takes():
     half = 128 * 128 // 2 * 2  # pairs below the diagonal, of two heads
     assert forward == 2 * half * (24 + 16)
     assert backward == 2 * half * (3 * 24 + 2 * 16)
+
+
+@pytest.mark.parametrize("length, blocks", [(4096, 2), (3072, 3)])
+def test_blocks_of_queries_gradients_are_added(length, blocks):
+    """Splash makes one for each block of keys, and sums them as XLA does worst."""
+    q, v = (jax.ShapeDtypeStruct((1, 2, length, dim), jnp.bfloat16) for dim in (192, 128))
+
+    def gradient(q, v):
+        return jax.vjp(lambda q: splash_attention(q, q, v, 0.1, True), q)[1](v)
+
+    jaxpr = jax.make_jaxpr(gradient)(q, v).jaxpr
+    (split,) = named(jaxpr, "split")
+    (made,) = {var.aval.shape[-4:] for var in split.invars}
+    assert made == (blocks, 2, length, 192)
+    summed = [eqn.invars[0].aval.shape for eqn in named(jaxpr, "reduce_sum")]
+    assert not [shape for shape in summed if shape[-3:] == made[-3:]]
+
+
+@pytest.mark.parametrize(
+    "shape, axis, is_added",
+    [
+        ((2, 3, 4, 5), 0, True),
+        ((3, 8, 4, 5), 1, True),
+        ((9, 3, 4, 5), 0, False),
+        ((3, 3, 2, 5), 2, False),
+    ],
+)
+def test_sums_of_few_blocks_are_additions(shape, axis, is_added):
+    """But not along the last two dims, which lie in a TPU's registers, and not of many."""
+    x = np.random.default_rng(0).normal(size=shape).astype(np.float32)
+    summed = jax.jit(lambda x: 1.0 + jnp.sum(x, axis))
+    function = blocks_added(lambda x: summed(2 * x))
+    jaxpr = jax.make_jaxpr(function)(x).jaxpr
+    assert (len(named(jaxpr, "split")), len(named(jaxpr, "reduce_sum"))) == (is_added, not is_added)
+    np.testing.assert_allclose(function(x), 1 + 2 * x.sum(axis), rtol=1e-5, atol=1e-6)
 
 
 def test_splash_says_which_lengths_it_takes():
