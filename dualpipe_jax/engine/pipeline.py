@@ -175,7 +175,8 @@ class Pipeline:
 
         Arguments:
           ops: of "FB", "F", "B", "I", "W"; see ``units_alone``.
-          every_kind: each op for every kind of stage, not only for the most frequent one.
+          every_kind: each op for every kind of stage, not only for the most frequent one; of kinds that are alike
+            (``StagedModel.alike``) for one.
 
         Raises ValueError for ops that the schedule runs nowhere.
         """

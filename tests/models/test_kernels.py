@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental import pallas as pl
 from jax.sharding import PartitionSpec as P
 
 from dualpipe_jax.engine import At
@@ -279,6 +280,16 @@ def test_sums_of_few_blocks_are_additions(shape, axis, is_added):
     jaxpr = jax.make_jaxpr(function)(x).jaxpr
     assert (len(named(jaxpr, "split")), len(named(jaxpr, "reduce_sum"))) == (is_added, not is_added)
     np.testing.assert_allclose(function(x), 1 + 2 * x.sum(axis), rtol=1e-5, atol=1e-6)
+
+
+def test_sums_inside_a_kernel_stay():
+    def kernel(x_ref, out_ref):
+        out_ref[...] = jnp.sum(x_ref[...], axis=0)
+
+    shape = jax.ShapeDtypeStruct((8, 128), jnp.float32)
+    run = pl.pallas_call(kernel, out_shape=shape, interpret=True)
+    jaxpr = jax.make_jaxpr(blocks_added(run))(jax.ShapeDtypeStruct((2, 8, 128), jnp.float32)).jaxpr
+    assert len(named(jaxpr, "reduce_sum")) == 1 and not named(jaxpr, "split")
 
 
 def test_splash_says_which_lengths_it_takes():
