@@ -45,9 +45,11 @@ class Program:
         types = params["shared"], local[0], jax.tree.map(lambda leaf: leaf[0], batch), key
 
         local, shared, batch, key = self.vary(raw((local, params["shared"], batch, key)))
+        # Cast and in parts, so that the least crosses "pp": what is borrowed is gathered where it is used.
+        local = tuple(map_leaves(Leaf.cast, step.layout["stages"], stage) for stage in local)
+        local = local + borrow(local, self.schedule.placement)
         own = tuple(map_leaves(Leaf.gather, step.layout["stages"], stage) for stage in local)
         shared = map_leaves(Leaf.gather, step.layout["shared"], shared)
-        own = own + borrow(own, self.schedule.placement)
         self.shared, self.batch, self.key = shared, batch, key
         self.part = self.vary(_part(step))
         self.kinds, self.prepared, self.boundary = self._traced(own[0], *types)
@@ -223,12 +225,19 @@ class Program:
 
             return [one(leaf, stop) for leaf, stop in enumerate(jax.tree.leaves(frozen))]
 
-        def reduced(sums: list[Any], layout: Tree, stored: Tree, *more: str) -> list[Any]:
-            rows = zip(sums, leaves_of(layout), jax.tree.leaves(stored), strict=True)
-            return [
-                None if g is None else returned(scaled(lies.reduce(g, (*over, *more))), leaf)
-                for g, lies, leaf in rows
-            ]
+        def reduced(sums: list[Any], layout: Tree, *more: str, cut: bool | None = None) -> list[Any]:
+            """With ``cut`` only those of which a device keeps a part, or only those that it keeps whole."""
+
+            def one(total: Any, lies: Leaf) -> Any:
+                if total is None or cut not in (None, bool(lies.extra(total.ndim))):
+                    return total
+                return lies.reduce(total, (*over, *more))
+
+            return [one(total, lies) for total, lies in zip(sums, leaves_of(layout), strict=True)]
+
+        def kept(totals: list[Any], stored: Tree) -> list[Any]:
+            rows = zip(totals, jax.tree.leaves(stored), strict=True)
+            return [None if total is None else returned(scaled(total), leaf) for total, leaf in rows]
 
         def scaled(total: jax.Array) -> jax.Array:
             return total * jnp.asarray(scale, total.dtype)
@@ -240,13 +249,13 @@ class Program:
         own = [listed("own", frozen, local) for local in range(len(self.own))]
         of_shared = listed("shared", step.frozen["shared"])
         own, of_shared = self.prepared.lead_back(self.own, self.shared, own, of_shared)
-        own = [
-            reduced(stage, step.layout["stages"], leaves)
-            for stage, leaves in zip(
-                give_back(own, self.schedule.placement), self.stored["stages"], strict=True
-            )
-        ]
-        shared = reduced(of_shared, step.layout["shared"], self.stored["shared"], PP)
+        layout = step.layout["stages"]
+        # Before they go home, so that parts cross "pp" again.
+        own = [reduced(stage, layout, cut=True) for stage in own]
+        own = give_back(own, self.schedule.placement)
+        own = [reduced(stage, layout, cut=False) for stage in own]
+        own = [kept(stage, leaves) for stage, leaves in zip(own, self.stored["stages"], strict=True)]
+        shared = kept(reduced(of_shared, step.layout["shared"], PP), self.stored["shared"])
         none_frozen = jax.tree.map(lambda _: False, self.batch)
         by_batch = [None if g is None else scaled(lax.psum(g, PP)) for g in listed("batch", none_frozen)]
         lead = step.placed(tuple([None if g is None else g[None] for g in stage] for stage in own))

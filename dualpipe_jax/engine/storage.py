@@ -52,10 +52,14 @@ class Leaf:
             (dim, stored[len(used) :]) for dim, (used, stored) in enumerate(pairs) if len(stored) > len(used)
         ]
 
+    def cast(self, leaf: jax.Array) -> jax.Array:
+        """The device's stored part in the dtype in which it is used."""
+        floats = self.dtype is not None and jnp.issubdtype(leaf.dtype, jnp.floating)
+        return leaf.astype(self.dtype) if floats else leaf
+
     def gather(self, leaf: jax.Array) -> jax.Array:
         """Make what functions see of the device's stored part."""
-        if self.dtype is not None and jnp.issubdtype(leaf.dtype, jnp.floating):
-            leaf = leaf.astype(self.dtype)
+        leaf = self.cast(leaf)
         for dim, axes in self.extra(leaf.ndim):
             leaf = lax.all_gather(leaf, axes, axis=dim, tiled=True)
         return leaf

@@ -139,6 +139,20 @@ def test_gradients_are_the_plain_models():
     check_gradients(toy(EP), toy(None))
 
 
+@pytest.mark.parametrize(("shard", "size", "other"), [("nothing", 96, 24), ("parameters", 24, 96)])
+def test_second_copies_and_their_gradients_cross_ranks_in_the_parts_that_are_stored(shard, size, other):
+    """Of DualPipe's 8 x 12 numbers a quarter where two replicas and two devices keep one each, cast before they go."""
+    model = toy(EP)
+    model.compute_dtype = jnp.bfloat16
+    layout, pipeline = step_of(model, shard)
+    params = layout.init(jax.random.key(0)).params
+    text = jax.jit(pipeline.value_and_grad).lower(params, words()).as_text()
+    sent = re.findall(r'"stablehlo.collective_permute".*\(tensor<([\dx]*)x(\w+)>\)', text)
+    found = {(math.prod(map(int, shape.split("x"))), dtype) for shape, dtype in sent}
+    assert {(size, "bf16"), (size, "f32")} <= found
+    assert not {(other, "bf16"), (other, "f32")} & found
+
+
 @pytest.mark.slow
 def test_gradients_of_deepseek_are_the_plain_models():
     numbers = models.tiny(
