@@ -2,7 +2,7 @@
 
 scripts/figures                       # every row: its date, and how many files of its code have changed since
 scripts/figures --stale               # those of which there are any
-scripts/figures pairs.v5p_1408 peers  # run the commands of a row, or of a table, and write what they print
+scripts/figures pairs.v5p_1408 peers  # run the commands of a row, or of a table, and write all rows that they print
 scripts/figures --all                 # of all rows; hours
 """
 
@@ -42,7 +42,10 @@ def main(arguments: list[str] | None = None) -> int:
         show(rows, given.stale)
         return 0
     chosen = list(rows) if given.all else [each for name in given.names for each in named(name, rows, parser)]
-    return measure([rows[name] for name in chosen])
+    commands = {rows[name].command for name in chosen}
+    return measure(
+        [row for row in rows.values() if row.name in chosen or (row.read and row.command in commands)]
+    )
 
 
 def named(name: str, rows: dict[str, Row], parser: argparse.ArgumentParser) -> list[str]:

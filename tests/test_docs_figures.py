@@ -233,6 +233,17 @@ def test_a_figure_is_measured_again(checkout):
     assert row["commit"] == git(checkout, "rev-parse", "--short=7", "HEAD") and row["date"] > "2026-01-01"
 
 
+def test_all_rows_of_a_command_are_measured_with_one_of_them(checkout):
+    """Or one page would tell two figures of one run."""
+    file = checkout / "docs" / "results.json"
+    known = json.loads(file.read_text())
+    known["again"] = json.loads(json.dumps(known["sums"]))
+    file.write_text(json.dumps(known))
+    assert figures(checkout, "sums.one").returncode == 0
+    tables = json.loads(file.read_text())
+    assert tables["again"]["rows"]["one"]["values"] == tables["sums"]["rows"]["one"]["values"] == {"sum": "2"}
+
+
 def test_what_cannot_be_measured_is_said(checkout):
     (checkout / "code" / "sum.py").write_text("print('no sum')")
     ran = figures(checkout, "sums.one")
