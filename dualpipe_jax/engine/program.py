@@ -45,10 +45,9 @@ class Program:
         types = params["shared"], local[0], jax.tree.map(lambda leaf: leaf[0], batch), key
 
         local, shared, batch, key = self.vary(raw((local, params["shared"], batch, key)))
-        # Cast and in parts, so that the least crosses "pp": what is borrowed is gathered where it is used.
-        local = tuple(map_leaves(Leaf.cast, step.layout["stages"], stage) for stage in local)
+        local = tuple(self._gathered(stage, in_parts=False) for stage in local)
         local = local + borrow(local, self.schedule.placement)
-        own = tuple(map_leaves(Leaf.gather, step.layout["stages"], stage) for stage in local)
+        own = tuple(self._gathered(stage, in_parts=True) for stage in local)
         shared = map_leaves(Leaf.gather, step.layout["shared"], shared)
         self.shared, self.batch, self.key = shared, batch, key
         self.part = self.vary(_part(step))
@@ -73,6 +72,14 @@ class Program:
             self.table, self.kinds, self.layout, self.around, outputs=outputs, fuse_pairs=step.fuse_pairs
         )
         self.tasks = works.tasks()
+
+    def _gathered(self, stage: Tree, *, in_parts: bool) -> Tree:
+        """Those leaves made whole that cross ranks in parts, or the others; all are cast."""
+
+        def one(lies: Leaf, leaf: jax.Array) -> jax.Array:
+            return lies.gather(leaf) if lies.crosses_in_parts is in_parts else lies.cast(leaf)
+
+        return map_leaves(one, self.step.layout["stages"], stage)
 
     def _traced(self, gathered: Tree, shared: Tree, own: Tree, batch: Tree, key: Any) -> Traced:
         """The model's kinds, given the types of parameters, of a batch and of a key as the caller has them."""
@@ -225,13 +232,12 @@ class Program:
 
             return [one(leaf, stop) for leaf, stop in enumerate(jax.tree.leaves(frozen))]
 
-        def reduced(sums: list[Any], layout: Tree, *more: str, cut: bool | None = None) -> list[Any]:
-            """With ``cut`` only those of which a device keeps a part, or only those that it keeps whole."""
+        def reduced(sums: list[Any], layout: Tree, *more: str, in_parts: bool | None = None) -> list[Any]:
+            """All, or those that cross ranks in parts, or the others."""
 
             def one(total: Any, lies: Leaf) -> Any:
-                if total is None or cut not in (None, bool(lies.extra(total.ndim))):
-                    return total
-                return lies.reduce(total, (*over, *more))
+                chosen = total is not None and in_parts in (None, lies.crosses_in_parts)
+                return lies.reduce(total, (*over, *more)) if chosen else total
 
             return [one(total, lies) for total, lies in zip(sums, leaves_of(layout), strict=True)]
 
@@ -250,10 +256,9 @@ class Program:
         of_shared = listed("shared", step.frozen["shared"])
         own, of_shared = self.prepared.lead_back(self.own, self.shared, own, of_shared)
         layout = step.layout["stages"]
-        # Before they go home, so that parts cross "pp" again.
-        own = [reduced(stage, layout, cut=True) for stage in own]
+        own = [reduced(stage, layout, in_parts=True) for stage in own]
         own = give_back(own, self.schedule.placement)
-        own = [reduced(stage, layout, cut=False) for stage in own]
+        own = [reduced(stage, layout, in_parts=False) for stage in own]
         own = [kept(stage, leaves) for stage, leaves in zip(own, self.stored["stages"], strict=True)]
         shared = kept(reduced(of_shared, step.layout["shared"], PP), self.stored["shared"])
         none_frozen = jax.tree.map(lambda _: False, self.batch)

@@ -16,6 +16,7 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from dualpipe_jax.contract import Tree
+from dualpipe_jax.parallel.mesh import DP
 
 Axes = tuple[str, ...]
 
@@ -44,6 +45,15 @@ class Leaf:
     used: PartitionSpec
     stored: PartitionSpec
     dtype: Any = None
+
+    @property
+    def crosses_in_parts(self) -> bool:
+        """Whether it goes from rank to rank as it is stored, and not as it is used.
+
+        So it does where a rank's own devices keep a part each: they make it whole on links between neighbours. What is
+        cut over replicas alone goes whole, or it would cross their links, often the slowest, for each copy.
+        """
+        return bool(axes_of(self.stored) - axes_of(self.used) - {DP})
 
     def extra(self, ndim: int) -> list[tuple[int, Axes]]:
         """The dims that are gathered, each with the axes over which."""

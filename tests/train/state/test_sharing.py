@@ -150,6 +150,10 @@ def test_second_copies_and_their_gradients_cross_ranks_in_the_parts_that_are_sto
     sent = re.findall(r'"stablehlo.collective_permute".*\(tensor<([\dx]*)x(\w+)>\)', text)
     found = {(math.prod(map(int, shape.split("x"))), dtype) for shape, dtype in sent}
     assert {(size, "bf16"), (size, "f32")} <= found
+    assert {
+        (128, "bf16"),
+        (128, "f32"),
+    } <= found  # a device's two experts, cut over replicas alone or not at all
     assert not {(other, "bf16"), (other, "f32")} & found
 
 
