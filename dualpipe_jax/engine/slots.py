@@ -42,10 +42,12 @@ def make_kept(num_slots: int, entries: Sequence[Entry]) -> list[jax.Array]:
 
 
 def read_slot(pool: Any, slot: jax.Array) -> Any:
+    """What lies in a slot of a pool whose leaves are [slots, ...]."""
     return jax.tree.map(lambda b: lax.dynamic_index_in_dim(b, slot, 0, keepdims=False), pool)
 
 
 def write_slot(pool: Any, slot: jax.Array, values: Any) -> Any:
+    """The pool with other values in a slot; leaves are [slots, ...]."""
     return jax.tree.map(lambda b, v: lax.dynamic_update_index_in_dim(b, v, slot, 0), pool, values)
 
 

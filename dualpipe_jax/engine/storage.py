@@ -91,6 +91,7 @@ def _is_leaf(node: Any) -> bool:
 
 
 def leaves_of(layout: Tree) -> list[Leaf]:
+    """The layout's leaves, in the order of the tree that it describes."""
     return jax.tree.leaves(layout, is_leaf=_is_leaf)
 
 

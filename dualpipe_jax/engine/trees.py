@@ -49,10 +49,12 @@ def types_in_words(tree: Tree) -> str:
 
 
 def zeros(tree: Tree) -> Tree:
+    """Zeros of the shapes and dtypes of a tree of arrays or of their types."""
     return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), tree)
 
 
 def raw_zeros(tree: Tree) -> Tree:
+    """Zeros of the types that ``raw`` gives the tree."""
     return zeros(jax.eval_shape(raw, tree))
 
 

@@ -186,6 +186,7 @@ def _counts(counts: Iterable[Mapping[str, int]]) -> dict[str, int]:
 
 
 def sum_up(kind: str, chosen: tuple[Collective, ...]) -> Total:
+    """The total of some collectives of one kind; times are None where one of them has none."""
     num_sync = sum(c.form == "sync" for c in chosen)
     duration, exposed, waits = (
         None if None in of_each else sum(of_each)
