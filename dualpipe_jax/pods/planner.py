@@ -31,7 +31,9 @@ from dualpipe_jax.step_options import Remat, Shard, StepOptions
 SCHEDULES = "dualpipe", "dualpipe_v", "one_f_one_b", "zb_h1", "zb_v", "interleaved_1f1b_overlap"
 REMATS: tuple[Remat, ...] = typing.get_args(Remat)
 DISPATCHES: tuple[Literal["dropless", "capacity"], ...] = ("dropless", "capacity")
-STASHES: tuple[int | None, ...] = (None, 8, 2, 1)
+STASHES: tuple[int | None, ...] = (None, 8, 2, 1, 0)
+"""How many backwards may wait for their second half. With none no backward is split, which is quicker where half of one
+hides less of its all-to-alls than the whole."""
 SHARDS: tuple[Shard, ...] = typing.get_args(Shard)
 """The simplest first."""
 

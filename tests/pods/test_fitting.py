@@ -12,7 +12,7 @@ from dualpipe_jax.pods.plan import Plan
 VALUES = {
     "shard": ("nothing", "optimizer", "parameters"),
     "remat": ("none", "keys", "local", "wide", "all"),
-    "max_stash": (None, 3, 2, 1),
+    "max_stash": (None, 3, 2, 1, 0),
     "capacity_factor": (None, 1.25),
 }
 
@@ -74,9 +74,9 @@ def test_what_is_never_enough_is_counted_once_with_all_that_helps():
 
     plan = Plan("v3", remat="all", dispatch="capacity", capacity_factor=1.0)
     (found,) = remedies(plan, 10, needed)
-    assert found.option == "--shard parameters --max-stash 1" and found.needed == 1000
+    assert found.option == "--shard parameters --max-stash 0" and found.needed == 1000
     assert len(asked) == 1, "each takes seconds"
-    plan = dataclasses.replace(plan, shard="parameters", max_stash=1)
+    plan = dataclasses.replace(plan, shard="parameters", max_stash=0)
     assert remedies(plan, 10, needed) == ()
 
 
