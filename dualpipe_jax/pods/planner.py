@@ -32,8 +32,8 @@ SCHEDULES = "dualpipe", "dualpipe_v", "one_f_one_b", "zb_h1", "zb_v", "interleav
 REMATS: tuple[Remat, ...] = typing.get_args(Remat)
 DISPATCHES: tuple[Literal["dropless", "capacity"], ...] = ("dropless", "capacity")
 STASHES: tuple[int | None, ...] = (None, 8, 2, 1, 0)
-"""How many backwards may wait for their second half. With none no backward is split, which is quicker where half of one
-hides less of its all-to-alls than the whole."""
+"""How many backwards may wait for their second half. With none no backward is split: bubbles are longer, but nothing is
+kept for halves, and a whole backward hides more of its all-to-alls than its half."""
 SHARDS: tuple[Shard, ...] = typing.get_args(Shard)
 """The simplest first."""
 

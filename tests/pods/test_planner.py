@@ -253,7 +253,7 @@ def test_more_is_shared_out_only_where_that_could_be_shorter(monkeypatch):
 
 
 def test_no_backward_is_split_where_its_half_takes_longer_than_the_whole(monkeypatch):
-    """As DeepSeek-V3's on 1024 v5p, half of which hides none of its all-to-alls behind the other half's products."""
+    """Half of one cannot hide its all-to-alls behind the products of the other half."""
     asked = {"schedules": ("dualpipe",), "pp": (4,), "stashes": planner.STASHES}
     assert planner.ranked(choices(**asked))[0].plan.max_stash is None
     monkeypatch.setitem(CYCLES, "I", 1.5e6)
