@@ -31,9 +31,7 @@ from dualpipe_jax.step_options import Remat, Shard, StepOptions
 SCHEDULES = "dualpipe", "dualpipe_v", "one_f_one_b", "zb_h1", "zb_v", "interleaved_1f1b_overlap"
 REMATS: tuple[Remat, ...] = typing.get_args(Remat)
 DISPATCHES: tuple[Literal["dropless", "capacity"], ...] = ("dropless", "capacity")
-STASHES: tuple[int | None, ...] = (None, 8, 2, 1, 0)
-"""How many backwards may wait for their second half. With none no backward is split: bubbles are longer, but nothing is
-kept for halves, and a whole backward hides more of its all-to-alls than its half."""
+STASHES: tuple[int | None, ...] = (None, 8, 2, 1)
 SHARDS: tuple[Shard, ...] = typing.get_args(Shard)
 """The simplest first."""
 

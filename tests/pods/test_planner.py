@@ -252,16 +252,6 @@ def test_more_is_shared_out_only_where_that_could_be_shorter(monkeypatch):
     assert {(c.plan.max_stash, c.plan.shard) for c in planner.ranked(tight)} == {(1, "nothing")}
 
 
-def test_no_backward_is_split_where_its_half_takes_longer_than_the_whole(monkeypatch):
-    """Half of one cannot hide its all-to-alls behind the products of the other half."""
-    asked = {"schedules": ("dualpipe",), "pp": (4,), "stashes": planner.STASHES}
-    assert planner.ranked(choices(**asked))[0].plan.max_stash is None
-    monkeypatch.setitem(CYCLES, "I", 1.5e6)
-    best, *others = planner.ranked(choices(**asked))
-    assert best.plan.max_stash == 0 and best.seconds < min(other.seconds for other in others)
-    assert best.memory < min(other.memory for other in others)
-
-
 def test_what_the_compiler_refuses_is_tried_with_more_shared_out(monkeypatch):
     plain_answer = answer
 
