@@ -21,7 +21,7 @@ _LADDER: tuple[tuple[str, Any, str], ...] = (
     ("max_stash", 2, "more than two waiting backwards are not split: larger bubbles"),
     ("remat", "all", "layers are computed again in the backward, their all-to-alls too"),
     ("max_stash", 1, "more than one waiting backward is not split: larger bubbles"),
-    ("max_stash", 0, "no backward is split: larger bubbles, but a whole one hides more of its all-to-alls"),
+    ("max_stash", 0, "no backward is split: larger bubbles"),
 )
 """Options that change no result, with their prices; the cheapest first."""
 
