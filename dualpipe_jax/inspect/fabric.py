@@ -21,6 +21,8 @@ _RINGS = {"all-gather": 1, "reduce-scatter": 1, "all-reduce": 2}
 
 
 class Fabric(Protocol):
+    """What joins devices, by how long collectives take on it."""
+
     def collective(self, kind: str, payload: float, groups: Groups) -> float:
         """Cycles that a collective of ``payload`` bytes a device takes at least, in all groups at once; 0: unknown."""
 
