@@ -31,7 +31,7 @@ class Answers:
         self.counted: set[Cut] = set()
 
     def ask(self, plan: Plan, compile: str, title: str, *, hints: bool = False) -> Answer:
-        """What is known of a plan, with ``compile`` of it compiled ("nothing", or its "units").
+        """What is known of a plan, with ``compile`` of it compiled ("nothing", its "units", or "usual" ones).
 
         Raises:
           CommandError: the plan cannot be had.

@@ -188,14 +188,20 @@ class Search:
             lines.append(f"  {min(others):.4g} s: the least of {len(others)} not counted, which may not fit")
         print("\n".join(lines), file=sys.stderr)
 
+    def _say_estimate(self, plan: Plan, title: str) -> None:
+        """What a step takes if all stages are like most, whose units are soon compiled: all kinds take minutes."""
+        step = self.answers.ask(plan, "usual", title).step
+        if step is not None:
+            words = f"were all stages like most of them, a step took {step.seconds:.4g} s, {percent(step.mfu)} MFU"
+            print(f"{words}: {_how(plan)}; compiling the others", file=sys.stderr)
+
     def _say_best(self) -> None:
         """Name the best plan so far, once."""
         for best in planner.ranked(self.choices)[:1]:
             if best == self._said:
                 return
-            self._said, plan = best, best.plan
-            how = f"{plan.schedule_in_words}, {layout_of(plan)}, remat {plan.remat}, {plan.dispatch}"
-            words = f"the best so far takes {best.seconds:.4g} s, {percent(best.mfu)} MFU: {how}"
+            self._said = best
+            words = f"the best so far takes {best.seconds:.4g} s, {percent(best.mfu)} MFU: {_how(best.plan)}"
             print(words, file=sys.stderr)
 
     def consider(
@@ -229,8 +235,11 @@ class Search:
                     least = min(plans, key=prices.ticks)
                     self.excluded.append(Excluded(least, prices.ticks(least), _NO_MINUTES))
                     break
+                standing = planner.standing_for(plans)
+                if bounds and not self.prices:
+                    self._say_estimate(standing, title)
                 with self._clock.runs(case):
-                    found = self.answers.ask(planner.standing_for(plans), "units", title)
+                    found = self.answers.ask(standing, "units", title)
                 new = Prices(case, shard, found)
                 done += new.choices(plans, count)
                 self.prices.append(new)
@@ -281,6 +290,10 @@ _FIRST = 5
 _NO_MINUTES = "no CPU minutes left"
 _NOT_COUNTED = ", not counted: it may not fit"
 """Counting all that may be told takes minutes, so a cut is counted when its turn has come, and bounded by others."""
+
+
+def _how(plan: Plan) -> str:
+    return f"{plan.schedule_in_words}, {layout_of(plan)}, remat {plan.remat}, {plan.dispatch}"
 
 
 def _why(error: Exception) -> str:

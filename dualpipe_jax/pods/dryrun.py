@@ -186,7 +186,7 @@ def compile_and_read(
     devices = list(mesh.devices.flat)
     title = f"{plan.model}, {plan.schedule_in_words}, {plan.layout} on {target}"
     made = compile_ahead(
-        request, target, devices, functools.partial(_lower, what, blueprint), f"the {what}", title, say
+        request, target, devices, functools.partial(lower_part, what, blueprint), f"the {what}", title, say
     )
     if isinstance(made, str):
         return Compiled(what, out_of_memory=made)
@@ -304,16 +304,12 @@ def compiler_options(plan: Plan, target: Target) -> dict[str, str]:
     return options | plan.compiler_options
 
 
-def _lower(what: str, blueprint: Blueprint) -> Any:
-    return (
-        ahead.lower_step(blueprint)
-        if what == "step"
-        else ahead.lower_units(
-            blueprint,
-            ("FB",) if what == "pair" else units_of(blueprint.schedule),
-            every_kind=what != "pair",
-        )
-    )
+def lower_part(what: str, blueprint: Blueprint) -> Any:
+    """What a request asks to be compiled of a step, lowered; see ``Request.compile``."""
+    if what == "step":
+        return ahead.lower_step(blueprint)
+    ops = ("FB",) if what == "pair" else units_of(blueprint.schedule)
+    return ahead.lower_units(blueprint, ops, every_kind=what == "units")
 
 
 def rates_of(request: Request, target: Target, devices: Sequence[Any] | None = None) -> Rates:

@@ -14,9 +14,9 @@ class Request:
     Attributes:
       plan: the step.
       target: the devices; None for any, of which nothing can be compiled.
-      compile: "pair" (for overlap), "units" (each unit of the engine once, for costs), "step" (the whole step, with
-        the program's own update), or "nothing": memory is counted all the same; "draw": not even that, only whether the
-        options fit is looked at.
+      compile: "pair" (for overlap), "units" (each unit of the engine once, for costs), "usual" (those of most stages,
+        for an estimate in a part of the time), "step" (the whole step, with the program's own update), or "nothing":
+        memory is counted all the same; "draw": not even that, only whether the options fit is looked at.
         "prefill" or "decode" for layers of serving, the trainer's models'.
       files: what to write of the compiled program, each by its ending: .svg and .png a picture of the pair's
         timeline, .trace the same for Perfetto, any other the program's text.

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -14,9 +15,10 @@ import models
 from dualpipe_jax.engine import Report
 from dualpipe_jax.parallel import EP, make_mesh
 from dualpipe_jax.pods import Plan, ahead
-from dualpipe_jax.pods.dryrun import compile_with, draw
+from dualpipe_jax.pods.dryrun import compile_with, draw, lower_part
 from dualpipe_jax.pods.program import Blueprint, abstract_mesh
 from dualpipe_jax.schedule import dualpipe, dualpipe_v, interleaved_1f1b_overlap, lower, one_f_one_b
+from dualpipe_jax.schedule.lowering.unit_key import SCOPE
 from train.pods.training import step_of
 from train.state.layout import Layout
 from train.state.sharing import share_out
@@ -268,6 +270,17 @@ def test_only_interleaved_schedules_take_stages_a_rank():
 def test_a_negative_number_of_stashes_is_refused():
     with pytest.raises(ValueError, match="--max-stash -1: must not be negative"):
         Plan(max_stash=-1).check()
+
+
+def test_of_the_usual_units_there_is_one_of_each_op():
+    plan = Plan("tiny", schedule="dualpipe_v", pp=2, ep=2, microbatches=8, microbatch_size=2, sequence=16)
+    blueprint, found = draw(plan, None, jax.devices()[:4]), {}
+    for what in ("pair", "usual", "units"):
+        text = lower_part(what, blueprint).as_text(debug_info=True)
+        found[what] = set(re.findall(rf"({SCOPE})/(?:while|branch)", text))
+    assert found["pair"] == {"pair/middle-middle"} < found["usual"] < found["units"]
+    ops = sorted(scope.split("/")[0] for scope in found["usual"])
+    assert ops == ["backward", "backward_input", "backward_weight", "forward", "pair"]
 
 
 class Lowered:

@@ -362,13 +362,13 @@ def test_each_best_plan_is_named_once(capsys):
 
 @pytest.mark.parametrize("minutes, compiled", [(None, 2), (28.0, 2), (27.0, 1), (1.0, 1)])
 def test_cpu_minutes(monkeypatch, minutes, compiled):
-    """Units take ten, a count two: the first case ends after 18. It is begun in any event, the next if its units will
-    end in time, should they take as long."""
+    """Units take ten, a count two: the first case ends after 18. It is begun in any event, the next
+    if its units will end in time, should they take as long."""
     used, priced = [0.0], []
     monkeypatch.setattr(clock, "_minutes", lambda: used[0])
 
     def ask(plan, compile, title):
-        used[0] += {"nothing": 2.0, "units": 10.0}[compile]
+        used[0] += {"nothing": 2.0, "usual": 0.0, "units": 10.0}[compile]
         if compile == "units":
             priced.append(plan.schedule)
         return answer(plan, compile, cycles={op: CYCLES[op] for op in planner.units_of(plan.make_schedule())})
@@ -479,7 +479,7 @@ def test_what_is_told_meanwhile(capsys):
     search = planning.Search(Answers(str(TARGET), None, None))
     search.answers.ask = lambda plan, compile, title: answer(plan, compile)
     search.explore(wanted())
-    cut, first, *bounds, last = capsys.readouterr().err.splitlines()
+    cut, first, *bounds, estimate, last = capsys.readouterr().err.splitlines()
     assert re.fullmatch(
         r"2 x 4, 4 sequences, remat all, capacity: 2 cases may fit, at least \d.\d+ s, 3.0 GiB", cut
     )
@@ -490,11 +490,34 @@ def test_what_is_told_meanwhile(capsys):
     best = planner.ranked(search.choices)[0]
     time = f"{best.seconds:.4g} s, {100 * best.mfu:.1f} % MFU"
     assert last == f"the best so far takes {time}: {best.plan.schedule}, 2 x 4, remat all, capacity"
+    step = answer(best.plan, "usual").step
+    assert estimate == (
+        f"were all stages like most of them, a step took {step.seconds:.4g} s, {100 * step.mfu:.1f} % MFU: "
+        "dualpipe, 2 x 4, remat all, capacity; compiling the others"
+    )
     search.answers.ask = lambda plan, compile, title: answer(plan, compile, memory=GIB)
     search.explore(wanted())
     (cut, none) = capsys.readouterr().err.splitlines()
     assert re.fullmatch(r"2 x 4, 4 sequences, remat all, capacity: needs \d+.\d GiB of 1.0, counted", cut)
     assert none == "no case fits"
+
+
+def test_an_estimate_is_asked_for_once_and_decides_nothing(monkeypatch, capsys):
+    """Of the first case, before its units; one that the compiler refuses is not told."""
+    asked = []
+
+    def ask(plan, compile, title):
+        asked.append(compile)
+        found = answer(plan, compile)
+        return dataclasses.replace(found, step=None) if compile == "usual" else found
+
+    search = planning.Search(Answers(str(TARGET), None, None))
+    search.answers.ask = ask
+    monkeypatch.setitem(CYCLES, "FB", 9e6)  # so that no bound excludes the other case
+    search.explore(wanted())
+    assert [each for each in asked if each != "nothing"] == ["usual", "units", "units"]
+    assert len(search.prices) == 2
+    assert "were all stages" not in capsys.readouterr().err
 
 
 def test_no_options_are_told_for_what_needs_more_when_compiled():
