@@ -274,12 +274,8 @@ def test_a_negative_number_of_stashes_is_refused():
 
 def test_of_the_usual_units_there_is_one_of_each_op():
     plan = Plan("tiny", schedule="dualpipe_v", pp=2, ep=2, microbatches=8, microbatch_size=2, sequence=16)
-    blueprint, found = draw(plan, None, jax.devices()[:4]), {}
-    for what in ("pair", "usual", "units"):
-        text = lower_part(what, blueprint).as_text(debug_info=True)
-        found[what] = set(re.findall(rf"({SCOPE})/(?:while|branch)", text))
-    assert found["pair"] == {"pair/middle-middle"} < found["usual"] < found["units"]
-    ops = sorted(scope.split("/")[0] for scope in found["usual"])
+    text = lower_part("usual", draw(plan, None, jax.devices()[:4])).as_text(debug_info=True)
+    ops = sorted(scope.split("/")[0] for scope in set(re.findall(rf"({SCOPE})/(?:while|branch)", text)))
     assert ops == ["backward", "backward_input", "backward_weight", "forward", "pair"]
 
 
