@@ -185,9 +185,8 @@ def compile_and_read(
     mesh: Any = blueprint.mesh
     devices = list(mesh.devices.flat)
     title = f"{plan.model}, {plan.schedule_in_words}, {plan.layout} on {target}"
-    made = compile_ahead(
-        request, target, devices, functools.partial(lower_part, what, blueprint), f"the {what}", title, say
-    )
+    lower, shown = functools.partial(lower_part, what, blueprint), {"usual": "usual units"}.get(what, what)
+    made = compile_ahead(request, target, devices, lower, f"the {shown}", title, say)
     if isinstance(made, str):
         return Compiled(what, out_of_memory=made)
     found = read(
