@@ -190,7 +190,10 @@ class Search:
 
     def _say_estimate(self, plan: Plan, title: str) -> None:
         """What a step takes if all stages are like most, whose units are soon compiled: all kinds take minutes."""
-        step = self.answers.ask(plan, "usual", title).step
+        try:
+            step = self.answers.ask(plan, "usual", title).step
+        except (Died, CommandError):
+            return  # told, and decided on, when all are compiled
         if step is not None:
             words = f"were all stages like most of them, a step took {step.seconds:.4g} s, {percent(step.mfu)} MFU"
             print(f"{words}: {_how(plan)}; compiling the others", file=sys.stderr)

@@ -12,7 +12,7 @@ import pytest
 from dualpipe_jax.command import answers, clock, planning
 from dualpipe_jax.command import plan as plan_command
 from dualpipe_jax.command.answers import Answers
-from dualpipe_jax.command.options import CommandError
+from dualpipe_jax.command.options import CommandError, Died
 from dualpipe_jax.pods import planner
 from dualpipe_jax.pods.bounds import MARGIN, Bounds, Cut, Least
 from dualpipe_jax.pods.results import Unit
@@ -362,8 +362,8 @@ def test_each_best_plan_is_named_once(capsys):
 
 @pytest.mark.parametrize("minutes, compiled", [(None, 2), (28.0, 2), (27.0, 1), (1.0, 1)])
 def test_cpu_minutes(monkeypatch, minutes, compiled):
-    """Units take ten, a count two: the first case ends after 18. It is begun in any event, the next
-    if its units will end in time, should they take as long."""
+    """Units take ten, a count two: the first case ends after 18. It is begun in any event, the next if its units will
+    end in time, should they take as long."""
     used, priced = [0.0], []
     monkeypatch.setattr(clock, "_minutes", lambda: used[0])
 
@@ -502,13 +502,16 @@ def test_what_is_told_meanwhile(capsys):
     assert none == "no case fits"
 
 
-def test_an_estimate_is_asked_for_once_and_decides_nothing(monkeypatch, capsys):
-    """Of the first case, before its units; one that the compiler refuses is not told."""
+@pytest.mark.parametrize("error", [None, CommandError("no"), Died("killed", "compiling", {})])
+def test_an_estimate_is_asked_for_once_and_decides_nothing(monkeypatch, capsys, error):
+    """Of the first case, before its units; one that cannot be had is not told."""
     asked = []
 
     def ask(plan, compile, title):
         asked.append(compile)
         found = answer(plan, compile)
+        if compile == "usual" and error is not None:
+            raise error
         return dataclasses.replace(found, step=None) if compile == "usual" else found
 
     search = planning.Search(Answers(str(TARGET), None, None))
@@ -516,7 +519,7 @@ def test_an_estimate_is_asked_for_once_and_decides_nothing(monkeypatch, capsys):
     monkeypatch.setitem(CYCLES, "FB", 9e6)  # so that no bound excludes the other case
     search.explore(wanted())
     assert [each for each in asked if each != "nothing"] == ["usual", "units", "units"]
-    assert len(search.prices) == 2
+    assert len(search.prices) == 2 and all(choice.seconds is not None for choice in search.choices)
     assert "were all stages" not in capsys.readouterr().err
 
 
