@@ -41,6 +41,8 @@ class Options:
     """Of a device: 1.25 times 2048 tokens times 8 experts of each."""
 
 
+# The first two are what ``grouped_matmul`` does for a gradient that has its sum, as in a step. Differentiated by
+# itself it has none, and adding it is half as much work again.
 def megablox(x_RD: Array, dy_RF: Array, sizes_G: Array, sum_GDF: Array) -> Array:
     with jax.numpy_dtype_promotion("standard"):
         return tgmm(x_RD.T, dy_RF, sizes_G, jnp.float32, (512, 1024, 1024), existing_out=sum_GDF)
