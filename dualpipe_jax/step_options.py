@@ -72,7 +72,7 @@ class StepOptions:
     """How tokens travel to experts, and their gradients back: plain as they are, or in eight bits."""
     attention: Literal["auto", "plain", "splash", "cudnn"] = "auto"
     """The kernel of attention. auto takes what suits the devices."""
-    matmul: Literal["auto", "plain", "ragged", "megablox", "hopper", "triton", "float8"] = "auto"
+    matmul: Literal["auto", "plain", "ragged", "megablox", "hopper", "blackwell", "triton", "float8"] = "auto"
     """The kernel of the experts. auto takes what suits the devices; float8 rounds what that multiplies to
     eight bits, as DeepSeek-V3 was trained."""
     shard: Shard = "nothing"

@@ -22,12 +22,14 @@ from models.config import Config
 from models.cudnn import compute_capability, cudnn_attention, cudnn_takes, widest_heads
 
 AttentionKernel = Literal["auto", "plain", "splash", "cudnn"]
-MatmulKernel = Literal["auto", "plain", "ragged", "megablox", "hopper", "triton", "float8"]
+MatmulKernel = Literal["auto", "plain", "ragged", "megablox", "hopper", "blackwell", "triton", "float8"]
 
 KERNEL_VMEM = 32 * 1024**2
 """Bytes of a TPU's VMEM that an attention kernel may take. With the usual 16 MiB, key blocks of 2048 overflow on v5p in
 some programs."""
-_HOMES = {"splash": "tpu", "megablox": "tpu", "cudnn": "gpu", "hopper": "gpu", "triton": "gpu"}
+_HOMES = {"splash": "tpu", "megablox": "tpu"} | dict.fromkeys(
+    ("cudnn", "hopper", "blackwell", "triton"), "gpu"
+)
 """Kernels that run on one platform only."""
 LANES = 128
 """Numbers of a TPU's vector registers and matrix units: heads are padded to these."""
@@ -38,7 +40,8 @@ class Kernels:
     """How attention and the experts are computed. All but "float8" give the same up to rounding; "auto" is
 
     - on a TPU, splash and ragged, but for gradients of matrices megablox where 128 divides the rows;
-    - on a GPU, cudnn, and for rows of 16 bits on a Hopper hopper, else triton, before the A100 ragged;
+    - on a GPU, cudnn, and for rows of 16 bits on a Hopper hopper, on a Blackwell blackwell, else triton, before the
+      A100 ragged;
     - on a CPU, and wherever an attention kernel does not take the shapes, plain.
 
     Attributes:
@@ -49,9 +52,9 @@ class Kernels:
         on CPU. The others leave equal groups in the order they arrive in, which accelerators read without a
         copy; unequal ones go to "ragged", ``lax.ragged_dot``, which a GPU multiplies once for each group; to
         "megablox", Pallas' grouped matmul for TPU, for buffers that 128 divides; to "hopper", Pallas' for H100
-        and H200, for 16 bits; or to "triton", ours for any GPU from the A100 on. "float8" rounds what is
-        multiplied to eight bits, forward and backward, on devices that ``parallel.check_float8`` takes, and
-        multiplies it as "auto" does.
+        and H200, or "blackwell", that for B200 and GB200, both for 16 bits; or to "triton", ours for any GPU from
+        the A100 on. "float8" rounds what is multiplied to eight bits, forward and backward, on devices that
+        ``parallel.check_float8`` takes, and multiplies it as "auto" does.
       interpret: run Pallas kernels in interpret mode, for tests on a CPU.
 
     Raises:

@@ -13,17 +13,18 @@ NEW = hasattr(plgpu, "force_gpu_interpret_mode")
 
 
 @contextlib.contextmanager
-def interpreted():
+def interpreted(races: bool = False):
     """A context in which Mosaic GPU's kernels run on the CPU; what they read past an array is anything.
 
-    Where there is a GPU they run there.
+    Where there is a GPU they run there. With ``races`` a newer simulator raises where two warpgroups, or a copy and a
+    warpgroup, touch the same memory in no order.
     """
     if jax.default_backend() == "gpu":
         yield
         return
     if NEW:
-        params = plgpu.InterpretGPUParams(out_of_bounds_reads="uninitialized")
-        with plgpu.force_gpu_interpret_mode(params):
+        params = plgpu.InterpretGPUParams(out_of_bounds_reads="uninitialized", detect_races=races)
+        with plgpu.force_gpu_interpret_mode(params), _new_sums():
             yield
         return
     internal = pytest.importorskip("jax._src.pallas.mosaic_gpu.interpret.params")
@@ -89,4 +90,31 @@ def _sums():
         mock.patch.object(gpu_callbacks, "copy_smem_to_gmem", copy_or_add),
         mock.patch.object(plgpu, "layout_cast", lambda array, layout: array),
     ):
+        yield
+
+
+@contextlib.contextmanager
+def _new_sums():
+    """Copies to memory that add to what is there, likewise."""
+    from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
+
+    copy = gpu_callbacks.copy_smem_to_gmem
+
+    def copy_or_add(*, reduction_op, **given):
+        if reduction_op is None:
+            return copy(reduction_op=None, **given)
+        assert reduction_op == "add"
+        memory = gpu_callbacks._get_shared_memory()
+
+        def at(end):
+            key = gpu_callbacks.HostAllocationKey.from_array(given[f"{end}_allocation_key_as_array"])
+            transforms = gpu_callbacks._remove_noop_transforms(given[f"{end}_transforms"])
+            return key, memory.access(key, jax.tree.map(int, transforms))
+
+        thread = given["thread"]
+        added, before = (memory.get_buffer_content(*at(end), thread)[0] for end in ("src", "dst"))
+        memory.store_buffer_content(*at("dst"), before + added, thread)
+        return given["token"]
+
+    with mock.patch.object(gpu_callbacks, "copy_smem_to_gmem", copy_or_add):
         yield

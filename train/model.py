@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 import models
-from dualpipe_jax.parallel import check_float8
+from dualpipe_jax.parallel import check_float8, mosaic
 from dualpipe_jax.parallel.mesh import expert_axes
 from dualpipe_jax.schedule import Schedule
 from dualpipe_jax.step_options import StepOptions
@@ -171,8 +171,8 @@ def make_model(
             step, dispatch="dropless", capacity_factor=None, dispatch_payload="plain", matmul=matmul
         )
     asked_for = {name: factor for name, factor in factors.items() if factor is not None}
-    if step.matmul == "hopper" and numbers.compute_dtype == jnp.float32:
-        raise ConfigError("--matmul hopper: its kernels take 16 bits; add --precision bfloat16")
+    if step.matmul in mosaic.TILES and numbers.compute_dtype == jnp.float32:
+        raise ConfigError(f"--matmul {step.matmul}: its kernels take 16 bits; add --precision bfloat16")
     try:
         return staged(numbers, plan, step, **asked_for)
     except ValueError as error:

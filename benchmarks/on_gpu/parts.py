@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks.on_gpu.bench import Bench, error
-from dualpipe_jax.parallel import hopper, triton
+from dualpipe_jax.parallel import mosaic, triton
 from dualpipe_jax.parallel.expert_groups import grouped_matmul
 from models.cudnn import cudnn_attention
 
@@ -82,22 +82,22 @@ UNEQUAL = np.array([-1000, 1000, 300, -300, -2048, 2048, -7, 7], np.int32) + TOK
 
 
 def grouped(bench: Bench) -> None:
-    """8 groups of about 4,096 rows: our kernels for Hopper and in Triton, beside JAX's and the compiler's own way."""
+    """8 groups of about 4,096 rows: our kernels for this GPU and in Triton, beside JAX's and the compiler's own way."""
     rows = EXPERTS * TOKENS
     x, dy = bench.normal(10, rows, DIM), bench.normal(11, rows, HIDDEN)
     w, sizes = bench.normal(12, EXPERTS, DIM, HIDDEN), bench.given(UNEQUAL)
     flops = 2.0 * rows * DIM * HIDDEN
-    y = bench.time("hopper: F", hopper.product, x, w, sizes, flops=flops)
-    transposed = functools.partial(hopper.product, transpose=True)
-    dx = bench.time("hopper: dx", transposed, dy, w, sizes, flops=flops)
-    dw = bench.time("hopper: dw, float32", hopper.gradient, x, dy, sizes, flops=flops)
+    name, tiles = _mosaic(bench)
+    product, gradient = (functools.partial(made, tiles) for made in (mosaic.product, mosaic.gradient))
+    y = bench.time(f"{name}: F", product, x, w, sizes, flops=flops)
+    dx = bench.time(f"{name}: dx", functools.partial(product, transpose=True), dy, w, sizes, flops=flops)
+    dw = bench.time(f"{name}: dw, float32", gradient, x, dy, sizes, flops=flops)
     bench.time("triton: F", triton.product, x, w, sizes, flops=flops)
     bench.time("triton: dx", functools.partial(triton.product, transpose=True), dy, w, sizes, flops=flops)
     bench.time("triton: dw, float32", triton.gradient, x, dy, sizes, flops=flops)
     full = flops * float((UNEQUAL // 8).sum()) / rows
-    bench.time(
-        "hopper: F of a buffer an eighth full", hopper.product, x, w, bench.given(UNEQUAL // 8), flops=full
-    )
+    eighth = bench.given(UNEQUAL // 8)
+    bench.time(f"{name}: F of a buffer an eighth full", product, x, w, eighth, flops=full)
     bench.time("jax: F", _jax_product, x, w, sizes, flops=flops)
     if bench.compiles_only:
         return
@@ -122,25 +122,32 @@ def walks(bench: Bench) -> None:
         "v3": (EXPERTS * TOKENS, DIM, HIDDEN, UNEQUAL),
         "v2-lite": (24576, 2048, 1408, np.full(64, 384, np.int32)),
     }
+    _, tiles = _mosaic(bench)
     for name, (rows, dim, hidden, groups) in cases.items():
         x, dy = bench.normal(10, rows, dim), bench.normal(11, rows, hidden)
         w, sizes = bench.normal(12, len(groups), dim, hidden), bench.given(groups)
         so_far = bench.made(lambda shape=w.shape: jnp.zeros(shape, jnp.float32))
         flops = 2.0 * rows * dim * hidden
         for stages, snake in WALKS:
-            walk = hopper.Walk(stages, snake)
+            walk = mosaic.Walk(stages, snake)
             facts = dict(flops=flops, seconds=0.03, stages=stages, snake=snake)
-            by = functools.partial(hopper._by_matrix, walk=walk)
+            by = functools.partial(mosaic._of_many, tiles=tiles, walk=walk)
             bench.time(f"{name}: F", by, x, w, sizes, **facts)
             bench.time(f"{name}: dx", functools.partial(by, transpose=True), dy, w, sizes, **facts)
-            if stages == hopper.GRADIENT.stages:  # its result is wide: there is no room for more
+            if stages == mosaic.GRADIENT.stages:  # its result is wide: there is no room for more
                 bench.time(
-                    f"{name}: dw", functools.partial(_adding, walk), x, dy, sizes, sums=so_far, **facts
+                    f"{name}: dw", functools.partial(_adding, tiles, walk), x, dy, sizes, sums=so_far, **facts
                 )
 
 
-def _adding(walk: hopper.Walk, x: Any, dy: Any, sizes: Any, so_far: Any) -> tuple[Any]:
-    return (hopper.added(x, dy, sizes, so_far, walk),)
+def _adding(tiles: Any, walk: mosaic.Walk, x: Any, dy: Any, sizes: Any, so_far: Any) -> tuple[Any]:
+    return (mosaic.added(tiles, x, dy, sizes, so_far, walk),)
+
+
+def _mosaic(bench: Bench) -> tuple[str, mosaic.Tiles]:
+    """The name of this GPU's kernels, and how they make tiles."""
+    name = "blackwell" if "B200" in bench.device.device_kind else "hopper"
+    return name, mosaic.TILES[name]
 
 
 JAX_TILES = dict(block_m=128, block_n=128, block_k=64, grid_block_n=8)
@@ -190,7 +197,11 @@ def shapes(bench: Bench) -> None:
         rng = np.random.default_rng(0)
         x, w, dy = (rng.normal(size=s) for s in ((rows, dim), (len(sizes), dim, width), (rows, width)))
         x[sum(sizes) :], dy[sum(sizes) :] = np.nan, np.nan
-        for kernel, dtype in (("hopper", jnp.bfloat16), ("triton", jnp.bfloat16), ("triton", jnp.float32)):
+        for kernel, dtype in (
+            (_mosaic(bench)[0], jnp.bfloat16),
+            ("triton", jnp.bfloat16),
+            ("triton", jnp.float32),
+        ):
             given = (
                 *(bench.given(np.asarray(a, dtype)) for a in (x, w, dy)),
                 bench.given(np.array(sizes, np.int32)),

@@ -15,7 +15,7 @@ class Reached:
       attention: shares of its operations a second that the best kernel known here does in causal attention over
         sequences of some thousand tokens: forward, backward.
       products: share that matrix products do, beside the time of ``operands``.
-      grouped: share that grouped products of unequal groups do, by the kernels of ``parallel.hopper``, likewise.
+      grouped: share that grouped products of unequal groups do, by the kernels of ``parallel.mosaic``, likewise.
       operands: bytes a second that products take in and give out besides; None: all behind their arithmetic. With one
         share of all, a product reaches more the more it multiplies for each byte.
       memory: share of its memory's bytes a second, read plus written.

@@ -13,7 +13,7 @@ def measured_rates(file: str | Path, clock: float, *, switched: bool) -> Rates:
 
     The file has bytes and operations a second, programs are priced in cycles. Every instruction is priced by the
     measured rates of matrix products and of memory, also where the compiler has figures of its own: products by what
-    was reached at their size, cuDNN's attention and the grouped products of ``parallel.hopper`` by their own rates, or
+    was reached at their size, cuDNN's attention and the grouped products of ``parallel.mosaic`` by their own rates, or
     as other products where those were not measured. All-to-alls and permutes go by their own rates, other collectives
     by links of the all-to-all's speed.
 

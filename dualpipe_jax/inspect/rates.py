@@ -137,7 +137,7 @@ def gpu_rates(
 
 
 def gpu_kernels(forward: float | None, backward: float | None, grouped: float | None) -> dict[str, float]:
-    """``Rates.kernel_flops`` of cuDNN's attention, ``parallel.hopper`` and ``triton``; without those that are None."""
+    """``Rates.kernel_flops`` of cuDNN's attention, ``parallel.mosaic`` and ``triton``; without those that are None."""
     known = {"fmha.*Backward": backward, "fmha": forward, r"mosaic_gpu|gpu\.triton": grouped}
     return {pattern: rate for pattern, rate in known.items() if rate is not None}
 

@@ -22,7 +22,7 @@ def flops(module: Module, computation: Computation, instruction: Instruction) ->
     """Multiplications and additions of the matrix products in an instruction.
 
     Knows ``dot``, the convolutions that TPUs have in its place, the GPU libraries' matrix products, cuDNN's attention,
-    the grouped products of ``parallel.hopper`` and ``triton`` if their groups fill all rows, and kernels that state
+    the grouped products of ``parallel.mosaic`` and ``triton`` if their groups fill all rows, and kernels that state
     their cost; of a fusion, those inside it. Loops and other kernels count 0.
     """
     if stated := _ESTIMATE.search(instruction.config):

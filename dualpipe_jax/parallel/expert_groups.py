@@ -3,7 +3,7 @@
 ``lax.ragged_dot`` computes the same, but only a TPU's compiler has a program for it: on CPU and GPU XLA expands
 it into one masked matmul per group, G times the work. Here the CPU walks blocks of rows instead: the number of
 blocks follows the group sizes at run time, so the work is that of the rows present, plus at most one part-filled
-block per group. GPUs have kernels that do likewise, see ``hopper`` and ``triton``.
+block per group. GPUs have kernels that do likewise, see ``mosaic`` and ``triton``.
 
 Shape suffixes: R rows, G groups, D in, F out; B rows of a block.
 """
@@ -19,30 +19,33 @@ from jax import Array, lax
 from dualpipe_jax.arguments import typechecked
 from dualpipe_jax.gradient_sum import gradient_sum
 from dualpipe_jax.made_once import made_once
-from dualpipe_jax.parallel import hopper, triton
+from dualpipe_jax.parallel import mosaic, triton
 from dualpipe_jax.parallel.group_rows import filled
 from dualpipe_jax.varying import vary, vary_alike, varying_axes
 
-Kernel = Literal["plain", "ragged", "megablox", "hopper", "triton"]
+Kernel = Literal["plain", "ragged", "megablox", "hopper", "blackwell", "triton"]
 
 BY_DEVICE: Mapping[str, tuple[Kernel, Kernel]] = {
     "cpu": ("plain", "plain"),
     "tpu": ("ragged", "megablox"),
     "hopper": ("hopper", "hopper"),
+    "blackwell": ("blackwell", "blackwell"),
     "gpu": ("triton", "triton"),
     "old_gpu": ("ragged", "ragged"),
 }
-"""The kernels of products and of the gradients of matrices that suit a device: "hopper" for 16 bits, "gpu" for all else
-from the A100 on, "old_gpu" for what came before, which Triton does not know."""
+"""The kernels of products and of the gradients of matrices that suit a device: "hopper" and "blackwell" for 16 bits,
+"gpu" for all else from the A100 on, "old_gpu" for what came before, which Triton does not know."""
 
 
 def gpu_row(capability: tuple[int, ...], dtype: Any) -> str:
     """Which row of ``BY_DEVICE`` serves a GPU of CUDA's compute capability, such as (9, 0), for rows of the dtype."""
-    if capability[0] == 9 and hopper.takes(dtype):
-        return "hopper"
+    if capability[0] in _MOSAIC and mosaic.takes(dtype):
+        return _MOSAIC[capability[0]]
     return "gpu" if capability >= (8, 0) and triton.is_there() else "old_gpu"
 
 
+_MOSAIC = {9: "hopper", 10: "blackwell"}
+"""The rows of GPUs that ``mosaic`` serves, by the first number of their compute capability."""
 _ROWS = 128
 """Megablox takes whole tiles of so many rows."""
 
@@ -101,18 +104,19 @@ def grouped_matmul(
       block: rows that the CPU multiplies at once. By default a power of two near a quarter of the mean group
         if all R rows were filled, between 8 and 64; products of fewer than 8 rows a group take them one by one.
       kernel: "plain" walks blocks on CPU and is ``lax.ragged_dot`` elsewhere; "ragged" is that on CPU, too;
-        "megablox" is Pallas' kernel for TPU, for R that 128 divides; "hopper" is Pallas' kernel for H100 and H200, for
-        16 bits; "triton" is ours for any GPU from the A100 on. What each device is best served with says
-        ``BY_DEVICE``.
+        "megablox" is Pallas' kernel for TPU, for R that 128 divides; "hopper" is Pallas' kernel for H100 and H200, and
+        "blackwell" that for B200 and GB200, for 16 bits; "triton" is ours for any GPU from the A100 on. What each
+        device is best served with says ``BY_DEVICE``.
       gradient: the kernel of the matrices' gradients; None: the same. Where it does not take the rows, "ragged".
-      interpret: run Pallas' kernels for TPU and Triton in interpret mode, and what those for Hopper compute in plain
-        JAX, for tests on a CPU.
+      interpret: run Pallas' kernels for TPU and Triton in interpret mode, and what those for Hopper and Blackwell
+        compute in plain JAX, for tests on a CPU.
 
     Returns:
       [R, F] of x's dtype; zeros past the last group. The gradients are exact, accumulated in float32.
 
     Raises:
-      TypeError: the group sizes are not integers, rows and matrices differ in dtype, or "hopper" does not take it.
+      TypeError: the group sizes are not integers, rows and matrices differ in dtype, or "hopper" or "blackwell" is
+        given another than 16 bits.
       ValueError: the shapes do not fit together, megablox does not take so many rows, or there is no such kernel, of
         Triton none in this version of JAX.
     """
@@ -134,9 +138,9 @@ def grouped_matmul(
         raise ValueError(
             f"grouped_matmul: megablox takes multiples of {_ROWS} rows, not {R}; try {-(-R // _ROWS) * _ROWS}."
         )
-    if kernel == "hopper" and not hopper.takes(x_RD.dtype):
+    if kernel in mosaic.TILES and not mosaic.takes(x_RD.dtype):
         raise TypeError(
-            f"grouped_matmul: kernel 'hopper' takes bfloat16 and float16, not {x_RD.dtype}; convert, or use 'ragged'."
+            f"grouped_matmul: kernel {kernel!r} takes bfloat16 and float16, not {x_RD.dtype}; convert, or use 'ragged'."
         )
     if kernel == "triton" and not triton.is_there():
         raise ValueError(
@@ -204,8 +208,9 @@ _grouped.defvjp(_grouped_fwd, _grouped_bwd)
 
 def _multiply(how: _How, x_RD: Array, w_GDF: Array, sizes_G: Array, transpose: bool = False) -> Array:
     """Rows by their group's matrix, or by its transpose."""
-    if how.product == "hopper":
-        return hopper.product(x_RD, w_GDF, sizes_G, transpose=transpose, emulate=how.interpret)
+    if how.product in mosaic.TILES:
+        tiles = mosaic.TILES[how.product]
+        return mosaic.product(tiles, x_RD, w_GDF, sizes_G, transpose=transpose, emulate=how.interpret)
     if how.product == "triton":
         return triton.product(x_RD, w_GDF, sizes_G, transpose=transpose, interpret=how.interpret)
     if transpose:
@@ -220,8 +225,8 @@ def _multiply(how: _How, x_RD: Array, w_GDF: Array, sizes_G: Array, transpose: b
 
 def _outer(how: _How, x_RD: Array, dy_RF: Array, sizes_G: Array) -> Array:
     """The gradient of the matrices, in float32."""
-    if how.gradient == "hopper" and hopper.takes(x_RD.dtype):
-        return hopper.gradient(x_RD, dy_RF, sizes_G, emulate=how.interpret)
+    if how.gradient in mosaic.TILES and mosaic.takes(x_RD.dtype):
+        return mosaic.gradient(mosaic.TILES[how.gradient], x_RD, dy_RF, sizes_G, emulate=how.interpret)
     if how.gradient == "triton":
         return triton.gradient(x_RD, dy_RF, sizes_G, interpret=how.interpret)
     if how.gradient == "megablox" and x_RD.shape[0] % _ROWS == 0:

@@ -3,7 +3,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import jax
@@ -30,16 +30,21 @@ def priced(
 
 
 def once(
-    function: Callable[..., Any], cost: pl.CostEstimate, *args: jax.Array, in_place: int | None = None
+    function: Callable[..., Any],
+    cost: pl.CostEstimate,
+    *args: jax.Array,
+    in_place: int | None = None,
+    **static: Any,
 ) -> Any:
     """As ``priced``, for a function of arrays that is equal to others, as those at a module's top are: it is traced
     once for arguments of a type. A program that calls a kernel a hundred times then holds it lowered once, which of
     one with many groups takes a second.
 
-    ``in_place`` is the number of the kernel's operand in whose memory its only result is written.
+    ``in_place`` is the number of the kernel's operand in whose memory its only result is written; ``static`` are the
+    function's further arguments.
     """
     types = tuple(map(jax.typeof, args))
-    traced = _traced(function, cost, types, in_place, jax.sharding.get_abstract_mesh())
+    traced = _traced(function, tuple(static.items()), cost, types, in_place, jax.sharding.get_abstract_mesh())
     results = jex.jaxpr_as_fun(traced)(*args)
     return results[0] if len(results) == 1 else tuple(results)
 
@@ -47,6 +52,7 @@ def once(
 @functools.lru_cache(maxsize=1024)
 def _traced(
     function: Callable[..., Any],
+    static: tuple[tuple[str, Hashable], ...],
     cost: pl.CostEstimate,
     types: tuple[Any, ...],
     in_place: int | None,
@@ -56,7 +62,7 @@ def _traced(
     params: dict[str, Any] = {"cost_estimate": cost}
     if in_place is not None:
         params["input_output_aliases"] = {in_place: 0}
-    return _with_cost(jax.make_jaxpr(function)(*types), params, {})
+    return _with_cost(jax.make_jaxpr(functools.partial(function, **dict(static)))(*types), params, {})
 
 
 def blocks_added(function: Callable[..., Any]) -> Callable[..., Any]:

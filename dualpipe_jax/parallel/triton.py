@@ -1,7 +1,7 @@
 """Grouped matmul on any GPU: Pallas kernels in Triton that multiply each row once, whatever the groups' sizes.
 
-They serve A100s and Blackwells, and float32 on all GPUs; a Hopper's own kernels, for 16 bits, are in ``hopper``. A tile
-of rows that holds several groups is walked once for each, and each writes its own rows. From jax 0.11 on JAX calls
+They serve A100s, and float32 on all GPUs; a Hopper's and a Blackwell's own kernels, for 16 bits, are in ``mosaic``. A
+tile of rows that holds several groups is walked once for each, and each writes its own rows. From jax 0.11 on JAX calls
 Pallas' Triton deprecated and points to Mosaic, which no A100 runs. Where JAX has it no more, ``is_there`` says so.
 
 Shape suffixes: R rows, G groups, D in, F out; T walks of a tile of rows.

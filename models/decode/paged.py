@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental import pallas as pl
 
-from dualpipe_jax.parallel import hopper, hopper_tiles
+from dualpipe_jax.parallel import hopper_tiles, mosaic, tiles
 from dualpipe_jax.parallel.kernel_cost import once
 from models.config import Config
 
@@ -52,7 +52,7 @@ def takes(config: Config, num_new: int, block_size: int) -> bool:
     block 8, 16 or 32 positions. V2, V2-Lite and V3 are such models.
     """
     return (
-        hopper.takes(config.compute_dtype)
+        mosaic.takes(config.compute_dtype)
         and config.kv_lora_rank % 128 == 0
         and config.kv_lora_rank <= 512
         and config.qk_rope_dim in (64, 128)
@@ -214,8 +214,8 @@ def _attend(
             top, total, *parts = carry
 
             def score(sum_ref: Any) -> Array:
-                plgpu.wgmma(sum_ref, c_smem, hopper_tiles.transposed(tile_ref.at[:, pl.ds(0, C)]))
-                plgpu.wgmma(sum_ref, r_smem, hopper_tiles.transposed(tile_ref.at[:, pl.ds(C, R)]))
+                plgpu.wgmma(sum_ref, c_smem, tiles.transposed(tile_ref.at[:, pl.ds(0, C)]))
+                plgpu.wgmma(sum_ref, r_smem, tiles.transposed(tile_ref.at[:, pl.ds(C, R)]))
                 return sum_ref[...]
 
             length = tile_ref.shape[0]

@@ -404,7 +404,8 @@ KINDS = {
     "A100-SXM4-80GB": ("gpu", "gpu"),
     "H100 80GB HBM3": ("hopper", "gpu"),
     "H200": ("hopper", "gpu"),
-    "B200": ("gpu", "gpu"),
+    "B200": ("blackwell", "gpu"),
+    "GB200": ("blackwell", "gpu"),
 }
 
 
@@ -473,6 +474,8 @@ def test_experts_are_multiplied_by_what_a_gpu_has(capability, monkeypatch):
         ("gpu", (9, 0), jnp.bfloat16, "hopper"),
         ("gpu", (9, 0), jnp.float32, "gpu"),
         ("gpu", (8, 9), jnp.bfloat16, "gpu"),
+        ("gpu", (10, 0), jnp.bfloat16, "blackwell"),
+        ("gpu", (12, 0), jnp.bfloat16, "gpu"),
         ("tpu", None, jnp.bfloat16, "tpu"),
         ("cpu", None, jnp.bfloat16, "cpu"),
     ],

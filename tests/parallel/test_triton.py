@@ -18,7 +18,7 @@ from dualpipe_jax.parallel.group_rows import walks
 from models.kernels import on_this_gpu
 from tests.jaxprs import named
 from tests.parallel.test_expert_groups import by_groups, gradients_by_groups
-from tests.parallel.test_hopper import CASES
+from tests.parallel.test_mosaic import CASES
 
 ON_GPU = jax.default_backend() == "gpu" and float(jax.devices()[0].compute_capability) >= 8
 

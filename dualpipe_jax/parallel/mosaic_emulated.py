@@ -1,13 +1,13 @@
-"""What the kernels for Hopper GPUs write, in plain JAX: so their padding and masks are tested where there is no GPU.
+"""What the kernels of ``mosaic`` write, in plain JAX: so their padding and masks are tested where there is no GPU.
 
-Shape suffixes: those of ``hopper``; B blocks of K rows.
+Shape suffixes: those of ``mosaic``; B blocks of K rows.
 """
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 
-from dualpipe_jax.parallel.hopper_tiles import ROWS
+from dualpipe_jax.parallel.tiles import ROWS
 
 
 def product(x_RD: Array, w_GDF: Array, sizes_G: Array, transpose: bool) -> Array:

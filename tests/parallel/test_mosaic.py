@@ -1,8 +1,9 @@
-"""The grouped matmul's kernels for Hopper GPUs, and what those in Triton have in common with them.
+"""The grouped matmul's kernels for Hopper and Blackwell GPUs, and what those in Triton have in common with them.
 
-They run on such a GPU only. What runs here: their padding and masks, around plain JAX that computes, tile by tile, what
-they write (NaN where they write nothing); the kernel of few rows in Pallas' interpreter; their traces, in which the
-split must find them; and their compilation for an H100, where the compiler is installed.
+They run on such GPUs only. What runs here: their padding and masks, around plain JAX that computes, tile by tile, what
+they write (NaN where they write nothing); the kernels themselves in Pallas' simulator of a GPU, whose newer version
+finds races as well; their traces, in which the split must find them; and their compilation for an H100 and a B200,
+where the compiler is installed.
 """
 
 import functools
@@ -13,7 +14,7 @@ import numpy as np
 import pytest
 
 from dualpipe_jax.inspect.target import MissingCompiler, Target
-from dualpipe_jax.parallel import hopper, hopper_tiles, triton
+from dualpipe_jax.parallel import blackwell_tiles, hopper_tiles, mosaic, triton
 from dualpipe_jax.parallel.expert_groups import grouped_matmul
 from dualpipe_jax.parallel.group_rows import filled
 from dualpipe_jax.split import split_backward
@@ -39,22 +40,36 @@ def arrays(rows, dim, width, sizes):
     return *(jnp.asarray(a, jnp.bfloat16) for a in (x, w, dy)), jnp.asarray(sizes, jnp.int32)
 
 
-def value_and_gradients(x, w, dy, sizes, **how):
-    y, pull = jax.vjp(lambda x, w: grouped_matmul(x, w, sizes, kernel="hopper", **how), x, w)
+def value_and_gradients(x, w, dy, sizes, kernel="hopper", **how):
+    y, pull = jax.vjp(lambda x, w: grouped_matmul(x, w, sizes, kernel=kernel, **how), x, w)
     return y, *pull(dy)
 
 
-ON_HOPPER = jax.default_backend() == "gpu" and jax.devices()[0].compute_capability == "9.0"
+CAPABILITY = jax.devices()[0].compute_capability if jax.default_backend() == "gpu" else "none"
+ON = {"9.0": "hopper", "10.0": "blackwell"}.get(CAPABILITY)
+SIMULATED = [
+    "hopper",
+    pytest.param(
+        "blackwell", marks=pytest.mark.skipif(not NEW, reason="jax 0.10's simulator knows no Blackwell")
+    ),
+]
 
 
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize(
-    "emulated",
-    [True, pytest.param(False, marks=pytest.mark.skipif(not ON_HOPPER, reason="needs an H100 or an H200"))],
+    "how",
+    [
+        pytest.param({"kernel": "hopper", "interpret": True}, id="emulated"),
+        pytest.param(
+            {"kernel": ON},
+            marks=pytest.mark.skipif(ON is None, reason="needs an H100, H200, B200 or GB200"),
+            id="on a GPU",
+        ),
+    ],
 )
-def test_values_and_gradients_are_those_of_a_loop_over_groups(case, emulated):
+def test_values_and_gradients_are_those_of_a_loop_over_groups(case, how):
     given = arrays(*CASES[case])
-    got = jax.jit(functools.partial(value_and_gradients, interpret=emulated))(*given)
+    got = jax.jit(functools.partial(value_and_gradients, **how))(*given)
     x, w, dy = (np.asarray(a, np.float64) for a in given[:3])
     sizes = np.asarray(given[3])
     exact = by_groups(x, w, sizes), *gradients_by_groups(x, w, sizes, dy)
@@ -70,38 +85,41 @@ def test_the_kernel_of_few_rows_multiplies_each_group_by_its_own_matrix(rows, si
     x, w, _, sizes_G = arrays(rows, 128, 256, sizes)
     filled = np.asarray(sizes) > 0
     w = jnp.where(filled[:, None, None], w, jnp.nan)
-    with interpreted():
-        got = jax.jit(lambda *given: hopper._of_few(*given))(x, w, sizes_G)
+    with interpreted(races=True):
+        got = jax.jit(lambda *given: mosaic._of_few(*given))(x, w, sizes_G)
     wanted = by_groups(np.asarray(x, np.float64), np.asarray(w, np.float64), np.asarray(sizes))
     count = sum(sizes)
     np.testing.assert_allclose(np.asarray(got, np.float64)[:count], wanted[:count], rtol=2**-7, atol=0.05)
 
 
 @pytest.mark.thin(3)
+@pytest.mark.parametrize("kernel", SIMULATED)
 @pytest.mark.parametrize("transpose", [False, True])
 @pytest.mark.parametrize("rows, sizes", [(256, (100, 0, 28, 127)), (200, (0, 130)), (128, (0, 0))])
-def test_the_kernel_of_many_rows_multiplies_each_group_by_its_own_matrix(rows, sizes, transpose, monkeypatch):
+def test_the_kernel_of_many_rows_multiplies_each_group_by_its_own_matrix(
+    rows, sizes, transpose, kernel, monkeypatch
+):
     """What it reads past the groups is NaN here, where it writes no row. A tile has more steps than there are slots."""
-    monkeypatch.setattr(hopper_tiles, "SMS", 3)
+    monkeypatch.setattr(mosaic.TILES[kernel], "SMS", 2)
     x, w, dy, sizes_G = arrays(rows, 384, 384, sizes)
-    run = hopper._by_transposed if transpose else hopper._by_matrix
-    with interpreted():
-        got = jax.jit(lambda *given: run(*given))(dy if transpose else x, w, sizes_G)
+    run = functools.partial(mosaic._of_many, tiles=mosaic.TILES[kernel], transpose=transpose)
+    with interpreted(races=True):
+        got = jax.jit(run)(dy if transpose else x, w, sizes_G)
     given, matrices = (np.asarray(a, np.float64) for a in (dy if transpose else x, w))
     wanted = by_groups(given, matrices.swapaxes(1, 2) if transpose else matrices, np.asarray(sizes))
     count = sum(sizes)
     np.testing.assert_allclose(np.asarray(got, np.float64)[:count], wanted[:count], rtol=2**-7, atol=0.05)
 
 
-@pytest.mark.skipif(NEW and not ON_HOPPER, reason="this JAX's simulator knows no copy that adds")
+@pytest.mark.parametrize("kernel", SIMULATED)
 @pytest.mark.parametrize("rows, sizes", [(256, (100, 0, 28, 127)), (192, (63, 1, 64, 2)), (128, (0, 0))])
-def test_the_kernel_of_gradients_adds_to_the_sum_so_far(rows, sizes, monkeypatch):
+def test_the_kernel_of_gradients_adds_to_the_sum_so_far(rows, sizes, kernel, monkeypatch):
     """An odd number of tiles' halves, and NaN in what it reads past the groups."""
-    monkeypatch.setattr(hopper_tiles, "SMS", 3)
+    monkeypatch.setattr(mosaic.TILES[kernel], "SMS", 2)
     x, _, dy, sizes_G = arrays(rows, 128, 384, sizes)
     so_far = jnp.asarray(np.random.default_rng(1).normal(size=(len(sizes), 128, 384)), jnp.float32)
-    with interpreted():
-        got = jax.jit(hopper.added)(x, dy, sizes_G, so_far)
+    with interpreted(races=True):
+        got = jax.jit(functools.partial(mosaic.added, mosaic.TILES[kernel]))(x, dy, sizes_G, so_far)
     ends = np.cumsum(sizes)
     for group, (end, size) in enumerate(zip(ends, sizes, strict=True)):
         mine = slice(end - size, end)
@@ -119,7 +137,10 @@ def test_groups_that_have_rows_come_first(rows, sizes):
 
 @pytest.mark.parametrize(
     "gradient",
-    [functools.partial(hopper.gradient, emulate=True), functools.partial(triton.gradient, interpret=True)],
+    [
+        functools.partial(mosaic.gradient, hopper_tiles, emulate=True),
+        functools.partial(triton.gradient, interpret=True),
+    ],
     ids=["hopper", "triton"],
 )
 def test_gradients_of_matrices_are_sums_in_float32(gradient):
@@ -131,12 +152,13 @@ def test_gradients_of_matrices_are_sums_in_float32(gradient):
     np.testing.assert_array_equal(found, np.full((1, 128, 128), 1 + 2.0**-10))
 
 
-def test_it_takes_sixteen_bits():
+@pytest.mark.parametrize("kernel", mosaic.TILES)
+def test_it_takes_sixteen_bits(kernel):
     rows, w, sizes = jnp.ones((8, 4)), jnp.ones((1, 4, 4)), jnp.asarray([8])
     with pytest.raises(
-        TypeError, match="kernel 'hopper' takes bfloat16 and float16, not float32; convert, or use"
+        TypeError, match=f"kernel '{kernel}' takes bfloat16 and float16, not float32; convert, or use"
     ):
-        grouped_matmul(rows, w, sizes, kernel="hopper")
+        grouped_matmul(rows, w, sizes, kernel=kernel)
 
 
 def stage(params, x, kernel):
@@ -144,7 +166,7 @@ def stage(params, x, kernel):
     return jnp.tanh(grouped_matmul(x, params["w"], jnp.asarray([100, 156], jnp.int32), kernel=kernel))
 
 
-@pytest.mark.parametrize("kernel", ["hopper", "triton"])
+@pytest.mark.parametrize("kernel", ["hopper", "blackwell", "triton"])
 def test_a_kernels_weight_gradient_is_w(kernel):
     """Its loops run over axes of their own, which are nobody's collectives; its FLOPs are counted."""
     types = (
@@ -167,7 +189,11 @@ def test_a_kernels_weight_gradient_is_w(kernel):
 
 @pytest.mark.parametrize(
     "kernel, primitive, traced",
-    [("hopper", "mpmd_map", ("jaxprs", "meshes")), ("triton", "pallas_call", ("jaxpr",))],
+    [
+        ("hopper", "mpmd_map", ("jaxprs", "meshes")),
+        ("blackwell", "mpmd_map", ("jaxprs", "meshes")),
+        ("triton", "pallas_call", ("jaxpr",)),
+    ],
 )
 def test_a_program_holds_a_kernel_traced_once(kernel, primitive, traced):
     """However often it calls it: one of 64 groups takes a second to lower."""
@@ -182,11 +208,19 @@ def test_a_program_holds_a_kernel_traced_once(kernel, primitive, traced):
     assert all(first.params[name] is second.params[name] for name in traced)
 
 
-@pytest.mark.parametrize(("kernel", "primitive"), [(hopper, "mpmd_map"), (triton, "pallas_call")])
-def test_a_gradient_is_written_in_the_place_of_the_sum_that_it_is_added_to(kernel, primitive):
+@pytest.mark.parametrize(
+    ("gradient", "primitive"),
+    [
+        (functools.partial(mosaic.gradient, hopper_tiles), "mpmd_map"),
+        (functools.partial(mosaic.gradient, blackwell_tiles), "mpmd_map"),
+        (triton.gradient, "pallas_call"),
+    ],
+    ids=["hopper", "blackwell", "triton"],
+)
+def test_a_gradient_is_written_in_the_place_of_the_sum_that_it_is_added_to(gradient, primitive):
     """Or a step would hold and copy a second one of all experts."""
     x, _, dy, sizes = arrays(256, 128, 128, (100, 156))
-    (call,) = named(jax.make_jaxpr(kernel.gradient)(x, dy, sizes).jaxpr, primitive)
+    (call,) = named(jax.make_jaxpr(gradient)(x, dy, sizes).jaxpr, primitive)
     ((operand, result),) = dict(call.params["input_output_aliases"]).items()
     assert call.invars[operand].aval.shape == call.outvars[result].aval.shape == (2, 128, 128)
 
@@ -194,18 +228,23 @@ def test_a_gradient_is_written_in_the_place_of_the_sum_that_it_is_added_to(kerne
 def test_few_rows_are_not_filled_up_to_a_whole_tile():
     """A product of 64 rows at once is half as high as others."""
     x, w, _, sizes = arrays(12, 128, 256, (2, 0, 7))
-    (call,) = named(jax.make_jaxpr(hopper.product)(x, w, sizes).jaxpr, "mpmd_map")
+    (call,) = named(
+        jax.make_jaxpr(functools.partial(mosaic.product, hopper_tiles))(x, w, sizes).jaxpr, "mpmd_map"
+    )
     assert (64, 128) in [var.aval.shape for var in call.invars]
 
 
 @pytest.mark.slow
-def test_they_compile_for_an_h100_that_is_not_here():
+@pytest.mark.parametrize("target, kernel", [("h100:1x1", "hopper"), ("b200:1x1", "blackwell")])
+def test_they_compile_for_a_gpu_that_is_not_here(target, kernel):
     try:
-        device = Target.parse("h100:1x1").devices()[0]
+        device = Target.parse(target).devices()[0]
     except MissingCompiler as error:
         pytest.skip(str(error))
     here = jax.sharding.SingleDeviceSharding(device)
     for case in ("as they are", "narrow widths", "fewer rows than a tile"):
         given = [jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=here) for a in arrays(*CASES[case])]
-        text = jax.jit(value_and_gradients).lower(*given).compile().as_text()
+        text = (
+            jax.jit(functools.partial(value_and_gradients, kernel=kernel)).lower(*given).compile().as_text()
+        )
         assert text.count('custom_call_target="mosaic_gpu') == 3, case

@@ -1,4 +1,5 @@
-"""Grouped matmul on Hopper GPUs (H100, H200): Pallas kernels that multiply each row once, whatever the groups' sizes.
+"""Grouped matmul on Hopper and Blackwell GPUs: Pallas' Mosaic kernels that multiply each row once, whatever the groups'
+sizes.
 
 A tile without rows loads and multiplies nothing, so a buffer that is an eighth full takes a fifth of the time that
 JAX's own kernel does (``jax.experimental.pallas.ops.gpu.ragged_dot_mgpu``, which passes over none). Where groups have
@@ -10,7 +11,7 @@ the rows' dtype. All take 16 bits, and widths that ``LANES`` divides; others are
 Shape suffixes: R rows, G groups, D in, F out; K rows of a block.
 """
 
-import functools
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -19,10 +20,13 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 
 from dualpipe_jax.gradient_sum import gradient_sum
-from dualpipe_jax.parallel import hopper_emulated
+from dualpipe_jax.parallel import blackwell_tiles, hopper_tiles, mosaic_emulated
 from dualpipe_jax.parallel.group_rows import filled, starts, walks
-from dualpipe_jax.parallel.hopper_tiles import HALVES, LANES, ROWS, Slots, run, transposed, walk_tiles
 from dualpipe_jax.parallel.kernel_cost import once
+from dualpipe_jax.parallel.tiles import HALVES, LANES, ROWS, Slots, Tiles, Walked, run, transposed
+
+TILES: Mapping[str, Tiles] = {"hopper": hopper_tiles, "blackwell": blackwell_tiles}
+"""How the GPUs make tiles, by the name of the kernel in ``expert_groups``."""
 
 _PIECE = 64
 """Columns of a result that are on their way to memory at once: there is no room for all."""
@@ -41,9 +45,9 @@ class Walk(NamedTuple):
 
 
 MATRIX, TRANSPOSED, GRADIENT = Walk(), Walk(), Walk(stages=3, snake=8)
-"""As measured: ``scripts/bench gpu --parts walks`` tries others."""
+"""As measured on an H100: ``scripts/bench gpu --parts walks`` tries others."""
 FEW = Walk(stages=6)
-"""Of the product of few rows: 96 KiB of a matrix on their way to a multiprocessor. Nobody measured it."""
+"""Of a Hopper's product of few rows: 96 KiB of a matrix on their way to a multiprocessor. Nobody measured it."""
 
 
 def takes(dtype: Any) -> bool:
@@ -52,11 +56,18 @@ def takes(dtype: Any) -> bool:
 
 
 def product(
-    x_RD: Array, w_GDF: Array, sizes_G: Array, *, transpose: bool = False, emulate: bool = False
+    tiles: Tiles,
+    x_RD: Array,
+    w_GDF: Array,
+    sizes_G: Array,
+    *,
+    transpose: bool = False,
+    emulate: bool = False,
 ) -> Array:
     """Multiply each group's rows by its matrix.
 
     Args:
+      tiles: one of ``TILES``.
       x_RD: in 16 bits; with ``transpose`` [R, F].
       w_GDF: of the same dtype.
       sizes_G: int32.
@@ -67,28 +78,32 @@ def product(
       [R, F] of x's dtype, with ``transpose`` [R, D]; zeros past the last group.
     """
     rows, width = x_RD.shape[0], w_GDF.shape[1 if transpose else 2]
-    few = not transpose and rows <= ROWS * len(sizes_G)
+    few = tiles is hopper_tiles and not transpose and rows <= ROWS * len(sizes_G)
     x_RD = _rows(x_RD, ROWS if few else LANES)
     w_GDF = _padded(w_GDF, (0, -w_GDF.shape[1] % LANES, -w_GDF.shape[2] % LANES))
     if emulate:
-        y_RF = hopper_emulated.product(x_RD, w_GDF, sizes_G, transpose)[:rows, :width]
+        y_RF = mosaic_emulated.product(x_RD, w_GDF, sizes_G, transpose)[:rows, :width]
     else:
         num_read = min(rows, len(sizes_G)) if few else len(sizes_G)
         written = x_RD.shape[0] * width * x_RD.dtype.itemsize
         cost = _cost(x_RD, width, num_read * w_GDF.size // len(w_GDF) * x_RD.dtype.itemsize + written)
-        kernel = _by_transposed if transpose else _of_few if few else _by_matrix
-        y_RF = once(kernel, cost, x_RD, w_GDF, sizes_G)[:rows, :width]
+        if few:
+            y_RF = once(_of_few, cost, x_RD, w_GDF, sizes_G)
+        else:
+            y_RF = once(_of_many, cost, x_RD, w_GDF, sizes_G, tiles=tiles, transpose=transpose)
+        y_RF = y_RF[:rows, :width]
     # Rows of no group are not written: what is there may be anything.
     filled_R = jnp.arange(rows, dtype=jnp.int32) < starts(sizes_G)[-1] + sizes_G[-1]
     return jnp.where(filled_R[:, None], y_RF, 0)
 
 
-def gradient(x_RD: Array, dy_RF: Array, sizes_G: Array, *, emulate: bool = False) -> Array:
+def gradient(tiles: Tiles, x_RD: Array, dy_RF: Array, sizes_G: Array, *, emulate: bool = False) -> Array:
     """Sum each group's rows' outer products.
 
     Where 128 divides the widths they are added to ``gradient_sum``.
 
     Args:
+      tiles: one of ``TILES``.
       x_RD: in 16 bits; what lies past the last group is not read.
       dy_RF: of the same dtype.
       sizes_G: int32.
@@ -103,16 +118,18 @@ def gradient(x_RD: Array, dy_RF: Array, sizes_G: Array, *, emulate: bool = False
     so_far = gradient_sum(shape, beside=x_RD)
     if padded != shape:  # a sum with edges would be another array
         so_far = _padded(so_far, tuple(p - s for p, s in zip(padded, shape, strict=True)))
-    add = hopper_emulated.added if emulate else added
-    made = add(x_RD, dy_RF, sizes_G, so_far)
+    given = x_RD, dy_RF, sizes_G, so_far
+    made = mosaic_emulated.added(*given) if emulate else added(tiles, *given)
     return made if padded == shape else made[:, : shape[1], : shape[2]]
 
 
-def added(x_RD: Array, dy_RF: Array, sizes_G: Array, so_far_GDF: Array, walk: Walk | None = None) -> Array:
+def added(
+    tiles: Tiles, x_RD: Array, dy_RF: Array, sizes_G: Array, so_far_GDF: Array, walk: Walk = GRADIENT
+) -> Array:
     """``gradient``, of widths that ``LANES`` divides and 128 rows at least, added to a sum in its memory."""
-    kernel = _gradient if walk is None else functools.partial(_gradient, walk=walk)
     cost = _cost(x_RD, dy_RF.shape[1], dy_RF.size * dy_RF.dtype.itemsize + 2 * so_far_GDF.size * 4)
-    return once(kernel, cost, x_RD, dy_RF, sizes_G, so_far_GDF, in_place=_SO_FAR)
+    given = x_RD, dy_RF, sizes_G, so_far_GDF
+    return once(_gradient, cost, *given, in_place=_SO_FAR, tiles=tiles, walk=walk)
 
 
 def _rows(array: Array, least: int = LANES) -> Array:
@@ -140,7 +157,7 @@ class _OfRows(NamedTuple):
       first: the first of the block's rows that is the group's.
       rows: how many are.
       columns: the number of the tile's columns' pair of ``LANES``.
-      steps: see ``walk_tiles``.
+      steps: see ``Walked``.
     """
 
     group: Array
@@ -151,18 +168,24 @@ class _OfRows(NamedTuple):
     steps: Array
 
 
-def _by_matrix(
-    x_RD: Array, w_GDF: Array, sizes_G: Array, transpose: bool = False, walk: Walk = MATRIX
+def _of_many(
+    x_RD: Array,
+    w_GDF: Array,
+    sizes_G: Array,
+    tiles: Tiles,
+    transpose: bool = False,
+    walk: Walk | None = None,
 ) -> Array:
     """The product of groups of many rows; a block of rows in which groups meet is walked once for each."""
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
     R, D = x_RD.shape
     F = w_GDF.shape[1 if transpose else 2]
+    walk = walk or (TRANSPOSED if transpose else MATRIX)
     table = walks(sizes_G, LANES, R)
-    tiles = len(table[0]), pl.cdiv(F, HALVES * LANES)
+    grid = len(table[0]), pl.cdiv(F, HALVES * LANES)
 
-    def by_matrix(
+    def of_many(
         groups_ref: Any,
         blocks_ref: Any,
         starts_ref: Any,
@@ -173,7 +196,7 @@ def _by_matrix(
         slots: Slots,
     ) -> None:
         def find(index: Array) -> _OfRows:
-            place, columns = plgpu.planar_snake(index, tiles, 1, walk.snake)
+            place, columns = plgpu.planar_snake(index, grid, 1, walk.snake)
             before = blocks_ref[place] * LANES
             first = jnp.maximum(starts_ref[place] - before, 0)
             rows = jnp.minimum(ends_ref[place] - before, LANES) - first
@@ -183,16 +206,15 @@ def _by_matrix(
         def load(tile: _OfRows, step: Array, slot: Array) -> None:
             summed, arrived = pl.ds(step * ROWS, ROWS), slots.arrived.at[slot]
             plgpu.copy_gmem_to_smem(x_ref.at[pl.ds(tile.before, LANES), summed], slots.left.at[slot], arrived)
-            for half in range(HALVES):
-                own = pl.ds((HALVES * tile.columns + half) * LANES, LANES)
-                block = w_ref.at[(tile.group, own, summed) if transpose else (tile.group, summed, own)]
-                plgpu.copy_gmem_to_smem(block, slots.right.at[slot, half], arrived)
+            for column, columns, block in slots.right_blocks(slot):
+                own = pl.ds(tile.columns * HALVES * LANES + column, columns)
+                where = (tile.group, own, summed) if transpose else (tile.group, summed, own)
+                plgpu.copy_gmem_to_smem(w_ref.at[where], block, arrived)
 
-        def multiply(_: _OfRows, __: Array, slot: Array, half: Array, sum_ref: Any) -> None:
-            w_block = slots.right.at[slot, half]
-            plgpu.wgmma(sum_ref, slots.left.at[slot], transposed(w_block) if transpose else w_block)
+        def operands(slot: Array, w_block: Any) -> tuple[Any, Any]:
+            return slots.left.at[slot], transposed(w_block) if transpose else w_block
 
-        def write(tile: _OfRows, half: Array, made: Array) -> None:
+        def write(tile: _OfRows, half: Any, made: Callable[[int, int], Array]) -> None:
             own = HALVES * tile.columns + half
             piece_ref = slots.result.at[half]
 
@@ -200,13 +222,13 @@ def _by_matrix(
             def _() -> None:
                 for column in range(0, LANES, _PIECE):
                     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-                    piece_ref[...] = made[:, column : column + _PIECE].astype(x_RD.dtype)
+                    piece_ref[...] = made(column, _PIECE).astype(x_RD.dtype)
                     plgpu.commit_smem()
                     _copy_rows(piece_ref, y_ref, tile.before, own * LANES + column, tile.first, tile.rows)
 
-        walk_tiles(slots, tiles[0] * tiles[1], find, load, multiply, write)
+        tiles.walk(slots, Walked(grid[0] * grid[1], find, load, operands, write))
 
-    slots = Slots.of(
+    slots = tiles.slots(
         walk.stages,
         x_RD.dtype,
         left=(LANES, ROWS),
@@ -214,15 +236,12 @@ def _by_matrix(
         result=jax.ShapeDtypeStruct((LANES, _PIECE), x_RD.dtype),
     )
     made = jax.ShapeDtypeStruct((R, F), x_RD.dtype)
-    return run(by_matrix, made, *table, x_RD, w_GDF, scratch=[slots], warpgroups=HALVES + 1)
-
-
-def _by_transposed(x_RF: Array, w_GDF: Array, sizes_G: Array) -> Array:
-    return _by_matrix(x_RF, w_GDF, sizes_G, transpose=True, walk=TRANSPOSED)
+    warpgroups = tiles.warpgroups(masks=False)
+    return run(of_many, made, *table, x_RD, w_GDF, sms=tiles.SMS, scratch=[slots], warpgroups=warpgroups)
 
 
 def _of_few(x_RD: Array, w_GDF: Array, sizes_G: Array) -> Array:
-    """The product of groups of few rows: the matrix of a group without any is not read, those of others once."""
+    """A Hopper's product of groups of few rows: the matrix of a group without any is not read, those of others once."""
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
     (R, D), (G, _, F) = x_RD.shape, w_GDF.shape
@@ -268,7 +287,7 @@ def _of_few(x_RD: Array, w_GDF: Array, sizes_G: Array) -> Array:
 
     made = jax.ShapeDtypeStruct((R, F), x_RD.dtype)
     tile = plgpu.SMEM((ROWS, LANES), x_RD.dtype)
-    return run(of_few, made, groups_S, starts_S, ends_S, x_RD, w_GDF, scratch=[tile])
+    return run(of_few, made, groups_S, starts_S, ends_S, x_RD, w_GDF, sms=hopper_tiles.SMS, scratch=[tile])
 
 
 def _copy_rows(tile_ref: Any, y_ref: Any, before: Any, column: Any, first: Any, num_rows: Any) -> None:
@@ -316,23 +335,24 @@ class _OfMatrix(NamedTuple):
     steps: Array
 
 
-def _gradient(x_RD: Array, dy_RF: Array, sizes_G: Array, so_far_GDF: Array, walk: Walk = GRADIENT) -> Array:
+def _gradient(
+    x_RD: Array, dy_RF: Array, sizes_G: Array, so_far_GDF: Array, tiles: Tiles, walk: Walk
+) -> Array:
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
     D = x_RD.shape[1]
     G, F = len(sizes_G), dy_RF.shape[1]
-    tiles = D // LANES, pl.cdiv(F, HALVES * LANES)
+    grid = D // LANES, pl.cdiv(F, HALVES * LANES)
 
     def kernel(
         starts_ref: Any, ends_ref: Any, x_ref: Any, dy_ref: Any, so_far_ref: Any, dw_ref: Any, slots: Slots
     ) -> None:
         del so_far_ref  # in whose memory the result is: what is made is added to what is there
-        (masked,) = slots.more
 
         def find(index: Array) -> _OfMatrix:
-            num = jnp.int32(tiles[0] * tiles[1])
+            num = jnp.int32(grid[0] * grid[1])
             group = lax.div(index, num)
-            d, columns = plgpu.planar_snake(lax.rem(index, num), tiles, 1, walk.snake)
+            d, columns = plgpu.planar_snake(lax.rem(index, num), grid, 1, walk.snake)
             start, end = starts_ref[group], ends_ref[group]
             first = lax.div(start, jnp.int32(ROWS))
             past = lax.div(end + jnp.int32(ROWS - 1), jnp.int32(ROWS))
@@ -344,31 +364,18 @@ def _gradient(x_RD: Array, dy_RF: Array, sizes_G: Array, so_far_GDF: Array, walk
             plgpu.copy_gmem_to_smem(
                 x_ref.at[rows, pl.ds(tile.d * LANES, LANES)], slots.left.at[slot], arrived
             )
-            for half in range(HALVES):
-                own = pl.ds((HALVES * tile.columns + half) * LANES, LANES)
-                plgpu.copy_gmem_to_smem(dy_ref.at[rows, own], slots.right.at[slot, half], arrived)
+            for column, columns, block in slots.right_blocks(slot):
+                own = pl.ds(tile.columns * HALVES * LANES + column, columns)
+                plgpu.copy_gmem_to_smem(dy_ref.at[rows, own], block, arrived)
 
-        def multiply(tile: _OfMatrix, step: Array, slot: Array, half: Array, sum_ref: Any) -> None:
-            x_KD, dy_KF = slots.left.at[slot], slots.right.at[slot, half]
+        def operands(slot: Array, dy_block: Any) -> tuple[Any, Any]:
+            return transposed(slots.left.at[slot]), dy_block
 
-            def mask(ref: Any) -> None:
-                row_KL = lax.broadcasted_iota(jnp.int32, (ROWS, LANES), 0) + (tile.block + step) * ROWS
-                row_KL = plgpu.layout_cast(row_KL, plgpu.Layout.WGMMA)
-                inside_KL = (row_KL >= tile.start) & (row_KL < tile.end)
-                ref[...] = jnp.where(inside_KL, ref[...], jnp.zeros_like(ref[...]))
+        def inside(tile: _OfMatrix, step: Array) -> tuple[Array, Array]:
+            before = (tile.block + step) * ROWS
+            return tile.start - before, tile.end - before
 
-            @pl.when((step == 0) | (step == tile.steps - 1))
-            def _() -> None:
-                # Both: what lies past the groups may be anything, and 0 * nan is nan.
-                mask(dy_KF)
-                pl.when(half == 0)(functools.partial(mask, x_KD))
-                plgpu.commit_smem()
-                plgpu.barrier_arrive(masked)  # the other half multiplies x, too
-                plgpu.barrier_wait(masked)
-
-            plgpu.wgmma(sum_ref, transposed(x_KD), dy_KF)
-
-        def write(tile: _OfMatrix, half: Array, made: Array) -> None:
+        def write(tile: _OfMatrix, half: Any, made: Callable[[int, int], Array]) -> None:
             own = HALVES * tile.columns + half
             piece_ref = slots.result.at[half]
 
@@ -376,22 +383,23 @@ def _gradient(x_RD: Array, dy_RF: Array, sizes_G: Array, so_far_GDF: Array, walk
             def _() -> None:
                 for column in range(0, LANES, _PIECE):
                     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-                    piece_ref[...] = made[:, column : column + _PIECE]
+                    piece_ref[...] = made(column, _PIECE)
                     plgpu.commit_smem()
                     where = tile.group, pl.ds(tile.d * LANES, LANES), pl.ds(own * LANES + column, _PIECE)
                     plgpu.copy_smem_to_gmem(piece_ref, dw_ref.at[where], reduction_op="add")
 
-        walk_tiles(slots, G * tiles[0] * tiles[1], find, load, multiply, write)
+        tiles.walk(slots, Walked(G * grid[0] * grid[1], find, load, operands, write, inside))
 
     ends_G = jnp.cumsum(sizes_G)
     operands = ends_G - sizes_G, ends_G, x_RD, dy_RF, so_far_GDF
-    slots = Slots.of(
+    slots = tiles.slots(
         walk.stages,
         x_RD.dtype,
-        (ROWS, LANES),
-        (ROWS, LANES),
-        jax.ShapeDtypeStruct((LANES, _PIECE), jnp.float32),
-        plgpu.Barrier(num_arrivals=HALVES),
+        left=(ROWS, LANES),
+        right=(ROWS, LANES),
+        result=jax.ShapeDtypeStruct((LANES, _PIECE), jnp.float32),
+        masks=True,
     )
     made = jax.ShapeDtypeStruct((G, D, F), jnp.float32)
-    return run(kernel, made, *operands, scratch=[slots], warpgroups=HALVES + 1)
+    warpgroups = tiles.warpgroups(masks=True)
+    return run(kernel, made, *operands, sms=tiles.SMS, scratch=[slots], warpgroups=warpgroups)

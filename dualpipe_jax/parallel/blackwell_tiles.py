@@ -1,0 +1,153 @@
+"""Tiles on a Blackwell GPU (B200, GB200): one warpgroup multiplies what another loads, a third writes the results.
+
+Its tensor cores sum in a memory of their own, which has room for two tiles: while one is written the next is made. What
+is multiplied comes from shared memory alone, so rows that are none of the tile's are put to zero there, by a fourth
+warpgroup, before the product begins.
+"""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.experimental import pallas as pl
+
+from dualpipe_jax.parallel.tiles import (
+    HALVES,
+    LANES,
+    Slots,
+    Walked,
+    is_edge,
+    load_tiles,
+    on_tiles,
+    slot_of,
+    zero_outside,
+)
+
+SMS = 148
+"""Multiprocessors of a B200."""
+
+_WRITES, _LOADS, _MULTIPLIES, _MASKS = range(4)
+_SUMS = 2
+"""Tiles whose sums there is room for."""
+
+
+def warpgroups(masks: bool) -> int:
+    """See ``Tiles``."""
+    return 4 if masks else 3
+
+
+def slots(
+    number: int,
+    dtype: Any,
+    left: tuple[int, int],
+    right: tuple[int, int],
+    result: jax.ShapeDtypeStruct,
+    masks: bool = False,
+) -> Slots:
+    """See ``Tiles``. Besides, sums and, for each, barriers for that it is made and that it is written; and, for each
+    slot, a barrier for that it is masked."""
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    def by_tensor_cores(number: int) -> Any:
+        return plgpu.Barrier(num_arrivals=1, num_barriers=number, orders_tensor_core=True)
+
+    sums = plgpu.TMEM((LANES, _SUMS * HALVES * LANES), jnp.float32)
+    masked = (plgpu.Barrier(num_arrivals=1, num_barriers=number),) if masks else ()
+    more = sums, by_tensor_cores(_SUMS), by_tensor_cores(_SUMS), *masked
+    both = tuple(HALVES * size if size == LANES else size for size in right)
+    return Slots.of(number, dtype, left, both, result, by_tensor_cores(number), more)
+
+
+def walk(slots: Slots, walked: Walked) -> None:
+    """See ``Tiles``."""
+    own = lax.axis_index("warpgroup")
+    parts = {_WRITES: _write, _LOADS: load_tiles, _MULTIPLIES: _multiply}
+    if walked.inside is not None:
+        parts[_MASKS] = _mask
+    for number, part in parts.items():
+        pl.when(own == number)(functools.partial(part, slots, walked))
+
+
+def _sum_of(tiles: Array) -> Array:
+    """The number of a tile's sum, by the number of tiles before it."""
+    return lax.rem(tiles, jnp.int32(_SUMS))
+
+
+def _columns(slots: Slots, tiles: Array, column: int, columns: int) -> Any:
+    return slots.more[0].at[:, pl.ds(_sum_of(tiles) * HALVES * LANES + column, columns)]
+
+
+def _mask(slots: Slots, walked: Walked) -> None:
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    inside, masked = walked.inside, slots.more[3]
+    assert inside is not None
+
+    def mask_tile(tile: Any, done: Array, _: Array) -> None:
+        def one_step(step: Array, carry: None) -> None:
+            slot = slot_of(slots, done + step)
+            plgpu.barrier_wait(slots.arrived.at[slot])
+            first, past = inside(tile, step)
+
+            @pl.when(is_edge(first, past))
+            def _() -> None:
+                for block in (slots.left.at[slot], slots.right.at[slot]):
+                    zero_outside(block, first, past)
+                plgpu.commit_smem()
+
+            plgpu.barrier_arrive(masked.at[slot])
+
+        lax.fori_loop(0, tile.steps, one_step, None)
+
+    on_tiles(walked, mask_tile)
+
+
+def _multiply(slots: Slots, walked: Walked) -> None:
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    _, made, written, *masked = slots.more
+    (ready,) = masked or [slots.arrived]
+
+    def multiply_tile(tile: Any, done: Array, tiles: Array) -> None:
+        def one_step(step: Array, carry: None) -> None:
+            slot = slot_of(slots, done + step)
+            plgpu.barrier_wait(ready.at[slot])
+            operands = walked.operands(slot, slots.right.at[slot])
+            plgpu.tcgen05_mma(_columns(slots, tiles, 0, HALVES * LANES), *operands, accumulate=step > 0)
+            plgpu.tcgen05_commit_arrive(slots.taken.at[slot])
+
+        @pl.when(tile.steps > 0)
+        def _() -> None:
+            before = written.at[_sum_of(tiles)]
+            pl.when(tiles >= _SUMS)(functools.partial(plgpu.barrier_wait, before))
+            lax.fori_loop(0, tile.steps, one_step, None)
+            plgpu.tcgen05_commit_arrive(made.at[_sum_of(tiles)])
+
+    on_tiles(walked, multiply_tile)
+
+
+def _write(slots: Slots, walked: Walked) -> None:
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    _, made, written, *_ = slots.more
+
+    def write_tile(tile: Any, done: Array, tiles: Array) -> None:
+        def write_half(half: int) -> None:
+            def columns(first: int, columns: int) -> Array:
+                ref = _columns(slots, tiles, half * LANES + first, columns)
+                return plgpu.async_load_tmem(ref, layout=plgpu.Layout.TCGEN05)
+
+            walked.write(tile, half, columns)
+
+        @pl.when(tile.steps > 0)
+        def _() -> None:
+            plgpu.barrier_wait(made.at[_sum_of(tiles)])
+            for half in range(HALVES):
+                write_half(half)
+            plgpu.wait_load_tmem()
+            plgpu.barrier_arrive(written.at[_sum_of(tiles)])
+
+    on_tiles(walked, write_tile)
+    plgpu.wait_smem_to_gmem(0)
