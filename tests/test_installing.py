@@ -2,7 +2,9 @@
 
 import importlib.metadata
 import importlib.util
+import os
 import shutil
+import subprocess
 import sys
 import tomllib
 from pathlib import Path
@@ -71,3 +73,22 @@ def test_no_text_names_an_installation_of_its_own():
         if "pip install" in path.read_text()
     ]
     assert not wrong, f"{wrong}: dualpipe_jax.installing.install_command says what works"
+
+
+def test_a_linked_environment_is_not_made_anew_under_its_owner(tmp_path):
+    """Its state says that it was set up for another checkout, which is what is wiped."""
+    theirs, ours = tmp_path / "theirs", tmp_path / "ours"
+    shutil.copytree(ROOT / "scripts", ours / "scripts")
+    shutil.copyfile(ROOT / "pyproject.toml", ours / "pyproject.toml")
+    theirs.mkdir()
+    (theirs / ".state").write_text("1 /theirs train,test")
+    (ours / ".venv").symlink_to(theirs)
+    ended = subprocess.run(
+        [ours / "scripts" / "train", "--help"], capture_output=True, text=True, env=os.environ | {"VENV": ""}
+    )
+    assert (
+        ended.returncode == 2
+        and f"is a link to {theirs}, which is not set up for {ours}: remove" in ended.stderr
+    )
+    assert [file.name for file in theirs.iterdir()] == [".state"]
+    assert (theirs / ".state").read_text() == "1 /theirs train,test"

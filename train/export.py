@@ -11,9 +11,7 @@ from safetensors import SafetensorError
 import models
 from dualpipe_jax.engine.stages import to_placed
 from models.weights.config_json import to_json
-from models.weights.tokenizer import FILES
 from train.config import ConfigError, TrainConfig
-from train.data import Vocabulary
 from train.errors import CheckpointError
 from train.model import model_config
 from train.processes.group import Processes
@@ -68,7 +66,7 @@ def _write(folder: Path, this: Run, state: TrainState, processes: Processes) -> 
     if processes.leads:
         shutil.rmtree(new, ignore_errors=True)  # of a run that was killed here
         new.mkdir()
-        _copy_tokenizer(this.corpus.vocabulary, new)
+        this.corpus.vocabulary.write(new)
     processes.meet()
     models.weights.save(
         new,
@@ -86,12 +84,3 @@ def _write(folder: Path, this: Run, state: TrainState, processes: Processes) -> 
 
 def _dtype(numbers: models.Config) -> Any:
     return jnp.dtype(numbers.compute_dtype).name
-
-
-def _copy_tokenizer(vocabulary: Vocabulary, folder: Path) -> None:
-    if vocabulary.file is None:
-        return
-    shutil.copyfile(vocabulary.file, folder / FILES[0])
-    for name in FILES[1:]:
-        if (beside := Path(vocabulary.file).with_name(name)).is_file():
-            shutil.copyfile(beside, folder / name)

@@ -60,11 +60,13 @@ def run(config: TrainConfig, console: Console, processes: Processes, *, resume: 
         this = dataclasses.replace(this, config=config)
         layout, numbers = this.layout, model_config(config, this.corpus.vocab)
         read = this.corpus
-        facts = describe(config, numbers, read.fingerprint, layout.canonical, read.vocabulary.fingerprint)
+        own = read.vocabulary
+        facts = describe(config, numbers, read.fingerprint, layout.canonical, own.fingerprint, own.separator)
         with Checkpoints(folder, config.checkpoint, layout, facts, note, processes) as checkpoints:
             if processes.leads:
                 with writing(folder):
                     introduce(this, folder, console)
+                    own.write(folder)
             state = checkpoints.restore() if resume else None
             mended = None if state is None or has_selection_bias(numbers) else without_biases(state)
             if mended is not None:

@@ -15,17 +15,23 @@ class Text(Protocol):
     def decode(self, tokens: Sequence[int]) -> str:
         """Return the text of tokens; bytes that are no character show as U+FFFD."""
 
+    def bytes_of(self, token: int) -> bytes:
+        """Return the bytes that a token stands for, which may be a part of a character's."""
+
 
 class Bytes:
     """Tokens are the bytes of UTF-8."""
 
     def encode(self, text: str) -> np.ndarray:
-        """Return a text's bytes, int32 [S]."""
+        """Return a text's bytes, int32 [S]. Raises UnicodeEncodeError for half a surrogate pair, which is no text."""
         return np.frombuffer(text.encode(), np.uint8).astype(np.int32)
 
     def decode(self, tokens: Sequence[int]) -> str:
         """Return the text of bytes."""
         return bytes(tokens).decode(errors="replace")
+
+    def bytes_of(self, token: int) -> bytes:
+        return bytes([token])
 
 
 class Stream:
@@ -46,16 +52,52 @@ class Stream:
     def push(self, token: int) -> str:
         """Return what one more token makes certain, perhaps nothing."""
         self._tokens.append(token)
-        waiting = len(self._tokens) - self._given
-        return self._give(unfinished=waiting >= self.PATIENCE)
+        end = len(self._tokens)
+        if not self._decode(self._tokens[self._context :]).endswith("\ufffd"):
+            return self._give(end)
+        if end - self._given < self.PATIENCE:
+            return ""
+        return self._give(end - self._num_unfinished())
 
     def finish(self) -> str:
-        return self._give(unfinished=True)
+        return self._give(len(self._tokens))
 
-    def _give(self, unfinished: bool) -> str:
+    def _num_unfinished(self) -> int:
+        """How many tokens at the end may be the beginning of one character."""
+        whole = self._decode(self._tokens[self._context :])
+        for number in range(3, 0, -1):  # of its four bytes
+            ahead = self._decode(self._tokens[self._context : -number])
+            if self._decode(self._tokens[-number:]) == "\ufffd" and ahead + "\ufffd" == whole:
+                return number
+        return 0
+
+    def _give(self, end: int) -> str:
         before = self._decode(self._tokens[self._context : self._given])
-        now = self._decode(self._tokens[self._context :])
-        if now.endswith("\ufffd") and not unfinished:
-            return ""
-        self._context, self._given = self._given, len(self._tokens)
+        now = self._decode(self._tokens[self._context : end])
+        self._context, self._given = self._given, end
         return now[len(before) :]
+
+
+class Offsets:
+    """Where tokens stand in the text that they are: how many of its characters lie before each.
+
+    A token that is a part of a character stands where that does.
+    """
+
+    NEAR = 8
+    """Tokens that are decoded to see what one more adds."""
+
+    def __init__(self, decode: Callable[[Sequence[int]], str]):
+        self._decode = decode
+        self._near: list[int] = []
+        self._length = 0
+
+    def push(self, token: int) -> int:
+        before, self._near = self._decode(self._near), [*self._near, token]
+        now = self._decode(self._near)
+        # Of an unfinished character there is U+FFFD, which then gives way to it, or stands for one more of its bytes.
+        another = not now.startswith(before) or (now == before and bool(self._decode([token])))
+        found = self._length - (before.endswith("\ufffd") and another)
+        self._length += len(now) - len(before)
+        self._near = self._near[-self.NEAR :]
+        return found

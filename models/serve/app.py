@@ -132,15 +132,16 @@ Prepare = Callable[[bytes, Runner, Served, HttpLimits], Prepared]
 def _completions(body: bytes, runner: Runner, served: Served, limits: HttpLimits) -> Prepared:
     asked = parse(body, CompletionAsked)
     _check_name(asked.model, served)
-    decode = served.text.decode
     prompts = [_tokens(prompt, served.text) for prompt in asked.prompt]
     scored = asked.echo and asked.logprobs is not None
     wanted = _wanted(asked, prompts, asked.max_tokens, runner, served, limits, score_prompt=scored)
     if asked.echo:
-        echoes = [prompt if isinstance(prompt, str) else decode(prompt) for prompt in asked.prompt]
+        echoes = [
+            prompt if isinstance(prompt, str) else served.text.decode(prompt) for prompt in asked.prompt
+        ]
         wanted = [one._replace(echo=echoes[number // asked.n]) for number, one in enumerate(wanted)]
     first = [int(one.prompt[0]) if scored else None for one in wanted]
-    return asked, wanted, Completions(served.name, decode, asked.likeliest, first)
+    return asked, wanted, Completions(served.name, served.text, asked.likeliest, first)
 
 
 def _chat(body: bytes, runner: Runner, served: Served, limits: HttpLimits) -> Prepared:
@@ -157,7 +158,7 @@ def _chat(body: bytes, runner: Runner, served: Served, limits: HttpLimits) -> Pr
     prompt = served.chat(messages)
     most = asked.most or max(1, runner.max_positions - len(prompt))
     wanted = _wanted(asked, [prompt], most, runner, served, limits)
-    return asked, wanted, Chats(served.name, served.text.decode, asked.likeliest)
+    return asked, wanted, Chats(served.name, served.text, asked.likeliest)
 
 
 def _wanted(
@@ -237,7 +238,12 @@ async def _body(request: Request, limits: HttpLimits) -> bytes:
                     raise too_much
                 parts.append(part)
     except TimeoutError:
-        raise Refused(408, f"the body did not arrive within {limits.upload_seconds:g} s") from None
+        # The rest of it is not waited for: who sends a byte now and then would hold the connection.
+        raise Refused(
+            408,
+            f"the body did not arrive within {limits.upload_seconds:g} s",
+            headers={"connection": "close"},
+        ) from None
     return b"".join(parts)
 
 

@@ -7,7 +7,8 @@ from typing import Any
 
 import jinja2
 import numpy as np
-from jinja2.ext import loopcontrols
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from models.serve.errors import Refused
@@ -27,13 +28,13 @@ class Chat:
 
     def __init__(self, template: str, names: Mapping[str, str], encode: Callable[[str], np.ndarray]):
         environment = ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols]
+            trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _Generation]
         )
         environment.filters["tojson"] = _tojson
         environment.globals |= {"raise_exception": _raise, "strftime_now": _now}
         try:
             self._template = environment.from_string(template)
-        except jinja2.TemplateError as error:
+        except (jinja2.TemplateError, SyntaxError) as error:  # a break outside a loop is one of Python's
             raise ValueError(f"the chat template is not Jinja: {error}") from None
         self._names, self._encode = dict(names), encode
 
@@ -54,11 +55,32 @@ class Chat:
 
     def __call__(self, messages: Sequence[Mapping[str, Any]]) -> np.ndarray:
         """The tokens that the model goes on with, int32 [S]. Raises Refused as ``write``."""
-        return self._encode(self.write(messages))
+        try:
+            return self._encode(self.write(messages))
+        except UnicodeEncodeError as error:
+            raise Refused(400, f"messages: are not a text of Unicode: {error}", param="messages") from None
 
 
-def _tojson(value: Any, indent: int | None = None) -> str:
-    return json.dumps(value, ensure_ascii=False, indent=indent)
+class _Generation(Extension):
+    """``{% generation %}`` around what the assistant said: it marks that for training, and writes what is in it."""
+
+    tags = {"generation"}  # noqa: RUF012 as its base has it
+
+    def parse(self, parser: Parser) -> Any:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def _tojson(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )
 
 
 def _raise(message: str) -> None:

@@ -188,7 +188,8 @@ class Job:
     def usage(self) -> Usage:
         """The tokens of the prompt and of all texts, once they have ended."""
         reused = sum(choice.completion.num_reused for choice in self._choices if choice.completion)
-        num_prompt = sum(len(one.prompt) for one in self._asked)
+        prompts = {id(one.prompt): len(one.prompt) for one in self._asked}  # several texts may go on with one
+        num_prompt = sum(prompts.values())
         return Usage(num_prompt, sum(choice.num_tokens for choice in self._choices), reused)
 
     def cancel(self) -> None:

@@ -6,13 +6,12 @@ https://platform.openai.com/docs/api-reference/completions and .../chat
 import time
 import uuid
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 from models.decode import Score
+from models.decode.text import Offsets, Text
 from models.serve.job import Piece, Usage
-
-Decode = Callable[[Sequence[int]], str]
 
 
 class Shape(Protocol):
@@ -33,16 +32,16 @@ class Completions:
 
     Args:
       model: its name.
-      decode: tokens to text.
+      text: tokens to text.
       likeliest: see ``SamplingParams``.
       first: of each text whose prompt's tokens are told with it, the first of them; None of others.
     """
 
-    def __init__(self, model: str, decode: Decode, likeliest: int | None, first: Sequence[int | None]):
+    def __init__(self, model: str, text: Text, likeliest: int | None, first: Sequence[int | None]):
         self._head = _head(model, "cmpl", "text_completion")
-        self._decode, self._likeliest = decode, likeliest
+        self._decode, self._likeliest = text.decode, likeliest
         self._first = dict(enumerate(first))
-        self._offsets: dict[int, int] = defaultdict(int)
+        self._offsets: dict[int, Offsets] = defaultdict(lambda: Offsets(text.decode))
 
     def whole(self, pieces: Sequence[Piece], usage: Usage) -> dict[str, Any]:
         return self._head | {"choices": [self._choice(piece) for piece in pieces], "usage": _usage(usage)}
@@ -76,8 +75,7 @@ class Completions:
             found["tokens"].append(text)
             found["token_logprobs"].append(None if score is None else score.logprob)
             found["top_logprobs"].append(None if score is None else self._likeliest_of(score, text))
-            found["text_offset"].append(self._offsets[piece.choice])
-            self._offsets[piece.choice] += len(text)
+            found["text_offset"].append(self._offsets[piece.choice].push(token))
         return found
 
     def _likeliest_of(self, score: Score, text: str) -> dict[str, float]:
@@ -93,12 +91,12 @@ class Chats:
 
     Args:
       model: its name.
-      decode: tokens to text.
+      text: tokens to text.
       likeliest: see ``SamplingParams``.
     """
 
-    def __init__(self, model: str, decode: Decode, likeliest: int | None):
-        self._decode, self._likeliest = decode, likeliest
+    def __init__(self, model: str, text: Text, likeliest: int | None):
+        self._text, self._likeliest = text, likeliest
         self._head = _head(model, "chatcmpl", "chat.completion")
         self._chunk = self._head | {"object": "chat.completion.chunk"}
         self._begun: set[int] = set()
@@ -133,8 +131,8 @@ class Chats:
         return self._token(score.token, score.logprob) | {"top_logprobs": likeliest}
 
     def _token(self, token: int, logprob: float) -> dict[str, Any]:
-        text = self._decode([token])
-        return {"token": text, "logprob": logprob, "bytes": list(text.encode())}
+        text, whole = self._text.decode([token]), self._text.bytes_of(token)
+        return {"token": text, "logprob": logprob, "bytes": list(whole)}
 
 
 def _head(model: str, prefix: str, kind: str) -> dict[str, Any]:

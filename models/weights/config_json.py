@@ -31,6 +31,12 @@ SIZES = {
 }
 """Their name -> ours, of whole numbers that must be there."""
 
+DECIDED = {
+    "deepseek_v3": ("routed_scaling_factor", "n_group", "topk_group", "n_shared_experts"),
+    "deepseek_v2": ("routed_scaling_factor", "n_shared_experts"),
+}
+"""What the formats' implementations have each a default of their own for, which is not nothing: it must be there."""
+
 NUMBERS = {
     "routed_scaling_factor": "routed_scale",
     "rms_norm_eps": "norm_eps",
@@ -79,6 +85,8 @@ def from_json(data: Mapping[str, Any]) -> Published:
     """
     wrong: list[str] = []
     values = _sizes(data, wrong) | _routing(data, wrong) | _rope(data, wrong)
+    needed = DECIDED.get(str(data.get("model_type")), ())
+    wrong += [f"{key} is missing" for key in needed if data.get(key) is None]
     for key, allowed in ONLY.items():
         if key in data and data[key] not in allowed:
             wrong.append(f"{key} is {data[key]!r}, must be {allowed[0]!r}")
@@ -200,13 +208,40 @@ def _routing(data: Mapping[str, Any], wrong: list[str]) -> dict[str, Any]:
     }
 
 
+_ROPE_NUMBERS = (*YARN, "rope_theta", "original_max_position_embeddings", "attention_factor")
+
+
 def _scaling(data: Mapping[str, Any]) -> Mapping[str, Any]:
     """The rotation's parameters, wherever this version of the format has them."""
-    return data.get("rope_parameters") or data.get("rope_scaling") or {}
+    found = data.get("rope_parameters") or data.get("rope_scaling") or {}
+    return found if isinstance(found, Mapping) else {}
+
+
+def _damaged_rope(data: Mapping[str, Any]) -> list[str]:
+    wrong = []
+    places = {key: data.get(key) for key in ("rope_parameters", "rope_scaling")}
+    for key, found in places.items():
+        if not isinstance(found, Mapping | None):
+            wrong.append(f"{key} is {found!r}, must be an object or null")
+            continue
+        numbers = {name: value for name, value in (found or {}).items() if name in _ROPE_NUMBERS}
+        wrong += [
+            f"{key}: {name} is {value!r}, must be a number"
+            for name, value in numbers.items()
+            if not isinstance(value, int | float | None)
+        ]
+    one, other = places.values()
+    if one and other and one != other:
+        wrong.append("rope_parameters and rope_scaling are both there and differ: leave one of them out")
+    return wrong
 
 
 def _rope(data: Mapping[str, Any], wrong: list[str]) -> dict[str, Any]:
     scaling = _scaling(data)
+    damaged = _damaged_rope(data)
+    wrong += damaged
+    if damaged:
+        return {}
     longest = data.get("max_position_embeddings") or 4096
     values = {
         "rope_theta": float(scaling.get("rope_theta") or data.get("rope_theta") or 10000.0),
@@ -239,7 +274,9 @@ def _fp8_block(data: Mapping[str, Any], wrong: list[str]) -> tuple[int, int] | N
     how = data.get("quantization_config")
     if how is None:
         return None
-    block = how.get("weight_block_size")
+    if not isinstance(how, Mapping):
+        how = {"quant_method": how}
+    block: Any = how.get("weight_block_size")
     known = how.get("quant_method") == "fp8" and how.get("fmt", "e4m3") == "e4m3"
     whole = isinstance(block, list) and len(block) == 2 and all(isinstance(n, int) and n > 0 for n in block)
     if not (known and whole):

@@ -1,7 +1,6 @@
 """From one form of a checkpoint to the other, with a progress bar."""
 
 import dataclasses
-import json
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -21,6 +20,7 @@ from models.weights.config_json import to_json
 from models.weights.errors import WeightsError
 from models.weights.reading import Progress as Report
 from models.weights.reading import load
+from models.weights.settings import read_settings
 from models.weights.writing import save
 
 COPIED = (*tokenizer.FILES, "generation_config.json")
@@ -65,7 +65,7 @@ def convert(options: Options) -> str:
     if published:
         with _bar("reading") as report:
             config, params = load(source, mtp=options.mtp, progress=report)
-        settings = json.loads((source / "config.json").read_text())
+        settings: Mapping[str, Any] = read_settings(source / "config.json")
     else:
         config, params, settings = native.read(source)
     if not options.mtp:
@@ -76,9 +76,15 @@ def convert(options: Options) -> str:
         native.write(target, config, params, settings)
     else:
         _publish(options, config, params, settings)
+    run = source.parent.parent  # of a step of the trainer's: its tokenizer lies there
     for name in COPIED:
-        if (source / name).is_file():
-            shutil.copyfile(source / name, target / name)
+        there = [
+            folder / name
+            for folder in ((source,) if published else (source, run))
+            if (folder / name).is_file()
+        ]
+        if there:
+            shutil.copyfile(there[0], target / name)
     return f"{size / 1e6:,.1f} million parameters from {source} to {target} ({to})"
 
 

@@ -6,7 +6,6 @@ The host never holds more than two such parts and one tensor of the file; each p
 
 import dataclasses
 import itertools
-import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -25,6 +24,7 @@ from models.weights.config_json import Published, from_json
 from models.weights.errors import WeightsError
 from models.weights.files import Folder, Reader, complaints_about
 from models.weights.names import Entry, copies, entries
+from models.weights.settings import read_settings
 from models.weights.tree import Arrange, Leaf, Part, columns_of, leaves_of, part_of, rotary_order
 
 Progress = Callable[[int, int], None]
@@ -119,11 +119,7 @@ def inspect(folder: str | Path, *, mtp: bool = True) -> tuple[Published, Folder]
       WeightsError: as ``load``.
     """
     path = Path(folder)
-    try:
-        data = json.loads((path / "config.json").read_text())
-    except (OSError, ValueError) as error:
-        raise WeightsError(path, [f"config.json: {error}"]) from None
-    published, files = from_json(data), Folder(path)
+    published, files = from_json(read_settings(path / "config.json")), Folder(path)
     there = dataclasses.replace(published.config, num_mtp_layers=_num_mtp(files, published.config.num_layers))
     config = there if mtp else dataclasses.replace(there, num_mtp_layers=0)
     wanted = entries(config, lay_out(config, [config.num_layers]))

@@ -22,6 +22,7 @@ from models.weights import WeightsError, load_tokenizer
 from models.weights.__main__ import main
 from models.weights.faults import quiet
 from models.weights.native import read, write
+from models.weights.tokenizer import bytes_of
 from tests.models.test_weights import CONFIG, random_params
 
 TEXT = "Experts are chosen by scores; the bias takes part in the choice only. Zwölf Boxkämpfer!"
@@ -87,12 +88,19 @@ def test_a_step_of_the_trainers_can_be_published(tmp_path):
         "model": {k: v for k, v in dataclasses.asdict(CONFIG).items() if k != "compute_dtype"},
         "arrays": {name: [list(leaf.shape), str(leaf.dtype)] for name, leaf in flat.items()},
         "corpus": "x",
+        "published": {"eos_token_id": 7},
     }
+    make_tokenizer(tmp_path)
     with ocp.training.Checkpointer(tmp_path / "steps") as store:
         store.save(3, flat, custom_metadata=facts)
     assert main([str(tmp_path / "steps" / "3"), str(tmp_path / "out"), "--no-mtp"]) == 0
     config, got = weights.load(tmp_path / "out")
     assert config == dataclasses.replace(CONFIG, num_mtp_layers=0)
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["eos_token_id"] == 7
+    assert (
+        load_tokenizer(tmp_path / "out").encode("ab").tolist()
+        == load_tokenizer(tmp_path).encode("ab").tolist()
+    )
     chex.assert_trees_all_equal(got["shared"], params["shared"] | {"mtp": []})
     stages = params["stages"]
     chex.assert_trees_all_equal(got["stages"]["layers"], stages["layers"][:5])
@@ -185,11 +193,51 @@ def test_the_tokenizer_is_that_of_transformers(tmp_path):
     assert list(load_tokenizer(tmp_path).encode(TEXT)) == theirs(TEXT)["input_ids"]
 
 
+def test_a_tokenizer_that_cuts_or_fills_texts_takes_them_whole(tmp_path):
+    library = make_tokenizer(tmp_path, add_bos_token=False)
+    whole = library.encode(TEXT).ids
+    library.enable_truncation(16)
+    library.enable_padding(pad_to_multiple_of=8)
+    library.save(str(tmp_path / "tokenizer.json"))
+    ours = load_tokenizer(tmp_path)
+    assert ours.encode(TEXT).tolist() == whole and ours.encode_as_it_is("ab").tolist() == whole_of(
+        library, "ab"
+    )
+
+
+def whole_of(library, text):
+    library.no_truncation()
+    library.no_padding()
+    return library.encode(text, add_special_tokens=False).ids
+
+
+def test_half_a_surrogate_pair_is_no_text(tmp_path):
+    make_tokenizer(tmp_path)
+    ours = load_tokenizer(tmp_path)
+    for encode in (ours.encode, ours.encode_as_it_is):
+        with pytest.raises(UnicodeEncodeError, match="surrogates not allowed"):
+            encode("x\ud83d")
+
+
+def test_tokens_stand_for_bytes(tmp_path):
+    text = "Zwölf 漢字 🙂\ufffd a"
+    make_tokenizer(tmp_path, add_bos_token=False)
+    ours = load_tokenizer(tmp_path)
+    assert b"".join(map(ours.bytes_of, ours.encode(text).tolist())) == text.encode()
+    assert bytes_of("<0xE6>", "\ufffd") == b"\xe6" and bytes_of("▁a", "a") == b"a"
+
+
 def test_no_tokenizer(tmp_path):
     with pytest.raises(WeightsError, match="tokenizer.json: No such file"):
         load_tokenizer(tmp_path)
     make_tokenizer(tmp_path, eos_token="<fin>")
     with pytest.raises(WeightsError, match="eos_token is '<fin>', which tokenizer.json does not have"):
+        load_tokenizer(tmp_path)
+    make_tokenizer(tmp_path, eos_token=5)
+    with pytest.raises(WeightsError, match="tokenizer_config.json: eos_token is 5, must be a text"):
+        load_tokenizer(tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text("[]")
+    with pytest.raises(WeightsError, match=r"tokenizer_config.json: is \[\], must be an object of settings"):
         load_tokenizer(tmp_path)
     (tmp_path / "tokenizer_config.json").write_text("[")
     with pytest.raises(WeightsError, match="tokenizer_config.json: Expecting value"):

@@ -322,6 +322,13 @@ def test_pickles_are_not_read(tmp_path):
         ({"quantization_config": {"quant_method": "gptq"}}, "must be fp8 of e4m3 with a weight_block_size"),
         ({"head_dim": 8}, "head_dim is 8, must be qk_rope_head_dim"),
         ({"rope_scaling": {"type": "yarn", "factor": 2, "attention_factor": 3}}, "attention_factor is 3, must be"),
+        ({"rope_scaling": {"type": "yarn", "factor": "x"}}, "rope_scaling: factor is 'x', must be a number"),
+        ({"rope_parameters": [1]}, "rope_parameters is [1], must be an object or null"),
+        ({"rope_scaling": {"type": "yarn", "factor": 2}, "rope_parameters": {"rope_type": "default"}},
+         "rope_parameters and rope_scaling are both there and differ: leave one of them out"),
+        ({"quantization_config": "fp8"}, "must be fp8 of e4m3 with a weight_block_size"),
+        ({"routed_scaling_factor": None, "topk_group": None},
+         "routed_scaling_factor is missing\n  topk_group is missing"),
     ],
 )  # fmt: skip
 def test_configurations_of_other_models_are_refused(changes, message):

@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import hashlib
 import json
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from dualpipe_jax.installing import install_command
+from models.weights.tokenizer import FILES
 from train.data.errors import DataError
 from train.data.remote import is_url, open_filesystem
 
@@ -79,6 +81,19 @@ class Vocabulary:
         if self.file is None:
             return bytes(int(token) for token in tokens).decode(errors="replace")
         return _load(self.file).decode([int(token) for token in tokens], skip_special_tokens=False)
+
+    def name_of(self, token: int) -> str:
+        """What a tokenizer's file calls a token."""
+        return "" if self.file is None else _load(self.file).id_to_token(token) or ""
+
+    def write(self, folder: Path) -> None:
+        """Leave its file there as ``tokenizer.json``, and what lies beside it; of bytes nothing."""
+        if self.content is None or self.file is None:
+            return
+        (folder / FILES[0]).write_bytes(self.content)
+        for name in () if is_url(self.file) else FILES[1:]:
+            if (beside := Path(self.file).with_name(name)).is_file():
+                shutil.copyfile(beside, folder / name)
 
 
 BYTES = Vocabulary()

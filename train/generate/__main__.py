@@ -9,7 +9,7 @@ from train.generate.devices import check_share, find_devices
 from train.generate.ending import exit_code, say
 from train.generate.loading import load
 from train.generate.modes import answer_all, complete, converse
-from train.generate.options import Options, parse
+from train.generate.options import Options, check, parse
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -29,6 +29,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def start(options: Options) -> int:
     if options.prompt is not None and options.batch is not None:
         raise ConfigError("--prompt and --batch: give one of them")
+    check(options)
     find_devices(options)
     if options.batch is not None:
         check_share(options)
@@ -40,7 +41,10 @@ def start(options: Options) -> int:
         return 0
     prompt = options.prompt
     if prompt is None:
-        prompt = sys.stdin.read().removesuffix("\n")
+        try:
+            prompt = sys.stdin.read().removesuffix("\n")
+        except UnicodeDecodeError as error:
+            raise ConfigError(f"standard input: is not a text of Unicode: {error}") from None
     complete(loaded, options, prompt, sys.stdout, say)
     return 0
 

@@ -30,8 +30,6 @@ def find_devices(options: Source) -> None:
       ConfigError: there are fewer.
     """
     needed = options.devices
-    if needed < 1:
-        raise ConfigError(f"--devices {needed}: must be at least 1")
     if needed == 1:
         return
     make_virtual(needed, bfloat16=options.precision != "float32")

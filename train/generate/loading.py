@@ -3,7 +3,6 @@
 import contextlib
 import dataclasses
 import functools
-import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,8 @@ from models import weights
 from models.config import Config
 from models.decode.text import Bytes, Text
 from models.weights import WeightsError, native
+from models.weights.settings import read_settings
+from models.weights.tokenizer import bytes_of
 from train.config import ConfigError, TrainConfig
 from train.data import DataError
 from train.data.manifest import is_prepared, open_prepared
@@ -151,7 +152,9 @@ def _damage(facts: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> list[
 def _vocabulary(folder: Path, facts: Mapping[str, Any], options: Source) -> Vocabulary:
     """The run's own, by its fingerprint, from wherever it may still be."""
     data = facts["options"]["data"]
-    named = [options.tokenizer] if options.tokenizer else [data.get("tokenizer"), *data.get("paths", ())]
+    named = (
+        [options.tokenizer] if options.tokenizer else [folder, data.get("tokenizer"), *data.get("paths", ())]
+    )
     for name in (None, *named):
         with contextlib.suppress(DataError, OSError):
             vocabulary = _vocabulary_of(name)
@@ -183,6 +186,11 @@ class _OfVocabulary:
     def decode(self, tokens: Sequence[int]) -> str:
         return self._vocabulary.decode(tokens)
 
+    def bytes_of(self, token: int) -> bytes:
+        if self._vocabulary.file is None:
+            return bytes([token])
+        return bytes_of(self._vocabulary.name_of(token), self.decode([token]))
+
 
 def _from_folder(folder: Path, options: Source) -> Loaded:
     settings: Mapping[str, Any]
@@ -190,20 +198,21 @@ def _from_folder(folder: Path, options: Source) -> Loaded:
         opened: Callable[[], tuple[Any, ...]] = functools.partial(
             weights.open_lazily, folder, mtp=options.drafts
         )
-        settings = json.loads((folder / "config.json").read_text())
+        settings = read_settings(folder / "config.json")
     else:
         opened = functools.partial(native.open_lazily, folder)
         settings = opened()[2].get("published", {})
     config = opened()[0]
-    own = _settings(folder / "generation_config.json")
-    ends = {*_tokens(settings.get("eos_token_id")), *_tokens(own.get("eos_token_id"))}
+    generation = folder / "generation_config.json"
+    own = read_settings(generation) if generation.is_file() else {}
+    ends = {*_tokens(folder / "config.json", settings), *_tokens(generation, own)}
     where = options.tokenizer or folder
     where = where.parent if where.is_file() else where
     text: Text = Bytes()
     if (where / "tokenizer.json").is_file():
         tokenizer = weights.load_tokenizer(where)
         text = tokenizer
-        ends |= _tokens(tokenizer.eos)
+        ends |= set() if tokenizer.eos is None else {tokenizer.eos}
     elif config.vocab != 256 or options.tokenizer:
         raise ConfigError(
             f"{where}: there is no tokenizer.json, and a model of {config.vocab} tokens is not one of bytes: "
@@ -220,12 +229,12 @@ def _from_folder(folder: Path, options: Source) -> Loaded:
     )
 
 
-def _settings(file: Path) -> Mapping[str, Any]:
-    try:
-        return json.loads(file.read_text()) if file.is_file() else {}
-    except ValueError as error:
-        raise WeightsError(file.parent, [f"{file.name}: {error}"]) from None
-
-
-def _tokens(found: Any) -> set[int]:
-    return set() if found is None else set(found) if isinstance(found, list) else {int(found)}
+def _tokens(file: Path, settings: Mapping[str, Any]) -> set[int]:
+    """Those that a file of settings ends texts with."""
+    found = settings.get("eos_token_id")
+    tokens = [] if found is None else found if isinstance(found, list) else [found]
+    if not all(isinstance(token, int) for token in tokens):
+        raise WeightsError(
+            file.parent, [f"{file.name}: eos_token_id is {found!r:.40}, must be a token's number"]
+        )
+    return set(tokens)

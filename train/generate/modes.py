@@ -99,9 +99,16 @@ def complete(loaded: Loaded, options: Options, prompt: str, out: TextIO, say: Sa
     Raises:
       RequestError: it cannot be served.
     """
-    tokens = loaded.text.encode(prompt)
+    tokens = _encode(loaded, prompt)
     engine = make_engine(loaded, options, 1, len(tokens) + max(1, options.max_tokens), say)
     _stream(engine, loaded, options, tokens, out, say)
+
+
+def _encode(loaded: Loaded, prompt: str) -> np.ndarray:
+    try:
+        return loaded.text.encode(prompt)
+    except UnicodeEncodeError as error:
+        raise RequestError(f"the prompt is not a text of Unicode: {error}") from None
 
 
 def converse(loaded: Loaded, options: Options, out: TextIO, say: Say) -> None:
@@ -116,7 +123,7 @@ def converse(loaded: Loaded, options: Options, out: TextIO, say: Say) -> None:
             return
         try:
             with _noted() as interrupts:
-                tokens = loaded.text.encode(line.rstrip("\n"))
+                tokens = _encode(loaded, line.rstrip("\n"))
                 _stream(engine, loaded, options, tokens, out, say, interrupts)
         except RequestError as error:
             say(f"error: {error}")
@@ -215,7 +222,9 @@ def answer_all(loaded: Loaded, options: Options, out: TextIO, say: Say) -> int:
                 by_number[ended.id].answer = _answer(ended, loaded)
                 num_known += ended.num_reused
             while written < len(asked) and (answer := asked[written].answer):
-                out.write(json.dumps(asked[written].given | answer, ensure_ascii=False) + "\n")
+                text = json.dumps(asked[written].given | answer, ensure_ascii=False)
+                # Half a surrogate pair, which a line may hold, stays as JSON wrote it.
+                out.write(text.encode(errors="backslashreplace").decode() + "\n")
                 out.flush()
                 written += 1
             show(sum(bool(one.answer) for one in asked), num_tokens / (time.monotonic() - began))
@@ -240,7 +249,7 @@ def _read(line: str, loaded: Loaded, options: Options) -> _Asked:
     try:
         own = {name: kind(given[name]) for name, kind in _KINDS.items() if name in given}
         return _Asked(given, (loaded.text.encode(given["prompt"]), params_of(options, loaded, own)))
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, OverflowError) as error:
         return _Asked(given, answer={"error": str(error)})
 
 
@@ -257,7 +266,7 @@ def _lines(file: Path) -> list[str]:
         text = sys.stdin.read() if str(file) == "-" else file.read_text()
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"--batch {file}: cannot read it: {error}") from None
-    return [line for line in text.splitlines() if line.strip()]
+    return [line for line in text.split("\n") if line.strip()]  # other ends of lines may stand in a text
 
 
 @contextmanager

@@ -9,7 +9,9 @@ from typing import Annotated, ClassVar, Literal
 from tyro.conf import Positional, arg
 
 from dualpipe_jax.command.line import read
+from dualpipe_jax.ranges import AtLeastOne, out_of_range
 from models.decode import PrefixFolder
+from train.config import ConfigError
 
 DESCRIPTION = """Let a model go on with a text. Standard output gets that text alone; all else goes to standard error.
 
@@ -31,16 +33,16 @@ class Source:
     """What activations are computed in; as-is is what the model was made for."""
     drafts: bool = False
     """Guess a token ahead by the model's module of multi-token prediction. The text is the same."""
-    context: int | None = None
+    context: AtLeastOne | None = None
     """Tokens that there is room for, prompt and answer; what the prompts need if left out, 1024 where they are not
     known yet."""
     prefix_cache: Annotated[Path | None, arg(metavar="DIR")] = None
     """Keep what is computed of prompts in this folder, and take what is there from it; any number of processes may."""
     prefix_bytes: int = PrefixFolder.max_bytes
     """Of that folder at most; what nobody used for longest is deleted first."""
-    at_once: int = 8
+    at_once: AtLeastOne = 8
     """Prompts that are served together."""
-    devices: int = 1
+    devices: AtLeastOne = 1
     """Devices that prompts and experts are shared out over: accelerators, or virtual ones where JAX finds a CPU alone.
     The text is the same."""
     microbatches: Literal[1, 2] = 1
@@ -75,3 +77,9 @@ def parse(arguments: Sequence[str] | None = None) -> Options:
     """Read the command line (``sys.argv`` if None). Exits with code 2 where it cannot be read."""
     words = sys.argv[1:] if arguments is None else arguments
     return read(Options, "scripts/generate", words, description=DESCRIPTION)
+
+
+def check(options: Source) -> None:
+    """Raise ConfigError for the first option that is out of range."""
+    for (name,), value, why in out_of_range(options):
+        raise ConfigError(f"--{name.replace('_', '-')} {value}: {why}")

@@ -11,6 +11,7 @@ from typing import Annotated, ClassVar
 from tyro.conf import arg
 
 from dualpipe_jax.command.line import read
+from dualpipe_jax.ranges import NotBelowZero, NotNegative
 from models.serve import Chat, HttpLimits, Runner, Served, bind, make_app, serve
 from models.weights import Tokenizer, WeightsError
 from train.config import ConfigError
@@ -18,7 +19,7 @@ from train.generate.devices import check_share, find_devices
 from train.generate.ending import exit_code, say
 from train.generate.loading import Loaded, load
 from train.generate.modes import TYPED, make_engine
-from train.generate.options import Source
+from train.generate.options import Source, check
 
 DESCRIPTION = """Serve a model over HTTP as OpenAI's completions: POST /v1/completions and, where the weights have a
 chat template, /v1/chat/completions; GET /v1/models, /health and /live for balancers, and /metrics for Prometheus.
@@ -48,7 +49,7 @@ class Options(Source):
     machine can read them from the list of processes, but not DUALPIPE_API_KEY in the environment, which is one more."""
     name: Annotated[str | None, arg(metavar="NAME")] = None
     """The model's name for those who ask; its folder's if left out."""
-    max_waiting: int = 256
+    max_waiting: NotNegative = 256
     """Texts that may wait while --at-once are made; who comes then is answered with status 429."""
     max_bytes: int = HttpLimits.max_bytes
     """The most bytes of a request."""
@@ -58,10 +59,10 @@ class Options(Source):
     """For an answer, the waiting included."""
     address_connections: int = HttpLimits.connections_per_address
     """Connections that one address may hold; behind a balancer all are of its address."""
-    shutdown_delay: float = 0.0
+    shutdown_delay: NotBelowZero = 0.0
     """Seconds for which a server that is stopped still takes on requests while /health says 503, so that a balancer has
     turned to others before any is refused."""
-    grace: float = 30.0
+    grace: NotBelowZero = 30.0
     """Seconds in which what runs may end when the server is stopped."""
     log: bool = False
     """Tell of each request."""
@@ -88,10 +89,7 @@ def start(options: Options) -> int:
         )
     except ValueError as error:
         raise ConfigError(str(error)) from None
-    if options.at_once < 1 or min(options.max_waiting, options.shutdown_delay, options.grace) < 0:
-        raise ConfigError(
-            "--at-once must be at least 1, --max-waiting, --shutdown-delay and --grace at least 0"
-        )
+    check(options)
     find_devices(options)
     check_share(options)
     keys = _keys(options)

@@ -31,6 +31,7 @@ def describe(
     corpus: str,
     arrays: Mapping[str, Any],
     tokenizer: str = "bytes",
+    separator: int = 0,
 ) -> Facts:
     """All that is the same for every step of a run; values for JSON.
 
@@ -40,6 +41,7 @@ def describe(
       corpus: the fingerprint of what is read.
       arrays: name -> what has a shape and a dtype.
       tokenizer: what makes tokens.
+      separator: the token that ends a text.
     """
     return {
         "format": FORMAT,
@@ -51,6 +53,7 @@ def describe(
         "arrays": {name: [list(leaf.shape), str(leaf.dtype)] for name, leaf in arrays.items()},
         "corpus": corpus,
         "tokenizer": tokenizer,
+        "published": {"eos_token_id": separator},  # for config.json
         "seed": config.seed,
         "options": plain(config),
         "layout": {name: getattr(config.step, name) for name in LAYOUT} | {"processes": jax.process_count()},

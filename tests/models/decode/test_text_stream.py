@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import tokenizers
 
-from models.decode.text import Bytes, Stream
+from models.decode.text import Bytes, Offsets, Stream
 
 TEXT = "Größe 漢字 🙂🏽 naïve\n\tend — ok"
 
@@ -50,9 +50,25 @@ def test_tokenizers(make, tokens):
     assert sum(map(bool, parts)) > len(tokens) / 3
 
 
+@pytest.mark.parametrize("text", ["\ufffd\ufffd🎉 ok", "\ufffd\ufffd\ufffd", "\ufffd" * 9 + "é"])
+def test_what_is_no_character_by_its_name_takes_none_with_it(text):
+    assert "".join(streamed(Bytes().decode, Bytes().encode(text).tolist())) == text
+
+
+@pytest.mark.parametrize("make", [byte_pairs, Bytes])
+def test_tokens_stand_where_their_characters_do(make):
+    text = make()
+    tokens = text.encode(TEXT).tolist() if isinstance(text, Bytes) else text.encode(TEXT).ids
+    offsets = Offsets(text.decode)
+    found = [offsets.push(token) for token in tokens]
+    # The characters that are complete before a token, and the one that it is in.
+    complete = [len(text.decode(tokens[:n]).rstrip("\ufffd")) for n in range(len(tokens))]
+    assert found == complete
+
+
 def test_what_is_no_character_does_not_hold_up_the_rest():
     stream = Stream(Bytes().decode)
     parts = [stream.push(255) for _ in range(8)]
-    assert parts == [""] * 7 + ["\ufffd" * 8]
-    assert stream.push(65) == "A"
+    assert parts == [""] * 7 + ["\ufffd" * 7]  # the last one might begin a character
+    assert stream.push(65) == "\ufffdA"
     assert stream.push(0xE6) == "" and stream.finish() == "\ufffd"

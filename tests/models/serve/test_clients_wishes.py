@@ -84,6 +84,13 @@ def test_a_prompt_and_its_text_with_how_likely_they_are(client):
     assert [logprob == max(best.values()) for logprob, best in made] == [True] * 5
 
 
+def test_a_token_that_is_a_part_of_a_character_stands_where_that_does(client):
+    answer = client.completions.create(
+        model="tiny", prompt="日本 is", max_tokens=1, temperature=0, echo=True, logprobs=0
+    )
+    assert answer.choices[0].logprobs.text_offset == [0, 0, 0, 1, 1, 1, 2, 3, 4, 5]
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_how_likely_the_tokens_of_a_text_are(client, stream):
     asked = dict(model="tiny", prompt="for", max_tokens=7, temperature=0, logprobs=0, stream=stream)
@@ -164,7 +171,8 @@ def test_a_chat_ends_where_the_room_does_and_tells_how_likely_its_tokens_are(cli
     assert [one.top_logprobs[0].logprob == one.logprob and len(one.top_logprobs) for one in told] == [
         3
     ] * number
-    assert all(bytes(one.bytes).decode() == one.token for one in told)
+    assert all(bytes(one.bytes).decode(errors="replace") == one.token for one in told)
+    assert b"".join(bytes(one.bytes) for one in told).decode(errors="replace") == text
     assert [one.token for one in told] == [Bytes().decode([t]) for t in continued(written, number)]
 
 
@@ -176,20 +184,23 @@ def test_a_chat_ends_where_the_room_does_and_tells_how_likely_its_tokens_are(cli
         ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}, "messages.0.content"),
         ({"top_logprobs": 2}, "top_logprobs is 2 without logprobs: set logprobs to true"),
         ({"max_tokens": 2, "max_completion_tokens": 2}, "max_tokens and max_completion_tokens say the same: give one"),
+        ({"messages": [{"role": "user", "content": "\ud83d"}]}, "messages: are not a text of Unicode"),
         ({"tools": []}, "tools: this server knows no such parameter; leave it out"),
         ({"messages": [{"role": "user", "content": "x" * 70}]}, "the prompt of 87 tokens is too long"),
     ],
 )  # fmt: skip
 def test_chats_that_will_not_do(server, change, message):
     body = {"model": "tiny", "messages": [{"role": "user", "content": "x"}]} | change
-    answer = httpx.post(f"{server}/v1/chat/completions", json=body, timeout=LONG)
+    asked = dict(content=json.dumps(body), headers={"content-type": "application/json"})
+    answer = httpx.post(f"{server}/v1/chat/completions", **asked, timeout=LONG)
     assert answer.status_code == 400 and message in answer.json()["error"]["message"], answer.text
 
 
 TEMPLATE = """{{ bos_token }}{% for message in messages %}
     {%- if message['role'] == 'tool' %}{{ raise_exception('no tools here') }}{% endif %}
     {%- if loop.index0 > 3 %}{% break %}{% endif %}
-<|{{ message['role'] }}|>{{ message['content'] | tojson }}
+<|{{ message['role'] }}|>{% generation %}{{ message['content'] | tojson }}{% endgeneration %}
+{{ message | tojson(sort_keys=true, separators=(',', ':')) }}
 {% endfor %}
 {% if add_generation_prompt %}<|assistant|>{% endif %}"""
 
@@ -245,6 +256,8 @@ def test_templates_that_will_not_do(tmp_path):
         Chat("{{ messages.__class__.__mro__ }}", {}, as_tokens).write([{}])
     with pytest.raises(Refused, match="chat template refuses them: .*str.*int"):
         Chat("{{ messages[0].content + 1 }}", {}, as_tokens).write([{"content": "x"}])
+    with pytest.raises(ValueError, match="the chat template is not Jinja: 'break' outside loop"):
+        Chat("{% break %}", {}, as_tokens)
     with pytest.raises(ValueError, match="the chat template is not Jinja: Expected an expression"):
         Chat("{% for %}", {}, as_tokens)
     (tmp_path / "chat_template.jinja").write_bytes(b"\xff")

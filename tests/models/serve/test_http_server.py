@@ -133,8 +133,8 @@ def test_openais_client_gets_texts_of_one_and_of_many(client):
     ]
     assert len({text for _, text, _ in texts}) == 4
     assert answer.usage.completion_tokens == sum(number for _, _, number in wanted)
-    assert answer.usage.prompt_tokens == 2 * (6 + 5) and answer.model == "tiny"
-    assert answer.usage.total_tokens == 22 + answer.usage.completion_tokens
+    assert answer.usage.prompt_tokens == 6 + 5 and answer.model == "tiny"
+    assert answer.usage.total_tokens == 11 + answer.usage.completion_tokens
 
 
 def test_prompts_of_tokens_and_a_beginning_that_is_known(client):
@@ -344,6 +344,7 @@ def test_a_body_that_does_not_arrive_is_not_waited_for():
     with running(Slow(), limits=HttpLimits(upload_seconds=0.1)) as (url, _, _), connect(url) as connection:
         send(connection, {}, content_length=1000)
         assert read_until(connection, b"did not arrive within 0.1 s").startswith(b"HTTP/1.1 408")
+        assert connection.recv(1) == b""  # or who sends a byte now and then would hold it
 
 
 def test_a_stream_that_nobody_reads_is_given_up(monkeypatch):

@@ -13,6 +13,7 @@ from tests.train.prepare.test_data_prepare import prepare, write_lines
 from train.config import configure
 from train.data import DataError, open_corpus
 from train.data.manifest import find_damage
+from train.data.vocabulary import Vocabulary
 from train.prepare import near
 from train.setup import read_data
 
@@ -234,6 +235,10 @@ def test_data_elsewhere(tmp_path, monkeypatch):
         == prepare(tmp_path / "more", [tmp_path / "rows.jsonl"], **trained).fingerprint
     )
     assert not fsspec.filesystem("memory").exists(f"{place}/work")
+    file = f"{place}/more/tokenizer.json"
+    Vocabulary(300, 1, file).write(tmp_path)
+    with fsspec.open(file, "rb") as content:
+        assert (tmp_path / "tokenizer.json").read_bytes() == content.read()
     there, here = open_corpus([f"{place}/out"]), open_corpus([tmp_path / "local"])
     assert there.fingerprint == here.fingerprint
     found, wanted = (corpus.train_batch(0, 1, SHAPE)["inputs"] for corpus in (there, here))

@@ -13,13 +13,14 @@ import jax
 import numpy as np
 import orbax.checkpoint.experimental.v1 as ocp
 import pytest
+import tokenizers
 
 import models
 from models.decode.text import Bytes
 from tests.models.decode.small_models import random_params, small, whole
 from tests.train.state.test_state import by_name
 from train.config import TrainConfig
-from train.data.vocabulary import BYTES
+from train.data.vocabulary import BYTES, open_vocabulary
 from train.generate.__main__ import main
 from train.generate.loading import load
 from train.generate.modes import make_engine
@@ -144,6 +145,8 @@ def test_ctrl_c_ends_an_answer_and_no_more(run, capsys, typed, monkeypatch):
         (["RUN/checkpoints", "--prompt", "x"], 2, "neither config.json nor Orbax's files"),
         (["RUN", "--prompt", "x", "--prefix-cache", "kept", "--prefix-bytes", "99"], 2,
          "error: PrefixFolder: max_bytes is 99, and a block alone takes"),
+        (["RUN", "--prompt", "x", "--context", "-5"], 2, "error: --context -5: must be at least 1"),
+        (["RUN", "--prompt", "\udcff"], 2, "error: the prompt is not a text of Unicode: 'utf-8' codec can't encode"),
         (["RUN", "--top-p", "2", "--prompt", "x"], 2, "error: top_p is 2.0, must be above 0 and at most 1"),
     ],
 )  # fmt: skip
@@ -176,6 +179,19 @@ def test_a_run_whose_tokenizer_is_another(tmp_path, capsys):
     assert message in capsys.readouterr().err
 
 
+def test_a_run_has_its_own_tokenizer(tmp_path, capsys):
+    """Of a run whose tokenizer's file has gone from where it was."""
+    made = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "</s>": 1}, unk_token="a"))
+    made.save(str(tmp_path / "own.json"))
+    vocabulary, run = open_vocabulary(str(tmp_path / "own.json")), tmp_path / "run"
+    (run / "checkpoints").mkdir(parents=True)
+    vocabulary.write(run)
+    checkpoint(run, 1, tokenizer=vocabulary.fingerprint)
+    (tmp_path / "own.json").unlink()
+    found = load(Options(source=run), print)
+    assert found.text.encode("a").tolist() == [0] and found.stop == (1,)
+
+
 def test_folders_without_what_is_needed(tmp_path, capsys):
     config = small()
     models.weights.save(tmp_path / "out", config, random_params(config))
@@ -185,6 +201,45 @@ def test_folders_without_what_is_needed(tmp_path, capsys):
     models.weights.save(tmp_path / "bytes", small(vocab=256), random_params(small(vocab=256)))
     assert main([str(tmp_path / "bytes"), "--prompt", "x", "--drafts"]) == 2
     assert "bytes has no module of multi-token prediction" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "file, content, message",
+    [
+        ("config.json", "{", "config.json: Expecting property name"),
+        ("config.json", "null", "config.json: is None, must be an object of settings"),
+        ("generation_config.json", "[]", "generation_config.json: is [], must be an object of settings"),
+        (
+            "generation_config.json",
+            '{"eos_token_id": "</s>"}',
+            "eos_token_id is '</s>', must be a token's number",
+        ),
+    ],
+)
+def test_settings_that_are_damaged_are_said(tmp_path, capsys, file, content, message):
+    models.weights.save(tmp_path / "bytes", small(vocab=256), random_params(small(vocab=256)))
+    (tmp_path / "bytes" / file).write_text(content)
+    assert main([str(tmp_path / "bytes"), "--prompt", "x"]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_line_that_will_not_do_harms_no_other(tmp_path, capsys):
+    config = small(vocab=256)
+    models.weights.save(tmp_path / "model", config, random_params(config))
+    lines = [
+        '{"prompt": "x", "max_tokens": 1e999}',
+        '{"prompt": "\\ud800"}',
+        '{"prompt": "x", "id": "\\ud83d"}',
+        '{"prompt": "x\u2028y\x85"}',
+    ]
+    (tmp_path / "in.jsonl").write_text("\n".join(lines) + "\n")
+    assert main([str(tmp_path / "model"), "--batch", str(tmp_path / "in.jsonl"), "--max-tokens", "3"]) == 1
+    out, err = capsys.readouterr()
+    overflow, no_text, half, ends = (json.loads(line) for line in out.rstrip("\n").split("\n"))
+    assert "4 prompts, 2 failed" in err and "infinity" in overflow["error"]
+    assert "surrogates not allowed" in no_text["error"]
+    assert (half["id"], half["text"]) == ("\ud83d", greedy("x", 3, config))
+    assert (ends["prompt"], ends["text"]) == ("x\u2028y\x85", greedy("x\u2028y\x85", 3, config))
 
 
 def check_batch(model, wanted, tmp_path, capsys):

@@ -129,7 +129,7 @@ def nothing():
     [
         (["nowhere"], 2, "error: nowhere: there is no such folder, nor runs/nowhere"),
         (["FOLDER", "--max-bytes", "0"], 2, "error: HttpLimits: max_bytes is 0; must be positive"),
-        (["FOLDER", "--at-once", "0"], 2, "error: --at-once must be at least 1, --max-waiting, --shutdown-delay and"),
+        (["FOLDER", "--at-once", "0"], 2, "error: --at-once 0: must be at least 1"),
         (["FOLDER", "--host", "256.1.1.1"], 2, "error: cannot listen at 256.1.1.1, port 0: "),
         (["FOLDER", "--port", "70000"], 2, "error: --port 70000: must be 0 to 65535"),
     ],
