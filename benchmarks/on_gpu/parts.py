@@ -98,10 +98,14 @@ def grouped(bench: Bench) -> None:
     full = flops * float((UNEQUAL // 8).sum()) / rows
     eighth = bench.given(UNEQUAL // 8)
     bench.time(f"{name}: F of a buffer an eighth full", product, x, w, eighth, flops=full)
-    bench.time("jax: F", _jax_product, x, w, sizes, flops=flops)
+    if name == "hopper":
+        bench.time("jax: F", _jax_product, x, w, sizes, flops=flops)
     if bench.compiles_only:
         return
-    bench.time("jax: dw, bfloat16", _jax_gradient, x, dy, sizes, flops=flops)
+    if name == "hopper":
+        bench.time("jax: dw, bfloat16", _jax_gradient, x, dy, sizes, flops=flops)
+    else:  # it has none of dw for a Blackwell, and asks the device how many multiprocessors there are
+        bench.time("jax: F", _jax_product_on_blackwell, x, w, sizes, flops=flops)
     wanted = [jax.jit(f)(*args) for f, args in (
         (jax.lax.ragged_dot, (x, w, sizes)),
         (lambda dy, w, s: jax.lax.ragged_dot(dy, w.swapaxes(1, 2), s), (dy, w, sizes)),
@@ -158,6 +162,22 @@ def _jax_product(x: Any, w: Any, sizes: Any) -> Any:
 
     with jax.numpy_dtype_promotion("standard"):
         return ragged_dot_mgpu.ragged_dot(x, w, group_sizes=sizes, max_concurrent_steps=5, **JAX_TILES)
+
+
+def _jax_product_on_blackwell(x: Any, w: Any, sizes: Any) -> Any:
+    from jax.experimental.pallas.ops.gpu import blackwell_matmul_mgpu, blackwell_ragged_dot_mgpu
+
+    config = blackwell_ragged_dot_mgpu.TuningConfig(
+        tile_m=128,
+        tile_n=128,
+        tile_k=64,
+        max_concurrent_steps=6,
+        collective=True,
+        grid_tile_width=8,
+        grid_minor_dim=blackwell_matmul_mgpu.MatmulDimension.N,
+    )
+    with jax.numpy_dtype_promotion("standard"):
+        return blackwell_ragged_dot_mgpu.ragged_dot_kernel(x, w, sizes, config)
 
 
 def _jax_gradient(x: Any, dy: Any, sizes: Any) -> Any:
