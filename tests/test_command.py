@@ -512,6 +512,73 @@ def test_costs_come_from_a_file_of_their_own_too(capsys, saved):
         assert message in refused(capsys, 2, "show", "zb_h1", *SMALL, "--costs", saved(text))
 
 
+GIVEN_BACK = [
+    ("--send", "0"),
+    ("--send-inside", "2"),
+    ("--ranks-per-node", "1"),
+    ("--no-blocking",),
+    ("--first", "0", "0", "0"),
+    ("--last", "0", "0", "0"),
+    *(("--" + name, "1") for name in "FIW"),
+    ("--FB", "6"),
+    ("--residual-i", "1"),
+    *((f"--{name}", "0") for name in ("residual-w", "stash", "boundary", "parameters", "fixed")),
+    ("--first-parameters", "0"),
+    ("--last-parameters", "0"),
+]
+"""Options as they are when left out, FB and a node's transfers as they follow from the file's others."""
+
+
+@pytest.mark.parametrize("option", GIVEN_BACK, ids=" ".join)
+def test_an_option_given_as_it_is_without_a_file_wins_over_the_file(capsys, saved, option):
+    ends = {"0": [5, 0, 0], "-1": [1, 2, 3]}
+    costs = {
+        "F": 2,
+        "I": 2,
+        "W": 2,
+        "FB": 5,
+        "send": 2,
+        "send_inside": 0.5,
+        "ranks_per_node": 2,
+        "blocking": True,
+    }
+    sizes = dict.fromkeys(("residual_i", "residual_w", "stash", "boundary", "parameters", "fixed"), 7)
+    entries = {"costs": costs | {"extra": ends}, "memory": sizes | {"extra": {"0": 9, "-1": 9}}}
+    said = "show", "dualpipe", *SMALL, "--json", "--costs", saved(json.dumps(entries), "full.json")
+    file = json.loads(printed(capsys, *said))["of_a_share"]
+    asked = json.loads(printed(capsys, *said, *option))["of_a_share"]
+    name, *values = option[0].lstrip("-").replace("-", "_"), *map(float, option[1:])
+    kind = "costs" if name in costs or name in ("no_blocking", "first", "last") else "memory"
+    stage = {"first": "0", "last": "-1"}.get(name.removesuffix("_parameters"))
+    if stage is not None:
+        del file[kind]["extra"][stage]
+    else:
+        file[kind][name.removeprefix("no_")] = False if name == "no_blocking" else values[0]
+    assert asked == file
+
+
+def test_a_pair_that_gains_nothing_follows_the_options(capsys, saved):
+    """--FB says so: F + I + W where it is left out, of the file or not. A pair of its own stays as the file has it."""
+    schedule = dualpipe(4, 8)
+    for known, costs in (
+        ('"F": 1, "I": 1, "W": 1', CostModel(10, 1, 1)),
+        ('"F": 1, "I": 1, "W": 1, "FB": 3', CostModel(10, 1, 1)),
+        ('"F": 1, "I": 1, "W": 1, "FB": 2.25', CostModel(10, 1, 1, FB=2.25)),
+    ):
+        path = saved('{"costs": {' + known + "}}")
+        (row,) = facts_of(capsys, "compare", "dualpipe", *SMALL, "--costs", path, "--F", "10")["schedules"]
+        assert row["makespan"] == simulate(schedule, costs.for_schedule(schedule)).makespan
+    ones, twos = ([word for name in "FIW" for word in (f"--{name}", time)] for time in "12")
+    step = saved(printed(capsys, "show", "one_f_one_b", *SMALL, *twos, "--json"), "step.json")
+    assert json.loads(printed(capsys, "check", step, *ones, "--json"))["makespan"] == 33
+    assert facts_of(capsys, "replay", step, "--F", "1")["makespan"]["simulated"] == 33
+
+
+def test_a_transfer_blocks_or_does_not(capsys):
+    told = refused(capsys, 2, "show", "gpipe", *SMALL, "--blocking", "--no-blocking")
+    assert told == "error: --blocking and --no-blocking: give one of them, or neither\n"
+
+
 IN_MS = """{
   "costs": {"F": 60, "I": 60, "W": 40, "send": 2, "send_inside": 0.5, "ranks_per_node": 2, "extra": {"-1": [-5, 0, 0]}},
   "memory": {"residual_i": 1073741824, "parameters": 17179869184, "extra": {"0": 2147483648}, "fixed": 536870912},

@@ -82,7 +82,7 @@ class Dryrun:
     """Print JSON, for programs."""
     plan_file: PlanFile = None
     """File that `dualpipe plan` wrote, which says --program and all options of the step."""
-    plan: Annotated[Plan, tyro.conf.arg(name="step")] = dataclasses.field(default_factory=Plan)
+    plan: Annotated[Plan | None, tyro.conf.arg(name="step")] = None
 
     def run(self) -> int:
         self._check_costs()

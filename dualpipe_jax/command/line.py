@@ -3,6 +3,9 @@
 A command is a dataclass. ``COMMON``, if its class has one, names the flags that stand first, in that order. The
 rest of the command's own options is the group "advanced", and each field that is a dataclass is a group of what it
 has besides. The docstring of a field is its help. Every option is one flag, however deep its field lies.
+
+An option that a file may say as well is None where it is left out: what is given counts, not what differs from the
+default. A dataclass that a whole file may stand for is None where none of its options is given.
 """
 
 import ast
@@ -38,6 +41,7 @@ class Option:
       hint: the field's type, with its annotations.
       default: ``dataclasses.MISSING`` where it must be given.
       text: what the help says.
+      in_optional: whether it lies in a dataclass that is None where none of its options is given.
     """
 
     path: tuple[str, ...]
@@ -45,6 +49,7 @@ class Option:
     hint: Any
     default: Any
     text: str
+    in_optional: bool = False
 
     @property
     def name(self) -> str:
@@ -56,7 +61,16 @@ class Option:
         known = self._default(inner, paired)
         text = re.sub(r" If left out, [^.]*\.", "", self.text) if known else self.text
         own = arg(help=text, metavar=_metavar(inner), help_behavior_hint=known)
-        return self.name, Annotated[(inner, own, *notes)], dataclasses.field(default=self.default)  # type: ignore[return-value]
+        default = self.default
+        if (
+            self.in_optional and inner is not bool
+        ):  # a truth's flag says that it is given: the default has none
+            inner, default = inner | None, None
+        return self.name, Annotated[(inner, own, *notes)], dataclasses.field(default=default)  # type: ignore[return-value]
+
+    def is_left_out(self, value: Any) -> bool:
+        """Whether a value that was read says nothing, so that it is not handed to its optional dataclass."""
+        return self.in_optional and (value is None or (isinstance(value, bool) and value == self.default))
 
     def _default(self, inner: Any, paired: bool) -> str | None:
         """The default in words; nothing where the text says what happens without the option."""
@@ -134,10 +148,11 @@ def read(
         config=(tyro.conf.OmitArgPrefixes, *pairs),
     )
     places = [found, *(value for name, value in vars(found).items() if name.startswith(_GROUP))]
-    values = {
-        option.path: next(vars(place)[option.name] for place in places if option.name in vars(place))
+    read_as = (
+        (option, next(vars(place)[option.name] for place in places if option.name in vars(place)))
         for option in options
-    }
+    )
+    values = {option.path: value for option, value in read_as if not option.is_left_out(value)}
     return _built(kind, (), values)  # type: ignore[no-any-return]
 
 
@@ -177,7 +192,7 @@ def _heading(kind: type, path: tuple[str, ...]) -> tuple[str, str]:
     for name in path:
         hint = typing.get_type_hints(kind, include_extras=True)[name]
         inner, notes = _parts(hint)
-        title, kind = _named(name, notes), inner
+        title, kind = _named(name, notes), _dataclass(inner) or inner
     return title, " ".join((inspect.getdoc(kind) or "").split())
 
 
@@ -187,25 +202,28 @@ def _built(kind: type, path: tuple[str, ...], values: Mapping[tuple[str, ...], A
         here = (*path, field.name)
         if here in values:
             given[field.name] = values[here]
-        elif dataclasses.is_dataclass(hints[field.name]):
-            given[field.name] = _built(hints[field.name], here, values)
+        elif (group := _dataclass(hints[field.name])) is not None:
+            optional = group is not hints[field.name]
+            nothing = optional and not any(path[: len(here)] == here for path in values)
+            given[field.name] = None if nothing else _built(group, here, values)
     return kind(**given)
 
 
-def _walk(kind: type, default: Any, path: tuple[str, ...]) -> Iterator[Option]:
+def _walk(kind: type, default: Any, path: tuple[str, ...], in_optional: bool = False) -> Iterator[Option]:
     hints, texts = typing.get_type_hints(kind, include_extras=True), _texts(kind)
     later = []
     for field in dataclasses.fields(kind):
         here, value = (*path, field.name), _default_of(field, default)
         inner, notes = _parts(hints[field.name])
-        if dataclasses.is_dataclass(inner):
-            later.append((inner, None if value is dataclasses.MISSING else value, here))
+        if (group := _dataclass(inner)) is not None:
+            known = None if value is dataclasses.MISSING else value
+            later.append((group, known, here, in_optional or group is not inner))
             continue
         flag = _named(field.name, notes).replace("_", "-")
         if tyro.conf.Suppress not in notes:
-            yield Option(here, flag, hints[field.name], value, texts.get(field.name, ""))
-    for inner, value, here in later:
-        yield from _walk(inner, value, here)  # type: ignore[arg-type]
+            yield Option(here, flag, hints[field.name], value, texts.get(field.name, ""), in_optional)
+    for group, known, here, optional in later:
+        yield from _walk(group, known, here, optional)
 
 
 def _default_of(field: dataclasses.Field[Any], default: Any) -> Any:
@@ -224,6 +242,14 @@ def _parts(hint: Any) -> tuple[Any, tuple[Any, ...]]:
     return hint, ()
 
 
+def _dataclass(hint: Any) -> type | None:
+    """The dataclass that a type is, or is where it is not None; None for any other type."""
+    if typing.get_origin(hint) in (types.UnionType, typing.Union):
+        known = [part for part in typing.get_args(hint) if part is not type(None)]
+        return _dataclass(known[0]) if len(known) == 1 else None
+    return hint if dataclasses.is_dataclass(hint) else None  # type: ignore[return-value]
+
+
 def _named(name: str, notes: tuple[Any, ...]) -> str:
     given = [getattr(note, "name", None) for note in notes]
     return next((one for one in reversed(given) if isinstance(one, str)), name)
@@ -240,6 +266,8 @@ def _metavar(hint: Any) -> str | None:
         return "{" + ",".join(map(str, parts)) + "}"
     if origin is tuple and parts[1:] == (...,):
         return f"{_metavar(parts[0])} ..."
+    if origin is tuple:
+        return " ".join(str(_metavar(part)) for part in parts)
     return _NAMES.get(inner)
 
 

@@ -16,6 +16,7 @@ from dualpipe_jax.schedule.recipes.classic import MOST_ACTIONS
 
 Number = float | None
 Count = int | None
+More = tuple[float, float, float] | None
 Output = Annotated[Path | None, tyro.conf.arg(metavar="FILE", aliases=["-o"])]
 Pipes = Annotated[str | None, tyro.conf.arg(metavar="PIPES")]
 
@@ -50,36 +51,44 @@ class Costs:
     """JSON file with a share's costs, memory and units, as written by `dualpipe show --json`, `dualpipe
     dryrun --write-costs`, `dualpipe probe` and a profiled training run. Options given with it win over the
     file."""
-    F: float = 1.0
-    """Time of the forward."""
-    I: float = 1.0
-    """Time of the backward for the input."""
-    W: float = 1.0
-    """Time of the backward for the weights."""
+    F: Number = None
+    """Time of the forward. If left out, 1."""
+    I: Number = None
+    """Time of the backward for the input. If left out, 1."""
+    W: Number = None
+    """Time of the backward for the weights. If left out, 1."""
     FB: Number = None
     """Time of a forward and a whole backward that overlap. If left out, F + I + W: the overlap gains
     nothing."""
-    send: float = 0.0
-    """Time of a transfer to another rank."""
+    send: Number = None
+    """Time of a transfer to another rank. If left out, 0."""
     send_inside: Number = None
     """Time of a transfer to a rank of the same node. If left out, the same as --send."""
-    ranks_per_node: int = 1
-    """How many ranks share a node: the first so many from rank 0 on, and so forth."""
+    ranks_per_node: Count = None
+    """How many ranks share a node: the first so many from rank 0 on, and so forth. If left out, 1."""
     blocking: bool = False
     """The sender of a transfer waits, too, until it is done."""
-    first: tuple[float, float, float] = (0.0, 0.0, 0.0)
-    """What the model's first stage takes more for F, I and W: the embedding. Negative where it takes less."""
-    last: tuple[float, float, float] = (0.0, 0.0, 0.0)
-    """What the model's last stage takes more for F, I and W: the head."""
+    no_blocking: bool = False
+    """The sender does not wait, whatever the file of costs says."""
+    first: More = None
+    """What the model's first stage takes more for F, I and W: the embedding. Negative where it takes less. If
+    left out, nothing."""
+    last: More = None
+    """What the model's last stage takes more for F, I and W: the head. If left out, nothing."""
 
     def over(self, base: CostModel | None) -> CostModel:
         """The same as the simulator reads it; what is not given is the base's, if there is one."""
-        extra = {stage: more for stage, more in ((0, self.first), (-1, self.last)) if any(more)}
-        if base is None:
-            links = self.blocking, self.send_inside, self.ranks_per_node
-            return CostModel(self.F, self.I, self.W, self.FB, self.send, extra, *links)  # type: ignore[arg-type]
-        names = ("F", "I", "W", "FB", "send", "blocking", "send_inside", "ranks_per_node")
-        return dataclasses.replace(base, **_changed(self, names), extra={**base.extra, **extra})
+        if self.blocking and self.no_blocking:
+            raise CommandError("--blocking and --no-blocking: give one of them, or neither")
+        base = base or CostModel()
+        given = _given(self, ("F", "I", "W", "FB", "send", "send_inside", "ranks_per_node"))
+        if self.blocking or self.no_blocking:
+            given["blocking"] = self.blocking
+        if base.FB == base.F + base.I + base.W:
+            given = {"FB": None} | given  # worked out anew, of the F, I and W that hold now
+        extra = {**base.extra, **_ends(self.first, self.last)}
+        given["extra"] = {stage: more for stage, more in extra.items() if any(more)}
+        return dataclasses.replace(base, **given)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,38 +96,40 @@ class Memory:
     """What a whole rank's share of the model keeps for one microbatch, in bytes or any unit. Left alone,
     memory is the number of live activations."""
 
-    residual_i: float = 1.0
-    """What only the backward for the input reads. It is kept from F to the end of I or B."""
-    residual_w: float = 0.0
-    """What the backward for the weights reads. It is kept from F to the end of W or B."""
-    stash: float = 0.0
-    """What I hands on to W. It is kept from I to the end of W."""
-    boundary: float = 0.0
-    """A stage's input, which is not divided by k. It is kept from F to the end of W or B."""
-    parameters: float = 0.0
-    """Weights, sums of gradients and optimizer state of one share."""
-    fixed: float = 0.0
-    """What each rank keeps under every schedule."""
-    first_parameters: float = 0.0
-    """What the model's first stage has more of --parameters: the embedding."""
-    last_parameters: float = 0.0
-    """What the model's last stage has more of --parameters: the head."""
+    residual_i: Number = None
+    """What only the backward for the input reads. It is kept from F to the end of I or B. If left out, 1."""
+    residual_w: Number = None
+    """What the backward for the weights reads. It is kept from F to the end of W or B. If left out, 0."""
+    stash: Number = None
+    """What I hands on to W. It is kept from I to the end of W. If left out, 0."""
+    boundary: Number = None
+    """A stage's input, which is not divided by k. It is kept from F to the end of W or B. If left out, 0."""
+    parameters: Number = None
+    """Weights, sums of gradients and optimizer state of one share. If left out, 0."""
+    fixed: Number = None
+    """What each rank keeps under every schedule. If left out, 0."""
+    first_parameters: Number = None
+    """What the model's first stage has more of --parameters: the embedding. If left out, 0."""
+    last_parameters: Number = None
+    """What the model's last stage has more of --parameters: the head. If left out, 0."""
 
     def over(self, base: MemoryModel | None) -> MemoryModel:
         """The same as the simulator reads it; what is not given is the base's, if there is one."""
         names = [field.name for field in dataclasses.fields(self) if not field.name.endswith("_parameters")]
         base = base or MemoryModel()
-        ends = {0: self.first_parameters, -1: self.last_parameters}
-        extra = {**base.extra, **{stage: more for stage, more in ends.items() if more}}
-        return dataclasses.replace(base, **_changed(self, names), extra=extra)
+        extra = {**base.extra, **_ends(self.first_parameters, self.last_parameters)}
+        given = _given(self, names) | {"extra": {stage: more for stage, more in extra.items() if more}}
+        return dataclasses.replace(base, **given)
 
 
-def _changed(options: Costs | Memory, names: Iterable[str]) -> dict[str, Any]:
-    """Those of the options that are not as they are when nothing is given."""
-    left_out = type(options)()
-    return {
-        name: getattr(options, name) for name in names if getattr(options, name) != getattr(left_out, name)
-    }
+def _given(options: Costs | Memory, names: Iterable[str]) -> dict[str, Any]:
+    """Those of the options that are not left out."""
+    return {name: value for name in names if (value := getattr(options, name)) is not None}
+
+
+def _ends(first: Any, last: Any) -> dict[int, Any]:
+    """What is given of the model's first stage and of its last, by the stage."""
+    return {stage: more for stage, more in ((0, first), (-1, last)) if more is not None}
 
 
 @dataclasses.dataclass(frozen=True)

@@ -80,10 +80,10 @@ class Overlap:
     """Print JSON, for programs."""
     plan_file: PlanFile = None
     """File that `dualpipe plan` wrote, which says --program and all options of the step."""
-    plan: Annotated[Plan, tyro.conf.arg(name="step")] = dataclasses.field(default_factory=Plan)
+    plan: Annotated[Plan | None, tyro.conf.arg(name="step")] = None
 
     def run(self) -> int:
-        if self.compiled is not None and (self.whole or self.plan_file or self.plan != Plan()):
+        if self.compiled is not None and (self.whole or self.plan_file or self.plan):
             raise CommandError("--compiled: that program is compiled already; drop --whole and its options")
         self._check_what()
         trained = "nothing" if self.compiled is not None else "step" if self.whole else "pair"
@@ -118,7 +118,7 @@ class Overlap:
                     "--requests: a pair has none; add --what prefill or --what decode, or drop it"
                 )
             return
-        usual = Plan()
+        asked, usual = self.plan or Plan(), Plan()
         fixed = [
             "dp",
             "pp",
@@ -132,7 +132,7 @@ class Overlap:
             "remat",
         ]
         fixed += ["shard", "moments", "gradient_sums", "stage_layers"]
-        given = [name for name in fixed if getattr(self.plan, name) != getattr(usual, name)]
+        given = [name for name in fixed if getattr(asked, name) != getattr(usual, name)]
         given += [name for name in ("whole", "compiled") if getattr(self, name)]
         given += ["plan"] if self.plan_file else []
         if given:
@@ -142,16 +142,16 @@ class Overlap:
             )
 
 
-def planned(given: Plan, file: Path | None) -> Plan:
-    """The plan of a file, where one is given, else the options.
+def planned(given: Plan | None, file: Path | None) -> Plan:
+    """The plan of a file, where one is given, else the options; ``given`` is None where there is none of these.
 
     Raises:
       CommandError: both are given.
       ValueError: the file holds no plan.
     """
     if file is None:
-        return given
-    if given != Plan():
+        return given or Plan()
+    if given is not None:
         raise CommandError(f"--plan {file}: says all of the program; drop its options")
     return read_plan(file)
 

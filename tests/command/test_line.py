@@ -5,7 +5,7 @@ import itertools
 import os
 import re
 import shutil
-from typing import Annotated, ClassVar
+from typing import Annotated, ClassVar, Literal
 
 import pytest
 import tyro
@@ -99,6 +99,42 @@ def test_what_is_left_out_is_the_defaults_that_are_given():
     assert line.read(Asked, "asked", [], default) == default
     given = line.read(Asked, "asked", ["--split", "--no-whole", "--count", "None"], default, paired=True)
     assert given == Asked(("c",), None, False, True, Link(5.0))
+
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """A step."""
+
+    width: int = 4
+    """How wide."""
+    form: Literal["a", "b"] = "a"
+    """Which form."""
+    sizes: tuple[int, ...] = ()
+    """Sizes of all."""
+    link: Link = Link()  # frozen
+    overlap: bool = True
+    """Both at once."""
+
+
+@dataclasses.dataclass(frozen=True)
+class FromFile:
+    """Read a file, or be told a step."""
+
+    file: str = ""
+    """The file. If left out, none."""
+    step: Annotated[Step | None, tyro.conf.arg(name="own")] = None
+
+
+def test_a_group_that_may_be_none_is_there_where_one_of_its_options_is_given(monkeypatch, capsys):
+    assert line.read(FromFile, "asked", ["--file", "f"]) == FromFile("f", None)
+    for given in ("--width 4", "--form a", "--speed 2"):
+        assert line.read(FromFile, "asked", given.split()) == FromFile(step=Step()), given
+    given = line.read(FromFile, "asked", ["--no-overlap", "--sizes", "1", "2"])
+    assert given == FromFile(step=Step(sizes=(1, 2), overlap=False))
+    said = helped(lambda: line.read(FromFile, "asked", ["--help"]), 80, monkeypatch, capsys)
+    assert [*boxes(said)] == ["options", "own options", "link options"] and "None" not in said
+    rows = {" ".join(row.split()) for row in said.splitlines()}
+    assert {"--width INT How wide. (default: 4)", "--form {a,b} Which form. (default: a)"} <= rows
 
 
 def test_common_options_stand_first_and_the_others_in_groups(monkeypatch, capsys):
