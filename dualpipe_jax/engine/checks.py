@@ -214,11 +214,11 @@ def called(kind: str, function: StageFunction, own: Tree, shared: Tree, x: Tree,
     return returned(kind, value)
 
 
-def check_kinds(model: StagedModel, own: Tree, shared: Tree, x: Tree, at: At, *, trains: bool) -> None:
+def check_kinds(model: StagedModel, own: Tree, shared: Tree, x: Tree, at: At, *, trains: bool) -> Tree:
     """What kinds return, and which collectives are in them. Called where these may be traced.
 
-    Raises TypeError for what does not fit together, ValueError for a ppermute, for a collective over "pp", and, if it
-    ``trains``, where no stage returns a loss.
+    Returns the types of the last stage's x. Raises TypeError for what does not fit together, ValueError for a ppermute,
+    for a collective over "pp", and, if it ``trains``, where no stage returns a loss.
     """
     losses: set[str] = set()
     metrics: dict[str, tuple[str, Any]] = {}
@@ -252,6 +252,7 @@ def check_kinds(model: StagedModel, own: Tree, shared: Tree, x: Tree, at: At, *,
             "the last stage at least (a PipelineModel's head_loss needs 'targets' in the batch). For a forward alone "
             "there is Pipeline.apply."
         )
+    return out.x
 
 
 def _check_collectives(where: str, found: Mapping[str, frozenset[str]]) -> None:

@@ -51,7 +51,7 @@ class Program:
         shared = map_leaves(Leaf.gather, step.layout["shared"], shared)
         self.shared, self.batch, self.key = shared, batch, key
         self.part = self.vary(_part(step))
-        self.kinds, self.prepared, self.boundary = self._traced(own[0], *types)
+        self.kinds, self.prepared, self.boundary, self.result = self._traced(own[0], *types)
         self.own = self.prepared.stages(own, shared)
         self.layout: Layout = lay_out(
             [kind.kept for kind in self.kinds],
@@ -271,7 +271,11 @@ class Program:
         if where == "none":
             return None
         made = state.outputs
-        return jax.tree.map(lambda a: a[None], made) if where == "last_rank" else lax.psum(made, PP)
+        if where == "last_rank":
+            return typed(jax.tree.map(lambda a: a[None], made), self.result)
+        return typed(
+            jax.tree.map(lambda a: lax.psum(a, PP).astype(a.dtype), made), self.result
+        )  # psum counts bools
 
     def first_bad(self, state: State) -> jax.Array | None:
         """Leading dims for the mesh's axes."""

@@ -20,11 +20,13 @@ class Traced(NamedTuple):
       kinds: as the table numbers them; a kind that is also the first or the last stage counts apart.
       prepared: what they make of parameters alone.
       boundary: types of what is between two stages; None where there is but one.
+      result: types of what the last stage returns, keys typed.
     """
 
     kinds: list[ForwardKind]
     prepared: Prepared
     boundary: Tree
+    result: Tree
 
 
 def trace(
@@ -55,7 +57,7 @@ def trace(
             at,
         )
         boundary = jax.eval_shape(raw, x)
-    checks.check_kinds(model, *params, x, at, trains=wanted is not None)
+    result = checks.check_kinds(model, *params, x, at, trains=wanted is not None)
     stages = [(name, k == 0, k == last) for k, name in enumerate(model.kind_of)]
     names = sorted(set(stages), key=stages.index)
     given = [None if is_first else x for _, is_first, _ in names]
@@ -78,7 +80,7 @@ def trace(
         else:
             of_params = (trained[0], prepared.wanted), trained[1]
             kinds.append(Kind(*stage, is_last=is_last, wanted=(of_params, (True, wanted[1])), sums=sums_in))
-    return Traced(kinds, prepared, boundary)
+    return Traced(kinds, prepared, boundary, result)
 
 
 def _sum_dtypes(own: Tree, shared: Tree, dtype: Any, prepared: Prepared) -> list[Any]:

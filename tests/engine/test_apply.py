@@ -1,11 +1,12 @@
 """Forward only, and where parameters are put."""
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
 
-from dualpipe_jax import Pipeline, PlacedStages, make_mesh
+from dualpipe_jax import Out, Pipeline, PlacedStages, StagedModel, make_mesh
 from dualpipe_jax.contract import staged
 from dualpipe_jax.schedule import dualpipe, dualpipe_v, one_f_one_b
 from tests.engine import models
@@ -54,6 +55,36 @@ def test_outputs_where_they_are_asked_for(make):
     assert there.outputs.sharding.spec[0] == "pp", "sent nowhere"
     for half, rank in zip((slice(0, 2), slice(2, 4)), LAST[make], strict=True):
         np.testing.assert_allclose(there.outputs[rank, half], outputs[half], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("make", LAST, ids=lambda make: make.__name__)
+def test_outputs_have_the_dtypes_of_the_last_stage(make):
+    """Truths are no counts of them, and keys are keys, of their own kind."""
+
+    def middle(own, shared, x, at):
+        return Out(at.batch if x is None else x)
+
+    def end(own, shared, x, at):
+        keys = jax.random.split(jax.random.key(3, impl="rbg"), x.shape)
+        return Out({"large": x > 0.5, "keys": keys, "byte": jnp.full(x.shape, 200, jnp.uint8)})
+
+    schedule = make(2, 4)
+    last = schedule.placement.num_model_stages - 1
+    model = StagedModel({"middle": middle, "end": end}, ("middle",) * last + ("end",))
+    batch = np.random.default_rng(0).uniform(size=(4, 6)).astype(np.float32)
+    params = {"stages": jnp.ones(last + 1), "shared": {}}
+    pipeline = Pipeline(model, schedule, make_mesh(2))
+    keys = jax.random.key_data(jax.random.split(jax.random.key(3, impl="rbg"), 6))
+    for where in ("everywhere", "last_rank"):
+        outputs = quick(lambda p, b, where=where: pipeline.apply(p, b, outputs=where))(params, batch).outputs
+        assert outputs["large"].dtype == bool and outputs["byte"].dtype == jnp.uint8
+        assert outputs["keys"].dtype == jax.random.key(0, impl="rbg").dtype
+        ranks = LAST[make] if where == "last_rank" else (..., ...)
+        for half, rank in zip((slice(0, 2), slice(2, 4)), ranks, strict=True):
+            made = jax.tree.map(lambda leaf, rank=rank: leaf[rank], outputs)
+            np.testing.assert_array_equal(made["large"][half], batch[half] > 0.5)
+            np.testing.assert_array_equal(made["byte"][half], np.full((2, 6), 200))
+            np.testing.assert_array_equal(jax.random.key_data(made["keys"])[half], np.stack([keys, keys]))
 
 
 def test_without_targets_there_is_no_loss():
