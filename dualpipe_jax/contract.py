@@ -65,7 +65,8 @@ class Out(NamedTuple):
       losses: scalars by name that join the objective; each is the mean over this device's part of the microbatch. The
         objective is the sum over names and stages of their means over microbatches and parts.
       metrics: arrays by name, outside the objective; they are summed over microbatches, stages and devices, integers
-        exactly.
+        exactly. The sum is float32 where they are narrower floats and int32 where they are narrower integers, such as
+        bfloat16 and int8; else it has their dtype.
     """
 
     x: Tree = None
@@ -148,7 +149,7 @@ class Report(NamedTuple):
 
     Attributes:
       losses: float32 scalars by name; their sum is the objective.
-      metrics: arrays by name, summed over microbatches, stages and devices.
+      metrics: arrays by name, summed over microbatches, stages and devices, of 32 bits at least: see ``Out``.
       dropped: int32 [], number of assignments of tokens to experts that found no slot in a plan of ``parallel``, over
         all layers, stages, microbatches and devices, whether the model reports them or not.
     """

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from dualpipe_jax.contract import At, Out, Report, StagedModel, StageFunction, Tree, returned
+from dualpipe_jax.engine.trees import as_metric
 from dualpipe_jax.split.leaves import is_floating
 
 
@@ -81,7 +82,9 @@ def for_figures(model: StagedModel, cotangents: Report, parts: int) -> StagedMod
             by_loss, by_metric = shared["cotangents"]
             losses = {of_loss(name): by_loss[name] * v for name, v in out.losses.items() if name in wanted}
             terms = jax.tree.map(
-                lambda c, m: jnp.float32(0) if c is None else jnp.sum(c * m).astype(jnp.float32) * parts,
+                lambda c, m: (
+                    jnp.float32(0) if c is None else jnp.sum(c * as_metric(m)).astype(jnp.float32) * parts
+                ),
                 {name: by_metric[name] for name in out.metrics},
                 dict(out.metrics),
                 is_leaf=lambda node: node is None,

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from dualpipe_jax.contract import At, StageFunction, Tree, returned
 from dualpipe_jax.engine import checks
 from dualpipe_jax.engine.slots import KEPT, Entry
-from dualpipe_jax.engine.trees import Vary, add_to, raw, typed
+from dualpipe_jax.engine.trees import Vary, add_to, as_metric, raw, typed
 from dualpipe_jax.pair import by_itself, interleave
 from dualpipe_jax.pair.interleave import Pool
 from dualpipe_jax.parallel.expert_plan import DROPPED
@@ -48,7 +48,7 @@ def plain(kind: str, function: StageFunction, sight: Sight, vary: Vary) -> Calla
         own, shared = typed(params[0], sight.own), typed(params[1], sight.shared)
         out = returned(kind, function(own, shared, typed(seen[0], sight.x), typed(seen[1], sight.at)))
         losses = {name: jnp.asarray(loss).astype(jnp.float32) for name, loss in out.losses.items()}
-        metrics = jax.tree.map(lambda m: jax.lax.stop_gradient(jnp.asarray(m)), dict(out.metrics))
+        metrics = jax.tree.map(lambda m: jax.lax.stop_gradient(as_metric(m)), dict(out.metrics))
         return vary((raw(out.x), losses)), vary(metrics)
 
     return stage

@@ -23,7 +23,7 @@ from dualpipe_jax.contract import (
 from dualpipe_jax.engine import checks
 from dualpipe_jax.engine.kinds import sum_marked
 from dualpipe_jax.engine.stages import is_listed
-from dualpipe_jax.engine.trees import sum_dtype
+from dualpipe_jax.engine.trees import as_metric, sum_dtype
 from dualpipe_jax.parallel.expert_plan import DROPPED
 from dualpipe_jax.parallel.mesh import AXES
 from dualpipe_jax.split.marks import reveal
@@ -71,11 +71,8 @@ def reference_loss(
             for name, value in out.losses.items():
                 losses[name] = losses.get(name, jnp.float32(0)) + jnp.asarray(value).astype(jnp.float32)
             for name, value in out.metrics.items():
-                metrics[name] = (
-                    jax.tree.map(jnp.add, metrics[name], value)
-                    if name in metrics
-                    else jax.tree.map(jnp.asarray, value)
-                )
+                value = jax.tree.map(as_metric, value)
+                metrics[name] = jax.tree.map(jnp.add, metrics[name], value) if name in metrics else value
         return losses, metrics, dropped, loss_weights(model, batch, losses)
 
     def loss(params: Tree, batch: Tree, key: jax.Array | None = None) -> tuple[jax.Array, Report]:

@@ -72,6 +72,18 @@ def sum_dtype(dtype: Any, wanted: Any) -> Any:
     return wanted
 
 
+def metric_dtype(dtype: Any) -> Any:
+    """The dtype of a metric's sum: float32 for narrower floats, int32 for narrower integers, its own for others."""
+    narrow = jnp.issubdtype(dtype, jnp.integer) and jnp.iinfo(dtype).bits < 32
+    return jnp.dtype(jnp.int32) if narrow else sum_dtype(dtype, None)
+
+
+def as_metric(value: Any) -> jax.Array:
+    """A stage's metric in the dtype of its sum."""
+    value = jnp.asarray(value)
+    return value.astype(metric_dtype(value.dtype))
+
+
 def add_to(total: jax.Array, gradient: jax.Array) -> jax.Array:
     """The new sum, in the sum's dtype."""
     return total + gradient.astype(total.dtype)

@@ -7,10 +7,13 @@ import pytest
 from jax.sharding import PartitionSpec
 
 from dualpipe_jax import (
+    Out,
     Pipeline,
     PipelineModel,
+    StagedModel,
     make_mesh,
     pipeline_value_and_grad,
+    reference_value_and_grad,
 )
 from dualpipe_jax.contract import staged
 from dualpipe_jax.gradient_sum import GRADIENT_SUM, gradient_sum
@@ -110,6 +113,34 @@ def test_gradients_of_bfloat16_products_are_not_rounded_before_they_are_summed(s
     exact = np.einsum("mbsw,mbv->wv", x.astype(np.float64), weights.astype(np.float64)) / 4
     got = np.asarray(grads["shared"]["head"], np.float64)
     assert np.abs(got - exact).max() < 1e-6 * np.abs(exact).max()
+
+
+def test_metrics_of_narrow_dtypes_are_summed_in_wide_ones():
+    """Against NumPy in float64. Added in their own, bfloat16's end at 256 times the largest, and int8's at 127."""
+    values = np.random.default_rng(4).uniform(0, 2, 256).astype(jnp.bfloat16)
+
+    def stage(own, shared, x, at):
+        number = jnp.sum(at.batch, dtype=at.batch.dtype)
+        one = {
+            name: jnp.ones((2,), name) for name in ("float16", "float8_e4m3fn", "int8", "uint16", "uint32")
+        }
+        metrics = {"values": number, "ones": one, "loss": {"of_one": number * own.astype(number.dtype)}}
+        return Out(at.batch, {"loss": own * jnp.sum(at.batch.astype(jnp.float32))}, metrics)
+
+    model = StagedModel({"all": stage}, ("all", "all"))
+    params, batch = {"stages": jnp.ones(2), "shared": {}}, values[:, None]
+    pipeline = Pipeline(model, one_f_one_b(2, 256), make_mesh(2))
+    exact = 2 * values.astype(np.float64).sum()
+    for step in (pipeline.value_and_grad, reference_value_and_grad(model)):
+        (loss, report), _ = quick(step)(params, batch)
+        assert report.metrics["values"].dtype == jnp.float32
+        np.testing.assert_allclose([report.metrics["values"], 256 * loss], exact, rtol=1e-6)
+        for name, ones in report.metrics["ones"].items():
+            assert np.array_equal(ones, [512, 512]), name
+            wide = {"f": "float32", "i": "int32"}.get(name[0], "uint32" if name == "uint32" else "int32")
+            assert ones.dtype == wide, name
+    by = jax.grad(lambda p: pipeline.loss(p, batch)[1].metrics["loss"]["of_one"])(params)
+    np.testing.assert_allclose(by["stages"], exact / 2, rtol=1e-2)  # its products are bfloat16's
 
 
 def test_complex_parameters_keep_their_imaginary_part():
