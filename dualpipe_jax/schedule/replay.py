@@ -1,12 +1,13 @@
 """A measured step beside a simulated one: what its units cost, and which ranks and units differ most."""
 
 import dataclasses
+import math
 import statistics
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from typing import NamedTuple
 
-from dualpipe_jax.schedule.costs import CostModel
+from dualpipe_jax.schedule.costs import HAIR, CostModel
 from dualpipe_jax.schedule.dataflow import execution_order, makers, needed_by
 from dualpipe_jax.schedule.ir import Action, Placement, Schedule, Slot
 from dualpipe_jax.schedule.simulate import Timeline, clock, simulate
@@ -84,18 +85,24 @@ class Measured:
                 yield rank, slot, start, end
 
     def _send(self) -> float:
-        """The median time between what another rank made and the start that waited for it, and for it alone."""
+        """The median time between what another rank made and the start that waited for all of its transfer.
+
+        Where ranks wait for parts of transfers only, which began before they were free, it is the least of these times:
+        some of these ranks may have waited for something else.
+        """
         placement, orders = self.schedule.placement, self.schedule.orders
         made = {value: (rank, self.ends[rank][index]) for value, (rank, index) in makers(orders).items()}
-        waits = []
+        whole, in_part = [], []
         for rank, order in enumerate(orders):
-            for index, slot in enumerate(order):
+            for index, (slot, start) in enumerate(zip(order, self.starts[rank], strict=True)):
                 free = self.ends[rank][index - 1] if index else 0.0
                 inputs = [made[value] for action in slot for value in needed_by(placement, action)]
-                maker, arrived = max(inputs, key=lambda made: made[1], default=(rank, 0.0))
-                if maker != rank and arrived > free:
-                    waits.append(max(0.0, self.starts[rank][index] - arrived))
-        return statistics.median(waits) if waits else 0.0
+                sent = max((end for maker, end in inputs if maker != rank), default=math.inf)
+                if free <= sent < math.inf:
+                    whole.append(max(0.0, start - sent))
+                elif sent < free and start - free > HAIR * self.makespan:
+                    in_part.append(start - sent)
+        return statistics.median(whole) if whole else min(in_part, default=0.0)
 
 
 def kind_of(slot: Slot) -> str:

@@ -6,7 +6,17 @@ import json
 import pytest
 
 from dualpipe_jax.present.numbers import Units
-from dualpipe_jax.schedule import ALL_SCHEDULES, Action, CostModel, Op, Placement, simulate, to_json
+from dualpipe_jax.schedule import (
+    ALL_SCHEDULES,
+    Action,
+    CostModel,
+    Op,
+    Placement,
+    Schedule,
+    simulate,
+    to_json,
+    validate,
+)
 from dualpipe_jax.schedule.formats.measured import read_measured
 from dualpipe_jax.schedule.formats.trace import to_chrome_trace
 from dualpipe_jax.schedule.recipes import dualpipe, dualpipe_v, gpipe, interleaved_1f1b, one_f_one_b, zb_h1
@@ -37,6 +47,33 @@ def test_costs_come_out_as_they_were_put_in(make):
     again = replay(measured)
     assert again.own == pytest.approx(measured.makespan) == pytest.approx(again.simulated.makespan)
     assert max(abs(unit.difference) for unit in again.units) < 1e-9
+
+
+@pytest.mark.parametrize("make", ALL_SCHEDULES, ids=lambda make: make.__name__)
+def test_a_simulated_step_is_replayed_as_long_as_it_was(make):
+    """Also where a rank waits for the ends of transfers only, and where it waits for none."""
+    for num_microbatches, send in itertools.product((2, 6, 8), (0.0, 0.25, 0.5, 3.0)):
+        for ranks in (2, 4):
+            try:
+                schedule = make(ranks, num_microbatches)
+            except ValueError:
+                continue  # not with these counts
+            measured = ran(schedule, CostModel(2, 3, 1, FB=5, send=send))
+            assert replay(measured).simulated.makespan == pytest.approx(measured.makespan)
+
+
+def test_transfers_of_which_only_the_ends_are_waited_for():
+    """Two ranks that run two forwards each while the first of them is sent; the last slots then come late besides."""
+    first = "0F0 0F1 3F0 3F1 3B0 3B1 0B0 0B1", "2F0 2F1 1F0 1F1 1B0 1B1 2B0 2B1"
+    orders = tuple(tuple((Action.parse(word),) for word in row.split()) for row in first)
+    schedule = validate(Schedule("two pipes", Placement(((0, 1), (1, 0))), 4, orders))
+    measured = ran(schedule, CostModel(send=1.5))
+    assert measured.costs.send == 1.5 and replay(measured).simulated.makespan == 12.5
+    starts, ends = (
+        tuple((*row[:-2], row[-2] + 1, row[-1] + 1) for row in t) for t in (measured.starts, measured.ends)
+    )
+    assert Measured(schedule, starts, ends).costs.send == 1.5
+    assert ran(schedule, CostModel(send=1)).costs.send == 0, "nobody waits: nothing is known of transfers"
 
 
 def test_an_end_of_next_to_nothing_is_priced_still():
@@ -127,9 +164,19 @@ STEP = to_json(gpipe(1, 1), {"starts": [[0, 1]], "ends": [[1, 3]]})
         (without(STEP, "starts"), 'no "starts" and "ends"; give a schedule\'s JSON with them'),
         (STEP.replace("[[0, 1]]", "[[0]]"), r"starts of \[1\] slots, but the ranks of gpipe run \[2\]"),
         (STEP.replace("[[0, 1]]", "[[0, 5]]"), "rank 0, slot 1 runs from 5 to 3, the one before it from 0"),
-        (STEP.replace("[[0, 1]]", '[["a", 1]]'), "could not convert string to float"),
-        (STEP.replace("[[0, 1]]", "[[null, 1]]"), "starts and ends are lists of numbers, one list"),
-        (STEP.replace("[[0, 1]]", "7"), "starts and ends are lists of numbers, one list for each rank"),
+        *(
+            (text, 'no "starts" and "ends"; give a schedule\'s JSON with them')
+            for text in ("5", "null", '"abc"')
+        ),
+        *(
+            (STEP.replace("[[0, 1]]", times), "starts and ends are lists of numbers, one list for each rank")
+            for times in ('[["a", 1]]', "[[null, 1]]", "7", '["01"]', f"[[1{'0' * 400}, 1]]")
+        ),
+        (STEP.replace("{", '{"units": "ms",'), r'units are "ms"; give words by name, such as {"time": "ms"}'),
+        (
+            STEP.replace("{", '{"of_a_share": {"units": {"day": 1}},'),
+            r'units are {"day": 1}; give words by name',
+        ),
         ('{"traceEvents": []}', 'no rows named "rank 0", "rank 1" ... with slices such as "0F3"'),
         ('{"traceEvents": [3, {"ph": "X"}]}', 'no rows named "rank 0"'),
     ],
@@ -139,11 +186,60 @@ def test_what_is_no_measured_step(text, message):
         read_measured(text)
 
 
+ROW = {"name": "thread_name", "ph": "M", "pid": 1, "tid": 2, "args": {"name": "rank 0"}}
+SLICES = [
+    {"name": name, "ph": "X", "pid": 1, "tid": 2, "ts": at, "dur": 1}
+    for at, name in enumerate(("0F0", "0B0"))
+]
+
+
+def test_what_is_no_part_of_a_step_is_passed_over():
+    """What other programs write into a trace, and no number of a rank."""
+    more = [
+        {"name": "thread_name", "args": None},
+        {"name": "thread_name", "pid": [1], "tid": {}, "args": {"name": "rank 0"}},
+        {"name": "process_name", "args": []},
+        {"name": 7, "ph": "X", "pid": 1, "tid": 2, "ts": None},
+        {"ph": "X", "pid": 1, "tid": 2},
+        ROW | {"tid": 3, "args": {"name": f"rank {'9' * 5000}"}},
+    ]
+    slices = [SLICES[0] | {"args": None}, SLICES[1] | {"args": "of it"}]
+    measured, _ = read_measured(json.dumps([*more, ROW, *slices]))
+    assert measured.makespan == pytest.approx(0.002) and measured.schedule.orders == gpipe(1, 1).orders
+    step = STEP.replace("{", '{"of_a_share": null,')
+    assert read_measured(step)[0].makespan == 3
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"ts": "0"}, "the slice '0F0' has ts \"0\"; give a number of microseconds"),
+        ({"ts": None}, "the slice '0F0' has ts null; give a number"),
+        ({"dur": 10**400}, "the slice '0F0' has dur 1000*; give a number"),
+        ({"ts": float("nan")}, "rank 0, slot 0 runs from nan to nan"),
+        ({"args": {"pipe": [0]}}, r"the slice of 0F0 has pipe \[0\]; give its number"),
+        ({"name": "1000000000F0"}, "no slice of stage 1, but of stage 1000000000"),
+        ({"name": "0F1000000000"}, "0B0"),
+    ],
+)
+def test_a_slice_that_cannot_be_read_is_told(changes, message):
+    with pytest.raises(ValueError, match=message):
+        read_measured(json.dumps([ROW, SLICES[0] | changes, SLICES[1]]))
+
+
+def test_a_rank_without_slices_is_told():
+    far = [ROW | {"tid": 3, "args": {"name": "rank 100000000"}}, *(one | {"tid": 3} for one in SLICES)]
+    with pytest.raises(
+        ValueError, match="no slice of rank 1, but of rank 100000000; give those of all ranks"
+    ):
+        read_measured(json.dumps([ROW, *SLICES, *far]))
+
+
 def test_a_trace_of_half_a_step_is_refused():
     trace = to_chrome_trace(simulate(gpipe(2, 2)))
     lost = [event for event in trace["traceEvents"] if event["name"] != "1B1"]
     with pytest.raises(ValueError, match="1B1"):
         read_measured(json.dumps(lost))
     one = [event for event in trace["traceEvents"] if not str(event["name"]).startswith("0")]
-    with pytest.raises(ValueError, match="no slice of stage 0, but of stage 1"):
+    with pytest.raises(ValueError, match="no slice of rank 0, but of rank 1; give those of all ranks"):
         read_measured(json.dumps(one))

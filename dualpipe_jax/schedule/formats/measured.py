@@ -13,7 +13,7 @@ from dualpipe_jax.schedule.ir import Action, Placement, Schedule, Slot
 from dualpipe_jax.schedule.replay import Measured
 from dualpipe_jax.schedule.validate import validate
 
-_RANK = re.compile(r"rank (\d+)")
+_RANK = re.compile(r"rank (\d{1,9})")
 
 
 def read_measured(text: str) -> tuple[Measured, Units]:
@@ -34,21 +34,36 @@ def read_measured(text: str) -> tuple[Measured, Units]:
     events = found.get("traceEvents") if isinstance(found, dict) else found
     if isinstance(events, list):
         return _from_trace(events), Units("ms")
-    if not {"starts", "ends"} <= found.keys():
+    if not isinstance(found, dict) or not {"starts", "ends"} <= found.keys():
         raise ValueError(
             'read_measured: no "starts" and "ends"; give a schedule\'s JSON with them, times of the slots of each '
             'rank, or a trace with "traceEvents"'
         )
-    schedule, units = (
-        validate(from_json(text)),
-        found.get("units", found.get("of_a_share", {}).get("units", {})),
-    )
+    schedule = validate(from_json(text))
     try:
-        times = [[tuple(map(float, row)) for row in found[name]] for name in ("starts", "ends")]
-        return _measured(schedule, *times), Units(**units)
-    except TypeError:
+        starts, ends = ([tuple(map(_number, row)) for row in found[name]] for name in ("starts", "ends"))
+    except (TypeError, OverflowError):
         raise ValueError(
             "read_measured: starts and ends are lists of numbers, one list for each rank"
+        ) from None
+    return _measured(schedule, starts, ends), _units(found)
+
+
+def _number(value: Any) -> float:
+    """A number of JSON; TypeError for anything else, OverflowError where it is too large."""
+    if type(value) not in (int, float):
+        raise TypeError
+    return float(value)
+
+
+def _units(found: Mapping[str, Any]) -> Units:
+    share = found.get("of_a_share")
+    units = found.get("units", share.get("units", {}) if isinstance(share, dict) else {})
+    try:
+        return Units(**units)
+    except TypeError:
+        raise ValueError(
+            f'read_measured: units are {json.dumps(units)[:60]}; give words by name, such as {{"time": "ms"}}'
         ) from None
 
 
@@ -59,31 +74,40 @@ def _measured(schedule: Schedule, starts: list[tuple[float, ...]], ends: list[tu
 
 
 def _from_trace(events: Iterable[Any]) -> Measured:
+    """Events that say nothing of a step, whatever they are, are passed over."""
     events = [event for event in events if isinstance(event, dict)]
     rows = {
-        (event["pid"], event["tid"]): int(match[1])
+        row: int(match[1])
         for event in events
-        if event.get("name") == "thread_name" and (match := _RANK.fullmatch(_named(event)))
+        if event.get("name") == "thread_name"
+        and (row := _row(event)) is not None
+        and (match := _RANK.fullmatch(_named(event)))
     }
-    titles = {event["pid"]: _named(event) for event in events if event.get("name") == "process_name"}
+    titles = {
+        row[0]: _named(event)
+        for event in events
+        if event.get("name") == "process_name" and (row := _row(event)) is not None
+    }
     slices: dict[Any, dict[int, list[tuple[float, float, Slot, Mapping[str, Any]]]]] = defaultdict(
         lambda: defaultdict(list)
     )
     for event in events:
-        row = event.get("pid"), event.get("tid")
-        if event.get("ph") == "X" and row in rows and (slot := _slot(event.get("name", ""))):
-            start = event["ts"] / 1000
-            one = start, start + event.get("dur", 0) / 1000, slot, event.get("args", {})
+        row = _row(event)
+        if event.get("ph") == "X" and row in rows and (slot := _slot(event.get("name"))):
+            start = _milliseconds(event, "ts")
+            one = start, start + _milliseconds({"dur": 0} | event, "dur"), slot, _entries(event, "args")
             slices[row[0]][rows[row]].append(one)
     if not slices:
         raise ValueError(
             'read_measured: no rows named "rank 0", "rank 1" ... with slices such as "0F3" or "0F3+7B1" in this trace'
         )
     process = next((p for p in slices if titles.get(p, "").startswith("measured")), next(iter(slices)))
-    ran = [
-        sorted(slices[process].get(rank, ()), key=lambda one: one[:2])
-        for rank in range(max(slices[process]) + 1)
-    ]
+    absent = next(rank for rank in itertools.count() if rank not in slices[process])
+    if absent < max(slices[process]):
+        raise ValueError(
+            f"read_measured: no slice of rank {absent}, but of rank {max(slices[process])}; give those of all ranks"
+        )
+    ran = [sorted(slices[process][rank], key=lambda one: one[:2]) for rank in range(absent)]
     placement = _placement(ran)
     orders = tuple(tuple(slot for _, _, slot, _ in row) for row in ran)
     highest = max(action.microbatch for order in orders for slot in order for action in slot)
@@ -93,11 +117,35 @@ def _from_trace(events: Iterable[Any]) -> Measured:
     return _measured(schedule, starts, ends)
 
 
+def _row(event: Mapping[str, Any]) -> tuple[Any, Any] | None:
+    """Process and thread of an event; None where they are none."""
+    row = event.get("pid"), event.get("tid")
+    return row if all(isinstance(part, int | str | None) for part in row) else None
+
+
+def _entries(about: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    """The object of that name; an empty one where there is none."""
+    found = about.get(name)
+    return found if isinstance(found, dict) else {}
+
+
 def _named(event: Mapping[str, Any]) -> str:
-    return str(event.get("args", {}).get("name", ""))
+    return str(_entries(event, "args").get("name", ""))
 
 
-def _slot(name: str) -> Slot | None:
+def _milliseconds(event: Mapping[str, Any], name: str) -> float:
+    try:
+        return _number(event.get(name)) / 1000
+    except (TypeError, OverflowError):
+        raise ValueError(
+            f"read_measured: the slice {event['name']!r} has {name} {json.dumps(event.get(name))[:60]}; give a number "
+            "of microseconds"
+        ) from None
+
+
+def _slot(name: Any) -> Slot | None:
+    if not isinstance(name, str) or name.count("+") > 1:
+        return None
     try:
         return tuple(map(Action.parse, name.split("+")))
     except ValueError:
@@ -110,15 +158,20 @@ def _placement(ran: list[list[tuple[float, float, Slot, Mapping[str, Any]]]]) ->
     pipe_of: dict[int, int] = {}
     for rank, row in enumerate(ran):
         for _, _, slot, args in row:
-            each = [args] if len(slot) == 1 else [args.get("forward", {}), args.get("backward", {})]
+            each = [args] if len(slot) == 1 else [_entries(args, "forward"), _entries(args, "backward")]
             for action, about in zip(slot, each, strict=True):
                 if rank_of.setdefault(action.stage, rank) != rank:
                     raise ValueError(
                         f"read_measured: ranks {rank_of[action.stage]} and {rank} both run stage {action.stage}"
                     )
-                pipe_of[action.stage] = int(about.get("pipe", 0))
-    missing = [stage for stage in range(max(rank_of) + 1) if stage not in rank_of]
-    if missing:
-        raise ValueError(f"read_measured: no slice of stage {missing[0]}, but of stage {max(rank_of)}")
+                pipe = about.get("pipe", 0)
+                if not isinstance(pipe, int):
+                    raise ValueError(
+                        f"read_measured: the slice of {action} has pipe {json.dumps(pipe)[:60]}; give its number"
+                    )
+                pipe_of[action.stage] = pipe
+    missing = next(stage for stage in itertools.count() if stage not in rank_of)
+    if missing < max(rank_of):
+        raise ValueError(f"read_measured: no slice of stage {missing}, but of stage {max(rank_of)}")
     pipes = itertools.groupby(sorted(rank_of, key=lambda s: (pipe_of[s], s)), key=pipe_of.__getitem__)
     return Placement(tuple(tuple(rank_of[stage] for stage in stages) for _, stages in pipes))
