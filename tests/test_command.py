@@ -512,6 +512,22 @@ def test_costs_come_from_a_file_of_their_own_too(capsys, saved):
         assert message in refused(capsys, 2, "show", "zb_h1", *SMALL, "--costs", saved(text))
 
 
+def test_small_costs_are_printed_like_large_ones(capsys, saved):
+    """The same digits in a unit of time a thousand times as long. Idle ranks' 0 is 0, and no rounding's rest."""
+    ones = [word for name in "FIW" for word in (f"--{name}", "0.0123")]
+    small = [word.replace("0.0123", "0.0000123") for word in ones]
+    rows = []
+    for costs in (ones, small):
+        told = printed(capsys, "compare", "gpipe", "dualpipe", *SMALL, *costs).splitlines()
+        rows.append([[float(word) for word in re.findall(r"[\d.]+(?:e-\d+)?", line)] for line in told[2:]])
+        assert told[0].split(", ")[2] == f"F {float(costs[1]):.3g}"
+    for one, other in zip(*rows, strict=True):
+        assert one[1] == pytest.approx(other[1] * 1000) and other[1] > 0
+    step = saved(printed(capsys, "show", "dualpipe", *SMALL, *small, "--json"), "small.json")
+    told = [line.split() for line in printed(capsys, "replay", step).splitlines()]
+    assert told[4][-1] != "0" and [line[-1] for line in told[5:7]] == ["0", "0"]
+
+
 GIVEN_BACK = [
     ("--send", "0"),
     ("--send-inside", "2"),

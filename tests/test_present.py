@@ -59,6 +59,20 @@ def test_numbers_in_a_row():
     assert {row: numbers.in_runs(row) for row in texts} == texts
 
 
+def test_numbers_of_any_size():
+    """Three decimals, or three digits below 1; what is left of numbers that should be equal is nothing."""
+    texts = {165.5: "165.5", 33.0: "33", 1 / 3: "0.333", 2.0004: "2", 1234567.8917: "1234567.892", 0.1: "0.1"}
+    texts |= {-0.0: "0", 0.02: "0.02", -0.0625: "-0.0625", 3.3e-4: "0.00033", 1.2345e-5: "1.23e-05"}
+    assert {value: numbers.number(value) for value in texts} == texts
+    assert (numbers.number(0.99996), numbers.number(-1e-5, 1), numbers.number(12.34, 1)) == (
+        "1",
+        "-1e-05",
+        "12.3",
+    )
+    assert numbers.number(0.1 + 0.2 - 0.3, of=0.3) == numbers.number(0.3 - 0.2 - 0.1, of=0.3) == "0"
+    assert numbers.number(1e-5, of=3e-4) == "1e-05"
+
+
 def test_other_numbers():
     assert numbers.scale(3.5e6) == ("M", 1e6) and numbers.scale(12) == ("", 1.0)
     sizes = {512: "512 B", 1536: "1.5 KiB", 4 * 2**20: "4 MiB", 40.5 * 2**30: "40.5 GiB"}

@@ -187,7 +187,7 @@ def tabulate(rows: list[Row], share: Share, best: int = 0) -> Table:
     columns |= {
         "bubble": lambda row: percent(row.bubble),
         "above bound": lambda row: percent(row.above_bound),
-        "largest idle": lambda row: number(row.largest_idle),
+        "largest idle": lambda row: number(row.largest_idle, of=row.makespan),
         "activations": lambda row: number(row.activations),
     }
     if share.counts_memory:

@@ -88,7 +88,7 @@ def summary(timeline: Timeline, share: Share) -> tuple[str, Table]:
     rows: dict[tuple[str, ...], list[int]] = {}
     for rank, idle in enumerate(timeline.idle):
         part = percent(idle / timeline.makespan if timeline.makespan else 0.0)
-        cells = number(idle), part, number(activations[rank])
+        cells = number(idle, of=timeline.makespan), part, number(activations[rank])
         rows.setdefault((*cells, *([units.size(memory[rank])] if counted else [])), []).append(rank)
     line = f"makespan {units.duration(timeline.makespan)}, bubble {percent(timeline.bubble)}"
     if counted:

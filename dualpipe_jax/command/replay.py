@@ -65,7 +65,7 @@ def _report(found: Replay, units: Units, top: int) -> list[str | Table]:
     )
     before = [0.0, *(span for _, span in spans)]
     rows = tuple(
-        (name, number(span), "" if at == 0 else _signed(span - before[at]))
+        (name, number(span), "" if at == 0 else _signed(span - before[at], span))
         for at, (name, span) in enumerate(spans)
     )
     return [
@@ -87,7 +87,7 @@ def _ranks(found: Replay, units: Units, top: int) -> Table:
     head = "rank", units.of_time("works"), "simulated", "idles", "simulated", "through at", "simulated"
     rows = (
         tuple(
-            number(row[rank])
+            number(row[rank], of=measured.makespan)
             for row in (
                 measured.busy,
                 simulated.busy,
@@ -108,7 +108,7 @@ def _units(found: Replay, units: Units, top: int) -> Table:
             f"{unit.kind} of stage{'s' * (len(unit.stages) > 1)} {', '.join(map(str, unit.stages))}",
             str(len(unit.times)),
             *map(number, (unit.median, unit.simulated, min(unit.times), max(unit.times))),
-            _signed(unit.difference),
+            _signed(unit.difference, sum(unit.times)),
         )
         for unit in found.units[:top]
     )
@@ -124,8 +124,9 @@ def _slots(found: Replay, units: Units, top: int) -> Table:
     return Table(head, tuple(rows))
 
 
-def _signed(value: float) -> str:
-    return ("+" if round(value, 3) > 0 else "") + number(value)
+def _signed(value: float, of: float) -> str:
+    text = number(value, of=of)
+    return text if text == "0" or text.startswith("-") else f"+{text}"
 
 
 def _facts(found: Replay, units: Units) -> dict[str, Any]:

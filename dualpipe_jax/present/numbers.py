@@ -47,9 +47,16 @@ class Units:
         return f"{title}, {self.memory}" if self.memory not in ("", BYTES) else title
 
 
-def number(value: float, decimals: int = 3) -> str:
-    """A number with at most so many decimals: 165.5, 33, 0.333."""
-    return f"{round(value, decimals) + 0.0:.12g}"  # + 0.0: no minus before nothing
+def number(value: float, decimals: int = 3, of: float = 0.0) -> str:
+    """A number with at most so many decimals, one below 1 with three digits: 165.5, 33, 0.333, 0.0625.
+
+    A difference of numbers as large as ``of`` is nothing where it is less than 1e-9 of them: sums in another order.
+    """
+    if abs(value) <= 1e-9 * abs(of):
+        value = 0.0
+    if abs(value) < 1:
+        return f"{value + 0.0:.3g}"  # + 0.0: no minus before nothing
+    return f"{round(value, decimals):.12g}"
 
 
 def in_runs(values: Sequence[int]) -> str:
