@@ -1,6 +1,7 @@
 """`dualpipe balance`: loads from every kind of file, the table, the plan and the picture."""
 
 import json
+import math
 import re
 import xml.etree.ElementTree
 
@@ -104,6 +105,25 @@ def test_groups_and_what_deepseeks_does_not_answer(capsys, tmp_path):
     assert "this" in alone
 
 
+@pytest.mark.parametrize("size", [1e308, 1e-300])
+def test_loads_of_any_size_say_the_same(capsys, tmp_path, size):
+    """As of loads of usual size, digit for digit: sums that no float64 holds are not made."""
+    windows, told = np.array([TWO_LAYERS, TWO_LAYERS[::-1]]) / 8, []
+    for times in (1.0, size):
+        np.save(tmp_path / "a.npy", windows * times)
+        picture = tmp_path / "map.svg"
+        told.append(run(capsys, tmp_path / "a.npy", "--devices", 2, "--slots", 3, "-o", picture))
+    assert told[0] == told[1] and "DeepSeek's" in told[0]
+    placed = Placement.in_order(2, 4, 2, 2)
+    assert np.array_equal(placed.imbalance(windows * 2.0**1023), placed.imbalance(windows))
+    assert (
+        plot(windows * size, placed, placed).axes[0].get_title(loc="left").startswith("before: max/mean 1.6")
+    )
+
+
+PREVIOUS = "--previous", "a.json"
+
+
 @pytest.mark.parametrize(
     ("name", "content", "options", "message"),
     [
@@ -119,6 +139,47 @@ def test_groups_and_what_deepseeks_does_not_answer(capsys, tmp_path):
         ("a.json", "[[1, 2]]", ("--windows", "0"), "--windows 0: give at least 1"),
         ("a.json", "[[1, 2]]", ("--max-moves", "1"), "add --previous plan.json"),
         ("a.json", "[[1, 2]]", ("--previous", "a.json"), 'a JSON object with "num_experts" and "experts"'),
+        (
+            "a.json",
+            "[[1, 2]]",
+            ("--devices", "1000000"),
+            "1,000,000 devices x 1 slots are 1,000,000 slots; at most 65",
+        ),
+        (
+            "a.json",
+            f"{[[1, 2]] * 16}",
+            ("--devices", "65536"),
+            "16 layers .* are 1,048,576 slots; at most .* 1,000,000",
+        ),
+        *(
+            (
+                "a.json",
+                "[[1, 2]]",
+                ("--expert-bytes", size),
+                f"--expert-bytes {size}.*: give a number of at least 0",
+            )
+            for size in ("nan", "-1", "inf")
+        ),
+        *(
+            (
+                "a.json",
+                json.dumps({"loads": [[1, 2]], "experts": [[[0, 1]]], "num_experts": count}),
+                PREVIOUS,
+                message,
+            )
+            for count, message in (
+                (math.inf, "num_experts is inf, no whole number"),
+                (4.7, "num_experts is 4.7, no whole number"),
+                ("2", "num_experts is '2', no whole number"),
+                (10**15, "1000000000000000 experts in 2 slots of a layer; each needs one"),
+            )
+        ),
+        (
+            "a.json",
+            '{"loads": [[1, 2]], "experts": [[[0, 1]]], "num_experts": 1e400}',
+            PREVIOUS,
+            "is inf, no whole",
+        ),
     ],
 )
 def test_what_it_refuses(capsys, tmp_path, monkeypatch, name, content, options, message):

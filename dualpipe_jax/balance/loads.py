@@ -34,6 +34,12 @@ def checked(loads: ArrayLike, who: str = "balance") -> np.ndarray:
     return windows
 
 
+def in_range(loads: ArrayLike) -> np.ndarray:
+    """Loads over a power of two, the largest below 1: no sum is too large for float64, and no digit is lost."""
+    given = np.asarray(loads, float)
+    return np.ldexp(given, -np.frexp(given.max(initial=0.0))[1])
+
+
 def relative(windows: np.ndarray, num_devices: int, silent_as: float = 1.0) -> np.ndarray:
     """Loads in multiples of what a device has to do on average: float64 [windows, layers, experts].
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import ArrayLike
 
-from dualpipe_jax.balance.loads import checked
+from dualpipe_jax.balance.loads import checked, in_range
 from dualpipe_jax.balance.placement import Placement
 from dualpipe_jax.present.figure import BLUE, FAINT, INK, ORANGE, new_figure, save
 
@@ -52,7 +52,7 @@ def plot(
       ValueError: if the path ends in neither .svg nor .png.
       ModuleNotFoundError: without matplotlib; says how to install it.
     """
-    windows = checked(loads, "plot")
+    windows = in_range(checked(loads, "plot"))
     maps = [_relative(windows, placement) for placement in (before, after)]
     height = min(max(0.1 * len(maps[0]), 1.2), 6.0)
     whole = _HEAD + height + _FOOT

@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from dualpipe_jax.arguments import typechecked
+from dualpipe_jax.balance.loads import in_range
 from dualpipe_jax.balance.pack import count_copies
 
 
@@ -122,6 +123,10 @@ class Placement:
                 f"Placement: layer {at[0]}, device {at[1]}, slot {at[2]} holds expert {experts[tuple(at)]}; there are "
                 f"experts 0 to {self.num_experts - 1}"
             )
+        if self.num_experts > (slots := experts[0].size):
+            raise ValueError(
+                f"Placement: {self.num_experts} experts in {slots} slots of a layer; each needs one"
+            )
         ordered = np.sort(experts, -1)
         twice = ordered[..., 1:] == ordered[..., :-1]
         if twice.any():
@@ -183,7 +188,7 @@ class Placement:
 
     def imbalance(self, loads: ArrayLike) -> np.ndarray:
         """The busiest device's load over the mean: float64 [..., layers], at least 1; 1 where there is no load."""
-        devices = self.device_loads(loads)
+        devices = self.device_loads(in_range(loads))
         mean = devices.mean(-1)
         return np.divide(devices.max(-1), mean, out=np.ones_like(mean), where=mean > 0)
 
@@ -206,7 +211,9 @@ class Placement:
           ValueError: entries are missing, or are no placement; says what is wrong.
         """
         try:
-            experts, num_experts = np.array(entries["experts"]), int(entries["num_experts"])
+            experts, num_experts = np.array(entries["experts"]), entries["num_experts"]
+            if type(num_experts) is not int:
+                raise TypeError(f"num_experts is {num_experts!r}, no whole number")
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(
                 f'a placement needs "num_experts" and "experts" [layers, devices, slots]; {error!r}'
@@ -240,7 +247,7 @@ def read_placement(text: str) -> Placement:
     """The placement in a JSON text."""
     try:
         entries = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"a placement is JSON, but this is not: {error}") from None
     if not isinstance(entries, dict):
         raise ValueError('a placement is a JSON object with "num_experts" and "experts"')
@@ -248,6 +255,11 @@ def read_placement(text: str) -> Placement:
 
 
 def count_moves(before: np.ndarray, after: np.ndarray) -> np.ndarray:
-    """Int64 [layers]: of experts [layers, devices, slots] ``after``, those that their device does not hold before."""
-    there = (after[..., :, None] == before[..., None, :]).any(-1)
-    return (~there).sum((-1, -2))
+    """Int64 [layers]: of experts [layers, devices, slots] ``after``, those that their device does not hold before.
+
+    An expert that lies twice on a device, as DeepSeek's algorithm may put it, is fetched once.
+    """
+    ordered = np.sort(after, -1)
+    known = (ordered[..., :, None] == before[..., None, :]).any(-1)
+    known[..., 1:] |= ordered[..., 1:] == ordered[..., :-1]
+    return (~known).sum((-1, -2))

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -9,12 +10,16 @@ import numpy as np
 import tyro
 
 from dualpipe_jax.balance import Layout, Outlook, Placement, balance, outlook, rebalance_experts
+from dualpipe_jax.balance.loads import checked, in_range
 from dualpipe_jax.balance.placement import count_moves, read_placement
 from dualpipe_jax.command.loads import read_loads
 from dualpipe_jax.command.options import CommandError, Count
 from dualpipe_jax.command.output import say_written, show, show_json
 from dualpipe_jax.present.numbers import amount, percent
 from dualpipe_jax.present.table import Table
+
+MOST_OF_A_LAYER, MOST_SLOTS = 65_536, 1_000_000
+"""Slots of a layer and of all layers that are filled in minutes."""
 
 V3_EXPERT = 3 * 7168 * 2048 * 2
 """Bytes of an expert of DeepSeek-V3: three matrices in bfloat16."""
@@ -65,13 +70,18 @@ class Balance:
             )
         if self.windows < 1:
             raise CommandError(f"--windows {self.windows}: give at least 1")
+        if not 0 <= self.expert_bytes < math.inf:
+            raise CommandError(f"--expert-bytes {self.expert_bytes}: give a number of at least 0")
         given = read_loads(self.loads)
         loads = given[-self.windows :] if given.ndim == 3 else given
         layers, experts = loads.shape[-2:]
         slots = -(-experts // max(self.devices, 1)) if self.slots is None else self.slots
         layout = Layout(self.devices, slots, self.nodes, self.groups)
         layout.check(experts)
+        _check_size(layers, layout)
         before, limits = self._before(layers, experts, layout)
+        checked(loads)
+        loads = in_range(loads)
         placed = balance(loads, layout, **limits)
         found = outlook(loads, placed, before, layout)
         title = (
@@ -156,3 +166,18 @@ class Balance:
 
                 plot(loads, before, placed, path, bound=float(found.bound.mean()))
             say_written(path)
+
+
+def _check_size(layers: int, layout: Layout) -> None:
+    """Whether so many slots can be filled in minutes.
+
+    Raises:
+      CommandError: they cannot.
+    """
+    slots = layout.num_replicas
+    if slots > MOST_OF_A_LAYER or layers * slots > MOST_SLOTS:
+        raise CommandError(
+            f"{layers:,} layers x {layout.num_devices:,} devices x {layout.num_slots:,} slots are {layers * slots:,} "
+            f"slots; at most {MOST_OF_A_LAYER:,} of a layer and {MOST_SLOTS:,} in all can be filled. Give fewer "
+            "devices, or fewer layers at a time."
+        )

@@ -6,8 +6,9 @@ import json
 import numpy as np
 import pytest
 
-from dualpipe_jax.balance import Layout, LoadTracker, Placement, balance, is_due, outlook
+from dualpipe_jax.balance import Layout, LoadTracker, Placement, balance, is_due, outlook, rebalance_experts
 from dualpipe_jax.balance.outlook import worst_imbalance
+from dualpipe_jax.balance.placement import count_moves
 from dualpipe_jax.balance.steps import improve
 
 
@@ -18,6 +19,17 @@ def moved(before, after):
 
 
 LAYOUT = Layout(8, 6)
+
+
+def test_an_expert_that_lies_twice_on_a_device_is_fetched_once():
+    """DeepSeek's algorithm puts copies beside each other; what it asks a device to fetch, counted by sets."""
+    loads = np.exp(np.random.default_rng(2).normal(size=(3, 16)))
+    before = Placement.in_order(3, 16, 8, 2).experts
+    after = rebalance_experts(loads, 32, 1, 1, 8)[0].reshape(3, 8, 4)
+    assert any(len({*row}) < 4 for layer in after.tolist() for row in layer)
+    pairs = zip(before.tolist(), after.tolist(), strict=True)
+    fetched = [sum(len({*new} - {*old}) for old, new in zip(*pair, strict=True)) for pair in pairs]
+    assert count_moves(before, after).tolist() == fetched
 
 
 @pytest.fixture(scope="module")
