@@ -18,6 +18,7 @@ from train.processes.group import Processes
 from train.processes.stop import Stop
 from train.processes.stragglers import Stragglers
 from train.processes.stragglers import describe as describe_stragglers
+from train.progress import Progress, new_order
 from train.rebalance import make_balancer
 from train.setup import Run
 from train.state.checkpoint import Checkpoints
@@ -39,7 +40,7 @@ def train(
     """The steps that are left of a run; each leaves a line in the metrics, the last one a checkpoint.
 
     ``carried`` is what checkpoints keep beside the state: the held-out loss "before"; how many batches were "skipped",
-    so that step n, from 0 on, learns from batch n + skipped; and what "trouble" has seen.
+    and with them the "progress" of reading; and what "trouble" has seen.
 
     Raises:
       CheckpointError, DivergedError, Stopped: see ``run``.
@@ -48,6 +49,9 @@ def train(
     num_steps, waited, step = config.optimizer.steps, 0.0, first
     carried = carried or {"skipped": 0}
     trouble, skipped = Trouble(config.log.spike), carried["skipped"]
+    progress = Progress.resumed(this.recipe, first, carried)
+    if (told := new_order(config.sequence, carried)) is not None:
+        say(console, f"warning: {told}")
     numbers = model_config(config, this.corpus.vocab)
     omens = Omens(numbers.num_experts / numbers.top_k - 1, this.recipe.learning_rate)
     if "trouble" in carried:
@@ -55,7 +59,7 @@ def train(
     stragglers = Stragglers(processes, config.launch.straggler_every)
 
     def draw(step: int) -> Batch:
-        return this.batch(step + skipped)
+        return this.batch(step, progress)
 
     balancer = make_balancer(this)
     if balancer is not None and first:
@@ -63,7 +67,7 @@ def train(
     display = Display(console, num_steps, config.log.every, first + 1)
     with display, Stop(processes.signals) as stop, Prefetch(draw, first, num_steps) as ahead:
         while step < num_steps:
-            processes.pulse.step(step + 1, compiles=step == first or this.compiles(step + skipped))
+            processes.pulse.step(step + 1, compiles=step == first or this.compiles(step))
             watch.begin(step)
             started = time.perf_counter()
             with stragglers.host():
@@ -73,7 +77,8 @@ def train(
             seconds = time.perf_counter() - started
             pace.add(seconds)
             more = {"learning_rate": float(this.recipe.learning_rate(step)), "data_wait_s": ahead.wait}
-            record = watch.end(step, metrics, seconds, checkpoint_s=waited, **more)
+            tokens = progress.learnt(step + 1)
+            record = watch.end(step, metrics, seconds, tokens, checkpoint_s=waited, **more)
             if skipped:
                 record["skipped"] = skipped
             file.write(record)
@@ -98,6 +103,7 @@ def train(
                 told = f"{reason}; back to step {back}, skipping the {step + 1 - back} batches since"
                 file.write({"step": step + 1, "event": told})
                 say(console, f"warning: {told}")
+                progress = progress.back(step + 1, back)
                 skipped, step, waited = skipped + step + 1 - back, back, 0.0
                 ahead.restart(step)
                 continue
@@ -116,7 +122,12 @@ def train(
             if due:
                 processes.pulse.phase(f"saving step {step}")
                 own = None if balancer is None else balancer.saved()
-                kept = {**carried, "skipped": skipped, "trouble": trouble.saved()}
+                kept = {
+                    **carried,
+                    "skipped": skipped,
+                    "progress": progress.saved(step),
+                    "trouble": trouble.saved(),
+                }
                 checkpoints.save(step, state, record, expert_load(metrics["counts"]).tolist(), own, kept)
                 waited = checkpoints.seconds
             if stop.signal and not last:

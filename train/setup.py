@@ -23,6 +23,7 @@ from train.evaluate import make_evaluate
 from train.model import has_selection_bias, make_model, refuse_eight_bits
 from train.processes.devices import too_few_devices
 from train.processes.group import batch_sharding, refuse_idle, share_out
+from train.progress import Progress
 from train.recipe import follow, of_run
 from train.state.layout import Layout, TrainState
 from train.state.placement import placed_layout, slots_of
@@ -73,17 +74,20 @@ class Run:
     def init(self) -> TrainState:
         return self.layout.init(jax.random.key(self.config.seed))
 
-    def batch(self, number: int) -> Batch:
-        """A batch, numbered from 0, as global arrays; only what this process's devices hold is drawn."""
+    def batch(self, step: int, progress: Progress | None = None) -> Batch:
+        """The batch of a step, numbered from 0, as global arrays; only what this process's devices hold is drawn.
+
+        Without ``progress`` it is that of a run that skipped nothing and was never resumed with other options.
+        """
         _, size, sequence = self.config.batch_shape
-        shape = self.recipe.batch_size(number) // size, size, sequence
-        begin = self.recipe.count_tokens(number) // sequence
-        draw = functools.partial(self.corpus.train_batch, self.config.seed, number, shape, begin=begin)
+        shape = self.recipe.batch_size(step) // size, size, sequence
+        begin = (progress or Progress(self.recipe)).read(step)
+        draw = functools.partial(self.corpus.train_batch, self.config.seed, step, shape, begin=begin)
         return share_out(draw, shape[:2], batch_sharding(self.layout.mesh))
 
-    def compiles(self, number: int) -> bool:
-        """Whether a batch has another size than the one before."""
-        return number == 0 or self.recipe.batch_size(number) != self.recipe.batch_size(number - 1)
+    def compiles(self, step: int) -> bool:
+        """Whether a step's batch has another size than the one before."""
+        return step == 0 or self.recipe.batch_size(step) != self.recipe.batch_size(step - 1)
 
 
 def in_its_precision(config: TrainConfig) -> TrainConfig:

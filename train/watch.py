@@ -46,20 +46,23 @@ class Watch:
     def begin(self, step: int) -> None:
         self._profiler.before(step)
 
-    def end(self, step: int, metrics: Mapping[str, Any], seconds: float, **more: float) -> dict[str, Any]:
+    def end(
+        self, step: int, metrics: Mapping[str, Any], seconds: float, tokens: int, **more: float
+    ) -> dict[str, Any]:
         """It has ended: its line of the metrics.
 
         Args:
           step: numbered from 0; in the line from 1.
           metrics: what the step gave, fetched.
           seconds: that it took; "time" is when it ended, in seconds since 1970.
+          tokens: that the run has learnt from by now.
           more: further numbers of the line.
         """
         self._profiler.after()
         every, num_steps = self._config.log.load_every, self._config.optimizer.steps
         return {
             "step": step + 1,
-            "tokens": self._recipe.count_tokens(step + 1),
+            "tokens": tokens,
             "time": round(time.time(), 3),
             **step_record(
                 metrics,

@@ -39,8 +39,10 @@ SKIP = configure(CONFIG, steps=6, on_trouble="skip")
 TEXT = [np.random.default_rng(0).integers(1, 128, 4096).astype(np.uint8).tobytes()]
 HELD_OUT = [bytes(range(128, 256))]
 CORPUS = Corpus((text_source("text", TEXT, HELD_OUT, 1, BYTES),))
-NUMBERS = {CORPUS.train_batch(5, n, CONFIG.batch_shape)["inputs"].tobytes(): n for n in range(40)}
-"""Of the batches to train on, by their bytes."""
+SEQUENCES = {
+    CORPUS.train_batch(5, n, (1, 1, length))["inputs"].tobytes(): n for length in (4, 8) for n in range(80)
+}
+"""Numbers of the sequences to train on, by their bytes."""
 NAN = float("nan")
 
 State = collections.namedtuple("State", "step params", defaults=(None,))
@@ -52,7 +54,7 @@ class FakeCheckpoints:
     seconds = 0.5
 
     def __init__(self, every=100):
-        self.every, self.saved, self.finished, self.states = every, [], [], []
+        self.every, self.saved, self.finished, self.states, self.carried = every, [], [], [], {}
 
     def due(self, step):
         return step % self.every == 0
@@ -62,6 +64,7 @@ class FakeCheckpoints:
         assert state.step == record["step"] == step and load == [[2, 0], [1, 1]]
         self.saved.append(step)
         self.states.append(state)
+        self.carried = json.loads(json.dumps(carried))
 
     def wait(self):
         pass
@@ -74,20 +77,24 @@ class FakeCheckpoints:
         self.finished.append(step)
 
 
-Found = collections.namedtuple("Found", "lines said learnt")
+Found = collections.namedtuple("Found", "lines said learnt read")
 
 
-def run(losses, path, saved=None, *, config=CONFIG, start=0, skipped=0, name="loss"):
-    """Train where batch ``n`` gives ``losses[n]``, 3 if there is none, raises it, or is interrupted by that signal."""
-    learnt, out = [], io.StringIO()
+def run(losses, path, saved=None, *, config=CONFIG, start=0, carried=None, name="loss"):
+    """Train where batch ``n`` gives ``losses[n]``, 3 if there is none, raises it, or is interrupted by that signal.
+
+    A batch of two sequences is numbered by its first; ``read`` is what each step read.
+    """
+    learnt, read, out = [], [], io.StringIO()
     losses = dict(enumerate(losses)) if isinstance(losses, list) else losses
 
     def update(state, batch):
-        number = NUMBERS[batch["inputs"].tobytes()]
-        expected = CORPUS.train_batch(config.seed, number, config.batch_shape)
+        shape = batch["inputs"].shape
+        read.append([SEQUENCES[row.tobytes()] for row in np.asarray(batch["inputs"]).reshape(-1, shape[-1])])
+        expected = CORPUS.train_batch(config.seed, 0, shape, begin=read[-1][0])
         assert batch.keys() == expected.keys() >= {"inputs", "targets", "segment_ids", "positions"}
         jax.tree.map(np.testing.assert_array_equal, dict(batch), dict(expected))
-        learnt.append(number)
+        learnt.append(number := read[-1][0] // 2)
         loss = losses.get(number, 3.0)
         if isinstance(loss, BaseException):
             raise loss
@@ -108,13 +115,15 @@ def run(losses, path, saved=None, *, config=CONFIG, start=0, skipped=0, name="lo
     watch = Watch(config, this.recipe, rates, jax.devices()[:1], path.parent, start)
     console, saved = Console(file=out, width=300), saved or FakeCheckpoints()
     with closing(MetricsFile(path)) as file:
-        state = loop.train(this, State(start), file, console, saved, watch, Processes(), {"skipped": skipped})
+        carried = carried or {"skipped": 0}
+        state = loop.train(this, State(start), file, console, saved, watch, Processes(), carried)
     assert state.step == config.optimizer.steps
-    return Found([json.loads(line) for line in path.read_text().splitlines()], out.getvalue(), learnt)
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    return Found(lines, out.getvalue(), learnt, read)
 
 
 def test_a_step_is_a_line_of_json_and_now_and_then_one_of_plain_output(tmp_path):
-    lines, said, learnt = run([5.0, 4.0, 3.0, 2.0, 1.0], tmp_path / "metrics.jsonl")
+    lines, said, learnt, _ = run([5.0, 4.0, 3.0, 2.0, 1.0], tmp_path / "metrics.jsonl")
     assert learnt == [0, 1, 2, 3, 4]
     assert [line["step"] for line in lines] == [1, 2, 3, 4, 5]
     assert [line["loss"] for line in lines] == [5.0, 4.0, 3.0, 2.0, 1.0]
@@ -211,7 +220,7 @@ def test_metrics_go_on_where_a_checkpoint_is(tmp_path):
 @pytest.mark.parametrize("name", ["loss", "grad_norm"])
 def test_a_run_goes_back_and_skips_the_batches_that_led_to_trouble(tmp_path, name):
     path = tmp_path / "metrics.jsonl"
-    lines, said, learnt = run({3: NAN}, path, FakeCheckpoints(every=2), config=SKIP, name=name)
+    lines, said, learnt, _ = run({3: NAN}, path, FakeCheckpoints(every=2), config=SKIP, name=name)
     assert learnt == [0, 1, 2, 3, 4, 5, 6, 7], "steps 3 and 4 are done again, from batches 4 and 5"
     told = f"{name} is nan at step 4; back to step 2, skipping the 2 batches since"
     assert told in said
@@ -226,7 +235,7 @@ def test_a_run_goes_back_and_skips_the_batches_that_led_to_trouble(tmp_path, nam
 
 def test_without_a_checkpoint_it_begins_anew_and_gives_up_where_that_does_not_help(tmp_path):
     path = tmp_path / "metrics.jsonl"
-    _, said, learnt = run({1: NAN}, path, config=SKIP)
+    _, said, learnt, _ = run({1: NAN}, path, config=SKIP)
     assert learnt == [0, 1, 2, 3, 4, 5, 6, 7]
     assert "loss is nan at step 2; back to step 0, skipping the 2 batches since" in said
     with pytest.raises(DivergedError, match="going back to step 0 did not help; lower --learning-rate"):
@@ -237,10 +246,47 @@ def test_without_a_checkpoint_it_begins_anew_and_gives_up_where_that_does_not_he
 
 
 def test_a_resumed_run_draws_on_where_it_skipped(tmp_path):
-    lines, _, learnt = run([], tmp_path / "metrics.jsonl", config=SKIP, start=2, skipped=2)
-    assert learnt == [4, 5, 6, 7]
+    """By a checkpoint of an earlier trainer, which carries no more than how many batches were skipped."""
+    lines, said, learnt, _ = run([], tmp_path / "metrics.jsonl", config=SKIP, start=2, carried={"skipped": 2})
+    assert learnt == [4, 5, 6, 7] and "warning" not in said
     assert skipped_before([*lines, {"step": 6, "heldout_loss": 1.0}]) == 2
     assert skipped_before([{"step": 0, "heldout_loss": 1.0}]) == skipped_before([]) == 0
+
+
+def test_a_run_that_goes_on_in_other_batches_reads_on_where_it_was(tmp_path):
+    """Three steps of two sequences, the second of them skipped, then steps of four, then of one: each once."""
+    saved, path = FakeCheckpoints(every=1), tmp_path / "metrics.jsonl"
+    first = run({1: NAN}, path, saved, config=configure(SKIP, steps=3))
+    assert first.read == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    larger = configure(SKIP, steps=5, microbatch_size=4, microbatches=1)
+    then = run([], path, saved, config=larger, start=3, carried=saved.carried)
+    assert then.read == [[8, 9, 10, 11], [12, 13, 14, 15]]
+    assert [line["tokens"] for line in then.lines] == [24 + 16, 24 + 32]
+    smaller = configure(larger, steps=7, microbatch_size=1)
+    last = run([], path, saved, config=smaller, start=5, carried=saved.carried)
+    assert last.read == [[16], [17]] and "warning" not in then.said + last.said
+    assert [line["tokens"] for line in last.lines] == [24 + 32 + 4, 24 + 32 + 8]
+
+
+def test_a_run_that_goes_on_in_other_sequences_says_that_text_comes_again(tmp_path):
+    """Six sequences of 4 tokens are three of 8, from a cut of its own."""
+    saved, path = FakeCheckpoints(), tmp_path / "metrics.jsonl"
+    run([], path, saved, config=configure(CONFIG, steps=3))
+    longer = configure(CONFIG, steps=4, sequence=8)
+    lines, said, _, read = run([], path, saved, config=longer, start=3, carried=saved.carried)
+    assert read == [[3, 4]] and [line["tokens"] for line in lines] == [24 + 16]
+    assert "warning: --sequence was 4 and is 8 now: the text is cut and ordered anew, so that some" in said
+
+
+def test_growing_batches_are_of_their_step_though_batches_were_skipped(tmp_path):
+    """Steps of 1, 1 and then 2 sequences; the third is trouble, and all three are done anew from further on."""
+    growing = configure(SKIP, steps=4, first_microbatches=1, ramp_tokens=8)
+    lines, _, _, read = run({1: NAN}, tmp_path / "metrics.jsonl", config=growing)
+    assert read == [[0], [1], [2, 3], [4], [5], [6, 7], [8, 9]]
+    steps = [line for line in lines if "loss" in line]
+    assert [line["tokens"] for line in steps] == [4, 8, 16, 4, 8, 16, 24]
+    for line, sequences in zip(steps, read, strict=True):
+        assert line["tokens_per_s"] * line["step_s"] == pytest.approx(4 * len(sequences))
 
 
 def spikes(losses, spike):
@@ -297,7 +343,7 @@ def test_what_was_seen_outlives_the_process(at):
 
 def test_the_held_out_loss_is_measured_on_the_way(tmp_path):
     """Not at the last step, after which it is measured anyway."""
-    lines, said, _ = run([], tmp_path / "metrics.jsonl", config=configure(CONFIG, steps=4, eval_every=2))
+    lines, said, *_ = run([], tmp_path / "metrics.jsonl", config=configure(CONFIG, steps=4, eval_every=2))
     assert [line["step"] for line in lines] == [1, 2, 2, 3, 4]
     assert lines[2] == {"step": 2, "heldout_loss": 2.0} and "held-out loss at step 2: 2.000 nats" in said
     steps = [line for line in lines if "loss" in line]
