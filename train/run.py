@@ -14,15 +14,15 @@ from rich.console import Console
 from dualpipe_jax.schedule import simulate
 from dualpipe_jax.schedule.formats.text import format_grid
 from models.kernels import Kernels
-from train.config import TrainConfig
+from train.config import FLAGS, TrainConfig
 from train.data.text import describe_skipped
 from train.export import check_export, export
-from train.figures.folder import METRICS, claimed, find, write_config, writing
+from train.figures.folder import CONFIG, METRICS, SCHEDULE, claimed, find, write_config, writing
 from train.figures.metrics import MetricsFile, say
 from train.figures.trackers import Tracker, Trackers
 from train.loop import train
 from train.model import count_parameters, describe_dispatch, has_selection_bias, model_config
-from train.options import plain
+from train.options import in_todays_sections, plain
 from train.processes.group import Processes, common
 from train.recipe import describe as describe_recipe
 from train.report import write_report
@@ -75,9 +75,11 @@ def run(config: TrainConfig, console: Console, processes: Processes, *, resume: 
                     f"warning: the routers of {config.model.name} have no selection bias; those that an earlier "
                     "trainer moved are zero from here on, so that the weights can be exported"
                 )
-            if processes.leads:
+            ended = state is not None and int(state.step) >= config.optimizer.steps
+            if processes.leads and not (ended and (folder / CONFIG).exists()):
                 with writing(folder):
                     write_config(config, folder)
+                    (folder / SCHEDULE).write_text(format_grid(this.schedule) + "\n")
             if resume:
                 note(f"resuming from step {0 if state is None else int(state.step)} of {folder}")
             state = this.init() if state is None else state
@@ -86,7 +88,7 @@ def run(config: TrainConfig, console: Console, processes: Processes, *, resume: 
                 file = MetricsFile(path, upto=int(state.step) if resume else -1)
             if file.damage:
                 note(f"warning: {file.damage}")
-            told = config.log.track if processes.leads else ()
+            told = config.log.track if processes.leads and not ended else ()
             try:
                 trackers = Trackers(file, told, folder, plain(config), note, int(state.step))
                 with closing(trackers):
@@ -130,13 +132,18 @@ def conclude(
             lambda: (held_out_before(kept), skipped_before(kept))
         )
     say(console, "\ncompiling ...")
-    since = "before training" if carried["before"] is not None or not first else f"at step {first}"
-    if carried["before"] is None:
+    changed = other_held_out(checkpoints.restored.get("options", {}), this.config)
+    if carried["before"] is None or changed:
         found = this.held_out(state.params)
-        carried["before"] = found["heldout_loss"]
-        file.write({"step": first, **found})
-    before = carried["before"]
-    say(console, f"held-out loss {since}: {before:.3f} nats per {unit}")
+        carried["before"], carried["since"] = found["heldout_loss"], first
+        file.write({"step": first, **found, **({"anew": True} if changed else {})})
+    if changed:
+        told = f"{changed}: the held-out loss is measured anew at step {first}, and compared with that"
+        file.write({"step": first, "event": told})
+        say(console, f"warning: {told}")
+    before, since = carried["before"], carried.get("since", 0)
+    place = f"at step {since}" if since else "before training"
+    say(console, f"held-out loss {place}: {before:.3f} nats per {unit}")
     with closing(watch_run(this, folder, int(state.step), processes.leads)) as watch:
         state = train(this, state, file, console, checkpoints, watch, processes, carried)
     processes.pulse.phase("evaluating")
@@ -148,9 +155,10 @@ def conclude(
     export_weights(this, state, console, processes)
     say(
         console,
-        f"held-out loss   from {before:.3f} to {after:.3f} nats per {unit}, {bits:.3f} bits per byte\n"
+        f"held-out loss   from {before:.3f}{f' {place}' if since else ''} to {after:.3f} nats per {unit}, "
+        f"{bits:.3f} bits per byte\n"
         f"bubble          {simulate(this.schedule).bubble:.1%} of {this.schedule.name}'s step when F = I = W\n"
-        f"files           {folder}/: report.html, {METRICS}, config.json, environment.json, schedule.txt, {FOLDER}/\n"
+        f"files           {folder}/: report.html, {METRICS}, {CONFIG}, environment.json, {SCHEDULE}, {FOLDER}/\n"
         f"go on           {shlex.join(going_on(folder, 2 * num_steps))}",
     )
 
@@ -178,11 +186,21 @@ def held_out_before(kept: Sequence[Mapping[str, Any]]) -> float | None:
     return found[-1] if found else None
 
 
+def other_held_out(saved: Mapping[str, Any], config: TrainConfig) -> str:
+    """Which options of a checkpoint make its held-out text another than today's, in words; "" where none does."""
+    before, now = in_todays_sections(saved), plain(config)
+    return ", ".join(
+        f"{flag} was {then} and is {now[section][name]} now"
+        for flag in ("--eval-sequences", "--sequence")
+        for section, name in (FLAGS[flag],)
+        if (then := before.get(section, {}).get(name, now[section][name])) != now[section][name]
+    )
+
+
 def introduce(this: Run, folder: Path, console: Console) -> None:
-    """Say what will be trained on what and in which order; leave the order in the run's folder."""
+    """Say what will be trained on what and in which order."""
     config, corpus = this.config, this.corpus
     picture = format_grid(this.schedule)
-    (folder / "schedule.txt").write_text(picture + "\n")
     unit = corpus.vocabulary.unit
     numbers = model_config(config, corpus.vocab)
     total, active = count_parameters(numbers)

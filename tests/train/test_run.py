@@ -1,5 +1,6 @@
 """A run from the command line to its files, whatever happens to it: killed, under another layout, in two processes."""
 
+import collections
 import functools
 import io
 import json
@@ -11,6 +12,7 @@ import signal
 import subprocess
 import sys
 import time
+import types
 from pathlib import Path
 
 import jax
@@ -20,14 +22,15 @@ import pytest
 from rich.console import Console
 
 import models
-from dualpipe_jax.schedule import dualpipe
+from dualpipe_jax.schedule import dualpipe, gpipe
 from dualpipe_jax.schedule.names import SCHEDULES
 from models.weights import native
 from tests.quick import QUICK
+from train.config import configure
 from train.data import open_corpus
-from train.options import parse
+from train.options import parse, plain
 from train.processes.group import Processes
-from train.run import going_on
+from train.run import conclude, going_on
 from train.run import run as whole_run
 from train.state.checkpoint import verify
 
@@ -194,6 +197,67 @@ def test_a_run_that_was_killed_goes_on_bit_for_bit(finished):
     ended = train(folder, *options)
     assert ended.returncode == 0 and "resuming from step" in ended.stdout, ended.stderr
     assert before | curve(folder, "killed") == whole and before.items() <= whole.items()
+
+
+@pytest.mark.slow
+def test_a_finished_run_keeps_the_options_that_it_had(finished):
+    """What did not train it is not written down as though it had."""
+    folder, _ = finished
+    own = folder / "runs" / "ended"
+    shutil.copytree(folder / "runs" / "short", own)
+    before = {name: (own / name).read_bytes() for name in ("config.json", "schedule.txt", "environment.json")}
+    other = shlex.split("--schedule zb_v --pp 1 --ep 1 --learning-rate 1e-9 --steps 18")
+    assert "all 18 steps are done" in go_on_here(folder, "ended", *other)
+    assert before == {name: (own / name).read_bytes() for name in before}
+    assert curve(folder, "ended") == curve(folder, "short")
+    (own / "config.json").unlink()
+    go_on_here(folder, "ended", *SHORT[:-2])
+    assert (own / "report.html").exists() and json.loads((own / "config.json").read_text())
+
+
+@pytest.mark.parametrize(
+    ("now", "before", "told"),
+    [
+        (dict(eval_sequences=512), "from 5.000 to 2.000 nats", ""),
+        (
+            dict(eval_sequences=8),
+            "from 3.000 at step 6 to 2.000 nats",
+            "--eval-sequences was 512 and is 8 now: the held-out loss is measured anew at step 6",
+        ),
+        (
+            dict(sequence=32),
+            "from 3.000 at step 6 to 2.000 nats",
+            "--sequence was 16 and is 32 now: the held-out loss is measured anew at step 6",
+        ),
+    ],
+)
+def test_held_out_losses_are_compared_of_one_text(now, before, told, tmp_path, monkeypatch):
+    """A run of 6 steps had 5.0 at first; at step 6 it has 3.0 of today's text, and at the end 2.0."""
+    was = configure(pp=1, ep=1, schedule="gpipe", steps=6, sequence=16)
+    config, losses, lines = configure(was, steps=8, **now), [2.0] if not told else [2.0, 3.0], []
+    this = types.SimpleNamespace(config=config, schedule=gpipe(1, 2))
+    this.corpus = types.SimpleNamespace(vocabulary=types.SimpleNamespace(unit="byte"))
+    this.held_out = lambda params: {"heldout_loss": losses.pop(), "heldout_bits_per_byte": 1.0}
+    carried = {"before": 5.0, "skipped": 0}
+    checkpoints = types.SimpleNamespace(restored={"carried": carried, "options": plain(was)})
+    kept = []
+
+    def train(this, state, file, console, checkpoints, watch, processes, carried):
+        kept.append(carried)
+        return state._replace(step=8)
+
+    monkeypatch.setattr("train.run.train", train)
+    monkeypatch.setattr("train.run.watch_run", lambda *_: io.StringIO())
+    said, file = Console(file=io.StringIO(), width=300), types.SimpleNamespace(write=lines.append)
+    state = collections.namedtuple("State", "step params")(6, None)
+    conclude(this, state, tmp_path, file, checkpoints, said, [], Processes())
+    out = said.file.getvalue()
+    assert f"held-out loss   {before}" in out and losses == []
+    first = "held-out loss at step 6: 3.000" if told else "held-out loss before training: 5.000"
+    assert first in out and told in out and ("warning" in out) == bool(told)
+    assert [line.get("anew", False) for line in lines if "heldout_loss" in line] == [True, False][not told :]
+    assert [line["event"][: len(told)] for line in lines if "event" in line] == ([told] if told else [])
+    assert (kept[0]["before"], kept[0].get("since", 0)) == ((3.0, 6) if told else (5.0, 0))
 
 
 @pytest.mark.slow

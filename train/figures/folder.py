@@ -13,6 +13,7 @@ from train.options import plain
 
 METRICS = "metrics.jsonl"
 CONFIG = "config.json"
+SCHEDULE = "schedule.txt"
 
 
 def find(config: TrainConfig, *, resume: bool) -> Path | None:

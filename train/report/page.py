@@ -182,7 +182,8 @@ def _about(run: RunFolder) -> str:
 
 def _tiles(run: RunFolder, simulated: float, measured: Sequence[Drawn]) -> list[list[str]]:
     tiles = [[f"{len(run.steps)} / {run.config.optimizer.steps}", "steps"]]
-    held = [r["heldout_loss"] for r in run.evaluations if r["heldout_loss"] is not None]
+    anew = max((n for n, r in enumerate(run.evaluations) if r.get("anew")), default=0)  # of other text before
+    held = [r["heldout_loss"] for r in run.evaluations[anew:] if r["heldout_loss"] is not None]
     if len(held) > 1:
         tiles.append([f"{held[0]:.3f} → {held[-1]:.3f}", "held-out loss"])
     if run.steps:

@@ -70,6 +70,18 @@ def test_curves_are_the_metrics(tmp_path):
     assert "memory, GiB" not in found, "there is none in these metrics"
 
 
+def test_held_out_losses_are_of_one_text(tmp_path):
+    """Of a run that was resumed with other held-out text those since then."""
+    other = [
+        {"step": 3, "heldout_loss": 4.5},
+        {"step": 3, "heldout_loss": 4.25, "anew": True},
+        {"step": 4, "heldout_loss": 4.0},
+    ]
+    for upto, told in ((1, "5.545 → 4.500"), (3, "4.250 → 4.000")):
+        folder = make_run(tmp_path / str(upto), records=other[:upto])
+        assert [told, "held-out loss"] in report_page(RunFolder.read(folder))["tiles"]
+
+
 def test_the_heat_map_is_load_over_its_layers_mean(tmp_path):
     load = [[[6, 2], [1, 3]], [[4, 4], [0, 4]]]
     records = [record(4 + 10 * i, 1.0, load=one) for i, one in enumerate(load)]
