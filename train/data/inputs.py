@@ -2,6 +2,9 @@
 
 import dataclasses
 import json
+import lzma
+import sys
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -18,6 +21,12 @@ PIECE = 2**26
 
 COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
 _LINES = (".jsonl", ".ndjson")
+_ERRORS = (
+    ("pyarrow", "ArrowException"),
+    ("zstandard", "ZstdError"),
+    ("backports.zstd", "ZstdError"),
+    ("compression.zstd", "ZstdError"),
+)
 _CHANGED = ("mtime", "ETag", "etag", "LastModified", "updated")
 """What file systems call it."""
 
@@ -151,8 +160,15 @@ def documents(piece: Piece, key: str, bad: Callable[[DataError], None] = _refuse
             case "records":
                 records = read_records(Path(piece.urls[0]), key)
                 yield from (records[number] for number in range(len(records)))
-    except (OSError, EOFError) as error:  # EOFError: a compressed file that was cut short
+    except _damage() as error:
         raise DataError(f"--data: cannot read {' '.join(piece.urls[:1])}: {error}") from None
+
+
+def _damage() -> tuple[type[Exception], ...]:
+    """What a file that cannot be read, was cut short or is damaged raises, of the libraries that were loaded for it."""
+    loaded = ((sys.modules.get(module), error) for module, error in _ERRORS)
+    others = (getattr(module, error) for module, error in loaded if module is not None)
+    return OSError, EOFError, zlib.error, lzma.LZMAError, *others
 
 
 def _lines(piece: Piece, key: str, bad: Callable[[DataError], None]) -> Iterator[bytes]:
@@ -204,7 +220,8 @@ def _rows(piece: Piece, key: str) -> Iterator[bytes]:
             raise DataError(f"--data: {url}: column {key!r} is not text but {kind}")
         groups = list(range(piece.start, table.num_row_groups if piece.stop is None else piece.stop))
         for batch in table.iter_batches(batch_size=1024, row_groups=groups, columns=[key]):
-            yield from ((value or "").encode() for value in batch.column(0).to_pylist())
+            # As bytes, like a file of text: values need not be UTF-8, whatever the column's type says.
+            yield from (value or b"" for value in batch.column(0).cast("large_binary").to_pylist())
 
 
 def _row_groups(file: File, size: int) -> list[Piece]:

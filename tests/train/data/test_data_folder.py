@@ -3,7 +3,9 @@
 import bz2
 import gzip
 import json
+import lzma
 
+import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
@@ -33,6 +35,8 @@ def folder(tmp_path):
     return tmp_path
 
 
+NOISE = json.dumps({"text": np.random.default_rng(0).bytes(9999).hex()}).encode()
+"""A document that does not pack well."""
 READ = {b"a readme", b"first row", b"second row", b"packed row", b"packed note", b"ein Wort", b"zwei"}
 
 
@@ -50,21 +54,37 @@ def test_what_is_skipped_is_named(folder):
     (folder / "deep.jsonl").write_text("[" * 200_000)
     (folder / "other.jsonl").write_text('{"body": "b"}\n')
     (folder / "no.parquet").write_text("not Parquet")
+    for name, packed in (("bits.txt.xz", lzma.compress(NOISE)), ("bits.jsonl.gz", gzip.compress(NOISE))):
+        (folder / name).write_bytes(packed[:99] + bytes(255 - byte for byte in packed[99:199]) + packed[199:])
     corpus = open_corpus([folder])
     told = describe_skipped(corpus.skipped)
-    assert told.startswith("skipped    5 of the files of --data, each for a reason\n")
+    assert told.startswith("skipped    7 of the files of --data, each for a reason\n")
     for name, reason in {
         "wide.txt": "is no text: it holds zero bytes, as UTF-16",
         "cut.jsonl.gz": "cannot read",
         "deep.jsonl": "is not JSON",
         "other.jsonl": "no field 'text'; there is body",
         "no.parquet": "is not Parquet",
+        "bits.txt.xz": "cannot read",
+        "bits.jsonl.gz": "cannot read",
     }.items():
         (line,) = [line for line in told.splitlines() if name in line]
         assert reason in line
         with pytest.raises(DataError, match=reason.split(",")[0]):  # named by itself it is an error
             open_corpus([folder / name])
     assert corpus.num_documents == len(READ)
+
+
+@pytest.mark.parametrize("kind", [pyarrow.string(), pyarrow.dictionary(pyarrow.int8(), pyarrow.string())])
+def test_what_is_not_utf8_is_read_as_it_is(tmp_path, kind):
+    """Of a column as of a file of text, bytes are bytes."""
+    texts = [b"fine", b"caf\xe9", "caf\N{LATIN SMALL LETTER E WITH ACUTE}".encode()]
+    latin = pyarrow.array([*texts, None], pyarrow.binary())
+    column = pyarrow.StringArray.from_buffers(4, *latin.buffers()[1:], latin.buffers()[0])
+    column = column if kind == pyarrow.string() else column.dictionary_encode()
+    pyarrow.parquet.write_table(pyarrow.table({"text": column}), tmp_path / "latin.parquet")
+    found, skipped = read_documents([tmp_path])
+    assert sorted(found) == sorted(texts) and skipped == []
 
 
 def test_of_many_the_first_ten_are_named(tmp_path):
