@@ -61,9 +61,9 @@ class Run:
         for batch, weights in self.corpus.heldout_batches(
             self.config.data.eval_sequences, self.config.batch_shape
         ):
-            targets = batch["targets"][weights > 0]
+            inputs, targets = (batch[name][weights > 0].reshape(-1) for name in ("inputs", "targets"))
             num_tokens += targets.size
-            num_bytes += sum(len(self.corpus.decode(row).encode()) for row in targets)
+            num_bytes += self.corpus.vocabulary.count_bytes(targets, inputs)
         return num_bytes / num_tokens
 
     def held_out(self, params: Any) -> dict[str, float]:

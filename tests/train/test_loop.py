@@ -352,13 +352,18 @@ def test_the_held_out_loss_is_measured_on_the_way(tmp_path):
 
 
 def test_bits_per_byte_are_those_of_the_text():
-    """Two tokens of three letters and one that is two bytes of UTF-8: 8 bytes; what only fills up is left out."""
-    words = {1: "abc", 2: "\N{LATIN SMALL LETTER E WITH ACUTE}", 3: "wrong"}
-    batch = {"targets": np.array([[[1, 1, 2], [3, 3, 3]]])}, np.array([[1.0, 0.0]])
+    """Two tokens of three bytes and one of two: 8 bytes; what only fills up is left out."""
+    sizes = np.array([0, 3, 2, 99])
+    inputs, targets = np.array([[[2, 1, 1], [3, 3, 3]]]), np.array([[[1, 1, 2], [3, 3, 3]]])
+    batch = {"inputs": inputs, "targets": targets}, np.array([[1.0, 0.0]])
+
+    def count_bytes(tokens, before):
+        assert before.tolist() == [2, 1, 1]
+        return sizes[tokens].sum()
+
     corpus = types.SimpleNamespace(
-        vocabulary=types.SimpleNamespace(file="tokenizer.json"),
+        vocabulary=types.SimpleNamespace(file="tokenizer.json", count_bytes=count_bytes),
         heldout_batches=lambda num_sequences, shape: [batch],
-        decode=lambda row: "".join(words[int(token)] for token in row),
     )
     this = types.SimpleNamespace(config=CONFIG, corpus=corpus, evaluate=lambda params: 2.5)
     this.bytes_per_token = Run.bytes_per_token.func(this)

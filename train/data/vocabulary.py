@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from dualpipe_jax.installing import install_command
-from models.weights.tokenizer import FILES
+from models.weights.tokenizer import FILES, bytes_of
 from train.data.errors import DataError
 from train.data.remote import is_url, open_filesystem
 
@@ -81,6 +81,31 @@ class Vocabulary:
         if self.file is None:
             return bytes(int(token) for token in tokens).decode(errors="replace")
         return _load(self.file).decode([int(token) for token in tokens], skip_special_tokens=False)
+
+    def count_bytes(self, tokens: np.ndarray, before: np.ndarray) -> int:
+        """Bytes of the text that tokens stand for; a separator is one, as where tokens are bytes.
+
+        Args:
+          tokens: int [n]; a character may be cut in two at their ends.
+          before: int [n], the token before each, which says where a document begins.
+        """
+        if self.file is None:
+            return tokens.size
+        total, begins = 0, before == self.separator
+        for first in (False, True):
+            numbers, counts = np.unique(tokens[begins == first], return_counts=True)
+            sizes = [self._size_of(number, first) for number in numbers.tolist()]
+            total += int(np.dot(sizes, counts))
+        return total
+
+    def _size_of(self, token: int, first: bool) -> int:
+        if token == self.separator:
+            return 1
+        alone = self.decode([token])
+        if first or "\ufffd" in alone:
+            return len(bytes_of(self.name_of(token), alone))
+        # Decoders of words drop the blank before the first one: within a document the second has its own.
+        return len(self.decode([token, token]).encode()) - len(alone.encode())
 
     def name_of(self, token: int) -> str:
         """What a tokenizer's file calls a token."""
