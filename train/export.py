@@ -23,16 +23,22 @@ def check_export(config: TrainConfig, numbers: models.Config) -> None:
     """Find out before training what would hinder at its end; makes the folder.
 
     Raises:
-      ConfigError: there is something in the folder, it cannot be made, or the layout has no such model.
+      ConfigError: there is something in the folder, no other can take its place, or the layout has no such model.
     """
     folder = config.checkpoint.export
     if folder is None:
         return
+    if not folder.name or folder.is_symlink() or folder.is_mount():
+        raise ConfigError(
+            f"--export {folder}: a folder takes this place once it is whole, so it must be no link, mount point or "
+            "folder without a name; name a folder in it"
+        )
     try:
         to_json(numbers, _dtype(numbers))
         folder.mkdir(parents=True, exist_ok=True)
         if any(folder.iterdir()):
             raise ConfigError(f"--export {folder}: is not empty; name another folder, or empty it")
+        os.rename(_make(_new(folder)), folder)  # as at the end
     except OSError as error:
         raise ConfigError(f"--export {folder}: cannot write there: {error.strerror or error}") from None
     except models.weights.WeightsError as error:
@@ -62,11 +68,9 @@ def export(this: Run, state: TrainState, processes: Processes) -> str | None:
 
 
 def _write(folder: Path, this: Run, state: TrainState, processes: Processes) -> None:
-    new, numbers = folder.with_name(f"{folder.name}.new"), model_config(this.config, this.corpus.vocab)
+    new, numbers = _new(folder), model_config(this.config, this.corpus.vocab)
     if processes.leads:
-        shutil.rmtree(new, ignore_errors=True)  # of a run that was killed here
-        new.mkdir()
-        this.corpus.vocabulary.write(new)
+        this.corpus.vocabulary.write(_make(new))
     processes.meet()
     models.weights.save(
         new,
@@ -80,6 +84,16 @@ def _write(folder: Path, this: Run, state: TrainState, processes: Processes) -> 
     processes.meet()
     if processes.leads:
         os.rename(new, folder)
+
+
+def _new(folder: Path) -> Path:
+    return folder.with_name(f"{folder.name}.new")
+
+
+def _make(new: Path) -> Path:
+    shutil.rmtree(new, ignore_errors=True)  # of a run that was killed here
+    new.mkdir()
+    return new
 
 
 def _dtype(numbers: models.Config) -> Any:

@@ -5,6 +5,7 @@ import io
 import json
 import shutil
 import types
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -91,6 +92,25 @@ def test_a_folder_that_cannot_be_made(tmp_path):
     config = configure(export=tmp_path / "file" / "out", **OPTIONS)
     with pytest.raises(ConfigError, match=r"--export .*out: cannot write there: Not a directory"):
         check_export(config, model_config(config))
+
+
+def test_what_no_folder_can_replace_is_found_out_before_training(tmp_path, monkeypatch):
+    """Weights are written beside the folder, which they take the place of."""
+    (tmp_path / "there").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "there")
+    (tmp_path / "out.new").write_text("in the way")
+    (tmp_path / "empty").mkdir()
+    monkeypatch.chdir(tmp_path / "empty")
+    for folder, told in (
+        (tmp_path / "link", r"--export .*link: .* must be no link, mount point .* name a folder in it"),
+        (Path("/proc"), "--export /proc: .* must be no link, mount point"),
+        (Path("."), r"--export \.: .* folder without a name"),
+        (tmp_path / "out", "--export .*out: cannot write there: File exists"),
+    ):
+        with pytest.raises(ConfigError, match=told):
+            check_export(configure(export=folder, **OPTIONS), model_config(configure(**OPTIONS)))
+    check_export(configure(export=tmp_path / "link" / "out", **OPTIONS), model_config(configure(**OPTIONS)))
+    assert [path.name for path in (tmp_path / "there").iterdir()] == ["out"]
 
 
 def test_what_cannot_be_written_is_asked_for_again(written, tmp_path):
