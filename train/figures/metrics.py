@@ -38,7 +38,7 @@ class MetricsFile:
         if path is None:
             self.kept, self._file = [], None
             return
-        records, bad = _parse(path)
+        records, bad = read_records(path)
         if bad:
             aside = path.with_name(f"{path.name}.damaged.{time.time_ns()}")
             shutil.copyfile(path, aside)
@@ -80,7 +80,7 @@ class MetricsFile:
             self._waiting = self._waiting[self._file.write(self._waiting) :]
 
 
-def _parse(path: Path) -> tuple[list[dict[str, Any]], list[int]]:
+def read_records(path: Path) -> tuple[list[dict[str, Any]], list[int]]:
     """The records, and the numbers from 1 on of lines that are none, but for a last one that a kill cut short."""
     text = path.read_text(errors="replace") if path.exists() else ""
     records, bad = [], []

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from train.config import FLAGS, ConfigError, TrainConfig, option
+from train.figures.metrics import read_records
 from train.options import apply
 from train.recipe import is_own
 
@@ -50,13 +51,11 @@ class RunFolder:
         config = _json(path, "config.json")
         if config is None or not (path / "metrics.jsonl").is_file():
             raise ConfigError(f"{path}: no run's folder; it should hold config.json and metrics.jsonl")
-        lines = (path / "metrics.jsonl").read_text().split("\n")
-        records = []
-        for number, line in enumerate(lines[:-1], 1):
-            try:
-                records.append(json.loads(line))
-            except ValueError as error:
-                raise ConfigError(f"{path}/metrics.jsonl: line {number} is damaged: {error}") from None
+        records, bad = read_records(path / "metrics.jsonl")
+        if bad:
+            raise ConfigError(
+                f"{path}/metrics.jsonl: line {bad[0]} is damaged; take it out, or resume the run, which leaves it out"
+            )
         steps = [r for r in records if "loss" in r]
         return cls(
             path=path,
@@ -84,11 +83,14 @@ def _look(record: Any, name: str) -> list[Any]:
 
 def _json(folder: Path, name: str) -> Any:
     try:
-        return json.loads((folder / name).read_text())
+        found = json.loads((folder / name).read_text())
     except FileNotFoundError:
         return None
     except (OSError, ValueError) as error:
         raise ConfigError(f"{folder}/{name}: cannot read it: {error}") from None
+    if not isinstance(found, dict):
+        raise ConfigError(f"{folder}/{name}: cannot read it: it holds no object")
+    return found
 
 
 def environment(devices: Sequence[Any]) -> dict[str, Any]:

@@ -152,6 +152,14 @@ def test_what_is_no_run_is_named(tmp_path):
     (folder / "metrics.jsonl").write_text(text.replace('{"step": 2', '{"step: 2'))
     with pytest.raises(ConfigError, match="line 3 is damaged"):
         RunFolder.read(folder)
+    for damage in (b"3", b'{"step": 2, "loss": \xff}', b'{"loss": 2.0}', b"[" * 100_000):
+        (folder / "metrics.jsonl").write_bytes(text.encode() + damage + b"\n")
+        with pytest.raises(ConfigError, match=r"metrics.jsonl: line 5 is damaged; take it out, or resume"):
+            RunFolder.read(folder)
+    (folder / "environment.json").write_text("3")
+    (folder / "metrics.jsonl").write_text(text)
+    with pytest.raises(ConfigError, match=r"environment.json: cannot read it: it holds no object"):
+        RunFolder.read(folder)
 
 
 def test_equal_runs_are_bitwise_equal(tmp_path, capsys):
