@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 
 from dualpipe_jax.installing import install_command
-from models.weights.tokenizer import FILES, bytes_of
 from train.data.errors import DataError
 from train.data.remote import is_url, open_filesystem
 
@@ -99,6 +98,8 @@ class Vocabulary:
         return total
 
     def _size_of(self, token: int, first: bool) -> int:
+        from models.weights.tokenizer import bytes_of
+
         if token == self.separator:
             return 1
         alone = self.decode([token])
@@ -113,6 +114,8 @@ class Vocabulary:
 
     def write(self, folder: Path) -> None:
         """Leave its file there as ``tokenizer.json``, and what lies beside it; of bytes nothing."""
+        from models.weights.tokenizer import FILES  # loads JAX, which options are read without
+
         if self.content is None or self.file is None:
             return
         (folder / FILES[0]).write_bytes(self.content)
