@@ -6,12 +6,15 @@ import typing
 from collections.abc import Iterator
 from typing import Annotated, Any
 
-from annotated_types import Ge, Gt, Lt
+from annotated_types import Ge, Gt, Le, Lt
+
+FLOAT32 = (2 - 2**-23) * 2.0**127
+"""The largest number that float32 holds; what is computed with a larger one is infinite."""
 
 AtLeastOne = Annotated[int, Ge(1)]
 NotNegative = Annotated[int, Ge(0)]
-NotBelowZero = Annotated[float, Ge(0)]
-AboveZero = Annotated[float, Gt(0)]
+NotBelowZero = Annotated[float, Ge(0), Le(FLOAT32)]
+AboveZero = Annotated[float, Gt(0), Le(FLOAT32)]
 Share = Annotated[float, Ge(0), Lt(1)]
 
 
@@ -44,5 +47,7 @@ def _broken(hint: Any, value: Any) -> Iterator[str]:
                     yield "must not be negative" if least == 0 else f"must be at least {least}"
                 case Gt(gt=bound) if not value > bound:  # type: ignore[operator]
                     yield f"must be above {bound}"
+                case Le(le=most) if not value <= most:  # type: ignore[operator]
+                    yield f"must be at most {most:.4g}, the largest number of float32"
                 case Lt(lt=bound) if not value < bound:  # type: ignore[operator]
                     yield f"must be below {bound}"

@@ -9,6 +9,20 @@ import jax.numpy as jnp
 
 from dualpipe_jax.arguments import typechecked
 
+_POSITIVE = ("routed_scale", "norm_eps", "rope_theta", "yarn_beta_fast", "yarn_beta_slow")
+_FACTORS = ("yarn_mscale", "yarn_mscale_all_dim", "init_std")
+_MAY_BE_ZERO = (
+    "q_lora_rank",
+    "qk_nope_dim",
+    "qk_rope_dim",
+    "dense_hidden",
+    "num_shared_experts",
+    "num_mtp_layers",
+)
+_COUNTS = ("vocab", "dim", "num_heads", "kv_lora_rank", "v_head_dim", "expert_hidden", "yarn_original_seq")
+_LEAST = dict.fromkeys(_COUNTS, 1) | dict.fromkeys((*_MAY_BE_ZERO, *_FACTORS), 0)
+_LARGEST = float(jnp.finfo(jnp.float32).max)
+
 
 @typechecked
 @dataclass(frozen=True)
@@ -118,8 +132,20 @@ class Config:
             ),
             (f"qk_rope_dim {self.qk_rope_dim} must be even", self.qk_rope_dim % 2 != 0),
             (f"yarn_factor {self.yarn_factor} must be at least 1, which is none", self.yarn_factor < 1),
-            (f"num_mtp_layers is {self.num_mtp_layers}, must be at least 0", self.num_mtp_layers < 0),
+            (
+                "qk_nope_dim and qk_rope_dim are 0: queries and keys have no width",
+                self.qk_nope_dim == self.qk_rope_dim == 0,
+            ),
         ]
+        for name, least in _LEAST.items():  # "not", for NaN is in no range
+            number = getattr(self, name)
+            complaints.append((f"{name} is {number}, must be at least {least}", not number >= least))
+        for name in _POSITIVE:
+            number = getattr(self, name)
+            complaints.append((f"{name} is {number}, must be above 0", not number > 0))
+        for name in (*_POSITIVE, *_FACTORS, "yarn_factor"):
+            number = getattr(self, name)
+            complaints.append((f"{name} is {number}, more than float32 holds", number > _LARGEST))
         if wrong := [text for text, bad in complaints if bad]:
             raise ValueError("Config: " + "; ".join(wrong) + ".")
 

@@ -17,6 +17,7 @@ def check(config: TrainConfig) -> None:
     except ValueError as error:
         raise ConfigError(str(error)) from None
     check_ramp(config)
+    check_numbers(config)
     if config.seed >= 2**32:
         raise ConfigError(f"--seed {config.seed}: must be below 2^32 = {2**32}; more bits would be cut off")
     if config.name is not None and (not config.name.strip(".") or Path(config.name).name != config.name):
@@ -47,6 +48,25 @@ def check(config: TrainConfig) -> None:
         address = option(config, flag)
         if address is not None and not re.fullmatch(r".+:\d{1,5}", address):
             raise ConfigError(f"{flag} {address}: must be HOST:PORT, such as 10.0.0.1:8476")
+
+
+def check_numbers(config: TrainConfig) -> None:
+    """Raise ConfigError for a number of the model that something else says."""
+    given = {text.partition("=")[0].strip().replace("-", "_") for text in config.model.numbers}
+    if "vocab" in given:
+        raise ConfigError(
+            "--set vocab: the text's tokens say it: a tokenizer's number of them, or 256 bytes. Take it out; another "
+            "--tokenizer, or scripts/prepare --train-tokenizer SIZE, gives another"
+        )
+    for name, flag, what in (
+        ("num_layers", "--layers", "layers with experts, besides num_dense_layers"),
+        ("num_mtp_layers", "--mtp", "modules of multi-token prediction"),
+    ):
+        if name in given and (number := option(config, flag)) is not None:
+            raise ConfigError(
+                f"--set {name}: {flag} {number}, given here, in a file or by the preset, says how many {what}; take "
+                f"{name} out and give another {flag}"
+            )
 
 
 def check_ramp(config: TrainConfig) -> None:

@@ -12,6 +12,7 @@ import models
 from dualpipe_jax.inspect.compiler import IN_ORDER
 from train import config
 from train.__main__ import main
+from train.checks import check
 from train.config import FLAGS, ConfigError, configure
 from train.model import model_config
 from train.processes.devices import set_devices
@@ -27,6 +28,11 @@ REFUSED = {
     "no such compiler option": (["--compiler-option", "xla=1"], "--compiler-option xla=1: INVALID_ARGUMENT: No such"),
     "stash": (["--max-stash", "-1"], "--max-stash -1: must not be negative"),
     "rate": (["--learning-rate", "0"], "--learning-rate 0.0: must be above 0"),
+    "infinite rate": (["--learning-rate", "inf"], "--learning-rate inf: must be at most 3.403e+38, the largest number"),
+    "rate beyond float32": (["--learning-rate", "1e39"], "--learning-rate 1e+39: must be at most 3.403e+38"),
+    "infinite weight": (["--mtp-weight", "inf"], "--mtp-weight inf: must be at most 3.403e+38"),
+    "infinite decay": (["--weight-decay", "inf"], "--weight-decay inf: must be at most 3.403e+38"),
+    "no number": (["--clip", "nan"], "--clip nan: must be above 0"),
     "ep": (["--microbatch-size", "3"], "--microbatch-size 3: --ep 2 devices must share it equally, try 2"),
     "nodes": (["--ep-nodes", "3"], "--ep 2 --ep-nodes 3: as many devices on each node; give a number of nodes that"),
     "no nodes": (["--ep-nodes", "0"], "--ep-nodes 0: must be at least 1"),
@@ -126,11 +132,39 @@ def test_a_model_of_ones_own_numbers():
         "dims=3": "model byte: no number dims; there are dense_hidden, dim, ",
         "dim=5.5": "model byte: dim is 5.5, must be a whole number",
         "top_groups=3": "Config: top_groups 3 must lie between 1 and num_groups 1",
+        "dim=0": "Config: dim is 0, must be at least 1",
+        "dim=-64": "Config: dim is -64, must be at least 1",
+        "num_heads=0": "Config: num_heads is 0, must be at least 1",
+        "expert_hidden=0": "Config: expert_hidden is 0, must be at least 1",
+        "q_lora_rank=-1": "Config: q_lora_rank is -1, must be at least 0",
+        "norm_eps=-1": "Config: norm_eps is -1.0, must be above 0",
+        "init_std=-1": "Config: init_std is -1.0, must be at least 0",
+        "rope_theta=1e39": "Config: rope_theta is 1e+39, more than float32 holds",
     }.items(),
 )
 def test_numbers_that_a_model_cannot_have(given, words):
     with pytest.raises(ConfigError, match=re.escape(f"--set {given}: ") + ".*" + re.escape(words)):
         model_config(configure(set=(given,)))
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        (dict(set=("dim=96", "vocab=512")), "--set vocab: the text's tokens say it"),
+        (
+            dict(set=("num-layers=4",), layers=2),
+            "--set num_layers: --layers 2, given here, in a file or by the",
+        ),
+        (dict(set=("num_mtp_layers=1",), mtp=2), "--set num_mtp_layers: --mtp 2, "),
+    ],
+)
+def test_numbers_that_something_else_says(given, words):
+    """They would stand in the run's config.json and be true of nothing."""
+    with pytest.raises(
+        ConfigError, match=re.escape(words) + ".* take .* out|" + re.escape(words) + ".* Take it out"
+    ):
+        check(configure(**given))
+    check(configure(set=("num_layers=4", "num_mtp_layers=1")))
 
 
 def test_a_schedule_has_one_name_however_it_is_spelt():
