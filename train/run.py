@@ -64,9 +64,7 @@ def run(config: TrainConfig, console: Console, processes: Processes, *, resume: 
         facts = describe(config, numbers, read.fingerprint, layout.canonical, own.fingerprint, own.separator)
         with Checkpoints(folder, config.checkpoint, layout, facts, note, processes) as checkpoints:
             if processes.leads:
-                with writing(folder):
-                    introduce(this, folder, console)
-                    own.write(folder)
+                introduce(this, folder, console)
             state = checkpoints.restore() if resume else None
             mended = None if state is None or has_selection_bias(numbers) else without_biases(state)
             if mended is not None:
@@ -78,6 +76,7 @@ def run(config: TrainConfig, console: Console, processes: Processes, *, resume: 
             ended = state is not None and int(state.step) >= config.optimizer.steps
             if processes.leads and not (ended and (folder / CONFIG).exists()):
                 with writing(folder):
+                    own.write(folder)
                     write_config(config, folder)
                     (folder / SCHEDULE).write_text(format_grid(this.schedule) + "\n")
             if resume:

@@ -26,8 +26,10 @@ from dualpipe_jax.schedule import dualpipe, gpipe
 from dualpipe_jax.schedule.names import SCHEDULES
 from models.weights import native
 from tests.quick import QUICK
+from tests.train.data.test_tokens import of_bytes
 from train.config import configure
 from train.data import open_corpus
+from train.errors import CheckpointError
 from train.options import parse, plain
 from train.processes.group import Processes
 from train.run import conclude, going_on
@@ -210,6 +212,12 @@ def test_a_finished_run_keeps_the_options_that_it_had(finished):
     assert "all 18 steps are done" in go_on_here(folder, "ended", *other)
     assert before == {name: (own / name).read_bytes() for name in before}
     assert curve(folder, "ended") == curve(folder, "short")
+    of_bytes().save(str(folder / "other.json"))
+    with pytest.raises(CheckpointError, match="is of another run: .*the tokenizer"):
+        go_on_here(folder, "ended", "--tokenizer", str(folder / "other.json"), "--steps", "30")
+    assert not (own / "tokenizer.json").exists() and before == {
+        name: (own / name).read_bytes() for name in before
+    }
     (own / "config.json").unlink()
     go_on_here(folder, "ended", *SHORT[:-2])
     assert (own / "report.html").exists() and json.loads((own / "config.json").read_text())
