@@ -1,6 +1,8 @@
 """Documents where they are found: which files, in pieces that can be read at the same time."""
 
+import contextlib
 import dataclasses
+import importlib
 import json
 import lzma
 import sys
@@ -23,7 +25,6 @@ COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
 _LINES = (".jsonl", ".ndjson")
 _ERRORS = (
     ("pyarrow", "ArrowException"),
-    ("zstandard", "ZstdError"),
     ("backports.zstd", "ZstdError"),
     ("compression.zstd", "ZstdError"),
 )
@@ -246,10 +247,25 @@ def _parquet(file: Any, url: str) -> Any:
         raise DataError(f"--data: {url}: is not Parquet: {error}") from None
 
 
-def _open(url: str) -> Any:
+@contextlib.contextmanager
+def _open(url: str) -> Iterator[Any]:
     import fsspec
 
-    return fsspec.open(url, "rb", compression="infer").open()
+    if not url.endswith(".zst"):
+        with fsspec.open(url, "rb", compression="infer") as file:
+            yield file
+        return
+    zstd = _zstd(url)
+    with fsspec.open(url, "rb") as packed, zstd.ZstdFile(packed) as file:
+        yield file
+
+
+def _zstd(url: str) -> Any:
+    """The library that reads all frames of a file, and says where one ends too soon; not all others do."""
+    for name in ("compression.zstd", "backports.zstd"):
+        with contextlib.suppress(ModuleNotFoundError):
+            return importlib.import_module(name)
+    raise DataError(f"--data: {url}: Zstandard needs a library: {install_command('backports.zstd')}")
 
 
 def _list(filesystem: Any, path: str) -> Iterator[tuple[str, dict[str, Any]]]:

@@ -4,6 +4,7 @@ import bz2
 import gzip
 import json
 import lzma
+import sys
 
 import numpy as np
 import pyarrow
@@ -73,6 +74,26 @@ def test_what_is_skipped_is_named(folder):
         with pytest.raises(DataError, match=reason.split(",")[0]):  # named by itself it is an error
             open_corpus([folder / name])
     assert corpus.num_documents == len(READ)
+
+
+def test_all_frames_of_zstandard_are_read_and_none_that_is_cut(tmp_path):
+    zstd = pytest.importorskip("backports.zstd" if sys.version_info < (3, 14) else "compression.zstd")
+    frames = zstd.compress(lines("one")) + zstd.compress(lines("two", "x" * 999))
+    (tmp_path / "whole.jsonl.zst").write_bytes(frames)
+    assert open_corpus([tmp_path / "whole.jsonl.zst"]).num_documents == 3
+    (tmp_path / "cut.jsonl.zst").write_bytes(frames[:-5])
+    with pytest.raises(DataError, match="cut.jsonl.zst: Compressed file ended before"):
+        open_corpus([tmp_path / "cut.jsonl.zst"])
+
+
+def test_zstandard_without_its_library_is_no_text(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "backports.zstd", None)
+    monkeypatch.setitem(sys.modules, "compression.zstd", None)
+    (tmp_path / "a.txt.zst").write_text("packed")
+    with pytest.raises(
+        DataError, match=r"a.txt.zst: Zstandard needs a library: .*pip install backports.zstd"
+    ):
+        open_corpus([tmp_path / "a.txt.zst"])
 
 
 @pytest.mark.parametrize("kind", [pyarrow.string(), pyarrow.dictionary(pyarrow.int8(), pyarrow.string())])
