@@ -207,6 +207,7 @@ def test_devices_that_are_never_found(here, answering, capsys):
     ("options", "message"),
     [
         (["--pp", "0"], "--pp 0: must be above 0"),
+        (["--cpu", "3", "--pp", "2", "--ep", "2"], "--cpu 3: --pp 2 and --ep 2 take 4 devices; give --cpu 4"),
         (["--limit", "-1"], "--limit -1: must be above 0"),
         (["--processes", "0"], "--processes 0: must be above 0"),
         (
@@ -227,8 +228,8 @@ def test_options_that_cannot_be(here, answering, capsys, options, message):
 
 
 def test_more_devices_than_there_are(here, capfd):
-    assert main(["probe", "--cpu", "2", "--pp", "3", "--ep", "2", "--only", "guard"]) == 2
-    assert "make_mesh: pp 3 x ep 2 = 6 devices, but 2 are visible" in capfd.readouterr().err
+    assert main(["probe", "--pp", "5", "--ep", "2", "--only", "guard"]) == 2
+    assert "make_mesh: pp 5 x ep 2 = 10 devices, but 8 are visible" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize(

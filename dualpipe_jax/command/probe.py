@@ -141,6 +141,12 @@ class Probe:
                 f"--cpu {self.cpu}: cannot be shared out equally over {self.processes} processes; give --cpu "
                 f"{-(-self.cpu // self.processes) * self.processes}"
             )
+        needed = (self.pp or 1) * (self.ep or 1)
+        if self.cpu is not None and self.cpu < needed:
+            raise CommandError(
+                f"--cpu {self.cpu}: --pp {self.pp or 1} and --ep {self.ep or 1} take {needed} devices; give "
+                f"--cpu {needed}"
+            )
         takes_gpus = self.processes is not None and self.cpu is None and not self.one_gpu
         if takes_gpus and (why := too_few_gpus(self.processes or 1)):
             raise CommandError(why)

@@ -68,17 +68,18 @@ class Piece:
     size: int = 0
 
 
-def find(paths: Sequence[str], leave_out: str = "") -> list[File]:
+def find(paths: Sequence[str], leave_out: Sequence[str] = ()) -> list[File]:
     """All files that paths, folders, globs and URLs stand for, each once; hidden ones are left out.
 
     Args:
       paths: what was named.
-      leave_out: a folder that is not read.
+      leave_out: folders that are not read.
 
     Raises:
       DataError: a path is missing, or there is no file.
     """
     found: dict[str, File] = {}
+    left_out = tuple(folder.rstrip("/") + "/" for folder in leave_out)
     for path in paths:
         if not is_url(path) and is_records(Path(path)):
             found[path] = File(str(Path(path).absolute()), "records", _size(Path(path)))
@@ -86,7 +87,7 @@ def find(paths: Sequence[str], leave_out: str = "") -> list[File]:
         filesystem, inside = open_filesystem(path)
         try:
             for name, info in sorted(_list(filesystem, inside), key=lambda pair: pair[0]):
-                if not (leave_out and f"{name}/".startswith(leave_out.rstrip("/") + "/")):
+                if not f"{name}/".startswith(left_out):
                     url = filesystem.unstrip_protocol(name)
                     changed = next((str(info[key]) for key in _CHANGED if info.get(key)), "")
                     found[url] = File(url, kind_of(name), int(info["size"] or 0), changed)

@@ -96,17 +96,20 @@ def loads(text: str | bytes, where: str) -> Manifest:
         content = json.loads(text)
         known = content.get("format") == FORMAT
     except (ValueError, AttributeError):
-        raise DataError(f"{where} is damaged: it is not JSON; prepare the data again") from None
+        raise DataError(f"{where} is damaged: it is not JSON; remove it and prepare the data again") from None
     if not known:
         raise DataError(f"{where} is not a manifest of {FORMAT}")
     if content.get("version") != VERSION:
         raise DataError(
-            f"{where}: version {content.get('version')}, this program reads {VERSION}; prepare the data again"
+            f"{where}: version {content.get('version')}, this program reads {VERSION}; remove it and prepare the "
+            "data again"
         )
     if _digest({name: value for name, value in content.items() if name != "checksum"}) != content.get(
         "checksum"
     ):
-        raise DataError(f"{where} is damaged or was edited: its checksum is another; prepare the data again")
+        raise DataError(
+            f"{where} is damaged or was edited: its checksum is another; remove it and prepare the data again"
+        )
     for name in ("format", "version", "checksum"):
         del content[name]
     shards = {split: tuple(Shard(**shard) for shard in content.pop(split)) for split in SPLITS}
@@ -114,7 +117,15 @@ def loads(text: str | bytes, where: str) -> Manifest:
 
 
 def is_prepared(folder: Path) -> bool:
-    return (folder / MANIFEST).is_file()
+    """Whether a folder has a manifest. Raises DataError if there are shards, but none."""
+    if (folder / MANIFEST).is_file():
+        return True
+    if folder.is_dir() and any(next(folder.glob(f"{split}-*.bin"), None) for split in SPLITS):
+        raise DataError(
+            f"--data {folder}: has shards of prepared text and no {MANIFEST}; prepare the data again, or "
+            "name the text itself"
+        )
+    return False
 
 
 def read_manifest(folder: Path) -> Manifest:

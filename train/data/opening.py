@@ -43,7 +43,7 @@ def open_corpus(
     else:
         text = [path for path in named if not (is_prepared(path) or records.is_records(path))]
         groups = [[path] for path in named if path not in text] + ([text] if text or not named else [])
-    sources = [_open(group, vocabulary) for group in groups]
+    sources = _open_all(groups, vocabulary)
     if weights:
         sources = [
             dataclasses.replace(source, weight=float(weight))
@@ -54,19 +54,40 @@ def open_corpus(
     return Corpus(tuple(sources), vocabulary)
 
 
-def _open(paths: Sequence[Path], vocabulary: Vocabulary) -> Source:
-    if len(paths) == 1 and is_prepared(paths[0]):
-        source, its = open_prepared(paths[0])
-        if its.fingerprint != vocabulary.fingerprint:
+def _open_all(groups: Sequence[Sequence[Path]], vocabulary: Vocabulary) -> list[Source]:
+    """A document that is held out of one source of text is trained on from none."""
+    texts = {number: read_documents(group) for number, group in enumerate(groups) if not _is_ready(group)}
+    parts = {number: split(documents) for number, (documents, _) in texts.items()}
+    held_out = {text for _, heldout in parts.values() for text in heldout}
+    sources = []
+    for number, group in enumerate(groups):
+        if number not in texts:
+            sources.append(_open(group[0], vocabulary))
+            continue
+        (documents, skipped), (train, heldout) = texts[number], parts[number]
+        name = " ".join(map(str, group)) or "the standard library"
+        train = [text for text in train if text not in held_out] if len(texts) > 1 else train
+        if not train:
             raise DataError(
-                f"--data {paths[0]}: its tokens ({its.size}, separator {its.separator}) are not those of the other "
-                f"sources or of --tokenizer ({vocabulary.size}, separator {vocabulary.separator}); prepare all sources "
-                "with one tokenizer"
+                f"--data {name}: all its text is held out of other paths; name it once, or leave it out"
             )
-        return source
-    if len(paths) == 1 and records.is_records(paths[0]):
-        return records.open_records(paths[0], vocabulary)
-    documents, skipped = read_documents(paths)
-    name = " ".join(map(str, paths)) or "the standard library"
-    source = text_source(name, *split(documents), len(documents), vocabulary)
-    return dataclasses.replace(source, weight=max(1, len(source.train)), skipped=tuple(skipped))
+        source = text_source(name, train, heldout, len(documents), vocabulary)
+        sources.append(dataclasses.replace(source, weight=max(1, len(source.train)), skipped=tuple(skipped)))
+    return sources
+
+
+def _is_ready(group: Sequence[Path]) -> bool:
+    return len(group) == 1 and (is_prepared(group[0]) or records.is_records(group[0]))
+
+
+def _open(path: Path, vocabulary: Vocabulary) -> Source:
+    if not is_prepared(path):
+        return records.open_records(path, vocabulary)
+    source, its = open_prepared(path)
+    if its.fingerprint != vocabulary.fingerprint:
+        raise DataError(
+            f"--data {path}: its tokens ({its.size}, separator {its.separator}) are not those of the other "
+            f"sources or of --tokenizer ({vocabulary.size}, separator {vocabulary.separator}); prepare all sources "
+            "with one tokenizer"
+        )
+    return source

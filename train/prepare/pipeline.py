@@ -47,7 +47,8 @@ def prepare(options: Options, report: Report) -> Manifest:
       DataError: data that cannot be read, or OUT holds something else.
     """
     out = options.out if is_url(options.out) else str(Path(options.out).absolute())
-    files = find(options.data, leave_out="" if is_url(out) else out)
+    ours = out, _work_place(options, out)
+    files = find(options.data, leave_out=[place for place in ours if not is_url(place)])
     vocabulary = None
     if options.train_tokenizer is None:
         vocabulary = open_vocabulary(options.tokenizer, options.separator)

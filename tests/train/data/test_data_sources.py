@@ -87,6 +87,37 @@ def test_folders_of_text_are_sources_of_their_own_if_they_have_weights(tmp_path)
     assert mostly(corpus.train_batch(0, 0, SHAPE)["inputs"].reshape(10, 8)).count("a") == 2
 
 
+def texts(stream):
+    whole = stream.windows(np.array([0]), len(stream))[0]
+    return set(bytes(whole.tolist()).split(b"\0")) - {b""}
+
+
+def test_what_is_held_out_of_one_path_is_trained_on_from_none(tmp_path):
+    whole, some = letters(tmp_path, "whole", "a", count=60), tmp_path / "some"
+    some.mkdir()
+    for number in range(30):
+        name = f"{number}.txt"
+        (some / name).write_text((whole / name).read_text())
+    corpus = open_corpus([whole, some], [0.5, 0.5])
+
+    train, heldout = (
+        set().union(*(texts(getattr(source, split)) for source in corpus.sources))
+        for split in ("train", "heldout")
+    )
+    assert not train & heldout and train | heldout == {f"{n:02d}".encode() + b"a" * 50 for n in range(60)}
+    assert len(heldout) > 6, "a tenth of each path, not of one alone"
+
+
+def test_a_path_all_of_whose_text_is_held_out_of_others_is_named(tmp_path):
+    whole, held = letters(tmp_path, "whole", "a", count=120), tmp_path / "held"
+    held.mkdir()
+    heldout = open_corpus([whole]).sources[0].heldout
+    for number, text in enumerate(sorted(texts(heldout))):
+        (held / f"{number}.txt").write_bytes(text)
+    with pytest.raises(DataError, match="held: all its text is held out of other paths; name it once"):
+        open_corpus([whole, held], [0.5, 0.5])
+
+
 def test_other_proportions_are_another_corpus(three):
     prints = {open_corpus(three, weights).fingerprint for weights in ((1, 1, 1), (1, 1, 2), (2, 1, 1))}
     assert len(prints) == 3

@@ -326,6 +326,27 @@ def test_it_goes_on_where_it_was_stopped(tmp_path, monkeypatch):
         assert len(receipts) == len(set(receipts)), after
 
 
+def test_what_it_works_with_is_none_of_its_data(tmp_path, monkeypatch):
+    """Or the same command given again would find other files."""
+    data = tmp_path / "data"
+    data.mkdir()
+    write_lines(data / "a.jsonl", texts(60))
+    whole = prepare(tmp_path / "whole", [data], shard_mb=0.003)
+    real = LocalFileSystem.mv
+
+    def rename(self, part, file):
+        real(self, part, file)
+        if "train-" in file:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(LocalFileSystem, "mv", rename)
+    with pytest.raises(KeyboardInterrupt):
+        prepare(tmp_path / "out", [data], shard_mb=0.003, work=data / "work")
+    monkeypatch.setattr(LocalFileSystem, "mv", real)
+    again = prepare(tmp_path / "out", [data], shard_mb=0.003, work=data / "work")
+    assert again.fingerprint == whole.fingerprint
+
+
 def test_killed_processes_leave_what_the_same_command_finishes(tmp_path):
     rows, names = texts(1200), [f"{number}.jsonl" for number in range(4)]
     for number, name in enumerate(names):
@@ -434,7 +455,11 @@ BROKEN = (
     (lambda out: change(out, vocab=100), "is damaged or was edited: its checksum is another"),
     (lambda out: change(out, version=2), "manifest.json: version 2, this program reads 1"),
     (lambda out: change(out, format="x"), "is not a manifest of dualpipe-jax tokens"),
-    (lambda out: (out / "manifest.json").write_text("{"), "is damaged: it is not JSON"),
+    (
+        lambda out: (out / "manifest.json").write_text("{"),
+        "is damaged: it is not JSON; remove it and prepare",
+    ),
+    (lambda out: (out / "manifest.json").unlink(), "has shards of prepared text and no manifest.json"),
 )
 
 
