@@ -45,7 +45,7 @@ class Walk(NamedTuple):
 
 
 MATRIX, TRANSPOSED, GRADIENT = Walk(), Walk(), Walk(stages=3, snake=8)
-"""As measured on an H100: ``scripts/bench gpu --parts walks`` tries others."""
+"""As measured on an H200: ``scripts/bench gpu --parts walks`` tries others."""
 FEW = Walk(stages=6)
 """Of a Hopper's product of few rows: 96 KiB of a matrix on their way to a multiprocessor. Nobody measured it."""
 
