@@ -16,8 +16,9 @@ Environ = Mapping[str, str]
 INITIALIZATION_S = 300
 """How long the first process waits for the last."""
 
-HEARTBEAT_S = 20
-"""After how long without a sign of life the coordination service ends every process."""
+HEARTBEAT_S = 60
+"""After how long without a sign of life the coordination service ends every process. With 20 a loaded machine that
+compiled was once taken for dead; JAX's own is 100."""
 
 
 @dataclasses.dataclass(frozen=True)
