@@ -52,28 +52,28 @@ class Stream:
     def push(self, token: int) -> str:
         """Return what one more token makes certain, perhaps nothing."""
         self._tokens.append(token)
-        end = len(self._tokens)
-        if not self._decode(self._tokens[self._context :]).endswith("\ufffd"):
-            return self._give(end)
-        if end - self._given < self.PATIENCE:
-            return ""
-        return self._give(end - self._num_unfinished())
+        end, now = len(self._tokens), self._decode(self._tokens[self._context :])
+        if now.endswith("\ufffd"):
+            if end - self._given < self.PATIENCE:
+                return ""
+            if begun := self._num_begun(now):
+                end, now = end - begun, now[:-1]
+        return self._give(end, now)
 
     def finish(self) -> str:
-        return self._give(len(self._tokens))
+        return self._give(len(self._tokens), self._decode(self._tokens[self._context :]))
 
-    def _num_unfinished(self) -> int:
+    def _num_begun(self, now: str) -> int:
         """How many tokens at the end may be the beginning of one character."""
-        whole = self._decode(self._tokens[self._context :])
         for number in range(3, 0, -1):  # of its four bytes
             ahead = self._decode(self._tokens[self._context : -number])
-            if self._decode(self._tokens[-number:]) == "\ufffd" and ahead + "\ufffd" == whole:
+            if self._decode(self._tokens[-number:]) == "\ufffd" and ahead + "\ufffd" == now:
                 return number
         return 0
 
-    def _give(self, end: int) -> str:
+    def _give(self, end: int, now: str) -> str:
+        """What is new in the text ``now`` of the tokens up to ``end``."""
         before = self._decode(self._tokens[self._context : self._given])
-        now = self._decode(self._tokens[self._context : end])
         self._context, self._given = self._given, end
         return now[len(before) :]
 
