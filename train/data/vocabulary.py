@@ -4,7 +4,6 @@ import dataclasses
 import functools
 import hashlib
 import json
-import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -121,7 +120,7 @@ class Vocabulary:
         (folder / FILES[0]).write_bytes(self.content)
         for name in () if is_url(self.file) else FILES[1:]:
             if (beside := Path(self.file).with_name(name)).is_file():
-                shutil.copyfile(beside, folder / name)
+                (folder / name).write_bytes(beside.read_bytes())  # it may be that file itself
 
 
 BYTES = Vocabulary()

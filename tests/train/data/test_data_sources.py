@@ -268,6 +268,10 @@ def test_data_elsewhere(tmp_path, monkeypatch):
     assert not fsspec.filesystem("memory").exists(f"{place}/work")
     file = f"{place}/more/tokenizer.json"
     Vocabulary(300, 1, file).write(tmp_path)
+    beside = tmp_path / "tokenizer_config.json"
+    beside.write_text("ends")
+    Vocabulary(300, 1, tmp_path / "tokenizer.json").write(tmp_path)  # where it is already
+    assert beside.read_text() == "ends"
     with fsspec.open(file, "rb") as content:
         assert (tmp_path / "tokenizer.json").read_bytes() == content.read()
     there, here = open_corpus([f"{place}/out"]), open_corpus([tmp_path / "local"])
