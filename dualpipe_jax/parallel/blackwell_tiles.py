@@ -8,7 +8,6 @@ warpgroup, before the product begins.
 import functools
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental import pallas as pl
@@ -16,6 +15,7 @@ from jax.experimental import pallas as pl
 from dualpipe_jax.parallel.tiles import (
     HALVES,
     LANES,
+    Blocks,
     Slots,
     Walked,
     is_edge,
@@ -38,14 +38,7 @@ def warpgroups(masks: bool) -> int:
     return 4 if masks else 3
 
 
-def slots(
-    number: int,
-    dtype: Any,
-    left: tuple[int, int],
-    right: tuple[int, int],
-    result: jax.ShapeDtypeStruct,
-    masks: bool = False,
-) -> Slots:
+def slots(blocks: Blocks, masks: bool = False) -> Slots:
     """See ``Tiles``. Besides, sums and, for each, barriers for that it is made and that it is written; and, for each
     slot, a barrier for that it is masked."""
     from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -54,10 +47,10 @@ def slots(
         return plgpu.Barrier(num_arrivals=1, num_barriers=number, orders_tensor_core=True)
 
     sums = plgpu.TMEM((LANES, _SUMS * HALVES * LANES), jnp.float32)
-    masked = (plgpu.Barrier(num_arrivals=1, num_barriers=number),) if masks else ()
+    masked = (plgpu.Barrier(num_arrivals=1, num_barriers=blocks.number),) if masks else ()
     more = sums, by_tensor_cores(_SUMS), by_tensor_cores(_SUMS), *masked
-    both = tuple(HALVES * size if size == LANES else size for size in right)
-    return Slots.of(number, dtype, left, both, result, by_tensor_cores(number), more)
+    both = tuple(HALVES * size if size == LANES else size for size in blocks.right)
+    return Slots.of(blocks, both, by_tensor_cores(blocks.number), more)
 
 
 def walk(slots: Slots, walked: Walked) -> None:

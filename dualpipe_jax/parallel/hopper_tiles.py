@@ -6,13 +6,13 @@ Each sums its half in its registers, and writes it before it goes on to the next
 import functools
 from typing import Any
 
-import jax
 from jax import Array, lax
 from jax.experimental import pallas as pl
 
 from dualpipe_jax.parallel.tiles import (
     HALVES,
     LANES,
+    Blocks,
     Slots,
     Walked,
     is_edge,
@@ -37,20 +37,13 @@ def warpgroups(masks: bool) -> int:
     return HALVES + 1
 
 
-def slots(
-    number: int,
-    dtype: Any,
-    left: tuple[int, int],
-    right: tuple[int, int],
-    result: jax.ShapeDtypeStruct,
-    masks: bool = False,
-) -> Slots:
+def slots(blocks: Blocks, masks: bool = False) -> Slots:
     """See ``Tiles``."""
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
-    taken = plgpu.Barrier(num_arrivals=HALVES, num_barriers=number)
+    taken = plgpu.Barrier(num_arrivals=HALVES, num_barriers=blocks.number)
     more = (plgpu.Barrier(num_arrivals=HALVES),) if masks else ()
-    return Slots.of(number, dtype, left, (HALVES, *right), result, taken, more)
+    return Slots.of(blocks, (HALVES, *blocks.right), taken, more)
 
 
 def walk(slots: Slots, walked: Walked) -> None:

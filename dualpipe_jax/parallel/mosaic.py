@@ -23,7 +23,7 @@ from dualpipe_jax.gradient_sum import gradient_sum
 from dualpipe_jax.parallel import blackwell_tiles, hopper_tiles, mosaic_emulated
 from dualpipe_jax.parallel.group_rows import filled, starts, walks
 from dualpipe_jax.parallel.kernel_cost import once
-from dualpipe_jax.parallel.tiles import HALVES, LANES, ROWS, Slots, Tiles, Walked, run, transposed
+from dualpipe_jax.parallel.tiles import HALVES, LANES, ROWS, Blocks, Slots, Tiles, Walked, run, transposed
 
 TILES: Mapping[str, Tiles] = {"hopper": hopper_tiles, "blackwell": blackwell_tiles}
 """How the GPUs make tiles, by the name of the kernel in ``expert_groups``."""
@@ -228,13 +228,14 @@ def _of_many(
 
         tiles.walk(slots, Walked(grid[0] * grid[1], find, load, operands, write))
 
-    slots = tiles.slots(
+    blocks = Blocks(
         walk.stages,
         x_RD.dtype,
         left=(LANES, ROWS),
         right=(LANES, ROWS) if transpose else (ROWS, LANES),
         result=jax.ShapeDtypeStruct((LANES, _PIECE), x_RD.dtype),
     )
+    slots = tiles.slots(blocks)
     made = jax.ShapeDtypeStruct((R, F), x_RD.dtype)
     warpgroups = tiles.warpgroups(masks=False)
     return run(of_many, made, *table, x_RD, w_GDF, sms=tiles.SMS, scratch=[slots], warpgroups=warpgroups)
@@ -392,14 +393,14 @@ def _gradient(
 
     ends_G = jnp.cumsum(sizes_G)
     operands = ends_G - sizes_G, ends_G, x_RD, dy_RF, so_far_GDF
-    slots = tiles.slots(
+    blocks = Blocks(
         walk.stages,
         x_RD.dtype,
         left=(ROWS, LANES),
         right=(ROWS, LANES),
         result=jax.ShapeDtypeStruct((LANES, _PIECE), jnp.float32),
-        masks=True,
     )
+    slots = tiles.slots(blocks, masks=True)
     made = jax.ShapeDtypeStruct((G, D, F), jnp.float32)
     warpgroups = tiles.warpgroups(masks=True)
     return run(kernel, made, *operands, sms=tiles.SMS, scratch=[slots], warpgroups=warpgroups)

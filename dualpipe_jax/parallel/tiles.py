@@ -23,6 +23,24 @@ HALVES = 2
 """Halves of a tile's columns."""
 
 
+class Blocks(NamedTuple):
+    """What a kernel multiplies at once, and hands on to memory at once.
+
+    Attributes:
+      number: how many are on their way from memory at once.
+      dtype: of both sides.
+      left: the shape of a block of the left side.
+      right: the shape of a block of the right side, of one half.
+      result: the shape and dtype of a piece of a result.
+    """
+
+    number: int
+    dtype: Any
+    left: tuple[int, int]
+    right: tuple[int, int]
+    result: jax.ShapeDtypeStruct
+
+
 class Slots(NamedTuple):
     """A kernel's shared memory and barriers; where it is declared, their types.
 
@@ -43,25 +61,16 @@ class Slots(NamedTuple):
     more: tuple[Any, ...]
 
     @classmethod
-    def of(
-        cls,
-        number: int,
-        dtype: Any,
-        left: tuple[int, int],
-        right: tuple[int, ...],
-        result: jax.ShapeDtypeStruct,
-        taken: Any,
-        more: tuple[Any, ...],
-    ) -> "Slots":
-        """The types for so many slots, by what is in one, the type of a piece of a result, and barriers."""
+    def of(cls, blocks: Blocks, right: tuple[int, ...], taken: Any, more: tuple[Any, ...]) -> "Slots":
+        """The types for a kernel's blocks, by the shape of what a slot has of the right side, and the GPU's own."""
         from jax.experimental.pallas import mosaic_gpu as plgpu
 
         num_copies = 1 if len(right) == 2 else HALVES
         return cls(
-            plgpu.SMEM((number, *left), dtype),
-            plgpu.SMEM((number, *right), dtype),
-            plgpu.SMEM((HALVES, *result.shape), result.dtype),
-            plgpu.Barrier(num_arrivals=1 + num_copies, num_barriers=number),
+            plgpu.SMEM((blocks.number, *blocks.left), blocks.dtype),
+            plgpu.SMEM((blocks.number, *right), blocks.dtype),
+            plgpu.SMEM((HALVES, *blocks.result.shape), blocks.result.dtype),
+            plgpu.Barrier(num_arrivals=1 + num_copies, num_barriers=blocks.number),
             taken,
             more,
         )
@@ -106,15 +115,7 @@ class Tiles(Protocol):
     def warpgroups(self, masks: bool) -> int:
         """Warpgroups of a multiprocessor that ``walk`` shares the work out to; ``masks``: there is an ``inside``."""
 
-    def slots(
-        self,
-        number: int,
-        dtype: Any,
-        left: tuple[int, int],
-        right: tuple[int, int],
-        result: jax.ShapeDtypeStruct,
-        masks: bool = False,
-    ) -> Slots:
+    def slots(self, blocks: Blocks, masks: bool = False) -> Slots:
         """The types of what ``walk`` needs, see ``Slots.of``."""
 
     def walk(self, slots: Slots, walked: Walked) -> None:
