@@ -62,9 +62,8 @@ class Option:
         text = re.sub(r" If left out, [^.]*\.", "", self.text) if known else self.text
         own = arg(help=text, metavar=_metavar(inner), help_behavior_hint=known)
         default = self.default
-        if (
-            self.in_optional and inner is not bool
-        ):  # a truth's flag says that it is given: the default has none
+        # A truth's flag says that it is given: its default has none.
+        if self.in_optional and inner is not bool:
             inner, default = inner | None, None
         return self.name, Annotated[(inner, own, *notes)], dataclasses.field(default=default)  # type: ignore[return-value]
 

@@ -273,9 +273,8 @@ class Program:
         made = state.outputs
         if where == "last_rank":
             return typed(jax.tree.map(lambda a: a[None], made), self.result)
-        return typed(
-            jax.tree.map(lambda a: lax.psum(a, PP).astype(a.dtype), made), self.result
-        )  # psum counts bools
+        summed = jax.tree.map(lambda a: lax.psum(a, PP).astype(a.dtype), made)  # of bools it is a count
+        return typed(summed, self.result)
 
     def first_bad(self, state: State) -> jax.Array | None:
         """Leading dims for the mesh's axes."""
