@@ -124,7 +124,8 @@ class Kernels:
         elif self.attention == "auto":
             attention = "attention splash where 128 divides the sequence, else plain"
         by_device = self.matmul in ("auto", "float8")
-        if dispatch == "capacity":
+        in_eight_bits = self.matmul == "float8" and platform == "gpu" and on_this_gpu(dtype) == "hopper"
+        if dispatch == "capacity" and not in_eight_bits:
             experts = "experts one batched product"
         elif by_device and platform == "gpu":
             row = on_this_gpu(dtype)

@@ -8,6 +8,8 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from dualpipe_jax.parallel import mosaic
+
 NEW = hasattr(plgpu, "force_gpu_interpret_mode")
 """Whether it is the public one, of jax 0.11 or later."""
 
@@ -31,6 +33,13 @@ def interpreted(races: bool = False):
     params = internal.InterpretGPUParams(out_of_bounds_reads="uninitialized")
     with internal.force_gpu_interpret_mode(params), _transposed_views(), _sums():
         yield
+
+
+def simulated(function, *args, races=False):
+    """What a function of arrays gives, jitted, in such a context; see ``interpreted``."""
+    with interpreted(races):
+        # A jitted function returns before its kernels have run, and the context must hold until they have.
+        return jax.block_until_ready(jax.jit(function)(*args))
 
 
 class _Transposed(tuple):
@@ -63,7 +72,8 @@ def _transposed_views():
 
 @contextlib.contextmanager
 def _sums():
-    """Copies to memory that add to what is there, and layouts of registers, which no simulator knows yet."""
+    """What no simulator knew yet: copies to memory that add to what is there, layouts of registers, and global memory
+    that is read into them."""
     from jax._src.pallas.mosaic.interpret import utils
     from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
 
@@ -89,6 +99,7 @@ def _sums():
     with (
         mock.patch.object(gpu_callbacks, "copy_smem_to_gmem", copy_or_add),
         mock.patch.object(plgpu, "layout_cast", lambda array, layout: array),
+        mock.patch.object(mosaic, "loaded", lambda ref: ref[...]),
     ):
         yield
 

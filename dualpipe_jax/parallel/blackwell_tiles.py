@@ -128,11 +128,11 @@ def _write(slots: Slots, walked: Walked) -> None:
 
     def write_tile(tile: Any, done: Array, tiles: Array) -> None:
         def write_half(half: int) -> None:
-            def columns(first: int, columns: int) -> Array:
-                ref = _columns(slots, tiles, half * LANES + first, columns)
-                return plgpu.async_load_tmem(ref, layout=plgpu.Layout.TCGEN05)
+            def put(ref: Any, column: int) -> None:
+                columns = _columns(slots, tiles, half * LANES + column, ref.shape[1])
+                ref[...] = plgpu.async_load_tmem(columns, layout=plgpu.Layout.TCGEN05).astype(ref.dtype)
 
-            walked.write(tile, half, columns)
+            walked.write(tile, half, put)
 
         @pl.when(tile.steps > 0)
         def _() -> None:

@@ -15,18 +15,21 @@ Scales are powers of two, so a rounded number times its scale is exact in bfloat
 are exact in float32. So the sum over blocks of the blocks' products times two scales is one ordinary product of what
 was rounded and decoded, up to the order of float32's sums. That is what runs here, by the same programs as any other
 product of experts, on any device. The numbers are V3's, the speed is at best that of bfloat16: rounding comes on top of
-it. What is saved is memory: the inputs of the weights' gradient wait in eight bits.
+it. What is saved is memory: the inputs of the weights' gradient wait in eight bits. A Hopper multiplies in eight bits
+what the forward and the gradient of the input multiply, see ``mosaic.scaled_product``.
 
 Shape suffixes: those of ``expert_groups``; M rows of an equal group.
 """
 
 import functools
+import math
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 
+from dualpipe_jax.parallel import mosaic
 from dualpipe_jax.parallel.expert_groups import Kernel, multiply_groups
 from dualpipe_jax.parallel.float8 import TILE, Tiled, dequantize, quantize
 from dualpipe_jax.varying import vary_alike
@@ -51,7 +54,8 @@ def float8_matmul(
       w_GDF: one matrix per group, of the rows' dtype.
       group_sizes_G: int32, rows of each group; the sum must not exceed R.
       kernel, gradient, interpret: see ``multiply_groups``. Numbers of 16 bits are given to it in bfloat16, others in
-        their own dtype.
+        their own dtype; but "hopper" multiplies those of 16 bits in e4m3, rows of equal groups too, except for the
+        matrices' gradient.
 
     Returns:
       [G, M, F] or [R, F] of the rows' dtype; zeros past the last group. The gradients are products of e4m3, too. For
@@ -85,8 +89,11 @@ def _matmul(how: _How, rows: Array, w_GDF: Array, sizes_G: Array | None) -> Arra
 
 def _matmul_fwd(how: _How, rows: Array, w_GDF: Array, sizes_G: Array | None):
     rows8, w8 = quantize(_in_groups(rows, sizes_G), _ROW), quantize(w_GDF, _SQUARE)
-    exact = _exact(rows.dtype)
-    y = _ordinary(how, sizes_G, dequantize(rows8, _ROW, exact), dequantize(w8, _SQUARE, exact))
+    if _multiplies(how, rows.dtype):
+        y = _scaled(how, sizes_G, rows8, Tiled(*(part.swapaxes(1, 2) for part in w8)), rows.dtype)
+    else:
+        exact = _exact(rows.dtype)
+        y = _ordinary(how, sizes_G, dequantize(rows8, _ROW, exact), dequantize(w8, _SQUARE, exact))
     return y.astype(rows.dtype), (rows8, w8, sizes_G)
 
 
@@ -96,7 +103,11 @@ def _matmul_bwd(how: _How, saved: tuple[Tiled, Tiled, Array | None], dy: Array):
     by_columns = _rounded(dequantize(rows8, _ROW, exact), _COLUMN, exact)
     _, pull = jax.vjp(functools.partial(_ordinary, how, sizes_G), by_columns, dequantize(w8, _SQUARE, exact))
     # Each gradient takes other tiles of dy; the other one that it comes with is never computed.
-    d_rows, d_w = pull(_rounded(dy, _ROW, exact))[0], pull(_rounded(dy, _COLUMN, exact))[1]
+    d_w = pull(_rounded(dy, _COLUMN, exact))[1]
+    if _multiplies(how, dy.dtype):
+        d_rows = _scaled(how, sizes_G, quantize(dy, _ROW), w8, dy.dtype)
+    else:
+        d_rows = pull(_rounded(dy, _ROW, exact))[0]
     return d_rows.astype(dy.dtype), d_w.astype(dy.dtype), None
 
 
@@ -114,6 +125,21 @@ def _in_groups(rows: Array, sizes_G: Array | None) -> Array:
 def _ordinary(how: _How, sizes_G: Array | None, rows: Array, w_GDF: Array) -> Array:
     kernel, gradient, interpret = how
     return multiply_groups(rows, w_GDF, sizes_G, kernel=kernel, gradient=gradient, interpret=interpret)
+
+
+def _multiplies(how: _How, dtype: Any) -> bool:
+    """Whether the kernel multiplies numbers in eight bits as they are."""
+    return how[0] == "hopper" and mosaic.takes(dtype)
+
+
+def _scaled(how: _How, sizes_G: Array | None, rows8: Tiled, w8_GFD: Tiled, dtype: Any) -> Array:
+    """Rows by transposed matrices, which lie as tensor cores read eight bits."""
+    rows, groups = rows8.values.shape[:-1], len(w8_GFD.values)
+    if sizes_G is None:
+        sizes_G = jnp.full(groups, math.prod(rows) // groups, jnp.int32)
+    merged = Tiled(*(part.reshape(-1, part.shape[-1]) for part in rows8))
+    merged, w8_GFD, sizes_G = vary_alike((merged, w8_GFD, sizes_G))
+    return mosaic.scaled_product(merged, w8_GFD, sizes_G, dtype, emulate=how[2]).reshape(*rows, -1)
 
 
 def _rounded(x: Array, tile: tuple[int, int], dtype: Any) -> Array:

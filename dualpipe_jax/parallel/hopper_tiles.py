@@ -6,12 +6,14 @@ Each sums its half in its registers, and writes it before it goes on to the next
 import functools
 from typing import Any
 
+import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental import pallas as pl
 
 from dualpipe_jax.parallel.tiles import (
     HALVES,
     LANES,
+    ROWS,
     Blocks,
     Slots,
     Walked,
@@ -27,8 +29,9 @@ SMS = 132
 
 _LOADS = HALVES
 """The warpgroup that loads; those before it multiply."""
-_TO_LOAD, _TO_MULTIPLY = 40, 232
-"""Registers of a thread: one that starts copies needs few, and the others get what it leaves."""
+_REGISTERS, _REGISTERS_SCALED = (40, 232), (72, 216)
+"""Of a thread that starts copies, which needs few, and of one that multiplies, which gets what that leaves. Sums of
+numbers in eight bits need fewer: with these ptxas spills none for the widths of DeepSeek-V3."""
 
 
 def warpgroups(masks: bool) -> int:
@@ -51,42 +54,89 @@ def walk(slots: Slots, walked: Walked) -> None:
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
     own = lax.axis_index("warpgroup")
+    add_up, registers = (_sum, _REGISTERS) if walked.scales is None else (_scaled_sums, _REGISTERS_SCALED)
 
     @pl.when(own == _LOADS)
     def _() -> None:
-        plgpu.set_max_registers(_TO_LOAD, action="decrease")
+        plgpu.set_max_registers(registers[0], action="decrease")
         load_tiles(slots, walked)
 
     @pl.when(own < HALVES)
     def _() -> None:
-        plgpu.set_max_registers(_TO_MULTIPLY, action="increase")
+        plgpu.set_max_registers(registers[1], action="increase")
 
-        def make_tile(tile: Any, done: Array, tiles: Array) -> None:
-            def give_back(step: Array) -> None:
-                plgpu.barrier_arrive(slots.taken.at[slot_of(slots, done + step)])
+        def make_tile(tile: Any, done: Array, _: Array) -> None:
+            sums = add_up(slots, walked, tile, done, own)
 
-            def add_up(sum_ref: Any) -> Array:
-                def one_step(step: Array, _: None) -> None:
-                    slot = slot_of(slots, done + step)
-                    plgpu.barrier_wait(slots.arrived.at[slot])
-                    if walked.inside is not None:
-                        _mask(slots, slot, own, *walked.inside(tile, step))
-                    plgpu.wgmma(sum_ref, *walked.operands(slot, slots.right.at[slot, own]))
-                    plgpu.wgmma_wait(1)  # for the product before this one: so its slot is free
-                    pl.when(step > 0)(functools.partial(give_back, step - 1))
+            def put(ref: Any, column: int) -> None:
+                for first, rows in zip(range(0, LANES, LANES // len(sums)), sums, strict=True):
+                    columns = rows[:, column : column + ref.shape[1]]
+                    ref[first : first + len(rows)] = columns.astype(ref.dtype)
 
-                lax.fori_loop(0, tile.steps, one_step, None)
-                return sum_ref[...]
-
-            made = pl.run_scoped(add_up, plgpu.ACC((LANES, LANES)))
-
-            @pl.when(tile.steps > 0)
-            def _() -> None:
-                give_back(tile.steps - 1)
-                walked.write(tile, own, lambda column, columns: made[:, column : column + columns])
+            pl.when(tile.steps > 0)(lambda: walked.write(tile, own, put))
 
         on_tiles(walked, make_tile)
         plgpu.wait_smem_to_gmem(0)
+
+
+def _sum(slots: Slots, walked: Walked, tile: Any, done: Array, own: Array) -> list[Array]:
+    """A half of a tile: while one step's products are made, the next one's are asked for."""
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    def give_back(step: Array) -> None:
+        plgpu.barrier_arrive(slots.taken.at[slot_of(slots, done + step)])
+
+    def add_up(sum_ref: Any) -> Array:
+        def one_step(step: Array, _: None) -> None:
+            slot = slot_of(slots, done + step)
+            plgpu.barrier_wait(slots.arrived.at[slot])
+            if walked.inside is not None:
+                _mask(slots, slot, own, *walked.inside(tile, step))
+            plgpu.wgmma(sum_ref, *walked.operands(slot, slots.right.at[slot, own]))
+            plgpu.wgmma_wait(1)  # for the product before this one: so its slot is free
+            pl.when(step > 0)(functools.partial(give_back, step - 1))
+
+        lax.fori_loop(0, tile.steps, one_step, None)
+        return sum_ref[...]
+
+    made = pl.run_scoped(add_up, plgpu.ACC((LANES, LANES)))
+    pl.when(tile.steps > 0)(functools.partial(give_back, tile.steps - 1))
+    return [made]
+
+
+def _scaled_sums(slots: Slots, walked: Walked, tile: Any, done: Array, own: Array) -> list[Array]:
+    """A half of a tile of numbers in eight bits, in two parts of ``ROWS`` rows.
+
+    Each step's products are summed apart and then scaled, for which there are registers for one part at a time; the
+    other warpgroup multiplies meanwhile.
+    """
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    find_scales, shape = walked.scales, (ROWS, LANES)
+    assert find_scales is not None
+    places = range(0, LANES, ROWS)
+
+    def one_step(step: Array, sums: tuple[Array, ...]) -> tuple[Array, ...]:
+        slot = slot_of(slots, done + step)
+        scales = find_scales(tile, step, own)  # on their way while the blocks arrive
+        plgpu.barrier_wait(slots.arrived.at[slot])
+        left, right = walked.operands(slot, slots.right.at[slot, own])
+
+        def more(before: Array, first: int, scales: Array) -> Array:
+            def multiply(sum_ref: Any) -> Array:
+                plgpu.wgmma(sum_ref, left.at[pl.ds(first, ROWS)], right)
+                return sum_ref[...]
+
+            made = pl.run_scoped(multiply, plgpu.ACC(shape))
+            own_scales = plgpu.layout_cast(scales, plgpu.Layout.WGMMA.reduce(1))
+            return before + made * lax.broadcast_in_dim(own_scales, shape, (0,))
+
+        sums = tuple(more(*given) for given in zip(sums, places, scales, strict=True))
+        plgpu.barrier_arrive(slots.taken.at[slot])
+        return sums
+
+    zeros = plgpu.layout_cast(jnp.zeros(shape, jnp.float32), plgpu.Layout.WGMMA)
+    return list(lax.fori_loop(0, tile.steps, one_step, (zeros,) * len(places)))
 
 
 def _mask(slots: Slots, slot: Array, half: Array, first: Array, past: Array) -> None:

@@ -21,9 +21,22 @@ from jax.experimental import pallas as pl
 
 from dualpipe_jax.gradient_sum import gradient_sum
 from dualpipe_jax.parallel import blackwell_tiles, hopper_tiles, mosaic_emulated
+from dualpipe_jax.parallel.float8 import TILE, Tiled, dequantize
 from dualpipe_jax.parallel.group_rows import filled, starts, walks
 from dualpipe_jax.parallel.kernel_cost import once
-from dualpipe_jax.parallel.tiles import HALVES, LANES, ROWS, Blocks, Slots, Tiles, Walked, run, transposed
+from dualpipe_jax.parallel.tiles import (
+    BYTES,
+    HALVES,
+    LANES,
+    ROWS,
+    Blocks,
+    Slots,
+    Tiles,
+    Walked,
+    loaded,
+    run,
+    transposed,
+)
 
 TILES: Mapping[str, Tiles] = {"hopper": hopper_tiles, "blackwell": blackwell_tiles}
 """How the GPUs make tiles, by the name of the kernel in ``expert_groups``."""
@@ -92,8 +105,44 @@ def product(
         else:
             y_RF = once(_of_many, cost, x_RD, w_GDF, sizes_G, tiles=tiles, transpose=transpose)
         y_RF = y_RF[:rows, :width]
-    # Rows of no group are not written: what is there may be anything.
-    filled_R = jnp.arange(rows, dtype=jnp.int32) < starts(sizes_G)[-1] + sizes_G[-1]
+    return _filled(y_RF, sizes_G)
+
+
+def scaled_product(
+    x8_RD: Tiled, w8_GFD: Tiled, sizes_G: Array, dtype: Any, *, emulate: bool = False
+) -> Array:
+    """Multiply each group's rows by its transposed matrix, both in eight bits, on a Hopper.
+
+    The tensor cores sum the products of 128 numbers each, in fewer bits than float32 has (DeepSeek-V3's report, section
+    3.3.2, has about 14); these sums, times their two scales, are added up in float32.
+
+    Args:
+      x8_RD: in tiles of 1 x 128.
+      w8_GFD: in tiles of 128 x 128.
+      sizes_G: int32.
+      dtype: of the result, of 16 bits.
+      emulate: compute the same in plain JAX.
+
+    Returns:
+      [R, F]; zeros past the last group.
+    """
+    rows, width = x8_RD.values.shape[0], w8_GFD.values.shape[1]
+    x_RD, w_GFD = _rows(x8_RD.values), w8_GFD.values
+    w_GFD = _padded(w_GFD, (0, -w_GFD.shape[1] % LANES, -w_GFD.shape[2] % LANES))
+    if emulate:
+        decoded = (dequantize(x8_RD, (1, TILE), jnp.float32), dequantize(w8_GFD, (TILE, TILE), jnp.float32))
+        y_RF = mosaic_emulated.product(*decoded, sizes_G, transpose=True).astype(dtype)
+    else:
+        scales_KR = _padded(x8_RD.scales.T, (0, -(-len(x_RD) // LANES) * LANES - rows))
+        given = x_RD, w_GFD, sizes_G, scales_KR, w8_GFD.scales
+        cost = _cost(x_RD, width, w_GFD.size + len(x_RD) * width * jnp.dtype(dtype).itemsize)
+        y_RF = once(_of_many, cost, *given, tiles=hopper_tiles, transpose=True, dtype=jnp.dtype(dtype))
+    return _filled(y_RF[:rows, :width], sizes_G)
+
+
+def _filled(y_RF: Array, sizes_G: Array) -> Array:
+    """Rows of no group are not written: what is there may be anything."""
+    filled_R = jnp.arange(len(y_RF), dtype=jnp.int32) < starts(sizes_G)[-1] + sizes_G[-1]
     return jnp.where(filled_R[:, None], y_RF, 0)
 
 
@@ -172,15 +221,22 @@ def _of_many(
     x_RD: Array,
     w_GDF: Array,
     sizes_G: Array,
+    *scales: Array,
     tiles: Tiles,
     transpose: bool = False,
+    dtype: Any = None,
     walk: Walk | None = None,
 ) -> Array:
-    """The product of groups of many rows; a block of rows in which groups meet is walked once for each."""
+    """The product of groups of many rows; a block of rows in which groups meet is walked once for each.
+
+    In eight bits ``scales`` are those of rows [K, R] and of matrices [G, F / LANES, K], of K blocks of D, and ``dtype``
+    is the result's.
+    """
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
     R, D = x_RD.shape
     F = w_GDF.shape[1 if transpose else 2]
+    dtype, at_once = dtype or x_RD.dtype, BYTES // x_RD.dtype.itemsize
     walk = walk or (TRANSPOSED if transpose else MATRIX)
     table = walks(sizes_G, LANES, R)
     grid = len(table[0]), pl.cdiv(F, HALVES * LANES)
@@ -192,19 +248,20 @@ def _of_many(
         ends_ref: Any,
         x_ref: Any,
         w_ref: Any,
-        y_ref: Any,
-        slots: Slots,
+        *refs: Any,
     ) -> None:
+        *scale_refs, y_ref, slots = refs
+
         def find(index: Array) -> _OfRows:
             place, columns = plgpu.planar_snake(index, grid, 1, walk.snake)
             before = blocks_ref[place] * LANES
             first = jnp.maximum(starts_ref[place] - before, 0)
             rows = jnp.minimum(ends_ref[place] - before, LANES) - first
-            steps = jnp.where(rows > 0, jnp.int32(D // ROWS), jnp.int32(0))
+            steps = jnp.where(rows > 0, jnp.int32(D // at_once), jnp.int32(0))
             return _OfRows(groups_ref[place], before, first, rows, columns, steps)
 
         def load(tile: _OfRows, step: Array, slot: Array) -> None:
-            summed, arrived = pl.ds(step * ROWS, ROWS), slots.arrived.at[slot]
+            summed, arrived = pl.ds(step * at_once, at_once), slots.arrived.at[slot]
             plgpu.copy_gmem_to_smem(x_ref.at[pl.ds(tile.before, LANES), summed], slots.left.at[slot], arrived)
             for column, columns, block in slots.right_blocks(slot):
                 own = pl.ds(tile.columns * HALVES * LANES + column, columns)
@@ -214,7 +271,14 @@ def _of_many(
         def operands(slot: Array, w_block: Any) -> tuple[Any, Any]:
             return slots.left.at[slot], transposed(w_block) if transpose else w_block
 
-        def write(tile: _OfRows, half: Any, made: Callable[[int, int], Array]) -> None:
+        def find_scales(tile: _OfRows, step: Array, half: Array) -> list[Array]:
+            of_rows_ref, of_matrices_ref = scale_refs
+            own = jnp.minimum(HALVES * tile.columns + half, F // LANES - 1)
+            of_matrix = of_matrices_ref[tile.group, own, step]
+            first_rows = [tile.before + first for first in range(0, LANES, ROWS)]
+            return [loaded(of_rows_ref.at[step, pl.ds(row, ROWS)]) * of_matrix for row in first_rows]
+
+        def write(tile: _OfRows, half: Any, put: Callable[[Any, int], None]) -> None:
             own = HALVES * tile.columns + half
             piece_ref = slots.result.at[half]
 
@@ -222,23 +286,23 @@ def _of_many(
             def _() -> None:
                 for column in range(0, LANES, _PIECE):
                     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-                    piece_ref[...] = made(column, _PIECE).astype(x_RD.dtype)
+                    put(piece_ref, column)
                     plgpu.commit_smem()
                     _copy_rows(piece_ref, y_ref, tile.before, own * LANES + column, tile.first, tile.rows)
 
-        tiles.walk(slots, Walked(grid[0] * grid[1], find, load, operands, write))
+        by = find_scales if scales else None
+        tiles.walk(slots, Walked(grid[0] * grid[1], find, load, operands, write, scales=by))
 
     blocks = Blocks(
         walk.stages,
         x_RD.dtype,
-        left=(LANES, ROWS),
-        right=(LANES, ROWS) if transpose else (ROWS, LANES),
-        result=jax.ShapeDtypeStruct((LANES, _PIECE), x_RD.dtype),
+        left=(LANES, at_once),
+        right=(LANES, at_once) if transpose else (at_once, LANES),
+        result=jax.ShapeDtypeStruct((LANES, _PIECE), dtype),
     )
-    slots = tiles.slots(blocks)
-    made = jax.ShapeDtypeStruct((R, F), x_RD.dtype)
-    warpgroups = tiles.warpgroups(masks=False)
-    return run(of_many, made, *table, x_RD, w_GDF, sms=tiles.SMS, scratch=[slots], warpgroups=warpgroups)
+    given = *table, x_RD, w_GDF, *scales
+    made, warpgroups = jax.ShapeDtypeStruct((R, F), dtype), tiles.warpgroups(masks=False)
+    return run(of_many, made, *given, sms=tiles.SMS, scratch=[tiles.slots(blocks)], warpgroups=warpgroups)
 
 
 def _of_few(x_RD: Array, w_GDF: Array, sizes_G: Array) -> Array:
@@ -376,7 +440,7 @@ def _gradient(
             before = (tile.block + step) * ROWS
             return tile.start - before, tile.end - before
 
-        def write(tile: _OfMatrix, half: Any, made: Callable[[int, int], Array]) -> None:
+        def write(tile: _OfMatrix, half: Any, put: Callable[[Any, int], None]) -> None:
             own = HALVES * tile.columns + half
             piece_ref = slots.result.at[half]
 
@@ -384,7 +448,7 @@ def _gradient(
             def _() -> None:
                 for column in range(0, LANES, _PIECE):
                     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-                    piece_ref[...] = made(column, _PIECE)
+                    put(piece_ref, column)
                     plgpu.commit_smem()
                     where = tile.group, pl.ds(tile.d * LANES, LANES), pl.ds(own * LANES + column, _PIECE)
                     plgpu.copy_smem_to_gmem(piece_ref, dw_ref.at[where], reduction_op="add")

@@ -7,6 +7,7 @@ multiplied differs by GPU: see ``hopper_tiles`` and ``blackwell_tiles``.
 """
 
 import functools
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
@@ -18,7 +19,9 @@ from jax.experimental import pallas as pl
 LANES = 128
 """Half of a tile has so many rows and columns."""
 ROWS = 64
-"""Rows that a gradient's kernel multiplies at once, and numbers of a row that a product's does: 128 bytes."""
+"""Rows that a gradient's kernel multiplies at once."""
+BYTES = 128
+"""Of a row, what a product's kernel multiplies at once."""
 HALVES = 2
 """Halves of a tile's columns."""
 
@@ -90,19 +93,22 @@ class Walked(NamedTuple):
       find: gives a tile by its number; its ``steps``, int32, are how many blocks are multiplied for it, 0 if it is
         passed over.
       load: starts the copies of a tile's step into a slot.
-      operands: the left side that lies in a slot, [LANES, ROWS], and a block of the right side as it is multiplied,
-        [ROWS, columns].
-      write: starts the copies of a tile's half to where its result belongs. It is given a function that has columns of
-        that half, float32 [LANES, columns], from one column on.
+      operands: the left side that lies in a slot, [LANES, numbers], and a block of the right side as it is multiplied,
+        [numbers, columns].
+      write: starts the copies of a tile's half to where its result belongs. It is given a function that puts columns of
+        that half, from one column on, into a block of shared memory, [LANES, columns], in its dtype.
       inside: of a kernel that sums over rows: the first of a step's rows that is the tile's, and the one past its last.
+      scales: of a kernel of numbers in eight bits: what a step's products of a tile's half are multiplied by, float32
+        [ROWS] for each ``ROWS`` of its rows.
     """
 
     number: int
     find: Callable[[Array], Any]
     load: Callable[[Any, Array, Array], None]
     operands: Callable[[Array, Any], tuple[Any, Any]]
-    write: Callable[[Any, Any, Callable[[int, int], Array]], None]
+    write: Callable[[Any, Any, Callable[[Any, int], None]], None]
     inside: Callable[[Any, Array], tuple[Array, Array]] | None = None
+    scales: Callable[[Any, Array, Array], list[Array]] | None = None
 
 
 class Tiles(Protocol):
@@ -225,3 +231,11 @@ def transposed(ref: Any) -> Any:
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
     return plgpu.transpose_ref(ref, (1, 0))
+
+
+def loaded(ref: Any) -> Array:
+    """What lies in a piece of global memory, in registers; jax 0.11 no longer takes an index."""
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    index = [(...,)] if "idx" in inspect.signature(plgpu.load).parameters else []
+    return plgpu.load(ref, *index, optimized=False)

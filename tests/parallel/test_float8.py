@@ -312,6 +312,16 @@ def test_three_products_of_equal_groups(kernel, middle):
     close(jitted(*given, kernel=kernel), equal_by_loops(*given), equal_by_loops(*map(np.abs, given)))
 
 
+@pytest.mark.parametrize("middle", [(140,), (2, 70)])
+def test_a_hopper_takes_equal_groups_as_rows_of_one_array(middle):
+    """Its kernel in eight bits, in plain JAX."""
+    given = [jnp.asarray(a, jnp.bfloat16) for a in operands(MATRICES * 140)]
+    given[0], given[2] = (a.reshape(MATRICES, *middle, a.shape[-1]) for a in (given[0], given[2]))
+    wide = [np.asarray(a, np.float32) for a in given]
+    found = jitted(*given, kernel="hopper", interpret=True)
+    close(found, equal_by_loops(*wide), equal_by_loops(*map(np.abs, wide)), ROUNDED)
+
+
 @pytest.mark.thin(3)
 @pytest.mark.parametrize("sizes", SIZES)
 def test_three_products_of_unequal_groups(sizes):

@@ -10,17 +10,20 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import pytest
 
 from dualpipe_jax.inspect.target import MissingCompiler, Target
 from dualpipe_jax.parallel import blackwell_tiles, hopper_tiles, mosaic, triton
 from dualpipe_jax.parallel.expert_groups import grouped_matmul
+from dualpipe_jax.parallel.float8 import Tiled
+from dualpipe_jax.parallel.float8_matmul import float8_matmul
 from dualpipe_jax.parallel.group_rows import filled
 from dualpipe_jax.split import split_backward
 from tests.jaxprs import named
 from tests.parallel.test_expert_groups import by_groups, gradients_by_groups
-from tests.simulated_gpu import NEW, interpreted
+from tests.simulated_gpu import NEW, simulated
 
 CASES = {
     "as they are": (256, 128, 256, (100, 28, 128)),
@@ -85,8 +88,7 @@ def test_the_kernel_of_few_rows_multiplies_each_group_by_its_own_matrix(rows, si
     x, w, _, sizes_G = arrays(rows, 128, 256, sizes)
     filled = np.asarray(sizes) > 0
     w = jnp.where(filled[:, None, None], w, jnp.nan)
-    with interpreted(races=True):
-        got = jax.jit(lambda *given: mosaic._of_few(*given))(x, w, sizes_G)
+    got = simulated(lambda *given: mosaic._of_few(*given), x, w, sizes_G, races=True)
     wanted = by_groups(np.asarray(x, np.float64), np.asarray(w, np.float64), np.asarray(sizes))
     count = sum(sizes)
     np.testing.assert_allclose(np.asarray(got, np.float64)[:count], wanted[:count], rtol=2**-7, atol=0.05)
@@ -110,12 +112,55 @@ def test_the_kernel_of_many_rows_multiplies_each_group_by_its_own_matrix(
     monkeypatch.setattr(mosaic.TILES[kernel], "SMS", 2)
     x, w, dy, sizes_G = arrays(rows, 384, 384, sizes)
     run = functools.partial(mosaic._of_many, tiles=mosaic.TILES[kernel], transpose=transpose)
-    with interpreted(races=True):
-        got = jax.jit(run)(dy if transpose else x, w, sizes_G)
+    got = simulated(run, dy if transpose else x, w, sizes_G, races=True)
     given, matrices = (np.asarray(a, np.float64) for a in (dy if transpose else x, w))
     wanted = by_groups(given, matrices.swapaxes(1, 2) if transpose else matrices, np.asarray(sizes))
     count = sum(sizes)
     np.testing.assert_allclose(np.asarray(got, np.float64)[:count], wanted[:count], rtol=2**-7, atol=0.05)
+
+
+@pytest.mark.parametrize(
+    "rows, width, sizes", [(256, 384, (100, 0, 28, 127)), (200, 256, (0, 130)), (128, 128, (0, 0))]
+)
+def test_the_kernel_of_eight_bits_scales_what_each_128_numbers_give(rows, width, sizes, monkeypatch):
+    """Five blocks of 128 are more than there are slots. What it reads past the groups is NaN in part."""
+    monkeypatch.setattr(hopper_tiles, "SMS", 2)
+    rng = np.random.default_rng(0)
+    shapes = (rows, 640), (len(sizes), width, 640)
+    x, w = (np.asarray(rng.normal(size=shape), ml_dtypes.float8_e4m3fn) for shape in shapes)
+    x[sum(sizes) :: 3] = np.nan
+    scales = (rows, 5), (len(sizes), width // 128, 5)
+    x_scales, w_scales = (np.exp2(rng.integers(-9, 9, shape)).astype(np.float32) for shape in scales)
+    given = Tiled(x, x_scales), Tiled(w, w_scales), jnp.asarray(sizes, jnp.int32)
+    got = simulated(functools.partial(mosaic.scaled_product, dtype=jnp.bfloat16), *given, races=True)
+    assert got.dtype == jnp.bfloat16
+    wanted, largest = np.zeros((rows, width)), np.zeros((rows, width))
+    for group, (end, size) in enumerate(zip(np.cumsum(sizes), sizes, strict=True)):
+        mine = slice(end - size, end)
+        for k in range(5):
+            block = slice(128 * k, 128 * (k + 1))
+            left = x[mine, block].astype(np.float64) * x_scales[mine, k, None]
+            right = w[group, :, block].astype(np.float64) * np.repeat(w_scales[group, :, k], 128)[:, None]
+            wanted[mine] += left @ right.T
+            largest[mine] += np.abs(left) @ np.abs(right).T
+    assert np.all(np.abs(np.asarray(got, np.float64) - wanted) <= 2**-8 * np.abs(wanted) + 1e-6 * largest)
+
+
+def test_a_hopper_multiplies_in_eight_bits_forward_and_for_rows():
+    """Equal groups, too; the matrices' gradient alone is a product of 16 bits."""
+    types = (
+        jax.ShapeDtypeStruct((2, 256, 512), jnp.bfloat16),
+        jax.ShapeDtypeStruct((2, 128, 256), jnp.bfloat16),
+    )
+    plan = split_backward(lambda w, x: float8_matmul(x, w, kernel="hopper")).trace(*types)
+
+    def calls(part):
+        kernels = [node for node in getattr(plan.programs, part).equations if node.flops]
+        return [(node.outputs[0].shape, str(node.inputs[4].dtype)) for node in kernels]
+
+    assert calls("forward") == [((256, 512), "float8_e4m3fn")]
+    assert calls("input") == [((256, 256), "float8_e4m3fn")]
+    assert plan.flops[2] == plan.flops[3] == plan.flops[0] == 2 * 256 * 256 * 512
 
 
 @pytest.mark.parametrize("kernel", SIMULATED)
@@ -125,8 +170,7 @@ def test_the_kernel_of_gradients_adds_to_the_sum_so_far(rows, sizes, kernel, mon
     monkeypatch.setattr(mosaic.TILES[kernel], "SMS", 2)
     x, _, dy, sizes_G = arrays(rows, 128, 384, sizes)
     so_far = jnp.asarray(np.random.default_rng(1).normal(size=(len(sizes), 128, 384)), jnp.float32)
-    with interpreted(races=True):
-        got = jax.jit(functools.partial(mosaic.added, mosaic.TILES[kernel]))(x, dy, sizes_G, so_far)
+    got = simulated(functools.partial(mosaic.added, mosaic.TILES[kernel]), x, dy, sizes_G, so_far, races=True)
     ends = np.cumsum(sizes)
     for group, (end, size) in enumerate(zip(ends, sizes, strict=True)):
         mine = slice(end - size, end)

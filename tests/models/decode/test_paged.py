@@ -19,7 +19,7 @@ from models.decode import Rows, decoder, experts, init_cache, paged
 from models.decode.programs import in_halves, on_mesh, whole
 from models.lazy import lazily
 from tests.models.decode.small_models import QUICK, random_params, small
-from tests.simulated_gpu import interpreted
+from tests.simulated_gpu import interpreted, simulated
 
 SCALE = 0.1
 CASES = {
@@ -78,8 +78,7 @@ def by_kernel(q, cache, tables, used, new, latent, layer):
 def test_it_hears_what_is_cached_and_the_new_tokens_up_to_its_own(case):
     given = arrays(*CASES[case])
     latent = CASES[case][0][3]
-    with interpreted():
-        found = jax.jit(functools.partial(by_kernel, *given, latent, 1))()
+    found = simulated(functools.partial(by_kernel, *given, latent, 1))
     assert found.dtype == jnp.bfloat16
     np.testing.assert_allclose(
         np.asarray(found, np.float64), by_numpy(*given, latent, 1), rtol=2**-6, atol=0.01
