@@ -9,15 +9,27 @@ import threading
 
 import pytest
 
-from dualpipe_jax.command import answers, clock, planning
+from dualpipe_jax.command import answers, clock
 from dualpipe_jax.command import plan as plan_command
-from dualpipe_jax.command.answers import Answers
 from dualpipe_jax.command.options import CommandError, Died
 from dualpipe_jax.pods import planner
 from dualpipe_jax.pods.bounds import MARGIN, Bounds, Cut, Least
 from dualpipe_jax.pods.results import Unit
 from dualpipe_jax.schedule import CostModel, Op, dualpipe, simulate
-from tests.pods.test_planner import BASE, CYCLES, GIB, PRODUCTS, SIZES, TARGET, answer, keyed, layered, wanted
+from tests.pods.test_planner import (
+    BASE,
+    CYCLES,
+    GIB,
+    PRODUCTS,
+    SIZES,
+    TARGET,
+    answer,
+    asking,
+    explored,
+    keyed,
+    layered,
+    wanted,
+)
 
 CLOCK = 1.5e9
 
@@ -33,6 +45,11 @@ def counted(schedule="one_f_one_b", **more):
 
 def units(cycles):
     return keyed({name: Unit(each, each, None, 0.0, 0) for name, each in cycles.items()})
+
+
+def products(work):
+    """Those of a stage that has so many times as much to multiply."""
+    return units({op: work * cycles for op, cycles in PRODUCTS.items()})
 
 
 def test_the_least_step_by_hand():
@@ -178,9 +195,7 @@ def test_what_keeps_no_less_than_what_does_not_fit_is_not_counted():
         huge = plan.remat != "all" or plan.microbatch_size > 4
         return answer(plan, compile, fixed=(99 if huge else 2) * GIB)
 
-    search = planning.Search(Answers(str(TARGET), None, None))
-    search.answers.ask = ask
-    search.explore(wanted(remats=planner.REMATS, per_device=(1, 2), schedules=("1f1b",)))
+    search = explored(ask, remats=planner.REMATS, per_device=(1, 2), schedules=("1f1b",))
     count = [
         (size, remat)
         for size, remat, shard, compile in asked
@@ -214,12 +229,9 @@ def test_of_bounds_that_are_nearly_equal_what_keeps_least_goes_first():
             if compile == "units":
                 compiled.append(plan.remat)
             work = more if plan.remat == "all" else 1.0
-            found = {op: work * cycles for op, cycles in PRODUCTS.items()}
-            return dataclasses.replace(answer(plan, compile), products=units(found))
+            return dataclasses.replace(answer(plan, compile), products=products(work))
 
-        search = planning.Search(Answers(str(TARGET), None, None))
-        search.answers.ask = ask
-        search.explore(wanted(schedules=("1f1b",), remats=("none", "all")))
+        explored(ask, schedules=("1f1b",), remats=("none", "all"))
         assert compiled[0] == first
 
 
@@ -241,9 +253,7 @@ def test_what_has_room_to_spare_goes_first_until_something_was_compiled(refused)
         )
         return dataclasses.replace(found, products=units(products))
 
-    search = planning.Search(Answers(str(TARGET), None, None))
-    search.answers.ask = ask
-    search.explore(wanted(schedules=("zb_h1",), remats=("none", "all"), stashes=(1,)))
+    search = explored(ask, schedules=("zb_h1",), remats=("none", "all"), stashes=(1,))
     assert compiled[:2] == ["all", "none"]
     assert planner.ranked(search.choices)[0].plan.remat == ("all" if refused else "none")
 
@@ -263,9 +273,7 @@ def test_what_a_program_needed_beyond_what_was_counted_is_expected_of_others(bey
         cycles = {op: 2.0 * products[op] for op in planner.units_of(planner.schedule_of(plan))}
         return dataclasses.replace(answer(plan, compile, cycles=cycles, **sizes), products=units(products))
 
-    search = planning.Search(Answers(str(TARGET), None, None))
-    search.answers.ask = ask
-    search.explore(wanted(schedules=("zb_h1",), remats=tuple(counted), stashes=(1,), shards=("nothing",)))
+    explored(ask, schedules=("zb_h1",), remats=tuple(counted), stashes=(1,), shards=("nothing",))
     assert compiled == order
 
 
@@ -284,13 +292,9 @@ def test_of_cases_that_keep_as_much_the_one_of_shortest_stages_goes_first():
         if compile == "units":
             compiled.append((plan.pp, plan.schedule))
         work = {2: 1.0, 4: 0.5}[plan.pp]
-        return dataclasses.replace(
-            answer(plan, compile), products=units({o: work * c for o, c in PRODUCTS.items()})
-        )
+        return dataclasses.replace(answer(plan, compile), products=products(work))
 
-    search = planning.Search(Answers(str(TARGET), None, None))
-    search.answers.ask = ask
-    search.explore(wanted(schedules=("zb_h1",), pp=(2, 4), tokens=16384))
+    explored(ask, schedules=("zb_h1",), pp=(2, 4), tokens=16384)
     assert compiled[0] == (4, "zb_h1"), "two ranks have a smaller bubble, by a hundredth"
 
 
@@ -302,9 +306,7 @@ def test_the_shortest_stages_go_first_if_their_bound_is_nearly_as_good(half, fir
     for cut in bounds.cuts():
         work = {2: 1.0, 4: half}[cut.pp]
         found = answer(bounds.standing_for(cut), "nothing")
-        bounds.take(
-            cut, dataclasses.replace(found, products=units({o: work * c for o, c in PRODUCTS.items()}))
-        )
+        bounds.take(cut, dataclasses.replace(found, products=products(work)))
     assert bounds.next(bounds.open()).plan.pp == first
 
 
@@ -331,8 +333,7 @@ def found_by(seed, *, whole):
         del products["FB"]
         return dataclasses.replace(found, products=units(products))
 
-    search = planning.Search(Answers(str(TARGET), None, None))
-    search.answers.ask = ask
+    search = asking(ask)
     schedules = planner.SCHEDULES
     search.explore(
         wanted(schedules=schedules, remats=("none", "all"), per_device=(1, 2), pp=(2, 4)), whole=whole
@@ -373,8 +374,7 @@ def test_cpu_minutes(monkeypatch, minutes, compiled):
             priced.append(plan.schedule)
         return answer(plan, compile, cycles={op: CYCLES[op] for op in planner.units_of(plan.make_schedule())})
 
-    search = planning.Search(Answers(str(TARGET), None, None), minutes)
-    search.answers.ask = ask
+    search = asking(ask, minutes)
     monkeypatch.setitem(CYCLES, "FB", 9e6)  # so that no bound excludes the other case
     search.explore(wanted())
     assert len(priced) == compiled
@@ -394,18 +394,15 @@ def test_stages_that_are_twice_as_long_are_expected_to_take_twice_as_many_minute
             used[0] += 10.0
             priced.append(plan.pp)
         work = {2: 1.0, 4: 0.5}[plan.pp]
-        found = {op: work * cycles for op, cycles in PRODUCTS.items()}
-        cycles = {op: 3 * found[op] for op in planner.units_of(planner.schedule_of(plan))}
-        return dataclasses.replace(answer(plan, compile, cycles=cycles), products=units(found))
+        cycles = {op: 3 * work * PRODUCTS[op] for op in planner.units_of(planner.schedule_of(plan))}
+        return dataclasses.replace(answer(plan, compile, cycles=cycles), products=products(work))
 
-    search = planning.Search(Answers(str(TARGET), None, None), minutes)
-    search.answers.ask = ask
-    search.explore(wanted(schedules=("1f1b",), pp=(2, 4), remats=("none", "all"), tokens=256))
+    explored(ask, minutes=minutes, schedules=("1f1b",), pp=(2, 4), remats=("none", "all"), tokens=256)
     assert priced[:2] == compiled
 
 
 def test_the_page_shows_what_nearly_fits_and_each_other_reason_and_programs_get_all(capsys):
-    search = planning.Search(Answers(str(TARGET), None, None))
+    search = asking()
     sizes = {("dualpipe", "all"): 9, ("dualpipe", "none"): 99, ("zb_v", "all"): 10, ("zb_v", "none"): 98}
     search.choices = [
         planner.Choice(
@@ -427,7 +424,7 @@ def test_the_page_shows_what_nearly_fits_and_each_other_reason_and_programs_get_
 
 def test_the_page_says_what_room_experts_have_and_which_dispatch_cannot_be_had(capsys):
     """Without a bound dropless needs room for all tokens at each device, which on many is what does not fit."""
-    search = planning.Search(Answers(str(TARGET), None, None))
+    search = asking()
     search.answers.dispatches = True
     search.choices = [
         planner.Choice(plan("dualpipe", dispatch=way), refused=f"needs {size}.0 GiB of 8.0, counted")
@@ -459,10 +456,9 @@ def test_dropless_is_bounded_only_where_room_for_all_tokens_is_out_of_reach(
         unbounded = plan.dispatch == "dropless" and plan.capacity_factor is None
         times = longer if unbounded else 1.0
         found = answer(plan, compile, fixed=99 * GIB if unbounded and not fits else None)
-        return dataclasses.replace(found, products=units({op: times * each for op, each in PRODUCTS.items()}))
+        return dataclasses.replace(found, products=products(times))
 
-    search = planning.Search(Answers(str(TARGET), None, None))
-    search.answers.ask = ask
+    search = asking(ask)
     asked = wanted(schedules=("1f1b",), dispatches=planner.DISPATCHES)
     asked = dataclasses.replace(asked, base=dataclasses.replace(BASE, capacity_factor=given))
     search.explore(asked, whole=whole)
@@ -476,9 +472,7 @@ def test_dropless_is_bounded_only_where_room_for_all_tokens_is_out_of_reach(
 
 
 def test_what_is_told_meanwhile(capsys):
-    search = planning.Search(Answers(str(TARGET), None, None))
-    search.answers.ask = lambda plan, compile, title: answer(plan, compile)
-    search.explore(wanted())
+    search = explored()
     cut, first, *bounds, estimate, last = capsys.readouterr().err.splitlines()
     assert re.fullmatch(
         r"2 x 4, 4 sequences, remat all, capacity: 2 cases may fit, at least \d.\d+ s, 3.0 GiB", cut
@@ -514,8 +508,7 @@ def test_an_estimate_is_asked_for_once_and_decides_nothing(monkeypatch, capsys, 
             raise error
         return dataclasses.replace(found, step=None) if compile == "usual" else found
 
-    search = planning.Search(Answers(str(TARGET), None, None))
-    search.answers.ask = ask
+    search = asking(ask)
     monkeypatch.setitem(CYCLES, "FB", 9e6)  # so that no bound excludes the other case
     search.explore(wanted())
     assert [each for each in asked if each != "nothing"] == ["usual", "units", "units"]
@@ -532,8 +525,7 @@ def test_no_options_are_told_for_what_needs_more_when_compiled():
         search.answers.counted.add(Cut.of(plan))
         return answer(plan, compile, memory=16 * GIB, fixed=4 * GIB, beyond=99 * GIB)
 
-    search = planning.Search(Answers(str(TARGET), None, None))
-    search.answers.ask = ask
+    search = asking(ask)
     search.explore(wanted(schedules=("1f1b",)))
     assert ("units", False) in asked and search.choices and all(choice.refused for choice in search.choices)
     assert search.nearest() is None and not any(hints for _, hints in asked)
@@ -551,9 +543,7 @@ def test_what_nobody_counted_yet_is_told_as_such(capsys):
             told.append(capsys.readouterr().err)
         return answer(plan, compile)
 
-    search = planning.Search(Answers(str(TARGET), None, None))
-    search.answers.ask = ask
-    search.explore(wanted(pp=(4, 2), schedules=("zb_h1",), tokens=16384))
+    search = explored(ask, pp=(4, 2), schedules=("zb_h1",), tokens=16384)
     counted, others = [line for line in told[0].splitlines() if line.startswith("  ")]
     size = 4 * SIZES["residual_w"] + SIZES["stash"] + SIZES["parameters"]  # four microbatches, as in 1F1B
     (seconds,) = re.fullmatch(
@@ -570,21 +560,14 @@ def test_what_nobody_counted_yet_is_told_as_such(capsys):
 
 def test_what_cannot_fit_by_far_is_not_told_as_the_least(capsys):
     """About 33 GiB of 16, by those of four sequences."""
-    search = planning.Search(Answers(str(TARGET), None, None))
-    search.answers.ask = lambda plan, compile, title: answer(plan, compile)
-    search.explore(wanted(tokens=4096, schedules=("1f1b",), per_device=(1, 16)))
+    search = explored(tokens=4096, schedules=("1f1b",), per_device=(1, 16))
     told = [line for line in capsys.readouterr().err.splitlines() if line.startswith("  ")]
     assert len(told) == 1 and "microbatches of 4," in told[0]
     assert {c.plan.batch for c in search.choices if " GiB of 16.0, about, by those of " in c.refused} == {64}
 
 
 def test_what_was_excluded_tells_whether_it_was_counted():
-    def ask(plan, compile, title):
-        return answer(plan, compile)
-
-    search = planning.Search(Answers(str(TARGET), None, None), minutes=1e-9)
-    search.answers.ask = ask
-    search.explore(wanted(pp=(4, 2), schedules=("zb_h1",), remats=("none", "all"), tokens=16384))
+    search = explored(minutes=1e-9, pp=(4, 2), schedules=("zb_h1",), remats=("none", "all"), tokens=16384)
     why = {(found.plan.pp, found.plan.remat): found.why for found in search.excluded}
     not_counted = "no CPU minutes left, not counted: it may not fit"
     assert why == {(4, "none"): "no CPU minutes left", (2, "all"): not_counted, (2, "none"): not_counted}
@@ -596,8 +579,7 @@ def test_a_fault_of_all_cuts_ends_the_search():
     def ask(plan, compile, title):
         raise CommandError("there is no such program")
 
-    search = planning.Search(Answers(str(TARGET), None, None))
-    search.answers.ask = ask
+    search = asking(ask)
     with pytest.raises(CommandError, match="no such program"):
         search.explore(wanted())
     assert search.shortest == math.inf
@@ -657,9 +639,7 @@ def test_units_are_compiled_first_with_as_little_shared_out_as_there_is_probably
             compiled.append(plan.shard)
         return answer(plan, compile, memory=gib * GIB)
 
-    search = planning.Search(Answers(str(TARGET), None, None))
-    search.answers.ask = ask
-    search.explore(wanted(schedules=("1f1b",)))
+    search = explored(ask, schedules=("1f1b",))
     assert compiled == [first]
     assert [choice.plan.shard for choice in planner.ranked(search.choices)] == [first]
 
@@ -676,9 +656,7 @@ def test_more_is_shared_out_only_if_its_units_end_in_time(monkeypatch, minutes, 
             asked.append(plan.shard)
         return answer(plan, compile, memory=8.8 * GIB)
 
-    search = planning.Search(Answers(str(TARGET), None, None), minutes)
-    search.answers.ask = ask
-    search.explore(wanted(schedules=("zb_h1",), pp=(4,), stashes=(1, None)))
+    search = explored(ask, minutes=minutes, schedules=("zb_h1",), pp=(4,), stashes=(1, None))
     assert asked == ["nothing", "optimizer"][:compiled]
     left = [(found.plan.shard, found.plan.max_stash, found.why) for found in search.excluded]
     assert left == [("optimizer", None, "no CPU minutes left")][: 2 - compiled]
@@ -717,8 +695,7 @@ def test_both_ways_to_experts_are_counted_at_once(monkeypatch):
                 together.wait(timeout=60)
         return answer(plan, compile)
 
-    search = planning.Search(Answers(str(TARGET), None, None))
-    search.answers.ask = ask
+    search = asking(ask)
     search.explore(wanted(schedules=("1f1b",), remats=("wide", "all"), dispatches=ways))
     assert asked[0] == ("all", ways[0]) and set(asked[1:3]) == second
     assert asked[3:] == [("wide", ways[1])]
@@ -732,8 +709,7 @@ def test_an_interruption_cancels_the_counts_that_have_not_begun(monkeypatch):
         asked.append(plan.pp)
         raise KeyboardInterrupt
 
-    search = planning.Search(Answers(str(TARGET), None, None))
-    search.answers.ask = ask
+    search = asking(ask)
     with pytest.raises(KeyboardInterrupt):
         search.answers.count_at_once([plan("dualpipe", pp=pp) for pp in (2, 4, 8)])
     assert asked == [2]
@@ -747,8 +723,7 @@ def test_no_plan_is_called_the_one_that_needs_least_where_others_were_not_tried(
         search.answers.counted.add(Cut.of(plan))
         return answer(plan, compile, fixed=(99 if plan.remat == "none" else 2) * GIB, beyond=99 * GIB)
 
-    search = planning.Search(Answers(str(TARGET), None, None), minutes=1e-9)
-    search.answers.ask = ask
+    search = asking(ask, 1e-9)
     search.explore(wanted(remats=("none", "all")))
     assert [found.why for found in search.excluded] == ["no CPU minutes left"]
     assert plan_command.Plan(target=str(TARGET)).tell(search, search.nearest()) == 1
@@ -769,8 +744,6 @@ def test_layers_are_not_moved_without_a_word(monkeypatch, capsys, whole, moved):
         asked.append(plan.stage_layers)
         return layered(plan, compile)
 
-    search = planning.Search(Answers(str(TARGET), None, None), 20.0)
-    search.answers.ask = ask
-    search.explore(wanted(pp=(4,), schedules=("1f1b",), shards=("nothing",), moves=1), whole=whole)
+    explored(ask, minutes=20.0, whole=whole, pp=(4,), schedules=("1f1b",), shards=("nothing",), moves=1)
     assert ((2, 3, 3, 1) in asked) == moved
     assert ("no layers are moved between stages: no CPU minutes left" in capsys.readouterr().err) != moved

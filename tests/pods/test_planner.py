@@ -98,6 +98,20 @@ def wanted(**more):
     return planner.Wanted(BASE, **{**options, "stashes": (None, 1), "dispatches": ("capacity",), **more})
 
 
+def asking(ask=lambda plan, compile, title: answer(plan, compile), minutes=None):
+    """A search whose questions ``ask(plan, compile, title)`` answers."""
+    search = planning.Search(Answers(str(TARGET), None, None), minutes)
+    search.answers.ask = ask
+    return search
+
+
+def explored(*ask, minutes=None, whole=False, **more):
+    """The same, after it has looked at all that is ``wanted``."""
+    search = asking(*ask, minutes=minutes)
+    search.explore(wanted(**more), whole=whole)
+    return search
+
+
 def test_what_is_considered():
     cases, refused = planner.cases(wanted(remats=("none", "all"), per_device=(1, 2)), 8)
     assert not refused and len(cases) == 2 * 2 * 2, "remat, sequences, and two placements"
@@ -137,8 +151,7 @@ def test_ranks_are_not_cut_into_stages_without_layers_where_fewer_have_one_each(
             compiled.append(plan.stages_per_rank)
         return answer(plan, compile, layers=[layers])
 
-    search = planning.Search(Answers(str(TARGET), None, None))
-    search.answers.ask = ask
+    search = asking(ask)
     search.answers.layers = layers
     search.explore(
         wanted(schedules=("interleaved_1f1b_overlap",), pp=(4,), tokens=16 * 16 * 2, stages_per_rank=(2, 4)),
@@ -169,9 +182,7 @@ def choices(limit=16 * GIB, beyond=0, compiled=None, **more):
             compiled.append((plan.schedule, plan.shard))
         return answer(plan, compile, memory=limit, beyond=beyond)
 
-    search = planning.Search(Answers(str(TARGET), None, None))
-    search.answers.ask = ask
-    search.explore(wanted(**more), whole=True)
+    search = explored(ask, whole=True, **more)
     return search.choices
 
 
@@ -386,7 +397,7 @@ def test_layers_that_stay(monkeypatch, why):
             return dataclasses.replace(found, compiled=dataclasses.replace(found.compiled, at_once=1))
         return found
 
-    asked, search = set(), planning.Search(Answers(str(TARGET), None, None))
+    asked, search = set(), asking()
     search.answers.ask = ask
     search.explore(wanted(pp=(4,), schedules=("1f1b",), moves=3), whole=True)
     assert asked == {()}
