@@ -8,11 +8,7 @@ trained again. A table and a picture of loss and MaxVio are left.
 """
 
 import argparse
-import json
-import os
 import statistics
-import subprocess
-import sys
 from pathlib import Path
 
 import matplotlib
@@ -21,6 +17,8 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 from rich.console import Console
 from rich.table import Table
+
+from benchmarks.rebalance import trained
 
 ARMS = {
     "bias, and a loss of 0.0001 (V3)": ("--bias-rate", "0.01", "--balance-factor", "0.0001"),
@@ -39,19 +37,7 @@ LAST = 50  # steps that a row's MaxVio is the mean of
 
 def train(name, options, runs):
     """Train one run, unless it is finished; its records, those of steps and the two of held-out text."""
-    file = runs / name / "metrics.jsonl"
-    if not (runs / name / "report.html").exists():
-        command = [sys.executable, "-m", "train", "--name", name, "--runs", str(runs), "--resume", *options]
-        cache = {
-            "JAX_COMPILATION_CACHE_DIR": str(runs / "cache"),
-            "JAX_PLATFORMS": "cpu",
-        }  # seeds share a program
-        found = subprocess.run(command, capture_output=True, text=True, env=os.environ | cache)
-        if found.returncode:
-            raise SystemExit(
-                f"{name} ended with {found.returncode}:\n{(found.stdout + found.stderr)[-2000:]}"
-            )
-    records = [json.loads(line) for line in file.read_text().splitlines()]
+    records = trained(name, options, runs)
     return [r for r in records if "loss" in r], [r["heldout_loss"] for r in records if "heldout_loss" in r]
 
 

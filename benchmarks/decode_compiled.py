@@ -184,18 +184,8 @@ def main():
             kinds[kernel.name].append(kernel.moved)
         for name, moves in sorted(kinds.items(), key=lambda kind: -sum(kind[1]))[: given.parts]:
             print(f"batch {batch}, all steps: {len(moves):4d} {name:32s} {sum(moves) / 1e6:10.1f} MB")
-    head = (
-        "batch",
-        "kernels",
-        "a layer",
-        "started",
-        "GB moved",
-        "GB at least",
-        "ratio",
-        "ms",
-        "ms at least",
-        "ratio",
-    )
+    bytes_and_times = "GB moved", "GB at least", "ratio", "ms", "ms at least", "ratio"
+    head = ("batch", "kernels", "a layer", "started", *bytes_and_times)
     print(Table(head, tuple(rows)).markdown())
 
 

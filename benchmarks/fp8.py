@@ -102,18 +102,8 @@ def train(arm, steps, folder):
     payload, matmul = ARMS[arm]
     name = arm.replace(" ", "-")
     command = [sys.executable, "-m", "train", "--name", name, "--runs", str(folder), "--steps", str(steps)]
-    command += [
-        "--schedule",
-        "gpipe",
-        "--pp",
-        "1",
-        "--ep",
-        "1",
-        "--microbatches",
-        "1",
-        "--microbatch-size",
-        "16",
-    ]
+    command += ["--schedule", "gpipe", "--pp", "1", "--ep", "1", "--microbatches", "1"]
+    command += ["--microbatch-size", "16"]
     command += ["--precision", "bfloat16", "--dispatch-payload", payload, "--matmul", matmul]
     command += ["--eval-sequences", "128", "--checkpoint-minutes", "1000"]
     done = subprocess.run(command, capture_output=True, text=True)

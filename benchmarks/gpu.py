@@ -27,16 +27,8 @@ sys.path.insert(0, str(ROOT))
 from dualpipe_jax.inspect.compiler import IN_ORDER  # noqa: E402
 
 IN_ONE_PROCESS = (
-    "products",
-    "attention",
-    "grouped",
-    "shapes",
-    "dropless",
-    "capacity",
-    "float8",
-    "step",
-    "repeat",
-    "serving",
+    *("products", "attention", "grouped", "shapes", "dropless", "capacity"),
+    *("float8", "step", "repeat", "serving"),
 )
 DETERMINISTIC = "repeat_deterministic"
 ALONE = (DETERMINISTIC, "trainer", "probe", "torch")

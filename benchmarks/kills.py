@@ -20,20 +20,8 @@ import time
 from pathlib import Path
 
 SMALL = (
-    *(
-        "--model",
-        "tiny",
-        "--layers",
-        "1",
-        "--schedule",
-        "gpipe",
-        "--pp",
-        "1",
-        "--ep",
-        "1",
-        "--microbatches",
-        "1",
-    ),
+    *("--model", "tiny", "--layers", "1", "--schedule", "gpipe"),
+    *("--pp", "1", "--ep", "1", "--microbatches", "1"),
     *("--microbatch-size", "1", "--sequence", "16", "--eval-sequences", "2", "--checkpoint-every", "1"),
 )
 COMPARED = ("loss", "grad_norm")
@@ -44,16 +32,8 @@ class Trainer:
 
     def __init__(self, folder: Path, name: str, options: list[str]):
         self.run = folder / "runs" / name
-        options = [
-            "--data",
-            str(folder / "text.txt"),
-            "--runs",
-            str(folder / "runs"),
-            "--name",
-            name,
-            *options,
-        ]
-        self.command = [sys.executable, "-m", "train", *options]
+        paths = ["--data", str(folder / "text.txt"), "--runs", str(folder / "runs")]
+        self.command = [sys.executable, "-m", "train", *paths, "--name", name, *options]
         cache = {
             "JAX_COMPILATION_CACHE_DIR": str(folder / "cache"),
             "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",

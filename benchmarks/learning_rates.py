@@ -29,18 +29,9 @@ SAME = (
 
 def figures(runs: Path, dim: int, rate: float, bias_rate: float, steps: int) -> tuple[float, float, float]:
     """Held-out loss in nats a byte at the end; largest MaxVio and its mean over the last half."""
-    name, numbers = (
-        f"{dim}-{rate:g}-{bias_rate:g}",
-        {"dim": dim, "dense_hidden": 2 * dim, "expert_hidden": dim // 2},
-    )
-    own = [
-        f"--steps={steps}",
-        f"--learning-rate={rate}",
-        f"--bias-rate={bias_rate}",
-        f"--runs={runs}",
-        f"--name={name}",
-    ]
-    sizes = ["--set", *(f"{key}={number}" for key, number in numbers.items())]
+    name = f"{dim}-{rate:g}-{bias_rate:g}"
+    own = [f"--steps={steps}", f"--learning-rate={rate}", f"--bias-rate={bias_rate}"]
+    sizes = ["--set", f"dim={dim}", f"dense_hidden={2 * dim}", f"expert_hidden={dim // 2}"]
     command = [sys.executable, "-P", "-m", "train", f"--runs={runs}", f"--name={name}", *SAME, *own, *sizes]
     subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
     lines = [json.loads(line) for line in (runs / name / "metrics.jsonl").read_text().splitlines()]
@@ -59,9 +50,10 @@ def main() -> None:
     print("| --- | --- | --- | --- | --- | --- |")
     with tempfile.TemporaryDirectory() as folder:
         for dim in asked.dims:
-            cases = [(factor, 0.01) for factor in FACTORS] + [
-                (1.0, bias) for bias in BIAS_RATES if bias != 0.01
-            ]
+            cases = (
+                *((factor, 0.01) for factor in FACTORS),
+                *((1.0, bias) for bias in BIAS_RATES if bias != 0.01),
+            )
             for factor, bias_rate in cases:
                 rate = factor * rate_for(dim)
                 loss, largest, later = figures(Path(folder), dim, rate, bias_rate, asked.steps)

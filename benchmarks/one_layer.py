@@ -25,11 +25,7 @@ from dualpipe_jax.inspect.target import Target
 from dualpipe_jax.present.table import Table
 
 EP = 4
-REMAT = {
-    "none": None,
-    "wide": models.recompute_wide,
-    "all": jax.checkpoint_policies.nothing_saveable,
-}
+REMAT = {"none": None, "wide": models.recompute_wide, "all": jax.checkpoint_policies.nothing_saveable}
 """As the trainer's ``--remat``."""
 
 

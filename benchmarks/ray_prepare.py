@@ -50,16 +50,8 @@ def write_documents(folder: Path, num_files: int, size: int) -> None:
 
 def start(out: Path, data: Path, options: Sequence[str]) -> subprocess.Popen[str]:
     command = [sys.executable, "-P", "-m", "train.prepare", str(out), "--data", str(data), *options]
-    command += [
-        "--near-duplicates",
-        "0.8",
-        "--shard-mb",
-        "2",
-        "--train-tokenizer",
-        "4096",
-        "--sample-mb",
-        "1",
-    ]
+    command += ["--near-duplicates", "0.8", "--shard-mb", "2"]
+    command += ["--train-tokenizer", "4096", "--sample-mb", "1"]
     return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
 
 

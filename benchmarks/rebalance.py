@@ -39,8 +39,8 @@ SHARED = (
 )
 
 
-def train(name, options, runs):
-    """The records of a run, which is trained unless it is finished."""
+def trained(name, options, runs):
+    """The records of a run, which is trained unless it is finished; runs of a folder share their programs."""
     if not (runs / name / "report.html").exists():
         command = [sys.executable, "-m", "train", "--name", name, "--runs", str(runs), "--resume", *options]
         cache = {"JAX_COMPILATION_CACHE_DIR": str(runs / "cache"), "JAX_PLATFORMS": "cpu"}
@@ -88,7 +88,7 @@ def main():
         "experts", "dropped", "padded rows", "devices max/mean", "waiting", "moves", "held-out loss"
     )
     for number, (arm, options) in enumerate(ARMS.items()):
-        records = train(str(number), [*SHARED, *options, "--steps", str(given.steps)], given.runs)
+        records = trained(str(number), [*SHARED, *options, "--steps", str(given.steps)], given.runs)
         table.add_row(arm, *figures(records, options))
     Console(width=120).print(table)
 

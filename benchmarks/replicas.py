@@ -124,12 +124,12 @@ async def main() -> None:
         folder = Path(name)
         model, log = save_model(folder), folder / "log.txt"
         shared = (
-            "--prefix-cache",
-            str(folder / "kept"),
             "--shutdown-delay",
             "3",
             "--address-connections",
             "256",
+            "--prefix-cache",
+            str(folder / "kept"),
         )
         servers = [Server(model, log, *shared) for _ in range(2)]
         try:

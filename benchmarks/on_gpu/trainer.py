@@ -17,10 +17,7 @@ COMMAND = (
     "--devices accelerator --model v2-lite --layers 4 --schedule one_f_one_b --pp 1 --ep 1 --microbatches 8 "
     "--microbatch-size 2 --sequence 2048 --precision bfloat16 --seed 0"
 )
-CASES = {
-    "dropless": "--dispatch dropless",
-    "capacity 1.25": "--dispatch capacity --capacity-factor 1.25",
-}
+CASES = {"dropless": "--dispatch dropless", "capacity 1.25": "--dispatch capacity --capacity-factor 1.25"}
 
 
 def trainer(say: Callable[..., None], end: float, cases: dict[str, str] = CASES) -> None:

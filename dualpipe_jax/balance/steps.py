@@ -65,7 +65,7 @@ def _best_copy(
     spare = copies > 1
     # Where a copy goes, the others of its expert carry more: [windows, layers, devices, slots]
     rise = np.where(spare, packed.slots / np.maximum(copies - 1, 1), 0.0)
-    others = np.where(spare, _heaviest_other(packed, relative.shape[-1], heaviest) + rise, np.inf)
+    others = np.where(spare, _heaviest_other(packed, heaviest) + rise, np.inf)
     there = packed.devices[..., None] - packed.slots
     one = _one_more(packed, counts, heaviest, rise, others, there)
     other = _one_less(packed, relative / (counts + 1), heaviest, others, there)
@@ -127,7 +127,7 @@ def _least(left: np.ndarray) -> tuple[np.ndarray, tuple[np.ndarray, ...]]:
     return flat.min(-1), np.unravel_index(flat.argmin(-1), left.shape[1:])
 
 
-def _heaviest_other(packed: Packed, num_experts: int, heaviest: np.ndarray) -> np.ndarray:
+def _heaviest_other(packed: Packed, heaviest: np.ndarray) -> np.ndarray:
     """For each slot the load of the heaviest device that has another copy of its expert, -inf if none has.
 
     The heaviest device of all is left out: what it has after a step is counted apart.

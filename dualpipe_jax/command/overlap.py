@@ -119,19 +119,8 @@ class Overlap:
                 )
             return
         asked, usual = self.plan or Plan(), Plan()
-        fixed = [
-            "dp",
-            "pp",
-            "ep",
-            "ep_nodes",
-            "schedule",
-            "stages_per_rank",
-            "max_stash",
-            "microbatches",
-            "microbatch_size",
-            "remat",
-        ]
-        fixed += ["shard", "moments", "gradient_sums", "stage_layers"]
+        fixed = ["dp", "pp", "ep", "ep_nodes", "schedule", "stages_per_rank", "max_stash", "microbatches"]
+        fixed += ["microbatch_size", "remat", "shard", "moments", "gradient_sums", "stage_layers"]
         given = [name for name in fixed if getattr(asked, name) != getattr(usual, name)]
         given += [name for name in ("whole", "compiled") if getattr(self, name)]
         given += ["plan"] if self.plan_file else []

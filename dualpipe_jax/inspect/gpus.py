@@ -54,7 +54,6 @@ class Gpu:
       network: bytes a second, each way, of its own network card, to other nodes.
       source: of ``flops``, ``bandwidth`` and the links.
       published: what is reached if all but attention is as published.
-      attention_source: who published the attention of ``published``.
       reached: what is reached as measured; None if nobody here had one.
     """
 
@@ -72,7 +71,6 @@ class Gpu:
     network: float
     source: str
     published: Reached
-    attention_source: str
     reached: Reached | None = None
 
     def target_config(self) -> str:
@@ -125,8 +123,6 @@ dnn_version_info {{ major: 9 minor: 10 patch: 0 }}
 """
 
 
-_FLASH_3 = "Shah et al. 2024, FlashAttention-3, figures 5 and 6, of cuDNN"
-
 _HOPPER = Reached(
     attention=(0.53, 0.41),
     products=0.80,
@@ -152,8 +148,7 @@ _H100 = Gpu(
     nvlink=450e9,
     network=50e9,
     source="NVIDIA's data sheets of the H100 SXM and of the DGX H100",
-    published=Reached(attention=(0.55, 0.5)),
-    attention_source=_FLASH_3,
+    published=Reached(attention=(0.55, 0.5)),  # Shah et al. 2024, FlashAttention-3, figures 5 and 6, of cuDNN
     reached=dataclasses.replace(
         _HOPPER,
         memory=0.725,
@@ -161,7 +156,9 @@ _H100 = Gpu(
     ),
 )
 
-_NO_BACKWARD = "the backward's share of an H100, for none is published"
+_BLACKWELL = Reached(attention=(0.55, 0.5))
+"""The forward of a B200: arXiv 2603.05451, FlashAttention-4, of cuDNN 9.13. The backward's share is an H100's, for none
+is published, and a GB200's are a B200's."""
 
 GPUS: Mapping[str, Gpu] = {
     "a100": Gpu(
@@ -178,8 +175,7 @@ GPUS: Mapping[str, Gpu] = {
         nvlink=300e9,
         network=25e9,
         source="NVIDIA's data sheets of the A100 80GB SXM and of the DGX A100",
-        published=Reached(attention=(0.73, 0.63)),
-        attention_source="Dao 2023, FlashAttention-2, its fastest cases",
+        published=Reached(attention=(0.73, 0.63)),  # Dao 2023, FlashAttention-2, its fastest cases
     ),
     "h100": _H100,
     "h200": dataclasses.replace(
@@ -206,8 +202,7 @@ GPUS: Mapping[str, Gpu] = {
         nvlink=900e9,
         network=50e9,
         source="NVIDIA's Blackwell architecture brief (HGX B200) and data sheet of the DGX B200",
-        published=Reached(attention=(0.55, 0.5)),
-        attention_source=f"arXiv 2603.05451, FlashAttention-4, of cuDNN 9.13; {_NO_BACKWARD}",
+        published=_BLACKWELL,
     ),
     "gb200": Gpu(
         name="NVIDIA GB200",
@@ -223,8 +218,7 @@ GPUS: Mapping[str, Gpu] = {
         nvlink=900e9,
         network=50e9,
         source="NVIDIA's Blackwell architecture brief and data sheet of the GB200 NVL72",
-        published=Reached(attention=(0.55, 0.5)),
-        attention_source=f"as of the B200; {_NO_BACKWARD}",
+        published=_BLACKWELL,
     ),
 }
 """By the name of a target. Multiprocessors, clocks, caches and sizes are those that XLA's own target files state. An

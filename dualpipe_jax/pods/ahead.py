@@ -1,5 +1,6 @@
 """A training step as shapes: compiled for devices that are not here, or only counted, with no array made."""
 
+import math
 from collections.abc import Collection
 from typing import Any
 
@@ -41,7 +42,7 @@ def lower_update(blueprint: Blueprint) -> Any:
     (report, grads), none = made, jax.dtypes.float0
     laid = (
         jax.tree.map(lambda leaf: _struct(leaf, everywhere), report),
-        jax.tree.map(_struct, grads, lies, is_leaf=_is_none),
+        jax.tree.map(_struct, grads, lies, is_leaf=lambda node: node is None),
     )
     leaves, form = jax.tree.flatten(laid)
     there = [leaf for leaf in leaves if leaf.dtype != none]
@@ -53,10 +54,6 @@ def lower_update(blueprint: Blueprint) -> Any:
         return own.unflatten(np.zeros(s.shape, none) if s.dtype == none else next(rest) for s in leaves)
 
     return blueprint.update.lower(at_hand, there)
-
-
-def _is_none(node: Any) -> bool:
-    return node is None
 
 
 def _struct(leaf: Any, lies: Any) -> jax.ShapeDtypeStruct | None:
@@ -174,7 +171,7 @@ def array_name(dtype: str, dims: tuple[int, ...]) -> str:
 def num_parameters(tree: Tree, *, device: bool = False) -> int:
     """Numbers that are learnt, of the whole tree or of what one device stores of it: integers and keys are not."""
     leaves = [leaf for leaf in jax.tree.leaves(tree) if jnp.issubdtype(leaf.dtype, jnp.floating)]
-    return sum(nbytes(leaf) // leaf.dtype.itemsize if device else _product(leaf.shape) for leaf in leaves)
+    return sum(nbytes(leaf) // leaf.dtype.itemsize if device else math.prod(leaf.shape) for leaf in leaves)
 
 
 def nbytes(tree: Tree) -> int:
@@ -183,13 +180,6 @@ def nbytes(tree: Tree) -> int:
     def of(leaf: Any) -> int:
         sharding = getattr(leaf, "sharding", None)
         shape = leaf.shape if sharding is None else sharding.shard_shape(leaf.shape)
-        return int(jnp.dtype(leaf.dtype).itemsize) * _product(shape)
+        return int(jnp.dtype(leaf.dtype).itemsize) * math.prod(shape)
 
     return sum(of(leaf) for leaf in jax.tree.leaves(tree))
-
-
-def _product(shape: tuple[int, ...]) -> int:
-    size = 1
-    for length in shape:
-        size *= length
-    return size

@@ -31,11 +31,10 @@ def optimized_by(optimizer: Any) -> Callable[[Tree], Update]:
 
         def step(params: Tree, state: Tree, batch: Tree, value_and_grad: Callable[..., Any]) -> Any:
             (objective, _), grads = value_and_grad(params, batch)
-            with jax.numpy_dtype_promotion(
-                "standard"
-            ):  # optax raises floats to the power of an integer count
+            # optax raises floats to the power of an integer count.
+            with jax.numpy_dtype_promotion("standard"):
                 updates, state = optimizer.update(_floating(grads), state, _floating(params))
-            return jax.tree.map(_moved, params, updates, is_leaf=_is_none), state, objective
+            return jax.tree.map(_moved, params, updates, is_leaf=lambda node: node is None), state, objective
 
         def lower(value_and_grad: Callable[..., Any], batch: Tree) -> Any:
             lies = (*jax.tree.map(lambda leaf: leaf.sharding, (params, state)), None)
@@ -50,10 +49,6 @@ def optimized_by(optimizer: Any) -> Callable[[Tree], Update]:
 def _floating(tree: Tree) -> Tree:
     """None in the place of what is no floating leaf."""
     return jax.tree.map(lambda leaf: leaf if jnp.issubdtype(leaf.dtype, jnp.floating) else None, tree)
-
-
-def _is_none(node: Any) -> bool:
-    return node is None
 
 
 def _moved(param: Any, update: Any) -> Any:
