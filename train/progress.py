@@ -40,11 +40,7 @@ class Progress:
 
     def saved(self, step: int) -> dict[str, int]:
         """What ``resumed`` takes, for JSON: how much was read and learnt from before a step."""
-        return {
-            "sequences": self.read(step),
-            "sequence": self.recipe.sequence,
-            "tokens": self.learnt(step),
-        }
+        return {"sequences": self.read(step), "sequence": self.recipe.sequence, "tokens": self.learnt(step)}
 
     def read(self, step: int) -> int:
         """Sequences before a step's first, those of skipped batches too."""

@@ -53,9 +53,7 @@ class Search:
     microbatch's activations in a whole rank's share. If left out, there is no limit."""
     placement: Annotated[
         Literal["linear", "v", "wave", "interleaved", "interleaved_4", "bidirectional"] | None,
-        tyro.conf.arg(
-            metavar="{linear,v,wave,interleaved,interleaved_4,bidirectional}",
-        ),
+        tyro.conf.arg(metavar="{linear,v,wave,interleaved,interleaved_4,bidirectional}"),
     ] = None
     """Which rank has which stage. If left out, all are tried but bidirectional, which needs two copies of the
     parameters."""

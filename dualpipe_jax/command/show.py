@@ -36,10 +36,7 @@ class Show:
     """Number of microbatches of a step, over all pipes. Files say their own."""
     pipes: Pipes = None
     """The rank of each stage, pipe by pipe, such as "(0 1 1 0)". Needed for a file that does not say it."""
-    format: Annotated[
-        Format | None,
-        tyro.conf.arg(metavar="{text,csv,json,trace,svg,png,html}"),
-    ] = None
+    format: Annotated[Format | None, tyro.conf.arg(metavar="{text,csv,json,trace,svg,png,html}")] = None
     """What to write. text: a grid drawn to time. csv: PyTorch's format. json: for programs. trace: for
     Perfetto. svg, png: a picture. html: a page to play with. If left out, text, or what the ending of
     --output says."""

@@ -24,10 +24,7 @@ _TPU = {
 }
 """What a generation takes besides what every TPU does."""
 
-GPU_PROCESS = {
-    "NCCL_LAUNCH_ORDER_IMPLICIT": "1",
-    "CUDA_DEVICE_MAX_CONNECTIONS": "8",
-}
+GPU_PROCESS = {"NCCL_LAUNCH_ORDER_IMPLICIT": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "8"}
 """For NCCL of 2.26 and later: collectives of several communicators run in the order in which the host issues them. And
 CUDA's own number of queues: launchers for other frameworks set 1, with which little runs beside anything else."""
 

@@ -120,11 +120,7 @@ def _draw_collectives(
 ) -> None:
     for event in row:
         span = event.start / page.unit, (event.end - event.start) / page.unit
-        style: dict[str, Any] = {
-            "facecolors": COLOURS[event.direction],
-            "edgecolors": INK,
-            "linewidths": 0.6,
-        }
+        style: dict[str, Any] = {"facecolors": COLOURS[event.direction], "edgecolors": INK, "linewidths": 0.6}
         page.axes.broken_barh([span], (top, _ROW), gid=f"{event.kind} {event.name}", **style)
         _, direction = names.get(event.direction, ("", ""))
         name = f"{part(event)} {direction}".strip()

@@ -80,9 +80,7 @@ def tpu_rates(generation: str) -> "Rates":
             f"tpu_rates: generation {generation!r} is none of {known}; for other devices use Rates(link=...)"
         )
     return Rates(
-        link=LINK_BYTES_PER_CYCLE[name],
-        memory=MEMORY_BYTES_PER_CYCLE[name],
-        flops=FLOPS_PER_CYCLE[name],
+        link=LINK_BYTES_PER_CYCLE[name], memory=MEMORY_BYTES_PER_CYCLE[name], flops=FLOPS_PER_CYCLE[name]
     )
 
 

@@ -22,17 +22,7 @@ def tables(
 
 
 def _collectives_table(collectives: Sequence[Collective]) -> Table:
-    head = (
-        "collective",
-        "form",
-        "of",
-        "payload",
-        "takes",
-        "between",
-        "matmuls",
-        "hidden",
-        "where",
-    )
+    head = ("collective", "form", "of", "payload", "takes", "between", "matmuls", "hidden", "where")
     rows = tuple(
         (
             c.name,

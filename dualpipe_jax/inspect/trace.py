@@ -23,10 +23,7 @@ _COLOURS = {"forward": "rail_idle", "backward": "rail_load", "unknown": "grey", 
 
 
 def to_chrome_trace(
-    report: OverlapReport,
-    computation: str,
-    clock: float | None = None,
-    names: Names = DIRECTION_NAMES,
+    report: OverlapReport, computation: str, clock: float | None = None, names: Names = DIRECTION_NAMES
 ) -> dict[str, Any]:
     """Draw one computation's timeline in the Chrome trace event format; ``json.dump`` it to a file and open that.
 

@@ -389,10 +389,7 @@ def _sources(program: Program, stored: Collection[Value]) -> dict[Value, frozens
 
 
 def _estimate(
-    node: Node,
-    stored: Collection[Value],
-    laid: Collection[Value],
-    sources: Mapping[Value, Collection[Value]],
+    node: Node, stored: Collection[Value], laid: Collection[Value], sources: Mapping[Value, Collection[Value]]
 ) -> float:
     written, name = float(sum(value.nbytes for value in node.outputs)), _name(node)
     read = float(sum(value.nbytes for value in values(node.inputs)))

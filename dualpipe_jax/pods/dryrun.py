@@ -37,10 +37,7 @@ from dualpipe_jax.schedule.lowering.unit_key import UnitKey
 
 
 def answer(
-    request: Request,
-    target: Target | None,
-    devices: Sequence[Any] | None,
-    say: Callable[[str], None],
+    request: Request, target: Target | None, devices: Sequence[Any] | None, say: Callable[[str], None]
 ) -> Answer:
     """All that is asked of one program.
 

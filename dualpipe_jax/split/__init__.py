@@ -7,9 +7,4 @@ from dualpipe_jax.split.backward import split_backward
 from dualpipe_jax.split.declared import split_vjp, weight_part
 from dualpipe_jax.split.hoist import hoist
 
-__all__ = [
-    "hoist",
-    "split_backward",
-    "split_vjp",
-    "weight_part",
-]
+__all__ = ["hoist", "split_backward", "split_vjp", "weight_part"]

@@ -161,10 +161,7 @@ def _index(node: Node, leaf: Value) -> int | None:
 
 
 def _divide(
-    nodes: Sequence[Node],
-    wanted: Iterable[Atom],
-    base: Collection[Value],
-    layers: Collection[Node] = (),
+    nodes: Sequence[Node], wanted: Iterable[Atom], base: Collection[Value], layers: Collection[Node] = ()
 ) -> Divided:
     """What is taken out, ``layers`` among it, what stays, and the values that pass from the one to the other."""
     known = derived(nodes, base)

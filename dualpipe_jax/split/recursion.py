@@ -23,14 +23,7 @@ from dualpipe_jax.split.graph import (
     is_tied,
     values,
 )
-from dualpipe_jax.split.slices import (
-    branch_known,
-    derived,
-    inner_known,
-    prune,
-    trim_cond,
-    trim_scan,
-)
+from dualpipe_jax.split.slices import branch_known, derived, inner_known, prune, trim_cond, trim_scan
 
 Movable = Callable[[Node], bool]
 
@@ -70,13 +63,7 @@ def split_equations(
     late_wanted = list(late_wanted)
     kept, _ = prune(late[::-1], late_wanted)
     return choose_crossing(
-        early[::-1],
-        kept,
-        late_wanted,
-        free=free,
-        late_inputs=late_inputs,
-        weight=weight,
-        movable=movable,
+        early[::-1], kept, late_wanted, free=free, late_inputs=late_inputs, weight=weight, movable=movable
     )
 
 

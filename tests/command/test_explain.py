@@ -35,11 +35,7 @@ def test_where_most_could_be_had_stands_first():
     ("words", "found", "target"),
     [
         ("a TPU's all-to-alls are synchronous unless", exposed(9.0, "synchronous"), "v5p:2x2x2"),
-        (
-            "a TPU's gathers run beside work under",
-            exposed(9.0, "synchronous", "all-gather"),
-            "v5p:2x2x2",
-        ),
+        ("a TPU's gathers run beside work under", exposed(9.0, "synchronous", "all-gather"), "v5p:2x2x2"),
         ("of a loop's body one round is seen", exposed(9.0, context="main/while.1 body"), "h100:1x8"),
         ("two halves of the batch do not depend", exposed(9.0, "dependence"), "h100:1x8"),
         ("two halves of the batch do not depend", exposed(9.0, "synchronous", elsewhere=0.0), "h100:1x8"),

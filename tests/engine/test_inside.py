@@ -79,13 +79,7 @@ def test_sums_over_ep_in_a_stage_and_in_the_head(make, fuse, check):
         return lax.pmean(models.head_loss(params, x, targets), "ep")
 
     compare(
-        stage,
-        make,
-        ep=2,
-        head_loss=head,
-        oracle=(plain, models.head_loss),
-        fuse_pairs=fuse,
-        check_vma=check,
+        stage, make, ep=2, head_loss=head, oracle=(plain, models.head_loss), fuse_pairs=fuse, check_vma=check
     )
 
 

@@ -7,15 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dualpipe_jax import (
-    Out,
-    Pipeline,
-    PipelineModel,
-    StagedModel,
-    make_mesh,
-    pipeline_loss,
-    reference_loss,
-)
+from dualpipe_jax import Out, Pipeline, PipelineModel, StagedModel, make_mesh, pipeline_loss, reference_loss
 from dualpipe_jax.schedule import dualpipe, one_f_one_b
 from tests.engine import models
 from tests.engine.models import assert_close, quick

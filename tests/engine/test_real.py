@@ -14,15 +14,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from dualpipe_jax import Pipeline, make_mesh, reference_value_and_grad
-from dualpipe_jax.schedule import (
-    chimera,
-    dualpipe,
-    dualpipe_v,
-    interleaved_1f1b,
-    one_f_one_b,
-    zb_h1,
-    zb_v,
-)
+from dualpipe_jax.schedule import chimera, dualpipe, dualpipe_v, interleaved_1f1b, one_f_one_b, zb_h1, zb_v
 from tests.engine import real
 from tests.engine.models import quick
 from tests.jaxprs import equations
@@ -35,12 +27,7 @@ FROZEN["shared"] |= {name: None for name in ("embed", "bias", "join", "unused")}
 STORED_LAYER = {"up": P("dp", "ep"), "a": P("dp"), "b": None, "bias": None, "router": None}
 STORED_LAYER |= {"down": P(None, ("ep", "dp")), "experts": P("ep", "dp")}
 STORED = {
-    "stages": {
-        "layers": [STORED_LAYER] * real.SLOTS,
-        "scale": P("ep"),
-        "number": None,
-        "key": None,
-    },
+    "stages": {"layers": [STORED_LAYER] * real.SLOTS, "scale": P("ep"), "number": None, "key": None},
     "shared": {
         "embed": P(None, ("ep", "dp")),
         "dense": P("pp", "dp"),

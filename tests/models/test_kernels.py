@@ -265,12 +265,7 @@ def test_blocks_of_queries_gradients_are_added(length, blocks):
 
 @pytest.mark.parametrize(
     "shape, axis, is_added",
-    [
-        ((2, 3, 4, 5), 0, True),
-        ((3, 8, 4, 5), 1, True),
-        ((9, 3, 4, 5), 0, False),
-        ((3, 3, 2, 5), 2, False),
-    ],
+    [((2, 3, 4, 5), 0, True), ((3, 8, 4, 5), 1, True), ((9, 3, 4, 5), 0, False), ((3, 3, 2, 5), 2, False)],
 )
 def test_sums_of_few_blocks_are_additions(shape, axis, is_added):
     """But not along the last two dims, which lie in a TPU's registers, and not of many."""

@@ -80,11 +80,7 @@ def test_the_account_of_a_step_by_hand():
     units = {"F": Unit(1e6, 9e5, 1e5, 1e5, 0), "B": Unit(2e6, 1.7e6, 4e5, 3e5, 0)}
     units |= {"F/last": Unit(1.5e6, 1.5e6, 0.0, 0.0, 0), "B/last": Unit(2e6, 2e6, 0.0, 0.0, 0)}
     plan = Plan(BLOCKS, 2, schedule="one_f_one_b", pp=2, ep=2, microbatches=8, microbatch_size=4)
-    compiled = Compiled(
-        "units",
-        units=keyed(units),
-        overheads=Overheads(100.0, 7.0),
-    )
+    compiled = Compiled("units", units=keyed(units), overheads=Overheads(100.0, 7.0))
     step = step_time.predict_step(compiled, draw(plan, TARGET, None), plan, TARGET.device)
     clock, ticks = TARGET.device.clock, lower(one_f_one_b(2, 8)).num_ticks
     account = {part.name: part.seconds * clock for part in step.account}
@@ -118,12 +114,7 @@ def test_every_part_of_the_account_by_hand():
         "B": Unit(products["B"] + 200, products["B"] + 170, 40, 30, 0, backward, products["B"]),
     }
     update = Unit(7000, 7000, 0.0, 0.0, 0)
-    compiled = Compiled(
-        "units",
-        units=keyed(units),
-        overheads=Overheads(100.0, 7.0),
-        update=update,
-    )
+    compiled = Compiled("units", units=keyed(units), overheads=Overheads(100.0, 7.0), update=update)
     step = step_time.predict_step(compiled, drawn, plan, TARGET.device)
     account = {part.name: part.seconds * clock for part in step.account}
     assert sum(account.values()) == pytest.approx(step.seconds * clock)

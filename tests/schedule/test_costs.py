@@ -123,10 +123,7 @@ def test_sizes_divide_but_for_the_boundary():
     ("make", "message"),
     [
         (lambda: CostModel(F=-1, send=float("inf")), r"CostModel: costs.*at least 0, got F=-1, send=inf"),
-        (
-            lambda: CostModel(extra={-1: (1, 2)}),
-            r"extra\[-1\]=\(1, 2\); a stage's extra is \(F, I, W\)",
-        ),
+        (lambda: CostModel(extra={-1: (1, 2)}), r"extra\[-1\]=\(1, 2\); a stage's extra is \(F, I, W\)"),
         (lambda: CostModel(extra={0: (1, -2, 0)}), r"extra\[0\]=\(1, -2, 0\) takes more away than"),
         (lambda: CostModel(FB=0.5, extra={0: (-0.2,) * 3}), r"FB = 0.5; cut the model into fewer stages"),
         (lambda: CostModel(extra={0: (-0.6, 0, 0)}).divided(2), r"F, I, W = \(0.5, 0.5, 0.5\)"),

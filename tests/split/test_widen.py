@@ -53,11 +53,7 @@ PLAIN = {
         EXACT.reshape(4, -1, WIDTH),
     ),
     "in parts": (lambda w, x: jnp.concatenate([x @ part for part in jnp.split(w, 2, axis=1)], 1), W, EXACT),
-    "filled up and cut": (
-        lambda w, x: (x @ jnp.concatenate([w, jnp.zeros_like(w)], 1))[:, :WIDTH],
-        W,
-        EXACT,
-    ),
+    "filled up and cut": (lambda w, x: (x @ jnp.concatenate([w, jnp.zeros_like(w)], 1))[:, :WIDTH], W, EXACT),
     "twice": (lambda w, x: x @ w + x @ w, W, 2 * EXACT),
     "by a kernel that sums in float32": (
         lambda w, x: grouped_matmul(x, w.reshape(1, WIDTH, WIDTH), jnp.full(1, LENGTH, jnp.int32)),

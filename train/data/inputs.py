@@ -23,11 +23,7 @@ PIECE = 2**26
 
 COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
 _LINES = (".jsonl", ".ndjson")
-_ERRORS = (
-    ("pyarrow", "ArrowException"),
-    ("backports.zstd", "ZstdError"),
-    ("compression.zstd", "ZstdError"),
-)
+_ERRORS = (("pyarrow", "ArrowException"), ("backports.zstd", "ZstdError"), ("compression.zstd", "ZstdError"))
 _CHANGED = ("mtime", "ETag", "etag", "LastModified", "updated")
 """What file systems call it."""
 

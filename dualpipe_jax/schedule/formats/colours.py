@@ -5,12 +5,7 @@ import math
 from dualpipe_jax.present.figure import BLUE, GREEN, LIGHT_GREEN, ORANGE
 from dualpipe_jax.schedule.ir import Op, Placement
 
-COLOURS: dict[Op, tuple[str, str]] = {
-    Op.F: ORANGE,
-    Op.B: GREEN,
-    Op.I: LIGHT_GREEN,
-    Op.W: BLUE,
-}
+COLOURS: dict[Op, tuple[str, str]] = {Op.F: ORANGE, Op.B: GREEN, Op.I: LIGHT_GREEN, Op.W: BLUE}
 """The palest and the deepest shade of each op, in the hues of DeepSeek's figure of DualPipe."""
 
 NAMES = {Op.F: "forward", Op.B: "backward", Op.I: "backward for input", Op.W: "backward for weights"}

@@ -115,11 +115,7 @@ def lower_bound(
 
 
 def bound_of_stages(
-    placement: Placement,
-    num_microbatches: int,
-    costs: CostModel,
-    memory_limit: float,
-    memory: MemoryModel,
+    placement: Placement, num_microbatches: int, costs: CostModel, memory_limit: float, memory: MemoryModel
 ) -> float:
     """``lower_bound`` on a placement, with costs and sizes of one stage."""
     around = reaches(placement, costs)

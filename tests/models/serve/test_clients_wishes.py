@@ -19,16 +19,7 @@ from models.serve.metrics import Metrics
 from models.weights import WeightsError, load_tokenizer
 from tests.models.decode.small_models import random_params, whole
 from tests.models.serve.running import LONG, Slow, as_tokens, running
-from tests.models.serve.test_http_server import (
-    CONFIG,
-    LIMITS,
-    STOP,
-    Asking,
-    alone,
-    engine,
-    generated,
-    until,
-)
+from tests.models.serve.test_http_server import CONFIG, LIMITS, STOP, Asking, alone, engine, generated, until
 
 WORDS = "{%- for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<assistant>"
 
@@ -212,11 +203,7 @@ def checkpoint(folder, *, where):
     made.pre_tokenizer, made.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
     made.add_special_tokens(["<begin>", "<end>"])
     made.save(str(folder / "tokenizer.json"))
-    settings = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "bos_token": "<begin>",
-        "eos_token": "<end>",
-    }
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<begin>", "eos_token": "<end>"}
     if where == "settings":
         settings["chat_template"] = TEMPLATE
     elif where == "by name":
