@@ -9,7 +9,6 @@ that was left alone: loss and gradient norm must be equal in every bit.
 """
 
 import argparse
-import json
 import os
 import random
 import shutil
@@ -18,6 +17,8 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+
+from benchmarks.on_gpu.trainer import read
 
 SMALL = (
     *("--model", "tiny", "--layers", "1", "--schedule", "gpipe"),
@@ -47,15 +48,8 @@ class Trainer:
 
     def lines(self) -> dict[int, tuple[float, ...]]:
         """What metrics.jsonl says of each step now; a line that a kill cut off is left out."""
-        file, found = self.run / "metrics.jsonl", {}
-        for line in file.read_text().splitlines() if file.exists() else ():
-            try:
-                record = json.loads(line)
-            except ValueError:
-                break
-            if "loss" in record:
-                found[record["step"]] = tuple(record[name] for name in COMPARED)
-        return found
+        steps = read(self.run / "metrics.jsonl")
+        return {record["step"]: tuple(record[name] for name in COMPARED) for record in steps}
 
     def is_saving(self) -> bool:
         """Whether a checkpoint lies half written."""

@@ -20,9 +20,9 @@ COMMAND = (
 CASES = {"dropless": "--dispatch dropless", "capacity 1.25": "--dispatch capacity --capacity-factor 1.25"}
 
 
-def trainer(say: Callable[..., None], end: float, cases: dict[str, str] = CASES) -> None:
+def trainer(say: Callable[..., None], end: float) -> None:
     """Run each case until it has made its steps, or the monotonic clock says ``end``."""
-    for name, options in cases.items():
+    for name, options in CASES.items():
         with tempfile.TemporaryDirectory() as runs:
             command = [sys.executable, "-m", "train", *COMMAND.split(), *options.split()]
             command += ["--steps", "1000", "--runs", runs, "--name", "run"]

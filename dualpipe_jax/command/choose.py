@@ -11,8 +11,8 @@ from dualpipe_jax.command.options import (
     Costs,
     Memory,
     NothingFits,
-    Number,
     Shape,
+    Within,
     check_size,
     limit_of,
     recipes,
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 @dataclasses.dataclass(frozen=True)
-class Choose:
+class Choose(Within):
     """Rank the schedules that fit the memory, the shortest step first, and say why the rest are refused.
 
     dualpipe choose --ranks 16 --microbatches 64 --FB 2.25 --memory-limit 17
@@ -34,13 +34,6 @@ class Choose:
 
     COMMON: ClassVar = "ranks", "microbatches", "FB", "send", "costs", "memory-limit", "search", "json"
 
-    ranks: int
-    """Number of pipeline ranks."""
-    microbatches: int
-    """Number of microbatches of a step, over all pipes."""
-    memory_limit: Number = None
-    """The most that a rank may keep, in the unit of the memory options. Without these the unit is a
-    microbatch's activations in a whole rank's share. If left out, there is no limit."""
     search: Annotated[float, tyro.conf.arg(metavar="EFFORT")] = 0.0
     """Consider what `dualpipe search` finds with this effort, too. 0 does not search."""
     jitter: float = 0.0

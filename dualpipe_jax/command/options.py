@@ -150,6 +150,19 @@ class Shape:
         return {name: count for name, count in named.items() if count is not None}
 
 
+@dataclasses.dataclass(frozen=True)
+class Within:
+    """What schedules are looked for within."""
+
+    ranks: int
+    """Number of pipeline ranks."""
+    microbatches: int
+    """Number of microbatches of a step, over all pipes."""
+    memory_limit: Number = None
+    """The most that a rank may keep, in the unit of the memory options. Without these the unit is a
+    microbatch's activations in a whole rank's share. If left out, there is no limit."""
+
+
 def limit_of(memory_limit: float | None) -> float:
     """The memory limit that was given, infinite if none was.
 

@@ -18,6 +18,7 @@ from dualpipe_jax.command.options import (
     Number,
     Output,
     Shape,
+    Within,
     check_size,
     limit_of,
 )
@@ -31,7 +32,7 @@ from dualpipe_jax.schedule.optimize.seeds import served
 
 
 @dataclasses.dataclass(frozen=True)
-class Search:
+class Search(Within):
     """Search for a schedule for these costs, sends among them, in this memory.
 
     It is no longer than any named one that fits and has one copy of the parameters, or the placement asked for.
@@ -44,13 +45,6 @@ class Search:
         "ranks", "microbatches", "FB", "send", "costs", "memory-limit", "placement", "effort", "output", "json",
     )  # fmt: skip
 
-    ranks: int
-    """Number of pipeline ranks."""
-    microbatches: int
-    """Number of microbatches of a step, over all pipes."""
-    memory_limit: Number = None
-    """The most that a rank may keep, in the unit of the memory options. Without these the unit is a
-    microbatch's activations in a whole rank's share. If left out, there is no limit."""
     placement: Annotated[
         Literal["linear", "v", "wave", "interleaved", "interleaved_4", "bidirectional"] | None,
         tyro.conf.arg(metavar="{linear,v,wave,interleaved,interleaved_4,bidirectional}"),

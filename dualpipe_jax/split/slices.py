@@ -121,13 +121,13 @@ def derived(
     return _spread(nodes, base, _Rule(allowed, lambda _: True, by_index=True))
 
 
-def zero_values(nodes: Sequence[Node], base: Iterable[Value] = ()) -> set[Value]:
-    """Values that are zero whatever the rest is: ``base``, and what is summed and moved from zeros alone."""
+def zero_values(nodes: Sequence[Node]) -> set[Value]:
+    """Values that are zero whatever the rest is: what is summed and moved from zeros alone."""
 
     def keeps_zeros(node: Node) -> bool:
         return not isinstance(node, Equation) or node.name in KEEPS_ZEROS
 
-    return _spread(nodes, base, _Rule(keeps_zeros, is_zero, by_index=False))
+    return _spread(nodes, (), _Rule(keeps_zeros, is_zero, by_index=False))
 
 
 def _spread(nodes: Sequence[Node], base: Iterable[Value], rule: _Rule) -> set[Value]:
