@@ -66,9 +66,8 @@ def row(schedule) -> str:
     whole = staged(model, count)
     plain = flops(jax.make_jaxpr(reference_value_and_grad(whole))(params, batch).jaxpr) / schedule.num_ranks
     mesh = make_mesh(schedule.num_ranks, 1)
-    forwards = (
-        3 * schedule.num_microbatches * count // schedule.num_ranks
-    )  # of a device's share, B is twice F
+    # Of a device's share; B is twice F.
+    forwards = 3 * schedule.num_microbatches * count // schedule.num_ranks
     ticks, cells = 0, []
     for fused in (True, False):
         # Sends at every tick, as on accelerators: on CPU they would be in a conditional of the tick.

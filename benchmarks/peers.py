@@ -133,9 +133,8 @@ def study(case: Case, rounds: int) -> list[tuple[str, ...]]:
         folder = cleanup.enter_context(tempfile.TemporaryDirectory())
         sides = {framework: Side(framework, case, folder, cleanup) for framework in ("torch", "jax")}
         every = (*PLAIN, *PROGRAMS)
-        checked = {
-            key: sides[key[0]].ask("check", key[1]) for key in every
-        }  # PyTorch first: it leaves tables
+        # PyTorch first: it leaves tables.
+        checked = {key: sides[key[0]].ask("check", key[1]) for key in every}
         errors = off_by(case, folder, checked)
         times = {key: [] for key in every}
         for _ in range(rounds):

@@ -21,9 +21,8 @@ smartquotes = False  # two dashes begin an option
 autodoc_member_order = "bysource"
 autodoc_typehints_format = "short"
 autodoc_preserve_defaults = True
-napoleon_custom_sections = [
-    ("Attributes", "params_style")
-]  # a class may have them in a field's docstring too
+# A class may have them in a field's docstring, too.
+napoleon_custom_sections = [("Attributes", "params_style")]
 toc_object_entries = False
 
 html_theme = "furo"

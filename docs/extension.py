@@ -56,17 +56,13 @@ def setup(app) -> None:
 
     def process(app, what, name, obj, options, lines) -> None:
         lines[:] = listed(lines)
-        if what in (
-            "attribute",
-            "data",
-            "property",
-        ):  # napoleon takes what stands before a colon there for a type
+        # Napoleon takes what stands before a colon there for a type.
+        if what in ("attribute", "data", "property"):
             lines[:0] = ["..", ""]
 
     def skip(app, what, name, obj, skipped, options) -> bool | None:
-        return (
-            True if (obj.__doc__ or "").startswith("Alias for field number") else None
-        )  # the class describes it
+        # The class describes it.
+        return True if (obj.__doc__ or "").startswith("Alias for field number") else None
 
     app.add_directive("command-help", CommandHelp)
     app.connect("autodoc-process-docstring", process, priority=400)  # before napoleon

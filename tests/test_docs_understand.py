@@ -103,10 +103,8 @@ def test_figures_agree_with_closed_formulas():
     costs = [(4, 8, 2.25), (4, 8, 3), (4, 8, 2.25), (4, 8, 2), (8, 20, 2.25)]
     assert [row[0] for row in stated("dualpipe")] == [dualpipe_makespan(*cost) for cost in costs]
     assert [row[2:] for row in stated("dualpipe")] == [(ranks + 1, 2) for ranks, *_ in costs]
-    for ranks, microbatches, at in (
-        (8, 20, 0),
-        (4, 8, 1),
-    ):  # half-size stages, twice as many, all microbatches
+    # Half-size stages, twice as many, all microbatches.
+    for ranks, microbatches, at in ((8, 20, 0), (4, 8, 1)):
         makespan = dualpipe_makespan(2 * ranks, 2 * microbatches, 2.25) / 2
         assert stated("dualpipe_v")[at][::2] == (makespan, ranks + 0.5)
 

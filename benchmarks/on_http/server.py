@@ -24,9 +24,8 @@ START_SECONDS = 300
 
 def save_model(folder: Path) -> Path:
     """Write random weights of a model of bytes that only ever says printable letters, so that texts tell all tokens."""
-    sizes = dict(
-        dim=256, num_heads=8, dense_hidden=1024, expert_hidden=256
-    )  # a step takes longer than its client
+    # A step takes longer than its client.
+    sizes = dict(dim=256, num_heads=8, dense_hidden=1024, expert_hidden=256)
     config = models.tiny(vocab=256, num_layers=2, num_mtp_layers=0, init_std=0.15, **sizes)
     params = models.deepseek(config).init(jax.random.key(0))
     head = params["shared"]["lm_head"]

@@ -30,9 +30,8 @@ def mixture(case: Case, p, x):
     gates, chosen = lax.top_k(jax.nn.softmax(x @ p["router"], -1), case.top)
     one_hot = jax.nn.one_hot(chosen.reshape(-1), case.experts, dtype=x.dtype)
     place = jnp.sum((jnp.cumsum(one_hot, 0) - 1) * one_hot, -1)  # [tokens * top], in the expert's queue
-    seats = jax.nn.one_hot(
-        place.astype(int), case.capacity, dtype=x.dtype
-    )  # of nobody where there is no place
+    # Of nobody where there is no place.
+    seats = jax.nn.one_hot(place.astype(int), case.capacity, dtype=x.dtype)
     seated = (one_hot[:, :, None] * seats[:, None]).reshape(-1, case.top, case.experts * case.capacity)
     dispatch = jnp.sum(seated, 1)
     combine = jnp.einsum("tk,tks->ts", gates, seated)

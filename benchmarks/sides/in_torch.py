@@ -32,9 +32,8 @@ def mixture(case: Case, layer: "Layer", x):
     one_hot = (chosen[..., None] == torch.arange(case.experts)).to(x.dtype).reshape(-1, case.experts)
     place = torch.sum((torch.cumsum(one_hot, 0) - 1) * one_hot, -1)  # [tokens * top], in the expert's queue
     seats = (place[:, None] == torch.arange(case.capacity)).to(x.dtype)
-    seated = (one_hot[:, :, None] * seats[:, None]).reshape(
-        -1, case.top, case.experts * case.capacity
-    )  # as a token is at most once at an expert, a sum over its choices is a mask still
+    # As a token is at most once at an expert, a sum over its choices is a mask still.
+    seated = (one_hot[:, :, None] * seats[:, None]).reshape(-1, case.top, case.experts * case.capacity)
     dispatch = torch.sum(seated, 1)
     combine = torch.einsum("tk,tks->ts", gates, seated)
     queues = (dispatch.T @ x).reshape(case.experts, case.capacity, -1)

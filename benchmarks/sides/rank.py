@@ -17,9 +17,8 @@ def main():
     framework, text, number, port, folder = sys.argv[1:]
     number, folder = int(number), Path(folder)
     cores = sorted(os.sched_getaffinity(0))
-    os.sched_setaffinity(
-        0, {cores[number % len(cores)]}
-    )  # of one core, so no pool has a second thread to work with
+    # Of one core, so no pool has a second thread to work with.
+    os.sched_setaffinity(0, {cores[number % len(cores)]})
     os.environ |= {"OMP_NUM_THREADS": "1", "JAX_PLATFORMS": "cpu", "GLOO_SOCKET_IFNAME": "lo"}
     sys.path.append(str(Path(__file__).parent.parent))
     answers = os.fdopen(os.dup(1), "w")

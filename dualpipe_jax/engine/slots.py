@@ -88,9 +88,8 @@ def lay_out(
     pools: dict[str, dict[int, Life]] = {}
     places: list[dict[str, list[tuple[str, int]]]] = [{} for _ in kept]
     for family, members in (("residual", ("residual_w", "residual_i")), ("stash", ("stash",))):
-        matched: dict[
-            tuple[Entry, int], dict[int, str]
-        ] = {}  # an entry and how many alike came before: kind -> pool
+        # An entry and how many alike came before: kind -> pool.
+        matched: dict[tuple[Entry, int], dict[int, str]] = {}
         numbers: list[dict[str, list[tuple[Entry, int]]]] = []
         for kind, mine in enumerate(kept):
             seen: Counter[Entry] = Counter()

@@ -141,7 +141,7 @@ class Job:
         self._news: asyncio.Queue[tuple[int, Sequence[int], Sequence[Score], Completion | None]] = (
             asyncio.Queue()
         )
-        self._choices = [_Choice(decode, stops, one.echo, metrics.begun()) for one in asked]
+        self._choices = [_Choice(decode, stops, one.echo, Watch(metrics)) for one in asked]
         self._tickets = runner.submit(
             [
                 (one.prompt, one.params, functools.partial(self._hear, index))

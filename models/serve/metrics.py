@@ -57,9 +57,6 @@ class Metrics:
     def answered(self, route: str, status: int) -> None:
         self._requests.labels(route, status).inc()
 
-    def begun(self) -> "Watch":
-        return Watch(self)
-
     def _ended(self, reason: str, seconds: float, prompt: int, reused: int, made: int) -> None:
         self._texts.labels(reason).inc()
         self._prompt.inc(prompt)

@@ -126,9 +126,8 @@ def test_no_guard_of_the_engine_has_a_sum_pass_its_barrier(form):
     program = jax.make_jaxpr(pipeline.value_and_grad)(params, {"inputs": tokens, "targets": tokens})
     columns = (len(pipeline.table(params, {"inputs": tokens, "targets": tokens}).columns),)
     barriers = [[v.aval for v in e.invars] for e in named(program.jaxpr, "optimization_barrier")]
-    guards = [
-        avals for avals in barriers if columns in [a.shape for a in avals]
-    ]  # those that a tick's row passes
+    # Those that a tick's row passes.
+    guards = [avals for avals in barriers if columns in [a.shape for a in avals]]
     passing = [(a.shape, a.dtype) for avals in guards for a in avals]
     assert ((width, width), jnp.bfloat16) in passing and ((width, width), jnp.float32) not in passing
     for conditional in named(program.jaxpr, "cond"):

@@ -515,11 +515,8 @@ def test_dry_runs_take_a_plan(tmp_path, capsys):
     assert main(["dryrun", "--target", "v5e:2x2", "--compile", "nothing", "--json", "--plan", str(file)]) == 0
     found = filled(Answer, json.loads(capsys.readouterr().out))
     assert found.program == read_plan(file)
-    for given in (
-        ["--pp", "2"],
-        ["--pp", "4"],
-        ["--remat", "none"],
-    ):  # what is left out counts, not what is usual
+    # What is left out counts, not what is usual.
+    for given in (["--pp", "2"], ["--pp", "4"], ["--remat", "none"]):
         assert main(["dryrun", "--target", "v5e:2x2", "--plan", str(file), *given]) == 2, given
     said = capsys.readouterr().err
     assert said.startswith(f"error: --plan {file}: says all of the program; drop its options")

@@ -154,10 +154,8 @@ def test_units_are_found_and_priced_in_a_compiled_program():
     )
     trips = module.loops[scan_body(module)][1].trips
     assert 0 < step == pytest.approx(entry - trips * walked)
-    if jax.__version_info__ < (
-        0,
-        11,
-    ):  # the newer compiler takes sends out of a loop that has these units alone
+    # The newer compiler takes sends out of a loop that has these units alone.
+    if jax.__version_info__ < (0, 11):
         sends = [c for c in report.select("collective-permute") if c.computation == scan_body(module)]
         assert len(sends) == 2, "outputs and gradients; on two ranks both pipes send the same way"
 

@@ -175,9 +175,8 @@ def test_broadcasts_and_masks_are_not_kept():
     plan = plan_of(f, block_params(), X)
     kept = shapes([*plan.residuals_i, *plan.residuals_w])
     assert (BATCH, BATCH) not in kept
-    assert (
-        kept.count((BATCH, WIDTH)) == 1
-    )  # what the gain scales; the input of the linear is made of it again
+    # What the gain scales; the input of the linear is made of it again.
+    assert kept.count((BATCH, WIDTH)) == 1
     assert (WIDTH,) in kept  # the root of the broadcast
 
 

@@ -100,9 +100,8 @@ def _documents(
     for piece in range(num_pieces):
         digests, ends = (_load(folder, piece, what) for what in ("digests", "ends"))
         first, last = _range(digests[:, 0], buckets, num_buckets)
-        found.append(
-            np.array(digests[first:last])
-        )  # copied, as a view would keep the file open: there are thousands
+        # Copied, as a view would keep the file open: there are thousands.
+        found.append(np.array(digests[first:last]))
         cuts = ends[first : last + 1].astype(np.int64)
         places.append(np.stack([np.full(last - first, piece), cuts[:-1], cuts[1:]], axis=-1))
     everything = np.concatenate(found)

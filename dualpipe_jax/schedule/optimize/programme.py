@@ -161,9 +161,8 @@ class Programme:
                 kept.append((-sum(taken for taken, _ in changes), [kind], t))
                 kept.append((sum(freed for _, freed in changes), [kind], t - kind.duration))
         room = self.limit * (1 + HAIR) - self.memory.at_rest(self.placement, rank)
-        largest = (
-            max((abs(size) for size, _, _ in kept), default=0) or 1
-        )  # the solver's tolerance is absolute
+        # The solver's tolerance is absolute.
+        largest = max((abs(size) for size, _, _ in kept), default=0) or 1
         self._at_least(-room / largest, *((size / largest, kinds, start) for size, kinds, start in kept))
 
     def _at_least(self, least: float, *terms: tuple[float, list[_Kind], int]) -> None:

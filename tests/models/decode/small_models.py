@@ -42,6 +42,12 @@ def loud_params(config):
     return params | {"shared": params["shared"] | {"lm_head": {"kernel": kernel}}}
 
 
+def drawn(config, *lengths, seed=0):
+    """Prompts of these lengths."""
+    rng = np.random.default_rng(seed)
+    return [rng.integers(0, config.vocab, length).astype(np.int32) for length in lengths]
+
+
 QUICK = {"xla_backend_optimization_level": 0}
 
 whole = jax.jit(models.logits, static_argnums=0, compiler_options=QUICK)

@@ -10,7 +10,7 @@ import pytest
 
 from models.decode import Engine, Limits, RequestError, SamplingParams, decoder
 from tests.models import plain
-from tests.models.decode.small_models import COMPILED, QUICK, continued, loud_params, small, whole
+from tests.models.decode.small_models import COMPILED, QUICK, continued, drawn, loud_params, small, whole
 
 CONFIG = small(num_groups=1, num_mtp_layers=1)
 LIMITS = Limits(max_requests=3, max_positions=24, block_size=4, num_blocks=14, chunk_size=4, max_prefill=8)
@@ -28,9 +28,7 @@ def engine(**how):
     return Engine(MODEL, a_params(), LIMITS, **how)
 
 
-def prompts(*lengths, seed=0):
-    rng = np.random.default_rng(seed)
-    return [rng.integers(0, CONFIG.vocab, length).astype(np.int32) for length in lengths]
+prompts = functools.partial(drawn, CONFIG)
 
 
 def greedy(prompt, number):

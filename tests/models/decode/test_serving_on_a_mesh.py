@@ -12,7 +12,7 @@ from dualpipe_jax.balance import Layout, balance
 from dualpipe_jax.parallel import make_mesh
 from models import Dispatch
 from models.decode import Engine, Limits, RequestError, SamplingParams, decoder
-from tests.models.decode.small_models import COMPILED, continued, random_params, small
+from tests.models.decode.small_models import COMPILED, continued, drawn, random_params, small
 from tests.two_processes import what_both_say
 
 CONFIG = small(num_groups=1, num_mtp_layers=1)
@@ -37,21 +37,18 @@ def model(method="dropless"):
     return decoder(CONFIG, dispatch=Dispatch(method, axis_name="ep"))
 
 
-@functools.cache
-def prompts(seed=0):
-    rng = np.random.default_rng(seed)
-    return [rng.integers(0, CONFIG.vocab, length).astype(np.int32) for length in LENGTHS]
+prompts = functools.partial(drawn, CONFIG, *LENGTHS)
 
 
 @functools.cache
 def greedy(n, seed=0):
-    return continued(CONFIG, random_params(CONFIG), prompts(seed)[n], NUM_NEW[n], LIMITS.max_positions)
+    return continued(CONFIG, random_params(CONFIG), prompts(seed=seed)[n], NUM_NEW[n], LIMITS.max_positions)
 
 
 def ask(serving, seed=0):
     """All of them, some later than others; texts by request."""
     numbers, found = [], []
-    for prompt, number in zip(prompts(seed), NUM_NEW, strict=True):
+    for prompt, number in zip(prompts(seed=seed), NUM_NEW, strict=True):
         numbers.append(serving.add(prompt, SamplingParams(max_tokens=number)))
         if len(numbers) > 3:
             found += serving.step()

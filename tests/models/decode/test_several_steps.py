@@ -3,15 +3,15 @@
 import dataclasses
 import functools
 
-import numpy as np
 import pytest
 
 from models.decode import Engine, Limits, SamplingParams, decoder
-from tests.models.decode.small_models import continued, loud_params, small
+from tests.models.decode.small_models import continued, drawn, loud_params, small
 
 CONFIG = small(num_groups=1, num_mtp_layers=1)
 LIMITS = Limits(max_requests=3, max_positions=28, block_size=4, num_blocks=16, chunk_size=4, max_prefill=8)
 MODEL = decoder(CONFIG)
+prompts = functools.partial(drawn, CONFIG, seed=7)
 
 
 def a_params():
@@ -21,11 +21,6 @@ def a_params():
 @functools.cache
 def engine(num_steps, drafts=False):
     return Engine(MODEL, a_params(), dataclasses.replace(LIMITS, num_steps=num_steps), drafts=drafts)
-
-
-def prompts(*lengths):
-    rng = np.random.default_rng(7)
-    return [rng.integers(0, CONFIG.vocab, length).astype(np.int32) for length in lengths]
 
 
 def asked():

@@ -15,7 +15,7 @@ from models.decode import SamplingParams, Score
 from models.decode.text import Bytes
 from models.serve import Chat, Refused
 from models.serve.job import Piece, _Choice
-from models.serve.metrics import Metrics
+from models.serve.metrics import Metrics, Watch
 from models.weights import WeightsError, load_tokenizer
 from tests.models.decode.small_models import random_params, whole
 from tests.models.serve.running import LONG, Slow, as_tokens, running
@@ -111,7 +111,7 @@ def test_words_that_stop_a_text_end_its_logprobs(client):
 
 def test_tokens_behind_a_word_that_stops_are_nobodys():
     """Several may come at once, those of the prompt's scores ahead of them."""
-    choice = _Choice(Bytes().decode, ["b"], "echo", Metrics(int).begun())
+    choice = _Choice(Bytes().decode, ["b"], "echo", Watch(Metrics(int)))
     scores = [Score(ord(letter), -1.0, ()) for letter in "xyabc"]
     text = choice.take([ord("a"), ord("b"), ord("c")], scores)
     assert (text, choice.stopped, choice.num_tokens) == ("a", True, 2)
