@@ -6,13 +6,13 @@ them from there, from files and from presets.
 
 import dataclasses
 import math
-import typing
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from tyro.conf import arg
 
+from dualpipe_jax.command.line import options_of
 from dualpipe_jax.ranges import AboveZero, AtLeastOne, NotBelowZero, NotNegative, Share
 from dualpipe_jax.schedule import Schedule
 from dualpipe_jax.schedule.names import find
@@ -240,29 +240,7 @@ class TrainConfig:
         return (last,) if first is None else tuple(range(first, last + 1, first))
 
 
-def _flags() -> dict[str, tuple[str, ...]]:
-    """Where the option of each flag lies, in the help's order."""
-    found: dict[str, tuple[str, ...]] = {}
-
-    def visit(kind: Any, path: tuple[str, ...]) -> None:
-        hints = typing.get_type_hints(kind, include_extras=True)
-        for field in dataclasses.fields(kind):
-            if dataclasses.is_dataclass(field.type):
-                visit(field.type, (*path, field.name))
-                continue
-            given = [getattr(note, "name", None) for note in getattr(hints[field.name], "__metadata__", ())]
-            flag = "--" + next(filter(None, given), field.name).replace("_", "-")
-            if flag in found:
-                raise TypeError(
-                    f"{flag} names both {'.'.join(found[flag])} and {'.'.join((*path, field.name))}"
-                )
-            found[flag] = (*path, field.name)
-
-    visit(TrainConfig, ())
-    return found
-
-
-FLAGS: Mapping[str, tuple[str, ...]] = _flags()
+FLAGS: Mapping[str, tuple[str, ...]] = {f"--{option.flag}": option.path for option in options_of(TrainConfig)}
 """Flag -> where its option lies in a ``TrainConfig``: ``FLAGS["--pp"] == ("step", "pp")``."""
 
 
