@@ -4,6 +4,7 @@ import argparse
 import dataclasses
 import difflib
 import json
+import os
 import sys
 import tomllib
 import types
@@ -107,7 +108,7 @@ def resumed(name: str | None, runs: Path) -> TrainConfig:
             )
         name = found[-1].parent.name
     file, options = runs / name / "config.json", TrainConfig()
-    if file.exists():
+    if os.path.exists(file):  # of a folder that may not be read, too, whose name an error will tell
         options = apply(options, read_file(file), f"--resume: {file}")
     return configure(options, name=name, runs=runs, **dict.fromkeys(_OF_ONE_START))
 

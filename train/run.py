@@ -14,7 +14,7 @@ from rich.console import Console
 from dualpipe_jax.schedule import simulate
 from dualpipe_jax.schedule.formats.text import format_grid
 from models.kernels import Kernels
-from train.config import FLAGS, TrainConfig
+from train.config import FLAGS, ConfigError, TrainConfig
 from train.data.text import describe_skipped
 from train.export import check_export, export
 from train.figures.folder import CONFIG, METRICS, SCHEDULE, claimed, find, write_config, writing
@@ -100,12 +100,12 @@ def run(config: TrainConfig, console: Console, processes: Processes, *, resume: 
 
 
 def report(folder: Path, note: Callable[[str], None]) -> None:
-    """Write report.html; that the disk is full, or the like, is said."""
+    """Write report.html; that the disk is full, or what it reads damaged, is said: the run itself ended as it did."""
     try:
         write_report(folder)
-    except OSError as error:
+    except (OSError, ConfigError) as error:
         note(
-            f"warning: no report.html: {error}; scripts/train --report {folder} writes it when there is room"
+            f"warning: no report.html: {error}; scripts/train --report {folder} writes it once that is mended"
         )
 
 

@@ -25,27 +25,39 @@ def find(config: TrainConfig, *, resume: bool) -> Path | None:
     if config.name is None:
         return None
     folder = config.runs / config.name
-    if not resume and any((folder / part).exists() for part in (METRICS, CONFIG)):
+    if not resume and any(os.path.exists(folder / part) for part in (METRICS, CONFIG)):
         raise _taken(folder)
+    return folder
+
+
+def made(config: TrainConfig, *, resume: bool) -> Path:
+    """The run's folder, made if need be.
+
+    Raises:
+      ConfigError: it cannot be made, or another run has that name.
+    """
+    folder = find(config, resume=resume)
+    try:
+        if folder is None:
+            return unnamed(config)
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise _unmade(folder or config.runs, error) from None
     return folder
 
 
 @contextmanager
 def claimed(config: TrainConfig, *, resume: bool) -> Iterator[Path]:
-    """The run's folder, made if need be, and locked as long as this process lives, however it ends.
+    """The run's folder, as ``made`` makes it, locked as long as this process lives, however it ends.
 
     Raises:
       ConfigError: it cannot be made or belongs to another run, ended or running.
     """
-    folder = find(config, resume=resume)
+    folder = made(config, resume=resume)
     try:
-        if folder is None:
-            folder = unnamed(config)
-        else:
-            folder.mkdir(parents=True, exist_ok=True)
         handle = os.open(folder, os.O_RDONLY)
     except OSError as error:
-        raise ConfigError(f"--runs: cannot make {folder or config.runs}: {error.strerror}") from None
+        raise _unmade(folder, error) from None
     try:
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -96,6 +108,10 @@ def unnamed(config: TrainConfig) -> Path:
             continue
         return folder
     raise OSError(0, "a thousand runs began in this second")
+
+
+def _unmade(folder: Path, error: OSError) -> ConfigError:
+    return ConfigError(f"--runs: cannot make {folder}: {error.strerror}")
 
 
 def _taken(folder: Path) -> ConfigError:

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from dualpipe_jax.processes import free_port, gpu_environment, too_few_gpus
 from train.config import ConfigError, TrainConfig, make_schedule
-from train.figures.folder import find, unnamed
+from train.figures.folder import made, writing
 from train.options import plain
 from train.processes.devices import asked_devices, set_devices
 from train.processes.watcher import Told, run_once
@@ -29,7 +29,7 @@ class Story:
         self._path = path
 
     def tell(self, text: str) -> None:
-        with self._path.open("a") as file:
+        with contextlib.suppress(OSError), self._path.open("a") as file:  # a full disk ends no run
             file.write(f"{datetime.now():%Y-%m-%d %H:%M:%S} {text}\n")
         print(f"supervisor: {text}", file=sys.stderr, flush=True)
 
@@ -40,7 +40,7 @@ def supervise(config: TrainConfig, *, resume: bool) -> int:
     What happens is told in ``runs/NAME/processes/story.log``; what the processes say stands beside it.
 
     Raises:
-      ConfigError: devices cannot be shared out, or another run has that name.
+      ConfigError: devices cannot be shared out, another run has that name, or its folder cannot be written.
     """
     count, needed = config.launch.processes or 1, config.step.num_devices
     set_devices(config, {}, num_processes=count)
@@ -51,16 +51,14 @@ def supervise(config: TrainConfig, *, resume: bool) -> int:
         )
     if config.launch.devices == "accelerator" and not config.launch.one_gpu and (why := too_few_gpus(count)):
         raise ConfigError(why)
-    if config.name is None:
-        config = dataclasses.replace(config, name=unnamed(config).name)
-    else:
-        find(config, resume=resume)
-    assert config.name is not None
-    folder = config.runs / config.name / "processes"
-    folder.mkdir(parents=True, exist_ok=True)
+    of_run = made(config, resume=resume)
+    config, folder = dataclasses.replace(config, name=of_run.name), of_run / "processes"
+    with writing(of_run):
+        folder.mkdir(exist_ok=True)
 
     def commands(config: TrainConfig, attempt: int) -> list[list[str]]:
-        return command_lines(config, folder / f"{attempt}", resume=resume or attempt > 0)
+        with writing(of_run):
+            return command_lines(config, folder / f"{attempt}", resume=resume or attempt > 0)
 
     with Told() as told:
         return keep_going(config, commands, folder, told)

@@ -11,7 +11,7 @@ import numpy as np
 
 from dualpipe_jax.profile.timelines import Drawn, drawn, timelines
 from dualpipe_jax.schedule import simulate
-from train.config import FLAGS, TrainConfig, make_schedule, option
+from train.config import FLAGS, ConfigError, TrainConfig, make_schedule, option
 from train.figures.step import PARTS
 from train.recipe import is_own
 from train.report.folder import RunFolder, command_line
@@ -68,7 +68,12 @@ def render(page: Page) -> str:
 
 
 def report_page(run: RunFolder) -> Page:
-    measured = timelines(run.path)
+    try:
+        measured = timelines(run.path)
+    except (ValueError, TypeError) as error:
+        raise ConfigError(
+            f"{run.path}: its profile's timeline cannot be read: {error}; remove the folder profile"
+        ) from None
     schedule = make_schedule(run.config)
     theory = drawn(simulate(schedule), f"{schedule.name} simulated, F = I = W", "times F")
     sections: list[Mapping[str, Any]] = [

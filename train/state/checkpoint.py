@@ -9,6 +9,7 @@ before writing and compared after reading.
 import contextlib
 import errno
 import functools
+import os
 import tempfile
 import threading
 import time
@@ -250,9 +251,10 @@ def verify(folder: Path) -> Iterator[Verdict]:
       CheckpointError: there is no checkpoint.
     """
     found = folder / FOLDER
-    if not found.is_dir():
+    if not os.path.isdir(found):
         raise CheckpointError(
-            f"--check {folder}: no checkpoints there; a run's folder, such as runs/NAME, has them"
+            f"--check {folder}: no checkpoints there, or none that may be read; a run's folder, such as runs/NAME, "
+            "has them"
         )
     here = SingleDeviceSharding(jax.devices()[0])
 

@@ -4,14 +4,17 @@ import errno
 import json
 import shutil
 from contextlib import closing
+from types import SimpleNamespace
 
+import jax
 import pytest
 
-from train.config import ConfigError
+from train.config import ConfigError, configure
 from train.figures.folder import METRICS, writing
 from train.figures.metrics import MetricsFile
 from train.figures.trackers import Trackers
 from train.run import report
+from train.watch import watch_run
 
 
 class NearlyFull:
@@ -101,12 +104,29 @@ def test_no_room_at_the_start_is_one_line(tmp_path):
         raise OSError(errno.ENOSPC, "No space left on device")
 
 
-def test_no_room_for_the_report_is_said(tmp_path, monkeypatch):
-    def full(folder):
-        raise OSError(errno.ENOSPC, "No space left on device")
+def test_no_room_for_the_environment_is_one_line(tmp_path, monkeypatch):
+    this = SimpleNamespace(config=configure(sequence=32), corpus=SimpleNamespace(vocab=256))
+    monkeypatch.setattr("train.watch.used_devices", lambda config: jax.devices()[:1])
+    (tmp_path / "environment.json").mkdir()
+    with pytest.raises(ConfigError, match=f"--runs: cannot write into {tmp_path}: Is a directory"):
+        watch_run(this, tmp_path, 0)
+
+
+@pytest.mark.parametrize(
+    ("error", "why"),
+    [
+        (OSError(errno.ENOSPC, "No space left on device"), r"[Errno 28] No space left on device"),
+        (ConfigError("a file of it is damaged"), "a file of it is damaged"),
+    ],
+)
+def test_a_report_that_cannot_be_written_is_said(tmp_path, monkeypatch, error, why):
+    """It is written where a run ends, whatever ended it: that is what must be told."""
+
+    def fails(folder):
+        raise error
 
     said = []
-    monkeypatch.setattr("train.run.write_report", full)
+    monkeypatch.setattr("train.run.write_report", fails)
     report(tmp_path, said.append)
     (told,) = said
-    assert f"no report.html: [Errno 28] No space left on device; scripts/train --report {tmp_path}" in told
+    assert f"no report.html: {why}; scripts/train --report {tmp_path}" in told

@@ -14,7 +14,7 @@ import pytest
 from dualpipe_jax.processes import free_port, too_few_gpus
 from train.checks import check
 from train.config import ConfigError, configure
-from train.options import parse
+from train.options import parse, resumed
 from train.processes import watcher
 from train.processes.pulse import Pulse
 from train.processes.supervise import command_lines, environment_of, keep_going, smaller, supervise
@@ -184,6 +184,33 @@ def test_on_gpus_there_are_as_many_processes_as_devices():
         ConfigError, match="--processes 2: .* one GPU, and --pp 2 --ep 2 needs 4: give --processes 4"
     ):
         supervise(config, resume=False)
+
+
+@pytest.mark.parametrize(
+    ("name", "told"), [("a" * 300, "File name too long"), ("x", "Not a directory"), (None, "File exists")]
+)
+def test_a_folder_that_cannot_be_made_is_one_line(tmp_path, name, told):
+    runs = tmp_path / "runs"
+    if told == "File name too long":
+        runs.mkdir()
+    else:
+        runs.touch()
+    config = configure(processes=2, pp=2, ep=1, name=name, runs=runs)
+    with pytest.raises(ConfigError, match=f"--runs: cannot make {runs}.*: {told}"):
+        supervise(config, resume=False)
+    if name is not None:
+        assert resumed(name, runs).name == name  # its options are those of a run that has not begun
+
+
+def test_what_the_supervisor_cannot_write_is_one_line(tmp_path):
+    """Options that processes read; its own story may be missing, and ends no run."""
+    config = configure(processes=2, pp=2, ep=1, name="x", runs=tmp_path)
+    (tmp_path / "x" / "processes" / "0.options.json").mkdir(parents=True)
+    (tmp_path / "x" / "processes" / "story.log").mkdir()
+    with pytest.raises(ConfigError, match=f"--runs: cannot write into {tmp_path}/x: Is a directory"):
+        supervise(config, resume=False)
+    folder = tmp_path / "x" / "processes"
+    assert keep_going(config, lambda *_: quick(0, 0), folder, Told()) == 0
 
 
 def test_restarts_come_to_an_end(tmp_path, capfd):

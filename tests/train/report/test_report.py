@@ -162,6 +162,17 @@ def test_what_is_no_run_is_named(tmp_path):
         RunFolder.read(folder)
 
 
+@pytest.mark.parametrize("text", ['[{"title": "mea', '[{"title": "measured"}]', '{"a": 1}'])
+def test_a_profile_that_cannot_be_read_is_named(tmp_path, text):
+    folder = make_run(tmp_path / "a")
+    (folder / "profile").mkdir()
+    (folder / "profile" / "timeline.json").write_text(text)
+    with pytest.raises(
+        ConfigError, match=f"{folder}: its profile's timeline cannot be read: .*remove the folder"
+    ):
+        write_report(folder)
+
+
 def test_equal_runs_are_bitwise_equal(tmp_path, capsys):
     for name in "ab":
         make_run(tmp_path / name, seed=ord(name))

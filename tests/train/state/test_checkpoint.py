@@ -351,7 +351,9 @@ def test_check_says_which_are_whole(run, capsys):
 
 def test_check_wants_a_run(tmp_path, capsys):
     assert main(["--check", str(tmp_path)]) == 1
-    assert "no checkpoints there" in capsys.readouterr().err
+    assert "no checkpoints there, or none that may be read" in capsys.readouterr().err
+    assert main(["--check", "a" * 300]) == 1  # no file system has such a name, and says so
+    assert "no checkpoints there, or none that may be read" in capsys.readouterr().err
     (tmp_path / FOLDER).mkdir()
     assert main(["--check", str(tmp_path)]) == 1
     assert "no whole step in" in capsys.readouterr().err
