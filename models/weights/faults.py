@@ -47,8 +47,12 @@ def quiet() -> Iterator[None]:
 
 
 def _is_news(record: logging.LogRecord) -> bool:
-    raised = bool(record.exc_info) or any(words in str(record.msg) for words in RAISED)
-    return not (raised and "orbax" in record.pathname)
+    """Whether it is more than what Orbax raises as well: told by the traceback, for a logger that is older than absl
+    takes absl's own file for that of whoever logs."""
+    error = record.exc_info[1] if record.exc_info else None
+    if error is None:
+        return not any(words in str(record.msg) for words in RAISED)
+    return not any("orbax" in place for place in (record.pathname, *_files(error)))
 
 
 def _is_awaited(record: logging.LogRecord) -> bool:

@@ -4,10 +4,12 @@ import asyncio
 import dataclasses
 import gc
 import json
+import logging
 import re
 import shutil
 from pathlib import Path
 
+import absl.logging
 import chex
 import jax
 import jax.numpy as jnp
@@ -170,6 +172,22 @@ def test_of_reads_that_nobody_awaits_only_orbaxs_are_not_told(caplog):
     gc.collect()
     assert caplog.text.count("exception was never retrieved") == 1
     assert "ValueError: DATA_LOSS\n" in caplog.text
+
+
+def test_tracebacks_of_orbax_are_not_told_whoever_made_its_logger(caplog, monkeypatch):
+    """A command names it before absl is imported; it then takes absl's own file for that of whoever logs."""
+    monkeypatch.setattr(type(absl.logging.get_absl_logger()), "findCaller", logging.Logger.findCaller)
+
+    def log(file, words):
+        scope = {"log": absl.logging.exception}
+        text = f"try:\n  raise ValueError\nexcept ValueError:\n  log({words!r})"
+        exec(compile(text, file, "exec"), scope)
+
+    with quiet():
+        log("orbax/checkpoint/x.py", "of Orbax")
+        absl.logging.error("Failed to get metadata for x")
+        log("x.py", "of others")
+    assert [record.getMessage() for record in caplog.records] == ["of others"]
 
 
 def test_the_tokenizer_is_that_of_the_library_with_its_beginning(tmp_path):
