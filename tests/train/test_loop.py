@@ -199,6 +199,23 @@ def test_a_notice_to_any_process_saves_and_ends_the_run(tmp_path, monkeypatch):
     assert (saved.saved, saved.finished, stopped.value.code) == ([2], [2], 143)
 
 
+def test_a_signal_while_the_last_step_is_written_waits_for_it(tmp_path):
+    """Nobody else would say that the steps since the checkpoint before are lost."""
+
+    class Slow(FakeCheckpoints):
+        def finish(self, step):
+            signal.raise_signal(signal.SIGTERM)
+            super().finish(step)
+
+    saved, came = Slow(), []
+    before = signal.signal(signal.SIGTERM, lambda *_: came.append("the process would have died"))
+    try:
+        run([], tmp_path / "metrics.jsonl", saved)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert (saved.saved, saved.finished, came) == ([5], [5], [])
+
+
 def test_a_second_signal_ends_it_at_once():
     with pytest.raises(KeyboardInterrupt), Stop() as stop:
         signal.raise_signal(signal.SIGTERM)

@@ -312,8 +312,8 @@ def _read(
     problem = any_problem(problem)
     if problem is not None:
         return Verdict(step, problem, facts), {}
-    prints = fingerprints(flat)
-    wrong = [name for name, value in facts["fingerprints"].items() if prints.get(name) != value]
+    prints, saved = fingerprints(flat), facts.get("fingerprints", {})
+    wrong = [name for name, value in prints.items() if saved.get(name) != value]
     if wrong:
         problem = f"{len(wrong)} of {len(prints)} arrays are not what was saved, such as {wrong[0]}"
         return Verdict(step, problem, facts), {}
@@ -328,12 +328,18 @@ def _store(folder: Path, config: CheckpointConfig, *, clean: bool = True) -> Any
     kept = [keep.LatestN(config.keep)]
     if config.keep_every is not None:
         kept.append(keep.EveryNSteps(config.keep_every))
-    return ocp.training.Checkpointer(
-        folder.absolute(),
-        context=context,
-        preservation_policy=keep.AnyPreservationPolicy(kept),
-        cleanup_tmp_directories=clean,  # of whoever is writing, too
-    )
+    try:
+        return ocp.training.Checkpointer(
+            folder.absolute(),
+            context=context,
+            preservation_policy=keep.AnyPreservationPolicy(kept),
+            cleanup_tmp_directories=clean,  # of whoever is writing, too
+        )
+    except (TypeError, ValueError) as error:  # of one step's file; Orbax does not say of which
+        raise CheckpointError(
+            f"{folder}: the _CHECKPOINT_METADATA of a step is damaged: {reason(error)}; move that step out of it, the "
+            "newest one first"
+        ) from error
 
 
 def _may_pass(error: BaseException | None) -> bool:

@@ -349,6 +349,24 @@ def test_check_says_which_are_whole(run, capsys):
     assert main(["--check", str(run.folder)]) == 0
 
 
+def test_damage_of_what_is_written_about_a_step_is_told(run, capsys):
+    """A flipped bit leaves JSON that Orbax takes, or with which it does not open the folder at all."""
+    run.save(1, 2)
+    about = run.folder / FOLDER / "2" / "_CHECKPOINT_METADATA"
+    text = about.read_text()
+    about.write_text(text.replace('"fingerprints"', '"fingerprintr"'))
+    assert main(["--check", str(run.folder)]) == 1
+    assert "step 2: damaged: " in capsys.readouterr().out
+    about.write_text(text.replace('"item_handlers"', '"item_handlerr"'))
+    told = "_CHECKPOINT_METADATA of a step is damaged: .*; move that step out of it, the newest one first"
+    with pytest.raises(CheckpointError, match=told):
+        run.restore()
+    assert main(["--check", str(run.folder)]) == 1
+    assert re.search(told, capsys.readouterr().err)
+    shutil.move(about.parent, run.folder / "moved")
+    assert run.restore() is not None and main(["--check", str(run.folder)]) == 0
+
+
 def test_check_wants_a_run(tmp_path, capsys):
     assert main(["--check", str(tmp_path)]) == 1
     assert "no checkpoints there, or none that may be read" in capsys.readouterr().err
