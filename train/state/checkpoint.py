@@ -283,13 +283,15 @@ def _read(
     """Load a step and prove it.
 
     ``describe`` says from its facts what arrays to expect, or raises; ``any_problem`` of this process's problem is
-    that of any process.
+    that of any process. All read again together: in Orbax they wait for each other.
     """
     facts: Facts = {}
     flat: dict[str, jax.Array] = {}
-    problem = None
+    problem: str | None
+    passing: str | None
     with quiet():
         for wait in (*WAITS, None):
+            problem = passing = None
             try:
                 facts = store.metadata(step).custom_metadata or {}
                 if facts:
@@ -300,18 +302,21 @@ def _read(
                 raise
             except Exception as error:  # whatever half a folder or a flipped bit makes Orbax raise
                 if _may_pass(error):
-                    if wait is not None:
-                        time.sleep(wait)
-                        continue
-                    raise CheckpointError(
-                        f"step {step} cannot be read: {reason(error)}; tried {len(WAITS) + 1} times. It is left where "
-                        "it is: resume again when the disk can be read"
-                    ) from error
-                problem = reason(error)
-            break
-    problem = any_problem(problem)
+                    passing = reason(error)
+                else:
+                    problem = reason(error)
+            problem, passing = any_problem(problem), any_problem(passing)
+            if problem is not None or passing is None:
+                break
+            if wait is not None:
+                time.sleep(wait)
     if problem is not None:
         return Verdict(step, problem, facts), {}
+    if passing is not None:
+        raise CheckpointError(
+            f"step {step} cannot be read: {passing}; tried {len(WAITS) + 1} times. It is left where it is: resume "
+            "again when the disk can be read"
+        )
     prints, saved = fingerprints(flat), facts.get("fingerprints", {})
     wrong = [name for name, value in prints.items() if saved.get(name) != value]
     if wrong:
@@ -343,8 +348,10 @@ def _store(folder: Path, config: CheckpointConfig, *, clean: bool = True) -> Any
 
 
 def _may_pass(error: BaseException | None) -> bool:
-    """Whether input and output failed, rather than what is there is wrong."""
+    """Whether input and output failed, or waiting for another process did, rather than what is there is wrong."""
     while error is not None:
+        if isinstance(error, TimeoutError):
+            return True
         if isinstance(error, OSError) and error.errno is not None and error.errno not in MISSING:
             return True
         error = error.__cause__ or error.__context__

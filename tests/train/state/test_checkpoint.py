@@ -6,6 +6,7 @@ import json
 import re
 import resource
 import shutil
+from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -21,7 +22,7 @@ from train.errors import CheckpointError
 from train.options import plain
 from train.processes.group import Processes
 from train.state import checkpoint
-from train.state.checkpoint import ASIDE, FOLDER, Checkpoints, verify
+from train.state.checkpoint import ASIDE, FOLDER, Checkpoints, _read, verify
 from train.state.facts import changes, describe
 from train.state.layout import Layout
 from train.step import make_optimizer
@@ -365,6 +366,31 @@ def test_damage_of_what_is_written_about_a_step_is_told(run, capsys):
     assert re.search(told, capsys.readouterr().err)
     shutil.move(about.parent, run.folder / "moved")
     assert run.restore() is not None and main(["--check", str(run.folder)]) == 0
+
+
+@pytest.mark.parametrize(
+    ("own", "others", "problem", "loads"),
+    [
+        ([TimeoutError("at a barrier")], ["DATA_LOSS", None], "DATA_LOSS", 1),
+        ([TimeoutError("at a barrier"), None], [], None, 2),
+        ([None, None], [None, "OSError: [Errno 5] Input/output error"], None, 2),
+    ],
+)
+def test_several_processes_read_again_together(monkeypatch, own, others, problem, loads):
+    """One that waited for another tells that one's reason, and takes no failing disk of another for damage."""
+    monkeypatch.setattr("train.state.checkpoint.WAITS", (0.0, 0.0))
+    told, done = iter(others), []
+
+    def load(step, expected):
+        done.append(step)
+        if (error := own[len(done) - 1]) is not None:
+            raise error
+        return {}
+
+    about = SimpleNamespace(custom_metadata={"fingerprints": {}})
+    store = SimpleNamespace(metadata=lambda step: about, load=load)
+    verdict, _ = _read(store, 3, lambda facts: {}, lambda mine: mine or next(told, None))
+    assert (verdict.problem, len(done)) == (problem, loads)
 
 
 def test_check_wants_a_run(tmp_path, capsys):
