@@ -5,6 +5,7 @@ import dataclasses
 import importlib
 import json
 import lzma
+import stat
 import sys
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -23,8 +24,13 @@ PIECE = 2**26
 
 COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
 _LINES = (".jsonl", ".ndjson")
-_ERRORS = (("pyarrow", "ArrowException"), ("backports.zstd", "ZstdError"), ("compression.zstd", "ZstdError"))
-_CHANGED = ("mtime", "ETag", "etag", "LastModified", "updated")
+_ERRORS = (
+    ("pyarrow", "ArrowException"),
+    ("backports.zstd", "ZstdError"),
+    ("compression.zstd", "ZstdError"),
+    ("aiohttp", "ClientError"),
+)
+_CHANGED = ("mtime", "ETag", "etag", "LastModified", "Last-Modified", "updated")
 """What file systems call it."""
 
 
@@ -35,7 +41,7 @@ class File:
     Attributes:
       url: where.
       kind: text, lines (JSON, one a line), parquet, or records.
-      size: bytes.
+      size: bytes; 0 if its place does not tell.
       changed: when, in whatever way its place tells.
     """
 
@@ -81,14 +87,12 @@ def find(paths: Sequence[str], leave_out: Sequence[str] = ()) -> list[File]:
             found[path] = File(str(Path(path).absolute()), "records", _size(Path(path)))
             continue
         filesystem, inside = open_filesystem(path)
-        try:
+        with _readable(path):
             for name, info in sorted(_list(filesystem, inside), key=lambda pair: pair[0]):
                 if not f"{name}/".startswith(left_out):
                     url = filesystem.unstrip_protocol(name)
                     changed = next((str(info[key]) for key in _CHANGED if info.get(key)), "")
                     found[url] = File(url, kind_of(name), int(info["size"] or 0), changed)
-        except OSError as error:
-            raise DataError(f"--data: cannot read {path}: {error.strerror or error}") from None
     if not found:
         raise DataError(f"--data: nothing to read in {', '.join(paths)}")
     return list(found.values())
@@ -104,7 +108,9 @@ def pieces(files: Sequence[File], size: int = PIECE) -> list[Piece]:
         elif file.kind == "lines" and not file.url.endswith(COMPRESSED):
             cuts = range(0, max(file.size, 1), size)
             found += [
-                Piece("lines", (file.url,), cut, min(cut + size, file.size), min(size, file.size - cut))
+                Piece(
+                    "lines", (file.url,), cut, min(cut + size, file.size) or None, min(size, file.size - cut)
+                )
                 for cut in cuts
             ]
         elif file.kind == "parquet":
@@ -145,11 +151,11 @@ def documents(piece: Piece, key: str, bad: Callable[[DataError], None] = _refuse
     Raises:
       DataError: a file cannot be read or is not what its name says, or has no such field.
     """
-    try:
+    with _readable(piece.urls[0]):
         match piece.kind:
             case "text":
                 for url in piece.urls:
-                    with _open(url) as file:
+                    with _readable(url), _open(url) as file:
                         yield file.read()
             case "lines":
                 yield from _lines(piece, key, bad)
@@ -158,15 +164,26 @@ def documents(piece: Piece, key: str, bad: Callable[[DataError], None] = _refuse
             case "records":
                 records = read_records(Path(piece.urls[0]), key)
                 yield from (records[number] for number in range(len(records)))
+
+
+@contextlib.contextmanager
+def _readable(place: str) -> Iterator[None]:
+    """Whatever says that a place cannot be read, as a DataError with its name."""
+    try:
+        yield
+    except DataError:
+        raise
     except _damage() as error:
-        raise DataError(f"--data: cannot read {' '.join(piece.urls[:1])}: {error}") from None
+        why = getattr(error, "strerror", None) or error.__cause__ or error
+        raise DataError(f"--data: cannot read {place}: {' '.join(str(why).split())}") from None
 
 
 def _damage() -> tuple[type[Exception], ...]:
     """What a file that cannot be read, was cut short or is damaged raises, of the libraries that were loaded for it."""
     loaded = ((sys.modules.get(module), error) for module, error in _ERRORS)
     others = (getattr(module, error) for module, error in loaded if module is not None)
-    return OSError, EOFError, zlib.error, lzma.LZMAError, *others
+    # ValueError: fsspec's, of servers that do not send parts of a file.
+    return OSError, EOFError, ValueError, zlib.error, lzma.LZMAError, *others
 
 
 def _lines(piece: Piece, key: str, bad: Callable[[DataError], None]) -> Iterator[bytes]:
@@ -207,10 +224,11 @@ def _rows(piece: Piece, key: str) -> Iterator[bytes]:
     (url,) = piece.urls
     with _open(url) as file:
         table = _parquet(file, url)
-        if key not in table.schema_arrow.names:
-            there = ", ".join(table.schema_arrow.names)
+        names = table.schema_arrow.names
+        if (count := names.count(key)) != 1:
+            which = f"{count} columns" if count else "no column"
             raise DataError(
-                f"--data: {url}: no column {key!r}; there is {there}; --text-key names the column"
+                f"--data: {url}: {which} {key!r}; there is {', '.join(names)}; --text-key names the column"
             )
         kind = table.schema_arrow.field(key).type
         values = getattr(kind, "value_type", kind) if str(kind).startswith("dictionary") else kind
@@ -223,7 +241,7 @@ def _rows(piece: Piece, key: str) -> Iterator[bytes]:
 
 
 def _row_groups(file: File, size: int) -> list[Piece]:
-    with _open(file.url) as opened:
+    with _readable(file.url), _open(file.url) as opened:
         table = _parquet(opened, file.url)
         sizes = [table.metadata.row_group(number).total_byte_size for number in range(table.num_row_groups)]
     return [
@@ -270,12 +288,15 @@ def _list(filesystem: Any, path: str) -> Iterator[tuple[str, dict[str, Any]]]:
         for match in filesystem.glob(path):
             yield from _list(filesystem, match)
         return
-    if filesystem.isdir(path):
-        for name, info in filesystem.find(path, detail=True).items():
-            if not any(part.startswith(".") for part in name[len(path) :].split("/")):
-                yield name, info
+    about = filesystem.info(path)
+    # Over HTTP all are files, and one with links in its text passes for a folder: a folder's URL ends in a slash.
+    if about["type"] != "directory" and not about.get("url", "").endswith("/"):
+        yield path, about
         return
-    yield path, filesystem.info(path)
+    for name, info in filesystem.find(path, detail=True).items():
+        hidden = any(part.startswith(".") for part in name[len(path) :].split("/"))
+        if not hidden and not stat.S_ISFIFO(info.get("mode", 0)):  # who opens a pipe waits for its writer
+            yield name, info
 
 
 def _size(path: Path) -> int:

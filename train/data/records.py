@@ -31,7 +31,10 @@ class Records(Protocol):
 
 
 def is_records(path: Path) -> bool:
-    """Whether a path is an ArrayRecord file or a folder that ``datasets`` saved."""
+    """Whether a path is an ArrayRecord file or a set that ``datasets`` saved. Raises DataError for several sets."""
+    if (path / "dataset_dict.json").is_file():
+        inside = ", ".join(sorted(str(info.parent) for info in path.glob("*/dataset_info.json")))
+        raise DataError(f"--data {path}: holds several data sets; name those to be read: {inside}")
     return path.suffix in ARRAY_RECORD or (path / "dataset_info.json").is_file()
 
 
@@ -82,7 +85,12 @@ def _array_record(path: Path) -> Records:
         raise DataError(f"--data {path}: needs Grain: {install_command('grain', 'array_record')}") from None
     if not path.is_file():
         raise DataError(f"--data: cannot read {path}: No such file or directory")
-    return grain.sources.ArrayRecordDataSource([str(path)])
+    try:
+        return grain.sources.ArrayRecordDataSource([str(path)])
+    except RuntimeError as error:
+        raise DataError(
+            f"--data: cannot read {path}: it is damaged or no ArrayRecord file: {error}"
+        ) from None
 
 
 class _Dataset:
@@ -98,10 +106,15 @@ class _Dataset:
             raise DataError(
                 f"--data {path}: no column {key!r}; there are {', '.join(self._rows.column_names)}"
             )
-        self._key = key
+        self._path, self._key = path, key
 
     def __len__(self) -> int:
         return len(self._rows)
 
     def __getitem__(self, number: int) -> bytes:
-        return self._rows[number][self._key].encode()
+        text = self._rows[number][self._key]
+        if not isinstance(text, str | None):
+            raise DataError(
+                f"--data {self._path}: record {number}: {self._key!r} is not text but {text!r:.40}"
+            )
+        return (text or "").encode()

@@ -189,8 +189,16 @@ def _configured(file: Path) -> list[str]:
     config = file.with_name("tokenizer_config.json")
     if not config.is_file():
         return []
-    token = json.loads(config.read_text()).get("eos_token")
-    return [token["content"] if isinstance(token, dict) else token] if token else []
+    try:
+        token = json.loads(config.read_bytes()).get("eos_token")
+        token = token["content"] if isinstance(token, dict) else token
+        if not isinstance(token, str | None):
+            raise TypeError(f"eos_token is {token!r}")
+    except (ValueError, AttributeError, KeyError, TypeError) as error:
+        raise DataError(
+            f"--tokenizer: {config} is damaged: {error}; mend it, or name the token between documents with --separator"
+        ) from None
+    return [token] if token else []
 
 
 def is_text(content: bytes) -> bool:

@@ -81,6 +81,7 @@ def _make(
     share: ShareOut,
     report: Report,
 ) -> Manifest:
+    inputs = files
     if options.sql is not None:
         report.say("running the query ...")
         folder = local_path(work)
@@ -89,8 +90,9 @@ def _make(
                 f"--sql: leaves its rows in --work, which must be a folder then; it is {url_of(work)}"
             )
         result = query.select(files, options.sql, options.text_key, folder, options.num_workers)
-        files = [File(f"file://{result}", "parquet", result.stat().st_size)]
-    plan, dropped = _first_pass(options, pieces(files), work, share, report)
+        inputs = [File(f"file://{result}", "parquet", result.stat().st_size)]
+    plan, dropped = _first_pass(options, pieces(inputs), work, share, report)
+    _check_unchanged(options, files, work)
     if options.ray is not None and vocabulary is not None and vocabulary.content is not None:
         write(work, TOKENIZER, vocabulary.content)  # where all nodes can read it
         vocabulary = dataclasses.replace(vocabulary, file=url_of(work, TOKENIZER))
@@ -137,6 +139,16 @@ def _first_pass(
             f"--data: nothing is left to train on; dropped: {why or 'nothing, there are no documents'}"
         )
     return plan, dropped
+
+
+def _check_unchanged(options: Options, files: Sequence[File], work: Folder) -> None:
+    """Raise DataError for a file that is another than when the first pass began: some of it was read, some was not."""
+    changed = set(files) - set(find(options.data))
+    if changed:
+        raise DataError(
+            f"--data: {min(file.url for file in changed)} has changed while it was read; remove {url_of(work)} and "
+            "give the same again when nothing writes to it"
+        )
 
 
 def _manifest(vocabulary: Vocabulary, receipts: Sequence[dict[str, Any]], origin: dict[str, Any]) -> Manifest:

@@ -56,6 +56,8 @@ def make_plan(
     """
     if (there := read_json(work, PLAN)) is not None:
         return Plan(**{**there, "documents": tuple(there["documents"])})
+    if not sum(documents):
+        return Plan((), 0, 0.0, 0, 0)
     counts, duplicates = [], 0
     num_pieces, together = len(documents), max(1, AT_ONCE * num_buckets // max(1, sum(documents)))
     arrays = ["digests", "ends", *(["bands"] if find_near else [])]

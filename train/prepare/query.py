@@ -1,5 +1,6 @@
 """Rows that an SQL query picks, by DuckDB, which keeps on disk what does not fit into memory."""
 
+import glob
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -32,15 +33,20 @@ def select(files: Sequence[File], query: str, key: str, work: Path, threads: int
     part = result.with_name(partial(result.name))
     if result.exists():
         return result
-    names = ", ".join(_quoted(file.url.removeprefix("file://")) for file in files)
+    names = ", ".join(_quoted(glob.escape(file.url.removeprefix("file://"))) for file in files)
     with duckdb.connect(config={"threads": threads, "temp_directory": str(work / "duckdb")}) as connection:
         try:
             connection.execute("SET preserve_insertion_order = false")
             connection.execute(f"CREATE VIEW documents AS SELECT * FROM {_READERS[kinds.pop()]}([{names}])")
-            connection.execute(
-                f'COPY (SELECT "{key}" FROM ({query})) TO {_quoted(str(part))} '
-                "(FORMAT parquet, ROW_GROUP_SIZE 20000)"
-            )
+            rows = connection.sql(query)
+            columns = {} if rows is None else dict(zip(rows.columns, map(str, rows.types), strict=True))
+            if columns.get(key) != "VARCHAR":
+                there = ", ".join(map(" ".join, columns.items())) or "nothing"
+                raise DataError(
+                    f"--sql: the query must give text in a column {key!r}; it gives {there}; name the column with "
+                    f'AS "{key}", or with --text-key, and make it VARCHAR'
+                )
+            rows.select(duckdb.ColumnExpression(key)).write_parquet(str(part), row_group_size=20000)
         except duckdb.Error as error:
             raise DataError(f"--sql: {' '.join(str(error).split())}") from None
     part.replace(result)

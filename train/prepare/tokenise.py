@@ -40,9 +40,9 @@ class Shop:
 
 
 def tokenise(bucket: int, shop: Shop) -> dict[str, Any]:
-    """Make a bucket's shards, unless that is done; its receipt has them by split, and the bytes of text in them."""
+    """Make a bucket's shards, unless they are there; its receipt has them by split, and the bytes of text in them."""
     receipt = f"bucket-{bucket:06d}.json"
-    if (there := read_json(shop.work, receipt)) is not None:
+    if (there := read_json(shop.work, receipt)) is not None and _are_there(there, shop.out):
         return there
     writers = {
         split: Writer(shop.out, f"{split}-{bucket:06d}.bin", shop.vocabulary.dtype) for split in SPLITS
@@ -59,6 +59,12 @@ def tokenise(bucket: int, shop: Shop) -> dict[str, Any]:
     found["bytes"] = size
     write_json(shop.work, receipt, found)
     return found
+
+
+def _are_there(receipt: dict[str, Any], out: Folder) -> bool:
+    """Whether a receipt's shards are in this folder: with --work elsewhere they may be in that of another command."""
+    shards = (Shard(**receipt[split]) for split in SPLITS if receipt[split] is not None)
+    return all(out.exists(name) for shard in shards for name in (shard.file, shard.index))
 
 
 def bucket_texts(bucket: int, shop: Shop) -> Iterator[tuple[str, bytes]]:

@@ -1,8 +1,11 @@
 """Several sources in their proportions; records and data sets; places that are not files; what nearly repeats."""
 
+import http.server
 import json
 import random
+import shutil
 import sys
+import threading
 import uuid
 from pathlib import Path
 
@@ -214,6 +217,41 @@ def test_a_data_set_without_text_is_refused(tmp_path):
         open_corpus([tmp_path / "set"])
 
 
+@pytest.mark.filterwarnings("default")
+def test_rows_of_a_data_set_that_are_no_text(tmp_path):
+    """None is an empty text, as in files of JSON; others are refused, and so is a folder of several sets."""
+    datasets = pytest.importorskip("datasets")
+    rows = [f"row {number}" for number in range(20)]
+    datasets.Dataset.from_dict({"text": [*rows, None]}).save_to_disk(str(tmp_path / "none"))
+    made = prepare(tmp_path / "out", [tmp_path / "none"])
+    assert (made.origin["documents"], made.origin["dropped"]) == (20, {"empty": 1})
+    assert open_corpus([tmp_path / "none"]).num_documents == 20
+    datasets.Dataset.from_dict({"text": [7] * 20}).save_to_disk(str(tmp_path / "set"))
+    for use in (open_corpus, lambda paths: prepare(tmp_path / "other", paths)):
+        with pytest.raises(DataError, match="set: record 0: 'text' is not text but 7"):
+            use([tmp_path / "set"])
+    both = datasets.DatasetDict({"train": datasets.Dataset.from_dict({"text": rows})})
+    both.save_to_disk(str(tmp_path / "both"))
+    for use in (open_corpus, lambda paths: prepare(tmp_path / "third", paths)):
+        with pytest.raises(
+            DataError, match=r"both: holds several data sets; name those to be read: .*/both/train$"
+        ):
+            use([tmp_path / "both"])
+
+
+def test_a_damaged_array_record_is_named(tmp_path):
+    path = make_array_record(tmp_path, ["row"] * 20)
+    content = path.read_bytes()
+    for broken in (b"", content[: len(content) // 2]):
+        path.write_bytes(broken)
+        for use in (open_corpus, lambda paths: prepare(tmp_path / "out", paths)):
+            with pytest.raises(
+                DataError, match="cannot read .*array_record: it is damaged or no ArrayRecord file"
+            ):
+                use([path])
+        shutil.rmtree(tmp_path / "out")
+
+
 def test_a_library_that_is_missing_is_named(tmp_path, monkeypatch):
     (tmp_path / "x.array_record").write_bytes(b"")
     (tmp_path / "set").mkdir()
@@ -241,10 +279,86 @@ def test_a_query_picks_the_rows(tmp_path):
     assert set(b"".join(kept).decode().split("\0")[:-1]) == wanted
     with pytest.raises(DataError, match=r'--sql: .*"nothing"'):
         prepare(tmp_path / "other", inputs, sql="SELECT nothing FROM documents")
+    for number, (bad, gives) in enumerate({"SELECT id FROM documents": "id BIGINT", "": "nothing"}.items()):
+        message = (
+            f"--sql: the query must give text in a column 'text'; it gives {gives}; name the column with AS"
+        )
+        with pytest.raises(DataError, match=message):
+            prepare(tmp_path / f"bad-{number}", inputs, sql=bad)
+    with pytest.raises(DataError, match="nothing is left to train on"):
+        prepare(tmp_path / "none", inputs, sql="SELECT text FROM documents WHERE false")
     (tmp_path / "c.txt").write_text("c")
     kinds = "--sql: needs Parquet files alone or JSONL files alone, .* got lines, text"
     with pytest.raises(DataError, match=kinds):
         prepare(tmp_path / "third", [tmp_path], sql=query)
+
+
+@pytest.mark.parametrize("query", ["SELECT text FROM documents;", "SELECT text FROM documents -- all"])
+def test_a_query_as_it_is_written_elsewhere(query, tmp_path):
+    pytest.importorskip("duckdb")
+    made = prepare(tmp_path / "out", [write_lines(tmp_path / "a.jsonl", ["a", "b", "c"])], sql=query)
+    assert made.origin["documents"] == 3
+
+
+def test_a_query_reads_the_file_that_was_named(tmp_path):
+    """And not those that its name stands for as a pattern."""
+    pytest.importorskip("duckdb")
+    write_lines(tmp_path / "x1.jsonl", ["another's"] * 3)
+    file = write_lines(tmp_path / "x[1].jsonl", ["a", "b", "c"])
+    made = prepare(tmp_path / "out", [file], sql="SELECT text FROM documents")
+    assert made.origin["documents"] == 3
+
+
+class Server(http.server.BaseHTTPRequestHandler):
+    """Below ``/whole`` a file, below ``/cut`` half of it, below ``/stream`` one without its length."""
+
+    def do_GET(self):
+        how = self.path.split("/")[1]
+        self.send_response(200 if how in ("whole", "cut", "stream") else 500)
+        if how != "stream":
+            self.send_header("Content-Length", str(len(self.server.content)))
+        self.end_headers()
+        if self.command == "GET":
+            half = len(self.server.content) // 2
+            self.wfile.write(self.server.content[: half if how == "cut" else None])
+
+    do_HEAD = do_GET
+
+    def log_message(self, *args):
+        pass
+
+
+@pytest.fixture
+def server():
+    pytest.importorskip("aiohttp")
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Server) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        server.content = b"".join(b'{"text": "<a href=\'b.jsonl\'>%d</a>"}\n' % n for n in range(20))
+        server.url = f"http://127.0.0.1:{server.server_port}"
+        yield server
+        server.shutdown()
+
+
+def test_a_file_of_links_is_no_folder(server, tmp_path):
+    for number, name in enumerate(("whole/a.jsonl", "whole/a.txt")):
+        made = prepare(tmp_path / str(number), [f"{server.url}/{name}"])
+        assert [file[0] for file in made.origin["files"]] == [f"{server.url}/{name}"]
+        assert made.origin["documents"] == (1 if number else 20)
+
+
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("cut/a.jsonl", "Not enough data"),
+        ("cut/a.parquet", "Not enough data"),
+        ("stream/a.jsonl", "Cannot seek streaming"),
+        ("stream/a.parquet", "Cannot seek streaming"),
+        ("broken/a.jsonl", "500"),
+    ],
+)
+def test_a_server_that_fails_is_named(server, name, why, tmp_path):
+    with pytest.raises(DataError, match=f"cannot read {server.url}/{name}: .*{why}"):
+        prepare(tmp_path / "out", [f"{server.url}/{name}"])
 
 
 def test_data_elsewhere(tmp_path, monkeypatch):

@@ -21,7 +21,7 @@ from fsspec.implementations.local import LocalFileSystem
 from rich.console import Console
 
 from train.data import DataError, open_corpus
-from train.data.inputs import Piece, documents, find, pieces
+from train.data.inputs import File, Piece, documents, find, pieces
 from train.data.manifest import find_damage, read_manifest
 from train.prepare import pipeline, plan
 from train.prepare.__main__ import main
@@ -404,6 +404,36 @@ def test_half_done_work_of_other_options_or_processes_is_not_mixed_in(tmp_path, 
         prepare(out, data, min_bytes=5)
 
 
+def test_shards_that_another_out_has_are_made_again(tmp_path, monkeypatch):
+    """With one --work for two OUTs; or where OUT was removed meanwhile."""
+    data, real = [write_lines(tmp_path / "a.jsonl", texts(60))], pipeline.tokenise
+    monkeypatch.setattr(
+        pipeline, "tokenise", lambda bucket, shop: 1 / 0 if bucket == 2 else real(bucket, shop)
+    )
+    with pytest.raises(ZeroDivisionError):
+        prepare(tmp_path / "one", data, shard_mb=0.002, work=tmp_path / "work")
+    monkeypatch.setattr(pipeline, "tokenise", real)
+    prepare(tmp_path / "two", data, shard_mb=0.002, work=tmp_path / "work")
+    assert find_damage(tmp_path / "two") == []
+
+
+def test_a_file_that_changes_while_it_is_read_is_refused(tmp_path, monkeypatch):
+    file = write_lines(tmp_path / "a.jsonl", texts(60))
+    real = pipeline.partition
+
+    def cut_short(*job):
+        write_lines(file, texts(30))
+        return real(*job)
+
+    monkeypatch.setattr(pipeline, "partition", cut_short)
+    message = (
+        r"a\.jsonl has changed while it was read; remove .*work and give the same again when nothing writes"
+    )
+    with pytest.raises(DataError, match=message):
+        prepare(tmp_path / "out", [file])
+    assert not (tmp_path / "out" / "manifest.json").exists()
+
+
 @pytest.fixture
 def prepared(tmp_path):
     write_lines(tmp_path / "a.jsonl", texts(100))
@@ -481,6 +511,57 @@ def test_tokens_beyond_the_vocabulary_are_refused(bpe, tmp_path):
         file.write_bytes(b"\xff" * file.stat().st_size)
     with pytest.raises(DataError, match=r"train-\d+.bin is damaged: token 65535 .* the vocabulary has 400"):
         open_corpus([tmp_path]).train_batch(0, 0, (1, 1, 16))
+
+
+def test_a_pipe_in_a_folder_is_not_waited_for(tmp_path):
+    write_lines(tmp_path / "a.jsonl", texts(3))
+    os.mkfifo(tmp_path / "pipe")
+    assert [file.url for file in find([str(tmp_path)])] == [f"file://{tmp_path}/a.jsonl"]
+
+
+def test_the_text_that_cannot_be_read_is_the_one_that_is_named(tmp_path):
+    (tmp_path / "a.txt").write_text("a")
+    (tmp_path / "b.txt").symlink_to("nowhere")
+    with pytest.raises(DataError, match=r"cannot read file://.*/b\.txt: No such file"):
+        prepare(tmp_path / "out", [tmp_path])
+
+
+def test_lines_of_a_file_whose_size_nobody_tells_are_read_to_its_end(tmp_path):
+    file = write_lines(tmp_path / "a.jsonl", texts(20))
+    (piece,) = pieces([File(f"file://{file}", "lines", 0)])
+    assert [text.decode() for text in documents(piece, "text")] == texts(20)
+
+
+def test_two_columns_of_one_name_are_refused(tmp_path):
+    pa, pq = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    pq.write_table(pa.table([["a"], [1], ["b"]], names=["text", "x", "text"]), tmp_path / "a.parquet")
+    message = "2 columns 'text'; there is text, x, text; --text-key names the column"
+    with pytest.raises(DataError, match=message):
+        prepare(tmp_path / "out", [tmp_path / "a.parquet"])
+
+
+def test_a_table_without_rows_has_no_documents(tmp_path):
+    pa, pq = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    with pq.ParquetWriter(tmp_path / "a.parquet", pa.schema([("text", pa.string())])):
+        pass
+    with pytest.raises(
+        DataError, match="nothing is left to train on; dropped: nothing, there are no documents"
+    ):
+        prepare(tmp_path / "out", [tmp_path / "a.parquet"])
+
+
+@pytest.mark.parametrize(
+    "config",
+    [b'{"eos_token": ', b"[]", b"null", b'{"eos_token": 5}', b'{"eos_token": {"x": 1}}', b"\xff\xfe\0"],
+)
+def test_damaged_settings_of_a_tokenizer_are_named(config, bpe, tmp_path):
+    shutil.copy(bpe[0] / "out" / "tokenizer.json", tmp_path / "tokenizer.json")
+    (tmp_path / "tokenizer_config.json").write_bytes(config)
+    data = [write_lines(tmp_path / "a.jsonl", texts(20))]
+    message = r"--tokenizer: .*tokenizer_config\.json is damaged: .*; mend it, or name .* with --separator"
+    with pytest.raises(DataError, match=message):
+        prepare(tmp_path / "out", data, tokenizer=str(tmp_path))
+    prepare(tmp_path / "out", data, tokenizer=str(tmp_path), separator="<|endoftext|>")
 
 
 REFUSED = {
