@@ -187,10 +187,13 @@ class Job:
     @property
     def usage(self) -> Usage:
         """The tokens of the prompt and of all texts, once they have ended."""
-        reused = sum(choice.completion.num_reused for choice in self._choices if choice.completion)
         prompts = {id(one.prompt): len(one.prompt) for one in self._asked}  # several texts may go on with one
-        num_prompt = sum(prompts.values())
-        return Usage(num_prompt, sum(choice.num_tokens for choice in self._choices), reused)
+        reused = dict(prompts)  # the first of them finds least, for the others find what it has left
+        for one, choice in zip(self._asked, self._choices, strict=True):
+            found = choice.completion.num_reused if choice.completion else 0
+            reused[id(one.prompt)] = min(reused[id(one.prompt)], found)
+        num_made = sum(choice.num_tokens for choice in self._choices)
+        return Usage(sum(prompts.values()), num_made, sum(reused.values()))
 
     def cancel(self) -> None:
         for index, ticket in enumerate(self._tickets):

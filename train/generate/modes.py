@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TextIO
 
+import jax
 import numpy as np
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -30,12 +31,7 @@ TYPED = 1024
 Say = Callable[[str], None]
 
 
-_KINDS: Mapping[str, Callable[[Any], Any]] = {
-    "max_tokens": int,
-    "temperature": float,
-    "top_p": float,
-    "seed": int,
-}
+_KINDS: Mapping[str, type] = {"max_tokens": int, "temperature": float, "top_p": float, "seed": int}
 
 
 def params_of(options: Options, loaded: Loaded, given: Mapping[str, Any] | None = None) -> SamplingParams:
@@ -84,6 +80,13 @@ def make_engine(loaded: Loaded, options: Source, max_requests: int, positions: i
         say(not_whole(error))
     except ValueError as error:
         raise ConfigError(str(error)) from None
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        raise ConfigError(
+            f"there is no memory for {loaded.name} and {room} positions of {limits.max_requests} prompts: give a "
+            "smaller --context, beyond which prompts are refused, or a smaller --at-once or --max-tokens"
+        ) from None
     else:
         numbers = (
             f"{loaded.config.num_layers} layers, {loaded.config.vocab} tokens, {room} positions a request"
@@ -247,10 +250,17 @@ def _read(line: str, loaded: Loaded, options: Options) -> _Asked:
     if not isinstance(given, dict) or not isinstance(given.get("prompt"), str):
         return _Asked({}, answer={"error": 'must be an object with a text, {"prompt": TEXT}'})
     try:
-        own = {name: kind(given[name]) for name, kind in _KINDS.items() if name in given}
+        own = {name: _number(name, given[name], kind) for name, kind in _KINDS.items() if name in given}
         return _Asked(given, (loaded.text.encode(given["prompt"]), params_of(options, loaded, own)))
     except (TypeError, ValueError, OverflowError) as error:
         return _Asked(given, answer={"error": str(error)})
+
+
+def _number(name: str, value: Any, kind: type) -> Any:
+    """What JSON says, which is not rounded and not read out of a text."""
+    if type(value) not in (int, kind):
+        raise TypeError(f"{name} is {value!r}, must be {'a whole' if kind is int else 'a'} number")
+    return kind(value)
 
 
 def _answer(one: Completion, loaded: Loaded) -> dict[str, Any]:

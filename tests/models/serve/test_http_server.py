@@ -145,6 +145,15 @@ def test_prompts_of_tokens_and_a_beginning_that_is_known(client):
         assert answer.usage.prompt_tokens_details.cached_tokens == reused
 
 
+def test_what_was_known_of_a_prompt_counts_once_as_the_prompt_does(client):
+    """All of three texts of one prompt find its beginning, which is no more than there is of it."""
+    tokens = as_tokens("another prompt of three blocks").tolist()
+    for reused in (0, 28):
+        answer = client.completions.create(model="tiny", prompt=[tokens], n=3, max_tokens=4, temperature=0)
+        assert answer.usage.prompt_tokens == len(tokens) == 30
+        assert answer.usage.prompt_tokens_details.cached_tokens == reused
+
+
 def test_openais_client_gets_a_stream_with_its_usage(client):
     stream = client.completions.create(
         model="tiny", prompt="for", max_tokens=12, temperature=0, stream=True, stream_options={"include_usage": True}

@@ -8,6 +8,7 @@ import shutil
 import signal
 import sys
 import time
+from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -16,6 +17,7 @@ import pytest
 import tokenizers
 
 import models
+from models.decode import SamplingParams
 from models.decode.text import Bytes
 from tests.models.decode.small_models import random_params, small, whole
 from tests.train.state.test_state import by_name
@@ -23,7 +25,7 @@ from train.config import TrainConfig
 from train.data.vocabulary import BYTES, open_vocabulary
 from train.generate.__main__ import main
 from train.generate.loading import load
-from train.generate.modes import make_engine
+from train.generate.modes import _read, make_engine
 from train.generate.options import Options
 from train.state.facts import at_step, describe
 from train.state.fingerprint import fingerprints
@@ -236,10 +238,41 @@ def test_a_line_that_will_not_do_harms_no_other(tmp_path, capsys):
     assert main([str(tmp_path / "model"), "--batch", str(tmp_path / "in.jsonl"), "--max-tokens", "3"]) == 1
     out, err = capsys.readouterr()
     overflow, no_text, half, ends = (json.loads(line) for line in out.rstrip("\n").split("\n"))
-    assert "4 prompts, 2 failed" in err and "infinity" in overflow["error"]
+    assert "4 prompts, 2 failed" in err and "max_tokens is inf, must be a whole number" in overflow["error"]
     assert "surrogates not allowed" in no_text["error"]
     assert (half["id"], half["text"]) == ("\ud83d", greedy("x", 3, config))
     assert (ends["prompt"], ends["text"]) == ("x\u2028y\x85", greedy("x\u2028y\x85", 3, config))
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ('"max_tokens": 3.7', "max_tokens is 3.7, must be a whole number"),
+        ('"max_tokens": "4"', "max_tokens is '4', must be a whole number"),
+        ('"max_tokens": true', "max_tokens is True, must be a whole number"),
+        ('"max_tokens": null', "max_tokens is None, must be a whole number"),
+        ('"seed": 1.0', "seed is 1.0, must be a whole number"),
+        ('"temperature": "0.5"', "temperature is '0.5', must be a number"),
+        ('"top_p": false', "top_p is False, must be a number"),
+    ],
+)
+def test_numbers_of_a_line_are_taken_as_they_are_or_refused(given, message):
+    asked = _read(f'{{"prompt": "x", {given}}}', SimpleNamespace(text=Bytes(), stop=()), Options())
+    assert (asked.request, asked.answer) == (None, {"error": message})
+
+
+def test_whole_numbers_are_temperatures():
+    line = '{"prompt": "x", "temperature": 1, "top_p": 1, "seed": 7, "max_tokens": 2}'
+    asked = _read(line, SimpleNamespace(text=Bytes(), stop=()), Options())
+    assert asked.request[1] == SamplingParams(2, 1.0, 1.0, 7)
+
+
+def test_more_room_than_there_is_memory_is_said_in_a_line(tmp_path, capsys):
+    config = small(vocab=256)
+    models.weights.save(tmp_path / "model", config, random_params(config))
+    assert main([str(tmp_path / "model"), "--prompt", "x", "--max-tokens", str(10**15)]) == 2
+    err = capsys.readouterr().err
+    assert "there is no memory for" in err and "positions of 1 prompts: give a smaller --context" in err
 
 
 def check_batch(model, wanted, tmp_path, capsys):
