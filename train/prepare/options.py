@@ -68,7 +68,8 @@ class Options:
     ray: Annotated[str | None, arg(metavar="ADDRESS")] = None
     """Work on a Ray cluster that this machine is a node of, with all its cores: HOST:PORT of its head, or auto."""
     work: Annotated[str | None, arg(metavar="FOLDER")] = None
-    """Folder or URL for what is half done. OUT/.work if left out; in ~/.cache if OUT is a URL, without --ray."""
+    """Folder or URL of its own for what is half done, removed at the end. OUT/.work if left out; in ~/.cache if OUT is
+    a URL, without --ray."""
     check: bool = False
     """Read OUT through and compare every file with its checksum; makes nothing."""
 

@@ -37,7 +37,7 @@ from train.prepare.plan import Plan, choose_num_buckets, make_plan
 from train.prepare.tokenise import Shop, tokenise, train_tokenizer
 from train.prepare.workers import Report, ShareOut, share_out, versions
 
-JOB = "job.json"
+JOB, LOCK = "job.json", "lock"
 
 
 def prepare(options: Options, report: Report) -> Manifest:
@@ -47,8 +47,12 @@ def prepare(options: Options, report: Report) -> Manifest:
       DataError: data that cannot be read, or OUT holds something else.
     """
     out = options.out if is_url(options.out) else str(Path(options.out).absolute())
-    ours = out, _work_place(options, out)
-    files = find(options.data, leave_out=[place for place in ours if not is_url(place)])
+    place = _work_place(options, out)
+    if f"{out}/".startswith(f"{place.rstrip('/')}/"):
+        raise DataError(
+            f"--work {place}: is removed at the end, and {out} lies there; name a folder of its own"
+        )
+    files = find(options.data, leave_out=[ours for ours in (out, place) if not is_url(ours)])
     vocabulary = None
     if options.train_tokenizer is None:
         vocabulary = open_vocabulary(options.tokenizer, options.separator)
@@ -62,7 +66,7 @@ def prepare(options: Options, report: Report) -> Manifest:
     if ready is not None:
         report.say(f"{options.out}: is prepared already")
         return ready
-    work, shards = open_folder(_work_place(options, out)), open_folder(out)
+    work, shards = open_folder(place), open_folder(out)
     with _sharing(options, files, work, shards, report) as share, _held(work):
         _claim(work, job, options.out)
         create(shards)
@@ -183,6 +187,12 @@ def _claim(work: Folder, job: dict[str, Any], out: str) -> None:
     """Note what is being made. Raises DataError if something else is half done there."""
     there = read_json(work, JOB)
     if there is None:
+        names = [Path(name).name for name in (work.ls("", detail=False) if work.exists("") else ())]
+        if others := sorted(name for name in names if name != LOCK and not name.endswith(".part")):
+            raise DataError(
+                f"--work {url_of(work)}: is removed at the end, and holds {others[0]}, which is none of a "
+                "preparation's; name a folder of its own"
+            )
         write_json(work, JOB, job)
     elif there != job:
         raise DataError(
@@ -219,7 +229,7 @@ def _name(place: str) -> str:
 def _held(work: Folder) -> Iterator[None]:
     """One process at a time, of this machine where the folder is elsewhere. Raises DataError for the second."""
     create(work)
-    file = (local_path(work) or cache_folder() / "prepare" / _name(url_of(work))) / "lock"
+    file = (local_path(work) or cache_folder() / "prepare" / _name(url_of(work))) / LOCK
     file.parent.mkdir(parents=True, exist_ok=True)
     with file.open("w") as opened:
         try:

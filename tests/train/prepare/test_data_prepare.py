@@ -417,6 +417,30 @@ def test_shards_that_another_out_has_are_made_again(tmp_path, monkeypatch):
     assert find_damage(tmp_path / "two") == []
 
 
+@pytest.mark.parametrize(
+    ("work", "out"), [("work", "out"), ("work", "work"), ("work", "work/out"), ("", "out")]
+)
+def test_a_folder_of_others_is_not_worked_in_and_removed(work, out, tmp_path):
+    data = [write_lines(tmp_path / "a.jsonl", texts(60))]
+    (tmp_path / "work").mkdir()
+    (tmp_path / "work" / "thesis.txt").write_text("mine")
+    with pytest.raises(
+        DataError, match=r"--work .*: is removed at the end, and .*; name a folder of its own"
+    ):
+        prepare(tmp_path / out, data, work=tmp_path / work)
+    assert (tmp_path / "work" / "thesis.txt").read_text() == "mine"
+
+
+def test_work_that_was_killed_at_once_is_taken_up(tmp_path):
+    """A process that was killed before it said what it makes leaves a lock, and a part of a file perhaps."""
+    data, work = [write_lines(tmp_path / "a.jsonl", texts(60))], tmp_path / "work"
+    work.mkdir()
+    (work / "lock").touch()
+    (work / ".job.json.0123.part").touch()
+    prepare(tmp_path / "out", data, work=work)
+    assert not work.exists()
+
+
 def test_a_file_that_changes_while_it_is_read_is_refused(tmp_path, monkeypatch):
     file = write_lines(tmp_path / "a.jsonl", texts(60))
     real = pipeline.partition
