@@ -4,6 +4,7 @@ import contextlib
 import io
 import json
 import os
+import re
 import tempfile
 import uuid
 from collections.abc import Iterator, Sequence
@@ -100,10 +101,15 @@ def partial(name: str) -> str:
     return f".{name}{_PART}"
 
 
+def is_partial(name: str) -> bool:
+    """Whether a process of ours wrote it, and was killed perhaps; downloads of others end in .part, too."""
+    return re.fullmatch(r"\..+\.[0-9a-f]{12}\.part", name) is not None
+
+
 def drop_partial(folder: Folder) -> None:
     """Remove what killed processes left."""
     for name in folder.ls("", detail=False):
-        if name.endswith(".part"):
+        if is_partial(Path(name).name):
             folder.rm_file(name)
 
 

@@ -24,6 +24,7 @@ from train.prepare.files import (
     Folder,
     create,
     drop_partial,
+    is_partial,
     local_path,
     open_folder,
     read_json,
@@ -188,7 +189,7 @@ def _claim(work: Folder, job: dict[str, Any], out: str) -> None:
     there = read_json(work, JOB)
     if there is None:
         names = [Path(name).name for name in (work.ls("", detail=False) if work.exists("") else ())]
-        if others := sorted(name for name in names if name != LOCK and not name.endswith(".part")):
+        if others := sorted(name for name in names if name != LOCK and not is_partial(name)):
             raise DataError(
                 f"--work {url_of(work)}: is removed at the end, and holds {others[0]}, which is none of a "
                 "preparation's; name a folder of its own"

@@ -436,9 +436,14 @@ def test_work_that_was_killed_at_once_is_taken_up(tmp_path):
     data, work = [write_lines(tmp_path / "a.jsonl", texts(60))], tmp_path / "work"
     work.mkdir()
     (work / "lock").touch()
-    (work / ".job.json.0123.part").touch()
-    prepare(tmp_path / "out", data, work=work)
+    out = tmp_path / "out"
+    out.mkdir()
+    for left in (work / ".job.json.0123456789ab.part", out / ".train-000000.bin.0123456789ab.part"):
+        left.touch()
+    (out / "film.mkv.part").write_text("another's download")
+    prepare(out, data, work=work)
     assert not work.exists()
+    assert [file.name for file in out.glob("*.part")] == ["film.mkv.part"]
 
 
 def test_a_file_that_changes_while_it_is_read_is_refused(tmp_path, monkeypatch):
