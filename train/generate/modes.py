@@ -273,7 +273,7 @@ def _answer(one: Completion, loaded: Loaded) -> dict[str, Any]:
 
 def _lines(file: Path) -> list[str]:
     try:
-        text = sys.stdin.read() if str(file) == "-" else file.read_text()
+        text = sys.stdin.read() if str(file) == "-" else file.read_text("utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"--batch {file}: cannot read it: {error}") from None
     return [line for line in text.split("\n") if line.strip()]  # other ends of lines may stand in a text

@@ -117,6 +117,11 @@ def _make(
     }
     manifest = _manifest(shop.vocabulary, [done[bucket] for bucket in range(plan.num_buckets)], origin)
     if (content := shop.vocabulary.content) is not None:
+        if shards.exists(TOKENIZER) and shards.cat_file(TOKENIZER) != content:
+            raise DataError(
+                f"{url_of(shards, TOKENIZER)}: is there already and another; move it, and the same command ends, or "
+                "name another OUT"
+            )
         write(shards, TOKENIZER, content)
     drop_partial(shards)
     write(shards, MANIFEST, manifest.dumps().encode())  # last: where it is, everything is

@@ -234,7 +234,7 @@ def test_a_line_that_will_not_do_harms_no_other(tmp_path, capsys):
         '{"prompt": "x", "id": "\\ud83d"}',
         '{"prompt": "x\u2028y\x85"}',
     ]
-    (tmp_path / "in.jsonl").write_text("\n".join(lines) + "\n")
+    (tmp_path / "in.jsonl").write_text("\n".join(lines) + "\n", "utf-8-sig")
     assert main([str(tmp_path / "model"), "--batch", str(tmp_path / "in.jsonl"), "--max-tokens", "3"]) == 1
     out, err = capsys.readouterr()
     overflow, no_text, half, ends = (json.loads(line) for line in out.rstrip("\n").split("\n"))

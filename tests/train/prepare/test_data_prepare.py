@@ -431,6 +431,19 @@ def test_a_folder_of_others_is_not_worked_in_and_removed(work, out, tmp_path):
     assert (tmp_path / "work" / "thesis.txt").read_text() == "mine"
 
 
+def test_another_tokenizer_in_the_folder_is_not_written_over(tmp_path):
+    data, out = [write_lines(tmp_path / "a.jsonl", texts(60))], tmp_path / "out"
+    out.mkdir()
+    (out / "tokenizer.json").write_text("a model's")
+    message = r"out/tokenizer\.json: is there already and another; move it, and the same command ends, or name another"
+    with pytest.raises(DataError, match=message):
+        prepare(out, data, train_tokenizer=300)
+    assert (out / "tokenizer.json").read_text() == "a model's"
+    (out / "tokenizer.json").unlink()
+    prepare(out, data, train_tokenizer=300)
+    assert find_damage(out) == []
+
+
 def test_work_that_was_killed_at_once_is_taken_up(tmp_path):
     """A process that was killed before it said what it makes leaves a lock, and a part of a file perhaps."""
     data, work = [write_lines(tmp_path / "a.jsonl", texts(60))], tmp_path / "work"
