@@ -294,8 +294,12 @@ def _list(filesystem: Any, path: str) -> Iterator[tuple[str, dict[str, Any]]]:
         yield path, about
         return
     for name, info in filesystem.find(path, detail=True).items():
-        hidden = any(part.startswith(".") for part in name[len(path) :].split("/"))
-        if not hidden and not stat.S_ISFIFO(info.get("mode", 0)):  # who opens a pipe waits for its writer
+        if any(part.startswith(".") for part in name[len(path) :].split("/")):
+            continue
+        if info.get("islink"):
+            with _readable(name):
+                info = filesystem.info(name)  # of what it leads to, which may change
+        if not stat.S_ISFIFO(info.get("mode", 0)):  # who opens a pipe waits for its writer
             yield name, info
 
 

@@ -563,9 +563,21 @@ def test_a_pipe_in_a_folder_is_not_waited_for(tmp_path):
 
 def test_the_text_that_cannot_be_read_is_the_one_that_is_named(tmp_path):
     (tmp_path / "a.txt").write_text("a")
+    with pytest.raises(DataError, match=r"cannot read .*/b\.txt: No such file"):
+        list(documents(Piece("text", (str(tmp_path / "a.txt"), str(tmp_path / "b.txt"))), "text"))
     (tmp_path / "b.txt").symlink_to("nowhere")
-    with pytest.raises(DataError, match=r"cannot read file://.*/b\.txt: No such file"):
+    with pytest.raises(DataError, match=r"cannot read .*/b\.txt: No such file"):
         prepare(tmp_path / "out", [tmp_path])
+
+
+def test_what_a_link_leads_to_is_seen_to_change(tmp_path):
+    (tmp_path / "data").mkdir()
+    write_lines(tmp_path / "a.jsonl", texts(20))
+    (tmp_path / "data" / "a.jsonl").symlink_to(tmp_path / "a.jsonl")
+    prepare(tmp_path / "out", [tmp_path / "data"])
+    os.utime(tmp_path / "a.jsonl", (1, 1))
+    with pytest.raises(DataError, match="the files of --data have changed"):
+        prepare(tmp_path / "out", [tmp_path / "data"])
 
 
 def test_lines_of_a_file_whose_size_nobody_tells_are_read_to_its_end(tmp_path):
